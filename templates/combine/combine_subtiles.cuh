@@ -208,7 +208,7 @@ __device__ inline void combine_shared_frags(const Params& params, const WorkItem
 #pragma unroll
     for (int n = 0; n < kFragsPerStep; ++n) warp_partials[warp][n][lane] = totals[n];
   }
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
 #pragma unroll 1
   for (int i = warp; i < combine_smem.num_frags; i += kConsumerWarps) {
     float4 total[1] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
@@ -250,10 +250,10 @@ __device__ inline void combine_subtiles(const Params& params, const WorkItem& wo
                       combine_smem.holds_own_split() ? work.split_idx : -1);
   cp_async_commit_group();
   cp_async_wait_group<1>();
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   combine_rows(params, work, combine_smem);
   cp_async_wait_group<0>();
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   const int num_groups = ceil_div(combine_smem.num_frags, kFragsPerStep);
   if (num_groups * 2 > kConsumerWarps) {
     combine_frags(params, work, smem, combine_smem);

@@ -66,6 +66,6 @@ __device__ inline void epilogue(const Params& params, const WorkItem& work, Shar
       exit_if(work.num_splits);  // the last item of this CTA
     }
   }
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   if (reload_tid() == 0) nonfinite_flag(smem, work) = 0;
 }

@@ -16,7 +16,7 @@ struct ReduceGroup {
 
   __device__ int num_threads() const { return half < 0 ? kConsumerThreads : kConsumerThreads / 2; }
   __device__ void sync() const {
-    ::sync(NamedBarrier::PartialsStored + max(half, 0), num_threads());
+    named_barrier_sync(NamedBarrier::PartialsStored + max(half, 0), num_threads());
   }
 
   // Index of this thread in the group.

@@ -7,16 +7,16 @@
 #include "ptx/barrier.cuh"
 
 // `threads` counts those that wait and those that only arrive.
-__device__ inline void sync(NamedBarrier barrier, int threads) {
+__device__ inline void named_barrier_sync(NamedBarrier barrier, int threads) {
   barrier_sync(static_cast<int>(barrier), threads);
 }
 
-__device__ inline void arrive(NamedBarrier barrier, int threads) {
+__device__ inline void named_barrier_arrive(NamedBarrier barrier, int threads) {
   barrier_arrive(static_cast<int>(barrier), threads);
 }
 
 // Returns whether any thread passes true.
-__device__ inline bool sync_or(NamedBarrier barrier, int threads, bool value) {
+__device__ inline bool named_barrier_sync_or(NamedBarrier barrier, int threads, bool value) {
   return barrier_red_or(static_cast<int>(barrier), threads, value) != 0;
 }
 

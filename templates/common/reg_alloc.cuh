@@ -1,5 +1,5 @@
-// Register reallocation between warpgroups (`setmaxnreg`): kernels start with 128 registers per
-// thread; producer warpgroups release what consumer warpgroups acquire. Executed by whole
+// Register reallocation between warpgroups (`setmaxnreg`), for kernels launched with 128 registers
+// per thread: producer warpgroups release what consumer warpgroups acquire. Executed by whole
 // warpgroups.
 
 #pragma once

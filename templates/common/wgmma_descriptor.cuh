@@ -9,15 +9,15 @@
 // A descriptor is assembled from two words where it is used: the lower holds the address and the
 // leading-dimension byte offset, the upper the stride between groups of eight rows and the swizzle
 // mode. Addresses count 16 bytes; adding to the lower word advances the operand.
-constexpr u32 kDescriptorHigh = 1024 / 16 | 1u << 30;
-constexpr u32 kDescriptorHigh64 = 512 / 16 | 2u << 30;
+constexpr u32 kDescHighSw128 = 1024 / 16 | 1u << 30;
+constexpr u32 kDescHighSw64 = 512 / 16 | 2u << 30;
 
-__device__ inline u32 descriptor_low(u32 address, u32 tile_distance) {
-  return (address & 0x3ffff) >> 4 | tile_distance / 16 << 16;
+__device__ inline u32 descriptor_low(u32 address, u32 leading_bytes) {
+  return (address & 0x3ffff) >> 4 | leading_bytes / 16 << 16;
 }
 
-// Advances the operand by `bytes`.
+// The lower word's increment that advances the operand by `bytes`.
 __device__ constexpr u32 descriptor_step(u32 bytes) { return bytes / 16; }
 
-__device__ inline u64 smem_desc(u32 low) { return mov_b64(low, kDescriptorHigh); }
-__device__ inline u64 descriptor_64(u32 low) { return mov_b64(low, kDescriptorHigh64); }
+__device__ inline u64 smem_desc_sw128(u32 low) { return mov_b64(low, kDescHighSw128); }
+__device__ inline u64 smem_desc_sw64(u32 low) { return mov_b64(low, kDescHighSw64); }

@@ -5,7 +5,7 @@
 #include "common/types.cuh"
 
 // atom.acq_rel.gpu.global.add.u32
-// Adds, and returns what there was before.
+// Adds, and returns the old value.
 __device__ inline u32 atom_add_acq_rel_gpu(u32* address, u32 value) {
   u32 before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
@@ -16,12 +16,12 @@ __device__ inline u32 atom_add_acq_rel_gpu(u32* address, u32 value) {
 }
 
 // atom.acq_rel.gpu.global.inc.u32
-// Adds one, or makes `most` zero, and returns what there was before.
-__device__ inline u32 atom_inc_acq_rel_gpu(u32* address, u32 most) {
+// Adds one, wraps to zero at `limit`, and returns the old value.
+__device__ inline u32 atom_inc_acq_rel_gpu(u32* address, u32 limit) {
   u32 before;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                : "=r"(before)
-               : "l"(address), "r"(most)
+               : "l"(address), "r"(limit)
                : "memory");
   return before;
 }

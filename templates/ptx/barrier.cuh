@@ -1,5 +1,5 @@
 // PTX ISA, "Parallel Synchronization and Communication Instructions: barrier.cta". Needs sm_80.
-// Barriers have numbers from 0 to 15; `threads` counts those that wait and those that only arrive.
+// Barrier ids are 0 to 15; `threads` counts those that wait and those that only arrive.
 
 #pragma once
 
@@ -16,7 +16,7 @@ __device__ inline void barrier_arrive(int barrier, int threads) {
 }
 
 // barrier.cta.red.or.aligned.pred
-// Waits for all threads; returns whether any of them brought a number that is not zero.
+// Waits for all threads; returns whether any of them passes a nonzero value.
 __device__ inline u32 barrier_red_or(int barrier, int threads, u32 value) {
   u32 any;
   asm volatile(

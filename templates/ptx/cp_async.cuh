@@ -5,7 +5,7 @@
 #include "common/types.cuh"
 
 // cp.async.cg.shared.global.L2::128B
-// Copies 16 bytes past L1; bytes from `source_bytes` on are not read and become zero.
+// Copies 16 bytes, bypassing L1; bytes from `source_bytes` on are zero-filled.
 __device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address),
                "l"(global), "r"(source_bytes)
@@ -44,14 +44,14 @@ __device__ inline void cp_async_commit_group() {
 }
 
 // cp.async.wait_group
-// Waits until at most `kPending` of this thread's newest groups are still under way.
+// Waits until at most `kPending` of this thread's newest groups are in flight.
 template <int kPending>
 __device__ inline void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // cp.async.mbarrier.arrive.noinc.shared::cta.b64
-// Arrives at a barrier when all copies that this thread has begun are there.
+// Arrives at a barrier when all copies issued by this thread have completed.
 __device__ inline void cp_async_mbarrier_arrive_noinc(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }

@@ -7,8 +7,8 @@
 #include "common/types.cuh"
 
 // cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint
-// Copies a box to shared memory, zeros for what lies outside the tensor, and then counts its bytes
-// as arrived at the barrier.
+// Copies a box to shared memory, zero-fills what lies outside the tensor, and completes its bytes
+// at the barrier.
 __device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64 policy,
                                             int x, int y, int z, int w) {
   asm volatile(
@@ -29,7 +29,7 @@ __device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 bar
 }
 
 // cp.async.bulk.prefetch.tensor.4d.L2.global
-// Brings a box into L2.
+// Prefetches a box into L2.
 __device__ inline void cp_async_bulk_prefetch_tensor(const void* map, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
                "r"(x), "r"(y), "r"(z), "r"(w)

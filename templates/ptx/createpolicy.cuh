@@ -5,7 +5,7 @@
 #include "common/types.cuh"
 
 // createpolicy.fractional.L2::evict_first.b64
-// Lines that are evicted from L2 before others.
+// L2 evicts such lines before others.
 __device__ inline u64 createpolicy_evict_first() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));

@@ -12,7 +12,7 @@ __device__ inline u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
 }
 
 // cvt.rn.f16x2.e4m3x2
-// Of the upper half of a word, which need not be shifted for it.
+// Converts the upper half of a word without a shift.
 __device__ inline u32 cvt_rn_f16x2_e4m3x2_high(u32 word) {
   u32 value;
   asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}"

@@ -5,7 +5,7 @@
 #include "common/types.cuh"
 
 // ld.acquire.gpu.global.u32
-// What was written before the value by others is seen after.
+// Later accesses see what other CTAs wrote before they released the value.
 __device__ inline u32 ld_acquire_gpu(const u32* address) {
   u32 value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -13,7 +13,7 @@ __device__ inline u32 ld_acquire_gpu(const u32* address) {
 }
 
 // ld.relaxed.gpu.global.s32
-// What others may be writing: any value that was there, and never what L1 has kept of it.
+// Relaxed at gpu scope: may race with writers, and is never served from L1.
 __device__ inline int ld_relaxed_gpu(const int* address) {
   int value;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -28,7 +28,7 @@ __device__ inline u32 ld_relaxed_gpu(const u32* address) {
 }
 
 // ld.global.cg.v2.f32
-// Past L1: what others have just written.
+// Bypasses L1, which may hold stale data of other CTAs.
 __device__ inline float2 ld_global_cg_v2_f32(const void* address) {
   float2 value;
   asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];"

@@ -5,7 +5,7 @@
 #include "common/types.cuh"
 
 // max.f16x2
-// Of a number and NaN it is the number.
+// Ignores NaN operands.
 __device__ inline u32 max_f16x2(u32 a, u32 b) {
   u32 larger;
   asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));

@@ -6,7 +6,7 @@
 #include "common/types.cuh"
 
 // mbarrier.init.shared::cta.b64
-// A phase ends after `count` arrivals and all bytes that were expected.
+// A phase completes after `count` arrivals and all expected bytes.
 __device__ inline void mbarrier_init(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -17,7 +17,8 @@ __device__ inline void mbarrier_arrive(u32 barrier) {
 }
 
 // mbarrier.arrive.shared::cta.b64
-// By lane 0, and not before `read` is there: that times the lane's number makes up the address.
+// Called by lane 0. Adds `read` times the lane index, zero there, to the address: a false
+// dependency that orders the arrive after the loads.
 __device__ inline void mbarrier_arrive_after(u32 barrier, u32 read) {
   asm volatile(
       "{.reg .b32 address; mov.b32 address, %%laneid; and.b32 address, address, %1; "
@@ -27,15 +28,15 @@ __device__ inline void mbarrier_arrive_after(u32 barrier, u32 read) {
 }
 
 // mbarrier.arrive.expect_tx.shared::cta.b64
-// Arrives, and says that the phase waits for `bytes` more.
+// Arrives, and raises the byte count that the phase expects.
 __device__ inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
 // mbarrier.try_wait.parity.shared::cta.b64
-// Waits until the phase of this parity has ended. The loop is in here, for compilers give products
-// that are under way across a loop of theirs other registers.
+// Waits until the phase of this parity completes. The spin loop is in PTX: across a C++ loop the
+// compiler moves accumulators of wgmma in flight to other registers.
 __device__ inline void mbarrier_wait(u32 barrier, u32 parity) {
   asm volatile(
       "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra "

@@ -5,7 +5,7 @@
 #include "common/types.cuh"
 
 // mov.b64
-// One word of 64 bits out of two, where it stands: compilers do not see through it.
+// Packs two words into one of 64 bits, here: opaque to the compiler.
 __device__ inline u64 mov_b64(u32 low, u32 high) {
   u64 word;
   asm("mov.b64 %0, {%1, %2};" : "=l"(word) : "r"(low), "r"(high));
@@ -13,11 +13,11 @@ __device__ inline u64 mov_b64(u32 low, u32 high) {
 }
 
 // mov.b32
-// A word into itself: compilers know no more what it holds.
+// Makes a value opaque to the compiler.
 __device__ inline void mov_b32(u32& word) { asm volatile("mov.b32 %0, %0;" : "+r"(word)); }
 
 // mov.u32
-// This thread's index in the block, read anew.
+// Re-reads this thread's index in the CTA.
 __device__ inline u32 mov_tid_x() {
   u32 thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));

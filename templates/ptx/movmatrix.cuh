@@ -5,7 +5,7 @@
 #include "common/types.cuh"
 
 // movmatrix.sync.aligned.m8n8.trans.b16
-// The matrix of which `a` is this lane's fragment, its rows as columns.
+// Transposes the matrix of which `a` is this lane's fragment.
 __device__ inline u32 movmatrix_trans(u32 a) {
   u32 d;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));

@@ -3,13 +3,13 @@
 #pragma once
 
 // prefetch.tensormap
-// Brings a tensor map, by its generic address, to where copies look for it.
+// Prefetches a TMA descriptor by its generic address.
 __device__ inline void prefetch_tensormap(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // prefetch.global.L2
-// Brings the line of an address into L2.
+// Prefetches the cache line of an address into L2.
 __device__ inline void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
 }

@@ -2,7 +2,7 @@
 // d[64, N] = a[64, 16] * b[16, N], plus d if `accumulates`, by four warps with 16 rows of d each.
 // A lane holds, with g = lane / 4 and c = lane % 4: of d rows g (0, 1) and g + 8 (2, 3), columns
 // 8j + 2c, in words 4j and after; of a in registers two elements a word, as of mma.
-// Operands in shared memory lie as their descriptors say, along k unless they are transposed.
+// Descriptors give the layout of operands in shared memory: K-major unless they are transposed.
 
 #pragma once
 
@@ -18,21 +18,22 @@ __device__ inline void wgmma_commit_group() {
 }
 
 // wgmma.wait_group.sync.aligned
-// Waits until at most `kPending` of this warp's newest groups are still under way.
+// Waits until at most `kPending` of this warp's newest groups are in flight.
 template <int kPending>
 __device__ inline void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps what reads the accumulators behind the wait before, and what writes them before the next
-// wgmma; no instruction.
+// Compiler fence of accumulators: reads stay after the preceding wait, and writes before the next
+// wgmma (CUTLASS warpgroup_fence_operand); no instruction.
 template <int kCount>
 __device__ inline void wgmma_fence_operand(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Has an operand in registers made before the fence that follows; no instruction.
+// Compiler fence of an operand in registers: its writes stay before the next wgmma.fence; no
+// instruction.
 template <int kCount>
 __device__ inline void wgmma_fence_operand(u32 (&a)[kCount]) {
 #pragma unroll
@@ -52,7 +53,7 @@ __device__ inline void wgmma_mma(Bf16, float (&d)[8], u64 a, u64 b, int accumula
 }
 
 // wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16
-// `a` lies along its rows.
+// `a` is M-major (transposed).
 __device__ inline void wgmma_mma_trans_a(Bf16, float (&d)[8], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %10, 0; "
@@ -78,7 +79,7 @@ __device__ inline void wgmma_mma(Bf16, float (&d)[16], u64 a, u64 b, int accumul
 }
 
 // wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16
-// `a` lies along its rows.
+// `a` is M-major (transposed).
 __device__ inline void wgmma_mma_trans_a(Bf16, float (&d)[16], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %18, 0; "
@@ -108,7 +109,7 @@ __device__ inline void wgmma_mma(Bf16, float (&d)[32], u64 a, u64 b, int accumul
 }
 
 // wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16
-// `b` lies along its columns.
+// `b` is N-major (transposed).
 __device__ inline void wgmma_mma_trans_b(Bf16, float (&d)[128], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %130, 0; "
@@ -146,7 +147,7 @@ __device__ inline void wgmma_mma_trans_b(Bf16, float (&d)[128], u64 a, u64 b, in
 }
 
 // wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16
-// `a` is in registers; `b` lies along its columns.
+// `a` is in registers; `b` is N-major (transposed).
 __device__ inline void wgmma_mma_trans_b(Bf16, float (&d)[128], const u32* a, u64 b,
                                          int accumulates) {
   asm volatile(
@@ -197,7 +198,7 @@ __device__ inline void wgmma_mma(Fp16, float (&d)[8], u64 a, u64 b, int accumula
 }
 
 // wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16
-// `a` lies along its rows.
+// `a` is M-major (transposed).
 __device__ inline void wgmma_mma_trans_a(Fp16, float (&d)[8], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %10, 0; "
@@ -223,7 +224,7 @@ __device__ inline void wgmma_mma(Fp16, float (&d)[16], u64 a, u64 b, int accumul
 }
 
 // wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16
-// `a` lies along its rows.
+// `a` is M-major (transposed).
 __device__ inline void wgmma_mma_trans_a(Fp16, float (&d)[16], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %18, 0; "
@@ -253,7 +254,7 @@ __device__ inline void wgmma_mma(Fp16, float (&d)[32], u64 a, u64 b, int accumul
 }
 
 // wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16
-// `b` lies along its columns.
+// `b` is N-major (transposed).
 __device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %130, 0; "
@@ -291,7 +292,7 @@ __device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], u64 a, u64 b, in
 }
 
 // wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16
-// `a` is in registers; `b` lies along its columns.
+// `a` is in registers; `b` is N-major (transposed).
 __device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], const u32* a, u64 b,
                                          int accumulates) {
   asm volatile(

@@ -1,6 +1,6 @@
 // PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions: wgmma". Needs sm_90.
-// Of e4m3; as in ptx/wgmma.cuh, with 32 elements along k: a[64, 32] * b[32, N], four elements a
-// word. Both operands lie along k. Sums keep few bits, and what is below them is cut off.
+// FP8 (e4m3) as in ptx/wgmma.cuh, with 32 elements along k: a[64, 32] * b[32, N], four elements a
+// word. Both operands are K-major. Accumulation keeps few bits and truncates below them.
 
 #pragma once
 

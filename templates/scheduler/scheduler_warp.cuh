@@ -33,7 +33,7 @@ __device__ inline void scheduler_loop(const Params& params, const TileScheduler&
     const WorkItem& work = smem.work_items[work_slot(work_idx)];
     wait(smem.work_empty[work_slot(work_idx)], work_phase(work_idx) ^ 1);
     if (produces) produce_work(params, rank_in_group, work_idx, smem);
-    sync(NamedBarrier::WorkProduced, kSchedulerThreads);
+    named_barrier_sync(NamedBarrier::WorkProduced, kSchedulerThreads);
     if (lane_index() == 0) arrive(smem.work_full[work_slot(work_idx)]);
     if (work.seq_idx < 0) return;
     if (work_idx == 0) continue;

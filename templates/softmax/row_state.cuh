@@ -10,7 +10,7 @@
 
 // P is relative to a stale row max. The max is not recomputed while no element of P exceeds this,
 // so that rescales are rare.
-constexpr float kMaxProbability = 0x1p8f;
+constexpr float kMaxUnnormalizedP = 0x1p8f;
 
 struct RowState {
   float row_max;  // base 2; the accumulators are relative to it

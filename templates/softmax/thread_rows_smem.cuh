@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "common/accumulators_transposed.cuh"
+#include "common/accumulators_swap_ab.cuh"
 #include "shared_memory.cuh"
 #include "softmax/row_state.cuh"
 

@@ -125,14 +125,14 @@ constexpr int kDepth = 32 / kElementBytes<T>;
 // An operand in shared memory, in rows of 128 bytes or 64 that are swizzled: along k, or transposed.
 struct Operand {
   u32 base;
-  u32 tile_distance;
+  u32 leading_bytes;
   u32 group_distance;
   u32 row_bytes;
   bool is_transposed;
 
   Operand(u64 descriptor, bool is_transposed)
       : base((descriptor & 0x3fff) << 4),
-        tile_distance((descriptor >> 16 & 0x3fff) << 4),
+        leading_bytes((descriptor >> 16 & 0x3fff) << 4),
         group_distance((descriptor >> 32 & 0x3fff) << 4),
         row_bytes(descriptor >> 62 == 1 ? 128 : 64),
         is_transposed(is_transposed) {
@@ -147,7 +147,7 @@ struct Operand {
     const u32 column = is_transposed ? row % 64 : k;
     u32 address =
         base + line / 8 * group_distance + line % 8 * row_bytes + column * kElementBytes<T>;
-    if (is_transposed) address += row / 64 * tile_distance;
+    if (is_transposed) address += row / 64 * leading_bytes;
     if (address >= sizeof bytes) complain("operand beyond shared memory", address);
     u16 bits = 0;
     memcpy(&bits, bytes + (address ^ (address >> 7 & (row_bytes / 16 - 1)) << 4), kElementBytes<T>);

@@ -33,7 +33,7 @@ _LITERAL = re.compile(r'"((?:[^"\\]|\\.)*)"')
 
 
 # Template arguments where 0 is none that the instruction takes.
-TEMPLATE_ARGUMENTS = {"setmaxnreg_dec": 24, "setmaxnreg_inc": 24, "wgmma_keep": 8}
+TEMPLATE_ARGUMENTS = {"setmaxnreg_dec": 24, "setmaxnreg_inc": 24, "wgmma_fence_operand": 8}
 
 
 @dataclass(frozen=True)

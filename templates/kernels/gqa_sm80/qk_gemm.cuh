@@ -33,17 +33,17 @@ __device__ inline void load_query_step(const SharedMemoryPlan& smem, int step, Q
 }
 
 // Q fragments in registers if they fit; else scratch for the fragments of one k-step.
-struct RegisterQuery {
+struct QueryFragments {
   QueryStep steps[kQueryInRegs ? kHeadDim / 16 : 1];
 
-  __device__ explicit RegisterQuery(const SharedMemoryPlan& smem) {
+  __device__ explicit QueryFragments(const SharedMemoryPlan& smem) {
     if (!kQueryInRegs) return;
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) load_query_step(smem, step, steps[step]);
   }
 };
 
-__device__ inline void qk_gemm(const SharedMemoryPlan& smem, RegisterQuery& query,
+__device__ inline void qk_gemm(const SharedMemoryPlan& smem, QueryFragments& query,
                                const unsigned char* tokens, Scores& scores) {
 #pragma unroll
   for (int m = 0; m < kRowGroups; ++m) {

@@ -79,7 +79,7 @@ __device__ inline Work find_work(const Params& params) {
 
   const int first = work.query_of(params, 0);
   const int last = work.query_of(params, max(work.rows, 1) - 1);
-  const int first_new_token = work.kv_len - work.q_len;  // tokens before the new ones
+  const int first_new_token = work.kv_len - work.q_len;
   const bool has_mask = params.draft_mask != nullptr;
   work.kv_begin = work.window_kv_begin(params, first);
   work.unmasked_kv_begin = work.window_kv_begin(params, last);

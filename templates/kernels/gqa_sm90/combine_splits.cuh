@@ -33,9 +33,9 @@ __device__ inline void combine_row(const Params& params, const WorkItem& work, i
     float next = state.row_max;
 #pragma unroll
     for (int i = 0; i < kSplitsPerStep; ++i) next = fmaxf(next, states[i].x);
-    const float before = ex2_approx(state.row_max - next);
-    state = {next, state.row_sum * before};
-    out = make_float4(out.x * before, out.y * before, out.z * before, out.w * before);
+    const float alpha = ex2_approx(state.row_max - next);
+    state = {next, state.row_sum * alpha};
+    out = make_float4(out.x * alpha, out.y * alpha, out.z * alpha, out.w * alpha);
 #pragma unroll
     for (int i = 0; i < kSplitsPerStep; ++i) {
       if (first + i >= work.num_splits) continue;
@@ -50,7 +50,7 @@ __device__ inline void combine_row(const Params& params, const WorkItem& work, i
 // Called by all consumers, each for its kv head, after they have stored the partial of this split.
 __device__ inline void combine_splits(const Params& params, const WorkItem& work,
                                       int thread_in_head, SharedMemoryPlan& smem) {
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   if (threadIdx.x == 0) {
     u32* semaphore = params.semaphores + work.first_split_cta;
     const u32 others = static_cast<u32>(work.num_splits - 1);
@@ -59,7 +59,7 @@ __device__ inline void combine_splits(const Params& params, const WorkItem& work
     smem.is_last_split = is_last;
   }
   __syncwarp();
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   if (!smem.is_last_split) return;
   constexpr int kQuads = kHeadDim / 4;
 #pragma unroll 1

@@ -126,11 +126,11 @@ __device__ inline void consumer_loop(const Params& params, int warp, SharedMemor
   Query query(smem);
   do {
     __syncwarp();
-    sync(NamedBarrier::FirstWorkReady, kThreads);
+    named_barrier_sync(NamedBarrier::FirstWorkReady, kThreads);
     pdl_wait();
     if (work_pipeline.has(0)) query.prefetch(params, work_pipeline.at(0, head_of_warp(warp)), warp);
     __syncwarp();
-    sync(NamedBarrier::FirstWorkChecked, kThreads);
+    named_barrier_sync(NamedBarrier::FirstWorkChecked, kThreads);
   } while (!smem.is_first_work_valid);
   if (!work_pipeline.has(0)) return;
   const float softmax_scale = score_scale(params) * params.score_factor * kLog2E;

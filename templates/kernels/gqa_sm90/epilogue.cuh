@@ -102,9 +102,10 @@ __device__ inline void combine_warps(const Params& params, const WorkItem& work,
   for (int first_row = 0; first_row < work.rows; first_row += kCombineRows) {
 #pragma unroll 1
     for (int first_dim = 0; first_dim < kHeadDim; first_dim += kCombineDims) {
-      sync(NamedBarrier::ConsumersSynced, kConsumerThreads);  // no warp reads the buffer any more
+      named_barrier_sync(NamedBarrier::ConsumersSynced,
+                         kConsumerThreads);  // no warp reads the buffer any more
       store_warp_partial(first_row, first_dim, warp, softmax, output, smem);
-      sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+      named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
       combine_partials(params, work, work_idx, first_row, first_dim, thread_in_head(warp),
                        kThreadsPerHead, smem);
       __syncwarp();
@@ -116,12 +117,13 @@ __device__ inline void combine_warps(const Params& params, const WorkItem& work,
 // consumers together finish the last item sooner. After an item that consumers combine themselves,
 // they must sync before they store to the buffer again: combine_splits does after a split.
 __device__ inline bool uses_epilogue_warps(const WorkItem& work, bool has_next) {
-  return kHasEpilogueWarps && work.num_splits == 1 && has_next;
+  return kUsesEpilogueWarps && work.num_splits == 1 && has_next;
 }
 
 // Consumers wait here until the epilogue warps have read the combine buffer.
 __device__ inline void wait_for_epilogue(bool& is_epilogue_busy) {
-  if (is_epilogue_busy) sync(NamedBarrier::PartialsFree, kConsumerThreads + kEpilogueThreads);
+  if (is_epilogue_busy)
+    named_barrier_sync(NamedBarrier::PartialsFree, kConsumerThreads + kEpilogueThreads);
   is_epilogue_busy = false;
 }
 
@@ -129,7 +131,7 @@ __device__ inline void wait_for_epilogue(bool& is_epilogue_busy) {
 __device__ inline void publish_partials(int warp, const Softmax& softmax, const Output& output,
                                         SharedMemoryPlan& smem) {
   store_warp_partial(0, 0, warp, softmax, output, smem);
-  arrive(NamedBarrier::PartialsReady, kConsumerThreads + kEpilogueThreads);
+  named_barrier_arrive(NamedBarrier::PartialsReady, kConsumerThreads + kEpilogueThreads);
 }
 
 // Epilogue warps: combine and store the items for which uses_epilogue_warps holds.
@@ -137,10 +139,10 @@ __device__ inline void epilogue_loop(const Params& params, SharedMemoryPlan& sme
   const WorkPipeline& work_pipeline = smem.work_pipeline;
   do {
     __syncwarp();
-    sync(NamedBarrier::FirstWorkReady, kThreads);
-    sync(NamedBarrier::FirstWorkChecked, kThreads);
+    named_barrier_sync(NamedBarrier::FirstWorkReady, kThreads);
+    named_barrier_sync(NamedBarrier::FirstWorkChecked, kThreads);
   } while (!smem.is_first_work_valid);
-  if (!kHasEpilogueWarps || !work_pipeline.has(0)) return;
+  if (!kUsesEpilogueWarps || !work_pipeline.has(0)) return;
   pdl_wait();
   const int thread = static_cast<int>(threadIdx.x) - kFirstEpilogueWarp * kWarpLanes;
 #pragma unroll 1
@@ -148,14 +150,14 @@ __device__ inline void epilogue_loop(const Params& params, SharedMemoryPlan& sme
     work_pipeline.wait_full(work_idx + 1);
     const bool has_next = work_pipeline.has(work_idx + 1);
     if (uses_epilogue_warps(work_pipeline.at(work_idx, 0), has_next)) {
-      sync(NamedBarrier::PartialsReady, kConsumerThreads + kEpilogueThreads);
+      named_barrier_sync(NamedBarrier::PartialsReady, kConsumerThreads + kEpilogueThreads);
 #pragma unroll 1
       for (int head = 0; head < kHeadsPerCta; ++head) {
         combine_partials(params, work_pipeline.at(work_idx, head), work_idx, 0, 0, thread,
                          kEpilogueThreads, smem);
       }
       __syncwarp();
-      arrive(NamedBarrier::PartialsFree, kConsumerThreads + kEpilogueThreads);
+      named_barrier_arrive(NamedBarrier::PartialsFree, kConsumerThreads + kEpilogueThreads);
     }
     if (!has_next) return;
     work_pipeline.release(work_idx);

@@ -88,18 +88,18 @@ __device__ inline void load_work(const Params& params, const WorkItem& work, KvT
 }
 
 // Loads the KV blocks of all work items.
-__device__ inline void load_kv(const Params& params, SharedMemoryPlan& smem) {
+__device__ inline void producer_loop(const Params& params, SharedMemoryPlan& smem) {
   const WorkPipeline& work_pipeline = smem.work_pipeline;
   WorkItem work;
   KvTmaBoxes boxes;
   do {
     __syncwarp();
-    sync(NamedBarrier::FirstWorkReady, kThreads);
+    named_barrier_sync(NamedBarrier::FirstWorkReady, kThreads);
     work = work_pipeline.at(0, 0);
     pdl_wait();
     boxes = KvTmaBoxes(params, work);
     __syncwarp();
-    sync(NamedBarrier::FirstWorkChecked, kThreads);
+    named_barrier_sync(NamedBarrier::FirstWorkChecked, kThreads);
   } while (!smem.is_first_work_valid);
   pdl_launch_dependents();
   PipelineState<kStages> kv_pipe;

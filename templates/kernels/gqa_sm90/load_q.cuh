@@ -25,14 +25,14 @@ __device__ inline void load_q_row(const Params& params, const WorkItem& work, in
   }
 }
 
-struct RegisterQuery {
+struct QueryFragments {
   static constexpr bool kPrefetchesQ = true;
 
   QueryRow rows[kRowGroups];
   QueryRow next_rows[kRowGroups];  // of the next item, in flight
   float inverse_scale[kRowGroups];  // of this lane's row of each group
 
-  __device__ explicit RegisterQuery(const SharedMemoryPlan&) {}
+  __device__ explicit QueryFragments(const SharedMemoryPlan&) {}
 
   // Issues the loads of all rows; every warp calls it.
   __device__ void prefetch(const Params& params, const WorkItem& work, int) {
@@ -71,7 +71,8 @@ struct SharedQuery {
                        SharedMemoryPlan& target) {
     // No warp may still read the previous Q. Consumers that combine have synced since the main
     // loop; publish_partials does not sync them.
-    if constexpr (kHasEpilogueWarps) sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    if constexpr (kUsesEpilogueWarps)
+      named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
     if (warp < kRowGroups) {
       QueryRow fragment;
       load_q_row(params, work, warp, fragment);
@@ -80,7 +81,7 @@ struct SharedQuery {
 #pragma unroll
       for (int k = 0; k < kDimTiles; ++k) target.query[warp][k][lane_index()] = fragment[k];
     }
-    sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   }
 
   __device__ uint2 at(int group, int k) const { return smem.query[group][k][lane_index()]; }
@@ -92,7 +93,7 @@ struct SharedQuery {
 
 template <bool kInRegs>
 struct QueryChoice {
-  using Type = RegisterQuery;
+  using Type = QueryFragments;
 };
 template <>
 struct QueryChoice<false> {

@@ -29,17 +29,18 @@ __device__ inline void scheduler_loop(const Params& params, SharedMemoryPlan& sm
   while (true) {
     has_more = find_range(params, seq_lens, range, state);
     smem.work_pipeline.write(0, has_more ? work_at(params, range, state) : WorkItem::none());
-    sync(NamedBarrier::FirstWorkReady, kThreads);
+    named_barrier_sync(NamedBarrier::FirstWorkReady, kThreads);
     pdl_wait();
     const LaneSeqLens current = lane_seq_lens(params);
     const bool is_valid = !__any_sync(~0u, current.differs_from(seq_lens));
     if (lane_index() == 0) smem.is_first_work_valid = is_valid;
     __syncwarp();
     if (is_valid) break;
-    sync(NamedBarrier::FirstWorkChecked, kThreads);  // no warp reads the first item any more
+    named_barrier_sync(NamedBarrier::FirstWorkChecked,
+                       kThreads);  // no warp reads the first item any more
     seq_lens = current;
   }
-  arrive(NamedBarrier::FirstWorkChecked, kThreads);
+  named_barrier_arrive(NamedBarrier::FirstWorkChecked, kThreads);
   smem.work_pipeline.publish(0);
 #pragma unroll 1
   for (u32 work_idx = 1; has_more; ++work_idx) {

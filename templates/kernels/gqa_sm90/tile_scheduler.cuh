@@ -91,14 +91,14 @@ __device__ inline WorkItem work_at(const Params& params, const ScheduleRange& ra
   work.q_len = seq_info.q_len;
   work.kv_len = seq_info.kv_len;
   const int head_tile = state.tile * params.cta_group_size + static_cast<int>(range.rank_in_group);
-  const int heads = seq_info.row_tiles == 1 ? head_tile : head_tile / seq_info.row_tiles;
-  work.kv_head = heads * kHeadsPerCta;
-  work.first_row = (head_tile - heads * seq_info.row_tiles) * kBlockM;
+  const int head_group = seq_info.row_tiles == 1 ? head_tile : head_tile / seq_info.row_tiles;
+  work.kv_head = head_group * kHeadsPerCta;
+  work.first_row = (head_tile - head_group * seq_info.row_tiles) * kBlockM;
   work.rows = min(seq_info.q_len * params.group_size - work.first_row, kBlockM);
 
   const int first = work.query_of(params, 0);
   const int last = work.query_of(params, work.rows - 1);
-  const int first_new_token = seq_info.kv_len - seq_info.q_len;  // tokens before the new ones
+  const int first_new_token = seq_info.kv_len - seq_info.q_len;
   const bool has_mask = params.draft_mask != nullptr;
   work.kv_begin = window_kv_begin(params, seq_info.kv_len, seq_info.q_len, first);
   work.unmasked_kv_begin = window_kv_begin(params, seq_info.kv_len, seq_info.q_len, last);

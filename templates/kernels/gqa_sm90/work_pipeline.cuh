@@ -14,7 +14,7 @@
 struct WorkPipeline {
   static constexpr u32 kWorkStages = 4;
   static constexpr int kEmptyArrivals =
-      kThreads / kWarpLanes - 1 - (kHasEpilogueWarps ? 0 : kEpilogueWarps);
+      kThreads / kWarpLanes - 1 - (kUsesEpilogueWarps ? 0 : kEpilogueWarps);
 
   WorkItem work_items[kWorkStages][kHeadsPerCta];
   Barrier full[kWorkStages];

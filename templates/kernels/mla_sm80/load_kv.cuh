@@ -105,7 +105,7 @@ struct KvLoader {
     }
   }
 
-  // Issues the load of the next stage, if there is one, except for the borrowed rounds.
+  // Issues the load of the next stage, if there is one, except for the scratch rounds.
   __device__ void load_next(SharedMemoryPlan& smem) const {
     if (next_stage >= end_stage) return;
 #pragma unroll

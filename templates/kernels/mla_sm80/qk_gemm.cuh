@@ -16,7 +16,7 @@ using Scores = float[kScoreRowGroups][kScoreTokenGroups][4];
 // kDimWarps adjacent token warps cooperate: each takes the tokens of all of them and a part of the
 // dims, which reads shared memory less often than a narrow MMA over all dims.
 constexpr int kProductTokenGroups = kScoreTokenGroups * kDimWarps;
-using Products = float[kScoreRowGroups][kProductTokenGroups][4];
+using PartialScores = float[kScoreRowGroups][kProductTokenGroups][4];
 
 // Steps of 16 dims whose K fragments are loaded together.
 constexpr int kKeySteps = kProductTokenGroups % 2 == 0 ? 1 : 2;
@@ -34,8 +34,8 @@ __device__ inline int score_token(int group, int parity) {
 }
 
 // MMAs over this warp's dims: of every 64, the 32 or 64 that belong to it.
-__device__ inline void multiply_dims(const SharedMemoryPlan& smem, const unsigned char* tokens,
-                                     Products& products) {
+__device__ inline void qk_gemm_dims(const SharedMemoryPlan& smem, const unsigned char* tokens,
+                                    PartialScores& partial_scores) {
   const int lane = lane_index();
   const u32 query = shared_address(smem.query);
   const u32 keys = shared_address(tokens);
@@ -47,7 +47,7 @@ __device__ inline void multiply_dims(const SharedMemoryPlan& smem, const unsigne
 #pragma unroll
     for (int n = 0; n < kProductTokenGroups; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) products[m][n][e] = 0.0f;
+      for (int e = 0; e < 4; ++e) partial_scores[m][n][e] = 0.0f;
     }
   }
 
@@ -77,7 +77,7 @@ __device__ inline void multiply_dims(const SharedMemoryPlan& smem, const unsigne
 #pragma unroll
           for (int n = 0; n < kProductTokenGroups; ++n) {
             const int fragment = n * kKeySteps + half;
-            mma_m16n8k16(Element{}, products[m][n], q, k[fragment / 2][fragment % 2 * 2],
+            mma_m16n8k16(Element{}, partial_scores[m][n], q, k[fragment / 2][fragment % 2 * 2],
                          k[fragment / 2][fragment % 2 * 2 + 1]);
           }
         }
@@ -88,7 +88,8 @@ __device__ inline void multiply_dims(const SharedMemoryPlan& smem, const unsigne
 
 // Reduces S over dims with the partner warps: each sends the partial scores of the others' tokens
 // and adds those it receives. `scratch` is free until the barrier after the next one.
-__device__ inline void exchange_products(const Products& products, float* scratch, Scores& scores) {
+__device__ inline void reduce_partial_scores(const PartialScores& partial_scores, float* scratch,
+                                             Scores& scores) {
   static_assert(kDimWarps <= 2, "a warp has one partner");
   constexpr int kExchanged = kScoreRowGroups * kScoreTokenGroups * 4;
   const bool is_second = dim_warp() == 1;
@@ -97,13 +98,15 @@ __device__ inline void exchange_products(const Products& products, float* scratc
 #pragma unroll
   for (int i = 0; i < kExchanged; ++i) {
     const int m = i / (kScoreTokenGroups * 4), n = i / 4 % kScoreTokenGroups, e = i % 4;
-    sent[i * kWarpLanes] = is_second ? products[m][n][e] : products[m][n + kScoreTokenGroups][e];
+    sent[i * kWarpLanes] =
+        is_second ? partial_scores[m][n][e] : partial_scores[m][n + kScoreTokenGroups][e];
   }
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kExchanged; ++i) {
     const int m = i / (kScoreTokenGroups * 4), n = i / 4 % kScoreTokenGroups, e = i % 4;
-    const float own = is_second ? products[m][n + kScoreTokenGroups][e] : products[m][n][e];
+    const float own =
+        is_second ? partial_scores[m][n + kScoreTokenGroups][e] : partial_scores[m][n][e];
     scores[m][n][e] = own + received[i * kWarpLanes];
   }
 }
@@ -111,18 +114,19 @@ __device__ inline void exchange_products(const Products& products, float* scratc
 // `tokens` is the tile of load `stage_idx`, the last one that has completed.
 __device__ inline void qk_gemm(SharedMemoryPlan& smem, const unsigned char* tokens, int stage_idx,
                                Scores& scores) {
-  Products products;
-  multiply_dims(smem, tokens, products);
+  PartialScores partial_scores;
+  qk_gemm_dims(smem, tokens, partial_scores);
   if constexpr (kDimWarps > 1) {
     unsigned char* loading_stage = stage_of(smem, stage_idx + kStagesAhead);
-    exchange_products(products, reinterpret_cast<float*>(loading_stage + kScratchOffset), scores);
+    reduce_partial_scores(partial_scores, reinterpret_cast<float*>(loading_stage + kScratchOffset),
+                          scores);
   } else {
 #pragma unroll
     for (int m = 0; m < kScoreRowGroups; ++m) {
 #pragma unroll
       for (int n = 0; n < kScoreTokenGroups; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) scores[m][n][e] = products[m][n][e];
+        for (int e = 0; e < 4; ++e) scores[m][n][e] = partial_scores[m][n][e];
       }
     }
   }

@@ -6,8 +6,8 @@
 #include "common/params.cuh"
 #include "common/reload_tid.cuh"
 #include "common/types.cuh"
-#include "finish_work.cuh"
 #include "pipeline/work_pipeline.cuh"
+#include "process_work.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 

@@ -41,7 +41,8 @@ __device__ inline void copy_kv_block(const Params& params, const KvTileBoxes& bo
 
 // `coord` is the first work item. A CTA of a CTA group waits for its first KV block before it loads
 // more: otherwise the first load of the last CTA queues behind all loads of the others.
-__device__ inline void load_kv(const Params& params, int, WorkCoord coord, SharedMemoryPlan& smem) {
+__device__ inline void producer_loop(const Params& params, int, WorkCoord coord,
+                                     SharedMemoryPlan& smem) {
   const u64 cache_hint = kv_cache_hint(params.cta_group_size > 1);
   CtaThrottle throttle(params, smem.scheduler_storage.range);
   PipelineState<kStages> pipe;

@@ -44,9 +44,9 @@ struct QkMma {
     const u32 q = q_desc + descriptor_step(tile * kQueryTileBytes + k_offset);
     const u32 k = k_desc + descriptor_step(tile * kTileBytes + k_offset);
     if (tile < kLatentTiles) {
-      wgmma_mma(E4m3{}, scores, smem_desc(q), smem_desc(k), step > 0);
+      wgmma_mma(E4m3{}, scores, smem_desc_sw128(q), smem_desc_sw128(k), step > 0);
     } else {
-      wgmma_mma(E4m3{}, scores, descriptor_64(q), descriptor_64(k), 1);
+      wgmma_mma(E4m3{}, scores, smem_desc_sw64(q), smem_desc_sw64(k), 1);
     }
   }
 };

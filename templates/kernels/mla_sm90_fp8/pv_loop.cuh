@@ -64,8 +64,8 @@ struct PvWarpgroup {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kPvSteps; ++k) {
-      wgmma_mma(E4m3{}, block_acc, v[k], descriptor_64(p_desc + descriptor_step(k * kStepElements)),
-                k > 0);
+      wgmma_mma(E4m3{}, block_acc, v[k],
+                smem_desc_sw64(p_desc + descriptor_step(k * kStepElements)), k > 0);
     }
     wgmma_commit_group();
   }
@@ -153,7 +153,7 @@ __device__ inline void pv_loop(const Params& params, SharedMemoryPlan& smem) {
     pv_warpgroup.process_work(blocks_done);
     wait(smem.row_state_full[work_slot(work.work_idx)], work_phase(work.work_idx));
     // A NaN that either PV warpgroup found counts for both.
-    sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
     ThreadRows rows{smem, work_slot(work.work_idx)};
     epilogue(params, work, smem, pv_warpgroup.accumulators, rows);
     work_idx = work.work_idx + 1;  // reloaded, so that the main loop holds no register for it

@@ -159,7 +159,7 @@ struct QkWarpgroup {
     if (work.num_kv_blocks == 0) {
       // All warps must have observed the phase of Q before it is released. With KV blocks the MMAs
       // ensure that: they complete after all four warps have issued them.
-      sync(NamedBarrier::QkSynced, kQkThreads);
+      named_barrier_sync(NamedBarrier::QkSynced, kQkThreads);
       release_query();
       return;
     }
@@ -190,7 +190,7 @@ struct QkWarpgroup {
 
 __device__ inline void qk_loop(const Params& params, SharedMemoryPlan& smem) {
   if (reload_tid() % 128 == 0) smem.score_scale = score_scale(params) * kLog2E;
-  sync(NamedBarrier::QkSynced, kQkThreads);
+  named_barrier_sync(NamedBarrier::QkSynced, kQkThreads);
   PipelineState<kStages> pipe;
   u32 work_idx = 0;
   while (true) {

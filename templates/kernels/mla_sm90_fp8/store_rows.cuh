@@ -2,4 +2,4 @@
 
 #pragma once
 
-#include "common/store_rows_transposed.cuh"
+#include "common/store_rows_swap_ab.cuh"

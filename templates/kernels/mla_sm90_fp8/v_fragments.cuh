@@ -30,12 +30,12 @@ struct VLoader {
   }
 
   // A tile of dims is half a row, four chunks, so `tile % 2` is one bit of the swizzled address.
-  __device__ u32 row_of(int tile) const {
+  __device__ u32 row_address(int tile) const {
     return (address ^ (tile % 2 * 64)) + tile / 2 * kTileBytes;
   }
 
   __device__ void load(VFragments& v, int tile) const {
-    const u32 row = row_of(tile);
+    const u32 row = row_address(tile);
 #pragma unroll
     for (int k = 0; k < kPvSteps; ++k) {
       u32 loaded[4];
@@ -57,7 +57,7 @@ struct VLoader {
       const int tile = i / kPvSteps;
       const int token = i % kPvSteps * kStepElements + reload_lane();
       if (token < first) continue;
-      const u32 chunk_address = row_of(tile) + i % kPvSteps * kStepElements * kTileRowBytes;
+      const u32 chunk_address = row_address(tile) + i % kPvSteps * kStepElements * kTileRowBytes;
       uint4& dims =
           *reinterpret_cast<uint4*>(smem.kv[0] + (chunk_address - shared_address(smem.kv[0])));
       const uint4 loaded = dims;

@@ -2,5 +2,5 @@
 
 #pragma once
 
-#include "common/accumulators_transposed.cuh"
+#include "common/accumulators_swap_ab.cuh"
 #include "softmax/thread_rows_smem.cuh"

@@ -40,5 +40,5 @@ __device__ inline void clear_nonfinite(SharedMemoryPlan& smem, const WorkItem& w
     if (!is_scale_finite) scale = 0;
     nonfinite_flag(smem, work) = 1;
   }
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
 }

@@ -60,7 +60,7 @@ struct PvWarpgroup {
     for (int step = 0; step < kVSteps; ++step) {
       const u32 p_offset = (half * kVTokens + step * 16) * 2;
       wgmma_mma(Fp16{}, accumulators[tile], v + step * 4,
-                smem_desc(p_desc + descriptor_step(p_offset)), 1);
+                smem_desc_sw128(p_desc + descriptor_step(p_offset)), 1);
     }
     wgmma_commit_group();
   }
@@ -132,7 +132,7 @@ __device__ inline void pv_loop(const Params& params, SharedMemoryPlan& smem) {
     wait(smem.row_state_full[work_slot(work.work_idx)], work_phase(work.work_idx));
     pv_warpgroup.row_sum.publish(smem, work_slot(work.work_idx));
     // All row sums are published, and a NaN/Inf that either PV warpgroup found counts for both.
-    sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
     ThreadRows rows{smem, work_slot(work.work_idx)};
     epilogue(params, work, smem, pv_warpgroup.accumulators, rows);
     work_idx = work.work_idx + 1;  // reloaded, so that the main loop holds no register for it

@@ -56,11 +56,12 @@ struct QkWarpgroup {
 #pragma unroll
     for (int k = 0; k < kScaledDims / kStepElements; ++k) {
       const u32 k_offset = descriptor_step(k * kStepElements);
-      wgmma_mma(E4m3{}, group_scores, smem_desc(k_desc + k_offset), smem_desc(q_desc + k_offset),
-                k > 0);
+      wgmma_mma(E4m3{}, group_scores, smem_desc_sw128(k_desc + k_offset),
+                smem_desc_sw128(q_desc + k_offset), k > 0);
       if constexpr (kSplitsQ && !kStacksQTerms) {
         const u32 q_lo = q_desc + k_offset + descriptor_step(kQueryTileBytes);
-        wgmma_mma(E4m3{}, group_scores, smem_desc(k_desc + k_offset), smem_desc(q_lo), 1);
+        wgmma_mma(E4m3{}, group_scores, smem_desc_sw128(k_desc + k_offset), smem_desc_sw128(q_lo),
+                  1);
       }
     }
     wgmma_commit_group();
@@ -76,18 +77,18 @@ struct QkWarpgroup {
 #pragma unroll
       for (int k = 0; k < kRopeDim / 16; ++k) {
         const u32 k_offset = descriptor_step(k * 32);
-        wgmma_mma(Bf16{}, scores, smem_desc(k_desc + k_offset), smem_desc(q_desc + k_offset),
-                  k > 0);
+        wgmma_mma(Bf16{}, scores, smem_desc_sw128(k_desc + k_offset),
+                  smem_desc_sw128(q_desc + k_offset), k > 0);
       }
     } else {
 #pragma unroll
       for (int k = 0; k < kRopeDim / kStepElements; ++k) {
         const u32 k_offset = descriptor_step(k * kStepElements);
-        const u64 k_smem_desc = descriptor_64(k_desc + k_offset);
-        wgmma_mma(E4m3{}, scores, k_smem_desc, smem_desc(q_desc + k_offset), k > 0);
+        const u64 k_smem_desc = smem_desc_sw64(k_desc + k_offset);
+        wgmma_mma(E4m3{}, scores, k_smem_desc, smem_desc_sw128(q_desc + k_offset), k > 0);
         if constexpr (kSplitsQ) {
           const u32 q_lo = q_desc + k_offset + descriptor_step(kHalfTileBytes);
-          wgmma_mma(E4m3{}, scores, k_smem_desc, smem_desc(q_lo), 1);
+          wgmma_mma(E4m3{}, scores, k_smem_desc, smem_desc_sw128(q_lo), 1);
         }
       }
     }

@@ -66,7 +66,7 @@ struct Softmax {
       const float score_scale = scale * smem.query_scale[row];
       smem.rows[row] = {score_scale == 0.0f ? kTinyScale : score_scale, -kFloatMax};
     }
-    sync(NamedBarrier::QkSynced, kQkThreads);
+    named_barrier_sync(NamedBarrier::QkSynced, kQkThreads);
   }
 
   // Softmax of a KV block: stores P for the PV warpgroups. The fast path uses the stale row max and
@@ -78,7 +78,7 @@ struct Softmax {
     if (!is_first) {
       const bool is_exceeded = scales.exceeds_max_scaled(smem.shared_scale);
       needs_rescale = store_probabilities(scores, qk_thread, stage) || is_exceeded;
-      needs_rescale = sync_or(NamedBarrier::QkSynced, kQkThreads, needs_rescale);
+      needs_rescale = named_barrier_sync_or(NamedBarrier::QkSynced, kQkThreads, needs_rescale);
     }
     if (__any_sync(~0u, needs_rescale)) {
       update_row_max(scores, scales, qk_thread, stage);
@@ -148,7 +148,7 @@ struct Softmax {
     smem.warp_scale_amax[qk_thread.warp] =
         __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(scales.amax())));
     const float shared_scale = smem.shared_scale;
-    sync(NamedBarrier::QkSynced, kQkThreads);
+    named_barrier_sync(NamedBarrier::QkSynced, kQkThreads);
     const int row = qk_thread.warp * kWarpLanes + qk_thread.lane;
     const float next_shared_scale = next_shared_scale_for(shared_scale);
     if (row < kBlockM) {
@@ -163,7 +163,7 @@ struct Softmax {
       row_max = next;
     }
     if (row == 0) smem.shared_scale = next_shared_scale;
-    sync(NamedBarrier::QkSynced, kQkThreads);
+    named_barrier_sync(NamedBarrier::QkSynced, kQkThreads);
   }
 
   // Shared scale for the V scales of a KV block; unchanged while they stay below the limit.
@@ -180,7 +180,7 @@ struct Softmax {
   // scale, since O and l carry that factor.
   __device__ void publish_row_max(int stage) const {
     const float shared_scale = smem.shared_scale;  // read before the next work item resets it
-    sync(NamedBarrier::QkSynced, kQkThreads);
+    named_barrier_sync(NamedBarrier::QkSynced, kQkThreads);
     const int row = reload_tid() % kQkThreads;
     if (row < kBlockM) {
       smem.row_max[stage][row] = smem.rows[row].row_max - log2_of_pow2(shared_scale);

@@ -174,11 +174,11 @@ struct Params {
 // Both do nothing in a launch without the programmatic-stream-serialization attribute.
 
 // griddepcontrol.wait
-// Waits until the kernel before this one has finished and its writes are visible.
+// Waits until the preceding kernel has completed and its writes are visible.
 __device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // griddepcontrol.launch_dependents
-// Lets the next kernel start once every block has said so or ended.
+// Lets the next kernel start once every CTA has executed this or exited.
 __device__ inline void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
@@ -414,7 +414,7 @@ __device__ inline Work find_work(const Params& params) {
 
   const int first = work.query_of(params, 0);
   const int last = work.query_of(params, max(work.rows, 1) - 1);
-  const int first_new_token = work.kv_len - work.q_len;  // tokens before the new ones
+  const int first_new_token = work.kv_len - work.q_len;
   const bool has_mask = params.draft_mask != nullptr;
   work.kv_begin = work.window_kv_begin(params, first);
   work.unmasked_kv_begin = work.window_kv_begin(params, last);
@@ -481,17 +481,17 @@ __device__ inline void load_query_step(const SharedMemoryPlan& smem, int step, Q
 }
 
 // Q fragments in registers if they fit; else scratch for the fragments of one k-step.
-struct RegisterQuery {
+struct QueryFragments {
   QueryStep steps[kQueryInRegs ? kHeadDim / 16 : 1];
 
-  __device__ explicit RegisterQuery(const SharedMemoryPlan& smem) {
+  __device__ explicit QueryFragments(const SharedMemoryPlan& smem) {
     if (!kQueryInRegs) return;
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) load_query_step(smem, step, steps[step]);
   }
 };
 
-__device__ inline void qk_gemm(const SharedMemoryPlan& smem, RegisterQuery& query,
+__device__ inline void qk_gemm(const SharedMemoryPlan& smem, QueryFragments& query,
                                const unsigned char* tokens, Scores& scores) {
 #pragma unroll
   for (int m = 0; m < kRowGroups; ++m) {
@@ -692,7 +692,7 @@ __device__ inline void store_output(const Params& params, const Work& work,
 // PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy, cp.async". Needs sm_80.
 
 // cp.async.cg.shared.global.L2::128B
-// Copies 16 bytes past L1; bytes from `source_bytes` on are not read and become zero.
+// Copies 16 bytes, bypassing L1; bytes from `source_bytes` on are zero-filled.
 __device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address),
                "l"(global), "r"(source_bytes)
@@ -731,14 +731,14 @@ __device__ inline void cp_async_commit_group() {
 }
 
 // cp.async.wait_group
-// Waits until at most `kPending` of this thread's newest groups are still under way.
+// Waits until at most `kPending` of this thread's newest groups are in flight.
 template <int kPending>
 __device__ inline void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // cp.async.mbarrier.arrive.noinc.shared::cta.b64
-// Arrives at a barrier when all copies that this thread has begun are there.
+// Arrives at a barrier when all copies issued by this thread have completed.
 __device__ inline void cp_async_mbarrier_arrive_noinc(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -1057,7 +1057,7 @@ __device__ inline u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
 }
 
 // cvt.rn.f16x2.e4m3x2
-// Of the upper half of a word, which need not be shifted for it.
+// Converts the upper half of a word without a shift.
 __device__ inline u32 cvt_rn_f16x2_e4m3x2_high(u32 word) {
   u32 value;
   asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}"
@@ -1198,7 +1198,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   load_q(params, work, smem);
   __syncthreads();
 
-  RegisterQuery query(smem);
+  QueryFragments query(smem);
   Softmax softmax(params);
   Output output;
   clear_output(output);

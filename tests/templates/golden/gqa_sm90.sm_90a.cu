@@ -157,7 +157,7 @@ constexpr bool kQueryInRegs = true;
 constexpr int kCombineRows = 8;
 constexpr int kCombineRowGroups = kCombineRows / 8;
 constexpr int kCombineDims = 128;
-constexpr bool kHasEpilogueWarps = kCombineRows == kBlockM && kCombineDims == kHeadDim;
+constexpr bool kUsesEpilogueWarps = kCombineRows == kBlockM && kCombineDims == kHeadDim;
 
 enum class NamedBarrier : int {
   FirstWorkReady = 1,  // the first work item is published to all warps
@@ -178,7 +178,7 @@ static_assert(kWarpsPerHead * kHeadsPerCta == kConsumerWarps, "every kv head has
 static_assert(kHeadsPerCta == 1 || kQueryInRegs, "shared memory holds the Q of one kv head");
 
 // PTX ISA, "Parallel Synchronization and Communication Instructions: barrier.cta". Needs sm_80.
-// Barriers have numbers from 0 to 15; `threads` counts those that wait and those that only arrive.
+// Barrier ids are 0 to 15; `threads` counts those that wait and those that only arrive.
 
 // barrier.cta.sync.aligned
 __device__ inline void barrier_sync(int barrier, int threads) {
@@ -191,7 +191,7 @@ __device__ inline void barrier_arrive(int barrier, int threads) {
 }
 
 // barrier.cta.red.or.aligned.pred
-// Waits for all threads; returns whether any of them brought a number that is not zero.
+// Waits for all threads; returns whether any of them passes a nonzero value.
 __device__ inline u32 barrier_red_or(int barrier, int threads, u32 value) {
   u32 any;
   asm volatile(
@@ -207,16 +207,16 @@ __device__ inline u32 barrier_red_or(int barrier, int threads, u32 value) {
 // __syncthreads.
 
 // `threads` counts those that wait and those that only arrive.
-__device__ inline void sync(NamedBarrier barrier, int threads) {
+__device__ inline void named_barrier_sync(NamedBarrier barrier, int threads) {
   barrier_sync(static_cast<int>(barrier), threads);
 }
 
-__device__ inline void arrive(NamedBarrier barrier, int threads) {
+__device__ inline void named_barrier_arrive(NamedBarrier barrier, int threads) {
   barrier_arrive(static_cast<int>(barrier), threads);
 }
 
 // Returns whether any thread passes true.
-__device__ inline bool sync_or(NamedBarrier barrier, int threads, bool value) {
+__device__ inline bool named_barrier_sync_or(NamedBarrier barrier, int threads, bool value) {
   return barrier_red_or(static_cast<int>(barrier), threads, value) != 0;
 }
 
@@ -228,7 +228,7 @@ __device__ constexpr NamedBarrier operator+(NamedBarrier barrier, int index) {
 // PTX ISA, "Parallel Synchronization and Communication Instructions: atom". Needs sm_80.
 
 // atom.acq_rel.gpu.global.add.u32
-// Adds, and returns what there was before.
+// Adds, and returns the old value.
 __device__ inline u32 atom_add_acq_rel_gpu(u32* address, u32 value) {
   u32 before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
@@ -239,12 +239,12 @@ __device__ inline u32 atom_add_acq_rel_gpu(u32* address, u32 value) {
 }
 
 // atom.acq_rel.gpu.global.inc.u32
-// Adds one, or makes `most` zero, and returns what there was before.
-__device__ inline u32 atom_inc_acq_rel_gpu(u32* address, u32 most) {
+// Adds one, wraps to zero at `limit`, and returns the old value.
+__device__ inline u32 atom_inc_acq_rel_gpu(u32* address, u32 limit) {
   u32 before;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                : "=r"(before)
-               : "l"(address), "r"(most)
+               : "l"(address), "r"(limit)
                : "memory");
   return before;
 }
@@ -262,7 +262,7 @@ __device__ inline float ex2_approx(float x) {
 // PTX ISA, "Data Movement and Conversion Instructions: ld". Needs sm_80.
 
 // ld.acquire.gpu.global.u32
-// What was written before the value by others is seen after.
+// Later accesses see what other CTAs wrote before they released the value.
 __device__ inline u32 ld_acquire_gpu(const u32* address) {
   u32 value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -270,7 +270,7 @@ __device__ inline u32 ld_acquire_gpu(const u32* address) {
 }
 
 // ld.relaxed.gpu.global.s32
-// What others may be writing: any value that was there, and never what L1 has kept of it.
+// Relaxed at gpu scope: may race with writers, and is never served from L1.
 __device__ inline int ld_relaxed_gpu(const int* address) {
   int value;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -285,7 +285,7 @@ __device__ inline u32 ld_relaxed_gpu(const u32* address) {
 }
 
 // ld.global.cg.v2.f32
-// Past L1: what others have just written.
+// Bypasses L1, which may hold stale data of other CTAs.
 __device__ inline float2 ld_global_cg_v2_f32(const void* address) {
   float2 value;
   asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];"
@@ -309,7 +309,7 @@ __device__ inline float4 ld_global_cg_v4_f32(const void* address) {
 // Barriers are 8 bytes of shared memory, by address.
 
 // mbarrier.init.shared::cta.b64
-// A phase ends after `count` arrivals and all bytes that were expected.
+// A phase completes after `count` arrivals and all expected bytes.
 __device__ inline void mbarrier_init(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -320,7 +320,8 @@ __device__ inline void mbarrier_arrive(u32 barrier) {
 }
 
 // mbarrier.arrive.shared::cta.b64
-// By lane 0, and not before `read` is there: that times the lane's number makes up the address.
+// Called by lane 0. Adds `read` times the lane index, zero there, to the address: a false
+// dependency that orders the arrive after the loads.
 __device__ inline void mbarrier_arrive_after(u32 barrier, u32 read) {
   asm volatile(
       "{.reg .b32 address; mov.b32 address, %%laneid; and.b32 address, address, %1; "
@@ -330,15 +331,15 @@ __device__ inline void mbarrier_arrive_after(u32 barrier, u32 read) {
 }
 
 // mbarrier.arrive.expect_tx.shared::cta.b64
-// Arrives, and says that the phase waits for `bytes` more.
+// Arrives, and raises the byte count that the phase expects.
 __device__ inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
 // mbarrier.try_wait.parity.shared::cta.b64
-// Waits until the phase of this parity has ended. The loop is in here, for compilers give products
-// that are under way across a loop of theirs other registers.
+// Waits until the phase of this parity completes. The spin loop is in PTX: across a C++ loop the
+// compiler moves accumulators of wgmma in flight to other registers.
 __device__ inline void mbarrier_wait(u32 barrier, u32 parity) {
   asm volatile(
       "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra "
@@ -386,18 +387,17 @@ struct PipelineState {
 // PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence". Needs sm_90.
 
 // fence.acq_rel.cta
-// What this thread has read is in its registers, and what it has written is there for the block,
-// before it tells others.
+// Orders this thread's reads and writes before a later arrive, for the CTA.
 __device__ inline void fence_acq_rel_cta() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
 
 // fence.proxy.async.shared::cta
-// Orders this thread's own writes of shared memory before what tensor cores and bulk copies do.
+// Orders this thread's writes of shared memory before accesses of the async proxy: wgmma and TMA.
 __device__ inline void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // fence.mbarrier_init.release.cluster
-// Makes barriers that this thread has made known to bulk copies.
+// Makes mbarrier inits of this thread visible to the async proxy.
 __device__ inline void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -405,13 +405,13 @@ __device__ inline void fence_mbarrier_init() {
 // PTX ISA, "Data Movement and Conversion Instructions: prefetch". Needs sm_90.
 
 // prefetch.tensormap
-// Brings a tensor map, by its generic address, to where copies look for it.
+// Prefetches a TMA descriptor by its generic address.
 __device__ inline void prefetch_tensormap(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // prefetch.global.L2
-// Brings the line of an address into L2.
+// Prefetches the cache line of an address into L2.
 __device__ inline void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
 }
@@ -725,14 +725,14 @@ __device__ inline WorkItem work_at(const Params& params, const ScheduleRange& ra
   work.q_len = seq_info.q_len;
   work.kv_len = seq_info.kv_len;
   const int head_tile = state.tile * params.cta_group_size + static_cast<int>(range.rank_in_group);
-  const int heads = seq_info.row_tiles == 1 ? head_tile : head_tile / seq_info.row_tiles;
-  work.kv_head = heads * kHeadsPerCta;
-  work.first_row = (head_tile - heads * seq_info.row_tiles) * kBlockM;
+  const int head_group = seq_info.row_tiles == 1 ? head_tile : head_tile / seq_info.row_tiles;
+  work.kv_head = head_group * kHeadsPerCta;
+  work.first_row = (head_tile - head_group * seq_info.row_tiles) * kBlockM;
   work.rows = min(seq_info.q_len * params.group_size - work.first_row, kBlockM);
 
   const int first = work.query_of(params, 0);
   const int last = work.query_of(params, work.rows - 1);
-  const int first_new_token = seq_info.kv_len - seq_info.q_len;  // tokens before the new ones
+  const int first_new_token = seq_info.kv_len - seq_info.q_len;
   const bool has_mask = params.draft_mask != nullptr;
   work.kv_begin = window_kv_begin(params, seq_info.kv_len, seq_info.q_len, first);
   work.unmasked_kv_begin = window_kv_begin(params, seq_info.kv_len, seq_info.q_len, last);
@@ -781,7 +781,7 @@ __device__ inline bool next_work(const Params& params, const ScheduleRange& rang
 struct WorkPipeline {
   static constexpr u32 kWorkStages = 4;
   static constexpr int kEmptyArrivals =
-      kThreads / kWarpLanes - 1 - (kHasEpilogueWarps ? 0 : kEpilogueWarps);
+      kThreads / kWarpLanes - 1 - (kUsesEpilogueWarps ? 0 : kEpilogueWarps);
 
   WorkItem work_items[kWorkStages][kHeadsPerCta];
   Barrier full[kWorkStages];
@@ -1013,9 +1013,9 @@ __device__ inline void combine_row(const Params& params, const WorkItem& work, i
     float next = state.row_max;
 #pragma unroll
     for (int i = 0; i < kSplitsPerStep; ++i) next = fmaxf(next, states[i].x);
-    const float before = ex2_approx(state.row_max - next);
-    state = {next, state.row_sum * before};
-    out = make_float4(out.x * before, out.y * before, out.z * before, out.w * before);
+    const float alpha = ex2_approx(state.row_max - next);
+    state = {next, state.row_sum * alpha};
+    out = make_float4(out.x * alpha, out.y * alpha, out.z * alpha, out.w * alpha);
 #pragma unroll
     for (int i = 0; i < kSplitsPerStep; ++i) {
       if (first + i >= work.num_splits) continue;
@@ -1030,7 +1030,7 @@ __device__ inline void combine_row(const Params& params, const WorkItem& work, i
 // Called by all consumers, each for its kv head, after they have stored the partial of this split.
 __device__ inline void combine_splits(const Params& params, const WorkItem& work,
                                       int thread_in_head, SharedMemoryPlan& smem) {
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   if (threadIdx.x == 0) {
     u32* semaphore = params.semaphores + work.first_split_cta;
     const u32 others = static_cast<u32>(work.num_splits - 1);
@@ -1039,7 +1039,7 @@ __device__ inline void combine_splits(const Params& params, const WorkItem& work
     smem.is_last_split = is_last;
   }
   __syncwarp();
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   if (!smem.is_last_split) return;
   constexpr int kQuads = kHeadDim / 4;
 #pragma unroll 1
@@ -1052,11 +1052,11 @@ __device__ inline void combine_splits(const Params& params, const WorkItem& work
 // Both do nothing in a launch without the programmatic-stream-serialization attribute.
 
 // griddepcontrol.wait
-// Waits until the kernel before this one has finished and its writes are visible.
+// Waits until the preceding kernel has completed and its writes are visible.
 __device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // griddepcontrol.launch_dependents
-// Lets the next kernel start once every block has said so or ended.
+// Lets the next kernel start once every CTA has executed this or exited.
 __device__ inline void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
@@ -1393,14 +1393,14 @@ __device__ inline void load_q_row(const Params& params, const WorkItem& work, in
   }
 }
 
-struct RegisterQuery {
+struct QueryFragments {
   static constexpr bool kPrefetchesQ = true;
 
   QueryRow rows[kRowGroups];
   QueryRow next_rows[kRowGroups];  // of the next item, in flight
   float inverse_scale[kRowGroups];  // of this lane's row of each group
 
-  __device__ explicit RegisterQuery(const SharedMemoryPlan&) {}
+  __device__ explicit QueryFragments(const SharedMemoryPlan&) {}
 
   // Issues the loads of all rows; every warp calls it.
   __device__ void prefetch(const Params& params, const WorkItem& work, int) {
@@ -1439,7 +1439,8 @@ struct SharedQuery {
                        SharedMemoryPlan& target) {
     // No warp may still read the previous Q. Consumers that combine have synced since the main
     // loop; publish_partials does not sync them.
-    if constexpr (kHasEpilogueWarps) sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    if constexpr (kUsesEpilogueWarps)
+      named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
     if (warp < kRowGroups) {
       QueryRow fragment;
       load_q_row(params, work, warp, fragment);
@@ -1448,7 +1449,7 @@ struct SharedQuery {
 #pragma unroll
       for (int k = 0; k < kDimTiles; ++k) target.query[warp][k][lane_index()] = fragment[k];
     }
-    sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   }
 
   __device__ uint2 at(int group, int k) const { return smem.query[group][k][lane_index()]; }
@@ -1460,7 +1461,7 @@ struct SharedQuery {
 
 template <bool kInRegs>
 struct QueryChoice {
-  using Type = RegisterQuery;
+  using Type = QueryFragments;
 };
 template <>
 struct QueryChoice<false> {
@@ -1471,7 +1472,7 @@ using Query = QueryChoice<kQueryInRegs>::Type;
 // PTX ISA, "Warp Level Matrix Instructions: movmatrix". Needs sm_75.
 
 // movmatrix.sync.aligned.m8n8.trans.b16
-// The matrix of which `a` is this lane's fragment, its rows as columns.
+// Transposes the matrix of which `a` is this lane's fragment.
 __device__ inline u32 movmatrix_trans(u32 a) {
   u32 d;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
@@ -1746,9 +1747,10 @@ __device__ inline void combine_warps(const Params& params, const WorkItem& work,
   for (int first_row = 0; first_row < work.rows; first_row += kCombineRows) {
 #pragma unroll 1
     for (int first_dim = 0; first_dim < kHeadDim; first_dim += kCombineDims) {
-      sync(NamedBarrier::ConsumersSynced, kConsumerThreads);  // no warp reads the buffer any more
+      named_barrier_sync(NamedBarrier::ConsumersSynced,
+                         kConsumerThreads);  // no warp reads the buffer any more
       store_warp_partial(first_row, first_dim, warp, softmax, output, smem);
-      sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+      named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
       combine_partials(params, work, work_idx, first_row, first_dim, thread_in_head(warp),
                        kThreadsPerHead, smem);
       __syncwarp();
@@ -1760,12 +1762,13 @@ __device__ inline void combine_warps(const Params& params, const WorkItem& work,
 // consumers together finish the last item sooner. After an item that consumers combine themselves,
 // they must sync before they store to the buffer again: combine_splits does after a split.
 __device__ inline bool uses_epilogue_warps(const WorkItem& work, bool has_next) {
-  return kHasEpilogueWarps && work.num_splits == 1 && has_next;
+  return kUsesEpilogueWarps && work.num_splits == 1 && has_next;
 }
 
 // Consumers wait here until the epilogue warps have read the combine buffer.
 __device__ inline void wait_for_epilogue(bool& is_epilogue_busy) {
-  if (is_epilogue_busy) sync(NamedBarrier::PartialsFree, kConsumerThreads + kEpilogueThreads);
+  if (is_epilogue_busy)
+    named_barrier_sync(NamedBarrier::PartialsFree, kConsumerThreads + kEpilogueThreads);
   is_epilogue_busy = false;
 }
 
@@ -1773,7 +1776,7 @@ __device__ inline void wait_for_epilogue(bool& is_epilogue_busy) {
 __device__ inline void publish_partials(int warp, const Softmax& softmax, const Output& output,
                                         SharedMemoryPlan& smem) {
   store_warp_partial(0, 0, warp, softmax, output, smem);
-  arrive(NamedBarrier::PartialsReady, kConsumerThreads + kEpilogueThreads);
+  named_barrier_arrive(NamedBarrier::PartialsReady, kConsumerThreads + kEpilogueThreads);
 }
 
 // Epilogue warps: combine and store the items for which uses_epilogue_warps holds.
@@ -1781,10 +1784,10 @@ __device__ inline void epilogue_loop(const Params& params, SharedMemoryPlan& sme
   const WorkPipeline& work_pipeline = smem.work_pipeline;
   do {
     __syncwarp();
-    sync(NamedBarrier::FirstWorkReady, kThreads);
-    sync(NamedBarrier::FirstWorkChecked, kThreads);
+    named_barrier_sync(NamedBarrier::FirstWorkReady, kThreads);
+    named_barrier_sync(NamedBarrier::FirstWorkChecked, kThreads);
   } while (!smem.is_first_work_valid);
-  if (!kHasEpilogueWarps || !work_pipeline.has(0)) return;
+  if (!kUsesEpilogueWarps || !work_pipeline.has(0)) return;
   pdl_wait();
   const int thread = static_cast<int>(threadIdx.x) - kFirstEpilogueWarp * kWarpLanes;
 #pragma unroll 1
@@ -1792,14 +1795,14 @@ __device__ inline void epilogue_loop(const Params& params, SharedMemoryPlan& sme
     work_pipeline.wait_full(work_idx + 1);
     const bool has_next = work_pipeline.has(work_idx + 1);
     if (uses_epilogue_warps(work_pipeline.at(work_idx, 0), has_next)) {
-      sync(NamedBarrier::PartialsReady, kConsumerThreads + kEpilogueThreads);
+      named_barrier_sync(NamedBarrier::PartialsReady, kConsumerThreads + kEpilogueThreads);
 #pragma unroll 1
       for (int head = 0; head < kHeadsPerCta; ++head) {
         combine_partials(params, work_pipeline.at(work_idx, head), work_idx, 0, 0, thread,
                          kEpilogueThreads, smem);
       }
       __syncwarp();
-      arrive(NamedBarrier::PartialsFree, kConsumerThreads + kEpilogueThreads);
+      named_barrier_arrive(NamedBarrier::PartialsFree, kConsumerThreads + kEpilogueThreads);
     }
     if (!has_next) return;
     work_pipeline.release(work_idx);
@@ -1922,11 +1925,11 @@ __device__ inline void consumer_loop(const Params& params, int warp, SharedMemor
   Query query(smem);
   do {
     __syncwarp();
-    sync(NamedBarrier::FirstWorkReady, kThreads);
+    named_barrier_sync(NamedBarrier::FirstWorkReady, kThreads);
     pdl_wait();
     if (work_pipeline.has(0)) query.prefetch(params, work_pipeline.at(0, head_of_warp(warp)), warp);
     __syncwarp();
-    sync(NamedBarrier::FirstWorkChecked, kThreads);
+    named_barrier_sync(NamedBarrier::FirstWorkChecked, kThreads);
   } while (!smem.is_first_work_valid);
   if (!work_pipeline.has(0)) return;
   const float softmax_scale = score_scale(params) * params.score_factor * kLog2E;
@@ -1941,7 +1944,7 @@ __device__ inline void consumer_loop(const Params& params, int warp, SharedMemor
 // PTX ISA, "Data Movement and Conversion Instructions: createpolicy". Needs sm_80.
 
 // createpolicy.fractional.L2::evict_first.b64
-// Lines that are evicted from L2 before others.
+// L2 evicts such lines before others.
 __device__ inline u64 createpolicy_evict_first() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
@@ -1968,8 +1971,8 @@ __device__ inline u64 kv_cache_hint(bool is_shared) {
 // count elements, the innermost first.
 
 // cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint
-// Copies a box to shared memory, zeros for what lies outside the tensor, and then counts its bytes
-// as arrived at the barrier.
+// Copies a box to shared memory, zero-fills what lies outside the tensor, and completes its bytes
+// at the barrier.
 __device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64 policy,
                                             int x, int y, int z, int w) {
   asm volatile(
@@ -1990,7 +1993,7 @@ __device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 bar
 }
 
 // cp.async.bulk.prefetch.tensor.4d.L2.global
-// Brings a box into L2.
+// Prefetches a box into L2.
 __device__ inline void cp_async_bulk_prefetch_tensor(const void* map, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
                "r"(x), "r"(y), "r"(z), "r"(w)
@@ -2071,18 +2074,18 @@ __device__ inline void load_work(const Params& params, const WorkItem& work, KvT
 }
 
 // Loads the KV blocks of all work items.
-__device__ inline void load_kv(const Params& params, SharedMemoryPlan& smem) {
+__device__ inline void producer_loop(const Params& params, SharedMemoryPlan& smem) {
   const WorkPipeline& work_pipeline = smem.work_pipeline;
   WorkItem work;
   KvTmaBoxes boxes;
   do {
     __syncwarp();
-    sync(NamedBarrier::FirstWorkReady, kThreads);
+    named_barrier_sync(NamedBarrier::FirstWorkReady, kThreads);
     work = work_pipeline.at(0, 0);
     pdl_wait();
     boxes = KvTmaBoxes(params, work);
     __syncwarp();
-    sync(NamedBarrier::FirstWorkChecked, kThreads);
+    named_barrier_sync(NamedBarrier::FirstWorkChecked, kThreads);
   } while (!smem.is_first_work_valid);
   pdl_launch_dependents();
   PipelineState<kStages> kv_pipe;
@@ -2146,17 +2149,18 @@ __device__ inline void scheduler_loop(const Params& params, SharedMemoryPlan& sm
   while (true) {
     has_more = find_range(params, seq_lens, range, state);
     smem.work_pipeline.write(0, has_more ? work_at(params, range, state) : WorkItem::none());
-    sync(NamedBarrier::FirstWorkReady, kThreads);
+    named_barrier_sync(NamedBarrier::FirstWorkReady, kThreads);
     pdl_wait();
     const LaneSeqLens current = lane_seq_lens(params);
     const bool is_valid = !__any_sync(~0u, current.differs_from(seq_lens));
     if (lane_index() == 0) smem.is_first_work_valid = is_valid;
     __syncwarp();
     if (is_valid) break;
-    sync(NamedBarrier::FirstWorkChecked, kThreads);  // no warp reads the first item any more
+    named_barrier_sync(NamedBarrier::FirstWorkChecked,
+                       kThreads);  // no warp reads the first item any more
     seq_lens = current;
   }
-  arrive(NamedBarrier::FirstWorkChecked, kThreads);
+  named_barrier_arrive(NamedBarrier::FirstWorkChecked, kThreads);
   smem.work_pipeline.publish(0);
 #pragma unroll 1
   for (u32 work_idx = 1; has_more; ++work_idx) {
@@ -2179,7 +2183,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     return consumer_loop(params, warp, smem);
   }
   if constexpr (kReallocatesRegs) setmaxnreg_dec<kProducerRegs>();
-  if (warp == kProducerWarp) return load_kv(params, smem);
+  if (warp == kProducerWarp) return producer_loop(params, smem);
   if (warp == kSchedulerWarp) return scheduler_loop(params, smem);
   if (warp == kFirstEpilogueWarp) init_barriers(params, smem);
   epilogue_loop(params, smem);

@@ -110,11 +110,11 @@ struct Params {
 // Both do nothing in a launch without the programmatic-stream-serialization attribute.
 
 // griddepcontrol.wait
-// Waits until the kernel before this one has finished and its writes are visible.
+// Waits until the preceding kernel has completed and its writes are visible.
 __device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // griddepcontrol.launch_dependents
-// Lets the next kernel start once every block has said so or ended.
+// Lets the next kernel start once every CTA has executed this or exited.
 __device__ inline void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
@@ -186,8 +186,8 @@ static_assert(kTokenBytes % 128 == 0, "eight lanes copy 128 bytes of a token at 
 static_assert(kRounds * kRoundTokens == kBlockN, "every thread copies the same tokens");
 static_assert(kDequantsKv || kStageRowBytes == kTokenBytes, "a stage is what is multiplied");
 static_assert(kDimWarps == 1 || kBlockM * kBlockN * 4 <= kRoundTokens * kStageRowBytes,
-              "what is traded fits into what is borrowed");
-static_assert(kDimWarps == 1 || !kHasSeparateValues, "values would arrive in what is borrowed");
+              "the exchange of partial scores fits into the scratch rounds of a stage");
+static_assert(kDimWarps == 1 || !kHasSeparateValues, "V loads would overwrite the scratch rounds");
 
 // Scales: a number from the host, or a one-element tensor on the device.
 
@@ -816,7 +816,7 @@ __device__ inline void store_final(const Params& params, SharedMemoryPlan& smem,
 // PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy, cp.async". Needs sm_80.
 
 // cp.async.cg.shared.global.L2::128B
-// Copies 16 bytes past L1; bytes from `source_bytes` on are not read and become zero.
+// Copies 16 bytes, bypassing L1; bytes from `source_bytes` on are zero-filled.
 __device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address),
                "l"(global), "r"(source_bytes)
@@ -855,14 +855,14 @@ __device__ inline void cp_async_commit_group() {
 }
 
 // cp.async.wait_group
-// Waits until at most `kPending` of this thread's newest groups are still under way.
+// Waits until at most `kPending` of this thread's newest groups are in flight.
 template <int kPending>
 __device__ inline void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // cp.async.mbarrier.arrive.noinc.shared::cta.b64
-// Arrives at a barrier when all copies that this thread has begun are there.
+// Arrives at a barrier when all copies issued by this thread have completed.
 __device__ inline void cp_async_mbarrier_arrive_noinc(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -962,7 +962,7 @@ struct KvLoader {
     }
   }
 
-  // Issues the load of the next stage, if there is one, except for the borrowed rounds.
+  // Issues the load of the next stage, if there is one, except for the scratch rounds.
   __device__ void load_next(SharedMemoryPlan& smem) const {
     if (next_stage >= end_stage) return;
 #pragma unroll
@@ -1042,7 +1042,7 @@ using Scores = float[kScoreRowGroups][kScoreTokenGroups][4];
 // kDimWarps adjacent token warps cooperate: each takes the tokens of all of them and a part of the
 // dims, which reads shared memory less often than a narrow MMA over all dims.
 constexpr int kProductTokenGroups = kScoreTokenGroups * kDimWarps;
-using Products = float[kScoreRowGroups][kProductTokenGroups][4];
+using PartialScores = float[kScoreRowGroups][kProductTokenGroups][4];
 
 // Steps of 16 dims whose K fragments are loaded together.
 constexpr int kKeySteps = kProductTokenGroups % 2 == 0 ? 1 : 2;
@@ -1060,8 +1060,8 @@ __device__ inline int score_token(int group, int parity) {
 }
 
 // MMAs over this warp's dims: of every 64, the 32 or 64 that belong to it.
-__device__ inline void multiply_dims(const SharedMemoryPlan& smem, const unsigned char* tokens,
-                                     Products& products) {
+__device__ inline void qk_gemm_dims(const SharedMemoryPlan& smem, const unsigned char* tokens,
+                                    PartialScores& partial_scores) {
   const int lane = lane_index();
   const u32 query = shared_address(smem.query);
   const u32 keys = shared_address(tokens);
@@ -1073,7 +1073,7 @@ __device__ inline void multiply_dims(const SharedMemoryPlan& smem, const unsigne
 #pragma unroll
     for (int n = 0; n < kProductTokenGroups; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) products[m][n][e] = 0.0f;
+      for (int e = 0; e < 4; ++e) partial_scores[m][n][e] = 0.0f;
     }
   }
 
@@ -1103,7 +1103,7 @@ __device__ inline void multiply_dims(const SharedMemoryPlan& smem, const unsigne
 #pragma unroll
           for (int n = 0; n < kProductTokenGroups; ++n) {
             const int fragment = n * kKeySteps + half;
-            mma_m16n8k16(Element{}, products[m][n], q, k[fragment / 2][fragment % 2 * 2],
+            mma_m16n8k16(Element{}, partial_scores[m][n], q, k[fragment / 2][fragment % 2 * 2],
                          k[fragment / 2][fragment % 2 * 2 + 1]);
           }
         }
@@ -1114,7 +1114,8 @@ __device__ inline void multiply_dims(const SharedMemoryPlan& smem, const unsigne
 
 // Reduces S over dims with the partner warps: each sends the partial scores of the others' tokens
 // and adds those it receives. `scratch` is free until the barrier after the next one.
-__device__ inline void exchange_products(const Products& products, float* scratch, Scores& scores) {
+__device__ inline void reduce_partial_scores(const PartialScores& partial_scores, float* scratch,
+                                             Scores& scores) {
   static_assert(kDimWarps <= 2, "a warp has one partner");
   constexpr int kExchanged = kScoreRowGroups * kScoreTokenGroups * 4;
   const bool is_second = dim_warp() == 1;
@@ -1123,13 +1124,15 @@ __device__ inline void exchange_products(const Products& products, float* scratc
 #pragma unroll
   for (int i = 0; i < kExchanged; ++i) {
     const int m = i / (kScoreTokenGroups * 4), n = i / 4 % kScoreTokenGroups, e = i % 4;
-    sent[i * kWarpLanes] = is_second ? products[m][n][e] : products[m][n + kScoreTokenGroups][e];
+    sent[i * kWarpLanes] =
+        is_second ? partial_scores[m][n][e] : partial_scores[m][n + kScoreTokenGroups][e];
   }
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kExchanged; ++i) {
     const int m = i / (kScoreTokenGroups * 4), n = i / 4 % kScoreTokenGroups, e = i % 4;
-    const float own = is_second ? products[m][n + kScoreTokenGroups][e] : products[m][n][e];
+    const float own =
+        is_second ? partial_scores[m][n + kScoreTokenGroups][e] : partial_scores[m][n][e];
     scores[m][n][e] = own + received[i * kWarpLanes];
   }
 }
@@ -1137,18 +1140,19 @@ __device__ inline void exchange_products(const Products& products, float* scratc
 // `tokens` is the tile of load `stage_idx`, the last one that has completed.
 __device__ inline void qk_gemm(SharedMemoryPlan& smem, const unsigned char* tokens, int stage_idx,
                                Scores& scores) {
-  Products products;
-  multiply_dims(smem, tokens, products);
+  PartialScores partial_scores;
+  qk_gemm_dims(smem, tokens, partial_scores);
   if constexpr (kDimWarps > 1) {
     unsigned char* loading_stage = stage_of(smem, stage_idx + kStagesAhead);
-    exchange_products(products, reinterpret_cast<float*>(loading_stage + kScratchOffset), scores);
+    reduce_partial_scores(partial_scores, reinterpret_cast<float*>(loading_stage + kScratchOffset),
+                          scores);
   } else {
 #pragma unroll
     for (int m = 0; m < kScoreRowGroups; ++m) {
 #pragma unroll
       for (int n = 0; n < kScoreTokenGroups; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) scores[m][n][e] = products[m][n][e];
+        for (int e = 0; e < 4; ++e) scores[m][n][e] = partial_scores[m][n][e];
       }
     }
   }
@@ -1374,7 +1378,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     Scores scores;
     qk_gemm(smem, kv, stage_idx, scores);
     const bool exceeds = softmax.write_probabilities(scores, first_token, smem);
-    // All of P is written, and no warp reads the borrowed rounds any more.
+    // All of P is written, and no warp reads the scratch rounds any more.
     if (__syncthreads_or(exceeds)) {
       softmax.update_row_max(scores, first_token, smem);
       rescale_output(smem, output);

@@ -100,11 +100,11 @@ struct Params {
 // Both do nothing in a launch without the programmatic-stream-serialization attribute.
 
 // griddepcontrol.wait
-// Waits until the kernel before this one has finished and its writes are visible.
+// Waits until the preceding kernel has completed and its writes are visible.
 __device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // griddepcontrol.launch_dependents
-// Lets the next kernel start once every block has said so or ended.
+// Lets the next kernel start once every CTA has executed this or exited.
 __device__ inline void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
@@ -176,7 +176,7 @@ static_assert(kBoxes * kBoxTokens == kBlockN, "TMA boxes fill a tile");
 // Barriers are 8 bytes of shared memory, by address.
 
 // mbarrier.init.shared::cta.b64
-// A phase ends after `count` arrivals and all bytes that were expected.
+// A phase completes after `count` arrivals and all expected bytes.
 __device__ inline void mbarrier_init(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -187,7 +187,8 @@ __device__ inline void mbarrier_arrive(u32 barrier) {
 }
 
 // mbarrier.arrive.shared::cta.b64
-// By lane 0, and not before `read` is there: that times the lane's number makes up the address.
+// Called by lane 0. Adds `read` times the lane index, zero there, to the address: a false
+// dependency that orders the arrive after the loads.
 __device__ inline void mbarrier_arrive_after(u32 barrier, u32 read) {
   asm volatile(
       "{.reg .b32 address; mov.b32 address, %%laneid; and.b32 address, address, %1; "
@@ -197,15 +198,15 @@ __device__ inline void mbarrier_arrive_after(u32 barrier, u32 read) {
 }
 
 // mbarrier.arrive.expect_tx.shared::cta.b64
-// Arrives, and says that the phase waits for `bytes` more.
+// Arrives, and raises the byte count that the phase expects.
 __device__ inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
 // mbarrier.try_wait.parity.shared::cta.b64
-// Waits until the phase of this parity has ended. The loop is in here, for compilers give products
-// that are under way across a loop of theirs other registers.
+// Waits until the phase of this parity completes. The spin loop is in PTX: across a C++ loop the
+// compiler moves accumulators of wgmma in flight to other registers.
 __device__ inline void mbarrier_wait(u32 barrier, u32 parity) {
   asm volatile(
       "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra "
@@ -253,7 +254,7 @@ struct PipelineState {
 // PTX ISA, "Data Movement and Conversion Instructions: mov". Needs sm_80.
 
 // mov.b64
-// One word of 64 bits out of two, where it stands: compilers do not see through it.
+// Packs two words into one of 64 bits, here: opaque to the compiler.
 __device__ inline u64 mov_b64(u32 low, u32 high) {
   u64 word;
   asm("mov.b64 %0, {%1, %2};" : "=l"(word) : "r"(low), "r"(high));
@@ -261,11 +262,11 @@ __device__ inline u64 mov_b64(u32 low, u32 high) {
 }
 
 // mov.b32
-// A word into itself: compilers know no more what it holds.
+// Makes a value opaque to the compiler.
 __device__ inline void mov_b32(u32& word) { asm volatile("mov.b32 %0, %0;" : "+r"(word)); }
 
 // mov.u32
-// This thread's index in the block, read anew.
+// Re-reads this thread's index in the CTA.
 __device__ inline u32 mov_tid_x() {
   u32 thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -284,93 +285,18 @@ __device__ inline int reload_tid() {
 __device__ inline int reload_lane() { return reload_tid() % kWarpLanes; }
 __device__ inline int reload_warp() { return reload_tid() / kWarpLanes; }
 
-// PTX ISA, "Parallel Synchronization and Communication Instructions: barrier.cta". Needs sm_80.
-// Barriers have numbers from 0 to 15; `threads` counts those that wait and those that only arrive.
+// Shared-memory swizzle of 16-byte chunks: the eight rows that one ldmatrix reads at the same
+// column lie in different banks.
 
-// barrier.cta.sync.aligned
-__device__ inline void barrier_sync(int barrier, int threads) {
-  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
+constexpr int kChunkElements = 8;
 
-// barrier.cta.arrive.aligned
-__device__ inline void barrier_arrive(int barrier, int threads) {
-  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-// barrier.cta.red.or.aligned.pred
-// Waits for all threads; returns whether any of them brought a number that is not zero.
-__device__ inline u32 barrier_red_or(int barrier, int threads, u32 value) {
-  u32 any;
-  asm volatile(
-      "{.reg .pred p, q; setp.ne.u32 p, %3, 0; barrier.cta.red.or.aligned.pred q, %1, %2, p; "
-      "selp.u32 %0, 1, 0, q;}"
-      : "=r"(any)
-      : "r"(barrier), "r"(threads), "r"(value)
-      : "memory");
-  return any;
-}
-
-// Named barriers of a CTA: `config.cuh` enumerates them by the fact they announce. Barrier 0 is
-// __syncthreads.
-
-// `threads` counts those that wait and those that only arrive.
-__device__ inline void sync(NamedBarrier barrier, int threads) {
-  barrier_sync(static_cast<int>(barrier), threads);
-}
-
-__device__ inline void arrive(NamedBarrier barrier, int threads) {
-  barrier_arrive(static_cast<int>(barrier), threads);
-}
-
-// Returns whether any thread passes true.
-__device__ inline bool sync_or(NamedBarrier barrier, int threads, bool value) {
-  return barrier_red_or(static_cast<int>(barrier), threads, value) != 0;
-}
-
-// The barrier `index` places behind one that has several: one for each stage, or for each half.
-__device__ constexpr NamedBarrier operator+(NamedBarrier barrier, int index) {
-  return static_cast<NamedBarrier>(static_cast<int>(barrier) + index);
-}
-
-// A group of consumer warps that cooperates in the split reduction: all consumer warps, or the
-// half that owns one half of the accumulators.
-
-// Half of the accumulators that a warp belongs to.
-__device__ inline int half_of_warp(int warp) { return warp % 4 / 2; }
-
-struct ReduceGroup {
-  int half;  // -1 for all warps
-
-  __device__ int num_threads() const { return half < 0 ? kConsumerThreads : kConsumerThreads / 2; }
-  __device__ void sync() const {
-    ::sync(NamedBarrier::PartialsStored + max(half, 0), num_threads());
-  }
-
-  // Index of this thread in the group.
-  __device__ int thread_idx() const {
-    const int warp = reload_warp();
-    return half < 0 ? reload_tid() : (warp / 4 * 2 + warp % 2) * kWarpLanes + reload_lane();
-  }
-  __device__ bool is_leader() const { return thread_idx() == 0; }
-  __device__ bool has_warp(int warp) const { return half < 0 || half_of_warp(warp) == half; }
-};
-
-// Scales: a number from the host, or a one-element tensor on the device.
-
-__device__ inline float value_of(const float* tensor, float value) {
-  return tensor == nullptr ? value : *tensor;
-}
-
-// Size of the sub-tile that each reducing CTA reduces.
-
-// Sub-tiles balance the reducers: whole groups of four fragments, which one warp sums together
-// because they share their rows, or with many reducers a part of one group.
-constexpr int kFragsPerStep = 4;
-
-// Unsigned, because that division is shorter.
-__device__ constexpr int frags_per_subtile(u32 num_reducers) {
-  const int frags = static_cast<int>((kNumFrags + num_reducers - 1) / num_reducers);
-  return frags < 3 ? frags : ceil_div(frags, kFragsPerStep) * kFragsPerStep;
+// Byte offset of chunk `chunk` of row `row`. Rows of 128 bytes and more permute the eight chunks of
+// every 128 bytes by the row index; two 64-byte rows share 128 bytes.
+template <int kRowBytes>
+__device__ inline u32 swizzled_offset(int row, int chunk) {
+  static_assert(kRowBytes == 64 || kRowBytes % 128 == 0, "a row is 64 bytes or whole 128 bytes");
+  const int permuted = kRowBytes == 64 ? chunk ^ ((row >> 1) & 3) : chunk ^ (row & 7);
+  return static_cast<u32>(row * kRowBytes + permuted * kChunkBytes);
 }
 
 // Row of the block table: where the page ids of a sequence start, and how many there are.
@@ -685,6 +611,89 @@ __device__ inline bool find_range(const Params& params, int cta_group, int seq_l
   return true;
 }
 
+// Query rows: query token and head of each row of a tile, in the caller's tensors.
+
+struct QueryRow {
+  i64 query;  // index of the query token in the query tensor
+  int head;
+};
+
+// Padding, where `is_row` is false, maps to a row that exists, so that its address is valid.
+__device__ inline QueryRow query_row(const Params& params, const WorkCoord& coord, int row,
+                                     bool is_row) {
+  const u32 packed_row = is_row ? coord.first_row + row : 0;
+  const u32 heads = params.heads;
+  // Most tiles have one query token; the branch avoids an integer division.
+  const u32 token = kIsSparse || packed_row < heads ? 0 : packed_row / heads;
+  return {is_row ? coord.first_query + token : 0, static_cast<int>(packed_row - token * heads)};
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy, cp.async". Needs sm_80.
+
+// cp.async.cg.shared.global.L2::128B
+// Copies 16 bytes, bypassing L1; bytes from `source_bytes` on are zero-filled.
+__device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address),
+               "l"(global), "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.cg.shared.global.L2::cache_hint.L2::128B
+// The same, with one of createpolicy for L2.
+__device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes,
+                                      u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
+                   shared_address),
+               "l"(global), "r"(source_bytes), "l"(policy)
+               : "memory");
+}
+
+// cp.async.ca.shared.global
+// Copies 4 bytes; if `source_bytes` is 0 they are not read and become zero.
+__device__ inline void cp_async_ca_4(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address), "l"(global),
+               "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.ca.shared.global
+// Copies 8 bytes; if `source_bytes` is 0 they are not read and become zero.
+__device__ inline void cp_async_ca_8(u32 shared_address, const void* global, u32 source_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address), "l"(global),
+               "r"(source_bytes)
+               : "memory");
+}
+
+// cp.async.commit_group
+__device__ inline void cp_async_commit_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// cp.async.wait_group
+// Waits until at most `kPending` of this thread's newest groups are in flight.
+template <int kPending>
+__device__ inline void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// cp.async.mbarrier.arrive.noinc.shared::cta.b64
+// Arrives at a barrier when all copies issued by this thread have completed.
+__device__ inline void cp_async_mbarrier_arrive_noinc(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Size of the sub-tile that each reducing CTA reduces.
+
+// Sub-tiles balance the reducers: whole groups of four fragments, which one warp sums together
+// because they share their rows, or with many reducers a part of one group.
+constexpr int kFragsPerStep = 4;
+
+// Unsigned, because that division is shorter.
+__device__ constexpr int frags_per_subtile(u32 num_reducers) {
+  const int frags = static_cast<int>((kNumFrags + num_reducers - 1) / num_reducers);
+  return frags < 3 ? frags : ceil_div(frags, kFragsPerStep) * kFragsPerStep;
+}
+
 // Stream-K tile scheduler: iterates over the work items of a CTA's range. A work item is one split
 // of one work tile, for the row tile of this CTA's rank in its CTA group.
 
@@ -848,6 +857,234 @@ __device__ inline u32 work_slot(u32 work_idx) { return work_idx % 2; }
 __device__ inline u32 work_phase(u32 work_idx) { return work_idx / 2 % 2; }
 __device__ inline u32 query_phase(u32 work_idx) { return work_idx % 2; }
 
+// Shared memory plan of the CTA, swap-AB.
+
+// A KV stage is three of the nine tiles of a KV block.
+constexpr int kStages = kBlockM == 16 ? 8 : 7;  // as many as fit
+constexpr int kTilesPerStage = 3;
+constexpr int kStagesPerBlock = kTiles / kTilesPerStage;
+
+struct SharedMemoryPlan {
+  unsigned char query[kTiles * kQueryTileBytes];
+  unsigned char kv[kStages][kTilesPerStage * kTileBytes];
+  unsigned char probabilities[2][kQueryTileBytes];  // P, double-buffered
+  unsigned char staging[kConsumerWarps][1024];  // of the output
+  float warp_rows[kConsumerWarps][kBlockM];  // each warp's maximum, or sum, of a row
+  WorkItem work_items[2];
+  SchedulerStorage scheduler_storage;
+  Barrier kv_full[kStages];
+  Barrier kv_empty[kStages];
+  Barrier first_query_full;
+  Barrier query_full;
+  Barrier query_empty;
+  Barrier work_full[2];
+  Barrier work_empty[2];
+  int has_nonfinite;
+};
+// The split reduction aliases Q and KV: a CTA combines after its last work item only.
+constexpr int kCombineSmemBytes = sizeof(SharedMemoryPlan::query) + sizeof(SharedMemoryPlan::kv);
+static_assert(sizeof(SharedMemoryPlan) <= kSharedBytes, "the spec states the size of the plan");
+static_assert(kStagesPerBlock * kTilesPerStage == kTiles, "a KV block is whole stages");
+
+// Called by one thread.
+__device__ inline void init_kv_barriers(const SharedMemoryPlan& smem) {
+  for (int stage = 0; stage < kStages; ++stage) {
+    init_barrier(smem.kv_full[stage], 1);
+    init_barrier(smem.kv_empty[stage], 1);
+  }
+}
+
+// Q loads: copies the query rows of a work item into swizzled shared memory by cp.async.
+
+// Issues the copies of all rows, by `threads` threads of which this is number `thread`. A row's
+// tiles lie kQueryTileBytes apart; eight lanes copy the 128 bytes of a row of one tile.
+__device__ inline void load_q_async(const Params& params, const WorkCoord& coord,
+                                    SharedMemoryPlan& smem, int thread, int threads) {
+  const int lane = thread % 8;
+#pragma unroll 1
+  for (int row = thread / 8; row < kBlockM; row += threads / 8) {
+    const bool is_row = row < coord.rows;
+    const auto [query, head] = query_row(params, coord, row, is_row);
+    const unsigned char* latent = params.query + query * params.query_stride +
+                                  head * params.query_head_stride + lane * kChunkBytes;
+    const unsigned char* rope = params.query_rope + query * params.query_rope_stride +
+                                head * params.query_rope_head_stride + lane * kChunkBytes;
+    const u32 target = shared_address(smem.query) + swizzled_offset<kTileRowBytes>(row, lane);
+    const u32 bytes = is_row ? kChunkBytes : 0;  // zero-fills padding
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      cp_async_cg_16(target + tile * kQueryTileBytes,
+                     tile < kLatentTiles ? latent + tile * kTileRowBytes : rope, bytes);
+    }
+  }
+  cp_async_commit_group();
+}
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence". Needs sm_90.
+
+// fence.acq_rel.cta
+// Orders this thread's reads and writes before a later arrive, for the CTA.
+__device__ inline void fence_acq_rel_cta() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
+
+// fence.proxy.async.shared::cta
+// Orders this thread's writes of shared memory before accesses of the async proxy: wgmma and TMA.
+__device__ inline void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// fence.mbarrier_init.release.cluster
+// Makes mbarrier inits of this thread visible to the async proxy.
+__device__ inline void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Work pipeline: publishes work items and Q to the producer and consumer warps through mbarriers.
+
+// Called by one thread, with the number of warps that publish a work item, read it, and load Q.
+__device__ inline void init_work_barriers(const SharedMemoryPlan& smem, int producers,
+                                          int consumers, int q_warps) {
+  init_barrier(smem.first_query_full, kConsumerWarps);
+  init_barrier(smem.query_full, q_warps);
+  init_barrier(smem.query_empty, kQueryReaders);
+  for (int stage = 0; stage < 2; ++stage) {
+    init_barrier(smem.work_full[stage], producers);
+    init_barrier(smem.work_empty[stage], consumers);
+  }
+}
+
+__device__ inline void finish_q_load(const Barrier& full) {
+  cp_async_wait_group<0>();
+  fence_proxy_async();
+  __syncwarp();
+  if (reload_lane() == 0) arrive(full);
+}
+
+// The consumer warps load the first Q themselves: they have no other work before it arrives.
+__device__ inline void load_first_q_async(const Params& params, const WorkCoord& coord,
+                                          SharedMemoryPlan& smem) {
+  load_q_async(params, coord, smem, static_cast<int>(threadIdx.x), kConsumerThreads);
+}
+
+// Keeps the scheduler's state in shared memory, because scheduler warps have few registers.
+__device__ inline void save_scheduler_state(const TileScheduler& scheduler,
+                                            SharedMemoryPlan& smem) {
+  __syncwarp();
+  if (reload_lane() == 0) smem.scheduler_storage.current_state = scheduler;
+  __syncwarp();
+}
+
+// Writes work item `work_idx` to its slot. The saved state is already at the first work item, so
+// that one does not advance.
+__device__ inline void produce_work(const Params& params, int rank_in_group, u32 work_idx,
+                                    SharedMemoryPlan& smem) {
+  TileScheduler scheduler(params, smem.scheduler_storage.range, rank_in_group,
+                          smem.scheduler_storage.current_state);
+  const WorkCoord coord = scheduler.next_work(work_idx == 0);
+  WorkItem& work = smem.work_items[work_slot(work_idx)];
+  if (coord.seq_idx >= 0) {
+    scheduler.fill(work, coord, work_idx);
+    save_scheduler_state(scheduler, smem);
+  } else if (reload_lane() == 0) {
+    work.seq_idx = -1;
+  }
+  __syncwarp();
+}
+
+// Called by the producer warp: releases work item `work_idx` and waits for the next one.
+__device__ inline WorkCoord next_work_coord(SharedMemoryPlan& smem, u32& work_idx) {
+  __syncwarp();  // all lanes have read the work item
+  if (reload_lane() == 0) arrive(smem.work_empty[work_slot(work_idx)]);
+  ++work_idx;
+  wait(smem.work_full[work_slot(work_idx)], work_phase(work_idx));
+  return smem.work_items[work_slot(work_idx)];
+}
+
+// Waits for Q of work item `work_idx`.
+__device__ inline void wait_query(const SharedMemoryPlan& smem, u32 work_idx) {
+  if (work_idx == 0) {
+    wait(smem.first_query_full, 0);
+  } else {
+    wait(smem.query_full, query_phase(work_idx) ^ 1);
+  }
+}
+
+// PTX ISA, "Parallel Synchronization and Communication Instructions: barrier.cta". Needs sm_80.
+// Barrier ids are 0 to 15; `threads` counts those that wait and those that only arrive.
+
+// barrier.cta.sync.aligned
+__device__ inline void barrier_sync(int barrier, int threads) {
+  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// barrier.cta.arrive.aligned
+__device__ inline void barrier_arrive(int barrier, int threads) {
+  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// barrier.cta.red.or.aligned.pred
+// Waits for all threads; returns whether any of them passes a nonzero value.
+__device__ inline u32 barrier_red_or(int barrier, int threads, u32 value) {
+  u32 any;
+  asm volatile(
+      "{.reg .pred p, q; setp.ne.u32 p, %3, 0; barrier.cta.red.or.aligned.pred q, %1, %2, p; "
+      "selp.u32 %0, 1, 0, q;}"
+      : "=r"(any)
+      : "r"(barrier), "r"(threads), "r"(value)
+      : "memory");
+  return any;
+}
+
+// Named barriers of a CTA: `config.cuh` enumerates them by the fact they announce. Barrier 0 is
+// __syncthreads.
+
+// `threads` counts those that wait and those that only arrive.
+__device__ inline void named_barrier_sync(NamedBarrier barrier, int threads) {
+  barrier_sync(static_cast<int>(barrier), threads);
+}
+
+__device__ inline void named_barrier_arrive(NamedBarrier barrier, int threads) {
+  barrier_arrive(static_cast<int>(barrier), threads);
+}
+
+// Returns whether any thread passes true.
+__device__ inline bool named_barrier_sync_or(NamedBarrier barrier, int threads, bool value) {
+  return barrier_red_or(static_cast<int>(barrier), threads, value) != 0;
+}
+
+// The barrier `index` places behind one that has several: one for each stage, or for each half.
+__device__ constexpr NamedBarrier operator+(NamedBarrier barrier, int index) {
+  return static_cast<NamedBarrier>(static_cast<int>(barrier) + index);
+}
+
+// A group of consumer warps that cooperates in the split reduction: all consumer warps, or the
+// half that owns one half of the accumulators.
+
+// Half of the accumulators that a warp belongs to.
+__device__ inline int half_of_warp(int warp) { return warp % 4 / 2; }
+
+struct ReduceGroup {
+  int half;  // -1 for all warps
+
+  __device__ int num_threads() const { return half < 0 ? kConsumerThreads : kConsumerThreads / 2; }
+  __device__ void sync() const {
+    named_barrier_sync(NamedBarrier::PartialsStored + max(half, 0), num_threads());
+  }
+
+  // Index of this thread in the group.
+  __device__ int thread_idx() const {
+    const int warp = reload_warp();
+    return half < 0 ? reload_tid() : (warp / 4 * 2 + warp % 2) * kWarpLanes + reload_lane();
+  }
+  __device__ bool is_leader() const { return thread_idx() == 0; }
+  __device__ bool has_warp(int warp) const { return half < 0 || half_of_warp(warp) == half; }
+};
+
+// Scales: a number from the host, or a one-element tensor on the device.
+
+__device__ inline float value_of(const float* tensor, float value) {
+  return tensor == nullptr ? value : *tensor;
+}
+
 // PTX ISA, "Floating Point Instructions: ex2". Needs sm_20.
 
 // ex2.approx.ftz.f32
@@ -888,7 +1125,7 @@ __device__ inline RowResult finish_row(float row_max, float row_sum, float sink,
 
 // P is relative to a stale row max. The max is not recomputed while no element of P exceeds this,
 // so that rescales are rare.
-constexpr float kMaxProbability = 0x1p8f;
+constexpr float kMaxUnnormalizedP = 0x1p8f;
 
 struct RowState {
   float row_max;  // base 2; the accumulators are relative to it
@@ -1048,60 +1285,6 @@ struct alignas(kChunkBytes) PartialState {
 static_assert(sizeof(PartialState) == kChunkBytes,
               "the host plans with it, and one cp.async copies a row");
 
-// PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy, cp.async". Needs sm_80.
-
-// cp.async.cg.shared.global.L2::128B
-// Copies 16 bytes past L1; bytes from `source_bytes` on are not read and become zero.
-__device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address),
-               "l"(global), "r"(source_bytes)
-               : "memory");
-}
-
-// cp.async.cg.shared.global.L2::cache_hint.L2::128B
-// The same, with one of createpolicy for L2.
-__device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes,
-                                      u64 policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
-                   shared_address),
-               "l"(global), "r"(source_bytes), "l"(policy)
-               : "memory");
-}
-
-// cp.async.ca.shared.global
-// Copies 4 bytes; if `source_bytes` is 0 they are not read and become zero.
-__device__ inline void cp_async_ca_4(u32 shared_address, const void* global, u32 source_bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address), "l"(global),
-               "r"(source_bytes)
-               : "memory");
-}
-
-// cp.async.ca.shared.global
-// Copies 8 bytes; if `source_bytes` is 0 they are not read and become zero.
-__device__ inline void cp_async_ca_8(u32 shared_address, const void* global, u32 source_bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address), "l"(global),
-               "r"(source_bytes)
-               : "memory");
-}
-
-// cp.async.commit_group
-__device__ inline void cp_async_commit_group() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// cp.async.wait_group
-// Waits until at most `kPending` of this thread's newest groups are still under way.
-template <int kPending>
-__device__ inline void cp_async_wait_group() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// cp.async.mbarrier.arrive.noinc.shared::cta.b64
-// Arrives at a barrier when all copies that this thread has begun are there.
-__device__ inline void cp_async_mbarrier_arrive_noinc(u32 barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
 
 // cvt.rn.bf16x2.f32
@@ -1133,7 +1316,7 @@ __device__ inline float cvt_f32(Bf16, u16 bits) {
 // PTX ISA, "Data Movement and Conversion Instructions: ld". Needs sm_80.
 
 // ld.acquire.gpu.global.u32
-// What was written before the value by others is seen after.
+// Later accesses see what other CTAs wrote before they released the value.
 __device__ inline u32 ld_acquire_gpu(const u32* address) {
   u32 value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -1141,7 +1324,7 @@ __device__ inline u32 ld_acquire_gpu(const u32* address) {
 }
 
 // ld.relaxed.gpu.global.s32
-// What others may be writing: any value that was there, and never what L1 has kept of it.
+// Relaxed at gpu scope: may race with writers, and is never served from L1.
 __device__ inline int ld_relaxed_gpu(const int* address) {
   int value;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -1156,7 +1339,7 @@ __device__ inline u32 ld_relaxed_gpu(const u32* address) {
 }
 
 // ld.global.cg.v2.f32
-// Past L1: what others have just written.
+// Bypasses L1, which may hold stale data of other CTAs.
 __device__ inline float2 ld_global_cg_v2_f32(const void* address) {
   float2 value;
   asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];"
@@ -1179,57 +1362,21 @@ __device__ inline float4 ld_global_cg_v4_f32(const void* address) {
 // PTX ISA, "Parallel Synchronization and Communication Instructions: red". Needs sm_80.
 
 // red.release.gpu.global.inc.u32
-// Adds one, or makes `most` zero; what was written before is seen by those who acquire the count.
-__device__ inline void red_inc_release_gpu(u32* address, u32 most) {
-  asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(address), "r"(most) : "memory");
+// Adds one, and wraps to zero at `limit`. Releases preceding writes to threads that acquire the
+// count.
+__device__ inline void red_inc_release_gpu(u32* address, u32 limit) {
+  asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(address), "r"(limit) : "memory");
 }
 
 // red.relaxed.gpu.global.inc.u32
-// Adds one, or makes `most` zero.
-__device__ inline void red_inc_relaxed_gpu(u32* address, u32 most) {
-  asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(address), "r"(most) : "memory");
+// Adds one, and wraps to zero at `limit`.
+__device__ inline void red_inc_relaxed_gpu(u32* address, u32 limit) {
+  asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(address), "r"(limit) : "memory");
 }
 
 // red.relaxed.gpu.global.add.u32
 __device__ inline void red_add_relaxed_gpu(u32* address, u32 value) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
-// Shared memory plan of the CTA, swap-AB.
-
-// A KV stage is three of the nine tiles of a KV block.
-constexpr int kStages = kBlockM == 16 ? 8 : 7;  // as many as fit
-constexpr int kTilesPerStage = 3;
-constexpr int kStagesPerBlock = kTiles / kTilesPerStage;
-
-struct SharedMemoryPlan {
-  unsigned char query[kTiles * kQueryTileBytes];
-  unsigned char kv[kStages][kTilesPerStage * kTileBytes];
-  unsigned char probabilities[2][kQueryTileBytes];  // P, double-buffered
-  unsigned char staging[kConsumerWarps][1024];  // of the output
-  float warp_rows[kConsumerWarps][kBlockM];  // each warp's maximum, or sum, of a row
-  WorkItem work_items[2];
-  SchedulerStorage scheduler_storage;
-  Barrier kv_full[kStages];
-  Barrier kv_empty[kStages];
-  Barrier first_query_full;
-  Barrier query_full;
-  Barrier query_empty;
-  Barrier work_full[2];
-  Barrier work_empty[2];
-  int has_nonfinite;
-};
-// The split reduction aliases Q and KV: a CTA combines after its last work item only.
-constexpr int kCombineSmemBytes = sizeof(SharedMemoryPlan::query) + sizeof(SharedMemoryPlan::kv);
-static_assert(sizeof(SharedMemoryPlan) <= kSharedBytes, "the spec states the size of the plan");
-static_assert(kStagesPerBlock * kTilesPerStage == kTiles, "a KV block is whole stages");
-
-// Called by one thread.
-__device__ inline void init_kv_barriers(const SharedMemoryPlan& smem) {
-  for (int stage = 0; stage < kStages; ++stage) {
-    init_barrier(smem.kv_full[stage], 1);
-    init_barrier(smem.kv_empty[stage], 1);
-  }
 }
 
 // Per-row power-of-two scale of partial O in fp16.
@@ -1860,7 +2007,7 @@ __device__ inline void combine_shared_frags(const Params& params, const WorkItem
 #pragma unroll
     for (int n = 0; n < kFragsPerStep; ++n) warp_partials[warp][n][lane] = totals[n];
   }
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
 #pragma unroll 1
   for (int i = warp; i < combine_smem.num_frags; i += kConsumerWarps) {
     float4 total[1] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
@@ -1902,10 +2049,10 @@ __device__ inline void combine_subtiles(const Params& params, const WorkItem& wo
                       combine_smem.holds_own_split() ? work.split_idx : -1);
   cp_async_commit_group();
   cp_async_wait_group<1>();
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   combine_rows(params, work, combine_smem);
   cp_async_wait_group<0>();
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   const int num_groups = ceil_div(combine_smem.num_frags, kFragsPerStep);
   if (num_groups * 2 > kConsumerWarps) {
     combine_frags(params, work, smem, combine_smem);
@@ -1924,8 +2071,8 @@ __device__ inline int& nonfinite_flag(SharedMemoryPlan& smem, const WorkItem&) {
 // PTX ISA, "Control Flow Instructions: exit". Needs sm_80.
 
 // exit
-// Ends this thread, unless the word is zero. Compilers put what leads to an end without a condition
-// behind all other code.
+// Ends this thread unless the word is zero. An unconditional exit would make the compiler move the
+// path to it behind all other code.
 __device__ inline void exit_if(u32 word) {
   asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p exit;}" ::"r"(word) : "memory");
 }
@@ -2042,7 +2189,7 @@ __device__ inline void epilogue(const Params& params, const WorkItem& work, Shar
       exit_if(work.num_splits);  // the last item of this CTA
     }
   }
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   if (reload_tid() == 0) nonfinite_flag(smem, work) = 0;
 }
 
@@ -2054,38 +2201,24 @@ __device__ inline float score_scale(const Params& params) {
                                  : scale;
 }
 
-// Shared-memory swizzle of 16-byte chunks: the eight rows that one ldmatrix reads at the same
-// column lie in different banks.
-
-constexpr int kChunkElements = 8;
-
-// Byte offset of chunk `chunk` of row `row`. Rows of 128 bytes and more permute the eight chunks of
-// every 128 bytes by the row index; two 64-byte rows share 128 bytes.
-template <int kRowBytes>
-__device__ inline u32 swizzled_offset(int row, int chunk) {
-  static_assert(kRowBytes == 64 || kRowBytes % 128 == 0, "a row is 64 bytes or whole 128 bytes");
-  const int permuted = kRowBytes == 64 ? chunk ^ ((row >> 1) & 3) : chunk ^ (row & 7);
-  return static_cast<u32>(row * kRowBytes + permuted * kChunkBytes);
-}
-
 // wgmma shared-memory matrix descriptors: swizzled tiles of 128-byte rows at multiples of 1024
 // bytes, or of 64-byte rows at multiples of 512. PTX ISA, "Matrix Descriptor Format".
 
 // A descriptor is assembled from two words where it is used: the lower holds the address and the
 // leading-dimension byte offset, the upper the stride between groups of eight rows and the swizzle
 // mode. Addresses count 16 bytes; adding to the lower word advances the operand.
-constexpr u32 kDescriptorHigh = 1024 / 16 | 1u << 30;
-constexpr u32 kDescriptorHigh64 = 512 / 16 | 2u << 30;
+constexpr u32 kDescHighSw128 = 1024 / 16 | 1u << 30;
+constexpr u32 kDescHighSw64 = 512 / 16 | 2u << 30;
 
-__device__ inline u32 descriptor_low(u32 address, u32 tile_distance) {
-  return (address & 0x3ffff) >> 4 | tile_distance / 16 << 16;
+__device__ inline u32 descriptor_low(u32 address, u32 leading_bytes) {
+  return (address & 0x3ffff) >> 4 | leading_bytes / 16 << 16;
 }
 
-// Advances the operand by `bytes`.
+// The lower word's increment that advances the operand by `bytes`.
 __device__ constexpr u32 descriptor_step(u32 bytes) { return bytes / 16; }
 
-__device__ inline u64 smem_desc(u32 low) { return mov_b64(low, kDescriptorHigh); }
-__device__ inline u64 descriptor_64(u32 low) { return mov_b64(low, kDescriptorHigh64); }
+__device__ inline u64 smem_desc_sw128(u32 low) { return mov_b64(low, kDescHighSw128); }
+__device__ inline u64 smem_desc_sw64(u32 low) { return mov_b64(low, kDescHighSw64); }
 
 // NaN/Inf in masked V: replaces non-finite elements by zero before the PV GEMM. The probability of
 // a masked token is 0, but 0 * NaN is NaN.
@@ -2118,30 +2251,11 @@ __device__ inline void clear_nonfinite(SharedMemoryPlan& smem, int first, int nu
   }
 }
 
-// PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence". Needs sm_90.
-
-// fence.acq_rel.cta
-// What this thread has read is in its registers, and what it has written is there for the block,
-// before it tells others.
-__device__ inline void fence_acq_rel_cta() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
-
-// fence.proxy.async.shared::cta
-// Orders this thread's own writes of shared memory before what tensor cores and bulk copies do.
-__device__ inline void fence_proxy_async() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// fence.mbarrier_init.release.cluster
-// Makes barriers that this thread has made known to bulk copies.
-__device__ inline void fence_mbarrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
 // PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions: wgmma". Needs sm_90.
 // d[64, N] = a[64, 16] * b[16, N], plus d if `accumulates`, by four warps with 16 rows of d each.
 // A lane holds, with g = lane / 4 and c = lane % 4: of d rows g (0, 1) and g + 8 (2, 3), columns
 // 8j + 2c, in words 4j and after; of a in registers two elements a word, as of mma.
-// Operands in shared memory lie as their descriptors say, along k unless they are transposed.
+// Descriptors give the layout of operands in shared memory: K-major unless they are transposed.
 
 // wgmma.fence.sync.aligned
 // Orders accesses of registers before the wgmma that follow.
@@ -2153,21 +2267,22 @@ __device__ inline void wgmma_commit_group() {
 }
 
 // wgmma.wait_group.sync.aligned
-// Waits until at most `kPending` of this warp's newest groups are still under way.
+// Waits until at most `kPending` of this warp's newest groups are in flight.
 template <int kPending>
 __device__ inline void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps what reads the accumulators behind the wait before, and what writes them before the next
-// wgmma; no instruction.
+// Compiler fence of accumulators: reads stay after the preceding wait, and writes before the next
+// wgmma (CUTLASS warpgroup_fence_operand); no instruction.
 template <int kCount>
 __device__ inline void wgmma_fence_operand(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Has an operand in registers made before the fence that follows; no instruction.
+// Compiler fence of an operand in registers: its writes stay before the next wgmma.fence; no
+// instruction.
 template <int kCount>
 __device__ inline void wgmma_fence_operand(u32 (&a)[kCount]) {
 #pragma unroll
@@ -2187,7 +2302,7 @@ __device__ inline void wgmma_mma(Bf16, float (&d)[8], u64 a, u64 b, int accumula
 }
 
 // wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16
-// `a` lies along its rows.
+// `a` is M-major (transposed).
 __device__ inline void wgmma_mma_trans_a(Bf16, float (&d)[8], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %10, 0; "
@@ -2213,7 +2328,7 @@ __device__ inline void wgmma_mma(Bf16, float (&d)[16], u64 a, u64 b, int accumul
 }
 
 // wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16
-// `a` lies along its rows.
+// `a` is M-major (transposed).
 __device__ inline void wgmma_mma_trans_a(Bf16, float (&d)[16], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %18, 0; "
@@ -2243,7 +2358,7 @@ __device__ inline void wgmma_mma(Bf16, float (&d)[32], u64 a, u64 b, int accumul
 }
 
 // wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16
-// `b` lies along its columns.
+// `b` is N-major (transposed).
 __device__ inline void wgmma_mma_trans_b(Bf16, float (&d)[128], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %130, 0; "
@@ -2281,7 +2396,7 @@ __device__ inline void wgmma_mma_trans_b(Bf16, float (&d)[128], u64 a, u64 b, in
 }
 
 // wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16
-// `a` is in registers; `b` lies along its columns.
+// `a` is in registers; `b` is N-major (transposed).
 __device__ inline void wgmma_mma_trans_b(Bf16, float (&d)[128], const u32* a, u64 b,
                                          int accumulates) {
   asm volatile(
@@ -2332,7 +2447,7 @@ __device__ inline void wgmma_mma(Fp16, float (&d)[8], u64 a, u64 b, int accumula
 }
 
 // wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16
-// `a` lies along its rows.
+// `a` is M-major (transposed).
 __device__ inline void wgmma_mma_trans_a(Fp16, float (&d)[8], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %10, 0; "
@@ -2358,7 +2473,7 @@ __device__ inline void wgmma_mma(Fp16, float (&d)[16], u64 a, u64 b, int accumul
 }
 
 // wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16
-// `a` lies along its rows.
+// `a` is M-major (transposed).
 __device__ inline void wgmma_mma_trans_a(Fp16, float (&d)[16], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %18, 0; "
@@ -2388,7 +2503,7 @@ __device__ inline void wgmma_mma(Fp16, float (&d)[32], u64 a, u64 b, int accumul
 }
 
 // wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16
-// `b` lies along its columns.
+// `b` is N-major (transposed).
 __device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %130, 0; "
@@ -2426,7 +2541,7 @@ __device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], u64 a, u64 b, in
 }
 
 // wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16
-// `a` is in registers; `b` lies along its columns.
+// `a` is in registers; `b` is N-major (transposed).
 __device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], const u32* a, u64 b,
                                          int accumulates) {
   asm volatile(
@@ -2566,8 +2681,8 @@ struct Consumer {
         const u32 q_desc = descriptor_low(shared_address(smem.query) + tile * kQueryTileBytes, 16);
 #pragma unroll
         for (int k = 0; k < kTileElements / 16; ++k) {
-          wgmma_mma(Element{}, scores, smem_desc(k_desc + k * 2), smem_desc(q_desc + k * 2),
-                    tile + k > 0);
+          wgmma_mma(Element{}, scores, smem_desc_sw128(k_desc + k * 2),
+                    smem_desc_sw128(q_desc + k * 2), tile + k > 0);
         }
       }
       wgmma_commit_group();
@@ -2619,7 +2734,7 @@ struct Consumer {
           cvt_rn_x2_f32(Element{}, acc[7], acc[6]));
     }
     fence_proxy_async();
-    return max_p > kMaxProbability;
+    return max_p > kMaxUnnormalizedP;
   }
 
   // Raises the row max to the maximum of all warps' scores, and rescales l and O by alpha.
@@ -2630,7 +2745,7 @@ struct Consumer {
                                                  __fmul_rn(scores[r / 2 * 4 + 2 + r % 2], factor)));
       if (reload_lane() < 4) smem.warp_rows[reload_warp()][row_of(r)] = maximum;
     }
-    sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
     float alpha[kRowsPerThread];
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
@@ -2651,7 +2766,7 @@ struct Consumer {
   }
 
   __device__ void clear_nonfinite_v(int first_token) const {
-    sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
     clear_nonfinite(smem, max(work.unmasked_kv_end - first_token, 0), work.kv_end - first_token,
                     [&](int index) { return tile(index); });
     fence_proxy_async();
@@ -2668,10 +2783,10 @@ struct Consumer {
     }
     float partial_sum[kRowsPerThread];
     const bool needs_rescale = store_p(factor, partial_sum);
-    if (sync_or(NamedBarrier::P0Ready, kConsumerThreads, needs_rescale)) {
+    if (named_barrier_sync_or(NamedBarrier::P0Ready, kConsumerThreads, needs_rescale)) {
       update_row_max(factor);
       store_p(factor, partial_sum);
-      sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+      named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
     }
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) row_sum[r] += partial_sum[r];
@@ -2690,8 +2805,8 @@ struct Consumer {
       const u32 v_desc = descriptor_low(shared_address(tile(index)), kTileBytes);
 #pragma unroll
       for (int k = 0; k < kBlockN / 16; ++k) {
-        wgmma_mma_trans_a(Element{}, accumulators[index], smem_desc(v_desc + k * 128),
-                          smem_desc(p_desc + k * 2), 1);
+        wgmma_mma_trans_a(Element{}, accumulators[index], smem_desc_sw128(v_desc + k * 128),
+                          smem_desc_sw128(p_desc + k * 2), 1);
       }
       if (index % kTilesPerStage == kTilesPerStage - 1) wgmma_commit_group();
     }
@@ -2726,7 +2841,7 @@ __device__ inline void reduce_row_sum(SharedMemoryPlan& smem, const Consumer& co
     const float row_sum = sum_over_lanes(consumer.row_sum[r]);
     if (reload_lane() < 4) smem.warp_rows[reload_warp()][row_of(r)] = row_sum;
   }
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
     float row_sum = 0.0f;
@@ -2754,7 +2869,7 @@ __device__ inline void process_work(const Params& params, const WorkItem& work,
   for (int kv_block = work.first_kv_block; kv_block < end; ++kv_block)
     consumer.process_block(kv_block);
   // Without KV blocks no barrier of the mainloop orders the warps' waits for Q before its release.
-  if (work.num_kv_blocks == 0) sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  if (work.num_kv_blocks == 0) named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   if (reload_tid() == 0) arrive(smem.query_empty);
   ThreadRows rows;
   reduce_row_sum(smem, consumer, rows);
@@ -2764,119 +2879,6 @@ __device__ inline void process_work(const Params& params, const WorkItem& work,
 // The registers of a thread at launch suffice for all roles: no setmaxnreg.
 __device__ inline void producer_reg_dealloc() {}
 __device__ inline void consumer_reg_alloc() {}
-
-// Query rows: query token and head of each row of a tile, in the caller's tensors.
-
-struct QueryRow {
-  i64 query;  // index of the query token in the query tensor
-  int head;
-};
-
-// Padding, where `is_row` is false, maps to a row that exists, so that its address is valid.
-__device__ inline QueryRow query_row(const Params& params, const WorkCoord& coord, int row,
-                                     bool is_row) {
-  const u32 packed_row = is_row ? coord.first_row + row : 0;
-  const u32 heads = params.heads;
-  // Most tiles have one query token; the branch avoids an integer division.
-  const u32 token = kIsSparse || packed_row < heads ? 0 : packed_row / heads;
-  return {is_row ? coord.first_query + token : 0, static_cast<int>(packed_row - token * heads)};
-}
-
-// Q loads: copies the query rows of a work item into swizzled shared memory by cp.async.
-
-// Issues the copies of all rows, by `threads` threads of which this is number `thread`. A row's
-// tiles lie kQueryTileBytes apart; eight lanes copy the 128 bytes of a row of one tile.
-__device__ inline void load_q_async(const Params& params, const WorkCoord& coord,
-                                    SharedMemoryPlan& smem, int thread, int threads) {
-  const int lane = thread % 8;
-#pragma unroll 1
-  for (int row = thread / 8; row < kBlockM; row += threads / 8) {
-    const bool is_row = row < coord.rows;
-    const auto [query, head] = query_row(params, coord, row, is_row);
-    const unsigned char* latent = params.query + query * params.query_stride +
-                                  head * params.query_head_stride + lane * kChunkBytes;
-    const unsigned char* rope = params.query_rope + query * params.query_rope_stride +
-                                head * params.query_rope_head_stride + lane * kChunkBytes;
-    const u32 target = shared_address(smem.query) + swizzled_offset<kTileRowBytes>(row, lane);
-    const u32 bytes = is_row ? kChunkBytes : 0;  // zero-fills padding
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      cp_async_cg_16(target + tile * kQueryTileBytes,
-                     tile < kLatentTiles ? latent + tile * kTileRowBytes : rope, bytes);
-    }
-  }
-  cp_async_commit_group();
-}
-
-// Work pipeline: publishes work items and Q to the producer and consumer warps through mbarriers.
-
-// Called by one thread, with the number of warps that publish a work item, read it, and load Q.
-__device__ inline void init_work_barriers(const SharedMemoryPlan& smem, int producers,
-                                          int consumers, int q_warps) {
-  init_barrier(smem.first_query_full, kConsumerWarps);
-  init_barrier(smem.query_full, q_warps);
-  init_barrier(smem.query_empty, kQueryReaders);
-  for (int stage = 0; stage < 2; ++stage) {
-    init_barrier(smem.work_full[stage], producers);
-    init_barrier(smem.work_empty[stage], consumers);
-  }
-}
-
-__device__ inline void finish_q_load(const Barrier& full) {
-  cp_async_wait_group<0>();
-  fence_proxy_async();
-  __syncwarp();
-  if (reload_lane() == 0) arrive(full);
-}
-
-// The consumer warps load the first Q themselves: they have no other work before it arrives.
-__device__ inline void load_first_q_async(const Params& params, const WorkCoord& coord,
-                                          SharedMemoryPlan& smem) {
-  load_q_async(params, coord, smem, static_cast<int>(threadIdx.x), kConsumerThreads);
-}
-
-// Keeps the scheduler's state in shared memory, because scheduler warps have few registers.
-__device__ inline void save_scheduler_state(const TileScheduler& scheduler,
-                                            SharedMemoryPlan& smem) {
-  __syncwarp();
-  if (reload_lane() == 0) smem.scheduler_storage.current_state = scheduler;
-  __syncwarp();
-}
-
-// Writes work item `work_idx` to its slot. The saved state is already at the first work item, so
-// that one does not advance.
-__device__ inline void produce_work(const Params& params, int rank_in_group, u32 work_idx,
-                                    SharedMemoryPlan& smem) {
-  TileScheduler scheduler(params, smem.scheduler_storage.range, rank_in_group,
-                          smem.scheduler_storage.current_state);
-  const WorkCoord coord = scheduler.next_work(work_idx == 0);
-  WorkItem& work = smem.work_items[work_slot(work_idx)];
-  if (coord.seq_idx >= 0) {
-    scheduler.fill(work, coord, work_idx);
-    save_scheduler_state(scheduler, smem);
-  } else if (reload_lane() == 0) {
-    work.seq_idx = -1;
-  }
-  __syncwarp();
-}
-
-// Called by the producer warp: releases work item `work_idx` and waits for the next one.
-__device__ inline WorkCoord next_work_coord(SharedMemoryPlan& smem, u32& work_idx) {
-  __syncwarp();  // all lanes have read the work item
-  if (reload_lane() == 0) arrive(smem.work_empty[work_slot(work_idx)]);
-  ++work_idx;
-  wait(smem.work_full[work_slot(work_idx)], work_phase(work_idx));
-  return smem.work_items[work_slot(work_idx)];
-}
-
-// Waits for Q of work item `work_idx`.
-__device__ inline void wait_query(const SharedMemoryPlan& smem, u32 work_idx) {
-  if (work_idx == 0) {
-    wait(smem.first_query_full, 0);
-  } else {
-    wait(smem.query_full, query_phase(work_idx) ^ 1);
-  }
-}
 
 // Consumer loop: processes the work items of the CTA in order.
 
@@ -2899,7 +2901,7 @@ __device__ inline void consumer_loop(const Params& params, SharedMemoryPlan& sme
 // PTX ISA, "Data Movement and Conversion Instructions: createpolicy". Needs sm_80.
 
 // createpolicy.fractional.L2::evict_first.b64
-// Lines that are evicted from L2 before others.
+// L2 evicts such lines before others.
 __device__ inline u64 createpolicy_evict_first() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
@@ -2967,8 +2969,8 @@ struct BlockTableReader {
 // count elements, the innermost first.
 
 // cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint
-// Copies a box to shared memory, zeros for what lies outside the tensor, and then counts its bytes
-// as arrived at the barrier.
+// Copies a box to shared memory, zero-fills what lies outside the tensor, and completes its bytes
+// at the barrier.
 __device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64 policy,
                                             int x, int y, int z, int w) {
   asm volatile(
@@ -2989,7 +2991,7 @@ __device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 bar
 }
 
 // cp.async.bulk.prefetch.tensor.4d.L2.global
-// Brings a box into L2.
+// Prefetches a box into L2.
 __device__ inline void cp_async_bulk_prefetch_tensor(const void* map, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
                "r"(x), "r"(y), "r"(z), "r"(w)
@@ -3068,7 +3070,8 @@ __device__ inline void copy_stage(const Params& params, const KvTileBoxes& boxes
 }
 
 // `coord` is the first work item.
-__device__ inline void load_kv(const Params& params, int, WorkCoord coord, SharedMemoryPlan& smem) {
+__device__ inline void producer_loop(const Params& params, int, WorkCoord coord,
+                                     SharedMemoryPlan& smem) {
   const u64 cache_hint = kv_cache_hint(params.cta_group_size > 1);
   PipelineState<kStages> pipe;
   for (u32 work_idx = 0; coord.seq_idx >= 0; coord = next_work_coord(smem, work_idx)) {
@@ -3093,13 +3096,13 @@ __device__ inline void load_kv(const Params& params, int, WorkCoord coord, Share
 // PTX ISA, "Data Movement and Conversion Instructions: prefetch". Needs sm_90.
 
 // prefetch.tensormap
-// Brings a tensor map, by its generic address, to where copies look for it.
+// Prefetches a TMA descriptor by its generic address.
 __device__ inline void prefetch_tensormap(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // prefetch.global.L2
-// Brings the line of an address into L2.
+// Prefetches the cache line of an address into L2.
 __device__ inline void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
 }
@@ -3128,7 +3131,7 @@ __device__ inline void prefetch_block_table(const Params& params,
 // PTX ISA, "Parallel Synchronization and Communication Instructions: atom". Needs sm_80.
 
 // atom.acq_rel.gpu.global.add.u32
-// Adds, and returns what there was before.
+// Adds, and returns the old value.
 __device__ inline u32 atom_add_acq_rel_gpu(u32* address, u32 value) {
   u32 before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
@@ -3139,12 +3142,12 @@ __device__ inline u32 atom_add_acq_rel_gpu(u32* address, u32 value) {
 }
 
 // atom.acq_rel.gpu.global.inc.u32
-// Adds one, or makes `most` zero, and returns what there was before.
-__device__ inline u32 atom_inc_acq_rel_gpu(u32* address, u32 most) {
+// Adds one, wraps to zero at `limit`, and returns the old value.
+__device__ inline u32 atom_inc_acq_rel_gpu(u32* address, u32 limit) {
   u32 before;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                : "=r"(before)
-               : "l"(address), "r"(most)
+               : "l"(address), "r"(limit)
                : "memory");
   return before;
 }
@@ -3273,7 +3276,7 @@ __device__ inline void scheduler_loop(const Params& params, const TileScheduler&
     const WorkItem& work = smem.work_items[work_slot(work_idx)];
     wait(smem.work_empty[work_slot(work_idx)], work_phase(work_idx) ^ 1);
     if (produces) produce_work(params, rank_in_group, work_idx, smem);
-    sync(NamedBarrier::WorkProduced, kSchedulerThreads);
+    named_barrier_sync(NamedBarrier::WorkProduced, kSchedulerThreads);
     if (lane_index() == 0) arrive(smem.work_full[work_slot(work_idx)]);
     if (work.seq_idx < 0) return;
     if (work_idx == 0) continue;
@@ -3319,7 +3322,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     producer_reg_dealloc();
     if (warp_role == 0) {
-      load_kv(params, rank_in_group, first_work, smem);
+      producer_loop(params, rank_in_group, first_work, smem);
       prefetch_sched_meta(params);
     } else {
       scheduler_loop(params, scheduler, smem);

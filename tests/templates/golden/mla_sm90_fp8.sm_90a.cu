@@ -100,11 +100,11 @@ struct Params {
 // Both do nothing in a launch without the programmatic-stream-serialization attribute.
 
 // griddepcontrol.wait
-// Waits until the kernel before this one has finished and its writes are visible.
+// Waits until the preceding kernel has completed and its writes are visible.
 __device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // griddepcontrol.launch_dependents
-// Lets the next kernel start once every block has said so or ended.
+// Lets the next kernel start once every CTA has executed this or exited.
 __device__ inline void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
@@ -131,8 +131,8 @@ __device__ inline void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Register reallocation between warpgroups (`setmaxnreg`): kernels start with 128 registers per
-// thread; producer warpgroups release what consumer warpgroups acquire. Executed by whole
+// Register reallocation between warpgroups (`setmaxnreg`), for kernels launched with 128 registers
+// per thread: producer warpgroups release what consumer warpgroups acquire. Executed by whole
 // warpgroups.
 
 template <int kRegs>
@@ -210,7 +210,7 @@ static_assert(kBoxes * kBoxTokens == kBlockN, "TMA boxes fill a tile");
 // Barriers are 8 bytes of shared memory, by address.
 
 // mbarrier.init.shared::cta.b64
-// A phase ends after `count` arrivals and all bytes that were expected.
+// A phase completes after `count` arrivals and all expected bytes.
 __device__ inline void mbarrier_init(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -221,7 +221,8 @@ __device__ inline void mbarrier_arrive(u32 barrier) {
 }
 
 // mbarrier.arrive.shared::cta.b64
-// By lane 0, and not before `read` is there: that times the lane's number makes up the address.
+// Called by lane 0. Adds `read` times the lane index, zero there, to the address: a false
+// dependency that orders the arrive after the loads.
 __device__ inline void mbarrier_arrive_after(u32 barrier, u32 read) {
   asm volatile(
       "{.reg .b32 address; mov.b32 address, %%laneid; and.b32 address, address, %1; "
@@ -231,15 +232,15 @@ __device__ inline void mbarrier_arrive_after(u32 barrier, u32 read) {
 }
 
 // mbarrier.arrive.expect_tx.shared::cta.b64
-// Arrives, and says that the phase waits for `bytes` more.
+// Arrives, and raises the byte count that the phase expects.
 __device__ inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
 // mbarrier.try_wait.parity.shared::cta.b64
-// Waits until the phase of this parity has ended. The loop is in here, for compilers give products
-// that are under way across a loop of theirs other registers.
+// Waits until the phase of this parity completes. The spin loop is in PTX: across a C++ loop the
+// compiler moves accumulators of wgmma in flight to other registers.
 __device__ inline void mbarrier_wait(u32 barrier, u32 parity) {
   asm volatile(
       "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra "
@@ -287,7 +288,7 @@ struct PipelineState {
 // PTX ISA, "Data Movement and Conversion Instructions: createpolicy". Needs sm_80.
 
 // createpolicy.fractional.L2::evict_first.b64
-// Lines that are evicted from L2 before others.
+// L2 evicts such lines before others.
 __device__ inline u64 createpolicy_evict_first() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
@@ -667,8 +668,8 @@ struct BlockTableReader {
 // count elements, the innermost first.
 
 // cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint
-// Copies a box to shared memory, zeros for what lies outside the tensor, and then counts its bytes
-// as arrived at the barrier.
+// Copies a box to shared memory, zero-fills what lies outside the tensor, and completes its bytes
+// at the barrier.
 __device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64 policy,
                                             int x, int y, int z, int w) {
   asm volatile(
@@ -689,7 +690,7 @@ __device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 bar
 }
 
 // cp.async.bulk.prefetch.tensor.4d.L2.global
-// Brings a box into L2.
+// Prefetches a box into L2.
 __device__ inline void cp_async_bulk_prefetch_tensor(const void* map, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
                "r"(x), "r"(y), "r"(z), "r"(w)
@@ -750,7 +751,7 @@ __device__ inline void prefetch_kv_block(const Params& params, const BlockTableR
 // PTX ISA, "Data Movement and Conversion Instructions: mov". Needs sm_80.
 
 // mov.b64
-// One word of 64 bits out of two, where it stands: compilers do not see through it.
+// Packs two words into one of 64 bits, here: opaque to the compiler.
 __device__ inline u64 mov_b64(u32 low, u32 high) {
   u64 word;
   asm("mov.b64 %0, {%1, %2};" : "=l"(word) : "r"(low), "r"(high));
@@ -758,11 +759,11 @@ __device__ inline u64 mov_b64(u32 low, u32 high) {
 }
 
 // mov.b32
-// A word into itself: compilers know no more what it holds.
+// Makes a value opaque to the compiler.
 __device__ inline void mov_b32(u32& word) { asm volatile("mov.b32 %0, %0;" : "+r"(word)); }
 
 // mov.u32
-// This thread's index in the block, read anew.
+// Re-reads this thread's index in the CTA.
 __device__ inline u32 mov_tid_x() {
   u32 thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -815,7 +816,7 @@ __device__ inline QueryRow query_row(const Params& params, const WorkCoord& coor
 // PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy, cp.async". Needs sm_80.
 
 // cp.async.cg.shared.global.L2::128B
-// Copies 16 bytes past L1; bytes from `source_bytes` on are not read and become zero.
+// Copies 16 bytes, bypassing L1; bytes from `source_bytes` on are zero-filled.
 __device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address),
                "l"(global), "r"(source_bytes)
@@ -854,14 +855,14 @@ __device__ inline void cp_async_commit_group() {
 }
 
 // cp.async.wait_group
-// Waits until at most `kPending` of this thread's newest groups are still under way.
+// Waits until at most `kPending` of this thread's newest groups are in flight.
 template <int kPending>
 __device__ inline void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // cp.async.mbarrier.arrive.noinc.shared::cta.b64
-// Arrives at a barrier when all copies that this thread has begun are there.
+// Arrives at a barrier when all copies issued by this thread have completed.
 __device__ inline void cp_async_mbarrier_arrive_noinc(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -1117,18 +1118,17 @@ __device__ inline void load_q_async(const Params& params, const WorkCoord& coord
 // PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence". Needs sm_90.
 
 // fence.acq_rel.cta
-// What this thread has read is in its registers, and what it has written is there for the block,
-// before it tells others.
+// Orders this thread's reads and writes before a later arrive, for the CTA.
 __device__ inline void fence_acq_rel_cta() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
 
 // fence.proxy.async.shared::cta
-// Orders this thread's own writes of shared memory before what tensor cores and bulk copies do.
+// Orders this thread's writes of shared memory before accesses of the async proxy: wgmma and TMA.
 __device__ inline void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // fence.mbarrier_init.release.cluster
-// Makes barriers that this thread has made known to bulk copies.
+// Makes mbarrier inits of this thread visible to the async proxy.
 __device__ inline void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -1206,7 +1206,7 @@ __device__ inline void wait_query(const SharedMemoryPlan& smem, u32 work_idx) {
 // PTX ISA, "Data Movement and Conversion Instructions: ld". Needs sm_80.
 
 // ld.acquire.gpu.global.u32
-// What was written before the value by others is seen after.
+// Later accesses see what other CTAs wrote before they released the value.
 __device__ inline u32 ld_acquire_gpu(const u32* address) {
   u32 value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -1214,7 +1214,7 @@ __device__ inline u32 ld_acquire_gpu(const u32* address) {
 }
 
 // ld.relaxed.gpu.global.s32
-// What others may be writing: any value that was there, and never what L1 has kept of it.
+// Relaxed at gpu scope: may race with writers, and is never served from L1.
 __device__ inline int ld_relaxed_gpu(const int* address) {
   int value;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -1229,7 +1229,7 @@ __device__ inline u32 ld_relaxed_gpu(const u32* address) {
 }
 
 // ld.global.cg.v2.f32
-// Past L1: what others have just written.
+// Bypasses L1, which may hold stale data of other CTAs.
 __device__ inline float2 ld_global_cg_v2_f32(const void* address) {
   float2 value;
   asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];"
@@ -1252,15 +1252,16 @@ __device__ inline float4 ld_global_cg_v4_f32(const void* address) {
 // PTX ISA, "Parallel Synchronization and Communication Instructions: red". Needs sm_80.
 
 // red.release.gpu.global.inc.u32
-// Adds one, or makes `most` zero; what was written before is seen by those who acquire the count.
-__device__ inline void red_inc_release_gpu(u32* address, u32 most) {
-  asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(address), "r"(most) : "memory");
+// Adds one, and wraps to zero at `limit`. Releases preceding writes to threads that acquire the
+// count.
+__device__ inline void red_inc_release_gpu(u32* address, u32 limit) {
+  asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(address), "r"(limit) : "memory");
 }
 
 // red.relaxed.gpu.global.inc.u32
-// Adds one, or makes `most` zero.
-__device__ inline void red_inc_relaxed_gpu(u32* address, u32 most) {
-  asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(address), "r"(most) : "memory");
+// Adds one, and wraps to zero at `limit`.
+__device__ inline void red_inc_relaxed_gpu(u32* address, u32 limit) {
+  asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(address), "r"(limit) : "memory");
 }
 
 // red.relaxed.gpu.global.add.u32
@@ -1353,7 +1354,8 @@ __device__ inline void copy_kv_block(const Params& params, const KvTileBoxes& bo
 
 // `coord` is the first work item. A CTA of a CTA group waits for its first KV block before it loads
 // more: otherwise the first load of the last CTA queues behind all loads of the others.
-__device__ inline void load_kv(const Params& params, int, WorkCoord coord, SharedMemoryPlan& smem) {
+__device__ inline void producer_loop(const Params& params, int, WorkCoord coord,
+                                     SharedMemoryPlan& smem) {
   const u64 cache_hint = kv_cache_hint(params.cta_group_size > 1);
   CtaThrottle throttle(params, smem.scheduler_storage.range);
   PipelineState<kStages> pipe;
@@ -1379,19 +1381,19 @@ __device__ inline void load_kv(const Params& params, int, WorkCoord coord, Share
 // PTX ISA, "Data Movement and Conversion Instructions: prefetch". Needs sm_90.
 
 // prefetch.tensormap
-// Brings a tensor map, by its generic address, to where copies look for it.
+// Prefetches a TMA descriptor by its generic address.
 __device__ inline void prefetch_tensormap(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // prefetch.global.L2
-// Brings the line of an address into L2.
+// Prefetches the cache line of an address into L2.
 __device__ inline void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
 }
 
 // PTX ISA, "Parallel Synchronization and Communication Instructions: barrier.cta". Needs sm_80.
-// Barriers have numbers from 0 to 15; `threads` counts those that wait and those that only arrive.
+// Barrier ids are 0 to 15; `threads` counts those that wait and those that only arrive.
 
 // barrier.cta.sync.aligned
 __device__ inline void barrier_sync(int barrier, int threads) {
@@ -1404,7 +1406,7 @@ __device__ inline void barrier_arrive(int barrier, int threads) {
 }
 
 // barrier.cta.red.or.aligned.pred
-// Waits for all threads; returns whether any of them brought a number that is not zero.
+// Waits for all threads; returns whether any of them passes a nonzero value.
 __device__ inline u32 barrier_red_or(int barrier, int threads, u32 value) {
   u32 any;
   asm volatile(
@@ -1420,16 +1422,16 @@ __device__ inline u32 barrier_red_or(int barrier, int threads, u32 value) {
 // __syncthreads.
 
 // `threads` counts those that wait and those that only arrive.
-__device__ inline void sync(NamedBarrier barrier, int threads) {
+__device__ inline void named_barrier_sync(NamedBarrier barrier, int threads) {
   barrier_sync(static_cast<int>(barrier), threads);
 }
 
-__device__ inline void arrive(NamedBarrier barrier, int threads) {
+__device__ inline void named_barrier_arrive(NamedBarrier barrier, int threads) {
   barrier_arrive(static_cast<int>(barrier), threads);
 }
 
 // Returns whether any thread passes true.
-__device__ inline bool sync_or(NamedBarrier barrier, int threads, bool value) {
+__device__ inline bool named_barrier_sync_or(NamedBarrier barrier, int threads, bool value) {
   return barrier_red_or(static_cast<int>(barrier), threads, value) != 0;
 }
 
@@ -1449,7 +1451,7 @@ struct ReduceGroup {
 
   __device__ int num_threads() const { return half < 0 ? kConsumerThreads : kConsumerThreads / 2; }
   __device__ void sync() const {
-    ::sync(NamedBarrier::PartialsStored + max(half, 0), num_threads());
+    named_barrier_sync(NamedBarrier::PartialsStored + max(half, 0), num_threads());
   }
 
   // Index of this thread in the group.
@@ -1633,7 +1635,7 @@ __device__ inline RowResult finish_row(float row_max, float row_sum, float sink,
 
 // P is relative to a stale row max. The max is not recomputed while no element of P exceeds this,
 // so that rescales are rare.
-constexpr float kMaxProbability = 0x1p8f;
+constexpr float kMaxUnnormalizedP = 0x1p8f;
 
 struct RowState {
   float row_max;  // base 2; the accumulators are relative to it
@@ -2294,7 +2296,7 @@ __device__ inline void combine_shared_frags(const Params& params, const WorkItem
 #pragma unroll
     for (int n = 0; n < kFragsPerStep; ++n) warp_partials[warp][n][lane] = totals[n];
   }
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
 #pragma unroll 1
   for (int i = warp; i < combine_smem.num_frags; i += kConsumerWarps) {
     float4 total[1] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
@@ -2336,10 +2338,10 @@ __device__ inline void combine_subtiles(const Params& params, const WorkItem& wo
                       combine_smem.holds_own_split() ? work.split_idx : -1);
   cp_async_commit_group();
   cp_async_wait_group<1>();
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   combine_rows(params, work, combine_smem);
   cp_async_wait_group<0>();
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   const int num_groups = ceil_div(combine_smem.num_frags, kFragsPerStep);
   if (num_groups * 2 > kConsumerWarps) {
     combine_frags(params, work, smem, combine_smem);
@@ -2359,8 +2361,8 @@ __device__ inline int& nonfinite_flag(SharedMemoryPlan& smem, const WorkItem& wo
 // PTX ISA, "Control Flow Instructions: exit". Needs sm_80.
 
 // exit
-// Ends this thread, unless the word is zero. Compilers put what leads to an end without a condition
-// behind all other code.
+// Ends this thread unless the word is zero. An unconditional exit would make the compiler move the
+// path to it behind all other code.
 __device__ inline void exit_if(u32 word) {
   asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p exit;}" ::"r"(word) : "memory");
 }
@@ -2375,7 +2377,7 @@ __device__ inline u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
 }
 
 // cvt.rn.f16x2.e4m3x2
-// Of the upper half of a word, which need not be shifted for it.
+// Converts the upper half of a word without a shift.
 __device__ inline u32 cvt_rn_f16x2_e4m3x2_high(u32 word) {
   u32 value;
   asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}"
@@ -2513,7 +2515,7 @@ __device__ inline void epilogue(const Params& params, const WorkItem& work, Shar
       exit_if(work.num_splits);  // the last item of this CTA
     }
   }
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   if (reload_tid() == 0) nonfinite_flag(smem, work) = 0;
 }
 
@@ -2528,24 +2530,24 @@ __device__ inline u32 warp_uniform(u32 value) { return __reduce_max_sync(~0u, va
 // A descriptor is assembled from two words where it is used: the lower holds the address and the
 // leading-dimension byte offset, the upper the stride between groups of eight rows and the swizzle
 // mode. Addresses count 16 bytes; adding to the lower word advances the operand.
-constexpr u32 kDescriptorHigh = 1024 / 16 | 1u << 30;
-constexpr u32 kDescriptorHigh64 = 512 / 16 | 2u << 30;
+constexpr u32 kDescHighSw128 = 1024 / 16 | 1u << 30;
+constexpr u32 kDescHighSw64 = 512 / 16 | 2u << 30;
 
-__device__ inline u32 descriptor_low(u32 address, u32 tile_distance) {
-  return (address & 0x3ffff) >> 4 | tile_distance / 16 << 16;
+__device__ inline u32 descriptor_low(u32 address, u32 leading_bytes) {
+  return (address & 0x3ffff) >> 4 | leading_bytes / 16 << 16;
 }
 
-// Advances the operand by `bytes`.
+// The lower word's increment that advances the operand by `bytes`.
 __device__ constexpr u32 descriptor_step(u32 bytes) { return bytes / 16; }
 
-__device__ inline u64 smem_desc(u32 low) { return mov_b64(low, kDescriptorHigh); }
-__device__ inline u64 descriptor_64(u32 low) { return mov_b64(low, kDescriptorHigh64); }
+__device__ inline u64 smem_desc_sw128(u32 low) { return mov_b64(low, kDescHighSw128); }
+__device__ inline u64 smem_desc_sw64(u32 low) { return mov_b64(low, kDescHighSw64); }
 
 // PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions: wgmma". Needs sm_90.
 // d[64, N] = a[64, 16] * b[16, N], plus d if `accumulates`, by four warps with 16 rows of d each.
 // A lane holds, with g = lane / 4 and c = lane % 4: of d rows g (0, 1) and g + 8 (2, 3), columns
 // 8j + 2c, in words 4j and after; of a in registers two elements a word, as of mma.
-// Operands in shared memory lie as their descriptors say, along k unless they are transposed.
+// Descriptors give the layout of operands in shared memory: K-major unless they are transposed.
 
 // wgmma.fence.sync.aligned
 // Orders accesses of registers before the wgmma that follow.
@@ -2557,21 +2559,22 @@ __device__ inline void wgmma_commit_group() {
 }
 
 // wgmma.wait_group.sync.aligned
-// Waits until at most `kPending` of this warp's newest groups are still under way.
+// Waits until at most `kPending` of this warp's newest groups are in flight.
 template <int kPending>
 __device__ inline void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps what reads the accumulators behind the wait before, and what writes them before the next
-// wgmma; no instruction.
+// Compiler fence of accumulators: reads stay after the preceding wait, and writes before the next
+// wgmma (CUTLASS warpgroup_fence_operand); no instruction.
 template <int kCount>
 __device__ inline void wgmma_fence_operand(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Has an operand in registers made before the fence that follows; no instruction.
+// Compiler fence of an operand in registers: its writes stay before the next wgmma.fence; no
+// instruction.
 template <int kCount>
 __device__ inline void wgmma_fence_operand(u32 (&a)[kCount]) {
 #pragma unroll
@@ -2591,7 +2594,7 @@ __device__ inline void wgmma_mma(Bf16, float (&d)[8], u64 a, u64 b, int accumula
 }
 
 // wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16
-// `a` lies along its rows.
+// `a` is M-major (transposed).
 __device__ inline void wgmma_mma_trans_a(Bf16, float (&d)[8], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %10, 0; "
@@ -2617,7 +2620,7 @@ __device__ inline void wgmma_mma(Bf16, float (&d)[16], u64 a, u64 b, int accumul
 }
 
 // wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16
-// `a` lies along its rows.
+// `a` is M-major (transposed).
 __device__ inline void wgmma_mma_trans_a(Bf16, float (&d)[16], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %18, 0; "
@@ -2647,7 +2650,7 @@ __device__ inline void wgmma_mma(Bf16, float (&d)[32], u64 a, u64 b, int accumul
 }
 
 // wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16
-// `b` lies along its columns.
+// `b` is N-major (transposed).
 __device__ inline void wgmma_mma_trans_b(Bf16, float (&d)[128], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %130, 0; "
@@ -2685,7 +2688,7 @@ __device__ inline void wgmma_mma_trans_b(Bf16, float (&d)[128], u64 a, u64 b, in
 }
 
 // wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16
-// `a` is in registers; `b` lies along its columns.
+// `a` is in registers; `b` is N-major (transposed).
 __device__ inline void wgmma_mma_trans_b(Bf16, float (&d)[128], const u32* a, u64 b,
                                          int accumulates) {
   asm volatile(
@@ -2736,7 +2739,7 @@ __device__ inline void wgmma_mma(Fp16, float (&d)[8], u64 a, u64 b, int accumula
 }
 
 // wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16
-// `a` lies along its rows.
+// `a` is M-major (transposed).
 __device__ inline void wgmma_mma_trans_a(Fp16, float (&d)[8], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %10, 0; "
@@ -2762,7 +2765,7 @@ __device__ inline void wgmma_mma(Fp16, float (&d)[16], u64 a, u64 b, int accumul
 }
 
 // wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16
-// `a` lies along its rows.
+// `a` is M-major (transposed).
 __device__ inline void wgmma_mma_trans_a(Fp16, float (&d)[16], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %18, 0; "
@@ -2792,7 +2795,7 @@ __device__ inline void wgmma_mma(Fp16, float (&d)[32], u64 a, u64 b, int accumul
 }
 
 // wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16
-// `b` lies along its columns.
+// `b` is N-major (transposed).
 __device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %130, 0; "
@@ -2830,7 +2833,7 @@ __device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], u64 a, u64 b, in
 }
 
 // wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16
-// `a` is in registers; `b` lies along its columns.
+// `a` is in registers; `b` is N-major (transposed).
 __device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], const u32* a, u64 b,
                                          int accumulates) {
   asm volatile(
@@ -2913,8 +2916,8 @@ __device__ inline void wgmma_mma(Fp16, float (&d)[32], const u32* a, u64 b, int 
 }
 
 // PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions: wgmma". Needs sm_90.
-// Of e4m3; as in ptx/wgmma.cuh, with 32 elements along k: a[64, 32] * b[32, N], four elements a
-// word. Both operands lie along k. Sums keep few bits, and what is below them is cut off.
+// FP8 (e4m3) as in ptx/wgmma.cuh, with 32 elements along k: a[64, 32] * b[32, N], four elements a
+// word. Both operands are K-major. Accumulation keeps few bits and truncates below them.
 
 // wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3
 __device__ inline void wgmma_mma(E4m3, float (&d)[8], u64 a, u64 b, int accumulates) {
@@ -3037,9 +3040,9 @@ struct QkMma {
     const u32 q = q_desc + descriptor_step(tile * kQueryTileBytes + k_offset);
     const u32 k = k_desc + descriptor_step(tile * kTileBytes + k_offset);
     if (tile < kLatentTiles) {
-      wgmma_mma(E4m3{}, scores, smem_desc(q), smem_desc(k), step > 0);
+      wgmma_mma(E4m3{}, scores, smem_desc_sw128(q), smem_desc_sw128(k), step > 0);
     } else {
-      wgmma_mma(E4m3{}, scores, descriptor_64(q), descriptor_64(k), 1);
+      wgmma_mma(E4m3{}, scores, smem_desc_sw64(q), smem_desc_sw64(k), 1);
     }
   }
 };
@@ -3097,12 +3100,12 @@ struct VLoader {
   }
 
   // A tile of dims is half a row, four chunks, so `tile % 2` is one bit of the swizzled address.
-  __device__ u32 row_of(int tile) const {
+  __device__ u32 row_address(int tile) const {
     return (address ^ (tile % 2 * 64)) + tile / 2 * kTileBytes;
   }
 
   __device__ void load(VFragments& v, int tile) const {
-    const u32 row = row_of(tile);
+    const u32 row = row_address(tile);
 #pragma unroll
     for (int k = 0; k < kPvSteps; ++k) {
       u32 loaded[4];
@@ -3124,7 +3127,7 @@ struct VLoader {
       const int tile = i / kPvSteps;
       const int token = i % kPvSteps * kStepElements + reload_lane();
       if (token < first) continue;
-      const u32 chunk_address = row_of(tile) + i % kPvSteps * kStepElements * kTileRowBytes;
+      const u32 chunk_address = row_address(tile) + i % kPvSteps * kStepElements * kTileRowBytes;
       uint4& dims =
           *reinterpret_cast<uint4*>(smem.kv[0] + (chunk_address - shared_address(smem.kv[0])));
       const uint4 loaded = dims;
@@ -3181,8 +3184,8 @@ struct PvWarpgroup {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kPvSteps; ++k) {
-      wgmma_mma(E4m3{}, block_acc, v[k], descriptor_64(p_desc + descriptor_step(k * kStepElements)),
-                k > 0);
+      wgmma_mma(E4m3{}, block_acc, v[k],
+                smem_desc_sw64(p_desc + descriptor_step(k * kStepElements)), k > 0);
     }
     wgmma_commit_group();
   }
@@ -3270,7 +3273,7 @@ __device__ inline void pv_loop(const Params& params, SharedMemoryPlan& smem) {
     pv_warpgroup.process_work(blocks_done);
     wait(smem.row_state_full[work_slot(work.work_idx)], work_phase(work.work_idx));
     // A NaN that either PV warpgroup found counts for both.
-    sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
     ThreadRows rows{smem, work_slot(work.work_idx)};
     epilogue(params, work, smem, pv_warpgroup.accumulators, rows);
     work_idx = work.work_idx + 1;  // reloaded, so that the main loop holds no register for it
@@ -3618,7 +3621,7 @@ struct QkWarpgroup {
     if (work.num_kv_blocks == 0) {
       // All warps must have observed the phase of Q before it is released. With KV blocks the MMAs
       // ensure that: they complete after all four warps have issued them.
-      sync(NamedBarrier::QkSynced, kQkThreads);
+      named_barrier_sync(NamedBarrier::QkSynced, kQkThreads);
       release_query();
       return;
     }
@@ -3649,7 +3652,7 @@ struct QkWarpgroup {
 
 __device__ inline void qk_loop(const Params& params, SharedMemoryPlan& smem) {
   if (reload_tid() % 128 == 0) smem.score_scale = score_scale(params) * kLog2E;
-  sync(NamedBarrier::QkSynced, kQkThreads);
+  named_barrier_sync(NamedBarrier::QkSynced, kQkThreads);
   PipelineState<kStages> pipe;
   u32 work_idx = 0;
   while (true) {
@@ -3697,7 +3700,7 @@ __device__ inline void prefetch_block_table(const Params& params,
 // PTX ISA, "Parallel Synchronization and Communication Instructions: atom". Needs sm_80.
 
 // atom.acq_rel.gpu.global.add.u32
-// Adds, and returns what there was before.
+// Adds, and returns the old value.
 __device__ inline u32 atom_add_acq_rel_gpu(u32* address, u32 value) {
   u32 before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
@@ -3708,12 +3711,12 @@ __device__ inline u32 atom_add_acq_rel_gpu(u32* address, u32 value) {
 }
 
 // atom.acq_rel.gpu.global.inc.u32
-// Adds one, or makes `most` zero, and returns what there was before.
-__device__ inline u32 atom_inc_acq_rel_gpu(u32* address, u32 most) {
+// Adds one, wraps to zero at `limit`, and returns the old value.
+__device__ inline u32 atom_inc_acq_rel_gpu(u32* address, u32 limit) {
   u32 before;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                : "=r"(before)
-               : "l"(address), "r"(most)
+               : "l"(address), "r"(limit)
                : "memory");
   return before;
 }
@@ -3842,7 +3845,7 @@ __device__ inline void scheduler_loop(const Params& params, const TileScheduler&
     const WorkItem& work = smem.work_items[work_slot(work_idx)];
     wait(smem.work_empty[work_slot(work_idx)], work_phase(work_idx) ^ 1);
     if (produces) produce_work(params, rank_in_group, work_idx, smem);
-    sync(NamedBarrier::WorkProduced, kSchedulerThreads);
+    named_barrier_sync(NamedBarrier::WorkProduced, kSchedulerThreads);
     if (lane_index() == 0) arrive(smem.work_full[work_slot(work_idx)]);
     if (work.seq_idx < 0) return;
     if (work_idx == 0) continue;
@@ -3893,7 +3896,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warp_role > 0) {
       scheduler_loop(params, scheduler, smem);
     } else {
-      load_kv(params, rank_in_group, first_work, smem);
+      producer_loop(params, rank_in_group, first_work, smem);
       prefetch_sched_meta(params);
     }
   }

@@ -110,11 +110,11 @@ struct Params {
 // Both do nothing in a launch without the programmatic-stream-serialization attribute.
 
 // griddepcontrol.wait
-// Waits until the kernel before this one has finished and its writes are visible.
+// Waits until the preceding kernel has completed and its writes are visible.
 __device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // griddepcontrol.launch_dependents
-// Lets the next kernel start once every block has said so or ended.
+// Lets the next kernel start once every CTA has executed this or exited.
 __device__ inline void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
@@ -141,8 +141,8 @@ __device__ inline void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Register reallocation between warpgroups (`setmaxnreg`): kernels start with 128 registers per
-// thread; producer warpgroups release what consumer warpgroups acquire. Executed by whole
+// Register reallocation between warpgroups (`setmaxnreg`), for kernels launched with 128 registers
+// per thread: producer warpgroups release what consumer warpgroups acquire. Executed by whole
 // warpgroups.
 
 template <int kRegs>
@@ -237,7 +237,7 @@ static_assert(kScaleGroups * sizeof(float) == kChunkBytes, "a token's scales are
 // Barriers are 8 bytes of shared memory, by address.
 
 // mbarrier.init.shared::cta.b64
-// A phase ends after `count` arrivals and all bytes that were expected.
+// A phase completes after `count` arrivals and all expected bytes.
 __device__ inline void mbarrier_init(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -248,7 +248,8 @@ __device__ inline void mbarrier_arrive(u32 barrier) {
 }
 
 // mbarrier.arrive.shared::cta.b64
-// By lane 0, and not before `read` is there: that times the lane's number makes up the address.
+// Called by lane 0. Adds `read` times the lane index, zero there, to the address: a false
+// dependency that orders the arrive after the loads.
 __device__ inline void mbarrier_arrive_after(u32 barrier, u32 read) {
   asm volatile(
       "{.reg .b32 address; mov.b32 address, %%laneid; and.b32 address, address, %1; "
@@ -258,15 +259,15 @@ __device__ inline void mbarrier_arrive_after(u32 barrier, u32 read) {
 }
 
 // mbarrier.arrive.expect_tx.shared::cta.b64
-// Arrives, and says that the phase waits for `bytes` more.
+// Arrives, and raises the byte count that the phase expects.
 __device__ inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
 // mbarrier.try_wait.parity.shared::cta.b64
-// Waits until the phase of this parity has ended. The loop is in here, for compilers give products
-// that are under way across a loop of theirs other registers.
+// Waits until the phase of this parity completes. The spin loop is in PTX: across a C++ loop the
+// compiler moves accumulators of wgmma in flight to other registers.
 __device__ inline void mbarrier_wait(u32 barrier, u32 parity) {
   asm volatile(
       "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra "
@@ -314,7 +315,7 @@ struct PipelineState {
 // PTX ISA, "Data Movement and Conversion Instructions: mov". Needs sm_80.
 
 // mov.b64
-// One word of 64 bits out of two, where it stands: compilers do not see through it.
+// Packs two words into one of 64 bits, here: opaque to the compiler.
 __device__ inline u64 mov_b64(u32 low, u32 high) {
   u64 word;
   asm("mov.b64 %0, {%1, %2};" : "=l"(word) : "r"(low), "r"(high));
@@ -322,11 +323,11 @@ __device__ inline u64 mov_b64(u32 low, u32 high) {
 }
 
 // mov.b32
-// A word into itself: compilers know no more what it holds.
+// Makes a value opaque to the compiler.
 __device__ inline void mov_b32(u32& word) { asm volatile("mov.b32 %0, %0;" : "+r"(word)); }
 
 // mov.u32
-// This thread's index in the block, read anew.
+// Re-reads this thread's index in the CTA.
 __device__ inline u32 mov_tid_x() {
   u32 thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -745,7 +746,7 @@ __device__ inline QueryRow query_row(const Params& params, const WorkCoord& coor
 // PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy, cp.async". Needs sm_80.
 
 // cp.async.cg.shared.global.L2::128B
-// Copies 16 bytes past L1; bytes from `source_bytes` on are not read and become zero.
+// Copies 16 bytes, bypassing L1; bytes from `source_bytes` on are zero-filled.
 __device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address),
                "l"(global), "r"(source_bytes)
@@ -784,14 +785,14 @@ __device__ inline void cp_async_commit_group() {
 }
 
 // cp.async.wait_group
-// Waits until at most `kPending` of this thread's newest groups are still under way.
+// Waits until at most `kPending` of this thread's newest groups are in flight.
 template <int kPending>
 __device__ inline void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // cp.async.mbarrier.arrive.noinc.shared::cta.b64
-// Arrives at a barrier when all copies that this thread has begun are there.
+// Arrives at a barrier when all copies issued by this thread have completed.
 __device__ inline void cp_async_mbarrier_arrive_noinc(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -1079,18 +1080,17 @@ __device__ inline void load_q_async(const Params& params, const WorkCoord& coord
 // PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence". Needs sm_90.
 
 // fence.acq_rel.cta
-// What this thread has read is in its registers, and what it has written is there for the block,
-// before it tells others.
+// Orders this thread's reads and writes before a later arrive, for the CTA.
 __device__ inline void fence_acq_rel_cta() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
 
 // fence.proxy.async.shared::cta
-// Orders this thread's own writes of shared memory before what tensor cores and bulk copies do.
+// Orders this thread's writes of shared memory before accesses of the async proxy: wgmma and TMA.
 __device__ inline void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // fence.mbarrier_init.release.cluster
-// Makes barriers that this thread has made known to bulk copies.
+// Makes mbarrier inits of this thread visible to the async proxy.
 __device__ inline void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -1168,7 +1168,7 @@ __device__ inline void wait_query(const SharedMemoryPlan& smem, u32 work_idx) {
 // PTX ISA, "Data Movement and Conversion Instructions: createpolicy". Needs sm_80.
 
 // createpolicy.fractional.L2::evict_first.b64
-// Lines that are evicted from L2 before others.
+// L2 evicts such lines before others.
 __device__ inline u64 createpolicy_evict_first() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
@@ -1290,7 +1290,7 @@ __device__ inline u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
 }
 
 // cvt.rn.f16x2.e4m3x2
-// Of the upper half of a word, which need not be shifted for it.
+// Converts the upper half of a word without a shift.
 __device__ inline u32 cvt_rn_f16x2_e4m3x2_high(u32 word) {
   u32 value;
   asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}"
@@ -1735,7 +1735,7 @@ __device__ inline void producer_loop(const Params& params, const TileScheduler& 
 }
 
 // PTX ISA, "Parallel Synchronization and Communication Instructions: barrier.cta". Needs sm_80.
-// Barriers have numbers from 0 to 15; `threads` counts those that wait and those that only arrive.
+// Barrier ids are 0 to 15; `threads` counts those that wait and those that only arrive.
 
 // barrier.cta.sync.aligned
 __device__ inline void barrier_sync(int barrier, int threads) {
@@ -1748,7 +1748,7 @@ __device__ inline void barrier_arrive(int barrier, int threads) {
 }
 
 // barrier.cta.red.or.aligned.pred
-// Waits for all threads; returns whether any of them brought a number that is not zero.
+// Waits for all threads; returns whether any of them passes a nonzero value.
 __device__ inline u32 barrier_red_or(int barrier, int threads, u32 value) {
   u32 any;
   asm volatile(
@@ -1764,16 +1764,16 @@ __device__ inline u32 barrier_red_or(int barrier, int threads, u32 value) {
 // __syncthreads.
 
 // `threads` counts those that wait and those that only arrive.
-__device__ inline void sync(NamedBarrier barrier, int threads) {
+__device__ inline void named_barrier_sync(NamedBarrier barrier, int threads) {
   barrier_sync(static_cast<int>(barrier), threads);
 }
 
-__device__ inline void arrive(NamedBarrier barrier, int threads) {
+__device__ inline void named_barrier_arrive(NamedBarrier barrier, int threads) {
   barrier_arrive(static_cast<int>(barrier), threads);
 }
 
 // Returns whether any thread passes true.
-__device__ inline bool sync_or(NamedBarrier barrier, int threads, bool value) {
+__device__ inline bool named_barrier_sync_or(NamedBarrier barrier, int threads, bool value) {
   return barrier_red_or(static_cast<int>(barrier), threads, value) != 0;
 }
 
@@ -1793,7 +1793,7 @@ struct ReduceGroup {
 
   __device__ int num_threads() const { return half < 0 ? kConsumerThreads : kConsumerThreads / 2; }
   __device__ void sync() const {
-    ::sync(NamedBarrier::PartialsStored + max(half, 0), num_threads());
+    named_barrier_sync(NamedBarrier::PartialsStored + max(half, 0), num_threads());
   }
 
   // Index of this thread in the group.
@@ -1978,7 +1978,7 @@ __device__ inline RowResult finish_row(float row_max, float row_sum, float sink,
 
 // P is relative to a stale row max. The max is not recomputed while no element of P exceeds this,
 // so that rescales are rare.
-constexpr float kMaxProbability = 0x1p8f;
+constexpr float kMaxUnnormalizedP = 0x1p8f;
 
 struct RowState {
   float row_max;  // base 2; the accumulators are relative to it
@@ -2037,7 +2037,7 @@ static_assert(sizeof(PartialState) == kChunkBytes,
 // PTX ISA, "Data Movement and Conversion Instructions: ld". Needs sm_80.
 
 // ld.acquire.gpu.global.u32
-// What was written before the value by others is seen after.
+// Later accesses see what other CTAs wrote before they released the value.
 __device__ inline u32 ld_acquire_gpu(const u32* address) {
   u32 value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -2045,7 +2045,7 @@ __device__ inline u32 ld_acquire_gpu(const u32* address) {
 }
 
 // ld.relaxed.gpu.global.s32
-// What others may be writing: any value that was there, and never what L1 has kept of it.
+// Relaxed at gpu scope: may race with writers, and is never served from L1.
 __device__ inline int ld_relaxed_gpu(const int* address) {
   int value;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -2060,7 +2060,7 @@ __device__ inline u32 ld_relaxed_gpu(const u32* address) {
 }
 
 // ld.global.cg.v2.f32
-// Past L1: what others have just written.
+// Bypasses L1, which may hold stale data of other CTAs.
 __device__ inline float2 ld_global_cg_v2_f32(const void* address) {
   float2 value;
   asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];"
@@ -2083,15 +2083,16 @@ __device__ inline float4 ld_global_cg_v4_f32(const void* address) {
 // PTX ISA, "Parallel Synchronization and Communication Instructions: red". Needs sm_80.
 
 // red.release.gpu.global.inc.u32
-// Adds one, or makes `most` zero; what was written before is seen by those who acquire the count.
-__device__ inline void red_inc_release_gpu(u32* address, u32 most) {
-  asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(address), "r"(most) : "memory");
+// Adds one, and wraps to zero at `limit`. Releases preceding writes to threads that acquire the
+// count.
+__device__ inline void red_inc_release_gpu(u32* address, u32 limit) {
+  asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(address), "r"(limit) : "memory");
 }
 
 // red.relaxed.gpu.global.inc.u32
-// Adds one, or makes `most` zero.
-__device__ inline void red_inc_relaxed_gpu(u32* address, u32 most) {
-  asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(address), "r"(most) : "memory");
+// Adds one, and wraps to zero at `limit`.
+__device__ inline void red_inc_relaxed_gpu(u32* address, u32 limit) {
+  asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(address), "r"(limit) : "memory");
 }
 
 // red.relaxed.gpu.global.add.u32
@@ -2676,7 +2677,7 @@ __device__ inline void combine_shared_frags(const Params& params, const WorkItem
 #pragma unroll
     for (int n = 0; n < kFragsPerStep; ++n) warp_partials[warp][n][lane] = totals[n];
   }
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
 #pragma unroll 1
   for (int i = warp; i < combine_smem.num_frags; i += kConsumerWarps) {
     float4 total[1] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
@@ -2718,10 +2719,10 @@ __device__ inline void combine_subtiles(const Params& params, const WorkItem& wo
                       combine_smem.holds_own_split() ? work.split_idx : -1);
   cp_async_commit_group();
   cp_async_wait_group<1>();
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   combine_rows(params, work, combine_smem);
   cp_async_wait_group<0>();
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   const int num_groups = ceil_div(combine_smem.num_frags, kFragsPerStep);
   if (num_groups * 2 > kConsumerWarps) {
     combine_frags(params, work, smem, combine_smem);
@@ -2741,8 +2742,8 @@ __device__ inline int& nonfinite_flag(SharedMemoryPlan& smem, const WorkItem& wo
 // PTX ISA, "Control Flow Instructions: exit". Needs sm_80.
 
 // exit
-// Ends this thread, unless the word is zero. Compilers put what leads to an end without a condition
-// behind all other code.
+// Ends this thread unless the word is zero. An unconditional exit would make the compiler move the
+// path to it behind all other code.
 __device__ inline void exit_if(u32 word) {
   asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p exit;}" ::"r"(word) : "memory");
 }
@@ -2845,7 +2846,7 @@ __device__ inline void epilogue(const Params& params, const WorkItem& work, Shar
       exit_if(work.num_splits);  // the last item of this CTA
     }
   }
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   if (reload_tid() == 0) nonfinite_flag(smem, work) = 0;
 }
 
@@ -2860,18 +2861,18 @@ __device__ inline u32 warp_uniform(u32 value) { return __reduce_max_sync(~0u, va
 // A descriptor is assembled from two words where it is used: the lower holds the address and the
 // leading-dimension byte offset, the upper the stride between groups of eight rows and the swizzle
 // mode. Addresses count 16 bytes; adding to the lower word advances the operand.
-constexpr u32 kDescriptorHigh = 1024 / 16 | 1u << 30;
-constexpr u32 kDescriptorHigh64 = 512 / 16 | 2u << 30;
+constexpr u32 kDescHighSw128 = 1024 / 16 | 1u << 30;
+constexpr u32 kDescHighSw64 = 512 / 16 | 2u << 30;
 
-__device__ inline u32 descriptor_low(u32 address, u32 tile_distance) {
-  return (address & 0x3ffff) >> 4 | tile_distance / 16 << 16;
+__device__ inline u32 descriptor_low(u32 address, u32 leading_bytes) {
+  return (address & 0x3ffff) >> 4 | leading_bytes / 16 << 16;
 }
 
-// Advances the operand by `bytes`.
+// The lower word's increment that advances the operand by `bytes`.
 __device__ constexpr u32 descriptor_step(u32 bytes) { return bytes / 16; }
 
-__device__ inline u64 smem_desc(u32 low) { return mov_b64(low, kDescriptorHigh); }
-__device__ inline u64 descriptor_64(u32 low) { return mov_b64(low, kDescriptorHigh64); }
+__device__ inline u64 smem_desc_sw128(u32 low) { return mov_b64(low, kDescHighSw128); }
+__device__ inline u64 smem_desc_sw64(u32 low) { return mov_b64(low, kDescHighSw64); }
 
 // KV scales of a KV block in shared memory: fp32 for K, and fp16 with a shared scale for V.
 
@@ -3010,7 +3011,7 @@ __device__ inline void clear_nonfinite(SharedMemoryPlan& smem, const WorkItem& w
     if (!is_scale_finite) scale = 0;
     nonfinite_flag(smem, work) = 1;
   }
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
 }
 
 // KV pipeline: stage and phase of a KV block, counted over all work items of the CTA.
@@ -3022,7 +3023,7 @@ __device__ inline u32 phase_of(u32 i) { return i / kStages % 2; }
 // d[64, N] = a[64, 16] * b[16, N], plus d if `accumulates`, by four warps with 16 rows of d each.
 // A lane holds, with g = lane / 4 and c = lane % 4: of d rows g (0, 1) and g + 8 (2, 3), columns
 // 8j + 2c, in words 4j and after; of a in registers two elements a word, as of mma.
-// Operands in shared memory lie as their descriptors say, along k unless they are transposed.
+// Descriptors give the layout of operands in shared memory: K-major unless they are transposed.
 
 // wgmma.fence.sync.aligned
 // Orders accesses of registers before the wgmma that follow.
@@ -3034,21 +3035,22 @@ __device__ inline void wgmma_commit_group() {
 }
 
 // wgmma.wait_group.sync.aligned
-// Waits until at most `kPending` of this warp's newest groups are still under way.
+// Waits until at most `kPending` of this warp's newest groups are in flight.
 template <int kPending>
 __device__ inline void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps what reads the accumulators behind the wait before, and what writes them before the next
-// wgmma; no instruction.
+// Compiler fence of accumulators: reads stay after the preceding wait, and writes before the next
+// wgmma (CUTLASS warpgroup_fence_operand); no instruction.
 template <int kCount>
 __device__ inline void wgmma_fence_operand(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Has an operand in registers made before the fence that follows; no instruction.
+// Compiler fence of an operand in registers: its writes stay before the next wgmma.fence; no
+// instruction.
 template <int kCount>
 __device__ inline void wgmma_fence_operand(u32 (&a)[kCount]) {
 #pragma unroll
@@ -3068,7 +3070,7 @@ __device__ inline void wgmma_mma(Bf16, float (&d)[8], u64 a, u64 b, int accumula
 }
 
 // wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16
-// `a` lies along its rows.
+// `a` is M-major (transposed).
 __device__ inline void wgmma_mma_trans_a(Bf16, float (&d)[8], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %10, 0; "
@@ -3094,7 +3096,7 @@ __device__ inline void wgmma_mma(Bf16, float (&d)[16], u64 a, u64 b, int accumul
 }
 
 // wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16
-// `a` lies along its rows.
+// `a` is M-major (transposed).
 __device__ inline void wgmma_mma_trans_a(Bf16, float (&d)[16], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %18, 0; "
@@ -3124,7 +3126,7 @@ __device__ inline void wgmma_mma(Bf16, float (&d)[32], u64 a, u64 b, int accumul
 }
 
 // wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16
-// `b` lies along its columns.
+// `b` is N-major (transposed).
 __device__ inline void wgmma_mma_trans_b(Bf16, float (&d)[128], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %130, 0; "
@@ -3162,7 +3164,7 @@ __device__ inline void wgmma_mma_trans_b(Bf16, float (&d)[128], u64 a, u64 b, in
 }
 
 // wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16
-// `a` is in registers; `b` lies along its columns.
+// `a` is in registers; `b` is N-major (transposed).
 __device__ inline void wgmma_mma_trans_b(Bf16, float (&d)[128], const u32* a, u64 b,
                                          int accumulates) {
   asm volatile(
@@ -3213,7 +3215,7 @@ __device__ inline void wgmma_mma(Fp16, float (&d)[8], u64 a, u64 b, int accumula
 }
 
 // wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16
-// `a` lies along its rows.
+// `a` is M-major (transposed).
 __device__ inline void wgmma_mma_trans_a(Fp16, float (&d)[8], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %10, 0; "
@@ -3239,7 +3241,7 @@ __device__ inline void wgmma_mma(Fp16, float (&d)[16], u64 a, u64 b, int accumul
 }
 
 // wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16
-// `a` lies along its rows.
+// `a` is M-major (transposed).
 __device__ inline void wgmma_mma_trans_a(Fp16, float (&d)[16], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %18, 0; "
@@ -3269,7 +3271,7 @@ __device__ inline void wgmma_mma(Fp16, float (&d)[32], u64 a, u64 b, int accumul
 }
 
 // wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16
-// `b` lies along its columns.
+// `b` is N-major (transposed).
 __device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], u64 a, u64 b, int accumulates) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %130, 0; "
@@ -3307,7 +3309,7 @@ __device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], u64 a, u64 b, in
 }
 
 // wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16
-// `a` is in registers; `b` lies along its columns.
+// `a` is in registers; `b` is N-major (transposed).
 __device__ inline void wgmma_mma_trans_b(Fp16, float (&d)[128], const u32* a, u64 b,
                                          int accumulates) {
   asm volatile(
@@ -3390,8 +3392,8 @@ __device__ inline void wgmma_mma(Fp16, float (&d)[32], const u32* a, u64 b, int 
 }
 
 // PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions: wgmma". Needs sm_90.
-// Of e4m3; as in ptx/wgmma.cuh, with 32 elements along k: a[64, 32] * b[32, N], four elements a
-// word. Both operands lie along k. Sums keep few bits, and what is below them is cut off.
+// FP8 (e4m3) as in ptx/wgmma.cuh, with 32 elements along k: a[64, 32] * b[32, N], four elements a
+// word. Both operands are K-major. Accumulation keeps few bits and truncates below them.
 
 // wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3
 __device__ inline void wgmma_mma(E4m3, float (&d)[8], u64 a, u64 b, int accumulates) {
@@ -3653,7 +3655,7 @@ struct PvWarpgroup {
     for (int step = 0; step < kVSteps; ++step) {
       const u32 p_offset = (half * kVTokens + step * 16) * 2;
       wgmma_mma(Fp16{}, accumulators[tile], v + step * 4,
-                smem_desc(p_desc + descriptor_step(p_offset)), 1);
+                smem_desc_sw128(p_desc + descriptor_step(p_offset)), 1);
     }
     wgmma_commit_group();
   }
@@ -3725,7 +3727,7 @@ __device__ inline void pv_loop(const Params& params, SharedMemoryPlan& smem) {
     wait(smem.row_state_full[work_slot(work.work_idx)], work_phase(work.work_idx));
     pv_warpgroup.row_sum.publish(smem, work_slot(work.work_idx));
     // All row sums are published, and a NaN/Inf that either PV warpgroup found counts for both.
-    sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
     ThreadRows rows{smem, work_slot(work.work_idx)};
     epilogue(params, work, smem, pv_warpgroup.accumulators, rows);
     work_idx = work.work_idx + 1;  // reloaded, so that the main loop holds no register for it
@@ -3737,7 +3739,7 @@ __device__ inline void pv_loop(const Params& params, SharedMemoryPlan& smem) {
 // PTX ISA, "Half Precision Floating Point Instructions: max". Needs sm_80.
 
 // max.f16x2
-// Of a number and NaN it is the number.
+// Ignores NaN operands.
 __device__ inline u32 max_f16x2(u32 a, u32 b) {
   u32 larger;
   asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
@@ -3815,7 +3817,7 @@ struct Softmax {
       const float score_scale = scale * smem.query_scale[row];
       smem.rows[row] = {score_scale == 0.0f ? kTinyScale : score_scale, -kFloatMax};
     }
-    sync(NamedBarrier::QkSynced, kQkThreads);
+    named_barrier_sync(NamedBarrier::QkSynced, kQkThreads);
   }
 
   // Softmax of a KV block: stores P for the PV warpgroups. The fast path uses the stale row max and
@@ -3827,7 +3829,7 @@ struct Softmax {
     if (!is_first) {
       const bool is_exceeded = scales.exceeds_max_scaled(smem.shared_scale);
       needs_rescale = store_probabilities(scores, qk_thread, stage) || is_exceeded;
-      needs_rescale = sync_or(NamedBarrier::QkSynced, kQkThreads, needs_rescale);
+      needs_rescale = named_barrier_sync_or(NamedBarrier::QkSynced, kQkThreads, needs_rescale);
     }
     if (__any_sync(~0u, needs_rescale)) {
       update_row_max(scores, scales, qk_thread, stage);
@@ -3897,7 +3899,7 @@ struct Softmax {
     smem.warp_scale_amax[qk_thread.warp] =
         __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(scales.amax())));
     const float shared_scale = smem.shared_scale;
-    sync(NamedBarrier::QkSynced, kQkThreads);
+    named_barrier_sync(NamedBarrier::QkSynced, kQkThreads);
     const int row = qk_thread.warp * kWarpLanes + qk_thread.lane;
     const float next_shared_scale = next_shared_scale_for(shared_scale);
     if (row < kBlockM) {
@@ -3912,7 +3914,7 @@ struct Softmax {
       row_max = next;
     }
     if (row == 0) smem.shared_scale = next_shared_scale;
-    sync(NamedBarrier::QkSynced, kQkThreads);
+    named_barrier_sync(NamedBarrier::QkSynced, kQkThreads);
   }
 
   // Shared scale for the V scales of a KV block; unchanged while they stay below the limit.
@@ -3929,7 +3931,7 @@ struct Softmax {
   // scale, since O and l carry that factor.
   __device__ void publish_row_max(int stage) const {
     const float shared_scale = smem.shared_scale;  // read before the next work item resets it
-    sync(NamedBarrier::QkSynced, kQkThreads);
+    named_barrier_sync(NamedBarrier::QkSynced, kQkThreads);
     const int row = reload_tid() % kQkThreads;
     if (row < kBlockM) {
       smem.row_max[stage][row] = smem.rows[row].row_max - log2_of_pow2(shared_scale);
@@ -3985,11 +3987,12 @@ struct QkWarpgroup {
 #pragma unroll
     for (int k = 0; k < kScaledDims / kStepElements; ++k) {
       const u32 k_offset = descriptor_step(k * kStepElements);
-      wgmma_mma(E4m3{}, group_scores, smem_desc(k_desc + k_offset), smem_desc(q_desc + k_offset),
-                k > 0);
+      wgmma_mma(E4m3{}, group_scores, smem_desc_sw128(k_desc + k_offset),
+                smem_desc_sw128(q_desc + k_offset), k > 0);
       if constexpr (kSplitsQ && !kStacksQTerms) {
         const u32 q_lo = q_desc + k_offset + descriptor_step(kQueryTileBytes);
-        wgmma_mma(E4m3{}, group_scores, smem_desc(k_desc + k_offset), smem_desc(q_lo), 1);
+        wgmma_mma(E4m3{}, group_scores, smem_desc_sw128(k_desc + k_offset), smem_desc_sw128(q_lo),
+                  1);
       }
     }
     wgmma_commit_group();
@@ -4005,18 +4008,18 @@ struct QkWarpgroup {
 #pragma unroll
       for (int k = 0; k < kRopeDim / 16; ++k) {
         const u32 k_offset = descriptor_step(k * 32);
-        wgmma_mma(Bf16{}, scores, smem_desc(k_desc + k_offset), smem_desc(q_desc + k_offset),
-                  k > 0);
+        wgmma_mma(Bf16{}, scores, smem_desc_sw128(k_desc + k_offset),
+                  smem_desc_sw128(q_desc + k_offset), k > 0);
       }
     } else {
 #pragma unroll
       for (int k = 0; k < kRopeDim / kStepElements; ++k) {
         const u32 k_offset = descriptor_step(k * kStepElements);
-        const u64 k_smem_desc = descriptor_64(k_desc + k_offset);
-        wgmma_mma(E4m3{}, scores, k_smem_desc, smem_desc(q_desc + k_offset), k > 0);
+        const u64 k_smem_desc = smem_desc_sw64(k_desc + k_offset);
+        wgmma_mma(E4m3{}, scores, k_smem_desc, smem_desc_sw128(q_desc + k_offset), k > 0);
         if constexpr (kSplitsQ) {
           const u32 q_lo = q_desc + k_offset + descriptor_step(kHalfTileBytes);
-          wgmma_mma(E4m3{}, scores, k_smem_desc, smem_desc(q_lo), 1);
+          wgmma_mma(E4m3{}, scores, k_smem_desc, smem_desc_sw128(q_lo), 1);
         }
       }
     }
@@ -4162,13 +4165,13 @@ constexpr int kProducerRegs = 4 * 128 - 2 * kConsumerRegs - kQkRegs;
 // PTX ISA, "Data Movement and Conversion Instructions: prefetch". Needs sm_90.
 
 // prefetch.tensormap
-// Brings a tensor map, by its generic address, to where copies look for it.
+// Prefetches a TMA descriptor by its generic address.
 __device__ inline void prefetch_tensormap(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // prefetch.global.L2
-// Brings the line of an address into L2.
+// Prefetches the cache line of an address into L2.
 __device__ inline void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
 }
@@ -4197,7 +4200,7 @@ __device__ inline void prefetch_block_table(const Params& params,
 // PTX ISA, "Parallel Synchronization and Communication Instructions: atom". Needs sm_80.
 
 // atom.acq_rel.gpu.global.add.u32
-// Adds, and returns what there was before.
+// Adds, and returns the old value.
 __device__ inline u32 atom_add_acq_rel_gpu(u32* address, u32 value) {
   u32 before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
@@ -4208,12 +4211,12 @@ __device__ inline u32 atom_add_acq_rel_gpu(u32* address, u32 value) {
 }
 
 // atom.acq_rel.gpu.global.inc.u32
-// Adds one, or makes `most` zero, and returns what there was before.
-__device__ inline u32 atom_inc_acq_rel_gpu(u32* address, u32 most) {
+// Adds one, wraps to zero at `limit`, and returns the old value.
+__device__ inline u32 atom_inc_acq_rel_gpu(u32* address, u32 limit) {
   u32 before;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                : "=r"(before)
-               : "l"(address), "r"(most)
+               : "l"(address), "r"(limit)
                : "memory");
   return before;
 }

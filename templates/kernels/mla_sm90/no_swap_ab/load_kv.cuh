@@ -60,8 +60,8 @@ __device__ inline void load_kv_block(const KvTileCopy& tile, BlockTableReader& b
 }
 
 // `coord` is the first work item.
-__device__ inline void load_kv(const Params& params, int rank_in_group, WorkCoord coord,
-                               SharedMemoryPlan& smem) {
+__device__ inline void producer_loop(const Params& params, int rank_in_group, WorkCoord coord,
+                                     SharedMemoryPlan& smem) {
   const KvTileCopy tile(params, smem);
   u32 phase = 1;
   for (u32 work_idx = 0; coord.seq_idx >= 0; coord = next_work_coord(smem, work_idx)) {

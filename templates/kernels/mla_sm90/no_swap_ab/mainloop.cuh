@@ -12,7 +12,6 @@
 #include "mask_v.cuh"
 #include "no_swap_ab/mma_operands.cuh"
 #include "no_swap_ab/softmax.cuh"
-#include "ptx/barrier.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/wgmma.cuh"
@@ -100,7 +99,7 @@ struct Consumer {
     }
     softmax.publish(alpha, smem.row_max[kStage], smem.rescale[kStage]);
     store_p<kStage>();
-    arrive(NamedBarrier::P0Ready + kStage, kConsumerThreads);
+    named_barrier_arrive(NamedBarrier::P0Ready + kStage, kConsumerThreads);
     return needs_rescale;
   }
 
@@ -108,11 +107,11 @@ struct Consumer {
   template <int kStage>
   __device__ void clear_nonfinite_v(int first_token) const {
     constexpr NamedBarrier kBarrier = NamedBarrier::V0Cleared + kStage;
-    sync(kBarrier, 128);
+    named_barrier_sync(kBarrier, 128);
     clear_nonfinite(smem, max(work.unmasked_kv_end - first_token, 0), work.kv_end - first_token,
                     [&](int tile) { return smem.kv[kStage] + tile * kTileBytes; });
     fence_proxy_async();
-    sync(kBarrier, 128);
+    named_barrier_sync(kBarrier, 128);
   }
 
   __device__ void adopt_row_max(int stage) {
@@ -132,7 +131,7 @@ struct Consumer {
     wait_wgmma(accumulators);
     release(smem.wg0_empty[0]);
     if (has_odd) {
-      sync(NamedBarrier::P1Ready, kConsumerThreads);
+      named_barrier_sync(NamedBarrier::P1Ready, kConsumerThreads);
       adopt_row_max(1);
       wgmma_fence_operand(accumulators);
       pv_gemm_remote_p<1, 0>(descriptors, accumulators);
@@ -161,7 +160,7 @@ struct Consumer {
   template <bool kIsUnmasked>
   __device__ void wg1_pair(int kv_block, bool has_odd) {
     descriptors.opaque();
-    sync(NamedBarrier::P0Ready, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::P0Ready, kConsumerThreads);
     adopt_row_max(0);
     wgmma_fence_operand(accumulators);
     pv_gemm_remote_p<0, 1>(descriptors, accumulators);

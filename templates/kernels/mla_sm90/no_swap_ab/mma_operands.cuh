@@ -51,7 +51,7 @@ __device__ inline void qk_gemm(const Descriptors& descriptors, const SharedMemor
     for (int k = 0; k < kTileElements / 16; ++k) {
       const u32 q_desc = descriptors.k_major + descriptor_step(tile * kQueryTileBytes + k * 32);
       const u32 k_desc = descriptors.k_major + descriptor_step(tile_offset(kStage, tile) + k * 32);
-      wgmma_mma(Element{}, scores, smem_desc(q_desc), smem_desc(k_desc), tile + k > 0);
+      wgmma_mma(Element{}, scores, smem_desc_sw128(q_desc), smem_desc_sw128(k_desc), tile + k > 0);
     }
     wgmma_commit_group();
     after_tile(tile);
@@ -68,7 +68,7 @@ __device__ inline void pv_gemm_local_p(const Descriptors& descriptors,
   for (int k = 0; k < kBlockN / 16; ++k) {
     const u32 v_desc = descriptors.mn_major +
                        descriptor_step(tile_offset(kStage, kHalf * kLatentTiles / 2) + k * 2048);
-    wgmma_mma_trans_b(Element{}, accumulators, probabilities + k * 4, smem_desc(v_desc), 1);
+    wgmma_mma_trans_b(Element{}, accumulators, probabilities + k * 4, smem_desc_sw128(v_desc), 1);
   }
   wgmma_commit_group();
 }
@@ -83,7 +83,7 @@ __device__ inline void pv_gemm_remote_p(const Descriptors& descriptors,
     const u32 p_desc = descriptors.k_major + descriptor_step(probabilities_offset(kStage) + k * 32);
     const u32 v_desc = descriptors.mn_major +
                        descriptor_step(tile_offset(kStage, kHalf * kLatentTiles / 2) + k * 2048);
-    wgmma_mma_trans_b(Element{}, accumulators, smem_desc(p_desc), smem_desc(v_desc), 1);
+    wgmma_mma_trans_b(Element{}, accumulators, smem_desc_sw128(p_desc), smem_desc_sw128(v_desc), 1);
   }
   wgmma_commit_group();
 }

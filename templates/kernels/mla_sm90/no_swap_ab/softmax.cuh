@@ -30,8 +30,8 @@ struct Softmax {
                                     probabilities);
     }
     const bool is_large = fmaxf(fabsf(row_max[0]), fabsf(row_max[1])) > kLargeRowMax;
-    if (__any_sync(
-            ~0u, fmaxf(partial_sum[0], partial_sum[1]) > kMaxProbability || is_large || needs_mask))
+    if (__any_sync(~0u, fmaxf(partial_sum[0], partial_sum[1]) > kMaxUnnormalizedP || is_large ||
+                            needs_mask))
       return false;
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) row_sum[r] += partial_sum[r];

@@ -34,7 +34,8 @@ __device__ inline void copy_stage(const Params& params, const KvTileBoxes& boxes
 }
 
 // `coord` is the first work item.
-__device__ inline void load_kv(const Params& params, int, WorkCoord coord, SharedMemoryPlan& smem) {
+__device__ inline void producer_loop(const Params& params, int, WorkCoord coord,
+                                     SharedMemoryPlan& smem) {
   const u64 cache_hint = kv_cache_hint(params.cta_group_size > 1);
   PipelineState<kStages> pipe;
   for (u32 work_idx = 0; coord.seq_idx >= 0; coord = next_work_coord(smem, work_idx)) {

@@ -78,8 +78,8 @@ struct Consumer {
         const u32 q_desc = descriptor_low(shared_address(smem.query) + tile * kQueryTileBytes, 16);
 #pragma unroll
         for (int k = 0; k < kTileElements / 16; ++k) {
-          wgmma_mma(Element{}, scores, smem_desc(k_desc + k * 2), smem_desc(q_desc + k * 2),
-                    tile + k > 0);
+          wgmma_mma(Element{}, scores, smem_desc_sw128(k_desc + k * 2),
+                    smem_desc_sw128(q_desc + k * 2), tile + k > 0);
         }
       }
       wgmma_commit_group();
@@ -131,7 +131,7 @@ struct Consumer {
           cvt_rn_x2_f32(Element{}, acc[7], acc[6]));
     }
     fence_proxy_async();
-    return max_p > kMaxProbability;
+    return max_p > kMaxUnnormalizedP;
   }
 
   // Raises the row max to the maximum of all warps' scores, and rescales l and O by alpha.
@@ -142,7 +142,7 @@ struct Consumer {
                                                  __fmul_rn(scores[r / 2 * 4 + 2 + r % 2], factor)));
       if (reload_lane() < 4) smem.warp_rows[reload_warp()][row_of(r)] = maximum;
     }
-    sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
     float alpha[kRowsPerThread];
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
@@ -163,7 +163,7 @@ struct Consumer {
   }
 
   __device__ void clear_nonfinite_v(int first_token) const {
-    sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
     clear_nonfinite(smem, max(work.unmasked_kv_end - first_token, 0), work.kv_end - first_token,
                     [&](int index) { return tile(index); });
     fence_proxy_async();
@@ -180,10 +180,10 @@ struct Consumer {
     }
     float partial_sum[kRowsPerThread];
     const bool needs_rescale = store_p(factor, partial_sum);
-    if (sync_or(NamedBarrier::P0Ready, kConsumerThreads, needs_rescale)) {
+    if (named_barrier_sync_or(NamedBarrier::P0Ready, kConsumerThreads, needs_rescale)) {
       update_row_max(factor);
       store_p(factor, partial_sum);
-      sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+      named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
     }
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) row_sum[r] += partial_sum[r];
@@ -202,8 +202,8 @@ struct Consumer {
       const u32 v_desc = descriptor_low(shared_address(tile(index)), kTileBytes);
 #pragma unroll
       for (int k = 0; k < kBlockN / 16; ++k) {
-        wgmma_mma_trans_a(Element{}, accumulators[index], smem_desc(v_desc + k * 128),
-                          smem_desc(p_desc + k * 2), 1);
+        wgmma_mma_trans_a(Element{}, accumulators[index], smem_desc_sw128(v_desc + k * 128),
+                          smem_desc_sw128(p_desc + k * 2), 1);
       }
       if (index % kTilesPerStage == kTilesPerStage - 1) wgmma_commit_group();
     }

@@ -28,7 +28,7 @@ __device__ inline void reduce_row_sum(SharedMemoryPlan& smem, const Softmax& sof
     const float row_sum = quad_reduce_sum(softmax.row_sum[r]);
     if (thread % 4 == 0) smem.row_sum[thread / 128][row + 8 * r] = row_sum;
   }
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
     rows[r] = {softmax.row_max[r], smem.row_sum[0][row + 8 * r] + smem.row_sum[1][row + 8 * r]};
@@ -52,7 +52,7 @@ __device__ inline void process_work(const Params& params, const WorkItem& work,
     consumer.process_work();
   } else {
     // Without KV blocks no MMA orders the warps' waits for Q before its release.
-    sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
     consumer.release_query();
   }
   ThreadRows rows;

@@ -32,7 +32,7 @@ __device__ inline void reduce_row_sum(SharedMemoryPlan& smem, const Consumer& co
     const float row_sum = sum_over_lanes(consumer.row_sum[r]);
     if (reload_lane() < 4) smem.warp_rows[reload_warp()][row_of(r)] = row_sum;
   }
-  sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
     float row_sum = 0.0f;
@@ -60,7 +60,7 @@ __device__ inline void process_work(const Params& params, const WorkItem& work,
   for (int kv_block = work.first_kv_block; kv_block < end; ++kv_block)
     consumer.process_block(kv_block);
   // Without KV blocks no barrier of the mainloop orders the warps' waits for Q before its release.
-  if (work.num_kv_blocks == 0) sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  if (work.num_kv_blocks == 0) named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   if (reload_tid() == 0) arrive(smem.query_empty);
   ThreadRows rows;
   reduce_row_sum(smem, consumer, rows);
