@@ -104,10 +104,10 @@ CASES = [
         ),
         9,
     ),
-    Emulated(GqaCase(name="many pieces", seq_lens=(3072,), kv_heads=1, group=8, sink=3.0), 24),
+    Emulated(GqaCase(name="many splits", seq_lens=(3072,), kv_heads=1, group=8, sink=3.0), 24),
     Emulated(
         GqaCase(
-            name="many requests",
+            name="many sequences",
             seq_lens=tuple(i * 37 % 300 for i in range(36)),
             kv_heads=1,
             group=2,
@@ -121,7 +121,7 @@ TOGETHER = [
     Emulated(GqaCase(name="two heads", seq_lens=(300, 0, 700), kv="e4m3", page_size=64), 6),
     Emulated(
         GqaCase(
-            name="many pieces of two heads", seq_lens=(1536, 450), kv="e4m3", kv_heads=2, sink=3.0
+            name="many splits of two heads", seq_lens=(1536, 450), kv="e4m3", kv_heads=2, sink=3.0
         ),
         24,
     ),
@@ -224,7 +224,7 @@ def test_a_block_of_several_heads_is_right_too(
 @pytest.mark.parametrize("kv", ["16-bit", "e4m3"])
 @pytest.mark.parametrize("sm_count", [1, 6])
 def test_sinks_may_be_any_number(sm_count: int, kv: str, decoded: Decode) -> None:
-    """In whole units and in pieces: also infinite ones, and NaN."""
+    """In whole work tiles and in splits: also infinite ones, and NaN."""
     case = GqaCase(name="", seq_lens=(900, 0), group=8, page_size=64, kv=kv)
     problem = replace(case.build("cpu"), sinks=extreme_sinks("cpu"))
 

@@ -1,4 +1,4 @@
-"""The Hopper MLA kernels computed on the CPU: their own source, with fibers for threads."""
+"""The sm90 MLA kernels on the CPU: their own source, with fibers for threads."""
 
 from __future__ import annotations
 
@@ -67,18 +67,18 @@ CASES = [
     given("fp16", "32 rows", heads=16, seq_lens=(130, 1), q_len=2, with_sinks=True, page_size=16),
     given("fp16", "2 members", 2, heads=100, seq_lens=(80,)),
     given("bf16", "ragged, parts apart", seq_lens=(70, 5), q_lens=(3, 1), separate_rope=True),
-    given("bf16", "two pieces, 64 rows", 2, heads=64, seq_lens=(600,)),
-    given("bf16", "two pieces, 16 rows", 2, heads=16, seq_lens=(900,), with_sinks=True),
-    given("bf16", "many pieces, 64 rows", 7, heads=64, seq_lens=(900, 70)),
-    given("fp16", "many pieces, 16 rows", 8, heads=9, seq_lens=(1500, 300), with_sinks=True),
-    given("bf16", "pieces whose tasks four warps share", 34, heads=16, seq_lens=(4300,)),
-    given("e4m3", "pieces whose tasks eight warps share", 33, heads=7, seq_lens=(4200,)),
-    given("e4m3", "pieces whose tasks two warps share", 6, heads=7, seq_lens=(900,)),
+    given("bf16", "two splits, 64 rows", 2, heads=64, seq_lens=(600,)),
+    given("bf16", "two splits, 16 rows", 2, heads=16, seq_lens=(900,), with_sinks=True),
+    given("bf16", "many splits, 64 rows", 7, heads=64, seq_lens=(900, 70)),
+    given("fp16", "many splits, 16 rows", 8, heads=9, seq_lens=(1500, 300), with_sinks=True),
+    given("bf16", "splits whose fragments four warps share", 34, heads=16, seq_lens=(4300,)),
+    given("e4m3", "splits whose fragments eight warps share", 33, heads=7, seq_lens=(4200,)),
+    given("e4m3", "splits whose fragments two warps share", 6, heads=7, seq_lens=(900,)),
     given("e4m3", "64 rows", heads=64, seq_lens=(300, 17, 0)),
-    given("e4m3", "two pieces, 64 rows", 2, heads=64, seq_lens=(600,)),
-    given("e4m3", "two pieces, 16 rows", 2, heads=16, seq_lens=(900,), with_sinks=True),
-    given("e4m3", "many pieces, 64 rows", 7, heads=64, seq_lens=(900, 70)),
-    given("e4m3", "many pieces, 32 rows", 8, heads=17, seq_lens=(1500, 300), with_sinks=True),
+    given("e4m3", "two splits, 64 rows", 2, heads=64, seq_lens=(600,)),
+    given("e4m3", "two splits, 16 rows", 2, heads=16, seq_lens=(900,), with_sinks=True),
+    given("e4m3", "many splits, 64 rows", 7, heads=64, seq_lens=(900, 70)),
+    given("e4m3", "many splits, 32 rows", 8, heads=17, seq_lens=(1500, 300), with_sinks=True),
     given("e4m3", "large scores", heads=16, seq_lens=(300, 70), query_magnitude=10.0),
     given(PACKED, "large scores", heads=16, seq_lens=(300, 70), query_magnitude=10.0),
     given(
@@ -87,8 +87,8 @@ CASES = [
     given("e4m3", "more requests than threads", 5, heads=7, seq_lens=MANY),
     given("e4m3", "more ragged requests than threads", 3, heads=3, seq_lens=MANY, q_lens=MANY_Q),
     given("bf16 over e4m3", "very large scores", heads=7, seq_lens=(300,), query_magnitude=100.0),
-    given(PACKED, "many pieces, 64 rows", 5, heads=64, top_k=500, seq_lens=(600, 300)),
-    given(PACKED, "many pieces, 16 rows", 6, heads=16, seq_lens=(900, 70), page_size=3),
+    given(PACKED, "many splits, 64 rows", 5, heads=64, top_k=500, seq_lens=(600, 300)),
+    given(PACKED, "many splits, 16 rows", 6, heads=16, seq_lens=(900, 70), page_size=3),
     given("e4m3", "16 rows", heads=7, seq_lens=(700, 0, 129), page_size=48),
     given("e4m3", "32 rows", heads=16, seq_lens=(330, 5), q_len=2, with_sinks=True, page_size=16),
     given("e4m3", "2 members", 2, heads=100, seq_lens=(80,)),
@@ -108,7 +108,7 @@ CASES = [
     given("fp8_per_token", "64 rows", 2, heads=40, seq_lens=(300, 0, 65), q_len=2, with_sinks=True),
     given("fp8_per_token", "16 rows", heads=7, seq_lens=(300, 17, 129), page_size=24),
     given("fp8_per_token", "ragged", 2, seq_lens=(70, 5), q_lens=(3, 1), heads=10),
-    given("fp8_per_token", "many pieces", 6, heads=24, seq_lens=(900, 70), query_magnitude=10.0),
+    given("fp8_per_token", "many splits", 6, heads=24, seq_lens=(900, 70), query_magnitude=10.0),
     given("fp8_per_token", "very large scores", heads=7, seq_lens=(300,), query_magnitude=100.0),
     given(PACKED, "no scale", heads=16, seq_lens=(70, 5), q_len=2, score_scale=0.0),
     given(PACKED, "negative scale, lists", heads=64, top_k=130, seq_lens=(100,), score_scale=-0.05),
@@ -174,7 +174,7 @@ def decoded(
         inputs = problem.inputs(return_lse=True, workspace_buffer=workspace, **changes)
         out, lse = _computed(inputs)
         assert not beside[: SEMAPHORE_BYTES // 4].any()
-        assert beside[SEMAPHORE_BYTES // 4 + 1] == 0  # blocks that missed what is kept
+        assert beside[SEMAPHORE_BYTES // 4 + 1] == 0  # CTAs that missed the cached metadata
         return out, lse
 
     with smaller_tiles(monkeypatch, enabled=False):
@@ -199,7 +199,7 @@ def test_little_work_takes_tiles_of_few_rows(
     decoded: Decode,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Several for each request, which are neighbours in a team or several units."""
+    """Several row tiles per sequence, in one CTA group or in several work tiles."""
     made = given(kind, "little work", 6, **facts)
     problem = made.case.build("cpu")
     taken: list[KernelSpec] = []
@@ -242,7 +242,7 @@ def test_a_kernel_is_right_in_whatever_order_warps_come(given: Emulated, decoded
 @pytest.mark.parametrize("q_len", [1, 4], ids=["few rows", "many rows"])
 @pytest.mark.parametrize("kind", ["bf16", "e4m3", PACKED])
 def test_sinks_may_be_any_number(kind: str, q_len: int, sm_count: int, decoded: Decode) -> None:
-    """In a whole item, in two pieces and in many: also infinite ones, and NaN."""
+    """In a whole work tile, in two splits and in many: also infinite ones, and NaN."""
     made = given(kind, "", sm_count, seq_lens=(500, 0), q_len=q_len, heads=16)
     problem = replace(made.case.build("cpu"), sinks=extreme_sinks("cpu"))
 
@@ -253,18 +253,18 @@ def test_sinks_may_be_any_number(kind: str, q_len: int, sm_count: int, decoded: 
 
 
 REPEATED = [
-    given("bf16", "many pieces, 64 rows", 7, heads=64, seq_lens=(900, 70, 0)),
-    given("fp16", "empty blocks, 16 rows", 8, heads=9, seq_lens=(64, 1, 64), with_sinks=True),
+    given("bf16", "many splits, 64 rows", 7, heads=64, seq_lens=(900, 70, 0)),
+    given("fp16", "empty ranges, 16 rows", 8, heads=9, seq_lens=(64, 1, 64), with_sinks=True),
     given("e4m3", "2 members", 4, heads=100, seq_lens=(400, 80), q_len=2),
     given("e4m3", "whole requests, 16 rows", 2, heads=7, seq_lens=(128, 100)),
     given("e4m3", "more requests than lanes", 3, heads=7, seq_lens=(*range(1, 40), 130)),
     given(PACKED, "lists, 64 rows", 3, heads=64, top_k=200, seq_lens=(300, 17, 64)),
-    given(PACKED, "many pieces, 16 rows", 6, heads=16, seq_lens=(900, 70), page_size=3),
+    given(PACKED, "many splits, 16 rows", 6, heads=16, seq_lens=(900, 70), page_size=3),
 ]
 
 
 @pytest.mark.parametrize("given", REPEATED, ids=lambda given: given.case.name)
-def test_what_blocks_begin_with_is_kept_while_plan_and_lengths_are_the_same(
+def test_scheduler_metadata_is_cached_while_schedule_and_lengths_are_equal(
     given: Emulated, decoded: Decode, beside: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each block finds its own, or none does; what is found has the bits of what is worked out."""

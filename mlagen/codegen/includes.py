@@ -170,5 +170,5 @@ def _trim(text: Text) -> None:
 
 
 def _has_code(text: Text) -> bool:
-    """Whether there is more than comments: a file that only chooses includes leaves no trace."""
+    """Whether there is more than comments: a file that only selects includes emits nothing."""
     return any(line.strip() and not line.lstrip().startswith("//") for line in text.lines)

@@ -72,7 +72,7 @@ def test_renaming_a_template_changes_the_digest(package: Path) -> None:
     "file", ["runtime/plan.py", "codegen/__pycache__/render.cpython-311.pyc", "spec/notes.txt"]
 )
 def test_what_no_kernel_depends_on_leaves_the_digest(package: Path, file: str) -> None:
-    """Launch code, byte code and stray files cost nobody a compile."""
+    """Launch code, byte code and stray files cost no compile."""
     before = digest()
     edited = package / file
     edited.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-// A block of threads on one thread of the CPU: every thread is a fiber, warps run in random order,
+// The threads of a CTA on one thread of the CPU: every thread is a fiber, warps run in random order,
 // and lanes of a warp give way to each other wherever they work together. Precedes the kernel.
 #include <math.h>
 #include <setjmp.h>

@@ -1,4 +1,4 @@
-// What kernels for Hopper need besides: products of warpgroups, copies by threads, and barriers of
+// Instructions of the sm90 kernels: wgmma, copies by threads, and barriers of
 // the whole block. Follows instructions.h.
 
 static int block_threads;  // as the kernel was launched

@@ -39,12 +39,12 @@ def test_no_descriptor_is_moved_between_products(spec: KernelSpec, tmp_path: Pat
 
 
 def test_descriptors_that_compilers_do_not_know_of_are_moved(tmp_path: Path) -> None:
-    """Without being told that all lanes agree, they move what they would not have to."""
+    """Without `warp_uniform`, the compiler moves descriptors to uniform registers at every use."""
     spec = mla_sm90_fp8kv(rows=64)
     text = render(spec).text
-    told = "return __reduce_max_sync(~0u, value);"
-    assert text.count(told) == 1
-    source = Source(text=text.replace(told, "return value;"), origins=())
+    uniform = "return __reduce_max_sync(~0u, value);"
+    assert text.count(uniform) == 1
+    source = Source(text=text.replace(uniform, "return value;"), origins=())
 
     compiled = compile_source(source, spec.arch, find_nvrtc())
 

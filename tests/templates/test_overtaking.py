@@ -43,7 +43,7 @@ KERNELS += [
 
 @pytest.mark.parametrize("spec", KERNELS, ids=str)
 def test_no_arrival_overtakes_ldmatrix(spec: KernelSpec, tmp_path: Path) -> None:
-    """Every read that an arrival tells of is awaited before it, on whatever way leads there."""
+    """On every path, each read that an arrive releases completes before it."""
     compiled = compile_source(render(spec), spec.arch, find_nvrtc())
 
     assert overtaken(compiled.code, tmp_path) == []
