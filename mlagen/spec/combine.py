@@ -41,7 +41,7 @@ class CombineSpec(KernelSpec):
     head_dim_vo: int
 
     @property
-    def uses_e4m3(self) -> bool:
+    def stores_e4m3(self) -> bool:
         """Whether the output is e4m3."""
         return self.dtype is DType.E4M3
 

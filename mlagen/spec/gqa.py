@@ -105,12 +105,6 @@ class GqaSpec(KernelSpec):
         return not self.variant.kv_dtype.is_16bit
 
     @property
-    def uses_e4m3(self) -> bool:
-        """Whether the KV cache, its scales or the output are e4m3."""
-        kv, out = self.variant.kv_dtype, self.variant.out_dtype
-        return kv in (DType.E4M3, DType.NVFP4) or out is DType.E4M3
-
-    @property
     def stores_e4m3(self) -> bool:
         """Whether the output is e4m3."""
         return self.variant.out_dtype is DType.E4M3

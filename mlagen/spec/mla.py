@@ -131,11 +131,6 @@ class MlaSm80Spec(KernelSpec):
         return not self.variant.query_dtype.is_16bit
 
     @property
-    def uses_e4m3(self) -> bool:
-        """Whether the KV cache holds e4m3."""
-        return self.decodes_kv
-
-    @property
     def is_sparse(self) -> bool:
         """Whether every query token has top-k indices."""
         return self.variant.lookup == "sparse"

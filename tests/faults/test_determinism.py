@@ -174,7 +174,7 @@ EDITS: dict[str, Callable[[Path], object]] = {
         "// edited\n"
     ),
     "a template included": _include,
-    "an include removed": lambda root: (root / "kernels/combine/store_vec4.cuh.j2").write_text(
+    "an include removed": lambda root: (root / "common/store_vec4.cuh.j2").write_text(
         '#include "common/store_vec4_16bit.cuh"\n'
     ),
     "a template renamed to Jinja": lambda root: (root / "common/types.cuh").rename(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
@@ -79,14 +80,15 @@ def _resolver(kernel: str) -> Resolver:
 
 @cache
 def _plain_includes(name: str) -> tuple[str, ...]:
-    text = (template_root() / name).read_text()
-    named = (included_name(line, name) for line in text.split("\n"))
-    return tuple(included for included in named if included is not None)
+    return _named((template_root() / name).read_text().split("\n"), name)
 
 
 def _included_names(name: str, spec: KernelSpec) -> tuple[str, ...]:
-    if not name.endswith(".j2"):
-        return _plain_includes(name)
-    lines, _ = rendered_file(name, spec)
+    if name.endswith(".j2"):
+        return _named(rendered_file(name, spec).lines, name)
+    return _plain_includes(name)
+
+
+def _named(lines: Iterable[str], name: str) -> tuple[str, ...]:
     named = (included_name(line, name) for line in lines)
     return tuple(included for included in named if included is not None)

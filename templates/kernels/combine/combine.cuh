@@ -4,11 +4,11 @@
 
 #include "common/params.cuh"
 #include "common/scales.cuh"
+#include "common/store_vec4.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/ex2.cuh"
 #include "softmax/row_result.cuh"
-#include "store_vec4.cuh"
 
 struct SharedMemoryPlan {
   float row_sum[kWarps];

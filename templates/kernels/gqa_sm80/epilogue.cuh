@@ -6,13 +6,13 @@
 #include "accumulators.cuh"
 #include "common/params.cuh"
 #include "common/scales.cuh"
+#include "common/store_vec4.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/ex2.cuh"
 #include "qk_gemm.cuh"
 #include "shared_memory.cuh"
 #include "softmax/row_result.cuh"
-#include "store_vec4.cuh"
 #include "work_tile.cuh"
 
 // Row max over all warps.

@@ -4,11 +4,11 @@
 
 #include "common/params.cuh"
 #include "common/scales.cuh"
+#include "common/store_vec4.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "shared_memory.cuh"
 #include "softmax/row_result.cuh"
-#include "store_vec4.cuh"
 #include "tile_scheduler.cuh"
 
 // Workspace slot of a split. Each CTA has two slots per kv head: for the split that its range

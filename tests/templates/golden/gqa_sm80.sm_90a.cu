@@ -194,6 +194,46 @@ __device__ inline float value_of(const float* tensor, float value) {
   return tensor == nullptr ? value : *tensor;
 }
 
+// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
+
+// cvt.rn.bf16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Bf16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.rn.f16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Fp16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.f32.f16
+__device__ inline float cvt_f32(Fp16, u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+// A bf16 is the upper half of an fp32; sm_80 has no instruction for it and needs none.
+__device__ inline float cvt_f32(Bf16, u16 bits) {
+  return __uint_as_float(static_cast<u32>(bits) << 16);
+}
+
+// Vectorised store of four output elements in fp16 or bf16, from float.
+
+// `index` counts elements and is a multiple of 4.
+template <typename Target>
+__device__ inline void store_x4(Target target, unsigned char* out, i64 index, float a, float b,
+                                float c, float d) {
+  uint2 packed;
+  packed.x = cvt_rn_x2_f32(target, b, a);
+  packed.y = cvt_rn_x2_f32(target, d, c);
+  *reinterpret_cast<uint2*>(out + index * 2) = packed;
+}
+
 // PTX ISA, "Floating Point Instructions: ex2". Needs sm_20.
 
 // ex2.approx.ftz.f32
@@ -542,46 +582,6 @@ __device__ inline RowResult finish_row(float row_max, float row_sum, float sink,
   const float log2_total = __log2f(total);
   return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
                                                      : (row_max + log2_total) * lse_factor};
-}
-
-// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
-
-// cvt.rn.bf16x2.f32
-__device__ inline u32 cvt_rn_x2_f32(Bf16, float high, float low) {
-  u32 packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-// cvt.rn.f16x2.f32
-__device__ inline u32 cvt_rn_x2_f32(Fp16, float high, float low) {
-  u32 packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-// cvt.f32.f16
-__device__ inline float cvt_f32(Fp16, u16 bits) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-  return value;
-}
-
-// A bf16 is the upper half of an fp32; sm_80 has no instruction for it and needs none.
-__device__ inline float cvt_f32(Bf16, u16 bits) {
-  return __uint_as_float(static_cast<u32>(bits) << 16);
-}
-
-// Vectorised store of four output elements in fp16 or bf16, from float.
-
-// `index` counts elements and is a multiple of 4.
-template <typename Target>
-__device__ inline void store_x4(Target target, unsigned char* out, i64 index, float a, float b,
-                                float c, float d) {
-  uint2 packed;
-  packed.x = cvt_rn_x2_f32(target, b, a);
-  packed.y = cvt_rn_x2_f32(target, d, c);
-  *reinterpret_cast<uint2*>(out + index * 2) = packed;
 }
 
 // Epilogue: combines the partial O of the warps of a CTA, and stores finished rows, or the partial
