@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from cache_tools.benchmark.cases import Case
 from cache_tools.benchmark.outcomes import Measured, Outcome
@@ -16,16 +17,25 @@ FAILED = Outcome(problem="RuntimeError: no memory")
 
 @dataclass
 class FakeMachine:
-    """Returns ``mlagen`` and ``flashinfer`` for every case, and records the calls."""
+    """Returns ``mlagen`` and the baseline ``fa3`` for every case, and records the calls."""
 
     mlagen: Callable[[Case], Outcome] = lambda _: RIGHT
-    flashinfer: Callable[[Case], Outcome] | None = None
+    fa3: Callable[[Case], Outcome] | None = None
     calls: list[str] = field(default_factory=list)
 
-    def facts(self) -> dict[str, str | None]:
+    def facts(self) -> dict[str, Any]:
         """Return the facts of a GPU."""
-        version = None if self.flashinfer is None else "0.7.2"
-        return {"gpu": "NVIDIA H200", "torch": "2.11.0", "flashinfer": version}
+        return {
+            "commit": "0123456789ab",
+            "gpu": "NVIDIA H200",
+            "driver": "580.1",
+            "power_limit_w": 700.0,
+            "max_sm_mhz": 1980.0,
+            "max_memory_mhz": 3201.0,
+            "torch": "2.11.0",
+            "nvrtc": "13.0.88",
+            "baselines": {} if self.fa3 is None else {"fa3": "vllm 0.23.0"},
+        }
 
     def ceilings(self, *, with_fp8: bool) -> Ceilings:
         """Return round numbers."""
@@ -33,8 +43,13 @@ class FakeMachine:
         fp8 = 1600.0 if with_fp8 else None
         return Ceilings(read_gb_s=4000.0, bf16_tflop_s=800.0, fp8_tflop_s=fp8)
 
-    def measure(self, case: Case) -> Measured:
+    def measure(self, case: Case, mode: str) -> Measured:
         """Return the fixed results."""
-        self.calls.append(case.label)
-        theirs = None if self.flashinfer is None else self.flashinfer(case)
-        return Measured(case=case, input_sets=1, mlagen=self.mlagen(case), flashinfer=theirs)
+        self.calls.append(f"{case.label}, {mode}")
+        return Measured(
+            case=case,
+            mode=mode,
+            input_sets=1,
+            mlagen=self.mlagen(case),
+            baselines={} if self.fa3 is None else {"fa3": self.fa3(case)},
+        )

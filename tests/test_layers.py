@@ -69,10 +69,13 @@ OPEN = {
     "cache_tools/remote.py": {"fsspec"},  # torch depends on it; only push and pull use it
     **{
         f"cache_tools/benchmark/{name}.py": {"torch"}
-        for name in ("calls", "gpu", "inputs", "reference", "timing")
+        for name in (
+            *("calls", "formats", "gpu", "inputs", "reference", "timing"),
+            *(f"baselines/{name}" for name in ("baseline", "fa3", "flashmla")),
+        )
     },
-    "cache_tools/benchmark/peer.py": {"flashinfer", "torch"},
-    "cache_tools/benchmark/roofline_plot.py": {"matplotlib"},
+    "cache_tools/benchmark/baselines/flashinfer.py": {"flashinfer", "torch"},
+    "cache_tools/benchmark/plot.py": {"matplotlib"},
 }
 
 FILES = {

@@ -13,7 +13,8 @@ from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla
 from mlagen.spec.mla_support import output_dtype
 
 from .cases import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from .inputs import TORCH_DTYPES, Inputs
+from .formats import TORCH_DTYPES, element_scale
+from .inputs import Inputs
 
 # Runs the input set of that index and returns the output.
 Call: TypeAlias = Callable[[int], torch.Tensor]
@@ -27,7 +28,9 @@ def mlagen_call(inputs: Inputs) -> Call:
 
 def _mla_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
     shared = _shared(inputs)
-    caches = [keys.squeeze(2) for keys in inputs.keys]
+    caches = [keys.data.squeeze(2) for keys in inputs.keys]
+    if inputs.topk_indices is not None:
+        shared |= {"block_tables": inputs.topk_indices, "sparse_mla_top_k": inputs.case.top_k}
 
     def call(index: int) -> torch.Tensor:
         out = trtllm_batch_decode_with_kv_cache_mla(
@@ -48,13 +51,23 @@ def _mla_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
 def _gqa_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
     shared = _shared(inputs)
     queries = [query.flatten(0, 1) for query in inputs.queries]
+    pairs = list(zip(inputs.keys, inputs.values, strict=True))
+    caches = [(keys.data, values.data) for keys, values in pairs]
+    scales = [
+        None
+        if keys.block_scales is None or values.block_scales is None
+        else (keys.block_scales, values.block_scales)
+        for keys, values in pairs
+    ]
 
     def call(index: int) -> torch.Tensor:
         return xqa_batch_decode_with_kv_cache(
             queries[index],
-            (inputs.keys[index], inputs.values[index]),
+            caches[index],
             workspace,
             q_len_per_req=inputs.case.q_len,
+            window_left=inputs.case.window_left,
+            kv_cache_sf=scales[index],
             **shared,
         )
 
@@ -71,11 +84,13 @@ def _shared(inputs: Inputs) -> dict[str, Any]:
         dtype=TORCH_DTYPES[output_dtype(case.dtype)],
         device=inputs.seq_lens.device,
     )
+    factor = element_scale(case.kv_dtype)
     return {
         "block_tables": inputs.block_tables,
         "seq_lens": inputs.seq_lens,
         "max_seq_len": inputs.max_seq_len,
-        "bmm1_scale": inputs.scale,
+        "bmm1_scale": inputs.scale * factor,
+        "bmm2_scale": factor,
         "out": out,
     }
 
@@ -91,10 +106,12 @@ def _workspace(inputs: Inputs) -> torch.Tensor:
         heads=case.heads,
         max_seq_len=inputs.max_seq_len,
         dtype=TORCH_DTYPES[case.dtype],
-        kv_dtype=TORCH_DTYPES[case.kv_dtype],
+        kv_dtype=inputs.keys[0].data.dtype,
         page_size=case.page_size,
+        sparse_mla_top_k=case.top_k,
         kv_heads=case.kv_heads if is_gqa else None,
         head_dim=case.head_dim_qk if is_gqa else None,
+        window_left=case.window_left,
         device=device,
     )
     return torch.empty(size, dtype=torch.uint8, device=device)

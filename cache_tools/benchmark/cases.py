@@ -19,6 +19,8 @@ FAMILIES = ("mla", "gqa")
 KV_LORA_RANK = 512
 QK_ROPE_HEAD_DIM = 64
 
+NVFP4_BLOCK = 16  # elements that share a scale
+
 _MAX_INPUT_SETS = 1024
 _SEED = 0
 
@@ -28,7 +30,9 @@ class Case:
     """One MLA or GQA decode call over a paged KV cache.
 
     In MLA ``kv_heads`` is 1, and the first ``head_dim_vo`` elements of a key are its value.
-    ``seq_len`` is the length of every request, or the mean length if ``is_ragged``.
+    ``seq_len`` is the length of every request, or the mean length if ``is_ragged``. With ``top_k``
+    every query token attends to that many of its request's tokens, and with ``window_left`` to that
+    many before its own.
     """
 
     family: str
@@ -43,6 +47,8 @@ class Case:
     dtype: DType = DType.BF16
     kv_dtype: DType = DType.BF16
     is_ragged: bool = False
+    top_k: int = 0  # dense if 0
+    window_left: int = -1  # unlimited if negative
 
     @property
     def label(self) -> str:
@@ -56,6 +62,10 @@ class Case:
         ]
         if self.family == "gqa" and self.head_dim_qk != 128:
             words.append(f"head_dim {self.head_dim_qk}")
+        if self.top_k:
+            words.append(f"top-k {self.top_k}")
+        if self.window_left >= 0:
+            words.append(f"window_left {self.window_left}")
         if self.q_len != 1:
             words.append(f"q_len {self.q_len}")
         if self.page_size != 64:
@@ -85,18 +95,40 @@ class Case:
 
     @property
     def flop(self) -> int:
-        """Multiplications and additions of the QK and PV GEMMs, within the causal mask."""
-        masked = self.q_len * (self.q_len - 1) // 2  # query-key pairs of a request
-        pairs = self.q_len * self.tokens - self.batch * masked
-        return 2 * self.heads * pairs * (self.head_dim_qk + self.head_dim_vo)
+        """Multiplications and additions of the QK and PV GEMMs, within the mask."""
+        return 2 * self.heads * self._pairs * (self.head_dim_qk + self.head_dim_vo)
+
+    @property
+    def _pairs(self) -> int:
+        """Pairs of a query token and a token that it attends to."""
+        if self.top_k:
+            return self.batch * self.q_len * self.top_k
+        widest = self.window_left + 1 if self.window_left >= 0 else max(self.seq_lens)
+        return sum(
+            min(seq_len - before, widest)
+            for seq_len in self.seq_lens
+            for before in range(self.q_len)  # query tokens after this one
+        )
+
+    @property
+    def _read_tokens(self) -> int:
+        """Cached tokens that a call has to read; query tokens share no top-k index."""
+        if self.top_k:
+            return self._pairs
+        if self.window_left < 0:
+            return self.tokens
+        return sum(min(seq_len, self.window_left + self.q_len) for seq_len in self.seq_lens)
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes to read each cached token once, read the query and write the output."""
+        """Bytes to read each attended token once, read the query and write the output."""
         width = self.head_dim_qk + (self.head_dim_vo if self.family == "gqa" else 0)
+        row_bytes = self.kv_dtype.row_bytes(width)
+        if self.kv_dtype is DType.NVFP4:
+            row_bytes += width // NVFP4_BLOCK  # a scale of one byte per block
         rows = self.batch * self.q_len * self.heads
         return (
-            self.tokens * self.kv_heads * self.kv_dtype.row_bytes(width)
+            self._read_tokens * self.kv_heads * row_bytes
             + rows * self.dtype.row_bytes(self.head_dim_qk)
             + rows * output_dtype(self.dtype).row_bytes(self.head_dim_vo)
         )
@@ -116,11 +148,12 @@ class Case:
         """Bound of the relative rounding error in the Frobenius norm.
 
         Rounding to bf16 changes an element by at most 2^-8 of it, and by about 0.4 of that, 1.6e-3,
-        in the root mean square. P and O are rounded independently, which gives 2.3e-3; 4e-3, about
-        2^-8, also covers another summation order. With an FP8 KV cache a kernel may round P to
-        e4m3: at most 2^-4, 2.6e-2 in the mean; 5e-2, about twice that, also covers a rounded query.
+        in the root mean square. P, the partial outputs of splits and O are rounded independently,
+        which gives 2.8e-3; 6e-3, about twice that, also covers another summation order. With a
+        quantized KV cache a kernel may round P to e4m3: at most 2^-4, 2.6e-2 in the mean; 5e-2,
+        about twice that, also covers a rounded query.
         """
-        return 4e-3 if self.kv_dtype.is_16bit else 5e-2
+        return 6e-3 if self.kv_dtype.is_16bit else 5e-2
 
     def input_sets(self, l2_bytes: int) -> int:
         """Return the number of input sets to rotate so that L2 holds none when it is read again.

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.errors import MlagenError
 
+from .baselines.baseline import Baseline
 from .calls import Call, mlagen_call
 from .cases import Case
 from .inputs import Inputs, make_inputs
 from .outcomes import Measured, Outcome
-from .peer import flashinfer_call, flashinfer_version
 from .reference import attend, relative_error
 from .roofline import Ceilings
-from .timing import median_us
+from .timing import Replays
 
 # Much larger than any L2 cache.
 _READ_BYTES = 4 << 30
@@ -30,19 +35,40 @@ _LARGE_L2_BYTES = 128 << 20
 
 _DETAIL_LENGTH = 160
 
+# Facts of the document, by field of nvidia-smi.
+_SMI_FIELDS = {
+    "driver": "driver_version",
+    "power_limit_w": "power.limit",
+    "max_sm_mhz": "clocks.max.sm",
+    "max_memory_mhz": "clocks.max.memory",
+}
+
+Make: TypeAlias = Callable[[Inputs], Call]
+
+
+class Timed(Protocol):
+    """Calls that can be timed."""
+
+    def median_us(self, mode: str) -> float:
+        """Return the median microseconds of a call in a state of the GPU."""
+
 
 class Gpu:
-    """The current GPU; measures mlagen, and FlashInfer if a backend of it is named."""
+    """The current GPU; measures mlagen and the baselines."""
 
-    def __init__(self, flashinfer_backend: str | None = None) -> None:
-        self._backend = flashinfer_backend
+    def __init__(self, baselines: Sequence[Baseline] = ()) -> None:
+        self._baselines = baselines
 
-    def facts(self) -> dict[str, str | None]:
-        """Return the name of the GPU and the versions of the libraries."""
+    def facts(self) -> dict[str, Any]:
+        """Return the GPU with its limits, and the versions of the software."""
+        smi = smi_facts(torch.cuda.current_device())
         return {
+            "commit": commit(),
             "gpu": torch.cuda.get_device_name(),
+            **smi,
             "torch": torch.__version__,
-            "flashinfer": None if self._backend is None else flashinfer_version(),
+            "nvrtc": find_nvrtc().version,
+            "baselines": {each.name: each.version for each in self._baselines},
         }
 
     def ceilings(self, *, with_fp8: bool) -> Ceilings:
@@ -56,40 +82,108 @@ class Gpu:
         torch.cuda.empty_cache()
         return ceilings
 
-    def measure(self, case: Case) -> Measured:
-        """Measure a case; a failure is part of the result."""
+    def measure(self, case: Case, mode: str) -> Measured:
+        """Measure a case; a failure is part of the result.
+
+        The libraries are timed in turn, twice, the second time in reverse: none has the cooler GPU.
+        """
+        makes: dict[str, Make] = {"mlagen": mlagen_call}
+        makes |= {each.name: each.make for each in self._baselines if each.serves(case)}
         sets = case.input_sets(_l2_bytes())
         try:
             inputs = make_inputs(case, sets, "cuda")
             expected = attend(inputs)
         except RuntimeError as error:  # mostly out of memory
             failed = Outcome(problem=_problem_of(error))
-            theirs = failed if self._backend is not None else None
-            return Measured(case=case, input_sets=sets, mlagen=failed, flashinfer=theirs)
-        ours, theirs = outcome_of(mlagen_call, inputs, expected), None
-        if self._backend is not None:
-            make = partial(flashinfer_call, backend=self._backend)
-            theirs = outcome_of(make, inputs, expected)
-        del inputs, expected
+            outcomes = dict.fromkeys(makes, failed)
+        else:
+            outcomes = outcomes_of(makes, inputs, expected, mode)
+            del inputs, expected
         torch.cuda.empty_cache()
-        return Measured(case=case, input_sets=sets, mlagen=ours, flashinfer=theirs)
+        ours = outcomes.pop("mlagen")
+        return Measured(case=case, mode=mode, input_sets=sets, mlagen=ours, baselines=outcomes)
 
 
-def outcome_of(
-    make: Callable[[Inputs], Call],
+def outcomes_of(
+    makes: dict[str, Make],
     inputs: Inputs,
     expected: torch.Tensor,
-    timed: Callable[[Call, int], float] = median_us,
-) -> Outcome:
-    """Compare the output of the first call with ``expected``, and time the next calls."""
+    mode: str,
+    replays_of: Callable[[Call, int], Timed] = Replays,
+) -> dict[str, Outcome]:
+    """Compare the output of each first call with ``expected``, and time the next calls."""
+    outcomes = {}
+    timed: dict[str, Timed] = {}
+    for name, make in makes.items():
+        outcomes[name], replays = _first_outcome(make, inputs, expected, replays_of)
+        if replays is not None:
+            timed[name] = replays
+    times: dict[str, list[float]] = {name: [] for name in timed}
+    for name in [*timed, *reversed(timed)]:
+        if outcomes[name].problem is None:
+            outcomes[name] = _timed_outcome(outcomes[name], timed[name], mode, times[name])
+    return outcomes
+
+
+def _first_outcome(
+    make: Make, inputs: Inputs, expected: torch.Tensor, replays_of: Callable[[Call, int], Timed]
+) -> tuple[Outcome, Timed | None]:
+    """Return the error of the first call, and what times the next ones."""
     try:
         call = make(inputs)
         error = relative_error(call(0), expected)
         if not math.isfinite(error):
-            return Outcome(problem="result: expected finite numbers, got NaN or infinity")
-        return Outcome(us=timed(call, inputs.sets), error=error)
+            problem = "result: expected finite numbers, got NaN or infinity"
+            return Outcome(problem=problem), None
+        return Outcome(error=error), replays_of(call, inputs.sets)
     except Exception as error:  # noqa: BLE001 - any failure is reported, and the next case runs
+        return Outcome(problem=_problem_of(error)), None
+
+
+def _timed_outcome(first: Outcome, replays: Timed, mode: str, times: list[float]) -> Outcome:
+    """Return the outcome with the mean of its times so far."""
+    try:
+        times.append(replays.median_us(mode))
+    except Exception as error:  # noqa: BLE001 - the same
         return Outcome(problem=_problem_of(error))
+    return replace(first, us=mean(times))
+
+
+def smi_facts(index: int) -> dict[str, Any]:
+    """Return driver, power cap and clocks as nvidia-smi reports them; None for what it does not."""
+    facts: dict[str, Any] = dict.fromkeys(_SMI_FIELDS)
+    query = f"--query-gpu={','.join(_SMI_FIELDS.values())}"
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    # nvidia-smi does not know CUDA_VISIBLE_DEVICES, so the index may be that of another GPU.
+    which = f"--id={index}" if uuid is None else f"--id=GPU-{uuid}"
+    command = ["nvidia-smi", query, which, "--format=csv,noheader,nounits"]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return facts
+    for name, value in zip(facts, ran.stdout.strip().split(", "), strict=False):
+        facts[name] = value if name == "driver" else _number(value)
+    return facts
+
+
+def commit() -> str | None:
+    """Return the commit of the checkout that runs, or None outside of one."""
+    root = Path(__file__).resolve().parents[2]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    if not (root / ".git").exists():
+        return None
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return ran.stdout.strip() or None
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:  # such as [N/A]
+        return None
 
 
 def _problem_of(error: Exception) -> str:
@@ -105,8 +199,8 @@ def _l2_bytes() -> int:
 def _read_gb_s() -> float:
     free, _ = torch.cuda.mem_get_info()
     numbers = torch.randn(min(_READ_BYTES, free // 8) // 4, device="cuda")
-    sum_us = median_us(lambda _: torch.sum(numbers))
-    largest_us = median_us(lambda _: torch.amax(numbers))
+    sum_us = Replays(lambda _: torch.sum(numbers)).median_us()
+    largest_us = Replays(lambda _: torch.amax(numbers)).median_us()
     # torch has no pure read; which of these two reductions is faster depends on its version.
     return numbers.nbytes / min(sum_us, largest_us) / 1e3
 
@@ -128,7 +222,7 @@ def _fp8_tflop_s() -> float:
 
 
 def _gemm_tflop_s(multiply: Callable[[int], object]) -> float:
-    return 2 * _GEMM_SIZE**3 / median_us(multiply) / 1e6
+    return 2 * _GEMM_SIZE**3 / Replays(multiply).median_us() / 1e6
 
 
 def _square() -> torch.Tensor:

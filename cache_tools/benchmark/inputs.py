@@ -9,12 +9,7 @@ import torch
 from mlagen.spec.dtype import DType
 
 from .cases import Case
-
-TORCH_DTYPES = {
-    DType.BF16: torch.bfloat16,
-    DType.FP16: torch.float16,
-    DType.E4M3: torch.float8_e4m3fn,
-}
+from .formats import TORCH_DTYPES, Stored, random_cache
 
 # Softmax scale of DeepSeek-V3: head dim 128 + 64 before weight absorption.
 _MLA_SCALE = 192**-0.5
@@ -29,17 +24,17 @@ class Inputs:
     """Arguments of a case; only ``queries``, ``keys`` and ``values`` differ between sets.
 
     ``queries[i]`` is ``[batch, q_len, heads, head_dim_qk]``, ``keys[i]`` is ``[pages, page_size,
-    kv_heads, head_dim_qk]``, and ``values[i]`` the same with ``head_dim_vo``, in MLA a view of
-    the keys.
+    kv_heads, row]``, and ``values[i]`` the same, in MLA the keys themselves.
     """
 
     case: Case
     queries: list[torch.Tensor]
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
+    keys: list[Stored]
+    values: list[Stored]
     block_tables: torch.Tensor  # int32[batch, max_pages]
     seq_lens: torch.Tensor  # int32[batch]
     scale: float
+    topk_indices: torch.Tensor | None = None  # int32[batch, q_len, top_k], slots of the cache
 
     @property
     def sets(self) -> int:
@@ -75,16 +70,30 @@ def make_inputs(case: Case, sets: int, device: str) -> Inputs:
     queries, keys, values = [], [], []
     for _ in range(sets):
         queries.append(random(case.dtype, case.batch, case.q_len, case.heads, case.head_dim_qk))
-        keys.append(random(case.kv_dtype, *page, case.head_dim_qk))
+        keys.append(random_cache(case.kv_dtype, (*page, case.head_dim_qk), generator))
         is_mla = case.family == "mla"
-        value = keys[-1][..., : case.head_dim_vo] if is_mla else None
-        values.append(random(case.kv_dtype, *page, case.head_dim_vo) if value is None else value)
+        shape = (*page, case.head_dim_vo)
+        values.append(keys[-1] if is_mla else random_cache(case.kv_dtype, shape, generator))
+    tables = tables.to(device)
     return Inputs(
         case=case,
         queries=queries,
         keys=keys,
         values=values,
-        block_tables=tables.to(device),
+        block_tables=tables,
         seq_lens=torch.tensor(case.seq_lens, dtype=torch.int32, device=device),
         scale=_MLA_SCALE if case.family == "mla" else case.head_dim_qk**-0.5,
+        topk_indices=_topk_indices(case, tables, generator) if case.top_k else None,
     )
+
+
+def _topk_indices(case: Case, tables: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return slots of random tokens, each at most once for a query token."""
+    rows = []
+    for request, seq_len in enumerate(case.seq_lens):
+        for _ in range(case.q_len):
+            order = torch.randperm(seq_len, generator=generator, device=tables.device)
+            tokens = order[: case.top_k]
+            pages = tables[request, tokens // case.page_size]
+            rows.append(pages * case.page_size + tokens % case.page_size)
+    return torch.stack(rows).int().view(case.batch, case.q_len, case.top_k)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mlagen import __version__
@@ -22,28 +22,36 @@ class Outcome:
 
     def is_right(self, case: Case) -> bool:
         """Whether there is a result within the error bound of the case."""
-        return self.error is not None and self.error <= case.error_bound
+        return self.us is not None and self.error is not None and self.error <= case.error_bound
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A case with its measurements; ``flashinfer`` is None without a comparison."""
+    """A case in one mode, with the outcome of each baseline that serves it."""
 
     case: Case
+    mode: str
     input_sets: int
     mlagen: Outcome
-    flashinfer: Outcome | None = None
+    baselines: Mapping[str, Outcome] = field(default_factory=dict)
 
 
 # Schema of `mlagen bench --json`; docs/reference/cli.md shows it.
 FIELDS: dict[str, dict[str, str]] = {
     "the document": {
         "mlagen": "version of mlagen",
+        "commit": "commit of a checkout, with `-dirty` if files differ from it; null if there is "
+        "none",
         "gpu": "name of the GPU",
+        "driver": "version of the driver, null if unknown",
+        "power_limit_w": "power cap in watts, null if unknown",
+        "max_sm_mhz": "highest SM clock, null if unknown",
+        "max_memory_mhz": "highest memory clock, null if unknown",
         "torch": "version of torch",
-        "flashinfer": "version of FlashInfer, null without `--compare`",
+        "nvrtc": "version of NVRTC, null if unknown",
+        "baselines": "package and version by baseline, empty without `--compare`",
         "ceilings": "peak rates of the GPU, measured in the same run",
-        "cases": "one object per case, in the order of the table",
+        "cases": "one object per case and mode, in the order of the table",
     },
     "`ceilings`": {
         "read_gb_s": "read-only bandwidth of a tensor larger than L2, 10^9 bytes a second",
@@ -53,6 +61,7 @@ FIELDS: dict[str, dict[str, str]] = {
     },
     "each of `cases`": {
         "case": "the case in words",
+        "mode": "`fresh`, `sustained` or `model`",
         "family": "`mla` or `gqa`",
         "batch": "requests",
         "seq_len": "tokens per request, the mean if `is_ragged`",
@@ -64,25 +73,28 @@ FIELDS: dict[str, dict[str, str]] = {
         "head_dim_qk": "head dim of query and key",
         "head_dim_vo": "head dim of value and output",
         "page_size": "tokens per page",
+        "top_k": "indices per query token of sparse MLA, 0 for dense",
+        "window_left": "tokens before its own that a row attends to, -1 for all",
         "dtype": "element type of the query",
         "kv_dtype": "element type of the cache",
         "flop": "multiplications and additions of the QK and PV GEMMs",
-        "bytes": "bytes to read each cached token once, read the query and write the output",
+        "bytes": "bytes to read each attended token once, read the query and write the output",
         "flop_per_byte": "`flop` over `bytes`",
-        "floor_us": "roofline bound: the larger of bytes over `read_gb_s` and FLOP over GEMM rate",
+        "roofline_us": "roofline bound: the larger of bytes over `read_gb_s` and FLOP over GEMM "
+        "rate",
         "bound_by": "the larger of the two, `memory` or `math`",
         "error_bound": "largest `error` that counts as right",
         "input_sets": "number of input sets that the timed calls rotate through",
         "mlagen": "result of mlagen",
-        "flashinfer": "result of FlashInfer, null without `--compare`",
-        "ratio": "FlashInfer's time over mlagen's, above 1 if mlagen is faster; null unless both "
-        "are right",
+        "baselines": "result by baseline, of those that serve the case",
+        "best_baseline": "the fastest right baseline, null if there is none",
+        "ratio": "its time over mlagen's, above 1 if mlagen is faster; null unless both are right",
     },
-    "`mlagen` and `flashinfer` of a case": {
+    "`mlagen` and each of `baselines` of a case": {
         "us": "median time of a whole call in microseconds, null if there is none",
         "tflop_s": "`flop` over that time",
         "gb_s": "`bytes` over that time",
-        "share_of_floor": "`floor_us` over that time: 1 is the roofline bound",
+        "roofline_share": "`roofline_us` over that time: 1 is the roofline bound",
         "error": "relative error of the first call, in the Frobenius norm, against fp32",
         "is_right": "whether `error` is within `error_bound`",
         "problem": "why there is no result, null if there is one",
@@ -91,7 +103,7 @@ FIELDS: dict[str, dict[str, str]] = {
 
 
 def document_of(
-    facts: dict[str, str | None], ceilings: Ceilings, measured: Sequence[Measured]
+    facts: Mapping[str, Any], ceilings: Ceilings, measured: Sequence[Measured]
 ) -> dict[str, Any]:
     """Return the benchmark as JSON data; :data:`FIELDS` documents its names."""
     return {
@@ -103,9 +115,16 @@ def document_of(
 
 
 def _case_document(measured: Measured, ceilings: Ceilings) -> dict[str, Any]:
-    case, ours, theirs = measured.case, measured.mlagen, measured.flashinfer
+    case, ours = measured.case, measured.mlagen
+    right = [
+        (outcome.us, name)
+        for name, outcome in measured.baselines.items()
+        if outcome.us is not None and outcome.is_right(case)
+    ]
+    best_us, best = min(right) if right else (None, None)
     return {
         "case": case.label,
+        "mode": measured.mode,
         "family": case.family,
         "batch": case.batch,
         "seq_len": case.seq_len,
@@ -117,18 +136,24 @@ def _case_document(measured: Measured, ceilings: Ceilings) -> dict[str, Any]:
         "head_dim_qk": case.head_dim_qk,
         "head_dim_vo": case.head_dim_vo,
         "page_size": case.page_size,
+        "top_k": case.top_k,
+        "window_left": case.window_left,
         "dtype": str(case.dtype),
         "kv_dtype": str(case.kv_dtype),
         "flop": case.flop,
         "bytes": case.moved_bytes,
         "flop_per_byte": case.flop_per_byte,
-        "floor_us": ceilings.floor_us(case),
+        "roofline_us": ceilings.bound_us(case),
         "bound_by": ceilings.bound_by(case),
         "error_bound": case.error_bound,
         "input_sets": measured.input_sets,
         "mlagen": _outcome_document(ours, case, ceilings),
-        "flashinfer": None if theirs is None else _outcome_document(theirs, case, ceilings),
-        "ratio": _ratio(case, ours, theirs),
+        "baselines": {
+            name: _outcome_document(outcome, case, ceilings)
+            for name, outcome in measured.baselines.items()
+        },
+        "best_baseline": best,
+        "ratio": _ratio(best_us, ours.us) if ours.is_right(case) else None,
     }
 
 
@@ -138,16 +163,12 @@ def _outcome_document(outcome: Outcome, case: Case, ceilings: Ceilings) -> dict[
         "us": us,
         "tflop_s": None if us is None else case.flop / us / 1e6,
         "gb_s": None if us is None else case.moved_bytes / us / 1e3,
-        "share_of_floor": None if us is None else ceilings.floor_us(case) / us,
+        "roofline_share": None if us is None else ceilings.bound_us(case) / us,
         "error": outcome.error,
         "is_right": outcome.is_right(case),
         "problem": outcome.problem,
     }
 
 
-def _ratio(case: Case, ours: Outcome, theirs: Outcome | None) -> float | None:
-    if theirs is None or not (ours.is_right(case) and theirs.is_right(case)):
-        return None
-    assert ours.us is not None, "a right result has a time"
-    assert theirs.us is not None, "a right result has a time"
-    return theirs.us / ours.us
+def _ratio(best_us: float | None, us: float | None) -> float | None:
+    return None if best_us is None or us is None else best_us / us

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .formats import Stored, dequantize
 from .inputs import Inputs
 
 
@@ -16,14 +17,20 @@ def attend(inputs: Inputs) -> torch.Tensor:
     shape = (case.batch, case.q_len, case.heads, case.head_dim_vo)
     out = torch.empty(shape, dtype=torch.float32, device=inputs.seq_lens.device)
     group = case.heads // case.kv_heads
-    for request, (seq_len, pages) in enumerate(zip(case.seq_lens, inputs.pages, strict=True)):
-        ids = inputs.block_tables[request, :pages].long()
+    for request, seq_len in enumerate(case.seq_lens):
+        slots = _slots(inputs, request)
+        mask = None if case.top_k else _mask(seq_len, case.q_len, case.window_left, out.device)
         for kv_head in range(case.kv_heads):
             heads = slice(kv_head * group, (kv_head + 1) * group)
-            query = inputs.queries[0][request, :, heads].float()
-            keys = _rows(inputs.keys[0], ids, kv_head)[:seq_len]
-            values = _rows(inputs.values[0], ids, kv_head)[:seq_len]
-            out[request, :, heads] = _attend(query * inputs.scale, keys, values)
+            query = inputs.queries[0][request, :, heads].float() * inputs.scale
+            keys = _rows(inputs, inputs.keys[0], slots, kv_head)
+            values = (
+                keys if case.family == "mla" else _rows(inputs, inputs.values[0], slots, kv_head)
+            )
+            scores = query @ keys.mT
+            if mask is not None:
+                scores = scores.masked_fill(mask, -torch.inf)
+            out[request, :, heads] = torch.softmax(scores, dim=-1) @ values[..., : shape[-1]]
     return out
 
 
@@ -33,18 +40,32 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     return float(difference.norm() / expected.norm())
 
 
-def _rows(cache: torch.Tensor, ids: torch.Tensor, kv_head: int) -> torch.Tensor:
-    # As bytes: not every version of torch can index e4m3.
-    pages = cache[:, :, kv_head].view(torch.uint8)[ids].view(cache.dtype)
-    return pages.flatten(0, 1).float()
+def _slots(inputs: Inputs, request: int) -> torch.Tensor:
+    """Return the slots of a request's tokens, or those of each of its query tokens."""
+    if inputs.topk_indices is not None:
+        return inputs.topk_indices[request].long()
+    seq_len, page_size = inputs.case.seq_lens[request], inputs.case.page_size
+    tokens = torch.arange(seq_len, device=inputs.block_tables.device)
+    pages = inputs.block_tables[request, tokens // page_size].long()
+    return pages * page_size + tokens % page_size
 
 
-def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the attention of a request; its last ``q_len`` tokens are the query tokens."""
-    scores = query @ keys.T
-    q_len, seq_len = len(query), len(keys)
-    if q_len > 1:
-        positions = torch.arange(seq_len, device=keys.device)
-        last = torch.arange(seq_len - q_len, seq_len, device=keys.device)
-        scores = scores.masked_fill(positions > last[:, None, None], -torch.inf)
-    return torch.softmax(scores, dim=-1) @ values
+def _rows(inputs: Inputs, cache: Stored, slots: torch.Tensor, kv_head: int) -> torch.Tensor:
+    def gather(stored: torch.Tensor) -> torch.Tensor:
+        # As bytes: not every version of torch can index e4m3.
+        rows = stored[:, :, kv_head].flatten(0, 1).view(torch.uint8)
+        return rows[slots].view(stored.dtype)
+
+    scales = None if cache.block_scales is None else gather(cache.block_scales)
+    rows = Stored(data=gather(cache.data), block_scales=scales)
+    return dequantize(inputs.case.kv_dtype, rows)
+
+
+def _mask(seq_len: int, q_len: int, window_left: int, device: torch.device) -> torch.Tensor | None:
+    """Return where a row of the last ``q_len`` tokens does not attend, ``[q_len, 1, seq_len]``."""
+    if q_len == 1 and window_left < 0:
+        return None
+    tokens = torch.arange(seq_len, device=device)
+    own = torch.arange(seq_len - q_len, seq_len, device=device)[:, None, None]
+    mask = tokens > own
+    return mask if window_left < 0 else mask | (tokens < own - window_left)

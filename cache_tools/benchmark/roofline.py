@@ -26,7 +26,7 @@ class Ceilings:
             rate = self.fp8_tflop_s
         return case.flop / rate / 1e6
 
-    def floor_us(self, case: Case) -> float:
+    def bound_us(self, case: Case) -> float:
         """Return the roofline bound, the larger of the two times."""
         return max(self.read_us(case), self.math_us(case))
 

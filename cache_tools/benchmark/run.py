@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Protocol
 
 from .cases import Case
+from .choices import MODES
 from .outcomes import Measured, document_of
 from .roofline import Ceilings
 
@@ -14,14 +16,14 @@ from .roofline import Ceilings
 class Machine(Protocol):
     """A device that measures: a GPU, or a fake in tests."""
 
-    def facts(self) -> dict[str, str | None]:
-        """Return ``gpu``, ``torch`` and ``flashinfer``: the GPU's name and the versions."""
+    def facts(self) -> dict[str, Any]:
+        """Return the GPU with its limits, and the versions of the software."""
 
     def ceilings(self, *, with_fp8: bool) -> Ceilings:
         """Measure the peak rates of the GPU; the FP8 rate only on request."""
 
-    def measure(self, case: Case) -> Measured:
-        """Measure a case; a failure is part of the result."""
+    def measure(self, case: Case, mode: str) -> Measured:
+        """Measure a case in a state of the GPU; a failure is part of the result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,19 +37,23 @@ class Step:
 
 
 def run_cases(
-    cases: Sequence[Case], machine: Machine, on_step: Callable[[Step], None]
+    cases: Sequence[Case],
+    machine: Machine,
+    on_step: Callable[[Step], None],
+    modes: Sequence[str] = MODES[:1],
 ) -> dict[str, Any]:
-    """Measure the ceilings, then each case, and return the document."""
-    total = 1 + len(cases)
+    """Measure the ceilings, then each case in each mode, and return the document."""
+    total = 1 + len(cases) * len(modes)
     on_step(Step(name="ceilings", done=0, total=total))
     ceilings = machine.ceilings(with_fp8=any(case.is_fp8_math for case in cases))
     on_step(Step(name="ceilings", done=1, total=total, line=ceilings_text(ceilings)))
     measured = []
-    for done, case in enumerate(cases, start=1):
-        on_step(Step(name=case.label, done=done, total=total))
-        measured.append(machine.measure(case))
-        line = f"{_verdict(measured[-1])}  {case.label}"
-        on_step(Step(name=case.label, done=done + 1, total=total, line=line))
+    for done, (mode, case) in enumerate(product(modes, cases), start=1):
+        name = case.label if len(modes) == 1 else f"{case.label}, {mode}"
+        on_step(Step(name=name, done=done, total=total))
+        measured.append(machine.measure(case, mode))
+        line = f"{_verdict(measured[-1])}  {name}"
+        on_step(Step(name=name, done=done + 1, total=total, line=line))
     return document_of(machine.facts(), ceilings, measured)
 
 

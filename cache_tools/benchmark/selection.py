@@ -1,4 +1,4 @@
-"""Case selection: the default cases, or every combination of the given values."""
+"""Case selection: a suite, or every combination of the given values."""
 
 from __future__ import annotations
 
@@ -11,8 +11,19 @@ from mlagen.spec import gqa, mla_support
 from mlagen.spec.dtype import DType
 
 from .cases import FAMILIES, KV_LORA_RANK, QK_ROPE_HEAD_DIM, Case
+from .suites import SUITES
 
-DTYPES = {str(dtype): dtype for dtype in (DType.BF16, DType.FP16, DType.E4M3)}
+_DTYPES = {
+    "dtype": (DType.BF16, DType.FP16, DType.E4M3),
+    "kv_dtype": (
+        DType.BF16,
+        DType.FP16,
+        DType.E4M3,
+        DType.FP8_DS_MLA,
+        DType.INT8,
+        DType.NVFP4,
+    ),
+}
 
 # Default values of a case; the default dtype of the cache is that of the query.
 _SHARED: dict[str, Any] = {
@@ -24,24 +35,9 @@ _SHARED: dict[str, Any] = {
     "kv_dtype": None,
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "mla": {**_SHARED, "heads": 128},
-    "gqa": {**_SHARED, "heads": 64, "kv_heads": 8, "head_dim": 128},
+    "mla": {**_SHARED, "heads": 128, "top_k": 0},
+    "gqa": {**_SHARED, "heads": 64, "kv_heads": 8, "head_dim": 128, "window_left": -1},
 }
-
-# DeepSeek-V3 with tensor parallelism 1, 2 and 8; one long request, which needs split-KV; requests
-# too short to fill the GPU. Then a large batch and one long request of GQA, with a BF16 and an FP8
-# KV cache.
-_DEFAULT_CASES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("mla", {}),
-    ("mla", {"heads": 64}),
-    ("mla", {"heads": 16}),
-    ("mla", {"batch": 1, "seq_len": 65536}),
-    ("mla", {"batch": 16, "seq_len": 1024}),
-    ("gqa", {}),
-    ("gqa", {"batch": 1, "seq_len": 131072}),
-    ("gqa", {"kv_dtype": "e4m3"}),
-    ("gqa", {"batch": 1, "seq_len": 131072, "kv_dtype": "e4m3"}),
-)
 
 
 def select_cases(
@@ -49,18 +45,21 @@ def select_cases(
     axes: Mapping[str, Sequence[Any]] | None = None,
     *,
     is_ragged: bool = False,
+    suite: str = "quick",
 ) -> list[Case]:
     """Return the cases to measure, each once.
 
     Parameters
     ----------
     families : iterable of str
-        ``mla``, ``gqa`` or both; if None both for the default cases, and ``mla`` with ``axes``.
+        ``mla``, ``gqa`` or both; if None both for a suite, and ``mla`` with ``axes``.
     axes : mapping of str to sequence
         Values by parameter, such as ``heads``: every combination is a case.
-        Without axes and ``is_ragged``, the default cases are returned.
+        Without axes and ``is_ragged``, the cases of ``suite`` are returned.
     is_ragged : bool
         Whether the requests differ in length.
+    suite : str
+        One of :data:`~.suites.SUITES`.
 
     Raises
     ------
@@ -75,14 +74,15 @@ def select_cases(
             raise ArgumentError(f"family: expected {' or '.join(FAMILIES)}, got {name}")
     if not axes and not is_ragged:
         return [
-            case_of(name, **facts) for name, facts in _DEFAULT_CASES if name in (names or FAMILIES)
+            case_of(name, **facts) for name, facts in SUITES[suite] if name in (names or FAMILIES)
         ]
     names, axes = names or ["mla"], axes or {}
     known = {axis for name in names for axis in DEFAULTS[name]}
     for axis in axes:
         if axis not in known:
+            (needed,) = [name for name in FAMILIES if axis in DEFAULTS[name]]
             raise ArgumentError(
-                f"{axis}: expected family gqa with it, got family {', '.join(names)}"
+                f"{axis}: expected family {needed} with it, got family {', '.join(names)}"
             )
     cases = []
     for name in names:
@@ -124,20 +124,29 @@ def case_of(family: str, *, is_ragged: bool = False, **given: Any) -> Case:
         )
     if case.seq_len < case.q_len:
         raise ArgumentError(f"seq_len: expected {case.q_len} (q_len) or more, got {case.seq_len}")
+    if case.top_k > case.seq_len or (case.top_k and case.is_ragged):
+        raise ArgumentError(
+            f"top_k: expected at most {case.seq_len} (seq_len) and equal lengths, got {case.top_k}"
+            f"{' with ragged ones' if case.is_ragged else ''}"
+        )
     _require_supported(case)
     return case
 
 
 def _dtype(argument: str, name: str) -> DType:
-    if name not in DTYPES:
-        raise ArgumentError(f"{argument}: expected one of {', '.join(DTYPES)}, got {name}")
-    return DTYPES[name]
+    known = {str(dtype): dtype for dtype in _DTYPES[argument]}
+    if name not in known:
+        raise ArgumentError(f"{argument}: expected one of {', '.join(known)}, got {name}")
+    return known[name]
 
 
 def _require_supported(case: Case) -> None:
     query, kv = case.dtype, case.kv_dtype
     if case.family == "mla":
-        mla_support.require_supported(mla_support.MlaVariant(query_dtype=query, kv_dtype=kv))
+        lookup = "sparse" if case.top_k else "paged"
+        mla_support.require_supported(
+            mla_support.MlaVariant(query_dtype=query, kv_dtype=kv, lookup=lookup)
+        )
     else:
         gqa.require_supported(
             gqa.GqaVariant(

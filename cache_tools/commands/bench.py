@@ -1,28 +1,31 @@
-"""`mlagen bench`: kernel time on this GPU against its roofline bound."""
+"""`mlagen bench`: kernel time on this GPU against its roofline bound and other libraries."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlagen.errors import ArgumentError, UnsupportedError
 
+from ..benchmark.choices import LIBRARIES, MODES
+from ..benchmark.suites import SUITES
 from ..exit_codes import DONE, FAILED
 from ..options import names, numbers
 from ..progress import bench_progress
 from ..report import console, json_option, print_json
 
 if TYPE_CHECKING:
+    from ..benchmark.cases import Case
     from ..benchmark.run import Machine
 
-_BACKENDS = ("auto", "fa3", "fa2")
+_ALL = "all"  # --compare without a value
 
 
 @click.command()
+@click.option("--suite", type=click.Choice(list(SUITES)), help="Cases to measure; default: quick.")
 @click.option(
     "--family",
     "families",
@@ -56,6 +59,18 @@ _BACKENDS = ("auto", "fa3", "fa2")
     "--page-size", callback=numbers(1), metavar="N,...", help="Tokens per page; default: 64."
 )
 @click.option(
+    "--top-k",
+    callback=numbers(0),
+    metavar="N,...",
+    help="Sparse MLA: indices per query token; 0 is dense; default: 0.",
+)
+@click.option(
+    "--window-left",
+    callback=numbers(0),
+    metavar="N,...",
+    help="For GQA, tokens before its own that a row attends to; default: all.",
+)
+@click.option(
     "--dtype",
     callback=names,
     metavar="DTYPE,...",
@@ -65,22 +80,55 @@ _BACKENDS = ("auto", "fa3", "fa2")
     "--kv-dtype",
     callback=names,
     metavar="DTYPE,...",
-    help="Dtype of the KV cache; default: that of the query.",
+    help="Dtype of the KV cache, also fp8_ds_mla, int8 or nvfp4; default: that of the query.",
 )
 @click.option(
     "--ragged", is_flag=True, help="Random lengths with mean --seq-len, equal in every run."
 )
-@click.option("--compare", is_flag=True, help="Also measure the installed FlashInfer.")
 @click.option(
-    "--backend",
-    type=click.Choice(_BACKENDS),
-    help="Backend of FlashInfer's MLA wrapper, with --compare; default: auto.",
+    "--mode",
+    "modes",
+    callback=names,
+    metavar="MODE,...",
+    help=f"State of the GPU: {', '.join(MODES)}; default: {MODES[0]}.",
+)
+@click.option(
+    "--compare",
+    callback=names,
+    is_flag=False,
+    flag_value=_ALL,
+    metavar="[NAME,...]",
+    help="Also measure flashinfer, flashmla or fa3; without a name, all that are found.",
+)
+@click.option(
+    "--peers",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder of `pip install --target` with the libraries of --compare.",
+)
+@click.option(
+    "--from-json",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Show earlier results, of --suite and --mode if given; needs no GPU.",
 )
 @click.option(
     "--plot",
     type=click.Path(path_type=Path),
-    metavar="FILE.png",
-    help="Draw a roofline; needs matplotlib.",
+    metavar="FILE",
+    help="Draw bars into an .svg or .png; needs matplotlib.",
+)
+@click.option(
+    "--baseline",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Earlier results; exit with 1 if a case is slower.",
+)
+@click.option(
+    "--tolerance",
+    default="3%",
+    metavar="PERCENT",
+    help="Slowdown that --baseline allows; default: 3%.",
 )
 @json_option
 @click.pass_context
@@ -88,67 +136,105 @@ def bench(
     ctx: click.Context,
     /,
     *,
+    suite: str | None,
     families: list[str] | None,
     ragged: bool,
-    compare: bool,
-    backend: str | None,
+    modes: list[str] | None,
+    compare: list[str] | None,
+    peers: Path | None,
+    from_json: Path | None,
     plot: Path | None,
+    baseline: Path | None,
+    tolerance: str,
     as_json: bool,
     **axes: Sequence[object] | None,
 ) -> None:
     """Benchmark decode calls against the GPU's roofline bound.
 
-    Without the case options, --batch to --ragged, the default cases of MLA and GQA run; with
-    them, every combination of their values.
+    Without the case options, --batch to --ragged, the cases of a suite run; with them, every
+    combination of their values.
 
     A time is the median over replays of a CUDA graph of whole calls, with inputs that are not in
-    L2. The first result of a case is compared with fp32. Exits with 1 if a result is wrong or
-    missing.
+    L2. fresh: at the clock of an idle GPU. sustained: after half a second of the same calls, when
+    power decides the clock. model: behind the projection of a decode layer, whose own time is
+    subtracted. The first result of a case is compared with fp32.
+
+    Exits with 1 if a result of mlagen is wrong or missing, or slower than --baseline allows.
     """
-    from ..benchmark.roofline_plot import require_plot, write_plot
-    from ..benchmark.run import run_cases
+    from ..benchmark.comparison import changes_since, parse_tolerance, read_document
+    from ..benchmark.plot import require_plot, write_plot
     from ..benchmark.selection import select_cases
-    from ..benchmark.table import all_right, print_results, problems_of
+    from ..benchmark.table import all_right, print_changes, print_results, problems_of
 
     given = {axis: values for axis, values in axes.items() if values is not None}
-    cases = select_cases(families, given, is_ragged=ragged)
-    if backend is not None and not compare:
-        raise ArgumentError(f"backend: expected --compare with it, got {backend}")
+    _require_known("mode", modes, MODES)
+    _require_known("compare", compare, (*LIBRARIES, _ALL))
+    if suite is not None and (given or ragged):
+        raise ArgumentError(f"suite: expected no case option with it, got {suite}")
+    if peers is not None and compare is None:
+        raise ArgumentError(f"peers: expected --compare with it, got {peers}")
+    cases = select_cases(families, given, is_ragged=ragged, suite=suite or "quick")
+    allowed = parse_tolerance(tolerance)
+    earlier = None if baseline is None else read_document("baseline", baseline)
     if plot is not None:
         require_plot(plot)
-    if compare:
-        _require_flashinfer()
-    machine = _machine((backend or _BACKENDS[0]) if compare else None)
-    with bench_progress() as on_step:
-        document = run_cases(cases, machine, on_step)
+    if from_json is not None:
+        is_chosen = suite is not None or families is not None or bool(given) or ragged
+        document = _read_results(from_json, cases if is_chosen else None, modes, compare)
+    else:
+        document = _measure(cases, modes or list(MODES[:1]), compare, peers)
+    changes = None if earlier is None else changes_since(earlier, document)
     text = console(stderr=True)
     if as_json:
         print_json(document)
-    else:
+    elif changes is None:
         print_results(document)
+    else:
+        print_changes(changes, allowed)
     for problem in problems_of(document):
         text.print(problem, soft_wrap=True)
     if plot is not None:
         write_plot(document, plot)
-        text.print(f"roofline: {plot}", soft_wrap=True)
-    ctx.exit(DONE if all_right(document) else FAILED)
+        text.print(f"plot: {plot}", soft_wrap=True)
+    worse = [c for c in changes or () if c.verdict(allowed) in {"slower", "missing"}]
+    for change in worse:
+        text.print(f"{change.verdict(allowed)}: {change}", soft_wrap=True)
+    ctx.exit(DONE if all_right(document) and not worse else FAILED)
 
 
-def _require_flashinfer() -> None:
-    if find_spec("flashinfer") is None:
-        raise UnsupportedError(
-            "compare: expected FlashInfer to be installed, got none; "
-            "run: pip install flashinfer-python, or omit --compare"
-        )
+def _require_known(option: str, given: list[str] | None, known: tuple[str, ...]) -> None:
+    for name in given or ():
+        if name not in known:
+            raise ArgumentError(f"{option}: expected one of {', '.join(known)}, got {name}")
 
 
-def _machine(flashinfer_backend: str | None) -> Machine:
+def _read_results(
+    path: Path, cases: list[Case] | None, modes: list[str] | None, compare: list[str] | None
+) -> dict[str, Any]:
+    from ..benchmark.comparison import choose_rows, read_document
+
+    if compare is not None:
+        raise ArgumentError("compare: expected a measurement with it, got --from-json")
+    return choose_rows(read_document("from_json", path), cases, modes)
+
+
+def _measure(
+    cases: list[Case], modes: list[str], compare: list[str] | None, peers: Path | None
+) -> dict[str, Any]:
+    from ..benchmark.run import run_cases
+
+    machine = _machine(compare, peers)
+    with bench_progress() as on_step:
+        return run_cases(cases, machine, on_step, modes)
+
+
+def _machine(compare: list[str] | None, peers: Path | None) -> Machine:
     """Return the current GPU as the measuring machine.
 
     Raises
     ------
     UnsupportedError
-        If there is none, or torch does not detect it.
+        If there is none, torch does not detect it, or a library to compare with is not found.
     ArgumentError
         If no kernel supports it.
     """
@@ -165,6 +251,9 @@ def _machine(flashinfer_backend: str | None) -> Machine:
         raise UnsupportedError(
             f"torch: expected a CUDA build that detects the GPU, got {torch.__version__}"
         )
+    from ..benchmark.baselines import find_baselines
     from ..benchmark.gpu import Gpu
 
-    return Gpu(flashinfer_backend)
+    if compare is None:
+        return Gpu()
+    return Gpu(find_baselines([] if compare == [_ALL] else compare, peers))

@@ -11,7 +11,7 @@ import click
 import pytest
 import torch
 
-from cache_tools.benchmark.outcomes import FIELDS
+from cache_tools.benchmark.outcomes import FIELDS, Outcome
 from cache_tools.benchmark.selection import DEFAULTS
 from cache_tools.cli import cli
 from cache_tools.commands import bench
@@ -25,23 +25,23 @@ TINY = ("bench", "--batch", "2", "--seq-len", "64", "--heads", "16")
 
 
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeMachine], list[str | None]]:
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeMachine], list[object]]:
     """Return a function that installs a fake machine, and returns the record of its calls."""
 
-    def use_it(machine: FakeMachine) -> list[str | None]:
-        backends: list[str | None] = []
+    def use_it(machine: FakeMachine) -> list[object]:
+        compared: list[object] = []
 
-        def make(backend: str | None) -> FakeMachine:
-            backends.append(backend)
+        def make(compare: list[str] | None, peers: Path | None) -> FakeMachine:
+            compared.append((compare, peers))
             return machine
 
         monkeypatch.setattr(bench, "_machine", make)
-        return backends
+        return compared
 
     return use_it
 
 
-Use = Callable[[FakeMachine], list[str | None]]
+Use = Callable[[FakeMachine], list[object]]
 
 
 def test_json_is_the_documented_document(run: Run, use: Use) -> None:
@@ -67,7 +67,7 @@ def test_the_default_output_is_a_table(run: Run, use: Use) -> None:
 
     assert result.exit_code == 0
     assert result.stdout.startswith("NVIDIA H200, ")
-    assert len(result.stdout.splitlines()) == 3 + 9
+    assert len(result.stdout.splitlines()) == 3 + 11
 
 
 def test_options_reach_the_cases(run: Run, use: Use) -> None:
@@ -78,25 +78,27 @@ def test_options_reach_the_cases(run: Run, use: Use) -> None:
     result = run(
         *("bench", "--family", "gqa", "--batch", "1,2", "--seq-len", "100", "--heads", "8"),
         *("--kv-heads", "2", "--head-dim", "64", "--q-len", "3", "--page-size", "16"),
-        *("--dtype", "fp16", "--kv-dtype", "e4m3", "--ragged"),
+        *("--dtype", "fp16", "--kv-dtype", "e4m3", "--ragged", "--window-left", "9"),
+        *("--mode", "sustained"),
     )
 
     assert result.exit_code == 0
-    rest = "8/2 heads, head_dim 64, q_len 3, page_size 16"
+    rest = "8/2 heads, head_dim 64, window_left 9, q_len 3, page_size 16"
     assert machine.calls == [
         "ceilings",
-        f"gqa fp16/e4m3, 1 x ~100, {rest}",
-        f"gqa fp16/e4m3, 2 x ~100, {rest}",
+        f"gqa fp16/e4m3, 1 x ~100, {rest}, sustained",
+        f"gqa fp16/e4m3, 2 x ~100, {rest}, sustained",
     ]
 
 
-@pytest.mark.parametrize("option", DEFAULTS["gqa"])  # a superset of MLA's
+@pytest.mark.parametrize("option", list(dict.fromkeys(DEFAULTS["mla"]) | DEFAULTS["gqa"]))
 def test_help_shows_the_actual_defaults(option: str) -> None:
     """The default in the help of an option is the value of a case without it."""
     (found,) = [each for each in cli.commands["bench"].params if each.name == option]
     assert isinstance(found, click.Option)
     values = [facts[option] for facts in DEFAULTS.values() if option in facts]
-    defaults = {str(value or "that of the query") for value in values}
+    words = {None: "that of the query", -1: "all"}
+    defaults = {str(words.get(value, value)) for value in values}
 
     _, _, written = (found.help or "").partition("default: ")
 
@@ -110,7 +112,7 @@ def test_help_shows_the_actual_defaults(option: str) -> None:
         (FakeMachine(lambda _: FAILED), 1),
         (FakeMachine(lambda _: RIGHT, lambda _: FAILED), 0),
     ],
-    ids=["wrong", "failed", "only FlashInfer failed"],
+    ids=["wrong", "failed", "only the baseline failed"],
 )
 def test_a_wrong_or_missing_result_exits_with_1(
     machine: FakeMachine, code: int, run: Run, use: Use
@@ -122,9 +124,9 @@ def test_a_wrong_or_missing_result_exits_with_1(
 
     (case,) = json.loads(result.stdout)["cases"]
     assert result.exit_code == code
-    problem = case["flashinfer"] or case["mlagen"]
+    problem = case["baselines"].get("fa3", case["mlagen"])
     assert result.stderr.splitlines()[-1].startswith(
-        f"{'mlagen' if code else 'flashinfer'}: mla bf16, 2 x 64, 16 heads: "
+        f"{'mlagen' if code else 'fa3'}: mla bf16, 2 x 64, 16 heads: "
     )
     assert (problem["problem"] or "relative error: ") in result.stderr
 
@@ -133,57 +135,101 @@ def test_a_plot_is_written_beside_the_table(run: Run, use: Use, tmp_path: Path) 
     """The file of the plot is named on stderr."""
     pytest.importorskip("matplotlib", reason="needs matplotlib, of the extra `bench`")
     use(FakeMachine())
-    path = tmp_path / "roofline.png"
+    path = tmp_path / "bars.png"
 
     result = run(*TINY, "--plot", str(path))
 
     assert result.exit_code == 0
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert result.stderr.endswith(f"roofline: {path}\n")
+    assert result.stderr.endswith(f"plot: {path}\n")
 
 
 @pytest.mark.parametrize(
-    ("options", "backend"),
-    [((), None), (("--compare",), "auto"), (("--compare", "--backend", "fa3"), "fa3")],
-    ids=["alone", "with FlashInfer", "with its backend"],
+    ("options", "compared"),
+    [
+        ((), (None, None)),
+        (("--compare",), (["all"], None)),
+        (("--compare", "flashmla,fa3", "--peers", "site"), (["flashmla", "fa3"], Path("site"))),
+    ],
+    ids=["alone", "with what is found", "with named libraries"],
 )
-def test_flashinfer_is_measured_on_request(
-    options: tuple[str, ...],
-    backend: str | None,
-    run: Run,
-    use: Use,
-    monkeypatch: pytest.MonkeyPatch,
+def test_libraries_are_measured_on_request(
+    options: tuple[str, ...], compared: object, run: Run, use: Use
 ) -> None:
-    """--compare measures FlashInfer with the named backend."""
-    monkeypatch.setattr(bench, "find_spec", lambda _name: object())
-    backends = use(FakeMachine())
+    """--compare without a name measures what is found, and --peers is where to look."""
+    found = use(FakeMachine())
 
-    run(*TINY, *options)
+    assert run(*TINY, *options).exit_code == 0
 
-    assert backends == [backend]
+    assert found == [compared]
+
+
+@pytest.fixture
+def results(run: Run, use: Use, tmp_path: Path) -> Path:
+    """Return a file of results in two modes."""
+    use(FakeMachine())
+    path = tmp_path / "results.json"
+    path.write_text(run(*TINY, "--mode", "fresh,model", "--json").stdout)
+    return path
+
+
+def test_earlier_results_are_shown_without_a_gpu(results: Path, run: Run) -> None:
+    """--from-json prints the rows of the chosen modes, and measures nothing."""
+    both = run("bench", "--from-json", str(results))
+    one = run("bench", "--from-json", str(results), "--mode", "model", "--json")
+
+    assert (both.exit_code, len(both.stdout.splitlines())) == (0, 3 + 2)
+    assert [row["mode"] for row in json.loads(one.stdout)["cases"]] == ["model"]
+
+
+def test_a_slower_case_fails_the_comparison(results: Path, run: Run, use: Use) -> None:
+    """--baseline prints what changed and exits with 1 beyond the tolerance."""
+    use(FakeMachine(lambda _: Outcome(us=1040.0, error=1e-3)))
+    command = (*TINY, "--baseline", str(results))
+
+    strict, lenient = run(*command), run(*command, "--tolerance", "5%")
+
+    assert (strict.exit_code, lenient.exit_code) == (1, 0)
+    assert strict.stdout.splitlines()[1].split()[-4:] == ["1000.0", "1040.0", "+4.0%", "slower"]
+    assert strict.stderr.splitlines()[-1] == (
+        "slower: mla bf16, 2 x 64, 16 heads, fresh: 1040.0 us, 1000.0 us before"
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
         (("--family", "mha"), 2, "family: expected mla or gqa, got mha"),
-        (("--backend", "fa3"), 2, "backend: expected --compare with it, got fa3"),
-        (("--plot", "a.pdf"), 2, "plot: expected a name that ends in .png, got a.pdf"),
+        (("--mode", "hot"), 2, "mode: expected one of fresh, sustained, model, got hot"),
+        (
+            ("--compare", "cutlass"),
+            2,
+            "compare: expected one of flashinfer, flashmla, fa3, all, got cutlass",
+        ),
+        (("--peers", "site"), 2, "peers: expected --compare with it, got site"),
+        (
+            ("--suite", "full", "--heads", "8"),
+            2,
+            "suite: expected no case option with it, got full",
+        ),
+        (("--tolerance", "3"), 2, "tolerance: expected a percentage such as 3%, got 3"),
+        (
+            ("--baseline", "none.json"),
+            2,
+            "baseline: expected a file of mlagen bench --json, got none.json",
+        ),
+        (
+            ("--from-json", "none.json", "--compare"),
+            2,
+            "compare: expected a measurement with it, got --from-json",
+        ),
+        (("--plot", "a.pdf"), 2, "plot: expected a name that ends in .svg or .png, got a.pdf"),
         (
             ("--plot", "a.png"),
             3,
             "plot: expected matplotlib to be installed, got none; run: pip install matplotlib",
         ),
-        (
-            ("--compare",),
-            3,
-            (
-                "compare: expected FlashInfer to be installed, got none; "
-                "run: pip install flashinfer-python, or omit --compare"
-            ),
-        ),
     ],
-    ids=["a family", "a backend of nothing", "a format", "no matplotlib", "no FlashInfer"],
 )
 def test_invalid_options_fail_before_any_measurement(
     options: tuple[str, ...],
@@ -194,14 +240,13 @@ def test_invalid_options_fail_before_any_measurement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An invalid option is one line on stderr and an exit code, without work."""
-    backends = use(FakeMachine())
-    for name in ("matplotlib", "flashinfer"):
-        monkeypatch.setitem(sys.modules, name, None)
+    compared = use(FakeMachine())
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
 
     result = run("bench", *options)
 
     assert (result.exit_code, result.stdout, result.stderr) == (code, "", f"mlagen: {message}\n")
-    assert backends == []
+    assert compared == []
 
 
 def test_without_a_gpu_nothing_is_loaded(start: Start) -> None:

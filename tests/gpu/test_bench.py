@@ -28,5 +28,5 @@ def test_two_small_cases_are_measured() -> None:
         outcome = case["mlagen"]
         assert 0 < outcome["error"] <= case["error_bound"]
         assert 1 < outcome["us"] < 10_000
-        assert 0 < outcome["share_of_floor"] < 1
+        assert 0 < outcome["roofline_share"] < 1
         assert case["input_sets"] > 1

@@ -43,8 +43,60 @@ from cache_tools.benchmark.selection import case_of
             20 * 2 * 32 + 8 * 32 + 8 * 32,
         ),
         ("gqa", {"dtype": "fp16"}, 8192 * 4096 * 512, 524_288 * 4096 + 2 * 8192 * 256),
+        # Two query tokens of each of 3 requests read 5 rows of 656 bytes of their own.
+        (
+            "mla",
+            {
+                "batch": 3,
+                "seq_len": 10,
+                "heads": 2,
+                "q_len": 2,
+                "top_k": 5,
+                "kv_dtype": "fp8_ds_mla",
+            },
+            2 * 2 * 30 * 1088,
+            30 * 656 + 12 * 1152 + 12 * 1024,
+        ),
+        # Rows attend to 4 tokens each; together they read the last 6.
+        (
+            "gqa",
+            {
+                "batch": 1,
+                "seq_len": 10,
+                "heads": 2,
+                "kv_heads": 1,
+                "head_dim": 16,
+                "q_len": 3,
+                "window_left": 3,
+            },
+            2 * 2 * 12 * 32,
+            6 * 64 + 6 * 32 + 6 * 32,
+        ),
+        # Two elements a byte, and a scale of one byte for 16.
+        (
+            "gqa",
+            {
+                "batch": 1,
+                "seq_len": 10,
+                "heads": 2,
+                "kv_heads": 1,
+                "head_dim": 16,
+                "kv_dtype": "nvfp4",
+            },
+            2 * 2 * 10 * 32,
+            10 * 18 + 2 * 32 + 2 * 32,
+        ),
     ],
-    ids=["MLA", "MLA with drafts", "MLA in e4m3", "GQA over e4m3", "GQA in fp16"],
+    ids=[
+        "MLA",
+        "MLA with drafts",
+        "MLA in e4m3",
+        "GQA over e4m3",
+        "GQA in fp16",
+        "sparse MLA",
+        "GQA with a window",
+        "GQA over NVFP4",
+    ],
 )
 def test_work_matches_hand_computed_numbers(
     family: str, facts: dict[str, Any], flop: int, moved_bytes: int
@@ -76,10 +128,10 @@ def test_a_ragged_request_holds_its_query_tokens() -> None:
 @pytest.mark.parametrize(
     ("family", "facts", "bound", "is_fp8_math"),
     [
-        ("mla", {}, 4e-3, False),
+        ("mla", {}, 6e-3, False),
         ("mla", {"kv_dtype": "e4m3"}, 5e-2, False),
         ("mla", {"dtype": "e4m3"}, 5e-2, True),
-        ("gqa", {"dtype": "fp16"}, 4e-3, False),
+        ("gqa", {"dtype": "fp16"}, 6e-3, False),
         ("gqa", {"kv_dtype": "e4m3"}, 5e-2, False),
     ],
     ids=["16 bits", "e4m3 cache", "all e4m3", "fp16", "e4m3 cache of GQA"],
@@ -117,6 +169,8 @@ def test_inputs_together_are_eight_times_the_l2_cache(facts: dict[str, Any], set
             {"kv_dtype": "e4m3", "head_dim": 64, "page_size": 16},
             "gqa bf16/e4m3, 128 x 4096, 64/8 heads, head_dim 64, page_size 16",
         ),
+        ("mla", {"top_k": 2048}, "mla bf16, 128 x 4096, 128 heads, top-k 2048"),
+        ("gqa", {"window_left": 0}, "gqa bf16, 128 x 4096, 64/8 heads, window_left 0"),
     ],
 )
 def test_a_label_has_the_non_default_values(family: str, facts: dict[str, Any], label: str) -> None:

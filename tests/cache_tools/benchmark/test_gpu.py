@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
 import pytest
 import torch
 
 import mlagen
 from cache_tools.benchmark.calls import Call, mlagen_call
-from cache_tools.benchmark.gpu import outcome_of
+from cache_tools.benchmark.gpu import outcomes_of, smi_facts
 from cache_tools.benchmark.inputs import Inputs, make_inputs
 from cache_tools.benchmark.outcomes import Outcome
 from cache_tools.benchmark.reference import attend
@@ -20,27 +24,50 @@ def inputs() -> Inputs:
     return make_inputs(case_of("mla", batch=1, seq_len=20, heads=4), 3, "cpu")
 
 
-def timed(_call: Call, sets: int) -> float:
-    """Return a time that encodes the number of sets."""
-    return 100.0 + sets
+class Times:
+    """Times that encode the number of sets and the number of measurements before."""
+
+    taken: ClassVar[list[str]] = []
+
+    def __init__(self, _call: Call, sets: int) -> None:
+        self.sets = sets
+
+    def median_us(self, mode: str) -> float:
+        """Return another time for every measurement."""
+        self.taken.append(mode)
+        return 100.0 * len(self.taken) + self.sets
 
 
-def test_a_result_is_compared_and_timed(inputs: Inputs) -> None:
-    """The error is that of the first call, the time that of calls with all sets."""
-    outcome = outcome_of(mlagen_call, inputs, attend(inputs), timed)
+@pytest.fixture(autouse=True)
+def _no_times() -> None:
+    Times.taken.clear()
 
-    assert outcome.us == 103.0
-    assert outcome.error is not None
-    assert 0 < outcome.error < inputs.case.error_bound
+
+def measure(inputs: Inputs, **makes: Callable[[Inputs], Call]) -> dict[str, Outcome]:
+    """Return the outcomes of the libraries."""
+    return outcomes_of(makes, inputs, attend(inputs), "model", Times)
+
+
+def test_libraries_are_timed_by_turns(inputs: Inputs) -> None:
+    """Each is timed twice, the second time in reverse, and the mean of both is its time."""
+    outcomes = measure(inputs, a=mlagen_call, b=mlagen_call)
+
+    assert [outcome.us for outcome in outcomes.values()] == [253.0, 253.0]
+    assert Times.taken == ["model"] * 4
+    for outcome in outcomes.values():
+        assert outcome.error is not None
+        assert 0 < outcome.error < inputs.case.error_bound
 
 
 def test_nan_is_a_problem(inputs: Inputs) -> None:
     """A kernel that returns NaN is not timed."""
-    inputs.keys[0].fill_(torch.nan)
+    inputs.keys[0].data.fill_(torch.nan)
 
-    outcome = outcome_of(mlagen_call, inputs, attend(inputs), timed)
+    outcomes = measure(inputs, mlagen=mlagen_call)
 
-    assert outcome == Outcome(problem="result: expected finite numbers, got NaN or infinity")
+    problem = "result: expected finite numbers, got NaN or infinity"
+    assert outcomes == {"mlagen": Outcome(problem=problem)}
+    assert Times.taken == []
 
 
 @pytest.mark.parametrize(
@@ -53,9 +80,47 @@ def test_nan_is_a_problem(inputs: Inputs) -> None:
     ids=["of mlagen", "of several lines", "long"],
 )
 def test_an_error_is_reported_on_one_line(error: Exception, problem: str, inputs: Inputs) -> None:
-    """An exception of a library is the problem of its case only."""
+    """An exception of a library is the problem of its case only, and stops no other."""
 
     def reject(_inputs: Inputs) -> Call:
         raise error
 
-    assert outcome_of(reject, inputs, attend(inputs), timed) == Outcome(problem=problem)
+    outcomes = measure(inputs, a=reject, b=mlagen_call)
+
+    assert outcomes["a"] == Outcome(problem=problem)
+    assert outcomes["b"].us == 153.0
+
+
+def test_a_failure_while_timed_has_no_time(inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that fails in its second measurement has no result."""
+    median_us = Times.median_us
+
+    def fail_late(self: Times, mode: str) -> float:
+        if len(Times.taken) == 1:
+            raise RuntimeError("captured")
+        return median_us(self, mode)
+
+    monkeypatch.setattr(Times, "median_us", fail_late)
+
+    assert measure(inputs, a=mlagen_call)["a"] == Outcome(problem="RuntimeError: captured")
+
+
+def test_facts_without_nvidia_smi_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without nvidia-smi gives None for what it would report."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: object())
+
+    assert smi_facts(0) == dict.fromkeys(
+        ("driver", "power_limit_w", "max_sm_mhz", "max_memory_mhz")
+    )
+
+
+def test_facts_of_nvidia_smi_are_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The driver is text, limits are numbers, and what is not available is None."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '580.1, 700.00, 1980, [N/A]'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: object())
+
+    assert list(smi_facts(0).values()) == ["580.1", 700.0, 1980.0, None]

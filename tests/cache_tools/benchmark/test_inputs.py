@@ -36,24 +36,40 @@ def test_tables_cover_a_multiple_of_128_tokens(page_size: int, width: int) -> No
 
 
 def test_the_value_of_mla_is_part_of_its_key() -> None:
-    """The value is a view of the key."""
+    """The values of MLA are its keys."""
     inputs = args_of("mla")
 
-    assert inputs.values[0].shape == (17, 16, 1, 512)
-    assert inputs.values[0].data_ptr() == inputs.keys[0].data_ptr()
+    assert inputs.keys[0].data.shape == (17, 16, 1, 576)
+    assert inputs.values[0] is inputs.keys[0]
 
 
 def test_sets_differ_in_content_alone() -> None:
     """Sets have equal shapes and separate memory."""
     inputs = args_of("gqa", dtype="fp16", kv_dtype="e4m3", head_dim=64)
 
-    for one, other in (inputs.queries, inputs.keys, inputs.values):
+    keys, values = ([each.data for each in stored] for stored in (inputs.keys, inputs.values))
+    for one, other in (inputs.queries, keys, values):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
         assert not torch.equal(one.float(), other.float())
-    assert (inputs.queries[0].dtype, inputs.keys[0].dtype) == (torch.float16, torch.float8_e4m3fn)
-    assert not torch.equal(inputs.keys[0].float(), inputs.values[0].float())
+    assert (inputs.queries[0].dtype, keys[0].dtype) == (torch.float16, torch.float8_e4m3fn)
+    assert not torch.equal(keys[0].float(), values[0].float())
 
 
 def test_the_same_case_has_the_same_inputs() -> None:
     """An error is reproducible."""
-    assert torch.equal(args_of("mla").keys[1], args_of("mla").keys[1])
+    assert torch.equal(args_of("mla").keys[1].data, args_of("mla").keys[1].data)
+
+
+def test_indices_are_slots_of_the_request() -> None:
+    """A query token has distinct tokens, all in pages of its own request."""
+    case = case_of("mla", batch=3, seq_len=40, q_len=2, top_k=30, page_size=16)
+
+    inputs = make_inputs(case, 1, "cpu")
+
+    assert inputs.topk_indices is not None
+    assert inputs.topk_indices.shape == (3, 2, 30)
+    for request, lists in enumerate(inputs.topk_indices):
+        pages = set(inputs.block_tables[request, :3].tolist())
+        for slots in lists:
+            assert len(set(slots.tolist())) == 30
+            assert set((slots // 16).tolist()) == pages

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tests.reference
+from cache_tools.benchmark.formats import dequantize
 from cache_tools.benchmark.inputs import Inputs, make_inputs
 from cache_tools.benchmark.reference import attend, relative_error
 from cache_tools.benchmark.selection import case_of
@@ -17,20 +18,25 @@ def in_float64(inputs: Inputs) -> torch.Tensor:
     """Return the output of the first set, one query token and KV head at a time."""
     case = inputs.case
     group = case.heads // case.kv_heads
+    keys = dequantize(case.kv_dtype, inputs.keys[0])
+    values = dequantize(case.kv_dtype, inputs.values[0])[..., : case.head_dim_vo]
     out = torch.zeros(case.batch, case.q_len, case.heads, case.head_dim_vo, dtype=torch.float64)
     for request, seq_len in enumerate(case.seq_lens):
         slots = [divmod(token, case.page_size) for token in range(seq_len)]
         rows = [(int(inputs.block_tables[request, page]), slot) for page, slot in slots]
         for token in range(case.q_len):
-            seen = rows[: seq_len - case.q_len + token + 1]
+            end = seq_len - case.q_len + token + 1
+            start = 0 if case.window_left < 0 else max(0, end - 1 - case.window_left)
+            seen = rows[start:end]
+            if inputs.topk_indices is not None:
+                listed = inputs.topk_indices[request, token].tolist()
+                seen = [divmod(slot, case.page_size) for slot in listed]
             for head in range(case.kv_heads):
                 heads = slice(head * group, (head + 1) * group)
                 result = tests.reference.attend(
                     inputs.queries[0][request, token, heads].float(),
-                    torch.stack([inputs.keys[0][page, slot, head].float() for page, slot in seen]),
-                    torch.stack(
-                        [inputs.values[0][page, slot, head].float() for page, slot in seen]
-                    ),
+                    torch.stack([keys[page, slot, head] for page, slot in seen]),
+                    torch.stack([values[page, slot, head] for page, slot in seen]),
                     score_scale=inputs.scale,
                 )
                 out[request, token, heads] = result.out
@@ -44,13 +50,24 @@ def in_float64(inputs: Inputs) -> torch.Tensor:
         ("mla", {"q_len": 3, "kv_dtype": "e4m3"}),
         ("gqa", {"head_dim": 32, "q_len": 3}),
         ("gqa", {"head_dim": 32, "kv_heads": 4, "kv_dtype": "e4m3"}),
+        ("mla", {"kv_dtype": "fp8_ds_mla", "top_k": 9, "q_len": 2, "is_ragged": False}),
+        ("gqa", {"head_dim": 32, "window_left": 3, "q_len": 3, "kv_dtype": "int8"}),
+        ("gqa", {"head_dim": 32, "window_left": 0, "kv_dtype": "nvfp4"}),
     ],
-    ids=["MLA", "MLA with drafts over e4m3", "GQA with drafts", "GQA over e4m3"],
+    ids=[
+        "MLA",
+        "MLA with drafts over e4m3",
+        "GQA with drafts",
+        "GQA over e4m3",
+        "sparse MLA",
+        "GQA with a window over int8",
+        "GQA of the last token over NVFP4",
+    ],
 )
 def test_it_is_attention_as_float64_computes_it(family: str, facts: dict[str, Any]) -> None:
     """The reference differs from float64 only by fp32 rounding."""
-    facts = {"batch": 2, "seq_len": 20, "heads": 8, "page_size": 8, **facts}
-    inputs = make_inputs(case_of(family, is_ragged=True, **facts), 1, "cpu")
+    facts = {"batch": 2, "seq_len": 20, "heads": 8, "page_size": 8, "is_ragged": True, **facts}
+    inputs = make_inputs(case_of(family, **facts), 1, "cpu")
 
     expected = in_float64(inputs)
 

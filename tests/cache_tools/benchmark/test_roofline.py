@@ -14,7 +14,7 @@ def test_many_heads_are_bound_by_math() -> None:
     """128 heads share a token: 146 GFLOP at 800 TFLOP/s take longer than 640 MB at 4 TB/s."""
     case = case_of("mla")
 
-    assert CEILINGS.floor_us(case) == pytest.approx(146_028_888_064 / 800e12 * 1e6)
+    assert CEILINGS.bound_us(case) == pytest.approx(146_028_888_064 / 800e12 * 1e6)
     assert CEILINGS.bound_by(case) == "math"
 
 
@@ -22,7 +22,7 @@ def test_few_heads_are_bound_by_memory() -> None:
     """A GQA group of 8 heads reads 2.15 GB with few FLOP per byte."""
     case = case_of("gqa")
 
-    assert CEILINGS.floor_us(case) == pytest.approx(2_151_677_952 / 4e12 * 1e6)
+    assert CEILINGS.bound_us(case) == pytest.approx(2_151_677_952 / 4e12 * 1e6)
     assert CEILINGS.bound_by(case) == "memory"
 
 

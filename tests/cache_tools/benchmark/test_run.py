@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cache_tools.benchmark.run import Step, run_cases
-from cache_tools.benchmark.selection import case_of, select_cases
+from cache_tools.benchmark.selection import case_of
 from tests.fake_machine import FAILED, WRONG, FakeMachine
 
 
@@ -41,11 +41,24 @@ def test_a_line_marks_a_failure() -> None:
     ]
 
 
+def test_every_case_runs_in_every_mode() -> None:
+    """The modes come one after another, each with all cases, and lines name them."""
+    machine, lines = FakeMachine(), list[str | None]()
+    cases = [case_of("mla", batch=1), case_of("gqa", batch=1)]
+    names = [f"{case.label}, {mode}" for mode in ("model", "fresh") for case in cases]
+
+    document = run_cases(cases, machine, lambda step: lines.append(step.line), ["model", "fresh"])
+
+    assert machine.calls[1:] == names
+    assert [f"{row['case']}, {row['mode']}" for row in document["cases"]] == names
+    assert [line for line in lines if line][1:] == [f"   1000.0 us  {name}" for name in names]
+
+
 def test_the_fp8_rate_is_measured_on_demand() -> None:
     """An FP8 KV cache alone does not need it."""
     without, needing = FakeMachine(), FakeMachine()
 
-    run_cases(select_cases(), without, lambda _: None)
+    run_cases([case_of("mla", kv_dtype="e4m3")], without, lambda _: None)
     run_cases([case_of("mla"), case_of("mla", dtype="e4m3")], needing, lambda _: None)
 
     assert without.calls[0] == "ceilings"

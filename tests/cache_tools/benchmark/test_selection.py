@@ -17,6 +17,8 @@ MLA = [
     "mla bf16, 128 x 4096, 16 heads",
     "mla bf16, 1 x 65536, 128 heads",
     "mla bf16, 16 x 1024, 128 heads",
+    "mla e4m3, 128 x 4096, 128 heads",
+    "mla bf16/fp8_ds_mla, 128 x 8192, 128 heads, top-k 2048",
 ]
 GQA = [
     "gqa bf16, 128 x 4096, 64/8 heads",
@@ -36,6 +38,14 @@ def test_the_default_cases_are_those_of_the_families(
 ) -> None:
     """Without case options, the default cases are measured."""
     assert [case.label for case in select_cases(families)] == labels
+
+
+def test_a_suite_has_each_case_once() -> None:
+    """The full suite holds the quick one, and no two of its cases have the same label."""
+    labels = [case.label for case in select_cases(suite="full")]
+
+    assert len(set(labels)) == len(labels)
+    assert set(labels) > {case.label for case in select_cases(suite="quick")}
 
 
 def test_values_give_every_combination() -> None:
@@ -78,12 +88,32 @@ def test_the_default_dtype_of_the_cache_is_that_of_the_query() -> None:
         (["mha"], {}, "family: expected mla or gqa, got mha"),
         (["mla"], {"kv_heads": [8]}, "kv_heads: expected family gqa with it, got family mla"),
         (None, {"head_dim": [64]}, "head_dim: expected family gqa with it, got family mla"),
+        (["gqa"], {"top_k": [64]}, "top_k: expected family mla with it, got family gqa"),
+        (
+            None,
+            {"top_k": [64], "seq_len": [63]},
+            "top_k: expected at most 63 (seq_len) and equal lengths, got 64",
+        ),
         (["gqa"], {"heads": [20]}, "heads: expected a multiple of 8 (kv_heads), got 20"),
         (None, {"seq_len": [2], "q_len": [4]}, "seq_len: expected 4 (q_len) or more, got 2"),
         (None, {"dtype": ["fp32"]}, "dtype: expected one of bf16, fp16, e4m3, got fp32"),
-        (None, {"kv_dtype": ["int8"]}, "kv_dtype: expected one of bf16, fp16, e4m3, got int8"),
+        (
+            None,
+            {"kv_dtype": ["fp32"]},
+            "kv_dtype: expected one of bf16, fp16, e4m3, fp8_ds_mla, int8, nvfp4, got fp32",
+        ),
     ],
-    ids=["family", "kv heads", "head dim", "group", "drafts", "dtype", "dtype of the cache"],
+    ids=[
+        "family",
+        "kv heads",
+        "head dim",
+        "sparse GQA",
+        "long list",
+        "group",
+        "drafts",
+        "dtype",
+        "dtype of the cache",
+    ],
 )
 def test_inconsistent_values_are_rejected(
     families: list[str] | None, axes: Mapping[str, Sequence[Any]], message: str
@@ -99,10 +129,11 @@ def test_inconsistent_values_are_rejected(
     ("family", "axes", "message"),
     [
         ("mla", {"kv_dtype": ["fp16"]}, "no MLA decode kernel for query bf16, cache fp16; "),
+        ("mla", {"kv_dtype": ["int8"]}, "no MLA decode kernel for query bf16, cache int8; "),
         ("gqa", {"dtype": ["e4m3"]}, "no GQA decode kernel for query e4m3, cache e4m3, "),
         ("gqa", {"head_dim": [320]}, "no GQA decode kernel for head_dim 320; "),
     ],
-    ids=["pair", "query", "head dim"],
+    ids=["pair", "cache", "query", "head dim"],
 )
 def test_an_unsupported_case_is_rejected(
     family: str, axes: Mapping[str, Sequence[Any]], message: str

@@ -8,18 +8,17 @@ from typing import Any
 import pytest
 
 from cache_tools.benchmark.cases import Case
+from cache_tools.benchmark.comparison import Change
 from cache_tools.benchmark.outcomes import Outcome
 from cache_tools.benchmark.run import run_cases
 from cache_tools.benchmark.selection import case_of
-from cache_tools.benchmark.table import all_right, print_results, problems_of
+from cache_tools.benchmark.table import all_right, print_changes, print_results, problems_of
 from tests.fake_machine import FAILED, RIGHT, WRONG, FakeMachine
 
 
-def document(
-    mlagen: Outcome, flashinfer: Callable[[Case], Outcome] | None = None
-) -> dict[str, Any]:
+def document(mlagen: Outcome, fa3: Callable[[Case], Outcome] | None = None) -> dict[str, Any]:
     """Return the document of one case."""
-    machine = FakeMachine(lambda _: mlagen, flashinfer)
+    machine = FakeMachine(lambda _: mlagen, fa3)
     return run_cases([case_of("mla")], machine, lambda _: None)
 
 
@@ -36,18 +35,18 @@ def test_the_table_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
     """GPU and ceilings are on the first line, then a row per case."""
     assert rows(document(RIGHT), capsys) == [
         ["NVIDIA H200, torch 2.11.0: read 4000 GB/s, GEMM bf16 800 TFLOP/s"],
-        ["case", "us", "tflop_s", "gb_s", "floor_us", "of_floor", "error"],
+        ["case", "us", "tflop_s", "gb_s", "roofline_us", "share", "error"],
         ["mla bf16, 128 x 4096, 128 heads", "1000.0", "146.0", "640", "182.5", "0.18", "1.7e-03"],
     ]
 
 
-def test_a_comparison_adds_two_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    """The columns are FlashInfer's time and its ratio to mlagen's."""
+def test_a_comparison_adds_the_best_baseline(capsys: pytest.CaptureFixture[str]) -> None:
+    """The columns are its name, its time and its ratio to mlagen's."""
     found = rows(document(RIGHT, lambda _: Outcome(us=1500.0, error=2e-3)), capsys)
 
-    assert "FlashInfer 0.7.2" in found[0][0]
-    assert found[1][-2:] == ["flashinfer_us", "ratio"]
-    assert found[2][-2:] == ["1500.0", "1.5"]
+    assert ", fa3 (vllm 0.23.0): " in found[0][0]
+    assert found[1][-3:] == ["best_baseline", "best_us", "ratio"]
+    assert found[2][-3:] == ["fa3", "1500.0", "1.5"]
 
 
 def test_wrong_and_missing_results_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,8 +54,26 @@ def test_wrong_and_missing_results_are_marked(capsys: pytest.CaptureFixture[str]
     wrong = rows(document(WRONG, lambda _: FAILED), capsys)[2]
     missing = rows(document(FAILED, lambda _: WRONG), capsys)[2]
 
-    assert wrong[-2:] == ["5.0e-01 WRONG", "failed"]
-    assert missing == ["mla bf16, 128 x 4096, 128 heads", "182.5", "failed", "1.0 WRONG"]
+    assert wrong[-1] == "5.0e-01 WRONG"
+    assert missing == ["mla bf16, 128 x 4096, 128 heads", "182.5", "failed"]
+
+
+def test_changes_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """A row has both times and a verdict."""
+    print_changes(
+        [
+            Change(case="a", mode="fresh", before_us=100.0, us=104.0),
+            Change(case="b", mode="fresh", before_us=100.0, us=None),
+        ],
+        0.03,
+    )
+
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        ["case", "mode", "before_us", "us", "change", "verdict"],
+        ["a", "fresh", "100.0", "104.0", "+4.0%", "slower"],
+        ["b", "fresh", "100.0", "missing", "missing"],
+    ]
 
 
 def test_problems_are_lines_with_their_case() -> None:
@@ -65,21 +82,19 @@ def test_problems_are_lines_with_their_case() -> None:
 
     assert list(problems_of(document(RIGHT, lambda _: RIGHT))) == []
     assert list(problems_of(document(WRONG, lambda _: FAILED))) == [
-        f"mlagen: {label}: relative error: expected 0.004 or less, got 5.0e-01",
-        f"flashinfer: {label}: RuntimeError: no memory",
+        f"mlagen: {label}: relative error: expected 0.006 or less, got 5.0e-01",
+        f"fa3: {label}: RuntimeError: no memory",
     ]
 
 
 @pytest.mark.parametrize(
-    ("mlagen", "flashinfer", "expected"),
+    ("mlagen", "fa3", "expected"),
     [(RIGHT, FAILED, True), (WRONG, RIGHT, False), (FAILED, RIGHT, False)],
-    ids=["FlashInfer failed", "mlagen wrong", "mlagen failed"],
+    ids=["the baseline failed", "mlagen wrong", "mlagen failed"],
 )
-def test_only_mlagen_can_fail_the_command(
-    mlagen: Outcome, flashinfer: Outcome, expected: bool
-) -> None:
-    """An error of FlashInfer does not change the exit code."""
-    assert all_right(document(mlagen, lambda _: flashinfer)) is expected
+def test_only_mlagen_can_fail_the_command(mlagen: Outcome, fa3: Outcome, expected: bool) -> None:
+    """An error of a baseline does not change the exit code."""
+    assert all_right(document(mlagen, lambda _: fa3)) is expected
 
 
 def test_one_wrong_case_is_enough() -> None:

@@ -1,48 +1,63 @@
-"""FlashInfer baseline: its call of a case, where it is installed."""
+"""FlashInfer: its MLA wrapper, and XQA for grouped-query attention."""
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
+
 import torch
 
-from .calls import Call
-from .cases import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from .inputs import TORCH_DTYPES, Inputs
+from mlagen.spec.dtype import DType
+
+from ..calls import Call
+from ..cases import KV_LORA_RANK, QK_ROPE_HEAD_DIM, Case
+from ..formats import TORCH_DTYPES
+from ..inputs import Inputs
+from .baseline import Baseline, block_table_of, cu_seqlens_q_of
+
+PACKAGES = "flashinfer-python"
+INSTALL = "pip install flashinfer-python"
 
 # FlashInfer does not report the size it needs; XQA's first 8 MiB are zeroed semaphores.
 _WORKSPACE_BYTES = 256 << 20
 
 
-def flashinfer_version() -> str:
-    """Return the version of FlashInfer."""
-    import flashinfer
+def find() -> list[Baseline]:
+    """Return FlashInfer, if it is found."""
+    try:
+        found = version(PACKAGES)
+    except PackageNotFoundError:
+        return []
+    return [Baseline(name="flashinfer", version=found, serves=_serves, make=flashinfer_call)]
 
-    return str(flashinfer.__version__)
+
+def _serves(case: Case) -> bool:
+    if case.top_k or not case.dtype.is_16bit:
+        return False
+    if case.kv_dtype is case.dtype:
+        return True
+    return case.family == "gqa" and case.kv_dtype is DType.E4M3
 
 
-def flashinfer_call(inputs: Inputs, backend: str) -> Call:
-    """Return FlashInfer's call for the case; FlashInfer may reject it here or when called.
+def flashinfer_call(inputs: Inputs) -> Call:
+    """Return FlashInfer's call for the case; it may reject it here or when called.
 
-    ``backend`` is that of ``BatchMLAPagedAttentionWrapper``. It is planned here; a call is only
-    its run.
+    The wrapper is planned here; a call is only its run.
     """
     device = inputs.seq_lens.device
     workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    if inputs.case.family == "mla":
-        return _mla_call(inputs, workspace, backend)
-    return _gqa_call(inputs, workspace)
+    make = _mla_call if inputs.case.family == "mla" else _gqa_call
+    return make(inputs, workspace)
 
 
-def _mla_call(inputs: Inputs, workspace: torch.Tensor, backend: str) -> Call:
+def _mla_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
     case, device = inputs.case, inputs.seq_lens.device
-    kv_indptr = torch.tensor([0, *inputs.pages], device=device).cumsum(0).int()
-    tables = [inputs.block_tables[request, :n] for request, n in enumerate(inputs.pages)]
-    wrapper = BatchMLAPagedAttentionWrapper(workspace, backend=backend)
+    wrapper = BatchMLAPagedAttentionWrapper(workspace, backend="auto")
     wrapper.plan(
-        torch.arange(case.batch + 1, dtype=torch.int32, device=device) * case.q_len,
-        kv_indptr,
-        torch.cat(tables),
+        cu_seqlens_q_of(inputs),
+        torch.tensor([0, *inputs.pages], device=device).cumsum(0).int(),
+        block_table_of(inputs),
         inputs.seq_lens,
         case.heads,
         KV_LORA_RANK,
@@ -54,12 +69,10 @@ def _mla_call(inputs: Inputs, workspace: torch.Tensor, backend: str) -> Call:
         TORCH_DTYPES[case.kv_dtype],
     )
     queries = [_split_rope(query.flatten(0, 1)) for query in inputs.queries]
-    caches = [_split_rope(keys.squeeze(2)) for keys in inputs.keys]
-    has_scales = case.dtype is not case.kv_dtype  # scales only for a quantized cache
-    scales = {"ckv_scale": 1.0, "kpe_scale": 1.0} if has_scales else {}
+    caches = [_split_rope(keys.data.squeeze(2)) for keys in inputs.keys]
 
     def call(index: int) -> torch.Tensor:
-        out: torch.Tensor = wrapper.run(*queries[index], *caches[index], **scales)
+        out: torch.Tensor = wrapper.run(*queries[index], *caches[index])
         return out
 
     return call
@@ -80,13 +93,14 @@ def _gqa_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
     def call(index: int) -> torch.Tensor:
         out: torch.Tensor = xqa_batch_decode_with_kv_cache(
             queries[index],
-            (inputs.keys[index], inputs.values[index]),
+            (inputs.keys[index].data, inputs.values[index].data),
             workspace,
             inputs.block_tables,
             lengths,
             inputs.max_seq_len,
             bmm1_scale=inputs.scale,
             bmm2_scale=1.0,
+            window_left=inputs.case.window_left,
             kv_layout="NHD",
             **drafts,
         )

@@ -1,0 +1,62 @@
+"""A baseline: one build of another library, and how it computes a case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import torch
+
+from ..calls import Call
+from ..cases import Case
+from ..inputs import Inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """One build of another library."""
+
+    name: str
+    version: str  # of the package
+    serves: Callable[[Case], bool]
+    make: Callable[[Inputs], Call]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedLibrary:
+    """A shared library with torch ops in an installed package."""
+
+    package: str
+    version: str
+    path: Path
+
+    def load(self) -> None:
+        """Register its ops with torch."""
+        torch.ops.load_library(str(self.path))  # type: ignore[no-untyped-call]
+
+
+def shared_library(package: str, name: str) -> SharedLibrary | None:
+    """Return a shared library by its path in a package, or None if it is not there."""
+    try:
+        found = distribution(package)
+    except PackageNotFoundError:
+        return None
+    path = Path(str(found.locate_file(name)))
+    if not path.is_file():
+        return None
+    return SharedLibrary(package=package, version=found.version, path=path)
+
+
+def block_table_of(inputs: Inputs) -> torch.Tensor:
+    """Return the pages of all requests, one after another, without padding."""
+    tables = [inputs.block_tables[request, :n] for request, n in enumerate(inputs.pages)]
+    return torch.cat(tables)
+
+
+def cu_seqlens_q_of(inputs: Inputs) -> torch.Tensor:
+    """Return the offsets of the requests' query tokens."""
+    case = inputs.case
+    ends = torch.arange(case.batch + 1, dtype=torch.int32, device=inputs.seq_lens.device)
+    return ends * case.q_len

@@ -1,0 +1,158 @@
+"""FlashMLA as vLLM and SGLang build it: two compilers, two speeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from mlagen.spec.dtype import DType
+
+from ..calls import Call
+from ..cases import KV_LORA_RANK, Case
+from ..inputs import Inputs
+from .baseline import Baseline, SharedLibrary, shared_library
+
+PACKAGES = "vllm or sgl-flash-mla"
+INSTALL = "pip install --no-deps --target DIR vllm sgl-flash-mla, and pass --peers DIR"
+
+# The kernels take pages of this many tokens only.
+_PAGE_SIZE = 64
+
+# The sparse kernels take a multiple of this many heads.
+_SPARSE_HEADS = 64
+
+
+def find() -> list[Baseline]:
+    """Return the builds that are found."""
+    builds = (_find_vllm(), _find_sglang())
+    return [build for build in builds if build is not None]
+
+
+def _find_vllm() -> Baseline | None:
+    dense = shared_library("vllm", "vllm/_flashmla_C.abi3.so")
+    fp8 = shared_library("vllm", "vllm/_flashmla_extension_C.abi3.so")
+    if dense is None or fp8 is None:
+        return None
+
+    def make(inputs: Inputs) -> Call:
+        dense.load()
+        fp8.load()
+        ops, fp8_ops = torch.ops._flashmla_C, torch.ops._flashmla_extension_C  # noqa: SLF001
+        return _call(inputs, partial(_dense, ops.dense_decode_fwd, 1), ops, fp8_ops)
+
+    return _baseline("flashmla-vllm", dense, make)
+
+
+def _find_sglang() -> Baseline | None:
+    library = shared_library("sgl-flash-mla", "flash_mla/_C_legacy.abi3.so")
+    if library is None:
+        return None
+
+    def make(inputs: Inputs) -> Call:
+        library.load()
+        ops = torch.ops.flash_mla_legacy
+        return _call(inputs, partial(_dense, ops.dense_decode_fwd, 0), ops, ops)
+
+    return _baseline("flashmla-sglang", library, make)
+
+
+def _baseline(name: str, library: SharedLibrary, make: Callable[[Inputs], Call]) -> Baseline:
+    version = f"{library.package} {library.version}"
+    return Baseline(name=name, version=version, serves=_serves, make=make)
+
+
+def _serves(case: Case) -> bool:
+    if case.family != "mla" or case.page_size != _PAGE_SIZE:
+        return False
+    if case.top_k:
+        return (case.dtype, case.kv_dtype) == (DType.BF16, DType.FP8_DS_MLA)
+    return case.dtype is case.kv_dtype
+
+
+def _call(inputs: Inputs, dense: Callable[[Inputs], Call], ops: Any, fp8_ops: Any) -> Call:
+    if inputs.topk_indices is not None:
+        return _sparse(ops.sparse_decode_fwd, inputs)
+    if inputs.case.kv_dtype is DType.E4M3:
+        return _dense_fp8(fp8_ops, inputs)
+    return dense(inputs)
+
+
+def _dense(op: Any, unused: int, inputs: Inputs) -> Call:
+    """Return the 16-bit call; ``unused`` is how many optional arguments more a build has."""
+    case = inputs.case
+    caches = [keys.data for keys in inputs.keys]
+    metadata: list[Any] = [None, None]  # made by the first call, as in a decode step
+
+    def call(index: int) -> torch.Tensor:
+        out, _, metadata[0], metadata[1] = op(
+            inputs.queries[index],
+            caches[index],
+            KV_LORA_RANK,
+            inputs.seq_lens,
+            inputs.block_tables,
+            inputs.scale,
+            case.q_len > 1,
+            *metadata,
+            *(None,) * unused,
+        )
+        result: torch.Tensor = out
+        return result
+
+    return call
+
+
+def _dense_fp8(ops: Any, inputs: Inputs) -> Call:
+    case = inputs.case
+    rows = case.q_len * case.heads
+    metadata = ops.get_mla_decoding_metadata_dense_fp8(inputs.seq_lens, rows, 1)
+    one = torch.ones(1, device=inputs.seq_lens.device)
+    caches = [keys.data for keys in inputs.keys]
+
+    def call(index: int) -> torch.Tensor:
+        out: torch.Tensor = ops.fwd_kvcache_mla_fp8(
+            inputs.queries[index],
+            caches[index],
+            KV_LORA_RANK,
+            inputs.seq_lens,
+            inputs.block_tables,
+            inputs.scale,
+            case.q_len > 1,
+            *metadata,
+            one,
+            one,
+        )[0]
+        return out
+
+    return call
+
+
+def _sparse(op: Any, inputs: Inputs) -> Call:
+    """Return the call, over queries that are padded beforehand, as servers do."""
+    heads = inputs.case.heads
+    padding = -heads % _SPARSE_HEADS
+    queries = [torch.nn.functional.pad(query, (0, 0, 0, padding)) for query in inputs.queries]
+    caches = [keys.data.view(torch.float8_e4m3fn) for keys in inputs.keys]
+    metadata: list[Any] = [None, None]
+
+    def call(index: int) -> torch.Tensor:
+        out, _, metadata[0], metadata[1] = op(
+            queries[index],
+            caches[index],
+            inputs.topk_indices,
+            None,  # sinks
+            None,  # lengths of the lists
+            *metadata,
+            None,
+            None,
+            None,
+            KV_LORA_RANK,
+            inputs.scale,
+            None,
+        )
+        result: torch.Tensor = out[..., :heads, :]
+        return result
+
+    return call

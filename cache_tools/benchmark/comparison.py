@@ -1,0 +1,131 @@
+"""Earlier results: reading them, choosing rows of them, and what became slower since."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlagen.errors import ArgumentError
+from mlagen.paths import is_regular
+
+from .cases import Case
+from .outcomes import FIELDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A case of earlier results, and its time now; None if there is no right result."""
+
+    case: str
+    mode: str
+    before_us: float
+    us: float | None
+
+    @property
+    def change(self) -> float | None:
+        """Relative change of the time, above 0 if it is slower."""
+        return None if self.us is None else self.us / self.before_us - 1
+
+    def verdict(self, tolerance: float) -> str:
+        """Return ``ok``, ``slower``, ``faster`` or ``missing``."""
+        change = self.change
+        if change is None:
+            return "missing"
+        if abs(change) <= tolerance:
+            return "ok"
+        return "slower" if change > 0 else "faster"
+
+    def __str__(self) -> str:
+        now = "no right result" if self.us is None else f"{self.us:.1f} us"
+        return f"{self.case}, {self.mode}: {now}, {self.before_us:.1f} us before"
+
+
+def parse_tolerance(text: str) -> float:
+    """Return a percentage such as ``3%`` as a fraction.
+
+    Raises
+    ------
+    ArgumentError
+        If it is none, or negative.
+    """
+    try:
+        value = float(text.removesuffix("%")) / 100
+    except ValueError:
+        value = math.nan
+    if not text.endswith("%") or not math.isfinite(value) or value < 0:
+        raise ArgumentError(f"tolerance: expected a percentage such as 3%, got {text}")
+    return value
+
+
+def read_document(argument: str, path: Path) -> dict[str, Any]:
+    """Return what ``mlagen bench --json`` wrote.
+
+    Raises
+    ------
+    ArgumentError
+        If the file is no such document.
+    """
+    if not is_regular(path):
+        raise ArgumentError(f"{argument}: expected a file of mlagen bench --json, got {path}")
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        is_valid = set(document) == set(FIELDS["the document"]) and all(
+            set(case) == set(FIELDS["each of `cases`"]) for case in document["cases"]
+        )
+    except (OSError, ValueError, TypeError, KeyError):
+        is_valid = False
+    if not is_valid:
+        raise ArgumentError(f"{argument}: expected results of mlagen bench --json in {path}")
+    result: dict[str, Any] = document
+    return result
+
+
+def choose_rows(
+    document: Mapping[str, Any], cases: Sequence[Case] | None, modes: Sequence[str] | None
+) -> dict[str, Any]:
+    """Return the document with the rows of ``cases`` and ``modes`` only; None chooses all.
+
+    Raises
+    ------
+    ArgumentError
+        If none is left.
+    """
+    labels = None if cases is None else {case.label for case in cases}
+    rows = [
+        row
+        for row in document["cases"]
+        if (labels is None or row["case"] in labels) and (modes is None or row["mode"] in modes)
+    ]
+    if not rows:
+        raise ArgumentError("from_json: expected results of the chosen cases and modes, got none")
+    return {**document, "cases": rows}
+
+
+def changes_since(earlier: Mapping[str, Any], document: Mapping[str, Any]) -> list[Change]:
+    """Return the change of each right result of ``earlier`` whose case ``document`` has too.
+
+    Raises
+    ------
+    ArgumentError
+        If the documents are of two GPUs, or have no case in common.
+    """
+    if earlier["gpu"] != document["gpu"]:
+        raise ArgumentError(
+            f"baseline: expected results of {document['gpu']}, got those of {earlier['gpu']}"
+        )
+    rows = {(row["case"], row["mode"]): row["mlagen"] for row in document["cases"]}
+    changes = []
+    for row in earlier["cases"]:
+        now = rows.get((row["case"], row["mode"]))
+        if now is None or not row["mlagen"]["is_right"]:
+            continue
+        us = now["us"] if now["is_right"] else None
+        before_us = row["mlagen"]["us"]
+        changes.append(Change(case=row["case"], mode=row["mode"], before_us=before_us, us=us))
+    if not changes:
+        raise ArgumentError("baseline: expected a case and mode in common, got none")
+    return changes

@@ -1,0 +1,273 @@
+"""Calls of other libraries, whose ops mlagen plays on the CPU backend, and how they are found."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import mlagen
+from cache_tools.benchmark.baselines import fa3, find_baselines, flashinfer, flashmla
+from cache_tools.benchmark.calls import Call
+from cache_tools.benchmark.inputs import Inputs, make_inputs
+from cache_tools.benchmark.reference import attend, relative_error
+from cache_tools.benchmark.selection import case_of
+
+MLA: dict[str, tuple[str, dict[str, Any]]] = {
+    "MLA": ("mla", {}),
+    "MLA with drafts": ("mla", {"q_len": 3}),
+}
+GQA: dict[str, tuple[str, dict[str, Any]]] = {
+    "GQA": ("gqa", {}),
+    "GQA with drafts, over e4m3": ("gqa", {"q_len": 3, "kv_dtype": "e4m3", "head_dim": 64}),
+    "GQA with a window": ("gqa", {"window_left": 20}),
+}
+FLASHMLA: dict[str, tuple[str, dict[str, Any]]] = {
+    **MLA,
+    "MLA in e4m3": ("mla", {"dtype": "e4m3"}),
+    "sparse MLA": ("mla", {"kv_dtype": "fp8_ds_mla", "top_k": 40, "is_ragged": False}),
+}
+
+
+def inputs_of(family: str, facts: dict[str, Any]) -> Inputs:
+    """Return two small input sets."""
+    shared = {"batch": 3, "seq_len": 70, "heads": 8, "is_ragged": True}
+    return make_inputs(case_of(family, **{**shared, **facts}), 2, "cpu")
+
+
+def check(make: Callable[[Inputs], Call], inputs: Inputs) -> None:
+    """Require the reference of the first set from two calls, and another result of the second."""
+    call, expected = make(inputs), attend(inputs)
+
+    for _ in range(2):  # the first call may make metadata that the next ones reuse
+        assert relative_error(call(0), expected) < inputs.case.error_bound
+    assert relative_error(call(1), expected) > 0.5
+
+
+def mla(
+    query: torch.Tensor, cache: torch.Tensor, tables: torch.Tensor, lengths: Any, scale: float
+) -> torch.Tensor:
+    """Return MLA of mlagen; ``tables`` of three dimensions are top-k indices."""
+    out = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
+        query,
+        cache,
+        torch.empty(0, dtype=torch.uint8),
+        128,
+        512,
+        64,
+        tables,
+        lengths,
+        105,
+        sparse_mla_top_k=tables.shape[-1] if tables.dim() == 3 else 0,
+        bmm1_scale=scale,
+    )
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+class FlashMla:
+    """The ops of FlashMLA with the arguments of its Python interface."""
+
+    def dense_decode_fwd(self, *args: Any) -> tuple[Any, ...]:
+        """Return the output, and metadata that the next call has to pass."""
+        query, cache, head_dim_v, lengths, tables, scale, causal, metadata, splits, *_ = args
+        assert (head_dim_v, causal) == (512, query.shape[1] > 1)
+        assert (metadata, splits) in {(None, None), ("metadata", "splits")}
+        return mla(query, cache.squeeze(2), tables, lengths, scale), None, "metadata", "splits"
+
+    def get_mla_decoding_metadata_dense_fp8(
+        self, lengths: torch.Tensor, rows: int, kv_heads: int
+    ) -> tuple[Any, Any]:
+        """Return the metadata of e4m3 calls."""
+        assert (len(lengths), rows, kv_heads) == (3, 8, 1)
+        return "metadata", "splits"
+
+    def fwd_kvcache_mla_fp8(self, *args: Any) -> tuple[torch.Tensor, None]:
+        """Return the output of an e4m3 call."""
+        query, cache, _, lengths, tables, scale, _, metadata, splits, *descale = args
+        assert (metadata, splits, [each.item() for each in descale]) == (
+            *("metadata", "splits"),
+            [1.0, 1.0],
+        )
+        return mla(query, cache.squeeze(2), tables, lengths, scale), None
+
+    def sparse_decode_fwd(self, *args: Any) -> tuple[Any, ...]:
+        """Return the output of a call with top-k indices, for a multiple of 64 heads."""
+        query, cache, indices = args[:3]
+        assert query.shape[2] == 64
+        assert args[10] == 512
+        lengths = torch.full((len(query),), 70, dtype=torch.int32)
+        rows = cache.view(torch.uint8).squeeze(2)
+        return mla(query, rows, indices, lengths, args[11]), None, "metadata", "splits"
+
+
+@pytest.mark.parametrize(("family", "facts"), FLASHMLA.values(), ids=FLASHMLA)
+@pytest.mark.parametrize("unused", [0, 1], ids=["of SGLang", "of vLLM"])
+def test_flashmla_is_called_with_the_case(unused: int, family: str, facts: dict[str, Any]) -> None:
+    """Dense, e4m3 and sparse calls have the case's arguments, and metadata is made once."""
+    ops = FlashMla()
+    dense = partial(flashmla._dense, ops.dense_decode_fwd, unused)
+
+    check(lambda inputs: flashmla._call(inputs, dense, ops, ops), inputs_of(family, facts))
+
+
+class Fa3:
+    """The ops of FlashAttention-3 with the arguments of its Python interface."""
+
+    def get_scheduler_metadata(self, *args: Any) -> str:
+        """Return what the calls have to pass."""
+        assert len(args) == 23
+        return "schedule"
+
+    def fwd(self, *args: Any) -> tuple[torch.Tensor]:
+        """Return the output of mlagen."""
+        query, keys, values, _, _, latent = args[:6]
+        assert len(args) == 37
+        assert args[29] == "schedule"
+        lengths, q_len, longest, tables = args[11:15]
+        scale, causal, left, right = args[23:27]
+        assert causal
+        if latent is not None:
+            query = torch.cat([latent, query], -1)
+            query = query.view(-1, q_len, *query.shape[1:])
+            cache = torch.cat([values, keys], -1).squeeze(2)
+            return (mla(query, cache, tables, lengths, scale).flatten(0, 1),)
+        assert right == (0 if left >= 0 else -1)
+        out = mlagen.decode.xqa_batch_decode_with_kv_cache(
+            query.bfloat16(),
+            (keys, values),
+            torch.empty(0, dtype=torch.uint8),
+            tables,
+            lengths,
+            longest,
+            bmm1_scale=scale,
+            window_left=left,
+            q_len_per_req=q_len,
+        )
+        return (out,)
+
+
+FA3 = {**MLA, **GQA}
+
+
+@pytest.mark.parametrize(("family", "facts"), FA3.values(), ids=FA3)
+def test_fa3_is_called_with_the_case(family: str, facts: dict[str, Any]) -> None:
+    """Query, cache, lengths, window and schedule are those of the case."""
+    make = fa3._mla_call if family == "mla" else fa3._gqa_call
+
+    check(lambda inputs: make(Fa3(), inputs), inputs_of(family, facts))
+
+
+FLASHINFER = {**MLA, **GQA, "MLA in fp16": ("mla", {"dtype": "fp16", "page_size": 16})}
+
+
+@pytest.mark.parametrize(("family", "facts"), FLASHINFER.values(), ids=FLASHINFER)
+def test_flashinfer_is_called_with_the_case(
+    family: str, facts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plan, offsets, pages, lengths and draft masks are those of the case."""
+    modules = {"flashinfer": SimpleNamespace(), "flashinfer.mla": mlagen.mla}
+    for name, module in {**modules, "flashinfer.decode": mlagen.decode}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+    check(flashinfer.flashinfer_call, inputs_of(family, facts))
+
+
+def test_a_draft_attends_to_earlier_drafts() -> None:
+    """The mask has one bit per speculative token, in 16-bit words padded to 32 bits."""
+    inputs = inputs_of("gqa", {"q_len": 18})
+
+    mask = flashinfer._causal_mask(inputs)
+
+    assert (mask.dtype, mask.shape) == (torch.uint16, (3, 18, 2))
+    assert mask.int()[2, :2].tolist() == [[1, 0], [3, 0]]
+    assert mask.int()[0, 16:].tolist() == [[0xFFFF, 1], [0xFFFF, 3]]
+
+
+@pytest.mark.parametrize(
+    ("family", "facts", "expected"),
+    [
+        ("mla", {}, {"flashinfer", "flashmla", "fa3"}),
+        ("mla", {"page_size": 32}, {"flashinfer", "fa3"}),
+        ("mla", {"dtype": "e4m3"}, {"flashmla"}),
+        ("mla", {"kv_dtype": "e4m3"}, set()),
+        ("mla", {"top_k": 64, "kv_dtype": "fp8_ds_mla"}, {"flashmla"}),
+        ("mla", {"top_k": 64}, set()),
+        ("gqa", {}, {"flashinfer", "fa3"}),
+        ("gqa", {"kv_dtype": "e4m3"}, {"flashinfer", "fa3"}),
+        ("gqa", {"kv_dtype": "nvfp4"}, set()),
+    ],
+)
+def test_a_library_is_measured_where_it_has_a_kernel(
+    family: str, facts: dict[str, Any], expected: set[str]
+) -> None:
+    """A case that a library has no kernel for has no result of it, rather than a failure."""
+    modules = {"flashinfer": flashinfer, "flashmla": flashmla, "fa3": fa3}
+
+    serving = {name for name, module in modules.items() if module._serves(case_of(family, **facts))}
+
+    assert serving == expected
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder as `pip install --target` fills it, with both builds of FlashMLA and FA3."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for package, version, names in (
+        ("vllm", "0.23.0", ("vllm/_flashmla_C", "vllm/_flashmla_extension_C")),
+        ("vllm", "0.23.0", ("vllm/vllm_flash_attn/_vllm_fa3_C",)),
+        ("sgl-flash-mla", "1.0.0", ("flash_mla/_C_legacy",)),
+    ):
+        info = tmp_path / f"{package.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(exist_ok=True)
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
+        )
+        for name in names:
+            path = tmp_path / f"{name}.abi3.so"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+    return tmp_path
+
+
+def test_both_builds_of_flashmla_are_found_in_a_folder(site: Path) -> None:
+    """The wheels of vLLM and SGLang are two baselines, with package and version."""
+    found = find_baselines(["flashmla", "fa3"], site)
+
+    assert {each.name: each.version for each in found} == {
+        "flashmla-vllm": "vllm 0.23.0",
+        "flashmla-sglang": "sgl-flash-mla 1.0.0",
+        "fa3": "vllm 0.23.0",
+    }
+
+
+def test_without_names_all_that_are_found_are_measured(site: Path) -> None:
+    """A library that is missing is left out."""
+    (site / "flash_mla" / "_C_legacy.abi3.so").unlink()
+
+    names = {each.name for each in find_baselines([], site)}
+
+    assert names - {"flashinfer"} == {"flashmla-vllm", "fa3"}
+
+
+def test_a_missing_library_is_named_with_its_installation(tmp_path: Path) -> None:
+    """The message has what is missing and the command that installs it."""
+    with pytest.raises(mlagen.UnsupportedError) as caught:
+        find_baselines(["fa3"], tmp_path)
+
+    assert str(caught.value) == (
+        "compare: expected vllm for fa3, got none; run: pip install --no-deps --target DIR vllm, "
+        "and pass --peers DIR, or omit fa3"
+    )
+
+
+def test_a_folder_that_is_none_is_rejected(tmp_path: Path) -> None:
+    """The folder of --peers has to exist."""
+    with pytest.raises(mlagen.ArgumentError, match="peers: expected a folder of packages, got "):
+        find_baselines([], tmp_path / "none")

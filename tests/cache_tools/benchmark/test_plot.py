@@ -1,0 +1,95 @@
+"""Plot of a benchmark."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mlagen
+from cache_tools.benchmark.outcomes import Outcome
+from cache_tools.benchmark.plot import draw, require_plot, write_plot
+from cache_tools.benchmark.run import run_cases
+from cache_tools.benchmark.selection import case_of
+from tests.fake_machine import FAILED, RIGHT, WRONG, FakeMachine
+
+
+@pytest.fixture
+def _matplotlib() -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib, of the extra `bench`")
+
+
+def document() -> dict[str, Any]:
+    """Return three cases: right for both, wrong for mlagen, failed for the baseline."""
+    cases = [case_of("mla"), case_of("mla", heads=16), case_of("mla", dtype="e4m3")]
+    ours = dict(zip(cases, (RIGHT, WRONG, RIGHT), strict=True))
+    theirs = dict(zip(cases, (Outcome(us=1500.0, error=1e-3), RIGHT, FAILED), strict=True))
+    machine = FakeMachine(ours.__getitem__, theirs.__getitem__)
+    return run_cases(cases, machine, lambda _: None)
+
+
+@pytest.mark.usefixtures("_matplotlib")
+def test_a_png_is_written(tmp_path: Path) -> None:
+    """The file is a PNG of some size."""
+    path = tmp_path / "bars.png"
+
+    write_plot(document(), path)
+
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    assert len(content) > 10_000
+
+
+@pytest.mark.usefixtures("_matplotlib")
+def test_equal_results_give_equal_svg_files(tmp_path: Path) -> None:
+    """The file has no date and no random ids, and its text is text."""
+    one, other = tmp_path / "one.svg", tmp_path / "other.svg"
+
+    write_plot(document(), one)
+    write_plot(document(), other)
+
+    assert one.read_bytes() == other.read_bytes()
+    assert ">mla bf16, 128 x 4096, 16 heads</text>" in one.read_text()
+
+
+@pytest.mark.usefixtures("_matplotlib")
+def test_every_right_result_is_a_labelled_bar() -> None:
+    """Shares of the bound stand at the bars, with the best baseline and the ratio to it."""
+    from matplotlib.patches import Rectangle
+
+    (axes,) = draw(document()).axes
+
+    bars = [bar for bar in axes.patches if isinstance(bar, Rectangle)]
+    assert [round(float(bar.get_width()), 2) for bar in bars] == [0.18, 0.12, 0.15, 0.09]
+    assert [text.get_text() for text in axes.texts] == [
+        "0.18",
+        "0.12  fa3, 1.50x",
+        "0.15  fa3",
+        "0.09",
+    ]
+    assert axes.get_legend_handles_labels()[1] == ["mlagen", "best baseline"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bars.pdf", "plot: expected a name that ends in .svg or .png, got "),
+        ("none/bars.svg", "plot: expected a file in a writable folder, got "),
+        (".svg/", "plot: expected a name that ends in .svg or .png, got "),
+    ],
+    ids=["format", "folder", "no name"],
+)
+def test_a_plot_that_cannot_be_written_is_rejected(name: str, message: str, tmp_path: Path) -> None:
+    """It is rejected before the measurements."""
+    with pytest.raises(mlagen.ArgumentError, match=message):
+        require_plot(tmp_path / name)
+
+
+def test_without_matplotlib_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message has the command that installs it."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+    with pytest.raises(mlagen.UnsupportedError, match="run: pip install matplotlib"):
+        require_plot(tmp_path / "bars.svg")
