@@ -5,7 +5,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check cpu gpu oldest newest compile_commands.json clean
+.PHONY: help demo test check cpu gpu oldest newest docs compile_commands.json clean
 
 export PYTHON ?= python3
 export HAS_GPU := $(firstword $(wildcard /proc/driver/nvidia /dev/nvidiactl))
@@ -49,6 +49,9 @@ oldest: ## the CPU tests with the oldest dependencies that pyproject.toml allows
 
 newest: ## the CPU tests with the newest dependencies that pip finds
 	@set -eu; python=$$(.ci/versions newest); $(cpu_tests)
+
+docs: ## the documentation site, in build/site
+	@$(call setup,docs); NO_MKDOCS_2_WARNING=1 "$$python" -m mkdocs build --strict
 
 compile_commands.json: ## the input of clangd for templates/, rendered into build/clangd
 	@$(call setup,test); "$$python" -m tests.templates.compile_commands

@@ -62,7 +62,7 @@ def xqa_batch_decode_with_kv_cache(
     query : bf16 or fp16 [batch * q_len_per_req, heads, head_dim], or [tokens, heads, head_dim]
         The ragged layout requires ``q_cu_seq_lens``. Any strides that are multiples of 16 bytes.
         See the support table for ``head_dim``; ``heads`` is a multiple of ``kv_heads``.
-    kv_cache : as query, e4m3, int8, or uint8 with ``kv_cache_sf``
+    kv_cache : as query, e4m3, int8, or uint8 with kv_cache_sf
         A tuple or list of keys and values ``[pages, page_size, kv_heads, head_dim]``, one tensor
         ``[pages, 2, page_size, kv_heads, head_dim]`` of both, or ``[pages, 1, ...]`` where keys are
         values; ``kv_heads`` before ``page_size`` if ``kv_layout`` is ``HND``. Keys and values have

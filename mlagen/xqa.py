@@ -24,6 +24,8 @@ from mlagen.api.xqa_arguments import (
     table_capacity,
 )
 
+__all__ = ["xqa", "xqa_mla"]
+
 _XQA_NAMES = GqaArgNames(
     query="q",
     kv_cache="k_cache",

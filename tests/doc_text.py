@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
     str(path.relative_to(ROOT)): path
     for path in (
-        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+        *sorted(ROOT.glob("*.md")),
+        *sorted((ROOT / "examples").glob("*.md")),
         ROOT / "templates" / "README.md",
         *sorted((ROOT / "docs").rglob("*.md")),
     )
@@ -54,7 +55,7 @@ def without_blocks(text: str) -> str:
 def links_of(text: str) -> list[str]:
     """Return the link targets of a page within the project."""
     targets = [match["target"] for match in _LINK.finditer(without_blocks(text))]
-    return [target for target in targets if not target.startswith(("https://", "#unreleased"))]
+    return [target for target in targets if not target.startswith("https://")]
 
 
 def anchors_of(text: str) -> set[str]:
@@ -73,7 +74,7 @@ def badly_broken_lines(text: str) -> list[str]:
     bad = []
     lines = [*without_blocks(text).splitlines(), ""]
     for number, (line, following) in enumerate(pairwise(lines), start=1):
-        if line.startswith(("|", "#", "[")) or not line.strip():
+        if line.startswith(("|", "#", "[", ":::")) or not line.strip():
             continue
         goes_on = following.strip() and not (following.startswith("|") or _BULLET.match(following))
         is_complete = line.rstrip("*_)").endswith((".", ":", "?", "!"))

@@ -1,17 +1,22 @@
-"""Documentation: links, generated pages, and line format."""
+"""Documentation: links, generated pages, the site, and line format."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import pkgutil
 import re
+from types import ModuleType
 
 import pytest
 
-from mlagen import errors
-from tests.doc_pages import GENERATED
+import mlagen
+from mlagen import decode, errors, mla, ops, xqa
+from tests.doc_support import support_page
 from tests.doc_text import PAGES, ROOT, anchors_of, badly_broken_lines, links_of, sentences
+
+GENERATED = {"docs/reference/support.md": support_page}
 
 EXCEPTIONS = [
     name
@@ -25,6 +30,9 @@ SOURCES = [
     for path in sorted((ROOT / folder).rglob("*"))
     if path.suffix in {".py", ".cuh", ".j2"}
 ]
+
+# Several parameters in one entry of a docstring, with their type.
+TOGETHER = re.compile(r"^(?P<names>\w+(?:, \w+)+)(?: : (?P<type>.+))?$", re.MULTILINE)
 
 # Home and work folders of a real machine; examples use fictitious names.
 A_MACHINE = re.compile(r"(?<![\w~.])/(?:home|root|Users|work|tmp)/\S+")
@@ -86,14 +94,82 @@ def test_generated_pages_are_up_to_date(page: str) -> None:
     assert written == expected, "renew with: MLAGEN_ACCEPT=1 python3 -m pytest tests/test_docs.py"
 
 
-def test_documented_names_can_be_imported() -> None:
-    """Functions and classes of the API page can be imported by their names."""
-    names = re.findall(r"^## `(mlagen[\w.]+)`$", text_of("docs/reference/api.md"), re.MULTILINE)
+def api_names() -> list[str]:
+    """Return the names whose docstrings the API page shows."""
+    return re.findall(r"^::: (mlagen[\w.]+)$", text_of("docs/reference/api.md"), re.MULTILINE)
 
-    found = {name: pkgutil.resolve_name(name) for name in names}
+
+def test_documented_names_can_be_imported() -> None:
+    """Functions and classes of the API page can be imported by their names, and have docstrings."""
+    found = {name: pkgutil.resolve_name(name) for name in api_names()}
 
     assert len(found) >= 10
     assert {name for name, what in found.items() if what.__name__ != name.split(".")[-1]} == set()
+    assert {name for name, what in found.items() if not inspect.getdoc(what)} == set()
+
+
+def test_parameters_documented_together_have_one_type_and_default() -> None:
+    """The site shows the type and the default of the first beside each of them."""
+    documented = [pkgutil.resolve_name(name) for name in api_names()]
+    wrapper = mla.BatchMLAPagedAttentionWrapper
+    groups = [
+        (what.__name__, match["names"], match["type"], inspect.signature(what).parameters)
+        for what in (*documented, wrapper.plan, wrapper.run)
+        for match in TOGETHER.finditer(inspect.getdoc(what) or "")
+    ]
+
+    different = {
+        f"{function}: {names}"
+        for function, names, kind, parameters in groups
+        if kind is None or len({repr(parameters[name].default) for name in names.split(", ")}) != 1
+    }
+
+    assert len(groups) >= 10
+    assert different == set()
+
+
+@pytest.mark.parametrize("module", [mlagen, mla, decode, xqa, ops], ids=lambda m: m.__name__)
+def test_every_public_name_is_on_the_api_page(module: ModuleType) -> None:
+    """The API page has each public function and class, except exceptions."""
+    public = {name: getattr(module, name) for name in module.__all__}
+    shown = {pkgutil.resolve_name(name) for name in api_names()}
+
+    missing = {
+        name
+        for name, what in public.items()
+        if callable(what) and what not in shown and name not in EXCEPTIONS
+    }
+
+    assert missing == set()
+
+
+def test_the_site_lists_every_page_once() -> None:
+    """The navigation of mkdocs.yml has each page once, and no other."""
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    listed = re.findall(r"^ +- .+: (\S+\.md)$", nav.partition("\n\n")[0], re.MULTILINE)
+
+    assert sorted(listed) == sorted(PAGES)
+
+
+def test_the_site_has_every_file_that_pages_link_to() -> None:
+    """A link that works in a checkout works in the site: docs/hooks.py takes its target in."""
+    hooks = ast.parse((ROOT / "docs" / "hooks.py").read_text(encoding="utf-8"))
+    (patterns,) = (
+        ast.literal_eval(node.value)
+        for node in hooks.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SHOWN"
+    )
+    shown = {path for pattern in patterns for path in ROOT.glob(pattern)}
+
+    linked = {
+        (PAGES[page].parent / target.partition("#")[0]).resolve()
+        for page in PAGES
+        for target in links_of(text_of(page))
+        if not target.startswith("#")
+    }
+
+    assert linked
+    assert {str(path.relative_to(ROOT)) for path in linked - shown} == set()
 
 
 @pytest.mark.parametrize("exception", EXCEPTIONS)

@@ -51,8 +51,7 @@ def promised_by(program: str) -> list[str]:
     return re.findall(r"^ *print\(.*\)  # (.+)$", program, re.MULTILINE)
 
 
-# The Python blocks of the reference are signatures and fields, not programs.
-EXAMPLES = [page for page in pages_with("python") if page != "docs/reference/api.md"]
+EXAMPLES = pages_with("python")
 
 
 @pytest.mark.parametrize("page", [page for page in EXAMPLES if python_of(page, with_gpu=False)])

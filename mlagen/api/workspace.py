@@ -69,7 +69,9 @@ def workspace_bytes(
     kv_dtype : torch.dtype
         Of the cache, as ``dtype`` if None; uint8 is fp8_ds_mla, and in grouped-query attention
         NVFP4.
-    kv_lora_rank, qk_rope_head_dim : int
+    kv_lora_rank : int
+        As in the call, for multi-head latent attention.
+    qk_rope_head_dim : int
         As in the call, for multi-head latent attention.
     page_size : int
         Of the cache.

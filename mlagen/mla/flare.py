@@ -72,7 +72,7 @@ def flare_mla_decoding(
 
     Parameters
     ----------
-    q : bf16, fp16 or e4m3 [batch, q_len, heads, 576], or [tokens, heads, 576] if ``ragged``
+    q : bf16, fp16 or e4m3 [batch, q_len, heads, 576], or [tokens, heads, 576] if ragged
         Absorbed queries, latent part first. 1 to 256 heads. With ``per_token_scale_rope_aware``
         640-byte rows, e4m3 or uint8: 512 e4m3 elements and 64 of bf16.
     k : PagedKVCache, or as q [batch, num_keys, 1, 576]

@@ -150,8 +150,15 @@ def trtllm_batch_decode_with_kv_cache_mla(
         Ignored and unchanged; of any size and content, on the device of the query.
     sparse_mla_top_k_lens : int32 or uint32 [tokens]
         The top-k length of each query token, instead of its causal length from ``seq_lens``.
-    enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global
-        Not implemented; only their defaults are accepted.
+    enable_dcp : bool
+        Decode context parallel is not implemented: only the defaults of this argument and of the
+        next three are accepted.
+    cp_world : int
+        See ``enable_dcp``.
+    cp_rank : int
+        See ``enable_dcp``.
+    causal_seqlens_kv_global : torch.Tensor
+        See ``enable_dcp``.
     use_fp16_softmax : bool
         Ignored: the softmax is in fp32.
     return_lse_base : str

@@ -36,9 +36,23 @@ def xqa_batch_decode_with_kv_cache_mla(
 
     Parameters
     ----------
-    query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim
-        As there, with a query of four dimensions.
-    block_tables, seq_lens, max_seq_len, out, bmm1_scale, bmm2_scale, sinks, enable_pdl
+    query : bf16, fp16 or e4m3 [batch, q_len, heads, head_dim_qk]
+        As there, without the ragged layout.
+    kv_cache, workspace_buffer : torch.Tensor
+        As there.
+    qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim : int
+        As there.
+    block_tables, seq_lens : torch.Tensor
+        As there, without ``sparse_mla_top_k``.
+    max_seq_len : int
+        As there.
+    out : torch.Tensor
+        As there.
+    bmm1_scale, bmm2_scale : float or fp32 tensor of one element
+        As there.
+    sinks : fp32, bf16 or fp16 [heads]
+        As there.
+    enable_pdl : bool
         As there.
 
     Returns

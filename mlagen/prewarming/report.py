@@ -16,10 +16,25 @@ STATUSES = ("hit", "built", "failed", "timeout", "skipped", "missing")
 
 @dataclass(frozen=True, kw_only=True)
 class PrewarmUnit:
-    """Outcome of one kernel; the fields of an entry are None without an entry.
+    """Outcome of one kernel.
 
-    ``status`` is ``hit``, ``built``, ``failed``, ``timeout``, or ``skipped`` after a failure with
-    ``fail_fast``; in a dry run it is ``hit`` or ``missing``.
+    Attributes
+    ----------
+    spec : KernelSpec
+        The kernel; its ``str`` is what ``mlagen prewarm --kernel`` takes.
+    key : str
+        The digest of its key in the cache.
+    toolchain : str
+        The NVRTC that compiled it, or would.
+    status : str
+        ``hit``, ``built``, ``failed``, ``timeout``, or ``skipped`` after a failure with
+        ``fail_fast``; in a dry run ``hit`` or ``missing``.
+    ms : float
+        Milliseconds that it took.
+    registers, spill_bytes, cubin_bytes : int
+        Resources of the kernel; None if the cache has no entry.
+    error : MlagenError
+        Why it failed, or None.
     """
 
     spec: KernelSpec
@@ -35,12 +50,24 @@ class PrewarmUnit:
 
 @dataclass(frozen=True, kw_only=True)
 class PrewarmEvent:
-    """Progress: a kernel was ``started`` (being compiled), ``finished`` or ``loaded``."""
+    """Progress of a prewarm.
+
+    Attributes
+    ----------
+    kind : str
+        ``started`` (being compiled), ``finished`` or ``loaded``.
+    spec : KernelSpec
+        The kernel.
+    unit : PrewarmUnit
+        The outcome of a finished kernel, otherwise None.
+    done, total : int
+        Number of finished kernels, and of all.
+    """
 
     kind: str
     spec: KernelSpec
-    unit: PrewarmUnit | None  # of a finished kernel
-    done: int  # units finished
+    unit: PrewarmUnit | None
+    done: int
     total: int
 
 
@@ -50,12 +77,24 @@ RawEvent: TypeAlias = tuple[str, KernelSpec, PrewarmUnit | None]
 
 @dataclass(frozen=True, kw_only=True)
 class PrewarmReport:
-    """Result of a prewarm."""
+    """Result of a prewarm.
 
-    units: tuple[PrewarmUnit, ...]  # in the order of the specs
-    loaded: int  # number of kernels times GPUs
+    Attributes
+    ----------
+    units : tuple[PrewarmUnit, ...]
+        The outcome of each kernel, in the order of the specs.
+    loaded : int
+        Number of loaded kernels times GPUs.
+    ms : float
+        Milliseconds of the whole prewarm.
+    left_out : tuple[str, ...]
+        A sentence for each unsupported part of a model.
+    """
+
+    units: tuple[PrewarmUnit, ...]
+    loaded: int
     ms: float
-    left_out: tuple[str, ...] = ()  # a sentence for each unsupported part of a model
+    left_out: tuple[str, ...] = ()
 
     def totals(self) -> dict[str, int | float]:
         """Return the number of units of each status, and the duration."""

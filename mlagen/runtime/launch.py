@@ -162,7 +162,7 @@ def _configuration(kernel: LoadedKernel, enable_pdl: bool) -> Any:
         attribute.value.programmaticStreamSerializationAllowed = 1
         attributes.append(attribute)
     # CTAs that wait for each other must be co-resident. With PDL, too, they start together, once
-    # the SMs have capacity for all of them; see docs/measurements.md.
+    # the SMs have capacity for all of them; see docs/explanation/performance.md.
     if kernel.spec.is_cooperative:
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE

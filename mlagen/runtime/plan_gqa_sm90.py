@@ -21,7 +21,7 @@ _MAX_UINT32 = 2**32 - 1
 _MAX_GROUP_TOKEN_BYTES = 1024
 
 # Cost model of num_cta_groups, in microseconds. Fitted to an H200; only the order of the results
-# counts. See docs/measurements.md.
+# counts.
 _BYTES_PER_US = 4_500_000  # of all SMs
 _BYTES_PER_US_OF_SM = 160_000  # of one SM
 _DECODED_PER_US_OF_SM = 85_000  # of one SM that converts the KV cache

@@ -100,7 +100,7 @@ class MlaSm90Spec(KernelSpec):
     def small_calls(self) -> tuple[tuple[int, int], ...]:
         """(max rows per sequence, max KV blocks) of calls that the sm80 kernel runs faster.
 
-        KV blocks of all sequences count once per tile of 16 rows. See ``docs/measurements.md``.
+        KV blocks of all sequences count once per tile of 16 rows.
         """
         return (16, 256), (32, 128)
 

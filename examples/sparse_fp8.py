@@ -1,0 +1,1 @@
+"""Sparse attention over an FP8 KV cache."""
