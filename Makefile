@@ -33,7 +33,7 @@ check: ## format, lint, types and the CPU tests, required of every change
 	@$(call setup,dev); PATH=$$(dirname "$$python"):$$PATH; set -x; \
 	ruff format --check . ; \
 	ruff check . ; \
-	mypy --strict mlagen cache_tools tests; \
+	mypy --strict mlagen cache_tools tests examples; \
 	find templates -name '*.cuh' -exec clang-format --dry-run -Werror {} +
 	@$(MAKE) --no-print-directory cpu
 

@@ -129,6 +129,8 @@ def problem_with(words: list[str]) -> str | None:
     if name == "python3" and arguments[:2] == ["-m", "pytest"]:
         paths = [word for word in arguments[2:] if word.startswith("tests")]
         return next((f"no {path}" for path in paths if not (ROOT / path).exists()), None)
+    if name == "python3" and arguments[0].endswith(".py"):
+        return None if (ROOT / arguments[0]).is_file() else f"no {arguments[0]}"
     if name == "pip" and arguments[0] == "install":
         extras = re.findall(r"\[(\w+)\]", arguments[-1])
         project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -161,7 +163,8 @@ def test_commands_that_pages_name_exist(page: str) -> None:
 
 def test_wrong_commands_are_found() -> None:
     """The command check detects invalid commands."""
-    wrong = ("make cofee", "mlagen prewarm --archs x", "pip install .[cu11]", "mlagen cache lst")
+    mistyped = "make cofee", "mlagen prewarm --archs x", "pip install .[cu11]", "mlagen cache lst"
+    wrong = (*mistyped, "python3 examples/second_call.py")
 
     assert [line for line in wrong if problem_with(line.split()) is None] == []
 

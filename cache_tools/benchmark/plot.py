@@ -61,8 +61,8 @@ def write_plot(document: Mapping[str, Any], path: Path) -> None:
 def draw(document: Mapping[str, Any]) -> Figure:
     """Return the plot of a benchmark.
 
-    A case is a bar of mlagen, and below it one of the best baseline, with its name and the ratio;
-    wrong or missing results have no bar.
+    A case is a bar of mlagen with its speed over the best baseline, and below it a bar of that
+    baseline with its name; wrong or missing results have no bar.
     """
     from matplotlib.figure import Figure
 
@@ -85,21 +85,20 @@ def draw(document: Mapping[str, Any]) -> Figure:
 
 
 def _draw_bars(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    legend = {_MLAGEN: "mlagen", _BASELINE: "best baseline"}
+    legend = {_MLAGEN: "mlagen, and its speed over the baseline", _BASELINE: "best baseline"}
     for place, row in enumerate(rows):
-        bars = [(_MLAGEN, -_BAR / 2, row["mlagen"], "mlagen")]
+        ratio = "" if row["ratio"] is None else f"  {row['ratio']:.2f}x"
+        bars = [(_MLAGEN, -_BAR / 2, row["mlagen"], ratio)]
         best = row["best_baseline"]
         if best is not None:
-            ratio = "" if row["ratio"] is None else f", {row['ratio']:.2f}x"
-            bars.append((_BASELINE, _BAR / 2, row["baselines"][best], f"{best}{ratio}"))
-        for color, offset, outcome, name in bars:
+            bars.append((_BASELINE, _BAR / 2, row["baselines"][best], f"  {best}"))
+        for color, offset, outcome, note in bars:
             if not outcome["is_right"]:
                 continue
             share = outcome["roofline_share"]
             axes.barh(place + offset, share, _BAR, color=color, label=legend.pop(color, None))
-            text = f"{share:.2f}" if name == "mlagen" else f"{share:.2f}  {name}"
             axes.annotate(
-                text,
+                f"{share:.2f}{note}",
                 (share, place + offset),
                 (3, 0),
                 textcoords="offset points",

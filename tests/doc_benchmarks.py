@@ -1,0 +1,118 @@
+"""Benchmark page, from the results in docs/results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from cache_tools.benchmark.choices import MODES
+from cache_tools.benchmark.comparison import read_document
+from tests.doc_text import table
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = {
+    path.stem: read_document("results", path)
+    for path in sorted((ROOT / "docs" / "results").glob("*.json"))
+}
+
+_HEADER = """\
+# Benchmarks
+
+Decode calls of mlagen beside the fastest other library, from committed results: {files}.
+A ratio is the time of the best baseline over that of mlagen: above 1, mlagen is faster.
+
+## Method
+
+- A time is the median over replays of a CUDA graph of whole calls.
+- Calls rotate input sets that are together 8 times the L2 cache, so that none is read from L2.
+- The libraries run by turns, then once more in reverse order; a time is the mean of both.
+- **Fresh**: after a pause, at the clock of an idle GPU.
+- **Sustained**: after half a second of the same calls, when the power cap decides the clock.
+- **Model**: behind a projection of 128 tokens by 58 MB of weights, whose own time is subtracted.
+- Ratios are those to the fastest baseline in that state; times, share and error are fresh ones.
+- The share is the roofline bound over the time of mlagen.
+- The bound is the larger of bytes over read bandwidth and FLOP over GEMM rate, by rates of the run.
+- An error is relative to fp32 in the Frobenius norm; a result beyond its bound does not count.
+- FlashMLA is measured in the builds of vLLM and of SGLang, FlashAttention-3 in that of vLLM.
+- Plans, schedules and metadata of baselines are made beforehand and not timed.
+- FA3 takes an e4m3 query over an e4m3 GQA cache, so its call converts it.
+- FlashMLA's sparse kernels take 64 or 128 heads, so fewer are padded beforehand.
+- A case reads: query/cache dtype, requests x cached tokens (`~`: random), query/KV heads.
+
+Repeat it with the baselines in a folder of `pip install --target` ([how](how-to/benchmark.md)):
+
+```sh
+mlagen bench --suite full --mode fresh,sustained,model --compare --peers DIR --json > results.json
+```
+"""
+
+
+def render_page() -> str:
+    """Return the page: the method, and a section for each GPU."""
+    links = [f"[{short_name(each)}](results/{name}.json)" for name, each in RESULTS.items()]
+    sections = [_HEADER.format(files=", ".join(links))]
+    sections += [_section(name, document) for name, document in RESULTS.items()]
+    return "\n".join(sections)
+
+
+def short_name(document: Mapping[str, Any]) -> str:
+    """Return ``H100`` of ``NVIDIA H100 80GB HBM3``."""
+    return str(document["gpu"]).removeprefix("NVIDIA ").partition(" ")[0]
+
+
+def _section(name: str, document: Mapping[str, Any]) -> str:
+    gpu, ceilings = document["gpu"], document["ceilings"]
+    baselines = ", ".join(f"{key} ({version})" for key, version in document["baselines"].items())
+    facts = (
+        f"{gpu}, {document['power_limit_w']:.0f} W, {document['max_sm_mhz']:.0f} MHz, "
+        f"driver {document['driver']}, torch {document['torch']}, NVRTC {document['nvrtc']}, "
+        f"mlagen {document['mlagen']} at `{document['commit']}`."
+    )
+    rates = (
+        f"Measured ceilings: {ceilings['read_gb_s']:.0f} GB/s, "
+        f"{ceilings['bf16_tflop_s']:.0f} TFLOP/s in bf16, "
+        f"{ceilings['fp8_tflop_s']:.0f} TFLOP/s in e4m3."
+    )
+    image = f"images/benchmark-{name}.svg"
+    by_case: dict[str, dict[str, Any]] = {}
+    for row in document["cases"]:
+        by_case.setdefault(row["case"], {})[row["mode"]] = row
+    return "\n".join(
+        [
+            f"## {short_name(document)}\n",
+            f"![Share of the roofline bound]({image})\n",
+            f"{facts}\nBaselines: {baselines}.\n{rates}",
+            *(_summary(mode, document["cases"]) for mode in MODES),
+            "",
+            *table([_cells(modes) for modes in by_case.values()]),
+        ]
+    )
+
+
+def _summary(mode: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    ratios = [row["ratio"] for row in rows if row["mode"] == mode and row["ratio"] is not None]
+    faster = sum(ratio >= 1 for ratio in ratios)
+    return (
+        f"{mode.capitalize()}: mlagen is at least as fast in {faster} of {len(ratios)} cases with "
+        f"a baseline; geometric mean {geometric_mean(ratios):.2f}, least {min(ratios):.2f}."
+    )
+
+
+def _cells(modes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    row = modes["fresh"]
+    ours, best = row["mlagen"], row["best_baseline"]
+    return {
+        "case": row["case"],
+        "us": f"{ours['us']:.1f}",
+        "best baseline": best or "-",
+        "its us": "-" if best is None else f"{row['baselines'][best]['us']:.1f}",
+        **{mode: _ratio(modes[mode]["ratio"]) for mode in MODES},
+        "share": f"{ours['roofline_share']:.2f}",
+        "error": f"{ours['error']:.1e}",
+    }
+
+
+def _ratio(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
