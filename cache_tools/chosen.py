@@ -9,6 +9,7 @@ import click
 
 from mlagen.errors import ArgumentError
 
+from .completion import complete_key
 from .entries import entries_of
 from .entry_options import (
     Choice,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 def choice_options(command: Command) -> Command:
     """Add the arguments of :func:`chosen_entries`: ``KEY...`` and the filters."""
-    argument = click.argument("keys", metavar="[KEY]...", nargs=-1)
+    argument = click.argument("keys", metavar="[KEY]...", nargs=-1, shell_complete=complete_key)
     for decorate in (layers_option, toolchain_option, family_option, arch_option, argument):
         command = decorate(command)
     return command

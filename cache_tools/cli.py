@@ -20,6 +20,7 @@ from .commands.bench import bench
 from .commands.cache import cache
 from .commands.demo import demo
 from .commands.doctor import doctor
+from .commands.kernel import kernel
 from .commands.prewarm import prewarm
 from .commands.resources import resources
 from .exit_codes import FAILED, INTERRUPTED, PIPE_CLOSED, exit_code_of
@@ -77,7 +78,42 @@ def _usage_in_one_line() -> Iterator[None]:
         raise _OneLineError(f"{message}; see: {command} --help") from error
 
 
+def _set_cache_dir(_ctx: click.Context, _param: click.Parameter, value: str | None) -> None:
+    if value == "":
+        raise click.BadParameter("expected a folder, got ''")
+    _set_variable("MLAGEN_CACHE_DIR", value)
+
+
+def _set_log_level(_ctx: click.Context, _param: click.Parameter, count: int) -> None:
+    _set_variable("MLAGEN_LOG", ("", "info", "debug")[min(count, 2)])
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    """Set a variable of this process and its children, before the settings are read."""
+    if value:
+        from mlagen.settings import current_settings
+
+        os.environ[name] = value
+        current_settings.cache_clear()
+
+
 @click.group(cls=_CatchingGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--cache-dir",
+    metavar="DIR",
+    type=click.Path(file_okay=False),
+    expose_value=False,
+    callback=_set_cache_dir,
+    help="Cache folder, in place of MLAGEN_CACHE_DIR.",
+)
+@click.option(
+    "-v",
+    "--verbose",
+    count=True,
+    expose_value=False,
+    callback=_set_log_level,
+    help="Log to stderr, as with MLAGEN_LOG=info; -vv: debug.",
+)
 @click.version_option(__version__, prog_name="mlagen", message="%(prog)s %(version)s")
 def cli() -> None:
     """Compile attention kernels ahead of time, and manage their cache.
@@ -86,7 +122,7 @@ def cli() -> None:
     """
 
 
-for command in (prewarm, cache, resources, doctor, demo, bench):
+for command in (prewarm, cache, kernel, resources, doctor, demo, bench):
     cli.add_command(command)
 
 

@@ -111,8 +111,9 @@ def manifest_fields(stored: StoredEntry) -> dict[str, Any]:
         return {
             "family": dict(manifest.key_fields)["family"],
             "spec": {name: str(value) for name, value in kernel["spec"].items()},
-            "resources": _resources(facts["resources"]),
+            "resources": resources_of(facts["resources"]),
             "dynamic_shared_bytes": int(kernel["dynamic_shared_bytes"]),
+            "line_info": dict(manifest.key_fields).get("line_info"),
             "compile_ms": _finite(float(facts["compile_ms"])),
             "created": {
                 "because": None if because is None else str(because),
@@ -135,7 +136,8 @@ def _finite(number: float) -> float:
     return number
 
 
-def _resources(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def resources_of(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the resources of a manifest, in the order of the schema."""
     if not kernels:
         raise ValueError("no kernel")
     return [
@@ -168,6 +170,7 @@ _MANIFEST_FIELDS = (
     "spec",
     "resources",
     "dynamic_shared_bytes",
+    "line_info",
     "compile_ms",
     "created",
     "created_by",

@@ -23,6 +23,14 @@ def required_toolchain() -> str | None:
         return None
 
 
+def required_line_info() -> str | None:
+    """Return the folder of the line info that keys of this installation name, if any."""
+    from mlagen.codegen.sources import template_root
+    from mlagen.settings import current_settings
+
+    return str(template_root()) if current_settings().line_info else None
+
+
 def matches_sources(stored: StoredEntry, digests: Collection[str]) -> bool:
     """Whether an entry was rendered from sources with one of ``digests``; False if damaged."""
     return stored.manifest is not None and (

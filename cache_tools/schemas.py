@@ -41,6 +41,7 @@ _ENTRY: Part = {
     "spec": Field("map of text or null", "the fields that select its code"),
     "resources": Field("list of `resources` or null", "one object for each kernel in it"),
     "dynamic_shared_bytes": Field("integer or null", "dynamic shared memory of a CTA"),
+    "line_info": Field("text or null", "the folder of its `MLAGEN_LINEINFO`, null without"),
     "compile_ms": Field("number or null", "compile time of NVRTC in milliseconds"),
     "created": Field("`created` or null", "when and where it was compiled"),
     "created_by": Field("text or null", "`jit` or `prewarm`"),
@@ -230,6 +231,44 @@ RESOURCES: Schema = {
     },
 }
 
+_KERNEL: Part = {
+    "kernel": Field("text", "the kernel, as in messages"),
+    "family": Field("text", "kernel family"),
+    "spec": Field("map of text", "the fields that select its code"),
+    "key": Field("text", "its key, 64 hex digits"),
+    "toolchain": Field("text", "its compiler"),
+    "is_cached": Field("boolean", "whether it was read from the cache"),
+    "threads": Field("integer", "threads of a CTA"),
+    **_RESOURCES,
+    "dynamic_shared_bytes": Field("integer", "dynamic shared memory of a CTA"),
+    "max_active_ctas": Field("integer", "CTAs that an SM holds at once"),
+    "code_bytes": Field("integer", "size of the machine code"),
+    "template": Field("text", "the template that it is rendered from"),
+    "includes": Field(
+        "list of text",
+        "the templates that it includes, in order; `--source`, `--ptx` and `--sass` add their "
+        "output under their own name, `--resources` a map of `instructions`, null without nvdisasm",
+    ),
+}
+KERNEL_SHOW: Schema = {DOCUMENT: _KERNEL}
+KERNEL_DIFF: Schema = {
+    DOCUMENT: {
+        "first": Field("`kernel`", "the first kernel"),
+        "second": Field("`kernel`", "the second kernel"),
+        "facts": Field("list of `difference`", "the fields and resources that differ"),
+        "part": Field("text", "`source` or `sass`"),
+        "removed": Field("integer", "lines of that part that the second kernel lacks"),
+        "added": Field("integer", "lines of that part that the first kernel lacks"),
+        "diff": Field("list of text", "the lines of the unified diff"),
+    },
+    "`kernel`": {**_KERNEL, "includes": Field("list of text", "the templates that it includes")},
+    "`difference`": {
+        "fact": Field("text", "such as `registers`"),
+        "first": Field("text or integer or null", "of the first kernel, null if it has none"),
+        "second": Field("text or integer or null", "of the second kernel, null if it has none"),
+    },
+}
+
 SCHEMAS: dict[str, Schema] = {
     "cache dir": DIR,
     "cache ls": LS,
@@ -243,4 +282,6 @@ SCHEMAS: dict[str, Schema] = {
     "cache rm": RM,
     "cache clear": CLEAR,
     "resources": RESOURCES,
+    "kernel show": KERNEL_SHOW,
+    "kernel diff": KERNEL_DIFF,
 }

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .completion import arch_names, completer, family_names, model_names
+from .completion import arch_names, complete_spec, completer, family_names, model_names
 from .options import names, numbers
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ _OPTIONS = (
         "--kernel",
         "kernels",
         multiple=True,
-        metavar="TEXT",
+        metavar="SPEC",
+        shell_complete=complete_spec,
         help="One kernel, as in a miss or a record; may be repeated.",
     ),
     click.option(

@@ -22,6 +22,7 @@ class Tally:
 
     templates: frozenset[str]  # digests of the kernel sources that are installed
     toolchain: str | None
+    line_info: str | None = None  # folder of the templates, of MLAGEN_LINEINFO
     entries: int = 0  # of the cache folder alone, as size_bytes
     size_bytes: int = 0
     usable: int = 0
@@ -34,7 +35,12 @@ class Tally:
 
     def add(self, stored: StoredEntry) -> None:
         """Add an entry to the totals."""
-        fits = matches_sources(stored, self.templates) and matches_toolchain(stored, self.toolchain)
+        key_fields = dict(stored.manifest.key_fields) if stored.manifest else {}
+        fits = (
+            matches_sources(stored, self.templates)
+            and matches_toolchain(stored, self.toolchain)
+            and key_fields.get("line_info") == self.line_info
+        )
         self.usable += fits
         self.unusable += not fits
         self.damaged += stored.manifest is None
@@ -44,7 +50,6 @@ class Tally:
         named = {"layer": str(stored.layer), "toolchain": stored.toolchain}
         if stored.manifest is not None:
             created = stored.manifest.created
-            key_fields = dict(stored.manifest.key_fields)
             named["family"] = key_fields.get("family", "")
             named["arch"] = key_fields.get("spec.arch", "")
             named["mlagen"] = str(created.get("mlagen", ""))

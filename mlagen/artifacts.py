@@ -11,11 +11,13 @@ from typing import Any
 class Source:
     """A rendered kernel.
 
-    ``origins[i]`` is the ``template:line`` of line ``i + 1`` of ``text``.
+    ``origins[i]`` is the ``template:line`` of line ``i + 1`` of ``text``. With ``line_info``, the
+    text has ``#line`` directives, and is compiled with line info.
     """
 
     text: str
     origins: tuple[str, ...]
+    line_info: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from mlagen.cache.entry import CacheEntry
 from mlagen.cache.key import CacheKey
 from mlagen.cache.layers import LookUp
 from mlagen.cache.store import KernelStore
-from mlagen.codegen.sources import template_digest
+from mlagen.codegen.sources import template_digest, template_root
 from mlagen.compiler.toolchain import Nvrtc, find_nvrtc, options_for, wanted_toolchain
 from mlagen.errors import MissError, ToolchainError
 from mlagen.fork_safety import defer_forks
@@ -49,16 +49,19 @@ def key_of(spec: KernelSpec) -> CacheKey:
     ToolchainError
         If that toolchain is not installed.
     """
-    return _key_of(spec, wanted_toolchain(current_settings().toolchain))
+    settings = current_settings()
+    return _key_of(spec, wanted_toolchain(settings.toolchain), settings.line_info)
 
 
 @cache
-def _key_of(spec: KernelSpec, toolchain: str) -> CacheKey:
+def _key_of(spec: KernelSpec, toolchain: str, line_info: bool = False) -> CacheKey:
     key_fields = [("family", spec.family)]
     key_fields += [(f"spec.{name}", value) for name, value in spec.key_fields().items()]
-    for option in options_for(spec.arch, toolchain):
+    for option in options_for(spec.arch, toolchain, line_info=line_info):
         name, _, value = option.partition("=")
         key_fields.append((f"option.{name.lstrip('-')}", value))
+    if line_info:  # the cubin has the paths of the templates
+        key_fields.append(("line_info", str(template_root())))
     key_fields.append(("templates", template_digest(spec.template)))
     return CacheKey(key_fields=tuple(key_fields), toolchain=toolchain)
 
@@ -91,7 +94,7 @@ def find_or_build(spec: KernelSpec, *, created_by: str = "jit") -> Outcome:
             is_awaited = created_by == "jit"
             compiler = str(nvrtc)
             with report_compilation(str(spec), reason, compiler, store.root, is_awaited=is_awaited):
-                return _build(spec, nvrtc)
+                return build_spec(spec, nvrtc)
 
         entry = store.build(key, build, created_by=created_by, because=reason)
     if path := current_settings().record:
@@ -161,14 +164,23 @@ def _compiler_of(spec: KernelSpec, key: CacheKey, reason: str, created_by: str) 
     return nvrtc
 
 
-def _build(spec: KernelSpec, nvrtc: Nvrtc) -> Build:
+def build_spec(spec: KernelSpec, nvrtc: Nvrtc) -> Build:
+    """Render and compile ``spec`` as the settings say; looks into no cache.
+
+    Raises
+    ------
+    ToolchainError
+        If NVRTC does not know the architecture.
+    CompileError
+        If NVRTC rejects the kernel.
+    """
     # Imported here: a warm process loads no Jinja and no NVRTC. Forks are deferred: a child forked
     # during an import or a template load would wait for its lock for ever.
     with defer_forks():
         from mlagen.codegen.render import render
         from mlagen.compiler.nvrtc_process import compile_anywhere
 
-        source = render(spec)
+        source = render(spec, line_info=current_settings().line_info)
     cubin = compile_anywhere(source, spec.arch, nvrtc)
     return build_of(
         source,

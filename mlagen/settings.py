@@ -45,6 +45,7 @@ class Settings:
     log: str | None = None  # one of LOG_LEVELS; None: the application configures logging
     reads_hub_cache: bool = False  # for model configurations by Hub id; downloads nothing
     record: Path | None = None  # the file that gets a line for each kernel look-up
+    line_info: bool = False  # compiles with line info, for profilers; other keys
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
@@ -72,6 +73,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         log=_word(environ, "MLAGEN_LOG", tuple(LOG_LEVELS)) if environ.get("MLAGEN_LOG") else None,
         reads_hub_cache=_switch(environ, "MLAGEN_HF"),
         record=_file(environ, "MLAGEN_RECORD"),
+        line_info=_switch(environ, "MLAGEN_LINEINFO"),
     )
 
 

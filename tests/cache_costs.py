@@ -39,7 +39,7 @@ def main() -> None:
 def costs(folder: Path, *, repeats: int = 50) -> dict[str, float]:
     """Return the median costs, in milliseconds unless the key has another unit."""
     spec = specs_of(parse_arch("sm_90a"), ["mla_sm80"], query_dtype=["bf16"])[0]
-    build = engine._build(spec, find_nvrtc())
+    build = engine.build_spec(spec, find_nvrtc())
     keys = [_other(engine.key_of(spec), number) for number in range(repeats)]
     store = KernelStore(folder / "cache", lock_dir=folder / "locks", lock_timeout_s=60.0)
     publish = [_ms(lambda key=key: _publish(store, key, build)) for key in keys]  # type: ignore[misc]

@@ -79,7 +79,7 @@ def session_cache_dir(
 # Settings of the user that tests must not inherit.
 OTHER_SETTINGS = (
     *("MLAGEN_CACHE_RO", "MLAGEN_TRUST_SHARED", "MLAGEN_CACHE_MAX_SIZE", "MLAGEN_TOOLCHAIN"),
-    *("MLAGEN_JIT", "MLAGEN_RECORD", "MLAGEN_MLA_P_DTYPE", "MLAGEN_LOG"),
+    *("MLAGEN_JIT", "MLAGEN_RECORD", "MLAGEN_MLA_P_DTYPE", "MLAGEN_LOG", "MLAGEN_LINEINFO"),
 )
 
 

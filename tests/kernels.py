@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mlagen import engine
 from mlagen.codegen import environment, render, sources
 from mlagen.compiler.nvrtc_library import load_nvrtc
 from mlagen.compiler.toolchain import find_nvrtc, wanted_toolchain
@@ -94,15 +95,13 @@ def copy_templates(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make mlagen read its templates from a copy in ``folder``; ``clear_caches`` after an edit."""
     copy = folder / "templates"
     shutil.copytree(sources.template_root(), copy)
-    for module in (sources, environment, render):
+    for module in (sources, environment, render, engine):
         monkeypatch.setattr(module, "template_root", lambda: copy)
     return copy
 
 
 def clear_caches() -> None:
     """Clear the caches of templates and toolchain."""
-    from mlagen import engine
-
     environment.environment.cache_clear()
     sources.template_digest.cache_clear()
     sources._code_digest.cache_clear()

@@ -25,6 +25,15 @@ HEADER = """\
 This page is the output of `--help`, and for most commands the fields of the `--json` document.
 `python3 -m cache_tools` runs the same command in a checkout without an installation.
 Exit codes and environment variables are on [their own page](environment.md).
+
+## Shell completion
+
+- bash, in `~/.bashrc`: `eval "$(_MLAGEN_COMPLETE=bash_source mlagen)"`
+- zsh, in `~/.zshrc`: `eval "$(_MLAGEN_COMPLETE=zsh_source mlagen)"`
+- fish, in `~/.config/fish/completions/mlagen.fish`: `_MLAGEN_COMPLETE=fish_source mlagen | source`
+
+Commands, options, models, targets, GPU names, families, kernel specs and keys are completed.
+A spec has brackets: type its quote first, as in `mlagen kernel show 'mla_sm90(`.
 """
 
 

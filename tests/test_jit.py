@@ -189,7 +189,7 @@ def test_a_failed_compilation_is_reported(monkeypatch: pytest.MonkeyPatch) -> No
     def reject(*_: object) -> None:
         raise CompileError("NVRTC: no", log="", source="")
 
-    monkeypatch.setattr(engine, "_build", reject)
+    monkeypatch.setattr(engine, "build_spec", reject)
     with pytest.raises(CompileError, match="NVRTC: no"):
         find_or_build(COMBINE)
     end()
@@ -250,13 +250,13 @@ def test_a_long_compilation_logs_its_progress(
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every compilation slower than the warning threshold."""
     monkeypatch.setattr(jit, "_SLOW_S", 0.05)
-    real = engine._build
+    real = engine.build_spec
 
     def build(spec: KernelSpec, nvrtc: Nvrtc) -> Build:
         time.sleep(0.5)
         return real(spec, nvrtc)
 
-    monkeypatch.setattr(engine, "_build", build)
+    monkeypatch.setattr(engine, "build_spec", build)
 
 
 @pytest.mark.usefixtures("slow")

@@ -117,14 +117,14 @@ def test_a_failing_kernel_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The report has the failed kernel and its error, and the others are built."""
-    build = engine._build
+    build = engine.build_spec
 
     def fail_at_512(spec: KernelSpec, nvrtc: Any) -> Build:
         if spec.key_fields()["head_dim_vo"] == "512":
             raise mlagen.CompileError("NVRTC: no such thing", log="", source="")
         return build(spec, nvrtc)
 
-    monkeypatch.setattr(engine, "_build", fail_at_512)
+    monkeypatch.setattr(engine, "build_spec", fail_at_512)
 
     report = mlagen.prewarm(**SMALL)
 
@@ -135,7 +135,7 @@ def test_a_failing_kernel_does_not_stop_the_others(
 
 def test_a_bug_is_not_a_failed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception that is no MlagenError reaches the caller."""
-    monkeypatch.setattr(engine, "_build", None)
+    monkeypatch.setattr(engine, "build_spec", None)
 
     with pytest.raises(TypeError, match="not callable"):
         mlagen.prewarm(**SMALL)
@@ -144,7 +144,7 @@ def test_a_bug_is_not_a_failed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_exception_in_the_callback_cancels_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that have not started at the interrupt are never compiled."""
     builds: Counter[str] = Counter()
-    build = engine._build
+    build = engine.build_spec
 
     def counted(spec: KernelSpec, nvrtc: Any) -> Build:
         builds[str(spec)] += 1
@@ -154,7 +154,7 @@ def test_an_exception_in_the_callback_cancels_the_rest(monkeypatch: pytest.Monke
         if event.kind == "finished":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine, "_build", counted)
+    monkeypatch.setattr(engine, "build_spec", counted)
 
     with pytest.raises(KeyboardInterrupt):
         mlagen.prewarm("sm_80,sm_90a", families=["combine"], jobs=1, on_event=interrupt)
@@ -165,7 +165,7 @@ def test_an_exception_in_the_callback_cancels_the_rest(monkeypatch: pytest.Monke
 def test_one_job_compiles_one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one job, compilations do not overlap."""
     compiling = threading.Lock()
-    build = engine._build
+    build = engine.build_spec
 
     def alone(spec: KernelSpec, nvrtc: Any) -> Build:
         assert compiling.acquire(blocking=False)
@@ -174,7 +174,7 @@ def test_one_job_compiles_one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) 
         finally:
             compiling.release()
 
-    monkeypatch.setattr(engine, "_build", alone)
+    monkeypatch.setattr(engine, "build_spec", alone)
 
     report = mlagen.prewarm(**SMALL, jobs=1)
 
@@ -186,7 +186,7 @@ def test_a_read_only_cache_is_rejected_before_compiling(
 ) -> None:
     """A prewarm that could not store its kernels raises at once, with the path."""
     cache_dir.write_text("a file where the folder should be")
-    monkeypatch.setattr(engine, "_build", None)  # calling it would fail
+    monkeypatch.setattr(engine, "build_spec", None)  # calling it would fail
 
     with pytest.raises(mlagen.CacheError) as raised:
         mlagen.prewarm(**SMALL)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..completion import complete_key
 from ..differences import kernel_of, own_key, print_differences
 from ..entries import entry_of, require_valid
 from ..report import (
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("first", metavar="KEY")
-@click.argument("second", metavar="KEY")
+@click.argument("first", metavar="KEY", shell_complete=complete_key)
+@click.argument("second", metavar="KEY", shell_complete=complete_key)
 @json_option
 def explain(*, first: str, second: str, as_json: bool) -> None:
     """Compare two cached kernels.

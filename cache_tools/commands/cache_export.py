@@ -20,7 +20,10 @@ from ..report import count_text, json_option
 @click.argument("target", metavar="FILE", type=click.Path(path_type=Path))
 @choice_options
 @click.option(
-    "--wheel", "name", metavar="NAME", help="Write a wheel of that name; FILE is its folder."
+    "--wheel",
+    "name",
+    metavar="NAME",
+    help="Write a wheel of that name; FILE is its folder, and is created.",
 )
 @click.option(
     "--wheel-version", "version", metavar="VERSION", help="Default: the version of mlagen."

@@ -78,8 +78,12 @@ class _Line(NamedTuple):
 
 def _line(stored: StoredEntry) -> _Line:
     entry = document_of(stored)
-    is_valid = entry["problem"] is None
-    return _Line(entry, kernel_columns(entry["family"], entry["spec"]) if is_valid else {})
+    if entry["problem"] is not None:
+        return _Line(entry, {})
+    columns = kernel_columns(entry["family"], entry["spec"])
+    if entry["line_info"] is not None:
+        columns["variant"] = ", ".join(filter(None, (columns["variant"], "line info")))
+    return _Line(entry, columns)
 
 
 def _name(line: _Line) -> list[tuple[int, int, str]]:

@@ -8,6 +8,7 @@ import click
 
 from mlagen.errors import ArgumentError
 
+from ..completion import complete_key
 from ..entries import document_of, entries_of
 from ..report import SHORT_KEY, json_option, print_json, size_text
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("keys", metavar="KEY...", nargs=-1, required=True)
+@click.argument("keys", metavar="KEY...", nargs=-1, required=True, shell_complete=complete_key)
 @json_option
 def rm(*, keys: tuple[str, ...], as_json: bool) -> None:
     """Remove the kernels whose keys begin with KEY.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..completion import complete_key
 from ..entries import entries_of, require_valid
 from ..report import (
     json_option,
@@ -28,7 +27,7 @@ _PARTS = (*_FILES, "sass", "reproduce")
 
 
 @click.command()
-@click.argument("key")
+@click.argument("key", shell_complete=complete_key)
 @click.option("--source", is_flag=True, help="Print the CUDA source.")
 @click.option("--log", is_flag=True, help="Print the log of NVRTC and ptxas.")
 @click.option("--manifest", is_flag=True, help="Print the manifest, JSON.")
@@ -83,10 +82,7 @@ def _content(stored: StoredEntry, part: str) -> bytes:
         return program_of(stored.manifest, stored.path).encode()
     if part != "sass":
         return read_content(stored, _FILES[part])
-    with NamedTemporaryFile(suffix=f".{CUBIN}") as file:  # the verified bytes, not the path
-        file.write(read_content(stored, CUBIN))
-        file.flush()
-        return sass_of(Path(file.name)).encode()
+    return sass_of(read_content(stored, CUBIN), str(stored.path)).encode()
 
 
 def _facts(stored: StoredEntry, document: dict[str, Any]) -> dict[str, str]:
@@ -97,6 +93,8 @@ def _facts(stored: StoredEntry, document: dict[str, Any]) -> dict[str, str]:
         "folder": str(stored.path),
     }
     facts |= {f"  {name}": value for name, value in document["spec"].items()}
+    if document["line_info"] is not None:
+        facts["line info"] = f"lines of {document['line_info']}"
     for kernel in document["resources"]:
         resources = resource_columns([kernel], document["dynamic_shared_bytes"])
         facts[f"ptxas {kernel['symbol']}"] = (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..installation import required_toolchain
+from ..installation import required_line_info, required_toolchain
 from ..report import (
     SHORT_KEY,
     count_text,
@@ -38,7 +38,7 @@ def stats(*, as_json: bool) -> None:
 
     store, settings = kernel_store(), current_settings()
     max_bytes = settings.cache_max_bytes
-    tally = Tally(template_digests(), required_toolchain())
+    tally = Tally(template_digests(), required_toolchain(), required_line_info())
     for stored in store.entries(layers=True):
         tally.add(stored)
     document = {

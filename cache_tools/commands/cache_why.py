@@ -10,6 +10,7 @@ import click
 
 from mlagen.errors import CacheError
 
+from ..completion import complete_spec_or_key
 from ..differences import Difference, kernel_of, nearest_entry, own_key, print_differences
 from ..entries import document_of, entry_of, require_valid
 from ..exit_codes import DONE, FAILED
@@ -35,7 +36,7 @@ class _Answer:
 
 
 @click.command()
-@click.argument("kernel", metavar="SPEC|KEY")
+@click.argument("kernel", metavar="SPEC|KEY", shell_complete=complete_spec_or_key)
 @json_option
 @click.pass_context
 def why(ctx: click.Context, /, *, kernel: str, as_json: bool) -> None:

@@ -162,6 +162,9 @@ def atomic_file(target: Path) -> Iterator[BinaryIO]:
 
 
 def _require_replaceable(target: Path) -> None:
+    if not target.parent.exists():
+        rule = "expected a file in a folder that exists"
+        raise BundleError(f"bundle: {rule}, got {target}", path=target)
     if target.exists() and not stat.S_ISREG(target.stat().st_mode):
         raise BundleError(f"bundle: expected a file, got another kind: {target}", path=target)
 

@@ -18,7 +18,7 @@ from packaging.utils import InvalidName, canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from mlagen import __version__
-from mlagen.cache.bundle import BundleSummary
+from mlagen.cache.bundle import BundleError, BundleSummary
 from mlagen.cache.bundle_writing import OnProgress, atomic_file, bundle_summary, verified_entries
 from mlagen.cache.catalog import StoredEntry
 from mlagen.cache.default_store import ENTRY_POINT_GROUP
@@ -59,7 +59,7 @@ def export_wheel(
     stored : Sequence[StoredEntry]
         Entries to ship; every file is verified when it is read.
     folder : Path
-        Target folder; name and version determine the file name.
+        Target folder, created if it is missing; name and version determine the file name.
     name : str
         The distribution, such as ``acme-kernels``; the package is ``acme_kernels``.
     version : str
@@ -88,6 +88,11 @@ def export_wheel(
         raise ArgumentError(
             f"version: expected one such as 1.0 or 1.0.post1, got {version!r}"
         ) from None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"wheel: expected a folder, got {error.strerror}: {folder}"
+        raise BundleError(message, path=folder) from error
     entries = []
     done, total = 0, sum(one.size_bytes for one in stored)
     target = folder / f"{package}-{version}-py3-none-any.whl"

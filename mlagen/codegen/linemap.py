@@ -1,12 +1,15 @@
 r"""Which template line a rendered line came from.
 
 When Jinja reads a template, an invisible mark ``\x01line:template\x02`` is put in front of every
-literal line; after rendering the marks are taken out again and become a map.
+literal line; after rendering the marks are taken out again and become a map. The compiler gets the
+map as ``#line`` directives, if line info is wanted.
 """
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 
 from jinja2.ext import Extension
 
@@ -57,3 +60,31 @@ def plain_text(content: str, name: str) -> Text:
     """Return a file without Jinja: every line came from itself."""
     lines = content.split("\n")
     return Text(lines, [f"{name}:{number}" for number in range(1, len(lines) + 1)])
+
+
+def with_line_directives(text: Text, root: Path) -> Text:
+    """Return the text with a ``#line`` directive where its lines stop following each other.
+
+    The directives name files below ``root``, which is absolute: a profiler opens them.
+    """
+    marked = Text([], [])
+    following, is_continued = "", False
+    for line, origin in zip(*text, strict=True):
+        # A blank line has the origin of the line before it, and no instruction has its number.
+        if line.strip() and origin and origin != following and not is_continued:
+            name, _, number = origin.rpartition(":")
+            marked.lines.append(f'#line {number} "{_escaped(root / name)}"')
+            marked.origins.append(origin)
+            following = origin
+        marked.lines.append(line)
+        marked.origins.append(origin)
+        name, _, number = following.rpartition(":")
+        following = f"{name}:{int(number) + 1}" if number else ""
+        is_continued = line.endswith("\\")
+    return marked
+
+
+def _escaped(path: Path) -> str:
+    """Return a path as a string literal spells it; bytes that are no UTF-8 are replaced."""
+    text = os.fsencode(path).decode(errors="replace")
+    return text.replace("\\", "\\\\").replace('"', '\\"')

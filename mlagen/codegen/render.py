@@ -5,13 +5,15 @@ from __future__ import annotations
 from mlagen.artifacts import Source
 from mlagen.codegen.environment import environment
 from mlagen.codegen.includes import Text, flatten
-from mlagen.codegen.linemap import plain_text, split_marks
+from mlagen.codegen.linemap import plain_text, split_marks, with_line_directives
 from mlagen.codegen.sources import template_root
 from mlagen.spec.kernel import KernelSpec
 
 
-def render(spec: KernelSpec) -> Source:
+def render(spec: KernelSpec, *, line_info: bool = False) -> Source:
     """Return the CUDA source of ``spec``: one translation unit that includes nothing.
+
+    With ``line_info``, ``#line`` directives name the lines of the templates.
 
     Raises
     ------
@@ -21,7 +23,11 @@ def render(spec: KernelSpec) -> Source:
         If a template asks for a fact that the spec does not have.
     """
     text = flatten(template_root(), spec.template, lambda name: rendered_file(name, spec))
-    return Source(text="\n".join(text.lines) + "\n", origins=tuple(text.origins))
+    if line_info:
+        text = with_line_directives(text, template_root())
+    return Source(
+        text="\n".join(text.lines) + "\n", origins=tuple(text.origins), line_info=line_info
+    )
 
 
 def rendered_file(name: str, spec: KernelSpec) -> Text:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from mlagen.artifacts import Cubin, Source
-from mlagen.compiler.nvrtc_library import load_nvrtc
+from mlagen.compiler.nvrtc_library import Compiled, load_nvrtc
 from mlagen.compiler.nvrtc_search import BUILD, version_inside
 from mlagen.compiler.ptxas import parse_resources
 from mlagen.compiler.toolchain import Nvrtc, options_for
@@ -34,19 +34,10 @@ def compile_source(source: Source, arch: Arch, nvrtc: Nvrtc) -> Cubin:
     CompileError
         If it rejects the source; positions in the message are in the templates.
     """
-    library = load_nvrtc(nvrtc.path)
-    known = library.supported_archs()
-    if arch.number not in known:
-        numbers = ", ".join(f"sm_{number}" for number in known)
-        raise ToolchainError(f"arch: NVRTC {nvrtc.version} compiles for {numbers}, got {arch}")
     start = time.perf_counter()
-    compiled = library.compile(source.text, PROGRAM_NAME, options_for(arch, str(nvrtc)))
+    compiled = _compile(source, arch, nvrtc)
     compile_ms = (time.perf_counter() - start) * 1e3
-    log = compiled.log.rstrip("\0\n ") + "\n"
-    if compiled.error is not None:
-        log = rewrite_positions(log, source.origins)
-        first = next((line for line in log.splitlines() if "error" in line), compiled.error)
-        raise CompileError(f"NVRTC {nvrtc.version}: {first}", log=log, source=source.text)
+    log = _log_of(compiled)
     return Cubin(
         code=compiled.code,
         log=log,
@@ -54,6 +45,40 @@ def compile_source(source: Source, arch: Arch, nvrtc: Nvrtc) -> Cubin:
         toolchain=f"nvrtc-{_version_of_cubin(compiled.code, nvrtc)}",
         compile_ms=compile_ms,
     )
+
+
+def compile_to_ptx(source: Source, arch: Arch, nvrtc: Nvrtc) -> str:
+    """Return the PTX of ``source``, from which :func:`compile_source` makes the cubin.
+
+    Raises
+    ------
+    ToolchainError
+        If NVRTC cannot be loaded or does not know ``arch``.
+    CompileError
+        If it rejects the source.
+    """
+    return _compile(source, arch, nvrtc, result="PTX").code.rstrip(b"\0").decode()
+
+
+def _compile(source: Source, arch: Arch, nvrtc: Nvrtc, result: str = "CUBIN") -> Compiled:
+    library = load_nvrtc(nvrtc.path)
+    known = library.supported_archs()
+    if arch.number not in known:
+        numbers = ", ".join(f"sm_{number}" for number in known)
+        raise ToolchainError(f"arch: NVRTC {nvrtc.version} compiles for {numbers}, got {arch}")
+    options = options_for(arch, str(nvrtc), line_info=source.line_info)
+    if result == "PTX":  # for the virtual architecture, ptxas does not run
+        options = tuple(option.replace("=sm_", "=compute_") for option in options)
+    compiled = library.compile(source.text, PROGRAM_NAME, options, result=result)
+    if compiled.error is not None:
+        log = rewrite_positions(_log_of(compiled), source.origins)
+        first = next((line for line in log.splitlines() if "error" in line), compiled.error)
+        raise CompileError(f"NVRTC {nvrtc.version}: {first}", log=log, source=source.text)
+    return compiled
+
+
+def _log_of(compiled: Compiled) -> str:
+    return compiled.log.rstrip("\0\n ") + "\n"
 
 
 def rewrite_positions(log: str, origins: Sequence[str]) -> str:

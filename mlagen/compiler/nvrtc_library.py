@@ -62,8 +62,10 @@ class NvrtcLibrary:
         self._call("nvrtcGetSupportedArchs", numbers)
         return list(numbers)
 
-    def compile(self, text: str, name: str, options: Sequence[str]) -> Compiled:
-        """Compile a source to a cubin."""
+    def compile(
+        self, text: str, name: str, options: Sequence[str], *, result: str = "CUBIN"
+    ) -> Compiled:
+        """Compile a source to a cubin, or with ``result="PTX"`` to PTX."""
         program = ctypes.c_void_p()
         self._call(
             "nvrtcCreateProgram",
@@ -78,7 +80,7 @@ class NvrtcLibrary:
             c_options = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
             status = self._library.nvrtcCompileProgram(program, len(options), c_options)
             log = self._read(program, "nvrtcGetProgramLog").decode(errors="replace")
-            code = b"" if status else self._read(program, "nvrtcGetCUBIN")
+            code = b"" if status else self._read(program, f"nvrtcGet{result}")
             return Compiled(log=log, code=code, error=self._name_of(status) if status else None)
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))

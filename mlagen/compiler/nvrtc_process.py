@@ -94,7 +94,7 @@ def main() -> None:
     answer_to = os.dup(1)
     os.dup2(2, 1)  # other output goes to stderr, not into the answer
     request = json.load(sys.stdin.buffer)
-    source = Source(text=request["source"]["text"], origins=tuple(request["source"]["origins"]))
+    source = Source(**{**request["source"], "origins": tuple(request["source"]["origins"])})
     nvrtc = Nvrtc(**{**request["nvrtc"], "path": Path(request["nvrtc"]["path"])})
     head: dict[str, Any]
     code = b""

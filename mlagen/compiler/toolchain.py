@@ -101,14 +101,15 @@ def wanted_toolchain(policy: str) -> str:
         return f"nvrtc-{_bindings_major()}"
 
 
-def options_for(arch: Arch, toolchain: str) -> tuple[str, ...]:
+def options_for(arch: Arch, toolchain: str, *, line_info: bool = False) -> tuple[str, ...]:
     """Return the compiler options for a target, in order."""
     is_old = _release_of(toolchain) < (12, 9)
     # Family suffixes need 12.9; older versions use the architecture-specific suffix.
     suffix = "a" if is_old and arch.suffix == "f" else arch.suffix
     # From 12.9 on, NVRTC has its own cache in the driver, and calls cuInit for it.
     caching = () if is_old else ("--no-cache",)
-    return (f"--gpu-architecture=sm_{arch.number}{suffix}", *caching, *_OPTIONS)
+    lines = ("--generate-line-info",) if line_info else ()
+    return (f"--gpu-architecture=sm_{arch.number}{suffix}", *caching, *_OPTIONS, *lines)
 
 
 def _first_supported(major: int) -> Nvrtc | None:

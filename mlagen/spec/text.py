@@ -13,6 +13,7 @@ from mlagen.spec.arch import Arch, parse_arch
 from mlagen.spec.calls import specs_of_variant
 from mlagen.spec.combine import CombineSpec, combine_specs
 from mlagen.spec.dtype import DType
+from mlagen.spec.families import FAMILIES
 from mlagen.spec.gqa import GqaSm80Spec
 from mlagen.spec.gqa_sm90 import GqaSm90Spec
 from mlagen.spec.kernel import KernelSpec, Variant
@@ -38,6 +39,24 @@ def parse_spec(text: str) -> KernelSpec:
     ArgumentError
         If the text is malformed, or no call uses the kernel.
     """
+    family, values = split_spec(text)
+    if missing := [name for name in key_field_names(family) if name not in values]:
+        inside = text[text.index("(") + 1 : text.rindex(")")]
+        raise ArgumentError(f"{family}: expected {', '.join(missing)} too, got {inside!r}")
+    spec = _construct(_FAMILIES[family], family, values)
+    assert isinstance(spec, KernelSpec)
+    _require_used(spec)
+    return spec
+
+
+def split_spec(text: str) -> tuple[str, dict[str, str]]:
+    """Return the family and the values by name, of which some may be missing.
+
+    Raises
+    ------
+    ArgumentError
+        If the text is malformed, or a name is not one of the family.
+    """
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ArgumentError(f"kernel: expected family(name=value, ...), got {text!r}")
@@ -46,10 +65,12 @@ def parse_spec(text: str) -> KernelSpec:
         raise ArgumentError(
             f"kernel: expected a family out of {', '.join(_FAMILIES)}, got {family!r}"
         )
-    spec = _construct(_FAMILIES[family], family, _parse_values(family, inside))
-    assert isinstance(spec, KernelSpec)
-    _require_used(spec)
-    return spec
+    return family, _parse_values(family, inside)
+
+
+def key_field_names(family: str) -> list[str]:
+    """Return the names of the key fields of a family, in the order of the text."""
+    return list(_types_of(_FAMILIES[family]))
 
 
 def _parse_values(family: str, inside: str) -> dict[str, str]:
@@ -66,8 +87,6 @@ def _parse_values(family: str, inside: str) -> dict[str, str]:
         if name in values:
             raise ArgumentError(f"{family}: expected {name} once, got it twice")
         values[name] = value
-    if missing := [name for name in types if name not in values]:
-        raise ArgumentError(f"{family}: expected {', '.join(missing)} too, got {inside!r}")
     return values
 
 
@@ -128,9 +147,9 @@ def _require_used(spec: KernelSpec) -> None:
     if spec in known:
         return
     rule = "a kernel that calls use"
-    if known:
+    if others := known or list(FAMILIES[spec.family](spec.arch)):
         fields = spec.key_fields().items()
-        nearest = max(known, key=lambda other: len(fields & other.key_fields().items()))
+        nearest = max(others, key=lambda other: len(fields & other.key_fields().items()))
         rule += f", the nearest {nearest}"
     raise ArgumentError(f"{spec.family}: expected {rule}, got {spec}")
 

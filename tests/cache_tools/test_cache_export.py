@@ -114,6 +114,31 @@ def test_a_wheel_goes_into_a_folder(run: Run, target: Path) -> None:
     assert f" to {wheel}, " in result.stdout
 
 
+def test_the_folder_of_a_wheel_is_created(run: Run, target: Path) -> None:
+    """A missing folder is created, one that cannot be is named."""
+    folder = target.parent / "new" / "dist"
+
+    made = run("cache", "export", str(folder), "--wheel", "acme", "--wheel-version", "1")
+    failed = run("cache", "export", str(folder / "acme-1-py3-none-any.whl"), "--wheel", "acme")
+
+    assert made.exit_code == 0
+    assert (folder / "acme-1-py3-none-any.whl").is_file()
+    assert failed.exit_code == 1
+    assert "mlagen: wheel: expected a folder, got File exists: " in failed.stderr
+
+
+def test_the_folder_of_a_bundle_has_to_exist(run: Run, target: Path) -> None:
+    """The message names the rule, and nothing is created."""
+    missing = target.parent / "new" / "kernels.tar.gz"
+
+    result = run("cache", "export", str(missing))
+
+    rule = "expected a file in a folder that exists"
+    assert result.exit_code == 1
+    assert result.stderr.endswith(f"mlagen: bundle: {rule}, got {missing}\n")
+    assert not missing.parent.exists()
+
+
 def test_a_wheel_of_mlagen_itself_is_rejected(run: Run, target: Path) -> None:
     """An installed wheel of that name would overwrite the package."""
     result = run("cache", "export", str(target.parent), "--wheel", "mlagen")

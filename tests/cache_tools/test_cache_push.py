@@ -85,4 +85,4 @@ def test_a_failed_upload_fails_with_1(run: Run, tmp_path: Path) -> None:
     result = run("cache", "push", url)
 
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "No such file or directory" in result.stderr.splitlines()[-1]
+    assert "expected a file in a folder that exists" in result.stderr.splitlines()[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import subprocess
 import sys
@@ -82,6 +83,38 @@ def test_bad_usage_is_one_line_and_names_the_help(
     assert (result.exit_code, result.stdout) == (2, "")
     stderr = result.stderr.replace("option: --no-such;", "option '--no-such';")  # click 8.1
     assert stderr.lower() == f"mlagen: {message}\n".lower()
+
+
+def test_the_cache_can_be_chosen_for_one_command(run: Run, tmp_path: Path) -> None:
+    """`--cache-dir` overrides the variable, and expands a tilde as the variable does."""
+    chosen = run("--cache-dir", str(tmp_path / "other"), "cache", "dir")
+    from_home = run("--cache-dir", "~/kernels", "cache", "dir")
+
+    assert chosen.stdout == f"{tmp_path / 'other'}\n"
+    assert from_home.stdout == f"{Path.home() / 'kernels'}\n"
+
+
+@pytest.mark.parametrize("value", ["", str(Path(__file__))], ids=["empty", "a file"])
+def test_a_cache_that_is_no_folder_is_bad_usage(value: str, run: Run) -> None:
+    """The message has the option, and no command runs."""
+    result = run("--cache-dir", value, "cache", "dir")
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "cache-dir" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "level"), [("-v", logging.INFO), ("-vv", logging.DEBUG), ("-vvv", logging.DEBUG)]
+)
+def test_verbose_sets_the_log_level(
+    option: str, level: int, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`-v` is MLAGEN_LOG=info and `-vv` debug, whatever the variable says."""
+    monkeypatch.setenv("MLAGEN_LOG", "off")
+
+    assert run(option, "cache", "dir").exit_code == 0
+
+    assert logging.getLogger("mlagen").level == level
 
 
 def test_a_group_alone_prints_its_help(run: Run) -> None:

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import click
 import pytest
 from click.shell_completion import BashComplete
 
 from cache_tools.cli import cli
+from cache_tools.completion import completer
+from mlagen.prewarming import PrewarmReport
+from tests.kernels import COMBINE
+
+from .conftest import ROOT
+
+
+def completed(args: list[str], typed: str) -> dict[str, str | None]:
+    """Return the completed values, with their help."""
+    shell = BashComplete(cli, {}, "mlagen", "_MLAGEN_COMPLETE")
+    return {item.value: item.help for item in shell.get_completions(args, typed)}
 
 
 @pytest.mark.parametrize(
@@ -25,8 +40,86 @@ def test_values_are_completed_one_after_the_other(
     args: list[str], typed: str, expected: list[str]
 ) -> None:
     """Text before the last comma stays."""
-    shell = BashComplete(cli, {}, "mlagen", "_MLAGEN_COMPLETE")
+    assert list(completed(args, typed)) == expected
 
-    found = [item.value for item in shell.get_completions(args, typed)]
 
-    assert found == expected
+@pytest.mark.parametrize(
+    "args",
+    [["kernel", "show"], ["kernel", "diff", "combine"], ["cache", "why"], ["prewarm", "--kernel"]],
+    ids=" ".join,
+)
+def test_a_spec_is_completed_in_two_steps(args: list[str]) -> None:
+    """The family comes first, and behind its opening bracket every spec that begins so."""
+    assert list(completed(args, "mla_sm90_")) == ["mla_sm90_fp8", "mla_sm90_fp8kv"]
+    assert str(COMBINE).replace("sm_80", "sm_90a") in completed(args, "combine(arch=sm_90a, d")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["cache", "show"],
+        ["cache", "why"],
+        ["cache", "explain", "123456"],
+        ["cache", "rm", "123456"],
+        ["cache", "push", "URL"],
+        ["cache", "export", "FILE"],
+    ],
+    ids=" ".join,
+)
+def test_a_key_is_completed_from_the_cache(args: list[str], cached: PrewarmReport) -> None:
+    """A key is completed to eight digits, or one more than are typed, with its kernel as help."""
+    first, second = (unit.key for unit in cached.units)
+
+    assert {first[:8], second[:8]} <= set(completed(args, ""))
+    assert completed(args, first[:6]) == {first[:8]: "combine sm_80 bf16 dims 512"}
+    assert list(completed(args, first[:20].upper())) == [first[:21]]
+
+
+@pytest.mark.parametrize(
+    ("args", "typed"),
+    [
+        (["cache", "show"], "zz"),
+        (["kernel", "show"], "foo(arch"),
+        (["kernel", "show", "--arch"], "zz"),
+    ],
+)
+def test_nothing_is_completed_without_a_match(args: list[str], typed: str) -> None:
+    """An unknown value has no completion, and is no error."""
+    assert completed(args, typed) == {}
+
+
+def test_a_completion_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken setting or cache completes nothing."""
+    monkeypatch.setenv("MLAGEN_CACHE_MAX_SIZE", "none")
+
+    def broken() -> list[str]:
+        raise OSError
+
+    parameter, context = click.Option(["--model"]), click.Context(cli)
+    assert completed(["cache", "show"], "") == {}
+    assert completer(broken)(context, parameter, "") == []
+
+
+def test_a_completion_imports_nothing_heavy() -> None:
+    """Models, targets, specs and keys are completed without torch, Jinja and NVRTC."""
+    words = (
+        "prewarm --model ",
+        "prewarm --arch ",
+        "kernel show combine(",
+        "cache show ",
+    )
+    script = f"""
+import sys
+from click.shell_completion import BashComplete
+from cache_tools.cli import cli
+for words in {words}:
+    *args, typed = words.split(" ")
+    BashComplete(cli, {{}}, "mlagen", "_MLAGEN_COMPLETE").get_completions(args, typed)
+print([name for name in ("torch", "numpy", "jinja2", "rich") if name in sys.modules])
+"""
+
+    ran = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+
+    assert ran.stdout == "[]\n"

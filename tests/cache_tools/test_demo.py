@@ -146,7 +146,7 @@ def test_a_kernel_that_fails_ends_the_demo(run: Run, monkeypatch: pytest.MonkeyP
     def fail(*_: object) -> None:
         raise ToolchainError("arch: NVRTC knows no such thing")
 
-    monkeypatch.setattr(engine, "_build", fail)
+    monkeypatch.setattr(engine, "build_spec", fail)
 
     result = run("demo")
 

@@ -64,15 +64,14 @@ def test_the_path_is_the_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_rejected_cubin_is_an_error(
     script: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message has the first line of nvdisasm's, and the file."""
+    """The message has the first line of nvdisasm's, and the name of the kernel."""
     tool = make_tool(tmp_path / "bin" / "nvdisasm", script)
     find(monkeypatch, tool)
-    cubin = tmp_path / "kernel.cubin"
 
     with pytest.raises(ToolchainError) as caught:
-        sass_of(cubin)
+        sass_of(b"", "combine")
 
-    assert str(caught.value) == f"nvdisasm: {message}: {cubin}"
+    assert str(caught.value) == f"nvdisasm: {message}: combine"
 
 
 def test_a_program_that_does_not_run_is_an_error(
@@ -84,6 +83,6 @@ def test_a_program_that_does_not_run_is_an_error(
     find(monkeypatch, tool)
 
     with pytest.raises(ToolchainError, match=r"^nvdisasm: cannot be run, .*: ") as caught:
-        sass_of(tmp_path / "kernel.cubin")
+        sass_of(b"", "combine")
 
     assert str(caught.value).endswith(str(tool))

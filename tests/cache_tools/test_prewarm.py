@@ -264,7 +264,7 @@ def test_failures_decide_the_exit_code(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(engine, "_build", fail)
+    monkeypatch.setattr(engine, "build_spec", fail)
 
     result = run(*SMALL, "--json")
 
@@ -280,7 +280,7 @@ def test_one_failure_among_others_exits_with_1(run: Run, monkeypatch: pytest.Mon
     def fail(*_: object) -> None:
         raise next(errors)
 
-    monkeypatch.setattr(engine, "_build", fail)
+    monkeypatch.setattr(engine, "build_spec", fail)
 
     result = run(*SMALL)
 

@@ -74,7 +74,7 @@ def test_a_failure_writes_none(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     def fail(*_: object) -> None:
         raise mlagen.CompileError("NVRTC: no", log="", source="")
 
-    monkeypatch.setattr(engine, "_build", fail)
+    monkeypatch.setattr(engine, "build_spec", fail)
 
     result = run("prewarm", "--kernel", str(COMBINE), "--bundle", str(tmp_path / "x"), "--json")
 

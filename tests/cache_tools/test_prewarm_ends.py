@@ -100,7 +100,7 @@ def test_quiet_names_failures(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
     def fail(*_: object) -> None:
         raise mlagen.CompileError("NVRTC: no", log="", source="")
 
-    monkeypatch.setattr(engine, "_build", fail)
+    monkeypatch.setattr(engine, "build_spec", fail)
 
     result = run(*SMALL, "--quiet")
 

@@ -25,6 +25,8 @@ ARGUMENTS = {
     "cache prune": ("--older-than", "1h"),
     "cache rm": ("KEY",),
     "cache clear": ("--yes",),
+    "kernel show": ("combine(arch=sm_80)",),
+    "kernel diff": ("combine(arch=sm_80)", "combine(arch=sm_80)"),
 }
 
 

@@ -57,7 +57,7 @@ def test_failed_kernels_fit_the_schema(
     def fail(*_: object) -> None:
         raise mlagen.CompileError("NVRTC: no", log="", source="")
 
-    monkeypatch.setattr(engine, "_build", fail)
+    monkeypatch.setattr(engine, "build_spec", fail)
 
     result = run("prewarm", "--kernel", str(COMBINE), *option, "--json")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from mlagen.codegen.environment import environment
-from mlagen.codegen.linemap import plain_text, split_marks
+from mlagen.codegen.includes import Text
+from mlagen.codegen.linemap import plain_text, split_marks, with_line_directives
 
 
 def origins_of(text: str, templates: Path) -> dict[str, str]:
@@ -74,3 +76,46 @@ def test_the_last_mark_of_a_line_counts() -> None:
 
     assert lines == ["  int a;"]
     assert origins == ["inner.cuh:9"]
+
+
+def compiled_as(text: Text, root: Path) -> list[tuple[str, str]]:
+    """Return each line that is not blank, with the place that its directives give it."""
+    name, number, found = "", 0, []
+    for line in text.lines:
+        if directive := re.fullmatch(r'#line (\d+) "(.*)"', line):
+            number, name = int(directive[1]), str(Path(directive[2]).relative_to(root))
+            continue
+        if line.strip():
+            found.append((line, f"{name}:{number}"))
+        number += 1
+    return found
+
+
+def test_directives_say_what_the_map_says() -> None:
+    """A compiler that follows the directives finds each line at its origin."""
+    lines = ["int a;", "", "int b;", "int c;", "int d;", "int e;"]
+    origins = ["a.cuh:4", "a.cuh:4", "a.cuh:6", "a.cuh:9", "b.cuh:10", "b.cuh:10"]
+    root = Path("/templates")
+
+    marked = with_line_directives(Text(lines, origins), root)
+
+    expected = [(line, place) for line, place in zip(lines, origins, strict=True) if line]
+    assert compiled_as(marked, root) == expected
+    assert len(marked.origins) == len(marked.lines)
+    assert sum(line.startswith("#line") for line in marked.lines) == 4
+
+
+def test_no_directive_splits_a_macro() -> None:
+    """A line that continues the one before it stays behind it."""
+    lines = ["#define A \\", "  1", "int b;"]
+
+    marked = with_line_directives(Text(lines, ["a.cuh:1", "b.cuh:7", "b.cuh:8"]), Path("/t"))
+
+    assert marked.lines == ['#line 1 "/t/a.cuh"', *lines[:2], '#line 8 "/t/b.cuh"', lines[2]]
+
+
+def test_a_path_is_spelled_as_a_string_literal() -> None:
+    """Quotes and backslashes of a folder are escaped."""
+    marked = with_line_directives(Text(["int a;"], ["a.cuh:1"]), Path('/a "b\\c'))
+
+    assert marked.lines[0] == r'#line 1 "/a \"b\\c/a.cuh"'

@@ -179,9 +179,11 @@ def test_every_option_has_an_effect_on_the_key_only_once() -> None:
     given: list[str] = []
     real = NvrtcLibrary.compile
 
-    def record(self: NvrtcLibrary, text: str, name: str, options: Sequence[str]) -> Compiled:
+    def record(
+        self: NvrtcLibrary, text: str, name: str, options: Sequence[str], *, result: str
+    ) -> Compiled:
         given.extend(options)
-        return real(self, text, name, options)
+        return real(self, text, name, options, result=result)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NvrtcLibrary, "compile", record)

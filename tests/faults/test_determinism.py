@@ -249,9 +249,11 @@ def test_the_input_of_the_compiler_is_in_the_key(monkeypatch: pytest.MonkeyPatch
     given: list[tuple[str, str, Sequence[str]]] = []
     real = NvrtcLibrary.compile
 
-    def note(self: NvrtcLibrary, text: str, name: str, options: Sequence[str]) -> Compiled:
+    def note(
+        self: NvrtcLibrary, text: str, name: str, options: Sequence[str], *, result: str
+    ) -> Compiled:
         given.append((text, name, options))
-        return real(self, text, name, options)
+        return real(self, text, name, options, result=result)
 
     monkeypatch.setattr(NvrtcLibrary, "compile", note)
 

@@ -205,7 +205,7 @@ def test_a_patch_of_nvrtc_compiles_new_kernels_and_keeps_the_old(
         assert spec == COMBINE
         return make_build(builds.CUBIN + str(nvrtc).encode(), toolchain=str(nvrtc))
 
-    monkeypatch.setattr(engine, "_build", build)
+    monkeypatch.setattr(engine, "build_spec", build)
     before = metrics()["misses.other_toolchain"]
     outcomes = []
 

@@ -25,7 +25,7 @@ from tests.prewarming.isolated import FOREVER, OTHER, prewarm, replace_worker
 # A real worker whose compiler does this.
 WORKER = (
     "import sys; sys.path[:] = sys.argv[2:]; import ctypes, pathlib, resource, time; "
-    "from mlagen import engine; engine._build = lambda *_: {}; "
+    "from mlagen import engine; engine.build_spec = lambda *_: {}; "
     "from mlagen.prewarming.worker import main; main(sys.argv[1])"
 )
 

@@ -1,0 +1,94 @@
+"""`mlagen kernel show`: source, PTX, SASS and resources of one kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ..completion import arch_names, complete_spec, completer
+from ..kernel_specs import arch_named, spec_named
+from ..kernel_view import KernelView, ptx_of, source_of
+from ..report import json_option, print_facts, print_json, size_text
+
+_PARTS = ("source", "ptx", "sass", "resources")
+
+
+@click.command()
+@click.argument("spec", shell_complete=complete_spec)
+@click.option("--source", is_flag=True, help="Print the CUDA source; compiles nothing.")
+@click.option("--ptx", is_flag=True, help="Print the PTX.")
+@click.option("--sass", is_flag=True, help="Print the SASS, by nvdisasm.")
+@click.option(
+    "--resources", is_flag=True, help="Print all resources, and counts of instructions by opcode."
+)
+@click.option(
+    "--arch",
+    metavar="ARCH",
+    shell_complete=completer(arch_names),
+    help="Target; default: that of SPEC, of the GPU, or sm_90a.",
+)
+@json_option
+def show(*, spec: str, arch: str | None, as_json: bool, **parts: bool) -> None:
+    """Show the kernel SPEC.
+
+    A cached kernel is read, another one is compiled; the cache is not changed. Without an option,
+    prints a summary. `mlagen cache show KEY` has the log and provenance of a cached kernel.
+    """
+    chosen = [name for name in _PARTS if parts[name]]
+    if len(chosen) > 1:
+        raise click.UsageError(f"part: expected one, got --{' and --'.join(chosen)}")
+    part = chosen[0] if chosen else None
+    kernel = spec_named(spec, arch_named(arch))
+    if part in {"source", "ptx"} and not as_json:
+        click.echo(source_of(kernel).text if part == "source" else ptx_of(kernel), nl=False)
+        return
+    view = KernelView.of(kernel)
+    if part == "sass" and not as_json:
+        click.echo(view.sass(), nl=False)
+    elif as_json:
+        print_json(view.document() | _part(view, part))
+    elif part == "resources":
+        print_facts(_resources(view))
+    else:
+        print_facts(_summary(view.document()))
+
+
+def _part(view: KernelView, part: str | None) -> dict[str, Any]:
+    if part == "source":
+        return {"source": source_of(view.spec).text}
+    if part == "ptx":
+        return {"ptx": ptx_of(view.spec)}
+    if part == "sass":
+        return {"sass": view.sass()}
+    return {"instructions": view.opcodes()} if part == "resources" else {}
+
+
+def _summary(document: dict[str, Any]) -> dict[str, Any]:
+    static, dynamic = (document[f"{kind}_shared_bytes"] for kind in ("static", "dynamic"))
+    spilled = document["spill_store_bytes"] + document["spill_load_bytes"]
+    return {
+        "kernel": document["kernel"],
+        "family": document["family"],
+        **{f"  {name}": value for name, value in document["spec"].items()},
+        "key": f"{document['key']}, {'cached' if document['is_cached'] else 'not cached'}",
+        "compiler": document["toolchain"],
+        "threads": f"{document['threads']} of a CTA",
+        "registers": f"{document['registers']} of a thread, {spilled} bytes spilled",
+        "shared memory": f"{static + dynamic} bytes of a CTA",
+        "CTAs per SM": document["max_active_ctas"],
+        "code": size_text(document["code_bytes"]),
+        "template": document["template"],
+        "includes": "\n".join(document["includes"]),
+    }
+
+
+def _resources(view: KernelView) -> dict[str, Any]:
+    document = view.document()
+    names = list(document)
+    listed = names[names.index("symbol") : names.index("template")]
+    facts = {name: document[name] for name in listed}
+    if opcodes := view.opcodes():
+        facts |= {"instructions": sum(opcodes.values())}
+        facts |= {f"  {name}": count for name, count in opcodes.items()}
+    return facts

@@ -1,0 +1,99 @@
+"""Kernels as users name them: a spec text, which may leave out what is the default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlagen.spec.arch import Arch
+    from mlagen.spec.kernel import KernelSpec
+
+# Values of a kernel whose text does not name them, besides those of prewarming.
+_DEFAULTS = {"query_dtype": "bf16", "head_dim": "128", "head_dim_vo": "512", "page_size": "64"}
+_WITHOUT_GPU = "sm_90a"
+
+
+def spec_named(text: str, arch: Arch | None = None) -> KernelSpec:
+    """Return the kernel that a text names.
+
+    Parameters
+    ----------
+    text : str
+        A spec as ``str(spec)`` has it; ``family`` or ``family(name=value, ...)`` with some of its
+        names is the kernel that has these values, and default values otherwise.
+    arch : Arch, optional
+        The target. By default that of the text, else of the first GPU that the family has kernels
+        for, else sm_90a, else the first one that the family has kernels for.
+
+    Raises
+    ------
+    ArgumentError
+        If the text is malformed, or no call uses such a kernel; the message has the nearest one.
+    """
+    from mlagen.spec.arch import parse_arch
+    from mlagen.spec.text import key_field_names, parse_spec, split_spec
+
+    family, given = split_spec(f"{text}()" if text.isidentifier() else text)
+    if set(given) == set(key_field_names(family)):
+        spec = parse_spec(text)
+        return spec if arch in {None, spec.arch} else _on_arch(spec, arch)
+    if arch is None and "arch" in given:
+        arch = parse_arch(given["arch"])
+    known = _listed(family, arch)
+    given["arch"] = str(known[0].arch)
+    fields = _nearest(known, given).key_fields() | given
+    # Beyond the kernels of prewarming there are others: with another page size, for one.
+    return parse_spec(f"{family}({', '.join(f'{name}={value}' for name, value in fields.items())})")
+
+
+def arch_named(text: str | None) -> Arch | None:
+    """Return the target that ``text`` names, if any."""
+    from mlagen.spec.arch import parse_arch
+
+    return None if text is None else parse_arch(text)
+
+
+def spec_texts(typed: str) -> list[str]:
+    """Return the families, or behind an opening bracket the kernels of one, for completion."""
+    from mlagen.spec.families import FAMILIES
+
+    family, bracket, _ = typed.partition("(")
+    return [str(spec) for spec in _listed(family, None)] if bracket else list(FAMILIES)
+
+
+def _listed(family: str, arch: Arch | None) -> list[KernelSpec]:
+    """Return the kernels of a family that prewarming compiles for ``arch``, at least one."""
+    from mlagen.errors import ArgumentError
+    from mlagen.prewarming.gpus import visible_archs
+    from mlagen.spec.arch import ARCHS, parse_arch
+    from mlagen.spec.families import FAMILIES, require_families
+
+    require_families([family])
+    list_kernels = FAMILIES[family]
+    preferred = [arch] if arch else [*visible_archs().values(), parse_arch(_WITHOUT_GPU), *ARCHS]
+    for target in preferred:
+        if found := list(list_kernels(target)):
+            return found
+    served = ", ".join(str(other) for other in ARCHS if any(list_kernels(other)))
+    raise ArgumentError(f"arch: expected {served} for {family}, got {arch}")
+
+
+def _nearest(specs: Iterable[KernelSpec], given: Mapping[str, str]) -> KernelSpec:
+    """Return the kernel with the most given values; of several, that with the most defaults."""
+    from mlagen.spec.selection import DEFAULT_FILTERS
+
+    defaults = _DEFAULTS | {name: values[0] for name, values in DEFAULT_FILTERS.items()}
+    in_order = (given.items(), defaults.items())
+    return max(
+        specs, key=lambda spec: [len(values & spec.key_fields().items()) for values in in_order]
+    )
+
+
+def _on_arch(spec: KernelSpec, arch: Arch) -> KernelSpec:
+    """Return the kernel that calls of ``spec`` use on another target; the tile may differ."""
+    from mlagen.spec.calls import specs_on_arch
+
+    _listed(spec.family, arch)  # raises if there is none
+    found = [other for other in specs_on_arch(spec, arch) if other.family == spec.family]
+    return _nearest(found, spec.key_fields())

@@ -1,0 +1,150 @@
+"""A kernel as `mlagen kernel` shows it: source, PTX, SASS and resources, without a call."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlagen.cache.entry import CUBIN
+
+from .entries import resources_of
+from .occupancy import ctas_per_sm
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from mlagen.artifacts import Source
+    from mlagen.compiler.toolchain import Nvrtc
+    from mlagen.spec.kernel import KernelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelView:
+    """A compiled kernel, from the cache or by this process."""
+
+    spec: KernelSpec
+    key: str
+    toolchain: str
+    is_cached: bool
+    cubin: bytes
+    resources: Sequence[Mapping[str, Any]]  # of its one symbol, as in a manifest
+
+    @classmethod
+    def of(cls, spec: KernelSpec) -> KernelView:
+        """Return the cached kernel of ``spec``, or compile it; the cache is not changed.
+
+        Raises
+        ------
+        ToolchainError
+            If it is not cached and NVRTC is missing or another one than the settings want.
+        CompileError
+            If NVRTC rejects the kernel.
+        """
+        from mlagen.cache.default_store import kernel_store
+        from mlagen.engine import build_spec, key_of
+
+        key = key_of(spec)
+        entry = kernel_store().look_up(key, is_dry=True).entry
+        if entry is not None:
+            facts, toolchain, cubin = entry.manifest.facts, entry.manifest.toolchain, entry.cubin
+        else:
+            nvrtc = _compiler_for(key.toolchain)
+            click.echo(f"compiling {spec} with {nvrtc}", err=True)
+            build = build_spec(spec, nvrtc)
+            facts, toolchain, cubin = build.facts, build.toolchain, build.files[CUBIN]
+        return cls(
+            spec=spec,
+            key=key.digest,
+            toolchain=toolchain,
+            is_cached=entry is not None,
+            cubin=cubin,
+            resources=resources_of(facts["resources"]),
+        )
+
+    def sass(self) -> str:
+        """Return the SASS, by nvdisasm."""
+        from .disassembly import sass_of
+
+        return sass_of(self.cubin, str(self.spec))
+
+    def opcodes(self) -> dict[str, int] | None:
+        """Return the count of each opcode; None without nvdisasm, with a line on stderr."""
+        from mlagen.errors import ToolchainError
+
+        from .disassembly import opcodes_of
+
+        try:
+            return opcodes_of(self.sass())
+        except ToolchainError as error:
+            click.echo(f"no counts of instructions: {error}", err=True)
+            return None
+
+    def document(self) -> dict[str, Any]:
+        """Return the kernel as JSON data."""
+        spec, (kernel,) = self.spec, self.resources
+        return {
+            "kernel": str(spec),
+            "family": spec.family,
+            "spec": spec.key_fields(),
+            "key": self.key,
+            "toolchain": self.toolchain,
+            "is_cached": self.is_cached,
+            "threads": spec.threads,
+            **kernel,
+            "dynamic_shared_bytes": spec.shared_bytes,
+            "max_active_ctas": ctas_per_sm(
+                spec.arch,
+                threads=spec.threads,
+                registers=kernel["registers"],
+                shared_bytes=kernel["static_shared_bytes"] + spec.shared_bytes,
+            ),
+            "code_bytes": code_bytes(self.cubin),
+            "template": spec.template,
+            "includes": [name for name in files_of(source_of(spec)) if name != spec.template],
+        }
+
+
+def source_of(spec: KernelSpec) -> Source:
+    """Return the CUDA source of a kernel, with line directives if the settings want line info."""
+    from mlagen.codegen.render import render
+    from mlagen.settings import current_settings
+
+    return render(spec, line_info=current_settings().line_info)
+
+
+def ptx_of(spec: KernelSpec) -> str:
+    """Return the PTX of a kernel."""
+    from mlagen.compiler.nvrtc import compile_to_ptx
+    from mlagen.engine import key_of
+
+    return compile_to_ptx(source_of(spec), spec.arch, _compiler_for(key_of(spec).toolchain))
+
+
+def files_of(source: Source) -> list[str]:
+    """Return the templates that a source is made of, in the order of their first line."""
+    return list(dict.fromkeys(origin.rpartition(":")[0] for origin in source.origins if origin))
+
+
+def code_bytes(cubin: bytes) -> int:
+    """Return the size of the machine code: of the ``.text`` sections of an ELF file."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    header_bytes, count, names_index = struct.unpack_from("<HHH", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + header_bytes * i) for i in range(count)]
+    names = headers[names_index][4]
+    return sum(size for name, *_, size in headers if cubin.startswith(b".text.", names + name))
+
+
+def _compiler_for(wanted: str) -> Nvrtc:
+    from mlagen.cache.key import CacheKey
+    from mlagen.compiler.toolchain import find_nvrtc
+    from mlagen.errors import ToolchainError
+
+    nvrtc = find_nvrtc()
+    if not CacheKey((), wanted).accepts(str(nvrtc)):
+        raise ToolchainError(
+            f"MLAGEN_TOOLCHAIN: expected {nvrtc}, which is installed, got {wanted}"
+        )
+    return nvrtc

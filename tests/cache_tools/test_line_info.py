@@ -1,0 +1,134 @@
+"""MLAGEN_LINEINFO: template lines in PTX and SASS, under keys of their own."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mlagen.artifacts import Cubin
+from mlagen.codegen.render import render
+from mlagen.codegen.sources import template_root
+from mlagen.compiler.nvrtc import compile_source, compile_to_ptx
+from mlagen.compiler.nvrtc_process import compile_in_process
+from mlagen.compiler.toolchain import find_nvrtc
+from mlagen.engine import find_or_build, key_of
+from mlagen.errors import CompileError
+from mlagen.settings import current_settings
+from mlagen.spec.kernel import KernelSpec
+from tests.kernels import COMBINE, clear_caches, gqa_sm90
+from tests.text_hashes import text_sections
+
+from .conftest import Run
+
+
+def compiled(spec: KernelSpec, *, line_info: bool) -> Cubin:
+    """Compile a kernel with or without line info."""
+    return compile_source(render(spec, line_info=line_info), spec.arch, find_nvrtc())
+
+
+@pytest.fixture
+def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set MLAGEN_LINEINFO=1."""
+    monkeypatch.setenv("MLAGEN_LINEINFO", "1")
+    current_settings.cache_clear()
+
+
+def test_ptx_has_the_lines_of_the_templates() -> None:
+    """Every file that the PTX names is a template, and every line is in it."""
+    source = render(COMBINE, line_info=True)
+
+    ptx = compile_to_ptx(source, COMBINE.arch, find_nvrtc())
+
+    files = dict(re.findall(r'\.file\s+(\d+) "(.*)"', ptx))
+    places = set(re.findall(r"\.loc\s+(\d+) (\d+) ", ptx))
+    assert str(template_root() / COMBINE.template) in files.values()
+    assert len(places) > 50
+    for file, line in places:
+        path = Path(files[file])
+        assert path.is_relative_to(template_root())
+        assert path.read_text().splitlines()[int(line) - 1].strip()
+
+
+@pytest.mark.parametrize("spec", [COMBINE, gqa_sm90()], ids=lambda spec: spec.family)
+def test_the_code_is_that_of_the_normal_kernel(spec: KernelSpec) -> None:
+    """Line info changes no instruction and no resource."""
+    plain, with_lines = (compiled(spec, line_info=wants) for wants in (False, True))
+
+    assert text_sections(with_lines.code) == text_sections(plain.code)
+    assert with_lines.resources == plain.resources
+    assert str(template_root()).encode() in with_lines.code
+    assert str(template_root()).encode() not in plain.code
+
+
+def test_another_process_compiles_the_same() -> None:
+    """A fresh process adds line info too."""
+    source = render(COMBINE, line_info=True)
+
+    cubin = compile_in_process(source, COMBINE.arch, find_nvrtc())
+
+    assert cubin.code == compiled(COMBINE, line_info=True).code
+
+
+def test_the_key_names_what_is_different(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Option and folder are added to the key fields, which are otherwise those of a normal key."""
+    normal = key_of(COMBINE)
+    monkeypatch.setenv("MLAGEN_LINEINFO", "1")
+    current_settings.cache_clear()
+
+    key = key_of(COMBINE)
+
+    assert key.digest != normal.digest
+    assert key.differences(normal) == [
+        ("option.generate-line-info", "", None),
+        ("line_info", str(template_root()), None),
+    ]
+    monkeypatch.setenv("MLAGEN_LINEINFO", "0")
+    current_settings.cache_clear()
+    assert key_of(COMBINE) == normal
+
+
+@pytest.mark.usefixtures("wanted")
+def test_the_folder_of_the_templates_is_in_the_key(templates: Path) -> None:
+    """Two installations that share a cache do not get the paths of each other."""
+    clear_caches()
+
+    assert dict(key_of(COMBINE).key_fields)["line_info"] == str(templates)
+
+
+def test_normal_kernels_are_not_mixed_with_them(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    """Each setting finds its own kernel, and the commands name the difference."""
+    plain = find_or_build(COMBINE)
+    monkeypatch.setenv("MLAGEN_LINEINFO", "1")
+    current_settings.cache_clear()
+
+    why = run("cache", "why", str(COMBINE))
+    with_lines = find_or_build(COMBINE)
+
+    keys = [outcome.entry.manifest.key for outcome in (plain, with_lines)]
+    listed = [row.split() for row in run("cache", "ls").stdout.splitlines()[1:3]]
+    assert (plain.built, with_lines.built) == (True, True)
+    assert "option.generate-line-info" in why.stdout
+    assert re.search(r"line_info +/\S+ +\(none\)", why.stdout)
+    assert "line_info " in run("cache", "explain", *keys).stdout
+    assert {row[0]: "info" in row for row in listed} == {keys[0][:8]: False, keys[1][:8]: True}
+    assert json.loads(run("cache", "stats", "--json").stdout)["usable"] == 1
+    assert f"lines of {template_root()}" in run("cache", "show", keys[1]).stdout
+    entries = json.loads(run("cache", "ls", "--json").stdout)["entries"]
+    folders = {entry["key"]: entry["line_info"] for entry in entries}
+    assert folders == {keys[0]: None, keys[1]: str(template_root())}
+
+
+def test_an_error_names_the_template(templates: Path) -> None:
+    """NVRTC reports positions by the directives, as paths of templates."""
+    path = templates / "kernels/combine/combine.cuh"
+    path.write_text(path.read_text() + "int wrong = nothing;\n")
+    clear_caches()
+    line = len(path.read_text().splitlines())
+
+    with pytest.raises(CompileError) as caught:
+        compiled(COMBINE, line_info=True)
+
+    assert f"{path}({line}): error" in str(caught.value)
