@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from .byte_progress import byte_progress
+from .interrupts import summarized
 from .report import console, count_text, print_json, size_text
 
 if TYPE_CHECKING:
@@ -71,7 +72,10 @@ def import_and_report(
     from mlagen.cache.bundle_reading import import_bundle, verify_bundle
     from mlagen.cache.default_store import kernel_store
 
-    with byte_progress(f"verifying {name}") as on_progress:
+    with (
+        summarized(lambda: "nothing imported"),
+        byte_progress(f"verifying {name}") as on_progress,
+    ):
         bundle = verify_bundle(
             file,
             name,
@@ -80,7 +84,18 @@ def import_and_report(
             on_progress=on_progress,
         )
     store = kernel_store()
-    with byte_progress("comparing" if dry_run else "publishing") as on_progress:
+    published = 0
+    kernels = count_text(len(bundle.entries), "kernel")
+    with (
+        summarized(lambda: f"{published} of {kernels} kept"),
+        byte_progress("comparing" if dry_run else "publishing") as show,
+    ):
+
+        def on_progress(done: int, total: int) -> None:  # once per kernel
+            nonlocal published
+            published += 1
+            show(done, total)
+
         outcomes = import_bundle(bundle, store, dry_run=dry_run, on_progress=on_progress)
     counts = Counter(outcomes)
     totals = {outcome: counts[outcome] for outcome in ("added", "kept", "replaced")}

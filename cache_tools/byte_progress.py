@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from .bars import transient_bar
 from .report import console
 
 
@@ -16,17 +17,10 @@ def byte_progress(doing: str) -> Iterator[Callable[[int, int], None]]:
         output.print(doing, soft_wrap=True)
         yield lambda _done, _total: None
         return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-    from rich.table import Column
+    from rich.progress import DownloadColumn, TransferSpeedColumn
 
-    columns = (
-        BarColumn(bar_width=16),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        # The only column that shrinks on a narrow terminal.
-        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
-    )
-    with Progress(*columns, console=output, transient=True, expand=True) as progress:
+    columns = (DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with transient_bar(output, *columns) as progress:
         task = progress.add_task(doing, total=None)
 
         def show(done: int, total: int) -> None:

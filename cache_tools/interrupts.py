@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -50,6 +50,17 @@ def interruptible() -> Iterator[None]:
     finally:
         for number in (signal.SIGINT, signal.SIGALRM):
             signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def summarized(summary: Callable[[], str]) -> Iterator[None]:
+    """Add to an interrupt of this work what ``summary`` returns: what is kept of it."""
+    try:
+        yield
+    except Interrupted:
+        raise
+    except KeyboardInterrupt:
+        raise Interrupted(summary()) from None
 
 
 @contextmanager

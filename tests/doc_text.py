@@ -21,7 +21,7 @@ PAGES = {
     )
 }
 
-_FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (?P<text>.+)$", re.MULTILINE)
 _BULLET = re.compile(r"^\s*(?:[-*]|\d+\.) ")
@@ -43,13 +43,13 @@ def blocks_of(text: str) -> list[Block]:
     """Return the fenced blocks of a page, in order."""
     return [
         Block(match["language"], match["text"], text.count("\n", 0, match.start()) + 1)
-        for match in _FENCE.finditer(text)
+        for match in FENCE.finditer(text)
     ]
 
 
 def without_blocks(text: str) -> str:
     """Return a page with its fenced blocks emptied; line numbers do not change."""
-    return _FENCE.sub(lambda match: "\n" * match[0].count("\n"), text)
+    return FENCE.sub(lambda match: "\n" * match[0].count("\n"), text)
 
 
 def links_of(text: str) -> list[str]:

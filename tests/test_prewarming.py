@@ -95,7 +95,7 @@ def test_a_dry_run_does_not_move_damage() -> None:
 
 
 def test_events_come_in_the_calling_thread_and_in_order() -> None:
-    """Each kernel starts before it finishes, and the count rises to the total."""
+    """All kernels are missing before one starts, each starts before it finishes, and all count."""
     events: list[PrewarmEvent] = []
     threads = set()
 
@@ -108,7 +108,8 @@ def test_events_come_in_the_calling_thread_and_in_order() -> None:
     assert threads == {threading.get_ident()}
     for unit in report.units:
         kinds = [event.kind for event in events if event.spec == unit.spec]
-        assert kinds == ["started", "finished"]
+        assert kinds == ["missing", "started", "finished"]
+    assert [event.kind for event in events[:2]] == ["missing", "missing"]
     assert [event.done for event in events if event.kind == "finished"] == [1, 2]
     assert {event.total for event in events} == {2}
 

@@ -13,6 +13,7 @@ from ..bundles import report_written
 from ..byte_progress import byte_progress
 from ..chosen import choice_options, chosen_entries
 from ..entry_options import Choice
+from ..interrupts import summarized
 from ..report import count_text, json_option
 
 
@@ -55,7 +56,10 @@ def export(
     if version is not None and name is None:
         raise ArgumentError("wheel-version: expected --wheel with it, got it alone")
     chosen = chosen_entries(kernel_store(), keys, Choice(**filters), layers=layers)
-    with byte_progress(f"packing {count_text(len(chosen), 'kernel')}") as on_progress:
+    with (
+        summarized(lambda: f"{name or target} not written"),
+        byte_progress(f"packing {count_text(len(chosen), 'kernel')}") as on_progress,
+    ):
         if name is None:
             written = export_bundle(chosen, target, on_progress=on_progress)
         else:

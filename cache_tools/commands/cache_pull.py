@@ -9,6 +9,7 @@ import click
 
 from ..bundles import import_and_report, import_options
 from ..byte_progress import byte_progress
+from ..interrupts import summarized
 from ..remote import download, redacted
 from ..report import json_option
 
@@ -24,6 +25,9 @@ def pull(*, url: str, max_bytes: int, **options: Any) -> None:
     https or any other that fsspec reads, such as s3://bucket/kernels.tar.gz.
     """
     with tempfile.TemporaryFile() as file:  # it has no name, so nothing remains after a crash
-        with byte_progress(f"downloading {redacted(url)}") as on_progress:
+        with (
+            summarized(lambda: "nothing imported"),
+            byte_progress(f"downloading {redacted(url)}") as on_progress,
+        ):
             download(url, file, max_bytes, on_progress)
         import_and_report(file, redacted(url), max_bytes=max_bytes, **options)

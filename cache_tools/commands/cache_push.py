@@ -11,6 +11,7 @@ from ..bundles import report_written
 from ..byte_progress import byte_progress
 from ..chosen import choice_options, chosen_entries
 from ..entry_options import Choice
+from ..interrupts import summarized
 from ..remote import redacted, upload
 from ..report import count_text, json_option
 
@@ -30,7 +31,7 @@ def push(*, url: str, keys: tuple[str, ...], layers: bool, as_json: bool, **filt
     from mlagen.cache.default_store import kernel_store
 
     chosen = chosen_entries(kernel_store(), keys, Choice(**filters), layers=layers)
-    with tempfile.TemporaryFile() as file:
+    with summarized(lambda: f"{redacted(url)} not written"), tempfile.TemporaryFile() as file:
         with byte_progress(f"packing {count_text(len(chosen), 'kernel')}") as on_progress:
             written = write_bundle(chosen, file, on_progress=on_progress)
         with byte_progress(f"uploading to {redacted(url)}") as on_progress:

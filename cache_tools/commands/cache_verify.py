@@ -11,6 +11,7 @@ from ..byte_progress import byte_progress
 from ..entries import document_of
 from ..entry_options import layers_option
 from ..exit_codes import FAILED
+from ..interrupts import summarized
 from ..report import SHORT_KEY, count_text, json_option, print_json
 
 if TYPE_CHECKING:
@@ -35,7 +36,10 @@ def verify(ctx: click.Context, /, *, quarantine: bool, layers: bool, as_json: bo
     problems: list[tuple[StoredEntry, str]] = []
     verified = done = 0
     total = sum(stored.size_bytes for stored in entries)
-    with byte_progress(f"verifying {counted}") as on_progress:
+    with (
+        summarized(lambda: f"{verified} of {counted} verified, {len(problems)} bad, none moved"),
+        byte_progress(f"verifying {counted}") as on_progress,
+    ):
         for stored in entries:
             with suppress(FileNotFoundError):  # removed after it was listed
                 problem = stored.problem or store.verify(stored)

@@ -21,6 +21,7 @@ import click
 
 from ..demo_report import print_demo
 from ..exit_codes import DONE, FAILED
+from ..interrupts import summarized
 from ..progress import prewarm_progress
 from ..report import console, count_text, json_option, print_json, resource_columns
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from mlagen.prewarming import PrewarmReport
+    from mlagen.spec.kernel import KernelSpec
 
 # DeepSeek-V3 with tensor parallelism 8, and requests of very different lengths.
 SEQ_LENS = (17, 64, 1000, 2500, 4099, 9001)
@@ -61,7 +63,12 @@ def demo(ctx: click.Context, /, *, keep_cache: bool, stage: str | None, as_json:
     def announce(step: str) -> None:
         console(stderr=True).print(f"{step} ...", soft_wrap=True)
 
-    document = (_with_gpu if torch.cuda.is_available() else _without_gpu)(announce, keep_cache)
+    kept: set[KernelSpec] = set()
+    with summarized(lambda: f"{count_text(len(kept), 'kernel')} kept"):
+        if torch.cuda.is_available():
+            document = _with_gpu(announce, kept, keep_cache=keep_cache)
+        else:
+            document = _without_gpu(announce, kept)
     if as_json:
         print_json(document)
     else:
@@ -69,14 +76,16 @@ def demo(ctx: click.Context, /, *, keep_cache: bool, stage: str | None, as_json:
     ctx.exit(DONE if document["result"]["is_right"] else FAILED)
 
 
-def _with_gpu(announce: Callable[[str], None], keep_cache: bool) -> dict[str, Any]:
+def _with_gpu(
+    announce: Callable[[str], None], kept: set[KernelSpec], *, keep_cache: bool
+) -> dict[str, Any]:
     with TemporaryDirectory(prefix="mlagen-demo-") as empty:
         changes = {} if keep_cache else {"MLAGEN_CACHE_DIR": empty}
         announce("first process")
         first = _in_new_process("call", changes)
         announce("second process, same cache")
         second = _in_new_process("call", changes)
-    report = _prewarm("native")
+    report = _prewarm("native", kept)
     before = "present cache" if keep_cache else "empty cache"
     times = {
         f"first call, {before}": (first["first_ms"], "after imports and CUDA initialization"),
@@ -87,9 +96,9 @@ def _with_gpu(announce: Callable[[str], None], keep_cache: bool) -> dict[str, An
     return _document(first["gpu"], times, first["result"], report)
 
 
-def _without_gpu(announce: Callable[[str], None], _keep_cache: bool) -> dict[str, Any]:
+def _without_gpu(announce: Callable[[str], None], kept: set[KernelSpec]) -> dict[str, Any]:
     announce(f"no GPU: compiling for {' and '.join(CROSS_ARCHS)}")
-    report = _prewarm(",".join(CROSS_ARCHS))
+    report = _prewarm(",".join(CROSS_ARCHS), kept)
     announce("looking them up in a new process")
     found = _in_new_process("look-up", {})
     announce("computing on the CPU")
@@ -107,10 +116,10 @@ def _without_gpu(announce: Callable[[str], None], _keep_cache: bool) -> dict[str
     return _document(None, times, _result(problem, out), report)
 
 
-def _prewarm(archs: str) -> PrewarmReport:
+def _prewarm(archs: str, kept: set[KernelSpec]) -> PrewarmReport:
     from mlagen.prewarming import prewarm
 
-    with prewarm_progress() as on_event:
+    with prewarm_progress(kept) as on_event:
         report = prewarm(archs, families=_FAMILIES, heads=HEADS, on_event=on_event, **_KERNELS)
     if errors := [unit.error for unit in report.units if unit.error is not None]:
         raise errors[0]
@@ -132,7 +141,10 @@ def _in_new_process(stage: str, changes: dict[str, str]) -> dict[str, Any]:
     package = __package__.rpartition(".commands")[0]
     command = [sys.executable, "-m", package, "demo", "--stage", stage]
     environment = {**os.environ, **changes, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=False)
+    # In its own session: Ctrl-C reaches only this process, which ends the other one.
+    ran = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, check=False, start_new_session=True
+    )
     if ran.returncode != DONE:  # it shares stderr, and has printed the reason
         click.get_current_context().exit(ran.returncode)
     return dict(json.loads(ran.stdout))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..exit_codes import CACHE_UNUSABLE, DONE, FAILED, TIMEOUT, exit_code_of
-from ..interrupts import Interrupted, terminated_as_interrupted
+from ..interrupts import summarized, terminated_as_interrupted
 from ..prewarm_report import print_report
 from ..progress import prewarm_progress
 from ..report import count_text, json_option
@@ -21,7 +21,7 @@ from ..selection_options import selection_options
 
 if TYPE_CHECKING:
     from mlagen.cache.bundle import BundleSummary
-    from mlagen.prewarming import PrewarmEvent, PrewarmReport
+    from mlagen.prewarming import PrewarmReport
     from mlagen.spec.kernel import KernelSpec
 
 
@@ -93,25 +93,28 @@ def prewarm(
     if kernels and archs and not (files or logs or options["models"]):
         raise click.UsageError("arch: expected none with --kernel, whose text names it, got one")
     kept: set[KernelSpec] = set()
-    try:
-        with terminated_as_interrupted():
-            left_out: dict[str, None] = {}
-            named = _named_kernels(files, kernels, logs, archs, left_out.setdefault)
-            with nullcontext() if dry_run else prewarm_progress(is_quiet=quiet) as show:
-                report = prewarming.prewarm(
-                    ["native"] if archs is None else archs,
-                    kernels=named,
-                    dry_run=dry_run,
-                    on_event=_counting(kept, show),
-                    **{label: value for label, value in options.items() if value is not None},
-                )
-            left_out |= dict.fromkeys(report.left_out)
-            report = replace(report, left_out=tuple(left_out))
-            status, packed = _exit_code(report), None
-            if bundle is not None and status == DONE:
-                packed = _bundled(report, bundle)
-    except KeyboardInterrupt:
-        raise Interrupted(f"{count_text(len(kept), 'kernel')} kept") from None
+    with terminated_as_interrupted(), summarized(lambda: f"{count_text(len(kept), 'kernel')} kept"):
+        left_out: dict[str, None] = {}
+        named = _named_kernels(files, kernels, logs, archs, left_out.setdefault)
+        progress = prewarm_progress(
+            kept,
+            jobs=options["jobs"],
+            selects_all=named is None and options["models"] is None,
+            is_quiet=quiet,
+        )
+        with nullcontext() if dry_run else progress as on_event:
+            report = prewarming.prewarm(
+                ["native"] if archs is None else archs,
+                kernels=named,
+                dry_run=dry_run,
+                on_event=on_event,
+                **{label: value for label, value in options.items() if value is not None},
+            )
+        left_out |= dict.fromkeys(report.left_out)
+        report = replace(report, left_out=tuple(left_out))
+        status, packed = _exit_code(report), None
+        if bundle is not None and status == DONE:
+            packed = _bundled(report, bundle)
     print_report(report, bundle, packed, dry_run=dry_run, quiet=quiet, as_json=as_json)
     ctx.exit(status)
 
@@ -170,20 +173,6 @@ def _bundled(report: PrewarmReport, target: Path) -> BundleSummary:
         message = f"cache: expected entries on the disk, got some in memory only: {store.root}"
         raise CacheError(message, path=store.root)
     return export_bundle([found[name] for name in wanted], target)
-
-
-def _counting(
-    kept: set[KernelSpec], show: Callable[[PrewarmEvent], None] | None
-) -> Callable[[PrewarmEvent], None]:
-    """Return a callback that records the compiled kernels, and shows each event."""
-
-    def on_event(event: PrewarmEvent) -> None:
-        if event.unit is not None and event.unit.status == "built":
-            kept.add(event.spec)
-        if show is not None:
-            show(event)
-
-    return on_event
 
 
 def _exit_code(report: PrewarmReport) -> int:

@@ -55,7 +55,8 @@ class PrewarmEvent:
     Attributes
     ----------
     kind : str
-        ``started`` (being compiled), ``finished`` or ``loaded``.
+        ``missing``, ``started`` (being compiled), ``finished`` or ``loaded``. Cached kernels finish
+        and all others are missing before the first one starts.
     spec : KernelSpec
         The kernel.
     unit : PrewarmUnit

@@ -196,6 +196,7 @@ def _prewarm_all(
     for kind, spec, unit in look_up_all(specs, is_dry=False):
         if unit.status == "missing":
             missing[spec] = unit
+            yield "missing", spec, None
         else:
             yield kind, spec, unit
     if missing:

@@ -83,7 +83,7 @@ def test_nan_is_never_right() -> None:
 
 def test_the_kernels_are_those_of_the_call() -> None:
     """The demo prewarms one decode kernel of each path and the combine kernel."""
-    report = demo._prewarm("sm_90a")
+    report = demo._prewarm("sm_90a", set())
 
     families = [unit.spec.family for unit in report.units]
     assert families == ["mla_sm80", "mla_sm90", "combine"]
@@ -111,7 +111,7 @@ def test_with_a_gpu_two_processes_share_a_cache(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(demo, "_in_new_process", in_new_process)
     prewarm = demo._prewarm
-    monkeypatch.setattr(demo, "_prewarm", lambda _archs: prewarm("sm_90a"))
+    monkeypatch.setattr(demo, "_prewarm", lambda _, kept: prewarm("sm_90a", kept))
 
     document = json.loads(run("demo", "--json", *options).stdout)
 
@@ -152,6 +152,23 @@ def test_a_kernel_that_fails_ends_the_demo(run: Run, monkeypatch: pytest.MonkeyP
 
     assert result.exit_code == 3
     assert result.stderr.endswith("mlagen: arch: NVRTC knows no such thing\n")
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_an_interrupted_demo_says_what_is_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels that were compiled before the interrupt stay in the cache."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "_in_new_process", interrupt)
+    monkeypatch.setattr(demo, "CROSS_ARCHS", ("sm_80",))
+
+    result = run("demo")
+
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == "mlagen: interrupted, 2 kernels kept"
+    assert len(list(kernel_store().entries())) == 2
 
 
 def test_a_missing_numpy_causes_no_warning(start: Start) -> None:

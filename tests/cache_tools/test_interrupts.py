@@ -1,4 +1,4 @@
-"""Repeated Ctrl-C at any moment of a prewarm: one line, 130, and no leftovers."""
+"""Ctrl-C at any moment, also repeated: one line, 130, and no leftovers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from cache_tools import bundles
+from cache_tools.byte_progress import byte_progress
+from cache_tools.commands import cache_export, cache_pull, cache_push, cache_verify
 from mlagen.cache.default_store import kernel_store
+from tests.cache.bundle_cases import bundle_bytes, filled_store
 
-from .conftest import ROOT
+from .conftest import ROOT, Run
 
 SCRIPT = (
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
@@ -77,6 +83,68 @@ def test_repeated_interrupts_count_as_one(
     assert int(match[1] or 0) == len(entries)
     assert list(cache_dir.glob("v1/staging/*")) == []
     assert processes_of(cache_dir) == []
+
+
+@contextlib.contextmanager
+def interrupted_progress(_doing: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a callback for progress that is interrupted at the first part."""
+
+    def interrupt(_done: int, _total: int) -> None:
+        raise KeyboardInterrupt
+
+    yield interrupt
+
+
+@pytest.mark.parametrize(
+    ("arguments", "module", "summary"),
+    [
+        (("verify",), cache_verify, "1 of 2 entries verified, 0 bad, none moved"),
+        (("export", "k.tar.gz"), cache_export, "k.tar.gz not written"),
+        (("export", ".", "--wheel", "k"), cache_export, "k not written"),
+        (("push", "file://k.tar.gz"), cache_push, "file://k.tar.gz not written"),
+        (("pull", "there.tar.gz"), cache_pull, "nothing imported"),
+        (("import", "there.tar.gz"), bundles, "nothing imported"),
+    ],
+    ids=["verify", "export", "wheel", "push", "pull", "import"],
+)
+def test_an_interrupt_says_what_is_kept(
+    arguments: tuple[str, ...],
+    module: ModuleType,
+    summary: str,
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last line has it, and no file is written."""
+    (tmp_path / "there.tar.gz").write_bytes(bundle_bytes(filled_store(tmp_path)))
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "byte_progress", interrupted_progress)
+
+    result = run("cache", *arguments)
+
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert result.stderr.splitlines()[-1] == f"mlagen: interrupted, {summary}"
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_interrupted_import_keeps_what_is_published(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last line counts the kernels of the bundle that are in the cache."""
+    bundle = tmp_path / "there.tar.gz"
+    bundle.write_bytes(bundle_bytes(filled_store(tmp_path / "there")))
+    monkeypatch.setattr(
+        bundles,
+        "byte_progress",
+        lambda step: interrupted_progress(step) if step == "publishing" else byte_progress(step),
+    )
+
+    result = run("cache", "import", str(bundle))
+
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == "mlagen: interrupted, 1 of 2 kernels kept"
+    assert len(list(kernel_store().entries())) == 1
 
 
 INTERRUPTED_ANYWHERE = """

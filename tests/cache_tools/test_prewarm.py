@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import mlagen
+from cache_tools import progress
 from mlagen import engine, prewarming
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.prewarming import PrewarmReport, gpus
@@ -27,9 +28,27 @@ def test_kernels_are_compiled_and_counted(run: Run, cache_dir: Path) -> None:
     result = run(*SMALL)
 
     assert result.exit_code == 0
-    assert sorted(line.split()[0] for line in result.stderr.splitlines()) == ["built", "built"]
+    plan, *lines = result.stderr.splitlines()
+    assert plan.startswith("compiling 2 kernels, 0 cached: about ")
+    assert [line.split()[0] for line in lines] == ["built", "built"]
     assert result.stdout.startswith("2 kernels: 2 built, 0 hit, 0 failed, in ")
     assert result.stdout.endswith(f", cache {cache_dir}\n")
+
+
+@pytest.mark.parametrize("is_quiet", [False, True], ids=["", "quiet"])
+def test_a_large_selection_is_announced_with_the_options_for_fewer(
+    is_quiet: bool, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A selection by a kernel's text has no such line, and a quiet run announces nothing."""
+    monkeypatch.setattr(progress, "MANY", 1)
+    quiet = ("--quiet",) if is_quiet else ()
+
+    one = run("prewarm", "--kernel", str(COMBINE), *quiet).stderr.splitlines()
+    every = run(*SMALL, *quiet).stderr.splitlines()
+
+    words = [[line.split()[0] for line in lines] for lines in (one, every)]
+    begins = [["compiling", "built"], ["hit", "compiling", "for", "built"]]
+    assert words == ([[], []] if is_quiet else begins)
 
 
 def test_json_has_every_unit_and_the_totals(run: Run, cache_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -10,10 +11,13 @@ from rich.console import Console
 import mlagen
 from cache_tools import progress
 from cache_tools.benchmark.run import Step
-from cache_tools.progress import bench_progress, prewarm_progress
+from cache_tools.compile_estimate import SECONDS, about_text
+from cache_tools.interrupts import Interrupted
+from cache_tools.progress import MANY, bench_progress, prewarm_progress
 from mlagen.prewarming import PrewarmEvent, PrewarmUnit
 from mlagen.spec.arch import parse_arch
-from mlagen.spec.families import specs_of
+from mlagen.spec.families import FAMILIES, specs_of
+from mlagen.spec.kernel import KernelSpec
 
 FIRST, SECOND = specs_of(parse_arch("sm_80"), ["combine"], dtype=["bf16"])[:2]
 
@@ -64,12 +68,76 @@ def test_each_kernel_is_one_plain_line(
     reported: PrewarmEvent, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without a terminal each event is printed once, without control characters."""
-    with prewarm_progress() as on_event:
-        on_event(event("started"))
+    with prewarm_progress(set()) as on_event:
         on_event(reported)
 
     out, err = capsys.readouterr()
     assert (out, err) == ("", line + "\n")
+
+
+def planned(
+    capsys: pytest.CaptureFixture[str], specs: list[KernelSpec], **options: Any
+) -> list[str]:
+    """Return the lines about the start of a prewarm that compiles these kernels."""
+    with prewarm_progress(set(), **options) as on_event:
+        for spec in specs:
+            on_event(event("missing", spec=spec, done=3))
+        assert capsys.readouterr().err == ""
+        for spec in specs[:2]:
+            on_event(event("started", spec=spec, done=3))
+    return capsys.readouterr().err.splitlines()
+
+
+def test_the_plan_is_one_line_before_the_first_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    """It counts missing and cached kernels, and estimates the time by family and jobs."""
+    sm80 = specs_of(parse_arch("sm_80"), ["mla_sm80"])[:40]
+
+    lines = planned(capsys, [FIRST, SECOND]), planned(capsys, sm80, jobs=4)
+
+    assert lines == (
+        ["compiling 2 kernels, 3 cached: about 1 s"],
+        ["compiling 40 kernels, 3 cached: about 6 s"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("selects_all", "count", "hints"), [(True, MANY, 1), (True, MANY - 1, 0), (False, MANY, 0)]
+)
+def test_a_large_selection_without_a_model_has_a_hint(
+    selects_all: bool, count: int, hints: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The hint names the options that select fewer kernels."""
+    specs = specs_of(parse_arch("sm_80"), ["mla_sm80"])[:count]
+
+    lines = planned(capsys, specs, selects_all=selects_all)
+
+    assert len(specs) == count
+    assert [line.startswith("for fewer: --model NAME") for line in lines[1:]] == [True] * hints
+
+
+def test_compiled_kernels_are_kept() -> None:
+    """A hit is no kept kernel."""
+    kept: set[KernelSpec] = set()
+
+    with prewarm_progress(kept) as on_event:
+        on_event(event("finished", unit(status="hit")))
+        on_event(event("finished", unit(spec=SECOND), spec=SECOND))
+
+    assert kept == {SECOND}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.1, "1 s"), (89.0, "89 s"), (90.0, "2 min"), (5399.0, "90 min"), (7200.0, "2 h")],
+)
+def test_durations_are_rough(seconds: float, text: str) -> None:
+    """A long duration has no small unit."""
+    assert about_text(seconds) == f"about {text}"
+
+
+def test_every_family_has_an_estimate() -> None:
+    """The plan and the remaining time know every family."""
+    assert SECONDS.keys() == set(FAMILIES)
 
 
 @pytest.mark.parametrize("is_terminal", [False, True], ids=["a file", "a terminal"])
@@ -80,7 +148,8 @@ def test_quiet_is_a_line_for_each_failure(
     screen = terminal_of(monkeypatch) if is_terminal else None
     slow = unit(status="timeout", ms=2000.0, error=mlagen.CompileError("no", log="", source=""))
 
-    with prewarm_progress(is_quiet=True) as on_event:
+    with prewarm_progress(set(), is_quiet=True) as on_event:
+        on_event(event("missing"))
         on_event(event("started"))
         on_event(event("finished", unit()))
         on_event(event("finished", slow))
@@ -99,16 +168,18 @@ def terminal_of(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
 
 def test_a_terminal_shows_the_compiling_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bar counts kernels and names the one that compiles the longest."""
+    """The bar counts kernels, names the one that compiles the longest, and has a time left."""
     screen = terminal_of(monkeypatch)
 
-    with prewarm_progress() as on_event:
-        on_event(event("started"))
-        on_event(event("started", spec=SECOND))
+    with prewarm_progress(set()) as on_event:
+        for kind in ("missing", "started"):
+            on_event(event(kind))
+            on_event(event(kind, spec=SECOND))
         on_event(event("finished", unit(), done=1))
 
     shown = screen.getvalue()
     assert "1/2" in shown
+    assert "about 1 s left" in shown
     assert "compiling combine sm_80 bf16 dims 256" in shown
 
 
@@ -140,3 +211,15 @@ def test_a_terminal_shows_the_measured_part(monkeypatch: pytest.MonkeyPatch) -> 
     assert "read 4000 GB/s" in shown
     assert "1/3" in shown
     assert "measuring mla bf16" in shown
+
+
+def test_an_interrupted_benchmark_says_what_was_measured() -> None:
+    """The interrupt counts the finished parts."""
+
+    def interrupted() -> None:
+        with bench_progress() as on_step:
+            on_step(STEPS[1])
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match=r"^1 of 3 parts measured$"):
+        interrupted()
