@@ -22,6 +22,7 @@ from .commands.demo import demo
 from .commands.doctor import doctor
 from .commands.kernel import kernel
 from .commands.prewarm import prewarm
+from .commands.replay import replay
 from .commands.resources import resources
 from .exit_codes import FAILED, INTERRUPTED, PIPE_CLOSED, exit_code_of
 from .interrupts import install_handlers, interruptible
@@ -122,7 +123,7 @@ def cli() -> None:
     """
 
 
-for command in (prewarm, cache, kernel, resources, doctor, demo, bench):
+for command in (prewarm, cache, kernel, resources, doctor, demo, bench, replay):
     cli.add_command(command)
 
 

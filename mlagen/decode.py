@@ -13,6 +13,7 @@ from mlagen.api.calls import rounded_up
 from mlagen.api.gqa_args import GqaArgs
 from mlagen.api.gqa_call import GqaCall, run_gqa, try_replay
 from mlagen.api.gqa_numbers import pair_of, positive_factor, window_of
+from mlagen.api.observed import observable
 from mlagen.api.op_outputs import gqa_outputs
 from mlagen.api.traced import as_op, is_compiling, is_traced, traceable
 from mlagen.mla.trtllm import trtllm_batch_decode_with_kv_cache_mla
@@ -26,6 +27,7 @@ __all__ = [
 
 
 @traceable(gqa_outputs)
+@observable
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor],

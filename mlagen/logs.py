@@ -10,6 +10,7 @@ LOG_LEVELS = {
     "warn": logging.WARNING,
     "info": logging.INFO,
     "debug": logging.DEBUG,
+    "api": logging.INFO,  # with a line for each call, in the logger mlagen.api
 }
 _FORMAT = "%(asctime)s %(levelname)s mlagen[%(process)d]: %(message)s"
 
@@ -23,7 +24,7 @@ class StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record to the current stderr."""
-        if self._has_others() or sys.stderr is None:
+        if self._has_others(record.name) or sys.stderr is None:
             return
         try:
             sys.stderr.write(f"{self.format(record)}\n")
@@ -31,10 +32,13 @@ class StderrHandler(logging.Handler):
         except Exception:  # noqa: BLE001 - as logging's own handlers
             self.handleError(record)
 
-    def _has_others(self) -> bool:
-        logger = logging.getLogger("mlagen")
-        inherited = logging.getLogger().handlers if logger.propagate else []
-        return any(handler is not self for handler in (*logger.handlers, *inherited))
+    def _has_others(self, name: str) -> bool:
+        logger: logging.Logger | None = logging.getLogger(name)
+        while logger is not None:
+            if any(handler is not self for handler in logger.handlers):
+                return True
+            logger = logger.parent if logger.propagate else None
+        return False
 
 
 def set_up_logging(level: str | None) -> None:

@@ -46,6 +46,8 @@ class Settings:
     reads_hub_cache: bool = False  # for model configurations by Hub id; downloads nothing
     record: Path | None = None  # the file that gets a line for each kernel look-up
     line_info: bool = False  # compiles with line info, for profilers; other keys
+    dump: Path | None = None  # the folder that gets a file for each distinct call
+    dumps_tensors: bool = False  # with dump: also the contents of tensors; synchronizes
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
@@ -72,9 +74,20 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         jit=_word(environ, "MLAGEN_JIT", JIT_MODES),
         log=_word(environ, "MLAGEN_LOG", tuple(LOG_LEVELS)) if environ.get("MLAGEN_LOG") else None,
         reads_hub_cache=_switch(environ, "MLAGEN_HF"),
-        record=_file(environ, "MLAGEN_RECORD"),
+        record=_named(environ, "MLAGEN_RECORD"),
         line_info=_switch(environ, "MLAGEN_LINEINFO"),
+        dump=_named(environ, "MLAGEN_DUMP"),
+        dumps_tensors=_switch(environ, "MLAGEN_DUMP_TENSORS"),
     )
+
+
+def observes_calls(environ: Mapping[str, str]) -> bool:
+    """Whether ``environ`` requests the log or the dumps of calls.
+
+    Entry points are wrapped when they are imported, so that the other calls cost nothing more. No
+    other variable is read that early.
+    """
+    return environ.get("MLAGEN_LOG") == "api" or bool(environ.get("MLAGEN_DUMP"))
 
 
 def read_size(name: str, text: str) -> int:
@@ -132,7 +145,7 @@ def _folders(environ: Mapping[str, str], name: str) -> tuple[Path, ...]:
     return tuple(_place(name, folder) for folder in named if folder)
 
 
-def _file(environ: Mapping[str, str], name: str) -> Path | None:
+def _named(environ: Mapping[str, str], name: str) -> Path | None:
     text = environ.get(name)
     return _place(name, text) if text else None
 

@@ -11,6 +11,7 @@ from mlagen.api.gqa_call import run_gqa
 from mlagen.api.gqa_numbers import positive_factor
 from mlagen.api.mla_args import MlaArgNames, MlaArgs
 from mlagen.api.mla_call import run_mla
+from mlagen.api.observed import observable
 from mlagen.api.op_outputs import unused_by_xqa, xqa_mla_outputs, xqa_outputs
 from mlagen.api.traced import as_op, is_compiling, is_traced, traceable
 from mlagen.api.xqa_arguments import (
@@ -54,6 +55,7 @@ _QK_ROPE_HEAD_DIM = 64
 
 
 @traceable(xqa_outputs, constants=unused_by_xqa)
+@observable
 def xqa(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -193,6 +195,7 @@ def xqa(
 
 
 @traceable(xqa_mla_outputs, constants=unused_by_xqa)
+@observable
 def xqa_mla(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -12,6 +12,7 @@ import pytest
 
 from cache_tools.benchmark.outcomes import FIELDS
 from cache_tools.cli import cli
+from cache_tools.replay.outcome import REPLAY
 from cache_tools.schemas import DOCUMENT, SCHEMAS, Schema
 from cache_tools.transfer_schemas import TRANSFER_SCHEMAS
 from tests.doc_text import table
@@ -96,6 +97,7 @@ DOCUMENTS = {
     "mlagen bench": tuple(document_section(FIELDS)),
     **dict(schema_sections(SCHEMAS)),
     **dict(schema_sections(TRANSFER_SCHEMAS)),
+    **dict(schema_sections({"replay": REPLAY})),
 }
 
 

@@ -76,6 +76,10 @@ OPEN = {
     },
     "cache_tools/benchmark/baselines/flashinfer.py": {"flashinfer", "torch"},
     "cache_tools/benchmark/plot.py": {"matplotlib"},
+    **{
+        f"cache_tools/replay/{name}.py": {"torch"}
+        for name in ("contents", "geometry", "rebuild", "run")
+    },
 }
 
 FILES = {

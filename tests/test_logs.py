@@ -51,6 +51,7 @@ def written(level: str | None, configured: str = "never") -> list[str]:
         ("warn", ["WARNING first", "WARNING warning"]),
         ("info", ["WARNING first", "INFO info", "WARNING warning"]),
         ("debug", ["WARNING first", "DEBUG debug", "INFO info", "WARNING warning"]),
+        ("api", ["WARNING first", "INFO info", "WARNING warning"]),
     ],
 )
 def test_a_level_sets_the_output(level: str | None, lines: list[str]) -> None:

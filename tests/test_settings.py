@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from mlagen.errors import ArgumentError
-from mlagen.settings import DEFAULT_LOCK_TIMEOUT_S, current_settings, read_settings
+from mlagen.settings import (
+    DEFAULT_LOCK_TIMEOUT_S,
+    current_settings,
+    observes_calls,
+    read_settings,
+)
 
 CACHE_DIRS = {
     "MLAGEN_CACHE_DIR wins": (
@@ -196,7 +201,7 @@ def test_read_only_layers_are_colon_separated(
     assert read_settings({}).cache_layers == ()
 
 
-@pytest.mark.parametrize("text", ["off", "warn", "info", "debug"])
+@pytest.mark.parametrize("text", ["off", "warn", "info", "debug", "api"])
 def test_the_level_of_the_log(text: str) -> None:
     """MLAGEN_LOG sets the level; unset or empty, the application configures logging."""
     assert read_settings({"MLAGEN_LOG": text}).log == text
@@ -209,7 +214,33 @@ def test_an_invalid_level_is_rejected(text: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         read_settings({"MLAGEN_LOG": text})
 
-    assert str(caught.value) == (f"MLAGEN_LOG: expected off or warn or info or debug, got '{text}'")
+    expected = f"MLAGEN_LOG: expected off or warn or info or debug or api, got '{text}'"
+    assert str(caught.value) == expected
+
+
+def test_the_dumps_of_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """MLAGEN_DUMP is a folder; MLAGEN_DUMP_TENSORS adds contents to it."""
+    monkeypatch.chdir(tmp_path)
+
+    settings = read_settings({"MLAGEN_DUMP": "dumps", "MLAGEN_DUMP_TENSORS": "1"})
+
+    assert (settings.dump, settings.dumps_tensors) == (tmp_path / "dumps", True)
+    assert (read_settings({}).dump, read_settings({}).dumps_tensors) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("environ", "observes"),
+    [
+        ({}, False),
+        ({"MLAGEN_LOG": "debug", "MLAGEN_DUMP": ""}, False),
+        ({"MLAGEN_LOG": "api"}, True),
+        ({"MLAGEN_DUMP": "dumps"}, True),
+    ],
+    ids=str,
+)
+def test_calls_are_observed_on_request_only(environ: dict[str, str], observes: bool) -> None:
+    """Entry points are wrapped for the log or the dumps of calls, and for nothing else."""
+    assert observes_calls(environ) is observes
 
 
 SIZES = {

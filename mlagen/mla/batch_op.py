@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mlagen.api.observed import observable
 from mlagen.api.traced import as_op, traceable
 from mlagen.errors import ArgumentError
 from mlagen.mla.batch_plan import BatchLayout, BatchPlan, BatchSettings, HostMetadata
@@ -30,6 +31,7 @@ def _planless_outputs(given: dict[str, Any]) -> list[tuple[tuple[int, ...], torc
 
 
 @traceable(_planned_outputs, has_lse=True)
+@observable
 def batch_mla_run(
     workspace_buffer: torch.Tensor,
     q_nope: torch.Tensor,
@@ -92,6 +94,7 @@ def batch_mla_run(
 
 
 @traceable(_planless_outputs)
+@observable
 def batch_mla_run_planless(
     workspace_buffer: torch.Tensor,
     q_nope: torch.Tensor,

@@ -22,6 +22,7 @@ from mlagen.api.mla_args import MlaArgs
 from mlagen.api.mla_call import run_mla
 from mlagen.api.mla_numbers import canonical_numbers
 from mlagen.api.mla_problem import check_problem
+from mlagen.api.observed import observable
 from mlagen.api.traced import is_compiling, is_traced
 from mlagen.mla.flare_kv import (
     Keys,
@@ -48,6 +49,7 @@ _MAX_UNCHECKED = 1 << 16
 _WORKSPACE_BYTES_PER_SM = 4 * 64 * (_LATENT_DIM + 1) * 4
 
 
+@observable
 def flare_mla_decoding(
     q: torch.Tensor,
     k: torch.Tensor | PagedKVCache,

@@ -9,6 +9,7 @@ from mlagen.api.call_cache import FastPathKey
 from mlagen.api.calls import rounded_up
 from mlagen.api.mla_args import MlaArgs
 from mlagen.api.mla_call import MlaCall, run_mla, try_replay
+from mlagen.api.observed import observable
 from mlagen.api.op_outputs import mla_outputs
 from mlagen.api.traced import as_op, is_compiling, is_traced, traceable
 from mlagen.mla.trtllm_keywords import (
@@ -25,6 +26,7 @@ from mlagen.mla.trtllm_keywords import (
 
 
 @traceable(mla_outputs, has_lse=True)
+@observable
 def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
     kv_cache: torch.Tensor,

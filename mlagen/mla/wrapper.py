@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from mlagen.api.arguments import reject, require_choice, require_flag, require_tensor, shown
+from mlagen.api.observed import observable
 from mlagen.api.traced import is_compiling, is_traced
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.mla.batch_op import call_planless, call_planned
@@ -12,7 +15,6 @@ from mlagen.mla.batch_plan import (
     BatchLayout,
     BatchPlan,
     BatchSettings,
-    HostMetadata,
     checked_buffers,
     checked_layout,
     copy_into,
@@ -27,6 +29,7 @@ _PLANNED_BACKENDS = ("auto", "fa2", "fa3")
 _BACKENDS = (*_PLANNED_BACKENDS, "cutlass")
 
 
+@observable
 class BatchMLAPagedAttentionWrapper:
     """Multi-head latent attention over a paged KV cache, for requests of any lengths.
 
@@ -69,12 +72,11 @@ class BatchMLAPagedAttentionWrapper:
         kv_len_arr: torch.Tensor | None = None,
         backend: str = "auto",
     ) -> None:
-        backend = require_choice(backend, "backend", _BACKENDS)
+        self._backend = require_choice(backend, "backend", _BACKENDS)
         self._workspace = require_tensor(float_workspace_buffer, "float_workspace_buffer")
-        self._backend = backend
         self._plan: BatchPlan | None = None
         self._buffers: BatchLayout | None = None
-        if require_flag(use_cuda_graph, "use_cuda_graph") and backend != "cutlass":
+        if require_flag(use_cuda_graph, "use_cuda_graph") and self._backend != "cutlass":
             buffers = BatchLayout(
                 qo_indptr=require_tensor(qo_indptr, "qo_indptr"),
                 kv_indptr=require_tensor(kv_indptr, "kv_indptr"),
@@ -165,19 +167,15 @@ class BatchMLAPagedAttentionWrapper:
         )
         device = self._workspace.device
         given = checked_layout(given, device)
-        page_size = settings.page_size
-        metadata = host_metadata(given, page_size)
+        metadata = host_metadata(given, settings.page_size)
         if self._buffers is None:
             layout = copy_to_device(given, device)
         else:
             layout = self._buffers
             copy_into(layout, given)
             # Replays of a captured graph have other requests.
-            metadata = HostMetadata(
-                max_kv_len=max(metadata.max_kv_len, mean_capacity(layout, page_size)),
-                max_q_len=metadata.max_q_len,
-                tokens=metadata.tokens,
-            )
+            capacity = mean_capacity(layout, settings.page_size)
+            metadata = replace(metadata, max_kv_len=max(metadata.max_kv_len, capacity), q_len=0)
         self._plan = BatchPlan(settings=settings, layout=layout, metadata=metadata)
 
     def run(
@@ -253,7 +251,6 @@ class BatchMLAPagedAttentionWrapper:
         """
         return_lse = require_flag(return_lse, "return_lse")
         is_natural = require_flag(return_lse_base_on_e, "return_lse_base_on_e")
-        lse_base = "basee" if is_natural else "base2"
         plan, tensors = self._plan, (q_nope, q_pe, ckv_cache, kpe_cache)
         is_planless = kv_len is not None and page_table is not None
         is_op = is_compiling() or is_traced() > 0
@@ -292,7 +289,7 @@ class BatchMLAPagedAttentionWrapper:
             out=out,
             lse=lse,
             return_lse=return_lse,
-            lse_base=lse_base,
+            lse_base="basee" if is_natural else "base2",
             ckv_scale=ckv_scale,
             ckv_scale_arr=ckv_scale_arr,
             kpe_scale=kpe_scale,

@@ -7,12 +7,14 @@ import torch
 from mlagen.api.arguments import is_pdl_enabled
 from mlagen.api.mla_args import MlaArgs
 from mlagen.api.mla_call import run_mla
+from mlagen.api.observed import observable
 from mlagen.api.op_outputs import mla_outputs
 from mlagen.api.traced import as_op, is_compiling, is_traced, traceable
 from mlagen.mla.trtllm_keywords import unwrap_sinks
 
 
 @traceable(lambda given: mla_outputs(given)[:1])
+@observable
 def xqa_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
     kv_cache: torch.Tensor,

@@ -45,6 +45,11 @@ class Launch:
         self._kernel = kernel
         self._num_ctas = num_ctas
 
+    @property
+    def kernel(self) -> LoadedKernel:
+        """The kernel that it launches."""
+        return self._kernel
+
     def enqueue(self, enable_pdl: bool) -> None:
         """Enqueue the grid on torch's current stream of the kernel's device.
 

@@ -1,0 +1,43 @@
+"""`mlagen replay`: run the call of a dump again, and compare it with the CPU backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ..exit_codes import DONE, FAILED
+from ..report import json_option, print_facts, print_json
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0, max=2**31),
+    default=0,
+    show_default=True,
+    help="Seed of random contents.",
+)
+@json_option
+@click.pass_context
+def replay(ctx: click.Context, /, *, file: Path, seed: int, as_json: bool) -> None:
+    """Run the call of a dump again.
+
+    FILE is a .json file of MLAGEN_DUMP. The call is rebuilt from its metadata, with the dumped
+    tensors beside it or random contents, and compared with the CPU backend. Without a GPU it runs
+    on CPU tensors.
+
+    Exits with 1 if the call raises, or if its result is wrong.
+    """
+    from ..replay.document import read_dump
+    from ..replay.outcome import document_of, summary_of
+    from ..replay.run import replay as replay_call
+
+    dump = read_dump(file)
+    outcome = replay_call(dump, seed)
+    if as_json:
+        print_json(document_of(dump, outcome, seed))
+    else:
+        print_facts(summary_of(dump, outcome, seed))
+    ctx.exit(DONE if outcome.is_right else FAILED)

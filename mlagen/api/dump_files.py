@@ -1,0 +1,63 @@
+"""Files of a dump folder: private, never overwritten, and written as a whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import IO
+
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class DumpFolder:
+    """The folder of ``MLAGEN_DUMP``, with names that no two processes share."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._names = (0, "", count(1))  # pid, token, numbers
+
+    def new_name(self, entry: str) -> str:
+        """Return the name of the next dump, without its suffix."""
+        pid, token, numbers = self._names
+        if pid != os.getpid():  # a fork; processes in containers may share a pid
+            self._names = pid, token, numbers = os.getpid(), secrets.token_hex(4), count(1)
+        return f"{entry}-{pid}-{token}-{next(numbers):04}"
+
+    def write(self, name: str, write: Callable[[IO[bytes]], object]) -> None:
+        """Publish a file; ``write`` writes its content.
+
+        Raises
+        ------
+        OSError
+            If the folder is a symbolic link, or cannot be written; no part of the file remains.
+        """
+        temporary = f".{name}.{secrets.token_hex(4)}"
+        with self._opened() as folder:
+            try:
+                with os.fdopen(os.open(temporary, _FLAGS, 0o600, dir_fd=folder), "wb") as file:
+                    write(file)
+                os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(temporary, dir_fd=folder)
+                raise
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        path = self.path
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, "a symbolic link", str(path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)

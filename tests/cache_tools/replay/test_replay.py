@@ -1,0 +1,271 @@
+"""`mlagen replay`: dumped calls run again, on CPU tensors where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mlagen
+from cache_tools.replay import run as replaying
+from cache_tools.replay.contents import fill
+from cache_tools.replay.document import read_dump
+from cache_tools.replay.outcome import REPLAY
+from cache_tools.replay.rebuild import Rebuilt
+from mlagen.api.observed import observed
+from mlagen.errors import ArgumentError
+from tests.cache_tools.conftest import Run
+from tests.cache_tools.documents import require_document
+from tests.cases import MlaCase
+from tests.gqa_problems import GqaCase
+from tests.mla_cases import KINDS, case_of_kind
+from tests.observed_calls import BUILDERS, built, observe
+from tests.xqa_semantics import xqa_arguments
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replay on CPU tensors, on a machine with a GPU too."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Request dumps in a folder."""
+    folder = tmp_path / "dumps"
+    observe(monkeypatch, MLAGEN_DUMP=str(folder))
+    return folder
+
+
+def last_of(folder: Path) -> Path:
+    """Return the file of the last call."""
+    return max(folder.glob("*.json"), key=lambda path: path.stem[-4:])
+
+
+def as_if_on_gpu(path: Path) -> None:
+    """Edit a dump: its tensors were on a GPU, so it has no values; its call checked contents."""
+    text = re.sub(r', "values": \[[^]]*\]', "", path.read_text(encoding="utf-8"))
+    data = json.loads(text.replace('"device": "cpu"', '"device": "cuda:0"'))
+    data["environment"]["MLAGEN_CHECK"] = "1"
+    path.write_text(json.dumps(data), encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_call_of_each_entry_point_is_replayed(name: str, folder: Path, run: Run) -> None:
+    """Random lengths, offsets and page ids of a GPU call pass the checks of contents."""
+    function, arguments = built(name)
+    function(**arguments)
+    path = last_of(folder)
+    as_if_on_gpu(path)
+
+    result = run("replay", str(path), "--json")
+
+    assert result.exit_code == 0, result.stdout + result.stderr
+    document = json.loads(result.stdout)
+    require_document(document, REPLAY)
+    has_result = name not in {"constructor", "plan"}
+    assert document["served_by"] == (["CPU backend"] if has_result else [])
+    assert (document["device"], document["contents"]) == ("cpu", "random")
+
+
+GQA = {
+    "several tokens, a mask": GqaCase(name="", seq_lens=(37, 9), q_len=3, mask="random"),
+    "ragged": GqaCase(name="", seq_lens=(37, 9, 5), q_lens=(1, 3, 2)),
+    "heads first, fp4": GqaCase(name="", seq_lens=(37, 9), kv="nvfp4", layout="HND"),
+    "one tensor, a window, a sink": GqaCase(
+        name="", seq_lens=(37, 9), cache_layout="stacked", window=8, sink=1.0
+    ),
+    "int8": GqaCase(name="", seq_lens=(37, 9), kv="int8"),
+}
+MLA = {
+    **{
+        name: case_of_kind(kind, name=name, seq_lens=(40, 3), page_size=8, heads=2)
+        for name, kind in KINDS.items()
+        if kind[1] in {"", "fp8_ds_mla"} and not kind[2]
+    },
+    "ragged": MlaCase(name="", seq_lens=(40, 9, 5), q_lens=(2, 0, 3), heads=2),
+    "sparse": MlaCase(name="", seq_lens=(40, 9), top_k=16, heads=2, q_len=2),
+    "values of other pages": MlaCase(name="", seq_lens=(40, 9), heads=2, values="other pages"),
+}
+
+
+Build = Callable[[], dict[str, Any]]
+
+
+def calls_of_cases() -> dict[str, tuple[Callable[..., object], Build]]:
+    """Return entry points with functions that build their arguments."""
+    calls: dict[str, tuple[Callable[..., object], Build]] = {}
+    for name, mla in MLA.items():
+        call = partial(_arguments_of, mla)
+        calls[f"mla: {name}"] = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla, call
+    for name, gqa in GQA.items():
+        call = partial(_arguments_of, gqa)
+        calls[f"gqa: {name}"] = mlagen.decode.xqa_batch_decode_with_kv_cache, call
+        if gqa.cache_layout == "tuple":
+            calls[f"xqa: {name}"] = mlagen.xqa.xqa, partial(_xqa_arguments_of, gqa)
+    return calls
+
+
+def _arguments_of(case: MlaCase | GqaCase) -> dict[str, Any]:
+    return case.build("cpu").arguments()
+
+
+def _xqa_arguments_of(case: GqaCase) -> dict[str, Any]:
+    return xqa_arguments(case.build("cpu"))
+
+
+CALLS = calls_of_cases()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_any_kind_of_call_is_replayed(name: str, folder: Path, run: Run) -> None:
+    """Layouts, dtypes, ragged queries and sparse indices pass the checks of contents."""
+    function, build = CALLS[name]
+    observed(function)(**build())
+    path = last_of(folder)
+    as_if_on_gpu(path)
+
+    result = run("replay", str(path), "--seed", "3")
+
+    assert result.exit_code == 0, result.stdout + result.stderr
+    assert "CPU tensors, as there is no GPU here, random contents of seed 3\n" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["trtllm", "xqa", "run", "planless", "masks", "paged_flare"])
+def test_dumped_tensors_are_rebuilt_as_they_were(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Contents, strides and offsets are those of the call, and the result is the same."""
+    observe(monkeypatch, MLAGEN_DUMP=str(tmp_path), MLAGEN_DUMP_TENSORS="1")
+    function, arguments = built(name)
+    expected = function(**arguments)
+    dump = read_dump(last_of(tmp_path))
+    cpu = torch.device("cpu")
+
+    rebuilt = {part: Rebuilt(of, cpu) for part, of in dump.parts.items()}
+    fill(dump, rebuilt, seed=0)
+    outputs, _, problem = replaying._run(dump.entry, rebuilt, cpu)
+
+    assert problem is None
+    for key, tensor in arguments.items():
+        again = rebuilt["call"].arguments.get(key)
+        if isinstance(tensor, torch.Tensor) and isinstance(again, torch.Tensor):
+            assert again.stride() == tensor.stride()
+    results = arguments["output"] if expected is None else expected
+    likes = results if isinstance(results, tuple) else (results,)
+    for out, like in zip(outputs, likes, strict=True):
+        assert torch.equal(out.view(torch.uint8), like.view(torch.uint8))
+
+
+def test_views_of_one_tensor_share_memory_again(folder: Path) -> None:
+    """Latent and rope part of one cache stay interleaved; a broadcast query stays so."""
+    function, arguments = built("planless")
+    whole = torch.zeros(1, 8, 576, dtype=torch.bfloat16)
+    query = torch.zeros(1, 2, 512, dtype=torch.bfloat16).expand(2, 2, 512)
+    parts = {"ckv_cache": whole[..., :512], "kpe_cache": whole[..., 512:]}
+    function(**{**arguments, **parts, "q_nope": query})
+    dump = read_dump(last_of(folder))
+
+    rebuilt = {part: Rebuilt(of, torch.device("cpu")) for part, of in dump.parts.items()}
+    fill(dump, rebuilt, seed=0)
+
+    given = rebuilt["call"].arguments
+    latent, rope = given["ckv_cache"], given["kpe_cache"]
+    assert rope.data_ptr() == latent.data_ptr() + 1024
+    assert latent.stride() == rope.stride() == whole.stride()
+    assert given["q_nope"].stride() == query.stride()
+    assert bool(latent.any())
+    assert bool(rope.any())
+
+
+def test_a_call_that_raised_raises_again(folder: Path, run: Run) -> None:
+    """The exit code is 1, and the text has both errors."""
+    function, arguments = built("trtllm")
+    with pytest.raises(ArgumentError) as caught:
+        function(**{**arguments, "query": arguments["query"][..., :100]})
+
+    result = run("replay", str(last_of(folder)))
+
+    assert result.exit_code == 1
+    assert result.stdout.count(f"ArgumentError: {caught.value}") == 2
+    assert "relative error  none: the call raised\n" in result.stdout
+
+
+def test_freed_memory_is_replayed(folder: Path, run: Run) -> None:
+    """A tensor without memory raises as in the dumped call."""
+    function, arguments = built("trtllm")
+    arguments["kv_cache"].untyped_storage().resize_(0)
+    with pytest.raises(ArgumentError):
+        function(**arguments)
+
+    result = run("replay", str(last_of(folder)), "--json")
+
+    document = json.loads(result.stdout)
+    assert document["error"] == document["dumped"]["error"]
+
+
+def test_the_kernel_settings_of_the_dumped_process_apply(folder: Path, run: Run) -> None:
+    """An invalid one is the error of the replay; afterwards the own settings are back."""
+    function, arguments = built("trtllm")
+    function(**arguments)
+    path = last_of(folder)
+    data = json.loads(path.read_text(encoding="utf-8"))
+    data["environment"]["MLAGEN_MLA_KERNEL"] = "sm70"
+    path.write_text(json.dumps(data), encoding="utf-8")
+
+    result = run("replay", str(path), "--json")
+
+    assert json.loads(result.stdout)["error"].startswith("ArgumentError: MLAGEN_MLA_KERNEL: ")
+    function(**arguments)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0], ids=["right", "wrong"])
+def test_the_result_of_a_gpu_is_compared_with_the_cpu_backend(
+    offset: float, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative error above the bound is exit code 1; here the CPU stands for the GPU."""
+    function, arguments = built("trtllm")
+    function(**arguments)
+    path = last_of(folder)
+    as_if_on_gpu(path)
+    offsets = [offset, 0.0]  # of the GPU, then of the reference
+
+    def decode(**given: Any) -> Any:
+        out, lse = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**given)
+        return out + offsets.pop(0), lse
+
+    monkeypatch.setitem(replaying._FUNCTIONS, function.__name__, decode)
+    monkeypatch.setattr(replaying, "_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(replaying, "_name_of", lambda _: "a GPU")
+
+    result = run("replay", str(path), "--json")
+
+    document = json.loads(result.stdout)
+    assert (document["device"], document["error"]) == ("a GPU", None)
+    assert (document["relative_error"] > document["error_bound"]) is bool(offset)
+    assert document["is_right"] is not bool(offset)
+    assert result.exit_code == int(bool(offset))
+
+
+@pytest.mark.parametrize(
+    ("out", "expected", "error"),
+    [
+        ([3.0, 4.0], [3.0, 4.0], 0.0),
+        ([3.0, 5.0], [0.0, 5.0], 0.6),
+        ([0.0, 2.0], [0.0, 0.0], 2.0),
+        ([float("-inf"), 4.0], [float("-inf"), 4.0], 0.0),
+        ([float("nan"), 4.0], [3.0, 4.0], float("inf")),
+        ([3.0, 4.0], [3.0, float("inf")], float("inf")),
+    ],
+)
+def test_the_relative_error(out: list[float], expected: list[float], error: float) -> None:
+    """Elements that are not finite must be the same in both."""
+    got = replaying.relative_error(torch.tensor(out), torch.tensor(expected))
+
+    assert got == pytest.approx(error)
