@@ -117,7 +117,7 @@ def _set_variable(name: str, value: str | None) -> None:
 )
 @click.version_option(__version__, prog_name="mlagen", message="%(prog)s %(version)s")
 def cli() -> None:
-    """Compile attention kernels ahead of time, and manage their cache.
+    """Compile, inspect, benchmark and cache attention kernels.
 
     Each command accepts --json: one JSON document on stdout, human-readable text on stderr.
     """

@@ -58,5 +58,5 @@ def find_nvdisasm() -> Path:
     # Distributions install it outside of any toolkit, on the PATH.
     found = find_nvidia_binary_utility("nvdisasm") or shutil.which("nvdisasm")
     if found is None:
-        raise ToolchainError("nvdisasm: not found; run: pip install 'mlagen[inspect]'")
+        raise ToolchainError("nvdisasm: not found; run: pip install nvidia-cuda-nvdisasm")
     return Path(found)

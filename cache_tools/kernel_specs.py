@@ -32,9 +32,9 @@ def spec_named(text: str, arch: Arch | None = None) -> KernelSpec:
         If the text is malformed, or no call uses such a kernel; the message has the nearest one.
     """
     from mlagen.spec.arch import parse_arch
-    from mlagen.spec.text import key_field_names, parse_spec, split_spec
+    from mlagen.spec.text import key_field_names, parse_spec
 
-    family, given = split_spec(f"{text}()" if text.isidentifier() else text)
+    family, given = _split(f"{text}()" if text.isidentifier() else text)
     if set(given) == set(key_field_names(family)):
         spec = parse_spec(text)
         return spec if arch in {None, spec.arch} else _on_arch(spec, arch)
@@ -60,6 +60,24 @@ def spec_texts(typed: str) -> list[str]:
 
     family, bracket, _ = typed.partition("(")
     return [str(spec) for spec in _listed(family, None)] if bracket else list(FAMILIES)
+
+
+def _split(text: str) -> tuple[str, dict[str, str]]:
+    """Return the family and the given values; the error has the most similar family, if any is."""
+    from difflib import get_close_matches
+
+    from mlagen.errors import ArgumentError
+    from mlagen.spec.families import FAMILIES
+    from mlagen.spec.text import split_spec
+
+    try:
+        return split_spec(text)
+    except ArgumentError as error:
+        family = text.partition("(")[0].strip()
+        similar = [] if family in FAMILIES else get_close_matches(family, FAMILIES, n=1)
+        if not similar:
+            raise
+        raise ArgumentError(f"{error}, did you mean {similar[0]}?") from None
 
 
 def _listed(family: str, arch: Arch | None) -> list[KernelSpec]:

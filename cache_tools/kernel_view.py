@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from mlagen.artifacts import Source
     from mlagen.compiler.toolchain import Nvrtc
     from mlagen.spec.kernel import KernelSpec
+
+
+_CONSTANT = re.compile(r"^constexpr int (\w+) = (\d+);", re.MULTILINE)
+_TILE = {"BLOCK_M": "kBlockM", "BLOCK_N": "kBlockN", "stages": "kStages"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +57,7 @@ class KernelView:
             facts, toolchain, cubin = entry.manifest.facts, entry.manifest.toolchain, entry.cubin
         else:
             nvrtc = _compiler_for(key.toolchain)
-            click.echo(f"compiling {spec} with {nvrtc}", err=True)
+            click.echo(f"compiling {spec.family} for {spec.arch} with {nvrtc}", err=True)
             build = build_spec(spec, nvrtc)
             facts, toolchain, cubin = build.facts, build.toolchain, build.files[CUBIN]
         return cls(
@@ -103,7 +108,7 @@ class KernelView:
             ),
             "code_bytes": code_bytes(self.cubin),
             "template": spec.template,
-            "includes": [name for name in files_of(source_of(spec)) if name != spec.template],
+            "includes": includes_of(spec),
         }
 
 
@@ -123,9 +128,16 @@ def ptx_of(spec: KernelSpec) -> str:
     return compile_to_ptx(source_of(spec), spec.arch, _compiler_for(key_of(spec).toolchain))
 
 
-def files_of(source: Source) -> list[str]:
-    """Return the templates that a source is made of, in the order of their first line."""
-    return list(dict.fromkeys(origin.rpartition(":")[0] for origin in source.origins if origin))
+def includes_of(spec: KernelSpec) -> list[str]:
+    """Return the templates that a kernel includes, in the order of their first line."""
+    files = (origin.rpartition(":")[0] for origin in source_of(spec).origins if origin)
+    return [name for name in dict.fromkeys(files) if name != spec.template]
+
+
+def tile_of(spec: KernelSpec) -> dict[str, int]:
+    """Return the rows, the tokens and the stages of a tile that are numbers in the source."""
+    numbers = {name: int(value) for name, value in _CONSTANT.findall(source_of(spec).text)}
+    return {name: numbers[constant] for name, constant in _TILE.items() if constant in numbers}
 
 
 def code_bytes(cubin: bytes) -> int:

@@ -7,6 +7,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -68,7 +69,8 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
         headers, gap = [name.replace("_", "_\n").split("\n") for name in names], 1
     widths = [max(width, *map(len, header)) for width, header in zip(widths, headers, strict=True)]
     height = max(map(len, headers))
-    numbers = [all(isinstance(row[name], int | float | None) for row in rows) for name in names]
+    number = int | float | Decimal | None
+    numbers = [all(isinstance(row[name], number) for row in rows) for name in names]
     tops = [[""] * (height - len(header)) + header for header in headers]
     columns = [[*top, *column] for top, column in zip(tops, columns, strict=True)]
     # Column by column: for thousands of rows faster than formatting each row.

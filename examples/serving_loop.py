@@ -1,11 +1,10 @@
 """A decode loop as a server runs it: continuous batching, growing block tables, CUDA graphs.
 
-Shows buffers that keep their addresses, pages that a sequence takes as it grows and frees at its
-end, and one CUDA graph per batch size. The model is a toy, one MLA layer with random weights, and
-each sequence begins with one token: there is no prefill. On the CPU each step runs eagerly.
+Shows buffers that keep their addresses, pages that sequences take and free, and one CUDA graph per
+batch size (on the CPU, eager steps). The model is one MLA layer with random weights; no prefill.
 
 Run it:     python3 examples/serving_loop.py
-Prints:     the tokens of each sequence, and the largest distance from greedy.
+Prints:     the device, the tokens of each sequence, and the largest distance from greedy.
 Exits with: 1 if a token is not the greedy choice of the same model in float32, up to rounding.
 """
 
@@ -61,6 +60,7 @@ for size in BATCH_SIZES if DEVICE.type == "cuda" else ():
     with torch.cuda.graph(graphs[size]):
         step(size)
 
+print("device:", torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU, plain PyTorch")
 # The tokens of a sequence, all but the last of them cached; its pages; its length at the end.
 waiting: list[tuple[list[int], list[int], int]] = [([n], [], n) for n in (5, 40, 9, 20, 14)]
 running, gap = waiting[:0], 0.0

@@ -4,7 +4,7 @@ Shows how a token is packed into a row of 656 bytes (fp8_ds_mla), how top-k indi
 slots, and the call. Each query token attends to the tokens that its indices name, and to no others.
 
 Run it:     python3 examples/sparse_fp8.py
-Prints:     the bytes of a row, the shape of the output, and the largest error.
+Prints:     the device, the bytes of a row, the shape of the output, and the largest error.
 Exits with: 1 if the output is wrong.
 """
 
@@ -74,6 +74,7 @@ out = trtllm_batch_decode_with_kv_cache_mla(
 )
 assert isinstance(out, torch.Tensor)  # with return_lse=True it is a pair
 
+print("device:", torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU, plain PyTorch")
 print("bytes of a row:", kv_cache.shape[-1])
 print("output:", list(out.shape))
 error = largest = 0.0

@@ -5,7 +5,7 @@ grouped-query attention where the cache lies, one page a request; the prompt goe
 attention. The model is tiny and random; nothing is downloaded. It needs transformers 5.
 
 Run it:     python3 examples/transformers_decode.py
-Prints:     the new tokens of both, and how many attention calls mlagen served.
+Prints:     the device, the new tokens of both, and how many attention calls mlagen served.
 Exits with: 1 if the tokens differ.
 """
 
@@ -84,7 +84,7 @@ config = LlamaConfig(
 model = LlamaForCausalLM(config).to(DEVICE, torch.float16).eval()
 prompt = torch.randint(config.vocab_size, (BATCH, PROMPT), device=DEVICE)
 eager, ours = (generate(model, prompt, name) for name in ("eager", "mlagen"))
-print("eager: ", *eager)
-print("mlagen:", *ours)
+print("device:", torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU, plain PyTorch")
+print("eager: ", *eager, "\nmlagen:", *ours)
 print("attention calls of mlagen:", len(q_lens))
 sys.exit(0 if ours == eager else 1)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
 
 from cache_tools.benchmark.choices import MODES
 from cache_tools.benchmark.comparison import read_document
+from cache_tools.benchmark.table import AT_LEAST_AS_FAST, summaries_of
 from tests.doc_text import table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,16 +30,15 @@ A ratio is the time of the best baseline over that of mlagen: above 1, mlagen is
 - The libraries run by turns, then once more in reverse order; a time is the mean of both.
 - **Fresh**: after a pause, at the clock of an idle GPU.
 - **Sustained**: after half a second of the same calls, when the power cap decides the clock.
-- **Model**: behind a projection of 128 tokens by 58 MB of weights, whose own time is subtracted.
-- Ratios are those to the fastest baseline in that state; times, share and error are fresh ones.
-- The share is the roofline bound over the time of mlagen.
+- **Model**: each call follows a GEMM of 128 tokens by 58 MB of weights, whose time is subtracted.
+- Times are fresh ones, the fastest baseline in bold; `-`: no kernel, or a wrong result.
+- Ratios are to the fastest baseline in each state; the share is the roofline bound over the time.
 - The bound is the larger of bytes over read bandwidth and FLOP over GEMM rate, by rates of the run.
-- An error is relative to fp32 in the Frobenius norm; a result beyond its bound does not count.
+- Errors, of mlagen and of the fastest baseline, are relative to fp32 in the Frobenius norm.
 - FlashMLA is measured in the builds of vLLM and of SGLang, FlashAttention-3 in that of vLLM.
 - Plans, schedules and metadata of baselines are made beforehand and not timed.
-- FA3 takes an e4m3 query over an e4m3 GQA cache, so its call converts it.
-- FlashMLA's sparse kernels take 64 or 128 heads, so fewer are padded beforehand.
-- A case reads: query/cache dtype, requests x cached tokens (`~`: random), query/KV heads.
+- FA3's call converts the query of e4m3 GQA; heads of FlashMLA's sparse calls are padded beforehand.
+- `gqa bf16/e4m3, 2 x ~99, 64/8 heads`: dtypes of query and cache, requests x mean tokens, heads.
 
 Repeat it with the baselines in a folder of `pip install --target` ([how](how-to/benchmark.md)):
 
@@ -84,34 +83,32 @@ def _section(name: str, document: Mapping[str, Any]) -> str:
             f"## {short_name(document)}\n",
             f"![Share of the roofline bound]({image})\n",
             f"{facts}\nBaselines: {baselines}.\n{rates}",
-            *(_summary(mode, document["cases"]) for mode in MODES),
+            f"{AT_LEAST_AS_FAST}: {'; '.join(summaries_of(document['cases']))}.",
             "",
-            *table([_cells(modes) for modes in by_case.values()]),
+            *table([_cells(modes, list(document["baselines"])) for modes in by_case.values()]),
         ]
     )
 
 
-def _summary(mode: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    ratios = [row["ratio"] for row in rows if row["mode"] == mode and row["ratio"] is not None]
-    faster = sum(ratio >= 1 for ratio in ratios)
-    return (
-        f"{mode.capitalize()}: mlagen is at least as fast in {faster} of {len(ratios)} cases with "
-        f"a baseline; geometric mean {geometric_mean(ratios):.2f}, least {min(ratios):.2f}."
-    )
-
-
-def _cells(modes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def _cells(modes: Mapping[str, Mapping[str, Any]], baselines: Sequence[str]) -> dict[str, str]:
     row = modes["fresh"]
     ours, best = row["mlagen"], row["best_baseline"]
+    times = {name: _time(row["baselines"].get(name), is_best=name == best) for name in baselines}
     return {
         "case": row["case"],
-        "us": f"{ours['us']:.1f}",
-        "best baseline": best or "-",
-        "its us": "-" if best is None else f"{row['baselines'][best]['us']:.1f}",
-        **{mode: _ratio(modes[mode]["ratio"]) for mode in MODES},
+        "mlagen, us": f"{ours['us']:.1f}",
+        **times,
+        **{f"ratio, {mode}": _ratio(modes[mode]["ratio"]) for mode in MODES},
         "share": f"{ours['roofline_share']:.2f}",
         "error": f"{ours['error']:.1e}",
+        "its error": "-" if best is None else f"{row['baselines'][best]['error']:.1e}",
     }
+
+
+def _time(outcome: Mapping[str, Any] | None, *, is_best: bool) -> str:
+    if outcome is None or not outcome["is_right"]:
+        return "-"
+    return f"**{outcome['us']:.1f}**" if is_best else f"{outcome['us']:.1f}"
 
 
 def _ratio(ratio: float | None) -> str:

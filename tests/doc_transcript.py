@@ -32,7 +32,6 @@ _OF_COMPILER = (
     (r"libnvrtc\.so\.\d+", "libnvrtc.so.MAJOR"),
     (r"cuda-bindings \d+", "cuda-bindings MAJOR"),
     (r"nvidia-cuda-nvrtc(?:-cu12)?", "nvidia-cuda-nvrtc"),
-    (r"mlagen\[cu\d+\]", "mlagen[cuMAJOR]"),
 )
 
 # Sizes of what has times and dates in it may differ by some bytes, and be rounded the other way.

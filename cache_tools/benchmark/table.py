@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
+from statistics import geometric_mean
 from typing import Any
 
-from ..report import console, print_table
+import click
+
+from ..report import count_text, print_facts, print_table
 from .comparison import Change
 from .roofline import Ceilings
 from .run import ceilings_text
 
+AT_LEAST_AS_FAST = "mlagen is at least as fast as every baseline"
+
 
 def print_results(document: Mapping[str, Any]) -> None:
-    """Print the GPU, its ceilings, and a row per case and mode."""
-    ceilings = ceilings_text(Ceilings(**document["ceilings"]))
-    baselines = "".join(f", {name} ({ver})" for name, ver in document["baselines"].items())
-    text = f"{document['gpu']}, torch {document['torch']}{baselines}: {ceilings}\n"
-    console().print(text, soft_wrap=True)
-    has_modes = len({case["mode"] for case in document["cases"]}) > 1
-    print_table([_row(case, has_modes=has_modes) for case in document["cases"]])
+    """Print what was measured with what, a row per case and mode, and a summary per mode."""
+    modes = list(dict.fromkeys(case["mode"] for case in document["cases"]))
+    print_facts(_header(document, modes))
+    click.echo()
+    print_table([_row(case, has_modes=len(modes) > 1) for case in document["cases"]])
+    if summaries := summaries_of(document["cases"]):
+        click.echo("\n  ".join([f"\n{AT_LEAST_AS_FAST}:", *summaries]))
+
+
+def summaries_of(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return in how many cases, in each mode, :data:`AT_LEAST_AS_FAST` is true."""
+    ratios: dict[str, list[float]] = {}
+    for case in cases:
+        if case["ratio"] is not None:
+            ratios.setdefault(case["mode"], []).append(case["ratio"])
+    return [
+        f"{mode} in {sum(ratio >= 1 for ratio in found)} of {count_text(len(found), 'case')} "
+        f"(geometric mean {geometric_mean(found):.2f}, least {min(found):.2f})"
+        for mode, found in ratios.items()
+    ]
 
 
 def print_changes(changes: list[Change], tolerance: float) -> None:
@@ -27,7 +46,7 @@ def print_changes(changes: list[Change], tolerance: float) -> None:
         {
             "case": change.case,
             "mode": change.mode,
-            "before_us": round(change.before_us, 1),
+            "before_us": _rounded(change.before_us, 1),
             "us": _rounded(change.us, 1),
             "change": "missing" if change.change is None else f"{change.change:+.1%}",
             "verdict": change.verdict(tolerance),
@@ -55,6 +74,30 @@ def all_right(document: Mapping[str, Any]) -> bool:
     return all(case["mlagen"]["is_right"] for case in document["cases"])
 
 
+def _header(document: Mapping[str, Any], modes: Sequence[str]) -> dict[str, str]:
+    watts, mhz = document["power_limit_w"], document["max_sm_mhz"]
+    gpu = [
+        document["gpu"],
+        *([] if watts is None else [f"{watts:.0f} W"]),
+        *([] if mhz is None else [f"{mhz:.0f} MHz"]),
+        *_named("driver ", document["driver"]),
+    ]
+    commit = "".join(_named(" at ", document["commit"]))
+    software = [f"torch {document['torch']}", *_named("NVRTC ", document["nvrtc"])]
+    baselines = [f"{name} ({version})" for name, version in document["baselines"].items()]
+    return {
+        "GPU": ", ".join(gpu),
+        "mlagen": ", ".join([f"{document['mlagen']}{commit}", *software]),
+        **({"baselines": ", ".join(baselines)} if baselines else {}),
+        "ceilings": ceilings_text(Ceilings(**document["ceilings"])),
+        **({"mode": modes[0]} if len(modes) == 1 else {}),
+    }
+
+
+def _named(prefix: str, value: str | None) -> list[str]:
+    return [] if value is None else [f"{prefix}{value}"]
+
+
 def _row(case: Mapping[str, Any], *, has_modes: bool) -> dict[str, Any]:
     ours, best = case["mlagen"], case["best_baseline"]
     best_us = None if best is None else case["baselines"][best]["us"]
@@ -77,5 +120,6 @@ def _mark(outcome: Mapping[str, Any]) -> str:
     return "" if outcome["is_right"] else " WRONG"
 
 
-def _rounded(value: float | None, digits: int | None = None) -> float | None:
-    return None if value is None else round(value, digits)
+def _rounded(value: float | None, digits: int = 0) -> Decimal | None:
+    """Return a number that prints with as many digits as the others of its column."""
+    return None if value is None else Decimal(f"{value:.{digits}f}")

@@ -243,7 +243,9 @@ def _machine(compare: list[str] | None, peers: Path | None) -> Machine:
 
     gpus = visible_devices()
     if not gpus:
-        raise UnsupportedError("device: expected a GPU to measure, got none")
+        raise UnsupportedError(
+            "device: expected a GPU to measure, got none; --from-json FILE shows earlier results"
+        )
     arch_of_capability(gpus[0].major, gpus[0].minor)  # rejects an unsupported GPU
     import torch
 

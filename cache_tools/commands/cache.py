@@ -23,7 +23,7 @@ from .cache_why import why
 
 @click.group()
 def cache() -> None:
-    """List, check and remove cached kernels.
+    """List, check, remove, export, import, push and pull kernels.
 
     Safe with running jobs: a job that misses a kernel recompiles it.
     """

@@ -8,10 +8,12 @@ import click
 
 from ..completion import arch_names, complete_spec, completer
 from ..kernel_specs import arch_named, spec_named
-from ..kernel_view import KernelView, ptx_of, source_of
-from ..report import json_option, print_facts, print_json, size_text
+from ..kernel_view import KernelView, includes_of, ptx_of, source_of, tile_of
+from ..report import count_text, json_option, print_facts, print_json, size_text
 
-_PARTS = ("source", "ptx", "sass", "resources")
+# Its kernels change their registers per thread after the launch.
+_SETMAXNREG = "ptx/setmaxnreg.cuh"
+_PARTS = ("source", "ptx", "sass", "resources", "includes")
 
 
 @click.command()
@@ -22,6 +24,7 @@ _PARTS = ("source", "ptx", "sass", "resources")
 @click.option(
     "--resources", is_flag=True, help="Print all resources, and counts of instructions by opcode."
 )
+@click.option("--includes", is_flag=True, help="Print the included templates; compiles nothing.")
 @click.option(
     "--arch",
     metavar="ARCH",
@@ -40,6 +43,9 @@ def show(*, spec: str, arch: str | None, as_json: bool, **parts: bool) -> None:
         raise click.UsageError(f"part: expected one, got --{' and --'.join(chosen)}")
     part = chosen[0] if chosen else None
     kernel = spec_named(spec, arch_named(arch))
+    if part == "includes" and not as_json:
+        click.echo("\n".join(includes_of(kernel)))
+        return
     if part in {"source", "ptx"} and not as_json:
         click.echo(source_of(kernel).text if part == "source" else ptx_of(kernel), nl=False)
         return
@@ -51,7 +57,7 @@ def show(*, spec: str, arch: str | None, as_json: bool, **parts: bool) -> None:
     elif part == "resources":
         print_facts(_resources(view))
     else:
-        print_facts(_summary(view.document()))
+        print_facts(_summary(view))
 
 
 def _part(view: KernelView, part: str | None) -> dict[str, Any]:
@@ -64,22 +70,23 @@ def _part(view: KernelView, part: str | None) -> dict[str, Any]:
     return {"instructions": view.opcodes()} if part == "resources" else {}
 
 
-def _summary(document: dict[str, Any]) -> dict[str, Any]:
+def _summary(view: KernelView) -> dict[str, Any]:
+    document, tile = view.document(), tile_of(view.spec)
+    at_launch = " at launch" if _SETMAXNREG in document["includes"] else ""
     static, dynamic = (document[f"{kind}_shared_bytes"] for kind in ("static", "dynamic"))
     spilled = document["spill_store_bytes"] + document["spill_load_bytes"]
     return {
         "kernel": document["kernel"],
-        "family": document["family"],
-        **{f"  {name}": value for name, value in document["spec"].items()},
         "key": f"{document['key']}, {'cached' if document['is_cached'] else 'not cached'}",
         "compiler": document["toolchain"],
-        "threads": f"{document['threads']} of a CTA",
-        "registers": f"{document['registers']} of a thread, {spilled} bytes spilled",
-        "shared memory": f"{static + dynamic} bytes of a CTA",
+        **({"tile": ", ".join(f"{name} {value}" for name, value in tile.items())} if tile else {}),
+        "threads": f"{document['threads']} per CTA",
+        "registers": f"{document['registers']} per thread{at_launch}, {spilled} bytes spilled",
+        "shared memory": f"{static + dynamic} bytes per CTA",
         "CTAs per SM": document["max_active_ctas"],
         "code": size_text(document["code_bytes"]),
         "template": document["template"],
-        "includes": "\n".join(document["includes"]),
+        "includes": f"{count_text(len(document['includes']), 'template')}, see --includes",
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -115,8 +115,24 @@ def prewarm(
         status, packed = _exit_code(report), None
         if bundle is not None and status == DONE:
             packed = _bundled(report, bundle)
+    if dry_run and not quiet:
+        for line in _assumptions(options):
+            click.echo(line, err=as_json)
     print_report(report, bundle, packed, dry_run=dry_run, quiet=quiet, as_json=as_json)
+    missing = sum(unit.status == "missing" for unit in report.units)
+    if missing and not quiet:  # in a dry run
+        click.echo(f"exit code {status}: {count_text(missing, 'kernel')} missing", err=as_json)
     ctx.exit(status)
+
+
+def _assumptions(options: Mapping[str, Any]) -> list[str]:
+    """Return how each of the models is served, as far as options and defaults say."""
+    if options["models"] is None:
+        return []
+    from mlagen.prewarming.selection import MODEL_OPTIONS, serving_texts
+
+    names = ("models", "tp", "q_len", *MODEL_OPTIONS)
+    return serving_texts(**{name: options[name] for name in names if options[name] is not None})
 
 
 def _named_kernels(

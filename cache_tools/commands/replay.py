@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ..exit_codes import DONE, FAILED
+from ..exit_codes import DONE, FAILED, UNSUPPORTED
 from ..report import json_option, print_facts, print_json
 
 
@@ -26,12 +26,13 @@ def replay(ctx: click.Context, /, *, file: Path, seed: int, as_json: bool) -> No
 
     FILE is a .json file of MLAGEN_DUMP. The call is rebuilt from its metadata, with the dumped
     tensors beside it or random contents, and compared with the CPU backend. Without a GPU it runs
-    on CPU tensors.
+    on CPU tensors, and nothing is compared.
 
-    Exits with 1 if the call raises, or if its result is wrong.
+    Exits with 1 if the call raises, or if its result is wrong, and with 3 if a call of a GPU
+    returns without one.
     """
     from ..replay.document import read_dump
-    from ..replay.outcome import document_of, summary_of
+    from ..replay.outcome import NOTHING_COMPARED, document_of, summary_of
     from ..replay.run import replay as replay_call
 
     dump = read_dump(file)
@@ -40,4 +41,7 @@ def replay(ctx: click.Context, /, *, file: Path, seed: int, as_json: bool) -> No
         print_json(document_of(dump, outcome, seed))
     else:
         print_facts(summary_of(dump, outcome, seed))
+    if outcome.is_right is None:
+        click.echo(NOTHING_COMPARED, err=as_json)
+        ctx.exit(UNSUPPORTED)
     ctx.exit(DONE if outcome.is_right else FAILED)

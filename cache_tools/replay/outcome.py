@@ -11,6 +11,7 @@ from ..schemas import DOCUMENT, Field, Schema
 from .document import Dump
 
 _UNKNOWN = "none: the process ended in this call"
+NOTHING_COMPARED = "nothing compared: the call was on a GPU"
 
 REPLAY: Schema = {
     DOCUMENT: {
@@ -29,7 +30,11 @@ REPLAY: Schema = {
             "call, or the call raised",
         ),
         "error_bound": Field("number", "largest `relative_error` that counts as right"),
-        "is_right": Field("boolean", "whether the call returned, within the bound"),
+        "is_right": Field(
+            "boolean or null",
+            "whether the call returned, within the bound; null if a call of a GPU returned on CPU "
+            "tensors",
+        ),
     },
     "`dumped`": {
         "mlagen": Field("text or null", "version of mlagen"),
@@ -56,10 +61,17 @@ class Outcome:
     error_bound: float
 
     @property
-    def is_right(self) -> bool:
-        """Whether the call returned, within the bound."""
+    def is_right(self) -> bool | None:
+        """Whether the call returned, within the bound; None if its device is missing."""
+        if self.error is None and self.lacks_gpu:
+            return None
         is_within = self.relative_error is None or self.relative_error <= self.error_bound
         return self.error is None and is_within
+
+    @property
+    def lacks_gpu(self) -> bool:
+        """Whether a call of a GPU ran on CPU tensors."""
+        return self.was_on_gpu and self.device == "cpu"
 
 
 def document_of(dump: Dump, outcome: Outcome, seed: int) -> dict[str, Any]:
@@ -92,7 +104,7 @@ def summary_of(dump: Dump, outcome: Outcome, seed: int) -> dict[str, str]:
     random = f"random contents of seed {seed}"
     contents = "dumped contents" if dump.tensors else random
     device = "CPU tensors" if outcome.device == "cpu" else outcome.device
-    reason = ", as there is no GPU here" if outcome.was_on_gpu and outcome.device == "cpu" else ""
+    reason = ", as there is no GPU here" if outcome.lacks_gpu else ""
     return {
         "call": dump.entry + (", captured" if dump.is_captured else ""),
         "dumped with": ", ".join([*versions, *([dump.gpu] if dump.gpu else [])]),
@@ -110,6 +122,8 @@ def _served(kernels: list[str]) -> str:
 def _error_text(outcome: Outcome) -> str:
     if outcome.error is not None:
         return "none: the call raised"
+    if outcome.lacks_gpu:
+        return "none: the kernels did not run"
     if outcome.relative_error is None:
         reason = "the CPU backend is the reference" if outcome.served_by else "no output"
         return f"none: {reason}"

@@ -15,8 +15,9 @@ from mlagen.spec.arch import Arch
 
 OLDEST_NVRTC = (12, 8)
 
-# The wheel that contains libnvrtc.so.<major>, and the extra of mlagen that requires it.
-_WHEELS = {12: ("nvidia-cuda-nvrtc-cu12", "cu12"), 13: ("nvidia-cuda-nvrtc", "cu13")}
+# The wheel that contains libnvrtc.so.<major>; from CUDA 13 on, its name lacks the version.
+_WHEELS = {12: "nvidia-cuda-nvrtc-cu12"}
+_WHEEL = "nvidia-cuda-nvrtc"
 
 _OPTIONS = (
     "--std=c++17",
@@ -58,12 +59,12 @@ def find_nvrtc() -> Nvrtc:
     """
     with defer_forks():  # importlib.metadata imports lazily
         major = _bindings_major()
-        wheel, extra = _WHEELS.get(major, (f"an NVRTC {major} wheel", f"cu{major}"))
+        wheel = _WHEELS.get(major, _WHEEL)
         found = _first_supported(major)
     if found is None:
         raise ToolchainError(
             f"NVRTC: no libnvrtc.so.{major} found for cuda-bindings {major}; "
-            f"run: pip install {wheel} (or: pip install 'mlagen[{extra}]')"
+            f"run: pip install {wheel}"
         )
     if found.release < OLDEST_NVRTC:
         raise ToolchainError(
@@ -114,9 +115,8 @@ def options_for(arch: Arch, toolchain: str, *, line_info: bool = False) -> tuple
 
 def _first_supported(major: int) -> Nvrtc | None:
     """Return the first NVRTC that is new enough, or else the first one found."""
-    names = [wheel for known, (wheel, _) in _WHEELS.items() if known == major]
     oldest = None
-    for candidate in find_candidates(major, dict.fromkeys((*names, "nvidia-cuda-nvrtc"))):
+    for candidate in find_candidates(major, dict.fromkeys((_WHEELS.get(major, _WHEEL), _WHEEL))):
         found = Nvrtc(**candidate._asdict())
         if found.release >= OLDEST_NVRTC:
             return found

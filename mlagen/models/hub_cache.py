@@ -30,8 +30,8 @@ def cached_config(name: str) -> Path | None:
         from huggingface_hub.errors import HFValidationError
     except ImportError as error:
         raise ArgumentError(
-            "MLAGEN_HF: expected huggingface_hub to be installed, got none: "
-            "pip install 'mlagen[hf]', or give the path of a config.json"
+            "MLAGEN_HF: expected huggingface_hub to be installed, got none; "
+            "run: pip install huggingface-hub, or give the path of a config.json"
         ) from error
     try:
         found = try_to_load_from_cache(name, "config.json")

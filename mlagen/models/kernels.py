@@ -69,6 +69,29 @@ def model_specs(
     return list(specs)
 
 
+def serving_text(model: MlaModel | GqaModel, use: ServingOptions) -> str:
+    """Return how ``model`` is served, defaults included, on one line."""
+    heads = [_per_gpu(model, "num_attention_heads", model.heads, tp) for tp in use.tp]
+    if isinstance(model, MlaModel):
+        page_sizes: Sequence[int] = MLA_PAGE_SIZES
+        pairs = list(_mla_dtypes(model, use))
+        lookups = [lookup for pair in pairs for lookup in _lookups(model, *pair, use)]
+    else:
+        page_sizes, pairs, lookups = GQA_PAGE_SIZES, list(_gqa_dtypes(model, use)), []
+    parts = [
+        f"{_joined(heads)} heads",
+        f"page size {_joined(use.page_sizes or page_sizes)}",
+        f"q_len {_joined(use.q_lens)}",
+        f"query/cache {_joined(f'{query}/{kv}' for query, kv in pairs)}",
+        *([_joined(lookups)] if lookups else []),
+    ]
+    return f"{model.name}, tp {_joined(use.tp)}: {', '.join(parts)}"
+
+
+def _joined(values: Iterable[object]) -> str:
+    return " and ".join(dict.fromkeys(map(str, values)))
+
+
 def _call_specs(
     arch: Arch, variant: MlaVariant | GqaVariant, rows: int
 ) -> list[KernelSpec] | UnsupportedError:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 from mlagen.models.config import find_model
-from mlagen.models.kernels import ServingOptions, model_specs
+from mlagen.models.kernels import ServingOptions, model_specs, serving_text
 from mlagen.prewarming.gpus import parse_archs
 from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES, require_families
@@ -28,7 +28,7 @@ Wanted: TypeAlias = str | int | Iterable[str | int]
 Kernels: TypeAlias = str | KernelSpec | Iterable[str | KernelSpec]
 
 # Fields that can be combined with models; the model determines the others.
-_MODEL_OPTIONS = ("dtype", "kv_dtype", "page_size", "lookup")
+MODEL_OPTIONS = ("dtype", "kv_dtype", "page_size", "lookup")
 
 
 def selected_specs(
@@ -64,7 +64,7 @@ def selected_specs(
         }
     if models is not None:
         _reject({"heads": heads, "kv_heads": kv_heads}, "beside models, which define it")
-        _reject({k: v for k, v in wanted.items() if k not in _MODEL_OPTIONS}, "beside models")
+        _reject({k: v for k, v in wanted.items() if k not in MODEL_OPTIONS}, "beside models")
         names = as_str_list(models, "model")
         use = _use(1 if tp is None else tp, 1 if q_len is None else q_len, wanted)
         known = _families(families)
@@ -78,6 +78,20 @@ def selected_specs(
         _reject({"families": families, **shape, **wanted}, "beside kernels, without models")
         return list(specs)
     return select_specs(parse_archs(archs), families=families, wanted=dict(wanted), **shape)
+
+
+def serving_texts(
+    models: str | Iterable[str], *, tp: Counts = None, q_len: Counts = None, **wanted: Wanted
+) -> list[str]:
+    """Return how :func:`selected_specs` takes each model to be served, defaults included.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks its rule, or names an unknown value.
+    """
+    use = _use(1 if tp is None else tp, 1 if q_len is None else q_len, wanted)
+    return [serving_text(find_model(name.strip()), use) for name in as_str_list(models, "model")]
 
 
 def _reject(arguments: Mapping[str, object], where: str) -> None:

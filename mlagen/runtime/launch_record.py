@@ -26,7 +26,7 @@ _enqueue = Launch.enqueue
 
 @contextmanager
 def record_launches() -> Iterator[list[KernelSpec]]:
-    """Yield a list that gets each kernel that this thread launches, once."""
+    """Yield a list that gets each kernel that this thread launches, once; records may nest."""
     Launch.enqueue = _recorded_enqueue  # type: ignore[method-assign,assignment]
     outer = _thread.kernels
     kernels: list[KernelSpec] = []
@@ -35,10 +35,15 @@ def record_launches() -> Iterator[list[KernelSpec]]:
         yield kernels
     finally:
         _thread.kernels = outer
+        for spec in kernels:
+            _add(outer, spec)
 
 
 def _recorded_enqueue(launch: Launch, enable_pdl: bool) -> None:
     _enqueue(launch, enable_pdl)
-    kernels, spec = _thread.kernels, launch.kernel.spec
+    _add(_thread.kernels, launch.kernel.spec)
+
+
+def _add(kernels: list[KernelSpec] | None, spec: KernelSpec) -> None:
     if kernels is not None and spec not in kernels:
         kernels.append(spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
 
 from mlagen.errors import ArgumentError
 from mlagen.spec.arch import Arch
@@ -45,7 +46,14 @@ def specs_of(
         If a family is unknown, or no kernel has one of the values.
     """
     require_families(families)
-    return filter_specs([spec for family in families for spec in FAMILIES[family](arch)], wanted)
+    specs = [spec for family in families for spec in _made(FAMILIES[family], arch)]
+    return filter_specs(specs, wanted)
+
+
+@lru_cache
+def _made(make: Callable[[Arch], Iterator[KernelSpec]], arch: Arch) -> tuple[KernelSpec, ...]:
+    """Return the kernels of a family; selections of one process enumerate them repeatedly."""
+    return tuple(make(arch))
 
 
 def require_families(names: Iterable[str]) -> None:

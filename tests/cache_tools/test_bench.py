@@ -66,8 +66,8 @@ def test_the_default_output_is_a_table(run: Run, use: Use) -> None:
     result = run("bench")
 
     assert result.exit_code == 0
-    assert result.stdout.startswith("NVIDIA H200, ")
-    assert len(result.stdout.splitlines()) == 3 + 11
+    assert result.stdout.startswith("GPU       NVIDIA H200, ")
+    assert len(result.stdout.splitlines()) == 4 + 2 + 11
 
 
 def test_options_reach_the_cases(run: Run, use: Use) -> None:
@@ -178,7 +178,7 @@ def test_earlier_results_are_shown_without_a_gpu(results: Path, run: Run) -> Non
     both = run("bench", "--from-json", str(results))
     one = run("bench", "--from-json", str(results), "--mode", "model", "--json")
 
-    assert (both.exit_code, len(both.stdout.splitlines())) == (0, 3 + 2)
+    assert (both.exit_code, len(both.stdout.splitlines())) == (0, 3 + 2 + 2)
     assert [row["mode"] for row in json.loads(one.stdout)["cases"]] == ["model"]
 
 
@@ -256,7 +256,10 @@ def test_without_a_gpu_nothing_is_loaded(start: Start) -> None:
     out, errors = process.communicate(timeout=60)
 
     assert (process.returncode, out) == (3, "")
-    assert errors == "mlagen: device: expected a GPU to measure, got none\n"
+    assert errors == (
+        "mlagen: device: expected a GPU to measure, got none; "
+        "--from-json FILE shows earlier results\n"
+    )
 
 
 def _visible(major: int, minor: int) -> list[DeviceFacts]:

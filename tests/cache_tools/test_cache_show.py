@@ -103,7 +103,9 @@ def nvdisasm_is_missing() -> bool:
     return False
 
 
-@pytest.mark.skipif(nvdisasm_is_missing(), reason="needs nvdisasm: pip install 'mlagen[inspect]'")
+@pytest.mark.skipif(
+    nvdisasm_is_missing(), reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm"
+)
 def test_the_sass_is_printed(run: Run, cached: PrewarmReport) -> None:
     """--sass prints the disassembly of the kernel."""
     result = run("cache", "show", cached.units[0].key, "--sass")
@@ -119,14 +121,14 @@ def test_without_nvdisasm_the_message_names_the_package(
     """The exit code is that of a missing dependency."""
 
     def missing() -> Path:
-        raise ToolchainError("nvdisasm: not found; run: pip install 'mlagen[inspect]'")
+        raise ToolchainError("nvdisasm: not found; run: pip install nvidia-cuda-nvdisasm")
 
     monkeypatch.setattr(disassembly, "find_nvdisasm", missing)
 
     result = run("cache", "show", cached.units[0].key, "--sass")
 
     assert (result.exit_code, result.stdout) == (3, "")
-    assert result.stderr == "mlagen: nvdisasm: not found; run: pip install 'mlagen[inspect]'\n"
+    assert result.stderr == "mlagen: nvdisasm: not found; run: pip install nvidia-cuda-nvdisasm\n"
 
 
 def test_a_program_that_compiles_it_again_is_printed(

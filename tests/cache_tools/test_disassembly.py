@@ -38,7 +38,7 @@ def test_without_it_the_message_names_the_package() -> None:
     with pytest.raises(ToolchainError) as caught:
         find_nvdisasm()
 
-    assert str(caught.value) == "nvdisasm: not found; run: pip install 'mlagen[inspect]'"
+    assert str(caught.value) == "nvdisasm: not found; run: pip install nvidia-cuda-nvdisasm"
 
 
 @pytest.mark.usefixtures("nowhere")

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cache_tools import disassembly
+from cache_tools.commands.kernel_show import _summary
+from cache_tools.kernel_specs import spec_named
+from cache_tools.kernel_view import KernelView, tile_of
 from mlagen.codegen.render import render
 from mlagen.engine import find_or_build
 from mlagen.errors import ToolchainError
 from mlagen.settings import current_settings
+from mlagen.spec.families import FAMILIES
 from tests.kernels import COMBINE
 from tests.sass import nvdisasm_is_missing
 
 from .conftest import Run
 
 needs_nvdisasm = pytest.mark.skipif(
-    nvdisasm_is_missing(), reason="needs nvdisasm: pip install 'mlagen[inspect]'"
+    nvdisasm_is_missing(), reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm"
 )
 FP16 = "combine(arch=sm_80, dtype=fp16)"
+FAMILY = f"kernel: expected a family out of {', '.join(FAMILIES)}"
 
 
-def test_the_summary_has_facts_and_includes(run: Run, cache_dir: Path) -> None:
-    """A kernel is compiled for it, and the cache is not changed."""
+def test_the_summary_is_short(run: Run, cache_dir: Path) -> None:
+    """A kernel is compiled for it, its spec is named once, and the cache is not changed."""
     result = run("kernel", "show", "combine", "--arch", "A100")
 
     lines = [line.strip() for line in result.stdout.splitlines()]
@@ -32,14 +38,49 @@ def test_the_summary_has_facts_and_includes(run: Run, cache_dir: Path) -> None:
     facts = {name: value.strip() for name, value in facts.items()}
     assert result.exit_code == 0
     assert facts["kernel"] == str(COMBINE)
-    assert facts["dtype"] == "bf16"
-    assert facts["threads"] == "128 of a CTA"
-    assert facts["registers"].endswith(" of a thread, 0 bytes spilled")
+    assert (result.stdout + result.stderr).count(str(COMBINE)) == 1
+    assert facts["threads"] == "128 per CTA"
+    assert facts["registers"].endswith(" per thread, 0 bytes spilled")
     assert facts["template"] == COMBINE.template
     assert facts["key"].endswith(", not cached")
-    assert "kernels/combine/combine.cuh" in lines
-    assert result.stderr.startswith(f"compiling {COMBINE} with nvrtc-")
+    assert facts["includes"].endswith(" templates, see --includes")
+    assert len(lines) < 12
+    assert result.stderr.startswith("compiling combine for sm_80 with nvrtc-")
     assert not cache_dir.exists()
+
+
+def test_the_included_templates_are_printed(run: Run) -> None:
+    """There is one on each line, without the template itself, and nothing is compiled."""
+    result = run("kernel", "show", str(COMBINE), "--includes")
+
+    lines = result.stdout.splitlines()
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "kernels/combine/combine.cuh" in lines
+    assert COMBINE.template not in lines
+    assert lines == json.loads(run("kernel", "show", str(COMBINE), "--json").stdout)["includes"]
+
+
+@pytest.mark.parametrize(
+    ("text", "tile"),
+    [
+        ("mla_sm90", {"BLOCK_M": 64, "BLOCK_N": 64, "stages": 2}),
+        ("mla_sm90_fp8", {"BLOCK_M": 64, "BLOCK_N": 64, "stages": 5}),
+        ("gqa_sm80(stages=6)", {"BLOCK_M": 16, "stages": 6}),
+        ("combine", {}),
+    ],
+)
+def test_the_tile_is_that_of_the_source(text: str, tile: dict[str, int]) -> None:
+    """Sizes that the source computes from others are left out."""
+    assert tile_of(spec_named(text)) == tile
+
+
+def test_registers_that_change_after_the_launch_are_marked() -> None:
+    """Warpgroups of a kernel with setmaxnreg have other numbers of registers later."""
+    view, other = KernelView.of(COMBINE), spec_named("mla_sm90")
+
+    registers = [_summary(replace(view, spec=spec))["registers"] for spec in (COMBINE, other)]
+
+    assert [" per thread at launch, " in text for text in registers] == [False, True]
 
 
 def test_a_cached_kernel_is_not_compiled_again(run: Run) -> None:
@@ -112,7 +153,7 @@ def test_without_nvdisasm_the_other_resources_are_printed(
     """A line on stderr has the package to install, and the counts are null in JSON."""
 
     def missing() -> Path:
-        raise ToolchainError("nvdisasm: not found; run: pip install 'mlagen[inspect]'")
+        raise ToolchainError("nvdisasm: not found; run: pip install nvidia-cuda-nvdisasm")
 
     monkeypatch.setattr(disassembly, "find_nvdisasm", missing)
 
@@ -135,6 +176,7 @@ def test_json_has_the_part(part: str, run: Run) -> None:
     ("arguments", "message"),
     [
         (("show", "foo"), "kernel: expected a family out of mla_sm80, "),
+        (("show", "mla_sm91"), f"{FAMILY}, got 'mla_sm91', did you mean mla_sm90?"),
         (("show", "combine", "--arch", "H9"), "arch: expected one of sm_80, "),
         (("show", "combine", "--ptx", "--sass"), "part: expected one, got --ptx and --sass; see: "),
         (("diff", "combine"), "spec: expected two, or --arch with two targets, got one"),

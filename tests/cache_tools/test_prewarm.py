@@ -97,6 +97,7 @@ def test_a_dry_run_lists_missing_kernels(run: Run, cached: PrewarmReport) -> Non
     assert [line.split()[0] for line in lines[1:5]] == ["hit", "hit", "missing", "missing"]
     assert lines[1].split()[1] == cached.units[0].key[:8]
     assert lines[5].startswith("4 kernels: 2 hit, 2 missing, in ")
+    assert lines[6:] == ["exit code 1: 2 kernels missing"]
 
 
 @pytest.mark.parametrize("is_file", [False, True], ids=["option", "file"])

@@ -95,6 +95,7 @@ def test_a_replayed_launch_names_its_kernel(folder: Path, caplog: pytest.LogCapt
     out = call(**arguments)
     assert isinstance(out, torch.Tensor)
     caplog.set_level(logging.INFO, logger="mlagen.api")
+    caplog.clear()
 
     for _ in range(4):
         call(**arguments, out=out)

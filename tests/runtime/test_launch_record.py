@@ -43,14 +43,15 @@ def test_each_kernel_is_recorded_once_in_order(enqueued: list[Launch]) -> None:
     assert enqueued == [decode, combine, decode, decode]
 
 
-def test_records_of_threads_are_apart() -> None:
-    """A thread records its own launches, and an inner record is apart from the outer one."""
-    combine = launch_of(COMBINE)
+def test_a_record_has_the_launches_of_its_thread_and_of_inner_records() -> None:
+    """A launch of another thread is not in it, one within an inner record is in both."""
+    combine, decode = launch_of(COMBINE), launch_of(mla_sm80())
     with record_launches() as kernels:
-        thread = threading.Thread(target=combine.enqueue, args=(True,))
+        thread = threading.Thread(target=decode.enqueue, args=(True,))
         thread.start()
         thread.join()
         with record_launches() as inner:
             combine.enqueue(enable_pdl=True)
+        combine.enqueue(enable_pdl=True)
 
-    assert (kernels, inner) == ([], [COMBINE])
+    assert (kernels, inner) == ([COMBINE], [COMBINE])

@@ -20,7 +20,7 @@ from tests.kernels import gqa_sm90, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv
 from tests.sass import nvdisasm_is_missing, overtaken
 
 pytestmark = pytest.mark.skipif(
-    nvdisasm_is_missing(), reason="needs nvdisasm: pip install 'mlagen[inspect]'"
+    nvdisasm_is_missing(), reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm"
 )
 
 KERNELS: list[KernelSpec] = [

@@ -13,6 +13,7 @@ from cache_tools.benchmark.outcomes import Outcome
 from cache_tools.benchmark.run import run_cases
 from cache_tools.benchmark.selection import case_of
 from cache_tools.benchmark.table import all_right, print_changes, print_results, problems_of
+from mlagen import __version__
 from tests.fake_machine import FAILED, RIGHT, WRONG, FakeMachine
 
 
@@ -22,19 +23,44 @@ def document(mlagen: Outcome, fa3: Callable[[Case], Outcome] | None = None) -> d
     return run_cases([case_of("mla")], machine, lambda _: None)
 
 
-def rows(document: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
-    """Return the first line, and the cells of the table."""
+def printed(document: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return header, table and, if there is one, summary."""
     print_results(document)
-    head, blank, *table = capsys.readouterr().out.splitlines()
-    assert blank == ""
-    cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in table]
-    return [[head], *cells]
+    return capsys.readouterr().out.removesuffix("\n").split("\n\n")
+
+
+def rows(document: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """Return the cells of the table."""
+    table = printed(document, capsys)[1].splitlines()
+    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in table]
+
+
+def test_the_header_says_what_ran(capsys: pytest.CaptureFixture[str]) -> None:
+    """GPU, software, baselines, ceilings and the one mode have a line each."""
+    found = document(RIGHT, lambda _: RIGHT)
+
+    assert printed(found, capsys)[0].splitlines() == [
+        "GPU        NVIDIA H200, 700 W, 1980 MHz, driver 580.1",
+        f"mlagen     {__version__} at 0123456789ab, torch 2.11.0, NVRTC 13.0.88",
+        "baselines  fa3 (vllm 0.23.0)",
+        "ceilings   read 4000 GB/s, GEMM bf16 800 TFLOP/s",
+        "mode       fresh",
+    ]
+
+
+def test_what_is_unknown_is_left_out_of_the_header(capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing driver, power cap, clock, compiler and commit leave no gap."""
+    unknown = dict.fromkeys(("driver", "power_limit_w", "max_sm_mhz", "nvrtc", "commit"))
+
+    assert printed(document(RIGHT) | unknown, capsys)[0].splitlines()[:2] == [
+        "GPU       NVIDIA H200",
+        f"mlagen    {__version__}, torch 2.11.0",
+    ]
 
 
 def test_the_table_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
-    """GPU and ceilings are on the first line, then a row per case."""
+    """There is a row per case."""
     assert rows(document(RIGHT), capsys) == [
-        ["NVIDIA H200, torch 2.11.0: read 4000 GB/s, GEMM bf16 800 TFLOP/s"],
         ["case", "us", "tflop_s", "gb_s", "roofline_us", "share", "error"],
         ["mla bf16, 128 x 4096, 128 heads", "1000.0", "146.0", "640", "182.5", "0.18", "1.7e-03"],
     ]
@@ -44,15 +70,30 @@ def test_a_comparison_adds_the_best_baseline(capsys: pytest.CaptureFixture[str])
     """The columns are its name, its time and its ratio to mlagen's."""
     found = rows(document(RIGHT, lambda _: Outcome(us=1500.0, error=2e-3)), capsys)
 
-    assert ", fa3 (vllm 0.23.0): " in found[0][0]
-    assert found[1][-3:] == ["best_baseline", "best_us", "ratio"]
-    assert found[2][-3:] == ["fa3", "1500.0", "1.5"]
+    assert found[0][-3:] == ["best_baseline", "best_us", "ratio"]
+    assert found[1][-3:] == ["fa3", "1500.0", "1.50"]
+
+
+def test_each_mode_with_ratios_has_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    """It counts the cases in which mlagen is at least as fast, with mean and least ratio."""
+    times = iter([1000.0, 500.0, 2000.0, 4000.0])
+    machine = FakeMachine(fa3=lambda _: Outcome(us=next(times), error=1e-3))
+    cases = [case_of("mla"), case_of("gqa")]
+
+    found = run_cases(cases, machine, lambda _: None, ["fresh", "model"])
+
+    assert printed(found, capsys)[2].splitlines() == [
+        "mlagen is at least as fast as every baseline:",
+        "  fresh in 1 of 2 cases (geometric mean 0.71, least 0.50)",
+        "  model in 2 of 2 cases (geometric mean 2.83, least 2.00)",
+    ]
+    assert len(printed(document(RIGHT), capsys)) == 2
 
 
 def test_wrong_and_missing_results_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
     """A wrong result is marked, and a missing one has no numbers."""
-    wrong = rows(document(WRONG, lambda _: FAILED), capsys)[2]
-    missing = rows(document(FAILED, lambda _: WRONG), capsys)[2]
+    wrong = rows(document(WRONG, lambda _: FAILED), capsys)[1]
+    missing = rows(document(FAILED, lambda _: WRONG), capsys)[1]
 
     assert wrong[-1] == "5.0e-01 WRONG"
     assert missing == ["mla bf16, 128 x 4096, 128 heads", "182.5", "failed"]

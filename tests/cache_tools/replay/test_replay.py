@@ -66,12 +66,14 @@ def test_a_call_of_each_entry_point_is_replayed(name: str, folder: Path, run: Ru
 
     result = run("replay", str(path), "--json")
 
-    assert result.exit_code == 0, result.stdout + result.stderr
+    assert result.exit_code == 3, result.stdout + result.stderr
+    assert result.stderr == "nothing compared: the call was on a GPU\n"
     document = json.loads(result.stdout)
     require_document(document, REPLAY)
     has_result = name not in {"constructor", "plan"}
     assert document["served_by"] == (["CPU backend"] if has_result else [])
     assert (document["device"], document["contents"]) == ("cpu", "random")
+    assert document["is_right"] is None
 
 
 GQA = {
@@ -133,8 +135,21 @@ def test_any_kind_of_call_is_replayed(name: str, folder: Path, run: Run) -> None
 
     result = run("replay", str(path), "--seed", "3")
 
-    assert result.exit_code == 0, result.stdout + result.stderr
+    assert result.exit_code == 3, result.stdout + result.stderr
     assert "CPU tensors, as there is no GPU here, random contents of seed 3\n" in result.stdout
+    assert result.stdout.endswith("\nnothing compared: the call was on a GPU\n")
+
+
+def test_a_call_of_a_cpu_is_done_without_a_gpu(folder: Path, run: Run) -> None:
+    """CPU tensors need no GPU: the exit code is 0."""
+    function, arguments = built("trtllm")
+    function(**arguments)
+
+    result = run("replay", str(last_of(folder)))
+
+    assert result.exit_code == 0
+    assert "none: the CPU backend is the reference\n" in result.stdout
+    assert "nothing compared" not in result.stdout
 
 
 @pytest.mark.parametrize("name", ["trtllm", "xqa", "run", "planless", "masks", "paged_flare"])
@@ -185,10 +200,11 @@ def test_views_of_one_tensor_share_memory_again(folder: Path) -> None:
 
 
 def test_a_call_that_raised_raises_again(folder: Path, run: Run) -> None:
-    """The exit code is 1, and the text has both errors."""
+    """The exit code is 1, and the text has both errors; without the GPU of the call too."""
     function, arguments = built("trtllm")
     with pytest.raises(ArgumentError) as caught:
         function(**{**arguments, "query": arguments["query"][..., :100]})
+    as_if_on_gpu(last_of(folder))
 
     result = run("replay", str(last_of(folder)))
 

@@ -432,8 +432,8 @@ __device__ inline SeqInfo seq_info_of(const Params& params, int seq_idx) {
 struct ScheduleRange {
   int total_blocks;  // of the linearised KV-block space
   int num_ranges;  // in use
-  // Ranges are in reverse order of CTA groups: a CTA only waits for CTAs scheduled before it, which
-  // keeps the in-kernel reduction free of deadlocks.
+  // In reverse order of CTA groups, so a pairwise combine waits for a CTA scheduled before it. With
+  // more splits CTAs wait for each other, which the co-resident grid makes safe.
   int index;
   int fixed_overhead_blocks;
   int begin;
