@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 _CONSTANT = re.compile(r"^constexpr int (\w+) = (\d+);", re.MULTILINE)
+# Its kernels change their registers per thread after the launch.
+_SETMAXNREG = "ptx/setmaxnreg.cuh"
 _TILE = {"BLOCK_M": "kBlockM", "BLOCK_N": "kBlockN", "stages": "kStages"}
 
 
@@ -109,6 +111,24 @@ class KernelView:
             "code_bytes": code_bytes(self.cubin),
             "template": spec.template,
             "includes": includes_of(spec),
+        }
+
+    def resource_texts(self) -> dict[str, str]:
+        """Return the compiler, the tile and the resources as `kernel show` and `diff` name them."""
+        document, tile = self.document(), tile_of(self.spec)
+        static, dynamic = (document[f"{kind}_shared_bytes"] for kind in ("static", "dynamic"))
+        spilled = document["spill_store_bytes"] + document["spill_load_bytes"]
+        at_launch = " at launch" if _SETMAXNREG in document["includes"] else ""
+        tile_text = ", ".join(f"{name} {value}" for name, value in tile.items())
+        return {
+            "compiler": self.toolchain,
+            **({"tile": tile_text} if tile else {}),
+            "threads": f"{document['threads']} per CTA",
+            "registers": f"{document['registers']} per thread{at_launch}",
+            "spills": f"{spilled} bytes, stack {document['stack_bytes']} bytes per thread",
+            "shared memory": f"{static + dynamic} bytes per CTA, {static} of them static",
+            "CTAs per SM": str(document["max_active_ctas"]),
+            "code": f"{document['code_bytes']} bytes",
         }
 
 

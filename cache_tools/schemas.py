@@ -256,7 +256,7 @@ KERNEL_DIFF: Schema = {
         "first": Field("`kernel`", "the first kernel"),
         "second": Field("`kernel`", "the second kernel"),
         "facts": Field("list of `difference`", "the fields and resources that differ"),
-        "part": Field("text", "`source` or `sass`"),
+        "part": Field("text", "`source`, `sass` or `instructions`"),
         "removed": Field("integer", "lines of that part that the second kernel lacks"),
         "added": Field("integer", "lines of that part that the first kernel lacks"),
         "diff": Field("list of text", "the lines of the unified diff"),

@@ -27,6 +27,21 @@ SHOWN = (
     "examples/*.md",
     "examples/*.py",
     "templates/README.md",
+    # The sources of the API page.
+    "mlagen/api/workspace.py",
+    "mlagen/decode.py",
+    "mlagen/jit.py",
+    "mlagen/mla/flare.py",
+    "mlagen/mla/flare_kv.py",
+    "mlagen/mla/masks.py",
+    "mlagen/mla/trtllm.py",
+    "mlagen/mla/wrapper.py",
+    "mlagen/mla/xqa_decode.py",
+    "mlagen/monitoring.py",
+    "mlagen/ops.py",
+    "mlagen/prewarming/report.py",
+    "mlagen/prewarming/run.py",
+    "mlagen/xqa.py",
 )
 
 

@@ -7,6 +7,7 @@ import inspect
 import os
 import pkgutil
 import re
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -71,6 +72,13 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
     assert PAGES.keys() - seen == set()
 
 
+def test_no_page_is_longer_than_a_reader_bears() -> None:
+    """A page has 400 lines at most, but the generated reference of commands."""
+    lengths = {page: len(text_of(page).splitlines()) for page in PAGES}
+
+    assert {page for page, lines in lengths.items() if lines > 400} <= {"docs/reference/cli.md"}
+
+
 def test_every_page_that_code_names_exists() -> None:
     """A page that a comment or message names exists."""
     named = {
@@ -106,6 +114,16 @@ def test_documented_names_can_be_imported() -> None:
     assert len(found) >= 10
     assert {name for name, what in found.items() if what.__name__ != name.split(".")[-1]} == set()
     assert {name for name, what in found.items() if not inspect.getdoc(what)} == set()
+
+
+def test_the_api_page_links_to_the_source_of_every_name() -> None:
+    """A code host shows no docstrings on the page, so a link leads to each of them."""
+    page = PAGES["docs/reference/api.md"]
+    linked = {(page.parent / target).resolve() for target in links_of(page.read_text("utf-8"))}
+
+    found = {name: inspect.getsourcefile(pkgutil.resolve_name(name)) for name in api_names()}
+
+    assert {name for name, path in found.items() if Path(path or "") not in linked} == set()
 
 
 def test_parameters_documented_together_have_one_type_and_default() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cache_tools.benchmark.choices import MODES
 from cache_tools.benchmark.comparison import choose_rows
 from cache_tools.benchmark.plot import write_plot
 from cache_tools.benchmark.selection import select_cases
@@ -39,6 +40,18 @@ def test_the_page_is_the_output_of_its_generator() -> None:
 
 
 @results
+def test_results_are_of_a_clean_run(name: str) -> None:
+    """A committed document has every case in every mode, right, and tells what ran."""
+    document = RESULTS[name]
+
+    rows = {(row["case"], row["mode"]) for row in document["cases"]}
+    assert rows == {(case.label, mode) for case in select_cases(suite="full") for mode in MODES}
+    assert all(row["mlagen"]["is_right"] for row in document["cases"])
+    assert re.fullmatch(r"[0-9a-f]{12}", document["commit"])
+    assert None not in document.values()
+
+
+@results
 def test_the_plot_shows_the_results(name: str) -> None:
     """The SVG has each case of the quick suite with its shares, its ratio and its baseline."""
     path = ROOT / "docs" / "images" / f"benchmark-{name}.svg"
@@ -53,8 +66,8 @@ def test_the_plot_shows_the_results(name: str) -> None:
         share = f"{row['mlagen']['roofline_share']:.2f}"
         expected = {row["case"], share}
         if best is not None:
-            expected = {row["case"], f"{share}  {row['ratio']:.2f}x"}
-            expected.add(f"{best['roofline_share']:.2f}  {row['best_baseline']}")
+            expected = {row["case"], f"{share}, {row['ratio']:.2f}x"}
+            expected.add(f"{best['roofline_share']:.2f}, {row['best_baseline']}")
         assert expected <= texts, RENEW
 
 

@@ -87,11 +87,11 @@ def draw(document: Mapping[str, Any]) -> Figure:
 def _draw_bars(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     legend = {_MLAGEN: "mlagen, and its speed over the baseline", _BASELINE: "best baseline"}
     for place, row in enumerate(rows):
-        ratio = "" if row["ratio"] is None else f"  {row['ratio']:.2f}x"
+        ratio = "" if row["ratio"] is None else f", {row['ratio']:.2f}x"
         bars = [(_MLAGEN, -_BAR / 2, row["mlagen"], ratio)]
         best = row["best_baseline"]
         if best is not None:
-            bars.append((_BASELINE, _BAR / 2, row["baselines"][best], f"  {best}"))
+            bars.append((_BASELINE, _BAR / 2, row["baselines"][best], f", {best}"))
         for color, offset, outcome, note in bars:
             if not outcome["is_right"]:
                 continue

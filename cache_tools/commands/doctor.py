@@ -22,6 +22,7 @@ _REQUIRED = (
     *("torch", "cuda-bindings", "cuda-pathfinder", "jinja2", "filelock", "packaging"),
     *("click", "rich"),
 )
+_WITHOUT_GPU = "so calls on GPU tensors fail"
 
 
 @click.command()
@@ -208,7 +209,8 @@ def _facts(document: dict[str, Any]) -> dict[str, str]:
     facts["layers"] = "\n".join(layers) or "none"
     facts["locks"] = f"{locks['path']}: {_state(locks)}, wait at most {locks['timeout_s']:g} s"
     problems = document["problems"]
-    facts["problems"] = "none" if not problems else "\n".join(problems)
+    missing = "" if document["gpus"] else f"; no {'GPU' if driver else 'driver'}, {_WITHOUT_GPU}"
+    facts["problems"] = "\n".join(problems) or f"none{missing}"
     return facts
 
 

@@ -1,4 +1,4 @@
-"""`mlagen kernel diff`: differences of two kernels in facts, resources and code."""
+"""`mlagen kernel diff`: differences of two kernels in spec, resources and code."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ _ORDER = ("first", "second")
     help="Target of both kernels, or of the first and of the second.",
 )
 @click.option("--sass", is_flag=True, help="Compare the SASS, without offsets, not the source.")
+@click.option(
+    "--resources",
+    is_flag=True,
+    help="Compare counts of instructions by opcode, not the source.",
+)
 @json_option
 @click.pass_context
 def diff(
@@ -46,20 +51,26 @@ def diff(
     second: str | None,
     archs: list[str] | None,
     sass: bool,
+    resources: bool,
     as_json: bool,
 ) -> None:
     """Compare two kernels, or one SPEC on two targets.
 
-    Prints a unified diff of facts, resources and source, and a summary. The exit code is 0 if there
+    Prints a unified diff of spec, resources and source, and a summary. The exit code is 0 if there
     is no difference, else 1.
     """
+    if sass and resources:
+        raise click.UsageError("part: expected one, got --sass and --resources")
     pair = _views(first, second, archs or [])
     labels = [str(view.spec) for view in pair]
     facts = [_facts(view) for view in pair]
-    codes = [_sass(view) if sass else source_of(view.spec).text for view in pair]
-    part = "sass" if sass else "source"
-    of_facts = _diff([_lines(named) for named in facts], labels, "facts")
-    of_code = _diff([code.splitlines() for code in codes], labels, part)
+    texts = [
+        {"family": view.spec.family} | view.spec.key_fields() | view.resource_texts()
+        for view in pair
+    ]
+    part = "sass" if sass else "instructions" if resources else "source"
+    of_facts = _diff([_lines(named) for named in texts], labels, "spec and resources")
+    of_code = _diff([_code(view, part) for view in pair], labels, part)
     lines = [*of_facts, *of_code]
     removed, added = (sum(line.startswith(sign) for line in of_code[2:]) for sign in "-+")
     differing = [
@@ -74,7 +85,8 @@ def diff(
     elif lines:
         click.echo("\n".join([*lines, ""]))
     changes = f"{part} {count_text(removed, 'line')} removed, {added} added"
-    summary = f"{count_text(len(differing), 'fact')}, {changes}" if lines else "none"
+    count = sum(texts[0].get(name) != texts[1].get(name) for name in {**texts[0], **texts[1]})
+    summary = f"{count} in spec and resources, {changes}" if lines else "none"
     click.echo(f"differences: {summary}", err=as_json)
     ctx.exit(FAILED if lines else DONE)
 
@@ -100,8 +112,12 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     return [f"{name} {value}" for name, value in facts.items()]
 
 
-def _sass(view: KernelView) -> str:
-    return _OFFSET.sub(r"\1", view.sass())
+def _code(view: KernelView, part: str) -> list[str]:
+    if part == "sass":
+        return _OFFSET.sub(r"\1", view.sass()).splitlines()
+    if part == "instructions":
+        return sorted(_lines(view.opcodes() or {}))
+    return source_of(view.spec).text.splitlines()
 
 
 def _diff(texts: list[list[str]], labels: list[str], what: str) -> list[str]:

@@ -8,11 +8,9 @@ import click
 
 from ..completion import arch_names, complete_spec, completer
 from ..kernel_specs import arch_named, spec_named
-from ..kernel_view import KernelView, includes_of, ptx_of, source_of, tile_of
-from ..report import count_text, json_option, print_facts, print_json, size_text
+from ..kernel_view import KernelView, includes_of, ptx_of, source_of
+from ..report import count_text, json_option, print_facts, print_json
 
-# Its kernels change their registers per thread after the launch.
-_SETMAXNREG = "ptx/setmaxnreg.cuh"
 _PARTS = ("source", "ptx", "sass", "resources", "includes")
 
 
@@ -22,7 +20,7 @@ _PARTS = ("source", "ptx", "sass", "resources", "includes")
 @click.option("--ptx", is_flag=True, help="Print the PTX.")
 @click.option("--sass", is_flag=True, help="Print the SASS, by nvdisasm.")
 @click.option(
-    "--resources", is_flag=True, help="Print all resources, and counts of instructions by opcode."
+    "--resources", is_flag=True, help="Print resources, and counts of instructions by opcode."
 )
 @click.option("--includes", is_flag=True, help="Print the included templates; compiles nothing.")
 @click.option(
@@ -71,30 +69,18 @@ def _part(view: KernelView, part: str | None) -> dict[str, Any]:
 
 
 def _summary(view: KernelView) -> dict[str, Any]:
-    document, tile = view.document(), tile_of(view.spec)
-    at_launch = " at launch" if _SETMAXNREG in document["includes"] else ""
-    static, dynamic = (document[f"{kind}_shared_bytes"] for kind in ("static", "dynamic"))
-    spilled = document["spill_store_bytes"] + document["spill_load_bytes"]
+    document = view.document()
     return {
         "kernel": document["kernel"],
         "key": f"{document['key']}, {'cached' if document['is_cached'] else 'not cached'}",
-        "compiler": document["toolchain"],
-        **({"tile": ", ".join(f"{name} {value}" for name, value in tile.items())} if tile else {}),
-        "threads": f"{document['threads']} per CTA",
-        "registers": f"{document['registers']} per thread{at_launch}, {spilled} bytes spilled",
-        "shared memory": f"{static + dynamic} bytes per CTA",
-        "CTAs per SM": document["max_active_ctas"],
-        "code": size_text(document["code_bytes"]),
+        **view.resource_texts(),
         "template": document["template"],
         "includes": f"{count_text(len(document['includes']), 'template')}, see --includes",
     }
 
 
 def _resources(view: KernelView) -> dict[str, Any]:
-    document = view.document()
-    names = list(document)
-    listed = names[names.index("symbol") : names.index("template")]
-    facts = {name: document[name] for name in listed}
+    facts: dict[str, Any] = view.resource_texts()
     if opcodes := view.opcodes():
         facts |= {"instructions": sum(opcodes.values())}
         facts |= {f"  {name}": count for name, count in opcodes.items()}

@@ -2,9 +2,9 @@
 
 Level 1, the fast path, keys on scalars and a tensor guard; with equal base addresses it replays the
 packed launches. Level 2 keys on the full argument signature, which is everything that a check or a
-plan may depend on, and reuses the validated plan. Reading a signature costs more than the launch,
-hence level 1. A guard accepts real tensors only; a signature does not distinguish them from fake
-ones.
+plan may depend on, and reuses the validated plan. Building a signature costs much more than
+checking a guard, hence level 1. A guard accepts real tensors only; a signature does not distinguish
+them from fake ones.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mlagen.runtime.launch import Launch
 # Cached signatures; a server sees a few for each batch size.
 _MAX_CALLS = 8192
 
-# A guard costs as much as reading two signatures. A signature gets another guard if the current one
-# rejects tensors with that signature, such as inference tensors, but not at every call.
+# A signature gets another guard if the current one rejects tensors with that signature, such as
+# inference tensors, but not at every call: making a guard costs more than building a signature.
 _MAX_GUARDS = 4
 
 # Guarded entries tried for one key, such as two batches or two GPUs that alternate.

@@ -1,8 +1,8 @@
 """Tensor guards: one call into torch checks the metadata of all tensors.
 
-Reading shape, strides, dtype and device of each from Python costs four times as much. The guards
-are Dynamo's, a private API: where they are missing or behave differently, there are no guards, and
-the cache finds calls by signature alone.
+A check costs much less than reading shape, strides, dtype and device of each from Python; making a
+guard costs more. The guards are Dynamo's, a private API: where they are missing or behave
+differently, there are no guards, and the cache finds calls by signature alone.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
 from cache_tools import disassembly
-from cache_tools.commands.kernel_show import _summary
 from cache_tools.kernel_specs import spec_named
 from cache_tools.kernel_view import KernelView, tile_of
 from mlagen.codegen.render import render
@@ -40,7 +40,8 @@ def test_the_summary_is_short(run: Run, cache_dir: Path) -> None:
     assert facts["kernel"] == str(COMBINE)
     assert (result.stdout + result.stderr).count(str(COMBINE)) == 1
     assert facts["threads"] == "128 per CTA"
-    assert facts["registers"].endswith(" per thread, 0 bytes spilled")
+    assert facts["registers"].endswith(" per thread")
+    assert facts["spills"].startswith("0 bytes, ")
     assert facts["template"] == COMBINE.template
     assert facts["key"].endswith(", not cached")
     assert facts["includes"].endswith(" templates, see --includes")
@@ -78,9 +79,10 @@ def test_registers_that_change_after_the_launch_are_marked() -> None:
     """Warpgroups of a kernel with setmaxnreg have other numbers of registers later."""
     view, other = KernelView.of(COMBINE), spec_named("mla_sm90")
 
-    registers = [_summary(replace(view, spec=spec))["registers"] for spec in (COMBINE, other)]
+    views = [replace(view, spec=spec) for spec in (COMBINE, other)]
+    registers = [view.resource_texts()["registers"] for view in views]
 
-    assert [" per thread at launch, " in text for text in registers] == [False, True]
+    assert [text.endswith(" per thread at launch") for text in registers] == [False, True]
 
 
 def test_a_cached_kernel_is_not_compiled_again(run: Run) -> None:
@@ -141,8 +143,8 @@ def test_resources_count_instructions(run: Run) -> None:
 
     result = run("kernel", "show", str(COMBINE), "--resources")
 
-    facts = dict(line.split() for line in result.stdout.splitlines())
-    assert int(facts["instructions"]) == int(facts["code_bytes"]) / 16
+    facts = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+    assert int(facts["instructions"]) == int(facts["code"].removesuffix(" bytes")) / 16
     assert int(facts["EXIT"]) == sass.count("EXIT ;")
     assert int(facts["BAR"]) == sass.count(" BAR.")
 
@@ -179,6 +181,7 @@ def test_json_has_the_part(part: str, run: Run) -> None:
         (("show", "mla_sm91"), f"{FAMILY}, got 'mla_sm91', did you mean mla_sm90?"),
         (("show", "combine", "--arch", "H9"), "arch: expected one of sm_80, "),
         (("show", "combine", "--ptx", "--sass"), "part: expected one, got --ptx and --sass; see: "),
+        (("diff", "combine", "--sass", "--resources"), "part: expected one, got --sass and --res"),
         (("diff", "combine"), "spec: expected two, or --arch with two targets, got one"),
         (("diff", "combine", "--arch", "H100,A100,L4"), "arch: expected one or two, got H100, "),
     ],
@@ -205,7 +208,7 @@ def test_another_compiler_than_the_settings_want_is_an_error(
     assert result.stderr.endswith(", got nvrtc-12.8.1\n")
 
 
-def test_a_diff_has_facts_and_source(run: Run) -> None:
+def test_a_diff_has_spec_and_source(run: Run) -> None:
     """The exit code is 1, and the summary counts what the unified diff has."""
     result = run("kernel", "diff", str(COMBINE), FP16)
 
@@ -213,8 +216,37 @@ def test_a_diff_has_facts_and_source(run: Run) -> None:
     assert result.exit_code == 1
     assert {"-dtype bf16", "+dtype fp16"} <= set(lines)
     assert {"-using OutElement = Bf16;", "+using OutElement = Fp16;"} <= set(lines)
-    assert f"--- {COMBINE} source" in lines
-    assert lines[-1] == "differences: 1 fact, source 1 line removed, 1 added"
+    assert {f"--- {COMBINE} spec and resources", f"--- {COMBINE} source"} <= set(lines)
+    assert lines[-1] == "differences: 1 in spec and resources, source 1 line removed, 1 added"
+
+
+def test_a_diff_names_resources_as_show_does(run: Run) -> None:
+    """Lines of the summary of `kernel show` are lines of the diff."""
+    shown = run("kernel", "show", str(COMBINE)).stdout.splitlines()
+
+    result = run("kernel", "diff", "combine", "--arch", "sm_80,sm_90a")
+
+    facts = {" ".join(line.split()) for line in shown}
+    of_facts = takewhile(lambda line: not line.endswith(" source"), result.stdout.splitlines())
+    removed = {line[1:] for line in of_facts if line.startswith("-")}
+    removed -= {"arch sm_80", f"-- {COMBINE} spec and resources"}
+    assert removed
+    assert removed <= facts
+
+
+@needs_nvdisasm
+def test_a_diff_of_resources_counts_instructions(run: Run) -> None:
+    """With --resources, the lines of code are the counts of `kernel show --resources`."""
+    shown = run("kernel", "show", str(COMBINE), "--resources").stdout.splitlines()
+
+    result = run("kernel", "diff", "combine", "--arch", "sm_80,sm_90a", "--resources")
+
+    counts = {" ".join(line.split()) for line in shown if line.startswith("  ")}
+    removed = {line[1:] for line in result.stdout.splitlines() if line.startswith("-")}
+    assert result.exit_code == 1
+    assert f"-- {COMBINE} instructions" in removed
+    assert removed & counts
+    assert ", instructions " in result.stdout.splitlines()[-1]
 
 
 def test_equal_kernels_have_no_diff(run: Run) -> None:

@@ -92,7 +92,7 @@ struct PvWarpgroup {
   __device__ void process_block(u32& blocks_done, u32 end) {
     const int stage = stage_of(blocks_done);
     wait(smem.probabilities_full[stage], phase_of(blocks_done));
-    if (kPingPong && __any_sync(~0u, blocks_done + 1 != end)) {
+    if (kDelaysPv && __any_sync(~0u, blocks_done + 1 != end)) {
       wait(smem.scores_full[stage_of(blocks_done + 1)], phase_of(blocks_done + 1));
     }
     if (__any_sync(~0u, smem.needs_rescale[stage] != 0)) rescale(stage);

@@ -183,7 +183,7 @@ struct QkWarpgroup {
     wait(smem.kv_full[stage], phase_of(blocks_done));
     fence_proxy_async();  // wgmma reads what cp.async has written
     qk_gemm(stage, qk_thread, k_desc, q_desc);
-    if (kPingPong && qk_thread.lane == 0) arrive(smem.scores_full[stage]);
+    if (kDelaysPv && qk_thread.lane == 0) arrive(smem.scores_full[stage]);
     const int first_token = kv_block * kBlockN;
     if constexpr (kIsSparse) {
       const u64 invalid_mask = smem.invalid_mask[stage].all();

@@ -15,7 +15,8 @@
 #include "shared_memory.cuh"
 
 // The QK GEMM takes K as stored, in e4m3, so Q must be e4m3 too. bf16 has twice the significant
-// bits of e4m3, so hi + lo is exact for elements down to 2^-17 of the largest of their row.
+// bits of e4m3, so hi + lo is exact for elements down to 2^-9 of the largest of their row. The
+// terms of smaller ones are subnormal, and the error is less than 2^-16 of the largest.
 
 // Scale of a row: the power of two that the row is divided by, so that its amax is below 256; and
 // the inverse, which is NaN for a row with NaN or Inf.

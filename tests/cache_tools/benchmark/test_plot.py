@@ -64,9 +64,9 @@ def test_every_right_result_is_a_labelled_bar() -> None:
     bars = [bar for bar in axes.patches if isinstance(bar, Rectangle)]
     assert [round(float(bar.get_width()), 2) for bar in bars] == [0.18, 0.12, 0.15, 0.09]
     assert [text.get_text() for text in axes.texts] == [
-        "0.18  1.50x",
-        "0.12  fa3",
-        "0.15  fa3",
+        "0.18, 1.50x",
+        "0.12, fa3",
+        "0.15, fa3",
         "0.09",
     ]
     assert axes.get_legend_handles_labels()[1] == [

@@ -214,9 +214,9 @@ constexpr int kTokensPerQkWarp = kBlockN / kQkWarps;
 constexpr int kWorkReaders = kProducerWarps + kConsumerWarps + kQkWarps;
 constexpr int kQueryReaders = 1;
 
-// Ping-pong: the PV GEMM of a KV block starts once the QK GEMM of the next one is complete, so that
-// it overlaps that block's softmax instead of its QK GEMM.
-constexpr bool kPingPong = kSplitsQ && kBlockM > 32;
+// The PV GEMM of a KV block starts once the QK GEMM of the next one is complete, so that it
+// overlaps that block's softmax instead of its QK GEMM.
+constexpr bool kDelaysPv = kSplitsQ && kBlockM > 32;
 
 // float4 accumulators of a consumer thread; a fragment is a float4 of every lane of a warp.
 constexpr int kAccumulators = kBlockM * kHeadDimVo / kConsumerThreads / 4;
@@ -1513,7 +1513,8 @@ __device__ inline u32 max_u16x2(u32 a, u32 b) {
 // Two-term split of Q: a bf16 query as the sum of a hi and a lo term in e4m3.
 
 // The QK GEMM takes K as stored, in e4m3, so Q must be e4m3 too. bf16 has twice the significant
-// bits of e4m3, so hi + lo is exact for elements down to 2^-17 of the largest of their row.
+// bits of e4m3, so hi + lo is exact for elements down to 2^-9 of the largest of their row. The
+// terms of smaller ones are subnormal, and the error is less than 2^-16 of the largest.
 
 // Scale of a row: the power of two that the row is divided by, so that its amax is below 256; and
 // the inverse, which is NaN for a row with NaN or Inf.
@@ -3687,7 +3688,7 @@ struct PvWarpgroup {
   __device__ void process_block(u32& blocks_done, u32 end) {
     const int stage = stage_of(blocks_done);
     wait(smem.probabilities_full[stage], phase_of(blocks_done));
-    if (kPingPong && __any_sync(~0u, blocks_done + 1 != end)) {
+    if (kDelaysPv && __any_sync(~0u, blocks_done + 1 != end)) {
       wait(smem.scores_full[stage_of(blocks_done + 1)], phase_of(blocks_done + 1));
     }
     if (__any_sync(~0u, smem.needs_rescale[stage] != 0)) rescale(stage);
@@ -4114,7 +4115,7 @@ struct QkWarpgroup {
     wait(smem.kv_full[stage], phase_of(blocks_done));
     fence_proxy_async();  // wgmma reads what cp.async has written
     qk_gemm(stage, qk_thread, k_desc, q_desc);
-    if (kPingPong && qk_thread.lane == 0) arrive(smem.scores_full[stage]);
+    if (kDelaysPv && qk_thread.lane == 0) arrive(smem.scores_full[stage]);
     const int first_token = kv_block * kBlockN;
     if constexpr (kIsSparse) {
       const u64 invalid_mask = smem.invalid_mask[stage].all();
