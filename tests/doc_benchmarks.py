@@ -27,7 +27,7 @@ Decode calls of mlagen beside other libraries, from committed results: {files}.
 
 - A time is the median over replays of a CUDA graph of whole calls.
 - Calls rotate input sets that are together 8 times the L2 cache, so that none is read from L2.
-- The libraries run by turns, then once more in reverse order; a time is the mean of both.
+- Runs of the libraries are interleaved, then repeated in reverse order; a time is the mean.
 - **Fresh**: after a pause, at the clock of an idle GPU.
 - **Sustained**: after half a second of the same calls, when the power cap decides the clock.
 - **Model**: each call follows a GEMM of 128 tokens by 58 MB of weights, whose time is subtracted.

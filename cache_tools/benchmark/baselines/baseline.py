@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from mlagen.spec.dtype import DType
+
 from ..calls import Call
 from ..cases import Case
 from ..inputs import Inputs
@@ -47,6 +49,15 @@ def shared_library(package: str, name: str) -> SharedLibrary | None:
     if not path.is_file():
         return None
     return SharedLibrary(package=package, version=found.version, path=path)
+
+
+def has_16bit_query(case: Case) -> bool:
+    """Whether a case is dense with a 16-bit query over the same dtype, or in GQA over e4m3."""
+    if case.top_k or not case.dtype.is_16bit:
+        return False
+    if case.kv_dtype is case.dtype:
+        return True
+    return case.family == "gqa" and case.kv_dtype is DType.E4M3
 
 
 def block_table_of(inputs: Inputs) -> torch.Tensor:

@@ -10,9 +10,9 @@ import torch
 from mlagen.spec.dtype import DType
 
 from ..calls import Call
-from ..cases import KV_LORA_RANK, QK_ROPE_HEAD_DIM, Case
+from ..cases import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from ..inputs import Inputs
-from .baseline import Baseline, cu_seqlens_q_of, shared_library
+from .baseline import Baseline, cu_seqlens_q_of, has_16bit_query, shared_library
 
 PACKAGES = "vllm"
 INSTALL = "pip install --no-deps --target DIR vllm, and pass --peers DIR"
@@ -30,15 +30,7 @@ def find() -> list[Baseline]:
         return _mla_call(ops, inputs) if inputs.case.family == "mla" else _gqa_call(ops, inputs)
 
     version = f"{library.package} {library.version}"
-    return [Baseline(name="fa3", version=version, serves=_serves, make=make)]
-
-
-def _serves(case: Case) -> bool:
-    if case.top_k or not case.dtype.is_16bit:
-        return False
-    if case.kv_dtype is case.dtype:
-        return True
-    return case.family == "gqa" and case.kv_dtype is DType.E4M3
+    return [Baseline(name="fa3", version=version, serves=has_16bit_query, make=make)]
 
 
 def _mla_call(ops: Any, inputs: Inputs) -> Call:

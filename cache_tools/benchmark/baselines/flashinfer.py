@@ -6,13 +6,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from mlagen.spec.dtype import DType
-
 from ..calls import Call
-from ..cases import KV_LORA_RANK, QK_ROPE_HEAD_DIM, Case
+from ..cases import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from ..formats import TORCH_DTYPES
 from ..inputs import Inputs
-from .baseline import Baseline, block_table_of, cu_seqlens_q_of
+from .baseline import Baseline, block_table_of, cu_seqlens_q_of, has_16bit_query
 
 PACKAGES = "flashinfer-python"
 INSTALL = "pip install flashinfer-python"
@@ -27,15 +25,9 @@ def find() -> list[Baseline]:
         found = version(PACKAGES)
     except PackageNotFoundError:
         return []
-    return [Baseline(name="flashinfer", version=found, serves=_serves, make=flashinfer_call)]
-
-
-def _serves(case: Case) -> bool:
-    if case.top_k or not case.dtype.is_16bit:
-        return False
-    if case.kv_dtype is case.dtype:
-        return True
-    return case.family == "gqa" and case.kv_dtype is DType.E4M3
+    return [
+        Baseline(name="flashinfer", version=found, serves=has_16bit_query, make=flashinfer_call)
+    ]
 
 
 def flashinfer_call(inputs: Inputs) -> Call:
