@@ -5,7 +5,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check cpu gpu oldest newest docs compile_commands.json clean
+.PHONY: help demo test check cpu gpu oldest newest mutants docs compile_commands.json clean
 
 export PYTHON ?= python3
 export HAS_GPU := $(firstword $(wildcard /proc/driver/nvidia /dev/nvidiactl))
@@ -52,6 +52,9 @@ newest: ## the CPU tests with the newest dependencies that pip finds
 
 docs: ## the documentation site, in build/site
 	@$(call setup,docs); NO_MKDOCS_2_WARNING=1 "$$python" -m mkdocs build --strict
+
+mutants: ## break one line at a time, and require that a named test fails
+	@$(call setup,test); "$$python" -m tests.mutants
 
 compile_commands.json: ## the input of clangd for templates/, rendered into build/clangd
 	@$(call setup,test); "$$python" -m tests.templates.compile_commands

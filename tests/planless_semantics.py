@@ -53,7 +53,7 @@ class PlanlessSemantics:
         """An FP8 `out` holds results divided by `o_scale`, saturated."""
         problem = self._problem()
         out = torch.zeros(4, 16, 512, device=self.device).to(dtype)
-        scale = 0.001
+        scale = 0.001 if dtype is E4M3 else 1e-5  # some results exceed the maximum
 
         result = run(self.wrapper(), problem, out=out, o_scale=scale, **_tables(problem))
 

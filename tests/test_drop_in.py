@@ -94,6 +94,14 @@ _LENS = torch.ones(4, dtype=torch.int32)
             "seq_lens.shape: expected [2, 2] or [4] or [2] (batch, q_len), got [3]",
         ),
         (
+            _SPARSE,
+            {"seq_lens": None, "sparse_mla_top_k": 2**31 - 1},
+            (
+                "block_tables.shape: expected [2, 2, 2147483647] (batch, q_len, "
+                "sparse_mla_top_k), got [2, 2, 70]"
+            ),
+        ),
+        (
             _DENSE,
             {"out": torch.empty(2, 2, 16, 512).to(E4M3)},
             "out.dtype: expected torch.bfloat16 (dtype of query), got torch.float8_e4m3fn",

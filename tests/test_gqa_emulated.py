@@ -38,7 +38,9 @@ FP16 = torch.float16
 CASES = [
     Emulated(GqaCase(name="ragged lengths", seq_lens=(300, 17, 0, 128), page_size=64), 6),
     Emulated(GqaCase(name="a ring that comes round", seq_lens=(2000, 1100), kv_heads=1), 1),
-    Emulated(GqaCase(name="fp16, small pages", seq_lens=(300, 17), dtype=FP16, group=8), 3),
+    Emulated(
+        GqaCase(name="fp16, small pages", seq_lens=(300, 17), dtype=FP16, group=8, o_scale=0.5), 3
+    ),
     Emulated(GqaCase(name="e4m3", seq_lens=(300, 0, 700), kv="e4m3", group=8, page_size=64), 6),
     Emulated(
         GqaCase(name="e4m3 under fp16", seq_lens=(300, 17), kv="e4m3", dtype=FP16, head_dim=64), 5
@@ -242,3 +244,20 @@ def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:
 
     assert torch.equal(out, torch.full_like(out, 7.0))
     problem.check(decoded(problem, 6, 0))
+
+
+@pytest.mark.parametrize("kv", ["16-bit", "e4m3"])
+def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(
+    kv: str, decoded: Decode
+) -> None:
+    """NaN in V of the newest token is seen by the last query token and by no other."""
+    case = GqaCase(name="", seq_lens=(100,), q_len=4, group=2, head_dim=64, kv=kv)
+    problem = case.build("cpu")
+    expected = decoded(problem, 1, 0)
+    page = int(problem.block_tables[0, 99 // case.page_size])
+    problem.store.value[page, 99 % case.page_size] = float("nan")
+
+    out = decoded(problem, 1, 1)
+
+    assert out[0, 3].isnan().all()
+    assert torch.equal(out[0, :3], expected[0, :3])

@@ -14,7 +14,7 @@ import mlagen
 from mlagen import engine, jit
 from mlagen.artifacts import Build
 from mlagen.cache.default_store import kernel_store
-from mlagen.compiler.toolchain import Nvrtc
+from mlagen.compiler.toolchain import Nvrtc, find_nvrtc
 from mlagen.engine import find_or_build
 from mlagen.errors import ArgumentError, CompileError, MissError
 from mlagen.jit import CompileEvent, freeze, jit_mode, on_compile, report_compilation
@@ -115,6 +115,19 @@ def test_off_forbids_prewarming_too(monkeypatch: pytest.MonkeyPatch) -> None:
         # Without the variable the command would be rejected in the same environment.
         assert str(caught.value).endswith(f"run: MLAGEN_JIT=on mlagen prewarm --kernel '{COMBINE}'")
 
+    assert list(kernel_store().entries()) == []
+
+
+def test_a_compiler_that_is_not_wanted_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the compiler of MLAGEN_TOOLCHAIN, a missing kernel is an error that names both."""
+    monkeypatch.setenv("MLAGEN_TOOLCHAIN", "nvrtc-12.8.1")
+    current_settings.cache_clear()
+
+    with pytest.raises(MissError) as caught:
+        find_or_build(COMBINE)
+
+    wanted = f"MLAGEN_TOOLCHAIN wants nvrtc-12.8.1, but {find_nvrtc()} is installed"
+    assert wanted in str(caught.value)
     assert list(kernel_store().entries()) == []
 
 

@@ -74,6 +74,8 @@ CASES = [
     given("bf16", "splits whose fragments four warps share", 34, heads=16, seq_lens=(4300,)),
     given("e4m3", "splits whose fragments eight warps share", 33, heads=7, seq_lens=(4200,)),
     given("e4m3", "splits whose fragments two warps share", 6, heads=7, seq_lens=(900,)),
+    given("bf16", "large scores, 16 rows", heads=16, seq_lens=(300, 70), query_magnitude=10.0),
+    given("bf16", "large scores, 64 rows", heads=64, seq_lens=(300, 70), query_magnitude=10.0),
     given("e4m3", "64 rows", heads=64, seq_lens=(300, 17, 0)),
     given("e4m3", "two splits, 64 rows", 2, heads=64, seq_lens=(600,)),
     given("e4m3", "two splits, 16 rows", 2, heads=16, seq_lens=(900,), with_sinks=True),
@@ -304,6 +306,20 @@ def test_probabilities_may_stay_in_16_bits(
     problem.check(*decoded(made, problem, 0))
 
     assert problem.math_dtype is torch.float16
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads"), [("bf16", 16), ("bf16", 64), ("e4m3", 16), (PACKED, 16)]
+)
+def test_all_scores_of_a_row_may_be_far_below_zero(kind: str, heads: int, decoded: Decode) -> None:
+    """A single token has all of the weight, whatever its score."""
+    made = given(kind, "", heads=heads, seq_lens=(1, 1), query_magnitude=100.0)
+    problem = made.case.build("cpu")
+
+    out, lse = decoded(made, problem, 0)
+
+    assert (lse < -150.0).any()
+    problem.check(out, lse)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "e4m3", PACKED, "fp8_per_token"])

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mlagen.api import op_library
+from mlagen.runtime.device import DeviceFacts
 from tests.ops_cases import Tensors
 from tests.ops_semantics import Layer, OpsSemantics
 
@@ -32,3 +34,21 @@ def test_a_package_of_aotinductor_runs(tmp_path: Path) -> None:
 
     run = torch._inductor.aoti_load_package(path)
     assert torch.equal(run(*inputs), layer(*inputs))
+
+
+@pytest.mark.parametrize("is_capturing", [False, True])
+def test_semaphores_are_reserved_before_a_capture(
+    is_capturing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls outside a capture reserve spare semaphores, and calls in one allocate none."""
+    facts = DeviceFacts(index=1, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
+    reserved: list[tuple[int, int]] = []
+    monkeypatch.setattr(op_library, "is_capturing", lambda _: is_capturing)
+    monkeypatch.setattr(op_library, "device_facts", lambda _: facts)
+    monkeypatch.setattr(op_library, "reserve_semaphores", lambda *given: reserved.append(given))
+    monkeypatch.setattr(torch, "empty", lambda size, **_: size)
+
+    size = op_library.workspace_for(torch.device("cuda", 1))
+
+    assert reserved == ([] if is_capturing else [(1, op_library._SPARE_REGIONS)])
+    assert size >= 132 * 513 * 1024

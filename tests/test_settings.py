@@ -85,9 +85,10 @@ def test_locks_are_in_the_runtime_folder_of_the_user(tmp_path: Path) -> None:
     assert settings.lock_dir == tmp_path / "mlagen"
 
 
-def test_locks_do_not_follow_the_cache_to_a_network() -> None:
-    """Without XDG_RUNTIME_DIR the locks are local, wherever the cache is."""
-    settings = read_settings({"MLAGEN_CACHE_DIR": "/net/kernels"})
+@pytest.mark.parametrize("runtime", ["", "/missing", "relative"])
+def test_locks_do_not_follow_the_cache_to_a_network(runtime: str) -> None:
+    """Without a writable XDG_RUNTIME_DIR the locks are local, wherever the cache is."""
+    settings = read_settings({"MLAGEN_CACHE_DIR": "/net/kernels", "XDG_RUNTIME_DIR": runtime})
 
     assert settings.lock_dir.name == f"mlagen-{os.getuid()}"
     assert settings.lock_dir.parent in {Path("/dev/shm"), Path(tempfile.gettempdir())}  # noqa: S108

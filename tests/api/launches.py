@@ -44,6 +44,16 @@ PROPERTIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+class _OnAnotherGpu(torch.Tensor):
+    """Stand-in for a tensor on GPU 1."""
+
+    def get_device(self) -> int:
+        return 1
+
+
+PROPERTIES_AND_DEVICE = PROPERTIES | {"device": lambda tensor: tensor.as_subclass(_OnAnotherGpu)}
+
+
 class Launch(NamedTuple):
     """One launch, with its values by name."""
 

@@ -14,7 +14,7 @@ from mlagen.api import gqa_signature
 from mlagen.api.gqa_args import GqaArgs
 from mlagen.errors import ArgumentError
 from tests.api.gqa_launches import args_of
-from tests.api.launches import PROPERTIES
+from tests.api.launches import PROPERTIES_AND_DEVICE
 from tests.gqa_problems import GqaCase
 
 UNIFORM = GqaCase(name="", seq_lens=(70, 3), q_len=2, mask="random", sink=3.0, window=50)
@@ -92,7 +92,7 @@ TENSORS = (
 )
 
 
-@pytest.mark.parametrize("change", PROPERTIES.values(), ids=PROPERTIES)
+@pytest.mark.parametrize("change", PROPERTIES_AND_DEVICE.values(), ids=PROPERTIES_AND_DEVICE)
 @pytest.mark.parametrize("name", TENSORS)
 def test_the_signature_contains_every_property_of_every_tensor(
     name: str, change: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from mlagen.errors import CaptureError
 from mlagen.settings import current_settings
 from tests.api.gqa_rejections import RAGGED, SINGLE, UNIFORM, Rejection, check, rejections
 from tests.gqa_cases import CASES
@@ -120,3 +121,15 @@ def test_unsigned_tables_pass() -> None:
     out = decode(problem, block_tables=problem.block_tables.view(torch.uint32))
 
     problem.check(out)
+
+
+def test_a_checked_call_is_rejected_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks would wait for the device; nothing is written."""
+    monkeypatch.setattr("mlagen.api.device_checks.is_capturing", lambda _: True)
+    problem = UNIFORM.build("cpu")
+    out = torch.full_like(problem.query, 7.0)
+
+    with pytest.raises(CaptureError, match=r"^MLAGEN_CHECK: expected 0 while a CUDA graph"):
+        decode(problem, out=out)
+
+    assert (out == 7.0).all()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mlagen.api.mla_call import run_mla
-from mlagen.errors import ArgumentError
+from mlagen.errors import ArgumentError, CaptureError
 from mlagen.settings import current_settings
 from tests.cases import MlaCase, MlaProblem
 
@@ -126,6 +126,18 @@ def test_inconsistent_contents_are_rejected(case: MlaCase, change: Change, messa
         run_mla(problem.inputs(out=out, **change(problem)), enable_pdl=True)
 
     assert str(caught.value) == message
+    assert (out == 7.0).all()
+
+
+def test_a_checked_call_is_rejected_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks would wait for the device; nothing is written."""
+    monkeypatch.setattr("mlagen.api.device_checks.is_capturing", lambda _: True)
+    problem = UNIFORM.build("cpu")
+    out = torch.full((*problem.query.shape[:-1], 512), 7.0, dtype=torch.bfloat16)
+
+    with pytest.raises(CaptureError, match=r"^MLAGEN_CHECK: expected 0 while a CUDA graph"):
+        run_mla(problem.inputs(out=out), enable_pdl=True)
+
     assert (out == 7.0).all()
 
 

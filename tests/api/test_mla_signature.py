@@ -11,7 +11,7 @@ import torch
 
 from mlagen.api import mla_signature
 from mlagen.api.mla_args import MlaArgNames, MlaArgs
-from tests.api.launches import PROPERTIES
+from tests.api.launches import PROPERTIES_AND_DEVICE
 from tests.cases import MlaCase
 
 UNIFORM = MlaCase(name="", seq_lens=(70, 3), heads=16, with_sinks=True)
@@ -108,7 +108,7 @@ TENSORS = (
 )
 
 
-@pytest.mark.parametrize("change", PROPERTIES.values(), ids=PROPERTIES)
+@pytest.mark.parametrize("change", PROPERTIES_AND_DEVICE.values(), ids=PROPERTIES_AND_DEVICE)
 @pytest.mark.parametrize("name", TENSORS)
 def test_the_signature_contains_every_property_of_every_tensor(
     name: str, change: Callable[[torch.Tensor], torch.Tensor]
@@ -146,6 +146,30 @@ def test_the_signature_contains_max_q_len() -> None:
     signatures = {call_signature(changed(ragged, max_q_len=hint)) for hint in (None, 4, 4.0, 5)}
 
     assert len(signatures) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("top_k", 16),
+        ("is_causal", False),
+        ("scores_take_bmm2", True),
+        ("is_fp8_per_token", True),
+        ("latent_scale", 0.5),
+        ("rope_scale", 0.5),
+    ],
+)
+def test_the_signature_of_a_rare_call_contains_the_other_rare_arguments(
+    name: str, value: object
+) -> None:
+    """Two calls with a bias have different signatures if they differ in another rare argument."""
+    rare = changed(UNIFORM.build("cpu").inputs(), bias=torch.zeros(2, 1, 70))
+
+    one, other = call_signature(rare), call_signature(changed(rare, **{name: value}))
+
+    assert one is not None
+    assert other is not None
+    assert one != other
 
 
 def test_a_bias_must_cover_the_length_exactly() -> None:

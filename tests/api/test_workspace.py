@@ -110,6 +110,38 @@ def test_the_size_is_sufficient(name: str, kernel: str, monkeypatch: pytest.Monk
             assert 0 < call.plan.workspace_bytes <= needed
 
 
+# The tiles of shared values, or of the longest query, need less.
+OTHER_TILES: dict[str, tuple[MlaCase, dict[str, Any]]] = {
+    "separate values": (
+        replace(LONG, heads=8, q_len=3, values="other pages"),
+        {"q_len": 3, "max_seq_len": 2000},
+    ),
+    "ragged, without the longest": (
+        MlaCase(name="", dtype=E4M3, heads=8, seq_lens=(9,) * 8, q_lens=(1,) * 5 + (0,) * 3),
+        {"q_len": 4, "tokens": 5, "max_seq_len": 8192, "dtype": E4M3},
+    ),
+}
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(("case", "sizes"), OTHER_TILES.values(), ids=OTHER_TILES)
+def test_the_size_covers_all_tiles(
+    case: MlaCase, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call accepts a workspace of exactly this size, with any tile that it may take."""
+    choose("sm80", monkeypatch)
+    needed = mlagen.workspace_bytes(batch=len(case.seq_lens), heads=8, **sizes)
+    launches = record_launches(monkeypatch)
+    workspace = torch.zeros(needed, dtype=torch.uint8)
+    inputs = case.build("cpu").inputs(
+        max_seq_len=sizes["max_seq_len"], workspace_buffer=workspace, max_q_len=None
+    )
+
+    call, _, _ = launched(inputs, launches)
+
+    assert call.plan.workspace_bytes == needed
+
+
 SIZES: dict[str, Any] = {"batch": 2, "q_len": 1, "heads": 24, "max_seq_len": 50_000}
 
 
@@ -167,6 +199,10 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "a negative batch": ({"batch": -1}, "batch: expected an int, 0 or more, got -1"),
     "no query tokens": ({"q_len": 0}, "q_len: expected an int, 1 or more, got 0"),
     "a fraction of heads": ({"heads": 1.5}, "heads: expected an int, 1 or more, got 1.5"),
+    "rows beyond 32 bits": (
+        {"batch": 1 << 27},
+        "tokens * heads: expected 2147483647 or less, got 2147483648",
+    ),
     "float32": (
         {"dtype": torch.float32},
         "dtype: expected torch.bfloat16 or torch.float16 or torch.float8_e4m3fn, got torch.float32",
@@ -219,6 +255,24 @@ def test_a_gpu_has_several_names(device: torch.device | int | str) -> None:
     needed = mlagen.workspace_bytes(device=device, **sizes)
 
     assert needed == mlagen.workspace_bytes(**sizes) > 0
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("device", ["cuda:1", torch.device("cuda", 1), 1])
+def test_the_size_is_of_the_given_gpu(
+    device: torch.device | int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU with fewer SMs has fewer partial results."""
+    counts = (132, 16)
+    facts = [
+        DeviceFacts(index=index, name="", major=9, minor=0, sm_count=count, memory_bytes=0)
+        for index, count in enumerate(counts)
+    ]
+    monkeypatch.setattr(mla_plan, "device_facts", facts.__getitem__)
+
+    needed = mlagen.workspace_bytes(device=device, **SIZES)
+
+    assert 0 < needed < mlagen.workspace_bytes(device=0, **SIZES)
 
 
 def test_a_missing_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

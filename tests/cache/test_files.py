@@ -14,7 +14,7 @@ from mlagen.cache.files import DamageError
 
 
 def _symbolic_link(path: Path) -> None:
-    (path.parent / "target").write_bytes(b"secret")
+    (path.parent / "target").write_bytes(b"1234")  # within the limit
     path.symlink_to(path.parent / "target")
 
 

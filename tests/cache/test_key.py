@@ -70,6 +70,23 @@ def test_toolchain_is_not_part_of_the_digest() -> None:
     assert other != make_key()
 
 
+@pytest.mark.parametrize(
+    ("wanted", "stored", "is_accepted"),
+    [
+        ("nvrtc-13", "nvrtc-13.5.37", True),
+        ("nvrtc-1", "nvrtc-13.5.37", False),
+        ("nvrtc-13.5.37", "nvrtc-13.5.37", True),
+        ("nvrtc-13.5.3", "nvrtc-13.5.37", False),
+        ("nvrtc-13.5", "nvrtc-13.5.37", False),
+    ],
+)
+def test_a_key_names_one_compiler_or_a_major_version(
+    wanted: str, stored: str, is_accepted: bool
+) -> None:
+    """Only a major version alone accepts several compilers, and versions are never cut off."""
+    assert make_key(toolchain=wanted).accepts(stored) == is_accepted
+
+
 def test_differences_name_each_label_with_both_values() -> None:
     """Changed, missing and additional key fields are distinguished; the toolchain comes last."""
     mine = CacheKey((("family", "mla"), ("page", "64"), ("old", "1")), "nvrtc-13.0.88")

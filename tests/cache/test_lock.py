@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import threading
@@ -100,6 +101,23 @@ def test_broken_locks_are_skipped(
     assert lines == [
         f"lock: expected to work, got {error}, compiling without: {tmp_path / 'a.lock'}"
     ]
+
+
+def test_a_file_system_without_locks_gets_no_substitute(
+    tmp_path: Path, messages: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file whose existence is the lock would outlive a process that dies."""
+    (tmp_path / "a.lock").touch()
+
+    def reject(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", reject)
+
+    with compile_lock(tmp_path / "a.lock", timeout_s=0.5):
+        (line,) = [record.message for record in messages.records]
+
+    assert line.startswith("lock: expected to work, got ")
 
 
 NO_FOLDERS: dict[str, Callable[[Path], object]] = {

@@ -72,6 +72,27 @@ def test_quarantine_spares_a_replaced_entry(
     assert tree(layout.quarantine) == []
 
 
+def test_quarantine_spares_an_entry_replaced_at_the_last_moment(
+    layout: Layout, entry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The identity is compared again once the cell is made, and the empty cell is deleted."""
+    seen, real = identity_of(entry), os.mkdir
+
+    def mkdir(name: str, *args: int, **kwargs: int) -> None:
+        real(name, *args, **kwargs)
+        if name.startswith(KEY):
+            monkeypatch.undo()
+            _replaced(entry)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+
+    cell = quarantine.quarantine_entry(layout, entry, "kernel.cubin: bad", seen=seen)
+
+    assert cell is None
+    assert identity_of(entry) not in {None, seen}
+    assert tree(layout.quarantine) == []
+
+
 @pytest.mark.parametrize("kind", ["a file", "a link"])
 def test_quarantine_moves_a_file_or_link(kind: str, layout: Layout) -> None:
     """A stray file or link at the path of an entry is moved, not followed."""
@@ -103,6 +124,32 @@ def test_quarantine_that_fails_leaves_no_cell(
         quarantine.quarantine_entry(layout, entry, "bad", seen=identity_of(entry))
 
     assert tree(layout.quarantine) == []
+
+
+@pytest.mark.parametrize(
+    ("max_cells", "max_bytes", "kept"),
+    [(2, 100, [3, 4]), (20, 25, [3, 4]), (20, 9, [4]), (4, 40, [1, 2, 3, 4])],
+    ids=["too many", "too large", "the newest too large", "at the limits"],
+)
+def test_the_oldest_cells_are_deleted_first(
+    max_cells: int,
+    max_bytes: int,
+    kept: list[int],
+    layout: Layout,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The newest cells within both limits stay, and the newest one whatever its size."""
+    monkeypatch.setattr(quarantine, "QUARANTINE_MAX_CELLS", max_cells)
+    monkeypatch.setattr(quarantine, "QUARANTINE_MAX_BYTES", max_bytes)
+    for moment in (2, 4, 1, 3):
+        cell = layout.quarantine / f"{KEY}.{moment}.7"
+        cell.mkdir(parents=True)
+        (cell / "reason.json").write_bytes(bytes(10))
+
+    deleted = quarantine.limit_quarantine(layout)
+
+    assert deleted == 4 - len(kept)
+    assert sorted(int(cell.name.split(".")[1]) for cell in layout.quarantine.iterdir()) == kept
 
 
 def test_remove_deletes_a_folder_and_leaves_no_trash(layout: Layout, entry: Path) -> None:

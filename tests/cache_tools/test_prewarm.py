@@ -293,9 +293,16 @@ def test_failures_decide_the_exit_code(
     assert [(unit["status"], unit["error"]) for unit in units] == [("failed", "no")] * 2
 
 
-def test_one_failure_among_others_exits_with_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Failures of different kinds exit with 1."""
-    errors = iter([mlagen.CompileError("no", log="", source=""), mlagen.ToolchainError("no")])
+@pytest.mark.parametrize(
+    ("other", "code"),
+    [(mlagen.ToolchainError("no"), 1), (mlagen.CacheError("no", path=Path("x")), 4)],
+    ids=["a target", "the cache"],
+)
+def test_failures_of_different_kinds_exit_with_1_unless_the_cache_failed(
+    other: mlagen.MlagenError, code: int, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel may fail on its own; a cache that cannot be used fails all of them."""
+    errors = iter([mlagen.CompileError("no", log="", source=""), other])
 
     def fail(*_: object) -> None:
         raise next(errors)
@@ -304,7 +311,7 @@ def test_one_failure_among_others_exits_with_1(run: Run, monkeypatch: pytest.Mon
 
     result = run(*SMALL)
 
-    assert result.exit_code == 1
+    assert result.exit_code == code
     assert result.stdout.startswith("2 kernels: 0 built, 0 hit, 2 failed, in ")
 
 

@@ -149,14 +149,15 @@ def test_a_child_forked_during_a_compile_uses_a_fresh_process(
 ) -> None:
     """Its own children do the same; the parent compiles as before."""
     inside, release = threading.Event(), threading.Event()
+    here = replace(_elsewhere(), code=b"here")
 
     def compile_slowly(*_: object) -> Cubin:
         inside.set()
         release.wait(20)
-        return replace(_elsewhere(), code=b"here")
+        return here
 
     def work() -> None:
-        monkeypatch.setattr(nvrtc_module, "compile_source", _elsewhere)
+        monkeypatch.setattr(nvrtc_module, "compile_source", lambda *_: here)
         assert where() == "elsewhere"
         assert in_child(lambda: None if where() == "elsewhere" else sys.exit(1)) == 0
 

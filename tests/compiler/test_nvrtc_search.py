@@ -72,6 +72,20 @@ def test_a_library_without_a_version_in_its_name_is_found(
     assert found == Candidate("13.1.80", path, "system")
 
 
+@pytest.mark.parametrize("variable", VARIABLES)
+@pytest.mark.parametrize("value", ["relative", ".", ""], ids=repr)
+def test_a_relative_folder_is_not_searched(
+    variable: str, value: str, machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library of the current folder is not loaded, whatever a variable says."""
+    for folder in ("relative", "relative/lib", "lib", "."):
+        make_library(machine / folder)
+    monkeypatch.chdir(machine)
+    monkeypatch.setenv(variable, value)
+
+    assert list(find_candidates(13, ())) == []
+
+
 def test_a_conda_environment_need_not_be_active(machine: Path) -> None:
     """The environment of the running Python counts too."""
     (machine / "env/conda-meta").mkdir(parents=True)

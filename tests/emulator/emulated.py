@@ -2,12 +2,14 @@
 
 ``instructions.h`` replaces the wrappers in ``templates/ptx``; everything else is the kernel's own
 source. CTAs, warps and copies proceed in random order and at random speed. A misaligned or
-conflicting access, an extra arrival, a deadlock or a copy that outlives its CTA is an error.
+conflicting access, an extra arrival, a missing proxy fence before wgmma, a deadlock or a copy
+that outlives its CTA is an error. Copies by cp.async come when their thread waits for them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import struct
 import subprocess
@@ -26,6 +28,9 @@ _OPTIONS = (
     *("-w", "-fPIC", "-shared", "-U_FORTIFY_SOURCE"),
 )
 _MAP_BYTES = 128
+
+# Static shared memory: the emulator has one memory for each block, the dynamic one.
+_STATIC_SHARED = re.compile(r"__shared__ (\w+) (\w+);")
 
 
 class Emulator:
@@ -79,7 +84,7 @@ def source_of(spec: KernelSpec) -> str:
             lines += ['#include "instructions.h"', '#include "warpgroups.h"']
         origin_before = origin
         if not origin.startswith("ptx/"):
-            lines.append(line)
+            lines.append(_STATIC_SHARED.sub(r"\1& \2 = shared_memory<\1>();", line))
     return "\n".join([*lines, f"#define EMULATED {spec.symbol}", '#include "launch.h"', ""])
 
 

@@ -60,6 +60,15 @@ constexpr int kMaxThreads = 1024;
 constexpr size_t kStackBytes = 256 * 1024;
 constexpr int kLanes = 32;
 
+// A cp.async of a thread, in its group.
+struct AsyncCopy {
+  unsigned target;
+  const void* source;
+  unsigned count;  // bytes that it reads; the rest of `size` become zero
+  unsigned size;
+  int group;
+};
+
 struct Fiber {
   jmp_buf place;
   ucontext_t context;
@@ -67,6 +76,8 @@ struct Fiber {
   bool is_started;
   bool is_done;
   bool has_waited;  // for the kernel before
+  int async_groups;  // that it has committed
+  std::vector<AsyncCopy> async_copies;  // under way
 };
 
 static Fiber* fibers;  // of the block that runs

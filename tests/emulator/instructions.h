@@ -1,5 +1,7 @@
 // What the wrappers of templates/ptx do, for one block at a time. Follows common/types.cuh.
 
+#include "fences.h"
+
 static float float_of(Fp16, u16 bits) { return static_cast<float>(same_bits<_Float16>(bits)); }
 static float float_of(Bf16, u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
 static u16 bits_of(Fp16, float value) { return same_bits<u16>(static_cast<_Float16>(value)); }
@@ -64,7 +66,6 @@ static float ex2_approx(float value) { return exp2f(value); }
 
 // Order and hints: fibers see everything at once.
 static void fence_acq_rel_cta() {}
-static void fence_proxy_async() {}
 static void fence_mbarrier_init() {}
 static void griddepcontrol_wait() { fibers[current].has_waited = true; }
 static void griddepcontrol_launch_dependents() {}
@@ -254,7 +255,9 @@ static u32 copy_box(const Copy& copy, bool is_poison) {
     }
     for (u32 chunk = 0; chunk < line; chunk += 16) {
       const u32 flat = copy.target + index * line + chunk;
-      unsigned char* to = bytes + (flat ^ (flat >> 7 & rows) << 4);
+      const u32 place = flat ^ (flat >> 7 & rows) << 4;
+      chunk_writes[place / 16] = {};
+      unsigned char* to = bytes + place;
       if (is_poison || !is_inside) {
         memset(to, is_poison ? 0x7f : 0, 16);
       } else {

@@ -47,6 +47,8 @@ struct Block {
   std::vector<unsigned char> shared;
   std::vector<Shown> words;
   std::vector<Copy> under_way;
+  std::vector<ChunkWrite> writes;
+  std::vector<unsigned> fenced;
   std::map<u32, Mbarrier> by_address;
   Meeting by_number[16] = {};
   Meeting of_warps[kMaxThreads / kLanes] = {};
@@ -61,7 +63,9 @@ struct Block {
         warps(count / kLanes),
         slowness(count / kLanes),
         shared(sizeof bytes),
-        words(kMaxThreads) {
+        words(kMaxThreads),
+        writes(sizeof bytes / 16),
+        fenced(count) {
     for (size_t i = 0; i < shared.size(); ++i) shared[i] = i % 2 ? 0x7f : 0xff;  // NaN of any type
     for (size_t warp = 0; warp < warps.size(); ++warp) warps[warp] = static_cast<int>(warp);
     for (unsigned& turns : slowness) turns = chance() % 6 == 0 ? 2u << chance() % 4 : 1;
@@ -80,6 +84,8 @@ struct Block {
     swap_memory(shared.data(), bytes, sizeof bytes);
     swap_memory(words.data(), shown, sizeof shown);
     std::swap(under_way, copies);
+    std::swap(writes, chunk_writes);
+    std::swap(fenced, fences);
     std::swap(by_address, mbarriers);
     std::swap(by_number, barriers);
     std::swap(of_warps, meetings);

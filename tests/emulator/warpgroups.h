@@ -1,4 +1,4 @@
-// Instructions of the sm90 kernels: wgmma, copies by threads, and barriers of
+// More instructions: wgmma, copies by threads, and barriers of
 // the whole block. Follows instructions.h.
 
 static int block_threads;  // as the kernel was launched
@@ -38,6 +38,7 @@ static u32 barrier_red_or(int barrier, int threads, u32 value) {
   barrier_sync(barrier, threads);
   return any;
 }
+static int __syncthreads_or(int value) { return barrier_red_or(0, block_threads, value); }
 
 // Who looks again and again for what another block does lets it do so.
 static u32 ld_acquire_gpu(const u32* address) {
@@ -50,28 +51,51 @@ static void red_inc_release_gpu(u32* address, u32 most) {
 static void red_inc_relaxed_gpu(u32* address, u32 most) { red_inc_release_gpu(address, most); }
 static void red_add_relaxed_gpu(u32* address, u32 value) { *address += value; }
 
+// Copies of a thread arrive when it waits for their group; until then their places are poisoned.
+static void copy_async(u32 target, const void* source, u32 count, u32 size) {
+  if (target % size != 0) complain("misaligned copy", target);
+  memset(bytes + target, 0x7f, size);
+  note_write(target);
+  Fiber& fiber = fibers[current];
+  fiber.async_copies.push_back({target, source, count, size, fiber.async_groups});
+}
 static void cp_async_cg_16(u32 target, const void* source, u32 count) {
-  if (target % 16 != 0) complain("misaligned copy", target);
-  memset(bytes + target, 0, 16);
-  if (count > 0) memcpy(bytes + target, source, count);
+  copy_async(target, source, count, 16);
 }
 static void cp_async_cg_16(u32 target, const void* source, u32 count, u64) {
-  cp_async_cg_16(target, source, count);
+  copy_async(target, source, count, 16);
+}
+static void cp_async_ca_8(u32 target, const void* source, u32 count) {
+  copy_async(target, source, count, 8);
 }
 static void cp_async_ca_4(u32 target, const void* source, u32 count) {
-  memset(bytes + target, 0, 4);
-  if (count > 0) memcpy(bytes + target, source, count);
+  copy_async(target, source, count, 4);
 }
-static void cp_async_mbarrier_arrive_noinc(u32 barrier) { mbarrier_arrive(barrier); }
-static void cp_async_commit_group() {}
-template <int>
-static void cp_async_wait_group() {}
+static void complete_async_copies(int groups) {
+  std::erase_if(fibers[current].async_copies, [=](const AsyncCopy& copy) {
+    if (copy.group >= groups) return false;
+    memset(bytes + copy.target, 0, copy.size);
+    if (copy.count > 0) memcpy(bytes + copy.target, copy.source, copy.count);
+    note_write(copy.target);
+    return true;
+  });
+}
+static void cp_async_commit_group() { ++fibers[current].async_groups; }
+template <int kPending>
+static void cp_async_wait_group() {
+  complete_async_copies(fibers[current].async_groups - kPending);
+}
+static void cp_async_mbarrier_arrive_noinc(u32 barrier) {
+  complete_async_copies(fibers[current].async_groups + 1);
+  mbarrier_arrive(barrier);
+}
 
 // Four matrices of 8 x 8, whose rows go where lanes 8 i and on point.
 static void store_matrices(u32 address, const u32 (&d)[4], bool is_transposed) {
   if (address % 16 != 0 || address >= sizeof bytes) complain("bad row of stmatrix", address);
   memcpy(shown[current].words, d, sizeof d);
   meet();
+  note_write(address);
   const int row = lane() % 8;
   for (int column = 0; column < 8; ++column) {
     const int along = is_transposed ? row : column;
@@ -149,8 +173,10 @@ struct Operand {
         base + line / 8 * group_distance + line % 8 * row_bytes + column * kElementBytes<T>;
     if (is_transposed) address += row / 64 * leading_bytes;
     if (address >= sizeof bytes) complain("operand beyond shared memory", address);
+    address ^= (address >> 7 & (row_bytes / 16 - 1)) << 4;
+    require_fence(address);
     u16 bits = 0;
-    memcpy(&bits, bytes + (address ^ (address >> 7 & (row_bytes / 16 - 1)) << 4), kElementBytes<T>);
+    memcpy(&bits, bytes + address, kElementBytes<T>);
     return float_of(type, bits);
   }
 };

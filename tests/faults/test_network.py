@@ -264,3 +264,23 @@ def test_an_entry_removed_between_manifest_and_cubin_is_not_damaged(
     assert whole_entries(tmp_path) == 1
     assert tree(tmp_path / "cache/v1/quarantine") == []
     assert warnings_in(caplog) == []
+
+
+@pytest.mark.parametrize("is_dry", [False, True], ids=["look-up", "dry look-up"])
+def test_an_entry_removed_from_a_layer_while_it_is_read_is_absent(
+    is_dry: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A layer that another machine cleans up is not called damaged."""
+    ask(tmp_path)
+    store = store_in(tmp_path / "above", layers=[tmp_path / "cache"])
+    acts = [_evict]
+
+    def between(path: Path) -> None:
+        if path.name == "kernel.cubin" and acts:
+            acts.pop()(tmp_path)
+
+    with before_reading(between):
+        found = store.look_up(KEY, is_dry=is_dry)
+
+    assert (found.entry, found.reason, found.problem) == (None, "absent", None)
+    assert warnings_in(caplog) == []

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -186,6 +189,37 @@ def test_a_replay_uses_the_current_stream(
     once, other = launches[0].bytes, launches[1].bytes
     assert once != other
     assert [recorded.bytes for recorded in launches[2:]] == [once, other, once]
+
+
+def test_each_replay_chooses_pdl(launches: list[RecordedLaunch]) -> None:
+    """A replay without PDL after one with it has no stream serialization, and vice versa."""
+    made = launch(kernel_of(mla_sm80()), 33, True, *values_of(mla_sm80()))
+    for enable_pdl in (False, True, False):
+        made.enqueue(enable_pdl)
+
+    assert [PDL in recorded.attributes for recorded in launches] == [True, False, True, False]
+
+
+def test_a_launch_is_on_the_gpu_of_its_kernel(
+    launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes that GPU current, takes its current stream, and switches back."""
+    devices = [0]
+
+    @contextmanager
+    def device(chosen: int) -> Iterator[None]:
+        devices.append(chosen)
+        yield
+        devices.append(0)
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: devices[-1])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7 + index)
+    monkeypatch.setattr(torch.cuda, "device", device)
+
+    launch(replace(kernel_of(COMBINE), device=1), 33, False, *values_of(COMBINE))
+
+    assert [recorded.stream for recorded in launches] == [8]
+    assert devices == [0, 1, 0]
 
 
 def test_a_launch_can_be_replayed_by_another_thread(

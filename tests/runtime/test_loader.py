@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from mlagen import engine
+from mlagen.cache.default_store import kernel_store
+from mlagen.engine import kernel_for
+from mlagen.errors import CaptureError
 from mlagen.runtime import loader
-from mlagen.runtime.loader import load
+from mlagen.runtime.loader import LoadedKernel, load
 from mlagen.spec.kernel import KernelSpec, packing_of
 from tests.kernels import COMBINE, mla_sm80, mla_sm90
 
@@ -70,3 +74,17 @@ def test_loading_reserves_semaphores(calls: list[tuple[Any, ...]]) -> None:
     load(b"code", mla_sm90(), 3)
 
     assert calls[-1] == ("reserve", 3)
+
+
+def test_a_captured_call_loads_and_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that is not loaded yet is rejected before it is built; a loaded one is returned."""
+    loaded = LoadedKernel.__new__(LoadedKernel)
+    monkeypatch.setattr(engine, "_loaded", {(COMBINE, 0): loaded})
+    monkeypatch.setattr(loader, "load", lambda *_: loaded)
+    monkeypatch.setattr(loader, "is_capturing", lambda _: True)
+
+    with pytest.raises(CaptureError, match="not loaded, and nothing can be loaded while"):
+        kernel_for(COMBINE, 1)
+
+    assert list(kernel_store().entries()) == []
+    assert kernel_for(COMBINE, 0) is loaded

@@ -98,6 +98,24 @@ def test_semaphores_are_reserved_once(slabs: list[int]) -> None:
     assert slabs == [0]
 
 
+def test_semaphores_are_reserved_for_several_workspaces(
+    slabs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer free ones do not suffice, and stay in use."""
+    for index in range(semaphores._REGIONS - 2):
+        semaphores_of(0, WORKSPACE + index)
+    reserve_semaphores(0, min_free=2)
+    assert slabs == [0]
+    reserve_semaphores(0, min_free=3)
+    capture(monkeypatch)
+
+    for index in range(semaphores._REGIONS + 2):
+        semaphores_of(0, WORKSPACE - 1 - index)
+
+    assert slabs == [0, 0]
+    assert len(set(semaphores._regions.values())) == 2 * semaphores._REGIONS
+
+
 def test_another_slab_is_allocated_when_one_is_used_up(slabs: list[int]) -> None:
     """The old slab stays allocated."""
     for index in range(semaphores._REGIONS + 1):

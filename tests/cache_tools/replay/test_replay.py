@@ -270,6 +270,19 @@ def test_the_result_of_a_gpu_is_compared_with_the_cpu_backend(
 
 
 @pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.bfloat16, 4e-3), (torch.float8_e4m3fn, 5e-2)], ids=str
+)
+def test_the_bound_is_that_of_the_dtypes(dtype: torch.dtype, bound: float, folder: Path) -> None:
+    """An 8-bit call may have larger errors; a workspace of bytes does not make it one."""
+    arguments = MlaCase(name="", seq_lens=(9,), heads=2, dtype=dtype).build("cpu").arguments()
+    workspace = torch.zeros(16, dtype=torch.uint8)
+    call = observed(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla)
+    call(**arguments | {"workspace_buffer": workspace})
+
+    assert replaying._bound_of(read_dump(last_of(folder))) == bound
+
+
+@pytest.mark.parametrize(
     ("out", "expected", "error"),
     [
         ([3.0, 4.0], [3.0, 4.0], 0.0),

@@ -1,0 +1,124 @@
+"""The sm80 grouped-query kernel and the combine kernel on the CPU: their own source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import mlagen.decode
+from mlagen.api import calls, gqa_call, gqa_plan, gqa_sm80_launcher
+from mlagen.api.gqa_args import GqaArgs
+from mlagen.api.gqa_problem import check_problem
+from mlagen.runtime.device import DeviceFacts
+from mlagen.runtime.loader import LoadedKernel
+from tests.api.launches import GQA_PATHS, H200, record_launches
+from tests.emulator.emulated import COMPILER, Emulator
+from tests.gqa_problems import E4M3, GqaCase, GqaProblem
+from tests.kernels import SM_80
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+class Emulated(NamedTuple):
+    """A case, how many SMs there are, and their architecture."""
+
+    case: GqaCase
+    sm_count: int = 1
+    has_cvt_e4m3: bool = False
+
+
+FP16 = torch.float16
+CASES = [
+    Emulated(GqaCase(name="ragged lengths", seq_lens=(100, 17, 0), kv_heads=1, page_size=64)),
+    Emulated(GqaCase(name="splits", seq_lens=(300, 40, 0), kv_heads=1, group=2, sink=2.0), 16),
+    Emulated(
+        GqaCase(
+            name="ragged queries",
+            seq_lens=(70, 50, 0, 33),
+            q_lens=(5, 0, 2, 3),
+            group=4,
+            head_dim=64,
+            dtype=FP16,
+            layout="HND",
+        )
+    ),
+    Emulated(
+        GqaCase(
+            name="a draft mask and a window",
+            seq_lens=(130, 60),
+            kv_heads=1,
+            q_len=5,
+            mask="random",
+            window=40,
+            head_dim=64,
+        )
+    ),
+    Emulated(GqaCase(name="e4m3 in software", seq_lens=(100,), kv="e4m3", kv_heads=1, head_dim=64)),
+    Emulated(
+        GqaCase(
+            name="e4m3 in and out",
+            seq_lens=(100,),
+            kv="e4m3",
+            head_dim=64,
+            out_dtype=E4M3,
+            output_scale=0.5,
+        )
+    ),
+    Emulated(GqaCase(name="int8", seq_lens=(100,), kv="int8", output_scale=0.02, head_dim=64)),
+    Emulated(
+        GqaCase(name="nvfp4", seq_lens=(100, 30), kv="nvfp4", o_scale=0.5, head_dim=64), 1, True
+    ),
+]
+
+Decode = Callable[[GqaProblem, Emulated, int], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    """Return what runs kernels, and keeps them for all tests of the module."""
+    return Emulator(tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.fixture
+def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
+    """Return what computes a problem by emulated launches."""
+
+    def run(problem: GqaProblem, given: Emulated, seed: int) -> torch.Tensor:
+        arch = H200 if given.has_cvt_e4m3 else SM_80
+        record_launches(monkeypatch, paths=GQA_PATHS, arch=arch)
+        facts = DeviceFacts(
+            index=0, name="", major=8, minor=0, sm_count=given.sm_count, memory_bytes=0
+        )
+
+        def launch(kernel: LoadedKernel, blocks: int, _: bool, *values: float | bytes) -> None:
+            emulator.launch(kernel.spec, kernel.packing.pack(*values), blocks, seed)
+
+        def run_gqa(inputs: GqaArgs, enable_pdl: bool, *_: object) -> torch.Tensor:
+            request = check_problem(inputs)
+            on_gpu = replace(request, device=torch.device("cuda", 0))
+            call = gqa_sm80_launcher.make_sm80_launcher(inputs, on_gpu, 0)
+            return gqa_call._run_on_gpu(replace(call, problem=request), inputs, enable_pdl)
+
+        monkeypatch.setattr(gqa_plan, "device_facts", lambda _: facts)
+        for module in (calls, gqa_sm80_launcher):
+            monkeypatch.setattr(module, "launch", launch)
+        monkeypatch.setattr(mlagen.decode, "run_gqa", run_gqa)
+        workspace = torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
+        return mlagen.decode.xqa_batch_decode_with_kv_cache(
+            **problem.arguments(workspace_buffer=workspace)
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("given", CASES, ids=lambda given: given.case.name)
+def test_a_kernel_is_right_in_whatever_order_warps_come(given: Emulated, decoded: Decode) -> None:
+    """Within the tolerance of float64, and no copy is read before its thread has waited for it."""
+    problem = given.case.build("cpu")
+
+    for seed in range(2):
+        problem.check(decoded(problem, given, seed))

@@ -1,0 +1,82 @@
+"""The sm80 MLA kernel on the CPU: its own source, with fibers for threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from mlagen.api import calls, mla_call, mla_plan, mla_sm80_launcher
+from mlagen.api.mla_problem import check_problem
+from mlagen.runtime.device import DeviceFacts
+from mlagen.runtime.loader import LoadedKernel
+from tests.api.launches import SM80_PATH, record_launches
+from tests.cases import MlaCase, MlaProblem
+from tests.emulator.emulated import COMPILER, Emulator
+from tests.kernels import SM_80
+from tests.mla_cases import KINDS, case_of_kind
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+class Emulated(NamedTuple):
+    """A case, and how many SMs there are."""
+
+    case: MlaCase
+    sm_count: int = 1
+
+
+def given(kind: str, name: str, sm_count: int = 1, **facts: Any) -> Emulated:
+    """Return a case of one of the kinds of rows."""
+    return Emulated(case_of_kind(KINDS[kind], name=f"{kind}, {name}", **facts), sm_count)
+
+
+CASES = [
+    given("bf16", "ragged", heads=5, seq_lens=(100, 9, 0), q_lens=(3, 1, 2), with_sinks=True),
+    given("fp16", "splits", 8, heads=3, seq_lens=(300, 40), page_size=24),
+    given("e4m3", "pages", heads=4, seq_lens=(100, 17), q_len=2, page_size=16),
+    given("bf16 over fp8_ds_mla", "lists", heads=4, top_k=70, seq_lens=(100, 30)),
+    given("fp8_per_token", "pages", heads=4, seq_lens=(70, 30)),
+]
+
+Decode = Callable[[Emulated, MlaProblem], tuple[torch.Tensor, torch.Tensor]]
+
+
+@pytest.fixture
+def decoded(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Decode:
+    """Return what computes a problem by emulated launches."""
+    record_launches(monkeypatch, paths=SM80_PATH, arch=SM_80)
+    emulator = Emulator(tmp_path)
+
+    def run(given: Emulated, problem: MlaProblem) -> tuple[torch.Tensor, torch.Tensor]:
+        facts = DeviceFacts(
+            index=0, name="", major=8, minor=0, sm_count=given.sm_count, memory_bytes=0
+        )
+
+        def launch(kernel: LoadedKernel, blocks: int, _: bool, *values: float | bytes) -> None:
+            emulator.launch(kernel.spec, kernel.packing.pack(*values), blocks, 0)
+
+        monkeypatch.setattr(mla_plan, "device_facts", lambda _: facts)
+        for module in (calls, mla_sm80_launcher):
+            monkeypatch.setattr(module, "launch", launch)
+        workspace = torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
+        inputs = problem.inputs(return_lse=True, workspace_buffer=workspace)
+        request = check_problem(inputs)
+        on_gpu = replace(request, device=torch.device("cuda", 0))
+        call = mla_sm80_launcher.make_sm80_launcher(inputs, on_gpu, 0)
+        out, lse = mla_call._run_on_gpu(replace(call, problem=request), inputs, enable_pdl=False)
+        assert lse is not None
+        return out, lse
+
+    return run
+
+
+@pytest.mark.parametrize("given", CASES, ids=lambda given: given.case.name)
+def test_a_kernel_is_right_in_whatever_order_warps_come(given: Emulated, decoded: Decode) -> None:
+    """Within the tolerance of float64, and no copy is read before its thread has waited for it."""
+    problem = given.case.build("cpu")
+
+    problem.check(*decoded(given, problem))
