@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .interrupts import install_handlers
+from .tools.interrupts import install_handlers
 
 
 def main() -> None:

@@ -24,8 +24,8 @@ from .commands.kernel import kernel
 from .commands.prewarm import prewarm
 from .commands.replay import replay
 from .commands.resources import resources
-from .exit_codes import FAILED, INTERRUPTED, PIPE_CLOSED, exit_code_of
-from .interrupts import install_handlers, interruptible
+from .options.exit_codes import FAILED, INTERRUPTED, PIPE_CLOSED, exit_code_of
+from .tools.interrupts import install_handlers, interruptible
 
 # Raised by a group without a subcommand, and handled by printing its help; click 8.2 and later.
 _NO_SUBCOMMAND = getattr(click.exceptions, "NoArgsIsHelpError", ())

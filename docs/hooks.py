@@ -28,7 +28,7 @@ SHOWN = (
     "examples/*.py",
     "templates/README.md",
     # The sources of the API page.
-    "mlagen/api/workspace.py",
+    "mlagen/families/workspace.py",
     "mlagen/decode.py",
     "mlagen/jit.py",
     "mlagen/mla/flare.py",

@@ -23,7 +23,7 @@ from mlagen.errors import (
 
 if TYPE_CHECKING:
     from mlagen import decode, mla, ops, xqa
-    from mlagen.api.workspace import workspace_bytes
+    from mlagen.families.workspace import workspace_bytes
     from mlagen.jit import freeze, on_compile
     from mlagen.mla.flare import PagedKVCache
     from mlagen.monitoring import metrics
@@ -61,7 +61,7 @@ _MODULES = {
     "freeze": "mlagen.jit",
     "on_compile": "mlagen.jit",
     "prewarm": "mlagen.prewarming",
-    "workspace_bytes": "mlagen.api.workspace",
+    "workspace_bytes": "mlagen.families.workspace",
 }
 
 

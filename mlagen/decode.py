@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import torch
 
-from mlagen.api.arguments import canonical_sinks, is_pdl_enabled
-from mlagen.api.call_cache import FastPathKey
-from mlagen.api.calls import rounded_up
-from mlagen.api.gqa_args import GqaArgs
-from mlagen.api.gqa_call import GqaCall, run_gqa, try_replay
-from mlagen.api.gqa_numbers import pair_of, positive_factor, window_of
-from mlagen.api.observed import observable
-from mlagen.api.op_outputs import gqa_outputs
-from mlagen.api.traced import as_op, is_compiling, is_traced, traceable
+from mlagen.families.common.arguments import canonical_sinks, is_pdl_enabled
+from mlagen.families.common.call_cache import FastPathKey
+from mlagen.families.common.launchers import rounded_up
+from mlagen.families.gqa.args import GqaArgs
+from mlagen.families.gqa.dispatch import GqaCall, run_gqa, try_replay
+from mlagen.families.gqa.numbers import pair_of, positive_factor, window_of
 from mlagen.mla.trtllm import trtllm_batch_decode_with_kv_cache_mla
 from mlagen.mla.xqa_decode import xqa_batch_decode_with_kv_cache_mla
+from mlagen.observe.observed import observable
+from mlagen.torch_ops.outputs import gqa_outputs
+from mlagen.torch_ops.traced import as_op, is_compiling, is_traced, traceable
 
 __all__ = [
     "trtllm_batch_decode_with_kv_cache_mla",

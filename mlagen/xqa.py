@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mlagen.api.arguments import is_pdl_enabled, require_choice, require_whole_number
-from mlagen.api.gqa_args import GqaArgNames, GqaArgs
-from mlagen.api.gqa_cache import LAYOUTS
-from mlagen.api.gqa_call import run_gqa
-from mlagen.api.gqa_numbers import positive_factor
-from mlagen.api.mla_args import MlaArgNames, MlaArgs
-from mlagen.api.mla_call import run_mla
-from mlagen.api.observed import observable
-from mlagen.api.op_outputs import unused_by_xqa, xqa_mla_outputs, xqa_outputs
-from mlagen.api.traced import as_op, is_compiling, is_traced, traceable
-from mlagen.api.xqa_arguments import (
+from mlagen.families.common.arguments import is_pdl_enabled, require_choice, require_whole_number
+from mlagen.families.common.xqa_arguments import (
     MLA_KV_LORA_RANK,
     check_caches,
     check_mla_caches,
@@ -24,6 +15,15 @@ from mlagen.api.xqa_arguments import (
     flat_lengths,
     table_capacity,
 )
+from mlagen.families.gqa.args import GqaArgNames, GqaArgs
+from mlagen.families.gqa.dispatch import run_gqa
+from mlagen.families.gqa.numbers import positive_factor
+from mlagen.families.gqa.validate_kv import LAYOUTS
+from mlagen.families.mla.args import MlaArgNames, MlaArgs
+from mlagen.families.mla.dispatch import run_mla
+from mlagen.observe.observed import observable
+from mlagen.torch_ops.outputs import unused_by_xqa, xqa_mla_outputs, xqa_outputs
+from mlagen.torch_ops.traced import as_op, is_compiling, is_traced, traceable
 
 __all__ = ["xqa", "xqa_mla"]
 

@@ -25,7 +25,7 @@ from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.spec.arch import parse_arch
 from mlagen.spec.families import specs_of
 from mlagen.spec.kernel import KernelSpec
-from mlagen.spec.mla import MlaSm80Spec
+from mlagen.spec.mla.sm80 import MlaSm80Spec
 
 ROOT = Path(__file__).resolve().parents[1]
 

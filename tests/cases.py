@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from mlagen.api.mla_args import MlaArgs
+from mlagen.families.mla.args import MlaArgs
 from mlagen.runtime.device import arch_of_device
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.mla_sm90 import MlaSm90Spec
-from mlagen.spec.mla_sm90_calls import mla_sm90_kernel
-from mlagen.spec.mla_sm90_fp8kv import MlaSm90Fp8KvSpec
-from mlagen.spec.mla_support import MlaVariant
+from mlagen.spec.mla.sm90 import MlaSm90Spec
+from mlagen.spec.mla.sm90_calls import mla_sm90_kernel
+from mlagen.spec.mla.sm90_fp8kv import MlaSm90Fp8KvSpec
+from mlagen.spec.mla.variant import MlaVariant
 from tests.reference import (
     Attention,
     assert_close,

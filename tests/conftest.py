@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mlagen import jit
-from mlagen.runtime import plan_mla_sm90
+from mlagen.families.mla import plan_sm90 as plan_mla_sm90
 from mlagen.settings import current_settings
 from tests.kernels import clear_caches, copy_templates
 

@@ -8,19 +8,17 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from mlagen.spec import (
-    gqa,
-    mla,
-    mla_sm90,
-    mla_sm90_fp8,
-    mla_sm90_fp8kv,
-    mla_support,
-)
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.families import FAMILIES, specs_of
-from mlagen.spec.gqa import GqaSm80Spec, GqaVariant, gqa_sm80_spec
-from mlagen.spec.mla import MlaSm80Spec, mla_sm80_spec
-from mlagen.spec.mla_support import MlaSupport, MlaVariant, output_dtype
+from mlagen.spec.gqa import sm80 as gqa
+from mlagen.spec.gqa.sm80 import GqaSm80Spec, GqaVariant, gqa_sm80_spec
+from mlagen.spec.mla import sm80 as mla
+from mlagen.spec.mla import sm90 as mla_sm90
+from mlagen.spec.mla import sm90_fp8 as mla_sm90_fp8
+from mlagen.spec.mla import sm90_fp8kv as mla_sm90_fp8kv
+from mlagen.spec.mla import variant as mla_support
+from mlagen.spec.mla.sm80 import MlaSm80Spec, mla_sm80_spec
+from mlagen.spec.mla.variant import MlaSupport, MlaVariant, output_dtype
 from tests.doc_support_text import (
     ARCHS_READING,
     DTYPES_READING,

@@ -12,7 +12,7 @@ from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.runtime import loader, semaphores
 from mlagen.spec.kernel import KernelSpec
-from mlagen.spec.mla_sm90 import SEMAPHORE_BYTES
+from mlagen.spec.mla.sm90 import SEMAPHORE_BYTES
 
 _DELAYED_LAUNCHES = 10_000  # per test, with delays
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mlagen
-from mlagen.api.mla_call import run_mla
+from mlagen.families.mla.dispatch import run_mla
 from tests.cases import MlaCase, MlaProblem
 from tests.mla_cases import KINDS, case_of_kind
 from tests.mla_rows import POISON

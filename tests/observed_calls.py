@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mlagen.api import observed
 from mlagen.mla import BatchMLAPagedAttentionWrapper, flare_mla_decoding
+from mlagen.observe import observed
 from mlagen.settings import current_settings
 from tests import odd_calls
 from tests.odd_calls import Call

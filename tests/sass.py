@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from cache_tools.disassembly import find_nvdisasm
+from cache_tools.tools.disassembly import find_nvdisasm
 from mlagen.errors import ToolchainError
 
 _NONE = 7  # no scoreboard

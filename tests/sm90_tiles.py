@@ -8,11 +8,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from mlagen.api import gqa_call, gqa_plan, mla_call, mla_plan
-from mlagen.runtime import plan_mla_sm90
-from mlagen.runtime.plan import GqaProblemShape
+from mlagen.families.common.plan_sm80 import GqaProblemShape
+from mlagen.families.gqa import dispatch as gqa_call
+from mlagen.families.gqa import select as gqa_plan
+from mlagen.families.mla import dispatch as mla_call
+from mlagen.families.mla import plan_sm90 as plan_mla_sm90
+from mlagen.families.mla import select as mla_plan
 from mlagen.settings import current_settings
-from mlagen.spec.gqa_sm90 import GqaSm90Spec
+from mlagen.spec.gqa.sm90 import GqaSm90Spec
 
 
 @contextmanager

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import mlagen.decode
-from mlagen.api.gqa_args import GqaArgs
-from mlagen.api.gqa_call import run_gqa
+from mlagen.families.gqa.args import GqaArgs
+from mlagen.families.gqa.dispatch import run_gqa
 from tests.gqa_cases import CASES
 from tests.gqa_problems import GqaCase
 from tests.gqa_semantics import GqaSemantics, decode

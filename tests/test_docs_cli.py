@@ -12,9 +12,9 @@ import pytest
 
 from cache_tools.benchmark.outcomes import FIELDS
 from cache_tools.cli import cli
+from cache_tools.output.schemas import DOCUMENT, SCHEMAS, Schema
+from cache_tools.output.transfer_schemas import TRANSFER_SCHEMAS
 from cache_tools.replay.outcome import REPLAY
-from cache_tools.schemas import DOCUMENT, SCHEMAS, Schema
-from cache_tools.transfer_schemas import TRANSFER_SCHEMAS
 from tests.doc_text import table
 
 ROOT = Path(__file__).resolve().parents[1]

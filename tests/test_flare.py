@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mlagen.errors import ArgumentError
+from mlagen.families.common.plan_sm80 import MlaProblemShape, plan_mla_sm80
 from mlagen.mla import flare
 from mlagen.mla.flare import PagedKVCache, flare_mla_decoding
 from mlagen.mla.masks import (
@@ -25,7 +26,6 @@ from mlagen.mla.masks import (
     SlidingWindowCausalMask,
     SlidingWindowNonCausalMask,
 )
-from mlagen.runtime.plan import MlaProblemShape, plan_mla_sm80
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from tests.flare_dense_semantics import FlareDenseSemantics

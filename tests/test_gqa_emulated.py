@@ -11,13 +11,16 @@ import pytest
 import torch
 
 import mlagen.decode
-from mlagen.api import gqa_call, gqa_maps, gqa_plan, gqa_sm90_launcher
-from mlagen.api.gqa_args import GqaArgs
-from mlagen.api.gqa_problem import check_problem
+from mlagen.families.gqa import dispatch as gqa_call
+from mlagen.families.gqa import launch_sm90 as gqa_sm90_launcher
+from mlagen.families.gqa import select as gqa_plan
+from mlagen.families.gqa import tensor_maps as gqa_maps
+from mlagen.families.gqa.args import GqaArgs
+from mlagen.families.gqa.problem import check_problem
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
-from tests.api.launches import GQA_PATHS, record_launches
 from tests.emulator.emulated import COMPILER, Emulator, encode
+from tests.families.launches import GQA_PATHS, record_launches
 from tests.gqa_problems import E4M3, GqaCase, GqaProblem
 from tests.sink_values import extreme_sinks
 from tests.sm90_tiles import max_heads_per_cta

@@ -10,13 +10,16 @@ import pytest
 import torch
 
 import mlagen.decode
-from mlagen.api import calls, gqa_call, gqa_plan, gqa_sm80_launcher
-from mlagen.api.gqa_args import GqaArgs
-from mlagen.api.gqa_problem import check_problem
+from mlagen.families.common import launchers as calls
+from mlagen.families.gqa import dispatch as gqa_call
+from mlagen.families.gqa import launch_sm80 as gqa_sm80_launcher
+from mlagen.families.gqa import select as gqa_plan
+from mlagen.families.gqa.args import GqaArgs
+from mlagen.families.gqa.problem import check_problem
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
-from tests.api.launches import GQA_PATHS, H200, record_launches
 from tests.emulator.emulated import COMPILER, Emulator
+from tests.families.launches import GQA_PATHS, H200, record_launches
 from tests.gqa_problems import E4M3, GqaCase, GqaProblem
 from tests.kernels import SM_80
 

@@ -22,6 +22,7 @@ DATA = GROUND | {"artifacts", "spec"}
 STAGES = {"codegen", "compiler", "cache", "runtime"}
 ENGINE = DATA | STAGES | {"engine", "jit", "recording"}
 API_MODULES = {"decode", "mla", "xqa"}
+CALL = {"families", "observe", "torch_ops"}
 LAYERS = {
     "errors": set[str](),
     "fork_safety": set[str](),
@@ -36,14 +37,16 @@ LAYERS = {
     "jit": GROUND,  # whether a process may compile, and reports of compilations
     "recording": {"paths"},
     "engine": DATA | STAGES | {"jit", "recording"},
-    "api": ENGINE,
+    "families": ENGINE,
+    "torch_ops": ENGINE | {"families"},
+    "observe": ENGINE | {"families", "torch_ops"},
     "models": {"errors", "paths", "settings", "spec", "values"},
     "prewarming": ENGINE | {"models"},
-    **dict.fromkeys(API_MODULES, ENGINE | {"api"}),
-    "decode": ENGINE | {"api", "mla"},  # FlashInfer has some names in both
-    "ops": ENGINE | API_MODULES | {"api"},
-    "mlagen": ENGINE | API_MODULES | {"api", "ops", "prewarming"},
-    "cache_tools": ENGINE | API_MODULES | {"api", "models", "prewarming"},
+    **dict.fromkeys(API_MODULES, ENGINE | CALL),
+    "decode": ENGINE | CALL | {"mla"},  # FlashInfer has some names in both
+    "ops": ENGINE | API_MODULES | CALL,
+    "mlagen": ENGINE | API_MODULES | CALL | {"ops", "prewarming"},
+    "cache_tools": ENGINE | API_MODULES | CALL | {"models", "prewarming"},
 }
 
 # Each third party with the layers that may import it.
@@ -57,7 +60,7 @@ FENCES = {
     "rich": {"cache_tools"},
     "tomli": {"prewarming"},  # stands in for tomllib, which Python has from 3.11 on
     "tomllib": {"prewarming"},
-    "torch": {"api", "ops", "runtime"} | API_MODULES,
+    "torch": {"ops", "runtime"} | API_MODULES | CALL,
 }
 # A cache hit digests the templates without importing Jinja. The demo and the benchmark create
 # tensors, and the benchmark uses optional packages.
@@ -65,8 +68,8 @@ CLOSED = {"mlagen/codegen/sources.py": {"jinja2"}}
 OPEN = {
     "cache_tools/commands/bench.py": {"torch"},
     "cache_tools/commands/demo.py": {"torch"},
-    "cache_tools/disassembly.py": {"cuda"},  # cuda.pathfinder, which finds programs too
-    "cache_tools/remote.py": {"fsspec"},  # torch depends on it; only push and pull use it
+    "cache_tools/tools/disassembly.py": {"cuda"},  # cuda.pathfinder, which finds programs too
+    "cache_tools/tools/remote.py": {"fsspec"},  # torch depends on it; only push and pull use it
     **{
         f"cache_tools/benchmark/{name}.py": {"torch"}
         for name in (

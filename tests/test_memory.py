@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlagen.api.call_cache import CallCache, FastPathKey
-from mlagen.api.tensor_guard import make_guard
+from mlagen.families.common.call_cache import CallCache, FastPathKey
+from mlagen.families.common.tensor_guard import make_guard
 from tests.memory_semantics import KINDS, MemorySemantics
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import mlagen
-from mlagen.api.mla_args import MlaArgs
-from mlagen.api.mla_call import run_mla
 from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.families.mla.args import MlaArgs
+from mlagen.families.mla.dispatch import run_mla
 from tests.cases import MlaCase
 from tests.mla_cases import CASES
 from tests.mla_semantics import MlaSemantics, compute, decode, decode_with_lse

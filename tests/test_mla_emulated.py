@@ -9,29 +9,27 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from mlagen.api import (
-    mla_call,
-    mla_maps,
-    mla_plan,
-    mla_sm90_fp8kv_launcher,
-    mla_sm90_launcher,
-)
-from mlagen.api.mla_args import MlaArgs
-from mlagen.api.mla_problem import check_problem
+from mlagen.families.mla import dispatch as mla_call
+from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
+from mlagen.families.mla import launch_sm90_fp8kv as mla_sm90_fp8kv_launcher
+from mlagen.families.mla import select as mla_plan
+from mlagen.families.mla import tensor_maps as mla_maps
+from mlagen.families.mla.args import MlaArgs
+from mlagen.families.mla.problem import check_problem
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.semaphores import new_schedule_id
 from mlagen.settings import current_settings
 from mlagen.spec.kernel import KernelSpec
-from mlagen.spec.mla_sm90 import (
+from mlagen.spec.mla.sm90 import (
     SCHED_META_BYTES,
     SCHED_META_OFFSET,
     SEMAPHORE_BYTES,
     semaphore_region_bytes,
 )
-from tests.api.launches import SM90_PATH, record_launches
 from tests.cases import MlaCase, MlaProblem
 from tests.emulator.emulated import COMPILER, Emulator, encode
+from tests.families.launches import SM90_PATH, record_launches
 from tests.kernels import SM_90A
 from tests.launch_repeats import SEQ_WORD
 from tests.mla_cases import KINDS, case_of_kind

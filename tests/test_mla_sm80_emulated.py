@@ -9,13 +9,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from mlagen.api import calls, mla_call, mla_plan, mla_sm80_launcher
-from mlagen.api.mla_problem import check_problem
+from mlagen.families.common import launchers as calls
+from mlagen.families.mla import dispatch as mla_call
+from mlagen.families.mla import launch_sm80 as mla_sm80_launcher
+from mlagen.families.mla import select as mla_plan
+from mlagen.families.mla.problem import check_problem
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
-from tests.api.launches import SM80_PATH, record_launches
 from tests.cases import MlaCase, MlaProblem
 from tests.emulator.emulated import COMPILER, Emulator
+from tests.families.launches import SM80_PATH, record_launches
 from tests.kernels import SM_80
 from tests.mla_cases import KINDS, case_of_kind
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import mlagen
-from mlagen.api import gqa_plan, mla_plan
 from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.families.gqa import select as gqa_plan
+from mlagen.families.mla import select as mla_plan
 from mlagen.mla import flare_mla_decoding, masks
 from mlagen.runtime.device import DeviceFacts
 from mlagen.spec.arch import Arch

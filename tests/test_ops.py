@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlagen.api import op_library
 from mlagen.runtime.device import DeviceFacts
+from mlagen.torch_ops import library as op_library
 from tests.ops_cases import Tensors
 from tests.ops_semantics import Layer, OpsSemantics
 

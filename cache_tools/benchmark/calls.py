@@ -7,10 +7,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from mlagen.api.workspace import workspace_bytes
 from mlagen.decode import xqa_batch_decode_with_kv_cache
+from mlagen.families.workspace import workspace_bytes
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla
-from mlagen.spec.mla_support import output_dtype
+from mlagen.spec.mla.variant import output_dtype
 
 from .cases import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from .formats import TORCH_DTYPES, element_scale

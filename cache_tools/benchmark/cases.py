@@ -11,7 +11,7 @@ from random import Random
 from statistics import NormalDist
 
 from mlagen.spec.dtype import DType
-from mlagen.spec.mla_support import output_dtype
+from mlagen.spec.mla.variant import output_dtype
 
 FAMILIES = ("mla", "gqa")
 

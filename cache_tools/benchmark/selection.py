@@ -7,8 +7,9 @@ from itertools import product
 from typing import Any
 
 from mlagen.errors import ArgumentError
-from mlagen.spec import gqa, mla_support
 from mlagen.spec.dtype import DType
+from mlagen.spec.gqa import sm80 as gqa
+from mlagen.spec.mla import variant as mla_support
 
 from .cases import FAMILIES, KV_LORA_RANK, QK_ROPE_HEAD_DIM, Case
 from .suites import SUITES

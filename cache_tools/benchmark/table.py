@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ..report import count_text, print_facts, print_table
+from ..output.report import count_text, print_facts, print_table
 from .comparison import Change
 from .roofline import Ceilings
 from .run import ceilings_text

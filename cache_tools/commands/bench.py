@@ -12,10 +12,10 @@ from mlagen.errors import ArgumentError, UnsupportedError
 
 from ..benchmark.choices import LIBRARIES, MODES
 from ..benchmark.suites import SUITES
-from ..exit_codes import DONE, FAILED
-from ..options import names, numbers
-from ..progress import bench_progress
-from ..report import console, json_option, print_json
+from ..options.exit_codes import DONE, FAILED
+from ..options.options import names, numbers
+from ..output.progress import bench_progress
+from ..output.report import console, json_option, print_json
 
 if TYPE_CHECKING:
     from ..benchmark.cases import Case

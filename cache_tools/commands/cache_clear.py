@@ -6,8 +6,8 @@ import sys
 
 import click
 
-from ..exit_codes import FAILED
-from ..report import count_text, json_option, print_json, size_text
+from ..options.exit_codes import FAILED
+from ..output.report import count_text, json_option, print_json, size_text
 
 
 @click.command()

@@ -6,7 +6,7 @@ import os
 
 import click
 
-from ..report import json_option, print_json
+from ..output.report import json_option, print_json
 
 
 @click.command("dir")

@@ -6,10 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..completion import complete_key
-from ..differences import kernel_of, own_key, print_differences
-from ..entries import entry_of, require_valid
-from ..report import (
+from ..output.report import (
     SHORT_KEY,
     json_option,
     print_json,
@@ -18,6 +15,9 @@ from ..report import (
     size_text,
     time_text,
 )
+from ..tools.completion import complete_key
+from ..tools.differences import kernel_of, own_key, print_differences
+from ..tools.entries import entry_of, require_valid
 
 if TYPE_CHECKING:
     from mlagen.cache.catalog import StoredEntry

@@ -9,12 +9,12 @@ import click
 
 from mlagen.errors import ArgumentError
 
-from ..bundles import report_written
-from ..byte_progress import byte_progress
-from ..chosen import choice_options, chosen_entries
-from ..entry_options import Choice
-from ..interrupts import summarized
-from ..report import count_text, json_option
+from ..options.chosen import choice_options, chosen_entries
+from ..options.entry_options import Choice
+from ..output.byte_progress import byte_progress
+from ..output.report import count_text, json_option
+from ..tools.bundles import report_written
+from ..tools.interrupts import summarized
 
 
 @click.command("export")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from ..entries import iso_time
-from ..report import count_text, json_option, print_json, size_text
+from ..output.report import count_text, json_option, print_json, size_text
+from ..tools.entries import iso_time
 
 
 @click.command()

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from ..bundles import import_and_report, import_options
-from ..report import json_option
+from ..output.report import json_option
+from ..tools.bundles import import_and_report, import_options
 
 
 @click.command("import")

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from ..entries import document_of
-from ..entry_options import (
+from ..options.entry_options import (
     Choice,
     age_option,
     arch_option,
@@ -19,7 +18,7 @@ from ..entry_options import (
     layers_option,
     toolchain_option,
 )
-from ..report import (
+from ..output.report import (
     SHORT_KEY,
     age_text,
     count_text,
@@ -31,6 +30,7 @@ from ..report import (
     resource_columns,
     size_text,
 )
+from ..tools.entries import document_of
 
 if TYPE_CHECKING:
     from mlagen.cache.catalog import StoredEntry

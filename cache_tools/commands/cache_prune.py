@@ -9,10 +9,10 @@ import click
 
 from mlagen.errors import ArgumentError
 
-from ..entries import document_of
-from ..entry_options import Choice, age_option, arch_option, family_option, is_older
-from ..installation import matches_sources
-from ..report import SHORT_KEY, count_text, json_option, print_json, size_text
+from ..options.entry_options import Choice, age_option, arch_option, family_option, is_older
+from ..output.report import SHORT_KEY, count_text, json_option, print_json, size_text
+from ..tools.entries import document_of
+from ..tools.installation import matches_sources
 
 if TYPE_CHECKING:
     from mlagen.cache.catalog import StoredEntry

@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from ..bundles import import_and_report, import_options
-from ..byte_progress import byte_progress
-from ..interrupts import summarized
-from ..remote import download, redacted
-from ..report import json_option
+from ..output.byte_progress import byte_progress
+from ..output.report import json_option
+from ..tools.bundles import import_and_report, import_options
+from ..tools.interrupts import summarized
+from ..tools.remote import download, redacted
 
 
 @click.command()

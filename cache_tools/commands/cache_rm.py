@@ -8,9 +8,9 @@ import click
 
 from mlagen.errors import ArgumentError
 
-from ..completion import complete_key
-from ..entries import document_of, entries_of
-from ..report import SHORT_KEY, json_option, print_json, size_text
+from ..output.report import SHORT_KEY, json_option, print_json, size_text
+from ..tools.completion import complete_key
+from ..tools.entries import document_of, entries_of
 
 if TYPE_CHECKING:
     from mlagen.cache.catalog import StoredEntry

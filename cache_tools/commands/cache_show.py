@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..completion import complete_key
-from ..entries import entries_of, require_valid
-from ..report import (
+from ..output.report import (
     json_option,
     kernel_text,
     print_facts,
@@ -18,6 +16,8 @@ from ..report import (
     size_text,
     time_text,
 )
+from ..tools.completion import complete_key
+from ..tools.entries import entries_of, require_valid
 
 if TYPE_CHECKING:
     from mlagen.cache.catalog import StoredEntry
@@ -74,8 +74,8 @@ def _content(stored: StoredEntry, part: str) -> bytes:
     from mlagen.cache.catalog import read_content
     from mlagen.cache.entry import CUBIN
 
-    from ..disassembly import sass_of
-    from ..reproduction import program_of
+    from ..tools.disassembly import sass_of
+    from ..tools.reproduction import program_of
 
     if part == "reproduce":
         assert stored.manifest is not None

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..installation import required_line_info, required_toolchain
-from ..report import (
+from ..output.report import (
     SHORT_KEY,
     count_text,
     json_option,
@@ -17,7 +16,8 @@ from ..report import (
     print_table,
     size_text,
 )
-from ..tally import GROUPS, Tally
+from ..output.tally import GROUPS, Tally
+from ..tools.installation import required_line_info, required_toolchain
 
 if TYPE_CHECKING:
     from mlagen.cache.layout import Layout

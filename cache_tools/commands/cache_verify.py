@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..byte_progress import byte_progress
-from ..entries import document_of
-from ..entry_options import layers_option
-from ..exit_codes import FAILED
-from ..interrupts import summarized
-from ..report import SHORT_KEY, count_text, json_option, print_json
+from ..options.entry_options import layers_option
+from ..options.exit_codes import FAILED
+from ..output.byte_progress import byte_progress
+from ..output.report import SHORT_KEY, count_text, json_option, print_json
+from ..tools.entries import document_of
+from ..tools.interrupts import summarized
 
 if TYPE_CHECKING:
     from mlagen.cache.catalog import StoredEntry

@@ -10,11 +10,11 @@ import click
 
 from mlagen.errors import CacheError
 
-from ..completion import complete_spec_or_key
-from ..differences import Difference, kernel_of, nearest_entry, own_key, print_differences
-from ..entries import document_of, entry_of, require_valid
-from ..exit_codes import DONE, FAILED
-from ..report import SHORT_KEY, json_option, print_json
+from ..options.exit_codes import DONE, FAILED
+from ..output.report import SHORT_KEY, json_option, print_json
+from ..tools.completion import complete_spec_or_key
+from ..tools.differences import Difference, kernel_of, nearest_entry, own_key, print_differences
+from ..tools.entries import document_of, entry_of, require_valid
 
 if TYPE_CHECKING:
     from mlagen.cache.catalog import StoredEntry

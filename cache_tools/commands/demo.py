@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..demo_report import print_demo
-from ..exit_codes import DONE, FAILED
-from ..interrupts import summarized
-from ..progress import prewarm_progress
-from ..report import console, count_text, json_option, print_json, resource_columns
+from ..options.exit_codes import DONE, FAILED
+from ..output.demo_report import print_demo
+from ..output.progress import prewarm_progress
+from ..output.report import console, count_text, json_option, print_json, resource_columns
+from ..tools.interrupts import summarized
 
 if TYPE_CHECKING:
     import torch

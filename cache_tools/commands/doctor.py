@@ -14,8 +14,8 @@ from mlagen import __version__
 from mlagen.errors import MlagenError
 from mlagen.paths import folder_problem, is_folder, reason_of
 
-from ..exit_codes import FAILED
-from ..report import count_text, json_option, print_facts, print_json, size_text
+from ..options.exit_codes import FAILED
+from ..output.report import count_text, json_option, print_facts, print_json, size_text
 
 # Packages that calls, compiling, caching and this command need. Only their metadata is read.
 _REQUIRED = (

@@ -10,12 +10,12 @@ import click
 
 from mlagen.errors import ArgumentError
 
-from ..completion import arch_names, complete_spec, completer
-from ..exit_codes import DONE, FAILED
-from ..kernel_specs import arch_named, spec_named
-from ..kernel_view import KernelView, source_of
-from ..options import names
-from ..report import count_text, json_option, print_json
+from ..options.exit_codes import DONE, FAILED
+from ..options.options import names
+from ..output.report import count_text, json_option, print_json
+from ..tools.completion import arch_names, complete_spec, completer
+from ..tools.kernel_specs import arch_named, spec_named
+from ..tools.kernel_view import KernelView, source_of
 
 # Differs wherever an instruction before it does.
 _OFFSET = re.compile(r"^(\s*)/\*[0-9a-f]{4,}\*/\s*", re.MULTILINE)

@@ -6,10 +6,10 @@ from typing import Any
 
 import click
 
-from ..completion import arch_names, complete_spec, completer
-from ..kernel_specs import arch_named, spec_named
-from ..kernel_view import KernelView, includes_of, ptx_of, source_of
-from ..report import count_text, json_option, print_facts, print_json
+from ..output.report import count_text, json_option, print_facts, print_json
+from ..tools.completion import arch_names, complete_spec, completer
+from ..tools.kernel_specs import arch_named, spec_named
+from ..tools.kernel_view import KernelView, includes_of, ptx_of, source_of
 
 _PARTS = ("source", "ptx", "sass", "resources", "includes")
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..exit_codes import CACHE_UNUSABLE, DONE, FAILED, TIMEOUT, exit_code_of
-from ..interrupts import summarized, terminated_as_interrupted
-from ..prewarm_report import print_report
-from ..progress import prewarm_progress
-from ..report import count_text, json_option
-from ..selection_options import selection_options
+from ..options.exit_codes import CACHE_UNUSABLE, DONE, FAILED, TIMEOUT, exit_code_of
+from ..options.selection_options import selection_options
+from ..output.prewarm_report import print_report
+from ..output.progress import prewarm_progress
+from ..output.report import count_text, json_option
+from ..tools.interrupts import summarized, terminated_as_interrupted
 
 if TYPE_CHECKING:
     from mlagen.cache.bundle import BundleSummary

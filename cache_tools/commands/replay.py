@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from ..exit_codes import DONE, FAILED, UNSUPPORTED
-from ..report import json_option, print_facts, print_json
+from ..options.exit_codes import DONE, FAILED, UNSUPPORTED
+from ..output.report import json_option, print_facts, print_json
 
 
 @click.command()

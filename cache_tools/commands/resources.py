@@ -9,16 +9,15 @@ import click
 
 from mlagen.cache.files import DamageError
 
-from ..entries import manifest_fields
-from ..entry_options import (
+from ..options.entry_options import (
     Choice,
     arch_option,
     family_option,
     layers_option,
     toolchain_option,
 )
-from ..exit_codes import FAILED
-from ..report import (
+from ..options.exit_codes import FAILED
+from ..output.report import (
     SHORT_KEY,
     count_text,
     json_option,
@@ -27,6 +26,7 @@ from ..report import (
     print_json,
     print_table,
 )
+from ..tools.entries import manifest_fields
 
 if TYPE_CHECKING:
     from mlagen.cache.catalog import StoredEntry

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from mlagen.api.call_document import SCRATCH
-from mlagen.api.dump import MAX_TENSOR_BYTES
 from mlagen.errors import ArgumentError
+from mlagen.observe.document import SCRATCH
+from mlagen.observe.dump import MAX_TENSOR_BYTES
 
 from .document import Dump, reject
 from .geometry import Geometry

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mlagen.api.dump import FORMAT, MAX_JSON_BYTES
 from mlagen.errors import ArgumentError
+from mlagen.observe.dump import FORMAT, MAX_JSON_BYTES
 from mlagen.paths import read_named, reason_of
 
 _PARTS = ("call", "init", "plan")

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlagen import __version__
 
-from ..schemas import DOCUMENT, Field, Schema
+from ..output.schemas import DOCUMENT, Field, Schema
 from .document import Dump
 
 _UNKNOWN = "none: the process ended in this call"

@@ -11,7 +11,7 @@ import torch
 
 from mlagen.mla import flare_kv, masks
 
-from ..report import size_text
+from ..output.report import size_text
 from .document import Part, check_tensor, reject
 
 _DTYPES = {

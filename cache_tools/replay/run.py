@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from mlagen import decode, mla, xqa
-from mlagen.api.call_document import SCRATCH
-from mlagen.api.observed import CPU_BACKEND
 from mlagen.errors import ArgumentError
 from mlagen.mla import batch_op
+from mlagen.observe.document import SCRATCH
+from mlagen.observe.observed import CPU_BACKEND
 from mlagen.runtime.launch_record import record_launches
 from mlagen.settings import current_settings
 

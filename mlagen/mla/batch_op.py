@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from mlagen.api.observed import observable
-from mlagen.api.traced import as_op, traceable
 from mlagen.errors import ArgumentError
 from mlagen.mla.batch_plan import BatchLayout, BatchPlan, BatchSettings, HostMetadata
 from mlagen.mla.batch_run import run_planned
 from mlagen.mla.planless import run_planless
+from mlagen.observe.observed import observable
+from mlagen.torch_ops.traced import as_op, traceable
 
 _RANK = 512
 

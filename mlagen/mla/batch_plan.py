@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mlagen.api.arguments import (
+from mlagen.errors import ArgumentError
+from mlagen.families.common.arguments import (
     DTYPES,
     INDEX_DTYPES,
     INT32_MAX,
@@ -22,12 +23,11 @@ from mlagen.api.arguments import (
     require_whole_number,
     shown,
 )
-from mlagen.api.device_checks import check_seq_lens, query_lengths, table_capacity
-from mlagen.api.memory import require_memory
-from mlagen.api.mla_query import MAX_HEADS
-from mlagen.errors import ArgumentError
+from mlagen.families.common.device_checks import check_seq_lens, query_lengths, table_capacity
+from mlagen.families.common.memory import require_memory
+from mlagen.families.mla.validate_query import MAX_HEADS
 from mlagen.spec.dtype import DType
-from mlagen.spec.mla_support import MlaVariant, require_supported
+from mlagen.spec.mla.variant import MlaVariant, require_supported
 
 KV_DTYPES = {**DTYPES, torch.float8_e4m3fn: DType.E4M3}
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from mlagen.api.arguments import reject, require, require_dims, require_shape, require_tensor
-from mlagen.api.memory import require_memory, require_plain, require_writable
-from mlagen.api.mla_args import MlaArgNames, MlaArgs
-from mlagen.api.mla_call import run_mla
 from mlagen.errors import CaptureError
+from mlagen.families.common.arguments import (
+    reject,
+    require,
+    require_dims,
+    require_shape,
+    require_tensor,
+)
+from mlagen.families.common.memory import require_memory, require_plain, require_writable
+from mlagen.families.mla.args import MlaArgNames, MlaArgs
+from mlagen.families.mla.dispatch import run_mla
 from mlagen.mla.batch_plan import BatchPlan
 from mlagen.mla.kv_scales import check_kv_scales, require_tensor_spec
 from mlagen.runtime.capture import is_capturing

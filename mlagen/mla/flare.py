@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mlagen.api.arguments import (
+from mlagen.families.common.arguments import (
     INT32_MAX,
     reject,
     require,
@@ -17,13 +17,11 @@ from mlagen.api.arguments import (
     require_tensor,
     require_whole_number,
 )
-from mlagen.api.memory import require_memory
-from mlagen.api.mla_args import MlaArgs
-from mlagen.api.mla_call import run_mla
-from mlagen.api.mla_numbers import canonical_numbers
-from mlagen.api.mla_problem import check_problem
-from mlagen.api.observed import observable
-from mlagen.api.traced import is_compiling, is_traced
+from mlagen.families.common.memory import require_memory
+from mlagen.families.mla.args import MlaArgs
+from mlagen.families.mla.dispatch import run_mla
+from mlagen.families.mla.numbers import canonical_numbers
+from mlagen.families.mla.problem import check_problem
 from mlagen.mla.flare_kv import (
     Keys,
     PagedKVCache,
@@ -35,7 +33,9 @@ from mlagen.mla.flare_kv import (
 from mlagen.mla.flare_op import call_op, define_op
 from mlagen.mla.flare_q import padded_queries, ragged_queries
 from mlagen.mla.masks import CausalMask, Mask, NullMask, empty_bias
+from mlagen.observe.observed import observable
 from mlagen.runtime.device import device_facts
+from mlagen.torch_ops.traced import is_compiling, is_traced
 
 __all__ = ["PagedKVCache", "flare_mla_decoding"]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from mlagen.api.arguments import (
+from mlagen.families.common.arguments import (
     INT32_MAX,
     require,
     require_dims,
@@ -15,8 +15,8 @@ from mlagen.api.arguments import (
     require_shape,
     require_tensor,
 )
-from mlagen.api.mla_args import MlaArgNames
-from mlagen.api.mla_cache import pages_of
+from mlagen.families.mla.args import MlaArgNames
+from mlagen.families.mla.validate_kv import pages_of
 
 
 @dataclass(frozen=True, eq=False)

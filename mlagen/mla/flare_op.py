@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from mlagen.api.arguments import reject
-from mlagen.api.op_outputs import mla_dtype
-from mlagen.api.traced import as_op, traceable
+from mlagen.families.common.arguments import reject
 from mlagen.mla.flare_kv import PagedKVCache
 from mlagen.mla.mask_codes import code_of, mask_of
 from mlagen.mla.masks import Mask
+from mlagen.torch_ops.outputs import mla_dtype
+from mlagen.torch_ops.traced import as_op, traceable
 
 
 def define_op(decode: Callable[..., torch.Tensor]) -> None:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from mlagen.api.arguments import reject, require, require_ints
-from mlagen.api.device_checks import check_seq_lens, query_lengths, require_no_capture
+from mlagen.families.common.arguments import reject, require, require_ints
+from mlagen.families.common.device_checks import check_seq_lens, query_lengths, require_no_capture
 from mlagen.mla.flare_kv import Keys, as_int32
 from mlagen.mla.masks import QueryRows
 from mlagen.settings import current_settings

@@ -6,14 +6,14 @@ import math
 
 import torch
 
-from mlagen.api.arguments import (
+from mlagen.errors import ArgumentError
+from mlagen.families.common.arguments import (
     reject,
     require,
     require_contiguous,
     require_float32,
     require_tensor,
 )
-from mlagen.errors import ArgumentError
 
 
 def require_tensor_spec(

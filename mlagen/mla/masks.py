@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from mlagen.api.arguments import (
+from mlagen.families.common.arguments import (
     reject,
     require,
     require_device,

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from mlagen.api.arguments import INT32_MAX, require_dims, require_tensor, shown
-from mlagen.api.memory import require_memory, require_plain, require_writable
-from mlagen.api.mla_args import MlaArgNames, MlaArgs
-from mlagen.api.mla_call import run_mla
 from mlagen.errors import ArgumentError
+from mlagen.families.common.arguments import INT32_MAX, require_dims, require_tensor, shown
+from mlagen.families.common.memory import require_memory, require_plain, require_writable
+from mlagen.families.mla.args import MlaArgNames, MlaArgs
+from mlagen.families.mla.dispatch import run_mla
 from mlagen.mla.kv_scales import require_positive, require_tensor_spec
 
 _NAMES = MlaArgNames(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mlagen.api.arguments import (
+from mlagen.families.common.arguments import (
     INT32_MAX,
     reject,
     require,

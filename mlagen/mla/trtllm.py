@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from mlagen.api.arguments import is_pdl_enabled, require_flag
-from mlagen.api.call_cache import FastPathKey
-from mlagen.api.calls import rounded_up
-from mlagen.api.mla_args import MlaArgs
-from mlagen.api.mla_call import MlaCall, run_mla, try_replay
-from mlagen.api.observed import observable
-from mlagen.api.op_outputs import mla_outputs
-from mlagen.api.traced import as_op, is_compiling, is_traced, traceable
+from mlagen.families.common.arguments import is_pdl_enabled, require_flag
+from mlagen.families.common.call_cache import FastPathKey
+from mlagen.families.common.launchers import rounded_up
+from mlagen.families.mla.args import MlaArgs
+from mlagen.families.mla.dispatch import MlaCall, run_mla, try_replay
 from mlagen.mla.trtllm_keywords import (
     AUTO,
     CP_RANK,
@@ -23,6 +20,9 @@ from mlagen.mla.trtllm_keywords import (
     separate_values,
     unwrap_sinks,
 )
+from mlagen.observe.observed import observable
+from mlagen.torch_ops.outputs import mla_outputs
+from mlagen.torch_ops.traced import as_op, is_compiling, is_traced, traceable
 
 
 @traceable(mla_outputs, has_lse=True)

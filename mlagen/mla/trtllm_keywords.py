@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from mlagen.api.arguments import (
+from mlagen.errors import UnsupportedError
+from mlagen.families.common.arguments import (
     reject,
     require_choice,
     require_contiguous,
@@ -18,7 +19,6 @@ from mlagen.api.arguments import (
     require_whole_number,
     shown,
 )
-from mlagen.errors import UnsupportedError
 from mlagen.mla.topk_lengths import default_seq_lens, topk_lengths_of
 
 AUTO = "auto"

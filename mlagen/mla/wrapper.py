@@ -6,10 +6,14 @@ from dataclasses import replace
 
 import torch
 
-from mlagen.api.arguments import reject, require_choice, require_flag, require_tensor, shown
-from mlagen.api.observed import observable
-from mlagen.api.traced import is_compiling, is_traced
 from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.families.common.arguments import (
+    reject,
+    require_choice,
+    require_flag,
+    require_tensor,
+    shown,
+)
 from mlagen.mla.batch_op import call_planless, call_planned
 from mlagen.mla.batch_plan import (
     BatchLayout,
@@ -24,6 +28,8 @@ from mlagen.mla.batch_plan import (
 )
 from mlagen.mla.batch_run import reject_capture, run_planned
 from mlagen.mla.planless import run_planless
+from mlagen.observe.observed import observable
+from mlagen.torch_ops.traced import is_compiling, is_traced
 
 _PLANNED_BACKENDS = ("auto", "fa2", "fa3")
 _BACKENDS = (*_PLANNED_BACKENDS, "cutlass")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from mlagen.api.arguments import is_pdl_enabled
-from mlagen.api.mla_args import MlaArgs
-from mlagen.api.mla_call import run_mla
-from mlagen.api.observed import observable
-from mlagen.api.op_outputs import mla_outputs
-from mlagen.api.traced import as_op, is_compiling, is_traced, traceable
+from mlagen.families.common.arguments import is_pdl_enabled
+from mlagen.families.mla.args import MlaArgs
+from mlagen.families.mla.dispatch import run_mla
 from mlagen.mla.trtllm_keywords import unwrap_sinks
+from mlagen.observe.observed import observable
+from mlagen.torch_ops.outputs import mla_outputs
+from mlagen.torch_ops.traced import as_op, is_compiling, is_traced, traceable
 
 
 @traceable(lambda given: mla_outputs(given)[:1])

@@ -12,9 +12,9 @@ from mlagen.models.heads import GqaHeads
 from mlagen.spec.arch import Arch
 from mlagen.spec.calls import gqa_call_specs, mla_call_specs
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa import GqaVariant
+from mlagen.spec.gqa.sm80 import GqaVariant
 from mlagen.spec.kernel import KernelSpec
-from mlagen.spec.mla_support import SUPPORTED, MlaVariant
+from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
 
 # Default page sizes. FlashMLA supports pages of 64 tokens only, and servers of DeepSeek models use
 # them; for GQA, servers usually default to 16, and 64 is the largest that all decode kernels of

@@ -19,7 +19,7 @@ import torch
 from mlagen.errors import CaptureError
 from mlagen.runtime.capture import is_capturing
 from mlagen.runtime.device import device_facts
-from mlagen.spec.mla_sm90 import semaphore_region_bytes
+from mlagen.spec.mla.sm90 import semaphore_region_bytes
 
 # Workspaces per slab of semaphores; a slab is less than 3 MiB.
 _REGIONS = 128

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from mlagen.spec import gqa, gqa_sm90, mla, mla_sm90
 from mlagen.spec.arch import Arch
 from mlagen.spec.combine import CombineSpec
-from mlagen.spec.gqa import GqaSm80Spec, GqaVariant, gqa_sm80_spec
-from mlagen.spec.gqa_sm90 import GqaSm90Spec, gqa_sm90_spec, with_all_heads
+from mlagen.spec.gqa import sm80 as gqa
+from mlagen.spec.gqa import sm90 as gqa_sm90
+from mlagen.spec.gqa.sm80 import GqaSm80Spec, GqaVariant, gqa_sm80_spec
+from mlagen.spec.gqa.sm90 import GqaSm90Spec, gqa_sm90_spec, with_all_heads
 from mlagen.spec.kernel import KernelSpec
-from mlagen.spec.mla import MlaSm80Spec, mla_sm80_spec
-from mlagen.spec.mla_sm90 import MlaSm90Spec
-from mlagen.spec.mla_sm90_calls import mla_sm90_kernels
-from mlagen.spec.mla_support import MlaVariant, output_dtype
+from mlagen.spec.mla import sm80 as mla
+from mlagen.spec.mla import sm90 as mla_sm90
+from mlagen.spec.mla.sm80 import MlaSm80Spec, mla_sm80_spec
+from mlagen.spec.mla.sm90 import MlaSm90Spec
+from mlagen.spec.mla.sm90_calls import mla_sm90_kernels
+from mlagen.spec.mla.variant import MlaVariant, output_dtype
 
 # Row counts that together select every tile.
 _ROW_COUNTS = sorted(

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlagen.spec import gqa
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
+from mlagen.spec.gqa import sm80 as gqa
 from mlagen.spec.kernel import KernelSpec, Parameter, float32, int32, int64, pointer
-from mlagen.spec.mla_support import SUPPORTED, output_dtype
+from mlagen.spec.mla.variant import SUPPORTED, output_dtype
 
 _SLICE_DIMS = 128
 

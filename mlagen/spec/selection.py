@@ -10,7 +10,7 @@ from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES, filter_specs, specs_of, values_of
 from mlagen.spec.kernel import CallShape, KernelSpec
-from mlagen.spec.mla_support import output_dtype
+from mlagen.spec.mla.variant import output_dtype
 from mlagen.values import as_list, as_str_list, reject, require_whole_number, shown
 
 # Filter names of the user, and the key fields they match in each family.

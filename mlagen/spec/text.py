@@ -8,20 +8,20 @@ from functools import cache
 from typing import ClassVar, get_origin, get_type_hints
 
 from mlagen.errors import ArgumentError, UnsupportedError
-from mlagen.spec import gqa
 from mlagen.spec.arch import Arch, parse_arch
 from mlagen.spec.calls import specs_of_variant
 from mlagen.spec.combine import CombineSpec, combine_specs
 from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES
-from mlagen.spec.gqa import GqaSm80Spec
-from mlagen.spec.gqa_sm90 import GqaSm90Spec
+from mlagen.spec.gqa import sm80 as gqa
+from mlagen.spec.gqa.sm80 import GqaSm80Spec
+from mlagen.spec.gqa.sm90 import GqaSm90Spec
 from mlagen.spec.kernel import KernelSpec, Variant
-from mlagen.spec.mla import MlaSm80Spec
-from mlagen.spec.mla_sm90 import MlaSm90Spec
-from mlagen.spec.mla_sm90_fp8 import MlaSm90Fp8Spec
-from mlagen.spec.mla_sm90_fp8kv import MlaSm90Fp8KvSpec
-from mlagen.spec.mla_support import SUPPORTED, output_dtype
+from mlagen.spec.mla.sm80 import MlaSm80Spec
+from mlagen.spec.mla.sm90 import MlaSm90Spec
+from mlagen.spec.mla.sm90_fp8 import MlaSm90Fp8Spec
+from mlagen.spec.mla.sm90_fp8kv import MlaSm90Fp8KvSpec
+from mlagen.spec.mla.variant import SUPPORTED, output_dtype
 
 _TEXT = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cache_tools.schemas import DOCUMENT, Schema
+from cache_tools.output.schemas import DOCUMENT, Schema
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "text": str,

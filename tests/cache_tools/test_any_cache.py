@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_tools.exit_codes import CACHE_UNUSABLE, DONE, FAILED, USAGE
+from cache_tools.options.exit_codes import CACHE_UNUSABLE, DONE, FAILED, USAGE
 
 from .altered import snapshot
 from .conftest import ROOT, Run

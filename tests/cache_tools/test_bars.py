@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import pytest
 
-from cache_tools.report import count_text
+from cache_tools.output.report import count_text
 
 from .conftest import ROOT
 

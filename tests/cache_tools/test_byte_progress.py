@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from cache_tools.byte_progress import byte_progress
+from cache_tools.output.byte_progress import byte_progress
 
 
 class Terminal(io.StringIO):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cache_tools import disassembly
-from cache_tools.disassembly import find_nvdisasm
+from cache_tools.tools import disassembly
+from cache_tools.tools.disassembly import find_nvdisasm
 from mlagen.errors import ToolchainError
 from mlagen.prewarming import PrewarmReport
 

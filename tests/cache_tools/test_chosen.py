@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cache_tools.chosen import chosen_entries
-from cache_tools.entry_options import Choice
+from cache_tools.options.chosen import chosen_entries
+from cache_tools.options.entry_options import Choice
 from mlagen.cache.key import CacheKey
 from mlagen.cache.store import KernelStore
 from mlagen.errors import ArgumentError

@@ -10,7 +10,7 @@ import pytest
 from click.shell_completion import BashComplete
 
 from cache_tools.cli import cli
-from cache_tools.completion import completer
+from cache_tools.tools.completion import completer
 from mlagen.prewarming import PrewarmReport
 from tests.kernels import COMBINE
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cache_tools.demo_report import print_demo
+from cache_tools.output.demo_report import print_demo
 
 KEY = "0123456789abcdef" * 4
 

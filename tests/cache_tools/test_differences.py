@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_tools.differences import (
+from cache_tools.tools.differences import (
     Difference,
     differences,
     kernel_of,

@@ -7,7 +7,7 @@ from pathlib import Path
 import cuda.pathfinder
 import pytest
 
-from cache_tools.disassembly import find_nvdisasm, sass_of
+from cache_tools.tools.disassembly import find_nvdisasm, sass_of
 from mlagen.errors import ToolchainError
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_tools.entries import document_of, entries_of, iso_time
+from cache_tools.tools.entries import document_of, entries_of, iso_time
 from mlagen.cache.default_store import kernel_store
 from mlagen.errors import ArgumentError
 from mlagen.prewarming import PrewarmReport

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import pytest
 
-from cache_tools.entry_options import Choice, age, is_older, names_of
+from cache_tools.options.entry_options import Choice, age, is_older, names_of
 from mlagen.cache.default_store import kernel_store
 
 from .altered import use

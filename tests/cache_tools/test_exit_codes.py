@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cache_tools import exit_codes
+from cache_tools.options import exit_codes
 
 from .conftest import ROOT
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_tools.installation import matches_sources, matches_toolchain, required_toolchain
+from cache_tools.tools.installation import matches_sources, matches_toolchain, required_toolchain
 from mlagen.cache.default_store import kernel_store
 from mlagen.codegen.sources import template_digests
 from mlagen.prewarming import PrewarmReport

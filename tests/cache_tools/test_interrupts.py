@@ -15,9 +15,9 @@ from types import ModuleType
 
 import pytest
 
-from cache_tools import bundles
-from cache_tools.byte_progress import byte_progress
 from cache_tools.commands import cache_export, cache_pull, cache_push, cache_verify
+from cache_tools.output.byte_progress import byte_progress
+from cache_tools.tools import bundles
 from mlagen.cache.default_store import kernel_store
 from tests.cache.bundle_cases import bundle_bytes, filled_store
 
@@ -25,7 +25,7 @@ from .conftest import ROOT, Run
 
 SCRIPT = (
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
-    "from cache_tools.interrupts import install_handlers;"
+    "from cache_tools.tools.interrupts import install_handlers;"
     "install_handlers(); print('begin', flush=True);"
     "from cache_tools.__main__ import main; main()"
 )
@@ -149,7 +149,7 @@ def test_an_interrupted_import_keeps_what_is_published(
 
 INTERRUPTED_ANYWHERE = """
 import signal; signal.signal(signal.SIGINT, signal.default_int_handler)
-from cache_tools.interrupts import interruptible, install_handlers
+from cache_tools.tools.interrupts import interruptible, install_handlers
 import time
 
 class Finalized:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cache_tools import disassembly
-from cache_tools.kernel_specs import spec_named
-from cache_tools.kernel_view import KernelView, tile_of
+from cache_tools.tools import disassembly
+from cache_tools.tools.kernel_specs import spec_named
+from cache_tools.tools.kernel_view import KernelView, tile_of
 from mlagen.codegen.render import render
 from mlagen.engine import find_or_build
 from mlagen.errors import ToolchainError

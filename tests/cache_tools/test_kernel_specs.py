@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cache_tools.kernel_specs import spec_named, spec_texts
+from cache_tools.tools.kernel_specs import spec_named, spec_texts
 from mlagen.errors import ArgumentError
 from mlagen.prewarming import gpus
 from mlagen.spec.arch import Arch, parse_arch

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_tools.exit_codes import DONE, FAILED
+from cache_tools.options.exit_codes import DONE, FAILED
 from mlagen.settings import current_settings
 
 from .conftest import ROOT, Run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cache_tools.occupancy import ctas_per_sm
+from cache_tools.tools.occupancy import ctas_per_sm
 from mlagen.spec.arch import parse_arch
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 import pytest
 
-from cache_tools.options import names, numbers
+from cache_tools.options.options import names, numbers
 
 CONTEXT = click.Context(click.Command("any"))
 OPTION = click.Option(["--any"])

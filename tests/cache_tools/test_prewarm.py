@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import mlagen
-from cache_tools import progress
+from cache_tools.output import progress
 from mlagen import engine, prewarming
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.prewarming import PrewarmReport, gpus

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mlagen
-from cache_tools.exit_codes import USAGE
+from cache_tools.options.exit_codes import USAGE
 from mlagen import engine
 from mlagen.cache.bundle_reading import open_bundle, verify_bundle
 from mlagen.prewarming import PrewarmReport

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_tools.selection_options import selection_options
+from cache_tools.options.selection_options import selection_options
 from mlagen.paths import MAX_NAMED_BYTES
 from mlagen.prewarming.spec_file import KEYS
 from tests.kernels import COMBINE

@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 import mlagen
-from cache_tools import progress
 from cache_tools.benchmark.run import Step
-from cache_tools.compile_estimate import SECONDS, about_text
-from cache_tools.interrupts import Interrupted
-from cache_tools.progress import MANY, bench_progress, prewarm_progress
+from cache_tools.output import progress
+from cache_tools.output.compile_estimate import SECONDS, about_text
+from cache_tools.output.progress import MANY, bench_progress, prewarm_progress
+from cache_tools.tools.interrupts import Interrupted
 from mlagen.prewarming import PrewarmEvent, PrewarmUnit
 from mlagen.spec.arch import parse_arch
 from mlagen.spec.families import FAMILIES, specs_of

@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from cache_tools.remote import RemoteError, download, redacted, upload
+from cache_tools.tools.remote import RemoteError, download, redacted, upload
 from mlagen.errors import ArgumentError, MlagenError, UnsupportedError
 
 from .web import served
@@ -260,7 +260,7 @@ def test_secrets_are_not_in_errors(transfer: str, monkeypatch: pytest.MonkeyPatc
     def fail(given: str) -> Any:
         raise RuntimeError(f"cannot reach\n{given}")
 
-    monkeypatch.setattr("cache_tools.remote._resolve", fail)
+    monkeypatch.setattr("cache_tools.tools.remote._resolve", fail)
     calls: dict[str, Callable[[], object]] = {
         "upload": lambda: upload(io.BytesIO(), 0, url, quiet),
         "download": lambda: fetched(url),

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from cache_tools import report
-from cache_tools.report import (
+from cache_tools.output import report
+from cache_tools.output.report import (
     age_text,
     count_text,
     kernel_columns,

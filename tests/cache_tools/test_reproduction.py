@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cache_tools.reproduction import program_of
+from cache_tools.tools.reproduction import program_of
 from mlagen.cache.entry import Manifest
 from mlagen.prewarming import PrewarmReport, PrewarmUnit
 

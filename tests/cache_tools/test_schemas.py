@@ -10,7 +10,7 @@ import click
 import pytest
 
 from cache_tools.cli import cli
-from cache_tools.schemas import DOCUMENT, SCHEMAS
+from cache_tools.output.schemas import DOCUMENT, SCHEMAS
 from mlagen.prewarming import PrewarmReport
 
 from .altered import folder_of, recast, use

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import mlagen
-from cache_tools.schemas import DOCUMENT
-from cache_tools.transfer_schemas import TRANSFER_SCHEMAS
+from cache_tools.output.schemas import DOCUMENT
+from cache_tools.output.transfer_schemas import TRANSFER_SCHEMAS
 from mlagen import engine
 from mlagen.prewarming import PrewarmReport
 from tests.kernels import COMBINE

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_tools.exit_codes import CACHE_UNUSABLE, DONE, FAILED
+from cache_tools.options.exit_codes import CACHE_UNUSABLE, DONE, FAILED
 from mlagen.settings import current_settings
 from tests.cache.bundle_cases import filled_store, key_for
 from tests.faults.strangers import give_away

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mlagen.api.mla_call import run_mla
+from mlagen.families.mla.dispatch import run_mla
 from mlagen.settings import current_settings
 from tests.gqa_problems import GqaCase
 from tests.gqa_semantics import decode

@@ -11,11 +11,11 @@ import torch
 
 import mlagen
 from mlagen import engine
-from mlagen.api import gqa_call
-from mlagen.api.gqa_sm80_launcher import GqaSm80Launcher
-from mlagen.api.gqa_sm90_launcher import GqaSm90Launcher
+from mlagen.families.gqa import dispatch as gqa_call
+from mlagen.families.gqa.launch_sm80 import GqaSm80Launcher
+from mlagen.families.gqa.launch_sm90 import GqaSm90Launcher
 from mlagen.settings import current_settings
-from mlagen.spec.gqa_sm90 import GqaSm90Spec
+from mlagen.spec.gqa.sm90 import GqaSm90Spec
 from tests.gqa_problems import E4M3, GqaCase, GqaProblem
 from tests.gqa_semantics import decode
 from tests.graph_replay import captured

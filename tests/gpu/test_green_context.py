@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mlagen.api.mla_call import run_mla
+from mlagen.families.mla.dispatch import run_mla
 from mlagen.runtime.device import checked
 from tests.cases import MlaProblem
 from tests.gqa_problems import GqaCase

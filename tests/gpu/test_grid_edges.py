@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from mlagen.api import gqa_call, mla_call
-from mlagen.api.mla_call import run_mla
+from mlagen.families.gqa import dispatch as gqa_call
+from mlagen.families.mla import dispatch as mla_call
+from mlagen.families.mla.dispatch import run_mla
 from tests.cases import MlaCase
 from tests.gqa_cases import KINDS as GQA_KINDS
 from tests.gqa_cases import Dtypes

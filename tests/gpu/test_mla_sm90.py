@@ -10,15 +10,16 @@ import torch
 
 import mlagen
 from mlagen import engine
-from mlagen.api import mla_call
-from mlagen.runtime import device, plan_mla_sm90
+from mlagen.families.mla import dispatch as mla_call
+from mlagen.families.mla import plan_sm90 as plan_mla_sm90
+from mlagen.runtime import device
 from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
-from mlagen.spec.mla import MlaSm80Spec
-from mlagen.spec.mla_sm90 import MlaSm90Spec
-from mlagen.spec.mla_sm90_calls import mla_sm90_kernel
-from mlagen.spec.mla_sm90_fp8 import MlaSm90Fp8Spec
-from mlagen.spec.mla_support import MlaVariant
+from mlagen.spec.mla.sm80 import MlaSm80Spec
+from mlagen.spec.mla.sm90 import MlaSm90Spec
+from mlagen.spec.mla.sm90_calls import mla_sm90_kernel
+from mlagen.spec.mla.sm90_fp8 import MlaSm90Fp8Spec
+from mlagen.spec.mla.variant import MlaVariant
 from tests.cases import MlaCase, MlaProblem
 from tests.graph_replay import captured
 from tests.launch_repeats import delayed_launches, mismatches, nonzero_semaphore_bytes, with_delays

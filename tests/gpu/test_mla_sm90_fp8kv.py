@@ -11,10 +11,10 @@ import torch
 
 import mlagen
 from mlagen import engine
-from mlagen.api import mla_call
+from mlagen.families.mla import dispatch as mla_call
 from mlagen.settings import current_settings
-from mlagen.spec.mla import MlaSm80Spec
-from mlagen.spec.mla_sm90_fp8kv import MlaSm90Fp8KvSpec
+from mlagen.spec.mla.sm80 import MlaSm80Spec
+from mlagen.spec.mla.sm90_fp8kv import MlaSm90Fp8KvSpec
 from tests.cases import MlaCase
 from tests.gpu.test_mla_sm90 import DELAYS
 from tests.graph_replay import captured

@@ -11,12 +11,12 @@ import torch
 
 from cache_tools.replay.document import read_dump
 from cache_tools.replay.run import replay
-from mlagen.api.observed import observed
 from mlagen.decode import xqa_batch_decode_with_kv_cache
 from mlagen.mla import (
     BatchMLAPagedAttentionWrapper,
     trtllm_batch_decode_with_kv_cache_mla,
 )
+from mlagen.observe.observed import observed
 from tests.batch_mla_cases import batch_case, plan_arguments, run_arguments, wrapper_of
 from tests.cases import MlaCase
 from tests.device_sync import no_device_sync

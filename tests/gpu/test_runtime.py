@@ -15,7 +15,7 @@ import torch
 
 import mlagen
 from mlagen import engine
-from mlagen.api import mla_call
+from mlagen.families.mla import dispatch as mla_call
 from mlagen.settings import current_settings
 from tests.cases import MlaCase, MlaProblem
 from tests.gqa_problems import GqaCase

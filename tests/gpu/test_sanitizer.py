@@ -20,7 +20,7 @@ _SANITIZER = shutil.which("compute-sanitizer")
 # ragged.
 _MLA_CASES = """
 import torch
-from mlagen.runtime import plan_mla_sm90
+from mlagen.families.mla import plan_sm90 as plan_mla_sm90
 from tests.cases import MlaCase
 from tests.mla_semantics import compute
 plan_mla_sm90.USES_SM80_FOR_SMALL_CALLS = False

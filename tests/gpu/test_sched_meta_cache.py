@@ -11,7 +11,7 @@ import torch
 
 import mlagen
 from mlagen.runtime import semaphores
-from mlagen.spec.mla_sm90 import SCHED_META_BYTES, SCHED_META_OFFSET
+from mlagen.spec.mla.sm90 import SCHED_META_BYTES, SCHED_META_OFFSET
 from tests.cases import MlaCase, MlaProblem
 from tests.graph_replay import captured
 from tests.launch_repeats import SEQ_WORD

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mlagen
-from mlagen.api.mla_call import run_mla
+from mlagen.families.mla.dispatch import run_mla
 from mlagen.settings import current_settings
 from tests.cases import MlaCase
 from tests.gqa_problems import GqaCase

@@ -7,15 +7,16 @@ from itertools import product
 
 import pytest
 
-from mlagen.api import gqa_plan, mla_plan
+from mlagen.families.gqa import select as gqa_plan
+from mlagen.families.mla import select as mla_plan
 from mlagen.models.config import GqaModel, MlaModel, find_model, preset_names
 from mlagen.models.kernels import ServingOptions, model_specs
 from mlagen.runtime.device import DeviceFacts
 from mlagen.settings import P_DTYPES
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa import GqaVariant
-from mlagen.spec.mla_support import SUPPORTED, MlaVariant
+from mlagen.spec.gqa.sm80 import GqaVariant
+from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
 
 TPS, Q_LENS, KV_DTYPES = (1, 2, 4, 8), (1, 2, 4), (DType.BF16, DType.E4M3)
 PLANS = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_call)

@@ -11,7 +11,7 @@ from mlagen.errors import CaptureError
 from mlagen.runtime import semaphores
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.semaphores import new_schedule_id, reserve_semaphores, semaphores_of
-from mlagen.spec.mla_sm90 import semaphore_region_bytes
+from mlagen.spec.mla.sm90 import semaphore_region_bytes
 
 WORKSPACE = 1 << 44
 

@@ -6,8 +6,8 @@ import pytest
 
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.combine import combine_specs
-from mlagen.spec.gqa import gqa_sm80_specs
-from mlagen.spec.mla import mla_sm80_specs
+from mlagen.spec.gqa.sm80 import gqa_sm80_specs
+from mlagen.spec.mla.sm80 import mla_sm80_specs
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)

@@ -11,10 +11,10 @@ from mlagen.errors import ArgumentError
 from mlagen.spec.arch import Arch
 from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa import GqaSm80Spec
+from mlagen.spec.gqa.sm80 import GqaSm80Spec
 from mlagen.spec.kernel import KernelSpec, pack_scalars, packing_of
-from mlagen.spec.mla import MlaSm80Spec
-from mlagen.spec.mla_sm90 import MlaSm90Spec
+from mlagen.spec.mla.sm80 import MlaSm80Spec
+from mlagen.spec.mla.sm90 import MlaSm90Spec
 from tests.kernels import COMBINE, gqa_sm80, mla_sm80, mla_sm90
 
 SPECS = (MlaSm80Spec, MlaSm90Spec, GqaSm80Spec, CombineSpec)

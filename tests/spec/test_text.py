@@ -13,12 +13,12 @@ from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES, specs_of
-from mlagen.spec.gqa import SUPPORTED as GQA_SUPPORTED
-from mlagen.spec.gqa import GqaSupport, GqaVariant, gqa_sm80_spec
+from mlagen.spec.gqa.sm80 import SUPPORTED as GQA_SUPPORTED
+from mlagen.spec.gqa.sm80 import GqaSupport, GqaVariant, gqa_sm80_spec
 from mlagen.spec.kernel import KernelSpec
-from mlagen.spec.mla import mla_sm80_spec
-from mlagen.spec.mla_sm90 import mla_sm90_spec
-from mlagen.spec.mla_support import SUPPORTED, MlaVariant
+from mlagen.spec.mla.sm80 import mla_sm80_spec
+from mlagen.spec.mla.sm90 import mla_sm90_spec
+from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
 from mlagen.spec.text import parse_spec
 from tests.kernels import COMBINE, SM_90A, gqa_sm80, mla_sm80, mla_sm90
 

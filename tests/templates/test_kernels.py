@@ -18,9 +18,9 @@ from mlagen.compiler.ptxas import parse_warnings
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.families import specs_of
-from mlagen.spec.gqa import GqaTile
+from mlagen.spec.gqa.sm80 import GqaTile
 from mlagen.spec.kernel import KernelSpec
-from mlagen.spec.mla import MlaTile
+from mlagen.spec.mla.sm80 import MlaTile
 from tests.kernels import require_known
 
 # The register file of an SM, in 32-bit registers; CUDA C++ Programming Guide, table "Technical

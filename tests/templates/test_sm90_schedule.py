@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlagen.runtime import plan_mla_sm90
+from mlagen.families.mla import plan_sm90 as plan_mla_sm90
 from tests.templates.sm90_schedule import (
     FIXED_OVERHEAD_BLOCKS,
     MIN_BLOCKS_PER_RANGE,

@@ -18,8 +18,8 @@ from cache_tools.replay.contents import fill
 from cache_tools.replay.document import read_dump
 from cache_tools.replay.outcome import REPLAY
 from cache_tools.replay.rebuild import Rebuilt
-from mlagen.api.observed import observed
 from mlagen.errors import ArgumentError
+from mlagen.observe.observed import observed
 from tests.cache_tools.conftest import Run
 from tests.cache_tools.documents import require_document
 from tests.cases import MlaCase

@@ -1,0 +1,165 @@
+"""Progress of long work: a line per finished part, and on a terminal a bar below them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ..tools.interrupts import summarized
+from .bars import transient_bar
+from .compile_estimate import about_text, compile_seconds
+from .report import console, count_text, kernel_text, time_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mlagen.prewarming import PrewarmEvent, PrewarmUnit
+    from mlagen.spec.kernel import KernelSpec
+
+    from ..benchmark.run import Step
+
+# Kernels of a prewarm from which on a line says how to select fewer.
+MANY = 200
+
+_FEWER = (
+    "for fewer: --model NAME with --tp, or --family with --dtype, --kv-dtype, --page-size and "
+    "--heads; Ctrl-C keeps finished kernels"
+)
+
+# What the bar shows: the current work, the counted parts, and the work done and in all.
+Show = Callable[[str, str, float, "float | None"], None]
+
+
+@contextmanager
+def prewarm_progress(
+    kept: set[KernelSpec],
+    *,
+    jobs: int | None = None,
+    selects_all: bool = False,
+    is_quiet: bool = False,
+) -> Iterator[Callable[[PrewarmEvent], None]]:
+    """Yield a callback for :func:`mlagen.prewarm` that prints on stderr; if quiet, failures.
+
+    It adds the compiled kernels to ``kept``. ``jobs`` is that of the prewarm, and ``selects_all``
+    whether it names neither models nor kernels.
+    """
+    output = console(stderr=True)
+    compiling: dict[KernelSpec, str] = {}
+    missing: dict[KernelSpec, float] = {}  # with the estimated time
+    finished = 0
+    finished_s = total_s = 0.0
+    with _bar(output, is_quiet=is_quiet) as show:
+
+        def on_event(event: PrewarmEvent) -> None:
+            nonlocal finished, finished_s, total_s
+            if event.unit is not None and event.unit.status == "built":
+                kept.add(event.spec)
+            if event.kind == "missing":
+                missing[event.spec] = compile_seconds([event.spec])
+                total_s += missing[event.spec]
+            elif event.kind == "started":
+                if not is_quiet and not compiling and not finished:
+                    _print_plan(output, event.done, list(missing), jobs, selects_all=selects_all)
+                compiling[event.spec] = _name(event.spec)
+            elif event.kind == "finished" and event.spec in missing:
+                compiling.pop(event.spec, None)
+                finished += 1
+                finished_s += missing[event.spec]
+            if not is_quiet or (event.unit is not None and event.unit.error is not None):
+                _print_line(output, event)
+            waiting = f"compiling {next(iter(compiling.values()))}" if compiling else ""
+            if len(compiling) > 1:
+                waiting += f", and {len(compiling) - 1} more"
+            # A running kernel counts as half compiled.
+            done_s = finished_s + sum(missing[spec] for spec in compiling) / 2
+            counted = f"{finished}/{len(missing)}"
+            show(waiting, counted, done_s if finished else 0.0, total_s or None)
+
+        yield on_event
+
+
+@contextmanager
+def bench_progress() -> Iterator[Callable[[Step], None]]:
+    """Yield a callback for a benchmark that prints on stderr."""
+    output = console(stderr=True)
+    done = total = 0
+    with (
+        summarized(lambda: f"{done} of {count_text(total, 'part')} measured"),
+        _bar(output) as show,
+    ):
+
+        def on_step(step: Step) -> None:
+            nonlocal done, total
+            done, total = step.done, step.total
+            if step.line is not None:
+                output.print(step.line, soft_wrap=True)
+            waiting = f"measuring {step.name}" if step.line is None else ""
+            show(waiting, f"{step.done}/{step.total}", step.done, step.total)
+
+        yield on_step
+
+
+@contextmanager
+def _bar(output: Console, *, is_quiet: bool = False) -> Iterator[Show]:
+    """Yield a callback that shows the current work, the part that is done and the time left."""
+    if is_quiet or not output.is_terminal:
+        yield lambda _waiting, _counted, _done, _total: None
+        return
+    from rich.progress import TextColumn, TimeElapsedColumn
+
+    counts, time_left = TextColumn("{task.fields[counted]}"), TextColumn("{task.fields[left]}")
+    with transient_bar(output, counts, TimeElapsedColumn(), time_left) as progress:
+        task = progress.add_task("", total=None, counted="", left="")
+        start = time.monotonic()
+
+        def show(waiting: str, counted: str, done: float, total: float | None) -> None:
+            # Not rich's estimate: parallel kernels finish in bursts, which it takes for the speed.
+            seconds = (time.monotonic() - start) * ((total or 0.0) / done - 1) if done else 0.0
+            left = f"{about_text(seconds)} left" if seconds else ""
+            progress.update(task, total=total, completed=done, description=waiting)
+            progress.update(task, counted=counted, left=left)
+
+        yield show
+
+
+def _print_plan(
+    output: Console,
+    cached: int,
+    missing: list[KernelSpec],
+    jobs: int | None,
+    *,
+    selects_all: bool,
+) -> None:
+    """Print what is about to be compiled."""
+    from mlagen.prewarming.jobs import usable_jobs
+
+    longest = max(compile_seconds([spec]) for spec in missing)
+    seconds = max(compile_seconds(missing) / (jobs or usable_jobs()), longest)
+    kernels = count_text(len(missing), "kernel")
+    output.print(f"compiling {kernels}, {cached} cached: {about_text(seconds)}", soft_wrap=True)
+    if selects_all and len(missing) >= MANY:
+        output.print(_FEWER, soft_wrap=True)
+
+
+def _print_line(output: Console, event: PrewarmEvent) -> None:
+    if event.unit is not None:
+        output.print(_line(event.unit), soft_wrap=True)
+    elif event.kind == "loaded":
+        output.print(f"{event.kind:17}{_name(event.spec)}", soft_wrap=True)
+
+
+def _name(spec: KernelSpec) -> str:
+    return kernel_text(spec.family, spec.key_fields())
+
+
+def _line(unit: PrewarmUnit) -> str:
+    text = f"{unit.status:8}{time_text(unit.ms):>7}  {_name(unit.spec)}"
+    if unit.error is not None:
+        return f"{text}: {unit.error}"
+    if unit.registers is not None:
+        text += f": {unit.registers} registers"
+    if unit.spill_bytes:
+        text += f", {unit.spill_bytes} bytes spilled"
+    return text

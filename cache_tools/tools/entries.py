@@ -1,0 +1,177 @@
+"""Cache entries as the commands name and describe them."""
+
+from __future__ import annotations
+
+import math
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from mlagen.cache.files import DamageError
+from mlagen.errors import ArgumentError, CacheError
+
+from ..output.report import SHORT_KEY
+
+if TYPE_CHECKING:
+    from mlagen.cache.catalog import StoredEntry
+    from mlagen.cache.store import KernelStore
+
+
+def entries_of(store: KernelStore, name: str) -> list[StoredEntry]:
+    """Return the entries of the one key that begins with ``name``, one for each toolchain.
+
+    ``name`` may end with ``/`` and a toolchain, to mean that entry alone. An entry of
+    several layers is returned once, from the layer that calls load it from.
+
+    Raises
+    ------
+    ArgumentError
+        If no key or more than one key begins with it.
+    """
+    prefix, slash, toolchain = name.partition("/")
+    found = store.select(prefix.lower())
+    keys = list(dict.fromkeys(entry.key for entry in found))
+    if len(keys) > 1:
+        matches = ", ".join(key[: max(SHORT_KEY, len(prefix) + 4)] for key in keys)
+        raise ArgumentError(f"key: expected more digits than {prefix}, got several keys: {matches}")
+    first: dict[str, StoredEntry] = {}
+    for entry in found:
+        first.setdefault(entry.toolchain, entry)
+    named = [entry for entry in first.values() if not slash or entry.toolchain == toolchain]
+    if not named:
+        rule = "a prefix of a cached key (mlagen cache ls)"
+        raise ArgumentError(f"key: expected {rule}, got {name}")
+    return named
+
+
+def entry_of(store: KernelStore, name: str) -> StoredEntry:
+    """Return the single entry that ``name`` identifies.
+
+    Raises
+    ------
+    ArgumentError
+        If there is none, or several compilers built it and ``name`` has no toolchain.
+    """
+    found = entries_of(store, name)
+    if len(found) > 1:
+        toolchains = ", ".join(entry.toolchain for entry in found)
+        rule = f"{name}/TOOLCHAIN"
+        raise ArgumentError(f"key: expected {rule}, got no toolchain out of {toolchains}")
+    return found[0]
+
+
+def require_valid(store: KernelStore, stored: StoredEntry) -> dict[str, Any]:
+    """Return an entry as JSON data after every file matches its digest.
+
+    Raises
+    ------
+    CacheError
+        If a file does not match, or the manifest does not describe a kernel.
+    """
+    document = document_of(stored)
+    try:
+        problem = document["problem"] or store.verify(stored)
+    except FileNotFoundError:
+        problem = "expected a kernel, got one that was removed meanwhile"
+    if problem:
+        raise CacheError(f"cache: {problem}: {stored.path}", path=stored.path)
+    return document
+
+
+def document_of(stored: StoredEntry) -> dict[str, Any]:
+    """Return an entry as JSON data; the manifest fields of a damaged one are None."""
+    problem, facts = None, dict.fromkeys(_MANIFEST_FIELDS)
+    try:
+        facts = manifest_fields(stored)
+    except DamageError as damage:
+        problem = str(damage)
+    return {
+        "key": stored.key,
+        "toolchain": stored.toolchain,
+        "path": str(stored.path),
+        "layer": str(stored.layer),
+        "is_read_only": stored.is_read_only,
+        "size_bytes": stored.size_bytes,
+        "used": iso_time(stored.used),
+        "problem": problem,
+        **facts,
+    }
+
+
+def manifest_fields(stored: StoredEntry) -> dict[str, Any]:
+    """Return the fields of an entry's manifest; an incomplete one raises ``DamageError``.
+
+    Every value is converted to its schema type: no digest has verified the manifest yet.
+    """
+    manifest = stored.manifest
+    if manifest is None:
+        raise DamageError(stored.problem or "")
+    try:
+        facts, created = manifest.facts, manifest.created
+        kernel, because = facts["kernel"], created.get("because")
+        return {
+            "family": dict(manifest.key_fields)["family"],
+            "spec": {name: str(value) for name, value in kernel["spec"].items()},
+            "resources": resources_of(facts["resources"]),
+            "dynamic_shared_bytes": int(kernel["dynamic_shared_bytes"]),
+            "line_info": dict(manifest.key_fields).get("line_info"),
+            "compile_ms": _finite(float(facts["compile_ms"])),
+            "created": {
+                "because": None if because is None else str(because),
+                "time": str(created["time"]),
+                "host": str(created["host"]),
+                "pid": int(created["pid"]),
+                "python": str(created["python"]),
+                "mlagen": str(created["mlagen"]),
+            },
+            "created_by": str(manifest.created_by),
+        }
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        message = f"manifest.json: expected the facts of a kernel, got {error!r}"
+        raise DamageError(message) from error
+
+
+def _finite(number: float) -> float:
+    if not math.isfinite(number):
+        raise ValueError(f"compile_ms {number}")
+    return number
+
+
+def resources_of(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the resources of a manifest, in the order of the schema."""
+    if not kernels:
+        raise ValueError("no kernel")
+    return [
+        {
+            "symbol": str(kernel["symbol"]),
+            "registers": int(kernel["registers"]),
+            "stack_bytes": int(kernel["stack_bytes"]),
+            "spill_store_bytes": int(kernel["spill_store_bytes"]),
+            "spill_load_bytes": int(kernel["spill_load_bytes"]),
+            "static_shared_bytes": int(kernel["static_shared_bytes"]),
+        }
+        for kernel in kernels
+    ]
+
+
+def iso_time(seconds: float) -> str | None:
+    """Return a time as text; None for 0, which means no time, and for a value that is no date."""
+    if not seconds:
+        return None
+    try:
+        moment = datetime.fromtimestamp(seconds, timezone.utc)
+    except (OverflowError, OSError, ValueError):  # a file system stores any number as a time
+        return None
+    return moment.isoformat(timespec="seconds")
+
+
+# Fields that only a manifest holds.
+_MANIFEST_FIELDS = (
+    "family",
+    "spec",
+    "resources",
+    "dynamic_shared_bytes",
+    "line_info",
+    "compile_ms",
+    "created",
+    "created_by",
+)

@@ -1,0 +1,1 @@
+"""Parts that the MLA and GQA families share."""

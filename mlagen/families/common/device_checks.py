@@ -1,0 +1,170 @@
+"""Checks of tensor contents, which synchronize with the device: the debug mode ``MLAGEN_CHECK=1``.
+
+They find what a kernel tolerates silently: page ids out of range, lengths beyond the capacity of
+the block tables, cumulative query lengths that decrease.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mlagen.errors import CaptureError
+from mlagen.families.common.arguments import reject
+from mlagen.runtime.capture import is_capturing
+
+
+def require_no_capture(tensor: torch.Tensor) -> None:
+    """Reject a synchronizing check during CUDA graph capture.
+
+    Raises
+    ------
+    CaptureError
+        If the device's current stream is captured.
+    """
+    if is_capturing(tensor.device):
+        raise CaptureError(
+            "MLAGEN_CHECK: expected 0 while a CUDA graph is captured, got 1; its checks would wait "
+            "for the device"
+        )
+
+
+def query_lengths(
+    cu_seqlens: torch.Tensor, argument: str, tokens: int, *, may_have_more: bool = False
+) -> torch.Tensor:
+    """Return the query tokens of each request, on the CPU.
+
+    The query has ``tokens`` of them. If it ``may_have_more``, some belong to no request.
+
+    Raises
+    ------
+    ArgumentError
+        If ``cu_seqlens[batch + 1]`` does not split the query's tokens among the requests.
+    """
+    on_host = cu_seqlens.cpu().long()
+    first, last = int(on_host[0]), int(on_host[-1])
+    if first != 0:
+        reject(f"{argument}[0]", 0, first)
+    if last > tokens or (last < tokens and not may_have_more):
+        rule = f"{tokens} (tokens of query)" + (" or less" if may_have_more else "")
+        reject(f"{argument}[-1]", rule, last)
+    return _lengths(on_host, argument)
+
+
+def check_seq_lens(
+    seq_lens: torch.Tensor,
+    argument: str,
+    *,
+    capacity: int | torch.Tensor | None,
+    q_lens: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the lengths, on the CPU.
+
+    ``capacity`` is the tokens that the block table of every request, or of each, covers. ``q_lens``
+    are the new tokens that each length includes. An empty request with new tokens is padding.
+
+    Raises
+    ------
+    ArgumentError
+        If a length is out of range.
+    """
+    lengths = seq_lens.cpu().long()
+    if (index := _first_true(lengths < 0)) is not None:
+        reject(f"{argument}[{index}]", "0 or more", int(lengths[index]))
+    if capacity is not None:
+        max_lengths = torch.as_tensor(capacity).expand_as(lengths)
+        if (index := _first_true(lengths > max_lengths)) is not None:
+            rule = f"{int(max_lengths[index])} (capacity of its block table) or less"
+            reject(f"{argument}[{index}]", rule, int(lengths[index]))
+    if q_lens is not None:
+        is_too_short = (lengths > 0) & (lengths < q_lens)
+        if (index := _first_true(is_too_short)) is not None:
+            rule = f"0, or {int(q_lens[index])} (its query tokens) or more"
+            reject(f"{argument}[{index}]", rule, int(lengths[index]))
+    return lengths
+
+
+def check_page_ids(
+    block_tables: torch.Tensor,
+    argument: str,
+    *,
+    seq_lens: torch.Tensor,
+    page_size: int,
+    num_pages: int,
+) -> None:
+    """Reject used ids in ``block_tables[batch, max_pages]`` that are out of range.
+
+    Raises
+    ------
+    ArgumentError
+        If there is one; the message names its request and its column.
+    """
+    on_host = block_tables.cpu().long()
+    used_pages = -(-seq_lens // page_size)
+    is_used = torch.arange(on_host.shape[1]) < used_pages[:, None]
+    is_invalid = is_used & ((on_host < 0) | (on_host >= num_pages))
+    if (index := _first_true(is_invalid)) is not None:
+        request, column = divmod(index, on_host.shape[1])
+        _reject_page(f"{argument}[{request}, {column}]", num_pages, int(on_host[request, column]))
+
+
+def check_flat_page_ids(
+    page_ids: torch.Tensor,
+    argument: str,
+    *,
+    kv_indptr: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_size: int,
+    num_pages: int,
+) -> None:
+    """Reject used ids in the flat ``page_ids`` that are out of range.
+
+    Raises
+    ------
+    ArgumentError
+        If there is one; the message names its request and its page.
+    """
+    on_host = page_ids.cpu().long()
+    indptr = kv_indptr.cpu().long()
+    for request, length in enumerate(seq_lens.tolist()):
+        first = int(indptr[request])
+        ids = on_host[first : first - (-length // page_size)]
+        if (page := _first_true((ids < 0) | (ids >= num_pages))) is not None:
+            where = f"{argument}[{first + page}] (request {request}, page {page})"
+            _reject_page(where, num_pages, int(ids[page]))
+
+
+def table_capacity(
+    kv_indptr: torch.Tensor, argument: str, *, page_ids: int, page_size: int
+) -> torch.Tensor:
+    """Return the capacity of each request's flat page table in tokens, on the CPU.
+
+    Raises
+    ------
+    ArgumentError
+        If ``kv_indptr[batch + 1]`` decreases, or exceeds the number of ``page_ids``.
+    """
+    on_host = kv_indptr.cpu().long()
+    if int(on_host[0]) < 0:
+        reject(f"{argument}[0]", "0 or more", int(on_host[0]))
+    if int(on_host[-1]) > page_ids:
+        reject(f"{argument}[-1]", f"{page_ids} (page ids) or less", int(on_host[-1]))
+    return _lengths(on_host, argument) * page_size
+
+
+def _lengths(indptr: torch.Tensor, argument: str) -> torch.Tensor:
+    """Return the differences of ``indptr``, which must not decrease."""
+    lengths = indptr.diff()
+    if (index := _first_true(lengths < 0)) is not None:
+        rule = f"{int(indptr[index])} or more ({argument}[{index}])"
+        reject(f"{argument}[{index + 1}]", rule, int(indptr[index + 1]))
+    return lengths
+
+
+def _reject_page(where: str, num_pages: int, got: int) -> None:
+    reject(where, f"0 to {num_pages - 1} (pages of the cache)", got)
+
+
+def _first_true(condition: torch.Tensor) -> int | None:
+    """Return the flat index of the first true element; None where there is none."""
+    indices = condition.flatten().nonzero()
+    return int(indices[0]) if len(indices) else None

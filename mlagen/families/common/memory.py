@@ -1,0 +1,158 @@
+"""Checks that tensors are dense and in memory at their ``data_ptr``, as the kernels require.
+
+Other tensors have shape, strides, dtype and device too: a compiler's fake tensors, views of
+:func:`torch.func.vmap`, sparse and nested tensors, wrapper subclasses. Torch's dispatch keys
+distinguish all of them from plain tensors.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from mlagen.families.common.arguments import reject
+
+_dispatch_keys = torch._C._dispatch_keys  # noqa: SLF001
+
+_DEVICES = ("cpu", "cuda")
+_RULE = "a dense tensor in memory"
+
+# Descriptions for messages by substring of a dispatch key; the first match counts.
+_KINDS = {
+    "FuncTorchBatched": "a batched tensor of vmap",
+    "FuncTorchGradWrapper": "a tensor of a torch.func transform",
+    "Functionalize": "a functional tensor",
+    "Nested": "a nested tensor",
+    "Sparse": "a sparse tensor",
+    "Mkldnn": "an MKLDNN tensor",
+    "Quantized": "a quantized tensor",
+    "ZeroTensor": "a zero tensor without memory",
+    "Negative": "a view with the negative bit; resolve_neg() gives its elements",
+    "Conjugate": "a view with the conjugate bit; resolve_conj() gives its elements",
+}
+
+_accepted_keys: set[int] = set()  # dispatch keys of plain tensors that passed the check
+
+
+class CallArgs(Protocol):
+    """The arguments of a call, with their parameter names."""
+
+    @property
+    def names(self) -> Any:
+        """Parameter names by field."""
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+
+def require_memory(tensor: object, argument: str) -> None:
+    """Reject a tensor whose elements are not in memory at its address; other values pass.
+
+    Raises
+    ------
+    ArgumentError
+        If the tensor is not in memory; the message names its kind.
+    """
+    if tensor.__class__ is torch.Tensor:  # fast path: the dispatch keys passed before
+        plain: torch.Tensor = tensor
+        if _dispatch_keys(plain).raw_repr() in _accepted_keys and plain.data_ptr():
+            return
+    if isinstance(tensor, torch.Tensor):
+        # A subclass may intercept these queries.
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            _require_memory(tensor, argument)
+
+
+def _require_memory(tensor: torch.Tensor, argument: str) -> None:
+    # The device checks reject other devices.
+    if tensor.device.type not in _DEVICES:
+        return
+    if torch.nn.parameter.is_lazy(tensor):
+        reject(argument, _RULE, f"an uninitialized {type(tensor).__name__}")
+    if _dispatch_keys(tensor).raw_repr() not in _plain_keys(tensor.device.type):
+        reject(argument, _RULE, _kind_of(tensor))
+    _accepted_keys.add(_dispatch_keys(tensor).raw_repr())
+    if tensor.numel() and not tensor.data_ptr():
+        reject(argument, _RULE, "a tensor without storage")
+
+
+def require_plain(tensor: torch.Tensor, argument: str) -> None:
+    """Reject a tensor without readable shape or views; cheap for plain tensors.
+
+    Raises
+    ------
+    ArgumentError
+        If the tensor is not in memory.
+    """
+    if tensor.__class__ is not torch.Tensor or tensor.is_nested:
+        require_memory(tensor, argument)
+
+
+def require_writable(tensor: object, argument: str) -> None:
+    """Reject an output that torch does not write in place.
+
+    Raises
+    ------
+    ArgumentError
+        If torch's own in-place ops would fail.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        rule = "a tensor that may be written outside inference_mode"
+        reject(argument, rule, "one made under inference_mode")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        if tensor.is_leaf:
+            reject(argument, "a tensor that may be written in place", "a leaf that requires grad")
+        if tensor._base is not None and tensor._base.is_leaf:  # noqa: SLF001 - there is no other way
+            rule = "a tensor that may be written in place"
+            reject(argument, rule, "a view of a leaf that requires grad")
+    if torch._debug_has_internal_overlap(tensor) == 1:  # noqa: SLF001 - as copy_ does
+        reject(argument, "elements that do not overlap", f"strides {tensor.stride()}")
+
+
+def check_memory(args: CallArgs) -> None:
+    """Reject the first tensor of a call that kernels cannot read, or cannot write as an output.
+
+    Raises
+    ------
+    ArgumentError
+        If there is one; the message names it.
+    """
+    values = args._asdict()
+    for field, value in values.items():
+        if isinstance(value, torch.Tensor):
+            require_memory(value, _name_of(field, values))
+    for field in ("out", "lse"):
+        require_writable(values.get(field), _name_of(field, values))
+
+
+def _name_of(field: str, values: dict[str, Any]) -> str:
+    # A tensor that holds K and V is in the field of the keys.
+    if field == "key_cache" and values["value_cache"] is None:
+        field = "kv_cache"
+    if field == "key_scales" and values["value_scales"] is None:
+        field = "kv_scales"
+    name: str = getattr(values["names"], field, field)
+    return name
+
+
+@cache
+def _plain_keys(device_type: str) -> frozenset[int]:
+    """Return the dispatch keys of plain tensors on a device, with and without inference mode."""
+    with torch.inference_mode(mode=False):
+        plain = torch.empty(0, device=device_type)
+    with torch.inference_mode():
+        inference = torch.empty(0, device=device_type)
+    return frozenset(_dispatch_keys(tensor).raw_repr() for tensor in (plain, inference))
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    keys = str(_dispatch_keys(tensor))
+    if "Python" in keys:
+        return f"a {type(tensor).__name__}, which is a subclass with __torch_dispatch__"
+    for key, kind in _KINDS.items():
+        if key in keys:
+            return kind
+    return f"a tensor with the dispatch keys {keys}"

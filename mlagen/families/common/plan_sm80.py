@@ -1,0 +1,137 @@
+"""Launch plans of the sm80 kernels: split-KV and grid size, from shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlagen.spec.gqa.sm80 import GqaSm80Spec
+from mlagen.spec.mla.sm80 import MlaSm80Spec
+
+# Cost model, in the time of a tile whose CTA has an SM of its own. Fitted to sweeps of num_splits
+# on an H200; see docs/explanation/performance.md.
+_CTA_OVERHEAD_TILES = 3  # of a CTA, besides its tiles
+_SHARED_TILE = 1.7  # of a tile, where CTAs share an SM
+_SHARED_CTA_OVERHEAD_PER_DIM = 1 / 256  # more overhead of such a CTA, per output dim
+_COMBINE_TILES = 1  # of the combine kernel
+_COMBINE_TILES_PER_PASS = 1 / 2  # of each of its passes
+_SPLITS_PER_PASS = 32  # kSplitsPerStep of each of 4 warps in kernels/combine/combine.cuh
+
+# Max waves of CTAs when KV is split.
+_MAX_SPLIT_WAVES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaProblemShape:
+    """Shape of an MLA decode call, which determines its launch but not its cubin.
+
+    In a sparse call every query token is a sequence of its own, and ``max_kv_len`` is ``topk``.
+    """
+
+    batch: int
+    q_len: int  # per sequence; 0 if ragged
+    heads: int
+    total_rows: int  # query tokens of all sequences, times heads
+    max_kv_len: int  # upper bound, in tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class GqaProblemShape:
+    """Shape of a GQA decode call, which determines its launch but not its cubin."""
+
+    batch: int
+    q_len: int  # per sequence; 0 if ragged
+    heads: int
+    kv_heads: int
+    total_rows: int  # query tokens of all sequences, times heads
+    max_kv_len: int  # upper bound of the tokens that a row attends to
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sm80Plan:
+    """Grid and workspace of one call."""
+
+    row_tiles: int  # per sequence (and KV head); of all sequences if ragged
+    splits: int
+    num_ctas: int
+    partial_rows: int
+    workspace_bytes: int
+
+
+def plan_mla_sm80(spec: MlaSm80Spec, problem: MlaProblemShape, sm_count: int) -> Sm80Plan:
+    """Return the plan with the lowest modeled time, from shapes; it does not read lengths."""
+    rows = spec.tile.block_m
+    if problem.q_len:
+        row_tiles = -(-problem.q_len * problem.heads // rows)
+        num_ctas = problem.batch * row_tiles
+    else:
+        num_ctas = row_tiles = _ragged_tiles(problem.total_rows, rows, problem.batch)
+    splits = _splits(
+        num_ctas,
+        sm_count=sm_count,
+        ctas_per_sm=spec.tile.ctas_per_sm,
+        tiles=-(-problem.max_kv_len // spec.tile.block_n),
+        head_dim=spec.head_dim_vo,
+    )
+    return _plan(row_tiles, splits, num_ctas, problem.total_rows, spec.head_dim_vo)
+
+
+def plan_gqa_sm80(spec: GqaSm80Spec, problem: GqaProblemShape, sm_count: int) -> Sm80Plan:
+    """Return the plan with the lowest modeled time, from shapes; it does not read lengths."""
+    rows = spec.tile.block_m
+    group = problem.heads // problem.kv_heads
+    if problem.q_len:
+        row_tiles = -(-problem.q_len * group // rows)
+        num_ctas = problem.batch * row_tiles
+    else:
+        num_ctas = row_tiles = _ragged_tiles(
+            problem.total_rows // problem.kv_heads, rows, problem.batch
+        )
+    num_ctas *= problem.kv_heads * spec.slices
+    splits = _splits(
+        num_ctas,
+        sm_count=sm_count,
+        ctas_per_sm=spec.tile.ctas_per_sm,
+        tiles=-(-problem.max_kv_len // spec.block_n),
+        head_dim=spec.variant.head_dim,
+    )
+    return _plan(row_tiles, splits, num_ctas, problem.total_rows, spec.variant.head_dim)
+
+
+def _ragged_tiles(total_rows: int, block_m: int, batch: int) -> int:
+    """Return the row tiles of ragged sequences, whose query lengths are on the device.
+
+    A tile holds rows of one sequence. Sequence b owns the tiles from ``floor(its first row /
+    block_m) + b`` on: as many as its rows need, or one more.
+    """
+    return total_rows // block_m + batch
+
+
+def _splits(num_ctas: int, *, sm_count: int, ctas_per_sm: int, tiles: int, head_dim: int) -> int:
+    tiles = max(1, tiles)
+    slots = sm_count * ctas_per_sm
+    max_splits = min(tiles, max(1, _MAX_SPLIT_WAVES * slots // max(1, num_ctas)))
+
+    def cost(splits: int) -> tuple[float, int]:
+        waves = -(-num_ctas * splits // slots)
+        tiles_per_split = -(-tiles // splits)
+        cta: float = _CTA_OVERHEAD_TILES + tiles_per_split
+        if ctas_per_sm > 1 and num_ctas * splits > sm_count:
+            cta = _CTA_OVERHEAD_TILES + _SHARED_TILE * tiles_per_split
+            cta += _SHARED_CTA_OVERHEAD_PER_DIM * head_dim
+        passes = -(-splits // _SPLITS_PER_PASS)
+        combine = _COMBINE_TILES + _COMBINE_TILES_PER_PASS * passes if splits > 1 else 0
+        return waves * cta + combine, splits
+
+    splits = min(range(1, max_splits + 1), key=cost)
+    return -(-tiles // -(-tiles // splits))  # no empty split
+
+
+def _plan(row_tiles: int, splits: int, num_ctas: int, total_rows: int, head_dim: int) -> Sm80Plan:
+    partial_rows = splits * total_rows if splits > 1 else 0
+    return Sm80Plan(
+        row_tiles=row_tiles,
+        splits=splits,
+        num_ctas=num_ctas * splits,
+        partial_rows=partial_rows,
+        workspace_bytes=partial_rows * (head_dim + 1) * 4,
+    )

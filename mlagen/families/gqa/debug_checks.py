@@ -1,0 +1,49 @@
+"""Checks of the tensor contents of one grouped-query decode call, with ``MLAGEN_CHECK=1``."""
+
+from __future__ import annotations
+
+import torch
+
+from mlagen.families.common.arguments import reject
+from mlagen.families.common.device_checks import (
+    check_page_ids,
+    check_seq_lens,
+    query_lengths,
+    require_no_capture,
+)
+from mlagen.families.gqa.args import GqaArgs
+from mlagen.families.gqa.problem import GqaProblem
+
+
+def check_contents(args: GqaArgs, problem: GqaProblem) -> None:
+    """Reject inconsistent lengths, tables and offsets; synchronizes with the device.
+
+    Raises
+    ------
+    ArgumentError
+        If a value is inconsistent; the message names request and index.
+    CaptureError
+        If a CUDA graph is being captured.
+    """
+    require_no_capture(args.query)
+    names, page_size = args.names, problem.variant.page_size
+    q_lens = torch.full((problem.batch,), problem.q_len)
+    if args.cum_seq_lens_q is not None:
+        q_lens = query_lengths(args.cum_seq_lens_q, names.cum_seq_lens_q, problem.tokens)
+        for request, q_len in enumerate(q_lens.tolist()):
+            if q_len > problem.q_len:
+                rule = f"{problem.q_len} ({names.q_len}) or less"
+                reject(f"{names.cum_seq_lens_q}.diff()[{request}]", rule, q_len)
+    seq_lens = check_seq_lens(
+        args.seq_lens.flatten(),
+        names.seq_lens,
+        capacity=problem.max_pages * page_size,
+        q_lens=q_lens,
+    )
+    check_page_ids(
+        args.block_tables,
+        names.block_tables,
+        seq_lens=seq_lens,
+        page_size=page_size,
+        num_pages=problem.num_pages,
+    )

@@ -1,0 +1,190 @@
+"""Launcher of the sm90 grouped-query kernel: one persistent kernel for any lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mlagen.engine import kernel_for
+from mlagen.errors import DriverError, UnsupportedError
+from mlagen.families.common.arguments import ALIGNMENT_BYTES
+from mlagen.families.common.choice_log import decline
+from mlagen.families.common.launchers import scale_of, scratch_offset
+from mlagen.families.gqa.args import GqaArgs
+from mlagen.families.gqa.plan_sm90 import GqaSm90Plan, fits_in_int32
+from mlagen.families.gqa.problem import MAX_TOKENS, GqaProblem
+from mlagen.families.gqa.select import plan_arguments, plan_gqa_sm90_call
+from mlagen.families.gqa.tensor_maps import GqaCacheMaps, GqaTensorMapLayout, maps_of
+from mlagen.families.gqa.validate_pointers import MASK_ALIGNMENT_BYTES, check_pointers
+from mlagen.runtime.device import arch_of_device
+from mlagen.runtime.launch import Launch, launch
+from mlagen.runtime.loader import LoadedKernel
+from mlagen.runtime.semaphores import semaphores_of
+from mlagen.spec.dtype import DType
+from mlagen.spec.gqa.sm80 import HEAD_DIMS, GqaVariant
+from mlagen.spec.gqa.sm90 import GqaSm90Spec
+from mlagen.spec.kernel import pack_scalars
+
+_COVERED = (
+    f"covered: sm_90a, cache as the query or e4m3, head_dim {', '.join(map(str, HEAD_DIMS))}, "
+    f"page_size a multiple of 16, strides of the cache below 2^40 bytes"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GqaSm90Launcher:
+    """A validated call signature with a loaded kernel and a launch plan."""
+
+    problem: GqaProblem
+    plan: GqaSm90Plan
+    scratch_offset: int  # bytes in the workspace
+    decode: LoadedKernel
+    maps: GqaCacheMaps
+    packed_scalars: bytes  # the integer kernel parameters
+
+    def launch(self, args: GqaArgs, out: torch.Tensor, enable_pdl: bool) -> Sequence[Launch]:
+        """Enqueue the kernel of one call with this signature."""
+        problem, plan = self.problem, self.plan
+        query = args.query.data_ptr()
+        base_addresses = _base_addresses(args, problem)
+        workspace = args.workspace_buffer.data_ptr()
+        scratch = workspace + self.scratch_offset
+        out_pointer = out.data_ptr()
+        mask = args.mask
+        mask_pointer = mask.data_ptr() if mask is not None and problem.mask_words else 0
+        all_pointers = query | base_addresses[0] | base_addresses[1] | workspace | out_pointer
+        if all_pointers % ALIGNMENT_BYTES or mask_pointer % MASK_ALIGNMENT_BYTES:
+            check_pointers(args)
+        bmm1_tensor, bmm1_scale = scale_of(args.bmm1_scale)
+        bmm2_tensor, bmm2_scale = scale_of(args.bmm2_scale) if problem.takes_bmm2 else (0, 1.0)
+        is_e4m3 = problem.variant.out_dtype is DType.E4M3
+        decode_launch = launch(
+            self.decode,
+            plan.num_ctas,
+            enable_pdl,
+            self.maps[base_addresses],
+            query,
+            base_addresses[1],
+            args.block_tables.data_ptr(),
+            args.seq_lens.data_ptr(),
+            args.cum_seq_lens_q.data_ptr() if args.cum_seq_lens_q is not None else 0,
+            mask_pointer,
+            bmm1_tensor,
+            bmm2_tensor,
+            args.sinks.data_ptr() if args.sinks is not None else 0,
+            out_pointer,
+            scratch,
+            scratch + plan.partial_rows_offset,
+            semaphores_of(self.decode.device, workspace),
+            self.packed_scalars,
+            bmm1_scale,
+            bmm2_scale,
+            problem.score_factor,
+            args.out_e4m3_factor if is_e4m3 else args.out_16bit_factor,
+        )
+        return (decode_launch,)
+
+
+def make_sm90_launcher(
+    args: GqaArgs, problem: GqaProblem, index: int, *, is_forced: bool
+) -> GqaSm90Launcher | None:
+    """Return the launcher for the signature of ``args`` on GPU ``index``.
+
+    None if the kernel does not support it, or the driver rejects the tensor map of the cache.
+
+    Raises
+    ------
+    UnsupportedError
+        Instead of returning None, if the settings force the kernel.
+    """
+    arguments = plan_arguments(args, problem, index)
+    planned = plan_gqa_sm90_call(**arguments)
+    if planned is None:
+        decline(lambda: not_covered(index, problem.variant), is_forced=is_forced)
+        return None
+    max_tokens = problem.max_pages * problem.variant.page_size
+    if not fits_in_int32(*planned, max_tokens):  # KV tiles of one head have more tokens
+        planned = plan_gqa_sm90_call(**arguments, has_one_head=True) or planned
+    spec, plan = planned
+    if not fits_in_int32(spec, plan, max_tokens):
+        too_long = UnsupportedError(
+            f"MLAGEN_GQA_KERNEL=sm90: expected fewer than 2^32 KV blocks of {spec.block_n} "
+            f"tokens in all requests, kv heads and row tiles, times CTAs, got "
+            f"{plan.total_tiles * plan.cta_group_size} row tiles of up to {max_tokens} tokens "
+            f"and {plan.num_ctas} CTAs"
+        )
+        decline(lambda: too_long, is_forced=is_forced)
+        return None
+    maps = maps_of(
+        GqaTensorMapLayout(
+            spec=spec,
+            num_pages=problem.num_pages,
+            kv_heads=problem.kv_heads,
+            key_strides=problem.key_strides,
+            value_strides=problem.value_strides,
+        )
+    )
+    try:
+        _ = maps[_base_addresses(args, problem)]
+    except DriverError as error:
+        no_map = UnsupportedError(f"MLAGEN_GQA_KERNEL=sm90: {error}; {_COVERED}")
+        decline(lambda: no_map, is_forced=is_forced)
+        return None
+    workspace, name = args.workspace_buffer, args.names.workspace_buffer
+    offset = scratch_offset(workspace, name, plan.workspace_bytes)
+    return GqaSm90Launcher(
+        problem=problem,
+        plan=plan,
+        scratch_offset=offset,
+        decode=kernel_for(spec, index),
+        maps=maps,
+        packed_scalars=_packed_scalars(spec, problem, plan),
+    )
+
+
+def not_covered(index: int, variant: GqaVariant) -> UnsupportedError:
+    """Return the error where the settings force the kernel and it does not support the call."""
+    return UnsupportedError(
+        f"MLAGEN_GQA_KERNEL=sm90: no such kernel for {arch_of_device(index)}, "
+        f"query {variant.query_dtype}, cache {variant.kv_dtype}, head_dim {variant.head_dim}, "
+        f"page_size {variant.page_size}; {_COVERED}"
+    )
+
+
+def _base_addresses(args: GqaArgs, problem: GqaProblem) -> tuple[int, int]:
+    """Return the base addresses of keys and values."""
+    key = args.key_cache.data_ptr()
+    if args.value_cache is None:
+        return key, key + problem.value_offset
+    return key, args.value_cache.data_ptr()
+
+
+def _packed_scalars(spec: GqaSm90Spec, problem: GqaProblem, plan: GqaSm90Plan) -> bytes:
+    page_stride, token_stride, head_stride = problem.value_strides
+    values = {
+        "query_stride": problem.query_stride,
+        "query_head_stride": problem.query_head_stride,
+        "value_page_stride": page_stride,
+        "value_token_stride": token_stride,
+        "value_head_stride": head_stride,
+        "tokens": problem.tokens,
+        "num_seqs": problem.batch,
+        "kv_heads": problem.kv_heads,
+        "group_size": problem.group_size,
+        "q_len": 0 if problem.is_ragged else problem.q_len,
+        "row_tiles": plan.row_tiles,
+        "num_tiles": plan.num_tiles,
+        "num_cta_groups": plan.num_cta_groups,
+        "cta_group_size": plan.cta_group_size,
+        "mask_words": problem.mask_words,
+        # No limit is the widest window.
+        "window": problem.window or MAX_TOKENS,
+        "max_pages": problem.max_pages,
+        "max_tokens": min(problem.max_pages * problem.variant.page_size, MAX_TOKENS),
+        "block_tables_stride": problem.block_tables_stride,
+        "num_pages": problem.num_pages,
+        "scores_take_bmm2": int(problem.scores_take_bmm2),
+    }
+    return pack_scalars(spec, values)

@@ -1,0 +1,154 @@
+"""Launch plan of the sm90 GQA kernels: a persistent grid of CTA groups, for any lengths."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from mlagen.families.common.plan_sm80 import GqaProblemShape
+from mlagen.spec.gqa.sm90 import GqaSm90Spec
+
+# As RowState in kernels/gqa_sm90/shared_memory.cuh.
+_ROW_STATE_BYTES = 8
+
+# The kernel multiplies linear block indices by num_cta_groups in 32 bits.
+_MAX_UINT32 = 2**32 - 1
+
+
+# KV bytes of a token that a CTA group reads together. Contiguous reads of several heads raise the
+# memory bandwidth, up to this size.
+_MAX_GROUP_TOKEN_BYTES = 1024
+
+# Cost model of num_cta_groups, in microseconds. Fitted to an H200; only the order of the results
+# counts.
+_BYTES_PER_US = 4_500_000  # of all SMs
+_BYTES_PER_US_OF_SM = 160_000  # of one SM
+_DECODED_PER_US_OF_SM = 85_000  # of one SM that converts the KV cache
+_COMBINE_US = 1.3  # fixed cost of a combine
+_SPLIT_US = 0.1  # cost per split
+_UNEVEN_US = 2.0  # of CTAs whose range is neither whole work tiles nor equal splits
+_IDLE_LOSS = 0.012  # relative bandwidth loss if any SM is idle
+_SHARE_LOSS = 0.3  # relative bandwidth loss per share of idle SMs
+
+# Max share of SMs that stay idle in favour of a larger CTA group.
+_MAX_IDLE = Fraction(1, 25)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GqaSm90Plan:
+    """Grid and workspace of one call."""
+
+    cta_group_size: int  # CTAs that process KV heads and row tiles of the same tokens together
+    num_cta_groups: int
+    num_ctas: int
+    row_tiles: int  # per KV head of a sequence; 0 if ragged
+    num_tiles: int  # work tiles per sequence; per row tile of a KV head if ragged
+    total_tiles: int  # of all sequences; an upper bound if ragged, for ascending offsets
+    partial_rows_offset: int  # bytes in the workspace; the partial outputs come first
+    workspace_bytes: int
+
+
+def plan_gqa_sm90(spec: GqaSm90Spec, problem: GqaProblemShape, sm_count: int) -> GqaSm90Plan:
+    """Return the plan of a call.
+
+    ``max_kv_len`` affects only the speed: CTAs derive their ranges from the lengths on the device.
+    """
+    rows = spec.block_m
+    row_tiles = -(-problem.q_len * (problem.heads // problem.kv_heads) // rows)
+    ctas = problem.kv_heads // spec.heads_per_cta * max(row_tiles, 1)
+    max_size = max(row_tiles, _MAX_GROUP_TOKEN_BYTES // spec.token_bytes)
+    cta_group_size = _cta_group_size(ctas, max_size, sm_count)
+    num_tiles = ctas // cta_group_size
+    total_tiles = problem.batch * num_tiles
+    if not problem.q_len:
+        total_tiles += problem.total_rows // (problem.kv_heads * rows) * num_tiles
+    tiles = max(1, -(-problem.max_kv_len // spec.block_n))
+    # A window that begins inside a tile covers one tile more.
+    max_cta_groups = (
+        min(sm_count // cta_group_size, total_tiles * (tiles + 1)) if problem.total_rows else 0
+    )
+    is_uniform = problem.q_len > 0  # as far as the host knows; ragged sequences differ in rows
+    num_cta_groups = (
+        _num_cta_groups(spec, total_tiles, tiles, cta_group_size, max_cta_groups)
+        if is_uniform
+        else max_cta_groups
+    )
+    num_ctas = num_cta_groups * cta_group_size
+    # A CTA stores at most two splits: partial outputs in fp32, and a RowState per row.
+    partial_rows = 2 * num_ctas * spec.heads_per_cta * rows
+    partial_values = partial_rows * spec.variant.head_dim * 4
+    return GqaSm90Plan(
+        cta_group_size=cta_group_size,
+        num_cta_groups=num_cta_groups,
+        num_ctas=num_ctas,
+        row_tiles=row_tiles,
+        num_tiles=num_tiles,
+        total_tiles=total_tiles,
+        partial_rows_offset=partial_values,
+        workspace_bytes=partial_values + partial_rows * _ROW_STATE_BYTES,
+    )
+
+
+def choose_heads_per_cta(spec: GqaSm90Spec, problem: GqaProblemShape, sm_count: int) -> int:
+    """Return the number of KV heads per CTA.
+
+    The maximum, if nearly every SM still gets a whole work tile: the memory bandwidth is higher,
+    and there are fewer epilogues. Otherwise one, since larger work tiles need more splits.
+    """
+    heads = math.gcd(problem.kv_heads, spec.max_heads)
+    plan = plan_gqa_sm90(replace(spec, heads_per_cta=heads), problem, sm_count)
+    min_tiles = sm_count // plan.cta_group_size * (1 - _MAX_IDLE)
+    return heads if problem.batch * plan.num_tiles >= min_tiles else 1
+
+
+def fits_in_int32(spec: GqaSm90Spec, plan: GqaSm90Plan, max_tokens: int) -> bool:
+    """Return whether linear block indices fit in 32 bits, for up to ``max_tokens`` a sequence."""
+    kv_blocks = max(1, -(-max_tokens // spec.block_n))
+    return plan.total_tiles * kv_blocks * plan.num_cta_groups <= _MAX_UINT32
+
+
+def _num_cta_groups(
+    spec: GqaSm90Spec, num_tiles: int, tiles: int, cta_group_size: int, max_cta_groups: int
+) -> int:
+    """Return the number of CTA groups with the lowest modeled time, all sequences at max length.
+
+    Equal splits of a work tile, or whole work tiles per group, need fewer prologues and combines;
+    and combining many splits may take longer than reading the tokens.
+    """
+    if max_cta_groups == 0:
+        return 0
+    even = [num_tiles * splits for splits in range(1, max_cta_groups // num_tiles + 1)]
+    if not even:
+        even = [
+            max(
+                num_cta_groups
+                for num_cta_groups in range(1, max_cta_groups + 1)
+                if num_tiles % num_cta_groups == 0
+            )
+        ]
+    tile_bytes = 2 * spec.block_n * spec.token_bytes
+    rate_of_sm = _DECODED_PER_US_OF_SM if spec.decodes_kv else _BYTES_PER_US_OF_SM
+
+    def microseconds(num_cta_groups: int) -> float:
+        idle = 1 - num_cta_groups / max_cta_groups
+        loss = _SHARE_LOSS * idle + (_IDLE_LOSS if idle else 0.0)
+        num_ctas = num_cta_groups * cta_group_size
+        rate = min(_BYTES_PER_US * (1 - loss), rate_of_sm * num_ctas)
+        is_even = num_cta_groups in even
+        splits = -(-num_cta_groups // num_tiles) + (0 if is_even else 1)
+        combine = _COMBINE_US + _SPLIT_US * splits if splits > 1 else 0.0
+        reading = -(-num_tiles * tiles // num_cta_groups) * num_ctas * tile_bytes / rate
+        return reading + combine + (0.0 if is_even else _UNEVEN_US)
+
+    return min(
+        (*even, max_cta_groups),
+        key=lambda num_cta_groups: (microseconds(num_cta_groups), -num_cta_groups),
+    )
+
+
+def _cta_group_size(ctas: int, max_size: int, sm_count: int) -> int:
+    """Return the largest divisor of ``ctas`` up to ``max_size`` that keeps few SMs idle."""
+    limit = min(ctas, max_size, sm_count)
+    sizes = [size for size in range(1, limit + 1) if ctas % size == 0]
+    return max(size for size in sizes if sm_count % size <= sm_count * _MAX_IDLE)

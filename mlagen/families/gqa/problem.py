@@ -1,0 +1,232 @@
+"""Validation of one grouped-query decode call, and the problem that it describes.
+
+No check reads the contents of a tensor, so a result holds for every call with the same shapes,
+strides, dtypes and devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mlagen.families.common.arguments import (
+    DTYPES,
+    require,
+    require_contiguous,
+    require_dense_last_dim,
+    require_device,
+    require_dims,
+    require_dtype,
+    require_floats,
+    require_index,
+    require_scale,
+    require_shape,
+    require_tensor,
+    require_workspace,
+)
+from mlagen.families.gqa.args import GqaArgs
+from mlagen.families.gqa.validate_kv import QUANTISED, Pair, cache_names, paged_caches, paged_scales
+from mlagen.families.gqa.validate_pointers import check_pointers, require_aligned_strides
+from mlagen.families.gqa.validate_query import check_query, check_query_tokens
+from mlagen.spec.dtype import DType
+from mlagen.spec.gqa.sm80 import GqaVariant, require_supported
+
+MASK_DTYPES = (torch.uint16, torch.uint32, torch.int32)
+
+_OUT_E4M3 = torch.float8_e4m3fn
+MAX_TOKENS = 0x7FFF0000  # of a request, as in templates/common/paged_kv.cuh
+
+
+@dataclass(frozen=True, kw_only=True)
+class GqaProblem:
+    """The problem of a valid call: sizes, strides and kernel variant."""
+
+    device: torch.device
+    variant: GqaVariant
+    out_dtype: torch.dtype
+    out_shape: tuple[int, ...]
+    batch: int
+    q_len: int  # the maximum
+    is_ragged: bool
+    tokens: int  # query tokens of all requests
+    heads: int
+    kv_heads: int
+    num_pages: int
+    max_pages: int
+    window: int  # 0: no limit
+    mask_words: int  # 32-bit words per row of the mask; 0: causal
+    query_stride: int  # elements between query tokens
+    query_head_stride: int
+    block_tables_stride: int
+    key_strides: tuple[int, int, int]  # bytes between pages, tokens, heads
+    value_strides: tuple[int, int, int]
+    key_scale_strides: tuple[int, int, int]
+    value_scale_strides: tuple[int, int, int]
+    value_offset: int  # bytes from the first key to the first value in one tensor
+    value_scale_offset: int
+    score_factor: float
+    scores_take_bmm2: bool
+    takes_bmm2: bool
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.heads // self.kv_heads
+
+
+def check_problem(args: GqaArgs) -> GqaProblem:
+    """Return the problem of ``args``, whose numbers are canonical.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule.
+    UnsupportedError
+        If no kernel supports the dtypes or head dimension on any device.
+    """
+    names = args.names
+    query = check_query(args)
+    heads, head_dim = query.shape[-2:]
+    caches = paged_caches(args)
+    kv_heads = _check_caches(args, caches)
+    scales = paged_scales(args, caches)
+    batch, tokens, query_stride = check_query_tokens(args)
+    tables = _check_tables(args, batch)
+    require_workspace(args.workspace_buffer, names.workspace_buffer, query.device)
+    require_scale(args.bmm1_scale, names.bmm1_scale, query.device)
+    require_scale(args.bmm2_scale, names.bmm2_scale, query.device)
+    _check_sinks(args, kv_heads)
+    mask_words = _check_mask(args, batch, tokens)
+    kv_dtype = QUANTISED.get(caches.key.dtype, DTYPES[query.dtype])
+    out_dtype, out_shape = _check_out(args, kv_dtype, batch)
+    check_pointers(args)
+    variant = GqaVariant(
+        query_dtype=DTYPES[query.dtype],
+        kv_dtype=kv_dtype,
+        out_dtype=DType.E4M3 if out_dtype is _OUT_E4M3 else DTYPES[query.dtype],
+        head_dim=head_dim,
+        page_size=caches.key.shape[1],
+    )
+    require_supported(variant)
+    # A window of the whole table, or of the kernel's maximum, masks nothing. Dropping it keeps the
+    # kernel's index arithmetic in 32 bits.
+    covers_all = args.window >= min(tables.shape[1] * variant.page_size, MAX_TOKENS)
+    is_quantised = not kv_dtype.is_16bit
+    return GqaProblem(
+        device=query.device,
+        variant=variant,
+        out_dtype=out_dtype,
+        out_shape=out_shape,
+        batch=batch,
+        q_len=args.q_len,
+        is_ragged=args.cum_seq_lens_q is not None,
+        tokens=tokens,
+        heads=heads,
+        kv_heads=kv_heads,
+        num_pages=caches.key.shape[0],
+        max_pages=tables.shape[1],
+        window=0 if covers_all else args.window,
+        mask_words=mask_words,
+        query_stride=query_stride,
+        query_head_stride=query.stride(-2),
+        block_tables_stride=tables.stride(0),
+        key_strides=_byte_strides(caches.key),
+        value_strides=_byte_strides(caches.value),
+        key_scale_strides=_byte_strides(scales.key) if scales else (0, 0, 0),
+        value_scale_strides=_byte_strides(scales.value) if scales else (0, 0, 0),
+        value_offset=_offset(args.key_cache) if args.value_cache is None else 0,
+        value_scale_offset=_offset(args.key_scales) if args.value_scales is None else 0,
+        score_factor=head_dim**-0.5 if args.scales_like_xqa else 1.0,
+        scores_take_bmm2=args.scales_like_xqa and is_quantised,
+        takes_bmm2=is_quantised or not args.scales_like_xqa,
+    )
+
+
+def _check_caches(args: GqaArgs, caches: Pair) -> int:
+    """Check sizes and strides of the caches, and return the number of KV heads."""
+    heads, head_dim = args.query.shape[-2:]
+    is_nvfp4 = caches.key.dtype is torch.uint8
+    name = cache_names(args)[0]
+    _, page_size, kv_heads, width = caches.key.shape
+    expected = head_dim // 2 if is_nvfp4 else head_dim
+    why = f"head_dim of {args.names.query}"
+    why += " / 2" if is_nvfp4 else ""
+    require(width == expected, f"{name}.shape[-1]", f"{expected} ({why})", width)
+    require(page_size >= 1, name, "1 token or more in a page", page_size)
+    require(kv_heads >= 1, name, "1 head or more", kv_heads)
+    multiple = f"a multiple of {kv_heads} (heads of {name})"
+    require(heads % kv_heads == 0, f"{args.names.query}.shape[-2]", multiple, heads)
+    for cache, argument in zip(caches, cache_names(args), strict=True):
+        require_dense_last_dim(cache, argument)
+        require_aligned_strides(cache, argument)
+    return kv_heads
+
+
+def _check_tables(args: GqaArgs, batch: int) -> torch.Tensor:
+    name = args.names.block_tables
+    tables = require_tensor(args.block_tables, name)
+    require_index(tables, name, args.query.device)
+    require_dims(tables, name, (2,))
+    require_dense_last_dim(tables, name)
+    require(tables.shape[0] == batch, f"{name}.shape[0]", f"{batch} (batch)", tables.shape[0])
+    return tables
+
+
+def _check_sinks(args: GqaArgs, kv_heads: int) -> None:
+    if args.sinks is None:
+        return
+    name, heads = args.names.sinks, args.query.shape[-2]
+    allowed = ((heads,), (kv_heads, heads // kv_heads))
+    why = f"heads of {args.names.query}"
+    require_floats(args.sinks, name, args.query.device, allowed, why)
+
+
+def _check_mask(args: GqaArgs, batch: int, tokens: int) -> int:
+    """Return the 32-bit words per row of the mask; 0 where there is none."""
+    # A single query token has no drafts; FlashInfer ignores the mask then.
+    if args.mask is None or args.q_len == 1:
+        return 0
+    name = args.names.mask
+    mask = require_tensor(args.mask, name)
+    require_device(mask, name, args.query.device)
+    require_dtype(mask, name, MASK_DTYPES)
+    words = -(-args.q_len // 32)
+    elements = words * 4 // mask.element_size()
+    shapes: tuple[tuple[int, ...], ...] = ((tokens, elements),)
+    if args.cum_seq_lens_q is None:
+        shapes = ((batch, args.q_len, elements), *shapes)
+    require_shape(mask, name, shapes, f"a bit for each of {args.q_len} drafts, in 32-bit words")
+    require_contiguous(mask, name)
+    return words
+
+
+def _check_out(args: GqaArgs, kv_dtype: DType, batch: int) -> tuple[torch.dtype, tuple[int, ...]]:
+    query, name = args.query, args.names.out
+    split = (batch, args.q_len, *query.shape[-2:])
+    is_uniform = args.cum_seq_lens_q is None and not args.with_beam_axis
+    if args.out is None:
+        return query.dtype, split if is_uniform and args.q_len > 1 else tuple(query.shape)
+    out = require_tensor(args.out, name)
+    require_device(out, name, query.device)
+    if kv_dtype is DType.E4M3:
+        why = f"the first is that of {args.names.query}"
+        require_dtype(out, name, (query.dtype, _OUT_E4M3), why)
+    else:
+        why = f"dtype of {args.names.query}; e4m3 only from a cache of e4m3"
+        require_dtype(out, name, (query.dtype,), why)
+    shapes = (tuple(query.shape), split) if is_uniform else (tuple(query.shape),)
+    require_shape(out, name, shapes)
+    require_contiguous(out, name)
+    return out.dtype, tuple(out.shape)
+
+
+def _byte_strides(tensor: torch.Tensor) -> tuple[int, int, int]:
+    page, token, head = (stride * tensor.element_size() for stride in tensor.stride()[:3])
+    return page, token, head
+
+
+def _offset(kv: torch.Tensor | None) -> int:
+    if kv is None or kv.shape[1] == 1:
+        return 0
+    return kv.stride(1) * kv.element_size()

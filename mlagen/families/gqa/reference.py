@@ -1,0 +1,129 @@
+"""CPU backend of grouped-query decode in PyTorch, to develop and test without a GPU.
+
+It follows the kernels' rules for empty rows, masks and sinks, in float32, and is slow.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from mlagen.families.common.reference import query_offsets, softmax_with_sinks
+from mlagen.families.gqa.args import GqaArgs
+from mlagen.families.gqa.problem import GqaProblem
+from mlagen.families.gqa.validate_kv import NVFP4_BLOCK, paged_caches, paged_scales
+from mlagen.spec.dtype import DType
+
+_E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+_E4M3_MAX = 448.0
+
+
+def decode_gqa(args: GqaArgs, problem: GqaProblem) -> torch.Tensor:
+    """Return the output ``[tokens, heads, head_dim]``."""
+    query = args.query.reshape(problem.tokens, *args.query.shape[-2:]).float()
+    caches = paged_caches(args)
+    scales = paged_scales(args, caches)
+    key_scales, value_scales = scales or (None, None)
+    mask = _mask_bits(args, problem)
+    out = torch.zeros_like(query)
+    capacity = problem.max_pages * problem.variant.page_size
+    offsets = query_offsets(args.cum_seq_lens_q, problem.batch, problem.q_len)
+    for index, (start, end) in enumerate(pairwise(offsets)):
+        if not 0 <= start <= end <= problem.tokens:
+            continue  # as in the kernels, an invalid range has no query tokens
+        seq_len = min(max(int(args.seq_lens.view(-1)[index]), 0), capacity)
+        q_len = end - start
+        keys = _gather(args, caches.key, key_scales, index, seq_len)
+        values = _gather(args, caches.value, value_scales, index, seq_len)
+        for token in range(start, end):
+            draft = token - start
+            positions = _unmasked(seq_len, q_len, draft, problem.window, mask, token)
+            out[token] = _attend(args, problem, query[token], keys[positions], values[positions])
+    if problem.variant.out_dtype is DType.E4M3:
+        out = (out * args.out_e4m3_factor).clamp(-_E4M3_MAX, _E4M3_MAX)
+    else:
+        out = out * args.out_16bit_factor
+    return out.to(problem.out_dtype)
+
+
+def _mask_bits(args: GqaArgs, problem: GqaProblem) -> torch.Tensor | None:
+    """Return the drafts visible to each query token, as bools ``[tokens, 32 * mask_words]``."""
+    if args.mask is None or not problem.mask_words:
+        return None
+    rows = args.mask.reshape(problem.tokens, -1).view(torch.uint8)
+    bits = rows[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    return bits.bool().reshape(problem.tokens, -1)
+
+
+def _unmasked(
+    seq_len: int, q_len: int, draft: int, window: int, mask: torch.Tensor | None, token: int
+) -> torch.Tensor:
+    """Return the KV positions that draft ``draft``, query token ``token``, attends to."""
+    first_draft = seq_len - q_len
+    position = torch.arange(seq_len)
+    if mask is None:
+        is_unmasked = position <= first_draft + draft
+    else:
+        other = position - first_draft
+        bits = mask[token][other.clamp(0, mask.shape[1] - 1)] & (other < mask.shape[1])
+        is_unmasked = (other < 0) | bits
+    if window:
+        is_unmasked &= position >= first_draft + draft + 1 - window
+    return is_unmasked.nonzero()[:, 0]
+
+
+def _gather(
+    args: GqaArgs,
+    cache: torch.Tensor,
+    scales: torch.Tensor | None,
+    index: int,
+    seq_len: int,
+) -> torch.Tensor:
+    """Return the first ``seq_len`` tokens of a request; an invalid page reads as zeros."""
+    num_pages, page_size = cache.shape[:2]
+    used_pages = -(-seq_len // page_size)
+    ids = args.block_tables[index, :used_pages].view(torch.int32).long()
+    is_valid = (ids >= 0) & (ids < num_pages)
+    stored = _pages(cache, ids[is_valid])
+    pages = _decoded(stored, _pages(scales, ids[is_valid]) if scales is not None else None)
+    rows = torch.zeros(used_pages, *pages.shape[1:])
+    rows[is_valid] = pages
+    return rows.flatten(0, 1)[:seq_len]
+
+
+def _pages(cache: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    # One-byte elements as uint8: torch before 2.9 does not index e4m3 on the CPU.
+    return cache.view(torch.uint8)[ids].view(cache.dtype) if cache.itemsize == 1 else cache[ids]
+
+
+def _decoded(stored: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    if scales is None:
+        return stored.float()
+    nibbles = torch.stack([stored & 15, stored >> 4], dim=-1).flatten(-2).long()
+    signs = 1.0 - 2.0 * (nibbles >> 3)
+    factors = scales.contiguous().view(torch.float8_e4m3fn).float()
+    return signs * _E2M1[nibbles & 7] * factors.repeat_interleave(NVFP4_BLOCK, dim=-1)
+
+
+def _attend(
+    args: GqaArgs,
+    problem: GqaProblem,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> torch.Tensor:
+    """Return the attention of one query token ``[heads, head_dim]`` over its unmasked tokens."""
+    if len(keys) == 0:
+        return torch.zeros_like(query)
+    bmm2_scale = float(args.bmm2_scale) if problem.takes_bmm2 else 1.0
+    score_scale = float(args.bmm1_scale) * problem.score_factor
+    if problem.scores_take_bmm2:
+        score_scale *= bmm2_scale
+    by_kv_head = query.view(problem.kv_heads, problem.group_size, -1)
+    scores = by_kv_head @ keys.permute(1, 2, 0) * score_scale
+    sinks = args.sinks
+    if sinks is not None:
+        sinks = sinks.view(problem.kv_heads, problem.group_size)
+    weights, _ = softmax_with_sinks(scores, sinks)
+    return (weights @ values.transpose(0, 1)).view(query.shape) * bmm2_scale

@@ -1,0 +1,85 @@
+"""Checks of the tensor contents of one MLA decode call, with ``MLAGEN_CHECK=1``."""
+
+from __future__ import annotations
+
+import torch
+
+from mlagen.families.common.arguments import reject
+from mlagen.families.common.device_checks import (
+    check_flat_page_ids,
+    check_page_ids,
+    check_seq_lens,
+    query_lengths,
+    require_no_capture,
+    table_capacity,
+)
+from mlagen.families.mla.args import MlaArgs
+from mlagen.families.mla.problem import MlaProblem
+
+
+def check_contents(args: MlaArgs, problem: MlaProblem) -> None:
+    """Reject inconsistent lengths, tables and offsets; synchronizes with the device.
+
+    Raises
+    ------
+    ArgumentError
+        If a value is inconsistent; the message names request and index.
+    CaptureError
+        If a CUDA graph is being captured.
+    """
+    require_no_capture(args.query)
+    names, page_size = args.names, problem.variant.page_size
+    # Only FlashInfer's wrapper passes flat page ids. It has query tokens without keys, and in CUDA
+    # graphs tokens without a request.
+    is_planned = args.kv_indptr is not None
+    q_lens = torch.full((problem.batch,), problem.q_len)
+    if args.cum_seq_lens_q is not None:
+        q_lens = query_lengths(
+            args.cum_seq_lens_q,
+            names.cum_seq_lens_q,
+            problem.tokens,
+            may_have_more=is_planned,
+        )
+    if args.top_k_lens is not None:  # the kernels do not read seq_lens then
+        return
+    capacity: int | torch.Tensor | None = problem.max_pages * page_size
+    if problem.top_k:  # the kernels skip invalid indices by contract
+        capacity = None
+    elif args.kv_indptr is not None:
+        capacity = table_capacity(
+            args.kv_indptr,
+            names.kv_indptr,
+            page_ids=problem.max_pages,
+            page_size=page_size,
+        )
+    seq_lens = check_seq_lens(
+        args.seq_lens,
+        names.seq_lens,
+        capacity=capacity,
+        q_lens=q_lens if args.is_causal and not is_planned else None,
+    )
+    if problem.top_k:
+        return
+    if args.bias is not None and len(seq_lens) and int(seq_lens.max()) > args.bias.shape[2]:
+        reject(
+            f"max({names.seq_lens})", f"{args.bias.shape[2]} (bias) or less", int(seq_lens.max())
+        )
+    if args.kv_indptr is not None:
+        check_flat_page_ids(
+            args.block_tables,
+            names.block_tables,
+            kv_indptr=args.kv_indptr,
+            seq_lens=seq_lens,
+            page_size=page_size,
+            num_pages=problem.num_pages,
+        )
+        return
+    tables = args.block_tables
+    for part in (tables,) if tables.dim() == 2 else tables.unbind(1):
+        check_page_ids(
+            part,
+            names.block_tables,
+            seq_lens=seq_lens,
+            page_size=page_size,
+            num_pages=problem.num_pages,
+        )

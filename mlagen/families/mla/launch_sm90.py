@@ -1,0 +1,239 @@
+"""Launchers of the sm90 MLA kernels: one persistent kernel for any lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mlagen.engine import kernel_for
+from mlagen.errors import DriverError, UnsupportedError
+from mlagen.families.common.arguments import ALIGNMENT_BYTES
+from mlagen.families.common.choice_log import decline, log_declined
+from mlagen.families.common.launchers import scale_of, scratch_offset
+from mlagen.families.mla.args import MlaArgs
+from mlagen.families.mla.launch_sm90_fp8kv import MlaSm90Fp8KvLauncher, make_fp8kv_launcher
+from mlagen.families.mla.plan_sm90 import MlaSm90Plan, fits_in_int32
+from mlagen.families.mla.problem import LSE_FACTORS, MlaProblem, check_pointers
+from mlagen.families.mla.select import plan_mla_sm90_call, schedule_id_of
+from mlagen.families.mla.tensor_maps import CacheMaps, TensorMapLayout, maps_of
+from mlagen.runtime.device import arch_of_device
+from mlagen.runtime.launch import Launch, launch
+from mlagen.runtime.loader import LoadedKernel
+from mlagen.runtime.partition import WHOLE_GPU
+from mlagen.runtime.semaphores import semaphores_of
+from mlagen.settings import Settings
+from mlagen.spec.kernel import pack_scalars
+from mlagen.spec.mla.sm90 import MlaSm90Spec
+from mlagen.spec.mla.sm90_fp8kv import MlaSm90Fp8KvSpec
+from mlagen.spec.mla.variant import MlaVariant
+
+_COVERED = (
+    "covered: sm_90a, (kv_lora_rank, qk_rope_head_dim) (512, 64), and of (lookup, values, mask) "
+    "(paged, shared, causal) with query and cache both bf16, fp16 or e4m3, page_size a multiple "
+    "of 16, strides of the cache below 2^40 bytes; (paged, shared, causal) with query and cache "
+    "e4m3, another page_size, or fp8_per_token; (sparse, shared, causal) with query and cache "
+    "e4m3; either of both with a cache of e4m3 or fp8_ds_mla under a query of bf16"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaSm90Launcher:
+    """A validated call signature with a loaded kernel and a launch plan."""
+
+    problem: MlaProblem
+    plan: MlaSm90Plan
+    scratch_offset: int  # bytes in the workspace
+    decode: LoadedKernel
+    maps: CacheMaps
+    packed_scalars: tuple[bytes, bytes]  # the integer kernel parameters, by separate_rope
+    is_plain: bool  # no separate rope tensors, and no flat page ids
+    lse_factor: float
+
+    def launch(
+        self, args: MlaArgs, out: torch.Tensor, lse: torch.Tensor | None, enable_pdl: bool
+    ) -> Sequence[Launch]:
+        """Enqueue the kernel of one call with this signature."""
+        problem, plan = self.problem, self.plan
+        query = args.query.data_ptr()
+        cache = args.kv_cache.data_ptr()
+        workspace = args.workspace_buffer.data_ptr()
+        scratch = workspace + self.scratch_offset
+        out_pointer = out.data_ptr()
+        query_rope = query + problem.query_rope_offset
+        rope_cache = cache + problem.rope_cache_offset
+        kv_indptr = 0
+        if not self.is_plain:
+            if args.query_rope is not None:
+                query_rope = args.query_rope.data_ptr()
+            if args.rope_cache is not None:
+                rope_cache = args.rope_cache.data_ptr()
+            if args.kv_indptr is not None:
+                kv_indptr = args.kv_indptr.data_ptr()
+        all_pointers = query | query_rope | cache | rope_cache | workspace | out_pointer
+        if all_pointers % ALIGNMENT_BYTES:
+            check_pointers(args)
+        maps, separate_rope = self.maps[cache, rope_cache]
+        bmm1_tensor, bmm1_scale = scale_of(args.bmm1_scale)
+        bmm2_tensor, bmm2_scale = scale_of(args.bmm2_scale)
+        decode_launch = launch(
+            self.decode,
+            plan.num_ctas,
+            enable_pdl,
+            maps,
+            query,
+            query_rope,
+            cache,
+            args.block_tables.data_ptr(),
+            kv_indptr,
+            args.seq_lens.data_ptr(),
+            args.cum_seq_lens_q.data_ptr() if args.cum_seq_lens_q is not None else 0,
+            bmm1_tensor,
+            bmm2_tensor,
+            args.sinks.data_ptr() if args.sinks is not None else 0,
+            out_pointer,
+            lse.data_ptr() if lse is not None else 0,
+            scratch,
+            scratch + plan.partial_rows_offset,
+            semaphores_of(self.decode.device, workspace),
+            self.packed_scalars[separate_rope],
+            bmm1_scale,
+            bmm2_scale,
+            self.lse_factor,
+        )
+        return (decode_launch,)
+
+
+def make_sm90_launcher(
+    args: MlaArgs,
+    problem: MlaProblem,
+    index: int,
+    settings: Settings,
+    sms: int = WHOLE_GPU,
+) -> MlaSm90Launcher | MlaSm90Fp8KvLauncher | None:
+    """Return the launcher for the signature of ``args`` on ``sms`` SMs of GPU ``index``.
+
+    None if no sm90 kernel supports it, the call is so small that the sm80 kernel is faster, or the
+    driver rejects the tensor map of the cache.
+
+    Raises
+    ------
+    UnsupportedError
+        Instead of returning None, if the settings force the kernel.
+    """
+    is_forced = settings.mla_kernel == "sm90"
+    planned = plan_mla_sm90_call(
+        device=index,
+        variant=problem.variant,
+        batch=problem.batch,
+        q_len=problem.q_len,
+        tile_q_len=problem.tile_q_len,
+        tokens=problem.tokens,
+        heads=problem.heads,
+        max_kv_len=problem.top_k or int(args.max_seq_len),
+        p_dtype_choice=settings.mla_p_dtype,
+        sms=sms,
+    )
+    if planned is None:
+        decline(lambda: not_covered(index, problem.variant), is_forced=is_forced)
+        return None
+    spec, plan = planned
+    max_tokens = problem.top_k or problem.max_pages * problem.variant.page_size
+    if not fits_in_int32(spec, plan, max_tokens):
+        too_long = UnsupportedError(
+            f"MLAGEN_MLA_KERNEL=sm90: expected fewer than 2^31 KV blocks of 64 tokens in all "
+            f"work tiles, got {plan.num_m_groups} work tiles of up to {max_tokens} tokens"
+        )
+        decline(lambda: too_long, is_forced=is_forced)
+        return None
+    if plan.is_small and not is_forced:
+        log_declined("the call is so small that this kernel is faster")
+        return None
+    if isinstance(spec, MlaSm90Fp8KvSpec):
+        return make_fp8kv_launcher(args, problem, index, spec, plan)
+    maps = _maps_of_cache(problem, spec)
+    try:
+        _ = maps[_base_addresses(args, problem)]
+    except DriverError as error:
+        no_map = UnsupportedError(f"MLAGEN_MLA_KERNEL=sm90: {error}; {_COVERED}")
+        decline(lambda: no_map, is_forced=is_forced)
+        return None
+    workspace, name = args.workspace_buffer, args.names.workspace_buffer
+    offset = scratch_offset(workspace, name, plan.workspace_bytes)
+    separate_parts = (args.query_rope, args.rope_cache, args.kv_indptr)
+    schedule_id = schedule_id_of(args, problem, spec)
+    return MlaSm90Launcher(
+        problem=problem,
+        plan=plan,
+        scratch_offset=offset,
+        decode=kernel_for(spec, index),
+        maps=maps,
+        packed_scalars=(
+            _packed_scalars(args, problem, spec, plan, schedule_id=schedule_id, separate_rope=0),
+            _packed_scalars(args, problem, spec, plan, schedule_id=schedule_id, separate_rope=1),
+        ),
+        is_plain=all(part is None for part in separate_parts),
+        lse_factor=LSE_FACTORS[args.return_lse_base],
+    )
+
+
+def not_covered(index: int, variant: MlaVariant) -> UnsupportedError:
+    """Return the error where the settings force the kernel and it does not support the call."""
+    dims = f"({variant.kv_lora_rank}, {variant.qk_rope_head_dim})"
+    mode = f"({variant.lookup}, {variant.values}, {variant.mask})"
+    return UnsupportedError(
+        f"MLAGEN_MLA_KERNEL=sm90: no such kernel for {arch_of_device(index)}, "
+        f"query {variant.query_dtype}, cache {variant.kv_dtype}, "
+        f"(kv_lora_rank, qk_rope_head_dim) {dims}, (lookup, values, mask) {mode}, "
+        f"page_size {variant.page_size}; {_COVERED}"
+    )
+
+
+def _maps_of_cache(problem: MlaProblem, spec: MlaSm90Spec) -> CacheMaps:
+    strides = problem.strides
+    return maps_of(
+        TensorMapLayout(
+            spec=spec,
+            num_pages=problem.num_pages,
+            page_stride=strides["page_stride"],
+            token_stride=strides["token_stride"],
+            rope_page_stride=strides["rope_page_stride"],
+            rope_token_stride=strides["rope_token_stride"],
+        )
+    )
+
+
+def _base_addresses(args: MlaArgs, problem: MlaProblem) -> tuple[int, int]:
+    """Return the base addresses of the latent and rope parts of the cache."""
+    cache = args.kv_cache.data_ptr()
+    if args.rope_cache is None:
+        return cache, cache + problem.rope_cache_offset
+    return cache, args.rope_cache.data_ptr()
+
+
+def _packed_scalars(
+    args: MlaArgs,
+    problem: MlaProblem,
+    spec: MlaSm90Spec,
+    plan: MlaSm90Plan,
+    *,
+    schedule_id: int,
+    separate_rope: int,
+) -> bytes:
+    values = {
+        **problem.strides,
+        "total_rows": problem.tokens * problem.heads,
+        "num_seqs": problem.batch,
+        "heads": problem.heads,
+        "q_len": problem.q_len,
+        "max_pages": problem.max_pages,
+        "num_pages": problem.num_pages,
+        "num_cta_groups": plan.num_cta_groups,
+        "cta_group_size": plan.cta_group_size,
+        "separate_rope": separate_rope,
+        "is_causal": int(args.is_causal),
+        "scores_take_bmm2": int(args.scores_take_bmm2),
+        "schedule_id": schedule_id,
+    }
+    return pack_scalars(spec, values)

@@ -1,0 +1,129 @@
+"""Launch plan of the sm90 MLA kernels: a persistent grid of CTA groups, for any lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from mlagen.families.common.plan_sm80 import MlaProblemShape
+from mlagen.spec.mla.sm90 import MlaSm90Spec
+
+_MAX_CTA_GROUP_SIZE = 4
+
+# As in scheduler/schedule_range.cuh: tokens per KV block, and the fixed overhead of a work tile
+# and the min length of a range, in KV blocks.
+_BLOCK_N = 64
+_SWAP_AB_OVERHEAD_BLOCKS = 2
+_OVERHEAD_BLOCKS = 6
+_MIN_BLOCKS_PER_RANGE = 2
+
+# As PartialState in combine/partial_state.cuh.
+_ROW_BYTES = 16
+
+# Linear block indices are 32-bit.
+_MAX_INT32 = 2**31 - 1
+
+# Whether small calls use the sm80 kernel: its prologue is shorter, which dominates the latency of
+# a few CTAs.
+USES_SM80_FOR_SMALL_CALLS = True
+
+# Rows of a tile in the KV-block count of a small call.
+_SMALL_TILE_ROWS = 16
+
+# Whether a call may use a tile with fewer rows than its sequences.
+USES_SMALLER_TILES = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaSm90Plan:
+    """Grid and workspace of one call."""
+
+    cta_group_size: int  # CTAs that process row tiles of one sequence together
+    num_cta_groups: int
+    num_ctas: int
+    num_m_groups: int  # row-tile groups of all sequences; an upper bound if ragged
+    partial_rows_offset: int  # bytes in the workspace; the partial outputs come first
+    workspace_bytes: int
+    is_small: bool  # the sm80 kernel is faster
+
+
+def choose_block_m(
+    spec: MlaSm90Spec, problem: MlaProblemShape, tile_q_len: int, sm_count: int
+) -> int:
+    """Return the fastest BLOCK_M for a call; ``spec`` has the default one.
+
+    Smaller tiles read the same tokens more often, but occupy more SMs.
+    """
+    kv_blocks = problem.batch * _kv_blocks_of(problem.max_kv_len)  # of one row tile per sequence
+    for rows, kv_blocks_per_sm in spec.smaller_tiles if USES_SMALLER_TILES else ():
+        tiles = -(-tile_q_len * problem.heads // rows)
+        if rows < spec.block_m and tiles * kv_blocks <= kv_blocks_per_sm * sm_count:
+            return rows
+    return spec.block_m
+
+
+def plan_mla_sm90(
+    spec: MlaSm90Spec, problem: MlaProblemShape, tile_q_len: int, sm_count: int
+) -> MlaSm90Plan:
+    """Return the plan of a call.
+
+    ``max_kv_len`` and ``tile_q_len``, the typical query length, affect only the speed: CTAs derive
+    their ranges from the lengths on the device.
+    """
+    rows = spec.block_m
+    tiles = -(-tile_q_len * problem.heads // rows)
+    cta_group_size = _cta_group_size(tiles, sm_count)
+    if problem.q_len:
+        num_m_groups = problem.batch * -(-tiles // cta_group_size)
+    else:
+        num_m_groups = -(-problem.total_rows // (rows * cta_group_size)) + problem.batch
+    kv_blocks = _kv_blocks_of(problem.max_kv_len)
+    num_ranges = num_m_groups * (kv_blocks + _fixed_overhead_blocks(spec)) // _MIN_BLOCKS_PER_RANGE
+    num_cta_groups = (
+        min(sm_count // cta_group_size, max(1, num_ranges)) if problem.total_rows else 0
+    )
+    num_ctas = num_cta_groups * cta_group_size
+    # A CTA stores at most two splits: partial outputs in fp16, and a PartialState per row.
+    partial_values = 2 * num_ctas * rows * spec.head_dim_vo * 2
+    return MlaSm90Plan(
+        cta_group_size=cta_group_size,
+        num_cta_groups=num_cta_groups,
+        num_ctas=num_ctas,
+        num_m_groups=num_m_groups,
+        partial_rows_offset=partial_values,
+        workspace_bytes=partial_values + 2 * num_ctas * rows * _ROW_BYTES,
+        is_small=_is_small(spec, tile_q_len * problem.heads, problem.batch * kv_blocks),
+    )
+
+
+def fits_in_int32(spec: MlaSm90Spec, plan: MlaSm90Plan, max_tokens: int) -> bool:
+    """Return whether linear block indices fit in 32 bits, for up to ``max_tokens`` a sequence."""
+    return (
+        plan.num_m_groups * (_kv_blocks_of(max_tokens) + _fixed_overhead_blocks(spec)) <= _MAX_INT32
+    )
+
+
+def _kv_blocks_of(tokens: int) -> int:
+    return -(-tokens // _BLOCK_N)
+
+
+def _is_small(spec: MlaSm90Spec, rows: int, kv_blocks: int) -> bool:
+    """Whether the sm80 kernel is faster, for ``rows`` query rows per sequence."""
+    limit = next((blocks for max_rows, blocks in spec.small_calls if rows <= max_rows), -1)
+    return USES_SM80_FOR_SMALL_CALLS and kv_blocks * -(-rows // _SMALL_TILE_ROWS) <= limit
+
+
+def _fixed_overhead_blocks(spec: MlaSm90Spec) -> int:
+    return _SWAP_AB_OVERHEAD_BLOCKS if spec.swap_ab else _OVERHEAD_BLOCKS
+
+
+def _cta_group_size(tiles: int, sm_count: int) -> int:
+    """Return the group size with the fewest waves, counting idle ranks and ungrouped CTAs.
+
+    Of equal sizes the larger: CTAs of a group read the same tokens.
+    """
+    max_size = 1 if tiles == 1 else min(_MAX_CTA_GROUP_SIZE, sm_count)
+    return min(
+        range(1, max_size + 1),
+        key=lambda size: (Fraction(-(-tiles // size), sm_count // size), -size),
+    )

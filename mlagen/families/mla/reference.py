@@ -1,0 +1,157 @@
+"""CPU backend of MLA decode in PyTorch, to develop and test without a GPU.
+
+It follows the kernels' rules for empty rows, masks, sinks and LSE, in float32 on decoded rows, and
+is slow.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+
+from mlagen.families.common.reference import (
+    decoded,
+    query_offsets,
+    scaled_groups,
+    softmax_with_sinks,
+    stored_rows,
+)
+from mlagen.families.mla.args import MlaArgs
+from mlagen.families.mla.problem import MlaProblem
+from mlagen.families.mla.validate_kv import pages_of
+from mlagen.spec.dtype import DType
+
+
+def decode_mla(args: MlaArgs, problem: MlaProblem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output ``[tokens, heads, kv_lora_rank]`` and the LSE ``[tokens, heads]``."""
+    query = _decoded_query(args, problem)
+    out = torch.zeros(problem.tokens, problem.heads, problem.variant.kv_lora_rank)
+    lse = torch.full((problem.tokens, problem.heads), -math.inf)
+    is_causal = args.is_causal or problem.top_k > 0
+    offsets = query_offsets(args.cum_seq_lens_q, problem.batch, problem.q_len)
+    for index, (start, end) in enumerate(pairwise(offsets)):
+        if not 0 <= start <= end <= problem.tokens:
+            continue  # as in the kernels, an invalid range has no query tokens
+        seq_len = max(int(args.seq_lens[index]), 0)
+        if problem.top_k == 0:
+            keys, values = _request_rows(args, problem, index, seq_len)
+            seq_len = len(keys)
+        for token in range(start, end):
+            kv_end = max(0, seq_len - (end - token) + 1) if is_causal else seq_len
+            if problem.top_k:
+                keys, values = _topk_rows(args, problem, token, kv_end)
+                kv_end = len(keys)
+            bias = args.bias[token, :, :kv_end] if args.bias is not None else None
+            out[token], lse[token] = _attend(
+                args, query[token], keys[:kv_end], values[:kv_end], bias
+            )
+    log_base = 1.0 if args.return_lse_base == "basee" else math.log(2)
+    return out.to(problem.out_dtype), lse / log_base
+
+
+def _decoded_query(args: MlaArgs, problem: MlaProblem) -> torch.Tensor:
+    """Return the query ``[tokens, heads, head_dim_qk]``, scaled."""
+    parts = [args.query] if args.query_rope is None else [args.query, args.query_rope]
+    rows = [part.reshape(problem.tokens, problem.heads, part.shape[-1]) for part in parts]
+    dtype = problem.variant.query_dtype
+    query = torch.cat([decoded(row.contiguous().view(torch.uint8), dtype) for row in rows], dim=-1)
+    if args.query_scales is not None:
+        query *= args.query_scales[:, None, None]
+    return query
+
+
+def _request_rows(
+    args: MlaArgs, problem: MlaProblem, index: int, seq_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values of the tokens of a request, up to the capacity of its table."""
+    tables = args.block_tables
+    if args.kv_indptr is not None:
+        start, end = (int(args.kv_indptr[index + i]) for i in range(2))
+        pages = tables[max(0, start) : max(0, end)].long()
+    else:
+        pages = (tables if tables.dim() == 2 else tables[:, 0])[index].long()
+    positions = torch.arange(min(seq_len, len(pages) * problem.variant.page_size))
+    columns = positions // problem.variant.page_size
+    slots = positions % problem.variant.page_size
+    keys = _rows(args, problem, pages[columns], slots)
+    if args.value_cache is None:
+        return keys, keys[:, : problem.variant.kv_lora_rank]
+    if tables.dim() == 3:
+        pages = tables[index, 1].long()
+    values = _rows(args._replace(kv_cache=args.value_cache), problem, pages[columns], slots)
+    return keys, values[:, : problem.variant.kv_lora_rank]
+
+
+def _topk_rows(
+    args: MlaArgs, problem: MlaProblem, token: int, topk_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values at a query token's valid top-k indices; duplicates count."""
+    if args.top_k_lens is not None:
+        topk_length = max(0, int(args.top_k_lens[token]))
+    indices = args.block_tables.reshape(problem.tokens, problem.top_k)[token, :topk_length].long()
+    page_size = problem.variant.page_size
+    indices = indices[(indices >= 0) & (indices < problem.num_pages * page_size)]
+    keys = _rows(args, problem, indices // page_size, indices % page_size)
+    return keys, keys[:, : problem.variant.kv_lora_rank]
+
+
+def _rows(
+    args: MlaArgs, problem: MlaProblem, pages: torch.Tensor, slots: torch.Tensor
+) -> torch.Tensor:
+    """Return tokens ``[n, head_dim_qk]`` of the cache; zeros for an invalid page."""
+    variant = problem.variant
+    rows = torch.zeros(len(pages), variant.kv_lora_rank + variant.qk_rope_head_dim)
+    is_valid = (pages >= 0) & (pages < problem.num_pages)
+    pages, slots = pages[is_valid], slots[is_valid]
+    latent = decoded(stored_rows(pages_of(args.kv_cache), pages, slots), variant.kv_dtype)
+    rope = latent[:, variant.kv_lora_rank :]
+    latent = latent[:, : variant.kv_lora_rank]
+    if args.rope_cache is not None:
+        stored = stored_rows(pages_of(args.rope_cache), pages, slots)
+        rope = decoded(stored, variant.kv_dtype)
+    if args.kv_scales is not None and variant.kv_dtype is DType.FP8_PER_TOKEN:
+        scales = args.kv_scales[pages, slots][:, None]
+        latent, rope = latent * scales, rope * scales
+    elif args.kv_scales is not None:
+        latent = scaled_groups(latent, args.kv_scales[pages, slots])
+        rope = rope * args.rope_scale
+    else:
+        latent, rope = latent * args.latent_scale, rope * args.rope_scale
+    rows[is_valid] = torch.cat([latent, rope], dim=1)
+    return rows
+
+
+def _attend(
+    args: MlaArgs,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention of one query token ``[heads, head_dim_qk]``, and its natural LSE."""
+    factor = float(args.bmm1_scale)
+    if args.scores_take_bmm2:
+        factor *= float(args.bmm2_scale)
+    scores = query @ keys.T * factor
+    is_masked = None
+    if bias is not None:
+        is_masked = (bias == -math.inf).expand_as(scores)
+        scores = torch.where(is_masked, -math.inf, scores + bias)  # a masked key may be NaN
+    is_fully_masked = (scores == -math.inf).all(dim=1)
+    weights, lse = softmax_with_sinks(scores, args.sinks)
+    out = _weighted(weights, values, is_masked) * float(args.bmm2_scale)
+    return torch.where(is_fully_masked[:, None], 0.0, out), lse
+
+
+def _weighted(
+    weights: torch.Tensor, values: torch.Tensor, is_masked: torch.Tensor | None
+) -> torch.Tensor:
+    """Return ``weights @ values``, without NaN or Inf from masked values."""
+    is_nonfinite = ~values.isfinite().all(dim=1)
+    if is_masked is None or not bool(is_nonfinite.any()):
+        return weights @ values
+    finite = torch.where(is_nonfinite[:, None], 0.0, values)
+    rest = weights[:, is_nonfinite, None] * values[is_nonfinite]
+    return weights @ finite + torch.where(is_masked[:, is_nonfinite, None], 0.0, rest).sum(dim=1)

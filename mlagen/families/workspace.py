@@ -1,0 +1,198 @@
+"""The ``workspace_buffer`` size of a call, for every kernel family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+
+from mlagen.families.common.arguments import (
+    DTYPES,
+    INT32_MAX,
+    reject,
+    require,
+    require_whole_number,
+    shown,
+)
+from mlagen.families.common.plan_sm80 import Sm80Plan
+from mlagen.families.gqa import launch_sm90 as gqa_sm90_launcher
+from mlagen.families.gqa.numbers import window_of
+from mlagen.families.gqa.plan_sm90 import GqaSm90Plan
+from mlagen.families.gqa.select import plan_gqa_call, plan_gqa_sm90_call
+from mlagen.families.mla.launch_sm90 import not_covered
+from mlagen.families.mla.plan_sm90 import MlaSm90Plan
+from mlagen.families.mla.select import plan_call, plan_mla_sm90_call
+from mlagen.families.mla.validate_query import QUERY_DTYPES
+from mlagen.settings import current_settings
+from mlagen.spec.dtype import DType
+from mlagen.spec.gqa.sm80 import GqaVariant
+from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
+
+_MLA_KV_DTYPES = {**QUERY_DTYPES, torch.uint8: DType.FP8_DS_MLA}
+_GQA_KV_DTYPES = {**QUERY_DTYPES, torch.int8: DType.INT8, torch.uint8: DType.NVFP4}
+
+
+def workspace_bytes(
+    *,
+    batch: int,
+    q_len: int,
+    heads: int,
+    max_seq_len: int,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+    kv_lora_rank: int = 512,
+    qk_rope_head_dim: int = 64,
+    page_size: int = 64,
+    sparse_mla_top_k: int = 0,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    window_left: int = -1,
+    tokens: int | None = None,
+    device: torch.device | int | str = 0,
+) -> int:
+    """Return the bytes of ``workspace_buffer`` that a decode call of this size needs.
+
+    A call uses the end of a larger buffer, at a multiple of 128 bytes from its base address. A
+    larger batch may need fewer bytes. No MLA call needs more than 513 KiB for each SM of the GPU.
+
+    Parameters
+    ----------
+    batch, q_len, heads, max_seq_len : int
+        As in the call; for ragged queries ``q_len`` is the maximum. For calls without a
+        ``max_seq_len`` (``xqa``, ``xqa_mla``, and runs without a plan) it is the width of the block
+        table times ``page_size``.
+    dtype : torch.dtype
+        Of the query.
+    kv_dtype : torch.dtype
+        Of the cache, as ``dtype`` if None; uint8 is fp8_ds_mla, and in grouped-query attention
+        NVFP4.
+    kv_lora_rank : int
+        As in the call, for multi-head latent attention.
+    qk_rope_head_dim : int
+        As in the call, for multi-head latent attention.
+    page_size : int
+        Of the cache.
+    sparse_mla_top_k : int
+        As in the call.
+    kv_heads, head_dim : int
+        With both, the call is grouped-query attention.
+    window_left : int
+        As in the call, for grouped-query attention.
+    tokens : int
+        The query tokens of all requests, for ragged queries.
+    device : torch.device, int or str
+        The GPU that runs the call.
+
+    Raises
+    ------
+    ArgumentError
+        If a number is out of range, or there is no such GPU.
+    UnsupportedError
+        If no kernel supports such a call.
+    """
+    batch = require_whole_number(batch, "batch")
+    max_seq_len = require_whole_number(max_seq_len, "max_seq_len")
+    q_len = require_whole_number(q_len, "q_len", min_value=1)
+    heads = require_whole_number(heads, "heads", min_value=1)
+    page_size = require_whole_number(page_size, "page_size", min_value=1)
+    top_k = require_whole_number(sparse_mla_top_k, "sparse_mla_top_k")
+    window = window_of(window_left, "window_left")
+    total = batch * q_len if tokens is None else require_whole_number(tokens, "tokens")
+    # The kernels count rows in 32 bits.
+    require(total * heads <= INT32_MAX, "tokens * heads", f"{INT32_MAX} or less", total * heads)
+    index = _gpu_index(device)
+    # Both tile choices of a ragged call: with its maximum query length, and without one.
+    lengths = {q_len} if tokens is None else {q_len, max(1, -(-total // max(1, batch)))}
+    plans: list[Sm80Plan | MlaSm90Plan | GqaSm90Plan] = []
+    if kv_heads is None and head_dim is None:
+        shared = MlaVariant(
+            query_dtype=_named(dtype, "dtype", QUERY_DTYPES),
+            kv_dtype=_named(dtype if kv_dtype is None else kv_dtype, "kv_dtype", _MLA_KV_DTYPES),
+            kv_lora_rank=require_whole_number(kv_lora_rank, "kv_lora_rank"),
+            qk_rope_head_dim=require_whole_number(qk_rope_head_dim, "qk_rope_head_dim"),
+            page_size=page_size,
+            lookup="sparse" if top_k else "paged",
+        )
+        separate = replace(shared, values="separate")  # may have another tile
+        is_known = any(row.covers(separate) for row in SUPPORTED)
+        for variant, length in product((shared, separate) if is_known else (shared,), lengths):
+            plans += _mla_plans(
+                device=index,
+                variant=variant,
+                batch=batch,
+                q_len=q_len if tokens is None else 0,
+                tile_q_len=length,
+                tokens=total,
+                heads=heads,
+                max_kv_len=top_k or max_seq_len,
+            )
+        if not plans:  # the settings force a kernel that does not support the call
+            raise not_covered(index, shared)
+    else:
+        kv_heads = require_whole_number(kv_heads, "kv_heads", min_value=1)
+        require(heads % kv_heads == 0, "heads", f"a multiple of {kv_heads} (kv_heads)", heads)
+        query_dtype = _named(dtype, "dtype", DTYPES)
+        gqa_variant = GqaVariant(
+            query_dtype=query_dtype,
+            kv_dtype=_named(dtype if kv_dtype is None else kv_dtype, "kv_dtype", _GQA_KV_DTYPES),
+            out_dtype=query_dtype,
+            head_dim=require_whole_number(head_dim, "head_dim", min_value=1),
+            page_size=page_size,
+        )
+        for length in lengths:
+            plans += _gqa_plans(
+                device=index,
+                variant=gqa_variant,
+                batch=batch,
+                q_len=length,
+                is_ragged=tokens is not None,
+                tokens=total,
+                heads=heads,
+                kv_heads=kv_heads,
+                window=window,
+                max_kv_len=max_seq_len,
+            )
+        if not plans:
+            raise gqa_sm90_launcher.not_covered(index, gqa_variant)
+    return max(plan.workspace_bytes for plan in plans)
+
+
+def _mla_plans(**call: Any) -> Iterator[Sm80Plan | MlaSm90Plan]:
+    """Yield the possible plans of a call, for the kernels that the settings allow."""
+    settings = current_settings()
+    if settings.mla_kernel != "sm80":
+        planned = plan_mla_sm90_call(**call, p_dtype_choice=settings.mla_p_dtype)
+        if planned is not None:
+            yield planned[1]
+    if settings.mla_kernel != "sm90":
+        yield plan_call(**call)[1]
+
+
+def _gqa_plans(**call: Any) -> Iterator[Sm80Plan | GqaSm90Plan]:
+    """Yield the same for a call of grouped-query attention."""
+    kernel = current_settings().gqa_kernel
+    if kernel != "sm80" and (planned := plan_gqa_sm90_call(**call)) is not None:
+        yield planned[1]
+    if kernel != "sm90":
+        yield plan_gqa_call(**call)[1]
+
+
+def _named(dtype: torch.dtype, argument: str, known: dict[torch.dtype, DType]) -> DType:
+    if not isinstance(dtype, torch.dtype) or dtype not in known:
+        reject(argument, " or ".join(map(str, known)), shown(dtype))
+    return known[dtype]
+
+
+def _gpu_index(device: torch.device | int | str) -> int:
+    if not isinstance(device, (torch.device, str)):
+        return require_whole_number(device, "device")
+    try:
+        known = torch.device(device)
+    except (RuntimeError, ValueError):
+        reject("device", "the index of a GPU or a torch.device", shown(device))
+    if known.type != "cuda":
+        reject("device", "a GPU: cuda", known)
+    return known.index or 0

@@ -1,0 +1,162 @@
+"""Dumps of calls, ``MLAGEN_DUMP``, for bug reports and ``mlagen replay``.
+
+The first call of each signature is dumped, and every call that raises. A dump is written before the
+call and again with its outcome: after a crash its last file names the call.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mlagen import __version__
+from mlagen.observe.document import CallDocument
+from mlagen.observe.dump_files import DumpFolder
+from mlagen.paths import reason_of
+from mlagen.runtime.device import device_facts, driver_version
+
+_logger = logging.getLogger("mlagen")
+
+FORMAT = 1
+
+# Limits of a process.
+MAX_CALLS = 256
+MAX_ERRORS = 256
+MAX_TENSOR_BYTES = 4 << 30  # of a call
+MAX_ALL_TENSOR_BYTES = 32 << 30
+
+# Largest JSON file that is written and read.
+MAX_JSON_BYTES = 4 << 20
+
+
+@dataclass(kw_only=True)
+class DumpedCall:
+    """A call to dump."""
+
+    entry: str
+    parts: Mapping[str, CallDocument | None]  # the call; for a wrapper, its construction and plan
+    is_captured: bool
+    gpu: int | None  # the index of the GPU of its tensors
+    name: str | None = None  # of the file, once there is one
+    document: dict[str, Any] = field(default_factory=dict)
+
+
+class Dumper:
+    """The dumps of this process."""
+
+    def __init__(self, folder: DumpFolder, *, has_tensors: bool) -> None:
+        self._folder = folder
+        self.has_tensors = has_tensors
+        self._signatures: set[Hashable] = set()
+        self._errors = 0
+        self._tensor_bytes = 0
+        self._has_warned = False
+
+    def begin(self, call: DumpedCall) -> None:
+        """Dump a call with a new signature, before it runs."""
+        signature = (call.entry, call.is_captured, *map(_signature_of, call.parts.values()))
+        if signature in self._signatures or len(self._signatures) >= MAX_CALLS:
+            return
+        self._signatures.add(signature)
+        if len(self._signatures) == MAX_CALLS:
+            self._warn_once(f"{MAX_CALLS} calls dumped, from now on only those that raise")
+        self._write(call)
+
+    def end(self, call: DumpedCall, *, served_by: list[str], error: BaseException | None) -> None:
+        """Add the outcome to the dump of a call; a call that raises gets one in any case."""
+        if call.name is None:
+            if error is None or self._errors >= MAX_ERRORS:
+                return
+            self._errors += 1
+            self._write(call)
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        call.document["outcome"] = {"served_by": served_by, "error": text}
+        self._write_json(call)
+
+    def warn_of(self, error: Exception) -> None:
+        """Warn, once in a process, that a call could not be dumped."""
+        where = f": {self._folder.path}" if isinstance(error, OSError) else ""
+        self._warn_once(f"expected calls that can be dumped, got {reason_of(error)}{where}")
+
+    def _write(self, call: DumpedCall) -> None:
+        name = self._folder.new_name(call.entry)
+        tensors: dict[str, torch.Tensor] = {}
+        left_out: list[str] = []
+        if self.has_tensors and not call.is_captured:
+            tensors, left_out = self._contents_of(call)
+        call.document = {
+            "mlagen_dump": FORMAT,
+            "entry": call.entry,
+            **_versions(call.gpu),
+            "gpu": None if call.gpu is None else vars(device_facts(call.gpu)),
+            "environment": _environment(),
+            "is_captured": call.is_captured,
+            **{part: None if of is None else of.data for part, of in call.parts.items()},
+            "tensors": f"{name}.pt" if tensors else None,
+            "left_out": left_out,
+            "outcome": None,
+        }
+        call.name = name
+        if tensors:
+            self._folder.write(f"{name}.pt", lambda file: torch.save(tensors, file))
+        self._write_json(call)
+
+    def _write_json(self, call: DumpedCall) -> None:
+        content = json.dumps(call.document, allow_nan=False).encode()
+        if len(content) > MAX_JSON_BYTES:
+            raise ValueError(f"{len(content)} bytes of metadata")
+        self._folder.write(f"{call.name}.json", lambda file: file.write(content))
+
+    def _contents_of(self, call: DumpedCall) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """Return the bytes of the tensors by part and name, and the names of those left out."""
+        contents, left_out, total = {}, [], 0
+        for part, described in call.parts.items():
+            for name, tensor in ({} if described is None else described.tensors).items():
+                size = tensor.numel() * tensor.element_size()
+                is_above = total + size > MAX_TENSOR_BYTES
+                if is_above or self._tensor_bytes + size > MAX_ALL_TENSOR_BYTES:
+                    left_out.append(f"{part}:{name}")
+                    continue
+                total += size
+                self._tensor_bytes += size
+                contents[f"{part}:{name}"] = bytes_of(tensor)
+        return contents, left_out
+
+    def _warn_once(self, text: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _logger.warning("MLAGEN_DUMP: %s", text)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor's elements on the CPU, in order, as uint8."""
+    with torch.no_grad():
+        flat = tensor.detach().contiguous().flatten()
+        return flat.view(torch.uint8).to("cpu", copy=True)
+
+
+def _signature_of(part: CallDocument | None) -> Hashable:
+    return None if part is None else part.signature()
+
+
+def _versions(gpu: int | None) -> dict[str, str | None]:
+    return {
+        "mlagen": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        # A process without a GPU call keeps its driver uninitialized, and may fork.
+        "driver": None if gpu is None else driver_version(),
+    }
+
+
+def _environment() -> dict[str, str]:
+    names = sorted(name for name in os.environ if name.startswith("MLAGEN_"))
+    return {name: os.environ[name] for name in names}

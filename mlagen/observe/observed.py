@@ -1,0 +1,222 @@
+"""Entry points with a log and dumps of their calls: ``MLAGEN_LOG=api`` and ``MLAGEN_DUMP``.
+
+An entry point is wrapped at its import if a variable requests it, and is itself otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar, cast
+
+import torch
+
+from mlagen.errors import MlagenError
+from mlagen.observe.document import MAX_DEPTH, CallDocument, describe_call, parts_of
+from mlagen.observe.dump import DumpedCall, Dumper
+from mlagen.observe.dump_files import DumpFolder
+from mlagen.observe.log import log_call
+from mlagen.runtime.capture import is_capturing
+from mlagen.runtime.launch_record import record_launches
+from mlagen.settings import current_settings, observes_calls
+from mlagen.spec.kernel import KernelSpec
+from mlagen.torch_ops.traced import is_compiling, is_traced
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+CPU_BACKEND = "CPU backend"
+NO_KERNEL = "no kernel"
+
+# Methods that set what the runs of a wrapper depend on, with their part of a dump.
+_SETUP = {"__init__": "init", "plan": "plan"}
+METHODS = (*_SETUP, "run")
+
+_logger = logging.getLogger("mlagen")
+
+_setups: weakref.WeakKeyDictionary[object, dict[str, CallDocument]] = weakref.WeakKeyDictionary()
+
+
+def observable(entry: FunctionT) -> FunctionT:
+    """Return an entry point or wrapper, with the log and dumps that the environment requests."""
+    if not observes_calls(os.environ):
+        return entry
+    if isinstance(entry, type):
+        for name in METHODS:
+            setattr(entry, name, observed(getattr(entry, name)))
+        return entry
+    return observed(entry)
+
+
+def observed(function: FunctionT) -> FunctionT:
+    """Return a function that logs and dumps its calls, except those that a compiler traces."""
+
+    # A compiler reads what it closes over, and knows functions only.
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling() or is_traced():
+            return function(*args, **kwargs)
+        return _observe(function, args, kwargs)
+
+    return cast("FunctionT", call)
+
+
+def _observe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    signature = _signature_of(function)
+    try:
+        arguments = dict(signature.bind(*args, **kwargs).arguments)
+    except TypeError:
+        return function(*args, **kwargs)  # raises it under the function's own name
+    observation = _begin(function.__name__, arguments, signature)
+    with record_launches() as launched:
+        try:
+            result = function(*args, **kwargs)
+        except Exception as error:
+            _end(observation, launched, error=error)
+            raise
+    _end(observation, launched, result=result)
+    return result
+
+
+_signature_of = functools.cache(inspect.signature)
+
+
+@functools.cache
+def dumper() -> Dumper | None:
+    """Return the dumps of this process, if the settings have any."""
+    settings = current_settings()
+    if settings.dump is None:
+        return None
+    return Dumper(DumpFolder(settings.dump), has_tensors=settings.dumps_tensors)
+
+
+def _begin(
+    name: str, arguments: dict[str, object], signature: inspect.Signature
+) -> _Observation | None:
+    try:
+        return _Observation(name, arguments, signature)
+    except MlagenError:  # of the settings; the call raises it
+        return None
+    except Exception as error:  # noqa: BLE001 - the call must not fail
+        _warn_of(error)
+        return None
+
+
+def _end(
+    observation: _Observation | None,
+    launched: list[KernelSpec],
+    *,
+    result: object = None,
+    error: Exception | None = None,
+) -> None:
+    if observation is None:
+        return
+    try:
+        observation.end(list(map(str, launched)), result=result, error=error)
+    except Exception as problem:  # noqa: BLE001 - likewise
+        _warn_of(problem)
+
+
+@functools.cache
+def _warn_of_kind(kind: str, text: str) -> None:
+    _logger.warning("MLAGEN_LOG: expected a call that can be logged, got %s: %s", kind, text)
+
+
+def _warn_of(error: Exception) -> None:
+    _warn_of_kind(type(error).__name__, str(error)[:200])
+
+
+class _Observation:
+    """One call, from its arguments to its outcome; a failing dump is a warning."""
+
+    def __init__(
+        self, name: str, arguments: dict[str, object], signature: inspect.Signature
+    ) -> None:
+        owner = arguments.pop("self", None)
+        self._name = name
+        self._entry = name if owner is None else f"{type(owner).__name__}.{name}"
+        self._arguments = {
+            key: value
+            for key, value in arguments.items()
+            if not _equals(value, signature.parameters[key].default)
+        }
+        self._devices = {tensor.device for tensor in _tensors_in(self._arguments.values())}
+        self._is_captured = any(map(is_capturing, self._devices))
+        self._owner = owner
+        self._described: CallDocument | None = None
+        self._dumped: DumpedCall | None = None
+        self._dumper = dumper()
+        if self._dumper is not None:
+            try:
+                self._begin_dump(self._dumper)
+            except Exception as error:  # noqa: BLE001 - a dump must not fail the call
+                self._dumper.warn_of(error)
+
+    def end(
+        self, kernels: list[str], *, result: object = None, error: Exception | None = None
+    ) -> None:
+        """Complete the dump of the call, and log it."""
+        if not kernels and error is None and self._name not in _SETUP:
+            is_on_cpu = {device.type for device in self._devices} == {"cpu"}
+            kernels = [CPU_BACKEND if is_on_cpu else NO_KERNEL]
+        if self._dumper is not None and self._dumped is not None:
+            try:
+                self._dumper.end(self._dumped, served_by=kernels, error=error)
+                if error is None:
+                    self._keep_setup(self._dumper)
+            except Exception as problem:  # noqa: BLE001 - likewise
+                self._dumper.warn_of(problem)
+        if current_settings().log == "api":
+            log_call(
+                self._entry,
+                self._arguments,
+                result=result,
+                kernels=kernels,
+                error=error,
+                is_captured=self._is_captured,
+            )
+
+    def _begin_dump(self, to: Dumper) -> None:
+        self._described = describe_call(self._arguments)
+        parts: dict[str, CallDocument | None] = {"call": self._described}
+        if self._owner is not None and self._name != "__init__":
+            setup = _setups.get(self._owner, {})
+            parts["init"] = setup.get("init")
+            parts["plan"] = setup.get("plan") if self._name == "run" else None
+        gpus = [device.index for device in self._devices if device.type == "cuda"]
+        self._dumped = DumpedCall(
+            entry=self._entry,
+            parts=parts,
+            is_captured=self._is_captured,
+            gpu=gpus[0] if gpus else None,
+        )
+        to.begin(self._dumped)
+
+    def _keep_setup(self, to: Dumper) -> None:
+        """Keep the arguments of a wrapper's construction or plan for the dumps of its runs."""
+        part = _SETUP.get(self._name)
+        if part is None or self._owner is None or self._described is None:
+            return
+        tensors: dict[str, torch.Tensor] = {}
+        if to.has_tensors and not self._is_captured:  # the caller may overwrite them
+            tensors = {name: tensor.clone() for name, tensor in self._described.tensors.items()}
+        _setups.setdefault(self._owner, {})[part] = CallDocument(self._described.data, tensors)
+
+
+def _equals(value: object, default: object) -> bool:
+    if value is default:
+        return True
+    return isinstance(default, (bool, int, float, str)) and (
+        value.__class__ is default.__class__ and value == default
+    )
+
+
+def _tensors_in(values: Iterable[object], depth: int = 0) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif (parts := parts_of(value)) and depth < MAX_DEPTH:
+            yield from _tensors_in((part for _, part in parts), depth + 1)

@@ -1,0 +1,252 @@
+"""Spec of the sm90 GQA decode kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import ClassVar
+
+from mlagen.spec.arch import Arch
+from mlagen.spec.dtype import DType
+from mlagen.spec.gqa.sm80 import HEAD_DIMS, PAGE_SIZES, SUPPORTED, GqaSpec, GqaVariant
+from mlagen.spec.kernel import (
+    CallShape,
+    Parameter,
+    float32,
+    int32,
+    int64,
+    pointer,
+    tensor_map,
+)
+
+# BLOCK_M of the tiles, largest first. A call uses the smallest tile that holds the rows of a
+# sequence and KV head, or else the largest whose accumulators fit the registers.
+BLOCK_MS = (32, 16, 8)
+_MAX_ACCUMULATORS = 32 * 128
+
+_CONSUMER_WARPS = 8
+_STEP_TOKENS = 16  # per warp
+# A converted KV cache costs twice the work per byte, so a warp keeps two steps in flight where
+# registers allow it.
+_MAX_TWO_STEP_ACCUMULATORS = 8 * 128  # rows times dims
+_MIN_BOX_TOKENS = 16
+_MAX_REGISTER_QUERY = 16 * 128  # rows times dims of Q that fit registers beside the accumulators
+_LINE_BYTES = 128  # width of the shared-memory swizzle
+_TOKEN_BYTES = 256  # max bytes per token that a CTA reads of several KV heads; more is no faster
+# By the bytes of a row. CTAs that read neighbouring heads drift apart by up to a ring, and the
+# further they drift, the lower the memory bandwidth; the bytes in flight must cover the latency.
+_RING_BYTES = {64: 64 * 1024, 128: 96 * 1024, 256: 128 * 1024, 512: 192 * 1024}
+_WIDEST_RING_BYTES = {128: 80 * 1024}  # of the largest tiles, so that they combine in one pass
+_QUERY_BYTES = 2  # per element
+_VALUE_BYTES = 4  # per element of a warp's partial output
+_COMBINED_ROW_BYTES = 24  # per partial row besides values: padding of kCombinePitch, and a RowState
+_OTHER_SHARED_BYTES = 1280  # of the other members in kernels/gqa_sm90/shared_memory.cuh
+
+
+@dataclass(frozen=True, kw_only=True)
+class GqaSm90Spec(GqaSpec):
+    """Everything that determines the cubin of an sm90 GQA decode kernel."""
+
+    family: ClassVar[str] = "gqa_sm90"
+    symbol: ClassVar[str] = "gqa_sm90"
+    template: ClassVar[str] = "kernels/gqa_sm90/kernel.cu.j2"
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        tensor_map("key_map"),
+        tensor_map("value_map"),
+        pointer("query", "const u16"),
+        pointer("value_cache", "const unsigned char"),
+        pointer("block_tables", "const int"),
+        pointer("seq_lens", "const int"),
+        pointer("cu_seqlens_q", "const int"),
+        pointer("draft_mask", "const u32"),
+        pointer("bmm1_scale_tensor", "const float"),
+        pointer("bmm2_scale_tensor", "const float"),
+        pointer("sinks", "const float"),
+        pointer("out", "unsigned char"),
+        pointer("partial_out", "float"),
+        pointer("partial_states", "unsigned char"),
+        pointer("semaphores", "u32"),
+        int64("query_stride"),
+        int64("query_head_stride"),
+        int64("value_page_stride"),
+        int64("value_token_stride"),
+        int64("value_head_stride"),
+        int32("tokens"),
+        int32("num_seqs"),
+        int32("kv_heads"),
+        int32("group_size"),
+        int32("q_len"),
+        int32("row_tiles"),
+        int32("num_tiles"),
+        int32("num_cta_groups"),
+        int32("cta_group_size"),
+        int32("mask_words"),
+        int32("window"),
+        int32("max_pages"),
+        int32("max_tokens"),
+        int32("block_tables_stride"),
+        int32("num_pages"),
+        int32("scores_take_bmm2"),
+        float32("bmm1_scale"),
+        float32("bmm2_scale"),
+        float32("score_factor"),
+        float32("output_factor"),
+    )
+
+    block_m: int
+    heads_per_cta: int = 1  # KV heads that a CTA processes at a time
+
+    @property
+    def element(self) -> DType:
+        """Element type of the MMA; fp16 represents every e4m3 exactly."""
+        return DType.FP16 if self.decodes_kv else self.variant.kv_dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a cached token of one KV head."""
+        return self.variant.kv_dtype.row_bytes(self.variant.head_dim)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a cached token of all KV heads of a CTA."""
+        return self.row_bytes * self.heads_per_cta
+
+    @property
+    def max_heads(self) -> int:
+        """Max KV heads per CTA, for calls with a multiple of them.
+
+        More than one only with the smallest tile, which fills a single MMA.
+        """
+        is_smallest = self.block_m == min(BLOCK_MS)
+        return max(1, _TOKEN_BYTES // self.row_bytes) if is_smallest else 1
+
+    @property
+    def line_bytes(self) -> int:
+        """Contiguous bytes of a token in shared memory."""
+        return min(self.row_bytes, _LINE_BYTES)
+
+    @property
+    def block_n(self) -> int:
+        """KV tokens per CTA and step."""
+        is_light = self.block_m * self.variant.head_dim <= _MAX_TWO_STEP_ACCUMULATORS
+        steps = 2 if self.decodes_kv and is_light else 1
+        return _CONSUMER_WARPS // self.heads_per_cta * steps * _STEP_TOKENS
+
+    @property
+    def box_tokens(self) -> int:
+        """Tokens per TMA box, all of one page."""
+        return math.gcd(self.variant.page_size, self.block_n)
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages: K or V tiles that fit in the ring."""
+        return self._ring_bytes // (self.block_n * self.token_bytes)
+
+    @property
+    def _ring_bytes(self) -> int:
+        is_widest = self.block_m * self.variant.head_dim == _MAX_ACCUMULATORS
+        known = _RING_BYTES | (_WIDEST_RING_BYTES if is_widest else {})
+        return known[self.row_bytes]
+
+    @property
+    def keeps_query(self) -> bool:
+        """Whether Q stays in registers beside the accumulators, not in shared memory."""
+        return self.block_m * self.variant.head_dim <= _MAX_REGISTER_QUERY
+
+    @property
+    def combine_rows(self) -> int:
+        """Rows that the epilogue combines per pass."""
+        return self._combine_tile[0]
+
+    @property
+    def combine_dims(self) -> int:
+        """Output dims that the epilogue combines per pass."""
+        return self._combine_tile[1]
+
+    @property
+    def _combine_tile(self) -> tuple[int, int]:
+        head_dim, min_rows = self.variant.head_dim, min(BLOCK_MS)
+        query_bytes = 0 if self.keeps_query else self.block_m * head_dim * _QUERY_BYTES
+        capacity = self.shared_bytes - self._ring_bytes - query_bytes - _OTHER_SHARED_BYTES
+        whole_rows = [(rows, head_dim) for rows in BLOCK_MS if rows <= self.block_m]
+        parts = [(min_rows, head_dim // count) for count in (2, 4)]
+        return next(
+            (rows, dims)
+            for rows, dims in (*whole_rows, *parts)
+            if _CONSUMER_WARPS * rows * (dims * _VALUE_BYTES + _COMBINED_ROW_BYTES) <= capacity
+        )
+
+    @property
+    def consumer_warps(self) -> int:
+        """Warps that execute MMAs."""
+        return _CONSUMER_WARPS
+
+    @property
+    def threads(self) -> int:
+        """Threads per CTA."""
+        return (_CONSUMER_WARPS + 4) * 32
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory per CTA: the architecture's limit."""
+        return self.arch.shared_bytes
+
+    @property
+    def uses_semaphores(self) -> bool:
+        """True: CTAs that share a work tile count arrivals; no CTA waits for another."""
+        return True
+
+    def serves(self, call: CallShape) -> bool:
+        """Whether the call uses this tile and these heads per CTA of the variant."""
+        if call.kv_heads is None:
+            return True
+        rows = call.heads // call.kv_heads * call.q_len
+        is_tile = self.block_m == block_m_for(self.variant.head_dim, rows)
+        return is_tile and self.heads_per_cta in (1, math.gcd(call.kv_heads, self.max_heads))
+
+
+def block_m_for(head_dim: int, rows: int) -> int:
+    """Return the BLOCK_M for ``rows`` query rows per sequence and KV head."""
+    known = [tile for tile in BLOCK_MS if tile * head_dim <= _MAX_ACCUMULATORS]
+    return min((tile for tile in known if rows <= tile), default=known[0])
+
+
+def gqa_sm90_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaSm90Spec | None:
+    """Return the sm90 kernel for ``rows`` query rows per KV head, or None if unsupported.
+
+    Its CTAs process one KV head each.
+    """
+    is_covered = (
+        arch.has_wgmma
+        and variant.kv_dtype in (variant.query_dtype, DType.E4M3)
+        and variant.head_dim in HEAD_DIMS
+        and variant.page_size % _MIN_BOX_TOKENS == 0
+    )
+    if not is_covered:
+        return None
+    block_m = block_m_for(variant.head_dim, rows)
+    return GqaSm90Spec(arch=arch, variant=variant, block_m=block_m)
+
+
+def with_all_heads(spec: GqaSm90Spec) -> list[GqaSm90Spec]:
+    """Return the kernels for every number of KV heads per CTA, including ``spec``."""
+    known = range(1, spec.max_heads + 1)
+    return [replace(spec, heads_per_cta=heads) for heads in known if spec.max_heads % heads == 0]
+
+
+def gqa_sm90_specs(arch: Arch) -> Iterator[GqaSm90Spec]:
+    """Yield every sm90 GQA kernel that prewarming covers for ``arch``, each once."""
+    for row, head_dim, page_size in product(SUPPORTED, HEAD_DIMS, PAGE_SIZES):
+        for out_dtype in row.out_dtypes:
+            variant = GqaVariant(
+                query_dtype=row.query_dtype,
+                kv_dtype=row.kv_dtype,
+                out_dtype=out_dtype,
+                head_dim=head_dim,
+                page_size=page_size,
+            )
+            found = [gqa_sm90_spec(arch, variant, rows) for rows in BLOCK_MS]
+            for spec in dict.fromkeys(spec for spec in found if spec is not None):
+                yield from with_all_heads(spec)

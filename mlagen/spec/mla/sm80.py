@@ -1,0 +1,245 @@
+"""Spec of the sm80 MLA decode kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from mlagen.spec.arch import Arch
+from mlagen.spec.dtype import DType
+from mlagen.spec.kernel import (
+    CallShape,
+    KernelSpec,
+    Parameter,
+    float32,
+    int32,
+    int64,
+    pointer,
+)
+from mlagen.spec.mla.variant import SUPPORTED, MlaVariant, output_dtype, require_supported
+
+
+class MlaTile(NamedTuple):
+    """CTA tile and warp layout; docs/explanation/mla-sm80-kernel.md explains the choice."""
+
+    block_m: int
+    block_n: int
+    stages: int
+    row_warps: int
+    token_warps: int
+    dim_warps: int
+    ctas_per_sm: int
+
+
+# Largest BLOCK_M first. A call uses the smallest tile that holds the rows of a sequence, or else
+# the largest that fits the architecture's shared memory.
+TILES = (
+    #    rows tokens stages row_warps token_warps dim_warps ctas_per_sm
+    MlaTile(64, 64, 2, 2, 4, 2, 1),
+    MlaTile(32, 64, 2, 2, 4, 2, 1),
+    MlaTile(32, 32, 3, 2, 2, 1, 1),
+    MlaTile(32, 32, 3, 2, 4, 1, 1),
+    MlaTile(16, 32, 2, 1, 4, 1, 2),
+    MlaTile(16, 32, 3, 1, 4, 1, 1),
+    MlaTile(16, 32, 2, 1, 4, 1, 1),
+)
+
+
+_WORK_BYTES = 64  # of the struct in kernels/mla_sm80/work_tile.cuh
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaSm80Spec(KernelSpec):
+    """Everything that determines the cubin of an sm80 MLA decode kernel."""
+
+    family: ClassVar[str] = "mla_sm80"
+    symbol: ClassVar[str] = "mla_sm80"
+    template: ClassVar[str] = "kernels/mla_sm80/kernel.cu.j2"
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        pointer("query", "const unsigned char"),
+        pointer("query_rope", "const unsigned char"),
+        pointer("query_scales", "const float"),
+        pointer("cache", "const unsigned char"),
+        pointer("rope_cache", "const unsigned char"),
+        pointer("value_cache", "const unsigned char"),
+        pointer("kv_scales", "const float"),
+        pointer("block_tables", "const int"),
+        pointer("value_tables", "const int"),
+        pointer("kv_indptr", "const int"),
+        pointer("seq_lens", "const int"),
+        pointer("cu_seqlens_q", "const int"),
+        pointer("topk_length", "const int"),
+        pointer("bias", "const float"),
+        pointer("bmm1_scale_tensor", "const float"),
+        pointer("bmm2_scale_tensor", "const float"),
+        pointer("sinks", "const float"),
+        pointer("out", "u16"),
+        pointer("lse", "float"),
+        pointer("partial_out", "float"),
+        pointer("partial_lse", "float"),
+        int64("query_stride"),
+        int64("query_head_stride"),
+        int64("query_rope_stride"),
+        int64("query_rope_head_stride"),
+        int64("page_stride"),
+        int64("token_stride"),
+        int64("rope_page_stride"),
+        int64("rope_token_stride"),
+        int64("scale_page_stride"),
+        int64("scale_token_stride"),
+        int64("bias_stride"),
+        int64("bias_head_stride"),
+        int64("total_rows"),
+        int32("num_seqs"),
+        int32("heads"),
+        int32("q_len"),
+        int32("max_pages"),
+        int32("block_tables_stride"),
+        int32("num_pages"),
+        int32("row_tiles"),
+        int32("num_splits"),
+        int32("topk"),
+        int32("is_causal"),
+        int32("scores_take_bmm2"),
+        float32("bmm1_scale"),
+        float32("bmm2_scale"),
+        float32("latent_scale"),
+        float32("rope_scale"),
+        float32("lse_factor"),
+    )
+
+    variant: MlaVariant
+    tile: MlaTile
+
+    @property
+    def math_dtype(self) -> DType:
+        """Element type of the MMA; bf16 and fp16 both represent e4m3 exactly."""
+        query = self.variant.query_dtype
+        if query.is_16bit:
+            return query
+        return DType.FP16 if query is DType.E4M3 else DType.BF16
+
+    @property
+    def decodes_kv(self) -> bool:
+        """Whether KV tokens are copied to shared memory as stored and converted there."""
+        return not self.variant.kv_dtype.is_16bit
+
+    @property
+    def decodes_query(self) -> bool:
+        """Whether the query is converted on its way to shared memory."""
+        return not self.variant.query_dtype.is_16bit
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether every query token has top-k indices."""
+        return self.variant.lookup == "sparse"
+
+    @property
+    def has_separate_values(self) -> bool:
+        """Whether V has a cache of its own."""
+        return self.variant.values == "separate"
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether an additive bias is applied to the scores."""
+        return self.variant.mask == "bias"
+
+    @property
+    def out_dtype(self) -> DType:
+        """Element type of the output: bf16 for an FP8 query."""
+        return output_dtype(self.variant.query_dtype)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of a cached token."""
+        return self.variant.kv_dtype.row_bytes(self.head_dim_qk)
+
+    @property
+    def stage_row_bytes(self) -> int:
+        """Bytes of a token in a stage: 16 more if its scales come from another tensor."""
+        kv, query = self.variant.kv_dtype, self.variant.query_dtype
+        has_outer_scales = kv is DType.FP8_PER_TOKEN or (
+            kv is DType.E4M3 and query is not DType.E4M3
+        )
+        return self.stored_bytes + (16 if has_outer_scales else 0)
+
+    @property
+    def head_dim_qk(self) -> int:
+        """Elements of a query row and of a cached token."""
+        return self.variant.kv_lora_rank + self.variant.qk_rope_head_dim
+
+    @property
+    def head_dim_vo(self) -> int:
+        """Elements of an output row: the latent part of a cached token."""
+        return self.variant.kv_lora_rank
+
+    @property
+    def threads(self) -> int:
+        """Threads per CTA."""
+        return self.tile.row_warps * self.tile.token_warps * 32
+
+    def serves(self, call: CallShape) -> bool:
+        """Whether the call uses this tile of the variant."""
+        rows = call.heads if self.is_sparse else call.heads * call.q_len
+        return self == mla_sm80_spec(self.arch, self.variant, rows)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory per CTA, laid out by kernels/mla_sm80/shared_memory.cuh."""
+        rows, tokens, stages = self.tile[:3]
+        tile_bytes = (rows * self.head_dim_qk + rows * tokens) * 2
+        tile_bytes += stages * tokens * self.stage_row_bytes
+        if self.decodes_kv:
+            tile_bytes += tokens * self.head_dim_qk * 2
+        words = rows * (self.tile.token_warps + 3) + tokens
+        return tile_bytes + words * 4 + _WORK_BYTES
+
+
+def mla_sm80_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm80Spec:
+    """Return the kernel for ``rows`` query rows per sequence (heads times query tokens).
+
+    Raises
+    ------
+    UnsupportedError
+        If no row of :data:`SUPPORTED` covers the variant; the message lists the nearest.
+    """
+    require_supported(variant)
+    chosen = None
+    for tile in TILES:
+        spec = MlaSm80Spec(arch=arch, variant=variant, tile=tile)
+        if not _is_valid(spec) or (chosen is not None and chosen.tile.block_m == tile.block_m):
+            continue
+        if chosen is None or rows <= tile.block_m:
+            chosen = spec
+    assert chosen is not None, f"no tile fits {arch}"
+    return chosen
+
+
+def mla_sm80_specs(arch: Arch) -> Iterator[MlaSm80Spec]:
+    """Yield every sm80 MLA kernel that ``arch`` supports, each once."""
+    for row in SUPPORTED:
+        for variant in row.variants():
+            specs = {mla_sm80_spec(arch, variant, tile.block_m): None for tile in TILES}
+            yield from specs
+
+
+def _is_valid(spec: MlaSm80Spec) -> bool:
+    tile = spec.tile
+    has_extras = spec.is_sparse or spec.has_bias or spec.has_separate_values
+    # Tiles of 64 rows have registers for the plain main loop only.
+    scales_kv = spec.decodes_kv and not spec.decodes_query
+    if (has_extras or scales_kv) and tile.block_m > 32:
+        return False
+    if (has_extras or spec.decodes_kv) and (tile.block_m, spec.threads) == (32, 128):
+        return False
+    # A separate V would overwrite the stage through which warps exchange partial scores.
+    if spec.has_separate_values and tile.dim_warps > 1:
+        return False
+    # Warps exchange partial scores through the part of a stage that one round of copies fills.
+    round_bytes = spec.threads // 8 * spec.stage_row_bytes
+    if tile.dim_warps > 1 and tile.block_m * tile.block_n * 4 > round_bytes:
+        return False
+    if spec.head_dim_vo // (spec.threads // 32) % 16:
+        return False
+    return spec.arch.fits(spec.shared_bytes, tile.ctas_per_sm)

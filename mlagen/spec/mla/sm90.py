@@ -1,0 +1,267 @@
+"""Spec of the sm90 MLA decode kernels in bf16 and fp16, and the base of all sm90 MLA specs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+from mlagen.spec.arch import Arch
+from mlagen.spec.dtype import DType
+from mlagen.spec.kernel import (
+    CallShape,
+    KernelSpec,
+    Parameter,
+    float32,
+    int32,
+    int64,
+    pointer,
+    tensor_map,
+)
+from mlagen.spec.mla.variant import PLAIN, SUPPORTED, MlaVariant
+
+SpecT = TypeVar("SpecT")
+
+# BLOCK_M of the tiles, largest first. A call uses the smallest tile that holds the rows of a
+# sequence, or else the largest.
+BLOCK_MS = (64, 32, 16)
+
+# Device memory beside a workspace: one semaphore per SM; then the cached scheduler metadata, which
+# is the schedule id, the sequence lengths and the initial work of each CTA.
+SEMAPHORE_BYTES = 1024
+CACHED_SEQ_LENS = 510
+SCHED_META_BYTES = 128
+SCHED_META_OFFSET = SEMAPHORE_BYTES + (2 + CACHED_SEQ_LENS) * 4
+
+_MAX_SWAP_AB_ROWS = 32
+_BLOCK_N = 64
+_MIN_BOX_TOKENS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaSm90Spec(KernelSpec):
+    """Everything that determines the cubin of an sm90 MLA decode kernel."""
+
+    family: ClassVar[str] = "mla_sm90"
+    symbol: ClassVar[str] = "mla_sm90"
+    template: ClassVar[str] = "kernels/mla_sm90/kernel.cu.j2"
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        tensor_map("latent_map"),
+        tensor_map("rope_map"),
+        tensor_map("kv_map"),
+        pointer("query", "const unsigned char"),
+        pointer("query_rope", "const unsigned char"),
+        pointer("cache", "const unsigned char"),
+        pointer("block_tables", "const int"),
+        pointer("kv_indptr", "const int"),
+        pointer("seq_lens", "const int"),
+        pointer("cu_seqlens_q", "const int"),
+        pointer("bmm1_scale_tensor", "const float"),
+        pointer("bmm2_scale_tensor", "const float"),
+        pointer("sinks", "const float"),
+        pointer("out", "u16"),
+        pointer("lse", "float"),
+        pointer("partial_out", "unsigned char"),
+        pointer("partial_states", "unsigned char"),
+        pointer("semaphores", "u32"),
+        int64("query_stride"),
+        int64("query_head_stride"),
+        int64("query_rope_stride"),
+        int64("query_rope_head_stride"),
+        int64("page_stride"),
+        int64("token_stride"),
+        int64("total_rows"),
+        int32("num_seqs"),
+        int32("heads"),
+        int32("q_len"),
+        int32("max_pages"),
+        int32("block_tables_stride"),
+        int32("num_pages"),
+        int32("num_cta_groups"),
+        int32("cta_group_size"),
+        int32("separate_rope"),
+        int32("is_causal"),
+        int32("scores_take_bmm2"),
+        int32("schedule_id"),
+        float32("bmm1_scale"),
+        float32("bmm2_scale"),
+        float32("lse_factor"),
+    )
+
+    # (BLOCK_M, KV blocks per SM): calls with more rows use the smaller tile while the KV blocks of
+    # all its tiles do not exceed the limit.
+    smaller_tiles: ClassVar[tuple[tuple[int, int], ...]] = ((16, 2),)
+
+    variant: MlaVariant
+    block_m: int
+
+    @property
+    def small_calls(self) -> tuple[tuple[int, int], ...]:
+        """(max rows per sequence, max KV blocks) of calls that the sm80 kernel runs faster.
+
+        KV blocks of all sequences count once per tile of 16 rows.
+        """
+        return (16, 256), (32, 128)
+
+    @property
+    def swap_ab(self) -> bool:
+        """Whether the MMAs swap A and B: KV tokens are the M dimension."""
+        return self.block_m <= _MAX_SWAP_AB_ROWS
+
+    @property
+    def head_dim_qk(self) -> int:
+        """Elements of a query row and of a cached token."""
+        return self.variant.kv_lora_rank + self.variant.qk_rope_head_dim
+
+    @property
+    def head_dim_vo(self) -> int:
+        """Elements of an output row: the latent part of a cached token."""
+        return self.variant.kv_lora_rank
+
+    @property
+    def math_dtype(self) -> DType:
+        """Element type of the MMA."""
+        return self.variant.query_dtype
+
+    @property
+    def p_dtype(self) -> DType:
+        """Element type of P in the PV GEMM."""
+        return self.math_dtype
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether every query token has top-k indices."""
+        return self.variant.lookup == "sparse"
+
+    @property
+    def producer_warps(self) -> int:
+        """Warps of the producer warpgroup."""
+        return 4
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers per consumer thread without swap-AB."""
+        return 224
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers per producer thread without swap-AB."""
+        return 3 * 168 - 2 * self.consumer_registers
+
+    @property
+    def box_tokens(self) -> int:
+        """Tokens per TMA box, all of one page."""
+        return math.gcd(self.variant.page_size, _BLOCK_N)
+
+    @property
+    def consumer_warps(self) -> int:
+        """Warps of the consumer warpgroups."""
+        return 4 if self.swap_ab else 8
+
+    @property
+    def copies_tile_groups(self) -> bool:
+        """Whether one TMA copy loads a third of a KV block's tiles; the last includes rope."""
+        return self.swap_ab
+
+    @property
+    def threads(self) -> int:
+        """Threads per CTA."""
+        return (self.consumer_warps + self.producer_warps) * 32
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory per CTA: the architecture's limit."""
+        return self.arch.shared_bytes
+
+    @property
+    def semaphore_bytes(self) -> int:
+        """Bytes of a workspace's semaphores; the cached scheduler metadata follows them."""
+        return SEMAPHORE_BYTES
+
+    @property
+    def cached_seq_lens(self) -> int:
+        """Max sequence lengths in the cached scheduler metadata."""
+        return CACHED_SEQ_LENS
+
+    @property
+    def sched_meta_bytes(self) -> int:
+        """Bytes of the cached scheduler metadata of one CTA."""
+        return SCHED_META_BYTES
+
+    @property
+    def is_cooperative(self) -> bool:
+        """True: a CTA waits for the splits of its work tile that other CTAs compute."""
+        return True
+
+    def serves(self, call: CallShape) -> bool:
+        """Whether the call may use this tile of the variant."""
+        return self.block_m in self.tiles_of(call.heads * call.q_len)
+
+    def tiles_of(self, rows: int) -> tuple[int, ...]:
+        """Return the BLOCK_M of every tile for ``rows`` query rows per sequence."""
+        default = block_m_for(rows)
+        return (*(tile for tile, _ in self.smaller_tiles if tile < default), default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaSm90Fp8Base(MlaSm90Spec):
+    """Base spec of the FP8 families, whose QK GEMM and softmax have a warpgroup of their own."""
+
+    smaller_tiles: ClassVar[tuple[tuple[int, int], ...]] = ((16, 3), (32, 6))
+
+    @property
+    def consumer_warps(self) -> int:
+        """Warps of the PV warpgroups."""
+        return 8
+
+    @property
+    def producer_warps(self) -> int:
+        """Warps of the producer warpgroup and of the QK warpgroup."""
+        return 8
+
+
+def semaphore_region_bytes(sm_count: int) -> int:
+    """Return the bytes of a workspace's semaphores and cached scheduler metadata."""
+    assert sm_count * 4 <= SEMAPHORE_BYTES
+    return SCHED_META_OFFSET + sm_count * SCHED_META_BYTES
+
+
+def block_m_for(rows: int) -> int:
+    """Return the default BLOCK_M for ``rows`` query rows per sequence."""
+    return min((tile for tile in BLOCK_MS if rows <= tile), default=BLOCK_MS[0])
+
+
+def supports_tma(arch: Arch, variant: MlaVariant) -> bool:
+    """Return whether TMA loads KV tiles of the variant on ``arch``, for any element type."""
+    return (
+        arch.has_wgmma
+        and (variant.kv_lora_rank, variant.qk_rope_head_dim) == (512, 64)
+        and (variant.lookup, variant.values, variant.mask) == PLAIN
+        and math.gcd(variant.page_size, _BLOCK_N) >= _MIN_BOX_TOKENS
+    )
+
+
+def mla_sm90_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm90Spec | None:
+    """Return the kernel for ``rows`` query rows per sequence, or None if unsupported."""
+    is_16bit = variant.query_dtype.is_16bit and variant.kv_dtype is variant.query_dtype
+    if not (is_16bit and supports_tma(arch, variant)):
+        return None
+    return MlaSm90Spec(arch=arch, variant=variant, block_m=block_m_for(rows))
+
+
+def mla_sm90_specs(arch: Arch) -> Iterator[MlaSm90Spec]:
+    """Yield every kernel of this family that ``arch`` supports, each once."""
+    return supported_specs(arch, mla_sm90_spec)
+
+
+def supported_specs(
+    arch: Arch, make_spec: Callable[[Arch, MlaVariant, int], SpecT | None]
+) -> Iterator[SpecT]:
+    """Yield the spec of every supported variant and tile for which ``make_spec`` has one."""
+    for row in SUPPORTED:
+        for variant in row.variants():
+            for rows in BLOCK_MS:
+                spec = make_spec(arch, variant, rows)
+                if spec is not None:
+                    yield spec

@@ -1,0 +1,138 @@
+"""Spec of the sm90 MLA decode kernels over an FP8 KV cache, with the PV GEMM in fp16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mlagen.spec.arch import Arch
+from mlagen.spec.dtype import DType
+from mlagen.spec.kernel import CallShape, Parameter, float32, int32, int64, pointer
+from mlagen.spec.mla.sm90 import MlaSm90Fp8Base, block_m_for, supported_specs
+from mlagen.spec.mla.variant import PLAIN, SPARSE, MlaVariant
+
+# Query and KV cache.
+_DTYPES = (
+    (DType.BF16, DType.E4M3),
+    (DType.BF16, DType.FP8_DS_MLA),
+    (DType.E4M3, DType.E4M3),
+    (DType.FP8_PER_TOKEN, DType.FP8_PER_TOKEN),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaSm90Fp8KvSpec(MlaSm90Fp8Base):
+    """Everything that determines the cubin of a kernel of this family."""
+
+    family: ClassVar[str] = "mla_sm90_fp8kv"
+    symbol: ClassVar[str] = "mla_sm90_fp8kv"
+    template: ClassVar[str] = "kernels/mla_sm90_fp8kv/kernel.cu.j2"
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        pointer("query", "const unsigned char"),
+        pointer("query_rope", "const unsigned char"),
+        pointer("cache", "const unsigned char"),
+        pointer("rope_cache", "const unsigned char"),
+        pointer("query_scales", "const float"),
+        pointer("kv_scales", "const float"),
+        pointer("block_tables", "const int"),
+        pointer("kv_indptr", "const int"),
+        pointer("seq_lens", "const int"),
+        pointer("cu_seqlens_q", "const int"),
+        pointer("sparse_cu_seqlens_q", "const int"),
+        pointer("topk_length", "const int"),
+        pointer("bmm1_scale_tensor", "const float"),
+        pointer("bmm2_scale_tensor", "const float"),
+        pointer("sinks", "const float"),
+        pointer("out", "u16"),
+        pointer("lse", "float"),
+        pointer("partial_out", "unsigned char"),
+        pointer("partial_states", "unsigned char"),
+        pointer("semaphores", "u32"),
+        int64("query_stride"),
+        int64("query_head_stride"),
+        int64("query_rope_stride"),
+        int64("query_rope_head_stride"),
+        int64("page_stride"),
+        int64("token_stride"),
+        int64("rope_page_stride"),
+        int64("rope_token_stride"),
+        int64("scale_page_stride"),
+        int64("scale_token_stride"),
+        int64("total_rows"),
+        int32("num_seqs"),
+        int32("heads"),
+        int32("q_len"),
+        int32("max_pages"),
+        int32("block_tables_stride"),
+        int32("num_pages"),
+        int32("sparse_num_seqs"),
+        int32("sparse_q_len"),
+        int32("topk"),
+        int32("num_cta_groups"),
+        int32("cta_group_size"),
+        int32("is_causal"),
+        int32("scores_take_bmm2"),
+        int32("schedule_id"),
+        float32("bmm1_scale"),
+        float32("bmm2_scale"),
+        float32("latent_scale"),
+        float32("rope_scale"),
+        float32("lse_factor"),
+    )
+
+    @property
+    def math_dtype(self) -> DType:
+        """Element type of the unquantized data: bf16 rope elements, and the output."""
+        return DType.BF16
+
+    @property
+    def p_dtype(self) -> DType:
+        """Element type of P and of the converted V in the PV GEMM."""
+        return DType.FP16
+
+    @property
+    def small_calls(self) -> tuple[tuple[int, int], ...]:
+        """(max rows per sequence, max KV blocks) of calls that the sm80 kernel runs faster."""
+        return ((128, 128),) if self.splits_query else ((16, 64),)
+
+    @property
+    def splits_query(self) -> bool:
+        """Whether a bf16 query is split into two FP8 terms, high and low."""
+        return self.variant.query_dtype.is_16bit
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of a cached token."""
+        return self.variant.kv_dtype.row_bytes(self.head_dim_qk)
+
+    @property
+    def loading_warps(self) -> int:
+        """Warps that load KV tokens into shared memory."""
+        return 4
+
+    def serves(self, call: CallShape) -> bool:
+        """Whether the call may use this tile of the variant."""
+        q_len = 1 if self.is_sparse else call.q_len
+        return self.block_m in self.tiles_of(call.heads * q_len)
+
+
+def mla_sm90_fp8kv_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm90Fp8KvSpec | None:
+    """Return the kernel for ``rows`` query rows per sequence, or None if unsupported.
+
+    In a sparse call every query token is a sequence of its own.
+    """
+    is_covered = (
+        arch.has_wgmma
+        and (variant.query_dtype, variant.kv_dtype) in _DTYPES
+        and (variant.kv_lora_rank, variant.qk_rope_head_dim) == (512, 64)
+        and (variant.lookup, variant.values, variant.mask) in (PLAIN, SPARSE)
+    )
+    if not is_covered:
+        return None
+    return MlaSm90Fp8KvSpec(arch=arch, variant=variant, block_m=block_m_for(rows))
+
+
+def mla_sm90_fp8kv_specs(arch: Arch) -> Iterator[MlaSm90Fp8KvSpec]:
+    """Yield every kernel of this family that ``arch`` supports, each once."""
+    return supported_specs(arch, mla_sm90_fp8kv_spec)

@@ -1,0 +1,1 @@
+"""Entry points as torch ops, for torch.compile, torch.export and tracing."""

@@ -1,0 +1,53 @@
+"""Output shapes and dtypes of the ops; a size may be symbolic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mlagen.families.common.arguments import DTYPES
+from mlagen.torch_ops.library import Shape
+
+_XQA_MLA_RANK = 512
+
+
+def mla_dtype(query: torch.Tensor) -> torch.dtype:
+    """Return the dtype of an MLA output."""
+    return query.dtype if query.dtype in DTYPES else torch.bfloat16
+
+
+def mla_outputs(given: dict[str, Any]) -> list[Shape]:
+    """Return the output of an MLA call, and its LSE, which is empty unless requested."""
+    query = given["query"]
+    rows = query.shape[:-1]
+    shape = (*rows, given["kv_lora_rank"])
+    lse: tuple[int, ...] = (0,)
+    if given.get("return_lse"):
+        lse = (rows[0] * rows[1], rows[2]) if len(rows) == 3 else tuple(rows)
+    return [(shape, mla_dtype(query)), (lse, torch.float32)]
+
+
+def gqa_outputs(given: dict[str, Any]) -> list[Shape]:
+    """Return the output of a grouped-query call."""
+    query, q_len = given["query"], given["q_len_per_req"]
+    shape = tuple(query.shape)
+    if q_len is not None and q_len > 1 and given["q_cu_seq_lens"] is None:
+        shape = (query.shape[0] // q_len, q_len, *query.shape[1:])
+    return [(shape, query.dtype)]
+
+
+def xqa_outputs(given: dict[str, Any]) -> list[Shape]:
+    """Return the output of a call of ``xqa``."""
+    return [(tuple(given["q"].shape), given["q"].dtype)]
+
+
+def xqa_mla_outputs(given: dict[str, Any]) -> list[Shape]:
+    """Return the output of a call of ``xqa_mla``."""
+    query = given["q"]
+    return [((*query.shape[:-1], _XQA_MLA_RANK), mla_dtype(query))]
+
+
+def unused_by_xqa(workspace: torch.Tensor) -> dict[str, Any]:
+    """Return the arguments that ``xqa`` and ``xqa_mla`` do not use."""
+    return {"semaphores": workspace[:0].view(torch.int32)}

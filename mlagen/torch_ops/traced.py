@@ -1,0 +1,105 @@
+"""Entry points as torch ops, under a compiler or a tracing mode.
+
+Tracing records torch ops only, and cannot follow an entry point's use of addresses. So an entry
+point checks first whether it is traced, and calls its op then.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from mlagen.torch_ops.library import EntryOp, Shape, define
+from mlagen.torch_ops.schema import arguments_of, flatten_args
+
+__all__ = ["as_op", "is_compiling", "is_traced", "traceable"]
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+is_compiling = torch.compiler.is_compiling
+
+# Non-zero under a dispatch mode: fake tensors, torch.export, make_fx or AOTAutograd. The public
+# checks cost more.
+is_traced = torch._C._len_torch_dispatch_stack  # noqa: SLF001
+
+_ops: dict[str, EntryOp] = {}
+_parameters: dict[str, tuple[str, ...]] = {}
+
+
+def traceable(
+    outputs: Callable[[dict[str, Any]], Sequence[Shape]],
+    *,
+    has_lse: bool = False,
+    constants: Callable[[torch.Tensor], dict[str, Any]] | None = None,
+) -> Callable[[FunctionT], FunctionT]:
+    """Return a decorator that defines the ops of an entry point, and returns it unchanged.
+
+    ``outputs`` maps its arguments to its outputs, and ``constants`` maps the workspace to further
+    arguments.
+    """
+
+    def decorate(function: FunctionT) -> FunctionT:
+        name = function.__name__
+        parameters = tuple(inspect.signature(function).parameters)
+        out_name = "output" if "output" in parameters else "out"
+
+        def compute(
+            given: dict[str, Any],
+            workspace: torch.Tensor,
+            out: torch.Tensor,
+            lse: torch.Tensor | None = None,
+        ) -> None:
+            others = {} if constants is None else constants(workspace)
+            if given.get("return_lse"):
+                others["lse"] = lse
+            if "workspace_buffer" in parameters:
+                others["workspace_buffer"] = workspace
+            function(**given, **others, **{out_name: out})
+
+        _ops[name] = define(EntryOp(name, arguments_of(function), outputs, compute, has_lse))
+        _parameters[name] = parameters
+        return function
+
+    return decorate
+
+
+def as_op(name: str, *values: Any) -> Any:
+    """Return the result of an entry point, computed by its op; a compiler traces this."""
+    op, given = _ops[name], dict(zip(_parameters[name], values, strict=True))
+    out, lse = given.get("out"), given.get("lse")
+    if "output" in given:
+        out = given["output"]
+    has_lse = op.has_lse and given["return_lse"]
+    if out is None or _wants_grad(values):
+        results = op.functional(*flatten_args(op.arguments, given))
+        new_out, new_lse = results if op.has_lse else (results, None)
+        out = _copied_if_given(out, new_out)
+        if has_lse:
+            lse = _copied_if_given(lse, new_lse)
+    elif op.has_lse:
+        if has_lse and lse is None:
+            shape, dtype = op.outputs(given)[1]
+            lse = torch.empty(shape, dtype=dtype, device=out.device)
+        op.out_variant(*flatten_args(op.arguments, given), out=out, lse=lse if has_lse else None)
+    else:
+        op.out_variant(*flatten_args(op.arguments, given), out=out)
+    return (out, lse) if has_lse else out
+
+
+def _copied_if_given(given: torch.Tensor | None, result: Any) -> torch.Tensor:
+    tensor: torch.Tensor = result
+    return tensor if given is None else given.copy_(tensor.view(given.shape))
+
+
+def _wants_grad(values: Sequence[Any]) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    for value in values:
+        parts = value if isinstance(value, (tuple, list)) else (value,)
+        for part in parts:
+            if isinstance(part, torch.Tensor) and part.requires_grad:
+                return True
+    return False

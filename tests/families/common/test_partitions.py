@@ -1,0 +1,193 @@
+"""MLA calls in a context with fewer SMs than its GPU, such as a green context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import mlagen.mla
+from mlagen.errors import ArgumentError
+from mlagen.families.mla import dispatch as mla_call
+from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
+from mlagen.families.mla import launch_sm90_fp8kv as mla_sm90_fp8kv_launcher
+from mlagen.runtime import partition
+from mlagen.runtime.device import DeviceFacts
+from mlagen.runtime.loader import LoadedKernel
+from mlagen.runtime.partition import TooManyCtasError
+from mlagen.settings import current_settings
+from tests.families.fast_path_calls import EntryPoint, make_entry_point
+from tests.families.mla.test_fast_path import fast_path_arguments
+
+GPU_SMS = 132
+# The device index of CPU tensors.
+DEVICE = -1
+
+
+@dataclass
+class Context:
+    """A simulated context: its SMs, the driver's maximum of CTAs, and rejected launches."""
+
+    sms: int = GPU_SMS
+    max_blocks: int = GPU_SMS
+    rejections: int = 0
+
+    def enter(self, sms: int, max_blocks: int | None = None) -> None:
+        """Make a context of ``sms`` SMs current."""
+        self.sms = sms
+        self.max_blocks = sms if max_blocks is None else max_blocks
+
+    def check(self, kernel: LoadedKernel, blocks: int) -> None:
+        """Reject a cooperative grid above the maximum."""
+        if kernel.spec.is_cooperative and blocks > self.max_blocks:
+            self.rejections += 1
+            raise TooManyCtasError("too large", symbol="x", device=DEVICE, num_ctas=blocks)
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A launch whose replay may be rejected."""
+
+    context: Context
+    kernel: LoadedKernel
+    blocks: int
+    made: Any
+
+    def enqueue(self, enable_pdl: bool) -> None:
+        self.context.check(self.kernel, self.blocks)
+        self.made.enqueue(enable_pdl)
+
+
+@pytest.fixture
+def entry_point(monkeypatch: pytest.MonkeyPatch) -> EntryPoint:
+    """Return the entry point with an empty call cache."""
+    return make_entry_point(monkeypatch, mla_call, mlagen.mla.trtllm_batch_decode_with_kv_cache_mla)
+
+
+@pytest.fixture
+def context(entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch) -> Context:
+    """Return the simulated context of ``entry_point``'s launches."""
+    assert entry_point.launches == []
+    context = Context()
+    facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=GPU_SMS, memory_bytes=0)
+    monkeypatch.setattr(partition, "device_facts", lambda _: facts)
+    monkeypatch.setattr(partition, "_partitioned", set())
+    monkeypatch.setattr(partition, "_rejected", set())
+    monkeypatch.setattr(partition, "_current_sms", lambda _: context.sms % GPU_SMS)
+    for module in (mla_sm90_launcher, mla_sm90_fp8kv_launcher):
+        record = module.launch
+
+        def launch(
+            kernel: LoadedKernel, blocks: int, *values: Any, record: Any = record
+        ) -> _Checked:
+            context.check(kernel, blocks)
+            return _Checked(context, kernel, blocks, record(kernel, blocks, *values))
+
+        monkeypatch.setattr(module, "launch", launch)
+    return context
+
+
+def grid(entry_point: EntryPoint, arguments: dict[str, Any]) -> tuple[str, int]:
+    """Return the kernel and the CTAs of a call's first launch."""
+    outcome = entry_point.outcome(arguments)
+    assert entry_point.launches, outcome
+    return entry_point.launches[0].family, entry_point.launches[0].blocks
+
+
+def long_call() -> dict[str, Any]:
+    """Return the arguments of a call with work for every SM."""
+    return fast_path_arguments(max_seq_len=50_000, workspace_buffer=torch.zeros(1 << 23))
+
+
+def test_a_grid_is_as_large_as_its_context(entry_point: EntryPoint, context: Context) -> None:
+    """One launch is rejected and none after; calls on the whole GPU are unaffected."""
+    arguments = long_call()
+    whole = [entry_point.outcome(arguments) for _ in range(3)]
+    context.enter(16)
+
+    inside = [grid(entry_point, arguments) for _ in range(4)]
+
+    family, blocks = inside[0]
+    assert family == "mla_sm90"
+    assert 0 < blocks <= 16
+    assert inside == inside[:1] * 4
+    assert context.rejections == 1
+    context.enter(GPU_SMS)
+    assert [entry_point.outcome(arguments) for _ in range(3)] == whole
+    context.enter(32)
+    assert 16 < grid(entry_point, arguments)[1] <= 32
+    assert context.rejections == 1
+
+
+def test_a_call_without_an_entry_for_the_whole_gpu(
+    entry_point: EntryPoint, context: Context
+) -> None:
+    """The first launch is rejected, and the call is cached for the context alone."""
+    context.enter(16)
+
+    inside = [grid(entry_point, long_call()) for _ in range(3)]
+
+    assert inside[0][1] <= 16
+    assert inside == inside[:1] * 3
+    context.enter(GPU_SMS)
+    assert grid(entry_point, long_call())[1] > 16
+
+
+def test_cached_calls_read_no_signature_in_a_context(
+    entry_point: EntryPoint, context: Context
+) -> None:
+    """The fast path works in a context as on the whole GPU."""
+    arguments = long_call()
+    context.enter(16)
+    for _ in range(3):
+        entry_point.run(**arguments)
+
+    assert not entry_point.reads_signature(arguments)
+
+
+def test_a_driver_that_rejects_every_cooperative_grid(
+    entry_point: EntryPoint, context: Context
+) -> None:
+    """Calls use the sm80 kernel, whose CTAs do not wait for each other, in that context only."""
+    arguments = long_call()
+    whole = entry_point.outcome(arguments)
+    context.enter(16, max_blocks=0)
+
+    inside = [grid(entry_point, arguments) for _ in range(4)]
+
+    assert {family for family, _ in inside} == {"mla_sm80"}
+    assert context.rejections == 2
+    context.enter(GPU_SMS)
+    assert entry_point.outcome(arguments) == whole
+
+
+def test_a_forced_kernel_does_not_fall_back(
+    entry_point: EntryPoint, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the driver rejects all grids of a forced kernel, an error is raised."""
+    monkeypatch.setenv("MLAGEN_MLA_KERNEL", "sm90")
+    current_settings.cache_clear()
+    context.enter(16, max_blocks=0)
+
+    outcomes = [entry_point.outcome(long_call()) for _ in range(3)]
+
+    expected = "UnsupportedError: MLAGEN_MLA_KERNEL=sm90: expected a context whose SMs hold all"
+    assert all(outcome.startswith(expected) for outcome in outcomes)
+
+
+def test_a_workspace_for_the_whole_gpu_is_sufficient(
+    entry_point: EntryPoint, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the plan of a context needs a larger workspace, the sm80 kernel is launched."""
+    arguments = long_call()
+    entry_point.run(**arguments)
+
+    def reject(*_: object) -> int:
+        raise ArgumentError("workspace_buffer: too small")
+
+    monkeypatch.setattr(mla_sm90_launcher, "scratch_offset", reject)
+    context.enter(16)
+
+    assert grid(entry_point, arguments)[0] == "mla_sm80"

@@ -1,0 +1,158 @@
+"""Decode calls that record their launches instead of enqueuing them; needs no GPU."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from mlagen.families.common import launchers as calls
+from mlagen.families.gqa import launch_sm80 as gqa_sm80_launcher
+from mlagen.families.gqa import launch_sm90 as gqa_sm90_launcher
+from mlagen.families.gqa import select as gqa_plan
+from mlagen.families.gqa import tensor_maps as gqa_maps
+from mlagen.families.mla import dispatch as mla_call
+from mlagen.families.mla import launch_sm80 as mla_sm80_launcher
+from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
+from mlagen.families.mla import launch_sm90_fp8kv as mla_sm90_fp8kv_launcher
+from mlagen.families.mla import select as mla_plan
+from mlagen.families.mla import tensor_maps as mla_maps
+from mlagen.families.mla.args import MlaArgs
+from mlagen.families.mla.problem import check_problem
+from mlagen.runtime.device import DeviceFacts
+from mlagen.runtime.loader import LoadedKernel
+from mlagen.runtime.tensor_map import TiledTensor
+from mlagen.settings import current_settings
+from mlagen.spec.arch import Arch
+from mlagen.spec.kernel import KernelSpec, packing_of
+
+H200 = Arch(90, "a")
+
+# Each changes one property of a contiguous fp32 matrix that the call signature contains.
+PROPERTIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "shape": lambda tensor: tensor[1:],
+    "strides": lambda tensor: tensor.repeat_interleave(2, dim=-1)[..., ::2],
+    "dtype": lambda tensor: tensor.view(torch.int32),
+}
+
+
+class _OnAnotherGpu(torch.Tensor):
+    """Stand-in for a tensor on GPU 1."""
+
+    def get_device(self) -> int:
+        return 1
+
+
+PROPERTIES_AND_DEVICE = PROPERTIES | {"device": lambda tensor: tensor.as_subclass(_OnAnotherGpu)}
+
+
+class Launch(NamedTuple):
+    """One launch, with its values by name."""
+
+    family: str
+    blocks: int
+    enable_pdl: bool
+    values: dict[str, Any]
+
+
+class _Replay(NamedTuple):
+    """A recorded launch that can be enqueued again."""
+
+    recorded: list[Launch]
+    launch: Launch
+
+    def enqueue(self, enable_pdl: bool) -> None:
+        self.recorded.append(self.launch._replace(enable_pdl=enable_pdl))
+
+
+class Launched(NamedTuple):
+    """A call with its output and launches."""
+
+    call: mla_call.MlaCall
+    out: torch.Tensor
+    launches: list[Launch]
+
+
+# The launcher module, the planning module and the planning function of each kernel.
+SM80_PATH = ((mla_sm80_launcher, mla_plan, "plan_call"),)
+SM90_PATH = ((mla_sm90_launcher, mla_plan, "plan_mla_sm90_call"),)
+GQA_PATHS = (
+    (gqa_sm80_launcher, gqa_plan, "plan_gqa_call"),
+    (gqa_sm90_launcher, gqa_plan, "plan_gqa_sm90_call"),
+)
+
+
+def record_launches(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    paths: tuple[tuple[ModuleType, ModuleType, str], ...] = SM80_PATH + SM90_PATH,
+    arch: Arch = H200,
+) -> list[Launch]:
+    """Simulate GPU 0 with 132 SMs, and record the launches of the modules of ``paths``."""
+    facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
+    recorded: list[Launch] = []
+
+    def record(kernel: LoadedKernel, blocks: int, enable_pdl: bool, *values: float) -> _Replay:
+        fields = kernel.spec.parameters
+        packed = kernel.packing.pack(*values)  # as the driver gets them
+        unpacked = struct.unpack("<" + "".join(field.code for field in fields), packed)
+        named = dict(zip([field.name for field in fields], unpacked, strict=True))
+        floats = [field.name for field in fields if field.code == "f"]
+        named |= zip(floats, values[-len(floats) :], strict=True)  # before rounding to float32
+        recorded.append(Launch(kernel.spec.family, blocks, enable_pdl, named))
+        return _Replay(recorded, recorded[-1])
+
+    def loaded(spec: KernelSpec, _: int) -> LoadedKernel:
+        return LoadedKernel(spec, 0, packing_of(spec), None, None)
+
+    for calling, planning, planner in paths:
+        monkeypatch.setattr(calling, planner, getattr(planning, planner).__wrapped__)
+        monkeypatch.setattr(planning, "arch_of_device", lambda _: arch)
+        monkeypatch.setattr(planning, "device_facts", lambda _: facts)
+        monkeypatch.setattr(calling, "kernel_for", loaded)
+        monkeypatch.setattr(calling, "launch", record)
+    monkeypatch.setattr(calls, "kernel_for", loaded)
+    monkeypatch.setattr(mla_sm90_fp8kv_launcher, "kernel_for", loaded)
+    for module in (calls, mla_sm90_fp8kv_launcher):
+        monkeypatch.setattr(module, "launch", record)
+    for launcher in (mla_sm90_launcher, gqa_sm90_launcher):
+        monkeypatch.setattr(launcher, "arch_of_device", lambda _: arch)
+    for launcher in (mla_sm90_launcher, mla_sm90_fp8kv_launcher, gqa_sm90_launcher):
+        monkeypatch.setattr(launcher, "semaphores_of", lambda _, workspace: workspace + SEMAPHORES)
+    monkeypatch.setattr(mla_plan, "new_schedule_id", lambda: SCHEDULE_ID)
+    monkeypatch.setattr(mla_maps, "encode", map_of)
+    monkeypatch.setattr(gqa_maps, "encode", map_of)
+    monkeypatch.setattr(mla_sm90_launcher, "maps_of", mla_maps.CacheMaps)
+    monkeypatch.setattr(gqa_sm90_launcher, "maps_of", gqa_maps.GqaCacheMaps)
+    return recorded
+
+
+# The simulated address of semaphores, relative to the workspace, and the simulated schedule id.
+SEMAPHORES = 1 << 40
+SCHEDULE_ID = 5
+
+
+def scratch_of(workspace: torch.Tensor, needed: int) -> int:
+    """Return the address of a call's scratch: the end of its workspace, in whole cache lines."""
+    return workspace.data_ptr() + (workspace.nbytes - needed) // 128 * 128
+
+
+def map_of(tensor: TiledTensor, address: int) -> bytes:
+    """Return bytes that simulate the map of a tensor, unique for each tensor."""
+    return hashlib.sha512(repr((tensor, address)).encode()).digest() * 2
+
+
+def launched(inputs: MlaArgs, launches: list[Launch], kernel: str = "sm80") -> Launched:
+    """Run a call on CPU tensors as if on the GPU."""
+    request = check_problem(inputs)
+    on_gpu = replace(request, device=torch.device("cuda", 0))
+    settings = replace(current_settings(), mla_kernel=kernel)
+    call = replace(mla_call._prepare(inputs, on_gpu, settings), problem=request)
+    out, _ = mla_call._run_on_gpu(call, inputs, enable_pdl=True)
+    return Launched(call, out, launches)

@@ -1,0 +1,287 @@
+"""Workspace sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+import mlagen
+from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.families.gqa import select as gqa_plan
+from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
+from mlagen.families.mla import select as mla_plan
+from mlagen.runtime.device import DeviceFacts
+from mlagen.settings import current_settings
+from mlagen.spec.arch import Arch
+from tests.cases import MlaCase
+from tests.families.launches import launched, record_launches
+
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Simulate an H200 as GPU 0."""
+    facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
+    plans = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_call)
+    for module in (mla_plan, gqa_plan):
+        monkeypatch.setattr(module, "arch_of_device", lambda _: Arch(90, "a"))
+        monkeypatch.setattr(module, "device_facts", lambda _: facts)
+    for plan in plans:
+        plan.cache_clear()
+    yield
+    for plan in plans:
+        plan.cache_clear()
+
+
+def choose(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the requested kernel."""
+    monkeypatch.setenv("MLAGEN_MLA_KERNEL", kernel)
+    current_settings.cache_clear()
+
+
+KERNELS = ("auto", "sm80", "sm90")
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_no_call_needs_more_than_513_kib_for_each_sm(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound of the docstring holds for all batch sizes and lengths."""
+    choose(kernel, monkeypatch)
+
+    needed = [
+        mlagen.workspace_bytes(batch=batch, q_len=1, heads=heads, max_seq_len=max_seq_len)
+        for batch in (1, 2, 7, 33, 80, 130, 400)
+        for heads in (1, 16, 48, 128, 256)
+        for max_seq_len in (1, 700, 5000, 131_072)
+    ]
+
+    assert max(needed) > 0
+    assert max(needed) <= 132 * 513 * 1024
+
+
+LONG = MlaCase(name="", seq_lens=(70, 3), heads=24)
+CALLS: dict[str, tuple[MlaCase, dict[str, Any]]] = {
+    "bf16": (LONG, {}),
+    "rank 256": (replace(LONG, kv_lora_rank=256, page_size=1), {"kv_lora_rank": 256}),
+    "e4m3": (replace(LONG, dtype=E4M3), {"dtype": E4M3}),
+    "bf16 over e4m3": (replace(LONG, kv_format="e4m3"), {"kv_dtype": E4M3}),
+    "fp8_ds_mla": (replace(LONG, kv_format="fp8_ds_mla"), {"kv_dtype": torch.uint8}),
+    "sparse": (replace(LONG, top_k=2048), {"sparse_mla_top_k": 2048}),
+    "separate values": (replace(LONG, values="other pages"), {}),
+    "ragged": (replace(LONG, q_lens=(1, 4)), {"q_len": 4, "tokens": 5}),
+    "ragged, without the longest": (replace(LONG, q_lens=(1, 4)), {"q_len": 4, "tokens": 5}),
+}
+
+
+SUPPORTED_BY_SM90 = ("bf16", "ragged", "ragged, without the longest")
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        (name, kernel)
+        for name, kernel in product(CALLS, KERNELS)
+        if kernel != "sm90" or name in SUPPORTED_BY_SM90
+    ],
+)
+def test_the_size_is_sufficient(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call accepts a workspace of exactly this size, with either kernel."""
+    choose(kernel, monkeypatch)
+    case, changes = CALLS[name]
+    sizes = {"batch": 2, "q_len": 1, "heads": 24, "page_size": case.page_size}
+    needed = mlagen.workspace_bytes(max_seq_len=50_000, **sizes | changes)
+    launches = record_launches(monkeypatch)
+    inputs = case.build("cpu").inputs(
+        max_seq_len=50_000, workspace_buffer=torch.zeros(needed, dtype=torch.uint8)
+    )
+    if name == "ragged, without the longest":
+        inputs = inputs._replace(max_q_len=None)
+
+    for taken in ("sm80", "sm90") if kernel == "auto" else (kernel,):
+        if taken == "sm80" or name in SUPPORTED_BY_SM90:
+            call, _, _ = launched(inputs, launches, taken)
+            assert 0 < call.plan.workspace_bytes <= needed
+
+
+# The tiles of shared values, or of the longest query, need less.
+OTHER_TILES: dict[str, tuple[MlaCase, dict[str, Any]]] = {
+    "separate values": (
+        replace(LONG, heads=8, q_len=3, values="other pages"),
+        {"q_len": 3, "max_seq_len": 2000},
+    ),
+    "ragged, without the longest": (
+        MlaCase(name="", dtype=E4M3, heads=8, seq_lens=(9,) * 8, q_lens=(1,) * 5 + (0,) * 3),
+        {"q_len": 4, "tokens": 5, "max_seq_len": 8192, "dtype": E4M3},
+    ),
+}
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(("case", "sizes"), OTHER_TILES.values(), ids=OTHER_TILES)
+def test_the_size_covers_all_tiles(
+    case: MlaCase, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call accepts a workspace of exactly this size, with any tile that it may take."""
+    choose("sm80", monkeypatch)
+    needed = mlagen.workspace_bytes(batch=len(case.seq_lens), heads=8, **sizes)
+    launches = record_launches(monkeypatch)
+    workspace = torch.zeros(needed, dtype=torch.uint8)
+    inputs = case.build("cpu").inputs(
+        max_seq_len=sizes["max_seq_len"], workspace_buffer=workspace, max_q_len=None
+    )
+
+    call, _, _ = launched(inputs, launches)
+
+    assert call.plan.workspace_bytes == needed
+
+
+SIZES: dict[str, Any] = {"batch": 2, "q_len": 1, "heads": 24, "max_seq_len": 50_000}
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("max_seq_len", [100, 5000])
+def test_the_size_covers_both_kernels(max_seq_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``auto`` the size is the larger of both kernels."""
+    sizes = {}
+    for kernel in KERNELS:
+        choose(kernel, monkeypatch)
+        sizes[kernel] = mlagen.workspace_bytes(**SIZES | {"max_seq_len": max_seq_len})
+
+    assert sizes["auto"] == max(sizes["sm80"], sizes["sm90"])
+    assert sizes["sm80"] != sizes["sm90"]
+
+
+@pytest.mark.usefixtures("h200")
+def test_a_forced_kernel_that_does_not_support_the_call_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unsupported arguments are rejected as in the call."""
+    monkeypatch.setattr(mla_sm90_launcher, "arch_of_device", lambda _: Arch(90, "a"))
+    choose("sm90", monkeypatch)
+
+    with pytest.raises(UnsupportedError, match=r"^MLAGEN_MLA_KERNEL=sm90: no such kernel for"):
+        mlagen.workspace_bytes(**SIZES, kv_lora_rank=256)
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(
+    ("kv_dtype", "least"),
+    # The sm90 kernel: two splits of four CTAs, eight rows of 128 values, max and sum.
+    [
+        *((kv_dtype, 2 * 4 * 8 * (128 + 2) * 4) for kv_dtype in (None, E4M3)),
+        *((kv_dtype, 0) for kv_dtype in (torch.int8, torch.uint8)),
+    ],
+)
+def test_grouped_query_sizes(kv_dtype: torch.dtype | None, least: int) -> None:
+    """With kv_heads and head_dim the size is of grouped-query attention; a window reduces it."""
+    sizes: dict[str, Any] = {"batch": 2, "heads": 16, "kv_heads": 2, "head_dim": 128}
+
+    whole = mlagen.workspace_bytes(q_len=1, max_seq_len=100_000, kv_dtype=kv_dtype, **sizes)
+    ragged = mlagen.workspace_bytes(
+        q_len=4, tokens=5, max_seq_len=100_000, kv_dtype=kv_dtype, **sizes
+    )
+    windowed = mlagen.workspace_bytes(
+        q_len=1, max_seq_len=100_000, window_left=63, kv_dtype=kv_dtype, **sizes
+    )
+
+    assert whole > windowed == least
+    assert ragged > 0
+
+
+REJECTED: dict[str, tuple[dict[str, Any], str]] = {
+    "a negative batch": ({"batch": -1}, "batch: expected an int, 0 or more, got -1"),
+    "no query tokens": ({"q_len": 0}, "q_len: expected an int, 1 or more, got 0"),
+    "a fraction of heads": ({"heads": 1.5}, "heads: expected an int, 1 or more, got 1.5"),
+    "rows beyond 32 bits": (
+        {"batch": 1 << 27},
+        "tokens * heads: expected 2147483647 or less, got 2147483648",
+    ),
+    "float32": (
+        {"dtype": torch.float32},
+        "dtype: expected torch.bfloat16 or torch.float16 or torch.float8_e4m3fn, got torch.float32",
+    ),
+    "no dtype": (
+        {"dtype": [1]},
+        "dtype: expected torch.bfloat16 or torch.float16 or torch.float8_e4m3fn, got [1]",
+    ),
+    "a GPU that is none": ({"device": "cpu"}, "device: expected a GPU: cuda, got cpu"),
+    "a device that is none": (
+        {"device": "gpu7"},
+        "device: expected the index of a GPU or a torch.device, got 'gpu7'",
+    ),
+    "half of grouped queries": (
+        {"kv_heads": 2},
+        "head_dim: expected an int, 1 or more, got None",
+    ),
+    "heads that cannot be shared evenly": (
+        {"kv_heads": 3, "head_dim": 128},
+        "heads: expected a multiple of 3 (kv_heads), got 16",
+    ),
+}
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(("changes", "message"), REJECTED.values(), ids=REJECTED)
+def test_an_invalid_size_is_rejected(changes: dict[str, Any], message: str) -> None:
+    """The message names the number, the rule and the value."""
+    sizes: dict[str, Any] = {"batch": 1, "q_len": 1, "heads": 16, "max_seq_len": 100}
+
+    with pytest.raises(ArgumentError) as caught:
+        mlagen.workspace_bytes(**sizes | changes)
+
+    assert str(caught.value) == message
+
+
+@pytest.mark.usefixtures("h200")
+def test_unsupported_calls_are_rejected() -> None:
+    """Unsupported arguments are rejected as in the call."""
+    with pytest.raises(UnsupportedError, match=r"^no MLA decode kernel for query bf16"):
+        mlagen.workspace_bytes(batch=1, q_len=1, heads=16, max_seq_len=100, kv_lora_rank=384)
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), 0])
+def test_a_gpu_has_several_names(device: torch.device | int | str) -> None:
+    """A GPU may be given in all of torch's ways."""
+    sizes: dict[str, Any] = {"batch": 1, "q_len": 1, "heads": 16, "max_seq_len": 5000}
+
+    needed = mlagen.workspace_bytes(device=device, **sizes)
+
+    assert needed == mlagen.workspace_bytes(**sizes) > 0
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("device", ["cuda:1", torch.device("cuda", 1), 1])
+def test_the_size_is_of_the_given_gpu(
+    device: torch.device | int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU with fewer SMs has fewer partial results."""
+    counts = (132, 16)
+    facts = [
+        DeviceFacts(index=index, name="", major=9, minor=0, sm_count=count, memory_bytes=0)
+        for index, count in enumerate(counts)
+    ]
+    monkeypatch.setattr(mla_plan, "device_facts", facts.__getitem__)
+
+    needed = mlagen.workspace_bytes(device=device, **SIZES)
+
+    assert 0 < needed < mlagen.workspace_bytes(device=0, **SIZES)
+
+
+def test_a_missing_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the number of GPUs."""
+    monkeypatch.setattr("mlagen.runtime.device.visible_devices", list)
+
+    with pytest.raises(ArgumentError) as caught:
+        mlagen.workspace_bytes(batch=1, q_len=1, heads=16, max_seq_len=100, device=77)
+
+    assert str(caught.value) == "device: expected one of 0 visible GPUs, got 77"

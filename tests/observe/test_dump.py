@@ -1,0 +1,278 @@
+"""MLAGEN_DUMP: what is written of a call, where, and how often."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+
+from mlagen.errors import ArgumentError
+from mlagen.observe import dump, dump_files, observed
+from tests.observed_calls import BUILDERS, built, dumps_in, observe
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Request dumps in a folder that does not exist yet."""
+    folder = tmp_path / "more" / "dumps"
+    observe(monkeypatch, MLAGEN_DUMP=str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_call_of_each_entry_point_is_dumped(name: str, folder: Path) -> None:
+    """A dump has metadata of every tensor, the versions and the outcome, and no contents."""
+    function, arguments = built(name)
+
+    function(**arguments)
+
+    last = dumps_in(folder)[-1]
+    assert last["mlagen_dump"] == dump.FORMAT
+    assert last["torch"] == torch.__version__
+    assert last["environment"]["MLAGEN_DUMP"] == str(folder)
+    assert (last["gpu"], last["tensors"], last["left_out"]) == (None, None, [])
+    assert last["outcome"]["error"] is None
+    assert [path.suffix for path in folder.iterdir()] == [".json"] * len(dumps_in(folder))
+
+
+def test_a_tensor_is_described_with_its_place_in_memory(folder: Path) -> None:
+    """Views of one tensor share a storage; lengths and page ids on the CPU have values."""
+    function, arguments = built("trtllm")
+    whole = torch.zeros(2, 1, 2, 1152, dtype=torch.bfloat16)
+
+    function(**{**arguments, "query": whole[..., 576:], "max_seq_len": 8})
+
+    call = dumps_in(folder)[0]["call"]
+    assert call["arguments"]["query"] == {
+        "tensor": {
+            "dtype": "bfloat16",
+            "shape": [2, 1, 2, 576],
+            "strides": [2304, 2304, 1152, 1],
+            "device": "cpu",
+            "storage": 0,
+            "offset": 128,  # 1152 bytes from the start, less four times 256
+        }
+    }
+    assert call["storages"][0] == whole.nbytes - 1024
+    assert call["arguments"]["seq_lens"]["tensor"]["values"] == [7, 3]
+    assert "values" not in call["arguments"]["kv_cache"]["tensor"]
+    assert "out" not in call["arguments"]
+
+
+def test_calls_of_one_signature_are_dumped_once(folder: Path) -> None:
+    """Lengths of a growing batch and addresses make no other signature; shapes do."""
+    function, arguments = built("trtllm")
+
+    for length in (100, 101, 102, 103):
+        function(**{**arguments, "max_seq_len": length, "query": arguments["query"].clone()})
+    function(**{**arguments, "query": arguments["query"][:, :, :1]})
+
+    shapes = [each["call"]["arguments"]["query"]["tensor"]["shape"] for each in dumps_in(folder)]
+    assert shapes == [[2, 1, 2, 576], [2, 1, 1, 576]]
+
+
+def test_each_call_that_raises_is_dumped(folder: Path) -> None:
+    """Also where the signature was dumped before; the message is in the outcome."""
+    function, arguments = built("xqa")
+    function(**arguments)
+
+    for factor in (-1.0, -2.0):
+        with pytest.raises(ArgumentError):
+            function(**{**arguments, "rcp_out_scale": factor})
+
+    errors = [each["outcome"]["error"] for each in dumps_in(folder)]
+    assert errors[0] is None
+    assert errors[1:] == [
+        f"ArgumentError: rcp_out_scale: expected a finite number above 0, got {factor}"
+        for factor in (-1.0, -2.0)
+    ]
+
+
+def test_a_process_that_ends_in_a_call_has_dumped_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is complete before the call runs; its outcome is null then."""
+
+    class EndError(BaseException):
+        pass
+
+    def end(*_: Any, **__: Any) -> None:
+        raise EndError
+
+    monkeypatch.setattr("mlagen.mla.xqa_decode.run_mla", end)
+    function, arguments = built("xqa_batch_mla")
+
+    with pytest.raises(EndError):
+        function(**arguments)
+
+    assert [each["outcome"] for each in dumps_in(folder)] == [None]
+
+
+def test_a_run_has_the_construction_and_the_plan_of_its_wrapper(folder: Path) -> None:
+    """A plan that raised is not the plan of later runs."""
+    run, arguments = built("run")
+    assert isinstance(run, MethodType)
+    plan: Any = getattr(run.__self__, "plan")  # noqa: B009 - of any type
+    with pytest.raises(ArgumentError):
+        plan(*[None] * 12)
+
+    run(**arguments)
+
+    last = dumps_in(folder)[-1]
+    assert last["entry"] == "BatchMLAPagedAttentionWrapper.run"
+    assert list(last["init"]["arguments"]) == ["float_workspace_buffer"]
+    assert last["plan"]["arguments"]["kv_len_arr"]["tensor"]["values"] == [7, 3]
+    assert last["plan"]["arguments"]["q_data_type"] == {"dtype": "bfloat16"}
+
+
+def test_contents_are_written_on_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """MLAGEN_DUMP_TENSORS adds a file of bytes by part and name, without scratch and outputs."""
+    observe(monkeypatch, MLAGEN_DUMP=str(tmp_path), MLAGEN_DUMP_TENSORS="1")
+    function, arguments = built("xqa")
+
+    function(**arguments)
+
+    (call,) = dumps_in(tmp_path)
+    tensors = torch.load(tmp_path / call["tensors"], weights_only=True)
+    names = ("q", "k_cache", "v_cache", "page_table", "seq_lens")
+    assert list(tensors) == [f"call:{name}" for name in names]
+    for name in names:
+        assert torch.equal(tensors[f"call:{name}"], dump.bytes_of(arguments[name]))
+
+
+def test_contents_above_the_limit_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A dump names the tensors whose contents it lacks."""
+    observe(monkeypatch, MLAGEN_DUMP=str(tmp_path), MLAGEN_DUMP_TENSORS="1")
+    function, arguments = built("trtllm")
+    monkeypatch.setattr(dump, "MAX_TENSOR_BYTES", arguments["query"].nbytes + 40)
+
+    function(**arguments)
+
+    (call,) = dumps_in(tmp_path)
+    assert call["left_out"] == ["call:kv_cache"]
+    tensors = torch.load(tmp_path / call["tensors"], weights_only=True)
+    assert list(tensors) == ["call:query", "call:block_tables", "call:seq_lens"]
+
+
+def test_a_captured_call_is_dumped_without_contents(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Contents would need a synchronization, which a capture forbids."""
+    observe(monkeypatch, MLAGEN_DUMP=str(tmp_path), MLAGEN_DUMP_TENSORS="1")
+    monkeypatch.setattr(observed, "is_capturing", lambda _: True)
+    function, arguments = built("trtllm")
+
+    function(**arguments)
+
+    (call,) = dumps_in(tmp_path)
+    assert (call["is_captured"], call["tensors"]) == (True, None)
+
+
+def test_the_number_of_dumps_is_bounded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Calls that raise have a limit of their own; one warning says that there is a limit."""
+    monkeypatch.setattr(dump, "MAX_CALLS", 2)
+    monkeypatch.setattr(dump, "MAX_ERRORS", 1)
+    function, arguments = built("trtllm")
+    caplog.set_level(logging.WARNING, logger="mlagen")
+
+    for top_k in (0, 16, 32, 64):
+        with pytest.raises(ArgumentError):
+            function(**{**arguments, "sparse_mla_top_k": top_k, "kv_lora_rank": 500})
+
+    assert len(dumps_in(folder)) == 3
+    message = "MLAGEN_DUMP: 2 calls dumped, from now on only those that raise"
+    assert [record.getMessage() for record in caplog.records] == [message]
+
+
+def test_files_are_private_and_have_names_of_their_own(folder: Path) -> None:
+    """The folder is made with mode 0700, files with 0600; names have entry and process."""
+    function, arguments = built("xqa_mla")
+
+    function(**arguments)
+
+    (path,) = folder.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.name.startswith(f"xqa_mla-{os.getpid()}-")
+
+
+def test_names_of_a_fork_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Processes with the same pid, in two containers, differ in a random part."""
+    folders = [dump_files.DumpFolder(tmp_path) for _ in range(2)]
+    names = {each.new_name("xqa") for each in (*folders, *folders)}
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+
+    names |= {each.new_name("xqa") for each in (*folders, *folders)}
+
+    assert len(names) == 8
+
+
+def problem_of(kind: str, tmp_path: Path) -> Path:
+    """Return a folder that cannot be used."""
+    path = tmp_path / "dumps"
+    if kind == "a symbolic link":
+        (tmp_path / "elsewhere").mkdir()
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        path.write_text("", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["a symbolic link", "Not a directory"])
+def test_an_unusable_folder_is_one_warning(
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Calls go on, and nothing is written elsewhere."""
+    path = problem_of(kind, tmp_path)
+    observe(monkeypatch, MLAGEN_DUMP=str(path))
+    function, arguments = built("trtllm")
+    caplog.set_level(logging.WARNING, logger="mlagen")
+
+    for length in (7, 70):
+        function(**{**arguments, "max_seq_len": length})
+
+    message = f"MLAGEN_DUMP: expected calls that can be dumped, got {kind}: {path}"
+    assert [record.getMessage() for record in caplog.records] == [message]
+    assert list(tmp_path.rglob("*.json")) == []
+
+
+def test_a_file_that_cannot_be_completed_is_removed(tmp_path: Path) -> None:
+    """A full disk leaves no partial dump."""
+
+    def fail(file: Any) -> None:
+        file.write(b"{")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        dump_files.DumpFolder(tmp_path).write("a.json", fail)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dump_is_strict_json(folder: Path) -> None:
+    """Infinities and NaNs are text."""
+    function, arguments = built("trtllm")
+
+    function(**{**arguments, "bmm1_scale": float("-inf")})
+
+    (path,) = folder.glob("*.json")
+
+    def fail(text: str) -> None:
+        raise AssertionError(text)
+
+    data = json.loads(path.read_text(encoding="utf-8"), parse_constant=fail)
+    assert data["call"]["arguments"]["bmm1_scale"] == {"float": "-inf"}

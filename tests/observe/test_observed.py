@@ -1,0 +1,193 @@
+"""MLAGEN_LOG=api: one line for each call, and nothing where it is not requested."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mlagen
+from mlagen.errors import ArgumentError
+from mlagen.observe import observed
+from tests.cache.builds import ROOT
+from tests.observed_calls import BUILDERS, built, observe
+from tests.odd_values import ODD
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
+    """Return the messages of calls that are logged."""
+    observe(monkeypatch, MLAGEN_LOG="api")
+    caplog.set_level(logging.INFO, logger="mlagen")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_call_of_each_entry_point_is_one_line(name: str, log: Any) -> None:
+    """The line names the entry point; a call on CPU tensors names the CPU backend."""
+    function, arguments = built(name)
+    before = len(log())
+
+    function(**arguments)
+
+    (line,) = log()[before:]
+    entry = line.partition("(")[0]
+    has_result = name not in {"constructor", "plan"}
+    assert entry.rpartition(".")[2] in {
+        getattr(function, "__name__", ""),
+        "flare_mla_decoding",
+        "__init__",
+    }
+    assert line.endswith(": CPU backend") is has_result
+
+
+def test_a_line_has_the_metadata_of_each_argument(log: Any) -> None:
+    """Shape, dtype and device of tensors, strides of those with gaps; not the defaults."""
+    function, arguments = built("trtllm")
+    arguments["query"] = torch.zeros(2, 1, 2, 1152, dtype=torch.bfloat16)[..., :576]
+
+    function(**arguments)
+
+    expected = (
+        "trtllm_batch_decode_with_kv_cache_mla("
+        "query=bfloat16[2, 1, 2, 576] strides [2304, 2304, 1152, 1] cpu, "
+        "kv_cache=bfloat16[6, 8, 576] cpu, workspace_buffer=uint8[67108864] cpu, "
+        "qk_nope_head_dim=128, kv_lora_rank=512, qk_rope_head_dim=64, "
+        "block_tables=int32[2, 4] cpu, seq_lens=int32[2] cpu, max_seq_len=7, "
+        "bmm1_scale=0.0721688, return_lse=True)"
+        " -> (bfloat16[2, 1, 2, 512] cpu, float32[2, 2] cpu): CPU backend"
+    )
+    assert log() == [expected]
+
+
+def test_a_call_that_raises_is_logged_with_its_error(log: Any) -> None:
+    """The error reaches the caller unchanged."""
+    function, arguments = built("xqa")
+
+    with pytest.raises(ArgumentError) as caught:
+        function(**{**arguments, "page_size": 0})
+
+    (line,) = log()
+    assert line.endswith(f" raises ArgumentError: {caught.value}")
+
+
+def test_a_call_with_wrong_names_raises_as_without_a_log(log: Any) -> None:
+    """The TypeError names the entry point."""
+    function, _ = built("trtllm")
+
+    with pytest.raises(TypeError, match=r"^trtllm_batch_decode_with_kv_cache_mla\(\) got an unex"):
+        function(no_such_argument=1)
+
+    assert log() == []
+
+
+def test_a_captured_call_says_so(log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line needs no device synchronization."""
+    monkeypatch.setattr(observed, "is_capturing", lambda _: True)
+    function, arguments = built("xqa_mla")
+
+    function(**arguments)
+
+    assert log()[0].endswith(": CPU backend, captured")
+
+
+def test_a_traced_call_is_not_logged(log: Any) -> None:
+    """Fake tensors have no kernel."""
+    function, arguments = built("xqa_batch_mla")
+    with FakeTensorMode() as mode:
+        fakes = {
+            name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+            for name, value in arguments.items()
+        }
+
+        function(**fakes)
+
+    assert log() == []
+
+
+def test_a_wrapper_is_part_of_one_graph(log: Any) -> None:
+    """A compiler traces its construction and its run, which are not logged."""
+    _, arguments = built("planless")
+    given = {name: arguments[name] for name in ("q_nope", "q_pe", "ckv_cache", "kpe_cache")}
+    rows = {"kv_len": arguments["kv_len"], "page_table": arguments["page_table"]}
+    workspace = torch.empty(0)
+    expected: Any = BUILDERS["planless"]()[0](**given, **rows)
+    before = len(log())
+
+    def decode(**tensors: Any) -> Any:
+        wrapper = mlagen.mla.BatchMLAPagedAttentionWrapper(workspace, backend="cutlass")
+        return wrapper.run(**tensors)
+
+    out = torch.compile(decode, fullgraph=True, backend="eager")(**given, **rows)
+
+    assert torch.equal(out, expected)
+    assert len(log()) == before
+
+
+@pytest.mark.parametrize("name", ["trtllm", "xqa_batch", "flare"])
+def test_an_odd_value_has_the_same_outcome_as_without_a_log(
+    name: str, log: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """Neither the log nor a dump raises, whatever the arguments are."""
+    observe(monkeypatch, MLAGEN_DUMP=str(tmp_path / "dumps"), MLAGEN_DUMP_TENSORS="1")
+    function, arguments = built(name)
+    plain = BUILDERS[name]()[0]
+    nested: list[Any] = []
+    nested.append(nested)
+
+    def outcome(call: Any, given: dict[str, Any]) -> str:
+        try:
+            call(**given)
+        except Exception as error:  # noqa: BLE001 - which is compared
+            return f"{type(error).__name__}: {error}"
+        return "a result"
+
+    for index, value in enumerate((*ODD, nested)):
+        key = list(arguments)[index % len(arguments)]
+        changed = {**arguments, key: value}
+        assert outcome(function, changed) == outcome(plain, changed)
+    assert any(" raises " in line for line in log())
+
+
+def test_an_entry_point_is_itself_where_nothing_is_requested() -> None:
+    """Without the variables a call costs nothing more."""
+    function = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
+
+    assert observed.observable(function) is function
+    assert not hasattr(function, "__wrapped__")
+
+
+PROGRAM = """
+import mlagen
+entry_points = [
+    mlagen.mla.trtllm_batch_decode_with_kv_cache_mla,
+    mlagen.mla.xqa_batch_decode_with_kv_cache_mla,
+    mlagen.mla.flare_mla_decoding,
+    mlagen.decode.xqa_batch_decode_with_kv_cache,
+    mlagen.xqa.xqa,
+    mlagen.xqa.xqa_mla,
+    mlagen.mla.BatchMLAPagedAttentionWrapper.plan,
+    mlagen.mla.BatchMLAPagedAttentionWrapper.run,
+]
+print(all(hasattr(entry, "__wrapped__") for entry in entry_points))
+mlagen.mla.BatchMLAPagedAttentionWrapper(__import__("torch").empty(0))
+"""
+
+
+def test_a_process_that_requests_it_logs_all_entry_points() -> None:
+    """The variable is read when the entry points are imported; lines go to stderr."""
+    environ = os.environ | {"MLAGEN_LOG": "api"}
+    command = [sys.executable, "-c", PROGRAM]
+
+    done = subprocess.run(
+        command, env=environ, cwd=ROOT, check=True, capture_output=True, text=True
+    )
+
+    assert done.stdout == "True\n"
+    assert "]: BatchMLAPagedAttentionWrapper.__init__(float_workspace_buffer=" in done.stderr
