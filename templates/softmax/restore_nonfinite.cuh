@@ -13,7 +13,6 @@
 #include "config.cuh"
 #include "finite.cuh"
 #include "kv_token.cuh"
-#include "output_dims.cuh"
 #include "ptx/cvt.cuh"
 #include "scheduler/tile_scheduler.cuh"
 

@@ -9,17 +9,47 @@
 #include "common/reload_tid.cuh"
 #include "common/swizzle.cuh"
 #include "common/types.cuh"
+#include "common/wgmma_descriptor.cuh"
 #include "config.cuh"
-#include "mma_operands.cuh"
 #include "pipeline/work_pipeline.cuh"
 #include "ptx/fence.cuh"
+#include "ptx/mov.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/wgmma.cuh"
+#include "ptx/wgmma_e4m3.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
 #include "softmax/row_reduce.cuh"
 #include "softmax/softmax_scale.cuh"
+
+constexpr int kTileSteps = kTileRowBytes / kStepElements;
+constexpr int kQkSteps = kHeadDimQk / kStepElements;
+
+// The MMAs of S = Q K^T for the KV block in a stage.
+struct QkMma {
+  u32 q_desc;
+  u32 k_desc;
+
+  __device__ QkMma(const SharedMemoryPlan& smem, int stage)
+      : q_desc(descriptor_low(shared_address(&smem), 16)) {
+    // Opaque: compilers would hoist all descriptors out of the loop, and spill.
+    mov_b32(q_desc);
+    k_desc = q_desc + descriptor_step(kQueryBytes) + stage * descriptor_step(kKvBlockBytes);
+  }
+
+  __device__ void issue(Scores& scores, int step) const {
+    const int tile = step / kTileSteps;
+    const u32 k_offset = step % kTileSteps * kStepElements;
+    const u32 q = q_desc + descriptor_step(tile * kQueryTileBytes + k_offset);
+    const u32 k = k_desc + descriptor_step(tile * kTileBytes + k_offset);
+    if (tile < kLatentTiles) {
+      wgmma_mma(E4m3{}, scores, smem_desc_sw128(q), smem_desc_sw128(k), step > 0);
+    } else {
+      wgmma_mma(E4m3{}, scores, smem_desc_sw64(q), smem_desc_sw64(k), 1);
+    }
+  }
+};
 
 // The KV block whose scores become probabilities.
 struct SoftmaxBlock {

@@ -6,7 +6,6 @@
 #include "common/reload_tid.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "mma_operands.cuh"
 #include "ptx/add.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/ex2.cuh"
@@ -17,6 +16,7 @@
 // A thread holds two rows of the scores, g and g + 8 of its warp's with g = lane / 4; four lanes
 // share a row. A word of P holds four of 16 tokens, in the order of the V fragments: 2c, 2c + 8,
 // 2c + 1, 2c + 9 with c = lane % 4.
+using Scores = float[kBlockN / 2];
 constexpr int kScoreRows = 2;
 constexpr int kTokenGroups = kBlockN / 16;
 constexpr int kPWords = kTokenGroups * kScoreRows;

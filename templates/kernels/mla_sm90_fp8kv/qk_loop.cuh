@@ -10,7 +10,7 @@
 #include "common/warp_uniform.cuh"
 #include "common/wgmma_descriptor.cuh"
 #include "config.cuh"
-#include "kv_scales.cuh"
+#include "dequant.cuh"
 #include "pipeline/kv_stages.cuh"
 #include "pipeline/work_pipeline.cuh"
 #include "ptx/fence.cuh"
@@ -217,7 +217,7 @@ __device__ inline void qk_loop(const Params& params, SharedMemoryPlan& smem) {
     wait_query(smem, work_idx);
     QkWarpgroup qk_warpgroup(params, smem, work, blocks_done);
     qk_warpgroup.process_work();
-    work_idx = work.work_idx + 1;  // reloaded, so that the main loop holds no register for it
+    work_idx = work.work_idx + 1;  // reloaded, so that the mainloop holds no register for it
     __syncwarp();
     if (reload_lane() == 0) arrive(smem.work_empty[work_slot(work_idx - 1)]);
   }

@@ -5,7 +5,6 @@
 #include "common/barriers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "invalid_mask.cuh"
 #include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 
@@ -16,6 +15,14 @@ constexpr int kOtherBytes = 2048 + kBlockM * 80;
 constexpr int kStagesBytes = kSharedBytes - kTiles * kQueryTileBytes - kOtherBytes;
 constexpr int kStages = kStagesBytes / kStageBytes;
 constexpr int kSpareBytes = kStagesBytes - kStages * kStageBytes;
+
+// Mask of the invalid top-k indices of a KV block (FlashMLA's `is_kv_valid`, inverted).
+struct alignas(8) InvalidMask {
+  u16 bits[kProducerWarps];  // 16 tokens each
+
+  __device__ u64 all() const { return *reinterpret_cast<const u64*>(bits); }
+};
+static_assert(kProducerWarps * 16 == kBlockN, "each producer warp loads 16 tokens");
 
 // Softmax of a row: scale of its scores to log2 units, and the stale row max in log2 units.
 struct alignas(8) SoftmaxRow {
@@ -54,7 +61,9 @@ struct SharedMemoryPlan {
   Barrier query_empty;
   Barrier work_full[2];
   Barrier work_empty[2];
-  int has_nonfinite[2];  // whether a row of the work item attends to a NaN/Inf in V
+  // Whether a row of the work item attends to a NaN/Inf in V. A flag per slot: one PV warpgroup may
+  // reach the next work item before the other resets the flag of this one.
+  int has_nonfinite[2];
 };
 // The split reduction aliases Q, KV and P: a CTA combines behind its last work item only.
 constexpr int kCombineSmemBytes = sizeof(SharedMemoryPlan::query) + sizeof(SharedMemoryPlan::kv) +
@@ -63,6 +72,10 @@ constexpr int kCombineSmemBytes = sizeof(SharedMemoryPlan::query) + sizeof(Share
 static_assert(sizeof(SharedMemoryPlan) <= kSharedBytes, "the spec states the size of the plan");
 static_assert(kKvBlockBytes % 1024 == 0, "tiles are aligned");
 static_assert(kSpareBytes % kChunkBytes == 0, "the members behind it are aligned");
+
+__device__ inline int& nonfinite_flag(SharedMemoryPlan& smem, const WorkItem& work) {
+  return smem.has_nonfinite[work_slot(work.work_idx)];
+}
 
 // Called by one thread. On `kv_full`, each producer thread arrives for its asynchronous copies, and
 // each producer warp for its plain stores.

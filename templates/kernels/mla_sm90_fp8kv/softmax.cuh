@@ -9,7 +9,7 @@
 #include "common/swizzle.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "kv_scales.cuh"
+#include "dequant.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/ex2.cuh"
 #include "ptx/fence.cuh"
