@@ -21,6 +21,7 @@
 #include "shared_memory.cuh"
 #include "softmax.cuh"
 #include "softmax/row_reduce.cuh"
+#include "softmax/scores.cuh"
 #include "softmax/softmax_scale.cuh"
 
 // A work item of so few KV blocks does not amortise fetching the code of the unmasked loop.
@@ -96,7 +97,7 @@ struct Consumer {
       scale_scores(scores, scale);
       if constexpr (!kIsUnmasked) {
         if (needs_mask) {
-          mask_scores(scores, work, first_token);
+          mask_scores(scores, work, first_token, [](int r) { return row_of(r); });
           clear_nonfinite_v<kStage>(first_token);
         }
       }

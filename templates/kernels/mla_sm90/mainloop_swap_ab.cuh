@@ -158,10 +158,7 @@ struct Consumer {
       for (int warp = 0; warp < kConsumerWarps; ++warp) {
         maximum = fmaxf(maximum, smem.warp_rows[warp][row_of(r)]);
       }
-      const float next = maximum > row_max[r] ? maximum : row_max[r];
-      alpha[r] = ex2_approx(row_max[r] - next);
-      row_max[r] = next;
-      row_sum[r] *= alpha[r];
+      alpha[r] = raise_row_max(row_max[r], row_sum[r], maximum);
     }
 #pragma unroll
     for (int i = 0; i < kAccumulators; ++i) {

@@ -21,6 +21,7 @@
 #include "shared_memory.cuh"
 #include "softmax.cuh"
 #include "softmax/row_reduce.cuh"
+#include "softmax/scores.cuh"
 #include "softmax/softmax_scale.cuh"
 
 constexpr int kTileSteps = kTileRowBytes / kStepElements;
@@ -145,7 +146,10 @@ struct QkWarpgroup {
     store(probabilities, softmax_block.p_addr);
     if (softmax.fast_path_holds(probabilities, softmax_block.needs_mask)) return false;
     scale_scores(scores, scale);
-    if (softmax_block.needs_mask) mask_scores(scores, work, softmax_block.kv_block_idx * kBlockN);
+    if (softmax_block.needs_mask) {
+      mask_scores(scores, work, softmax_block.kv_block_idx * kBlockN,
+                  [](int r) { return score_row(r); });
+    }
     float alpha[kScoreRows];
     softmax.update_row_max(scores, probabilities, alpha);
     store(probabilities, softmax_block.p_addr);

@@ -10,14 +10,12 @@
 #include "ptx/cvt.cuh"
 #include "ptx/ex2.cuh"
 #include "ptx/mov.cuh"
-#include "scheduler/tile_scheduler.cuh"
 #include "softmax/row_reduce.cuh"
+#include "softmax/row_state.cuh"
+#include "softmax/scores.cuh"
 
-// A thread holds two rows of the scores, g and g + 8 of its warp's with g = lane / 4; four lanes
-// share a row. A word of P holds four of 16 tokens, in the order of the V fragments: 2c, 2c + 8,
-// 2c + 1, 2c + 9 with c = lane % 4.
-using Scores = float[kBlockN / 2];
-constexpr int kScoreRows = 2;
+// A word of P holds four of 16 tokens, in the order of the V fragments: 2c, 2c + 8, 2c + 1, 2c + 9
+// with c = lane % 4.
 constexpr int kTokenGroups = kBlockN / 16;
 constexpr int kPWords = kTokenGroups * kScoreRows;
 using Probabilities = u32[kPWords];
@@ -33,9 +31,6 @@ constexpr float kMaxOffset = 7.0f;
 // `kOutlierSpread` of it.
 constexpr float kMaxOffsetWithHeadroom = kBlockM > 32 ? 3.0f : kMaxOffset;
 constexpr float kOutlierSpread = 8.0f;
-
-// Above this magnitude, the rounding of a score changes P by more than its tolerance.
-constexpr float kLargeRowMax = 0x1p14f;  // log2 units
 
 __device__ inline int score_row(int r) {
   return reload_warp() % 4 * kRowsPerWarp + reload_lane() / 4 + 8 * r;
@@ -106,20 +101,12 @@ struct Softmax {
                                  float (&alpha)[kScoreRows]) {
 #pragma unroll
     for (int r = 0; r < kScoreRows; ++r) {
-      float maximum = -kInfinity;
-#pragma unroll
-      for (int i = 0; i < kBlockN / 8; ++i) {
-        maximum = fmaxf(maximum, fmaxf(scores[i * 4 + r * 2], scores[i * 4 + r * 2 + 1]));
-      }
-      const float target = target_row_max(maximum);
-      const float next = target > row_max[r] ? target : row_max[r];
-      alpha[r] = ex2_approx(row_max[r] - next);
-      row_max[r] = next;
-      row_sum[r] *= alpha[r];
+      const float target = target_row_max(max_score(scores, r));
+      alpha[r] = raise_row_max(row_max[r], row_sum[r], target);
 #pragma unroll
       for (int group = 0; group < kTokenGroups; ++group) {
         probabilities[group * 2 + r] =
-            exponentiate([&](int i) { return scores[i] - next; }, group * 8 + r * 2);
+            exponentiate([&](int i) { return scores[i] - row_max[r]; }, group * 8 + r * 2);
       }
     }
   }
@@ -137,22 +124,3 @@ struct Softmax {
     return low | high << 16;
   }
 };
-
-// To log2 units, rounded as the row max is.
-__device__ inline void scale_scores(Scores& scores, float scale) {
-#pragma unroll
-  for (int i = 0; i < kBlockN / 2; ++i) scores[i] = __fmul_rn(scores[i], scale);
-}
-
-// A select, not an addition: a masked score may be NaN.
-__device__ inline void mask_scores(Scores& scores, const WorkItem& work, int first_token) {
-#pragma unroll
-  for (int r = 0; r < kScoreRows; ++r) {
-    const int col_limit = work.row_kv_end[score_row(r)] - first_token - lane_index() % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kBlockN / 8; ++i) {
-      if (i * 8 >= col_limit) scores[i * 4 + r * 2] = -kInfinity;
-      if (i * 8 + 1 >= col_limit) scores[i * 4 + r * 2 + 1] = -kInfinity;
-    }
-  }
-}
