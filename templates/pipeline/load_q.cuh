@@ -25,8 +25,6 @@ __device__ inline QueryRow query_row(const Params& params, const WorkCoord& coor
   return {is_row ? coord.first_query + token : 0, static_cast<int>(packed_row - token * heads)};
 }
 
-constexpr bool kIs16BitQ = kLatentTiles * kTileRowBytes == kLatentDim * 2;
-
 // Issues the copies of all rows, by `threads` threads of which this is number `thread`. The latent
 // tiles of a row lie kQueryTileBytes apart, before the rope tile; eight lanes copy 128 bytes.
 // `begin_row` takes each row, its query token and the rank of the lane, while the copies of the
@@ -42,18 +40,6 @@ __device__ inline void load_q_async(const Params& params, const WorkCoord& coord
     const auto [query, head] = query_row(params, coord, row, is_row);
     const unsigned char* latent = params.query + query * params.query_stride +
                                   head * params.query_head_stride + lane * kChunkBytes;
-    if constexpr (kIs16BitQ) {
-      const unsigned char* rope = params.query_rope + query * params.query_rope_stride +
-                                  head * params.query_rope_head_stride + lane * kChunkBytes;
-      const u32 target = shared_address(smem.query) + swizzled_offset<kTileRowBytes>(row, lane);
-      const u32 bytes = is_row ? kChunkBytes : 0;  // zero-fills padding
-#pragma unroll
-      for (int tile = 0; tile < kLatentTiles + 1; ++tile) {
-        cp_async_cg_16(target + tile * kQueryTileBytes,
-                       tile < kLatentTiles ? latent + tile * kTileRowBytes : rope, bytes);
-      }
-      continue;
-    }
     const u32 target = shared_address(smem.query);
     const u32 latent_target = target + swizzled_offset<kTileRowBytes>(row, lane);
     const u32 bytes = is_row ? kChunkBytes : 0;  // zero-fills padding

@@ -6,6 +6,7 @@
 #include "combine/epilogue.cuh"
 #include "combine/fp16_scale.cuh"
 #include "common/barriers.cuh"
+#include "common/fp8_nan.cuh"
 #include "common/named_barrier.cuh"
 #include "common/params.cuh"
 #include "common/reload_tid.cuh"
@@ -74,12 +75,6 @@ struct RowSum {
   }
 };
 
-// A pair of stored elements with zero for NaN. An e4m3 NaN has every bit but the sign set.
-__device__ inline u32 finite_bytes(u32 pair) {
-  return ((pair & 0x7f) == 0x7f ? 0 : pair & 0xff) |
-         ((pair & 0x7f00) == 0x7f00 ? 0 : pair & 0xff00);
-}
-
 // Called by all PV threads. Clears non-finite V elements and scales of the tokens from `first` to
 // `end` of the KV block at `stage`. Some row attends to these tokens, so a NaN/Inf sets the flag
 // and the epilogue restores it.
@@ -95,7 +90,7 @@ __device__ inline void clear_nonfinite(SharedMemoryPlan& smem, const WorkItem& w
                     swizzled_offset<128>(token, dim % kTileRowBytes / kChunkBytes);
     u16& stored = *reinterpret_cast<u16*>(stage + row + dim % kChunkBytes);
     const bool is_scale_finite = (scale & 0x7c00) != 0x7c00;
-    const u32 finite = finite_bytes(stored);
+    const u32 finite = stored & ~nan_bytes(stored);
     if (is_scale_finite && finite == stored) continue;
     stored = static_cast<u16>(finite);
     if (!is_scale_finite) scale = 0;
