@@ -15,10 +15,10 @@
 #include "common/wgmma_descriptor.cuh"
 #include "config.cuh"
 #include "pipeline/kv_stages.cuh"
+#include "pipeline/work_loop.cuh"
 #include "pipeline/work_pipeline.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/ldmatrix.cuh"
-#include "ptx/mov.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_e4m3.cuh"
 #include "scheduler/tile_scheduler.cuh"
@@ -204,12 +204,7 @@ struct PvWarpgroup {
 __device__ inline void pv_loop(const Params& params, SharedMemoryPlan& smem) {
   finish_q_load(smem.first_query_full);
   u32 blocks_done = 0;  // KV blocks, over all work items
-  u32 work_idx = 0;
-  while (true) {
-    wait(smem.work_full[work_slot(work_idx)], work_phase(work_idx));
-    if (smem.work_items[work_slot(work_idx)].seq_idx < 0) return;
-    mov_b32(work_idx);  // else compilers hold the address of the work item during the main loop
-    const WorkItem& work = smem.work_items[work_slot(work_idx)];
+  work_loop<true>(smem, [&](const WorkItem& work, u32) {
     PvWarpgroup pv_warpgroup(smem, work);
     pv_warpgroup.process_work(blocks_done);
     wait(smem.row_state_full[work_slot(work.work_idx)], work_phase(work.work_idx));
@@ -217,8 +212,5 @@ __device__ inline void pv_loop(const Params& params, SharedMemoryPlan& smem) {
     named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
     ThreadRows rows{smem, work_slot(work.work_idx)};
     epilogue(params, work, smem, pv_warpgroup.accumulators, rows);
-    work_idx = work.work_idx + 1;  // reloaded, so that the main loop holds no register for it
-    __syncwarp();
-    if (reload_lane() == 0) arrive(smem.work_empty[work_slot(work_idx - 1)]);
-  }
+  });
 }

@@ -11,6 +11,7 @@
 #include "common/types.cuh"
 #include "common/wgmma_descriptor.cuh"
 #include "config.cuh"
+#include "pipeline/work_loop.cuh"
 #include "pipeline/work_pipeline.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/mov.cuh"
@@ -226,18 +227,10 @@ __device__ inline void qk_loop(const Params& params, SharedMemoryPlan& smem) {
   if (reload_tid() % 128 == 0) smem.score_scale = score_scale(params) * kLog2E;
   named_barrier_sync(NamedBarrier::QkSynced, kQkThreads);
   PipelineState<kStages> pipe;
-  u32 work_idx = 0;
-  while (true) {
-    wait(smem.work_full[work_slot(work_idx)], work_phase(work_idx));
-    const WorkItem& work = smem.work_items[work_slot(work_idx)];
-    if (work.seq_idx < 0) return;
+  work_loop(smem, [&](const WorkItem& work, u32 work_idx) {
     wait_query(smem, work_idx);
     QkWarpgroup qk_warpgroup(smem, work, pipe);
     qk_warpgroup.process_work();
-    work_idx = work.work_idx;  // reloaded, so that the main loop holds no register for it
-    qk_warpgroup.publish_row_state(work_slot(work_idx));
-    __syncwarp();
-    if (reload_lane() == 0) arrive(smem.work_empty[work_slot(work_idx)]);
-    ++work_idx;
-  }
+    qk_warpgroup.publish_row_state(work_slot(work.work_idx));
+  });
 }
