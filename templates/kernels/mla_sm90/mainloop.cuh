@@ -103,7 +103,7 @@ struct Consumer {
       }
       softmax.update_row_max(scores, probabilities, alpha);
     }
-    softmax.publish(alpha, smem.row_max[kStage], smem.rescale[kStage]);
+    softmax.publish(alpha, smem.row_max[kStage], smem.alpha[kStage]);
     store_p<kStage>();
     named_barrier_arrive(NamedBarrier::P0Ready + kStage, kConsumerThreads);
     return needs_rescale;
@@ -122,7 +122,7 @@ struct Consumer {
 
   __device__ void adopt_row_max(int stage) {
     float alpha[kRowsPerThread];
-    if (softmax.adopt_row_max(smem.row_max[stage], smem.rescale[stage], alpha)) {
+    if (softmax.adopt_row_max(smem.row_max[stage], smem.alpha[stage], alpha)) {
       rescale(accumulators, alpha[0], alpha[1]);
     }
   }

@@ -60,13 +60,13 @@ struct Consumer {
   }
 
   // Pipeline index of a stage of the current KV block, which qk_gemm has advanced past.
-  __device__ int stage(int stage_in_block) const {
+  __device__ int pipe_stage(int stage_in_block) const {
     const int stage = pipe.index - kStagesPerBlock + stage_in_block;
     return stage < 0 ? stage + kStages : stage;
   }
 
   __device__ unsigned char* tile(int index) const {
-    return smem.kv[stage(index / kTilesPerStage)] + index % kTilesPerStage * kTileBytes;
+    return smem.kv[pipe_stage(index / kTilesPerStage)] + index % kTilesPerStage * kTileBytes;
   }
 
   // Issues the MMAs of each stage as it arrives.
@@ -213,11 +213,11 @@ struct Consumer {
     }
     wgmma_commit_group();
     wgmma_wait_group<2>();
-    release(smem.kv_empty[stage(0)]);
+    release(smem.kv_empty[pipe_stage(0)]);
     wgmma_wait_group<1>();
-    release(smem.kv_empty[stage(1)]);
+    release(smem.kv_empty[pipe_stage(1)]);
     wgmma_wait_group<0>();
-    release(smem.kv_empty[stage(2)]);
+    release(smem.kv_empty[pipe_stage(2)]);
 #pragma unroll
     for (int index = 0; index < kLatentTiles; ++index) wgmma_fence_operand(accumulators[index]);
   }

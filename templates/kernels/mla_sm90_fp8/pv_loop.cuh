@@ -105,7 +105,7 @@ struct PvWarpgroup {
 
   // Rescales O by alpha, for the rows of the QK warps whose flag is set; others stored no alpha.
   __device__ void rescale(int stage, u32 rescale_flags) {
-    const float* alpha = &smem.rescale[stage][row_of(0)];
+    const float* alpha = &smem.alpha[stage][row_of(0)];
 #pragma unroll
     for (int warp = 0; warp < kWarpsWithRows; ++warp) {
       if (!__any_sync(~0u, (rescale_flags >> warp * 8 & 0xff) != 0)) continue;

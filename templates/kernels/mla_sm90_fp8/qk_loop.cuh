@@ -55,7 +55,7 @@ struct QkMma {
 
 // The KV block whose scores become probabilities.
 struct SoftmaxBlock {
-  int kv_block_idx;  // in the sequence
+  int kv_block;  // in the sequence
   int stage;
   u32 p_addr;  // this lane's stmatrix address of P
   bool needs_mask;  // whether any row does not attend to the whole KV block
@@ -148,7 +148,7 @@ struct QkWarpgroup {
     if (softmax.fast_path_holds(probabilities, softmax_block.needs_mask)) return false;
     scale_scores(scores, scale);
     if (softmax_block.needs_mask) {
-      mask_scores(scores, work, softmax_block.kv_block_idx * kBlockN,
+      mask_scores(scores, work, softmax_block.kv_block * kBlockN,
                   [](int r) { return score_row(r); });
     }
     float alpha[kScoreRows];
@@ -180,12 +180,11 @@ struct QkWarpgroup {
   __device__ bool publish_alpha(const float (&alpha)[kScoreRows],
                                 const SoftmaxBlock& softmax_block) const {
     const bool needs_rescale = alpha[0] != 1.0f || alpha[1] != 1.0f;
-    if (!__any_sync(~0u, needs_rescale) || softmax_block.kv_block_idx == work.first_kv_block)
+    if (!__any_sync(~0u, needs_rescale) || softmax_block.kv_block == work.first_kv_block)
       return false;
     if (reload_lane() % 4 == 0) {
 #pragma unroll
-      for (int r = 0; r < kScoreRows; ++r)
-        smem.rescale[softmax_block.stage][score_row(r)] = alpha[r];
+      for (int r = 0; r < kScoreRows; ++r) smem.alpha[softmax_block.stage][score_row(r)] = alpha[r];
     }
     return true;
   }

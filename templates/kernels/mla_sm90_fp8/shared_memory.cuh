@@ -18,8 +18,8 @@ constexpr u32 kProbabilitiesOffset = kLatentTiles * kTileBytes;
 struct SharedMemoryPlan {
   unsigned char query[kQueryBytes];
   unsigned char kv[kStages][kKvBlockBytes];  // P overwrites the rope tile
-  float rescale[kStages][kBlockM];  // alpha of the KV block, for O
-  float row_max[2][kBlockM];  // of a whole work item, log2 units
+  float alpha[kStages][kBlockM];  // alpha of the KV block, for O
+  float row_max[2][kBlockM];  // of a whole work item, log2 domain
   float row_sum[2][kBlockM];
   // fp16 scale of partial O; aligned because rows are read in pairs.
   alignas(sizeof(float2)) float row_scale[2][kBlockM];
@@ -38,9 +38,9 @@ struct SharedMemoryPlan {
   // Whether a row of the work item attends to a NaN in V. A flag per slot: one PV warpgroup may
   // reach the next work item before the other resets the flag of this one.
   int has_nonfinite[2];
-  float score_scale;  // to log2 units
+  float score_scale;  // to the log2 domain
 };
-// The split reduction aliases Q and KV: a CTA combines behind its last work item only.
+// The split reduction aliases Q and KV: a CTA combines after its last work item only.
 constexpr int kCombineSmemBytes = sizeof(SharedMemoryPlan::query) + sizeof(SharedMemoryPlan::kv);
 static_assert(sizeof(SharedMemoryPlan) <= kSharedBytes, "the spec states the size of the plan");
 static_assert(kQueryBytes % 1024 == 0 && kKvBlockBytes % 1024 == 0, "swizzled tiles are aligned");

@@ -20,9 +20,10 @@ constexpr int kTokenGroups = kBlockN / 16;
 constexpr int kPWords = kTokenGroups * kScoreRows;
 using Probabilities = u32[kPWords];
 
-// Max offset: an update sets the row max this far below the maximum of the scores, in log2 units.
-// The next update is due when a score exceeds that maximum by more than 8.8 minus the offset. The
-// smallest e4m3 is 2^-9, so probabilities below 2^-(9 + offset) of the largest are lost.
+// Max offset: an update sets the row max this far below the maximum of the scores, in the log2
+// domain. The next update is due when a score exceeds that maximum by more than 8.8 minus the
+// offset. The smallest e4m3 is 2^-9, so probabilities below 2^-(9 + offset) of the largest are
+// lost.
 constexpr float kMaxOffset = 7.0f;
 
 // An update costs time in the compute-bound regime, so a large `kBlockM` uses a smaller offset:
@@ -50,7 +51,7 @@ struct ProbabilitySums {
     const u32 pair = add_f16x2(fp16x2_of_e4m3x2(four & 0xffff), fp16x2_of_high_e4m3x2(four));
     u32& sum = pairs[word % kScoreRows];
     sum = word < kScoreRows ? pair : add_f16x2(sum, pair);
-    mov_b32(sum);  // keeps the addition here: compilers would sink it behind the last word
+    mov_b32(sum);  // keeps the addition here: compilers would sink it below the last word
   }
 
   __device__ float total(int r) const {
@@ -68,7 +69,7 @@ __device__ inline float target_row_max(float maximum) {
 
 struct Softmax {
   float row_sum[kScoreRows];  // over this lane's tokens, of P as rounded
-  float row_max[kScoreRows];  // stale maximum less its offset, log2 units
+  float row_max[kScoreRows];  // stale maximum less its offset, log2 domain
 
   __device__ Softmax() {
 #pragma unroll
@@ -95,8 +96,9 @@ struct Softmax {
     return !__any_sync(~0u, saturated != 0 || is_large || needs_mask);
   }
 
-  // Slow path: raises the row max to the target of the scores, here in log2 units, and rescales the
-  // row sums. Scores and row max are rounded alike, so equal scores have equal probabilities.
+  // Slow path: raises the row max to the target of the scores, here in the log2 domain, and
+  // rescales the row sums. Scores and row max are rounded alike, so equal scores have equal
+  // probabilities.
   __device__ void update_row_max(const Scores& scores, Probabilities& probabilities,
                                  float (&alpha)[kScoreRows]) {
 #pragma unroll

@@ -39,7 +39,7 @@ struct TokenIds {
       : ids(params.block_tables + block_table_row(params, coord.seq_idx).start),
         end(min((coord.first_kv_block + coord.num_kv_blocks) * kBlockN, coord.kv_end)) {}
 
-  // Page id or top-k index of this lane's token; -1 behind the end.
+  // Page id or top-k index of this lane's token; -1 past the end.
   __device__ int read(int kv_block) const {
     const int token = token_of(kv_block);
     return token < end ? ids[kIsSparse ? token : token / kPageSize] : -1;

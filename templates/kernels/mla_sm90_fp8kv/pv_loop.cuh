@@ -57,7 +57,7 @@ struct RowSum {
   }
 
   __device__ void rescale(const SharedMemoryPlan& smem, int stage) {
-    row_sum *= smem.rescale[stage][row()];
+    row_sum *= smem.alpha[stage][row()];
   }
 
   // Reduces over the threads of a row, and publishes row sum and fp16 scale.
@@ -122,8 +122,7 @@ struct PvWarpgroup {
     row_sum.rescale(smem, stage);
 #pragma unroll
     for (int group = 0; group < kRowGroups; ++group) {
-      const float2 alpha =
-          *reinterpret_cast<const float2*>(&smem.rescale[stage][row_of(group * 2)]);
+      const float2 alpha = *reinterpret_cast<const float2*>(&smem.alpha[stage][row_of(group * 2)]);
       rescale_group(accumulators, group, alpha);
     }
   }
