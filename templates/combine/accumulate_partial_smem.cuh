@@ -8,7 +8,6 @@
 #include "combine/reduce_group.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "output_dims.cuh"
 #include "ptx/ex2.cuh"
 #include "softmax/row_state.cuh"
 

@@ -12,8 +12,6 @@
 #include "common/reload_tid.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "nonfinite_flag.cuh"
-#include "output_dims.cuh"
 #include "ptx/exit.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"

@@ -16,7 +16,7 @@
 #include "ptx/red.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
-#include "store_partial_state.cuh"
+#include "store_rows.cuh"
 
 // A fragment is one float4 of every lane of a warp. Partial O is stored fragment by fragment as
 // four fp16 a lane, because the combine is bound by these bytes; the partial state is stored per

@@ -1,6 +1,6 @@
-// Register reallocation between warpgroups (`setmaxnreg`), for kernels launched with 128 registers
-// per thread: producer warpgroups release what consumer warpgroups acquire. Executed by whole
-// warpgroups.
+// Register reallocation between warpgroups (`setmaxnreg`): producer warpgroups release what
+// consumer warpgroups acquire, from 128 registers per thread on, or a little more. Executed by
+// whole warpgroups.
 
 #pragma once
 

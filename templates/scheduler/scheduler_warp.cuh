@@ -8,7 +8,7 @@
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "load_q.cuh"
+#include "pipeline/load_q.cuh"
 #include "pipeline/work_pipeline.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"

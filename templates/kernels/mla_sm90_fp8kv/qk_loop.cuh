@@ -10,8 +10,9 @@
 #include "common/warp_uniform.cuh"
 #include "common/wgmma_descriptor.cuh"
 #include "config.cuh"
-#include "kv_scales.cuh"
+#include "dequant.cuh"
 #include "pipeline/kv_stages.cuh"
+#include "pipeline/work_loop.cuh"
 #include "pipeline/work_pipeline.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/wgmma.cuh"
@@ -209,16 +210,9 @@ struct QkWarpgroup {
 
 __device__ inline void qk_loop(const Params& params, SharedMemoryPlan& smem) {
   u32 blocks_done = 0;
-  u32 work_idx = 0;
-  while (true) {
-    wait(smem.work_full[work_slot(work_idx)], work_phase(work_idx));
-    const WorkItem& work = smem.work_items[work_slot(work_idx)];
-    if (work.seq_idx < 0) return;
+  work_loop(smem, [&](const WorkItem& work, u32 work_idx) {
     wait_query(smem, work_idx);
     QkWarpgroup qk_warpgroup(params, smem, work, blocks_done);
     qk_warpgroup.process_work();
-    work_idx = work.work_idx + 1;  // reloaded, so that the main loop holds no register for it
-    __syncwarp();
-    if (reload_lane() == 0) arrive(smem.work_empty[work_slot(work_idx - 1)]);
-  }
+  });
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "accumulators.cuh"
+#include "combine/epilogue.cuh"
 #include "common/barriers.cuh"
 #include "common/named_barrier.cuh"
 #include "common/params.cuh"
@@ -12,7 +13,8 @@
 #include "common/wgmma_descriptor.cuh"
 #include "config.cuh"
 #include "mask_v.cuh"
-#include "output_dims.cuh"
+#include "pipeline/work_loop.cuh"
+#include "pipeline/work_pipeline.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/ex2.cuh"
 #include "ptx/fence.cuh"
@@ -21,6 +23,11 @@
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax/row_state.cuh"
+#include "softmax/softmax_scale.cuh"
+
+// M of the MMAs is tokens (S^T) or output dims (O^T), and N is query rows: M is 64 at least, so
+// that few rows would leave a normal MMA mostly idle. A warp has 16 tokens of S^T.
+using Scores = float[kBlockM / 2];
 
 struct Consumer {
   const Params& params;
@@ -53,13 +60,13 @@ struct Consumer {
   }
 
   // Pipeline index of a stage of the current KV block, which qk_gemm has advanced past.
-  __device__ int stage(int stage_in_block) const {
+  __device__ int pipe_stage(int stage_in_block) const {
     const int stage = pipe.index - kStagesPerBlock + stage_in_block;
     return stage < 0 ? stage + kStages : stage;
   }
 
   __device__ unsigned char* tile(int index) const {
-    return smem.kv[stage(index / kTilesPerStage)] + index % kTilesPerStage * kTileBytes;
+    return smem.kv[pipe_stage(index / kTilesPerStage)] + index % kTilesPerStage * kTileBytes;
   }
 
   // Issues the MMAs of each stage as it arrives.
@@ -151,10 +158,7 @@ struct Consumer {
       for (int warp = 0; warp < kConsumerWarps; ++warp) {
         maximum = fmaxf(maximum, smem.warp_rows[warp][row_of(r)]);
       }
-      const float next = maximum > row_max[r] ? maximum : row_max[r];
-      alpha[r] = ex2_approx(row_max[r] - next);
-      row_max[r] = next;
-      row_sum[r] *= alpha[r];
+      alpha[r] = raise_row_max(row_max[r], row_sum[r], maximum);
     }
 #pragma unroll
     for (int i = 0; i < kAccumulators; ++i) {
@@ -209,12 +213,73 @@ struct Consumer {
     }
     wgmma_commit_group();
     wgmma_wait_group<2>();
-    release(smem.kv_empty[stage(0)]);
+    release(smem.kv_empty[pipe_stage(0)]);
     wgmma_wait_group<1>();
-    release(smem.kv_empty[stage(1)]);
+    release(smem.kv_empty[pipe_stage(1)]);
     wgmma_wait_group<0>();
-    release(smem.kv_empty[stage(2)]);
+    release(smem.kv_empty[pipe_stage(2)]);
 #pragma unroll
     for (int index = 0; index < kLatentTiles; ++index) wgmma_fence_operand(accumulators[index]);
   }
 };
+
+// Sums over the eight lanes that hold the same rows.
+__device__ inline float sum_over_lanes(float value) {
+#pragma unroll
+  for (int lanes = 4; lanes < kWarpLanes; lanes *= 2) {
+    value += __shfl_xor_sync(~0u, value, lanes);
+  }
+  return value;
+}
+
+// Reduces the row sum l over the warps, each of which has other tokens.
+__device__ inline void reduce_row_sum(SharedMemoryPlan& smem, const Consumer& consumer,
+                                      ThreadRows& rows) {
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    const float row_sum = sum_over_lanes(consumer.row_sum[r]);
+    if (reload_lane() < 4) smem.warp_rows[reload_warp()][row_of(r)] = row_sum;
+  }
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    float row_sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kConsumerWarps; ++warp) row_sum += smem.warp_rows[warp][row_of(r)];
+    rows[r] = {consumer.row_max[r], row_sum};
+  }
+}
+
+// State that persists across work items.
+struct ConsumerState {
+  float scale;
+  PipelineState<kStages> pipe;
+  u32 p_buffer = 0;
+
+  __device__ ConsumerState(const Params& params, const SharedMemoryPlan&)
+      : scale(score_scale(params) * kLog2E) {}
+};
+
+__device__ inline void process_work(const Params& params, const WorkItem& work,
+                                    SharedMemoryPlan& smem, ConsumerState& state) {
+  Consumer consumer(params, smem, work, state.scale, state.pipe, state.p_buffer);
+  const int end = work.first_kv_block + work.num_kv_blocks;
+#pragma unroll 1
+  for (int kv_block = work.first_kv_block; kv_block < end; ++kv_block)
+    consumer.process_block(kv_block);
+  // Without KV blocks no barrier of the mainloop orders the warps' waits for Q before its release.
+  if (work.num_kv_blocks == 0) named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  if (reload_tid() == 0) arrive(smem.query_empty);
+  ThreadRows rows;
+  reduce_row_sum(smem, consumer, rows);
+  epilogue(params, work, smem, consumer.accumulators, rows);
+}
+
+__device__ inline void consumer_loop(const Params& params, SharedMemoryPlan& smem) {
+  ConsumerState state(params, smem);
+  finish_q_load(smem.first_query_full);
+  work_loop(smem, [&](const WorkItem& work, u32 work_idx) {
+    wait_query(smem, work_idx);
+    process_work(params, work, smem, state);
+  });
+}

@@ -10,6 +10,7 @@
 #include "ptx/mov.cuh"
 #include "ptx/wgmma.cuh"
 #include "shared_memory.cuh"
+#include "softmax/scores.cuh"
 
 // Lower words of the wgmma descriptors of K-major operands (Q, K, P) and of V, which is MN-major.
 // Both have the start of shared memory as address.

@@ -1,11 +1,17 @@
-// KV scales of a KV block in shared memory: fp32 for K, and fp16 with a shared scale for V.
+// Dequantisation: KV scales of a KV block, fp32 for K and fp16 with a shared scale for V, and V
+// fragments, dequantised to fp16 in registers.
 
 #pragma once
 
+#include "accumulators.cuh"
+#include "common/fp8.cuh"
 #include "common/reload_tid.cuh"
+#include "common/swizzle.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/cvt.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mul.cuh"
 
 // V is dequantised to fp16 by scales in fp16. A shared scale, a power of two per work item, keeps
 // them in range: the largest V scale times the shared scale is between 2^6 and 2^7 when the shared
@@ -52,7 +58,7 @@ struct QkThread {
     warp = thread / kWarpLanes;
   }
 
-  // The first of this thread's two tokens; the second is 8 behind.
+  // The first of this thread's two tokens; the second is 8 further.
   __device__ int token() const { return warp * kTokensPerQkWarp + lane / 4; }
 };
 
@@ -111,3 +117,59 @@ struct ThreadScales {
 };
 static_assert(kTokensPerQkWarp == 16, "a thread has two tokens of its warp");
 static_assert(kScaleGroups == 4, "a thread stores the scales of one group");
+
+// V fragments: the A operand of O^T += V^T P^T, transposed from shared memory into registers.
+// A fragment has 32 tokens of a tile of dims: two MMAs.
+constexpr int kVTokens = 32;
+constexpr int kVSteps = kVTokens / 16;
+constexpr int kTokenHalves = kBlockN / kVTokens;
+using VFragments = u32[kVSteps * 4];
+using StoredV = u32[4];
+using VScales = uint2[kVTokens / 16];  // two tokens of each of two matrices
+
+// PV steps: for each half of the tokens, one tile of dims after the other.
+constexpr int kPvSteps = kDimTiles * kTokenHalves;
+__device__ constexpr int token_half_of(int pv_step) { return pv_step / kDimTiles; }
+__device__ constexpr int dim_tile_of(int pv_step) { return pv_step % kDimTiles; }
+
+// ldmatrix loads four matrices of eight tokens and 16 dims; of each, a lane gets dims 2g and 2g + 1
+// of tokens 2c and 2c + 1, with g = lane / 4 and c = lane % 4.
+struct VLoader {
+  const u16* scales;  // of this lane's first two tokens
+  u32 address;  // of this lane's ldmatrix row, in tile 0
+
+  // `stage` is the KV block.
+  __device__ explicit VLoader(unsigned char* stage) {
+    const int lane = reload_lane();
+    const int warp = reload_warp();
+    scales = &v_scale(stage, lane % 4 * 2, warp * kWarpDims / kScaledDims);
+    address = shared_address(stage) + warp / 2 * kTileBytes +
+              swizzled_offset<kTileRowBytes>(lane, warp % 2 * kDimTiles);
+  }
+
+  __device__ void load_scales(VScales& loaded, int half) const {
+#pragma unroll
+    for (int i = 0; i < kVTokens / 16; ++i) {
+      const int token = half * kVTokens + i * 16;
+      loaded[i] = *reinterpret_cast<const uint2*>(scales + v_scale_index(token, 0));
+    }
+  }
+
+  // Loads the stored V of a PV step. A tile of dims is one of the four chunks that a warp has of a
+  // row of 128 bytes, so its index is two bits of the swizzled address.
+  __device__ void load(StoredV& loaded, int pv_step) const {
+    const u32 row = address ^ (dim_tile_of(pv_step) * kChunkBytes);
+    ldmatrix_x4_trans(loaded, row + token_half_of(pv_step) * kVTokens * kTileRowBytes);
+  }
+};
+
+__device__ inline void dequant_v(VFragments& v, const StoredV& stored, const VScales& scales) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    u32* step = v + i / 2 * 4 + i % 2 * 2;
+    const u32 scale = i % 2 == 0 ? scales[i / 2].x : scales[i / 2].y;
+    const u32 transposed = __byte_perm(stored[i], 0, 0x3120);
+    step[0] = mul_f16x2(fp16x2_of_e4m3x2(transposed & 0xffff), scale);
+    step[1] = mul_f16x2(fp16x2_of_high_e4m3x2(transposed), scale);
+  }
+}

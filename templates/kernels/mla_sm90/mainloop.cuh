@@ -1,22 +1,28 @@
-// Mainloop of two consumer warpgroups: seesaw over the pairs of KV blocks of a work item.
+// Mainloop of two consumer warpgroups: seesaw over the pairs of KV blocks of each work item.
 
 #pragma once
 
 #include "accumulators.cuh"
+#include "combine/epilogue.cuh"
 #include "common/barriers.cuh"
 #include "common/named_barrier.cuh"
 #include "common/params.cuh"
 #include "common/reload_tid.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
+#include "gemms.cuh"
 #include "mask_v.cuh"
-#include "no_swap_ab/mma_operands.cuh"
-#include "no_swap_ab/softmax.cuh"
+#include "pipeline/work_loop.cuh"
+#include "pipeline/work_pipeline.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/wgmma.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
+#include "softmax.cuh"
+#include "softmax/row_reduce.cuh"
+#include "softmax/scores.cuh"
+#include "softmax/softmax_scale.cuh"
 
 // A work item of so few KV blocks does not amortise fetching the code of the unmasked loop.
 constexpr int kShortWorkBlocks = 4;
@@ -91,13 +97,13 @@ struct Consumer {
       scale_scores(scores, scale);
       if constexpr (!kIsUnmasked) {
         if (needs_mask) {
-          mask_scores(scores, work, first_token);
+          mask_scores(scores, work, first_token, [](int r) { return row_of(r); });
           clear_nonfinite_v<kStage>(first_token);
         }
       }
       softmax.update_row_max(scores, probabilities, alpha);
     }
-    softmax.publish(alpha, smem.row_max[kStage], smem.rescale[kStage]);
+    softmax.publish(alpha, smem.row_max[kStage], smem.alpha[kStage]);
     store_p<kStage>();
     named_barrier_arrive(NamedBarrier::P0Ready + kStage, kConsumerThreads);
     return needs_rescale;
@@ -116,7 +122,7 @@ struct Consumer {
 
   __device__ void adopt_row_max(int stage) {
     float alpha[kRowsPerThread];
-    if (softmax.adopt_row_max(smem.row_max[stage], smem.rescale[stage], alpha)) {
+    if (softmax.adopt_row_max(smem.row_max[stage], smem.alpha[stage], alpha)) {
       rescale(accumulators, alpha[0], alpha[1]);
     }
   }
@@ -220,3 +226,54 @@ struct Consumer {
 
   __device__ void release_query() const { release(smem.query_empty); }
 };
+
+// Adds the row sums l of both warpgroups, which have the same row max at the end of the mainloop.
+__device__ inline void reduce_row_sum(SharedMemoryPlan& smem, const Softmax& softmax,
+                                      ThreadRows& rows) {
+  const int thread = reload_tid();
+  const int row = row_of_thread(thread);
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    const float row_sum = quad_reduce_sum(softmax.row_sum[r]);
+    if (thread % 4 == 0) smem.row_sum[thread / 128][row + 8 * r] = row_sum;
+  }
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    rows[r] = {softmax.row_max[r], smem.row_sum[0][row + 8 * r] + smem.row_sum[1][row + 8 * r]};
+  }
+}
+
+// State that persists across work items.
+struct ConsumerState {
+  Descriptors descriptors;
+  float scale;
+  u32 phase = 0;
+
+  __device__ ConsumerState(const Params& params, const SharedMemoryPlan& smem)
+      : descriptors(smem), scale(score_scale(params) * kLog2E) {}
+};
+
+__device__ inline void process_work(const Params& params, const WorkItem& work,
+                                    SharedMemoryPlan& smem, ConsumerState& state) {
+  Consumer consumer(params, smem, work, state.descriptors, state.scale, state.phase);
+  if (work.num_kv_blocks > 0) {
+    consumer.process_work();
+  } else {
+    // Without KV blocks no MMA orders the warps' waits for Q before its release.
+    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    consumer.release_query();
+  }
+  ThreadRows rows;
+  reduce_row_sum(smem, consumer.softmax, rows);
+  epilogue(params, work, smem, consumer.accumulators, rows);
+}
+
+__device__ inline void consumer_loop(const Params& params, SharedMemoryPlan& smem) {
+  ConsumerState state(params, smem);
+  finish_q_load(smem.first_query_full);
+  work_loop(smem, [&](const WorkItem& work, u32 work_idx) {
+    wait_query(smem, work_idx);
+    process_work(params, work, smem, state);
+  });
+}

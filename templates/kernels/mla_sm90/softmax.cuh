@@ -4,16 +4,12 @@
 
 #include "accumulators.cuh"
 #include "common/reload_tid.cuh"
-#include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/ex2.cuh"
-#include "scheduler/tile_scheduler.cuh"
 #include "softmax/row_reduce.cuh"
 #include "softmax/row_state.cuh"
-
-// Above this magnitude, the rounding of a score changes P by more than its tolerance.
-constexpr float kLargeRowMax = 0x1p14f;  // log2 domain
+#include "softmax/scores.cuh"
 
 struct Softmax {
   float row_sum[kRowsPerThread];  // over this thread's tokens
@@ -45,17 +41,9 @@ struct Softmax {
                                  float (&alpha)[kRowsPerThread]) {
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
-      float maximum = -kInfinity;
-#pragma unroll
-      for (int i = 0; i < kBlockN / 8; ++i) {
-        maximum = fmaxf(maximum, fmaxf(scores[i * 4 + r * 2], scores[i * 4 + r * 2 + 1]));
-      }
-      maximum = quad_reduce_max(maximum);
-      const float next = maximum > row_max[r] ? maximum : row_max[r];
-      alpha[r] = ex2_approx(row_max[r] - next);
-      row_max[r] = next;
-      row_sum[r] = row_sum[r] * alpha[r] +
-                   exponentiate([&](int i) { return scores[i] - next; }, r, probabilities);
+      const float maximum = quad_reduce_max(max_score(scores, r));
+      alpha[r] = raise_row_max(row_max[r], row_sum[r], maximum);
+      row_sum[r] += exponentiate([&](int i) { return scores[i] - row_max[r]; }, r, probabilities);
     }
   }
 
@@ -108,22 +96,3 @@ struct Softmax {
     return partial_sum;
   }
 };
-
-// To the log2 domain, rounded as the row max is.
-__device__ inline void scale_scores(Scores& scores, float scale) {
-#pragma unroll
-  for (int i = 0; i < kBlockN / 2; ++i) scores[i] = __fmul_rn(scores[i], scale);
-}
-
-// A select, not an addition: a masked score may be NaN.
-__device__ inline void mask_scores(Scores& scores, const WorkItem& work, int first_token) {
-#pragma unroll
-  for (int r = 0; r < kRowsPerThread; ++r) {
-    const int col_limit = work.row_kv_end[row_of(r)] - first_token - lane_index() % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kBlockN / 8; ++i) {
-      if (i * 8 >= col_limit) scores[i * 4 + r * 2] = -kInfinity;
-      if (i * 8 + 1 >= col_limit) scores[i * 4 + r * 2 + 1] = -kInfinity;
-    }
-  }
-}
