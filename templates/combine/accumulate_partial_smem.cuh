@@ -9,7 +9,7 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "output_dims.cuh"
-#include "ptx/ex2.cuh"
+#include "ptx/arithmetic.cuh"
 #include "softmax/row_state.cuh"
 
 // Weights of this CTA's split and of the loaded one; they overwrite the loaded state.

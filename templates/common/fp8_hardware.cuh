@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/types.cuh"
-#include "ptx/cvt_e4m3.cuh"
+#include "ptx/cvt.cuh"
 
 __device__ inline u32 fp16x2_of_e4m3x2(u32 pair) {
   return cvt_rn_f16x2_e4m3x2(static_cast<u16>(pair));

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/types.cuh"
-#include "ptx/mul.cuh"
+#include "ptx/arithmetic.cuh"
 
 // Read as fp16, the bits of an e4m3 are its value times 2^-8, subnormals included. Only the NaN of
 // e4m3 reads as a number and is set here.

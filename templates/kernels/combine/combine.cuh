@@ -7,7 +7,7 @@
 #include "common/store_vec4.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/ex2.cuh"
+#include "ptx/arithmetic.cuh"
 #include "softmax/row_result.cuh"
 
 struct SharedMemoryPlan {

@@ -10,7 +10,7 @@
 #include "common/reload_tid.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/ex2.cuh"
+#include "ptx/arithmetic.cuh"
 
 __device__ inline void accumulate_partial(const ReduceGroup&, const CombineSmem& combine_smem,
                                           Accumulators& accumulators, ThreadRows& rows) {

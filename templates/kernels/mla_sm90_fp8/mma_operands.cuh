@@ -7,7 +7,6 @@
 #include "config.cuh"
 #include "ptx/mov.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma_e4m3.cuh"
 #include "shared_memory.cuh"
 
 // K dimension of an FP8 MMA, in elements and so in bytes.

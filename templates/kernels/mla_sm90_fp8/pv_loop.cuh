@@ -20,7 +20,6 @@
 #include "ptx/fence.cuh"
 #include "ptx/mov.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma_e4m3.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "v_fragments.cuh"

@@ -18,7 +18,6 @@
 #include "pipeline/work_pipeline.cuh"
 #include "prepare_q.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma_e4m3.cuh"
 #include "row_sum.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"

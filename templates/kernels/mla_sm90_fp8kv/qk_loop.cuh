@@ -15,7 +15,6 @@
 #include "pipeline/work_pipeline.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma_e4m3.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"

@@ -10,10 +10,9 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "kv_scales.cuh"
+#include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
-#include "ptx/ex2.cuh"
 #include "ptx/fence.cuh"
-#include "ptx/max.cuh"
 #include "ptx/stmatrix.cuh"
 #include "shared_memory.cuh"
 

@@ -8,10 +8,10 @@
 #include "common/swizzle.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
+#include "ptx/arithmetic.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/fence.cuh"
-#include "ptx/max_u16x2.cuh"
 #include "shared_memory.cuh"
 
 // The QK GEMM takes K as stored, in e4m3, so Q must be e4m3 too. bf16 has twice the significant

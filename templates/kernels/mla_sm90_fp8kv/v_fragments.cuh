@@ -10,8 +10,8 @@
 #include "config.cuh"
 #include "kv_scales.cuh"
 #include "output_dims.cuh"
+#include "ptx/arithmetic.cuh"
 #include "ptx/ldmatrix.cuh"
-#include "ptx/mul.cuh"
 
 // A fragment has 32 tokens of a tile of dims: two MMAs.
 constexpr int kVTokens = 32;
