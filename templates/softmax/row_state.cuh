@@ -3,7 +3,6 @@
 #pragma once
 
 #include "common/params.cuh"
-#include "common/scales.cuh"
 #include "common/types.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "softmax/row_result.cuh"

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "common/dequant_fp8.cuh"
+#include "common/fp8.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

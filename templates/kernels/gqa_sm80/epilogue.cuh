@@ -5,7 +5,6 @@
 
 #include "accumulators.cuh"
 #include "common/params.cuh"
-#include "common/scales.cuh"
 #include "common/store_vec4.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

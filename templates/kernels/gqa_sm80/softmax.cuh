@@ -10,9 +10,7 @@
 #include "ptx/cvt.cuh"
 #include "qk_gemm.cuh"
 #include "shared_memory.cuh"
-#include "softmax/rescale_threshold.cuh"
-#include "softmax/row_reduce.cuh"
-#include "softmax/softmax_scale.cuh"
+#include "softmax/online_softmax.cuh"
 #include "work_tile.cuh"
 
 // P of a KV tile, rounded, as the A fragments of the PV GEMM: rows and tokens as in Scores.

@@ -2,9 +2,9 @@
 
 #pragma once
 
-#include "common/dequant_fp8.cuh"
+#include "common/fp8.cuh"
 #include "common/params.cuh"
-#include "common/swizzle.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "load_kv.cuh"

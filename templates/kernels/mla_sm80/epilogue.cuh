@@ -3,8 +3,7 @@
 #pragma once
 
 #include "common/params.cuh"
-#include "common/scales.cuh"
-#include "common/swizzle.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/cvt.cuh"

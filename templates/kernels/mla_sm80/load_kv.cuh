@@ -5,7 +5,7 @@
 #include "common/block_table.cuh"
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"
-#include "common/swizzle.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/cp_async.cuh"

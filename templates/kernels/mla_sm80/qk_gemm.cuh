@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "common/swizzle.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/ldmatrix.cuh"

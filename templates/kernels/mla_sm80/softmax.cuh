@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/params.cuh"
-#include "common/swizzle.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "mask.cuh"
@@ -11,9 +11,7 @@
 #include "ptx/cvt.cuh"
 #include "qk_gemm.cuh"
 #include "shared_memory.cuh"
-#include "softmax/rescale_threshold.cuh"
-#include "softmax/row_reduce.cuh"
-#include "softmax/softmax_scale.cuh"
+#include "softmax/online_softmax.cuh"
 
 // Row sums cover this thread's tokens only, of P as rounded for the PV GEMM. The row max, base 2,
 // is in shared memory.

@@ -6,7 +6,6 @@
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"
 #include "common/ragged_tiles.cuh"
-#include "common/topk_length.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 

@@ -7,7 +7,7 @@
 #include "combine/partial_out.cuh"
 #include "combine/partial_state.cuh"
 #include "combine/reduce_group.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/arithmetic.cuh"

@@ -6,7 +6,7 @@
 #include "combine/fp16_scale.cuh"
 #include "combine/partial_state.cuh"
 #include "combine/reduce_group.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "row_amax.cuh"
 #include "shared_memory.cuh"
 

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "config.cuh"
 
 // Two PV warpgroups each hold all query rows and one half of the output dims, in tiles of 64. A

@@ -2,8 +2,8 @@
 
 #pragma once
 
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
-#include "common/wgmma_descriptor.cuh"
 #include "config.cuh"
 #include "ptx/mov.cuh"
 #include "ptx/wgmma.cuh"

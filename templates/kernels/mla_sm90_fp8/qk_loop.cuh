@@ -4,10 +4,9 @@
 
 #include "combine/fp16_scale.cuh"
 #include "common/barriers.cuh"
-#include "common/named_barrier.cuh"
 #include "common/params.cuh"
-#include "common/reload_tid.cuh"
-#include "common/swizzle.cuh"
+#include "common/registers.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "mma_operands.cuh"
@@ -18,8 +17,7 @@
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
-#include "softmax/row_reduce.cuh"
-#include "softmax/softmax_scale.cuh"
+#include "softmax/online_softmax.cuh"
 
 // The KV block whose scores become probabilities.
 struct SoftmaxBlock {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/fp8.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "mma_operands.cuh"
@@ -11,7 +11,7 @@
 #include "ptx/cvt.cuh"
 #include "ptx/mov.cuh"
 #include "scheduler/tile_scheduler.cuh"
-#include "softmax/row_reduce.cuh"
+#include "softmax/online_softmax.cuh"
 
 // A thread holds two rows of the scores, g and g + 8 of its warp's with g = lane / 4; four lanes
 // share a row. A word of P holds four of 16 tokens, in the order of the V fragments: 2c, 2c + 8,

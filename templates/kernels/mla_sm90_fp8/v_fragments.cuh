@@ -2,9 +2,9 @@
 
 #pragma once
 
-#include "common/fp8_nan.cuh"
-#include "common/reload_tid.cuh"
-#include "common/swizzle.cuh"
+#include "common/fp8.cuh"
+#include "common/registers.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "mma_operands.cuh"

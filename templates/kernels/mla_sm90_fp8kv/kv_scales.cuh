@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/cvt.cuh"

@@ -3,9 +3,9 @@
 
 #pragma once
 
-#include "common/named_barrier.cuh"
-#include "common/reload_tid.cuh"
-#include "common/swizzle.cuh"
+#include "common/barriers.cuh"
+#include "common/registers.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "kv_scales.cuh"

@@ -5,10 +5,9 @@
 #include "accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
-#include "common/warp_uniform.cuh"
-#include "common/wgmma_descriptor.cuh"
 #include "config.cuh"
 #include "kv_scales.cuh"
 #include "pipeline/kv_stages.cuh"
@@ -18,7 +17,7 @@
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
-#include "softmax/softmax_scale.cuh"
+#include "softmax/online_softmax.cuh"
 
 // K dimension of an FP8 MMA.
 constexpr int kStepElements = 32;

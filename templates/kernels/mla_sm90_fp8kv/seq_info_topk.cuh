@@ -4,7 +4,7 @@
 #pragma once
 
 #include "common/params.cuh"
-#include "common/topk_length.cuh"
+#include "common/ragged_tiles.cuh"
 
 __device__ inline int seq_len_of(const Params& params, int seq_idx) {
   const TopkIndices topk_indices{

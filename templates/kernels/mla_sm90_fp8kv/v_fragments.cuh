@@ -4,8 +4,8 @@
 #pragma once
 
 #include "common/fp8.cuh"
-#include "common/reload_tid.cuh"
-#include "common/swizzle.cuh"
+#include "common/registers.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "kv_scales.cuh"

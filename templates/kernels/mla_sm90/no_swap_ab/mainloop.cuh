@@ -4,9 +4,8 @@
 
 #include "accumulators.cuh"
 #include "common/barriers.cuh"
-#include "common/named_barrier.cuh"
 #include "common/params.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "mask_v.cuh"

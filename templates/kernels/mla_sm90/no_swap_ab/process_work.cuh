@@ -4,9 +4,9 @@
 
 #include "accumulators.cuh"
 #include "combine/epilogue.cuh"
-#include "common/named_barrier.cuh"
+#include "common/barriers.cuh"
 #include "common/params.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "no_swap_ab/mainloop.cuh"
@@ -15,8 +15,7 @@
 #include "ptx/setmaxnreg.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
-#include "softmax/row_reduce.cuh"
-#include "softmax/softmax_scale.cuh"
+#include "softmax/online_softmax.cuh"
 
 // Adds the row sums l of both warpgroups, which have the same row max at the end of the mainloop.
 __device__ inline void reduce_row_sum(SharedMemoryPlan& smem, const Softmax& softmax,

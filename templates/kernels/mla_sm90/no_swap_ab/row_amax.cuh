@@ -4,11 +4,11 @@
 
 #include "accumulators.cuh"
 #include "combine/reduce_group.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "shared_memory.cuh"
-#include "softmax/row_reduce.cuh"
+#include "softmax/online_softmax.cuh"
 #include "softmax/row_state.cuh"
 
 // Four independent chains: each max depends on the one before it in its chain.

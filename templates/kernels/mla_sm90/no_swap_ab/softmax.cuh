@@ -3,13 +3,13 @@
 #pragma once
 
 #include "accumulators.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
 #include "scheduler/tile_scheduler.cuh"
-#include "softmax/row_reduce.cuh"
+#include "softmax/online_softmax.cuh"
 #include "softmax/row_state.cuh"
 
 // Above this magnitude, the rounding of a score changes P by more than its tolerance.

@@ -4,8 +4,8 @@
 
 #include "accumulators.cuh"
 #include "common/params.cuh"
-#include "common/reload_tid.cuh"
-#include "common/swizzle.cuh"
+#include "common/registers.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/cvt.cuh"

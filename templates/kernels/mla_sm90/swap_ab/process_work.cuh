@@ -5,14 +5,13 @@
 #include "accumulators.cuh"
 #include "combine/epilogue.cuh"
 #include "common/barriers.cuh"
-#include "common/named_barrier.cuh"
 #include "common/params.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
-#include "softmax/softmax_scale.cuh"
+#include "softmax/online_softmax.cuh"
 #include "swap_ab/mainloop.cuh"
 
 // Sums over the eight lanes that hold the same rows.

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "accumulators.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "output_dims.cuh"
 #include "shared_memory.cuh"
 #include "softmax/row_state.cuh"
