@@ -39,7 +39,7 @@ def digest(kernel: str = "mla_sm80") -> str:
         "../templates/common/types.cuh",
         "../templates/kernels/mla_sm80/kernel.cu.j2",
         "../templates/kernels/mla_sm80/config.cuh.j2",
-        "../templates/kernels/mla_sm80/q_row_dequant.cuh",
+        "../templates/kernels/mla_sm80/load.cuh",
         "codegen/environment.py",
         "codegen/linemap.py",
         "spec/mla.py",

@@ -186,7 +186,7 @@ class MlaSm80Spec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory per CTA, laid out by kernels/mla_sm80/shared_memory.cuh."""
+        """Dynamic shared memory per CTA, laid out by kernels/mla_sm80/work_tile.cuh."""
         rows, tokens, stages = self.tile[:3]
         tile_bytes = (rows * self.head_dim_qk + rows * tokens) * 2
         tile_bytes += stages * tokens * self.stage_row_bytes

@@ -3,14 +3,12 @@
 
 #pragma once
 
-#include "accumulators.cuh"
 #include "common/params.cuh"
 #include "common/store_vec4.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
+#include "mma.cuh"
 #include "ptx/arithmetic.cuh"
-#include "qk_gemm.cuh"
-#include "shared_memory.cuh"
 #include "softmax/row_result.cuh"
 #include "work_tile.cuh"
 

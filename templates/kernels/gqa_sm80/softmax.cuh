@@ -2,19 +2,14 @@
 
 #pragma once
 
-#include "accumulators.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
+#include "mma.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
-#include "qk_gemm.cuh"
-#include "shared_memory.cuh"
 #include "softmax/online_softmax.cuh"
 #include "work_tile.cuh"
-
-// P of a KV tile, rounded, as the A fragments of the PV GEMM: rows and tokens as in Scores.
-using Probabilities = u32[kRowGroups][4];
 
 // Four lanes share a row. Row sums cover this lane's tokens only, of P as rounded for the PV GEMM.
 struct Softmax {

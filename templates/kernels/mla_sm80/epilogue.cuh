@@ -6,9 +6,8 @@
 #include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
+#include "mma.cuh"
 #include "ptx/cvt.cuh"
-#include "pv_gemm.cuh"
-#include "shared_memory.cuh"
 #include "softmax/row_result.cuh"
 #include "work_tile.cuh"
 

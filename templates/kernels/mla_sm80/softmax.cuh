@@ -6,12 +6,11 @@
 #include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "mask.cuh"
+#include "mma.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
-#include "qk_gemm.cuh"
-#include "shared_memory.cuh"
 #include "softmax/online_softmax.cuh"
+#include "work_tile.cuh"
 
 // Row sums cover this thread's tokens only, of P as rounded for the PV GEMM. The row max, base 2,
 // is in shared memory.

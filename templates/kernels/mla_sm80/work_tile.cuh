@@ -1,4 +1,5 @@
-// Work tile of a CTA: its query rows, and its split of the KV tokens.
+// Work tile of a CTA: its query rows, its split of the KV tokens, the masks beyond causality, and
+// the shared memory plan.
 
 #pragma once
 
@@ -67,4 +68,80 @@ __device__ inline Work find_work(const Params& params) {
   work.first_kv_block = min(num_kv_blocks, work.split * kv_blocks_per_split);
   work.end_kv_block = min(num_kv_blocks, work.first_kv_block + kv_blocks_per_split);
   return work;
+}
+
+struct SharedMemoryPlan {
+  unsigned char query[kBlockM * kTokenBytes];  // [kBlockM][kHeadDimQk], swizzled; then the output
+  unsigned char kv[kStages * kStageBytes + kDecodedBytes];  // see stage_of and tokens_of
+  unsigned char probabilities[kBlockM * kProbabilityBytes];  // [kBlockM][kBlockN], swizzled
+  Work work;  // once per CTA instead of in the registers of every thread
+  int is_masked[kBlockN];  // for some row, other than by its position
+  int row_kv_end[kBlockM];  // KV limit of a row
+  float row_partial[kTokenWarps][kBlockM];  // row max or row sum of each token warp
+  float row_max[kBlockM];  // P is relative to it; base 2
+  float row_alpha[kBlockM];  // rescale factor of O
+};
+static_assert(sizeof(SharedMemoryPlan) == kSharedBytes, "the spec computes what the struct takes");
+
+// Publishes the work to all threads, computes the KV limit of every row once, and resets the row
+// max.
+__device__ inline void store_work(const Work& work, SharedMemoryPlan& smem) {
+  if (threadIdx.x == 0) smem.work = work;
+  for (int row = static_cast<int>(threadIdx.x); row < kBlockM; row += kThreads) {
+    smem.row_kv_end[row] = work.kv_end_of_row(row);
+    smem.row_max[row] = -kInfinity;
+  }
+}
+
+// Stage that load `stage_idx` fills: [kBlockN] rows of kStageRowBytes.
+__device__ inline unsigned char* stage_of(SharedMemoryPlan& smem, int stage_idx) {
+  return smem.kv + stage_idx % kStages * kStageBytes;
+}
+
+// The tile as the MMA reads it, swizzled [kBlockN][kHeadDimQk].
+__device__ inline unsigned char* tokens_of(SharedMemoryPlan& smem, int stage_idx) {
+  return kDequantsKv ? smem.kv + kStages * kStageBytes : stage_of(smem, stage_idx);
+}
+
+// Bias of `row`; null if there is none.
+__device__ inline const float* row_bias(const Params& params, const Work& work, int row) {
+  if constexpr (!kHasBias) return nullptr;
+  const int packed_row = work.first_row + row;
+  const i64 query = work.first_query + packed_row / work.heads;
+  return params.bias + query * params.bias_stride +
+         packed_row % work.heads * params.bias_head_stride;
+}
+
+// Returns whether a row attends to a token within its KV limit, and adds the token's bias to the
+// score. Records tokens that a bias masks.
+__device__ inline bool attends_token(const float* bias, int first_token, int token, float& score,
+                                     SharedMemoryPlan& smem) {
+  if constexpr (kIsSparse) {
+    return smem.is_masked[token] == 0;
+  } else if constexpr (kHasBias) {
+    const float added = bias[first_token + token];
+    if (added == -kInfinity) {
+      smem.is_masked[token] = 1;  // all who write it write the same
+      return false;
+    }
+    // A finite score stays finite: minus infinity means masked, and plus infinity makes NaN.
+    const float in_log2 = added * kLog2E;
+    const bool overflows = fabsf(in_log2) == kInfinity && added != kInfinity;
+    score += overflows ? copysignf(kFloatMax, added) : in_log2;
+  }
+  return true;
+}
+
+// Called before a tile: marks invalid top-k indices, and clears what the bias masked.
+__device__ inline void begin_kv_block(const Params& params, const int* topk_indices,
+                                      int topk_length, int kv_block, SharedMemoryPlan& smem) {
+  const int token = static_cast<int>(threadIdx.x);
+  if (!(kIsSparse || kHasBias) || token >= kBlockN) return;
+  bool is_masked = false;
+  if constexpr (kIsSparse) {
+    const int token_idx = kv_block * kBlockN + token;
+    const int id = token_idx < topk_length ? topk_indices[token_idx] : -1;
+    is_masked = id < 0 || !is_valid_page(id / kPageSize, params.num_pages);
+  }
+  smem.is_masked[token] = is_masked;
 }

@@ -1,13 +1,15 @@
-// QK GEMM of one KV tile: S = Q K^T.
+// MMAs of one KV tile: S = Q K^T, and O += P V.
 
 #pragma once
 
+#include "common/params.cuh"
 #include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
+#include "ptx/cvt.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
-#include "shared_memory.cuh"
+#include "work_tile.cuh"
 
 // S fragment of one warp, as mma lays it out: element [m][n][e] belongs to
 // row score_row(m, e / 2) and tile token score_token(n, e % 2).
@@ -127,6 +129,139 @@ __device__ inline void qk_gemm(SharedMemoryPlan& smem, const unsigned char* toke
       for (int n = 0; n < kScoreTokenGroups; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) scores[m][n][e] = partial_scores[m][n][e];
+      }
+    }
+  }
+}
+
+// O fragment of one warp, as mma lays it out: element [m][n][e] belongs to
+// row output_row(m, e / 2) and output dim output_dim(n, e % 2).
+using Output = float[kRowGroups][kWarpDims / 8][4];
+
+__device__ inline int output_row(int group, int half) {
+  return group * 16 + half * 8 + lane_index() / 4;
+}
+
+__device__ inline int output_dim(int group, int parity) {
+  return warp_index() * kWarpDims + group * 8 + lane_index() % 4 * 2 + parity;
+}
+
+__device__ inline void clear_output(Output& output) {
+#pragma unroll
+  for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+    for (int n = 0; n < kWarpDims / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) output[m][n][e] = 0.0f;
+    }
+  }
+}
+
+__device__ inline void rescale_output(const SharedMemoryPlan& smem, Output& output) {
+#pragma unroll
+  for (int m = 0; m < kRowGroups; ++m) {
+    const float low = smem.row_alpha[output_row(m, 0)];
+    const float high = smem.row_alpha[output_row(m, 1)];
+#pragma unroll
+    for (int n = 0; n < kWarpDims / 8; ++n) {
+      output[m][n][0] *= low;
+      output[m][n][1] *= low;
+      output[m][n][2] *= high;
+      output[m][n][3] *= high;
+    }
+  }
+}
+
+// Whether a row attends to a token that some rows mask.
+__device__ inline bool attends(const Params& params, const SharedMemoryPlan& smem, int row,
+                               int first_token, int token) {
+  if (first_token + token >= smem.row_kv_end[row]) return false;
+  if constexpr (kHasBias) {
+    return row_bias(params, smem.work, row)[first_token + token] != -kInfinity;
+  }
+  return true;
+}
+
+// Whether some row masks a token of [first, last).
+__device__ inline bool is_at_boundary(const SharedMemoryPlan& smem, int first_token, int token) {
+  if constexpr (kHasBias) {
+    return smem.is_masked[token] != 0 || first_token + token >= smem.work.unmasked_kv_end;
+  }
+  return true;
+}
+
+// Adds the tokens [first, last) of the tile, masked for some rows only, to the rows that attend to
+// them, and zeroes their V: 0 x NaN is NaN, so a masked V must not reach the tensor core.
+__device__ inline void pv_gemm_boundary(const Params& params, SharedMemoryPlan& smem,
+                                        unsigned char* values, int first_token, int first, int last,
+                                        Output& output) {
+  // Not unrolled: a rare path must not take registers from the main loop.
+#pragma unroll 1
+  for (int token = first; token < last; ++token) {
+    if (!is_at_boundary(smem, first_token, token)) continue;
+    float p[kRowGroups][2];
+    u32 attending_rows = 0;  // a bit for each row of this thread
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = output_row(m, half);
+        const u32 offset = swizzled_offset<kProbabilityBytes>(row, token / kChunkElements) +
+                           token % kChunkElements * 2;
+        p[m][half] = cvt_f32(Element{}, *reinterpret_cast<u16*>(smem.probabilities + offset));
+        if (attends(params, smem, row, first_token, token)) attending_rows |= 1u << (m * 2 + half);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kWarpDims / 8; ++n) {
+      const int dim = output_dim(n, 0);
+      const u32 offset =
+          swizzled_offset<kTokenBytes>(token, dim / kChunkElements) + dim % kChunkElements * 2;
+      const u32 pair = *reinterpret_cast<u32*>(values + offset);
+#pragma unroll
+      for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if ((attending_rows >> (m * 2 + half) & 1) == 0) continue;
+          output[m][n][half * 2] += p[m][half] * cvt_f32(Element{}, static_cast<u16>(pair));
+          output[m][n][half * 2 + 1] +=
+              p[m][half] * cvt_f32(Element{}, static_cast<u16>(pair >> 16));
+        }
+      }
+    }
+  }
+  __syncthreads();
+  for (int word = first * kTokenBytes / 4 + static_cast<int>(threadIdx.x);
+       word < last * kTokenBytes / 4; word += kThreads) {
+    if (!is_at_boundary(smem, first_token, word / (kTokenBytes / 4))) continue;
+    reinterpret_cast<u32*>(values)[word] = 0;
+  }
+  __syncthreads();
+}
+
+__device__ inline void pv_gemm(const SharedMemoryPlan& smem, const unsigned char* tokens,
+                               Output& output) {
+  const int lane = lane_index();
+  const u32 probabilities = shared_address(smem.probabilities);
+  const u32 values = shared_address(tokens);
+#pragma unroll
+  for (int token = 0; token < kBlockN; token += 16) {
+    u32 p[kRowGroups][4];
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+      const int chunk = token / kChunkElements + lane / 16;
+      ldmatrix_x4(p[m],
+                  probabilities + swizzled_offset<kProbabilityBytes>(m * 16 + lane % 16, chunk));
+    }
+#pragma unroll
+    for (int n = 0; n < kWarpDims / 8; n += 2) {
+      u32 v[4];
+      const int chunk = (warp_index() * kWarpDims + n * 8) / kChunkElements + lane / 16;
+      ldmatrix_x4_trans(v, values + swizzled_offset<kTokenBytes>(token + lane % 16, chunk));
+#pragma unroll
+      for (int m = 0; m < kRowGroups; ++m) {
+        mma_m16n8k16(Element{}, output[m][n], p[m], v[0], v[1]);
+        mma_m16n8k16(Element{}, output[m][n + 1], p[m], v[2], v[3]);
       }
     }
   }

@@ -1,4 +1,5 @@
-// KV loads by cp.async: each warp streams its own tiles of the paged cache into its stages.
+// Loads of Q, and of KV tiles by cp.async: each warp streams its own tiles of the paged cache into
+// its stages.
 
 #pragma once
 
@@ -7,8 +8,24 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/cp_async.cuh"
-#include "shared_memory.cuh"
 #include "work_tile.cuh"
+
+// Loads the CTA's query rows into shared memory.
+__device__ inline void load_q(const Params& params, const Work& work, SharedMemoryPlan& smem) {
+  constexpr int kChunks = kHeadDim * 2 / kChunkBytes;
+  for (int i = static_cast<int>(threadIdx.x); i < kBlockM * kChunks; i += kThreads) {
+    const int row = i / kChunks;
+    const int chunk = i % kChunks;
+    Chunk value{};
+    if (row < work.rows) {
+      const i64 query = work.first_query + work.query_of(params, row);
+      const u16* source = params.query + query * params.query_stride +
+                          work.head_of(params, row) * params.query_head_stride;
+      value = reinterpret_cast<const Chunk*>(source)[chunk];
+    }
+    *reinterpret_cast<Chunk*>(smem.query + row * kRowBytes + chunk * kChunkBytes) = value;
+  }
+}
 
 // Stages alternate: K of a KV tile, its V, K of the warp's next tile. Page ids are read one tile
 // ahead, so that no copy waits for them.
