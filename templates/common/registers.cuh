@@ -21,8 +21,9 @@ __device__ inline int reload_warp() { return reload_tid() / kWarpLanes; }
 // live in uniform registers, where wgmma takes its descriptors from.
 __device__ inline u32 warp_uniform(u32 value) { return __reduce_max_sync(~0u, value); }
 
-// Reallocates registers between warpgroups (`setmaxnreg`) in kernels launched with 128 per thread:
-// producer warpgroups release what consumer warpgroups acquire. Executed by whole warpgroups.
+// Register reallocation between warpgroups (`setmaxnreg`): producer warpgroups release what
+// consumer warpgroups acquire, from 128 registers per thread on, or a little more. Executed by
+// whole warpgroups.
 template <int kRegs>
 __device__ inline void reg_alloc() {
   if constexpr (kRegs < 128) setmaxnreg_dec<kRegs>();

@@ -1,5 +1,4 @@
-// PTX ISA, "Integer, floating-point and half-precision arithmetic: add, ex2, max, mul". Needs
-// sm_53.
+// PTX ISA, "Integer, floating-point and half-precision: add, ex2, max, mul". Needs sm_53.
 
 #pragma once
 

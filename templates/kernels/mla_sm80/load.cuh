@@ -1,4 +1,4 @@
-// Loads of Q, and of KV tiles of the paged or sparse cache by cp.async, and their dequantisation.
+// Loads of Q, and of KV blocks of the paged or sparse cache by cp.async, and their dequantisation.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/cp_async.cuh"
-#include "work_tile.cuh"
+#include "work_item.cuh"
 
 // Latent and rope part may be separate tensors; strides in bytes.
 __device__ inline const unsigned char* latent_q(const Params& params, i64 query, int head) {
@@ -51,25 +51,25 @@ __device__ inline void dequant_query_row(const Params& params, i64 query, int he
   const float scale = params.query_scales == nullptr ? 1.0f : params.query_scales[query];
   constexpr int kLatentChunks = kLatentDim / 16;
   for (int chunk = lane; chunk < (kHasBf16QRope ? kLatentDim : kHeadDimQk) / 16; chunk += 8) {
-    Chunk decoded[2];
+    Chunk dequantised[2];
     const Chunk stored = chunk < kLatentChunks ? latent[chunk] : rope[chunk - kLatentChunks];
     if constexpr (kHasBf16QRope) {
-      decode_e4m3(Element{}, stored, scale, decoded);
+      dequant_e4m3(Element{}, stored, scale, dequantised);
     } else {
-      decode_e4m3(Element{}, stored, decoded);
+      dequant_e4m3(Element{}, stored, dequantised);
     }
-    *query_chunk(smem, row, chunk * 2) = decoded[0];
-    *query_chunk(smem, row, chunk * 2 + 1) = decoded[1];
+    *query_chunk(smem, row, chunk * 2) = dequantised[0];
+    *query_chunk(smem, row, chunk * 2 + 1) = dequantised[1];
   }
   if constexpr (kHasBf16QRope) {
     *query_chunk(smem, row, kLatentDim / kChunkElements + lane) =
-        decode_bf16(Element{}, rope[lane], scale);
+        scale_bf16(Element{}, rope[lane], scale);
   }
 }
 
 // Loads the CTA's query rows into shared memory.
 // Eight lanes load one row.
-__device__ inline void load_q(const Params& params, const Work& work, SharedMemoryPlan& smem) {
+__device__ inline void load_q(const Params& params, const WorkItem& work, SharedMemoryPlan& smem) {
   const int lane = lane_index() % 8;
   for (int row = static_cast<int>(threadIdx.x) / 8; row < kBlockM; row += kThreads / 8) {
     const int packed_row = work.first_row + row;
@@ -108,7 +108,7 @@ struct KvLoader {
   int next_stage;
   int next_ids[kRounds];
 
-  __device__ KvLoader(const Params& params, const Work& work)
+  __device__ KvLoader(const Params& params, const WorkItem& work)
       : params(params),
         end_token(work.kv_end),
         end_stage(work.end_kv_block * kStagesPerBlock),
@@ -119,8 +119,8 @@ struct KvLoader {
     read_ids();
   }
 
-  // Token of the tile that this thread copies in a round
-  __device__ static int tile_token(int round) {
+  // Token of the KV block that this thread copies in a round
+  __device__ static int block_token(int round) {
     return round * kRoundTokens + static_cast<int>(threadIdx.x) / 8;
   }
 
@@ -131,7 +131,7 @@ struct KvLoader {
     const int* ids = holds_values() ? value_ids : key_ids;
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
-      const int token = next_kv_block() * kBlockN + tile_token(round);
+      const int token = next_kv_block() * kBlockN + block_token(round);
       next_ids[round] = token < end_token ? ids[kIsSparse ? token : token / kPageSize] : -1;
     }
   }
@@ -153,7 +153,7 @@ struct KvLoader {
   }
 
   __device__ void copy_round(SharedMemoryPlan& smem, int round) const {
-    const int token = tile_token(round);
+    const int token = block_token(round);
     const int id = next_ids[round];
     const int page = kIsSparse && id >= 0 ? id / kPageSize : id;
     const int slot = (kIsSparse ? id : next_kv_block() * kBlockN + token) % kPageSize;
@@ -161,7 +161,7 @@ struct KvLoader {
     const unsigned char* base = holds_values() ? params.value_cache : params.cache;
     const PagedRows latent{base, params.page_stride, params.token_stride};
     const int lane = lane_index() % 8;
-    const u32 target = shared_address(stage_of(smem, next_stage)) +
+    const u32 target = shared_address(stage_ptr(smem, next_stage)) +
                        (kDequantsKv ? static_cast<u32>(token * kStageRowBytes)
                                     : swizzled_offset<kTokenBytes>(token, lane));
     copy_part<kStoredLatentBytes>(target, exists ? latent.row_of(page, slot) : nullptr, base);
@@ -202,7 +202,7 @@ struct KvLoader {
   }
 };
 
-__device__ inline Chunk* decoded_chunk(unsigned char* tokens, int token, int chunk) {
+__device__ inline Chunk* dequant_chunk(unsigned char* tokens, int token, int chunk) {
   return reinterpret_cast<Chunk*>(tokens + swizzled_offset<kTokenBytes>(token, chunk));
 }
 
@@ -220,7 +220,8 @@ __device__ inline float chunk_scale(const Params& params, const unsigned char* r
   }
 }
 
-// Dequantises one tile, eight lanes a token. Tokens that were not loaded are zero and stay zero.
+// Dequantises one KV block, eight lanes a token. Tokens that were not loaded are zero and stay
+// zero.
 __device__ inline void dequant_tokens(const Params& params, int stage_idx, SharedMemoryPlan& smem) {
   constexpr int kFp8Chunks = (kHasBf16Rope ? kLatentDim : kHeadDimQk) / 16;
   constexpr bool kIsScaled = !kIsSame<StoredQuery, E4m3>;
@@ -228,27 +229,27 @@ __device__ inline void dequant_tokens(const Params& params, int stage_idx, Share
   unsigned char* tokens = tokens_of(smem, stage_idx);
 #pragma unroll 1
   for (int token = static_cast<int>(threadIdx.x) / 8; token < kBlockN; token += kRoundTokens) {
-    const unsigned char* row = stage_of(smem, stage_idx) + token * kStageRowBytes;
+    const unsigned char* row = stage_ptr(smem, stage_idx) + token * kStageRowBytes;
 #pragma unroll
     for (int first = 0; first < kFp8Chunks; first += 8) {
       const int chunk = first + lane;
       if (kFp8Chunks % 8 != 0 && chunk >= kFp8Chunks) continue;
       const Chunk stored = *reinterpret_cast<const Chunk*>(row + chunk * kChunkBytes);
-      Chunk decoded[2];
+      Chunk dequantised[2];
       if constexpr (kIsScaled) {
-        decode_e4m3(Element{}, stored, chunk_scale(params, row, chunk), decoded);
+        dequant_e4m3(Element{}, stored, chunk_scale(params, row, chunk), dequantised);
       } else {
-        decode_e4m3(Element{}, stored, decoded);
+        dequant_e4m3(Element{}, stored, dequantised);
       }
-      *decoded_chunk(tokens, token, chunk * 2) = decoded[0];
-      *decoded_chunk(tokens, token, chunk * 2 + 1) = decoded[1];
+      *dequant_chunk(tokens, token, chunk * 2) = dequantised[0];
+      *dequant_chunk(tokens, token, chunk * 2 + 1) = dequantised[1];
     }
     if constexpr (kHasBf16Rope) {
       constexpr int kRopeOffset = kStoredBytes - kRopeDim * 2;
       const Chunk stored = *reinterpret_cast<const Chunk*>(row + kRopeOffset + lane * kChunkBytes);
       const float scale = kIsSame<StoredToken, Fp8PerToken> ? chunk_scale(params, row, 0) : 1.0f;
-      *decoded_chunk(tokens, token, kLatentDim / kChunkElements + lane) =
-          decode_bf16(Element{}, stored, scale);
+      *dequant_chunk(tokens, token, kLatentDim / kChunkElements + lane) =
+          scale_bf16(Element{}, stored, scale);
     }
   }
 }

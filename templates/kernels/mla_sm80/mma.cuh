@@ -1,7 +1,8 @@
-// MMAs of one KV tile: S = Q K^T, and O += P V.
+// MMAs of one KV block: S = Q K^T, and O += P V.
 
 #pragma once
 
+#include "common/mma_fragments.cuh"
 #include "common/params.cuh"
 #include "common/smem_layout.cuh"
 #include "common/types.cuh"
@@ -9,10 +10,10 @@
 #include "ptx/cvt.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
-#include "work_tile.cuh"
+#include "work_item.cuh"
 
 // S fragment of one warp, as mma lays it out: element [m][n][e] belongs to
-// row score_row(m, e / 2) and tile token score_token(n, e % 2).
+// row score_row(m, e / 2) and token score_token(n, e % 2) of the KV block.
 using Scores = float[kScoreRowGroups][kScoreTokenGroups][4];
 
 // kDimWarps adjacent token warps cooperate: each takes the tokens of all of them and a part of the
@@ -28,11 +29,11 @@ __device__ inline int dim_warp() { return warp_index() % kDimWarps; }
 
 __device__ inline int score_row(int group, int half) {
   const int row_warp = warp_index() / kTokenWarps;
-  return (row_warp * kScoreRowGroups + group) * 16 + half * 8 + lane_index() / 4;
+  return fragment_row(row_warp * kScoreRowGroups + group, half);
 }
 
-__device__ inline int score_token(int group, int parity) {
-  return (token_warp() * kScoreTokenGroups + group) * 8 + lane_index() % 4 * 2 + parity;
+__device__ inline int score_token(int group, int i) {
+  return fragment_col(token_warp() * kScoreTokenGroups + group, i);
 }
 
 // MMAs over this warp's dims: of every 64, the 32 or 64 that belong to it.
@@ -44,15 +45,7 @@ __device__ inline void qk_gemm_dims(const SharedMemoryPlan& smem, const unsigned
   const int query_row = warp_index() / kTokenWarps * kScoreRowGroups * 16 + lane % 16;
   const int key_row = token_warp() / kDimWarps * kProductTokenGroups * 8 + lane % 8;
 
-#pragma unroll
-  for (int m = 0; m < kScoreRowGroups; ++m) {
-#pragma unroll
-    for (int n = 0; n < kProductTokenGroups; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) partial_scores[m][n][e] = 0.0f;
-    }
-  }
-
+  clear_fragments(partial_scores);
   // Not unrolled: the addresses of all steps at once would spill.
 #pragma unroll 1
   for (int column = 0; column < kTokenBytes; column += 128) {
@@ -113,13 +106,13 @@ __device__ inline void reduce_partial_scores(const PartialScores& partial_scores
   }
 }
 
-// `tokens` is the tile of load `stage_idx`, the last one that has completed.
+// `tokens` is the KV block of load `stage_idx`, the last one that has completed.
 __device__ inline void qk_gemm(SharedMemoryPlan& smem, const unsigned char* tokens, int stage_idx,
                                Scores& scores) {
   PartialScores partial_scores;
   qk_gemm_dims(smem, tokens, partial_scores);
   if constexpr (kDimWarps > 1) {
-    unsigned char* loading_stage = stage_of(smem, stage_idx + kStagesAhead);
+    unsigned char* loading_stage = stage_ptr(smem, stage_idx + kStagesAhead);
     reduce_partial_scores(partial_scores, reinterpret_cast<float*>(loading_stage + kScratchOffset),
                           scores);
   } else {
@@ -134,41 +127,21 @@ __device__ inline void qk_gemm(SharedMemoryPlan& smem, const unsigned char* toke
   }
 }
 
-// O fragment of one warp, as mma lays it out: element [m][n][e] belongs to
-// row output_row(m, e / 2) and output dim output_dim(n, e % 2).
+// O fragment of one warp: element [m][n][e] belongs to row fragment_row(m, e / 2) and output dim
+// output_dim(n, e % 2).
 using Output = float[kRowGroups][kWarpDims / 8][4];
 
-__device__ inline int output_row(int group, int half) {
-  return group * 16 + half * 8 + lane_index() / 4;
-}
-
-__device__ inline int output_dim(int group, int parity) {
-  return warp_index() * kWarpDims + group * 8 + lane_index() % 4 * 2 + parity;
-}
-
-__device__ inline void clear_output(Output& output) {
-#pragma unroll
-  for (int m = 0; m < kRowGroups; ++m) {
-#pragma unroll
-    for (int n = 0; n < kWarpDims / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) output[m][n][e] = 0.0f;
-    }
-  }
+__device__ inline int output_dim(int group, int i) {
+  return warp_index() * kWarpDims + fragment_col(group, i);
 }
 
 __device__ inline void rescale_output(const SharedMemoryPlan& smem, Output& output) {
 #pragma unroll
   for (int m = 0; m < kRowGroups; ++m) {
-    const float low = smem.row_alpha[output_row(m, 0)];
-    const float high = smem.row_alpha[output_row(m, 1)];
-#pragma unroll
-    for (int n = 0; n < kWarpDims / 8; ++n) {
-      output[m][n][0] *= low;
-      output[m][n][1] *= low;
-      output[m][n][2] *= high;
-      output[m][n][3] *= high;
-    }
+    const float low = smem.row_alpha[fragment_row(m, 0)];
+    const float high = smem.row_alpha[fragment_row(m, 1)];
+    rescale_row(output[m], 0, low);
+    rescale_row(output[m], 1, high);
   }
 }
 
@@ -190,8 +163,8 @@ __device__ inline bool is_at_boundary(const SharedMemoryPlan& smem, int first_to
   return true;
 }
 
-// Adds the tokens [first, last) of the tile, masked for some rows only, to the rows that attend to
-// them, and zeroes their V: 0 x NaN is NaN, so a masked V must not reach the tensor core.
+// Adds the tokens [first, last) of the KV block, masked for some rows only, to the rows that attend
+// to them, and zeroes their V: 0 x NaN is NaN, so a masked V must not reach the tensor core.
 __device__ inline void pv_gemm_boundary(const Params& params, SharedMemoryPlan& smem,
                                         unsigned char* values, int first_token, int first, int last,
                                         Output& output) {
@@ -205,7 +178,7 @@ __device__ inline void pv_gemm_boundary(const Params& params, SharedMemoryPlan& 
     for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = output_row(m, half);
+        const int row = fragment_row(m, half);
         const u32 offset = swizzled_offset<kProbabilityBytes>(row, token / kChunkElements) +
                            token % kChunkElements * 2;
         p[m][half] = cvt_f32(Element{}, *reinterpret_cast<u16*>(smem.probabilities + offset));
@@ -223,9 +196,7 @@ __device__ inline void pv_gemm_boundary(const Params& params, SharedMemoryPlan& 
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if ((attending_rows >> (m * 2 + half) & 1) == 0) continue;
-          output[m][n][half * 2] += p[m][half] * cvt_f32(Element{}, static_cast<u16>(pair));
-          output[m][n][half * 2 + 1] +=
-              p[m][half] * cvt_f32(Element{}, static_cast<u16>(pair >> 16));
+          add_weighted_pair(output[m][n], half, p[m][half], pair);
         }
       }
     }
@@ -258,11 +229,7 @@ __device__ inline void pv_gemm(const SharedMemoryPlan& smem, const unsigned char
       u32 v[4];
       const int chunk = (warp_index() * kWarpDims + n * 8) / kChunkElements + lane / 16;
       ldmatrix_x4_trans(v, values + swizzled_offset<kTokenBytes>(token + lane % 16, chunk));
-#pragma unroll
-      for (int m = 0; m < kRowGroups; ++m) {
-        mma_m16n8k16(Element{}, output[m][n], p[m], v[0], v[1]);
-        mma_m16n8k16(Element{}, output[m][n + 1], p[m], v[2], v[3]);
-      }
+      mma_columns(output, n, p, v);
     }
   }
 }

@@ -1,5 +1,5 @@
-// Work tile of a CTA: its query rows, its split of the KV tokens, the masks beyond causality, and
-// the shared memory plan.
+// Work item of a CTA: its query rows, its split of the KV tokens, the masks beyond causality,
+// and the shared memory plan.
 
 #pragma once
 
@@ -13,9 +13,9 @@
 // A row is one (query token, head) pair of a sequence, query token first, so that rows are
 // contiguous in [tokens, heads, dim] tensors. A CTA takes kBlockM rows and one split of the KV
 // tokens. In sparse attention every query token is a sequence of its own.
-struct alignas(64) Work {
+struct alignas(64) WorkItem {
   int seq_idx;
-  int split;
+  int split_idx;
   int heads;
   int q_len;  // query tokens of this sequence
   i64 first_query;  // index of the sequence's first query token among all
@@ -38,8 +38,8 @@ struct alignas(64) Work {
   __device__ i64 global_row(int row) const { return first_query * heads + first_row + row; }
 };
 
-__device__ inline Work find_work(const Params& params) {
-  Work work;
+__device__ inline WorkItem find_work_item(const Params& params) {
+  WorkItem work;
   const int cta = static_cast<int>(blockIdx.x);
   const int m_tile = cta % params.row_tiles;
   const int* cu_seqlens_q = kIsSparse ? nullptr : params.cu_seqlens_q;
@@ -47,7 +47,7 @@ __device__ inline Work find_work(const Params& params) {
                                       params.heads, params.total_rows / params.heads,
                                       cta / params.row_tiles / params.num_splits, m_tile);
   work.seq_idx = found.seq_idx;
-  work.split = cta / params.row_tiles % params.num_splits;
+  work.split_idx = cta / params.row_tiles % params.num_splits;
   work.heads = params.heads;
   work.q_len = found.q_len;
   work.first_query = found.first_query;
@@ -65,16 +65,16 @@ __device__ inline Work find_work(const Params& params) {
 
   const int num_kv_blocks = ceil_div(work.kv_end, kBlockN);
   const int kv_blocks_per_split = ceil_div(num_kv_blocks, params.num_splits);
-  work.first_kv_block = min(num_kv_blocks, work.split * kv_blocks_per_split);
+  work.first_kv_block = min(num_kv_blocks, work.split_idx * kv_blocks_per_split);
   work.end_kv_block = min(num_kv_blocks, work.first_kv_block + kv_blocks_per_split);
   return work;
 }
 
 struct SharedMemoryPlan {
   unsigned char query[kBlockM * kTokenBytes];  // [kBlockM][kHeadDimQk], swizzled; then the output
-  unsigned char kv[kStages * kStageBytes + kDecodedBytes];  // see stage_of and tokens_of
+  unsigned char kv[kStages * kStageBytes + kDequantBytes];  // see stage_ptr and tokens_of
   unsigned char probabilities[kBlockM * kProbabilityBytes];  // [kBlockM][kBlockN], swizzled
-  Work work;  // once per CTA instead of in the registers of every thread
+  WorkItem work;  // once per CTA instead of in the registers of every thread
   int is_masked[kBlockN];  // for some row, other than by its position
   int row_kv_end[kBlockM];  // KV limit of a row
   float row_partial[kTokenWarps][kBlockM];  // row max or row sum of each token warp
@@ -85,7 +85,7 @@ static_assert(sizeof(SharedMemoryPlan) == kSharedBytes, "the spec computes what 
 
 // Publishes the work to all threads, computes the KV limit of every row once, and resets the row
 // max.
-__device__ inline void store_work(const Work& work, SharedMemoryPlan& smem) {
+__device__ inline void publish_work_item(const WorkItem& work, SharedMemoryPlan& smem) {
   if (threadIdx.x == 0) smem.work = work;
   for (int row = static_cast<int>(threadIdx.x); row < kBlockM; row += kThreads) {
     smem.row_kv_end[row] = work.kv_end_of_row(row);
@@ -94,17 +94,17 @@ __device__ inline void store_work(const Work& work, SharedMemoryPlan& smem) {
 }
 
 // Stage that load `stage_idx` fills: [kBlockN] rows of kStageRowBytes.
-__device__ inline unsigned char* stage_of(SharedMemoryPlan& smem, int stage_idx) {
+__device__ inline unsigned char* stage_ptr(SharedMemoryPlan& smem, int stage_idx) {
   return smem.kv + stage_idx % kStages * kStageBytes;
 }
 
-// The tile as the MMA reads it, swizzled [kBlockN][kHeadDimQk].
+// The KV block as the MMA reads it, swizzled [kBlockN][kHeadDimQk].
 __device__ inline unsigned char* tokens_of(SharedMemoryPlan& smem, int stage_idx) {
-  return kDequantsKv ? smem.kv + kStages * kStageBytes : stage_of(smem, stage_idx);
+  return kDequantsKv ? smem.kv + kStages * kStageBytes : stage_ptr(smem, stage_idx);
 }
 
 // Bias of `row`; null if there is none.
-__device__ inline const float* row_bias(const Params& params, const Work& work, int row) {
+__device__ inline const float* row_bias(const Params& params, const WorkItem& work, int row) {
   if constexpr (!kHasBias) return nullptr;
   const int packed_row = work.first_row + row;
   const i64 query = work.first_query + packed_row / work.heads;
@@ -132,7 +132,7 @@ __device__ inline bool attends_token(const float* bias, int first_token, int tok
   return true;
 }
 
-// Called before a tile: marks invalid top-k indices, and clears what the bias masked.
+// Called before a KV block: marks invalid top-k indices, and clears what the bias masked.
 __device__ inline void begin_kv_block(const Params& params, const int* topk_indices,
                                       int topk_length, int kv_block, SharedMemoryPlan& smem) {
   const int token = static_cast<int>(threadIdx.x);
