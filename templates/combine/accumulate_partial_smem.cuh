@@ -8,7 +8,7 @@
 #include "combine/reduce_group.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/ex2.cuh"
+#include "ptx/arithmetic.cuh"
 #include "softmax/row_state.cuh"
 
 // Weights of this CTA's split and of the loaded one; they overwrite the loaded state.

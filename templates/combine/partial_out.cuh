@@ -7,7 +7,7 @@
 #include "combine/reduce_group.cuh"
 #include "combine/subtile_size.cuh"
 #include "common/params.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/cp_async.cuh"

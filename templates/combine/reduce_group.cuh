@@ -3,8 +3,8 @@
 
 #pragma once
 
-#include "common/named_barrier.cuh"
-#include "common/reload_tid.cuh"
+#include "common/barriers.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "combine/reduce_group.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/params.cuh"
-#include "common/swizzle.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/cp_async.cuh"

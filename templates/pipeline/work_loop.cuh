@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/barriers.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "ptx/mov.cuh"
 #include "scheduler/tile_scheduler.cuh"

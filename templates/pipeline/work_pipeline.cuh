@@ -4,7 +4,7 @@
 
 #include "common/barriers.cuh"
 #include "common/params.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/cp_async.cuh"

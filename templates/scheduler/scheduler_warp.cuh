@@ -4,7 +4,6 @@
 #pragma once
 
 #include "common/barriers.cuh"
-#include "common/named_barrier.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

@@ -5,7 +5,7 @@
 
 #include "combine/subtile_size.cuh"
 #include "common/params.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/mov.cuh"

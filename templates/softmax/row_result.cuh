@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/types.cuh"
-#include "ptx/ex2.cuh"
+#include "ptx/arithmetic.cuh"
 
 struct RowResult {
   float factor;  // multiplies the accumulators

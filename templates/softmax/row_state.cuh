@@ -3,9 +3,8 @@
 #pragma once
 
 #include "common/params.cuh"
-#include "common/scales.cuh"
 #include "common/types.cuh"
-#include "ptx/ex2.cuh"
+#include "ptx/arithmetic.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "softmax/row_result.cuh"
 

@@ -54,7 +54,7 @@ def test_plain_files_are_taken_verbatim(spec: KernelSpec) -> None:
 
     included = {origin.rpartition(":")[0] for origin in source.origins}
     plain = [name for name in included if name.endswith(".cuh")]
-    assert len(plain) > 5
+    assert len(plain) > 2
     assert [name for name in plain if without_includes(name) not in source.text] == []
 
 

@@ -39,7 +39,7 @@ def digest(kernel: str = "mla_sm80") -> str:
         "../templates/common/types.cuh",
         "../templates/kernels/mla_sm80/kernel.cu.j2",
         "../templates/kernels/mla_sm80/config.cuh.j2",
-        "../templates/kernels/mla_sm80/q_row_dequant.cuh",
+        "../templates/kernels/mla_sm80/load.cuh",
         "codegen/environment.py",
         "codegen/linemap.py",
         "spec/mla/sm80.py",
@@ -60,8 +60,8 @@ def test_editing_what_a_kernel_is_made_of_changes_the_digest(package: Path, file
 def test_renaming_a_template_changes_the_digest(package: Path) -> None:
     """Names count: an include finds a file by its name, and its ending says what Jinja reads."""
     before = digest()
-    file = package.parent / "templates/common/swizzle.cuh"
-    file.rename(file.with_name("swizzle.cuh.j2"))
+    file = package.parent / "templates/common/smem_layout.cuh"
+    file.rename(file.with_name("smem_layout.cuh.j2"))
 
     after = digest()
 

@@ -170,12 +170,12 @@ def _include(root: Path) -> None:
 
 EDITS: dict[str, Callable[[Path], object]] = {
     "a template edited": lambda root: (root / "common/types.cuh").write_text("// edited\n"),
-    "an unselected include edited": lambda root: (root / "common/fp8_software.cuh").write_text(
+    "an unselected include edited": lambda root: (root / "common/fp8.cuh.j2").write_text(
         "// edited\n"
     ),
     "a template included": _include,
     "an include removed": lambda root: (root / "common/store_vec4.cuh.j2").write_text(
-        '#include "common/store_vec4_16bit.cuh"\n'
+        '#include "ptx/cvt.cuh"\n'
     ),
     "a template renamed to Jinja": lambda root: (root / "common/types.cuh").rename(
         root / "common/types.cuh.j2"

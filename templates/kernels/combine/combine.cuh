@@ -3,11 +3,10 @@
 #pragma once
 
 #include "common/params.cuh"
-#include "common/scales.cuh"
 #include "common/store_vec4.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/ex2.cuh"
+#include "ptx/arithmetic.cuh"
 #include "softmax/row_result.cuh"
 
 struct SharedMemoryPlan {

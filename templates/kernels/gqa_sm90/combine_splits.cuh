@@ -3,12 +3,12 @@
 
 #pragma once
 
-#include "common/named_barrier.cuh"
+#include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
+#include "ptx/arithmetic.cuh"
 #include "ptx/atom.cuh"
-#include "ptx/ex2.cuh"
 #include "ptx/ld.cuh"
 #include "shared_memory.cuh"
 #include "store_rows.cuh"

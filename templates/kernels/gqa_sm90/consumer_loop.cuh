@@ -5,7 +5,6 @@
 
 #include "combine_splits.cuh"
 #include "common/barriers.cuh"
-#include "common/named_barrier.cuh"
 #include "common/params.cuh"
 #include "common/pdl.cuh"
 #include "common/types.cuh"
@@ -17,7 +16,7 @@
 #include "mma.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
-#include "softmax/softmax_scale.cuh"
+#include "softmax/online_softmax.cuh"
 #include "tile_scheduler.cuh"
 #include "work_pipeline.cuh"
 

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "common/named_barrier.cuh"
+#include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/pdl.cuh"
 #include "common/types.cuh"
@@ -11,7 +11,7 @@
 #include "fragments.cuh"
 #include "mask_v.cuh"
 #include "mma.cuh"
-#include "ptx/ex2.cuh"
+#include "ptx/arithmetic.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
 #include "store_rows.cuh"

@@ -3,8 +3,7 @@
 #pragma once
 
 #include "common/barriers.cuh"
-#include "common/kv_cache_hint.cuh"
-#include "common/named_barrier.cuh"
+#include "common/paged_kv.cuh"
 #include "common/params.cuh"
 #include "common/pdl.cuh"
 #include "common/types.cuh"

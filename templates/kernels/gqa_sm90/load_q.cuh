@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "common/named_barrier.cuh"
+#include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "common/fp8.cuh"
-#include "common/fp8_nan.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "fragments.cuh"

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "common/named_barrier.cuh"
+#include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/pdl.cuh"
 #include "common/types.cuh"

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "common/params.cuh"
-#include "common/scales.cuh"
 #include "common/store_vec4.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

@@ -7,10 +7,10 @@
 #include "combine/partial_out.cuh"
 #include "combine/partial_state.cuh"
 #include "combine/reduce_group.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/ex2.cuh"
+#include "ptx/arithmetic.cuh"
 
 __device__ inline void accumulate_partial(const ReduceGroup&, const CombineSmem& combine_smem,
                                           Accumulators& accumulators, ThreadRows& rows) {

@@ -4,8 +4,8 @@
 
 #include "accumulators.cuh"
 #include "common/barriers.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
-#include "common/wgmma_descriptor.cuh"
 #include "config.cuh"
 #include "ptx/mov.cuh"
 #include "ptx/wgmma.cuh"

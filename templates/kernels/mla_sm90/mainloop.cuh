@@ -5,9 +5,8 @@
 #include "accumulators.cuh"
 #include "combine/epilogue.cuh"
 #include "common/barriers.cuh"
-#include "common/named_barrier.cuh"
 #include "common/params.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "gemms.cuh"
@@ -20,9 +19,8 @@
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
-#include "softmax/row_reduce.cuh"
+#include "softmax/online_softmax.cuh"
 #include "softmax/scores.cuh"
-#include "softmax/softmax_scale.cuh"
 
 // A work item of so few KV blocks does not amortise fetching the code of the unmasked loop.
 constexpr int kShortWorkBlocks = 4;

@@ -3,11 +3,11 @@
 #pragma once
 
 #include "accumulators.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "config.cuh"
+#include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
-#include "ptx/ex2.cuh"
-#include "softmax/row_reduce.cuh"
+#include "softmax/online_softmax.cuh"
 #include "softmax/row_state.cuh"
 #include "softmax/scores.cuh"
 

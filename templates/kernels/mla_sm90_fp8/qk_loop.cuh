@@ -4,12 +4,10 @@
 
 #include "combine/fp16_scale.cuh"
 #include "common/barriers.cuh"
-#include "common/named_barrier.cuh"
 #include "common/params.cuh"
-#include "common/reload_tid.cuh"
-#include "common/swizzle.cuh"
+#include "common/registers.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
-#include "common/wgmma_descriptor.cuh"
 #include "config.cuh"
 #include "pipeline/work_loop.cuh"
 #include "pipeline/work_pipeline.cuh"
@@ -17,13 +15,11 @@
 #include "ptx/mov.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma_e4m3.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
-#include "softmax/row_reduce.cuh"
+#include "softmax/online_softmax.cuh"
 #include "softmax/scores.cuh"
-#include "softmax/softmax_scale.cuh"
 
 constexpr int kTileSteps = kTileRowBytes / kStepElements;
 constexpr int kQkSteps = kHeadDimQk / kStepElements;

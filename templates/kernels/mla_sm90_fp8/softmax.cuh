@@ -3,14 +3,13 @@
 #pragma once
 
 #include "common/fp8.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/add.cuh"
+#include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
-#include "ptx/ex2.cuh"
 #include "ptx/mov.cuh"
-#include "softmax/row_reduce.cuh"
+#include "softmax/online_softmax.cuh"
 #include "softmax/row_state.cuh"
 #include "softmax/scores.cuh"
 

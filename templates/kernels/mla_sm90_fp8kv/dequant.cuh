@@ -5,13 +5,13 @@
 
 #include "accumulators.cuh"
 #include "common/fp8.cuh"
-#include "common/reload_tid.cuh"
-#include "common/swizzle.cuh"
+#include "common/registers.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
+#include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/ldmatrix.cuh"
-#include "ptx/mul.cuh"
 
 // V is dequantised to fp16 by scales in fp16. A shared scale, a power of two per work item, keeps
 // them in range: the largest V scale times the shared scale is between 2^6 and 2^7 when the shared

@@ -5,11 +5,10 @@
 
 #include "common/barriers.cuh"
 #include "common/block_table.cuh"
-#include "common/kv_cache_hint.cuh"
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"
-#include "common/reload_tid.cuh"
-#include "common/swizzle.cuh"
+#include "common/registers.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "kv_token.cuh"

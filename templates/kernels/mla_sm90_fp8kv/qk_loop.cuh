@@ -5,10 +5,9 @@
 #include "accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
-#include "common/warp_uniform.cuh"
-#include "common/wgmma_descriptor.cuh"
 #include "config.cuh"
 #include "dequant.cuh"
 #include "pipeline/kv_stages.cuh"
@@ -16,11 +15,10 @@
 #include "pipeline/work_pipeline.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma_e4m3.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
-#include "softmax/softmax_scale.cuh"
+#include "softmax/online_softmax.cuh"
 
 // K dimension of an FP8 MMA.
 constexpr int kStepElements = 32;

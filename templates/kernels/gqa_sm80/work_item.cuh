@@ -1,4 +1,5 @@
-// Work tile of a CTA: its query rows, its slice of the output dims and its split of the KV tokens.
+// Work item of a CTA: its query rows, its slice of the output dims, its split of the KV tokens,
+// and the shared memory plan.
 
 #pragma once
 
@@ -10,11 +11,11 @@
 
 // A row is one (query token, query head of a kv head) pair of a sequence, query token first. A CTA
 // takes kBlockM rows of one kv head, a slice of their output dims and one split of the KV tokens.
-struct alignas(16) Work {
+struct alignas(16) WorkItem {
   int seq_idx;
   int kv_head;
   int slice;
-  int split;
+  int split_idx;
   int q_len;  // query tokens of this sequence
   i64 first_query;  // index of the sequence's first query token among all
   int kv_len;  // tokens in the cache, the new ones included
@@ -22,7 +23,7 @@ struct alignas(16) Work {
   int rows;  // of this CTA; the rest of kBlockM is padding
   int unmasked_kv_begin, unmasked_kv_end;  // tokens that every row of this CTA attends to
   int kv_begin, kv_end;  // tokens that any row may attend to
-  int first_kv_tile, end_kv_tile;  // KV tiles of kWarpTokens tokens of this split
+  int first_kv_block, end_kv_block;  // KV blocks of kBlockN tokens of this split
 
   __device__ int query_of(const Params& params, int row) const {
     return (first_row + row) / params.group_size;
@@ -56,8 +57,8 @@ struct alignas(16) Work {
   }
 };
 
-__device__ inline Work find_work(const Params& params) {
-  Work work;
+__device__ inline WorkItem find_work_item(const Params& params) {
+  WorkItem work;
   int cta = static_cast<int>(blockIdx.x);
   const int m_tile = cta % params.row_tiles;
   cta /= params.row_tiles;
@@ -65,7 +66,7 @@ __device__ inline Work find_work(const Params& params) {
   cta /= kSlices;
   work.kv_head = cta % params.kv_heads;
   cta /= params.kv_heads;
-  work.split = cta % params.num_splits;
+  work.split_idx = cta % params.num_splits;
   const i64 tokens = params.total_rows / (static_cast<i64>(params.group_size) * params.kv_heads);
   const TileRows m_tile_rows =
       rows_of_tile(params.cu_seqlens_q, params.num_seqs, params.q_len, params.group_size, tokens,
@@ -86,10 +87,35 @@ __device__ inline Work find_work(const Params& params) {
   work.kv_end = max(has_mask ? work.kv_len : first_new_token + last + 1, 0);
   work.unmasked_kv_end = max(has_mask ? first_new_token : first_new_token + first + 1, 0);
 
-  const int begin = work.kv_begin / kWarpTokens;
-  const int num_kv_tiles = max(ceil_div(work.kv_end, kWarpTokens) - begin, 0);
-  const int tiles_per_split = ceil_div(ceil_div(num_kv_tiles, kWarps), params.num_splits) * kWarps;
-  work.first_kv_tile = begin + min(num_kv_tiles, work.split * tiles_per_split);
-  work.end_kv_tile = min(begin + num_kv_tiles, work.first_kv_tile + tiles_per_split);
+  const int begin = work.kv_begin / kBlockN;
+  const int num_kv_blocks = max(ceil_div(work.kv_end, kBlockN) - begin, 0);
+  const int kv_blocks_per_split =
+      ceil_div(ceil_div(num_kv_blocks, kWarps), params.num_splits) * kWarps;
+  work.first_kv_block = begin + min(num_kv_blocks, work.split_idx * kv_blocks_per_split);
+  work.end_kv_block = min(begin + num_kv_blocks, work.first_kv_block + kv_blocks_per_split);
   return work;
+}
+
+struct alignas(16) SharedMemoryPlan {
+  WorkItem work;  // once per CTA instead of in the registers of every thread
+  unsigned char query[kBlockM * kRowBytes];  // [kBlockM][kHeadDim]
+  union {
+    unsigned char warps[kWarps][kWarpBytes];  // see stage_ptr and tokens_of
+    float combine_buffer[kCombineFloats];  // [kBlockM][kSliceDims + 4], after the main loop
+  };
+  float row_max[kWarps][kBlockM];  // base 2
+  float row_sum[kWarps][kBlockM];
+  float probabilities[kWarps][kBlockM][kBlockN];  // of blocks with tokens masked for some rows
+};
+static_assert(sizeof(SharedMemoryPlan) == kSharedBytes, "the spec computes the size of the struct");
+
+// Stage that load `stage_idx` of this warp fills: [kBlockN] rows of kStageRowBytes.
+__device__ inline unsigned char* stage_ptr(SharedMemoryPlan& smem, int stage_idx) {
+  return smem.warps[warp_index()] + stage_idx % kStages * kStageBytes;
+}
+
+// The KV block as the MMA reads it: [kBlockN] rows of kRowBytes.
+__device__ inline unsigned char* tokens_of(SharedMemoryPlan& smem, int stage_idx) {
+  return kDequantsKv ? smem.warps[warp_index()] + kStages * kStageBytes
+                     : stage_ptr(smem, stage_idx);
 }
