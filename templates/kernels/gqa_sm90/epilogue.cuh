@@ -1,24 +1,119 @@
-// Epilogue of a work item: combines the partial O of the consumer warps through shared memory, in
-// sub-tiles of kCombineRows x kCombineDims. The consumers or the dedicated epilogue warps do it.
+// Epilogue of a work item: combines the partial O of the consumer warps, stores finished rows or a
+// partial of a split, and combines the splits of a work tile.
 
 #pragma once
 
 #include "common/named_barrier.cuh"
 #include "common/params.cuh"
 #include "common/pdl.cuh"
+#include "common/scales.cuh"
+#include "common/store_vec4.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "fragments.cuh"
 #include "mask_v.cuh"
 #include "mma.cuh"
+#include "ptx/atom.cuh"
 #include "ptx/ex2.cuh"
+#include "ptx/ld.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
-#include "store_rows.cuh"
+#include "softmax/row_result.cuh"
 #include "tile_scheduler.cuh"
 #include "work_pipeline.cuh"
 
-// Combines four adjacent dims of a row over all warps of kv head `head` of the CTA.
+// Workspace slot of a split. Each CTA has two slots per kv head: for the split that its range
+// begins with, and for the one that it ends with.
+__device__ inline int partial_slot(const Params& params, const WorkItem& work, int split_idx) {
+  const int slot =
+      (work.first_split_cta + split_idx * params.cta_group_size) * 2 + (split_idx == 0 ? 1 : 0);
+  return slot * kHeadsPerCta + work.kv_head % kHeadsPerCta;
+}
+
+__device__ inline RowState* partial_states(const Params& params, int slot) {
+  return reinterpret_cast<RowState*>(params.partial_states) + slot * kBlockM;
+}
+
+// Four adjacent dims of a row of partial O.
+__device__ inline float4* partial_out_ptr(const Params& params, int slot, int row, int dim) {
+  return reinterpret_cast<float4*>(params.partial_out +
+                                   (slot * kBlockM + row) * static_cast<i64>(kHeadDim) + dim);
+}
+
+__device__ inline float4 add_weighted(float4 total, float4 value, float weight) {
+  return make_float4(total.x + value.x * weight, total.y + value.y * weight,
+                     total.z + value.z * weight, total.w + value.w * weight);
+}
+
+// Normalises and stores four adjacent dims of a finished row.
+__device__ inline void store_finished(const Params& params, const WorkItem& work, int row, int dim,
+                                      RowState state, float4 out) {
+  const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[work.head_of(params, row)];
+  const float scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
+  const float factor = finish_row(state.row_max, state.row_sum, sink).factor * scale;
+  store_x4(OutElement{}, params.out, work.global_row(params, row) * kHeadDim + dim, out.x * factor,
+           out.y * factor, out.z * factor, out.w * factor);
+}
+
+// Combine of the splits of a work tile: the last CTA to arrive at the semaphore reduces the
+// partials of all splits, in split order. No CTA waits for another.
+constexpr int kSplitsPerStep = 8;  // loads in flight
+
+__device__ inline void combine_row(const Params& params, const WorkItem& work, int row, int dim) {
+  RowState state = {-kFloatMax, 0.0f};
+  float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+  for (int first = 0; first < work.num_splits; first += kSplitsPerStep) {
+    float2 states[kSplitsPerStep];
+    float4 partials[kSplitsPerStep];
+#pragma unroll
+    for (int i = 0; i < kSplitsPerStep; ++i) {
+      // Behind the last split, loads repeat it; the sum below skips them.
+      const int slot = partial_slot(params, work, min(first + i, work.num_splits - 1));
+      states[i] = ld_global_cg_v2_f32(partial_states(params, slot) + row);
+      partials[i] = ld_global_cg_v4_f32(partial_out_ptr(params, slot, row, dim));
+    }
+    float next = state.row_max;
+#pragma unroll
+    for (int i = 0; i < kSplitsPerStep; ++i) next = fmaxf(next, states[i].x);
+    const float alpha = ex2_approx(state.row_max - next);
+    state = {next, state.row_sum * alpha};
+    out = make_float4(out.x * alpha, out.y * alpha, out.z * alpha, out.w * alpha);
+#pragma unroll
+    for (int i = 0; i < kSplitsPerStep; ++i) {
+      if (first + i >= work.num_splits) continue;
+      const float weight = ex2_approx(states[i].x - next);
+      state.row_sum += states[i].y * weight;
+      out = add_weighted(out, partials[i], weight);
+    }
+  }
+  store_finished(params, work, row, dim, state, out);
+}
+
+// Called by all consumers, each for its kv head, after they have stored the partial of this split.
+__device__ inline void combine_splits(const Params& params, const WorkItem& work,
+                                      int thread_in_head, SharedMemoryPlan& smem) {
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  if (threadIdx.x == 0) {
+    u32* semaphore = params.semaphores + work.first_split_cta;
+    const u32 others = static_cast<u32>(work.num_splits - 1);
+    const bool is_last = atom_add_acq_rel_gpu(semaphore, 1) == others;
+    if (is_last) *semaphore = 0;  // for the next launch
+    smem.is_last_split = is_last;
+  }
+  __syncwarp();
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  if (!smem.is_last_split) return;
+  constexpr int kQuads = kHeadDim / 4;
+#pragma unroll 1
+  for (int vec_idx = thread_in_head; vec_idx < work.rows * kQuads; vec_idx += kThreadsPerHead) {
+    combine_row(params, work, vec_idx / kQuads, vec_idx % kQuads * 4);
+  }
+}
+
+// Combine of the consumer warps through shared memory, in sub-tiles of kCombineRows x kCombineDims,
+// by the consumers or by the dedicated epilogue warps: four adjacent dims of a row, over all warps
+// of kv head `head` of the CTA.
 __device__ inline float4 combined_out(const SharedMemoryPlan& smem, int head, int row, int dim,
                                       RowState& state) {
   RowState states[kWarpsPerHead];

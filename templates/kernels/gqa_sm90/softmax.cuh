@@ -6,7 +6,7 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "fragments.cuh"
-#include "load_q.cuh"
+#include "load.cuh"
 #include "mma.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/ex2.cuh"

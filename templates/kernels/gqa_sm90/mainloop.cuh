@@ -3,7 +3,6 @@
 
 #pragma once
 
-#include "combine_splits.cuh"
 #include "common/barriers.cuh"
 #include "common/named_barrier.cuh"
 #include "common/params.cuh"
@@ -12,7 +11,7 @@
 #include "config.cuh"
 #include "epilogue.cuh"
 #include "fragments.cuh"
-#include "load_q.cuh"
+#include "load.cuh"
 #include "mask_v.cuh"
 #include "mma.cuh"
 #include "shared_memory.cuh"
