@@ -3,8 +3,8 @@
 #pragma once
 
 #include "accumulators.cuh"
+#include "combine/partial.cuh"
 #include "combine/partial_out.cuh"
-#include "combine/partial_state.cuh"
 #include "combine/reduce_group.cuh"
 #include "common/types.cuh"
 #include "config.cuh"

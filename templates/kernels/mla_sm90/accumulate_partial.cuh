@@ -4,8 +4,8 @@
 #pragma once
 
 #include "accumulators.cuh"
+#include "combine/partial.cuh"
 #include "combine/partial_out.cuh"
-#include "combine/partial_state.cuh"
 #include "combine/reduce_group.cuh"
 #include "common/reload_tid.cuh"
 #include "common/types.cuh"

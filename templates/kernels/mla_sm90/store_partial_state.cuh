@@ -3,8 +3,7 @@
 #pragma once
 
 #include "accumulators.cuh"
-#include "combine/fp16_scale.cuh"
-#include "combine/partial_state.cuh"
+#include "combine/partial.cuh"
 #include "combine/reduce_group.cuh"
 #include "common/reload_tid.cuh"
 #include "row_amax.cuh"

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "combine/fp16_scale.cuh"
+#include "combine/partial.cuh"
 #include "common/reload_tid.cuh"
 #include "common/swizzle.cuh"
 #include "common/types.cuh"

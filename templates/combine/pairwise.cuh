@@ -4,6 +4,7 @@
 
 #include "accumulate_partial.cuh"
 #include "accumulators.cuh"
+#include "combine/partial.cuh"
 #include "combine/partial_out.cuh"
 #include "combine/reduce_group.cuh"
 #include "common/params.cuh"
@@ -12,6 +13,9 @@
 #include "ptx/cp_async.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
+
+static_assert(kBlockM * sizeof(PartialState) + kNumFrags * kFragBytes <= kCombineSmemBytes,
+              "the other split of a pair fits");
 
 // Combines the other split into this one: by the first CTA, or by both CTAs, each for the half of
 // the accumulators that it keeps.

@@ -3,10 +3,9 @@
 #pragma once
 
 #include "accumulators.cuh"
+#include "combine/partial.cuh"
 #include "combine/partial_out.cuh"
-#include "combine/partial_state.cuh"
 #include "combine/reduce_group.cuh"
-#include "combine/subtile_size.cuh"
 #include "common/named_barrier.cuh"
 #include "common/params.cuh"
 #include "common/reload_tid.cuh"
