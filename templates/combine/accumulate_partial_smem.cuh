@@ -10,7 +10,7 @@
 #include "config.cuh"
 #include "output_dims.cuh"
 #include "ptx/ex2.cuh"
-#include "softmax/row_state.cuh"
+#include "softmax/row_result.cuh"
 
 // Weights of this CTA's split and of the loaded one; they overwrite the loaded state.
 struct RowWeights {

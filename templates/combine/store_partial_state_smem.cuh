@@ -7,7 +7,7 @@
 #include "combine/reduce_group.cuh"
 #include "config.cuh"
 #include "shared_memory.cuh"
-#include "softmax/row_state.cuh"
+#include "softmax/row_result.cuh"
 
 __device__ inline void compute_fp16_scales(SharedMemoryPlan& smem, const ReduceGroup&,
                                            const Accumulators&, const ThreadRows& rows,

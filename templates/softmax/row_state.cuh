@@ -12,11 +12,6 @@
 // so that rescales are rare.
 constexpr float kMaxUnnormalizedP = 0x1p8f;
 
-struct RowState {
-  float row_max;  // base 2; the accumulators are relative to it
-  float row_sum;  // of P, relative to it
-};
-
 __device__ inline i64 global_row(const Params& params, const WorkItem& work, int row) {
   return work.first_query * params.heads + work.first_row + row;
 }

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "combine/rows.cuh"
 #include "common/named_barrier.cuh"
 #include "common/params.cuh"
 #include "common/pdl.cuh"
@@ -14,7 +15,6 @@
 #include "mask_v.cuh"
 #include "mma.cuh"
 #include "ptx/atom.cuh"
-#include "ptx/ex2.cuh"
 #include "ptx/ld.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
@@ -40,17 +40,14 @@ __device__ inline float4* partial_out_ptr(const Params& params, int slot, int ro
                                    (slot * kBlockM + row) * static_cast<i64>(kHeadDim) + dim);
 }
 
-__device__ inline float4 add_weighted(float4 total, float4 value, float weight) {
-  return make_float4(total.x + value.x * weight, total.y + value.y * weight,
-                     total.z + value.z * weight, total.w + value.w * weight);
-}
-
 // Normalises and stores four adjacent dims of a finished row.
 __device__ inline void store_finished(const Params& params, const WorkItem& work, int row, int dim,
-                                      RowState state, float4 out) {
+                                      const RowPart& partial) {
   const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[work.head_of(params, row)];
   const float scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
-  const float factor = finish_row(state.row_max, state.row_sum, sink).factor * scale;
+  const float factor =
+      finish_row(partial.state.row_max, partial.state.row_sum, sink).factor * scale;
+  const float4& out = partial.out;
   store_x4(OutElement{}, params.out, work.global_row(params, row) * kHeadDim + dim, out.x * factor,
            out.y * factor, out.z * factor, out.w * factor);
 }
@@ -60,34 +57,23 @@ __device__ inline void store_finished(const Params& params, const WorkItem& work
 constexpr int kSplitsPerStep = 8;  // loads in flight
 
 __device__ inline void combine_row(const Params& params, const WorkItem& work, int row, int dim) {
-  RowState state = {-kFloatMax, 0.0f};
-  float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  RowPart total;
 #pragma unroll 1
   for (int first = 0; first < work.num_splits; first += kSplitsPerStep) {
-    float2 states[kSplitsPerStep];
-    float4 partials[kSplitsPerStep];
+    // The total takes part as one more split.
+    RowState states[1 + kSplitsPerStep] = {total.state};
+    float4 outs[1 + kSplitsPerStep] = {total.out};
 #pragma unroll
     for (int i = 0; i < kSplitsPerStep; ++i) {
-      // Behind the last split, loads repeat it; the sum below skips them.
+      // Behind the last split, loads repeat it.
       const int slot = partial_slot(params, work, min(first + i, work.num_splits - 1));
-      states[i] = ld_global_cg_v2_f32(partial_states(params, slot) + row);
-      partials[i] = ld_global_cg_v4_f32(partial_out_ptr(params, slot, row, dim));
+      const float2 state = ld_global_cg_v2_f32(partial_states(params, slot) + row);
+      states[1 + i] = {state.x, state.y};
+      outs[1 + i] = ld_global_cg_v4_f32(partial_out_ptr(params, slot, row, dim));
     }
-    float next = state.row_max;
-#pragma unroll
-    for (int i = 0; i < kSplitsPerStep; ++i) next = fmaxf(next, states[i].x);
-    const float alpha = ex2_approx(state.row_max - next);
-    state = {next, state.row_sum * alpha};
-    out = make_float4(out.x * alpha, out.y * alpha, out.z * alpha, out.w * alpha);
-#pragma unroll
-    for (int i = 0; i < kSplitsPerStep; ++i) {
-      if (first + i >= work.num_splits) continue;
-      const float weight = ex2_approx(states[i].x - next);
-      state.row_sum += states[i].y * weight;
-      out = add_weighted(out, partials[i], weight);
-    }
+    total = combine_parts(states, 1 + work.num_splits - first, [&](int i) { return outs[i]; });
   }
-  store_finished(params, work, row, dim, state, out);
+  store_finished(params, work, row, dim, total);
 }
 
 // Called by all consumers, each for its kv head, after they have stored the partial of this split.
@@ -114,34 +100,25 @@ __device__ inline void combine_splits(const Params& params, const WorkItem& work
 // Combine of the consumer warps through shared memory, in sub-tiles of kCombineRows x kCombineDims,
 // by the consumers or by the dedicated epilogue warps: four adjacent dims of a row, over all warps
 // of kv head `head` of the CTA.
-__device__ inline float4 combined_out(const SharedMemoryPlan& smem, int head, int row, int dim,
-                                      RowState& state) {
+__device__ inline RowPart combined_row(const SharedMemoryPlan& smem, int head, int row, int dim) {
   RowState states[kWarpsPerHead];
-  state = {-kFloatMax, 0.0f};
 #pragma unroll
   for (int rank = 0; rank < kWarpsPerHead; ++rank) {
     states[rank] = smem.states[rank * kHeadsPerCta + head][row / 8][row % 8];
-    state.row_max = fmaxf(state.row_max, states[rank].row_max);
   }
-  float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-  for (int rank = 0; rank < kWarpsPerHead; ++rank) {
-    const float weight = ex2_approx(states[rank].row_max - state.row_max);
-    state.row_sum += states[rank].row_sum * weight;
-    const float4 partial = *reinterpret_cast<const float4*>(
+  return combine_parts(states, kWarpsPerHead, [&](int rank) {
+    return *reinterpret_cast<const float4*>(
         &smem.combine_buffer[rank * kHeadsPerCta + head][row / 8][row % 8][dim]);
-    out = add_weighted(out, partial, weight);
-  }
-  return out;
+  });
 }
 
 // Stores four adjacent dims of a row: final if the work tile is not split, else partial.
 __device__ inline void store_combined(const Params& params, const WorkItem& work, int row, int dim,
-                                      RowState state, float4 out) {
-  if (work.num_splits == 1) return store_finished(params, work, row, dim, state, out);
+                                      const RowPart& partial) {
+  if (work.num_splits == 1) return store_finished(params, work, row, dim, partial);
   const int slot = partial_slot(params, work, work.split_idx);
-  *partial_out_ptr(params, slot, row, dim) = out;
-  if (dim == 0) partial_states(params, slot)[row] = state;
+  *partial_out_ptr(params, slot, row, dim) = partial.out;
+  if (dim == 0) partial_states(params, slot)[row] = partial.state;
 }
 
 // Stores a warp's share of a sub-tile to the combine buffer.
@@ -174,13 +151,11 @@ __device__ inline void combine_partials(const Params& params, const WorkItem& wo
     if (row >= work.rows) break;
     const int dim_in_buffer = vec_idx % kQuads * 4;
     const int dim = first_dim + dim_in_buffer;
-    RowState state;
-    float4 out =
-        combined_out(smem, work.kv_head % kHeadsPerCta, row_in_buffer, dim_in_buffer, state);
+    RowPart partial = combined_row(smem, work.kv_head % kHeadsPerCta, row_in_buffer, dim_in_buffer);
     if (smem.nonfinite_work[work_idx % 2] == work_idx) {
-      out = restore_nonfinite(params, work, row, dim, out);
+      partial.out = restore_nonfinite(params, work, row, dim, partial.out);
     }
-    store_combined(params, work, row, dim, state, out);
+    store_combined(params, work, row, dim, partial);
   }
 }
 

@@ -11,7 +11,7 @@
 #include "ptx/cvt.cuh"
 #include "ptx/ex2.cuh"
 #include "ptx/movmatrix.cuh"
-#include "shared_memory.cuh"
+#include "softmax/row_result.cuh"
 #include "tile_scheduler.cuh"
 
 // Conditional rescaling: P is relative to a row max that may be stale. It is updated only once a

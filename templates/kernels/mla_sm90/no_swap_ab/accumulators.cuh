@@ -5,7 +5,7 @@
 #include "common/reload_tid.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "softmax/row_state.cuh"
+#include "softmax/row_result.cuh"
 
 // Both warpgroups have all rows. Warpgroup 0 has the first half of the output dims and computes S
 // of even KV blocks, warpgroup 1 the second half and odd KV blocks (FlashMLA's seesaw).

@@ -4,7 +4,7 @@
 
 #include "common/reload_tid.cuh"
 #include "config.cuh"
-#include "softmax/row_state.cuh"
+#include "softmax/row_result.cuh"
 
 // One consumer warpgroup. The M dimension of the MMAs is tokens (S^T) or output dims (O^T), and the
 // N dimension is query rows: M is 64 at least, so that few rows would leave a normal MMA mostly
