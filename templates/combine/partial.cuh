@@ -8,11 +8,10 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/cvt.cuh"
+#include "softmax/row_result.cuh"
 
-// Partial softmax state (m, l) of a row of a split, in one 16-byte chunk.
-struct alignas(kChunkBytes) PartialState {
-  float row_max;  // base 2
-  float row_sum;
+// Softmax state of a row of a split, in one 16-byte chunk.
+struct alignas(kChunkBytes) PartialState : RowState {
   float scales[kNumScales];  // inverse fp16 scales; the combine multiplies in the split's weight
 };
 static_assert(sizeof(PartialState) == kChunkBytes,
