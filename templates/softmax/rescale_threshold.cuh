@@ -1,4 +1,4 @@
-// Rescale threshold of the online softmax of the sm80 families (FA4 "conditional rescaling").
+// Rescale threshold of the online softmax of mma kernels (FA4 "conditional rescaling").
 
 #pragma once
 

@@ -11,12 +11,9 @@
 #include "ptx/cvt.cuh"
 #include "ptx/ex2.cuh"
 #include "ptx/movmatrix.cuh"
+#include "softmax/rescale_threshold.cuh"
 #include "softmax/row_result.cuh"
 #include "tile_scheduler.cuh"
-
-// Conditional rescaling: P is relative to a row max that may be stale. It is updated only once a
-// score exceeds it by more than this threshold, base 2, so rescaling is rare.
-constexpr float kRescaleThreshold = 8.0f;
 
 // Row sums cover this lane's tokens only.
 struct Softmax {
