@@ -3,10 +3,11 @@
 #pragma once
 
 #include "accumulators.cuh"
-#include "combine/combine_pair.cuh"
-#include "combine/combine_subtiles.cuh"
+#include "combine/pairwise.cuh"
+#include "combine/partial.cuh"
 #include "combine/partial_out.cuh"
 #include "combine/reduce_group.cuh"
+#include "combine/subtiles.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "combine/subtile_size.cuh"
+#include "combine/reduce_group.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
 #include "common/types.cuh"

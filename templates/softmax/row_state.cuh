@@ -26,11 +26,6 @@ __device__ inline float raise_row_max(float& row_max, float& row_sum, float targ
   return alpha;
 }
 
-struct RowState {
-  float row_max;  // base 2; the accumulators are relative to it
-  float row_sum;  // of P, relative to it
-};
-
 __device__ inline i64 global_row(const Params& params, const WorkItem& work, int row) {
   return work.first_query * params.heads + work.first_row + row;
 }

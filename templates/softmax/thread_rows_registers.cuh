@@ -3,6 +3,6 @@
 #pragma once
 
 #include "common/accumulators_swap_ab.cuh"
-#include "softmax/row_state.cuh"
+#include "softmax/row_result.cuh"
 
 using ThreadRows = RowState[kRowsPerThread];

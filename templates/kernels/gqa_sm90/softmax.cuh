@@ -6,13 +6,13 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "fragments.cuh"
-#include "load_q.cuh"
+#include "load.cuh"
 #include "mma.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/movmatrix.cuh"
-#include "shared_memory.cuh"
 #include "softmax/online_softmax.cuh"
+#include "softmax/row_result.cuh"
 #include "tile_scheduler.cuh"
 
 // Row sums cover this lane's tokens only.

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "combine/fp16_scale.cuh"
+#include "combine/partial.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"

@@ -4,7 +4,7 @@
 
 #include "accumulators.cuh"
 #include "combine/epilogue.cuh"
-#include "combine/fp16_scale.cuh"
+#include "combine/partial.cuh"
 #include "common/barriers.cuh"
 #include "common/fp8.cuh"
 #include "common/params.cuh"

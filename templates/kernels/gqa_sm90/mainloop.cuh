@@ -1,9 +1,9 @@
-// Consumer warps: QK GEMM, online softmax and PV GEMM. Each warp takes its own tokens of every KV
-// block, and does not synchronise with the other consumers until the work item ends.
+// Consumer warps: QK GEMM, online softmax and PV GEMM. Each warp takes its own
+// tokens of every KV block, and does not synchronise with the other consumers
+// until the work item ends.
 
 #pragma once
 
-#include "combine_splits.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/pdl.cuh"
@@ -11,14 +11,76 @@
 #include "config.cuh"
 #include "epilogue.cuh"
 #include "fragments.cuh"
-#include "load_q.cuh"
+#include "load.cuh"
 #include "mask_v.cuh"
 #include "mma.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
 #include "softmax/online_softmax.cuh"
 #include "tile_scheduler.cuh"
 #include "work_pipeline.cuh"
+
+// QK GEMM of one step: S^T = K Q^T.
+__device__ inline void qk_gemm(const LdmatrixRows& rows, const unsigned char* keys, int step,
+                               const Query& query, float (&scores)[kRowGroups][4]) {
+  constexpr int kChains = kRowGroups == 1 ? 2 : 1; // independent MMA chains
+  float sums[kChains][kRowGroups][4] = {};
+#pragma unroll
+  for (int pair = 0; pair < kChunkPairs; ++pair) {
+    u32 loaded[4];
+    ldmatrix_x4(loaded, rows.at(keys, step, pair));
+#pragma unroll
+    for (int i = 0; i < kFragmentsPerLoad; ++i) {
+      const int k = pair * kFragmentsPerLoad + i;
+      u32 a[4];
+      k_fragment(loaded, i, a);
+#pragma unroll
+      for (int n = 0; n < kRowGroups; ++n) {
+        const uint2 q = query.at(n, k);
+        mma_m16n8k16(Element{}, sums[k % kChains][n], a, q.x, q.y);
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kRowGroups; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      scores[n][e] = kChains == 1 ? sums[0][n][e] : sums[0][n][e] + sums[kChains - 1][n][e];
+    }
+  }
+}
+
+// PV GEMM of one step: O^T += V^T P^T. Returns a word that depends on all V
+// fragments, for arrive_after_reads.
+__device__ inline u32 pv_gemm(const LdmatrixRows& rows, const unsigned char* values, int step,
+                              const u32 (&probabilities)[kRowGroups][2], Output& output) {
+  u32 read = 0;
+#pragma unroll
+  for (int pair = 0; pair < kChunkPairs; ++pair) {
+    u32 loaded[4];
+    ldmatrix_x4_trans(loaded, rows.at(values, step, pair));
+#pragma unroll
+    for (int i = 0; i < kFragmentsPerLoad; ++i) {
+      u32 a[4];
+      v_fragment(loaded, i, a);
+      // From converted fragments: that schedules conversions better than raw
+      // ones do.
+      if (i == 1) read ^= a[0];
+#pragma unroll
+      for (int n = 0; n < kRowGroups; ++n) {
+        mma_m16n8k16(Element{}, output[pair * kFragmentsPerLoad + i][n], a, probabilities[n][0],
+                     probabilities[n][1]);
+      }
+    }
+  }
+  if constexpr (kFragmentsPerLoad > 1) return read;
+  // From accumulators, because a word of every V fragment would take registers.
+#pragma unroll
+  for (int tile = 0; tile < kDimTiles; ++tile) read ^= __float_as_uint(output[tile][0][0]);
+  return read;
+}
 
 // A word that depends on all K fragments, for arrive_after_reads.
 __device__ inline u32 dependency_on(const Scores& scores) {
@@ -30,20 +92,21 @@ __device__ inline u32 dependency_on(const Scores& scores) {
 
 // Releases a stage; `read` depends on all that the lane has loaded from it.
 __device__ inline void release(const Barrier& empty, u32 read) {
-  __syncwarp();  // all lanes have read
+  __syncwarp(); // all lanes have read
   if (lane_index() == 0) arrive_after_reads(empty, read);
 }
 
-// Skips a stage whose tokens this warp masks. It still waits for the stage to fill: a warp that
-// releases early could arrive twice before the producer observes the phase.
+// Skips a stage whose tokens this warp masks. It still waits for the stage to
+// fill: a warp that releases early could arrive twice before the producer
+// observes the phase.
 __device__ inline void skip_stage(SharedMemoryPlan& smem, PipelineState<kStages>& kv_pipe) {
   wait(smem.kv_full[kv_pipe.index], kv_pipe.phase);
   release(smem.kv_empty[kv_pipe.index], 0);
   kv_pipe.advance();
 }
 
-// Processes work item `work_idx`, whose Q load is in flight, and issues the Q load of the next one.
-// Returns whether there is a next one.
+// Processes work item `work_idx`, whose Q load is in flight, and issues the Q
+// load of the next one. Returns whether there is a next one.
 __device__ inline bool process_work(const Params& params, int warp, float softmax_scale,
                                     u32 work_idx, Query& query, bool& is_epilogue_busy,
                                     SharedMemoryPlan& smem, PipelineState<kStages>& kv_pipe) {
@@ -119,7 +182,8 @@ __device__ inline bool process_work(const Params& params, int warp, float softma
   return has_next;
 }
 
-// All work items of the CTA. Starts over if the first one turns out stale, see scheduler_warp.cuh.
+// All work items of the CTA. Starts over if the first one turns out stale, see
+// scheduler_warp.cuh.
 __device__ inline void consumer_loop(const Params& params, int warp, SharedMemoryPlan& smem) {
   const WorkPipeline& work_pipeline = smem.work_pipeline;
   Query query(smem);

@@ -3,16 +3,15 @@
 #pragma once
 
 #include "accumulators.cuh"
+#include "combine/partial.cuh"
 #include "combine/partial_out.cuh"
-#include "combine/partial_state.cuh"
 #include "combine/reduce_group.cuh"
-#include "combine/subtile_size.cuh"
+#include "combine/rows.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/arithmetic.cuh"
 #include "ptx/cp_async.cuh"
 #include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
@@ -110,25 +109,21 @@ __device__ inline void combine_rows(const Params& params, const WorkItem& work,
   if (!__any_sync(~0u, row_idx < combine_smem.rows)) return;  // rows are shared by whole warps
   const int row = combine_smem.row_at(row_idx);
   const int first = reload_tid() & (threads - 1);
-  // Slots behind the last split have weight 0.
-  PartialState states[kMaxSplitsPerThread];
-  float row_max = -kFloatMax;
+  // Behind the last split, loads repeat it, with a row sum of 0.
+  PartialState partials[kMaxSplitsPerThread];
+  RowState states[kMaxSplitsPerThread];
 #pragma unroll
   for (int i = 0; i < kMaxSplitsPerThread; ++i) {
     const int split_idx = first + i * threads;
-    states[i] = combine_smem.states(row_idx)[min(split_idx, combine_smem.num_splits - 1)];
+    partials[i] = combine_smem.states(row_idx)[min(split_idx, combine_smem.num_splits - 1)];
+    states[i] = partials[i];
     if (split_idx >= combine_smem.num_splits) states[i].row_sum = 0.0f;
-    row_max = fmaxf(row_max, states[i].row_max);
   }
-  row_max = reduce_lanes(row_max, threads, [](float a, float b) { return fmaxf(a, b); });
+  const float row_max =
+      reduce_lanes(max_of(states), threads, [](float a, float b) { return fmaxf(a, b); });
   float weights[kMaxSplitsPerThread];
-  float row_sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kMaxSplitsPerThread; ++i) {
-    weights[i] = ex2_approx(states[i].row_max - row_max);
-    row_sum += states[i].row_sum * weights[i];
-  }
-  row_sum = reduce_lanes(row_sum, threads, [](float a, float b) { return a + b; });
+  const float row_sum = reduce_lanes(weigh(states, row_max, weights), threads,
+                                     [](float a, float b) { return a + b; });
   const RowResult result = result_of(params, work, row, {row_max, row_sum});
   const float factor = result.factor * output_scale(params);
 #pragma unroll
@@ -138,7 +133,7 @@ __device__ inline void combine_rows(const Params& params, const WorkItem& work,
 #pragma unroll
     for (int scale = 0; scale < kNumScales; ++scale) {
       combine_smem.states(row_idx)[split_idx].scales[scale] =
-          states[i].scales[scale] * (factor * weights[i]);
+          partials[i].scales[scale] * (factor * weights[i]);
     }
   }
   // The sub-tile that holds the first fragment of a row stores its LSE.
