@@ -4,11 +4,12 @@
 
 #include "accumulators.cuh"
 #include "common/types.cuh"
+#include "config.cuh"
 
 struct alignas(kChunkBytes) PartialState {
   float row_max;  // base 2
   float row_sum;
   float scales[kNumScales];  // inverse fp16 scales; the combine multiplies in the split's weight
 };
-static_assert(sizeof(PartialState) == kChunkBytes,
-              "the host plans with it, and one cp.async copies a row");
+static_assert(sizeof(PartialState) == kChunkBytes, "one cp.async copies the state of a row");
+static_assert(sizeof(PartialState) == kPartialStateBytes, "the host plans with it");

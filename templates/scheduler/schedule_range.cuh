@@ -14,15 +14,6 @@
 // that space, all ranges being equally long. A tile that crosses range boundaries is split, one
 // split per range, and the splits are combined.
 
-// Fixed overhead of a work tile, prologue and epilogue, in KV blocks: more for a large tile.
-constexpr int kSmallTileOverheadBlocks = 2;
-constexpr int kLargeTileOverheadBlocks = 6;
-constexpr int kFixedOverheadBlocks =
-    kBlockM > 32 ? kLargeTileOverheadBlocks : kSmallTileOverheadBlocks;
-constexpr int kSplitOverheadBlocks = 5;  // of combining splits at all, in KV blocks
-constexpr int kMinBlocksPerRange = 2;  // overhead blocks included
-constexpr int kMaxRanges = 144;  // CombineSmem holds the partial states of as many splits
-
 struct SeqInfo {
   i64 first_query;  // index of the sequence's first query token in the query tensor
   int q_len;  // -1 where cu_seqlens_q decreases

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mlagen.codegen.sources import template_root
+from mlagen.spec.mla.sm90 import MlaSm90Spec
+from tests.kernels import mla_sm90
 
-SOURCE = (template_root() / "scheduler/schedule_range.cuh").read_text()
-
-
-def constant(name: str) -> int:
-    """Return the value of a constant of the CUDA source."""
-    found = re.search(rf"^constexpr int {name} = (\d+);", SOURCE, re.MULTILINE)
-    assert found is not None, name
-    return int(found[1])
-
-
-FIXED_OVERHEAD_BLOCKS = (constant("kSmallTileOverheadBlocks"), constant("kLargeTileOverheadBlocks"))
-SPLIT_OVERHEAD_BLOCKS = constant("kSplitOverheadBlocks")
-MIN_BLOCKS_PER_RANGE = constant("kMinBlocksPerRange")
-MAX_RANGES = constant("kMaxRanges")
+FIXED_OVERHEAD_BLOCKS = tuple(mla_sm90(rows=rows).fixed_overhead_blocks for rows in (16, 64))
+SPLIT_OVERHEAD_BLOCKS = MlaSm90Spec.split_overhead_blocks
+MIN_BLOCKS_PER_RANGE = MlaSm90Spec.min_blocks_per_range
+MAX_RANGES = MlaSm90Spec.max_ranges
 WARP_LANES = 32
 THREADS = 8  # per CTA; fewer than the kernel has, so that a thread has several sequences
 

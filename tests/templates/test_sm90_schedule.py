@@ -8,10 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlagen.families.mla import plan_sm90 as plan_mla_sm90
 from tests.templates.sm90_schedule import (
     FIXED_OVERHEAD_BLOCKS,
-    MIN_BLOCKS_PER_RANGE,
     Params,
     all_work_items,
     ceil_div,
@@ -154,12 +152,3 @@ def test_tiles_of_a_uniform_batch_have_equal_splits_if_ranges_are_aligned(
     assert {work.num_reducers for work in items} == {work.num_splits for work in items}
     if schedule_range.num_ranges >= num_tiles:
         assert {work.work_idx for work in items} == {0}
-
-
-def test_the_host_plans_with_the_numbers_of_the_kernel() -> None:
-    """Fixed overhead and shortest range are the same on host and device."""
-    assert (
-        plan_mla_sm90._SWAP_AB_OVERHEAD_BLOCKS,
-        plan_mla_sm90._OVERHEAD_BLOCKS,
-    ) == FIXED_OVERHEAD_BLOCKS
-    assert plan_mla_sm90._MIN_BLOCKS_PER_RANGE == MIN_BLOCKS_PER_RANGE

@@ -9,9 +9,6 @@ from fractions import Fraction
 from mlagen.families.common.plan_sm80 import GqaProblemShape
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
 
-# As RowState in kernels/gqa_sm90/shared_memory.cuh.
-_ROW_STATE_BYTES = 8
-
 # The kernel multiplies linear block indices by num_cta_groups in 32 bits.
 _MAX_UINT32 = 2**32 - 1
 
@@ -86,7 +83,7 @@ def plan_gqa_sm90(spec: GqaSm90Spec, problem: GqaProblemShape, sm_count: int) ->
         num_tiles=num_tiles,
         total_tiles=total_tiles,
         partial_rows_offset=partial_values,
-        workspace_bytes=partial_values + partial_rows * _ROW_STATE_BYTES,
+        workspace_bytes=partial_values + partial_rows * spec.row_state_bytes,
     )
 
 

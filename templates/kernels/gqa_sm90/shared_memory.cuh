@@ -15,6 +15,7 @@ struct RowState {
   float row_max;  // base 2; partial O and row sum are relative to it
   float row_sum;
 };
+static_assert(sizeof(RowState) == kRowStateBytes, "the host plans with it");
 
 // Rows of the combine buffer are padded by 16 bytes, so that the accumulator stores of a warp
 // spread over all banks.
