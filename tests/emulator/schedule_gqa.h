@@ -1,0 +1,36 @@
+// The tile scheduler of gqa_sm90, as its scheduler warp calls it.
+
+constexpr int kScheduleThreads = kWarpLanes;
+#include "schedule.h"
+
+static void schedule_cta(const Params& params) {
+  const int cta = static_cast<int>(blockIdx.x);
+  ScheduleRange range;
+  SchedulerState state;
+  bool has_more = find_range(params, lane_seq_lens(params), range, state);
+  if (has_more && lane_index() == 0) {
+    *next_range++ = {cta, static_cast<int>(range.begin), static_cast<int>(range.end),
+                     static_cast<int>(range.num_ranges), 0};
+  }
+  for (int work_idx = 0; has_more; ++work_idx) {
+    const WorkItem work = work_at(params, range, state);
+    if (lane_index() == 0) {
+      *next_work_item++ = {cta,
+                           work_idx,
+                           work.seq_idx,
+                           work.first_query,
+                           work.kv_head,
+                           work.first_row,
+                           work.rows,
+                           work.first_kv_block,
+                           work.num_kv_blocks,
+                           work.kv_end,
+                           work.unmasked_kv_end,
+                           work.num_splits,
+                           work.num_splits,
+                           work.split_idx,
+                           work.first_split_cta};
+    }
+    has_more = next_work(params, range, state);
+  }
+}
