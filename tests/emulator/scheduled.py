@@ -69,7 +69,7 @@ class TileScheduler:
     def __init__(self, spec: MlaSm90Spec | GqaSm90Spec, folder: Path) -> None:
         self.spec = spec
         is_mla = isinstance(spec, MlaSm90Spec)
-        header = "scheduler/initial_work.cuh" if is_mla else "scheduler_warp.cuh"
+        header = "scheduler/sched_meta_cache.cuh" if is_mla else "scheduler_warp.cuh"
         text = host_source(flattened([f'#include "{header}"'], spec))
         if is_mla:
             text, count = _THREADS.subn(f"constexpr int kThreads = {MLA_THREADS};", text)
