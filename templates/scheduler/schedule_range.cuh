@@ -88,9 +88,11 @@ __device__ inline Splits splits_of(int tile_begin, int num_kv_blocks, const Sche
   return {1 + end_range - second_range, second_range - 1, ends_at_range};
 }
 
-// Linear KV blocks of a work tile.
+// Linear KV blocks of a work tile. Without a fixed overhead an empty tile counts as one block, so
+// that a CTA writes its zeros.
 __device__ inline int tile_kv_blocks(const SeqInfo& seq_info, int fixed_overhead_blocks) {
-  return seq_info.num_kv_blocks + fixed_overhead_blocks;
+  const int blocks = seq_info.num_kv_blocks + fixed_overhead_blocks;
+  return kFixedOverheadBlocks == 0 ? max(blocks, 1) : blocks;
 }
 
 __device__ inline int linear_kv_blocks(const SeqInfo& seq_info, int fixed_overhead_blocks) {
@@ -143,7 +145,7 @@ struct SchedulerState {
 
 // Coordinates of a work item: what loading its Q and KV needs.
 struct WorkCoord {
-  i64 first_query;  // index of the sequence's first query token in the query tensor
+  decltype(SeqInfo::first_query) first_query;  // index of the sequence's first query token
   int seq_idx;  // -1 after the last work item
   int first_row;  // of the row tile, among the sequence's rows
   int rows;  // of the row tile; the other rows up to kBlockM are padding

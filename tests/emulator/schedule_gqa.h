@@ -7,13 +7,14 @@ static void schedule_cta(const Params& params) {
   const int cta = static_cast<int>(blockIdx.x);
   ScheduleRange range;
   SchedulerState state;
-  bool has_more = find_range(params, lane_seq_lens(params), range, state);
+  const int cta_group = cta / params.cta_group_size;
+  const int rank_in_group = cta - cta_group * params.cta_group_size;
+  bool has_more = find_range(params, cta_group, lane_seq_lens(params), range, state);
   if (has_more && lane_index() == 0) {
-    *next_range++ = {cta, static_cast<int>(range.begin), static_cast<int>(range.end),
-                     static_cast<int>(range.num_ranges), 0};
+    *next_range++ = {cta, range.begin, range.end, range.num_ranges, 0};
   }
   for (int work_idx = 0; has_more; ++work_idx) {
-    const WorkItem work = work_at(params, range, state);
+    const WorkItem work = work_at(params, range, rank_in_group, state);
     if (lane_index() == 0) {
       *next_work_item++ = {cta,
                            work_idx,
@@ -31,6 +32,6 @@ static void schedule_cta(const Params& params) {
                            work.split_idx,
                            work.first_split_cta};
     }
-    has_more = next_work(params, range, state);
+    has_more = state.advance(params, range);
   }
 }

@@ -122,10 +122,7 @@ def test_every_kv_block_belongs_to_one_split(scheduler: TileScheduler, batch: Ba
 def test_linear_block_indices_fill_int32(scheduler: TileScheduler, count: int) -> None:
     """Sequences are as long as the host lets them be, and no KV block is lost."""
     spec = scheduler.spec
-    if isinstance(spec, MlaSm90Spec):
-        max_blocks = (2**31 - 1) // count - spec.fixed_overhead_blocks
-    else:
-        max_blocks = (2**32 - 1) // 132 // count
+    max_blocks = (2**31 - 1) // count - spec.fixed_overhead_blocks
     kv_len = min(max_blocks * spec.block_n, MAX_TOKENS)
     uniform = Batch((Seq(kv_len),) * count, spec.block_m)
 

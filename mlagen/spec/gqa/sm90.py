@@ -95,6 +95,7 @@ class GqaSm90Spec(GqaSpec):
         float32("output_factor"),
     )
 
+    fixed_overhead_blocks: ClassVar[int] = 0  # of a work tile in the schedule, in KV blocks
     row_state_bytes: ClassVar[int] = 8  # per partial row
 
     block_m: int

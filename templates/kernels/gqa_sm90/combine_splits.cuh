@@ -12,7 +12,7 @@
 #include "ptx/ld.cuh"
 #include "shared_memory.cuh"
 #include "store_rows.cuh"
-#include "tile_scheduler.cuh"
+#include "work_item.cuh"
 
 constexpr int kSplitsPerStep = 8;  // loads in flight
 

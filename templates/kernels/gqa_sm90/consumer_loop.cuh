@@ -17,7 +17,7 @@
 #include "shared_memory.cuh"
 #include "softmax.cuh"
 #include "softmax/online_softmax.cuh"
-#include "tile_scheduler.cuh"
+#include "work_item.cuh"
 #include "work_pipeline.cuh"
 
 // A word that depends on all K fragments, for arrive_after_reads.

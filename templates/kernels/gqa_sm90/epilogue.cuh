@@ -15,7 +15,7 @@
 #include "shared_memory.cuh"
 #include "softmax.cuh"
 #include "store_rows.cuh"
-#include "tile_scheduler.cuh"
+#include "work_item.cuh"
 #include "work_pipeline.cuh"
 
 // Combines four adjacent dims of a row over all warps of kv head `head` of the CTA.

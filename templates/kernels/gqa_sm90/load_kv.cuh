@@ -12,7 +12,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/prefetch.cuh"
 #include "shared_memory.cuh"
-#include "tile_scheduler.cuh"
+#include "work_item.cuh"
 #include "work_pipeline.cuh"
 
 // Each lane issues one TMA box of every kKvBlocksPerWindow-th KV block, and prefetches its page id.

@@ -10,7 +10,7 @@
 #include "fragments.cuh"
 #include "mma.cuh"
 #include "shared_memory.cuh"
-#include "tile_scheduler.cuh"
+#include "work_item.cuh"
 
 __device__ inline void load_q_row(const Params& params, const WorkItem& work, int group,
                                   QueryRow& fragment) {

@@ -8,7 +8,7 @@
 #include "config.cuh"
 #include "shared_memory.cuh"
 #include "softmax/row_result.cuh"
-#include "tile_scheduler.cuh"
+#include "work_item.cuh"
 
 // Workspace slot of a split. Each CTA has two slots per kv head: for the split that its range
 // begins with, and for the one that it ends with.

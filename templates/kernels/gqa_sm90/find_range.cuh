@@ -1,45 +1,13 @@
-// Stream-K schedule: divides the KV blocks of all sequences evenly among CTA groups. Each CTA
-// computes its own range.
+// Range of a CTA, found by its scheduler warp.
 
 #pragma once
 
 #include "common/params.cuh"
 #include "common/types.cuh"
-#include "cu_seqlens.cuh"
+#include "config.cuh"
 #include "ptx/ld.cuh"
+#include "scheduler/schedule_range.cuh"
 #include "seq_info.cuh"
-
-// A CTA group is a set of consecutive CTAs that read the same tokens at the same time and share
-// them through L2: each CTA for its own kv heads, which are adjacent in most caches, or for another
-// row tile of the same heads. The KV blocks of all work tiles form one linear index space, of which
-// every group takes an equal contiguous range. A work tile that crosses range boundaries is split,
-// and its splits are combined. The host guarantees that total_blocks * num_ranges fits into 32
-// bits.
-struct ScheduleRange {
-  u32 total_blocks;  // linear KV blocks of all work tiles
-  u32 num_ranges;  // at most one per CTA group
-  u32 index;  // of this range
-  u32 begin;  // linear KV blocks
-  u32 end;
-  u32 rank_in_group;  // of this CTA
-};
-
-// Current work tile of a CTA.
-struct SchedulerState {
-  SeqInfo seq_info;
-  int seq_idx;
-  int tile;  // of the sequence
-  u32 tile_begin;  // linear KV block
-};
-
-__device__ inline u32 range_begin_of(u32 index, u32 total_blocks, u32 num_ranges) {
-  return index * total_blocks / num_ranges;
-}
-
-// Range that holds a linear KV block.
-__device__ inline u32 range_of(u32 linear_block_idx, const ScheduleRange& range) {
-  return ((linear_block_idx + 1) * range.num_ranges - 1) / range.total_blocks;
-}
 
 // Consecutive sequences whose lengths a lane loads together.
 constexpr int kSeqsPerLane = 4;
@@ -81,18 +49,18 @@ __device__ inline LaneSeqLens lane_seq_lens(const Params& params) {
 }
 
 // Linear KV blocks of the sequences [first, end), which all have the same q_len.
-__device__ inline u32 uniform_kv_blocks(const Params& params, LaneSeqLens seq_lens, int first,
+__device__ inline int uniform_kv_blocks(const Params& params, LaneSeqLens seq_lens, int first,
                                         int end) {
   SeqInfo seq_info;
   seq_info.q_len = params.q_len;
   seq_info.num_tiles = params.num_tiles;
-  u32 sum = 0;
+  int sum = 0;
 #pragma unroll 1
   while (true) {
 #pragma unroll
     for (int i = 0; i < kSeqsPerLane; ++i) {
       set_kv_blocks(params, seq_info, seq_lens.lens[i]);
-      sum += first + i < end ? linear_kv_blocks(seq_info) : 0;
+      sum += first + i < end ? linear_kv_blocks(seq_info, kFixedOverheadBlocks) : 0;
     }
     first += kSeqsPerLane;
     if (first >= end) return sum;
@@ -101,25 +69,28 @@ __device__ inline u32 uniform_kv_blocks(const Params& params, LaneSeqLens seq_le
 }
 
 // The same for ragged q_len; also reports a sequence that ends before it begins.
-__device__ inline u32 ragged_kv_blocks(const Params& params, int first, int end,
+__device__ inline int ragged_kv_blocks(const Params& params, int first, int end,
                                        bool& any_negative_q_len) {
-  u32 sum = 0;
+  int sum = 0;
 #pragma unroll 1
   for (; first < end; ++first) {
-    sum += linear_kv_blocks(seq_info_of(params, first, params.seq_lens[first]));
+    const SeqInfo seq_info = seq_info_of(params, first, params.seq_lens[first]);
+    sum += linear_kv_blocks(seq_info, kFixedOverheadBlocks);
     any_negative_q_len |= has_negative_q_len(params, first);
   }
   return sum;
 }
 
-// Computes the range of this CTA's group and the work tile that it begins in, by a warp-wide prefix
-// sum. Returns whether there is a range. `seq_lens` comes from lane_seq_lens.
-__device__ inline bool find_range(const Params& params, const LaneSeqLens& seq_lens,
+// Computes the range of a CTA group and the work tile that it begins in, by a warp-wide prefix sum.
+// Returns whether there is a range. `seq_lens` comes from lane_seq_lens. Unlike the sum over a
+// whole CTA in scheduler/find_range.cuh it needs no other warp, and starts before the preceding
+// kernel completes.
+__device__ inline bool find_range(const Params& params, int cta_group, const LaneSeqLens& seq_lens,
                                   ScheduleRange& range, SchedulerState& state) {
   const int per_lane = seqs_per_lane(params);
   const int first = min(lane_index() * per_lane, params.num_seqs);
   const int end = min(first + per_lane, params.num_seqs);
-  u32 lane_blocks = 0;
+  int lane_blocks = 0;
   bool is_invalid = false;
   if (params.cu_seqlens_q == nullptr) {
     lane_blocks = uniform_kv_blocks(params, seq_lens, first, end);
@@ -127,22 +98,14 @@ __device__ inline bool find_range(const Params& params, const LaneSeqLens& seq_l
     lane_blocks = ragged_kv_blocks(params, first, end, is_invalid);
   }
   if (__any_sync(~0u, is_invalid)) return false;
-  u32 inclusive_sum = lane_blocks;  // over lanes
-#pragma unroll
-  for (int lanes = 1; lanes < kWarpLanes; lanes *= 2) {
-    const u32 before = __shfl_up_sync(~0u, inclusive_sum, lanes);
-    if (lane_index() >= lanes) inclusive_sum += before;
-  }
-  range.total_blocks = __shfl_sync(~0u, inclusive_sum, kWarpLanes - 1);
-  range.num_ranges = min(static_cast<u32>(params.num_cta_groups), range.total_blocks);
-  range.index = blockIdx.x / params.cta_group_size;
-  range.rank_in_group = blockIdx.x - range.index * params.cta_group_size;
-  if (range.index >= range.num_ranges) return false;
-  range.begin = range_begin_of(range.index, range.total_blocks, range.num_ranges);
-  range.end = range_begin_of(range.index + 1, range.total_blocks, range.num_ranges);
+  const int inclusive_sum = inclusive_sum_of_lanes(lane_blocks);
+  const int total_blocks = __shfl_sync(~0u, inclusive_sum, kWarpLanes - 1);
+  const int num_ranges = min(params.num_cta_groups, total_blocks);
+  if (cta_group >= num_ranges) return false;
+  range = range_at(cta_group, num_ranges, total_blocks, kFixedOverheadBlocks);
 
   const int lane = __ffs(static_cast<int>(__ballot_sync(~0u, inclusive_sum > range.begin))) - 1;
-  u32 begin = __shfl_sync(~0u, inclusive_sum - lane_blocks, lane);
+  int begin = __shfl_sync(~0u, inclusive_sum - lane_blocks, lane);
   state.seq_idx = lane * per_lane;
 #pragma unroll 1
   while (true) {
@@ -150,14 +113,13 @@ __device__ inline bool find_range(const Params& params, const LaneSeqLens& seq_l
                            ? seq_lens.of_lane(state.seq_idx - lane * per_lane, lane)
                            : params.seq_lens[state.seq_idx];
     state.seq_info = seq_info_of(params, state.seq_idx, kv_len);
-    const u32 seq_blocks = linear_kv_blocks(state.seq_info);
+    const int seq_blocks = linear_kv_blocks(state.seq_info, kFixedOverheadBlocks);
     if (range.begin - begin < seq_blocks) break;
     begin += seq_blocks;
     ++state.seq_idx;
   }
-  const u32 blocks_per_tile = tile_kv_blocks(state.seq_info);
-  const u32 tile = (range.begin - begin) / blocks_per_tile;
-  state.tile = static_cast<int>(tile);
-  state.tile_begin = begin + tile * blocks_per_tile;
+  const int blocks_per_tile = tile_kv_blocks(state.seq_info, kFixedOverheadBlocks);
+  state.tile = static_cast<int>(static_cast<u32>(range.begin - begin) / blocks_per_tile);
+  state.tile_begin = begin + state.tile * blocks_per_tile;
   return true;
 }
