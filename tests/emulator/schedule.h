@@ -25,17 +25,17 @@ static void schedule_ctas(const Params& params) {
   }
 }
 
-// Writes records from `ranges` and `works` on, and their numbers into `counts`. Returns what is
-// wrong, or an empty text.
+// Writes records from `ranges` and `work_items` on, and their numbers into `counts`. Returns what
+// is wrong, or an empty text.
 extern "C" const char* schedule(const void* params, int ctas, RangeRecord* ranges,
-                                WorkRecord* works, int* counts) {
+                                WorkRecord* work_items, int* counts) {
   static Params copy;
   memcpy(static_cast<void*>(&copy), params, sizeof copy);
   launched_params = &copy;
   gridDim = {static_cast<unsigned>(ctas), 1, 1};
   block_threads = kScheduleThreads;
   next_range = ranges;
-  next_work_item = works;
+  next_work_item = work_items;
   complaint[0] = '\0';
   static Fiber threads[kScheduleThreads];
   static std::vector<char> stacks(kScheduleThreads * kStackBytes);
@@ -57,6 +57,6 @@ extern "C" const char* schedule(const void* params, int ctas, RangeRecord* range
     }
   }
   counts[0] = static_cast<int>(next_range - ranges);
-  counts[1] = static_cast<int>(next_work_item - works);
+  counts[1] = static_cast<int>(next_work_item - work_items);
   return complaint;
 }

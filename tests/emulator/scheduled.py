@@ -31,7 +31,7 @@ class Range(NamedTuple):
     fixed_overhead_blocks: int
 
 
-class Work(NamedTuple):
+class WorkItem(NamedTuple):
     """A work item: `WorkRecord`."""
 
     cta: int
@@ -60,7 +60,7 @@ class Schedule(NamedTuple):
     """What all CTAs of a grid compute."""
 
     ranges: list[Range]
-    works: list[Work]
+    work_items: list[WorkItem]
 
 
 class TileScheduler:
@@ -79,7 +79,7 @@ class TileScheduler:
         self._schedule = compile_host(source, folder / f"schedule_{spec}.cpp").schedule
         self._schedule.restype = ctypes.c_char_p
         self._ranges = ctypes.create_string_buffer(_MAX_CTAS * 4 * len(Range._fields))
-        self._works = ctypes.create_string_buffer(_MAX_WORK_ITEMS * 4 * len(Work._fields))
+        self._works = ctypes.create_string_buffer(_MAX_WORK_ITEMS * 4 * len(WorkItem._fields))
 
     def run(self, num_ctas: int, params: dict[str, int | ctypes.Array[ctypes.c_int]]) -> Schedule:
         """Return the schedule of a grid; parameters that it does not depend on may be missing."""
@@ -101,12 +101,12 @@ class TileScheduler:
         assert not complaint, complaint
         return Schedule(
             [Range._make(one) for one in _records(self._ranges, counts[0], Range)],
-            [Work._make(one) for one in _records(self._works, counts[1], Work)],
+            [WorkItem._make(one) for one in _records(self._works, counts[1], WorkItem)],
         )
 
 
 def _records(
-    buffer: ctypes.Array[ctypes.c_char], count: int, kind: type[Range | Work]
+    buffer: ctypes.Array[ctypes.c_char], count: int, kind: type[Range | WorkItem]
 ) -> list[tuple[int, ...]]:
     packing = struct.Struct(f"<{len(kind._fields)}i")
     return list(packing.iter_unpack(memoryview(buffer)[: count * packing.size]))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mlagen.spec.mla.sm90 import MlaSm90Spec
-from tests.emulator.scheduled import Schedule, TileScheduler, Work
+from tests.emulator.scheduled import Schedule, TileScheduler, WorkItem
 
 # What no KV length of the tests exceeds.
 MAX_TOKENS = 2**31 - 2**16
@@ -120,10 +120,10 @@ def tiles_of(scheduler: TileScheduler, batch: Batch) -> dict[Tile, Attended]:
     return found
 
 
-def by_tile(schedule: Schedule) -> dict[Tile, list[Work]]:
+def by_tile(schedule: Schedule) -> dict[Tile, list[WorkItem]]:
     """Return the splits of each tile in order."""
     found = defaultdict(list)
-    for work in schedule.works:
+    for work in schedule.work_items:
         found[Tile(work.seq_idx, work.kv_head, work.first_row)].append(work)
     return {
         tile: sorted(splits, key=lambda split: split.split_idx) for tile, splits in found.items()

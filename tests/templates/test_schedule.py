@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
 from mlagen.spec.mla.sm90 import MlaSm90Spec
 from tests.emulator.emulated import COMPILER
-from tests.emulator.scheduled import Schedule, TileScheduler, Work
+from tests.emulator.scheduled import Schedule, TileScheduler, WorkItem
 from tests.kernels import gqa_sm90, mla_sm90
 from tests.launch_repeats import SEQ_WORD
 from tests.templates.schedules import (
@@ -135,14 +135,16 @@ def test_linear_block_indices_fill_int32(scheduler: TileScheduler, count: int) -
 def test_a_cta_stores_at_most_two_splits(scheduler: TileScheduler, batch: Batch) -> None:
     """Only the first work item of a CTA may be a later split, and only its ends may be splits."""
     by_head = defaultdict(list)
-    for work in schedule_of(scheduler, batch).works:
+    for work in schedule_of(scheduler, batch).work_items:
         by_head[work.cta, work.kv_head].append(work)
 
-    for (cta, _), works in by_head.items():
+    for (cta, _), work_items in by_head.items():
         assert 0 <= cta < batch.num_cta_groups * batch.cta_group_size
-        assert [work.work_idx for work in works] == sorted({work.work_idx for work in works})
-        assert all(work.split_idx == 0 for work in works[1:])
-        assert all(work.num_splits == 1 for work in works[1:-1])
+        assert [work.work_idx for work in work_items] == sorted(
+            {work.work_idx for work in work_items}
+        )
+        assert all(work.split_idx == 0 for work in work_items[1:])
+        assert all(work.num_splits == 1 for work in work_items[1:-1])
 
 
 @_settings
@@ -176,14 +178,14 @@ def test_ranges_are_equally_long(scheduler: TileScheduler, batch: Batch) -> None
 def test_a_reducer_waits_in_its_last_work_item(name: str, compiled: Compiled, batch: Batch) -> None:
     """A reducer waits for all splits of a tile, so no split of its CTA may follow the wait."""
     by_cta = defaultdict(list)
-    for work in schedule_of(compiled(name), batch).works:
+    for work in schedule_of(compiled(name), batch).work_items:
         by_cta[work.cta].append(work)
 
-    for works in by_cta.values():
-        for work in works:
+    for work_items in by_cta.values():
+        for work in work_items:
             if work.num_splits > 1:
                 assert work.num_reducers in (work.num_splits - 1, work.num_splits)
-                assert work is works[-1] or work.split_idx >= work.num_reducers
+                assert work is work_items[-1] or work.split_idx >= work.num_reducers
 
 
 @_settings
@@ -201,16 +203,16 @@ def test_tiles_of_a_uniform_batch_have_equal_splits_if_ranges_are_aligned(
     """Aligned ranges give every tile the same number of whole ranges, all of them reducers."""
     scheduler = compiled(name)
     batch = Batch((seq,) * count, scheduler.spec.block_m, num_cta_groups)
-    ranges, works = schedule_of(scheduler, batch)
+    ranges, work_items = schedule_of(scheduler, batch)
     if ranges[0].fixed_overhead_blocks:  # ranges are not aligned
         return
 
     num_tiles = count * seq.q_len
 
-    assert {work.num_splits for work in works} == {max(ranges[0].num_ranges // num_tiles, 1)}
-    assert {work.num_reducers for work in works} == {work.num_splits for work in works}
+    assert {work.num_splits for work in work_items} == {max(ranges[0].num_ranges // num_tiles, 1)}
+    assert {work.num_reducers for work in work_items} == {work.num_splits for work in work_items}
     if ranges[0].num_ranges >= num_tiles:
-        assert {work.work_idx for work in works} == {0}
+        assert {work.work_idx for work in work_items} == {0}
 
 
 def test_ranges_are_aligned_if_few_cta_groups_stay_idle(compiled: Compiled) -> None:
@@ -234,7 +236,7 @@ def test_a_batch_of_decreasing_offsets_has_no_work(
     ends = ints((5, 5 + q_lens[0], 5 + sum(q_lens[:2]), 5 + sum(q_lens)))
     batch = Batch((Seq(300), Seq(100, 2), Seq(200)))
 
-    assert not schedule_of(scheduler, batch, cu_seqlens_q=ends, tokens=9, total_rows=900).works
+    assert not schedule_of(scheduler, batch, cu_seqlens_q=ends, tokens=9, total_rows=900).work_items
 
 
 @pytest.mark.parametrize("ends", [(0, 2, 2000), (-1, 2, 4)])
@@ -244,9 +246,11 @@ def test_query_tokens_outside_of_the_tensor_have_no_work(
     """Only the sequences whose query tokens exist are computed."""
     batch = Batch((Seq(300, 2), Seq(100, 3)))
 
-    works = schedule_of(scheduler, batch, cu_seqlens_q=ints(ends), tokens=5, total_rows=80).works
+    work_items = schedule_of(
+        scheduler, batch, cu_seqlens_q=ints(ends), tokens=5, total_rows=80
+    ).work_items
 
-    assert {work.seq_idx for work in works} == {0 if ends[0] == 0 else 1}
+    assert {work.seq_idx for work in work_items} == {0 if ends[0] == 0 else 1}
 
 
 @pytest.mark.parametrize("name", MLA)
@@ -261,14 +265,14 @@ def test_cached_metadata_equals_recomputed(
     memory = ints([0] * 8192)
     first_word = -ctypes.addressof(memory) % 128 // 4
     where = ctypes.addressof(memory) + 4 * first_word
-    computed = schedule_of(scheduler, batch).works
+    computed = schedule_of(scheduler, batch).work_items
 
-    def cached(one: Batch, schedule_id: int) -> list[Work]:
-        return schedule_of(scheduler, one, semaphores=where, schedule_id=schedule_id).works
+    def cached(one: Batch, schedule_id: int) -> list[WorkItem]:
+        return schedule_of(scheduler, one, semaphores=where, schedule_id=schedule_id).work_items
 
     assert cached(batch, 7) == computed
     assert cached(batch, 7) == computed
-    assert cached(moved, 7) == schedule_of(scheduler, moved).works
+    assert cached(moved, 7) == schedule_of(scheduler, moved).work_items
     assert cached(batch, 7) == computed
     spec = scheduler.spec
     assert isinstance(spec, MlaSm90Spec)

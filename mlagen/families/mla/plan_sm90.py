@@ -31,7 +31,7 @@ class MlaSm90Plan:
     cta_group_size: int  # CTAs that process row tiles of one sequence together
     num_cta_groups: int
     num_ctas: int
-    num_m_groups: int  # row-tile groups of all sequences; an upper bound if ragged
+    total_tiles: int  # work tiles of all sequences; an upper bound if ragged
     partial_rows_offset: int  # bytes in the workspace; the partial outputs come first
     workspace_bytes: int
     is_small: bool  # the sm80 kernel is faster
@@ -65,11 +65,11 @@ def plan_mla_sm90(
     tiles = -(-tile_q_len * problem.heads // rows)
     cta_group_size = _cta_group_size(tiles, sm_count)
     if problem.q_len:
-        num_m_groups = problem.batch * -(-tiles // cta_group_size)
+        total_tiles = problem.batch * -(-tiles // cta_group_size)
     else:
-        num_m_groups = -(-problem.total_rows // (rows * cta_group_size)) + problem.batch
+        total_tiles = -(-problem.total_rows // (rows * cta_group_size)) + problem.batch
     kv_blocks = _kv_blocks_of(spec, problem.max_kv_len)
-    total_blocks = num_m_groups * (kv_blocks + spec.fixed_overhead_blocks)
+    total_blocks = total_tiles * (kv_blocks + spec.fixed_overhead_blocks)
     num_ranges = total_blocks // spec.min_blocks_per_range
     num_cta_groups = (
         min(sm_count // cta_group_size, max(1, num_ranges)) if problem.total_rows else 0
@@ -81,7 +81,7 @@ def plan_mla_sm90(
         cta_group_size=cta_group_size,
         num_cta_groups=num_cta_groups,
         num_ctas=num_ctas,
-        num_m_groups=num_m_groups,
+        total_tiles=total_tiles,
         partial_rows_offset=partial_values,
         workspace_bytes=partial_values + 2 * num_ctas * rows * spec.partial_state_bytes,
         is_small=_is_small(spec, tile_q_len * problem.heads, problem.batch * kv_blocks),
@@ -91,7 +91,7 @@ def plan_mla_sm90(
 def fits_in_int32(spec: MlaSm90Spec, plan: MlaSm90Plan, max_tokens: int) -> bool:
     """Return whether linear block indices fit in 32 bits, for up to ``max_tokens`` a sequence."""
     blocks_per_tile = _kv_blocks_of(spec, max_tokens) + spec.fixed_overhead_blocks
-    return plan.num_m_groups * blocks_per_tile <= _MAX_INT32
+    return plan.total_tiles * blocks_per_tile <= _MAX_INT32
 
 
 def _kv_blocks_of(spec: MlaSm90Spec, tokens: int) -> int:
