@@ -1,12 +1,11 @@
-// Stream-K tile scheduler: the sequence of work items of a CTA. A work item is one split of a work
-// tile.
+// Work item of a CTA: one split of a work tile, and the tokens that its rows attend to.
 
 #pragma once
 
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "schedule_range.cuh"
+#include "scheduler/schedule_range.cuh"
 #include "seq_info.cuh"
 
 // Tokens that a row may attend to: [begin, end).
@@ -17,31 +16,23 @@ struct KvRange {
   __device__ bool contains(int token) const { return token >= begin && token < end; }
 };
 
-struct WorkItem {
-  static constexpr int kNone = -1;  // seq_idx behind the last item
-
-  int first_query;  // index of the sequence's first query token among all
-  int seq_idx;
+struct WorkItem : WorkCoord {
   int kv_head;
-  int first_row;  // of the tile, among the sequence's rows of the kv head
-  int rows;  // of the tile; the rest of kBlockM is padding
   int q_len;
   int kv_len;
   int unmasked_kv_begin, unmasked_kv_end;  // tokens that every row attends to
-  int kv_begin, kv_end;  // tokens that any row may attend to
-  int first_kv_block;
-  int num_kv_blocks;
+  int kv_begin;  // of the tokens that any row may attend to
   int num_splits;  // of the work tile
   int split_idx;
   int first_split_cta;  // CTA of split 0
 
   __device__ static WorkItem none() {
     WorkItem work = {};
-    work.seq_idx = kNone;
+    static_cast<WorkCoord&>(work) = kInvalidWork;
     return work;
   }
 
-  __device__ bool is_none() const { return seq_idx == kNone; }
+  __device__ bool is_none() const { return seq_idx < 0; }
 
   __device__ int query_of(const Params& params, int row) const {
     return q_len == 1 ? 0 : (first_row + row) / params.group_size;
@@ -83,14 +74,14 @@ struct WorkItem {
 
 // Work item of the current work tile, for the first kv head of the CTA.
 __device__ inline WorkItem work_at(const Params& params, const ScheduleRange& range,
-                                   const SchedulerState& state) {
+                                   int rank_in_group, const SchedulerState& state) {
   const SeqInfo& seq_info = state.seq_info;
   WorkItem work;
   work.first_query = seq_info.first_query;
   work.seq_idx = state.seq_idx;
   work.q_len = seq_info.q_len;
   work.kv_len = seq_info.kv_len;
-  const int head_tile = state.tile * params.cta_group_size + static_cast<int>(range.rank_in_group);
+  const int head_tile = state.tile * params.cta_group_size + rank_in_group;
   const int head_group = seq_info.row_tiles == 1 ? head_tile : head_tile / seq_info.row_tiles;
   work.kv_head = head_group * kHeadsPerCta;
   work.first_row = (head_tile - head_group * seq_info.row_tiles) * kBlockM;
@@ -105,36 +96,14 @@ __device__ inline WorkItem work_at(const Params& params, const ScheduleRange& ra
   work.kv_end = max(has_mask ? seq_info.kv_len : first_new_token + last + 1, 0);
   work.unmasked_kv_end = max(has_mask ? first_new_token : first_new_token + first + 1, 0);
 
-  const u32 blocks = tile_kv_blocks(seq_info);
-  const u32 tile_end = state.tile_begin + blocks;
-  const int begin = static_cast<int>(max(range.begin, state.tile_begin) - state.tile_begin);
-  const int end = static_cast<int>(min(range.end, tile_end) - state.tile_begin);
-  work.first_kv_block = max(seq_info.first_kv_block + begin, work.kv_begin / kBlockN);
-  const int end_kv_block = min(seq_info.first_kv_block + end, ceil_div(work.kv_end, kBlockN));
+  const int begin = seq_info.first_kv_block + state.first_kv_block(range);
+  const int end = seq_info.first_kv_block + state.end_kv_block(range);
+  work.first_kv_block = max(begin, work.kv_begin / kBlockN);
+  const int end_kv_block = min(end, ceil_div(work.kv_end, kBlockN));
   work.num_kv_blocks = max(end_kv_block - work.first_kv_block, 0);
-  work.num_splits = 1;
-  work.split_idx = 0;
-  u32 first_range = range.index;
-  if (begin > 0 || state.tile_begin + end < tile_end) {
-    first_range = range_of(state.tile_begin, range);
-    work.num_splits = static_cast<int>(range_of(tile_end - 1, range) - first_range) + 1;
-    work.split_idx = static_cast<int>(range.index - first_range);
-  }
-  work.first_split_cta =
-      static_cast<int>(first_range * params.cta_group_size + range.rank_in_group);
+  const Splits splits = state.splits(range);
+  work.num_splits = splits.num_splits;
+  work.split_idx = range.index - splits.first_range;
+  work.first_split_cta = splits.first_range * params.cta_group_size + rank_in_group;
   return work;
-}
-
-// Advances to the next work tile; returns whether it begins within the range.
-__device__ inline bool next_work(const Params& params, const ScheduleRange& range,
-                                 SchedulerState& state) {
-  state.tile_begin += tile_kv_blocks(state.seq_info);
-  if (state.tile_begin >= range.end) return false;
-  if (++state.tile < state.seq_info.num_tiles) return true;
-  state.tile = 0;
-#pragma unroll 1
-  do {
-    state.seq_info = seq_info_of(params, ++state.seq_idx);
-  } while (state.seq_info.num_tiles == 0);
-  return true;
 }
