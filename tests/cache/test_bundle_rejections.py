@@ -14,9 +14,8 @@ from mlagen.cache.bundle_reading import import_bundle, verify_bundle
 from mlagen.cache.store import KernelStore
 from tests.cache import bundle_cases as cases
 from tests.cache.builds import make_store, tree
-from tests.cache.bundle_attacks import ATTACKS
+from tests.cache.bundle_attacks import ATTACKS, Attack, flipped_cubin
 from tests.cache.bundle_cases import Member
-from tests.cache.bundle_edits import Attack, flipped_cubin
 
 
 @pytest.fixture(scope="module")

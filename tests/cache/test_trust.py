@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mlagen.cache.files import DamageError
 from mlagen.cache.folder import open_below, require_trusted_layout
 from mlagen.cache.layout import Layout
-from mlagen.cache.trust import require_own_folder
 from tests.cache.builds import entry_folder, make_build, make_key, make_store, opened
 
 KEY = make_key()
@@ -39,10 +37,6 @@ def entry_of(layout: Layout) -> Path:
     return entry_folder(layout.root.parent, KEY)
 
 
-def test_folders_of_a_store_are_trusted(layout: Layout) -> None:
-    """Every folder that a store creates is trusted."""
-    require_trusted(layout)
-    require_trusted(layout, entry_of(layout))
 
 
 def test_missing_folders_are_accepted(tmp_path: Path) -> None:
@@ -95,29 +89,8 @@ def test_a_folder_that_others_may_read_is_trusted(
     require_trusted(layout, entry_of(layout))
 
 
-@pytest.mark.parametrize("mode", [0o720, 0o777])
-def test_a_shared_layout_trusts_all(mode: int, layout: Layout) -> None:
-    """A shared layout trusts every mode."""
-    for place in PLACES.values():
-        place(layout).chmod(mode)
-    (entry_of(layout) / "manifest.json").chmod(0o666)
-    shared = Layout(layout.root, is_shared=True)
-
-    require_trusted(shared, entry_of(layout))
-    with open_below(shared, *entry_of(layout).relative_to(layout.version).parts) as entry:
-        assert entry.read("manifest.json", max_bytes=1 << 20)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder away")
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_a_folder_of_another_user_is_not_trusted(
-    place: Callable[[Layout], Path], layout: Layout
-) -> None:
-    """The mode does not matter: the owner can change it."""
-    os.chown(place(layout), 65534, -1)
-
-    with pytest.raises(PermissionError, match=f"a folder of user 65534 at {place(layout)} "):
-        require_trusted(layout, entry_of(layout))
 
 
 def test_a_folder_of_root_is_trusted(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,46 +104,10 @@ def test_a_folder_of_root_is_trusted(layout: Layout, monkeypatch: pytest.MonkeyP
             require_trusted(layout)
 
 
-@pytest.mark.parametrize("is_shared", [False, True], ids=["own", "shared"])
-@pytest.mark.parametrize("place", list(PLACES)[1:])
-def test_a_link_inside_is_not_trusted(
-    place: str, is_shared: bool, layout: Layout, tmp_path: Path
-) -> None:
-    """A link is rejected wherever it points; at the path of an entry it is damage."""
-    layout = Layout(layout.root, is_shared)
-    folder = PLACES[place](layout)
-    folder.rename(tmp_path / "elsewhere")
-    folder.symlink_to(tmp_path / "elsewhere")
-    entry = layout.key_folder(KEY.digest) / KEY.toolchain
-    expected = DamageError if place == "the entry" else PermissionError
-
-    with pytest.raises(expected):
-        require_trusted(layout, entry)
 
 
-def test_a_link_to_the_root_is_followed(layout: Layout, tmp_path: Path) -> None:
-    """A link to the root is followed, and its target is checked."""
-    (tmp_path / "link").symlink_to(layout.root)
-    linked = Layout(tmp_path / "link")
-
-    require_trusted(linked)
-    layout.root.chmod(0o770)
-
-    with pytest.raises(PermissionError, match="mode 0770"):
-        require_trusted(linked)
 
 
-def test_a_file_in_place_of_a_folder_is_rejected(layout: Layout) -> None:
-    """A file at the path of an entry is damage, at the path of staging an error."""
-    (layout.key_folder(KEY.digest) / "nvrtc-1.2.3").touch()
-    layout.staging.rmdir()
-    layout.staging.touch()
-
-    require_trusted(layout, entry_of(layout))
-    with pytest.raises(NotADirectoryError):
-        open_below(layout, "staging", create=True)
-    with pytest.raises(DamageError, match=r"^nvrtc-1\.2\.3: expected a folder, got another kind$"):
-        require_trusted(layout, layout.key_folder(KEY.digest) / "nvrtc-1.2.3")
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666], ids="{:04o}".format)
@@ -207,15 +144,3 @@ def test_a_link_to_the_root_must_be_own(layout: Layout, tmp_path: Path) -> None:
     require_trusted(Layout(link, is_shared=True))
 
 
-def test_the_caller_passes_the_advice(tmp_path: Path) -> None:
-    """The caller passes the advice for a folder outside of a cache."""
-    tmp_path.chmod(0o777)
-
-    with pytest.raises(PermissionError) as caught:
-        require_own_folder(tmp_path, advice="choose another MLAGEN_LOCK_DIR")
-
-    assert caught.value.strerror == (
-        f"mode 0777, which lets others write, at {tmp_path} (choose another MLAGEN_LOCK_DIR)"
-    )
-    tmp_path.chmod(0o700)
-    require_own_folder(tmp_path, advice="none")

@@ -9,12 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mlagen.cache.key import CacheKey
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_key, tree
+from tests.cache.builds import CountedBuild, entry_folder
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
-
-NEWER = CacheKey(KEY.key_fields, "nvrtc-13.6.1")
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
@@ -81,53 +78,10 @@ def test_a_damaged_layer_is_ignored(
     assert whole_entries(tmp_path) == 1
 
 
-def test_the_next_layer_is_searched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A valid entry behind a damaged one serves, and nothing is built or written."""
-    damaged = layer_with(DAMAGES["code cut off"], tmp_path / "damaged")
-    ask(tmp_path / "valid")
-    store = store_in(tmp_path, layers=[damaged, tmp_path / "valid/cache"])
-    caplog.clear()
-
-    found = store.look_up(KEY)
-
-    assert found.entry is not None
-    assert found.entry.cubin == builds.CUBIN
-    assert found.layer == tmp_path / "valid/cache"
-    assert len(warnings_in(caplog)) == 1
-    assert not (tmp_path / "cache").exists()
 
 
-def test_a_layer_replaces_a_damaged_entry_of_the_cache(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The damaged entry is quarantined, and the layer serves without a build."""
-    ask(tmp_path / "layer")
-    layer_with(DAMAGES["manifest empty"], tmp_path)
-    caplog.clear()
-
-    found = store_in(tmp_path, layers=[tmp_path / "layer/cache"]).look_up(KEY)
-
-    assert found.entry is not None
-    assert found.layer == tmp_path / "layer/cache"
-    assert len(warnings_in(caplog)) == 1
-    assert tree(tmp_path / "cache/v1/quarantine") != []
 
 
-def test_an_older_toolchain_replaces_a_damaged_newer_entry(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """If any toolchain of a major version is accepted, the newest valid entry serves."""
-    layer = tmp_path / "layer"
-    ask(layer)
-    ask(layer, NEWER, lambda: builds.make_build(toolchain=NEWER.toolchain))
-    os.truncate(entry_folder(layer, NEWER) / "kernel.cubin", 100)
-    caplog.clear()
-
-    found = store_in(tmp_path, layers=[layer / "cache"]).find(make_key(toolchain="nvrtc-13"))
-
-    assert found is not None
-    assert found.path == entry_folder(layer, KEY)
-    assert len(warnings_in(caplog)) == 1
 
 
 MISSING: dict[str, Callable[[Path], object]] = {

@@ -7,14 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from mlagen.artifacts import Source
-from mlagen.compiler.nvrtc import compile_source
-from mlagen.compiler.toolchain import find_nvrtc
-from mlagen.errors import CompileError
-from tests.kernels import SM_80
-
 ROOT = Path(__file__).resolve().parents[2]
 
 PLANTED = ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h", "cuda_runtime.h", "cuda.h", "mma.h")
@@ -64,18 +56,3 @@ def test_headers_of_the_current_folder_are_not_part_of_a_kernel(tmp_path: Path) 
     assert len(digests.pop()) == 65
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_header_is_not_even_found(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A quoted include does not find a header of the current folder."""
-    plant(tmp_path / "planted")
-    monkeypatch.chdir(tmp_path / "planted")
-    text = f'#include "{name}"\nextern "C" __global__ void empty() {{}}\n'
-    source = Source(text=text, origins=("empty.cu:1", "empty.cu:2"))
-
-    with pytest.raises(CompileError) as caught:
-        compile_source(source, SM_80, find_nvrtc())
-
-    assert "planted" not in caught.value.log
-    assert name in caught.value.log
