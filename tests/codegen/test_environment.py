@@ -29,11 +29,6 @@ def test_an_unknown_name_is_an_error(text: str, templates: Path) -> None:
         render(text, templates, spec=object())
 
 
-def test_there_are_no_globals() -> None:
-    """A template sees the spec and nothing else."""
-    names = environment().globals
-
-    assert names == {}
 
 
 @pytest.mark.parametrize(

@@ -70,11 +70,6 @@ def test_a_source_is_one_translation_unit(spec: KernelSpec) -> None:
     assert 'extern "C" __global__ void' in source.text
 
 
-def test_rendering_is_repeatable() -> None:
-    """One spec has one text, so the key may stand for it."""
-    first, second = render(COMBINE), render(COMBINE)
-
-    assert first == second
 
 
 @pytest.mark.parametrize(

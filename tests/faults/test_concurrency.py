@@ -234,9 +234,7 @@ class Listener(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def test_a_stopped_holder_of_the_lock_does_not_block_others(
-    tmp_path: Path, caplog: Log
-) -> None:
+def test_a_stopped_holder_of_the_lock_does_not_block_others(tmp_path: Path, caplog: Log) -> None:
     """If the holder of the lock neither ends nor continues, the timeout ends the wait."""
     reader, writer = os.pipe()
 
@@ -264,8 +262,6 @@ def test_a_stopped_holder_of_the_lock_does_not_block_others(
     assert entries[0].path == builds.entry_folder(tmp_path, KEY)
     (warning,) = warnings_in(caplog)
     assert warning.startswith("lock: expected within 0.3 s, got none, compiling without: ")
-
-
 
 
 @pytest.mark.parametrize("what", ["the files", "the folder"])

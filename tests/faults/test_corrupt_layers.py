@@ -78,12 +78,6 @@ def test_a_damaged_layer_is_ignored(
     assert whole_entries(tmp_path) == 1
 
 
-
-
-
-
-
-
 MISSING: dict[str, Callable[[Path], object]] = {
     "nothing": lambda _: None,
     "a file": Path.touch,

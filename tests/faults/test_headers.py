@@ -54,5 +54,3 @@ def test_headers_of_the_current_folder_are_not_part_of_a_kernel(tmp_path: Path) 
 
     assert len(digests) == 1
     assert len(digests.pop()) == 65
-
-
