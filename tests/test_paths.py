@@ -20,6 +20,7 @@ from mlagen.paths import (
     read_named,
 )
 from mlagen.prewarming.files import read_input_file
+from tests.cache.builds import failing
 
 CODES = [errno.EIO, errno.ESTALE, errno.EACCES, errno.ETIMEDOUT, errno.ENAMETOOLONG, errno.ELOOP]
 
@@ -44,12 +45,8 @@ def test_a_failing_query_is_no_folder(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error of the file system is a reason, not an exception."""
-
-    def reject(*_: object, **__: object) -> None:
-        raise OSError(code, os.strerror(code))
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", reject)
+        patch.setattr(os, "stat", failing(code))
         found = folder_problem(tmp_path), is_folder(tmp_path), is_regular(tmp_path)
 
     assert found == (os.strerror(code), False, False)

@@ -19,7 +19,7 @@ from mlagen.cache.entry import Manifest
 from mlagen.cache.layout import Layout
 from mlagen.cache.publish import publish
 from mlagen.cache.store import KernelStore
-from tests.cache.builds import entry_folder, make_build, make_store, tree
+from tests.cache.builds import Patch, entry_folder, failing, make_build, make_store, tree
 from tests.cache.bundle_cases import FAMILIES, bundle_bytes, filled_store, key_for, members_of
 
 
@@ -37,7 +37,7 @@ def out(folder: Path) -> Path:
 
 
 def test_the_same_entries_make_the_same_bytes(
-    store: KernelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: KernelStore, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """The bytes depend neither on the order of entries nor on file name or time."""
     target = out(tmp_path) / "other-name.tar.gz"
@@ -169,7 +169,7 @@ def test_a_path_without_a_name_is_not_replaced(target: Path, store: KernelStore)
 
 
 def test_more_entries_than_can_be_imported_are_rejected(
-    store: KernelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: KernelStore, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """An oversized table of contents is rejected, and no file remains."""
     monkeypatch.setattr(bundle_writing, "INDEX_MAX_BYTES", 1000)
@@ -193,15 +193,12 @@ def test_a_missing_folder_is_not_made(store: KernelStore, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_full_disk_leaves_nothing(
-    code: int, store: KernelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: int, store: KernelStore, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """A partial bundle never has the final name, and is deleted."""
     target = out(tmp_path) / "kernels.tar.gz"
 
-    def reject(_: int) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "fsync", reject)
+    monkeypatch.setattr(os, "fsync", failing(code))
 
     with pytest.raises(BundleError, match=f"expected a writable file, got {os.strerror(code)}"):
         export_bundle(list(store.entries()), target)

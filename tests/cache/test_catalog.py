@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,9 @@ from mlagen.cache.layout import Layout
 from mlagen.errors import CacheError
 from tests.cache.builds import (
     TOOLCHAIN,
+    Patch,
     entry_folder,
+    failing,
     make_build,
     make_key,
     make_store,
@@ -95,15 +98,9 @@ def test_listing_no_cache_creates_none(kind: str, tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
-def test_folder_that_cannot_be_read_is_a_cache_error(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_that_cannot_be_read_is_a_cache_error(layout: Layout, monkeypatch: Patch) -> None:
     """An incomplete listing is an error that names the folder."""
-
-    def reject(*_: object, **__: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "listdir", reject)
+    monkeypatch.setattr(os, "listdir", failing(errno.EACCES))
 
     with pytest.raises(CacheError, match="readable folder, got Permission denied") as caught:
         list(stored_entries(layout))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable
@@ -10,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from mlagen.cache import quarantine
-from mlagen.cache.layout import Layout
 from mlagen.cache.store import KernelStore
 from mlagen.errors import CacheError
-from tests.cache.builds import make_build, make_key, make_store
+from tests.cache.builds import Log, Patch, failing, make_build, make_key, make_store
 
 KEY = make_key()
 
@@ -24,13 +24,9 @@ def store(tmp_path: Path) -> KernelStore:
     return make_store(tmp_path)
 
 
-def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_in(caplog: Log) -> list[str]:
     """Return the logged warnings."""
     return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-
-
 
 
 def test_processes_that_cannot_publish_do_not_wait_for_each_other(
@@ -44,21 +40,11 @@ def test_processes_that_cannot_publish_do_not_wait_for_each_other(
     assert not (tmp_path / "locks").exists()
 
 
-
-
-
-
-
-
 def test_sweep_that_fails_does_not_undo_publishing(
-    store: KernelStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: KernelStore, monkeypatch: Patch, caplog: Log
 ) -> None:
     """An unreadable staging folder does not undo the publication."""
-
-    def reject(_: Layout) -> int:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(quarantine, "sweep", reject)
+    monkeypatch.setattr(quarantine, "sweep", failing(errno.EACCES))
 
     entry = store.find_or_build(KEY, make_build)
 
@@ -70,7 +56,7 @@ def test_sweep_that_fails_does_not_undo_publishing(
 
 @pytest.mark.parametrize("verb", ["remove", "quarantine", "clear"])
 def test_an_entry_that_cannot_be_moved_is_a_cache_error(
-    verb: str, store: KernelStore, monkeypatch: pytest.MonkeyPatch
+    verb: str, store: KernelStore, monkeypatch: Patch
 ) -> None:
     """The error names the path, and the entry stays."""
     store.find_or_build(KEY, make_build)
@@ -81,11 +67,8 @@ def test_an_entry_that_cannot_be_moved_is_a_cache_error(
         "clear": store.clear,
     }
 
-    def reject(*_: object, **__: object) -> None:
-        raise OSError(30, "Read-only file system")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", reject)
+        patch.setattr(os, "rename", failing(errno.EROFS))
         with pytest.raises(CacheError, match="got Read-only file system: ") as caught:
             verbs[verb]()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -14,7 +15,9 @@ from mlagen.cache.layout import Layout
 from mlagen.monitoring import metrics
 from tests.cache.builds import (
     CUBIN,
+    Patch,
     entry_folder,
+    failing,
     full_path,
     make_build,
     make_key,
@@ -119,7 +122,7 @@ def test_entries_without_a_manifest_are_evicted_first(layout: Layout, tmp_path: 
 
 
 def test_an_entry_that_cannot_be_moved_is_skipped(
-    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: Layout, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """The next entries are evicted instead."""
     stuck, rename = entry_folder(tmp_path, KEYS[0]), os.rename
@@ -166,15 +169,9 @@ def test_a_use_is_recorded_once_an_hour(
 
 
 @pytest.mark.usefixtures("layout")
-def test_a_use_that_cannot_be_recorded_is_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_use_that_cannot_be_recorded_is_ignored(tmp_path: Path, monkeypatch: Patch) -> None:
     """A read-only disk or a removed entry is no error."""
-
-    def reject(*_: object, **__: object) -> None:
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(os, "utime", reject)
+    monkeypatch.setattr(os, "utime", failing(errno.EROFS))
 
     folder = entry_folder(tmp_path, KEYS[0])
     with opened(folder) as entry:
@@ -195,9 +192,7 @@ def test_a_use_protects_an_entry(layout: Layout, tmp_path: Path) -> None:
     assert remaining(tmp_path) == [0, 9]
 
 
-def test_publications_are_counted_without_listing(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_publications_are_counted_without_listing(layout: Layout, monkeypatch: Patch) -> None:
     """Within the hour and below the limit, the record is incremented and nothing is listed."""
     evict(layout, size_of(layout))
     counted = size_of(layout)
@@ -229,15 +224,9 @@ def test_without_a_size_file_the_size_is_measured(layout: Layout) -> None:
     assert eviction._read_size_file(layout)[0] == size_of(layout)
 
 
-def test_a_size_file_that_cannot_be_written_is_ignored(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_size_file_that_cannot_be_written_is_ignored(layout: Layout, monkeypatch: Patch) -> None:
     """Staging is empty afterwards, and nothing is logged."""
-
-    def reject(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "rename", reject)
+    monkeypatch.setattr(os, "rename", failing(errno.ENOSPC))
 
     evict(layout, 1 << 30)
 

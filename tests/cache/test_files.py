@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 
 from mlagen.cache import files
 from mlagen.cache.files import DamageError
+from tests.cache.builds import Patch, failing
 
 
 def _symbolic_link(path: Path) -> None:
@@ -64,13 +66,9 @@ def test_read_regular_returns_the_content(content: bytes, tmp_path: Path) -> Non
     assert files.read_regular(path, max_bytes=4) == content
 
 
-def test_failure_to_read_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_to_read_is_not_damage(tmp_path: Path, monkeypatch: Patch) -> None:
     """Running out of file descriptors is not damage of the file."""
-
-    def exhausted(*_: object, **__: object) -> int:
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(os, "open", exhausted)
+    monkeypatch.setattr(os, "open", failing(errno.EMFILE))
 
     with pytest.raises(OSError, match="Too many open files"):
         files.read_regular(tmp_path / "file", max_bytes=4)

@@ -11,7 +11,7 @@ import pytest
 
 from mlagen.cache import key as key_module
 from mlagen.cache.key import CacheKey
-from tests.cache.builds import ROOT, make_key
+from tests.cache.builds import ROOT, Patch, make_key
 
 GOLDEN = "366b040f0683f11ef6ba7bf90a93cf8b9372e96827efd7e9a536745eb2cce23c"
 
@@ -53,7 +53,7 @@ def test_every_key_field_changes_the_digest(key_fields: tuple[tuple[str, str], .
     assert other.digest != make_key().digest
 
 
-def test_schema_changes_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schema_changes_the_digest(monkeypatch: Patch) -> None:
     """Another schema changes every digest."""
     before = make_key().digest
 

@@ -12,7 +12,15 @@ from mlagen.cache.key import CacheKey
 from mlagen.cache.layers import REASONS
 from mlagen.cache.store import KernelStore
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, make_store, tree
+from tests.cache.builds import (
+    CountedBuild,
+    Log,
+    entry_folder,
+    make_build,
+    make_key,
+    make_store,
+    tree,
+)
 from tests.faults.steps import warnings_in
 
 KEY = make_key()
@@ -72,9 +80,7 @@ def test_a_hit_in_a_layer_writes_nothing_anywhere(tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
-def test_a_damaged_layer_is_ignored_and_stays(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_layer_is_ignored_and_stays(tmp_path: Path, caplog: Log) -> None:
     """The next layer serves, with one warning per damaged entry."""
     first, second = fill(tmp_path, "first"), fill(tmp_path, "second")
     damaged = entry_folder(tmp_path / "first", KEY)
@@ -147,9 +153,7 @@ def test_a_damaged_newest_entry_falls_back_to_the_next(tmp_path: Path) -> None:
     assert found.entry.manifest.toolchain == OLDER
 
 
-def test_a_damaged_entry_does_not_shadow_a_valid_layer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_entry_does_not_shadow_a_valid_layer(tmp_path: Path, caplog: Log) -> None:
     """A damaged entry in the own folder is quarantined, and the layer serves without a build."""
     store_over(tmp_path).find_or_build(KEY, make_build)
     os.truncate(entry_folder(tmp_path, KEY) / "manifest.json", 3)

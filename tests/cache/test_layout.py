@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlagen.cache.layout import Layout, is_abandoned
-from tests.cache.builds import in_child
+from tests.cache.builds import Patch, in_child
 
 HOST = os.uname().nodename
 
@@ -73,7 +73,7 @@ def test_an_old_stray_name_is_abandoned(name: str) -> None:
     assert is_abandoned(name, 0)
 
 
-def test_a_process_of_another_user_counts_as_running(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_another_user_counts_as_running(monkeypatch: Patch) -> None:
     """A permission error of the signal proves that the process exists."""
 
     def rejected(*_: object) -> None:

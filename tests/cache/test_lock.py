@@ -16,12 +16,12 @@ import pytest
 
 from mlagen.cache import lock as lock_module
 from mlagen.cache.lock import compile_lock
-from tests.cache.builds import in_child
+from tests.cache.builds import Log, Patch, failing, in_child
 from tests.faults.privileges import give_up_capabilities
 
 
 @pytest.fixture(autouse=True)
-def messages(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def messages(caplog: Log) -> Log:
     """Record log messages from INFO on."""
     caplog.set_level(logging.INFO, logger="mlagen")
     return caplog
@@ -48,7 +48,7 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
 
 
 def test_timeout_continues_without_the_lock(
-    tmp_path: Path, messages: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, messages: Log, monkeypatch: Patch
 ) -> None:
     """A waiting process logs repeatedly, and compiles after the timeout."""
     monkeypatch.setattr(lock_module, "_PROGRESS_S", 0.05)
@@ -85,8 +85,8 @@ def test_timeout_of_zero_tries_once(tmp_path: Path) -> None:
 def test_broken_locks_are_skipped(
     error: Exception,
     tmp_path: Path,
-    messages: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    messages: Log,
+    monkeypatch: Patch,
 ) -> None:
     """Any locking error is logged in one line, and the work continues without the lock."""
 
@@ -104,15 +104,12 @@ def test_broken_locks_are_skipped(
 
 
 def test_a_file_system_without_locks_gets_no_substitute(
-    tmp_path: Path, messages: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, messages: Log, monkeypatch: Patch
 ) -> None:
     """A file whose existence is the lock would outlive a process that dies."""
     (tmp_path / "a.lock").touch()
 
-    def reject(*_: object) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(fcntl, "flock", reject)
+    monkeypatch.setattr(fcntl, "flock", failing(errno.ENOSYS))
 
     with compile_lock(tmp_path / "a.lock", timeout_s=0.5):
         (line,) = [record.message for record in messages.records]
@@ -132,7 +129,7 @@ NO_FOLDERS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("make", NO_FOLDERS.values(), ids=NO_FOLDERS)
 def test_lock_folder_that_is_not_a_folder_costs_one_warning(
-    make: Callable[[Path], object], tmp_path: Path, messages: pytest.LogCaptureFixture
+    make: Callable[[Path], object], tmp_path: Path, messages: Log
 ) -> None:
     """A lock folder that is not a folder is reported once, and the work continues."""
     make(tmp_path / "locks")
@@ -149,9 +146,7 @@ def test_lock_folder_that_is_not_a_folder_costs_one_warning(
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("mode", [0o500, 0o600, 0o000], ids=oct)
-def test_unusable_lock_folder_costs_one_warning(
-    mode: int, tmp_path: Path, messages: pytest.LogCaptureFixture
-) -> None:
+def test_unusable_lock_folder_costs_one_warning(mode: int, tmp_path: Path, messages: Log) -> None:
     """A lock folder without permission is reported once."""
     (tmp_path / "locks").mkdir(mode=mode)
 

@@ -11,6 +11,7 @@ from mlagen.cache.entry import Manifest
 from mlagen.cache.layout import Layout
 from mlagen.cache.publish import publish, require_writable
 from tests.cache import builds
+from tests.cache.builds import Patch
 
 KEY = builds.make_key()
 
@@ -29,8 +30,6 @@ def test_publish_creates_the_entry_and_nothing_else(tmp_path: Path) -> None:
     assert list((tmp_path / "v1/staging").iterdir()) == []
     tag = (tmp_path / "v1/CACHEDIR.TAG").read_text(encoding="ascii")
     assert tag.startswith("Signature: 8a477f597d28d172789f06886806bc55\n")
-
-
 
 
 def test_the_first_publication_stays(tmp_path: Path) -> None:
@@ -53,10 +52,6 @@ def test_an_empty_folder_is_replaced(tmp_path: Path) -> None:
     assert builds.read_at(folder, key=KEY.digest, toolchain=KEY.toolchain).cubin == builds.CUBIN
 
 
-
-
-
-
 def test_require_writable_creates_the_staging_folder(tmp_path: Path) -> None:
     """A writable cache raises nothing."""
     require_writable(Layout(tmp_path / "cache"))
@@ -64,9 +59,7 @@ def test_require_writable_creates_the_staging_folder(tmp_path: Path) -> None:
     assert (tmp_path / "cache/v1/staging").is_dir()
 
 
-def test_require_writable_rejects_a_read_only_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_require_writable_rejects_a_read_only_folder(tmp_path: Path, monkeypatch: Patch) -> None:
     """A read-only folder is an OSError before any write."""
     monkeypatch.setattr(os, "access", lambda *_, **__: False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -13,7 +14,7 @@ import pytest
 from mlagen.cache import quarantine
 from mlagen.cache.files import identity_of
 from mlagen.cache.layout import Layout
-from tests.cache.builds import tree
+from tests.cache.builds import Patch, failing, tree
 
 KEY = "ab" * 32
 
@@ -73,7 +74,7 @@ def test_quarantine_spares_a_replaced_entry(
 
 
 def test_quarantine_spares_an_entry_replaced_at_the_last_moment(
-    layout: Layout, entry: Path, monkeypatch: pytest.MonkeyPatch
+    layout: Layout, entry: Path, monkeypatch: Patch
 ) -> None:
     """The identity is compared again once the cell is made, and the empty cell is deleted."""
     seen, real = identity_of(entry), os.mkdir
@@ -111,14 +112,10 @@ def test_quarantine_moves_a_file_or_link(kind: str, layout: Layout) -> None:
 
 
 def test_quarantine_that_fails_leaves_no_cell(
-    layout: Layout, entry: Path, monkeypatch: pytest.MonkeyPatch
+    layout: Layout, entry: Path, monkeypatch: Patch
 ) -> None:
     """If the entry cannot be moved, the error is raised and no empty cell stays."""
-
-    def reject(*_: object, **__: object) -> None:
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(os, "rename", reject)
+    monkeypatch.setattr(os, "rename", failing(errno.EROFS))
 
     with pytest.raises(OSError, match="Read-only"):
         quarantine.quarantine_entry(layout, entry, "bad", seen=identity_of(entry))
@@ -136,7 +133,7 @@ def test_the_oldest_cells_are_deleted_first(
     max_bytes: int,
     kept: list[int],
     layout: Layout,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
 ) -> None:
     """The newest cells within both limits stay, and the newest one whatever its size."""
     monkeypatch.setattr(quarantine, "QUARANTINE_MAX_CELLS", max_cells)

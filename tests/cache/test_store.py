@@ -15,7 +15,15 @@ import pytest
 from mlagen.cache.store import KernelStore
 from mlagen.errors import ArgumentError
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, make_store, tree
+from tests.cache.builds import (
+    CountedBuild,
+    Log,
+    entry_folder,
+    make_build,
+    make_key,
+    make_store,
+    tree,
+)
 
 KEY = make_key()
 
@@ -69,9 +77,7 @@ def test_toolchains_are_cached_side_by_side(store: KernelStore) -> None:
     ]
 
 
-def test_the_compiler_that_ran_names_the_entry(
-    store: KernelStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_compiler_that_ran_names_the_entry(store: KernelStore, caplog: Log) -> None:
     """If it differs from the key, the log names it and the entry has its name."""
     caplog.set_level(logging.INFO, logger="mlagen")
 
@@ -117,8 +123,6 @@ def test_reading_writes_nothing_and_takes_no_lock(store: KernelStore, tmp_path: 
     assert tree(tmp_path) == before
 
 
-
-
 def test_an_error_publishes_nothing_and_the_next_call_builds(
     store: KernelStore, tmp_path: Path
 ) -> None:
@@ -133,8 +137,6 @@ def test_an_error_publishes_nothing_and_the_next_call_builds(
     assert (failing.calls, build.calls) == (2, 1)
     assert store.find(KEY) == entry
     assert tree(tmp_path / "cache/v1/staging") == []
-
-
 
 
 def test_publishing_sweeps_abandoned_staging(store: KernelStore, tmp_path: Path) -> None:
@@ -155,8 +157,6 @@ def test_select_rejects_an_invalid_prefix(prefix: str, store: KernelStore) -> No
         store.select(prefix)
 
     assert str(caught.value) == f"key: expected 6 to 64 lower-case hex digits, got {prefix!r}"
-
-
 
 
 def test_quarantine_moves_and_explains(store: KernelStore, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from mlagen.cache.default_store import packaged_layers
 from mlagen.cache.store import KernelStore
 from mlagen.cache.wheel import export_wheel, package_of
 from mlagen.errors import ArgumentError
-from tests.cache.builds import CUBIN, entry_folder, tree
+from tests.cache.builds import CUBIN, Patch, entry_folder, tree
 from tests.cache.bundle_cases import FAMILIES, filled_store, key_for
 
 # Not by find_spec: setuptools takes that for an import of pip, and hides its distutils for good,
@@ -86,9 +86,7 @@ def test_the_same_entries_make_the_same_bytes(
 
 @pytest.mark.skipif(not _HAS_PIP, reason="needs pip to install it")
 @pytest.mark.usefixtures("fresh_layers")
-def test_an_installed_wheel_is_a_layer(
-    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installed_wheel_is_a_layer(wheel: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     """After installation, kernels are found through the entry point without an import."""
     site = tmp_path / "site"
     options = ("--no-index", "--no-deps", "--no-cache-dir", "--disable-pip-version-check")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder
+from tests.cache.builds import CountedBuild, Log, entry_folder
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
 
 
@@ -55,7 +55,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.timeout(15)
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_layer_is_ignored(
-    damage: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    damage: Callable[[Path], object], tmp_path: Path, caplog: Log
 ) -> None:
     """The kernel is built into the cache, the layer is unchanged, and one warning names it."""
     layer = layer_with(damage, tmp_path / "layer")
@@ -90,7 +90,7 @@ MISSING: dict[str, Callable[[Path], object]] = {
 @pytest.mark.timeout(15)
 @pytest.mark.parametrize("make", MISSING.values(), ids=MISSING)
 def test_an_invalid_layer_costs_a_warning_at_most(
-    make: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Callable[[Path], object], tmp_path: Path, caplog: Log
 ) -> None:
     """A layer that is unmounted or invalid counts as empty; the next layer serves."""
     make(tmp_path / "layer")

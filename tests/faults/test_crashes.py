@@ -17,7 +17,7 @@ from mlagen.artifacts import Build
 from mlagen.cache.key import CacheKey
 from mlagen.cache.layout import Layout
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_key, tree
+from tests.cache.builds import CountedBuild, Log, Patch, entry_folder, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in, watch, whole_entries
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
@@ -71,7 +71,7 @@ class Cycle:
         self.itself = self
 
 
-def test_garbage_collection_causes_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_collection_causes_no_step(tmp_path: Path, monkeypatch: Patch) -> None:
     """Finalizers that change files do not run while the steps of a test are counted."""
 
     def make(folder: Path) -> None:
@@ -169,7 +169,7 @@ def test_killed_at_any_moment_of_a_removal_a_process_leaves_nothing_or_everythin
 
 @pytest.mark.timeout(60)
 def test_killed_at_any_moment_of_a_quarantine_a_process_serves_no_damage(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: Log
 ) -> None:
     """A damaged entry is in place or in the quarantine; either way the kernel is right."""
     ask(tmp_path / "damaged")
@@ -191,7 +191,7 @@ def test_killed_at_any_moment_of_a_quarantine_a_process_serves_no_damage(
 
 
 def test_a_sweep_deletes_all_of_a_staging_folder_or_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """A builder whose staging is swept because of a wrong clock publishes all of it or nothing."""
     layout = Layout(tmp_path / "cache")
@@ -219,7 +219,7 @@ def test_a_sweep_deletes_all_of_a_staging_folder_or_nothing(
 
 @pytest.mark.timeout(30)
 def test_a_lock_is_free_when_its_holder_is_killed_though_its_child_lives(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: Log
 ) -> None:
     """A child that was forked while its parent held the lock does not keep it locked."""
     reader, writer = os.pipe()

@@ -25,7 +25,7 @@ from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.engine import find_or_build, key_of
 from mlagen.settings import current_settings
 from mlagen.spec.families import FAMILIES, specs_of
-from tests.cache.builds import ROOT
+from tests.cache.builds import ROOT, Patch
 from tests.kernels import (
     COMBINE,
     SM_80,
@@ -102,7 +102,7 @@ def test_keys_and_code_are_the_same_in_every_process_and_place(tmp_path: Path) -
     assert reports[0]["codes"][0] == code
 
 
-def test_a_key_never_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_never_changes(monkeypatch: Patch) -> None:
     """With the same templates, the next version of mlagen finds the kernels."""
     monkeypatch.setattr(engine, "template_digest", lambda _: "0" * 64)
 
@@ -111,7 +111,7 @@ def test_a_key_never_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert key.digest == GOLDEN
 
 
-def test_no_two_kernels_share_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_two_kernels_share_a_key(monkeypatch: Patch) -> None:
     """The kernels of one architecture, and some of another, have different keys."""
     specs = [spec for arch in (SM_80, SM_90A) for spec in specs_of(arch)]
     monkeypatch.setattr(engine, "template_digest", lambda _: "0" * 64)
@@ -123,9 +123,7 @@ def test_no_two_kernels_share_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(toolchain_module._OPTIONS)))
-def test_every_compiler_option_is_part_of_the_key(
-    number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_compiler_option_is_part_of_the_key(number: int, monkeypatch: Patch) -> None:
     """Removing or changing an option changes the key, which names the option."""
     options = toolchain_module._OPTIONS
     before = engine._key_of.__wrapped__(COMBINE, FIXED)
@@ -176,7 +174,7 @@ def test_every_template_is_part_of_the_key(edit: Callable[[Path], object], templ
     assert [label for label, _, _ in after.differences(before)] == ["templates"]
 
 
-def _touch(templates: Path, _: pytest.MonkeyPatch) -> None:
+def _touch(templates: Path, _: Patch) -> None:
     for path in templates.rglob("*.cuh"):
         path.chmod(0o400)
         os.utime(path, (1, 1))
@@ -184,11 +182,11 @@ def _touch(templates: Path, _: pytest.MonkeyPatch) -> None:
     (templates / "common/types.cuh~").write_text("A backup of an editor.\n")
 
 
-def _set(name: str, value: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
+def _set(name: str, value: str) -> Callable[[Path, Patch], None]:
     return lambda _, patch: patch.setenv(name, value)
 
 
-OTHERS: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
+OTHERS: dict[str, Callable[[Path, Patch], object]] = {
     "the current folder": lambda templates, patch: patch.chdir(templates),
     "the cache folder": _set("MLAGEN_CACHE_DIR", "/elsewhere"),
     "the lock folder": _set("MLAGEN_LOCK_DIR", "/elsewhere"),
@@ -207,9 +205,9 @@ OTHERS: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
 
 @pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
 def test_unrelated_changes_are_not_part_of_the_key(
-    change: Callable[[Path, pytest.MonkeyPatch], object],
+    change: Callable[[Path, Patch], object],
     templates: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
 ) -> None:
     """Kernels with equal cubins have equal keys."""
     before = key_of(COMBINE)
@@ -224,7 +222,7 @@ def test_unrelated_changes_are_not_part_of_the_key(
     assert after.digest == before.digest
 
 
-def test_the_input_of_the_compiler_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_input_of_the_compiler_is_in_the_key(monkeypatch: Patch) -> None:
     """Source, options and a constant name are the whole input of NVRTC."""
     given: list[tuple[str, str, Sequence[str]]] = []
     real = NvrtcLibrary.compile

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, tree
+from tests.cache.builds import CountedBuild, Log, entry_folder, make_build, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in, watch, whole_entries
 
 OTHER = make_key("another kernel")
@@ -55,7 +55,7 @@ CODES = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE]
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.__getitem__)
 def test_an_error_at_any_step_costs_no_kernel(
-    code: int, lasting: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    code: int, lasting: bool, tmp_path: Path, caplog: Log
 ) -> None:
     """An error at any step of a build costs one warning at most, without a partial entry."""
     published = []
@@ -166,9 +166,7 @@ NOTES = {
 
 
 @pytest.mark.parametrize("note", NOTES.values(), ids=NOTES)
-def test_a_damaged_size_file_is_measured_again(
-    note: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_size_file_is_measured_again(note: bytes, tmp_path: Path, caplog: Log) -> None:
     """A kernel is returned for any content, and the size file is right afterwards."""
     ask(tmp_path)
     path = tmp_path / "cache/v1/size.json"

@@ -14,7 +14,7 @@ import pytest
 from mlagen.cache.default_store import kernel_store
 from mlagen.settings import current_settings
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, tree
+from tests.cache.builds import CountedBuild, Log, Patch, entry_folder, make_build, make_key, tree
 from tests.faults.privileges import give_up_capabilities
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
 
@@ -47,7 +47,7 @@ def test_a_read_only_cache_serves_hits_and_builds_in_memory(tmp_path: Path) -> N
     assert tree(tmp_path) == before
 
 
-def settle(monkeypatch: pytest.MonkeyPatch, temporary: Path, **environ: str) -> None:
+def settle(monkeypatch: Patch, temporary: Path, **environ: str) -> None:
     """Set only the variables of the cache folder; ``temporary`` is for temporary files."""
     for name in ("MLAGEN_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -84,8 +84,8 @@ LOCKED: dict[str, Callable[[Path], dict[str, str]]] = {
 def test_a_place_that_cannot_be_written_costs_no_kernel(
     place: Callable[[Path], dict[str, str]],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: Patch,
+    caplog: Log,
 ) -> None:
     """Kernels are built and stored in memory, with one warning."""
     locked = tmp_path / "locked"
@@ -128,8 +128,8 @@ FREE: dict[str, Callable[[Path], dict[str, str]]] = {
 def test_an_odd_but_writable_folder_is_used(
     place: Callable[[Path], dict[str, str]],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: Patch,
+    caplog: Log,
 ) -> None:
     """Neither an unknown user nor an odd name matters."""
     free = tmp_path / "free"
@@ -180,7 +180,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("spot", SPOTS.values(), ids=SPOTS)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_an_obstacle_costs_no_kernel(
-    kind: Callable[[Path], object], spot: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: Callable[[Path], object], spot: str, tmp_path: Path, caplog: Log
 ) -> None:
     """For any obstacle in the cache folder, the kernel is returned without blocking."""
     (tmp_path / spot).parent.mkdir(parents=True, exist_ok=True)
@@ -213,7 +213,7 @@ def test_a_cache_that_is_deleted_in_use_is_recreated(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_vanishes_while_publishing_is_recreated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     """Evicting the last entry of a key deletes its folder under a concurrent builder."""
     rename, vanished = os.rename, list[str]()

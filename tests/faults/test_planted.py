@@ -18,7 +18,7 @@ import pytest
 from mlagen.cache.layout import Layout
 from mlagen.errors import CacheError
 from tests.cache import builds
-from tests.cache.builds import ROOT, CountedBuild, entry_folder, make_key, tree
+from tests.cache.builds import ROOT, CountedBuild, Log, Patch, entry_folder, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
 from tests.faults.strangers import STRANGER, folder_of
 
@@ -27,7 +27,7 @@ INSIDE = ["cache/v1", "cache/v1/e", "cache/v1/staging", "shard", "key", "entry"]
 LED_HOME = ["cache/v1", "cache/v1/e", "cache/v1/staging", "cache/v1/quarantine"]
 
 
-def test_a_root_behind_a_link_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_root_behind_a_link_is_used(tmp_path: Path, caplog: Log) -> None:
     """A user may have moved the cache to another disk; the checks apply to the target."""
     (tmp_path / "other disk").mkdir(mode=0o700)
     (tmp_path / "cache").symlink_to("other disk")
@@ -40,9 +40,7 @@ def test_a_root_behind_a_link_is_used(tmp_path: Path, caplog: pytest.LogCaptureF
     assert warnings_in(caplog) == []
 
 
-def test_a_root_behind_a_link_passes_the_same_checks(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_root_behind_a_link_passes_the_same_checks(tmp_path: Path, caplog: Log) -> None:
     """A link does not make an untrusted folder trusted."""
     (tmp_path / "all may write").mkdir()
     (tmp_path / "all may write").chmod(0o777)
@@ -56,9 +54,7 @@ def test_a_root_behind_a_link_passes_the_same_checks(
 
 
 @pytest.mark.parametrize("folder", INSIDE)
-def test_a_link_inside_the_cache_is_not_followed(
-    folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_link_inside_the_cache_is_not_followed(folder: str, tmp_path: Path, caplog: Log) -> None:
     """A valid entry behind it is not loaded, nothing is written there, and nothing is deleted."""
     ask(tmp_path)
     place = folder_of(tmp_path, folder)
@@ -124,7 +120,7 @@ def test_a_cache_created_by_another_user_deletes_nothing(place: str, is_shared: 
 
 @pytest.mark.parametrize("what", ["a link to a file", "a link to a folder", "a folder", "a FIFO"])
 def test_what_is_planted_at_a_staging_name_is_not_used(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    what: str, tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     """Even for a known name, it is neither written through nor blocking."""
     monkeypatch.setattr(secrets, "token_hex", lambda _: "0" * 8)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder
+from tests.cache.builds import CountedBuild, Log, entry_folder
 from tests.faults.steps import KEY, ask, warnings_in, watch, whole_entries
 
 
@@ -59,7 +59,7 @@ def build_until(folder: Path, number: int) -> set[int] | None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("lose", LOSSES.values(), ids=LOSSES)
 def test_a_power_failure_at_any_step_leaves_no_partial_entry(
-    lose: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    lose: Callable[[Path], None], tmp_path: Path, caplog: Log
 ) -> None:
     """Only flushed data survives, and a visible entry is complete nevertheless."""
     visible, lost = [], 0
@@ -115,7 +115,7 @@ def test_an_entry_with_lost_content_is_rebuilt(
     name: str,
     lose: Callable[[Path], None],
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    caplog: Log,
 ) -> None:
     """Digests detect a disk that reported a write and lost it."""
     ask(tmp_path)

@@ -22,7 +22,16 @@ from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.engine import find_or_build, kernel_for
 from mlagen.runtime.loader import LoadedKernel
 from tests.cache import builds
-from tests.cache.builds import ROOT, CountedBuild, in_child, make_key, together, tree, wait_for
+from tests.cache.builds import (
+    ROOT,
+    CountedBuild,
+    Patch,
+    in_child,
+    make_key,
+    together,
+    tree,
+    wait_for,
+)
 from tests.faults.crowds import crowd, received, send
 from tests.faults.steps import store_in, whole_entries
 from tests.kernels import COMBINE, SM_80, WIDE_DECODE, complaints
@@ -92,7 +101,7 @@ def test_processes_of_any_start_method_share_a_cache(method: str, tmp_path: Path
 
 @pytest.mark.timeout(30)
 def test_a_child_forgets_what_its_parent_loaded_and_was_loading(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
 ) -> None:
     """It has neither the CUDA context nor the threads of its parent."""
     kernel, other = (LoadedKernel.__new__(LoadedKernel) for _ in range(2))

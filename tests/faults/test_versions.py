@@ -34,6 +34,8 @@ from tests.cache import builds
 from tests.cache.builds import (
     ROOT,
     CountedBuild,
+    Log,
+    Patch,
     entry_folder,
     make_build,
     make_key,
@@ -60,9 +62,7 @@ def next_version(change: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("change", ["layout", "schema"])
-def test_two_versions_of_mlagen_share_a_folder(
-    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_two_versions_of_mlagen_share_a_folder(change: str, tmp_path: Path, caplog: Log) -> None:
     """Each builds, finds, lists and cleans up its own kernels, in any order."""
     now, later = CountedBuild(), CountedBuild()
     for _ in range(2):
@@ -136,9 +136,7 @@ def test_clearing_one_layout_keeps_the_other(tmp_path: Path) -> None:
         assert whole_entries(tmp_path) == 1
 
 
-def test_an_entry_of_a_newer_schema_is_ignored_and_stays(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_entry_of_a_newer_schema_is_ignored_and_stays(tmp_path: Path, caplog: Log) -> None:
     """If a key led to it, the kernel is built, and the entry stays."""
     key = make_key()
     make_store(tmp_path).find_or_build(key, make_build)
@@ -197,7 +195,7 @@ def nvrtc_of(version: str) -> Iterator[None]:
 
 
 def test_a_patch_of_nvrtc_compiles_new_kernels_and_keeps_the_old(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: Patch, caplog: Log
 ) -> None:
     """13.4.59 and 13.4.92 have the same options and keys, and separate entries."""
 
@@ -224,7 +222,7 @@ def test_a_patch_of_nvrtc_compiles_new_kernels_and_keeps_the_old(
 
 
 def test_a_library_that_differs_from_its_metadata_is_reported_once(
-    caplog: pytest.LogCaptureFixture,
+    caplog: Log,
 ) -> None:
     """The cache uses the version that compiled, with one warning per process."""
     nvrtc_module._warn.cache_clear()
