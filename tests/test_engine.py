@@ -44,10 +44,6 @@ def in_fresh_process(function: str) -> dict[str, Any]:
     return cast("dict[str, Any]", json.loads(done.stdout))
 
 
-
-
-
-
 def test_a_key_is_made_without_rendering_and_compiling(cache_dir: Path) -> None:
     """A key needs no Jinja, no bindings and no torch, and touches no cache folder."""
     process = in_fresh_process("key_of")
@@ -93,10 +89,6 @@ def test_every_key_field_has_a_label() -> None:
     assert key.toolchain == nvrtc
 
 
-
-
-
-
 def test_an_entry_describes_its_kernel(cache_dir: Path) -> None:
     """The manifest has symbol, spec and ptxas' resources; the cubin is an ELF file."""
     outcome = find_or_build(COMBINE, created_by="prewarm")
@@ -114,6 +106,10 @@ def test_an_entry_describes_its_kernel(cache_dir: Path) -> None:
         "spec": COMBINE.key_fields(),
         "dynamic_shared_bytes": 0,
     }
+    source = (entry.path / "kernel.cu").read_text()
+    origins = (entry.path / "kernel.map").read_text().splitlines()
+    assert len(origins) == source.count("\n")
+    assert origins[-1].startswith("kernels/combine/kernel.cu.j2:")
     (resources,) = facts["resources"]
     assert resources["symbol"] == "combine"
     assert resources["registers"] > 0
@@ -130,12 +126,6 @@ def test_building_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     first, second = (record.getMessage() for record in caplog.records)
     assert first == f"compiling {COMBINE} with {find_nvrtc()}: absent in {kernel_store().root}"
     assert re.fullmatch(rf"compiled {re.escape(str(COMBINE))} in \d+\.\d s", second)
-
-
-
-
-
-
 
 
 def test_a_kernel_that_does_not_compile_stores_nothing(templates: Path, cache_dir: Path) -> None:
@@ -183,5 +173,3 @@ def test_threads_load_a_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert loads == [(find_or_build(COMBINE).entry.cubin, COMBINE, 3)]
     assert len(set(map(id, kernels))) == 1
-
-

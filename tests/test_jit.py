@@ -291,10 +291,3 @@ def test_prewarming_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     find_or_build(COMBINE, created_by="prewarm")
 
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
-
-
-def test_a_fast_compilation_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """At the default level, nothing is logged."""
-    find_or_build(COMBINE)
-
-    assert caplog.records == []

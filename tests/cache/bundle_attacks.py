@@ -229,7 +229,11 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     "an announced file that climbs": (file_name("../../x"), "file: expected a plain name"),
     "an announced absolute file": (file_name("/x"), "file: expected a plain name, got '/x'"),
     "an announced hidden file": (file_name(".x"), "file: expected a plain name, got '.x'"),
-    "an entry without a kernel": (entry(files={}), "expected a manifest.json, got"),
+    "an entry without files": (entry(files={}), "expected a manifest.json, got"),
+    "an entry without a kernel": (
+        index(lambda table: table["entries"][0]["files"].pop("kernel.cubin")),
+        "expected a kernel.cubin, got",
+    ),
     "another target": (entry(arch="sm_80"), "expected '.*' for 'sm_80', got"),
     "another family": (entry(family="x"), "expected 'x' for 'sm_90a', got"),
     "a size of true": (cubin(size=True), f"kernel.cubin: {FACTS}"),

@@ -55,26 +55,6 @@ def test_it_describes_version_sizes_and_entries(tmp_path: Path) -> None:
     assert list(entry["files"]) == ["build.log", "kernel.cu", "kernel.cubin", "manifest.json"]
 
 
-def test_members_are_named_by_key_toolchain_and_file() -> None:
-    """The member names follow from the table of contents."""
-    members = [member for member, _, _ in ENTRY.members()]
-
-    assert members == [
-        f"e/{'0' * 64}/nvrtc-13.5.37/kernel.cubin",
-        f"e/{'0' * 64}/nvrtc-13.5.37/manifest.json",
-    ]
-
-
-@pytest.mark.parametrize("missing", ["kernel.cubin", "manifest.json"])
-def test_an_entry_needs_its_kernel_and_its_manifest(missing: str) -> None:
-    """An entry without kernel or manifest is rejected."""
-    files = {name: facts for name, facts in ENTRY.files.items() if name != missing}
-    entry = BundledEntry(ENTRY.key, ENTRY.toolchain, ENTRY.family, ENTRY.arch, files)
-
-    with pytest.raises(DamageError, match=f"expected a {missing}, got"):
-        entry.require_valid()
-
-
 def test_the_size_limit_of_an_entry_is_exact() -> None:
     """The size limit of an entry is exact."""
     ENTRY.require_valid()

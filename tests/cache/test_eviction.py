@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlagen.cache import eviction
-from mlagen.cache.eviction import enforce_limit, entry_usages, evict, mark_used
+from mlagen.cache.eviction import enforce_limit, evict, mark_used
 from mlagen.cache.layout import Layout
 from mlagen.monitoring import metrics
 from tests.cache.builds import (
@@ -55,17 +55,6 @@ def size_of(layout: Layout) -> int:
 def remaining(folder: Path) -> list[int]:
     """Return the numbers of the existing entries."""
     return [number for number, key in enumerate(KEYS) if entry_folder(folder, key).exists()]
-
-
-def test_usages_match_the_disk(layout: Layout, tmp_path: Path) -> None:
-    """Each entry has the size of its files and its last use; no file is read."""
-    weighed = {usage.path: usage for usage in entry_usages(layout)}
-
-    assert set(weighed) == {entry_folder(tmp_path, key) for key in KEYS}
-    assert sum(usage.size_bytes for usage in weighed.values()) == size_of(layout)
-    for number, key in enumerate(KEYS):
-        age_s = time.time() - weighed[entry_folder(tmp_path, key)].used
-        assert age_s == pytest.approx(HOUR_S * (10 - number), abs=60)
 
 
 def test_the_least_recently_used_are_evicted_first(layout: Layout, tmp_path: Path) -> None:
@@ -212,15 +201,6 @@ def test_the_size_is_measured_before_an_eviction(layout: Layout, tmp_path: Path)
 
     assert evicted == []
     assert remaining(tmp_path) == list(range(10))
-    assert eviction._read_size_file(layout)[0] == size_of(layout)
-
-
-def test_without_a_size_file_the_size_is_measured(layout: Layout) -> None:
-    """A cache without a size file is measured."""
-    layout.size_file.unlink(missing_ok=True)
-
-    enforce_limit(layout, 0, 1 << 30)
-
     assert eviction._read_size_file(layout)[0] == size_of(layout)
 
 

@@ -14,27 +14,11 @@ from tests.cache.builds import Patch, in_child
 HOST = os.uname().nodename
 
 
-def test_an_entry_lies_under_its_key_and_toolchain() -> None:
-    """The path consists of the first two digits, the key and the toolchain."""
-    key = "ab" + "0" * 62
-
-    folder = Layout(Path("/cache")).entry(key, "nvrtc-13.5.37")
-
-    assert folder == Path("/cache/v1/e/ab", key, "nvrtc-13.5.37")
-
-
 @pytest.mark.parametrize("toolchain", ["", "..", "a/b", "a b", ".hidden"])
 def test_a_toolchain_that_is_not_a_folder_name_is_rejected(toolchain: str) -> None:
     """No toolchain escapes the folder of its key."""
     with pytest.raises(AssertionError):
         Layout(Path("/cache")).entry("ab" * 32, toolchain)
-
-
-def test_staging_names_are_never_reused() -> None:
-    """Two publications of one key by one process have different staging folders."""
-    layout = Layout(Path("/cache"))
-
-    assert layout.new_staging("ab") != layout.new_staging("ab")
 
 
 @pytest.fixture(scope="module")

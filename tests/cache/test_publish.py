@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-
-import pytest
 
 from mlagen.cache.entry import Manifest
 from mlagen.cache.layout import Layout
-from mlagen.cache.publish import publish, require_writable
+from mlagen.cache.publish import publish
 from tests.cache import builds
-from tests.cache.builds import Patch
 
 KEY = builds.make_key()
 
@@ -50,18 +46,3 @@ def test_an_empty_folder_is_replaced(tmp_path: Path) -> None:
     folder = publish_cubin(tmp_path)
 
     assert builds.read_at(folder, key=KEY.digest, toolchain=KEY.toolchain).cubin == builds.CUBIN
-
-
-def test_require_writable_creates_the_staging_folder(tmp_path: Path) -> None:
-    """A writable cache raises nothing."""
-    require_writable(Layout(tmp_path / "cache"))
-
-    assert (tmp_path / "cache/v1/staging").is_dir()
-
-
-def test_require_writable_rejects_a_read_only_folder(tmp_path: Path, monkeypatch: Patch) -> None:
-    """A read-only folder is an OSError before any write."""
-    monkeypatch.setattr(os, "access", lambda *_, **__: False)
-
-    with pytest.raises(PermissionError, match="staging"):
-        require_writable(Layout(tmp_path))

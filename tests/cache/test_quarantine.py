@@ -94,23 +94,6 @@ def test_quarantine_spares_an_entry_replaced_at_the_last_moment(
     assert tree(layout.quarantine) == []
 
 
-@pytest.mark.parametrize("kind", ["a file", "a link"])
-def test_quarantine_moves_a_file_or_link(kind: str, layout: Layout) -> None:
-    """A stray file or link at the path of an entry is moved, not followed."""
-    place = layout.entry(KEY, "nvrtc-13.5.37")
-    place.parent.mkdir(parents=True)
-    if kind == "a file":
-        place.touch()
-    else:
-        place.symlink_to("nowhere")
-
-    cell = quarantine.quarantine_entry(layout, place, "bad", seen=identity_of(place))
-
-    assert cell is not None
-    assert identity_of(cell / "entry") is not None
-    assert identity_of(place) is None
-
-
 def test_quarantine_that_fails_leaves_no_cell(
     layout: Layout, entry: Path, monkeypatch: Patch
 ) -> None:
@@ -149,21 +132,6 @@ def test_the_oldest_cells_are_deleted_first(
     assert sorted(int(cell.name.split(".")[1]) for cell in layout.quarantine.iterdir()) == kept
 
 
-def test_remove_deletes_a_folder_and_leaves_no_trash(layout: Layout, entry: Path) -> None:
-    """After removal the path is free and staging is empty."""
-    quarantine.remove(layout, entry)
-
-    assert not entry.exists()
-    assert tree(layout.staging) == []
-
-
-def test_remove_of_nothing_creates_nothing(layout: Layout) -> None:
-    """A missing entry needs no trash."""
-    quarantine.remove(layout, layout.entries)
-
-    assert not layout.root.exists()
-
-
 def test_remove_does_not_follow_a_link(layout: Layout, tmp_path: Path) -> None:
     """The link is removed, its target stays."""
     (tmp_path / "precious").mkdir()
@@ -197,9 +165,3 @@ def test_sweep_deletes_what_is_abandoned_and_nothing_else(layout: Layout) -> Non
     assert swept == 2
     remaining = [path.name for path in layout.staging.iterdir()]
     assert sorted(remaining) == sorted([f"{KEY}.elsewhere.2.cc", f"{KEY}.{own}.dd"])
-
-
-def test_sweep_of_no_cache_creates_none(layout: Layout) -> None:
-    """Without a cache, nothing is swept or created."""
-    assert quarantine.sweep(layout) == 0
-    assert not layout.root.exists()

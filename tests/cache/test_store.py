@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -56,27 +54,6 @@ def test_first_call_builds_and_later_ones_find(store: KernelStore, tmp_path: Pat
     assert built.manifest.created_by == "jit"
 
 
-def test_the_manifest_names_the_creator(store: KernelStore) -> None:
-    """The manifest of a prewarmed entry names prewarm."""
-    entry = store.find_or_build(KEY, make_build, created_by="prewarm")
-
-    assert entry.manifest.created_by == "prewarm"
-
-
-def test_toolchains_are_cached_side_by_side(store: KernelStore) -> None:
-    """One kernel is built once per toolchain, and both entries are listed."""
-    other = make_key(toolchain="nvrtc-12.8.1")
-
-    store.find_or_build(KEY, make_build)
-    assert store.find(other) is None
-    store.find_or_build(other, lambda: make_build(toolchain="nvrtc-12.8.1"))
-
-    assert [stored.toolchain for stored in store.select(KEY.digest[:6])] == [
-        "nvrtc-12.8.1",
-        builds.TOOLCHAIN,
-    ]
-
-
 def test_the_compiler_that_ran_names_the_entry(store: KernelStore, caplog: Log) -> None:
     """If it differs from the key, the log names it and the entry has its name."""
     caplog.set_level(logging.INFO, logger="mlagen")
@@ -123,33 +100,6 @@ def test_reading_writes_nothing_and_takes_no_lock(store: KernelStore, tmp_path: 
     assert tree(tmp_path) == before
 
 
-def test_an_error_publishes_nothing_and_the_next_call_builds(
-    store: KernelStore, tmp_path: Path
-) -> None:
-    """The exception of the build reaches the caller; nothing is cached."""
-    failing, build = CountedBuild(error=LookupError("no template")), CountedBuild()
-
-    for _ in range(2):
-        with pytest.raises(LookupError, match="no template"):
-            store.find_or_build(KEY, failing)
-    entry = store.find_or_build(KEY, build)
-
-    assert (failing.calls, build.calls) == (2, 1)
-    assert store.find(KEY) == entry
-    assert tree(tmp_path / "cache/v1/staging") == []
-
-
-def test_publishing_sweeps_abandoned_staging(store: KernelStore, tmp_path: Path) -> None:
-    """Publishing sweeps staging folders that a dead process abandoned an hour ago."""
-    abandoned = tmp_path / "cache/v1/staging/ab.elsewhere.1.00"
-    abandoned.mkdir(parents=True)
-    os.utime(abandoned, (0, 0))
-
-    store.find_or_build(KEY, make_build)
-
-    assert tree(tmp_path / "cache/v1/staging") == []
-
-
 @pytest.mark.parametrize("prefix", ["", "abcde", "ABCDEF", "abcdeg", "../../", "a" * 65])
 def test_select_rejects_an_invalid_prefix(prefix: str, store: KernelStore) -> None:
     """A prefix of fewer than 6 or more than 64 digits, or with other characters, is rejected."""
@@ -157,21 +107,6 @@ def test_select_rejects_an_invalid_prefix(prefix: str, store: KernelStore) -> No
         store.select(prefix)
 
     assert str(caught.value) == f"key: expected 6 to 64 lower-case hex digits, got {prefix!r}"
-
-
-def test_quarantine_moves_and_explains(store: KernelStore, tmp_path: Path) -> None:
-    """A quarantined entry is not listed, and has its reason beside it."""
-    store.find_or_build(KEY, make_build)
-    (stored,) = store.entries()
-
-    cell = store.quarantine(stored, "the driver rejected it")
-
-    assert cell is not None
-    assert json.loads((cell / "reason.json").read_text())["reason"] == "the driver rejected it"
-    assert (cell / "entry/kernel.cubin").read_bytes() == builds.CUBIN
-    assert list(store.entries()) == []
-    assert store.quarantine(stored, "again") is None
-    assert store.find_or_build(KEY, make_build).path == entry_folder(tmp_path, KEY)
 
 
 def test_remove_deletes_one_entry(store: KernelStore, tmp_path: Path) -> None:

@@ -29,8 +29,6 @@ def test_an_unknown_name_is_an_error(text: str, templates: Path) -> None:
         render(text, templates, spec=object())
 
 
-
-
 @pytest.mark.parametrize(
     "tag",
     [

@@ -70,8 +70,6 @@ def test_a_source_is_one_translation_unit(spec: KernelSpec) -> None:
     assert 'extern "C" __global__ void' in source.text
 
 
-
-
 @pytest.mark.parametrize(
     "name",
     [

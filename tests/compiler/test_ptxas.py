@@ -79,6 +79,7 @@ def test_resources_of_every_kernel_in_a_log(log: str, expected: tuple[Resources,
     found = parse_resources(log)
 
     assert found == expected
+    assert [one.has_spills for one in found] == [one.spill_store_bytes > 0 for one in expected]
 
 
 @pytest.mark.parametrize(

@@ -242,3 +242,14 @@ def test_damage_found_by_many_is_built_once(repetition: int, folder: Path) -> No
     assert build.calls == 1
     assert {entry.cubin for entry in entries} == {builds.CUBIN}
     assert store_in(folder).find(KEY) is not None
+
+
+def test_the_quarantine_of_much_damage_is_limited(folder: Path) -> None:
+    """The quarantine has a fixed number of entries at most."""
+    for _ in range(30):
+        (entry_folder(folder, KEY) / CODE).write_bytes(b"")
+        ask(folder)
+
+    cells = list((folder / "cache/v1/quarantine").iterdir())
+    assert len(cells) == 20
+    assert all(tree(cell).count("reason.json") == 1 for cell in cells)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,19 +20,15 @@ from mlagen.compiler.nvrtc_process import compile_anywhere
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.engine import find_or_build, kernel_for
 from mlagen.runtime.loader import LoadedKernel
-from tests.cache import builds
 from tests.cache.builds import (
     ROOT,
-    CountedBuild,
     Patch,
     in_child,
-    make_key,
-    together,
     tree,
     wait_for,
 )
 from tests.faults.crowds import crowd, received, send
-from tests.faults.steps import store_in, whole_entries
+from tests.faults.steps import whole_entries
 from tests.kernels import COMBINE, SM_80, WIDE_DECODE, complaints
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
@@ -200,19 +195,3 @@ def test_a_store_works_in_subinterpreters(tmp_path: Path) -> None:
         pytest.skip("this Python has no subinterpreters")
     assert (done.returncode, complaints(done.stderr)) == (0, [])
     assert whole_entries(tmp_path) == 2
-
-
-@pytest.mark.skipif(
-    not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="needs a Python without the GIL"
-)
-@pytest.mark.timeout(30)
-def test_threads_without_the_gil_build_once(tmp_path: Path) -> None:
-    """Parallel threads without the GIL share one build of each kernel."""
-    store, build = store_in(tmp_path), CountedBuild(seconds=0.05)
-    keys = [make_key(f"family {number}") for number in range(8)]
-
-    entries = together([lambda key=key: store.find_or_build(key, build) for key in keys * 8])  # type: ignore[misc]
-
-    assert build.calls == len(keys)
-    assert {entry.cubin for entry in entries} == {builds.CUBIN}
-    assert whole_entries(tmp_path) == len(keys)

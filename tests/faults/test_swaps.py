@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -254,17 +253,3 @@ def test_nothing_false_is_reported_beside_a_process_that_removes(
 
     assert rounds > 5
     assert warnings_in(caplog) == []
-
-
-def test_damage_that_was_replaced_since_it_was_listed_is_not_moved(tmp_path: Path) -> None:
-    """Only the listed entry moves to the quarantine."""
-    ask(tmp_path)
-    store = store_in(tmp_path)
-    (stored,) = store.entries()
-    store.remove(stored)
-    ask(tmp_path)
-
-    cell = store.quarantine(replace(stored, problem="bad"), "bad")
-
-    assert cell is None
-    assert store.find(KEY) is not None

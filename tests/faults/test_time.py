@@ -111,20 +111,6 @@ def test_an_entry_of_any_time_is_found_listed_and_renewed(moment: float, tmp_pat
     assert manifest.stat().st_mtime == pytest.approx(REAL_TIME(), abs=10)
 
 
-def test_staging_of_the_future_is_swept_and_current_staging_is_not(tmp_path: Path) -> None:
-    """Staging folders from the future are swept; current ones stay."""
-    staging = tmp_path / "cache/v1/staging"
-    staging.mkdir(parents=True)
-    (staging / "ab.elsewhere.1.00").mkdir()
-    (staging / "cd.elsewhere.1.00").mkdir()
-    os.utime(staging / "ab.elsewhere.1.00", (REAL_TIME() + YEAR_S,) * 2)
-
-    swept = store_in(tmp_path).sweep()
-
-    assert swept == 1
-    assert tree(staging) == ["cd.elsewhere.1.00"]
-
-
 @pytest.mark.parametrize("ahead_s", SKEWS.values(), ids=SKEWS)
 def test_a_builder_swept_by_a_wrong_clock_still_has_its_kernel(
     ahead_s: float,

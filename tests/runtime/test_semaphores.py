@@ -90,14 +90,6 @@ def test_a_call_in_a_capture_allocates_nothing(
     assert slabs == [0]
 
 
-def test_semaphores_are_reserved_once(slabs: list[int]) -> None:
-    """Loading a second kernel reserves no more."""
-    reserve_semaphores(0)
-    reserve_semaphores(0)
-
-    assert slabs == [0]
-
-
 def test_semaphores_are_reserved_for_several_workspaces(
     slabs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,16 +106,6 @@ def test_semaphores_are_reserved_for_several_workspaces(
 
     assert slabs == [0, 0]
     assert len(set(semaphores._regions.values())) == 2 * semaphores._REGIONS
-
-
-def test_another_slab_is_allocated_when_one_is_used_up(slabs: list[int]) -> None:
-    """The old slab stays allocated."""
-    for index in range(semaphores._REGIONS + 1):
-        semaphores_of(0, WORKSPACE + index)
-
-    assert slabs == [0, 0]
-    assert len(semaphores._slabs) == 2
-    assert len(set(semaphores._regions.values())) == semaphores._REGIONS + 1
 
 
 def test_running_out_in_a_capture_is_rejected(
