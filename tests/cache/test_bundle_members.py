@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import tarfile
+from contextlib import nullcontext
 
 import pytest
 
@@ -36,21 +37,13 @@ def test_content_comes_in_chunks() -> None:
     members.require_end()
 
 
-@pytest.mark.parametrize("blocks", [0, 2, 20], ids=["none", "two", "a whole record"])
-def test_the_end_may_be_padded(blocks: int) -> None:
+@pytest.mark.parametrize("blocks", [0, 2, 20, 21])
+def test_padding_is_limited_to_a_record(blocks: int) -> None:
     """A tar may be padded with zero blocks up to one record."""
     members = Members(io.BytesIO(tar_of(b"content", blocks=blocks)))
     list(members.chunks(members.next_size("name", max_bytes=7)))
 
-    members.require_end()
-
-
-def test_padding_is_limited_to_a_record() -> None:
-    """More than one record of padding is rejected."""
-    members = Members(io.BytesIO(tar_of(b"content", blocks=21)))
-    list(members.chunks(members.next_size("name", max_bytes=7)))
-
-    with pytest.raises(DamageError, match="expected the end"):
+    with nullcontext() if blocks <= 20 else pytest.raises(DamageError, match="expected the end"):
         members.require_end()
 
 

@@ -44,6 +44,10 @@ GQA: dict[str, Any] = {
 }
 
 
+RANKS = "(512, 64) or (256, 64) or (512, 0)"
+OF_32, MULTIPLE = "num_attention_heads 32, got", "hidden_size that is a multiple of"
+
+
 def read(config: object) -> MlaModel | GqaModel:
     """Return the model of a configuration."""
     return read_model("m", json.dumps(config).encode())
@@ -56,11 +60,13 @@ def test_every_preset_is_known_by_its_name() -> None:
 
 @pytest.mark.parametrize("name", MLA_PRESETS)
 def test_a_preset_with_latent_attention_is_as_it_was_published(name: str) -> None:
-    """Heads, ranks and sparse attention match."""
+    """Heads, ranks and sparse attention match; names are case-insensitive."""
     heads, is_sparse = MLA_PRESETS[name]
 
-    assert find_model(name) == MlaModel(
-        name=name,
+    found = find_model(name.upper())
+
+    assert found == MlaModel(
+        name=name.upper(),
         dtype=DType.BF16,
         heads=heads,
         kv_lora_rank=512,
@@ -79,13 +85,6 @@ def test_a_preset_with_grouped_queries_is_as_it_was_published(name: str) -> None
     )
 
 
-def test_names_are_case_insensitive() -> None:
-    """Names are case-insensitive."""
-    found = find_model("DeepSeek-V3")
-
-    assert (found.name, found.heads) == ("DeepSeek-V3", 128)
-
-
 @pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
 def test_any_other_model_is_found_by_its_path(is_folder: bool, tmp_path: Path) -> None:
     """The path is that of the file, or of its folder."""
@@ -99,31 +98,22 @@ def test_any_other_model_is_found_by_its_path(is_folder: bool, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("changes", "head_dim"),
-    [({}, 128), ({"head_dim": None}, 128), ({"head_dim": 64}, 64)],
-    ids=["absent", "null", "explicit"],
+    ("changes", "kv_heads", "head_dim"),
+    [
+        ({}, 8, 128),
+        ({"head_dim": None}, 8, 128),
+        ({"head_dim": 64}, 8, 64),
+        ({"num_key_value_heads": None}, 32, 128),
+        ({"kv_lora_rank": None}, 8, 128),
+    ],
+    ids=str,
 )
-def test_head_dim_defaults_to_a_share_of_the_hidden_size(
-    changes: dict[str, Any], head_dim: int
-) -> None:
-    """The default head_dim is hidden_size / heads; an explicit one overrides it."""
+def test_defaults_of_grouped_queries(changes: dict[str, Any], kv_heads: int, head_dim: int) -> None:
+    """Without head_dim it is hidden_size / heads, without kv heads every head has its own."""
     model = read(GQA | changes)
 
     assert isinstance(model, GqaModel)
-    assert model.head_dim == head_dim
-
-
-def test_without_kv_heads_every_head_has_its_own() -> None:
-    """Without kv heads, the model has multi-head attention."""
-    model = read({"num_attention_heads": 32, "hidden_size": 4096})
-
-    assert isinstance(model, GqaModel)
-    assert model.kv_heads == 32
-
-
-def test_a_null_rank_is_not_latent_attention() -> None:
-    """Some models have the field with a null value."""
-    assert isinstance(read(GQA | {"kv_lora_rank": None}), GqaModel)
+    assert (model.kv_heads, model.head_dim) == (kv_heads, head_dim)
 
 
 @pytest.mark.parametrize("label", ["text_config", "language_config", "llm_config"])
@@ -163,44 +153,17 @@ def test_the_dtype_is_that_of_the_activations(changes: dict[str, Any], dtype: DT
         (MLA | {"qk_rope_head_dim": None}, "m: qk_rope_head_dim: expected 0 or more, got none"),
         (
             MLA | {"kv_lora_rank": 128},
-            (
-                "m: kv_lora_rank, qk_rope_head_dim: expected (512, 64) or (256, 64) or (512, 0), "
-                "got (128, 64)"
-            ),
+            f"m: kv_lora_rank, qk_rope_head_dim: expected {RANKS}, got (",
         ),
         (MLA | {"index_topk": -1}, "m: index_topk: expected 1 or more, got -1"),
         (MLA | {"dtype": "float32"}, "m: dtype: expected bfloat16 or float16, got 'float32'"),
         (
             GQA | {"num_key_value_heads": 5},
-            "m: num_key_value_heads: expected a divisor of num_attention_heads 32, got 5",
+            f"m: num_key_value_heads: expected a divisor of {OF_32} 5",
         ),
-        (
-            GQA | {"hidden_size": 4097},
-            (
-                "m: head_dim: expected it, or a hidden_size that is a multiple of "
-                "num_attention_heads 32, got 4097"
-            ),
-        ),
+        (GQA | {"hidden_size": 4097}, f"m: head_dim: expected it, or a {MULTIPLE} {OF_32} 4097"),
         (GQA | {"hidden_size": None}, "m: hidden_size: expected 1 or more, got none"),
-        (
-            GQA | {"head_dim": 72},
-            "m: head_dim: no GQA decode kernel for head_dim 72; supported: multiples of 16 up to ",
-        ),
-    ],
-    ids=[
-        "a list",
-        "nothing",
-        "no heads",
-        "true heads",
-        "heads as text",
-        "no rope",
-        "rank",
-        "choice of tokens",
-        "dtype",
-        "kv heads",
-        "heads of broken size",
-        "no size",
-        "head dim",
+        (GQA | {"head_dim": 72}, "m: head_dim: no GQA decode kernel for head_dim 72; supported: "),
     ],
 )
 def test_an_unsupported_configuration_is_rejected_by_field(config: object, message: str) -> None:
