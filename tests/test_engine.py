@@ -47,7 +47,6 @@ def in_fresh_process(function: str) -> dict[str, Any]:
 def test_a_key_is_made_without_rendering_and_compiling(cache_dir: Path) -> None:
     """A key needs no Jinja, no bindings and no torch, and touches no cache folder."""
     process = in_fresh_process("key_of")
-
     assert process["loaded"] == []
     assert not cache_dir.exists()
 
@@ -55,9 +54,7 @@ def test_a_key_is_made_without_rendering_and_compiling(cache_dir: Path) -> None:
 def test_a_warm_process_loads_neither_jinja_nor_nvrtc() -> None:
     """A cached kernel loads without Jinja, NVRTC, its bindings or torch."""
     find_or_build(COMBINE)
-
     process = in_fresh_process("find_or_build")
-
     assert process == {"built": False, "loaded": []}
 
 
@@ -119,10 +116,8 @@ def test_an_entry_describes_its_kernel(cache_dir: Path) -> None:
 def test_building_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """A build logs its kernel and its duration at INFO; a hit logs nothing."""
     caplog.set_level(logging.INFO, logger="mlagen")
-
     find_or_build(COMBINE)
     find_or_build(COMBINE)
-
     first, second = (record.getMessage() for record in caplog.records)
     assert first == f"compiling {COMBINE} with {find_nvrtc()}: absent in {kernel_store().root}"
     assert re.fullmatch(rf"compiled {re.escape(str(COMBINE))} in \d+\.\d s", second)
@@ -153,7 +148,6 @@ def test_a_loaded_kernel_is_returned_at_once(monkeypatch: pytest.MonkeyPatch) ->
     loaded = LoadedKernel.__new__(LoadedKernel)
     monkeypatch.setitem(engine._loaded, (COMBINE, 0), loaded)
     monkeypatch.setattr(engine, "find_or_build", None)
-
     assert kernel_for(COMBINE, 0) is loaded
 
 

@@ -94,9 +94,7 @@ def test_every_source_file_is_in_the_wheel(folder: str, site: Path) -> None:
     """The wheel has every module, template and marker file of the checkout."""
     files = [path for path in (ROOT / folder).rglob("*") if path.suffix in SHIPPED]
     expected = {FOLDERS[folder] / path.relative_to(ROOT / folder) for path in files}
-
     installed = {path.relative_to(site) for path in site.rglob("*")}
-
     assert expected
     assert expected - installed == set()
 
@@ -105,7 +103,6 @@ def test_nothing_but_code_data_templates_and_markers_is_installed(site: Path) ->
     """`mlagen` is the only name, and tests, documents and editor files are not in the wheel."""
     installed = {path.name for path in site.iterdir() if path.suffix != ".dist-info"}
     files = [path for path in (site / "mlagen").rglob("*") if path.is_file()]
-
     assert installed == {"mlagen"}
     assert {path.suffix for path in files} == SHIPPED
 
@@ -164,9 +161,7 @@ def test_each_dependency_has_a_lowest_version(site: Path) -> None:
     """`make oldest` installs the lowest versions."""
     lines = metadata_file(site, "METADATA").splitlines()
     named = [line.removeprefix("Requires-Dist: ") for line in lines if "Requires-Dist: " in line]
-
     needed = [Requirement(text) for text in named if "extra ==" not in text]
-
     assert "torch>=2.8" in named
     for requirement in needed:
         assert [bound.operator for bound in requirement.specifier] == [">="], requirement
@@ -175,9 +170,7 @@ def test_each_dependency_has_a_lowest_version(site: Path) -> None:
 def test_the_public_names_can_be_listed() -> None:
     """`dir(mlagen)` lists the lazy names, and loads none."""
     code = "import mlagen, sys; print(*dir(mlagen)); print('torch' in sys.modules)"
-
     names, is_loaded = run_python("-c", code, cwd=ROOT, site=ROOT).splitlines()
-
     assert set(mlagen.__all__) <= set(names.split())
     assert is_loaded == "False"
     for name in mlagen.__all__:

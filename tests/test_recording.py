@@ -28,10 +28,8 @@ def test_a_run_is_recorded_kernel_by_kernel(
 ) -> None:
     """Each line has the kernel as text that prewarming reads, its key, compiler and outcome."""
     start_record(monkeypatch, tmp_path / "run.jsonl")
-
     find_or_build(COMBINE)
     find_or_build(COMBINE)
-
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     key = key_of(COMBINE)
     kernel = {"kernel": str(COMBINE), "key": key.digest, "toolchain": key.toolchain}
@@ -49,7 +47,6 @@ def test_concurrent_lines_stay_complete(tmp_path: Path) -> None:
             record(path, **line)
 
     together([record_fifty] * 8)
-
     assert [json.loads(text) for text in path.read_text().splitlines()] == [line] * 400
 
 
@@ -58,9 +55,7 @@ def test_an_unwritable_record_warns_once(
 ) -> None:
     """The kernels are still compiled and found."""
     start_record(monkeypatch, tmp_path / "no folder" / "run.jsonl")
-
     built = [find_or_build(COMBINE).built, find_or_build(COMBINE).built]
-
     assert built == [True, False]
     (warning,) = (record.getMessage() for record in caplog.records)
     rule = "MLAGEN_RECORD: expected a file that can be written, got No such file or directory: "

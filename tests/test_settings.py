@@ -103,9 +103,7 @@ def test_a_variable_sets_a_field(
     """Each variable has its values, and unset or empty it has its default."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/c")
-
     settings = read_settings({name: text.format(cwd=tmp_path) for name, text in environ.items()})
-
     found = getattr(settings, field)
     assert repr(found) == repr(value).replace("{cwd}", str(tmp_path))
 
@@ -134,7 +132,6 @@ def test_an_invalid_value_is_rejected(name: str, rule: str, text: str) -> None:
     """The message has the variable, the rule and the value."""
     with pytest.raises(ArgumentError) as caught:
         read_settings({name: text})
-
     assert str(caught.value) == f"{name}: expected {rule}, got '{text}'"
 
 
@@ -152,7 +149,6 @@ def test_without_any_temporary_folder_there_are_settings(monkeypatch: pytest.Mon
         raise FileNotFoundError(2, "No usable temporary directory found")
 
     monkeypatch.setattr(tempfile, "gettempdir", reject)
-
     assert read_settings({}).cache_dir == Path(f"/tmp/mlagen-{os.getuid()}")  # noqa: S108
 
 
@@ -160,7 +156,6 @@ def test_without_any_temporary_folder_there_are_settings(monkeypatch: pytest.Mon
 def test_locks_do_not_follow_the_cache_to_a_network(runtime: str) -> None:
     """Without a writable XDG_RUNTIME_DIR the locks are local, wherever the cache is."""
     settings = read_settings({"MLAGEN_CACHE_DIR": "/net/kernels", "XDG_RUNTIME_DIR": runtime})
-
     assert settings.lock_dir.name == f"mlagen-{os.getuid()}"
     assert settings.lock_dir.parent in {Path("/dev/shm"), TEMPORARY.parent}  # noqa: S108
 
@@ -184,7 +179,6 @@ def test_the_environment_is_read_once(monkeypatch: pytest.MonkeyPatch, cache_dir
     """Later changes of the environment have no effect on a process."""
     first = current_settings()
     monkeypatch.setenv("MLAGEN_CACHE_DIR", "/elsewhere")
-
     assert first.cache_dir == cache_dir
     assert current_settings() is first
 
@@ -192,7 +186,5 @@ def test_the_environment_is_read_once(monkeypatch: pytest.MonkeyPatch, cache_dir
 def test_reading_the_settings_touches_no_disk(tmp_path: Path) -> None:
     """Reading the settings creates no folder."""
     folders = {"MLAGEN_CACHE_DIR": "cache", "MLAGEN_LOCK_DIR": "locks", "XDG_RUNTIME_DIR": "."}
-
     read_settings({name: str(tmp_path / folder) for name, folder in folders.items()})
-
     assert list(tmp_path.iterdir()) == []

@@ -33,9 +33,7 @@ ENTRY = BundledEntry(
 def test_entries_survive_the_round_trip(tmp_path: Path) -> None:
     """Entries survive the round trip through JSON."""
     entries = tuple(entry for entry, _ in verified_entries(list(filled_store(tmp_path).entries())))
-
     read = index_from_json(index_to_json(entries), max_bytes=total_bytes(entries))
-
     assert read == entries
 
 
@@ -61,9 +59,7 @@ def test_the_size_limit_of_an_entry_is_exact() -> None:
     size = ENTRY_MAX_BYTES - 1
     files = {**ENTRY.files, "kernel.cubin": FileDigest(size, "0" * 64)}
     BundledEntry(ENTRY.key, ENTRY.toolchain, ENTRY.family, ENTRY.arch, files).require_valid()
-
     files["kernel.cu"] = FACTS
     entry = BundledEntry(ENTRY.key, ENTRY.toolchain, ENTRY.family, ENTRY.arch, files)
-
     with pytest.raises(DamageError, match=f"expected at most {ENTRY_MAX_BYTES} bytes"):
         entry.require_valid()

@@ -43,18 +43,14 @@ def test_the_same_entries_make_the_same_bytes(
     target = out(tmp_path) / "other-name.tar.gz"
     entries, expected = list(store.entries()), bundle_bytes(store)
     monkeypatch.setattr(time, "time", lambda: 1e9)
-
     export_bundle(entries[::-1], target)
-
     assert target.read_bytes() == expected
 
 
 def test_the_summary_describes_the_file(store: KernelStore, tmp_path: Path) -> None:
     """The summary has digest and sizes of the file, and the targets of its kernels."""
     target = out(tmp_path) / "kernels.tar.gz"
-
     written = export_bundle(list(store.entries()), target)
-
     content = target.read_bytes()
     assert written.sha256 == hashlib.sha256(content).hexdigest()
     assert written.size_bytes == len(content)
@@ -80,11 +76,9 @@ def test_other_programs_can_read_it(store: KernelStore) -> None:
 def test_progress_ends_at_the_total(store: KernelStore) -> None:
     """Progress is reported after each entry."""
     seen: list[tuple[int, int]] = []
-
     written = write_bundle(
         list(store.entries()), io.BytesIO(), on_progress=lambda *done: seen.append(done)
     )
-
     assert len(seen) == len(FAMILIES)
     assert seen[-1] == (written.content_bytes, written.content_bytes)
 
@@ -117,7 +111,6 @@ def test_a_kernel_that_is_no_elf_file_stops_the_export(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     build = make_build(b"#!/bin/sh\n")
     publish(Layout(store.root), Manifest.of(key_for("x"), build, created_by="jit"), build.files)
-
     with pytest.raises(BundleError, match=r"kernel.cubin: expected an ELF file, got"):
         bundle_bytes(store)
 
@@ -126,9 +119,7 @@ def test_an_existing_bundle_is_replaced(store: KernelStore, tmp_path: Path) -> N
     """An existing bundle is replaced, and no other file stays in the folder."""
     target = out(tmp_path) / "kernels.tar.gz"
     target.write_bytes(b"the old one")
-
     export_bundle(list(store.entries()), target)
-
     assert target.read_bytes() == bundle_bytes(store)
     assert tree(target.parent) == [target.name]
 
@@ -142,7 +133,6 @@ def test_a_bundle_has_the_mode_of_the_umask(umask: int, store: KernelStore, tmp_
         export_bundle(list(store.entries()), target)
     finally:
         os.umask(before)
-
     assert target.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
@@ -150,10 +140,8 @@ def test_a_bundle_has_the_mode_of_the_umask(umask: int, store: KernelStore, tmp_
 def test_a_folder_is_not_replaced(target: str, store: KernelStore, tmp_path: Path) -> None:
     """A target that is not a file or has no name is rejected, and nothing is written."""
     folder = out(tmp_path)
-
     with pytest.raises(BundleError, match="expected a file, got another kind"):
         export_bundle(list(store.entries()), Path(target) if target else folder)
-
     assert tree(folder) == []
 
 
@@ -163,20 +151,16 @@ def test_more_entries_than_can_be_imported_are_rejected(
     """An oversized table of contents is rejected, and no file remains."""
     monkeypatch.setattr(bundle_writing, "INDEX_MAX_BYTES", 1000)
     folder = out(tmp_path)
-
     with pytest.raises(BundleError, match=r"contents of at most 1000 bytes, got 1[0-9]{3}; export"):
         export_bundle(list(store.entries()), folder / "kernels.tar.gz")
-
     assert tree(folder) == []
 
 
 def test_a_missing_folder_is_not_made(store: KernelStore, tmp_path: Path) -> None:
     """A missing parent folder is an error."""
     target = tmp_path / "nowhere" / "kernels.tar.gz"
-
     with pytest.raises(BundleError, match=f"expected a file in a folder that exists, got {target}"):
         export_bundle(list(store.entries()), target)
-
     assert not target.parent.exists()
 
 
@@ -186,12 +170,9 @@ def test_a_full_disk_leaves_nothing(
 ) -> None:
     """A partial bundle never has the final name, and is deleted."""
     target = out(tmp_path) / "kernels.tar.gz"
-
     monkeypatch.setattr(os, "fsync", failing(code))
-
     with pytest.raises(BundleError, match=f"expected a writable file, got {os.strerror(code)}"):
         export_bundle(list(store.entries()), target)
-
     assert tree(target.parent) == []
 
 
@@ -205,5 +186,4 @@ def test_an_interrupted_export_leaves_nothing(store: KernelStore, tmp_path: Path
 
     with pytest.raises(KeyboardInterrupt):
         export_bundle(list(store.entries()), target, on_progress=interrupt)
-
     assert tree(target.parent) == []

@@ -59,10 +59,8 @@ def test_a_missing_layer_is_reported_once(monkeypatch: Patch, tmp_path: Path, ca
     """A misspelt layer is reported once instead of compiling silently."""
     monkeypatch.setenv("MLAGEN_CACHE_RO", str(tmp_path / "kernals"))
     current_settings.cache_clear()
-
     for _ in range(2):
         assert kernel_store().find(KEY) is None
-
     (message,) = caplog.messages
     expected = "MLAGEN_CACHE_RO: expected a folder, got none, ignoring it"
     assert message == f"{expected}: {tmp_path / 'kernals'}"
@@ -89,9 +87,7 @@ def test_packages_are_searched_only_on_a_miss(monkeypatch: Patch, tmp_path: Path
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
     kernel_store().find_or_build(make_key("own"), make_build)
     packaged_layers.cache_clear()
-
     kernel_store().find(make_key("own"))
-
     assert packaged_layers.cache_info().misses == 0
 
 
@@ -105,9 +101,7 @@ def test_broken_metadata_is_reported_once(
         b"[mlagen.kernels]\nsome_kernels\n" if file == "entry_points.txt" else b"\xff,,\n"
     )
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
-
     found = [kernel_store().look_up(KEY).reason for _ in range(2)]
-
     assert found == ["absent", "absent"]
     assert caplog.text.count("mlagen.kernels: expected readable metadata of all packages") == 1
 
@@ -117,5 +111,4 @@ def test_a_package_without_kernels_is_no_layer(monkeypatch: Patch, tmp_path: Pat
     folder = install(tmp_path / "site", "some_kernels")
     (folder.parent / "some_kernels-1.dist-info/RECORD").write_text("other/v1/e,,\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
-
     assert packaged_layers() == ()

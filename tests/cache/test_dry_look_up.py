@@ -99,9 +99,7 @@ def test_the_problem_belongs_to_the_reason(tmp_path: Path) -> None:
     """With one damaged and one untrusted entry, the damage is the reason."""
     cut_off(put(tmp_path / "own", NEWEST))
     let_others_write(put(tmp_path / "layer", NEWEST))
-
     found = store_over(tmp_path).look_up(make_key(), is_dry=True)
-
     assert found.reason == "damaged"
     assert found.problem == "kernel.cubin: expected 1028 bytes, got 100"
     assert entry_folder(tmp_path / "own", make_key()).is_dir()

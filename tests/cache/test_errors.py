@@ -34,9 +34,7 @@ def test_processes_that_cannot_publish_do_not_wait_for_each_other(
 ) -> None:
     """If no entry can be published, the lock would only serialise the builds."""
     (tmp_path / "cache").touch()
-
     store.find_or_build(KEY, make_build)
-
     assert not (tmp_path / "locks").exists()
 
 
@@ -45,9 +43,7 @@ def test_sweep_that_fails_does_not_undo_publishing(
 ) -> None:
     """An unreadable staging folder does not undo the publication."""
     monkeypatch.setattr(quarantine, "sweep", failing(errno.EACCES))
-
     entry = store.find_or_build(KEY, make_build)
-
     assert entry.path is not None
     assert warnings_in(caplog) == []
     with pytest.raises(CacheError, match="got Permission denied"):

@@ -48,10 +48,8 @@ def test_read_regular_rejects_anything_else(make: Callable[[Path], object], tmp_
     path = tmp_path / "kernel.cubin"
     make(path)
     open_before = _descriptors()
-
     with pytest.raises(DamageError, match=r"^kernel\.cubin: expected "):
         files.read_regular(path, max_bytes=4)
-
     assert _descriptors() == open_before
 
 
@@ -60,7 +58,6 @@ def test_read_regular_returns_the_content(content: bytes, tmp_path: Path) -> Non
     """A regular file up to the limit is read completely."""
     path = tmp_path / "file"
     path.write_bytes(content)
-
     assert files.read_regular(path, max_bytes=4) == content
 
 

@@ -28,9 +28,7 @@ def test_digest_is_the_same_in_every_process(seed: str) -> None:
     """Neither the hash seed nor the locale of a process affects the digest."""
     environment = {**os.environ, "PYTHONHASHSEED": seed, "LC_ALL": "C", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", PRINT_DIGEST]
-
     run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-
     assert run.stdout.strip() == GOLDEN
 
 
@@ -49,23 +47,19 @@ OTHER_INGREDIENTS = {
 def test_every_key_field_changes_the_digest(key_fields: tuple[tuple[str, str], ...]) -> None:
     """Two keys with different key fields never share a digest."""
     other = replace(make_key(), key_fields=key_fields)
-
     assert other.digest != make_key().digest
 
 
 def test_schema_changes_the_digest(monkeypatch: Patch) -> None:
     """Another schema changes every digest."""
     before = make_key().digest
-
     monkeypatch.setattr(key_module, "SCHEMA", key_module.SCHEMA + 1)
-
     assert make_key().digest != before
 
 
 def test_toolchain_is_not_part_of_the_digest() -> None:
     """A kernel has the same digest for every compiler."""
     other = make_key(toolchain="nvrtc-12.8.1")
-
     assert other.digest == make_key().digest
     assert other != make_key()
 

@@ -122,9 +122,7 @@ def _open_to_all(folder: Path) -> None:
 def test_a_miss_has_a_reason(make: Callable[[Path], object], reason: str, tmp_path: Path) -> None:
     """The most informative reason of all layers is reported."""
     make(tmp_path)
-
     found = store_over(tmp_path, tmp_path / "empty", tmp_path / "layer/cache").look_up(KEY)
-
     assert (found.entry, found.layer, found.reason) == (None, None, reason)
 
 
@@ -133,10 +131,8 @@ def test_of_several_toolchains_the_newest_serves(order: tuple[str, str], tmp_pat
     """Versions compare numerically: 13.10 is newer than 13.4; other major versions never match."""
     layer = fill(tmp_path, "layer", *order, "nvrtc-14.0.1", "nvrtc-12.9.86")
     store = store_over(tmp_path, layer)
-
     found = store.look_up(CacheKey(KEY.key_fields, "nvrtc-13"))
     none = store.look_up(CacheKey(KEY.key_fields, "nvrtc-15"))
-
     assert found.entry is not None
     assert found.entry.manifest.toolchain == NEWER
     assert (none.entry, none.reason) == (None, "other toolchain")
@@ -146,9 +142,7 @@ def test_a_damaged_newest_entry_falls_back_to_the_next(tmp_path: Path) -> None:
     """If any toolchain is accepted, an older valid entry replaces a damaged newer one."""
     layer = fill(tmp_path, "layer", OLDER, NEWER)
     os.truncate(entry_folder(tmp_path / "layer", make_key(toolchain=NEWER)) / "kernel.cubin", 3)
-
     found = store_over(tmp_path, layer).look_up(CacheKey(KEY.key_fields, "nvrtc-13"))
-
     assert found.entry is not None
     assert found.entry.manifest.toolchain == OLDER
 
@@ -158,9 +152,7 @@ def test_a_damaged_entry_does_not_shadow_a_valid_layer(tmp_path: Path, caplog: L
     store_over(tmp_path).find_or_build(KEY, make_build)
     os.truncate(entry_folder(tmp_path, KEY) / "manifest.json", 3)
     layer, build = fill(tmp_path, "layer"), CountedBuild()
-
     entry = store_over(tmp_path, layer).find_or_build(KEY, build)
-
     assert build.calls == 0
     assert entry.path == entry_folder(tmp_path / "layer", KEY)
     assert len(warnings_in(caplog)) == 1
@@ -171,9 +163,7 @@ def test_packages_are_trusted_like_their_code(tmp_path: Path) -> None:
     """Packages are trusted with any mode, a configured layer is not."""
     package = fill(tmp_path, "package")
     package.chmod(0o777)
-
     as_package = store_over(tmp_path, packaged=(package,)).find(KEY)
     as_layer = store_over(tmp_path, package).find(KEY)
-
     assert as_package is not None
     assert as_layer is None

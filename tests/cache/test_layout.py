@@ -47,7 +47,6 @@ def test_is_abandoned(
 ) -> None:
     """Staging is abandoned after an hour, unless its process runs on this host."""
     name = f"{stem}.{host}.{os.getpid() if alive else dead_pid}.0a1b2c3d"
-
     assert is_abandoned(name, time.time() - age_s) is expected
 
 
@@ -64,5 +63,4 @@ def test_a_process_of_another_user_counts_as_running(monkeypatch: Patch) -> None
         raise PermissionError
 
     monkeypatch.setattr(os, "kill", rejected)
-
     assert not is_abandoned(f"ab.{HOST}.1.00", 0)

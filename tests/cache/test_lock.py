@@ -53,10 +53,8 @@ def test_timeout_continues_without_the_lock(
     """A waiting process logs repeatedly, and compiles after the timeout."""
     monkeypatch.setattr(lock_module, "_PROGRESS_S", 0.05)
     path = tmp_path / "a.lock"
-
     with filelock.FileLock(path), compile_lock(path, timeout_s=0.3):
         lines = [record.message for record in messages.records]
-
     assert lines[-1] == f"lock: expected within 0.3 s, got none, compiling without: {path}"
     assert len(lines) > 2
     waiting = f"waiting 0 s for another process to compile: {path}"
@@ -66,7 +64,6 @@ def test_timeout_continues_without_the_lock(
 def test_timeout_of_zero_tries_once(tmp_path: Path) -> None:
     """A timeout of zero still takes a free lock."""
     path = tmp_path / "a.lock"
-
     with compile_lock(path, timeout_s=0), pytest.raises(filelock.Timeout):
         filelock.FileLock(path).acquire(timeout=0)
 
@@ -83,10 +80,7 @@ def test_timeout_of_zero_tries_once(tmp_path: Path) -> None:
     ids=repr,
 )
 def test_broken_locks_are_skipped(
-    error: Exception,
-    tmp_path: Path,
-    messages: Log,
-    monkeypatch: Patch,
+    error: Exception, tmp_path: Path, messages: Log, monkeypatch: Patch
 ) -> None:
     """Any locking error is logged in one line, and the work continues without the lock."""
 
@@ -94,10 +88,8 @@ def test_broken_locks_are_skipped(
         raise error
 
     monkeypatch.setattr(filelock.FileLock, "acquire", reject)
-
     with compile_lock(tmp_path / "a.lock", timeout_s=1):
         lines = [record.message for record in messages.records]
-
     assert lines == [
         f"lock: expected to work, got {error}, compiling without: {tmp_path / 'a.lock'}"
     ]
@@ -108,12 +100,9 @@ def test_a_file_system_without_locks_gets_no_substitute(
 ) -> None:
     """A file whose existence is the lock would outlive a process that dies."""
     (tmp_path / "a.lock").touch()
-
     monkeypatch.setattr(fcntl, "flock", failing(errno.ENOSYS))
-
     with compile_lock(tmp_path / "a.lock", timeout_s=0.5):
         (line,) = [record.message for record in messages.records]
-
     assert line.startswith("lock: expected to work, got ")
 
 
@@ -133,11 +122,9 @@ def test_lock_folder_that_is_not_a_folder_costs_one_warning(
 ) -> None:
     """A lock folder that is not a folder is reported once, and the work continues."""
     make(tmp_path / "locks")
-
     for name in ("a", "b"):
         with compile_lock(tmp_path / f"locks/{name}.lock", timeout_s=1):
             pass
-
     (record,) = messages.records
     assert record.levelno == logging.WARNING
     assert record.message.startswith("lock: expected a folder of this user, got ")
@@ -165,7 +152,6 @@ def test_unusable_lock_folder_costs_one_warning(mode: int, tmp_path: Path, messa
 def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
     """A link at the path of a lock file creates nothing at its target."""
     (tmp_path / "a.lock").symlink_to(tmp_path / "target")
-
     with compile_lock(tmp_path / "a.lock", timeout_s=1):
         assert not (tmp_path / "target").exists()
 
@@ -173,10 +159,8 @@ def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
 def test_an_error_inside_frees_the_lock(tmp_path: Path) -> None:
     """A failed compile releases the lock."""
     path = tmp_path / "a.lock"
-
     with pytest.raises(LookupError), compile_lock(path, timeout_s=1):
         raise LookupError
-
     with filelock.FileLock(path, timeout=0) as held:
         assert held.is_locked
 
@@ -184,10 +168,8 @@ def test_an_error_inside_frees_the_lock(tmp_path: Path) -> None:
 def test_lock_file_stays(tmp_path: Path) -> None:
     """The file is never deleted, so that all processes wait for the same file."""
     path = tmp_path / "locks/a.lock"
-
     with compile_lock(path, timeout_s=1):
         inode = path.stat().st_ino
     with compile_lock(path, timeout_s=1):
         pass
-
     assert path.stat().st_ino == inode

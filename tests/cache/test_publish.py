@@ -21,7 +21,6 @@ def publish_cubin(root: Path, cubin: bytes = builds.CUBIN) -> Path:
 def test_publish_creates_the_entry_and_nothing_else(tmp_path: Path) -> None:
     """The entry has all its files, the cache has its tag, and staging is empty."""
     folder = publish_cubin(tmp_path)
-
     assert builds.tree(folder) == ["build.log", "kernel.cu", "kernel.cubin", "manifest.json"]
     assert list((tmp_path / "v1/staging").iterdir()) == []
     tag = (tmp_path / "v1/CACHEDIR.TAG").read_text(encoding="ascii")
@@ -31,9 +30,7 @@ def test_publish_creates_the_entry_and_nothing_else(tmp_path: Path) -> None:
 def test_the_first_publication_stays(tmp_path: Path) -> None:
     """Losing the race is no error, changes nothing, and leaves staging empty."""
     first, second = builds.CUBIN + b"first", builds.CUBIN + b"second"
-
     folders = [publish_cubin(tmp_path, first), publish_cubin(tmp_path, second)]
-
     assert folders[0] == folders[1]
     assert builds.read_at(folders[0], key=KEY.digest, toolchain=KEY.toolchain).cubin == first
     assert list((tmp_path / "v1/staging").iterdir()) == []
@@ -42,7 +39,5 @@ def test_the_first_publication_stays(tmp_path: Path) -> None:
 def test_an_empty_folder_is_replaced(tmp_path: Path) -> None:
     """An empty folder from a power failure is replaced."""
     Layout(tmp_path).entry(KEY.digest, KEY.toolchain).mkdir(parents=True)
-
     folder = publish_cubin(tmp_path)
-
     assert builds.read_at(folder, key=KEY.digest, toolchain=KEY.toolchain).cubin == builds.CUBIN

@@ -65,9 +65,7 @@ def test_quarantine_spares_a_replaced_entry(
     seen = identity_of(entry)
     change(entry)
     before = tree(layout.entries)
-
     cell = quarantine.quarantine_entry(layout, entry, "kernel.cubin: bad", seen=seen)
-
     assert cell is None
     assert tree(layout.entries) == before
     assert tree(layout.quarantine) == []
@@ -99,10 +97,8 @@ def test_quarantine_that_fails_leaves_no_cell(
 ) -> None:
     """If the entry cannot be moved, the error is raised and no empty cell stays."""
     monkeypatch.setattr(os, "rename", failing(errno.EROFS))
-
     with pytest.raises(OSError, match="Read-only"):
         quarantine.quarantine_entry(layout, entry, "bad", seen=identity_of(entry))
-
     assert tree(layout.quarantine) == []
 
 
@@ -112,11 +108,7 @@ def test_quarantine_that_fails_leaves_no_cell(
     ids=["too many", "too large", "the newest too large", "at the limits"],
 )
 def test_the_oldest_cells_are_deleted_first(
-    max_cells: int,
-    max_bytes: int,
-    kept: list[int],
-    layout: Layout,
-    monkeypatch: Patch,
+    max_cells: int, max_bytes: int, kept: list[int], layout: Layout, monkeypatch: Patch
 ) -> None:
     """The newest cells within both limits stay, and the newest one whatever its size."""
     monkeypatch.setattr(quarantine, "QUARANTINE_MAX_CELLS", max_cells)
@@ -138,9 +130,7 @@ def test_remove_does_not_follow_a_link(layout: Layout, tmp_path: Path) -> None:
     (tmp_path / "precious/file").touch()
     layout.entries.mkdir(parents=True)
     (layout.entries / "link").symlink_to(tmp_path / "precious")
-
     quarantine.remove(layout, layout.entries / "link")
-
     assert tree(tmp_path / "precious") == ["file"]
     assert tree(layout.entries) == tree(layout.staging) == []
 

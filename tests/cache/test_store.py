@@ -43,10 +43,8 @@ def test_constructing_a_store_touches_nothing(store: KernelStore, tmp_path: Path
 def test_first_call_builds_and_later_ones_find(store: KernelStore, tmp_path: Path) -> None:
     """The entry of the builder equals the one that this and another store find afterwards."""
     build = CountedBuild()
-
     built = store.find_or_build(KEY, build)
     found = store.find_or_build(KEY, build)
-
     assert build.calls == 1
     assert found == built == make_store(tmp_path).find(KEY)
     assert built.path == entry_folder(tmp_path, KEY)
@@ -57,9 +55,7 @@ def test_first_call_builds_and_later_ones_find(store: KernelStore, tmp_path: Pat
 def test_the_compiler_that_ran_names_the_entry(store: KernelStore, caplog: Log) -> None:
     """If it differs from the key, the log names it and the entry has its name."""
     caplog.set_level(logging.INFO, logger="mlagen")
-
     entry = store.find_or_build(KEY, lambda: make_build(toolchain="nvrtc-13.5.40"))
-
     assert entry.manifest.toolchain == "nvrtc-13.5.40"
     assert store.find(KEY) is None
     assert store.find(make_key(toolchain="nvrtc-13.5.40")) == entry
@@ -93,9 +89,7 @@ def test_reading_writes_nothing_and_takes_no_lock(store: KernelStore, tmp_path: 
     store.find_or_build(KEY, make_build)
     before = tree(tmp_path)
     command = [sys.executable, "-B", "-c", READ_ONLY_HIT, str(tmp_path)]
-
     run = subprocess.run(command, cwd=builds.ROOT, check=False, capture_output=True, text=True)
-
     assert run.stderr == ""
     assert tree(tmp_path) == before
 
@@ -105,7 +99,6 @@ def test_select_rejects_an_invalid_prefix(prefix: str, store: KernelStore) -> No
     """A prefix of fewer than 6 or more than 64 digits, or with other characters, is rejected."""
     with pytest.raises(ArgumentError) as caught:
         store.select(prefix)
-
     assert str(caught.value) == f"key: expected 6 to 64 lower-case hex digits, got {prefix!r}"
 
 
@@ -130,9 +123,7 @@ def test_remove_keeps_the_other_toolchains(store: KernelStore) -> None:
     other = make_key(toolchain="nvrtc-12.8.1")
     store.find_or_build(KEY, make_build)
     store.find_or_build(other, lambda: make_build(toolchain="nvrtc-12.8.1"))
-
     store.remove(store.select(KEY.digest)[0])
-
     assert store.find(other) is None
     assert store.find(KEY) is not None
 
@@ -143,9 +134,7 @@ def test_clear_deletes_entries_and_quarantine(store: KernelStore, tmp_path: Path
         store.find_or_build(make_key(name), make_build)
     store.quarantine(next(store.entries()), "a reason")
     (next(store.entries()).path / "manifest.json").write_bytes(b"garbage")
-
     count = store.clear()
-
     assert count == 2
     assert tree(tmp_path / "cache/v1") == ["CACHEDIR.TAG", "staging"]
     assert store.find_or_build(KEY, make_build).path is not None
@@ -154,8 +143,6 @@ def test_clear_deletes_entries_and_quarantine(store: KernelStore, tmp_path: Path
 def test_facts_that_are_not_json_are_an_internal_error(store: KernelStore) -> None:
     """A manifest that cannot be read back is not written."""
     build = replace(make_build(), facts={"path": object()})
-
     with pytest.raises(TypeError, match="not JSON serializable"):
         store.find_or_build(KEY, lambda: build)
-
     assert list(store.entries()) == []

@@ -40,7 +40,6 @@ def entry_of(layout: Layout) -> Path:
 def test_missing_folders_are_accepted(tmp_path: Path) -> None:
     """A missing cache or entry raises no trust error."""
     require_trusted(Layout(tmp_path / "cache"))
-
     with pytest.raises(FileNotFoundError):
         require_trusted(Layout(tmp_path / "cache"), tmp_path / "cache/v1/e/ab/abc/nvrtc-13.5.37")
 
@@ -64,14 +63,12 @@ def test_a_folder_that_others_may_read_is_trusted(
 ) -> None:
     """Read permission for other users is accepted."""
     place(layout).chmod(mode)
-
     require_trusted(layout, entry_of(layout))
 
 
 def test_a_folder_of_root_is_trusted(layout: Layout, monkeypatch: Patch) -> None:
     """Folders of root are trusted; a user other than the owner is rejected."""
     monkeypatch.setattr(os, "geteuid", lambda: 4242)
-
     if os.getuid() == 0:
         require_trusted(layout, entry_of(layout))
     else:
@@ -84,7 +81,6 @@ def test_a_file_that_others_may_write_is_not_read(mode: int, layout: Layout) -> 
     """The check uses the status of the opened file, and the error names it."""
     file = entry_of(layout) / "kernel.cubin"
     file.chmod(mode)
-
     expected = f"mode {mode:04o}, which lets others write, at {file} "
     with opened(file.parent) as entry, pytest.raises(PermissionError, match=expected):
         entry.read(file.name, max_bytes=1 << 20)
@@ -95,7 +91,6 @@ def test_a_file_of_another_user_is_not_read(layout: Layout) -> None:
     """A file of another user is rejected whatever its mode and folder."""
     file = entry_of(layout) / "kernel.cubin"
     os.chown(file, 65534, -1)
-
     expected = f"a file of user 65534 at {file} "
     with opened(file.parent) as entry, pytest.raises(PermissionError, match=expected):
         entry.read(file.name, max_bytes=1 << 20)
@@ -107,7 +102,6 @@ def test_a_link_to_the_root_must_be_own(layout: Layout, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(layout.root)
     os.chown(link, 65534, -1, follow_symlinks=False)
-
     with pytest.raises(PermissionError, match=f"a symbolic link of user 65534 at {link} "):
         require_trusted(Layout(link))
     require_trusted(Layout(link, is_shared=True))

@@ -41,14 +41,12 @@ TEMPLATES: dict[str, tuple[str, dict[str, int]]] = {
 def test_lines_of_a_template(text: str, numbers: dict[str, int], templates: Path) -> None:
     """Each rendered line has the template line that it came from."""
     expected = {line: f"probe.cuh.j2:{number}" for line, number in numbers.items()}
-
     assert origins_of(text, templates).items() >= expected.items()
 
 
 def test_plain_lines_come_from_themselves() -> None:
     """A file without Jinja is not parsed: the {%0, %1} of inline assembly is no tag."""
     text = plain_text("// {%0, %1}\n\nint plain;\n", "plain.cuh")
-
     assert text.lines == ["// {%0, %1}", "", "int plain;", ""]
     assert text.origins == [f"plain.cuh:{number}" for number in (1, 2, 3, 4)]
 
@@ -56,7 +54,6 @@ def test_plain_lines_come_from_themselves() -> None:
 def test_a_blank_line_belongs_to_the_line_before() -> None:
     """Blank lines carry no mark, and none is needed to find an error."""
     lines, origins = split_marks("\x014:a.cuh\x02int a;\n\n\x016:a.cuh\x02int b;")
-
     assert lines == ["int a;", "", "int b;"]
     assert origins == ["a.cuh:4", "a.cuh:4", "a.cuh:6"]
 
@@ -64,7 +61,6 @@ def test_a_blank_line_belongs_to_the_line_before() -> None:
 def test_the_last_mark_of_a_line_counts() -> None:
     """Where one line was put together from two, the inner place is the one to edit."""
     lines, origins = split_marks("\x011:outer.cuh.j2\x02  \x019:inner.cuh\x02int a;")
-
     assert lines == ["  int a;"]
     assert origins == ["inner.cuh:9"]
 
@@ -87,9 +83,7 @@ def test_directives_say_what_the_map_says() -> None:
     lines = ["int a;", "", "int b;", "int c;", "int d;", "int e;"]
     origins = ["a.cuh:4", "a.cuh:4", "a.cuh:6", "a.cuh:9", "b.cuh:10", "b.cuh:10"]
     root = Path("/templates")
-
     marked = with_line_directives(Text(lines, origins), root)
-
     expected = [(line, place) for line, place in zip(lines, origins, strict=True) if line]
     assert compiled_as(marked, root) == expected
     assert len(marked.origins) == len(marked.lines)
@@ -99,14 +93,11 @@ def test_directives_say_what_the_map_says() -> None:
 def test_no_directive_splits_a_macro() -> None:
     """A line that continues the one before it stays behind it."""
     lines = ["#define A \\", "  1", "int b;"]
-
     marked = with_line_directives(Text(lines, ["a.cuh:1", "b.cuh:7", "b.cuh:8"]), Path("/t"))
-
     assert marked.lines == ['#line 1 "/t/a.cuh"', *lines[:2], '#line 8 "/t/b.cuh"', lines[2]]
 
 
 def test_a_path_is_spelled_as_a_string_literal() -> None:
     """Quotes and backslashes of a folder are escaped."""
     marked = with_line_directives(Text(["int a;"], ["a.cuh:1"]), Path('/a "b\\c'))
-
     assert marked.lines[0] == r'#line 1 "/a \"b\\c/a.cuh"'

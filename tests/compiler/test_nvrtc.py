@@ -58,9 +58,7 @@ def test_a_cubin_has_the_resources_of_ptxas(arch: Arch) -> None:
 def test_compiling_is_repeatable_and_runs_in_threads() -> None:
     """The same source gives the same bytes, also from eight threads concurrently."""
     nvrtc = find_nvrtc()
-
     cubins = together([lambda: compile_source(source(), SM_100F, nvrtc)] * 8)
-
     assert len({cubin.code for cubin in cubins}) == 1
 
 
@@ -85,10 +83,8 @@ def test_an_error_is_reported_in_the_template(compiled: Way) -> None:
 def test_an_error_of_ptxas_is_reported() -> None:
     """The message is the ptxas error, although it has no source position."""
     text = KERNEL.replace("p[threadIdx.x] = 1;", 'asm volatile("not_an_instruction;");')
-
     with pytest.raises(CompileError) as caught:
         compile_source(source(text), SM_100F, find_nvrtc())
-
     assert "Not a name of any known instruction: 'not_an_instruction'" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -110,7 +106,6 @@ def test_an_error_of_ptxas_is_reported() -> None:
 def test_positions_become_those_of_the_template(log: str, expected: str) -> None:
     """A position outside of the line map keeps its line in the rendered source."""
     rewritten = rewrite_positions(log, source().origins)
-
     assert rewritten == expected
 
 
@@ -119,10 +114,8 @@ def test_an_unknown_architecture_is_rejected(compiled: Way) -> None:
     """The message lists the supported architectures."""
     nvrtc = find_nvrtc()
     known = ", ".join(f"sm_{number}" for number in load_nvrtc(nvrtc.path).supported_archs())
-
     with pytest.raises(ToolchainError) as caught:
         compiled(source(), Arch(42), nvrtc)
-
     assert str(caught.value) == f"arch: NVRTC {nvrtc.version} compiles for {known}, got sm_42"
 
 
@@ -136,10 +129,8 @@ def test_a_library_that_cannot_be_loaded_is_named(
     path = tmp_path / "libnvrtc.so.13"
     if content is not None:
         path.write_bytes(content)
-
     with pytest.raises(ToolchainError) as caught:
         compile_source(source(), SM_100F, replace(find_nvrtc(), path=path))
-
     assert str(caught.value).startswith(f"NVRTC: cannot load {path}: ")
     assert reason in str(caught.value)
 
@@ -147,7 +138,6 @@ def test_a_library_that_cannot_be_loaded_is_named(
 def test_a_library_that_is_not_nvrtc_is_named() -> None:
     """A missing function is reported like a load failure."""
     library = Path(sys.modules["_ctypes"].__file__ or "")
-
     with pytest.raises(ToolchainError, match=rf"^NVRTC: cannot load {library}: .*nvrtc"):
         load_nvrtc(library)
 
@@ -177,7 +167,6 @@ def test_sources_cannot_include_files_of_the_current_folder(
     """Source, options and compiler are the whole input, whatever the current folder is."""
     (tmp_path / "local.cuh").write_text("#define LOCAL\n")  # would compile
     monkeypatch.chdir(tmp_path)
-
     with pytest.raises(CompileError, match=r"local\.cuh"):
         compile_source(source('#include "local.cuh"\n' + KERNEL), SM_100F, find_nvrtc())
 

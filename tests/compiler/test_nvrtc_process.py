@@ -32,7 +32,6 @@ def test_a_fresh_process_compiles_the_same() -> None:
     here, there = (
         compiled(SOURCE, SM_100F, find_nvrtc()) for compiled in (compile_source, compile_in_process)
     )
-
     assert there.compile_ms > 0
     assert replace(there, compile_ms=here.compile_ms, log=here.log) == here
     times = re.compile(r"[\d.]+ ms")
@@ -73,7 +72,6 @@ def test_without_a_python_to_start_the_error_is_a_toolchain_error(
 ) -> None:
     """It is a ToolchainError, in one line."""
     monkeypatch.setattr(sys, "executable", executable)
-
     with pytest.raises(ToolchainError, match=message):
         compile_in_process(SOURCE, SM_100F, find_nvrtc())
 
@@ -141,5 +139,4 @@ def test_a_child_forked_during_a_compile_uses_a_fresh_process(
 def test_an_ending_process_uses_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A daemon thread would not finish in this process."""
     monkeypatch.setattr(fork_safety, "_is_exiting", True)
-
     assert where() == "elsewhere"

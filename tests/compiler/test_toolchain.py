@@ -91,9 +91,7 @@ def test_the_wheel_of_the_bindings_major_version_is_found(
 ) -> None:
     """Version, file and origin come from the record of the wheel; nothing is loaded."""
     install(bare, tmp_path, bindings, {name: declared})
-
     found = find_nvrtc()
-
     library = f"libnvrtc.so.{version.partition('.')[0]}"
     assert found.version == version
     assert found.path == (tmp_path / name / "nvidia/lib" / library).resolve()
@@ -125,20 +123,16 @@ def test_without_nvrtc_the_message_has_the_command(
 ) -> None:
     """The message names the wheel for the installed bindings."""
     install(bare, tmp_path, bindings, wheels)
-
     with pytest.raises(ToolchainError) as caught:
         find_nvrtc()
-
     assert str(caught.value) == message
 
 
 def test_an_nvrtc_that_is_too_old_is_rejected(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The message has the required version, the installed one, and the pip command."""
     install(bare, tmp_path, "12.9.1", {CU12: "12.6.85"})
-
     with pytest.raises(ToolchainError) as caught:
         find_nvrtc()
-
     library = (tmp_path / "nvidia-cuda-nvrtc-cu12/nvidia/lib/libnvrtc.so.12").resolve()
     assert str(caught.value) == (
         f"NVRTC: expected 12.8 or newer, got 12.6.85 in {library}; "
@@ -154,9 +148,7 @@ def test_a_later_nvrtc_that_is_new_enough_is_used(
     library = elf_file(tmp_path / "cuda/lib64/libnvrtc.so.12.9.86")
     library.with_name("libnvrtc.so.12").symlink_to(library.name)
     monkeypatch.setattr(nvrtc_search, "_system_folders", lambda _: iter([library.parent]))
-
     found = find_nvrtc.__wrapped__()
-
     assert (found.version, found.path) == ("12.9.86", library)
 
 
@@ -189,7 +181,6 @@ def test_finding_nvrtc_loads_nothing() -> None:
 def test_options_of_a_version(arch: str, version: str, target: str, has_cache_option: bool) -> None:
     """Family suffixes and the option that disables the cache of NVRTC exist from 12.9 on."""
     options = options_for(parse_arch(arch), f"nvrtc-{version}")
-
     assert options[0] == f"--gpu-architecture={target}"
     assert ("--no-cache" in options) is has_cache_option
 
@@ -207,15 +198,10 @@ def test_options_of_a_version(arch: str, version: str, target: str, has_cache_op
     ],
 )
 def test_the_toolchain_of_a_policy(
-    policy: str,
-    wheels: Mapping[str, str],
-    toolchain: str,
-    bare: pytest.MonkeyPatch,
-    tmp_path: Path,
+    policy: str, wheels: Mapping[str, str], toolchain: str, bare: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A policy selects the installed compiler, any of its major version, or a named one."""
     install(bare, tmp_path, "13.4.4", wheels)
-
     assert wanted_toolchain(policy) == toolchain
 
 
@@ -224,7 +210,6 @@ def test_a_missing_compiler_is_searched_once(bare: pytest.MonkeyPatch, tmp_path:
     install(bare, tmp_path, "13.4.4", {})
     first = wanted_toolchain("auto")
     bare.setattr(toolchain, "metadata", None)
-
     assert wanted_toolchain("auto") == first
 
 
@@ -237,7 +222,6 @@ def test_a_policy_without_a_toolchain_is_an_error(
 ) -> None:
     """The message has the pip command."""
     install(bare, tmp_path, bindings, {})
-
     with pytest.raises(ToolchainError, match=text):
         wanted_toolchain(policy)
 
@@ -246,7 +230,6 @@ def test_a_policy_without_a_toolchain_is_an_error(
 def test_a_major_version_has_the_options_of_the_newest(arch: str) -> None:
     """A key without a minor version matches the options of any recent one."""
     options = options_for(parse_arch(arch), "nvrtc-13")
-
     assert options == options_for(parse_arch(arch), "nvrtc-13.0.88")
     assert options == options_for(parse_arch(arch), "nvrtc-12")
     assert options != options_for(parse_arch(arch), "nvrtc-12.8.93")
@@ -256,6 +239,5 @@ def test_a_major_version_has_the_options_of_the_newest(arch: str) -> None:
 def test_options_are_given_once(arch: Arch) -> None:
     """Each option has one value, so that its name may label it in the key."""
     names = [option.partition("=")[0] for option in options_for(arch, "nvrtc-13.5.37")]
-
     assert len(names) == len(set(names))
     assert {"--std", "--no-cache", "--no-source-include", "--ptxas-options"} <= set(names)

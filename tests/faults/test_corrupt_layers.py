@@ -97,8 +97,6 @@ def test_an_invalid_layer_costs_a_warning_at_most(
     ask(tmp_path / "valid")
     layers = [tmp_path / "layer", tmp_path / "valid/cache"]
     store = store_in(tmp_path, layers=layers)
-
     found = [store.look_up(KEY) for _ in range(2)]
-
     assert [look.layer for look in found] == [tmp_path / "valid/cache"] * 2
     assert len(warnings_in(caplog)) <= 1

@@ -193,9 +193,7 @@ def test_damage_of_unread_files_affects_no_call(name: str, folder: Path, caplog:
 def test_a_sealed_manifest_of_another_architecture_is_reported(folder: Path) -> None:
     """The code is right, and `verify` reports that the key fields do not match the key."""
     claim(seals=True, key_fields=ARCH)(entry_folder(folder, KEY))
-
     (stored,) = store_in(folder).select(KEY.digest)
-
     assert ask(folder).cubin == builds.CUBIN
     assert (store_in(folder).verify(stored) or "").startswith("manifest.json: expected key_fields")
 
@@ -206,9 +204,7 @@ def test_swapped_entries_are_both_found(folder: Path, caplog: Log) -> None:
     mine.rename(folder / "aside")
     theirs.rename(mine)
     (folder / "aside").rename(theirs)
-
     entries = [ask(folder), ask(folder, OTHER, lambda: make_build(OTHER_CUBIN))]
-
     assert [entry.cubin for entry in entries] == [builds.CUBIN, OTHER_CUBIN]
     assert len(warnings_in(caplog)) == 2
     assert whole_entries(folder) == 2
@@ -219,11 +215,9 @@ def test_damage_that_cannot_be_moved_costs_a_build_only(
 ) -> None:
     """On a read-only folder a damaged entry is reported, stays, and is not loaded."""
     flip(entry_folder(folder, KEY))
-
     with monkeypatch.context() as patch:
         patch.setattr(os, "mkdir", builds.failing(errno.EROFS))
         entry = ask(folder)
-
     assert (entry.cubin, entry.path) == (builds.CUBIN, None)
     assert "stays at" in caplog.messages[0]
     assert os.strerror(errno.EROFS) in caplog.messages[0]
@@ -235,10 +229,8 @@ def test_damage_found_by_many_is_built_once(repetition: int, folder: Path) -> No
     """A process that finds damage late does not remove the rebuilt entry."""
     flip(entry_folder(folder, KEY))
     build = CountedBuild(seconds=0.05 + 0.01 * repetition)
-
     # Separate stores, so that the threads behave like processes.
     entries = builds.together([lambda: ask(folder, build=build)] * 8)
-
     assert build.calls == 1
     assert {entry.cubin for entry in entries} == {builds.CUBIN}
     assert store_in(folder).find(KEY) is not None
@@ -249,7 +241,6 @@ def test_the_quarantine_of_much_damage_is_limited(folder: Path) -> None:
     for _ in range(30):
         (entry_folder(folder, KEY) / CODE).write_bytes(b"")
         ask(folder)
-
     cells = list((folder / "cache/v1/quarantine").iterdir())
     assert len(cells) == 20
     assert all(tree(cell).count("reason.json") == 1 for cell in cells)

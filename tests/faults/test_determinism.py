@@ -105,9 +105,7 @@ def test_keys_and_code_are_the_same_in_every_process_and_place(tmp_path: Path) -
 def test_a_key_never_changes(monkeypatch: Patch) -> None:
     """With the same templates, the next version of mlagen finds the kernels."""
     monkeypatch.setattr(engine, "template_digest", lambda _: "0" * 64)
-
     key = engine._key_of.__wrapped__(COMBINE, FIXED)
-
     assert key.digest == GOLDEN
 
 
@@ -115,9 +113,7 @@ def test_no_two_kernels_share_a_key(monkeypatch: Patch) -> None:
     """The kernels of one architecture, and some of another, have different keys."""
     specs = [spec for arch in (SM_80, SM_90A) for spec in specs_of(arch)]
     monkeypatch.setattr(engine, "template_digest", lambda _: "0" * 64)
-
     digests = {engine._key_of.__wrapped__(spec, FIXED).digest for spec in specs}
-
     assert len(digests) == len(set(specs)) == len(specs)
     assert {spec.family for spec in specs} == set(FAMILIES)
 
@@ -165,10 +161,8 @@ EDITS: dict[str, Callable[[Path], object]] = {
 def test_every_template_is_part_of_the_key(edit: Callable[[Path], object], templates: Path) -> None:
     """All templates and rendering code are one key field."""
     before = key_of(COMBINE)
-
     edit(templates)
     clear_caches()
-
     after = key_of(COMBINE)
     assert after.digest != before.digest
     assert [label for label, _, _ in after.differences(before)] == ["templates"]
@@ -205,19 +199,15 @@ OTHERS: dict[str, Callable[[Path, Patch], object]] = {
 
 @pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
 def test_unrelated_changes_are_not_part_of_the_key(
-    change: Callable[[Path, Patch], object],
-    templates: Path,
-    monkeypatch: Patch,
+    change: Callable[[Path, Patch], object], templates: Path, monkeypatch: Patch
 ) -> None:
     """Kernels with equal cubins have equal keys."""
     before = key_of(COMBINE)
-
     with monkeypatch.context() as patch:
         change(templates, patch)
         current_settings.cache_clear()
         clear_caches()
         after = key_of(COMBINE)
-
     assert after == before
     assert after.digest == before.digest
 

@@ -171,9 +171,7 @@ def test_a_damaged_size_file_is_measured_again(note: bytes, tmp_path: Path, capl
     ask(tmp_path)
     path = tmp_path / "cache/v1/size.json"
     path.write_bytes(note)
-
     entry = ask(tmp_path, OTHER)
-
     assert entry.path == entry_folder(tmp_path, OTHER)
     files = [file for file in (tmp_path / "cache/v1/e").rglob("*") if file.is_file()]
     assert json.loads(path.read_bytes())["bytes"] == sum(file.stat().st_size for file in files)

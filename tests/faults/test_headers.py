@@ -46,11 +46,9 @@ def test_headers_of_the_current_folder_are_not_part_of_a_kernel(tmp_path: Path) 
     """The cubin is the same with and without such headers."""
     plant(tmp_path / "planted")
     (tmp_path / "bare").mkdir()
-
     digests = {
         digest_of_a_kernel(tmp_path / name, tmp_path / f"cache of {name}")
         for name in ("planted", "bare")
     }
-
     assert len(digests) == 1
     assert len(digests.pop()) == 65

@@ -82,10 +82,7 @@ LOCKED: dict[str, Callable[[Path], dict[str, str]]] = {
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("place", LOCKED.values(), ids=LOCKED)
 def test_a_place_that_cannot_be_written_costs_no_kernel(
-    place: Callable[[Path], dict[str, str]],
-    tmp_path: Path,
-    monkeypatch: Patch,
-    caplog: Log,
+    place: Callable[[Path], dict[str, str]], tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     """Kernels are built and stored in memory, with one warning."""
     locked = tmp_path / "locked"
@@ -126,10 +123,7 @@ FREE: dict[str, Callable[[Path], dict[str, str]]] = {
 
 @pytest.mark.parametrize("place", FREE.values(), ids=FREE)
 def test_an_odd_but_writable_folder_is_used(
-    place: Callable[[Path], dict[str, str]],
-    tmp_path: Path,
-    monkeypatch: Patch,
-    caplog: Log,
+    place: Callable[[Path], dict[str, str]], tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     """Neither an unknown user nor an odd name matters."""
     free = tmp_path / "free"
@@ -205,9 +199,7 @@ def test_a_cache_that_is_deleted_in_use_is_recreated(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     store.find_or_build(KEY, make_build)
     shutil.rmtree(tmp_path / "cache")
-
     entry = store.find_or_build(KEY, make_build)
-
     assert entry.path == entry_folder(tmp_path, KEY)
     assert whole_entries(tmp_path) == 1
 

@@ -31,10 +31,8 @@ def test_a_root_behind_a_link_is_used(tmp_path: Path, caplog: Log) -> None:
     """A user may have moved the cache to another disk; the checks apply to the target."""
     (tmp_path / "other disk").mkdir(mode=0o700)
     (tmp_path / "cache").symlink_to("other disk")
-
     made = ask(tmp_path)
     found = store_in(tmp_path).find(KEY)
-
     assert made.path == entry_folder(tmp_path, KEY)
     assert found == made
     assert warnings_in(caplog) == []
@@ -45,9 +43,7 @@ def test_a_root_behind_a_link_passes_the_same_checks(tmp_path: Path, caplog: Log
     (tmp_path / "all may write").mkdir()
     (tmp_path / "all may write").chmod(0o777)
     (tmp_path / "cache").symlink_to("all may write")
-
     entry = ask(tmp_path)
-
     assert entry.path is None
     assert tree(tmp_path / "all may write") == []
     assert len(warnings_in(caplog)) == 1
@@ -155,9 +151,7 @@ def test_a_link_in_place_of_a_file_is_not_written_through(name: str, tmp_path: P
     (tmp_path / "file").write_bytes(b"precious")
     note.unlink()
     note.symlink_to(tmp_path / "file")
-
     entry = ask(tmp_path, OTHER)
-
     assert entry.path == entry_folder(tmp_path, OTHER)
     assert (tmp_path / "file").read_bytes() == b"precious"
 
@@ -193,9 +187,7 @@ def test_a_hard_link_to_another_file_is_not_changed(verb: str, tmp_path: Path) -
 def test_staging_names_cannot_be_guessed(tmp_path: Path) -> None:
     """Their last part has at least 32 random bits of the system, new each time."""
     layout = Layout(tmp_path)
-
     parts = [layout.new_staging("ab").name.rpartition(".")[2] for _ in range(1000)]
-
     assert all(re.fullmatch(r"[0-9a-f]{8,}", part) for part in parts)
     assert len(set(parts)) > 990
     assert len({part[-1] for part in parts}) == 16
@@ -236,9 +228,7 @@ def test_nothing_of_the_cache_is_imported_unpickled_or_run(tmp_path: Path) -> No
         for name in TRAPS:
             (folder / name).write_text("raise SystemExit('run')\n")
     command = [sys.executable, "-c", LOOK, str(tmp_path)]
-
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -112,10 +112,7 @@ def test_names_are_flushed_before_and_after_they_change(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lose", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("name", ["kernel.cubin", "manifest.json", "*"], ids="{} is lost".format)
 def test_an_entry_with_lost_content_is_rebuilt(
-    name: str,
-    lose: Callable[[Path], None],
-    tmp_path: Path,
-    caplog: Log,
+    name: str, lose: Callable[[Path], None], tmp_path: Path, caplog: Log
 ) -> None:
     """Digests detect a disk that reported a write and lost it."""
     ask(tmp_path)

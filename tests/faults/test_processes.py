@@ -95,9 +95,7 @@ def test_processes_of_any_start_method_share_a_cache(method: str, tmp_path: Path
 
 
 @pytest.mark.timeout(30)
-def test_a_child_forgets_what_its_parent_loaded_and_was_loading(
-    monkeypatch: Patch,
-) -> None:
+def test_a_child_forgets_what_its_parent_loaded_and_was_loading(monkeypatch: Patch) -> None:
     """It has neither the CUDA context nor the threads of its parent."""
     kernel, other = (LoadedKernel.__new__(LoadedKernel) for _ in range(2))
     inside, release = threading.Event(), threading.Event()
@@ -151,11 +149,9 @@ def test_a_process_that_ends_while_it_compiles_ends_well(
 ) -> None:
     """It neither crashes nor hangs; started compilations are finished and published."""
     command = [sys.executable, "-c", ENDING, kind, moment]
-
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=50
     )
-
     assert (done.returncode, complaints(done.stderr)) == (0, [])
     assert len(list(cache_dir.glob("v1/e/*/*/*/manifest.json"))) == 1
     assert tree(cache_dir / "v1/staging") == []
@@ -188,9 +184,7 @@ assert messages == [None, None], messages
 def test_a_store_works_in_subinterpreters(tmp_path: Path) -> None:
     """Two successive interpreters of one process build and find in the same cache."""
     command = [sys.executable, "-c", SUBINTERPRETER, str(tmp_path)]
-
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
     if "ModuleNotFoundError" in done.stderr and "nterpreters" in done.stderr:
         pytest.skip("this Python has no subinterpreters")
     assert (done.returncode, complaints(done.stderr)) == (0, [])

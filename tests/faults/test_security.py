@@ -152,10 +152,7 @@ def test_a_layer_that_others_may_write_is_ignored(
     "spoil", [*(pair[0] for pair in OPEN.values()), "link"], ids=[*OPEN, "a link"]
 )
 def test_a_lock_folder_of_another_user_is_not_used(
-    spoil: Callable[[Path, Patch], object] | str,
-    tmp_path: Path,
-    monkeypatch: Patch,
-    caplog: Log,
+    spoil: Callable[[Path, Patch], object] | str, tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     """A well-known lock folder created by another user is not used, with one warning."""
     _warn.cache_clear()
@@ -186,9 +183,7 @@ def test_a_manifest_holds_no_environment(tmp_path: Path, monkeypatch: Patch) -> 
     """No file of the cache contains environment variables."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-publish")
     _use_all_of_it(tmp_path, is_shared=False)
-
     files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-
     assert [path for path in files if b"do-not-publish" in path.read_bytes()] == []
     text = (entry_folder(tmp_path, OTHER) / "manifest.json").read_text()
     created = json.loads(text)["created"]

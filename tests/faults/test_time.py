@@ -43,10 +43,7 @@ SKEWS = {
 
 @pytest.mark.parametrize("ahead_s", SKEWS.values(), ids=SKEWS)
 def test_a_wrong_clock_finds_builds_and_publishes(
-    ahead_s: float,
-    tmp_path: Path,
-    monkeypatch: Patch,
-    caplog: Log,
+    ahead_s: float, tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     """Earlier entries are hits, new ones are published, and other processes find them silently."""
     ask(tmp_path, KEYS[0])
@@ -113,10 +110,7 @@ def test_an_entry_of_any_time_is_found_listed_and_renewed(moment: float, tmp_pat
 
 @pytest.mark.parametrize("ahead_s", SKEWS.values(), ids=SKEWS)
 def test_a_builder_swept_by_a_wrong_clock_still_has_its_kernel(
-    ahead_s: float,
-    tmp_path: Path,
-    monkeypatch: Patch,
-    caplog: Log,
+    ahead_s: float, tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     """A builder on another machine loses at most its publication, completely, with one message."""
     rename, swept = os.rename, list[int]()
@@ -177,9 +171,7 @@ def test_a_size_file_of_another_time_is_measured_again(age_s: float, tmp_path: P
     ask(tmp_path, KEYS[0])
     layout = Layout(tmp_path / "cache")
     eviction._write_size_file(layout, 1, REAL_TIME() - age_s)  # within the limit
-
     ask(tmp_path, KEYS[1])
-
     size = sum(weight.size_bytes for weight in eviction.entry_usages(layout))
     assert eviction._read_size_file(layout)[0] == size
     assert whole_entries(tmp_path) == 2

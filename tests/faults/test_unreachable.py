@@ -79,11 +79,7 @@ def test_a_layer_that_cannot_be_reached_costs_a_build_and_a_warning(
 @pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.__getitem__)
 def test_a_cache_that_cannot_be_reached_stores_kernels_in_memory(
-    code: int,
-    key: Any,
-    cache_dir: Path,
-    monkeypatch: Patch,
-    caplog: Log,
+    code: int, key: Any, cache_dir: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     """There is one warning, and one build per process."""
     cut_off(monkeypatch, cache_dir, code)
@@ -137,9 +133,7 @@ def test_a_command_ignores_a_layer_that_cannot_be_reached(
     """It ends with a documented code and a line that names the layer, if it reads it."""
     layer = lock_away(tmp_path)
     monkeypatch.setenv("MLAGEN_CACHE_RO", str(layer))
-
     ran = run_without_privileges(*typed(arguments, "abcdef"))
-
     assert ran.returncode == EVERY.get(arguments, 1), ran.stderr
     assert "Traceback" not in ran.stderr
     if arguments == ("doctor",):
@@ -173,9 +167,7 @@ def test_an_unwritable_home_names_the_remedy(tmp_path: Path, monkeypatch: Patch)
     for name in ("MLAGEN_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-
     ran = run_without_privileges("prewarm", "--arch", "sm_80", "--family", "combine")
-
     assert ran.returncode == 4
     assert "set MLAGEN_CACHE_DIR or XDG_CACHE_HOME to a folder that can be written" in ran.stderr
     assert ran.stderr.count("\n") == 1

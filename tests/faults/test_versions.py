@@ -128,9 +128,7 @@ def test_clearing_one_layout_keeps_the_other(tmp_path: Path) -> None:
     make_store(tmp_path).find_or_build(make_key(), make_build)
     with next_version("layout"):
         make_store(tmp_path).find_or_build(make_key(), make_build)
-
     store_in(tmp_path).clear()
-
     assert whole_entries(tmp_path) == 0
     with next_version("layout"):
         assert whole_entries(tmp_path) == 1
@@ -221,9 +219,7 @@ def test_a_patch_of_nvrtc_compiles_new_kernels_and_keeps_the_old(
     assert warnings_in(caplog) == []
 
 
-def test_a_library_that_differs_from_its_metadata_is_reported_once(
-    caplog: Log,
-) -> None:
+def test_a_library_that_differs_from_its_metadata_is_reported_once(caplog: Log) -> None:
     """The cache uses the version that compiled, with one warning per process."""
     nvrtc_module._warn.cache_clear()
     real = find_nvrtc()
@@ -244,11 +240,9 @@ def test_a_library_that_differs_from_its_metadata_is_reported_once(
 def test_an_unknown_architecture_leaves_nothing(cache_dir: Path) -> None:
     """One message lists the supported ones; no entry or staging remains, and other kernels work."""
     unknown = replace(COMBINE, arch=Arch(42))
-
     for _ in range(2):
         with pytest.raises(ToolchainError, match=r"^arch: NVRTC .* compiles for sm_.*, got sm_42$"):
             find_or_build(unknown)
-
     assert list(kernel_store().entries()) == []
     assert tree(cache_dir / "v1/staging") == []
     assert find_or_build(COMBINE).built

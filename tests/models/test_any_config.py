@@ -48,7 +48,6 @@ def test_any_configuration_is_read_or_rejected_in_one_line(config: dict[str, Any
     """Values of a wrong type are rejected like any other mistake."""
     for whole in (config, HEADS | config, {**config, "text_config": HEADS | config}):
         outcome = outcome_of(whole)
-
         assert outcome.startswith("m: ")
         assert "\n" not in outcome
         assert len(outcome) < 300

@@ -45,7 +45,8 @@ GQA: dict[str, Any] = {
 
 
 RANKS = "(512, 64) or (256, 64) or (512, 0)"
-OF_32, MULTIPLE = "num_attention_heads 32, got", "hidden_size that is a multiple of"
+OF_32, DIVISOR = "num_attention_heads 32, got", "divisor of"
+MULTIPLE = "hidden_size that is a multiple of"
 
 
 def read(config: object) -> MlaModel | GqaModel:
@@ -79,7 +80,6 @@ def test_a_preset_with_latent_attention_is_as_it_was_published(name: str) -> Non
 def test_a_preset_with_grouped_queries_is_as_it_was_published(name: str) -> None:
     """Heads, kv heads and head dim match."""
     heads, kv_heads, head_dim = GQA_PRESETS[name]
-
     assert find_model(name) == GqaModel(
         name=name, dtype=DType.BF16, heads=heads, kv_heads=kv_heads, head_dim=head_dim
     )
@@ -90,9 +90,7 @@ def test_any_other_model_is_found_by_its_path(is_folder: bool, tmp_path: Path) -
     """The path is that of the file, or of its folder."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(GQA))
-
     found = find_model(str(tmp_path if is_folder else path))
-
     assert isinstance(found, GqaModel)
     assert (found.kv_heads, found.head_dim) == (8, 128)
 
@@ -111,7 +109,6 @@ def test_any_other_model_is_found_by_its_path(is_folder: bool, tmp_path: Path) -
 def test_defaults_of_grouped_queries(changes: dict[str, Any], kv_heads: int, head_dim: int) -> None:
     """Without head_dim it is hidden_size / heads, without kv heads every head has its own."""
     model = read(GQA | changes)
-
     assert isinstance(model, GqaModel)
     assert (model.kv_heads, model.head_dim) == (kv_heads, head_dim)
 
@@ -120,7 +117,6 @@ def test_defaults_of_grouped_queries(changes: dict[str, Any], kv_heads: int, hea
 def test_the_part_that_generates_text_counts(label: str) -> None:
     """Multi-part models nest the text decoder; the dtype may be on either level."""
     model = read({label: MLA, "torch_dtype": "float16", "hidden_size": 1})
-
     assert isinstance(model, MlaModel)
     assert (model.heads, model.dtype) == (16, DType.FP16)
 
@@ -153,7 +149,7 @@ def test_the_dtype_is_that_of_the_activations(changes: dict[str, Any], dtype: DT
         (MLA | {"qk_rope_head_dim": None}, "m: qk_rope_head_dim: expected 0 or more, got none"),
         (
             MLA | {"kv_lora_rank": 128},
-            f"m: kv_lora_rank, qk_rope_head_dim: expected {RANKS}, got (",
+            f"m: kv_lora_rank, qk_rope_head_dim: expected {RANKS}, got",
         ),
         (MLA | {"index_topk": -1}, "m: index_topk: expected 1 or more, got -1"),
         (MLA | {"dtype": "float32"}, "m: dtype: expected bfloat16 or float16, got 'float32'"),
@@ -170,7 +166,6 @@ def test_an_unsupported_configuration_is_rejected_by_field(config: object, messa
     """The message has the model, the field, the rule and the value."""
     with pytest.raises(ArgumentError) as caught:
         read(config)
-
     assert str(caught.value).startswith(message)
 
 
@@ -184,7 +179,6 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     """The message lists the known names, and mentions a path."""
     with pytest.raises(ArgumentError) as caught:
         find_model("gpt-5")
-
     assert str(caught.value) == (
         f"model: expected one of {', '.join(known_names())}, or the path of a config.json or of "
         f"its folder, got 'gpt-5'"
@@ -194,9 +188,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 def test_an_unreadable_file_is_rejected_with_the_reason(tmp_path: Path) -> None:
     """A folder in place of the file is one example."""
     (tmp_path / "config.json").mkdir()
-
     with pytest.raises(ArgumentError) as caught:
         find_model(str(tmp_path))
-
     rule = "model: expected a readable config.json, got Is a directory: "
     assert str(caught.value) == f"{rule}{tmp_path}"

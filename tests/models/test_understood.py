@@ -169,7 +169,6 @@ def test_unknown_keys_are_rejected_by_name(config: object, message: str) -> None
     """The message has key, rule and value, in one line."""
     with pytest.raises(ArgumentError) as caught:
         read(config)
-
     assert str(caught.value).startswith(f"m: {message}")
     assert "\n" not in str(caught.value)
 
@@ -178,10 +177,8 @@ def test_unknown_keys_are_rejected_by_name(config: object, message: str) -> None
 def test_a_nested_part_omits_class_defaults(label: str) -> None:
     """A missing number of a nested part is not guessed, unless its class has no default."""
     part = {key: value for key, value in GQA.items() if key != label}
-
     with pytest.raises(ArgumentError, match=f"^m: {label}: expected it in text_config, got none$"):
         read({"text_config": part | {"model_type": "gemma3_text"}})
-
     heads = (32, 32, 128) if label == "num_key_value_heads" else (32, 8, 128)
     assert heads_of({"text_config": part | {"model_type": "llama"}}) == [heads]
 
@@ -189,7 +186,6 @@ def test_a_nested_part_omits_class_defaults(label: str) -> None:
 def test_parts_are_found_at_any_depth() -> None:
     """Keys outside of the text decoder are not about its attention."""
     config = {"num_attention_heads": 4, "thinker_config": {"alibi": 1, "text_config": GQA}}
-
     assert heads_of(config) == [(32, 8, 128)]
     assert heads_of(gqa(text_config={"vocab_size": 8})) == [(32, 8, 128)]
 
@@ -225,7 +221,6 @@ def test_keys_that_change_no_kernel_are_ignored(change: dict[str, Any]) -> None:
 def test_keys_that_change_no_mla_kernel_are_ignored(change: dict[str, Any]) -> None:
     """The heads of the indexer do not affect the kernel."""
     model = read(MLA | change)
-
     assert isinstance(model, MlaModel)
     assert (model.heads, model.left_out) == (64, ())
 
@@ -247,5 +242,4 @@ def test_keys_that_change_no_mla_kernel_are_ignored(change: dict[str, Any]) -> N
 def test_layers_without_a_kernel_are_left_out_and_named(config: object, kind: str) -> None:
     """Recurrent layers have no kernel here; the other layers have theirs."""
     (sentence,) = read(config).left_out
-
     assert sentence.startswith(f"m: {kind}")

@@ -39,7 +39,6 @@ def test_without_a_working_driver_there_are_no_gpus(
         raise RuntimeError("Failed to dlopen libcuda.so.1")
 
     monkeypatch.setattr(driver, "cuInit", init)
-
     assert visible_devices() == []
     assert driver_version() is None
 
@@ -49,11 +48,9 @@ def test_without_the_bindings_there_are_no_gpus(tmp_path: Path) -> None:
     (tmp_path / "cuda").mkdir()
     (tmp_path / "cuda/__init__.py").write_text("raise ImportError\n")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-
     done = subprocess.run(
         [sys.executable, "-c", FACTS], env=environ, capture_output=True, text=True, check=True
     )
-
     assert done.stdout == "[] None\n"
 
 
@@ -62,11 +59,9 @@ def test_device_facts_need_no_torch() -> None:
     code = (
         f"import sys; {FACTS.rpartition(';')[0]}; visible_devices(); print('torch' in sys.modules)"
     )
-
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-
     assert done.stdout == "False\n"
 
 
@@ -116,9 +111,7 @@ def test_the_arch_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     h200 = DeviceFacts(index=0, name="H200", major=9, minor=0, sm_count=132, memory_bytes=1)
     t4 = DeviceFacts(index=1, name="T4", major=7, minor=5, sm_count=40, memory_bytes=1)
     monkeypatch.setattr(device, "device_facts", [h200, t4].__getitem__)
-
     arch = arch_of_device.__wrapped__(0)
-
     assert str(arch) == "sm_90a"
     with pytest.raises(ArgumentError, match=r"^device: expected compute capability .*, got 7\.5$"):
         arch_of_device.__wrapped__(1)

@@ -120,7 +120,6 @@ def test_a_kernel_reads_its_fields_in_order(
 ) -> None:
     """Each field follows the previous one: joined values are neither longer nor shorter."""
     launch(kernel_of(spec), 1, False, *values_of(spec))
-
     packing = struct.Struct("<" + "".join(field.code for field in spec.parameters))
     found = packing.unpack(launches[0].bytes)
     for i, (field, value) in enumerate(zip(spec.parameters, found, strict=True)):
@@ -196,7 +195,6 @@ def test_each_replay_chooses_pdl(launches: list[RecordedLaunch]) -> None:
     made = launch(kernel_of(mla_sm80()), 33, True, *values_of(mla_sm80()))
     for enable_pdl in (False, True, False):
         made.enqueue(enable_pdl)
-
     assert [PDL in recorded.attributes for recorded in launches] == [True, False, True, False]
 
 
@@ -247,9 +245,7 @@ def test_a_replay_may_be_rejected(
     results = [(driver.CUresult.CUDA_SUCCESS,), (driver.CUresult.CUDA_ERROR_LAUNCH_FAILED,)]
     monkeypatch.setattr(launching, "_launch_kernel", lambda: lambda *_: results.pop(0))
     made = launch(kernel_of(COMBINE), 5, False, *values_of(COMBINE))
-
     with pytest.raises(DriverError) as caught:
         made.enqueue(False)
-
     assert str(caught.value) == "combine: launch of 5 CTAs failed: CUDA_ERROR_LAUNCH_FAILED"
     assert launches == []

@@ -33,12 +33,10 @@ def launch_of(spec: KernelSpec) -> Launch:
 def test_each_kernel_is_recorded_once_in_order(enqueued: list[Launch]) -> None:
     """A replayed launch counts like a first one, and every launch is enqueued."""
     decode, combine = launch_of(mla_sm80()), launch_of(COMBINE)
-
     with record_launches() as kernels:
         for launch in (decode, combine, decode):
             launch.enqueue(enable_pdl=True)
     decode.enqueue(enable_pdl=True)
-
     assert kernels == [mla_sm80(), COMBINE]
     assert enqueued == [decode, combine, decode, decode]
 

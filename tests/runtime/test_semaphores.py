@@ -49,7 +49,6 @@ def test_a_workspace_keeps_its_semaphores() -> None:
     """CUDA graphs hold the address, so every call returns the same one."""
     first = semaphores_of(0, WORKSPACE)
     semaphores_of(0, WORKSPACE + 1)
-
     assert semaphores_of(0, WORKSPACE) == first
 
 
@@ -72,7 +71,6 @@ def test_workspaces_share_no_semaphore(device: int, sm_count: int) -> None:
 def test_gpus_have_separate_semaphores(slabs: list[int]) -> None:
     """The same workspace address on another GPU has semaphores of its own."""
     first, second = semaphores_of(0, WORKSPACE), semaphores_of(1, WORKSPACE)
-
     assert first != second
     assert slabs == [0, 1]
 
@@ -83,9 +81,7 @@ def test_a_call_in_a_capture_allocates_nothing(
     """The semaphores reserved by loading a kernel suffice for many new workspaces."""
     reserve_semaphores(0)
     capture(monkeypatch)
-
     found = {semaphores_of(0, WORKSPACE + index) for index in range(semaphores._REGIONS)}
-
     assert len(found) == semaphores._REGIONS
     assert slabs == [0]
 
@@ -131,5 +127,4 @@ def test_running_out_in_a_capture_is_rejected(
 def test_schedule_ids_are_unique() -> None:
     """No id is zero, the content of a new workspace."""
     numbers = [new_schedule_id() for _ in range(3)]
-
     assert len({0, *numbers}) == 4
