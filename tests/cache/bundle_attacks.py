@@ -28,6 +28,11 @@ def second(change: Callable[[Member], Member]) -> Attack:
     return edited(lambda members: [members[0], change(members[1]), *members[2:]])
 
 
+def of_kind(kind: bytes) -> Attack:
+    """Return an attack that changes the kind of the second member."""
+    return second(lambda member: cases.of_kind(member, kind, "/etc/passwd"))
+
+
 def first(content: bytes) -> Attack:
     """Return an attack that replaces the table of contents."""
     return edited(lambda members: [cases.with_content(members[0], content), *members[1:]])
@@ -165,13 +170,7 @@ WRONG = "manifest.json: expected a manifest, got "
 OTHER_KEY = (("family", "mla_sm80"), ("spec.arch", "sm_80"))
 ATTACKS: dict[str, tuple[Attack, str]] = {
     # members of the tar
-    **{
-        name: (
-            second(lambda m, kind=kind: cases.of_kind(m, kind, "/x")),
-            f"build.log: {FILE}{name}",
-        )  # type: ignore[misc]
-        for name, kind in KINDS.items()
-    },
+    **{name: (of_kind(kind), f"build.log: {FILE}{name}") for name, kind in KINDS.items()},
     "a name that climbs": (
         second(lambda member: cases.renamed(member, "../../evil")),
         r"expected the member e/\w+/nvrtc-13.5.37/build.log, got '../../evil'",

@@ -18,6 +18,7 @@ import pytest
 
 from mlagen.artifacts import Build
 from mlagen.cache import eviction
+from mlagen.cache.entry import CacheEntry
 from mlagen.cache.key import CacheKey
 from mlagen.engine import find_or_build
 from mlagen.jit import on_compile
@@ -85,9 +86,12 @@ def test_sixty_four_threads_build_once(stores: str, tmp_path: Path, caplog: Log)
     if is_blocked := stores == "one that cannot publish":
         (tmp_path / "cache").touch()
     shared, build = store_in(tmp_path), CountedBuild(seconds=0.1)
-    one = (lambda: store_in(tmp_path)) if stores == "separate" else (lambda: shared)
 
-    entries = builds.together([lambda: one().find_or_build(KEY, build)] * 64)
+    def ask() -> CacheEntry:
+        store = store_in(tmp_path) if stores == "separate" else shared
+        return store.find_or_build(KEY, build)
+
+    entries = builds.together([ask] * 64)
 
     assert build.calls == 1
     assert {entry.cubin for entry in entries} == {builds.CUBIN}
