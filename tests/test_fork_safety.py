@@ -16,8 +16,6 @@ from mlagen import fork_safety
 from mlagen.fork_safety import defer_exit, defer_forks
 from tests.cache.builds import ROOT, in_child
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-
 
 @contextmanager
 def another_thread_inside(seconds: float | None) -> Iterator[list[str]]:

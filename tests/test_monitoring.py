@@ -41,7 +41,6 @@ def test_threads_lose_no_increment() -> None:
     assert metrics()["waits"] - before == 8000
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_counts_on() -> None:
     """A child starts with the parent's values, and waits for no lock of the parent."""
     from mlagen import monitoring

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -116,9 +117,16 @@ def together(calls: Sequence[Callable[[], Result]]) -> list[Result]:
         return list(pool.map(run, calls))
 
 
+def fork() -> int:
+    """Fork; the threads of the test are meant to run meanwhile."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process", DeprecationWarning)
+        return os.fork()
+
+
 def in_child(work: Callable[[], object]) -> int:
     """Run ``work`` in a forked child; return its exit status, a negative signal if killed."""
-    child = os.fork()
+    child = fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(15)  # a child that hangs is a failure, not a hanging test run

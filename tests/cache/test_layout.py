@@ -29,7 +29,6 @@ def dead_pid() -> int:
     return int(os.read(reader, 100))
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("stem", ["ab" * 32, "trash"], ids=["staging", "trash"])
 @pytest.mark.parametrize(
     ("host", "alive", "age_s", "expected"),

@@ -131,7 +131,6 @@ def test_lock_folder_that_is_not_a_folder_costs_one_warning(
     assert record.message.endswith(f", compiling without: {tmp_path / 'locks'}")
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("mode", [0o500, 0o600, 0o000], ids=oct)
 def test_unusable_lock_folder_costs_one_warning(mode: int, tmp_path: Path, messages: Log) -> None:
     """A lock folder without permission is reported once."""

@@ -26,7 +26,6 @@ def test_nothing_is_kept_after_a_flight() -> None:
     assert len(calls) == 2
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_does_not_wait_for_its_parent() -> None:
     """A child forked during a flight works by itself."""
     flights, inside, release = SingleFlight[str](), threading.Event(), threading.Event()

@@ -106,7 +106,6 @@ def test_the_default_is_this_process() -> None:
 
 @pytest.mark.timeout(30)
 @pytest.mark.usefixtures("places")
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_child_forked_during_a_compile_uses_a_fresh_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

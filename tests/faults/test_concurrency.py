@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import random
 import shutil
@@ -28,10 +27,7 @@ from tests.faults.crowds import crowd, received, send
 from tests.faults.steps import KEY, store_in, warnings_in, whole_entries
 from tests.kernels import COMBINE, WIDE_DECODE
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
-    pytest.mark.timeout(60),
-]
+pytestmark = pytest.mark.timeout(60)
 
 CROWD = 32
 KEYS = [make_key(f"family {number}") for number in range(16)]
@@ -200,7 +196,7 @@ def test_processes_that_evict_each_others_kernels_get_the_right_ones(
 
 @pytest.mark.parametrize("repetition", range(3), ids="run {}".format)
 def test_a_cache_that_is_cleared_continuously_serves_every_process(
-    repetition: int, tmp_path: Path
+    repetition: int, tmp_path: Path, caplog: Log
 ) -> None:
     """Eight processes request a kernel while a ninth clears: each gets it, without a warning."""
     askers = 8
@@ -211,12 +207,10 @@ def test_a_cache_that_is_cleared_continuously_serves_every_process(
             while len(received(tmp_path)) < askers:
                 store.clear()
             return
-        listener = Listener()
-        logging.getLogger("mlagen").addHandler(listener)
         for key in KEYS[repetition:] + KEYS[:repetition]:
             entry = store.find_or_build(key, lambda: make_build(cubin_of(key)))  # noqa: B023
             assert entry.cubin == cubin_of(key)
-        send(tmp_path, listener.messages)
+        send(tmp_path, warnings_in(caplog))
 
     statuses = crowd(askers + 1, work)
 
@@ -224,18 +218,6 @@ def test_a_cache_that_is_cleared_continuously_serves_every_process(
     assert received(tmp_path) == [[]] * askers
     assert whole_entries(tmp_path) <= len(KEYS)
     assert tree(tmp_path / "cache/v1/quarantine") == []
-
-
-class Listener(logging.Handler):
-    """Collects the warnings of a process."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Append one."""
-        self.messages.append(record.getMessage())
 
 
 def test_a_stopped_holder_of_the_lock_does_not_block_others(tmp_path: Path, caplog: Log) -> None:
@@ -247,7 +229,7 @@ def test_a_stopped_holder_of_the_lock_does_not_block_others(tmp_path: Path, capl
         time.sleep(60)
         return make_build()
 
-    holder = os.fork()
+    holder = builds.fork()
     if holder == 0:
         store_in(tmp_path).find_or_build(KEY, hold)
         os._exit(1)

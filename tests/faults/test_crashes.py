@@ -20,8 +20,6 @@ from tests.cache import builds
 from tests.cache.builds import CountedBuild, Log, Patch, entry_folder, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in, watch, whole_entries
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-
 OTHER, LATER = make_key("another kernel"), make_key("a later kernel")
 
 
@@ -225,14 +223,14 @@ def test_a_lock_is_free_when_its_holder_is_killed_though_its_child_lives(
     reader, writer = os.pipe()
 
     def fork_and_hold() -> Build:
-        if os.fork() == 0:
+        if builds.fork() == 0:
             os.write(writer, b"%d" % os.getpid())
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(20)  # for both, so that neither outlives a failing test
         while True:
             signal.pause()
 
-    holder = os.fork()
+    holder = builds.fork()
     if holder == 0:
         try:
             ask(tmp_path, build=fork_and_hold)

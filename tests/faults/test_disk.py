@@ -116,7 +116,6 @@ def file_size_limit(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("size", [0, 1, 100, 500, 1000], ids="{} bytes".format)
 def test_a_limit_on_the_size_of_files_costs_no_kernel(size: int, tmp_path: Path) -> None:
     """If the system ends a write early, the kernel stays in memory."""

@@ -13,10 +13,7 @@ from tests.cache import builds
 from tests.cache.builds import CountedBuild, Log, entry_folder, make_build, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
-    pytest.mark.timeout(60),
-]
+pytestmark = pytest.mark.timeout(60)
 
 OTHER = make_key("another kernel")
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import itertools
 import os
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,8 +29,6 @@ from tests.cache.builds import (
 )
 from tests.faults.crowds import crowd, received, send
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
-
-pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 
 OTHER_CUBIN = builds.CUBIN + b"of another build"
 
@@ -77,62 +73,6 @@ def test_a_publication_that_is_not_seen_for_a_while_costs_no_kernel(
     assert {entry.path for entry in [*built, later]} == {entry_folder(tmp_path, KEY)}
     assert whole_entries(tmp_path) == 1
     assert warnings_in(caplog) == []
-
-
-@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
-def test_a_stale_handle_at_any_look_costs_no_kernel(
-    lasting: bool, tmp_path: Path, caplog: Log
-) -> None:
-    """One warning at most, and the entry stays for other processes."""
-    ask(tmp_path)
-    for number in itertools.count(1):
-        looks, struck = itertools.count(1), []
-
-        def fail(_: Path) -> None:
-            look = next(looks)  # noqa: B023 - called in this round
-            if look == number or (lasting and look > number):  # noqa: B023
-                struck.append(look)  # noqa: B023
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
-        caplog.clear()
-        with before_reading(fail):
-            entry = ask(tmp_path)
-        if not struck:
-            break
-
-        assert entry.cubin == builds.CUBIN
-        assert len(warnings_in(caplog)) == (1 if entry.path is None else 0)
-        assert whole_entries(tmp_path) == 1
-        assert tree(tmp_path / "cache/v1/quarantine") == []
-
-    assert number > 8
-    assert warnings_in(caplog) == []
-
-
-@pytest.mark.parametrize("call", ["read", "fstat"])
-def test_a_handle_that_goes_stale_while_open_costs_no_kernel(
-    call: str, tmp_path: Path, monkeypatch: Patch, caplog: Log
-) -> None:
-    """An entry that another machine removed after it was opened is absent, not damaged."""
-    ask(tmp_path)
-    build = CountedBuild()
-
-    real, status_of = getattr(os, call), os.fstat
-
-    def fail(descriptor: int, *args: object) -> object:
-        if stat.S_ISREG(status_of(descriptor).st_mode):
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return real(descriptor, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, fail)
-        entry = store_in(tmp_path, max_bytes=None).find_or_build(KEY, build)
-
-    assert build.calls == 1
-    assert entry.cubin == builds.CUBIN
-    assert warnings_in(caplog) == []
-    assert tree(tmp_path / "cache/v1/quarantine") == []
-    assert whole_entries(tmp_path) == 1
 
 
 @pytest.mark.parametrize("code", [errno.EEXIST, errno.ENOTEMPTY], ids=errno.errorcode.__getitem__)

@@ -27,7 +27,6 @@ def lock_up(folder: Path) -> None:
         path.chmod(0o555 if path.is_dir() else 0o444)
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_read_only_cache_serves_hits_and_builds_in_memory(tmp_path: Path) -> None:
     """Existing kernels are found, missing ones are built once per process, and nothing changes."""
     ask(tmp_path)
@@ -79,7 +78,6 @@ LOCKED: dict[str, Callable[[Path], dict[str, str]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("place", LOCKED.values(), ids=LOCKED)
 def test_a_place_that_cannot_be_written_costs_no_kernel(
     place: Callable[[Path], dict[str, str]], tmp_path: Path, monkeypatch: Patch, caplog: Log

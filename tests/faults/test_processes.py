@@ -31,8 +31,6 @@ from tests.faults.crowds import crowd, received, send
 from tests.faults.steps import whole_entries
 from tests.kernels import COMBINE, SM_80, WIDE_DECODE, complaints
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-
 PROBE = Source(text='extern "C" __global__ void probe() {}\n', origins=("probe.cuh:1",))
 
 

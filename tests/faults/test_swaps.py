@@ -223,7 +223,6 @@ def test_an_entry_removed_at_any_moment_is_not_damaged(
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("seconds", [1.5])
 def test_nothing_false_is_reported_beside_a_process_that_removes(
     seconds: float, tmp_path: Path, caplog: Log
@@ -231,7 +230,7 @@ def test_nothing_false_is_reported_beside_a_process_that_removes(
     """Many rounds of every read, while another process clears, removes and builds."""
     store, rounds = store_in(tmp_path), 0
     _fill(store)
-    rival = os.fork()
+    rival = builds.fork()
     if rival == 0:
         signal.alarm(30)
         try:

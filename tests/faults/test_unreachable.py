@@ -96,7 +96,6 @@ def test_a_cache_that_cannot_be_reached_stores_kernels_in_memory(
     )
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_layer_below_a_folder_without_search_permission_is_ignored(
     tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:

@@ -91,7 +91,6 @@ def test_two_versions_of_mlagen_share_a_folder(change: str, tmp_path: Path, capl
     assert warnings_in(caplog) == []
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("change", ["layout", "schema"])
 def test_two_concurrent_versions_do_not_affect_each_other(change: str, tmp_path: Path) -> None:
