@@ -161,13 +161,6 @@ def test_a_use_that_cannot_be_recorded_is_ignored(tmp_path: Path, monkeypatch: P
     assert remaining(tmp_path) == list(range(10))
 
 
-def test_a_use_protects_an_entry(layout: Layout, tmp_path: Path) -> None:
-    """The least recently used entry outlives the others after a hit."""
-    assert make_store(tmp_path).find(KEYS[0]) is not None
-    evict(layout, size_of(layout) // 10 * 3)
-    assert remaining(tmp_path) == [0, 9]
-
-
 def test_publications_are_counted_without_listing(layout: Layout, monkeypatch: Patch) -> None:
     """Within the hour and below the limit, the record is incremented and nothing is listed."""
     evict(layout, size_of(layout))

@@ -7,7 +7,6 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -104,31 +103,6 @@ def test_a_file_system_without_locks_gets_no_substitute(
     with compile_lock(tmp_path / "a.lock", timeout_s=0.5):
         (line,) = [record.message for record in messages.records]
     assert line.startswith("lock: expected to work, got ")
-
-
-NO_FOLDERS: dict[str, Callable[[Path], object]] = {
-    "a file": Path.touch,
-    "a FIFO": os.mkfifo,
-    "a dangling link": lambda path: path.symlink_to("nowhere"),
-    "a link to itself": lambda path: path.symlink_to(path),
-    "a link to a folder": lambda path: path.symlink_to("."),
-}
-
-
-@pytest.mark.timeout(10)
-@pytest.mark.parametrize("make", NO_FOLDERS.values(), ids=NO_FOLDERS)
-def test_lock_folder_that_is_not_a_folder_costs_one_warning(
-    make: Callable[[Path], object], tmp_path: Path, messages: Log
-) -> None:
-    """A lock folder that is not a folder is reported once, and the work continues."""
-    make(tmp_path / "locks")
-    for name in ("a", "b"):
-        with compile_lock(tmp_path / f"locks/{name}.lock", timeout_s=1):
-            pass
-    (record,) = messages.records
-    assert record.levelno == logging.WARNING
-    assert record.message.startswith("lock: expected a folder of this user, got ")
-    assert record.message.endswith(f", compiling without: {tmp_path / 'locks'}")
 
 
 @pytest.mark.parametrize("mode", [0o500, 0o600, 0o000], ids=oct)

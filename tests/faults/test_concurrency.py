@@ -114,19 +114,6 @@ def test_an_error_reaches_every_thread(tmp_path: Path) -> None:
     assert build.calls == 1
 
 
-def test_a_forked_child_finds_and_builds(tmp_path: Path) -> None:
-    """A child forked after a hit uses the same store object: it hits, builds, and publishes."""
-    store, other = store_in(tmp_path), make_key("another kernel")
-    store.find_or_build(KEY, make_build)
-
-    def work() -> None:
-        assert store.find(KEY) is not None
-        assert store.find_or_build(other, make_build).path is not None
-
-    assert builds.in_child(work) == 0
-    assert store.find(other) is not None
-
-
 @pytest.mark.parametrize("publishes", [True, False], ids=["with a folder", "without a folder"])
 def test_a_child_forked_in_the_middle_of_a_build_does_not_hang(
     publishes: bool, tmp_path: Path

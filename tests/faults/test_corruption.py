@@ -38,6 +38,11 @@ def cut(name: str, length: Callable[[int], int]) -> Damage:
     return lambda entry: os.truncate(entry / name, length((entry / name).stat().st_size))
 
 
+def blank(name: str) -> Damage:
+    """Return a function that keeps the size of a file, without its content."""
+    return lambda entry: (entry / name).write_bytes(bytes((entry / name).stat().st_size))
+
+
 def flip(entry: Path) -> None:
     """Flip a byte of the code."""
     content = bytearray((entry / CODE).read_bytes())
@@ -115,6 +120,8 @@ DAMAGES: dict[str, Damage] = {
         for name in (CODE, MANIFEST, "")
         for kind in KINDS
     },
+    "code of zeros": blank(CODE),
+    "a manifest of zeros": blank(MANIFEST),
     "a flipped byte": flip,
     "the manifest noise": lambda entry: (entry / MANIFEST).write_bytes(b"\0\xffgarbage"),
     "the code of another key": swap(CODE),

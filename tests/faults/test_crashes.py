@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import shutil
 import signal
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -60,34 +58,6 @@ def remains_later(folder: Path) -> list[str]:
         os.utime(staged, (0, 0))
     ask(folder, LATER)
     return tree(staging)
-
-
-class Cycle:
-    """Garbage that needs a collection."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-
-def test_garbage_collection_causes_no_step(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Finalizers that change files do not run while the steps of a test are counted."""
-
-    def make(folder: Path) -> None:
-        folder.mkdir()
-
-    steps: list[str] = []
-    weakref.finalize(Cycle(), make, tmp_path / "garbage").atexit = False
-    watch(monkeypatch, before=steps.append)
-
-    gc.collect()
-
-    assert steps == []
-    make(tmp_path / "made")
-    assert steps == ["mkdir"]
-
-    gc.unfreeze()
-    gc.collect()
-    assert steps == ["mkdir", "mkdir"]
 
 
 @pytest.mark.timeout(60)

@@ -107,23 +107,3 @@ def test_names_are_flushed_before_and_after_they_change(tmp_path: Path) -> None:
     names = {path.name for path in synced if path.parent == staged}
     assert names == {path.name for path in folder.iterdir()}
     assert folder.parent in done[renamed:]
-
-
-@pytest.mark.parametrize("lose", LOSSES.values(), ids=LOSSES)
-@pytest.mark.parametrize("name", ["kernel.cubin", "manifest.json", "*"], ids="{} is lost".format)
-def test_an_entry_with_lost_content_is_rebuilt(
-    name: str, lose: Callable[[Path], None], tmp_path: Path, caplog: Log
-) -> None:
-    """Digests detect a disk that reported a write and lost it."""
-    ask(tmp_path)
-    for file in entry_folder(tmp_path, KEY).glob(name):
-        lose(file)
-    build = CountedBuild()
-
-    entry = ask(tmp_path, build=build)
-
-    assert build.calls == 1
-    assert entry.cubin == builds.CUBIN
-    assert entry.path == entry_folder(tmp_path, KEY)
-    assert whole_entries(tmp_path) == 1
-    assert len(warnings_in(caplog)) == 1

@@ -127,21 +127,24 @@ def test_a_kernel_reads_its_fields_in_order(
         assert value == expected, field.name
 
 
+@pytest.mark.parametrize("launched", [0, 1], ids=["the first launch", "a replay"])
 def test_a_rejected_launch_is_an_error(
-    launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
+    launched: int, launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message has the kernel, the grid size and the driver's error name."""
-    rejected = (driver.CUresult.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE,)
-    monkeypatch.setattr(launching, "_launch_kernel", lambda: lambda *_: rejected)
+    result = driver.CUresult
+    results = [(result.CUDA_SUCCESS,)] * launched
+    results.append((result.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE,))
+    monkeypatch.setattr(launching, "_launch_kernel", lambda: lambda *_: results.pop(0))
     spec = mla_sm90()
 
     with pytest.raises(DriverError) as caught:
-        launch(kernel_of(spec), 500, False, *values_of(spec))
+        launch(kernel_of(spec), 500, False, *values_of(spec)).enqueue(False)
 
     assert str(caught.value) == (
         "mla_sm90: launch of 500 CTAs failed: CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"
     )
-    assert launches == []
+    assert launches == results == []
 
 
 def test_a_driver_may_reject_two_attributes(
@@ -236,16 +239,3 @@ def test_a_launch_can_be_replayed_by_another_thread(
     assert bound == [0, 0]
     assert len({(recorded.grid, recorded.bytes) for recorded in launches}) == 1
     assert len(launches) == 3
-
-
-def test_a_replay_may_be_rejected(
-    launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error is that of a first launch."""
-    results = [(driver.CUresult.CUDA_SUCCESS,), (driver.CUresult.CUDA_ERROR_LAUNCH_FAILED,)]
-    monkeypatch.setattr(launching, "_launch_kernel", lambda: lambda *_: results.pop(0))
-    made = launch(kernel_of(COMBINE), 5, False, *values_of(COMBINE))
-    with pytest.raises(DriverError) as caught:
-        made.enqueue(False)
-    assert str(caught.value) == "combine: launch of 5 CTAs failed: CUDA_ERROR_LAUNCH_FAILED"
-    assert launches == []
