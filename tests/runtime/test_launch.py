@@ -1,4 +1,4 @@
-"""Tests of what a launch passes to the driver."""
+"""What a launch passes to the driver, and the record of the launches of a thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import torch
 
 from mlagen.errors import DriverError
 from mlagen.runtime import launch as launching
-from mlagen.runtime.launch import launch
+from mlagen.runtime import launch_record
+from mlagen.runtime.launch import Launch, launch
+from mlagen.runtime.launch_record import record_launches
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.spec.kernel import KernelSpec, pack_scalars, packing_of
 from tests.kernels import COMBINE, SM_80, mla_sm80, mla_sm90
@@ -144,7 +146,8 @@ def test_a_rejected_launch_is_an_error(
     assert str(caught.value) == (
         "mla_sm90: launch of 500 CTAs failed: CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"
     )
-    assert launches == results == []
+    assert launches == []
+    assert results == []
 
 
 def test_a_driver_may_reject_two_attributes(
@@ -239,3 +242,45 @@ def test_a_launch_can_be_replayed_by_another_thread(
     assert bound == [0, 0]
     assert len({(recorded.grid, recorded.bytes) for recorded in launches}) == 1
     assert len(launches) == 3
+
+
+@pytest.fixture
+def enqueued(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Replace the driver; return the enqueued launches."""
+    launches: list[Launch] = []
+    monkeypatch.setattr(Launch, "enqueue", Launch.enqueue)  # undone after the test
+    monkeypatch.setattr(launch_record, "_enqueue", lambda launch, _: launches.append(launch))
+    return launches
+
+
+def launch_of(spec: KernelSpec) -> Launch:
+    """Return a launch without parameters."""
+    launch = Launch.__new__(Launch)
+    launch._kernel = LoadedKernel(spec, 0, packing_of(spec), None, None)
+    return launch
+
+
+def test_each_kernel_is_recorded_once_in_order(enqueued: list[Launch]) -> None:
+    """A replayed launch counts like a first one, and every launch is enqueued."""
+    decode, combine = launch_of(mla_sm80()), launch_of(COMBINE)
+    with record_launches() as kernels:
+        for launch in (decode, combine, decode):
+            launch.enqueue(enable_pdl=True)
+    decode.enqueue(enable_pdl=True)
+    assert kernels == [mla_sm80(), COMBINE]
+    assert enqueued == [decode, combine, decode, decode]
+
+
+@pytest.mark.usefixtures("enqueued")
+def test_a_record_has_the_launches_of_its_thread_and_of_inner_records() -> None:
+    """A launch of another thread is not in it, one within an inner record is in both."""
+    combine, decode = launch_of(COMBINE), launch_of(mla_sm80())
+    with record_launches() as kernels:
+        thread = threading.Thread(target=decode.enqueue, args=(True,))
+        thread.start()
+        thread.join()
+        with record_launches() as inner:
+            combine.enqueue(enable_pdl=True)
+        combine.enqueue(enable_pdl=True)
+
+    assert (kernels, inner) == ([COMBINE], [COMBINE])
