@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+import pytest
 
 from mlagen.cache.entry import Manifest
 from mlagen.cache.layout import Layout
-from mlagen.cache.publish import publish
+from mlagen.cache.publish import publish, require_writable
 from tests.cache import builds
 
 KEY = builds.make_key()
@@ -41,3 +44,13 @@ def test_an_empty_folder_is_replaced(tmp_path: Path) -> None:
     Layout(tmp_path).entry(KEY.digest, KEY.toolchain).mkdir(parents=True)
     folder = publish_cubin(tmp_path)
     assert builds.read_at(folder, key=KEY.digest, toolchain=KEY.toolchain).cubin == builds.CUBIN
+
+
+def test_a_read_only_folder_is_rejected_before_any_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read-only folder is an OSError that names it."""
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+
+    with pytest.raises(PermissionError, match="staging"):
+        require_writable(Layout(tmp_path))

@@ -42,7 +42,7 @@ def digest(kernel: str = "mla_sm80") -> str:
         "../templates/kernels/mla_sm80/q_row_dequant.cuh",
         "codegen/environment.py",
         "codegen/linemap.py",
-        "spec/mla.py",
+        "spec/mla/sm80.py",
         "spec/kernel.py",
     ],
 )

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mlagen.artifacts import Cubin, Source
+from mlagen.compiler import nvrtc as nvrtc_module
 from mlagen.compiler.nvrtc import compile_source, rewrite_positions
 from mlagen.compiler.nvrtc_library import load_nvrtc
 from mlagen.compiler.nvrtc_process import compile_in_process
@@ -147,6 +148,7 @@ def test_another_compiler_than_expected_is_logged(
     compiled: Way, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The cubin has the version that compiled it, and a warning names both."""
+    nvrtc_module._warn.cache_clear()
     real = find_nvrtc()
     other = f"{real.version}99"  # with the same minor version, and so the same options
     expected = replace(real, version=other, source="nvidia-cuda-nvrtc")
