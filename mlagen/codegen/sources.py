@@ -63,7 +63,7 @@ def template_digests() -> frozenset[str]:
 @cache
 def _code_digest() -> str:
     folders = (_PACKAGE / "codegen", _PACKAGE / "spec")
-    paths = [path for folder in folders for path in folder.glob("*.py")]
+    paths = [path for folder in folders for path in folder.rglob("*.py")]
     return _digest_of({f"{path.parent.name}/{path.name}": path for path in paths})
 
 
