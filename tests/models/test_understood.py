@@ -136,6 +136,8 @@ def test_heads_are_those_of_every_layer(config: object, heads: list[tuple[int, i
             gqa(per_layer_config={"1": {"latent_dim": 64}}),
             "per_layer_config.latent_dim: expected one of ",
         ),
+        (gqa(per_layer_config=5), "per_layer_config: expected a table, got 5"),
+        (gqa(per_layer_config={"1": 5}), "per_layer_config: expected a table for each layer, got "),
         (gqa(alibi=True), "alibi: expected attention without ALiBi, got True"),
         (gqa(attn_config={"alibi": True}), "attn_config.alibi: expected attention without"),
         (gqa(position_embedding_type="alibi"), "position_embedding_type: expected rope or "),

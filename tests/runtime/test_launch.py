@@ -129,23 +129,25 @@ def test_a_kernel_reads_its_fields_in_order(
         assert value == expected, field.name
 
 
-@pytest.mark.parametrize("launched", [0, 1], ids=["the first launch", "a replay"])
+@pytest.mark.parametrize(
+    ("launched", "error"),
+    [(0, "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"), (1, "CUDA_ERROR_LAUNCH_FAILED")],
+    ids=["the first launch", "a replay"],
+)
 def test_a_rejected_launch_is_an_error(
-    launched: int, launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
+    launched: int, error: str, launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message has the kernel, the grid size and the driver's error name."""
     result = driver.CUresult
     results = [(result.CUDA_SUCCESS,)] * launched
-    results.append((result.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE,))
+    results.append((getattr(result, error),))
     monkeypatch.setattr(launching, "_launch_kernel", lambda: lambda *_: results.pop(0))
     spec = mla_sm90()
 
     with pytest.raises(DriverError) as caught:
         launch(kernel_of(spec), 500, False, *values_of(spec)).enqueue(False)
 
-    assert str(caught.value) == (
-        "mla_sm90: launch of 500 CTAs failed: CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"
-    )
+    assert str(caught.value) == f"mla_sm90: launch of 500 CTAs failed: {error}"
     assert launches == []
     assert results == []
 
