@@ -1,4 +1,4 @@
-"""`mlagen demo`: all of its steps, with and without a GPU."""
+"""`mlagen demo`: all of its steps, with and without a GPU; its text is in `snapshots/`."""
 
 from __future__ import annotations
 
