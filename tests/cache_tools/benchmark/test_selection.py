@@ -31,7 +31,6 @@ GQA = [
 @pytest.mark.parametrize(
     ("families", "labels"),
     [(None, MLA + GQA), (["mla"], MLA), (["gqa"], GQA)],
-    ids=["both", "MLA", "GQA"],
 )
 def test_the_default_cases_are_those_of_the_families(
     families: list[str] | None, labels: list[str]
@@ -103,17 +102,6 @@ def test_the_default_dtype_of_the_cache_is_that_of_the_query() -> None:
             "kv_dtype: expected one of bf16, fp16, e4m3, fp8_ds_mla, int8, nvfp4, got fp32",
         ),
     ],
-    ids=[
-        "family",
-        "kv heads",
-        "head dim",
-        "sparse GQA",
-        "long list",
-        "group",
-        "drafts",
-        "dtype",
-        "dtype of the cache",
-    ],
 )
 def test_inconsistent_values_are_rejected(
     families: list[str] | None, axes: Mapping[str, Sequence[Any]], message: str
@@ -133,7 +121,6 @@ def test_inconsistent_values_are_rejected(
         ("gqa", {"dtype": ["e4m3"]}, "no GQA decode kernel for query e4m3, cache e4m3, "),
         ("gqa", {"head_dim": [320]}, "no GQA decode kernel for head_dim 320; "),
     ],
-    ids=["pair", "cache", "query", "head dim"],
 )
 def test_an_unsupported_case_is_rejected(
     family: str, axes: Mapping[str, Sequence[Any]], message: str
