@@ -16,6 +16,7 @@ from tests.kernels import COMBINE
 
 from .conftest import Cached, Documented, Run
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
 SMALL = (
     *("prewarm", "--arch", "sm_80", "--family", "combine", "--dtype", "bf16"),
     *("--kv-lora-rank", "256,512"),
