@@ -97,7 +97,9 @@ def test_another_installation_is_the_reason(
     assert fields_of(found)[field][1] == nearest
 
 
-def test_a_damaged_kernel_is_the_reason_and_stays(document: Documented, cached: Cached) -> None:
+def test_a_damaged_kernel_is_the_reason_and_stays(
+    document: Documented, run: Run, cached: Cached
+) -> None:
     """It is not quarantined, unlike in a call."""
     cubin = damage(cached.folders[0])
 
@@ -105,6 +107,9 @@ def test_a_damaged_kernel_is_the_reason_and_stays(document: Documented, cached: 
 
     assert found["reason"] == "damaged"
     assert found["problem"].startswith("kernel.cubin: expected sha256 ")
+    text = run("cache", "why", str(cached.units[0].spec)).stdout
+    assert text.startswith("not found: damaged: kernel.cubin: expected sha256 ")
+    assert f"nearest {cached.keys[0][:8]} has no differences: " in text
     assert cubin.exists()
 
 
@@ -146,7 +151,7 @@ def test_a_cached_key_has_its_reason(document: Documented, run: Run, cached: Cac
     assert "no other combine is cached to compare with" in text
 
 
-def test_only_differences_are_explained(document: Documented, cached: Cached) -> None:
+def test_only_differences_are_explained(document: Documented, run: Run, cached: Cached) -> None:
     """Equal key fields are omitted; measurements are shown for both kernels."""
     before = snapshot(cached.root)
 
@@ -158,7 +163,9 @@ def test_only_differences_are_explained(document: Documented, cached: Cached) ->
     assert facts["registers"] == tuple(unit.registers for unit in cached.units)
     assert facts["created_by"] == ("prewarm", "prewarm")
     assert snapshot(cached.root) == before
-    assert document("cache", "explain", *cached.keys[:1] * 2)["differences"] == []
+    itself = ("cache", "explain", *cached.keys[:1] * 2)
+    assert document(*itself)["differences"] == []
+    assert "key_field" not in run(*itself).stdout
 
 
 def test_one_kernel_by_two_compilers(run: Run, cached: Cached) -> None:

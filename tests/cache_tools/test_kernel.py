@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,7 +88,9 @@ def test_the_source_is_that_which_is_compiled(wants_lines: str, run: Run, settin
     assert path is not None
 
     result = run("kernel", "show", str(COMBINE), "--source")
+    document = run("kernel", "show", str(COMBINE), "--source", "--json")
 
+    assert json.loads(document.stdout)["source"] == result.stdout
     assert result.stdout == (path / "kernel.cu").read_text()
     assert (result.stdout == render(COMBINE).text) == (wants_lines == "0")
 
