@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from mlagen.errors import ArgumentError, UnsupportedError
-from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
-from tests.batch_mla_cases import run, run_arguments, wrapper_of
-from tests.batch_mla_semantics import SINGLE, SOME
-from tests.cases import MlaProblem
-from tests.mla_rows import E4M3
+from tests.problems.batch_mla import SINGLE, SOME, new_wrapper, run, run_arguments, wrapper_of
+from tests.problems.mla import KINDS, MlaProblem
+from tests.problems.problem import E4M3
 
-FP8 = replace(SOME, kv_format="e4m3", scales="two")
+FP8 = replace(SOME, **KINDS["bf16 over e4m3 with two scales"])
 
 
 def rejects(problem: MlaProblem, message: str, **changes: object) -> None:
@@ -181,7 +179,7 @@ def test_a_profiler_is_rejected() -> None:
 def test_arguments_that_planless_runs_reject(changes: dict[str, Any], message: str) -> None:
     """The error names the unsupported argument."""
     problem = SINGLE.build("cpu")
-    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0), backend="cutlass")
+    wrapper = new_wrapper("cpu", "cutlass")
     tables = {"kv_len": problem.seq_lens, "page_table": torch.zeros(4, 7, dtype=torch.int32)}
 
     with pytest.raises(ArgumentError, match=message):

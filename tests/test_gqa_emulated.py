@@ -21,7 +21,8 @@ from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
 from tests.emulator.emulated import COMPILER, Emulator, encode
 from tests.families.launches import GQA_PATHS, record_launches
-from tests.gqa_problems import E4M3, GqaCase, GqaProblem
+from tests.problems.gqa import GqaCase, GqaProblem
+from tests.problems.problem import E4M3
 from tests.sink_values import extreme_sinks
 from tests.sm90_tiles import max_heads_per_cta
 

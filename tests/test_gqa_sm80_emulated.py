@@ -20,8 +20,9 @@ from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
 from tests.emulator.emulated import COMPILER, Emulator
 from tests.families.launches import GQA_PATHS, H200, record_launches
-from tests.gqa_problems import E4M3, GqaCase, GqaProblem
 from tests.kernels import SM_80
+from tests.problems.gqa import GqaCase, GqaProblem
+from tests.problems.problem import E4M3
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 

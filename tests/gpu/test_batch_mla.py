@@ -10,7 +10,12 @@ import torch
 from mlagen.errors import ArgumentError, CaptureError
 from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
 from mlagen.settings import current_settings
-from tests.batch_mla_cases import (
+from tests.batch_mla_semantics import BatchMlaSemantics
+from tests.device_sync import no_device_sync
+from tests.planless_semantics import PlanlessSemantics
+from tests.problems.batch_mla import (
+    SINGLE,
+    SOME,
     WORKSPACE_BYTES,
     batch_case,
     plan_arguments,
@@ -19,10 +24,7 @@ from tests.batch_mla_cases import (
     run_with_lse,
     wrapper_of,
 )
-from tests.batch_mla_semantics import SINGLE, SOME, BatchMlaSemantics
-from tests.cases import MlaCase
-from tests.device_sync import no_device_sync
-from tests.planless_semantics import PlanlessSemantics
+from tests.problems.mla import MlaCase
 
 LONG = (
     batch_case("157 sequences", ((1, 1024), (3, 17), (1, 514)) * 52 + ((2, 97),), page_size=16),

@@ -10,9 +10,9 @@ import torch
 
 from mlagen.families.mla.dispatch import run_mla
 from mlagen.settings import current_settings
-from tests.gqa_problems import GqaCase
-from tests.gqa_semantics import decode
-from tests.mla_cases import KINDS, case_of_kind
+from tests.problems.entry_points import decode_gqa as decode
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import mla_case
 from tests.sink_values import extreme_sinks
 from tests.sm90_tiles import sm90_kernels
 
@@ -39,7 +39,7 @@ def _sm90(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "e4m3", "bf16 over fp8_ds_mla", "fp8_per_token"])
 def test_mla(kind: str, q_len: int, lengths: tuple[int, ...]) -> None:
     """Output and LSE match float64, in both bases."""
-    case = case_of_kind(KINDS[kind], name="", seq_lens=lengths, heads=16, q_len=q_len)
+    case = mla_case(kind, name="", seq_lens=lengths, heads=16, q_len=q_len)
     problem = replace(case.build("cuda"), sinks=extreme_sinks("cuda"))
 
     for base in ("base2", "basee"):

@@ -12,10 +12,12 @@ import torch
 import mlagen.decode
 from mlagen.errors import ArgumentError, CaptureError
 from mlagen.settings import current_settings
-from tests.gqa_cases import CASES, DTYPES, Dtypes
-from tests.gqa_problems import GqaCase, GqaProblem
-from tests.gqa_semantics import GqaSemantics, decode
+from tests.gqa_cases import DTYPES, Dtypes
+from tests.gqa_semantics import GqaSemantics
 from tests.gqa_visibility import GqaVisibility
+from tests.problems.entry_points import decode_gqa as decode
+from tests.problems.gqa import GqaCase, GqaProblem
+from tests.problems.gqa_cases import CASES
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -16,10 +16,11 @@ from mlagen.families.gqa.launch_sm80 import GqaSm80Launcher
 from mlagen.families.gqa.launch_sm90 import GqaSm90Launcher
 from mlagen.settings import current_settings
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
-from tests.gqa_problems import E4M3, GqaCase, GqaProblem
-from tests.gqa_semantics import decode
 from tests.graph_replay import captured
 from tests.launch_repeats import delayed_launches, mismatches, nonzero_semaphore_bytes, with_delays
+from tests.problems.entry_points import decode_gqa as decode
+from tests.problems.gqa import GqaCase, GqaProblem
+from tests.problems.problem import E4M3
 from tests.sm90_tiles import max_heads_per_cta
 
 pytestmark = pytest.mark.skipif(

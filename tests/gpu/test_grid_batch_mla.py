@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.batch_mla_cases import batch_case, run_with_lse, wrapper_of
-from tests.cases import MlaCase
+from tests.problems.batch_mla import batch_case, run_with_lse, wrapper_of
+from tests.problems.mla import MlaCase
 
 DEVICE = "cuda"
 _PLAIN: dict[str, dict[str, Any]] = {"bf16": {}, "fp16": {"dtype": torch.float16}}

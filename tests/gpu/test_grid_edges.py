@@ -13,13 +13,11 @@ import torch
 from mlagen.families.gqa import dispatch as gqa_call
 from mlagen.families.mla import dispatch as mla_call
 from mlagen.families.mla.dispatch import run_mla
-from tests.cases import MlaCase
 from tests.gqa_cases import KINDS as GQA_KINDS
 from tests.gqa_cases import Dtypes
-from tests.gqa_problems import GqaCase
-from tests.gqa_semantics import decode as decode_gqa
-from tests.mla_cases import KINDS, case_of_kind
-from tests.mla_semantics import decode
+from tests.problems.entry_points import decode, decode_gqa
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import KINDS, MlaCase, mla_case
 
 DEVICE = "cuda"
 _BIAS_KINDS = {name: KINDS[name] for name in ("bf16", "fp16", "e4m3", "fp8_per_token")}
@@ -58,9 +56,7 @@ def test_a_bias_between_nan_rows(
 def test_descending_offsets_in_mla(top_k: int, heads: int, name: str) -> None:
     """A sequence that ends before it begins affects no other; sm90 kernels write nothing then."""
     lens, q_lens = (40, 100, 70), (2, 0, 1)
-    case = case_of_kind(
-        KINDS[name], name="", seq_lens=lens, q_lens=q_lens, heads=heads, top_k=top_k
-    )
+    case = mla_case(name, name="", seq_lens=lens, q_lens=q_lens, heads=heads, top_k=top_k)
     problem = case.build(DEVICE)
     mla_call._calls.clear()
     right = decode(problem)
@@ -138,7 +134,7 @@ def test_kv_indptr_past_the_page_ids(heads: int, page: int) -> None:
 @pytest.mark.parametrize("name", ["bf16", "e4m3"])
 def test_missing_page_ids_of_a_single_sequence(name: str) -> None:
     """An invalid kv_indptr does not fault."""
-    case = case_of_kind(KINDS[name], name="", seq_lens=(300,), heads=16, flat_tables=True)
+    case = mla_case(name, name="", seq_lens=(300,), heads=16, flat_tables=True)
     problem, valid = case.build(DEVICE), MlaCase(name="", seq_lens=(70,)).build(DEVICE)
     starts = torch.tensor([2000, 2005], dtype=torch.int32, device=DEVICE)
     ids = problem.block_tables[:5]

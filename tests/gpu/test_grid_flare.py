@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from mlagen.mla.masks import MaterializedMask
-from tests.cases import MlaCase, MlaProblem
 from tests.flare_masks import MASKS, Rule
 from tests.flare_problems import (
     FORMATS,
@@ -21,7 +20,8 @@ from tests.flare_problems import (
     pad,
     placed,
 )
-from tests.mla_rows import E4M3
+from tests.problems.mla import MlaCase, MlaProblem
+from tests.problems.problem import E4M3
 from tests.reference import assert_close, output_tolerance
 
 DEVICE = "cuda"

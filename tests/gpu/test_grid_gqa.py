@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tests.gqa_cases import DTYPES, KINDS, SHAPES, Dtypes
-from tests.gqa_problems import E4M3, GqaCase, GqaProblem
-from tests.gqa_semantics import decode
 from tests.gqa_variants import check_all, variants
+from tests.problems.entry_points import decode_gqa as decode
+from tests.problems.gqa import GqaCase, GqaProblem
+from tests.problems.problem import E4M3
 
 DEVICE = "cuda"
 RUN = {"decode": decode}

@@ -11,12 +11,12 @@ import torch
 
 import mlagen
 from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
-from tests.batch_mla_cases import WORKSPACE_BYTES, batch_case, plan_arguments, run, run_arguments
-from tests.cases import MlaCase
 from tests.gqa_cases import DTYPES, Dtypes
-from tests.gqa_problems import GqaCase
 from tests.graph_replay import captured, cloned, exchange
-from tests.mla_cases import KINDS, SPARSE_KINDS, case_of_kind
+from tests.mla_cases import SPARSE_KINDS
+from tests.problems.batch_mla import WORKSPACE_BYTES, batch_case, plan_arguments, run, run_arguments
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import MlaCase, mla_case
 
 # All have as many pages of 16 or 64 tokens, so that the tensors keep their shapes.
 _LENGTHS = ((5000, 70, 1, 0), (3, 0, 4999, 66), (0, 4998, 80, 2), (65, 2, 0, 4994))
@@ -65,7 +65,7 @@ def test_gqa(drafts: str, window: int, dtypes: Dtypes) -> None:
 
 _VARIANTS: dict[str, MlaCase] = {
     **{
-        name: case_of_kind(KINDS[name], name="", seq_lens=())
+        name: mla_case(name, name="", seq_lens=())
         for name in ("bf16", "fp16", "e4m3", "bf16 over e4m3", "bf16 over fp8_ds_mla")
     },
     **{
@@ -76,9 +76,7 @@ _VARIANTS: dict[str, MlaCase] = {
     },
     "long lists": MlaCase(name="", seq_lens=(), top_k=2048),
     "values in other pages": MlaCase(name="", seq_lens=(), values="other pages"),
-    "e4m3, values in other pages": case_of_kind(
-        KINDS["e4m3"], name="", seq_lens=(), values="other pages"
-    ),
+    "e4m3, values in other pages": mla_case("e4m3", name="", seq_lens=(), values="other pages"),
 }
 
 

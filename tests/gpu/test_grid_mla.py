@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import mlagen
-from tests.cases import MlaCase, MlaProblem
-from tests.mla_cases import KINDS, SPARSE_KINDS, case_of_kind
-from tests.mla_semantics import compute, decode, decode_with_lse
+from tests.mla_cases import SPARSE_KINDS
+from tests.problems.entry_points import compute, decode, decode_with_lse
+from tests.problems.mla import KINDS, MlaCase, MlaProblem, mla_case
 from tests.reference import assert_close, output_tolerance
 
 DEVICE = "cuda"
@@ -100,9 +100,7 @@ def test_split_with_query_tokens(page: int, kind: Kind) -> None:
 def test_split_with_separate_values(heads: int, values: str, kind: str) -> None:
     """Long sequences whose values have pages of their own."""
     for q_len in (1, 3):
-        case = case_of_kind(
-            KINDS[kind], name="", seq_lens=(3500, 70), heads=heads, q_len=q_len, values=values
-        )
+        case = mla_case(kind, name="", seq_lens=(3500, 70), heads=heads, q_len=q_len, values=values)
 
         _check(case, f"{q_len} query tokens")
 
@@ -175,8 +173,8 @@ def test_the_xqa_signature(batch: int, page: int, kind: str) -> None:
     longest = 514 if batch <= 4 else 60
     lens = tuple(longest - index * 3 % longest for index in range(batch))
     for scale in (1.0, 0.5):
-        case = case_of_kind(
-            KINDS[kind],
+        case = mla_case(
+            kind,
             name="",
             seq_lens=lens,
             heads=128 if batch <= 4 else 16,

@@ -10,12 +10,14 @@ from itertools import product
 import pytest
 import torch
 
-from tests.cases import MlaCase
 from tests.gqa_cases import DTYPES, Dtypes
-from tests.gqa_problems import E4M3, GqaCase, GqaProblem
 from tests.gqa_variants import check_all, variants
+from tests.problems.entry_points import run_xqa, run_xqa_mla
+from tests.problems.gqa import GqaCase, GqaProblem
+from tests.problems.mla import MlaCase
+from tests.problems.problem import E4M3
 from tests.reference import assert_close, output_tolerance
-from tests.xqa_semantics import E4M3_FACTOR, run_xqa, run_xqa_mla
+from tests.xqa_semantics import E4M3_FACTOR
 
 DEVICE = "cuda"
 SCALES = (1.0, 0.5)

@@ -11,11 +11,12 @@ import torch
 
 import mlagen
 from mlagen.settings import current_settings
-from tests.cases import MlaCase
 from tests.device_sync import no_device_sync
 from tests.mla_cases import CASES
-from tests.mla_semantics import MlaSemantics, compute, decode, decode_with_lse
+from tests.mla_semantics import MlaSemantics
 from tests.mla_variant_semantics import MlaVariantSemantics
+from tests.problems.entry_points import compute, decode, decode_with_lse
+from tests.problems.mla import MlaCase
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

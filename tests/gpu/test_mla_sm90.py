@@ -20,11 +20,10 @@ from mlagen.spec.mla.sm90 import MlaSm90Spec
 from mlagen.spec.mla.sm90_calls import mla_sm90_kernel
 from mlagen.spec.mla.sm90_fp8 import MlaSm90Fp8Spec
 from mlagen.spec.mla.variant import MlaVariant
-from tests.cases import MlaCase, MlaProblem
 from tests.graph_replay import captured
 from tests.launch_repeats import delayed_launches, mismatches, nonzero_semaphore_bytes, with_delays
-from tests.mla_cases import KINDS, case_of_kind
-from tests.mla_semantics import compute, decode
+from tests.problems.entry_points import compute, decode
+from tests.problems.mla import MlaCase, MlaProblem, mla_case
 from tests.sm90_tiles import sm90_kernels, smaller_tiles
 
 pytestmark = pytest.mark.skipif(
@@ -197,7 +196,7 @@ def test_a_small_call_uses_the_sm80_kernel(
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "e4m3", "bf16 over fp8_ds_mla", "bf16 over e4m3"])
 def test_little_work_uses_a_smaller_tile(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight tiles of sixteen rows occupy more SMs than two of 64."""
-    case = case_of_kind(KINDS[kind], name="", seq_lens=(1030,), heads=128, with_sinks=True)
+    case = mla_case(kind, name="", seq_lens=(1030,), heads=128, with_sinks=True)
     problem = case.build("cuda")
     with smaller_tiles(monkeypatch, enabled=True):
         problem.check(*compute(problem))

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import mlagen
-from tests.cases import E4M3, MlaCase
-from tests.mla_semantics import compute, decode
+from tests.problems.entry_points import compute, decode
+from tests.problems.mla import MlaCase
+from tests.problems.problem import E4M3
 from tests.sm90_tiles import sm90_kernels
 
 pytestmark = pytest.mark.skipif(

@@ -15,12 +15,11 @@ from mlagen.families.mla import dispatch as mla_call
 from mlagen.settings import current_settings
 from mlagen.spec.mla.sm80 import MlaSm80Spec
 from mlagen.spec.mla.sm90_fp8kv import MlaSm90Fp8KvSpec
-from tests.cases import MlaCase
 from tests.gpu.test_mla_sm90 import DELAYS
 from tests.graph_replay import captured
 from tests.launch_repeats import delayed_launches, mismatches, nonzero_semaphore_bytes, with_delays
-from tests.mla_cases import KINDS, case_of_kind
-from tests.mla_semantics import compute, decode
+from tests.problems.entry_points import compute, decode
+from tests.problems.mla import KINDS, MlaCase, mla_case
 from tests.sm90_tiles import sm90_kernels
 from tests.uneven_scales import SCALE_STEPS, with_scale_steps
 
@@ -43,13 +42,13 @@ PAGES: dict[str, dict[str, Any]] = {
 }
 CASES = (
     [
-        case_of_kind(KINDS[kind], name=f"{kind}, {tile}, {name}", heads=heads, **facts)
+        mla_case(kind, name=f"{kind}, {tile}, {name}", heads=heads, **facts)
         for kind in ("bf16 over fp8_ds_mla", "bf16 over e4m3")
         for tile, heads in HEADS.items()
         for name, facts in [*SPARSE.items(), *PAGES.items()]
     ]
     + [
-        case_of_kind(KINDS[kind], name=f"{kind}, {name}", heads=100, **facts)
+        mla_case(kind, name=f"{kind}, {name}", heads=100, **facts)
         for kind in (
             "bf16 over e4m3 with two scales",
             "bf16 over e4m3 with scales for 128 elements",
@@ -57,7 +56,7 @@ CASES = (
         for name, facts in PAGES.items()
     ]
     + [
-        case_of_kind(KINDS[kind], name=f"{kind}, {tile}, {name}", heads=heads, **facts)
+        mla_case(kind, name=f"{kind}, {tile}, {name}", heads=heads, **facts)
         for kind, given in (
             ("fp8_per_token", PAGES),
             ("e4m3", {**SPARSE, "pages of one token": PAGES["equal, in halves"]}),
@@ -98,7 +97,7 @@ def test_p_may_stay_in_16_bits(
     """With an e4m3 query and cache the tolerance is that of fp16."""
     monkeypatch.setenv("MLAGEN_MLA_P_DTYPE", "fp16")
     current_settings.cache_clear()
-    problem = case_of_kind(KINDS["e4m3"], name="", heads=heads, **facts).build("cuda")
+    problem = mla_case("e4m3", name="", heads=heads, **facts).build("cuda")
     mla_call._calls.clear()
 
     problem.check(*compute(problem))
@@ -163,9 +162,7 @@ def test_delays_change_no_bit(case: MlaCase, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("heads", [16, 64])
 def test_large_scores_are_right(heads: int, kind: str, magnitude: float) -> None:
     """Row max updates are large and frequent, and MMAs truncate sums."""
-    case = case_of_kind(
-        KINDS[kind], name="", seq_lens=(3000, 700, 64), heads=heads, with_sinks=True
-    )
+    case = mla_case(kind, name="", seq_lens=(3000, 700, 64), heads=heads, with_sinks=True)
     problem = replace(case, query_magnitude=magnitude).build("cuda")
 
     problem.check(*compute(problem))
@@ -187,7 +184,7 @@ def test_scales_may_be_of_any_size(heads: int, steps: str, monkeypatch: pytest.M
 
 def test_query_elements_may_be_of_any_size() -> None:
     """Each row is divided by a power of two before it is split into two FP8 terms."""
-    case = case_of_kind(KINDS["bf16 over fp8_ds_mla"], name="", seq_lens=(700,), heads=16)
+    case = mla_case("bf16 over fp8_ds_mla", name="", seq_lens=(700,), heads=16)
     problem = case.build("cuda")
     expected = decode(problem).clone()
     sizes = torch.tensor([2.0**e for e in range(-80, 80, 10)], device="cuda", dtype=torch.bfloat16)
@@ -202,9 +199,7 @@ def test_query_elements_may_be_of_any_size() -> None:
 @pytest.mark.parametrize("missing", ["first", "last", "every other", "all"])
 def test_invalid_topk_indices_are_skipped(heads: int, missing: str) -> None:
     """Any invalid index at any position is skipped."""
-    case = case_of_kind(
-        KINDS["bf16 over fp8_ds_mla"], name="", heads=heads, top_k=300, seq_lens=(700,)
-    )
+    case = mla_case("bf16 over fp8_ds_mla", name="", heads=heads, top_k=300, seq_lens=(700,))
     problem = case.build("cuda")
     invalid = {
         "first": slice(0, 130),

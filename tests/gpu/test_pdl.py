@@ -13,10 +13,10 @@ import mlagen
 from mlagen.artifacts import Source
 from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.toolchain import find_nvrtc
-from tests.cases import MlaCase
 from tests.graph_replay import captured
 from tests.kernels import SM_90A
-from tests.mla_semantics import compute
+from tests.problems.entry_points import compute
+from tests.problems.mla import MlaCase
 from tests.sm90_tiles import sm90_kernels
 
 driver = pytest.importorskip("cuda.bindings.driver")

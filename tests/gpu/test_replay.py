@@ -17,11 +17,11 @@ from mlagen.mla import (
     trtllm_batch_decode_with_kv_cache_mla,
 )
 from mlagen.observe.observed import observed
-from tests.batch_mla_cases import batch_case, plan_arguments, run_arguments, wrapper_of
-from tests.cases import MlaCase
 from tests.device_sync import no_device_sync
-from tests.gqa_problems import GqaCase
 from tests.observed_calls import dumps_in, observe
+from tests.problems.batch_mla import batch_case, plan_arguments, run_arguments, wrapper_of
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import MlaCase
 
 MLA = {
     "bf16": MlaCase(name="", seq_lens=(700, 70, 1), heads=16),

@@ -17,8 +17,8 @@ import mlagen
 from mlagen import engine
 from mlagen.families.mla import dispatch as mla_call
 from mlagen.settings import current_settings
-from tests.cases import MlaCase, MlaProblem
-from tests.gqa_problems import GqaCase
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import MlaCase, MlaProblem
 
 
 def decode(**arguments: Any) -> torch.Tensor:
@@ -94,7 +94,7 @@ def test_many_replays_give_the_same_bits() -> None:
 
 _CAPTURE_FIRST = """
 import torch, mlagen
-from tests.cases import MlaCase
+from tests.problems.mla import MlaCase
 problem = MlaCase(name="", seq_lens=(5000,), heads=16).build("cuda")
 arguments = problem.arguments()
 graph = torch.cuda.CUDAGraph()

@@ -12,11 +12,10 @@ import torch
 import mlagen
 from mlagen.runtime import semaphores
 from mlagen.spec.mla.sm90 import SCHED_META_BYTES, SCHED_META_OFFSET
-from tests.cases import MlaCase, MlaProblem
 from tests.graph_replay import captured
 from tests.launch_repeats import SEQ_WORD
-from tests.mla_cases import KINDS, case_of_kind
-from tests.mla_semantics import decode
+from tests.problems.entry_points import decode
+from tests.problems.mla import KINDS, MlaCase, MlaProblem
 from tests.sm90_tiles import sm90_kernels
 
 pytestmark = pytest.mark.skipif(

@@ -11,11 +11,9 @@ import torch
 import mlagen
 from mlagen.families.mla.dispatch import run_mla
 from mlagen.settings import current_settings
-from tests.cases import MlaCase
-from tests.gqa_problems import GqaCase
-from tests.gqa_semantics import decode as decode_gqa
-from tests.mla_cases import KINDS, case_of_kind
-from tests.mla_semantics import decode
+from tests.problems.entry_points import decode, decode_gqa
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import MlaCase, mla_case
 from tests.sm90_tiles import smaller_tiles
 
 _FRONT = 8 << 20
@@ -53,7 +51,7 @@ LARGE = ((20_000, 3), (9000,) * 5)
 @pytest.mark.parametrize("kind", ["bf16", "e4m3", "bf16 over fp8_ds_mla"])
 def test_mla(kind: str, seq_lens: tuple[int, ...], workspace: torch.Tensor) -> None:
     """Calls have the max number of rows per sequence."""
-    problem = case_of_kind(KINDS[kind], name="", seq_lens=seq_lens, heads=128).build("cuda")
+    problem = mla_case(kind, name="", seq_lens=seq_lens, heads=128).build("cuda")
 
     out, lse = run_mla(problem.inputs(workspace_buffer=workspace, return_lse=True), True)
 

@@ -6,18 +6,14 @@ import pytest
 import torch
 
 import mlagen.xqa
-from tests.cases import MlaCase
 from tests.gqa_cases import DTYPES, Dtypes
-from tests.gqa_problems import E4M3, GqaCase
 from tests.graph_replay import captured, cloned, exchange
+from tests.problems.entry_points import run_xqa, run_xqa_mla, xqa_arguments, xqa_mla_arguments
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import MlaCase
+from tests.problems.problem import E4M3
 from tests.xqa_cases import MLA_CASES, XQA_CASES
-from tests.xqa_semantics import (
-    XqaSemantics,
-    run_xqa,
-    run_xqa_mla,
-    xqa_arguments,
-    xqa_mla_arguments,
-)
+from tests.xqa_semantics import XqaSemantics
 
 
 @pytest.mark.parametrize("case", XQA_CASES, ids=str)
