@@ -31,10 +31,12 @@ SIGNATURES: list[tuple[Callable[..., object], str, str]] = [
         mlagen.mla.trtllm_batch_decode_with_kv_cache_mla,
         (
             f"{_MLA} sparse_mla_top_k=0 out=None bmm1_scale=1.0 bmm2_scale=1.0 sinks=None "
-            "skip_softmax_threshold_scale_factor=None enable_pdl=None backend='auto' is_var_seq=True "
+            "skip_softmax_threshold_scale_factor=None enable_pdl=None backend='auto' "
+            "is_var_seq=True "
             "uses_shared_paged_kv_idx=True lse=None return_lse=False cute_dsl_impl='auto' "
             "kv_scale_format='auto' cum_seq_lens_q=None max_q_len=None "
-            "multi_ctas_kv_counter_buffer=None sparse_mla_top_k_lens=None enable_dcp=False cp_world=1 "
+            "multi_ctas_kv_counter_buffer=None sparse_mla_top_k_lens=None enable_dcp=False "
+            "cp_world=1 "
             "cp_rank=0 causal_seqlens_kv_global=None use_fp16_softmax=None return_lse_base='base2'"
         ),
         "",
@@ -86,7 +88,8 @@ SIGNATURES: list[tuple[Callable[..., object], str, str]] = [
         _WRAPPER.run,
         (
             "self q_nope q_pe ckv_cache kpe_cache out=None lse=None return_lse=False "
-            "profiler_buffer=None kv_len=None page_table=None return_lse_base_on_e=False o_scale=None"
+            "profiler_buffer=None kv_len=None page_table=None return_lse_base_on_e=False "
+            "o_scale=None"
         ),
         "ckv_scale=None ckv_scale_arr=None kpe_scale=None",
     ),

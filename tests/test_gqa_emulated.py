@@ -231,7 +231,7 @@ def test_a_block_of_several_heads_is_right_too(
 @pytest.mark.parametrize("sm_count", [1, 6])
 def test_sinks_may_be_any_number(sm_count: int, kv: str, decoded: Decode) -> None:
     """In whole work tiles and in splits: also infinite ones, and NaN."""
-    case = GqaCase(name="", seq_lens=(900, 0), group=8, page_size=64, kv=kv)
+    case = GqaCase(seq_lens=(900, 0), group=8, page_size=64, kv=kv)
     problem = replace(case.build("cpu"), sinks=extreme_sinks("cpu"))
 
     problem.check(decoded(problem, sm_count, 0))
@@ -239,7 +239,7 @@ def test_sinks_may_be_any_number(sm_count: int, kv: str, decoded: Decode) -> Non
 
 def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:
     """There could be more work than positions on the line; and a later call is right."""
-    case = GqaCase(name="", seq_lens=(300, 17, 64), q_lens=(2, 1, 2), group=4, page_size=64)
+    case = GqaCase(seq_lens=(300, 17, 64), q_lens=(2, 1, 2), group=4, page_size=64)
     problem = case.build("cpu")
     out = torch.full_like(problem.query, 7.0)
     ends = torch.tensor([0, 5, 0, 5], dtype=torch.int32)
@@ -255,7 +255,7 @@ def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(
     kv: str, decoded: Decode
 ) -> None:
     """NaN in V of the newest token is seen by the last query token and by no other."""
-    case = GqaCase(name="", seq_lens=(100,), q_len=4, group=2, head_dim=64, kv=kv)
+    case = GqaCase(seq_lens=(100,), q_len=4, group=2, head_dim=64, kv=kv)
     problem = case.build("cpu")
     expected = decoded(problem, 1, 0)
     page = int(problem.block_tables[0, 99 // case.page_size])
