@@ -221,9 +221,7 @@ def test_a_plan_is_not_for_every_backend() -> None:
         wrapper_of(problem, backend="fa4")
 
 
-def with_buffers(
-    page_ids: int,
-) -> tuple[BatchMLAPagedAttentionWrapper, dict[str, torch.Tensor]]:
+def with_buffers(page_ids: int) -> tuple[BatchMLAPagedAttentionWrapper, dict[str, torch.Tensor]]:
     """Return a wrapper for graphs of four requests, and its buffers."""
     sizes = {"qo_indptr": 5, "kv_indptr": 5, "kv_indices": page_ids, "kv_len_arr": 4}
     buffers = {name: torch.full((size,), -1, dtype=torch.int32) for name, size in sizes.items()}
