@@ -15,7 +15,8 @@ from mlagen.spec.mla.sm90_fp8kv import MlaSm90Fp8KvSpec
 from tests.gpu.test_sm90 import FP8_DS_MLA, FP8KV_HEADS, PAGES, repeat
 from tests.problems.entry_points import ENTRY_POINTS, EntryPoint, compute, decode, decode_gqa
 from tests.problems.gqa import GqaCase
-from tests.problems.mla import KINDS, mla_case
+from tests.problems.mla import KINDS, MlaCase, mla_case
+from tests.sink_values import extreme_sinks
 from tests.sm90_tiles import choose_kernel, needs_sm90, smaller_tiles
 
 pytestmark = [needs_sm90, pytest.mark.usefixtures("sm90")]
@@ -126,6 +127,32 @@ def test_large_scores_are_right(heads: int, kind: str, magnitude: float) -> None
     out, lse = compute(problem)
 
     problem.check(out, lse if kind != "e4m3" else None)
+
+
+SINKS: list[tuple[str, dict[str, Any]]] = [
+    *(
+        ("mla", {"q_len": q_len, **KINDS[kind]})
+        for q_len in (1, 4)
+        for kind in ("bf16", "fp16", "e4m3", FP8_DS_MLA, "fp8_per_token")
+    ),
+    *(("gqa", {"group": 8, "page_size": 64, "kv": kv}) for kv in ("16-bit", "e4m3")),
+]
+
+
+@pytest.mark.parametrize(("name", "facts"), SINKS, ids=str)
+@pytest.mark.parametrize("lens", [(70, 1, 0), (9000, 0)], ids=["whole", "splits"])
+def test_sinks_may_be_any_number(lens: tuple[int, ...], name: str, facts: dict[str, Any]) -> None:
+    """For sinks of any size, infinite or NaN, the result matches float64, in both bases."""
+    if name == "gqa":
+        grouped = replace(
+            GqaCase(seq_lens=lens, **facts).build("cuda"), sinks=extreme_sinks("cuda")
+        )
+        grouped.check(decode_gqa(grouped))
+        return
+    problem = replace(MlaCase(seq_lens=lens, **facts).build("cuda"), sinks=extreme_sinks("cuda"))
+    for base in ("base2", "basee"):
+        result = compute(problem, return_lse_base=base)
+        problem.check(*result, natural=base == "basee")
 
 
 def test_query_elements_may_be_of_any_size() -> None:
