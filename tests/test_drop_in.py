@@ -172,11 +172,7 @@ _LENS = torch.ones(4, dtype=torch.int32)
             {"kv_scale_format": "e8m0"},
             "kv_scale_format: expected one of auto, pow2_fp32, arbitrary_fp32, got 'e8m0'",
         ),
-        (
-            _DENSE,
-            {"backend": "sparse"},
-            "sparse_mla_top_k: expected an int, 1 or more, got 0",
-        ),
+        (_DENSE, {"backend": "sparse"}, "sparse_mla_top_k: expected an int, 1 or more, got 0"),
         (
             _BF16,
             {"backend": "sparse"},

@@ -241,10 +241,7 @@ def test_neutral_keywords_are_accepted() -> None:
             "enable_pdl: expected a bool, got 1.0",
         ),
         *(
-            (
-                {"backend": backend},
-                f"backend: expected one of {BACKENDS}, sparse, got {backend!r}",
-            )
+            ({"backend": backend}, f"backend: expected one of {BACKENDS}, sparse, got {backend!r}")
             for backend in ("fa2", "", None)
         ),
     ],

@@ -10,13 +10,7 @@ import torch
 
 from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
 from tests.graph_replay import captured, check_replays, exchange
-from tests.problems.batch_mla import (
-    WORKSPACE_BYTES,
-    batch_case,
-    plan_arguments,
-    run,
-    run_arguments,
-)
+from tests.problems.batch_mla import WORKSPACE_BYTES, batch_case, plan_arguments, run, run_arguments
 from tests.problems.entry_points import ENTRY_POINTS
 from tests.problems.flare import flare_case
 from tests.problems.gqa import KINDS as GQA_KINDS

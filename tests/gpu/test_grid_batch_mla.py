@@ -59,10 +59,7 @@ CASES = (
             **facts,
         )
         for facts, page, (kv_len, q_len), is_causal in product(
-            _ALL,
-            (1, 16, 32, 64),
-            ((514, 1), (514, 3), (2743, 1), (2743, 3), (8736, 2)),
-            _CAUSAL,
+            _ALL, (1, 16, 32, 64), ((514, 1), (514, 3), (2743, 1), (2743, 3), (8736, 2)), _CAUSAL
         )
         if kv_len < 8000 or is_causal is (page in {1, 32})
     ),

@@ -135,10 +135,7 @@ def _score_errors(
 
 
 def _moved_by(
-    weights: torch.Tensor,
-    errors: torch.Tensor,
-    values: torch.Tensor,
-    rounds_weights_to_e4m3: bool,
+    weights: torch.Tensor, errors: torch.Tensor, values: torch.Tensor, rounds_weights_to_e4m3: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the changes of the weighted sum and the LSE by errors of the weights' logarithms.
 
