@@ -54,15 +54,6 @@ def in_float64(inputs: Inputs) -> torch.Tensor:
         ("gqa", {"head_dim": 32, "window_left": 3, "q_len": 3, "kv_dtype": "int8"}),
         ("gqa", {"head_dim": 32, "window_left": 0, "kv_dtype": "nvfp4"}),
     ],
-    ids=[
-        "MLA",
-        "MLA with drafts over e4m3",
-        "GQA with drafts",
-        "GQA over e4m3",
-        "sparse MLA",
-        "GQA with a window over int8",
-        "GQA of the last token over NVFP4",
-    ],
 )
 def test_it_is_attention_as_float64_computes_it(family: str, facts: dict[str, Any]) -> None:
     """The reference differs from float64 only by fp32 rounding."""

@@ -105,7 +105,7 @@ def test_a_schedule_beyond_32_bits_uses_the_sm80_kernel(
 
     call, _, _ = launches_of(inputs, monkeypatch, "auto")
     with pytest.raises(
-        UnsupportedError, match=r"expected fewer than 2\^32 KV blocks of 128 tokens"
+        UnsupportedError, match=r"expected fewer than 2\^31 KV blocks of 128 tokens"
     ):
         launches_of(inputs, monkeypatch, "sm90")
 
