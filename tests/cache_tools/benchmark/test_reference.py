@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import tests.reference
+import tests.problems.reference
 from cache_tools.benchmark.formats import dequantize
 from cache_tools.benchmark.inputs import Inputs, make_inputs
 from cache_tools.benchmark.reference import attend, relative_error
@@ -33,7 +33,7 @@ def in_float64(inputs: Inputs) -> torch.Tensor:
                 seen = [divmod(slot, case.page_size) for slot in listed]
             for head in range(case.kv_heads):
                 heads = slice(head * group, (head + 1) * group)
-                result = tests.reference.attend(
+                result = tests.problems.reference.attend(
                     inputs.queries[0][request, token, heads].float(),
                     torch.stack([keys[page, slot, head] for page, slot in seen]),
                     torch.stack([values[page, slot, head] for page, slot in seen]),

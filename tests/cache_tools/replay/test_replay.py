@@ -20,11 +20,10 @@ from cache_tools.replay.rebuild import Rebuilt
 from mlagen.errors import ArgumentError
 from mlagen.observe.observed import observed
 from tests.cache_tools.conftest import Documented, Run
-from tests.cases import MlaCase
-from tests.gqa_problems import GqaCase
-from tests.mla_cases import KINDS, case_of_kind
 from tests.observed_calls import BUILDERS, built, observe
-from tests.xqa_semantics import xqa_arguments
+from tests.problems.entry_points import xqa_arguments
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import KINDS, MlaCase, mla_case
 
 
 @pytest.fixture(autouse=True)
@@ -82,9 +81,9 @@ GQA = {
 }
 MLA = {
     **{
-        name: case_of_kind(kind, name=name, seq_lens=(40, 3), page_size=8, heads=2)
-        for name, kind in KINDS.items()
-        if kind[1] in {"", "fp8_ds_mla"} and not kind[2]
+        kind: mla_case(kind, name=kind, seq_lens=(40, 3), page_size=8, heads=2)
+        for kind in KINDS
+        if ("over" not in kind and kind != "fp8_per_token") or kind.endswith("fp8_ds_mla")
     },
     "ragged": MlaCase(name="", seq_lens=(40, 9, 5), q_lens=(2, 0, 3), heads=2),
     "sparse": MlaCase(name="", seq_lens=(40, 9), top_k=16, heads=2, q_len=2),

@@ -1,64 +1,42 @@
-"""GQA decode problems by name, with poison in all memory that must not be read."""
+"""GQA decode problems: their facts, tensors and float64 results."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
-from itertools import accumulate, pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import torch
 
-from tests.gqa_content import POISONED, Content, Store
-from tests.reference import Attention, assert_close, attend, output_tolerance, stack
-
-E4M3 = torch.float8_e4m3fn
-
-# Entries of the block table past the last page of a sequence.
-WILD_PAGES = (-1, 2**31 - 1, -(2**31), 1_000_000)
+from tests.problems.gqa_store import DEVIATION, STORES, Content, Store
+from tests.problems.problem import E4M3, INVALID_IDS, Case, Problem
+from tests.problems.reference import Attention, attend, joined
 
 
 @dataclass(frozen=True, kw_only=True)
-class GqaCase:
-    """One problem; ``q_lens`` makes it ragged, else every sequence has ``q_len`` query tokens."""
+class GqaCase(Case):
+    """The facts of a GQA problem."""
 
-    name: str
-    seq_lens: tuple[int, ...]
     kv_heads: int = 2
     group: int = 4
     head_dim: int = 128
-    q_len: int = 1
-    q_lens: tuple[int, ...] | None = None
     page_size: int = 16
-    dtype: torch.dtype = torch.bfloat16
     kv: str = "16-bit"  # or "e4m3", "int8", "nvfp4"
     out_dtype: torch.dtype | None = None  # None: the query's
     score_scale: float | None = None  # None: scores of about 1
-    output_scale: float = 1.0
     o_scale: float = 1.0
     window: int = 0  # tokens that a row attends to, 0 for no limit
     sink: float | None = None  # magnitude
     mask: str | None = None  # "causal", "full", "random" or "blind"; None: no mask
     layout: str = "NHD"
-    cache_layout: str = (
-        "tuple"  # or "list", "stacked", "strided", or "shared" for one tensor of keys and values
-    )
-    query_magnitude: float = 1.0
-    spare_pages: int = 3  # columns of the block table past the longest sequence
-    seed: int = 0
-
-    def __str__(self) -> str:
-        return self.name
+    cache_layout: str = "tuple"  # or "list", "stacked", "strided", or "shared" by keys and values
 
     @property
     def heads(self) -> int:
         """Query heads."""
         return self.kv_heads * self.group
-
-    @property
-    def lens(self) -> tuple[int, ...]:
-        """Query tokens of each sequence."""
-        return self.q_lens or (self.q_len,) * len(self.seq_lens)
 
     @property
     def longest_q(self) -> int:
@@ -70,7 +48,7 @@ class GqaCase:
         """Scale of the QK scores."""
         if self.score_scale is not None:
             return self.score_scale
-        return 1 / (math.sqrt(self.head_dim) * Content.DEVIATION[self.kv])
+        return 1 / (math.sqrt(self.head_dim) * DEVIATION[self.kv])
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -87,19 +65,56 @@ class GqaCase:
         return _build(self, device)
 
 
+# Query, cache and output dtypes.
+KINDS: dict[str, dict[str, Any]] = {
+    f"{name} over {kv}" + " to e4m3" * to_e4m3: {
+        "dtype": dtype,
+        "kv": kv,
+        "out_dtype": E4M3 if to_e4m3 else None,
+        "output_scale": 1.0 if kv == "16-bit" else 0.5,
+    }
+    for kv, to_e4m3 in (
+        *(("16-bit", False), ("e4m3", False), ("e4m3", True)),
+        *(("int8", False), ("nvfp4", False)),
+    )
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
+}
+SOME_KINDS = ("bf16 over 16-bit", "bf16 over e4m3", "fp16 over int8", "bf16 over nvfp4")
+
+
+def gqa_case(kind: str, **facts: Any) -> GqaCase:
+    """Return a case of one of :data:`KINDS`."""
+    return GqaCase(**KINDS[kind] | facts)
+
+
 @dataclass(frozen=True, kw_only=True)
-class GqaProblem:
-    """The tensors of a case, and the tokens of each sequence in order."""
+class GqaProblem(Problem):
+    """The tensors of a GQA case, and the tokens of each sequence in order."""
 
     case: GqaCase
-    query: torch.Tensor  # [tokens, heads, head_dim]
     store: Store
-    block_tables: torch.Tensor
-    seq_lens: torch.Tensor
-    sinks: torch.Tensor | None
     bits: torch.Tensor | None  # bool [tokens, 32 * words]
-    cum_seq_lens_q: torch.Tensor | None
     contents: list[Content] = field(repr=False)  # of each sequence, CPU
+
+    @property
+    def math_dtype(self) -> torch.dtype:
+        """The dtype of the query."""
+        return self.case.dtype
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """The dtype that the case names, or the query's."""
+        return self.case.result_dtype
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """The shape of the query, ``[tokens, heads, head_dim]``."""
+        return tuple(self.query.shape)
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """The pages of keys."""
+        return self.store.key
 
     @property
     def mask(self) -> torch.Tensor | None:
@@ -108,12 +123,22 @@ class GqaProblem:
             return None
         case = self.case
         words = (self.bits.long().view(len(self.bits), -1, 32) << torch.arange(32)).sum(-1)
-        halves = words.to(torch.uint32).view(torch.uint16).to(self.query.device)
+        halves = words.to(torch.uint32).view(torch.uint16).to(self.device)
         return halves if case.q_lens else halves.view(len(case.seq_lens), case.q_len, -1)
+
+    def poison(self, seq: int, position: int) -> None:
+        """Make key and value of a cached token NaN."""
+        self.store.poison(self.slot(seq, position))
+
+    def attract(self, seq: int, position: int) -> torch.Tensor:
+        """Make the only query row of a sequence match one key; return that token's value."""
+        slot = self.slot(seq, position)
+        self.store.key[slot] = self.query[seq]
+        return self.store.value[slot][0]
 
     def arguments(self, **changes: Any) -> dict[str, Any]:
         """Return the keyword arguments of ``xqa_batch_decode_with_kv_cache``."""
-        case, device = self.case, self.query.device
+        case, device = self.case, self.device
         size = 64 << 20 if device.type == "cuda" else 1024  # the CPU backend needs none
         arguments: dict[str, Any] = {
             "query": self.query,
@@ -137,17 +162,22 @@ class GqaProblem:
             arguments["out"] = torch.empty(self.query.shape, dtype=case.out_dtype, device=device)
         return arguments | changes
 
-    def visible(self, seq: int, draft: int, token: int) -> torch.Tensor:
-        """Return the positions that draft ``draft``, query token ``token``, attends to."""
+    def visible(self, seq: int, index: int) -> torch.Tensor:
+        """Return the positions that a query token of a sequence attends to."""
         case = self.case
         position = torch.arange(case.seq_lens[seq])
-        j = position - (len(position) - case.lens[seq])
-        is_seen = j <= draft
+        draft = position - (len(position) - case.lens[seq])
+        is_seen = draft <= index
         if self.bits is not None:
-            is_seen = (j < 0) | self.bits[token][j.clamp(min=0)]
+            token = sum(case.lens[:seq]) + index
+            is_seen = (draft < 0) | self.bits[token][draft.clamp(min=0)]
         if case.window:
-            is_seen &= j > draft - case.window
+            is_seen &= draft > index - case.window
         return position[is_seen]
+
+    def sees(self, seq: int, index: int, position: int) -> bool:
+        """Return whether a query token attends to a position."""
+        return position in self.visible(seq, index)
 
     def expected(self) -> Attention:
         """Return the float64 result: out ``[tokens, heads, head_dim]``."""
@@ -158,7 +188,7 @@ class GqaProblem:
         for seq, (start, end) in enumerate(pairwise(accumulate(case.lens, initial=0))):
             content = self.contents[seq]
             for token in range(start, end):
-                visible = self.visible(seq, token - start, token)
+                visible = self.visible(seq, token - start)
                 heads = [
                     attend(
                         rows[token, head],
@@ -170,54 +200,39 @@ class GqaProblem:
                     )
                     for head in range(case.kv_heads)
                 ]
-                parts.append(joined(heads))
-        return stack(parts)
+                parts.append(joined(heads, torch.cat))
+        return joined(parts)
 
-    def check(self, out: torch.Tensor) -> None:
-        """Fail unless every element of ``out`` is right."""
-        expected = self.expected()
-        assert out.dtype is self.case.result_dtype
-        tolerance = result_tolerance(self.case.dtype, out.dtype, expected)
-        assert_close(out.float().reshape(expected.out.shape), expected.out, tolerance, "out")
-
-
-def joined(parts: list[Attention]) -> Attention:
-    """Return the concatenated results of head groups."""
-    names = [field.name for field in fields(Attention)]
-    return Attention(**{name: torch.cat([getattr(p, name) for p in parts]) for name in names})
-
-
-def result_tolerance(
-    weights_dtype: torch.dtype, out_dtype: torch.dtype, expected: Attention
-) -> torch.Tensor:
-    """Return the largest error that rounding explains, for every element of ``expected.out``.
-
-    Keys and values are exact in 16 bits. Rounding to e4m3 errs by 2^-4 of the number, or by half of
-    the smallest step, 2^-10.
-    """
-    if out_dtype is not E4M3:
-        return output_tolerance(out_dtype, expected, weights_dtype)
-    before = output_tolerance(weights_dtype, expected)
-    return before + 2.0**-4 * (expected.out.abs() + before) + 2.0**-10
+    def variants(
+        self,
+        *,
+        windows: Sequence[int] = (0,),
+        sinks: Sequence[bool] = (True,),
+        masks: Sequence[str | None] = (None,),
+    ) -> Iterator[GqaProblem]:
+        """Yield the same cache and queries under other windows, sinks and masks."""
+        for window, has_sinks, mask in product(windows, sinks, masks):
+            case = replace(self.case, window=window, mask=mask)
+            own_sinks = self.sinks if has_sinks else None
+            # The bits of a mask do not depend on the cache.
+            empty = replace(case, seq_lens=(0,) * len(case.seq_lens), sink=None)
+            yield replace(self, case=case, sinks=own_sinks, bits=empty.build("cpu").bits)
 
 
 def _build(case: GqaCase, device: str) -> GqaProblem:
     generator = torch.Generator().manual_seed(case.seed)
-    used = [-(-length // case.page_size) for length in case.seq_lens]
+    used = case.page_counts
     pages = sum(used) + 4  # some are unused
     order = torch.randperm(pages, generator=generator)
-    store = POISONED[case.kv](case, pages)
+    store = STORES[case.kv](case, pages)
     width = max(used, default=0) + case.spare_pages
-    tables = torch.tensor(WILD_PAGES).repeat(len(used), width)[:, :width].to(torch.int32)
+    tables = torch.tensor(INVALID_IDS).repeat(len(used), width)[:, :width].to(torch.int32)
     contents = []
-    first = 0
     for seq, (length, count) in enumerate(zip(case.seq_lens, used, strict=True)):
-        ids = order[first : first + count]
-        first += count
+        ids, order = order[:count], order[count:]
         contents.append(store.fill(ids, length, generator))
         tables[seq, :count] = ids.to(torch.int32)
-    tokens = sum(case.lens)
-    query = torch.randn(tokens, case.heads, case.head_dim, generator=generator)
+    query = torch.randn(sum(case.lens), case.heads, case.head_dim, generator=generator)
     cumulative = None
     if case.q_lens is not None:
         ends = torch.tensor(list(accumulate(case.q_lens, initial=0)), dtype=torch.int32)
@@ -241,17 +256,16 @@ def _build(case: GqaCase, device: str) -> GqaProblem:
 def _bits(case: GqaCase, generator: torch.Generator) -> torch.Tensor | None:
     if case.mask is None:
         return None
-    columns = 32 * math.ceil(case.longest_q / 32)
+    columns = torch.arange(32 * math.ceil(case.longest_q / 32))
     drafts = torch.cat([torch.arange(length) for length in case.lens])[:, None]
     # Bits past the drafts of a sequence are random, since they mean nothing.
-    bits = torch.rand(len(drafts), columns, generator=generator) < 0.5
+    bits = torch.rand(len(drafts), len(columns), generator=generator) < 0.5
     lens = torch.cat([torch.full((length,), length) for length in case.lens])[:, None]
-    is_draft = torch.arange(columns) < lens
     if case.mask == "random":
         return bits
     shown = {
-        "causal": torch.arange(columns) <= drafts,
+        "causal": columns <= drafts,
         "full": torch.ones_like(bits),
         "blind": torch.zeros_like(bits),
     }
-    return torch.where(is_draft, shown[case.mask], bits)
+    return torch.where(columns < lens, shown[case.mask], bits)

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-# NaN in every storage format, scales included.
-POISON = 0xFF
+from tests.problems.problem import E4M3
 
-E4M3 = torch.float8_e4m3fn
 PACKED_BYTES = {"fp8_ds_mla": 656, "fp8_per_token": 640}
 _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": E4M3}
 

@@ -1,8 +1,9 @@
-"""Attention in float64, in plain torch: the oracle of the tests."""
+"""Attention in float64, in plain torch, and the largest errors that rounding explains."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TypeAlias
 
@@ -134,10 +135,7 @@ def _score_errors(
 
 
 def _moved_by(
-    weights: torch.Tensor,
-    errors: torch.Tensor,
-    values: torch.Tensor,
-    rounds_weights_to_e4m3: bool,
+    weights: torch.Tensor, errors: torch.Tensor, values: torch.Tensor, rounds_weights_to_e4m3: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the changes of the weighted sum and the LSE by errors of the weights' logarithms.
 
@@ -157,10 +155,12 @@ def _moved_by(
     return rounding, (by_errors + all_lost[:, 0]) * math.log2(math.e)
 
 
-def stack(parts: list[Attention]) -> Attention:
-    """Return the results of many query tokens stacked along a new first dimension."""
+def joined(
+    parts: list[Attention], join: Callable[[list[torch.Tensor]], torch.Tensor] = torch.stack
+) -> Attention:
+    """Return the results of query tokens stacked, or those of head groups by ``torch.cat``."""
     names = [field.name for field in fields(Attention)]
-    return Attention(**{name: torch.stack([getattr(p, name) for p in parts]) for name in names})
+    return Attention(**{name: join([getattr(part, name) for part in parts]) for name in names})
 
 
 UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float8_e4m3fn: 2.0**-4}
@@ -189,6 +189,9 @@ def output_tolerance(
       each alone, since a backend may round any of them; their joint effect differs from the sum by
       products of two roundings.
     """
+    if dtype is torch.float8_e4m3fn:  # errs by 2^-4 of the number, or by half of its smallest step
+        before = output_tolerance(math_dtype or torch.bfloat16, expected)
+        return before + 2.0**-4 * (expected.out.abs() + before) + 2.0**-10
     u_out, u = UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF[math_dtype or dtype]
     subnormal = 2.0**-14 if (math_dtype or dtype) is torch.float16 else 0.0
     weights = 3.5 * u * expected.spread + (2.0**-13 + subnormal) * expected.magnitude
