@@ -14,8 +14,8 @@
 struct alignas(kChunkBytes) PartialState : RowState {
   float scales[kNumScales];  // inverse fp16 scales; the combine multiplies in the split's weight
 };
-static_assert(sizeof(PartialState) == kChunkBytes,
-              "the host plans with it, and one cp.async copies a row");
+static_assert(sizeof(PartialState) == kChunkBytes, "one cp.async copies the state of a row");
+static_assert(sizeof(PartialState) == kPartialStateBytes, "the host plans with it");
 
 // Power-of-two scale of a row of partial O in fp16. It brings finite magnitudes of at most `amax`
 // below 2^14: the eleven significant bits of fp16 then exceed those of the output. The scale and

@@ -13,7 +13,6 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/cp_async.cuh"
-#include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax/row_result.cuh"

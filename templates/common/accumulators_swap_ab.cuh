@@ -73,11 +73,12 @@ __device__ inline void rescale_group(Accumulators& accumulators, int group, floa
   }
 }
 
-// Float4 `i` holds two rows of each of its two dims.
-__device__ inline float4 weighted(float4 value, const float (&weights)[kRowsPerThread], int i) {
-  const float a = weights[i % kRowGroups * 2];
-  const float b = weights[i % kRowGroups * 2 + 1];
+// A float4 of accumulators holds two rows of each of its two dims; `a` and `b` are their weights.
+__device__ inline float4 weighted(float4 value, float a, float b) {
   return make_float4(value.x * a, value.y * b, value.z * a, value.w * b);
+}
+__device__ inline float4 weighted(float4 value, const float (&weights)[kRowsPerThread], int i) {
+  return weighted(value, weights[i % kRowGroups * 2], weights[i % kRowGroups * 2 + 1]);
 }
 
 // Fragment order in memory: first by half of the warps, then by group of eight rows, then by warp.

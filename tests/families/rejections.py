@@ -11,20 +11,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import mlagen.decode
-import mlagen.mla
-import mlagen.xqa
 from mlagen.errors import ArgumentError
 from mlagen.families.mla.args import MlaArgNames, MlaArgs
 from mlagen.families.mla.dispatch import run_mla
-from tests.cases import MlaCase, MlaProblem
-from tests.gqa_problems import GqaCase, GqaProblem
-from tests.mla_rows import E4M3
-from tests.xqa_semantics import xqa_arguments, xqa_mla_arguments
+from tests.problems.entry_points import ENTRY_POINTS
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import MlaCase
+from tests.problems.problem import E4M3
 
-MLA = MlaCase(name="", seq_lens=(70, 3), q_len=2, with_sinks=True)
-GQA = GqaCase(name="", seq_lens=(70, 3), sink=3.0)
-XQA_MLA = MlaCase(name="", dtype=E4M3, seq_lens=(70, 3), cache_layout="[P,ps,1,d]")
+MLA = MlaCase(seq_lens=(70, 3), q_len=2, with_sinks=True)
+GQA = GqaCase(seq_lens=(70, 3), sink=3.0)
+XQA_MLA = MlaCase(dtype=E4M3, seq_lens=(70, 3), cache_layout="[P,ps,1,d]")
 MLA_CASES: dict[str, MlaCase] = {
     "": MLA,
     "single": replace(MLA, q_len=1),
@@ -42,7 +39,10 @@ MLA_CASES: dict[str, MlaCase] = {
     "biased": replace(MLA, bias="for each head"),
     "bidirectional": replace(MLA, q_len=4, is_causal=False),
 }
-XQA_MLA_CASES = {"": XQA_MLA, "separate": replace(XQA_MLA, values="other cache")}
+XQA_MLA_CASES: dict[str, MlaCase] = {
+    "": XQA_MLA,
+    "separate": replace(XQA_MLA, values="other cache"),
+}
 GQA_CASES: dict[str, GqaCase] = {
     "": GQA,
     "drafts": replace(GQA, q_len=2, mask="random"),
@@ -55,54 +55,20 @@ GQA_CASES: dict[str, GqaCase] = {
     "nvfp4 24 bytes": replace(GQA, kv="nvfp4", head_dim=48),
     "nvfp4 32 bytes": replace(GQA, kv="nvfp4", head_dim=64),
 }
+CASES: dict[str, Any] = {
+    "trtllm": MLA_CASES,
+    "run_mla": MLA_CASES,
+    "xqa_mla": XQA_MLA_CASES,
+    "xqa_batch": GQA_CASES,
+    "xqa": GQA_CASES,
+}
 OUTPUTS = ("out", "lse", "output", "workspace_buffer")
 FORMAT = re.compile(r"\w[^\n]*: expected [^\n]+, got [^\n]+")
 
 
-class Entry(NamedTuple):
-    """An entry point, its cases by name, and its arguments for a problem."""
-
-    call: Callable[..., Any]
-    cases: dict[str, Any]
-    arguments: Callable[[Any], dict[str, Any]]
-
-
-def _mla_outputs(problem: MlaProblem) -> dict[str, Any]:
-    shape = problem.query.shape[:-1]
-    outputs = {"out": torch.empty(*shape, 512, dtype=torch.bfloat16), "lse": torch.empty(shape)}
-    return {**outputs, "return_lse": True, "workspace_buffer": torch.empty(64)}
-
-
-def _gqa_outputs(problem: GqaProblem) -> dict[str, Any]:
-    return {"out": torch.empty_like(problem.query), "workspace_buffer": torch.empty(64)}
-
-
-ENTRIES: dict[str, Entry] = {
-    "trtllm": Entry(
-        mlagen.mla.trtllm_batch_decode_with_kv_cache_mla,
-        MLA_CASES,
-        lambda problem: problem.arguments(**_mla_outputs(problem)),
-    ),
-    "run_mla": Entry(
-        lambda **args: run_mla(MlaArgs(**args), enable_pdl=True),
-        MLA_CASES,
-        lambda problem: problem.inputs(**_mla_outputs(problem))._asdict(),
-    ),
-    "xqa_batch": Entry(
-        mlagen.decode.xqa_batch_decode_with_kv_cache,
-        GQA_CASES,
-        lambda problem: problem.arguments(**_gqa_outputs(problem)),
-    ),
-    "xqa": Entry(
-        mlagen.xqa.xqa,
-        GQA_CASES,
-        lambda problem: xqa_arguments(problem, workspace_buffer=torch.empty(64)),
-    ),
-    "xqa_mla": Entry(
-        mlagen.xqa.xqa_mla,
-        XQA_MLA_CASES,
-        lambda problem: xqa_mla_arguments(problem, workspace_buffer=torch.empty(64)),
-    ),
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "run_mla": lambda **args: run_mla(MlaArgs(**args), enable_pdl=True),
+    **{name: entry.function for name, entry in ENTRY_POINTS.items()},
 }
 
 
@@ -137,11 +103,23 @@ def parametrised(rows: Iterable[Row]) -> pytest.MarkDecorator:
 
 
 @cache
-def valid_call(call: str) -> tuple[Entry, Any, dict[str, Any]]:
-    """Return the entry point, the problem and the valid arguments of a call."""
+def valid_call(call: str) -> tuple[Callable[..., Any], Any, dict[str, Any]]:
+    """Return the function, the problem and the valid arguments of a call, with outputs."""
     name, _, case = call.partition(" ")
-    problem = ENTRIES[name].cases[case].build("cpu")
-    return ENTRIES[name], problem, ENTRIES[name].arguments(problem)
+    problem = CASES[name][case].build("cpu")
+    outputs = {"workspace_buffer": torch.empty(64)}
+    if name.startswith("xqa") and name != "xqa_batch":
+        outputs["output"] = ENTRY_POINTS[name].new_out(problem)
+    else:
+        outputs["out"] = problem.new_out()
+    if CASES[name] is MLA_CASES:
+        outputs["lse"] = torch.empty(problem.query.shape[:-1])
+    if name == "run_mla":
+        return FUNCTIONS[name], problem, problem.inputs(**outputs, return_lse=True)._asdict()
+    arguments = ENTRY_POINTS[name].arguments(problem) | outputs
+    if name == "trtllm":
+        arguments["return_lse"] = True
+    return FUNCTIONS[name], problem, arguments
 
 
 def changed(arguments: dict[str, Any], argument: str, change: Any) -> dict[str, Any]:
@@ -157,7 +135,7 @@ def changed(arguments: dict[str, Any], argument: str, change: Any) -> dict[str, 
 
 def check(row: Row, error: type[Exception] = ArgumentError) -> None:
     """Check that a broken call is rejected with its message, and that it writes no output."""
-    entry, _, valid = valid_call(row.call)
+    function, _, valid = valid_call(row.call)
     outputs = {
         name: torch.full_like(valid[name].float(), 7.0).to(valid[name].dtype)
         for name in OUTPUTS
@@ -170,7 +148,7 @@ def check(row: Row, error: type[Exception] = ArgumentError) -> None:
     names = MlaArgNames() if row.call.startswith("run_mla") else None
 
     with pytest.raises(error) as caught:
-        entry.call(**arguments)
+        function(**arguments)
 
     text = str(caught.value)
     assert text.startswith(getattr(names, row.argument, row.argument) + row.message)

@@ -10,11 +10,11 @@ import torch
 from mlagen.errors import CaptureError
 from mlagen.families.mla.dispatch import run_mla
 from mlagen.settings import current_settings
-from tests.cases import MlaCase
 from tests.families.rejections import MLA_CASES, Row, Rows, broken, check, put, valid_call
-from tests.gqa_cases import CASES
-from tests.gqa_problems import GqaCase
-from tests.gqa_semantics import decode
+from tests.problems.entry_points import decode_gqa
+from tests.problems.gqa import GqaCase
+from tests.problems.gqa_cases import CASES
+from tests.problems.mla import MlaCase
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +113,7 @@ def test_valid_contents_of_gqa_pass(case: GqaCase) -> None:
     """Invalid ids past the end of a request, and empty requests, pass."""
     problem = case.build("cpu")
 
-    problem.check(decode(problem))
+    problem.check(decode_gqa(problem))
 
 
 def test_unsigned_ids_and_lengths_pass() -> None:
@@ -121,7 +121,7 @@ def test_unsigned_ids_and_lengths_pass() -> None:
     _, problem, valid = valid_call("xqa_batch")
     names = ("block_tables", "seq_lens")
 
-    out = decode(problem, **{name: valid[name].view(torch.uint32) for name in names})
+    out = decode_gqa(problem, **{name: valid[name].view(torch.uint32) for name in names})
 
     problem.check(out)
 
@@ -150,11 +150,11 @@ def test_a_checked_call_is_rejected_during_capture(
 @pytest.mark.parametrize("call", ["run_mla", "xqa_batch"])
 def test_a_call_without_requests_passes(call: str) -> None:
     """A batch of zero has no contents to check."""
-    entry, _, valid = valid_call(call)
+    function, _, valid = valid_call(call)
     names = {"query", "seq_lens", "block_tables", "out", "lse"} & valid.keys()
     arguments = valid | {name: valid[name][:0] for name in names}
 
-    entry.call(**arguments)
+    function(**arguments)
 
     assert arguments["out"].shape[0] == 0
 
@@ -163,8 +163,8 @@ def test_without_the_variable_contents_are_not_checked(monkeypatch: pytest.Monke
     """Without ``MLAGEN_CHECK=1`` no content check runs."""
     monkeypatch.delenv("MLAGEN_CHECK")
     current_settings.cache_clear()
-    entry, _, valid = valid_call("run_mla")
+    function, _, valid = valid_call("run_mla")
 
-    out, _ = entry.call(**valid | {"block_tables": put(0, 1, value=-1)(valid["block_tables"])})
+    out, _ = function(**valid | {"block_tables": put(0, 1, value=-1)(valid["block_tables"])})
 
     assert out.isfinite().all()

@@ -202,10 +202,10 @@ def test_an_equal_value_of_another_form_is_accepted(
     call: str, argument: str, value: object
 ) -> None:
     """Integers of any type, numbers for scales, views and paddings give the same result."""
-    entry, problem, valid = valid_call(call)
+    function, problem, valid = valid_call(call)
     arguments = changed(valid, argument, value)
 
-    entry.call(**arguments)
+    function(**arguments)
 
     problem.check(next(arguments[name] for name in OUTPUTS if name in arguments))
 
@@ -216,9 +216,9 @@ def test_an_equal_value_of_another_form_is_accepted(
 )
 def test_a_scale_may_be_any_float32(call: str, argument: str, scale: float) -> None:
     """Infinities and NaNs propagate by IEEE arithmetic."""
-    entry, _, valid = valid_call(call)
+    function, _, valid = valid_call(call)
 
-    entry.call(**valid | {argument: scale})
+    function(**valid | {argument: scale})
 
     assert not valid["out"].isfinite().all()
 
@@ -226,7 +226,7 @@ def test_a_scale_may_be_any_float32(call: str, argument: str, scale: float) -> N
 @pytest.mark.parametrize("call", ["trtllm", "xqa_batch"])
 def test_a_device_without_a_backend_is_rejected(call: str) -> None:
     """Tensors are on a GPU or on the CPU."""
-    entry, _, valid = valid_call(call)
+    function, _, valid = valid_call(call)
     on_meta = {
         name: value.to("meta") if isinstance(value, torch.Tensor) else value
         for name, value in valid.items()
@@ -235,7 +235,7 @@ def test_a_device_without_a_backend_is_rejected(call: str) -> None:
         on_meta["kv_cache"] = [cache.to("meta") for cache in valid["kv_cache"]]
 
     with pytest.raises(UnsupportedError) as caught:
-        entry.call(**on_meta)
+        function(**on_meta)
 
     assert str(caught.value) == "query.device: expected cuda or cpu, got meta"
 

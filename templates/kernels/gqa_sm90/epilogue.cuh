@@ -18,7 +18,7 @@
 #include "shared_memory.cuh"
 #include "softmax.cuh"
 #include "softmax/row_result.cuh"
-#include "tile_scheduler.cuh"
+#include "work_item.cuh"
 #include "work_pipeline.cuh"
 
 // Workspace slot of a split. Each CTA has two slots per kv head: for the split that its range

@@ -14,7 +14,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/prefetch.cuh"
 #include "shared_memory.cuh"
-#include "tile_scheduler.cuh"
+#include "work_item.cuh"
 #include "work_pipeline.cuh"
 
 // Q is loaded in fragment order: into registers, or into shared memory for all warps. Q in

@@ -19,7 +19,7 @@
 #include "shared_memory.cuh"
 #include "softmax.cuh"
 #include "softmax/online_softmax.cuh"
-#include "tile_scheduler.cuh"
+#include "work_item.cuh"
 #include "work_pipeline.cuh"
 
 // QK GEMM of one step: S^T = K Q^T.

@@ -11,6 +11,8 @@
 #include "softmax/row_result.cuh"
 #include "work_pipeline.cuh"
 
+static_assert(sizeof(RowState) == kRowStateBytes, "the host plans with it");
+
 // Rows of the combine buffer are padded by 16 bytes, so that the accumulator stores of a warp
 // spread over all banks.
 constexpr int kCombinePitch = kCombineDims + 4;

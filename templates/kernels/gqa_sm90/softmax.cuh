@@ -13,7 +13,7 @@
 #include "ptx/movmatrix.cuh"
 #include "softmax/online_softmax.cuh"
 #include "softmax/row_result.cuh"
-#include "tile_scheduler.cuh"
+#include "work_item.cuh"
 
 // Row sums cover this lane's tokens only.
 struct Softmax {

@@ -18,6 +18,7 @@
 #include "ptx/mov.cuh"
 #include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
+#include "seq_info.cuh"
 #include "shared_memory.cuh"
 
 // Tokens of a KV block that each producer warp loads.

@@ -7,9 +7,10 @@ import torch
 
 from mlagen.families.common.reference import decoded, scaled_groups, stored_rows
 from mlagen.spec.dtype import DType
-from tests.cases import MlaCase
-from tests.mla_rows import POISON, store
-from tests.mla_semantics import decode, decode_with_lse
+from tests.problems.entry_points import decode, decode_with_lse
+from tests.problems.mla import MlaCase
+from tests.problems.mla_rows import store
+from tests.problems.problem import POISON
 
 FORMATS = [DType.BF16, DType.FP16, DType.E4M3, DType.FP8_DS_MLA, DType.FP8_PER_TOKEN]
 
@@ -58,7 +59,7 @@ def test_stored_rows_follow_strides() -> None:
 
 def test_an_invalid_page_reads_as_zero() -> None:
     """Tokens of an invalid page id are zero keys and values, as in the kernels."""
-    problem = MlaCase(name="", seq_lens=(128,)).build("cpu")
+    problem = MlaCase(seq_lens=(128,)).build("cpu")
     tables, zeroed = problem.block_tables.clone(), problem.kv_cache.clone()
     zeroed[tables[0, 1].long()] = 0.0
     tables[0, 1] = 2**31 - 1
@@ -70,7 +71,7 @@ def test_an_invalid_page_reads_as_zero() -> None:
 
 def test_it_computes_in_float32() -> None:
     """The LSE agrees with float64 more closely than 16-bit weights allow."""
-    problem = MlaCase(name="", seq_lens=(300, 70), with_sinks=True).build("cpu")
+    problem = MlaCase(seq_lens=(300, 70), with_sinks=True).build("cpu")
 
     _, lse = decode_with_lse(problem)
 
@@ -79,7 +80,7 @@ def test_it_computes_in_float32() -> None:
 
 def test_the_inputs_are_unchanged() -> None:
     """No argument except `out` and `lse` is written."""
-    problem = MlaCase(name="", seq_lens=(70, 3), with_sinks=True).build("cpu")
+    problem = MlaCase(seq_lens=(70, 3), with_sinks=True).build("cpu")
     arguments = problem.arguments()
     tensors = {key: value for key, value in arguments.items() if isinstance(value, torch.Tensor)}
     before = {key: value.clone() for key, value in tensors.items()}

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.families.gqa_launches import args_of, launches_of, xqa_args_of
-from tests.gqa_problems import E4M3, GqaCase
+from tests.problems.gqa import GqaCase
+from tests.problems.problem import E4M3
 
 TO_E4M3 = {"kv": "e4m3", "out_dtype": E4M3}
 ROOT = 128**-0.5
@@ -32,7 +33,7 @@ def test_factors(
 ) -> None:
     """The kernel gets the factors of the entry point."""
     o_scale = 0.3 if entry is args_of else 1.0
-    case = GqaCase(name="", seq_lens=(70,), o_scale=o_scale, **changes)
+    case = GqaCase(seq_lens=(70,), o_scale=o_scale, **changes)
     inputs = entry(case, monkeypatch, bmm2_scale=2.0)
 
     _, _, launches = launches_of(inputs, monkeypatch)

@@ -19,9 +19,8 @@ from tests.families.rejections import (
     padded,
     valid_call,
 )
-from tests.gqa_problems import E4M3
-from tests.gqa_semantics import decode
-from tests.xqa_semantics import run_xqa
+from tests.problems.entry_points import decode_gqa, run_xqa
+from tests.problems.problem import E4M3
 
 POSITIVE = ": expected an int, 1 or more, got "
 FACTOR = ": expected a finite number above 0, got "
@@ -217,11 +216,11 @@ def test_other_arguments(row: Row) -> None:
 @pytest.mark.parametrize("head_dim", [8, 24, 272, 400, 528])
 def test_head_dims_without_a_kernel_are_rejected_on_the_cpu_too(head_dim: int) -> None:
     """The CPU backend rejects what no kernel supports; the message lists supported values."""
-    entry, _, valid = valid_call("xqa_batch")
+    function, _, valid = valid_call("xqa_batch")
     caches = (bf16(10, 16, 2, head_dim), bf16(10, 16, 2, head_dim))
 
     with pytest.raises(UnsupportedError) as caught:
-        entry.call(**valid | {"query": bf16(2, 8, head_dim), "kv_cache": caches, "out": None})
+        function(**valid | {"query": bf16(2, 8, head_dim), "kv_cache": caches, "out": None})
 
     assert str(caught.value) == (
         f"no GQA decode kernel for head_dim {head_dim}; supported: multiples of 16 up to 256, "
@@ -231,17 +230,17 @@ def test_head_dims_without_a_kernel_are_rejected_on_the_cpu_too(head_dim: int) -
 
 def test_views_of_one_tensor_are_two_caches() -> None:
     """Keys and values may be views of one buffer."""
-    entry, problem, valid = valid_call("xqa_batch stacked")
+    function, problem, valid = valid_call("xqa_batch stacked")
     both = valid["kv_cache"]
 
-    problem.check(entry.call(**valid | {"kv_cache": (both[:, 0], both[:, 1])}))
+    problem.check(function(**valid | {"kv_cache": (both[:, 0], both[:, 1])}))
 
 
 def test_nvfp4_rows_of_24_bytes_need_8_byte_alignment() -> None:
     """NVFP4 rows of 24 bytes may have 8-byte alignment."""
     problem = GQA_CASES["nvfp4 24 bytes"].build("cpu")
 
-    out = decode(problem, kv_cache=(displaced(problem.store.key, 8), problem.store.value))
+    out = decode_gqa(problem, kv_cache=(displaced(problem.store.key, 8), problem.store.value))
 
     problem.check(out)
 

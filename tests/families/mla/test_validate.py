@@ -11,10 +11,10 @@ import torch
 import mlagen
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.families.mla.dispatch import run_mla
-from tests.cases import MlaCase
 from tests.families.rejections import MLA, XQA_MLA, Row, Rows, broken, check, displaced, padded
-from tests.mla_rows import E4M3
-from tests.xqa_semantics import xqa_mla_arguments
+from tests.problems.entry_points import xqa_mla_arguments
+from tests.problems.mla import MlaCase
+from tests.problems.problem import E4M3
 
 PACKED = torch.zeros(7, 64, 656, dtype=torch.uint8)
 WHOLE = ": expected an int, 0 or more, got "
@@ -258,7 +258,7 @@ def test_unsupported_calls_are_rejected_on_the_cpu_too(
     message: str, changes: dict[str, Any]
 ) -> None:
     """The CPU backend rejects what no kernel supports; the message lists supported values."""
-    problem = MlaCase(name="", seq_lens=(70, 3), **changes).build("cpu")
+    problem = MlaCase(seq_lens=(70, 3), **changes).build("cpu")
 
     with pytest.raises(UnsupportedError) as caught:
         run_mla(problem.inputs(), enable_pdl=True)
@@ -269,7 +269,7 @@ def test_unsupported_calls_are_rejected_on_the_cpu_too(
 
 def test_separate_value_pages_are_rejected_in_sparse_calls() -> None:
     """No kernel supports separate value pages with top-k indices of any shape."""
-    problem = MlaCase(name="", seq_lens=(70, 3), q_len=2, top_k=70).build("cpu")
+    problem = MlaCase(seq_lens=(70, 3), q_len=2, top_k=70).build("cpu")
 
     with pytest.raises(
         UnsupportedError, match=r"^uses_shared_paged_kv_idx: not implemented with s"
