@@ -30,7 +30,7 @@ class Family(NamedTuple):
     variant: MlaVariant
     spec_of: Callable[..., Any]
     specs: Callable[[Arch], Any]
-    count: int
+    kernels: int
     build: Callable[..., Any]
 
 
@@ -50,7 +50,7 @@ FAMILIES = {
 families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 whole_boxes = pytest.mark.parametrize("family", list(FAMILIES.values())[:2], ids=list(FAMILIES)[:2])
 
-NO_KERNEL = [
+NO_KERNEL: list[dict[str, Any]] = [
     *({"kv_lora_rank": 256}, {"lookup": "sparse"}, {"values": "separate"}, {"mask": "bias"}),
     *({"page_size": 8}, {"page_size": 24}),
 ]
@@ -121,7 +121,7 @@ def test_only_sm_90a_has_sm90_kernels(family: Family, arch: Arch) -> None:
     """Every kernel is listed once."""
     specs = list(family.specs(arch))
 
-    assert len(specs) == len(set(specs)) == (family.count if arch == SM_90A else 0)
+    assert len(specs) == len(set(specs)) == (family.kernels if arch == SM_90A else 0)
 
 
 @whole_boxes
