@@ -5,14 +5,14 @@ The MLA entry points are those of :mod:`mlagen.mla`; FlashInfer has them in both
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mlagen.families.common.arguments import canonical_sinks, is_pdl_enabled
-from mlagen.families.common.call_cache import FastPathKey
-from mlagen.families.common.launchers import rounded_up
-from mlagen.families.gqa.args import GqaArgs
-from mlagen.families.gqa.dispatch import GqaCall, run_gqa, try_replay
-from mlagen.families.gqa.numbers import pair_of, positive_factor, window_of
+from mlagen.families.common.entry_point import EntryPoint, parameters_of
+from mlagen.families.gqa.args import GqaArgs, pair_of, positive_factor, window_of
+from mlagen.families.gqa.dispatch import GQA
 from mlagen.mla.trtllm import trtllm_batch_decode_with_kv_cache_mla
 from mlagen.mla.xqa_decode import xqa_batch_decode_with_kv_cache_mla
 from mlagen.observe.observed import observable
@@ -135,72 +135,44 @@ def xqa_batch_decode_with_kv_cache(
     Signature of ``flashinfer.decode.xqa_batch_decode_with_kv_cache``. Unlike there, both scales
     mean the same for every dtype of the cache.
     """
-    if is_compiling() or is_traced():
-        first = (query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len)
-        second = (bmm1_scale, bmm2_scale, window_left, out, sinks, kv_layout, enable_pdl)
-        third = (q_len_per_req, o_scale, mask, kv_cache_sf, q_cu_seq_lens)
-        return as_op("xqa_batch_decode_with_kv_cache", *first, *second, *third)  # type: ignore[no-any-return]
-    if sinks is not None:
-        sinks = canonical_sinks(sinks)
-    fast_path: FastPathKey[GqaCall] | None = None
-    if (
-        kv_cache.__class__ is tuple
-        and len(kv_cache) == 2
-        and mask is kv_cache_sf is q_cu_seq_lens is None
-        # Exact types: a float or a bool may equal an int.
-        and max_seq_len.__class__ is window_left.__class__ is q_len_per_req.__class__ is int
-        and kv_layout.__class__ is str
-        and bmm1_scale.__class__ is bmm2_scale.__class__ is o_scale.__class__ is float
-        and (enable_pdl is None or enable_pdl.__class__ is bool)
-    ):
-        tensors: tuple[torch.Tensor, ...] = (
-            query,
-            *kv_cache,
-            workspace_buffer,
-            block_tables,
-            seq_lens,
-        )
-        if out is not None:
-            tensors += (out,)
-        if sinks is not None:
-            tensors += (sinks,)
-        fast_path_key = (
-            rounded_up(max_seq_len),
-            window_left,
-            q_len_per_req,
-            kv_layout,
-            out is None,
-            sinks is None,
-        )
-        numbers = (bmm1_scale, bmm2_scale, o_scale)
-        replayed = try_replay(fast_path_key, tensors, numbers, out, enable_pdl is not False)
-        if isinstance(replayed, torch.Tensor):
-            return replayed
-        fast_path = replayed
-    key, value = pair_of(kv_cache, "kv_cache")
-    key_scales, value_scales = None, None
-    if kv_cache_sf is not None:
-        key_scales, value_scales = pair_of(kv_cache_sf, "kv_cache_sf")
-    args = GqaArgs(
-        query,
-        key,
-        value,
-        workspace_buffer,
-        block_tables,
-        seq_lens,
-        max_seq_len,
-        1 if q_len_per_req is None else q_len_per_req,
-        kv_layout,
-        window_of(window_left, "window_left"),
-        out,
-        bmm1_scale,
-        bmm2_scale,
-        positive_factor(o_scale, "o_scale"),
-        1.0,
-        sinks,
-        mask,
-        q_cu_seq_lens,
-        key_scales,
-        value_scales,
+    given = (
+        *(query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale),
+        *(bmm2_scale, window_left, out, sinks, kv_layout, enable_pdl, q_len_per_req, o_scale, mask),
+        *(kv_cache_sf, q_cu_seq_lens),
     )
-    return run_gqa(args, is_pdl_enabled(enable_pdl), fast_path)
+    if is_compiling() or is_traced():
+        return as_op("xqa_batch_decode_with_kv_cache", *given)  # type: ignore[no-any-return]
+    return GQA.dispatch(_ENTRY_POINT, given)[0]
+
+
+def _args_of(given: dict[str, Any]) -> tuple[GqaArgs, bool]:
+    """Return the arguments of a call, whose caches and scales may be pairs."""
+    sinks, q_len, kv_scales = given["sinks"], given["q_len_per_req"], given["kv_cache_sf"]
+    sinks = None if sinks is None else canonical_sinks(sinks)
+    key, value = pair_of(given["kv_cache"], "kv_cache")
+    scales = (None, None) if kv_scales is None else pair_of(kv_scales, "kv_cache_sf")
+    args = GqaArgs(
+        query=given["query"],
+        key_cache=key,
+        value_cache=value,
+        workspace_buffer=given["workspace_buffer"],
+        block_tables=given["block_tables"],
+        seq_lens=given["seq_lens"],
+        max_seq_len=given["max_seq_len"],
+        q_len=1 if q_len is None else q_len,
+        kv_layout=given["kv_layout"],
+        window=window_of(given["window_left"], "window_left"),
+        out=given["out"],
+        bmm1_scale=given["bmm1_scale"],
+        bmm2_scale=given["bmm2_scale"],
+        out_16bit_factor=positive_factor(given["o_scale"], "o_scale"),
+        sinks=sinks,
+        mask=given["mask"],
+        cum_seq_lens_q=given["q_cu_seq_lens"],
+        key_scales=scales[0],
+        value_scales=scales[1],
+    )
+    return args, is_pdl_enabled(given["enable_pdl"])
+
+
+_ENTRY_POINT = EntryPoint(parameters_of(xqa_batch_decode_with_kv_cache), _args_of)

@@ -11,7 +11,7 @@ import torch
 
 import mlagen.decode
 from mlagen.families.gqa.args import GqaArgs
-from mlagen.families.gqa.dispatch import run_gqa
+from mlagen.families.gqa.dispatch import GQA
 from tests.gqa_cases import CASES
 from tests.gqa_problems import GqaCase
 from tests.gqa_semantics import GqaSemantics, decode
@@ -97,11 +97,13 @@ def test_pdl_is_used_unless_disabled(
     """None means True, and the ints 0 and 1 are accepted as bools."""
     seen = []
 
-    def record(inputs: GqaArgs, enable_pdl: bool, *rest: Any) -> torch.Tensor:
-        seen.append(enable_pdl)
-        return run_gqa(inputs, enable_pdl, *rest)
+    run = GQA.run
 
-    monkeypatch.setattr("mlagen.decode.run_gqa", record)
+    def record(inputs: GqaArgs, enable_pdl: bool, *rest: Any) -> tuple[torch.Tensor, ...]:
+        seen.append(enable_pdl)
+        return run(inputs, enable_pdl, *rest)
+
+    monkeypatch.setattr(GQA, "run", record)
 
     decode(GqaCase(name="", seq_lens=(70, 3)).build("cpu"), enable_pdl=given)
 

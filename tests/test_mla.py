@@ -12,7 +12,7 @@ import torch
 import mlagen
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.families.mla.args import MlaArgs
-from mlagen.families.mla.dispatch import run_mla
+from mlagen.families.mla.dispatch import MLA
 from tests.cases import MlaCase
 from tests.mla_cases import CASES
 from tests.mla_semantics import MlaSemantics, compute, decode, decode_with_lse
@@ -133,11 +133,13 @@ def test_both_positional_orders_mean_the_same(
     ]
     seen = []
 
-    def record(inputs: MlaArgs, enable_pdl: bool, *rest: Any) -> object:
-        seen.append(enable_pdl)
-        return run_mla(inputs, enable_pdl, *rest)
+    run = MLA.run
 
-    monkeypatch.setattr("mlagen.mla.trtllm.run_mla", record)
+    def record(inputs: MlaArgs, enable_pdl: bool, *rest: Any) -> tuple[torch.Tensor, ...]:
+        seen.append(enable_pdl)
+        return run(inputs, enable_pdl, *rest)
+
+    monkeypatch.setattr(MLA, "run", record)
     entry_point: Any = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
 
     out = entry_point(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 
@@ -102,13 +103,26 @@ class HostMetadata:
     tokens: int | None = None  # query tokens of all requests
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class BatchPlan:
     """The result of a plan, for its runs."""
 
     settings: BatchSettings
     layout: BatchLayout
     metadata: HostMetadata
+    values: tuple[Any, ...] = field(init=False)  # of PLAN_FIELDS
+
+    def __post_init__(self) -> None:
+        """Collect the values, which are arguments of every run."""
+        parts = (self.settings, self.layout, self.metadata)
+        values = tuple(value for part in parts for value in vars(part).values())
+        object.__setattr__(self, "values", values)
+
+
+# The fields of a plan's parts.
+PLAN_FIELDS = tuple(
+    part.name for parts in (BatchSettings, BatchLayout, HostMetadata) for part in fields(parts)
+)
 
 
 def checked_layout(given: BatchLayout, device: torch.device) -> BatchLayout:

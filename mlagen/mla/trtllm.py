@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mlagen.families.common.arguments import is_pdl_enabled, require_flag
-from mlagen.families.common.call_cache import FastPathKey
-from mlagen.families.common.launchers import rounded_up
+from mlagen.families.common.entry_point import EntryPoint, parameters_of
 from mlagen.families.mla.args import MlaArgs
-from mlagen.families.mla.dispatch import MlaCall, run_mla, try_replay
-from mlagen.mla.trtllm_keywords import (
-    AUTO,
-    CP_RANK,
-    CP_WORLD,
-    SYNONYMS,
-    check_counter_buffer,
-    fp16_target,
-    rare_keywords,
-    separate_values,
-    unwrap_sinks,
-)
+from mlagen.families.mla.dispatch import MLA
+from mlagen.mla.trtllm_keywords import fp16_target, rare_keywords, separate_values, unwrap_sinks
 from mlagen.observe.observed import observable
 from mlagen.torch_ops.outputs import mla_outputs
 from mlagen.torch_ops.traced import as_op, is_compiling, is_traced, traceable
@@ -186,91 +177,49 @@ def trtllm_batch_decode_with_kv_cache_mla(
     Signature of ``flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla``, in both of its positional
     orders of ``enable_pdl`` and ``backend``. Pass everything after ``sinks`` by keyword.
     """
-    if is_compiling() or is_traced():
-        first = (query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank)
-        second = (qk_rope_head_dim, block_tables, seq_lens, max_seq_len, sparse_mla_top_k, out)
-        third = (bmm1_scale, bmm2_scale, sinks, skip_softmax_threshold_scale_factor, enable_pdl)
-        fourth = (backend, is_var_seq, uses_shared_paged_kv_idx, lse, return_lse, cute_dsl_impl)
-        fifth = (kv_scale_format, cum_seq_lens_q, max_q_len, multi_ctas_kv_counter_buffer)
-        sixth = (sparse_mla_top_k_lens, enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global)
-        seventh = (use_fp16_softmax, return_lse_base)
-        rest = (*third, *fourth, *fifth, *sixth, *seventh)
-        name = "trtllm_batch_decode_with_kv_cache_mla"
-        return as_op(name, *first, *second, *rest)  # type: ignore[no-any-return]
-    if multi_ctas_kv_counter_buffer is not None:
-        check_counter_buffer(multi_ctas_kv_counter_buffer, query)
-    if (  # by identity: an equal value may be an array
-        skip_softmax_threshold_scale_factor is not None
-        or (enable_pdl is not None and enable_pdl.__class__ is not bool)
-        or backend.__class__ is not str
-        or backend not in SYNONYMS
-        or cute_dsl_impl is not AUTO
-        or kv_scale_format is not AUTO
-        or use_fp16_softmax is not None
-        or enable_dcp is not False
-        or cp_world is not CP_WORLD
-        or cp_rank is not CP_RANK
-        or causal_seqlens_kv_global is not None
-        or seq_lens is None
-    ):
-        enable_pdl, seq_lens, sparse_mla_top_k_lens = rare_keywords(dict(locals()))
-    fast_path: FastPathKey[MlaCall] | None = None
-    if (
-        sinks is cum_seq_lens_q is sparse_mla_top_k_lens is lse is None
-        and max_q_len is None
-        and uses_shared_paged_kv_idx is True
-        and return_lse is False
-        and return_lse_base.__class__ is str
-        # Exact types: a float or a bool may equal an int.
-        and max_seq_len.__class__ is sparse_mla_top_k.__class__ is int
-        and kv_lora_rank.__class__ is qk_rope_head_dim.__class__ is int
-        and bmm1_scale.__class__ is bmm2_scale.__class__ is float
-        and (enable_pdl is None or enable_pdl.__class__ is bool)
-    ):
-        tensors: tuple[torch.Tensor, ...] = (
-            query,
-            kv_cache,
-            workspace_buffer,
-            block_tables,
-            seq_lens,
-        )
-        if out is not None:
-            tensors += (out,)
-        dims = (kv_lora_rank, qk_rope_head_dim)
-        key = (rounded_up(max_seq_len), *dims, sparse_mla_top_k, return_lse_base, out is None)
-        numbers = (bmm1_scale, bmm2_scale)
-        replayed = try_replay(key, tensors, numbers, out, enable_pdl is not False)
-        if isinstance(replayed, torch.Tensor):
-            return replayed
-        fast_path = replayed
-    target = fp16_target(query, out)
-    if target is not out:
-        fast_path = None  # it has no fp16 output
-    args = MlaArgs(
-        query,
-        kv_cache,
-        workspace_buffer,
-        kv_lora_rank,
-        qk_rope_head_dim,
-        block_tables,
-        seq_lens,
-        max_seq_len,
-        target,
-        bmm1_scale,
-        bmm2_scale,
-        unwrap_sinks(sinks),
-        lse,
-        require_flag(return_lse, "return_lse"),
-        "base2" if return_lse_base is None else return_lse_base,
-        cum_seq_lens_q,
-        max_q_len,
-        sparse_mla_top_k,
-        sparse_mla_top_k_lens,
-        value_cache=separate_values(
-            kv_cache, block_tables, uses_shared_paged_kv_idx, sparse_mla_top_k
-        ),
+    given = (
+        *(query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim),
+        *(block_tables, seq_lens, max_seq_len, sparse_mla_top_k, out, bmm1_scale, bmm2_scale),
+        *(sinks, skip_softmax_threshold_scale_factor, enable_pdl, backend, is_var_seq),
+        *(uses_shared_paged_kv_idx, lse, return_lse, cute_dsl_impl, kv_scale_format),
+        *(cum_seq_lens_q, max_q_len, multi_ctas_kv_counter_buffer, sparse_mla_top_k_lens),
+        *(enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, use_fp16_softmax),
+        return_lse_base,
     )
-    result, result_lse = run_mla(args, is_pdl_enabled(enable_pdl), fast_path)
-    if target is not out and out is not None:
-        result = out.copy_(result)
-    return result if result_lse is None else (result, result_lse)
+    if is_compiling() or is_traced():
+        return as_op("trtllm_batch_decode_with_kv_cache_mla", *given)  # type: ignore[no-any-return]
+    outputs = MLA.dispatch(_ENTRY_POINT, given)
+    return (outputs[0], outputs[1]) if len(outputs) > 1 else outputs[0]
+
+
+def _args_of(given: dict[str, Any]) -> tuple[MlaArgs, bool]:
+    enable_pdl, seq_lens, top_k_lens = rare_keywords(given)
+    query, kv_cache, block_tables = given["query"], given["kv_cache"], given["block_tables"]
+    top_k, base = given["sparse_mla_top_k"], given["return_lse_base"]
+    is_shared = given["uses_shared_paged_kv_idx"]
+    args = MlaArgs(
+        query=query,
+        kv_cache=kv_cache,
+        workspace_buffer=given["workspace_buffer"],
+        kv_lora_rank=given["kv_lora_rank"],
+        qk_rope_head_dim=given["qk_rope_head_dim"],
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        max_seq_len=given["max_seq_len"],
+        out=fp16_target(query, given["out"]),
+        bmm1_scale=given["bmm1_scale"],
+        bmm2_scale=given["bmm2_scale"],
+        sinks=unwrap_sinks(given["sinks"]),
+        lse=given["lse"],
+        return_lse=require_flag(given["return_lse"], "return_lse"),
+        return_lse_base="base2" if base is None else base,
+        cum_seq_lens_q=given["cum_seq_lens_q"],
+        max_q_len=given["max_q_len"],
+        top_k=top_k,
+        top_k_lens=top_k_lens,
+        value_cache=separate_values(kv_cache, block_tables, is_shared, top_k),
+    )
+    return args, is_pdl_enabled(enable_pdl)
+
+
+_ENTRY_POINT = EntryPoint(parameters_of(trtllm_batch_decode_with_kv_cache_mla), _args_of)

@@ -8,6 +8,7 @@ import torch
 
 from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import (
+    canonical_sinks,
     reject,
     require_choice,
     require_contiguous,
@@ -21,37 +22,20 @@ from mlagen.families.common.arguments import (
 )
 from mlagen.mla.topk_lengths import default_seq_lens, topk_lengths_of
 
-AUTO = "auto"
-SYNONYMS = (AUTO, "xqa", "trtllm-gen", "cute-dsl")
-CP_WORLD, CP_RANK = 1, 0  # no context parallelism
+_AUTO = "auto"
+_SYNONYMS = (_AUTO, "xqa", "trtllm-gen", "cute-dsl")
 
 # Defaults of the keywords of context parallelism, which is not implemented.
 _DEFAULTS = {
     "enable_dcp": False,
-    "cp_world": CP_WORLD,
-    "cp_rank": CP_RANK,
+    "cp_world": 1,
+    "cp_rank": 0,
     "causal_seqlens_kv_global": None,
 }
 
 _SPARSE = "sparse"
-_IMPLEMENTATIONS = (AUTO, "modular", "monolithic")
-_SCALE_FORMATS = (AUTO, "pow2_fp32", "arbitrary_fp32")
-
-
-def check_counter_buffer(buffer: object, query: object) -> None:
-    """Reject a counter buffer that is no tensor on the device of the query.
-
-    Raises
-    ------
-    ArgumentError
-        If it is not.
-    """
-    tensor = require_tensor(buffer, "multi_ctas_kv_counter_buffer")
-    if not isinstance(query, torch.Tensor):
-        return
-    if tensor.is_cuda and tensor.get_device() == query.get_device():  # fast path
-        return
-    require_device(tensor, "multi_ctas_kv_counter_buffer", query.device)
+_IMPLEMENTATIONS = (_AUTO, "modular", "monolithic")
+_SCALE_FORMATS = (_AUTO, "pow2_fp32", "arbitrary_fp32")
 
 
 def rare_keywords(
@@ -68,10 +52,12 @@ def rare_keywords(
     UnsupportedError
         If a keyword requests context parallelism.
     """
+    if call["multi_ctas_kv_counter_buffer"] is not None:
+        _check_counter_buffer(call["multi_ctas_kv_counter_buffer"], call["query"])
     enable_pdl, backend = _in_order(
         call["skip_softmax_threshold_scale_factor"], call["enable_pdl"], call["backend"]
     )
-    backend = require_choice(backend, "backend", (*SYNONYMS, _SPARSE))
+    backend = require_choice(backend, "backend", (*_SYNONYMS, _SPARSE))
     require_choice(call["cute_dsl_impl"], "cute_dsl_impl", _IMPLEMENTATIONS)
     _check_scale_format(call["kv_scale_format"])
     if call["use_fp16_softmax"] is not None:
@@ -133,6 +119,13 @@ def _in_order(factor: Any, enable_pdl: Any, backend: Any) -> tuple[bool | None, 
     return None if enable_pdl is None else require_flag(enable_pdl, "enable_pdl"), backend
 
 
+def _check_counter_buffer(buffer: object, query: object) -> None:
+    """Reject a counter buffer that is no tensor on the device of the query."""
+    tensor = require_tensor(buffer, "multi_ctas_kv_counter_buffer")
+    if isinstance(query, torch.Tensor):
+        require_device(tensor, "multi_ctas_kv_counter_buffer", query.device)
+
+
 def _check_scale_format(given: object) -> None:
     name = "kv_scale_format"
     normalized = str.lower(given).replace("-", "_") if isinstance(given, str) else given
@@ -151,18 +144,18 @@ def _equals(value: object, default: bool | int | None) -> bool:
 
 
 def unwrap_sinks(sinks: Any) -> Any:
-    """Return the tensor in a list of one; anything else unchanged.
+    """Return the tensor in a list of one, in fp32; no tensor unchanged.
 
     Raises
     ------
     ArgumentError
         If a list does not have one element.
     """
-    if not isinstance(sinks, list):
-        return sinks
-    if len(sinks) != 1:
-        reject("sinks", "a list of one tensor", f"{len(sinks)}")
-    return sinks[0]
+    if isinstance(sinks, list):
+        if len(sinks) != 1:
+            reject("sinks", "a list of one tensor", f"{len(sinks)}")
+        (sinks,) = sinks
+    return canonical_sinks(sinks)
 
 
 def fp16_target(query: object, out: torch.Tensor | None) -> torch.Tensor | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mlagen.families.common.arguments import is_pdl_enabled
+from mlagen.families.common.entry_point import EntryPoint, parameters_of
 from mlagen.families.mla.args import MlaArgs
-from mlagen.families.mla.dispatch import run_mla
+from mlagen.families.mla.dispatch import MLA
 from mlagen.mla.trtllm_keywords import unwrap_sinks
 from mlagen.observe.observed import observable
 from mlagen.torch_ops.outputs import mla_outputs
@@ -76,23 +79,19 @@ def xqa_batch_decode_with_kv_cache_mla(
     Signature of ``flashinfer.decode.xqa_batch_decode_with_kv_cache_mla``, which multiplies the
     scores by ``bmm1_scale * bmm2_scale``.
     """
-    if is_compiling() or is_traced():
-        first = (query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank)
-        second = (qk_rope_head_dim, block_tables, seq_lens, max_seq_len, out, bmm1_scale)
-        third = (bmm2_scale, sinks, enable_pdl)
-        return as_op("xqa_batch_decode_with_kv_cache_mla", *first, *second, *third)  # type: ignore[no-any-return]
-    args = MlaArgs(
-        query,
-        kv_cache,
-        workspace_buffer,
-        kv_lora_rank,
-        qk_rope_head_dim,
-        block_tables,
-        seq_lens,
-        max_seq_len,
-        out,
-        bmm1_scale,
-        bmm2_scale,
-        unwrap_sinks(sinks),
+    given = (
+        *(query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim),
+        *(block_tables, seq_lens, max_seq_len, out, bmm1_scale, bmm2_scale, sinks, enable_pdl),
     )
-    return run_mla(args, is_pdl_enabled(enable_pdl))[0]
+    if is_compiling() or is_traced():
+        return as_op("xqa_batch_decode_with_kv_cache_mla", *given)  # type: ignore[no-any-return]
+    return MLA.dispatch(_ENTRY_POINT, given)[0]
+
+
+def _args_of(given: dict[str, Any]) -> tuple[MlaArgs, bool]:
+    enable_pdl = is_pdl_enabled(given.pop("enable_pdl"))
+    del given["qk_nope_head_dim"]
+    return MlaArgs(**given | {"sinks": unwrap_sinks(given["sinks"])}), enable_pdl
+
+
+_ENTRY_POINT = EntryPoint(parameters_of(xqa_batch_decode_with_kv_cache_mla), _args_of)

@@ -81,14 +81,14 @@ def test_both_kernels_are_right(
 ) -> None:
     """Each kernel is within the tolerance of float64."""
     problem = replace(case, **variant).build("cuda")
-    gqa_call._calls.clear()
+    gqa_call.GQA.cache.clear()
     for kernel in ("sm90", "sm80"):
         monkeypatch.setenv("MLAGEN_GQA_KERNEL", kernel)
         current_settings.cache_clear()
 
         problem.check(decode(problem))
 
-    kinds = [type(call) for call in gqa_call._calls.values()]
+    kinds = [type(call) for call in gqa_call.GQA.cache.launchers.values()]
     assert kinds == [GqaSm90Launcher, GqaSm80Launcher]
 
 
@@ -137,19 +137,19 @@ def fixture_delay(monkeypatch: pytest.MonkeyPatch) -> Iterator[Delay]:
     """Make later calls of a problem sleep at random; return the result without delays."""
 
     def delay(problem: GqaProblem) -> torch.Tensor:
-        gqa_call._calls.clear()
+        gqa_call.GQA.cache.clear()
         expected = decode(problem).clone()
-        ((call),) = gqa_call._calls.values()
+        ((call),) = gqa_call.GQA.cache.launchers.values()
         spec = call.decode.spec
         assert isinstance(spec, GqaSm90Spec)
         assert (spec, 0) in engine._loaded
         slow = with_delays(spec, DELAYS, after="  __syncwarp();\n")
         monkeypatch.setitem(engine._loaded, (spec, 0), slow)
-        gqa_call._calls.clear()
+        gqa_call.GQA.cache.clear()
         return expected
 
     yield delay
-    gqa_call._calls.clear()
+    gqa_call.GQA.cache.clear()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -62,7 +62,7 @@ def test_descending_offsets_in_mla(top_k: int, heads: int, name: str) -> None:
         KINDS[name], name="", seq_lens=lens, q_lens=q_lens, heads=heads, top_k=top_k
     )
     problem = case.build(DEVICE)
-    mla_call._calls.clear()
+    mla_call.MLA.cache.clear()
     right = decode(problem)
 
     for ends in ([0, 2, -5, 3], [0, 2, _FAR_BACK, 3], [0, 2, _FAR_BACK, _FAR_BACK]):
@@ -71,7 +71,7 @@ def test_descending_offsets_in_mla(top_k: int, heads: int, name: str) -> None:
         decode(problem, cum_seq_lens_q=given, out=out)
 
         # In sparse calls every query token is a sequence; offsets only select its length.
-        is_left = not top_k and "sm90" in newest_family(mla_call._calls)
+        is_left = not top_k and "sm90" in newest_family(mla_call.MLA.cache.launchers)
         assert (out == 7.0).all() if is_left else torch.equal(out[:2], right[:2]), ends
 
 
@@ -102,7 +102,7 @@ def test_descending_offsets_in_gqa(length: int, mask: str | None, dtypes: Dtypes
         kv=dtypes.kv,
     )
     problem = case.build(DEVICE)
-    gqa_call._calls.clear()
+    gqa_call.GQA.cache.clear()
     right = decode_gqa(problem)
 
     for ends in ([0, 2, -5, 3], [0, 2, _FAR_BACK, 3], [0, 2, _FAR_BACK, _FAR_BACK]):
@@ -110,7 +110,7 @@ def test_descending_offsets_in_gqa(length: int, mask: str | None, dtypes: Dtypes
         out = torch.full_like(right, 7.0)
         decode_gqa(problem, q_cu_seq_lens=given, out=out)
 
-        is_left = "sm90" in newest_family(gqa_call._calls)
+        is_left = "sm90" in newest_family(gqa_call.GQA.cache.launchers)
         assert (out == 7.0).all() if is_left else torch.equal(out[:2], right[:2]), ends
 
 

@@ -74,14 +74,14 @@ def test_both_kernels_are_right(
 ) -> None:
     """Each kernel is within the tolerance of float64."""
     problem = replace(case, dtype=dtype, page_size=page_size).build("cuda")
-    mla_call._calls.clear()
+    mla_call.MLA.cache.clear()
     for kernel in ("sm90", "sm80"):
         monkeypatch.setenv("MLAGEN_MLA_KERNEL", kernel)
         current_settings.cache_clear()
 
         problem.check(*compute(problem))
 
-    kernels = [type(call.decode.spec) for call in mla_call._calls.values()]
+    kernels = [type(call.decode.spec) for call in mla_call.MLA.cache.launchers.values()]
     assert kernels == [FAMILIES[dtype], MlaSm80Spec]
 
 
@@ -150,12 +150,12 @@ def test_delays_change_no_bit(case: MlaCase, dtype: DType, monkeypatch: pytest.M
     assert (spec, 0) in engine._loaded
     slow = with_delays(spec, DELAYS)
     monkeypatch.setitem(engine._loaded, (spec, 0), slow)
-    mla_call._calls.clear()
+    mla_call.MLA.cache.clear()
 
     differing = repeat(problem, delayed_launches(CASES))
     result = decode(problem)
 
-    mla_call._calls.clear()
+    mla_call.MLA.cache.clear()
     assert differing == 0
     assert torch.equal(result, expected)
 
@@ -186,11 +186,11 @@ def test_a_small_call_uses_the_sm80_kernel(
     monkeypatch.setattr(plan_mla_sm90, "USES_SM80_FOR_SMALL_CALLS", True)
     current_settings.cache_clear()
     assert device.device_facts(0).major == 9
-    mla_call._calls.clear()
+    mla_call.MLA.cache.clear()
 
     decode(MlaCase(name="", seq_lens=(1024, 900), heads=16, dtype=dtype).build("cuda"))
 
-    (call,) = mla_call._calls.values()
+    (call,) = mla_call.MLA.cache.launchers.values()
     assert isinstance(call.decode.spec, MlaSm80Spec)
 
 
@@ -202,7 +202,7 @@ def test_little_work_uses_a_smaller_tile(kind: str, monkeypatch: pytest.MonkeyPa
     with smaller_tiles(monkeypatch, enabled=True):
         problem.check(*compute(problem))
 
-        (call,) = mla_call._calls.values()
+        (call,) = mla_call.MLA.cache.launchers.values()
         assert isinstance(call.decode.spec, MlaSm90Spec)
         assert call.decode.spec.block_m == 16
         assert repeat(problem, 100) == 0

@@ -79,14 +79,14 @@ def _sm90(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_both_kernels_are_right(case: MlaCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kernel is within the tolerance of float64."""
     problem = case.build("cuda")
-    mla_call._calls.clear()
+    mla_call.MLA.cache.clear()
     for kernel in ("sm90", "sm80"):
         monkeypatch.setenv("MLAGEN_MLA_KERNEL", kernel)
         current_settings.cache_clear()
 
         problem.check(*compute(problem))
 
-    kernels = [type(call.decode.spec) for call in mla_call._calls.values()]
+    kernels = [type(call.decode.spec) for call in mla_call.MLA.cache.launchers.values()]
     assert kernels == [MlaSm90Fp8KvSpec, MlaSm80Spec]
 
 
@@ -99,12 +99,12 @@ def test_p_may_stay_in_16_bits(
     monkeypatch.setenv("MLAGEN_MLA_P_DTYPE", "fp16")
     current_settings.cache_clear()
     problem = case_of_kind(KINDS["e4m3"], name="", heads=heads, **facts).build("cuda")
-    mla_call._calls.clear()
+    mla_call.MLA.cache.clear()
 
     problem.check(*compute(problem))
 
     assert problem.math_dtype is torch.float16
-    (call,) = mla_call._calls.values()
+    (call,) = mla_call.MLA.cache.launchers.values()
     assert isinstance(call.decode.spec, MlaSm90Fp8KvSpec)
 
 
@@ -141,19 +141,19 @@ _DELAYED = CASES[2::5]  # of every kind and variant
 def test_delays_change_no_bit(case: MlaCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result does not depend on the order of warps and CTAs."""
     problem = case.build("cuda")
-    mla_call._calls.clear()
+    mla_call.MLA.cache.clear()
     expected = compute(problem)[0].clone()
-    (call,) = mla_call._calls.values()
+    (call,) = mla_call.MLA.cache.launchers.values()
     spec = call.decode.spec
     assert isinstance(spec, MlaSm90Fp8KvSpec)
     monkeypatch.setitem(engine._loaded, (spec, 0), with_delays(spec, DELAYS))
-    mla_call._calls.clear()
+    mla_call.MLA.cache.clear()
 
     launches = delayed_launches(_DELAYED)
     differing = mismatches(lambda: compute(problem)[0], launches)
     result = compute(problem)[0]
 
-    mla_call._calls.clear()
+    mla_call.MLA.cache.clear()
     assert differing == 0
     assert torch.equal(result, expected)
 

@@ -40,7 +40,7 @@ class GqaSm80Launcher:
     packed_scalars: bytes  # the integer kernel parameters
     cache_alignment: int  # bytes
 
-    def launch(self, args: GqaArgs, out: torch.Tensor, enable_pdl: bool) -> Sequence[Launch]:
+    def launch(self, args: GqaArgs, enable_pdl: bool, out: torch.Tensor) -> Sequence[Launch]:
         """Enqueue the kernels of one call with this signature."""
         problem = self.problem
         query = args.query.data_ptr()

@@ -44,7 +44,7 @@ class GqaSm90Launcher:
     maps: GqaCacheMaps
     packed_scalars: bytes  # the integer kernel parameters
 
-    def launch(self, args: GqaArgs, out: torch.Tensor, enable_pdl: bool) -> Sequence[Launch]:
+    def launch(self, args: GqaArgs, enable_pdl: bool, out: torch.Tensor) -> Sequence[Launch]:
         """Enqueue the kernel of one call with this signature."""
         problem, plan = self.problem, self.plan
         query = args.query.data_ptr()

@@ -22,8 +22,6 @@ from mlagen.families.common.arguments import (
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.spec.dtype import DType
 
-LAYOUTS = ("NHD", "HND")
-
 # Cache dtypes besides the dtype of the query.
 QUANTISED = {
     torch.float8_e4m3fn: DType.E4M3,

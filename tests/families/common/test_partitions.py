@@ -73,7 +73,7 @@ def context(entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch) -> Context
     context = Context()
     facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=GPU_SMS, memory_bytes=0)
     monkeypatch.setattr(partition, "device_facts", lambda _: facts)
-    monkeypatch.setattr(partition, "_partitioned", set())
+    monkeypatch.setattr(partition, "partitioned_gpus", set())
     monkeypatch.setattr(partition, "_rejected", set())
     monkeypatch.setattr(partition, "_current_sms", lambda _: context.sms % GPU_SMS)
     for module in (mla_sm90_launcher, mla_sm90_fp8kv_launcher):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mlagen.errors import ArgumentError
-from mlagen.families.gqa.numbers import pair_of, positive_factor, window_of
+from mlagen.families.gqa.args import pair_of, positive_factor, window_of
 from tests.families.gqa_rejections import Rejection, check, check_xqa, rejections
 
 

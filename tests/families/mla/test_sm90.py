@@ -247,9 +247,9 @@ def test_a_schedule_beyond_32_bits_is_rejected_or_uses_the_sm80_kernel() -> None
     settings = current_settings()
 
     with pytest.raises(UnsupportedError, match=r"fewer than 2\^31 KV blocks of 64 tokens"):
-        mla_call._prepare(inputs, request, replace(settings, mla_kernel="sm90"))
+        mla_call.plan_call(inputs, request, replace(settings, mla_kernel="sm90"))
 
-    assert not isinstance(mla_call._prepare(inputs, request, settings), MlaSm90Launcher)
+    assert not isinstance(mla_call.plan_call(inputs, request, settings), MlaSm90Launcher)
 
 
 def test_a_pointer_that_is_not_aligned_is_rejected_by_name(launches: list[Launch]) -> None:
