@@ -5,12 +5,10 @@ The MLA entry points are those of :mod:`mlagen.mla`; FlashInfer has them in both
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from mlagen.families.common.arguments import canonical_sinks, is_pdl_enabled
-from mlagen.families.common.entry_point import EntryPoint, parameters_of
+from mlagen.families.common.call_key import compile_key
 from mlagen.families.gqa.args import GqaArgs, pair_of, positive_factor, window_of
 from mlagen.families.gqa.dispatch import GQA
 from mlagen.mla.trtllm import trtllm_batch_decode_with_kv_cache_mla
@@ -135,44 +133,84 @@ def xqa_batch_decode_with_kv_cache(
     Signature of ``flashinfer.decode.xqa_batch_decode_with_kv_cache``. Unlike there, both scales
     mean the same for every dtype of the cache.
     """
-    given = (
-        *(query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale),
-        *(bmm2_scale, window_left, out, sinks, kv_layout, enable_pdl, q_len_per_req, o_scale, mask),
-        *(kv_cache_sf, q_cu_seq_lens),
-    )
     if is_compiling() or is_traced():
-        return as_op("xqa_batch_decode_with_kv_cache", *given)  # type: ignore[no-any-return]
-    return GQA.dispatch(_ENTRY_POINT, given)[0]
-
-
-def _args_of(given: dict[str, Any]) -> tuple[GqaArgs, bool]:
-    """Return the arguments of a call, whose caches and scales may be pairs."""
-    sinks, q_len, kv_scales = given["sinks"], given["q_len_per_req"], given["kv_cache_sf"]
-    sinks = None if sinks is None else canonical_sinks(sinks)
-    key, value = pair_of(given["kv_cache"], "kv_cache")
-    scales = (None, None) if kv_scales is None else pair_of(kv_scales, "kv_cache_sf")
-    args = GqaArgs(
-        query=given["query"],
-        key_cache=key,
-        value_cache=value,
-        workspace_buffer=given["workspace_buffer"],
-        block_tables=given["block_tables"],
-        seq_lens=given["seq_lens"],
-        max_seq_len=given["max_seq_len"],
-        q_len=1 if q_len is None else q_len,
-        kv_layout=given["kv_layout"],
-        window=window_of(given["window_left"], "window_left"),
-        out=given["out"],
-        bmm1_scale=given["bmm1_scale"],
-        bmm2_scale=given["bmm2_scale"],
-        out_16bit_factor=positive_factor(given["o_scale"], "o_scale"),
-        sinks=sinks,
-        mask=given["mask"],
-        cum_seq_lens_q=given["q_cu_seq_lens"],
-        key_scales=scales[0],
-        value_scales=scales[1],
+        return as_op(  # type: ignore[no-any-return]
+            "xqa_batch_decode_with_kv_cache",
+            query,
+            kv_cache,
+            workspace_buffer,
+            block_tables,
+            seq_lens,
+            max_seq_len,
+            bmm1_scale,
+            bmm2_scale,
+            window_left,
+            out,
+            sinks,
+            kv_layout,
+            enable_pdl,
+            q_len_per_req,
+            o_scale,
+            mask,
+            kv_cache_sf,
+            q_cu_seq_lens,
+        )
+    key = _key_of(
+        query,
+        kv_cache,
+        workspace_buffer,
+        block_tables,
+        seq_lens,
+        max_seq_len,
+        bmm1_scale,
+        bmm2_scale,
+        window_left,
+        out,
+        sinks,
+        kv_layout,
+        enable_pdl,
+        q_len_per_req,
+        o_scale,
+        mask,
+        kv_cache_sf,
+        q_cu_seq_lens,
     )
-    return args, is_pdl_enabled(given["enable_pdl"])
+    outputs = GQA.replay(key)
+    if outputs is None:
+        keys, cached_values = pair_of(kv_cache, "kv_cache")
+        scales = (None, None) if kv_cache_sf is None else pair_of(kv_cache_sf, "kv_cache_sf")
+        args = GqaArgs(
+            query=query,
+            key_cache=keys,
+            value_cache=cached_values,
+            workspace_buffer=workspace_buffer,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            max_seq_len=max_seq_len,
+            q_len=1 if q_len_per_req is None else q_len_per_req,
+            kv_layout=kv_layout,
+            window=window_of(window_left, "window_left"),
+            out=out,
+            bmm1_scale=bmm1_scale,
+            bmm2_scale=bmm2_scale,
+            out_16bit_factor=positive_factor(o_scale, "o_scale"),
+            sinks=canonical_sinks(sinks),
+            mask=mask,
+            cum_seq_lens_q=q_cu_seq_lens,
+            key_scales=scales[0],
+            value_scales=scales[1],
+        )
+        outputs = GQA.dispatch(args, is_pdl_enabled(enable_pdl), key, out)
+    return outputs[0]
 
 
-_ENTRY_POINT = EntryPoint(parameters_of(xqa_batch_decode_with_kv_cache), _args_of)
+_key_of = compile_key(
+    xqa_batch_decode_with_kv_cache,
+    tensors="query workspace_buffer block_tables seq_lens",
+    optional="kv_cache out sinks mask kv_cache_sf q_cu_seq_lens",
+    outputs="out",
+    scales="bmm1_scale bmm2_scale o_scale",
+    length="max_seq_len",
+    ints="window_left",
+    words="kv_layout enable_pdl q_len_per_req",
+)

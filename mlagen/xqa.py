@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from mlagen.families.common.arguments import (
     canonical_sinks,
     is_pdl_enabled,
     require_choice,
+    require_scale,
     require_whole_number,
 )
-from mlagen.families.common.entry_point import EntryPoint, parameters_of
+from mlagen.families.common.call_key import compile_key
 from mlagen.families.common.xqa_arguments import (
     MLA_KV_LORA_RANK,
     check_caches,
@@ -152,15 +151,104 @@ def xqa(
     -----
     Signature of ``flashinfer.xqa.xqa``.
     """
-    given = (
-        *(q, k_cache, v_cache, page_table, seq_lens, output, workspace_buffer, semaphores),
-        *(num_kv_heads, page_size, sinks, q_scale, kv_scale, sliding_win_size, kv_layout, sm_count),
-        *(enable_pdl, rcp_out_scale, q_seq_len, mask, q_cu_seq_lens, k_sf_cache, v_sf_cache),
-    )
     if is_compiling() or is_traced():
-        as_op("xqa", *given)
-    else:
-        GQA.dispatch(_XQA, given)
+        as_op(
+            "xqa",
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            seq_lens,
+            output,
+            workspace_buffer,
+            semaphores,
+            num_kv_heads,
+            page_size,
+            sinks,
+            q_scale,
+            kv_scale,
+            sliding_win_size,
+            kv_layout,
+            sm_count,
+            enable_pdl,
+            rcp_out_scale,
+            q_seq_len,
+            mask,
+            q_cu_seq_lens,
+            k_sf_cache,
+            v_sf_cache,
+        )
+        return
+    key = _key_of_xqa(
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        seq_lens,
+        output,
+        workspace_buffer,
+        semaphores,
+        num_kv_heads,
+        page_size,
+        sinks,
+        q_scale,
+        kv_scale,
+        sliding_win_size,
+        kv_layout,
+        sm_count,
+        enable_pdl,
+        rcp_out_scale,
+        q_seq_len,
+        mask,
+        q_cu_seq_lens,
+        k_sf_cache,
+        v_sf_cache,
+    )
+    if GQA.replay(key) is None:
+        page_size = require_whole_number(page_size, "page_size", min_value=1)
+        kv_layout = require_choice(kv_layout, "kv_layout", LAYOUTS)
+        check_unused(q, semaphores, sm_count)
+        check_output(output)
+        # A launch over a 16-bit cache does not pass it.
+        require_scale(kv_scale, "kv_scale", q.device)
+        # A launch over a 16-bit cache does not pass it.
+        require_scale(kv_scale, "kv_scale", q.device)
+        check_scale_caches(k_sf_cache, v_sf_cache)
+        check_caches(
+            k_cache,
+            v_cache,
+            num_kv_heads=num_kv_heads,
+            page_size=page_size,
+            kv_layout=kv_layout,
+        )
+        window = require_whole_number(
+            sliding_win_size, "sliding_win_size", min_value=None, max_value=None
+        )
+        args = GqaArgs(
+            query=q,
+            key_cache=k_cache,
+            value_cache=v_cache,
+            workspace_buffer=workspace_buffer,
+            block_tables=page_table,
+            seq_lens=seq_lens,
+            max_seq_len=table_capacity(page_table, page_size),
+            q_len=q_seq_len,
+            kv_layout=kv_layout,
+            window=max(0, window),
+            out=output,
+            bmm1_scale=q_scale,
+            bmm2_scale=kv_scale,
+            out_e4m3_factor=positive_factor(rcp_out_scale, "rcp_out_scale"),
+            sinks=canonical_sinks(sinks),
+            mask=mask,
+            cum_seq_lens_q=q_cu_seq_lens,
+            key_scales=k_sf_cache,
+            value_scales=v_sf_cache,
+            with_beam_axis=True,
+            scales_like_xqa=True,
+            names=_XQA_NAMES,
+        )
+        GQA.dispatch(args, is_pdl_enabled(enable_pdl), key, output)
 
 
 @traceable(xqa_mla_outputs, constants=unused_by_xqa)
@@ -228,85 +316,78 @@ def xqa_mla(
     -----
     Signature of ``flashinfer.xqa.xqa_mla``.
     """
-    given = (
-        *(q, k_cache, v_cache, page_table, seq_lens, output, workspace_buffer, semaphores),
-        *(page_size, q_scale, kv_scale, sm_count, enable_pdl),
-    )
     if is_compiling() or is_traced():
-        as_op("xqa_mla", *given)
-    else:
-        MLA.dispatch(_XQA_MLA, given)
-
-
-def _gqa_args_of(given: dict[str, Any]) -> tuple[GqaArgs, bool]:
-    """Return the arguments of a call of ``xqa``."""
-    page_size = require_whole_number(given["page_size"], "page_size", min_value=1)
-    kv_layout = require_choice(given["kv_layout"], "kv_layout", LAYOUTS)
-    check_unused(given["q"], given["semaphores"], given["sm_count"])
-    check_output(given["output"])
-    check_scale_caches(given["k_sf_cache"], given["v_sf_cache"])
-    check_caches(
-        given["k_cache"],
-        given["v_cache"],
-        num_kv_heads=given["num_kv_heads"],
-        page_size=page_size,
-        kv_layout=kv_layout,
+        as_op(
+            "xqa_mla",
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            seq_lens,
+            output,
+            workspace_buffer,
+            semaphores,
+            page_size,
+            q_scale,
+            kv_scale,
+            sm_count,
+            enable_pdl,
+        )
+        return
+    key = _key_of_xqa_mla(
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        seq_lens,
+        output,
+        workspace_buffer,
+        semaphores,
+        page_size,
+        q_scale,
+        kv_scale,
+        sm_count,
+        enable_pdl,
     )
-    window = require_whole_number(
-        given["sliding_win_size"], "sliding_win_size", min_value=None, max_value=None
-    )
-    args = GqaArgs(
-        query=given["q"],
-        key_cache=given["k_cache"],
-        value_cache=given["v_cache"],
-        workspace_buffer=given["workspace_buffer"],
-        block_tables=given["page_table"],
-        seq_lens=given["seq_lens"],
-        max_seq_len=table_capacity(given["page_table"], page_size),
-        q_len=given["q_seq_len"],
-        kv_layout=kv_layout,
-        window=max(0, window),
-        out=given["output"],
-        bmm1_scale=given["q_scale"],
-        bmm2_scale=given["kv_scale"],
-        out_e4m3_factor=positive_factor(given["rcp_out_scale"], "rcp_out_scale"),
-        sinks=canonical_sinks(given["sinks"]),
-        mask=given["mask"],
-        cum_seq_lens_q=given["q_cu_seq_lens"],
-        key_scales=given["k_sf_cache"],
-        value_scales=given["v_sf_cache"],
-        with_beam_axis=True,
-        scales_like_xqa=True,
-        names=_XQA_NAMES,
-    )
-    return args, is_pdl_enabled(given["enable_pdl"])
+    if MLA.replay(key) is None:
+        page_size = require_whole_number(page_size, "page_size", min_value=1)
+        check_unused(q, semaphores, sm_count)
+        check_output(output)
+        is_separate = check_mla_caches(q, k_cache, v_cache, page_size=page_size)
+        args = MlaArgs(
+            query=q,
+            kv_cache=k_cache,
+            workspace_buffer=workspace_buffer,
+            kv_lora_rank=MLA_KV_LORA_RANK,
+            qk_rope_head_dim=_QK_ROPE_HEAD_DIM,
+            block_tables=page_table,
+            seq_lens=flat_lengths(seq_lens),
+            max_seq_len=table_capacity(page_table, page_size),
+            out=output,
+            bmm1_scale=q_scale,
+            bmm2_scale=kv_scale,
+            scores_take_bmm2=True,
+            value_cache=v_cache if is_separate else None,
+            names=_XQA_MLA_NAMES,
+        )
+        MLA.dispatch(args, is_pdl_enabled(enable_pdl), key, output)
 
 
-def _mla_args_of(given: dict[str, Any]) -> tuple[MlaArgs, bool]:
-    """Return the arguments of a call of ``xqa_mla``."""
-    page_size = require_whole_number(given["page_size"], "page_size", min_value=1)
-    check_unused(given["q"], given["semaphores"], given["sm_count"])
-    check_output(given["output"])
-    keys, values = given["k_cache"], given["v_cache"]
-    is_separate = check_mla_caches(given["q"], keys, values, page_size=page_size)
-    args = MlaArgs(
-        query=given["q"],
-        kv_cache=keys,
-        workspace_buffer=given["workspace_buffer"],
-        kv_lora_rank=MLA_KV_LORA_RANK,
-        qk_rope_head_dim=_QK_ROPE_HEAD_DIM,
-        block_tables=given["page_table"],
-        seq_lens=flat_lengths(given["seq_lens"]),
-        max_seq_len=table_capacity(given["page_table"], page_size),
-        out=given["output"],
-        bmm1_scale=given["q_scale"],
-        bmm2_scale=given["kv_scale"],
-        scores_take_bmm2=True,
-        value_cache=values if is_separate else None,
-        names=_XQA_MLA_NAMES,
-    )
-    return args, is_pdl_enabled(given["enable_pdl"])
-
-
-_XQA = EntryPoint(parameters_of(xqa), _gqa_args_of)
-_XQA_MLA = EntryPoint(parameters_of(xqa_mla), _mla_args_of)
+_key_of_xqa = compile_key(
+    xqa,
+    tensors="q k_cache v_cache workspace_buffer page_table seq_lens semaphores",
+    optional="output sinks mask q_cu_seq_lens k_sf_cache v_sf_cache",
+    outputs="output",
+    scales="q_scale kv_scale rcp_out_scale",
+    ints="num_kv_heads page_size sliding_win_size",
+    words="kv_layout sm_count enable_pdl q_seq_len",
+)
+_key_of_xqa_mla = compile_key(
+    xqa_mla,
+    tensors="q k_cache v_cache workspace_buffer page_table seq_lens semaphores",
+    optional="output",
+    outputs="output",
+    scales="q_scale kv_scale",
+    ints="page_size",
+    words="sm_count enable_pdl",
+)

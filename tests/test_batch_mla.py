@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mlagen.errors import ArgumentError, CaptureError, UnsupportedError
-from mlagen.mla import batch_run
+from mlagen.mla import wrapper as batch_wrapper
 from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
 from tests.batch_mla_cases import plan_arguments, run, wrapper_of
 from tests.batch_mla_semantics import SOME, BatchMlaSemantics
@@ -208,7 +208,7 @@ def test_plans_are_copied_into_the_buffers_of_a_graph() -> None:
 
 def test_a_run_is_captured_from_buffers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture rejects metadata that the next plan frees."""
-    monkeypatch.setattr(batch_run, "is_capturing", lambda _: True)
+    monkeypatch.setattr(batch_wrapper, "is_capturing", lambda _: True)
     problem = SOME.build("cpu")
     out = torch.full_like(problem.query, 7.0)
 

@@ -11,7 +11,7 @@ from mlagen.errors import ArgumentError
 from mlagen.families.common.arguments import require_flag
 from mlagen.families.mla.dispatch import MLA
 from mlagen.mla.batch_plan import BatchLayout, BatchPlan, BatchSettings, HostMetadata
-from mlagen.mla.batch_run import RUN
+from mlagen.mla.batch_run import args_of_run, key_of_run
 from mlagen.mla.planless import run_planless
 from mlagen.observe.observed import observable
 from mlagen.torch_ops.traced import as_op, traceable
@@ -78,9 +78,11 @@ def batch_mla_run(
             max_kv_len=max_kv_len, max_q_len=max_q_len, q_len=q_len, tokens=tokens
         ),
     )
-    given = (workspace_buffer, q_nope, q_pe, ckv_cache, kpe_cache, out, lse, return_lse)
-    scales = (ckv_scale, ckv_scale_arr, kpe_scale)
-    result = MLA.dispatch(RUN, (*given, return_lse_base_on_e, *scales, plan, *plan.values))
+    tensors = (workspace_buffer, q_nope, q_pe, ckv_cache, kpe_cache, out, lse)
+    flags = (return_lse, return_lse_base_on_e)
+    given = (plan, *tensors, *flags, ckv_scale, ckv_scale_arr, kpe_scale)
+    key = key_of_run(*given)
+    result = MLA.replay(key) or MLA.dispatch(args_of_run(*given), True, key, out)
     return result[0], result[1] if len(result) > 1 else None
 
 

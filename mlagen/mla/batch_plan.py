@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -110,19 +109,13 @@ class BatchPlan:
     settings: BatchSettings
     layout: BatchLayout
     metadata: HostMetadata
-    values: tuple[Any, ...] = field(init=False)  # of PLAN_FIELDS
+    tensors: tuple[torch.Tensor, ...] = field(init=False)
+    key: str = field(init=False)  # of the values that are not tensors, without max_kv_len
 
     def __post_init__(self) -> None:
-        """Collect the values, which are arguments of every run."""
-        parts = (self.settings, self.layout, self.metadata)
-        values = tuple(value for part in parts for value in vars(part).values())
-        object.__setattr__(self, "values", values)
-
-
-# The fields of a plan's parts.
-PLAN_FIELDS = tuple(
-    part.name for parts in (BatchSettings, BatchLayout, HostMetadata) for part in fields(parts)
-)
+        """Split the plan as every run passes it on."""
+        object.__setattr__(self, "tensors", tuple(vars(self.layout).values()))
+        object.__setattr__(self, "key", str((self.settings, replace(self.metadata, max_kv_len=0))))
 
 
 def checked_layout(given: BatchLayout, device: torch.device) -> BatchLayout:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -18,10 +17,10 @@ from mlagen.families.common.arguments import (
     require_shape,
     require_tensor,
 )
-from mlagen.families.common.entry_point import EntryPoint
+from mlagen.families.common.call_key import compile_key
 from mlagen.families.common.memory import require_memory, require_plain, require_writable
 from mlagen.families.mla.args import MlaArgNames, MlaArgs
-from mlagen.mla.batch_plan import PLAN_FIELDS, BatchPlan, BatchSettings
+from mlagen.mla.batch_plan import BatchPlan, BatchSettings
 
 _NAMES = MlaArgNames(
     query="q_nope",
@@ -38,18 +37,36 @@ _NAMES = MlaArgNames(
 )
 
 
-def _args_of(given: dict[str, Any]) -> tuple[MlaArgs, bool]:
-    """Return the arguments of a run, whose tensors are checked against its plan."""
-    plan: BatchPlan = given["plan"]
+def args_of_run(
+    plan: BatchPlan,
+    float_workspace_buffer: torch.Tensor,
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    ckv_cache: torch.Tensor,
+    kpe_cache: torch.Tensor,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    return_lse_base_on_e: bool = False,
+    ckv_scale: float | None = None,
+    ckv_scale_arr: torch.Tensor | None = None,
+    kpe_scale: float | None = None,
+) -> MlaArgs:
+    """Return the arguments of a run, whose tensors are checked against its plan.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule or differs from the plan.
+    """
     settings, layout, metadata = plan.settings, plan.layout, plan.metadata
-    return_lse = require_flag(given["return_lse"], "return_lse")
-    is_natural = require_flag(given["return_lse_base_on_e"], "return_lse_base_on_e")
-    q_nope, q_pe, ckv_cache, kpe_cache = (
-        given[name] for name in ("q_nope", "q_pe", "ckv_cache", "kpe_cache")
-    )
+    return_lse = require_flag(return_lse, "return_lse")
+    is_natural = require_flag(return_lse_base_on_e, "return_lse_base_on_e")
     _check_as_planned(plan, q_nope, q_pe, ckv_cache, kpe_cache)
-    latent_scale, rope_scale = _checked_scales(settings, given)
-    out, lse = _checked_outputs(given, q_nope)
+    latent_scale, rope_scale = _checked_scales(
+        settings, ckv_cache, ckv_scale, ckv_scale_arr, kpe_scale
+    )
+    _check_outputs(out, lse, q_nope)
     shape = q_nope.shape
     query, rope = q_nope, q_pe
     is_uniform = metadata.q_len > 0 and metadata.tokens == shape[0]
@@ -62,10 +79,10 @@ def _args_of(given: dict[str, Any]) -> tuple[MlaArgs, bool]:
             require_memory(q_pe, "q_pe")
             raise
     has_rope = settings.head_dim_kpe > 0
-    args = MlaArgs(
+    return MlaArgs(
         query=query,
         kv_cache=ckv_cache,
-        workspace_buffer=given["float_workspace_buffer"],
+        workspace_buffer=float_workspace_buffer,
         kv_lora_rank=settings.head_dim_ckv,
         qk_rope_head_dim=settings.head_dim_kpe,
         block_tables=layout.kv_indices,
@@ -82,31 +99,30 @@ def _args_of(given: dict[str, Any]) -> tuple[MlaArgs, bool]:
         is_causal=settings.causal,
         query_rope=rope if has_rope else None,
         rope_cache=kpe_cache if has_rope else None,
-        kv_scales=given["ckv_scale_arr"],
+        kv_scales=ckv_scale_arr,
         latent_scale=latent_scale,
         rope_scale=rope_scale,
         kv_indptr=layout.kv_indptr,
-        out_shape=shape,
+        out_shape=tuple(shape),
         names=_NAMES,
     )
-    return args, True
 
 
-RUN = EntryPoint(
-    (
-        *("float_workspace_buffer", "q_nope", "q_pe", "ckv_cache", "kpe_cache", "out", "lse"),
-        *("return_lse", "return_lse_base_on_e", "ckv_scale", "ckv_scale_arr", "kpe_scale"),
-        *("plan", *PLAN_FIELDS),
-    ),
-    _args_of,
-    unkeyed=("plan",),
+key_of_run = compile_key(
+    args_of_run,
+    tensors="float_workspace_buffer q_nope q_pe ckv_cache kpe_cache *plan.tensors",
+    optional="out lse ckv_scale_arr",
+    outputs="out lse",
+    length="plan.metadata.max_kv_len",
+    constants="plan.key",
+    words="return_lse return_lse_base_on_e ckv_scale kpe_scale",
 )
 
 
-def _checked_outputs(
-    given: dict[str, Any], q_nope: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    out, lse, shape, device = given["out"], given["lse"], tuple(q_nope.shape), q_nope.device
+def _check_outputs(
+    out: torch.Tensor | None, lse: torch.Tensor | None, q_nope: torch.Tensor
+) -> None:
+    shape, device = tuple(q_nope.shape), q_nope.device
     if out is not None:
         require_tensor_spec(out, "out", shape=shape, dtype=q_nope.dtype, device=device)
         # The MLA call checks a plain contiguous output itself, as a view.
@@ -115,7 +131,6 @@ def _checked_outputs(
             require_writable(out, "out")
     if lse is not None:
         require_tensor_spec(lse, "lse", shape=shape[:2], dtype=torch.float32, device=device)
-    return out, lse
 
 
 def require_tensor_spec(
@@ -143,12 +158,14 @@ def require_positive(scale: object, argument: str) -> float:
     return number
 
 
-def _checked_scales(settings: BatchSettings, given: dict[str, Any]) -> tuple[float, float]:
+def _checked_scales(
+    settings: BatchSettings,
+    ckv_cache: torch.Tensor,
+    ckv_scale: float | None,
+    ckv_scale_arr: torch.Tensor | None,
+    kpe_scale: float | None,
+) -> tuple[float, float]:
     """Return the scales of latent and rope elements; the former is 1 with ``ckv_scale_arr``."""
-    ckv_cache: torch.Tensor = given["ckv_cache"]
-    ckv_scale, ckv_scale_arr, kpe_scale = (
-        given[name] for name in ("ckv_scale", "ckv_scale_arr", "kpe_scale")
-    )
     has = [scale is not None for scale in (ckv_scale, ckv_scale_arr, kpe_scale)]
     if not settings.is_dequantised:
         if any(has):

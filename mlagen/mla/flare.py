@@ -164,7 +164,7 @@ def flare_mla_decoding(
             kv_scales=keys.scales,
             bias=bias,
             is_fp8_per_token=is_fp8_per_token,
-            out_shape=torch.Size((*q.shape[:-1], _LATENT_DIM)),
+            out_shape=(*q.shape[:-1], _LATENT_DIM),
             names=keys.names,
         )
 

@@ -81,7 +81,7 @@ def run_planless(
         bmm2_scale=1.0 if o_scale is None else 1.0 / o_scale,
         query_rope=query_rope,
         rope_cache=kpe_cache,
-        out_shape=torch.Size((*q_nope.shape[:2], 512)),
+        out_shape=(*q_nope.shape[:2], 512),
         names=_NAMES,
     )
     result, _ = run_mla(args, enable_pdl=True)

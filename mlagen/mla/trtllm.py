@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from mlagen.families.common.arguments import is_pdl_enabled, require_flag
-from mlagen.families.common.entry_point import EntryPoint, parameters_of
+from mlagen.families.common.call_key import compile_key
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.dispatch import MLA
 from mlagen.mla.trtllm_keywords import fp16_target, rare_keywords, separate_values, unwrap_sinks
@@ -177,49 +175,122 @@ def trtllm_batch_decode_with_kv_cache_mla(
     Signature of ``flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla``, in both of its positional
     orders of ``enable_pdl`` and ``backend``. Pass everything after ``sinks`` by keyword.
     """
-    given = (
-        *(query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim),
-        *(block_tables, seq_lens, max_seq_len, sparse_mla_top_k, out, bmm1_scale, bmm2_scale),
-        *(sinks, skip_softmax_threshold_scale_factor, enable_pdl, backend, is_var_seq),
-        *(uses_shared_paged_kv_idx, lse, return_lse, cute_dsl_impl, kv_scale_format),
-        *(cum_seq_lens_q, max_q_len, multi_ctas_kv_counter_buffer, sparse_mla_top_k_lens),
-        *(enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, use_fp16_softmax),
+    if is_compiling() or is_traced():
+        return as_op(  # type: ignore[no-any-return]
+            "trtllm_batch_decode_with_kv_cache_mla",
+            query,
+            kv_cache,
+            workspace_buffer,
+            qk_nope_head_dim,
+            kv_lora_rank,
+            qk_rope_head_dim,
+            block_tables,
+            seq_lens,
+            max_seq_len,
+            sparse_mla_top_k,
+            out,
+            bmm1_scale,
+            bmm2_scale,
+            sinks,
+            skip_softmax_threshold_scale_factor,
+            enable_pdl,
+            backend,
+            is_var_seq,
+            uses_shared_paged_kv_idx,
+            lse,
+            return_lse,
+            cute_dsl_impl,
+            kv_scale_format,
+            cum_seq_lens_q,
+            max_q_len,
+            multi_ctas_kv_counter_buffer,
+            sparse_mla_top_k_lens,
+            enable_dcp,
+            cp_world,
+            cp_rank,
+            causal_seqlens_kv_global,
+            use_fp16_softmax,
+            return_lse_base,
+        )
+    key = _key_of(
+        query,
+        kv_cache,
+        workspace_buffer,
+        qk_nope_head_dim,
+        kv_lora_rank,
+        qk_rope_head_dim,
+        block_tables,
+        seq_lens,
+        max_seq_len,
+        sparse_mla_top_k,
+        out,
+        bmm1_scale,
+        bmm2_scale,
+        sinks,
+        skip_softmax_threshold_scale_factor,
+        enable_pdl,
+        backend,
+        is_var_seq,
+        uses_shared_paged_kv_idx,
+        lse,
+        return_lse,
+        cute_dsl_impl,
+        kv_scale_format,
+        cum_seq_lens_q,
+        max_q_len,
+        multi_ctas_kv_counter_buffer,
+        sparse_mla_top_k_lens,
+        enable_dcp,
+        cp_world,
+        cp_rank,
+        causal_seqlens_kv_global,
+        use_fp16_softmax,
         return_lse_base,
     )
-    if is_compiling() or is_traced():
-        return as_op("trtllm_batch_decode_with_kv_cache_mla", *given)  # type: ignore[no-any-return]
-    outputs = MLA.dispatch(_ENTRY_POINT, given)
+    outputs = MLA.replay(key)
+    if outputs is None:
+        pdl, lengths, top_k_lens = rare_keywords(dict(locals()))
+        args = MlaArgs(
+            query=query,
+            kv_cache=kv_cache,
+            workspace_buffer=workspace_buffer,
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            block_tables=block_tables,
+            seq_lens=lengths,
+            max_seq_len=max_seq_len,
+            out=fp16_target(query, out),
+            bmm1_scale=bmm1_scale,
+            bmm2_scale=bmm2_scale,
+            sinks=unwrap_sinks(sinks),
+            lse=lse,
+            return_lse=require_flag(return_lse, "return_lse"),
+            return_lse_base="base2" if return_lse_base is None else return_lse_base,
+            cum_seq_lens_q=cum_seq_lens_q,
+            max_q_len=max_q_len,
+            top_k=sparse_mla_top_k,
+            top_k_lens=top_k_lens,
+            value_cache=separate_values(
+                kv_cache, block_tables, uses_shared_paged_kv_idx, sparse_mla_top_k
+            ),
+        )
+        outputs = MLA.dispatch(args, is_pdl_enabled(pdl), key, out)
     return (outputs[0], outputs[1]) if len(outputs) > 1 else outputs[0]
 
 
-def _args_of(given: dict[str, Any]) -> tuple[MlaArgs, bool]:
-    enable_pdl, seq_lens, top_k_lens = rare_keywords(given)
-    query, kv_cache, block_tables = given["query"], given["kv_cache"], given["block_tables"]
-    top_k, base = given["sparse_mla_top_k"], given["return_lse_base"]
-    is_shared = given["uses_shared_paged_kv_idx"]
-    args = MlaArgs(
-        query=query,
-        kv_cache=kv_cache,
-        workspace_buffer=given["workspace_buffer"],
-        kv_lora_rank=given["kv_lora_rank"],
-        qk_rope_head_dim=given["qk_rope_head_dim"],
-        block_tables=block_tables,
-        seq_lens=seq_lens,
-        max_seq_len=given["max_seq_len"],
-        out=fp16_target(query, given["out"]),
-        bmm1_scale=given["bmm1_scale"],
-        bmm2_scale=given["bmm2_scale"],
-        sinks=unwrap_sinks(given["sinks"]),
-        lse=given["lse"],
-        return_lse=require_flag(given["return_lse"], "return_lse"),
-        return_lse_base="base2" if base is None else base,
-        cum_seq_lens_q=given["cum_seq_lens_q"],
-        max_q_len=given["max_q_len"],
-        top_k=top_k,
-        top_k_lens=top_k_lens,
-        value_cache=separate_values(kv_cache, block_tables, is_shared, top_k),
-    )
-    return args, is_pdl_enabled(enable_pdl)
-
-
-_ENTRY_POINT = EntryPoint(parameters_of(trtllm_batch_decode_with_kv_cache_mla), _args_of)
+_key_of = compile_key(
+    trtllm_batch_decode_with_kv_cache_mla,
+    tensors="query kv_cache workspace_buffer block_tables",
+    optional=(
+        "seq_lens out lse sinks cum_seq_lens_q sparse_mla_top_k_lens multi_ctas_kv_counter_buffer"
+    ),
+    outputs="out lse",
+    scales="bmm1_scale bmm2_scale",
+    length="max_seq_len",
+    ints="qk_nope_head_dim kv_lora_rank qk_rope_head_dim sparse_mla_top_k",
+    words=(
+        "skip_softmax_threshold_scale_factor enable_pdl backend is_var_seq "
+        "uses_shared_paged_kv_idx return_lse cute_dsl_impl kv_scale_format max_q_len enable_dcp "
+        "cp_world cp_rank causal_seqlens_kv_global use_fp16_softmax return_lse_base"
+    ),
+)

@@ -27,7 +27,7 @@ from mlagen.mla.batch_plan import (
     host_metadata,
     mean_capacity,
 )
-from mlagen.mla.batch_run import RUN
+from mlagen.mla.batch_run import args_of_run, key_of_run
 from mlagen.mla.planless import run_planless
 from mlagen.observe.observed import observable
 from mlagen.runtime.capture import is_capturing
@@ -296,6 +296,7 @@ class BatchMLAPagedAttentionWrapper:
         else:
             if self._buffers is None and is_capturing(workspace.device):
                 raise CaptureError(_CAPTURE)
-            given = (workspace, *tensors, out, lse, *flags, *scales, plan, *plan.values)
-            outputs = MLA.dispatch(RUN, given)
+            given = (plan, workspace, *tensors, out, lse, *flags, *scales)
+            key = key_of_run(*given)
+            outputs = MLA.replay(key) or MLA.dispatch(args_of_run(*given), True, key, out)
         return (outputs[0], outputs[1]) if return_lse else outputs[0]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from mlagen.families.common.arguments import is_pdl_enabled
-from mlagen.families.common.entry_point import EntryPoint, parameters_of
+from mlagen.families.common.call_key import compile_key
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.dispatch import MLA
 from mlagen.mla.trtllm_keywords import unwrap_sinks
@@ -79,19 +77,67 @@ def xqa_batch_decode_with_kv_cache_mla(
     Signature of ``flashinfer.decode.xqa_batch_decode_with_kv_cache_mla``, which multiplies the
     scores by ``bmm1_scale * bmm2_scale``.
     """
-    given = (
-        *(query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim),
-        *(block_tables, seq_lens, max_seq_len, out, bmm1_scale, bmm2_scale, sinks, enable_pdl),
-    )
     if is_compiling() or is_traced():
-        return as_op("xqa_batch_decode_with_kv_cache_mla", *given)  # type: ignore[no-any-return]
-    return MLA.dispatch(_ENTRY_POINT, given)[0]
+        return as_op(  # type: ignore[no-any-return]
+            "xqa_batch_decode_with_kv_cache_mla",
+            query,
+            kv_cache,
+            workspace_buffer,
+            qk_nope_head_dim,
+            kv_lora_rank,
+            qk_rope_head_dim,
+            block_tables,
+            seq_lens,
+            max_seq_len,
+            out,
+            bmm1_scale,
+            bmm2_scale,
+            sinks,
+            enable_pdl,
+        )
+    key = _key_of(
+        query,
+        kv_cache,
+        workspace_buffer,
+        qk_nope_head_dim,
+        kv_lora_rank,
+        qk_rope_head_dim,
+        block_tables,
+        seq_lens,
+        max_seq_len,
+        out,
+        bmm1_scale,
+        bmm2_scale,
+        sinks,
+        enable_pdl,
+    )
+    outputs = MLA.replay(key)
+    if outputs is None:
+        args = MlaArgs(
+            query=query,
+            kv_cache=kv_cache,
+            workspace_buffer=workspace_buffer,
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            max_seq_len=max_seq_len,
+            out=out,
+            bmm1_scale=bmm1_scale,
+            bmm2_scale=bmm2_scale,
+            sinks=unwrap_sinks(sinks),
+        )
+        outputs = MLA.dispatch(args, is_pdl_enabled(enable_pdl), key, out)
+    return outputs[0]
 
 
-def _args_of(given: dict[str, Any]) -> tuple[MlaArgs, bool]:
-    enable_pdl = is_pdl_enabled(given.pop("enable_pdl"))
-    del given["qk_nope_head_dim"]
-    return MlaArgs(**given | {"sinks": unwrap_sinks(given["sinks"])}), enable_pdl
-
-
-_ENTRY_POINT = EntryPoint(parameters_of(xqa_batch_decode_with_kv_cache_mla), _args_of)
+_key_of = compile_key(
+    xqa_batch_decode_with_kv_cache_mla,
+    tensors="query kv_cache workspace_buffer block_tables seq_lens",
+    optional="out sinks",
+    outputs="out",
+    scales="bmm1_scale bmm2_scale",
+    length="max_seq_len",
+    ints="qk_nope_head_dim kv_lora_rank qk_rope_head_dim",
+    words="enable_pdl",
+)

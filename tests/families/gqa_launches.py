@@ -23,9 +23,13 @@ def args_of(case: GqaCase, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> G
     """Return the arguments that the entry point makes for a case, with some fields changed."""
     seen: list[GqaArgs] = []
     problem = case.build("cpu")
-    out = torch.zeros(0)
+
+    def run(inputs: GqaArgs, *_: object) -> tuple[torch.Tensor, ...]:
+        seen.append(inputs)
+        return (problem.query if inputs.out is None else inputs.out,)
+
     with monkeypatch.context() as patch:
-        patch.setattr(gqa_call.GQA, "run", lambda inputs, *_: seen.append(inputs) or (out,))
+        patch.setattr(gqa_call.GQA, "run", run)
         mlagen.decode.xqa_batch_decode_with_kv_cache(**problem.arguments())
     return seen[0]._replace(**changes)
 
@@ -34,9 +38,13 @@ def xqa_args_of(case: GqaCase, monkeypatch: pytest.MonkeyPatch, **changes: Any) 
     """Return the arguments that ``xqa`` makes for a case."""
     seen: list[GqaArgs] = []
     arguments = xqa_arguments(case.build("cpu"))
+
+    def run(inputs: GqaArgs, *_: object) -> tuple[torch.Tensor, ...]:
+        seen.append(inputs)
+        return (arguments["output"],)
+
     with monkeypatch.context() as patch:
-        outputs = (arguments["output"],)
-        patch.setattr(gqa_call.GQA, "run", lambda inputs, *_: seen.append(inputs) or outputs)
+        patch.setattr(gqa_call.GQA, "run", run)
         mlagen.xqa.xqa(**arguments)
     return seen[0]._replace(**changes)
 

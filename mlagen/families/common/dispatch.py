@@ -6,26 +6,31 @@ import struct
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from mlagen.families.common.call_cache import (
     CallCache,
-    CallKey,
     GuardedEntry,
     Replay,
     Tensors,
+    pointers_of,
 )
-from mlagen.families.common.entry_point import EntryPoint, Getter, getter
+from mlagen.families.common.call_key import CallKey, factors_of
 from mlagen.families.common.launchers import rounded_up
 from mlagen.families.common.memory import CallArgs, check_memory
 from mlagen.families.common.no_backward import record_output, record_write, tensors_of, wants_grad
 from mlagen.runtime import partition
 from mlagen.runtime.launch import Launch
+from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.partition import WHOLE_GPU, TooManyCtasError, partition_of, record_rejection
 from mlagen.settings import Settings, current_settings
 
+Getter = Callable[[tuple[torch.Tensor | None, ...]], Tensors]
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _pointer_of = torch.Tensor.data_ptr
 
 
@@ -62,6 +67,10 @@ class Launcher(Protocol):
         """The launch plan, with ``num_ctas``."""
 
     @property
+    def decode(self) -> LoadedKernel:
+        """The kernel."""
+
+    @property
     def launch(self) -> Callable[..., Sequence[Launch]]:
         """Enqueue the kernels for arguments, ``enable_pdl`` and outputs."""
 
@@ -70,19 +79,10 @@ ArgsT = TypeVar("ArgsT", bound=CallArgs)
 ProblemT = TypeVar("ProblemT", bound=Problem)
 
 
-class _Call(NamedTuple, Generic[ArgsT]):
-    """A call of an entry point, and its key; None if it has no guard."""
-
-    entry_point: EntryPoint[ArgsT]
-    given: tuple[Any, ...]
-    key: CallKey | None
-
-
 @dataclass(kw_only=True, eq=False)
 class DecodeCalls(Generic[ArgsT, ProblemT]):
     """The calls of a family, from all of its entry points, by their steps."""
 
-    settings_of: Callable[[Settings], Hashable]  # that a check or a plan depends on
     canonical: Callable[[ArgsT], ArgsT]  # with built-in Python numbers
     signature_of: Callable[[ArgsT], Hashable]  # all that a check or a plan may depend on
     validate: Callable[[ArgsT], ProblemT]
@@ -92,52 +92,69 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
     compute: Callable[[ArgsT, ProblemT], Tensors]  # on the CPU: all outputs, in any shape
     cache: CallCache[Launcher] = field(default_factory=CallCache)
 
-    def dispatch(self, entry_point: EntryPoint[ArgsT], given: tuple[Any, ...]) -> Tensors:
-        """Compute a call, whose arguments are in the order of the entry point's parameters.
+    def replay(self, key: CallKey | None) -> Tensors | None:
+        """Launch a call as before, and return its requested outputs; None if it is another.
 
-        Returns the requested outputs.
+        The lookup by addresses comes first: a nested tensor, which a guard does not survive, seldom
+        passes it.
         """
-        parts = entry_point.parts[tuple(map(type, given))]
-        key = None
+        if key is None:
+            return None
+        if self.cache.settings is not current_settings():
+            self.cache.clear(current_settings())
+        values, length, tensors, given = key
         try:
-            if parts is not None:
-                tensors = parts.tensors_of(given)
-                values = (
-                    parts,
-                    self.settings_of(current_settings()),
-                    partition_of(tensors[0]) if partition.partitioned_gpus else WHOLE_GPU,
-                    None if parts.length is None else rounded_up(given[parts.length]),
-                    parts.values_of(given),
-                )
-                pointers = tuple(map(_pointer_of, tensors))
-                key = CallKey(values, parts.floats_of(given), pointers, tensors)
-        except (IndexError, RuntimeError, TypeError):
-            pass  # no tensor, or one without an address
+            sms = partition_of(tensors[0]) if partition.partitioned_gpus else WHOLE_GPU
+            launch_key = (values, rounded_up(length), sms, *map(_pointer_of, tensors))
+            replay = self.cache.replays.get(launch_key)
+            if replay is None or not replay.guard(*tensors):
+                return None
+        except (IndexError, RuntimeError, TypeError, UserWarning):
+            return None  # no tensor, or one without an address
+        outputs = replay.outputs_of(given)
+        if replay.launches is None:
+            replay = self.cache.replays.get((launch_key, pointers_of(outputs)))
+            if replay is None:
+                return None
         try:
-            outputs = None if key is None else self.cache.replay(key, given)
-            return outputs or self._run(_Call(entry_point, given, key))
+            for launch in replay.launches or ():
+                launch.enqueue(replay.enable_pdl)
         except TooManyCtasError as error:
             record_rejection(error)
-        return self.dispatch(entry_point, given)  # planned for the available SMs, or for sm80
+            return None
+        return outputs
 
-    def _run(self, call: _Call[ArgsT]) -> Tensors:
-        """Compute a call that has no replay."""
-        entry_point, given, _ = call
-        args, enable_pdl = entry_point.args_of(dict(zip(entry_point.names, given, strict=True)))
-        outputs = self.run(args, enable_pdl, call)
-        out = given[entry_point.outputs[0]]
+    def dispatch(
+        self,
+        args: ArgsT,
+        enable_pdl: bool,
+        key: CallKey | None,
+        out: torch.Tensor | None = None,
+    ) -> Tensors:
+        """Compute a call that has no replay, and return its requested outputs.
+
+        The result is copied to ``out`` if it is given and ``args`` have another output, as kernels
+        cannot write it.
+        """
+        try:
+            outputs = self.run(args, enable_pdl, key)
+        except TooManyCtasError as error:
+            record_rejection(error)
+            # Planned for the available SMs, or for the sm80 kernel.
+            return self.dispatch(args, enable_pdl, key, out)
         if out is None or outputs[0] is out:
             return outputs
-        if outputs[0].data_ptr() != out.data_ptr():  # the kernels cannot write it
+        if outputs[0].data_ptr() != out.data_ptr():
             out.copy_(outputs[0].view(out.shape))
         return (out, *outputs[1:])
 
-    def run(self, args: ArgsT, enable_pdl: bool, call: _Call[ArgsT] | None = None) -> Tensors:
-        """Compute a call that has no replay; ``call`` is the one to cache."""
-        key, signature = None if call is None else call.key, None
-        entry = None if key is None else self.cache.find(key)
+    def run(self, args: ArgsT, enable_pdl: bool, key: CallKey | None = None) -> Tensors:
+        """Compute a call by its launcher, or validate and plan it first."""
+        guarded = None if key is None else _guarded_key(key)
+        entry = None if guarded is None else self.cache.find(*guarded)
         if entry is not None and entry.types == tuple(map(type, args)):
             launcher: Launcher | None = entry.launcher
+            signature = None
         else:
             entry, args = None, self.canonical(args)
             check_memory(args)
@@ -154,15 +171,14 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
             self.check_contents(args, problem)
         if launcher is None:
             return _stored(self.compute(args, problem), self.outputs_of(args, problem))
-        if key is not None and signature is not None:
-            entry = self.cache.add(key, signature, tuple(map(type, args)))
-        return self.launch(launcher, args, enable_pdl, call, entry)
+        if guarded is not None and signature is not None:
+            entry = self.cache.add(*guarded, signature, tuple(map(type, args)))
+        return self.launch(launcher, args, enable_pdl, key, entry)
 
     def _signature_of(self, args: ArgsT) -> Hashable:
-        """Return the signature of a call with its settings; None if it cannot be a key."""
-        settings = (self.settings_of(current_settings()), partition_of(args.query))
+        """Return the signature of a call in its context; None if it cannot be a key."""
         try:
-            signature = (settings, self.signature_of(args))
+            signature = (partition_of(args.query), self.signature_of(args))
             hash(signature)
         except (AttributeError, RuntimeError, TypeError, ValueError):
             return None  # a value of another type, such as a list, which a check rejects
@@ -186,16 +202,13 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
         launcher: Launcher,
         args: ArgsT,
         enable_pdl: bool,
-        call: _Call[ArgsT] | None = None,
+        key: CallKey | None = None,
         entry: GuardedEntry[Launcher] | None = None,
     ) -> Tensors:
         """Launch a planned call, and cache its launches if it has a guarded entry."""
         problem = launcher.problem
         specs = self.outputs_of(args, problem)
-        outputs = tuple(
-            new_output(spec.shape, spec.dtype, problem.device) if spec.given is None else spec.given
-            for spec in specs
-        )
+        outputs = _new_outputs(tuple(spec.given for spec in specs), specs, problem.device)
         if launcher.plan.num_ctas == 0 or problem.tokens == 0:
             return outputs
         try:
@@ -203,13 +216,17 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
         except (OverflowError, struct.error):  # a number exceeds 4 bytes; nothing was launched
             self.validate(args)
             raise
-        if call is None or call.key is None or entry is None:
+        if key is None or entry is None or current_settings().checks_contents:
             return outputs
-        outputs_of = _outputs_of(call, args, specs, problem.device)
-        if outputs_of is not None and not current_settings().checks_contents:
+        outputs_of = _outputs_of(key, args, specs, problem.device)
+        # Zeros of either sign compare equal, but kernels distinguish them.
+        if outputs_of is not None and 0.0 not in [v for v in key[0] if v.__class__ is float]:
+            values, length, tensors, _ = key
+            sms = partition_of(tensors[0])
+            launch_key = (values, rounded_up(length), sms, *pointers_of(tensors))
             new = None if all(spec.given is not None for spec in specs) else outputs
             replay = Replay(entry.guard, outputs_of, launches, enable_pdl)
-            self.cache.store_replay(call.key, replay, new)
+            self.cache.store_replay(launch_key, replay, new)
         return outputs
 
 
@@ -224,34 +241,39 @@ def _stored(results: Tensors, specs: list[OutputSpec]) -> Tensors:
     return tuple(new if spec.given is None else spec.given.copy_(new) for new, spec in shaped)
 
 
+def _guarded_key(key: CallKey) -> tuple[Hashable, Tensors] | None:
+    """Return everything but metadata that a signature depends on, and the tensors."""
+    _, length, tensors, _ = key
+    if not tensors or any(tensor.__class__ not in _TENSORS for tensor in tensors):
+        return None
+    sms = partition_of(tensors[0])
+    return (factors_of(key), rounded_up(length), sms, len(tensors)), tensors
+
+
 def _outputs_of(
-    call: _Call[Any], args: CallArgs, specs: list[OutputSpec], device: torch.device
+    key: CallKey, args: CallArgs, specs: list[OutputSpec], device: torch.device
 ) -> Getter | None:
-    """Return a getter of the outputs of a replay from the arguments.
+    """Return a getter of the outputs of a replay from those that the caller gave.
 
     None if the kernels read or write other memory than that of the arguments, such as a converted
     tensor, or an output that is copied afterwards.
     """
-    entry_point, given, key = call
-    pointers = () if key is None else key.pointers
-    tensors = (value for value in args if isinstance(value, torch.Tensor))
-    if not {tensor.data_ptr() for tensor in tensors} <= {*pointers}:
+    _, _, tensors, given = key
+    used = {value.data_ptr() for value in args if isinstance(value, torch.Tensor)}
+    if not used <= {*pointers_of(tensors)} or len(given) < len(specs):
         return None
-    places: list[int | OutputSpec] = []
-    for spec, index in zip(specs, entry_point.outputs, strict=False):
-        if (given[index] is None) != (spec.given is None):
-            return None
-        places.append(spec if spec.given is None else index)
-    indices = [place for place in places if isinstance(place, int)]
-    if len(indices) == len(specs):
-        return getter(indices)
-    return partial(_new_outputs, places, device)
+    if any((old is None) != (spec.given is None) for old, spec in zip(given, specs, strict=False)):
+        return None
+    if all(spec.given is not None for spec in specs):
+        return itemgetter(slice(len(specs)))
+    return partial(_new_outputs, specs=[spec._replace(given=None) for spec in specs], device=device)
 
 
 def _new_outputs(
-    places: list[int | OutputSpec], device: torch.device, given: tuple[Any, ...]
+    given: tuple[torch.Tensor | None, ...], specs: list[OutputSpec], device: torch.device
 ) -> Tensors:
+    """Return the outputs of a call, with new ones for those that are None."""
     return tuple(
-        given[place] if isinstance(place, int) else new_output(place.shape, place.dtype, device)
-        for place in places
+        new_output(spec.shape, spec.dtype, device) if old is None else old
+        for old, spec in zip(given, specs, strict=False)
     )

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from mlagen.families.common.arguments import (
     canonical_scale,
-    canonical_sinks,
     reject,
     require_choice,
     require_float32,
     require_tensor,
     require_whole_number,
 )
-from mlagen.families.common.entry_point import EntryPoint
+from mlagen.families.common.call_key import CallKey, key_of_fields
 from mlagen.families.common.launchers import rounded_up, value_signature
 
 LAYOUTS = ("NHD", "HND")
@@ -105,14 +104,10 @@ def signature_of(args: GqaArgs) -> Hashable:
     return tuple(map(value_signature, others))
 
 
-def _own_args(given: dict[str, Any]) -> tuple[GqaArgs, bool]:
-    enable_pdl = given.pop("enable_pdl")
-    args = GqaArgs(**given)
-    return args._replace(sinks=canonical_sinks(args.sinks)), enable_pdl
-
-
-# Calls whose arguments another module made.
-OWN_ENTRY_POINT = EntryPoint((*GqaArgs._fields, "enable_pdl"), _own_args, unkeyed=("names",))
+def key_of_args(args: GqaArgs) -> CallKey | None:
+    """Return the key of a call whose arguments another module made."""
+    values = (*args._replace(max_seq_len=0)[:-1], "gqa")  # without the names
+    return key_of_fields(values, args.max_seq_len, (args.out,))
 
 
 def pair_of(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 import torch
 
+from mlagen.families.common.arguments import canonical_sinks
 from mlagen.families.common.choice_log import log_choice, log_declined
 from mlagen.families.common.dispatch import DecodeCalls, OutputSpec
 from mlagen.families.common.launchers import require_gpu
-from mlagen.families.gqa.args import OWN_ENTRY_POINT, GqaArgs, canonical_numbers, signature_of
+from mlagen.families.gqa.args import GqaArgs, canonical_numbers, key_of_args, signature_of
 from mlagen.families.gqa.debug_checks import check_contents
 from mlagen.families.gqa.launch_sm80 import GqaSm80Launcher, make_sm80_launcher
 from mlagen.families.gqa.launch_sm90 import GqaSm90Launcher, make_sm90_launcher
@@ -49,7 +48,6 @@ def outputs_of(args: GqaArgs, problem: GqaProblem) -> list[OutputSpec]:
 
 
 GQA: DecodeCalls[GqaArgs, GqaProblem] = DecodeCalls(
-    settings_of=attrgetter("gqa_kernel", "checks_contents"),
     canonical=canonical_numbers,
     signature_of=signature_of,
     validate=check_problem,
@@ -62,4 +60,6 @@ GQA: DecodeCalls[GqaArgs, GqaProblem] = DecodeCalls(
 
 def run_gqa(args: GqaArgs, enable_pdl: bool) -> torch.Tensor:
     """Compute a call whose arguments another module made; returns the output."""
-    return GQA.dispatch(OWN_ENTRY_POINT, (*args, enable_pdl))[0]
+    args = args._replace(sinks=canonical_sinks(args.sinks))
+    key = key_of_args(args)
+    return (GQA.replay(key) or GQA.dispatch(args, enable_pdl, key))[0]

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from mlagen.families.common.arguments import (
     canonical_scale,
-    canonical_sinks,
     require_choice,
     require_flag,
     require_whole_number,
 )
-from mlagen.families.common.entry_point import EntryPoint
+from mlagen.families.common.call_key import CallKey, key_of_fields
 from mlagen.families.common.launchers import rounded_up, value_signature
 
 # Factors that convert a base-2 LSE to the requested base.
@@ -83,7 +82,7 @@ class MlaArgs(NamedTuple):
     kv_indptr: torch.Tensor | None = None  # int32 [batch + 1]: offsets into flat page ids
     bias: torch.Tensor | None = None  # fp32 [tokens, heads or 1, positions], added to the scores
     is_fp8_per_token: bool = False  # 640-byte rows in query and cache
-    out_shape: torch.Size | None = None  # of a new output, if it is not that of the query
+    out_shape: tuple[int, ...] | None = None  # of a new output, if it is not that of the query
     names: MlaArgNames = MlaArgNames()
 
 
@@ -122,11 +121,8 @@ def _is_one(scale: object) -> bool:
     return isinstance(scale, float) and scale == 1.0
 
 
-def _own_args(given: dict[str, Any]) -> tuple[MlaArgs, bool]:
-    enable_pdl = given.pop("enable_pdl")
-    args = MlaArgs(**given)
-    return args._replace(sinks=canonical_sinks(args.sinks)), enable_pdl
-
-
-# Calls whose arguments another module made.
-OWN_ENTRY_POINT = EntryPoint((*MlaArgs._fields, "enable_pdl"), _own_args, unkeyed=("names",))
+def key_of_args(args: MlaArgs) -> CallKey | None:
+    """Return the key of a call whose arguments another module made."""
+    length, exact = (args.max_seq_len, 0) if args.bias is None else (0, args.max_seq_len)
+    values = (*args._replace(max_seq_len=exact)[:-1], "mla")  # without the names
+    return key_of_fields(values, length, (args.out, args.lse))

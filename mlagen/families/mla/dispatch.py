@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 import torch
 
 from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.families.common.arguments import canonical_sinks
 from mlagen.families.common.choice_log import log_choice, log_declined
 from mlagen.families.common.dispatch import DecodeCalls, OutputSpec
 from mlagen.families.common.launchers import require_gpu
-from mlagen.families.mla.args import OWN_ENTRY_POINT, MlaArgs, canonical_numbers, signature_of
+from mlagen.families.mla.args import MlaArgs, canonical_numbers, key_of_args, signature_of
 from mlagen.families.mla.debug_checks import check_contents
 from mlagen.families.mla.launch_sm80 import MlaSm80Launcher, make_sm80_launcher
 from mlagen.families.mla.launch_sm90 import MlaSm90Launcher, make_sm90_launcher
@@ -66,7 +65,6 @@ def outputs_of(args: MlaArgs, problem: MlaProblem) -> list[OutputSpec]:
 
 
 MLA: DecodeCalls[MlaArgs, MlaProblem] = DecodeCalls(
-    settings_of=attrgetter("mla_kernel", "mla_p_dtype", "checks_contents"),
     canonical=canonical_numbers,
     signature_of=signature_of,
     validate=check_problem,
@@ -79,5 +77,7 @@ MLA: DecodeCalls[MlaArgs, MlaProblem] = DecodeCalls(
 
 def run_mla(args: MlaArgs, enable_pdl: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute a call whose arguments another module made; returns output and requested LSE."""
-    out, *lse = MLA.dispatch(OWN_ENTRY_POINT, (*args, enable_pdl))
+    args = args._replace(sinks=canonical_sinks(args.sinks))
+    key = key_of_args(args)
+    out, *lse = MLA.replay(key) or MLA.dispatch(args, enable_pdl, key)
     return out, lse[0] if lse else None

@@ -283,10 +283,10 @@ def test_a_cached_call_encodes_no_map(
         return bytes(128)
 
     monkeypatch.setattr(mla_maps, "encode", encode)
-    call.launch(inputs, out, None, enable_pdl=False)
+    call.launch(inputs, False, out)
     assert encoded == []
 
     other = inputs.kv_cache.clone()
-    call.launch(inputs._replace(kv_cache=other), out, None, enable_pdl=False)
+    call.launch(inputs._replace(kv_cache=other), False, out)
 
     assert encoded == [other.data_ptr(), other.data_ptr() + 1024, other.data_ptr()]
