@@ -262,9 +262,8 @@ def test_a_pointer_that_is_not_aligned_is_rejected_by_name(launches: list[Launch
     with pytest.raises(ArgumentError, match=r"^kv_cache"):
         call.launch(
             inputs._replace(kv_cache=shifted.view_as(inputs.kv_cache)),
+            False,
             torch.empty(2, 1, 16, 512, dtype=torch.bfloat16),
-            None,
-            enable_pdl=False,
         )
 
     assert launches == []
