@@ -207,7 +207,8 @@ def xqa_batch_decode_with_kv_cache(
 _key_of = compile_key(
     xqa_batch_decode_with_kv_cache,
     tensors="query workspace_buffer block_tables seq_lens",
-    optional="kv_cache out sinks mask kv_cache_sf q_cu_seq_lens",
+    groups="kv_cache kv_cache_sf",
+    optional="out sinks mask q_cu_seq_lens",
     outputs="out",
     scales="bmm1_scale bmm2_scale o_scale",
     length="max_seq_len",

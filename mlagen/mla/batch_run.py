@@ -114,7 +114,7 @@ key_of_run = compile_key(
     optional="out lse ckv_scale_arr",
     outputs="out lse",
     length="plan.metadata.max_kv_len",
-    constants="plan.key",
+    constants=("plan.key",),
     words="return_lse return_lse_base_on_e ckv_scale kpe_scale",
 )
 

@@ -281,9 +281,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
 _key_of = compile_key(
     trtllm_batch_decode_with_kv_cache_mla,
     tensors="query kv_cache workspace_buffer block_tables",
-    optional=(
-        "seq_lens out lse sinks cum_seq_lens_q sparse_mla_top_k_lens multi_ctas_kv_counter_buffer"
-    ),
+    groups="sinks",
+    optional="seq_lens out lse cum_seq_lens_q sparse_mla_top_k_lens multi_ctas_kv_counter_buffer",
     outputs="out lse",
     scales="bmm1_scale bmm2_scale",
     length="max_seq_len",

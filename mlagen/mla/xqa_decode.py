@@ -134,7 +134,8 @@ def xqa_batch_decode_with_kv_cache_mla(
 _key_of = compile_key(
     xqa_batch_decode_with_kv_cache_mla,
     tensors="query kv_cache workspace_buffer block_tables seq_lens",
-    optional="out sinks",
+    groups="sinks",
+    optional="out",
     outputs="out",
     scales="bmm1_scale bmm2_scale",
     length="max_seq_len",

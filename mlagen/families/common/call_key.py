@@ -35,12 +35,16 @@ def key_of({parameters}):
 """
 _OPTIONAL = """
     if {name} is not None:
-        if {name}.__class__ is tuple or {name}.__class__ is list:
-            form += {bit} * (2 if {name}.__class__ is tuple else 3)
-            tensors += (*{name},)
-        else:
-            form += {bit}
-            tensors += ({name},)
+        form += {bit}
+        tensors += ({name},)
+"""
+_GROUP = """
+    if {name}.__class__ is tuple or {name}.__class__ is list:
+        form += {bit} * (2 if {name}.__class__ is tuple else 3)
+        tensors += (*{name},)
+    elif {name} is not None:
+        form += {bit}
+        tensors += ({name},)
 """
 _SCALE = """
     if {name}.__class__ is not float:
@@ -57,10 +61,11 @@ def compile_key(
     optional: str,
     outputs: str,
     words: str,
+    groups: str = "",
     scales: str = "",
     length: str = "0",
     ints: str = "",
-    constants: str = "",
+    constants: tuple[str, ...] = (),
 ) -> Callable[..., CallKey | None]:
     """Return a function of an entry point's parameters that returns the key of a call.
 
@@ -74,18 +79,20 @@ def compile_key(
     tensors : str
         The names of the tensors that every call has.
     optional : str
-        The names of the outputs, of other optional tensors, and of pairs of tensors.
+        The names of the outputs, and of other optional tensors.
     outputs : str
         Those of ``optional`` that the call writes.
     words : str
         The names of parameters that most calls leave at their default.
+    groups : str
+        The names of tensors, or tuples or lists of them.
     scales : str
         The names of floats that may be tensors.
     length : str
         The name of an int that affects the scheduling only.
     ints : str
         The names of ints that calls differ in.
-    constants : str
+    constants : tuple[str, ...]
         Expressions of values of one type, which are no floats.
     """
     parameters = inspect.signature(function).parameters
@@ -96,13 +103,15 @@ def compile_key(
         parameters=", ".join(parameters),
         tensors=_listed(tensors),
         optional="".join(
-            _OPTIONAL.format(name=name, bit=4 ** next(bits)) for name in optional.split()
+            template.format(name=name, bit=4 ** next(bits))
+            for template, names in ((_GROUP, groups), (_OPTIONAL, optional))
+            for name in names.split()
         ),
         scales="".join(_SCALE.format(name=name, bit=4 ** next(bits)) for name in scales.split()),
         is_usual=" and ".join(f"{name} is {name}_" for name in words.split()) or "True",
         words=_listed(words),
         has_ints=" and ".join(classes) or "True",
-        values=_listed(f"{ints} {constants} {scales}"),
+        values=_listed(ints) + "".join(f"{value}, " for value in constants) + _listed(scales),
         length=length,
         outputs=_listed(outputs),
     )
@@ -117,19 +126,6 @@ def factors_of(key: CallKey) -> tuple[Any, ...]:
     return tuple((value == 1.0,) if value.__class__ is float else value for value in key[0])
 
 
-def key_of_fields(
-    values: tuple[Any, ...], length: int, outputs: tuple[torch.Tensor | None, ...]
-) -> CallKey | None:
-    """Return the key of a call from all of its values; None if one has another type."""
-    tensors = tuple(value for value in values if isinstance(value, torch.Tensor))
-    others = [... if isinstance(value, torch.Tensor) else value for value in values]
-    floats = tuple(value for value in others if value.__class__ is float)
-    words = [(..., ...) if value.__class__ is float else value for value in others]
-    if not all(_is_word(word) for word in words) or length.__class__ is not int:
-        return None
-    return (dumps(words, _FORMAT), *floats), length, tensors, outputs
-
-
 def _listed(names: str) -> str:
     return "".join(f"{name}, " for name in names.split())
 
@@ -138,9 +134,3 @@ def _words_of(*words: Any) -> bytes | None:
     if any(word.__class__ not in _WORD_TYPES for word in words):
         return None
     return dumps(words, _FORMAT)
-
-
-def _is_word(word: object) -> bool:
-    if word.__class__ is tuple:
-        return all(part is ... or part.__class__ is int for part in word)
-    return word is ... or word.__class__ in _WORD_TYPES

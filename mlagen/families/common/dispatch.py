@@ -100,20 +100,21 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
         """
         if key is None:
             return None
-        if self.cache.settings is not current_settings():
-            self.cache.clear(current_settings())
+        cache = self.cache
+        if cache.settings is not current_settings():
+            cache.clear(current_settings())
         values, length, tensors, given = key
         try:
             sms = partition_of(tensors[0]) if partition.partitioned_gpus else WHOLE_GPU
             launch_key = (values, rounded_up(length), sms, *map(_pointer_of, tensors))
-            replay = self.cache.replays.get(launch_key)
+            replay = cache.replays.get(launch_key)
             if replay is None or not replay.guard(*tensors):
                 return None
         except (IndexError, RuntimeError, TypeError, UserWarning):
             return None  # no tensor, or one without an address
         outputs = replay.outputs_of(given)
         if replay.launches is None:
-            replay = self.cache.replays.get((launch_key, pointers_of(outputs)))
+            replay = cache.replays.get((launch_key, pointers_of(outputs)))
             if replay is None:
                 return None
         try:

@@ -16,7 +16,6 @@ from mlagen.families.common.arguments import (
     require_tensor,
     require_whole_number,
 )
-from mlagen.families.common.call_key import CallKey, key_of_fields
 from mlagen.families.common.launchers import rounded_up, value_signature
 
 LAYOUTS = ("NHD", "HND")
@@ -102,12 +101,6 @@ def signature_of(args: GqaArgs) -> Hashable:
     """Return everything about canonical arguments that a check or a plan may depend on."""
     others = args._replace(max_seq_len=rounded_up(args.max_seq_len), names=GqaArgNames())
     return tuple(map(value_signature, others))
-
-
-def key_of_args(args: GqaArgs) -> CallKey | None:
-    """Return the key of a call whose arguments another module made."""
-    values = (*args._replace(max_seq_len=0)[:-1], "gqa")  # without the names
-    return key_of_fields(values, args.max_seq_len, (args.out,))
 
 
 def pair_of(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
-from mlagen.families.common.arguments import canonical_sinks
 from mlagen.families.common.choice_log import log_choice, log_declined
 from mlagen.families.common.dispatch import DecodeCalls, OutputSpec
 from mlagen.families.common.launchers import require_gpu
-from mlagen.families.gqa.args import GqaArgs, canonical_numbers, key_of_args, signature_of
+from mlagen.families.gqa.args import GqaArgs, canonical_numbers, signature_of
 from mlagen.families.gqa.debug_checks import check_contents
 from mlagen.families.gqa.launch_sm80 import GqaSm80Launcher, make_sm80_launcher
 from mlagen.families.gqa.launch_sm90 import GqaSm90Launcher, make_sm90_launcher
@@ -56,10 +53,3 @@ GQA: DecodeCalls[GqaArgs, GqaProblem] = DecodeCalls(
     outputs_of=outputs_of,
     compute=lambda args, problem: (decode_gqa(args, problem),),
 )
-
-
-def run_gqa(args: GqaArgs, enable_pdl: bool) -> torch.Tensor:
-    """Compute a call whose arguments another module made; returns the output."""
-    args = args._replace(sinks=canonical_sinks(args.sinks))
-    key = key_of_args(args)
-    return (GQA.replay(key) or GQA.dispatch(args, enable_pdl, key))[0]

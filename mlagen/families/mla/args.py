@@ -14,7 +14,7 @@ from mlagen.families.common.arguments import (
     require_flag,
     require_whole_number,
 )
-from mlagen.families.common.call_key import CallKey, key_of_fields
+from mlagen.families.common.call_key import compile_key
 from mlagen.families.common.launchers import rounded_up, value_signature
 
 # Factors that convert a base-2 LSE to the requested base.
@@ -121,8 +121,18 @@ def _is_one(scale: object) -> bool:
     return isinstance(scale, float) and scale == 1.0
 
 
-def key_of_args(args: MlaArgs) -> CallKey | None:
-    """Return the key of a call whose arguments another module made."""
-    length, exact = (args.max_seq_len, 0) if args.bias is None else (0, args.max_seq_len)
-    values = (*args._replace(max_seq_len=exact)[:-1], "mla")  # without the names
-    return key_of_fields(values, length, (args.out, args.lse))
+# Of a call whose arguments another module made, by their fields in order.
+key_of_args = compile_key(
+    MlaArgs,
+    tensors="query kv_cache workspace_buffer block_tables seq_lens",
+    optional=(
+        "out lse sinks cum_seq_lens_q top_k_lens query_rope query_scales rope_cache value_cache "
+        "kv_scales kv_indptr bias"
+    ),
+    outputs="out lse",
+    scales="bmm1_scale bmm2_scale latent_scale rope_scale",
+    length="max_seq_len",
+    ints="kv_lora_rank qk_rope_head_dim top_k",
+    constants=("None if bias is None else max_seq_len", "out_shape"),  # it must cover the length
+    words="return_lse return_lse_base max_q_len is_causal scores_take_bmm2 is_fp8_per_token",
+)

@@ -78,6 +78,6 @@ MLA: DecodeCalls[MlaArgs, MlaProblem] = DecodeCalls(
 def run_mla(args: MlaArgs, enable_pdl: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute a call whose arguments another module made; returns output and requested LSE."""
     args = args._replace(sinks=canonical_sinks(args.sinks))
-    key = key_of_args(args)
+    key = key_of_args(*args)
     out, *lse = MLA.replay(key) or MLA.dispatch(args, enable_pdl, key)
     return out, lse[0] if lse else None

@@ -9,7 +9,7 @@ import torch
 
 from mlagen.families.common import call_cache
 from mlagen.families.common.call_cache import CallCache, Replay, pointers_of
-from mlagen.families.common.call_key import compile_key, factors_of, key_of_fields
+from mlagen.families.common.call_key import compile_key, factors_of
 
 TENSORS = (torch.ones(2), torch.zeros(3))
 
@@ -58,7 +58,8 @@ def decode(
 key_of = compile_key(
     decode,
     tensors="query",
-    optional="caches out",
+    groups="caches",
+    optional="out",
     outputs="out",
     scales="scale",
     length="length",
@@ -110,8 +111,6 @@ def test_a_value_of_another_type_has_no_key(value: object) -> None:
     """A float or a bool may equal an int, and other types may define their equality."""
     assert key_of(*CALL[:4], value, *CALL[5:]) is None
     assert key_of(*CALL[:5], value, *CALL[6:]) is None
-    assert key_of_fields((QUERY, [value]), 70, ()) is None
-    assert key_of_fields((QUERY,), value, ()) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("word", [[1], (1,), b"auto", torch.tensor(1)], ids=repr)
