@@ -136,24 +136,9 @@ def xqa_batch_decode_with_kv_cache(
     if is_compiling() or is_traced():
         return as_op(  # type: ignore[no-any-return]
             "xqa_batch_decode_with_kv_cache",
-            query,
-            kv_cache,
-            workspace_buffer,
-            block_tables,
-            seq_lens,
-            max_seq_len,
-            bmm1_scale,
-            bmm2_scale,
-            window_left,
-            out,
-            sinks,
-            kv_layout,
-            enable_pdl,
-            q_len_per_req,
-            o_scale,
-            mask,
-            kv_cache_sf,
-            q_cu_seq_lens,
+            *(query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale),
+            *(bmm2_scale, window_left, out, sinks, kv_layout, enable_pdl, q_len_per_req, o_scale),
+            *(mask, kv_cache_sf, q_cu_seq_lens),
         )
     key = _key_of(
         query,

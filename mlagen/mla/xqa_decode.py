@@ -80,20 +80,8 @@ def xqa_batch_decode_with_kv_cache_mla(
     if is_compiling() or is_traced():
         return as_op(  # type: ignore[no-any-return]
             "xqa_batch_decode_with_kv_cache_mla",
-            query,
-            kv_cache,
-            workspace_buffer,
-            qk_nope_head_dim,
-            kv_lora_rank,
-            qk_rope_head_dim,
-            block_tables,
-            seq_lens,
-            max_seq_len,
-            out,
-            bmm1_scale,
-            bmm2_scale,
-            sinks,
-            enable_pdl,
+            *(query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim),
+            *(block_tables, seq_lens, max_seq_len, out, bmm1_scale, bmm2_scale, sinks, enable_pdl),
         )
     key = _key_of(
         query,

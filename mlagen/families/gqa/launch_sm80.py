@@ -19,7 +19,7 @@ from mlagen.families.common.plan_sm80 import Sm80Plan
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.problem import GqaProblem
 from mlagen.families.gqa.select import plan_arguments, plan_gqa_call
-from mlagen.families.gqa.validate_pointers import MASK_ALIGNMENT_BYTES, alignment_of, check_pointers
+from mlagen.families.gqa.validate_kv import MASK_ALIGNMENT_BYTES, alignment_of, check_pointers
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.spec.combine import CombineSpec

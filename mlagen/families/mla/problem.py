@@ -25,14 +25,13 @@ from mlagen.families.common.arguments import (
     require_workspace,
 )
 from mlagen.families.mla.args import MlaArgs
-from mlagen.families.mla.validate_kv import check_cache
+from mlagen.families.mla.validate_kv import check_cache, check_lengths, check_tables
 from mlagen.families.mla.validate_query import (
     MAX_HEADS,
     QueryLayout,
     check_query,
     check_query_offsets,
 )
-from mlagen.families.mla.validate_tables import check_lengths, check_tables
 from mlagen.spec.mla.variant import MlaVariant, require_supported
 
 __all__ = ["MAX_HEADS", "MlaProblem", "check_pointers", "check_problem"]
