@@ -425,3 +425,12 @@ def test_a_replay_passes_few_modules(entry_point: EntryPoint) -> None:
     entry_point.call(arguments)
 
     assert len(files_of(entry_point, arguments)) <= entry_point.row.max_files
+
+
+def test_a_first_call_passes_few_modules(entry_point: EntryPoint) -> None:
+    """A first call executes few modules of its entry point and of its family."""
+    own = ("mla/", "decode.py", "xqa.py", f"families/{entry_point.row.family}/")
+
+    files = files_of(entry_point, entry_point.row.build())
+
+    assert len([file for file in files if file.startswith(own)]) <= 12
