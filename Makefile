@@ -5,7 +5,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check cpu gpu oldest newest mutants docs compile_commands.json clean
+.PHONY: help demo test check cpu gpu oldest newest mutants coverage docs compile_commands.json clean
 
 export PYTHON ?= python3
 export HAS_GPU := $(firstword $(wildcard /proc/driver/nvidia /dev/nvidiactl))
@@ -49,6 +49,13 @@ oldest: ## the CPU tests with the oldest dependencies that pyproject.toml allows
 
 newest: ## the CPU tests with the newest dependencies that pip finds
 	@set -eu; python=$$(.ci/versions newest); $(cpu_tests)
+
+# A worker or a command that a test starts is measured too.
+coverage: ## line and branch coverage of each module, none below tests/coverage.tsv
+	@$(call setup,dev); "$$python" -m coverage erase; \
+	"$$python" -m coverage run -m pytest -q -m "not gpu" $(call with,xdist,-n auto --dist worksteal); \
+	"$$python" -m coverage combine -q; \
+	"$$python" -m tests.coverage_table $(if $(MLAGEN_ACCEPT),--write)
 
 docs: ## the documentation site, in build/site
 	@$(call setup,docs); NO_MKDOCS_2_WARNING=1 "$$python" -m mkdocs build --strict

@@ -63,8 +63,8 @@ def template_digests() -> frozenset[str]:
 @cache
 def _code_digest() -> str:
     folders = (_PACKAGE / "codegen", _PACKAGE / "spec")
-    paths = [path for folder in folders for path in folder.glob("*.py")]
-    return _digest_of({f"{path.parent.name}/{path.name}": path for path in paths})
+    paths = [path for folder in folders for path in folder.rglob("*.py")]
+    return _digest_of({path.relative_to(_PACKAGE).as_posix(): path for path in paths})
 
 
 def _digest_of(files: Mapping[str, Path], *facts: str) -> str:

@@ -1,29 +1,25 @@
-// Partial O and softmax states of splits in the workspace: slots, stores, loads, semaphores.
+// Partial O and softmax states of splits in the workspace: slots, semaphores, stores, loads.
 
 #pragma once
 
 #include "accumulators.cuh"
-#include "combine/partial_state.cuh"
+#include "combine/partial.cuh"
 #include "combine/reduce_group.cuh"
-#include "combine/subtile_size.cuh"
 #include "common/params.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/cp_async.cuh"
-#include "ptx/cvt.cuh"
 #include "ptx/ld.cuh"
 #include "ptx/red.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
-#include "store_partial_state.cuh"
+#include "store_rows.cuh"
 
 // A fragment is one float4 of every lane of a warp. Partial O is stored fragment by fragment as
 // four fp16 a lane, because the combine is bound by these bytes; the partial state is stored per
 // row. Each CTA has two slots: for the split that its range begins with, and for the one it ends
 // with.
-constexpr int kFragBytes = kWarpLanes * sizeof(uint2);
-
 __device__ inline int first_slot(int cta) { return cta * 2; }
 __device__ inline int last_slot(int cta) { return cta * 2 + 1; }
 
@@ -45,17 +41,6 @@ __device__ inline PartialState* partial_states(const Params& params, int slot) {
 // Offset of this thread's values within a slot.
 __device__ inline int lane_frag_offset() {
   return first_frag_of_warp(reload_warp()) * kWarpLanes + reload_lane();
-}
-
-__device__ inline uint2 pack_half4(float4 value) {
-  return make_uint2(cvt_rn_x2_f32(Fp16{}, value.y, value.x),
-                    cvt_rn_x2_f32(Fp16{}, value.w, value.z));
-}
-
-__device__ inline float4 unpack_half4(uint2 half4) {
-  return make_float4(
-      cvt_f32(Fp16{}, static_cast<u16>(half4.x)), cvt_f32(Fp16{}, static_cast<u16>(half4.x >> 16)),
-      cvt_f32(Fp16{}, static_cast<u16>(half4.y)), cvt_f32(Fp16{}, static_cast<u16>(half4.y >> 16)));
 }
 
 // Workspace slots of the splits of a work tile. Ranges run in reverse `blockIdx` order.
@@ -110,38 +95,6 @@ __device__ inline void semaphore_wait(const Params& params, const WorkItem& work
   }
   reduce_group.sync();
 }
-
-// Shared memory of the combine: partial states of some rows (all splits of a row together), then
-// some fragments of every split. Aliases Q and the KV stages, because no item follows.
-struct CombineSmem {
-  unsigned char* bytes;
-  int num_splits;
-  int first_row;  // rows wrap around at kBlockM
-  int rows;
-  int first_frag;
-  int num_frags;
-
-  // Whether this CTA's own split is already in shared memory.
-  __device__ bool holds_own_split() const { return num_frags >= kFragsPerStep; }
-
-  // Row at an index relative to `first_row`, and the inverse.
-  __device__ int row_at(u32 index) const { return static_cast<int>((first_row + index) % kBlockM); }
-  __device__ u32 index_of(int row) const { return static_cast<u32>(row - first_row) % kBlockM; }
-
-  __device__ PartialState* states(u32 index) const {
-    // An odd number of chunks, so that rows start in different banks.
-    return reinterpret_cast<PartialState*>(bytes) + index * (num_splits | 1);
-  }
-  __device__ PartialState& state(int split_idx, int row) const {
-    return states(index_of(row))[split_idx];
-  }
-  __device__ uint2* values(int split_idx) const {
-    return reinterpret_cast<uint2*>(states(rows)) + split_idx * num_frags * kWarpLanes;
-  }
-};
-
-static_assert(kBlockM * sizeof(PartialState) + kNumFrags * kFragBytes <= kCombineSmemBytes,
-              "the other split of a pair fits");
 
 // Destination of a thread's partial O: the workspace, except for the fragments that this CTA
 // reduces itself. Those stay in shared memory if they are whole groups of four.

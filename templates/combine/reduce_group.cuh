@@ -1,16 +1,27 @@
-// A group of consumer warps that cooperates in the split reduction: all consumer warps, or the
-// half that owns one half of the accumulators.
+// Division of the split reduction: the sub-tile that a reducing CTA reduces, and the group of
+// consumer warps that cooperates.
 
 #pragma once
 
-#include "common/named_barrier.cuh"
-#include "common/reload_tid.cuh"
+#include "common/barriers.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
+
+// Sub-tiles balance the reducers: whole groups of four fragments, which one warp sums together
+// because they share their rows, or with many reducers a part of one group.
+constexpr int kFragsPerStep = 4;
+
+// Unsigned, because that division is shorter.
+__device__ constexpr int frags_per_subtile(u32 num_reducers) {
+  const int frags = static_cast<int>((kNumFrags + num_reducers - 1) / num_reducers);
+  return frags < 3 ? frags : ceil_div(frags, kFragsPerStep) * kFragsPerStep;
+}
 
 // Half of the accumulators that a warp belongs to.
 __device__ inline int half_of_warp(int warp) { return warp % 4 / 2; }
 
+// All consumer warps, or the half that owns one half of the accumulators.
 struct ReduceGroup {
   int half;  // -1 for all warps
 

@@ -3,12 +3,11 @@
 #pragma once
 
 #include "accumulators.cuh"
-#include "combine/fp16_scale.cuh"
-#include "combine/partial_state.cuh"
+#include "combine/partial.cuh"
 #include "combine/reduce_group.cuh"
 #include "config.cuh"
 #include "shared_memory.cuh"
-#include "softmax/row_state.cuh"
+#include "softmax/row_result.cuh"
 
 __device__ inline void compute_fp16_scales(SharedMemoryPlan& smem, const ReduceGroup&,
                                            const Accumulators&, const ThreadRows& rows,

@@ -4,14 +4,43 @@
 #pragma once
 
 #include "combine/reduce_group.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "output_dims.cuh"
+
+// One warpgroup has all output dims, or two have one half each. An MMA gives a warp a tile of 16
+// dims, two of them to a thread: g and g + 8 of the tile, with g = lane / 4, if one warpgroup reads
+// V from shared memory; 2g and 2g + 1 if two warpgroups transpose it in pairs. `kTileDims` is the
+// distance between the tiles of a warp.
+constexpr int kWarpgroups = kConsumerWarps / 4;
+constexpr int kDimTiles = kHeadDimVo / kConsumerWarps / 16;  // of a warp
+constexpr int kWarpDims = kTileDims == 16 ? kDimTiles * 16 : 16;  // distance between warps
 
 constexpr int kRowGroups = kBlockM / 8;
 constexpr int kRowsPerThread = kRowGroups * 2;
 using Accumulators = float[kDimTiles][kBlockM / 2];
+
+// First dim of accumulator float4 `i` of this lane in warp `warp`.
+__device__ inline int dim_of(int warp, int i) {
+  constexpr bool kHasHalves = kWarpgroups == 2 && kTileDims > 16;
+  const int first = kHasHalves ? warp / 4 * (kHeadDimVo / 2) : 0;
+  return first + i / kRowGroups * kTileDims + (kHasHalves ? warp % 4 : warp) * kWarpDims +
+         reload_lane() / 4 * (kWarpgroups == 1 ? 1 : 2);
+}
+
+// Dim of component `c` of float4 `i`.
+__device__ inline int element_dim(int warp, int i, int c) {
+  return dim_of(warp, i) + c / 2 * (kWarpgroups == 1 ? 8 : 1);
+}
+
+// Rank of a warp in its half of the accumulators, which has two warps of each warpgroup, and the
+// inverse.
+__device__ inline int rank_in_half(int warp) {
+  return kWarpgroups == 1 ? warp % 2 : warp / 4 * 2 + warp % 2;
+}
+__device__ inline int warp_at(int half, int rank) {
+  return kWarpgroups == 1 ? half * 2 + rank : rank / 2 * 4 + half * 2 + rank % 2;
+}
 
 // Row `r` of this thread, the same in all warps. Lanes that are equal modulo 4 hold the same rows.
 __device__ inline int row_of(int r) { return r / 2 * 8 + reload_lane() % 4 * 2 + r % 2; }
@@ -44,11 +73,12 @@ __device__ inline void rescale_group(Accumulators& accumulators, int group, floa
   }
 }
 
-// Float4 `i` holds two rows of each of its two dims.
-__device__ inline float4 weighted(float4 value, const float (&weights)[kRowsPerThread], int i) {
-  const float a = weights[i % kRowGroups * 2];
-  const float b = weights[i % kRowGroups * 2 + 1];
+// A float4 of accumulators holds two rows of each of its two dims; `a` and `b` are their weights.
+__device__ inline float4 weighted(float4 value, float a, float b) {
   return make_float4(value.x * a, value.y * b, value.z * a, value.w * b);
+}
+__device__ inline float4 weighted(float4 value, const float (&weights)[kRowsPerThread], int i) {
+  return weighted(value, weights[i % kRowGroups * 2], weights[i % kRowGroups * 2 + 1]);
 }
 
 // Fragment order in memory: first by half of the warps, then by group of eight rows, then by warp.

@@ -1,9 +1,10 @@
-// Addresses of tokens in the paged KV cache.
+// Paged KV cache: addresses of tokens, and L2 hints of their loads.
 
 #pragma once
 
 #include "common/types.cuh"
 #include "config.cuh"
+#include "ptx/createpolicy.cuh"
 
 // One tensor of the cache; strides in bytes.
 struct PagedRows {
@@ -29,4 +30,10 @@ __device__ inline int clamp_kv_len(i64 seq_len, i64 num_pages) {
 // Page ids are untrusted: one outside the cache must not fault.
 __device__ inline bool is_valid_page(int page, int num_pages) {
   return static_cast<u32>(page) < static_cast<u32>(num_pages);
+}
+
+// Evict-first if no other CTA reads the tile, else evict-normal. Keeps Q and partial O resident and
+// avoids write-backs between reads, which cost far more bandwidth than their bytes.
+__device__ inline u64 kv_cache_hint(bool is_shared) {
+  return is_shared ? createpolicy_evict_normal() : createpolicy_evict_first();
 }

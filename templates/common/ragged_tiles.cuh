@@ -1,4 +1,5 @@
-// Maps M tiles to query rows of sequences, uniform or ragged. `cu_seqlens_q` is untrusted.
+// Query rows of M tiles, of sequences of one length or ragged, and the top-k length of a query
+// token. `cu_seqlens_q` is untrusted.
 
 #pragma once
 
@@ -66,4 +67,37 @@ __device__ inline TileRows rows_of_tile(const int* cu_seqlens_q, int num_seqs, i
   const i64 rows = min(q_len * rows_per_token - first_row, static_cast<i64>(kBlockM));
   return {seq_idx, static_cast<int>(q_len), first_query, static_cast<int>(first_row),
           is_inside && rows > 0 ? static_cast<int>(rows) : 0};
+}
+
+// Sparse attention: `topk_length` holds the number of valid top-k indices of each query token, or
+// it follows from the causal KV length.
+struct TopkIndices {
+  const int* seq_lens;
+  const int* topk_length;
+  const int* cu_seqlens_q;
+  int num_seqs;
+  int q_len;
+  int topk;
+};
+
+__device__ inline int topk_length_of(const TopkIndices& topk_indices, int token) {
+  i64 length;
+  if (topk_indices.topk_length != nullptr) {
+    length = topk_indices.topk_length[token];
+  } else {
+    int seq_idx;
+    i64 end;  // of its query tokens
+    if (topk_indices.cu_seqlens_q == nullptr) {
+      seq_idx = token;
+      if (topk_indices.q_len > 1)
+        seq_idx = static_cast<int>(static_cast<u32>(token) / topk_indices.q_len);
+      end = static_cast<i64>(seq_idx + 1) * topk_indices.q_len;
+    } else {
+      seq_idx = seq_of_token(topk_indices.cu_seqlens_q, topk_indices.num_seqs, token);
+      end = topk_indices.cu_seqlens_q[seq_idx + 1];
+    }
+    length = topk_indices.seq_lens[seq_idx] - end + token + 1;
+  }
+  return static_cast<int>(
+      max(static_cast<i64>(0), min(length, static_cast<i64>(topk_indices.topk))));
 }

@@ -4,10 +4,9 @@
 
 #include "accumulators.cuh"
 #include "common/params.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "output_dims.cuh"
 #include "ptx/cvt.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
@@ -57,7 +56,7 @@ __device__ inline void store_rows(const Params& params, const WorkItem& work, Sh
 #pragma unroll
     for (int tile = 0; tile < kDimTiles; ++tile) {
       const float* acc = accumulators[tile] + r / 2 * 4 + r % 2;
-      store_pair(target + tile * kDimsOfTile * 2, acc[0] * factors[r], acc[2] * factors[r]);
+      store_pair(target + tile * kTileDims * 2, acc[0] * factors[r], acc[2] * factors[r]);
     }
   }
 }
@@ -72,7 +71,7 @@ __device__ inline void store_frags(const Params& params, const WorkItem& work, S
                        (global_row(params, work, rows.a) * kHeadDimVo + dim) * 2;
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
-    unsigned char* target = out + n * kDimsOfTile * 2;
+    unsigned char* target = out + n * kTileDims * 2;
     if (rows.a < work.rows) store_pair(target, values[n].x, values[n].z);
     if (rows.b < work.rows) store_pair(target + kHeadDimVo * 2, values[n].y, values[n].w);
   }

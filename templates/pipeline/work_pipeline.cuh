@@ -4,10 +4,9 @@
 
 #include "common/barriers.cuh"
 #include "common/params.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "load_q.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
 #include "scheduler/schedule_range.cuh"
@@ -31,12 +30,6 @@ __device__ inline void finish_q_load(const Barrier& full) {
   fence_proxy_async();
   __syncwarp();
   if (reload_lane() == 0) arrive(full);
-}
-
-// The consumer warps load the first Q themselves: they have no other work before it arrives.
-__device__ inline void load_first_q_async(const Params& params, const WorkCoord& coord,
-                                          SharedMemoryPlan& smem) {
-  load_q_async(params, coord, smem, static_cast<int>(threadIdx.x), kConsumerThreads);
 }
 
 // Keeps the scheduler's state in shared memory, because scheduler warps have few registers.

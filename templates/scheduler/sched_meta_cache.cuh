@@ -1,16 +1,20 @@
-// Scheduler metadata cache: each CTA's range and first work item, kept across launches. All layers
-// of a decode step share `seq_lens`, so layers 2..N skip the prefix sum over the sequences.
+// Initial work of a CTA, and the scheduler metadata cache: each CTA's range and first work item,
+// kept across launches. All layers of a decode step share `seq_lens`, so layers 2..N skip the
+// prefix sum over the sequences.
 
 #pragma once
 
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
+#include "pipeline/prefetch_block_table.cuh"
 #include "ptx/atom.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/ld.cuh"
 #include "ptx/prefetch.cuh"
+#include "scheduler/find_range.cuh"
 #include "scheduler/schedule_range.cuh"
+#include "scheduler/tile_scheduler.cuh"
 #include "seq_info.cuh"
 
 // Padded to whole L2 cache lines, so that no two CTAs write the same line.
@@ -74,6 +78,25 @@ __device__ inline void store_cached_schedule(const Params& params, const SchedMe
     if (seq_idx < params.num_seqs) cache.seq_lens[seq_idx] = seq_len_of(params, seq_idx);
   }
   if (lane_index() == 0) cache.schedule_id = params.schedule_id;
+}
+
+// Called by all threads. Advances `scheduler` to the CTA's first work item and returns that item.
+__device__ inline WorkCoord find_initial_work(const Params& params, int cta_group, int seq_len,
+                                              SchedulerStorage& scheduler_storage,
+                                              TileScheduler& scheduler) {
+  const bool is_cached = __any_sync(~0u, load_cached_schedule(params, seq_len, scheduler_storage));
+  bool has_range = is_cached && scheduler_storage.first_work.seq_idx >= 0;
+  if (!is_cached) has_range = find_range(params, cta_group, seq_len, scheduler_storage);
+  has_range = __any_sync(~0u, has_range);
+  if (has_range && warp_index() == kConsumerWarps - 1)
+    prefetch_block_table(params, scheduler_storage);
+  static_cast<SchedulerState&>(scheduler) = scheduler_storage.initial_state;
+  WorkCoord first_work = scheduler_storage.first_work;
+  if (!is_cached) {
+    first_work = has_range ? scheduler.initial_work() : kInvalidWork;
+    store_cached_schedule(params, {scheduler_storage.range, scheduler, first_work});
+  }
+  return first_work;
 }
 
 // Called by whole warps that have no work left: load_cached_schedule is the first access of the

@@ -4,11 +4,10 @@
 #pragma once
 
 #include "common/barriers.cuh"
-#include "common/named_barrier.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "load_q.cuh"
+#include "pipeline/load_q.cuh"
 #include "pipeline/work_pipeline.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"

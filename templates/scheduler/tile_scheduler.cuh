@@ -3,52 +3,13 @@
 
 #pragma once
 
-#include "combine/subtile_size.cuh"
+#include "combine/reduce_group.cuh"
 #include "common/params.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/mov.cuh"
 #include "scheduler/schedule_range.cuh"
-
-// KV block of a linear block index, relative to the tile's first. The overhead in front of the KV
-// blocks belongs to the first.
-__device__ inline int kv_block_in_tile(int linear_block_idx, int tile_begin,
-                                       const ScheduleRange& range) {
-  return max(linear_block_idx - tile_begin - range.fixed_overhead_blocks, 0);
-}
-
-// Splits of a work tile: one per range, from `first_range` on.
-struct Splits {
-  int num_splits;
-  int first_range;
-  bool ends_at_range;  // the tile's last split ends its range
-};
-
-// The first range that begins at or after a linear block index: the smallest index with
-// index * total_blocks >= linear_block_idx * num_ranges. The float quotient is off by one at most,
-// and takes a tenth of the instructions of a 64-bit division.
-__device__ inline int first_range_from(int linear_block_idx, const ScheduleRange& range) {
-  const i64 scaled = static_cast<i64>(linear_block_idx) * range.num_ranges;
-  const float ranges_per_block =
-      __fdividef(static_cast<float>(range.num_ranges), static_cast<float>(range.total_blocks));
-  int index = __float2int_rz(static_cast<float>(linear_block_idx) * ranges_per_block) - 1;
-#pragma unroll
-  for (int step = 0; step < 3; ++step) {
-    if (static_cast<i64>(index) * range.total_blocks < scaled) ++index;
-  }
-  return index;
-}
-
-__device__ inline Splits splits_of(int tile_begin, int num_kv_blocks, const ScheduleRange& range) {
-  const int first_kv_block = tile_begin + range.fixed_overhead_blocks;
-  const int second_range = first_range_from(first_kv_block + 1, range);
-  const int end = first_kv_block + num_kv_blocks;
-  const int end_range = first_range_from(end, range);
-  const bool ends_at_range = static_cast<u64>(end_range) * range.total_blocks <
-                             static_cast<u64>(end + 1) * range.num_ranges;
-  return {1 + end_range - second_range, second_range - 1, ends_at_range};
-}
 
 // One split of one work tile, as the scheduler publishes it to all warps of the CTA.
 struct WorkItem : WorkCoord {
@@ -74,23 +35,12 @@ struct TileScheduler : SchedulerState {
                            const SchedulerState& state)
       : SchedulerState(state), params(params), range(range), rank_in_group(rank_in_group) {}
 
-  __device__ void advance() {
-    tile_begin += seq_info.num_kv_blocks + range.fixed_overhead_blocks;
-    if (++m_group < seq_info.num_m_groups) return;
-    m_group = 0;
-#pragma unroll 1
-    do {
-      if (++seq_idx >= params.num_seqs) return;
-      seq_info = seq_info_of(params, seq_idx);
-    } while (seq_info.num_m_groups == 0);
-  }
-
   // Coordinates of the current work item; kInvalidWork if the current tile has none for this CTA.
   __device__ WorkCoord current_work() const {
-    const int first = first_kv_block();
-    const int last = end_kv_block();
+    const int first = first_kv_block(range);
+    const int last = end_kv_block(range);
     const bool has_work = seq_info.num_kv_blocks == 0 ? range.begin <= tile_begin : first < last;
-    const int first_row = (m_group * params.cta_group_size + rank_in_group) * kBlockM;
+    const int first_row = (tile * params.cta_group_size + rank_in_group) * kBlockM;
     if (!has_work || first_row >= seq_info.rows) return kInvalidWork;
     const int rows = min(seq_info.rows - first_row, kBlockM);
     const int kv_end = kv_end_of_row(first_row + rows - 1);
@@ -105,9 +55,8 @@ struct TileScheduler : SchedulerState {
     WorkCoord coord;
 #pragma unroll 1
     do {
-      if (!is_first) advance();
+      if (!is_first && !advance(params, range)) return kInvalidWork;
       is_first = false;
-      if (seq_idx >= params.num_seqs || tile_begin >= range.end) return kInvalidWork;
       coord = current_work();
     } while (coord.seq_idx < 0);
     return coord;
@@ -130,27 +79,14 @@ struct TileScheduler : SchedulerState {
     }
     if (reload_lane() != 0) return;
     static_cast<WorkCoord&>(work) = coord;
-    Splits splits = {1, range.index, true};
-    if (first_kv_block() > 0 || end_kv_block() < seq_info.num_kv_blocks) {
-      splits = splits_of(tile_begin, seq_info.num_kv_blocks, range);
-    }
+    const Splits splits = this->splits(range);
     work.work_idx = work_idx;
     work.unmasked_kv_end = kv_end_of_row(coord.first_row);
     work.num_splits = splits.num_splits;
     work.num_reducers = splits.num_splits - (splits.ends_at_range ? 0 : 1);
     work.subtile_frags = frags_per_subtile(work.num_reducers);
-    work.split_idx = first_kv_block() == 0 ? 0 : range.index - splits.first_range;
+    work.split_idx = first_kv_block(range) == 0 ? 0 : range.index - splits.first_range;
     work.first_split_cta = cta_of_range(splits.first_range);
-  }
-
-  // The tile's KV blocks inside the range, relative to the tile: [first_kv_block, end_kv_block).
-  __device__ int first_kv_block() const {
-    return range.begin > tile_begin ? kv_block_in_tile(range.begin, tile_begin, range) : 0;
-  }
-  __device__ int end_kv_block() const {
-    const int tile_end = tile_begin + seq_info.num_kv_blocks + range.fixed_overhead_blocks;
-    return range.end < tile_end ? kv_block_in_tile(range.end, tile_begin, range)
-                                : seq_info.num_kv_blocks;
   }
 
   // End of the tokens that a row of the sequence attends to: its own position under a causal mask.

@@ -8,12 +8,10 @@
 #include "common/block_table.cuh"
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "finite.cuh"
 #include "kv_token.cuh"
-#include "output_dims.cuh"
 #include "ptx/cvt.cuh"
 #include "scheduler/tile_scheduler.cuh"
 
@@ -43,10 +41,10 @@ __device__ inline void restore_nonfinite(const Params& params, const WorkItem& w
       const int i = element_idx / 4;
       const int c = element_idx % 4;
       if (token >= work.row_kv_end[element_row(warp, i, c)]) continue;
-      const u16 element = cached.element(element_dim(warp, i, c));
-      if (is_finite(element)) continue;
+      const float value = cached.value(element_dim(warp, i, c));
+      if (fabsf(value) <= kFloatMax) continue;
       u16* stored = ptr_of(i, c);
-      const float sum = cvt_f32(Stored{}, *stored) + value_of_element(element) * scale;
+      const float sum = cvt_f32(Stored{}, *stored) + value * scale;
       *stored = static_cast<u16>(cvt_rn_x2_f32(Stored{}, 0.0f, sum));
     }
   });

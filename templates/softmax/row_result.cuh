@@ -1,9 +1,15 @@
-// Final softmax state of a row: its normalisation factor and its LSE, attention sink included.
+// Softmax state of a row, and its final normalisation factor and LSE, attention sink included.
 
 #pragma once
 
 #include "common/types.cuh"
-#include "ptx/ex2.cuh"
+#include "ptx/arithmetic.cuh"
+
+// Softmax state (m, l) of a row, or of a part of it.
+struct RowState {
+  float row_max;  // base 2; O and row sum are relative to it
+  float row_sum;  // of P
+};
 
 struct RowResult {
   float factor;  // multiplies the accumulators

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "common/params.cuh"
-#include "common/scales.cuh"
 #include "common/types.cuh"
+#include "ptx/arithmetic.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "softmax/row_result.cuh"
 
@@ -12,10 +12,19 @@
 // so that rescales are rare.
 constexpr float kMaxUnnormalizedP = 0x1p8f;
 
-struct RowState {
-  float row_max;  // base 2; the accumulators are relative to it
-  float row_sum;  // of P, relative to it
-};
+// Above this magnitude of the row max, the rounding of a score changes P by more than its
+// tolerance.
+constexpr float kLargeRowMax = 0x1p14f;  // log2 domain
+
+// Raises a row max to `target`, and rescales its row sum l by alpha, which is returned, for O. A
+// target that is lower, or NaN, changes nothing.
+__device__ inline float raise_row_max(float& row_max, float& row_sum, float target) {
+  const float next = target > row_max ? target : row_max;
+  const float alpha = ex2_approx(row_max - next);
+  row_max = next;
+  row_sum *= alpha;
+  return alpha;
+}
 
 __device__ inline i64 global_row(const Params& params, const WorkItem& work, int row) {
   return work.first_query * params.heads + work.first_row + row;

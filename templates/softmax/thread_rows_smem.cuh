@@ -5,7 +5,7 @@
 
 #include "common/accumulators_swap_ab.cuh"
 #include "shared_memory.cuh"
-#include "softmax/row_state.cuh"
+#include "softmax/row_result.cuh"
 
 struct ThreadRows {
   SharedMemoryPlan& smem;

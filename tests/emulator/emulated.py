@@ -15,6 +15,7 @@ import struct
 import subprocess
 from pathlib import Path
 
+from mlagen.artifacts import Source
 from mlagen.codegen.render import render
 from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.spec.kernel import KernelSpec
@@ -54,19 +55,21 @@ class Emulator:
 
     def _library(self, spec: KernelSpec) -> ctypes.CDLL:
         if spec not in self._libraries:
-            library = ctypes.CDLL(str(self._compiled(spec)))
+            file = self._folder / f"kernel{len(self._libraries)}.cpp"
+            library = compile_host(source_of(spec), file)
             library.launch_emulated.restype = ctypes.c_char_p
             self._libraries[spec] = library
         return self._libraries[spec]
 
-    def _compiled(self, spec: KernelSpec) -> Path:
-        assert COMPILER is not None
-        source = self._folder / f"kernel{len(self._libraries)}.cpp"
-        source.write_text(source_of(spec))
-        library = source.with_suffix(".so")
-        command = [COMPILER, *_OPTIONS, "-I", str(_FOLDER), str(source), "-o", str(library)]
-        subprocess.run(command, check=True)
-        return library
+
+def compile_host(source: str, file: Path) -> ctypes.CDLL:
+    """Compile C++ into a library beside ``file``, and load it."""
+    assert COMPILER is not None
+    file.write_text(source)
+    library = file.with_suffix(".so")
+    command = [COMPILER, *_OPTIONS, "-I", str(_FOLDER), str(file), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(library))
 
 
 def is_of_types(origin: str) -> bool:
@@ -75,8 +78,14 @@ def is_of_types(origin: str) -> bool:
 
 
 def source_of(spec: KernelSpec) -> str:
-    """Return the kernel as C++, with the emulator's instructions instead of PTX."""
-    source = render(spec)
+    """Return the kernel as C++ that launches itself."""
+    return "\n".join(
+        [host_source(render(spec)), f"#define EMULATED {spec.symbol}", '#include "launch.h"', ""]
+    )
+
+
+def host_source(source: Source) -> str:
+    """Return CUDA as C++, with the emulator's instructions instead of PTX."""
     lines = ['#include "fibers.h"']
     origin_before = ""
     for line, origin in zip(source.text.splitlines(), source.origins, strict=True):
@@ -85,7 +94,7 @@ def source_of(spec: KernelSpec) -> str:
         origin_before = origin
         if not origin.startswith("ptx/"):
             lines.append(_STATIC_SHARED.sub(r"\1& \2 = shared_memory<\1>();", line))
-    return "\n".join([*lines, f"#define EMULATED {spec.symbol}", '#include "launch.h"', ""])
+    return "\n".join(lines)
 
 
 def encode(tensor: TiledTensor, address: int) -> bytes:

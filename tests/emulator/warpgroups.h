@@ -5,9 +5,13 @@ static int block_threads;  // as the kernel was launched
 
 static void __syncthreads() { barrier_sync(0, block_threads); }
 static bool __all_sync(unsigned mask, bool vote) { return !__any_sync(mask, !vote); }
-static int __reduce_add_sync(unsigned mask, int value) {
-  for (int lanes = 1; lanes < kLanes; lanes *= 2) value += __shfl_xor_sync(mask, value, lanes);
-  return value;
+static int __reduce_add_sync(unsigned, int value) {
+  shown[current].words[0] = static_cast<u32>(value);
+  meet();
+  u32 sum = 0;
+  for (int other = 0; other < kLanes; ++other) sum += shown_by(other).words[0];
+  meet();
+  return static_cast<int>(sum);
 }
 static unsigned __reduce_max_sync(unsigned mask, unsigned value) {
   for (int lanes = 1; lanes < kLanes; lanes *= 2) {
@@ -100,8 +104,7 @@ static void store_matrices(u32 address, const u32 (&d)[4], bool is_transposed) {
   for (int column = 0; column < 8; ++column) {
     const int along = is_transposed ? row : column;
     const int across = is_transposed ? column : row;
-    const u16 element =
-        half_of(shown_by(across * 4 + along / 2).words[lane() / 8], along % 2);
+    const u16 element = half_of(shown_by(across * 4 + along / 2).words[lane() / 8], along % 2);
     memcpy(bytes + address + column * 2, &element, 2);
   }
   meet();
@@ -146,7 +149,8 @@ constexpr u32 kElementBytes<E4m3> = 1;
 template <typename T>
 constexpr int kDepth = 32 / kElementBytes<T>;
 
-// An operand in shared memory, in rows of 128 bytes or 64 that are swizzled: along k, or transposed.
+// An operand in shared memory, in rows of 128 bytes or 64 that are swizzled: along k, or
+// transposed.
 struct Operand {
   u32 base;
   u32 leading_bytes;
@@ -181,8 +185,8 @@ struct Operand {
   }
 };
 
-// Of 16 bits, as they are. Of e4m3 tensor cores cut off each addend below 2^-13 of the largest power
-// of two among them.
+// Of 16 bits, as they are. Of e4m3 tensor cores cut off each addend below 2^-13 of the largest
+// power of two among them.
 template <typename T>
 static float add_products(T, const float* products, float before) {
   float sum = 0.0f;

@@ -24,15 +24,15 @@ from mlagen.families.common.launchers import rounded_up
 from mlagen.families.gqa.dispatch import GQA
 from mlagen.families.mla.dispatch import MLA
 from mlagen.settings import current_settings
-from tests.batch_mla_cases import batch_case, plan_arguments, run_arguments
-from tests.cases import MlaCase
 from tests.families.launches import GQA_PATHS, SM80_PATH, SM90_PATH, Launch, record_launches
-from tests.gqa_problems import GqaCase
-from tests.xqa_semantics import xqa_arguments, xqa_mla_arguments
+from tests.problems.batch_mla import batch_case, plan_arguments, run_arguments
+from tests.problems.entry_points import xqa_arguments, xqa_mla_arguments
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import MlaCase
 
-MLA_CASE = MlaCase(name="", seq_lens=(70, 3), heads=16)
-GQA_CASE = GqaCase(name="", seq_lens=(70, 3), sink=3.0, window=50, page_size=16)
-PLANNED_CASE = batch_case("", ((1, 70), (1, 3)), page_size=64, heads=16)
+MLA_CASE = MlaCase(seq_lens=(70, 3), heads=16)
+GQA_CASE = GqaCase(seq_lens=(70, 3), sink=3.0, window=50, page_size=16)
+PLANNED_CASE = batch_case(((1, 70), (1, 3)), page_size=64, heads=16)
 
 # Stands for an output that a call allocates.
 _OUT = torch.zeros(1 << 12, 16)

@@ -14,13 +14,13 @@ import mlagen.decode
 from mlagen.errors import ArgumentError
 from mlagen.families.gqa import args as gqa_args
 from mlagen.families.mla import args as mla_args
-from tests.cases import MlaCase
 from tests.families.gqa_launches import args_of
 from tests.families.launches import PROPERTIES_AND_DEVICE
-from tests.gqa_problems import GqaCase
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import MlaCase
 
-MLA_CASE = MlaCase(name="", seq_lens=(70, 3), heads=16, with_sinks=True)
-GQA_CASE = GqaCase(name="", seq_lens=(70, 3), q_len=2, mask="random", sink=3.0, window=50)
+MLA_CASE = MlaCase(seq_lens=(70, 3), heads=16, with_sinks=True)
+GQA_CASE = GqaCase(seq_lens=(70, 3), q_len=2, mask="random", sink=3.0, window=50)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 
-_SKIPPED = re.compile(r'//[^\n]*|"(?:\\.|[^"\\])*"|^[ \t]*#[^\n]*', re.MULTILINE)
+_SKIPPED = re.compile(r'//[^\n]*|"(?:\\.|[^"\\])*"|^[ \t]*#(?:\\\n|[^\n])*', re.MULTILINE)
 _TOKEN = re.compile(r"::|->|[A-Za-z_]\w*|[0-9][\w.']*|\S")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _OPEN, _CLOSE = set("([{"), set(")]}")

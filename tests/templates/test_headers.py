@@ -125,7 +125,7 @@ def test_no_include_is_missing() -> None:
 
 SHARED = """// One.
 #include "common/types.cuh"
-#include "ptx/ex2.cuh"
+#include "ptx/arithmetic.cuh"
 
 struct One {
   u32 ceil_div;  // a member has a name of its own

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from mlagen.artifacts import Source
 from mlagen.codegen.sources import template_root
-from mlagen.compiler.nvrtc import compile_source
+from mlagen.compiler.nvrtc import compile_source, compile_to_ptx
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.errors import CompileError
-from mlagen.spec.arch import ARCHS, Arch
-from tests.kernels import COMBINE, require_known
+from mlagen.spec.arch import ARCHS
+from tests.kernels import COMBINE, SM_90A, require_known
 
 from .headers import flattened
 
 FAMILIES = {path.stem: path for path in sorted((template_root() / "ptx").glob("*.cuh"))}
 
-_HEADER = re.compile(r'// PTX ISA, "[^"]+"\. Needs sm_(\d+)\.')
+_HEADER = re.compile(r'// PTX ISA, "[^"]+: (?P<mnemonics>[^":]+)"\. Needs sm_(?P<minimum>\d+)\.')
+_MINIMUM = re.compile(r"\bNeeds sm_(\d+)\.$")
+_DIRECTIVE = re.compile(r"^#(?:\\\n|.)*\n", re.MULTILINE)
 _WRAPPER = re.compile(
     r"(?P<comment>(?:^//.*\n)*)"
     r"(?P<template>^template <.*>\n)?"
@@ -28,7 +32,7 @@ _WRAPPER = re.compile(
     r"(?P<body>.*\}\n|\n(?:.*\n)*?\}\n)",
     re.MULTILINE,
 )
-_ASM = re.compile(r"\basm\s*(?:volatile)?\s*\(")
+_ASM = re.compile(r"\b(?:asm\s*(?:volatile)?|[A-Z]+_[A-Z]+)\s*\(")  # spelled out, or by a macro
 _LITERAL = re.compile(r'"((?:[^"\\]|\\.)*)"')
 
 
@@ -86,11 +90,17 @@ def wrappers(path: Path) -> Iterator[Wrapper]:
         )
 
 
-def minimum(path: Path) -> int:
-    """Return the number of the first architecture that a family's first line says it needs."""
+def header(path: Path) -> re.Match[str]:
+    """Return what the first line of a family says of it."""
     match = _HEADER.match(path.read_text())
     assert match is not None, f"{path.name}: the first line names no manual section or no sm_"
-    return int(match[1])
+    return match
+
+
+def minimum(path: Path, wrapper: Wrapper) -> int:
+    """Return the number of the first architecture of a wrapper: its own, or the family's."""
+    own = _MINIMUM.search(" ".join(wrapper.comment))
+    return int(own[1] if own else header(path)["minimum"])
 
 
 # A kernel that calls every wrapper of a family, with operands that no compiler can foresee.
@@ -118,40 +128,48 @@ __device__ inline void use(T value) {
 """
 
 
-def compile_family(path: Path, arch: Arch) -> bytes:
-    """Compile a family alone, with a kernel that calls all of it; return the machine code."""
-    calls = "\n".join(f"  {wrapper.call()}" for wrapper in wrappers(path))
+def probe(path: Path, found: list[Wrapper]) -> Source:
+    """Return a kernel that includes a family alone and calls some of its wrappers."""
+    calls = "\n".join(f"  {wrapper.call()}" for wrapper in found)
     kernel = f'extern "C" __global__ void probe() {{\n{calls}\n}}\n'
     includes = ['#include "common/types.cuh"', f'#include "ptx/{path.name}"']
-    source = flattened([*includes, *CALLS.splitlines(), *kernel.splitlines()], COMBINE)
-    return compile_source(source, arch, find_nvrtc()).code
+    return flattened([*includes, *CALLS.splitlines(), *kernel.splitlines()], COMBINE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_compiles_alone_for_its_first_architecture(family: str) -> None:
+FORMS = {
+    (name, minimum(path, wrapper)): None
+    for name, path in FAMILIES.items()
+    for wrapper in wrappers(path)
+}
+
+
+@pytest.mark.parametrize(("family", "number"), FORMS)
+def test_a_family_compiles_alone_for_its_first_architecture(family: str, number: int) -> None:
     """It needs the types and nothing else, and ptxas takes every instruction."""
     path = FAMILIES[family]
-    arch = next(arch for arch in ARCHS if arch.number >= minimum(path))
+    arch = next(arch for arch in ARCHS if arch.number >= number)
     require_known(arch)
+    found = [wrapper for wrapper in wrappers(path) if minimum(path, wrapper) <= number]
 
-    code = compile_family(path, arch)
+    code = compile_source(probe(path, found), arch, find_nvrtc()).code
 
     assert code.startswith(b"\x7fELF")
 
 
-NOT_EVERYWHERE = [name for name, path in FAMILIES.items() if minimum(path) > ARCHS[0].number]
+NOT_EVERYWHERE = [(family, number) for family, number in FORMS if number > ARCHS[0].number]
 
 
-@pytest.mark.parametrize("family", NOT_EVERYWHERE)
-def test_the_stated_minimum_is_the_real_one(family: str) -> None:
-    """On the architecture before, ptxas rejects the family."""
+@pytest.mark.parametrize(("family", "number"), NOT_EVERYWHERE)
+def test_the_stated_minimum_is_the_real_one(family: str, number: int) -> None:
+    """On the architecture before, ptxas rejects the instructions."""
     path = FAMILIES[family]
-    before = [arch for arch in ARCHS if arch.number < minimum(path)][-1]
+    before = [arch for arch in ARCHS if arch.number < number][-1]
     require_known(before)
+    found = [wrapper for wrapper in wrappers(path) if minimum(path, wrapper) == number]
 
-    rejection = f"sm_{minimum(path)}|not supported on .target '{before}'"
+    rejection = f"sm_{number}|not supported on .target '{before}'"
     with pytest.raises(CompileError, match=rejection):
-        compile_family(path, before)
+        compile_source(probe(path, found), before, find_nvrtc())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -175,22 +193,37 @@ def test_the_comment_above_a_wrapper_is_the_instruction_inside(family: str) -> N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_names_are_the_mnemonic(family: str) -> None:
-    """File, wrapper and instruction begin with the same word."""
-    found = list(wrappers(FAMILIES[family]))
-    # Forms that only newer architectures have are in a file of their own, named for their type.
-    word = family.removesuffix("_e4m3")
+def test_the_comment_above_a_wrapper_is_the_instruction_compiled(family: str) -> None:
+    """The PTX of the calls of a family's wrappers has each instruction as often as the comments."""
+    found = [wrapper for wrapper in wrappers(FAMILIES[family]) if wrapper.instruction]
+    counts = Counter(f"{wrapper.instruction}" for wrapper in found)
 
-    assert [wrapper.name for wrapper in found if not wrapper.name.startswith(word)] == []
-    instructions = [wrapper.instruction for wrapper in found if wrapper.instruction]
-    spelled = [instruction.replace(".", "_") for instruction in instructions]
-    assert [name for name in spelled if not name.startswith(word)] == []
+    ptx = compile_to_ptx(probe(FAMILIES[family], found), SM_90A, find_nvrtc())
+
+    emitted = {
+        instruction: len(re.findall(rf"\b{re.escape(instruction)}(?![\w.:])", ptx))
+        for instruction in counts
+    }
+    assert emitted == counts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_are_the_mnemonic(family: str) -> None:
+    """Wrapper and instruction begin with the file's name, or its first line lists how they do."""
+    listed = header(FAMILIES[family])["mnemonics"].replace(".", "_").split(", ")
+    words = [family] if any(word.startswith(family) for word in listed) else listed
+
+    for wrapper in wrappers(FAMILIES[family]):
+        spelled = [wrapper.name, *filter(None, [wrapper.instruction])]
+        assert any(
+            all(name.replace(".", "_").startswith(word) for name in spelled) for word in words
+        ), wrapper.name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_wrapper_is_seen_by_these_tests(family: str) -> None:
     """No function of a family escapes the pattern that finds wrappers."""
-    text = FAMILIES[family].read_text()
+    text = _DIRECTIVE.sub("", FAMILIES[family].read_text())
 
     assert len(list(wrappers(FAMILIES[family]))) == text.count("__device__")
     assert sum(len(_ASM.findall(wrapper.body)) for wrapper in wrappers(FAMILIES[family])) == len(

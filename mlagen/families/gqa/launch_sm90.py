@@ -110,10 +110,8 @@ def make_sm90_launcher(
     spec, plan = planned
     if not fits_in_int32(spec, plan, max_tokens):
         too_long = UnsupportedError(
-            f"MLAGEN_GQA_KERNEL=sm90: expected fewer than 2^32 KV blocks of {spec.block_n} "
-            f"tokens in all requests, kv heads and row tiles, times CTAs, got "
-            f"{plan.total_tiles * plan.cta_group_size} row tiles of up to {max_tokens} tokens "
-            f"and {plan.num_ctas} CTAs"
+            f"MLAGEN_GQA_KERNEL=sm90: expected fewer than 2^31 KV blocks of {spec.block_n} "
+            f"tokens in all work tiles, got {plan.total_tiles} of up to {max_tokens} tokens"
         )
         decline(lambda: too_long, is_forced=is_forced)
         return None

@@ -9,12 +9,8 @@ from fractions import Fraction
 from mlagen.families.common.plan_sm80 import GqaProblemShape
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
 
-# As RowState in kernels/gqa_sm90/shared_memory.cuh.
-_ROW_STATE_BYTES = 8
-
-# The kernel multiplies linear block indices by num_cta_groups in 32 bits.
-_MAX_UINT32 = 2**32 - 1
-
+# Linear block indices are 32-bit.
+_MAX_INT32 = 2**31 - 1
 
 # KV bytes of a token that a CTA group reads together. Contiguous reads of several heads raise the
 # memory bandwidth, up to this size.
@@ -86,7 +82,7 @@ def plan_gqa_sm90(spec: GqaSm90Spec, problem: GqaProblemShape, sm_count: int) ->
         num_tiles=num_tiles,
         total_tiles=total_tiles,
         partial_rows_offset=partial_values,
-        workspace_bytes=partial_values + partial_rows * _ROW_STATE_BYTES,
+        workspace_bytes=partial_values + partial_rows * spec.row_state_bytes,
     )
 
 
@@ -105,7 +101,7 @@ def choose_heads_per_cta(spec: GqaSm90Spec, problem: GqaProblemShape, sm_count: 
 def fits_in_int32(spec: GqaSm90Spec, plan: GqaSm90Plan, max_tokens: int) -> bool:
     """Return whether linear block indices fit in 32 bits, for up to ``max_tokens`` a sequence."""
     kv_blocks = max(1, -(-max_tokens // spec.block_n))
-    return plan.total_tiles * kv_blocks * plan.num_cta_groups <= _MAX_UINT32
+    return plan.total_tiles * kv_blocks <= _MAX_INT32
 
 
 def _num_cta_groups(

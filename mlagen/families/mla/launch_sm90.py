@@ -143,7 +143,7 @@ def make_sm90_launcher(
     if not fits_in_int32(spec, plan, max_tokens):
         too_long = UnsupportedError(
             f"MLAGEN_MLA_KERNEL=sm90: expected fewer than 2^31 KV blocks of 64 tokens in all "
-            f"work tiles, got {plan.num_m_groups} work tiles of up to {max_tokens} tokens"
+            f"work tiles, got {plan.total_tiles} work tiles of up to {max_tokens} tokens"
         )
         decline(lambda: too_long, is_forced=is_forced)
         return None

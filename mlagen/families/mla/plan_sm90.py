@@ -10,16 +10,6 @@ from mlagen.spec.mla.sm90 import MlaSm90Spec
 
 _MAX_CTA_GROUP_SIZE = 4
 
-# As in scheduler/schedule_range.cuh: tokens per KV block, and the fixed overhead of a work tile
-# and the min length of a range, in KV blocks.
-_BLOCK_N = 64
-_SWAP_AB_OVERHEAD_BLOCKS = 2
-_OVERHEAD_BLOCKS = 6
-_MIN_BLOCKS_PER_RANGE = 2
-
-# As PartialState in combine/partial_state.cuh.
-_ROW_BYTES = 16
-
 # Linear block indices are 32-bit.
 _MAX_INT32 = 2**31 - 1
 
@@ -41,7 +31,7 @@ class MlaSm90Plan:
     cta_group_size: int  # CTAs that process row tiles of one sequence together
     num_cta_groups: int
     num_ctas: int
-    num_m_groups: int  # row-tile groups of all sequences; an upper bound if ragged
+    total_tiles: int  # work tiles of all sequences; an upper bound if ragged
     partial_rows_offset: int  # bytes in the workspace; the partial outputs come first
     workspace_bytes: int
     is_small: bool  # the sm80 kernel is faster
@@ -54,7 +44,8 @@ def choose_block_m(
 
     Smaller tiles read the same tokens more often, but occupy more SMs.
     """
-    kv_blocks = problem.batch * _kv_blocks_of(problem.max_kv_len)  # of one row tile per sequence
+    # Of one row tile per sequence.
+    kv_blocks = problem.batch * _kv_blocks_of(spec, problem.max_kv_len)
     for rows, kv_blocks_per_sm in spec.smaller_tiles if USES_SMALLER_TILES else ():
         tiles = -(-tile_q_len * problem.heads // rows)
         if rows < spec.block_m and tiles * kv_blocks <= kv_blocks_per_sm * sm_count:
@@ -74,11 +65,12 @@ def plan_mla_sm90(
     tiles = -(-tile_q_len * problem.heads // rows)
     cta_group_size = _cta_group_size(tiles, sm_count)
     if problem.q_len:
-        num_m_groups = problem.batch * -(-tiles // cta_group_size)
+        total_tiles = problem.batch * -(-tiles // cta_group_size)
     else:
-        num_m_groups = -(-problem.total_rows // (rows * cta_group_size)) + problem.batch
-    kv_blocks = _kv_blocks_of(problem.max_kv_len)
-    num_ranges = num_m_groups * (kv_blocks + _fixed_overhead_blocks(spec)) // _MIN_BLOCKS_PER_RANGE
+        total_tiles = -(-problem.total_rows // (rows * cta_group_size)) + problem.batch
+    kv_blocks = _kv_blocks_of(spec, problem.max_kv_len)
+    total_blocks = total_tiles * (kv_blocks + spec.fixed_overhead_blocks)
+    num_ranges = total_blocks // spec.min_blocks_per_range
     num_cta_groups = (
         min(sm_count // cta_group_size, max(1, num_ranges)) if problem.total_rows else 0
     )
@@ -89,32 +81,27 @@ def plan_mla_sm90(
         cta_group_size=cta_group_size,
         num_cta_groups=num_cta_groups,
         num_ctas=num_ctas,
-        num_m_groups=num_m_groups,
+        total_tiles=total_tiles,
         partial_rows_offset=partial_values,
-        workspace_bytes=partial_values + 2 * num_ctas * rows * _ROW_BYTES,
+        workspace_bytes=partial_values + 2 * num_ctas * rows * spec.partial_state_bytes,
         is_small=_is_small(spec, tile_q_len * problem.heads, problem.batch * kv_blocks),
     )
 
 
 def fits_in_int32(spec: MlaSm90Spec, plan: MlaSm90Plan, max_tokens: int) -> bool:
     """Return whether linear block indices fit in 32 bits, for up to ``max_tokens`` a sequence."""
-    return (
-        plan.num_m_groups * (_kv_blocks_of(max_tokens) + _fixed_overhead_blocks(spec)) <= _MAX_INT32
-    )
+    blocks_per_tile = _kv_blocks_of(spec, max_tokens) + spec.fixed_overhead_blocks
+    return plan.total_tiles * blocks_per_tile <= _MAX_INT32
 
 
-def _kv_blocks_of(tokens: int) -> int:
-    return -(-tokens // _BLOCK_N)
+def _kv_blocks_of(spec: MlaSm90Spec, tokens: int) -> int:
+    return -(-tokens // spec.block_n)
 
 
 def _is_small(spec: MlaSm90Spec, rows: int, kv_blocks: int) -> bool:
     """Whether the sm80 kernel is faster, for ``rows`` query rows per sequence."""
     limit = next((blocks for max_rows, blocks in spec.small_calls if rows <= max_rows), -1)
     return USES_SM80_FOR_SMALL_CALLS and kv_blocks * -(-rows // _SMALL_TILE_ROWS) <= limit
-
-
-def _fixed_overhead_blocks(spec: MlaSm90Spec) -> int:
-    return _SWAP_AB_OVERHEAD_BLOCKS if spec.swap_ab else _OVERHEAD_BLOCKS
 
 
 def _cta_group_size(tiles: int, sm_count: int) -> int:

@@ -28,7 +28,7 @@ WARP_TOKENS = 16
 SLICE_DIMS = 256
 
 
-_WORK_BYTES = 80  # of the struct in kernels/gqa_sm80/work_tile.cuh
+_WORK_BYTES = 80  # of the struct in kernels/gqa_sm80/work_item.cuh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ class GqaSm80Spec(GqaSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory per CTA, laid out by kernels/gqa_sm80/shared_memory.cuh."""
+        """Dynamic shared memory per CTA, laid out by kernels/gqa_sm80/work_item.cuh."""
         rows, warps, stages, _ = self.tile
         row = self.variant.head_dim * 2 + 16
         ring = warps * stages * WARP_TOKENS * (self.stored_bytes if self.decodes_kv else row)

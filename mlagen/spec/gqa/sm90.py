@@ -41,7 +41,7 @@ _RING_BYTES = {64: 64 * 1024, 128: 96 * 1024, 256: 128 * 1024, 512: 192 * 1024}
 _WIDEST_RING_BYTES = {128: 80 * 1024}  # of the largest tiles, so that they combine in one pass
 _QUERY_BYTES = 2  # per element
 _VALUE_BYTES = 4  # per element of a warp's partial output
-_COMBINED_ROW_BYTES = 24  # per partial row besides values: padding of kCombinePitch, and a RowState
+_COMBINE_PADDING_BYTES = 16  # of kCombinePitch, per partial row
 _OTHER_SHARED_BYTES = 1280  # of the other members in kernels/gqa_sm90/shared_memory.cuh
 
 
@@ -94,6 +94,9 @@ class GqaSm90Spec(GqaSpec):
         float32("score_factor"),
         float32("output_factor"),
     )
+
+    fixed_overhead_blocks: ClassVar[int] = 0  # of a work tile in the schedule, in KV blocks
+    row_state_bytes: ClassVar[int] = 8  # per partial row
 
     block_m: int
     heads_per_cta: int = 1  # KV heads that a CTA processes at a time
@@ -172,10 +175,11 @@ class GqaSm90Spec(GqaSpec):
         capacity = self.shared_bytes - self._ring_bytes - query_bytes - _OTHER_SHARED_BYTES
         whole_rows = [(rows, head_dim) for rows in BLOCK_MS if rows <= self.block_m]
         parts = [(min_rows, head_dim // count) for count in (2, 4)]
+        other_row_bytes = _COMBINE_PADDING_BYTES + self.row_state_bytes
         return next(
             (rows, dims)
             for rows, dims in (*whole_rows, *parts)
-            if _CONSUMER_WARPS * rows * (dims * _VALUE_BYTES + _COMBINED_ROW_BYTES) <= capacity
+            if _CONSUMER_WARPS * rows * (dims * _VALUE_BYTES + other_row_bytes) <= capacity
         )
 
     @property

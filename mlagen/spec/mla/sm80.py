@@ -46,7 +46,7 @@ TILES = (
 )
 
 
-_WORK_BYTES = 64  # of the struct in kernels/mla_sm80/work_tile.cuh
+_WORK_BYTES = 64  # of the struct in kernels/mla_sm80/work_item.cuh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +186,7 @@ class MlaSm80Spec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory per CTA, laid out by kernels/mla_sm80/shared_memory.cuh."""
+        """Dynamic shared memory per CTA, laid out by kernels/mla_sm80/work_item.cuh."""
         rows, tokens, stages = self.tile[:3]
         tile_bytes = (rows * self.head_dim_qk + rows * tokens) * 2
         tile_bytes += stages * tokens * self.stage_row_bytes

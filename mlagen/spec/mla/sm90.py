@@ -35,7 +35,6 @@ SCHED_META_BYTES = 128
 SCHED_META_OFFSET = SEMAPHORE_BYTES + (2 + CACHED_SEQ_LENS) * 4
 
 _MAX_SWAP_AB_ROWS = 32
-_BLOCK_N = 64
 _MIN_BOX_TOKENS = 16
 
 
@@ -93,6 +92,13 @@ class MlaSm90Spec(KernelSpec):
     # all its tiles do not exceed the limit.
     smaller_tiles: ClassVar[tuple[tuple[int, int], ...]] = ((16, 2),)
 
+    # The stream-K schedule counts in KV blocks of so many tokens.
+    block_n: ClassVar[int] = 64
+    split_overhead_blocks: ClassVar[int] = 5  # of combining splits at all
+    min_blocks_per_range: ClassVar[int] = 2  # overhead blocks included
+    max_ranges: ClassVar[int] = 144  # shared memory holds the partial states of as many splits
+    partial_state_bytes: ClassVar[int] = 16  # per row of a split
+
     variant: MlaVariant
     block_m: int
 
@@ -108,6 +114,11 @@ class MlaSm90Spec(KernelSpec):
     def swap_ab(self) -> bool:
         """Whether the MMAs swap A and B: KV tokens are the M dimension."""
         return self.block_m <= _MAX_SWAP_AB_ROWS
+
+    @property
+    def fixed_overhead_blocks(self) -> int:
+        """Prologue and epilogue of a work tile, in KV blocks."""
+        return 2 if self.swap_ab else 6
 
     @property
     def head_dim_qk(self) -> int:
@@ -152,7 +163,7 @@ class MlaSm90Spec(KernelSpec):
     @property
     def box_tokens(self) -> int:
         """Tokens per TMA box, all of one page."""
-        return math.gcd(self.variant.page_size, _BLOCK_N)
+        return math.gcd(self.variant.page_size, self.block_n)
 
     @property
     def consumer_warps(self) -> int:
@@ -238,7 +249,7 @@ def supports_tma(arch: Arch, variant: MlaVariant) -> bool:
         arch.has_wgmma
         and (variant.kv_lora_rank, variant.qk_rope_head_dim) == (512, 64)
         and (variant.lookup, variant.values, variant.mask) == PLAIN
-        and math.gcd(variant.page_size, _BLOCK_N) >= _MIN_BOX_TOKENS
+        and math.gcd(variant.page_size, MlaSm90Spec.block_n) >= _MIN_BOX_TOKENS
     )
 
 

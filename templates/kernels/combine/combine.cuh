@@ -2,12 +2,11 @@
 
 #pragma once
 
+#include "combine/rows.cuh"
 #include "common/params.cuh"
-#include "common/scales.cuh"
 #include "common/store_vec4.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/ex2.cuh"
 #include "softmax/row_result.cuh"
 
 struct SharedMemoryPlan {
@@ -55,17 +54,13 @@ struct SplitPartials {
     }
   }
 
-  // Accumulates each split weighted by 2^(LSE - max LSE).
-  __device__ void add_to(float4& total, float& weights, float max_lse) const {
+  // Adds the splits that are not empty.
+  __device__ void add_to(RowPart& total) const {
 #pragma unroll
     for (int i = 0; i < kSplitsPerStep; ++i) {
       if (lse[i] == -kInfinity) continue;
-      const float weight = ex2_approx(lse[i] - max_lse);
-      weights += weight;
-      total.x += weight * values[i].x;
-      total.y += weight * values[i].y;
-      total.z += weight * values[i].z;
-      total.w += weight * values[i].w;
+      // O is normalised: the LSE is its row max, and the row sum is 1.
+      total.add({lse[i], 1.0f}, values[i]);
     }
   }
 };
@@ -76,17 +71,16 @@ __device__ inline void combine(const Params& params, SharedMemoryPlan& smem) {
   const bool is_outside = dim >= kHeadDimVo;  // the last slice may be partial
   const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[row % params.heads];
   const float scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
-  float max_lse = -kInfinity;
-  float weights = 0.0f;
-  float4 partial = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  RowPart partial;
 #pragma unroll 1
   for (int first = 0; first < params.num_splits; first += kSplitsPerStep * kWarps) {
     const SplitPartials rows(params, row, is_outside ? 0 : dim, first + warp_index());
-    if (first == 0) max_lse = row_max_lse(params, row);  // overlaps the loads of `rows`
-    rows.add_to(partial, weights, max_lse);
+    // Overlaps the loads of `rows`.
+    if (first == 0) partial.state.row_max = row_max_lse(params, row);
+    rows.add_to(partial);
   }
-  smem.values[warp_index()][lane_index()] = partial;
-  if (lane_index() == 0) smem.row_sum[warp_index()] = weights;
+  smem.values[warp_index()][lane_index()] = partial.out;
+  if (lane_index() == 0) smem.row_sum[warp_index()] = partial.state.row_sum;
   __syncthreads();
   if (warp_index() != 0) return;
 
@@ -101,7 +95,7 @@ __device__ inline void combine(const Params& params, SharedMemoryPlan& smem) {
     total.z += value.z;
     total.w += value.w;
   }
-  const RowResult result = finish_row(max_lse, row_sum, sink, params.lse_factor);
+  const RowResult result = finish_row(partial.state.row_max, row_sum, sink, params.lse_factor);
   const float factor = result.factor * scale;
   if (!is_outside) {
     store_x4(OutElement{}, params.out, static_cast<i64>(row) * kHeadDimVo + dim, total.x * factor,

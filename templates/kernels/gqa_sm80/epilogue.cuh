@@ -3,17 +3,15 @@
 
 #pragma once
 
-#include "accumulators.cuh"
+#include "common/mma_fragments.cuh"
 #include "common/params.cuh"
-#include "common/scales.cuh"
 #include "common/store_vec4.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/ex2.cuh"
-#include "qk_gemm.cuh"
-#include "shared_memory.cuh"
+#include "mma.cuh"
+#include "ptx/arithmetic.cuh"
 #include "softmax/row_result.cuh"
-#include "work_tile.cuh"
+#include "work_item.cuh"
 
 // Row max over all warps.
 __device__ inline float combined_row_max(const SharedMemoryPlan& smem, int row) {
@@ -47,12 +45,12 @@ __device__ inline void combine_warps(SharedMemoryPlan& smem, const Output& outpu
       for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int row = score_row(m, half);
+          const int row = fragment_row(m, half);
           const float factor = combine_weight(smem, warp, row, combined_row_max(smem, row));
           float* target = smem.combine_buffer + combine_buffer_row(row);
 #pragma unroll
           for (int n = 0; n < kSliceDims / 8; ++n) {
-            float2* pair = reinterpret_cast<float2*>(target + output_dim(n, 0));
+            float2* pair = reinterpret_cast<float2*>(target + fragment_col(n, 0));
             const float2 before = warp == 0 ? make_float2(0.0f, 0.0f) : *pair;
             // A warp of weight 0 adds nothing, whatever its accumulators hold.
             *pair = factor == 0.0f ? before
@@ -69,7 +67,8 @@ __device__ inline void combine_warps(SharedMemoryPlan& smem, const Output& outpu
 // Stores the normalisation factor of each row over the row sums of warp 0, and the base-2 LSE of
 // the rows of a split. An empty row of a split has LSE minus infinity, and its partial O is never
 // read.
-__device__ inline void finish_rows(const Params& params, const Work& work, SharedMemoryPlan& smem) {
+__device__ inline void finish_rows(const Params& params, const WorkItem& work,
+                                   SharedMemoryPlan& smem) {
   const bool is_partial = params.num_splits > 1;
   for (int row = static_cast<int>(threadIdx.x); row < work.rows; row += kThreads) {
     const float row_max = combined_row_max(smem, row);
@@ -87,7 +86,7 @@ __device__ inline void finish_rows(const Params& params, const Work& work, Share
                    : value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
     smem.row_sum[0][row] = result.factor * output_scale;
     if (is_partial && work.slice == 0) {
-      params.partial_lse[work.split * params.total_rows + work.global_row(params, row)] =
+      params.partial_lse[work.split_idx * params.total_rows + work.global_row(params, row)] =
           result.lse;
     }
   }
@@ -95,7 +94,7 @@ __device__ inline void finish_rows(const Params& params, const Work& work, Share
 }
 
 // Stores normalised fp32 rows of one split, or final rows.
-__device__ inline void store_output(const Params& params, const Work& work,
+__device__ inline void store_output(const Params& params, const WorkItem& work,
                                     const SharedMemoryPlan& smem) {
   constexpr int kQuads = kSliceDims / 4;
   for (int i = static_cast<int>(threadIdx.x); i < work.rows * kQuads; i += kThreads) {
@@ -108,7 +107,7 @@ __device__ inline void store_output(const Params& params, const Work& work,
     const i64 global_row = work.global_row(params, row);
     const int column = work.slice * kSliceDims + dim;
     if (params.num_splits > 1) {
-      const i64 partial_row = work.split * params.total_rows + global_row;
+      const i64 partial_row = work.split_idx * params.total_rows + global_row;
       *reinterpret_cast<float4*>(params.partial_out + partial_row * kHeadDim + column) = value;
     } else {
       store_x4(OutElement{}, params.out, global_row * kHeadDim + column, value.x, value.y, value.z,

@@ -1,22 +1,15 @@
-// Online softmax over the KV tiles of one warp.
+// Online softmax over the KV blocks of one warp.
 
 #pragma once
 
-#include "accumulators.cuh"
+#include "common/mma_fragments.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/cvt.cuh"
-#include "ptx/ex2.cuh"
-#include "qk_gemm.cuh"
-#include "shared_memory.cuh"
-#include "softmax/rescale_threshold.cuh"
-#include "softmax/row_reduce.cuh"
-#include "softmax/softmax_scale.cuh"
-#include "work_tile.cuh"
-
-// P of a KV tile, rounded, as the A fragments of the PV GEMM: rows and tokens as in Scores.
-using Probabilities = u32[kRowGroups][4];
+#include "mma.cuh"
+#include "ptx/arithmetic.cuh"
+#include "softmax/online_softmax.cuh"
+#include "work_item.cuh"
 
 // Four lanes share a row. Row sums cover this lane's tokens only, of P as rounded for the PV GEMM.
 struct Softmax {
@@ -38,7 +31,7 @@ struct Softmax {
 
   // Turns S into base-2 scores, minus infinity where masked: a select, not arithmetic, because the
   // masked score may be NaN.
-  __device__ void scale_and_mask(const Params& params, const Work& work, int first_token,
+  __device__ void scale_and_mask(const Params& params, const WorkItem& work, int first_token,
                                  bool has_boundary, Scores& scores) const {
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {
@@ -47,8 +40,8 @@ struct Softmax {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float score = __fmul_rn(scores[m][n][e], scale);
-          const bool attends = !has_boundary || work.attends(params, score_row(m, e / 2),
-                                                             first_token + score_token(n, e % 2));
+          const bool attends = !has_boundary || work.attends(params, fragment_row(m, e / 2),
+                                                             first_token + fragment_col(n, e % 2));
           scores[m][n][e] = attends ? score : -kInfinity;
         }
       }
@@ -78,14 +71,14 @@ struct Softmax {
     for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float tile_max = fmaxf(fmaxf(scores[m][0][half * 2], scores[m][0][half * 2 + 1]),
-                               fmaxf(scores[m][1][half * 2], scores[m][1][half * 2 + 1]));
-        tile_max = quad_reduce_max(tile_max);
-        if (!(tile_max - row_max[m][half] > kRescaleThreshold)) continue;
-        const float rescale = ex2_approx(row_max[m][half] - tile_max);
-        row_max[m][half] = tile_max;
-        row_sum[m][half] *= rescale;
-        rescale_output(m, half, rescale, output);
+        float block_max = fmaxf(fmaxf(scores[m][0][half * 2], scores[m][0][half * 2 + 1]),
+                                fmaxf(scores[m][1][half * 2], scores[m][1][half * 2 + 1]));
+        block_max = quad_reduce_max(block_max);
+        if (!(block_max - row_max[m][half] > kRescaleThreshold)) continue;
+        const float alpha = ex2_approx(row_max[m][half] - block_max);
+        row_max[m][half] = block_max;
+        row_sum[m][half] *= alpha;
+        rescale_row(output[m], half, alpha);
       }
     }
   }
@@ -100,10 +93,7 @@ struct Softmax {
         for (int n = 0; n < 2; ++n) {
           const float low = probability(scores[m][n][half * 2], row_max[m][half]);
           const float high = probability(scores[m][n][half * 2 + 1], row_max[m][half]);
-          const u32 packed = cvt_rn_x2_f32(Element{}, high, low);
-          row_sum[m][half] += cvt_f32(Element{}, static_cast<u16>(packed)) +
-                              cvt_f32(Element{}, static_cast<u16>(packed >> 16));
-          probabilities[m][n * 2 + half] = packed;
+          probabilities[m][n * 2 + half] = round_pair(low, high, row_sum[m][half]);
         }
       }
     }
@@ -121,8 +111,8 @@ struct Softmax {
       for (int half = 0; half < 2; ++half) {
         row_sum[m][half] = quad_reduce_sum(row_sum[m][half]);
         if (lane_index() % 4 != 0) continue;
-        smem.row_max[warp_index()][score_row(m, half)] = row_max[m][half];
-        smem.row_sum[warp_index()][score_row(m, half)] = row_sum[m][half];
+        smem.row_max[warp_index()][fragment_row(m, half)] = row_max[m][half];
+        smem.row_sum[warp_index()][fragment_row(m, half)] = row_sum[m][half];
       }
     }
   }

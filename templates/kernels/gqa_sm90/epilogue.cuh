@@ -1,52 +1,123 @@
-// Epilogue of a work item: combines the partial O of the consumer warps through shared memory, in
-// sub-tiles of kCombineRows x kCombineDims. The consumers or the dedicated epilogue warps do it.
+// Epilogue of a work item: combines the partial O of the consumer warps, stores finished rows or a
+// partial of a split, and combines the splits of a work tile.
 
 #pragma once
 
-#include "common/named_barrier.cuh"
+#include "combine/rows.cuh"
+#include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/pdl.cuh"
+#include "common/store_vec4.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "fragments.cuh"
 #include "mask_v.cuh"
 #include "mma.cuh"
-#include "ptx/ex2.cuh"
+#include "ptx/atom.cuh"
+#include "ptx/ld.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
-#include "store_rows.cuh"
-#include "tile_scheduler.cuh"
+#include "softmax/row_result.cuh"
+#include "work_item.cuh"
 #include "work_pipeline.cuh"
 
-// Combines four adjacent dims of a row over all warps of kv head `head` of the CTA.
-__device__ inline float4 combined_out(const SharedMemoryPlan& smem, int head, int row, int dim,
-                                      RowState& state) {
+// Workspace slot of a split. Each CTA has two slots per kv head: for the split that its range
+// begins with, and for the one that it ends with.
+__device__ inline int partial_slot(const Params& params, const WorkItem& work, int split_idx) {
+  const int slot =
+      (work.first_split_cta + split_idx * params.cta_group_size) * 2 + (split_idx == 0 ? 1 : 0);
+  return slot * kHeadsPerCta + work.kv_head % kHeadsPerCta;
+}
+
+__device__ inline RowState* partial_states(const Params& params, int slot) {
+  return reinterpret_cast<RowState*>(params.partial_states) + slot * kBlockM;
+}
+
+// Four adjacent dims of a row of partial O.
+__device__ inline float4* partial_out_ptr(const Params& params, int slot, int row, int dim) {
+  return reinterpret_cast<float4*>(params.partial_out +
+                                   (slot * kBlockM + row) * static_cast<i64>(kHeadDim) + dim);
+}
+
+// Normalises and stores four adjacent dims of a finished row.
+__device__ inline void store_finished(const Params& params, const WorkItem& work, int row, int dim,
+                                      const RowPart& partial) {
+  const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[work.head_of(params, row)];
+  const float scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
+  const float factor =
+      finish_row(partial.state.row_max, partial.state.row_sum, sink).factor * scale;
+  const float4& out = partial.out;
+  store_x4(OutElement{}, params.out, work.global_row(params, row) * kHeadDim + dim, out.x * factor,
+           out.y * factor, out.z * factor, out.w * factor);
+}
+
+// Combine of the splits of a work tile: the last CTA to arrive at the semaphore reduces the
+// partials of all splits, in split order. No CTA waits for another.
+constexpr int kSplitsPerStep = 8;  // loads in flight
+
+__device__ inline void combine_row(const Params& params, const WorkItem& work, int row, int dim) {
+  RowPart total;
+#pragma unroll 1
+  for (int first = 0; first < work.num_splits; first += kSplitsPerStep) {
+    // The total takes part as one more split.
+    RowState states[1 + kSplitsPerStep] = {total.state};
+    float4 outs[1 + kSplitsPerStep] = {total.out};
+#pragma unroll
+    for (int i = 0; i < kSplitsPerStep; ++i) {
+      // Behind the last split, loads repeat it.
+      const int slot = partial_slot(params, work, min(first + i, work.num_splits - 1));
+      const float2 state = ld_global_cg_v2_f32(partial_states(params, slot) + row);
+      states[1 + i] = {state.x, state.y};
+      outs[1 + i] = ld_global_cg_v4_f32(partial_out_ptr(params, slot, row, dim));
+    }
+    total = combine_parts(states, 1 + work.num_splits - first, [&](int i) { return outs[i]; });
+  }
+  store_finished(params, work, row, dim, total);
+}
+
+// Called by all consumers, each for its kv head, after they have stored the partial of this split.
+__device__ inline void combine_splits(const Params& params, const WorkItem& work,
+                                      int thread_in_head, SharedMemoryPlan& smem) {
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  if (threadIdx.x == 0) {
+    u32* semaphore = params.semaphores + work.first_split_cta;
+    const u32 others = static_cast<u32>(work.num_splits - 1);
+    const bool is_last = atom_add_acq_rel_gpu(semaphore, 1) == others;
+    if (is_last) *semaphore = 0;  // for the next launch
+    smem.is_last_split = is_last;
+  }
+  __syncwarp();
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  if (!smem.is_last_split) return;
+  constexpr int kQuads = kHeadDim / 4;
+#pragma unroll 1
+  for (int vec_idx = thread_in_head; vec_idx < work.rows * kQuads; vec_idx += kThreadsPerHead) {
+    combine_row(params, work, vec_idx / kQuads, vec_idx % kQuads * 4);
+  }
+}
+
+// Combine of the consumer warps through shared memory, in sub-tiles of kCombineRows x kCombineDims,
+// by the consumers or by the dedicated epilogue warps: four adjacent dims of a row, over all warps
+// of kv head `head` of the CTA.
+__device__ inline RowPart combined_row(const SharedMemoryPlan& smem, int head, int row, int dim) {
   RowState states[kWarpsPerHead];
-  state = {-kFloatMax, 0.0f};
 #pragma unroll
   for (int rank = 0; rank < kWarpsPerHead; ++rank) {
     states[rank] = smem.states[rank * kHeadsPerCta + head][row / 8][row % 8];
-    state.row_max = fmaxf(state.row_max, states[rank].row_max);
   }
-  float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-  for (int rank = 0; rank < kWarpsPerHead; ++rank) {
-    const float weight = ex2_approx(states[rank].row_max - state.row_max);
-    state.row_sum += states[rank].row_sum * weight;
-    const float4 partial = *reinterpret_cast<const float4*>(
+  return combine_parts(states, kWarpsPerHead, [&](int rank) {
+    return *reinterpret_cast<const float4*>(
         &smem.combine_buffer[rank * kHeadsPerCta + head][row / 8][row % 8][dim]);
-    out = add_weighted(out, partial, weight);
-  }
-  return out;
+  });
 }
 
 // Stores four adjacent dims of a row: final if the work tile is not split, else partial.
 __device__ inline void store_combined(const Params& params, const WorkItem& work, int row, int dim,
-                                      RowState state, float4 out) {
-  if (work.num_splits == 1) return store_finished(params, work, row, dim, state, out);
+                                      const RowPart& partial) {
+  if (work.num_splits == 1) return store_finished(params, work, row, dim, partial);
   const int slot = partial_slot(params, work, work.split_idx);
-  *partial_out_ptr(params, slot, row, dim) = out;
-  if (dim == 0) partial_states(params, slot)[row] = state;
+  *partial_out_ptr(params, slot, row, dim) = partial.out;
+  if (dim == 0) partial_states(params, slot)[row] = partial.state;
 }
 
 // Stores a warp's share of a sub-tile to the combine buffer.
@@ -79,13 +150,11 @@ __device__ inline void combine_partials(const Params& params, const WorkItem& wo
     if (row >= work.rows) break;
     const int dim_in_buffer = vec_idx % kQuads * 4;
     const int dim = first_dim + dim_in_buffer;
-    RowState state;
-    float4 out =
-        combined_out(smem, work.kv_head % kHeadsPerCta, row_in_buffer, dim_in_buffer, state);
+    RowPart partial = combined_row(smem, work.kv_head % kHeadsPerCta, row_in_buffer, dim_in_buffer);
     if (smem.nonfinite_work[work_idx % 2] == work_idx) {
-      out = restore_nonfinite(params, work, row, dim, out);
+      partial.out = restore_nonfinite(params, work, row, dim, partial.out);
     }
-    store_combined(params, work, row, dim, state, out);
+    store_combined(params, work, row, dim, partial);
   }
 }
 

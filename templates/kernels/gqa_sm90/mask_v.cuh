@@ -10,7 +10,7 @@
 #include "fragments.cuh"
 #include "mma.cuh"
 #include "ptx/fence.cuh"
-#include "tile_scheduler.cuh"
+#include "work_item.cuh"
 
 // Chunk `chunk` of token `warp_token` of a warp in a V tile.
 __device__ inline Chunk* chunk_at(unsigned char* tile, int warp, int warp_token, int chunk) {

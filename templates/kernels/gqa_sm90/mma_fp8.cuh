@@ -1,27 +1,28 @@
-// QK and PV GEMMs over an FP8 (e4m3) KV cache, converted to fp16 in registers, which is exact.
+// Operands of the QK and PV GEMMs over an FP8 (e4m3) KV cache: converted to
+// fp16 in registers, which is exact.
 
 #pragma once
 
 #include "common/fp8.cuh"
-#include "common/fp8_nan.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "fragments.cuh"
 #include "ptx/cvt.cuh"
-#include "ptx/ldmatrix.cuh"
-#include "ptx/mma.cuh"
 #include "shared_memory.cuh"
+#include "softmax/online_softmax.cuh"
 
-// Loads a lane's fragment of 16 dims of Q, in the k order of its K fragment: four adjacent bytes of
-// every 16.
+// Loads a lane's fragment of 16 dims of Q, in the k order of its K fragment:
+// four adjacent bytes of every 16.
 __device__ inline uint2 load_q_fragment(const u16* source) {
   return reinterpret_cast<const uint2*>(source)[lane_index() % 4];
 }
 
-// A bf16 Q is converted to fp16. A power-of-two scale per row brings its amax into range.
+// A bf16 Q is converted to fp16. A power-of-two scale per row brings its amax
+// into range.
 constexpr bool kScalesQ = kIsSame<QueryElement, Bf16>;
 
-// Exponent of the scale that brings `amax` to 2^14. The scale and its inverse are normal numbers.
+// Exponent of the scale that brings `amax` to 2^14. The scale and its inverse
+// are normal numbers.
 __device__ inline int q_scale_exponent(float amax) {
   const int exponent = static_cast<int>(__float_as_uint(amax) >> 23) - 127;
   return 14 - min(max(exponent, -100), 127);
@@ -43,7 +44,8 @@ __device__ inline float pair_amax(u32 pair) {
                fabsf(cvt_f32(Bf16{}, static_cast<u16>(pair >> 16))));
 }
 
-// Converts a lane's fragment of a Q row to fp16, in place; returns the inverse of the row's scale.
+// Converts a lane's fragment of a Q row to fp16, in place; returns the inverse
+// of the row's scale.
 __device__ inline float convert_q_row(QueryRow& row) {
   if constexpr (!kScalesQ) return 1.0f;
   float amax = 0.0f;
@@ -51,10 +53,7 @@ __device__ inline float convert_q_row(QueryRow& row) {
   for (int k = 0; k < kDimTiles; ++k) {
     amax = fmaxf(amax, fmaxf(pair_amax(row[k].x), pair_amax(row[k].y)));
   }
-  // Four lanes share a row.
-  amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
-  amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
-  const int exponent = q_scale_exponent(amax);
+  const int exponent = q_scale_exponent(quad_reduce_max(amax));
   const float scale = pow2(exponent);
 #pragma unroll
   for (int k = 0; k < kDimTiles; ++k) {
@@ -66,63 +65,28 @@ __device__ inline float convert_q_row(QueryRow& row) {
 __device__ inline u32 low_pair(u32 word) { return fp16x2_of_e4m3x2(word & 0xffff); }
 __device__ inline u32 high_pair(u32 word) { return fp16x2_of_high_e4m3x2(word); }
 
-// QK GEMM of one step: S^T = K Q^T. Each chunk of a pair is one k-step of mma.
-template <typename Query>
-__device__ inline void qk_gemm(const LdmatrixRows& rows, const unsigned char* keys, int step,
-                               const Query& query, float (&scores)[kRowGroups][4]) {
-  constexpr int kChains = kRowGroups == 1 ? 2 : 1;  // independent MMA chains
-  float sums[kChains][kRowGroups][4] = {};
-#pragma unroll
-  for (int pair = 0; pair < kChunkPairs; ++pair) {
-    u32 k[4];
-    ldmatrix_x4(k, rows.at(keys, step, pair));
-#pragma unroll
-    for (int chunk = 0; chunk < 2; ++chunk) {
-      const u32 first = k[chunk * 2];
-      const u32 second = k[chunk * 2 + 1];  // eight tokens further
-      const u32 a[4] = {low_pair(first), low_pair(second), high_pair(first), high_pair(second)};
-#pragma unroll
-      for (int n = 0; n < kRowGroups; ++n) {
-        const uint2 q = query.at(n, pair * 2 + chunk);
-        mma_m16n8k16(Element{}, sums[chunk % kChains][n], a, q.x, q.y);
-      }
-    }
-  }
-#pragma unroll
-  for (int n = 0; n < kRowGroups; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      scores[n][e] = kChains == 1 ? sums[0][n][e] : sums[0][n][e] + sums[kChains - 1][n][e];
-    }
-  }
+// ldmatrix loads two A fragments, one of each chunk of a pair: of K as they
+// lie, of V transposed.
+constexpr int kFragmentsPerLoad = 2;
+__device__ inline void k_fragment(const u32 (&loaded)[4], int chunk, u32 (&a)[4]) {
+  const u32 first = loaded[chunk * 2];
+  const u32 second = loaded[chunk * 2 + 1]; // eight tokens further
+  a[0] = low_pair(first);
+  a[1] = low_pair(second);
+  a[2] = high_pair(first);
+  a[3] = high_pair(second);
 }
 
 // Transposes 2x2 bytes: from dims within tokens to tokens within dims.
 __device__ inline u32 transpose_bytes_2x2(u32 word) { return __byte_perm(word, 0, 0x3120); }
 
-// PV GEMM of one step: O^T += V^T P^T. Returns a word that depends on all V fragments, for
-// arrive_after_reads.
-__device__ inline u32 pv_gemm(const LdmatrixRows& rows, const unsigned char* values, int step,
-                              const u32 (&probabilities)[kRowGroups][2], Output& output) {
-  u32 read = 0;  // from converted fragments: that schedules conversions better than raw ones do
-#pragma unroll
-  for (int pair = 0; pair < kChunkPairs; ++pair) {
-    u32 v[4];
-    ldmatrix_x4_trans(v, rows.at(values, step, pair));
-#pragma unroll
-    for (int chunk = 0; chunk < 2; ++chunk) {
-      const u32 first = transpose_bytes_2x2(v[chunk]);
-      const u32 second = transpose_bytes_2x2(v[chunk + 2]);  // eight tokens further
-      const u32 a[4] = {low_pair(first), high_pair(first), low_pair(second), high_pair(second)};
-      if (chunk == 1) read ^= a[0];
-#pragma unroll
-      for (int n = 0; n < kRowGroups; ++n) {
-        mma_m16n8k16(Element{}, output[pair * 2 + chunk][n], a, probabilities[n][0],
-                     probabilities[n][1]);
-      }
-    }
-  }
-  return read;
+__device__ inline void v_fragment(const u32 (&loaded)[4], int chunk, u32 (&a)[4]) {
+  const u32 first = transpose_bytes_2x2(loaded[chunk]);
+  const u32 second = transpose_bytes_2x2(loaded[chunk + 2]); // eight tokens further
+  a[0] = low_pair(first);
+  a[1] = high_pair(first);
+  a[2] = low_pair(second);
+  a[3] = high_pair(second);
 }
 
 // Dim of accumulators `half * 2` and `half * 2 + 1` of a 16-dim tile.
@@ -142,7 +106,8 @@ __device__ inline float element_at(const unsigned char* row, int dim) {
   return cvt_f32(Fp16{}, static_cast<u16>(low_pair(row[dim])));
 }
 
-// Stores a warp's accumulators of eight rows and kCombineDims dims to `combine_buffer`.
+// Stores a warp's accumulators of eight rows and kCombineDims dims to
+// `combine_buffer`.
 __device__ inline void store_to_combine_buffer(const Output& output, int group, int first_tile,
                                                float (&combine_buffer)[8][kCombinePitch]) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// Shape of a sequence: its query rows, and the KV blocks that they attend to.
+// Sequences of a call: their query rows, and the KV blocks that these attend to.
 
 #pragma once
 
@@ -12,7 +12,7 @@ struct SeqInfo {
   int q_len;
   int kv_len;  // tokens in the cache, the new ones included
   int row_tiles;  // of one kv head; 0 if cu_seqlens_q points outside the query tensor
-  int num_tiles;  // work tiles
+  int num_tiles;  // work tiles: one row tile of kHeadsPerCta kv heads for each CTA of a group
   int first_kv_block;  // that any row attends to
   int num_kv_blocks;  // from first_kv_block on
 };
@@ -53,13 +53,9 @@ __device__ inline SeqInfo seq_info_of(const Params& params, int seq_idx) {
   return seq_info_of(params, seq_idx, params.seq_lens[seq_idx]);
 }
 
-// Linear KV blocks of a work tile: one per KV block, and one for an empty sequence, so that a CTA
-// writes its zeros. A work tile holds one row tile of kHeadsPerCta kv heads for each CTA of a
-// group; all work tiles of a sequence have the same cost.
-__device__ inline u32 tile_kv_blocks(const SeqInfo& seq_info) {
-  return static_cast<u32>(max(seq_info.num_kv_blocks, 1));
-}
-
-__device__ inline u32 linear_kv_blocks(const SeqInfo& seq_info) {
-  return static_cast<u32>(seq_info.num_tiles) * tile_kv_blocks(seq_info);
+// A sequence must not end before it begins. Then no two sequences share query tokens, and the host
+// can bound the total work.
+__device__ inline bool has_negative_q_len(const Params& params, int seq_idx) {
+  const int* offsets = params.cu_seqlens_q;
+  return offsets != nullptr && offsets[seq_idx + 1] < offsets[seq_idx];
 }

@@ -8,13 +8,10 @@
 #include "config.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/prefetch.cuh"
+#include "softmax/row_result.cuh"
 #include "work_pipeline.cuh"
 
-// Partial softmax state (m, l) of a row.
-struct RowState {
-  float row_max;  // base 2; partial O and row sum are relative to it
-  float row_sum;
-};
+static_assert(sizeof(RowState) == kRowStateBytes, "the host plans with it");
 
 // Rows of the combine buffer are padded by 16 bytes, so that the accumulator stores of a warp
 // spread over all banks.

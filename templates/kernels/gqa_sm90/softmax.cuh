@@ -6,17 +6,14 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "fragments.cuh"
-#include "load_q.cuh"
+#include "load.cuh"
 #include "mma.cuh"
+#include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
-#include "ptx/ex2.cuh"
 #include "ptx/movmatrix.cuh"
-#include "shared_memory.cuh"
-#include "tile_scheduler.cuh"
-
-// Conditional rescaling: P is relative to a row max that may be stale. It is updated only once a
-// score exceeds it by more than this threshold, base 2, so rescaling is rare.
-constexpr float kRescaleThreshold = 8.0f;
+#include "softmax/online_softmax.cuh"
+#include "softmax/row_result.cuh"
+#include "work_item.cuh"
 
 // Row sums cover this lane's tokens only.
 struct Softmax {

@@ -7,7 +7,7 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/fence.cuh"
-#include "tile_scheduler.cuh"
+#include "work_item.cuh"
 
 // Work item `work_idx` of the CTA occupies stage work_idx % kWorkStages, one entry per kv head. An
 // empty item follows the last one.

@@ -2,16 +2,15 @@
 
 #pragma once
 
+#include "common/mma_fragments.cuh"
 #include "common/params.cuh"
-#include "common/scales.cuh"
-#include "common/swizzle.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
+#include "mma.cuh"
 #include "ptx/cvt.cuh"
-#include "pv_gemm.cuh"
-#include "shared_memory.cuh"
 #include "softmax/row_result.cuh"
-#include "work_tile.cuh"
+#include "work_item.cuh"
 
 // Row sum over all token warps, after Softmax::publish and a barrier.
 __device__ inline float total_row_sum(const SharedMemoryPlan& smem, int row) {
@@ -25,13 +24,13 @@ __device__ inline float total_row_sum(const SharedMemoryPlan& smem, int row) {
 // infinity, and its values are never read.
 __device__ inline void store_partial(const Params& params, const SharedMemoryPlan& smem,
                                      const Output& output) {
-  const Work& work = smem.work;
-  const i64 split_row = work.split * params.total_rows;
+  const WorkItem& work = smem.work;
+  const i64 split_row = work.split_idx * params.total_rows;
 #pragma unroll
   for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = output_row(m, half);
+      const int row = fragment_row(m, half);
       if (row >= work.rows) continue;
       const i64 target = split_row + work.global_row(row);
       const RowResult result = finish_row(smem.row_max[row], total_row_sum(smem, row), -kInfinity);
@@ -49,13 +48,13 @@ __device__ inline void store_partial(const Params& params, const SharedMemoryPla
 // Final rows, staged through the shared memory of Q so that stores are whole 128-byte lines.
 __device__ inline void store_final(const Params& params, SharedMemoryPlan& smem,
                                    const Output& output) {
-  const Work& work = smem.work;
+  const WorkItem& work = smem.work;
   const float output_scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale);
 #pragma unroll
   for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = output_row(m, half);
+      const int row = fragment_row(m, half);
       const float sink = params.sinks == nullptr || row >= work.rows
                              ? -kInfinity
                              : params.sinks[(work.first_row + row) % work.heads];

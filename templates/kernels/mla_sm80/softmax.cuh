@@ -1,19 +1,16 @@
-// Online softmax over the KV tiles of one CTA.
+// Online softmax over the KV blocks of one CTA.
 
 #pragma once
 
+#include "common/mma_fragments.cuh"
 #include "common/params.cuh"
-#include "common/swizzle.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "mask.cuh"
-#include "ptx/cvt.cuh"
-#include "ptx/ex2.cuh"
-#include "qk_gemm.cuh"
-#include "shared_memory.cuh"
-#include "softmax/rescale_threshold.cuh"
-#include "softmax/row_reduce.cuh"
-#include "softmax/softmax_scale.cuh"
+#include "mma.cuh"
+#include "ptx/arithmetic.cuh"
+#include "softmax/online_softmax.cuh"
+#include "work_item.cuh"
 
 // Row sums cover this thread's tokens only, of P as rounded for the PV GEMM. The row max, base 2,
 // is in shared memory.
@@ -36,15 +33,15 @@ struct Softmax {
   // exceeds the row max and the row max updated to it must use the same number.
   __device__ float scaled(float score) const { return __fmul_rn(score, scale); }
 
-  // KV limit of a row within the tile; more than kBlockN means all.
+  // KV limit of a row within the KV block; more than kBlockN means all.
   __device__ static int kv_end_of_row(int row, int first_token, const SharedMemoryPlan& smem) {
     // Padding has no bias to read.
     const bool is_unmasked = !kHasBias && first_token + kBlockN <= smem.work.unmasked_kv_end;
     return is_unmasked ? kBlockN : smem.row_kv_end[row] - first_token;
   }
 
-  // Writes P of a tile relative to the current row max. Returns whether a score exceeds it by more
-  // than the rescale threshold, as the first score of a row always does; P is invalid then.
+  // Writes P of a KV block relative to the current row max. Returns whether a score exceeds it by
+  // more than the rescale threshold, as the first score of a row always does; P is invalid then.
   __device__ bool write_probabilities(const Scores& scores, int first_token,
                                       SharedMemoryPlan& smem) {
     bool exceeds = false;
@@ -61,19 +58,17 @@ struct Softmax {
         for (int n = 0; n < kScoreTokenGroups; ++n) {
           float p[2];
 #pragma unroll
-          for (int parity = 0; parity < 2; ++parity) {
-            const int token = score_token(n, parity);
-            float score = scaled(scores[m][n][half * 2 + parity]);
+          for (int i = 0; i < 2; ++i) {
+            const int token = score_token(n, i);
+            float score = scaled(scores[m][n][half * 2 + i]);
             const bool attends =
                 token < col_limit && attends_token(bias, first_token, token, score, smem);
             // A select, not arithmetic: the masked score may be NaN.
             const float relative = attends ? score - row_max : -kInfinity;
             exceeds |= relative > kRescaleThreshold;
-            p[parity] = ex2_approx(relative);
+            p[i] = ex2_approx(relative);
           }
-          const u32 packed = cvt_rn_x2_f32(Element{}, p[1], p[0]);
-          block_row_sum[m][half] += cvt_f32(Element{}, static_cast<u16>(packed)) +
-                                    cvt_f32(Element{}, static_cast<u16>(packed >> 16));
+          const u32 packed = round_pair(p[0], p[1], block_row_sum[m][half]);
           const int first = score_token(n, 0);
           const u32 offset = swizzled_offset<kProbabilityBytes>(row, first / kChunkElements) +
                              first % kChunkElements * 2;
@@ -112,7 +107,7 @@ struct Softmax {
     __syncthreads();
   }
 
-  // Publishes the max of every row of the tile over this warp's tokens.
+  // Publishes the max of every row of the KV block over this warp's tokens.
   __device__ void write_maxima(const Scores& scores, int first_token,
                                SharedMemoryPlan& smem) const {
 #pragma unroll
@@ -126,9 +121,9 @@ struct Softmax {
 #pragma unroll
         for (int n = 0; n < kScoreTokenGroups; ++n) {
 #pragma unroll
-          for (int parity = 0; parity < 2; ++parity) {
-            const int token = score_token(n, parity);
-            float score = scaled(scores[m][n][half * 2 + parity]);
+          for (int i = 0; i < 2; ++i) {
+            const int token = score_token(n, i);
+            float score = scaled(scores[m][n][half * 2 + i]);
             if (token < col_limit && attends_token(bias, first_token, token, score, smem)) {
               maximum = fmaxf(maximum, score);
             }

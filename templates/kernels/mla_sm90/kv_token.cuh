@@ -5,11 +5,16 @@
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/cvt.cuh"
 
 struct StoredToken {
   const unsigned char* row;
 
-  __device__ u16 element(int dim) const { return reinterpret_cast<const u16*>(row)[dim]; }
+  // An element of the latent part.
+  __device__ float value(int dim) const {
+    return cvt_f32(Element{}, reinterpret_cast<const u16*>(row)[dim]);
+  }
 };
 
 // `page` must exist.

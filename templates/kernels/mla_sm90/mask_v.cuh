@@ -5,8 +5,16 @@
 
 #include "common/types.cuh"
 #include "config.cuh"
-#include "finite.cuh"
 #include "shared_memory.cuh"
+
+constexpr u32 kExponentBits = kIsSame<Element, Bf16> ? 0x7f80 : 0x7c00;
+
+__device__ inline bool is_finite(u32 element) { return (element & kExponentBits) != kExponentBits; }
+
+// A pair of elements with zero for NaN and Inf.
+__device__ inline u32 finite_pair(u32 pair) {
+  return (is_finite(pair) ? pair & 0xffff : 0) | (is_finite(pair >> 16) ? pair & 0xffff0000 : 0);
+}
 
 // Called by 128 threads. Clears non-finite V elements of a KV block's tokens from `first` on;
 // `tile_of(i)` is the address of its tile i. Sets the flag if any row attends to such a token, that

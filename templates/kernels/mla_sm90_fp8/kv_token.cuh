@@ -2,14 +2,19 @@
 
 #pragma once
 
+#include "common/fp8.cuh"
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"
+#include "ptx/cvt.cuh"
 
 struct StoredToken {
   const unsigned char* row;
 
-  __device__ u16 element(int dim) const { return row[dim]; }
+  // An element of the latent part.
+  __device__ float value(int dim) const {
+    return cvt_f32(Fp16{}, static_cast<u16>(fp16x2_of_e4m3x2(row[dim])));
+  }
 };
 
 // `page` must exist.

@@ -3,12 +3,11 @@
 #pragma once
 
 #include "common/barriers.cuh"
-#include "common/kv_cache_hint.cuh"
+#include "common/paged_kv.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "pipeline/block_table_reader.cuh"
-#include "pipeline/tma_boxes.cuh"
+#include "pipeline/kv_tma.cuh"
 #include "pipeline/work_pipeline.cuh"
 #include "ptx/cp_async_bulk.cuh"
 #include "ptx/mbarrier.cuh"

@@ -5,25 +5,82 @@
 #include "accumulators.cuh"
 #include "combine/epilogue.cuh"
 #include "common/barriers.cuh"
-#include "common/named_barrier.cuh"
+#include "common/fp8.cuh"
 #include "common/params.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
-#include "common/warp_uniform.cuh"
-#include "common/wgmma_descriptor.cuh"
 #include "config.cuh"
-#include "mma_operands.cuh"
-#include "nonfinite_flag.cuh"
-#include "output_dims.cuh"
 #include "pipeline/kv_stages.cuh"
+#include "pipeline/work_loop.cuh"
 #include "pipeline/work_pipeline.cuh"
 #include "ptx/fence.cuh"
-#include "ptx/mov.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma_e4m3.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
-#include "v_fragments.cuh"
+
+// V fragments: the A operand, transposed from shared memory into registers.
+constexpr int kPvSteps = kBlockN / kStepElements;  // MMAs per KV block and tile of dims
+using VFragments = u32[kPvSteps][4];
+
+// ldmatrix loads four matrices of eight tokens and 16 dims; of each, a lane gets dims 2g and 2g + 1
+// of tokens 2c and 2c + 1. After the byte permutation a word holds four of 16 tokens of one dim, in
+// the order of P: 2c, 2c + 8, 2c + 1, 2c + 9.
+struct VLoader {
+  u32 address;  // of this lane's row, at the warp's dims of tile 0
+
+  // `stage` is the shared address of the KV block.
+  __device__ explicit VLoader(u32 stage) {
+    const int lane = reload_lane();
+    const int warp = reload_warp();
+    address = stage + warp / 4 * (kLatentTiles / 2) * kTileBytes +
+              swizzled_offset<kTileRowBytes>(lane, warp % 4);
+  }
+
+  // A tile of dims is half a row, four chunks, so `tile % 2` is one bit of the swizzled address.
+  __device__ u32 row_address(int tile) const {
+    return (address ^ (tile % 2 * 64)) + tile / 2 * kTileBytes;
+  }
+
+  __device__ void load(VFragments& v, int tile) const {
+    const u32 row = row_address(tile);
+#pragma unroll
+    for (int k = 0; k < kPvSteps; ++k) {
+      u32 loaded[4];
+      ldmatrix_x4_trans(loaded, row + k * kStepElements * kTileRowBytes);
+      v[k][0] = __byte_perm(loaded[0], loaded[1], 0x6240);
+      v[k][1] = __byte_perm(loaded[0], loaded[1], 0x7351);
+      v[k][2] = __byte_perm(loaded[2], loaded[3], 0x6240);
+      v[k][3] = __byte_perm(loaded[2], loaded[3], 0x7351);
+    }
+  }
+
+  // Clears NaN in this lane's rows of the KV block, in tokens from `first` on and the dims that
+  // only this warp reads. Returns whether any row attends to such a token, that is, one before
+  // `num_attended`.
+  __device__ bool clear_nan(SharedMemoryPlan& smem, int first, int num_attended) const {
+    bool has_attended_nan = false;
+#pragma unroll 1
+    for (int i = 0; i < kPvSteps * kDimTiles; ++i) {
+      const int tile = i / kPvSteps;
+      const int token = i % kPvSteps * kStepElements + reload_lane();
+      if (token < first) continue;
+      const u32 chunk_address = row_address(tile) + i % kPvSteps * kStepElements * kTileRowBytes;
+      uint4& dims =
+          *reinterpret_cast<uint4*>(smem.kv[0] + (chunk_address - shared_address(smem.kv[0])));
+      const uint4 loaded = dims;
+      const uint4 cleared = {loaded.x & ~nan_bytes(loaded.x), loaded.y & ~nan_bytes(loaded.y),
+                             loaded.z & ~nan_bytes(loaded.z), loaded.w & ~nan_bytes(loaded.w)};
+      const u32 differs = (loaded.x ^ cleared.x) | (loaded.y ^ cleared.y) | (loaded.z ^ cleared.z) |
+                          (loaded.w ^ cleared.w);
+      if (differs == 0) continue;
+      dims = cleared;
+      has_attended_nan |= token < num_attended;
+    }
+    return has_attended_nan;
+  }
+};
 
 // FP8 MMAs accumulate with 13 bits, too few for a long sequence (two-level accumulation, as in
 // DeepGEMM): each KV block has accumulators of its own, promoted into fp32 ones.
@@ -44,7 +101,7 @@ struct PvWarpgroup {
 
   // Rescales O by alpha, for the rows of the QK warps whose flag is set; others stored no alpha.
   __device__ void rescale(int stage, u32 rescale_flags) {
-    const float* alpha = &smem.rescale[stage][row_of(0)];
+    const float* alpha = &smem.alpha[stage][row_of(0)];
 #pragma unroll
     for (int warp = 0; warp < kWarpsWithRows; ++warp) {
       if (!__any_sync(~0u, (rescale_flags >> warp * 8 & 0xff) != 0)) continue;
@@ -122,7 +179,7 @@ struct PvWarpgroup {
       clear_nan_v(v_loader, end - blocks_done);
       v_loader.load(v, 0);
     }
-    pv_gemm(v_loader, v, operand_desc(address + kProbabilitiesOffset), stage, rescale_flags);
+    pv_gemm(v_loader, v, descriptor_low(address + kProbabilitiesOffset, 16), stage, rescale_flags);
     __syncwarp();
     if (reload_lane() == 0) arrive(smem.kv_empty[stage_of(blocks_done)]);
     ++blocks_done;
@@ -143,12 +200,7 @@ struct PvWarpgroup {
 __device__ inline void pv_loop(const Params& params, SharedMemoryPlan& smem) {
   finish_q_load(smem.first_query_full);
   u32 blocks_done = 0;  // KV blocks, over all work items
-  u32 work_idx = 0;
-  while (true) {
-    wait(smem.work_full[work_slot(work_idx)], work_phase(work_idx));
-    if (smem.work_items[work_slot(work_idx)].seq_idx < 0) return;
-    mov_b32(work_idx);  // else compilers hold the address of the work item during the main loop
-    const WorkItem& work = smem.work_items[work_slot(work_idx)];
+  work_loop<true>(smem, [&](const WorkItem& work, u32) {
     PvWarpgroup pv_warpgroup(smem, work);
     pv_warpgroup.process_work(blocks_done);
     wait(smem.row_state_full[work_slot(work.work_idx)], work_phase(work.work_idx));
@@ -156,8 +208,5 @@ __device__ inline void pv_loop(const Params& params, SharedMemoryPlan& smem) {
     named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
     ThreadRows rows{smem, work_slot(work.work_idx)};
     epilogue(params, work, smem, pv_warpgroup.accumulators, rows);
-    work_idx = work.work_idx + 1;  // reloaded, so that the main loop holds no register for it
-    __syncwarp();
-    if (reload_lane() == 0) arrive(smem.work_empty[work_slot(work_idx - 1)]);
-  }
+  });
 }

@@ -2,28 +2,56 @@
 
 #pragma once
 
-#include "combine/fp16_scale.cuh"
+#include "combine/partial.cuh"
 #include "common/barriers.cuh"
-#include "common/named_barrier.cuh"
 #include "common/params.cuh"
-#include "common/reload_tid.cuh"
-#include "common/swizzle.cuh"
+#include "common/registers.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "mma_operands.cuh"
+#include "pipeline/work_loop.cuh"
 #include "pipeline/work_pipeline.cuh"
 #include "ptx/fence.cuh"
+#include "ptx/mov.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/wgmma.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
-#include "softmax/row_reduce.cuh"
-#include "softmax/softmax_scale.cuh"
+#include "softmax/online_softmax.cuh"
+#include "softmax/scores.cuh"
+
+constexpr int kTileSteps = kTileRowBytes / kStepElements;
+constexpr int kQkSteps = kHeadDimQk / kStepElements;
+
+// The MMAs of S = Q K^T for the KV block in a stage.
+struct QkMma {
+  u32 q_desc;
+  u32 k_desc;
+
+  __device__ QkMma(const SharedMemoryPlan& smem, int stage)
+      : q_desc(descriptor_low(shared_address(&smem), 16)) {
+    // Opaque: compilers would hoist all descriptors out of the loop, and spill.
+    mov_b32(q_desc);
+    k_desc = q_desc + descriptor_step(kQueryBytes) + stage * descriptor_step(kKvBlockBytes);
+  }
+
+  __device__ void issue(Scores& scores, int step) const {
+    const int tile = step / kTileSteps;
+    const u32 k_offset = step % kTileSteps * kStepElements;
+    const u32 q = q_desc + descriptor_step(tile * kQueryTileBytes + k_offset);
+    const u32 k = k_desc + descriptor_step(tile * kTileBytes + k_offset);
+    if (tile < kLatentTiles) {
+      wgmma_mma(E4m3{}, scores, smem_desc_sw128(q), smem_desc_sw128(k), step > 0);
+    } else {
+      wgmma_mma(E4m3{}, scores, smem_desc_sw64(q), smem_desc_sw64(k), 1);
+    }
+  }
+};
 
 // The KV block whose scores become probabilities.
 struct SoftmaxBlock {
-  int kv_block_idx;  // in the sequence
+  int kv_block;  // in the sequence
   int stage;
   u32 p_addr;  // this lane's stmatrix address of P
   bool needs_mask;  // whether any row does not attend to the whole KV block
@@ -115,7 +143,10 @@ struct QkWarpgroup {
     store(probabilities, softmax_block.p_addr);
     if (softmax.fast_path_holds(probabilities, softmax_block.needs_mask)) return false;
     scale_scores(scores, scale);
-    if (softmax_block.needs_mask) mask_scores(scores, work, softmax_block.kv_block_idx * kBlockN);
+    if (softmax_block.needs_mask) {
+      mask_scores(scores, work, softmax_block.kv_block * kBlockN,
+                  [](int r) { return score_row(r); });
+    }
     float alpha[kScoreRows];
     softmax.update_row_max(scores, probabilities, alpha);
     store(probabilities, softmax_block.p_addr);
@@ -145,12 +176,11 @@ struct QkWarpgroup {
   __device__ bool publish_alpha(const float (&alpha)[kScoreRows],
                                 const SoftmaxBlock& softmax_block) const {
     const bool needs_rescale = alpha[0] != 1.0f || alpha[1] != 1.0f;
-    if (!__any_sync(~0u, needs_rescale) || softmax_block.kv_block_idx == work.first_kv_block)
+    if (!__any_sync(~0u, needs_rescale) || softmax_block.kv_block == work.first_kv_block)
       return false;
     if (reload_lane() % 4 == 0) {
 #pragma unroll
-      for (int r = 0; r < kScoreRows; ++r)
-        smem.rescale[softmax_block.stage][score_row(r)] = alpha[r];
+      for (int r = 0; r < kScoreRows; ++r) smem.alpha[softmax_block.stage][score_row(r)] = alpha[r];
     }
     return true;
   }
@@ -192,18 +222,10 @@ __device__ inline void qk_loop(const Params& params, SharedMemoryPlan& smem) {
   if (reload_tid() % 128 == 0) smem.score_scale = score_scale(params) * kLog2E;
   named_barrier_sync(NamedBarrier::QkSynced, kQkThreads);
   PipelineState<kStages> pipe;
-  u32 work_idx = 0;
-  while (true) {
-    wait(smem.work_full[work_slot(work_idx)], work_phase(work_idx));
-    const WorkItem& work = smem.work_items[work_slot(work_idx)];
-    if (work.seq_idx < 0) return;
+  work_loop(smem, [&](const WorkItem& work, u32 work_idx) {
     wait_query(smem, work_idx);
     QkWarpgroup qk_warpgroup(smem, work, pipe);
     qk_warpgroup.process_work();
-    work_idx = work.work_idx;  // reloaded, so that the main loop holds no register for it
-    qk_warpgroup.publish_row_state(work_slot(work_idx));
-    __syncwarp();
-    if (reload_lane() == 0) arrive(smem.work_empty[work_slot(work_idx)]);
-    ++work_idx;
-  }
+    qk_warpgroup.publish_row_state(work_slot(work.work_idx));
+  });
 }

@@ -1,5 +1,5 @@
-// Sequence lengths.
+// Sequences of a call.
 
 #pragma once
 
-#include "scheduler/seq_info_paged.cuh"
+#include "scheduler/seq_info_mla.cuh"

@@ -10,11 +10,16 @@
 
 constexpr int kStages = 5;  // KV blocks, as many as fit
 
+// P overwrites the rope tile of its stage, in swizzled rows of 64 bytes. The tile is dead once the
+// QK GEMM is complete: the four warps complete an MMA closer together than the time one of them
+// takes to compute P.
+constexpr u32 kProbabilitiesOffset = kLatentTiles * kTileBytes;
+
 struct SharedMemoryPlan {
   unsigned char query[kQueryBytes];
   unsigned char kv[kStages][kKvBlockBytes];  // P overwrites the rope tile
-  float rescale[kStages][kBlockM];  // alpha of the KV block, for O
-  float row_max[2][kBlockM];  // of a whole work item, log2 units
+  float alpha[kStages][kBlockM];  // alpha of the KV block, for O
+  float row_max[2][kBlockM];  // of a whole work item, log2 domain
   float row_sum[2][kBlockM];
   // fp16 scale of partial O; aligned because rows are read in pairs.
   alignas(sizeof(float2)) float row_scale[2][kBlockM];
@@ -30,13 +35,19 @@ struct SharedMemoryPlan {
   Barrier query_empty;
   Barrier work_full[2];
   Barrier work_empty[2];
-  int has_nonfinite[2];  // whether a row of the work item attends to a NaN in V
-  float score_scale;  // to log2 units
+  // Whether a row of the work item attends to a NaN in V. A flag per slot: one PV warpgroup may
+  // reach the next work item before the other resets the flag of this one.
+  int has_nonfinite[2];
+  float score_scale;  // to the log2 domain
 };
-// The split reduction aliases Q and KV: a CTA combines behind its last work item only.
+// The split reduction aliases Q and KV: a CTA combines after its last work item only.
 constexpr int kCombineSmemBytes = sizeof(SharedMemoryPlan::query) + sizeof(SharedMemoryPlan::kv);
 static_assert(sizeof(SharedMemoryPlan) <= kSharedBytes, "the spec states the size of the plan");
 static_assert(kQueryBytes % 1024 == 0 && kKvBlockBytes % 1024 == 0, "swizzled tiles are aligned");
+
+__device__ inline int& nonfinite_flag(SharedMemoryPlan& smem, const WorkItem& work) {
+  return smem.has_nonfinite[work_slot(work.work_idx)];
+}
 
 // Called by one thread.
 __device__ inline void init_kv_barriers(SharedMemoryPlan& smem) {

@@ -3,28 +3,26 @@
 #pragma once
 
 #include "common/fp8.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "mma_operands.cuh"
-#include "ptx/add.cuh"
+#include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
-#include "ptx/ex2.cuh"
 #include "ptx/mov.cuh"
-#include "scheduler/tile_scheduler.cuh"
-#include "softmax/row_reduce.cuh"
+#include "softmax/online_softmax.cuh"
+#include "softmax/row_state.cuh"
+#include "softmax/scores.cuh"
 
-// A thread holds two rows of the scores, g and g + 8 of its warp's with g = lane / 4; four lanes
-// share a row. A word of P holds four of 16 tokens, in the order of the V fragments: 2c, 2c + 8,
-// 2c + 1, 2c + 9 with c = lane % 4.
-constexpr int kScoreRows = 2;
+// A word of P holds four of 16 tokens, in the order of the V fragments: 2c, 2c + 8, 2c + 1, 2c + 9
+// with c = lane % 4.
 constexpr int kTokenGroups = kBlockN / 16;
 constexpr int kPWords = kTokenGroups * kScoreRows;
 using Probabilities = u32[kPWords];
 
-// Max offset: an update sets the row max this far below the maximum of the scores, in log2 units.
-// The next update is due when a score exceeds that maximum by more than 8.8 minus the offset. The
-// smallest e4m3 is 2^-9, so probabilities below 2^-(9 + offset) of the largest are lost.
+// Max offset: an update sets the row max this far below the maximum of the scores, in the log2
+// domain. The next update is due when a score exceeds that maximum by more than 8.8 minus the
+// offset. The smallest e4m3 is 2^-9, so probabilities below 2^-(9 + offset) of the largest are
+// lost.
 constexpr float kMaxOffset = 7.0f;
 
 // An update costs time in the compute-bound regime, so a large `kBlockM` uses a smaller offset:
@@ -33,9 +31,6 @@ constexpr float kMaxOffset = 7.0f;
 // `kOutlierSpread` of it.
 constexpr float kMaxOffsetWithHeadroom = kBlockM > 32 ? 3.0f : kMaxOffset;
 constexpr float kOutlierSpread = 8.0f;
-
-// Above this magnitude, the rounding of a score changes P by more than its tolerance.
-constexpr float kLargeRowMax = 0x1p14f;  // log2 units
 
 __device__ inline int score_row(int r) {
   return reload_warp() % 4 * kRowsPerWarp + reload_lane() / 4 + 8 * r;
@@ -55,7 +50,7 @@ struct ProbabilitySums {
     const u32 pair = add_f16x2(fp16x2_of_e4m3x2(four & 0xffff), fp16x2_of_high_e4m3x2(four));
     u32& sum = pairs[word % kScoreRows];
     sum = word < kScoreRows ? pair : add_f16x2(sum, pair);
-    mov_b32(sum);  // keeps the addition here: compilers would sink it behind the last word
+    mov_b32(sum);  // keeps the addition here: compilers would sink it below the last word
   }
 
   __device__ float total(int r) const {
@@ -73,7 +68,7 @@ __device__ inline float target_row_max(float maximum) {
 
 struct Softmax {
   float row_sum[kScoreRows];  // over this lane's tokens, of P as rounded
-  float row_max[kScoreRows];  // stale maximum less its offset, log2 units
+  float row_max[kScoreRows];  // stale maximum less its offset, log2 domain
 
   __device__ Softmax() {
 #pragma unroll
@@ -100,26 +95,19 @@ struct Softmax {
     return !__any_sync(~0u, saturated != 0 || is_large || needs_mask);
   }
 
-  // Slow path: raises the row max to the target of the scores, here in log2 units, and rescales the
-  // row sums. Scores and row max are rounded alike, so equal scores have equal probabilities.
+  // Slow path: raises the row max to the target of the scores, here in the log2 domain, and
+  // rescales the row sums. Scores and row max are rounded alike, so equal scores have equal
+  // probabilities.
   __device__ void update_row_max(const Scores& scores, Probabilities& probabilities,
                                  float (&alpha)[kScoreRows]) {
 #pragma unroll
     for (int r = 0; r < kScoreRows; ++r) {
-      float maximum = -kInfinity;
-#pragma unroll
-      for (int i = 0; i < kBlockN / 8; ++i) {
-        maximum = fmaxf(maximum, fmaxf(scores[i * 4 + r * 2], scores[i * 4 + r * 2 + 1]));
-      }
-      const float target = target_row_max(maximum);
-      const float next = target > row_max[r] ? target : row_max[r];
-      alpha[r] = ex2_approx(row_max[r] - next);
-      row_max[r] = next;
-      row_sum[r] *= alpha[r];
+      const float target = target_row_max(max_score(scores, r));
+      alpha[r] = raise_row_max(row_max[r], row_sum[r], target);
 #pragma unroll
       for (int group = 0; group < kTokenGroups; ++group) {
         probabilities[group * 2 + r] =
-            exponentiate([&](int i) { return scores[i] - next; }, group * 8 + r * 2);
+            exponentiate([&](int i) { return scores[i] - row_max[r]; }, group * 8 + r * 2);
       }
     }
   }
@@ -137,22 +125,3 @@ struct Softmax {
     return low | high << 16;
   }
 };
-
-// To log2 units, rounded as the row max is.
-__device__ inline void scale_scores(Scores& scores, float scale) {
-#pragma unroll
-  for (int i = 0; i < kBlockN / 2; ++i) scores[i] = __fmul_rn(scores[i], scale);
-}
-
-// A select, not an addition: a masked score may be NaN.
-__device__ inline void mask_scores(Scores& scores, const WorkItem& work, int first_token) {
-#pragma unroll
-  for (int r = 0; r < kScoreRows; ++r) {
-    const int col_limit = work.row_kv_end[score_row(r)] - first_token - lane_index() % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kBlockN / 8; ++i) {
-      if (i * 8 >= col_limit) scores[i * 4 + r * 2] = -kInfinity;
-      if (i * 8 + 1 >= col_limit) scores[i * 4 + r * 2 + 1] = -kInfinity;
-    }
-  }
-}

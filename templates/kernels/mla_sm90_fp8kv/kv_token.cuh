@@ -20,11 +20,11 @@ struct StoredToken {
     return scales == nullptr ? latent_scale : scales[kHasPerTokenScale ? 0 : step];
   }
 
-  // A dequantised element of the latent part.
-  __device__ u16 element(int dim) const {
-    const u32 fp16x2 = fp16x2_of_e4m3x2(row[dim]);
-    const float value = cvt_f32(Fp16{}, static_cast<u16>(fp16x2));
-    return static_cast<u16>(cvt_rn_x2_f32(Element{}, 0.0f, value * scale(dim / kScaledDims)));
+  // A dequantised element of the latent part, rounded as the output is.
+  __device__ float value(int dim) const {
+    const float stored = cvt_f32(Fp16{}, static_cast<u16>(fp16x2_of_e4m3x2(row[dim])));
+    const u32 rounded = cvt_rn_x2_f32(Element{}, 0.0f, stored * scale(dim / kScaledDims));
+    return cvt_f32(Element{}, static_cast<u16>(rounded));
   }
 };
 

@@ -4,25 +4,96 @@
 
 #include "accumulators.cuh"
 #include "combine/epilogue.cuh"
+#include "combine/partial.cuh"
 #include "common/barriers.cuh"
-#include "common/named_barrier.cuh"
+#include "common/fp8.cuh"
 #include "common/params.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
-#include "common/warp_uniform.cuh"
-#include "common/wgmma_descriptor.cuh"
 #include "config.cuh"
-#include "mask_v.cuh"
-#include "output_dims.cuh"
+#include "dequant.cuh"
+#include "load_q.cuh"
 #include "pipeline/kv_stages.cuh"
+#include "pipeline/work_loop.cuh"
 #include "pipeline/work_pipeline.cuh"
-#include "prepare_q.cuh"
+#include "ptx/cvt.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma_e4m3.cuh"
-#include "row_sum.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
-#include "v_fragments.cuh"
+
+// Row sum l, computed by the PV warpgroups, which are less loaded than the QK warpgroup: every
+// thread sums some tokens of one row of P.
+constexpr int kThreadsPerRow = kConsumerThreads / kBlockM;
+constexpr int kBytesPerThread = kTileRowBytes / kThreadsPerRow;  // of a row of P
+static_assert(kThreadsPerRow * kBlockM == kConsumerThreads, "threads share the rows");
+
+struct RowSum {
+  float row_sum = 0.0f;  // over this thread's tokens, times the shared scale as O is
+
+  __device__ static int row() { return reload_tid() / kThreadsPerRow; }
+
+  // Adds P of the KV block in `stage`.
+  __device__ void add(const SharedMemoryPlan& smem, int stage) {
+    const int first = reload_tid() % kThreadsPerRow * kBytesPerThread;
+    float sum = 0.0f;
+#pragma unroll
+    for (int byte_offset = 0; byte_offset < kBytesPerThread; byte_offset += sizeof(uint2)) {
+      const int byte = first + byte_offset;
+      const u32 offset = swizzled_offset<kTileRowBytes>(row(), byte / kChunkBytes);
+      const uint2 loaded =
+          *reinterpret_cast<const uint2*>(smem.probabilities[stage] + offset + byte % kChunkBytes);
+      sum += sum_of_pair(loaded.x) + sum_of_pair(loaded.y);
+    }
+    row_sum = fmaf(sum, smem.block_scale[stage], row_sum);
+  }
+
+  __device__ static float sum_of_pair(u32 pair) {
+    return cvt_f32(Fp16{}, static_cast<u16>(pair)) + cvt_f32(Fp16{}, static_cast<u16>(pair >> 16));
+  }
+
+  __device__ void rescale(const SharedMemoryPlan& smem, int stage) {
+    row_sum *= smem.alpha[stage][row()];
+  }
+
+  // Reduces over the threads of a row, and publishes row sum and fp16 scale.
+  __device__ void publish(SharedMemoryPlan& smem, int stage) const {
+    float sum = row_sum;
+#pragma unroll
+    for (int lanes = 1; lanes < kThreadsPerRow; lanes *= 2) {
+      sum += __shfl_xor_sync(~0u, sum, lanes);
+    }
+    if (reload_tid() % kThreadsPerRow != 0) return;
+    smem.row_sum[stage][row()] = sum;
+    // |O| <= l * max |V|.
+    const float amax = sum * inverse_of_pow2(smem.row_shared_scale[stage]) * kMaxV;
+    smem.row_scale[stage][row()] = fp16_scale(amax);
+  }
+};
+
+// Called by all PV threads. Clears non-finite V elements and scales of the tokens from `first` to
+// `end` of the KV block at `stage`. Some row attends to these tokens, so a NaN/Inf sets the flag
+// and the epilogue restores it.
+__device__ inline void clear_nonfinite(SharedMemoryPlan& smem, const WorkItem& work,
+                                       unsigned char* stage, int first, int end) {
+  constexpr int kTokenPairs = kLatentDim / 2;
+#pragma unroll 1
+  for (int i = reload_tid(); i < (end - first) * kTokenPairs; i += kConsumerThreads) {
+    const int token = first + i / kTokenPairs;
+    const int dim = i % kTokenPairs * 2;
+    u16& scale = v_scale(stage, token, dim / kScaledDims);
+    const u32 row = dim / kTileRowBytes * kTileBytes +
+                    swizzled_offset<128>(token, dim % kTileRowBytes / kChunkBytes);
+    u16& stored = *reinterpret_cast<u16*>(stage + row + dim % kChunkBytes);
+    const bool is_scale_finite = (scale & 0x7c00) != 0x7c00;
+    const u32 finite = stored & ~nan_bytes(stored);
+    if (is_scale_finite && finite == stored) continue;
+    stored = static_cast<u16>(finite);
+    if (!is_scale_finite) scale = 0;
+    nonfinite_flag(smem, work) = 1;
+  }
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+}
 
 // Double-buffered V fragments: dequantisation overlaps the MMAs in flight.
 constexpr int kVBuffers = 2;
@@ -47,8 +118,7 @@ struct PvWarpgroup {
     row_sum.rescale(smem, stage);
 #pragma unroll
     for (int group = 0; group < kRowGroups; ++group) {
-      const float2 alpha =
-          *reinterpret_cast<const float2*>(&smem.rescale[stage][row_of(group * 2)]);
+      const float2 alpha = *reinterpret_cast<const float2*>(&smem.alpha[stage][row_of(group * 2)]);
       rescale_group(accumulators, group, alpha);
     }
   }
@@ -122,11 +192,7 @@ struct PvWarpgroup {
 __device__ inline void pv_loop(const Params& params, SharedMemoryPlan& smem) {
   finish_q_load<kLatentTiles / 2>(smem, smem.first_query_full, reload_tid(), kConsumerThreads);
   u32 blocks_done = 0;  // KV blocks, over all work items
-  u32 work_idx = 0;
-  while (true) {
-    wait(smem.work_full[work_slot(work_idx)], work_phase(work_idx));
-    const WorkItem& work = smem.work_items[work_slot(work_idx)];
-    if (work.seq_idx < 0) return;
+  work_loop(smem, [&](const WorkItem& work, u32) {
     PvWarpgroup pv_warpgroup(smem, work, blocks_done);
     pv_warpgroup.process_work(blocks_done);
     wait(smem.row_state_full[work_slot(work.work_idx)], work_phase(work.work_idx));
@@ -135,8 +201,5 @@ __device__ inline void pv_loop(const Params& params, SharedMemoryPlan& smem) {
     named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
     ThreadRows rows{smem, work_slot(work.work_idx)};
     epilogue(params, work, smem, pv_warpgroup.accumulators, rows);
-    work_idx = work.work_idx + 1;  // reloaded, so that the main loop holds no register for it
-    __syncwarp();
-    if (reload_lane() == 0) arrive(smem.work_empty[work_slot(work_idx - 1)]);
-  }
+  });
 }

@@ -5,21 +5,20 @@
 #include "accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"
-#include "common/reload_tid.cuh"
+#include "common/registers.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
-#include "common/warp_uniform.cuh"
-#include "common/wgmma_descriptor.cuh"
 #include "config.cuh"
-#include "kv_scales.cuh"
+#include "dequant.cuh"
 #include "pipeline/kv_stages.cuh"
+#include "pipeline/work_loop.cuh"
 #include "pipeline/work_pipeline.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma_e4m3.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
-#include "softmax/softmax_scale.cuh"
+#include "softmax/online_softmax.cuh"
 
 // K dimension of an FP8 MMA.
 constexpr int kStepElements = 32;
@@ -209,16 +208,9 @@ struct QkWarpgroup {
 
 __device__ inline void qk_loop(const Params& params, SharedMemoryPlan& smem) {
   u32 blocks_done = 0;
-  u32 work_idx = 0;
-  while (true) {
-    wait(smem.work_full[work_slot(work_idx)], work_phase(work_idx));
-    const WorkItem& work = smem.work_items[work_slot(work_idx)];
-    if (work.seq_idx < 0) return;
+  work_loop(smem, [&](const WorkItem& work, u32 work_idx) {
     wait_query(smem, work_idx);
     QkWarpgroup qk_warpgroup(params, smem, work, blocks_done);
     qk_warpgroup.process_work();
-    work_idx = work.work_idx + 1;  // reloaded, so that the main loop holds no register for it
-    __syncwarp();
-    if (reload_lane() == 0) arrive(smem.work_empty[work_slot(work_idx - 1)]);
-  }
+  });
 }

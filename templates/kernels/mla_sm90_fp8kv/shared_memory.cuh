@@ -5,7 +5,6 @@
 #include "common/barriers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "invalid_mask.cuh"
 #include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 
@@ -17,7 +16,16 @@ constexpr int kStagesBytes = kSharedBytes - kTiles * kQueryTileBytes - kOtherByt
 constexpr int kStages = kStagesBytes / kStageBytes;
 constexpr int kSpareBytes = kStagesBytes - kStages * kStageBytes;
 
-// Softmax of a row: scale of its scores to log2 units, and the stale row max in log2 units.
+// Mask of the invalid top-k indices of a KV block (FlashMLA's `is_kv_valid`, inverted).
+struct alignas(8) InvalidMask {
+  u16 bits[kProducerWarps];  // 16 tokens each
+
+  __device__ u64 all() const { return *reinterpret_cast<const u64*>(bits); }
+};
+static_assert(kProducerWarps * 16 == kBlockN, "each producer warp loads 16 tokens");
+
+// Softmax of a row: scale of its scores to the log2 domain, and the stale row max in the log2
+// domain.
 struct alignas(8) SoftmaxRow {
   float score_scale;
   float row_max;
@@ -31,7 +39,7 @@ struct SharedMemoryPlan {
   float query_scale[kBlockM];  // dequantisation scale of the rows of Q
   alignas(kChunkBytes) SoftmaxRow rows[kBlockM];  // of the work item in the QK warpgroup
   float warp_row_max[kQkWarps][kBlockM];  // each warp's maximum of a row
-  float rescale[kStages][kBlockM];  // alpha of the KV block, for O and l
+  float alpha[kStages][kBlockM];  // alpha of the KV block, for O and l
   float warp_scale_amax[kQkWarps];  // each warp's amax of the V scales
   float shared_scale;  // power of two on the V scales, of the work item in the QK warpgroup
   float block_scale[kStages];  // `shared_scale` as of the KV block
@@ -54,15 +62,21 @@ struct SharedMemoryPlan {
   Barrier query_empty;
   Barrier work_full[2];
   Barrier work_empty[2];
-  int has_nonfinite[2];  // whether a row of the work item attends to a NaN/Inf in V
+  // Whether a row of the work item attends to a NaN/Inf in V. A flag per slot: one PV warpgroup may
+  // reach the next work item before the other resets the flag of this one.
+  int has_nonfinite[2];
 };
-// The split reduction aliases Q, KV and P: a CTA combines behind its last work item only.
+// The split reduction aliases Q, KV and P: a CTA combines after its last work item only.
 constexpr int kCombineSmemBytes = sizeof(SharedMemoryPlan::query) + sizeof(SharedMemoryPlan::kv) +
                                   sizeof(SharedMemoryPlan::probabilities) +
                                   sizeof(SharedMemoryPlan::spare);
 static_assert(sizeof(SharedMemoryPlan) <= kSharedBytes, "the spec states the size of the plan");
 static_assert(kKvBlockBytes % 1024 == 0, "tiles are aligned");
-static_assert(kSpareBytes % kChunkBytes == 0, "the members behind it are aligned");
+static_assert(kSpareBytes % kChunkBytes == 0, "the members after it are aligned");
+
+__device__ inline int& nonfinite_flag(SharedMemoryPlan& smem, const WorkItem& work) {
+  return smem.has_nonfinite[work_slot(work.work_idx)];
+}
 
 // Called by one thread. On `kv_full`, each producer thread arrives for its asynchronous copies, and
 // each producer warp for its plain stores.

@@ -4,16 +4,14 @@
 
 #include "accumulators.cuh"
 #include "common/barriers.cuh"
-#include "common/named_barrier.cuh"
-#include "common/reload_tid.cuh"
-#include "common/swizzle.cuh"
+#include "common/registers.cuh"
+#include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "kv_scales.cuh"
+#include "dequant.cuh"
+#include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
-#include "ptx/ex2.cuh"
 #include "ptx/fence.cuh"
-#include "ptx/max.cuh"
 #include "ptx/stmatrix.cuh"
 #include "shared_memory.cuh"
 
@@ -23,7 +21,7 @@ using Scores = float[kBlockM / 2];
 
 // Max offset: an update of the row max makes the largest probability of a row 2^6, in fp16. The
 // next update is due when a probability exceeds 2^14.
-constexpr float kMaxOffset = 6.0f;  // log2 units
+constexpr float kMaxOffset = 6.0f;  // log2 domain
 constexpr u32 kMaxProbabilityFp16 = 0x7400;  // as fp16
 
 // Replaces a score scale of 0: a masked score is infinite, and 0 * infinity is NaN.
@@ -35,7 +33,7 @@ struct RowPair {
 
   __device__ float score_scale(int row) const { return row == 0 ? both.x : both.z; }
 
-  // Difference of a score to the row max, in log2 units: of the first row, and of the second.
+  // Difference of a score to the row max, in the log2 domain: of the first row, and of the second.
   __device__ float low(float score) const { return fmaf(score, both.x, -both.y); }
   __device__ float high(float score) const { return fmaf(score, both.z, -both.w); }
 };
@@ -58,7 +56,7 @@ struct Softmax {
   __device__ explicit Softmax(SharedMemoryPlan& smem) : smem(smem) {}
 
   // Called before the first KV block of a work item, once Q is in shared memory. `scale` is the
-  // softmax scale to log2 units.
+  // softmax scale to the log2 domain.
   __device__ void begin(float scale) const {
     const int row = reload_tid() % kQkThreads;
     if (row == 0) smem.shared_scale = kInitialSharedScale;
@@ -159,7 +157,7 @@ struct Softmax {
         const float target = smem.warp_row_max[warp][row] - kMaxOffset;
         if (target > next) next = target;
       }
-      smem.rescale[stage][row] = ex2_approx(row_max - next) * (next_shared_scale / shared_scale);
+      smem.alpha[stage][row] = ex2_approx(row_max - next) * (next_shared_scale / shared_scale);
       row_max = next;
     }
     if (row == 0) smem.shared_scale = next_shared_scale;

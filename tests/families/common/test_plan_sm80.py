@@ -45,7 +45,7 @@ def spec_of(shape: MlaProblemShape, arch: str) -> MlaSm80Spec:
 
 
 def tiles_of_split(split: int, tiles: int, splits: int) -> range:
-    """Return the tiles of a split, computed as in kernels/mla_sm80/work_tile.cuh."""
+    """Return the tiles of a split, computed as in kernels/mla_sm80/work_item.cuh."""
     per_split = -(-tiles // splits)
     first = min(tiles, split * per_split)
     return range(first, min(tiles, first + per_split))

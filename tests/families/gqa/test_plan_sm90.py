@@ -168,8 +168,8 @@ def test_cta_groups_cover_all_work_of_a_sequence(
 
 
 def test_a_schedule_beyond_32_bits_is_detected() -> None:
-    """Linear block indices are multiplied by the number of CTA groups."""
-    found = plan(batch=1 << 10, max_kv_len=4096, sm_count=128)  # 2^11 work tiles, 32 CTA groups
+    """Work tiles times their length are at most 2^31 - 1."""
+    found = plan(batch=1 << 10, max_kv_len=4096, sm_count=128)  # 2^11 work tiles
 
-    assert fits_in_int32(gqa_sm90(), found, ((1 << 16) - 1) * 128)
-    assert not fits_in_int32(gqa_sm90(), found, (1 << 16) * 128)
+    assert fits_in_int32(gqa_sm90(), found, ((1 << 20) - 1) * 128)
+    assert not fits_in_int32(gqa_sm90(), found, (1 << 20) * 128)

@@ -92,7 +92,7 @@ def test_cta_groups_and_grid_match_the_examples(example: WorkedExample) -> None:
         cta_group_size=example.cta_group_size,
         num_cta_groups=example.num_cta_groups,
         num_ctas=blocks,
-        num_m_groups=planned.num_m_groups,
+        total_tiles=planned.total_tiles,
         partial_rows_offset=values,
         workspace_bytes=values + 2 * blocks * example.block_m * 16,
         is_small=planned.is_small,
@@ -182,7 +182,7 @@ def test_linear_block_indices_fit_in_32_bits(batch: int, max_tokens: int, fits: 
     """Work tiles times their length are at most 2^31 - 1."""
     planned = plan(batch=batch, heads=64, max_kv_len=1)
 
-    assert planned.num_m_groups == batch
+    assert planned.total_tiles == batch
     assert fits_in_int32(mla_sm90(rows=64), planned, max_tokens) is fits
 
 

@@ -1,0 +1,258 @@
+// Combine of three and more splits: every reducing CTA reduces one sub-tile of the output.
+
+#pragma once
+
+#include "accumulators.cuh"
+#include "combine/partial.cuh"
+#include "combine/partial_out.cuh"
+#include "combine/reduce_group.cuh"
+#include "combine/rows.cuh"
+#include "common/barriers.cuh"
+#include "common/params.cuh"
+#include "common/registers.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/cp_async.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
+#include "softmax/row_result.cuh"
+#include "softmax/row_state.cuh"
+#include "store_rows.cuh"
+
+// Over the adjacent lanes that share a row.
+template <typename Op>
+__device__ inline float reduce_lanes(float value, int num_lanes, Op op) {
+#pragma unroll 1
+  for (int lanes = 1; lanes < num_lanes; lanes *= 2) {
+    value = op(value, __shfl_xor_sync(~0u, value, lanes));
+  }
+  return value;
+}
+
+// Consecutive groups of fragments cover consecutive groups of rows, in some families twice.
+static_assert((kBlockM & (kBlockM - 1)) == 0, "rows are counted modulo all of them");
+constexpr int kNumRowGroups = kBlockM / kRowsPerGroup;
+
+// Max number of rows that a sub-tile of `num_frags` fragments touches; a small one touches one
+// group.
+__device__ constexpr int rows_per_subtile(int num_frags) {
+  if (kFragsPerRowGroup % num_frags == 0) return kRowsPerGroup;
+  const int num_groups = (num_frags + kFragsPerRowGroup - 2) / kFragsPerRowGroup + 1;
+  return num_groups < kNumRowGroups ? num_groups * kRowsPerGroup : kBlockM;
+}
+
+// Partial sums of warps that share fragments. They lie behind the loaded splits, and behind what a
+// warp over-reads when it sums four fragments of a smaller sub-tile.
+using WarpPartials = float4[kFragsPerStep][kWarpLanes];
+constexpr int kWarpPartialsBytes = kConsumerWarps * static_cast<int>(sizeof(WarpPartials));
+__device__ constexpr int warp_partials_offset(int num_splits, int rows, int num_frags) {
+  return (num_splits | 1) * rows * static_cast<int>(sizeof(PartialState)) +
+         (num_splits * num_frags + kFragsPerStep) * kFragBytes;
+}
+
+__device__ constexpr bool subtiles_fit() {
+  for (int num_splits = 3; num_splits <= kMaxRanges; ++num_splits) {
+    const int num_frags = frags_per_subtile(num_splits - 1);
+    const int offset = warp_partials_offset(num_splits, rows_per_subtile(num_frags), num_frags);
+    if (offset + kWarpPartialsBytes > kCombineSmemBytes) return false;
+  }
+  return true;
+}
+static_assert(subtiles_fit(), "a sub-tile of every split is resident at once");
+static_assert(kFragsPerRowGroup % kFragsPerStep == 0, "fragments of a step share their rows");
+
+constexpr int kLog2ConsumerThreads = kConsumerThreads == 256 ? 8 : 7;
+static_assert(kConsumerThreads == 1 << kLog2ConsumerThreads, "four or eight warps");
+
+// Issues the copies of the partial states of all splits, by groups of rows: whole cache lines.
+__device__ inline void load_partial_states(const Params& params, const PartialSlots& slots,
+                                           const CombineSmem& combine_smem) {
+  const float reciprocal = __fdividef(1.0f, static_cast<float>(combine_smem.num_splits));
+  const int end = combine_smem.num_splits * (combine_smem.rows / kRowsPerGroup);
+#pragma unroll 1
+  for (int i = reload_tid() / kRowsPerGroup; i < end; i += kConsumerThreads / kRowsPerGroup) {
+    // A float division is short, and exact for numbers this small.
+    const int row_group = __float2int_rz((static_cast<float>(i) + 0.5f) * reciprocal);
+    const int split_idx = i - row_group * combine_smem.num_splits;
+    const int row = combine_smem.row_at(row_group * kRowsPerGroup + reload_tid() % kRowsPerGroup);
+    cp_async_cg_16(shared_address(&combine_smem.state(split_idx, row)),
+                   partial_states(params, slots[split_idx]) + row, kChunkBytes);
+  }
+}
+
+// All consumer threads divided among the rows, at most a warp per row.
+__device__ constexpr int log2_threads_of_row(int log2_rows) {
+  return kLog2ConsumerThreads - log2_rows < 5 ? kLog2ConsumerThreads - log2_rows : 5;
+}
+
+// Max number of splits of a row that one thread handles.
+__device__ constexpr int max_splits_per_thread() {
+  int max_splits = 1;
+  for (int num_splits = 3; num_splits <= kMaxRanges; ++num_splits) {
+    const int rows = rows_per_subtile(frags_per_subtile(num_splits - 1));
+    int log2_rows = 0;
+    while (1 << log2_rows < rows) ++log2_rows;
+    const int own = ceil_div(num_splits, 1 << log2_threads_of_row(log2_rows));
+    if (own > max_splits) max_splits = own;
+  }
+  return max_splits;
+}
+constexpr int kMaxSplitsPerThread = max_splits_per_thread();
+
+// Turns the fp16 scale of every split into its weight in the finished row, and stores the LSE.
+__device__ inline void combine_rows(const Params& params, const WorkItem& work,
+                                    const CombineSmem& combine_smem) {
+  const int log2_threads = log2_threads_of_row(32 - __clz(combine_smem.rows - 1));
+  const int threads = 1 << log2_threads;
+  const int row_idx = reload_tid() >> log2_threads;
+  if (!__any_sync(~0u, row_idx < combine_smem.rows)) return;  // rows are shared by whole warps
+  const int row = combine_smem.row_at(row_idx);
+  const int first = reload_tid() & (threads - 1);
+  // Behind the last split, loads repeat it, with a row sum of 0.
+  PartialState partials[kMaxSplitsPerThread];
+  RowState states[kMaxSplitsPerThread];
+#pragma unroll
+  for (int i = 0; i < kMaxSplitsPerThread; ++i) {
+    const int split_idx = first + i * threads;
+    partials[i] = combine_smem.states(row_idx)[min(split_idx, combine_smem.num_splits - 1)];
+    states[i] = partials[i];
+    if (split_idx >= combine_smem.num_splits) states[i].row_sum = 0.0f;
+  }
+  const float row_max =
+      reduce_lanes(max_of(states), threads, [](float a, float b) { return fmaxf(a, b); });
+  float weights[kMaxSplitsPerThread];
+  const float row_sum = reduce_lanes(weigh(states, row_max, weights), threads,
+                                     [](float a, float b) { return a + b; });
+  const RowResult result = result_of(params, work, row, {row_max, row_sum});
+  const float factor = result.factor * output_scale(params);
+#pragma unroll
+  for (int i = 0; i < kMaxSplitsPerThread; ++i) {
+    const int split_idx = first + i * threads;
+    if (split_idx >= combine_smem.num_splits) continue;
+#pragma unroll
+    for (int scale = 0; scale < kNumScales; ++scale) {
+      combine_smem.states(row_idx)[split_idx].scales[scale] =
+          partials[i].scales[scale] * (factor * weights[i]);
+    }
+  }
+  // The sub-tile that holds the first fragment of a row stores its LSE.
+  const int row_frag = row / kRowsPerGroup * kFragsPerRowGroup;
+  const bool owns_row = combine_smem.first_frag <= row_frag &&
+                        row_frag < combine_smem.first_frag + combine_smem.num_frags;
+  if (params.lse != nullptr && owns_row && first == 0 && row < work.rows) {
+    params.lse[global_row(params, work, row)] = result.lse;
+  }
+}
+
+// Sums four fragments from `first` on over the splits `sharer`, `sharer` + 2^`log2_sharers`, ...
+// Fragments behind the sub-tile are undefined.
+__device__ inline void sum_frags(const CombineSmem& combine_smem, int first, int sharer,
+                                 int log2_sharers, float4 (&totals)[kFragsPerStep]) {
+#pragma unroll
+  for (int n = 0; n < kFragsPerStep; ++n) totals[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  const int lane = reload_lane();
+  const uint2* values =
+      combine_smem.values(sharer) + (first - combine_smem.first_frag) * kWarpLanes + lane;
+  const int values_step = combine_smem.num_frags * kWarpLanes << log2_sharers;
+  const FragRows rows = frag_rows(first);
+  const int scale = scale_of_frag(first);
+  const PartialState* state_a = &combine_smem.state(sharer, rows.a);
+  const int to_b = (rows.b - rows.a) * (combine_smem.num_splits | 1);  // in the same row group
+#pragma unroll 1
+  for (int split_idx = sharer; split_idx < combine_smem.num_splits;
+       split_idx += 1 << log2_sharers) {
+    const float a = state_a->scales[scale];
+    const float b = state_a[to_b].scales[scale];
+#pragma unroll
+    for (int n = 0; n < kFragsPerStep; ++n) {
+      totals[n] = accumulate_frag(totals[n], unpack_half4(values[n * kWarpLanes]), a, b);
+    }
+    values += values_step;
+    state_a += 1 << log2_sharers;
+  }
+}
+
+// Reduces and stores the fragments of a sub-tile, four per warp and step.
+__device__ inline void combine_frags(const Params& params, const WorkItem& work,
+                                     SharedMemoryPlan& smem, const CombineSmem& combine_smem) {
+#pragma unroll 1
+  for (int i = reload_warp() * kFragsPerStep; i < combine_smem.num_frags;
+       i += kConsumerWarps * kFragsPerStep) {
+    float4 totals[kFragsPerStep];
+    sum_frags(combine_smem, combine_smem.first_frag + i, 0, 0, totals);
+    store_frags<kFragsPerStep>(params, work, smem, combine_smem.first_frag + i, totals);
+  }
+}
+
+// The same for small sub-tiles: 2^`log2_sharers` warps share four fragments.
+__device__ inline void combine_shared_frags(const Params& params, const WorkItem& work,
+                                            SharedMemoryPlan& smem, const CombineSmem& combine_smem,
+                                            int log2_sharers) {
+  WarpPartials* warp_partials = reinterpret_cast<WarpPartials*>(
+      combine_smem.bytes +
+      warp_partials_offset(combine_smem.num_splits, combine_smem.rows, combine_smem.num_frags));
+  const int lane = reload_lane();
+  const int warp = reload_warp();
+  const int sharers = 1 << log2_sharers;
+  const int own = (warp >> log2_sharers) * kFragsPerStep;
+  if (own < combine_smem.num_frags) {
+    float4 totals[kFragsPerStep];
+    sum_frags(combine_smem, combine_smem.first_frag + own, warp & (sharers - 1), log2_sharers,
+              totals);
+#pragma unroll
+    for (int n = 0; n < kFragsPerStep; ++n) warp_partials[warp][n][lane] = totals[n];
+  }
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+#pragma unroll 1
+  for (int i = warp; i < combine_smem.num_frags; i += kConsumerWarps) {
+    float4 total[1] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
+#pragma unroll 2
+    for (int sharer = 0; sharer < sharers; ++sharer) {
+      const int other = (i / kFragsPerStep << log2_sharers) + sharer;
+      const float4 value = warp_partials[other][i % kFragsPerStep][lane];
+      total[0] = make_float4(total[0].x + value.x, total[0].y + value.y, total[0].z + value.z,
+                             total[0].w + value.w);
+    }
+    store_frags<1>(params, work, smem, combine_smem.first_frag + i, total);
+  }
+}
+
+// The accumulator sub-tile this CTA reduces. Empty if the CTA is not a reducer, or if the tile has
+// at most two splits (those use the pairwise path).
+__device__ inline CombineSmem combine_smem_of_subtile(SharedMemoryPlan& smem,
+                                                      const WorkItem& work) {
+  const bool is_reducer = work.num_splits > 2 && work.split_idx < work.num_reducers;
+  const int first = is_reducer ? work.split_idx * work.subtile_frags : kNumFrags;
+  const int num_frags = min(work.subtile_frags, kNumFrags - first);
+  const u32 first_group = static_cast<u32>(first) / kFragsPerRowGroup;
+  const u32 last_group = static_cast<u32>(first + num_frags - 1) / kFragsPerRowGroup;
+  const u32 first_row = first_group % kNumRowGroups * kRowsPerGroup;
+  const u32 rows = min((last_group + 1 - first_group) * kRowsPerGroup, static_cast<u32>(kBlockM));
+  return {smem.query, work.num_splits, static_cast<int>(first_row), static_cast<int>(rows),
+          first,      num_frags};
+}
+
+__device__ inline void combine_subtiles(const Params& params, const WorkItem& work,
+                                        SharedMemoryPlan& smem, const CombineSmem& combine_smem) {
+  const ReduceGroup all = {-1};
+  const PartialSlots slots(params, work);
+  semaphore_wait(params, work, all);
+  if (combine_smem.num_frags <= 0) return;
+  load_partial_states(params, slots, combine_smem);
+  cp_async_commit_group();
+  load_partial_values(params, slots, all, combine_smem, 0,
+                      combine_smem.holds_own_split() ? work.split_idx : -1);
+  cp_async_commit_group();
+  cp_async_wait_group<1>();
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  combine_rows(params, work, combine_smem);
+  cp_async_wait_group<0>();
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  const int num_groups = ceil_div(combine_smem.num_frags, kFragsPerStep);
+  if (num_groups * 2 > kConsumerWarps) {
+    combine_frags(params, work, smem, combine_smem);
+  } else {
+    combine_shared_frags(params, work, smem, combine_smem,
+                         __clz(num_groups * 2 - 1) - __clz(kConsumerWarps));
+  }
+}

@@ -1,0 +1,104 @@
+// Loads of Q, and of KV blocks by cp.async: each warp streams its own blocks of the paged cache
+// into its stages.
+
+#pragma once
+
+#include "common/paged_kv.cuh"
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/cp_async.cuh"
+#include "work_item.cuh"
+
+// Loads the CTA's query rows into shared memory.
+__device__ inline void load_q(const Params& params, const WorkItem& work, SharedMemoryPlan& smem) {
+  constexpr int kChunks = kHeadDim * 2 / kChunkBytes;
+  for (int i = static_cast<int>(threadIdx.x); i < kBlockM * kChunks; i += kThreads) {
+    const int row = i / kChunks;
+    const int chunk = i % kChunks;
+    Chunk value{};
+    if (row < work.rows) {
+      const i64 query = work.first_query + work.query_of(params, row);
+      const u16* source = params.query + query * params.query_stride +
+                          work.head_of(params, row) * params.query_head_stride;
+      value = reinterpret_cast<const Chunk*>(source)[chunk];
+    }
+    *reinterpret_cast<Chunk*>(smem.query + row * kRowBytes + chunk * kChunkBytes) = value;
+  }
+}
+
+// Stages alternate: K of a KV block, its V, K of the warp's next block. Page ids are read one block
+// ahead, so that no copy waits for them.
+struct KvLoader {
+  const Params& params;
+  const WorkItem& work;
+  const int* table;  // page ids of the sequence
+  int next_stage;
+  int next_kv_block;
+  int lane_page;  // of token lane_index() % kBlockN of the next block; -1 if it is not loaded
+  int next_lane_page;  // of the block after it
+
+  __device__ KvLoader(const Params& params, const WorkItem& work)
+      : params(params),
+        work(work),
+        table(params.block_tables + work.seq_idx * static_cast<i64>(params.block_tables_stride)),
+        next_stage(0),
+        next_kv_block(work.first_kv_block + warp_index()) {
+    lane_page = load_lane_page(next_kv_block);
+    next_lane_page = load_lane_page(next_kv_block + kWarps);
+  }
+
+  __device__ int load_lane_page(int kv_block) const {
+    const int token = kv_block * kBlockN + lane_index() % kBlockN;
+    const bool is_read =
+        kv_block < work.end_kv_block && token >= work.kv_begin && token < work.kv_end;
+    return is_read ? table[token / kPageSize] : -1;
+  }
+
+  // Copies `kBytes` of every token's row, from byte `offset` on, to the rows of a stage.
+  template <int kBytes>
+  __device__ void copy_rows(const PagedRows& rows, int offset, unsigned char* stage) const {
+    constexpr int kCopyBytes = kBytes % kChunkBytes == 0 ? kChunkBytes : 8;
+    constexpr int kCopies = kBytes / kCopyBytes;
+#pragma unroll 4  // more addresses at once would take registers from the O accumulators
+    for (int first = 0; first < kBlockN * kCopies; first += kWarpLanes) {
+      const int copy = first + lane_index();
+      const int token = copy / kCopies;
+      const int at = copy % kCopies * kCopyBytes;
+      const int page = __shfl_sync(~0u, lane_page, token % kBlockN);
+      if (token >= kBlockN) continue;
+      const bool exists = is_valid_page(page, params.num_pages);
+      const int slot = (next_kv_block * kBlockN + token) % kPageSize;
+      const unsigned char* source = exists ? rows.row_of(page, slot) + offset + at : rows.rows;
+      const u32 target = shared_address(stage) + token * kStageRowBytes + at;
+      if constexpr (kCopyBytes == kChunkBytes) {
+        cp_async_cg_16(target, source, exists ? kChunkBytes : 0);
+      } else {
+        cp_async_ca_8(target, source, exists ? 8 : 0);
+      }
+    }
+  }
+
+  // Issues the copies of the next stage, if there is one. Always commits a cp.async group, so that
+  // the number of groups to wait for is constant.
+  __device__ void load_next(SharedMemoryPlan& smem) {
+    if (next_kv_block < work.end_kv_block) {
+      unsigned char* stage = stage_ptr(smem, next_stage);
+      if (next_stage % 2 == 0) {
+        const PagedRows keys{params.key_cache + work.kv_head * params.key_head_stride,
+                             params.key_page_stride, params.key_token_stride};
+        copy_rows<kStoredBytes>(keys, 0, stage);
+      } else {
+        const PagedRows values{params.value_cache + work.kv_head * params.value_head_stride,
+                               params.value_page_stride, params.value_token_stride};
+        constexpr int kSliceBytes = kStoredBytes / kSlices;
+        copy_rows<kSliceBytes>(values, work.slice * kSliceBytes, stage);
+        next_kv_block += kWarps;
+        lane_page = next_lane_page;
+        next_lane_page = load_lane_page(next_kv_block + kWarps);
+      }
+      ++next_stage;
+    }
+    cp_async_commit_group();
+  }
+};

@@ -1,0 +1,121 @@
+// Work item of a CTA: its query rows, its slice of the output dims, its split of the KV tokens,
+// and the shared memory plan.
+
+#pragma once
+
+#include "common/paged_kv.cuh"
+#include "common/params.cuh"
+#include "common/ragged_tiles.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+
+// A row is one (query token, query head of a kv head) pair of a sequence, query token first. A CTA
+// takes kBlockM rows of one kv head, a slice of their output dims and one split of the KV tokens.
+struct alignas(16) WorkItem {
+  int seq_idx;
+  int kv_head;
+  int slice;
+  int split_idx;
+  int q_len;  // query tokens of this sequence
+  i64 first_query;  // index of the sequence's first query token among all
+  int kv_len;  // tokens in the cache, the new ones included
+  int first_row;  // of this CTA, among the sequence's rows
+  int rows;  // of this CTA; the rest of kBlockM is padding
+  int unmasked_kv_begin, unmasked_kv_end;  // tokens that every row of this CTA attends to
+  int kv_begin, kv_end;  // tokens that any row may attend to
+  int first_kv_block, end_kv_block;  // KV blocks of kBlockN tokens of this split
+
+  __device__ int query_of(const Params& params, int row) const {
+    return (first_row + row) / params.group_size;
+  }
+
+  // First token in the sliding window of a query token.
+  __device__ int window_kv_begin(const Params& params, int query) const {
+    return params.window > 0 ? max(0, kv_len - q_len + query + 1 - params.window) : 0;
+  }
+
+  __device__ int head_of(const Params& params, int row) const {
+    return kv_head * params.group_size + (first_row + row) % params.group_size;
+  }
+
+  // Index of `row` in a [tokens * heads] array.
+  __device__ i64 global_row(const Params& params, int row) const {
+    const i64 query = first_query + query_of(params, row);
+    return query * params.group_size * params.kv_heads + head_of(params, row);
+  }
+
+  // Whether a row attends to a token that is masked for some rows.
+  __device__ bool attends(const Params& params, int row, int token) const {
+    if (row >= rows || token >= kv_len) return false;
+    const int query = query_of(params, row);
+    if (token < window_kv_begin(params, query)) return false;
+    const int draft = token - (kv_len - q_len);
+    if (params.draft_mask == nullptr || draft < 0) return draft <= query;
+    const u32* words = params.draft_mask + (first_query + query) * params.mask_words;
+    // No row attends to speculative tokens beyond the mask.
+    return draft / 32 < params.mask_words && (words[draft / 32] >> draft % 32 & 1) != 0;
+  }
+};
+
+__device__ inline WorkItem find_work_item(const Params& params) {
+  WorkItem work;
+  int cta = static_cast<int>(blockIdx.x);
+  const int m_tile = cta % params.row_tiles;
+  cta /= params.row_tiles;
+  work.slice = cta % kSlices;
+  cta /= kSlices;
+  work.kv_head = cta % params.kv_heads;
+  cta /= params.kv_heads;
+  work.split_idx = cta % params.num_splits;
+  const i64 tokens = params.total_rows / (static_cast<i64>(params.group_size) * params.kv_heads);
+  const TileRows m_tile_rows =
+      rows_of_tile(params.cu_seqlens_q, params.num_seqs, params.q_len, params.group_size, tokens,
+                   cta / params.num_splits, m_tile);
+  work.seq_idx = m_tile_rows.seq_idx;
+  work.q_len = m_tile_rows.q_len;
+  work.first_query = m_tile_rows.first_query;
+  work.first_row = m_tile_rows.first_row;
+  work.rows = m_tile_rows.rows;
+  work.kv_len = clamp_kv_len(params.seq_lens[work.seq_idx], params.max_pages);
+
+  const int first = work.query_of(params, 0);
+  const int last = work.query_of(params, max(work.rows, 1) - 1);
+  const int first_new_token = work.kv_len - work.q_len;
+  const bool has_mask = params.draft_mask != nullptr;
+  work.kv_begin = work.window_kv_begin(params, first);
+  work.unmasked_kv_begin = work.window_kv_begin(params, last);
+  work.kv_end = max(has_mask ? work.kv_len : first_new_token + last + 1, 0);
+  work.unmasked_kv_end = max(has_mask ? first_new_token : first_new_token + first + 1, 0);
+
+  const int begin = work.kv_begin / kBlockN;
+  const int num_kv_blocks = max(ceil_div(work.kv_end, kBlockN) - begin, 0);
+  const int kv_blocks_per_split =
+      ceil_div(ceil_div(num_kv_blocks, kWarps), params.num_splits) * kWarps;
+  work.first_kv_block = begin + min(num_kv_blocks, work.split_idx * kv_blocks_per_split);
+  work.end_kv_block = min(begin + num_kv_blocks, work.first_kv_block + kv_blocks_per_split);
+  return work;
+}
+
+struct alignas(16) SharedMemoryPlan {
+  WorkItem work;  // once per CTA instead of in the registers of every thread
+  unsigned char query[kBlockM * kRowBytes];  // [kBlockM][kHeadDim]
+  union {
+    unsigned char warps[kWarps][kWarpBytes];  // see stage_ptr and tokens_of
+    float combine_buffer[kCombineFloats];  // [kBlockM][kSliceDims + 4], after the main loop
+  };
+  float row_max[kWarps][kBlockM];  // base 2
+  float row_sum[kWarps][kBlockM];
+  float probabilities[kWarps][kBlockM][kBlockN];  // of blocks with tokens masked for some rows
+};
+static_assert(sizeof(SharedMemoryPlan) == kSharedBytes, "the spec computes the size of the struct");
+
+// Stage that load `stage_idx` of this warp fills: [kBlockN] rows of kStageRowBytes.
+__device__ inline unsigned char* stage_ptr(SharedMemoryPlan& smem, int stage_idx) {
+  return smem.warps[warp_index()] + stage_idx % kStages * kStageBytes;
+}
+
+// The KV block as the MMA reads it: [kBlockN] rows of kRowBytes.
+__device__ inline unsigned char* tokens_of(SharedMemoryPlan& smem, int stage_idx) {
+  return kDequantsKv ? smem.warps[warp_index()] + kStages * kStageBytes
+                     : stage_ptr(smem, stage_idx);
+}

@@ -1,0 +1,206 @@
+// Consumer warps: QK GEMM, online softmax and PV GEMM. Each warp takes its own
+// tokens of every KV block, and does not synchronise with the other consumers
+// until the work item ends.
+
+#pragma once
+
+#include "common/barriers.cuh"
+#include "common/params.cuh"
+#include "common/pdl.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "epilogue.cuh"
+#include "fragments.cuh"
+#include "load.cuh"
+#include "mask_v.cuh"
+#include "mma.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
+#include "shared_memory.cuh"
+#include "softmax.cuh"
+#include "softmax/online_softmax.cuh"
+#include "work_item.cuh"
+#include "work_pipeline.cuh"
+
+// QK GEMM of one step: S^T = K Q^T.
+__device__ inline void qk_gemm(const LdmatrixRows& rows, const unsigned char* keys, int step,
+                               const Query& query, float (&scores)[kRowGroups][4]) {
+  constexpr int kChains = kRowGroups == 1 ? 2 : 1; // independent MMA chains
+  float sums[kChains][kRowGroups][4] = {};
+#pragma unroll
+  for (int pair = 0; pair < kChunkPairs; ++pair) {
+    u32 loaded[4];
+    ldmatrix_x4(loaded, rows.at(keys, step, pair));
+#pragma unroll
+    for (int i = 0; i < kFragmentsPerLoad; ++i) {
+      const int k = pair * kFragmentsPerLoad + i;
+      u32 a[4];
+      k_fragment(loaded, i, a);
+#pragma unroll
+      for (int n = 0; n < kRowGroups; ++n) {
+        const uint2 q = query.at(n, k);
+        mma_m16n8k16(Element{}, sums[k % kChains][n], a, q.x, q.y);
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kRowGroups; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      scores[n][e] = kChains == 1 ? sums[0][n][e] : sums[0][n][e] + sums[kChains - 1][n][e];
+    }
+  }
+}
+
+// PV GEMM of one step: O^T += V^T P^T. Returns a word that depends on all V
+// fragments, for arrive_after_reads.
+__device__ inline u32 pv_gemm(const LdmatrixRows& rows, const unsigned char* values, int step,
+                              const u32 (&probabilities)[kRowGroups][2], Output& output) {
+  u32 read = 0;
+#pragma unroll
+  for (int pair = 0; pair < kChunkPairs; ++pair) {
+    u32 loaded[4];
+    ldmatrix_x4_trans(loaded, rows.at(values, step, pair));
+#pragma unroll
+    for (int i = 0; i < kFragmentsPerLoad; ++i) {
+      u32 a[4];
+      v_fragment(loaded, i, a);
+      // From converted fragments: that schedules conversions better than raw
+      // ones do.
+      if (i == 1) read ^= a[0];
+#pragma unroll
+      for (int n = 0; n < kRowGroups; ++n) {
+        mma_m16n8k16(Element{}, output[pair * kFragmentsPerLoad + i][n], a, probabilities[n][0],
+                     probabilities[n][1]);
+      }
+    }
+  }
+  if constexpr (kFragmentsPerLoad > 1) return read;
+  // From accumulators, because a word of every V fragment would take registers.
+#pragma unroll
+  for (int tile = 0; tile < kDimTiles; ++tile) read ^= __float_as_uint(output[tile][0][0]);
+  return read;
+}
+
+// A word that depends on all K fragments, for arrive_after_reads.
+__device__ inline u32 dependency_on(const Scores& scores) {
+  u32 word = 0;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) word ^= __float_as_uint(scores[step][0][0]);
+  return word;
+}
+
+// Releases a stage; `read` depends on all that the lane has loaded from it.
+__device__ inline void release(const Barrier& empty, u32 read) {
+  __syncwarp(); // all lanes have read
+  if (lane_index() == 0) arrive_after_reads(empty, read);
+}
+
+// Skips a stage whose tokens this warp masks. It still waits for the stage to
+// fill: a warp that releases early could arrive twice before the producer
+// observes the phase.
+__device__ inline void skip_stage(SharedMemoryPlan& smem, PipelineState<kStages>& kv_pipe) {
+  wait(smem.kv_full[kv_pipe.index], kv_pipe.phase);
+  release(smem.kv_empty[kv_pipe.index], 0);
+  kv_pipe.advance();
+}
+
+// Processes work item `work_idx`, whose Q load is in flight, and issues the Q
+// load of the next one. Returns whether there is a next one.
+__device__ inline bool process_work(const Params& params, int warp, float softmax_scale,
+                                    u32 work_idx, Query& query, bool& is_epilogue_busy,
+                                    SharedMemoryPlan& smem, PipelineState<kStages>& kv_pipe) {
+  const WorkPipeline& work_pipeline = smem.work_pipeline;
+  const int head = head_of_warp(warp);
+  const WorkItem& work = work_pipeline.at(work_idx, head);
+  const LdmatrixRows k_rows = k_ldmatrix_rows(warp);
+  const LdmatrixRows v_rows = v_ldmatrix_rows(warp);
+  query.load(params, work, warp, smem);
+  const ScoreScales score_scales(query, softmax_scale);
+  Softmax softmax;
+  Output output = {};
+  const int unmasked_kv_begin = work.unmasked_kv_begin;
+  const int unmasked_kv_end = work.unmasked_kv_end;
+  int first_token = work.first_kv_block * kBlockN + first_token_of_warp(warp);
+#pragma unroll 1
+  for (int kv_block = max(work.num_kv_blocks, 1); kv_block > 0;
+       --kv_block, first_token += kBlockN) {
+    if (kv_block == 1) {
+      if constexpr (Query::kPrefetchesQ) {
+        work_pipeline.wait_full(work_idx + 1);
+        if (work_pipeline.has(work_idx + 1))
+          query.prefetch(params, work_pipeline.at(work_idx + 1, head), warp);
+      }
+      if (work.num_kv_blocks == 0) break;
+    }
+    const int end_token = first_token + kWarpTokens;
+    const bool has_boundary = first_token < unmasked_kv_begin || end_token > unmasked_kv_end;
+    if (has_boundary && (end_token <= work.kv_begin || first_token >= work.kv_end)) {
+      skip_stage(smem, kv_pipe);
+      skip_stage(smem, kv_pipe);
+      continue;
+    }
+    Scores scores;
+    wait(smem.kv_full[kv_pipe.index], kv_pipe.phase);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      qk_gemm(k_rows, smem.kv[kv_pipe.index], step, query, scores[step]);
+    }
+    release(smem.kv_empty[kv_pipe.index], dependency_on(scores));
+    kv_pipe.advance();
+
+    scale_scores(score_scales, scores);
+    if (has_boundary) mask_scores(params, work, first_token, scores);
+    softmax.update(scores, output);
+    Probabilities probabilities;
+    transpose_probabilities(scores, probabilities);
+
+    unsigned char* values = smem.kv[kv_pipe.index];
+    wait(smem.kv_full[kv_pipe.index], kv_pipe.phase);
+    if (has_boundary && clear_masked(work, first_token, warp, values)) {
+      smem.nonfinite_work[work_idx % 2] = work_idx;
+    }
+    u32 read = 0;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      read ^= pv_gemm(v_rows, values, step, probabilities[step], output);
+    }
+    release(smem.kv_empty[kv_pipe.index], read);
+    kv_pipe.advance();
+  }
+  if constexpr (!Query::kPrefetchesQ) work_pipeline.wait_full(work_idx + 1);
+  const bool has_next = work_pipeline.has(work_idx + 1);
+  wait_for_epilogue(is_epilogue_busy);
+  if (uses_epilogue_warps(work, has_next)) {
+    publish_partials(warp, softmax, output, smem);
+    is_epilogue_busy = true;
+  } else {
+    combine_warps(params, work, warp, work_idx, softmax, output, smem);
+    if (work.num_splits > 1) combine_splits(params, work, thread_in_head(warp), smem);
+  }
+  work_pipeline.release(work_idx);
+  return has_next;
+}
+
+// All work items of the CTA. Starts over if the first one turns out stale, see
+// scheduler_warp.cuh.
+__device__ inline void consumer_loop(const Params& params, int warp, SharedMemoryPlan& smem) {
+  const WorkPipeline& work_pipeline = smem.work_pipeline;
+  Query query(smem);
+  do {
+    __syncwarp();
+    named_barrier_sync(NamedBarrier::FirstWorkReady, kThreads);
+    pdl_wait();
+    if (work_pipeline.has(0)) query.prefetch(params, work_pipeline.at(0, head_of_warp(warp)), warp);
+    __syncwarp();
+    named_barrier_sync(NamedBarrier::FirstWorkChecked, kThreads);
+  } while (!smem.is_first_work_valid);
+  if (!work_pipeline.has(0)) return;
+  const float softmax_scale = score_scale(params) * params.score_factor * kLog2E;
+  PipelineState<kStages> kv_pipe;
+  bool is_epilogue_busy = false;
+  u32 work_idx = 0;
+  while (
+      process_work(params, warp, softmax_scale, work_idx, query, is_epilogue_busy, smem, kv_pipe))
+    ++work_idx;
+}

@@ -1,0 +1,109 @@
+// Work item of a CTA: one split of a work tile, and the tokens that its rows attend to.
+
+#pragma once
+
+#include "common/params.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "scheduler/schedule_range.cuh"
+#include "seq_info.cuh"
+
+// Tokens that a row may attend to: [begin, end).
+struct KvRange {
+  int begin;
+  int end;
+
+  __device__ bool contains(int token) const { return token >= begin && token < end; }
+};
+
+struct WorkItem : WorkCoord {
+  int kv_head;
+  int q_len;
+  int kv_len;
+  int unmasked_kv_begin, unmasked_kv_end;  // tokens that every row attends to
+  int kv_begin;  // of the tokens that any row may attend to
+  int num_splits;  // of the work tile
+  int split_idx;
+  int first_split_cta;  // CTA of split 0
+
+  __device__ static WorkItem none() {
+    WorkItem work = {};
+    static_cast<WorkCoord&>(work) = kInvalidWork;
+    return work;
+  }
+
+  __device__ bool is_none() const { return seq_idx < 0; }
+
+  __device__ int query_of(const Params& params, int row) const {
+    return q_len == 1 ? 0 : (first_row + row) / params.group_size;
+  }
+
+  __device__ int head_of(const Params& params, int row) const {
+    return kv_head * params.group_size + first_row + row -
+           query_of(params, row) * params.group_size;
+  }
+
+  // Index of a row in a [tokens * heads] array.
+  __device__ i64 global_row(const Params& params, int row) const {
+    const i64 query = first_query + query_of(params, row);
+    return query * params.group_size * params.kv_heads + head_of(params, row);
+  }
+
+  __device__ KvRange kv_range_of(const Params& params, int row) const {
+    if (row >= rows) return {0, 0};
+    const int query = query_of(params, row);
+    const int end = params.draft_mask == nullptr ? kv_len - q_len + query + 1 : kv_len;
+    return {window_kv_begin(params, kv_len, q_len, query), end};
+  }
+
+  // Whether the draft mask (tree mask of speculative tokens), if any, lets a row attend to a token.
+  __device__ bool draft_mask_allows(const Params& params, int row, int token) const {
+    const int draft = token - (kv_len - q_len);
+    if (params.draft_mask == nullptr || draft < 0) return true;
+    const u32* words = params.draft_mask +
+                       static_cast<i64>(first_query + query_of(params, row)) * params.mask_words;
+    // No row attends to speculative tokens beyond the mask.
+    return draft / 32 < params.mask_words && (words[draft / 32] >> draft % 32 & 1) != 0;
+  }
+
+  // Whether a row attends to a token.
+  __device__ bool attends(const Params& params, int row, int token) const {
+    return kv_range_of(params, row).contains(token) && draft_mask_allows(params, row, token);
+  }
+};
+
+// Work item of the current work tile, for the first kv head of the CTA.
+__device__ inline WorkItem work_at(const Params& params, const ScheduleRange& range,
+                                   int rank_in_group, const SchedulerState& state) {
+  const SeqInfo& seq_info = state.seq_info;
+  WorkItem work;
+  work.first_query = seq_info.first_query;
+  work.seq_idx = state.seq_idx;
+  work.q_len = seq_info.q_len;
+  work.kv_len = seq_info.kv_len;
+  const int head_tile = state.tile * params.cta_group_size + rank_in_group;
+  const int head_group = seq_info.row_tiles == 1 ? head_tile : head_tile / seq_info.row_tiles;
+  work.kv_head = head_group * kHeadsPerCta;
+  work.first_row = (head_tile - head_group * seq_info.row_tiles) * kBlockM;
+  work.rows = min(seq_info.q_len * params.group_size - work.first_row, kBlockM);
+
+  const int first = work.query_of(params, 0);
+  const int last = work.query_of(params, work.rows - 1);
+  const int first_new_token = seq_info.kv_len - seq_info.q_len;
+  const bool has_mask = params.draft_mask != nullptr;
+  work.kv_begin = window_kv_begin(params, seq_info.kv_len, seq_info.q_len, first);
+  work.unmasked_kv_begin = window_kv_begin(params, seq_info.kv_len, seq_info.q_len, last);
+  work.kv_end = max(has_mask ? seq_info.kv_len : first_new_token + last + 1, 0);
+  work.unmasked_kv_end = max(has_mask ? first_new_token : first_new_token + first + 1, 0);
+
+  const int begin = seq_info.first_kv_block + state.first_kv_block(range);
+  const int end = seq_info.first_kv_block + state.end_kv_block(range);
+  work.first_kv_block = max(begin, work.kv_begin / kBlockN);
+  const int end_kv_block = min(end, ceil_div(work.kv_end, kBlockN));
+  work.num_kv_blocks = max(end_kv_block - work.first_kv_block, 0);
+  const Splits splits = state.splits(range);
+  work.num_splits = splits.num_splits;
+  work.split_idx = range.index - splits.first_range;
+  work.first_split_cta = splits.first_range * params.cta_group_size + rank_in_group;
+  return work;
+}

@@ -1,0 +1,147 @@
+// Work item of a CTA: its query rows, its split of the KV tokens, the masks beyond causality,
+// and the shared memory plan.
+
+#pragma once
+
+#include "common/block_table.cuh"
+#include "common/paged_kv.cuh"
+#include "common/params.cuh"
+#include "common/ragged_tiles.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+
+// A row is one (query token, head) pair of a sequence, query token first, so that rows are
+// contiguous in [tokens, heads, dim] tensors. A CTA takes kBlockM rows and one split of the KV
+// tokens. In sparse attention every query token is a sequence of its own.
+struct alignas(64) WorkItem {
+  int seq_idx;
+  int split_idx;
+  int heads;
+  int q_len;  // query tokens of this sequence
+  i64 first_query;  // index of the sequence's first query token among all
+  int kv_len;  // tokens in the cache, the new ones included
+  int first_row;  // of this CTA, among the sequence's rows
+  int rows;  // of this CTA; the rest of kBlockM is padding
+  int is_causal;
+  int unmasked_kv_end;  // end of the tokens that every row attends to
+  int kv_end;  // end of the tokens that any row attends to
+  int first_kv_block;
+  int end_kv_block;  // one past
+
+  // KV limit of `row` (0 to kBlockM - 1): up to its own position, or all.
+  __device__ int kv_end_of_row(int row) const {
+    const int later = is_causal ? q_len - 1 - (first_row + row) / heads : 0;
+    return row >= rows ? 0 : max(kv_len - later, 0);
+  }
+
+  // Index of `row` in a [tokens * heads] array.
+  __device__ i64 global_row(int row) const { return first_query * heads + first_row + row; }
+};
+
+__device__ inline WorkItem find_work_item(const Params& params) {
+  WorkItem work;
+  const int cta = static_cast<int>(blockIdx.x);
+  const int m_tile = cta % params.row_tiles;
+  const int* cu_seqlens_q = kIsSparse ? nullptr : params.cu_seqlens_q;
+  const TileRows found = rows_of_tile(cu_seqlens_q, params.num_seqs, kIsSparse ? 1 : params.q_len,
+                                      params.heads, params.total_rows / params.heads,
+                                      cta / params.row_tiles / params.num_splits, m_tile);
+  work.seq_idx = found.seq_idx;
+  work.split_idx = cta / params.row_tiles % params.num_splits;
+  work.heads = params.heads;
+  work.q_len = found.q_len;
+  work.first_query = found.first_query;
+  work.first_row = found.first_row;
+  work.rows = found.rows;
+  work.is_causal = params.is_causal;
+
+  const TopkIndices topk_indices{params.seq_lens, params.topk_length, params.cu_seqlens_q,
+                                 params.num_seqs, params.q_len,       params.topk};
+  work.kv_len = kIsSparse ? topk_length_of(topk_indices, work.seq_idx)
+                          : clamp_kv_len(params.seq_lens[work.seq_idx],
+                                         block_table_row(params, work.seq_idx).num_pages);
+  work.unmasked_kv_end = work.kv_end_of_row(0);
+  work.kv_end = work.kv_end_of_row(work.rows - 1);
+
+  const int num_kv_blocks = ceil_div(work.kv_end, kBlockN);
+  const int kv_blocks_per_split = ceil_div(num_kv_blocks, params.num_splits);
+  work.first_kv_block = min(num_kv_blocks, work.split_idx * kv_blocks_per_split);
+  work.end_kv_block = min(num_kv_blocks, work.first_kv_block + kv_blocks_per_split);
+  return work;
+}
+
+struct SharedMemoryPlan {
+  unsigned char query[kBlockM * kTokenBytes];  // [kBlockM][kHeadDimQk], swizzled; then the output
+  unsigned char kv[kStages * kStageBytes + kDequantBytes];  // see stage_ptr and tokens_of
+  unsigned char probabilities[kBlockM * kProbabilityBytes];  // [kBlockM][kBlockN], swizzled
+  WorkItem work;  // once per CTA instead of in the registers of every thread
+  int is_masked[kBlockN];  // for some row, other than by its position
+  int row_kv_end[kBlockM];  // KV limit of a row
+  float row_partial[kTokenWarps][kBlockM];  // row max or row sum of each token warp
+  float row_max[kBlockM];  // P is relative to it; base 2
+  float row_alpha[kBlockM];  // rescale factor of O
+};
+static_assert(sizeof(SharedMemoryPlan) == kSharedBytes, "the spec computes what the struct takes");
+
+// Publishes the work to all threads, computes the KV limit of every row once, and resets the row
+// max.
+__device__ inline void publish_work_item(const WorkItem& work, SharedMemoryPlan& smem) {
+  if (threadIdx.x == 0) smem.work = work;
+  for (int row = static_cast<int>(threadIdx.x); row < kBlockM; row += kThreads) {
+    smem.row_kv_end[row] = work.kv_end_of_row(row);
+    smem.row_max[row] = -kInfinity;
+  }
+}
+
+// Stage that load `stage_idx` fills: [kBlockN] rows of kStageRowBytes.
+__device__ inline unsigned char* stage_ptr(SharedMemoryPlan& smem, int stage_idx) {
+  return smem.kv + stage_idx % kStages * kStageBytes;
+}
+
+// The KV block as the MMA reads it, swizzled [kBlockN][kHeadDimQk].
+__device__ inline unsigned char* tokens_of(SharedMemoryPlan& smem, int stage_idx) {
+  return kDequantsKv ? smem.kv + kStages * kStageBytes : stage_ptr(smem, stage_idx);
+}
+
+// Bias of `row`; null if there is none.
+__device__ inline const float* row_bias(const Params& params, const WorkItem& work, int row) {
+  if constexpr (!kHasBias) return nullptr;
+  const int packed_row = work.first_row + row;
+  const i64 query = work.first_query + packed_row / work.heads;
+  return params.bias + query * params.bias_stride +
+         packed_row % work.heads * params.bias_head_stride;
+}
+
+// Returns whether a row attends to a token within its KV limit, and adds the token's bias to the
+// score. Records tokens that a bias masks.
+__device__ inline bool attends_token(const float* bias, int first_token, int token, float& score,
+                                     SharedMemoryPlan& smem) {
+  if constexpr (kIsSparse) {
+    return smem.is_masked[token] == 0;
+  } else if constexpr (kHasBias) {
+    const float added = bias[first_token + token];
+    if (added == -kInfinity) {
+      smem.is_masked[token] = 1;  // all who write it write the same
+      return false;
+    }
+    // A finite score stays finite: minus infinity means masked, and plus infinity makes NaN.
+    const float in_log2 = added * kLog2E;
+    const bool overflows = fabsf(in_log2) == kInfinity && added != kInfinity;
+    score += overflows ? copysignf(kFloatMax, added) : in_log2;
+  }
+  return true;
+}
+
+// Called before a KV block: marks invalid top-k indices, and clears what the bias masked.
+__device__ inline void begin_kv_block(const Params& params, const int* topk_indices,
+                                      int topk_length, int kv_block, SharedMemoryPlan& smem) {
+  const int token = static_cast<int>(threadIdx.x);
+  if (!(kIsSparse || kHasBias) || token >= kBlockN) return;
+  bool is_masked = false;
+  if constexpr (kIsSparse) {
+    const int token_idx = kv_block * kBlockN + token;
+    const int id = token_idx < topk_length ? topk_indices[token_idx] : -1;
+    is_masked = id < 0 || !is_valid_page(id / kPageSize, params.num_pages);
+  }
+  smem.is_masked[token] = is_masked;
+}

@@ -1,5 +1,0 @@
-// Finite elements of V.
-
-#pragma once
-
-#include "softmax/finite_16bit.cuh"

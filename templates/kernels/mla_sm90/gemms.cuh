@@ -1,0 +1,100 @@
+// QK GEMM and PV GEMM: S = Q K^T over all dims, O += P V over one half of the output dims.
+
+#pragma once
+
+#include "accumulators.cuh"
+#include "common/barriers.cuh"
+#include "common/smem_layout.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/mov.cuh"
+#include "ptx/wgmma.cuh"
+#include "shared_memory.cuh"
+#include "softmax/scores.cuh"
+
+// Lower words of the wgmma descriptors of K-major operands (Q, K, P) and of V, which is MN-major.
+// Both have the start of shared memory as address.
+struct Descriptors {
+  u32 k_major;
+  u32 mn_major;
+
+  __device__ explicit Descriptors(const SharedMemoryPlan& smem)
+      : k_major(descriptor_low(shared_address(&smem), 16)),
+        mn_major(descriptor_low(shared_address(&smem), kTileBytes)) {}
+
+  // Makes both opaque: otherwise the compiler hoists the descriptors of a whole loop and spills.
+  __device__ void opaque() {
+    mov_b32(k_major);
+    mov_b32(mn_major);
+  }
+};
+
+constexpr u32 kKvOffset = kTiles * kQueryTileBytes;
+
+__device__ constexpr u32 tile_offset(int stage, int tile) {
+  return kKvOffset + (stage * kTiles + tile) * kTileBytes;
+}
+
+// P of a stage overwrites its rope tile: only the QK GEMM reads that.
+__device__ constexpr u32 probabilities_offset(int stage) {
+  return tile_offset(stage, kLatentTiles);
+}
+
+// Issues the QK GEMM of the KV block in `kStage`: each tile as it arrives, in its own wgmma group.
+template <int kStage, typename AfterTile>
+__device__ inline void qk_gemm(const Descriptors& descriptors, const SharedMemoryPlan& smem,
+                               u32 phase, Scores& scores, AfterTile after_tile) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    wait(smem.tile_full[kStage][tile], phase);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kTileElements / 16; ++k) {
+      const u32 q_desc = descriptors.k_major + descriptor_step(tile * kQueryTileBytes + k * 32);
+      const u32 k_desc = descriptors.k_major + descriptor_step(tile_offset(kStage, tile) + k * 32);
+      wgmma_mma(Element{}, scores, smem_desc_sw128(q_desc), smem_desc_sw128(k_desc), tile + k > 0);
+    }
+    wgmma_commit_group();
+    after_tile(tile);
+  }
+}
+
+// PV GEMM with this warpgroup's own P, in registers.
+template <int kStage, int kHalf>
+__device__ inline void pv_gemm_local_p(const Descriptors& descriptors,
+                                       const Probabilities& probabilities,
+                                       Accumulators& accumulators) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kBlockN / 16; ++k) {
+    const u32 v_desc = descriptors.mn_major +
+                       descriptor_step(tile_offset(kStage, kHalf * kLatentTiles / 2) + k * 2048);
+    wgmma_mma_trans_b(Element{}, accumulators, probabilities + k * 4, smem_desc_sw128(v_desc), 1);
+  }
+  wgmma_commit_group();
+}
+
+// PV GEMM with the other warpgroup's P, in shared memory.
+template <int kStage, int kHalf>
+__device__ inline void pv_gemm_remote_p(const Descriptors& descriptors,
+                                        Accumulators& accumulators) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kBlockN / 16; ++k) {
+    const u32 p_desc = descriptors.k_major + descriptor_step(probabilities_offset(kStage) + k * 32);
+    const u32 v_desc = descriptors.mn_major +
+                       descriptor_step(tile_offset(kStage, kHalf * kLatentTiles / 2) + k * 2048);
+    wgmma_mma_trans_b(Element{}, accumulators, smem_desc_sw128(p_desc), smem_desc_sw128(v_desc), 1);
+  }
+  wgmma_commit_group();
+}
+
+__device__ inline void wait_wgmma(Accumulators& accumulators) {
+  wgmma_wait_group<0>();
+  wgmma_fence_operand(accumulators);
+}
+
+__device__ inline void wait_wgmma(Scores& scores) {
+  wgmma_wait_group<0>();
+  wgmma_fence_operand(scores);
+}

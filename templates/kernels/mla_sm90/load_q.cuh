@@ -1,5 +1,0 @@
-// Q loads.
-
-#pragma once
-
-#include "pipeline/load_q_16bit.cuh"

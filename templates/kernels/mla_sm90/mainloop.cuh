@@ -1,0 +1,277 @@
+// Mainloop of two consumer warpgroups: seesaw over the pairs of KV blocks of each work item.
+
+#pragma once
+
+#include "accumulators.cuh"
+#include "combine/epilogue.cuh"
+#include "common/barriers.cuh"
+#include "common/params.cuh"
+#include "common/registers.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+#include "gemms.cuh"
+#include "mask_v.cuh"
+#include "pipeline/work_loop.cuh"
+#include "pipeline/work_pipeline.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/wgmma.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "shared_memory.cuh"
+#include "softmax.cuh"
+#include "softmax/online_softmax.cuh"
+#include "softmax/scores.cuh"
+
+// A work item of so few KV blocks does not amortise fetching the code of the unmasked loop.
+constexpr int kShortWorkBlocks = 4;
+
+// Both warpgroups accumulate the even KV block of a pair before the odd one, so that the row max
+// only rises:
+//
+//   wg0:  softmax even | O += own P | O += P of wg1 | S of the next even block
+//   wg1:  O += P of wg0, overlapped with softmax odd | O += own P | S of the next odd block
+struct Consumer {
+  const Params& params;
+  SharedMemoryPlan& smem;
+  const WorkItem& work;
+  Descriptors& descriptors;
+  float scale;  // from scores to the log2 domain
+  u32& phase;  // of the stages
+  Accumulators accumulators;
+  Scores scores;
+  Probabilities probabilities;
+  Softmax softmax;
+
+  __device__ Consumer(const Params& params, SharedMemoryPlan& smem, const WorkItem& work,
+                      Descriptors& descriptors, float scale, u32& phase)
+      : params(params),
+        smem(smem),
+        work(work),
+        descriptors(descriptors),
+        scale(scale),
+        phase(phase) {
+#pragma unroll
+    for (int i = 0; i < kHalfDims / 2; ++i) accumulators[i] = 0.0f;
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      softmax.row_sum[r] = 0.0f;
+      softmax.row_max[r] = -kFloatMax;
+    }
+  }
+
+  __device__ void release(const Barrier& barrier) const {
+    if (consumer_thread() == 0) arrive(barrier);
+  }
+
+  template <int kStage>
+  __device__ void store_p() const {
+    const int thread = reload_tid();
+    const int row = thread % 128 / kWarpLanes * 16 + thread % 16;
+    const u32 address =
+        shared_address(smem.kv[kStage] + kLatentTiles * kTileBytes) + row * kTileRowBytes;
+    const int chunk = thread % kWarpLanes / 16 ^ row % 8;
+#pragma unroll
+    for (int k = 0; k < kBlockN / 16; ++k) {
+      stmatrix_x4(address + ((chunk ^ (k * 2)) << 4), probabilities[k * 4],
+                  probabilities[k * 4 + 1], probabilities[k * 4 + 2], probabilities[k * 4 + 3]);
+    }
+    fence_proxy_async();
+  }
+
+  // Online softmax of the KV block in `kStage`: computes P from S, publishes it to the other
+  // warpgroup, and returns whether the row max has changed. Unless the block `exists`, S is
+  // undefined and dropped. `kIsUnmasked` states that all rows attend to the whole block.
+  template <int kStage, bool kIsUnmasked>
+  __device__ bool softmax_step(int kv_block, bool exists, float (&alpha)[kRowsPerThread]) {
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) alpha[r] = 1.0f;
+    const int first_token = kv_block * kBlockN;
+    const bool needs_mask =
+        !kIsUnmasked && (!exists || first_token + kBlockN > work.unmasked_kv_end);
+    // No branch before this: it overlaps with the MMAs issued before it.
+    const bool needs_rescale = !softmax.update(scores, scale, probabilities, needs_mask);
+    if (!kIsUnmasked && !exists) return false;
+    if (needs_rescale) {
+      scale_scores(scores, scale);
+      if constexpr (!kIsUnmasked) {
+        if (needs_mask) {
+          mask_scores(scores, work, first_token, [](int r) { return row_of(r); });
+          clear_nonfinite_v<kStage>(first_token);
+        }
+      }
+      softmax.update_row_max(scores, probabilities, alpha);
+    }
+    softmax.publish(alpha, smem.row_max[kStage], smem.alpha[kStage]);
+    store_p<kStage>();
+    named_barrier_arrive(NamedBarrier::P0Ready + kStage, kConsumerThreads);
+    return needs_rescale;
+  }
+
+  // The first barrier waits until all warps of the warpgroup have S: the QK GEMM reads V as K.
+  template <int kStage>
+  __device__ void clear_nonfinite_v(int first_token) const {
+    constexpr NamedBarrier kBarrier = NamedBarrier::V0Cleared + kStage;
+    named_barrier_sync(kBarrier, 128);
+    clear_nonfinite(smem, max(work.unmasked_kv_end - first_token, 0), work.kv_end - first_token,
+                    [&](int tile) { return smem.kv[kStage] + tile * kTileBytes; });
+    fence_proxy_async();
+    named_barrier_sync(kBarrier, 128);
+  }
+
+  __device__ void adopt_row_max(int stage) {
+    float alpha[kRowsPerThread];
+    if (softmax.adopt_row_max(smem.row_max[stage], smem.alpha[stage], alpha)) {
+      rescale(accumulators, alpha[0], alpha[1]);
+    }
+  }
+
+  // A pair in warpgroup 0: the even KV block, the odd one if it exists, S of the next even block.
+  __device__ void wg0_pair(int kv_block, bool is_last, bool has_odd) {
+    descriptors.opaque();
+    float alpha[kRowsPerThread];
+    if (softmax_step<0, false>(kv_block, true, alpha)) rescale(accumulators, alpha[0], alpha[1]);
+    wgmma_fence_operand(accumulators);
+    pv_gemm_local_p<0, 0>(descriptors, probabilities, accumulators);
+    wait_wgmma(accumulators);
+    release(smem.wg0_empty[0]);
+    if (has_odd) {
+      named_barrier_sync(NamedBarrier::P1Ready, kConsumerThreads);
+      adopt_row_max(1);
+      wgmma_fence_operand(accumulators);
+      pv_gemm_remote_p<1, 0>(descriptors, accumulators);
+    }
+    phase ^= 1;
+    if (is_last) {
+      wait_wgmma(accumulators);
+      if (has_odd) release_wg0_odd();
+      return;
+    }
+    qk_gemm<0>(descriptors, smem, phase, scores, [&](int tile) {
+      if (tile != 3) return;
+      wgmma_wait_group<4>();
+      release_wg0_odd();
+    });
+    wait_wgmma(accumulators);
+    wgmma_fence_operand(scores);
+  }
+
+  __device__ void release_wg0_odd() const {
+    release(smem.wg0_empty[1]);
+    release(smem.rope_empty[1]);
+  }
+
+  // A pair in warpgroup 1: the even KV block, then the odd one.
+  template <bool kIsUnmasked>
+  __device__ void wg1_pair(int kv_block, bool has_odd) {
+    descriptors.opaque();
+    named_barrier_sync(NamedBarrier::P0Ready, kConsumerThreads);
+    adopt_row_max(0);
+    wgmma_fence_operand(accumulators);
+    pv_gemm_remote_p<0, 1>(descriptors, accumulators);
+    float alpha[kRowsPerThread];
+    const bool needs_rescale = softmax_step<1, kIsUnmasked>(kv_block + 1, has_odd, alpha);
+    wait_wgmma(accumulators);
+    release(smem.wg1_empty[0]);
+    release(smem.rope_empty[0]);
+    if (kIsUnmasked || has_odd) {
+      if (needs_rescale) rescale(accumulators, alpha[0], alpha[1]);
+      wgmma_fence_operand(accumulators);
+      pv_gemm_local_p<1, 1>(descriptors, probabilities, accumulators);
+      wait_wgmma(accumulators);
+    } else {
+      release_wg0_odd();  // warpgroup 0 does not wait for an odd block that does not exist
+    }
+    release(smem.wg1_empty[1]);
+    phase ^= 1;
+  }
+
+  // S of the first KV block of a pair; waits for the MMAs.
+  template <int kStage>
+  __device__ void qk_gemm_first() {
+    qk_gemm<kStage>(descriptors, smem, phase, scores, [](int) {});
+    wait_wgmma(scores);
+  }
+
+  __device__ void process_work() {
+    const int end = work.first_kv_block + work.num_kv_blocks;
+    const int unmasked_blocks = work.unmasked_kv_end / kBlockN - work.first_kv_block;
+    const int num_unmasked =
+        work.num_kv_blocks > kShortWorkBlocks ? min(work.num_kv_blocks - 1, unmasked_blocks) : 0;
+    const int unmasked_end = work.first_kv_block + max(num_unmasked / 2 * 2, 0);
+    int kv_block = work.first_kv_block;
+    if (is_wg0()) {
+      qk_gemm_first<0>();
+#pragma unroll 1
+      for (; kv_block < end; kv_block += 2) {
+        const bool is_last = kv_block + 2 >= end;
+        if (is_last) release_query();
+        wg0_pair(kv_block, is_last, kv_block + 1 < end);
+      }
+    } else {
+#pragma unroll 1
+      for (; kv_block < end; kv_block += 2) {
+        qk_gemm_first<1>();
+        // The compiler places the masked path first; short work items fetch no other.
+        if (kv_block < unmasked_end) {
+          wg1_pair<true>(kv_block, true);
+        } else {
+          if (kv_block + 2 >= end) release_query();
+          wg1_pair<false>(kv_block, kv_block + 1 < end);
+        }
+      }
+    }
+  }
+
+  __device__ void release_query() const { release(smem.query_empty); }
+};
+
+// Adds the row sums l of both warpgroups, which have the same row max at the end of the mainloop.
+__device__ inline void reduce_row_sum(SharedMemoryPlan& smem, const Softmax& softmax,
+                                      ThreadRows& rows) {
+  const int thread = reload_tid();
+  const int row = row_of_thread(thread);
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    const float row_sum = quad_reduce_sum(softmax.row_sum[r]);
+    if (thread % 4 == 0) smem.row_sum[thread / 128][row + 8 * r] = row_sum;
+  }
+  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    rows[r] = {softmax.row_max[r], smem.row_sum[0][row + 8 * r] + smem.row_sum[1][row + 8 * r]};
+  }
+}
+
+// State that persists across work items.
+struct ConsumerState {
+  Descriptors descriptors;
+  float scale;
+  u32 phase = 0;
+
+  __device__ ConsumerState(const Params& params, const SharedMemoryPlan& smem)
+      : descriptors(smem), scale(score_scale(params) * kLog2E) {}
+};
+
+__device__ inline void process_work(const Params& params, const WorkItem& work,
+                                    SharedMemoryPlan& smem, ConsumerState& state) {
+  Consumer consumer(params, smem, work, state.descriptors, state.scale, state.phase);
+  if (work.num_kv_blocks > 0) {
+    consumer.process_work();
+  } else {
+    // Without KV blocks no MMA orders the warps' waits for Q before its release.
+    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    consumer.release_query();
+  }
+  ThreadRows rows;
+  reduce_row_sum(smem, consumer.softmax, rows);
+  epilogue(params, work, smem, consumer.accumulators, rows);
+}
+
+__device__ inline void consumer_loop(const Params& params, SharedMemoryPlan& smem) {
+  ConsumerState state(params, smem);
+  finish_q_load(smem.first_query_full);
+  work_loop(smem, [&](const WorkItem& work, u32 work_idx) {
+    wait_query(smem, work_idx);
+    process_work(params, work, smem, state);
+  });
+}

@@ -1,0 +1,5 @@
+// Sequences of a call.
+
+#pragma once
+
+#include "scheduler/seq_info_mla.cuh"

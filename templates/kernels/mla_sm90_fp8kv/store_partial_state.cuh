@@ -1,5 +1,0 @@
-// Stores of partial softmax states.
-
-#pragma once
-
-#include "combine/store_partial_state_smem.cuh"

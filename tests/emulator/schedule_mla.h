@@ -1,0 +1,55 @@
+// The tile scheduler of the sm90 MLA kernels, as their prologue and their scheduler warp call it.
+
+constexpr int kScheduleThreads = kThreads;
+#include "schedule.h"
+
+static void schedule_cta(const Params& params) {
+  struct Shared {
+    SchedulerStorage storage;
+    WorkItem work;
+  };
+  Shared& smem = shared_memory<Shared>();
+  const int cta = static_cast<int>(blockIdx.x);
+  const int cta_group = div_by_group_size(params, cta);
+  smem.storage.range.num_ranges = 0;
+  __syncthreads();
+  TileScheduler scheduler(params, smem.storage.range, cta - cta_group * params.cta_group_size, {});
+  const int seq_len = seq_len_of(params, first_seq_of_thread(params));
+  WorkCoord coord = find_initial_work(params, cta_group, seq_len, smem.storage, scheduler);
+  const ScheduleRange& range = smem.storage.range;
+  if (threadIdx.x == 0 && range.num_ranges > 0) {
+    *next_range++ = {cta, range.begin, range.end, range.num_ranges, range.fixed_overhead_blocks};
+  }
+  if (coord.seq_idx < 0 || warp_index() > 0) return;
+  u32 work_idx = 0;
+  while ((coord = scheduler.next_work(work_idx == 0)).seq_idx >= 0) {
+    scheduler.fill(smem.work, coord, work_idx++);
+    __syncwarp();
+    const WorkItem& work = smem.work;
+    for (int row = lane_index(); row < work.rows; row += kWarpLanes) {
+      const int before = row == 0 ? work.unmasked_kv_end : work.row_kv_end[row - 1];
+      const int after = row == work.rows - 1 ? work.kv_end : work.row_kv_end[row + 1];
+      if (work.row_kv_end[row] < before || work.row_kv_end[row] > after) {
+        complain("a row attends to less than the row before it", row);
+      }
+    }
+    if (lane_index() == 0) {
+      *next_work_item++ = {cta,
+                           static_cast<int>(work.work_idx),
+                           work.seq_idx,
+                           static_cast<int>(work.first_query),
+                           0,
+                           work.first_row,
+                           work.rows,
+                           work.first_kv_block,
+                           work.num_kv_blocks,
+                           work.kv_end,
+                           work.unmasked_kv_end,
+                           work.num_splits,
+                           work.num_reducers,
+                           work.split_idx,
+                           work.first_split_cta};
+    }
+    __syncwarp();
+  }
+}
