@@ -8,11 +8,9 @@ from __future__ import annotations
 import torch
 
 from mlagen.families.common.arguments import canonical_sinks, is_pdl_enabled
-from mlagen.families.common.call_cache import FastPathKey
-from mlagen.families.common.launchers import rounded_up
-from mlagen.families.gqa.args import GqaArgs
-from mlagen.families.gqa.dispatch import GqaCall, run_gqa, try_replay
-from mlagen.families.gqa.numbers import pair_of, positive_factor, window_of
+from mlagen.families.common.call_key import compile_key
+from mlagen.families.gqa.args import GqaArgs, pair_of, positive_factor, window_of
+from mlagen.families.gqa.dispatch import GQA
 from mlagen.mla.trtllm import trtllm_batch_decode_with_kv_cache_mla
 from mlagen.mla.xqa_decode import xqa_batch_decode_with_kv_cache_mla
 from mlagen.observe.observed import observable
@@ -136,71 +134,69 @@ def xqa_batch_decode_with_kv_cache(
     mean the same for every dtype of the cache.
     """
     if is_compiling() or is_traced():
-        first = (query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len)
-        second = (bmm1_scale, bmm2_scale, window_left, out, sinks, kv_layout, enable_pdl)
-        third = (q_len_per_req, o_scale, mask, kv_cache_sf, q_cu_seq_lens)
-        return as_op("xqa_batch_decode_with_kv_cache", *first, *second, *third)  # type: ignore[no-any-return]
-    if sinks is not None:
-        sinks = canonical_sinks(sinks)
-    fast_path: FastPathKey[GqaCall] | None = None
-    if (
-        kv_cache.__class__ is tuple
-        and len(kv_cache) == 2
-        and mask is kv_cache_sf is q_cu_seq_lens is None
-        # Exact types: a float or a bool may equal an int.
-        and max_seq_len.__class__ is window_left.__class__ is q_len_per_req.__class__ is int
-        and kv_layout.__class__ is str
-        and bmm1_scale.__class__ is bmm2_scale.__class__ is o_scale.__class__ is float
-        and (enable_pdl is None or enable_pdl.__class__ is bool)
-    ):
-        tensors: tuple[torch.Tensor, ...] = (
-            query,
-            *kv_cache,
-            workspace_buffer,
-            block_tables,
-            seq_lens,
+        return as_op(  # type: ignore[no-any-return]
+            "xqa_batch_decode_with_kv_cache",
+            *(query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale),
+            *(bmm2_scale, window_left, out, sinks, kv_layout, enable_pdl, q_len_per_req, o_scale),
+            *(mask, kv_cache_sf, q_cu_seq_lens),
         )
-        if out is not None:
-            tensors += (out,)
-        if sinks is not None:
-            tensors += (sinks,)
-        fast_path_key = (
-            rounded_up(max_seq_len),
-            window_left,
-            q_len_per_req,
-            kv_layout,
-            out is None,
-            sinks is None,
-        )
-        numbers = (bmm1_scale, bmm2_scale, o_scale)
-        replayed = try_replay(fast_path_key, tensors, numbers, out, enable_pdl is not False)
-        if isinstance(replayed, torch.Tensor):
-            return replayed
-        fast_path = replayed
-    key, value = pair_of(kv_cache, "kv_cache")
-    key_scales, value_scales = None, None
-    if kv_cache_sf is not None:
-        key_scales, value_scales = pair_of(kv_cache_sf, "kv_cache_sf")
-    args = GqaArgs(
+    key = _key_of(
         query,
-        key,
-        value,
+        kv_cache,
         workspace_buffer,
         block_tables,
         seq_lens,
         max_seq_len,
-        1 if q_len_per_req is None else q_len_per_req,
-        kv_layout,
-        window_of(window_left, "window_left"),
-        out,
         bmm1_scale,
         bmm2_scale,
-        positive_factor(o_scale, "o_scale"),
-        1.0,
+        window_left,
+        out,
         sinks,
+        kv_layout,
+        enable_pdl,
+        q_len_per_req,
+        o_scale,
         mask,
+        kv_cache_sf,
         q_cu_seq_lens,
-        key_scales,
-        value_scales,
     )
-    return run_gqa(args, is_pdl_enabled(enable_pdl), fast_path)
+    outputs = GQA.replay(key)
+    if outputs is None:
+        keys, cached_values = pair_of(kv_cache, "kv_cache")
+        scales = (None, None) if kv_cache_sf is None else pair_of(kv_cache_sf, "kv_cache_sf")
+        args = GqaArgs(
+            query=query,
+            key_cache=keys,
+            value_cache=cached_values,
+            workspace_buffer=workspace_buffer,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            max_seq_len=max_seq_len,
+            q_len=1 if q_len_per_req is None else q_len_per_req,
+            kv_layout=kv_layout,
+            window=window_of(window_left, "window_left"),
+            out=out,
+            bmm1_scale=bmm1_scale,
+            bmm2_scale=bmm2_scale,
+            out_16bit_factor=positive_factor(o_scale, "o_scale"),
+            sinks=canonical_sinks(sinks),
+            mask=mask,
+            cum_seq_lens_q=q_cu_seq_lens,
+            key_scales=scales[0],
+            value_scales=scales[1],
+        )
+        outputs = GQA.dispatch(args, is_pdl_enabled(enable_pdl), key, out)
+    return outputs[0]
+
+
+_key_of = compile_key(
+    xqa_batch_decode_with_kv_cache,
+    tensors="query workspace_buffer block_tables seq_lens",
+    groups="kv_cache kv_cache_sf",
+    optional="out sinks mask q_cu_seq_lens",
+    outputs="out",
+    scales="bmm1_scale bmm2_scale o_scale",
+    length="max_seq_len",
+    ints="window_left",
+    words="kv_layout enable_pdl q_len_per_req",
+)

@@ -61,9 +61,9 @@ def max_heads_per_cta(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _clear_gqa_caches() -> None:
     gqa_plan.plan_gqa_sm90_call.cache_clear()
-    gqa_call._calls.clear()
+    gqa_call.GQA.cache.clear()
 
 
 def _clear_mla_caches() -> None:
     mla_plan.plan_mla_sm90_call.cache_clear()
-    mla_call._calls.clear()
+    mla_call.MLA.cache.clear()

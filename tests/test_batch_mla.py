@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mlagen.errors import ArgumentError, CaptureError, UnsupportedError
-from mlagen.mla import batch_run
+from mlagen.mla import wrapper as batch_wrapper
 from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
 from tests.problems.batch_mla import (
     SINGLE,
@@ -273,7 +273,7 @@ def test_plans_are_copied_into_the_buffers_of_a_graph() -> None:
 
 def test_a_run_is_captured_from_buffers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture rejects metadata that the next plan frees."""
-    monkeypatch.setattr(batch_run, "is_capturing", lambda _: True)
+    monkeypatch.setattr(batch_wrapper, "is_capturing", lambda _: True)
     problem = SOME.build("cpu")
     out = torch.full_like(problem.query, 7.0)
 

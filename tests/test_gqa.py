@@ -12,7 +12,7 @@ import torch
 
 import mlagen.xqa
 from mlagen.families.gqa.args import GqaArgs
-from mlagen.families.gqa.dispatch import run_gqa
+from mlagen.families.gqa.dispatch import GQA
 from tests.problems.entry_points import ENTRY_POINTS, decode_gqa, xqa_arguments, xqa_mla_arguments
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase
@@ -126,11 +126,13 @@ def test_pdl_is_used_unless_disabled(
     """None means True, and the ints 0 and 1 are accepted as bools."""
     seen = []
 
-    def record(inputs: GqaArgs, enable_pdl: bool, *rest: Any) -> torch.Tensor:
-        seen.append(enable_pdl)
-        return run_gqa(inputs, enable_pdl, *rest)
+    run = GQA.run
 
-    monkeypatch.setattr("mlagen.decode.run_gqa", record)
+    def record(inputs: GqaArgs, enable_pdl: bool, *rest: Any) -> tuple[torch.Tensor, ...]:
+        seen.append(enable_pdl)
+        return run(inputs, enable_pdl, *rest)
+
+    monkeypatch.setattr(GQA, "run", record)
 
     decode_gqa(SMALL.build("cpu"), enable_pdl=given)
 

@@ -131,12 +131,12 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
         def launch(kernel: LoadedKernel, blocks: int, _: bool, *values: float | bytes) -> None:
             emulator.launch(kernel.spec, kernel.packing.pack(*values), blocks, seed)
 
-        def run_gqa(inputs: GqaArgs, enable_pdl: bool, *_: object) -> torch.Tensor:
+        def run(inputs: GqaArgs, enable_pdl: bool, _: object) -> tuple[torch.Tensor, ...]:
             request = check_problem(inputs)
             on_gpu = replace(request, device=torch.device("cuda", 0))
             call = gqa_sm90_launcher.make_sm90_launcher(inputs, on_gpu, 0, is_forced=True)
             assert call is not None
-            return gqa_call._run_on_gpu(replace(call, problem=request), inputs, enable_pdl)
+            return gqa_call.GQA.launch(replace(call, problem=request), inputs, enable_pdl)
 
         monkeypatch.setattr(gqa_plan, "device_facts", lambda _: facts)
         monkeypatch.setattr(gqa_maps, "encode", encode)
@@ -144,7 +144,7 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
             gqa_sm90_launcher, "semaphores_of", lambda *_: ctypes.addressof(counters)
         )
         monkeypatch.setattr(gqa_sm90_launcher, "launch", launch)
-        monkeypatch.setattr(mlagen.decode, "run_gqa", run_gqa)
+        monkeypatch.setattr(gqa_call.GQA, "run", run)
         workspace = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
         out = mlagen.decode.xqa_batch_decode_with_kv_cache(
             **problem.arguments(workspace_buffer=workspace, **changes)

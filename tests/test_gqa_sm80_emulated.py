@@ -87,16 +87,16 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
         def launch(kernel: LoadedKernel, blocks: int, _: bool, *values: float | bytes) -> None:
             emulator.launch(kernel.spec, kernel.packing.pack(*values), blocks, seed)
 
-        def run_gqa(inputs: GqaArgs, enable_pdl: bool, *_: object) -> torch.Tensor:
+        def run(inputs: GqaArgs, enable_pdl: bool, _: object) -> tuple[torch.Tensor, ...]:
             request = check_problem(inputs)
             on_gpu = replace(request, device=torch.device("cuda", 0))
             call = gqa_sm80_launcher.make_sm80_launcher(inputs, on_gpu, 0)
-            return gqa_call._run_on_gpu(replace(call, problem=request), inputs, enable_pdl)
+            return gqa_call.GQA.launch(replace(call, problem=request), inputs, enable_pdl)
 
         monkeypatch.setattr(gqa_plan, "device_facts", lambda _: facts)
         for module in (calls, gqa_sm80_launcher):
             monkeypatch.setattr(module, "launch", launch)
-        monkeypatch.setattr(mlagen.decode, "run_gqa", run_gqa)
+        monkeypatch.setattr(gqa_call.GQA, "run", run)
         workspace = torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
         return mlagen.decode.xqa_batch_decode_with_kv_cache(
             **problem.arguments(workspace_buffer=workspace)

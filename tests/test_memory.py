@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlagen.families.common.call_cache import CallCache, FastPathKey
 from mlagen.families.common.tensor_guard import make_guard
+from tests.families.entry_points import ROWS, make_entry_point
 from tests.memory_semantics import KINDS, MemorySemantics
 
 
@@ -44,35 +44,30 @@ def test_a_guard_checks_requires_grad() -> None:
         assert guard(trained)
 
 
-def test_a_tensor_without_an_address_is_not_replayed() -> None:
-    """The replay falls back instead of raising torch's error for data_ptr."""
-    calls: CallCache[str] = CallCache()
-    tensors = (torch.ones(2),)
-    calls.store("signature", "call", FastPathKey("key", tensors, None))
+def test_a_tensor_without_an_address_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of vmap, or a sparse one, is rejected by its check, not by torch's data_ptr."""
+    entry_point = make_entry_point(monkeypatch, ROWS["trtllm"])
+    arguments = entry_point.row.build()
+    entry_point.call(arguments)
 
     def launched(batched: torch.Tensor) -> torch.Tensor:
-        assert not calls.replay("key", (batched,), (1.0,), enable_pdl=True)
+        outcome = entry_point.outcome(arguments | {"query": batched})
+        assert "query: expected a dense tensor in memory, got a batched tensor" in outcome
         return batched
 
-    torch.func.vmap(launched)(torch.ones(3, 2))
-    assert not calls.replay("key", (torch.eye(2).to_sparse(),), (1.0,), enable_pdl=True)
+    torch.func.vmap(launched)(arguments["query"][None])
+    sparse = entry_point.outcome(arguments | {"query": arguments["query"].to_sparse()})
+    assert "query: expected a dense tensor in memory, got a sparse tensor" in sparse
 
 
-def test_a_cached_call_keeps_a_tensor_guard() -> None:
-    """A cached signature is valid for tensors that its guard accepts."""
-    calls: CallCache[str] = CallCache()
-    tensors = (torch.ones(2, 3), torch.ones(4))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cached_call_rejects_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signature does not distinguish it from a tensor in memory, so every such call checks."""
+    entry_point = make_entry_point(monkeypatch, ROWS["trtllm"])
+    arguments = entry_point.row.build()
+    for _ in range(3):
+        entry_point.call(arguments)
 
-    def is_valid(*tensors: torch.Tensor) -> bool:
-        return calls.is_valid("signature", FastPathKey("key", tensors, None))
+    outcome = entry_point.outcome(arguments | {"kv_cache": KINDS[kind](arguments["kv_cache"])})
 
-    assert not is_valid(*tensors)
-    calls.store("signature", "call", FastPathKey("key", tensors, None))
-
-    assert is_valid(torch.zeros(2, 3), torch.zeros(4))
-    assert not calls.is_valid("signature", None)
-    assert not calls.is_valid("signature", FastPathKey("another key", tensors, None))
-    for made in KINDS.values():
-        assert not is_valid(made(tensors[0]), tensors[1])
-    calls.clear()
-    assert not is_valid(*tensors)
+    assert outcome.startswith("ArgumentError: kv_cache: expected a dense tensor in memory")

@@ -11,7 +11,7 @@ import torch
 import mlagen
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.families.mla.args import MlaArgs
-from mlagen.families.mla.dispatch import run_mla
+from mlagen.families.mla.dispatch import MLA
 from tests.problems.entry_points import compute, decode, decode_with_lse
 from tests.problems.mla import MlaCase, mla_case
 
@@ -169,11 +169,13 @@ def test_both_positional_orders_mean_the_same(
     leading = list(problem.arguments().values())
     seen = []
 
-    def record(inputs: MlaArgs, enable_pdl: bool, *rest: Any) -> object:
-        seen.append(enable_pdl)
-        return run_mla(inputs, enable_pdl, *rest)
+    run = MLA.run
 
-    monkeypatch.setattr("mlagen.mla.trtllm.run_mla", record)
+    def record(inputs: MlaArgs, enable_pdl: bool, *rest: Any) -> tuple[torch.Tensor, ...]:
+        seen.append(enable_pdl)
+        return run(inputs, enable_pdl, *rest)
+
+    monkeypatch.setattr(MLA, "run", record)
     entry_point: Any = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
 
     out = entry_point(*leading[:9], 0, None, *leading[9:], *tail)

@@ -222,8 +222,7 @@ def _computed(inputs: MlaArgs) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, on_gpu, 0, replace(current_settings(), mla_kernel="sm90")
     )
     assert call is not None
-    out, lse = mla_call._run_on_gpu(replace(call, problem=request), inputs, enable_pdl=False)
-    assert lse is not None
+    out, lse = mla_call.MLA.launch(replace(call, problem=request), inputs, enable_pdl=False)
     return out, lse
 
 

@@ -69,8 +69,7 @@ def decoded(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Decode:
         request = check_problem(inputs)
         on_gpu = replace(request, device=torch.device("cuda", 0))
         call = mla_sm80_launcher.make_sm80_launcher(inputs, on_gpu, 0)
-        out, lse = mla_call._run_on_gpu(replace(call, problem=request), inputs, enable_pdl=False)
-        assert lse is not None
+        out, lse = mla_call.MLA.launch(replace(call, problem=request), inputs, enable_pdl=False)
         return out, lse
 
     return run

@@ -19,7 +19,7 @@ from mlagen.families.common.arguments import (
 )
 from mlagen.families.common.plan_sm80 import Sm80Plan
 from mlagen.families.gqa import launch_sm90 as gqa_sm90_launcher
-from mlagen.families.gqa.numbers import window_of
+from mlagen.families.gqa.args import window_of
 from mlagen.families.gqa.plan_sm90 import GqaSm90Plan
 from mlagen.families.gqa.select import plan_gqa_call, plan_gqa_sm90_call
 from mlagen.families.mla.launch_sm90 import not_covered

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from mlagen.errors import ArgumentError
+from mlagen.families.common.arguments import require_flag
+from mlagen.families.mla.dispatch import MLA
 from mlagen.mla.batch_plan import BatchLayout, BatchPlan, BatchSettings, HostMetadata
-from mlagen.mla.batch_run import run_planned
+from mlagen.mla.batch_run import args_of_run, key_of_run
 from mlagen.mla.planless import run_planless
 from mlagen.observe.observed import observable
 from mlagen.torch_ops.traced import as_op, traceable
@@ -76,21 +78,12 @@ def batch_mla_run(
             max_kv_len=max_kv_len, max_q_len=max_q_len, q_len=q_len, tokens=tokens
         ),
     )
-    return run_planned(
-        workspace_buffer,
-        plan,
-        q_nope,
-        q_pe,
-        ckv_cache,
-        kpe_cache,
-        out=out,
-        lse=lse,
-        return_lse=return_lse,
-        lse_base="basee" if return_lse_base_on_e else "base2",
-        ckv_scale=ckv_scale,
-        ckv_scale_arr=ckv_scale_arr,
-        kpe_scale=kpe_scale,
-    )
+    tensors = (workspace_buffer, q_nope, q_pe, ckv_cache, kpe_cache, out, lse)
+    flags = (return_lse, return_lse_base_on_e)
+    given = (plan, *tensors, *flags, ckv_scale, ckv_scale_arr, kpe_scale)
+    key = key_of_run(*given)
+    result = MLA.replay(key) or MLA.dispatch(args_of_run(*given), True, key, out)
+    return result[0], result[1] if len(result) > 1 else None
 
 
 @traceable(_planless_outputs)
@@ -124,17 +117,21 @@ def batch_mla_run_planless(
 def call_planned(
     workspace: torch.Tensor,
     plan: BatchPlan,
-    *tensors: torch.Tensor,
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    ckv_cache: torch.Tensor,
+    kpe_cache: torch.Tensor,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     return_lse: bool,
-    lse_base: str,
-    ckv_scale: float | None,
-    ckv_scale_arr: torch.Tensor | None,
-    kpe_scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute ``run_planned`` as an op; a compiler traces this."""
+    return_lse_base_on_e: bool,
+    *scales: Any,
+) -> tuple[torch.Tensor, ...]:
+    """Compute a planned run as an op; a compiler traces this."""
     settings, layout, metadata = plan.settings, plan.layout, plan.metadata
+    return_lse = require_flag(return_lse, "return_lse")
+    is_natural = require_flag(return_lse_base_on_e, "return_lse_base_on_e")
+    tensors = (q_nope, q_pe, ckv_cache, kpe_cache)
     _check_heads(settings, tensors)
     has_lse = return_lse or lse is not None
     result: Any = as_op(
@@ -155,12 +152,10 @@ def call_planned(
         out,
         lse,
         has_lse,
-        lse_base == "basee",
-        ckv_scale,
-        ckv_scale_arr,
-        kpe_scale,
+        is_natural,
+        *scales,
     )
-    return result if has_lse else (result, None)
+    return result if has_lse else (result,)
 
 
 def call_planless(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -102,13 +102,20 @@ class HostMetadata:
     tokens: int | None = None  # query tokens of all requests
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class BatchPlan:
     """The result of a plan, for its runs."""
 
     settings: BatchSettings
     layout: BatchLayout
     metadata: HostMetadata
+    tensors: tuple[torch.Tensor, ...] = field(init=False)
+    key: str = field(init=False)  # of the values that are not tensors, without max_kv_len
+
+    def __post_init__(self) -> None:
+        """Split the plan as every run passes it on."""
+        object.__setattr__(self, "tensors", tuple(vars(self.layout).values()))
+        object.__setattr__(self, "key", str((self.settings, replace(self.metadata, max_kv_len=0))))
 
 
 def checked_layout(given: BatchLayout, device: torch.device) -> BatchLayout:

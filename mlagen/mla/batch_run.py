@@ -1,23 +1,26 @@
-"""Runs of a BatchMLA plan: checks of the tensors against the plan, and the MLA call."""
+"""Runs of a BatchMLA plan: checks of the tensors and scales against the plan."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from mlagen.errors import CaptureError
+from mlagen.errors import ArgumentError
 from mlagen.families.common.arguments import (
     reject,
     require,
+    require_contiguous,
     require_dims,
+    require_flag,
+    require_float32,
     require_shape,
     require_tensor,
 )
+from mlagen.families.common.call_key import compile_key
 from mlagen.families.common.memory import require_memory, require_plain, require_writable
 from mlagen.families.mla.args import MlaArgNames, MlaArgs
-from mlagen.families.mla.dispatch import run_mla
-from mlagen.mla.batch_plan import BatchPlan
-from mlagen.mla.kv_scales import check_kv_scales, require_tensor_spec
-from mlagen.runtime.capture import is_capturing
+from mlagen.mla.batch_plan import BatchPlan, BatchSettings
 
 _NAMES = MlaArgNames(
     query="q_nope",
@@ -34,62 +37,37 @@ _NAMES = MlaArgNames(
 )
 
 
-def reject_capture(device: torch.device) -> None:
-    """Reject CUDA graph capture of a run without graph buffers.
-
-    Raises
-    ------
-    CaptureError
-        During capture: replays would read metadata that the next plan frees.
-    """
-    if is_capturing(device):
-        raise CaptureError(
-            "use_cuda_graph: expected True with its four buffers while a CUDA graph is captured, "
-            "since replays read metadata that the next plan frees, got False"
-        )
-
-
-def run_planned(
-    workspace: torch.Tensor,
+def args_of_run(
     plan: BatchPlan,
+    float_workspace_buffer: torch.Tensor,
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
     ckv_cache: torch.Tensor,
     kpe_cache: torch.Tensor,
-    *,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    return_lse: bool,
-    lse_base: str,
-    ckv_scale: float | None,
-    ckv_scale_arr: torch.Tensor | None,
-    kpe_scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the output, and the LSE if one is given or requested.
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    return_lse_base_on_e: bool = False,
+    ckv_scale: float | None = None,
+    ckv_scale_arr: torch.Tensor | None = None,
+    kpe_scale: float | None = None,
+) -> MlaArgs:
+    """Return the arguments of a run, whose tensors are checked against its plan.
 
     Raises
     ------
     ArgumentError
-        If an argument breaks a rule or differs from the plan; the outputs are unchanged then.
+        If an argument breaks a rule or differs from the plan.
     """
-    _check_as_planned(plan, q_nope, q_pe, ckv_cache, kpe_cache)
-    latent_scale, rope_scale = check_kv_scales(
-        ckv_cache,
-        is_dequantised=plan.settings.is_dequantised,
-        ckv_scale=ckv_scale,
-        ckv_scale_arr=ckv_scale_arr,
-        kpe_scale=kpe_scale,
-    )
-    shape, device = tuple(q_nope.shape), q_nope.device
-    if out is not None:
-        require_tensor_spec(out, "out", shape=shape, dtype=q_nope.dtype, device=device)
-        # The MLA call checks a plain contiguous output itself, as a view.
-        if out.__class__ is not torch.Tensor or out.requires_grad or not out.is_contiguous():
-            require_memory(out, "out")
-            require_writable(out, "out")
-    if lse is not None:
-        require_tensor_spec(lse, "lse", shape=shape[:2], dtype=torch.float32, device=device)
     settings, layout, metadata = plan.settings, plan.layout, plan.metadata
+    return_lse = require_flag(return_lse, "return_lse")
+    is_natural = require_flag(return_lse_base_on_e, "return_lse_base_on_e")
+    _check_as_planned(plan, q_nope, q_pe, ckv_cache, kpe_cache)
+    latent_scale, rope_scale = _checked_scales(
+        settings, ckv_cache, ckv_scale, ckv_scale_arr, kpe_scale
+    )
+    _check_outputs(out, lse, q_nope)
+    shape = q_nope.shape
     query, rope = q_nope, q_pe
     is_uniform = metadata.q_len > 0 and metadata.tokens == shape[0]
     if is_uniform:  # CTAs need no search for the request of a token
@@ -101,22 +79,21 @@ def run_planned(
             require_memory(q_pe, "q_pe")
             raise
     has_rope = settings.head_dim_kpe > 0
-    # The kernels write contiguous rows.
-    target = out.view(query.shape) if out is not None and out.is_contiguous() else None
-    args = MlaArgs(
+    return MlaArgs(
         query=query,
         kv_cache=ckv_cache,
-        workspace_buffer=workspace,
+        workspace_buffer=float_workspace_buffer,
         kv_lora_rank=settings.head_dim_ckv,
         qk_rope_head_dim=settings.head_dim_kpe,
         block_tables=layout.kv_indices,
         seq_lens=layout.kv_len_arr,
         max_seq_len=metadata.max_kv_len,
-        out=target,
+        # The kernels write contiguous rows.
+        out=out.view(query.shape) if out is not None and out.is_contiguous() else None,
         bmm1_scale=settings.sm_scale,
         lse=lse,
         return_lse=return_lse or lse is not None,
-        return_lse_base=lse_base,
+        return_lse_base="basee" if is_natural else "base2",
         cum_seq_lens_q=None if is_uniform else layout.qo_indptr,
         max_q_len=None if is_uniform else metadata.max_q_len,
         is_causal=settings.causal,
@@ -126,14 +103,97 @@ def run_planned(
         latent_scale=latent_scale,
         rope_scale=rope_scale,
         kv_indptr=layout.kv_indptr,
+        out_shape=tuple(shape),
         names=_NAMES,
     )
-    result, result_lse = run_mla(args, enable_pdl=True)
-    if out is None:
-        return result.view(shape), result_lse
-    if target is None:
-        out.copy_(result.view(shape))
-    return out, result_lse
+
+
+key_of_run = compile_key(
+    args_of_run,
+    tensors="float_workspace_buffer q_nope q_pe ckv_cache kpe_cache *plan.tensors",
+    optional="out lse ckv_scale_arr",
+    outputs="out lse",
+    length="plan.metadata.max_kv_len",
+    constants=("plan.key",),
+    words="return_lse return_lse_base_on_e ckv_scale kpe_scale",
+)
+
+
+def _check_outputs(
+    out: torch.Tensor | None, lse: torch.Tensor | None, q_nope: torch.Tensor
+) -> None:
+    shape, device = tuple(q_nope.shape), q_nope.device
+    if out is not None:
+        require_tensor_spec(out, "out", shape=shape, dtype=q_nope.dtype, device=device)
+        # The MLA call checks a plain contiguous output itself, as a view.
+        if out.__class__ is not torch.Tensor or out.requires_grad or not out.is_contiguous():
+            require_memory(out, "out")
+            require_writable(out, "out")
+    if lse is not None:
+        require_tensor_spec(lse, "lse", shape=shape[:2], dtype=torch.float32, device=device)
+
+
+def require_tensor_spec(
+    tensor: object,
+    name: str,
+    *,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return a tensor with the given shape, dtype and device; messages are FlashInfer's."""
+    known = require_tensor(tensor, name)
+    require(known.shape == shape, f"Invalid shape of {name}", list(shape), list(known.shape))
+    require(known.dtype is dtype, f"Invalid dtype of {name}", dtype, known.dtype)
+    require(known.device == device, f"Invalid device of {name}", device, known.device)
+    return known
+
+
+def require_positive(scale: object, argument: str) -> float:
+    """Return ``scale`` if it is a finite float32 number above 0."""
+    subject, rule = f"{argument} must be a finite positive value", "a float above 0"
+    number = require_float32(scale, subject, rule)
+    if not 0 < number < math.inf:
+        reject(subject, rule, number)
+    return number
+
+
+def _checked_scales(
+    settings: BatchSettings,
+    ckv_cache: torch.Tensor,
+    ckv_scale: float | None,
+    ckv_scale_arr: torch.Tensor | None,
+    kpe_scale: float | None,
+) -> tuple[float, float]:
+    """Return the scales of latent and rope elements; the former is 1 with ``ckv_scale_arr``."""
+    has = [scale is not None for scale in (ckv_scale, ckv_scale_arr, kpe_scale)]
+    if not settings.is_dequantised:
+        if any(has):
+            raise ArgumentError(
+                "ckv_scale, ckv_scale_arr, kpe_scale: only valid when kv_data_type is "
+                f"torch.float8_e4m3fn, expected None, got a cache of {ckv_cache.dtype}"
+            )
+        return 1.0, 1.0
+    if has[0] == has[1]:
+        raise ArgumentError(
+            "Exactly one of ckv_scale or ckv_scale_arr: expected for an e4m3 cache, got "
+            f"{'both' if has[0] else 'none'}"
+        )
+    if kpe_scale is None:
+        raise ArgumentError("kpe_scale is required: expected a float for an e4m3 cache, got None")
+    rope_scale = require_positive(kpe_scale, "kpe_scale")
+    if ckv_scale_arr is None:
+        return require_positive(ckv_scale, "ckv_scale"), rope_scale
+    shape = (*ckv_cache.shape[:-1], 4)
+    scales = require_tensor_spec(
+        ckv_scale_arr,
+        "ckv_scale_arr",
+        shape=shape,
+        dtype=torch.float32,
+        device=ckv_cache.device,
+    )
+    require_contiguous(scales, "ckv_scale_arr")
+    return 1.0, rope_scale
 
 
 def _check_as_planned(

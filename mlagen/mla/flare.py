@@ -18,9 +18,8 @@ from mlagen.families.common.arguments import (
     require_whole_number,
 )
 from mlagen.families.common.memory import require_memory
-from mlagen.families.mla.args import MlaArgs
+from mlagen.families.mla.args import MlaArgs, canonical_numbers
 from mlagen.families.mla.dispatch import run_mla
-from mlagen.families.mla.numbers import canonical_numbers
 from mlagen.families.mla.problem import check_problem
 from mlagen.mla.flare_kv import (
     Keys,
@@ -165,6 +164,7 @@ def flare_mla_decoding(
             kv_scales=keys.scales,
             bias=bias,
             is_fp8_per_token=is_fp8_per_token,
+            out_shape=(*q.shape[:-1], _LATENT_DIM),
             names=keys.names,
         )
 
@@ -173,7 +173,7 @@ def flare_mla_decoding(
         check_problem(canonical_numbers(args_to_check))
     keys = paged_keys(k, kv_scales) if isinstance(k, PagedKVCache) else dense_keys(k, kv_scales)
     result, _ = run_mla(args_of(keys, is_layout_check=False), enable_pdl=True)
-    return output if output is not None else result.view(*q.shape[:-1], _LATENT_DIM)
+    return result if output is None else output
 
 
 define_op(flare_mla_decoding)

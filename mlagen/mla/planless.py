@@ -11,7 +11,7 @@ from mlagen.families.common.arguments import INT32_MAX, require_dims, require_te
 from mlagen.families.common.memory import require_memory, require_plain, require_writable
 from mlagen.families.mla.args import MlaArgNames, MlaArgs
 from mlagen.families.mla.dispatch import run_mla
-from mlagen.mla.kv_scales import require_positive, require_tensor_spec
+from mlagen.mla.batch_run import require_positive, require_tensor_spec
 
 _NAMES = MlaArgNames(
     query="q_nope",
@@ -81,13 +81,14 @@ def run_planless(
         bmm2_scale=1.0 if o_scale is None else 1.0 / o_scale,
         query_rope=query_rope,
         rope_cache=kpe_cache,
+        out_shape=(*q_nope.shape[:2], 512),
         names=_NAMES,
     )
     result, _ = run_mla(args, enable_pdl=True)
     if o_scale is None or out is None:
-        return result if out is not None else result.squeeze(1)
+        return result
     limit = torch.finfo(out.dtype).max  # larger values convert to NaN or infinity
-    return out.copy_(result.squeeze(1).clamp(-limit, limit))
+    return out.copy_(result.clamp(-limit, limit))
 
 
 def _checked_fp8_out(out: torch.Tensor | None, q_nope: torch.Tensor) -> torch.Tensor:

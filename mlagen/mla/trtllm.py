@@ -5,21 +5,10 @@ from __future__ import annotations
 import torch
 
 from mlagen.families.common.arguments import is_pdl_enabled, require_flag
-from mlagen.families.common.call_cache import FastPathKey
-from mlagen.families.common.launchers import rounded_up
+from mlagen.families.common.call_key import compile_key
 from mlagen.families.mla.args import MlaArgs
-from mlagen.families.mla.dispatch import MlaCall, run_mla, try_replay
-from mlagen.mla.trtllm_keywords import (
-    AUTO,
-    CP_RANK,
-    CP_WORLD,
-    SYNONYMS,
-    check_counter_buffer,
-    fp16_target,
-    rare_keywords,
-    separate_values,
-    unwrap_sinks,
-)
+from mlagen.families.mla.dispatch import MLA
+from mlagen.mla.trtllm_keywords import fp16_target, rare_keywords, separate_values, unwrap_sinks
 from mlagen.observe.observed import observable
 from mlagen.torch_ops.outputs import mla_outputs
 from mlagen.torch_ops.traced import as_op, is_compiling, is_traced, traceable
@@ -187,90 +176,94 @@ def trtllm_batch_decode_with_kv_cache_mla(
     orders of ``enable_pdl`` and ``backend``. Pass everything after ``sinks`` by keyword.
     """
     if is_compiling() or is_traced():
-        first = (query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank)
-        second = (qk_rope_head_dim, block_tables, seq_lens, max_seq_len, sparse_mla_top_k, out)
-        third = (bmm1_scale, bmm2_scale, sinks, skip_softmax_threshold_scale_factor, enable_pdl)
-        fourth = (backend, is_var_seq, uses_shared_paged_kv_idx, lse, return_lse, cute_dsl_impl)
-        fifth = (kv_scale_format, cum_seq_lens_q, max_q_len, multi_ctas_kv_counter_buffer)
-        sixth = (sparse_mla_top_k_lens, enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global)
-        seventh = (use_fp16_softmax, return_lse_base)
-        rest = (*third, *fourth, *fifth, *sixth, *seventh)
-        name = "trtllm_batch_decode_with_kv_cache_mla"
-        return as_op(name, *first, *second, *rest)  # type: ignore[no-any-return]
-    if multi_ctas_kv_counter_buffer is not None:
-        check_counter_buffer(multi_ctas_kv_counter_buffer, query)
-    if (  # by identity: an equal value may be an array
-        skip_softmax_threshold_scale_factor is not None
-        or (enable_pdl is not None and enable_pdl.__class__ is not bool)
-        or backend.__class__ is not str
-        or backend not in SYNONYMS
-        or cute_dsl_impl is not AUTO
-        or kv_scale_format is not AUTO
-        or use_fp16_softmax is not None
-        or enable_dcp is not False
-        or cp_world is not CP_WORLD
-        or cp_rank is not CP_RANK
-        or causal_seqlens_kv_global is not None
-        or seq_lens is None
-    ):
-        enable_pdl, seq_lens, sparse_mla_top_k_lens = rare_keywords(dict(locals()))
-    fast_path: FastPathKey[MlaCall] | None = None
-    if (
-        sinks is cum_seq_lens_q is sparse_mla_top_k_lens is lse is None
-        and max_q_len is None
-        and uses_shared_paged_kv_idx is True
-        and return_lse is False
-        and return_lse_base.__class__ is str
-        # Exact types: a float or a bool may equal an int.
-        and max_seq_len.__class__ is sparse_mla_top_k.__class__ is int
-        and kv_lora_rank.__class__ is qk_rope_head_dim.__class__ is int
-        and bmm1_scale.__class__ is bmm2_scale.__class__ is float
-        and (enable_pdl is None or enable_pdl.__class__ is bool)
-    ):
-        tensors: tuple[torch.Tensor, ...] = (
-            query,
-            kv_cache,
-            workspace_buffer,
-            block_tables,
-            seq_lens,
+        return as_op(  # type: ignore[no-any-return]
+            "trtllm_batch_decode_with_kv_cache_mla",
+            *(query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim),
+            *(block_tables, seq_lens, max_seq_len, sparse_mla_top_k, out, bmm1_scale, bmm2_scale),
+            *(sinks, skip_softmax_threshold_scale_factor, enable_pdl, backend, is_var_seq),
+            *(uses_shared_paged_kv_idx, lse, return_lse, cute_dsl_impl, kv_scale_format),
+            *(cum_seq_lens_q, max_q_len, multi_ctas_kv_counter_buffer, sparse_mla_top_k_lens),
+            *(enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, use_fp16_softmax),
+            return_lse_base,
         )
-        if out is not None:
-            tensors += (out,)
-        dims = (kv_lora_rank, qk_rope_head_dim)
-        key = (rounded_up(max_seq_len), *dims, sparse_mla_top_k, return_lse_base, out is None)
-        numbers = (bmm1_scale, bmm2_scale)
-        replayed = try_replay(key, tensors, numbers, out, enable_pdl is not False)
-        if isinstance(replayed, torch.Tensor):
-            return replayed
-        fast_path = replayed
-    target = fp16_target(query, out)
-    if target is not out:
-        fast_path = None  # it has no fp16 output
-    args = MlaArgs(
+    key = _key_of(
         query,
         kv_cache,
         workspace_buffer,
+        qk_nope_head_dim,
         kv_lora_rank,
         qk_rope_head_dim,
         block_tables,
         seq_lens,
         max_seq_len,
-        target,
+        sparse_mla_top_k,
+        out,
         bmm1_scale,
         bmm2_scale,
-        unwrap_sinks(sinks),
+        sinks,
+        skip_softmax_threshold_scale_factor,
+        enable_pdl,
+        backend,
+        is_var_seq,
+        uses_shared_paged_kv_idx,
         lse,
-        require_flag(return_lse, "return_lse"),
-        "base2" if return_lse_base is None else return_lse_base,
+        return_lse,
+        cute_dsl_impl,
+        kv_scale_format,
         cum_seq_lens_q,
         max_q_len,
-        sparse_mla_top_k,
+        multi_ctas_kv_counter_buffer,
         sparse_mla_top_k_lens,
-        value_cache=separate_values(
-            kv_cache, block_tables, uses_shared_paged_kv_idx, sparse_mla_top_k
-        ),
+        enable_dcp,
+        cp_world,
+        cp_rank,
+        causal_seqlens_kv_global,
+        use_fp16_softmax,
+        return_lse_base,
     )
-    result, result_lse = run_mla(args, is_pdl_enabled(enable_pdl), fast_path)
-    if target is not out and out is not None:
-        result = out.copy_(result)
-    return result if result_lse is None else (result, result_lse)
+    outputs = MLA.replay(key)
+    if outputs is None:
+        pdl, lengths, top_k_lens = rare_keywords(dict(locals()))
+        args = MlaArgs(
+            query=query,
+            kv_cache=kv_cache,
+            workspace_buffer=workspace_buffer,
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            block_tables=block_tables,
+            seq_lens=lengths,
+            max_seq_len=max_seq_len,
+            out=fp16_target(query, out),
+            bmm1_scale=bmm1_scale,
+            bmm2_scale=bmm2_scale,
+            sinks=unwrap_sinks(sinks),
+            lse=lse,
+            return_lse=require_flag(return_lse, "return_lse"),
+            return_lse_base="base2" if return_lse_base is None else return_lse_base,
+            cum_seq_lens_q=cum_seq_lens_q,
+            max_q_len=max_q_len,
+            top_k=sparse_mla_top_k,
+            top_k_lens=top_k_lens,
+            value_cache=separate_values(
+                kv_cache, block_tables, uses_shared_paged_kv_idx, sparse_mla_top_k
+            ),
+        )
+        outputs = MLA.dispatch(args, is_pdl_enabled(pdl), key, out)
+    return (outputs[0], outputs[1]) if len(outputs) > 1 else outputs[0]
+
+
+_key_of = compile_key(
+    trtllm_batch_decode_with_kv_cache_mla,
+    tensors="query kv_cache workspace_buffer block_tables",
+    groups="sinks",
+    optional="seq_lens out lse cum_seq_lens_q sparse_mla_top_k_lens multi_ctas_kv_counter_buffer",
+    outputs="out lse",
+    scales="bmm1_scale bmm2_scale",
+    length="max_seq_len",
+    ints="qk_nope_head_dim kv_lora_rank qk_rope_head_dim sparse_mla_top_k",
+    words=(
+        "skip_softmax_threshold_scale_factor enable_pdl backend is_var_seq "
+        "uses_shared_paged_kv_idx return_lse cute_dsl_impl kv_scale_format max_q_len enable_dcp "
+        "cp_world cp_rank causal_seqlens_kv_global use_fp16_softmax return_lse_base"
+    ),
+)

@@ -1,4 +1,4 @@
-"""Rare keywords of TensorRT-LLM's signature, most of them ignored, and its positional orders."""
+"""Rare keywords of TensorRT-LLM's signature, its positional orders and its top-k lengths."""
 
 from __future__ import annotations
 
@@ -8,50 +8,37 @@ import torch
 
 from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import (
+    INT32_MAX,
+    canonical_sinks,
     reject,
+    require,
     require_choice,
     require_contiguous,
     require_device,
     require_dims,
+    require_dtype,
     require_flag,
+    require_ints,
     require_number,
     require_tensor,
     require_whole_number,
     shown,
 )
-from mlagen.mla.topk_lengths import default_seq_lens, topk_lengths_of
 
-AUTO = "auto"
-SYNONYMS = (AUTO, "xqa", "trtllm-gen", "cute-dsl")
-CP_WORLD, CP_RANK = 1, 0  # no context parallelism
+_AUTO = "auto"
+_SYNONYMS = (_AUTO, "xqa", "trtllm-gen", "cute-dsl")
 
 # Defaults of the keywords of context parallelism, which is not implemented.
 _DEFAULTS = {
     "enable_dcp": False,
-    "cp_world": CP_WORLD,
-    "cp_rank": CP_RANK,
+    "cp_world": 1,
+    "cp_rank": 0,
     "causal_seqlens_kv_global": None,
 }
 
 _SPARSE = "sparse"
-_IMPLEMENTATIONS = (AUTO, "modular", "monolithic")
-_SCALE_FORMATS = (AUTO, "pow2_fp32", "arbitrary_fp32")
-
-
-def check_counter_buffer(buffer: object, query: object) -> None:
-    """Reject a counter buffer that is no tensor on the device of the query.
-
-    Raises
-    ------
-    ArgumentError
-        If it is not.
-    """
-    tensor = require_tensor(buffer, "multi_ctas_kv_counter_buffer")
-    if not isinstance(query, torch.Tensor):
-        return
-    if tensor.is_cuda and tensor.get_device() == query.get_device():  # fast path
-        return
-    require_device(tensor, "multi_ctas_kv_counter_buffer", query.device)
+_IMPLEMENTATIONS = (_AUTO, "modular", "monolithic")
+_SCALE_FORMATS = (_AUTO, "pow2_fp32", "arbitrary_fp32")
 
 
 def rare_keywords(
@@ -68,10 +55,12 @@ def rare_keywords(
     UnsupportedError
         If a keyword requests context parallelism.
     """
+    if call["multi_ctas_kv_counter_buffer"] is not None:
+        _check_counter_buffer(call["multi_ctas_kv_counter_buffer"], call["query"])
     enable_pdl, backend = _in_order(
         call["skip_softmax_threshold_scale_factor"], call["enable_pdl"], call["backend"]
     )
-    backend = require_choice(backend, "backend", (*SYNONYMS, _SPARSE))
+    backend = require_choice(backend, "backend", (*_SYNONYMS, _SPARSE))
     require_choice(call["cute_dsl_impl"], "cute_dsl_impl", _IMPLEMENTATIONS)
     _check_scale_format(call["kv_scale_format"])
     if call["use_fp16_softmax"] is not None:
@@ -86,9 +75,9 @@ def rare_keywords(
     top_k_lens = call["sparse_mla_top_k_lens"]
     if backend == _SPARSE:
         others = {"sparse_mla_top_k_lens": top_k_lens, "cum_seq_lens_q": cu_seqlens_q}
-        lengths = topk_lengths_of(query, call["kv_cache"], seq_lens, top_k, **others)
+        lengths = _topk_lengths_of(query, call["kv_cache"], seq_lens, top_k, **others)
         return enable_pdl, *lengths
-    return enable_pdl, default_seq_lens(query, seq_lens, top_k, cu_seqlens_q), top_k_lens
+    return enable_pdl, _default_seq_lens(query, seq_lens, top_k, cu_seqlens_q), top_k_lens
 
 
 def separate_values(
@@ -133,6 +122,13 @@ def _in_order(factor: Any, enable_pdl: Any, backend: Any) -> tuple[bool | None, 
     return None if enable_pdl is None else require_flag(enable_pdl, "enable_pdl"), backend
 
 
+def _check_counter_buffer(buffer: object, query: object) -> None:
+    """Reject a counter buffer that is no tensor on the device of the query."""
+    tensor = require_tensor(buffer, "multi_ctas_kv_counter_buffer")
+    if isinstance(query, torch.Tensor):
+        require_device(tensor, "multi_ctas_kv_counter_buffer", query.device)
+
+
 def _check_scale_format(given: object) -> None:
     name = "kv_scale_format"
     normalized = str.lower(given).replace("-", "_") if isinstance(given, str) else given
@@ -151,18 +147,18 @@ def _equals(value: object, default: bool | int | None) -> bool:
 
 
 def unwrap_sinks(sinks: Any) -> Any:
-    """Return the tensor in a list of one; anything else unchanged.
+    """Return the tensor in a list of one, in fp32; no tensor unchanged.
 
     Raises
     ------
     ArgumentError
         If a list does not have one element.
     """
-    if not isinstance(sinks, list):
-        return sinks
-    if len(sinks) != 1:
-        reject("sinks", "a list of one tensor", f"{len(sinks)}")
-    return sinks[0]
+    if isinstance(sinks, list):
+        if len(sinks) != 1:
+            reject("sinks", "a list of one tensor", f"{len(sinks)}")
+        (sinks,) = sinks
+    return canonical_sinks(sinks)
 
 
 def fp16_target(query: object, out: torch.Tensor | None) -> torch.Tensor | None:
@@ -173,3 +169,71 @@ def fp16_target(query: object, out: torch.Tensor | None) -> torch.Tensor | None:
         return out
     require_contiguous(out, "out")  # an expanded view would make the copy larger than its memory
     return torch.empty_like(out, dtype=torch.float16)
+
+
+def _default_seq_lens(
+    query: torch.Tensor,
+    seq_lens: torch.Tensor | None,
+    sparse_mla_top_k: object,
+    cum_seq_lens_q: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return ``seq_lens``, or if None lengths with which query tokens use all top-k indices.
+
+    Raises
+    ------
+    ArgumentError
+        If ``seq_lens`` is None in a dense call.
+    """
+    if seq_lens is not None:
+        return seq_lens
+    top_k = require_whole_number(sparse_mla_top_k, "sparse_mla_top_k")
+    if not top_k:
+        reject("seq_lens", "a torch.Tensor (required without sparse_mla_top_k)", "None")
+    shape = require_tensor(query, "query").shape
+    require_dims(query, "query", (4,) if cum_seq_lens_q is None else (3,))
+    batch, tokens = shape[0], shape[0]
+    if cum_seq_lens_q is None:
+        tokens *= shape[1]
+    else:
+        cu_seqlens_q = require_tensor(cum_seq_lens_q, "cum_seq_lens_q")
+        require_dims(cu_seqlens_q, "cum_seq_lens_q", (1,))
+        batch = max(0, cu_seqlens_q.shape[0] - 1)
+    # Token i of a request attends to length - q_len + i + 1 tokens, and q_len <= tokens.
+    max_len = min(top_k + tokens, INT32_MAX)
+    return torch.full((batch,), max_len, dtype=torch.int32, device=query.device)
+
+
+def _topk_lengths_of(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    seq_lens: torch.Tensor | None,
+    sparse_mla_top_k: object,
+    **others: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return ``seq_lens`` and ``sparse_mla_top_k_lens`` of a call with backend ``sparse``.
+
+    Its ``seq_lens`` are top-k lengths: ``[batch, q_len]`` or ``[batch * q_len]``. None, and
+    ``[batch]`` with several query tokens, mean all indices.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule of that backend; all ``others`` must be None.
+    """
+    name = "with backend 'sparse'"
+    for argument, value in others.items():
+        require(value is None, argument, f"None {name}", "a value")
+    require_whole_number(sparse_mla_top_k, "sparse_mla_top_k", min_value=1)
+    require_dims(require_tensor(query, "query"), "query", (4,))
+    cache = require_tensor(kv_cache, "kv_cache")
+    require_dtype(cache, "kv_cache", (torch.uint8,), f"fp8_ds_mla, {name}")
+    batch, q_len = query.shape[:2]
+    if seq_lens is not None:
+        allowed = ((batch, q_len), (batch * q_len,), (batch,))
+        lengths = require_ints(seq_lens, "seq_lens", query.device, allowed, "batch, q_len")
+        flat = lengths.view(-1)
+        if q_len == 1:  # the sequence length acts as the top-k length
+            return flat, None
+        if lengths.numel() == batch * q_len:
+            return flat[:batch], flat
+    return _default_seq_lens(query, None, sparse_mla_top_k, None), None

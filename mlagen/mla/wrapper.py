@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.errors import ArgumentError, CaptureError, UnsupportedError
 from mlagen.families.common.arguments import (
     reject,
     require_choice,
@@ -14,6 +14,7 @@ from mlagen.families.common.arguments import (
     require_tensor,
     shown,
 )
+from mlagen.families.mla.dispatch import MLA
 from mlagen.mla.batch_op import call_planless, call_planned
 from mlagen.mla.batch_plan import (
     BatchLayout,
@@ -26,13 +27,19 @@ from mlagen.mla.batch_plan import (
     host_metadata,
     mean_capacity,
 )
-from mlagen.mla.batch_run import reject_capture, run_planned
+from mlagen.mla.batch_run import args_of_run, key_of_run
 from mlagen.mla.planless import run_planless
 from mlagen.observe.observed import observable
+from mlagen.runtime.capture import is_capturing
 from mlagen.torch_ops.traced import is_compiling, is_traced
 
 _PLANNED_BACKENDS = ("auto", "fa2", "fa3")
 _BACKENDS = (*_PLANNED_BACKENDS, "cutlass")
+
+_CAPTURE = (
+    "use_cuda_graph: expected True with its four buffers while a CUDA graph is captured, "
+    "since replays read metadata that the next plan frees, got False"
+)
 
 
 @observable
@@ -255,28 +262,25 @@ class BatchMLAPagedAttentionWrapper:
             During CUDA graph capture, if the kernel is not loaded yet, or there is a plan without
             ``use_cuda_graph``.
         """
-        return_lse = require_flag(return_lse, "return_lse")
-        is_natural = require_flag(return_lse_base_on_e, "return_lse_base_on_e")
-        plan, tensors = self._plan, (q_nope, q_pe, ckv_cache, kpe_cache)
-        is_planless = kv_len is not None and page_table is not None
+        plan, workspace = self._plan, self._workspace
+        tensors = (q_nope, q_pe, ckv_cache, kpe_cache)
+        scales = (ckv_scale, ckv_scale_arr, kpe_scale)
         is_op = is_compiling() or is_traced() > 0
-        if self._backend == "cutlass" or (plan is None and is_planless):
-            rejected = {
-                "return_lse": return_lse or None,
-                "lse": lse,
-                "profiler_buffer": profiler_buffer,
-                "ckv_scale": ckv_scale,
-                "ckv_scale_arr": ckv_scale_arr,
-                "kpe_scale": kpe_scale,
-            }
+        if self._backend == "cutlass" or (
+            plan is None and kv_len is not None and page_table is not None
+        ):
+            names = ("return_lse", "lse", "profiler_buffer", "ckv_scale", "ckv_scale_arr")
+            return_lse = require_flag(return_lse, "return_lse")
+            require_flag(return_lse_base_on_e, "return_lse_base_on_e")
+            unplanned = (return_lse or None, lse, profiler_buffer, *scales)
             return (call_planless if is_op else run_planless)(
-                self._workspace,
+                workspace,
                 *tensors,
                 out=out,
                 kv_len=kv_len,
                 page_table=page_table,
                 o_scale=o_scale,
-                rejected=rejected,
+                rejected=dict(zip((*names, "kpe_scale"), unplanned, strict=True)),
             )
         if o_scale is not None:
             raise ArgumentError(
@@ -286,18 +290,13 @@ class BatchMLAPagedAttentionWrapper:
             raise ArgumentError("run: expected plan() to be called first, got no plan")
         if profiler_buffer is not None:
             raise UnsupportedError("profiler_buffer: not implemented, expected None, got a tensor")
-        if self._buffers is None and not is_op:
-            reject_capture(self._workspace.device)
-        result, result_lse = (call_planned if is_op else run_planned)(
-            self._workspace,
-            plan,
-            *tensors,
-            out=out,
-            lse=lse,
-            return_lse=return_lse,
-            lse_base="basee" if is_natural else "base2",
-            ckv_scale=ckv_scale,
-            ckv_scale_arr=ckv_scale_arr,
-            kpe_scale=kpe_scale,
-        )
-        return (result, result_lse) if return_lse and result_lse is not None else result
+        flags = (return_lse, return_lse_base_on_e)
+        if is_op:
+            outputs = call_planned(workspace, plan, *tensors, out, lse, *flags, *scales)
+        else:
+            if self._buffers is None and is_capturing(workspace.device):
+                raise CaptureError(_CAPTURE)
+            given = (plan, workspace, *tensors, out, lse, *flags, *scales)
+            key = key_of_run(*given)
+            outputs = MLA.replay(key) or MLA.dispatch(args_of_run(*given), True, key, out)
+        return (outputs[0], outputs[1]) if return_lse else outputs[0]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from mlagen.families.common.arguments import is_pdl_enabled
+from mlagen.families.common.call_key import compile_key
 from mlagen.families.mla.args import MlaArgs
-from mlagen.families.mla.dispatch import run_mla
+from mlagen.families.mla.dispatch import MLA
 from mlagen.mla.trtllm_keywords import unwrap_sinks
 from mlagen.observe.observed import observable
 from mlagen.torch_ops.outputs import mla_outputs
@@ -77,14 +78,16 @@ def xqa_batch_decode_with_kv_cache_mla(
     scores by ``bmm1_scale * bmm2_scale``.
     """
     if is_compiling() or is_traced():
-        first = (query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank)
-        second = (qk_rope_head_dim, block_tables, seq_lens, max_seq_len, out, bmm1_scale)
-        third = (bmm2_scale, sinks, enable_pdl)
-        return as_op("xqa_batch_decode_with_kv_cache_mla", *first, *second, *third)  # type: ignore[no-any-return]
-    args = MlaArgs(
+        return as_op(  # type: ignore[no-any-return]
+            "xqa_batch_decode_with_kv_cache_mla",
+            *(query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim),
+            *(block_tables, seq_lens, max_seq_len, out, bmm1_scale, bmm2_scale, sinks, enable_pdl),
+        )
+    key = _key_of(
         query,
         kv_cache,
         workspace_buffer,
+        qk_nope_head_dim,
         kv_lora_rank,
         qk_rope_head_dim,
         block_tables,
@@ -93,6 +96,37 @@ def xqa_batch_decode_with_kv_cache_mla(
         out,
         bmm1_scale,
         bmm2_scale,
-        unwrap_sinks(sinks),
+        sinks,
+        enable_pdl,
     )
-    return run_mla(args, is_pdl_enabled(enable_pdl))[0]
+    outputs = MLA.replay(key)
+    if outputs is None:
+        args = MlaArgs(
+            query=query,
+            kv_cache=kv_cache,
+            workspace_buffer=workspace_buffer,
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            max_seq_len=max_seq_len,
+            out=out,
+            bmm1_scale=bmm1_scale,
+            bmm2_scale=bmm2_scale,
+            sinks=unwrap_sinks(sinks),
+        )
+        outputs = MLA.dispatch(args, is_pdl_enabled(enable_pdl), key, out)
+    return outputs[0]
+
+
+_key_of = compile_key(
+    xqa_batch_decode_with_kv_cache_mla,
+    tensors="query kv_cache workspace_buffer block_tables seq_lens",
+    groups="sinks",
+    optional="out",
+    outputs="out",
+    scales="bmm1_scale bmm2_scale",
+    length="max_seq_len",
+    ints="qk_nope_head_dim kv_lora_rank qk_rope_head_dim",
+    words="enable_pdl",
+)

@@ -18,7 +18,7 @@ from mlagen.runtime.device import device_facts
 WHOLE_GPU = 0
 NO_COOPERATION = -1  # the driver rejects grids that should fit
 
-_partitioned: set[int] = set()  # GPUs on which a grid was rejected
+partitioned_gpus: set[int] = set()  # GPUs on which a grid was rejected
 _rejected: set[tuple[int, int]] = set()  # GPU and SMs, where a grid that should fit was rejected
 
 
@@ -36,10 +36,10 @@ def partition_of(tensor: object) -> int:
 
     :data:`WHOLE_GPU` unless the context of the current stream is known to have fewer.
     """
-    if not _partitioned or not isinstance(tensor, torch.Tensor):
+    if not partitioned_gpus or not isinstance(tensor, torch.Tensor):
         return WHOLE_GPU
     device = tensor.get_device()
-    if device not in _partitioned:
+    if device not in partitioned_gpus:
         return WHOLE_GPU
     sms = _current_sms(device)
     return NO_COOPERATION if (device, sms) in _rejected else sms
@@ -53,7 +53,7 @@ def record_rejection(error: TooManyCtasError) -> None:
     sms = _current_sms(error.device)
     if error.num_ctas <= (sms or device_facts(error.device).sm_count):
         _rejected.add((error.device, sms))
-    _partitioned.add(error.device)
+    partitioned_gpus.add(error.device)
 
 
 def _current_sms(device: int) -> int:

@@ -74,7 +74,7 @@ class _Replay(NamedTuple):
 class Launched(NamedTuple):
     """A call with its output and launches."""
 
-    call: mla_call.MlaCall
+    call: mla_call.MlaLauncher
     out: torch.Tensor
     launches: list[Launch]
 
@@ -153,6 +153,6 @@ def launched(inputs: MlaArgs, launches: list[Launch], kernel: str = "sm80") -> L
     request = check_problem(inputs)
     on_gpu = replace(request, device=torch.device("cuda", 0))
     settings = replace(current_settings(), mla_kernel=kernel)
-    call = replace(mla_call._prepare(inputs, on_gpu, settings), problem=request)
-    out, _ = mla_call._run_on_gpu(call, inputs, enable_pdl=True)
-    return Launched(call, out, launches)
+    call = replace(mla_call.plan_call(inputs, on_gpu, settings), problem=request)
+    outputs = mla_call.MLA.launch(call, inputs, enable_pdl=True)
+    return Launched(call, outputs[0], launches)

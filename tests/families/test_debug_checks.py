@@ -52,6 +52,9 @@ CONTENTS: Rows = {
         ("kv_indptr", put(0, value=-1), "[0]: expected 0 or more, got -1"),
         ("kv_indptr", put(1, value=4), "[2]: expected 4 or more (kv_indptr[1]), got 3"),
     ],
+    "run_mla sparse ragged": [
+        ("seq_lens", put(1, value=-1), "[1]: expected 0 or more, got -1"),
+    ],
     "run_mla biased": [
         ("max(seq_lens)", {"seq_lens": put(0, value=76)}, ": expected 75 (bias) or less, got 76"),
     ],
@@ -84,6 +87,7 @@ VALID_MLA = [
     *(replace(MLA_CASES[name], name=name) for name in ("flat", "other pages", "sparse", "biased")),
     replace(MLA, name="an empty request with query tokens", seq_lens=(70, 2, 0)),
     replace(MLA, name="ragged", q_lens=(1, 3)),
+    replace(MLA, name="sparse, without top-k lengths", top_k=70),
     replace(MLA, name="not causal", seq_lens=(1, 0), q_len=4, is_causal=False),
 ]
 # A request shorter than its drafts is computed, but it is not valid.

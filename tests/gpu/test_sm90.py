@@ -37,14 +37,14 @@ FP8_DS_MLA = "bf16 over fp8_ds_mla"
 class Family(NamedTuple):
     """What the tests need to know of a family's calls."""
 
-    launchers: Any  # cached ones, by signature
+    cache: Any  # of calls
     run: Callable[[Any], torch.Tensor]
     delays: dict[str, int]
     after: str  # each delay
 
 
-MLA = Family(mla_dispatch._calls, lambda problem: compute(problem)[0], MLA_DELAYS, "")
-GQA = Family(gqa_dispatch._calls, decode_gqa, GQA_DELAYS, "  __syncwarp();\n")
+MLA = Family(mla_dispatch.MLA.cache, lambda problem: compute(problem)[0], MLA_DELAYS, "")
+GQA = Family(gqa_dispatch.GQA.cache, decode_gqa, GQA_DELAYS, "  __syncwarp();\n")
 
 
 def family_of(problem: Problem) -> Family:
@@ -144,14 +144,14 @@ def _heads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def check_both_kernels(case: MlaCase | GqaCase, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Fail unless the sm90 and the sm80 kernel are right; return their families."""
     problem: Any = case.build("cuda")
-    launchers = family_of(problem).launchers
-    launchers.clear()
+    cache = family_of(problem).cache
+    cache.clear()
     for kernel in ("sm90", "sm80"):
         choose_kernel(monkeypatch, kernel)
 
         problem.check(*([decode_gqa(problem)] if isinstance(case, GqaCase) else compute(problem)))
 
-    return [call.decode.spec.family for call in launchers.values()]
+    return [call.decode.spec.family for call in cache.launchers.values()]
 
 
 PAGED = [
@@ -211,15 +211,15 @@ def test_repeated_launches_give_the_same_bits(case: MlaCase | GqaCase) -> None:
 
 def slow_down(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """Make later calls of a problem sleep at random; return the result without delays."""
-    launchers, run, delays, after = family_of(problem)
-    launchers.clear()
+    cache, run, delays, after = family_of(problem)
+    cache.clear()
     expected = run(problem).clone()
-    (call,) = launchers.values()
+    (call,) = cache.launchers.values()
     spec = call.decode.spec
     assert "sm90" in spec.family
     assert (spec, 0) in engine._loaded
     monkeypatch.setitem(engine._loaded, (spec, 0), with_delays(spec, delays, after=after))
-    launchers.clear()
+    cache.clear()
     return expected
 
 
@@ -235,7 +235,7 @@ def test_delays_change_no_bit(case: MlaCase | GqaCase, monkeypatch: pytest.Monke
     differing = repeat(problem, delayed_launches(others))
     result = family_of(problem).run(problem)
 
-    family_of(problem).launchers.clear()
+    family_of(problem).cache.clear()
     assert differing == 0
     assert torch.equal(result, expected)
 
@@ -252,7 +252,7 @@ def test_no_copy_overwrites_a_stage_in_use(monkeypatch: pytest.MonkeyPatch) -> N
     differing = repeat(problem, 60_000)
     result = decode_gqa(problem)
 
-    GQA.launchers.clear()
+    GQA.cache.clear()
     assert differing == 0
     assert torch.equal(result, expected)
 

@@ -24,7 +24,7 @@ pytestmark = [needs_sm90, pytest.mark.usefixtures("sm90")]
 
 def _only_spec() -> Any:
     """Return the spec of the one MLA call that is cached."""
-    (call,) = mla_dispatch._calls.values()
+    (call,) = mla_dispatch.MLA.cache.launchers.values()
     return call.decode.spec
 
 
@@ -81,7 +81,7 @@ def test_a_small_call_uses_the_sm80_kernel(kind: str, monkeypatch: pytest.Monkey
     """The default settings select the sm80 kernel."""
     choose_kernel(monkeypatch, "auto")
     monkeypatch.setattr(plan_mla_sm90, "USES_SM80_FOR_SMALL_CALLS", True)
-    mla_dispatch._calls.clear()
+    mla_dispatch.MLA.cache.clear()
 
     decode(mla_case(kind, seq_lens=(1024, 900)).build("cuda"))
 
@@ -109,7 +109,7 @@ def test_p_may_stay_in_16_bits(
     monkeypatch.setenv("MLAGEN_MLA_P_DTYPE", "fp16")
     current_settings.cache_clear()
     problem = mla_case("e4m3", heads=heads, **facts).build("cuda")
-    mla_dispatch._calls.clear()
+    mla_dispatch.MLA.cache.clear()
 
     problem.check(*compute(problem))
 

@@ -106,7 +106,7 @@ def test_a_process_that_ends_in_a_call_has_dumped_it(
     def end(*_: Any, **__: Any) -> None:
         raise EndError
 
-    monkeypatch.setattr("mlagen.mla.xqa_decode.run_mla", end)
+    monkeypatch.setattr("mlagen.mla.xqa_decode.MLA.run", end)
     function, arguments = built("xqa_batch_mla")
 
     with pytest.raises(EndError):

@@ -99,18 +99,18 @@ def test_every_decode_output_has_one_combine_kernel(arch: Arch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "elements", "size"),
+    ("dtype", "cuda_name", "elements", "size"),
     [
-        (DType.BF16, 576, 1152),
-        (DType.FP16, 128, 256),
-        (DType.E4M3, 576, 576),
-        (DType.INT8, 128, 128),
-        (DType.NVFP4, 128, 64),
-        (DType.FP8_DS_MLA, 576, 656),
-        (DType.FP8_PER_TOKEN, 576, 640),
+        (DType.BF16, "Bf16", 576, 1152),
+        (DType.FP16, "Fp16", 128, 256),
+        (DType.E4M3, "E4m3", 576, 576),
+        (DType.INT8, "Int8", 128, 128),
+        (DType.NVFP4, "Nvfp4", 128, 64),
+        (DType.FP8_DS_MLA, "Fp8DsMla", 576, 656),
+        (DType.FP8_PER_TOKEN, "Fp8PerToken", 576, 640),
     ],
     ids=str,
 )
-def test_row_bytes(dtype: DType, elements: int, size: int) -> None:
-    """A row has the size of its elements; rows with inline scales have a fixed size."""
-    assert dtype.row_bytes(elements) == size
+def test_rows_and_tags_of_a_dtype(dtype: DType, cuda_name: str, elements: int, size: int) -> None:
+    """A row has the size of its elements, or with inline scales a fixed one; tags are types."""
+    assert (dtype.cuda_name, dtype.row_bytes(elements)) == (cuda_name, size)

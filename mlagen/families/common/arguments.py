@@ -237,7 +237,7 @@ def canonical_scale(scale: object, argument: str) -> float | torch.Tensor:
     return require_float32(scale, argument, _SCALE)
 
 
-def canonical_sinks(sinks: torch.Tensor) -> torch.Tensor:
+def canonical_sinks(sinks: torch.Tensor | None) -> torch.Tensor | None:
     """Return 16-bit sinks as fp32, which launches one small kernel; others unchanged."""
     if not isinstance(sinks, torch.Tensor) or sinks.dtype not in DTYPES:
         return sinks

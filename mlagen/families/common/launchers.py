@@ -10,7 +10,7 @@ import torch
 
 from mlagen.engine import kernel_for
 from mlagen.errors import UnsupportedError
-from mlagen.families.common.arguments import INT32_MAX, require, require_whole_number
+from mlagen.families.common.arguments import INT32_MAX, require
 from mlagen.families.common.plan_sm80 import Sm80Plan
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
@@ -112,11 +112,13 @@ def scratch_offset(workspace: torch.Tensor, argument: str, needed: int) -> int:
     return (given - needed) // _LINE_BYTES * _LINE_BYTES
 
 
-def tensor_signature(value: object) -> Hashable:
-    """Return the metadata of a tensor that a check may depend on; of another value its type."""
+def value_signature(value: object) -> Hashable:
+    """Return all that a check may depend on: the metadata of a tensor, the type of a float."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.get_device()
-    return type(value).__name__
+    if value.__class__ is float:
+        return float
+    return value, value.__class__  # the type too: a float or a bool may equal an int
 
 
 def scale_of(scale: float | torch.Tensor) -> tuple[int, float]:
@@ -139,12 +141,15 @@ def rounded_up(length: int) -> int:
     return min(up, INT32_MAX) if length <= INT32_MAX else up  # longer ones are rejected
 
 
-def length_signature(length: object) -> Hashable:
-    """Return the signature of a length whose type is not int.
+@lru_cache(maxsize=1 << 14, typed=True)
+def rounded_length(length: object) -> int:
+    """Return an int rounded up as for plans.
 
     Raises
     ------
-    ArgumentError
-        If it is no whole number; a tensor is not read.
+    TypeError
+        If it is no int: a float or a bool may equal one.
     """
-    return rounded_up(require_whole_number(length, "max_seq_len", min_value=0)), type(length)
+    if length.__class__ is not int:
+        raise TypeError(f"expected an int, got {length!r}")
+    return rounded_up(length)

@@ -7,6 +7,7 @@ distinguish all of them from plain tensors.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, Protocol
 
@@ -40,8 +41,14 @@ class CallArgs(Protocol):
     """The arguments of a call, with their parameter names."""
 
     @property
+    def query(self) -> torch.Tensor:
+        """The query."""
+
+    @property
     def names(self) -> Any:
         """Parameter names by field."""
+
+    def __iter__(self) -> Iterator[Any]: ...
 
     def _asdict(self) -> dict[str, Any]: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +24,7 @@ def reject_backward() -> NoReturn:
     raise UnsupportedError(_MESSAGE)
 
 
-def wants_grad(inputs: tuple[object, ...]) -> bool:
+def wants_grad(inputs: Iterable[object]) -> bool:
     """Whether autograd records ops on the tensors among ``inputs``."""
     if not torch.is_grad_enabled():
         return False
@@ -31,7 +32,7 @@ def wants_grad(inputs: tuple[object, ...]) -> bool:
         return any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
 
 
-def tensors_of(inputs: tuple[object, ...]) -> tuple[torch.Tensor, ...]:
+def tensors_of(inputs: Iterable[object]) -> tuple[torch.Tensor, ...]:
     """Return the floating-point tensors, which may have gradients."""
     return tuple(
         value

@@ -1,10 +1,24 @@
-"""The arguments of one grouped-query decode call, common to all entry points."""
+"""The arguments of one grouped-query call, common to all entry points, and their signature."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
+
+from mlagen.families.common.arguments import (
+    canonical_scale,
+    reject,
+    require_choice,
+    require_float32,
+    require_tensor,
+    require_whole_number,
+)
+from mlagen.families.common.launchers import rounded_up, value_signature
+
+LAYOUTS = ("NHD", "HND")
 
 
 class GqaArgNames(NamedTuple):
@@ -61,3 +75,77 @@ class GqaArgs(NamedTuple):
     # multiplied by 1 / sqrt(head_dim).
     scales_like_xqa: bool = False
     names: GqaArgNames = GqaArgNames()
+
+
+def canonical_numbers(args: GqaArgs) -> GqaArgs:
+    """Return the arguments with built-in Python numbers.
+
+    Window and output factors are canonical already: the entry points compute them.
+
+    Raises
+    ------
+    ArgumentError
+        If one has the wrong type, or exceeds 32 bits.
+    """
+    names = args.names
+    return args._replace(
+        max_seq_len=require_whole_number(args.max_seq_len, names.max_seq_len),
+        q_len=require_whole_number(args.q_len, names.q_len, min_value=1),
+        kv_layout=require_choice(args.kv_layout, "kv_layout", LAYOUTS),
+        bmm1_scale=canonical_scale(args.bmm1_scale, names.bmm1_scale),
+        bmm2_scale=canonical_scale(args.bmm2_scale, names.bmm2_scale),
+    )
+
+
+def signature_of(args: GqaArgs) -> Hashable:
+    """Return everything about canonical arguments that a check or a plan may depend on."""
+    others = args._replace(max_seq_len=rounded_up(args.max_seq_len), names=GqaArgNames())
+    return tuple(map(value_signature, others))
+
+
+def pair_of(
+    kv: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor], argument: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return keys and values; the values are None where one tensor holds both.
+
+    Raises
+    ------
+    ArgumentError
+        If a tuple or list holds anything but two tensors.
+    """
+    if not isinstance(kv, (tuple, list)):
+        return kv, None
+    if len(kv) != 2:
+        reject(argument, "a tensor, or two in a tuple or list", f"{len(kv)} of them")
+    key, value = kv
+    if key.__class__ is torch.Tensor and value.__class__ is torch.Tensor:
+        return key, value
+    return require_tensor(key, f"{argument}[0]"), require_tensor(value, f"{argument}[1]")
+
+
+def window_of(window_left: object, argument: str) -> int:
+    """Return the window: tokens that a row attends to, including itself; 0 is no limit.
+
+    Raises
+    ------
+    ArgumentError
+        If it is no whole number.
+    """
+    left = require_whole_number(window_left, argument, min_value=None, max_value=None)
+    return left + 1 if left >= 0 else 0
+
+
+def positive_factor(number: object, argument: str) -> float:
+    """Return a positive factor in the range of float32.
+
+    Raises
+    ------
+    ArgumentError
+        If it is not a finite number above 0.
+    """
+    if number.__class__ is float and 1e-30 < number < 1e30:
+        return number
+    factor = require_float32(number, argument)
+    if not 0 < factor < math.inf:
+        reject(argument, "a finite number above 0", factor)
+    return factor

@@ -19,7 +19,7 @@ from mlagen.families.common.plan_sm80 import Sm80Plan
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.problem import GqaProblem
 from mlagen.families.gqa.select import plan_arguments, plan_gqa_call
-from mlagen.families.gqa.validate_pointers import MASK_ALIGNMENT_BYTES, alignment_of, check_pointers
+from mlagen.families.gqa.validate_kv import MASK_ALIGNMENT_BYTES, alignment_of, check_pointers
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.spec.combine import CombineSpec
@@ -40,7 +40,7 @@ class GqaSm80Launcher:
     packed_scalars: bytes  # the integer kernel parameters
     cache_alignment: int  # bytes
 
-    def launch(self, args: GqaArgs, out: torch.Tensor, enable_pdl: bool) -> Sequence[Launch]:
+    def launch(self, args: GqaArgs, enable_pdl: bool, out: torch.Tensor) -> Sequence[Launch]:
         """Enqueue the kernels of one call with this signature."""
         problem = self.problem
         query = args.query.data_ptr()

@@ -17,7 +17,7 @@ from mlagen.families.gqa.plan_sm90 import GqaSm90Plan, fits_in_int32
 from mlagen.families.gqa.problem import MAX_TOKENS, GqaProblem
 from mlagen.families.gqa.select import plan_arguments, plan_gqa_sm90_call
 from mlagen.families.gqa.tensor_maps import GqaCacheMaps, GqaTensorMapLayout, maps_of
-from mlagen.families.gqa.validate_pointers import MASK_ALIGNMENT_BYTES, check_pointers
+from mlagen.families.gqa.validate_kv import MASK_ALIGNMENT_BYTES, check_pointers
 from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
@@ -44,7 +44,7 @@ class GqaSm90Launcher:
     maps: GqaCacheMaps
     packed_scalars: bytes  # the integer kernel parameters
 
-    def launch(self, args: GqaArgs, out: torch.Tensor, enable_pdl: bool) -> Sequence[Launch]:
+    def launch(self, args: GqaArgs, enable_pdl: bool, out: torch.Tensor) -> Sequence[Launch]:
         """Enqueue the kernel of one call with this signature."""
         problem, plan = self.problem, self.plan
         query = args.query.data_ptr()

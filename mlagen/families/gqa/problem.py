@@ -26,8 +26,15 @@ from mlagen.families.common.arguments import (
     require_workspace,
 )
 from mlagen.families.gqa.args import GqaArgs
-from mlagen.families.gqa.validate_kv import QUANTISED, Pair, cache_names, paged_caches, paged_scales
-from mlagen.families.gqa.validate_pointers import check_pointers, require_aligned_strides
+from mlagen.families.gqa.validate_kv import (
+    QUANTISED,
+    Pair,
+    cache_names,
+    check_pointers,
+    paged_caches,
+    paged_scales,
+    require_aligned_strides,
+)
 from mlagen.families.gqa.validate_query import check_query, check_query_tokens
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.sm80 import GqaVariant, require_supported

@@ -1,4 +1,4 @@
-"""Layouts of a paged KV cache and its block scales.
+"""Layouts of a paged KV cache and its block scales, and the alignment of rows.
 
 K and V pages are two tensors or one, with heads after the tokens of a page (NHD) or before (HND).
 """
@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from mlagen.families.common.arguments import (
+    ALIGNMENT_BYTES,
     reject,
     require,
     require_dense_last_dim,
@@ -22,8 +23,6 @@ from mlagen.families.common.arguments import (
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.spec.dtype import DType
 
-LAYOUTS = ("NHD", "HND")
-
 # Cache dtypes besides the dtype of the query.
 QUANTISED = {
     torch.float8_e4m3fn: DType.E4M3,
@@ -34,6 +33,10 @@ SCALE_DTYPES = (torch.uint8, torch.float8_e4m3fn)
 
 # NVFP4 elements per e4m3 scale; a byte holds two elements.
 NVFP4_BLOCK = 16
+
+# cp.async copies NVFP4 rows that are no multiple of 16 bytes 8 bytes at a time.
+NVFP4_ALIGNMENT_BYTES = 8
+MASK_ALIGNMENT_BYTES = 4
 
 
 class Pair(NamedTuple):
@@ -134,3 +137,45 @@ def _split(
 def _swapped(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     """Return a view with heads and tokens swapped, if the layout is HND."""
     return tensor if layout == "NHD" else tensor.transpose(1, 2)
+
+
+def alignment_of(tensor: torch.Tensor) -> int:
+    """Return the required alignment of every row of a cache, in bytes."""
+    if tensor.dtype is torch.uint8 and tensor.shape[-1] % ALIGNMENT_BYTES:
+        return NVFP4_ALIGNMENT_BYTES
+    return ALIGNMENT_BYTES
+
+
+def require_aligned_strides(tensor: torch.Tensor, argument: str) -> None:
+    """Reject a tensor with a stride that breaks the alignment of its rows."""
+    elements = alignment_of(tensor) // tensor.element_size()
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if dim != tensor.dim() - 1 and size > 1 and stride % elements:
+            reject(f"{argument}.stride({dim})", f"a multiple of {elements}", stride)
+
+
+def check_pointers(args: GqaArgs) -> None:
+    """Reject tensors with a misaligned base address.
+
+    Raises
+    ------
+    ArgumentError
+        If there is one; the message names it.
+    """
+    names = args.names
+    key, value = paged_caches(args)
+    key_name, value_name = cache_names(args)
+    _check_pointer(args.query, names.query, ALIGNMENT_BYTES)
+    _check_pointer(key, key_name, alignment_of(key))
+    _check_pointer(value, value_name, alignment_of(key))
+    _check_pointer(args.workspace_buffer, names.workspace_buffer, ALIGNMENT_BYTES)
+    if args.out is not None:
+        _check_pointer(args.out, names.out, ALIGNMENT_BYTES)
+    if args.mask is not None and args.q_len > 1:
+        _check_pointer(args.mask, names.mask, MASK_ALIGNMENT_BYTES)
+
+
+def _check_pointer(tensor: torch.Tensor, argument: str, alignment: int) -> None:
+    excess = tensor.data_ptr() % alignment
+    if excess:
+        reject(f"{argument}.data_ptr()", f"a multiple of {alignment}", f"{excess} more than one")

@@ -19,7 +19,7 @@ from mlagen.families.common.arguments import (
     require_tensor,
 )
 from mlagen.families.gqa.args import GqaArgs
-from mlagen.families.gqa.validate_pointers import require_aligned_strides
+from mlagen.families.gqa.validate_kv import require_aligned_strides
 
 
 def check_query(args: GqaArgs) -> torch.Tensor:

@@ -1,10 +1,24 @@
-"""The arguments of one MLA decode call, common to all entry points."""
+"""The arguments of one MLA decode call, common to all entry points, and their signature."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
+
+from mlagen.families.common.arguments import (
+    canonical_scale,
+    require_choice,
+    require_flag,
+    require_whole_number,
+)
+from mlagen.families.common.call_key import compile_key
+from mlagen.families.common.launchers import rounded_up, value_signature
+
+# Factors that convert a base-2 LSE to the requested base.
+LSE_FACTORS = {"base2": 1.0, "basee": math.log(2)}
 
 
 class MlaArgNames(NamedTuple):
@@ -68,4 +82,57 @@ class MlaArgs(NamedTuple):
     kv_indptr: torch.Tensor | None = None  # int32 [batch + 1]: offsets into flat page ids
     bias: torch.Tensor | None = None  # fp32 [tokens, heads or 1, positions], added to the scores
     is_fp8_per_token: bool = False  # 640-byte rows in query and cache
+    out_shape: tuple[int, ...] | None = None  # of a new output, if it is not that of the query
     names: MlaArgNames = MlaArgNames()
+
+
+def canonical_numbers(args: MlaArgs) -> MlaArgs:
+    """Return the arguments with built-in Python numbers.
+
+    Raises
+    ------
+    ArgumentError
+        If one has the wrong type, or exceeds 32 bits.
+    """
+    names, max_q_len = args.names, args.max_q_len
+    return args._replace(
+        kv_lora_rank=require_whole_number(args.kv_lora_rank, "kv_lora_rank"),
+        qk_rope_head_dim=require_whole_number(args.qk_rope_head_dim, "qk_rope_head_dim"),
+        max_seq_len=require_whole_number(args.max_seq_len, "max_seq_len"),
+        bmm1_scale=canonical_scale(args.bmm1_scale, names.bmm1_scale),
+        bmm2_scale=canonical_scale(args.bmm2_scale, names.bmm2_scale),
+        return_lse=require_flag(args.return_lse, "return_lse"),
+        return_lse_base=require_choice(args.return_lse_base, "return_lse_base", LSE_FACTORS),
+        max_q_len=None if max_q_len is None else require_whole_number(max_q_len, "max_q_len"),
+        top_k=require_whole_number(args.top_k, "sparse_mla_top_k"),
+    )
+
+
+def signature_of(args: MlaArgs) -> Hashable:
+    """Return everything about canonical arguments that a check or a plan may depend on."""
+    length = rounded_up(args.max_seq_len) if args.bias is None else args.max_seq_len
+    others = args._replace(max_seq_len=length, names=MlaArgNames())
+    # Few dtypes support other factors than 1.
+    factors = (_is_one(args.latent_scale), _is_one(args.rope_scale))
+    return (factors, *map(value_signature, others))
+
+
+def _is_one(scale: object) -> bool:
+    return isinstance(scale, float) and scale == 1.0
+
+
+# Of a call whose arguments another module made, by their fields in order.
+key_of_args = compile_key(
+    MlaArgs,
+    tensors="query kv_cache workspace_buffer block_tables seq_lens",
+    optional=(
+        "out lse sinks cum_seq_lens_q top_k_lens query_rope query_scales rope_cache value_cache "
+        "kv_scales kv_indptr bias"
+    ),
+    outputs="out lse",
+    scales="bmm1_scale bmm2_scale latent_scale rope_scale",
+    length="max_seq_len",
+    ints="kv_lora_rank qk_rope_head_dim top_k",
+    constants=("None if bias is None else max_seq_len", "out_shape"),  # it must cover the length
+    words="return_lse return_lse_base max_q_len is_causal scores_take_bmm2 is_fp8_per_token",
+)

@@ -17,8 +17,8 @@ from mlagen.families.common.launchers import (
     scratch_offset,
 )
 from mlagen.families.common.plan_sm80 import Sm80Plan
-from mlagen.families.mla.args import MlaArgs
-from mlagen.families.mla.problem import LSE_FACTORS, MlaProblem, check_pointers
+from mlagen.families.mla.args import LSE_FACTORS, MlaArgs
+from mlagen.families.mla.problem import MlaProblem, check_pointers
 from mlagen.families.mla.select import plan_call
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
@@ -40,7 +40,7 @@ class MlaSm80Launcher:
     is_plain: bool  # no argument of :class:`_RarePointers` is used
 
     def launch(
-        self, args: MlaArgs, out: torch.Tensor, lse: torch.Tensor | None, enable_pdl: bool
+        self, args: MlaArgs, enable_pdl: bool, out: torch.Tensor, lse: torch.Tensor | None = None
     ) -> Sequence[Launch]:
         """Enqueue the kernels of one call with this signature."""
         problem = self.problem

@@ -12,10 +12,10 @@ from mlagen.errors import DriverError, UnsupportedError
 from mlagen.families.common.arguments import ALIGNMENT_BYTES
 from mlagen.families.common.choice_log import decline, log_declined
 from mlagen.families.common.launchers import scale_of, scratch_offset
-from mlagen.families.mla.args import MlaArgs
+from mlagen.families.mla.args import LSE_FACTORS, MlaArgs
 from mlagen.families.mla.launch_sm90_fp8kv import MlaSm90Fp8KvLauncher, make_fp8kv_launcher
 from mlagen.families.mla.plan_sm90 import MlaSm90Plan, fits_in_int32
-from mlagen.families.mla.problem import LSE_FACTORS, MlaProblem, check_pointers
+from mlagen.families.mla.problem import MlaProblem, check_pointers
 from mlagen.families.mla.select import plan_mla_sm90_call, schedule_id_of
 from mlagen.families.mla.tensor_maps import CacheMaps, TensorMapLayout, maps_of
 from mlagen.runtime.device import arch_of_device
@@ -52,7 +52,7 @@ class MlaSm90Launcher:
     lse_factor: float
 
     def launch(
-        self, args: MlaArgs, out: torch.Tensor, lse: torch.Tensor | None, enable_pdl: bool
+        self, args: MlaArgs, enable_pdl: bool, out: torch.Tensor, lse: torch.Tensor | None = None
     ) -> Sequence[Launch]:
         """Enqueue the kernel of one call with this signature."""
         problem, plan = self.problem, self.plan

@@ -10,9 +10,9 @@ import torch
 from mlagen.engine import kernel_for
 from mlagen.families.common.arguments import ALIGNMENT_BYTES
 from mlagen.families.common.launchers import scale_of, scratch_offset
-from mlagen.families.mla.args import MlaArgs
+from mlagen.families.mla.args import LSE_FACTORS, MlaArgs
 from mlagen.families.mla.plan_sm90 import MlaSm90Plan
-from mlagen.families.mla.problem import LSE_FACTORS, MlaProblem, check_pointers
+from mlagen.families.mla.problem import MlaProblem, check_pointers
 from mlagen.families.mla.select import schedule_id_of
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
@@ -33,7 +33,7 @@ class MlaSm90Fp8KvLauncher:
     lse_factor: float
 
     def launch(
-        self, args: MlaArgs, out: torch.Tensor, lse: torch.Tensor | None, enable_pdl: bool
+        self, args: MlaArgs, enable_pdl: bool, out: torch.Tensor, lse: torch.Tensor | None = None
     ) -> Sequence[Launch]:
         """Enqueue the kernel of one call with this signature."""
         problem, plan = self.problem, self.plan

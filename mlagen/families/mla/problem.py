@@ -6,7 +6,6 @@ strides, dtypes and devices.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -26,20 +25,16 @@ from mlagen.families.common.arguments import (
     require_workspace,
 )
 from mlagen.families.mla.args import MlaArgs
-from mlagen.families.mla.validate_kv import check_cache
+from mlagen.families.mla.validate_kv import check_cache, check_lengths, check_tables
 from mlagen.families.mla.validate_query import (
     MAX_HEADS,
     QueryLayout,
     check_query,
     check_query_offsets,
 )
-from mlagen.families.mla.validate_tables import check_lengths, check_tables
 from mlagen.spec.mla.variant import MlaVariant, require_supported
 
-__all__ = ["LSE_FACTORS", "MAX_HEADS", "MlaProblem", "check_pointers", "check_problem"]
-
-# Factors that convert a base-2 LSE to the requested base.
-LSE_FACTORS = {"base2": 1.0, "basee": math.log(2)}
+__all__ = ["MAX_HEADS", "MlaProblem", "check_pointers", "check_problem"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +170,7 @@ def _check_out(args: MlaArgs, dtype: torch.dtype) -> tuple[int, ...]:
     query, name = args.query, args.names.out
     shape = (*query.shape[:-1], args.kv_lora_rank)
     if args.out is None:
-        return shape
+        return shape if args.out_shape is None else tuple(args.out_shape)
     out = require_tensor(args.out, name)
     require_device(out, name, query.device)
     why = f"dtype of {args.names.query}" if dtype is query.dtype else f"query {query.dtype}"

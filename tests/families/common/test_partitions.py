@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import mlagen.mla
 from mlagen.errors import ArgumentError
-from mlagen.families.mla import dispatch as mla_call
 from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
 from mlagen.families.mla import launch_sm90_fp8kv as mla_sm90_fp8kv_launcher
 from mlagen.runtime import partition
@@ -18,8 +16,7 @@ from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.partition import TooManyCtasError
 from mlagen.settings import current_settings
-from tests.families.fast_path_calls import EntryPoint, make_entry_point
-from tests.families.mla.test_fast_path import fast_path_arguments
+from tests.families.entry_points import ROWS, EntryPoint, make_entry_point
 
 GPU_SMS = 132
 # The device index of CPU tensors.
@@ -63,7 +60,7 @@ class _Checked:
 @pytest.fixture
 def entry_point(monkeypatch: pytest.MonkeyPatch) -> EntryPoint:
     """Return the entry point with an empty call cache."""
-    return make_entry_point(monkeypatch, mla_call, mlagen.mla.trtllm_batch_decode_with_kv_cache_mla)
+    return make_entry_point(monkeypatch, ROWS["trtllm"])
 
 
 @pytest.fixture
@@ -73,7 +70,7 @@ def context(entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch) -> Context
     context = Context()
     facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=GPU_SMS, memory_bytes=0)
     monkeypatch.setattr(partition, "device_facts", lambda _: facts)
-    monkeypatch.setattr(partition, "_partitioned", set())
+    monkeypatch.setattr(partition, "partitioned_gpus", set())
     monkeypatch.setattr(partition, "_rejected", set())
     monkeypatch.setattr(partition, "_current_sms", lambda _: context.sms % GPU_SMS)
     for module in (mla_sm90_launcher, mla_sm90_fp8kv_launcher):
@@ -98,7 +95,8 @@ def grid(entry_point: EntryPoint, arguments: dict[str, Any]) -> tuple[str, int]:
 
 def long_call() -> dict[str, Any]:
     """Return the arguments of a call with work for every SM."""
-    return fast_path_arguments(max_seq_len=50_000, workspace_buffer=torch.zeros(1 << 23))
+    more = {"max_seq_len": 50_000, "workspace_buffer": torch.zeros(1 << 23)}
+    return ROWS["trtllm"].build() | more
 
 
 def test_a_grid_is_as_large_as_its_context(entry_point: EntryPoint, context: Context) -> None:
@@ -142,7 +140,7 @@ def test_cached_calls_read_no_signature_in_a_context(
     arguments = long_call()
     context.enter(16)
     for _ in range(3):
-        entry_point.run(**arguments)
+        entry_point.call(arguments)
 
     assert not entry_point.reads_signature(arguments)
 
@@ -182,7 +180,7 @@ def test_a_workspace_for_the_whole_gpu_is_sufficient(
 ) -> None:
     """If the plan of a context needs a larger workspace, the sm80 kernel is launched."""
     arguments = long_call()
-    entry_point.run(**arguments)
+    entry_point.call(arguments)
 
     def reject(*_: object) -> int:
         raise ArgumentError("workspace_buffer: too small")

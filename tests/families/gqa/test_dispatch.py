@@ -213,6 +213,6 @@ def test_a_number_beyond_float32_is_rejected_at_a_cached_call(
     call, _, _ = launches_of(inputs, monkeypatch)
 
     with pytest.raises(ArgumentError) as caught:
-        gqa_call._run_on_gpu(call, inputs._replace(bmm1_scale=scale), enable_pdl=True)
+        gqa_call.GQA.launch(call, inputs._replace(bmm1_scale=scale), enable_pdl=True)
 
     assert str(caught.value) == f"bmm1_scale: expected a number that float32 can hold, got {shown}"

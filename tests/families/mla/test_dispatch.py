@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 import mlagen
 from mlagen.errors import ArgumentError
-from mlagen.families.common.call_cache import CallCache
 from mlagen.families.mla import dispatch as mla_call
 from mlagen.families.mla.launch_sm80 import MlaSm80Launcher
-from mlagen.families.mla.problem import check_problem
-from mlagen.settings import Settings, current_settings
+from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
 from mlagen.spec.mla.sm80 import MlaSm80Spec
 from tests.families.launches import Launch, launched, record_launches, scratch_of
@@ -161,7 +157,7 @@ def test_a_scale_beyond_float32_is_rejected_at_a_cached_call(
     with pytest.raises(
         ArgumentError, match=r"^bmm1_scale: expected a number that float32 can hold"
     ):
-        mla_call._run_on_gpu(call, inputs._replace(bmm1_scale=scale), enable_pdl=True)
+        mla_call.MLA.launch(call, inputs._replace(bmm1_scale=scale), enable_pdl=True)
 
     assert launches == []
 
@@ -192,35 +188,6 @@ def test_a_workspace_too_small_is_rejected_with_both_sizes(launches: list[Launch
     )
     assert str(caught.value) == message
     assert launches == []
-
-
-def test_a_call_is_cached_for_the_requested_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Changed settings prepare another call, and the original ones find the first again."""
-    inputs = UNIFORM.build("cpu").inputs()
-    on_gpu = replace(check_problem(inputs), device=torch.device("cuda", 0))
-    prepared, run = [], []
-
-    def prepare(_: object, __: object, settings: Settings, ___: int) -> object:
-        prepared.append(settings.mla_kernel)
-        return SimpleNamespace(request=on_gpu, kernel=settings.mla_kernel)
-
-    def record(call: Any, *_: object, **__: object) -> None:
-        run.append(call.kernel)
-
-    monkeypatch.setattr(mla_call, "_calls", CallCache())
-    monkeypatch.setattr(mla_call, "check_problem", lambda _: on_gpu)
-    monkeypatch.setattr(mla_call, "_prepare", prepare)
-    monkeypatch.setattr(mla_call, "_run_on_gpu", record)
-    kernels = ["auto", "sm80", "sm90", "sm80", "auto", "sm90"]
-    for kernel in kernels:
-        monkeypatch.setenv("MLAGEN_MLA_KERNEL", kernel)
-        current_settings.cache_clear()
-        mla_call.run_mla(inputs, enable_pdl=False)
-
-    assert run == kernels
-    assert prepared == ["auto", "sm80", "sm90"]
 
 
 def test_cpu_tensors_need_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,9 +247,9 @@ def test_a_schedule_beyond_32_bits_is_rejected_or_uses_the_sm80_kernel() -> None
     settings = current_settings()
 
     with pytest.raises(UnsupportedError, match=r"fewer than 2\^31 KV blocks of 64 tokens"):
-        mla_call._prepare(inputs, request, replace(settings, mla_kernel="sm90"))
+        mla_call.plan_call(inputs, request, replace(settings, mla_kernel="sm90"))
 
-    assert not isinstance(mla_call._prepare(inputs, request, settings), MlaSm90Launcher)
+    assert not isinstance(mla_call.plan_call(inputs, request, settings), MlaSm90Launcher)
 
 
 def test_a_pointer_that_is_not_aligned_is_rejected_by_name(launches: list[Launch]) -> None:
@@ -262,9 +262,8 @@ def test_a_pointer_that_is_not_aligned_is_rejected_by_name(launches: list[Launch
     with pytest.raises(ArgumentError, match=r"^kv_cache"):
         call.launch(
             inputs._replace(kv_cache=shifted.view_as(inputs.kv_cache)),
+            False,
             torch.empty(2, 1, 16, 512, dtype=torch.bfloat16),
-            None,
-            enable_pdl=False,
         )
 
     assert launches == []
@@ -283,10 +282,10 @@ def test_a_cached_call_encodes_no_map(
         return bytes(128)
 
     monkeypatch.setattr(mla_maps, "encode", encode)
-    call.launch(inputs, out, None, enable_pdl=False)
+    call.launch(inputs, False, out)
     assert encoded == []
 
     other = inputs.kv_cache.clone()
-    call.launch(inputs._replace(kv_cache=other), out, None, enable_pdl=False)
+    call.launch(inputs._replace(kv_cache=other), False, out)
 
     assert encoded == [other.data_ptr(), other.data_ptr() + 1024, other.data_ptr()]

@@ -1,0 +1,280 @@
+"""Dispatch of decode calls: replayed, or launched, or validated and planned first."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from mlagen.families.common.call_cache import (
+    CallCache,
+    GuardedEntry,
+    Replay,
+    Tensors,
+    pointers_of,
+)
+from mlagen.families.common.call_key import CallKey, factors_of
+from mlagen.families.common.launchers import rounded_up
+from mlagen.families.common.memory import CallArgs, check_memory
+from mlagen.families.common.no_backward import record_output, record_write, tensors_of, wants_grad
+from mlagen.runtime import partition
+from mlagen.runtime.launch import Launch
+from mlagen.runtime.loader import LoadedKernel
+from mlagen.runtime.partition import WHOLE_GPU, TooManyCtasError, partition_of, record_rejection
+from mlagen.settings import Settings, current_settings
+
+Getter = Callable[[tuple[torch.Tensor | None, ...]], Tensors]
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_pointer_of = torch.Tensor.data_ptr
+
+
+class OutputSpec(NamedTuple):
+    """An output of a call, and the tensor that the caller gave for it."""
+
+    name: str
+    given: torch.Tensor | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Problem(Protocol):
+    """The problem of a valid call."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens of all requests."""
+
+
+class Launcher(Protocol):
+    """A validated call signature with loaded kernels and a launch plan."""
+
+    @property
+    def problem(self) -> Any:
+        """The problem of the calls."""
+
+    @property
+    def plan(self) -> Any:
+        """The launch plan, with ``num_ctas``."""
+
+    @property
+    def decode(self) -> LoadedKernel:
+        """The kernel."""
+
+    @property
+    def launch(self) -> Callable[..., Sequence[Launch]]:
+        """Enqueue the kernels for arguments, ``enable_pdl`` and outputs."""
+
+
+ArgsT = TypeVar("ArgsT", bound=CallArgs)
+ProblemT = TypeVar("ProblemT", bound=Problem)
+
+
+@dataclass(kw_only=True, eq=False)
+class DecodeCalls(Generic[ArgsT, ProblemT]):
+    """The calls of a family, from all of its entry points, by their steps."""
+
+    canonical: Callable[[ArgsT], ArgsT]  # with built-in Python numbers
+    signature_of: Callable[[ArgsT], Hashable]  # all that a check or a plan may depend on
+    validate: Callable[[ArgsT], ProblemT]
+    check_contents: Callable[[ArgsT, ProblemT], None]  # with MLAGEN_CHECK=1
+    plan: Callable[[ArgsT, ProblemT, Settings, int], Launcher]  # for a context of so many SMs
+    outputs_of: Callable[[ArgsT, ProblemT], list[OutputSpec]]  # the requested ones
+    compute: Callable[[ArgsT, ProblemT], Tensors]  # on the CPU: all outputs, in any shape
+    cache: CallCache[Launcher] = field(default_factory=CallCache)
+
+    def replay(self, key: CallKey | None) -> Tensors | None:
+        """Launch a call as before, and return its requested outputs; None if it is another.
+
+        The lookup by addresses comes first: a nested tensor, which a guard does not survive, seldom
+        passes it.
+        """
+        if key is None:
+            return None
+        cache = self.cache
+        if cache.settings is not current_settings():
+            cache.clear(current_settings())
+        values, length, tensors, given = key
+        try:
+            sms = partition_of(tensors[0]) if partition.partitioned_gpus else WHOLE_GPU
+            launch_key = (values, rounded_up(length), sms, *map(_pointer_of, tensors))
+            replay = cache.replays.get(launch_key)
+            if replay is None or not replay.guard(*tensors):
+                return None
+        except (IndexError, RuntimeError, TypeError, UserWarning):
+            return None  # no tensor, or one without an address
+        outputs = replay.outputs_of(given)
+        if replay.launches is None:
+            replay = cache.replays.get((launch_key, pointers_of(outputs)))
+            if replay is None:
+                return None
+        try:
+            for launch in replay.launches or ():
+                launch.enqueue(replay.enable_pdl)
+        except TooManyCtasError as error:
+            record_rejection(error)
+            return None
+        return outputs
+
+    def dispatch(
+        self,
+        args: ArgsT,
+        enable_pdl: bool,
+        key: CallKey | None,
+        out: torch.Tensor | None = None,
+    ) -> Tensors:
+        """Compute a call that has no replay, and return its requested outputs.
+
+        The result is copied to ``out`` if it is given and ``args`` have another output, as kernels
+        cannot write it.
+        """
+        try:
+            outputs = self.run(args, enable_pdl, key)
+        except TooManyCtasError as error:
+            record_rejection(error)
+            # Planned for the available SMs, or for the sm80 kernel.
+            return self.dispatch(args, enable_pdl, key, out)
+        if out is None or outputs[0] is out:
+            return outputs
+        if outputs[0].data_ptr() != out.data_ptr():
+            out.copy_(outputs[0].view(out.shape))
+        return (out, *outputs[1:])
+
+    def run(self, args: ArgsT, enable_pdl: bool, key: CallKey | None = None) -> Tensors:
+        """Compute a call by its launcher, or validate and plan it first."""
+        guarded = None if key is None else _guarded_key(key)
+        entry = None if guarded is None else self.cache.find(*guarded)
+        if entry is not None and entry.types == tuple(map(type, args)):
+            launcher: Launcher | None = entry.launcher
+            signature = None
+        else:
+            entry, args = None, self.canonical(args)
+            check_memory(args)
+            if wants_grad(args):
+                return self._run_with_grad(args, enable_pdl)
+            signature = self._signature_of(args)
+            launcher = self.cache.launchers.get(signature)
+        problem = self.validate(args) if launcher is None else launcher.problem
+        if launcher is None and problem.device.type != "cpu":
+            launcher = self.plan(args, problem, current_settings(), partition_of(args.query))
+            if signature is not None:
+                self.cache.store(signature, launcher)
+        if current_settings().checks_contents:
+            self.check_contents(args, problem)
+        if launcher is None:
+            return _stored(self.compute(args, problem), self.outputs_of(args, problem))
+        if guarded is not None and signature is not None:
+            entry = self.cache.add(*guarded, signature, tuple(map(type, args)))
+        return self.launch(launcher, args, enable_pdl, key, entry)
+
+    def _signature_of(self, args: ArgsT) -> Hashable:
+        """Return the signature of a call in its context; None if it cannot be a key."""
+        try:
+            signature = (partition_of(args.query), self.signature_of(args))
+            hash(signature)
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            return None  # a value of another type, such as a list, which a check rejects
+        return signature
+
+    def _run_with_grad(self, args: ArgsT, enable_pdl: bool) -> Tensors:
+        """Compute a call with a tensor that requires grad: its outputs require grad too."""
+        tensors, specs = tensors_of(args), self.outputs_of(args, self.validate(args))
+        for spec in specs:
+            if spec.given is not None:
+                record_write(spec.given, getattr(args.names, spec.name), tensors)
+        with torch.no_grad():
+            outputs = self.run(args, enable_pdl)
+        return tuple(
+            record_output(output, tensors) if spec.given is None else output
+            for output, spec in zip(outputs, specs, strict=True)
+        )
+
+    def launch(
+        self,
+        launcher: Launcher,
+        args: ArgsT,
+        enable_pdl: bool,
+        key: CallKey | None = None,
+        entry: GuardedEntry[Launcher] | None = None,
+    ) -> Tensors:
+        """Launch a planned call, and cache its launches if it has a guarded entry."""
+        problem = launcher.problem
+        specs = self.outputs_of(args, problem)
+        outputs = _new_outputs(tuple(spec.given for spec in specs), specs, problem.device)
+        if launcher.plan.num_ctas == 0 or problem.tokens == 0:
+            return outputs
+        try:
+            launches = launcher.launch(args, enable_pdl, *outputs)
+        except (OverflowError, struct.error):  # a number exceeds 4 bytes; nothing was launched
+            self.validate(args)
+            raise
+        if key is None or entry is None or current_settings().checks_contents:
+            return outputs
+        outputs_of = _outputs_of(key, args, specs, problem.device)
+        # Zeros of either sign compare equal, but kernels distinguish them.
+        if outputs_of is not None and 0.0 not in [v for v in key[0] if v.__class__ is float]:
+            values, length, tensors, _ = key
+            sms = partition_of(tensors[0])
+            launch_key = (values, rounded_up(length), sms, *pointers_of(tensors))
+            new = None if all(spec.given is not None for spec in specs) else outputs
+            replay = Replay(entry.guard, outputs_of, launches, enable_pdl)
+            self.cache.store_replay(launch_key, replay, new)
+        return outputs
+
+
+def new_output(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return an uninitialized output."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _stored(results: Tensors, specs: list[OutputSpec]) -> Tensors:
+    """Return the requested results, in the outputs that the caller gave."""
+    shaped = [(result.view(spec.shape), spec) for result, spec in zip(results, specs, strict=False)]
+    return tuple(new if spec.given is None else spec.given.copy_(new) for new, spec in shaped)
+
+
+def _guarded_key(key: CallKey) -> tuple[Hashable, Tensors] | None:
+    """Return everything but metadata that a signature depends on, and the tensors."""
+    _, length, tensors, _ = key
+    if not tensors or any(tensor.__class__ not in _TENSORS for tensor in tensors):
+        return None
+    sms = partition_of(tensors[0])
+    return (factors_of(key), rounded_up(length), sms, len(tensors)), tensors
+
+
+def _outputs_of(
+    key: CallKey, args: CallArgs, specs: list[OutputSpec], device: torch.device
+) -> Getter | None:
+    """Return a getter of the outputs of a replay from those that the caller gave.
+
+    None if the kernels read or write other memory than that of the arguments, such as a converted
+    tensor, or an output that is copied afterwards.
+    """
+    _, _, tensors, given = key
+    used = {value.data_ptr() for value in args if isinstance(value, torch.Tensor)}
+    if not used <= {*pointers_of(tensors)} or len(given) < len(specs):
+        return None
+    if any((old is None) != (spec.given is None) for old, spec in zip(given, specs, strict=False)):
+        return None
+    if all(spec.given is not None for spec in specs):
+        return itemgetter(slice(len(specs)))
+    return partial(_new_outputs, specs=[spec._replace(given=None) for spec in specs], device=device)
+
+
+def _new_outputs(
+    given: tuple[torch.Tensor | None, ...], specs: list[OutputSpec], device: torch.device
+) -> Tensors:
+    """Return the outputs of a call, with new ones for those that are None."""
+    return tuple(
+        new_output(spec.shape, spec.dtype, device) if old is None else old
+        for old, spec in zip(given, specs, strict=False)
+    )

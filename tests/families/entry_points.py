@@ -1,0 +1,336 @@
+"""Every entry point with a call on CPU tensors that is cached and launched as if on a GPU."""
+
+from __future__ import annotations
+
+import math
+import struct
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from inspect import Parameter, signature
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import mlagen.decode
+import mlagen.mla
+import mlagen.xqa
+from mlagen.errors import MlagenError
+from mlagen.families.common import dispatch
+from mlagen.families.common.call_cache import CallCache
+from mlagen.families.common.launchers import rounded_up
+from mlagen.families.gqa.dispatch import GQA
+from mlagen.families.mla.dispatch import MLA
+from mlagen.settings import current_settings
+from tests.families.launches import GQA_PATHS, SM80_PATH, SM90_PATH, Launch, record_launches
+from tests.problems.batch_mla import batch_case, plan_arguments, run_arguments
+from tests.problems.entry_points import xqa_arguments, xqa_mla_arguments
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import MlaCase
+
+MLA_CASE = MlaCase(seq_lens=(70, 3), heads=16)
+GQA_CASE = GqaCase(seq_lens=(70, 3), sink=3.0, window=50, page_size=16)
+PLANNED_CASE = batch_case(((1, 70), (1, 3)), page_size=64, heads=16)
+
+# Stands for an output that a call allocates.
+_OUT = torch.zeros(1 << 12, 16)
+
+
+class Named(torch.Tensor):
+    """A subclass of torch.Tensor."""
+
+
+def nested(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a nested tensor with one component."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # nested tensors are a prototype
+        return torch.nested.nested_tensor([tensor.to(torch.float32)])
+
+
+# Changes of one tensor argument.
+TENSOR_CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "elsewhere": torch.clone,
+    "none": lambda _: None,
+    "no tensor": lambda _: "a word",
+    "in a list": lambda tensor: [tensor],
+    "fewer": lambda tensor: tensor[:-1],
+    "no axis": lambda tensor: tensor[0],
+    "strided": lambda tensor: tensor.repeat_interleave(2, dim=0)[::2],
+    "strided inside": lambda tensor: tensor.repeat_interleave(2, dim=-1)[..., ::2],
+    "another dtype": lambda tensor: tensor.view(
+        {1: torch.int8, 2: torch.float16, 4: torch.uint32}[tensor.element_size()]
+    ),
+    "one of a wider dtype": lambda tensor: tensor.to(torch.float64),
+    "not aligned": lambda tensor: torch.cat([tensor.flatten(), tensor.flatten()])[
+        1 : tensor.numel() + 1
+    ].view(tensor.shape),
+    "a parameter": lambda tensor: torch.nn.Parameter(tensor, requires_grad=False),
+    "a subclass": lambda tensor: tensor.as_subclass(Named),
+    "nested": nested,
+}
+
+_WORDS = ("auto", "xqa", "sparse", "modular", "HND", "basee", "pow2-fp32", "no", None, ["a"], 1)
+
+
+def other_values(value: object) -> tuple[Any, ...]:
+    """Return values that may not hit the call of a scalar argument."""
+    if isinstance(value, bool):
+        return (not value, int(value), np.bool_(value), None, "no", torch.tensor(value))
+    if isinstance(value, int):
+        equal = (float(value), np.int64(value), torch.tensor(value), [value], str(value))
+        return (value + 1, 2 * value, 0, 1, True, -1, 2**31 - 1, 2**31, 10**400, None, *equal)
+    if isinstance(value, float):
+        others = (1, True, "1", None, 10**400, torch.tensor(2.0))
+        return (0.5, 1.0, 0.0, -0.0, -1.0, math.inf, math.nan, 1e39, *others)
+    if isinstance(value, str):
+        return _WORDS
+    return (0, 1, 2, True, False, 0.0, 1.5, "no", [1], torch.zeros(3, dtype=torch.int32))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """An entry point, with a call of few launches."""
+
+    run: Callable[..., object]
+    calls: dispatch.DecodeCalls[Any, Any]
+    build: Callable[[], dict[str, Any]]  # the arguments
+    tensors: str  # the tensor arguments, which checks and launches depend on
+    kernel: str  # of the call
+    out: str = "out"
+    # Launch parameters that every call allocates: such a call has no replay by its own arguments.
+    allocated: tuple[str, ...] = ()
+    max_files: int = 5  # of a replay
+
+    @property
+    def family(self) -> str:
+        """``mla`` or ``gqa``."""
+        return "mla" if self.calls is MLA else "gqa"
+
+    def default_of(self, name: str) -> object:
+        """Return the default of an argument; None without one."""
+        default = signature(self.run).parameters[name].default
+        return None if default is Parameter.empty else default
+
+    def scalars(self) -> list[str]:
+        """Return the other arguments."""
+        tensors = {name.partition("[")[0] for name in self.tensors.split()}
+        return [name for name in signature(self.run).parameters if name not in tensors]
+
+
+def _workspace() -> torch.Tensor:
+    return torch.zeros(1 << 20)
+
+
+def _trtllm() -> dict[str, Any]:
+    out = torch.zeros(2, 1, 16, 512, dtype=torch.bfloat16)
+    return MLA_CASE.build("cpu").arguments(out=out, workspace_buffer=_workspace())
+
+
+def _xqa_batch_mla() -> dict[str, Any]:
+    names = signature(mlagen.mla.xqa_batch_decode_with_kv_cache_mla).parameters
+    return {name: value for name, value in _trtllm().items() if name in names}
+
+
+def _xqa_mla() -> dict[str, Any]:
+    return xqa_mla_arguments(MLA_CASE.build("cpu"), workspace_buffer=_workspace())
+
+
+def _xqa() -> dict[str, Any]:
+    return xqa_arguments(GQA_CASE.build("cpu"), workspace_buffer=_workspace())
+
+
+def _xqa_batch() -> dict[str, Any]:
+    problem = GQA_CASE.build("cpu")
+    out = torch.zeros_like(problem.query)
+    return problem.arguments(out=out, workspace_buffer=_workspace())
+
+
+def run_wrapper(**arguments: Any) -> object:
+    """Run a wrapper that is one of the arguments."""
+    return arguments.pop("wrapper").run(**arguments)
+
+
+def planned(**changes: Any) -> dict[str, Any]:
+    """Return the arguments of :func:`run_wrapper`, with some arguments of the plan changed."""
+    problem = PLANNED_CASE.build("cpu")
+    wrapper = mlagen.mla.BatchMLAPagedAttentionWrapper(_workspace())
+    wrapper.plan(**plan_arguments(problem, **changes))
+    out = torch.zeros(2, 16, 512, dtype=torch.bfloat16)
+    return run_arguments(problem, out=out, wrapper=wrapper)
+
+
+def run_flare(**given: Any) -> object:
+    """Call ``flare_mla_decoding`` with the fields of its cache as arguments."""
+    cache = (given.pop("blocks"), given.pop("block_table"), given.pop("cache_lengths"))
+    keys = mlagen.mla.PagedKVCache(*cache)
+    return mlagen.mla.flare_mla_decoding(k=keys, mask=mlagen.mla.CausalMask(), **given)
+
+
+def _flare() -> dict[str, Any]:
+    given = MLA_CASE.build("cpu").arguments()
+    return {
+        "q": given["query"],
+        "blocks": given["kv_cache"],
+        "block_table": given["block_tables"],
+        "cache_lengths": given["seq_lens"] - 1,
+        "valid_length": torch.ones(2, dtype=torch.int32),
+        "scale": 0.5,
+        "output": torch.zeros(2, 1, 16, 512, dtype=torch.bfloat16),
+    }
+
+
+_MLA_TENSORS = "query kv_cache workspace_buffer block_tables seq_lens out"
+ROWS = {
+    "trtllm": Row(
+        run=mlagen.mla.trtllm_batch_decode_with_kv_cache_mla,
+        calls=MLA,
+        build=_trtllm,
+        tensors=_MLA_TENSORS,
+        kernel="mla_sm80",
+    ),
+    "xqa_batch_mla": Row(
+        run=mlagen.mla.xqa_batch_decode_with_kv_cache_mla,
+        calls=MLA,
+        build=_xqa_batch_mla,
+        tensors=_MLA_TENSORS,
+        kernel="mla_sm80",
+    ),
+    "xqa_mla": Row(
+        run=mlagen.xqa.xqa_mla,
+        calls=MLA,
+        build=_xqa_mla,
+        tensors="q k_cache v_cache page_table seq_lens output workspace_buffer semaphores",
+        kernel="mla_sm80",
+        out="output",
+    ),
+    "xqa": Row(
+        run=mlagen.xqa.xqa,
+        calls=GQA,
+        build=_xqa,
+        tensors="q k_cache v_cache page_table seq_lens output workspace_buffer semaphores sinks",
+        kernel="gqa_sm90",
+        out="output",
+    ),
+    "xqa_batch": Row(
+        run=mlagen.decode.xqa_batch_decode_with_kv_cache,
+        calls=GQA,
+        build=_xqa_batch,
+        tensors="query kv_cache[0] kv_cache[1] workspace_buffer block_tables seq_lens out sinks",
+        kernel="gqa_sm90",
+    ),
+    "wrapper": Row(
+        run=run_wrapper,
+        calls=MLA,
+        build=planned,
+        tensors="q_nope q_pe ckv_cache kpe_cache out",
+        kernel="mla_sm80",
+    ),
+    "flare": Row(
+        run=run_flare,
+        calls=MLA,
+        build=_flare,
+        tensors="q blocks block_table cache_lengths valid_length output",
+        kernel="mla_sm80",
+        out="output",
+        allocated=("seq_lens", "partial_out", "partial_lse"),
+        max_files=16,  # it computes lengths from its arguments, and so checks them
+    ),
+}
+
+
+def with_tensor(arguments: dict[str, Any], name: str, change: Callable[[Any], Any]) -> Any:
+    """Return the arguments with one tensor changed; ``name`` may be an element of a pair."""
+    whole, bracket, index = name.rstrip("]").partition("[")
+    if not bracket:
+        return arguments | {name: change(arguments[name])}
+    pair = list(arguments[whole])
+    pair[int(index)] = change(pair[int(index)])
+    return arguments | {whole: tuple(pair)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryPoint:
+    """An entry point with an empty cache, and the launches and signatures of its calls."""
+
+    row: Row
+    launches: list[Launch]
+    signatures: list[object] = field(default_factory=list)  # read by calls
+    runs: list[object] = field(default_factory=list)  # calls without a replay
+
+    def call(self, arguments: dict[str, Any]) -> object:
+        """Compute a call."""
+        return self.row.run(**arguments)
+
+    def outcome(self, arguments: dict[str, Any]) -> str:
+        """Return the launches of a call, or its exception, as text."""
+        self.launches.clear()
+        try:
+            self.row.run(**arguments)
+        except (MlagenError, TypeError, ValueError, RuntimeError, struct.error) as error:
+            return f"{type(error).__name__}: {error}"
+        hidden = dict.fromkeys(self.row.allocated, 0)
+        return "\n".join(
+            repr(launch._replace(values=launch.values | hidden)) for launch in self.launches
+        )
+
+    def uncached_outcome(self, arguments: dict[str, Any]) -> str:
+        """Return the same with an empty call cache; the present cache is unchanged."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.row.calls, "cache", CallCache())
+            return self.outcome(arguments)
+
+    def require_independent(self, one: dict[str, Any], other: dict[str, Any]) -> None:
+        """Check that neither call hits the other's cache entry, in either order."""
+        first, different = map(self.uncached_outcome, (one, other))
+        for _ in range(2):
+            assert self.outcome(one) == first
+        for _ in range(2):
+            assert self.outcome(other) == different
+            assert self.outcome(one) == first
+
+    def reads_signature(self, arguments: dict[str, Any]) -> bool:
+        """Whether a call reads the signature of its arguments."""
+        self.signatures.clear()
+        self.row.run(**arguments)
+        return self.signatures != []
+
+    def is_replayed(self, arguments: dict[str, Any]) -> bool:
+        """Whether a call is replayed."""
+        self.runs.clear()
+        self.row.run(**arguments)
+        return self.runs == []
+
+
+def make_entry_point(monkeypatch: pytest.MonkeyPatch, row: Row) -> EntryPoint:
+    """Return an entry point whose calls are planned for a GPU, with outputs on the CPU."""
+    launches = record_launches(monkeypatch, paths=SM80_PATH + SM90_PATH + GQA_PATHS)
+    calls = row.calls
+    entry_point = EntryPoint(row=row, launches=launches)
+    validate, signature_of, run = calls.validate, calls.signature_of, calls.run
+
+    def on_gpu(args: Any) -> Any:
+        return replace(validate(args), device=torch.device("cuda", 0))
+
+    def read_signature(args: Any) -> Any:
+        entry_point.signatures.append(signature_of(args))
+        return entry_point.signatures[-1]
+
+    def count_run(*given: Any) -> Any:
+        entry_point.runs.append(None)  # tensors of the call may be freed
+        return run(*given)
+
+    def new_output(shape: tuple[int, ...], dtype: torch.dtype, _: object) -> torch.Tensor:
+        return _OUT.flatten().view(dtype)[: math.prod(shape)].view(shape)
+
+    monkeypatch.setattr(calls, "validate", on_gpu)
+    monkeypatch.setattr(calls, "signature_of", read_signature)
+    monkeypatch.setattr(calls, "run", count_run)
+    monkeypatch.setattr(calls, "cache", CallCache())
+    monkeypatch.setattr(dispatch, "new_output", new_output)
+    for path in (*SM80_PATH, *SM90_PATH, *GQA_PATHS):
+        monkeypatch.setattr(path[0], "scratch_offset", lambda *_: 0)
+    current_settings.cache_clear()
+    rounded_up.cache_clear()
+    return entry_point

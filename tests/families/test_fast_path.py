@@ -1,0 +1,436 @@
+"""The fast path of every entry point: a replay, which reads no call signature."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import mlagen
+from mlagen.families.common import call_cache, tensor_guard
+from mlagen.settings import current_settings
+from tests.families.entry_points import (
+    ROWS,
+    TENSOR_CHANGES,
+    EntryPoint,
+    make_entry_point,
+    other_values,
+    planned,
+    with_tensor,
+)
+
+PACKAGE = Path(mlagen.__file__).parent
+
+
+@pytest.fixture(params=ROWS)
+def entry_point(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EntryPoint:
+    """Return an entry point with an empty call cache."""
+    return make_entry_point(monkeypatch, ROWS[request.param])
+
+
+def count_guards(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Return a list that grows with each attempt to make a guard."""
+    attempts: list[object] = []
+
+    def count(tensors: tuple[torch.Tensor, ...]) -> Any:
+        attempts.append(len(tensors))
+        return tensor_guard.make_guard(tensors)
+
+    monkeypatch.setattr(call_cache, "make_guard", count)
+    return attempts
+
+
+def replayed(entry_point: EntryPoint) -> bool:
+    """Whether the entry point has replays by its own arguments."""
+    return not entry_point.row.allocated
+
+
+def test_only_the_first_call_reads_the_signature(entry_point: EntryPoint) -> None:
+    """The second call is replayed, with the launches of the first."""
+    arguments = entry_point.row.build()
+
+    outcomes = [entry_point.outcome(arguments) for _ in range(4)]
+
+    assert len(entry_point.signatures) == 1
+    assert entry_point.row.kernel in outcomes[0]
+    assert outcomes == outcomes[:1] * 4
+    if replayed(entry_point):
+        assert len(entry_point.runs) == 1
+
+
+def test_other_addresses_need_no_signature(entry_point: EntryPoint) -> None:
+    """Another layer's tensors hit the guarded entry, and launch with their own addresses."""
+    arguments, name = entry_point.row.build(), entry_point.row.tensors.split()[0]
+    calls = [with_tensor(arguments, name, torch.clone) for _ in range(3)]
+    expected = [entry_point.uncached_outcome(call) for call in calls]
+    entry_point.outcome(arguments)
+    entry_point.signatures.clear()
+
+    outcomes = [[entry_point.outcome(call) for call in calls] for _ in range(3)]
+
+    assert entry_point.signatures == []
+    assert len(set(expected)) == 3
+    assert outcomes == [expected] * 3
+
+
+COUNTER = torch.zeros(8, dtype=torch.uint8)
+REPLAYED = {
+    "trtllm": (
+        {"out": None},
+        {"max_seq_len": 50_000},
+        {"backend": "trtllm-gen"},
+        {"multi_ctas_kv_counter_buffer": COUNTER},
+        {"skip_softmax_threshold_scale_factor": 0.5, "use_fp16_softmax": True},
+        {"cute_dsl_impl": "modular", "kv_scale_format": "pow2-fp32"},
+        {"bmm2_scale": torch.full((1,), 2.0)},
+        {"return_lse": True},
+        {"return_lse": True, "out": None, "lse": torch.zeros(2, 16)},
+        {"sinks": [torch.zeros(16)]},
+    ),
+    "xqa_batch_mla": ({"out": None}, {"sinks": torch.zeros(16)}),
+    "xqa_mla": ({"enable_pdl": False},),
+    "xqa": ({"sinks": None}, {"sliding_win_size": 0}),
+    "xqa_batch": ({"out": None}, {"sinks": None}, {"window_left": -1}, {"enable_pdl": True}),
+    "wrapper": ({"out": None}, {"return_lse": True}, {"lse": torch.zeros(2, 16)}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [(name, changes) for name, rows in REPLAYED.items() for changes in rows],
+    ids=str,
+)
+def test_calls_with_a_replay(
+    name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second call is replayed with or without outputs, with one launch or two."""
+    entry_point = make_entry_point(monkeypatch, ROWS[name])
+    arguments = entry_point.row.build() | changes
+    first = entry_point.outcome(arguments)
+
+    assert entry_point.row.family in first
+    assert entry_point.is_replayed(arguments)
+    assert entry_point.outcome(arguments) == first
+
+
+# Tensors that a call converts or computes, so that a replay would use those of an earlier call.
+CONVERTED: dict[str, tuple[dict[str, Any], ...]] = {
+    "trtllm": (
+        {"sinks": torch.zeros(16, dtype=torch.bfloat16)},
+        {"seq_lens": None, "sparse_mla_top_k": 5, "block_tables": torch.zeros(2, 1, 5).int()},
+    ),
+    "xqa_batch": ({"sinks": torch.zeros(8, dtype=torch.float16)},),
+    "wrapper": ({"out": torch.zeros(2, 16, 1024, dtype=torch.bfloat16)[..., :512]},),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [(name, changes) for name, rows in CONVERTED.items() for changes in rows],
+    ids=str,
+)
+def test_calls_without_a_replay(
+    name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that converts a tensor, or copies its output, does so every time."""
+    entry_point = make_entry_point(monkeypatch, ROWS[name])
+    arguments = entry_point.row.build() | changes
+    assert entry_point.row.family in entry_point.outcome(arguments)
+
+    assert not entry_point.reads_signature(arguments)
+    assert not entry_point.is_replayed(arguments)
+
+
+def test_a_replay_copies_no_output_of_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bf16 output of an fp16 query gets the result of every call."""
+    entry_point = make_entry_point(monkeypatch, ROWS["trtllm"])
+    arguments = entry_point.row.build()
+    arguments |= {name: arguments[name].half() for name in ("query", "kv_cache")}
+
+    assert "mla" in entry_point.outcome(arguments)
+    assert not entry_point.is_replayed(arguments)
+
+
+def parameters(of: str) -> list[tuple[str, str]]:
+    """Return each entry point with each of its tensors, or of its scalars."""
+    return [
+        (row, name)
+        for row, facts in ROWS.items()
+        for name in (facts.tensors.split() if of == "tensors" else facts.scalars())
+    ]
+
+
+@pytest.mark.parametrize(("row", "name"), parameters("tensors"))
+@pytest.mark.parametrize("change", TENSOR_CHANGES.values(), ids=TENSOR_CHANGES)
+def test_another_tensor_never_hits_the_cached_call(
+    row: str, name: str, change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches and messages with another tensor property are those of an empty cache."""
+    entry_point = make_entry_point(monkeypatch, ROWS[row])
+    arguments = entry_point.row.build()
+
+    entry_point.require_independent(arguments, with_tensor(arguments, name, change))
+
+
+@pytest.mark.parametrize(("row", "name"), parameters("scalars"))
+def test_another_scalar_never_hits_the_cached_call(
+    row: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches and messages with another value of any type are those of an empty cache."""
+    entry_point = make_entry_point(monkeypatch, ROWS[row])
+    arguments = entry_point.row.build()
+    for value in other_values(arguments.get(name, entry_point.row.default_of(name))):
+        entry_point.require_independent(arguments, arguments | {name: value})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"causal": False},
+        {"sm_scale": 0.25},
+        {"page_size": 128},
+        {"num_heads": 8},
+        {"head_dim_ckv": 256},
+        {"q_data_type": torch.float16, "kv_data_type": torch.float16},
+        {"qo_indptr": torch.tensor([0, 2, 2], dtype=torch.int32)},
+        {"kv_len_arr": torch.tensor([5, 1], dtype=torch.int32)},
+    ],
+    ids=str,
+)
+def test_another_plan_never_hits_the_cached_run(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runs of a wrapper depend on every value of its plan."""
+    entry_point = make_entry_point(monkeypatch, ROWS["wrapper"])
+    arguments = planned()
+
+    entry_point.require_independent(
+        arguments, arguments | {"wrapper": planned(**changes)["wrapper"]}
+    )
+
+
+def test_zeros_of_both_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros compare equal, but each call passes its own sign to the kernel."""
+    for row, name in (("trtllm", "bmm1_scale"), ("xqa_batch", "bmm2_scale"), ("flare", "scale")):
+        entry_point = make_entry_point(monkeypatch, ROWS[row])
+        arguments = entry_point.row.build() | {name: 0.0}
+        other = arguments | {name: -0.0}
+
+        assert entry_point.outcome(arguments) != entry_point.outcome(other)
+        entry_point.require_independent(arguments, other)
+        monkeypatch.undo()
+
+
+def test_lengths_with_equal_rounding_share_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A length affects the scheduling only, by four significant bits."""
+    entry_point = make_entry_point(monkeypatch, ROWS["trtllm"])
+    arguments = entry_point.row.build()
+    entry_point.call(arguments | {"max_seq_len": 70})
+
+    assert entry_point.is_replayed(arguments | {"max_seq_len": 71})
+    assert not entry_point.is_replayed(arguments | {"max_seq_len": 73})
+
+
+def test_a_tensor_that_changes_in_place(entry_point: EntryPoint) -> None:
+    """A tensor resized in place does not hit its previous entry."""
+    names = ("seq_lens", "cache_lengths", "q_nope")
+    name = next(name for name in names if name in entry_point.row.tensors)
+    arguments = with_tensor(entry_point.row.build(), name, torch.clone)
+    for _ in range(3):
+        entry_point.outcome(arguments)
+    arguments[name].resize_(1, *arguments[name].shape[1:])
+
+    assert entry_point.outcome(arguments) == entry_point.uncached_outcome(arguments)
+    assert "ArgumentError" in entry_point.outcome(arguments)
+
+
+def test_storage_that_is_freed(entry_point: EntryPoint) -> None:
+    """A cached call with freed storage is rejected, though guards do not detect it."""
+    name = entry_point.row.tensors.split()[0]
+    arguments = with_tensor(entry_point.row.build(), name, torch.clone)
+    for _ in range(3):
+        entry_point.call(arguments)
+    arguments[name].untyped_storage().resize_(0)
+
+    assert f"ArgumentError: {name}: expected a dense tensor" in entry_point.outcome(arguments)
+    assert entry_point.launches == []
+
+
+# Two arguments that may be one tensor.
+PAIRS = {
+    "trtllm": ("kv_cache", "workspace_buffer"),
+    "xqa_batch_mla": ("kv_cache", "workspace_buffer"),
+    "xqa_mla": ("k_cache", "v_cache"),
+    "xqa": ("k_cache", "v_cache"),
+    "xqa_batch": ("kv_cache", "kv_cache[1]"),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_one_tensor_as_two_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repeated tensor hits its entry, and two distinct tensors do not."""
+    entry_point, (first, second) = make_entry_point(monkeypatch, ROWS[name]), PAIRS[name]
+    arguments = entry_point.row.build()
+    given = arguments[first]
+    tensor = given[0] if isinstance(given, tuple) else given
+    repeated = with_tensor(arguments, second, lambda _: tensor)
+
+    outcomes = [entry_point.outcome(repeated) for _ in range(9)]
+
+    assert outcomes == [entry_point.uncached_outcome(repeated)] * 9
+    assert not entry_point.reads_signature(repeated)
+    entry_point.require_independent(repeated, with_tensor(repeated, second, torch.clone))
+
+
+def test_alternating_kinds_of_tensors_have_a_guard_each(
+    entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inference and normal tensors with one signature have one guard each."""
+    attempts = count_guards(monkeypatch)
+    arguments = entry_point.row.build()
+    with torch.inference_mode():
+        inference = with_tensor(arguments, entry_point.row.tensors.split()[0], torch.clone)
+    calls = (arguments, inference)
+    expected = [entry_point.uncached_outcome(call) for call in calls]
+    attempts.clear()
+    entry_point.signatures.clear()
+
+    outcomes = [[entry_point.outcome(call) for call in calls] for _ in range(9)]
+
+    assert outcomes == [expected] * 9
+    assert len(attempts) == len(entry_point.signatures) == 2
+
+
+@pytest.mark.parametrize(("widths", "signatures"), [(4, 4), (5, 15)])
+def test_alternating_signatures_have_a_guard_each(
+    widths: int, signatures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signatures of one key have a guard each, even if the key has too few entries."""
+    attempts = count_guards(monkeypatch)
+    entry_point = make_entry_point(monkeypatch, ROWS["trtllm"])
+    arguments, table = entry_point.row.build(), torch.zeros(2, 20, dtype=torch.int32)
+
+    for _ in range(3):
+        for width in range(1, widths + 1):
+            entry_point.call(arguments | {"block_tables": table[:, :-width].clone()})
+
+    assert len(attempts) == widths
+    assert len(entry_point.signatures) <= signatures
+
+
+def test_a_signature_has_few_guards(
+    entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signature whose guards reject its tensors gets no guard at every call."""
+    attempts: list[object] = []
+
+    def make_rejecting_guard(tensors: tuple[torch.Tensor, ...]) -> Any:
+        attempts.append(len(tensors))
+        return lambda *_: False
+
+    monkeypatch.setattr(call_cache, "make_guard", make_rejecting_guard)
+    arguments = entry_point.row.build()
+
+    for _ in range(9):
+        entry_point.call(arguments)
+
+    assert len(attempts) == call_cache._MAX_GUARDS
+    assert len(entry_point.signatures) == 9
+
+
+def test_without_torch_guards_calls_read_signatures(
+    entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A torch without guards has the same results, by signatures alone."""
+    monkeypatch.setattr(tensor_guard, "_valid_guards", lambda: None)
+    arguments = entry_point.row.build()
+    expected = entry_point.uncached_outcome(arguments)
+
+    outcomes = [entry_point.outcome(arguments) for _ in range(3)]
+
+    assert outcomes == [expected] * 3
+    assert entry_point.reads_signature(arguments)
+
+
+def test_the_requested_kernel_is_launched(
+    entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cached call of one kernel is not replayed when the settings request another."""
+    arguments, family, taken = entry_point.row.build(), entry_point.row.family, []
+    for kernel in ("sm90", "sm80") * 3:
+        monkeypatch.setenv(f"MLAGEN_{family.upper()}_KERNEL", kernel)
+        current_settings.cache_clear()
+        entry_point.outcome(arguments)
+        taken.append(entry_point.launches[0].family)
+
+    assert taken == [f"{family}_sm90", f"{family}_sm80"] * 3
+
+
+def test_contents_are_checked_at_every_call(
+    entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With MLAGEN_CHECK=1 no cached launch is replayed before the checks."""
+    arguments = entry_point.row.build()
+    for _ in range(3):
+        entry_point.call(arguments)
+    monkeypatch.setenv("MLAGEN_CHECK", "1")
+    current_settings.cache_clear()
+    for _ in range(2):
+        assert entry_point.row.kernel in entry_point.outcome(arguments)
+    lengths = arguments.get("seq_lens", arguments.get("cache_lengths"))
+    if lengths is None:
+        lengths = arguments["wrapper"]._plan.layout.kv_len_arr
+    lengths[0] = 10_000
+
+    assert "ArgumentError: " in (outcome := entry_point.outcome(arguments))
+    assert "[0]: expected" in outcome
+    assert entry_point.launches == []
+
+
+@pytest.mark.parametrize("name", ["trtllm", "xqa_batch"])
+def test_a_call_of_no_requests_launches_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call without requests launches nothing, cached or not."""
+    entry_point = make_entry_point(monkeypatch, ROWS[name])
+    arguments = entry_point.row.build()
+    for tensor in ("query", "out", "block_tables", "seq_lens"):
+        arguments[tensor] = arguments[tensor][:0]
+
+    assert [entry_point.outcome(arguments) for _ in range(4)] == [""] * 4
+
+
+def files_of(entry_point: EntryPoint, arguments: dict[str, Any]) -> set[str]:
+    """Return the modules of the package that a call executes, with that of the launch itself."""
+    files = {"runtime/launch.py"}
+
+    def add(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            files.add(str(path.relative_to(PACKAGE)))
+
+    sys.setprofile(add)
+    try:
+        entry_point.call(arguments)
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+def test_a_replay_passes_few_modules(entry_point: EntryPoint) -> None:
+    """From the public function to the launch, a replay executes few modules."""
+    arguments = entry_point.row.build()
+    entry_point.call(arguments)
+
+    assert len(files_of(entry_point, arguments)) <= entry_point.row.max_files
+
+
+def test_a_first_call_passes_few_modules(entry_point: EntryPoint) -> None:
+    """A first call executes few modules of its entry point and of its family."""
+    own = ("mla/", "decode.py", "xqa.py", f"families/{entry_point.row.family}/")
+
+    files = files_of(entry_point, entry_point.row.build())
+
+    assert len([file for file in files if file.startswith(own)]) <= 12
