@@ -79,20 +79,17 @@ def test_a_gqa_kernel_of_any_size_parses_back(
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "spec"),
     [
-        "combine(arch=sm_80,dtype=bf16,head_dim_vo=512)",
-        " combine ( dtype = bf16, head_dim_vo = 512, arch = sm_80 ) ",
+        ("combine(arch=sm_80,dtype=bf16,head_dim_vo=512)", COMBINE),
+        (" combine ( dtype = bf16, head_dim_vo = 512, arch = sm_80 ) ", COMBINE),
+        (str(mla_sm90()).replace("sm_90a", "sm_90"), mla_sm90()),
     ],
+    ids=["no blanks", "another order", "arch without its suffix"],
 )
-def test_blanks_and_order_are_ignored(text: str) -> None:
-    """Blanks and the order of the names do not change the kernel."""
-    assert parse_spec(text) == COMBINE
-
-
-def test_the_suffix_of_an_arch_is_optional() -> None:
-    """An architecture parses with and without its suffix."""
-    assert parse_spec(str(mla_sm90()).replace("sm_90a", "sm_90")) == mla_sm90()
+def test_other_spellings_of_a_kernel(text: str, spec: KernelSpec) -> None:
+    """Blanks, the order of the names and the suffix of an architecture are free."""
+    assert parse_spec(text) == spec
 
 
 def text_with(spec: KernelSpec, **changes: str) -> str:
@@ -146,51 +143,33 @@ def test_a_number_has_one_spelling(number: str) -> None:
         parse_spec(text_with(mla_sm80(), page_size=number))
 
 
+UNUSED = "expected a kernel that calls use"
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("spec", "change", "message"),
     [
-        (text_with(COMBINE, arch="sm_70"), "arch: expected one of sm_80, "),
-        (text_with(mla_sm80(), page_size="0"), "mla_sm80.page_size: expected 1 or more, got 0"),
-        (
-            text_with(gqa_sm80(), head_dim="72"),
-            "gqa_sm80: no GQA decode kernel for head_dim 72",
-        ),
-        (
-            text_with(mla_sm80(), kv_lora_rank="128"),
-            "mla_sm80: no MLA decode kernel for query bf16, cache bf16, ",
-        ),
-        (text_with(mla_sm80(), lookup="../x"), "mla_sm80: no MLA decode kernel for query bf16"),
-        (text_with(mla_sm80(), kv_dtype="int8"), "mla_sm80: no MLA decode kernel for query "),
-        (
-            text_with(mla_sm80(), block_n="48"),
-            f"mla_sm80: expected a kernel that calls use, the nearest {mla_sm80()}, got mla_sm80(",
-        ),
-        (
-            text_with(mla_sm90(), block_m="48"),
-            "mla_sm90: expected a kernel that calls use, the nearest mla_sm90(",
-        ),
-        (
-            text_with(mla_sm90(), arch="sm_80"),
-            "mla_sm90: expected a kernel that calls use, got mla_sm90(arch=sm_80, ",
-        ),
-        (
-            text_with(gqa_sm80(), warps="0"),
-            f"gqa_sm80: expected a kernel that calls use, the nearest {gqa_sm80()}, got gqa_sm80(",
-        ),
-        (
-            text_with(COMBINE, head_dim_vo="72"),
-            "combine: no GQA decode kernel for head_dim 72; supported: ",
-        ),
-        (
-            text_with(COMBINE, dtype="int8"),
-            f"combine: expected a kernel that calls use, the nearest {COMBINE}, got ",
-        ),
+        (COMBINE, {"arch": "sm_70"}, "arch: expected one of sm_80, "),
+        (mla_sm80(), {"page_size": "0"}, "mla_sm80.page_size: expected 1 or more, got 0"),
+        (mla_sm80(), {"kv_lora_rank": "128"}, "mla_sm80: no MLA decode kernel for query bf16, ca"),
+        (mla_sm80(), {"lookup": "../x"}, "mla_sm80: no MLA decode kernel for query bf16"),
+        (mla_sm80(), {"kv_dtype": "int8"}, "mla_sm80: no MLA decode kernel for query "),
+        (mla_sm80(), {"block_n": "48"}, f"mla_sm80: {UNUSED}, the nearest {mla_sm80()}, got mla_"),
+        (mla_sm90(), {"block_m": "48"}, f"mla_sm90: {UNUSED}, the nearest mla_sm90("),
+        (mla_sm90(), {"arch": "sm_80"}, f"mla_sm90: {UNUSED}, got mla_sm90(arch=sm_80, "),
+        (gqa_sm80(), {"head_dim": "72"}, "gqa_sm80: no GQA decode kernel for head_dim 72"),
+        (gqa_sm80(), {"warps": "0"}, f"gqa_sm80: {UNUSED}, the nearest {gqa_sm80()}, got gqa_sm8"),
+        (COMBINE, {"head_dim_vo": "72"}, "combine: no GQA decode kernel for head_dim 72; support"),
+        (COMBINE, {"dtype": "int8"}, f"combine: {UNUSED}, the nearest {COMBINE}, got "),
     ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_a_kernel_that_no_call_uses_is_rejected(text: str, message: str) -> None:
+def test_a_kernel_that_no_call_uses_is_rejected(
+    spec: KernelSpec, change: dict[str, str], message: str
+) -> None:
     """Only kernels that calls use reach the compiler."""
     with pytest.raises(ArgumentError) as caught:
-        parse_spec(text)
+        parse_spec(text_with(spec, **change))
 
     assert str(caught.value).startswith(message)
 
