@@ -190,6 +190,7 @@ OTHERS: Rows = {
         ("qk_rope_head_dim", -64, WHOLE + "-64"),
         ("sinks", [torch.zeros(16)] * 2, ": expected a list of one tensor, got 2"),
         ("sinks", torch.zeros(8), ".shape: expected [16] (heads of query), got [8]"),
+        ("sinks", bf16(1).expand(1 << 30), ".shape: expected one for each head, got [1073741824]"),
         ("out", bf16(2, 16, 512), ".shape: expected [2, 2, 16, 512], got [2, 16, 512]"),
         ("lse", torch.zeros(3, 16), ".shape: expected [4, 16] or [2, 2, 16], got [3, 16]"),
         ("return_lse_base", "base10", ": expected one of base2, basee, got 'base10'"),
