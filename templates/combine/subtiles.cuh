@@ -2,11 +2,10 @@
 
 #pragma once
 
-#include "accumulators.cuh"
 #include "combine/partial.cuh"
-#include "combine/partial_out.cuh"
 #include "combine/reduce_group.cuh"
-#include "combine/rows.cuh"
+#include "combine/store_rows.cuh"
+#include "common/accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
@@ -15,9 +14,8 @@
 #include "ptx/cp_async.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
-#include "softmax/row_result.cuh"
 #include "softmax/row_state.cuh"
-#include "store_rows.cuh"
+#include "softmax/thread_rows.cuh"
 
 // Over the adjacent lanes that share a row.
 template <typename Op>

@@ -6,7 +6,7 @@
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/cp_async_bulk.cuh"
+#include "ptx/cp_async.cuh"
 #include "scheduler/schedule_range.cuh"
 
 // One warp reads the page ids of a work item, two per lane.

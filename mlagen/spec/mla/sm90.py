@@ -116,6 +116,11 @@ class MlaSm90Spec(KernelSpec):
         return self.block_m <= _MAX_SWAP_AB_ROWS
 
     @property
+    def has_qk_warpgroup(self) -> bool:
+        """Whether one warpgroup has the QK GEMM and the softmax, and others the PV GEMM."""
+        return False
+
+    @property
     def fixed_overhead_blocks(self) -> int:
         """Prologue and epilogue of a work tile, in KV blocks."""
         return 2 if self.swap_ab else 6
@@ -220,6 +225,11 @@ class MlaSm90Fp8Base(MlaSm90Spec):
     """Base spec of the FP8 families, whose QK GEMM and softmax have a warpgroup of their own."""
 
     smaller_tiles: ClassVar[tuple[tuple[int, int], ...]] = ((16, 3), (32, 6))
+
+    @property
+    def has_qk_warpgroup(self) -> bool:
+        """True: the PV warpgroups read P and the row states from shared memory."""
+        return True
 
     @property
     def consumer_warps(self) -> int:

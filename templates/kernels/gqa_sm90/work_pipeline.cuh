@@ -6,7 +6,7 @@
 #include "common/barriers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/fence.cuh"
+#include "ptx/sync.cuh"
 #include "work_item.cuh"
 
 // Work item `work_idx` of the CTA occupies stage work_idx % kWorkStages, one entry per kv head. An

@@ -2,8 +2,8 @@
 
 #pragma once
 
-#include "accumulators.cuh"
 #include "combine/epilogue.cuh"
+#include "common/accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
@@ -11,16 +11,16 @@
 #include "config.cuh"
 #include "gemms.cuh"
 #include "mask_v.cuh"
-#include "pipeline/work_loop.cuh"
 #include "pipeline/work_pipeline.cuh"
-#include "ptx/fence.cuh"
-#include "ptx/stmatrix.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/warp_matrix.cuh"
 #include "ptx/wgmma.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
 #include "softmax/online_softmax.cuh"
 #include "softmax/scores.cuh"
+#include "softmax/thread_rows.cuh"
 
 // A work item of so few KV blocks does not amortise fetching the code of the unmasked loop.
 constexpr int kShortWorkBlocks = 4;

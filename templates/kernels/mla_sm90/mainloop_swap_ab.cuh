@@ -2,8 +2,8 @@
 
 #pragma once
 
-#include "accumulators.cuh"
 #include "combine/epilogue.cuh"
+#include "common/accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
@@ -11,17 +11,16 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "mask_v.cuh"
-#include "pipeline/work_loop.cuh"
 #include "pipeline/work_pipeline.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
-#include "ptx/fence.cuh"
-#include "ptx/stmatrix.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/warp_matrix.cuh"
 #include "ptx/wgmma.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax/online_softmax.cuh"
-#include "softmax/row_state.cuh"
+#include "softmax/thread_rows.cuh"
 
 // M of the MMAs is tokens (S^T) or output dims (O^T), and N is query rows: M is 64 at least, so
 // that few rows would leave a normal MMA mostly idle. A warp has 16 tokens of S^T.

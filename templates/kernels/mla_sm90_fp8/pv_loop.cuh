@@ -2,8 +2,8 @@
 
 #pragma once
 
-#include "accumulators.cuh"
 #include "combine/epilogue.cuh"
+#include "common/accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/fp8.cuh"
 #include "common/params.cuh"
@@ -11,14 +11,13 @@
 #include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "pipeline/kv_stages.cuh"
-#include "pipeline/work_loop.cuh"
 #include "pipeline/work_pipeline.cuh"
-#include "ptx/fence.cuh"
-#include "ptx/ldmatrix.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/warp_matrix.cuh"
 #include "ptx/wgmma.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
+#include "softmax/thread_rows.cuh"
 
 // V fragments: the A operand, transposed from shared memory into registers.
 constexpr int kPvSteps = kBlockN / kStepElements;  // MMAs per KV block and tile of dims
@@ -164,8 +163,8 @@ struct PvWarpgroup {
 
   // KV blocks from `first_masked` on, counted as `blocks_done`, need a mask for some row.
   __device__ void process_block(u32& blocks_done, u32 first_masked, u32 end) {
-    const int stage = stage_of(blocks_done);
-    const u32 phase = phase_of(blocks_done);
+    const int stage = stage_of<kStages>(blocks_done);
+    const u32 phase = phase_of<kStages>(blocks_done);
     wait(smem.kv_full[stage], phase);
     const u32 address = shared_address(smem.kv[0]) + stage * kKvBlockBytes;
     const VLoader v_loader(address);
@@ -181,7 +180,7 @@ struct PvWarpgroup {
     }
     pv_gemm(v_loader, v, descriptor_low(address + kProbabilitiesOffset, 16), stage, rescale_flags);
     __syncwarp();
-    if (reload_lane() == 0) arrive(smem.kv_empty[stage_of(blocks_done)]);
+    if (reload_lane() == 0) arrive(smem.kv_empty[stage_of<kStages>(blocks_done)]);
     ++blocks_done;
   }
 

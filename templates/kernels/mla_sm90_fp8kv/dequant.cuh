@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "accumulators.cuh"
+#include "common/accumulators.cuh"
 #include "common/fp8.cuh"
 #include "common/registers.cuh"
 #include "common/smem_layout.cuh"
@@ -11,7 +11,7 @@
 #include "config.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
-#include "ptx/ldmatrix.cuh"
+#include "ptx/warp_matrix.cuh"
 
 // V is dequantised to fp16 by scales in fp16. A shared scale, a power of two per work item, keeps
 // them in range: the largest V scale times the shared scale is between 2^6 and 2^7 when the shared

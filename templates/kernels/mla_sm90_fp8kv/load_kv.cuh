@@ -17,8 +17,8 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/mov.cuh"
 #include "scheduler/schedule_range.cuh"
+#include "scheduler/seq_info.cuh"
 #include "scheduler/tile_scheduler.cuh"
-#include "seq_info.cuh"
 #include "shared_memory.cuh"
 
 // Tokens of a KV block that each producer warp loads.

@@ -2,9 +2,9 @@
 
 #pragma once
 
-#include "accumulators.cuh"
 #include "combine/epilogue.cuh"
 #include "combine/partial.cuh"
+#include "common/accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/fp8.cuh"
 #include "common/params.cuh"
@@ -14,13 +14,12 @@
 #include "config.cuh"
 #include "dequant.cuh"
 #include "load_q.cuh"
-#include "pipeline/kv_stages.cuh"
-#include "pipeline/work_loop.cuh"
 #include "pipeline/work_pipeline.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/wgmma.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
+#include "softmax/thread_rows.cuh"
 
 // Row sum l, computed by the PV warpgroups, which are less loaded than the QK warpgroup: every
 // thread sums some tokens of one row of P.
@@ -160,10 +159,11 @@ struct PvWarpgroup {
   }
 
   __device__ void process_block(u32& blocks_done, u32 end) {
-    const int stage = stage_of(blocks_done);
-    wait(smem.probabilities_full[stage], phase_of(blocks_done));
+    const int stage = stage_of<kStages>(blocks_done);
+    wait(smem.probabilities_full[stage], phase_of<kStages>(blocks_done));
     if (kDelaysPv && __any_sync(~0u, blocks_done + 1 != end)) {
-      wait(smem.scores_full[stage_of(blocks_done + 1)], phase_of(blocks_done + 1));
+      wait(smem.scores_full[stage_of<kStages>(blocks_done + 1)],
+           phase_of<kStages>(blocks_done + 1));
     }
     if (__any_sync(~0u, smem.needs_rescale[stage] != 0)) rescale(stage);
     if constexpr (!kIsSparse) clear_masked(stage, blocks_done);  // top-k tokens: no causal mask
