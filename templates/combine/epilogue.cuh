@@ -121,6 +121,6 @@ __device__ inline void epilogue(const Params& params, const WorkItem& work, Shar
       exit_if(work.num_splits);  // the last item of this CTA
     }
   }
-  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
   if (reload_tid() == 0) nonfinite_flag(smem, work) = 0;
 }

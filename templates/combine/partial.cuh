@@ -193,7 +193,7 @@ __device__ inline void load_partial_values(const Params& params, const PartialSl
   constexpr int kCopyBytes = kWarpLanes * kChunkBytes;
   const int warp = reduce_group.thread_idx() / kWarpLanes;
   const int warps = reduce_group.num_threads() / kWarpLanes;
-  const bool is_one_split_per_warp = combine_smem.num_splits >= kConsumerWarps;
+  const bool is_one_split_per_warp = combine_smem.num_splits >= kPvWarps;
   const int step = kChunksPerStep * kCopyBytes * (is_one_split_per_warp ? 1 : warps);
   const int first = kChunksPerStep * kCopyBytes * (is_one_split_per_warp ? 0 : warp) +
                     reload_lane() * kChunkBytes;

@@ -101,5 +101,5 @@ __device__ inline void store_partial_states(PartialState* target, const ReduceGr
   target[row] = {
       state.row_max, state.row_sum, {inverse_of_pow2(rows.smem.row_scale[rows.stage][row])}};
 }
-static_assert(kNumScales == 1 && kBlockM <= kConsumerThreads / 2,
+static_assert(kNumScales == 1 && kBlockM <= kPvThreads / 2,
               "a reduce group has a thread for each row");

@@ -18,7 +18,7 @@
 // Called by one thread, with the number of warps that publish a work item, read it, and load Q.
 __device__ inline void init_work_barriers(const SharedMemoryPlan& smem, int producers,
                                           int consumers, int q_warps) {
-  init_barrier(smem.first_query_full, kConsumerWarps);
+  init_barrier(smem.first_query_full, kPvWarps);
   init_barrier(smem.query_full, q_warps);
   init_barrier(smem.query_empty, kQueryReaders);
   for (int stage = 0; stage < 2; ++stage) {

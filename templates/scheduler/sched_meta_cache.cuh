@@ -106,8 +106,7 @@ __device__ inline WorkCoord find_initial_work(const Params& params, int cta_grou
   bool has_range = is_cached && scheduler_storage.first_work.seq_idx >= 0;
   if (!is_cached) has_range = find_range(params, cta_group, seq_len, scheduler_storage);
   has_range = __any_sync(~0u, has_range);
-  if (has_range && warp_index() == kConsumerWarps - 1)
-    prefetch_block_table(params, scheduler_storage);
+  if (has_range && warp_index() == kPvWarps - 1) prefetch_block_table(params, scheduler_storage);
   static_cast<SchedulerState&>(scheduler) = scheduler_storage.initial_state;
   WorkCoord first_work = scheduler_storage.first_work;
   if (!is_cached) {

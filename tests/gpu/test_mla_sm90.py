@@ -133,7 +133,7 @@ def test_ten_thousand_launches_give_the_same_bits(case: MlaCase, dtype: torch.dt
 # Places where warps wait, and the max sleep before each, in nanoseconds.
 DELAYS = {
     "  mbarrier_wait(shared_address(&barrier), phase);\n": 2000,
-    "  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);\n": 5000,
+    "  named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);\n": 5000,
     "  reduce_group.sync();\n": 5000,
 }
 

@@ -171,8 +171,8 @@ class MlaSm90Spec(KernelSpec):
         return math.gcd(self.variant.page_size, self.block_n)
 
     @property
-    def consumer_warps(self) -> int:
-        """Warps of the consumer warpgroups."""
+    def pv_warps(self) -> int:
+        """Warps of the consumer warpgroups, each of which has a part of the PV GEMM."""
         return 4 if self.swap_ab else 8
 
     @property
@@ -183,7 +183,7 @@ class MlaSm90Spec(KernelSpec):
     @property
     def threads(self) -> int:
         """Threads per CTA."""
-        return (self.consumer_warps + self.producer_warps) * 32
+        return (self.pv_warps + self.producer_warps) * 32
 
     @property
     def shared_bytes(self) -> int:
@@ -232,7 +232,7 @@ class MlaSm90Fp8Base(MlaSm90Spec):
         return True
 
     @property
-    def consumer_warps(self) -> int:
+    def pv_warps(self) -> int:
         """Warps of the PV warpgroups."""
         return 8
 

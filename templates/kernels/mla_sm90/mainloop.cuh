@@ -103,7 +103,7 @@ struct Consumer {
     }
     softmax.publish(alpha, smem.row_max[kStage], smem.alpha[kStage]);
     store_p<kStage>();
-    named_barrier_arrive(NamedBarrier::P0Ready + kStage, kConsumerThreads);
+    named_barrier_arrive(NamedBarrier::P0Ready + kStage, kPvThreads);
     return needs_rescale;
   }
 
@@ -135,7 +135,7 @@ struct Consumer {
     wait_wgmma(accumulators);
     release(smem.wg0_empty[0]);
     if (has_odd) {
-      named_barrier_sync(NamedBarrier::P1Ready, kConsumerThreads);
+      named_barrier_sync(NamedBarrier::P1Ready, kPvThreads);
       adopt_row_max(1);
       wgmma_fence_operand(accumulators);
       pv_gemm_remote_p<1, 0>(descriptors, accumulators);
@@ -164,7 +164,7 @@ struct Consumer {
   template <bool kIsUnmasked>
   __device__ void wg1_pair(int kv_block, bool has_odd) {
     descriptors.opaque();
-    named_barrier_sync(NamedBarrier::P0Ready, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::P0Ready, kPvThreads);
     adopt_row_max(0);
     wgmma_fence_operand(accumulators);
     pv_gemm_remote_p<0, 1>(descriptors, accumulators);
@@ -235,7 +235,7 @@ __device__ inline void reduce_row_sum(SharedMemoryPlan& smem, const Softmax& sof
     const float row_sum = quad_reduce_sum(softmax.row_sum[r]);
     if (thread % 4 == 0) smem.row_sum[thread / 128][row + 8 * r] = row_sum;
   }
-  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
     rows[r] = {softmax.row_max[r], smem.row_sum[0][row + 8 * r] + smem.row_sum[1][row + 8 * r]};
@@ -259,7 +259,7 @@ __device__ inline void process_work(const Params& params, const WorkItem& work,
     consumer.process_work();
   } else {
     // Without KV blocks no MMA orders the warps' waits for Q before its release.
-    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
     consumer.release_query();
   }
   ThreadRows rows;

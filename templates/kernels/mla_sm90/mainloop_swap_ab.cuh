@@ -146,13 +146,13 @@ struct Consumer {
                                                  __fmul_rn(scores[r / 2 * 4 + 2 + r % 2], factor)));
       if (reload_lane() < 4) smem.warp_rows[reload_warp()][row_of(r)] = maximum;
     }
-    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
     float alpha[kRowsPerThread];
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
       float maximum = -kInfinity;
 #pragma unroll
-      for (int warp = 0; warp < kConsumerWarps; ++warp) {
+      for (int warp = 0; warp < kPvWarps; ++warp) {
         maximum = fmaxf(maximum, smem.warp_rows[warp][row_of(r)]);
       }
       alpha[r] = raise_row_max(row_max[r], row_sum[r], maximum);
@@ -164,7 +164,7 @@ struct Consumer {
   }
 
   __device__ void clear_nonfinite_v(int first_token) const {
-    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
     clear_nonfinite(smem, max(work.unmasked_kv_end - first_token, 0), work.kv_end - first_token,
                     [&](int index) { return tile(index); });
     fence_proxy_async();
@@ -181,10 +181,10 @@ struct Consumer {
     }
     float partial_sum[kRowsPerThread];
     const bool needs_rescale = store_p(factor, partial_sum);
-    if (named_barrier_sync_or(NamedBarrier::P0Ready, kConsumerThreads, needs_rescale)) {
+    if (named_barrier_sync_or(NamedBarrier::P0Ready, kPvThreads, needs_rescale)) {
       update_row_max(factor);
       store_p(factor, partial_sum);
-      named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+      named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
     }
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) row_sum[r] += partial_sum[r];
@@ -237,12 +237,12 @@ __device__ inline void reduce_row_sum(SharedMemoryPlan& smem, const Consumer& co
     const float row_sum = sum_over_lanes(consumer.row_sum[r]);
     if (reload_lane() < 4) smem.warp_rows[reload_warp()][row_of(r)] = row_sum;
   }
-  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
     float row_sum = 0.0f;
 #pragma unroll
-    for (int warp = 0; warp < kConsumerWarps; ++warp) row_sum += smem.warp_rows[warp][row_of(r)];
+    for (int warp = 0; warp < kPvWarps; ++warp) row_sum += smem.warp_rows[warp][row_of(r)];
     rows[r] = {consumer.row_max[r], row_sum};
   }
 }
@@ -265,7 +265,7 @@ __device__ inline void process_work(const Params& params, const WorkItem& work,
   for (int kv_block = work.first_kv_block; kv_block < end; ++kv_block)
     consumer.process_block(kv_block);
   // Without KV blocks no barrier of the mainloop orders the warps' waits for Q before its release.
-  if (work.num_kv_blocks == 0) named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  if (work.num_kv_blocks == 0) named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
   if (reload_tid() == 0) arrive(smem.query_empty);
   ThreadRows rows;
   reduce_row_sum(smem, consumer, rows);

@@ -204,7 +204,7 @@ __device__ inline void pv_loop(const Params& params, SharedMemoryPlan& smem) {
     pv_warpgroup.process_work(blocks_done);
     wait(smem.row_state_full[work_slot(work.work_idx)], work_phase(work.work_idx));
     // A NaN that either PV warpgroup found counts for both.
-    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
     ThreadRows rows{smem, work_slot(work.work_idx)};
     epilogue(params, work, smem, pv_warpgroup.accumulators, rows);
   });

@@ -168,7 +168,7 @@ __device__ inline void dequant_v(VFragments& v, const StoredV& stored, const VSc
   for (int i = 0; i < 4; ++i) {
     u32* step = v + i / 2 * 4 + i % 2 * 2;
     const u32 scale = i % 2 == 0 ? scales[i / 2].x : scales[i / 2].y;
-    const u32 transposed = __byte_perm(stored[i], 0, 0x3120);
+    const u32 transposed = transpose_bytes_2x2(stored[i]);
     step[0] = mul_f16x2(fp16x2_of_e4m3x2(transposed & 0xffff), scale);
     step[1] = mul_f16x2(fp16x2_of_high_e4m3x2(transposed), scale);
   }

@@ -23,9 +23,9 @@
 
 // Row sum l, computed by the PV warpgroups, which are less loaded than the QK warpgroup: every
 // thread sums some tokens of one row of P.
-constexpr int kThreadsPerRow = kConsumerThreads / kBlockM;
+constexpr int kThreadsPerRow = kPvThreads / kBlockM;
 constexpr int kBytesPerThread = kTileRowBytes / kThreadsPerRow;  // of a row of P
-static_assert(kThreadsPerRow * kBlockM == kConsumerThreads, "threads share the rows");
+static_assert(kThreadsPerRow * kBlockM == kPvThreads, "threads share the rows");
 
 struct RowSum {
   float row_sum = 0.0f;  // over this thread's tokens, times the shared scale as O is
@@ -77,7 +77,7 @@ __device__ inline void clear_nonfinite(SharedMemoryPlan& smem, const WorkItem& w
                                        unsigned char* stage, int first, int end) {
   constexpr int kTokenPairs = kLatentDim / 2;
 #pragma unroll 1
-  for (int i = reload_tid(); i < (end - first) * kTokenPairs; i += kConsumerThreads) {
+  for (int i = reload_tid(); i < (end - first) * kTokenPairs; i += kPvThreads) {
     const int token = first + i / kTokenPairs;
     const int dim = i % kTokenPairs * 2;
     u16& scale = v_scale(stage, token, dim / kScaledDims);
@@ -91,7 +91,7 @@ __device__ inline void clear_nonfinite(SharedMemoryPlan& smem, const WorkItem& w
     if (!is_scale_finite) scale = 0;
     nonfinite_flag(smem, work) = 1;
   }
-  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
 }
 
 // Double-buffered V fragments: dequantisation overlaps the MMAs in flight.
@@ -190,7 +190,7 @@ struct PvWarpgroup {
 };
 
 __device__ inline void pv_loop(const Params& params, SharedMemoryPlan& smem) {
-  finish_q_load<kLatentTiles / 2>(smem, smem.first_query_full, reload_tid(), kConsumerThreads);
+  finish_q_load<kLatentTiles / 2>(smem, smem.first_query_full, reload_tid(), kPvThreads);
   u32 blocks_done = 0;  // KV blocks, over all work items
   work_loop(smem, [&](const WorkItem& work, u32) {
     PvWarpgroup pv_warpgroup(smem, work, blocks_done);
@@ -198,7 +198,7 @@ __device__ inline void pv_loop(const Params& params, SharedMemoryPlan& smem) {
     wait(smem.row_state_full[work_slot(work.work_idx)], work_phase(work.work_idx));
     pv_warpgroup.row_sum.publish(smem, work_slot(work.work_idx));
     // All row sums are published, and a NaN/Inf that either PV warpgroup found counts for both.
-    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
     ThreadRows rows{smem, work_slot(work.work_idx)};
     epilogue(params, work, smem, pv_warpgroup.accumulators, rows);
   });
