@@ -98,10 +98,18 @@ __device__ inline void prefetch_block_table(const Params& params,
   if (index < static_cast<u32>(row.num_pages)) prefetch_l2(params.block_tables + row.start + index);
 }
 
-// Called by all threads. Advances `scheduler` to the CTA's first work item and returns that item.
-__device__ inline WorkCoord find_initial_work(const Params& params, int cta_group, int seq_len,
+// Called by all threads, after the barriers are initialised. Waits for the preceding kernel, whose
+// tail overlaps what comes before (PDL). Advances `scheduler` to the CTA's first work item and
+// returns that item.
+__device__ inline WorkCoord find_initial_work(const Params& params,
                                               SchedulerStorage& scheduler_storage,
                                               TileScheduler& scheduler) {
+  pdl_wait();
+  const int seq_len = seq_len_of(params, first_seq_of_thread(params));
+  pdl_launch_dependents();
+  const int cta = static_cast<int>(blockIdx.x);
+  const int cta_group = div_by_group_size(params, cta);
+  scheduler.rank_in_group = cta - cta_group * params.cta_group_size;
   const bool is_cached = __any_sync(~0u, load_cached_schedule(params, seq_len, scheduler_storage));
   bool has_range = is_cached && scheduler_storage.first_work.seq_idx >= 0;
   if (!is_cached) has_range = find_range(params, cta_group, seq_len, scheduler_storage);

@@ -11,10 +11,12 @@
 #include "config.cuh"
 #include "gemms.cuh"
 #include "mask_v.cuh"
+#include "pipeline/load_q.cuh"
 #include "pipeline/work_pipeline.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/warp_matrix.cuh"
 #include "ptx/wgmma.cuh"
+#include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
@@ -267,7 +269,10 @@ __device__ inline void process_work(const Params& params, const WorkItem& work,
   epilogue(params, work, smem, consumer.accumulators, rows);
 }
 
-__device__ inline void consumer_loop(const Params& params, SharedMemoryPlan& smem) {
+// Consumer warps load the first Q themselves: they have no other work before it arrives.
+__device__ inline void consumer_loop(const Params& params, const WorkCoord& first_work,
+                                     SharedMemoryPlan& smem) {
+  load_q_async(params, first_work, smem, static_cast<int>(threadIdx.x), kPvThreads);
   ConsumerState state(params, smem);
   finish_q_load(smem.first_query_full);
   work_loop(smem, [&](const WorkItem& work, u32 work_idx) {

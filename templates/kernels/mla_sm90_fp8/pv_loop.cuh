@@ -11,10 +11,12 @@
 #include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
+#include "pipeline/load_q.cuh"
 #include "pipeline/work_pipeline.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/warp_matrix.cuh"
 #include "ptx/wgmma.cuh"
+#include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax/thread_rows.cuh"
@@ -196,7 +198,10 @@ struct PvWarpgroup {
   }
 };
 
-__device__ inline void pv_loop(const Params& params, SharedMemoryPlan& smem) {
+// PV warps load the first Q themselves: they have no other work before it arrives.
+__device__ inline void pv_loop(const Params& params, const WorkCoord& first_work,
+                               SharedMemoryPlan& smem) {
+  load_q_async(params, first_work, smem, static_cast<int>(threadIdx.x), kPvThreads);
   finish_q_load(smem.first_query_full);
   u32 blocks_done = 0;  // KV blocks, over all work items
   work_loop<true>(smem, [&](const WorkItem& work, u32) {

@@ -17,6 +17,7 @@
 #include "pipeline/work_pipeline.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/wgmma.cuh"
+#include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax/thread_rows.cuh"
@@ -189,7 +190,10 @@ struct PvWarpgroup {
   }
 };
 
-__device__ inline void pv_loop(const Params& params, SharedMemoryPlan& smem) {
+// PV warps load the first Q themselves: they have no other work before it arrives.
+__device__ inline void pv_loop(const Params& params, const WorkCoord& first_work,
+                               SharedMemoryPlan& smem) {
+  load_q(params, first_work, smem, static_cast<int>(threadIdx.x), kPvThreads);
   finish_q_load<kLatentTiles / 2>(smem, smem.first_query_full, reload_tid(), kPvThreads);
   u32 blocks_done = 0;  // KV blocks, over all work items
   work_loop(smem, [&](const WorkItem& work, u32) {
