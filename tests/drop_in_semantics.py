@@ -10,13 +10,10 @@ import torch
 
 import mlagen
 from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
-from tests.batch_mla_cases import plan_arguments, run, wrapper_of
-from tests.batch_mla_semantics import SOME
-from tests.cases import MlaCase, MlaProblem
-from tests.gqa_problems import GqaCase
-from tests.gqa_semantics import decode as decode_gqa
-from tests.mla_semantics import decode, decode_with_lse
-from tests.xqa_semantics import run_xqa
+from tests.problems.batch_mla import SOME, plan_arguments, run, wrapper_of
+from tests.problems.entry_points import decode, decode_gqa, decode_with_lse, run_xqa
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import MlaCase, MlaProblem
 
 # Keywords that change no result.
 NO_OPS: dict[str, tuple[Any, ...]] = {

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from tests.problems.entry_points import EntryPoint
+from tests.problems.problem import Problem
 
-def captured(call: Callable[..., object], arguments: dict[str, Any]) -> torch.cuda.CUDAGraph:
+# What a call writes, or may write.
+_WRITTEN = {"workspace_buffer", "semaphores", "out", "output", "lse"}
+
+
+def captured(
+    call: Callable[..., object], arguments: dict[str, Any] | None = None
+) -> torch.cuda.CUDAGraph:
     """Return a graph of one call, after the call that compiles and loads its kernels."""
+    arguments = arguments or {}
     call(**arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -17,16 +26,38 @@ def captured(call: Callable[..., object], arguments: dict[str, Any]) -> torch.cu
     return graph
 
 
-def cloned(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with cloned tensors, also those in lists."""
-    return {name: _clone(value) for name, value in arguments.items()}
-
-
-def exchange(static: dict[str, Any], given: dict[str, Any], *names: str) -> None:
-    """Copy the content of the tensors ``names``, of equal shapes, and overwrite the workspace."""
-    for name in names:
+def exchange(static: dict[str, Any], given: dict[str, Any]) -> None:
+    """Copy the content of all tensors that a call reads, and overwrite the workspace."""
+    for name in static.keys() & given.keys() - _WRITTEN:
         _copy(static[name], given[name])
-    static["workspace_buffer"].fill_(0xFF)
+    if "workspace_buffer" in static:
+        static["workspace_buffer"].fill_(0xFF)
+
+
+def check_replays(entry: EntryPoint, problems: Sequence[Problem], **changes: Any) -> None:
+    """Fail unless replays of a call follow all content of its tensors.
+
+    The tensors of all problems have equal shapes.
+    """
+    own = entry.arguments(problems[0])
+    static = {name: _clone(value) for name, value in own.items()}
+    if "k_cache" in own and own["k_cache"] is own["v_cache"]:
+        static["v_cache"] = static["k_cache"]
+    out = static[entry.names["out"]] = entry.new_out(problems[0])
+    lse = None
+    if "lse" in entry.names:
+        shape = problems[0].query.shape[:-1]
+        lse = static["lse"] = torch.empty(shape, device=problems[0].device).flatten(0, -2)
+        static["return_lse"] = True
+    graph = captured(entry.function, static | changes)
+
+    for problem in (*problems[1:], problems[0]):
+        exchange(static, entry.arguments(problem))
+        for written in (out, *([lse] if lse is not None else [])):
+            written.copy_(torch.full_like(written, 7.0, dtype=torch.float32))
+        graph.replay()
+
+        problem.check(out, lse)
 
 
 def _clone(value: object) -> object:

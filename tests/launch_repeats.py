@@ -21,6 +21,25 @@ SEQ_WORD = 20
 
 _DELAY = "  if ((static_cast<u32>(clock64()) * 2654435761u >> 13) % 16 == 0) __nanosleep({});\n"
 
+_WAIT = "  mbarrier_wait(shared_address(&barrier), phase);\n"
+
+# Places where warps wait, and the max sleep before each, in nanoseconds.
+MLA_DELAYS = {
+    _WAIT: 2000,
+    "  named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);\n": 5000,
+    "  reduce_group.sync();\n": 5000,
+}
+GQA_DELAYS = {
+    _WAIT: 2000,
+    "      named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);": 5000,
+    "        combine_partials(params, work_pipeline.at(work_idx, head), work_idx, 0, 0,": 20_000,
+    "    if (work_idx > 0) smem.work_pipeline.wait_empty(work_idx);\n": 5000,
+    "    work_pipeline.wait_full(work_idx + 1);\n": 2000,
+    "  store_warp_partial(0, 0, warp, softmax, output, smem);\n": 5000,
+    "  named_barrier_sync(NamedBarrier::FirstWorkReady, kThreads);\n": 5000,
+    "    named_barrier_sync(NamedBarrier::FirstWorkChecked, kThreads);\n": 5000,
+}
+
 
 def mismatches(compute: Callable[[], torch.Tensor], repeats: int) -> int:
     """Return the repetitions that differ from the first in any bit, for 16-bit outputs."""

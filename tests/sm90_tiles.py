@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from mlagen.families.common.plan_sm80 import GqaProblemShape
 from mlagen.families.gqa import dispatch as gqa_call
@@ -16,6 +17,9 @@ from mlagen.families.mla import plan_sm90 as plan_mla_sm90
 from mlagen.families.mla import select as mla_plan
 from mlagen.settings import current_settings
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
+
+IS_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_sm90 = pytest.mark.skipif(not IS_SM90, reason="needs an sm_90 GPU")
 
 
 @contextmanager
@@ -27,11 +31,17 @@ def smaller_tiles(monkeypatch: pytest.MonkeyPatch, *, enabled: bool) -> Iterator
     _clear_mla_caches()
 
 
+def choose_kernel(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+    """Make calls of both families use a kind of kernel: "sm80", "sm90" or "auto"."""
+    for name in ("MLAGEN_MLA_KERNEL", "MLAGEN_GQA_KERNEL"):
+        monkeypatch.setenv(name, kernel)
+    current_settings.cache_clear()
+
+
 @contextmanager
 def sm90_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make every call use an sm90 kernel with its default tile."""
-    monkeypatch.setenv("MLAGEN_MLA_KERNEL", "sm90")
-    current_settings.cache_clear()
+    choose_kernel(monkeypatch, "sm90")
     with smaller_tiles(monkeypatch, enabled=False):
         yield
 

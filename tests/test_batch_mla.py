@@ -1,8 +1,9 @@
-"""BatchMLA on the CPU: semantics of the wrapper, and what it rejects."""
+"""BatchMLA: rules of the wrapper, with a plan and without one, and what it rejects."""
 
 from __future__ import annotations
 
-import inspect
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,58 +12,137 @@ import torch
 from mlagen.errors import ArgumentError, CaptureError, UnsupportedError
 from mlagen.mla import batch_run
 from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
-from tests.batch_mla_cases import plan_arguments, run, wrapper_of
-from tests.batch_mla_semantics import SOME, BatchMlaSemantics
-from tests.mla_rows import E4M3
-from tests.planless_semantics import PlanlessSemantics
+from tests.problems.batch_mla import (
+    SINGLE,
+    SOME,
+    new_wrapper,
+    plan_arguments,
+    run,
+    run_with_lse,
+    wrapper_of,
+)
+from tests.problems.entry_points import ENTRY_POINTS
+from tests.problems.mla import MlaCase
+from tests.problems.mla_cases import BATCH_CASES
+from tests.problems.problem import E4M3
+from tests.problems.reference import assert_close, output_tolerance
+
+PLANLESS = ENTRY_POINTS["planless"]
+METADATA = pytest.mark.parametrize("metadata", ["cpu", None], ids=["on the host", "on the device"])
 
 
-class TestOnTheCpu(BatchMlaSemantics):
-    """Semantics of planned runs, without a GPU."""
+class TestBatchMla:
+    """Rules of planned and planless runs, on the device of the fixture."""
 
-    device = "cpu"
+    @METADATA
+    @pytest.mark.parametrize("case", [SOME, SINGLE], ids=["ragged", "one token each"])
+    def test_metadata_may_be_on_cpu_or_gpu(
+        self, case: MlaCase, metadata: str | None, device: str
+    ) -> None:
+        """The device of the metadata does not change the result."""
+        problem = case.build(device)
 
+        problem.check(*run_with_lse(wrapper_of(problem, metadata=metadata), problem))
 
-class TestPlanlessOnTheCpu(PlanlessSemantics):
-    """Semantics of runs without a plan, without a GPU."""
+    @pytest.mark.parametrize("backend", ["fa2", "fa3"])
+    def test_backends_give_equal_results(self, backend: str, device: str) -> None:
+        """Every backend name gives the same result."""
+        problem = SOME.build(device)
 
-    device = "cpu"
+        problem.check(*run_with_lse(wrapper_of(problem, backend=backend), problem))
 
+    def test_latent_and_rope_may_be_slices_of_one_tensor(self, device: str) -> None:
+        """Slices of one query and one cache are read in place."""
+        problem = replace(SOME, separate_rope=False).build(device)
+        query, cache = problem.query, problem.kv_cache
+        slices: dict[str, Any] = {"q_nope": query[..., :512], "q_pe": query[..., 512:]}
+        slices |= {"ckv_cache": cache[..., :512], "kpe_cache": cache[..., 512:]}
 
-def test_the_signatures_are_those_of_flashinfer() -> None:
-    """Names, order and defaults of the parameters equal FlashInfer's."""
-    wrapper = BatchMLAPagedAttentionWrapper
-    functions = (wrapper.__init__, wrapper.plan, wrapper.run)
+        problem.check(*wrapper_of(problem).run(**slices, return_lse=True))
 
-    shown = [
-        " ".join(
-            name if p.default is p.empty else f"{name}={p.default!r}"
-            for name, p in list(inspect.signature(function).parameters.items())[1:]
-        )
-        for function in functions
-    ]
+    def test_a_strided_output(self, device: str) -> None:
+        """A strided `out` gets its elements, and the gaps stay unchanged."""
+        problem = SOME.build(device)
+        tokens, heads, _ = problem.query.shape
+        wide = torch.full((tokens, heads + 1, 640), 7.0, dtype=torch.bfloat16, device=device)
+        out = wide[:, :heads, :512]
 
-    assert shown == [
-        (
-            "float_workspace_buffer use_cuda_graph=False qo_indptr=None kv_indptr=None "
-            "kv_indices=None kv_len_arr=None backend='auto'"
-        ),
-        (
-            "qo_indptr kv_indptr kv_indices kv_len_arr num_heads head_dim_ckv head_dim_kpe "
-            "page_size causal sm_scale q_data_type kv_data_type use_profiler=False"
-        ),
-        (
-            "q_nope q_pe ckv_cache kpe_cache out=None lse=None return_lse=False "
-            "profiler_buffer=None kv_len=None page_table=None return_lse_base_on_e=False "
-            "o_scale=None ckv_scale=None ckv_scale_arr=None kpe_scale=None"
-        ),
-    ]
-    keyword_only = [
-        name
-        for name, p in inspect.signature(wrapper.run).parameters.items()
-        if p.kind is p.KEYWORD_ONLY
-    ]
-    assert keyword_only == ["ckv_scale", "ckv_scale_arr", "kpe_scale"]
+        assert run(wrapper_of(problem), problem, out=out) is out
+
+        problem.check(out)
+        assert (wide[:, heads:] == 7.0).all()
+        assert (wide[..., 512:] == 7.0).all()
+
+    def test_an_lse_tensor_is_written_without_return_lse(self, device: str) -> None:
+        """`lse` without `return_lse` is written, as in FlashInfer."""
+        problem = SOME.build(device)
+        lse = torch.full(problem.query.shape[:2], math.nan, device=device)
+
+        problem.check(run(wrapper_of(problem), problem, lse=lse), lse)
+
+    @METADATA
+    def test_a_plan_copies_the_metadata(self, metadata: str | None, device: str) -> None:
+        """Changes of the metadata after a plan do not affect its runs."""
+        problem = SOME.build(device)
+        arguments = plan_arguments(problem, metadata=metadata)
+        wrapper = wrapper_of(problem)
+        wrapper.plan(**arguments)
+        for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"):
+            arguments[name].fill_(-1)
+
+        problem.check(*run_with_lse(wrapper, problem))
+
+    def test_a_wrapper_can_replan(self, device: str) -> None:
+        """A run uses the latest plan."""
+        first, second = SOME.build(device), BATCH_CASES[0].build(device)
+        wrapper = wrapper_of(first)
+        run(wrapper, first)
+        wrapper.plan(**plan_arguments(second))
+
+        second.check(*run_with_lse(wrapper, second))
+
+    def test_extra_query_rows_are_allowed(self, device: str) -> None:
+        """A query longer than the plan, as in CUDA graphs, gives the planned rows."""
+        problem = SINGLE.build(device)
+        spare = [
+            torch.cat([part, part.new_full((3, *part.shape[1:]), math.nan)])
+            for part in (problem.query, problem.extra_args["query_rope"])
+        ]
+
+        out, lse = run_with_lse(wrapper_of(problem), problem, q_nope=spare[0], q_pe=spare[1])
+
+        assert tuple(out.shape) == (7, 6, 512)
+        problem.check(out[:4], lse[:4])
+
+    @pytest.mark.parametrize("sequences", [0, 4])
+    def test_no_query_tokens(self, sequences: int, device: str) -> None:
+        """No sequences, and sequences without query tokens, give empty results."""
+        problem = SOME.build(device)
+        starts = torch.zeros(sequences + 1, dtype=torch.int32, device=device)
+        plan: dict[str, Any] = {"qo_indptr": starts}
+        if sequences == 0:
+            plan |= {"kv_indptr": starts, "kv_len_arr": starts[:0]}
+        empty = {"q_nope": problem.query[:0], "q_pe": problem.extra_args["query_rope"][:0]}
+
+        out, lse = run_with_lse(wrapper_of(problem, **plan), problem, **empty)
+
+        assert (tuple(out.shape), tuple(lse.shape)) == ((0, 6, 512), (0, 6))
+
+    @pytest.mark.parametrize("dtype", [E4M3, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+    def test_a_planless_fp8_output(self, dtype: torch.dtype, device: str) -> None:
+        """An FP8 `out` holds results divided by `o_scale`, saturated."""
+        problem = PLANLESS.build(device, seq_lens=(70, 0, 1, 300))
+        out = torch.zeros(4, 16, 512, device=device).to(dtype)
+        scale = 0.001 if dtype is E4M3 else 1e-5  # some results exceed the maximum
+
+        assert PLANLESS.run(problem, out=out, o_scale=scale) is out
+
+        expected = problem.expected()
+        most = torch.finfo(dtype).max * scale
+        wanted = expected.out.clamp(-most, most)
+        step = 2.0**-4 if dtype is E4M3 else 2.0**-3
+        tolerance = output_tolerance(torch.bfloat16, expected) + wanted.abs() * step + 2e-5
+        assert_close(out.double() * scale, wanted, tolerance, "out")
 
 
 def ints(*numbers: int) -> torch.Tensor:
@@ -87,6 +167,8 @@ def ints(*numbers: int) -> torch.Tensor:
             r"head_dim_ckv=512 and head_dim_kpe in \(0, 64\)",
         ),
         ({"q_data_type": torch.float16}, r"q_data_type: expected torch.bfloat16 \(kv_data_type\)"),
+        ({"head_dim_ckv": 128}, r"no MLA decode kernel .* \(128, 64\)"),
+        ({"use_profiler": True}, "Profiler is enabled"),
         ({"num_heads": 0}, "num_heads: expected an int, 1 or more, got 0"),
         ({"num_heads": 257}, "num_heads: expected 256 or less, got 257"),
         ({"page_size": 0}, "page_size: expected an int, 1 or more, got 0"),
@@ -112,33 +194,18 @@ def test_a_plan_that_breaks_a_rule_is_rejected(changes: dict[str, Any], message:
     """The error names the broken rule, and the previous plan remains."""
     problem = SOME.build("cpu")
     wrapper = wrapper_of(problem)
+    is_unsupported = "no MLA decode kernel" in message or "Profiler" in message
 
-    with pytest.raises(ArgumentError, match=message):
+    with pytest.raises(UnsupportedError if is_unsupported else ArgumentError, match=message):
         wrapper.plan(**plan_arguments(problem, **changes))
 
     problem.check(run(wrapper, problem))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"head_dim_ckv": 128}, r"no MLA decode kernel .* \(128, 64\)"),
-        ({"use_profiler": True}, "Profiler is enabled"),
-    ],
-    ids=["head dimensions", "profiler"],
-)
-def test_an_unsupported_plan_is_rejected(changes: dict[str, Any], message: str) -> None:
-    """A valid but unsupported plan raises another error."""
-    problem = SOME.build("cpu")
-
-    with pytest.raises(UnsupportedError, match=message):
-        wrapper_of(problem, **changes)
-
-
 def test_a_run_without_a_plan_is_rejected() -> None:
     """Without a plan, and without lengths and a table, the error names the call to make."""
     problem = SOME.build("cpu")
-    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0))
+    wrapper = new_wrapper("cpu")
 
     with pytest.raises(ArgumentError, match=r"expected plan\(\) to be called first"):
         run(wrapper, problem, kv_len=problem.seq_lens)
@@ -154,9 +221,7 @@ def test_a_plan_is_not_for_every_backend() -> None:
         wrapper_of(problem, backend="fa4")
 
 
-def with_buffers(
-    page_ids: int,
-) -> tuple[BatchMLAPagedAttentionWrapper, dict[str, torch.Tensor]]:
+def with_buffers(page_ids: int) -> tuple[BatchMLAPagedAttentionWrapper, dict[str, torch.Tensor]]:
     """Return a wrapper for graphs of four requests, and its buffers."""
     sizes = {"qo_indptr": 5, "kv_indptr": 5, "kv_indices": page_ids, "kv_len_arr": 4}
     buffers = {name: torch.full((size,), -1, dtype=torch.int32) for name, size in sizes.items()}

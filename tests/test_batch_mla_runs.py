@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from mlagen.errors import ArgumentError, UnsupportedError
-from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
-from tests.batch_mla_cases import run, run_arguments, wrapper_of
-from tests.batch_mla_semantics import SINGLE, SOME
-from tests.cases import MlaProblem
-from tests.mla_rows import E4M3
+from tests.problems.batch_mla import SINGLE, SOME, new_wrapper, run, run_arguments, wrapper_of
+from tests.problems.mla import KINDS, MlaProblem
+from tests.problems.problem import E4M3
 
-FP8 = replace(SOME, kv_format="e4m3", scales="two")
+FP8 = replace(SOME, **KINDS["bf16 over e4m3 with two scales"])
 
 
 def rejects(problem: MlaProblem, message: str, **changes: object) -> None:
@@ -34,6 +32,11 @@ def rejects(problem: MlaProblem, message: str, **changes: object) -> None:
 SHAPE = (6, 6, 512)
 
 
+def bf16(*shape: int) -> torch.Tensor:
+    """Return bf16 zeros."""
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -43,25 +46,22 @@ SHAPE = (6, 6, 512)
         ({"ckv_cache": torch.zeros(9, 16, 512)}, "ckv_cache.dtype: expected torch.bfloat16"),
         ({"kpe_cache": torch.zeros(9, 16, 64)}, "kpe_cache.dtype: expected torch.bfloat16"),
         (
-            {"q_nope": torch.zeros(6, 7, 512, dtype=torch.bfloat16)},
+            {"q_nope": bf16(6, 7, 512)},
             r"q_nope.shape\[1\]: expected 6 \(num_heads of plan\), got 7",
         ),
         (
-            {"ckv_cache": torch.zeros(9, 32, 512, dtype=torch.bfloat16)},
+            {"ckv_cache": bf16(9, 32, 512)},
             r"ckv_cache.shape\[1\]: expected 16 \(page_size of plan\), got 32",
         ),
         (
-            {"q_nope": torch.zeros(5, 6, 512, dtype=torch.bfloat16)},
+            {"q_nope": bf16(5, 6, 512)},
             r"q_nope.shape\[0\]: expected 6 \(qo_indptr\[-1\]\) or more, got 5",
         ),
         (
-            {"q_pe": torch.zeros(6, 6, 32, dtype=torch.bfloat16)},
+            {"q_pe": bf16(6, 6, 32)},
             r"q_pe.shape\[2\]: expected 64 \(head_dim_kpe of plan\), got 32",
         ),
-        (
-            {"q_pe": torch.zeros(5, 6, 64, dtype=torch.bfloat16)},
-            r"q_pe.shape: expected \[6, 6, 64\], got \[5, 6, 64\]",
-        ),
+        ({"q_pe": bf16(5, 6, 64)}, r"q_pe.shape: expected \[6, 6, 64\], got \[5, 6, 64\]"),
         ({"out": torch.zeros(6, 6, 256)}, r"Invalid shape of out: expected \[6, 6, 512\]"),
         ({"out": torch.zeros(SHAPE)}, "Invalid dtype of out: expected torch.bfloat16"),
         ({"lse": torch.zeros(6, 5)}, r"Invalid shape of lse: expected \[6, 6\]"),
@@ -90,17 +90,11 @@ def test_a_run_that_is_not_as_planned_is_rejected(changes: dict[str, Any], messa
             for value in (0.0, -1.0, math.inf, math.nan, True, "1", torch.ones(1))
         ),
         *(
-            (
-                {name: value},
-                f"{name} must be .* a number that float32 can hold, got {shown}",
-            )
+            ({name: value}, f"{name} must be .* a number that float32 can hold, got {shown}")
             for name in ("ckv_scale", "kpe_scale")
             for value, shown in ((10**400, "an int of 1329 bits"), (1e39, r"1e\+39"))
         ),
-        (
-            {"ckv_scale": None, "ckv_scale_arr": torch.ones(16, 4)},
-            "Invalid shape of ckv_scale_arr",
-        ),
+        ({"ckv_scale": None, "ckv_scale_arr": torch.ones(16, 4)}, "Invalid shape of ckv_scale_arr"),
         (
             {"ckv_scale": None, "ckv_scale_arr": torch.ones(16, 16, 4).half()},
             "Invalid dtype of ckv_scale_arr",
@@ -155,18 +149,12 @@ def test_a_profiler_is_rejected() -> None:
         ({"ckv_scale_arr": torch.ones(1)}, "ckv_scale_arr does not support cutlass"),
         ({"kpe_scale": 1.0}, "kpe_scale does not support cutlass"),
         ({"o_scale": 1.0}, "out tensor must be provided when o_scale"),
-        (
-            {"o_scale": 1.0, "out": torch.zeros(4, 6, 512, dtype=torch.bfloat16)},
-            "out must be an FP8 tensor",
-        ),
+        ({"o_scale": 1.0, "out": bf16(4, 6, 512)}, "out must be an FP8 tensor"),
         (
             {"o_scale": 0.0, "out": torch.zeros(4, 6, 512).to(E4M3)},
             "o_scale must be a finite positive value",
         ),
-        (
-            {"o_scale": 1.0, "out": torch.zeros(4, 6, 256).to(E4M3)},
-            "Invalid shape of out",
-        ),
+        ({"o_scale": 1.0, "out": torch.zeros(4, 6, 256).to(E4M3)}, "Invalid shape of out"),
         (
             {"o_scale": 10**400, "out": torch.zeros(4, 6, 512).to(E4M3)},
             "o_scale must be .*: expected a number that float32 can hold, got an int of 1329 bits",
@@ -181,7 +169,7 @@ def test_a_profiler_is_rejected() -> None:
 def test_arguments_that_planless_runs_reject(changes: dict[str, Any], message: str) -> None:
     """The error names the unsupported argument."""
     problem = SINGLE.build("cpu")
-    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0), backend="cutlass")
+    wrapper = new_wrapper("cpu", "cutlass")
     tables = {"kv_len": problem.seq_lens, "page_table": torch.zeros(4, 7, dtype=torch.int32)}
 
     with pytest.raises(ArgumentError, match=message):

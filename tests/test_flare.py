@@ -1,218 +1,146 @@
-"""flare_mla_decoding on the CPU: its semantics, and what it rejects."""
+"""flare_mla_decoding: rules of its own, and what it rejects."""
 
 from __future__ import annotations
 
-import inspect
 import math
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-from mlagen.errors import ArgumentError
 from mlagen.families.common.plan_sm80 import MlaProblemShape, plan_mla_sm80
 from mlagen.mla import flare
-from mlagen.mla.flare import PagedKVCache, flare_mla_decoding
+from mlagen.mla.flare import flare_mla_decoding
 from mlagen.mla.masks import (
-    AndMask,
-    CausalPaddingMask,
-    ChunkedCausalMask,
-    ChunkedMask,
-    Mask,
+    CausalMask,
     MaterializedMask,
-    NullMask,
     OrMask,
-    SlidingWindowCausalMask,
-    SlidingWindowNonCausalMask,
 )
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from tests.flare_dense_semantics import FlareDenseSemantics
-from tests.flare_problems import RAGGED, cached_lengths
-from tests.flare_semantics import FlareSemantics
 from tests.kernels import SM_80, SM_90A, mla_sm80
-from tests.mla_rows import E4M3
-
-
-class TestOnTheCpu(FlareSemantics, FlareDenseSemantics):
-    """Semantics of the entry point, without a GPU."""
-
-    device = "cpu"
-
-
-def test_the_signature_is_fixed() -> None:
-    """Names, order and kinds of the parameters do not change."""
-    signature = inspect.signature(flare_mla_decoding)
-
-    assert str(signature).replace("'", "").partition(" -> ")[0] == (
-        "(q: torch.Tensor, k: torch.Tensor | PagedKVCache, mask: Mask, "
-        "valid_length: torch.Tensor | None, scale: float, *, output: torch.Tensor | None = None, "
-        "ragged: bool = False, num_partitions: int | None = None, "
-        "q_scale: torch.Tensor | None = None, per_token_scale_rope_aware: bool = False, "
-        "kv_scales: torch.Tensor | None = None)"
-    )
-
-
-def ints(*numbers: int) -> torch.Tensor:
-    """Return int32 numbers."""
-    return torch.tensor(numbers, dtype=torch.int32)
-
-
-def bf16(*shape: int) -> torch.Tensor:
-    """Return bf16 zeros."""
-    return torch.zeros(*shape, dtype=torch.bfloat16)
-
-
-def cache(**changes: Any) -> dict[str, Any]:
-    """Return the arguments of a cache of six requests with some fields replaced."""
-    problem = RAGGED.build("cpu")
-    parts = {
-        "blocks": problem.kv_cache,
-        "block_table": problem.block_tables,
-        "cache_lengths": cached_lengths(problem),
-    }
-    return {"k": PagedKVCache(**parts | changes)}
-
-
-DENSE = {"k": bf16(6, 9, 1, 576), "q": bf16(6, 2, 6, 576), "ragged": False, "valid_length": None}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"q": bf16(11, 1, 6, 576)}, "q.ndim: expected 3, got 4"),
-        ({"ragged": False}, "q.ndim: expected 4, got 3"),
-        ({"q": bf16(11, 6, 512)}, r"q.shape\[-1\]: expected 576"),
-        (
-            {"q": bf16(11, 257, 576), "output": None},
-            r"q.shape\[-2\]: expected 1 to 256 heads, got 257",
-        ),
-        ({"q": torch.zeros(11, 6, 576)}, "q.dtype: expected torch.bfloat16 or"),
-        ({"q": bf16(11, 6, 576).half()}, "k.blocks.dtype: expected torch.float16"),
-        ({"mask": "causal"}, "mask: expected a mask of mlagen.mla, got str"),
-        ({"num_partitions": 0}, "num_partitions: expected an int, 1 or more, got 0"),
-        ({"scale": "1"}, "scale: expected a float"),
-        ({"valid_length": None}, "valid_length: expected a torch.Tensor, got NoneType"),
-        (
-            {"valid_length": ints(*range(6))},
-            r"valid_length.shape: expected \[7\] \(batch of k \+ 1",
-        ),
-        ({"valid_length": torch.zeros(7)}, "valid_length.dtype: expected torch.int32"),
-        ({"valid_length": ints(*range(14))[::2]}, r"valid_length must be contiguous"),
-        ({"output": bf16(11, 6, 576)}, r"output.shape: expected \[11, 6, 512\], got"),
-        ({"output": bf16(6, 11, 512).mT}, r"output.shape: expected \[11, 6, 512\], got"),
-        ({"output": bf16(6, 11, 512).transpose(0, 1)}, r"output must be contiguous"),
-        ({"output": torch.zeros(11, 6, 512)}, "output.dtype: expected torch.bfloat16"),
-        ({"q_scale": torch.ones(11)}, "q_scale: expected None without 640-byte rows"),
-        ({"q_scale": torch.ones(11).half()}, "q_scale.dtype: expected torch.float32"),
-        ({"kv_scales": torch.ones(1)}, "kv_scales: expected None with a PagedKVCache"),
-        (
-            {"per_token_scale_rope_aware": True} | cache(scales=torch.ones(40, 16)),
-            "q.dtype: expected torch.float8_e4m3fn or",
-        ),
-        (
-            {"per_token_scale_rope_aware": True, "q": torch.zeros(11, 6, 640).to(E4M3)}
-            | cache(blocks=torch.zeros(40, 16, 640).to(E4M3)),
-            "k.scales: expected a tensor with per_token_scale_rope_aware, got None",
-        ),
-        (cache(blocks=bf16(9, 576)), "k.blocks.ndim: expected 3 or 4, got 2"),
-        (cache(blocks=bf16(9, 2, 16, 576)), r"k.blocks.shape: expected \[pages, 1, page_size"),
-        (cache(blocks=bf16(9, 16, 512)), r"k.blocks.shape\[-1\]: expected 576"),
-        (cache(blocks=bf16(9, 16, 576).to("meta")), "k.block_table.device: expected meta"),
-        (cache(block_table=ints(1, 2)), "k.block_table.ndim: expected 2, got 1"),
-        (cache(block_table=ints(1)[None].long()), "k.block_table.dtype: expected torch.int32"),
-        (cache(cache_lengths=ints(1, 2)), r"k.cache_lengths.shape: expected \[6\] \(batch of"),
-        (cache(cache_lengths=torch.zeros(6)), "k.cache_lengths.dtype: expected torch.int32"),
-        (cache(scales=torch.ones(3)), "k.scales.ndim: expected 2, got 1"),
-        ({**DENSE, "k": bf16(6, 9, 576)}, "k.ndim: expected 4, got 3"),
-        ({**DENSE, "k": bf16(6, 9, 2, 576)}, r"k.shape\[2\]: expected 1 \(KV heads\), got 2"),
-        ({**DENSE, "k": bf16(5, 9, 1, 576)}, r"q.shape\[0\]: expected 5 \(batch of k\), got 6"),
-        ({**DENSE, "k": bf16(6, 9, 1, 576).to("meta")}, "k.device: expected cpu"),
-        ({**DENSE, "kv_scales": torch.ones(6, 8)}, r"kv_scales.shape: expected \[6, 9\]"),
-        ({**DENSE, "valid_length": ints(1)}, r"valid_length.shape: expected \[6\] \(batch of q"),
-        (
-            {**DENSE, "k": bf16(0, 9, 1, 576), "q": bf16(3, 6, 576)}
-            | {"ragged": True, "valid_length": ints(0)},
-            r"q.shape\[0\]: expected 0 \(no requests\), got 3",
-        ),
-    ],
+from tests.problems.flare import (
+    FORMS,
+    SCALE,
+    cached_lengths,
+    decode,
+    decode_flare,
+    flare_arguments,
+    flare_case,
 )
-def test_invalid_arguments_are_rejected(changes: dict[str, Any], message: str) -> None:
-    """The error has argument, rule and value, and nothing is written."""
-    problem = RAGGED.build("cpu")
-    output = torch.full((*problem.query.shape[:-1], 512), 7.0, dtype=torch.bfloat16)
-    valid = {
-        "q": problem.query,
-        "mask": NullMask(),
-        "valid_length": problem.cum_seq_lens_q,
-        "scale": 1.0,
-        "ragged": True,
-        "output": None if "k" in changes and "q" in changes else output,
-    }
+from tests.problems.masks import MASKS
+from tests.problems.mla import KINDS
 
-    with pytest.raises(ArgumentError, match=message):
-        flare_mla_decoding(**cache() | valid | changes)
-
-    assert (output == 7.0).all()
+RAGGED = flare_case()
+PACKED = flare_case(**KINDS["fp8_per_token"])
 
 
-def test_keys_of_the_wrong_kind_are_rejected() -> None:
-    """Keys are a tensor or a cache."""
-    with pytest.raises(ArgumentError, match="k: expected a "):
-        flare_mla_decoding(bf16(1, 1, 6, 576), [], NullMask(), None, 1.0)  # type: ignore[arg-type]
+class TestFlare:
+    """Rules of the entry point, on the device of the fixture."""
 
+    def test_query_scales_are_optional(self, device: str) -> None:
+        """Without query scales each counts as 1."""
+        problem = PACKED.build(device)
+        ones = torch.ones_like(problem.extra_args["query_scales"])
 
-@pytest.mark.parametrize(
-    "mask",
-    [SlidingWindowCausalMask, SlidingWindowNonCausalMask, ChunkedMask, ChunkedCausalMask],
-    ids=lambda mask: mask.__name__,
-)
-def test_a_mask_of_an_invalid_size_is_rejected(mask: type[ChunkedMask]) -> None:
-    """Windows and chunks have one token or more, and compare by size."""
-    assert mask(3) == mask(3) != mask(4)
-    for size in (0, -1, 2.0, True):
-        with pytest.raises(ArgumentError, match=": expected an int, 1 or more, got"):
-            mask(size)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=": expected 2147483647 or less, got 1180591620717"):
-        mask(2**70)
+        assert torch.equal(decode(problem, q_scale=None), decode(problem, q_scale=ones))
 
+    def test_a_caller_provided_output_with_padding(self, device: str) -> None:
+        """`output` is written in place, including its padding."""
+        problem = RAGGED.build(device)
+        given = torch.full((6, 5, 6, 512), math.nan, dtype=torch.bfloat16, device=device)
 
-def test_the_masks_of_two_masks_are_made_by_name() -> None:
-    """Their fields have Modular's names."""
-    first, second = NullMask(), SlidingWindowCausalMask(3)
+        problem.check(decode(problem, pad_to=5, output=given))
 
-    made = [kind(a=first, b=second) for kind in (OrMask, AndMask)]
+        assert given.isnan().sum() == 0
 
-    assert [(mask.a, mask.b) for mask in made] == [(first, second)] * 2
+    @pytest.mark.parametrize("axis", [1, 2])
+    def test_a_cache_with_a_head_axis(self, axis: int, device: str) -> None:
+        """The cache may have an axis for its one KV head, and the scales an axis per head."""
+        problem = replace(PACKED, mask="window of 3").build(device)
+        scales = problem.extra_args["kv_scales"][..., None, None]
 
+        problem.check(decode(problem, blocks=problem.kv_cache.unsqueeze(axis), scales=scales))
 
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (CausalPaddingMask(ints(1, 2)), r"mask.valid_lengths.shape: expected \[6\] \(batch\)"),
-        (CausalPaddingMask(torch.zeros(6)), "mask.valid_lengths.dtype: expected torch.int32"),
-        (MaterializedMask(bf16(6, 5)), "mask.tensor.ndim: expected 3 or 4, got 2"),
-        (MaterializedMask(bf16(5, 5, 5)), r"mask.tensor.shape: expected \[6, 5, 5\] or \[6, 6, 5"),
-        (MaterializedMask(bf16(6, 2, 5, 5)), r"mask.tensor.shape: expected \[6, 5, 5\] or"),
-        (MaterializedMask(bf16(6, 0, 5)), "mask.tensor.shape: expected 1 or more of each"),
-        (MaterializedMask(torch.ones(6, 5, 5).bool()), "mask.tensor.dtype: expected a dtype of"),
-        (MaterializedMask(bf16(6, 5, 5), start_pos=-1), "mask.start_pos: expected an int, 0 or"),
-        (MaterializedMask(bf16(6, 5, 5), start_pos=2**70), "mask.start_pos: expected 2147483647"),
-        (Mask(), "mask: expected a mask that defines attends or bias, got Mask, which has neither"),
-        (MaterializedMask(bf16(6, 5, 5), start_pos=ints(1)), r"mask.start_pos.shape: expected \[6"),
-        (OrMask(NullMask(), "x"), "mask.b: expected a mask, got str"),  # type: ignore[arg-type]
-        (AndMask(None, NullMask()), "mask.a: expected a mask, got None"),  # type: ignore[arg-type]
-    ],
-)
-def test_a_mask_that_does_not_fit_is_rejected(mask: Mask, message: str) -> None:
-    """The error has the field of the mask."""
-    problem = RAGGED.build("cpu")
+    def test_num_partitions_changes_nothing(self, device: str) -> None:
+        """num_partitions is a hint."""
+        problem = RAGGED.build(device)
 
-    with pytest.raises(ArgumentError, match=message):
-        flare_mla_decoding(
-            problem.query, cache()["k"], mask, problem.cum_seq_lens_q, 1.0, ragged=True
-        )
+        problem.check(decode(problem, num_partitions=4))
+
+    def test_a_materialized_mask_may_have_an_offset(self, device: str) -> None:
+        """With a start position a materialized mask applies to the rows from there on."""
+        problem, lens = RAGGED.build(device), RAGGED.lens
+        numbers = torch.randn(6, 6, 4, 120, device=device)
+        cached = cached_lengths(problem)
+        rows = [(seq, index) for seq in range(6) for index in range(lens[seq])]
+
+        out = decode(problem, mask=MaterializedMask(numbers, start_pos=cached))
+        none = decode(problem, mask=MaterializedMask(numbers[:, :, 1:], start_pos=1))
+
+        bias = [torch.full((6, RAGGED.seq_lens[seq]), -math.inf).double() for seq, _ in rows]
+        for own, (seq, index) in zip(bias, rows, strict=True):
+            if index < 4:
+                own[:] = numbers[seq, :, index, : own.shape[1]].cpu()
+        problem.with_bias(bias).check(out)
+        is_inside = torch.tensor([1 <= int(cached[seq]) + index < 4 for seq, index in rows])
+        assert (none[~is_inside.to(device)] == 0).all()
+
+    @pytest.mark.parametrize("largest", [3.4e38, -3.4e38])
+    def test_a_bias_may_be_as_large_as_float32_allows(self, largest: float, device: str) -> None:
+        """One token then has all the weight of a row, or none."""
+        problem = RAGGED.build(device)
+        numbers = torch.zeros(6, 6, 5, 120, device=device)
+        numbers[..., 0] = largest
+
+        out = decode(problem, mask=MaterializedMask(numbers, start_pos=cached_lengths(problem)))
+
+        row = numbers[0, :, 0].double().cpu()
+        problem.with_bias([row[:, : len(tokens.keys)] for tokens in problem.visible]).check(out)
+
+    def test_a_masked_bias_may_be_nan(self, device: str) -> None:
+        """A bias that another mask hides may be NaN."""
+        problem = flare_case(mask="causal").build(device)
+        positions = torch.arange(100, device=device)
+        numbers = torch.where(positions <= positions[:, None], 0.0, math.nan).expand(6, -1, -1)
+        both = OrMask(MaterializedMask(numbers, start_pos=0), CausalMask())
+
+        problem.check(decode(problem, mask=both))
+
+    def test_rows_that_belong_to_no_sequence_do_not_fault(self, device: str) -> None:
+        """Rows past the last sequence read no block table, with any mask."""
+        problem = flare_case(mask="window of 3").build(device)
+        query = torch.cat([problem.query, torch.full_like(problem.query, math.nan)])
+
+        problem.check(decode(problem, q=query)[: len(problem.query)])
+
+    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("mask", ["all", "window of 3"])
+    def test_an_empty_batch(self, mask: str, form: str, device: str) -> None:
+        """An empty batch gives an empty output, whatever the mask."""
+        facts: dict[str, Any] = {"seq_lens": (70,), "page_size": 70, "mask": mask}
+        arguments = flare_arguments(flare_case(**facts).build(device))
+        names = ("q", "block_table", "cache_lengths")
+        empty = {name: arguments[name][:0] for name in names}
+        empty |= {"valid_length": arguments["valid_length"][:1]}
+        empty |= {"mask": MASKS[mask].mask(0, 6, device)}
+
+        out = decode_flare(**arguments | empty | FORMS[form][1])
+
+        assert tuple(out.shape) == (0, 6, 512)
+
+    @pytest.mark.parametrize("mask", ["all", "causal", "window of 3"])
+    def test_empty_dense_keys(self, mask: str, device: str) -> None:
+        """Sequences without keys give zeros."""
+        q = torch.randn(2, 3, 4, 576, device=device).bfloat16()
+        k = torch.zeros(2, 0, 1, 576, device=device).bfloat16()
+
+        out = flare_mla_decoding(q, k, MASKS[mask].mask(2, 4, device), None, SCALE)
+
+        assert tuple(out.shape) == (2, 3, 4, 512)
+        assert (out == 0).all()
 
 
 @pytest.mark.parametrize("arch", [SM_80, SM_90A], ids=str)
@@ -238,20 +166,3 @@ def test_the_workspace_per_sm_is_sufficient(arch: Arch) -> None:
         needed.add(plan_mla_sm80(spec, problem, 132).workspace_bytes)
 
     assert 0 < max(needed) <= 132 * flare._WORKSPACE_BYTES_PER_SM
-
-
-def test_rows_that_belong_to_no_request_do_not_fault() -> None:
-    """Rows past the last request read no block table, with any mask."""
-    problem = RAGGED.build("cpu")
-    query = torch.cat([problem.query, torch.full_like(problem.query, math.nan)])
-
-    out = flare_mla_decoding(
-        query,
-        cache()["k"],
-        SlidingWindowCausalMask(3),
-        problem.cum_seq_lens_q,
-        0.07,
-        ragged=True,
-    )
-
-    assert out[: len(problem.query)].isfinite().all()

@@ -16,8 +16,6 @@ from mlagen import fork_safety
 from mlagen.fork_safety import defer_exit, defer_forks
 from tests.cache.builds import ROOT, in_child
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-
 
 @contextmanager
 def another_thread_inside(seconds: float | None) -> Iterator[list[str]]:
@@ -50,7 +48,6 @@ def test_a_fork_waits_for_a_critical_section() -> None:
 
     with another_thread_inside(0.3) as log:
         status = in_child(work)
-
     assert status == 0
     assert enter() == "in"
 
@@ -88,7 +85,6 @@ def test_a_thread_may_fork_inside_its_own_critical_section() -> None:
 
     with defer_forks():
         status = in_child(work)
-
     assert status == 0
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(enter).result(10) == "in"
@@ -123,11 +119,9 @@ assert not fork_safety.is_exiting()
 def test_exit_waits_for_started_work(patience_s: str, takes_s: str, output: str) -> None:
     """A daemon thread may finish its work within the time limit, but start no more."""
     command = [sys.executable, "-c", ENDING, patience_s, takes_s]
-
     start = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     took_s = time.monotonic() - start
-
     assert (done.returncode, done.stdout, done.stderr) == (0, output, "")
     assert took_s < 15
 

@@ -21,7 +21,8 @@ from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
 from tests.emulator.emulated import COMPILER, Emulator, encode
 from tests.families.launches import GQA_PATHS, record_launches
-from tests.gqa_problems import E4M3, GqaCase, GqaProblem
+from tests.problems.gqa import GqaCase, GqaProblem
+from tests.problems.problem import E4M3
 from tests.sink_values import extreme_sinks
 from tests.sm90_tiles import max_heads_per_cta
 
@@ -38,122 +39,74 @@ class Emulated(NamedTuple):
 
 
 FP16 = torch.float16
+E4M3_32_ROWS: dict[str, Any] = {"kv": "e4m3", "group": 8, "q_len": 4}
+E4M3_OUT: dict[str, Any] = {"kv": "e4m3", "out_dtype": E4M3, "output_scale": 0.5}
+MANY = tuple(i * 37 % 300 for i in range(36))
+EIGHT = (300, 0, 17, 129, 256, 1, 700, 90)
+
+
+def given(name: str, sm_count: int, **facts: Any) -> Emulated:
+    """Return a case on so many SMs."""
+    return Emulated(GqaCase(name=name, **facts), sm_count)
+
+
 CASES = [
-    Emulated(GqaCase(name="ragged lengths", seq_lens=(300, 17, 0, 128), page_size=64), 6),
-    Emulated(GqaCase(name="a ring that comes round", seq_lens=(2000, 1100), kv_heads=1), 1),
-    Emulated(
-        GqaCase(name="fp16, small pages", seq_lens=(300, 17), dtype=FP16, group=8, o_scale=0.5), 3
-    ),
-    Emulated(GqaCase(name="e4m3", seq_lens=(300, 0, 700), kv="e4m3", group=8, page_size=64), 6),
-    Emulated(
-        GqaCase(name="e4m3 under fp16", seq_lens=(300, 17), kv="e4m3", dtype=FP16, head_dim=64), 5
-    ),
-    Emulated(
-        GqaCase(
-            name="e4m3 in and out",
-            seq_lens=(300, 17),
-            kv="e4m3",
-            head_dim=256,
-            out_dtype=E4M3,
-            output_scale=0.5,
-            o_scale=0.25,
-            page_size=32,
-        ),
+    given("ragged lengths", 6, seq_lens=(300, 17, 0, 128), page_size=64),
+    given("a ring that comes round", 1, seq_lens=(2000, 1100), kv_heads=1),
+    given("fp16, small pages", 3, seq_lens=(300, 17), dtype=FP16, group=8, o_scale=0.5),
+    given("e4m3", 6, seq_lens=(300, 0, 700), kv="e4m3", group=8, page_size=64),
+    given("e4m3 under fp16", 5, seq_lens=(300, 17), kv="e4m3", dtype=FP16, head_dim=64),
+    given(
+        "e4m3 in and out",
         3,
+        seq_lens=(300, 17),
+        head_dim=256,
+        o_scale=0.25,
+        page_size=32,
+        **E4M3_OUT,
     ),
-    Emulated(GqaCase(name="16 rows, one SM", seq_lens=(300, 0, 5), head_dim=64, group=16), 1),
-    Emulated(
-        GqaCase(name="32 rows, sinks", seq_lens=(300, 3), group=8, q_len=4, page_size=64, sink=2.0),
-        5,
-    ),
-    Emulated(
-        GqaCase(
-            name="32 rows in e4m3",
-            seq_lens=(300, 0, 17, 129, 256, 1, 700, 90),
-            kv="e4m3",
-            group=8,
-            q_len=4,
-            page_size=64,
-        ),
-        2,
-    ),
-    Emulated(
-        GqaCase(
-            name="32 rows in e4m3, a mask and a window",
-            seq_lens=(300, 17, 129, 90),
-            kv="e4m3",
-            group=8,
-            q_len=4,
-            mask="random",
-            window=50,
-        ),
+    given("16 rows, one SM", 1, seq_lens=(300, 0, 5), head_dim=64, group=16),
+    given("32 rows, sinks", 5, seq_lens=(300, 3), group=8, q_len=4, page_size=64, sink=2.0),
+    given("32 rows in e4m3", 2, seq_lens=EIGHT, page_size=64, **E4M3_32_ROWS),
+    given(
+        "32 rows in e4m3, a mask and a window",
         1,
+        seq_lens=(300, 17, 129, 90),
+        mask="random",
+        window=50,
+        **E4M3_32_ROWS,
     ),
-    Emulated(
-        GqaCase(name="a window", seq_lens=(900, 130, 3), group=7, q_len=4, head_dim=64, window=200),
-        5,
-    ),
-    Emulated(
-        GqaCase(
-            name="ragged queries",
-            seq_lens=(300, 130, 0, 77),
-            q_lens=(17, 0, 2, 5),
-            group=4,
-            page_size=256,
-        ),
-        7,
-    ),
-    Emulated(
-        GqaCase(
-            name="a draft mask", seq_lens=(300, 200), q_len=5, mask="random", group=3, window=100
-        ),
-        9,
-    ),
-    Emulated(GqaCase(name="many splits", seq_lens=(3072,), kv_heads=1, group=8, sink=3.0), 24),
-    Emulated(
-        GqaCase(
-            name="many sequences",
-            seq_lens=tuple(i * 37 % 300 for i in range(36)),
-            kv_heads=1,
-            group=2,
-        ),
-        7,
-    ),
-    Emulated(GqaCase(name="large scores", seq_lens=(900,), query_magnitude=100.0, layout="HND"), 4),
+    given("a window", 5, seq_lens=(900, 130, 3), group=7, q_len=4, head_dim=64, window=200),
+    given("ragged queries", 7, seq_lens=(300, 130, 0, 77), q_lens=(17, 0, 2, 5), page_size=256),
+    given("a draft mask", 9, seq_lens=(300, 200), q_len=5, mask="random", group=3, window=100),
+    given("many splits", 24, seq_lens=(3072,), kv_heads=1, group=8, sink=3.0),
+    given("many sequences", 7, seq_lens=MANY, kv_heads=1, group=2),
+    given("large scores", 4, seq_lens=(900,), query_magnitude=100.0, layout="HND"),
 ]
 
 TOGETHER = [
-    Emulated(GqaCase(name="two heads", seq_lens=(300, 0, 700), kv="e4m3", page_size=64), 6),
-    Emulated(
-        GqaCase(
-            name="many splits of two heads", seq_lens=(1536, 450), kv="e4m3", kv_heads=2, sink=3.0
-        ),
-        24,
-    ),
-    Emulated(
-        GqaCase(
-            name="four heads",
-            seq_lens=(300, 0, 700),
-            kv="e4m3",
-            kv_heads=8,
-            head_dim=64,
-            q_len=2,
-            mask="random",
-            layout="HND",
-        ),
+    given("two heads", 6, seq_lens=(300, 0, 700), kv="e4m3", page_size=64),
+    given("many splits of two heads", 24, seq_lens=(1536, 450), kv="e4m3", sink=3.0),
+    given(
+        "four heads",
         5,
+        seq_lens=(300, 0, 700),
+        kv="e4m3",
+        kv_heads=8,
+        head_dim=64,
+        q_len=2,
+        mask="random",
+        layout="HND",
     ),
-    Emulated(
-        GqaCase(
-            name="16 bits, ragged queries",
-            seq_lens=(300, 130, 0, 77),
-            q_lens=(2, 0, 1, 3),
-            head_dim=64,
-            group=2,
-            page_size=16,
-            window=100,
-        ),
+    given(
+        "16 bits, ragged queries",
         7,
+        seq_lens=(300, 130, 0, 77),
+        q_lens=(2, 0, 1, 3),
+        head_dim=64,
+        group=2,
+        page_size=16,
+        window=100,
     ),
 ]
 
@@ -230,7 +183,7 @@ def test_a_block_of_several_heads_is_right_too(
 @pytest.mark.parametrize("sm_count", [1, 6])
 def test_sinks_may_be_any_number(sm_count: int, kv: str, decoded: Decode) -> None:
     """In whole work tiles and in splits: also infinite ones, and NaN."""
-    case = GqaCase(name="", seq_lens=(900, 0), group=8, page_size=64, kv=kv)
+    case = GqaCase(seq_lens=(900, 0), group=8, page_size=64, kv=kv)
     problem = replace(case.build("cpu"), sinks=extreme_sinks("cpu"))
 
     problem.check(decoded(problem, sm_count, 0))
@@ -238,7 +191,7 @@ def test_sinks_may_be_any_number(sm_count: int, kv: str, decoded: Decode) -> Non
 
 def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:
     """There could be more work than positions on the line; and a later call is right."""
-    case = GqaCase(name="", seq_lens=(300, 17, 64), q_lens=(2, 1, 2), group=4, page_size=64)
+    case = GqaCase(seq_lens=(300, 17, 64), q_lens=(2, 1, 2), group=4, page_size=64)
     problem = case.build("cpu")
     out = torch.full_like(problem.query, 7.0)
     ends = torch.tensor([0, 5, 0, 5], dtype=torch.int32)
@@ -254,7 +207,7 @@ def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(
     kv: str, decoded: Decode
 ) -> None:
     """NaN in V of the newest token is seen by the last query token and by no other."""
-    case = GqaCase(name="", seq_lens=(100,), q_len=4, group=2, head_dim=64, kv=kv)
+    case = GqaCase(seq_lens=(100,), q_len=4, group=2, head_dim=64, kv=kv)
     problem = case.build("cpu")
     expected = decoded(problem, 1, 0)
     page = int(problem.block_tables[0, 99 // case.page_size])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,8 +20,9 @@ from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
 from tests.emulator.emulated import COMPILER, Emulator
 from tests.families.launches import GQA_PATHS, H200, record_launches
-from tests.gqa_problems import E4M3, GqaCase, GqaProblem
 from tests.kernels import SM_80
+from tests.problems.gqa import GqaCase, GqaProblem
+from tests.problems.problem import E4M3
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -35,46 +36,32 @@ class Emulated(NamedTuple):
 
 
 FP16 = torch.float16
+
+
+def given(name: str, sm_count: int = 1, has_cvt_e4m3: bool = False, **facts: Any) -> Emulated:
+    """Return a case on so many SMs."""
+    return Emulated(GqaCase(name=name, **facts), sm_count, has_cvt_e4m3)
+
+
+_OUT: dict[str, Any] = {"kv": "e4m3", "out_dtype": E4M3, "output_scale": 0.5}
+_MASKED: dict[str, Any] = {"mask": "random", "window": 40}
+_RAGGED: dict[str, Any] = {"seq_lens": (70, 50, 0, 33), "q_lens": (5, 0, 2, 3)}
 CASES = [
-    Emulated(GqaCase(name="ragged lengths", seq_lens=(100, 17, 0), kv_heads=1, page_size=64)),
-    Emulated(GqaCase(name="splits", seq_lens=(300, 40, 0), kv_heads=1, group=2, sink=2.0), 16),
-    Emulated(
-        GqaCase(
-            name="ragged queries",
-            seq_lens=(70, 50, 0, 33),
-            q_lens=(5, 0, 2, 3),
-            group=4,
-            head_dim=64,
-            dtype=FP16,
-            layout="HND",
-        )
+    given("ragged lengths", seq_lens=(100, 17, 0), kv_heads=1, page_size=64),
+    given("splits", 16, seq_lens=(300, 40, 0), kv_heads=1, group=2, sink=2.0),
+    given("ragged queries", group=4, head_dim=64, dtype=FP16, layout="HND", **_RAGGED),
+    given(
+        "a draft mask and a window",
+        seq_lens=(130, 60),
+        kv_heads=1,
+        q_len=5,
+        head_dim=64,
+        **_MASKED,
     ),
-    Emulated(
-        GqaCase(
-            name="a draft mask and a window",
-            seq_lens=(130, 60),
-            kv_heads=1,
-            q_len=5,
-            mask="random",
-            window=40,
-            head_dim=64,
-        )
-    ),
-    Emulated(GqaCase(name="e4m3 in software", seq_lens=(100,), kv="e4m3", kv_heads=1, head_dim=64)),
-    Emulated(
-        GqaCase(
-            name="e4m3 in and out",
-            seq_lens=(100,),
-            kv="e4m3",
-            head_dim=64,
-            out_dtype=E4M3,
-            output_scale=0.5,
-        )
-    ),
-    Emulated(GqaCase(name="int8", seq_lens=(100,), kv="int8", output_scale=0.02, head_dim=64)),
-    Emulated(
-        GqaCase(name="nvfp4", seq_lens=(100, 30), kv="nvfp4", o_scale=0.5, head_dim=64), 1, True
-    ),
+    given("e4m3 in software", seq_lens=(100,), kv="e4m3", kv_heads=1, head_dim=64),
+    given("e4m3 in and out", seq_lens=(100,), head_dim=64, **_OUT),
+    given("int8", seq_lens=(100,), kv="int8", output_scale=0.02, head_dim=64),
+    given("nvfp4", 1, True, seq_lens=(100, 30), kv="nvfp4", o_scale=0.5, head_dim=64),
 ]
 
 Decode = Callable[[GqaProblem, Emulated, int], torch.Tensor]

@@ -1,9 +1,8 @@
-"""MLA decode on the CPU: the torch backend against float64."""
+"""MLA decode: rules of its own entry points, and what they reject."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+import math
 from typing import Any
 
 import pytest
@@ -13,124 +12,161 @@ import mlagen
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.dispatch import run_mla
-from tests.cases import MlaCase
-from tests.mla_cases import CASES
-from tests.mla_semantics import MlaSemantics, compute, decode, decode_with_lse
-from tests.mla_variant_semantics import MlaVariantSemantics
+from tests.problems.entry_points import compute, decode, decode_with_lse
+from tests.problems.mla import MlaCase, mla_case
 
-# Cases that take gigabytes in float64 run on the GPU only.
-SHORT = [case for case in CASES if max(case.seq_lens) <= 10_000]
+SMALL = MlaCase(seq_lens=(70, 3))
 
 
-@pytest.mark.parametrize("case", SHORT, ids=str)
-def test_every_element_is_attention_as_float64_computes_it(case: MlaCase) -> None:
-    """NaN slots and invalid page ids outside of the KV range do not affect output and LSE."""
-    problem = case.build("cpu")
+class TestMla:
+    """Rules of ``trtllm_batch_decode_with_kv_cache_mla``, on the device of the fixture."""
 
-    out, lse = compute(problem)
+    @pytest.mark.parametrize("longest", [None, 0, 1, 4, 1000])
+    def test_max_q_len_is_only_a_hint(self, longest: int | None, device: str) -> None:
+        """Omitted, too small or too large, max_q_len changes no result."""
+        problem = MlaCase(seq_lens=(5, 100, 0), q_lens=(1, 4, 2)).build(device)
 
-    problem.check(out, lse)
+        problem.check(*decode_with_lse(problem, max_q_len=longest))
+
+    def test_query_tokens_past_the_last_sequence_are_ignored(self, device: str) -> None:
+        """Query tokens past the last offset do not affect the sequences."""
+        problem = MlaCase(seq_lens=(5, 100), q_lens=(2, 3)).build(device)
+        more = torch.cat([problem.query, problem.query])
+
+        problem.check(decode(problem, query=more)[:5])
+
+    def test_sinks_may_be_a_list_of_one(self, device: str) -> None:
+        """FlashInfer's list of one sinks tensor is accepted."""
+        problem = MlaCase(seq_lens=(70, 3), with_sinks=True).build(device)
+
+        problem.check(decode(problem, sinks=[problem.sinks]))
+
+    @pytest.mark.parametrize("with_sinks", [True, False], ids=["sinks", "no sinks"])
+    @pytest.mark.parametrize("base", ["base2", "basee"])
+    def test_a_fully_masked_row_has_the_lse_of_its_sink(
+        self, base: str, with_sinks: bool, device: str
+    ) -> None:
+        """The output is zeros, and the LSE the sink in the requested base, or minus infinity."""
+        case = MlaCase(seq_lens=(0, 2, 0), q_len=3, heads=8, with_sinks=with_sinks)
+        problem = case.build(device)
+
+        out, lse = decode_with_lse(problem, return_lse_base=base)
+
+        unit = math.log(2) if base == "base2" else 1.0
+        wanted = torch.full((8,), -math.inf, device=device)
+        if problem.sinks is not None:
+            wanted = problem.sinks / unit
+        for token in (0, 1, 2, 3, 6, 7, 8):  # and the first new token of the second sequence
+            assert torch.allclose(lse[token], wanted, rtol=1e-6)
+            assert not out.view(9, 8, 512)[token].any()
+
+    def test_an_lse_tensor_without_return_lse_is_not_written(self, device: str) -> None:
+        """`lse` without `return_lse` is neither written nor returned."""
+        problem = SMALL.build(device)
+        lse = torch.full((2, 16), 7.0, device=device)
+
+        problem.check(decode(problem, lse=lse))
+
+        assert (lse == 7.0).all()
+
+    @pytest.mark.parametrize("length", [70, 5000], ids=["whole", "split"])
+    def test_nan_in_a_query_is_nan_in_the_lse(self, length: int, device: str) -> None:
+        """A NaN in the query of one head makes its LSE NaN, and no other."""
+        problem = MlaCase(seq_lens=(length,)).build(device)
+        problem.query[0, 0, 3, 100] = math.nan
+
+        _, lse = decode_with_lse(problem)
+
+        assert lse[0].isnan().nonzero().tolist() == [[3]]
+
+    def test_topk_lengths_are_clamped(self, device: str) -> None:
+        """Lengths beyond topk mean all indices, and negative lengths mean none."""
+        problem = MlaCase(seq_lens=(300, 300), top_k=70, with_top_k_lens=True).build(device)
+        full = MlaCase(seq_lens=(300, 300), top_k=70).build(device)
+        lens = torch.tensor([1000, -3], dtype=torch.int32, device=device)
+
+        out, lse = decode_with_lse(
+            problem, block_tables=full.block_tables, sparse_mla_top_k_lens=lens
+        )
+
+        expected, expected_lse = decode_with_lse(full)
+        assert torch.equal(out[0], expected[0])
+        assert torch.equal(lse[0], expected_lse[0])
+        assert (out[1] == 0).all()
+        assert (lse[1] == -math.inf).all()
+
+    def test_repeated_topk_indices_count_repeatedly(self, device: str) -> None:
+        """With a sink in the denominator, a repeated token has twice the weight."""
+        problem = MlaCase(seq_lens=(4,), top_k=4, heads=8, with_sinks=True).build(device)
+        sinks = torch.zeros(8, device=device)
+        entry = int(problem.block_tables.flatten().clamp(min=-1).amax())
+        lists = problem.block_tables.new_tensor([[[entry, -1, entry, entry]]])
+
+        _, lse = decode_with_lse(problem, block_tables=lists, sinks=sinks, bmm1_scale=0.0)
+
+        assert torch.allclose(lse, torch.full_like(lse, 2.0), atol=2**-10)
+
+    def test_fp8_per_token_scales_are_optional(self, device: str) -> None:
+        """Omitted scales of the query or of the cache count as 1."""
+        problem = mla_case("fp8_per_token", seq_lens=(70, 3), score_scale=1e-4).build(device)
+        ones = torch.ones(2, device=device)
+        all_ones = torch.ones_like(problem.extra_args["kv_scales"])
+
+        without, _ = compute(problem, query_scales=None, kv_scales=None)
+
+        assert without.isfinite().all()
+        assert torch.equal(without, compute(problem, query_scales=ones, kv_scales=all_ones)[0])
+
+    @pytest.mark.parametrize("kind", ["e4m3", "fp8_per_token"])
+    def test_an_fp8_query_writes_a_bf16_output(self, kind: str, device: str) -> None:
+        """The caller's output of an FP8 query is bf16, and needs no axis of query tokens."""
+        problem = mla_case(kind, seq_lens=(70, 3)).build(device)
+        given = torch.full((2, 16, 512), math.nan, dtype=torch.bfloat16, device=device)
+
+        made, _ = compute(problem)
+        compute(problem, out=given)
+
+        problem.check(given)
+        assert torch.equal(made[:, 0], given)
+
+    def test_lengths_beyond_flat_tables_are_clamped(self, device: str) -> None:
+        """A length beyond the sequence's page ids is clamped to their capacity."""
+        problem = MlaCase(seq_lens=(128, 64), flat_tables=True).build(device)
+        too_long = torch.tensor([1000, 640], dtype=torch.int32, device=device)
+
+        problem.check(compute(problem, seq_lens=too_long)[0])
 
 
-class TestOnTheCpu(MlaSemantics):
-    """Semantics of the entry point, without a GPU."""
+@pytest.mark.parametrize("is_output", [True, False], ids=["an element", "a token too many"])
+def test_the_check_sees_an_error(is_output: bool) -> None:
+    """One wrong element among thousands is reported by index, and a wider mask is noticed."""
+    problem = MlaCase(seq_lens=(70, 3), q_len=1 if is_output else 2).build("cpu")
+    shifted = {"seq_lens": problem.seq_lens + 1, "kv_cache": problem.kv_cache.nan_to_num(0.0)}
+    out = decode(problem, **({} if is_output else shifted))
+    message = "elements off"
+    if is_output:
+        out[1, 0, 7, 300] += 0.1
+        message = r"out: 1 of 16384 elements off; first at \(1, 7, 300\)"
 
-    device = "cpu"
-
-
-class TestVariantsOnTheCpu(MlaVariantSemantics):
-    """Semantics of sparse, biased, FP8-KV and other calls."""
-
-    device = "cpu"
-
-
-def test_the_oracle_sees_a_wrong_element() -> None:
-    """The check detects one wrong element among thousands, and reports its index."""
-    problem = MlaCase(name="", seq_lens=(70, 3)).build("cpu")
-    out = decode(problem)
-    out[1, 0, 7, 300] += 0.1
-
-    with pytest.raises(
-        AssertionError, match=r"out: 1 of 16384 elements off; first at \(1, 7, 300\)"
-    ):
+    with pytest.raises(AssertionError, match=message):
         problem.check(out)
 
 
-def test_the_oracle_sees_a_token_too_many() -> None:
-    """The check detects a mask that is one token too wide."""
-    problem = MlaCase(name="", seq_lens=(5, 3), q_len=2).build("cpu")
-    shifted = problem.seq_lens + 1
-
-    out = decode(problem, seq_lens=shifted, kv_cache=problem.kv_cache.nan_to_num(0.0))
-
-    with pytest.raises(AssertionError, match="elements off"):
-        problem.check(out)
+# By position after `sinks`: skip_softmax_threshold_scale_factor, enable_pdl and backend in the
+# newer order, enable_pdl and backend in the older one.
+ORDERS: list[tuple[object, ...]] = [
+    *((None, True, "xqa"), (0.0, False)),
+    *((True, "xqa"), (None, "trtllm-gen"), (False,)),
+]
 
 
-def test_the_signature_is_the_one_of_flashinfer() -> None:
-    """Names, order and defaults of the parameters equal FlashInfer's."""
-    parameters = inspect.signature(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla).parameters
-
-    assert _shown(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla) == (
-        "query kv_cache workspace_buffer qk_nope_head_dim kv_lora_rank qk_rope_head_dim "
-        "block_tables seq_lens max_seq_len sparse_mla_top_k=0 out=None bmm1_scale=1.0 "
-        "bmm2_scale=1.0 sinks=None skip_softmax_threshold_scale_factor=None enable_pdl=None "
-        "backend='auto' is_var_seq=True uses_shared_paged_kv_idx=True lse=None return_lse=False "
-        "cute_dsl_impl='auto' kv_scale_format='auto' cum_seq_lens_q=None max_q_len=None "
-        "multi_ctas_kv_counter_buffer=None sparse_mla_top_k_lens=None enable_dcp=False cp_world=1 "
-        "cp_rank=0 causal_seqlens_kv_global=None use_fp16_softmax=None return_lse_base='base2'"
-    )
-    assert {p.kind for p in parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
-
-
-def test_the_signature_of_xqa_is_the_one_of_flashinfer() -> None:
-    """Names, order and defaults of the parameters equal FlashInfer's."""
-    shown = _shown(mlagen.mla.xqa_batch_decode_with_kv_cache_mla)
-
-    assert shown == (
-        "query kv_cache workspace_buffer qk_nope_head_dim kv_lora_rank qk_rope_head_dim "
-        "block_tables seq_lens max_seq_len out=None bmm1_scale=1.0 bmm2_scale=1.0 sinks=None "
-        "enable_pdl=None"
-    )
-
-
-def _shown(function: Callable[..., object]) -> str:
-    parameters = inspect.signature(function).parameters.items()
-    return " ".join(n if p.default is p.empty else f"{n}={p.default!r}" for n, p in parameters)
-
-
-NEWER = (None, True, "xqa")  # skip_softmax_threshold_scale_factor, enable_pdl, backend
-OLDER = (True, "xqa")  # enable_pdl, backend
-ORDERS = {
-    "the newer order": NEWER,
-    "the newer order, cut short": (0.0, False),
-    "the older order": OLDER,
-    "the older order without a choice of PDL": (None, "trtllm-gen"),
-    "the older order, cut short": (False,),
-}
-
-
-@pytest.mark.parametrize("tail", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("tail", ORDERS, ids=str)
 def test_both_positional_orders_mean_the_same(
     tail: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After `sinks`, either positional order of FlashInfer passes enable_pdl to the kernel."""
-    problem = MlaCase(name="", seq_lens=(70, 3), with_sinks=True).build("cpu")
-    given = problem.arguments()
-    leading = [
-        given[name]
-        for name in (
-            "query",
-            "kv_cache",
-            "workspace_buffer",
-            "qk_nope_head_dim",
-            "kv_lora_rank",
-            "qk_rope_head_dim",
-            "block_tables",
-            "seq_lens",
-            "max_seq_len",
-        )
-    ]
+    problem = MlaCase(seq_lens=(70, 3), with_sinks=True).build("cpu")
+    leading = list(problem.arguments().values())
     seen = []
 
     def record(inputs: MlaArgs, enable_pdl: bool, *rest: Any) -> object:
@@ -140,100 +176,26 @@ def test_both_positional_orders_mean_the_same(
     monkeypatch.setattr("mlagen.mla.trtllm.run_mla", record)
     entry_point: Any = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
 
-    out = entry_point(
-        *leading, 0, None, given["bmm1_scale"], given["bmm2_scale"], given["sinks"], *tail
-    )
+    out = entry_point(*leading[:9], 0, None, *leading[9:], *tail)
 
     problem.check(out)
     assert seen == [False not in tail]
 
 
-@pytest.mark.parametrize("backend", ["auto", "xqa", "trtllm-gen", "cute-dsl"])
+BACKENDS = "auto, xqa, trtllm-gen, cute-dsl"
+
+
+@pytest.mark.parametrize("backend", BACKENDS.split(", "))
 def test_every_backend_name_has_the_same_semantics(backend: str) -> None:
     """Scales, LSE and output do not depend on the backend name."""
-    case = MlaCase(name="", seq_lens=(70, 3), score_scale=0.05, output_scale=2.0)
-    problem = case.build("cpu")
+    problem = MlaCase(seq_lens=(70, 3), score_scale=0.05, output_scale=2.0).build("cpu")
 
-    out, lse = decode_with_lse(problem, backend=backend)
-
-    problem.check(out, lse)
-
-
-def test_int_scales_are_numbers() -> None:
-    """A scale of 1 equals a scale of 1.0."""
-    case = MlaCase(name="", seq_lens=(70, 3), score_scale=1.0, output_scale=1.0)
-    problem = case.build("cpu")
-
-    out = decode(problem, bmm1_scale=1, bmm2_scale=1)
-
-    problem.check(out)
-    assert out.dtype is torch.bfloat16
-
-
-# Each unsupported keyword, with a value that requests it, and its text in the message.
-UNSUPPORTED: dict[str, tuple[object, str]] = {
-    "enable_dcp": (True, "expected False, got True"),
-    "cp_world": (2, "expected 1, got 2"),
-    "cp_rank": (1, "expected 0, got 1"),
-    "causal_seqlens_kv_global": (torch.zeros(2), "expected None, got a tensor"),
-}
-
-
-@pytest.mark.parametrize("keyword", UNSUPPORTED)
-def test_a_keyword_that_is_not_implemented_is_rejected(keyword: str) -> None:
-    """The message has the keyword, the accepted value and the given one; nothing is written."""
-    problem = MlaCase(name="", seq_lens=(70, 3)).build("cpu")
-    out = torch.full((2, 1, 16, 512), 7.0, dtype=torch.bfloat16)
-    value, shown = UNSUPPORTED[keyword]
-
-    with pytest.raises(UnsupportedError) as caught:
-        decode(problem, out=out, **{keyword: value})
-
-    assert str(caught.value) == f"{keyword}: not implemented, {shown}"
-    assert (out == 7.0).all()
-
-
-def test_the_unsupported_keyword_is_named() -> None:
-    """An earlier keyword with a neutral value is not reported."""
-    problem = MlaCase(name="", seq_lens=(70, 3)).build("cpu")
-
-    with pytest.raises(UnsupportedError) as caught:
-        decode(problem, skip_softmax_threshold_scale_factor=0.0, enable_dcp=True)
-
-    assert str(caught.value) == "enable_dcp: not implemented, expected False, got True"
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"skip_softmax_threshold_scale_factor": torch.ones(2)},
-            "skip_softmax_threshold_scale_factor: expected a float, got a tensor",
-        ),
-        (
-            {"skip_softmax_threshold_scale_factor": True, "enable_pdl": True},
-            "skip_softmax_threshold_scale_factor: expected a float, got True",
-        ),
-        (
-            {"skip_softmax_threshold_scale_factor": 1.0, "enable_pdl": "xqa"},
-            "enable_pdl: expected a bool, got 1.0",
-        ),
-    ],
-    ids=["a tensor", "a bool", "no bool in the older order"],
-)
-def test_a_keyword_of_another_type_is_rejected(changes: dict[str, Any], message: str) -> None:
-    """The type is checked before the value, in either order."""
-    problem = MlaCase(name="", seq_lens=(70, 3)).build("cpu")
-
-    with pytest.raises(ArgumentError) as caught:
-        decode(problem, **changes)
-
-    assert str(caught.value) == message
+    problem.check(*decode_with_lse(problem, backend=backend))
 
 
 def test_neutral_keywords_are_accepted() -> None:
     """Explicit neutral values and hints do not change the result."""
-    problem = MlaCase(name="", seq_lens=(70, 3)).build("cpu")
+    problem = SMALL.build("cpu")
 
     out = decode(
         problem,
@@ -252,14 +214,47 @@ def test_neutral_keywords_are_accepted() -> None:
     problem.check(out)
 
 
-@pytest.mark.parametrize("backend", ["fa2", "", None])
-def test_an_unknown_backend_is_rejected(backend: str | None) -> None:
-    """The message lists the known names."""
-    problem = MlaCase(name="", seq_lens=(70, 3)).build("cpu")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"enable_dcp": True}, "enable_dcp: not implemented, expected False, got True"),
+        ({"cp_world": 2}, "cp_world: not implemented, expected 1, got 2"),
+        ({"cp_rank": 1}, "cp_rank: not implemented, expected 0, got 1"),
+        (
+            {"causal_seqlens_kv_global": torch.zeros(2)},
+            "causal_seqlens_kv_global: not implemented, expected None, got a tensor",
+        ),
+        (
+            {"skip_softmax_threshold_scale_factor": 0.0, "enable_dcp": True},
+            "enable_dcp: not implemented, expected False, got True",
+        ),
+        (
+            {"skip_softmax_threshold_scale_factor": torch.ones(2)},
+            "skip_softmax_threshold_scale_factor: expected a float, got a tensor",
+        ),
+        (
+            {"skip_softmax_threshold_scale_factor": True, "enable_pdl": True},
+            "skip_softmax_threshold_scale_factor: expected a float, got True",
+        ),
+        (
+            {"skip_softmax_threshold_scale_factor": 1.0, "enable_pdl": "xqa"},
+            "enable_pdl: expected a bool, got 1.0",
+        ),
+        *(
+            ({"backend": backend}, f"backend: expected one of {BACKENDS}, sparse, got {backend!r}")
+            for backend in ("fa2", "", None)
+        ),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)
+def test_a_keyword_is_rejected(changes: dict[str, Any], message: str) -> None:
+    """The message has the keyword, the accepted value and the given one; nothing is written."""
+    problem = SMALL.build("cpu")
+    out = problem.new_out(7.0)
+    kind = UnsupportedError if "not implemented" in message else ArgumentError
 
-    with pytest.raises(ArgumentError) as caught:
-        decode(problem, backend=backend)
+    with pytest.raises(kind) as caught:
+        decode(problem, out=out, **changes)
 
-    assert str(caught.value) == (
-        f"backend: expected one of auto, xqa, trtllm-gen, cute-dsl, sparse, got {backend!r}"
-    )
+    assert str(caught.value) == message
+    assert (out == 7.0).all()

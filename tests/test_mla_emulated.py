@@ -27,13 +27,12 @@ from mlagen.spec.mla.sm90 import (
     SEMAPHORE_BYTES,
     semaphore_region_bytes,
 )
-from tests.cases import MlaCase, MlaProblem
 from tests.emulator.emulated import COMPILER, Emulator, encode
 from tests.families.launches import SM90_PATH, record_launches
 from tests.kernels import SM_90A
 from tests.launch_repeats import SEQ_WORD
-from tests.mla_cases import KINDS, case_of_kind
-from tests.mla_rows import POISON
+from tests.problems.mla import MlaCase, MlaProblem, mla_case
+from tests.problems.problem import POISON
 from tests.sink_values import extreme_sinks
 from tests.sm90_tiles import smaller_tiles
 from tests.uneven_scales import SCALE_STEPS, with_scale_steps
@@ -52,7 +51,7 @@ class Emulated(NamedTuple):
 
 def given(kind: str, name: str, sm_count: int = 1, **facts: Any) -> Emulated:
     """Return a case of one of the kinds of rows."""
-    return Emulated(case_of_kind(KINDS[kind], name=f"{kind}, {name}", **facts), sm_count)
+    return Emulated(mla_case(kind, name=f"{kind}, {name}", **facts), sm_count)
 
 
 PACKED = "bf16 over fp8_ds_mla"

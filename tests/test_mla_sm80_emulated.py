@@ -16,11 +16,10 @@ from mlagen.families.mla import select as mla_plan
 from mlagen.families.mla.problem import check_problem
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
-from tests.cases import MlaCase, MlaProblem
 from tests.emulator.emulated import COMPILER, Emulator
 from tests.families.launches import SM80_PATH, record_launches
 from tests.kernels import SM_80
-from tests.mla_cases import KINDS, case_of_kind
+from tests.problems.mla import MlaCase, MlaProblem, mla_case
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -34,7 +33,7 @@ class Emulated(NamedTuple):
 
 def given(kind: str, name: str, sm_count: int = 1, **facts: Any) -> Emulated:
     """Return a case of one of the kinds of rows."""
-    return Emulated(case_of_kind(KINDS[kind], name=f"{kind}, {name}", **facts), sm_count)
+    return Emulated(mla_case(kind, name=f"{kind}, {name}", **facts), sm_count)
 
 
 CASES = [

@@ -14,9 +14,7 @@ from tests.cache.builds import in_child
 def test_metrics_are_integers_with_fixed_names() -> None:
     """Every name is present from the start, and every value is an integer."""
     before = metrics()
-
     count("compile_ms", 12.4)
-
     assert {type(value) for value in metrics().values()} == {int}
     assert metrics().keys() == before.keys()
     # 12.4 more, on top of an earlier fraction of a millisecond.
@@ -40,11 +38,9 @@ def test_threads_lose_no_increment() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(count_a_thousand, range(8)))
-
     assert metrics()["waits"] - before == 8000
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_counts_on() -> None:
     """A child starts with the parent's values, and waits for no lock of the parent."""
     from mlagen import monitoring

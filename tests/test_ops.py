@@ -1,32 +1,222 @@
-"""torch.compile and AOTInductor around the entry points, on the CPU."""
+"""Compiled code around the entry points, for every device, and AOTInductor."""
 
 from __future__ import annotations
 
 import shutil
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
+import mlagen.ops
+from mlagen import UnsupportedError
 from mlagen.runtime.device import DeviceFacts
 from mlagen.torch_ops import library as op_library
-from tests.ops_cases import Tensors
-from tests.ops_semantics import Layer, OpsSemantics
+from tests.ops_cases import CALLS, MLA_SCALE, Tensors, gqa, mla, parts, planned
 
 
-class TestOnTheCpu(OpsSemantics):
-    """Semantics of compiled code, without a GPU."""
+def wrapped(call: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function with model code around a call, exact in any evaluation order."""
 
-    device = "cpu"
+    def forward(query: torch.Tensor) -> torch.Tensor:
+        result = call(query * 2)
+        outs = result if isinstance(result, tuple) else (result,)
+        return torch.cat([out.float().mul(0.5).flatten() for out in outs])
+
+    return forward
+
+
+class Layer(torch.nn.Module):
+    """A call with model code around it, whose batch may be dynamic."""
+
+    def __init__(self, of: Tensors) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(
+        self, q: torch.Tensor, c: torch.Tensor, t: torch.Tensor, n: torch.Tensor
+    ) -> torch.Tensor:
+        """Return sums of the output rows of an MLA call."""
+        out: Any = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
+            q * 2, c, self.of.workspace, 128, 512, 64, t, n, 64, bmm1_scale=MLA_SCALE
+        )
+        rows: torch.Tensor = out.float().mul(0.5).sum(-1)
+        return rows
+
+
+def layer_inputs(of: Tensors, batch: int = 4) -> tuple[torch.Tensor, ...]:
+    """Return the inputs of a layer."""
+    return of.query[:batch], of.cache, of.table[:batch], of.lengths[:batch]
+
+
+class TestOps:
+    """Semantics of compiled code, on the device of the fixture."""
+
+    @pytest.fixture(autouse=True)
+    def _fresh_compiler(self) -> None:
+        with warnings.catch_warnings():  # torch warns about its own imports
+            warnings.simplefilter("ignore", DeprecationWarning)
+            torch._dynamo.reset()
+
+    @pytest.fixture
+    def of(self, device: str) -> Tensors:
+        """Return the tensors of the calls."""
+        return Tensors(device)
+
+    @pytest.mark.parametrize("name", CALLS)
+    def test_an_entry_point_is_part_of_one_graph(self, of: Tensors, name: str) -> None:
+        """A call compiles without a graph break and gives the eager result."""
+        forward = wrapped(lambda query: CALLS[name](of, query))
+
+        compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+
+        assert torch.equal(compiled(of.query), forward(of.query))
+
+    def test_a_planned_run_is_part_of_one_graph(self, of: Tensors) -> None:
+        """A run compiles with an LSE, into an output, and after another plan."""
+        wrapper, out = planned(of), torch.empty_like(of.query[:, 0, :, :512])
+
+        def run(query: torch.Tensor, out: torch.Tensor) -> Any:
+            tensors = (*parts(query[:, 0]), *parts(of.cache))
+            return wrapper.run(*tensors, out=out), *wrapper.run(*tensors, return_lse=True)
+
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        for _ in range(2):
+            expected = [part.clone() for part in run(of.query, torch.empty_like(out))]
+            got = compiled(of.query, out)
+
+            assert all(map(torch.equal, got, expected))
+            assert torch.equal(out, expected[0])
+            of.lengths[3] -= 5
+            fresh = planned(of)
+            wrapper._plan = fresh._plan
+        of.lengths[3] += 10
+
+    def test_a_growing_length_recompiles_once(self, of: Tensors) -> None:
+        """max_seq_len is symbolic, so that decoding does not recompile at every step."""
+        compiles = 0
+
+        def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+            nonlocal compiles
+            compiles += 1
+            return graph.forward
+
+        def call(query: torch.Tensor, longest: int) -> Any:
+            return mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
+                *(query, of.cache, of.workspace, 128, 512, 64, of.table, of.lengths, longest)
+            )
+
+        compiled = torch.compile(call, fullgraph=True, backend=backend)
+        for longest in range(64, 70):
+            compiled(of.query, longest)
+
+        assert compiles <= 2
+
+    @pytest.mark.parametrize("strict", [True, False])
+    def test_export_with_a_dynamic_batch(self, of: Tensors, strict: bool) -> None:
+        """An exported program accepts other batch sizes."""
+        batch = torch.export.Dim("batch", min=2, max=256)
+        shapes = {"q": {0: batch}, "c": None, "t": {0: batch}, "n": {0: batch}}
+        layer = Layer(of)
+
+        program = torch.export.export(layer, layer_inputs(of), dynamic_shapes=shapes, strict=strict)
+
+        for size in (2, 4):
+            inputs = layer_inputs(of, size)
+            assert torch.equal(program.module()(*inputs), layer(*inputs))
+
+    @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+    def test_make_fx_records_the_op(self, of: Tensors, mode: Any) -> None:
+        """A traced graph contains the op and gives the eager result."""
+        layer, inputs = Layer(of), layer_inputs(of)
+
+        graph = make_fx(layer, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
+
+        assert "mlagen.trtllm_batch_decode_with_kv_cache_mla" in graph.code
+        assert torch.equal(graph(*inputs), layer(*inputs))
+
+    def test_fake_tensors_give_fake_outputs(self, of: Tensors) -> None:
+        """Under FakeTensorMode a call gives shape and dtype without a launch."""
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            out, lse = mla(of, mode.from_tensor(of.query), return_lse=True)
+
+        assert (out.shape, out.dtype) == ((4, 1, 16, 512), torch.bfloat16)
+        assert (lse.shape, lse.dtype) == ((4, 16), torch.float32)
+
+    @pytest.mark.parametrize("writes", [False, True])
+    def test_ops_pass_opcheck(self, of: Tensors, writes: bool) -> None:
+        """torch.library.opcheck passes: schema, fake kernel, dynamic shapes."""
+        name = "trtllm_batch_decode_with_kv_cache_mla"
+        call: tuple[Any, ...] = (of.query, of.cache, 128, 512, 64, of.table, of.lengths, 64)
+        named: dict[str, Any] = {"return_lse": True, "bmm1_scale_tensor": of.scale}
+        if writes:
+            named["out"], named["lse"] = mla(of, of.query, return_lse=True)
+        torch.library.opcheck(mlagen.ops.op(name, writes=writes), call, named)
+
+        name = "xqa_batch_decode_with_kv_cache"
+        call = (of.gqa_query, [of.keys, of.values], of.table, of.lengths, 64)
+        named = {"out": torch.empty_like(of.gqa_query)} if writes else {}
+        torch.library.opcheck(mlagen.ops.op(name, writes=writes), call, named)
+
+    @pytest.mark.parametrize("is_compiled", [False, True])
+    @pytest.mark.parametrize("into_out", [False, True])
+    def test_forward_works_and_backward_is_rejected(
+        self, of: Tensors, is_compiled: bool, into_out: bool
+    ) -> None:
+        """Inputs that require grad give the same output; backward raises a one-line error."""
+
+        def call(query: torch.Tensor, gqa_query: torch.Tensor) -> Any:
+            outs: tuple[torch.Tensor | None, ...] = (None, None)
+            if into_out:
+                outs = (query.detach()[..., :512].contiguous(), gqa_query.detach().clone())
+            first = mla(of, query, out=outs[0])
+            return first, gqa(of, gqa_query, out=outs[1])
+
+        expected = call(of.query, of.gqa_query)
+        inputs = [t.clone().requires_grad_() for t in (of.query, of.gqa_query)]
+        run = torch.compile(call, fullgraph=True, backend="aot_eager") if is_compiled else call
+
+        for out, right in zip(run(*inputs), expected, strict=True):
+            assert out.requires_grad
+            assert torch.equal(out, right)
+            with pytest.raises(UnsupportedError, match="backward: not implemented"):
+                out.float().sum().backward(retain_graph=True)
+
+    def test_invalid_arguments_in_compiled_code_are_rejected(self, of: Tensors) -> None:
+        """The op raises the error of the entry point."""
+        wrong = of.table.float()
+
+        def call(query: torch.Tensor) -> Any:
+            return mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
+                query, of.cache, of.workspace, 128, 512, 64, wrong, of.lengths, 64
+            )
+
+        with pytest.raises(mlagen.ArgumentError, match=r"^block_tables.dtype: expected"):
+            torch.compile(call, fullgraph=True, backend="eager")(of.query)
+
+    @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
+    @pytest.mark.filterwarnings("ignore")  # Inductor warns about itself
+    def test_inductor_compiles_the_code_around_a_call(self, of: Tensors) -> None:
+        """With Inductor and a dynamic batch the results equal the eager ones."""
+        layer = Layer(of)
+        compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+
+        for size in (4, 2, 3):
+            inputs = layer_inputs(of, size)
+            torch.testing.assert_close(compiled(*inputs), layer(*inputs))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
 @pytest.mark.filterwarnings("ignore")  # of Inductor, about itself
 def test_a_package_of_aotinductor_runs(tmp_path: Path) -> None:
     """A layer compiled ahead of time equals the eager one."""
-    case = TestOnTheCpu()
     layer = Layer(of := Tensors("cpu"))
-    program = torch.export.export(layer, inputs := case.layer_inputs(of))
+    program = torch.export.export(layer, inputs := layer_inputs(of))
 
     path = torch._inductor.aoti_compile_and_package(
         program, package_path=str(tmp_path / "layer.pt2")

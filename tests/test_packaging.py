@@ -94,37 +94,17 @@ def test_every_source_file_is_in_the_wheel(folder: str, site: Path) -> None:
     """The wheel has every module, template and marker file of the checkout."""
     files = [path for path in (ROOT / folder).rglob("*") if path.suffix in SHIPPED]
     expected = {FOLDERS[folder] / path.relative_to(ROOT / folder) for path in files}
-
     installed = {path.relative_to(site) for path in site.rglob("*")}
-
     assert expected
     assert expected - installed == set()
 
 
-def test_mlagen_is_the_only_name_installed(site: Path) -> None:
-    """`templates` and `cache_tools` are top-level names in the checkout only."""
-    installed = {path.name for path in site.iterdir() if path.suffix != ".dist-info"}
-
-    assert installed == {"mlagen"}
-
-
 def test_nothing_but_code_data_templates_and_markers_is_installed(site: Path) -> None:
-    """Tests, documents and editor files are not in the wheel."""
+    """`mlagen` is the only name, and tests, documents and editor files are not in the wheel."""
+    installed = {path.name for path in site.iterdir() if path.suffix != ".dist-info"}
     files = [path for path in (site / "mlagen").rglob("*") if path.is_file()]
-
+    assert installed == {"mlagen"}
     assert {path.suffix for path in files} == SHIPPED
-
-
-def test_the_mlagen_command_is_the_command_line_of_cache_tools(site: Path) -> None:
-    """The entry point of the `mlagen` command is in the wheel."""
-    entry_points = metadata_file(site, "entry_points.txt")
-
-    found = run_installed(
-        site, "from mlagen.cache_tools.__main__ import main; print(callable(main))"
-    )
-
-    assert "mlagen = mlagen.cache_tools.__main__:main" in entry_points.splitlines()
-    assert found == "True"
 
 
 def test_an_editable_installation_has_the_command_line_too(checkout: Path) -> None:
@@ -144,39 +124,26 @@ print(template_root())
     assert templates == str(checkout / "templates")
 
 
-def test_an_installation_finds_its_own_templates(site: Path) -> None:
-    """Templates load from the installed package, not from a checkout."""
-    code = "from mlagen.codegen.sources import template_root; print(template_root())"
-
-    assert run_installed(site, code) == str(site / "mlagen" / "templates")
-
-
-def test_an_installation_knows_the_models(site: Path) -> None:
-    """The wheel has the configurations of the models."""
-    code = "from mlagen.models.config import find_model; print(find_model('deepseek-v3').heads)"
-
-    assert run_installed(site, code) == "128"
-
-
-def test_the_version_is_that_of_the_package(site: Path) -> None:
-    """The version of the wheel is `mlagen.__version__`."""
-    (line,) = [
-        line
-        for line in metadata_file(site, "METADATA").splitlines()
-        if line.startswith("Version: ")
-    ]
-
-    assert run_installed(site, "import mlagen; print(mlagen.__version__)") == line.split()[1]
-    assert line.split()[1] == mlagen.__version__
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [
+        (
+            "from mlagen.codegen.sources import template_root; print(template_root())",
+            "{site}/mlagen/templates",
+        ),
+        ("from mlagen.models.config import find_model; print(find_model('kimi-k2').heads)", "64"),
+        ("from mlagen.cache_tools.__main__ import main; print(callable(main))", "True"),
+        ("import mlagen; print(mlagen.__version__)", mlagen.__version__),
+    ],
+    ids=["templates", "models", "the command line", "the version"],
+)
+def test_an_installation_is_whole(code: str, output: str, site: Path) -> None:
+    """It finds its own templates and models, its command line and its version."""
+    assert run_installed(site, code) == output.format(site=site)
 
 
-def test_the_licence_is_part_of_the_wheel(site: Path) -> None:
-    """The wheel has the text of the licence."""
-    assert "Apache License" in metadata_file(site, "licenses/LICENSE")
-
-
-def test_metadata_name_the_supported_versions(site: Path) -> None:
-    """The metadata have every supported Python, both major versions of CUDA, and the authors."""
+def test_metadata_of_the_wheel(site: Path) -> None:
+    """They have Pythons, versions of CUDA, authors, version, licence and the command."""
     lines = metadata_file(site, "METADATA").splitlines()
     pythons = [f"3.{minor}" for minor in range(10, 15)]
 
@@ -184,16 +151,17 @@ def test_metadata_name_the_supported_versions(site: Path) -> None:
     assert {f"Programming Language :: Python :: {version}" for version in pythons} <= classifiers
     assert {f"Environment :: GPU :: NVIDIA CUDA :: {major}" for major in (12, 13)} <= classifiers
     assert f"Requires-Python: >={pythons[0]}" in lines
-    assert "Author: The mlagen authors" in lines
+    assert {"Author: The mlagen authors", f"Version: {mlagen.__version__}"} <= set(lines)
+    assert "Apache License" in metadata_file(site, "licenses/LICENSE")
+    entry_points = metadata_file(site, "entry_points.txt").splitlines()
+    assert "mlagen = mlagen.cache_tools.__main__:main" in entry_points
 
 
 def test_each_dependency_has_a_lowest_version(site: Path) -> None:
     """`make oldest` installs the lowest versions."""
     lines = metadata_file(site, "METADATA").splitlines()
     named = [line.removeprefix("Requires-Dist: ") for line in lines if "Requires-Dist: " in line]
-
     needed = [Requirement(text) for text in named if "extra ==" not in text]
-
     assert "torch>=2.8" in named
     for requirement in needed:
         assert [bound.operator for bound in requirement.specifier] == [">="], requirement
@@ -202,9 +170,7 @@ def test_each_dependency_has_a_lowest_version(site: Path) -> None:
 def test_the_public_names_can_be_listed() -> None:
     """`dir(mlagen)` lists the lazy names, and loads none."""
     code = "import mlagen, sys; print(*dir(mlagen)); print('torch' in sys.modules)"
-
     names, is_loaded = run_python("-c", code, cwd=ROOT, site=ROOT).splitlines()
-
     assert set(mlagen.__all__) <= set(names.split())
     assert is_loaded == "False"
     for name in mlagen.__all__:

@@ -20,6 +20,7 @@ from mlagen.paths import (
     read_named,
 )
 from mlagen.prewarming.files import read_input_file
+from tests.cache.builds import failing
 
 CODES = [errno.EIO, errno.ESTALE, errno.EACCES, errno.ETIMEDOUT, errno.ENAMETOOLONG, errno.ELOOP]
 
@@ -44,21 +45,15 @@ def test_a_failing_query_is_no_folder(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error of the file system is a reason, not an exception."""
-
-    def reject(*_: object, **__: object) -> None:
-        raise OSError(code, os.strerror(code))
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", reject)
+        patch.setattr(os, "stat", failing(code))
         found = folder_problem(tmp_path), is_folder(tmp_path), is_regular(tmp_path)
-
     assert found == (os.strerror(code), False, False)
 
 
 def test_path_problems_are_distinguished(tmp_path: Path) -> None:
     """A folder has no problem; a missing path, a file and a null character have one each."""
     (tmp_path / "file").touch()
-
     assert folder_problem(tmp_path) is None
     assert folder_problem(tmp_path / "nowhere") == "none"
     assert folder_problem(tmp_path / "file") == "none"
@@ -90,7 +85,6 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     """A file above the limit is not loaded into memory."""
     (tmp_path / "large").touch()
     os.truncate(tmp_path / "large", MAX_NAMED_BYTES + 1)
-
     with pytest.raises(OSError, match="more than 64 MiB"):
         read_named(tmp_path / "large")
 
@@ -98,10 +92,8 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
 def test_a_file_is_read_and_appended_to(tmp_path: Path) -> None:
     """An append creates the file, and follows a link."""
     (tmp_path / "link").symlink_to("file")
-
     for line in (b"one\n", b"two\n"):
         append_named(tmp_path / "link", line)
-
     assert read_named(tmp_path / "file") == b"one\ntwo\n"
 
 
@@ -112,6 +104,5 @@ def test_an_argument_that_names_a_fifo_is_rejected(
 ) -> None:
     """Models, records and tables share one reader, and each rejection is one line."""
     os.mkfifo(tmp_path / "fifo")
-
     with pytest.raises(ValueError, match=r"expected a readable .*, got a FIFO"):
         read(tmp_path / "fifo")

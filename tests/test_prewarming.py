@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,62 +26,47 @@ SMALL: dict[str, Any] = {"archs": "sm_80", "families": ["combine"], "dtype": "bf
 SMALL |= {"kv_lora_rank": [512, 256]}
 
 
+@pytest.fixture
+def no_nvrtc(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Return a function that hides NVRTC."""
+
+    def missing() -> None:
+        raise mlagen.ToolchainError("NVRTC: not here")
+
+    return lambda: monkeypatch.setattr(run, "find_nvrtc", missing)
+
+
 def test_each_kernel_is_built_once_and_found_after() -> None:
-    """A first prewarm compiles, a second one hits, with the same facts."""
+    """A second prewarm, and a call, find the kernel with the same facts."""
+    alone = mlagen.prewarm(**{**SMALL, "kv_lora_rank": 512})
     first = mlagen.prewarm(**SMALL)
     second = mlagen.prewarm(**SMALL)
 
-    assert [unit.status for unit in first.units] == ["built", "built"]
-    assert [unit.status for unit in second.units] == ["hit", "hit"]
+    statuses = [[unit.status for unit in report.units] for report in (alone, first, second)]
+    assert statuses == [["built"], ["hit", "built"], ["hit", "hit"]]
     facts = [
         [(unit.key, unit.registers, unit.spill_bytes, unit.cubin_bytes) for unit in report.units]
         for report in (first, second)
     ]
     assert facts[0] == facts[1]
     assert all(registers and spills == 0 for _, registers, spills, _ in facts[0])
-
-
-def test_a_prewarmed_kernel_is_found_by_the_engine() -> None:
-    """A call finds the entry, and its manifest has its author."""
-    report = mlagen.prewarm(**SMALL)
-
-    for unit in report.units:
+    assert {name: first.totals()[name] for name in ("units", "hit", "built", "failed")} == {
+        "units": 2,
+        "hit": 1,
+        "built": 1,
+        "failed": 0,
+    }
+    for unit in first.units:
         outcome = engine.find_or_build(unit.spec)
         assert outcome.built is False
         assert outcome.entry.manifest.key == unit.key
         assert outcome.entry.manifest.created_by == "prewarm"
 
 
-def test_totals_count_each_status() -> None:
-    """The totals sum to the number of units."""
-    mlagen.prewarm(**{**SMALL, "kv_lora_rank": 512})
-
-    totals = mlagen.prewarm(**SMALL).totals()
-
-    assert totals.pop("ms") > 0
-    assert totals == {
-        "units": 2,
-        "hit": 1,
-        "built": 1,
-        "failed": 0,
-        "timeout": 0,
-        "skipped": 0,
-        "missing": 0,
-        "loaded": 0,
-    }
-
-
 def test_a_dry_run_compiles_and_creates_nothing(cache_dir: Path) -> None:
-    """A dry run reports the missing kernels and writes nothing."""
+    """It reports missing kernels and damaged ones, which only a build quarantines."""
     report = mlagen.prewarm(**SMALL, dry_run=True)
-
-    assert [unit.status for unit in report.units] == ["missing", "missing"]
-    assert not cache_dir.exists()
-    assert not current_settings().lock_dir.exists()
-
-
-def test_a_dry_run_does_not_move_damage() -> None:
-    """The kernel is reported as missing; only a build quarantines the entry."""
+    is_created = cache_dir.exists() or current_settings().lock_dir.exists()
     (built, *_) = mlagen.prewarm(**SMALL).units
     found = engine.find_or_build(built.spec).entry
     assert found.path is not None
@@ -88,9 +74,10 @@ def test_a_dry_run_does_not_move_damage() -> None:
     cubin.chmod(0o600)
     cubin.write_bytes(b"damaged")
 
-    report = mlagen.prewarm(**SMALL, dry_run=True)
+    again = mlagen.prewarm(**SMALL, dry_run=True)
 
-    assert report.units[0].status == "missing"
+    assert ([unit.status for unit in report.units], is_created) == (["missing", "missing"], False)
+    assert again.units[0].status == "missing"
     assert cubin.read_bytes() == b"damaged"
 
 
@@ -213,36 +200,20 @@ def test_an_entry_that_could_not_be_published_is_a_failure(
     assert [(unit.status, str(unit.error)) for unit in report.units] == [("failed", message)]
 
 
-def test_a_missing_nvrtc_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_nvrtc_is_reported_at_once(no_nvrtc: Callable[[], None]) -> None:
     """The error has the package to install."""
-
-    def missing() -> None:
-        raise mlagen.ToolchainError("NVRTC: not here")
-
-    monkeypatch.setattr(run, "find_nvrtc", missing)
+    no_nvrtc()
 
     with pytest.raises(mlagen.ToolchainError, match="NVRTC: not here"):
         mlagen.prewarm(**SMALL)
 
 
-def test_without_nvrtc_cached_kernels_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvrtc_cached_kernels_are_found(no_nvrtc: Callable[[], None]) -> None:
     """With every kernel cached, a prewarm needs no compiler."""
-
-    def missing() -> None:
-        raise mlagen.ToolchainError("NVRTC: not here")
-
     mlagen.prewarm(**SMALL)
-    monkeypatch.setattr(run, "find_nvrtc", missing)
+    no_nvrtc()
 
-    report = mlagen.prewarm(**SMALL)
-
-    assert [unit.status for unit in report.units] == ["hit", "hit"]
-
-
-def test_no_jobs_are_rejected() -> None:
-    """At least one job is required."""
-    with pytest.raises(mlagen.ArgumentError, match=r"^jobs: expected an int, 1 or more, got 0$"):
-        mlagen.prewarm(**SMALL, jobs=0)
+    assert [unit.status for unit in mlagen.prewarm(**SMALL).units] == ["hit", "hit"]
 
 
 def test_prewarming_loads_no_torch() -> None:

@@ -53,21 +53,6 @@ def test_an_issue_form_is_valid(form: Path) -> None:
     assert len({question["id"] for question in questions}) == len(questions)
 
 
-def test_forms_ask_for_what_a_reply_needs() -> None:
-    """A bug comes with doctor's output and a dump, a performance issue with results as JSON."""
-    texts = {form.stem: form.read_text(encoding="utf-8") for form in QUESTIONS}
-    wanted = {
-        "bug": ("`mlagen doctor`", "the whole message", "`MLAGEN_DUMP=", "`mlagen replay"),
-        "performance": ("`mlagen doctor`", "`mlagen bench --json`"),
-        "feature": ("`UnsupportedError`",),
-    }
-
-    missing = {(name, word) for name, words in wanted.items() for word in words}
-    missing -= {(name, word) for name, word in missing if word in texts[name]}
-
-    assert missing == set()
-
-
 def test_the_workflow_runs_the_jobs_of_the_checkout() -> None:
     """Each command of the workflow is a script or a Makefile target of the checkout."""
     job = read_yaml(WORKFLOW)["jobs"]["job"]

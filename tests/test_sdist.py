@@ -60,7 +60,6 @@ def test_every_file_of_the_checkout_is_in_it(unpacked: Path, files: set[Path]) -
     """Tests, documents, change log, Makefile and scripts are included, with their modes."""
     missing = {path for path in files if not (unpacked / path).is_file()}
     programs = {path for path in files if os.access(ROOT / path, os.X_OK)}
-
     assert missing == set()
     assert {path for path in programs if not os.access(unpacked / path, os.X_OK)} == set()
 
@@ -71,9 +70,7 @@ def test_its_own_tests_are_found_and_pass(arguments: tuple[str, ...], unpacked: 
     options = ("-q", "-p", "no:cacheprovider", "-m", "not gpu")
     command = [sys.executable, "-m", "pytest", *options, *arguments]
     environ = {**os.environ, "PYTHONPATH": str(unpacked)}
-
     ran = subprocess.run(
         command, cwd=unpacked, env=environ, capture_output=True, text=True, check=False
     )
-
     assert ran.returncode == 0, ran.stdout[-4000:]

@@ -54,7 +54,6 @@ def test_converters_return_plain_values(
 ) -> None:
     """A converter returns a plain Python value for any subclass."""
     result = convert(given, "x")
-
     assert result == plain
     assert type(result) is type(plain)
 
@@ -96,7 +95,6 @@ def test_invalid_values_are_rejected(
     """The message has argument, rule and value."""
     with pytest.raises(ArgumentError) as caught:
         convert(given, "x")
-
     assert str(caught.value) == message
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from tests.cases import MlaProblem
+from tests.problems.mla import MlaProblem
 
 # Factors of the scales of the four groups of 128 dims, for the token at position t. A scale may
 # be 2^20 times smaller than another of its sequence before it loses bits itself.

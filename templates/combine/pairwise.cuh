@@ -88,7 +88,7 @@ __device__ inline void accumulate_partial(const ReduceGroup& reduce_group,
     const PairWeights a = pairs[i % (kRowsPerThread / 2) * 2];
     const PairWeights b = pairs[i % (kRowsPerThread / 2) * 2 + 1];
     const float4 other = unpack_half4(values[frag_offset(i) * kWarpLanes]);
-    const float4 own = accumulate_frag({}, accumulator(accumulators, i), a.own, b.own);
+    const float4 own = weighted(accumulator(accumulators, i), a.own, b.own);
     set_accumulator(accumulators, i, accumulate_frag(own, other, a.other, b.other));
     // Limits the loads in flight: registers are scarce.
     if (frag % kFragsPerStep == kFragsPerStep - 1) __syncwarp();

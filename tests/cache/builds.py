@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
 
 from mlagen.artifacts import Build
 from mlagen.cache.entry import CacheEntry, read_entry
@@ -23,6 +24,8 @@ from mlagen.cache.store import KernelStore
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLCHAIN = "nvrtc-13.5.37"
+Patch = pytest.MonkeyPatch
+Log = pytest.LogCaptureFixture
 Result = TypeVar("Result")
 CUBIN = b"\x7fELF" + bytes(range(256)) * 4
 
@@ -74,6 +77,15 @@ def tree(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+def failing(code: int) -> Callable[..., Any]:
+    """Return a function that raises an error of the operating system."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
 class CountedBuild:
     """A build function that counts its calls, takes its time, and may fail."""
 
@@ -105,9 +117,16 @@ def together(calls: Sequence[Callable[[], Result]]) -> list[Result]:
         return list(pool.map(run, calls))
 
 
+def fork() -> int:
+    """Fork; the threads of the test are meant to run meanwhile."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process", DeprecationWarning)
+        return os.fork()
+
+
 def in_child(work: Callable[[], object]) -> int:
     """Run ``work`` in a forked child; return its exit status, a negative signal if killed."""
-    child = os.fork()
+    child = fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(15)  # a child that hangs is a failure, not a hanging test run
@@ -118,16 +137,6 @@ def in_child(work: Callable[[], object]) -> int:
             os._exit(1)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def start_worker(folder: Path, *, seconds: float) -> subprocess.Popen[str]:
-    """Start a process that requests a kernel from ``make_store(folder)``; see ``worker.py``."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.cache.worker", str(folder), str(seconds)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
 
 
 def wait_for(fact: Callable[[], object], *, seconds: float = 15.0) -> None:

@@ -1,8 +1,13 @@
-"""The table of contents of a bundle: its content, and its round trip through JSON."""
+"""The table of contents of a bundle, and streaming reads of its members."""
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import io
 import json
+import tarfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,6 +20,7 @@ from mlagen.cache.bundle import (
     index_to_json,
     total_bytes,
 )
+from mlagen.cache.bundle_members import Members, digest_of
 from mlagen.cache.bundle_writing import verified_entries
 from mlagen.cache.entry import FileDigest
 from mlagen.cache.files import DamageError
@@ -33,9 +39,7 @@ ENTRY = BundledEntry(
 def test_entries_survive_the_round_trip(tmp_path: Path) -> None:
     """Entries survive the round trip through JSON."""
     entries = tuple(entry for entry, _ in verified_entries(list(filled_store(tmp_path).entries())))
-
     read = index_from_json(index_to_json(entries), max_bytes=total_bytes(entries))
-
     assert read == entries
 
 
@@ -55,35 +59,51 @@ def test_it_describes_version_sizes_and_entries(tmp_path: Path) -> None:
     assert list(entry["files"]) == ["build.log", "kernel.cu", "kernel.cubin", "manifest.json"]
 
 
-def test_members_are_named_by_key_toolchain_and_file() -> None:
-    """The member names follow from the table of contents."""
-    members = [member for member, _, _ in ENTRY.members()]
-
-    assert members == [
-        f"e/{'0' * 64}/nvrtc-13.5.37/kernel.cubin",
-        f"e/{'0' * 64}/nvrtc-13.5.37/manifest.json",
-    ]
-
-
-@pytest.mark.parametrize("missing", ["kernel.cubin", "manifest.json"])
-def test_an_entry_needs_its_kernel_and_its_manifest(missing: str) -> None:
-    """An entry without kernel or manifest is rejected."""
-    files = {name: facts for name, facts in ENTRY.files.items() if name != missing}
-    entry = BundledEntry(ENTRY.key, ENTRY.toolchain, ENTRY.family, ENTRY.arch, files)
-
-    with pytest.raises(DamageError, match=f"expected a {missing}, got"):
-        entry.require_valid()
-
-
 def test_the_size_limit_of_an_entry_is_exact() -> None:
     """The size limit of an entry is exact."""
     ENTRY.require_valid()
     size = ENTRY_MAX_BYTES - 1
     files = {**ENTRY.files, "kernel.cubin": FileDigest(size, "0" * 64)}
     BundledEntry(ENTRY.key, ENTRY.toolchain, ENTRY.family, ENTRY.arch, files).require_valid()
-
     files["kernel.cu"] = FACTS
     entry = BundledEntry(ENTRY.key, ENTRY.toolchain, ENTRY.family, ENTRY.arch, files)
-
     with pytest.raises(DamageError, match=f"expected at most {ENTRY_MAX_BYTES} bytes"):
         entry.require_valid()
+
+
+CONTENT = bytes(range(256)) * 12_000  # 3 MB, three chunks
+
+
+def tar_of(content: bytes, *, blocks: int = 2) -> bytes:
+    """Return a gzipped tar with one member, and that many zero blocks at its end."""
+    info = tarfile.TarInfo("name")
+    info.size = len(content)
+    padding = bytes(-len(content) % 512 + 512 * blocks)
+    return gzip.compress(info.tobuf(tarfile.USTAR_FORMAT) + content + padding, 1)
+
+
+def test_content_comes_in_chunks() -> None:
+    """No chunk is larger than 1 MiB, and together they are the content."""
+    members = Members(io.BytesIO(tar_of(CONTENT)))
+    size = members.next_size("name", max_bytes=len(CONTENT))
+    chunks = list(members.chunks(size))
+    assert len(chunks) == 3
+    assert max(map(len, chunks)) <= 1 << 20
+    assert b"".join(chunks) == CONTENT
+    members.require_end()
+
+
+@pytest.mark.parametrize("blocks", [0, 2, 20, 21])
+def test_padding_is_limited_to_a_record(blocks: int) -> None:
+    """A tar may be padded with zero blocks up to one record."""
+    members = Members(io.BytesIO(tar_of(b"content", blocks=blocks)))
+    list(members.chunks(members.next_size("name", max_bytes=7)))
+    with nullcontext() if blocks <= 20 else pytest.raises(DamageError, match="expected the end"):
+        members.require_end()
+
+
+def test_digest_covers_the_whole_file() -> None:
+    """The file is read from its start, wherever its position is."""
+    file = io.BytesIO(CONTENT)
+    file.seek(1000)
+    assert digest_of(file) == (hashlib.sha256(CONTENT).hexdigest(), len(CONTENT))

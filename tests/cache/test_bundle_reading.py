@@ -53,16 +53,13 @@ def test_exported_entries_are_found_after_import(
 def test_an_imported_store_exports_the_same_bundle(bundle: bytes, store: KernelStore) -> None:
     """Export, import and export give the same bytes."""
     import_(bundle, store)
-
     assert bundle_bytes(store) == bundle
 
 
 def test_existing_entries_stay(bundle: bytes, store: KernelStore) -> None:
     """An existing entry of the same key is not written again."""
     mine = store.find_or_build(key_for("mla_sm80"), lambda: make_build(CUBIN + b"mine"))
-
     outcomes = import_(bundle, store)
-
     found = store.find(key_for("mla_sm80"))
     assert sorted(outcomes) == ["added", "kept"]
     assert found is not None
@@ -74,9 +71,7 @@ def test_entries_of_other_toolchains_do_not_block(bundle: bytes, store: KernelSt
     """Entries of other toolchains do not block an import."""
     other = key_for("mla_sm80", toolchain="nvrtc-12.8.1")
     store.find_or_build(other, lambda: make_build(toolchain=other.toolchain))
-
     outcomes = import_(bundle, store)
-
     assert outcomes == ["added", "added"]
     assert len(list(store.entries())) == 3
 
@@ -88,9 +83,7 @@ def test_damaged_entries_are_replaced(
     """A damaged entry moves to the quarantine, and the imported one replaces it."""
     import_(bundle, store)
     (entry_folder(tmp_path / "here", key_for("mla_sm80")) / name).write_bytes(b"")
-
     outcomes = import_(bundle, store)
-
     assert sorted(outcomes) == ["kept", "replaced"]
     assert [store.verify(stored) for stored in store.entries()] == [None, None]
     assert len(list((tmp_path / "here/cache/v1/quarantine").iterdir())) == 1
@@ -100,11 +93,9 @@ def test_a_dry_run_reports_the_outcome(bundle: bytes, store: KernelStore, tmp_pa
     """It reports added, kept and replaced, and changes nothing, not even damaged entries."""
     assert import_(bundle, store, dry_run=True) == ["added", "added"]
     assert not (tmp_path / "here").exists()
-
     import_(bundle, store)
     (entry_folder(tmp_path / "here", key_for("mla_sm80")) / "kernel.cu").unlink()
     before = tree(tmp_path)
-
     assert sorted(import_(bundle, store, dry_run=True)) == ["kept", "replaced"]
     assert tree(tmp_path) == before
 
@@ -117,19 +108,15 @@ def test_an_empty_bundle_is_valid(tmp_path: Path, store: KernelStore) -> None:
 def test_the_expected_digest_may_be_upper_case(bundle: bytes) -> None:
     """Hex digits are case-insensitive."""
     sha256 = verify_bundle(io.BytesIO(bundle), "it").sha256
-
     again = verify_bundle(io.BytesIO(bundle), "it", expect_sha256=sha256.upper())
-
     assert again.sha256 == sha256
 
 
 def test_progress_ends_at_the_total(bundle: bytes, store: KernelStore) -> None:
     """Verification and import report progress after each entry."""
     seen: list[tuple[int, int]] = []
-
     verified = verify_bundle(io.BytesIO(bundle), "it", on_progress=lambda *done: seen.append(done))
     import_bundle(verified, store, on_progress=lambda *done: seen.append(done))
-
     total = verified.content_bytes
     assert [done for done, _ in seen] == [seen[0][0], total, seen[0][0], total]
     assert {all_of_it for _, all_of_it in seen} == {total}
@@ -140,10 +127,8 @@ def test_an_unwritable_store_is_a_cache_error(bundle: bytes, tmp_path: Path) -> 
     (tmp_path / "here").mkdir()
     (tmp_path / "here/cache").write_text("a file")
     store = make_store(tmp_path / "here")
-
     with pytest.raises(CacheError, match=r"^cache: expected a writable folder, got ") as caught:
         import_(bundle, store)
-
     assert not isinstance(caught.value, BundleError)
 
 

@@ -14,9 +14,8 @@ from mlagen.cache.bundle_reading import import_bundle, verify_bundle
 from mlagen.cache.store import KernelStore
 from tests.cache import bundle_cases as cases
 from tests.cache.builds import make_store, tree
-from tests.cache.bundle_attacks import ATTACKS
+from tests.cache.bundle_attacks import ATTACKS, Attack, flipped_cubin
 from tests.cache.bundle_cases import Member
-from tests.cache.bundle_edits import Attack, flipped_cubin
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +45,13 @@ def content_of(folder: Path) -> dict[str, bytes | None]:
 
 @pytest.mark.parametrize(("attack", "message"), ATTACKS.values(), ids=ATTACKS)
 def test_a_bad_bundle_publishes_nothing(
-    attack: Attack,
-    message: str,
-    members: list[Member],
-    store: KernelStore,
-    tmp_path: Path,
+    attack: Attack, message: str, members: list[Member], store: KernelStore, tmp_path: Path
 ) -> None:
     """It is rejected with the reason in one line, and the cache stays the same, byte for byte."""
     bundle = attack(members)
     before = content_of(tmp_path)
-
     with pytest.raises(BundleError, match=rf"^bundle: .*({message})") as caught:
         import_(bundle, store)
-
     assert str(caught.value).endswith(": it")
     assert "\n" not in str(caught.value)
     assert caught.value.path == Path("it")
@@ -68,16 +61,13 @@ def test_a_bad_bundle_publishes_nothing(
 def test_the_helpers_make_valid_bundles(members: list[Member], store: KernelStore) -> None:
     """The helpers rewrite a valid bundle into a valid bundle."""
     again = cases.bundle_of(cases.reindexed(members))
-
     assert import_(again, store) == ["added", "added"]
 
 
 def test_bundles_above_the_size_limit_are_rejected(members: list[Member]) -> None:
     """The size limit is exact, and applies to the declared sizes."""
     bundle, total = cases.bundle_of(members), cases.index_in(members)["total_bytes"]
-
     enough = verify_bundle(io.BytesIO(bundle), "it", max_bytes=total)
-
     assert enough.content_bytes == total
     with pytest.raises(BundleError, match=f"expected at most {total - 1} bytes in total, got"):
         verify_bundle(io.BytesIO(bundle), "it", max_bytes=total - 1)
@@ -94,11 +84,9 @@ def test_every_truncation_is_rejected(
 ) -> None:
     """Every truncation is rejected, and publishes nothing."""
     bundle, before = cases.bundle_of(members), content_of(tmp_path)
-
     for length in range(0, len(bundle), 7):
         with pytest.raises(BundleError):
             import_(bundle[:length], store)
-
     assert content_of(tmp_path) == before
 
 
@@ -143,7 +131,6 @@ def test_a_file_that_changes_meanwhile_publishes_nothing_unverified(
 def test_the_table_of_contents_is_json_for_other_programs(members: list[Member]) -> None:
     """Other programs can read the table of contents as JSON."""
     index = json.loads(members[0].content)
-
     assert [entry["family"] for entry in index["entries"]] == sorted(
         cases.FAMILIES, key=lambda family: cases.key_for(family).digest
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,9 @@ from mlagen.cache.layout import Layout
 from mlagen.errors import CacheError
 from tests.cache.builds import (
     TOOLCHAIN,
+    Patch,
     entry_folder,
+    failing,
     make_build,
     make_key,
     make_store,
@@ -50,7 +53,6 @@ def test_entries_come_in_the_order_of_their_keys(layout: Layout, tmp_path: Path)
 def test_prefix_selects(layout: Layout) -> None:
     """The prefix of one key lists the entries of that key only, for all toolchains."""
     digest = KEYS[3].digest
-
     assert [stored.key for stored in stored_entries(layout, digest[:6])] == [digest]
     assert [stored.key for stored in stored_entries(layout, digest)] == [digest]
     assert list(stored_entries(layout, "0" * 63)) == []
@@ -80,7 +82,6 @@ def test_strays_are_no_entries(layout: Layout) -> None:
     (layout.entries / "ab").mkdir(exist_ok=True)
     (layout.entries / "ab" / "notes.txt").touch()
     (layout.entries / "ab" / ("ab" * 32)).touch()
-
     assert len(list(stored_entries(layout))) == 5
 
 
@@ -90,24 +91,15 @@ def test_listing_no_cache_creates_none(kind: str, tmp_path: Path) -> None:
     if kind == "a file":
         (tmp_path / "cache").touch()
     before = tree(tmp_path)
-
     assert list(stored_entries(Layout(tmp_path / "cache"))) == []
     assert tree(tmp_path) == before
 
 
-def test_folder_that_cannot_be_read_is_a_cache_error(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_that_cannot_be_read_is_a_cache_error(layout: Layout, monkeypatch: Patch) -> None:
     """An incomplete listing is an error that names the folder."""
-
-    def reject(*_: object, **__: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "listdir", reject)
-
+    monkeypatch.setattr(os, "listdir", failing(errno.EACCES))
     with pytest.raises(CacheError, match="readable folder, got Permission denied") as caught:
         list(stored_entries(layout))
-
     assert caught.value.path == layout.entries
 
 
@@ -135,9 +127,7 @@ def test_verify_compares_the_key_with_the_key_fields(layout: Layout, tmp_path: P
     path = entry_folder(tmp_path, KEYS[0]) / "manifest.json"
     manifest = Manifest.from_json(path.read_bytes())
     path.write_bytes(replace(manifest, key_fields=KEYS[1].key_fields).to_json())
-
     (stored,) = stored_entries(layout, KEYS[0].digest)
-
     expected = f"expected key_fields of {KEYS[0].digest}, got of {KEYS[1].digest}"
     assert verify(stored) == f"manifest.json: {expected}"
 
@@ -146,6 +136,5 @@ def test_verify_of_a_removed_entry_raises(layout: Layout, tmp_path: Path) -> Non
     """An entry removed since listing is neither valid nor damaged."""
     stored = next(stored_entries(layout, KEYS[0].digest))
     entry_folder(tmp_path, KEYS[0]).rename(tmp_path / "elsewhere")
-
     with pytest.raises(FileNotFoundError):
         verify(stored)

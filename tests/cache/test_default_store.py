@@ -11,7 +11,7 @@ import pytest
 from mlagen.cache.default_store import kernel_store, packaged_layers
 from mlagen.settings import current_settings
 from tests.cache import builds
-from tests.cache.builds import make_build, make_key, make_store
+from tests.cache.builds import Log, Patch, make_build, make_key, make_store
 
 KEY = make_key()
 
@@ -38,7 +38,7 @@ def install(site: Path, name: str) -> Path:
 
 
 def test_the_store_is_the_one_of_the_settings(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_dir: Path
+    monkeypatch: Patch, tmp_path: Path, cache_dir: Path
 ) -> None:
     """Root, layers, size limit and trust come from the environment; the store is cached."""
     make_store(tmp_path / "elsewhere").find_or_build(KEY, make_build)
@@ -55,24 +55,18 @@ def test_the_store_is_the_one_of_the_settings(
     assert not cache_dir.exists()
 
 
-def test_a_missing_layer_is_reported_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_layer_is_reported_once(monkeypatch: Patch, tmp_path: Path, caplog: Log) -> None:
     """A misspelt layer is reported once instead of compiling silently."""
     monkeypatch.setenv("MLAGEN_CACHE_RO", str(tmp_path / "kernals"))
     current_settings.cache_clear()
-
     for _ in range(2):
         assert kernel_store().find(KEY) is None
-
     (message,) = caplog.messages
     expected = "MLAGEN_CACHE_RO: expected a folder, got none, ignoring it"
     assert message == f"{expected}: {tmp_path / 'kernals'}"
 
 
-def test_installed_packages_are_the_last_layer(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_installed_packages_are_the_last_layer(monkeypatch: Patch, tmp_path: Path) -> None:
     """A kernel of a package is found without importing the package, writable or not."""
     folder = install(tmp_path / "site", "some_kernels")
     (folder / "__init__.py").write_text("raise AssertionError('imported')\n")
@@ -87,23 +81,19 @@ def test_installed_packages_are_the_last_layer(
     assert "some_kernels" not in sys.modules
 
 
-def test_packages_are_searched_only_on_a_miss(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_packages_are_searched_only_on_a_miss(monkeypatch: Patch, tmp_path: Path) -> None:
     """A hit in the cache does not search installed distributions."""
     install(tmp_path / "site", "some_kernels")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
     kernel_store().find_or_build(make_key("own"), make_build)
     packaged_layers.cache_clear()
-
     kernel_store().find(make_key("own"))
-
     assert packaged_layers.cache_info().misses == 0
 
 
 @pytest.mark.parametrize("file", ["entry_points.txt", "RECORD"])
 def test_broken_metadata_is_reported_once(
-    file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    file: str, monkeypatch: Patch, tmp_path: Path, caplog: Log
 ) -> None:
     """Broken metadata of a package is reported once, and does not prevent compilation."""
     install(tmp_path / "site", "some_kernels")
@@ -111,19 +101,14 @@ def test_broken_metadata_is_reported_once(
         b"[mlagen.kernels]\nsome_kernels\n" if file == "entry_points.txt" else b"\xff,,\n"
     )
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
-
     found = [kernel_store().look_up(KEY).reason for _ in range(2)]
-
     assert found == ["absent", "absent"]
     assert caplog.text.count("mlagen.kernels: expected readable metadata of all packages") == 1
 
 
-def test_a_package_without_kernels_is_no_layer(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_package_without_kernels_is_no_layer(monkeypatch: Patch, tmp_path: Path) -> None:
     """An entry point whose distribution lists no such files is ignored."""
     folder = install(tmp_path / "site", "some_kernels")
     (folder.parent / "some_kernels-1.dist-info/RECORD").write_text("other/v1/e,,\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
-
     assert packaged_layers() == ()

@@ -11,7 +11,7 @@ import pytest
 from mlagen.cache.entry import Manifest
 from mlagen.cache.key import CacheKey
 from mlagen.cache.store import KernelStore
-from tests.cache.builds import entry_folder, make_build, make_key, make_store
+from tests.cache.builds import Log, entry_folder, make_build, make_key, make_store
 from tests.cache_tools.altered import snapshot
 from tests.faults.steps import warnings_in
 
@@ -77,7 +77,7 @@ STATES: dict[str, tuple[str, Callable[[Path], None], CacheKey, str | None]] = {
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("place", ["own", "layer"])
 def test_its_result_equals_that_of_a_look_up(
-    state: str, place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    state: str, place: str, tmp_path: Path, caplog: Log
 ) -> None:
     """Nothing is moved, marked or logged, and the result equals that of a normal look-up."""
     toolchain, change, key, problem = STATES[state]
@@ -99,9 +99,7 @@ def test_the_problem_belongs_to_the_reason(tmp_path: Path) -> None:
     """With one damaged and one untrusted entry, the damage is the reason."""
     cut_off(put(tmp_path / "own", NEWEST))
     let_others_write(put(tmp_path / "layer", NEWEST))
-
     found = store_over(tmp_path).look_up(make_key(), is_dry=True)
-
     assert found.reason == "damaged"
     assert found.problem == "kernel.cubin: expected 1028 bytes, got 100"
     assert entry_folder(tmp_path / "own", make_key()).is_dir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -9,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from mlagen.cache import eviction
-from mlagen.cache.eviction import enforce_limit, entry_usages, evict, mark_used
+from mlagen.cache.eviction import enforce_limit, evict, mark_used
 from mlagen.cache.layout import Layout
 from mlagen.monitoring import metrics
 from tests.cache.builds import (
     CUBIN,
+    Patch,
     entry_folder,
+    failing,
     full_path,
     make_build,
     make_key,
@@ -54,24 +57,11 @@ def remaining(folder: Path) -> list[int]:
     return [number for number, key in enumerate(KEYS) if entry_folder(folder, key).exists()]
 
 
-def test_usages_match_the_disk(layout: Layout, tmp_path: Path) -> None:
-    """Each entry has the size of its files and its last use; no file is read."""
-    weighed = {usage.path: usage for usage in entry_usages(layout)}
-
-    assert set(weighed) == {entry_folder(tmp_path, key) for key in KEYS}
-    assert sum(usage.size_bytes for usage in weighed.values()) == size_of(layout)
-    for number, key in enumerate(KEYS):
-        age_s = time.time() - weighed[entry_folder(tmp_path, key)].used
-        assert age_s == pytest.approx(HOUR_S * (10 - number), abs=60)
-
-
 def test_the_least_recently_used_are_evicted_first(layout: Layout, tmp_path: Path) -> None:
     """Eviction stops at nine tenths of the limit."""
     size = size_of(layout) // 10
     before = metrics()["evicted"]
-
     evicted = evict(layout, size * 6)
-
     assert [usage.path for usage in evicted] == [entry_folder(tmp_path, key) for key in KEYS[:5]]
     assert remaining(tmp_path) == [5, 6, 7, 8, 9]
     assert size_of(layout) <= size * 6 * 0.9
@@ -83,9 +73,7 @@ def test_the_folder_of_a_key_is_removed_with_its_last_entry(layout: Layout, tmp_
     """The folder of a key is removed with its last entry only."""
     other = make_key("family 0", toolchain="nvrtc-12.8.1")
     make_store(tmp_path).find_or_build(other, lambda: make_build(toolchain="nvrtc-12.8.1"))
-
     evict(layout, 1)
-
     assert [path for path in layout.entries.glob("*/*") if not any(path.iterdir())] == []
     assert entry_folder(tmp_path, other).exists()
     assert remaining(tmp_path) == []
@@ -94,7 +82,6 @@ def test_the_folder_of_a_key_is_removed_with_its_last_entry(layout: Layout, tmp_
 def test_nothing_is_evicted_below_the_limit(layout: Layout, tmp_path: Path) -> None:
     """Nothing is evicted up to the limit."""
     evicted = evict(layout, size_of(layout))
-
     assert evicted == []
     assert remaining(tmp_path) == list(range(10))
 
@@ -103,23 +90,19 @@ def test_recently_used_entries_stay(layout: Layout, tmp_path: Path) -> None:
     """Recently used entries stay even above the limit, because a process may be reading them."""
     for number in (0, 4):
         set_age(tmp_path, number, 60.0)
-
     evict(layout, 1)
-
     assert remaining(tmp_path) == [0, 4]
 
 
 def test_entries_without_a_manifest_are_evicted_first(layout: Layout, tmp_path: Path) -> None:
     """Entries without a manifest have no last use, and are evicted first."""
     (entry_folder(tmp_path, KEYS[9]) / "manifest.json").unlink()
-
     evicted = evict(layout, size_of(layout) - 1)
-
     assert evicted[0].path == entry_folder(tmp_path, KEYS[9])
 
 
 def test_an_entry_that_cannot_be_moved_is_skipped(
-    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: Layout, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """The next entries are evicted instead."""
     stuck, rename = entry_folder(tmp_path, KEYS[0]), os.rename
@@ -166,45 +149,24 @@ def test_a_use_is_recorded_once_an_hour(
 
 
 @pytest.mark.usefixtures("layout")
-def test_a_use_that_cannot_be_recorded_is_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_use_that_cannot_be_recorded_is_ignored(tmp_path: Path, monkeypatch: Patch) -> None:
     """A read-only disk or a removed entry is no error."""
-
-    def reject(*_: object, **__: object) -> None:
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(os, "utime", reject)
-
+    monkeypatch.setattr(os, "utime", failing(errno.EROFS))
     folder = entry_folder(tmp_path, KEYS[0])
     with opened(folder) as entry:
         mark_used(entry)
         folder.rename(tmp_path / "elsewhere")
         mark_used(entry)
     (tmp_path / "elsewhere").rename(folder)
-
     assert remaining(tmp_path) == list(range(10))
 
 
-def test_a_use_protects_an_entry(layout: Layout, tmp_path: Path) -> None:
-    """The least recently used entry outlives the others after a hit."""
-    assert make_store(tmp_path).find(KEYS[0]) is not None
-
-    evict(layout, size_of(layout) // 10 * 3)
-
-    assert remaining(tmp_path) == [0, 9]
-
-
-def test_publications_are_counted_without_listing(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_publications_are_counted_without_listing(layout: Layout, monkeypatch: Patch) -> None:
     """Within the hour and below the limit, the record is incremented and nothing is listed."""
     evict(layout, size_of(layout))
     counted = size_of(layout)
     monkeypatch.setattr(eviction, "entry_usages", None)
-
     evicted = [enforce_limit(layout, 1000, counted + 5000) for _ in range(4)]
-
     assert evicted == [[]] * 4
     assert eviction._read_size_file(layout)[0] == counted + 4000
 
@@ -212,35 +174,16 @@ def test_publications_are_counted_without_listing(
 def test_the_size_is_measured_before_an_eviction(layout: Layout, tmp_path: Path) -> None:
     """Deletions by other processes are counted before an eviction."""
     eviction._write_size_file(layout, 10**9, time.time())
-
     evicted = enforce_limit(layout, 1000, size_of(layout) + 1)
-
     assert evicted == []
     assert remaining(tmp_path) == list(range(10))
     assert eviction._read_size_file(layout)[0] == size_of(layout)
 
 
-def test_without_a_size_file_the_size_is_measured(layout: Layout) -> None:
-    """A cache without a size file is measured."""
-    layout.size_file.unlink(missing_ok=True)
-
-    enforce_limit(layout, 0, 1 << 30)
-
-    assert eviction._read_size_file(layout)[0] == size_of(layout)
-
-
-def test_a_size_file_that_cannot_be_written_is_ignored(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_size_file_that_cannot_be_written_is_ignored(layout: Layout, monkeypatch: Patch) -> None:
     """Staging is empty afterwards, and nothing is logged."""
-
-    def reject(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "rename", reject)
-
+    monkeypatch.setattr(os, "rename", failing(errno.ENOSPC))
     evict(layout, 1 << 30)
-
     assert tree(layout.staging) == []
 
 
@@ -248,11 +191,9 @@ def test_a_store_enforces_its_limit(tmp_path: Path) -> None:
     """Publishing evicts the least recently used entries."""
     large = make_build(CUBIN * 20)
     store = store_in(tmp_path, max_bytes=5 * 20_000)
-
     for number, key in enumerate(KEYS):
         store.find_or_build(key, lambda: large)
         set_age(tmp_path, number, HOUR_S * (10 - number))
-
     # Manifests are not counted between two measurements.
     assert 3 * 20_000 < size_of(Layout(tmp_path / "cache")) <= 6 * 20_000
     assert remaining(tmp_path) == list(range(10 - len(remaining(tmp_path)), 10))

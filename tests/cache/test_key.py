@@ -11,7 +11,7 @@ import pytest
 
 from mlagen.cache import key as key_module
 from mlagen.cache.key import CacheKey
-from tests.cache.builds import ROOT, make_key
+from tests.cache.builds import ROOT, Patch, make_key
 
 GOLDEN = "366b040f0683f11ef6ba7bf90a93cf8b9372e96827efd7e9a536745eb2cce23c"
 
@@ -28,9 +28,7 @@ def test_digest_is_the_same_in_every_process(seed: str) -> None:
     """Neither the hash seed nor the locale of a process affects the digest."""
     environment = {**os.environ, "PYTHONHASHSEED": seed, "LC_ALL": "C", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", PRINT_DIGEST]
-
     run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-
     assert run.stdout.strip() == GOLDEN
 
 
@@ -49,23 +47,19 @@ OTHER_INGREDIENTS = {
 def test_every_key_field_changes_the_digest(key_fields: tuple[tuple[str, str], ...]) -> None:
     """Two keys with different key fields never share a digest."""
     other = replace(make_key(), key_fields=key_fields)
-
     assert other.digest != make_key().digest
 
 
-def test_schema_changes_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schema_changes_the_digest(monkeypatch: Patch) -> None:
     """Another schema changes every digest."""
     before = make_key().digest
-
     monkeypatch.setattr(key_module, "SCHEMA", key_module.SCHEMA + 1)
-
     assert make_key().digest != before
 
 
 def test_toolchain_is_not_part_of_the_digest() -> None:
     """A kernel has the same digest for every compiler."""
     other = make_key(toolchain="nvrtc-12.8.1")
-
     assert other.digest == make_key().digest
     assert other != make_key()
 

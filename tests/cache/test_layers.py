@@ -1,8 +1,9 @@
-"""Layered look-up: search order, and the reasons of a miss."""
+"""Layered look-up: search order, the reasons of a miss, and damaged or invalid layers."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +13,17 @@ from mlagen.cache.key import CacheKey
 from mlagen.cache.layers import REASONS
 from mlagen.cache.store import KernelStore
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, make_store, tree
-from tests.faults.steps import warnings_in
+from tests.cache.builds import (
+    CountedBuild,
+    Log,
+    entry_folder,
+    make_build,
+    make_key,
+    make_store,
+    tree,
+)
+from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
 
-KEY = make_key()
 OLDER, NEWER = "nvrtc-13.4.92", "nvrtc-13.10.5"
 
 
@@ -72,9 +80,7 @@ def test_a_hit_in_a_layer_writes_nothing_anywhere(tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
-def test_a_damaged_layer_is_ignored_and_stays(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_layer_is_ignored_and_stays(tmp_path: Path, caplog: Log) -> None:
     """The next layer serves, with one warning per damaged entry."""
     first, second = fill(tmp_path, "first"), fill(tmp_path, "second")
     damaged = entry_folder(tmp_path / "first", KEY)
@@ -116,9 +122,7 @@ def _open_to_all(folder: Path) -> None:
 def test_a_miss_has_a_reason(make: Callable[[Path], object], reason: str, tmp_path: Path) -> None:
     """The most informative reason of all layers is reported."""
     make(tmp_path)
-
     found = store_over(tmp_path, tmp_path / "empty", tmp_path / "layer/cache").look_up(KEY)
-
     assert (found.entry, found.layer, found.reason) == (None, None, reason)
 
 
@@ -127,10 +131,8 @@ def test_of_several_toolchains_the_newest_serves(order: tuple[str, str], tmp_pat
     """Versions compare numerically: 13.10 is newer than 13.4; other major versions never match."""
     layer = fill(tmp_path, "layer", *order, "nvrtc-14.0.1", "nvrtc-12.9.86")
     store = store_over(tmp_path, layer)
-
     found = store.look_up(CacheKey(KEY.key_fields, "nvrtc-13"))
     none = store.look_up(CacheKey(KEY.key_fields, "nvrtc-15"))
-
     assert found.entry is not None
     assert found.entry.manifest.toolchain == NEWER
     assert (none.entry, none.reason) == (None, "other toolchain")
@@ -140,23 +142,17 @@ def test_a_damaged_newest_entry_falls_back_to_the_next(tmp_path: Path) -> None:
     """If any toolchain is accepted, an older valid entry replaces a damaged newer one."""
     layer = fill(tmp_path, "layer", OLDER, NEWER)
     os.truncate(entry_folder(tmp_path / "layer", make_key(toolchain=NEWER)) / "kernel.cubin", 3)
-
     found = store_over(tmp_path, layer).look_up(CacheKey(KEY.key_fields, "nvrtc-13"))
-
     assert found.entry is not None
     assert found.entry.manifest.toolchain == OLDER
 
 
-def test_a_damaged_entry_does_not_shadow_a_valid_layer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_entry_does_not_shadow_a_valid_layer(tmp_path: Path, caplog: Log) -> None:
     """A damaged entry in the own folder is quarantined, and the layer serves without a build."""
     store_over(tmp_path).find_or_build(KEY, make_build)
     os.truncate(entry_folder(tmp_path, KEY) / "manifest.json", 3)
     layer, build = fill(tmp_path, "layer"), CountedBuild()
-
     entry = store_over(tmp_path, layer).find_or_build(KEY, build)
-
     assert build.calls == 0
     assert entry.path == entry_folder(tmp_path / "layer", KEY)
     assert len(warnings_in(caplog)) == 1
@@ -167,9 +163,95 @@ def test_packages_are_trusted_like_their_code(tmp_path: Path) -> None:
     """Packages are trusted with any mode, a configured layer is not."""
     package = fill(tmp_path, "package")
     package.chmod(0o777)
-
     as_package = store_over(tmp_path, packaged=(package,)).find(KEY)
     as_layer = store_over(tmp_path, package).find(KEY)
-
     assert as_package is not None
     assert as_layer is None
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Return the content of a folder, with modification times."""
+    return {
+        f"{path.relative_to(folder)} {path.lstat().st_mtime_ns}": (
+            path.read_bytes() if path.is_file() else None
+        )
+        for path in folder.rglob("*")
+    }
+
+
+def layer_with(damage: Callable[[Path], object], folder: Path) -> Path:
+    """Create a layer whose only entry is damaged, and return its root."""
+    ask(folder)
+    damage(entry_folder(folder, KEY))
+    return folder / "cache"
+
+
+def become(kind: Callable[[Path], object], path: Path) -> None:
+    """Replace a file or a folder by something else."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    kind(path)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "code cut off": lambda entry: os.truncate(entry / "kernel.cubin", 63),
+    "code missing": lambda entry: (entry / "kernel.cubin").rename(entry / "aside"),
+    "manifest empty": lambda entry: os.truncate(entry / "manifest.json", 0),
+    "manifest a FIFO": lambda entry: become(os.mkfifo, entry / "manifest.json"),
+    "entry empty": lambda entry: become(Path.mkdir, entry),
+    "entry a file": lambda entry: become(Path.touch, entry),
+    "folder of the key a file": lambda entry: become(Path.touch, entry.parent),
+    "folder of entries a file": lambda entry: become(Path.touch, entry.parents[2]),
+}
+
+
+@pytest.mark.timeout(15)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_layer_is_ignored(
+    damage: Callable[[Path], object], tmp_path: Path, caplog: Log
+) -> None:
+    """The kernel is built into the cache, the layer is unchanged, and one warning names it."""
+    layer = layer_with(damage, tmp_path / "layer")
+    is_entry = entry_folder(tmp_path / "layer", KEY).exists()
+    before = contents(layer)
+    store, build = store_in(tmp_path, layers=[layer]), CountedBuild()
+    caplog.clear()
+
+    looks = [store.look_up(KEY) for _ in range(3)]
+    entry = store.find_or_build(KEY, build)
+
+    assert [look.entry for look in looks] == [None] * 3
+    assert entry.cubin == builds.CUBIN
+    assert entry.path == entry_folder(tmp_path, KEY)
+    assert build.calls == 1
+    warnings = warnings_in(caplog)
+    assert len(warnings) == (1 if is_entry else 0)
+    assert all(f"{layer}" in warning for warning in warnings)
+    assert contents(layer) == before
+    assert whole_entries(tmp_path) == 1
+
+
+MISSING: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda _: None,
+    "a file": Path.touch,
+    "a FIFO": os.mkfifo,
+    "a link to itself": lambda path: path.symlink_to(path),
+    "an empty folder": Path.mkdir,
+}
+
+
+@pytest.mark.timeout(15)
+@pytest.mark.parametrize("make", MISSING.values(), ids=MISSING)
+def test_an_invalid_layer_costs_a_warning_at_most(
+    make: Callable[[Path], object], tmp_path: Path, caplog: Log
+) -> None:
+    """A layer that is unmounted or invalid counts as empty; the next layer serves."""
+    make(tmp_path / "layer")
+    ask(tmp_path / "valid")
+    layers = [tmp_path / "layer", tmp_path / "valid/cache"]
+    store = store_in(tmp_path, layers=layers)
+    found = [store.look_up(KEY) for _ in range(2)]
+    assert [look.layer for look in found] == [tmp_path / "valid/cache"] * 2
+    assert len(warnings_in(caplog)) <= 1

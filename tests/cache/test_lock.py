@@ -7,7 +7,6 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,12 +15,12 @@ import pytest
 
 from mlagen.cache import lock as lock_module
 from mlagen.cache.lock import compile_lock
-from tests.cache.builds import in_child
+from tests.cache.builds import Log, Patch, failing, in_child
 from tests.faults.privileges import give_up_capabilities
 
 
 @pytest.fixture(autouse=True)
-def messages(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def messages(caplog: Log) -> Log:
     """Record log messages from INFO on."""
     caplog.set_level(logging.INFO, logger="mlagen")
     return caplog
@@ -48,15 +47,13 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
 
 
 def test_timeout_continues_without_the_lock(
-    tmp_path: Path, messages: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, messages: Log, monkeypatch: Patch
 ) -> None:
     """A waiting process logs repeatedly, and compiles after the timeout."""
     monkeypatch.setattr(lock_module, "_PROGRESS_S", 0.05)
     path = tmp_path / "a.lock"
-
     with filelock.FileLock(path), compile_lock(path, timeout_s=0.3):
         lines = [record.message for record in messages.records]
-
     assert lines[-1] == f"lock: expected within 0.3 s, got none, compiling without: {path}"
     assert len(lines) > 2
     waiting = f"waiting 0 s for another process to compile: {path}"
@@ -66,7 +63,6 @@ def test_timeout_continues_without_the_lock(
 def test_timeout_of_zero_tries_once(tmp_path: Path) -> None:
     """A timeout of zero still takes a free lock."""
     path = tmp_path / "a.lock"
-
     with compile_lock(path, timeout_s=0), pytest.raises(filelock.Timeout):
         filelock.FileLock(path).acquire(timeout=0)
 
@@ -83,10 +79,7 @@ def test_timeout_of_zero_tries_once(tmp_path: Path) -> None:
     ids=repr,
 )
 def test_broken_locks_are_skipped(
-    error: Exception,
-    tmp_path: Path,
-    messages: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    error: Exception, tmp_path: Path, messages: Log, monkeypatch: Patch
 ) -> None:
     """Any locking error is logged in one line, and the work continues without the lock."""
 
@@ -94,64 +87,26 @@ def test_broken_locks_are_skipped(
         raise error
 
     monkeypatch.setattr(filelock.FileLock, "acquire", reject)
-
     with compile_lock(tmp_path / "a.lock", timeout_s=1):
         lines = [record.message for record in messages.records]
-
     assert lines == [
         f"lock: expected to work, got {error}, compiling without: {tmp_path / 'a.lock'}"
     ]
 
 
 def test_a_file_system_without_locks_gets_no_substitute(
-    tmp_path: Path, messages: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, messages: Log, monkeypatch: Patch
 ) -> None:
     """A file whose existence is the lock would outlive a process that dies."""
     (tmp_path / "a.lock").touch()
-
-    def reject(*_: object) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(fcntl, "flock", reject)
-
+    monkeypatch.setattr(fcntl, "flock", failing(errno.ENOSYS))
     with compile_lock(tmp_path / "a.lock", timeout_s=0.5):
         (line,) = [record.message for record in messages.records]
-
     assert line.startswith("lock: expected to work, got ")
 
 
-NO_FOLDERS: dict[str, Callable[[Path], object]] = {
-    "a file": Path.touch,
-    "a FIFO": os.mkfifo,
-    "a dangling link": lambda path: path.symlink_to("nowhere"),
-    "a link to itself": lambda path: path.symlink_to(path),
-    "a link to a folder": lambda path: path.symlink_to("."),
-}
-
-
-@pytest.mark.timeout(10)
-@pytest.mark.parametrize("make", NO_FOLDERS.values(), ids=NO_FOLDERS)
-def test_lock_folder_that_is_not_a_folder_costs_one_warning(
-    make: Callable[[Path], object], tmp_path: Path, messages: pytest.LogCaptureFixture
-) -> None:
-    """A lock folder that is not a folder is reported once, and the work continues."""
-    make(tmp_path / "locks")
-
-    for name in ("a", "b"):
-        with compile_lock(tmp_path / f"locks/{name}.lock", timeout_s=1):
-            pass
-
-    (record,) = messages.records
-    assert record.levelno == logging.WARNING
-    assert record.message.startswith("lock: expected a folder of this user, got ")
-    assert record.message.endswith(f", compiling without: {tmp_path / 'locks'}")
-
-
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("mode", [0o500, 0o600, 0o000], ids=oct)
-def test_unusable_lock_folder_costs_one_warning(
-    mode: int, tmp_path: Path, messages: pytest.LogCaptureFixture
-) -> None:
+def test_unusable_lock_folder_costs_one_warning(mode: int, tmp_path: Path, messages: Log) -> None:
     """A lock folder without permission is reported once."""
     (tmp_path / "locks").mkdir(mode=mode)
 
@@ -170,7 +125,6 @@ def test_unusable_lock_folder_costs_one_warning(
 def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
     """A link at the path of a lock file creates nothing at its target."""
     (tmp_path / "a.lock").symlink_to(tmp_path / "target")
-
     with compile_lock(tmp_path / "a.lock", timeout_s=1):
         assert not (tmp_path / "target").exists()
 
@@ -178,10 +132,8 @@ def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
 def test_an_error_inside_frees_the_lock(tmp_path: Path) -> None:
     """A failed compile releases the lock."""
     path = tmp_path / "a.lock"
-
     with pytest.raises(LookupError), compile_lock(path, timeout_s=1):
         raise LookupError
-
     with filelock.FileLock(path, timeout=0) as held:
         assert held.is_locked
 
@@ -189,10 +141,8 @@ def test_an_error_inside_frees_the_lock(tmp_path: Path) -> None:
 def test_lock_file_stays(tmp_path: Path) -> None:
     """The file is never deleted, so that all processes wait for the same file."""
     path = tmp_path / "locks/a.lock"
-
     with compile_lock(path, timeout_s=1):
         inode = path.stat().st_ino
     with compile_lock(path, timeout_s=1):
         pass
-
     assert path.stat().st_ino == inode

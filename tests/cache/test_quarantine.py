@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -13,7 +14,7 @@ import pytest
 from mlagen.cache import quarantine
 from mlagen.cache.files import identity_of
 from mlagen.cache.layout import Layout
-from tests.cache.builds import tree
+from tests.cache.builds import Patch, failing, tree
 
 KEY = "ab" * 32
 
@@ -64,16 +65,14 @@ def test_quarantine_spares_a_replaced_entry(
     seen = identity_of(entry)
     change(entry)
     before = tree(layout.entries)
-
     cell = quarantine.quarantine_entry(layout, entry, "kernel.cubin: bad", seen=seen)
-
     assert cell is None
     assert tree(layout.entries) == before
     assert tree(layout.quarantine) == []
 
 
 def test_quarantine_spares_an_entry_replaced_at_the_last_moment(
-    layout: Layout, entry: Path, monkeypatch: pytest.MonkeyPatch
+    layout: Layout, entry: Path, monkeypatch: Patch
 ) -> None:
     """The identity is compared again once the cell is made, and the empty cell is deleted."""
     seen, real = identity_of(entry), os.mkdir
@@ -93,36 +92,13 @@ def test_quarantine_spares_an_entry_replaced_at_the_last_moment(
     assert tree(layout.quarantine) == []
 
 
-@pytest.mark.parametrize("kind", ["a file", "a link"])
-def test_quarantine_moves_a_file_or_link(kind: str, layout: Layout) -> None:
-    """A stray file or link at the path of an entry is moved, not followed."""
-    place = layout.entry(KEY, "nvrtc-13.5.37")
-    place.parent.mkdir(parents=True)
-    if kind == "a file":
-        place.touch()
-    else:
-        place.symlink_to("nowhere")
-
-    cell = quarantine.quarantine_entry(layout, place, "bad", seen=identity_of(place))
-
-    assert cell is not None
-    assert identity_of(cell / "entry") is not None
-    assert identity_of(place) is None
-
-
 def test_quarantine_that_fails_leaves_no_cell(
-    layout: Layout, entry: Path, monkeypatch: pytest.MonkeyPatch
+    layout: Layout, entry: Path, monkeypatch: Patch
 ) -> None:
     """If the entry cannot be moved, the error is raised and no empty cell stays."""
-
-    def reject(*_: object, **__: object) -> None:
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(os, "rename", reject)
-
+    monkeypatch.setattr(os, "rename", failing(errno.EROFS))
     with pytest.raises(OSError, match="Read-only"):
         quarantine.quarantine_entry(layout, entry, "bad", seen=identity_of(entry))
-
     assert tree(layout.quarantine) == []
 
 
@@ -132,11 +108,7 @@ def test_quarantine_that_fails_leaves_no_cell(
     ids=["too many", "too large", "the newest too large", "at the limits"],
 )
 def test_the_oldest_cells_are_deleted_first(
-    max_cells: int,
-    max_bytes: int,
-    kept: list[int],
-    layout: Layout,
-    monkeypatch: pytest.MonkeyPatch,
+    max_cells: int, max_bytes: int, kept: list[int], layout: Layout, monkeypatch: Patch
 ) -> None:
     """The newest cells within both limits stay, and the newest one whatever its size."""
     monkeypatch.setattr(quarantine, "QUARANTINE_MAX_CELLS", max_cells)
@@ -152,30 +124,13 @@ def test_the_oldest_cells_are_deleted_first(
     assert sorted(int(cell.name.split(".")[1]) for cell in layout.quarantine.iterdir()) == kept
 
 
-def test_remove_deletes_a_folder_and_leaves_no_trash(layout: Layout, entry: Path) -> None:
-    """After removal the path is free and staging is empty."""
-    quarantine.remove(layout, entry)
-
-    assert not entry.exists()
-    assert tree(layout.staging) == []
-
-
-def test_remove_of_nothing_creates_nothing(layout: Layout) -> None:
-    """A missing entry needs no trash."""
-    quarantine.remove(layout, layout.entries)
-
-    assert not layout.root.exists()
-
-
 def test_remove_does_not_follow_a_link(layout: Layout, tmp_path: Path) -> None:
     """The link is removed, its target stays."""
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious/file").touch()
     layout.entries.mkdir(parents=True)
     (layout.entries / "link").symlink_to(tmp_path / "precious")
-
     quarantine.remove(layout, layout.entries / "link")
-
     assert tree(tmp_path / "precious") == ["file"]
     assert tree(layout.entries) == tree(layout.staging) == []
 
@@ -200,9 +155,3 @@ def test_sweep_deletes_what_is_abandoned_and_nothing_else(layout: Layout) -> Non
     assert swept == 2
     remaining = [path.name for path in layout.staging.iterdir()]
     assert sorted(remaining) == sorted([f"{KEY}.elsewhere.2.cc", f"{KEY}.{own}.dd"])
-
-
-def test_sweep_of_no_cache_creates_none(layout: Layout) -> None:
-    """Without a cache, nothing is swept or created."""
-    assert quarantine.sweep(layout) == 0
-    assert not layout.root.exists()

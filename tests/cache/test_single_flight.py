@@ -8,76 +8,24 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mlagen.cache.single_flight import SingleFlight
-from tests.cache.builds import in_child, wait_for
-
-
-def test_simultaneous_calls_work_once() -> None:
-    """64 concurrent threads get the result of one call."""
-    flights, calls, coming = SingleFlight[object](), [], []
-    start = threading.Barrier(64)
-    release = threading.Event()
-
-    def work() -> object:
-        calls.append(1)
-        release.wait(10)
-        return object()
-
-    def ask() -> object:
-        start.wait(10)
-        coming.append(1)
-        return flights.run("key", work)
-
-    with ThreadPoolExecutor(64) as pool:
-        futures = [pool.submit(ask) for _ in range(64)]
-        wait_for(lambda: calls and len(coming) == 64)
-        release.set()
-        results = {future.result() for future in futures}
-
-    # A thread may start after the first flight; earlier threads share it.
-    assert len(results) == len(calls) < 64
-
-
-def test_an_error_reaches_every_waiter_and_is_not_cached() -> None:
-    """All concurrent callers get the same exception; the next call works again."""
-    flights, failing = SingleFlight[str](), threading.Event()
-    inside = threading.Event()
-
-    def fail() -> str:
-        inside.set()
-        failing.wait(10)
-        raise LookupError("no such kernel")
-
-    with ThreadPoolExecutor(8) as pool:
-        first = pool.submit(flights.run, "key", fail)
-        inside.wait(10)
-        others = [pool.submit(flights.run, "key", fail) for _ in range(7)]
-        failing.set()
-        errors = [future.exception() for future in (first, *others)]
-
-    assert all(isinstance(error, LookupError) for error in errors)
-    assert flights.run("key", lambda: "built") == "built"
+from tests.cache.builds import in_child
 
 
 def test_other_keys_do_not_wait() -> None:
     """A call for another key runs concurrently."""
     flights = SingleFlight[str]()
-
     result = flights.run("one", lambda: flights.run("two", lambda: "inner"))
-
     assert result == "inner"
 
 
 def test_nothing_is_kept_after_a_flight() -> None:
     """A second call works again: results are not cached."""
     flights, calls = SingleFlight[None](), []
-
     for _ in range(2):
         flights.run("key", lambda: calls.append(1))
-
     assert len(calls) == 2
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_does_not_wait_for_its_parent() -> None:
     """A child forked during a flight works by itself."""
     flights, inside, release = SingleFlight[str](), threading.Event(), threading.Event()
@@ -100,8 +48,6 @@ def test_a_forked_child_does_not_wait_for_its_parent() -> None:
 def test_work_that_requests_its_own_key_raises() -> None:
     """Work that requests its own key raises instead of deadlocking."""
     flights = SingleFlight[object]()
-
     with pytest.raises(RuntimeError, match="kernel key: expected no request while building it"):
         flights.run("key", lambda: flights.run("key", object))
-
     assert flights.run("key", lambda: 1) == 1

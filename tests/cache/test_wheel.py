@@ -19,7 +19,7 @@ from mlagen.cache.default_store import packaged_layers
 from mlagen.cache.store import KernelStore
 from mlagen.cache.wheel import export_wheel, package_of
 from mlagen.errors import ArgumentError
-from tests.cache.builds import CUBIN, entry_folder, tree
+from tests.cache.builds import CUBIN, Patch, entry_folder, tree
 from tests.cache.bundle_cases import FAMILIES, filled_store, key_for
 
 # Not by find_spec: setuptools takes that for an import of pip, and hides its distutils for good,
@@ -59,7 +59,6 @@ def test_the_record_lists_every_file(wheel: Path) -> None:
     """RECORD has digest and size of every file but itself."""
     with ZipFile(wheel) as archive:
         contents = {name: archive.read(name) for name in archive.namelist()}
-
     *rows, own = contents["acme_kernels-1.2.dist-info/RECORD"].decode().splitlines()
     expected = [
         f"{name},sha256={_digest(content)},{len(content)}" for name, content in contents.items()
@@ -74,11 +73,9 @@ def test_the_same_entries_make_the_same_bytes(
     """No time is recorded."""
     folder = tmp_path / "again"
     folder.mkdir()
-
     again, written = export_wheel(
         list(store.entries())[::-1], folder, "Acme.kernels", version="1.2"
     )
-
     assert again.read_bytes() == wheel.read_bytes()
     assert written.sha256 == hashlib.sha256(wheel.read_bytes()).hexdigest()
     assert written.size_bytes == wheel.stat().st_size
@@ -86,9 +83,7 @@ def test_the_same_entries_make_the_same_bytes(
 
 @pytest.mark.skipif(not _HAS_PIP, reason="needs pip to install it")
 @pytest.mark.usefixtures("fresh_layers")
-def test_an_installed_wheel_is_a_layer(
-    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installed_wheel_is_a_layer(wheel: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     """After installation, kernels are found through the entry point without an import."""
     site = tmp_path / "site"
     options = ("--no-index", "--no-deps", "--no-cache-dir", "--disable-pip-version-check")
@@ -147,7 +142,6 @@ def test_a_version_is_normalised(
 ) -> None:
     """Installers compare file name, dist-info folder and metadata."""
     path, _ = export_wheel(list(store.entries()), tmp_path, "acme-kernels", version=version)
-
     name, parsed, _, _ = parse_wheel_filename(path.name)
     assert (name, str(parsed)) == ("acme-kernels", normal)
     with ZipFile(path) as archive:
@@ -160,10 +154,8 @@ def test_a_damaged_entry_stops_the_export(store: KernelStore, tmp_path: Path) ->
     (entry_folder(tmp_path, key_for("mla_sm80")) / "kernel.cubin").write_bytes(b"")
     folder = tmp_path / "dist"
     folder.mkdir()
-
     with pytest.raises(BundleError, match=r"kernel.cubin: expected"):
         export_wheel(list(store.entries()), folder, "acme-kernels")
-
     assert tree(folder) == []
 
 

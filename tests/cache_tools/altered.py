@@ -13,13 +13,16 @@ import pytest
 from mlagen.cache.entry import Manifest
 from mlagen.cache.key import CacheKey
 from mlagen.cache.layout import Layout
-from mlagen.prewarming import PrewarmUnit
 from mlagen.settings import current_settings
 
 
-def folder_of(unit: PrewarmUnit, cache_dir: Path) -> Path:
-    """Return the folder of a cached kernel."""
-    return Layout(cache_dir).entry(unit.key, unit.toolchain)
+def damage(folder: Path) -> Path:
+    """Flip a bit of a cached cubin and return its path."""
+    path = folder / "kernel.cubin"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return path
 
 
 def recast(

@@ -1,20 +1,29 @@
-"""Fixtures: the command in this process or its own, and a small cache."""
+"""Fixtures: the command in this process or its own, its documents, and a small cache."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import pytest
 from click.testing import CliRunner, Result
 
 import mlagen
 from cache_tools.cli import cli
-from mlagen.prewarming import PrewarmReport
+from mlagen import engine
+from mlagen.artifacts import Build
+from mlagen.cache.layout import Layout
+from mlagen.prewarming import PrewarmUnit
+from mlagen.settings import current_settings
+from mlagen.spec.kernel import KernelSpec
+
+from .documents import SCHEMA_OF, require_document
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,11 +35,35 @@ class Run(Protocol):
         """Return its exit code, stdout and stderr; ``answer`` is the input on stdin."""
 
 
+class Documented(Protocol):
+    """Run the command with these arguments and ``--json``."""
+
+    def __call__(self, *arguments: str, code: int = 0, answer: str | None = None) -> dict[str, Any]:
+        """Return its document, which fits its schema, if it exits with ``code``."""
+
+
 class Start(Protocol):
     """Start the command in its own process."""
 
     def __call__(self, *arguments: str, without: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         """Return the process; the packages in ``without`` cannot be imported in it."""
+
+
+class Cached(NamedTuple):
+    """Two cached kernels and their cache folder."""
+
+    units: tuple[PrewarmUnit, ...]
+    root: Path
+
+    @property
+    def keys(self) -> list[str]:
+        """Return their keys."""
+        return [unit.key for unit in self.units]
+
+    @property
+    def folders(self) -> list[Path]:
+        """Return the folders of their entries."""
+        return [Layout(self.root).entry(unit.key, unit.toolchain) for unit in self.units]
 
 
 @pytest.fixture
@@ -48,6 +81,22 @@ def run() -> Run:
         return result
 
     return run_it
+
+
+@pytest.fixture
+def document(run: Run) -> Documented:
+    """Return a function that runs the command and returns its validated document."""
+
+    def document_it(*arguments: str, code: int = 0, answer: str | None = None) -> dict[str, Any]:
+        result = run(*arguments, "--json", answer=answer)
+        assert result.exit_code == code, result.stderr
+        parsed: dict[str, Any] = json.loads(result.stdout, parse_constant=pytest.fail)
+        schema = SCHEMA_OF.get(" ".join(arguments[:2])) or SCHEMA_OF.get(arguments[0])
+        if schema is not None:
+            require_document(parsed, schema)
+        return parsed
+
+    return document_it
 
 
 @pytest.fixture
@@ -74,15 +123,36 @@ def start() -> Start:
 
 
 @pytest.fixture
-def cached() -> PrewarmReport:
-    """Cache two kernels that compile in 0.1 s each."""
-    return mlagen.prewarm("sm_80", families=["combine"], dtype="bf16", kv_lora_rank=[256, 512])
+def setting(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, object], None]:
+    """Return a function that changes a setting."""
+
+    def set_it(name: str, value: object) -> None:
+        monkeypatch.setenv(name, str(value))
+        current_settings.cache_clear()
+
+    return set_it
 
 
-def damage(key: str, toolchain: str, cache_dir: Path) -> Path:
-    """Flip a bit of a cached cubin and return its path."""
-    path = cache_dir / "v1" / "e" / key[:2] / key / toolchain / "kernel.cubin"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    return path
+Setting = Callable[[str, object], None]
+
+_BUILDS: dict[KernelSpec, Build] = {}
+
+
+@pytest.fixture
+def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile each kernel once for all tests of this process."""
+    build = engine.build_spec
+
+    def build_once(spec: KernelSpec, nvrtc: Any) -> Build:
+        if spec not in _BUILDS:
+            _BUILDS[spec] = build(spec, nvrtc)
+        return _BUILDS[spec]
+
+    monkeypatch.setattr(engine, "build_spec", build_once)
+
+
+@pytest.fixture
+def cached(cache_dir: Path, compiled_once: None) -> Cached:  # noqa: ARG001 - compiles
+    """Cache two kernels."""
+    report = mlagen.prewarm("sm_80", families=["combine"], dtype="bf16", kv_lora_rank=[256, 512])
+    return Cached(report.units, cache_dir)

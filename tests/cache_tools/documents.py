@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cache_tools.output.schemas import DOCUMENT, Schema
+from cache_tools.output.schemas import DOCUMENT, SCHEMAS, Schema
+from cache_tools.output.transfer_schemas import TRANSFER_SCHEMAS
+from cache_tools.replay.outcome import REPLAY
+
+SCHEMA_OF: dict[str, Schema] = {**SCHEMAS, **TRANSFER_SCHEMAS, "replay": REPLAY}
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "text": str,

@@ -94,38 +94,26 @@ def test_a_file_in_place_of_the_cache_is_no_cache(
     assert cache_dir.read_text() == "a file"
 
 
-def garble(manifest: Path) -> None:
-    """Write invalid JSON."""
-    manifest.write_text("{")
+FACTS: dict[str, object] = {"kernel": {"spec": []}, "resources": None, "compile_ms": "long"}
 
-
-def change_types(manifest: Path) -> None:
-    """Write JSON of other types, without a valid seal."""
-    document = json.loads(manifest.read_text())
-    document["facts"] = {"kernel": {"spec": []}, "resources": None, "compile_ms": "long"}
-    manifest.write_text(json.dumps(document))
-
-
-def drop_names(manifest: Path) -> None:
-    """Write a manifest without most of its names."""
-    manifest.write_text(json.dumps({"schema": 1, "seal": ""}))
-
-
-def remove(manifest: Path) -> None:
-    """Remove the manifest."""
-    manifest.unlink()
-
-
-def link_away(manifest: Path) -> None:
-    """Replace the manifest by a link."""
-    manifest.rename(manifest.with_name("elsewhere.json"))
-    manifest.symlink_to("elsewhere.json")
+# Damage of a manifest, by its name.
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "invalid JSON": lambda manifest: manifest.write_text("{"),
+    "other types, and no valid seal": lambda manifest: manifest.write_text(
+        json.dumps({**json.loads(manifest.read_text()), "facts": FACTS})
+    ),
+    "few names": lambda manifest: manifest.write_text(json.dumps({"schema": 1, "seal": ""})),
+    "none": lambda manifest: manifest.unlink(),
+    "a link": lambda manifest: manifest.symlink_to(
+        manifest.rename(manifest.with_name("elsewhere.json")).name
+    ),
+}
 
 
 @pytest.mark.parametrize("arguments", EVERY, ids=shown)
-@pytest.mark.parametrize("damage", [garble, change_types, drop_names, remove, link_away])
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_damage_is_reported_and_hides_nothing_else(
-    damage: Callable[[Path], None], arguments: tuple[str, ...], run: Run, cache_dir: Path
+    damage: Callable[[Path], object], arguments: tuple[str, ...], run: Run, cache_dir: Path
 ) -> None:
     """A list continues after a damaged kernel, and a command for that kernel reports its damage."""
     key, *_ = fill(cache_dir, 3)

@@ -12,8 +12,6 @@ import sys
 import termios
 from contextlib import suppress
 
-import pytest
-
 from cache_tools.output.report import count_text
 
 from .conftest import ROOT
@@ -91,17 +89,3 @@ def test_ctrl_c_clears_the_bar() -> None:
     assert plan.startswith("compiling ")
     assert last == f"mlagen: interrupted, {count_text(len(built), 'kernel')} kept"
     assert {line.split()[0] for line in built} == {"built"}
-
-
-@pytest.mark.parametrize(
-    ("output", "lines"),
-    [
-        ("a\r\nb\r\x1b[2K", ["a"]),
-        ("a\r\nb\r\n\x1b[1A\x1b[2Kc\r\n", ["a", "c"]),
-        ("x" * 160 + "^C\r\x1b[2K", ["x" * 160]),
-    ],
-    ids=["erased", "erased above", "wrapped"],
-)
-def test_the_screen_is_that_of_a_terminal(output: str, lines: list[str]) -> None:
-    """A wrapped line is two, of which one is erased."""
-    assert screen_of(output) == lines

@@ -1,158 +1,155 @@
-"""`mlagen cache show`: one kernel, its source, its log, its manifest."""
+"""`mlagen cache show`: one kernel, its parts, its SASS, and the program that compiles it again."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import cuda.pathfinder
 import pytest
 
-from cache_tools.tools import disassembly
-from cache_tools.tools.disassembly import find_nvdisasm
+from cache_tools.tools.disassembly import find_nvdisasm, sass_of
 from mlagen.errors import ToolchainError
-from mlagen.prewarming import PrewarmReport
+from tests.sass import nvdisasm_is_missing
 
-from .altered import folder_of, recast
-from .conftest import Run, damage
+from .altered import recast
+from .conftest import Cached, Documented, Run
 
-
-def test_a_kernel_is_shown_with_its_facts(run: Run, cached: PrewarmReport) -> None:
-    """The facts have the kernel, its path and the resources of ptxas."""
-    unit = cached.units[0]
-
-    result = run("cache", "show", unit.key[:8])
-
-    facts = dict(line.strip().split("  ", 1) for line in result.stdout.splitlines())
-    facts = {name: text.strip() for name, text in facts.items()}
-    assert result.exit_code == 0
-    assert facts["kernel"] == "combine sm_80 bf16 dims 512"
-    assert facts["key"] == unit.key
-    assert Path(facts["folder"]).is_dir()
-    assert facts["head_dim_vo"] == "512"
-    assert facts["ptxas combine"].startswith(
-        f"{unit.registers} registers, 0 bytes spilled, 0 bytes of stack, "
-    )
-    assert facts["compiled"].endswith(", by prewarm, because: absent")
+PARTS = {"source": "kernel.cu", "log": "build.log", "manifest": "manifest.json"}
 
 
-@pytest.mark.parametrize(
-    ("part", "file"),
-    [("--source", "kernel.cu"), ("--log", "build.log"), ("--manifest", "manifest.json")],
-)
-def test_a_part_is_printed_byte_for_byte(
-    part: str, file: str, run: Run, cached: PrewarmReport
-) -> None:
-    """Source, log and manifest can be redirected to a file."""
-    (stored,) = json.loads(run("cache", "show", cached.units[0].key, "--json").stdout)["entries"]
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_is_printed_byte_for_byte(part: str, run: Run, cached: Cached) -> None:
+    """It can be redirected to a file, and has its own name in the document."""
+    key, path = cached.keys[0], cached.folders[0] / PARTS[part]
 
-    result = run("cache", "show", cached.units[0].key, part)
+    text = run("cache", "show", key, f"--{part}")
+    (entry,) = json.loads(run("cache", "show", key, f"--{part}", "--json").stdout)["entries"]
 
-    assert result.exit_code == 0
-    assert result.stdout == (Path(stored["path"]) / file).read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("part", ["source", "log", "manifest"])
-def test_json_has_the_requested_part(part: str, run: Run, cached: PrewarmReport) -> None:
-    """A part has its own name in the document."""
-    key = cached.units[0].key
-
-    plain = json.loads(run("cache", "show", key, "--json").stdout)["entries"][0]
-    entry = json.loads(run("cache", "show", key, f"--{part}", "--json").stdout)["entries"][0]
-
-    assert set(entry) - set(plain) == {part}
+    assert (text.exit_code, text.stdout) == (0, path.read_text(encoding="utf-8"))
     assert entry[part]
 
 
-def test_a_key_that_is_not_cached_exits_with_2(run: Run) -> None:
-    """The message has the key."""
-    result = run("cache", "show", "123456")
+def test_every_compiler_is_shown_or_the_one_that_is_named(
+    document: Documented, cached: Cached
+) -> None:
+    """KEY/TOOLCHAIN is one entry, KEY is all of them."""
+    recast(cached.folders[0], toolchain="nvrtc-12.8.1", keeps=True)
 
-    assert (result.exit_code, result.stdout) == (2, "")
-    rule = "expected a prefix of a cached key (mlagen cache ls)"
-    assert result.stderr == f"mlagen: key: {rule}, got 123456\n"
+    every = document("cache", "show", cached.keys[0])["entries"]
+    named = document("cache", "show", f"{cached.keys[0]}/nvrtc-12.8.1")["entries"]
 
-
-def test_two_parts_at_once_are_rejected(run: Run) -> None:
-    """A second part is an error, not ignored."""
-    result = run("cache", "show", "123456", "--source", "--log")
-
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("mlagen: part: expected one, got --source and --log; see: ")
-
-
-def test_a_damaged_kernel_is_not_shown(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
-    """Damage is an error with the reason and the path."""
-    unit = cached.units[0]
-    cubin = damage(unit.key, unit.toolchain, cache_dir)
-
-    result = run("cache", "show", unit.key)
-
-    assert (result.exit_code, result.stdout) == (4, "")
-    assert result.stderr.startswith("mlagen: cache: kernel.cubin: expected sha256 ")
-    assert result.stderr.endswith(f": {cubin.parent}\n")
-
-
-def nvdisasm_is_missing() -> bool:
-    """Return whether nvdisasm is not installed."""
-    try:
-        find_nvdisasm()
-    except ToolchainError:
-        return True
-    return False
+    assert [entry["toolchain"] for entry in every] == ["nvrtc-12.8.1", cached.units[0].toolchain]
+    assert named == every[:1]
 
 
 @pytest.mark.skipif(
     nvdisasm_is_missing(), reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm"
 )
-def test_the_sass_is_printed(run: Run, cached: PrewarmReport) -> None:
+def test_the_sass_is_printed(run: Run, cached: Cached) -> None:
     """--sass prints the disassembly of the kernel."""
-    result = run("cache", "show", cached.units[0].key, "--sass")
+    result = run("cache", "show", cached.keys[0], "--sass")
 
     assert result.exit_code == 0, result.stderr
     assert ".text.combine" in result.stdout
     assert "EXIT" in result.stdout
 
 
-def test_without_nvdisasm_the_message_names_the_package(
-    run: Run, cached: PrewarmReport, monkeypatch: pytest.MonkeyPatch
+def require_tool(monkeypatch: pytest.MonkeyPatch, found: Path | None) -> None:
+    """Make cuda.pathfinder return this program, or none."""
+    path = None if found is None else str(found)
+    monkeypatch.setattr(cuda.pathfinder, "find_nvidia_binary_utility", {"nvdisasm": path}.get)
+
+
+def make_tool(path: Path, content: str | bytes) -> Path:
+    """Write a fake nvdisasm."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else f"#!/bin/sh\n{content}\n".encode())
+    path.chmod(0o755)
+    return path
+
+
+def test_nvdisasm_is_found_or_its_package_is_named(
+    run: Run, cached: Cached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exit code is that of a missing dependency."""
+    """cuda.pathfinder's result takes precedence over the PATH; without both, the code is 3."""
+    require_tool(monkeypatch, None)
+    monkeypatch.setenv("PATH", str(tmp_path))
 
-    def missing() -> Path:
-        raise ToolchainError("nvdisasm: not found; run: pip install nvidia-cuda-nvdisasm")
+    result = run("cache", "show", cached.keys[0], "--sass")
 
-    monkeypatch.setattr(disassembly, "find_nvdisasm", missing)
+    message = "mlagen: nvdisasm: not found; run: pip install nvidia-cuda-nvdisasm\n"
+    assert (result.exit_code, result.stdout, result.stderr) == (3, "", message)
+    on_path = make_tool(tmp_path / "nvdisasm", "exit 0")
+    assert find_nvdisasm() == on_path
+    other = make_tool(tmp_path / "other" / "nvdisasm", "exit 0")
+    require_tool(monkeypatch, other)
+    assert find_nvdisasm() == other
 
-    result = run("cache", "show", cached.units[0].key, "--sass")
 
-    assert (result.exit_code, result.stdout) == (3, "")
-    assert result.stderr == "mlagen: nvdisasm: not found; run: pip install nvidia-cuda-nvdisasm\n"
-
-
-def test_a_program_that_compiles_it_again_is_printed(
-    run: Run, cached: PrewarmReport, tmp_path: Path
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            "echo 'nvdisasm fatal : no such arch' >&2; exit 1",
+            "nvdisasm: nvdisasm fatal : no such arch: combine",
+        ),
+        ("exit 3", "nvdisasm: exit status 3: combine"),
+        (b"\x7fELF of another machine", "nvdisasm: cannot be run, .*: .*/nvdisasm"),
+    ],
+    ids=["a reason", "none", "a binary of another machine"],
+)
+def test_a_rejected_cubin_is_an_error(
+    content: str | bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The printed program runs, and confirms the cubin."""
-    program = tmp_path / "reproduce.py"
+    """The message has the first line of nvdisasm's, and the name of the kernel."""
+    require_tool(monkeypatch, make_tool(tmp_path / "bin" / "nvdisasm", content))
 
-    program.write_text(run("cache", "show", cached.units[0].key, "--reproduce").stdout)
-
-    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.startswith(f"{cached.units[0].spec} by nvrtc-")
+    with pytest.raises(ToolchainError, match=f"^{message}$"):
+        sass_of(b"", "combine")
 
 
-def test_every_compiler_is_shown_or_the_one_that_is_named(
-    run: Run, cached: PrewarmReport, cache_dir: Path
+def reproduce(run: Run, cached: Cached, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the program of --reproduce where mlagen cannot be imported."""
+    program = run("cache", "show", cached.keys[0], "--reproduce").stdout
+    script = folder / "reproduce.py"
+    script.write_text(f"import sys; sys.modules['mlagen'] = None\n{program}")
+    return script_ran(script)
+
+
+def script_ran(script: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script in its folder."""
+    return subprocess.run(
+        [sys.executable, str(script)],
+        cwd=script.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_program_compiles_it_again_without_mlagen(
+    run: Run, cached: Cached, tmp_path: Path
 ) -> None:
-    """KEY/TOOLCHAIN is one entry, KEY is all of them."""
-    unit = cached.units[0]
-    recast(folder_of(unit, cache_dir), toolchain="nvrtc-12.8.1", keeps=True)
+    """It prints kernel, compiler and digest of the cubin; another cubin is exit code 1."""
+    ran = reproduce(run, cached, tmp_path)
 
-    every = json.loads(run("cache", "show", unit.key, "--json").stdout)["entries"]
-    named = json.loads(run("cache", "show", f"{unit.key}/nvrtc-12.8.1", "--json").stdout)
-
-    assert [entry["toolchain"] for entry in every] == ["nvrtc-12.8.1", unit.toolchain]
-    assert named["entries"] == every[:1]
+    unit, source = cached.units[0], cached.folders[0] / "kernel.cu"
+    # NVRTC 12.8 omits its patch level.
+    compiler = re.sub(r"^(nvrtc-12\.8)\.\d+$", r"\1", str(unit.toolchain))
+    digest = hashlib.sha256((cached.folders[0] / "kernel.cubin").read_bytes()).hexdigest()
+    assert (ran.returncode, ran.stdout) == (0, f"{unit.spec} by {compiler}: sha256 {digest}\n")
+    text = source.read_text()
+    source.write_text(text.replace("combine(", "combine_2("))
+    other = script_ran(tmp_path / "reproduce.py")
+    expected = f"expected sha256 {digest}, built by {unit.toolchain}\n"
+    assert (other.returncode, other.stderr) == (1, expected)
+    source.write_text("int f() { return nothing; }\n")
+    failed = script_ran(tmp_path / "reproduce.py")
+    assert failed.returncode == 1
+    assert 'kernel.cu(1): error: identifier "nothing" is undefined' in failed.stderr
+    assert "Traceback" not in failed.stderr

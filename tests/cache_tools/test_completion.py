@@ -11,10 +11,9 @@ from click.shell_completion import BashComplete
 
 from cache_tools.cli import cli
 from cache_tools.tools.completion import completer
-from mlagen.prewarming import PrewarmReport
 from tests.kernels import COMBINE
 
-from .conftest import ROOT
+from .conftest import ROOT, Cached
 
 
 def completed(args: list[str], typed: str) -> dict[str, str | None]:
@@ -55,20 +54,11 @@ def test_a_spec_is_completed_in_two_steps(args: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "args",
-    [
-        ["cache", "show"],
-        ["cache", "why"],
-        ["cache", "explain", "123456"],
-        ["cache", "rm", "123456"],
-        ["cache", "push", "URL"],
-        ["cache", "export", "FILE"],
-    ],
-    ids=" ".join,
+    "words", ["show", "why", "explain 123456", "rm 123456", "push URL", "export FILE"]
 )
-def test_a_key_is_completed_from_the_cache(args: list[str], cached: PrewarmReport) -> None:
+def test_a_key_is_completed_from_the_cache(words: str, cached: Cached) -> None:
     """A key is completed to eight digits, or one more than are typed, with its kernel as help."""
-    first, second = (unit.key for unit in cached.units)
+    (first, second), args = cached.keys, ["cache", *words.split()]
 
     assert {first[:8], second[:8]} <= set(completed(args, ""))
     assert completed(args, first[:6]) == {first[:8]: "combine sm_80 bf16 dims 512"}
@@ -102,12 +92,7 @@ def test_a_completion_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_completion_imports_nothing_heavy() -> None:
     """Models, targets, specs and keys are completed without torch, Jinja and NVRTC."""
-    words = (
-        "prewarm --model ",
-        "prewarm --arch ",
-        "kernel show combine(",
-        "cache show ",
-    )
+    words = ("prewarm --model ", "prewarm --arch ", "kernel show combine(", "cache show ")
     script = f"""
 import sys
 from click.shell_completion import BashComplete

@@ -1,55 +1,199 @@
-"""Entries by key prefix."""
+"""Entries as options select them: by key, target, family, compiler and age."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import time
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cache_tools.options.chosen import chosen_entries
+from cache_tools.options.entry_options import Choice, is_older, names_of
 from cache_tools.tools.entries import document_of, entries_of, iso_time
+from cache_tools.tools.installation import matches_sources, matches_toolchain, required_toolchain
 from mlagen.cache.default_store import kernel_store
+from mlagen.cache.key import CacheKey
+from mlagen.cache.store import KernelStore
+from mlagen.codegen.sources import template_digests
 from mlagen.errors import ArgumentError
-from mlagen.prewarming import PrewarmReport
+from tests.cache.builds import entry_folder, make_build
 
-from .conftest import Run
+from .altered import use
+from .conftest import Cached, Documented, Run, Setting
+from .many import TOOLCHAIN, fill
 
-
-@pytest.mark.parametrize("digits", [6, 8, 64])
-def test_a_key_prefix_is_enough(digits: int, cached: PrewarmReport) -> None:
-    """Six digits or more identify an entry, in upper case too."""
-    key = cached.units[0].key
-
-    (found,) = entries_of(kernel_store(), key[:digits].upper())
-
-    assert found.key == key
+TOOLCHAINS = ("nvrtc-12.8.1", "nvrtc-13.5.37")
+EVERY = [(f, a, t) for f in ("attend", "combine") for a in ("sm_80", "sm_90a") for t in TOOLCHAINS]
 
 
 @pytest.mark.parametrize(
-    ("prefix", "message"),
+    ("choice", "is_left"),
     [
-        (
-            "000000",
-            "key: expected a prefix of a cached key (mlagen cache ls), got 000000",
-        ),
-        ("abc", "key: expected 6 to 64 lower-case hex digits, got 'abc'"),
-        ("kernel", "key: expected 6 to 64 lower-case hex digits, got 'kernel'"),
+        (Choice(), True),
+        (Choice(archs=["sm_80", "sm_90a"]), True),
+        (Choice(archs=["sm_80"]), False),
+        (Choice(families=["combine"]), True),
+        (Choice(families=["mla_sm80"]), False),
+        (Choice(toolchains=[TOOLCHAIN]), True),
+        (Choice(toolchains=["nvrtc-13"]), True),
+        (Choice(toolchains=["nvrtc-13.0.88", "nvrtc-12"]), False),
+        (Choice(age_s=60), True),
+        (Choice(age_s=600), False),
+        (Choice(archs=["sm_90a"], age_s=600), False),
     ],
-    ids=["nothing begins so", "too short", "no digits"],
+    ids=repr,
 )
-def test_an_invalid_key_is_rejected(prefix: str, message: str) -> None:
+def test_all_filters_have_to_match(choice: Choice, is_left: bool, cache_dir: Path) -> None:
+    """An entry matches one value of each filter, and the age."""
+    fill(cache_dir, 1)
+    use(next(cache_dir.glob("v1/e/*/*/*")), age_s=300, now=time.time())
+
+    (stored,) = kernel_store().entries()
+
+    assert choice.matches(stored) is is_left
+
+
+def test_a_damaged_entry_has_only_its_toolchain(cache_dir: Path) -> None:
+    """Target and family are in the manifest, the compiler is in the path; the age is infinite."""
+    fill(cache_dir, 1)
+    next(cache_dir.glob("v1/e/*/*/*/manifest.json")).unlink()
+
+    (stored,) = kernel_store().entries()
+
+    assert names_of(stored, "toolchain") == {TOOLCHAIN, "nvrtc-13"}
+    assert names_of(stored, "arch") == names_of(stored, "family") == set()
+    assert is_older(stored, 1e9)
+
+
+def key_of(family: str, arch: str, toolchain: str = TOOLCHAINS[1]) -> CacheKey:
+    """Return the key of a small kernel."""
+    return CacheKey((("family", family), ("spec.arch", arch)), toolchain)
+
+
+def make_store(root: Path, *keys: CacheKey, layers: tuple[Path, ...] = ()) -> KernelStore:
+    """Return a store with these kernels."""
+    store = KernelStore(root, lock_dir=root.parent / "locks", lock_timeout_s=60, layers=layers)
+    for key in keys:
+        store.find_or_build(key, lambda: make_build(toolchain=key.toolchain))  # noqa: B023 - at once
+    return store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> KernelStore:
+    """Return a store with two kernels for two targets by two compilers."""
+    return make_store(tmp_path / "cache", *(key_of(*each) for each in EVERY))
+
+
+@pytest.fixture
+def layered(tmp_path: Path) -> KernelStore:
+    """Return a store with one kernel, and a layer with that kernel and another one."""
+    kernels = key_of("attend", "sm_80"), key_of("combine", "sm_80")
+    make_store(tmp_path / "cache", kernels[0])
+    make_store(tmp_path / "layer", *kernels)
+    return make_store(tmp_path / "cache", layers=(tmp_path / "layer",))
+
+
+@pytest.mark.parametrize(
+    ("filters", "count"),
+    [
+        ({}, 8),
+        ({"archs": ["sm_80"]}, 4),
+        ({"archs": ["sm_80", "sm_90a"]}, 8),
+        ({"families": ["attend"]}, 4),
+        ({"toolchains": ["nvrtc-13.5.37"]}, 4),
+        ({"toolchains": ["nvrtc-13"]}, 4),
+        ({"archs": ["sm_90a"], "families": ["combine"], "toolchains": ["nvrtc-12.8.1"]}, 1),
+    ],
+    ids=str,
+)
+def test_filters_combine(filters: dict[str, Any], count: int, store: KernelStore) -> None:
+    """A value of each filter must match; entries are sorted by key and compiler."""
+    found = [(each.key, each.toolchain) for each in chosen_entries(store, (), Choice(**filters))]
+
+    assert len(found) == count
+    assert found == sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("keys", "filters", "message"),
+    [
+        ((), {"archs": ["sm_80", "sm_75"]}, "arch: expected a cached one (sm_80, sm_90a), got"),
+        ((), {"families": ["atend"]}, "family: expected a cached one (attend, combine), got"),
+        ((), {"toolchains": ["nvrtc-1"]}, "toolchain: expected a cached one ("),
+        (("123456",), {}, "key: expected a prefix of a cached key"),
+    ],
+)
+def test_a_value_without_a_match_is_an_error(
+    keys: tuple[str, ...], filters: dict[str, Any], message: str, store: KernelStore
+) -> None:
+    """An image that lacks a target fails when it is built."""
+    with pytest.raises(ArgumentError, match=f"^{re.escape(message)}"):
+        chosen_entries(store, keys, Choice(**filters))
+
+
+def test_an_empty_cache_is_an_error(tmp_path: Path) -> None:
+    """An empty selection is bad usage."""
+    with pytest.raises(
+        ArgumentError, match=rf"^kernels: expected matching ones .*, got none in {tmp_path}"
+    ):
+        chosen_entries(make_store(tmp_path / "none"), ())
+
+
+def test_a_key_selects_all_compilers_once(store: KernelStore) -> None:
+    """Keys are prefixes, and a key given twice counts once."""
+    key = key_of("attend", "sm_80").digest
+
+    found = chosen_entries(store, (key[:8], key))
+
+    assert [(stored.key, stored.toolchain) for stored in found] == [(key, t) for t in TOOLCHAINS]
+
+
+def test_layers_are_selected_on_request(layered: KernelStore) -> None:
+    """A kernel in both places is selected once, from the cache folder; a key asks for no layer."""
+    key = key_of("combine", "sm_80").digest
+
+    own, both = chosen_entries(layered, ()), chosen_entries(layered, (), layers=True)
+
+    assert [stored.is_read_only for stored in own] == [False]
+    assert sorted(stored.is_read_only for stored in both) == [False, True]
+    assert len({stored.key for stored in both}) == 2
+    assert [stored.key for stored in chosen_entries(layered, (key,), layers=True)] == [key]
+    with pytest.raises(ArgumentError, match=r"^kernels: expected matching ones \(--layers: "):
+        chosen_entries(layered, (key,))
+
+
+def test_a_damaged_entry_matches_every_filter(store: KernelStore, tmp_path: Path) -> None:
+    """An omitted damaged entry would go unnoticed."""
+    damaged = entry_folder(tmp_path, key_of("combine", "sm_90a"))
+    (damaged / "manifest.json").unlink()
+
+    found = chosen_entries(store, (), Choice(archs=["sm_80"], families=["attend"]))
+
+    assert [stored.path for stored in found if stored.problem] == [damaged]
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("digits", [6, 8, 64])
+def test_a_key_prefix_is_enough(digits: int, cached: Cached) -> None:
+    """Six digits or more identify an entry, in upper case too."""
+    (found,) = entries_of(kernel_store(), cached.keys[0][:digits].upper())
+
+    assert found.key == cached.keys[0]
+
+
+@pytest.mark.parametrize("prefix", ["abc", "kernel"])
+def test_an_invalid_key_is_rejected(prefix: str) -> None:
     """The message defines a key."""
-    with pytest.raises(ArgumentError) as raised:
+    message = f"key: expected 6 to 64 lower-case hex digits, got '{prefix}'"
+    with pytest.raises(ArgumentError, match=f"^{message}$"):
         entries_of(kernel_store(), prefix)
 
-    assert str(raised.value) == message
 
-
-def test_an_ambiguous_prefix_is_rejected(
-    cached: PrewarmReport, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_ambiguous_prefix_is_rejected(cached: Cached, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message has enough digits of each key to distinguish them."""
     store = kernel_store()
     everything = list(store.entries())
@@ -58,20 +202,19 @@ def test_an_ambiguous_prefix_is_rejected(
     with pytest.raises(ArgumentError) as raised:
         entries_of(store, "abcdef")
 
-    keys = ", ".join(sorted(unit.key[:10] for unit in cached.units))
+    keys = ", ".join(sorted(key[:10] for key in cached.keys))
     assert str(raised.value) == f"key: expected more digits than abcdef, got several keys: {keys}"
 
 
-def test_the_document_of_a_damaged_entry_has_the_problem(cached: PrewarmReport) -> None:
+def test_the_document_of_a_damaged_entry_has_the_problem(cached: Cached) -> None:
     """An entry without a manifest has its path and its problem."""
-    (stored,) = entries_of(kernel_store(), cached.units[0].key)
-    (stored.path / "manifest.json").write_text("{")
-    (stored,) = entries_of(kernel_store(), cached.units[0].key)
+    (cached.folders[0] / "manifest.json").write_text("{")
+    (stored,) = entries_of(kernel_store(), cached.keys[0])
 
-    document = document_of(stored)
+    found = document_of(stored)
 
-    assert document["problem"].startswith("manifest.json: expected a manifest, got ")
-    assert [name for name, value in document.items() if value is not None] == [
+    assert found["problem"].startswith("manifest.json: expected a manifest, got ")
+    assert [name for name, value in found.items() if value is not None] == [
         *("key", "toolchain", "path", "layer", "is_read_only", "size_bytes", "used", "problem")
     ]
 
@@ -83,30 +226,55 @@ def test_a_time_that_is_no_date_is_none(seconds: float) -> None:
 
 
 @pytest.mark.parametrize("seconds", [-(2**40), -(2**34), 2**34])
-def test_entries_of_any_time_are_listed(
-    seconds: int, run: Run, cached: PrewarmReport, cache_dir: Path
-) -> None:
+def test_entries_of_any_time_are_listed(seconds: int, run: Run, cached: Cached) -> None:
     """An invalid time in a manifest stops no command."""
-    key = cached.units[0].key
-    for manifest in cache_dir.rglob("manifest.json"):
+    for manifest in cached.root.rglob("manifest.json"):
         os.utime(manifest, (seconds, seconds))
 
-    for command in (("ls",), ("ls", "--sort", "age"), ("show", key), ("stats",), ("verify",)):
+    for command in ("ls", "ls --sort age", f"show {cached.keys[0]}", "stats", "verify"):
         for option in ((), ("--json",)):
-            assert run("cache", *command, *option).exit_code == 0
+            assert run("cache", *command.split(), *option).exit_code == 0
     assert run("cache", "prune", "--older-than", "1d", "--dry-run").exit_code == 0
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
 def test_a_compile_time_that_is_not_finite_is_damage(
-    value: str, cached: PrewarmReport, cache_dir: Path, run: Run
+    value: str, cached: Cached, document: Documented
 ) -> None:
     """JSON has no such numbers, so none is printed."""
-    manifest = next(cache_dir.rglob("manifest.json"))
+    manifest = cached.folders[0] / "manifest.json"
     text = manifest.read_text()
     manifest.write_text(re.sub(r'"compile_ms": [^,}]+', f'"compile_ms": {value}', text))
 
-    listed = json.loads(run("cache", "ls", "--json").stdout, parse_constant=pytest.fail)
+    listed = document("cache", "ls")["entries"]
 
+    assert sum(entry["problem"] is not None for entry in listed) == 1
+
+
+def test_entries_match_this_installation_or_do_not(cached: Cached) -> None:
+    """Sources and compiler are those of the keys; nvrtc-MAJOR accepts any of that version."""
+    valid = next(kernel_store().entries())
+    own = str(required_toolchain())
+
+    assert matches_sources(valid, template_digests())
+    assert not matches_sources(valid, {"0" * 64})
+    toolchains = (own, own.partition(".")[0], "nvrtc-12.8.1", None)
+    assert [matches_toolchain(valid, each) for each in toolchains] == [True, True, False, False]
+    (valid.path / "manifest.json").write_text("{")
+    (damaged,) = [each for each in kernel_store().entries() if each.key == valid.key]
+    assert not matches_sources(damaged, template_digests())
     assert cached.units
-    assert sum(entry["problem"] is not None for entry in listed["entries"]) == 1
+
+
+def test_without_bindings_there_is_no_toolchain(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine with an unknown CUDA version is no error."""
+
+    def missing(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    setting("MLAGEN_TOOLCHAIN", "compatible")
+    monkeypatch.setattr(metadata, "version", missing)
+
+    assert required_toolchain() is None

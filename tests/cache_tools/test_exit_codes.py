@@ -1,10 +1,198 @@
-"""Exit codes and their page."""
+"""Exit codes of every command: bad usage and errors are one line, and change nothing."""
 
 from __future__ import annotations
 
-from cache_tools.options import exit_codes
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
-from .conftest import ROOT
+import click
+import pytest
+
+import mlagen
+from cache_tools.cli import cli
+from cache_tools.options import exit_codes
+from cache_tools.options.exit_codes import CACHE_UNUSABLE, FAILED, UNSUPPORTED, USAGE
+from mlagen.runtime import device
+from mlagen.spec.families import FAMILIES
+from tests.cache.bundle_cases import bundle_bytes, filled_store, key_for
+from tests.kernels import COMBINE
+
+from .altered import snapshot
+from .conftest import ROOT, Run
+
+KEY = key_for("combine").digest
+NOT_CACHED = "key: expected a prefix of a cached key (mlagen cache ls), got "
+PULL = "cache pull there.tar.gz"
+FAMILY = f"kernel: expected a family out of {', '.join(FAMILIES)}"
+NUMBERS = "expected numbers from 1 on, with commas, got "
+
+# Words of a command line in a folder with a bundle, and the start of the last line on stderr.
+BAD_USAGE = {
+    "--no-such": "No such option '--no-such'; see: mlagen --help",
+    "no-such": "No such command 'no-such'; see: mlagen --help",
+    "--cache-dir= cache dir": "cache-dir: ",
+    "--cache-dir there.tar.gz cache dir": "Invalid value for '--cache-dir': ",
+    "cache ls --older-than soon": "older-than: expected an age such as 90min",
+    "cache show 123456": f"{NOT_CACHED}123456",
+    "cache show 123456 --source --log": "part: expected one, got --source and --log; see: ",
+    "cache why abcdef": f"{NOT_CACHED}abcdef",
+    "cache why abc": "kernel: expected family(name=value, ...), got 'abc'",
+    f"cache explain {KEY} 123456": f"{NOT_CACHED}123456",
+    f"cache rm {KEY} 123456": f"{NOT_CACHED}123456",
+    "cache rm": "Missing argument 'KEY...'; see: mlagen cache rm --help",
+    "cache prune": "prune: expected an option that selects kernels, got none",
+    "cache prune --older-than -1d": "older-than: expected an age such as 90min",
+    "cache prune --max-size big": "max-size: expected a size such as 500M or 2GiB, got 'b",
+    "cache prune --arch sm_1": "arch: expected one of sm_80, ",
+    "cache export k.tar.gz --arch sm_80": "arch: expected a cached one (sm_90a), got 'sm_",
+    "cache export k.tar.gz --wheel-version 1.5": "wheel-version: ",
+    "cache export . --wheel mlagen": "wheel: expected a name of its own such as acme-",
+    "cache import there.tar.gz --expect-sha256 abc": "expect-sha256: expected 64 hex digit",
+    "cache import there.tar.gz --max-size much": "max-size: expected a size such as 500M ",
+    f"{PULL} --expect-sha256 00": "expect-sha256: expected 64 hex digits, got '00'; see: ",
+    "cache push https://me:secret@host/k?sign=x": "url: expected one that can be written, ",
+    "kernel show foo": "kernel: expected a family out of mla_sm80, ",
+    "kernel show mla_sm91": f"{FAMILY}, got 'mla_sm91', did you mean mla_sm90?",
+    "kernel show combine --arch H9": "arch: expected one of sm_80, ",
+    "kernel show combine --ptx --sass": "part: expected one, got --ptx and --sass; see: ",
+    "kernel diff combine --sass --resources": "part: expected one, got --sass and --reso",
+    "kernel diff combine": "spec: expected two, or --arch with two targets, got one",
+    "kernel diff combine --arch H100,A100,L4": "arch: expected one or two, got H100, ",
+    "prewarm --arch sm_70": "arch: expected one of sm_80, ",
+    "prewarm --arch sm_80 --page-size 48": "page_size: expected one of 1, 8, ",
+    "prewarm --arch sm_80 -j 0": "jobs: expected an int, 1 or more, got 0",
+    "prewarm --arch sm_80 --q-len 2": "q_len: expected heads beside it, got [2]",
+    "prewarm --heads 16,x": f"heads: {NUMBERS}'16,x'",
+    "prewarm --page-size 64,big": f"page-size: {NUMBERS}'64,big'",
+    "prewarm extra": "file: expected one that ends with .toml or .json, got 'extra'",
+    "prewarm --arch sm_80 --tp 8": "tp: expected none without models, got [8]",
+    "prewarm --model gpt-5 --arch sm_80": "model: expected one of ",
+    "prewarm --model deepseek-v3 --kv-dtype int8 --arch sm_90a": "deepseek-v3: no MLA dec",
+    "prewarm --kernel x": "kernel: expected family(name=value, ...), got 'x'",
+    "prewarm --timeout 9": "timeout: expected --isolate with it, got it alone",
+    "prewarm --kernel x --arch sm_80": "arch: expected none with --kernel, whose",
+    "prewarm --kernel COMBINE --dry-run --bundle x": "bundle: expected none with --dry-run",
+    "prewarm --from-log empty.jsonl --bundle x": "bundle: expected kernels, got none for x",
+    "prewarm --kernel COMBINE --bundle no/x": "bundle: expected a writable folder, got no",
+    "bench --family mha": "family: expected mla or gqa, got mha",
+    "bench --mode hot": "mode: expected one of fresh, sustained, model, got hot",
+    "bench --compare cutlass": "compare: expected one of flashinfer, flashmla, fa3, all, ",
+    "bench --peers site": "peers: expected --compare with it, got site",
+    "bench --suite full --heads 8": "suite: expected no case option with it, got full",
+    "bench --tolerance 3": "tolerance: expected a percentage such as 3%, got 3",
+    "bench --baseline none": "baseline: expected a file of mlagen bench --json, got none",
+    "bench --from-json none --compare": "compare: expected a measurement with it, got --fr",
+    "bench --plot a.pdf": "plot: expected a name that ends in .svg or .png, got a.pdf",
+}
+FAILURES = {
+    "cache export none/k.tar.gz": "bundle: expected a file in a folder that exists, got n",
+    "cache export there.tar.gz --wheel acme": "wheel: expected a folder, got File exists",
+    "cache import none.tar.gz": "bundle: expected a file, got No such file or directory: ",
+    f"cache import there.tar.gz --expect-sha256 {KEY}": f"bundle: expected sha256 {KEY}, ",
+    "cache import there.tar.gz --max-size 1K": "bundle: bundle.json: expected at most 102",
+    f"{PULL} --expect-sha256 {KEY}": f"bundle: expected sha256 {KEY}, got ",
+    f"{PULL} --max-size 100": "url: expected at most 100 bytes, got more: ",
+    "cache push file://none/k.tar.gz": "bundle: expected a file in a folder that exists",
+}
+UNSUPPORTED_HERE = {
+    "prewarm": "arch: expected a supported GPU for native, got none; name targets instead",
+    "bench": "device: expected a GPU to measure, got none; --from-json FILE shows earlie",
+    "bench --plot a.png": "plot: expected matplotlib to be installed, got none; run: pip",
+}
+CASES = [
+    (line, code, message)
+    for code, cases in ((USAGE, BAD_USAGE), (FAILED, FAILURES), (UNSUPPORTED, UNSUPPORTED_HERE))
+    for line, message in cases.items()
+]
+
+
+@pytest.mark.parametrize(("line", "code", "message"), CASES, ids=lambda case: str(case)[:60])
+def test_what_cannot_be_done_is_one_line_and_changes_nothing(
+    line: str, code: int, message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Usage errors of click and of the commands, and errors, have one format on stderr."""
+    (tmp_path / "there.tar.gz").write_bytes(bundle_bytes(filled_store(tmp_path)))
+    (tmp_path / "empty.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(device, "visible_devices", list)
+    monkeypatch.setattr("mlagen.prewarming.gpus.visible_devices", list)
+    before = snapshot(tmp_path)
+
+    result = run(*(word.replace("COMBINE", str(COMBINE)) for word in line.split()))
+
+    *progress, last = result.stderr.splitlines()
+    last = last.replace("option: --no-such;", "option '--no-such';")  # click 8.1
+    assert last.lower().startswith(f"mlagen: {message}".lower())
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert {step.split()[0] for step in progress} <= {
+        "packing",
+        "uploading",
+        "verifying",
+        "downloading",
+    }
+    assert "secret" not in result.stderr
+    assert snapshot(tmp_path) == before
+
+
+def _raising(error: BaseException) -> Callable[[], None]:
+    def callback() -> None:
+        raise error
+
+    return callback
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (mlagen.ArgumentError("x: expected 1, got 2"), 2, "x: expected 1, got 2"),
+        (mlagen.ToolchainError("x: expected 1, got 2"), 3, "x: expected 1, got 2"),
+        (mlagen.UnsupportedError("x: expected 1, got 2"), 3, "x: expected 1, got 2"),
+        (mlagen.CacheError("x: expected 1, got 2", path=Path("x")), 4, "x: expected 1, got 2"),
+        (mlagen.DriverError("x: expected 1, got 2", symbol="x"), 1, "x: expected 1, got 2"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (click.Abort(), 130, "interrupted"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_exception_is_one_line_and_an_exit_code(
+    error: BaseException, code: int, message: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every MlagenError, and an interrupt, ends the command without a traceback."""
+    monkeypatch.setitem(cli.commands, "fail", click.Command("fail", callback=_raising(error)))
+
+    result = run("fail")
+
+    assert (result.exit_code, result.stdout, result.stderr) == (code, "", f"mlagen: {message}\n")
+
+
+@pytest.mark.parametrize("command", ["cache import there.tar.gz", "prewarm --kernel COMBINE"])
+def test_a_cache_that_cannot_be_written_fails_with_4(
+    command: str, run: Run, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is reported as such, and nothing is compiled that cannot be stored."""
+    (tmp_path / "there.tar.gz").write_bytes(bundle_bytes(filled_store(tmp_path / "there")))
+    cache_dir.write_text("a file")
+    monkeypatch.chdir(tmp_path)
+
+    result = run(*(word.replace("COMBINE", str(COMBINE)) for word in command.split()))
+
+    assert (result.exit_code, result.stdout) == (CACHE_UNUSABLE, "")
+    assert result.stderr.splitlines()[-1].startswith("mlagen: cache: expected a writable folder")
+
+
+def test_another_compiler_than_the_settings_want_is_an_error(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel of MLAGEN_TOOLCHAIN is shown from the cache alone, if another NVRTC is installed."""
+    monkeypatch.setenv("MLAGEN_TOOLCHAIN", "nvrtc-12.8.1")
+
+    result = run("kernel", "show", "combine")
+
+    assert (result.exit_code, result.stdout) == (UNSUPPORTED, "")
+    assert result.stderr.startswith("mlagen: MLAGEN_TOOLCHAIN: expected nvrtc-")
+    assert result.stderr.endswith(", got nvrtc-12.8.1\n")
 
 
 def test_every_exit_code_is_documented() -> None:
@@ -12,7 +200,5 @@ def test_every_exit_code_is_documented() -> None:
     page = (ROOT / "docs" / "reference" / "environment.md").read_text(encoding="utf-8")
     codes = [value for name, value in vars(exit_codes).items() if name.isupper() and name[0] != "_"]
 
-    missing = [code for code in codes if f"\n| {code} |" not in page]
-
     assert len(codes) == 8
-    assert missing == []
+    assert [code for code in codes if f"\n| {code} |" not in page] == []

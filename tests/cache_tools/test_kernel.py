@@ -1,56 +1,51 @@
-"""`mlagen kernel`: kernels without a call and without a cached entry."""
+"""`mlagen kernel`: kernels without a call and without a cached entry, as users name them."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
 from cache_tools.tools import disassembly
-from cache_tools.tools.kernel_specs import spec_named
+from cache_tools.tools.kernel_specs import spec_named, spec_texts
 from cache_tools.tools.kernel_view import KernelView, tile_of
+from cache_tools.tools.occupancy import ctas_per_sm
 from mlagen.codegen.render import render
 from mlagen.engine import find_or_build
-from mlagen.errors import ToolchainError
-from mlagen.settings import current_settings
+from mlagen.errors import ArgumentError, ToolchainError
+from mlagen.prewarming import gpus
+from mlagen.spec.arch import Arch, parse_arch
 from mlagen.spec.families import FAMILIES
-from tests.kernels import COMBINE
+from tests.kernels import COMBINE, SM_80, gqa_sm80, mla_sm90
 from tests.sass import nvdisasm_is_missing
 
-from .conftest import Run
+from .conftest import Documented, Run, Setting
 
 needs_nvdisasm = pytest.mark.skipif(
     nvdisasm_is_missing(), reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm"
 )
 FP16 = "combine(arch=sm_80, dtype=fp16)"
-FAMILY = f"kernel: expected a family out of {', '.join(FAMILIES)}"
 
 
-def test_the_summary_is_short(run: Run, cache_dir: Path) -> None:
-    """A kernel is compiled for it, its spec is named once, and the cache is not changed."""
-    result = run("kernel", "show", "combine", "--arch", "A100")
+def test_a_cached_kernel_is_not_compiled_again(
+    document: Documented, run: Run, cache_dir: Path
+) -> None:
+    """It has the same numbers as one that is compiled, which leaves the cache as it is."""
+    fresh = document("kernel", "show", "combine", "--arch", "A100")
+    is_created = cache_dir.exists()
+    entry = find_or_build(COMBINE).entry
 
-    lines = [line.strip() for line in result.stdout.splitlines()]
-    facts = dict(line.split("  ", 1) for line in lines if "  " in line)
-    facts = {name: value.strip() for name, value in facts.items()}
-    assert result.exit_code == 0
-    assert facts["kernel"] == str(COMBINE)
-    assert (result.stdout + result.stderr).count(str(COMBINE)) == 1
-    assert facts["threads"] == "128 per CTA"
-    assert facts["registers"].endswith(" per thread")
-    assert facts["spills"].startswith("0 bytes, ")
-    assert facts["template"] == COMBINE.template
-    assert facts["key"].endswith(", not cached")
-    assert facts["includes"].endswith(" templates, see --includes")
-    assert len(lines) < 12
-    assert result.stderr.startswith("compiling combine for sm_80 with nvrtc-")
-    assert not cache_dir.exists()
+    found = document("kernel", "show", str(COMBINE))
+
+    assert (fresh["kernel"], fresh["is_cached"], is_created) == (str(COMBINE), False, False)
+    assert found == fresh | {"is_cached": True}
+    assert (found["key"], found["template"]) == (entry.manifest.key, COMBINE.template)
+    assert run("kernel", "show", str(COMBINE)).stderr == ""
 
 
-def test_the_included_templates_are_printed(run: Run) -> None:
+def test_the_included_templates_are_printed(run: Run, document: Documented) -> None:
     """There is one on each line, without the template itself, and nothing is compiled."""
     result = run("kernel", "show", str(COMBINE), "--includes")
 
@@ -58,7 +53,7 @@ def test_the_included_templates_are_printed(run: Run) -> None:
     assert (result.exit_code, result.stderr) == (0, "")
     assert "kernels/combine/combine.cuh" in lines
     assert COMBINE.template not in lines
-    assert lines == json.loads(run("kernel", "show", str(COMBINE), "--json").stdout)["includes"]
+    assert lines == document("kernel", "show", str(COMBINE))["includes"]
 
 
 @pytest.mark.parametrize(
@@ -85,68 +80,47 @@ def test_registers_that_change_after_the_launch_are_marked() -> None:
     assert [text.endswith(" per thread at launch") for text in registers] == [False, True]
 
 
-def test_a_cached_kernel_is_not_compiled_again(run: Run) -> None:
-    """The cubin of the cache is shown, with the same numbers."""
-    fresh = json.loads(run("kernel", "show", str(COMBINE), "--json").stdout)
-    entry = find_or_build(COMBINE).entry
-
-    result = run("kernel", "show", str(COMBINE), "--json")
-
-    document = json.loads(result.stdout)
-    assert result.stderr == ""
-    assert document["is_cached"]
-    assert document["key"] == entry.manifest.key
-    assert document == fresh | {"is_cached": True}
-
-
 @pytest.mark.parametrize("wants_lines", ["0", "1"])
-def test_the_source_is_that_which_is_compiled(
-    wants_lines: str, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_source_is_that_which_is_compiled(wants_lines: str, run: Run, setting: Setting) -> None:
     """It is byte for byte that of a cached kernel, with line info too."""
-    monkeypatch.setenv("MLAGEN_LINEINFO", wants_lines)
-    current_settings.cache_clear()
+    setting("MLAGEN_LINEINFO", wants_lines)
     path = find_or_build(COMBINE).entry.path
     assert path is not None
 
     result = run("kernel", "show", str(COMBINE), "--source")
+    document = run("kernel", "show", str(COMBINE), "--source", "--json")
 
+    assert json.loads(document.stdout)["source"] == result.stdout
     assert result.stdout == (path / "kernel.cu").read_text()
     assert (result.stdout == render(COMBINE).text) == (wants_lines == "0")
 
 
 def test_the_ptx_is_printed(run: Run, cache_dir: Path) -> None:
-    """The PTX is for the target, and has the kernel."""
+    """The PTX is for the target, and has the kernel; a part has its own name in the document."""
     result = run("kernel", "show", str(COMBINE), "--ptx")
+    document = run("kernel", "show", str(COMBINE), "--ptx", "--json")
 
     assert result.exit_code == 0
     assert "\n.target sm_80\n" in result.stdout
     assert ".visible .entry combine(" in result.stdout
     assert "\0" not in result.stdout
+    assert '"ptx": "' in document.stdout
     assert not cache_dir.exists()
 
 
 @needs_nvdisasm
-def test_the_sass_is_that_of_cache_show(run: Run) -> None:
-    """Both commands disassemble in the same way."""
+def test_sass_and_the_counts_of_its_instructions_are_printed(run: Run) -> None:
+    """`cache show` disassembles in the same way; --resources counts each opcode."""
     shown = run("kernel", "show", str(COMBINE), "--sass")
+    counted = run("kernel", "show", str(COMBINE), "--resources")
     key = find_or_build(COMBINE).entry.manifest.key
 
+    facts = dict(line.split(maxsplit=1) for line in counted.stdout.splitlines())
     assert shown.exit_code == 0
     assert shown.stdout == run("cache", "show", key, "--sass").stdout
-
-
-@needs_nvdisasm
-def test_resources_count_instructions(run: Run) -> None:
-    """The count of each opcode, and their sum, are those of the SASS."""
-    sass = run("kernel", "show", str(COMBINE), "--sass").stdout
-
-    result = run("kernel", "show", str(COMBINE), "--resources")
-
-    facts = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
     assert int(facts["instructions"]) == int(facts["code"].removesuffix(" bytes")) / 16
-    assert int(facts["EXIT"]) == sass.count("EXIT ;")
-    assert int(facts["BAR"]) == sass.count(" BAR.")
+    assert int(facts["EXIT"]) == shown.stdout.count("EXIT ;")
+    assert int(facts["BAR"]) == shown.stdout.count(" BAR.")
 
 
 def test_without_nvdisasm_the_other_resources_are_printed(
@@ -162,50 +136,8 @@ def test_without_nvdisasm_the_other_resources_are_printed(
     result = run("kernel", "show", str(COMBINE), "--resources", "--json")
 
     assert result.exit_code == 0
-    assert json.loads(result.stdout)["instructions"] is None
+    assert '"instructions": null' in result.stdout
     assert "no counts of instructions: nvdisasm: not found; run: pip install" in result.stderr
-
-
-@pytest.mark.parametrize("part", ["source", "ptx"])
-def test_json_has_the_part(part: str, run: Run) -> None:
-    """A part has its own name in the document."""
-    document = json.loads(run("kernel", "show", str(COMBINE), f"--{part}", "--json").stdout)
-
-    assert document[part] == run("kernel", "show", str(COMBINE), f"--{part}").stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("show", "foo"), "kernel: expected a family out of mla_sm80, "),
-        (("show", "mla_sm91"), f"{FAMILY}, got 'mla_sm91', did you mean mla_sm90?"),
-        (("show", "combine", "--arch", "H9"), "arch: expected one of sm_80, "),
-        (("show", "combine", "--ptx", "--sass"), "part: expected one, got --ptx and --sass; see: "),
-        (("diff", "combine", "--sass", "--resources"), "part: expected one, got --sass and --res"),
-        (("diff", "combine"), "spec: expected two, or --arch with two targets, got one"),
-        (("diff", "combine", "--arch", "H100,A100,L4"), "arch: expected one or two, got H100, "),
-    ],
-)
-def test_bad_usage_exits_with_2(arguments: tuple[str, ...], message: str, run: Run) -> None:
-    """The message has the argument and the rule, and nothing is compiled."""
-    result = run("kernel", *arguments)
-
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"mlagen: {message}")
-
-
-def test_another_compiler_than_the_settings_want_is_an_error(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A kernel of MLAGEN_TOOLCHAIN is shown from the cache alone, if another NVRTC is installed."""
-    monkeypatch.setenv("MLAGEN_TOOLCHAIN", "nvrtc-12.8.1")
-    current_settings.cache_clear()
-
-    result = run("kernel", "show", "combine")
-
-    assert (result.exit_code, result.stdout) == (3, "")
-    assert result.stderr.startswith("mlagen: MLAGEN_TOOLCHAIN: expected nvrtc-")
-    assert result.stderr.endswith(", got nvrtc-12.8.1\n")
 
 
 def test_a_diff_has_spec_and_source(run: Run) -> None:
@@ -220,52 +152,136 @@ def test_a_diff_has_spec_and_source(run: Run) -> None:
     assert lines[-1] == "differences: 1 in spec and resources, source 1 line removed, 1 added"
 
 
+@needs_nvdisasm
 def test_a_diff_names_resources_as_show_does(run: Run) -> None:
-    """Lines of the summary of `kernel show` are lines of the diff."""
-    shown = run("kernel", "show", str(COMBINE)).stdout.splitlines()
+    """Lines of `kernel show`, and of --resources its counts, are lines of the diff."""
+    command = ("kernel", "diff", "combine", "--arch", "sm_80,sm_90a")
+    known = [
+        {
+            " ".join(line.split())
+            for line in run("kernel", "show", str(COMBINE), *o).stdout.split("\n")
+        }
+        for o in ((), ("--resources",))
+    ]
 
-    result = run("kernel", "diff", "combine", "--arch", "sm_80,sm_90a")
+    facts, _, _ = run(*command).stdout.partition(" source\n")
+    *_, counts = run(*command, "--resources").stdout.partition(" instructions\n")
 
-    facts = {" ".join(line.split()) for line in shown}
-    of_facts = takewhile(lambda line: not line.endswith(" source"), result.stdout.splitlines())
-    removed = {line[1:] for line in of_facts if line.startswith("-")}
-    removed -= {"arch sm_80", f"-- {COMBINE} spec and resources"}
+    removed = {line[1:] for line in facts.splitlines() if line.startswith("-")}
+    removed -= {"arch sm_80", f"-- {COMBINE} spec and resources", f"-- {COMBINE}"}
     assert removed
-    assert removed <= facts
+    assert removed <= known[0]
+    assert known[1] & {line[1:] for line in counts.splitlines() if line.startswith("-")}
+    assert ", instructions " in counts.splitlines()[-1]
 
 
 @needs_nvdisasm
-def test_a_diff_of_resources_counts_instructions(run: Run) -> None:
-    """With --resources, the lines of code are the counts of `kernel show --resources`."""
-    shown = run("kernel", "show", str(COMBINE), "--resources").stdout.splitlines()
-
-    result = run("kernel", "diff", "combine", "--arch", "sm_80,sm_90a", "--resources")
-
-    counts = {" ".join(line.split()) for line in shown if line.startswith("  ")}
-    removed = {line[1:] for line in result.stdout.splitlines() if line.startswith("-")}
-    assert result.exit_code == 1
-    assert f"-- {COMBINE} instructions" in removed
-    assert removed & counts
-    assert ", instructions " in result.stdout.splitlines()[-1]
-
-
-def test_equal_kernels_have_no_diff(run: Run) -> None:
-    """The exit code is 0, and there is a summary alone."""
-    result = run("kernel", "diff", "combine(arch=sm_80)", str(COMBINE))
-
-    assert (result.exit_code, result.stdout) == (0, "differences: none\n")
-
-
-@needs_nvdisasm
-def test_one_spec_is_compared_on_two_targets(run: Run) -> None:
+def test_one_spec_is_compared_on_two_targets(document: Documented) -> None:
     """With --sass, the code is SASS without the offsets of its instructions."""
-    result = run("kernel", "diff", "combine", "--arch", "sm_80,sm_86", "--sass", "--json")
+    found = document("kernel", "diff", "combine", "--arch", "sm_80,sm_86", "--sass", code=1)
 
-    document = json.loads(result.stdout)
-    facts = {fact["fact"]: (fact["first"], fact["second"]) for fact in document["facts"]}
-    assert result.exit_code == 1
+    facts = {fact["fact"]: (fact["first"], fact["second"]) for fact in found["facts"]}
     assert facts["arch"] == ("sm_80", "sm_86")
-    assert (document["part"], document["first"]["kernel"]) == ("sass", str(COMBINE))
-    code = document["diff"][[line.endswith(" sass") for line in document["diff"]].index(True) :]
-    assert sum(line.startswith("+") for line in code[2:]) == document["added"] > 0
+    assert (found["part"], found["first"]["kernel"]) == ("sass", str(COMBINE))
+    code = found["diff"][[line.endswith(" sass") for line in found["diff"]].index(True) :]
+    assert sum(line.startswith("+") for line in code[2:]) == found["added"] > 0
     assert not any("/*00" in line for line in code)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_alone_is_its_default_kernel(family: str) -> None:
+    """Without a GPU it is the bf16 kernel for sm_90a, with pages of 64 tokens."""
+    fields = spec_named(family).key_fields()
+
+    assert fields["arch"] == "sm_90a"
+    assert fields.get("page_size", "64") == "64"
+    expected = "e4m3" if family == "mla_sm90_fp8" else "bf16"
+    assert fields.get("query_dtype", fields.get("dtype")) == expected
+
+
+def test_the_default_target_is_the_visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an A100, a family without kernels for it takes the next target."""
+    monkeypatch.setattr(gpus, "visible_archs", lambda: {0: SM_80})
+
+    assert spec_named("combine").arch == SM_80
+    assert spec_named("mla_sm90").arch == Arch(90, "a")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("mla_sm90(block_m=16)", {"block_m": "16", "page_size": "64"}),
+        ("mla_sm80( page_size=48, block_m = 16 )", {"page_size": "48", "block_m": "16"}),
+        ("combine(arch=H100, dtype=fp16)", {"arch": "sm_90a", "dtype": "fp16"}),
+        ("mla_sm90_fp8kv(lookup=sparse)", {"lookup": "sparse", "query_dtype": "bf16"}),
+    ],
+)
+def test_names_that_are_left_out_have_defaults(text: str, expected: dict[str, str]) -> None:
+    """The given values are kept, one beyond the kernels of prewarming too."""
+    assert expected.items() <= spec_named(text).key_fields().items()
+
+
+def test_a_target_replaces_that_of_the_text() -> None:
+    """A whole spec becomes the kernel that the same calls use on the other target."""
+    spec = gqa_sm80()
+
+    other = spec_named(str(spec), SM_80)
+
+    assert spec_named(str(spec)) == spec
+    assert other == gqa_sm80(arch=SM_80)
+    assert other.tile != spec.tile
+    assert spec_named("combine(arch=sm_90a)", SM_80).arch == SM_80
+
+
+@pytest.mark.parametrize(
+    ("text", "arch", "message"),
+    [
+        ("mla_sm9", None, "kernel: expected a family out of mla_sm80, mla_sm90, "),
+        ("mla_sm90 64", None, "kernel: expected family(name=value, ...), got 'mla_sm90 64'"),
+        ("mla_sm90(rows=1)", None, "mla_sm90: expected name=value with a name out of arch, "),
+        ("mla_sm90(block_m=48)", None, "mla_sm90: expected a kernel that calls use, the nearest "),
+        ("mla_sm90(kv_dtype=e4m3)", None, "mla_sm90: expected a kernel that calls use, the "),
+        ("mla_sm90", "sm_80", "arch: expected sm_90a for mla_sm90, got sm_80"),
+        (str(mla_sm90()), "sm_80", "arch: expected sm_90a for mla_sm90, got sm_80"),
+    ],
+)
+def test_what_does_not_exist_is_rejected(text: str, arch: str | None, message: str) -> None:
+    """The message has the rule, and the nearest kernel that exists."""
+    with pytest.raises(ArgumentError) as caught:
+        spec_named(text, None if arch is None else parse_arch(arch))
+
+    assert str(caught.value).startswith(message)
+    _, has_nearest, rest = str(caught.value).partition("the nearest ")
+    assert bool(has_nearest) == ("calls use" in message)
+    assert not has_nearest or spec_named(rest.partition("), got ")[0] + ")").family == "mla_sm90"
+
+
+def test_completed_texts_name_kernels() -> None:
+    """Families are completed first, and behind a bracket the kernels of one."""
+    assert spec_texts("mla") == list(FAMILIES)
+    assert all(str(spec_named(text)) == text for text in spec_texts("combine("))
+
+
+@pytest.mark.parametrize(
+    ("arch", "threads", "registers", "shared_bytes", "expected"),
+    [
+        ("sm_90a", 384, 168, 232448, 1),  # shared memory
+        ("sm_90a", 128, 182, 113488, 2),
+        ("sm_90a", 128, 80, 2064, 6),  # registers
+        ("sm_90a", 256, 255, 0, 1),
+        ("sm_90a", 1024, 32, 0, 2),  # warps
+        ("sm_89", 1024, 32, 0, 1),
+        ("sm_80", 32, 16, 0, 32),  # CTAs
+        ("sm_86", 32, 16, 0, 16),
+        ("sm_80", 1024, 128, 0, 0),  # too large for any SM
+    ],
+)
+def test_the_scarcest_resource_limits_the_ctas_of_an_sm(
+    arch: str, threads: int, registers: int, shared_bytes: int, expected: int
+) -> None:
+    """The count is that of the CUDA occupancy calculator."""
+    found = ctas_per_sm(
+        parse_arch(arch), threads=threads, registers=registers, shared_bytes=shared_bytes
+    )
+
+    assert found == expected

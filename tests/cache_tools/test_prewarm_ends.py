@@ -1,25 +1,18 @@
-"""Ends of `mlagen prewarm`: timeouts, failures, quiet runs and signals."""
+"""Ends of `mlagen prewarm`: timeouts, failures of workers, and signals."""
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 
 import pytest
 
-import mlagen
-from mlagen import engine
 from mlagen.cache.default_store import kernel_store
 from mlagen.prewarming import isolation
 from mlagen.spec.kernel import KernelSpec
 
 from .conftest import Run, Start
-
-SMALL = (
-    *("prewarm", "--arch", "sm_80", "--family", "combine", "--dtype", "bf16"),
-    *("--kv-lora-rank", "256,512"),
-)
+from .test_prewarm import SMALL
 
 
 def replace_workers(monkeypatch: pytest.MonkeyPatch, *commands: list[str]) -> None:
@@ -34,17 +27,6 @@ def replace_workers(monkeypatch: pytest.MonkeyPatch, *commands: list[str]) -> No
 
 HANGS = ["sleep", "600"]
 DIES = ["false"]
-
-
-def test_isolated_kernels_are_compiled_and_counted(run: Run) -> None:
-    """--isolate has the same result as compiling in the process."""
-    result = run(*SMALL, "--isolate")
-
-    assert result.exit_code == 0
-    plan, *lines = result.stderr.splitlines()
-    assert plan.startswith("compiling 2 kernels, 0 cached: about ")
-    assert [line.split()[0] for line in lines] == ["built", "built"]
-    assert result.stdout.startswith("2 kernels: 2 built, 0 hit, 0 failed, in ")
 
 
 @pytest.mark.parametrize(
@@ -83,33 +65,6 @@ def test_the_first_failure_may_end_the_work(run: Run, monkeypatch: pytest.Monkey
     assert result.stdout.startswith("2 kernels: 0 built, 0 hit, 1 failed, 1 skipped, in ")
     statuses = [line.split()[0] for line in result.stderr.splitlines()[1:]]
     assert statuses == ["failed", "skipped"]
-
-
-def test_quiet_prints_nothing_on_success(run: Run) -> None:
-    """A quiet run prints neither lines nor totals, only the document with --json."""
-    first = run(*SMALL, "--quiet")
-    second = run(*SMALL, "-q", "--json")
-    third = run(*SMALL, "-q", "--dry-run")
-
-    assert (first.exit_code, first.stdout, first.stderr) == (0, "", "")
-    assert json.loads(second.stdout)["totals"]["hit"] == 2
-    assert second.stderr == ""
-    assert (third.exit_code, third.stdout, third.stderr) == (0, "", "")
-
-
-def test_quiet_names_failures(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each failure is a line on stderr."""
-
-    def fail(*_: object) -> None:
-        raise mlagen.CompileError("NVRTC: no", log="", source="")
-
-    monkeypatch.setattr(engine, "build_spec", fail)
-
-    result = run(*SMALL, "--quiet")
-
-    lines = result.stderr.splitlines()
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert [(line.split()[0], line[-9:]) for line in lines] == [("failed", "NVRTC: no")] * 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])

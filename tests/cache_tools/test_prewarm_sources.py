@@ -1,4 +1,4 @@
-"""Kernel sources of `mlagen prewarm`: models, texts, records and files."""
+"""Kernel sources of `mlagen prewarm`, and the bundle of the kernels that they select."""
 
 from __future__ import annotations
 
@@ -7,32 +7,31 @@ from pathlib import Path
 
 import pytest
 
+import mlagen
 from cache_tools.options.selection_options import selection_options
+from mlagen import engine
+from mlagen.cache.bundle_reading import open_bundle, verify_bundle
 from mlagen.paths import MAX_NAMED_BYTES
 from mlagen.prewarming.spec_file import KEYS
 from tests.kernels import COMBINE
 
-from .conftest import Run
+from .conftest import Cached, Documented, Run, Setting
 
 LINE = json.dumps({"kernel": str(COMBINE)}) + "\n"
 TABLE = '[[kernel]]\nfamily = "combine"\ndtype = "bf16"\nkv_lora_rank = 512\n'
 
 
-def kernels(run: Run, *arguments: str, answer: str | None = None) -> list[str]:
-    """Return the kernels of a dry run."""
-    result = run("prewarm", "--dry-run", "--json", *arguments, answer=answer)
-    assert result.exit_code == 1, result.stderr  # nothing is cached
-    named = []
-    for unit in json.loads(result.stdout)["units"]:
-        values = ", ".join(f"{name}={value}" for name, value in unit["spec"].items())
-        named.append(f"{unit['family']}({values})")
-    return named
+def kernels(document: Documented, *arguments: str, answer: str | None = None) -> list[str]:
+    """Return the kernels of a dry run, in which nothing is cached."""
+    found = document("prewarm", "--dry-run", *arguments, answer=answer, code=1)
+    specs = [(unit["family"], unit["spec"].items()) for unit in found["units"]]
+    return [f"{name}({', '.join(f'{key}={value}' for key, value in of)})" for name, of in specs]
 
 
-def test_a_model_is_prewarmed_by_its_name(run: Run) -> None:
+def test_a_model_is_prewarmed_by_its_name(document: Documented) -> None:
     """A model name selects kernels per architecture, tensor-parallel size and dtype."""
     named = kernels(
-        run,
+        document,
         *("--arch", "sm_80,sm_90a", "--model", "kimi-k2", "--tp", "1,8"),
         *("--kv-dtype", "bf16,e4m3", "--q-len", "1,2", "--page-size", "64"),
     )
@@ -47,48 +46,81 @@ def test_a_model_is_prewarmed_by_its_name(run: Run) -> None:
     }
 
 
-def test_a_kernel_is_prewarmed_by_its_text(run: Run) -> None:
+def test_a_kernel_is_prewarmed_by_its_text(document: Documented) -> None:
     """--kernel selects one kernel, and needs no --arch."""
-    assert kernels(run, "--kernel", str(COMBINE), "--kernel", str(COMBINE)) == [str(COMBINE)]
+    assert kernels(document, "--kernel", str(COMBINE), "--kernel", str(COMBINE)) == [str(COMBINE)]
 
 
 def test_a_record_is_prewarmed_for_its_own_architecture_or_for_others(
-    run: Run, tmp_path: Path
+    document: Documented, tmp_path: Path
 ) -> None:
     """Several records are merged, for their architecture or that of --arch."""
     log = tmp_path / "a.jsonl"
     log.write_text(LINE * 2)
 
-    here = kernels(run, "--from-log", str(log), "--from-log", str(log))
-    elsewhere = kernels(run, "--from-log", str(log), "--arch", "sm_90a,sm_86")
+    here = kernels(document, "--from-log", str(log), "--from-log", str(log))
+    elsewhere = kernels(document, "--from-log", str(log), "--arch", "sm_90a,sm_86")
 
     assert here == [str(COMBINE)]
     assert elsewhere == [str(COMBINE).replace("sm_80", arch) for arch in ("sm_90a", "sm_86")]
 
 
 @pytest.mark.parametrize("place", ["a file", "standard input"])
-def test_tables_are_prewarmed(place: str, run: Run, tmp_path: Path) -> None:
+def test_tables_are_prewarmed(place: str, document: Documented, tmp_path: Path) -> None:
     """Files and stdin select kernels for the architectures of the command."""
     path = tmp_path / "kernels.toml"
     path.write_text(TABLE)
     file, answer = (str(path), None) if place == "a file" else ("-", TABLE)
 
-    assert kernels(run, file, "--arch", "sm_80", answer=answer) == [str(COMBINE)]
+    assert kernels(document, file, "--arch", "sm_80", answer=answer) == [str(COMBINE)]
 
 
-def test_all_of_them_together_are_prewarmed_once(run: Run, tmp_path: Path) -> None:
+def test_all_of_them_together_are_prewarmed_once(document: Documented, tmp_path: Path) -> None:
     """A kernel from several sources is one unit."""
     log, path = tmp_path / "a.jsonl", tmp_path / "a.json"
     log.write_text(LINE)
     path.write_text(json.dumps({"kernel": [{"kernel": str(COMBINE)}]}))
 
     named = kernels(
-        run,
+        document,
         *(str(path), "--kernel", str(COMBINE), "--from-log", str(log)),
         *("--model", "deepseek-v3", "--tp", "8", "--arch", "sm_80"),
     )
 
     assert [name.partition("(")[0] for name in named] == ["combine", "mla_sm80"]
+
+
+LLAMA = "llama-3-8b, tp 1 and 2: 32 and 16 heads, page size 16 and 64, q_len 1"
+QWEN = "qwen3-32b, tp 1 and 2: 64 and 32 heads, page size 16 and 64, q_len 1"
+SPARSE = "deepseek-v3.2, tp 1: 128 heads, page size 64, q_len 1 and 4"
+
+
+@pytest.mark.parametrize(
+    ("options", "assumed"),
+    [
+        (
+            "deepseek-v3 --tp 8",
+            ["deepseek-v3, tp 8: 16 heads, page size 64, q_len 1, query/cache bf16/bf16, paged"],
+        ),
+        (
+            "deepseek-v3.2 --kv-dtype fp8_ds_mla --q-len 1,4",
+            [f"{SPARSE}, query/cache bf16/fp8_ds_mla, paged and sparse"],
+        ),
+        (
+            "llama-3-8b,qwen3-32b --tp 1,2",
+            [f"{LLAMA}, query/cache bf16/bf16", f"{QWEN}, query/cache bf16/bf16"],
+        ),
+    ],
+)
+def test_a_dry_run_says_how_models_are_served(options: str, assumed: list[str], run: Run) -> None:
+    """Defaults are named as well, before the table, and on stderr with --json."""
+    command = ("prewarm", "--dry-run", "--arch", "sm_90a", "--model", *options.split())
+
+    table, document, quiet = run(*command), run(*command, "--json"), run(*command, "-q")
+
+    assert table.stdout.splitlines()[: len(assumed)] == assumed
+    assert document.stderr.splitlines()[: len(assumed)] == assumed
+    assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (1, "", "")
 
 
 @pytest.mark.parametrize(
@@ -141,3 +173,60 @@ def test_a_source_without_an_end_is_rejected(source: str, run: Run, tmp_path: Pa
     assert result.stderr.count("\n") == 1
     got = "64 MiB" if source == "standard input" else "a device"
     assert f"got {got}" in result.stderr or f"at most {got}" in result.stderr
+
+
+def keys_in(bundle: Path) -> list[str]:
+    """Return the keys of a valid bundle."""
+    with open_bundle(bundle) as file:
+        return [entry.key for entry in verify_bundle(file, "it").entries]
+
+
+def test_a_bundle_has_the_requested_kernels(
+    document: Documented, run: Run, cached: Cached, tmp_path: Path
+) -> None:
+    """It has no other cached kernel; text and document describe it."""
+    bundle = tmp_path / "kernels.tar.gz"
+    command = ("prewarm", "--kernel", str(cached.units[0].spec), "--bundle", str(bundle))
+
+    described = document(*command)["bundle"]
+    _, line, digest = run(*command).stdout.splitlines()
+
+    assert keys_in(bundle) == cached.keys[:1]
+    assert (described["bundle"], described["archs"]) == (str(bundle), ["sm_80"])
+    assert described["size_bytes"] == bundle.stat().st_size
+    assert line.startswith(f"bundled to {bundle}, ")
+    assert digest.startswith("sha256 ")
+
+
+def test_kernels_of_a_layer_are_in_the_bundle(
+    document: Documented, cached: Cached, tmp_path: Path, setting: Setting
+) -> None:
+    """The bundle is complete, whichever layer has a kernel."""
+    setting("MLAGEN_CACHE_RO", cached.root)
+    setting("MLAGEN_CACHE_DIR", tmp_path / "own")
+    texts = [option for unit in cached.units for option in ("--kernel", str(unit.spec))]
+
+    document("prewarm", *texts, "--bundle", str(tmp_path / "kernels.tar.gz"))
+
+    assert keys_in(tmp_path / "kernels.tar.gz") == sorted(cached.keys)
+
+
+def test_a_failure_writes_no_bundle(
+    document: Documented, run: Run, cached: Cached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An incomplete bundle is not written; a path that cannot be written fails with 1."""
+
+    def fail(*_: object) -> None:
+        raise mlagen.CompileError("NVRTC: no", log="", source="")
+
+    path = tmp_path / "kernels.tar.gz"
+    monkeypatch.setattr(engine, "build_spec", fail)
+    other = str(COMBINE).replace("sm_80", "sm_86")
+
+    assert document("prewarm", "--kernel", other, "--bundle", str(path), code=1)["bundle"] is None
+    assert not path.exists()
+    path.mkdir()
+    result = run("prewarm", "--kernel", str(cached.units[0].spec), "--bundle", str(path))
+    message = f"mlagen: bundle: expected a file, got another kind: {path}"
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.splitlines()[-1] == message

@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -159,27 +158,18 @@ def test_a_local_fifo_is_not_waited_for(prefix: str, tmp_path: Path) -> None:
 
 
 def test_http_is_read_without_a_package(tmp_path: Path) -> None:
-    """Python's own client reads http."""
+    """Python's own client reads http; what is not there is the server's answer."""
     (tmp_path / "kernels.tar.gz").write_bytes(CONTENT)
     seen: list[tuple[int, int]] = []
+    file = io.BytesIO()
 
     with served(tmp_path) as server:
-        file = io.BytesIO()
         download(f"{server}/kernels.tar.gz", file, 1 << 30, lambda *done: seen.append(done))
+        with pytest.raises(RemoteError, match=r"^url: HTTP Error 404: File not found: http://127"):
+            fetched(f"{server}/missing.tar.gz")
 
     assert file.getvalue() == CONTENT
     assert seen[-1] == (len(CONTENT), len(CONTENT))
-
-
-def test_http_that_has_nothing_is_one_line(tmp_path: Path) -> None:
-    """The message has the server's answer."""
-    with (
-        served(tmp_path) as server,
-        pytest.raises(
-            RemoteError, match=r"^url: HTTP Error 404: File not found: http://127.0.0.1:"
-        ),
-    ):
-        fetched(f"{server}/kernels.tar.gz")
 
 
 def test_http_that_ends_early_is_an_error(tmp_path: Path) -> None:
@@ -245,28 +235,22 @@ def test_a_missing_fsspec_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         ("sftp://me:secret@host/kernels.tar.gz", "sftp://host/kernels.tar.gz"),
         ("https://host/kernels.tar.gz?X-Amz-Signature=secret", "https://host/kernels.tar.gz"),
     ],
-    ids=["nothing secret", "a password", "a signature"],
 )
 def test_secrets_are_not_shown(url: str, expected: str) -> None:
     """Printed URLs have no password and no signed query."""
     assert redacted(url) == expected
 
 
-@pytest.mark.parametrize("transfer", ["upload", "download"])
-def test_secrets_are_not_in_errors(transfer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_not_in_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message of the file system that has the URL is cleaned, too."""
-    url = "memory://me:secret@host/x?sign=secret"
 
     def fail(given: str) -> Any:
         raise RuntimeError(f"cannot reach\n{given}")
 
     monkeypatch.setattr("cache_tools.tools.remote._resolve", fail)
-    calls: dict[str, Callable[[], object]] = {
-        "upload": lambda: upload(io.BytesIO(), 0, url, quiet),
-        "download": lambda: fetched(url),
-    }
+    url = "memory://me:secret@host/x?sign=secret"
 
-    with pytest.raises(MlagenError) as caught:
-        calls[transfer]()
-
-    assert str(caught.value) == "url: cannot reach memory://host/x: memory://host/x"
+    for transfer in (lambda: upload(io.BytesIO(), 0, url, quiet), lambda: fetched(url)):
+        with pytest.raises(MlagenError) as caught:
+            transfer()
+        assert str(caught.value) == "url: cannot reach memory://host/x: memory://host/x"

@@ -15,59 +15,42 @@ from cache_tools.output.report import (
     print_facts,
     print_json,
     print_table,
-    resource_columns,
     size_text,
     time_text,
 )
 from mlagen.spec.arch import parse_arch
+from mlagen.spec.combine import CombineSpec
+from mlagen.spec.dtype import DType
 from mlagen.spec.families import specs_of
 
 
 @pytest.mark.parametrize(
-    ("size", "text"),
+    ("text", "expected"),
     [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1 KiB"),
-        (54_624, "53 KiB"),
-        (5 << 20, "5.0 MiB"),
-        (150_121_000_000, "139.8 GiB"),
+        (size_text(0), "0 B"),
+        (size_text(1023), "1023 B"),
+        (size_text(1024), "1 KiB"),
+        (size_text(54_624), "53 KiB"),
+        (size_text(5 << 20), "5.0 MiB"),
+        (size_text(150_121_000_000), "139.8 GiB"),
+        (time_text(0.0184), "18 us"),
+        (time_text(0.2), "200 us"),
+        (time_text(1.5), "1.5 ms"),
+        (time_text(612.3), "612 ms"),
+        (time_text(1432.0), "1.4 s"),
+        (age_text(-5), "0 s ago"),
+        (age_text(59), "59 s ago"),
+        (age_text(60), "1 min ago"),
+        (age_text(7200), "2 h ago"),
+        (age_text(86_400 * 400), "400 d ago"),
+        (count_text(1, "kernel"), "1 kernel"),
+        (count_text(2, "kernel"), "2 kernels"),
+        (count_text(0, "entry", "entries"), "0 entries"),
     ],
 )
-def test_sizes_are_human_readable(size: int, text: str) -> None:
-    """The unit of a size keeps it short."""
-    assert size_text(size) == text
-
-
-@pytest.mark.parametrize(
-    ("ms", "text"),
-    [(0.0184, "18 us"), (0.2, "200 us"), (1.5, "1.5 ms"), (612.3, "612 ms"), (1432.0, "1.4 s")],
-)
-def test_times_are_human_readable(ms: float, text: str) -> None:
-    """The unit of a duration keeps it short."""
-    assert time_text(ms) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (-5, "0 s ago"),
-        (59, "59 s ago"),
-        (60, "1 min ago"),
-        (7200, "2 h ago"),
-        (86_400 * 400, "400 d ago"),
-    ],
-)
-def test_ages_are_human_readable(seconds: float, text: str) -> None:
-    """The unit of an age keeps it short, and a future time counts as now."""
-    assert age_text(seconds) == text
-
-
-def test_counts_agree_with_their_noun() -> None:
-    """A count of 1 has the singular."""
-    texts = [count_text(1, "kernel"), count_text(2, "kernel"), count_text(0, "entry", "entries")]
-
-    assert texts == ["1 kernel", "2 kernels", "0 entries"]
+def test_quantities_are_human_readable(text: str, expected: str) -> None:
+    """The unit keeps a quantity short, a future time counts as now, and 1 has the singular."""
+    assert text == expected
 
 
 def test_a_table_is_aligned_and_has_no_trailing_blanks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,18 +77,12 @@ def test_a_narrow_terminal_folds_names_not_values(
     ]
 
 
-def test_a_long_row_stays_one_line_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    """Lines to a file or a pipe are not wrapped."""
-    print_facts({"path": "/a/very" + "/long" * 100 + "/path"})
+def test_facts_are_printed_unchanged_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines to a file or a pipe are not wrapped; markup and emoji codes are printed verbatim."""
+    path = "/x/[bold]x[/bold]/:smile:" + "/long" * 100
+    print_facts({"path": path})
 
-    assert len(capsys.readouterr().out.splitlines()) == 1
-
-
-def test_text_is_printed_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
-    """Markup and emoji codes are printed verbatim."""
-    print_facts({"path": "/x/[bold]x[/bold]/:smile:"})
-
-    assert capsys.readouterr().out == "path  /x/[bold]x[/bold]/:smile:\n"
+    assert capsys.readouterr().out == f"path  {path}\n"
 
 
 def test_a_document_is_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,28 +106,6 @@ def test_the_columns_of_a_kernel_are_unique(family: str) -> None:
 
 def test_a_kernel_on_one_line() -> None:
     """The line has the family, the target and the non-default fields."""
-    (spec,) = [
-        spec
-        for spec in specs_of(parse_arch("sm_80"), ["combine"], dtype=["fp16"])
-        if spec.key_fields()["head_dim_vo"] == "256"
-    ]
+    spec = CombineSpec(arch=parse_arch("sm_80"), dtype=DType.FP16, head_dim_vo=256)
 
-    text = kernel_text("combine", spec.key_fields())
-
-    assert text == "combine sm_80 fp16 dims 256"
-
-
-def test_resources_are_those_of_the_kernel() -> None:
-    """Spills add stores and loads, shared memory adds static and dynamic."""
-    kernel = {
-        "symbol": "mla_sm80",
-        "registers": 200,
-        "stack_bytes": 0,
-        "spill_store_bytes": 8,
-        "spill_load_bytes": 12,
-        "static_shared_bytes": 64,
-    }
-
-    resources = resource_columns([kernel], 1000)
-
-    assert resources == {"registers": 200, "spill_bytes": 20, "shared_bytes": 1064}
+    assert kernel_text("combine", spec.key_fields()) == "combine sm_80 fp16 dims 256"

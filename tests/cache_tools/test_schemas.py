@@ -1,23 +1,24 @@
-"""JSON documents of the cache commands against the reference."""
+"""JSON documents of the commands against the reference."""
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
 import click
 import pytest
 
+import mlagen
 from cache_tools.cli import cli
-from cache_tools.output.schemas import DOCUMENT, SCHEMAS
-from mlagen.prewarming import PrewarmReport
+from cache_tools.output.schemas import DOCUMENT
+from mlagen import engine
+from tests.kernels import COMBINE
 
-from .altered import folder_of, recast, use
-from .conftest import Run, damage
-from .documents import require_document
+from .altered import recast, use
+from .conftest import Cached, Documented, Run, Setting
+from .documents import SCHEMA_OF
 
-# Arguments of the commands; KEY stands for the key of a valid kernel.
+# Arguments of the commands in a folder with a bundle; KEY stands for the key of a valid kernel.
 ARGUMENTS = {
     "cache show": ("KEY",),
     "cache why": ("KEY",),
@@ -25,91 +26,88 @@ ARGUMENTS = {
     "cache prune": ("--older-than", "1h"),
     "cache rm": ("KEY",),
     "cache clear": ("--yes",),
-    "kernel show": ("combine(arch=sm_80)",),
-    "kernel diff": ("combine(arch=sm_80)", "combine(arch=sm_80)"),
+    "kernel show": (str(COMBINE),),
+    "kernel diff": (str(COMBINE), str(COMBINE)),
+    "prewarm": ("--kernel", str(COMBINE), "--bundle", "new.tar.gz"),
+    "cache export": ("new.tar.gz", "KEY"),
+    "cache import": ("kernels.tar.gz",),
+    "cache push": ("new.tar.gz", "KEY"),
+    "cache pull": ("kernels.tar.gz",),
 }
+COMMANDS = [name for name in SCHEMA_OF if name != "replay"]  # it has tests of its own
+NEEDS_NO_KEY = [name for name in COMMANDS if "KEY" not in ARGUMENTS.get(name, ())]
 
 
 @pytest.fixture
-def mixed(cached: PrewarmReport, cache_dir: Path) -> str:
+def mixed(cached: Cached, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the key of a valid kernel in a cache with a damaged and an old one."""
-    first, second = cached.units
-    old = recast(folder_of(second, cache_dir), toolchain="nvrtc-12.8.1", keeps=True)
+    monkeypatch.chdir(tmp_path)
+    run("cache", "export", "kernels.tar.gz")
+    old = recast(cached.folders[1], toolchain="nvrtc-12.8.1", keeps=True)
     use(old, age_s=7200, now=time.time())
-    (folder_of(second, cache_dir) / "manifest.json").write_text("{")
-    return first.key
+    (cached.folders[1] / "manifest.json").write_text("{")
+    return cached.keys[0]
 
 
-@pytest.mark.parametrize("command", SCHEMAS)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_document_has_the_names_and_types_of_its_schema(
-    command: str, run: Run, mixed: str
+    command: str, document: Documented, mixed: str
 ) -> None:
     """The names are exactly those of the schema, in order, for a damaged kernel too."""
     arguments = [mixed if word == "KEY" else word for word in ARGUMENTS.get(command, ())]
 
-    result = run(*command.split(), *arguments, "--json")
+    found = document(*command.split(), *arguments, code=1 if command == "cache verify" else 0)
 
-    assert result.exit_code == (1 if command == "cache verify" else 0), result.stderr
-    require_document(json.loads(result.stdout), SCHEMAS[command])
+    assert found
 
 
 @pytest.mark.parametrize(
-    "command", [command for command in SCHEMAS if "KEY" not in ARGUMENTS.get(command, ())]
+    "command", [name for name in NEEDS_NO_KEY if name not in {"cache import", "cache pull"}]
 )
-def test_a_document_of_an_empty_cache_fits_its_schema(command: str, run: Run) -> None:
-    """Without a cache the document has the same names."""
-    result = run(*command.split(), *ARGUMENTS.get(command, ()), "--json")
-
-    assert result.exit_code == 0
-    require_document(json.loads(result.stdout), SCHEMAS[command])
-
-
-def test_a_miss_fits_the_schema_of_why(run: Run, cached: PrewarmReport, cache_dir: Path) -> None:
-    """A kernel that is not found has the same names as one that is."""
-    unit = cached.units[0]
-    damage(unit.key, unit.toolchain, cache_dir)
-
-    result = run("cache", "why", str(unit.spec), "--json")
-
-    document = json.loads(result.stdout)
-    assert result.exit_code == 1
-    assert document["problem"]
-    require_document(document, SCHEMAS["cache why"])
-
-
-def test_an_eviction_fits_the_schema_of_gc(
-    run: Run, cached: PrewarmReport, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_document_of_an_empty_cache_fits_its_schema(
+    command: str, document: Documented, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Evicted kernels are listed in the document."""
-    from mlagen.settings import current_settings
+    """Without a cache the document has the same names."""
+    monkeypatch.chdir(tmp_path)
 
-    for unit in cached.units:
-        use(folder_of(unit, cache_dir), age_s=7200, now=time.time())
-    monkeypatch.setenv("MLAGEN_CACHE_MAX_SIZE", "1")
-    current_settings.cache_clear()
-
-    document = json.loads(run("cache", "gc", "--json").stdout)
-
-    assert len(document["evicted"]) == 2
-    require_document(document, SCHEMAS["cache gc"])
+    assert document(*command.split(), *ARGUMENTS.get(command, ()))
 
 
-def test_every_type_of_a_schema_is_known() -> None:
+def test_evicted_kernels_fit_the_schema(
+    document: Documented, cached: Cached, setting: Setting
+) -> None:
+    """`gc` lists each of them."""
+    for folder in cached.folders:
+        use(folder, age_s=7200, now=time.time())
+    setting("MLAGEN_CACHE_MAX_SIZE", "1")
+
+    assert len(document("cache", "gc")["evicted"]) == 2
+
+
+@pytest.mark.parametrize("option", [(), ("--dry-run",)], ids=["failed", "missing"])
+def test_failed_kernels_fit_the_schema(
+    option: tuple[str, ...], document: Documented, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit without a kernel has the same names."""
+
+    def fail(*_: object) -> None:
+        raise mlagen.CompileError("NVRTC: no", log="", source="")
+
+    monkeypatch.setattr(engine, "build_spec", fail)
+
+    (unit,) = document("prewarm", "--kernel", str(COMBINE), *option, code=1)["units"]
+
+    assert unit["status"] == ("missing" if option else "failed")
+
+
+@pytest.mark.parametrize("name", SCHEMA_OF)
+def test_every_part_of_a_schema_is_known_and_used(name: str) -> None:
     """A part in backquotes is in the same schema, and every schema has a command."""
-    for name, schema in SCHEMAS.items():
-        command: click.Command = cli
-        for word in name.split():
-            assert isinstance(command, click.Group)
-            command = command.commands[word]
-        parts = {
-            word
-            for part in schema.values()
-            for field in part.values()
-            for word in _parts(field.type)
-        }
+    command: click.Command = cli
+    for word in name.split():
+        assert isinstance(command, click.Group)
+        command = command.commands[word]
+    schema = SCHEMA_OF[name]
+    types = " ".join(field.type for part in schema.values() for field in part.values())
 
-        assert parts == set(schema) - {DOCUMENT}
-
-
-def _parts(kind: str) -> set[str]:
-    return {f"`{word}`" for word in kind.split("`")[1::2]}
+    assert {f"`{word}`" for word in types.split("`")[1::2]} == set(schema) - {DOCUMENT}

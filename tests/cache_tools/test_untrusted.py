@@ -13,21 +13,16 @@ from mlagen.settings import current_settings
 from tests.cache.bundle_cases import filled_store, key_for
 from tests.faults.strangers import give_away
 
-from .altered import move_to_layer, snapshot
-from .conftest import Run, damage
+from .altered import damage, move_to_layer, snapshot
+from .conftest import Run
 
 KEY = key_for("mla_sm80").digest
 
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "gc": ("gc",),
+    **{name: (name,) for name in ("gc", "ls", "stats", "verify")},
+    **{name: (name, KEY) for name in ("rm", "show", "why")},
     "clear": ("clear", "--yes"),
     "prune": ("prune", "--max-size", "0"),
-    "rm": ("rm", KEY),
-    "ls": ("ls",),
-    "show": ("show", KEY),
-    "stats": ("stats",),
-    "why": ("why", KEY),
-    "verify": ("verify",),
     "verify --quarantine": ("verify", "--quarantine"),
     "export": ("export", "OUT/kernels.tar.gz"),
     "export --wheel": ("export", "OUT", "--wheel", "our-kernels"),
@@ -42,7 +37,7 @@ def bundle(tmp_path: Path, run: Run, cache_dir: Path) -> Path:
     filled_store(cache_dir.parent)
     bundle = tmp_path / "bundle.tar.gz"
     run("cache", "export", str(bundle), KEY)
-    damage(KEY, "nvrtc-13.5.37", cache_dir)
+    damage(path_of(cache_dir, "entry"))
     (tmp_path / "out").mkdir()
     return bundle
 

@@ -53,7 +53,6 @@ def run_archived(archive: Path, *arguments: str) -> subprocess.CompletedProcess[
 def test_a_package_in_an_archive_says_that_it_must_be_unpacked(archive: Path) -> None:
     """The error is one of mlagen, and names the folder that is not there."""
     ran = run_archived(archive, "-c", CALL)
-
     expected = f"templates: expected a folder, got none: {archive / 'mlagen/templates'}; install "
     assert ran.stdout.startswith(expected), ran.stderr
     assert ran.stdout.count("\n") == 1
@@ -63,9 +62,7 @@ def test_a_package_in_an_archive_says_that_it_must_be_unpacked(archive: Path) ->
 def test_a_command_in_an_archive_says_the_same(command: str, archive: Path) -> None:
     """Doctor lists it as a problem, and what needs templates ends with exit code 3."""
     options = ("--arch", "sm_80") if command == "prewarm" else ()
-
     ran = run_archived(archive, "-m", "mlagen.cache_tools", command, *options)
-
     assert ran.returncode == {"doctor": 1, "prewarm": 3}[command]
     assert "templates: expected a folder, got none" in ran.stdout + ran.stderr
     assert "Traceback" not in ran.stderr

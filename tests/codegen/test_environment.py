@@ -29,13 +29,6 @@ def test_an_unknown_name_is_an_error(text: str, templates: Path) -> None:
         render(text, templates, spec=object())
 
 
-def test_there_are_no_globals() -> None:
-    """A template sees the spec and nothing else."""
-    names = environment().globals
-
-    assert names == {}
-
-
 @pytest.mark.parametrize(
     "tag",
     [
@@ -48,7 +41,6 @@ def test_there_are_no_globals() -> None:
 def test_jinja_takes_nothing_from_other_files(tag: str, templates: Path) -> None:
     """A key is of the files that `#include` names: what Jinja included would not change it."""
     (templates / "a.cuh").write_text("{% macro f() %}{% endmacro %}\n")
-
     with pytest.raises(TemplateRuntimeError, match=r'probe\.cuh\.j2: expected #include "a\.cuh"'):
         render(tag, templates)
 
@@ -56,14 +48,11 @@ def test_jinja_takes_nothing_from_other_files(tag: str, templates: Path) -> None
 def test_cuda_is_not_escaped(templates: Path) -> None:
     """Angle brackets and ampersands of a value stay what they are."""
     text = render("{{ spec }} x;\n", templates, spec="Tile<8>&")
-
     assert text == "Tile<8>& x;\n"
 
 
 def test_tags_leave_no_trace(templates: Path) -> None:
     """A line with only a tag is gone."""
     text = "int a;\n\n{% if true %}\nint {{ spec }};\n{% endif %}\nint c;\n"
-
     rendered = render(text, templates, spec="b")
-
     assert rendered == "int a;\n\nint b;\nint c;\n"

@@ -73,7 +73,6 @@ def test_a_file_that_only_chooses_leaves_no_trace(tmp_path: Path) -> None:
         kernels__a__b='// Chooses.\n\n#include "common/c.cuh"\n',
         common__c="int c;\n",
     )
-
     assert flat(tmp_path).lines == ["int c;", "", "int k;"]
 
 
@@ -85,9 +84,7 @@ def test_all_branches_count_for_the_key(tmp_path: Path) -> None:
         kernels__a__b="int b;\n",
         kernels__a__c="int c;\n",
     )
-
     found = transitive_includes(tmp_path, KERNEL)
-
     assert found == {KERNEL, "kernels/a/b.cuh", "kernels/a/c.cuh"}
 
 
@@ -113,7 +110,6 @@ def test_a_missing_file_is_an_error(name: str, tmp_path: Path) -> None:
     root = tmp_path / "templates"
     write(root, kernel=f'// k\n#include "{name}"\n')
     (tmp_path / "secret.cuh").write_text("int a;\n")
-
     for resolve in (flat, lambda root: transitive_includes(root, KERNEL)):
         with pytest.raises(IncludeError) as caught:
             resolve(root)
@@ -141,5 +137,4 @@ def test_only_a_name_in_quotes_is_included(operand: str) -> None:
     """There are no headers where kernels are compiled."""
     with pytest.raises(IncludeError) as caught:
         included_name(f"#include {operand}", "a.cuh:7")
-
     assert str(caught.value) == f'a.cuh:7: #include: expected "FILE", got {operand}'

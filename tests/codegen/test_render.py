@@ -34,9 +34,7 @@ def template_lines(source: Source) -> list[tuple[str, str]]:
 def test_every_line_is_where_the_map_says(spec: KernelSpec) -> None:
     """A line without a substitution stands, letter by letter, at its place in the template."""
     pairs = template_lines(render(spec))
-
     changed = [(line, template) for line, template in pairs if line != template]
-
     assert len(pairs) > 100
     assert [template for _, template in changed if "{{" not in template] == []
 
@@ -51,7 +49,6 @@ def without_includes(name: str) -> str:
 def test_plain_files_are_taken_verbatim(spec: KernelSpec) -> None:
     """Every plain file that a kernel includes stands in it as one piece, less its directives."""
     source = render(spec)
-
     included = {origin.rpartition(":")[0] for origin in source.origins}
     plain = [name for name in included if name.endswith(".cuh")]
     assert len(plain) > 2
@@ -62,19 +59,11 @@ def test_plain_files_are_taken_verbatim(spec: KernelSpec) -> None:
 def test_a_source_is_one_translation_unit(spec: KernelSpec) -> None:
     """It ends in one newline, has a place for each line, and shows no trace of Jinja."""
     source = render(spec)
-
     assert source.text.endswith("}\n")
     assert len(source.origins) == source.text.count("\n")
     assert all(source.origins)
     assert not any(trace in source.text for trace in ("{%-", "{#", "{{ ", "\x01", "\x02"))
     assert 'extern "C" __global__ void' in source.text
-
-
-def test_rendering_is_repeatable() -> None:
-    """One spec has one text, so the key may stand for it."""
-    first, second = render(COMBINE), render(COMBINE)
-
-    assert first == second
 
 
 @pytest.mark.parametrize(

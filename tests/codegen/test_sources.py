@@ -51,7 +51,6 @@ def test_editing_what_a_kernel_is_made_of_changes_the_digest(package: Path, file
     before = digest()
     edited = package / file
     edited.write_bytes(edited.read_bytes() + b"\n")
-
     after = digest()
 
     assert after != before
@@ -77,9 +76,7 @@ def test_what_no_kernel_depends_on_leaves_the_digest(package: Path, file: str) -
     edited = package / file
     edited.parent.mkdir(exist_ok=True)
     edited.write_bytes(b"# edited\n")
-
     after = digest()
-
     assert after == before
 
 
@@ -98,7 +95,6 @@ def test_templates_of_other_families_leave_the_digest(package: Path, file: str) 
     before = digest()
     edited = package.parent / "templates" / file
     edited.write_bytes(edited.read_bytes() + b"\n")
-
     assert digest() == before
 
 
@@ -106,9 +102,7 @@ def test_every_kernel_has_a_digest_of_its_own(package: Path) -> None:
     """The digests of an installation are those of its kernels, one each."""
     clear_caches()
     kernels = [path.parent.name for path in package.parent.glob("templates/kernels/*/*.cu.j2")]
-
     digests = template_digests()
-
     assert len(digests) == len(kernels) > 5
     assert digests == {digest(kernel) for kernel in kernels}
 
@@ -117,9 +111,7 @@ def test_an_installed_package_has_the_digest_of_its_checkout(package: Path) -> N
     """The place of the templates, beside the package or inside it, does not matter."""
     beside = digest()
     (package.parent / "templates").rename(package / "templates")
-
     inside = digest()
-
     assert inside == beside
 
 
@@ -128,7 +120,6 @@ def test_the_digest_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clear_caches()
     first = template_digest(COMBINE.template)
     monkeypatch.setattr(sources, "transitive_includes", None)
-
     assert template_digest(COMBINE.template) == first
 
 
@@ -141,5 +132,4 @@ def test_the_digest_needs_no_jinja() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-
     assert done.stdout == "False\n"

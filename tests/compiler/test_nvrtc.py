@@ -7,16 +7,18 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mlagen.artifacts import Source
+from mlagen.artifacts import Cubin, Source
+from mlagen.compiler import nvrtc as nvrtc_module
 from mlagen.compiler.nvrtc import compile_source, rewrite_positions
-from mlagen.compiler.nvrtc_library import Compiled, NvrtcLibrary, load_nvrtc
-from mlagen.compiler.toolchain import find_nvrtc, options_for
+from mlagen.compiler.nvrtc_library import load_nvrtc
+from mlagen.compiler.nvrtc_process import compile_in_process
+from mlagen.compiler.toolchain import Nvrtc, find_nvrtc
 from mlagen.errors import CompileError, ToolchainError
 from mlagen.spec.arch import ARCHS, Arch, parse_arch
 from tests.cache.builds import ROOT, together
@@ -25,6 +27,8 @@ from tests.kernels import require_known
 KERNEL = 'extern "C" __global__ void probe(int* p) {\n  p[threadIdx.x] = 1;\n}\n'
 # Every NVRTC from 12.8 on writes its version into the cubin of this one.
 SM_100F = parse_arch("sm_100f")
+Way = Callable[[Source, Arch, Nvrtc], Cubin]
+WAYS: list[Way] = [compile_source, compile_in_process]
 
 
 def source(text: str = KERNEL) -> Source:
@@ -55,35 +59,33 @@ def test_a_cubin_has_the_resources_of_ptxas(arch: Arch) -> None:
 def test_compiling_is_repeatable_and_runs_in_threads() -> None:
     """The same source gives the same bytes, also from eight threads concurrently."""
     nvrtc = find_nvrtc()
-
     cubins = together([lambda: compile_source(source(), SM_100F, nvrtc)] * 8)
-
     assert len({cubin.code for cubin in cubins}) == 1
 
 
-def test_an_error_is_reported_in_the_template() -> None:
+@pytest.mark.parametrize("compiled", WAYS)
+def test_an_error_is_reported_in_the_template(compiled: Way) -> None:
     """The message is one line with the template position; log and source are attributes."""
     text = KERNEL.replace("p[threadIdx.x] = 1;", "undefined_name();")
     nvrtc = find_nvrtc()
 
     with pytest.raises(CompileError) as caught:
-        compile_source(source(text), SM_100F, nvrtc)
+        compiled(source(text), SM_100F, nvrtc)
 
-    assert str(caught.value) == (
-        f"NVRTC {nvrtc.version}: probe.cuh:20 (kernel.cu:2): error: "
-        'identifier "undefined_name" is undefined'
+    position, problem = (
+        "probe.cuh:20 (kernel.cu:2): error",
+        'identifier "undefined_name" is undefined',
     )
-    assert "probe.cuh:20 (kernel.cu:2): error" in caught.value.log
+    assert str(caught.value) == f"NVRTC {nvrtc.version}: {position}: {problem}"
+    assert position in caught.value.log
     assert caught.value.source == text
 
 
 def test_an_error_of_ptxas_is_reported() -> None:
     """The message is the ptxas error, although it has no source position."""
     text = KERNEL.replace("p[threadIdx.x] = 1;", 'asm volatile("not_an_instruction;");')
-
     with pytest.raises(CompileError) as caught:
         compile_source(source(text), SM_100F, find_nvrtc())
-
     assert "Not a name of any known instruction: 'not_an_instruction'" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -105,19 +107,16 @@ def test_an_error_of_ptxas_is_reported() -> None:
 def test_positions_become_those_of_the_template(log: str, expected: str) -> None:
     """A position outside of the line map keeps its line in the rendered source."""
     rewritten = rewrite_positions(log, source().origins)
-
     assert rewritten == expected
 
 
-def test_an_unknown_architecture_is_rejected() -> None:
+@pytest.mark.parametrize("compiled", WAYS)
+def test_an_unknown_architecture_is_rejected(compiled: Way) -> None:
     """The message lists the supported architectures."""
     nvrtc = find_nvrtc()
-    numbers = load_nvrtc(nvrtc.path).supported_archs()
-
+    known = ", ".join(f"sm_{number}" for number in load_nvrtc(nvrtc.path).supported_archs())
     with pytest.raises(ToolchainError) as caught:
-        compile_source(source(), Arch(42), nvrtc)
-
-    known = ", ".join(f"sm_{number}" for number in numbers)
+        compiled(source(), Arch(42), nvrtc)
     assert str(caught.value) == f"arch: NVRTC {nvrtc.version} compiles for {known}, got sm_42"
 
 
@@ -131,10 +130,8 @@ def test_a_library_that_cannot_be_loaded_is_named(
     path = tmp_path / "libnvrtc.so.13"
     if content is not None:
         path.write_bytes(content)
-
     with pytest.raises(ToolchainError) as caught:
         compile_source(source(), SM_100F, replace(find_nvrtc(), path=path))
-
     assert str(caught.value).startswith(f"NVRTC: cannot load {path}: ")
     assert reason in str(caught.value)
 
@@ -142,18 +139,21 @@ def test_a_library_that_cannot_be_loaded_is_named(
 def test_a_library_that_is_not_nvrtc_is_named() -> None:
     """A missing function is reported like a load failure."""
     library = Path(sys.modules["_ctypes"].__file__ or "")
-
     with pytest.raises(ToolchainError, match=rf"^NVRTC: cannot load {library}: .*nvrtc"):
         load_nvrtc(library)
 
 
-def test_another_compiler_than_expected_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("compiled", WAYS)
+def test_another_compiler_than_expected_is_logged(
+    compiled: Way, caplog: pytest.LogCaptureFixture
+) -> None:
     """The cubin has the version that compiled it, and a warning names both."""
+    nvrtc_module._warn.cache_clear()
     real = find_nvrtc()
     other = f"{real.version}99"  # with the same minor version, and so the same options
     expected = replace(real, version=other, source="nvidia-cuda-nvrtc")
 
-    cubin = compile_source(source(), SM_100F, expected)
+    cubin = compiled(source(), SM_100F, expected)
 
     assert cubin.toolchain == f"nvrtc-{real.version}"
     (record,) = caplog.records
@@ -169,27 +169,8 @@ def test_sources_cannot_include_files_of_the_current_folder(
     """Source, options and compiler are the whole input, whatever the current folder is."""
     (tmp_path / "local.cuh").write_text("#define LOCAL\n")  # would compile
     monkeypatch.chdir(tmp_path)
-
     with pytest.raises(CompileError, match=r"local\.cuh"):
         compile_source(source('#include "local.cuh"\n' + KERNEL), SM_100F, find_nvrtc())
-
-
-def test_every_option_has_an_effect_on_the_key_only_once() -> None:
-    """The compiler gets exactly the options that the key lists."""
-    given: list[str] = []
-    real = NvrtcLibrary.compile
-
-    def record(
-        self: NvrtcLibrary, text: str, name: str, options: Sequence[str], *, result: str
-    ) -> Compiled:
-        given.extend(options)
-        return real(self, text, name, options, result=result)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NvrtcLibrary, "compile", record)
-        compile_source(source(), SM_100F, find_nvrtc())
-
-    assert given == list(options_for(SM_100F, str(find_nvrtc())))
 
 
 STUB = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
 import threading
@@ -19,8 +18,8 @@ from mlagen.compiler import nvrtc_process
 from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.nvrtc_process import compile_anywhere, compile_in_process
 from mlagen.compiler.toolchain import find_nvrtc
-from mlagen.errors import CompileError, ToolchainError
-from mlagen.spec.arch import Arch, parse_arch
+from mlagen.errors import ToolchainError
+from mlagen.spec.arch import parse_arch
 from tests.cache.builds import in_child
 
 KERNEL = 'extern "C" __global__ void probe(int* p) {\n  p[threadIdx.x] = 1;\n}\n'
@@ -33,46 +32,11 @@ def test_a_fresh_process_compiles_the_same() -> None:
     here, there = (
         compiled(SOURCE, SM_100F, find_nvrtc()) for compiled in (compile_source, compile_in_process)
     )
-
     assert there.compile_ms > 0
     assert replace(there, compile_ms=here.compile_ms, log=here.log) == here
     times = re.compile(r"[\d.]+ ms")
     assert times.sub("", there.log) == times.sub("", here.log)
     assert isinstance(there.resources, tuple)
-
-
-def test_a_compile_error_is_the_same_in_a_fresh_process() -> None:
-    """Message, log and source equal those of the error in the fresh process."""
-    source = replace(SOURCE, text=KERNEL.replace("p[threadIdx.x] = 1;", "undefined_name();"))
-    errors = []
-
-    for compiled in (compile_source, compile_in_process):
-        with pytest.raises(CompileError) as caught:
-            compiled(source, SM_100F, find_nvrtc())
-        errors.append((str(caught.value), caught.value.log, caught.value.source))
-
-    assert errors[0] == errors[1]
-    assert "probe.cuh:20 (kernel.cu:2): error" in errors[1][0]
-
-
-def test_an_unknown_architecture_is_the_same_in_a_fresh_process() -> None:
-    """The message equals that of this process."""
-    with pytest.raises(ToolchainError, match=r"^arch: NVRTC .* got sm_42$"):
-        compile_in_process(SOURCE, Arch(42), find_nvrtc())
-
-
-def test_a_warning_of_a_fresh_process_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """A warning of the fresh process is logged in this one."""
-    real = find_nvrtc()
-    other = f"{real.version}99"  # with the same minor version, and so the same options
-
-    cubin = compile_in_process(SOURCE, SM_100F, replace(real, version=other, source="a wheel"))
-
-    assert cubin.toolchain == str(real)
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    expected = f"NVRTC: expected {other} from a wheel, but {real.version} compiled"
-    assert record.getMessage() == expected
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -108,7 +72,6 @@ def test_without_a_python_to_start_the_error_is_a_toolchain_error(
 ) -> None:
     """It is a ToolchainError, in one line."""
     monkeypatch.setattr(sys, "executable", executable)
-
     with pytest.raises(ToolchainError, match=message):
         compile_in_process(SOURCE, SM_100F, find_nvrtc())
 
@@ -143,7 +106,6 @@ def test_the_default_is_this_process() -> None:
 
 @pytest.mark.timeout(30)
 @pytest.mark.usefixtures("places")
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_child_forked_during_a_compile_uses_a_fresh_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -176,5 +138,4 @@ def test_a_child_forked_during_a_compile_uses_a_fresh_process(
 def test_an_ending_process_uses_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A daemon thread would not finish in this process."""
     monkeypatch.setattr(fork_safety, "_is_exiting", True)
-
     assert where() == "elsewhere"

@@ -66,9 +66,7 @@ def test_a_library_without_a_version_in_its_name_is_found(
     for name, value in environ.items():
         monkeypatch.setenv(name, value.format(machine))
     path = make_library(machine / folder)
-
     (found,) = find_candidates(13, ())
-
     assert found == Candidate("13.1.80", path, "system")
 
 
@@ -82,7 +80,6 @@ def test_a_relative_folder_is_not_searched(
         make_library(machine / folder)
     monkeypatch.chdir(machine)
     monkeypatch.setenv(variable, value)
-
     assert list(find_candidates(13, ())) == []
 
 
@@ -90,7 +87,6 @@ def test_a_conda_environment_need_not_be_active(machine: Path) -> None:
     """The environment of the running Python counts too."""
     (machine / "env/conda-meta").mkdir(parents=True)
     path = make_library(machine / "env/lib")
-
     assert [found.path for found in find_candidates(13, ())] == [path]
 
 
@@ -99,7 +95,6 @@ def test_a_folder_of_the_loader_configuration_is_searched(machine: Path) -> None
     path = make_library(machine / "opt/cuda")
     (machine / "etc/ld.so.conf.d").mkdir(parents=True)
     (machine / "etc/ld.so.conf.d/cuda.conf").write_text(f"# CUDA\n{path.parent}\n")
-
     assert [found.path for found in find_candidates(13, ())] == [path]
 
 
@@ -110,7 +105,6 @@ def test_the_search_order(machine: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("CONDA_PREFIX", str(machine / "conda"))
     monkeypatch.setenv("LD_LIBRARY_PATH", str(machine / "ld"))
     monkeypatch.setenv("CUDA_HOME", str(machine / "cuda"))
-
     assert [found.path for found in find_candidates(13, ())] == paths
 
 
@@ -158,7 +152,6 @@ def test_a_folder_that_cannot_be_searched_is_skipped(
 def test_the_version_inside_is_that_of_the_wheel() -> None:
     """The version inside the installed library equals that of the wheel metadata."""
     found = find_nvrtc()
-
     assert version_inside(found.path) == found.version
 
 

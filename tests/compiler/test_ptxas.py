@@ -77,8 +77,8 @@ def resources(symbol: str, registers: int, *sizes: int) -> Resources:
 def test_resources_of_every_kernel_in_a_log(log: str, expected: tuple[Resources, ...]) -> None:
     """Registers, stack, spills and static shared memory, for entry functions only."""
     found = parse_resources(log)
-
     assert found == expected
+    assert [one.has_spills for one in found] == [one.spill_store_bytes > 0 for one in expected]
 
 
 @pytest.mark.parametrize(
@@ -99,5 +99,4 @@ def test_resources_of_every_kernel_in_a_log(log: str, expected: tuple[Resources,
 def test_performance_warnings_are_found_by_number(log: str, expected: tuple[str, ...]) -> None:
     """Each number is named once, in the order of the log."""
     found = parse_warnings(log)
-
     assert found == expected

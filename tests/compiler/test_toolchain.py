@@ -12,11 +12,13 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from mlagen.compiler import nvrtc_search, toolchain
-from mlagen.compiler.toolchain import Nvrtc, find_nvrtc, options_for, wanted_toolchain
+from mlagen.compiler.toolchain import find_nvrtc, options_for, wanted_toolchain
 from mlagen.errors import ToolchainError
 from mlagen.spec.arch import ARCHS, Arch, parse_arch
 from tests.cache.builds import ROOT
 from tests.compiler.elf_files import elf_file
+
+CU12, CU13 = "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,10 @@ def install(
 @pytest.mark.parametrize(
     ("bindings", "name", "declared", "version"),
     [
-        ("13.4.4", "nvidia-cuda-nvrtc", "13.5.37", "13.5.37"),
-        ("12.9.1", "nvidia-cuda-nvrtc-cu12", "12.8.93", "12.8.93"),
-        ("14.0.0", "nvidia-cuda-nvrtc", "14.0.1", "14.0.1"),
-        ("13.4.4", "nvidia-cuda-nvrtc", "13.5.37.post1+acme.2", "13.5.37"),
+        ("13.4.4", CU13, "13.5.37", "13.5.37"),
+        ("12.9.1", CU12, "12.8.93", "12.8.93"),
+        ("14.0.0", CU13, "14.0.1", "14.0.1"),
+        ("13.4.4", CU13, "13.5.37.post1+acme.2", "13.5.37"),
     ],
     ids=["CUDA 13", "CUDA 12", "a future major version", "a rebuilt wheel"],
 )
@@ -89,9 +91,7 @@ def test_the_wheel_of_the_bindings_major_version_is_found(
 ) -> None:
     """Version, file and origin come from the record of the wheel; nothing is loaded."""
     install(bare, tmp_path, bindings, {name: declared})
-
     found = find_nvrtc()
-
     library = f"libnvrtc.so.{version.partition('.')[0]}"
     assert found.version == version
     assert found.path == (tmp_path / name / "nvidia/lib" / library).resolve()
@@ -99,50 +99,23 @@ def test_the_wheel_of_the_bindings_major_version_is_found(
     assert str(found) == f"nvrtc-{version}"
 
 
-def test_without_bindings_the_message_has_the_command(
-    bare: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The message has the pip command."""
-    install(bare, tmp_path, None, {"nvidia-cuda-nvrtc": "13.5.37"})
-
-    with pytest.raises(ToolchainError) as caught:
-        find_nvrtc()
-
-    assert str(caught.value) == "cuda-bindings: not installed; run: pip install cuda-python"
+NO_NVRTC = (
+    "NVRTC: no libnvrtc.so.{0} found for cuda-bindings {0}; run: pip install nvidia-cuda-nvrtc"
+)
 
 
 @pytest.mark.parametrize(
     ("bindings", "wheels", "message"),
     [
-        (
-            "13.4.4",
-            {},
-            (
-                "NVRTC: no libnvrtc.so.13 found for cuda-bindings 13; run: pip install "
-                "nvidia-cuda-nvrtc"
-            ),
-        ),
-        (
-            "12.9.1",
-            {},
-            (
-                "NVRTC: no libnvrtc.so.12 found for cuda-bindings 12; "
-                "run: pip install nvidia-cuda-nvrtc-cu12"
-            ),
-        ),
-        (
-            "13.4.4",
-            {"nvidia-cuda-nvrtc-cu12": "12.9.86"},
-            (
-                "NVRTC: no libnvrtc.so.13 found for cuda-bindings 13; run: pip install "
-                "nvidia-cuda-nvrtc"
-            ),
-        ),
+        (None, {CU13: "13.5.37"}, "cuda-bindings: not installed; run: pip install cuda-python"),
+        ("13.4.4", {}, NO_NVRTC.format(13)),
+        ("12.9.1", {}, f"{NO_NVRTC.format(12)}-cu12"),
+        ("13.4.4", {CU12: "12.9.86"}, NO_NVRTC.format(13)),
     ],
-    ids=["CUDA 13", "CUDA 12", "NVRTC of another major version"],
+    ids=["no bindings", "CUDA 13", "CUDA 12", "NVRTC of another major version"],
 )
 def test_without_nvrtc_the_message_has_the_command(
-    bindings: str,
+    bindings: str | None,
     wheels: dict[str, str],
     message: str,
     bare: pytest.MonkeyPatch,
@@ -150,20 +123,16 @@ def test_without_nvrtc_the_message_has_the_command(
 ) -> None:
     """The message names the wheel for the installed bindings."""
     install(bare, tmp_path, bindings, wheels)
-
     with pytest.raises(ToolchainError) as caught:
         find_nvrtc()
-
     assert str(caught.value) == message
 
 
 def test_an_nvrtc_that_is_too_old_is_rejected(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The message has the required version, the installed one, and the pip command."""
-    install(bare, tmp_path, "12.9.1", {"nvidia-cuda-nvrtc-cu12": "12.6.85"})
-
+    install(bare, tmp_path, "12.9.1", {CU12: "12.6.85"})
     with pytest.raises(ToolchainError) as caught:
         find_nvrtc()
-
     library = (tmp_path / "nvidia-cuda-nvrtc-cu12/nvidia/lib/libnvrtc.so.12").resolve()
     assert str(caught.value) == (
         f"NVRTC: expected 12.8 or newer, got 12.6.85 in {library}; "
@@ -175,13 +144,11 @@ def test_a_later_nvrtc_that_is_new_enough_is_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The wheel of a newer toolkit is used beside the old wheel that torch pins."""
-    install(monkeypatch, tmp_path, "12.9.1", {"nvidia-cuda-nvrtc-cu12": "12.4.127"})
+    install(monkeypatch, tmp_path, "12.9.1", {CU12: "12.4.127"})
     library = elf_file(tmp_path / "cuda/lib64/libnvrtc.so.12.9.86")
     library.with_name("libnvrtc.so.12").symlink_to(library.name)
     monkeypatch.setattr(nvrtc_search, "_system_folders", lambda _: iter([library.parent]))
-
     found = find_nvrtc.__wrapped__()
-
     assert (found.version, found.path) == ("12.9.86", library)
 
 
@@ -200,61 +167,41 @@ def test_finding_nvrtc_loads_nothing() -> None:
     assert done.stdout == "[] False\n"
 
 
-def nvrtc(version: str) -> Nvrtc:
-    """Return an NVRTC of a version."""
-    return Nvrtc(version=version, path=Path("libnvrtc.so"), source="system")
-
-
 @pytest.mark.parametrize(
-    ("arch", "version", "target"),
+    ("arch", "version", "target", "has_cache_option"),
     [
-        ("sm_80", "12.8.93", "sm_80"),
-        ("sm_90a", "12.8.93", "sm_90a"),
-        ("sm_100f", "12.8.93", "sm_100a"),
-        ("sm_120f", "12.8.93", "sm_120a"),
-        ("sm_100f", "12.9.86", "sm_100f"),
-        ("sm_121f", "13.5.37", "sm_121f"),
+        ("sm_80", "12.8.93", "sm_80", False),
+        ("sm_90a", "12.8.93", "sm_90a", False),
+        ("sm_100f", "12.8.93", "sm_100a", False),
+        ("sm_120f", "12.8.93", "sm_120a", False),
+        ("sm_100f", "12.9.86", "sm_100f", True),
+        ("sm_121f", "13.5.37", "sm_121f", True),
     ],
 )
-def test_the_target_option(arch: str, version: str, target: str) -> None:
-    """Family suffixes need 12.9; older versions use the architecture-specific suffix."""
-    options = options_for(parse_arch(arch), str(nvrtc(version)))
-
+def test_options_of_a_version(arch: str, version: str, target: str, has_cache_option: bool) -> None:
+    """Family suffixes and the option that disables the cache of NVRTC exist from 12.9 on."""
+    options = options_for(parse_arch(arch), f"nvrtc-{version}")
     assert options[0] == f"--gpu-architecture={target}"
-
-
-@pytest.mark.parametrize(
-    ("version", "is_given"), [("12.8.93", False), ("12.9.86", True), ("13.5.37", True)]
-)
-def test_the_cache_of_nvrtc_is_disabled(version: str, is_given: bool) -> None:
-    """The option exists from 12.9 on; an older NVRTC rejects it."""
-    options = options_for(parse_arch("sm_90a"), str(nvrtc(version)))
-
-    assert ("--no-cache" in options) is is_given
+    assert ("--no-cache" in options) is has_cache_option
 
 
 @pytest.mark.parametrize(
     ("policy", "wheels", "toolchain"),
     [
-        ("auto", {"nvidia-cuda-nvrtc": "13.5.37"}, "nvrtc-13.5.37"),
+        ("auto", {CU13: "13.5.37"}, "nvrtc-13.5.37"),
         ("auto", {}, "nvrtc-13"),
-        ("exact", {"nvidia-cuda-nvrtc": "13.5.37"}, "nvrtc-13.5.37"),
-        ("compatible", {"nvidia-cuda-nvrtc": "13.5.37"}, "nvrtc-13"),
+        ("exact", {CU13: "13.5.37"}, "nvrtc-13.5.37"),
+        ("compatible", {CU13: "13.5.37"}, "nvrtc-13"),
         ("compatible", {}, "nvrtc-13"),
-        ("nvrtc-13.0.88", {"nvidia-cuda-nvrtc": "13.5.37"}, "nvrtc-13.0.88"),
+        ("nvrtc-13.0.88", {CU13: "13.5.37"}, "nvrtc-13.0.88"),
         ("nvrtc-13.0.88", {}, "nvrtc-13.0.88"),
     ],
 )
 def test_the_toolchain_of_a_policy(
-    policy: str,
-    wheels: Mapping[str, str],
-    toolchain: str,
-    bare: pytest.MonkeyPatch,
-    tmp_path: Path,
+    policy: str, wheels: Mapping[str, str], toolchain: str, bare: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A policy selects the installed compiler, any of its major version, or a named one."""
     install(bare, tmp_path, "13.4.4", wheels)
-
     assert wanted_toolchain(policy) == toolchain
 
 
@@ -263,7 +210,6 @@ def test_a_missing_compiler_is_searched_once(bare: pytest.MonkeyPatch, tmp_path:
     install(bare, tmp_path, "13.4.4", {})
     first = wanted_toolchain("auto")
     bare.setattr(toolchain, "metadata", None)
-
     assert wanted_toolchain("auto") == first
 
 
@@ -276,7 +222,6 @@ def test_a_policy_without_a_toolchain_is_an_error(
 ) -> None:
     """The message has the pip command."""
     install(bare, tmp_path, bindings, {})
-
     with pytest.raises(ToolchainError, match=text):
         wanted_toolchain(policy)
 
@@ -285,7 +230,6 @@ def test_a_policy_without_a_toolchain_is_an_error(
 def test_a_major_version_has_the_options_of_the_newest(arch: str) -> None:
     """A key without a minor version matches the options of any recent one."""
     options = options_for(parse_arch(arch), "nvrtc-13")
-
     assert options == options_for(parse_arch(arch), "nvrtc-13.0.88")
     assert options == options_for(parse_arch(arch), "nvrtc-12")
     assert options != options_for(parse_arch(arch), "nvrtc-12.8.93")
@@ -294,7 +238,6 @@ def test_a_major_version_has_the_options_of_the_newest(arch: str) -> None:
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
 def test_options_are_given_once(arch: Arch) -> None:
     """Each option has one value, so that its name may label it in the key."""
-    names = [option.partition("=")[0] for option in options_for(arch, str(nvrtc("13.5.37")))]
-
+    names = [option.partition("=")[0] for option in options_for(arch, "nvrtc-13.5.37")]
     assert len(names) == len(set(names))
     assert {"--std", "--no-cache", "--no-source-include", "--ptxas-options"} <= set(names)

@@ -14,8 +14,8 @@ from mlagen.families.gqa import dispatch as gqa_call
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.problem import check_problem
 from tests.families.launches import GQA_PATHS, Launch, record_launches
-from tests.gqa_problems import GqaCase
-from tests.xqa_semantics import xqa_arguments
+from tests.problems.entry_points import xqa_arguments
+from tests.problems.gqa import GqaCase
 
 
 def args_of(case: GqaCase, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> GqaArgs:

@@ -11,8 +11,8 @@ import torch
 import mlagen.decode
 import mlagen.xqa
 from mlagen.errors import ArgumentError
-from tests.gqa_problems import GqaCase
-from tests.xqa_semantics import xqa_arguments
+from tests.problems.entry_points import xqa_arguments
+from tests.problems.gqa import GqaCase
 
 UNIFORM = GqaCase(name="", seq_lens=(70, 3), q_len=2, mask="random")
 SINGLE = GqaCase(name="", seq_lens=(70, 3))

@@ -12,7 +12,7 @@ import torch
 import mlagen
 from mlagen.errors import ArgumentError
 from mlagen.families.mla.dispatch import run_mla
-from tests.cases import MlaCase, MlaProblem
+from tests.problems.mla import MlaCase, MlaProblem
 
 UNIFORM = MlaCase(name="", seq_lens=(70, 3), q_len=2, heads=16)
 SINGLE = MlaCase(name="", seq_lens=(70, 3), heads=16)

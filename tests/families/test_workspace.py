@@ -18,8 +18,8 @@ from mlagen.families.mla import select as mla_plan
 from mlagen.runtime.device import DeviceFacts
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
-from tests.cases import MlaCase
 from tests.families.launches import launched, record_launches
+from tests.problems.mla import MlaCase
 
 E4M3 = torch.float8_e4m3fn
 

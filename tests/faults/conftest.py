@@ -8,9 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.cache.builds import Patch
+
 
 @pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_waiting_for_the_disk(monkeypatch: Patch) -> None:
     """Disable fsync: thousands of calls take minutes, and no real power failure happens here."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.cache import builds
+
 
 def crowd(count: int, work: Callable[[int], object], *, seconds: int = 60) -> list[int]:
     """Run ``work(number)`` in forked processes that start together; return exit statuses.
@@ -20,7 +22,7 @@ def crowd(count: int, work: Callable[[int], object], *, seconds: int = 60) -> li
     go, gate = os.pipe()
     children = []
     for number in range(count):
-        child = os.fork()
+        child = builds.fork()
         if child == 0:
             os.close(gate)
             _take_part(lambda: work(number), arrived, go, seconds)  # noqa: B023 - called at once

@@ -9,13 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, final
 
-import pytest
-
 from mlagen.artifacts import Build
 from mlagen.cache.entry import CacheEntry
 from mlagen.cache.key import CacheKey
 from mlagen.cache.store import KernelStore
-from tests.cache.builds import make_build, make_key
+from tests.cache.builds import Log, Patch, make_build, make_key
 
 KEY = make_key()
 Act = Callable[[str], object]
@@ -42,13 +40,13 @@ def whole_entries(folder: Path) -> int:
     return len(stored)
 
 
-def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_in(caplog: Log) -> list[str]:
     """Return the logged warnings."""
     return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def watch(
-    patch: pytest.MonkeyPatch,
+    patch: Patch,
     before: Act,
     after: Act = lambda _: None,
     sync: Callable[[int], object] = lambda _: None,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import random
 import shutil
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,20 +17,27 @@ import pytest
 
 from mlagen.artifacts import Build
 from mlagen.cache import eviction
+from mlagen.cache.entry import CacheEntry
 from mlagen.cache.key import CacheKey
 from mlagen.engine import find_or_build
+from mlagen.jit import on_compile
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, make_build, make_key, tree, wait_for
+from tests.cache.builds import CountedBuild, Log, Patch, make_build, make_key, tree, wait_for
 from tests.faults.crowds import crowd, received, send
 from tests.faults.steps import KEY, store_in, warnings_in, whole_entries
-from tests.kernels import COMBINE
+from tests.kernels import COMBINE, WIDE_DECODE
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+pytestmark = pytest.mark.timeout(60)
 
 CROWD = 32
+KEYS = [make_key(f"family {number}") for number in range(16)]
 
 
-@pytest.mark.timeout(60)
+def cubin_of(key: CacheKey) -> bytes:
+    """Return bytes that are unique to a kernel."""
+    return builds.CUBIN + key.digest.encode() * 20
+
+
 def test_thirty_two_processes_compile_one_kernel_once(tmp_path: Path) -> None:
     """Started together on an empty cache, one process runs NVRTC and all get the same bytes."""
 
@@ -47,17 +54,95 @@ def test_thirty_two_processes_compile_one_kernel_once(tmp_path: Path) -> None:
     assert len({digest for _, digest in messages}) == 1
 
 
-KEYS = [make_key(f"family {number}") for number in range(16)]
+def test_killing_the_compiling_process_lets_the_others_finish(
+    tmp_path: Path, cache_dir: Path
+) -> None:
+    """After kill -9 during NVRTC, one waiting process compiles, and nothing is left over."""
+
+    def work(number: int) -> None:
+        if number == 4:
+            wait_for(lambda: received(tmp_path))
+            time.sleep(0.2)  # so that the others wait for the lock
+            os.kill(received(tmp_path)[0][1], signal.SIGKILL)
+            return
+        on_compile(lambda event: send(tmp_path, [event.phase, os.getpid()]))
+        assert find_or_build(WIDE_DECODE).entry.path is not None
+
+    statuses = crowd(5, work)
+
+    assert sorted(statuses) == [-signal.SIGKILL, 0, 0, 0, 0]
+    assert [phase for phase, _ in received(tmp_path)] == ["started", "started", "finished"]
+    assert not find_or_build(WIDE_DECODE).built
+    assert len(list(cache_dir.glob("v1/e/*/*/*/manifest.json"))) == 1
 
 
-def cubin_of(key: CacheKey) -> bytes:
-    """Return bytes that are unique to a kernel."""
-    return builds.CUBIN + key.digest.encode() * 20
+@pytest.mark.parametrize("stores", ["one", "separate", "one that cannot publish"])
+def test_sixty_four_threads_build_once(stores: str, tmp_path: Path, caplog: Log) -> None:
+    """Concurrent threads of one process run one build and share its entry."""
+    if is_blocked := stores == "one that cannot publish":
+        (tmp_path / "cache").touch()
+    shared, build = store_in(tmp_path), CountedBuild(seconds=0.1)
+
+    def ask() -> CacheEntry:
+        store = store_in(tmp_path) if stores == "separate" else shared
+        return store.find_or_build(KEY, build)
+
+    entries = builds.together([ask] * 64)
+
+    assert build.calls == 1
+    assert {entry.cubin for entry in entries} == {builds.CUBIN}
+    expected = None if is_blocked else builds.entry_folder(tmp_path, KEY)
+    assert {entry.path for entry in entries} == {expected}
+    assert len(warnings_in(caplog)) == is_blocked
 
 
-@pytest.mark.timeout(60)
+def test_an_error_reaches_every_thread(tmp_path: Path) -> None:
+    """All waiting threads get the exception, nothing is published, and a later call builds."""
+    store = store_in(tmp_path)
+    failing, build = CountedBuild(seconds=0.3, error=LookupError("no template")), CountedBuild()
+
+    def ask() -> str:
+        with pytest.raises(LookupError) as caught:
+            store.find_or_build(KEY, failing)
+        return str(caught.value)
+
+    assert builds.together([ask] * 16) == ["no template"] * 16
+    assert failing.calls == 1
+    assert list(store.entries()) == []
+    assert tree(tmp_path / "cache/v1/staging") == []
+    assert store.find_or_build(KEY, build).cubin == builds.CUBIN
+    assert build.calls == 1
+
+
+@pytest.mark.parametrize("publishes", [True, False], ids=["with a folder", "without a folder"])
+def test_a_child_forked_in_the_middle_of_a_build_does_not_hang(
+    publishes: bool, tmp_path: Path
+) -> None:
+    """It waits for the lock like any process, then builds; the parent is not affected."""
+    if not publishes:
+        (tmp_path / "cache").touch()
+    store = store_in(tmp_path, lock_timeout_s=0.2)
+    inside, release = threading.Event(), threading.Event()
+
+    def build() -> Build:
+        inside.set()
+        release.wait(10)
+        return make_build()
+
+    with ThreadPoolExecutor(1) as pool:
+        parent = pool.submit(store.find_or_build, KEY, build)
+        inside.wait(10)
+        status = builds.in_child(lambda: store.find_or_build(KEY, make_build))
+        release.set()
+
+    assert status == 0
+    assert parent.result().cubin == builds.CUBIN
+    assert (store.find(KEY) or parent.result()).cubin == builds.CUBIN
+    assert os.getpid() == parent.result().manifest.created["pid"]
+
+
 def test_processes_that_evict_each_others_kernels_get_the_right_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """32 processes use 16 kernels in a small cache: no bytes are wrong, lost or damaged."""
     monkeypatch.setattr(eviction, "RECENT_USE_S", -1.0)
@@ -96,10 +181,9 @@ def test_processes_that_evict_each_others_kernels_get_the_right_ones(
     assert tree(tmp_path / "cache/v1/staging") == []
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("repetition", range(3), ids="run {}".format)
 def test_a_cache_that_is_cleared_continuously_serves_every_process(
-    repetition: int, tmp_path: Path
+    repetition: int, tmp_path: Path, caplog: Log
 ) -> None:
     """Eight processes request a kernel while a ninth clears: each gets it, without a warning."""
     askers = 8
@@ -110,12 +194,10 @@ def test_a_cache_that_is_cleared_continuously_serves_every_process(
             while len(received(tmp_path)) < askers:
                 store.clear()
             return
-        listener = Listener()
-        logging.getLogger("mlagen").addHandler(listener)
         for key in KEYS[repetition:] + KEYS[:repetition]:
             entry = store.find_or_build(key, lambda: make_build(cubin_of(key)))  # noqa: B023
             assert entry.cubin == cubin_of(key)
-        send(tmp_path, listener.messages)
+        send(tmp_path, warnings_in(caplog))
 
     statuses = crowd(askers + 1, work)
 
@@ -125,22 +207,7 @@ def test_a_cache_that_is_cleared_continuously_serves_every_process(
     assert tree(tmp_path / "cache/v1/quarantine") == []
 
 
-class Listener(logging.Handler):
-    """Collects the warnings of a process."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Append one."""
-        self.messages.append(record.getMessage())
-
-
-@pytest.mark.timeout(30)
-def test_a_stopped_holder_of_the_lock_does_not_block_others(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stopped_holder_of_the_lock_does_not_block_others(tmp_path: Path, caplog: Log) -> None:
     """If the holder of the lock neither ends nor continues, the timeout ends the wait."""
     reader, writer = os.pipe()
 
@@ -149,7 +216,7 @@ def test_a_stopped_holder_of_the_lock_does_not_block_others(
         time.sleep(60)
         return make_build()
 
-    holder = os.fork()
+    holder = builds.fork()
     if holder == 0:
         store_in(tmp_path).find_or_build(KEY, hold)
         os._exit(1)
@@ -170,32 +237,6 @@ def test_a_stopped_holder_of_the_lock_does_not_block_others(
     assert warning.startswith("lock: expected within 0.3 s, got none, compiling without: ")
 
 
-@pytest.mark.timeout(30)
-def test_a_lock_file_that_is_deleted_while_held_costs_one_build_more(tmp_path: Path) -> None:
-    """Two processes hold a lock of the same name: both build, and one publishes."""
-    entered, release = threading.Event(), threading.Event()
-
-    def slow() -> Build:
-        entered.set()
-        release.wait(15)
-        return make_build()
-
-    other = CountedBuild()
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(store_in(tmp_path).find_or_build, KEY, slow)
-        entered.wait(15)
-        for file in (tmp_path / "locks").iterdir():
-            file.unlink()
-        second = store_in(tmp_path).find_or_build(KEY, other)
-        release.set()
-
-    assert other.calls == 1
-    assert first.result().cubin == second.cubin == builds.CUBIN
-    assert whole_entries(tmp_path) == 1
-    assert tree(tmp_path / "cache/v1/staging") == []
-
-
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("what", ["the files", "the folder"])
 def test_locks_that_are_deleted_while_processes_wait(what: str, tmp_path: Path) -> None:
     """While eight processes wait, the locks are deleted: some build twice, none fails."""

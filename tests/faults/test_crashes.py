@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import shutil
 import signal
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,32 +15,40 @@ from mlagen.artifacts import Build
 from mlagen.cache.key import CacheKey
 from mlagen.cache.layout import Layout
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_key, tree
+from tests.cache.builds import CountedBuild, Log, Patch, entry_folder, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in, watch, whole_entries
-
-pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 
 OTHER, LATER = make_key("another kernel"), make_key("a later kernel")
 
 
-def dies(work: Callable[[], object], number: int) -> bool:
-    """Run work in a child that is killed at step ``number``; return whether it got there.
+def crashes(folder: Path, work: Callable[[Path], object]) -> Iterator[Path]:
+    """Run work on a copy of ``folder``; yield the disk as kill -9 before each step leaves it.
 
-    The kill happens before or after the step.
+    A process of its own does the work, so that every remnant is of a dead process. The last disk is
+    the one after all steps.
     """
-    remaining = itertools.count(number - 1, -1)
-
-    def strike(_: str) -> None:
-        if next(remaining) == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+    states = folder.with_name(f"{folder.name} killed")
+    live = states / "live"
+    folder.mkdir(exist_ok=True)
+    shutil.copytree(folder, live)
 
     def work_watched() -> None:
-        watch(pytest.MonkeyPatch(), before=strike, after=strike)
-        work()
+        numbers, is_copying = itertools.count(), False
 
-    status = builds.in_child(work_watched)
-    assert status in (0, -signal.SIGKILL)
-    return status != 0
+        def keep(_: str) -> None:
+            nonlocal is_copying
+            if not is_copying:
+                is_copying = True
+                shutil.copytree(live, states / f"{next(numbers)}")
+                is_copying = False
+
+        watch(pytest.MonkeyPatch(), before=keep)
+        work(live)
+        keep("end")
+
+    assert builds.in_child(work_watched) == 0
+    for number in range(len(list(states.iterdir())) - 1):
+        yield states / f"{number}"
 
 
 def remains_later(folder: Path) -> list[str]:
@@ -54,34 +60,6 @@ def remains_later(folder: Path) -> list[str]:
     return tree(staging)
 
 
-class Cycle:
-    """Garbage that needs a collection."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-
-def test_garbage_collection_causes_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finalizers that change files do not run while the steps of a test are counted."""
-
-    def make(folder: Path) -> None:
-        folder.mkdir()
-
-    steps: list[str] = []
-    weakref.finalize(Cycle(), make, tmp_path / "garbage").atexit = False
-    watch(monkeypatch, before=steps.append)
-
-    gc.collect()
-
-    assert steps == []
-    make(tmp_path / "made")
-    assert steps == ["mkdir"]
-
-    gc.unfreeze()
-    gc.collect()
-    assert steps == ["mkdir", "mkdir"]
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("others", [[], [OTHER]], ids=["no cache yet", "beside another"])
 def test_killed_at_any_moment_of_a_build_a_process_leaves_nothing_or_everything(
@@ -89,12 +67,9 @@ def test_killed_at_any_moment_of_a_build_a_process_leaves_nothing_or_everything(
 ) -> None:
     """After kill -9 around each step, other processes find a complete entry or build one."""
     found: list[bool] = []
-    for number in itertools.count(1):
-        folder = tmp_path / str(number)
-        for other in others:
-            ask(folder, other)
-        if not dies(lambda: ask(folder), number):  # noqa: B023 - called at once
-            break
+    for other in others:
+        ask(tmp_path / "before", other)
+    for folder in crashes(tmp_path / "before", ask):
         build = CountedBuild()
         remaining = whole_entries(folder) - len(others)
 
@@ -111,7 +86,7 @@ def test_killed_at_any_moment_of_a_build_a_process_leaves_nothing_or_everything(
     # Before the rename nothing is visible, after it the whole entry.
     assert found == sorted(found)
     assert set(found) == {False, True}
-    assert len(found) > 40
+    assert len(found) > 30
 
 
 def remove(folder: Path) -> None:
@@ -150,11 +125,7 @@ def test_killed_at_any_moment_of_a_removal_a_process_leaves_nothing_or_everythin
     ask(tmp_path / "valid")
     ask(tmp_path / "valid", OTHER)
     found = []
-    for number in itertools.count(1):
-        folder = tmp_path / str(number)
-        shutil.copytree(tmp_path / "valid", folder)
-        if not dies(lambda: act(folder), number):  # noqa: B023 - called at once
-            break
+    for folder in crashes(tmp_path / "valid", act):
         whole_entries(folder)
         found.append(is_in_place(folder))
         assert ask(folder).path == entry_folder(folder, KEY)
@@ -166,17 +137,13 @@ def test_killed_at_any_moment_of_a_removal_a_process_leaves_nothing_or_everythin
 
 @pytest.mark.timeout(60)
 def test_killed_at_any_moment_of_a_quarantine_a_process_serves_no_damage(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: Log
 ) -> None:
     """A damaged entry is in place or in the quarantine; either way the kernel is right."""
     ask(tmp_path / "damaged")
     (entry_folder(tmp_path / "damaged", KEY) / "kernel.cubin").write_bytes(b"\x7fELF damaged")
     moved = []
-    for number in itertools.count(1):
-        folder = tmp_path / str(number)
-        shutil.copytree(tmp_path / "damaged", folder)
-        if not dies(lambda: store_in(folder).look_up(KEY), number):  # noqa: B023 - called at once
-            break
+    for folder in crashes(tmp_path / "damaged", lambda folder: store_in(folder).look_up(KEY)):
         moved.append(not entry_folder(folder, KEY).exists())
         caplog.clear()
 
@@ -192,7 +159,7 @@ def test_killed_at_any_moment_of_a_quarantine_a_process_serves_no_damage(
 
 
 def test_a_sweep_deletes_all_of_a_staging_folder_or_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """A builder whose staging is swept because of a wrong clock publishes all of it or nothing."""
     layout = Layout(tmp_path / "cache")
@@ -220,20 +187,20 @@ def test_a_sweep_deletes_all_of_a_staging_folder_or_nothing(
 
 @pytest.mark.timeout(30)
 def test_a_lock_is_free_when_its_holder_is_killed_though_its_child_lives(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: Log
 ) -> None:
     """A child that was forked while its parent held the lock does not keep it locked."""
     reader, writer = os.pipe()
 
     def fork_and_hold() -> Build:
-        if os.fork() == 0:
+        if builds.fork() == 0:
             os.write(writer, b"%d" % os.getpid())
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(20)  # for both, so that neither outlives a failing test
         while True:
             signal.pause()
 
-    holder = os.fork()
+    holder = builds.fork()
     if holder == 0:
         try:
             ask(tmp_path, build=fork_and_hold)

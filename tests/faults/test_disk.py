@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, tree
+from tests.cache.builds import CountedBuild, Log, entry_folder, make_build, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in, watch, whole_entries
 
 OTHER = make_key("another kernel")
@@ -55,7 +55,7 @@ CODES = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE]
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.__getitem__)
 def test_an_error_at_any_step_costs_no_kernel(
-    code: int, lasting: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    code: int, lasting: bool, tmp_path: Path, caplog: Log
 ) -> None:
     """An error at any step of a build costs one warning at most, without a partial entry."""
     published = []
@@ -116,7 +116,6 @@ def file_size_limit(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("size", [0, 1, 100, 500, 1000], ids="{} bytes".format)
 def test_a_limit_on_the_size_of_files_costs_no_kernel(size: int, tmp_path: Path) -> None:
     """If the system ends a write early, the kernel stays in memory."""
@@ -166,16 +165,12 @@ NOTES = {
 
 
 @pytest.mark.parametrize("note", NOTES.values(), ids=NOTES)
-def test_a_damaged_size_file_is_measured_again(
-    note: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_size_file_is_measured_again(note: bytes, tmp_path: Path, caplog: Log) -> None:
     """A kernel is returned for any content, and the size file is right afterwards."""
     ask(tmp_path)
     path = tmp_path / "cache/v1/size.json"
     path.write_bytes(note)
-
     entry = ask(tmp_path, OTHER)
-
     assert entry.path == entry_folder(tmp_path, OTHER)
     files = [file for file in (tmp_path / "cache/v1/e").rglob("*") if file.is_file()]
     assert json.loads(path.read_bytes())["bytes"] == sum(file.stat().st_size for file in files)

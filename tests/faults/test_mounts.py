@@ -10,13 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, tree
+from tests.cache.builds import CountedBuild, Log, entry_folder, make_build, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
-    pytest.mark.timeout(60),
-]
+pytestmark = pytest.mark.timeout(60)
 
 OTHER = make_key("another kernel")
 
@@ -79,9 +76,7 @@ LARGE = builds.CUBIN * 100  # 100 KiB
 
 
 @pytest.mark.parametrize("cubin", [builds.CUBIN, LARGE], ids=["small", "large"])
-def test_a_disk_that_is_full_costs_no_kernel(
-    cubin: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_is_full_costs_no_kernel(cubin: bytes, tmp_path: Path, caplog: Log) -> None:
     """Whichever file or folder does not fit first, and when the disk has space again."""
     limits = [*LIMITS, *(f"size={size}k" for size in (64, 128, 256, 512))]
 
@@ -114,9 +109,7 @@ def test_a_disk_that_is_full_costs_no_kernel(
     in_mount_namespace(work)
 
 
-def test_a_disk_that_is_mounted_read_only_serves_hits(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_is_mounted_read_only_serves_hits(tmp_path: Path, caplog: Log) -> None:
     """Existing kernels are found, missing ones are built in memory, and published later."""
 
     def work() -> None:
@@ -141,7 +134,7 @@ def test_a_disk_that_is_mounted_read_only_serves_hits(
 
 
 def test_an_entry_that_is_damaged_on_a_read_only_disk_is_not_served(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: Log
 ) -> None:
     """It stays in place, and the kernel is built in memory."""
 

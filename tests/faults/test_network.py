@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import itertools
 import os
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +17,18 @@ from mlagen.artifacts import Build
 from mlagen.cache.eviction import evict
 from mlagen.cache.layout import Layout
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_build, make_store, tree
+from tests.cache.builds import (
+    CountedBuild,
+    Log,
+    Patch,
+    entry_folder,
+    failing,
+    make_build,
+    make_store,
+    tree,
+)
 from tests.faults.crowds import crowd, received, send
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
-
-pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 
 OTHER_CUBIN = builds.CUBIN + b"of another build"
 
@@ -49,7 +54,7 @@ def before_reading(act: Callable[[Path], object]) -> Iterator[None]:
 
 
 def test_a_publication_that_is_not_seen_for_a_while_costs_no_kernel(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: Log
 ) -> None:
     """A publisher that does not see its entry yet has its bytes, and builds again on request."""
     store, build = store_in(tmp_path), CountedBuild()
@@ -70,65 +75,9 @@ def test_a_publication_that_is_not_seen_for_a_while_costs_no_kernel(
     assert warnings_in(caplog) == []
 
 
-@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
-def test_a_stale_handle_at_any_look_costs_no_kernel(
-    lasting: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One warning at most, and the entry stays for other processes."""
-    ask(tmp_path)
-    for number in itertools.count(1):
-        looks, struck = itertools.count(1), []
-
-        def fail(_: Path) -> None:
-            look = next(looks)  # noqa: B023 - called in this round
-            if look == number or (lasting and look > number):  # noqa: B023
-                struck.append(look)  # noqa: B023
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
-        caplog.clear()
-        with before_reading(fail):
-            entry = ask(tmp_path)
-        if not struck:
-            break
-
-        assert entry.cubin == builds.CUBIN
-        assert len(warnings_in(caplog)) == (1 if entry.path is None else 0)
-        assert whole_entries(tmp_path) == 1
-        assert tree(tmp_path / "cache/v1/quarantine") == []
-
-    assert number > 8
-    assert warnings_in(caplog) == []
-
-
-@pytest.mark.parametrize("call", ["read", "fstat"])
-def test_a_handle_that_goes_stale_while_open_costs_no_kernel(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An entry that another machine removed after it was opened is absent, not damaged."""
-    ask(tmp_path)
-    build = CountedBuild()
-
-    real, status_of = getattr(os, call), os.fstat
-
-    def fail(descriptor: int, *args: object) -> object:
-        if stat.S_ISREG(status_of(descriptor).st_mode):
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return real(descriptor, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, fail)
-        entry = store_in(tmp_path, max_bytes=None).find_or_build(KEY, build)
-
-    assert build.calls == 1
-    assert entry.cubin == builds.CUBIN
-    assert warnings_in(caplog) == []
-    assert tree(tmp_path / "cache/v1/quarantine") == []
-    assert whole_entries(tmp_path) == 1
-
-
 @pytest.mark.parametrize("code", [errno.EEXIST, errno.ENOTEMPTY], ids=errno.errorcode.__getitem__)
 def test_the_second_publisher_keeps_its_bytes_and_leaves_no_trace(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    code: int, tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     """For any error of the rename, the first entry stays."""
     target = entry_folder(tmp_path, KEY)
@@ -158,7 +107,7 @@ def test_the_second_publisher_keeps_its_bytes_and_leaves_no_trace(
 
 
 def test_a_rename_whose_answer_was_lost_is_a_publication(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     """A retried rename fails because the first one succeeded; the entry exists."""
     real = os.rename
@@ -178,18 +127,15 @@ def test_a_rename_whose_answer_was_lost_is_a_publication(
 
 @pytest.mark.parametrize("code", [errno.EBUSY, errno.ENOTEMPTY], ids=errno.errorcode.__getitem__)
 def test_files_that_others_have_open_delay_deletion_and_nothing_else(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    code: int, tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     """Entries that a client keeps for open files are invisible at once, and swept later."""
     store = store_in(tmp_path)
     ask(tmp_path)
     (stored,) = store.entries()
 
-    def busy(*_: object, **__: object) -> None:
-        raise OSError(code, os.strerror(code))
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rmdir", busy)
+        patch.setattr(os, "rmdir", failing(code))
         store.remove(stored)
         absent = store.find(KEY)
         entry = ask(tmp_path)
@@ -213,15 +159,12 @@ def test_files_that_others_have_open_delay_deletion_and_nothing_else(
 def test_a_lock_folder_without_locks_costs_builds_only(code: int, tmp_path: Path) -> None:
     """Four processes without locks all get the kernel, and there is one entry."""
 
-    def reject(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
     def build() -> Build:
         send(tmp_path, "built")
         return make_build()
 
     def work(_: int) -> None:
-        fcntl.flock = reject
+        fcntl.flock = failing(code)
         entry = ask(tmp_path, build=build)
         assert entry.cubin == builds.CUBIN
         assert entry.path is not None
@@ -245,7 +188,7 @@ def _replace(folder: Path) -> None:
 
 @pytest.mark.parametrize("act", [_evict, _replace], ids=["removed", "replaced"])
 def test_an_entry_removed_between_manifest_and_cubin_is_not_damaged(
-    act: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    act: Callable[[Path], None], tmp_path: Path, caplog: Log
 ) -> None:
     """A concurrent reader gets a complete kernel, old or new, and quarantines nothing."""
     ask(tmp_path)
@@ -268,7 +211,7 @@ def test_an_entry_removed_between_manifest_and_cubin_is_not_damaged(
 
 @pytest.mark.parametrize("is_dry", [False, True], ids=["look-up", "dry look-up"])
 def test_an_entry_removed_from_a_layer_while_it_is_read_is_absent(
-    is_dry: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    is_dry: bool, tmp_path: Path, caplog: Log
 ) -> None:
     """A layer that another machine cleans up is not called damaged."""
     ask(tmp_path)

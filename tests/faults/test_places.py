@@ -14,7 +14,7 @@ import pytest
 from mlagen.cache.default_store import kernel_store
 from mlagen.settings import current_settings
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, tree
+from tests.cache.builds import CountedBuild, Log, Patch, entry_folder, make_build, make_key, tree
 from tests.faults.privileges import give_up_capabilities
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
 
@@ -27,7 +27,6 @@ def lock_up(folder: Path) -> None:
         path.chmod(0o555 if path.is_dir() else 0o444)
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_read_only_cache_serves_hits_and_builds_in_memory(tmp_path: Path) -> None:
     """Existing kernels are found, missing ones are built once per process, and nothing changes."""
     ask(tmp_path)
@@ -47,7 +46,7 @@ def test_a_read_only_cache_serves_hits_and_builds_in_memory(tmp_path: Path) -> N
     assert tree(tmp_path) == before
 
 
-def settle(monkeypatch: pytest.MonkeyPatch, temporary: Path, **environ: str) -> None:
+def settle(monkeypatch: Patch, temporary: Path, **environ: str) -> None:
     """Set only the variables of the cache folder; ``temporary`` is for temporary files."""
     for name in ("MLAGEN_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -79,13 +78,9 @@ LOCKED: dict[str, Callable[[Path], dict[str, str]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("place", LOCKED.values(), ids=LOCKED)
 def test_a_place_that_cannot_be_written_costs_no_kernel(
-    place: Callable[[Path], dict[str, str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    place: Callable[[Path], dict[str, str]], tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     """Kernels are built and stored in memory, with one warning."""
     locked = tmp_path / "locked"
@@ -126,10 +121,7 @@ FREE: dict[str, Callable[[Path], dict[str, str]]] = {
 
 @pytest.mark.parametrize("place", FREE.values(), ids=FREE)
 def test_an_odd_but_writable_folder_is_used(
-    place: Callable[[Path], dict[str, str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    place: Callable[[Path], dict[str, str]], tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     """Neither an unknown user nor an odd name matters."""
     free = tmp_path / "free"
@@ -180,7 +172,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("spot", SPOTS.values(), ids=SPOTS)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_an_obstacle_costs_no_kernel(
-    kind: Callable[[Path], object], spot: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: Callable[[Path], object], spot: str, tmp_path: Path, caplog: Log
 ) -> None:
     """For any obstacle in the cache folder, the kernel is returned without blocking."""
     (tmp_path / spot).parent.mkdir(parents=True, exist_ok=True)
@@ -205,15 +197,13 @@ def test_a_cache_that_is_deleted_in_use_is_recreated(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     store.find_or_build(KEY, make_build)
     shutil.rmtree(tmp_path / "cache")
-
     entry = store.find_or_build(KEY, make_build)
-
     assert entry.path == entry_folder(tmp_path, KEY)
     assert whole_entries(tmp_path) == 1
 
 
 def test_a_folder_that_vanishes_while_publishing_is_recreated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     """Evicting the last entry of a key deletes its folder under a concurrent builder."""
     rename, vanished = os.rename, list[str]()

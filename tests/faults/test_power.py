@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder
+from tests.cache.builds import CountedBuild, Log, entry_folder
 from tests.faults.steps import KEY, ask, warnings_in, watch, whole_entries
 
 
@@ -59,7 +59,7 @@ def build_until(folder: Path, number: int) -> set[int] | None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("lose", LOSSES.values(), ids=LOSSES)
 def test_a_power_failure_at_any_step_leaves_no_partial_entry(
-    lose: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    lose: Callable[[Path], None], tmp_path: Path, caplog: Log
 ) -> None:
     """Only flushed data survives, and a visible entry is complete nevertheless."""
     visible, lost = [], 0
@@ -107,26 +107,3 @@ def test_names_are_flushed_before_and_after_they_change(tmp_path: Path) -> None:
     names = {path.name for path in synced if path.parent == staged}
     assert names == {path.name for path in folder.iterdir()}
     assert folder.parent in done[renamed:]
-
-
-@pytest.mark.parametrize("lose", LOSSES.values(), ids=LOSSES)
-@pytest.mark.parametrize("name", ["kernel.cubin", "manifest.json", "*"], ids="{} is lost".format)
-def test_an_entry_with_lost_content_is_rebuilt(
-    name: str,
-    lose: Callable[[Path], None],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Digests detect a disk that reported a write and lost it."""
-    ask(tmp_path)
-    for file in entry_folder(tmp_path, KEY).glob(name):
-        lose(file)
-    build = CountedBuild()
-
-    entry = ask(tmp_path, build=build)
-
-    assert build.calls == 1
-    assert entry.cubin == builds.CUBIN
-    assert entry.path == entry_folder(tmp_path, KEY)
-    assert whole_entries(tmp_path) == 1
-    assert len(warnings_in(caplog)) == 1

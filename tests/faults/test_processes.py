@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,13 +20,16 @@ from mlagen.compiler.nvrtc_process import compile_anywhere
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.engine import find_or_build, kernel_for
 from mlagen.runtime.loader import LoadedKernel
-from tests.cache import builds
-from tests.cache.builds import ROOT, CountedBuild, in_child, make_key, together, tree, wait_for
+from tests.cache.builds import (
+    ROOT,
+    Patch,
+    in_child,
+    tree,
+    wait_for,
+)
 from tests.faults.crowds import crowd, received, send
-from tests.faults.steps import store_in, whole_entries
+from tests.faults.steps import whole_entries
 from tests.kernels import COMBINE, SM_80, WIDE_DECODE, complaints
-
-pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 
 PROBE = Source(text='extern "C" __global__ void probe() {}\n', origins=("probe.cuh:1",))
 
@@ -91,9 +93,7 @@ def test_processes_of_any_start_method_share_a_cache(method: str, tmp_path: Path
 
 
 @pytest.mark.timeout(30)
-def test_a_child_forgets_what_its_parent_loaded_and_was_loading(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_child_forgets_what_its_parent_loaded_and_was_loading(monkeypatch: Patch) -> None:
     """It has neither the CUDA context nor the threads of its parent."""
     kernel, other = (LoadedKernel.__new__(LoadedKernel) for _ in range(2))
     inside, release = threading.Event(), threading.Event()
@@ -147,11 +147,9 @@ def test_a_process_that_ends_while_it_compiles_ends_well(
 ) -> None:
     """It neither crashes nor hangs; started compilations are finished and published."""
     command = [sys.executable, "-c", ENDING, kind, moment]
-
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=50
     )
-
     assert (done.returncode, complaints(done.stderr)) == (0, [])
     assert len(list(cache_dir.glob("v1/e/*/*/*/manifest.json"))) == 1
     assert tree(cache_dir / "v1/staging") == []
@@ -184,26 +182,8 @@ assert messages == [None, None], messages
 def test_a_store_works_in_subinterpreters(tmp_path: Path) -> None:
     """Two successive interpreters of one process build and find in the same cache."""
     command = [sys.executable, "-c", SUBINTERPRETER, str(tmp_path)]
-
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
     if "ModuleNotFoundError" in done.stderr and "nterpreters" in done.stderr:
         pytest.skip("this Python has no subinterpreters")
     assert (done.returncode, complaints(done.stderr)) == (0, [])
     assert whole_entries(tmp_path) == 2
-
-
-@pytest.mark.skipif(
-    not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="needs a Python without the GIL"
-)
-@pytest.mark.timeout(30)
-def test_threads_without_the_gil_build_once(tmp_path: Path) -> None:
-    """Parallel threads without the GIL share one build of each kernel."""
-    store, build = store_in(tmp_path), CountedBuild(seconds=0.05)
-    keys = [make_key(f"family {number}") for number in range(8)]
-
-    entries = together([lambda key=key: store.find_or_build(key, build) for key in keys * 8])  # type: ignore[misc]
-
-    assert build.calls == len(keys)
-    assert {entry.cubin for entry in entries} == {builds.CUBIN}
-    assert whole_entries(tmp_path) == len(keys)

@@ -12,7 +12,7 @@ import pytest
 from mlagen.cache.lock import _warn
 from mlagen.cache.store import KernelStore
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, tree
+from tests.cache.builds import CountedBuild, Log, Patch, entry_folder, make_build, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in
 from tests.faults.strangers import FOLDERS, folder_of, give_away
 
@@ -37,36 +37,27 @@ def _use_all_of_it(folder: Path, *, is_shared: bool) -> None:
     assert store.find(KEY) is None
 
 
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o027, 0o077], ids="umask {:03o}".format)
-def test_everything_is_private_for_any_umask(umask: int, tmp_path: Path) -> None:
-    """Entries, size file, quarantine and lock folder are private for any umask."""
+def test_all_is_private_or_in_a_shared_cache_of_the_umask(
+    umask: int, is_shared: bool, tmp_path: Path
+) -> None:
+    """Entries, size file and quarantine have these modes; the folder of locks is private."""
     before = os.umask(umask)
     try:
-        _use_all_of_it(tmp_path, is_shared=False)
+        _use_all_of_it(tmp_path, is_shared=is_shared)
     finally:
         os.umask(before)
 
-    assert modes_below(tmp_path / "cache") == {"folders": {0o700}, "files": {0o600}}
+    masked = umask if is_shared else 0o077
+    expected = {"folders": {0o777 & ~masked}, "files": {0o666 & ~masked}}
+    assert modes_below(tmp_path / "cache") == expected
     assert (tmp_path / "locks").stat().st_mode & 0o777 == 0o700
     assert len(tree(tmp_path / "cache/v1/quarantine")) > 1
 
 
-@pytest.mark.parametrize("umask", [0o000, 0o002, 0o027, 0o077], ids="umask {:03o}".format)
-def test_in_a_shared_cache_the_umask_decides(umask: int, tmp_path: Path) -> None:
-    """In a shared cache the umask decides; locks are always private."""
-    before = os.umask(umask)
-    try:
-        _use_all_of_it(tmp_path, is_shared=True)
-    finally:
-        os.umask(before)
-
-    expected = {"folders": {0o777 & ~umask}, "files": {0o666 & ~umask}}
-    assert modes_below(tmp_path / "cache") == expected
-    assert (tmp_path / "locks").stat().st_mode & 0o777 == 0o700
-
-
 # Problem of a folder, and its name in the warning.
-OPEN: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], object], str]] = {
+OPEN: dict[str, tuple[Callable[[Path, Patch], object], str]] = {
     "all may write": (lambda path, _: path.chmod(0o777), "mode 0777, which lets others write"),
     "all may write, sticky": (lambda path, _: path.chmod(0o1777), "mode 1777, which lets others"),
     "the group may write": (lambda path, _: path.chmod(0o770), "mode 0770, which lets others"),
@@ -77,12 +68,12 @@ OPEN: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], object], str]] = {
 @pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.parametrize(("spoil", "word"), OPEN.values(), ids=OPEN)
 def test_a_folder_that_others_may_write_is_rejected(
-    spoil: Callable[[Path, pytest.MonkeyPatch], object],
+    spoil: Callable[[Path, Patch], object],
     word: str,
     folder: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: Patch,
+    caplog: Log,
 ) -> None:
     """Its entries are not loaded, nothing is written, and one warning has the reason and remedy."""
     ask(tmp_path)
@@ -111,11 +102,11 @@ def test_a_folder_that_others_may_write_is_rejected(
 @pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.parametrize("spoil", [pair[0] for pair in OPEN.values()], ids=OPEN)
 def test_a_folder_that_others_may_write_is_used_with_trust(
-    spoil: Callable[[Path, pytest.MonkeyPatch], object],
+    spoil: Callable[[Path, Patch], object],
     folder: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: Patch,
+    caplog: Log,
 ) -> None:
     """With MLAGEN_TRUST_SHARED=1 the same cache is read and written without a warning."""
     ask(tmp_path)
@@ -134,11 +125,11 @@ def test_a_folder_that_others_may_write_is_used_with_trust(
 
 @pytest.mark.parametrize(("spoil", "word"), OPEN.values(), ids=OPEN)
 def test_a_layer_that_others_may_write_is_ignored(
-    spoil: Callable[[Path, pytest.MonkeyPatch], object],
+    spoil: Callable[[Path, Patch], object],
     word: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: Patch,
+    caplog: Log,
 ) -> None:
     """A read-only layer passes the same checks; failing them costs a build and one warning."""
     ask(tmp_path / "shipped")
@@ -161,10 +152,7 @@ def test_a_layer_that_others_may_write_is_ignored(
     "spoil", [*(pair[0] for pair in OPEN.values()), "link"], ids=[*OPEN, "a link"]
 )
 def test_a_lock_folder_of_another_user_is_not_used(
-    spoil: Callable[[Path, pytest.MonkeyPatch], object] | str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    spoil: Callable[[Path, Patch], object] | str, tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     """A well-known lock folder created by another user is not used, with one warning."""
     _warn.cache_clear()
@@ -191,13 +179,11 @@ def test_a_lock_folder_of_another_user_is_not_used(
     assert "(choose another MLAGEN_LOCK_DIR), compiling without: " in warning
 
 
-def test_a_manifest_holds_no_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_holds_no_environment(tmp_path: Path, monkeypatch: Patch) -> None:
     """No file of the cache contains environment variables."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-publish")
     _use_all_of_it(tmp_path, is_shared=False)
-
     files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-
     assert [path for path in files if b"do-not-publish" in path.read_bytes()] == []
     text = (entry_folder(tmp_path, OTHER) / "manifest.json").read_text()
     created = json.loads(text)["created"]

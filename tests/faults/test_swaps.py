@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ from mlagen.cache.bundle_writing import write_bundle
 from mlagen.cache.store import KernelStore
 from mlagen.errors import CacheError
 from tests.cache import builds
-from tests.cache.builds import entry_folder, make_build, make_key, tree
+from tests.cache.builds import Log, Patch, entry_folder, make_build, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in
-from tests.faults.strangers import give_away
+from tests.faults.strangers import folder_of, give_away
 
 CALLS = ("open", "fstat", "stat", "listdir", "mkdir", "rename", "unlink", "rmdir", "utime")
 PLANTED = b"\x7fELF planted"
@@ -60,14 +59,7 @@ def exchange(one: Path, other: Path) -> None:
         raise OSError(code, os.strerror(code))
 
 
-def place_in(folder: Path, name: str) -> Path:
-    """Return a folder of the cache in ``folder`` by its name."""
-    entry = entry_folder(folder, KEY)
-    named = {"shard": entry.parents[1], "key": entry.parent, "entry": entry}
-    return named.get(name, folder / "cache" / name)
-
-
-def plant(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+def plant(folder: Path, patch: Patch) -> Path:
     """Create a cache with a kernel of another user, sealed and with valid digests."""
     ask(folder, build=lambda: make_build(PLANTED))
     planted = folder / "cache"
@@ -80,7 +72,7 @@ def plant(folder: Path, patch: pytest.MonkeyPatch) -> Path:
 
 
 def test_planted_bytes_are_not_served_whenever_the_cache_is_swapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """The checked folder is the one that is read: the kernel of the user, or none."""
     ask(tmp_path)
@@ -99,7 +91,7 @@ def test_planted_bytes_are_not_served_whenever_the_cache_is_swapped(
     assert set(cubins) == {None, builds.CUBIN}
 
 
-@pytest.mark.parametrize("place", ["v1", "v1/e", "shard", "key", "entry"])
+@pytest.mark.parametrize("place", ["cache/v1", "cache/v1/e", "shard", "key", "entry"])
 def test_a_link_swapped_in_is_not_read_through(place: str, tmp_path: Path) -> None:
     """A link is rejected for trusted users too, at any moment of the swap."""
     served = []
@@ -107,8 +99,8 @@ def test_a_link_swapped_in_is_not_read_through(place: str, tmp_path: Path) -> No
         folder, planted = tmp_path / str(number), tmp_path / str(number) / "planted"
         ask(folder)
         ask(planted, build=lambda: make_build(PLANTED))
-        target, link = place_in(folder, place), folder / "link"
-        link.symlink_to(place_in(planted, place))
+        target, link = folder_of(folder, place), folder / "link"
+        link.symlink_to(folder_of(planted, place))
         with at_step(number, lambda: exchange(target, link)) as done:  # noqa: B023 - at once
             found = store_in(folder, is_shared=True).look_up(KEY)
         if not done:
@@ -129,7 +121,7 @@ CLEANING: dict[str, Callable[[KernelStore], object]] = {
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("place", ["v1", "v1/staging", "v1/quarantine", "shard"])
+@pytest.mark.parametrize("place", ["cache/v1", "cache/v1/staging", "cache/v1/quarantine", "shard"])
 @pytest.mark.parametrize("clean", CLEANING.values(), ids=CLEANING)
 def test_nothing_behind_a_link_is_deleted_whenever_it_is_swapped_in(
     clean: Callable[[KernelStore], object], place: str, tmp_path: Path
@@ -150,7 +142,7 @@ def test_nothing_behind_a_link_is_deleted_whenever_it_is_swapped_in(
         for name in ("staging", "quarantine"):
             (cache / "v1" / name / "trash.elsewhere.1.00/inside").mkdir(parents=True)
             os.utime(cache / "v1" / name / "trash.elsewhere.1.00", (0, 0))
-        target = place_in(folder, place)
+        target = folder_of(folder, place)
 
         def swap() -> None:
             with suppress(FileNotFoundError):
@@ -213,7 +205,7 @@ def test_an_entry_removed_at_any_moment_is_not_damaged(
     look: Callable[[KernelStore], object],
     remove: Callable[[KernelStore], object],
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    caplog: Log,
 ) -> None:
     """A reader finds it gone, or its replacement."""
     for number in itertools.count(1):
@@ -231,15 +223,14 @@ def test_an_entry_removed_at_any_moment_is_not_damaged(
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("seconds", [1.5])
 def test_nothing_false_is_reported_beside_a_process_that_removes(
-    seconds: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    seconds: float, tmp_path: Path, caplog: Log
 ) -> None:
     """Many rounds of every read, while another process clears, removes and builds."""
     store, rounds = store_in(tmp_path), 0
     _fill(store)
-    rival = os.fork()
+    rival = builds.fork()
     if rival == 0:
         signal.alarm(30)
         try:
@@ -261,17 +252,3 @@ def test_nothing_false_is_reported_beside_a_process_that_removes(
 
     assert rounds > 5
     assert warnings_in(caplog) == []
-
-
-def test_damage_that_was_replaced_since_it_was_listed_is_not_moved(tmp_path: Path) -> None:
-    """Only the listed entry moves to the quarantine."""
-    ask(tmp_path)
-    store = store_in(tmp_path)
-    (stored,) = store.entries()
-    store.remove(stored)
-    ask(tmp_path)
-
-    cell = store.quarantine(replace(stored, problem="bad"), "bad")
-
-    assert cell is None
-    assert store.find(KEY) is not None

@@ -11,7 +11,16 @@ import pytest
 from mlagen.cache import eviction
 from mlagen.cache.layout import Layout
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, full_path, make_build, make_key, tree
+from tests.cache.builds import (
+    CountedBuild,
+    Log,
+    Patch,
+    entry_folder,
+    full_path,
+    make_build,
+    make_key,
+    tree,
+)
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
 
 YEAR_S = 365 * 86400.0
@@ -19,7 +28,7 @@ KEYS = [make_key(f"family {number}") for number in range(6)]
 REAL_TIME = time.time
 
 
-def set_clock(monkeypatch: pytest.MonkeyPatch, *, ahead_s: float) -> None:
+def set_clock(monkeypatch: Patch, *, ahead_s: float) -> None:
     """Set the clock of this machine; files get the time of the file server."""
     monkeypatch.setattr(time, "time", lambda: REAL_TIME() + ahead_s)
 
@@ -34,10 +43,7 @@ SKEWS = {
 
 @pytest.mark.parametrize("ahead_s", SKEWS.values(), ids=SKEWS)
 def test_a_wrong_clock_finds_builds_and_publishes(
-    ahead_s: float,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    ahead_s: float, tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     """Earlier entries are hits, new ones are published, and other processes find them silently."""
     ask(tmp_path, KEYS[0])
@@ -61,7 +67,7 @@ def test_a_wrong_clock_finds_builds_and_publishes(
 
 @pytest.mark.parametrize("ahead_s", SKEWS.values(), ids=SKEWS)
 def test_a_wrong_clock_keeps_the_cache_within_its_limit(
-    ahead_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ahead_s: float, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Whatever the clock was before, the oldest entries are evicted once it is right."""
     set_clock(monkeypatch, ahead_s=ahead_s)
@@ -102,26 +108,9 @@ def test_an_entry_of_any_time_is_found_listed_and_renewed(moment: float, tmp_pat
     assert manifest.stat().st_mtime == pytest.approx(REAL_TIME(), abs=10)
 
 
-def test_staging_of_the_future_is_swept_and_current_staging_is_not(tmp_path: Path) -> None:
-    """Staging folders from the future are swept; current ones stay."""
-    staging = tmp_path / "cache/v1/staging"
-    staging.mkdir(parents=True)
-    (staging / "ab.elsewhere.1.00").mkdir()
-    (staging / "cd.elsewhere.1.00").mkdir()
-    os.utime(staging / "ab.elsewhere.1.00", (REAL_TIME() + YEAR_S,) * 2)
-
-    swept = store_in(tmp_path).sweep()
-
-    assert swept == 1
-    assert tree(staging) == ["cd.elsewhere.1.00"]
-
-
 @pytest.mark.parametrize("ahead_s", SKEWS.values(), ids=SKEWS)
 def test_a_builder_swept_by_a_wrong_clock_still_has_its_kernel(
-    ahead_s: float,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    ahead_s: float, tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     """A builder on another machine loses at most its publication, completely, with one message."""
     rename, swept = os.rename, list[int]()
@@ -157,7 +146,7 @@ def _of_another_host(new_staging: object) -> object:
 
 
 def test_a_clock_that_jumps_while_waiting_for_a_lock_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """The wait for another process uses the monotonic clock."""
     import filelock
@@ -182,9 +171,7 @@ def test_a_size_file_of_another_time_is_measured_again(age_s: float, tmp_path: P
     ask(tmp_path, KEYS[0])
     layout = Layout(tmp_path / "cache")
     eviction._write_size_file(layout, 1, REAL_TIME() - age_s)  # within the limit
-
     ask(tmp_path, KEYS[1])
-
     size = sum(weight.size_bytes for weight in eviction.entry_usages(layout))
     assert eviction._read_size_file(layout)[0] == size
     assert whole_entries(tmp_path) == 2

@@ -13,7 +13,7 @@ import pytest
 from mlagen.cache.default_store import kernel_store
 from mlagen.settings import current_settings
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_key
+from tests.cache.builds import CountedBuild, Log, Patch, entry_folder, make_key
 from tests.cache_tools.test_any_cache import EVERY, run_without_privileges, shown, typed
 from tests.faults.privileges import give_up_capabilities
 from tests.faults.steps import KEY, ask, warnings_in
@@ -23,7 +23,7 @@ LOOKS = ("open", "stat", "lstat", "scandir", "listdir", "mkdir", "access")
 KEYS = {"exact": make_key(), "any of a major version": make_key(toolchain="nvrtc-13")}
 
 
-def cut_off(patch: pytest.MonkeyPatch, folder: Path, code: int) -> None:
+def cut_off(patch: Patch, folder: Path, code: int) -> None:
     """Make every access to a folder, and below it, fail."""
 
     def around(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,21 +41,25 @@ def cut_off(patch: pytest.MonkeyPatch, folder: Path, code: int) -> None:
         patch.setattr(os, name, around(getattr(os, name)))
 
 
+@pytest.mark.parametrize("is_open", [False, True], ids=["from the start", "later"])
 @pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.__getitem__)
 def test_a_layer_that_cannot_be_reached_costs_a_build_and_a_warning(
     code: int,
     key: Any,
+    is_open: bool,
     tmp_path: Path,
     cache_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: Patch,
+    caplog: Log,
 ) -> None:
     """The kernel is built and published, and the layer is named once."""
     ask(tmp_path / "far")
     layer, build = tmp_path / "far/cache", CountedBuild()
     monkeypatch.setenv("MLAGEN_CACHE_RO", str(layer))
     current_settings.cache_clear()
+    if is_open:  # a server may fail after the store was opened
+        kernel_store()
     cut_off(monkeypatch, layer, code)
 
     entries = [kernel_store().find_or_build(key, build) for _ in range(2)]
@@ -64,43 +68,18 @@ def test_a_layer_that_cannot_be_reached_costs_a_build_and_a_warning(
     assert build.calls == 1
     assert entries[0].path is not None
     assert entries[0].path.is_relative_to(cache_dir)
-    (warning,) = warnings_in(caplog)
-    rule = f"MLAGEN_CACHE_RO: expected a folder, got {os.strerror(code)}, ignoring it"
-    assert warning == f"{rule}: {layer}"
-
-
-@pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
-@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.__getitem__)
-def test_a_layer_that_goes_away_costs_a_build_and_a_warning(
-    code: int,
-    key: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A server may fail after the store was opened."""
-    ask(tmp_path / "far")
-    layer, build = tmp_path / "far/cache", CountedBuild()
-    monkeypatch.setenv("MLAGEN_CACHE_RO", str(layer))
-    current_settings.cache_clear()
-    store = kernel_store()
-    cut_off(monkeypatch, layer, code)
-
-    entry = store.find_or_build(key, build)
-
-    assert (entry.cubin, build.calls) == (builds.CUBIN, 1)
-    # A stale handle belongs to a removed entry, and is not logged.
-    assert len(warnings_in(caplog)) == (code != errno.ESTALE)
+    if is_open:
+        # A stale handle belongs to a removed entry, and is not logged.
+        assert len(warnings_in(caplog)) == (code != errno.ESTALE)
+    else:
+        rule = f"MLAGEN_CACHE_RO: expected a folder, got {os.strerror(code)}, ignoring it"
+        assert warnings_in(caplog) == [f"{rule}: {layer}"]
 
 
 @pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.__getitem__)
 def test_a_cache_that_cannot_be_reached_stores_kernels_in_memory(
-    code: int,
-    key: Any,
-    cache_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    code: int, key: Any, cache_dir: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     """There is one warning, and one build per process."""
     cut_off(monkeypatch, cache_dir, code)
@@ -117,9 +96,8 @@ def test_a_cache_that_cannot_be_reached_stores_kernels_in_memory(
     )
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_layer_below_a_folder_without_search_permission_is_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     """The permissions are those of a real disk."""
     ask(tmp_path / "far")
@@ -149,14 +127,12 @@ def lock_away(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("arguments", [*EVERY, ("doctor",)], ids=shown)
 def test_a_command_ignores_a_layer_that_cannot_be_reached(
-    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """It ends with a documented code and a line that names the layer, if it reads it."""
     layer = lock_away(tmp_path)
     monkeypatch.setenv("MLAGEN_CACHE_RO", str(layer))
-
     ran = run_without_privileges(*typed(arguments, "abcdef"))
-
     assert ran.returncode == EVERY.get(arguments, 1), ran.stderr
     assert "Traceback" not in ran.stderr
     if arguments == ("doctor",):
@@ -167,7 +143,7 @@ def test_a_command_ignores_a_layer_that_cannot_be_reached(
 @pytest.mark.parametrize("arguments", [*EVERY, ("doctor",)], ids=shown)
 @pytest.mark.parametrize("name", ["MLAGEN_CACHE_DIR", "MLAGEN_LOCK_DIR"])
 def test_a_command_ends_in_order_without_a_folder_that_can_be_reached(
-    name: str, arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, arguments: tuple[str, ...], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """It ends with a documented code, and one line if it is an error."""
     folder = lock_away(tmp_path)
@@ -184,17 +160,13 @@ def test_a_command_ends_in_order_without_a_folder_that_can_be_reached(
         assert ran.stderr.count("\n") <= 1
 
 
-def test_an_unwritable_home_names_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_home_names_the_remedy(tmp_path: Path, monkeypatch: Patch) -> None:
     """A container with an unknown user and HOME=/ has no cache folder until one is configured."""
     (tmp_path / "home").mkdir(mode=0o500)
     for name in ("MLAGEN_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-
     ran = run_without_privileges("prewarm", "--arch", "sm_80", "--family", "combine")
-
     assert ran.returncode == 4
     assert "set MLAGEN_CACHE_DIR or XDG_CACHE_HOME to a folder that can be written" in ran.stderr
     assert ran.stderr.count("\n") == 1

@@ -34,6 +34,8 @@ from tests.cache import builds
 from tests.cache.builds import (
     ROOT,
     CountedBuild,
+    Log,
+    Patch,
     entry_folder,
     make_build,
     make_key,
@@ -60,9 +62,7 @@ def next_version(change: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("change", ["layout", "schema"])
-def test_two_versions_of_mlagen_share_a_folder(
-    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_two_versions_of_mlagen_share_a_folder(change: str, tmp_path: Path, caplog: Log) -> None:
     """Each builds, finds, lists and cleans up its own kernels, in any order."""
     now, later = CountedBuild(), CountedBuild()
     for _ in range(2):
@@ -91,7 +91,6 @@ def test_two_versions_of_mlagen_share_a_folder(
     assert warnings_in(caplog) == []
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("change", ["layout", "schema"])
 def test_two_concurrent_versions_do_not_affect_each_other(change: str, tmp_path: Path) -> None:
@@ -128,17 +127,13 @@ def test_clearing_one_layout_keeps_the_other(tmp_path: Path) -> None:
     make_store(tmp_path).find_or_build(make_key(), make_build)
     with next_version("layout"):
         make_store(tmp_path).find_or_build(make_key(), make_build)
-
     store_in(tmp_path).clear()
-
     assert whole_entries(tmp_path) == 0
     with next_version("layout"):
         assert whole_entries(tmp_path) == 1
 
 
-def test_an_entry_of_a_newer_schema_is_ignored_and_stays(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_entry_of_a_newer_schema_is_ignored_and_stays(tmp_path: Path, caplog: Log) -> None:
     """If a key led to it, the kernel is built, and the entry stays."""
     key = make_key()
     make_store(tmp_path).find_or_build(key, make_build)
@@ -197,7 +192,7 @@ def nvrtc_of(version: str) -> Iterator[None]:
 
 
 def test_a_patch_of_nvrtc_compiles_new_kernels_and_keeps_the_old(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: Patch, caplog: Log
 ) -> None:
     """13.4.59 and 13.4.92 have the same options and keys, and separate entries."""
 
@@ -223,9 +218,7 @@ def test_a_patch_of_nvrtc_compiles_new_kernels_and_keeps_the_old(
     assert warnings_in(caplog) == []
 
 
-def test_a_library_that_differs_from_its_metadata_is_reported_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_library_that_differs_from_its_metadata_is_reported_once(caplog: Log) -> None:
     """The cache uses the version that compiled, with one warning per process."""
     nvrtc_module._warn.cache_clear()
     real = find_nvrtc()
@@ -246,11 +239,9 @@ def test_a_library_that_differs_from_its_metadata_is_reported_once(
 def test_an_unknown_architecture_leaves_nothing(cache_dir: Path) -> None:
     """One message lists the supported ones; no entry or staging remains, and other kernels work."""
     unknown = replace(COMBINE, arch=Arch(42))
-
     for _ in range(2):
         with pytest.raises(ToolchainError, match=r"^arch: NVRTC .* compiles for sm_.*, got sm_42$"):
             find_or_build(unknown)
-
     assert list(kernel_store().entries()) == []
     assert tree(cache_dir / "v1/staging") == []
     assert find_or_build(COMBINE).built

@@ -1,8 +1,6 @@
-"""BatchMLA on a GPU: shared tests, CUDA graphs, and no device synchronization."""
+"""BatchMLA on a GPU: large batches, pinned metadata, captures and checks."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,42 +8,18 @@ import torch
 from mlagen.errors import ArgumentError, CaptureError
 from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
 from mlagen.settings import current_settings
-from tests.batch_mla_cases import (
-    WORKSPACE_BYTES,
-    batch_case,
-    plan_arguments,
-    run,
-    run_arguments,
-    run_with_lse,
-    wrapper_of,
-)
-from tests.batch_mla_semantics import SINGLE, SOME, BatchMlaSemantics
-from tests.cases import MlaCase
-from tests.device_sync import no_device_sync
-from tests.planless_semantics import PlanlessSemantics
+from tests.problems.batch_mla import SOME, batch_case, plan_arguments, run, run_with_lse, wrapper_of
+from tests.problems.mla import MlaCase
 
 LONG = (
-    batch_case("157 sequences", ((1, 1024), (3, 17), (1, 514)) * 52 + ((2, 97),), page_size=16),
+    batch_case(((1, 1024), (3, 17), (1, 514)) * 52 + ((2, 97),), page_size=16),
     batch_case(
-        "one long sequence of many",
         ((1, 30_000), *((1, 33),) * 20),
         page_size=64,
         heads=128,
     ),
-    batch_case("page size 32, 64 heads", ((17, 197), (7, 75)) * 8, page_size=32, heads=64),
+    batch_case(((17, 197), (7, 75)) * 8, page_size=32, heads=64),
 )
-
-
-class TestBatchMlaOnGpu(BatchMlaSemantics):
-    """Shared tests of planned runs, on a GPU."""
-
-    device = "cuda"
-
-
-class TestPlanlessOnGpu(PlanlessSemantics):
-    """Shared tests of planless runs, on a GPU."""
-
-    device = "cuda"
 
 
 @pytest.mark.parametrize("metadata", ["cpu", None], ids=["on the host", "on the device"])
@@ -57,22 +31,6 @@ def test_large_batches(case: MlaCase, metadata: str | None) -> None:
     out, lse = run_with_lse(wrapper_of(problem, metadata=metadata), problem)
 
     problem.check(out, lse)
-
-
-@pytest.mark.parametrize("metadata", ["cpu", None], ids=["on the host", "on the device"])
-@pytest.mark.parametrize("case", [SOME, SINGLE], ids=["ragged", "one token each"])
-def test_plan_and_run_do_not_synchronize(case: MlaCase, metadata: str | None) -> None:
-    """A plan and its run are enqueued without a device synchronization."""
-    problem = case.build("cuda")
-    arguments = plan_arguments(problem, metadata=metadata)
-    wrapper = wrapper_of(problem)
-    run(wrapper, problem)  # compiles and loads
-
-    with no_device_sync():
-        wrapper.plan(**arguments)
-        out = run(wrapper, problem)
-
-    problem.check(out)
 
 
 def test_pinned_metadata_may_change_after_a_plan() -> None:
@@ -90,37 +48,6 @@ def test_pinned_metadata_may_change_after_a_plan() -> None:
     out, lse = run_with_lse(wrapper, problem)
 
     problem.check(out, lse)
-
-
-def test_a_replay_follows_later_plans() -> None:
-    """With CUDA graph buffers a replay computes the latest plan."""
-    first = replace(SOME, seq_lens=(1, 1, 0, 3), q_lens=(1, 1, 1, 3)).build("cuda")
-    second = SOME.build("cuda")
-    third = replace(SOME, seq_lens=(5, 700, 64, 2), q_lens=(0, 3, 1, 2), seed=7).build("cuda")
-    ends, starts, ids, lens = (
-        torch.zeros(n, dtype=torch.int32, device="cuda") for n in (5, 5, 400, 4)
-    )
-    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-    wrapper = BatchMLAPagedAttentionWrapper(workspace, True, ends, starts, ids, lens)
-    pages = max(p.kv_cache.shape[0] for p in (first, second, third))
-    arguments = run_arguments(second)
-    for name in ("ckv_cache", "kpe_cache"):
-        part = arguments[name]
-        arguments[name] = part.new_zeros(pages, *part.shape[1:])
-    wrapper.plan(**plan_arguments(first))
-    outputs = {"out": torch.empty_like(second.query), "lse": torch.empty(6, 6, device="cuda")}
-    run(wrapper, second, **arguments, **outputs)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(wrapper, second, **arguments, **outputs)
-
-    for problem in (second, third, first):
-        wrapper.plan(**plan_arguments(problem, metadata="cpu"))
-        for name, part in run_arguments(problem).items():
-            arguments[name][: len(part)].copy_(part)
-        graph.replay()
-
-        problem.check(outputs["out"], outputs["lse"])
 
 
 def test_a_captured_run_without_buffers_is_rejected() -> None:

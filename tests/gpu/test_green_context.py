@@ -10,32 +10,23 @@ import torch
 
 from mlagen.families.mla.dispatch import run_mla
 from mlagen.runtime.device import checked
-from tests.cases import MlaProblem
-from tests.gqa_problems import GqaCase
-from tests.gqa_semantics import decode as decode_gqa
-from tests.mla_cases import KINDS, case_of_kind
-from tests.mla_semantics import decode
-from tests.sm90_tiles import sm90_kernels
+from tests.problems.entry_points import decode, decode_gqa
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import MlaProblem, mla_case
+from tests.sm90_tiles import needs_sm90, sm90_kernels
 
 driver = pytest.importorskip("cuda.bindings.driver")
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs an sm_90 GPU",
-)
+pytestmark = needs_sm90
 
 _SMS = 16
 CASES = {
-    "bf16, few rows": case_of_kind(KINDS["bf16"], name="", seq_lens=(9000, 70, 0), heads=16),
-    "bf16, many rows": case_of_kind(KINDS["bf16"], name="", seq_lens=(9000, 70, 0), heads=128),
-    "e4m3": case_of_kind(KINDS["e4m3"], name="", seq_lens=(9000, 70), heads=128, with_sinks=True),
-    "fp8_ds_mla": case_of_kind(
-        KINDS["bf16 over fp8_ds_mla"], name="", seq_lens=(9000, 70), heads=64
-    ),
-    "sparse": case_of_kind(
-        KINDS["bf16 over fp8_ds_mla"], name="", seq_lens=(9000,), top_k=2048, q_len=4
-    ),
-    "ragged": case_of_kind(KINDS["bf16"], name="", seq_lens=(9000, 70), q_lens=(3, 1), heads=40),
+    "bf16, few rows": mla_case("bf16", seq_lens=(9000, 70, 0), heads=16),
+    "bf16, many rows": mla_case("bf16", seq_lens=(9000, 70, 0), heads=128),
+    "e4m3": mla_case("e4m3", seq_lens=(9000, 70), heads=128, with_sinks=True),
+    "fp8_ds_mla": mla_case("bf16 over fp8_ds_mla", seq_lens=(9000, 70), heads=64),
+    "sparse": mla_case("bf16 over fp8_ds_mla", seq_lens=(9000,), top_k=2048, q_len=4),
+    "ragged": mla_case("bf16", seq_lens=(9000, 70), q_lens=(3, 1), heads=40),
 }
 
 
@@ -140,7 +131,7 @@ def test_a_graph(stream: torch.cuda.Stream) -> None:
 @pytest.mark.parametrize("group", [4, 8])
 def test_gqa(group: int, stream: torch.cuda.Stream) -> None:
     """GQA kernels, which are not cooperative, are right."""
-    problem = GqaCase(name="", seq_lens=(9000, 70, 0), group=group, page_size=64).build("cuda")
+    problem = GqaCase(seq_lens=(9000, 70, 0), group=group, page_size=64).build("cuda")
 
     problem.check(inside(stream, lambda: decode_gqa(problem)))
     problem.check(decode_gqa(problem))
@@ -152,7 +143,7 @@ def test_the_green_contexts_of_torch() -> None:
     contexts = pytest.importorskip("torch.cuda.green_contexts")
     if not getattr(contexts, "SUPPORTED", True):
         pytest.skip("needs a torch that was built with green contexts")
-    case = case_of_kind(KINDS["fp16"], name="", seq_lens=(9000, 70), heads=128, page_size=32)
+    case = mla_case("fp16", seq_lens=(9000, 70), heads=128, page_size=32)
     problem = case.build("cuda")
     green = contexts.GreenContext.create(num_sms=_SMS, device_id=0)
     torch.cuda.synchronize()

@@ -2,175 +2,189 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 
-from tests.gqa_cases import DTYPES, KINDS, SHAPES, Dtypes
-from tests.gqa_problems import E4M3, GqaCase, GqaProblem
-from tests.gqa_semantics import decode
-from tests.gqa_variants import check_all, variants
+from tests.problems.entry_points import E4M3_FACTOR, decode_gqa, run_xqa
+from tests.problems.gqa import KINDS, SOME_KINDS, GqaProblem, gqa_case
+from tests.problems.gqa_cases import DRAFT_SHAPES, FLASHINFER_KINDS, RAGGED, SHAPES, shape_facts
 
-DEVICE = "cuda"
-RUN = {"decode": decode}
-WINDOWS = (0, 128)
-SINKS = (False, True)
+Run = Callable[[GqaProblem], torch.Tensor]
 
-# With 256 sequences too.
-_ALL_SHAPES = (*SHAPES, (256, 1, 64, 4, 8, 128))
-_NAMES = [f"{b}x{q}-page{p}-heads{h}x{g}-dim{d}" for b, q, p, h, g, d in _ALL_SHAPES]
-_DRAFT_SHAPES = ((2, 32, 2, 4), (4, 64, 4, 2), (5, 16, 2, 8), (4, 32, 2, 16))
-_RAGGED = ((1, 3, 2, 4), (5, 1, 3, 2), (1, 4, 2, 3), (5, 0, 3, 2))
-_NARROW = [dtypes for dtypes in DTYPES if dtypes.kv in {"int8", "nvfp4"}]
-_BOTH = [Dtypes(torch.bfloat16, "16-bit"), Dtypes(torch.bfloat16, "e4m3")]
+BOTH = (False, True)  # without and with sinks
+MASKS = (None, "causal", "full", "random")
+_BOTH_KINDS = ("bf16 over 16-bit", "bf16 over e4m3")
+_PDL = [partial(run_xqa, enable_pdl=True), partial(run_xqa, enable_pdl=False)]
 
 
-def _of(dtypes: Dtypes, seq_lens: tuple[int, ...], **facts: object) -> GqaProblem:
-    valid: dict[str, object] = {
-        "name": "",
-        "sink": 3.0,
-        "seq_lens": seq_lens,
-        "dtype": dtypes.dtype,
-        "kv": dtypes.kv,
-        "out_dtype": dtypes.out_dtype,
-        "output_scale": 1.0 if dtypes.kv == "16-bit" else 0.5,
-    }
-    return GqaCase(**valid | facts).build(DEVICE)  # type: ignore[arg-type]
+def _build(kind: str, seq_lens: tuple[int, ...], **facts: Any) -> GqaProblem:
+    return gqa_case(kind, seq_lens=seq_lens, sink=3.0, **facts).build("cuda")
 
 
-@pytest.mark.parametrize("dtypes", DTYPES[:6], ids=str)
-@pytest.mark.parametrize("shape", _ALL_SHAPES, ids=_NAMES)
-def test_flashinfers_shapes(shape: tuple[int, ...], dtypes: Dtypes) -> None:
+def check(
+    problem: GqaProblem,
+    *,
+    runs: Sequence[Run] = (decode_gqa,),
+    layouts: Sequence[str] = ("NHD", "HND"),
+    **variants: Any,
+) -> None:
+    """Fail unless every run of every variant is right in every layout of the cache."""
+    for variant in problem.variants(**variants):
+        expected, case = variant.expected(), variant.case
+        for layout, run in product(layouts, runs):
+            out = run(replace(variant, case=replace(case, layout=layout)))
+            what = f"{case}, {layout}, sinks {variant.sinks is not None}: "
+            variant.check(out, expected=expected, what=what)
+
+
+@pytest.mark.parametrize("kind", FLASHINFER_KINDS)
+@pytest.mark.parametrize("shape", [*SHAPES, (256, 1, 64, 4, 8, 128)], ids=str)
+def test_flashinfers_shapes(shape: tuple[int, ...], kind: str) -> None:
     """Every shape and cache dtype, under each window, sink, mask and layout."""
-    batch, q_len, page, kv_heads, group, head_dim = shape
+    batch, q_len, *_ = shape
     lens = (110, 200, 97, 111) if batch <= 16 else (110, 20, 40, 17, 5, 30, 64, 1)
-    problem = _of(
-        dtypes,
-        tuple(lens[index % len(lens)] for index in range(batch)),
-        q_len=q_len,
-        page_size=page,
-        kv_heads=kv_heads,
-        group=group,
-        head_dim=head_dim,
-    )
-    windows = WINDOWS if batch <= 128 else (0, 20)
+    seq_lens = tuple(lens[index % len(lens)] for index in range(batch))
+    problem = _build(kind, seq_lens, **shape_facts(shape))
     masks = ("causal", "full") if q_len > 1 else (None,)
 
-    for name, changed in variants(problem, windows=windows, sinks=SINKS, masks=masks):
-        check_all(changed, RUN, name)
+    check(problem, windows=(0, 128) if batch <= 128 else (0, 20), sinks=BOTH, masks=masks)
 
 
 @pytest.mark.parametrize("length", [300, 30_000])
-@pytest.mark.parametrize("dtypes", _BOTH, ids=str)
-@pytest.mark.parametrize("shape", _DRAFT_SHAPES, ids=str)
-def test_drafts_in_a_window(shape: tuple[int, ...], dtypes: Dtypes, length: int) -> None:
+@pytest.mark.parametrize("kind", _BOTH_KINDS)
+@pytest.mark.parametrize("shape", DRAFT_SHAPES, ids=str)
+def test_drafts_in_a_window(shape: tuple[int, ...], kind: str, length: int) -> None:
     """Windows of 64 and 128 over draft tokens, with and without sinks, under each mask."""
-    q_len, page, kv_heads, group = shape
-    lens = (length, 300, 63 + q_len, q_len)
-    problem = _of(dtypes, lens, q_len=q_len, page_size=page, kv_heads=kv_heads, group=group)
+    lens = (length, 300, 63 + shape[0], shape[0])
+    problem = _build(kind, lens, **shape_facts((len(lens), *shape, 128)))
+    layouts = ("NHD",) if length > 300 else ("NHD", "HND")
 
-    masks = (None, "causal", "full", "random")
-    for name, changed in variants(problem, windows=(64, 128), sinks=SINKS, masks=masks):
-        check_all(changed, RUN, name, layouts=("NHD",) if length > 300 else ("NHD", "HND"))
+    check(problem, layouts=layouts, windows=(64, 128), sinks=BOTH, masks=MASKS)
 
 
 @pytest.mark.parametrize("length", [300, 30_000])
-@pytest.mark.parametrize("dtypes", _BOTH, ids=str)
-@pytest.mark.parametrize("q_lens", _RAGGED, ids=str)
-def test_ragged_drafts(q_lens: tuple[int, ...], dtypes: Dtypes, length: int) -> None:
+@pytest.mark.parametrize("kind", _BOTH_KINDS)
+@pytest.mark.parametrize("q_lens", RAGGED, ids=str)
+def test_ragged_drafts(q_lens: tuple[int, ...], kind: str, length: int) -> None:
     """Sequences with different numbers of draft tokens, one with none, one of them long."""
     is_long = length > 300
-    lens = (length, 300, 17, 4)
-    problem = _of(dtypes, lens, q_lens=q_lens, kv_heads=1 if is_long else 2)
-
+    problem = _build(kind, (length, 300, 17, 4), q_lens=q_lens, kv_heads=1 if is_long else 2)
     layouts = ("NHD",) if is_long else ("NHD", "HND")
+
     # float64 is slow over all tokens of a long sequence
-    masks = ("full",) if is_long else (None, "causal", "full", "random")
-    sinks = (True,) if is_long else SINKS
-    for name, changed in variants(problem, sinks=sinks, masks=masks):
-        check_all(changed, RUN, name, layouts=layouts)
-    masks = (None, "causal", "full", "random")
-    for name, changed in variants(problem, windows=(128,), sinks=SINKS, masks=masks):
-        check_all(changed, RUN, name, layouts=layouts)
+    whole: dict[str, Any] = {"sinks": (True,), "masks": ("full",)} if is_long else {}
+    check(problem, layouts=layouts, **{"sinks": BOTH, "masks": MASKS} | whole)
+    check(problem, layouts=layouts, windows=(128,), sinks=BOTH, masks=MASKS)
 
 
-@pytest.mark.parametrize("dtypes", KINDS, ids=str)
+@pytest.mark.parametrize("kind", SOME_KINDS)
 @pytest.mark.parametrize("head_dim", [16, 48, 192, 256, 512])
-def test_drafts_of_every_width(head_dim: int, dtypes: Dtypes) -> None:
+@pytest.mark.parametrize("q_len", [2, 5])
+def test_drafts_of_every_width(q_len: int, head_dim: int, kind: str) -> None:
     """Head dims below and above 128, with draft tokens, masks and windows."""
-    for q_len in (2, 5):
-        lens = (0, 1, q_len, 70, 130)
-        problem = _of(dtypes, lens, q_len=q_len, head_dim=head_dim)
+    problem = _build(kind, (0, 1, q_len, 70, 130), q_len=q_len, head_dim=head_dim)
 
-        masks = (None, "full", "random")
-        for name, changed in variants(problem, windows=(0, 20), sinks=SINKS, masks=masks):
-            check_all(changed, RUN, f"{q_len} drafts, {name}")
+    check(problem, windows=(0, 20), sinks=BOTH, masks=(None, "full", "random"))
 
 
-@pytest.mark.parametrize("dtypes", _NARROW, ids=str)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "int8" in kind or "nvfp4" in kind])
 @pytest.mark.parametrize("q_lens", [(3, 3, 3), (5, 5, 5), (33, 33, 33), (4, 0, 7)], ids=str)
 @pytest.mark.parametrize("length", [90, 3000], ids=["whole", "split"])
-def test_drafts_over_quantized_caches(length: int, q_lens: tuple[int, ...], dtypes: Dtypes) -> None:
+def test_drafts_over_quantized_caches(length: int, q_lens: tuple[int, ...], kind: str) -> None:
     """8-bit and 4-bit caches with draft tokens: masks, windows and ragged sequences."""
-    is_ragged = len(set(q_lens)) > 1
-    lens = (length, 70, q_lens[0])
-    drafts = {"q_lens": q_lens} if is_ragged else {"q_len": q_lens[0]}
-    problem = _of(dtypes, lens, head_dim=64, kv_heads=1, **drafts)
+    drafts: dict[str, Any] = {"q_lens": q_lens} if 0 in q_lens else {"q_len": q_lens[0]}
+    problem = _build(kind, (length, 70, q_lens[0]), head_dim=64, kv_heads=1, **drafts)
 
-    masks = (None, "random") if length > 90 else (None, "causal", "full", "random", "blind")
-    for name, changed in variants(problem, windows=(0, 30), masks=masks):
-        check_all(changed, RUN, name, layouts=("NHD",) if length > 90 else ("NHD", "HND"))
+    if length > 90:
+        check(problem, layouts=("NHD",), windows=(0, 30), masks=(None, "random"))
+    else:
+        check(problem, windows=(0, 30), masks=(*MASKS, "blind"))
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("head_dim", [128, 256, 512])
-def test_split_sequences(head_dim: int, dtypes: Dtypes) -> None:
+@pytest.mark.parametrize(("q_len", "mask"), [(1, None), (2, "random")])
+def test_split_sequences(q_len: int, mask: str | None, head_dim: int, kind: str) -> None:
     """Long sequences of each head dim, with one and several query tokens, a window and sinks."""
-    for q_len in (1, 2):
-        problem = _of(dtypes, (2600, 9), q_len=q_len, head_dim=head_dim, kv_heads=1)
+    problem = _build(kind, (2600, 9), q_len=q_len, head_dim=head_dim, kv_heads=1)
 
-        masks = (None,) if q_len == 1 else ("random",)
-        for name, changed in variants(problem, windows=(0, 2550), sinks=SINKS, masks=masks):
-            check_all(changed, RUN, f"{q_len} tokens, {name}", layouts=("NHD",))
+    check(problem, layouts=("NHD",), windows=(0, 2550), sinks=BOTH, masks=(mask,))
 
 
-@pytest.mark.parametrize("dtypes", KINDS, ids=str)
+@pytest.mark.parametrize("kind", SOME_KINDS)
 @pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize("q_len", [1, 3])
-def test_long_sequences_beside_short_ones(q_len: int, page: int, dtypes: Dtypes) -> None:
+def test_long_sequences_beside_short_ones(q_len: int, page: int, kind: str) -> None:
     """A split sequence does not change those of about a page, a query or zero tokens."""
     lens = (4000, 0, 1, page - 1, page, page + 1, q_len, 2600)
-    problem = _of(dtypes, lens, q_len=q_len, page_size=page, kv_heads=1, head_dim=64)
+    problem = _build(kind, lens, q_len=q_len, page_size=page, kv_heads=1, head_dim=64)
 
-    for name, changed in variants(problem, windows=(0, 100), sinks=SINKS):
-        check_all(changed, RUN, name)
+    check(problem, windows=(0, 100), sinks=BOTH)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+def _with_scale_tensors(problem: GqaProblem) -> torch.Tensor:
+    scales = (problem.case.scale, problem.case.output_scale)
+    first, second = (torch.tensor(scale, device="cuda") for scale in scales)
+    return decode_gqa(problem, bmm1_scale=first[None], bmm2_scale=second)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [70, 3000], ids=["whole", "split"])
-def test_dominant_sinks_and_scale_tensors(length: int, dtypes: Dtypes) -> None:
+def test_dominant_sinks_and_scale_tensors(length: int, kind: str) -> None:
     """Sinks of 30 and of -30, and scales on the device, of zero or one dimension."""
-    problem = _of(dtypes, (length, 3, 0), q_len=2, o_scale=0.25)
+    problem = _build(kind, (length, 3, 0), q_len=2, o_scale=0.25)
     assert problem.sinks is not None
     problem.sinks.copy_(torch.tensor([30.0, -30.0] * 4))
 
-    def with_tensors(given: GqaProblem) -> torch.Tensor:
-        case = given.case
-        return decode(
-            given,
-            bmm1_scale=torch.tensor([case.scale], device=DEVICE),
-            bmm2_scale=torch.tensor(case.output_scale, device=DEVICE),
-        )
-
-    check_all(problem, {"numbers": decode, "tensors": with_tensors}, layouts=("NHD",))
+    check(problem, runs=(decode_gqa, _with_scale_tensors), layouts=("NHD",))
 
 
 @pytest.mark.parametrize("enable_pdl", [None, True, False])
-@pytest.mark.parametrize("out_dtype", [None, E4M3], ids=["bf16", "e4m3"])
-def test_pdl(out_dtype: torch.dtype | None, enable_pdl: bool | None) -> None:
+@pytest.mark.parametrize("length", [70, 3000], ids=["whole", "split"])
+@pytest.mark.parametrize("kind", [*_BOTH_KINDS, "bf16 over e4m3 to e4m3"])
+def test_pdl(kind: str, length: int, enable_pdl: bool | None) -> None:
     """enable_pdl changes nothing, whole or split, for any output dtype."""
-    for kv, length in (("16-bit", 70), ("e4m3", 70), ("e4m3", 3000)):
-        if kv == "16-bit" and out_dtype is E4M3:
-            continue
-        problem = _of(Dtypes(torch.bfloat16, kv, out_dtype), (length, 9, 0), q_len=2)
+    problem = _build(kind, (length, 9, 0), q_len=2)
 
-        problem.check(decode(problem, enable_pdl=enable_pdl))
+    problem.check(decode_gqa(problem, enable_pdl=enable_pdl))
+
+
+@pytest.mark.parametrize("kind", FLASHINFER_KINDS)
+@pytest.mark.parametrize("group", [8, 16])
+@pytest.mark.parametrize("head_dim", [32, 128])
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("lens", [(2, 15, 256, 514), (512,)], ids=["4 sequences", "1 sequence"])
+def test_xqa(lens: tuple[int, ...], page: int, head_dim: int, group: int, kind: str) -> None:
+    """Every kernel with each number of heads, scale, window, sink, layout and enable_pdl."""
+    own = E4M3_FACTOR if KINDS[kind]["out_dtype"] else 1.0
+    kv_scales = (1.0,) if "16-bit" in kind else (1.0, 0.5)
+    for kv_heads, q_scale, kv_scale in product((2, 4), (1.0, 0.5), kv_scales):
+        problem = _build(
+            kind,
+            lens,
+            page_size=page,
+            head_dim=head_dim,
+            group=group,
+            kv_heads=kv_heads,
+            score_scale=q_scale * kv_scale / math.sqrt(head_dim),
+            output_scale=kv_scale * own,
+        )
+
+        check(problem, runs=_PDL, windows=(0, 256), sinks=BOTH)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("q_len", [2, 4, 33])
+def test_drafts_of_xqa(q_len: int, kind: str) -> None:
+    """Draft tokens under each mask, window and sink, with every kind of cache."""
+    problem = _build(kind, (0, 1, q_len, 70, 300), q_len=q_len, kv_heads=1, head_dim=64)
+    sinks = BOTH if q_len < 33 else (True,)
+
+    check(problem, runs=(run_xqa,), windows=(0, 40), sinks=sinks, masks=(None, "full", "random"))

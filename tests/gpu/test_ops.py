@@ -11,22 +11,21 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from tests import test_ops
 from tests.memory_semantics import MemorySemantics
 from tests.ops_cases import Tensors, gqa
-from tests.ops_semantics import Layer, OpsSemantics
+from tests.test_ops import Layer, layer_inputs
 
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-class TestCompiled(OpsSemantics):
+class TestCompiled(test_ops.TestOps):
     """Shared tests of compiled code, on a GPU."""
-
-    device = "cuda"
 
     @pytest.mark.filterwarnings("ignore")  # Inductor warns about itself
     def test_cuda_graphs_of_the_compiler_include_the_calls(self, of: Tensors) -> None:
         """CUDA graphs are not skipped, and each replay follows its inputs."""
-        layer, (query, *others) = Layer(of), self.layer_inputs(of)
+        layer, (query, *others) = Layer(of), layer_inputs(of)
         layer(query, *others)  # loads the kernel
         compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
         counters.clear()
@@ -62,7 +61,7 @@ class TestCompiled(OpsSemantics):
     @pytest.mark.filterwarnings("ignore")  # Inductor warns about itself
     def test_a_graph_around_compiled_code_is_replayed(self, of: Tensors) -> None:
         """On a new stream the workspace comes from the graph's memory pool."""
-        layer, inputs = Layer(of), [tensor.clone() for tensor in self.layer_inputs(of)]
+        layer, inputs = Layer(of), [tensor.clone() for tensor in layer_inputs(of)]
         compiled = torch.compile(layer, fullgraph=True)
         compiled(*inputs)
         torch.cuda.synchronize()
@@ -90,7 +89,7 @@ import sys, tempfile, warnings
 warnings.simplefilter("ignore")
 import torch
 from tests.ops_cases import Tensors
-from tests.ops_semantics import Layer
+from tests.test_ops import Layer
 class Doubled(torch.nn.Module):
     def forward(self, x):
         return x * 2

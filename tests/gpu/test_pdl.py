@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,27 +13,17 @@ import mlagen
 from mlagen.artifacts import Source
 from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.toolchain import find_nvrtc
-from tests.cases import MlaCase
 from tests.graph_replay import captured
 from tests.kernels import SM_90A
-from tests.mla_semantics import compute
-from tests.sm90_tiles import sm90_kernels
+from tests.problems.entry_points import compute
+from tests.problems.mla import MlaCase
+from tests.sm90_tiles import needs_sm90
 
 driver = pytest.importorskip("cuda.bindings.driver")
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs an sm_90 GPU",
-)
+pytestmark = [needs_sm90, pytest.mark.usefixtures("sm90")]
 
 E4M3 = torch.float8_e4m3fn
-
-
-@pytest.fixture(autouse=True)
-def _sm90(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make every call of this file use an sm90 kernel."""
-    with sm90_kernels(monkeypatch):
-        yield
 
 
 # Two kernels with one CTA per SM. CTAs of the first end one after the other, and launch the
@@ -72,7 +62,7 @@ def start_spread(*, is_cooperative: bool) -> float:
         _launch(first, device.multi_processor_count, stream, parameters)
         _launch(second, blocks, stream, parameters, _attributes(is_cooperative))
 
-    captured(launch_both, {}).replay()
+    captured(launch_both).replay()
     torch.cuda.synchronize()
     return float(begun.max() - begun.min()) / 1e3
 
@@ -169,7 +159,7 @@ def test_a_call_reads_the_output_of_the_preceding_call(kv_dtype: torch.dtype) ->
         link(index)
         torch.cuda.synchronize()
     expected = queries.clone()
-    graph = captured(chain, {})
+    graph = captured(chain)
     for _ in range(20):
         queries[1:].fill_(float("nan"))
         graph.replay()

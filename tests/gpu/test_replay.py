@@ -17,17 +17,17 @@ from mlagen.mla import (
     trtllm_batch_decode_with_kv_cache_mla,
 )
 from mlagen.observe.observed import observed
-from tests.batch_mla_cases import batch_case, plan_arguments, run_arguments, wrapper_of
-from tests.cases import MlaCase
 from tests.device_sync import no_device_sync
-from tests.gqa_problems import GqaCase
 from tests.observed_calls import dumps_in, observe
+from tests.problems.batch_mla import batch_case, plan_arguments, run_arguments, wrapper_of
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import MlaCase
 
 MLA = {
-    "bf16": MlaCase(name="", seq_lens=(700, 70, 1), heads=16),
-    "e4m3": MlaCase(name="", seq_lens=(700, 70, 1), heads=16, dtype=torch.float8_e4m3fn),
-    "ragged": MlaCase(name="", seq_lens=(700, 70, 9), q_lens=(2, 1, 3), heads=16),
-    "sparse": MlaCase(name="", seq_lens=(700, 70, 9), heads=16, top_k=64),
+    "bf16": MlaCase(seq_lens=(700, 70, 1), heads=16),
+    "e4m3": MlaCase(seq_lens=(700, 70, 1), heads=16, dtype=torch.float8_e4m3fn),
+    "ragged": MlaCase(seq_lens=(700, 70, 9), q_lens=(2, 1, 3), heads=16),
+    "sparse": MlaCase(seq_lens=(700, 70, 9), heads=16, top_k=64),
 }
 
 
@@ -63,7 +63,7 @@ def test_an_mla_call_is_replayed_within_the_bound(name: str, folder: Path) -> No
 @pytest.mark.parametrize("kv", ["16-bit", "e4m3", "nvfp4"])
 def test_a_gqa_call_is_replayed_within_the_bound(kv: str, folder: Path) -> None:
     """Likewise for each kind of cache."""
-    case = GqaCase(name="", seq_lens=(700, 70, 1), kv=kv)
+    case = GqaCase(seq_lens=(700, 70, 1), kv=kv)
     observed(xqa_batch_decode_with_kv_cache)(**case.build("cuda").arguments())
 
     require_right(folder)
@@ -71,7 +71,7 @@ def test_a_gqa_call_is_replayed_within_the_bound(kv: str, folder: Path) -> None:
 
 def test_a_planned_run_is_replayed_within_the_bound(folder: Path) -> None:
     """The dump has the construction and the plan."""
-    problem = batch_case("", ((1, 700), (2, 30)), heads=16).build("cuda")
+    problem = batch_case(((1, 700), (2, 30)), heads=16).build("cuda")
     wrapper = wrapper_of(problem)
     wrapper.plan(**plan_arguments(problem))
     assert isinstance(wrapper, BatchMLAPagedAttentionWrapper)

@@ -17,8 +17,8 @@ import mlagen
 from mlagen import engine
 from mlagen.families.mla import dispatch as mla_call
 from mlagen.settings import current_settings
-from tests.cases import MlaCase, MlaProblem
-from tests.gqa_problems import GqaCase
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import MlaCase, MlaProblem
 
 
 def decode(**arguments: Any) -> torch.Tensor:
@@ -32,41 +32,6 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 
 WHOLE = MlaCase(name="whole", seq_lens=(70, 3, 200), heads=16)
 SPLIT = MlaCase(name="split", seq_lens=(5000, 70), heads=16, with_sinks=True)
-
-
-@pytest.mark.parametrize("case", [WHOLE, SPLIT], ids=str)
-def test_a_replay_follows_changed_lengths_tables_and_data(case: MlaCase) -> None:
-    """A replay computes the current content of its tensors."""
-    problem = case.build("cuda")
-    arguments = problem.arguments(max_seq_len=5000)
-    out = torch.empty(len(case.seq_lens), 1, case.heads, 512, dtype=case.dtype, device="cuda")
-    decode(**arguments, out=out)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        decode(**arguments, out=out)
-
-    for shorter in (0, 1, 2, 40):
-        seq_lens = tuple(max(0, length - shorter) for length in case.seq_lens)
-        changed = replace(case, seq_lens=seq_lens, seed=shorter + 1).build("cuda")
-        _overwrite(problem, changed)
-        out.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-
-        changed.check(out)
-
-
-def _overwrite(problem: MlaProblem, changed: MlaProblem) -> None:
-    """Copy a problem into the tensors of another that is at least as large."""
-    problem.query.copy_(changed.query)
-    problem.kv_cache.fill_(float("nan"))
-    problem.kv_cache[: len(changed.kv_cache)] = changed.kv_cache
-    problem.block_tables.fill_(-1)
-    problem.block_tables[:, : changed.block_tables.shape[1]] = changed.block_tables
-    problem.seq_lens.copy_(changed.seq_lens)
-    if problem.sinks is not None and changed.sinks is not None:
-        problem.sinks.copy_(changed.sinks)
 
 
 def test_many_replays_give_the_same_bits() -> None:
@@ -94,8 +59,8 @@ def test_many_replays_give_the_same_bits() -> None:
 
 _CAPTURE_FIRST = """
 import torch, mlagen
-from tests.cases import MlaCase
-problem = MlaCase(name="", seq_lens=(5000,), heads=16).build("cuda")
+from tests.problems.mla import MlaCase
+problem = MlaCase(seq_lens=(5000,), heads=16).build("cuda")
 arguments = problem.arguments()
 graph = torch.cuda.CUDAGraph()
 try:
@@ -156,25 +121,6 @@ def test_a_call_waits_for_its_inputs(enable_pdl: bool) -> None:
     assert torch.equal(expected, chain(40, wait=False))
 
 
-def test_two_streams_with_separate_workspaces() -> None:
-    """Overlapping calls on two streams give the results of separate calls."""
-    problems = [replace(SPLIT, seed=seed).build("cuda") for seed in (1, 2)]
-    arguments = [problem.arguments() for problem in problems]
-    expected = [decode(**each) for each in arguments]
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in problems]  # type: ignore[no-untyped-call]
-    outs: list[list[torch.Tensor]] = [[], []]
-
-    for _ in range(50):
-        for index, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                outs[index].append(decode(**arguments[index]))
-    torch.cuda.synchronize()
-
-    for index in range(2):
-        assert all(torch.equal(expected[index], out) for out in outs[index])
-
-
 def test_threads_share_only_kernels() -> None:
     """Eight concurrent threads each get their own result."""
     problems = [replace(SPLIT, seed=seed, heads=16 + seed).build("cuda") for seed in range(8)]
@@ -224,23 +170,6 @@ def test_a_new_thread_can_call() -> None:
     assert torch.equal(expected, out)
 
 
-def test_unsigned_lengths_and_strided_queries() -> None:
-    """uint32 lengths and tables, and a strided query, give the same result."""
-    problem = replace(WHOLE, q_len=2, seq_lens=(70, 5, 200)).build("cuda")
-    wide = torch.full((3, 2, 20, 640), float("nan"), dtype=torch.bfloat16, device="cuda")
-    wide[:, :, 2:18, 64:] = problem.query
-
-    out = decode(
-        **problem.arguments(
-            query=wide[:, :, 2:18, 64:],
-            seq_lens=problem.seq_lens.view(torch.uint32),
-            block_tables=problem.block_tables.view(torch.uint32),
-        )
-    )
-
-    problem.check(out)
-
-
 def test_a_call_of_another_signature_reuses_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loaded kernel is neither looked up in the store nor loaded again."""
     problem = WHOLE.build("cuda")
@@ -282,7 +211,7 @@ def test_every_gpu_uses_its_own_tensors() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     latent = SPLIT.build("cuda:1")
-    grouped = GqaCase(name="", seq_lens=(5000, 70)).build("cuda:1")
+    grouped = GqaCase(seq_lens=(5000, 70)).build("cuda:1")
 
     out = decode(**latent.arguments())
     grouped_out = mlagen.decode.xqa_batch_decode_with_kv_cache(**grouped.arguments())

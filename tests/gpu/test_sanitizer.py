@@ -21,8 +21,8 @@ _SANITIZER = shutil.which("compute-sanitizer")
 _MLA_CASES = """
 import torch
 from mlagen.families.mla import plan_sm90 as plan_mla_sm90
-from tests.cases import MlaCase
-from tests.mla_semantics import compute
+from tests.problems.mla import MlaCase
+from tests.problems.entry_points import compute
 plan_mla_sm90.USES_SM80_FOR_SMALL_CALLS = False
 plan_mla_sm90.USES_SMALLER_TILES = False
 fp16, e4m3 = torch.float16, torch.float8_e4m3fn
@@ -52,7 +52,8 @@ for case in (
 _GQA_CASES = """
 import torch
 from mlagen.decode import xqa_batch_decode_with_kv_cache
-from tests.gqa_problems import E4M3, GqaCase
+from tests.problems.problem import E4M3
+from tests.problems.gqa import GqaCase
 for case in (
     GqaCase(name="16 rows", seq_lens=(0, 5, 70)),
     GqaCase(name="32 rows", seq_lens=(65, 130), group=8, q_len=3, mask="random", sink=3.0),

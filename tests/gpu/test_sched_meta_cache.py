@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,39 +11,28 @@ import torch
 import mlagen
 from mlagen.runtime import semaphores
 from mlagen.spec.mla.sm90 import SCHED_META_BYTES, SCHED_META_OFFSET
-from tests.cases import MlaCase, MlaProblem
 from tests.graph_replay import captured
 from tests.launch_repeats import SEQ_WORD
-from tests.mla_cases import KINDS, case_of_kind
-from tests.mla_semantics import decode
-from tests.sm90_tiles import sm90_kernels
+from tests.problems.entry_points import decode
+from tests.problems.mla import MlaCase, MlaProblem, mla_case
+from tests.sm90_tiles import needs_sm90
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs an sm_90 GPU",
-)
+pytestmark = [needs_sm90, pytest.mark.usefixtures("sm90")]
 
-FP8_DS_MLA = KINDS["bf16 over fp8_ds_mla"]
+FP8_DS_MLA = "bf16 over fp8_ds_mla"
 CASES = {
-    "16 bits": MlaCase(name="", seq_lens=(), heads=128),
-    "16 bits, few rows": MlaCase(name="", seq_lens=(), heads=16),
-    "e4m3": MlaCase(name="", seq_lens=(), heads=128, dtype=torch.float8_e4m3fn),
-    "e4m3, few rows": MlaCase(name="", seq_lens=(), heads=16, dtype=torch.float8_e4m3fn),
-    "fp8_ds_mla": case_of_kind(FP8_DS_MLA, name="", seq_lens=(), heads=64),
-    "sparse": case_of_kind(FP8_DS_MLA, name="", seq_lens=(), heads=128, top_k=512),
+    "16 bits": MlaCase(seq_lens=(), heads=128),
+    "16 bits, few rows": MlaCase(seq_lens=(), heads=16),
+    "e4m3": MlaCase(seq_lens=(), heads=128, dtype=torch.float8_e4m3fn),
+    "e4m3, few rows": MlaCase(seq_lens=(), heads=16, dtype=torch.float8_e4m3fn),
+    "fp8_ds_mla": mla_case(FP8_DS_MLA, seq_lens=(), heads=64),
+    "sparse": mla_case(FP8_DS_MLA, seq_lens=(), heads=128, top_k=512),
 }
 LENGTHS = {
     "few": (3000, 70, 1),
     "one per CTA": (200,) * 128,
     "as many as are metadata": tuple(250 - 37 * i % 251 for i in range(256)),
 }
-
-
-@pytest.fixture(autouse=True)
-def _sm90(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make every call of this file use an sm90 kernel."""
-    with sm90_kernels(monkeypatch):
-        yield
 
 
 @pytest.fixture
@@ -74,7 +62,7 @@ def test_lengths_may_change_before_every_replay(
         for out in outs:
             mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**arguments, out=out)
 
-    graph = captured(calls, {})
+    graph = captured(calls)
     for now in changed_lengths(lengths):
         other = replace(case, seq_lens=now, seed=len(now) + now[0]).build("cuda")
         exchange(problem, other)

@@ -10,18 +10,13 @@ import torch
 
 import mlagen
 from mlagen.families.mla.dispatch import run_mla
-from mlagen.settings import current_settings
-from tests.cases import MlaCase
-from tests.gqa_problems import GqaCase
-from tests.gqa_semantics import decode as decode_gqa
-from tests.mla_cases import KINDS, case_of_kind
-from tests.mla_semantics import decode
-from tests.sm90_tiles import smaller_tiles
+from tests.problems.entry_points import decode, decode_gqa
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import MlaCase, mla_case
+from tests.sm90_tiles import IS_SM90, choose_kernel, smaller_tiles
 
 _FRONT = 8 << 20
 _BYTES = 128 << 20
-
-IS_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 @pytest.fixture(params=["sm90", "sm80"])
@@ -29,9 +24,7 @@ def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Make every call use one kind of kernel, and split its sequences."""
     if request.param == "sm90" and not IS_SM90:
         pytest.skip("needs an sm_90 GPU")
-    for name in ("MLAGEN_MLA_KERNEL", "MLAGEN_GQA_KERNEL"):
-        monkeypatch.setenv(name, request.param)
-    current_settings.cache_clear()
+    choose_kernel(monkeypatch, request.param)
     with smaller_tiles(monkeypatch, enabled=False):
         yield
 
@@ -53,7 +46,7 @@ LARGE = ((20_000, 3), (9000,) * 5)
 @pytest.mark.parametrize("kind", ["bf16", "e4m3", "bf16 over fp8_ds_mla"])
 def test_mla(kind: str, seq_lens: tuple[int, ...], workspace: torch.Tensor) -> None:
     """Calls have the max number of rows per sequence."""
-    problem = case_of_kind(KINDS[kind], name="", seq_lens=seq_lens, heads=128).build("cuda")
+    problem = mla_case(kind, seq_lens=seq_lens, heads=128).build("cuda")
 
     out, lse = run_mla(problem.inputs(workspace_buffer=workspace, return_lse=True), True)
 
@@ -64,7 +57,7 @@ def test_mla(kind: str, seq_lens: tuple[int, ...], workspace: torch.Tensor) -> N
 @pytest.mark.parametrize("kv", ["16-bit", "e4m3"])
 def test_gqa(kv: str, workspace: torch.Tensor) -> None:
     """Long sequences are split."""
-    problem = GqaCase(name="", seq_lens=(20_000, 9000), kv=kv, group=8).build("cuda")
+    problem = GqaCase(seq_lens=(20_000, 9000), kv=kv, group=8).build("cuda")
 
     problem.check(decode_gqa(problem, workspace_buffer=workspace))
 
@@ -72,7 +65,7 @@ def test_gqa(kv: str, workspace: torch.Tensor) -> None:
 @pytest.mark.usefixtures("_kernel")
 def test_overlapping_views_of_one_buffer(workspace: torch.Tensor) -> None:
     """Interleaved calls in views with equal start or end are right."""
-    problem = MlaCase(name="", seq_lens=(9000, 70), heads=64).build("cuda")
+    problem = MlaCase(seq_lens=(9000, 70), heads=64).build("cuda")
     needed = mlagen.workspace_bytes(batch=2, q_len=1, heads=64, max_seq_len=9000)
     views: list[Any] = [
         workspace[_FRONT:],

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mlagen.errors import ArgumentError
 from mlagen.models.config import GqaModel, MlaModel, find_model, preset_names, read_model
@@ -44,6 +47,11 @@ GQA: dict[str, Any] = {
 }
 
 
+RANKS = "(512, 64) or (256, 64) or (512, 0)"
+OF_32, DIVISOR = "num_attention_heads 32, got", "divisor of"
+MULTIPLE = "hidden_size that is a multiple of"
+
+
 def read(config: object) -> MlaModel | GqaModel:
     """Return the model of a configuration."""
     return read_model("m", json.dumps(config).encode())
@@ -56,11 +64,13 @@ def test_every_preset_is_known_by_its_name() -> None:
 
 @pytest.mark.parametrize("name", MLA_PRESETS)
 def test_a_preset_with_latent_attention_is_as_it_was_published(name: str) -> None:
-    """Heads, ranks and sparse attention match."""
+    """Heads, ranks and sparse attention match; names are case-insensitive."""
     heads, is_sparse = MLA_PRESETS[name]
 
-    assert find_model(name) == MlaModel(
-        name=name,
+    found = find_model(name.upper())
+
+    assert found == MlaModel(
+        name=name.upper(),
         dtype=DType.BF16,
         heads=heads,
         kv_lora_rank=512,
@@ -73,17 +83,9 @@ def test_a_preset_with_latent_attention_is_as_it_was_published(name: str) -> Non
 def test_a_preset_with_grouped_queries_is_as_it_was_published(name: str) -> None:
     """Heads, kv heads and head dim match."""
     heads, kv_heads, head_dim = GQA_PRESETS[name]
-
     assert find_model(name) == GqaModel(
         name=name, dtype=DType.BF16, heads=heads, kv_heads=kv_heads, head_dim=head_dim
     )
-
-
-def test_names_are_case_insensitive() -> None:
-    """Names are case-insensitive."""
-    found = find_model("DeepSeek-V3")
-
-    assert (found.name, found.heads) == ("DeepSeek-V3", 128)
 
 
 @pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
@@ -91,46 +93,33 @@ def test_any_other_model_is_found_by_its_path(is_folder: bool, tmp_path: Path) -
     """The path is that of the file, or of its folder."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(GQA))
-
     found = find_model(str(tmp_path if is_folder else path))
-
     assert isinstance(found, GqaModel)
     assert (found.kv_heads, found.head_dim) == (8, 128)
 
 
 @pytest.mark.parametrize(
-    ("changes", "head_dim"),
-    [({}, 128), ({"head_dim": None}, 128), ({"head_dim": 64}, 64)],
-    ids=["absent", "null", "explicit"],
+    ("changes", "kv_heads", "head_dim"),
+    [
+        ({}, 8, 128),
+        ({"head_dim": None}, 8, 128),
+        ({"head_dim": 64}, 8, 64),
+        ({"num_key_value_heads": None}, 32, 128),
+        ({"kv_lora_rank": None}, 8, 128),
+    ],
+    ids=str,
 )
-def test_head_dim_defaults_to_a_share_of_the_hidden_size(
-    changes: dict[str, Any], head_dim: int
-) -> None:
-    """The default head_dim is hidden_size / heads; an explicit one overrides it."""
+def test_defaults_of_grouped_queries(changes: dict[str, Any], kv_heads: int, head_dim: int) -> None:
+    """Without head_dim it is hidden_size / heads, without kv heads every head has its own."""
     model = read(GQA | changes)
-
     assert isinstance(model, GqaModel)
-    assert model.head_dim == head_dim
-
-
-def test_without_kv_heads_every_head_has_its_own() -> None:
-    """Without kv heads, the model has multi-head attention."""
-    model = read({"num_attention_heads": 32, "hidden_size": 4096})
-
-    assert isinstance(model, GqaModel)
-    assert model.kv_heads == 32
-
-
-def test_a_null_rank_is_not_latent_attention() -> None:
-    """Some models have the field with a null value."""
-    assert isinstance(read(GQA | {"kv_lora_rank": None}), GqaModel)
+    assert (model.kv_heads, model.head_dim) == (kv_heads, head_dim)
 
 
 @pytest.mark.parametrize("label", ["text_config", "language_config", "llm_config"])
 def test_the_part_that_generates_text_counts(label: str) -> None:
     """Multi-part models nest the text decoder; the dtype may be on either level."""
     model = read({label: MLA, "torch_dtype": "float16", "hidden_size": 1})
-
     assert isinstance(model, MlaModel)
     assert (model.heads, model.dtype) == (16, DType.FP16)
 
@@ -163,51 +152,23 @@ def test_the_dtype_is_that_of_the_activations(changes: dict[str, Any], dtype: DT
         (MLA | {"qk_rope_head_dim": None}, "m: qk_rope_head_dim: expected 0 or more, got none"),
         (
             MLA | {"kv_lora_rank": 128},
-            (
-                "m: kv_lora_rank, qk_rope_head_dim: expected (512, 64) or (256, 64) or (512, 0), "
-                "got (128, 64)"
-            ),
+            f"m: kv_lora_rank, qk_rope_head_dim: expected {RANKS}, got",
         ),
         (MLA | {"index_topk": -1}, "m: index_topk: expected 1 or more, got -1"),
         (MLA | {"dtype": "float32"}, "m: dtype: expected bfloat16 or float16, got 'float32'"),
         (
             GQA | {"num_key_value_heads": 5},
-            "m: num_key_value_heads: expected a divisor of num_attention_heads 32, got 5",
+            f"m: num_key_value_heads: expected a divisor of {OF_32} 5",
         ),
-        (
-            GQA | {"hidden_size": 4097},
-            (
-                "m: head_dim: expected it, or a hidden_size that is a multiple of "
-                "num_attention_heads 32, got 4097"
-            ),
-        ),
+        (GQA | {"hidden_size": 4097}, f"m: head_dim: expected it, or a {MULTIPLE} {OF_32} 4097"),
         (GQA | {"hidden_size": None}, "m: hidden_size: expected 1 or more, got none"),
-        (
-            GQA | {"head_dim": 72},
-            "m: head_dim: no GQA decode kernel for head_dim 72; supported: multiples of 16 up to ",
-        ),
-    ],
-    ids=[
-        "a list",
-        "nothing",
-        "no heads",
-        "true heads",
-        "heads as text",
-        "no rope",
-        "rank",
-        "choice of tokens",
-        "dtype",
-        "kv heads",
-        "heads of broken size",
-        "no size",
-        "head dim",
+        (GQA | {"head_dim": 72}, "m: head_dim: no GQA decode kernel for head_dim 72; supported: "),
     ],
 )
 def test_an_unsupported_configuration_is_rejected_by_field(config: object, message: str) -> None:
     """The message has the model, the field, the rule and the value."""
     with pytest.raises(ArgumentError) as caught:
         read(config)
-
     assert str(caught.value).startswith(message)
 
 
@@ -221,7 +182,6 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     """The message lists the known names, and mentions a path."""
     with pytest.raises(ArgumentError) as caught:
         find_model("gpt-5")
-
     assert str(caught.value) == (
         f"model: expected one of {', '.join(known_names())}, or the path of a config.json or of "
         f"its folder, got 'gpt-5'"
@@ -231,9 +191,57 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 def test_an_unreadable_file_is_rejected_with_the_reason(tmp_path: Path) -> None:
     """A folder in place of the file is one example."""
     (tmp_path / "config.json").mkdir()
-
     with pytest.raises(ArgumentError) as caught:
         find_model(str(tmp_path))
-
     rule = "model: expected a readable config.json, got Is a directory: "
     assert str(caught.value) == f"{rule}{tmp_path}"
+
+
+KEYS = (
+    *("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim", "v_head_dim"),
+    *("kv_lora_rank", "qk_rope_head_dim", "index_topk", "layer_types", "per_layer_config"),
+    *("num_attention_heads_per_layer", "swa_head_dim", "global_head_dim", "multi_query"),
+    *("multi_query_attention", "multi_query_group_num", "attention_other_setting", "text_config"),
+    *("hybrid_override_pattern", "attn_type_list", "model_type", "architectures", "dtype"),
+    *("position_embedding_type", "num_kv_heads", "kv_channels", "alibi", "block_configs"),
+)
+VALUES = st.recursive(
+    st.sampled_from([None, True, False, 0, 1, 8, 64, 512, -1, 0.5, "", "mamba", "full_attention"])
+    | st.integers(),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+CONFIGS = st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=10)
+HEADS = {"num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 4096}
+
+
+def outcome_of(config: dict[str, Any]) -> str:
+    """Return the model of a configuration, or the rejection."""
+    try:
+        model = read_model("m", json.dumps(config).encode())
+    except ArgumentError as error:
+        return str(error)
+    return f"m: {model.heads} heads"
+
+
+@given(CONFIGS)
+@settings(max_examples=150, deadline=None)
+def test_any_configuration_is_read_or_rejected_in_one_line(config: dict[str, Any]) -> None:
+    """Values of a wrong type are rejected like any other mistake."""
+    for whole in (config, HEADS | config, {**config, "text_config": HEADS | config}):
+        outcome = outcome_of(whole)
+        assert outcome.startswith("m: ")
+        assert "\n" not in outcome
+        assert len(outcome) < 300
+
+
+@pytest.mark.parametrize("depth", [10, 200, 500, 900, 2000, 100_000])
+@pytest.mark.parametrize("key", ["a", "attn_config", "alibi"])
+def test_tables_in_tables_end(key: str, depth: int) -> None:
+    """A deeply nested configuration is read or rejected without a RecursionError."""
+    for begin, end in ((f'{{"{key}":', "}"), ("[", "]")):
+        text = f'{{"{key}": {begin * depth}1{end * depth}}}'
+        with suppress(ArgumentError):
+            read_model("m", text.encode())

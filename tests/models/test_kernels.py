@@ -8,7 +8,7 @@ from mlagen.errors import ArgumentError
 from mlagen.models.config import GqaModel, MlaModel, find_model, preset_names
 from mlagen.models.heads import GqaHeads
 from mlagen.models.kernels import ServingOptions, model_specs
-from mlagen.spec.arch import ARCHS, parse_arch
+from mlagen.spec.arch import ARCHS, Arch, parse_arch
 from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
@@ -37,38 +37,71 @@ def values(specs: list[KernelSpec], name: str) -> set[str]:
     return {spec.key_fields()[name] for spec in specs if name in spec.key_fields()}
 
 
-def test_latent_attention_on_sm90_takes_either_kernel() -> None:
-    """The 128 heads of one GPU and the 16 of eight take the largest and the smallest tile."""
-    specs = model_specs(SM_90A, V3, ServingOptions(tp=(1, 8)))
+FP16 = DType.FP16
+OF_FP16 = {"query_dtype": FP16, "kv_dtype": FP16, "out_dtype": FP16, "page_size": 48}
+COMBINE = {dim: combine("sm_90a", dim) for dim in (128, 512)}
+SPECS: dict[str, tuple[Arch, MlaModel | GqaModel, ServingOptions, list[KernelSpec]]] = {
+    "the heads of one GPU and of eight take the largest and the smallest tile": (
+        SM_90A,
+        V3,
+        ServingOptions(tp=(1, 8)),
+        [mla_sm90(rows=128), mla_sm90(), mla_sm80(rows=128), COMBINE[512], mla_sm80()],
+    ),
+    "an architecture without wgmma takes the sm80 kernel": (
+        SM_80,
+        V3,
+        ServingOptions(tp=(8,)),
+        [mla_sm80(arch=SM_80), combine("sm_80", 512)],
+    ),
+    "a cache in e4m3 is read by queries of both kinds": (
+        SM_90A,
+        V3,
+        ServingOptions(tp=(8,), kv_dtypes=(E4M3,)),
+        [
+            mla_sm90_fp8kv(kv_dtype=E4M3, lookup="paged", rows=16),
+            mla_sm80(kv_dtype=E4M3),
+            COMBINE[512],
+            mla_sm90_fp8(),
+            mla_sm90_fp8kv(query_dtype=E4M3, kv_dtype=E4M3, lookup="paged", rows=16),
+            mla_sm80(query_dtype=E4M3, kv_dtype=E4M3),
+        ],
+    ),
+    "a sparse model has dense kernels for short sequences": (
+        SM_90A,
+        V32,
+        ServingOptions(tp=(8,)),
+        [mla_sm90(), mla_sm80(), COMBINE[512], mla_sm80(lookup="sparse")],
+    ),
+    "in sparse calls each query token is a sequence": (
+        SM_80,
+        V32,
+        ServingOptions(tp=(8,), q_lens=(1, 4), lookups=("sparse",)),
+        [mla_sm80(arch=SM_80, lookup="sparse"), combine("sm_80", 512)],
+    ),
+    "grouped queries have pages of 16 and of 64 tokens": (
+        SM_90A,
+        LLAMA,
+        ServingOptions(tp=(1, 2)),
+        [
+            *(gqa_sm90(page_size=16), gqa_sm80(page_size=16), COMBINE[128]),
+            *(gqa_sm90(page_size=64), gqa_sm80(page_size=64)),
+        ],
+    ),
+    "explicit options replace the defaults": (
+        SM_80,
+        LLAMA,
+        ServingOptions(page_sizes=(48,), dtypes=(FP16,), q_lens=(8,)),
+        [gqa_sm80(arch=SM_80, rows=32, **OF_FP16), combine("sm_80", 128, FP16)],
+    ),
+}
 
-    assert specs == [
-        mla_sm90(rows=128),
-        mla_sm90(rows=16),
-        mla_sm80(rows=128),
-        combine("sm_90a", 512),
-        mla_sm80(rows=16),
-    ]
 
-
-def test_latent_attention_elsewhere_takes_the_sm80_kernel() -> None:
-    """Architectures without wgmma take the sm80 kernel and the combine kernel."""
-    specs = model_specs(SM_80, V3, ServingOptions(tp=(8,)))
-
-    assert specs == [mla_sm80(arch=SM_80), combine("sm_80", 512)]
-
-
-def test_a_cache_in_e4m3_is_read_by_queries_of_both_kinds() -> None:
-    """Some servers quantise the query, others do not."""
-    specs = model_specs(SM_90A, V3, ServingOptions(tp=(8,), kv_dtypes=(E4M3,)))
-
-    assert specs == [
-        mla_sm90_fp8kv(kv_dtype=E4M3, lookup="paged", rows=16),
-        mla_sm80(kv_dtype=E4M3),
-        combine("sm_90a", 512),
-        mla_sm90_fp8(),
-        mla_sm90_fp8kv(query_dtype=E4M3, kv_dtype=E4M3, lookup="paged", rows=16),
-        mla_sm80(query_dtype=E4M3, kv_dtype=E4M3),
-    ]
+@pytest.mark.parametrize(("arch", "model", "use", "specs"), SPECS.values(), ids=SPECS)
+def test_kernels_of_a_model(
+    arch: Arch, model: MlaModel | GqaModel, use: ServingOptions, specs: list[KernelSpec]
+) -> None:
+    """A model has these kernels, in this order."""
+    assert model_specs(arch, model, use) == specs
 
 
 @pytest.mark.parametrize(
@@ -79,70 +112,21 @@ def test_a_cache_in_e4m3_is_read_by_queries_of_both_kinds() -> None:
 def test_a_scaled_fp8_cache_has_one_query_dtype(kv_dtype: DType, query_dtype: str) -> None:
     """An FP8 cache with scales has one query dtype, that of its calls."""
     specs = model_specs(SM_90A, V3, ServingOptions(kv_dtypes=(kv_dtype,)))
-
     assert values(specs, "query_dtype") == {query_dtype}
     assert values(specs, "kv_dtype") == {str(kv_dtype)}
-
-
-def test_a_sparse_model_has_dense_kernels_too() -> None:
-    """Short sequences use dense attention, long ones sparse attention."""
-    specs = model_specs(SM_90A, V32, ServingOptions(tp=(8,)))
-
-    assert specs == [
-        mla_sm90(),
-        mla_sm80(),
-        combine("sm_90a", 512),
-        mla_sm80(lookup="sparse"),
-    ]
-
-
-def test_sparse_calls_have_a_sequence_for_each_query_token() -> None:
-    """In sparse calls each query token is a sequence: the rows are the heads for any q_len."""
-    specs = model_specs(SM_80, V32, ServingOptions(tp=(8,), q_lens=(1, 4), lookups=("sparse",)))
-
-    assert specs == [mla_sm80(arch=SM_80, lookup="sparse"), combine("sm_80", 512)]
 
 
 def test_sparse_kernels_are_omitted_for_dense_only_layouts() -> None:
     """A cache layout without sparse kernels is served dense."""
     specs = model_specs(SM_80, V32, ServingOptions(kv_dtypes=(FP8_PER_TOKEN,)))
-
     assert values(specs, "lookup") == {"paged"}
-
-
-def test_grouped_queries_use_the_default_page_sizes() -> None:
-    """The default page sizes are 16 and 64 tokens."""
-    specs = model_specs(SM_90A, LLAMA, ServingOptions(tp=(1, 2)))
-
-    assert specs == [
-        gqa_sm90(page_size=16),
-        gqa_sm80(page_size=16),
-        combine("sm_90a", 128),
-        gqa_sm90(page_size=64),
-        gqa_sm80(page_size=64),
-    ]
-
-
-def test_explicit_options_replace_the_defaults() -> None:
-    """Explicit options replace the defaults, such as any page size."""
-    use = ServingOptions(page_sizes=(48,), dtypes=(DType.FP16,), q_lens=(8,))
-
-    specs = model_specs(SM_80, LLAMA, use)
-
-    fp16 = DType.FP16
-    expected = gqa_sm80(
-        arch=SM_80, rows=32, query_dtype=fp16, kv_dtype=fp16, out_dtype=fp16, page_size=48
-    )
-    assert specs == [expected, combine("sm_80", 128, fp16)]
 
 
 @pytest.mark.parametrize(("tp", "rows"), [(1, 8), (8, 8), (16, 4), (64, 1)], ids=str)
 def test_kv_heads_are_repeated_where_there_are_fewer_than_gpus(tp: int, rows: int) -> None:
     """With more GPUs than kv heads, each GPU has one kv head and fewer query heads."""
     model = GqaModel(name="m", dtype=DType.BF16, heads=64, kv_heads=8, head_dim=128)
-
     specs = model_specs(SM_90A, model, ServingOptions(tp=(tp,), q_lens=(3,), page_sizes=(64,)))
-
     assert specs[:2] == [gqa_sm90(rows=rows * 3), gqa_sm80(rows=rows * 3)]
 
 
@@ -178,7 +162,6 @@ def test_an_unsupported_use_names_the_model(
     """The message has the model, the problem and the supported values."""
     with pytest.raises(ArgumentError) as caught:
         model_specs(SM_90A, model, use)
-
     assert str(caught.value).startswith(message)
 
 
@@ -220,11 +203,9 @@ def test_a_pair_of_dtypes_without_a_kernel_is_left_out(
 ) -> None:
     """The other pairs are served, and a sentence names the omitted one."""
     left_out: list[str] = []
-
     specs = model_specs(
         SM_90A, find_model(model), ServingOptions(kv_dtypes=kv_dtypes), left_out.append
     )
-
     assert len(left_out) == 1 or model == "glm-5.3-flash"
     assert all(sentence.startswith(f"{model}: {missing}") for sentence in left_out)
     assert specs
@@ -253,7 +234,5 @@ def test_layers_without_a_kernel_are_named() -> None:
         name="m", dtype=DType.BF16, heads=8, kv_heads=4, head_dim=64, left_out=("m: mamba",)
     )
     left_out: list[str] = []
-
     model_specs(SM_90A, model, ServingOptions(), left_out.append)
-
     assert left_out == ["m: mamba"]

@@ -85,7 +85,6 @@ def test_a_folder_comes_before_the_model_of_the_same_name(
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.chdir(tmp_path)
-
     assert find_model("deepseek-ai/DeepSeek-V3").heads == 24
 
 
@@ -94,7 +93,6 @@ def test_a_folder_comes_before_the_model_of_the_same_name(
 def test_the_hub_cache_is_read_with_mlagen_hf(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The configuration of the id takes precedence over a preset."""
     switch(monkeypatch, "1")
-
     assert find_model(name).heads == 24
 
 
@@ -102,10 +100,8 @@ def test_the_hub_cache_is_read_with_mlagen_hf(name: str, monkeypatch: pytest.Mon
 def test_the_hub_cache_is_not_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rejection mentions MLAGEN_HF."""
     switch(monkeypatch, "0")
-
     with pytest.raises(ArgumentError) as caught:
         find_model("our/model")
-
     remedy = "got 'our/model'; MLAGEN_HF=1 looks for a Hub id in the Hub's local cache"
     assert str(caught.value).endswith(remedy)
 
@@ -114,7 +110,6 @@ def test_the_hub_cache_is_not_read_by_default(monkeypatch: pytest.MonkeyPatch) -
 def test_a_missing_hub_configuration_is_not_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rejection has the download command."""
     switch(monkeypatch, "1")
-
     with pytest.raises(ArgumentError, match=r"; run: hf download our/other config\.json$"):
         find_model("our/other")
 
@@ -123,8 +118,6 @@ def test_without_huggingface_hub_the_remedy_is_named(monkeypatch: pytest.MonkeyP
     """A preset by its short name needs no huggingface_hub."""
     switch(monkeypatch, "1")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-
     with pytest.raises(ArgumentError, match=r"^MLAGEN_HF: expected huggingface_hub to be install"):
         find_model("our/model")
-
     assert find_model("deepseek-v3").heads == 128

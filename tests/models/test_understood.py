@@ -43,6 +43,21 @@ CHATGLM: dict[str, Any] = {
 }
 
 
+def gqa(**changes: object) -> dict[str, Any]:
+    """Return a GQA configuration with changes."""
+    return GQA | changes
+
+
+def mla(**changes: object) -> dict[str, Any]:
+    """Return an MLA configuration with changes."""
+    return MLA | changes
+
+
+def v4(**changes: object) -> dict[str, Any]:
+    """Return a configuration like that of DeepSeek-V4 with changes."""
+    return V4 | changes
+
+
 def read(config: object) -> MlaModel | GqaModel:
     """Return the model of a configuration."""
     return read_model("m", json.dumps(config).encode())
@@ -58,36 +73,30 @@ def heads_of(config: object) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize(
     ("config", "heads"),
     [
-        (GQA | {"global_head_dim": 512}, [(32, 8, 128), (32, 8, 512)]),
+        (gqa(global_head_dim=512), [(32, 8, 128), (32, 8, 512)]),
         (
-            GQA | {"global_head_dim": 256, "num_global_key_value_heads": 2},
+            gqa(global_head_dim=256, num_global_key_value_heads=2),
             [(32, 8, 128), (32, 2, 256)],
         ),
         (
-            GQA
-            | {
-                "global_head_dim": 256,
-                "num_global_key_value_heads": 2,
-                "attention_k_eq_v": False,
-            },
+            gqa(global_head_dim=256, num_global_key_value_heads=2, attention_k_eq_v=False),
             [(32, 8, 128), (32, 8, 256)],
         ),
         (
-            GQA | {"per_layer_config": {"5": {"head_dim": 512}, "11": {"head_dim": 512}}},
+            gqa(per_layer_config={"5": {"head_dim": 512}, "11": {"head_dim": 512}}),
             [(32, 8, 128), (32, 8, 512)],
         ),
         (
-            GQA | {"per_layer_config": {"5": {"num_attention_heads": 64}}},
+            gqa(per_layer_config={"5": {"num_attention_heads": 64}}),
             [(32, 8, 128), (64, 8, 128)],
         ),
-        (GQA | {"num_attention_heads_per_layer": [32, 48]}, [(32, 8, 128), (48, 8, 128)]),
-        (GQA | {"num_key_value_heads": [8, 4, 8]}, [(32, 8, 128), (32, 4, 128)]),
+        (gqa(num_attention_heads_per_layer=[32, 48]), [(32, 8, 128), (48, 8, 128)]),
+        (gqa(num_key_value_heads=[8, 4, 8]), [(32, 8, 128), (32, 4, 128)]),
         (
-            GQA
-            | {"swa_num_attention_heads": 64, "swa_num_key_value_heads": 16, "swa_head_dim": 64},
+            gqa(swa_num_attention_heads=64, swa_num_key_value_heads=16, swa_head_dim=64),
             [(32, 8, 128), (64, 16, 64)],
         ),
-        (GQA | {"num_sliding_attention_heads": 96}, [(32, 8, 128), (96, 8, 128)]),
+        (gqa(num_sliding_attention_heads=96), [(32, 8, 128), (96, 8, 128)]),
         (
             {"num_attention_heads": 64, "num_attention_groups": 8, "head_dim": 128}
             | {"attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 8}},
@@ -98,7 +107,7 @@ def heads_of(config: object) -> list[tuple[int, int, int]]:
         (FALCON | {"multi_query": True, "new_decoder_architecture": True}, [(64, 8, 64)]),
         (CHATGLM | {"multi_query_attention": True}, [(32, 2, 128)]),
         (CHATGLM | {"multi_query_attention": False}, [(32, 32, 128)]),
-        (GQA | {"kv_lora_rank": 512, "use_mla": False, "qk_nope_head_dim": 64}, [(32, 8, 128)]),
+        (gqa(kv_lora_rank=512, use_mla=False, qk_nope_head_dim=64), [(32, 8, 128)]),
     ],
 )
 def test_heads_are_those_of_every_layer(config: object, heads: list[tuple[int, int, int]]) -> None:
@@ -109,85 +118,59 @@ def test_heads_are_those_of_every_layer(config: object, heads: list[tuple[int, i
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        (v4(compress_rates={"a": 4}), "compress_rates: expected a KV cache of all tokens, got"),
+        (v4(compress_ratios=[0, 4]), "compress_ratios: expected a KV cache of all tokens"),
+        (v4(o_lora_rank=1024), "o_lora_rank: expected no such key, as mlagen does not know"),
+        (v4(layer_types=["compressed_sparse_attention"]), "layer_types: expected full_attention o"),
+        (gqa(head_dim=192, v_head_dim=128), "v_head_dim: expected head_dim 192, got 128"),
         (
-            V4 | {"compress_rates": {"a": 4}},
-            "compress_rates: expected a KV cache of all tokens, got",
-        ),
-        (V4 | {"compress_ratios": [0, 4]}, "compress_ratios: expected a KV cache of all tokens"),
-        (V4 | {"o_lora_rank": 1024}, "o_lora_rank: expected no such key, as mlagen does not know"),
-        (
-            V4 | {"layer_types": ["compressed_sparse_attention"]},
-            "layer_types: expected full_attention or ",
-        ),
-        (GQA | {"head_dim": 192, "v_head_dim": 128}, "v_head_dim: expected head_dim 192, got 128"),
-        (
-            GQA | {"head_dim": 192, "v_head_dim": 128, "attention_chunk_size": 128},
+            gqa(head_dim=192, v_head_dim=128, attention_chunk_size=128),
             "v_head_dim: expected head_dim 192, got 128",
         ),
+        (gqa(swa_head_dim=192, swa_v_head_dim=128), "swa_v_head_dim: expected head_dim 192, got 1"),
         (
-            GQA | {"swa_head_dim": 192, "swa_v_head_dim": 128},
-            "swa_v_head_dim: expected head_dim 192, got 128",
-        ),
-        (
-            GQA | {"per_layer_config": {"1": {"v_head_dim": 64}}},
+            gqa(per_layer_config={"1": {"v_head_dim": 64}}),
             "per_layer_config.v_head_dim: expected head_dim 128, got 64",
         ),
         (
-            GQA | {"per_layer_config": {"1": {"latent_dim": 64}}},
+            gqa(per_layer_config={"1": {"latent_dim": 64}}),
             "per_layer_config.latent_dim: expected one of ",
         ),
-        (GQA | {"alibi": True}, "alibi: expected attention without ALiBi, got True"),
-        (GQA | {"attn_config": {"alibi": True}}, "attn_config.alibi: expected attention without"),
-        (GQA | {"position_embedding_type": "alibi"}, "position_embedding_type: expected rope or "),
+        (gqa(per_layer_config=5), "per_layer_config: expected a table, got 5"),
+        (gqa(per_layer_config={"1": 5}), "per_layer_config: expected a table for each layer, got "),
+        (gqa(alibi=True), "alibi: expected attention without ALiBi, got True"),
+        (gqa(attn_config={"alibi": True}), "attn_config.alibi: expected attention without"),
+        (gqa(position_embedding_type="alibi"), "position_embedding_type: expected rope or "),
+        (gqa(attn_logit_softcapping=50.0), "attn_logit_softcapping: expected scores that are not "),
+        (gqa(attention_chunk_size=8192), "attention_chunk_size: expected attention that is not ch"),
+        (gqa(layer_types=["chunked_attention"]), "layer_types: expected full_attention or "),
+        (mla(layer_types=["sliding_attention"]), "layer_types: expected full_attention or "),
+        (mla(sliding_window=128), "sliding_window: expected no such key, as mlagen does "),
+        (gqa(index_topk_blocks=16), "index_topk_blocks: expected no such key, as mlagen "),
+        (mla(index_topk=1, index_block_size=4), "index_block_size: expected no such key"),
+        (gqa(sparse_attention_config={"a": 1}), "sparse_attention_config: expected no such"),
         (
-            GQA | {"attn_logit_softcapping": 50.0},
-            "attn_logit_softcapping: expected scores that are not capped, got 50.0",
-        ),
-        (
-            GQA | {"attention_chunk_size": 8192},
-            "attention_chunk_size: expected attention that is not chunked, got 8192",
-        ),
-        (GQA | {"layer_types": ["chunked_attention"]}, "layer_types: expected full_attention or "),
-        (MLA | {"layer_types": ["sliding_attention"]}, "layer_types: expected full_attention or "),
-        (MLA | {"sliding_window": 128}, "sliding_window: expected no such key, as mlagen does "),
-        (GQA | {"index_topk_blocks": 16}, "index_topk_blocks: expected no such key, as mlagen "),
-        (MLA | {"index_topk": 1, "index_block_size": 4}, "index_block_size: expected no such key"),
-        (GQA | {"sparse_attention_config": {"a": 1}}, "sparse_attention_config: expected no such"),
-        (
-            GQA | {"block_configs": [{"attention": {"n_heads_in_group": 8}}]},
+            gqa(block_configs=[{"attention": {"n_heads_in_group": 8}}]),
             "block_configs.attention: expected no such key, as mlagen does not know",
         ),
-        (GQA | {"layer_types": ["mamba"]}, "layer_types: expected some layers of full_attention"),
-        (
-            GQA | {"layer_types": "full_attention"},
-            "layer_types: expected a list of kinds of layers",
-        ),
-        (GQA | {"is_encoder_decoder": True}, "is_encoder_decoder: expected a decoder alone, got"),
-        (
-            GQA | {"type_vocab_size": 2},
-            "type_vocab_size: expected a decoder, not an encoder, got 2",
-        ),
-        (GQA | {"architectures": ["BertForMaskedLM"]}, "architectures: expected a model that gen"),
-        (GQA | {"model_type": "diffllama"}, "model_type: expected attention without differences"),
-        (GQA | {"use_bidirectional_attention": True}, "use_bidirectional_attention: expected caus"),
-        (GQA | {"num_kv_heads": 4}, "num_kv_heads: expected num_key_value_heads 8, got 4"),
-        (GQA | {"kv_channels": 64}, "kv_channels: expected head_dim 128, got 64"),
-        (GQA | {"num_heads": 16}, "num_heads: expected num_attention_heads 32, got 16"),
-        (
-            GQA | {"multi_query": True},
-            "num_key_value_heads: expected 1 beside multi_query, got 8",
-        ),
-        (
-            GQA | {"model_type": "gemma4_text"},
-            "global_head_dim: expected it, or a per_layer_config",
-        ),
+        (gqa(layer_types=["mamba"]), "layer_types: expected some layers of full_attention"),
+        (gqa(layer_types="full_attention"), "layer_types: expected a list of kinds of layers"),
+        (gqa(is_encoder_decoder=True), "is_encoder_decoder: expected a decoder alone, got"),
+        (gqa(type_vocab_size=2), "type_vocab_size: expected a decoder, not an encoder, got 2"),
+        (gqa(architectures=["BertForMaskedLM"]), "architectures: expected a model that gen"),
+        (gqa(model_type="diffllama"), "model_type: expected attention without differences"),
+        (gqa(use_bidirectional_attention=True), "use_bidirectional_attention: expected caus"),
+        (gqa(num_kv_heads=4), "num_kv_heads: expected num_key_value_heads 8, got 4"),
+        (gqa(kv_channels=64), "kv_channels: expected head_dim 128, got 64"),
+        (gqa(num_heads=16), "num_heads: expected num_attention_heads 32, got 16"),
+        (gqa(multi_query=True), "num_key_value_heads: expected 1 beside multi_query, got 8"),
+        (gqa(model_type="gemma4_text"), "global_head_dim: expected it, or a per_layer_config"),
     ],
 )
 def test_unknown_keys_are_rejected_by_name(config: object, message: str) -> None:
     """The message has key, rule and value, in one line."""
     with pytest.raises(ArgumentError) as caught:
         read(config)
-
     assert str(caught.value).startswith(f"m: {message}")
     assert "\n" not in str(caught.value)
 
@@ -196,10 +179,8 @@ def test_unknown_keys_are_rejected_by_name(config: object, message: str) -> None
 def test_a_nested_part_omits_class_defaults(label: str) -> None:
     """A missing number of a nested part is not guessed, unless its class has no default."""
     part = {key: value for key, value in GQA.items() if key != label}
-
     with pytest.raises(ArgumentError, match=f"^m: {label}: expected it in text_config, got none$"):
         read({"text_config": part | {"model_type": "gemma3_text"}})
-
     heads = (32, 32, 128) if label == "num_key_value_heads" else (32, 8, 128)
     assert heads_of({"text_config": part | {"model_type": "llama"}}) == [heads]
 
@@ -207,9 +188,8 @@ def test_a_nested_part_omits_class_defaults(label: str) -> None:
 def test_parts_are_found_at_any_depth() -> None:
     """Keys outside of the text decoder are not about its attention."""
     config = {"num_attention_heads": 4, "thinker_config": {"alibi": 1, "text_config": GQA}}
-
     assert heads_of(config) == [(32, 8, 128)]
-    assert heads_of(GQA | {"text_config": {"vocab_size": 8}}) == [(32, 8, 128)]
+    assert heads_of(gqa(text_config={"vocab_size": 8})) == [(32, 8, 128)]
 
 
 @pytest.mark.parametrize(
@@ -243,7 +223,6 @@ def test_keys_that_change_no_kernel_are_ignored(change: dict[str, Any]) -> None:
 def test_keys_that_change_no_mla_kernel_are_ignored(change: dict[str, Any]) -> None:
     """The heads of the indexer do not affect the kernel."""
     model = read(MLA | change)
-
     assert isinstance(model, MlaModel)
     assert (model.heads, model.left_out) == (64, ())
 
@@ -251,19 +230,18 @@ def test_keys_that_change_no_mla_kernel_are_ignored(change: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
-        (MLA | {"layer_types": ["full_attention", "linear_attention"]}, "layers of linear_att"),
-        (MLA | {"linear_attn_config": {"num_heads": 32}}, "layers of linear_attn_config: they"),
-        (GQA | {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8}, "layers of mamba:"),
-        (GQA | {"layers_block_type": ["mlp", "mamba", "attention"]}, "layers of mamba:"),
-        (GQA | {"hybrid_override_pattern": "M-M*-"}, "layers of mamba:"),
-        (GQA | {"full_attention_interval": 4}, "layers of full_attention_interval: they"),
-        (GQA | {"attn_type_list": [0, 1]}, "layers of attn_type_list"),
-        (GQA | {"global_head_dim": 272}, "head_dim: no GQA decode kernel for head_dim 272"),
-        (GQA | {"head_dim": 272, "global_head_dim": 256}, "head_dim: no GQA decode kernel for"),
+        (mla(layer_types=["full_attention", "linear_attention"]), "layers of linear_att"),
+        (mla(linear_attn_config={"num_heads": 32}), "layers of linear_attn_config: they"),
+        (gqa(layer_types=["mamba", "attention"], mamba_n_heads=8), "layers of mamba:"),
+        (gqa(layers_block_type=["mlp", "mamba", "attention"]), "layers of mamba:"),
+        (gqa(hybrid_override_pattern="M-M*-"), "layers of mamba:"),
+        (gqa(full_attention_interval=4), "layers of full_attention_interval: they"),
+        (gqa(attn_type_list=[0, 1]), "layers of attn_type_list"),
+        (gqa(global_head_dim=272), "head_dim: no GQA decode kernel for head_dim 272"),
+        (gqa(head_dim=272, global_head_dim=256), "head_dim: no GQA decode kernel for"),
     ],
 )
 def test_layers_without_a_kernel_are_left_out_and_named(config: object, kind: str) -> None:
     """Recurrent layers have no kernel here; the other layers have theirs."""
     (sentence,) = read(config).left_out
-
     assert sentence.startswith(f"m: {kind}")

@@ -42,7 +42,6 @@ def test_native_is_the_targets_of_the_visible_gpus(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("seen", "got"),
     [((), "none"), ((gpu(0, 7, 5),), "GPU (7.5)")],
-    ids=["no GPU", "a GPU that no target serves"],
 )
 def test_native_without_a_gpu_is_rejected(
     seen: tuple[DeviceFacts, ...], got: str, monkeypatch: pytest.MonkeyPatch

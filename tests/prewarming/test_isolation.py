@@ -86,16 +86,6 @@ def test_a_real_worker_reports_its_error(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "MLAGEN_JIT=off forbids to compile" in str(unit.error)
 
 
-def test_the_first_failure_may_end_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that have not started are skipped."""
-    replace_worker(monkeypatch, "raise SystemExit(1)")
-
-    units = prewarm(COMBINE, OTHER, jobs=1, fail_fast=True)
-
-    assert [unit.status for unit in units.values()] == ["failed", "skipped"]
-    assert units[OTHER].error is None
-
-
 def test_an_unwritable_cache_is_an_error_even_with_load(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

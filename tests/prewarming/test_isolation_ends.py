@@ -30,28 +30,21 @@ WORKER = (
 )
 
 
+DIES = "import os, resource, signal; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); os.kill"
+GOT = "worker: expected a compiled kernel, got"
+
+
 @pytest.mark.parametrize(
     ("code", "message", "log"),
     [
-        (
-            (
-                "import os, resource, signal; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); "
-                "os.kill(os.getpid(), signal.SIGSEGV)"
-            ),
-            "worker: expected a compiled kernel, got SIGSEGV",
-            "",
-        ),
-        (
-            "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-            "worker: expected a compiled kernel, got SIGKILL",
-            "",
-        ),
+        (f"{DIES}(os.getpid(), signal.SIGSEGV)", f"{GOT} SIGSEGV", ""),
+        (f"{DIES}(os.getpid(), signal.SIGKILL)", f"{GOT} SIGKILL", ""),
         (
             "import sys; sys.stderr.write('one\\ntwo\\n'); sys.exit(3)",
-            "worker: expected a compiled kernel, got exit status 3: two",
+            f"{GOT} exit status 3: two",
             "one\ntwo\n",
         ),
-        ("", "worker: expected a compiled kernel, got exit status 0: nothing", ""),
+        ("", f"{GOT} exit status 0: nothing", ""),
     ],
     ids=["segfault", "kill -9", "exception", "silence"],
 )
@@ -186,7 +179,6 @@ def test_ctrl_c_of_the_terminal_does_not_reach_a_worker(monkeypatch: pytest.Monk
             "timeout_s: expected more than 0 seconds, got nan",
         ),
     ],
-    ids=["without processes", "no time", "no number"],
 )
 def test_a_timeout_needs_isolation_and_must_be_positive(
     options: dict[str, Any], message: str

@@ -28,6 +28,10 @@ def machine(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
+GROUP = "sys/fs/cgroup"
+OLD_QUOTA = (f"{GROUP}/cpu/cpu.cfs_quota_us", f"{GROUP}/cpu/cpu.cfs_period_us")
+
+
 @pytest.mark.parametrize(
     ("files", "jobs"),
     [
@@ -35,41 +39,16 @@ def machine(root: Path, files: dict[str, str]) -> Path:
         ({"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   16777216 kB\n"}, CPUS),
         ({"proc/meminfo": "MemAvailable: 1048576 kB\n"}, 4),
         ({"proc/meminfo": "MemAvailable: 1024 kB\n"}, 1),
-        ({"sys/fs/cgroup/cpu.max": "250000 100000\n"}, 3),
-        ({"sys/fs/cgroup/cpu.max": "max 100000\n"}, CPUS),
-        ({"sys/fs/cgroup/memory.max": f"{GIB}\n"}, 4),
-        ({"sys/fs/cgroup/memory.max": "max\n"}, CPUS),
-        (
-            {
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            2,
-        ),
-        (
-            {
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            CPUS,
-        ),
-        ({"sys/fs/cgroup/memory/memory.limit_in_bytes": f"{GIB // 2}\n"}, 2),
-        ({"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"}, CPUS),
+        ({f"{GROUP}/cpu.max": "250000 100000\n"}, 3),
+        ({f"{GROUP}/cpu.max": "max 100000\n"}, CPUS),
+        ({f"{GROUP}/memory.max": f"{GIB}\n"}, 4),
+        ({f"{GROUP}/memory.max": "max\n"}, CPUS),
+        (dict(zip(OLD_QUOTA, ("200000\n", "100000\n"), strict=True)), 2),
+        (dict(zip(OLD_QUOTA, ("-1\n", "100000\n"), strict=True)), CPUS),
+        ({f"{GROUP}/memory/memory.limit_in_bytes": f"{GIB // 2}\n"}, 2),
+        ({f"{GROUP}/memory/memory.limit_in_bytes": "9223372036854771712\n"}, CPUS),
     ],
-    ids=[
-        "nothing known",
-        "enough memory",
-        "little memory",
-        "no memory",
-        "two and a half CPUs",
-        "no quota",
-        "a limit",
-        "no limit",
-        "an old quota",
-        "no old quota",
-        "an old limit",
-        "no old limit",
-    ],
+    ids=str,
 )
 def test_the_tightest_limit_decides(files: dict[str, str], jobs: int, tmp_path: Path) -> None:
     """A container of two CPUs on a machine of a hundred compiles two kernels in parallel."""

@@ -17,8 +17,6 @@ from tests.kernels import COMBINE, SM_80, SM_90A, gqa_sm80, mla_sm80
 
 V3, LLAMA = find_model("deepseek-v3"), find_model("llama-3-8b")
 
-KINDS = ("a spec", "a text", "several")
-
 
 def selected(archs: str = "sm_80", **arguments: Any) -> list[Any]:
     """Return the kernels that these arguments select."""
@@ -59,15 +57,19 @@ def test_families_filter_the_kernels_of_a_model() -> None:
     assert specs == [mla_sm80()]
 
 
-@pytest.mark.parametrize("kernels", [COMBINE, str(COMBINE), [COMBINE, str(COMBINE)]], ids=KINDS)
-def test_a_kernel_is_selected_by_spec_or_by_text(kernels: Any) -> None:
+@pytest.mark.parametrize(
+    ("kernels", "specs"),
+    [
+        (COMBINE, [COMBINE]),
+        (str(COMBINE), [COMBINE]),
+        ([COMBINE, str(COMBINE)], [COMBINE]),
+        ([], []),
+    ],
+    ids=["a spec", "a text", "several", "none"],
+)
+def test_a_kernel_is_selected_by_spec_or_by_text(kernels: Any, specs: list[Any]) -> None:
     """Explicit kernels are the whole selection, for any architectures."""
-    assert selected("native", kernels=kernels) == [COMBINE]
-
-
-def test_an_empty_list_of_kernels_selects_nothing() -> None:
-    """An empty list of kernels selects nothing."""
-    assert selected("native", kernels=[]) == []
+    assert selected("native", kernels=kernels) == specs
 
 
 def test_kernels_and_models_are_combined() -> None:
@@ -87,66 +89,52 @@ def test_without_models_and_kernels_supported_kernels_are_filtered() -> None:
     assert selected(wanted=wanted, heads=16) == select_specs([SM_80], heads=16, wanted=wanted)
 
 
+ALONE = "expected none beside kernels, without models, got"
+FAMILIES_TEXT = "mla_sm80, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv, gqa_sm80, gqa_sm90, combine"
+KV_DTYPES = "bf16, fp16, e4m3, int8, nvfp4, fp8_ds_mla, fp8_per_token"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("model", "arguments", "message"),
     [
-        ({"models": "gpt-5"}, "model: expected one of deepseek-coder-v2, "),
-        ({"models": "deepseek-v3", "tp": 0}, "tp: expected an int, 1 or more, got 0"),
-        ({"models": "deepseek-v3", "tp": True}, "tp: expected an int, 1 or more, got True"),
-        ({"models": "deepseek-v3", "q_len": [0]}, "q_len: expected an int, 1 or more, got 0"),
-        ({"models": "deepseek-v3", "tp": []}, "tp: expected one or more beside models, got none"),
+        ("gpt-5", {}, "model: expected one of deepseek-coder-v2, "),
+        ("deepseek-v3", {"tp": 0}, "tp: expected an int, 1 or more, got 0"),
+        ("deepseek-v3", {"tp": True}, "tp: expected an int, 1 or more, got True"),
+        ("deepseek-v3", {"q_len": [0]}, "q_len: expected an int, 1 or more, got 0"),
+        ("deepseek-v3", {"tp": []}, "tp: expected one or more beside models, got none"),
+        ("deepseek-v3", {"heads": 16}, "heads: expected none beside models, which define it, got "),
+        ("deepseek-v3", {"kv_heads": 16}, "kv_heads: expected none beside models, which define it"),
+        ("deepseek-v3", {"wanted": {"mask": "bias"}}, "mask: expected none beside models, got 'bi"),
+        ("deepseek-v3", {"wanted": {"page_size": "64"}}, "page_size: expected an int, 1 or more, "),
         (
-            {"models": "deepseek-v3", "heads": 16},
-            "heads: expected none beside models, which define it, got 16",
+            "deepseek-v3",
+            {"wanted": {"kv_dtype": "fp8"}},
+            f"kv_dtype: expected one of {KV_DTYPES}, got 'fp8'",
         ),
         (
-            {"models": "deepseek-v3", "kv_heads": 16},
-            "kv_heads: expected none beside models, which define it, got 16",
-        ),
-        (
-            {"models": "deepseek-v3", "wanted": {"mask": "bias"}},
-            "mask: expected none beside models, got 'bias'",
-        ),
-        (
-            {"models": "deepseek-v3", "wanted": {"page_size": "64"}},
-            "page_size: expected an int, 1 or more, got '64'",
-        ),
-        (
-            {"models": "deepseek-v3", "wanted": {"kv_dtype": "fp8"}},
-            (
-                "kv_dtype: expected one of bf16, fp16, e4m3, int8, nvfp4, fp8_ds_mla, "
-                "fp8_per_token, got 'fp8'"
-            ),
-        ),
-        (
-            {"models": "deepseek-v3", "wanted": {"lookup": "dense"}},
+            "deepseek-v3",
+            {"wanted": {"lookup": "dense"}},
             "lookup: expected one of paged, sparse, got 'dense'",
         ),
         (
-            {"models": "deepseek-v3", "families": ["mla"]},
-            (
-                "family: expected one of mla_sm80, mla_sm90, mla_sm90_fp8, "
-                "mla_sm90_fp8kv, gqa_sm80, "
-                "gqa_sm90, combine, got 'mla'"
-            ),
+            "deepseek-v3",
+            {"families": ["mla"]},
+            f"family: expected one of {FAMILIES_TEXT}, got 'mla'",
         ),
-        ({"tp": 8}, "tp: expected none without models, got 8"),
-        (
-            {"kernels": str(COMBINE), "families": ["mla_sm80"]},
-            "families: expected none beside kernels, without models, got ['mla_sm80']",
-        ),
-        (
-            {"kernels": str(COMBINE), "wanted": {"dtype": "bf16"}},
-            "dtype: expected none beside kernels, without models, got 'bf16'",
-        ),
-        ({"kernels": "combine"}, "kernel: expected family(name=value, ...), got 'combine'"),
+        (None, {"tp": 8}, "tp: expected none without models, got 8"),
+        (None, {"kernels": COMBINE, "families": ["mla_sm80"]}, f"families: {ALONE} ['mla_sm80']"),
+        (None, {"kernels": COMBINE, "wanted": {"dtype": "bf16"}}, f"dtype: {ALONE} 'bf16'"),
+        (None, {"kernels": "combine"}, "kernel: expected family(name=value, ...), got 'combine'"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_invalid_arguments_are_rejected(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_rejected(
+    model: str | None, arguments: dict[str, Any], message: str
+) -> None:
     """A conflicting argument is rejected instead of ignored."""
+    models = {} if model is None else {"models": model}
+
     with pytest.raises(ArgumentError) as caught:
-        selected(**arguments)
+        selected(**models, **arguments)
 
     assert str(caught.value).startswith(message)
 

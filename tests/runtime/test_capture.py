@@ -33,7 +33,6 @@ def test_each_gpu_has_a_current_stream(kind: type[int], current: list[int]) -> N
     """The query switches to the given GPU and back."""
     assert is_capturing(kind(1))
     assert not is_capturing(kind(0))
-
     assert current == [0, 1, 0]
 
 

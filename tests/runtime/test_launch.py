@@ -1,4 +1,4 @@
-"""Tests of what a launch passes to the driver."""
+"""What a launch passes to the driver, and the record of the launches of a thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import torch
 
 from mlagen.errors import DriverError
 from mlagen.runtime import launch as launching
-from mlagen.runtime.launch import launch
+from mlagen.runtime import launch_record
+from mlagen.runtime.launch import Launch, launch
+from mlagen.runtime.launch_record import record_launches
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.spec.kernel import KernelSpec, pack_scalars, packing_of
 from tests.kernels import COMBINE, SM_80, mla_sm80, mla_sm90
@@ -120,7 +122,6 @@ def test_a_kernel_reads_its_fields_in_order(
 ) -> None:
     """Each field follows the previous one: joined values are neither longer nor shorter."""
     launch(kernel_of(spec), 1, False, *values_of(spec))
-
     packing = struct.Struct("<" + "".join(field.code for field in spec.parameters))
     found = packing.unpack(launches[0].bytes)
     for i, (field, value) in enumerate(zip(spec.parameters, found, strict=True)):
@@ -128,21 +129,27 @@ def test_a_kernel_reads_its_fields_in_order(
         assert value == expected, field.name
 
 
+@pytest.mark.parametrize(
+    ("launched", "error"),
+    [(0, "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"), (1, "CUDA_ERROR_LAUNCH_FAILED")],
+    ids=["the first launch", "a replay"],
+)
 def test_a_rejected_launch_is_an_error(
-    launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
+    launched: int, error: str, launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message has the kernel, the grid size and the driver's error name."""
-    rejected = (driver.CUresult.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE,)
-    monkeypatch.setattr(launching, "_launch_kernel", lambda: lambda *_: rejected)
+    result = driver.CUresult
+    results = [(result.CUDA_SUCCESS,)] * launched
+    results.append((getattr(result, error),))
+    monkeypatch.setattr(launching, "_launch_kernel", lambda: lambda *_: results.pop(0))
     spec = mla_sm90()
 
     with pytest.raises(DriverError) as caught:
-        launch(kernel_of(spec), 500, False, *values_of(spec))
+        launch(kernel_of(spec), 500, False, *values_of(spec)).enqueue(False)
 
-    assert str(caught.value) == (
-        "mla_sm90: launch of 500 CTAs failed: CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"
-    )
+    assert str(caught.value) == f"mla_sm90: launch of 500 CTAs failed: {error}"
     assert launches == []
+    assert results == []
 
 
 def test_a_driver_may_reject_two_attributes(
@@ -196,7 +203,6 @@ def test_each_replay_chooses_pdl(launches: list[RecordedLaunch]) -> None:
     made = launch(kernel_of(mla_sm80()), 33, True, *values_of(mla_sm80()))
     for enable_pdl in (False, True, False):
         made.enqueue(enable_pdl)
-
     assert [PDL in recorded.attributes for recorded in launches] == [True, False, True, False]
 
 
@@ -240,16 +246,43 @@ def test_a_launch_can_be_replayed_by_another_thread(
     assert len(launches) == 3
 
 
-def test_a_replay_may_be_rejected(
-    launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error is that of a first launch."""
-    results = [(driver.CUresult.CUDA_SUCCESS,), (driver.CUresult.CUDA_ERROR_LAUNCH_FAILED,)]
-    monkeypatch.setattr(launching, "_launch_kernel", lambda: lambda *_: results.pop(0))
-    made = launch(kernel_of(COMBINE), 5, False, *values_of(COMBINE))
+@pytest.fixture
+def enqueued(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Replace the driver; return the enqueued launches."""
+    launches: list[Launch] = []
+    monkeypatch.setattr(Launch, "enqueue", Launch.enqueue)  # undone after the test
+    monkeypatch.setattr(launch_record, "_enqueue", lambda launch, _: launches.append(launch))
+    return launches
 
-    with pytest.raises(DriverError) as caught:
-        made.enqueue(False)
 
-    assert str(caught.value) == "combine: launch of 5 CTAs failed: CUDA_ERROR_LAUNCH_FAILED"
-    assert launches == []
+def launch_of(spec: KernelSpec) -> Launch:
+    """Return a launch without parameters."""
+    launch = Launch.__new__(Launch)
+    launch._kernel = LoadedKernel(spec, 0, packing_of(spec), None, None)
+    return launch
+
+
+def test_each_kernel_is_recorded_once_in_order(enqueued: list[Launch]) -> None:
+    """A replayed launch counts like a first one, and every launch is enqueued."""
+    decode, combine = launch_of(mla_sm80()), launch_of(COMBINE)
+    with record_launches() as kernels:
+        for launch in (decode, combine, decode):
+            launch.enqueue(enable_pdl=True)
+    decode.enqueue(enable_pdl=True)
+    assert kernels == [mla_sm80(), COMBINE]
+    assert enqueued == [decode, combine, decode, decode]
+
+
+@pytest.mark.usefixtures("enqueued")
+def test_a_record_has_the_launches_of_its_thread_and_of_inner_records() -> None:
+    """A launch of another thread is not in it, one within an inner record is in both."""
+    combine, decode = launch_of(COMBINE), launch_of(mla_sm80())
+    with record_launches() as kernels:
+        thread = threading.Thread(target=decode.enqueue, args=(True,))
+        thread.start()
+        thread.join()
+        with record_launches() as inner:
+            combine.enqueue(enable_pdl=True)
+        combine.enqueue(enable_pdl=True)
+
+    assert (kernels, inner) == ([COMBINE], [COMBINE])

@@ -70,9 +70,7 @@ def test_loading_reserves_semaphores(calls: list[tuple[Any, ...]]) -> None:
     """Kernels with semaphores reserve them, since their first call may be in a CUDA graph."""
     load(b"code", mla_sm80(), 3)
     assert ("reserve", 3) not in calls
-
     load(b"code", mla_sm90(), 3)
-
     assert calls[-1] == ("reserve", 3)
 
 
@@ -82,9 +80,7 @@ def test_a_captured_call_loads_and_compiles_nothing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(engine, "_loaded", {(COMBINE, 0): loaded})
     monkeypatch.setattr(loader, "load", lambda *_: loaded)
     monkeypatch.setattr(loader, "is_capturing", lambda _: True)
-
     with pytest.raises(CaptureError, match="not loaded, and nothing can be loaded while"):
         kernel_for(COMBINE, 1)
-
     assert list(kernel_store().entries()) == []
     assert kernel_for(COMBINE, 0) is loaded

@@ -93,7 +93,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def test_nothing_is_queried_before_a_grid_is_rejected(machine: Machine) -> None:
     """Tensors on the CPU never cause a query."""
     machine.green = 16
-
     assert partition_of(TENSOR) == WHOLE_GPU
     assert machine.queries == []
     record_rejection(rejection(132))
@@ -107,10 +106,8 @@ def test_every_call_queries_its_context(green: int, context: int, machine: Machi
     """The green context of the stream counts, or else the current context."""
     machine.green, machine.context = green, context
     record_rejection(rejection(132))
-
     inside = partition_of(TENSOR)
     machine.green, machine.context = 0, 132
-
     assert inside == 16
     assert partition_of(TENSOR) == WHOLE_GPU
 
@@ -120,7 +117,6 @@ def test_a_rejected_grid_that_should_fit_is_not_retried(machine: Machine) -> Non
     machine.green = 16
     record_rejection(rejection(132))
     record_rejection(rejection(16))
-
     assert partition_of(TENSOR) == NO_COOPERATION
     machine.green = 24
     assert partition_of(TENSOR) == 24

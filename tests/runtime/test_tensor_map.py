@@ -57,6 +57,5 @@ def test_a_rejected_layout_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     words = (driver.CUresult.CUDA_SUCCESS, b"invalid argument")
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", lambda *_: rejected)
     monkeypatch.setattr(driver, "cuGetErrorString", lambda _: words)
-
     with pytest.raises(DriverError, match=r"^cuTensorMapEncodeTiled: invalid argument"):
         encode(TENSOR, 0x7F00)

@@ -10,11 +10,11 @@ from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
-from tests.gpu import test_gqa_sm90, test_mla_sm90
 from tests.kernels import gqa_sm90, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv
+from tests.launch_repeats import GQA_DELAYS as GQA
+from tests.launch_repeats import MLA_DELAYS as MLA
 from tests.launch_repeats import delayed_source
 
-GQA, MLA = test_gqa_sm90.DELAYS, test_mla_sm90.DELAYS
 KERNELS: dict[str, tuple[KernelSpec, Mapping[str, int], str]] = {
     "gqa_sm90": (gqa_sm90(), GQA, "  __syncwarp();\n"),
     "gqa_sm90, several heads": (

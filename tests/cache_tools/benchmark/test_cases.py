@@ -1,12 +1,17 @@
-"""FLOP and bytes of cases, against hand-computed numbers."""
+"""FLOP, bytes and roofline bounds of cases, against hand-computed numbers."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from cache_tools.benchmark.roofline import Ceilings
 from cache_tools.benchmark.selection import case_of
+
+SMALL = {"batch": 1, "seq_len": 10, "heads": 2}
+GQA_SMALL = {**SMALL, "kv_heads": 1, "head_dim": 16}
 
 
 @pytest.mark.parametrize(
@@ -22,23 +27,11 @@ from cache_tools.benchmark.selection import case_of
             20 * 1152 + 24 * 1152 + 24 * 1024,
         ),
         # One byte per element, except the bf16 output.
-        (
-            "mla",
-            {"batch": 1, "seq_len": 1, "heads": 1, "dtype": "e4m3"},
-            2176,
-            576 + 576 + 1024,
-        ),
+        ("mla", {"batch": 1, "seq_len": 1, "heads": 1, "dtype": "e4m3"}, 2176, 576 * 2 + 1024),
         # Keys and values of 2 KV heads, 16 one-byte elements each.
         (
             "gqa",
-            {
-                "batch": 2,
-                "seq_len": 10,
-                "heads": 4,
-                "kv_heads": 2,
-                "head_dim": 16,
-                "kv_dtype": "e4m3",
-            },
+            {**GQA_SMALL, "batch": 2, "heads": 4, "kv_heads": 2, "kv_dtype": "e4m3"},
             2 * 4 * 10 * 64,
             20 * 2 * 32 + 8 * 32 + 8 * 32,
         ),
@@ -46,56 +39,19 @@ from cache_tools.benchmark.selection import case_of
         # Two query tokens of each of 3 requests read 5 rows of 656 bytes of their own.
         (
             "mla",
-            {
-                "batch": 3,
-                "seq_len": 10,
-                "heads": 2,
-                "q_len": 2,
-                "top_k": 5,
-                "kv_dtype": "fp8_ds_mla",
-            },
+            {**SMALL, "batch": 3, "q_len": 2, "top_k": 5, "kv_dtype": "fp8_ds_mla"},
             2 * 2 * 30 * 1088,
             30 * 656 + 12 * 1152 + 12 * 1024,
         ),
         # Rows attend to 4 tokens each; together they read the last 6.
         (
             "gqa",
-            {
-                "batch": 1,
-                "seq_len": 10,
-                "heads": 2,
-                "kv_heads": 1,
-                "head_dim": 16,
-                "q_len": 3,
-                "window_left": 3,
-            },
+            {**GQA_SMALL, "q_len": 3, "window_left": 3},
             2 * 2 * 12 * 32,
             6 * 64 + 6 * 32 + 6 * 32,
         ),
         # Two elements a byte, and a scale of one byte for 16.
-        (
-            "gqa",
-            {
-                "batch": 1,
-                "seq_len": 10,
-                "heads": 2,
-                "kv_heads": 1,
-                "head_dim": 16,
-                "kv_dtype": "nvfp4",
-            },
-            2 * 2 * 10 * 32,
-            10 * 18 + 2 * 32 + 2 * 32,
-        ),
-    ],
-    ids=[
-        "MLA",
-        "MLA with drafts",
-        "MLA in e4m3",
-        "GQA over e4m3",
-        "GQA in fp16",
-        "sparse MLA",
-        "GQA with a window",
-        "GQA over NVFP4",
+        ("gqa", {**GQA_SMALL, "kv_dtype": "nvfp4"}, 2 * 2 * 10 * 32, 10 * 18 + 2 * 32 + 2 * 32),
     ],
 )
 def test_work_matches_hand_computed_numbers(
@@ -109,20 +65,14 @@ def test_work_matches_hand_computed_numbers(
 
 
 def test_ragged_lengths_are_the_same_in_every_run() -> None:
-    """A fixed seed spreads lengths around the mean, between one token and twice the mean."""
+    """A fixed seed spreads them from the query tokens, or one, to twice the mean."""
     case = case_of("mla", batch=1000, seq_len=100, is_ragged=True)
 
     assert case_of("mla", batch=3, seq_len=70, is_ragged=True).seq_lens == (105, 94, 63)
     assert (min(case.seq_lens), max(case.seq_lens)) == (1, 200)
     assert 95 < case.tokens / 1000 < 105
     assert case.tokens == sum(case.seq_lens)
-
-
-def test_a_ragged_request_holds_its_query_tokens() -> None:
-    """No request is shorter than its query."""
-    case = case_of("mla", batch=200, seq_len=8, q_len=6, is_ragged=True)
-
-    assert min(case.seq_lens) == 6
+    assert min(case_of("mla", batch=200, seq_len=8, q_len=6, is_ragged=True).seq_lens) == 6
 
 
 @pytest.mark.parametrize(
@@ -134,7 +84,6 @@ def test_a_ragged_request_holds_its_query_tokens() -> None:
         ("gqa", {"dtype": "fp16"}, 6e-3, False),
         ("gqa", {"kv_dtype": "e4m3"}, 5e-2, False),
     ],
-    ids=["16 bits", "e4m3 cache", "all e4m3", "fp16", "e4m3 cache of GQA"],
 )
 def test_bound_and_rate_follow_the_dtypes(
     family: str, facts: dict[str, Any], bound: float, is_fp8_math: bool
@@ -152,7 +101,6 @@ def test_bound_and_rate_follow_the_dtypes(
         ({"batch": 16, "seq_len": 1024}, 18),  # 23.3 MB each
         ({"batch": 1, "seq_len": 1, "heads": 1}, 1024),
     ],
-    ids=["larger than all of it", "smaller than L2", "tiny"],
 )
 def test_inputs_together_are_eight_times_the_l2_cache(facts: dict[str, Any], sets: int) -> None:
     """Inputs are evicted from L2 before their reuse, up to 1024 sets."""
@@ -176,3 +124,27 @@ def test_inputs_together_are_eight_times_the_l2_cache(facts: dict[str, Any], set
 def test_a_label_has_the_non_default_values(family: str, facts: dict[str, Any], label: str) -> None:
     """Two cases that differ have different labels."""
     assert case_of(family, **facts).label == label
+
+
+CEILINGS = Ceilings(read_gb_s=4000.0, bf16_tflop_s=800.0, fp8_tflop_s=1600.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "facts", "ceilings", "bound_s", "bound_by"),
+    [
+        ("mla", {}, CEILINGS, 146_028_888_064 / 800e12, "math"),  # 128 heads share a token
+        ("gqa", {}, CEILINGS, 2_151_677_952 / 4e12, "memory"),  # 8 heads share a token
+        ("mla", {"dtype": "e4m3"}, CEILINGS, 146_028_888_064 / 1600e12, "math"),
+        # Without the FP8 rate it is that of bf16, and an e4m3 cache alone is multiplied as bf16.
+        ("mla", {"dtype": "e4m3"}, replace(CEILINGS, fp8_tflop_s=None), 1.82536e-4, "math"),
+        ("mla", {"kv_dtype": "e4m3"}, CEILINGS, 146_028_888_064 / 800e12, "math"),
+    ],
+)
+def test_the_roofline_bound(
+    family: str, facts: dict[str, Any], ceilings: Ceilings, bound_s: float, bound_by: str
+) -> None:
+    """It is the longer of the times of math and of memory."""
+    case = case_of(family, **facts)
+
+    assert ceilings.bound_us(case) == pytest.approx(bound_s * 1e6, rel=1e-5)
+    assert ceilings.bound_by(case) == bound_by

@@ -7,7 +7,7 @@ import torch
 
 from cache_tools.benchmark.formats import Stored, dequantize, element_scale, random_cache
 from mlagen.spec.dtype import DType
-from tests import mla_rows
+from tests.problems import mla_rows
 
 KV_DTYPES = {"bf16", "fp16", "e4m3", "fp8_ds_mla", "int8", "nvfp4"}
 

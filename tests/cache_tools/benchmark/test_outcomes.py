@@ -65,7 +65,6 @@ HALF, LATE = Outcome(us=500.0, error=1e-3), Outcome(us=2000.0, error=1e-3)
         (FAILED, {"a": LATE}, "a", None),
         (RIGHT, {"a": WRONG}, None, None),
     ],
-    ids=["the fastest", "the only right one", "mlagen wrong", "mlagen failed", "none right"],
 )
 def test_only_right_results_are_compared(
     mlagen: Outcome, baselines: dict[str, Outcome], best: str | None, ratio: float | None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import tests.reference
+import tests.problems.reference
 from cache_tools.benchmark.formats import dequantize
 from cache_tools.benchmark.inputs import Inputs, make_inputs
 from cache_tools.benchmark.reference import attend, relative_error
@@ -33,7 +33,7 @@ def in_float64(inputs: Inputs) -> torch.Tensor:
                 seen = [divmod(slot, case.page_size) for slot in listed]
             for head in range(case.kv_heads):
                 heads = slice(head * group, (head + 1) * group)
-                result = tests.reference.attend(
+                result = tests.problems.reference.attend(
                     inputs.queries[0][request, token, heads].float(),
                     torch.stack([keys[page, slot, head] for page, slot in seen]),
                     torch.stack([values[page, slot, head] for page, slot in seen]),
@@ -53,15 +53,6 @@ def in_float64(inputs: Inputs) -> torch.Tensor:
         ("mla", {"kv_dtype": "fp8_ds_mla", "top_k": 9, "q_len": 2, "is_ragged": False}),
         ("gqa", {"head_dim": 32, "window_left": 3, "q_len": 3, "kv_dtype": "int8"}),
         ("gqa", {"head_dim": 32, "window_left": 0, "kv_dtype": "nvfp4"}),
-    ],
-    ids=[
-        "MLA",
-        "MLA with drafts over e4m3",
-        "GQA with drafts",
-        "GQA over e4m3",
-        "sparse MLA",
-        "GQA with a window over int8",
-        "GQA of the last token over NVFP4",
     ],
 )
 def test_it_is_attention_as_float64_computes_it(family: str, facts: dict[str, Any]) -> None:

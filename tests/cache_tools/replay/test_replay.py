@@ -16,17 +16,14 @@ import mlagen
 from cache_tools.replay import run as replaying
 from cache_tools.replay.contents import fill
 from cache_tools.replay.document import read_dump
-from cache_tools.replay.outcome import REPLAY
 from cache_tools.replay.rebuild import Rebuilt
 from mlagen.errors import ArgumentError
 from mlagen.observe.observed import observed
-from tests.cache_tools.conftest import Run
-from tests.cache_tools.documents import require_document
-from tests.cases import MlaCase
-from tests.gqa_problems import GqaCase
-from tests.mla_cases import KINDS, case_of_kind
+from tests.cache_tools.conftest import Documented, Run
 from tests.observed_calls import BUILDERS, built, observe
-from tests.xqa_semantics import xqa_arguments
+from tests.problems.entry_points import xqa_arguments
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import KINDS, MlaCase, mla_case
 
 
 @pytest.fixture(autouse=True)
@@ -57,23 +54,20 @@ def as_if_on_gpu(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_a_call_of_each_entry_point_is_replayed(name: str, folder: Path, run: Run) -> None:
+def test_a_call_of_each_entry_point_is_replayed(
+    name: str, folder: Path, document: Documented
+) -> None:
     """Random lengths, offsets and page ids of a GPU call pass the checks of contents."""
     function, arguments = built(name)
     function(**arguments)
     path = last_of(folder)
     as_if_on_gpu(path)
 
-    result = run("replay", str(path), "--json")
+    found = document("replay", str(path), code=3)
 
-    assert result.exit_code == 3, result.stdout + result.stderr
-    assert result.stderr == "nothing compared: the call was on a GPU\n"
-    document = json.loads(result.stdout)
-    require_document(document, REPLAY)
     has_result = name not in {"constructor", "plan"}
-    assert document["served_by"] == (["CPU backend"] if has_result else [])
-    assert (document["device"], document["contents"]) == ("cpu", "random")
-    assert document["is_right"] is None
+    assert found["served_by"] == (["CPU backend"] if has_result else [])
+    assert (found["device"], found["contents"], found["is_right"]) == ("cpu", "random", None)
 
 
 GQA = {
@@ -87,9 +81,9 @@ GQA = {
 }
 MLA = {
     **{
-        name: case_of_kind(kind, name=name, seq_lens=(40, 3), page_size=8, heads=2)
-        for name, kind in KINDS.items()
-        if kind[1] in {"", "fp8_ds_mla"} and not kind[2]
+        kind: mla_case(kind, name=kind, seq_lens=(40, 3), page_size=8, heads=2)
+        for kind in KINDS
+        if ("over" not in kind and kind != "fp8_per_token") or kind.endswith("fp8_ds_mla")
     },
     "ragged": MlaCase(name="", seq_lens=(40, 9, 5), q_lens=(2, 0, 3), heads=2),
     "sparse": MlaCase(name="", seq_lens=(40, 9), top_k=16, heads=2, q_len=2),
@@ -138,18 +132,6 @@ def test_any_kind_of_call_is_replayed(name: str, folder: Path, run: Run) -> None
     assert result.exit_code == 3, result.stdout + result.stderr
     assert "CPU tensors, as there is no GPU here, random contents of seed 3\n" in result.stdout
     assert result.stdout.endswith("\nnothing compared: the call was on a GPU\n")
-
-
-def test_a_call_of_a_cpu_is_done_without_a_gpu(folder: Path, run: Run) -> None:
-    """CPU tensors need no GPU: the exit code is 0."""
-    function, arguments = built("trtllm")
-    function(**arguments)
-
-    result = run("replay", str(last_of(folder)))
-
-    assert result.exit_code == 0
-    assert "none: the CPU backend is the reference\n" in result.stdout
-    assert "nothing compared" not in result.stdout
 
 
 @pytest.mark.parametrize("name", ["trtllm", "xqa", "run", "planless", "masks", "paged_flare"])
@@ -213,20 +195,21 @@ def test_a_call_that_raised_raises_again(folder: Path, run: Run) -> None:
     assert "relative error  none: the call raised\n" in result.stdout
 
 
-def test_freed_memory_is_replayed(folder: Path, run: Run) -> None:
+def test_freed_memory_is_replayed(folder: Path, document: Documented) -> None:
     """A tensor without memory raises as in the dumped call."""
     function, arguments = built("trtllm")
     arguments["kv_cache"].untyped_storage().resize_(0)
     with pytest.raises(ArgumentError):
         function(**arguments)
 
-    result = run("replay", str(last_of(folder)), "--json")
+    found = document("replay", str(last_of(folder)), code=1)
 
-    document = json.loads(result.stdout)
-    assert document["error"] == document["dumped"]["error"]
+    assert found["error"] == found["dumped"]["error"]
 
 
-def test_the_kernel_settings_of_the_dumped_process_apply(folder: Path, run: Run) -> None:
+def test_the_kernel_settings_of_the_dumped_process_apply(
+    folder: Path, document: Documented
+) -> None:
     """An invalid one is the error of the replay; afterwards the own settings are back."""
     function, arguments = built("trtllm")
     function(**arguments)
@@ -235,15 +218,15 @@ def test_the_kernel_settings_of_the_dumped_process_apply(folder: Path, run: Run)
     data["environment"]["MLAGEN_MLA_KERNEL"] = "sm70"
     path.write_text(json.dumps(data), encoding="utf-8")
 
-    result = run("replay", str(path), "--json")
+    found = document("replay", str(path), code=1)
 
-    assert json.loads(result.stdout)["error"].startswith("ArgumentError: MLAGEN_MLA_KERNEL: ")
+    assert found["error"].startswith("ArgumentError: MLAGEN_MLA_KERNEL: ")
     function(**arguments)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0], ids=["right", "wrong"])
 def test_the_result_of_a_gpu_is_compared_with_the_cpu_backend(
-    offset: float, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    offset: float, folder: Path, document: Documented, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A relative error above the bound is exit code 1; here the CPU stands for the GPU."""
     function, arguments = built("trtllm")
@@ -260,13 +243,11 @@ def test_the_result_of_a_gpu_is_compared_with_the_cpu_backend(
     monkeypatch.setattr(replaying, "_gpu", lambda: torch.device("cpu"))
     monkeypatch.setattr(replaying, "_name_of", lambda _: "a GPU")
 
-    result = run("replay", str(path), "--json")
+    found = document("replay", str(path), code=int(bool(offset)))
 
-    document = json.loads(result.stdout)
-    assert (document["device"], document["error"]) == ("a GPU", None)
-    assert (document["relative_error"] > document["error_bound"]) is bool(offset)
-    assert document["is_right"] is not bool(offset)
-    assert result.exit_code == int(bool(offset))
+    assert (found["device"], found["error"]) == ("a GPU", None)
+    assert (found["relative_error"] > found["error_bound"]) is bool(offset)
+    assert found["is_right"] is not bool(offset)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import torch
 from mlagen.families.gqa import launch_sm90 as gqa_sm90_launcher
 from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
 from mlagen.spec.arch import Arch
-from tests.cases import MlaCase
 from tests.families.gqa_launches import args_of, launches_of
 from tests.families.launches import H200, launched, record_launches
-from tests.gqa_problems import GqaCase
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import MlaCase
 
 CASE = MlaCase(name="", seq_lens=(70, 3), heads=128)
 

@@ -7,7 +7,8 @@ import torch
 
 from mlagen.families.common.reference import decoded, scaled_groups, stored_rows
 from mlagen.spec.dtype import DType
-from tests.mla_rows import POISON, store
+from tests.problems.mla_rows import store
+from tests.problems.problem import POISON
 
 FORMATS = [DType.BF16, DType.FP16, DType.E4M3, DType.FP8_DS_MLA]
 

@@ -11,11 +11,12 @@ import torch
 import mlagen.xqa
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.families.common.xqa_arguments import flat_lengths, table_capacity
-from tests.cases import MlaCase, MlaProblem
 from tests.families.gqa_rejections import E4M3_KV, Rejection, check_xqa, rejections
 from tests.families.rejections import displaced
-from tests.gqa_problems import E4M3, GqaCase
-from tests.xqa_semantics import run_xqa, xqa_mla_arguments
+from tests.problems.entry_points import run_xqa, xqa_mla_arguments
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import MlaCase, MlaProblem
+from tests.problems.problem import E4M3
 
 HND = GqaCase(name="", seq_lens=(70, 3), layout="HND")
 

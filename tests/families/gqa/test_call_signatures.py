@@ -15,7 +15,7 @@ from mlagen.families.gqa import signature as gqa_signature
 from mlagen.families.gqa.args import GqaArgs
 from tests.families.gqa_launches import args_of
 from tests.families.launches import PROPERTIES_AND_DEVICE
-from tests.gqa_problems import GqaCase
+from tests.problems.gqa import GqaCase
 
 UNIFORM = GqaCase(name="", seq_lens=(70, 3), q_len=2, mask="random", sink=3.0, window=50)
 

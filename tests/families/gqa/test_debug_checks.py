@@ -10,9 +10,9 @@ import torch
 from mlagen.errors import CaptureError
 from mlagen.settings import current_settings
 from tests.families.gqa_rejections import RAGGED, SINGLE, UNIFORM, Rejection, check, rejections
-from tests.gqa_cases import CASES
-from tests.gqa_problems import GqaCase
-from tests.gqa_semantics import decode
+from tests.problems.entry_points import decode_gqa as decode
+from tests.problems.gqa import GqaCase
+from tests.problems.gqa_cases import CASES
 
 
 @pytest.fixture(autouse=True)

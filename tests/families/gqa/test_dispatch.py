@@ -13,7 +13,8 @@ from mlagen.families.gqa import dispatch as gqa_call
 from mlagen.families.gqa.problem import check_problem
 from tests.families.gqa_launches import args_of, launches_of
 from tests.families.launches import scratch_of
-from tests.gqa_problems import E4M3, GqaCase
+from tests.problems.gqa import GqaCase
+from tests.problems.problem import E4M3
 
 UNIFORM = GqaCase(name="", seq_lens=(70, 3), q_len=2, mask="random", sink=3.0, window=50)
 STACKED = GqaCase(name="", seq_lens=(70, 3), cache_layout="stacked", layout="HND")

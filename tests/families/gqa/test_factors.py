@@ -7,7 +7,8 @@ import math
 import pytest
 
 from tests.families.gqa_launches import args_of, launches_of, xqa_args_of
-from tests.gqa_problems import E4M3, GqaCase
+from tests.problems.gqa import GqaCase
+from tests.problems.problem import E4M3
 
 
 @pytest.mark.parametrize(

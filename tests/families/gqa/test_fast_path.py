@@ -13,7 +13,7 @@ import mlagen.decode
 from mlagen.families.gqa import dispatch as gqa_call
 from tests.families.fast_path_calls import TENSOR_CHANGES, EntryPoint, make_entry_point
 from tests.families.fast_path_semantics import FastPathSemantics
-from tests.gqa_problems import GqaCase
+from tests.problems.gqa import GqaCase
 
 FAST_PATH_CASE = GqaCase(name="", seq_lens=(70, 3), sink=3.0, window=50, page_size=16)
 

@@ -16,7 +16,7 @@ from tests.families.gqa_rejections import (
     rejections,
 )
 from tests.families.rejections import strided
-from tests.gqa_problems import E4M3
+from tests.problems.problem import E4M3
 
 
 @rejections(

@@ -20,8 +20,9 @@ from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
 from tests.families.gqa_launches import args_of, launches_of, xqa_args_of
 from tests.families.launches import SEMAPHORES, map_of, scratch_of
-from tests.gqa_problems import E4M3, GqaCase
 from tests.kernels import gqa_sm90
+from tests.problems.gqa import GqaCase
+from tests.problems.problem import E4M3
 
 UNIFORM = GqaCase(name="", seq_lens=(70, 3), q_len=2, mask="random", sink=3.0, window=50)
 

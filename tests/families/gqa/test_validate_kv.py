@@ -19,7 +19,7 @@ from tests.families.gqa_rejections import (
     rejections,
 )
 from tests.families.rejections import padded, strided
-from tests.gqa_problems import GqaCase, GqaProblem
+from tests.problems.gqa import GqaCase, GqaProblem
 
 
 def key(problem: GqaProblem) -> torch.Tensor:

@@ -8,8 +8,8 @@ import torch
 
 from tests.families.gqa_rejections import NVFP4, STACKED, UNIFORM, Rejection, check, rejections
 from tests.families.rejections import displaced
-from tests.gqa_problems import GqaProblem
-from tests.gqa_semantics import decode
+from tests.problems.entry_points import decode_gqa as decode
+from tests.problems.gqa import GqaProblem
 
 NVFP4_OF_24_BYTES = replace(NVFP4, head_dim=48)
 

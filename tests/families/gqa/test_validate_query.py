@@ -14,7 +14,7 @@ from tests.families.gqa_rejections import (
     rejections,
 )
 from tests.families.rejections import padded, strided
-from tests.xqa_semantics import run_xqa
+from tests.problems.entry_points import run_xqa
 
 
 @rejections(

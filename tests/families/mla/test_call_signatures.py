@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases import MlaCase
 from tests.families.launches import Launch, launched, record_launches
+from tests.problems.mla import MlaCase
 
 UNIFORM = MlaCase(name="", seq_lens=(70, 3), heads=16, with_sinks=True)
 RAGGED = MlaCase(name="", seq_lens=(70, 3), q_lens=(1, 4), heads=16)

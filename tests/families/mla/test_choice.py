@@ -15,8 +15,8 @@ from mlagen.families.mla.launch_sm90_fp8kv import MlaSm90Fp8KvLauncher
 from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
-from tests.cases import MlaCase
 from tests.families.launches import Launch, launched, record_launches
+from tests.problems.mla import MlaCase
 
 UNIFORM = MlaCase(name="", seq_lens=(70, 3), heads=16, with_sinks=True)
 RAGGED = MlaCase(name="", seq_lens=(70, 3), q_lens=(1, 4), heads=16)

@@ -12,7 +12,7 @@ import torch
 from mlagen.errors import ArgumentError, CaptureError
 from mlagen.families.mla.dispatch import run_mla
 from mlagen.settings import current_settings
-from tests.cases import MlaCase, MlaProblem
+from tests.problems.mla import MlaCase, MlaProblem
 
 UNIFORM = MlaCase(name="uniform", seq_lens=(70, 2, 0), q_len=2)
 RAGGED = MlaCase(name="ragged", seq_lens=(70, 3), q_lens=(1, 3))

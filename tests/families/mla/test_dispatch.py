@@ -19,8 +19,8 @@ from mlagen.families.mla.problem import check_problem
 from mlagen.settings import Settings, current_settings
 from mlagen.spec.dtype import DType
 from mlagen.spec.mla.sm80 import MlaSm80Spec
-from tests.cases import MlaCase
 from tests.families.launches import Launch, launched, record_launches, scratch_of
+from tests.problems.mla import MlaCase
 
 UNIFORM = MlaCase(name="", seq_lens=(70, 3), heads=16, with_sinks=True)
 RAGGED = MlaCase(name="", seq_lens=(70, 3), q_lens=(1, 4), heads=16)

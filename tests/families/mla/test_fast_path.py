@@ -13,9 +13,9 @@ import torch
 import mlagen.mla
 from mlagen.families.mla import dispatch as mla_call
 from mlagen.families.mla.args import MlaArgs
-from tests.cases import MlaCase
 from tests.families.fast_path_calls import TENSOR_CHANGES, EntryPoint, make_entry_point
 from tests.families.fast_path_semantics import FastPathSemantics
+from tests.problems.mla import MlaCase
 
 FAST_PATH_CASE = MlaCase(name="", seq_lens=(70, 3), heads=16)
 

@@ -11,8 +11,8 @@ import torch
 import mlagen
 from mlagen.errors import UnsupportedError
 from mlagen.families.mla.dispatch import run_mla
-from tests.cases import MlaCase
 from tests.families.rejections import SINGLE, UNIFORM, Rejection, check, check_inputs, rejections
+from tests.problems.mla import MlaCase
 
 
 @rejections(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tests.cases import MlaCase
-from tests.mla_semantics import decode, decode_with_lse
+from tests.problems.entry_points import decode, decode_with_lse
+from tests.problems.mla import MlaCase
 
 
 def test_an_invalid_page_reads_as_zero() -> None:

@@ -11,8 +11,8 @@ import torch
 
 from mlagen.families.mla import signature as mla_signature
 from mlagen.families.mla.args import MlaArgNames, MlaArgs
-from tests.cases import MlaCase
 from tests.families.launches import PROPERTIES_AND_DEVICE
+from tests.problems.mla import MlaCase
 
 UNIFORM = MlaCase(name="", seq_lens=(70, 3), heads=16, with_sinks=True)
 INT32 = torch.int32

@@ -18,7 +18,6 @@ from mlagen.families.mla.problem import check_problem
 from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.settings import current_settings
 from mlagen.spec.mla.sm90 import MlaSm90Spec
-from tests.cases import MlaCase
 from tests.families.launches import (
     SCHEDULE_ID,
     SEMAPHORES,
@@ -27,6 +26,7 @@ from tests.families.launches import (
     record_launches,
     scratch_of,
 )
+from tests.problems.mla import MlaCase
 
 UNIFORM = MlaCase(name="", seq_lens=(70, 3), heads=16, with_sinks=True)
 RAGGED = MlaCase(name="", seq_lens=(70, 3), q_lens=(1, 4), heads=16)

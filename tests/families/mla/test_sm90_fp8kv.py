@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from mlagen.errors import UnsupportedError
-from tests.cases import MlaCase
 from tests.families.launches import SCHEDULE_ID, SEMAPHORES, Launch, launched, record_launches
-from tests.mla_cases import KINDS, case_of_kind
+from tests.problems.mla import MlaCase, mla_case
 
-FP8_DS_MLA = KINDS["bf16 over fp8_ds_mla"]
+FP8_DS_MLA = "bf16 over fp8_ds_mla"
 LONG = (64 * 129,)  # one KV block more than small calls have
 
 
@@ -41,7 +40,7 @@ def test_supported_calls_use_it_by_default(
     kind: str, fields: dict[str, Any], launches: list[Launch]
 ) -> None:
     """Supported calls use the kernel unless the settings request the sm80 kernel."""
-    case = case_of_kind(KINDS[kind], name="", **fields)
+    case = mla_case(kind, name="", **fields)
 
     for kernel in ("auto", "sm90"):
         launches.clear()
@@ -53,7 +52,7 @@ def test_supported_calls_use_it_by_default(
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_small_call_uses_the_sm80_kernel(heads: int, launches: list[Launch]) -> None:
     """A small call with any heads uses the sm80 kernel unless the sm90 kernel is forced."""
-    case = case_of_kind(FP8_DS_MLA, name="", seq_lens=(200,), heads=heads)
+    case = mla_case(FP8_DS_MLA, name="", seq_lens=(200,), heads=heads)
 
     assert _launch(case, launches, "auto").family == "mla_sm80"
     launches.clear()
@@ -63,7 +62,7 @@ def test_a_small_call_uses_the_sm80_kernel(heads: int, launches: list[Launch]) -
 @pytest.mark.parametrize("kind", ["fp16 over e4m3", "fp16 over fp8_ds_mla"])
 def test_unsupported_calls_are_rejected_if_forced(kind: str, launches: list[Launch]) -> None:
     """The message of a forced, unsupported call lists the supported ones."""
-    inputs = case_of_kind(KINDS[kind], name="", seq_lens=(200,)).build("cpu").inputs()
+    inputs = mla_case(kind, name="", seq_lens=(200,)).build("cpu").inputs()
 
     with pytest.raises(UnsupportedError, match="MLAGEN_MLA_KERNEL=sm90: no such kernel"):
         launched(inputs, launches, "sm90")
@@ -71,7 +70,7 @@ def test_unsupported_calls_are_rejected_if_forced(kind: str, launches: list[Laun
 
 def test_a_paged_call_has_its_sequences(launches: list[Launch]) -> None:
     """A paged call passes its query offsets, and no top-k indices."""
-    case = case_of_kind(FP8_DS_MLA, name="", seq_lens=(200, 9), q_lens=(2, 1), heads=5)
+    case = mla_case(FP8_DS_MLA, name="", seq_lens=(200, 9), q_lens=(2, 1), heads=5)
     problem = case.build("cpu")
     inputs = problem.inputs()
 
@@ -88,7 +87,7 @@ def test_a_paged_call_has_its_sequences(launches: list[Launch]) -> None:
 
 def test_in_a_sparse_call_every_query_token_is_a_sequence(launches: list[Launch]) -> None:
     """Top-k indices are the block table of a query token; lengths are those of its request."""
-    case = case_of_kind(FP8_DS_MLA, name="", seq_lens=(200, 90), q_len=3, top_k=70, heads=5)
+    case = mla_case(FP8_DS_MLA, name="", seq_lens=(200, 90), q_len=3, top_k=70, heads=5)
     inputs = case.build("cpu").inputs()
 
     values = launched(inputs, launches, "sm90").launches[0].values
@@ -101,10 +100,8 @@ def test_in_a_sparse_call_every_query_token_is_a_sequence(launches: list[Launch]
 
 def test_scales_of_e4m3_caches_are_passed(launches: list[Launch]) -> None:
     """Scales are passed as numbers, or as a tensor with its strides."""
-    two = case_of_kind(KINDS["bf16 over e4m3 with two scales"], name="", seq_lens=(200,))
-    many = case_of_kind(
-        KINDS["bf16 over e4m3 with scales for 128 elements"], name="", seq_lens=(200,)
-    )
+    two = mla_case("bf16 over e4m3 with two scales", name="", seq_lens=(200,))
+    many = mla_case("bf16 over e4m3 with scales for 128 elements", name="", seq_lens=(200,))
 
     numbers = _launch(two, launches, "sm90").values
     launches.clear()

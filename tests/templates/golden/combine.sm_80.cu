@@ -51,6 +51,139 @@ __device__ inline int warp_index() { return static_cast<int>(threadIdx.x) / kWar
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// PTX ISA, "Integer, floating-point and half-precision: add, ex2, max, mul". Needs sm_53.
+
+// add.rn.f16x2
+__device__ inline u32 add_f16x2(u32 a, u32 b) {
+  u32 sum;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+  return sum;
+}
+
+// ex2.approx.ftz.f32
+// 2 to the power of x, relative error below 2^-22; minus infinity gives zero.
+__device__ inline float ex2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// max.f16x2
+// Ignores NaN operands. Needs sm_80.
+__device__ inline u32 max_f16x2(u32 a, u32 b) {
+  u32 larger;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
+// max.u16x2
+// Needs sm_90.
+__device__ inline u32 max_u16x2(u32 a, u32 b) {
+  u32 larger;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
+// mul.rn.f16x2
+__device__ inline u32 mul_f16x2(u32 a, u32 b) {
+  u32 product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
+// Softmax state of a row, and its final normalisation factor and LSE, attention sink included.
+
+// Softmax state (m, l) of a row, or of a part of it.
+struct RowState {
+  float row_max;  // base 2; O and row sum are relative to it
+  float row_sum;  // of P
+};
+
+struct RowResult {
+  float factor;  // multiplies the accumulators
+  float lse;  // includes the sink; an empty row has its sink, or minus infinity
+};
+
+// `row_max` is base 2, `row_sum` is relative to it; `sink` is a natural-log logit without a V row,
+// or minus infinity. `lse_factor` converts base 2 to the base of the LSE.
+__device__ inline RowResult finish_row(float row_max, float row_sum, float sink,
+                                       float lse_factor = 1.0f) {
+  // Computed in base e: a finite sink may overflow in base 2.
+  const float sink_lse = sink * (kLog2E * lse_factor);
+  if (row_sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
+  // Fused, so that only the distance can overflow, to an infinity of the right sign.
+  const float distance = fmaf(sink, kLog2E, -row_max);
+  // Relative to the larger of the two, because 2^distance may overflow. Selects keep a NaN.
+  const bool is_sink_larger = distance > 0.0f;
+  const float rescale = is_sink_larger ? ex2_approx(-distance) : 1.0f;
+  const float total = row_sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
+  // Approximate, to about 22 bits, with a fraction of the instructions.
+  const float log2_total = __log2f(total);
+  return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
+                                                     : (row_max + log2_total) * lse_factor};
+}
+
+// Arithmetic of the combine: the parts of a row that splits or warps have, weighted by their
+// softmax states. Partial O and row sum of a part are relative to its row max.
+
+// A row that attends to nothing. Its row max is finite: a difference of minus infinities is NaN.
+constexpr RowState kEmptyRow = {-kFloatMax, 0.0f};
+
+template <int kCount>
+__device__ inline float max_of(const RowState (&states)[kCount]) {
+  float row_max = states[0].row_max;
+#pragma unroll
+  for (int i = 1; i < kCount; ++i) row_max = fmaxf(row_max, states[i].row_max);
+  return row_max;
+}
+
+// Weight of a part in a row whose max is `row_max`.
+__device__ inline float weight_of(const RowState& part, float row_max) {
+  return ex2_approx(part.row_max - row_max);
+}
+
+// Weights of parts; returns their row sum.
+template <int kCount>
+__device__ inline float weigh(const RowState (&states)[kCount], float row_max,
+                              float (&weights)[kCount]) {
+  float row_sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    weights[i] = weight_of(states[i], row_max);
+    row_sum += states[i].row_sum * weights[i];
+  }
+  return row_sum;
+}
+
+// Four adjacent dims of a row of partial O, as a sum of parts.
+struct RowPart {
+  RowState state = kEmptyRow;
+  float4 out = {0.0f, 0.0f, 0.0f, 0.0f};
+
+  // Adds a part, whose row max is at most that of the sum.
+  __device__ void add(const RowState& part, const float4& part_out) {
+    const float weight = weight_of(part, state.row_max);
+    state.row_sum += part.row_sum * weight;
+    out.x += weight * part_out.x;
+    out.y += weight * part_out.y;
+    out.z += weight * part_out.z;
+    out.w += weight * part_out.w;
+  }
+};
+
+// Combines the first `count` of kCount parts, at least one; `out_of(i)` is partial O of part i. The
+// row max is that of all states.
+template <int kCount, typename OutOf>
+__device__ inline RowPart combine_parts(const RowState (&states)[kCount], int count, OutOf out_of) {
+  RowPart total;
+  total.state.row_max = max_of(states);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (i == 0 || i < count) total.add(states[i], out_of(i));
+  }
+  return total;
+}
+
 // Kernel parameters of one launch.
 
 struct Params {
@@ -68,8 +201,7 @@ struct Params {
   float lse_factor;
 };
 
-// Scales: a number from the host, or a one-element tensor on the device.
-
+// A scale is a number from the host, or a one-element tensor on the device.
 __device__ inline float value_of(const float* tensor, float value) {
   return tensor == nullptr ? value : *tensor;
 }
@@ -102,7 +234,33 @@ __device__ inline float cvt_f32(Bf16, u16 bits) {
   return __uint_as_float(static_cast<u32>(bits) << 16);
 }
 
-// Vectorised store of four output elements in fp16 or bf16, from float.
+// cvt.rn.f16x2.e4m3x2
+// Needs sm_89.
+__device__ inline u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
+  u32 value;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(value) : "h"(pair));
+  return value;
+}
+
+// cvt.rn.f16x2.e4m3x2
+// Converts the upper half of a word without a shift. Needs sm_89.
+__device__ inline u32 cvt_rn_f16x2_e4m3x2_high(u32 word) {
+  u32 value;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}"
+      : "=r"(value)
+      : "r"(word));
+  return value;
+}
+
+// cvt.rn.satfinite.e4m3x2.f32
+// Needs sm_89.
+__device__ inline u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// Vectorised store of four output elements, in FP8 or in 16 bits, from float.
 
 // `index` counts elements and is a multiple of 4.
 template <typename Target>
@@ -123,42 +281,6 @@ constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpLanes;
 constexpr int kSliceDims = kWarpLanes * 4;  // output dims of a CTA: a float4 for each lane
 static_assert(kHeadDimVo % 4 == 0 && kSlices * kSliceDims >= kHeadDimVo, "slices cover the row");
-
-// PTX ISA, "Floating Point Instructions: ex2". Needs sm_20.
-
-// ex2.approx.ftz.f32
-// 2 to the power of x, relative error below 2^-22; minus infinity gives zero.
-__device__ inline float ex2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// Final softmax state of a row: its normalisation factor and its LSE, attention sink included.
-
-struct RowResult {
-  float factor;  // multiplies the accumulators
-  float lse;  // includes the sink; an empty row has its sink, or minus infinity
-};
-
-// `row_max` is base 2, `row_sum` is relative to it; `sink` is a natural-log logit without a V row,
-// or minus infinity. `lse_factor` converts base 2 to the base of the LSE.
-__device__ inline RowResult finish_row(float row_max, float row_sum, float sink,
-                                       float lse_factor = 1.0f) {
-  // Computed in base e: a finite sink may overflow in base 2.
-  const float sink_lse = sink * (kLog2E * lse_factor);
-  if (row_sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
-  // Fused, so that only the distance can overflow, to an infinity of the right sign.
-  const float distance = fmaf(sink, kLog2E, -row_max);
-  // Relative to the larger of the two, because 2^distance may overflow. Selects keep a NaN.
-  const bool is_sink_larger = distance > 0.0f;
-  const float rescale = is_sink_larger ? ex2_approx(-distance) : 1.0f;
-  const float total = row_sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
-  // Approximate, to about 22 bits, with a fraction of the instructions.
-  const float log2_total = __log2f(total);
-  return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
-                                                     : (row_max + log2_total) * lse_factor};
-}
 
 // Combine (split-KV reduction): weighs the partial O of all splits by their LSE.
 
@@ -207,17 +329,13 @@ struct SplitPartials {
     }
   }
 
-  // Accumulates each split weighted by 2^(LSE - max LSE).
-  __device__ void add_to(float4& total, float& weights, float max_lse) const {
+  // Adds the splits that are not empty.
+  __device__ void add_to(RowPart& total) const {
 #pragma unroll
     for (int i = 0; i < kSplitsPerStep; ++i) {
       if (lse[i] == -kInfinity) continue;
-      const float weight = ex2_approx(lse[i] - max_lse);
-      weights += weight;
-      total.x += weight * values[i].x;
-      total.y += weight * values[i].y;
-      total.z += weight * values[i].z;
-      total.w += weight * values[i].w;
+      // O is normalised: the LSE is its row max, and the row sum is 1.
+      total.add({lse[i], 1.0f}, values[i]);
     }
   }
 };
@@ -228,17 +346,16 @@ __device__ inline void combine(const Params& params, SharedMemoryPlan& smem) {
   const bool is_outside = dim >= kHeadDimVo;  // the last slice may be partial
   const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[row % params.heads];
   const float scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
-  float max_lse = -kInfinity;
-  float weights = 0.0f;
-  float4 partial = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  RowPart partial;
 #pragma unroll 1
   for (int first = 0; first < params.num_splits; first += kSplitsPerStep * kWarps) {
     const SplitPartials rows(params, row, is_outside ? 0 : dim, first + warp_index());
-    if (first == 0) max_lse = row_max_lse(params, row);  // overlaps the loads of `rows`
-    rows.add_to(partial, weights, max_lse);
+    // Overlaps the loads of `rows`.
+    if (first == 0) partial.state.row_max = row_max_lse(params, row);
+    rows.add_to(partial);
   }
-  smem.values[warp_index()][lane_index()] = partial;
-  if (lane_index() == 0) smem.row_sum[warp_index()] = weights;
+  smem.values[warp_index()][lane_index()] = partial.out;
+  if (lane_index() == 0) smem.row_sum[warp_index()] = partial.state.row_sum;
   __syncthreads();
   if (warp_index() != 0) return;
 
@@ -253,7 +370,7 @@ __device__ inline void combine(const Params& params, SharedMemoryPlan& smem) {
     total.z += value.z;
     total.w += value.w;
   }
-  const RowResult result = finish_row(max_lse, row_sum, sink, params.lse_factor);
+  const RowResult result = finish_row(partial.state.row_max, row_sum, sink, params.lse_factor);
   const float factor = result.factor * scale;
   if (!is_outside) {
     store_x4(OutElement{}, params.out, static_cast<i64>(row) * kHeadDimVo + dim, total.x * factor,

@@ -63,7 +63,7 @@ constexpr int kBlockM = 16;
 constexpr int kWarps = 4;
 constexpr int kStages = 6;
 constexpr int kCtasPerSm = 2;
-constexpr int kWarpTokens = 16;
+constexpr int kBlockN = 16;
 constexpr bool kDequantsKv = true;
 constexpr int kStoredBytes = 128;
 constexpr int kSharedBytes = 75600;
@@ -76,10 +76,10 @@ constexpr int kSliceDims = kHeadDim / kSlices;  // output dims of one CTA
 // column then lie in different banks, for any head dim.
 constexpr int kRowBytes = kHeadDim * 2 + kChunkBytes;
 constexpr int kStageRowBytes = kDequantsKv ? kStoredBytes : kRowBytes;
-constexpr int kStageBytes = kWarpTokens * kStageRowBytes;
-constexpr int kWarpBytes = kStages * kStageBytes + (kDequantsKv ? kWarpTokens * kRowBytes : 0);
+constexpr int kStageBytes = kBlockN * kStageRowBytes;
+constexpr int kWarpBytes = kStages * kStageBytes + (kDequantsKv ? kBlockN * kRowBytes : 0);
 constexpr int kCombineFloats = kBlockM * (kSliceDims + 4);
-// Loads in flight while a stage is consumed. Dequantised tiles have a buffer of their own, which
+// Loads in flight while a stage is consumed. Dequantised blocks have a buffer of their own, which
 // frees their stage early.
 constexpr int kStagesAhead = kDequantsKv ? kStages : kStages - 1;
 
@@ -87,36 +87,137 @@ constexpr int kStagesAhead = kDequantsKv ? kStages : kStages - 1;
 constexpr bool kQueryInRegs = kRowGroups * kHeadDim <= 128;
 
 static_assert(kHeadDim % (16 * kSlices) == 0, "a slice is whole 16-wide dim tiles");
-static_assert(kWarpTokens == 16, "a KV tile is one k-step of the PV GEMM");
+static_assert(kBlockN == 16, "a KV block is one k-step of the PV GEMM");
 static_assert(kStagesAhead >= 1, "a load is in flight while a stage is consumed");
 
-// O accumulators of one warp, in mma fragment layout.
+// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
 
-// Element [m][n][e] belongs to row score_row(m, e / 2) and output dim output_dim(n, e % 2).
-using Output = float[kRowGroups][kSliceDims / 8][4];
-
-__device__ inline int output_dim(int group, int parity) {
-  return group * 8 + lane_index() % 4 * 2 + parity;
+// cvt.rn.bf16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Bf16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
 }
 
-__device__ inline void clear_output(Output& output) {
+// cvt.rn.f16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Fp16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.f32.f16
+__device__ inline float cvt_f32(Fp16, u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+// A bf16 is the upper half of an fp32; sm_80 has no instruction for it and needs none.
+__device__ inline float cvt_f32(Bf16, u16 bits) {
+  return __uint_as_float(static_cast<u32>(bits) << 16);
+}
+
+// cvt.rn.f16x2.e4m3x2
+// Needs sm_89.
+__device__ inline u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
+  u32 value;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(value) : "h"(pair));
+  return value;
+}
+
+// cvt.rn.f16x2.e4m3x2
+// Converts the upper half of a word without a shift. Needs sm_89.
+__device__ inline u32 cvt_rn_f16x2_e4m3x2_high(u32 word) {
+  u32 value;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}"
+      : "=r"(value)
+      : "r"(word));
+  return value;
+}
+
+// cvt.rn.satfinite.e4m3x2.f32
+// Needs sm_89.
+__device__ inline u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// PTX ISA, "Warp Level Matrix Instructions: mma". Needs sm_80.
+// d[16, 8] += a[16, 16] * b[16, 8]. A lane holds, with g = lane / 4 and c = lane % 4:
+// d: rows g (0, 1) and g + 8 (2, 3), columns 2c and 2c + 1; a: two elements a word, rows g, g + 8,
+// g, g + 8, columns 2c.. of the first (0, 1) and second (2, 3) half; b: rows 2c.. of each half,
+// column g.
+
+// mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+__device__ inline void mma_m16n8k16(Bf16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32
+__device__ inline void mma_m16n8k16(Fp16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Accumulators of mma.m16n8k16 of one warp: element [m][n][e] lies in row fragment_row(m, e / 2)
+// and column fragment_col(n, e % 2).
+
+__device__ inline int fragment_row(int m, int half) { return m * 16 + half * 8 + lane_index() / 4; }
+__device__ inline int fragment_col(int n, int i) { return n * 8 + lane_index() % 4 * 2 + i; }
+
+template <int kM, int kN>
+__device__ inline void clear_fragments(float (&d)[kM][kN][4]) {
 #pragma unroll
-  for (int m = 0; m < kRowGroups; ++m) {
+  for (int m = 0; m < kM; ++m) {
 #pragma unroll
-    for (int n = 0; n < kSliceDims / 8; ++n) {
+    for (int n = 0; n < kN; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) output[m][n][e] = 0.0f;
+      for (int e = 0; e < 4; ++e) d[m][n][e] = 0.0f;
     }
   }
 }
 
-// Rescales this lane's fragment of one row.
-__device__ inline void rescale_output(int group, int half, float factor, Output& output) {
+template <int kN>
+__device__ inline void rescale_row(float (&d)[kN][4], int half, float factor) {
 #pragma unroll
-  for (int n = 0; n < kSliceDims / 8; ++n) {
-    output[group][n][half * 2] *= factor;
-    output[group][n][half * 2 + 1] *= factor;
+  for (int n = 0; n < kN; ++n) {
+    d[n][half * 2] *= factor;
+    d[n][half * 2 + 1] *= factor;
   }
+}
+
+// Columns n and n + 1 of d += a * b: `b` is what one ldmatrix loads, 16 x 16 elements.
+template <int kM, int kN>
+__device__ inline void mma_columns(float (&d)[kM][kN][4], int n, const u32 (&a)[kM][4],
+                                   const u32 (&b)[4]) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+    mma_m16n8k16(Element{}, d[m][n], a[m], b[0], b[1]);
+    mma_m16n8k16(Element{}, d[m][n + 1], a[m], b[2], b[3]);
+  }
+}
+
+// Rounds two adjacent elements of P, and adds them to the row sum as rounded.
+__device__ inline u32 round_pair(float low, float high, float& row_sum) {
+  const u32 pair = cvt_rn_x2_f32(Element{}, high, low);
+  row_sum +=
+      cvt_f32(Element{}, static_cast<u16>(pair)) + cvt_f32(Element{}, static_cast<u16>(pair >> 16));
+  return pair;
+}
+
+// Adds two adjacent elements of V, times P, to those of a row of O.
+__device__ inline void add_weighted_pair(float (&d)[4], int half, float p, u32 pair) {
+  d[half * 2] += p * cvt_f32(Element{}, static_cast<u16>(pair));
+  d[half * 2 + 1] += p * cvt_f32(Element{}, static_cast<u16>(pair >> 16));
 }
 
 // Kernel parameters of one launch.
@@ -170,6 +271,11 @@ struct Params {
   float output_factor;
 };
 
+// A scale is a number from the host, or a one-element tensor on the device.
+__device__ inline float value_of(const float* tensor, float value) {
+  return tensor == nullptr ? value : *tensor;
+}
+
 // PTX ISA, "Parallel Synchronization and Communication Instructions: griddepcontrol". Needs sm_90.
 // Both do nothing in a launch without the programmatic-stream-serialization attribute.
 
@@ -188,41 +294,7 @@ __device__ inline void griddepcontrol_launch_dependents() {
 __device__ inline void pdl_wait() { griddepcontrol_wait(); }
 __device__ inline void pdl_launch_dependents() { griddepcontrol_launch_dependents(); }
 
-// Scales: a number from the host, or a one-element tensor on the device.
-
-__device__ inline float value_of(const float* tensor, float value) {
-  return tensor == nullptr ? value : *tensor;
-}
-
-// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
-
-// cvt.rn.bf16x2.f32
-__device__ inline u32 cvt_rn_x2_f32(Bf16, float high, float low) {
-  u32 packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-// cvt.rn.f16x2.f32
-__device__ inline u32 cvt_rn_x2_f32(Fp16, float high, float low) {
-  u32 packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-// cvt.f32.f16
-__device__ inline float cvt_f32(Fp16, u16 bits) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-  return value;
-}
-
-// A bf16 is the upper half of an fp32; sm_80 has no instruction for it and needs none.
-__device__ inline float cvt_f32(Bf16, u16 bits) {
-  return __uint_as_float(static_cast<u32>(bits) << 16);
-}
-
-// Vectorised store of four output elements in fp16 or bf16, from float.
+// Vectorised store of four output elements, in FP8 or in 16 bits, from float.
 
 // `index` counts elements and is a multiple of 4.
 template <typename Target>
@@ -232,16 +304,6 @@ __device__ inline void store_x4(Target target, unsigned char* out, i64 index, fl
   packed.x = cvt_rn_x2_f32(target, b, a);
   packed.y = cvt_rn_x2_f32(target, d, c);
   *reinterpret_cast<uint2*>(out + index * 2) = packed;
-}
-
-// PTX ISA, "Floating Point Instructions: ex2". Needs sm_20.
-
-// ex2.approx.ftz.f32
-// 2 to the power of x, relative error below 2^-22; minus infinity gives zero.
-__device__ inline float ex2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 // PTX ISA, "Warp Level Matrix Instructions: ldmatrix". Needs sm_75.
@@ -264,31 +326,24 @@ __device__ inline void ldmatrix_x4_trans(u32 (&d)[4], u32 row_address) {
                : "memory");
 }
 
-// PTX ISA, "Warp Level Matrix Instructions: mma". Needs sm_80.
-// d[16, 8] += a[16, 16] * b[16, 8]. A lane holds, with g = lane / 4 and c = lane % 4:
-// d: rows g (0, 1) and g + 8 (2, 3), columns 2c and 2c + 1; a: two elements a word, rows g, g + 8,
-// g, g + 8, columns 2c.. of the first (0, 1) and second (2, 3) half; b: rows 2c.. of each half,
-// column g.
+// PTX ISA, "Data Movement and Conversion Instructions: createpolicy". Needs sm_80.
 
-// mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
-__device__ inline void mma_m16n8k16(Bf16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+// createpolicy.fractional.L2::evict_first.b64
+// L2 evicts such lines before others.
+__device__ inline u64 createpolicy_evict_first() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  return policy;
 }
 
-// mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32
-__device__ inline void mma_m16n8k16(Fp16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+// createpolicy.fractional.L2::evict_normal.b64
+__device__ inline u64 createpolicy_evict_normal() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
+  return policy;
 }
 
-// Addresses of tokens in the paged KV cache.
+// Paged KV cache: addresses of tokens, and L2 hints of their loads.
 
 // One tensor of the cache; strides in bytes.
 struct PagedRows {
@@ -316,7 +371,14 @@ __device__ inline bool is_valid_page(int page, int num_pages) {
   return static_cast<u32>(page) < static_cast<u32>(num_pages);
 }
 
-// Maps M tiles to query rows of sequences, uniform or ragged. `cu_seqlens_q` is untrusted.
+// Evict-first if no other CTA reads the tile, else evict-normal. Keeps Q and partial O resident and
+// avoids write-backs between reads, which cost far more bandwidth than their bytes.
+__device__ inline u64 kv_cache_hint(bool is_shared) {
+  return is_shared ? createpolicy_evict_normal() : createpolicy_evict_first();
+}
+
+// Query rows of M tiles, of sequences of one length or ragged, and the top-k length of a query
+// token. `cu_seqlens_q` is untrusted.
 
 // The last sequence that begins at or before `pos`; `begin_of` returns where a sequence begins.
 template <typename BeginOf>
@@ -381,15 +443,49 @@ __device__ inline TileRows rows_of_tile(const int* cu_seqlens_q, int num_seqs, i
           is_inside && rows > 0 ? static_cast<int>(rows) : 0};
 }
 
-// Work tile of a CTA: its query rows, its slice of the output dims and its split of the KV tokens.
+// Sparse attention: `topk_length` holds the number of valid top-k indices of each query token, or
+// it follows from the causal KV length.
+struct TopkIndices {
+  const int* seq_lens;
+  const int* topk_length;
+  const int* cu_seqlens_q;
+  int num_seqs;
+  int q_len;
+  int topk;
+};
+
+__device__ inline int topk_length_of(const TopkIndices& topk_indices, int token) {
+  i64 length;
+  if (topk_indices.topk_length != nullptr) {
+    length = topk_indices.topk_length[token];
+  } else {
+    int seq_idx;
+    i64 end;  // of its query tokens
+    if (topk_indices.cu_seqlens_q == nullptr) {
+      seq_idx = token;
+      if (topk_indices.q_len > 1)
+        seq_idx = static_cast<int>(static_cast<u32>(token) / topk_indices.q_len);
+      end = static_cast<i64>(seq_idx + 1) * topk_indices.q_len;
+    } else {
+      seq_idx = seq_of_token(topk_indices.cu_seqlens_q, topk_indices.num_seqs, token);
+      end = topk_indices.cu_seqlens_q[seq_idx + 1];
+    }
+    length = topk_indices.seq_lens[seq_idx] - end + token + 1;
+  }
+  return static_cast<int>(
+      max(static_cast<i64>(0), min(length, static_cast<i64>(topk_indices.topk))));
+}
+
+// Work item of a CTA: its query rows, its slice of the output dims, its split of the KV tokens,
+// and the shared memory plan.
 
 // A row is one (query token, query head of a kv head) pair of a sequence, query token first. A CTA
 // takes kBlockM rows of one kv head, a slice of their output dims and one split of the KV tokens.
-struct alignas(16) Work {
+struct alignas(16) WorkItem {
   int seq_idx;
   int kv_head;
   int slice;
-  int split;
+  int split_idx;
   int q_len;  // query tokens of this sequence
   i64 first_query;  // index of the sequence's first query token among all
   int kv_len;  // tokens in the cache, the new ones included
@@ -397,7 +493,7 @@ struct alignas(16) Work {
   int rows;  // of this CTA; the rest of kBlockM is padding
   int unmasked_kv_begin, unmasked_kv_end;  // tokens that every row of this CTA attends to
   int kv_begin, kv_end;  // tokens that any row may attend to
-  int first_kv_tile, end_kv_tile;  // KV tiles of kWarpTokens tokens of this split
+  int first_kv_block, end_kv_block;  // KV blocks of kBlockN tokens of this split
 
   __device__ int query_of(const Params& params, int row) const {
     return (first_row + row) / params.group_size;
@@ -431,8 +527,8 @@ struct alignas(16) Work {
   }
 };
 
-__device__ inline Work find_work(const Params& params) {
-  Work work;
+__device__ inline WorkItem find_work_item(const Params& params) {
+  WorkItem work;
   int cta = static_cast<int>(blockIdx.x);
   const int m_tile = cta % params.row_tiles;
   cta /= params.row_tiles;
@@ -440,7 +536,7 @@ __device__ inline Work find_work(const Params& params) {
   cta /= kSlices;
   work.kv_head = cta % params.kv_heads;
   cta /= params.kv_heads;
-  work.split = cta % params.num_splits;
+  work.split_idx = cta % params.num_splits;
   const i64 tokens = params.total_rows / (static_cast<i64>(params.group_size) * params.kv_heads);
   const TileRows m_tile_rows =
       rows_of_tile(params.cu_seqlens_q, params.num_seqs, params.q_len, params.group_size, tokens,
@@ -461,55 +557,47 @@ __device__ inline Work find_work(const Params& params) {
   work.kv_end = max(has_mask ? work.kv_len : first_new_token + last + 1, 0);
   work.unmasked_kv_end = max(has_mask ? first_new_token : first_new_token + first + 1, 0);
 
-  const int begin = work.kv_begin / kWarpTokens;
-  const int num_kv_tiles = max(ceil_div(work.kv_end, kWarpTokens) - begin, 0);
-  const int tiles_per_split = ceil_div(ceil_div(num_kv_tiles, kWarps), params.num_splits) * kWarps;
-  work.first_kv_tile = begin + min(num_kv_tiles, work.split * tiles_per_split);
-  work.end_kv_tile = min(begin + num_kv_tiles, work.first_kv_tile + tiles_per_split);
+  const int begin = work.kv_begin / kBlockN;
+  const int num_kv_blocks = max(ceil_div(work.kv_end, kBlockN) - begin, 0);
+  const int kv_blocks_per_split =
+      ceil_div(ceil_div(num_kv_blocks, kWarps), params.num_splits) * kWarps;
+  work.first_kv_block = begin + min(num_kv_blocks, work.split_idx * kv_blocks_per_split);
+  work.end_kv_block = min(begin + num_kv_blocks, work.first_kv_block + kv_blocks_per_split);
   return work;
 }
 
-// Shared-memory plan of a CTA.
-
 struct alignas(16) SharedMemoryPlan {
-  Work work;  // once per CTA instead of in the registers of every thread
+  WorkItem work;  // once per CTA instead of in the registers of every thread
   unsigned char query[kBlockM * kRowBytes];  // [kBlockM][kHeadDim]
   union {
-    unsigned char warps[kWarps][kWarpBytes];  // see stage_of and tokens_of
+    unsigned char warps[kWarps][kWarpBytes];  // see stage_ptr and tokens_of
     float combine_buffer[kCombineFloats];  // [kBlockM][kSliceDims + 4], after the main loop
   };
   float row_max[kWarps][kBlockM];  // base 2
   float row_sum[kWarps][kBlockM];
-  float probabilities[kWarps][kBlockM][kWarpTokens];  // of tiles with tokens masked for some rows
+  float probabilities[kWarps][kBlockM][kBlockN];  // of blocks with tokens masked for some rows
 };
 static_assert(sizeof(SharedMemoryPlan) == kSharedBytes, "the spec computes the size of the struct");
 
-// Stage that load `stage_idx` of this warp fills: [kWarpTokens] rows of kStageRowBytes.
-__device__ inline unsigned char* stage_of(SharedMemoryPlan& smem, int stage_idx) {
+// Stage that load `stage_idx` of this warp fills: [kBlockN] rows of kStageRowBytes.
+__device__ inline unsigned char* stage_ptr(SharedMemoryPlan& smem, int stage_idx) {
   return smem.warps[warp_index()] + stage_idx % kStages * kStageBytes;
 }
 
-// The tile as the MMA reads it: [kWarpTokens] rows of kRowBytes.
+// The KV block as the MMA reads it: [kBlockN] rows of kRowBytes.
 __device__ inline unsigned char* tokens_of(SharedMemoryPlan& smem, int stage_idx) {
-  return kDequantsKv ? smem.warps[warp_index()] + kStages * kStageBytes : stage_of(smem, stage_idx);
+  return kDequantsKv ? smem.warps[warp_index()] + kStages * kStageBytes
+                     : stage_ptr(smem, stage_idx);
 }
 
-// QK GEMM of one KV tile: S = Q K^T.
+// MMAs of one KV block: S = Q K^T, and O += P V.
 
-// S fragment of one warp, as mma lays it out: element [m][n][e] belongs to row score_row(m, e / 2)
-// and token score_token(n, e % 2) of the tile.
+// S fragment of one warp: element [m][n][e] belongs to row fragment_row(m, e / 2) and token
+// fragment_col(n, e % 2) of the KV block.
 using Scores = float[kRowGroups][2][4];
 
 // Q fragments of one k-step: 16 dims of all rows.
 using QueryStep = u32[kRowGroups][4];
-
-__device__ inline int score_row(int group, int half) {
-  return group * 16 + half * 8 + lane_index() / 4;
-}
-
-__device__ inline int score_token(int group, int parity) {
-  return group * 8 + lane_index() % 4 * 2 + parity;
-}
 
 __device__ inline void load_query_step(const SharedMemoryPlan& smem, int step, QueryStep& query) {
   const u32 rows =
@@ -533,14 +621,7 @@ struct QueryFragments {
 
 __device__ inline void qk_gemm(const SharedMemoryPlan& smem, QueryFragments& query,
                                const unsigned char* tokens, Scores& scores) {
-#pragma unroll
-  for (int m = 0; m < kRowGroups; ++m) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) scores[m][n][e] = 0.0f;
-    }
-  }
+  clear_fragments(scores);
   const int lane = lane_index();
   const u32 keys =
       shared_address(tokens) + (lane / 16 * 8 + lane % 8) * kRowBytes + lane / 8 % 2 * kChunkBytes;
@@ -550,15 +631,118 @@ __device__ inline void qk_gemm(const SharedMemoryPlan& smem, QueryFragments& que
     if (!kQueryInRegs) load_query_step(smem, step, q);
     u32 k[4];
     ldmatrix_x4(k, keys + step * 2 * kChunkBytes);
-#pragma unroll
-    for (int m = 0; m < kRowGroups; ++m) {
-      mma_m16n8k16(Element{}, scores[m][0], q[m], k[0], k[1]);
-      mma_m16n8k16(Element{}, scores[m][1], q[m], k[2], k[3]);
-    }
+    mma_columns(scores, 0, q, k);
   }
 }
 
-// Final softmax state of a row: its normalisation factor and its LSE, attention sink included.
+// P of a KV block, rounded, as the A fragments of the PV GEMM: rows and tokens as in Scores.
+using Probabilities = u32[kRowGroups][4];
+
+// O fragment of one warp: element [m][n][e] belongs to row fragment_row(m, e / 2) and output dim
+// fragment_col(n, e % 2).
+using Output = float[kRowGroups][kSliceDims / 8][4];
+
+// Adds the tokens of the KV block that are masked for some rows only to the rows that attend to
+// them, and zeroes their V: 0 x NaN is NaN, so a masked V must not reach the tensor core.
+__device__ inline void pv_gemm_boundary(const Params& params, const WorkItem& work, int first_token,
+                                        const Probabilities& probabilities, unsigned char* tokens,
+                                        SharedMemoryPlan& smem, Output& output) {
+  auto& p = smem.probabilities[warp_index()];
+#pragma unroll
+  for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      const u32 packed = probabilities[m][word];
+      float* pair = &p[fragment_row(m, word % 2)][fragment_col(word / 2, 0)];
+      pair[0] = cvt_f32(Element{}, static_cast<u16>(packed));
+      pair[1] = cvt_f32(Element{}, static_cast<u16>(packed >> 16));
+    }
+  }
+  __syncwarp();
+  // Not unrolled: a rare path must not take registers from the main loop.
+#pragma unroll 1
+  for (int token = 0; token < kBlockN; ++token) {
+    const int token_idx = first_token + token;
+    if (token_idx >= work.unmasked_kv_begin && token_idx < work.unmasked_kv_end) continue;
+    u32* row = reinterpret_cast<u32*>(tokens + token * kRowBytes);
+#pragma unroll
+    for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (!work.attends(params, fragment_row(m, half), token_idx)) continue;
+        const float weight = p[fragment_row(m, half)][token];
+#pragma unroll
+        for (int n = 0; n < kSliceDims / 8; ++n) {
+          const u32 pair = row[fragment_col(n, 0) / 2];
+          add_weighted_pair(output[m][n], half, weight, pair);
+        }
+      }
+    }
+    __syncwarp();
+    for (int word = lane_index(); word < kSliceDims / 2; word += kWarpLanes) row[word] = 0;
+  }
+  __syncwarp();
+}
+
+__device__ inline void pv_gemm(const Probabilities& probabilities, const unsigned char* tokens,
+                               Output& output) {
+  const int lane = lane_index();
+  const u32 values = shared_address(tokens) + lane % 16 * kRowBytes + lane / 16 * kChunkBytes;
+#pragma unroll
+  for (int n = 0; n < kSliceDims / 8; n += 2) {
+    u32 v[4];
+    ldmatrix_x4_trans(v, values + n * kChunkBytes);
+    mma_columns(output, n, probabilities, v);
+  }
+}
+
+// PTX ISA, "Integer, floating-point and half-precision: add, ex2, max, mul". Needs sm_53.
+
+// add.rn.f16x2
+__device__ inline u32 add_f16x2(u32 a, u32 b) {
+  u32 sum;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+  return sum;
+}
+
+// ex2.approx.ftz.f32
+// 2 to the power of x, relative error below 2^-22; minus infinity gives zero.
+__device__ inline float ex2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// max.f16x2
+// Ignores NaN operands. Needs sm_80.
+__device__ inline u32 max_f16x2(u32 a, u32 b) {
+  u32 larger;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
+// max.u16x2
+// Needs sm_90.
+__device__ inline u32 max_u16x2(u32 a, u32 b) {
+  u32 larger;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
+// mul.rn.f16x2
+__device__ inline u32 mul_f16x2(u32 a, u32 b) {
+  u32 product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
+// Softmax state of a row, and its final normalisation factor and LSE, attention sink included.
+
+// Softmax state (m, l) of a row, or of a part of it.
+struct RowState {
+  float row_max;  // base 2; O and row sum are relative to it
+  float row_sum;  // of P
+};
 
 struct RowResult {
   float factor;  // multiplies the accumulators
@@ -619,12 +803,12 @@ __device__ inline void combine_warps(SharedMemoryPlan& smem, const Output& outpu
       for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int row = score_row(m, half);
+          const int row = fragment_row(m, half);
           const float factor = combine_weight(smem, warp, row, combined_row_max(smem, row));
           float* target = smem.combine_buffer + combine_buffer_row(row);
 #pragma unroll
           for (int n = 0; n < kSliceDims / 8; ++n) {
-            float2* pair = reinterpret_cast<float2*>(target + output_dim(n, 0));
+            float2* pair = reinterpret_cast<float2*>(target + fragment_col(n, 0));
             const float2 before = warp == 0 ? make_float2(0.0f, 0.0f) : *pair;
             // A warp of weight 0 adds nothing, whatever its accumulators hold.
             *pair = factor == 0.0f ? before
@@ -641,7 +825,8 @@ __device__ inline void combine_warps(SharedMemoryPlan& smem, const Output& outpu
 // Stores the normalisation factor of each row over the row sums of warp 0, and the base-2 LSE of
 // the rows of a split. An empty row of a split has LSE minus infinity, and its partial O is never
 // read.
-__device__ inline void finish_rows(const Params& params, const Work& work, SharedMemoryPlan& smem) {
+__device__ inline void finish_rows(const Params& params, const WorkItem& work,
+                                   SharedMemoryPlan& smem) {
   const bool is_partial = params.num_splits > 1;
   for (int row = static_cast<int>(threadIdx.x); row < work.rows; row += kThreads) {
     const float row_max = combined_row_max(smem, row);
@@ -659,7 +844,7 @@ __device__ inline void finish_rows(const Params& params, const Work& work, Share
                    : value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
     smem.row_sum[0][row] = result.factor * output_scale;
     if (is_partial && work.slice == 0) {
-      params.partial_lse[work.split * params.total_rows + work.global_row(params, row)] =
+      params.partial_lse[work.split_idx * params.total_rows + work.global_row(params, row)] =
           result.lse;
     }
   }
@@ -667,7 +852,7 @@ __device__ inline void finish_rows(const Params& params, const Work& work, Share
 }
 
 // Stores normalised fp32 rows of one split, or final rows.
-__device__ inline void store_output(const Params& params, const Work& work,
+__device__ inline void store_output(const Params& params, const WorkItem& work,
                                     const SharedMemoryPlan& smem) {
   constexpr int kQuads = kSliceDims / 4;
   for (int i = static_cast<int>(threadIdx.x); i < work.rows * kQuads; i += kThreads) {
@@ -680,7 +865,7 @@ __device__ inline void store_output(const Params& params, const Work& work,
     const i64 global_row = work.global_row(params, row);
     const int column = work.slice * kSliceDims + dim;
     if (params.num_splits > 1) {
-      const i64 partial_row = work.split * params.total_rows + global_row;
+      const i64 partial_row = work.split_idx * params.total_rows + global_row;
       *reinterpret_cast<float4*>(params.partial_out + partial_row * kHeadDim + column) = value;
     } else {
       store_x4(OutElement{}, params.out, global_row * kHeadDim + column, value.x, value.y, value.z,
@@ -743,87 +928,11 @@ __device__ inline void cp_async_mbarrier_arrive_noinc(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// KV loads by cp.async: each warp streams its own tiles of the paged cache into its stages.
-
-// Stages alternate: K of a KV tile, its V, K of the warp's next tile. Page ids are read one tile
-// ahead, so that no copy waits for them.
-struct KvLoader {
-  const Params& params;
-  const Work& work;
-  const int* table;  // page ids of the sequence
-  int next_stage;
-  int next_kv_tile;
-  int lane_page;  // of token lane_index() % kWarpTokens of the next tile; -1 if it is not loaded
-  int next_lane_page;  // of the tile after it
-
-  __device__ KvLoader(const Params& params, const Work& work)
-      : params(params),
-        work(work),
-        table(params.block_tables + work.seq_idx * static_cast<i64>(params.block_tables_stride)),
-        next_stage(0),
-        next_kv_tile(work.first_kv_tile + warp_index()) {
-    lane_page = load_lane_page(next_kv_tile);
-    next_lane_page = load_lane_page(next_kv_tile + kWarps);
-  }
-
-  __device__ int load_lane_page(int kv_tile) const {
-    const int token = kv_tile * kWarpTokens + lane_index() % kWarpTokens;
-    const bool is_read =
-        kv_tile < work.end_kv_tile && token >= work.kv_begin && token < work.kv_end;
-    return is_read ? table[token / kPageSize] : -1;
-  }
-
-  // Copies `kBytes` of every token's row, from byte `offset` on, to the rows of a stage.
-  template <int kBytes>
-  __device__ void copy_rows(const PagedRows& rows, int offset, unsigned char* stage_ptr) const {
-    constexpr int kCopyBytes = kBytes % kChunkBytes == 0 ? kChunkBytes : 8;
-    constexpr int kCopies = kBytes / kCopyBytes;
-#pragma unroll 4  // more addresses at once would take registers from the O accumulators
-    for (int first = 0; first < kWarpTokens * kCopies; first += kWarpLanes) {
-      const int copy = first + lane_index();
-      const int token = copy / kCopies;
-      const int at = copy % kCopies * kCopyBytes;
-      const int page = __shfl_sync(~0u, lane_page, token % kWarpTokens);
-      if (token >= kWarpTokens) continue;
-      const bool exists = is_valid_page(page, params.num_pages);
-      const int slot = (next_kv_tile * kWarpTokens + token) % kPageSize;
-      const unsigned char* source = exists ? rows.row_of(page, slot) + offset + at : rows.rows;
-      const u32 target = shared_address(stage_ptr) + token * kStageRowBytes + at;
-      if constexpr (kCopyBytes == kChunkBytes) {
-        cp_async_cg_16(target, source, exists ? kChunkBytes : 0);
-      } else {
-        cp_async_ca_8(target, source, exists ? 8 : 0);
-      }
-    }
-  }
-
-  // Issues the copies of the next stage, if there is one. Always commits a cp.async group, so that
-  // the number of groups to wait for is constant.
-  __device__ void load_next(SharedMemoryPlan& smem) {
-    if (next_kv_tile < work.end_kv_tile) {
-      unsigned char* stage_ptr = stage_of(smem, next_stage);
-      if (next_stage % 2 == 0) {
-        const PagedRows keys{params.key_cache + work.kv_head * params.key_head_stride,
-                             params.key_page_stride, params.key_token_stride};
-        copy_rows<kStoredBytes>(keys, 0, stage_ptr);
-      } else {
-        const PagedRows values{params.value_cache + work.kv_head * params.value_head_stride,
-                               params.value_page_stride, params.value_token_stride};
-        constexpr int kSliceBytes = kStoredBytes / kSlices;
-        copy_rows<kSliceBytes>(values, work.slice * kSliceBytes, stage_ptr);
-        next_kv_tile += kWarps;
-        lane_page = next_lane_page;
-        next_lane_page = load_lane_page(next_kv_tile + kWarps);
-      }
-      ++next_stage;
-    }
-    cp_async_commit_group();
-  }
-};
+// Loads of Q, and of KV blocks by cp.async: each warp streams its own blocks of the paged cache
+// into its stages.
 
 // Loads the CTA's query rows into shared memory.
-
-__device__ inline void load_q(const Params& params, const Work& work, SharedMemoryPlan& smem) {
+__device__ inline void load_q(const Params& params, const WorkItem& work, SharedMemoryPlan& smem) {
   constexpr int kChunks = kHeadDim * 2 / kChunkBytes;
   for (int i = static_cast<int>(threadIdx.x); i < kBlockM * kChunks; i += kThreads) {
     const int row = i / kChunks;
@@ -839,14 +948,96 @@ __device__ inline void load_q(const Params& params, const Work& work, SharedMemo
   }
 }
 
-// Rescale threshold of the online softmax of the sm80 families (FA4 "conditional rescaling").
+// Stages alternate: K of a KV block, its V, K of the warp's next block. Page ids are read one block
+// ahead, so that no copy waits for them.
+struct KvLoader {
+  const Params& params;
+  const WorkItem& work;
+  const int* table;  // page ids of the sequence
+  int next_stage;
+  int next_kv_block;
+  int lane_page;  // of token lane_index() % kBlockN of the next block; -1 if it is not loaded
+  int next_lane_page;  // of the block after it
 
-// P is relative to a stale row max, which moves only when a score exceeds it by this much (base-2
-// exponent). Warps then need no common max per tile, O is rarely rescaled, and no element of P
-// exceeds 2^8, which fp16 represents.
+  __device__ KvLoader(const Params& params, const WorkItem& work)
+      : params(params),
+        work(work),
+        table(params.block_tables + work.seq_idx * static_cast<i64>(params.block_tables_stride)),
+        next_stage(0),
+        next_kv_block(work.first_kv_block + warp_index()) {
+    lane_page = load_lane_page(next_kv_block);
+    next_lane_page = load_lane_page(next_kv_block + kWarps);
+  }
+
+  __device__ int load_lane_page(int kv_block) const {
+    const int token = kv_block * kBlockN + lane_index() % kBlockN;
+    const bool is_read =
+        kv_block < work.end_kv_block && token >= work.kv_begin && token < work.kv_end;
+    return is_read ? table[token / kPageSize] : -1;
+  }
+
+  // Copies `kBytes` of every token's row, from byte `offset` on, to the rows of a stage.
+  template <int kBytes>
+  __device__ void copy_rows(const PagedRows& rows, int offset, unsigned char* stage) const {
+    constexpr int kCopyBytes = kBytes % kChunkBytes == 0 ? kChunkBytes : 8;
+    constexpr int kCopies = kBytes / kCopyBytes;
+#pragma unroll 4  // more addresses at once would take registers from the O accumulators
+    for (int first = 0; first < kBlockN * kCopies; first += kWarpLanes) {
+      const int copy = first + lane_index();
+      const int token = copy / kCopies;
+      const int at = copy % kCopies * kCopyBytes;
+      const int page = __shfl_sync(~0u, lane_page, token % kBlockN);
+      if (token >= kBlockN) continue;
+      const bool exists = is_valid_page(page, params.num_pages);
+      const int slot = (next_kv_block * kBlockN + token) % kPageSize;
+      const unsigned char* source = exists ? rows.row_of(page, slot) + offset + at : rows.rows;
+      const u32 target = shared_address(stage) + token * kStageRowBytes + at;
+      if constexpr (kCopyBytes == kChunkBytes) {
+        cp_async_cg_16(target, source, exists ? kChunkBytes : 0);
+      } else {
+        cp_async_ca_8(target, source, exists ? 8 : 0);
+      }
+    }
+  }
+
+  // Issues the copies of the next stage, if there is one. Always commits a cp.async group, so that
+  // the number of groups to wait for is constant.
+  __device__ void load_next(SharedMemoryPlan& smem) {
+    if (next_kv_block < work.end_kv_block) {
+      unsigned char* stage = stage_ptr(smem, next_stage);
+      if (next_stage % 2 == 0) {
+        const PagedRows keys{params.key_cache + work.kv_head * params.key_head_stride,
+                             params.key_page_stride, params.key_token_stride};
+        copy_rows<kStoredBytes>(keys, 0, stage);
+      } else {
+        const PagedRows values{params.value_cache + work.kv_head * params.value_head_stride,
+                               params.value_page_stride, params.value_token_stride};
+        constexpr int kSliceBytes = kStoredBytes / kSlices;
+        copy_rows<kSliceBytes>(values, work.slice * kSliceBytes, stage);
+        next_kv_block += kWarps;
+        lane_page = next_lane_page;
+        next_lane_page = load_lane_page(next_kv_block + kWarps);
+      }
+      ++next_stage;
+    }
+    cp_async_commit_group();
+  }
+};
+
+// Online softmax: the scale of the scores, the rescale threshold, and reductions over the quad of
+// lanes that hold a row of an MMA accumulator.
+
+// Factor of the scores Q K^T, natural base.
+__device__ inline float score_scale(const Params& params) {
+  const float scale = value_of(params.bmm1_scale_tensor, params.bmm1_scale);
+  return params.scores_take_bmm2 ? scale * value_of(params.bmm2_scale_tensor, params.bmm2_scale)
+                                 : scale;
+}
+
+// Rescale threshold (FA4 "conditional rescaling"): P is relative to a stale row max, which moves
+// only when a score exceeds it by this much (base-2 exponent). Warps then need no common max per
+// tile, O is rarely rescaled, and no element of P exceeds 2^8, which fp16 represents.
 constexpr float kRescaleThreshold = 8.0f;
-
-// Quad reductions: the four adjacent lanes that hold a row of an MMA accumulator.
 
 __device__ inline float quad_reduce_max(float value) {
   value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
@@ -863,18 +1054,7 @@ __device__ inline float quad_reduce_sum(float value) {
   return value + __shfl_xor_sync(~0u, value, 2);
 }
 
-// Softmax scale: the factor of the scores Q K^T, natural base.
-
-__device__ inline float score_scale(const Params& params) {
-  const float scale = value_of(params.bmm1_scale_tensor, params.bmm1_scale);
-  return params.scores_take_bmm2 ? scale * value_of(params.bmm2_scale_tensor, params.bmm2_scale)
-                                 : scale;
-}
-
-// Online softmax over the KV tiles of one warp.
-
-// P of a KV tile, rounded, as the A fragments of the PV GEMM: rows and tokens as in Scores.
-using Probabilities = u32[kRowGroups][4];
+// Online softmax over the KV blocks of one warp.
 
 // Four lanes share a row. Row sums cover this lane's tokens only, of P as rounded for the PV GEMM.
 struct Softmax {
@@ -896,7 +1076,7 @@ struct Softmax {
 
   // Turns S into base-2 scores, minus infinity where masked: a select, not arithmetic, because the
   // masked score may be NaN.
-  __device__ void scale_and_mask(const Params& params, const Work& work, int first_token,
+  __device__ void scale_and_mask(const Params& params, const WorkItem& work, int first_token,
                                  bool has_boundary, Scores& scores) const {
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {
@@ -905,8 +1085,8 @@ struct Softmax {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float score = __fmul_rn(scores[m][n][e], scale);
-          const bool attends = !has_boundary || work.attends(params, score_row(m, e / 2),
-                                                             first_token + score_token(n, e % 2));
+          const bool attends = !has_boundary || work.attends(params, fragment_row(m, e / 2),
+                                                             first_token + fragment_col(n, e % 2));
           scores[m][n][e] = attends ? score : -kInfinity;
         }
       }
@@ -936,14 +1116,14 @@ struct Softmax {
     for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float tile_max = fmaxf(fmaxf(scores[m][0][half * 2], scores[m][0][half * 2 + 1]),
-                               fmaxf(scores[m][1][half * 2], scores[m][1][half * 2 + 1]));
-        tile_max = quad_reduce_max(tile_max);
-        if (!(tile_max - row_max[m][half] > kRescaleThreshold)) continue;
-        const float rescale = ex2_approx(row_max[m][half] - tile_max);
-        row_max[m][half] = tile_max;
-        row_sum[m][half] *= rescale;
-        rescale_output(m, half, rescale, output);
+        float block_max = fmaxf(fmaxf(scores[m][0][half * 2], scores[m][0][half * 2 + 1]),
+                                fmaxf(scores[m][1][half * 2], scores[m][1][half * 2 + 1]));
+        block_max = quad_reduce_max(block_max);
+        if (!(block_max - row_max[m][half] > kRescaleThreshold)) continue;
+        const float alpha = ex2_approx(row_max[m][half] - block_max);
+        row_max[m][half] = block_max;
+        row_sum[m][half] *= alpha;
+        rescale_row(output[m], half, alpha);
       }
     }
   }
@@ -958,10 +1138,7 @@ struct Softmax {
         for (int n = 0; n < 2; ++n) {
           const float low = probability(scores[m][n][half * 2], row_max[m][half]);
           const float high = probability(scores[m][n][half * 2 + 1], row_max[m][half]);
-          const u32 packed = cvt_rn_x2_f32(Element{}, high, low);
-          row_sum[m][half] += cvt_f32(Element{}, static_cast<u16>(packed)) +
-                              cvt_f32(Element{}, static_cast<u16>(packed >> 16));
-          probabilities[m][n * 2 + half] = packed;
+          probabilities[m][n * 2 + half] = round_pair(low, high, row_sum[m][half]);
         }
       }
     }
@@ -979,101 +1156,15 @@ struct Softmax {
       for (int half = 0; half < 2; ++half) {
         row_sum[m][half] = quad_reduce_sum(row_sum[m][half]);
         if (lane_index() % 4 != 0) continue;
-        smem.row_max[warp_index()][score_row(m, half)] = row_max[m][half];
-        smem.row_sum[warp_index()][score_row(m, half)] = row_sum[m][half];
+        smem.row_max[warp_index()][fragment_row(m, half)] = row_max[m][half];
+        smem.row_sum[warp_index()][fragment_row(m, half)] = row_sum[m][half];
       }
     }
   }
 };
 
-// PV GEMM of one KV tile: O += P V.
-
-// Adds the tokens of the tile that are masked for some rows only to the rows that attend to them,
-// and zeroes their V: 0 x NaN is NaN, so a masked V must not reach the tensor core.
-__device__ inline void pv_gemm_boundary(const Params& params, const Work& work, int first_token,
-                                        const Probabilities& probabilities, unsigned char* tokens,
-                                        SharedMemoryPlan& smem, Output& output) {
-  auto& p = smem.probabilities[warp_index()];
-#pragma unroll
-  for (int m = 0; m < kRowGroups; ++m) {
-#pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      const u32 packed = probabilities[m][word];
-      float* pair = &p[score_row(m, word % 2)][score_token(word / 2, 0)];
-      pair[0] = cvt_f32(Element{}, static_cast<u16>(packed));
-      pair[1] = cvt_f32(Element{}, static_cast<u16>(packed >> 16));
-    }
-  }
-  __syncwarp();
-  // Not unrolled: a rare path must not take registers from the main loop.
-#pragma unroll 1
-  for (int token = 0; token < kWarpTokens; ++token) {
-    const int token_idx = first_token + token;
-    if (token_idx >= work.unmasked_kv_begin && token_idx < work.unmasked_kv_end) continue;
-    u32* row = reinterpret_cast<u32*>(tokens + token * kRowBytes);
-#pragma unroll
-    for (int m = 0; m < kRowGroups; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (!work.attends(params, score_row(m, half), token_idx)) continue;
-        const float weight = p[score_row(m, half)][token];
-#pragma unroll
-        for (int n = 0; n < kSliceDims / 8; ++n) {
-          const u32 pair = row[output_dim(n, 0) / 2];
-          output[m][n][half * 2] += weight * cvt_f32(Element{}, static_cast<u16>(pair));
-          output[m][n][half * 2 + 1] += weight * cvt_f32(Element{}, static_cast<u16>(pair >> 16));
-        }
-      }
-    }
-    __syncwarp();
-    for (int word = lane_index(); word < kSliceDims / 2; word += kWarpLanes) row[word] = 0;
-  }
-  __syncwarp();
-}
-
-__device__ inline void pv_gemm(const Probabilities& probabilities, const unsigned char* tokens,
-                               Output& output) {
-  const int lane = lane_index();
-  const u32 values = shared_address(tokens) + lane % 16 * kRowBytes + lane / 16 * kChunkBytes;
-#pragma unroll
-  for (int n = 0; n < kSliceDims / 8; n += 2) {
-    u32 v[4];
-    ldmatrix_x4_trans(v, values + n * kChunkBytes);
-#pragma unroll
-    for (int m = 0; m < kRowGroups; ++m) {
-      mma_m16n8k16(Element{}, output[m][n], probabilities[m], v[0], v[1]);
-      mma_m16n8k16(Element{}, output[m][n + 1], probabilities[m], v[2], v[3]);
-    }
-  }
-}
-
-// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_89.
-
-// cvt.rn.f16x2.e4m3x2
-__device__ inline u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
-  u32 value;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(value) : "h"(pair));
-  return value;
-}
-
-// cvt.rn.f16x2.e4m3x2
-// Converts the upper half of a word without a shift.
-__device__ inline u32 cvt_rn_f16x2_e4m3x2_high(u32 word) {
-  u32 value;
-  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}"
-      : "=r"(value)
-      : "r"(word));
-  return value;
-}
-
-// cvt.rn.satfinite.e4m3x2.f32
-__device__ inline u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
-  u16 pair;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
-// FP8 (e4m3) pair conversions by `cvt`.
+// FP8 (e4m3): conversion of pairs, by instruction where the architecture has it, else in software;
+// NaN detection; dequantisation to the element type of the MMA.
 
 __device__ inline u32 fp16x2_of_e4m3x2(u32 pair) {
   return cvt_rn_f16x2_e4m3x2(static_cast<u16>(pair));
@@ -1086,98 +1177,164 @@ __device__ inline u32 e4m3x2_of_f32(float high, float low) {
   return cvt_rn_satfinite_e4m3x2_f32(high, low);
 }
 
-// FP8 dequantisation: stored e4m3 to the element type of the MMA.
+// Returns 0xff in each byte that holds a NaN. An e4m3 NaN has every bit but the sign set.
+__device__ inline u32 nan_bytes(u32 word) {
+  const u32 is_nan = ((word & 0x7f7f7f7f) + 0x01010101) & 0x80808080;
+  return (is_nan >> 7) * 0xff;
+}
 
 // Converts pair `pair` of 16 elements to fp16.
-__device__ inline u32 decode_pair(const Chunk& stored, int pair) {
+__device__ inline u32 dequant_pair(const Chunk& stored, int pair) {
   const u32 word = stored.words[pair / 2];
   return pair % 2 == 0 ? fp16x2_of_e4m3x2(word & 0xffff) : fp16x2_of_high_e4m3x2(word);
 }
 
 // Sixteen elements times `scale`, with one rounding.
 template <typename Target>
-__device__ inline void decode_e4m3(Target target, const Chunk& stored, float scale,
-                                   Chunk (&decoded)[2]) {
+__device__ inline void dequant_e4m3(Target target, const Chunk& stored, float scale,
+                                    Chunk (&dequantised)[2]) {
 #pragma unroll
   for (int pair = 0; pair < 8; ++pair) {
-    const u32 fp16x2 = decode_pair(stored, pair);
+    const u32 fp16x2 = dequant_pair(stored, pair);
     const float low = cvt_f32(Fp16{}, static_cast<u16>(fp16x2));
     const float high = cvt_f32(Fp16{}, static_cast<u16>(fp16x2 >> 16));
-    decoded[pair / 4].words[pair % 4] = cvt_rn_x2_f32(target, high * scale, low * scale);
+    dequantised[pair / 4].words[pair % 4] = cvt_rn_x2_f32(target, high * scale, low * scale);
   }
 }
 
 // Sixteen elements unscaled: fp16 and bf16 both represent every e4m3 value.
 template <typename Target>
-__device__ inline void decode_e4m3(Target target, const Chunk& stored, Chunk (&decoded)[2]) {
+__device__ inline void dequant_e4m3(Target target, const Chunk& stored, Chunk (&dequantised)[2]) {
   if constexpr (kIsSame<Target, Fp16>) {
 #pragma unroll
     for (int pair = 0; pair < 8; ++pair) {
-      decoded[pair / 4].words[pair % 4] = decode_pair(stored, pair);
+      dequantised[pair / 4].words[pair % 4] = dequant_pair(stored, pair);
     }
   } else {
-    decode_e4m3(target, stored, 1.0f, decoded);
+    dequant_e4m3(target, stored, 1.0f, dequantised);
   }
 }
 
 // Eight bf16 elements times `scale`.
 template <typename Target>
-__device__ inline Chunk decode_bf16(Target target, const Chunk& stored, float scale) {
-  Chunk decoded;
+__device__ inline Chunk scale_bf16(Target target, const Chunk& stored, float scale) {
+  Chunk dequantised;
 #pragma unroll
   for (int word = 0; word < 4; ++word) {
     const float low = cvt_f32(Bf16{}, static_cast<u16>(stored.words[word]));
     const float high = cvt_f32(Bf16{}, static_cast<u16>(stored.words[word] >> 16));
-    decoded.words[word] = cvt_rn_x2_f32(target, high * scale, low * scale);
+    dequantised.words[word] = cvt_rn_x2_f32(target, high * scale, low * scale);
   }
-  return decoded;
+  return dequantised;
 }
 
-// Dequantisation of an FP8 (e4m3) KV cache; it has no per-token scales.
+// Dequantisation of K and V blocks, stored in FP8 (e4m3), int8 or NVFP4 (e2m1), to the element type
+// of the MMA.
 
-struct TokenScales {};
+// Reader of the block scales of a KV block: NVFP4 has an e4m3 scale for each 16 elements, the other
+// dtypes none.
+struct TokenScales {
+  const WorkItem& work;
+  const int* table;  // page ids of the sequence
+  PagedRows rows;
+  int num_pages;
+  int first_token;
+  int first_scale_group;
 
-__device__ inline void dequant_elements(const unsigned char* row, const TokenScales&, int,
-                                        int scale_group, Chunk (&decoded)[2]) {
-  decode_e4m3(Element{}, reinterpret_cast<const Chunk*>(row)[scale_group], decoded);
+  // Zero for a token that is not loaded: its scales must not be read either.
+  __device__ float scale_of(int token, int scale_group) const {
+    const int at = first_token + token;
+    if (at < work.kv_begin || at >= work.kv_end) return 0.0f;
+    const int page = table[at / kPageSize];
+    if (!is_valid_page(page, num_pages)) return 0.0f;
+    const u32 stored = rows.row_of(page, at % kPageSize)[first_scale_group + scale_group];
+    return cvt_f32(Fp16{}, static_cast<u16>(fp16x2_of_e4m3x2(stored)));
+  }
+};
+
+// Block scales of load `stage_idx`: of K if it is even, else of V.
+__device__ inline TokenScales scales_of(const Params& params, const WorkItem& work, int stage_idx,
+                                        int kv_block, const int* table) {
+  const PagedRows keys{params.key_scales + work.kv_head * params.key_scale_head_stride,
+                       params.key_scale_page_stride, params.key_scale_token_stride};
+  const PagedRows values{params.value_scales + work.kv_head * params.value_scale_head_stride,
+                         params.value_scale_page_stride, params.value_scale_token_stride};
+  const bool is_k = stage_idx % 2 == 0;
+  return {work,
+          table,
+          is_k ? keys : values,
+          params.num_pages,
+          kv_block * kBlockN,
+          is_k ? 0 : work.slice * kSliceDims / 16};
 }
 
-__device__ inline TokenScales scales_of(const Params&, const Work&, int, int, const int*) {
-  return {};
+__device__ inline void dequant_elements(E4m3, const unsigned char* row, const TokenScales&, int,
+                                        int scale_group, Chunk (&dequantised)[2]) {
+  dequant_e4m3(Element{}, reinterpret_cast<const Chunk*>(row)[scale_group], dequantised);
 }
 
-// Dequantisation of a K or V tile: from the stored dtype to the element type of the MMA.
+__device__ inline void dequant_elements(Int8, const unsigned char* row, const TokenScales&, int,
+                                        int scale_group, Chunk (&dequantised)[2]) {
+  const Chunk stored = reinterpret_cast<const Chunk*>(row)[scale_group];
+#pragma unroll
+  for (int pair = 0; pair < 8; ++pair) {
+    const int bytes = static_cast<int>(stored.words[pair / 2]) >> pair % 2 * 16;
+    const float low = static_cast<float>(static_cast<signed char>(bytes));
+    const float high = static_cast<float>(static_cast<signed char>(bytes >> 8));
+    dequantised[pair / 4].words[pair % 4] = cvt_rn_x2_f32(Element{}, high, low);
+  }
+}
+
+// An e2m1 aligned with the low exponent bits of an fp16 encodes its value times 2^-14, because the
+// exponent biases differ by 14.
+__device__ inline float float_of_e2m1(u32 nibble) {
+  constexpr float kTwoTo14 = 16384.0f;
+  return cvt_f32(Fp16{}, static_cast<u16>((nibble & 8) << 12 | (nibble & 7) << 9)) * kTwoTo14;
+}
+
+__device__ inline void dequant_elements(Nvfp4, const unsigned char* row, const TokenScales& scales,
+                                        int token, int scale_group, Chunk (&dequantised)[2]) {
+  const uint2 stored = reinterpret_cast<const uint2*>(row)[scale_group];
+  const float scale = scales.scale_of(token, scale_group);
+#pragma unroll
+  for (int pair = 0; pair < 8; ++pair) {
+    const u32 byte = (pair < 4 ? stored.x : stored.y) >> pair % 4 * 8;
+    dequantised[pair / 4].words[pair % 4] =
+        cvt_rn_x2_f32(Element{}, float_of_e2m1(byte >> 4) * scale, float_of_e2m1(byte) * scale);
+  }
+}
 
 // Dequantises the first `kDims` elements of every row, 16 at a time.
 template <int kDims>
-__device__ inline void dequant_tokens(const unsigned char* stage_ptr, const TokenScales& scales,
+__device__ inline void dequant_tokens(const unsigned char* stage, const TokenScales& scales,
                                       unsigned char* tokens) {
   constexpr int kScaleGroups = kDims / 16;
 #pragma unroll 2
-  for (int first = 0; first < kWarpTokens * kScaleGroups; first += kWarpLanes) {
+  for (int first = 0; first < kBlockN * kScaleGroups; first += kWarpLanes) {
     const int group_idx = first + lane_index();
     const int token = group_idx / kScaleGroups;
     const int scale_group = group_idx % kScaleGroups;
-    if (token >= kWarpTokens) continue;
-    Chunk decoded[2];
-    dequant_elements(stage_ptr + token * kStageRowBytes, scales, token, scale_group, decoded);
+    if (token >= kBlockN) continue;
+    Chunk dequantised[2];
+    dequant_elements(StoredToken{}, stage + token * kStageRowBytes, scales, token, scale_group,
+                     dequantised);
     Chunk* target =
         reinterpret_cast<Chunk*>(tokens + token * kRowBytes + scale_group * 2 * kChunkBytes);
-    target[0] = decoded[0];
-    target[1] = decoded[1];
+    target[0] = dequantised[0];
+    target[1] = dequantised[1];
   }
 }
 
 // Waits for the next stage of this warp, dequantises the first `kDims` elements of its rows if need
 // be, and issues the copy into the stage that is free by then.
 template <int kDims>
-__device__ inline unsigned char* next_kv(const Params& params, const Work& work, int stage_idx,
-                                         int kv_tile, KvLoader& loader, SharedMemoryPlan& smem) {
+__device__ inline unsigned char* next_kv(const Params& params, const WorkItem& work, int stage_idx,
+                                         int kv_block, KvLoader& loader, SharedMemoryPlan& smem) {
   cp_async_wait_group<kStagesAhead - 1>();
   __syncwarp();  // the stage is visible to all lanes, and all are done with the previous one
-  const TokenScales scales = scales_of(params, work, stage_idx, kv_tile, loader.table);
-  dequant_tokens<kDims>(stage_of(smem, stage_idx), scales, tokens_of(smem, stage_idx));
-  __syncwarp();  // the dequantised tile is complete, and its stage is free
+  const TokenScales scales = scales_of(params, work, stage_idx, kv_block, loader.table);
+  dequant_tokens<kDims>(stage_ptr(smem, stage_idx), scales, tokens_of(smem, stage_idx));
+  __syncwarp();  // the dequantised block is complete, and its stage is free
   loader.load_next(smem);
   return tokens_of(smem, stage_idx);
 }
@@ -1186,12 +1343,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     gqa_sm80(const __grid_constant__ Params params) {
   SharedMemoryPlan& smem = shared_memory<SharedMemoryPlan>();
   pdl_wait();
-  const Work cta_work = find_work(params);
+  const WorkItem cta_work = find_work_item(params);
   if (cta_work.rows <= 0) return;
   if (threadIdx.x == 0) smem.work = cta_work;
   __syncthreads();
 
-  const Work& work = smem.work;
+  const WorkItem& work = smem.work;
   KvLoader loader(params, work);
 #pragma unroll 1
   for (int stage = 0; stage < kStagesAhead; ++stage) loader.load_next(smem);
@@ -1201,15 +1358,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   QueryFragments query(smem);
   Softmax softmax(params);
   Output output;
-  clear_output(output);
+  clear_fragments(output);
   int stage_idx = 0;
 #pragma unroll 1
-  for (int kv_tile = work.first_kv_tile + warp_index(); kv_tile < work.end_kv_tile;
-       kv_tile += kWarps) {
-    const int first_token = kv_tile * kWarpTokens;
+  for (int kv_block = work.first_kv_block + warp_index(); kv_block < work.end_kv_block;
+       kv_block += kWarps) {
+    const int first_token = kv_block * kBlockN;
     const bool has_boundary =
-        first_token < work.unmasked_kv_begin || first_token + kWarpTokens > work.unmasked_kv_end;
-    unsigned char* keys = next_kv<kHeadDim>(params, work, stage_idx++, kv_tile, loader, smem);
+        first_token < work.unmasked_kv_begin || first_token + kBlockN > work.unmasked_kv_end;
+    unsigned char* keys = next_kv<kHeadDim>(params, work, stage_idx++, kv_block, loader, smem);
     Scores scores;
     qk_gemm(smem, query, keys, scores);
     softmax.scale_and_mask(params, work, first_token, has_boundary, scores);
@@ -1217,7 +1374,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     Probabilities probabilities;
     softmax.compute_probabilities(scores, probabilities);
 
-    unsigned char* values = next_kv<kSliceDims>(params, work, stage_idx++, kv_tile, loader, smem);
+    unsigned char* values = next_kv<kSliceDims>(params, work, stage_idx++, kv_block, loader, smem);
     if (has_boundary) {
       pv_gemm_boundary(params, work, first_token, probabilities, values, smem, output);
     }

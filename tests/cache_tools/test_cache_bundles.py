@@ -1,0 +1,234 @@
+"""`mlagen cache export`, `import`, `push` and `pull`: kernels as one file, here or at a URL."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from tests.cache.builds import entry_folder, tree
+from tests.cache.bundle_cases import FAMILIES, bundle_bytes, filled_store, key_for, members_of
+
+from .conftest import Documented, Run, Setting, Start
+from .web import served
+
+KEYS = {family: key_for(family).digest for family in FAMILIES}
+MLA = KEYS["mla_sm80"]
+
+
+@pytest.fixture(autouse=True)
+def direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bypass proxies for servers of this machine."""
+    monkeypatch.setenv("no_proxy", "*")
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    """Return a bundle of two kernels, alone in a folder."""
+    path = tmp_path / "served" / "kernels.tar.gz"
+    path.parent.mkdir()
+    path.write_bytes(bundle_bytes(filled_store(tmp_path / "there")))
+    return path
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    """Cache two kernels, and return an empty folder for bundles."""
+    filled_store(tmp_path)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder
+
+
+def content_of(url: str) -> bytes:
+    """Return the bytes at a URL."""
+    with fsspec.open(url, "rb") as file:
+        return bytes(file.read())
+
+
+def sha256(content: bytes) -> str:
+    """Return a digest."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def keys_in(root: Path) -> set[str]:
+    """Return the keys of a cache."""
+    return {path.parent.parent.name for path in root.glob("v1/e/*/*/*/manifest.json")}
+
+
+def test_a_bundle_is_described(document: Documented, filled: Path) -> None:
+    """The document has digest, sizes and kernels; exports of equal entries are byte-identical."""
+    target = filled / "kernels.tar.gz"
+
+    found = document("cache", "export", str(target))
+
+    content = target.read_bytes()
+    assert (found["bundle"], found["sha256"]) == (str(target), sha256(content))
+    assert (found["size_bytes"], found["archs"]) == (len(content), ["sm_90a"])
+    assert found["content_bytes"] == sum(row["size_bytes"] for row in found["entries"])
+    assert {row["family"]: row["key"] for row in found["entries"]} == KEYS
+    document("cache", "export", str(target))
+    assert target.read_bytes() == content
+
+
+@pytest.mark.parametrize("choice", [["--family", "mla_sm80"], [MLA[:8]]], ids=["family", "key"])
+@pytest.mark.parametrize("command", ["export", "push"])
+def test_kernels_can_be_selected(
+    command: str, choice: list[str], document: Documented, filled: Path
+) -> None:
+    """Filters and keys select the bundled kernels."""
+    target = filled / "kernels.tar.gz"
+
+    found = document("cache", command, f"{'file://' * (command == 'push')}{target}", *choice)
+
+    names = [member.info.name for member in members_of(target.read_bytes())[1:]]
+    assert {row["key"] for row in found["entries"]} == {MLA}
+    assert {name.split("/")[1] for name in names} == {MLA}
+
+
+def test_a_damaged_kernel_aborts_the_export(run: Run, filled: Path, tmp_path: Path) -> None:
+    """The export fails with 1, names the entry, and writes nothing."""
+    damaged = entry_folder(tmp_path, key_for("mla_sm80"))
+    (damaged / "kernel.cu").write_bytes(b"")
+
+    result = run("cache", "export", str(filled / "kernels.tar.gz"))
+
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.splitlines()[-1].startswith("mlagen: bundle: expected a valid entry, got ")
+    assert result.stderr.endswith(f"{damaged}\n")
+    assert tree(filled) == []
+
+
+def test_a_wheel_goes_into_a_folder(document: Documented, filled: Path) -> None:
+    """A missing folder is created; the name comes from name and version."""
+    folder = filled / "new" / "dist"
+
+    found = document(
+        "cache", "export", str(folder), "--wheel", "acme-kernels", "--wheel-version", "1.5"
+    )
+
+    wheel = folder / "acme_kernels-1.5-py3-none-any.whl"
+    assert wheel.is_file()
+    assert found["bundle"] == str(wheel)
+
+
+def test_kernels_are_added_and_kept(document: Documented, bundle: Path, cache_dir: Path) -> None:
+    """A dry run adds nothing, and kernels that are present are kept; the digest may be pinned."""
+    command = ("cache", "import", str(bundle), "--expect-sha256", sha256(bundle.read_bytes()))
+
+    dry = document(*command, "--dry-run")
+    is_created = cache_dir.exists()
+    filled_store(cache_dir.parent, "mla_sm80")
+    found, again = document(*command), document(*command)
+
+    assert (dry["dry_run"], is_created) == (True, False)
+    assert dry["totals"] == {"added": 2, "kept": 0, "replaced": 0}
+    assert (found["cache_dir"], found["bundle"]) == (str(cache_dir), str(bundle))
+    assert (found["sha256"], found["dry_run"]) == (sha256(bundle.read_bytes()), False)
+    assert {row["key"]: row["outcome"] for row in found["entries"]} == {
+        MLA: "kept",
+        KEYS["combine"]: "added",
+    }
+    assert again["totals"] == {"added": 0, "kept": 2, "replaced": 0}
+
+
+def test_a_serving_image_needs_neither_torch_nor_a_compiler(
+    start: Start, bundle: Path, cache_dir: Path
+) -> None:
+    """An import only reads and writes files."""
+    absent = ("torch", "cuda", "jinja2", "fsspec", "numpy")
+
+    process = start("cache", "import", str(bundle), without=absent)
+    out, err = process.communicate(timeout=60)
+
+    assert process.returncode == 0, err
+    assert out.startswith("imported 2 kernels")
+    assert [len(tree(entry_folder(cache_dir.parent, key_for(name)))) for name in FAMILIES] == [4, 4]
+
+
+@pytest.mark.parametrize("protocol", ["http", "file", "memory"])
+def test_a_bundle_is_pulled(
+    protocol: str, document: Documented, bundle: Path, cache_dir: Path
+) -> None:
+    """It is downloaded from a web server or any file system of fsspec, verified and published."""
+    url = f"{protocol}://{bundle}"
+    if protocol == "memory":
+        with fsspec.open(url, "wb") as file:
+            file.write(bundle.read_bytes())
+
+    with served(bundle.parent) as server:
+        url = f"{server}/kernels.tar.gz" if protocol == "http" else url
+        dry = document("cache", "pull", url, "--dry-run")
+        is_created = cache_dir.exists()
+        found = document("cache", "pull", url)
+
+    assert (dry["dry_run"], is_created) == (True, False)
+    assert (found["bundle"], found["sha256"]) == (url, sha256(bundle.read_bytes()))
+    assert found["totals"] == dry["totals"] == {"added": 2, "kept": 0, "replaced": 0}
+    assert keys_in(cache_dir) == {*KEYS.values()}
+
+
+def test_a_pushed_bundle_is_an_exported_one_and_is_pulled(
+    run: Run, document: Documented, filled: Path, tmp_path: Path, setting: Setting
+) -> None:
+    """A bundle moves from one cache to another by a URL, pinned by its digest."""
+    target, url = filled / "kernels.tar.gz", f"memory://{tmp_path}/kernels.tar.gz"
+    run("cache", "export", str(target))
+
+    pushed = document("cache", "push", url)
+
+    assert (pushed["bundle"], pushed["sha256"]) == (url, sha256(target.read_bytes()))
+    assert content_of(url) == target.read_bytes()
+    setting("MLAGEN_CACHE_DIR", tmp_path / "other")
+    document("cache", "pull", url, "--expect-sha256", pushed["sha256"])
+    assert tree(tmp_path / "other/v1/e") == tree(tmp_path / "cache/v1/e")
+
+
+@pytest.mark.parametrize(
+    ("cuts_short", "name", "message"),
+    [
+        (True, "kernels.tar.gz", "mlagen: url: expected "),
+        (False, "missing.tar.gz", "mlagen: url: HTTP Error 404: File not found: http"),
+    ],
+    ids=["a broken download", "nothing there"],
+)
+def test_a_download_that_fails_publishes_nothing(
+    cuts_short: bool, name: str, message: str, run: Run, bundle: Path, cache_dir: Path
+) -> None:
+    """It fails with 1, and the last line has the reason and the URL."""
+    with served(bundle.parent, cuts_short=cuts_short) as server:
+        result = run("cache", "pull", f"{server}/{name}")
+
+    last = result.stderr.splitlines()[-1]
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert last.startswith(message)
+    assert last.endswith(f"{server}/{name}")
+    assert not cache_dir.exists()
+
+
+def test_nothing_is_left_in_the_temporary_folder(
+    run: Run, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The temporary folder is empty after success and after failure."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    command = ("cache", "pull", f"file://{bundle}")
+
+    codes = [run(*command).exit_code, run(*command, "--max-size", "100").exit_code]
+
+    assert codes == [0, 1]
+    assert tree(folder) == []
+
+
+def test_a_missing_package_fails_with_3(run: Run, filled: Path) -> None:
+    """One line names the package to install."""
+    fsspec.register_implementation("mlagentest2", "mlagen_absent.Files", errtxt="Install it")
+
+    result = run("cache", "push", "mlagentest2://bucket/kernels.tar.gz")
+
+    assert (result.exit_code, result.stdout, tree(filled)) == (3, "", [])
+    assert result.stderr.splitlines()[-1].endswith("; run: pip install mlagen_absent")

@@ -1,0 +1,280 @@
+"""What `mlagen cache dir`, `ls`, `stats`, `verify` and `mlagen resources` say of a cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .altered import damage, move_to_layer, recast, use
+from .conftest import Cached, Documented, Run, Setting
+
+OLD = "nvrtc-12.8.1"
+
+
+def test_a_missing_folder_is_no_error(document: Documented, cache_dir: Path) -> None:
+    """`cache dir` says whether the cache exists."""
+    before = document("cache", "dir")
+    cache_dir.mkdir()
+
+    assert before == {"cache_dir": str(cache_dir), "exists": False}
+    assert document("cache", "dir") == before | {"exists": True}
+
+
+def test_each_entry_has_its_kernel_and_its_origin(document: Documented, cached: Cached) -> None:
+    """Entries are sorted by their columns, in numeric order."""
+    listed = document("cache", "ls")["entries"]
+
+    units = sorted(cached.units, key=lambda unit: int(unit.spec.key_fields()["head_dim_vo"]))
+    for entry, unit in zip(listed, units, strict=True):
+        assert (entry["key"], entry["toolchain"]) == (unit.key, unit.toolchain)
+        assert entry["spec"] == unit.spec.key_fields()
+        assert (entry["problem"], entry["created_by"]) == (None, "prewarm")
+        assert entry["resources"][0]["registers"] == unit.registers
+        assert Path(entry["path"]).is_dir()
+
+
+def test_kernels_of_several_compilers_have_a_toolchain_column(run: Run, cached: Cached) -> None:
+    """The column distinguishes the entries of one key, and the last line has all compilers."""
+    recast(cached.folders[0], toolchain=OLD, keeps=True)
+    toolchain = cached.units[0].toolchain
+
+    lines = run("cache", "ls").stdout.splitlines()
+
+    assert sorted(line.split()[-1] for line in lines[1:4]) == [OLD, toolchain, toolchain]
+    assert lines[4].startswith(f"3 kernels by {OLD}, {toolchain}, ")
+
+
+def test_a_damaged_entry_is_listed_with_its_problem(run: Run, cached: Cached) -> None:
+    """It is reported below the table of the others, and counted by `resources`."""
+    (cached.folders[0] / "manifest.json").unlink()
+
+    listed, resources = run("cache", "ls"), run("resources")
+
+    line = f"damaged: {cached.keys[0][:8]}: manifest.json: expected a regular file, got nothing"
+    assert (listed.exit_code, resources.exit_code) == (0, 0)
+    assert line in listed.stdout.splitlines()
+    assert len(listed.stdout.splitlines()) == 4
+    assert "1 kernel, 0 with spills, 1 damaged, in " in resources.stdout
+
+
+@pytest.mark.parametrize("order", ["name", "size", "age", "spills"])
+def test_the_order_can_be_chosen(order: str, document: Documented, cached: Cached) -> None:
+    """The second of two by name comes first by size, by age and by spills."""
+    dims = [int(unit.spec.key_fields()["head_dim_vo"]) for unit in cached.units]
+    (_, first), (_, second) = sorted(zip(dims, cached.folders, strict=True))
+    (resources,) = json.loads((second / "manifest.json").read_text())["facts"]["resources"]
+    recast(second, facts={"resources": [resources | {"spill_store_bytes": 8}], "note": "x" * 2000})
+    use(second, age_s=7200, now=time.time())
+
+    keys = [entry["key"] for entry in document("cache", "ls", "--sort", order)["entries"]]
+
+    expected = [path.parent.name for path in (first, second)]
+    assert keys == (expected if order == "name" else expected[::-1])
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ("--arch sm_80", 2),
+        ("--arch sm_90a", 0),
+        ("--family combine,mla_sm80", 2),
+        (f"--toolchain {OLD}", 0),
+        ("--older-than 1h", 1),
+    ],
+)
+def test_a_list_can_be_filtered(
+    options: str, count: int, document: Documented, cached: Cached
+) -> None:
+    """Only matching kernels are listed, and no match is no error."""
+    use(cached.folders[0], age_s=7200, now=time.time())
+
+    assert len(document("cache", "ls", *options.split())["entries"]) == count
+
+
+def test_the_last_use_is_a_time(document: Documented, cached: Cached) -> None:
+    """The least recently used kernel is the first by age."""
+    use(cached.folders[0], age_s=0, now=1_700_000_000)
+
+    listed = document("cache", "ls", "--sort", "age")["entries"]
+
+    assert listed[0]["used"] == "2023-11-14T22:13:20+00:00"
+
+
+def test_layers_are_listed_on_request(
+    document: Documented, run: Run, cached: Cached, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --layers, only the cache folder is listed."""
+    layer = move_to_layer(cached.root, monkeypatch)
+
+    for command, part in ((("cache", "ls"), "entries"), (("resources",), "kernels")):
+        assert document(*command)[part] == []
+        every = document(*command, "--layers")[part]
+        assert {kernel["key"] for kernel in every} == set(cached.keys)
+    assert run("cache", "ls").stdout == f"0 kernels, 0 B, in {cached.root}\n"
+    assert run("cache", "ls", "--layers").stdout.endswith(f", in {cached.root}, {layer}\n")
+
+
+def groups_by(statistics: dict[str, Any], by: str) -> dict[str, int]:
+    """Return the number of kernels per group of one criterion."""
+    return {each["name"]: each["entries"] for each in statistics["groups"] if each["by"] == by}
+
+
+def test_kernels_and_bytes_are_counted(document: Documented, cached: Cached) -> None:
+    """The size is that of the files, and the kernels of this installation are usable."""
+    found = document("cache", "stats")
+
+    files = [path for path in (cached.root / "v1" / "e").rglob("*") if path.is_file()]
+    assert (found["entries"], found["size_bytes"]) == (2, sum(f.stat().st_size for f in files))
+    assert (found["usable"], found["unusable"], found["damaged"]) == (2, 0, 0)
+    for by, name in (("family", "combine"), ("arch", "sm_80"), ("layer", str(cached.root))):
+        assert groups_by(found, by) == {name: 2}
+
+
+def test_unusable_kernels_are_counted_separately(document: Documented, cached: Cached) -> None:
+    """Another compiler, other kernel sources and damage each make a kernel unusable here."""
+    first, second = cached.folders
+    recast(first, toolchain=OLD, keeps=True)
+    recast(first, key_fields={"templates": "0" * 64}, keeps=True)
+    (second / "manifest.json").write_text("{")
+
+    found = document("cache", "stats")
+
+    assert (found["usable"], found["unusable"], found["damaged"]) == (1, 3, 1)
+    assert groups_by(found, "toolchain") == {OLD: 1, cached.units[0].toolchain: 3}
+
+
+@pytest.mark.parametrize(("limit", "text"), [("1M", "% of 1.0 MiB"), ("0", "no limit")])
+def test_the_size_is_compared_with_the_limit(
+    limit: str, text: str, document: Documented, run: Run, cached: Cached, setting: Setting
+) -> None:
+    """The size is a share of MLAGEN_CACHE_MAX_SIZE, if that is a limit."""
+    setting("MLAGEN_CACHE_MAX_SIZE", limit)
+
+    found = document("cache", "stats")
+
+    assert cached.units
+    assert found["share_of_max"] == (None if limit == "0" else found["size_bytes"] / (1 << 20))
+    assert text in run("cache", "stats").stdout
+
+
+def test_the_first_and_the_last_are_named(document: Documented, cached: Cached) -> None:
+    """Oldest and newest are by compile time, longest unused is by last use."""
+    recast(cached.folders[0], created={"time": "2020-01-01T00:00:00+00:00"})
+    use(cached.folders[1], age_s=7200, now=time.time())
+
+    found = document("cache", "stats")
+
+    assert found["oldest"] == {"key": cached.keys[0], "time": "2020-01-01T00:00:00+00:00"}
+    assert found["newest"]["key"] == found["longest_unused"]["key"] == cached.keys[1]
+
+
+def test_quarantine_and_abandoned_folders_are_counted(
+    document: Documented, run: Run, cached: Cached
+) -> None:
+    """A folder in use is not abandoned."""
+    damage(cached.folders[0])
+    run("cache", "verify", "--quarantine")
+    for name, age_s in (("old", 7200), ("current", 0)):
+        folder = cached.root / "v1" / "staging" / f"{name}.elsewhere.1.abcdef01"
+        folder.mkdir(parents=True)
+        (folder / "kernel.cu").write_bytes(bytes(100))
+        os.utime(folder, (time.time() - age_s,) * 2)
+
+    found = document("cache", "stats")
+
+    assert found["quarantine"]["entries"] == 1
+    assert found["quarantine"]["size_bytes"] > (cached.units[0].cubin_bytes or 0)
+    assert found["abandoned"] == {"folders": 1, "size_bytes": 100}
+
+
+def test_layers_do_not_count_towards_the_limit(
+    document: Documented, cached: Cached, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of a read-only layer are usable."""
+    layer = move_to_layer(cached.root, monkeypatch)
+
+    found = document("cache", "stats")
+
+    assert (found["entries"], found["size_bytes"], found["usable"]) == (0, 0, 2)
+    assert groups_by(found, "layer") == {str(layer): 2}
+
+
+def test_a_damaged_kernel_is_found_and_moved_on_request(
+    document: Documented, run: Run, cached: Cached
+) -> None:
+    """`verify` exits with 1 and leaves it in place, without --quarantine."""
+    cubin = damage(cached.folders[0])
+
+    text = run("cache", "verify")
+    kept = cubin.exists()
+    found = document("cache", "verify", "--quarantine", code=1)
+
+    (bad,) = found["bad"]
+    line = f"bad: {cached.keys[0][:8]}: kernel.cubin: expected sha256 "
+    assert (text.exit_code, text.stdout.startswith(line), kept) == (1, True, True)
+    assert text.stdout.endswith("\n2 entries: 1 valid, 1 bad\n")
+    assert (found["verified"], bad["key"]) == (2, cached.keys[0])
+    assert bad["problem"].startswith("kernel.cubin: expected sha256 ")
+    assert (Path(bad["moved_to"]) / "entry" / "kernel.cubin").is_file()
+    assert not cubin.exists()
+    assert document("cache", "verify") == {"cache_dir": str(cached.root), "verified": 1, "bad": []}
+
+
+@pytest.fixture
+def spill(cached: Cached) -> Callable[[], object]:
+    """Return a function that makes a kernel appear to spill registers."""
+
+    def spill_it() -> object:
+        manifest = json.loads((cached.folders[0] / "manifest.json").read_text())
+        (resources,) = manifest["facts"]["resources"]
+        spills = {"spill_store_bytes": 8, "spill_load_bytes": 12}
+        return recast(cached.folders[0], facts={"resources": [resources | spills]})
+
+    return spill_it
+
+
+@pytest.mark.parametrize(
+    ("options", "spills", "code", "end"),
+    [
+        ((), True, 0, "2 kernels, 1 with spills, "),
+        (("--fail-on-spill",), True, 1, "2 kernels, 1 with spills, "),
+        (("--fail-on-spill",), False, 0, "2 kernels, 0 with spills, "),
+        (("--fail-on-spill", "--arch", "sm_90a"), True, 0, "0 kernels, 0 with spills, "),
+    ],
+)
+def test_a_spill_fails_on_request(
+    options: tuple[str, ...],
+    spills: bool,
+    code: int,
+    end: str,
+    run: Run,
+    spill: Callable[[], object],
+) -> None:
+    """The table is printed either way, and a filter restricts the check."""
+    if spills:
+        spill()
+
+    result = run("resources", *options)
+
+    assert result.exit_code == code
+    assert result.stdout.splitlines()[-1].startswith(end)
+
+
+def test_resources_are_sums_and_their_parts(
+    document: Documented, cached: Cached, spill: Callable[[], object]
+) -> None:
+    """Spills and shared memory are split."""
+    spill()
+
+    found = document("resources", "--fail-on-spill", code=1)
+
+    (kernel,) = [kernel for kernel in found["kernels"] if kernel["spill_bytes"]]
+    assert (found["spilling"], kernel["key"]) == (1, cached.keys[0])
+    assert [kernel[f"spill{name}_bytes"] for name in ("", "_store", "_load")] == [20, 8, 12]
+    assert kernel["shared_bytes"] == kernel["static_shared_bytes"] + kernel["dynamic_shared_bytes"]

@@ -1,0 +1,215 @@
+"""What `mlagen cache rm`, `clear`, `prune` and `gc` remove, and what they keep."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from mlagen.engine import find_or_build
+
+from .altered import move_to_layer, recast, snapshot, use
+from .conftest import Cached, Documented, Run, Setting
+
+
+def kept_in(cache_dir: Path) -> set[Path]:
+    """Return the folders of the remaining entries."""
+    return set((cache_dir / "v1" / "e").glob("*/*/*"))
+
+
+def test_a_key_given_twice_is_removed_once(document: Documented, cached: Cached) -> None:
+    """`rm` lists the removed entry once, and the other kernels stay."""
+    gone, kept = cached.folders
+
+    removed = document("cache", "rm", cached.keys[0], cached.keys[0][:6])["removed"]
+
+    assert [entry["path"] for entry in removed] == [str(gone)]
+    assert kept_in(cached.root) == {kept}
+
+
+@pytest.mark.parametrize(
+    ("options", "answer", "code", "last"),
+    [
+        (["--yes"], None, 0, "removed 2 kernels from "),
+        ([], "y\n", 0, "removed 2 kernels from "),
+        ([], "n\n", 1, "nothing removed"),
+        ([], None, 130, "no answer, nothing removed; --yes skips the question"),
+    ],
+    ids=["--yes", "y", "n", "no answer"],
+)
+def test_everything_is_removed_after_a_confirmation(
+    options: list[str], answer: str | None, code: int, last: str, run: Run, cached: Cached
+) -> None:
+    """The question of `clear` has count, size and folder; at the end of stdin it is no."""
+    result = run("cache", "clear", *options, answer=answer)
+
+    assert result.exit_code == code
+    assert last in result.stdout.splitlines()[-1]
+    assert len(kept_in(cached.root)) == (0 if code == 0 else 2)
+    if not options:
+        assert result.stdout.startswith("Remove 2 kernels, ")
+        assert f" from {cached.root}? [y/N] " in result.stdout
+
+
+def test_an_empty_cache_needs_no_question(run: Run, cache_dir: Path) -> None:
+    """`clear` creates nothing."""
+    result = run("cache", "clear")
+
+    assert (result.exit_code, result.stdout) == (0, f"removed 0 kernels from {cache_dir}\n")
+    assert not cache_dir.exists()
+
+
+def test_the_question_leaves_stdout_to_the_document(document: Documented, cached: Cached) -> None:
+    """With --json the question goes to stderr."""
+    found = document("cache", "clear", answer="y\n")
+
+    assert found == {"cache_dir": str(cached.root), "removed": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "gone", "why"),
+    [
+        ("--older-than 1h", 1, "unused"),
+        ("--max-size SIZE", 1, "size"),
+        ("--max-size 0", 2, "size"),
+        ("--max-size 1G", 0, None),
+        ("--family combine", 2, "named"),
+        ("--arch sm_80", 2, "named"),
+        ("--arch sm_80 --older-than 1h", 1, "unused"),
+        ("--arch sm_90a --max-size 0", 0, None),
+    ],
+)
+def test_only_selected_kernels_are_pruned(
+    options: str, gone: int, why: str | None, document: Documented, cached: Cached
+) -> None:
+    """Age and size count from the last use; --arch and --family select, or restrict the others."""
+    old, young = cached.folders
+    use(old, age_s=7200, now=time.time())
+    size = sum(file.stat().st_size for file in young.iterdir())
+
+    found = document("cache", "prune", *options.replace("SIZE", str(size)).split())
+
+    removed = {Path(entry["path"]): entry["why"] for entry in found["removed"]}
+    assert removed == dict.fromkeys([old, young][:gone], why)
+    assert found["freed_bytes"] == sum(entry["size_bytes"] for entry in found["removed"])
+    assert (found["kept"], found["dry_run"]) == (2 - gone, False)
+    assert found["kept_bytes"] == sum(
+        file.stat().st_size for folder in kept_in(cached.root) for file in folder.iterdir()
+    )
+    assert kept_in(cached.root) == {old, young} - removed.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "option", "why"),
+    [
+        ({"toolchain": "nvrtc-12.8.1"}, "--other-toolchains", "other toolchain"),
+        ({"key_fields": {"templates": "0" * 64}}, "--other-versions", "other version"),
+    ],
+)
+def test_kernels_of_another_installation_are_pruned(
+    changes: dict[str, object], option: str, why: str, document: Documented, cached: Cached
+) -> None:
+    """The kernels of the installed NVRTC and of the installed sources stay."""
+    other = recast(cached.folders[0], keeps=True, **changes)  # type: ignore[arg-type]
+
+    found = document("cache", "prune", option)
+
+    assert [(entry["path"], entry["why"]) for entry in found["removed"]] == [(str(other), why)]
+    assert kept_in(cached.root) == set(cached.folders)
+
+
+def test_a_damaged_kernel_has_no_version(document: Documented, cached: Cached) -> None:
+    """--other-versions keeps a damaged kernel, --older-than removes it."""
+    damaged, valid = cached.folders
+    (damaged / "manifest.json").write_text("{")
+    use(damaged, age_s=7200, now=time.time())
+
+    assert document("cache", "prune", "--other-versions", "--dry-run")["removed"] == []
+    assert len(document("cache", "prune", "--older-than", "1h")["removed"]) == 1
+    assert kept_in(cached.root) == {valid}
+
+
+def test_a_dry_run_prints_the_same_and_removes_nothing(run: Run, cached: Cached) -> None:
+    """A dry run changes no byte and no time."""
+    use(cached.folders[0], age_s=7200, now=time.time())
+    before = snapshot(cached.root)
+
+    dry = run("cache", "prune", "--older-than", "1h", "--dry-run").stdout
+    after = snapshot(cached.root)
+    real = run("cache", "prune", "--older-than", "1h").stdout
+
+    assert after == before
+    assert dry.replace("would remove", "removed") == real
+
+
+def test_a_read_only_layer_is_never_pruned(
+    document: Documented, cached: Cached, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels are neither removed nor counted."""
+    layer = move_to_layer(cached.root, monkeypatch)
+    before = snapshot(layer)
+
+    found = document("cache", "prune", "--max-size", "0")
+
+    assert (found["removed"], found["kept"]) == ([], 0)
+    assert snapshot(layer) == before
+
+
+def test_a_job_that_misses_a_pruned_kernel_compiles_it_again(run: Run, cached: Cached) -> None:
+    """Pruning with running jobs costs a compile, and nothing else."""
+    run("cache", "prune", "--max-size", "0")
+
+    outcome = find_or_build(cached.units[0].spec)
+
+    assert outcome.built
+    assert kept_in(cached.root) == {cached.folders[0]} == {outcome.entry.path}
+
+
+def test_gc_changes_no_clean_cache(document: Documented, cached: Cached) -> None:
+    """Below the size limit no kernel is evicted."""
+    before = snapshot(cached.root / "v1" / "e")
+
+    found = document("cache", "gc")
+
+    assert found == {
+        "cache_dir": str(cached.root),
+        "abandoned": 0,
+        "quarantined": 0,
+        "evicted": [],
+        "freed_bytes": 0,
+    }
+    assert snapshot(cached.root / "v1" / "e") == before
+
+
+def test_gc_deletes_abandoned_folders(document: Documented, cache_dir: Path) -> None:
+    """The folder of a live process, and the newest twenty quarantined kernels, stay."""
+    staging, quarantine = (cache_dir / "v1" / name for name in ("staging", "quarantine"))
+    dead, alive = (staging / f"{name}.elsewhere.1.abcdef01" for name in ("dead", "alive"))
+    moved = [quarantine / f"{'0' * 64}.{moment}.1" for moment in range(100, 125)]
+    for folder in (dead, alive, *moved):
+        folder.mkdir(parents=True, mode=0o700)
+    os.utime(dead, (time.time() - 7200,) * 2)
+
+    found = document("cache", "gc")
+
+    assert (found["abandoned"], found["quarantined"]) == (1, 5)
+    assert list(staging.iterdir()) == [alive]
+    assert sorted(quarantine.iterdir()) == moved[5:]
+
+
+def test_gc_evicts_the_least_recently_used_above_the_limit(
+    document: Documented, cached: Cached, setting: Setting
+) -> None:
+    """A recently used kernel stays, even above the limit."""
+    old, young = cached.folders
+    use(old, age_s=7200, now=time.time())
+    size = sum(file.stat().st_size for file in old.iterdir())
+    setting("MLAGEN_CACHE_MAX_SIZE", "1")
+
+    found = document("cache", "gc")
+
+    assert [Path(gone["path"]) for gone in found["evicted"]] == [old]
+    assert found["freed_bytes"] == size
+    assert (old.exists(), young.exists()) == (False, True)

@@ -1,0 +1,187 @@
+"""Text of every command, as files of `snapshots/`; `MLAGEN_ACCEPT=1` renews them."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from cache_tools.benchmark.cases import Case
+from cache_tools.benchmark.outcomes import Outcome
+from cache_tools.cli import cli
+from cache_tools.commands import bench
+from cache_tools.output.demo_report import print_demo
+from mlagen.runtime import device
+from tests.fake_machine import FAILED, FakeMachine
+from tests.kernels import COMBINE
+from tests.observed_calls import built, observe
+
+from .altered import use
+from .conftest import Run, Setting
+from .many import TOOLCHAIN, fill
+
+FOLDER = Path(__file__).parent / "snapshots"
+WANTED = "combine(arch=sm_90a, dtype=bf16, head_dim_vo=512)"
+
+# Arguments of each command, in a folder with a bundle and a dump; KEY and OTHER are cached.
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "cache dir": (),
+    "cache ls": (),
+    "cache stats": (),
+    "cache show": ("KEY",),
+    "cache why": (WANTED,),
+    "cache explain": ("KEY", "OTHER"),
+    "cache verify": (),
+    "cache prune": ("--older-than", "1h"),
+    "cache gc": (),
+    "cache rm": ("KEY",),
+    "cache clear": (),
+    "cache export": ("new.tar.gz",),
+    "cache import": ("there.tar.gz",),
+    "cache push": ("new.tar.gz",),
+    "cache pull": ("there.tar.gz",),
+    "resources": (),
+    "doctor": (),
+    "kernel show": (str(COMBINE),),
+    "kernel diff": (str(COMBINE), "combine(arch=sm_80)"),
+    "prewarm": (
+        "--kernel",
+        str(COMBINE),
+        "--kernel",
+        str(COMBINE).replace("512", "256"),
+        "-j",
+        "1",
+    ),
+    "bench": ("--compare", "fa3"),
+    "replay": ("dump.json",),
+}
+
+# What differs between machines and days, and what stands for it.
+MASKS = {
+    r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00": "TIME",
+    r"\b\d+(\.\d+)? (us|ms|s|min|h|d)\b": "DURATION",
+    r"\b\d+(\.\d+)? ([KMG]i)?B\b": "SIZE",
+    r"\b[\d.]+%": "SHARE",
+    r"\b[0-9a-f]{64}\b": "DIGEST",
+    r"nvrtc-[\d.]+": "nvrtc-N",
+    r"\b\d+(\.\d+){2,}(\+\w+)?": "VERSION",
+    r" {2,}": "  ",
+}
+# Numbers of a compiler, and packages of a machine.
+OWN_MASKS = {
+    "kernel show": {r"\b\d+\b(?= (bytes|per|templates|of))|(?<=SM  )\d+": "N"},
+    "prewarm": {r"\d+(?= registers)": "N"},
+    "doctor": {r"(NVRTC  VERSION).*": r"\1 PATH", r"\b\d+\.\d+\b": "VERSION"},
+}
+
+
+def masked(text: str, command: str, keys: list[str], folder: Path) -> str:
+    """Return the text without what differs between machines and days."""
+    known = {str(folder): "FOLDER"} | dict(
+        zip([*keys, *(key[:8] for key in keys)], ("KEY", "OTHER") * 2, strict=True)
+    )
+    for value, name in known.items():
+        text = text.replace(value, name)
+    text = re.sub(rf"\b{re.escape(socket.gethostname())}\b", "HOST", text)
+    for pattern, name in {**MASKS, **OWN_MASKS.get(command, {})}.items():
+        text = re.sub(pattern, name, text)
+    return re.sub(r"\b(?=[a-f]*\d)[0-9a-f]{8}\b", "PREFIX", text)
+
+
+def require_snapshot(name: str, text: str) -> None:
+    """Require the text that is in git."""
+    path = FOLDER / f"{name.replace(' ', '_')}.txt"
+    if os.environ.get("MLAGEN_ACCEPT") == "1":
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+def of_fa3(case: Case) -> Outcome:
+    """Return a slower result for MLA, and none for GQA."""
+    return Outcome(us=1500.0, error=2e-3) if case.family == "mla" else FAILED
+
+
+@pytest.fixture
+def keys(
+    cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, setting: Setting
+) -> list[str]:
+    """Cache and bundle two kernels of fixed keys, one of them unused, on a machine without GPU."""
+    keys = fill(cache_dir, 2)
+    use(next(cache_dir.glob(f"v1/e/*/{keys[0]}/*")), age_s=7200, now=time.time())
+    setting("MLAGEN_TOOLCHAIN", TOOLCHAIN)
+    monkeypatch.chdir(tmp_path)
+    run("cache", "export", "there.tar.gz")
+    monkeypatch.setattr(bench, "_machine", lambda *_: FakeMachine(fa3=of_fa3))
+    monkeypatch.setattr(device, "visible_devices", list)
+    monkeypatch.setattr(device, "driver_version", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return keys
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_text_of_a_command(
+    command: str, keys: list[str], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both streams and the exit code are those of the snapshot."""
+    if command == "replay":
+        observe(monkeypatch, MLAGEN_DUMP=str(tmp_path / "dumps"))
+        function, values = built("trtllm")
+        function(**values)
+        next((tmp_path / "dumps").glob("*.json")).rename("dump.json")
+    named = dict(zip(("KEY", "OTHER"), keys, strict=True))
+    arguments = [named.get(word, word) for word in COMMANDS[command]]
+
+    result = run(*command.split(), *arguments, answer="y\n")
+
+    text = f"{result.stdout}--- stderr\n{result.stderr}--- exit code {result.exit_code}\n"
+    require_snapshot(command, masked(text, command, keys, tmp_path))
+
+
+def test_every_command_has_a_snapshot() -> None:
+    """A new command needs one, and no file is left of an old one; the demo has its own test."""
+
+    def names(group: object, begin: str = "") -> list[str]:
+        commands = getattr(group, "commands", None)
+        if commands is None:
+            return [begin.strip()]
+        return [name for word in commands for name in names(commands[word], f"{begin} {word}")]
+
+    assert sorted(names(cli)) == sorted([*COMMANDS, "demo"])
+    assert {path.stem.replace("_", " ") for path in FOLDER.iterdir()} == {*names(cli)}
+
+
+def demo_document(*, is_right: bool) -> dict[str, object]:
+    """Return a document of the demo on a GPU."""
+    kernel = {
+        "key": "0123456789abcdef" * 4,
+        "family": "combine",
+        "spec": {"arch": "sm_90a", "dtype": "bf16", "head_dim_vo": "512"},
+        "compile_ms": 84.0,
+        "registers": 36,
+        "spill_bytes": 0,
+        "shared_bytes": 2064,
+        "cubin_bytes": 16_200,
+        "path": "/cache/entry",
+    }
+    problem = {"seq_lens": [17, 9001], "heads": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    return {
+        "problem": {**problem, "page_size": 64, "dtype": "bf16"},
+        "gpu": "NVIDIA H200",
+        "times": [{"name": "first call", "ms": 676.4, "note": "from an empty cache"}],
+        "result": {"largest_error": 0.0078, "share_of_bound": 0.52, "is_right": is_right},
+        "kernels": [kernel],
+    }
+
+
+def test_the_text_of_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    """Problem, times, error and kernels of a right and of a wrong result are those of the file."""
+    print_demo(demo_document(is_right=True))
+    print_demo(demo_document(is_right=False))
+
+    require_snapshot("demo", capsys.readouterr().out)

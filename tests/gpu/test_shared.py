@@ -1,0 +1,51 @@
+"""The tests that every device runs, on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.drop_in_semantics import DropInSemantics
+from tests.problems.entry_points import compute, decode_gqa
+from tests.problems.gqa import GqaCase
+from tests.problems.gqa_cases import LONG_CASES as LONG_GQA_CASES
+from tests.problems.mla import MlaCase
+from tests.problems.mla_cases import LONG_CASES
+from tests.test_batch_mla import TestBatchMla
+from tests.test_entry_points import TestEntryPoints
+from tests.test_flare import TestFlare
+from tests.test_float64 import TestFloat64
+from tests.test_gqa import TestGqa
+from tests.test_masked_tokens import TestMaskedTokens
+from tests.test_mla import TestMla
+
+__all__ = [
+    "TestBatchMla",
+    "TestEntryPoints",
+    "TestFlare",
+    "TestFloat64",
+    "TestGqa",
+    "TestMaskedTokens",
+    "TestMla",
+]
+
+
+class TestDropInOnGpu(DropInSemantics):
+    """FlashInfer compatibility."""
+
+    device = "cuda"
+
+
+@pytest.mark.parametrize("case", LONG_CASES, ids=str)
+def test_long_mla(case: MlaCase) -> None:
+    """Output and LSE of long sequences are right."""
+    problem = case.build("cuda")
+
+    problem.check(*compute(problem))
+
+
+@pytest.mark.parametrize("case", LONG_GQA_CASES, ids=str)
+def test_long_gqa(case: GqaCase) -> None:
+    """Outputs of long sequences are right."""
+    problem = case.build("cuda")
+
+    problem.check(decode_gqa(problem))

@@ -1,0 +1,278 @@
+"""The sm90 kernels: right, and bitwise equal in any order of warps and CTAs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from mlagen import engine
+from mlagen.families.gqa import dispatch as gqa_dispatch
+from mlagen.families.mla import dispatch as mla_dispatch
+from tests.graph_replay import captured
+from tests.launch_repeats import (
+    GQA_DELAYS,
+    MLA_DELAYS,
+    delayed_launches,
+    mismatches,
+    nonzero_semaphore_bytes,
+    with_delays,
+)
+from tests.problems.entry_points import ENTRY_POINTS, compute, decode_gqa
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import KINDS, MlaCase, mla_case
+from tests.problems.problem import E4M3, Problem
+from tests.sm90_tiles import choose_kernel, max_heads_per_cta, needs_sm90
+from tests.uneven_scales import SCALE_STEPS, with_scale_steps
+
+pytestmark = [needs_sm90, pytest.mark.usefixtures("sm90", "_heads")]
+
+FP8_DS_MLA = "bf16 over fp8_ds_mla"
+
+
+class Family(NamedTuple):
+    """What the tests need to know of a family's calls."""
+
+    launchers: Any  # cached ones, by signature
+    run: Callable[[Any], torch.Tensor]
+    delays: dict[str, int]
+    after: str  # each delay
+
+
+MLA = Family(mla_dispatch._calls, lambda problem: compute(problem)[0], MLA_DELAYS, "")
+GQA = Family(gqa_dispatch._calls, decode_gqa, GQA_DELAYS, "  __syncwarp();\n")
+
+
+def family_of(problem: Problem) -> Family:
+    """Return the family of a problem."""
+    return GQA if isinstance(problem.case, GqaCase) else MLA
+
+
+# For every tile: one sequence in many splits, some in a few, and many sequences.
+MLA_TILES = {"16 rows": (16, 1), "32 rows": (16, 2), "64 rows": (64, 1), "groups of 2": (128, 1)}
+MLA_LENGTHS = {
+    "many splits": (9000,),
+    "max splits": (16000,),
+    "one long, one short": (20000, 2500),
+    "few splits": (5000, 77, 900, 64, 0, 1),
+    "equal, in equal splits": (1088,) * 32,
+    "equal, in halves": (1088,) * 64,
+    "two splits, one before another tile": (3000,) * 83,
+    "many sequences": tuple(17 + 67 * i % 911 for i in range(300)),
+    "empty sequences": (0,) * 1000,
+}
+MLA_CASES = [
+    MlaCase(name=f"{tile}, {name}", seq_lens=lens, heads=heads, q_len=q_len, with_sinks=True)
+    for (tile, (heads, q_len)), (name, lens) in product(MLA_TILES.items(), MLA_LENGTHS.items())
+]
+GQA_TILES: dict[str, dict[str, Any]] = {
+    "8 rows": {"group": 8},
+    "16 rows": {"group": 16},
+    "32 rows": {"group": 8, "q_len": 4},
+    "32 rows, e4m3": {"group": 8, "q_len": 4, "kv": "e4m3"},
+    "two tiles": {"group": 16, "q_len": 3},
+    "a CTA group of one": {"group": 3, "kv_heads": 1},
+    "a CTA group of 8": {"group": 2, "kv_heads": 8},
+    "two heads per CTA": {"group": 3, "kv_heads": 6, "kv": "e4m3"},
+    "four heads per CTA": {"group": 2, "kv_heads": 8, "kv": "e4m3", "head_dim": 64},
+}
+GQA_LENGTHS = {
+    "many splits": (20000,),
+    **{name: MLA_LENGTHS[name] for name in ("one long, one short", "few splits")},
+    "equal": (1088,) * 32,
+    **{name: MLA_LENGTHS[name] for name in ("many sequences", "empty sequences")},
+}
+GQA_CASES = [
+    GqaCase(name=f"{tile}, {name}", seq_lens=lens, sink=2.0, page_size=64, **facts)
+    for (tile, facts), (name, lens) in product(GQA_TILES.items(), GQA_LENGTHS.items())
+]
+GQA_VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"dtype": torch.float16, "head_dim": 64, "page_size": 16},
+    {"head_dim": 256, "page_size": 48},
+    {"kv": "e4m3", "page_size": 128},
+    {"kv": "e4m3", "head_dim": 64, "page_size": 16},
+    {"kv": "e4m3", "head_dim": 256, "out_dtype": E4M3},
+    {"window": 300, "layout": "HND", "cache_layout": "stacked"},
+]
+FP8KV_HEADS = {"16 rows": 16, "32 rows": 24, "64 rows": 64, "groups of 2": 128}
+SPARSE: dict[str, dict[str, Any]] = {
+    "topk in few splits": {"top_k": 2048, "seq_lens": (3000, 2500, 100), "q_len": 2},
+    "many query tokens": {"top_k": 512, "seq_lens": tuple(600 + 37 * i % 500 for i in range(150))},
+    "small topk": {"top_k": 130, "seq_lens": (0, 1, 63, 64, 65, 300), "q_len": 3},
+}
+PAGES: dict[str, dict[str, Any]] = {
+    "many splits": {"seq_lens": (9000,), "with_sinks": True},
+    "few splits": {"seq_lens": (5000, 77, 900, 64, 0, 1), "q_len": 2, "page_size": 16},
+    "equal, in halves": {"seq_lens": (1088,) * 64, "page_size": 1},
+    "many sequences": {"seq_lens": tuple(17 + 67 * i % 911 for i in range(200)), "page_size": 48},
+}
+FP8KV_CASES = [
+    mla_case(kind, name=f"{kind}, {tile}, {name}", heads=heads, **facts)
+    for kinds, tiles, given in (
+        ((FP8_DS_MLA, "bf16 over e4m3"), FP8KV_HEADS, SPARSE | PAGES),
+        ([k for k in KINDS if k.startswith("bf16 over e4m3 with")], {"100 heads": 100}, PAGES),
+        (("fp8_per_token",), FP8KV_HEADS, PAGES),
+        (("e4m3",), FP8KV_HEADS, SPARSE | {"pages of one token": PAGES["equal, in halves"]}),
+    )
+    for kind, (tile, heads), (name, facts) in product(kinds, tiles.items(), given.items())
+]
+# Each kernel family with cases.
+KERNELS: list[tuple[str, MlaCase | GqaCase]] = [
+    *(
+        ("mla_sm90_fp8" if kind == "e4m3" else "mla_sm90", replace(case, **KINDS[kind]))
+        for kind, case in product(("bf16", "fp16", "e4m3"), MLA_CASES)
+    ),
+    *(("mla_sm90_fp8kv", case) for case in FP8KV_CASES),
+    *(("gqa_sm90", case) for case in GQA_CASES),
+]
+REPEATED = [case for _, case in KERNELS if case.dtype is not torch.float16]
+DELAYED = [*MLA_CASES, *(replace(c, dtype=E4M3) for c in MLA_CASES), *GQA_CASES, *FP8KV_CASES[2::5]]
+
+
+@pytest.fixture
+def _heads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make CTAs of GQA calls process the max number of heads."""
+    with max_heads_per_cta(monkeypatch):
+        yield
+
+
+def check_both_kernels(case: MlaCase | GqaCase, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Fail unless the sm90 and the sm80 kernel are right; return their families."""
+    problem: Any = case.build("cuda")
+    launchers = family_of(problem).launchers
+    launchers.clear()
+    for kernel in ("sm90", "sm80"):
+        choose_kernel(monkeypatch, kernel)
+
+        problem.check(*([decode_gqa(problem)] if isinstance(case, GqaCase) else compute(problem)))
+
+    return [call.decode.spec.family for call in launchers.values()]
+
+
+PAGED = [
+    *(
+        (family, replace(case, page_size=page))
+        for (family, case), page in product(KERNELS, (16, 48, 64))
+        if family in {"mla_sm90", "mla_sm90_fp8"}
+    ),
+    *(("mla_sm90_fp8kv", case) for case in FP8KV_CASES),
+    *(("gqa_sm90", replace(c, **facts)) for c, facts in product(GQA_CASES, GQA_VARIANTS)),
+]
+
+
+@pytest.mark.parametrize(("family", "case"), PAGED, ids=str)
+def test_both_kernels_are_right(
+    family: str, case: MlaCase | GqaCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kernel is within the tolerance of float64."""
+    families = check_both_kernels(case, monkeypatch)
+
+    assert families == [family, f"{family[:3]}_sm80"]
+
+
+@pytest.mark.parametrize("steps", SCALE_STEPS)
+@pytest.mark.parametrize("heads", [16, 24, 128])
+def test_scales_may_be_of_any_size(heads: int, steps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kernels are right; the sm90 kernel updates its shared scale exponents."""
+    case = mla_case(FP8_DS_MLA, seq_lens=(1000, 70, 300), heads=heads, page_size=16)
+    problem = with_scale_steps(case.build("cuda"), steps)
+    for kernel in ("sm90", "sm80"):
+        choose_kernel(monkeypatch, kernel)
+
+        problem.check(*compute(problem))
+
+
+def repeat(problem: Problem, repeats: int) -> int:
+    """Return the number of repetitions that differ from the first in any bit."""
+    if is_fp8kv(problem.case):
+        return mismatches(lambda: family_of(problem).run(problem), repeats)
+    entry = ENTRY_POINTS["xqa_batch" if family_of(problem) is GQA else "trtllm"]
+    arguments = entry.arguments(problem) | {"out": problem.new_out()}
+    return mismatches(lambda: entry.function(**arguments), repeats)
+
+
+def is_fp8kv(case: object) -> bool:
+    """Return whether a case is one of the FP8-KV kernel."""
+    return case in FP8KV_CASES
+
+
+@pytest.mark.parametrize("case", REPEATED[::2], ids=str)
+def test_repeated_launches_give_the_same_bits(case: MlaCase | GqaCase) -> None:
+    """No race between CTAs or warps changes a result."""
+    problem = case.build("cuda")
+
+    assert repeat(problem, 1000 if is_fp8kv(case) else 10_000) == 0
+
+
+def slow_down(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """Make later calls of a problem sleep at random; return the result without delays."""
+    launchers, run, delays, after = family_of(problem)
+    launchers.clear()
+    expected = run(problem).clone()
+    (call,) = launchers.values()
+    spec = call.decode.spec
+    assert "sm90" in spec.family
+    assert (spec, 0) in engine._loaded
+    monkeypatch.setitem(engine._loaded, (spec, 0), with_delays(spec, delays, after=after))
+    launchers.clear()
+    return expected
+
+
+@pytest.mark.parametrize("case", DELAYED, ids=str)
+def test_delays_change_no_bit(case: MlaCase | GqaCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result does not depend on the order of warps and CTAs."""
+    problem = case.build("cuda")
+    expected = slow_down(problem, monkeypatch)
+    others = [
+        each for each in DELAYED if type(each) is type(case) and is_fp8kv(each) is is_fp8kv(case)
+    ]
+
+    differing = repeat(problem, delayed_launches(others))
+    result = family_of(problem).run(problem)
+
+    family_of(problem).launchers.clear()
+    assert differing == 0
+    assert torch.equal(result, expected)
+
+
+def test_no_copy_overwrites_a_stage_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage is not overwritten while a warp reads it.
+
+    The race occurs once in 10,000 of these launches if mbarrier arrivals do not wait for ldmatrix.
+    """
+    case = next(case for case in GQA_CASES if case.name == "16 rows, many sequences")
+    problem = case.build("cuda")
+    expected = slow_down(problem, monkeypatch)
+
+    differing = repeat(problem, 60_000)
+    result = decode_gqa(problem)
+
+    GQA.launchers.clear()
+    assert differing == 0
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [c for c in REPEATED[1::3] if isinstance(c, GqaCase) or c.has_trtllm_entry_point],
+    ids=str,
+)
+def test_a_thousand_replays_keep_the_semaphores_at_zero(case: MlaCase | GqaCase) -> None:
+    """A replay needs no memset, since every launch resets its semaphores."""
+    entry = ENTRY_POINTS["xqa_batch" if isinstance(case, GqaCase) else "trtllm"]
+    problem = case.build("cuda")
+    expected = entry.run(problem).clone()
+    arguments = entry.arguments(problem) | {"out": torch.empty_like(expected)}
+    graph = captured(entry.function, arguments)
+
+    for _ in range(1000):
+        graph.replay()
+
+    torch.cuda.synchronize()
+    assert torch.equal(arguments["out"], expected)
+    assert nonzero_semaphore_bytes() == 0

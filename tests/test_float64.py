@@ -1,0 +1,74 @@
+"""Every element of every entry point against float64, for every device.
+
+NaN and invalid page ids in all memory that must not be read affect no result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.problems.batch_mla import run_with_lse, wrapper_of
+from tests.problems.entry_points import ENTRY_POINTS, compute
+from tests.problems.flare import FORMS, decode, flare_case
+from tests.problems.gqa import GqaCase
+from tests.problems.gqa_cases import CASES as GQA_CASES
+from tests.problems.gqa_cases import XQA_CASES
+from tests.problems.masks import MASKS
+from tests.problems.mla import KINDS, MlaCase
+from tests.problems.mla_cases import BATCH_CASES, XQA_MLA_CASES
+from tests.problems.mla_cases import CASES as MLA_CASES
+
+
+class TestFloat64:
+    """Results of problems, on the device of the fixture."""
+
+    @pytest.mark.parametrize("case", MLA_CASES, ids=str)
+    def test_mla(self, case: MlaCase, device: str) -> None:
+        """Output and LSE are right, through an entry point that has the arguments."""
+        problem = case.build(device)
+
+        problem.check(*compute(problem))
+
+    @pytest.mark.parametrize("case", BATCH_CASES, ids=str)
+    def test_planned_runs(self, case: MlaCase, device: str) -> None:
+        """Output and LSE of BatchMLA are right."""
+        problem = case.build(device)
+
+        problem.check(*run_with_lse(wrapper_of(problem), problem))
+
+    @pytest.mark.parametrize(
+        ("name", "case"),
+        [
+            *(("xqa_batch", case) for case in GQA_CASES),
+            *(("xqa", case) for case in XQA_CASES),
+            *(("xqa_mla", case) for case in XQA_MLA_CASES),
+        ],
+        ids=str,
+    )
+    def test_outputs(self, name: str, case: GqaCase | MlaCase, device: str) -> None:
+        """The output is right."""
+        problem = case.build(device)
+
+        problem.check(ENTRY_POINTS[name].run(problem))
+
+    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("mask", MASKS)
+    def test_masks(self, mask: str, form: str, device: str) -> None:
+        """Each token attends to what its mask allows, and the output of padding is zeros."""
+        facts, changes = FORMS[form]
+        problem = flare_case(mask=mask, **facts).build(device)
+
+        problem.check(decode(problem, **changes))
+
+    @pytest.mark.parametrize("form", ["ragged", "padded", "dense", "dense, padded"])
+    @pytest.mark.parametrize("mask", ["causal", "window of 3", "either of two"])
+    @pytest.mark.parametrize("kind", ["fp16", "e4m3", "fp8_per_token"])
+    def test_formats(self, kind: str, mask: str, form: str, device: str) -> None:
+        """Every KV format of flare decodes, with poison between the rows."""
+        facts, changes = FORMS[form]
+        given: dict[str, Any] = KINDS[kind] | facts
+        problem = flare_case(mask=mask, **given).build(device)
+
+        problem.check(decode(problem, **changes))

@@ -1,0 +1,137 @@
+"""GQA decode and the functions of xqa: rules of their own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import mlagen.xqa
+from mlagen.families.gqa.args import GqaArgs
+from mlagen.families.gqa.dispatch import run_gqa
+from tests.problems.entry_points import ENTRY_POINTS, decode_gqa, xqa_arguments, xqa_mla_arguments
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import MlaCase
+from tests.problems.problem import E4M3
+
+SMALL = GqaCase(seq_lens=(70, 3), sink=3.0)
+LONG = GqaCase(seq_lens=(5000, 3))
+XQA, XQA_MLA = ENTRY_POINTS["xqa"], ENTRY_POINTS["xqa_mla"]
+
+
+class TestGqa:
+    """Rules of the GQA entry points and of ``xqa_mla``, on the device of the fixture."""
+
+    def test_an_output_by_sequence(self, device: str) -> None:
+        """The output of several query tokens may have an axis of sequences."""
+        problem = GqaCase(seq_lens=(70, 3), q_len=2).build(device)
+        out = problem.new_out().view(2, 2, 8, 128)
+
+        assert decode_gqa(problem, out=out) is out
+
+        problem.check(out)
+
+    def test_an_e4m3_output_saturates(self, device: str) -> None:
+        """Values beyond e4m3 become 448, not NaN."""
+        case = GqaCase(seq_lens=(70, 3), kv="e4m3", out_dtype=E4M3, output_scale=1e6)
+
+        out = decode_gqa(case.build(device)).float()
+
+        assert out.abs().max() == 448
+        assert not out.isnan().any()
+
+    def test_sinks_may_be_shaped_by_kv_head(self, device: str) -> None:
+        """`[kv_heads, group]` has the same memory as `[heads]`."""
+        problem = SMALL.build(device)
+        assert problem.sinks is not None
+
+        problem.check(decode_gqa(problem, sinks=problem.sinks.view(2, 4)))
+
+    def test_flat_lengths_and_sinks(self, device: str) -> None:
+        """Lengths `[batch]` and sinks `[heads]` of xqa equal those of two dimensions."""
+        problem = SMALL.build(device)
+
+        problem.check(XQA.run(problem, seq_lens=problem.seq_lens, sinks=problem.sinks))
+
+    @pytest.mark.parametrize("changes", [{"kv_scale": math.nan}, {"sliding_win_size": -1}], ids=str)
+    def test_numbers_that_xqa_ignores(self, changes: dict[str, float], device: str) -> None:
+        """A 16-bit cache ignores kv_scale, even NaN, and a window below one is off."""
+        problem = SMALL.build(device)
+
+        problem.check(XQA.run(problem, **changes))
+
+    def test_semaphores_are_not_accessed(self, device: str) -> None:
+        """The semaphores are neither read nor written."""
+        arguments = xqa_arguments(LONG.build(device))
+
+        mlagen.xqa.xqa(**arguments)
+
+        assert (arguments["semaphores"].view(torch.int32) == 7).all()
+
+    @pytest.mark.parametrize("sm_count", [1, 7, 132])
+    def test_sm_count_changes_nothing(self, sm_count: int, device: str) -> None:
+        """The result is bitwise equal for any sm_count."""
+        problem = LONG.build(device)
+
+        assert torch.equal(XQA.run(problem, sm_count=sm_count), XQA.run(problem))
+
+    @pytest.mark.parametrize("values", ["shared", "other cache"])
+    def test_views_of_xqa_mla(self, values: str, device: str) -> None:
+        """Lengths may be flat, V a view of K, and strides of axes of size 1 are ignored."""
+        case = MlaCase(seq_lens=(70, 3, 0), dtype=E4M3, cache_layout="[P,ps,1,d]")
+        case = replace(case, values=values, output_scale=0.5, scores_take_bmm2=True)
+        problem = case.build(device)
+        v_cache = xqa_mla_arguments(problem)["v_cache"]
+        pages, tokens, width = v_cache.squeeze(2).stride()
+        strided = v_cache.as_strided(v_cache.shape, (pages, tokens, 9, width))
+
+        problem.check(XQA_MLA.run(problem, v_cache=strided))
+        if values == "shared":
+            strided = v_cache[..., :512]
+        problem.check(XQA_MLA.run(problem, v_cache=strided, seq_lens=problem.seq_lens))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"window_left": 30}, {"q_len": 1}, {"mask": None}],
+    ids=["a window wider by one", "a token too many", "another mask"],
+)
+def test_the_check_sees_a_token_too_many(change: dict[str, object]) -> None:
+    """The check detects a row that attends to one token too many."""
+    problem = GqaCase(seq_lens=(50, 33), q_len=2, window=30, mask="random", seed=3).build("cpu")
+    assert problem.bits is not None
+    problem.bits[:] = torch.eye(2).repeat(2, 16).bool()  # each draft attends to itself
+    if "q_len" in change:  # the other token of the first request
+        problem.bits[0, 1] = True
+        out = decode_gqa(problem)
+        problem.bits[0, 1] = False
+    else:
+        out = decode_gqa(problem, **change)
+
+    with pytest.raises(AssertionError, match="elements off"):
+        problem.check(out)
+
+
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [(None, True), (True, True), (False, False), (1, True), (0, False), (np.bool_(0), False)],
+)
+def test_pdl_is_used_unless_disabled(
+    given: object, passed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None means True, and the ints 0 and 1 are accepted as bools."""
+    seen = []
+
+    def record(inputs: GqaArgs, enable_pdl: bool, *rest: Any) -> torch.Tensor:
+        seen.append(enable_pdl)
+        return run_gqa(inputs, enable_pdl, *rest)
+
+    monkeypatch.setattr("mlagen.decode.run_gqa", record)
+
+    decode_gqa(SMALL.build("cpu"), enable_pdl=given)
+
+    assert seen == [passed]
