@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,8 +15,10 @@ import mlagen
 from cache_tools.options.entry_options import age
 from cache_tools.options.options import names, numbers
 from mlagen.settings import current_settings
+from tests.kernels import COMBINE
 
-from .conftest import ROOT, Run, Start
+from .conftest import ROOT, Run
+from .many import fill
 
 HEAVY = ("torch", "jinja2", "cuda.bindings.driver", "filelock")
 
@@ -112,69 +113,90 @@ def test_verbose_sets_the_log_level(
     assert logging.getLogger("mlagen").level == level
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        ("--version", 0),
-        ("--help", 0),
-        ("cache dir", 0),
-        ("cache ls", 0),
-        ("cache ls --arch sm_90a --json", 0),
-        ("cache stats", 0),
-        ("cache verify", 0),
-        ("cache why SPEC", 1),
-        ("cache prune --older-than 1d", 0),
-        ("cache gc", 0),
-        ("resources", 0),
-        ("cache clear --yes", 0),
-        ("cache show abcdef", 2),
-        ("cache rm abcdef", 2),
-        ("doctor", 0),
-        ("prewarm --dry-run --arch sm_90a", 1),
-    ],
-)
-def test_inspection_needs_no_package_and_creates_nothing(
-    words: str, code: int, start: Start, cache_dir: Path
-) -> None:
-    """It works without torch, Jinja, CUDA bindings and filelock, and without a cache."""
-    spec = "combine(arch=sm_80, dtype=bf16, head_dim_vo=512)"
-    process = start(*(spec if word == "SPEC" else word for word in words.split()), without=HEAVY)
-
-    _, errors = process.communicate(timeout=60)
-
-    assert process.returncode == code, errors
-    assert not cache_dir.exists()
-    assert not current_settings().lock_dir.exists()
+# Commands on a missing cache, and their exit codes.
+INSPECTIONS = {
+    "--version": 0,
+    "--help": 0,
+    "cache dir": 0,
+    "cache ls": 0,
+    "cache ls --arch sm_90a --json": 0,
+    "cache stats": 0,
+    "cache verify": 0,
+    "cache why SPEC": 1,
+    "cache prune --older-than 1d": 0,
+    "cache gc": 0,
+    "resources": 0,
+    "cache clear --yes": 0,
+    "cache show abcdef": 2,
+    "cache rm abcdef": 2,
+    "doctor": 0,
+    "prewarm --dry-run --arch sm_90a": 1,
+}
 
 
-def test_starting_imports_no_more_than_click() -> None:
-    """The command line starts before any heavy import."""
-    script = "import sys, cache_tools.cli; print([m for m in sys.argv[1:] if m in sys.modules])"
+def output_of(script: str, *arguments: str) -> str:
+    """Return the output of a Python process."""
     ran = subprocess.run(
-        [sys.executable, "-c", script, *HEAVY, "rich", "mlagen.engine"],
+        [sys.executable, "-c", script, *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
+    return ran.stdout
 
-    assert ran.stdout == "[]\n"
+
+def test_inspection_needs_no_package_and_creates_nothing(cache_dir: Path) -> None:
+    """It works without torch, Jinja, CUDA bindings and filelock, and without a cache."""
+    script = f"""
+import sys
+sys.modules.update(dict.fromkeys({HEAVY}))
+from click.testing import CliRunner
+from cache_tools.cli import cli
+for line in sys.argv[1:]:
+    words = ["{COMBINE}" if word == "SPEC" else word for word in line.split()]
+    result = CliRunner().invoke(cli, words)
+    print(result.exit_code, line)
+    assert isinstance(result.exception, (SystemExit, type(None))), result.exception
+"""
+
+    found = output_of(script, *INSPECTIONS).splitlines()
+
+    assert found == [f"{code} {line}" for line, code in INSPECTIONS.items()]
+    assert not cache_dir.exists()
+    assert not current_settings().lock_dir.exists()
 
 
-def test_ctrl_c_keeps_finished_kernels(start: Start, run: Run, cache_dir: Path) -> None:
-    """An interrupted prewarm exits with 130, and its cache has only complete entries."""
-    process = start("prewarm", "--arch", "sm_80", "--family", "combine,mla_sm80", "-j", "1")
-    assert process.stderr is not None
+COMPLETION = """
+from click.shell_completion import BashComplete
+for words in ("prewarm --model ", "prewarm --arch ", "kernel show combine(", "cache show "):
+    *args, typed = words.split(" ")
+    BashComplete(cli, {}, "mlagen", "_MLAGEN_COMPLETE").get_completions(args, typed)
+"""
 
-    first = [process.stderr.readline().split()[0] for _ in range(3)]
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
 
-    assert first == ["compiling", "for", "built"]
-    assert process.returncode == 130, errors
-    kept = list((cache_dir / "v1" / "e").glob("*/*/*"))
-    noun = "kernel" if len(kept) == 1 else "kernels"
-    assert errors.endswith(f"mlagen: interrupted, {len(kept)} {noun} kept\n")
-    assert run("cache", "verify").exit_code == 0
-    assert list((cache_dir / "v1" / "staging").iterdir()) == []
-    assert len(kept) < 20
+@pytest.mark.parametrize(
+    ("work", "heavy"),
+    [
+        ("", ("numpy", "rich", "mlagen.engine")),
+        ("cli(['cache', 'ls'])", ("numpy", "rich", "mlagen.engine")),
+        (COMPLETION, ("numpy", "rich")),
+    ],
+    ids=["start", "a list", "completion"],
+)
+def test_quick_commands_import_no_more_than_click(
+    work: str, heavy: tuple[str, ...], cache_dir: Path
+) -> None:
+    """The command line starts, lists and completes models, targets, specs and keys at once."""
+    fill(cache_dir, 2)
+    names = [*HEAVY, *heavy] if work != COMPLETION else ["torch", "jinja2", *heavy]
+
+    found = output_of(
+        "import atexit, sys; from cache_tools.cli import cli\n"
+        "atexit.register(lambda: print([m for m in sys.argv[1:] if m in sys.modules]))\n"
+        f"{work}",
+        *names,
+    )
+
+    assert found.splitlines()[-1] == "[]"
+    assert ("2 kernels by " in found) == ("ls" in work)
