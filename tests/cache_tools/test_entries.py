@@ -137,7 +137,7 @@ def test_a_damaged_entry_matches_every_filter(store: KernelStore, tmp_path: Path
     document = document_of(stored)
     assert document["problem"].startswith("manifest.json: expected a regular file, got nothing")
     assert [name for name, value in document.items() if value is not None] == [
-        *("key", "toolchain", "path", "layer", "is_read_only", "size_bytes", "used", "problem")
+        *("key", "toolchain", "path", "layer", "is_read_only", "size_bytes", "problem")
     ]
 
 

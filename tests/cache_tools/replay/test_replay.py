@@ -19,7 +19,7 @@ from cache_tools.replay.document import read_dump
 from cache_tools.replay.rebuild import Rebuilt
 from mlagen.errors import ArgumentError
 from mlagen.observe.observed import observed
-from tests.cache_tools.conftest import Documented, Run
+from tests.cache_tools.conftest import Documented, Run, Start
 from tests.cases import MlaCase
 from tests.gqa_problems import GqaCase
 from tests.mla_cases import KINDS, case_of_kind
@@ -180,6 +180,16 @@ def test_views_of_one_tensor_share_memory_again(folder: Path) -> None:
     assert given["q_nope"].stride() == query.stride()
     assert bool(latent.any())
     assert bool(rope.any())
+
+
+def test_a_missing_numpy_causes_no_warning(folder: Path, start: Start) -> None:
+    """The NumPy warning of torch is suppressed: no command uses NumPy."""
+    function, arguments = built("trtllm")
+    function(**arguments)
+
+    _, errors = start("replay", str(last_of(folder)), without=("numpy",)).communicate(timeout=100)
+
+    assert errors == ""
 
 
 def test_a_call_that_raised_raises_again(folder: Path, run: Run) -> None:
