@@ -20,6 +20,13 @@ from tests.kernels import COMBINE
 from .conftest import ROOT, Run
 from .many import fill
 
+
+def output_of(*arguments: str) -> str:
+    """Return the output of a Python process."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
 HEAVY = ("torch", "jinja2", "cuda.bindings.driver", "filelock")
 
 
@@ -29,15 +36,7 @@ HEAVY = ("torch", "jinja2", "cuda.bindings.driver", "filelock")
 )
 def test_the_module_is_the_command(option: str, begin: str) -> None:
     """`python3 -m cache_tools` is `mlagen`, and calls itself so."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "cache_tools", option],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-
-    assert ran.stdout.startswith(begin)
+    assert output_of("-m", "cache_tools", option).startswith(begin)
 
 
 @pytest.mark.parametrize("words", ["--help", "-h", "cache -h", "cache"])
@@ -49,43 +48,31 @@ def test_help_is_printed(words: str, run: Run) -> None:
     assert (result.stdout + result.stderr).startswith("Usage: mlagen ")
 
 
-@pytest.mark.parametrize(
-    ("parse", "text", "expected"),
-    [
-        (age, "90s", 90),
-        (age, "1.5 min", 90),
-        (age, "12h", 43_200),
-        (age, " 30d", 2_592_000),
-        (age, "2w", 1_209_600),
-        (age, None, None),
-        (names, "bf16, fp16", ["bf16", "fp16"]),
-        (names, None, None),
-        (numbers(0), "0,64", [0, 64]),
-        (numbers(1), None, None),
-    ],
-)
-def test_values_are_parsed(
-    parse: Callable[..., object], text: str | None, expected: object
-) -> None:
-    """Blanks are ignored, and a missing option is None."""
-    assert parse(click.Context(click.Command("any")), click.Option(["--any"]), text) == expected
+AGES = {"90s": 90, "1.5 min": 90, "12h": 43_200, " 30d": 2_592_000, "2w": 1_209_600}
+AGE, NUMBERS = "expected an age such as 90min", "expected numbers from 1 on, with commas"
 
 
 @pytest.mark.parametrize(
-    ("parse", "texts", "message"),
+    ("parse", "parsed", "invalid", "message"),
     [
-        (age, ["", "30", "d", "-1d", "1e3s", "1 month", "1d 2h"], "expected an age such as 90min"),
-        (numbers(1), ["0", "1,big", "-1", ""], "expected numbers from 1 on, with commas"),
+        (age, AGES, ["", "30", "d", "-1d", "1e3s", "1 month", "1d 2h"], AGE),
+        (numbers(1), {"1,64": [1, 64]}, ["0", "1,big", "-1", ""], NUMBERS),
+        (numbers(0), {"0,64": [0, 64]}, [], ""),
+        (names, {"bf16, fp16": ["bf16", "fp16"]}, [], ""),
     ],
-    ids=["ages", "numbers"],
+    ids=["ages", "numbers", "with zero", "names"],
 )
-def test_invalid_values_are_rejected(
-    parse: Callable[..., object], texts: list[str], message: str
+def test_values_are_parsed_or_rejected(
+    parse: Callable[..., object], parsed: dict[str, object], invalid: list[str], message: str
 ) -> None:
-    """The message has the rule and the value."""
-    for text in texts:
+    """Blanks are ignored, a missing option is None, and a message has the rule and the value."""
+    context, option = click.Context(click.Command("any")), click.Option(["--any"])
+
+    assert {text: parse(context, option, text) for text in parsed} == parsed
+    assert parse(context, option, None) is None
+    for text in invalid:
         with pytest.raises(click.BadParameter) as caught:
-            parse(click.Context(click.Command("any")), click.Option(["--any"]), text)
+            parse(context, option, text)
         assert caught.value.message.startswith(message)
         assert caught.value.message.endswith(f"got {text!r}")
 
@@ -134,18 +121,6 @@ INSPECTIONS = {
 }
 
 
-def output_of(script: str, *arguments: str) -> str:
-    """Return the output of a Python process."""
-    ran = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return ran.stdout
-
-
 def test_inspection_needs_no_package_and_creates_nothing(cache_dir: Path) -> None:
     """It works without torch, Jinja, CUDA bindings and filelock, and without a cache."""
     script = f"""
@@ -160,7 +135,7 @@ for line in sys.argv[1:]:
     assert isinstance(result.exception, (SystemExit, type(None))), result.exception
 """
 
-    found = output_of(script, *INSPECTIONS).splitlines()
+    found = output_of("-c", script, *INSPECTIONS).splitlines()
 
     assert found == [f"{code} {line}" for line, code in INSPECTIONS.items()]
     assert not cache_dir.exists()
@@ -192,6 +167,7 @@ def test_quick_commands_import_no_more_than_click(
     names = [*HEAVY, *heavy] if work != COMPLETION else ["torch", "jinja2", *heavy]
 
     found = output_of(
+        "-c",
         "import atexit, sys; from cache_tools.cli import cli\n"
         "atexit.register(lambda: print([m for m in sys.argv[1:] if m in sys.modules]))\n"
         f"{work}",

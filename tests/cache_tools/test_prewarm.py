@@ -51,12 +51,14 @@ def test_a_large_selection_is_announced_with_the_options_for_fewer(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A selection by a kernel's text has no such line, and a quiet run announces nothing."""
-    monkeypatch.setattr(progress, "MANY", 1)
+    monkeypatch.setattr(progress, "MANY", 2)
+    texts = ("--kernel", str(COMBINE), "--kernel", str(COMBINE).replace("512", "256"))
 
     for words, begins in (
-        (("prewarm", "--kernel", str(COMBINE)), ["compiling", "built"]),
-        (SMALL, ["hit", "compiling", "for", "built"]),
-        ((*SMALL, "--dtype", "fp16", "--quiet"), []),
+        (("prewarm", *texts), ["compiling", "built", "built"]),
+        ((*SMALL, "--dtype", "fp16", "--kv-lora-rank", "512"), ["compiling", "built"]),
+        ((*SMALL, "--arch", "sm_86"), ["compiling", "for", "built", "built"]),
+        ((*SMALL, "--arch", "sm_89", "--quiet"), []),
     ):
         assert [line.split()[0] for line in run(*words).stderr.splitlines()] == begins
 

@@ -14,7 +14,7 @@ from cache_tools.benchmark.run import Step
 from cache_tools.output import progress
 from cache_tools.output.byte_progress import byte_progress
 from cache_tools.output.compile_estimate import SECONDS, about_text
-from cache_tools.output.progress import MANY, bench_progress, prewarm_progress
+from cache_tools.output.progress import bench_progress, prewarm_progress
 from cache_tools.tools.interrupts import Interrupted
 from mlagen.prewarming import PrewarmEvent, PrewarmUnit
 from mlagen.spec.arch import parse_arch
@@ -86,19 +86,6 @@ def test_the_plan_is_one_line_before_the_first_kernel(capsys: pytest.CaptureFixt
         "compiling 2 kernels, 3 cached: about 1 s",
         "compiling 40 kernels, 3 cached: about 6 s",
     ]
-
-
-@pytest.mark.parametrize(("selects_all", "count"), [(True, MANY), (True, MANY - 1), (False, MANY)])
-def test_a_large_selection_without_a_model_has_a_hint(
-    selects_all: bool, count: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The hint names the options that select fewer kernels."""
-    specs = specs_of(parse_arch("sm_80"), ["mla_sm80"])[:count]
-
-    lines = planned(capsys, specs, selects_all=selects_all)
-
-    hints = [line for line in lines[1:] if line.startswith("for fewer: --model NAME")]
-    assert (len(specs), len(hints)) == (count, int(selects_all and count == MANY))
 
 
 def test_compiled_kernels_are_kept() -> None:
