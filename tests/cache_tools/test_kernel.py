@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cache_tools.tools import disassembly
-from cache_tools.tools.kernel_specs import spec_named, spec_texts
+from cache_tools.tools.kernel_specs import spec_named
 from cache_tools.tools.kernel_view import KernelView, tile_of
 from cache_tools.tools.occupancy import ctas_per_sm
 from mlagen.codegen.render import render
@@ -243,12 +243,6 @@ def test_what_does_not_exist_is_rejected(text: str, arch: str | None, message: s
     _, has_nearest, rest = str(caught.value).partition("the nearest ")
     assert bool(has_nearest) == ("calls use" in message)
     assert not has_nearest or spec_named(rest.partition("), got ")[0] + ")").family == "mla_sm90"
-
-
-def test_completed_texts_name_kernels() -> None:
-    """Families are completed first, and behind a bracket the kernels of one."""
-    assert spec_texts("mla") == list(FAMILIES)
-    assert all(str(spec_named(text)) == text for text in spec_texts("combine("))
 
 
 @pytest.mark.parametrize(

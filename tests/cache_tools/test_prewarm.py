@@ -11,7 +11,7 @@ import mlagen
 from cache_tools.output import progress
 from mlagen import engine, prewarming
 from mlagen.compiler.toolchain import find_nvrtc
-from mlagen.prewarming import PrewarmReport
+from mlagen.prewarming import PrewarmReport, isolation
 from tests.kernels import COMBINE
 
 from .conftest import Cached, Documented, Run
@@ -229,3 +229,37 @@ def test_quiet_prints_failures_alone(
     lines = failed.stderr.splitlines()
     assert (failed.exit_code, failed.stdout) == (1, "")
     assert [(line.split()[0], line[-9:]) for line in lines] == [("failed", "NVRTC: no")] * 2
+
+
+HANGS, DIES = ["sleep", "600"], ["false"]
+
+
+@pytest.mark.parametrize(
+    ("commands", "options", "code", "counts"),
+    [
+        ((HANGS, HANGS), "--timeout 0.1 -j 2", 5, "0 failed, 2 timeout"),
+        ((DIES, HANGS), "--timeout 2 -j 2", 1, "1 failed, 1 timeout"),
+        ((DIES, DIES), "--timeout 60 -j 2", 1, "2 failed"),
+        ((DIES,), "--fail-fast -j 1", 1, "1 failed, 1 skipped"),
+    ],
+    ids=["timeouts", "one of each", "deaths", "the first failure"],
+)
+def test_timeouts_have_an_exit_code(
+    commands: tuple[list[str], ...],
+    options: str,
+    code: int,
+    counts: str,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Timeouts alone exit with 5; kernels that --fail-fast never starts are skipped."""
+    left = iter(commands)
+    monkeypatch.setattr(isolation, "worker_command", lambda _spec: next(left))
+
+    result = run(*SMALL, "--isolate", *options.split())
+
+    _plan, *lines = result.stderr.splitlines()
+    assert result.exit_code == code
+    assert result.stdout.startswith(f"2 kernels: 0 built, 0 hit, {counts}, in ")
+    for count, status in (part.split() for part in counts.split(", ")):
+        assert sum(line.startswith(f"{status} ") for line in lines) == int(count)

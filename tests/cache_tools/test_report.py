@@ -9,15 +9,12 @@ from cache_tools.output.report import (
     age_text,
     count_text,
     kernel_columns,
-    kernel_text,
     print_facts,
     print_table,
     size_text,
     time_text,
 )
 from mlagen.spec.arch import parse_arch
-from mlagen.spec.combine import CombineSpec
-from mlagen.spec.dtype import DType
 from mlagen.spec.families import specs_of
 
 SIZES = {0: "0 B", 1023: "1023 B", 1024: "1 KiB", 54_624: "53 KiB", 5 << 20: "5.0 MiB"}
@@ -74,10 +71,3 @@ def test_the_columns_of_a_kernel_are_unique(family: str) -> None:
     rows = {tuple(kernel_columns(family, spec.key_fields()).values()) for spec in specs}
 
     assert len(rows) == len(specs)
-
-
-def test_a_kernel_on_one_line() -> None:
-    """The line has the family, the target and the non-default fields."""
-    spec = CombineSpec(arch=parse_arch("sm_80"), dtype=DType.FP16, head_dim_vo=256)
-
-    assert kernel_text("combine", spec.key_fields()) == "combine sm_80 fp16 dims 256"
