@@ -24,14 +24,16 @@ from tests.problems.mla import MlaCase
 E4M3 = torch.float8_e4m3fn
 
 
+H200_FACTS = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
+
+
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Simulate an H200 as GPU 0."""
-    facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
     plans = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_call)
     for module in (mla_plan, gqa_plan):
         monkeypatch.setattr(module, "arch_of_device", lambda _: Arch(90, "a"))
-        monkeypatch.setattr(module, "device_facts", lambda _: facts)
+        monkeypatch.setattr(module, "device_facts", lambda _: H200_FACTS)
     for plan in plans:
         plan.cache_clear()
     yield
@@ -68,6 +70,8 @@ def test_no_call_needs_more_than_513_kib_for_each_sm(
 
 
 LONG = MlaCase(name="", seq_lens=(70, 3), heads=24)
+SIZES: dict[str, Any] = {"batch": 2, "q_len": 1, "heads": 24, "max_seq_len": 50_000}
+RAGGED = {"q_len": 4, "tokens": 5}
 CALLS: dict[str, tuple[MlaCase, dict[str, Any]]] = {
     "bf16": (LONG, {}),
     "rank 256": (replace(LONG, kv_lora_rank=256, page_size=1), {"kv_lora_rank": 256}),
@@ -76,11 +80,9 @@ CALLS: dict[str, tuple[MlaCase, dict[str, Any]]] = {
     "fp8_ds_mla": (replace(LONG, kv_format="fp8_ds_mla"), {"kv_dtype": torch.uint8}),
     "sparse": (replace(LONG, top_k=2048), {"sparse_mla_top_k": 2048}),
     "separate values": (replace(LONG, values="other pages"), {}),
-    "ragged": (replace(LONG, q_lens=(1, 4)), {"q_len": 4, "tokens": 5}),
-    "ragged, without the longest": (replace(LONG, q_lens=(1, 4)), {"q_len": 4, "tokens": 5}),
+    "ragged": (replace(LONG, q_lens=(1, 4)), RAGGED),
+    "ragged, without the longest": (replace(LONG, q_lens=(1, 4)), RAGGED),
 }
-
-
 SUPPORTED_BY_SM90 = ("bf16", "ragged", "ragged, without the longest")
 
 
@@ -97,8 +99,7 @@ def test_the_size_is_sufficient(name: str, kernel: str, monkeypatch: pytest.Monk
     """A call accepts a workspace of exactly this size, with either kernel."""
     choose(kernel, monkeypatch)
     case, changes = CALLS[name]
-    sizes = {"batch": 2, "q_len": 1, "heads": 24, "page_size": case.page_size}
-    needed = mlagen.workspace_bytes(max_seq_len=50_000, **sizes | changes)
+    needed = mlagen.workspace_bytes(page_size=case.page_size, **SIZES | changes)
     launches = record_launches(monkeypatch)
     inputs = case.build("cpu").inputs(
         max_seq_len=50_000, workspace_buffer=torch.zeros(needed, dtype=torch.uint8)
@@ -144,9 +145,6 @@ def test_the_size_covers_all_tiles(
     assert call.plan.workspace_bytes == needed
 
 
-SIZES: dict[str, Any] = {"batch": 2, "q_len": 1, "heads": 24, "max_seq_len": 50_000}
-
-
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize("max_seq_len", [100, 5000])
 def test_the_size_covers_both_kernels(max_seq_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,60 +181,39 @@ def test_a_forced_kernel_that_does_not_support_the_call_is_rejected(
 )
 def test_grouped_query_sizes(kv_dtype: torch.dtype | None, least: int) -> None:
     """With kv_heads and head_dim the size is of grouped-query attention; a window reduces it."""
-    sizes: dict[str, Any] = {"batch": 2, "heads": 16, "kv_heads": 2, "head_dim": 128}
+    sizes = SIZES | {"heads": 16, "kv_heads": 2, "head_dim": 128, "kv_dtype": kv_dtype}
 
-    whole = mlagen.workspace_bytes(q_len=1, max_seq_len=100_000, kv_dtype=kv_dtype, **sizes)
-    ragged = mlagen.workspace_bytes(
-        q_len=4, tokens=5, max_seq_len=100_000, kv_dtype=kv_dtype, **sizes
-    )
-    windowed = mlagen.workspace_bytes(
-        q_len=1, max_seq_len=100_000, window_left=63, kv_dtype=kv_dtype, **sizes
-    )
+    whole = mlagen.workspace_bytes(**sizes)
 
-    assert whole > windowed == least
-    assert ragged > 0
+    assert whole > mlagen.workspace_bytes(**sizes, window_left=63) == least
+    assert mlagen.workspace_bytes(**sizes | RAGGED) > 0
 
 
-REJECTED: dict[str, tuple[dict[str, Any], str]] = {
-    "a negative batch": ({"batch": -1}, "batch: expected an int, 0 or more, got -1"),
-    "no query tokens": ({"q_len": 0}, "q_len: expected an int, 1 or more, got 0"),
-    "a fraction of heads": ({"heads": 1.5}, "heads: expected an int, 1 or more, got 1.5"),
-    "rows beyond 32 bits": (
-        {"batch": 1 << 27},
-        "tokens * heads: expected 2147483647 or less, got 2147483648",
-    ),
-    "float32": (
-        {"dtype": torch.float32},
-        "dtype: expected torch.bfloat16 or torch.float16 or torch.float8_e4m3fn, got torch.float32",
-    ),
-    "no dtype": (
-        {"dtype": [1]},
-        "dtype: expected torch.bfloat16 or torch.float16 or torch.float8_e4m3fn, got [1]",
-    ),
-    "a GPU that is none": ({"device": "cpu"}, "device: expected a GPU: cuda, got cpu"),
-    "a device that is none": (
-        {"device": "gpu7"},
-        "device: expected the index of a GPU or a torch.device, got 'gpu7'",
-    ),
-    "half of grouped queries": (
-        {"kv_heads": 2},
-        "head_dim: expected an int, 1 or more, got None",
-    ),
-    "heads that cannot be shared evenly": (
-        {"kv_heads": 3, "head_dim": 128},
-        "heads: expected a multiple of 3 (kv_heads), got 16",
-    ),
-}
+ONE: dict[str, Any] = {"batch": 1, "q_len": 1, "heads": 16, "max_seq_len": 100}
+DTYPES = ": expected torch.bfloat16 or torch.float16 or torch.float8_e4m3fn, got "
 
 
 @pytest.mark.usefixtures("h200")
-@pytest.mark.parametrize(("changes", "message"), REJECTED.values(), ids=REJECTED)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": -1}, "batch: expected an int, 0 or more, got -1"),
+        ({"q_len": 0}, "q_len: expected an int, 1 or more, got 0"),
+        ({"heads": 1.5}, "heads: expected an int, 1 or more, got 1.5"),
+        ({"batch": 1 << 27}, "tokens * heads: expected 2147483647 or less, got 2147483648"),
+        ({"dtype": torch.float32}, f"dtype{DTYPES}torch.float32"),
+        ({"dtype": [1]}, f"dtype{DTYPES}[1]"),
+        ({"device": "cpu"}, "device: expected a GPU: cuda, got cpu"),
+        ({"device": "gpu7"}, "device: expected the index of a GPU or a torch.device, got 'gpu7'"),
+        ({"kv_heads": 2}, "head_dim: expected an int, 1 or more, got None"),
+        ({"kv_heads": 3, "head_dim": 128}, "heads: expected a multiple of 3 (kv_heads), got 16"),
+    ],
+    ids=lambda value: value.partition(":")[0] if isinstance(value, str) else None,
+)
 def test_an_invalid_size_is_rejected(changes: dict[str, Any], message: str) -> None:
     """The message names the number, the rule and the value."""
-    sizes: dict[str, Any] = {"batch": 1, "q_len": 1, "heads": 16, "max_seq_len": 100}
-
     with pytest.raises(ArgumentError) as caught:
-        mlagen.workspace_bytes(**sizes | changes)
+        mlagen.workspace_bytes(**ONE | changes)
 
     assert str(caught.value) == message
 
@@ -245,18 +222,14 @@ def test_an_invalid_size_is_rejected(changes: dict[str, Any], message: str) -> N
 def test_unsupported_calls_are_rejected() -> None:
     """Unsupported arguments are rejected as in the call."""
     with pytest.raises(UnsupportedError, match=r"^no MLA decode kernel for query bf16"):
-        mlagen.workspace_bytes(batch=1, q_len=1, heads=16, max_seq_len=100, kv_lora_rank=384)
+        mlagen.workspace_bytes(**ONE, kv_lora_rank=384)
 
 
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), 0])
 def test_a_gpu_has_several_names(device: torch.device | int | str) -> None:
     """A GPU may be given in all of torch's ways."""
-    sizes: dict[str, Any] = {"batch": 1, "q_len": 1, "heads": 16, "max_seq_len": 5000}
-
-    needed = mlagen.workspace_bytes(device=device, **sizes)
-
-    assert needed == mlagen.workspace_bytes(**sizes) > 0
+    assert mlagen.workspace_bytes(device=device, **SIZES) == mlagen.workspace_bytes(**SIZES) > 0
 
 
 @pytest.mark.usefixtures("h200")
@@ -265,10 +238,8 @@ def test_the_size_is_of_the_given_gpu(
     device: torch.device | int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU with fewer SMs has fewer partial results."""
-    counts = (132, 16)
     facts = [
-        DeviceFacts(index=index, name="", major=9, minor=0, sm_count=count, memory_bytes=0)
-        for index, count in enumerate(counts)
+        replace(H200_FACTS, index=index, sm_count=count) for index, count in ((0, 132), (1, 16))
     ]
     monkeypatch.setattr(mla_plan, "device_facts", facts.__getitem__)
 
@@ -282,6 +253,6 @@ def test_a_missing_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlagen.runtime.device.visible_devices", list)
 
     with pytest.raises(ArgumentError) as caught:
-        mlagen.workspace_bytes(batch=1, q_len=1, heads=16, max_seq_len=100, device=77)
+        mlagen.workspace_bytes(**ONE, device=77)
 
     assert str(caught.value) == "device: expected one of 0 visible GPUs, got 77"

@@ -1,4 +1,4 @@
-"""Tests of compilation targets."""
+"""Compilation targets."""
 
 from __future__ import annotations
 
@@ -9,32 +9,19 @@ from mlagen.spec.arch import ARCHS, Arch, arch_of_capability, parse_arch
 from mlagen.spec.cards import CARDS
 
 KNOWN = "sm_80, sm_86, sm_87, sm_89, sm_90a, sm_100f, sm_103f, sm_110f, sm_120f, sm_121f"
+UNKNOWN = ("sm_75", "sm_90f", "sm_100a", "sm_80a", "90a", "SM_90a", "sm_90a ", "native", "")
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
-def test_str_of_an_arch_parses_back(arch: Arch) -> None:
-    """A target parses from its text, with and without the suffix."""
-    parsed = {parse_arch(str(arch)), parse_arch(f"sm_{arch.number}")}
+def test_an_arch_is_found_by_text_and_by_capability(arch: Arch) -> None:
+    """A target parses with and without its suffix, and has at least the smallest tile's memory."""
+    found = {parse_arch(str(arch)), parse_arch(f"sm_{arch.number}")}
 
-    assert parsed == {arch}
+    assert found == {arch} == {arch_of_capability(*divmod(arch.number, 10))}
+    assert arch.shared_bytes >= 99 * 1024
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "sm_75",
-        "sm_90f",
-        "sm_100a",
-        "sm_80a",
-        "90a",
-        "SM_90a",
-        "sm_90a ",
-        "native",
-        "",
-        "V100",
-        "H10",
-    ],
-)
+@pytest.mark.parametrize("text", [*UNKNOWN, "V100", "H10"])
 def test_an_unknown_arch_is_rejected(text: str) -> None:
     """The message lists all targets and the given text."""
     with pytest.raises(ArgumentError) as caught:
@@ -69,18 +56,9 @@ def test_a_card_name_selects_its_arch(card: str, arch: str) -> None:
     assert str(parse_arch(card)) == arch
 
 
-@pytest.mark.parametrize("card", CARDS)
-def test_every_card_has_an_arch(card: str) -> None:
+def test_every_card_has_an_arch() -> None:
     """Every listed compute capability has a target."""
-    assert parse_arch(card).number == CARDS[card]
-
-
-@pytest.mark.parametrize("arch", ARCHS, ids=str)
-def test_a_compute_capability_selects_its_arch(arch: Arch) -> None:
-    """A compute capability selects the target of the same number."""
-    found = arch_of_capability(*divmod(arch.number, 10))
-
-    assert found == arch
+    assert {card: parse_arch(card).number for card in CARDS} == CARDS
 
 
 def test_a_capability_without_an_arch_is_rejected() -> None:
@@ -95,26 +73,18 @@ def test_a_capability_without_an_arch_is_rejected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "kib"),
-    [("sm_80", 163), ("sm_86", 99), ("sm_90a", 227), ("sm_100f", 227), ("sm_120f", 99)],
+    ("text", "kib", "has_griddepcontrol"),
+    [
+        ("sm_80", 163, False),
+        ("sm_86", 99, False),
+        ("sm_89", 99, False),
+        ("sm_90a", 227, True),
+        ("sm_100f", 227, True),
+        ("sm_120f", 99, True),
+    ],
 )
-def test_shared_memory_limit_of_a_cta(text: str, kib: int) -> None:
-    """The limit matches the table of the CUDA C++ Programming Guide."""
+def test_facts_of_an_arch(text: str, kib: int, has_griddepcontrol: bool) -> None:
+    """Shared memory is that of the CUDA C++ Programming Guide; griddepcontrol begins at sm_90."""
     arch = parse_arch(text)
 
-    assert arch.shared_bytes == kib * 1024
-
-
-@pytest.mark.parametrize("arch", ARCHS, ids=str)
-def test_every_arch_has_a_shared_memory_limit(arch: Arch) -> None:
-    """The limit is at least the 99 KiB that the smallest tile needs."""
-    size = arch.shared_bytes
-
-    assert size >= 99 * 1024
-
-
-def test_griddepcontrol_requires_sm_90() -> None:
-    """PDL's griddepcontrol exists from sm_90 on."""
-    with_it = {str(arch) for arch in ARCHS if arch.has_griddepcontrol}
-
-    assert with_it == {"sm_90a", "sm_100f", "sm_103f", "sm_110f", "sm_120f", "sm_121f"}
+    assert (arch.shared_bytes, arch.has_griddepcontrol) == (kib * 1024, has_griddepcontrol)

@@ -1,4 +1,4 @@
-"""Tests of what every kernel spec has in common."""
+"""What every kernel spec has in common."""
 
 from __future__ import annotations
 
@@ -8,59 +8,32 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 
 from mlagen.errors import ArgumentError
-from mlagen.spec.arch import Arch
-from mlagen.spec.combine import CombineSpec
+from mlagen.spec.arch import ARCHS, Arch
+from mlagen.spec.combine import CombineSpec, combine_specs
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa.sm80 import GqaSm80Spec
+from mlagen.spec.gqa.sm80 import gqa_sm80_specs
 from mlagen.spec.kernel import KernelSpec, pack_scalars, packing_of
-from mlagen.spec.mla.sm80 import MlaSm80Spec
-from mlagen.spec.mla.sm90 import MlaSm90Spec
-from tests.kernels import COMBINE, gqa_sm80, mla_sm80, mla_sm90
+from mlagen.spec.mla.sm80 import mla_sm80_specs
+from tests.kernels import COMBINE, gqa_sm80, gqa_sm90, mla_sm80, mla_sm90
 
-SPECS = (MlaSm80Spec, MlaSm90Spec, GqaSm80Spec, CombineSpec)
+SPECS = [mla_sm80(), mla_sm90(), gqa_sm80(), gqa_sm90(), COMBINE]
+TYPES = {"128s": "TensorMap", "Q": "*", "q": "i64", "i": "int", "f": "float"}
 SIZES = {"128s": 128, "Q": 8, "q": 8, "i": 4, "f": 4}
+specs = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
-def test_parameters_have_no_padding(spec: type[KernelSpec]) -> None:
-    """Larger fields come first, so native alignment adds no padding."""
-    sizes = [SIZES[parameter.code] for parameter in spec.parameters]
-    codes = "".join(parameter.code for parameter in spec.parameters)
+@specs
+def test_parameters_are_packed_without_padding(spec: KernelSpec) -> None:
+    """Names are unique, types match formats, larger fields come first, and CUDA's limit holds."""
+    parameters = spec.parameters
+    sizes = [SIZES[parameter.code] for parameter in parameters]
+    codes = "".join(parameter.code for parameter in parameters)
 
     assert sizes == sorted(sizes, reverse=True)
-    assert struct.calcsize(f"@{codes}") == struct.calcsize(f"<{codes}") == sum(sizes)
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
-def test_parameters_have_unique_names_and_matching_types(
-    spec: type[KernelSpec],
-) -> None:
-    """Each field name is unique, and its CUDA type has the size of its format."""
-    parameters = spec.parameters
-    expected = {"128s": "TensorMap", "Q": "*", "q": "i64", "i": "int", "f": "float"}
-
+    assert struct.calcsize(f"@{codes}") == struct.calcsize(f"<{codes}") == sum(sizes) <= 4096
+    assert packing_of(spec).size == sum(sizes)
     assert len({parameter.name for parameter in parameters}) == len(parameters)
-    assert all(parameter.cuda_type.endswith(expected[parameter.code]) for parameter in parameters)
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
-def test_parameters_fit_the_launch_limit(spec: type[KernelSpec]) -> None:
-    """CUDA passes at most 4096 bytes."""
-    size = struct.calcsize("".join(parameter.code for parameter in spec.parameters))
-
-    assert size <= 4096
-
-
-@pytest.mark.parametrize(
-    ("spec", "packing"),
-    [(COMBINE, "<QQQQQQ16sfff"), (mla_sm90(), "<384sQQQQQQQQQQQQQQQ104sfff")],
-    ids=["combine", "tensor maps"],
-)
-def test_constant_parameters_pack_as_one_value(spec: KernelSpec, packing: str) -> None:
-    """Tensor maps are one value of a launch and integers another; the bytes are the same."""
-    assert packing_of(spec).format == packing
-    codes = "".join(parameter.code for parameter in spec.parameters)
-    assert packing_of(spec).size == struct.calcsize(f"<{codes}")
+    assert all(parameter.cuda_type.endswith(TYPES[parameter.code]) for parameter in parameters)
 
 
 def test_scalars_are_packed_by_name_in_order() -> None:
@@ -78,25 +51,18 @@ def test_scalars_are_packed_by_name_in_order() -> None:
         ({"heads": 2**31}, "heads: expected an int of 32 bits, got 2147483648"),
         ({"total_rows": 2**63}, "total_rows: expected an int of 64 bits, got 9223372036854775808"),
     ],
-    ids=["4 bytes", "8 bytes"],
 )
 def test_an_integer_overflow_is_rejected(change: dict[str, int], message: str) -> None:
     """Expanded views of one element may have shapes that overflow a parameter."""
-    values = {"num_splits": 3, "heads": 2, "total_rows": 1}
-
     with pytest.raises(ArgumentError) as caught:
-        pack_scalars(COMBINE, values | change)
+        pack_scalars(COMBINE, {"num_splits": 3, "heads": 2, "total_rows": 1} | change)
 
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(
-    "spec", [mla_sm80(), mla_sm90(), gqa_sm80(), COMBINE], ids=lambda spec: spec.family
-)
+@specs
 def test_key_fields_are_all_fields_as_text(spec: KernelSpec) -> None:
-    """Every field is in the key, and none as a repr."""
-    key_fields = spec.key_fields()
-
+    """Every field is in the key, none as a repr, and none can be assigned."""
     named: list[str] = []
     for field in fields(spec):
         value = getattr(spec, field.name)
@@ -104,8 +70,10 @@ def test_key_fields_are_all_fields_as_text(spec: KernelSpec) -> None:
             named += [part.name for part in fields(value)]
         else:
             named += getattr(value, "_fields", (field.name,))
-    assert list(key_fields) == named
-    assert not any("<" in text or "(" in text for text in key_fields.values())
+    assert list(spec.key_fields()) == named
+    assert not any("<" in text or "(" in text for text in spec.key_fields().values())
+    with pytest.raises(FrozenInstanceError):
+        spec.arch = spec.arch  # type: ignore[misc]
 
 
 def test_str_of_a_spec_is_its_family_and_fields() -> None:
@@ -115,9 +83,34 @@ def test_str_of_a_spec_is_its_family_and_fields() -> None:
     assert str(spec) == "combine(arch=sm_90a, dtype=fp16, head_dim_vo=256)"
 
 
-def test_a_spec_is_immutable() -> None:
-    """A spec is a cache key, so assignment fails."""
-    spec = mla_sm80()
+@pytest.mark.parametrize("arch", ARCHS, ids=str)
+def test_every_decode_output_has_one_combine_kernel(arch: Arch) -> None:
+    """Each output dtype and width has one, whose slices are at most 128 elements of a row."""
+    needed = {(spec.out_dtype, spec.head_dim_vo) for spec in mla_sm80_specs(arch)}
+    needed |= {(spec.variant.out_dtype, spec.variant.head_dim) for spec in gqa_sm80_specs(arch)}
 
-    with pytest.raises(FrozenInstanceError):
-        spec.tile = spec.tile  # type: ignore[misc]
+    listed = list(combine_specs(arch))
+
+    assert len(listed) == len(needed)
+    assert {(spec.dtype, spec.head_dim_vo) for spec in listed} == needed
+    for spec in listed:
+        assert (spec.slices - 1) * 128 < spec.head_dim_vo <= spec.slices * 128
+        assert (spec.threads, spec.shared_bytes) == (128, 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cuda_name", "elements", "size"),
+    [
+        (DType.BF16, "Bf16", 576, 1152),
+        (DType.FP16, "Fp16", 128, 256),
+        (DType.E4M3, "E4m3", 576, 576),
+        (DType.INT8, "Int8", 128, 128),
+        (DType.NVFP4, "Nvfp4", 128, 64),
+        (DType.FP8_DS_MLA, "Fp8DsMla", 576, 656),
+        (DType.FP8_PER_TOKEN, "Fp8PerToken", 576, 640),
+    ],
+    ids=str,
+)
+def test_rows_and_tags_of_a_dtype(dtype: DType, cuda_name: str, elements: int, size: int) -> None:
+    """A row has the size of its elements, or with inline scales a fixed one; tags are types."""
+    assert (dtype.cuda_name, dtype.row_bytes(elements)) == (cuda_name, size)

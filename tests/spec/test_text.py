@@ -20,16 +20,17 @@ from mlagen.spec.mla.sm80 import mla_sm80_spec
 from mlagen.spec.mla.sm90 import mla_sm90_spec
 from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
 from mlagen.spec.text import parse_spec
-from tests.kernels import COMBINE, SM_90A, gqa_sm80, mla_sm80, mla_sm90
+from tests.kernels import COMBINE, gqa_sm80, mla_sm80, mla_sm90
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_kernel_parses_back(arch: Arch, family: str) -> None:
-    """The text of a prewarmed kernel parses back to that kernel."""
-    specs = specs_of(arch, (family,))
+def test_every_kernel_parses_back(arch: Arch) -> None:
+    """The text of a prewarmed kernel is its own, and parses back to that kernel."""
+    texts = {str(spec): spec for spec in specs_of(arch)}
 
-    assert [parse_spec(str(spec)) for spec in specs] == specs
+    assert len(texts) == len(specs_of(arch))
+    for text, spec in list(texts.items())[::5]:
+        assert parse_spec(text) == spec
 
 
 archs = st.sampled_from(ARCHS)
@@ -78,22 +79,17 @@ def test_a_gqa_kernel_of_any_size_parses_back(
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "spec"),
     [
-        "combine(arch=sm_80, dtype=bf16, head_dim_vo=512)",
-        "combine(arch=sm_80,dtype=bf16,head_dim_vo=512)",
-        " combine ( dtype = bf16, head_dim_vo = 512, arch = sm_80 ) ",
+        ("combine(arch=sm_80,dtype=bf16,head_dim_vo=512)", COMBINE),
+        (" combine ( dtype = bf16, head_dim_vo = 512, arch = sm_80 ) ", COMBINE),
+        (str(mla_sm90()).replace("sm_90a", "sm_90"), mla_sm90()),
     ],
-    ids=["as it is written", "without blanks", "in another order"],
+    ids=["no blanks", "another order", "arch without its suffix"],
 )
-def test_blanks_and_order_are_ignored(text: str) -> None:
-    """Blanks and the order of the names do not change the kernel."""
-    assert parse_spec(text) == COMBINE
-
-
-def test_the_suffix_of_an_arch_is_optional() -> None:
-    """An architecture parses with and without its suffix."""
-    assert parse_spec(str(mla_sm90()).replace("sm_90a", "sm_90")) == mla_sm90()
+def test_other_spellings_of_a_kernel(text: str, spec: KernelSpec) -> None:
+    """Blanks, the order of the names and the suffix of an architecture are free."""
+    assert parse_spec(text) == spec
 
 
 def text_with(spec: KernelSpec, **changes: str) -> str:
@@ -102,72 +98,30 @@ def text_with(spec: KernelSpec, **changes: str) -> str:
     return f"{spec.family}({', '.join(f'{name}={value}' for name, value in values.items())})"
 
 
+FORM = "kernel: expected family(name=value, ...), got "
+NAMES = "combine: expected name=value with a name out of arch, dtype, head_dim_vo, got "
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "kernel: expected family(name=value, ...), got ''"),
-        ("combine", "kernel: expected family(name=value, ...), got 'combine'"),
-        (
-            "combine(arch=sm_80))",
-            "kernel: expected family(name=value, ...), got 'combine(arch=sm_80))'",
-        ),
+        ("", f"{FORM}''"),
+        ("combine", f"{FORM}'combine'"),
+        ("combine(arch=sm_80))", f"{FORM}'combine(arch=sm_80))'"),
         (
             "combine_all(arch=sm_80)",
-            (
-                "kernel: expected a family out of mla_sm80, mla_sm90, mla_sm90_fp8, "
-                "mla_sm90_fp8kv, gqa_sm80, gqa_sm90, combine, got 'combine_all'"
-            ),
+            f"kernel: expected a family out of {', '.join(FAMILIES)}, got ",
         ),
-        (
-            "combine()",
-            "combine: expected arch, dtype, head_dim_vo too, got ''",
-        ),
+        ("combine()", "combine: expected arch, dtype, head_dim_vo too, got ''"),
         (
             "combine(arch=sm_80, dtype=bf16)",
-            "combine: expected head_dim_vo too, got 'arch=sm_80, dtype=bf16'",
+            "combine: expected head_dim_vo too, got 'arch=sm_80",
         ),
-        (
-            "combine(arch=sm_80, page=1)",
-            (
-                "combine: expected name=value with a name out of arch, dtype, head_dim_vo, "
-                "got 'page=1'"
-            ),
-        ),
-        (
-            "combine(arch=sm_80, dtype)",
-            (
-                "combine: expected name=value with a name out of arch, dtype, head_dim_vo, "
-                "got 'dtype'"
-            ),
-        ),
-        (
-            "combine(arch=sm_80,, dtype=bf16)",
-            ("combine: expected name=value with a name out of arch, dtype, head_dim_vo, got ''"),
-        ),
-        (
-            "combine(arch=sm_80, arch=sm_80)",
-            "combine: expected arch once, got it twice",
-        ),
-        (
-            text_with(COMBINE, dtype="BF16"),
-            (
-                "combine.dtype: expected one of bf16, fp16, e4m3, int8, nvfp4, fp8_ds_mla, "
-                "fp8_per_token, got 'BF16'"
-            ),
-        ),
-    ],
-    ids=[
-        "nothing",
-        "no brackets",
-        "brackets that do not match",
-        "family",
-        "no values",
-        "a value is missing",
-        "a name of another family",
-        "no equals sign",
-        "an empty item",
-        "a name twice",
-        "dtype",
+        ("combine(arch=sm_80, page=1)", f"{NAMES}'page=1'"),
+        ("combine(arch=sm_80, dtype)", f"{NAMES}'dtype'"),
+        ("combine(arch=sm_80,, dtype=bf16)", f"{NAMES}''"),
+        ("combine(arch=sm_80, arch=sm_80)", "combine: expected arch once, got it twice"),
+        (text_with(COMBINE, dtype="BF16"), "combine.dtype: expected one of bf16, fp16, e4m3, int8"),
     ],
 )
 def test_malformed_text_is_rejected_with_the_rule(text: str, message: str) -> None:
@@ -175,7 +129,7 @@ def test_malformed_text_is_rejected_with_the_rule(text: str, message: str) -> No
     with pytest.raises(ArgumentError) as caught:
         parse_spec(text)
 
-    assert str(caught.value) == message
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -189,65 +143,33 @@ def test_a_number_has_one_spelling(number: str) -> None:
         parse_spec(text_with(mla_sm80(), page_size=number))
 
 
+UNUSED = "expected a kernel that calls use"
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("spec", "change", "message"),
     [
-        (text_with(COMBINE, arch="sm_70"), "arch: expected one of sm_80, "),
-        (text_with(mla_sm80(), page_size="0"), "mla_sm80.page_size: expected 1 or more, got 0"),
-        (
-            text_with(gqa_sm80(), head_dim="72"),
-            "gqa_sm80: no GQA decode kernel for head_dim 72",
-        ),
-        (
-            text_with(mla_sm80(), kv_lora_rank="128"),
-            "mla_sm80: no MLA decode kernel for query bf16, cache bf16, ",
-        ),
-        (text_with(mla_sm80(), lookup="../x"), "mla_sm80: no MLA decode kernel for query bf16"),
-        (text_with(mla_sm80(), kv_dtype="int8"), "mla_sm80: no MLA decode kernel for query "),
-        (
-            text_with(mla_sm80(), block_n="48"),
-            f"mla_sm80: expected a kernel that calls use, the nearest {mla_sm80()}, got mla_sm80(",
-        ),
-        (
-            text_with(mla_sm90(), block_m="48"),
-            "mla_sm90: expected a kernel that calls use, the nearest mla_sm90(",
-        ),
-        (
-            text_with(mla_sm90(), arch="sm_80"),
-            "mla_sm90: expected a kernel that calls use, got mla_sm90(arch=sm_80, ",
-        ),
-        (
-            text_with(gqa_sm80(), warps="0"),
-            f"gqa_sm80: expected a kernel that calls use, the nearest {gqa_sm80()}, got gqa_sm80(",
-        ),
-        (
-            text_with(COMBINE, head_dim_vo="72"),
-            "combine: no GQA decode kernel for head_dim 72; supported: ",
-        ),
-        (
-            text_with(COMBINE, dtype="int8"),
-            f"combine: expected a kernel that calls use, the nearest {COMBINE}, got ",
-        ),
+        (COMBINE, {"arch": "sm_70"}, "arch: expected one of sm_80, "),
+        (mla_sm80(), {"page_size": "0"}, "mla_sm80.page_size: expected 1 or more, got 0"),
+        (mla_sm80(), {"kv_lora_rank": "128"}, "mla_sm80: no MLA decode kernel for query bf16, ca"),
+        (mla_sm80(), {"lookup": "../x"}, "mla_sm80: no MLA decode kernel for query bf16"),
+        (mla_sm80(), {"kv_dtype": "int8"}, "mla_sm80: no MLA decode kernel for query "),
+        (mla_sm80(), {"block_n": "48"}, f"mla_sm80: {UNUSED}, the nearest {mla_sm80()}, got mla_"),
+        (mla_sm90(), {"block_m": "48"}, f"mla_sm90: {UNUSED}, the nearest mla_sm90("),
+        (mla_sm90(), {"arch": "sm_80"}, f"mla_sm90: {UNUSED}, got mla_sm90(arch=sm_80, "),
+        (gqa_sm80(), {"head_dim": "72"}, "gqa_sm80: no GQA decode kernel for head_dim 72"),
+        (gqa_sm80(), {"warps": "0"}, f"gqa_sm80: {UNUSED}, the nearest {gqa_sm80()}, got gqa_sm8"),
+        (COMBINE, {"head_dim_vo": "72"}, "combine: no GQA decode kernel for head_dim 72; support"),
+        (COMBINE, {"dtype": "int8"}, f"combine: {UNUSED}, the nearest {COMBINE}, got "),
     ],
-    ids=[
-        "architecture",
-        "no tokens in a page",
-        "head dim",
-        "rank",
-        "lookup",
-        "dtype of the cache",
-        "tile",
-        "sm90 tile",
-        "sm90 on sm_80",
-        "tile of GQA",
-        "head dim to combine",
-        "dtype to combine",
-    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_a_kernel_that_no_call_uses_is_rejected(text: str, message: str) -> None:
+def test_a_kernel_that_no_call_uses_is_rejected(
+    spec: KernelSpec, change: dict[str, str], message: str
+) -> None:
     """Only kernels that calls use reach the compiler."""
     with pytest.raises(ArgumentError) as caught:
-        parse_spec(text)
+        parse_spec(text_with(spec, **change))
 
     assert str(caught.value).startswith(message)
 
@@ -275,10 +197,3 @@ def test_a_changed_value_is_another_kernel_or_an_argument_error(
     except ArgumentError:
         return
     assert str(read) == text
-
-
-def test_the_kernels_of_an_arch_have_distinct_texts() -> None:
-    """No two kernels share a text."""
-    specs = specs_of(SM_90A)
-
-    assert len({str(spec) for spec in specs}) == len(specs)

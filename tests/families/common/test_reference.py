@@ -1,4 +1,4 @@
-"""Decoding of stored rows to float32."""
+"""The CPU backend: decoding of stored rows, invalid pages and precision."""
 
 from __future__ import annotations
 
@@ -7,32 +7,35 @@ import torch
 
 from mlagen.families.common.reference import decoded, scaled_groups, stored_rows
 from mlagen.spec.dtype import DType
+from tests.problems.entry_points import decode, decode_with_lse
+from tests.problems.mla import MlaCase
 from tests.problems.mla_rows import store
 from tests.problems.problem import POISON
 
-FORMATS = [DType.BF16, DType.FP16, DType.E4M3, DType.FP8_DS_MLA]
+FORMATS = [DType.BF16, DType.FP16, DType.E4M3, DType.FP8_DS_MLA, DType.FP8_PER_TOKEN]
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_a_row_is_decoded_to_its_elements(dtype: DType) -> None:
-    """Every element is the float32 product of stored element and scale."""
+    """An element is the float32 product of stored element and scale; fp8_per_token's is apart."""
     content = torch.randn(7, 576, generator=torch.Generator().manual_seed(0))
-    stored = store(content, 512, str(dtype))
+    scales = torch.rand(7, generator=torch.Generator().manual_seed(1)) + 0.5
+    is_per_token = dtype is DType.FP8_PER_TOKEN
+    stored = store(content, 512, str(dtype), scales=scales if is_per_token else None)
 
     elements = decoded(stored.rows, dtype)
 
-    assert torch.equal(elements, stored.elements.float())
+    assert torch.equal(
+        elements * scales[:, None] if is_per_token else elements, stored.elements.float()
+    )
 
 
-def test_an_fp8_per_token_row_is_decoded_without_its_scale() -> None:
-    """The scale of a 640-byte row is in another tensor, and multiplies all elements."""
-    content = torch.randn(7, 576, generator=torch.Generator().manual_seed(0))
-    scales = torch.rand(7, generator=torch.Generator().manual_seed(1)) + 0.5
-    stored = store(content, 512, "fp8_per_token", scales=scales)
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_poison_is_nan_in_every_format(dtype: DType) -> None:
+    """The poison of tests decodes to NaN in every format."""
+    rows = torch.full((3, dtype.row_bytes(576)), POISON, dtype=torch.uint8)
 
-    elements = decoded(stored.rows, DType.FP8_PER_TOKEN)
-
-    assert torch.equal(elements * scales[:, None], stored.elements.float())
+    assert decoded(rows, dtype).isnan().all()
 
 
 def test_groups_of_128_elements_have_a_scale_each() -> None:
@@ -44,16 +47,6 @@ def test_groups_of_128_elements_have_a_scale_each() -> None:
     assert elements.tolist() == [[2.0] * 128 + [3.0] * 128]
 
 
-@pytest.mark.parametrize("dtype", [*FORMATS, DType.FP8_PER_TOKEN], ids=str)
-def test_poison_is_nan_in_every_format(dtype: DType) -> None:
-    """The poison of tests decodes to NaN in every format."""
-    rows = torch.full((3, dtype.row_bytes(576)), POISON, dtype=torch.uint8)
-
-    elements = decoded(rows, dtype)
-
-    assert elements.isnan().all()
-
-
 def test_stored_rows_follow_strides() -> None:
     """Pages and tokens may have padding, and a token may be read twice."""
     cache = torch.arange(4 * 3 * 24, dtype=torch.float32).bfloat16().view(4, 3, 24)[:, :2, :16]
@@ -62,3 +55,38 @@ def test_stored_rows_follow_strides() -> None:
 
     expected = torch.stack([cache[3, 1], cache[0, 0], cache[3, 1]])
     assert torch.equal(rows.view(torch.bfloat16), expected)
+
+
+def test_an_invalid_page_reads_as_zero() -> None:
+    """Tokens of an invalid page id are zero keys and values, as in the kernels."""
+    problem = MlaCase(seq_lens=(128,)).build("cpu")
+    tables, zeroed = problem.block_tables.clone(), problem.kv_cache.clone()
+    zeroed[tables[0, 1].long()] = 0.0
+    tables[0, 1] = 2**31 - 1
+
+    out = decode(problem, block_tables=tables)
+
+    assert torch.equal(out, decode(problem, kv_cache=zeroed))
+
+
+def test_it_computes_in_float32() -> None:
+    """The LSE agrees with float64 more closely than 16-bit weights allow."""
+    problem = MlaCase(seq_lens=(300, 70), with_sinks=True).build("cpu")
+
+    _, lse = decode_with_lse(problem)
+
+    assert (lse.double() - problem.expected().lse).abs().max() < 1e-5
+
+
+def test_the_inputs_are_unchanged() -> None:
+    """No argument except `out` and `lse` is written."""
+    problem = MlaCase(seq_lens=(70, 3), with_sinks=True).build("cpu")
+    arguments = problem.arguments()
+    tensors = {key: value for key, value in arguments.items() if isinstance(value, torch.Tensor)}
+    before = {key: value.clone() for key, value in tensors.items()}
+
+    decode(problem, **arguments)
+
+    for key, value in tensors.items():
+        # By bytes, as NaN does not compare equal.
+        assert torch.equal(value.view(torch.uint8), before[key].view(torch.uint8)), key

@@ -1,8 +1,6 @@
-"""Tests of the sm90 GQA launch plan against numbers example out by hand."""
+"""The sm90 GQA launch plan: examples worked out by hand, and properties for any shape."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -16,23 +14,22 @@ from mlagen.families.gqa.plan_sm90 import (
     plan_gqa_sm90,
 )
 from mlagen.spec.dtype import DType
+from mlagen.spec.gqa.sm90 import GqaSm90Spec
 from tests.kernels import gqa_sm90
 
 SMS = 132
 
 
-def plan(
-    *,
+def problem(
     batch: int,
-    max_kv_len: int,
+    max_kv_len: int = 4096,
     kv_heads: int = 8,
     group: int = 8,
     q_len: int = 1,
     tokens: int | None = None,
-    sm_count: int = SMS,
-) -> GqaSm90Plan:
-    """Return the plan of a bf16 problem; ``tokens`` are the query tokens of ragged sequences."""
-    problem = GqaProblemShape(
+) -> GqaProblemShape:
+    """Return a problem; ``tokens`` are the query tokens of ragged sequences."""
+    return GqaProblemShape(
         batch=batch,
         q_len=q_len if tokens is None else 0,
         heads=kv_heads * group,
@@ -40,45 +37,40 @@ def plan(
         total_rows=(batch * q_len if tokens is None else tokens) * kv_heads * group,
         max_kv_len=max_kv_len,
     )
-    return plan_gqa_sm90(gqa_sm90(rows=group * q_len), problem, sm_count)
 
 
-class WorkedExample(NamedTuple):
-    """A problem and its plan."""
-
-    problem: dict[str, int]
-    cta_group_size: int
-    num_cta_groups: int
-    num_tiles: int
+def plan(
+    shape: GqaProblemShape, rows: int = 8, sm_count: int = SMS, spec: GqaSm90Spec | None = None
+) -> GqaSm90Plan:
+    """Return the plan of a problem, by default of bf16."""
+    return plan_gqa_sm90(spec or gqa_sm90(rows=rows), shape, sm_count)
 
 
-EXAMPLES = {
-    # Four KV heads of 256 bytes are 1024 bytes together.
-    "8 kv heads": WorkedExample({"batch": 128, "max_kv_len": 4096}, 4, 33, 2),
-    # Whole sequences of 32 tiles: four more SMs would save 2 us and cost more.
-    "one kv head": WorkedExample({"batch": 128, "max_kv_len": 4096, "kv_heads": 1}, 1, 128, 1),
-    "3 kv heads": WorkedExample({"batch": 128, "max_kv_len": 4096, "kv_heads": 3}, 3, 44, 1),
-    "48 kv heads": WorkedExample({"batch": 128, "max_kv_len": 4096, "kv_heads": 48}, 4, 33, 12),
-    # 64 rows are two tiles: two CTAs read the same tokens.
-    "two tiles": WorkedExample({"batch": 9, "max_kv_len": 4096, "group": 16, "q_len": 4}, 4, 33, 4),
-    # Two work tiles of 16 KV tiles: 6.6 us to read by two groups, 2.5 by eight, 1.7 to combine.
-    "a short sequence": WorkedExample({"batch": 1, "max_kv_len": 2048}, 4, 8, 2),
-    # Eight work tiles of eight KV tiles: 32 SMs read as fast as 132.
-    "whole work tiles": WorkedExample({"batch": 4, "max_kv_len": 1024}, 4, 8, 2),
-    "nothing": WorkedExample({"batch": 0, "max_kv_len": 512}, 4, 0, 2),
-}
+@pytest.mark.parametrize(
+    ("shape", "rows", "expected"),  # CTAs of a group, groups, tiles of a sequence
+    [
+        # Four KV heads of 256 bytes are 1024 bytes together.
+        (problem(128), 8, (4, 33, 2)),
+        # Whole sequences of 32 tiles: four more SMs would save 2 us and cost more.
+        (problem(128, kv_heads=1), 8, (1, 128, 1)),
+        (problem(128, kv_heads=3), 8, (3, 44, 1)),
+        (problem(128, kv_heads=48), 8, (4, 33, 12)),
+        # 64 rows are two tiles: two CTAs read the same tokens.
+        (problem(9, group=16, q_len=4), 64, (4, 33, 4)),
+        # Two work tiles of 16 KV tiles: 6.6 us to read by two groups, 2.5 by eight, 1.7 to combine.
+        (problem(1, 2048), 8, (4, 8, 2)),
+        # Eight work tiles of eight KV tiles: 32 SMs read as fast as 132.
+        (problem(4, 1024), 8, (4, 8, 2)),
+        (problem(0, 512), 8, (4, 0, 2)),
+    ],
+)
+def test_cta_groups_match_the_examples(
+    shape: GqaProblemShape, rows: int, expected: tuple[int, int, int]
+) -> None:
+    """The group has the size with the best bandwidth, and the grid the lowest modeled time."""
+    found = plan(shape, rows)
 
-
-def e4m3_problem(*, batch: int, kv_heads: int = 8, max_kv_len: int = 4096) -> GqaProblemShape:
-    """Return a problem whose CTAs may process two KV heads."""
-    return GqaProblemShape(
-        batch=batch,
-        q_len=1,
-        heads=kv_heads * 8,
-        kv_heads=kv_heads,
-        total_rows=batch * kv_heads * 8,
-        max_kv_len=max_kv_len,
-    )
+    assert (found.cta_group_size, found.num_cta_groups, found.num_tiles) == expected
 
 
 @pytest.mark.parametrize(
@@ -96,52 +88,37 @@ def test_ctas_process_two_heads_if_nearly_every_sm_has_a_whole_work_tile(
     batch: int, kv_heads: int, heads: int
 ) -> None:
     """Otherwise work tiles would need more splits, or SMs would be idle."""
-    spec = gqa_sm90(kv_dtype=DType.E4M3)
+    shape = problem(batch, kv_heads=kv_heads)
 
-    assert choose_heads_per_cta(spec, e4m3_problem(batch=batch, kv_heads=kv_heads), SMS) == heads
-    assert choose_heads_per_cta(gqa_sm90(), e4m3_problem(batch=batch, kv_heads=kv_heads), SMS) == 1
-
-
-def test_a_cta_of_two_heads_stores_splits_of_both() -> None:
-    """The sequence has half as many CTAs, and the workspace holds the partials of both heads."""
-    spec = gqa_sm90(kv_dtype=DType.E4M3, heads_per_cta=2)
-
-    found = plan_gqa_sm90(spec, e4m3_problem(batch=40), SMS)
-
-    assert (found.cta_group_size, found.num_tiles, found.num_ctas) == (4, 1, 132)
-    assert found.partial_rows_offset == 2 * 132 * 2 * 8 * 128 * 4
-    assert found.workspace_bytes == found.partial_rows_offset + 2 * 132 * 2 * 8 * 8
+    assert choose_heads_per_cta(gqa_sm90(kv_dtype=DType.E4M3), shape, SMS) == heads
+    assert choose_heads_per_cta(gqa_sm90(), shape, SMS) == 1
 
 
 def test_a_converted_cache_uses_more_sms() -> None:
     """A sequence of 64 tiles: 12.6 us by 32 SMs, 7.6 us by 128, and 1.2 us more to combine."""
-    found = plan_gqa_sm90(
-        gqa_sm90(kv_dtype=DType.E4M3), e4m3_problem(batch=1, max_kv_len=16384), SMS
-    )
-
-    assert found.num_cta_groups == 16
+    assert plan(problem(1, 16384), spec=gqa_sm90(kv_dtype=DType.E4M3)).num_cta_groups == 16
 
 
-@pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
-def test_cta_groups_match_the_examples(example: WorkedExample) -> None:
-    """The group has the size with the best bandwidth, and the grid the lowest modeled time."""
-    found = plan(**example.problem)
-
-    assert (found.cta_group_size, found.num_cta_groups, found.num_tiles) == example[1:]
-    assert found.num_ctas == found.cta_group_size * found.num_cta_groups
-
-
-def test_the_workspace_holds_two_splits_per_cta() -> None:
+@pytest.mark.parametrize(
+    ("spec", "batch", "num_tiles"),
+    [(gqa_sm90(), 128, 2), (gqa_sm90(kv_dtype=DType.E4M3, heads_per_cta=2), 40, 1)],
+    ids=["one head", "two heads"],
+)
+def test_the_workspace_holds_two_splits_per_cta_and_head(
+    spec: GqaSm90Spec, batch: int, num_tiles: int
+) -> None:
     """Partial outputs in fp32 come first, then two numbers per row."""
-    found = plan(batch=128, max_kv_len=4096)
+    found = plan(problem(batch), spec=spec)
 
-    assert found.partial_rows_offset == 2 * 132 * 8 * 128 * 4
-    assert found.workspace_bytes == found.partial_rows_offset + 2 * 132 * 8 * 8
+    splits = 2 * 132 * spec.heads_per_cta
+    assert (found.cta_group_size, found.num_tiles, found.num_ctas) == (4, num_tiles, 132)
+    assert found.partial_rows_offset == splits * 8 * 128 * 4
+    assert found.workspace_bytes == found.partial_rows_offset + splits * 8 * 8
 
 
 def test_ragged_sequences_are_counted_by_their_tokens() -> None:
     """Each may begin one tile more than its rows fill; all SMs are used, since lengths differ."""
-    found = plan(batch=3, max_kv_len=4096, q_len=4, tokens=7)
+    found = plan(problem(3, q_len=4, tokens=7), rows=32)
 
     assert found.row_tiles == 0
     assert found.total_tiles == found.num_tiles * (3 + 7 * 8 // 32)
@@ -149,27 +126,24 @@ def test_ragged_sequences_are_counted_by_their_tokens() -> None:
 
 
 @settings(deadline=None)
-@given(
-    kv_heads=st.integers(1, 200),
-    group=st.integers(1, 40),
-    q_len=st.integers(1, 5),
-    sm_count=st.integers(1, 160),
-)
+@given(st.integers(1, 200), st.integers(1, 40), st.integers(1, 5), st.integers(1, 160), st.data())
 def test_cta_groups_cover_all_work_of_a_sequence(
-    kv_heads: int, group: int, q_len: int, sm_count: int
+    kv_heads: int, group: int, q_len: int, sm_count: int, data: st.DataObject
 ) -> None:
     """No rank of a group is idle, and the groups fit the GPU."""
-    found = plan(
-        batch=500, max_kv_len=9000, kv_heads=kv_heads, group=group, q_len=q_len, sm_count=sm_count
-    )
+    batch = data.draw(st.integers(1, 500))
+
+    found = plan(problem(batch, 9000, kv_heads, group, q_len), group * q_len, sm_count)
 
     assert found.num_tiles * found.cta_group_size == kv_heads * found.row_tiles
+    assert found.total_tiles == batch * found.num_tiles
+    assert found.num_ctas == found.cta_group_size * found.num_cta_groups
     assert 1 <= found.num_ctas <= sm_count
 
 
 def test_a_schedule_beyond_32_bits_is_detected() -> None:
     """Work tiles times their length are at most 2^31 - 1."""
-    found = plan(batch=1 << 10, max_kv_len=4096, sm_count=128)  # 2^11 work tiles
+    found = plan(problem(1 << 10), sm_count=128)  # 2^11 work tiles
 
     assert fits_in_int32(gqa_sm90(), found, ((1 << 20) - 1) * 128)
     assert not fits_in_int32(gqa_sm90(), found, (1 << 20) * 128)

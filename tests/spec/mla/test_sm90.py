@@ -1,94 +1,184 @@
-"""Tests of the sm90 MLA specs: covered calls and tile selection."""
+"""The specs of the sm90 MLA kernels: covered calls, tiles and counts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from mlagen.spec.arch import ARCHS
+from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import CallShape
-from mlagen.spec.mla.sm90 import (
-    MlaSm90Spec,
-    block_m_for,
-    mla_sm90_spec,
-    mla_sm90_specs,
-)
-from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
-from tests.kernels import SM_90A, mla_sm80, mla_sm90
+from mlagen.spec.mla.sm90 import block_m_for, mla_sm90_spec, mla_sm90_specs
+from mlagen.spec.mla.sm90_calls import mla_sm90_kernel
+from mlagen.spec.mla.sm90_fp8 import mla_sm90_fp8_spec, mla_sm90_fp8_specs
+from mlagen.spec.mla.sm90_fp8kv import mla_sm90_fp8kv_spec, mla_sm90_fp8kv_specs
+from mlagen.spec.mla.variant import PAGE_SIZES, MlaVariant
+from tests.kernels import SM_90A, mla_sm80, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv
 
 BF16 = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16)
+E4M3 = MlaVariant(query_dtype=DType.E4M3, kv_dtype=DType.E4M3)
+PACKED = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.FP8_DS_MLA)
+MIXED = replace(PACKED, kv_dtype=DType.E4M3)
 
 
-@pytest.mark.parametrize(
-    ("rows", "block_m"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (512, 64)]
-)
-def test_a_call_uses_the_smallest_tile_that_holds_its_rows(rows: int, block_m: int) -> None:
-    """If none holds them, the call uses the largest tile."""
-    assert block_m_for(rows) == mla_sm90(rows=rows).block_m == block_m
+class Family(NamedTuple):
+    """The functions of a family, a variant, and how many kernels an sm_90a has."""
+
+    variant: MlaVariant
+    spec_of: Callable[..., Any]
+    specs: Callable[[Arch], Any]
+    kernels: int
+    build: Callable[..., Any]
 
 
-NOT_COVERED: dict[str, dict[str, Any]] = {
-    "e4m3": {"query_dtype": DType.E4M3, "kv_dtype": DType.E4M3},
-    "another cache": {"kv_dtype": DType.E4M3},
-    "another rank": {"kv_lora_rank": 256},
-    "no rope": {"qk_rope_head_dim": 0},
-    "sparse": {"lookup": "sparse"},
-    "separate values": {"values": "separate"},
-    "a bias": {"mask": "bias"},
-    "pages of 8": {"page_size": 8},
-    "pages of 24": {"page_size": 24},
+FAMILIES = {
+    # Two dtypes, four page sizes, three tiles.
+    "mla_sm90": Family(BF16, mla_sm90_spec, mla_sm90_specs, 2 * 4 * 3, mla_sm90),
+    "mla_sm90_fp8": Family(E4M3, mla_sm90_fp8_spec, mla_sm90_fp8_specs, 4 * 3, mla_sm90_fp8),
+    # Three dtype pairs have two modes, fp8_per_token has one; three tiles each.
+    "mla_sm90_fp8kv": Family(
+        PACKED,
+        mla_sm90_fp8kv_spec,
+        mla_sm90_fp8kv_specs,
+        (3 * 2 + 1) * 3 * len(PAGE_SIZES),
+        mla_sm90_fp8kv,
+    ),
+}
+families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+whole_boxes = pytest.mark.parametrize("family", list(FAMILIES.values())[:2], ids=list(FAMILIES)[:2])
+
+NO_KERNEL: list[dict[str, Any]] = [
+    *({"kv_lora_rank": 256}, {"lookup": "sparse"}, {"values": "separate"}, {"mask": "bias"}),
+    *({"page_size": 8}, {"page_size": 24}),
+]
+NOT_COVERED: dict[str, list[dict[str, Any]]] = {
+    "mla_sm90": [*NO_KERNEL, {"kv_dtype": DType.E4M3}, {"qk_rope_head_dim": 0}],
+    "mla_sm90_fp8": [*NO_KERNEL, {"query_dtype": DType.BF16}],
+    "mla_sm90_fp8kv": [
+        *({"query_dtype": DType.E4M3}, {"kv_dtype": DType.BF16}, {"query_dtype": DType.FP16}),
+        *(
+            {"kv_dtype": DType.E4M3, **change}
+            for change in ({"kv_lora_rank": 256}, {"qk_rope_head_dim": 0}, {"values": "separate"})
+        ),
+    ],
 }
 
 
-@pytest.mark.parametrize("changes", NOT_COVERED.values(), ids=NOT_COVERED)
-def test_an_unsupported_call_has_no_sm90_kernel(changes: dict[str, Any]) -> None:
-    """The spec of an unsupported call is None."""
-    assert mla_sm90_spec(SM_90A, replace(BF16, **changes), 16) is None
-
-
-@pytest.mark.parametrize("page_size", [16, 32, 48, 64, 80, 128])
-@pytest.mark.parametrize("dtype", [DType.BF16, DType.FP16])
-def test_pages_are_whole_tma_boxes(dtype: DType, page_size: int) -> None:
-    """A TMA box lies in one page, and whole boxes make a KV block of 64 tokens."""
-    spec = mla_sm90(query_dtype=dtype, kv_dtype=dtype, page_size=page_size)
-
-    assert page_size % spec.box_tokens == 0
-    assert 64 % spec.box_tokens == 0
-    assert spec.box_tokens >= 16
-
-
-@pytest.mark.parametrize("arch", ARCHS, ids=str)
-def test_only_sm_90a_has_sm90_kernels(arch: Any) -> None:
-    """Every supported variant that the kernel covers is listed once."""
-    specs = list(mla_sm90_specs(arch))
-
-    variants = {variant for row in SUPPORTED for variant in row.variants()}
-    expected = {
-        MlaSm90Spec(arch=arch, variant=variant, block_m=rows)
-        for variant in variants
-        for rows in (64, 32, 16)
-        if mla_sm90_spec(arch, variant, rows) is not None
-    }
-    assert set(specs) == expected
-    assert len(specs) == len(expected) == (24 if arch == SM_90A else 0)
+@families
+@pytest.mark.parametrize(
+    ("rows", "block_m"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (512, 64)]
+)
+def test_a_call_uses_the_smallest_tile_that_holds_its_rows(
+    family: Family, rows: int, block_m: int
+) -> None:
+    """If none holds them, the call uses the largest tile."""
+    assert block_m_for(rows) == family.build(rows=rows).block_m == block_m
 
 
 @pytest.mark.parametrize(
-    ("heads", "block_m"), [(8, [16]), (16, [16, 32]), (24, [16, 64]), (128, [16, 64])]
+    ("name", "changes"), [(name, changes) for name, rows in NOT_COVERED.items() for changes in rows]
 )
-def test_a_kernel_matches_the_calls_of_its_tiles(heads: int, block_m: list[int]) -> None:
+def test_an_unsupported_call_has_no_sm90_kernel(name: str, changes: dict[str, Any]) -> None:
+    """The spec of an unsupported call is None."""
+    family = FAMILIES[name]
+
+    assert family.spec_of(SM_90A, replace(family.variant, **changes), 16) is None
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        PACKED,
+        replace(PACKED, lookup="sparse", page_size=3),
+        MIXED,
+        replace(MIXED, lookup="sparse"),
+        E4M3,
+        replace(PACKED, query_dtype=DType.FP8_PER_TOKEN, kv_dtype=DType.FP8_PER_TOKEN),
+    ],
+    ids=["packed", "sparse", "mixed", "mixed, sparse", "e4m3", "per token"],
+)
+def test_an_fp8_kv_cache_has_an_fp8kv_kernel(variant: MlaVariant) -> None:
+    """Dense calls with pages of any size and sparse calls are covered."""
+    assert mla_sm90_fp8kv_spec(SM_90A, variant, 16) is not None
+
+
+@whole_boxes
+@pytest.mark.parametrize("page_size", [16, 32, 48, 64, 80, 128])
+def test_pages_are_whole_tma_boxes(family: Family, page_size: int) -> None:
+    """A TMA box lies in one page, and whole boxes make a KV block of 64 tokens."""
+    spec = family.build(page_size=page_size)
+
+    assert page_size % spec.box_tokens == 64 % spec.box_tokens == 0
+    assert spec.box_tokens >= 16
+
+
+@families
+@pytest.mark.parametrize("arch", ARCHS, ids=str)
+def test_only_sm_90a_has_sm90_kernels(family: Family, arch: Arch) -> None:
+    """Every kernel is listed once."""
+    specs = list(family.specs(arch))
+
+    assert len(specs) == len(set(specs)) == (family.kernels if arch == SM_90A else 0)
+
+
+@whole_boxes
+@pytest.mark.parametrize(("heads", "largest"), [(8, 16), (16, 32), (24, 64), (128, 64)])
+def test_a_kernel_matches_the_calls_of_its_tiles(family: Family, heads: int, largest: int) -> None:
     """Prewarming for heads and query tokens selects the tiles of the calls, small ones included."""
     call = CallShape(heads=heads, q_len=2)
 
-    serving = [rows for rows in (16, 32, 64) if mla_sm90(rows=rows).serves(call)]
+    serving = [rows for rows in (16, 32, 64) if family.build(rows=rows).serves(call)]
 
-    assert serving == block_m
+    small = [16] if family.variant is BF16 else [16, 32]
+    assert serving == sorted({*(rows for rows in small if rows < largest), largest})
 
 
-def test_ctas_wait_for_each_other() -> None:
-    """The sm90 kernel is cooperative; the sm80 kernel is not."""
-    assert mla_sm90().is_cooperative
+def test_a_sparse_query_token_is_a_sequence() -> None:
+    """The rows of a sparse call are its heads."""
+    call = CallShape(heads=16, q_len=4)
+
+    assert mla_sm90_fp8kv(rows=16).serves(call)
+    assert mla_sm90_fp8kv(rows=64, lookup="paged").serves(call)
+
+
+@families
+@pytest.mark.parametrize("rows", [16, 32, 64])
+def test_a_cta_occupies_an_sm_and_waits_for_others(family: Family, rows: int) -> None:
+    """The kernels are cooperative, unlike the sm80 kernel, and have most of its shared memory."""
+    spec = family.build(rows=rows)
+
+    assert spec.is_cooperative
+    assert spec.uses_semaphores
     assert not mla_sm80().is_cooperative
+    assert (spec.head_dim_qk, spec.head_dim_vo) == (576, 512)
+    # With FP8: eight PV warps, four QK warps and four producer warps.
+    assert family.variant is BF16 or spec.threads == 512
+    assert family.variant is E4M3 or spec.shared_bytes == mla_sm90(rows=rows).shared_bytes
+    assert SM_90A.shared_bytes // 2 < spec.shared_bytes <= SM_90A.shared_bytes
+
+
+def test_parameters_are_shared() -> None:
+    """The FP8 kernel has the parameters of the 16-bit kernel."""
+    assert mla_sm90_fp8().parameters == mla_sm90().parameters
+
+
+@pytest.mark.parametrize(
+    ("variant", "p_dtype_choice", "expected"),
+    [
+        (BF16, "auto", mla_sm90()),
+        (BF16, "fp16", mla_sm90()),
+        (E4M3, "auto", mla_sm90_fp8()),
+        (E4M3, "fp16", mla_sm90_fp8kv(**vars(E4M3), rows=16)),
+    ],
+)
+def test_a_call_uses_at_most_one_sm90_kernel(
+    variant: MlaVariant, p_dtype_choice: str, expected: Any
+) -> None:
+    """Its dtypes and p_dtype_choice select the kernel."""
+    other = replace(variant, kv_lora_rank=256)
+
+    assert mla_sm90_kernel(SM_90A, variant, 16, p_dtype_choice) == expected
+    assert mla_sm90_kernel(SM_90A, other, 16, p_dtype_choice) is None

@@ -1,0 +1,174 @@
+"""Content checks with ``MLAGEN_CHECK=1``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mlagen.errors import CaptureError
+from mlagen.families.mla.dispatch import run_mla
+from mlagen.settings import current_settings
+from tests.families.rejections import MLA_CASES, Row, Rows, broken, check, put, valid_call
+from tests.problems.entry_points import decode_gqa
+from tests.problems.gqa import GqaCase
+from tests.problems.gqa_cases import CASES
+from tests.problems.mla import MlaCase
+
+
+@pytest.fixture(autouse=True)
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enable the content checks."""
+    monkeypatch.setenv("MLAGEN_CHECK", "1")
+    current_settings.cache_clear()
+
+
+def ints(*numbers: int) -> torch.Tensor:
+    """Return an int32 tensor."""
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+CONTENTS: Rows = {
+    "run_mla": [
+        ("block_tables", put(0, 1, value=-1), "[0, 1]: expected 0 to 6 (pages of the cache), got"),
+        ("block_tables", put(1, 0, value=7), "[1, 0]: expected 0 to 6 (pages of the cache), got 7"),
+        ("seq_lens", put(1, value=321), "[1]: expected 320 (capacity of its block table) or less"),
+        ("seq_lens", put(1, value=1), "[1]: expected 0, or 2 (its query tokens) or more, got 1"),
+        ("seq_lens", put(1, value=-1), "[1]: expected 0 or more, got -1"),
+    ],
+    "run_mla other pages": [
+        ("block_tables", put(1, 1, 0, value=10), "[1, 0]: expected 0 to 9 (pages of the cache), "),
+    ],
+    "run_mla ragged": [
+        ("cum_seq_lens_q", ints(0, 6, 5), "[2]: expected 6 or more (cum_seq_lens_q[1]), got 5"),
+        ("cum_seq_lens_q", ints(0, 1, 4), "[-1]: expected 5 (tokens of query), got 4"),
+        ("cum_seq_lens_q", ints(1, 2, 5), "[0]: expected 0, got 1"),
+    ],
+    "run_mla flat": [
+        ("block_tables", put(2, value=99), "[2] (request 1, page 0): expected 0 to 6 (pages of t"),
+        ("seq_lens", put(0, value=129), "[0]: expected 128 (capacity of its block table) or less"),
+        ("kv_indptr", put(2, value=99), "[-1]: expected 11 (page ids) or less, got 99"),
+        ("kv_indptr", put(0, value=-1), "[0]: expected 0 or more, got -1"),
+        ("kv_indptr", put(1, value=4), "[2]: expected 4 or more (kv_indptr[1]), got 3"),
+    ],
+    "run_mla sparse ragged": [
+        ("seq_lens", put(1, value=-1), "[1]: expected 0 or more, got -1"),
+    ],
+    "run_mla biased": [
+        ("max(seq_lens)", {"seq_lens": put(0, value=76)}, ": expected 75 (bias) or less, got 76"),
+    ],
+    "xqa_batch": [
+        ("seq_lens", put(1, value=-2), "[1]: expected 0 or more, got -2"),
+        ("seq_lens", put(1, value=129), "[1]: expected 128 (capacity of its block table) or less"),
+        ("block_tables", put(0, 4, value=10), "[0, 4]: expected 0 to 9 (pages of the cache), got"),
+        ("block_tables", put(1, 0, value=-1), "[1, 0]: expected 0 to 9 (pages of the cache), got"),
+    ],
+    "xqa_batch drafts": [
+        ("seq_lens", put(1, value=1), "[1]: expected 0, or 2 (its query tokens) or more, got 1"),
+    ],
+    "xqa_batch ragged": [
+        ("q_cu_seq_lens", ints(1, 2, 5), "[0]: expected 0, got 1"),
+        ("q_cu_seq_lens", ints(0, 2, 4), "[-1]: expected 5 (tokens of query), got 4"),
+        ("q_cu_seq_lens", ints(0, 6, 5), "[2]: expected 6 or more (q_cu_seq_lens[1]), got 5"),
+        ("q_cu_seq_lens", ints(0, 0, 5), ".diff()[1]: expected 4 (q_len_per_req) or less, got 5"),
+    ],
+}
+
+
+@broken(CONTENTS)
+def test_inconsistent_contents_are_rejected(row: Row) -> None:
+    """The message names request and index, and nothing is written."""
+    check(row)
+
+
+MLA = MLA_CASES[""]
+VALID_MLA = [
+    *(replace(MLA_CASES[name], name=name) for name in ("flat", "other pages", "sparse", "biased")),
+    replace(MLA, name="an empty request with query tokens", seq_lens=(70, 2, 0)),
+    replace(MLA, name="ragged", q_lens=(1, 3)),
+    replace(MLA, name="sparse, without top-k lengths", top_k=70),
+    replace(MLA, name="not causal", seq_lens=(1, 0), q_len=4, is_causal=False),
+]
+# A request shorter than its drafts is computed, but it is not valid.
+VALID_GQA = [
+    case
+    for case in CASES[::11]
+    if all(
+        length >= q_len or length == 0
+        for length, q_len in zip(case.seq_lens, case.lens, strict=True)
+    )
+    and max(case.seq_lens) <= 300
+]
+
+
+@pytest.mark.parametrize("case", VALID_MLA, ids=str)
+def test_valid_contents_of_mla_pass(case: MlaCase) -> None:
+    """Elements that no kernel reads are not checked."""
+    problem = case.build("cpu")
+
+    out, _ = run_mla(problem.inputs(), enable_pdl=True)
+
+    problem.check(out)
+
+
+@pytest.mark.parametrize("case", VALID_GQA, ids=str)
+def test_valid_contents_of_gqa_pass(case: GqaCase) -> None:
+    """Invalid ids past the end of a request, and empty requests, pass."""
+    problem = case.build("cpu")
+
+    problem.check(decode_gqa(problem))
+
+
+def test_unsigned_ids_and_lengths_pass() -> None:
+    """A uint32 id or length is compared as an unsigned number."""
+    _, problem, valid = valid_call("xqa_batch")
+    names = ("block_tables", "seq_lens")
+
+    out = decode_gqa(problem, **{name: valid[name].view(torch.uint32) for name in names})
+
+    problem.check(out)
+
+
+def test_top_k_lengths_replace_sequence_lengths() -> None:
+    """With top-k lengths, sequence lengths are neither read nor checked."""
+    problem = MLA_CASES["sparse"].build("cpu")
+
+    out, _ = run_mla(problem.inputs(seq_lens=ints(-5, 2**31 - 1)), enable_pdl=True)
+
+    problem.check(out)
+
+
+@pytest.mark.parametrize("call", ["run_mla", "xqa_batch"])
+def test_a_checked_call_is_rejected_during_capture(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checks would wait for the device of the query; nothing is written."""
+    is_capturing = torch.device("cpu").__eq__
+    monkeypatch.setattr("mlagen.families.common.device_checks.is_capturing", is_capturing)
+    row = Row(call, "MLAGEN_CHECK", {}, ": expected 0 while a CUDA graph is captured, got 1; its ")
+
+    check(row, CaptureError)
+
+
+@pytest.mark.parametrize("call", ["run_mla", "xqa_batch"])
+def test_a_call_without_requests_passes(call: str) -> None:
+    """A batch of zero has no contents to check."""
+    function, _, valid = valid_call(call)
+    names = {"query", "seq_lens", "block_tables", "out", "lse"} & valid.keys()
+    arguments = valid | {name: valid[name][:0] for name in names}
+
+    function(**arguments)
+
+    assert arguments["out"].shape[0] == 0
+
+
+def test_without_the_variable_contents_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ``MLAGEN_CHECK=1`` no content check runs."""
+    monkeypatch.delenv("MLAGEN_CHECK")
+    current_settings.cache_clear()
+    function, _, valid = valid_call("run_mla")
+
+    out, _ = function(**valid | {"block_tables": put(0, 1, value=-1)(valid["block_tables"])})
+
+    assert out.isfinite().all()
