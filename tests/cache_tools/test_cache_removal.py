@@ -176,13 +176,17 @@ def test_gc_evicts_the_least_recently_used_above_the_limit(
     after = snapshot(cached.root / "v1" / "e")
     setting("MLAGEN_CACHE_MAX_SIZE", "1")
     found = document("cache", "gc")
+    kept = kept_in(cached.root)
+    use(young, age_s=7200, now=time.time())
+    last = document("cache", "gc")
 
     counts = {"abandoned": 0, "quarantined": 0, "evicted": [], "freed_bytes": 0}
     assert clean == {"cache_dir": str(cached.root), **counts}
     assert after == before
     assert [Path(gone["path"]) for gone in found["evicted"]] == [old]
     assert found["freed_bytes"] == size
-    assert (old.exists(), young.exists()) == (False, True)
+    assert kept == {young}
+    assert [Path(gone["path"]) for gone in last["evicted"]] == [young]
 
 
 def test_gc_deletes_abandoned_folders(document: Documented, cache_dir: Path) -> None:

@@ -169,6 +169,20 @@ def test_views_of_one_tensor_share_memory_again(folder: Path) -> None:
     assert bool(rope.any())
 
 
+def test_a_call_on_a_gpu_is_not_compared_without_one(folder: Path, run: Run) -> None:
+    """The text has the seed, and says that the kernels did not run; the exit code is 3."""
+    function, arguments = built("trtllm")
+    function(**arguments)
+    as_if_on_gpu(last_of(folder))
+
+    result = run("replay", str(last_of(folder)), "--seed", "3")
+
+    assert result.exit_code == 3
+    assert "CPU tensors, as there is no GPU here, random contents of seed 3\n" in result.stdout
+    assert "relative error  none: the kernels did not run\n" in result.stdout
+    assert result.stdout.endswith("\nnothing compared: the call was on a GPU\n")
+
+
 def test_a_missing_numpy_causes_no_warning(folder: Path, start: Start) -> None:
     """The NumPy warning of torch is suppressed: no command uses NumPy."""
     function, arguments = built("trtllm")
