@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from cache_tools.benchmark.cases import Case
-from cache_tools.benchmark.outcomes import Measured, Outcome
+from cache_tools.benchmark.outcomes import Measured, Outcome, document_of
 from cache_tools.benchmark.roofline import Ceilings
+from cache_tools.benchmark.selection import case_of
 
 RIGHT = Outcome(us=1000.0, error=1.7e-3)
 WRONG = Outcome(us=1.0, error=0.5)
@@ -53,3 +55,15 @@ class FakeMachine:
             mlagen=self.mlagen(case),
             baselines={} if self.fa3 is None else {"fa3": self.fa3(case)},
         )
+
+
+def results(mlagen: Outcome = RIGHT, **baselines: Outcome) -> dict[str, Any]:
+    """Return the document of the default MLA case, as JSON has it."""
+    measured = Measured(
+        case=case_of("mla"), mode="fresh", input_sets=1, mlagen=mlagen, baselines=baselines
+    )
+    machine = FakeMachine()
+    facts = machine.facts() | {"baselines": dict.fromkeys(baselines, "vllm 0.23.0")}
+    found = document_of(facts, machine.ceilings(with_fp8=False), [measured])
+    parsed: dict[str, Any] = json.loads(json.dumps(found, allow_nan=False))
+    return parsed

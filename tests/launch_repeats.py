@@ -26,7 +26,7 @@ _WAIT = "  mbarrier_wait(shared_address(&barrier), phase);\n"
 # Places where warps wait, and the max sleep before each, in nanoseconds.
 MLA_DELAYS = {
     _WAIT: 2000,
-    "  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);\n": 5000,
+    "  named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);\n": 5000,
     "  reduce_group.sync();\n": 5000,
 }
 GQA_DELAYS = {

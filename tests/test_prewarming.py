@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,6 @@ ROOT = Path(__file__).resolve().parents[1]
 # Two kernels that compile in 0.1 s each.
 SMALL: dict[str, Any] = {"archs": "sm_80", "families": ["combine"], "dtype": "bf16"}
 SMALL |= {"kv_lora_rank": [512, 256]}
-
-
-@pytest.fixture
-def no_nvrtc(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Return a function that hides NVRTC."""
-
-    def missing() -> None:
-        raise mlagen.ToolchainError("NVRTC: not here")
-
-    return lambda: monkeypatch.setattr(run, "find_nvrtc", missing)
 
 
 def test_each_kernel_is_built_once_and_found_after() -> None:
@@ -101,10 +90,8 @@ def test_events_come_in_the_calling_thread_and_in_order() -> None:
     assert {event.total for event in events} == {2}
 
 
-def test_a_failing_kernel_does_not_stop_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The report has the failed kernel and its error, and the others are built."""
+def test_a_failing_kernel_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report has its error; an exception that is no MlagenError is a bug, and is raised."""
     build = engine.build_spec
 
     def fail_at_512(spec: KernelSpec, nvrtc: Any) -> Build:
@@ -119,12 +106,7 @@ def test_a_failing_kernel_does_not_stop_the_others(
     statuses = {unit.spec.key_fields()["head_dim_vo"]: unit.status for unit in report.units}
     assert statuses == {"512": "failed", "256": "built"}
     assert [str(unit.error) for unit in report.units if unit.error] == ["NVRTC: no such thing"]
-
-
-def test_a_bug_is_not_a_failed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception that is no MlagenError reaches the caller."""
     monkeypatch.setattr(engine, "build_spec", None)
-
     with pytest.raises(TypeError, match="not callable"):
         mlagen.prewarm(**SMALL)
 
@@ -200,20 +182,18 @@ def test_an_entry_that_could_not_be_published_is_a_failure(
     assert [(unit.status, str(unit.error)) for unit in report.units] == [("failed", message)]
 
 
-def test_a_missing_nvrtc_is_reported_at_once(no_nvrtc: Callable[[], None]) -> None:
-    """The error has the package to install."""
-    no_nvrtc()
+def test_without_nvrtc_cached_kernels_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every kernel cached, a prewarm needs no compiler; a missing one is reported at once."""
 
-    with pytest.raises(mlagen.ToolchainError, match="NVRTC: not here"):
-        mlagen.prewarm(**SMALL)
+    def missing() -> None:
+        raise mlagen.ToolchainError("NVRTC: not here")
 
-
-def test_without_nvrtc_cached_kernels_are_found(no_nvrtc: Callable[[], None]) -> None:
-    """With every kernel cached, a prewarm needs no compiler."""
     mlagen.prewarm(**SMALL)
-    no_nvrtc()
+    monkeypatch.setattr(run, "find_nvrtc", missing)
 
     assert [unit.status for unit in mlagen.prewarm(**SMALL).units] == ["hit", "hit"]
+    with pytest.raises(mlagen.ToolchainError, match="NVRTC: not here"):
+        mlagen.prewarm(**{**SMALL, "dtype": "fp16"})
 
 
 def test_prewarming_loads_no_torch() -> None:

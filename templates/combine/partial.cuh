@@ -1,14 +1,20 @@
-// Partial O and softmax states of splits: how they are stored, and where shared memory holds them
-// while a CTA combines them.
+// Partial O and softmax states of splits: how they are stored, in the workspace and in the shared
+// memory of a CTA that combines them; slots, semaphores and copies of the workspace.
 
 #pragma once
 
-#include "accumulators.cuh"
 #include "combine/reduce_group.cuh"
+#include "common/accumulators.cuh"
+#include "common/params.cuh"
+#include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
+#include "ptx/atomic.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
-#include "softmax/row_result.cuh"
+#include "ptx/load.cuh"
+#include "scheduler/tile_scheduler.cuh"
+#include "softmax/row_state.cuh"
 
 // Softmax state of a row of a split, in one 16-byte chunk.
 struct alignas(kChunkBytes) PartialState : RowState {
@@ -71,3 +77,143 @@ struct CombineSmem {
     return reinterpret_cast<uint2*>(states(rows)) + split_idx * num_frags * kWarpLanes;
   }
 };
+
+// A fragment is one float4 of every lane of a warp. Partial O is stored fragment by fragment as
+// four fp16 a lane, because the combine is bound by these bytes; the partial state is stored per
+// row. Each CTA has two slots: for the split that its range begins with, and for the one it ends
+// with.
+__device__ inline int first_slot(int cta) { return cta * 2; }
+__device__ inline int last_slot(int cta) { return cta * 2 + 1; }
+
+// Workspace slot of this CTA's split.
+__device__ inline int own_slot(const WorkItem& work) {
+  const int cta = static_cast<int>(blockIdx.x);
+  return work.split_idx > 0 ? first_slot(cta) : last_slot(cta);
+}
+
+__device__ inline uint2* partial_values(const Params& params, int slot) {
+  return reinterpret_cast<uint2*>(params.partial_out) +
+         static_cast<u32>(slot * kNumFrags * kWarpLanes);
+}
+
+__device__ inline PartialState* partial_states(const Params& params, int slot) {
+  return reinterpret_cast<PartialState*>(params.partial_states) + slot * kBlockM;
+}
+
+// Offset of this thread's values within a slot.
+__device__ inline int lane_frag_offset() {
+  return first_frag_of_warp(reload_warp()) * kWarpLanes + reload_lane();
+}
+
+// Workspace slots of the splits of a work tile. Ranges run in reverse `blockIdx` order.
+struct PartialSlots {
+  int first_split_cta;
+  int cta_group_size;
+
+  __device__ PartialSlots(const Params& params, const WorkItem& work)
+      : first_split_cta(work.first_split_cta), cta_group_size(params.cta_group_size) {}
+
+  __device__ int operator[](int split_idx) const {
+    return split_idx == 0 ? last_slot(first_split_cta)
+                          : first_slot(first_split_cta - split_idx * cta_group_size);
+  }
+};
+
+// Number of reduce groups that publish a split, or one half of it: with two splits each reducer
+// waits for the half from the other CTA.
+__device__ inline int expected_arrivals(const WorkItem& work) {
+  return work.num_splits == 2 ? work.num_reducers : work.num_splits;
+}
+
+// The semaphore of a work tile counts arrivals, and then the reducers that have seen all of them.
+// The last reducer wraps it to zero for the next launch.
+__device__ inline u32* semaphore_of(const Params& params, const WorkItem& work) {
+  return params.semaphores + work.first_split_cta;
+}
+
+__device__ inline u32 last_arrival(const WorkItem& work) {
+  return static_cast<u32>(expected_arrivals(work) + work.num_reducers - 1);
+}
+
+// Publishes the stores of the whole reduce group.
+__device__ inline void semaphore_arrive(const Params& params, const WorkItem& work,
+                                        const ReduceGroup& reduce_group) {
+  u32* semaphore = semaphore_of(params, work);
+  const u32 last = last_arrival(work);
+  reduce_group.sync();
+  if (reduce_group.is_leader()) red_inc_release_gpu(semaphore, last);
+}
+
+// Waits for all splits; each reducer calls it once.
+__device__ inline void semaphore_wait(const Params& params, const WorkItem& work,
+                                      const ReduceGroup& reduce_group) {
+  if (reduce_group.is_leader()) {
+    u32* semaphore = semaphore_of(params, work);
+    const u32 last = last_arrival(work);
+    const u32 expected = static_cast<u32>(expected_arrivals(work));
+    while (ld_acquire_gpu(semaphore) < expected) {
+    }
+    red_inc_relaxed_gpu(semaphore, last);
+  }
+  reduce_group.sync();
+}
+
+// Destination of a thread's partial O: the workspace, except for the fragments that this CTA
+// reduces itself. Those stay in shared memory if they are whole groups of four.
+struct PartialOut {
+  uint2* workspace;
+  uint2* smem_values;
+  int first_smem_frag;
+  int num_smem_frags;
+
+  // `combine_smem` is that of a sub-tile, which may be empty.
+  __device__ PartialOut(const Params& params, const WorkItem& work, const CombineSmem& combine_smem)
+      : workspace(partial_values(params, own_slot(work)) + lane_frag_offset()),
+        smem_values(combine_smem.values(work.split_idx) + lane_frag_offset() -
+                    combine_smem.first_frag * kWarpLanes),
+        first_smem_frag(combine_smem.first_frag - first_frag_of_warp(reload_warp())),
+        num_smem_frags(combine_smem.holds_own_split() ? combine_smem.num_frags : 0) {}
+
+  // Address of float4 `i`.
+  __device__ uint2* slot(int i) const {
+    const int frag_group = frag_offset(i) / kFragsPerStep * kFragsPerStep;
+    const bool is_in_smem =
+        static_cast<u32>(frag_group - first_smem_frag) < static_cast<u32>(num_smem_frags);
+    return (is_in_smem ? smem_values : workspace) + frag_offset(i) * kWarpLanes;
+  }
+};
+
+// Issues the copies of the fragments of all splits but `own`, from `first_split` on: many splits by
+// one warp each, few splits by all warps. A warp issues several chunks per lane back to back.
+__device__ inline void load_partial_values(const Params& params, const PartialSlots& slots,
+                                           const ReduceGroup& reduce_group,
+                                           const CombineSmem& combine_smem, int first_split,
+                                           int own) {
+  constexpr int kChunksPerStep = 4;
+  constexpr int kCopyBytes = kWarpLanes * kChunkBytes;
+  const int warp = reduce_group.thread_idx() / kWarpLanes;
+  const int warps = reduce_group.num_threads() / kWarpLanes;
+  const bool is_one_split_per_warp = combine_smem.num_splits >= kPvWarps;
+  const int step = kChunksPerStep * kCopyBytes * (is_one_split_per_warp ? 1 : warps);
+  const int first = kChunksPerStep * kCopyBytes * (is_one_split_per_warp ? 0 : warp) +
+                    reload_lane() * kChunkBytes;
+  const int bytes = combine_smem.num_frags * kFragBytes;
+#pragma unroll 1
+  for (int split_idx = is_one_split_per_warp ? warp : 0; split_idx < combine_smem.num_splits;
+       split_idx += is_one_split_per_warp ? warps : 1) {
+    if (first_split + split_idx == own) continue;
+    const unsigned char* source = reinterpret_cast<const unsigned char*>(
+        partial_values(params, slots[first_split + split_idx]) +
+        combine_smem.first_frag * kWarpLanes);
+    const u32 target = shared_address(combine_smem.values(split_idx));
+#pragma unroll 1
+    for (int i = first; i < bytes; i += step) {
+#pragma unroll
+      for (int chunk = 0; chunk < kChunksPerStep; ++chunk) {
+        if (i + chunk * kCopyBytes >= bytes) continue;
+        cp_async_cg_16(target + i + chunk * kCopyBytes, source + i + chunk * kCopyBytes,
+                       kChunkBytes);
+      }
+    }
+  }
+}

@@ -1,5 +1,5 @@
 // Division of the split reduction: the sub-tile that a reducing CTA reduces, and the group of
-// consumer warps that cooperates.
+// PV warps that cooperates.
 
 #pragma once
 
@@ -21,11 +21,11 @@ __device__ constexpr int frags_per_subtile(u32 num_reducers) {
 // Half of the accumulators that a warp belongs to.
 __device__ inline int half_of_warp(int warp) { return warp % 4 / 2; }
 
-// All consumer warps, or the half that owns one half of the accumulators.
+// All PV warps, or the half that owns one half of the accumulators.
 struct ReduceGroup {
   int half;  // -1 for all warps
 
-  __device__ int num_threads() const { return half < 0 ? kConsumerThreads : kConsumerThreads / 2; }
+  __device__ int num_threads() const { return half < 0 ? kPvThreads : kPvThreads / 2; }
   __device__ void sync() const {
     named_barrier_sync(NamedBarrier::PartialsStored + max(half, 0), num_threads());
   }

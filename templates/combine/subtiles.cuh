@@ -2,11 +2,10 @@
 
 #pragma once
 
-#include "accumulators.cuh"
 #include "combine/partial.cuh"
-#include "combine/partial_out.cuh"
 #include "combine/reduce_group.cuh"
-#include "combine/rows.cuh"
+#include "combine/store_rows.cuh"
+#include "common/accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
@@ -15,9 +14,8 @@
 #include "ptx/cp_async.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
-#include "softmax/row_result.cuh"
 #include "softmax/row_state.cuh"
-#include "store_rows.cuh"
+#include "softmax/thread_rows.cuh"
 
 // Over the adjacent lanes that share a row.
 template <typename Op>
@@ -44,7 +42,7 @@ __device__ constexpr int rows_per_subtile(int num_frags) {
 // Partial sums of warps that share fragments. They lie behind the loaded splits, and behind what a
 // warp over-reads when it sums four fragments of a smaller sub-tile.
 using WarpPartials = float4[kFragsPerStep][kWarpLanes];
-constexpr int kWarpPartialsBytes = kConsumerWarps * static_cast<int>(sizeof(WarpPartials));
+constexpr int kWarpPartialsBytes = kPvWarps * static_cast<int>(sizeof(WarpPartials));
 __device__ constexpr int warp_partials_offset(int num_splits, int rows, int num_frags) {
   return (num_splits | 1) * rows * static_cast<int>(sizeof(PartialState)) +
          (num_splits * num_frags + kFragsPerStep) * kFragBytes;
@@ -61,8 +59,8 @@ __device__ constexpr bool subtiles_fit() {
 static_assert(subtiles_fit(), "a sub-tile of every split is resident at once");
 static_assert(kFragsPerRowGroup % kFragsPerStep == 0, "fragments of a step share their rows");
 
-constexpr int kLog2ConsumerThreads = kConsumerThreads == 256 ? 8 : 7;
-static_assert(kConsumerThreads == 1 << kLog2ConsumerThreads, "four or eight warps");
+constexpr int kLog2PvThreads = kPvThreads == 256 ? 8 : 7;
+static_assert(kPvThreads == 1 << kLog2PvThreads, "four or eight warps");
 
 // Issues the copies of the partial states of all splits, by groups of rows: whole cache lines.
 __device__ inline void load_partial_states(const Params& params, const PartialSlots& slots,
@@ -70,7 +68,7 @@ __device__ inline void load_partial_states(const Params& params, const PartialSl
   const float reciprocal = __fdividef(1.0f, static_cast<float>(combine_smem.num_splits));
   const int end = combine_smem.num_splits * (combine_smem.rows / kRowsPerGroup);
 #pragma unroll 1
-  for (int i = reload_tid() / kRowsPerGroup; i < end; i += kConsumerThreads / kRowsPerGroup) {
+  for (int i = reload_tid() / kRowsPerGroup; i < end; i += kPvThreads / kRowsPerGroup) {
     // A float division is short, and exact for numbers this small.
     const int row_group = __float2int_rz((static_cast<float>(i) + 0.5f) * reciprocal);
     const int split_idx = i - row_group * combine_smem.num_splits;
@@ -80,9 +78,9 @@ __device__ inline void load_partial_states(const Params& params, const PartialSl
   }
 }
 
-// All consumer threads divided among the rows, at most a warp per row.
+// All PV threads divided among the rows, at most a warp per row.
 __device__ constexpr int log2_threads_of_row(int log2_rows) {
-  return kLog2ConsumerThreads - log2_rows < 5 ? kLog2ConsumerThreads - log2_rows : 5;
+  return kLog2PvThreads - log2_rows < 5 ? kLog2PvThreads - log2_rows : 5;
 }
 
 // Max number of splits of a row that one thread handles.
@@ -177,7 +175,7 @@ __device__ inline void combine_frags(const Params& params, const WorkItem& work,
                                      SharedMemoryPlan& smem, const CombineSmem& combine_smem) {
 #pragma unroll 1
   for (int i = reload_warp() * kFragsPerStep; i < combine_smem.num_frags;
-       i += kConsumerWarps * kFragsPerStep) {
+       i += kPvWarps * kFragsPerStep) {
     float4 totals[kFragsPerStep];
     sum_frags(combine_smem, combine_smem.first_frag + i, 0, 0, totals);
     store_frags<kFragsPerStep>(params, work, smem, combine_smem.first_frag + i, totals);
@@ -202,9 +200,9 @@ __device__ inline void combine_shared_frags(const Params& params, const WorkItem
 #pragma unroll
     for (int n = 0; n < kFragsPerStep; ++n) warp_partials[warp][n][lane] = totals[n];
   }
-  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
 #pragma unroll 1
-  for (int i = warp; i < combine_smem.num_frags; i += kConsumerWarps) {
+  for (int i = warp; i < combine_smem.num_frags; i += kPvWarps) {
     float4 total[1] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
 #pragma unroll 2
     for (int sharer = 0; sharer < sharers; ++sharer) {
@@ -244,15 +242,15 @@ __device__ inline void combine_subtiles(const Params& params, const WorkItem& wo
                       combine_smem.holds_own_split() ? work.split_idx : -1);
   cp_async_commit_group();
   cp_async_wait_group<1>();
-  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
   combine_rows(params, work, combine_smem);
   cp_async_wait_group<0>();
-  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
   const int num_groups = ceil_div(combine_smem.num_frags, kFragsPerStep);
-  if (num_groups * 2 > kConsumerWarps) {
+  if (num_groups * 2 > kPvWarps) {
     combine_frags(params, work, smem, combine_smem);
   } else {
     combine_shared_frags(params, work, smem, combine_smem,
-                         __clz(num_groups * 2 - 1) - __clz(kConsumerWarps));
+                         __clz(num_groups * 2 - 1) - __clz(kPvWarps));
   }
 }

@@ -5,8 +5,7 @@
 
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/barrier.cuh"
-#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
 
 using Barrier = u64;
 
@@ -41,6 +40,17 @@ struct PipelineState {
     }
   }
 };
+
+// Stage and phase of step `i`, counted over all work items of the CTA, of a pipeline of kCount
+// stages.
+template <int kCount>
+__device__ inline int stage_of(u32 i) {
+  return static_cast<int>(i % kCount);
+}
+template <int kCount>
+__device__ inline u32 phase_of(u32 i) {
+  return i / kCount % 2;
+}
 
 // `config.cuh` enumerates named barriers by the fact they announce; barrier 0 is __syncthreads.
 // `threads` counts those that wait and those that only arrive.

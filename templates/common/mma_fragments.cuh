@@ -6,7 +6,7 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/cvt.cuh"
-#include "ptx/mma.cuh"
+#include "ptx/warp_matrix.cuh"
 
 __device__ inline int fragment_row(int m, int half) { return m * 16 + half * 8 + lane_index() / 4; }
 __device__ inline int fragment_col(int n, int i) { return n * 8 + lane_index() % 4 * 2 + i; }

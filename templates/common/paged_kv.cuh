@@ -4,7 +4,7 @@
 
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/createpolicy.cuh"
+#include "ptx/load.cuh"
 
 // One tensor of the cache; strides in bytes.
 struct PagedRows {

@@ -6,8 +6,16 @@
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/cp_async_bulk.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/load.cuh"
 #include "scheduler/schedule_range.cuh"
+
+// Called by one thread, before the preceding kernel has ended.
+__device__ inline void prefetch_kv_maps(const Params& params) {
+  prefetch_tensormap(&params.latent_map);
+  prefetch_tensormap(&params.rope_map);
+  prefetch_tensormap(&params.kv_map);
+}
 
 // One warp reads the page ids of a work item, two per lane.
 struct BlockTableReader {

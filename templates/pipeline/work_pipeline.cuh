@@ -1,4 +1,5 @@
-// Work pipeline: publishes work items and Q to the producer and consumer warps through mbarriers.
+// Work pipeline: publishes work items and Q to the producer and consumer warps through mbarriers;
+// the work loop of a consumer warpgroup.
 
 #pragma once
 
@@ -8,7 +9,8 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/cp_async.cuh"
-#include "ptx/fence.cuh"
+#include "ptx/mov.cuh"
+#include "ptx/sync.cuh"
 #include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
@@ -16,7 +18,7 @@
 // Called by one thread, with the number of warps that publish a work item, read it, and load Q.
 __device__ inline void init_work_barriers(const SharedMemoryPlan& smem, int producers,
                                           int consumers, int q_warps) {
-  init_barrier(smem.first_query_full, kConsumerWarps);
+  init_barrier(smem.first_query_full, kPvWarps);
   init_barrier(smem.query_full, q_warps);
   init_barrier(smem.query_empty, kQueryReaders);
   for (int stage = 0; stage < 2; ++stage) {
@@ -72,5 +74,26 @@ __device__ inline void wait_query(const SharedMemoryPlan& smem, u32 work_idx) {
     wait(smem.first_query_full, 0);
   } else {
     wait(smem.query_full, query_phase(work_idx) ^ 1);
+  }
+}
+
+// Work loop of a consumer warpgroup: processes the work items of the CTA in order.
+// `process` takes a work item and its index. `kReloadsIndex` makes the index opaque: otherwise
+// compilers may hold the address of the work item during the mainloop.
+template <bool kReloadsIndex = false, typename Process>
+__device__ inline void work_loop(SharedMemoryPlan& smem, Process process) {
+  u32 work_idx = 0;
+  while (true) {
+    wait(smem.work_full[work_slot(work_idx)], work_phase(work_idx));
+    const WorkItem* work = &smem.work_items[work_slot(work_idx)];
+    if (work->seq_idx < 0) return;
+    if constexpr (kReloadsIndex) {
+      mov_b32(work_idx);
+      work = &smem.work_items[work_slot(work_idx)];
+    }
+    process(*work, work_idx);
+    work_idx = work->work_idx + 1;  // reloaded, so that the mainloop holds no register for it
+    __syncwarp();
+    if (reload_lane() == 0) arrive(smem.work_empty[work_slot(work_idx - 1)]);
   }
 }

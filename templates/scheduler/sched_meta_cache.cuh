@@ -4,18 +4,17 @@
 
 #pragma once
 
+#include "common/block_table.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "pipeline/prefetch_block_table.cuh"
-#include "ptx/atom.cuh"
-#include "ptx/barrier.cuh"
-#include "ptx/ld.cuh"
-#include "ptx/prefetch.cuh"
+#include "ptx/atomic.cuh"
+#include "ptx/load.cuh"
+#include "ptx/sync.cuh"
 #include "scheduler/find_range.cuh"
 #include "scheduler/schedule_range.cuh"
+#include "scheduler/seq_info.cuh"
 #include "scheduler/tile_scheduler.cuh"
-#include "seq_info.cuh"
 
 // Padded to whole L2 cache lines, so that no two CTAs write the same line.
 struct alignas(kSchedMetaBytes) CachedSchedMeta {
@@ -80,16 +79,42 @@ __device__ inline void store_cached_schedule(const Params& params, const SchedMe
   if (lane_index() == 0) cache.schedule_id = params.schedule_id;
 }
 
-// Called by all threads. Advances `scheduler` to the CTA's first work item and returns that item.
-__device__ inline WorkCoord find_initial_work(const Params& params, int cta_group, int seq_len,
+constexpr int kIdsPerCacheLine = 128 / sizeof(int);
+constexpr int kTokensPerId = kIsSparse ? 1 : kPageSize;
+constexpr int kPrefetchLines = 4;  // the top-k indices of two KV blocks
+
+// Called by one warp, if the CTA has a range. Prefetches the first block-table entries, or top-k
+// indices, of the range into L2: the first KV load of the producer depends on them.
+__device__ inline void prefetch_block_table(const Params& params,
+                                            const SchedulerStorage& scheduler_storage) {
+  const int cache_line = lane_index();
+  if (cache_line >= kPrefetchLines) return;
+  const BlockTableRow row = block_table_row(params, scheduler_storage.initial_state.seq_idx);
+  const int kv_block = scheduler_storage.range.begin - scheduler_storage.initial_state.tile_begin -
+                       scheduler_storage.range.fixed_overhead_blocks;
+  // The range may begin in a later sequence: never prefetches past the end of the row.
+  const u32 token = static_cast<u32>(max(kv_block, 0)) * kBlockN;
+  const u32 index = token / kTokensPerId + cache_line * kIdsPerCacheLine;
+  if (index < static_cast<u32>(row.num_pages)) prefetch_l2(params.block_tables + row.start + index);
+}
+
+// Called by all threads, after the barriers are initialised. Waits for the preceding kernel, whose
+// tail overlaps what comes before (PDL). Advances `scheduler` to the CTA's first work item and
+// returns that item.
+__device__ inline WorkCoord find_initial_work(const Params& params,
                                               SchedulerStorage& scheduler_storage,
                                               TileScheduler& scheduler) {
+  pdl_wait();
+  const int seq_len = seq_len_of(params, first_seq_of_thread(params));
+  pdl_launch_dependents();
+  const int cta = static_cast<int>(blockIdx.x);
+  const int cta_group = div_by_group_size(params, cta);
+  scheduler.rank_in_group = cta - cta_group * params.cta_group_size;
   const bool is_cached = __any_sync(~0u, load_cached_schedule(params, seq_len, scheduler_storage));
   bool has_range = is_cached && scheduler_storage.first_work.seq_idx >= 0;
   if (!is_cached) has_range = find_range(params, cta_group, seq_len, scheduler_storage);
   has_range = __any_sync(~0u, has_range);
-  if (has_range && warp_index() == kConsumerWarps - 1)
-    prefetch_block_table(params, scheduler_storage);
+  if (has_range && warp_index() == kPvWarps - 1) prefetch_block_table(params, scheduler_storage);
   static_cast<SchedulerState&>(scheduler) = scheduler_storage.initial_state;
   WorkCoord first_work = scheduler_storage.first_work;
   if (!is_cached) {

@@ -23,7 +23,7 @@ __device__ inline void init_work_barriers(const SharedMemoryPlan& smem) {
 // `scheduler` is at the first work item, for which the consumer warps load Q themselves.
 __device__ inline void scheduler_loop(const Params& params, const TileScheduler& scheduler,
                                       SharedMemoryPlan& smem) {
-  const bool produces = warp_index() == kConsumerWarps + 1;  // the first of the three warps
+  const bool produces = warp_index() == kPvWarps + 1;  // the first of the three warps
   const int rank_in_group = scheduler.rank_in_group;
   if (produces) save_scheduler_state(scheduler, smem);
   const int thread = static_cast<int>(threadIdx.x) % 128 - kWarpLanes;

@@ -6,8 +6,8 @@
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/ld.cuh"
-#include "ptx/red.cuh"
+#include "ptx/atomic.cuh"
+#include "ptx/load.cuh"
 #include "scheduler/schedule_range.cuh"
 #include "shared_memory.cuh"
 
@@ -16,7 +16,7 @@ constexpr u32 kMaxHalfBlocksAhead = 3;
 // A CTA adds its progress to the total once per so many KV blocks.
 constexpr u32 kReportInterval = 2;
 
-// The progress counter lies in the last partial-output slot of CTA 0, see combine/partial_out.cuh.
+// The progress counter lies in the last partial-output slot of CTA 0, see combine/partial.cuh.
 // That slot is unused: CTA 0 has the last range, so no split continues past its end.
 constexpr int kProgressOffset = kBlockM * kHeadDimVo * sizeof(u16);
 

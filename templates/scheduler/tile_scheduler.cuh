@@ -31,8 +31,9 @@ struct TileScheduler : SchedulerState {
   const ScheduleRange& range;
   int rank_in_group;
 
-  __device__ TileScheduler(const Params& params, const ScheduleRange& range, int rank_in_group,
-                           const SchedulerState& state)
+  // Before the initial work is found, a CTA has neither a rank nor a state.
+  __device__ TileScheduler(const Params& params, const ScheduleRange& range, int rank_in_group = 0,
+                           const SchedulerState& state = {})
       : SchedulerState(state), params(params), range(range), rank_in_group(rank_in_group) {}
 
   // Coordinates of the current work item; kInvalidWork if the current tile has none for this CTA.

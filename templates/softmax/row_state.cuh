@@ -1,47 +1,95 @@
-// Online-softmax state of a row: running max m and row sum l.
+// Softmax state (m, l) of a row: combination of the parts that splits or warps have of it, final
+// normalisation factor and LSE, attention sink included.
 
 #pragma once
 
-#include "common/params.cuh"
 #include "common/types.cuh"
 #include "ptx/arithmetic.cuh"
-#include "scheduler/tile_scheduler.cuh"
-#include "softmax/row_result.cuh"
 
-// P is relative to a stale row max. The max is not recomputed while no element of P exceeds this,
-// so that rescales are rare.
-constexpr float kMaxUnnormalizedP = 0x1p8f;
+// Softmax state (m, l) of a row, or of a part of it.
+struct RowState {
+  float row_max;  // base 2; O and row sum are relative to it
+  float row_sum;  // of P
+};
 
-// Above this magnitude of the row max, the rounding of a score changes P by more than its
-// tolerance.
-constexpr float kLargeRowMax = 0x1p14f;  // log2 domain
+struct RowResult {
+  float factor;  // multiplies the accumulators
+  float lse;  // includes the sink; an empty row has its sink, or minus infinity
+};
 
-// Raises a row max to `target`, and rescales its row sum l by alpha, which is returned, for O. A
-// target that is lower, or NaN, changes nothing.
-__device__ inline float raise_row_max(float& row_max, float& row_sum, float target) {
-  const float next = target > row_max ? target : row_max;
-  const float alpha = ex2_approx(row_max - next);
-  row_max = next;
-  row_sum *= alpha;
-  return alpha;
+// `row_max` is base 2, `row_sum` is relative to it; `sink` is a natural-log logit without a V row,
+// or minus infinity. `lse_factor` converts base 2 to the base of the LSE.
+__device__ inline RowResult finish_row(float row_max, float row_sum, float sink,
+                                       float lse_factor = 1.0f) {
+  // Computed in base e: a finite sink may overflow in base 2.
+  const float sink_lse = sink * (kLog2E * lse_factor);
+  if (row_sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
+  // Fused, so that only the distance can overflow, to an infinity of the right sign.
+  const float distance = fmaf(sink, kLog2E, -row_max);
+  // Relative to the larger of the two, because 2^distance may overflow. Selects keep a NaN.
+  const bool is_sink_larger = distance > 0.0f;
+  const float rescale = is_sink_larger ? ex2_approx(-distance) : 1.0f;
+  const float total = row_sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
+  // Approximate, to about 22 bits, with a fraction of the instructions.
+  const float log2_total = __log2f(total);
+  return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
+                                                     : (row_max + log2_total) * lse_factor};
 }
 
-__device__ inline i64 global_row(const Params& params, const WorkItem& work, int row) {
-  return work.first_query * params.heads + work.first_row + row;
+// A row that attends to nothing. Its row max is finite: a difference of minus infinities is NaN.
+constexpr RowState kEmptyRow = {-kFloatMax, 0.0f};
+
+template <int kCount>
+__device__ inline float max_of(const RowState (&states)[kCount]) {
+  float row_max = states[0].row_max;
+#pragma unroll
+  for (int i = 1; i < kCount; ++i) row_max = fmaxf(row_max, states[i].row_max);
+  return row_max;
 }
 
-// The LSE is in the base of the call.
-__device__ inline RowResult result_of(const Params& params, const WorkItem& work, int row,
-                                      RowState state) {
-  const float sink = params.sinks == nullptr || row >= work.rows
-                         ? -kInfinity
-                         : params.sinks[static_cast<u32>(work.first_row + row) % params.heads];
-  return finish_row(state.row_max, state.row_sum, sink, params.lse_factor);
+// Weight of a part in a row whose max is `row_max`.
+__device__ inline float weight_of(const RowState& part, float row_max) {
+  return ex2_approx(part.row_max - row_max);
 }
 
-__device__ inline float output_scale(const Params& params) {
-  return value_of(params.bmm2_scale_tensor, params.bmm2_scale);
+// Weights of parts; returns their row sum.
+template <int kCount>
+__device__ inline float weigh(const RowState (&states)[kCount], float row_max,
+                              float (&weights)[kCount]) {
+  float row_sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    weights[i] = weight_of(states[i], row_max);
+    row_sum += states[i].row_sum * weights[i];
+  }
+  return row_sum;
 }
 
-// For fmaxf, which ignores a NaN.
-__device__ inline float nan_unless_finite(float value) { return fmaf(value, 0.0f, value); }
+// Four adjacent dims of a row of partial O, as a sum of parts.
+struct RowPart {
+  RowState state = kEmptyRow;
+  float4 out = {0.0f, 0.0f, 0.0f, 0.0f};
+
+  // Adds a part, whose row max is at most that of the sum.
+  __device__ void add(const RowState& part, const float4& part_out) {
+    const float weight = weight_of(part, state.row_max);
+    state.row_sum += part.row_sum * weight;
+    out.x += weight * part_out.x;
+    out.y += weight * part_out.y;
+    out.z += weight * part_out.z;
+    out.w += weight * part_out.w;
+  }
+};
+
+// Combines the first `count` of kCount parts, at least one; `out_of(i)` is partial O of part i. The
+// row max is that of all states.
+template <int kCount, typename OutOf>
+__device__ inline RowPart combine_parts(const RowState (&states)[kCount], int count, OutOf out_of) {
+  RowPart total;
+  total.state.row_max = max_of(states);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (i == 0 || i < count) total.add(states[i], out_of(i));
+  }
+  return total;
+}

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import pytest
 from click.testing import CliRunner, Result
@@ -28,25 +28,10 @@ from .documents import SCHEMA_OF, require_document
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Run(Protocol):
-    """Run the command with these arguments."""
-
-    def __call__(self, *arguments: str, answer: str | None = None) -> Result:
-        """Return its exit code, stdout and stderr; ``answer`` is the input on stdin."""
-
-
-class Documented(Protocol):
-    """Run the command with these arguments and ``--json``."""
-
-    def __call__(self, *arguments: str, code: int = 0, answer: str | None = None) -> dict[str, Any]:
-        """Return its document, which fits its schema, if it exits with ``code``."""
-
-
-class Start(Protocol):
-    """Start the command in its own process."""
-
-    def __call__(self, *arguments: str, without: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        """Return the process; the packages in ``without`` cannot be imported in it."""
+Run = Callable[..., Result]
+Documented = Callable[..., dict[str, Any]]
+Start = Callable[..., subprocess.Popen[str]]
+Setting = Callable[[str, object], None]
 
 
 class Cached(NamedTuple):
@@ -68,7 +53,7 @@ class Cached(NamedTuple):
 
 @pytest.fixture
 def run() -> Run:
-    """Return a function that runs the command in this process."""
+    """Return a function that runs the command in this process; ``answer`` is its input."""
     # Before click 8.2 the two streams are merged by default; later they are always separate.
     is_old = "mix_stderr" in inspect.signature(CliRunner).parameters
     options: dict[str, Any] = {"mix_stderr": False} if is_old else {}
@@ -85,7 +70,7 @@ def run() -> Run:
 
 @pytest.fixture
 def document(run: Run) -> Documented:
-    """Return a function that runs the command and returns its validated document."""
+    """Return a function that runs the command, which exits with ``code``; it validates JSON."""
 
     def document_it(*arguments: str, code: int = 0, answer: str | None = None) -> dict[str, Any]:
         result = run(*arguments, "--json", answer=answer)
@@ -101,7 +86,7 @@ def document(run: Run) -> Documented:
 
 @pytest.fixture
 def start() -> Start:
-    """Return a function that starts the command in its own process."""
+    """Return a function that starts the command in a process that cannot import ``without``."""
 
     def start_it(*arguments: str, without: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         # A shell's background job ignores Ctrl-C, and its children inherit that.
@@ -132,8 +117,6 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, object], None]:
 
     return set_it
 
-
-Setting = Callable[[str, object], None]
 
 _BUILDS: dict[KernelSpec, Build] = {}
 

@@ -10,11 +10,11 @@ from cache_tools.replay.outcome import REPLAY
 
 SCHEMA_OF: dict[str, Schema] = {**SCHEMAS, **TRANSFER_SCHEMAS, "replay": REPLAY}
 
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "text": str,
-    "integer": int,
+_TYPES: dict[str, tuple[type, ...]] = {
+    "text": (str,),
+    "integer": (int,),
     "number": (int, float),
-    "boolean": bool,
+    "boolean": (bool,),
 }
 
 
@@ -45,10 +45,6 @@ def _require_type(value: Any, kind: str, schema: Schema, where: str) -> None:
     elif kind.startswith("`"):
         _require_part(value, kind, schema, where)
     else:
-        allowed = tuple(_TYPES[name] for name in kind.split(" or "))
-        assert isinstance(value, _flat(allowed)), f"{where}: expected {kind}, got {value!r}"
+        allowed = tuple(each for name in kind.split(" or ") for each in _TYPES[name])
+        assert isinstance(value, allowed), f"{where}: expected {kind}, got {value!r}"
         assert isinstance(value, bool) == (kind == "boolean"), where
-
-
-def _flat(types: tuple[type | tuple[type, ...], ...]) -> tuple[type, ...]:
-    return tuple(one for kind in types for one in (kind if isinstance(kind, tuple) else (kind,)))

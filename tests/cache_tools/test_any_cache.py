@@ -18,15 +18,17 @@ from .conftest import ROOT, Run
 from .many import fill
 
 SPEC = "combine(arch=sm_90a, dtype=bf16, head_dim_vo=512)"
+# A command that names a missing kernel.
+ASKING = ("cache", "why", SPEC)
 
-# Inspecting commands, and their exit code on an empty cache.
+# Commands, and their exit code on an empty cache.
 LOOKING = {
     ("cache", "dir"): DONE,
     ("cache", "ls"): DONE,
     ("cache", "ls", "--layers", "--sort", "spills", "--arch", "sm_90a"): DONE,
     ("cache", "stats"): DONE,
     ("cache", "show", "KEY"): USAGE,
-    ("cache", "why", SPEC): FAILED,
+    ASKING: FAILED,
     ("cache", "why", "KEY"): USAGE,
     ("cache", "explain", "KEY", "KEY"): USAGE,
     ("cache", "verify"): DONE,
@@ -41,11 +43,8 @@ REMOVING = {
 }
 EVERY = {**LOOKING, **REMOVING}
 
-# Commands that name a missing kernel.
-ASKING = ("cache", "why", SPEC)
 
-
-def typed(arguments: tuple[str, ...], key: str) -> list[str]:
+def typed(arguments: tuple[str, ...], key: str = "abcdef") -> list[str]:
     """Return the words of a command line."""
     return [key if word == "KEY" else word for word in arguments]
 
@@ -55,18 +54,21 @@ def shown(arguments: tuple[str, ...]) -> str:
     return "why a spec" if arguments == ASKING else " ".join(arguments)
 
 
-@pytest.mark.parametrize("arguments", EVERY, ids=shown)
+every_command = pytest.mark.parametrize("arguments", EVERY, ids=shown)
+
+
+@every_command
 def test_a_missing_cache_is_not_created(
     arguments: tuple[str, ...], run: Run, cache_dir: Path
 ) -> None:
     """Neither a look nor a removal of absent kernels creates the cache."""
-    result = run(*typed(arguments, "abcdef"))
+    result = run(*typed(arguments))
 
     assert result.exit_code == EVERY[arguments], result.stderr
     assert not cache_dir.exists()
 
 
-@pytest.mark.parametrize("arguments", EVERY, ids=shown)
+@every_command
 @pytest.mark.parametrize("folders", ["", "v1/e", "v1/e/ab"])
 def test_an_empty_cache_has_no_kernels(
     folders: str, arguments: tuple[str, ...], run: Run, cache_dir: Path
@@ -75,20 +77,20 @@ def test_an_empty_cache_has_no_kernels(
     (cache_dir / folders).mkdir(parents=True)
     cache_dir.chmod(0o700)
 
-    result = run(*typed(arguments, "abcdef"), "--json")
+    result = run(*typed(arguments), "--json")
 
     assert result.exit_code == EVERY[arguments], result.stderr
     assert (result.stdout == "") == (EVERY[arguments] == USAGE)
 
 
-@pytest.mark.parametrize("arguments", EVERY, ids=shown)
+@every_command
 def test_a_file_in_place_of_the_cache_is_no_cache(
     arguments: tuple[str, ...], run: Run, cache_dir: Path
 ) -> None:
     """A file in place of the cache is neither read nor removed."""
     cache_dir.write_text("a file")
 
-    result = run(*typed(arguments, "abcdef"))
+    result = run(*typed(arguments))
 
     assert result.exit_code in {EVERY[arguments], CACHE_UNUSABLE}, result.stderr
     assert cache_dir.read_text() == "a file"
@@ -110,7 +112,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("arguments", EVERY, ids=shown)
+@every_command
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_damage_is_reported_and_hides_nothing_else(
     damage: Callable[[Path], object], arguments: tuple[str, ...], run: Run, cache_dir: Path
@@ -144,17 +146,12 @@ def run_without_privileges(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def forbid_writing(cache_dir: Path) -> None:
-    """Make every folder read-only."""
-    for folder in (cache_dir, *(path for path in cache_dir.rglob("*") if path.is_dir())):
-        folder.chmod(0o500)
-
-
-@pytest.mark.parametrize("arguments", EVERY, ids=shown)
+@every_command
 def test_a_read_only_cache_can_be_listed(arguments: tuple[str, ...], cache_dir: Path) -> None:
     """In a read-only cache a removal is an error of one line, and changes nothing."""
     key, *_ = fill(cache_dir, 3)
-    forbid_writing(cache_dir)
+    for folder in (cache_dir, *(path for path in cache_dir.rglob("*") if path.is_dir())):
+        folder.chmod(0o500)
     before = snapshot(cache_dir)
 
     ran = run_without_privileges(*typed(arguments, key), "--json")
@@ -168,7 +165,7 @@ def test_a_read_only_cache_can_be_listed(arguments: tuple[str, ...], cache_dir: 
     assert snapshot(cache_dir) == before
 
 
-@pytest.mark.parametrize("arguments", EVERY, ids=shown)
+@every_command
 def test_a_cache_that_cannot_be_read_is_an_error(
     arguments: tuple[str, ...], cache_dir: Path
 ) -> None:
@@ -179,8 +176,7 @@ def test_a_cache_that_cannot_be_read_is_an_error(
     ran = run_without_privileges(*typed(arguments, key))
 
     needs_no_list = arguments in {("cache", "dir"), ("cache", "gc")}
+    is_error = ran.stderr.startswith("mlagen: cache: expected a readable folder, got Permission ")
     assert ran.returncode == (DONE if needs_no_list else CACHE_UNUSABLE), ran.stderr
-    assert ran.stderr.startswith("mlagen: cache: expected a readable folder, got Permission ") == (
-        not needs_no_list
-    )
+    assert is_error != needs_no_list
     assert "Traceback" not in ran.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,13 @@ from .altered import damage, move_to_layer, recast, use
 from .conftest import Cached, Documented, Run, Setting
 
 OLD = "nvrtc-12.8.1"
+SPILLS = {"spill_store_bytes": 8, "spill_load_bytes": 12}
+
+
+def spill(folder: Path) -> Path:
+    """Make a kernel appear to spill registers, in a larger manifest."""
+    (resources,) = json.loads((folder / "manifest.json").read_text())["facts"]["resources"]
+    return recast(folder, facts={"resources": [resources | SPILLS], "note": "x" * 2000})
 
 
 def test_a_missing_folder_is_no_error(document: Documented, cache_dir: Path) -> None:
@@ -63,19 +69,19 @@ def test_a_damaged_entry_is_listed_with_its_problem(run: Run, cached: Cached) ->
     assert "1 kernel, 0 with spills, 1 damaged, in " in resources.stdout
 
 
-@pytest.mark.parametrize("order", ["name", "size", "age", "spills"])
-def test_the_order_can_be_chosen(order: str, document: Documented, cached: Cached) -> None:
+def test_the_order_can_be_chosen(document: Documented, cached: Cached) -> None:
     """The second of two by name comes first by size, by age and by spills."""
     dims = [int(unit.spec.key_fields()["head_dim_vo"]) for unit in cached.units]
     (_, first), (_, second) = sorted(zip(dims, cached.folders, strict=True))
-    (resources,) = json.loads((second / "manifest.json").read_text())["facts"]["resources"]
-    recast(second, facts={"resources": [resources | {"spill_store_bytes": 8}], "note": "x" * 2000})
-    use(second, age_s=7200, now=time.time())
+    use(spill(second), age_s=0, now=1_700_000_000)
 
-    keys = [entry["key"] for entry in document("cache", "ls", "--sort", order)["entries"]]
+    for order in ("name", "size", "age", "spills"):
+        listed = document("cache", "ls", "--sort", order)["entries"]
 
-    expected = [path.parent.name for path in (first, second)]
-    assert keys == (expected if order == "name" else expected[::-1])
+        expected = [path.parent.name for path in (first, second)]
+        by_name = listed if order == "name" else listed[::-1]
+        assert [entry["key"] for entry in by_name] == expected
+        assert by_name[1]["used"] == "2023-11-14T22:13:20+00:00"
 
 
 @pytest.mark.parametrize(
@@ -97,19 +103,10 @@ def test_a_list_can_be_filtered(
     assert len(document("cache", "ls", *options.split())["entries"]) == count
 
 
-def test_the_last_use_is_a_time(document: Documented, cached: Cached) -> None:
-    """The least recently used kernel is the first by age."""
-    use(cached.folders[0], age_s=0, now=1_700_000_000)
-
-    listed = document("cache", "ls", "--sort", "age")["entries"]
-
-    assert listed[0]["used"] == "2023-11-14T22:13:20+00:00"
-
-
-def test_layers_are_listed_on_request(
+def test_layers_are_listed_on_request_and_do_not_count_towards_the_limit(
     document: Documented, run: Run, cached: Cached, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without --layers, only the cache folder is listed."""
+    """Without --layers, only the cache folder is listed; kernels of a layer are usable."""
     layer = move_to_layer(cached.root, monkeypatch)
 
     for command, part in ((("cache", "ls"), "entries"), (("resources",), "kernels")):
@@ -118,6 +115,9 @@ def test_layers_are_listed_on_request(
         assert {kernel["key"] for kernel in every} == set(cached.keys)
     assert run("cache", "ls").stdout == f"0 kernels, 0 B, in {cached.root}\n"
     assert run("cache", "ls", "--layers").stdout.endswith(f", in {cached.root}, {layer}\n")
+    found = document("cache", "stats")
+    assert (found["entries"], found["size_bytes"], found["usable"]) == (0, 0, 2)
+    assert groups_by(found, "layer") == {str(layer): 2}
 
 
 def groups_by(statistics: dict[str, Any], by: str) -> dict[str, int]:
@@ -125,8 +125,13 @@ def groups_by(statistics: dict[str, Any], by: str) -> dict[str, int]:
     return {each["name"]: each["entries"] for each in statistics["groups"] if each["by"] == by}
 
 
-def test_kernels_and_bytes_are_counted(document: Documented, cached: Cached) -> None:
-    """The size is that of the files, and the kernels of this installation are usable."""
+def test_kernels_are_counted_and_the_first_and_the_last_named(
+    document: Documented, cached: Cached
+) -> None:
+    """The size is that of the files; oldest and newest are by compile time, unused by use."""
+    recast(cached.folders[0], created={"time": "2020-01-01T00:00:00+00:00"})
+    use(cached.folders[1], age_s=7200, now=time.time())
+
     found = document("cache", "stats")
 
     files = [path for path in (cached.root / "v1" / "e").rglob("*") if path.is_file()]
@@ -134,6 +139,8 @@ def test_kernels_and_bytes_are_counted(document: Documented, cached: Cached) -> 
     assert (found["usable"], found["unusable"], found["damaged"]) == (2, 0, 0)
     for by, name in (("family", "combine"), ("arch", "sm_80"), ("layer", str(cached.root))):
         assert groups_by(found, by) == {name: 2}
+    assert found["oldest"] == {"key": cached.keys[0], "time": "2020-01-01T00:00:00+00:00"}
+    assert found["newest"]["key"] == found["longest_unused"]["key"] == cached.keys[1]
 
 
 def test_unusable_kernels_are_counted_separately(document: Documented, cached: Cached) -> None:
@@ -149,67 +156,30 @@ def test_unusable_kernels_are_counted_separately(document: Documented, cached: C
     assert groups_by(found, "toolchain") == {OLD: 1, cached.units[0].toolchain: 3}
 
 
+@pytest.mark.usefixtures("cached")
 @pytest.mark.parametrize(("limit", "text"), [("1M", "% of 1.0 MiB"), ("0", "no limit")])
 def test_the_size_is_compared_with_the_limit(
-    limit: str, text: str, document: Documented, run: Run, cached: Cached, setting: Setting
+    limit: str, text: str, document: Documented, run: Run, setting: Setting
 ) -> None:
     """The size is a share of MLAGEN_CACHE_MAX_SIZE, if that is a limit."""
     setting("MLAGEN_CACHE_MAX_SIZE", limit)
 
     found = document("cache", "stats")
 
-    assert cached.units
     assert found["share_of_max"] == (None if limit == "0" else found["size_bytes"] / (1 << 20))
     assert text in run("cache", "stats").stdout
-
-
-def test_the_first_and_the_last_are_named(document: Documented, cached: Cached) -> None:
-    """Oldest and newest are by compile time, longest unused is by last use."""
-    recast(cached.folders[0], created={"time": "2020-01-01T00:00:00+00:00"})
-    use(cached.folders[1], age_s=7200, now=time.time())
-
-    found = document("cache", "stats")
-
-    assert found["oldest"] == {"key": cached.keys[0], "time": "2020-01-01T00:00:00+00:00"}
-    assert found["newest"]["key"] == found["longest_unused"]["key"] == cached.keys[1]
-
-
-def test_quarantine_and_abandoned_folders_are_counted(
-    document: Documented, run: Run, cached: Cached
-) -> None:
-    """A folder in use is not abandoned."""
-    damage(cached.folders[0])
-    run("cache", "verify", "--quarantine")
-    for name, age_s in (("old", 7200), ("current", 0)):
-        folder = cached.root / "v1" / "staging" / f"{name}.elsewhere.1.abcdef01"
-        folder.mkdir(parents=True)
-        (folder / "kernel.cu").write_bytes(bytes(100))
-        os.utime(folder, (time.time() - age_s,) * 2)
-
-    found = document("cache", "stats")
-
-    assert found["quarantine"]["entries"] == 1
-    assert found["quarantine"]["size_bytes"] > (cached.units[0].cubin_bytes or 0)
-    assert found["abandoned"] == {"folders": 1, "size_bytes": 100}
-
-
-def test_layers_do_not_count_towards_the_limit(
-    document: Documented, cached: Cached, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Kernels of a read-only layer are usable."""
-    layer = move_to_layer(cached.root, monkeypatch)
-
-    found = document("cache", "stats")
-
-    assert (found["entries"], found["size_bytes"], found["usable"]) == (0, 0, 2)
-    assert groups_by(found, "layer") == {str(layer): 2}
 
 
 def test_a_damaged_kernel_is_found_and_moved_on_request(
     document: Documented, run: Run, cached: Cached
 ) -> None:
-    """`verify` exits with 1 and leaves it in place, without --quarantine."""
+    """`verify` leaves it without --quarantine; `stats` counts it, and abandoned folders."""
     cubin = damage(cached.folders[0])
+    for name, age_s in (("old", 7200), ("current", 0)):
+        folder = cached.root / "v1" / "staging" / f"{name}.elsewhere.1.abcdef01"
+        folder.mkdir(parents=True)
+        (folder / "kernel.cu").write_bytes(bytes(100))
+        os.utime(folder, (time.time() - age_s,) * 2)
 
     text = run("cache", "verify")
     kept = cubin.exists()
@@ -224,57 +194,36 @@ def test_a_damaged_kernel_is_found_and_moved_on_request(
     assert (Path(bad["moved_to"]) / "entry" / "kernel.cubin").is_file()
     assert not cubin.exists()
     assert document("cache", "verify") == {"cache_dir": str(cached.root), "verified": 1, "bad": []}
-
-
-@pytest.fixture
-def spill(cached: Cached) -> Callable[[], object]:
-    """Return a function that makes a kernel appear to spill registers."""
-
-    def spill_it() -> object:
-        manifest = json.loads((cached.folders[0] / "manifest.json").read_text())
-        (resources,) = manifest["facts"]["resources"]
-        spills = {"spill_store_bytes": 8, "spill_load_bytes": 12}
-        return recast(cached.folders[0], facts={"resources": [resources | spills]})
-
-    return spill_it
+    counted = document("cache", "stats")
+    assert counted["quarantine"]["entries"] == 1
+    assert counted["quarantine"]["size_bytes"] > (cached.units[0].cubin_bytes or 0)
+    assert counted["abandoned"] == {"folders": 1, "size_bytes": 100}
 
 
 @pytest.mark.parametrize(
     ("options", "spills", "code", "end"),
     [
-        ((), True, 0, "2 kernels, 1 with spills, "),
-        (("--fail-on-spill",), True, 1, "2 kernels, 1 with spills, "),
-        (("--fail-on-spill",), False, 0, "2 kernels, 0 with spills, "),
-        (("--fail-on-spill", "--arch", "sm_90a"), True, 0, "0 kernels, 0 with spills, "),
+        ("", True, 0, "2 kernels, 1 with spills, "),
+        ("--fail-on-spill", True, 1, "2 kernels, 1 with spills, "),
+        ("--fail-on-spill", False, 0, "2 kernels, 0 with spills, "),
+        ("--fail-on-spill --arch sm_90a", True, 0, "0 kernels, 0 with spills, "),
     ],
 )
 def test_a_spill_fails_on_request(
-    options: tuple[str, ...],
-    spills: bool,
-    code: int,
-    end: str,
-    run: Run,
-    spill: Callable[[], object],
+    options: str, spills: bool, code: int, end: str, run: Run, document: Documented, cached: Cached
 ) -> None:
-    """The table is printed either way, and a filter restricts the check."""
+    """The table is printed either way, and a filter restricts the check; sums have their parts."""
     if spills:
-        spill()
+        spill(cached.folders[0])
 
-    result = run("resources", *options)
+    result = run("resources", *options.split())
 
+    found = document("resources", *options.split(), code=code)
     assert result.exit_code == code
     assert result.stdout.splitlines()[-1].startswith(end)
-
-
-def test_resources_are_sums_and_their_parts(
-    document: Documented, cached: Cached, spill: Callable[[], object]
-) -> None:
-    """Spills and shared memory are split."""
-    spill()
-
-    found = document("resources", "--fail-on-spill", code=1)
-
-    (kernel,) = [kernel for kernel in found["kernels"] if kernel["spill_bytes"]]
-    assert (found["spilling"], kernel["key"]) == (1, cached.keys[0])
-    assert [kernel[f"spill{name}_bytes"] for name in ("", "_store", "_load")] == [20, 8, 12]
-    assert kernel["shared_bytes"] == kernel["static_shared_bytes"] + kernel["dynamic_shared_bytes"]
+    for kernel in found["kernels"]:
+        sizes = [kernel[f"spill{name}_bytes"] for name in ("", "_store", "_load")]
+        assert sizes == ([20, 8, 12] if spills and kernel["key"] == cached.keys[0] else [0, 0, 0])
+        shared = kernel["static_shared_bytes"] + kernel["dynamic_shared_bytes"]
+        assert kernel["shared_bytes"] == shared
+    assert found["spilling"] == int(end.split()[2])

@@ -19,6 +19,11 @@ def kept_in(cache_dir: Path) -> set[Path]:
     return set((cache_dir / "v1" / "e").glob("*/*/*"))
 
 
+def size_of(*folders: Path) -> int:
+    """Return the size of the files in these folders."""
+    return sum(file.stat().st_size for folder in folders for file in folder.iterdir())
+
+
 def test_a_key_given_twice_is_removed_once(document: Documented, cached: Cached) -> None:
     """`rm` lists the removed entry once, and the other kernels stay."""
     gone, kept = cached.folders
@@ -82,22 +87,27 @@ def test_the_question_leaves_stdout_to_the_document(document: Documented, cached
     ],
 )
 def test_only_selected_kernels_are_pruned(
-    options: str, gone: int, why: str | None, document: Documented, cached: Cached
+    options: str, gone: int, why: str | None, run: Run, document: Documented, cached: Cached
 ) -> None:
-    """Age and size count from the last use; --arch and --family select, or restrict the others."""
+    """Age and size count from the last use; a dry run prints the same, and changes nothing."""
     old, young = cached.folders
     use(old, age_s=7200, now=time.time())
-    size = sum(file.stat().st_size for file in young.iterdir())
+    before = snapshot(cached.root)
+    words = ("cache", "prune", *options.replace("SIZE", str(size_of(young))).split())
 
-    found = document("cache", "prune", *options.replace("SIZE", str(size)).split())
+    dry = document(*words, "--dry-run")
+    text = run(*words, "--dry-run").stdout
+    after = snapshot(cached.root)
+    found = document(*words)
 
     removed = {Path(entry["path"]): entry["why"] for entry in found["removed"]}
+    assert after == before
+    assert dry == found | {"dry_run": True}
+    assert text.splitlines()[-1].startswith(f"would remove {gone} kernel")
     assert removed == dict.fromkeys([old, young][:gone], why)
     assert found["freed_bytes"] == sum(entry["size_bytes"] for entry in found["removed"])
     assert (found["kept"], found["dry_run"]) == (2 - gone, False)
-    assert found["kept_bytes"] == sum(
-        file.stat().st_size for folder in kept_in(cached.root) for file in folder.iterdir()
-    )
+    assert found["kept_bytes"] == size_of(*kept_in(cached.root))
     assert kept_in(cached.root) == {old, young} - removed.keys()
 
 
@@ -131,19 +141,6 @@ def test_a_damaged_kernel_has_no_version(document: Documented, cached: Cached) -
     assert kept_in(cached.root) == {valid}
 
 
-def test_a_dry_run_prints_the_same_and_removes_nothing(run: Run, cached: Cached) -> None:
-    """A dry run changes no byte and no time."""
-    use(cached.folders[0], age_s=7200, now=time.time())
-    before = snapshot(cached.root)
-
-    dry = run("cache", "prune", "--older-than", "1h", "--dry-run").stdout
-    after = snapshot(cached.root)
-    real = run("cache", "prune", "--older-than", "1h").stdout
-
-    assert after == before
-    assert dry.replace("would remove", "removed") == real
-
-
 def test_a_read_only_layer_is_never_pruned(
     document: Documented, cached: Cached, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,20 +164,29 @@ def test_a_job_that_misses_a_pruned_kernel_compiles_it_again(run: Run, cached: C
     assert kept_in(cached.root) == {cached.folders[0]} == {outcome.entry.path}
 
 
-def test_gc_changes_no_clean_cache(document: Documented, cached: Cached) -> None:
-    """Below the size limit no kernel is evicted."""
-    before = snapshot(cached.root / "v1" / "e")
+def test_gc_evicts_the_least_recently_used_above_the_limit(
+    document: Documented, cached: Cached, setting: Setting
+) -> None:
+    """Below the limit nothing changes; a recently used kernel stays, even above it."""
+    old, young = cached.folders
+    use(old, age_s=7200, now=time.time())
+    before, size = snapshot(cached.root / "v1" / "e"), size_of(old)
 
+    clean = document("cache", "gc")
+    after = snapshot(cached.root / "v1" / "e")
+    setting("MLAGEN_CACHE_MAX_SIZE", "1")
     found = document("cache", "gc")
+    kept = kept_in(cached.root)
+    use(young, age_s=7200, now=time.time())
+    last = document("cache", "gc")
 
-    assert found == {
-        "cache_dir": str(cached.root),
-        "abandoned": 0,
-        "quarantined": 0,
-        "evicted": [],
-        "freed_bytes": 0,
-    }
-    assert snapshot(cached.root / "v1" / "e") == before
+    counts = {"abandoned": 0, "quarantined": 0, "evicted": [], "freed_bytes": 0}
+    assert clean == {"cache_dir": str(cached.root), **counts}
+    assert after == before
+    assert [Path(gone["path"]) for gone in found["evicted"]] == [old]
+    assert found["freed_bytes"] == size
+    assert kept == {young}
+    assert [Path(gone["path"]) for gone in last["evicted"]] == [young]
 
 
 def test_gc_deletes_abandoned_folders(document: Documented, cache_dir: Path) -> None:
@@ -197,19 +203,3 @@ def test_gc_deletes_abandoned_folders(document: Documented, cache_dir: Path) -> 
     assert (found["abandoned"], found["quarantined"]) == (1, 5)
     assert list(staging.iterdir()) == [alive]
     assert sorted(quarantine.iterdir()) == moved[5:]
-
-
-def test_gc_evicts_the_least_recently_used_above_the_limit(
-    document: Documented, cached: Cached, setting: Setting
-) -> None:
-    """A recently used kernel stays, even above the limit."""
-    old, young = cached.folders
-    use(old, age_s=7200, now=time.time())
-    size = sum(file.stat().st_size for file in old.iterdir())
-    setting("MLAGEN_CACHE_MAX_SIZE", "1")
-
-    found = document("cache", "gc")
-
-    assert [Path(gone["path"]) for gone in found["evicted"]] == [old]
-    assert found["freed_bytes"] == size
-    assert (old.exists(), young.exists()) == (False, True)

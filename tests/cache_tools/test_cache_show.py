@@ -14,7 +14,6 @@ import pytest
 
 from cache_tools.tools.disassembly import find_nvdisasm, sass_of
 from mlagen.errors import ToolchainError
-from tests.sass import nvdisasm_is_missing
 
 from .altered import recast
 from .conftest import Cached, Documented, Run
@@ -25,13 +24,13 @@ PARTS = {"source": "kernel.cu", "log": "build.log", "manifest": "manifest.json"}
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_is_printed_byte_for_byte(part: str, run: Run, cached: Cached) -> None:
     """It can be redirected to a file, and has its own name in the document."""
-    key, path = cached.keys[0], cached.folders[0] / PARTS[part]
+    command = ("cache", "show", cached.keys[0], f"--{part}")
 
-    text = run("cache", "show", key, f"--{part}")
-    (entry,) = json.loads(run("cache", "show", key, f"--{part}", "--json").stdout)["entries"]
+    text, document = run(*command), run(*command, "--json")
 
-    assert (text.exit_code, text.stdout) == (0, path.read_text(encoding="utf-8"))
-    assert entry[part]
+    content = (cached.folders[0] / PARTS[part]).read_text(encoding="utf-8")
+    assert (text.exit_code, text.stdout) == (0, content)
+    assert json.loads(document.stdout)["entries"][0][part]
 
 
 def test_every_compiler_is_shown_or_the_one_that_is_named(
@@ -45,18 +44,6 @@ def test_every_compiler_is_shown_or_the_one_that_is_named(
 
     assert [entry["toolchain"] for entry in every] == ["nvrtc-12.8.1", cached.units[0].toolchain]
     assert named == every[:1]
-
-
-@pytest.mark.skipif(
-    nvdisasm_is_missing(), reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm"
-)
-def test_the_sass_is_printed(run: Run, cached: Cached) -> None:
-    """--sass prints the disassembly of the kernel."""
-    result = run("cache", "show", cached.keys[0], "--sass")
-
-    assert result.exit_code == 0, result.stderr
-    assert ".text.combine" in result.stdout
-    assert "EXIT" in result.stdout
 
 
 def require_tool(monkeypatch: pytest.MonkeyPatch, found: Path | None) -> None:
@@ -113,15 +100,7 @@ def test_a_rejected_cubin_is_an_error(
         sass_of(b"", "combine")
 
 
-def reproduce(run: Run, cached: Cached, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the program of --reproduce where mlagen cannot be imported."""
-    program = run("cache", "show", cached.keys[0], "--reproduce").stdout
-    script = folder / "reproduce.py"
-    script.write_text(f"import sys; sys.modules['mlagen'] = None\n{program}")
-    return script_ran(script)
-
-
-def script_ran(script: Path) -> subprocess.CompletedProcess[str]:
+def ran(script: Path) -> subprocess.CompletedProcess[str]:
     """Run a script in its folder."""
     return subprocess.run(
         [sys.executable, str(script)],
@@ -136,20 +115,24 @@ def test_a_program_compiles_it_again_without_mlagen(
     run: Run, cached: Cached, tmp_path: Path
 ) -> None:
     """It prints kernel, compiler and digest of the cubin; another cubin is exit code 1."""
-    ran = reproduce(run, cached, tmp_path)
-
     unit, source = cached.units[0], cached.folders[0] / "kernel.cu"
+    digest = hashlib.sha256((cached.folders[0] / "kernel.cubin").read_bytes()).hexdigest()
     # NVRTC 12.8 omits its patch level.
     compiler = re.sub(r"^(nvrtc-12\.8)\.\d+$", r"\1", str(unit.toolchain))
-    digest = hashlib.sha256((cached.folders[0] / "kernel.cubin").read_bytes()).hexdigest()
-    assert (ran.returncode, ran.stdout) == (0, f"{unit.spec} by {compiler}: sha256 {digest}\n")
+    program = run("cache", "show", cached.keys[0], "--reproduce").stdout
+    script = tmp_path / "reproduce.py"
+    script.write_text(f"import sys; sys.modules['mlagen'] = None\n{program}")
     text = source.read_text()
+
+    same = ran(script)
     source.write_text(text.replace("combine(", "combine_2("))
-    other = script_ran(tmp_path / "reproduce.py")
+    other = ran(script)
+    source.write_text("int f() { return nothing; }\n")
+    failed = ran(script)
+
+    assert (same.returncode, same.stdout) == (0, f"{unit.spec} by {compiler}: sha256 {digest}\n")
     expected = f"expected sha256 {digest}, built by {unit.toolchain}\n"
     assert (other.returncode, other.stderr) == (1, expected)
-    source.write_text("int f() { return nothing; }\n")
-    failed = script_ran(tmp_path / "reproduce.py")
     assert failed.returncode == 1
     assert 'kernel.cu(1): error: identifier "nothing" is undefined' in failed.stderr
     assert "Traceback" not in failed.stderr

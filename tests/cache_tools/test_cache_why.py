@@ -11,7 +11,6 @@ import pytest
 
 from cache_tools.tools.differences import differences, key_of_entry, nearest_entry
 from mlagen.cache.key import CacheKey
-from mlagen.cache.store import KernelStore
 from mlagen.spec.combine import CombineSpec
 from tests.cache.builds import entry_folder, make_build, make_store
 
@@ -35,27 +34,19 @@ def dims_of(cached: Cached) -> list[str]:
 
 @pytest.mark.parametrize("is_layer", [False, True], ids=["the cache", "a layer"])
 def test_a_cached_kernel_is_found(
-    is_layer: bool, document: Documented, cached: Cached, monkeypatch: pytest.MonkeyPatch
+    is_layer: bool, run: Run, document: Documented, cached: Cached, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The document names its folder, which nothing changes."""
+    """Document and text name its folder, which nothing changes."""
     root = move_to_layer(cached.root, monkeypatch) if is_layer else cached.root
-    before = snapshot(root)
+    before, spec = snapshot(root), str(cached.units[0].spec)
 
-    found = document("cache", "why", str(cached.units[0].spec))
+    found, text = document("cache", "why", spec), run("cache", "why", spec).stdout
 
     entry = found["entry"]
     assert (found["is_found"], found["key"]) == (True, cached.keys[0])
     assert (entry["layer"], entry["is_read_only"]) == (str(root), is_layer)
+    assert text == f"found: {spec}\n{entry['path']}\n"
     assert snapshot(root) == before
-
-
-def test_the_folder_of_a_found_kernel_is_printed(run: Run, cached: Cached) -> None:
-    """It stands on its own line."""
-    unit = cached.units[0]
-
-    result = run("cache", "why", str(unit.spec))
-
-    assert result.stdout == f"found: {unit.spec}\n{cached.folders[0]}\n"
 
 
 def test_a_missing_kernel_is_compared_with_the_nearest(run: Run, cached: Cached) -> None:
@@ -100,28 +91,21 @@ def test_another_installation_is_the_reason(
 def test_a_damaged_kernel_is_the_reason_and_stays(
     document: Documented, run: Run, cached: Cached
 ) -> None:
-    """It is not quarantined, unlike in a call."""
-    cubin = damage(cached.folders[0])
+    """It is not quarantined, unlike in a call; a folder that others may write in is another."""
+    cubin, spec = damage(cached.folders[0]), str(cached.units[0].spec)
 
-    found = document("cache", "why", str(cached.units[0].spec), code=1)
+    found, text = document("cache", "why", spec, code=1), run("cache", "why", spec).stdout
+    cached.root.chmod(0o777)
+    unreadable = run("cache", "why", spec)
 
     assert found["reason"] == "damaged"
     assert found["problem"].startswith("kernel.cubin: expected sha256 ")
-    text = run("cache", "why", str(cached.units[0].spec)).stdout
     assert text.startswith("not found: damaged: kernel.cubin: expected sha256 ")
     assert f"nearest {cached.keys[0][:8]} has no differences: " in text
+    assert unreadable.exit_code == 1
+    assert unreadable.stdout.startswith("not found: unreadable: ")
+    assert "MLAGEN_TRUST_SHARED=1" in unreadable.stdout
     assert cubin.exists()
-
-
-def test_a_folder_that_others_may_write_in_is_the_reason(run: Run, cached: Cached) -> None:
-    """The answer has the advice of the rejection."""
-    cached.root.chmod(0o777)
-
-    result = run("cache", "why", str(cached.units[0].spec))
-
-    assert result.exit_code == 1
-    assert result.stdout.startswith("not found: unreadable: ")
-    assert "MLAGEN_TRUST_SHARED=1" in result.stdout
 
 
 def test_without_any_kernel_there_is_nothing_to_compare(run: Run, cache_dir: Path) -> None:
@@ -142,10 +126,8 @@ def test_a_cached_key_has_its_reason(document: Documented, run: Run, cached: Cac
     found, first = (document("cache", "why", key) for key in cached.keys[::-1])
     text = run("cache", "why", cached.keys[0][:8]).stdout
 
-    assert (found["reason"], fields_of(found)) == (
-        "other toolchain",
-        {"spec.head_dim_vo": (dims[1], dims[0])},
-    )
+    assert found["reason"] == "other toolchain"
+    assert fields_of(found) == {"spec.head_dim_vo": (dims[1], dims[0])}
     assert (first["reason"], first["nearest"], first["differences"]) == (None, None, [])
     assert "compiled because: not recorded, by prewarm of mlagen " in text
     assert "no other combine is cached to compare with" in text
@@ -171,7 +153,7 @@ def test_only_differences_are_explained(document: Documented, run: Run, cached: 
 def test_one_kernel_by_two_compilers(run: Run, cached: Cached) -> None:
     """The compilers are the headers and the only difference; a key alone is ambiguous."""
     recast(cached.folders[0], toolchain=OLD, keeps=True)
-    toolchains, key = [OLD, cached.units[0].toolchain], cached.keys[0][:8]
+    toolchains, key = [OLD, str(cached.units[0].toolchain)], cached.keys[0][:8]
 
     result = run("cache", "explain", *(f"{key}/{name}" for name in toolchains))
     rejected = run("cache", "explain", key, key)
@@ -179,19 +161,18 @@ def test_one_kernel_by_two_compilers(run: Run, cached: Cached) -> None:
     lines = result.stdout.splitlines()
     assert [line.partition(":")[0] for line in lines[:2]] == toolchains
     assert [line.split() for line in lines[4:6]] == [["toolchain", *toolchains], []]
-    names = ", ".join(map(str, toolchains))
-    message = f"mlagen: key: expected {key}/TOOLCHAIN, got no toolchain out of {names}\n"
-    assert (rejected.exit_code, rejected.stderr) == (2, message)
+    rule = f"expected {key}/TOOLCHAIN, got no toolchain out of {', '.join(toolchains)}"
+    assert (rejected.exit_code, rejected.stderr) == (2, f"mlagen: key: {rule}\n")
 
 
-@pytest.mark.parametrize("which", ["explain first", "explain second", "show", "show --source"])
+@pytest.mark.parametrize("which", ["explain 0 1", "explain 1 0", "show 0", "show 0 --source"])
 def test_a_damaged_kernel_is_not_shown(which: str, run: Run, cached: Cached) -> None:
     """Damage is an error with the reason and the path, wherever the kernel stands."""
     cubin = damage(cached.folders[0])
-    command, *options = which.split()
-    keys = cached.keys[: 2 if command == "explain" else 1][:: -1 if "second" in options else 1]
 
-    result = run("cache", command, *keys, *(o for o in options if o.startswith("--")))
+    result = run(
+        "cache", *(cached.keys[int(word)] if word.isdigit() else word for word in which.split())
+    )
 
     assert (result.exit_code, result.stdout) == (4, "")
     assert result.stderr.startswith("mlagen: cache: kernel.cubin: expected sha256 ")
@@ -206,48 +187,25 @@ def make_key(toolchain: str = NEWEST, **key_fields: str) -> CacheKey:
     return CacheKey(tuple(fields.items()), toolchain)
 
 
-def filled(folder: Path, *keys: CacheKey) -> KernelStore:
-    """Return a store with entries for these keys."""
-    store = make_store(folder)
-    for key in keys:
-        store.find_or_build(key, lambda: make_build(toolchain=key.toolchain))  # noqa: B023 - at once
-    return store
-
-
-@pytest.mark.parametrize(
-    ("wanted", "found"),
-    [("nvrtc-13", []), ("nvrtc-13.0.88", [("toolchain", "nvrtc-13.0.88", NEWEST)])],
-)
-def test_an_accepted_compiler_is_no_difference(
-    wanted: str, found: list[tuple[str, str, str]]
-) -> None:
-    """The toolchain counts only if the key does not accept the other one."""
-    assert differences(make_key(wanted), make_key(NEWEST)) == found
-
-
-def test_the_fewest_differences_are_the_nearest(tmp_path: Path) -> None:
+def test_the_nearest_has_the_fewest_differences_and_was_used_last(tmp_path: Path) -> None:
     """Kernels of another family are not compared, and a damaged entry has no key."""
-    near, far = make_key(spec__page_size="16"), make_key(spec__page_size="16", spec__arch="sm_90a")
-    store = filled(tmp_path, near, far, make_key(family="combine"))
+    page = "spec__page_size"
+    old, young = make_key(**{page: "16"}), make_key(**{page: "32"})
+    far, other = make_key(spec__arch="sm_90a", **{page: "16"}), make_key(family="combine")
+    store = make_store(tmp_path)
+    for age_s, key in ((0, far), (0, other), (7200, old), (3600, young)):
+        store.find_or_build(key, lambda: make_build(toolchain=NEWEST))
+        use(entry_folder(tmp_path, key), age_s=age_s, now=time.time())
 
     found = nearest_entry(make_key(), store.entries())
 
     assert found is not None
-    assert (found[0].key, found[1]) == (near.digest, [("spec.page_size", "64", "16")])
+    assert (found[0].key, found[1]) == (young.digest, [("spec.page_size", "64", "32")])
     assert nearest_entry(make_key(family="nothing like it"), store.entries()) is None
-    (entry_folder(tmp_path, near) / "manifest.json").unlink()
-    (again,) = [each for each in store.entries() if each.key == near.digest]
+    (entry_folder(tmp_path, young) / "manifest.json").unlink()
+    (again,) = [each for each in store.entries() if each.key == young.digest]
     assert key_of_entry(again) is None
-
-
-def test_ties_go_to_the_most_recently_used(tmp_path: Path) -> None:
-    """Of two equally near entries the most recently used is returned."""
-    old, young = make_key(spec__page_size="16"), make_key(spec__page_size="32")
-    store = filled(tmp_path, young, old)
-    use(entry_folder(tmp_path, old), age_s=7200, now=time.time())
-    use(entry_folder(tmp_path, young), age_s=3600, now=time.time())
-
-    found = nearest_entry(make_key(), store.entries())
-
-    assert found is not None
-    assert found[0].key == young.digest
+    # The toolchain counts only if the key does not accept the other one.
+    assert differences(make_key("nvrtc-13"), make_key(NEWEST)) == []
+    expected = [("toolchain", "nvrtc-13.0.88", NEWEST)]
+    assert differences(make_key("nvrtc-13.0.88"), make_key(NEWEST)) == expected

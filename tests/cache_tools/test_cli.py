@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,8 +15,17 @@ import mlagen
 from cache_tools.options.entry_options import age
 from cache_tools.options.options import names, numbers
 from mlagen.settings import current_settings
+from tests.kernels import COMBINE
 
-from .conftest import ROOT, Run, Start
+from .conftest import ROOT, Run
+from .many import fill
+
+
+def output_of(*arguments: str) -> str:
+    """Return the output of a Python process."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
 
 HEAVY = ("torch", "jinja2", "cuda.bindings.driver", "filelock")
 
@@ -28,15 +36,7 @@ HEAVY = ("torch", "jinja2", "cuda.bindings.driver", "filelock")
 )
 def test_the_module_is_the_command(option: str, begin: str) -> None:
     """`python3 -m cache_tools` is `mlagen`, and calls itself so."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "cache_tools", option],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-
-    assert ran.stdout.startswith(begin)
+    assert output_of("-m", "cache_tools", option).startswith(begin)
 
 
 @pytest.mark.parametrize("words", ["--help", "-h", "cache -h", "cache"])
@@ -48,43 +48,31 @@ def test_help_is_printed(words: str, run: Run) -> None:
     assert (result.stdout + result.stderr).startswith("Usage: mlagen ")
 
 
-@pytest.mark.parametrize(
-    ("parse", "text", "expected"),
-    [
-        (age, "90s", 90),
-        (age, "1.5 min", 90),
-        (age, "12h", 43_200),
-        (age, " 30d", 2_592_000),
-        (age, "2w", 1_209_600),
-        (age, None, None),
-        (names, "bf16, fp16", ["bf16", "fp16"]),
-        (names, None, None),
-        (numbers(0), "0,64", [0, 64]),
-        (numbers(1), None, None),
-    ],
-)
-def test_values_are_parsed(
-    parse: Callable[..., object], text: str | None, expected: object
-) -> None:
-    """Blanks are ignored, and a missing option is None."""
-    assert parse(click.Context(click.Command("any")), click.Option(["--any"]), text) == expected
+AGES = {"90s": 90, "1.5 min": 90, "12h": 43_200, " 30d": 2_592_000, "2w": 1_209_600}
+AGE, NUMBERS = "expected an age such as 90min", "expected numbers from 1 on, with commas"
 
 
 @pytest.mark.parametrize(
-    ("parse", "texts", "message"),
+    ("parse", "parsed", "invalid", "message"),
     [
-        (age, ["", "30", "d", "-1d", "1e3s", "1 month", "1d 2h"], "expected an age such as 90min"),
-        (numbers(1), ["0", "1,big", "-1", ""], "expected numbers from 1 on, with commas"),
+        (age, AGES, ["", "30", "d", "-1d", "1e3s", "1 month", "1d 2h"], AGE),
+        (numbers(1), {"1,64": [1, 64]}, ["0", "1,big", "-1", ""], NUMBERS),
+        (numbers(0), {"0,64": [0, 64]}, [], ""),
+        (names, {"bf16, fp16": ["bf16", "fp16"]}, [], ""),
     ],
-    ids=["ages", "numbers"],
+    ids=["ages", "numbers", "with zero", "names"],
 )
-def test_invalid_values_are_rejected(
-    parse: Callable[..., object], texts: list[str], message: str
+def test_values_are_parsed_or_rejected(
+    parse: Callable[..., object], parsed: dict[str, object], invalid: list[str], message: str
 ) -> None:
-    """The message has the rule and the value."""
-    for text in texts:
+    """Blanks are ignored, a missing option is None, and a message has the rule and the value."""
+    context, option = click.Context(click.Command("any")), click.Option(["--any"])
+
+    assert {text: parse(context, option, text) for text in parsed} == parsed
+    assert parse(context, option, None) is None
+    for text in invalid:
         with pytest.raises(click.BadParameter) as caught:
-            parse(click.Context(click.Command("any")), click.Option(["--any"]), text)
+            parse(context, option, text)
         assert caught.value.message.startswith(message)
         assert caught.value.message.endswith(f"got {text!r}")
 
@@ -112,69 +100,79 @@ def test_verbose_sets_the_log_level(
     assert logging.getLogger("mlagen").level == level
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        ("--version", 0),
-        ("--help", 0),
-        ("cache dir", 0),
-        ("cache ls", 0),
-        ("cache ls --arch sm_90a --json", 0),
-        ("cache stats", 0),
-        ("cache verify", 0),
-        ("cache why SPEC", 1),
-        ("cache prune --older-than 1d", 0),
-        ("cache gc", 0),
-        ("resources", 0),
-        ("cache clear --yes", 0),
-        ("cache show abcdef", 2),
-        ("cache rm abcdef", 2),
-        ("doctor", 0),
-        ("prewarm --dry-run --arch sm_90a", 1),
-    ],
-)
-def test_inspection_needs_no_package_and_creates_nothing(
-    words: str, code: int, start: Start, cache_dir: Path
-) -> None:
+# Commands on a missing cache, and their exit codes.
+INSPECTIONS = {
+    "--version": 0,
+    "--help": 0,
+    "cache dir": 0,
+    "cache ls": 0,
+    "cache ls --arch sm_90a --json": 0,
+    "cache stats": 0,
+    "cache verify": 0,
+    "cache why SPEC": 1,
+    "cache prune --older-than 1d": 0,
+    "cache gc": 0,
+    "resources": 0,
+    "cache clear --yes": 0,
+    "cache show abcdef": 2,
+    "cache rm abcdef": 2,
+    "doctor": 0,
+    "prewarm --dry-run --arch sm_90a": 1,
+}
+
+
+def test_inspection_needs_no_package_and_creates_nothing(cache_dir: Path) -> None:
     """It works without torch, Jinja, CUDA bindings and filelock, and without a cache."""
-    spec = "combine(arch=sm_80, dtype=bf16, head_dim_vo=512)"
-    process = start(*(spec if word == "SPEC" else word for word in words.split()), without=HEAVY)
+    script = f"""
+import sys
+sys.modules.update(dict.fromkeys({HEAVY}))
+from click.testing import CliRunner
+from cache_tools.cli import cli
+for line in sys.argv[1:]:
+    words = ["{COMBINE}" if word == "SPEC" else word for word in line.split()]
+    result = CliRunner().invoke(cli, words)
+    print(result.exit_code, line)
+    assert isinstance(result.exception, (SystemExit, type(None))), result.exception
+"""
 
-    _, errors = process.communicate(timeout=60)
+    found = output_of("-c", script, *INSPECTIONS).splitlines()
 
-    assert process.returncode == code, errors
+    assert found == [f"{code} {line}" for line, code in INSPECTIONS.items()]
     assert not cache_dir.exists()
     assert not current_settings().lock_dir.exists()
 
 
-def test_starting_imports_no_more_than_click() -> None:
-    """The command line starts before any heavy import."""
-    script = "import sys, cache_tools.cli; print([m for m in sys.argv[1:] if m in sys.modules])"
-    ran = subprocess.run(
-        [sys.executable, "-c", script, *HEAVY, "rich", "mlagen.engine"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
+COMPLETION = """
+from click.shell_completion import BashComplete
+for words in ("prewarm --model ", "prewarm --arch ", "kernel show combine(", "cache show "):
+    *args, typed = words.split(" ")
+    BashComplete(cli, {}, "mlagen", "_MLAGEN_COMPLETE").get_completions(args, typed)
+"""
+
+
+@pytest.mark.parametrize(
+    ("work", "heavy"),
+    [
+        ("", ("numpy", "rich", "mlagen.engine")),
+        ("cli(['cache', 'ls'])", ("numpy", "rich", "mlagen.engine")),
+        (COMPLETION, ("numpy", "rich")),
+    ],
+    ids=["start", "a list", "completion"],
+)
+def test_quick_commands_import_no_more_than_click(
+    work: str, heavy: tuple[str, ...], cache_dir: Path
+) -> None:
+    """The command line starts, lists and completes models, targets, specs and keys at once."""
+    fill(cache_dir, 2)
+    names = [*HEAVY, *heavy] if work != COMPLETION else ["torch", "jinja2", *heavy]
+
+    found = output_of(
+        "-c",
+        "import atexit, sys; from cache_tools.cli import cli\n"
+        "atexit.register(lambda: print([m for m in sys.argv[1:] if m in sys.modules]))\n"
+        f"{work}",
+        *names,
     )
 
-    assert ran.stdout == "[]\n"
-
-
-def test_ctrl_c_keeps_finished_kernels(start: Start, run: Run, cache_dir: Path) -> None:
-    """An interrupted prewarm exits with 130, and its cache has only complete entries."""
-    process = start("prewarm", "--arch", "sm_80", "--family", "combine,mla_sm80", "-j", "1")
-    assert process.stderr is not None
-
-    first = [process.stderr.readline().split()[0] for _ in range(3)]
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-
-    assert first == ["compiling", "for", "built"]
-    assert process.returncode == 130, errors
-    kept = list((cache_dir / "v1" / "e").glob("*/*/*"))
-    noun = "kernel" if len(kept) == 1 else "kernels"
-    assert errors.endswith(f"mlagen: interrupted, {len(kept)} {noun} kept\n")
-    assert run("cache", "verify").exit_code == 0
-    assert list((cache_dir / "v1" / "staging").iterdir()) == []
-    assert len(kept) < 20
+    assert found.splitlines()[-1] == "[]"
+    assert ("2 kernels by " in found) == ("ls" in work)

@@ -15,7 +15,7 @@ from mlagen import engine
 from mlagen.cache.default_store import kernel_store
 from mlagen.errors import ToolchainError
 
-from .conftest import Run, Start
+from .conftest import Run
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 ANSWER = {
@@ -64,23 +64,17 @@ def test_without_a_gpu_kernels_are_compiled_found_and_the_cpu_is_right(run: Run)
 
 @pytest.mark.usefixtures("no_gpu")
 def test_a_wrong_result_is_reported(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error beyond rounding exits with 1."""
-    decode = demo._decode
-    monkeypatch.setattr(demo, "_decode", lambda problem: decode(problem) + 1)
+    """An error beyond rounding exits with 1, and NaN, as of an invalid slot, is never right."""
+    problem = demo._problem("cpu")
+    out = torch.zeros(len(demo.SEQ_LENS), 1, demo.HEADS, demo.KV_LORA_RANK)
+    monkeypatch.setattr(demo, "_decode", lambda _: out)
     monkeypatch.setattr(demo, "CROSS_ARCHS", ("sm_80",))
 
     result = run("demo")
 
     assert result.exit_code == 1
     assert "WRONG: " in result.stdout
-
-
-def test_nan_is_never_right() -> None:
-    """A read of an invalid slot shows as NaN, which fails."""
-    problem = demo._problem("cpu")
-    out = torch.full((len(demo.SEQ_LENS), 1, demo.HEADS, demo.KV_LORA_RANK), torch.nan)
-
-    assert demo._result(problem, out)["is_right"] is False
+    assert demo._result(problem, out * torch.nan)["is_right"] is False
 
 
 @pytest.mark.parametrize(
@@ -132,41 +126,39 @@ def test_a_stage_that_fails_ends_the_demo(run: Run, monkeypatch: pytest.MonkeyPa
     assert (result.exit_code, result.stdout, result.stderr) == (3, "", "first process ...\n")
 
 
+@pytest.mark.parametrize(
+    ("place", "error", "code", "last", "kept"),
+    [
+        (
+            (engine, "build_spec"),
+            ToolchainError("arch: NVRTC has none"),
+            3,
+            "arch: NVRTC has none",
+            0,
+        ),
+        ((demo, "_in_new_process"), KeyboardInterrupt(), 130, "interrupted, 2 kernels kept", 2),
+    ],
+    ids=["a failure", "an interrupt"],
+)
 @pytest.mark.usefixtures("no_gpu")
-def test_a_kernel_that_fails_ends_the_demo(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message is that of NVRTC."""
+def test_what_ends_the_demo_is_the_last_line(
+    place: tuple[object, str],
+    error: BaseException,
+    code: int,
+    last: str,
+    kept: int,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The message is that of NVRTC, and compiled kernels stay in the cache."""
 
-    def fail(*_: object) -> None:
-        raise ToolchainError("arch: NVRTC knows no such thing")
+    def end(*_: object) -> None:
+        raise error
 
-    monkeypatch.setattr(engine, "build_spec", fail)
-
-    result = run("demo")
-
-    assert result.exit_code == 3
-    assert result.stderr.endswith("mlagen: arch: NVRTC knows no such thing\n")
-
-
-@pytest.mark.usefixtures("no_gpu")
-def test_an_interrupted_demo_says_what_is_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels that were compiled before the interrupt stay in the cache."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(demo, "_in_new_process", interrupt)
+    monkeypatch.setattr(*place, end)
     monkeypatch.setattr(demo, "CROSS_ARCHS", ("sm_80",))
 
     result = run("demo")
 
-    assert result.exit_code == 130
-    assert result.stderr.splitlines()[-1] == "mlagen: interrupted, 2 kernels kept"
-    assert len(list(kernel_store().entries())) == 2
-
-
-def test_a_missing_numpy_causes_no_warning(start: Start) -> None:
-    """The NumPy warning of torch is suppressed: no command uses NumPy."""
-    _, errors = start("demo", without=("numpy",)).communicate(timeout=100)
-
-    assert "NumPy" not in errors
-    assert "Traceback" not in errors
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (code, f"mlagen: {last}")
+    assert len(list(kernel_store().entries())) == kept

@@ -24,49 +24,9 @@ from tests.cache.builds import entry_folder, make_build
 
 from .altered import use
 from .conftest import Cached, Documented, Run, Setting
-from .many import TOOLCHAIN, fill
 
 TOOLCHAINS = ("nvrtc-12.8.1", "nvrtc-13.5.37")
 EVERY = [(f, a, t) for f in ("attend", "combine") for a in ("sm_80", "sm_90a") for t in TOOLCHAINS]
-
-
-@pytest.mark.parametrize(
-    ("choice", "is_left"),
-    [
-        (Choice(), True),
-        (Choice(archs=["sm_80", "sm_90a"]), True),
-        (Choice(archs=["sm_80"]), False),
-        (Choice(families=["combine"]), True),
-        (Choice(families=["mla_sm80"]), False),
-        (Choice(toolchains=[TOOLCHAIN]), True),
-        (Choice(toolchains=["nvrtc-13"]), True),
-        (Choice(toolchains=["nvrtc-13.0.88", "nvrtc-12"]), False),
-        (Choice(age_s=60), True),
-        (Choice(age_s=600), False),
-        (Choice(archs=["sm_90a"], age_s=600), False),
-    ],
-    ids=repr,
-)
-def test_all_filters_have_to_match(choice: Choice, is_left: bool, cache_dir: Path) -> None:
-    """An entry matches one value of each filter, and the age."""
-    fill(cache_dir, 1)
-    use(next(cache_dir.glob("v1/e/*/*/*")), age_s=300, now=time.time())
-
-    (stored,) = kernel_store().entries()
-
-    assert choice.matches(stored) is is_left
-
-
-def test_a_damaged_entry_has_only_its_toolchain(cache_dir: Path) -> None:
-    """Target and family are in the manifest, the compiler is in the path; the age is infinite."""
-    fill(cache_dir, 1)
-    next(cache_dir.glob("v1/e/*/*/*/manifest.json")).unlink()
-
-    (stored,) = kernel_store().entries()
-
-    assert names_of(stored, "toolchain") == {TOOLCHAIN, "nvrtc-13"}
-    assert names_of(stored, "arch") == names_of(stored, "family") == set()
-    assert is_older(stored, 1e9)
 
 
 def key_of(family: str, arch: str, toolchain: str = TOOLCHAINS[1]) -> CacheKey:
@@ -84,17 +44,10 @@ def make_store(root: Path, *keys: CacheKey, layers: tuple[Path, ...] = ()) -> Ke
 
 @pytest.fixture
 def store(tmp_path: Path) -> KernelStore:
-    """Return a store with two kernels for two targets by two compilers."""
-    return make_store(tmp_path / "cache", *(key_of(*each) for each in EVERY))
-
-
-@pytest.fixture
-def layered(tmp_path: Path) -> KernelStore:
-    """Return a store with one kernel, and a layer with that kernel and another one."""
-    kernels = key_of("attend", "sm_80"), key_of("combine", "sm_80")
-    make_store(tmp_path / "cache", kernels[0])
-    make_store(tmp_path / "layer", *kernels)
-    return make_store(tmp_path / "cache", layers=(tmp_path / "layer",))
+    """Return a store with two kernels for two targets by two compilers, of which one is old."""
+    store = make_store(tmp_path / "cache", *(key_of(*each) for each in EVERY))
+    use(entry_folder(tmp_path, key_of(*EVERY[0])), age_s=300, now=time.time())
+    return store
 
 
 @pytest.mark.parametrize(
@@ -107,15 +60,20 @@ def layered(tmp_path: Path) -> KernelStore:
         ({"toolchains": ["nvrtc-13.5.37"]}, 4),
         ({"toolchains": ["nvrtc-13"]}, 4),
         ({"archs": ["sm_90a"], "families": ["combine"], "toolchains": ["nvrtc-12.8.1"]}, 1),
+        ({"age_s": 60}, 1),
+        ({"age_s": 60, "archs": ["sm_80"]}, 1),
     ],
     ids=str,
 )
 def test_filters_combine(filters: dict[str, Any], count: int, store: KernelStore) -> None:
-    """A value of each filter must match; entries are sorted by key and compiler."""
-    found = [(each.key, each.toolchain) for each in chosen_entries(store, (), Choice(**filters))]
+    """A value of each filter must match, and the age; chosen entries are sorted by key."""
+    choice = Choice(**filters)
 
-    assert len(found) == count
+    found = [(each.key, each.toolchain) for each in chosen_entries(store, (), choice)]
+
+    assert sum(choice.matches(stored) for stored in store.entries()) == count
     assert found == sorted(found)
+    assert "age_s" in filters or len(found) == count
 
 
 @pytest.mark.parametrize(
@@ -135,14 +93,6 @@ def test_a_value_without_a_match_is_an_error(
         chosen_entries(store, keys, Choice(**filters))
 
 
-def test_an_empty_cache_is_an_error(tmp_path: Path) -> None:
-    """An empty selection is bad usage."""
-    with pytest.raises(
-        ArgumentError, match=rf"^kernels: expected matching ones .*, got none in {tmp_path}"
-    ):
-        chosen_entries(make_store(tmp_path / "none"), ())
-
-
 def test_a_key_selects_all_compilers_once(store: KernelStore) -> None:
     """Keys are prefixes, and a key given twice counts once."""
     key = key_of("attend", "sm_80").digest
@@ -152,29 +102,43 @@ def test_a_key_selects_all_compilers_once(store: KernelStore) -> None:
     assert [(stored.key, stored.toolchain) for stored in found] == [(key, t) for t in TOOLCHAINS]
 
 
-def test_layers_are_selected_on_request(layered: KernelStore) -> None:
+def test_layers_are_selected_on_request(tmp_path: Path) -> None:
     """A kernel in both places is selected once, from the cache folder; a key asks for no layer."""
-    key = key_of("combine", "sm_80").digest
+    both, other = key_of("attend", "sm_80"), key_of("combine", "sm_80")
+    make_store(tmp_path / "cache", both)
+    make_store(tmp_path / "layer", both, other)
+    layered = make_store(tmp_path / "cache", layers=(tmp_path / "layer",))
 
-    own, both = chosen_entries(layered, ()), chosen_entries(layered, (), layers=True)
+    found = chosen_entries(layered, (), layers=True)
 
-    assert [stored.is_read_only for stored in own] == [False]
-    assert sorted(stored.is_read_only for stored in both) == [False, True]
-    assert len({stored.key for stored in both}) == 2
-    assert [stored.key for stored in chosen_entries(layered, (key,), layers=True)] == [key]
+    assert {stored.key: stored.is_read_only for stored in found} == {
+        both.digest: False,
+        other.digest: True,
+    }
+    assert [stored.key for stored in chosen_entries(layered, ())] == [both.digest]
+    for keys in ((), (other.digest,)):
+        assert len(chosen_entries(layered, keys, layers=True)) == len(found) - len(keys)
     with pytest.raises(ArgumentError, match=r"^kernels: expected matching ones \(--layers: "):
-        chosen_entries(layered, (key,))
+        chosen_entries(layered, (other.digest,))
 
 
 def test_a_damaged_entry_matches_every_filter(store: KernelStore, tmp_path: Path) -> None:
-    """An omitted damaged entry would go unnoticed."""
+    """An omitted one would go unnoticed; the path has its compiler, and its age is infinite."""
     damaged = entry_folder(tmp_path, key_of("combine", "sm_90a"))
     (damaged / "manifest.json").unlink()
 
     found = chosen_entries(store, (), Choice(archs=["sm_80"], families=["attend"]))
 
-    assert [stored.path for stored in found if stored.problem] == [damaged]
-    assert len(found) == 3
+    (stored,) = [stored for stored in found if stored.problem]
+    assert (stored.path, len(found)) == (damaged, 3)
+    assert names_of(stored, "toolchain") == {TOOLCHAINS[1], "nvrtc-13"}
+    assert names_of(stored, "arch") == names_of(stored, "family") == set()
+    assert is_older(stored, 1e9)
+    document = document_of(stored)
+    assert document["problem"].startswith("manifest.json: expected a regular file, got nothing")
+    assert [name for name, value in document.items() if value is not None] == [
+        *("key", "toolchain", "path", "layer", "is_read_only", "size_bytes", "problem")
+    ]
 
 
 @pytest.mark.parametrize("digits", [6, 8, 64])
@@ -185,38 +149,24 @@ def test_a_key_prefix_is_enough(digits: int, cached: Cached) -> None:
     assert found.key == cached.keys[0]
 
 
-@pytest.mark.parametrize("prefix", ["abc", "kernel"])
-def test_an_invalid_key_is_rejected(prefix: str) -> None:
-    """The message defines a key."""
-    message = f"key: expected 6 to 64 lower-case hex digits, got '{prefix}'"
-    with pytest.raises(ArgumentError, match=f"^{message}$"):
-        entries_of(kernel_store(), prefix)
-
-
-def test_an_ambiguous_prefix_is_rejected(cached: Cached, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message has enough digits of each key to distinguish them."""
+def test_an_invalid_or_ambiguous_prefix_is_rejected(
+    cached: Cached, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message defines a key, or has enough digits of each key to distinguish them."""
     store = kernel_store()
     everything = list(store.entries())
-    monkeypatch.setattr(store, "select", lambda _prefix: everything)
-
-    with pytest.raises(ArgumentError) as raised:
-        entries_of(store, "abcdef")
-
     keys = ", ".join(sorted(key[:10] for key in cached.keys))
-    assert str(raised.value) == f"key: expected more digits than abcdef, got several keys: {keys}"
+    messages = {
+        "abc": "key: expected 6 to 64 lower-case hex digits, got 'abc'",
+        "kernel": "key: expected 6 to 64 lower-case hex digits, got 'kernel'",
+        "abcdef": f"key: expected more digits than abcdef, got several keys: {keys}",
+    }
 
-
-def test_the_document_of_a_damaged_entry_has_the_problem(cached: Cached) -> None:
-    """An entry without a manifest has its path and its problem."""
-    (cached.folders[0] / "manifest.json").write_text("{")
-    (stored,) = entries_of(kernel_store(), cached.keys[0])
-
-    found = document_of(stored)
-
-    assert found["problem"].startswith("manifest.json: expected a manifest, got ")
-    assert [name for name, value in found.items() if value is not None] == [
-        *("key", "toolchain", "path", "layer", "is_read_only", "size_bytes", "used", "problem")
-    ]
+    for prefix, message in messages.items():
+        if prefix == "abcdef":
+            monkeypatch.setattr(store, "select", lambda _prefix: everything)
+        with pytest.raises(ArgumentError, match=f"^{message}$"):
+            entries_of(store, prefix)
 
 
 @pytest.mark.parametrize("seconds", [-(2.0**40), 2.0**40, -1e300, 1e300, float("inf"), 0.0])
@@ -251,7 +201,8 @@ def test_a_compile_time_that_is_not_finite_is_damage(
     assert sum(entry["problem"] is not None for entry in listed) == 1
 
 
-def test_entries_match_this_installation_or_do_not(cached: Cached) -> None:
+@pytest.mark.usefixtures("cached")
+def test_entries_match_this_installation_or_do_not() -> None:
     """Sources and compiler are those of the keys; nvrtc-MAJOR accepts any of that version."""
     valid = next(kernel_store().entries())
     own = str(required_toolchain())
@@ -263,7 +214,6 @@ def test_entries_match_this_installation_or_do_not(cached: Cached) -> None:
     (valid.path / "manifest.json").write_text("{")
     (damaged,) = [each for each in kernel_store().entries() if each.key == valid.key]
     assert not matches_sources(damaged, template_digests())
-    assert cached.units
 
 
 def test_without_bindings_there_is_no_toolchain(

@@ -107,6 +107,9 @@ CASES = [
 ]
 
 
+STEPS = {"packing", "uploading", "verifying", "downloading"}
+
+
 @pytest.mark.parametrize(("line", "code", "message"), CASES, ids=lambda case: str(case)[:60])
 def test_what_cannot_be_done_is_one_line_and_changes_nothing(
     line: str, code: int, message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -126,12 +129,7 @@ def test_what_cannot_be_done_is_one_line_and_changes_nothing(
     last = last.replace("option: --no-such;", "option '--no-such';")  # click 8.1
     assert last.lower().startswith(f"mlagen: {message}".lower())
     assert (result.exit_code, result.stdout) == (code, "")
-    assert {step.split()[0] for step in progress} <= {
-        "packing",
-        "uploading",
-        "verifying",
-        "downloading",
-    }
+    assert {step.split()[0] for step in progress} <= STEPS
     assert "secret" not in result.stderr
     assert snapshot(tmp_path) == before
 

@@ -1,13 +1,17 @@
-"""Ctrl-C at any moment, also repeated: one line, 130, and no leftovers."""
+"""Ctrl-C and SIGTERM at any moment, also repeated: one line, 130, and no leftovers."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,28 +21,27 @@ import pytest
 
 from cache_tools.commands import cache_export, cache_pull, cache_push, cache_verify
 from cache_tools.output.byte_progress import byte_progress
+from cache_tools.output.report import count_text
 from cache_tools.tools import bundles
 from mlagen.cache.default_store import kernel_store
 from tests.cache.bundle_cases import bundle_bytes, filled_store
 
-from .conftest import ROOT, Run
+from .conftest import ROOT, Run, Start
 
-SCRIPT = (
-    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
-    "from cache_tools.tools.interrupts import install_handlers;"
+DEFAULT = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+MAIN = f"{DEFAULT}from cache_tools.__main__ import main; main()"
+BEGIN = (
+    f"{DEFAULT}from cache_tools.tools.interrupts import install_handlers;"
     "install_handlers(); print('begin', flush=True);"
-    "from cache_tools.__main__ import main; main()"
 )
-KERNELS = (
-    *("prewarm", "--arch", "sm_80", "--family", "combine,gqa_sm80"),
-    *("--dtype", "bf16", "--page-size", "16", "-j", "2"),
-)
+OPTIONS = "--arch sm_80 --family combine,gqa_sm80 --dtype bf16 --page-size 16"
+KERNELS = ("prewarm", *OPTIONS.split())
 
 
 def interrupt_often(after_s: float, *options: str) -> tuple[int, str]:
     """Start a prewarm, interrupt it three times, 50 ms apart; return its code and its stderr."""
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, *KERNELS, *options],
+        [sys.executable, "-c", BEGIN + MAIN, *KERNELS, "-j", "2", *options],
         cwd=ROOT,
         env=os.environ,
         stdout=subprocess.PIPE,
@@ -85,6 +88,97 @@ def test_repeated_interrupts_count_as_one(
     assert processes_of(cache_dir) == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("isolate", [(), ("--isolate",)], ids=["threads", "processes"])
+def test_a_signal_keeps_only_finished_kernels(
+    number: signal.Signals, isolate: tuple[str, ...], start: Start, cache_dir: Path
+) -> None:
+    """It exits with 130; each entry is valid, and the staging folder empty."""
+    # Sequential: the first kernel is small, and many follow.
+    process = start(*KERNELS, "--arch", "sm_80,sm_86,sm_90a", "-j", "1", *isolate)
+    assert process.stderr is not None
+    _plan, first = process.stderr.readline(), process.stderr.readline()
+
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+
+    store = kernel_store()
+    entries = list(store.entries())
+    assert first.startswith("built ")
+    assert process.returncode == 130
+    kept = count_text(len(entries), "kernel")
+    assert err.splitlines()[-1] == f"mlagen: interrupted, {kept} kept"
+    assert entries
+    assert [store.verify(entry) for entry in entries] == [None] * len(entries)
+    assert list((cache_dir / "v1" / "staging").iterdir()) == []
+
+
+# The command as a shell on this terminal starts it.
+ON_A_TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+_COLUMNS = 160
+_SEQUENCE = re.compile(r"\x1b\[(\??\d*)([A-Za-z])|(.)", re.DOTALL)
+
+
+def screen_of(output: str) -> list[str]:
+    """Return the lines of a terminal after this output, which wraps at its width."""
+    lines, row, column = [""], 0, 0
+    for count, control, char in _SEQUENCE.findall(output):
+        if control == "A":
+            row = max(row - int(count or 1), 0)
+        elif control == "K":
+            lines[row] = ""
+        elif char == "\r":
+            column = 0
+        elif char:
+            if char == "\n" or column == _COLUMNS:
+                row, column = row + 1, column if char == "\n" else 0
+                lines += [""] * (row + 1 - len(lines))
+            if char != "\n":
+                lines[row] = lines[row].ljust(column)[:column] + char + lines[row][column + 1 :]
+                column += 1
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def interrupted_on_a_terminal(*arguments: str, when: str) -> tuple[int, str]:
+    """Run the command on a terminal, and press Ctrl-C once it shows ``when``."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, _COLUMNS, 0, 0))
+    environ = {**os.environ, "TERM": "xterm"}
+    for name in ("COLUMNS", "LINES", "NO_COLOR"):
+        environ.pop(name, None)
+    process = subprocess.Popen(
+        [sys.executable, "-c", ON_A_TERMINAL + MAIN, *arguments],
+        cwd=ROOT,
+        env=environ,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+    )
+    os.close(slave)
+    output, is_pressed = b"", False
+    with contextlib.suppress(OSError):  # the terminal closes with the process
+        while part := os.read(master, 1 << 16):
+            output += part
+            if not is_pressed and when in output.decode(errors="ignore"):
+                os.write(master, b"\x03")
+                is_pressed = True
+    os.close(master)
+    return process.wait(timeout=60), output.decode()
+
+
+def test_ctrl_c_clears_the_bar() -> None:
+    """Only the finished kernels and the summary stay on the screen, each once."""
+    code, output = interrupted_on_a_terminal(*KERNELS, "-j", "1", when="compiling gqa_sm80")
+
+    plan, *built, last = screen_of(output)
+    assert re.search(r"about \d+ (s|min) left", output)
+    assert code == 130
+    assert plan.startswith("compiling ")
+    assert last == f"mlagen: interrupted, {count_text(len(built), 'kernel')} kept"
+    assert {line.split()[0] for line in built} == {"built"}
+
+
 @contextlib.contextmanager
 def interrupted_progress(_doing: str) -> Iterator[Callable[[int, int], None]]:
     """Yield a callback for progress that is interrupted at the first part."""
@@ -96,55 +190,45 @@ def interrupted_progress(_doing: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "module", "summary"),
+    ("arguments", "module", "step", "summary"),
     [
-        (("verify",), cache_verify, "1 of 2 entries verified, 0 bad, none moved"),
-        (("export", "k.tar.gz"), cache_export, "k.tar.gz not written"),
-        (("export", ".", "--wheel", "k"), cache_export, "k not written"),
-        (("push", "file://k.tar.gz"), cache_push, "file://k.tar.gz not written"),
-        (("pull", "there.tar.gz"), cache_pull, "nothing imported"),
-        (("import", "there.tar.gz"), bundles, "nothing imported"),
+        ("verify", cache_verify, "", "1 of 2 entries verified, 0 bad, none moved"),
+        ("export k.tar.gz", cache_export, "", "k.tar.gz not written"),
+        ("export . --wheel k", cache_export, "", "k not written"),
+        ("push file://k.tar.gz", cache_push, "", "file://k.tar.gz not written"),
+        ("pull there.tar.gz", cache_pull, "", "nothing imported"),
+        ("import there.tar.gz", bundles, "", "nothing imported"),
+        ("import there.tar.gz", bundles, "publishing", "1 of 2 kernels kept"),
     ],
-    ids=["verify", "export", "wheel", "push", "pull", "import"],
 )
 def test_an_interrupt_says_what_is_kept(
-    arguments: tuple[str, ...],
+    arguments: str,
     module: ModuleType,
+    step: str,
     summary: str,
     run: Run,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The last line has it, and no file is written."""
-    (tmp_path / "there.tar.gz").write_bytes(bundle_bytes(filled_store(tmp_path)))
-    before = sorted(tmp_path.iterdir())
+    """The last line has it, no file is written, and what is published stays."""
+    place = tmp_path / "there" if step else tmp_path
+    (tmp_path / "there.tar.gz").write_bytes(bundle_bytes(filled_store(place)))
+    before = {*tmp_path.iterdir()}
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "byte_progress", interrupted_progress)
+    monkeypatch.setattr(
+        module,
+        "byte_progress",
+        lambda doing: (interrupted_progress if step in doing else byte_progress)(doing),
+    )
 
-    result = run("cache", *arguments)
+    result = run("cache", *arguments.split())
 
     assert (result.exit_code, result.stdout) == (130, "")
     assert result.stderr.splitlines()[-1] == f"mlagen: interrupted, {summary}"
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_an_interrupted_import_keeps_what_is_published(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last line counts the kernels of the bundle that are in the cache."""
-    bundle = tmp_path / "there.tar.gz"
-    bundle.write_bytes(bundle_bytes(filled_store(tmp_path / "there")))
-    monkeypatch.setattr(
-        bundles,
-        "byte_progress",
-        lambda step: interrupted_progress(step) if step == "publishing" else byte_progress(step),
+    assert len(list(kernel_store().entries())) == (1 if step else 2)
+    assert {*tmp_path.iterdir()} - before <= (
+        {tmp_path / "cache", tmp_path / "locks"} if step else set()
     )
-
-    result = run("cache", "import", str(bundle))
-
-    assert result.exit_code == 130
-    assert result.stderr.splitlines()[-1] == "mlagen: interrupted, 1 of 2 kernels kept"
-    assert len(list(kernel_store().entries())) == 1
 
 
 INTERRUPTED_ANYWHERE = """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cache_tools.tools import disassembly
-from cache_tools.tools.kernel_specs import spec_named, spec_texts
+from cache_tools.tools.kernel_specs import spec_named
 from cache_tools.tools.kernel_view import KernelView, tile_of
 from cache_tools.tools.occupancy import ctas_per_sm
 from mlagen.codegen.render import render
@@ -56,28 +56,20 @@ def test_the_included_templates_are_printed(run: Run, document: Documented) -> N
     assert lines == document("kernel", "show", str(COMBINE))["includes"]
 
 
-@pytest.mark.parametrize(
-    ("text", "tile"),
-    [
-        ("mla_sm90", {"BLOCK_M": 64, "BLOCK_N": 64, "stages": 2}),
-        ("mla_sm90_fp8", {"BLOCK_M": 64, "BLOCK_N": 64, "stages": 5}),
-        ("gqa_sm80(stages=6)", {"BLOCK_M": 16, "stages": 6}),
-        ("combine", {}),
-    ],
-)
-def test_the_tile_is_that_of_the_source(text: str, tile: dict[str, int]) -> None:
-    """Sizes that the source computes from others are left out."""
-    assert tile_of(spec_named(text)) == tile
+def test_tile_and_registers_are_those_of_the_source() -> None:
+    """Computed sizes are left out; warpgroups with setmaxnreg have other registers later."""
+    tiles = {
+        "mla_sm90": {"BLOCK_M": 64, "BLOCK_N": 64, "stages": 2},
+        "mla_sm90_fp8": {"BLOCK_M": 64, "BLOCK_N": 64, "stages": 5},
+        "gqa_sm80(stages=6)": {"BLOCK_M": 16, "stages": 6},
+        "combine": {},
+    }
+    view, end = KernelView.of(COMBINE), " per thread at launch"
 
-
-def test_registers_that_change_after_the_launch_are_marked() -> None:
-    """Warpgroups of a kernel with setmaxnreg have other numbers of registers later."""
-    view, other = KernelView.of(COMBINE), spec_named("mla_sm90")
-
-    views = [replace(view, spec=spec) for spec in (COMBINE, other)]
-    registers = [view.resource_texts()["registers"] for view in views]
-
-    assert [text.endswith(" per thread at launch") for text in registers] == [False, True]
+    assert {text: tile_of(spec_named(text)) for text in tiles} == tiles
+    for spec in (COMBINE, spec_named("mla_sm90")):
+        registers = replace(view, spec=spec).resource_texts()["registers"]
+        assert registers.endswith(end) == (spec.family == "mla_sm90")
 
 
 @pytest.mark.parametrize("wants_lines", ["0", "1"])
@@ -193,31 +185,28 @@ def test_a_family_alone_is_its_default_kernel(family: str) -> None:
     """Without a GPU it is the bf16 kernel for sm_90a, with pages of 64 tokens."""
     fields = spec_named(family).key_fields()
 
-    assert fields["arch"] == "sm_90a"
-    assert fields.get("page_size", "64") == "64"
-    expected = "e4m3" if family == "mla_sm90_fp8" else "bf16"
-    assert fields.get("query_dtype", fields.get("dtype")) == expected
-
-
-def test_the_default_target_is_the_visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an A100, a family without kernels for it takes the next target."""
-    monkeypatch.setattr(gpus, "visible_archs", lambda: {0: SM_80})
-
-    assert spec_named("combine").arch == SM_80
-    assert spec_named("mla_sm90").arch == Arch(90, "a")
+    dtype = fields.get("query_dtype", fields.get("dtype"))
+    assert (fields["arch"], fields.get("page_size", "64")) == ("sm_90a", "64")
+    assert dtype == ("e4m3" if family == "mla_sm90_fp8" else "bf16")
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "gpu", "expected"),
     [
-        ("mla_sm90(block_m=16)", {"block_m": "16", "page_size": "64"}),
-        ("mla_sm80( page_size=48, block_m = 16 )", {"page_size": "48", "block_m": "16"}),
-        ("combine(arch=H100, dtype=fp16)", {"arch": "sm_90a", "dtype": "fp16"}),
-        ("mla_sm90_fp8kv(lookup=sparse)", {"lookup": "sparse", "query_dtype": "bf16"}),
+        ("mla_sm90(block_m=16)", None, {"block_m": "16", "page_size": "64"}),
+        ("mla_sm80( page_size=48, block_m = 16 )", None, {"page_size": "48", "block_m": "16"}),
+        ("combine(arch=H100, dtype=fp16)", None, {"arch": "sm_90a", "dtype": "fp16"}),
+        ("mla_sm90_fp8kv(lookup=sparse)", None, {"lookup": "sparse", "query_dtype": "bf16"}),
+        ("combine", SM_80, {"arch": "sm_80"}),
+        ("mla_sm90", SM_80, {"arch": "sm_90a"}),
     ],
 )
-def test_names_that_are_left_out_have_defaults(text: str, expected: dict[str, str]) -> None:
-    """The given values are kept, one beyond the kernels of prewarming too."""
+def test_names_that_are_left_out_have_defaults(
+    text: str, gpu: Arch | None, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given values are kept; the target is the visible GPU, or the next one with the family."""
+    monkeypatch.setattr(gpus, "visible_archs", lambda: {} if gpu is None else {0: gpu})
+
     assert expected.items() <= spec_named(text).key_fields().items()
 
 
@@ -254,12 +243,6 @@ def test_what_does_not_exist_is_rejected(text: str, arch: str | None, message: s
     _, has_nearest, rest = str(caught.value).partition("the nearest ")
     assert bool(has_nearest) == ("calls use" in message)
     assert not has_nearest or spec_named(rest.partition("), got ")[0] + ")").family == "mla_sm90"
-
-
-def test_completed_texts_name_kernels() -> None:
-    """Families are completed first, and behind a bracket the kernels of one."""
-    assert spec_texts("mla") == list(FAMILIES)
-    assert all(str(spec_named(text)) == text for text in spec_texts("combine("))
 
 
 @pytest.mark.parametrize(

@@ -49,31 +49,28 @@ for folder in folders:
 
 
 def processor_s(*arguments: str) -> float:
-    """Return the CPU time of a Python process."""
+    """Return the CPU time of a Python process, whose lines no coverage counts."""
+    environ = {name: os.environ[name] for name in os.environ if not name.startswith("COVERAGE")}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, *arguments]
-    ran = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, check=True)
+    ran = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert len(ran.stdout) > COUNT
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("options", [(), ("--json",)], ids=["table", "JSON"])
-def test_a_list_takes_less_than_a_second(options: tuple[str, ...], many: Path) -> None:
-    """On a busy machine the limit is five times the time to parse the manifests.
+@pytest.mark.timeout(120)
+def test_a_list_takes_less_than_a_second(many: Path) -> None:
+    """On a busy machine the limit is five times the time to parse the manifests."""
+    parse_s = processor_s("-c", LEAST, str(many))
 
-    The best of several runs counts: other load only makes runs longer.
-    """
-    lists, parses = [], []
+    for option in ((), ("--json",)):
+        least_s, runs = float("inf"), 0
+        while least_s > max(1.0, 5 * parse_s) and runs < 3:  # other load only makes runs longer
+            least_s = min(least_s, processor_s("-m", "cache_tools", "cache", "ls", *option))
+            runs += 1
 
-    for _ in range(7):
-        parses.append(processor_s("-c", LEAST, str(many)))
-        lists.append(processor_s("-m", "cache_tools", "cache", "ls", *options))
-        if is_quick := min(lists) < max(1.0, 5 * min(parses)):
-            break
-
-    assert is_quick, (lists, parses)
+        assert least_s < max(1.0, 5 * parse_s), option
 
 
 @pytest.mark.timeout(60)
@@ -82,12 +79,11 @@ def test_a_list_takes_less_than_a_second(options: tuple[str, ...], many: Path) -
     [
         (("cache", "ls", "--sort", "age"), DONE, "10000 kernels by nvrtc-"),
         (("cache", "stats"), DONE, "kernels          10000, "),
-        (("cache", "verify"), DONE, "10000 entries: 10000 valid, 0 bad"),
         (("cache", "prune", "--max-size", "0", "--dry-run"), DONE, "would remove 10000 kernels"),
         (("cache", "why", "combine(arch=sm_90a, dtype=bf16, head_dim_vo=512)"), FAILED, "t"),
         (("resources",), DONE, "10000 kernels, 0 with spills"),
     ],
-    ids=["ls", "stats", "verify", "prune", "why", "resources"],
+    ids=["ls", "stats", "prune", "why", "resources"],
 )
 def test_every_command_handles_them(
     arguments: tuple[str, ...], code: int, output: str, run: Run, many: Path
@@ -109,14 +105,16 @@ def test_one_of_them_is_found_by_its_key(run: Run, many: Path) -> None:
     assert [entry["key"] for entry in document["entries"]] == [key]
 
 
-def test_thousands_can_be_removed(run: Run, cache_dir: Path) -> None:
+def test_thousands_can_be_verified_and_removed(run: Run, cache_dir: Path) -> None:
     """Most are removed by size, the rest at once."""
     fill(cache_dir, 2000)
 
+    verified = run("cache", "verify")
     pruned = run("cache", "prune", "--max-size", "1M")
     cleared = run("cache", "clear", "--yes")
 
     kept = int(cleared.stdout.split()[1])
+    assert verified.stdout == "2000 entries: 2000 valid, 0 bad\n"
     assert f"removed {2000 - kept} kernels, " in pruned.stdout
     assert 0 < kept < 200
     assert not (cache_dir / "v1" / "e").exists()

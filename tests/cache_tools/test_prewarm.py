@@ -11,16 +11,18 @@ import mlagen
 from cache_tools.output import progress
 from mlagen import engine, prewarming
 from mlagen.compiler.toolchain import find_nvrtc
-from mlagen.prewarming import PrewarmReport
+from mlagen.prewarming import PrewarmReport, isolation
 from tests.kernels import COMBINE
 
 from .conftest import Cached, Documented, Run
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
-SMALL = (
-    *("prewarm", "--arch", "sm_80", "--family", "combine", "--dtype", "bf16"),
-    *("--kv-lora-rank", "256,512"),
-)
+OPTIONS = "--arch sm_80 --family combine --dtype bf16 --kv-lora-rank 256,512"
+SMALL = ("prewarm", *OPTIONS.split())
+
+NO = mlagen.CompileError("NVRTC: no", log="", source="")
+NO_TARGET = mlagen.ToolchainError("no")
+NO_CACHE = mlagen.CacheError("no", path=Path("x"))
 
 
 def fail_with(monkeypatch: pytest.MonkeyPatch, *errors: mlagen.MlagenError) -> None:
@@ -31,9 +33,6 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, *errors: mlagen.MlagenError) -> N
         raise left.pop(0) if len(left) > 1 else left[0]
 
     monkeypatch.setattr(engine, "build_spec", fail)
-
-
-NO = mlagen.CompileError("NVRTC: no", log="", source="")
 
 
 @pytest.mark.parametrize("isolate", [(), ("--isolate",)], ids=["threads", "processes"])
@@ -48,19 +47,20 @@ def test_kernels_are_compiled_and_counted(isolate: tuple[str, ...], run: Run) ->
     assert result.stdout.startswith("2 kernels: 2 built, 0 hit, 0 failed, in ")
 
 
-@pytest.mark.parametrize("quiet", [(), ("--quiet",)], ids=["", "quiet"])
 def test_a_large_selection_is_announced_with_the_options_for_fewer(
-    quiet: tuple[str, ...], run: Run, monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A selection by a kernel's text has no such line, and a quiet run announces nothing."""
-    monkeypatch.setattr(progress, "MANY", 1)
+    monkeypatch.setattr(progress, "MANY", 2)
+    texts = ("--kernel", str(COMBINE), "--kernel", str(COMBINE).replace("512", "256"))
 
-    one = run("prewarm", "--kernel", str(COMBINE), *quiet).stderr.splitlines()
-    every = run(*SMALL, *quiet).stderr.splitlines()
-
-    words = [[line.split()[0] for line in lines] for lines in (one, every)]
-    begins = [["compiling", "built"], ["hit", "compiling", "for", "built"]]
-    assert words == ([[], []] if quiet else begins)
+    for words, begins in (
+        (("prewarm", *texts), ["compiling", "built", "built"]),
+        ((*SMALL, "--dtype", "fp16", "--kv-lora-rank", "512"), ["compiling", "built"]),
+        ((*SMALL, "--arch", "sm_86"), ["compiling", "for", "built", "built"]),
+        ((*SMALL, "--arch", "sm_89", "--quiet"), []),
+    ):
+        assert [line.split()[0] for line in run(*words).stderr.splitlines()] == begins
 
 
 def test_json_has_every_unit_and_the_totals(document: Documented, cache_dir: Path) -> None:
@@ -101,9 +101,8 @@ def test_a_dry_run_lists_missing_kernels(run: Run, cached: Cached) -> None:
 
 
 @pytest.mark.parametrize("is_file", [False, True], ids=["option", "file"])
-@pytest.mark.parametrize("quiet", [(), ("--quiet",)], ids=["", "quiet"])
 def test_unsupported_parts_are_omitted_and_named(
-    is_file: bool, quiet: tuple[str, ...], document: Documented, run: Run, tmp_path: Path
+    is_file: bool, document: Documented, run: Run, tmp_path: Path
 ) -> None:
     """stderr, even of a quiet run, and the document name them; the rest is compiled."""
     options: tuple[str, ...] = ("--model", "glm-5.3-flash", "--kv-dtype", "bf16,e4m3")
@@ -111,16 +110,17 @@ def test_unsupported_parts_are_omitted_and_named(
         file = tmp_path / "fleet.toml"
         file.write_text('[[kernel]]\nmodel = "glm-5.3-flash"\nkv_dtype = ["bf16", "e4m3"]\n')
         options = (str(file),)
-    command = ("prewarm", *options, "--arch", "H100", "--dry-run", *quiet)
+    command = ("prewarm", *options, "--arch", "H100", "--dry-run")
 
     found = document(*command, code=1)
-    lines = run(*command).stderr.splitlines()
 
     begin = "glm-5.3-flash: no MLA decode kernel for query e4m3, cache e4m3, "
     assert found["left_out"]
     assert all(sentence.startswith(begin) for sentence in found["left_out"])
-    left_out = [line for line in lines if line.startswith("left out ")]
-    assert left_out == [f"left out {sentence}" for sentence in found["left_out"]]
+    for quiet in ((), ("--quiet",)):
+        lines = run(*command, *quiet).stderr.splitlines()
+        left_out = [line for line in lines if line.startswith("left out ")]
+        assert left_out == [f"left out {sentence}" for sentence in found["left_out"]]
     assert {unit["arch"] for unit in found["units"]} == {"sm_90a"}
     assert "e4m3" in {unit["spec"].get("kv_dtype") for unit in found["units"]}
 
@@ -152,12 +152,15 @@ def test_options_reach_the_selection(run: Run, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(prewarming, "prewarm", record)
 
+    options = (
+        "--arch sm_90a,native --family mla_sm80 --dtype bf16,fp16 --page-size 32,64 "
+        "--heads 16,128 --q-len 2 -j 3 --load --kv-dtype e4m3 --head-dim 128 --kv-heads 8 "
+        "--lookup sparse --tp 1,8 --isolate --timeout 9.5 --fail-fast"
+    )
+
     result = run(
-        *("prewarm", "--arch", "sm_90a, native", "--family", "mla_sm80", "--dtype", "bf16,fp16"),
-        *("--page-size", "32,64", "--heads", "16,128", "--q-len", "2", "-j", "3", "--load"),
-        *("--kv-dtype", "e4m3", "--head-dim", "128", "--kv-heads", "8", "--lookup", "sparse"),
-        *("--model", "kimi-k2, ./config.json", "--tp", "1,8", "--isolate", "--timeout", "9.5"),
-        *("--fail-fast", "--kernel", str(COMBINE)),
+        *("prewarm", *options.split(), "--model", "kimi-k2, ./config.json"),
+        *("--kernel", str(COMBINE)),
     )
 
     assert result.exit_code == 0
@@ -186,53 +189,77 @@ def test_options_reach_the_selection(run: Run, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
-    [(NO, 1), (mlagen.ToolchainError("no"), 3), (mlagen.CacheError("no", path=Path("x")), 4)],
-    ids=["a kernel fails", "the target is unknown to NVRTC", "the disk is full"],
+    ("errors", "code"),
+    [
+        ((NO,), 1),
+        ((NO_TARGET,), 3),
+        ((NO_CACHE,), 4),
+        ((NO, NO_TARGET), 1),
+        ((NO, NO_CACHE), 4),
+    ],
+    ids=["a kernel", "the target", "the cache", "a kernel, a target", "a kernel, the cache"],
 )
 def test_failures_decide_the_exit_code(
-    error: mlagen.MlagenError, code: int, document: Documented, monkeypatch: pytest.MonkeyPatch
+    errors: tuple[mlagen.MlagenError, ...],
+    code: int,
+    document: Documented,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The report is still printed, and the exit code is that of the failure."""
-    fail_with(monkeypatch, error)
+    """Of different kinds it is 1, but a cache that cannot be used fails all; all are reported."""
+    fail_with(monkeypatch, *errors)
 
-    units = document(*SMALL, code=code)["units"]
+    units = document(*SMALL, "-j", "1", code=code)["units"]
 
-    assert [(unit["status"], unit["error"]) for unit in units] == [("failed", str(error))] * 2
+    failed = {("failed", str(error)) for error in errors}
+    assert len(units) == 2
+    assert {(unit["status"], unit["error"]) for unit in units} == failed
 
 
-@pytest.mark.parametrize(
-    ("other", "code"),
-    [(mlagen.ToolchainError("no"), 1), (mlagen.CacheError("no", path=Path("x")), 4)],
-    ids=["a target", "the cache"],
-)
-def test_failures_of_different_kinds_exit_with_1_unless_the_cache_failed(
-    other: mlagen.MlagenError, code: int, run: Run, monkeypatch: pytest.MonkeyPatch
+def test_quiet_prints_failures_alone(
+    run: Run, document: Documented, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel may fail on its own; a cache that cannot be used fails all of them."""
-    fail_with(monkeypatch, NO, other)
-
-    result = run(*SMALL)
-
-    assert result.exit_code == code
-    assert result.stdout.startswith("2 kernels: 0 built, 0 hit, 2 failed, in ")
-
-
-def test_quiet_prints_nothing_on_success(run: Run, document: Documented) -> None:
     """A quiet run prints neither lines nor totals, only the document with --json."""
     results = [run(*SMALL, *options) for options in (("--quiet",), ("-q", "--dry-run"))]
 
     assert [(each.exit_code, each.stdout, each.stderr) for each in results] == [(0, "", "")] * 2
     assert document(*SMALL, "-q")["totals"]["hit"] == 2
     assert run(*SMALL, "-q", "--json").stderr == ""
-
-
-def test_quiet_names_failures(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each failure is a line on stderr."""
     fail_with(monkeypatch, NO)
-
-    result = run(*SMALL, "--quiet")
-
-    lines = result.stderr.splitlines()
-    assert (result.exit_code, result.stdout) == (1, "")
+    failed = run(*SMALL, "--quiet", "--dtype", "fp16")
+    lines = failed.stderr.splitlines()
+    assert (failed.exit_code, failed.stdout) == (1, "")
     assert [(line.split()[0], line[-9:]) for line in lines] == [("failed", "NVRTC: no")] * 2
+
+
+HANGS, DIES = ["sleep", "600"], ["false"]
+
+
+@pytest.mark.parametrize(
+    ("commands", "options", "code", "counts"),
+    [
+        ((HANGS, HANGS), "--timeout 0.1 -j 2", 5, "0 failed, 2 timeout"),
+        ((DIES, HANGS), "--timeout 2 -j 2", 1, "1 failed, 1 timeout"),
+        ((DIES, DIES), "--timeout 60 -j 2", 1, "2 failed"),
+        ((DIES,), "--fail-fast -j 1", 1, "1 failed, 1 skipped"),
+    ],
+    ids=["timeouts", "one of each", "deaths", "the first failure"],
+)
+def test_timeouts_have_an_exit_code(
+    commands: tuple[list[str], ...],
+    options: str,
+    code: int,
+    counts: str,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Timeouts alone exit with 5; kernels that --fail-fast never starts are skipped."""
+    left = iter(commands)
+    monkeypatch.setattr(isolation, "worker_command", lambda _spec: next(left))
+
+    result = run(*SMALL, "--isolate", *options.split())
+
+    _plan, *lines = result.stderr.splitlines()
+    assert result.exit_code == code
+    assert result.stdout.startswith(f"2 kernels: 0 built, 0 hit, {counts}, in ")
+    for count, status in (part.split() for part in counts.split(", ")):
+        assert sum(line.startswith(f"{status} ") for line in lines) == int(count)

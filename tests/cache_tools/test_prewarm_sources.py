@@ -28,121 +28,53 @@ def kernels(document: Documented, *arguments: str, answer: str | None = None) ->
     return [f"{name}({', '.join(f'{key}={value}' for key, value in of)})" for name, of in specs]
 
 
-def test_a_model_is_prewarmed_by_its_name(document: Documented) -> None:
-    """A model name selects kernels per architecture, tensor-parallel size and dtype."""
-    named = kernels(
-        document,
-        *("--arch", "sm_80,sm_90a", "--model", "kimi-k2", "--tp", "1,8"),
-        *("--kv-dtype", "bf16,e4m3", "--q-len", "1,2", "--page-size", "64"),
-    )
-
-    families = [name.partition("(")[0] for name in named]
-    assert {name: families.count(name) for name in families} == {
-        "mla_sm80": 12,
-        "mla_sm90": 2,
-        "mla_sm90_fp8": 3,
-        "mla_sm90_fp8kv": 6,
-        "combine": 2,
-    }
-
-
-def test_a_kernel_is_prewarmed_by_its_text(document: Documented) -> None:
-    """--kernel selects one kernel, and needs no --arch."""
-    assert kernels(document, "--kernel", str(COMBINE), "--kernel", str(COMBINE)) == [str(COMBINE)]
-
-
-def test_a_record_is_prewarmed_for_its_own_architecture_or_for_others(
+def test_sources_are_prewarmed_for_their_own_architecture_or_for_others(
     document: Documented, tmp_path: Path
 ) -> None:
-    """Several records are merged, for their architecture or that of --arch."""
-    log = tmp_path / "a.jsonl"
+    """Texts, records, files and stdin are merged, for their own targets or those of --arch."""
+    log, toml, table = (tmp_path / name for name in ("a.jsonl", "a.toml", "a.json"))
     log.write_text(LINE * 2)
+    toml.write_text(TABLE)
+    table.write_text(json.dumps({"kernel": [{"kernel": str(COMBINE)}]}))
+    kernel, record, arch = ("--kernel", str(COMBINE)), ("--from-log", str(log)), ("--arch", "sm_80")
 
-    here = kernels(document, "--from-log", str(log), "--from-log", str(log))
-    elsewhere = kernels(document, "--from-log", str(log), "--arch", "sm_90a,sm_86")
-
-    assert here == [str(COMBINE)]
-    assert elsewhere == [str(COMBINE).replace("sm_80", arch) for arch in ("sm_90a", "sm_86")]
-
-
-@pytest.mark.parametrize("place", ["a file", "standard input"])
-def test_tables_are_prewarmed(place: str, document: Documented, tmp_path: Path) -> None:
-    """Files and stdin select kernels for the architectures of the command."""
-    path = tmp_path / "kernels.toml"
-    path.write_text(TABLE)
-    file, answer = (str(path), None) if place == "a file" else ("-", TABLE)
-
-    assert kernels(document, file, "--arch", "sm_80", answer=answer) == [str(COMBINE)]
+    for source in (kernel * 2, record * 2, (str(toml), *arch)):
+        assert kernels(document, *source) == [str(COMBINE)]
+    assert kernels(document, "-", *arch, answer=TABLE) == [str(COMBINE)]
+    elsewhere = kernels(document, *record, "--arch", "sm_90a,sm_86")
+    assert elsewhere == [str(COMBINE).replace("sm_80", other) for other in ("sm_90a", "sm_86")]
+    model = ("--model", "deepseek-v3", "--tp", "8")
+    together = kernels(document, str(table), *kernel, *record, *model, *arch)
+    assert [name.partition("(")[0] for name in together] == ["combine", "mla_sm80"]
 
 
-def test_all_of_them_together_are_prewarmed_once(document: Documented, tmp_path: Path) -> None:
-    """A kernel from several sources is one unit."""
-    log, path = tmp_path / "a.jsonl", tmp_path / "a.json"
-    log.write_text(LINE)
-    path.write_text(json.dumps({"kernel": [{"kernel": str(COMBINE)}]}))
+V3 = "deepseek-v3, tp 8: 16 heads, page size 64, q_len 1, query/cache bf16/bf16, paged"
+SPARSE = "deepseek-v3.2, tp 1: 128 heads, page size 64, q_len 1 and 4"
+SERVED = {
+    "deepseek-v3 --tp 8": [V3],
+    "deepseek-v3.2 --kv-dtype fp8_ds_mla --q-len 1,4": [
+        f"{SPARSE}, query/cache bf16/fp8_ds_mla, paged and sparse"
+    ],
+    "llama-3-8b,qwen3-32b --tp 1,2": [
+        f"{name}, tp 1 and 2: {heads} heads, page size 16 and 64, q_len 1, query/cache bf16/bf16"
+        for name, heads in (("llama-3-8b", "32 and 16"), ("qwen3-32b", "64 and 32"))
+    ],
+}
 
-    named = kernels(
-        document,
-        *(str(path), "--kernel", str(COMBINE), "--from-log", str(log)),
-        *("--model", "deepseek-v3", "--tp", "8", "--arch", "sm_80"),
+
+@pytest.mark.parametrize("options", SERVED)
+def test_a_dry_run_says_how_models_are_served(options: str, run: Run) -> None:
+    """Defaults are named as well, before the table, and on stderr with --json."""
+    command, assumed = (
+        ("--dry-run", "--arch", "sm_90a", "--model", *options.split()),
+        SERVED[options],
     )
 
-    assert [name.partition("(")[0] for name in named] == ["combine", "mla_sm80"]
-
-
-LLAMA = "llama-3-8b, tp 1 and 2: 32 and 16 heads, page size 16 and 64, q_len 1"
-QWEN = "qwen3-32b, tp 1 and 2: 64 and 32 heads, page size 16 and 64, q_len 1"
-SPARSE = "deepseek-v3.2, tp 1: 128 heads, page size 64, q_len 1 and 4"
-
-
-@pytest.mark.parametrize(
-    ("options", "assumed"),
-    [
-        (
-            "deepseek-v3 --tp 8",
-            ["deepseek-v3, tp 8: 16 heads, page size 64, q_len 1, query/cache bf16/bf16, paged"],
-        ),
-        (
-            "deepseek-v3.2 --kv-dtype fp8_ds_mla --q-len 1,4",
-            [f"{SPARSE}, query/cache bf16/fp8_ds_mla, paged and sparse"],
-        ),
-        (
-            "llama-3-8b,qwen3-32b --tp 1,2",
-            [f"{LLAMA}, query/cache bf16/bf16", f"{QWEN}, query/cache bf16/bf16"],
-        ),
-    ],
-)
-def test_a_dry_run_says_how_models_are_served(options: str, assumed: list[str], run: Run) -> None:
-    """Defaults are named as well, before the table, and on stderr with --json."""
-    command = ("prewarm", "--dry-run", "--arch", "sm_90a", "--model", *options.split())
-
-    table, document, quiet = run(*command), run(*command, "--json"), run(*command, "-q")
+    table, document, quiet = (run("prewarm", *command, *o) for o in ((), ("--json",), ("-q",)))
 
     assert table.stdout.splitlines()[: len(assumed)] == assumed
     assert document.stderr.splitlines()[: len(assumed)] == assumed
     assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (1, "", "")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "option", "message"),
-    [
-        ("a.toml", "[[kernel]]\nx = 1", (), "{}: kernel 1: expected keys out of "),
-        ("a.json", "[]", (), "{}: expected a list of tables "),
-        ("a.jsonl", f"{LINE}x\n", ("--from-log",), "{}:2: expected a record such as "),
-    ],
-    ids=["TOML", "JSON", "record"],
-)
-def test_a_mistake_in_a_file_exits_with_2_and_its_place(
-    name: str, content: str, option: tuple[str, ...], message: str, run: Run, tmp_path: Path
-) -> None:
-    """The message has the file, and the table or line."""
-    path = tmp_path / name
-    path.write_text(content)
-
-    result = run("prewarm", *option, str(path), "--arch", "sm_80")
-
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"mlagen: {message.format(path)}")
 
 
 def test_tables_have_the_names_of_the_options() -> None:

@@ -14,7 +14,7 @@ from cache_tools.benchmark.run import Step
 from cache_tools.output import progress
 from cache_tools.output.byte_progress import byte_progress
 from cache_tools.output.compile_estimate import SECONDS, about_text
-from cache_tools.output.progress import MANY, bench_progress, prewarm_progress
+from cache_tools.output.progress import bench_progress, prewarm_progress
 from cache_tools.tools.interrupts import Interrupted
 from mlagen.prewarming import PrewarmEvent, PrewarmUnit
 from mlagen.spec.arch import parse_arch
@@ -88,21 +88,6 @@ def test_the_plan_is_one_line_before_the_first_kernel(capsys: pytest.CaptureFixt
     ]
 
 
-@pytest.mark.parametrize(
-    ("selects_all", "count", "hints"), [(True, MANY, 1), (True, MANY - 1, 0), (False, MANY, 0)]
-)
-def test_a_large_selection_without_a_model_has_a_hint(
-    selects_all: bool, count: int, hints: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The hint names the options that select fewer kernels."""
-    specs = specs_of(parse_arch("sm_80"), ["mla_sm80"])[:count]
-
-    lines = planned(capsys, specs, selects_all=selects_all)
-
-    assert len(specs) == count
-    assert [line.startswith("for fewer: --model NAME") for line in lines[1:]] == [True] * hints
-
-
 def test_compiled_kernels_are_kept() -> None:
     """A hit is no kept kernel."""
     kept: set[KernelSpec] = set()
@@ -114,17 +99,11 @@ def test_compiled_kernels_are_kept() -> None:
     assert kept == {SECOND}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.1, "1 s"), (89.0, "89 s"), (90.0, "2 min"), (5399.0, "90 min"), (7200.0, "2 h")],
-)
-def test_durations_are_rough(seconds: float, text: str) -> None:
+def test_durations_are_rough_and_every_family_has_an_estimate() -> None:
     """A long duration has no small unit."""
-    assert about_text(seconds) == f"about {text}"
+    texts = {0.1: "1 s", 89.0: "89 s", 90.0: "2 min", 5399.0: "90 min", 7200.0: "2 h"}
 
-
-def test_every_family_has_an_estimate() -> None:
-    """The plan and the remaining time know every family."""
+    assert [about_text(s) for s in texts] == [f"about {text}" for text in texts.values()]
     assert SECONDS.keys() == set(FAMILIES)
 
 

@@ -50,12 +50,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "kernel show": (str(COMBINE),),
     "kernel diff": (str(COMBINE), "combine(arch=sm_80)"),
     "prewarm": (
-        "--kernel",
-        str(COMBINE),
-        "--kernel",
-        str(COMBINE).replace("512", "256"),
-        "-j",
-        "1",
+        *("--kernel", str(COMBINE), "--kernel", str(COMBINE).replace("512", "256"), "-j", "1"),
     ),
     "bench": ("--compare", "fa3"),
     "replay": ("dump.json",),

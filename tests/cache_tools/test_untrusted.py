@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -18,103 +19,105 @@ from .conftest import Run
 
 KEY = key_for("mla_sm80").digest
 
-COMMANDS: dict[str, tuple[str, ...]] = {
-    **{name: (name,) for name in ("gc", "ls", "stats", "verify")},
-    **{name: (name, KEY) for name in ("rm", "show", "why")},
-    "clear": ("clear", "--yes"),
-    "prune": ("prune", "--max-size", "0"),
-    "verify --quarantine": ("verify", "--quarantine"),
-    "export": ("export", "OUT/kernels.tar.gz"),
-    "export --wheel": ("export", "OUT", "--wheel", "our-kernels"),
-    "push": ("push", "file://OUT/kernels.tar.gz"),
-    "import": ("import", "BUNDLE"),
+# Words of commands; BUNDLE is a file, and OUT an empty folder.
+COMMANDS = {
+    **{name: name for name in ("gc", "ls", "stats", "verify")},
+    **{name: f"{name} {KEY}" for name in ("rm", "show", "why")},
+    "clear": "clear --yes",
+    "prune": "prune --max-size 0",
+    "verify --quarantine": "verify --quarantine",
+    "export": "export OUT/kernels.tar.gz",
+    "export --wheel": "export OUT --wheel our-kernels",
+    "push": "push file://OUT/kernels.tar.gz",
+    "import": "import BUNDLE",
 }
+every_command = pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+
+
+class Spoilt(NamedTuple):
+    """A cache of two kernels, of which one is damaged and bundled, and a folder for output."""
+
+    root: Path
+    bundle: Path
+    out: Path
+    run: Run
+
+    def path_of(self, name: str) -> Path:
+        """Return a folder of the cache by its name."""
+        key = self.root / "v1/e" / KEY[:2] / KEY
+        named = {"shard": key.parent, "key": key, "entry": key / "nvrtc-13.5.37"}
+        return named.get(name, self.root / name)
+
+    def words(self, command: str) -> list[str]:
+        """Return the words of a command line."""
+        line = command.replace("OUT", str(self.out)).replace("BUNDLE", str(self.bundle))
+        return ["cache", *line.split()]
+
+    def require_rejection(self, command: str, *unchanged: Path) -> None:
+        """Require that a command ends with one line and code 4, and that nothing changes."""
+        before = [snapshot(folder) for folder in (self.root, *unchanged)]
+
+        result = self.run(*self.words(command))
+
+        assert result.exit_code == CACHE_UNUSABLE, result.stdout + result.stderr
+        steps = ("verif", "pack", "publishing")
+        (line,) = [line for line in result.stderr.splitlines() if not line.startswith(steps)]
+        assert line.startswith("mlagen: cache: expected a trusted folder, got ")
+        assert result.stdout == ""
+        assert [snapshot(folder) for folder in (self.root, *unchanged)] == before
+        assert list(self.out.iterdir()) == []
 
 
 @pytest.fixture
-def bundle(tmp_path: Path, run: Run, cache_dir: Path) -> Path:
+def spoilt(tmp_path: Path, run: Run, cache_dir: Path) -> Spoilt:
     """Fill the cache, bundle half of it, and damage one kernel."""
+    spoilt = Spoilt(cache_dir, tmp_path / "bundle.tar.gz", tmp_path / "out", run)
     filled_store(cache_dir.parent)
-    bundle = tmp_path / "bundle.tar.gz"
-    run("cache", "export", str(bundle), KEY)
-    damage(path_of(cache_dir, "entry"))
-    (tmp_path / "out").mkdir()
-    return bundle
-
-
-def words(command: tuple[str, ...], bundle: Path) -> list[str]:
-    """Return the words of a command line."""
-    out = bundle.with_name("out")
-    return [word.replace("OUT", str(out)).replace("BUNDLE", str(bundle)) for word in command]
-
-
-def path_of(cache_dir: Path, name: str) -> Path:
-    """Return a folder of the cache by its name."""
-    key = cache_dir / "v1/e" / KEY[:2] / KEY
-    named = {"shard": key.parent, "key": key, "entry": key / "nvrtc-13.5.37"}
-    return named.get(name, cache_dir / name)
+    run("cache", "export", str(spoilt.bundle), KEY)
+    damage(spoilt.path_of("entry"))
+    spoilt.out.mkdir()
+    return spoilt
 
 
 OPEN: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
-    "all may write": lambda place, _: place.chmod(0o777),
+    "all may write": lambda place, _: place.chmod(place.stat().st_mode | 0o022),
     "another user's": give_away,
 }
+every_stranger = pytest.mark.parametrize("spoil", OPEN.values(), ids=OPEN)
 
 
-def require_rejection(
-    run: Run, command: tuple[str, ...], bundle: Path, cache_dir: Path, victim: Path
-) -> None:
-    """Require that a command ends with one line and code 4, and that nothing changes."""
-    before = [snapshot(folder) for folder in (cache_dir, victim)]
-
-    result = run("cache", *words(command, bundle))
-
-    assert result.exit_code == CACHE_UNUSABLE, result.stdout + result.stderr
-    lines = [line for line in result.stderr.splitlines() if not line.startswith(("verif", "pack"))]
-    (line,) = [line for line in lines if not line.startswith("publishing")]
-    assert line.startswith("mlagen: cache: expected a trusted folder, got ")
-    assert result.stdout == ""
-    assert [snapshot(folder) for folder in (cache_dir, victim)] == before
-    assert list(bundle.with_name("out").iterdir()) == []
-
-
-@pytest.mark.parametrize("spoil", OPEN.values(), ids=OPEN)
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+@every_stranger
+@every_command
 @pytest.mark.parametrize("place", ["", "v1/e", "v1/quarantine", "key"])
 def test_every_command_rejects_a_cache_that_others_can_change(
     place: str,
-    command: tuple[str, ...],
+    command: str,
     spoil: Callable[[Path, pytest.MonkeyPatch], object],
-    bundle: Path,
-    run: Run,
-    cache_dir: Path,
-    tmp_path: Path,
+    spoilt: Spoilt,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing is deleted, moved, exported or reported valid; the error is one line, the code 4."""
-    (cache_dir / "v1/quarantine").mkdir(mode=0o700)
-    spoil(path_of(cache_dir, place), monkeypatch)
+    spoilt.path_of("v1/quarantine").mkdir(mode=0o700)
+    spoil(spoilt.path_of(place), monkeypatch)
 
-    require_rejection(run, command, bundle, cache_dir, tmp_path / "out")
+    spoilt.require_rejection(command)
 
 
 @pytest.mark.parametrize("trust", ["", "1"], ids=["own", "shared"])
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+@every_command
 @pytest.mark.parametrize("place", ["v1", "v1/e", "v1/staging", "v1/quarantine", "shard", "key"])
 def test_no_command_follows_a_link(
     place: str,
-    command: tuple[str, ...],
+    command: str,
     trust: str,
-    bundle: Path,
-    run: Run,
-    cache_dir: Path,
+    spoilt: Spoilt,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The target of a link is unchanged, whether others are trusted or not."""
     monkeypatch.setenv("MLAGEN_TRUST_SHARED", trust)
     current_settings.cache_clear()
-    victim, link = tmp_path / "victim", path_of(cache_dir, place)
+    victim, link = tmp_path / "victim", spoilt.path_of(place)
     if link.exists():
         link.rename(victim)
     else:
@@ -124,76 +127,66 @@ def test_no_command_follows_a_link(
         os.utime(path, (0, 0))  # older than the sweep's limit
     link.symlink_to(victim)
 
-    require_rejection(run, command, bundle, cache_dir, victim)
+    spoilt.require_rejection(command, victim)
 
 
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+@every_command
 def test_a_link_in_the_place_of_an_entry_is_damage_and_not_followed(
-    command: tuple[str, ...], bundle: Path, run: Run, cache_dir: Path, tmp_path: Path
+    command: str, spoilt: Spoilt, tmp_path: Path
 ) -> None:
     """The link itself may be removed or moved; its target is unchanged."""
-    victim, link = tmp_path / "victim", path_of(cache_dir, "entry")
+    victim, link = tmp_path / "victim", spoilt.path_of("entry")
     link.rename(victim)
     link.symlink_to(victim)
     before = snapshot(victim)
 
-    result = run("cache", *words(command, bundle))
+    result = spoilt.run(*spoilt.words(command))
 
+    name = command.split(maxsplit=1)[0]
+    unusable, failed = {"show", "why"}, {"verify", "export", "push"}
     assert "Traceback" not in result.stderr
     assert snapshot(victim) == before
-    if command[0] in {"show", "why"}:
-        assert result.exit_code == CACHE_UNUSABLE
-    elif command[0] in {"verify", "export", "push"}:
-        assert result.exit_code == FAILED
-    assert list(bundle.with_name("out").iterdir()) == []
-
-
-READING = {name: COMMANDS[name] for name in ("verify", "verify --quarantine", "export", "push")}
+    assert (result.exit_code == CACHE_UNUSABLE) or name not in unusable
+    assert (result.exit_code == FAILED) or name not in failed
+    assert list(spoilt.out.iterdir()) == []
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "kernel.cubin", "kernel.cu"])
-@pytest.mark.parametrize("spoil", ["all may write", "another user's"])
-@pytest.mark.parametrize("command", READING.values(), ids=READING)
+@every_stranger
+@pytest.mark.parametrize("name", ["verify", "verify --quarantine", "export", "push"])
 def test_a_file_that_others_can_change_is_not_read(
-    command: tuple[str, ...],
-    spoil: str,
+    name: str,
+    spoil: Callable[[Path, pytest.MonkeyPatch], object],
     file: str,
-    bundle: Path,
-    run: Run,
-    cache_dir: Path,
-    tmp_path: Path,
+    spoilt: Spoilt,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A trusted folder does not make a writable file trusted."""
-    other = next(path for path in (cache_dir / "v1/e").glob("*/*/*") if path.parent.name != KEY)
-    if spoil == "all may write":
-        (other / file).chmod(0o666)
-    else:
-        give_away(other / file, monkeypatch)
-    run("cache", "rm", KEY)
+    other = next(path for path in spoilt.root.glob("v1/e/*/*/*") if path.parent.name != KEY)
+    spoil(other / file, monkeypatch)
+    spoilt.run("cache", "rm", KEY)
 
-    require_rejection(run, command, bundle, cache_dir, tmp_path / "out")
+    spoilt.require_rejection(COMMANDS[name])
 
 
 @pytest.mark.parametrize("name", ["ls", "verify", "stats", "export", "push"])
 def test_a_layer_that_others_can_change_is_rejected(
-    name: str, bundle: Path, run: Run, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, spoilt: Spoilt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """--layers reports why a layer is rejected."""
-    layer = move_to_layer(cache_dir, monkeypatch)
+    layer = move_to_layer(spoilt.root, monkeypatch)
     (layer / "v1/e").chmod(0o777)
-    options = () if name == "stats" else ("--layers",)
+    option = "" if name == "stats" else " --layers"
 
-    require_rejection(run, (*COMMANDS[name], *options), bundle, layer, layer)
+    spoilt.require_rejection(COMMANDS[name] + option, layer)
 
 
-def test_an_untrusted_cache_can_be_diagnosed(bundle: Path, run: Run, cache_dir: Path) -> None:
+def test_an_untrusted_cache_can_be_diagnosed(spoilt: Spoilt) -> None:
     """`cache dir` prints its path, and `doctor` its problem."""
-    assert bundle.exists()
-    cache_dir.chmod(0o777)
+    spoilt.root.chmod(0o777)
 
-    where, doctor = run("cache", "dir"), run("doctor")
+    where, doctor = spoilt.run("cache", "dir"), spoilt.run("doctor")
 
-    assert (where.exit_code, where.stdout) == (DONE, f"{cache_dir}\n")
+    assert (where.exit_code, where.stdout) == (DONE, f"{spoilt.root}\n")
     assert doctor.exit_code == FAILED
     assert "mode 0777, which lets others write" in " ".join(doctor.stdout.split())

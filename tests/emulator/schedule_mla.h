@@ -10,12 +10,10 @@ static void schedule_cta(const Params& params) {
   };
   Shared& smem = shared_memory<Shared>();
   const int cta = static_cast<int>(blockIdx.x);
-  const int cta_group = div_by_group_size(params, cta);
   smem.storage.range.num_ranges = 0;
   __syncthreads();
-  TileScheduler scheduler(params, smem.storage.range, cta - cta_group * params.cta_group_size, {});
-  const int seq_len = seq_len_of(params, first_seq_of_thread(params));
-  WorkCoord coord = find_initial_work(params, cta_group, seq_len, smem.storage, scheduler);
+  TileScheduler scheduler(params, smem.storage.range);
+  WorkCoord coord = find_initial_work(params, smem.storage, scheduler);
   const ScheduleRange& range = smem.storage.range;
   if (threadIdx.x == 0 && range.num_ranges > 0) {
     *next_range++ = {cta, range.begin, range.end, range.num_ranges, range.fixed_overhead_blocks};

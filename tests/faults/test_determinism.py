@@ -138,8 +138,8 @@ def test_every_compiler_option_is_part_of_the_key(number: int, monkeypatch: Patc
 
 
 def _include(root: Path) -> None:
-    file = root / "softmax/row_result.cuh"
-    file.write_text(file.read_text() + '\n#include "ptx/atom.cuh"\n')
+    file = root / "softmax/row_state.cuh"
+    file.write_text(file.read_text() + '\n#include "ptx/atomic.cuh"\n')
 
 
 EDITS: dict[str, Callable[[Path], object]] = {

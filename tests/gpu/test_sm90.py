@@ -145,13 +145,15 @@ def check_both_kernels(case: MlaCase | GqaCase, monkeypatch: pytest.MonkeyPatch)
     """Fail unless the sm90 and the sm80 kernel are right; return their families."""
     problem: Any = case.build("cuda")
     cache = family_of(problem).cache
-    cache.clear()
+    families = []
     for kernel in ("sm90", "sm80"):
         choose_kernel(monkeypatch, kernel)
+        cache.clear()
 
         problem.check(*([decode_gqa(problem)] if isinstance(case, GqaCase) else compute(problem)))
+        families += [call.decode.spec.family for call in cache.launchers.values()]
 
-    return [call.decode.spec.family for call in cache.launchers.values()]
+    return families
 
 
 PAGED = [

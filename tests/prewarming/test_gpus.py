@@ -39,23 +39,37 @@ def test_native_is_the_targets_of_the_visible_gpus(monkeypatch: pytest.MonkeyPat
     assert list(archs) == ["sm_90a", "sm_80"]
 
 
+NATIVE = "arch: expected a supported GPU for native, got"
+
+
 @pytest.mark.parametrize(
-    ("seen", "got"),
-    [((), "none"), ((gpu(0, 7, 5),), "GPU (7.5)")],
+    ("seen", "options", "message"),
+    [
+        ((), {}, f"{NATIVE} none; name targets instead, such as sm_90a"),
+        ((gpu(0, 7, 5),), {}, f"{NATIVE} GPU (7.5); name targets instead, such as sm_90a"),
+        (
+            (gpu(0, 9, 0),),
+            {**SMALL, "load": True},
+            "load: expected a visible GPU for sm_80, got sm_90a",
+        ),
+    ],
+    ids=["no GPU", "an unsupported one", "load on another target"],
 )
-def test_native_without_a_gpu_is_rejected(
-    seen: tuple[DeviceFacts, ...], got: str, monkeypatch: pytest.MonkeyPatch
+def test_a_target_without_a_gpu_is_rejected(
+    seen: tuple[DeviceFacts, ...],
+    options: dict[str, Any],
+    message: str,
+    cache_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without a supported GPU, the message names the GPUs found and an explicit target."""
+    """The message names the GPUs found and an explicit target, and nothing is compiled."""
     show_gpus(monkeypatch, *seen)
 
     with pytest.raises(mlagen.UnsupportedError) as raised:
-        mlagen.prewarm()
+        mlagen.prewarm(**options)
 
-    assert str(raised.value) == (
-        f"arch: expected a supported GPU for native, got {got}; "
-        f"name targets instead, such as sm_90a"
-    )
+    assert str(raised.value) == message
+    assert not cache_dir.exists()
 
 
 def test_load_loads_each_kernel_on_each_gpu_of_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,14 +82,6 @@ def test_load_loads_each_kernel_on_each_gpu_of_its_target(monkeypatch: pytest.Mo
 
     assert loaded == [(unit.spec, device) for unit in report.units for device in (0, 2)]
     assert report.loaded == 4
-
-
-def test_load_without_a_gpu_of_the_target_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is compiled without a GPU to load on."""
-    show_gpus(monkeypatch, gpu(0, 9, 0))
-
-    with pytest.raises(mlagen.UnsupportedError, match=r"^load: expected a visible GPU for "):
-        mlagen.prewarm(**SMALL, load=True)
 
 
 def test_with_load_a_kernel_may_stay_in_memory(

@@ -1,53 +1,68 @@
-"""Isolated builds: the result of a worker, and when none is started."""
+"""Isolated builds: the result of a worker, and workers that crash, hang or are interrupted."""
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mlagen
 from mlagen import engine
+from mlagen.cache.layout import Layout
+from mlagen.prewarming import PrewarmEvent, isolation
 from mlagen.prewarming.build import build_in_process
-from mlagen.prewarming.isolation import unit_to_json
-from mlagen.prewarming.report import unit_of
+from mlagen.prewarming.isolation import unit_to_json, worker_command, worker_pool
+from mlagen.prewarming.report import PrewarmUnit, unit_of
+from mlagen.settings import current_settings
+from mlagen.spec.combine import CombineSpec
+from mlagen.spec.dtype import DType
+from mlagen.spec.kernel import KernelSpec
+from tests.cache.builds import wait_for
 from tests.kernels import COMBINE, SM_80
-from tests.prewarming.isolated import OTHER, prewarm, replace_worker
+
+OTHER = CombineSpec(arch=SM_80, dtype=DType.FP16, head_dim_vo=512)
 
 
-def test_a_kernel_is_built_in_its_own_process_and_found_here() -> None:
-    """The unit and the entry equal those of a kernel built in this process."""
-    unit = prewarm(COMBINE)[COMBINE]
+def replace_worker(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Replace the worker of COMBINE by this code."""
 
-    outcome = engine.find_or_build(COMBINE)
-    here = build_in_process(COMBINE)
+    def command(spec: KernelSpec) -> list[str]:
+        own = [sys.executable, "-c", code, str(spec), *sys.path]
+        return own if spec == COMBINE else worker_command(spec)
+
+    monkeypatch.setattr(isolation, "worker_command", command)
+
+
+def prewarm(*specs: KernelSpec, **options: Any) -> dict[KernelSpec, PrewarmUnit]:
+    """Return the units of an isolated prewarm, of COMBINE without specs."""
+    report = mlagen.prewarm(kernels=specs or [COMBINE], isolate=True, **options)
+    return {unit.spec: unit for unit in report.units}
+
+
+def test_a_kernel_is_built_in_its_own_process_and_found_here(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unit and entry equal those built here; a worker's MLAGEN_LOG adds no warnings."""
+    monkeypatch.setenv("MLAGEN_LOG", "debug")
+
+    unit = prewarm()[COMBINE]
+
+    outcome, here = engine.find_or_build(COMBINE), build_in_process(COMBINE)
     assert unit.status == "built"
     assert outcome.built is False
     assert outcome.entry.manifest.created_by == "prewarm"
     assert outcome.entry.manifest.created["pid"] != os.getpid()
     facts = [(u.key, u.toolchain, u.registers, u.spill_bytes, u.cubin_bytes) for u in (unit, here)]
     assert facts[0] == facts[1]
-
-
-def test_a_cached_kernel_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second prewarm starts no process."""
-    build_in_process(COMBINE)
-    replace_worker(monkeypatch, "raise SystemExit(1)", of=None)
-
-    assert prewarm(COMBINE)[COMBINE].status == "hit"
-
-
-def test_a_worker_that_would_log_much_adds_no_warnings(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """MLAGEN_LOG applies to this process only, as stderr of a worker becomes a warning here."""
-    monkeypatch.setenv("MLAGEN_LOG", "debug")
-
-    assert prewarm(COMBINE)[COMBINE].status == "built"
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+    replace_worker(monkeypatch, "raise SystemExit(1)")  # a cached kernel starts none
+    assert prewarm()[COMBINE].status == "hit"
 
 
 @pytest.mark.parametrize(
@@ -61,25 +76,25 @@ def test_a_worker_that_would_log_much_adds_no_warnings(
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_error_of_a_worker_is_the_same_here(
-    error: mlagen.MlagenError, monkeypatch: pytest.MonkeyPatch
+def test_an_error_and_a_warning_of_a_worker_are_the_same_here(
+    error: mlagen.MlagenError, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Class, message and attributes of the error are transferred."""
-    key = engine.key_of(COMBINE)
-    failed = unit_of(COMBINE, key, "failed", 0.0, error=error)
-    replace_worker(monkeypatch, f"print({unit_to_json(failed)!r})")
+    """Class, message and attributes of the error are transferred, and stderr is a warning."""
+    failed = unit_to_json(unit_of(COMBINE, engine.key_of(COMBINE), "failed", 0.0, error=error))
+    replace_worker(monkeypatch, f"import sys; print({failed!r}); sys.stderr.write('moved\\n')")
 
-    received = prewarm(COMBINE)[COMBINE].error
+    received = prewarm()[COMBINE].error
 
     assert type(received) is type(error)
     assert (str(received), vars(received)) == (str(error), vars(error))
+    assert caplog.messages == ["moved"]
 
 
 def test_a_real_worker_reports_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment that forbids compilation is one example."""
     monkeypatch.setenv("MLAGEN_JIT", "off")
 
-    unit = prewarm(COMBINE)[COMBINE]
+    unit = prewarm()[COMBINE]
 
     assert unit.status == "failed"
     assert isinstance(unit.error, mlagen.MissError)
@@ -94,25 +109,10 @@ def test_an_unwritable_cache_is_an_error_even_with_load(
     monkeypatch.setattr("mlagen.prewarming.run.devices_for", lambda _specs: {0: SM_80})
 
     with pytest.raises(mlagen.CacheError, match=r"^cache: expected a writable folder, got "):
-        prewarm(COMBINE, load=True)
+        prewarm(load=True)
 
 
-def test_a_warning_of_a_worker_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The warning is logged in this process."""
-    unit = build_in_process(OTHER)
-    code = f"import sys; print({unit_to_json(unit)!r}); print('cache: moved', file=sys.stderr)"
-    replace_worker(monkeypatch, code)
-
-    prewarm(COMBINE)
-
-    assert caplog.messages == ["cache: moved"]
-
-
-def test_a_process_that_cannot_be_started_fails_its_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_that_cannot_be_started_fails_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine may have reached its process limit."""
 
     def reject(*_: object, **__: object) -> None:
@@ -120,7 +120,168 @@ def test_a_process_that_cannot_be_started_fails_its_kernel(
 
     monkeypatch.setattr(subprocess, "Popen", reject)
 
-    unit = prewarm(COMBINE)[COMBINE]
+    unit = prewarm()[COMBINE]
 
     assert unit.status == "failed"
     assert str(unit.error) == f"worker: expected a process, got {os.strerror(errno.EAGAIN)}"
+
+
+NO_CORE = "import os, resource, signal; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); "
+# A real worker whose compiler does this.
+WORKER = (
+    "import sys; sys.path[:] = sys.argv[2:]; import ctypes, pathlib, time; "
+    f"{NO_CORE}from mlagen import engine; engine.build_spec = lambda *_: {{}}; "
+    "from mlagen.prewarming.worker import main; main(sys.argv[1])"
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "got", "log"),
+    [
+        (f"{NO_CORE}os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV", ""),
+        (f"{NO_CORE}os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL", ""),
+        (WORKER.format("ctypes.string_at(0)"), "SIGSEGV", ""),
+        (
+            "import sys; sys.stderr.write('one\\ntwo\\n'); sys.exit(3)",
+            "exit status 3: two",
+            "one\ntwo\n",
+        ),
+        ("", "exit status 0: nothing", ""),
+        # Ctrl-C of the terminal does not reach a session of its own.
+        ("import os, sys; sys.exit(42 * (os.getsid(0) == os.getpid()))", "exit status 42: ", ""),
+    ],
+    ids=["segfault", "kill -9", "compiler", "exception", "silence", "session"],
+)
+def test_a_worker_that_dies_fails_its_kernel_alone(
+    code: str, got: str, log: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The unit has exit reason and output, the others are built, and the kernel is rebuilt then."""
+    replace_worker(monkeypatch, code)
+
+    units = prewarm(COMBINE, OTHER)
+
+    error = units[COMBINE].error
+    assert (units[COMBINE].status, units[OTHER].status) == ("failed", "built")
+    assert isinstance(error, mlagen.CompileError)
+    assert str(error).startswith(f"worker: expected a compiled kernel, got {got}")
+    assert error.log == log
+    assert build_in_process(COMBINE).status == "built"
+
+
+def test_a_worker_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its unit is a timeout, and no process remains."""
+    replace_worker(monkeypatch, "import time; time.sleep(600)")
+    started: list[subprocess.Popen[str]] = []
+
+    class Seen(subprocess.Popen[str]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            started.append(self)
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", Seen)
+
+    unit = prewarm(timeout_s=0.5)[COMBINE]
+
+    assert unit.status == "timeout"
+    assert str(unit.error) == "timeout: expected a compiled kernel in 0.5 s, got none"
+    assert unit.ms >= 500
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+
+
+def test_a_compiler_that_hangs_leaves_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker killed with the lock of its kernel releases it, and its staging is deleted."""
+    ready = tmp_path / "ready"
+    hangs = f"(pathlib.Path({str(ready)!r}).touch(), time.sleep(600))"
+    replace_worker(monkeypatch, WORKER.format(hangs))
+
+    class Impatient(subprocess.Popen[str]):
+        def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:  # noqa: A002 - as subprocess says
+            if timeout is not None:
+                wait_for(ready.exists)
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            return super().communicate(input)
+
+    monkeypatch.setattr(subprocess, "Popen", Impatient)
+
+    status = prewarm()[COMBINE].status
+
+    assert status == "timeout"
+    assert build_in_process(COMBINE).status == "built"
+    assert list(Layout(current_settings().cache_dir).staging.iterdir()) == []
+
+
+def test_an_interrupted_prewarm_kills_its_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their staging folders are deleted; the exception reaches the caller."""
+    staging = Layout(current_settings().cache_dir).new_staging(engine.key_of(COMBINE).digest)
+    ready = tmp_path / "ready"
+    folder = str(staging).replace(f".{os.getpid()}.", ".%d.")
+    code = (
+        f"import os, time; path = {folder!r} % os.getpid(); os.mkdir(path); "
+        f"open({str(ready)!r}, 'w').write(path); time.sleep(600)"
+    )
+    replace_worker(monkeypatch, code)
+
+    def interrupt(event: PrewarmEvent) -> None:
+        if event.kind == "started":
+            wait_for(lambda: ready.exists() and ready.read_text())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prewarm(on_event=interrupt)
+
+    written = Path(ready.read_text())
+    assert not written.exists()
+    assert list(staging.parent.iterdir()) == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(written.name.split(".")[-2]), 0)
+
+
+def test_nothing_is_started_after_the_end() -> None:
+    """A kernel that would start too late is skipped."""
+    with worker_pool(60.0) as pool:
+        pool.stop()
+        unit = pool.build(COMBINE)
+
+    assert (unit.status, unit.error) == ("skipped", None)
+
+
+# A prewarm whose worker is a real one that hangs; argv: the file that gets the worker's pid.
+HANGING = f"""
+import sys
+import mlagen
+from mlagen.prewarming import isolation
+isolation._BOOT = (
+    "import sys; sys.path[:] = sys.argv[2:]; import os, time; "
+    "from mlagen.prewarming import worker; "
+    f"ready = {{sys.argv[1]!r}}; "
+    "hang = lambda spec: (open(ready, 'w').write(str(os.getpid())), time.sleep(600)); "
+    "worker.build_in_process = hang; worker.main(sys.argv[1])"
+)
+mlagen.prewarm(kernels={str(COMBINE)!r}, isolate=True)
+"""
+
+
+def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
+    """A killed prewarm has no running workers."""
+    ready = tmp_path / "ready"
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen([sys.executable, "-c", HANGING, str(ready)], env=environ)
+    wait_for(lambda: ready.exists() and ready.read_text())
+
+    parent.kill()
+    parent.wait()
+
+    wait_for(lambda: has_ended(int(ready.read_text())))
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or is a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return stat.rpartition(")")[2].split()[0] in {"Z", "X"}

@@ -1,27 +1,33 @@
-"""Kernel selection of a prewarm: by models, by kernel texts, or by spec fields."""
+"""Kernel selection of a prewarm: by models, kernel texts or spec fields, in files and records."""
 
 from __future__ import annotations
 
+import json
+import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import mlagen
-from mlagen.errors import ArgumentError
+from mlagen import engine
 from mlagen.models.config import find_model
 from mlagen.models.kernels import ServingOptions, model_specs
+from mlagen.prewarming.record_file import read_record
 from mlagen.prewarming.selection import selected_specs
+from mlagen.prewarming.spec_file import read_spec_file, specs_of_file
+from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
+from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.selection import select_specs
-from tests.kernels import COMBINE, SM_80, SM_90A, gqa_sm80, mla_sm80
+from tests.kernels import COMBINE, SM_80, SM_90A, gqa_sm80, mla_sm80, mla_sm90
 
 V3, LLAMA = find_model("deepseek-v3"), find_model("llama-3-8b")
 
 
 def selected(archs: str = "sm_80", **arguments: Any) -> list[Any]:
     """Return the kernels that these arguments select."""
-    wanted = arguments.pop("wanted", {})
-    return selected_specs(archs, wanted=wanted, **arguments)
+    return selected_specs(archs, **{"wanted": {}, **arguments})
 
 
 def test_models_are_selected_on_every_architecture() -> None:
@@ -73,70 +79,15 @@ def test_a_kernel_is_selected_by_spec_or_by_text(kernels: Any, specs: list[Any])
 
 
 def test_kernels_and_models_are_combined() -> None:
-    """Kernels and models are combined without duplicates."""
-    specs = selected(models="llama-3-8b", kernels=[COMBINE, gqa_sm80(arch=SM_80)])
-
-    rest = [
-        spec for spec in model_specs(SM_80, LLAMA, ServingOptions()) if spec != gqa_sm80(arch=SM_80)
-    ]
-    assert specs == [COMBINE, gqa_sm80(arch=SM_80), *rest]
-
-
-def test_without_models_and_kernels_supported_kernels_are_filtered() -> None:
-    """Without both, the supported kernels are filtered by the other arguments."""
+    """They have no duplicates; without both, the supported kernels are filtered."""
     wanted: dict[str, Any] = {"kv_lora_rank": 512, "dtype": "bf16"}
+    given = [COMBINE, gqa_sm80(arch=SM_80)]
 
+    specs = selected(models="llama-3-8b", kernels=given)
+
+    of_model = model_specs(SM_80, LLAMA, ServingOptions())
+    assert specs == [*given, *(spec for spec in of_model if spec not in given)]
     assert selected(wanted=wanted, heads=16) == select_specs([SM_80], heads=16, wanted=wanted)
-
-
-ALONE = "expected none beside kernels, without models, got"
-FAMILIES_TEXT = "mla_sm80, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv, gqa_sm80, gqa_sm90, combine"
-KV_DTYPES = "bf16, fp16, e4m3, int8, nvfp4, fp8_ds_mla, fp8_per_token"
-
-
-@pytest.mark.parametrize(
-    ("model", "arguments", "message"),
-    [
-        ("gpt-5", {}, "model: expected one of deepseek-coder-v2, "),
-        ("deepseek-v3", {"tp": 0}, "tp: expected an int, 1 or more, got 0"),
-        ("deepseek-v3", {"tp": True}, "tp: expected an int, 1 or more, got True"),
-        ("deepseek-v3", {"q_len": [0]}, "q_len: expected an int, 1 or more, got 0"),
-        ("deepseek-v3", {"tp": []}, "tp: expected one or more beside models, got none"),
-        ("deepseek-v3", {"heads": 16}, "heads: expected none beside models, which define it, got "),
-        ("deepseek-v3", {"kv_heads": 16}, "kv_heads: expected none beside models, which define it"),
-        ("deepseek-v3", {"wanted": {"mask": "bias"}}, "mask: expected none beside models, got 'bi"),
-        ("deepseek-v3", {"wanted": {"page_size": "64"}}, "page_size: expected an int, 1 or more, "),
-        (
-            "deepseek-v3",
-            {"wanted": {"kv_dtype": "fp8"}},
-            f"kv_dtype: expected one of {KV_DTYPES}, got 'fp8'",
-        ),
-        (
-            "deepseek-v3",
-            {"wanted": {"lookup": "dense"}},
-            "lookup: expected one of paged, sparse, got 'dense'",
-        ),
-        (
-            "deepseek-v3",
-            {"families": ["mla"]},
-            f"family: expected one of {FAMILIES_TEXT}, got 'mla'",
-        ),
-        (None, {"tp": 8}, "tp: expected none without models, got 8"),
-        (None, {"kernels": COMBINE, "families": ["mla_sm80"]}, f"families: {ALONE} ['mla_sm80']"),
-        (None, {"kernels": COMBINE, "wanted": {"dtype": "bf16"}}, f"dtype: {ALONE} 'bf16'"),
-        (None, {"kernels": "combine"}, "kernel: expected family(name=value, ...), got 'combine'"),
-    ],
-)
-def test_invalid_arguments_are_rejected(
-    model: str | None, arguments: dict[str, Any], message: str
-) -> None:
-    """A conflicting argument is rejected instead of ignored."""
-    models = {} if model is None else {"models": model}
-
-    with pytest.raises(ArgumentError) as caught:
-        selected(**models, **arguments)
-
-    assert str(caught.value).startswith(message)
 
 
 def test_prewarm_takes_the_same_arguments() -> None:
@@ -147,3 +98,105 @@ def test_prewarm_takes_the_same_arguments() -> None:
 
     use = ServingOptions(tp=(8,), page_sizes=(32,))
     assert [unit.spec for unit in report.units] == [COMBINE, *model_specs(SM_90A, V3, use)]
+
+
+TOML = """
+[[kernel]]
+model = "deepseek-v3"
+tp = [1, 8]
+kv_dtype = ["bf16", "e4m3"]
+
+[[kernel]]
+arch = ["sm_80", "sm_86"]
+family = "combine"
+dtype = "bf16"
+kv_lora_rank = [256, 512]
+"""
+KV_DTYPES, COMBINES = ["bf16", "e4m3"], {"dtype": "bf16", "kv_lora_rank": [256, 512]}
+TABLES = [
+    {"model": "deepseek-v3", "tp": [1, 8], "kv_dtype": KV_DTYPES},
+    {"arch": ["sm_80", "sm_86"], "family": "combine", **COMBINES},
+]
+
+
+@pytest.mark.parametrize(
+    "text", [TOML, "\n" + json.dumps({"kernel": TABLES})], ids=["TOML", "JSON"]
+)
+def test_a_table_is_the_product_of_its_lists(text: str, tmp_path: Path) -> None:
+    """It applies to its own architectures or those of the command; stdin has no file name."""
+    path = tmp_path / ("a.toml" if text == TOML else "a.json")
+    path.write_text(text)
+
+    specs = read_spec_file(path, archs="sm_80")
+
+    model = selected(models="deepseek-v3", tp=[1, 8], wanted={"kv_dtype": KV_DTYPES})
+    table = selected("sm_80,sm_86", families=["combine"], wanted=COMBINES)
+    expected = list(dict.fromkeys([*model, *table]))
+    assert specs == specs_of_file("-", text.encode(), archs="sm_80") == expected
+    assert COMBINE in specs
+
+
+def test_a_table_may_hold_kernels_by_their_text() -> None:
+    """Kernel texts are those of misses and records."""
+    content = json.dumps({"kernel": [{"kernel": [str(COMBINE)]}]}).encode()
+
+    assert specs_of_file("a", content) == [COMBINE]
+
+
+def line_of(spec: KernelSpec) -> str:
+    """Return a line of a record."""
+    record = {"kernel": str(spec), "key": "0" * 64, "toolchain": "nvrtc-13.5.37", "found": "hit"}
+    return json.dumps(record) + "\n"
+
+
+LINES = {
+    "": [],
+    line_of(COMBINE).strip(): [COMBINE],  # a run of one call, or a file edited by hand
+    f"{line_of(COMBINE)}{line_of(gqa_sm80())}\n{line_of(COMBINE)}": [COMBINE, gqa_sm80()],
+}
+
+
+@pytest.mark.parametrize("text", LINES, ids=["no call", "no newline", "several processes"])
+def test_each_kernel_of_a_record_is_selected_once(text: str, tmp_path: Path) -> None:
+    """Several processes may write the same file; empty lines are skipped."""
+    log = tmp_path / "record.jsonl"
+    log.write_text(text)
+
+    assert read_record(log) == LINES[text]
+    assert bool(read_record(log, archs="sm_80")) == bool(text)
+
+
+def test_on_another_architecture_the_same_calls_are_served(tmp_path: Path) -> None:
+    """With ``archs``, the record selects the kernels that the same calls take there."""
+    log = tmp_path / "record.jsonl"
+    log.write_text(line_of(mla_sm90()) + line_of(gqa_sm80()))
+
+    specs = read_record(log, archs="sm_80")
+
+    assert {mla_sm80(arch=SM_80), gqa_sm80(arch=SM_80), COMBINE} <= {*specs}
+    assert {spec.arch for spec in specs} == {SM_80}
+
+
+@pytest.mark.parametrize("end", [1, 30, -1])
+def test_an_incomplete_last_line_is_skipped(
+    end: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run ended while writing it; the warning has the line number."""
+    log = tmp_path / "record.jsonl"
+    log.write_text(line_of(COMBINE) + line_of(gqa_sm80()).rstrip("\n")[:end])
+
+    with caplog.at_level(logging.WARNING, "mlagen"):
+        specs = read_record(log)
+
+    assert specs == [COMBINE]
+    assert caplog.messages == [f"{log}:2: skipped a line without its end"]
+
+
+def test_a_record_of_the_engine_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record written by a run can be prewarmed."""
+    monkeypatch.setenv("MLAGEN_RECORD", str(tmp_path / "record.jsonl"))
+    current_settings.cache_clear()
+
+    engine.find_or_build(COMBINE)
+
+    assert read_record(tmp_path / "record.jsonl") == [COMBINE]

@@ -91,8 +91,8 @@ def wrappers(path: Path) -> Iterator[Wrapper]:
 
 
 def header(path: Path) -> re.Match[str]:
-    """Return what the first line of a family says of it."""
-    match = _HEADER.match(path.read_text())
+    """Return what the first sentences of a family say of it."""
+    match = _HEADER.match(path.read_text().replace("\n// ", " "))
     assert match is not None, f"{path.name}: the first line names no manual section or no sm_"
     return match
 

@@ -124,7 +124,7 @@ def _num_cta_groups(
             )
         ]
     tile_bytes = 2 * spec.block_n * spec.token_bytes
-    rate_of_sm = _DECODED_PER_US_OF_SM if spec.decodes_kv else _BYTES_PER_US_OF_SM
+    rate_of_sm = _DECODED_PER_US_OF_SM if spec.dequants_kv else _BYTES_PER_US_OF_SM
 
     def microseconds(num_cta_groups: int) -> float:
         idle = 1 - num_cta_groups / max_cta_groups

@@ -100,7 +100,7 @@ class GqaSpec(KernelSpec):
     variant: GqaVariant
 
     @property
-    def decodes_kv(self) -> bool:
+    def dequants_kv(self) -> bool:
         """Whether the KV cache is converted to another type before the MMA."""
         return not self.variant.kv_dtype.is_16bit
 
@@ -210,8 +210,8 @@ class GqaSm80Spec(GqaSpec):
         """Dynamic shared memory per CTA, laid out by kernels/gqa_sm80/work_item.cuh."""
         rows, warps, stages, _ = self.tile
         row = self.variant.head_dim * 2 + 16
-        ring = warps * stages * WARP_TOKENS * (self.stored_bytes if self.decodes_kv else row)
-        if self.decodes_kv:
+        ring = warps * stages * WARP_TOKENS * (self.stored_bytes if self.dequants_kv else row)
+        if self.dequants_kv:
             ring += warps * WARP_TOKENS * row
         combined = rows * (self.slice_dims + 4) * 4
         words = 2 * warps * rows + warps * rows * WARP_TOKENS

@@ -104,7 +104,7 @@ class GqaSm90Spec(GqaSpec):
     @property
     def element(self) -> DType:
         """Element type of the MMA; fp16 represents every e4m3 exactly."""
-        return DType.FP16 if self.decodes_kv else self.variant.kv_dtype
+        return DType.FP16 if self.dequants_kv else self.variant.kv_dtype
 
     @property
     def row_bytes(self) -> int:
@@ -134,7 +134,7 @@ class GqaSm90Spec(GqaSpec):
     def block_n(self) -> int:
         """KV tokens per CTA and step."""
         is_light = self.block_m * self.variant.head_dim <= _MAX_TWO_STEP_ACCUMULATORS
-        steps = 2 if self.decodes_kv and is_light else 1
+        steps = 2 if self.dequants_kv and is_light else 1
         return _CONSUMER_WARPS // self.heads_per_cta * steps * _STEP_TOKENS
 
     @property

@@ -121,12 +121,12 @@ class MlaSm80Spec(KernelSpec):
         return DType.FP16 if query is DType.E4M3 else DType.BF16
 
     @property
-    def decodes_kv(self) -> bool:
+    def dequants_kv(self) -> bool:
         """Whether KV tokens are copied to shared memory as stored and converted there."""
         return not self.variant.kv_dtype.is_16bit
 
     @property
-    def decodes_query(self) -> bool:
+    def dequants_query(self) -> bool:
         """Whether the query is converted on its way to shared memory."""
         return not self.variant.query_dtype.is_16bit
 
@@ -190,7 +190,7 @@ class MlaSm80Spec(KernelSpec):
         rows, tokens, stages = self.tile[:3]
         tile_bytes = (rows * self.head_dim_qk + rows * tokens) * 2
         tile_bytes += stages * tokens * self.stage_row_bytes
-        if self.decodes_kv:
+        if self.dequants_kv:
             tile_bytes += tokens * self.head_dim_qk * 2
         words = rows * (self.tile.token_warps + 3) + tokens
         return tile_bytes + words * 4 + _WORK_BYTES
@@ -228,10 +228,10 @@ def _is_valid(spec: MlaSm80Spec) -> bool:
     tile = spec.tile
     has_extras = spec.is_sparse or spec.has_bias or spec.has_separate_values
     # Tiles of 64 rows have registers for the plain main loop only.
-    scales_kv = spec.decodes_kv and not spec.decodes_query
+    scales_kv = spec.dequants_kv and not spec.dequants_query
     if (has_extras or scales_kv) and tile.block_m > 32:
         return False
-    if (has_extras or spec.decodes_kv) and (tile.block_m, spec.threads) == (32, 128):
+    if (has_extras or spec.dequants_kv) and (tile.block_m, spec.threads) == (32, 128):
         return False
     # A separate V would overwrite the stage through which warps exchange partial scores.
     if spec.has_separate_values and tile.dim_warps > 1:

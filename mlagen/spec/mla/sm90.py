@@ -116,6 +116,11 @@ class MlaSm90Spec(KernelSpec):
         return self.block_m <= _MAX_SWAP_AB_ROWS
 
     @property
+    def has_qk_warpgroup(self) -> bool:
+        """Whether one warpgroup has the QK GEMM and the softmax, and others the PV GEMM."""
+        return False
+
+    @property
     def fixed_overhead_blocks(self) -> int:
         """Prologue and epilogue of a work tile, in KV blocks."""
         return 2 if self.swap_ab else 6
@@ -166,8 +171,8 @@ class MlaSm90Spec(KernelSpec):
         return math.gcd(self.variant.page_size, self.block_n)
 
     @property
-    def consumer_warps(self) -> int:
-        """Warps of the consumer warpgroups."""
+    def pv_warps(self) -> int:
+        """Warps of the consumer warpgroups, each of which has a part of the PV GEMM."""
         return 4 if self.swap_ab else 8
 
     @property
@@ -178,7 +183,7 @@ class MlaSm90Spec(KernelSpec):
     @property
     def threads(self) -> int:
         """Threads per CTA."""
-        return (self.consumer_warps + self.producer_warps) * 32
+        return (self.pv_warps + self.producer_warps) * 32
 
     @property
     def shared_bytes(self) -> int:
@@ -222,7 +227,12 @@ class MlaSm90Fp8Base(MlaSm90Spec):
     smaller_tiles: ClassVar[tuple[tuple[int, int], ...]] = ((16, 3), (32, 6))
 
     @property
-    def consumer_warps(self) -> int:
+    def has_qk_warpgroup(self) -> bool:
+        """True: the PV warpgroups read P and the row states from shared memory."""
+        return True
+
+    @property
+    def pv_warps(self) -> int:
         """Warps of the PV warpgroups."""
         return 8
 

@@ -2,12 +2,11 @@
 
 #pragma once
 
-#include "combine/rows.cuh"
 #include "common/params.cuh"
 #include "common/store_vec4.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "softmax/row_result.cuh"
+#include "softmax/row_state.cuh"
 
 struct SharedMemoryPlan {
   float row_sum[kWarps];

@@ -10,7 +10,7 @@
 #include "config.cuh"
 #include "mma.cuh"
 #include "ptx/arithmetic.cuh"
-#include "softmax/row_result.cuh"
+#include "softmax/row_state.cuh"
 #include "work_item.cuh"
 
 // Row max over all warps.

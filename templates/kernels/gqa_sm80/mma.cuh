@@ -7,7 +7,7 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/cvt.cuh"
-#include "ptx/ldmatrix.cuh"
+#include "ptx/warp_matrix.cuh"
 #include "work_item.cuh"
 
 // S fragment of one warp: element [m][n][e] belongs to row fragment_row(m, e / 2) and token

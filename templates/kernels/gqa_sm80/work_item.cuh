@@ -80,12 +80,12 @@ __device__ inline WorkItem find_work_item(const Params& params) {
 
   const int first = work.query_of(params, 0);
   const int last = work.query_of(params, max(work.rows, 1) - 1);
-  const int first_new_token = work.kv_len - work.q_len;
+  const int context_len = work.kv_len - work.q_len;
   const bool has_mask = params.draft_mask != nullptr;
   work.kv_begin = work.window_kv_begin(params, first);
   work.unmasked_kv_begin = work.window_kv_begin(params, last);
-  work.kv_end = max(has_mask ? work.kv_len : first_new_token + last + 1, 0);
-  work.unmasked_kv_end = max(has_mask ? first_new_token : first_new_token + first + 1, 0);
+  work.kv_end = max(has_mask ? work.kv_len : context_len + last + 1, 0);
+  work.unmasked_kv_end = max(has_mask ? context_len : context_len + first + 1, 0);
 
   const int begin = work.kv_begin / kBlockN;
   const int num_kv_blocks = max(ceil_div(work.kv_end, kBlockN) - begin, 0);

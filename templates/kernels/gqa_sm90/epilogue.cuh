@@ -3,21 +3,19 @@
 
 #pragma once
 
-#include "combine/rows.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"
-#include "common/pdl.cuh"
 #include "common/store_vec4.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "fragments.cuh"
 #include "mask_v.cuh"
 #include "mma.cuh"
-#include "ptx/atom.cuh"
-#include "ptx/ld.cuh"
+#include "ptx/atomic.cuh"
+#include "ptx/load.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
-#include "softmax/row_result.cuh"
+#include "softmax/row_state.cuh"
 #include "work_item.cuh"
 #include "work_pipeline.cuh"
 

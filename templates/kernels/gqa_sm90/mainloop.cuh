@@ -1,12 +1,10 @@
-// Consumer warps: QK GEMM, online softmax and PV GEMM. Each warp takes its own
-// tokens of every KV block, and does not synchronise with the other consumers
-// until the work item ends.
+// Consumer warps: QK GEMM, online softmax and PV GEMM. Each warp takes its own tokens of every KV
+// block, and does not synchronise with the other consumers until the work item ends.
 
 #pragma once
 
 #include "common/barriers.cuh"
 #include "common/params.cuh"
-#include "common/pdl.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "epilogue.cuh"
@@ -14,8 +12,7 @@
 #include "load.cuh"
 #include "mask_v.cuh"
 #include "mma.cuh"
-#include "ptx/ldmatrix.cuh"
-#include "ptx/mma.cuh"
+#include "ptx/warp_matrix.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
 #include "softmax/online_softmax.cuh"
@@ -25,7 +22,7 @@
 // QK GEMM of one step: S^T = K Q^T.
 __device__ inline void qk_gemm(const LdmatrixRows& rows, const unsigned char* keys, int step,
                                const Query& query, float (&scores)[kRowGroups][4]) {
-  constexpr int kChains = kRowGroups == 1 ? 2 : 1; // independent MMA chains
+  constexpr int kChains = kRowGroups == 1 ? 2 : 1;  // independent MMA chains
   float sums[kChains][kRowGroups][4] = {};
 #pragma unroll
   for (int pair = 0; pair < kChunkPairs; ++pair) {
@@ -65,8 +62,7 @@ __device__ inline u32 pv_gemm(const LdmatrixRows& rows, const unsigned char* val
     for (int i = 0; i < kFragmentsPerLoad; ++i) {
       u32 a[4];
       v_fragment(loaded, i, a);
-      // From converted fragments: that schedules conversions better than raw
-      // ones do.
+      // From converted fragments: that schedules conversions better than raw ones do.
       if (i == 1) read ^= a[0];
 #pragma unroll
       for (int n = 0; n < kRowGroups; ++n) {
@@ -92,13 +88,12 @@ __device__ inline u32 dependency_on(const Scores& scores) {
 
 // Releases a stage; `read` depends on all that the lane has loaded from it.
 __device__ inline void release(const Barrier& empty, u32 read) {
-  __syncwarp(); // all lanes have read
+  __syncwarp();  // all lanes have read
   if (lane_index() == 0) arrive_after_reads(empty, read);
 }
 
-// Skips a stage whose tokens this warp masks. It still waits for the stage to
-// fill: a warp that releases early could arrive twice before the producer
-// observes the phase.
+// Skips a stage whose tokens this warp masks. It still waits for the stage to fill: a warp that
+// releases early could arrive twice before the producer observes the phase.
 __device__ inline void skip_stage(SharedMemoryPlan& smem, PipelineState<kStages>& kv_pipe) {
   wait(smem.kv_full[kv_pipe.index], kv_pipe.phase);
   release(smem.kv_empty[kv_pipe.index], 0);
@@ -182,8 +177,7 @@ __device__ inline bool process_work(const Params& params, int warp, float softma
   return has_next;
 }
 
-// All work items of the CTA. Starts over if the first one turns out stale, see
-// scheduler_warp.cuh.
+// All work items of the CTA. Starts over if the first one turns out stale, see scheduler_warp.cuh.
 __device__ inline void consumer_loop(const Params& params, int warp, SharedMemoryPlan& smem) {
   const WorkPipeline& work_pipeline = smem.work_pipeline;
   Query query(smem);

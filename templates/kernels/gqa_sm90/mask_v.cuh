@@ -9,7 +9,7 @@
 #include "config.cuh"
 #include "fragments.cuh"
 #include "mma.cuh"
-#include "ptx/fence.cuh"
+#include "ptx/sync.cuh"
 #include "work_item.cuh"
 
 // Chunk `chunk` of token `warp_token` of a warp in a V tile.

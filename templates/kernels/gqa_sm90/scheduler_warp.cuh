@@ -5,10 +5,9 @@
 
 #include "common/barriers.cuh"
 #include "common/params.cuh"
-#include "common/pdl.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/ld.cuh"
+#include "ptx/load.cuh"
 #include "scheduler/schedule_range.cuh"
 #include "seq_info.cuh"
 #include "shared_memory.cuh"

@@ -6,9 +6,9 @@
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/fence.cuh"
-#include "ptx/prefetch.cuh"
-#include "softmax/row_result.cuh"
+#include "ptx/load.cuh"
+#include "ptx/sync.cuh"
+#include "softmax/row_state.cuh"
 #include "work_pipeline.cuh"
 
 static_assert(sizeof(RowState) == kRowStateBytes, "the host plans with it");

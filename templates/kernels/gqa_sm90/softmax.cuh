@@ -10,9 +10,9 @@
 #include "mma.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
-#include "ptx/movmatrix.cuh"
+#include "ptx/warp_matrix.cuh"
 #include "softmax/online_softmax.cuh"
-#include "softmax/row_result.cuh"
+#include "softmax/row_state.cuh"
 #include "work_item.cuh"
 
 // Row sums cover this lane's tokens only.

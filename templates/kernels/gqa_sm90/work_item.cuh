@@ -89,12 +89,12 @@ __device__ inline WorkItem work_at(const Params& params, const ScheduleRange& ra
 
   const int first = work.query_of(params, 0);
   const int last = work.query_of(params, work.rows - 1);
-  const int first_new_token = seq_info.kv_len - seq_info.q_len;
+  const int context_len = seq_info.kv_len - seq_info.q_len;
   const bool has_mask = params.draft_mask != nullptr;
   work.kv_begin = window_kv_begin(params, seq_info.kv_len, seq_info.q_len, first);
   work.unmasked_kv_begin = window_kv_begin(params, seq_info.kv_len, seq_info.q_len, last);
-  work.kv_end = max(has_mask ? seq_info.kv_len : first_new_token + last + 1, 0);
-  work.unmasked_kv_end = max(has_mask ? first_new_token : first_new_token + first + 1, 0);
+  work.kv_end = max(has_mask ? seq_info.kv_len : context_len + last + 1, 0);
+  work.unmasked_kv_end = max(has_mask ? context_len : context_len + first + 1, 0);
 
   const int begin = seq_info.first_kv_block + state.first_kv_block(range);
   const int end = seq_info.first_kv_block + state.end_kv_block(range);

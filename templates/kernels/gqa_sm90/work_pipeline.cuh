@@ -6,7 +6,7 @@
 #include "common/barriers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/fence.cuh"
+#include "ptx/sync.cuh"
 #include "work_item.cuh"
 
 // Work item `work_idx` of the CTA occupies stage work_idx % kWorkStages, one entry per kv head. An
@@ -28,8 +28,6 @@ struct WorkPipeline {
     }
   }
 
-  __device__ static u32 phase_of(u32 work_idx) { return work_idx / kWorkStages % 2; }
-
   __device__ const WorkItem& at(u32 work_idx, int head) const {
     return work_items[work_idx % kWorkStages][head];
   }
@@ -40,7 +38,7 @@ struct WorkPipeline {
   // Waits until the item is published. All reading warps wait for every item but the first, which a
   // named barrier publishes.
   __device__ void wait_full(u32 work_idx) const {
-    wait(full[work_idx % kWorkStages], phase_of(work_idx));
+    wait(full[work_idx % kWorkStages], phase_of<kWorkStages>(work_idx));
     __syncwarp();  // reconverge before warp-wide barriers
   }
 
@@ -63,7 +61,7 @@ struct WorkPipeline {
   }
 
   __device__ void wait_empty(u32 work_idx) const {
-    wait(empty[work_idx % kWorkStages], phase_of(work_idx) ^ 1);
+    wait(empty[work_idx % kWorkStages], phase_of<kWorkStages>(work_idx) ^ 1);
   }
 
   // Also for item 0, which no warp waits for: without it, the phase of item kWorkStages would be

@@ -9,7 +9,7 @@
 #include "config.cuh"
 #include "mma.cuh"
 #include "ptx/cvt.cuh"
-#include "softmax/row_result.cuh"
+#include "softmax/row_state.cuh"
 #include "work_item.cuh"
 
 // Row sum over all token warps, after Softmax::publish and a barrier.

@@ -67,8 +67,7 @@ __device__ inline void dequant_query_row(const Params& params, i64 query, int he
   }
 }
 
-// Loads the CTA's query rows into shared memory.
-// Eight lanes load one row.
+// Loads the CTA's query rows into shared memory. Eight lanes load one row.
 __device__ inline void load_q(const Params& params, const WorkItem& work, SharedMemoryPlan& smem) {
   const int lane = lane_index() % 8;
   for (int row = static_cast<int>(threadIdx.x) / 8; row < kBlockM; row += kThreads / 8) {

@@ -8,8 +8,7 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/cvt.cuh"
-#include "ptx/ldmatrix.cuh"
-#include "ptx/mma.cuh"
+#include "ptx/warp_matrix.cuh"
 #include "work_item.cuh"
 
 // S fragment of one warp, as mma lays it out: element [m][n][e] belongs to

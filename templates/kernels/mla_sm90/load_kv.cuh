@@ -10,7 +10,7 @@
 #include "config.cuh"
 #include "pipeline/kv_tma.cuh"
 #include "pipeline/work_pipeline.cuh"
-#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
 #include "scheduler/schedule_range.cuh"
 #include "shared_memory.cuh"
 

@@ -9,8 +9,8 @@
 #include "config.cuh"
 #include "pipeline/kv_tma.cuh"
 #include "pipeline/work_pipeline.cuh"
-#include "ptx/cp_async_bulk.cuh"
-#include "ptx/mbarrier.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/sync.cuh"
 #include "scheduler/schedule_range.cuh"
 #include "shared_memory.cuh"
 

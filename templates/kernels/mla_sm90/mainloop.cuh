@@ -2,8 +2,8 @@
 
 #pragma once
 
-#include "accumulators.cuh"
 #include "combine/epilogue.cuh"
+#include "common/accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
@@ -11,16 +11,18 @@
 #include "config.cuh"
 #include "gemms.cuh"
 #include "mask_v.cuh"
-#include "pipeline/work_loop.cuh"
+#include "pipeline/load_q.cuh"
 #include "pipeline/work_pipeline.cuh"
-#include "ptx/fence.cuh"
-#include "ptx/stmatrix.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/warp_matrix.cuh"
 #include "ptx/wgmma.cuh"
+#include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
 #include "softmax/online_softmax.cuh"
 #include "softmax/scores.cuh"
+#include "softmax/thread_rows.cuh"
 
 // A work item of so few KV blocks does not amortise fetching the code of the unmasked loop.
 constexpr int kShortWorkBlocks = 4;
@@ -103,7 +105,7 @@ struct Consumer {
     }
     softmax.publish(alpha, smem.row_max[kStage], smem.alpha[kStage]);
     store_p<kStage>();
-    named_barrier_arrive(NamedBarrier::P0Ready + kStage, kConsumerThreads);
+    named_barrier_arrive(NamedBarrier::P0Ready + kStage, kPvThreads);
     return needs_rescale;
   }
 
@@ -135,7 +137,7 @@ struct Consumer {
     wait_wgmma(accumulators);
     release(smem.wg0_empty[0]);
     if (has_odd) {
-      named_barrier_sync(NamedBarrier::P1Ready, kConsumerThreads);
+      named_barrier_sync(NamedBarrier::P1Ready, kPvThreads);
       adopt_row_max(1);
       wgmma_fence_operand(accumulators);
       pv_gemm_remote_p<1, 0>(descriptors, accumulators);
@@ -164,7 +166,7 @@ struct Consumer {
   template <bool kIsUnmasked>
   __device__ void wg1_pair(int kv_block, bool has_odd) {
     descriptors.opaque();
-    named_barrier_sync(NamedBarrier::P0Ready, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::P0Ready, kPvThreads);
     adopt_row_max(0);
     wgmma_fence_operand(accumulators);
     pv_gemm_remote_p<0, 1>(descriptors, accumulators);
@@ -235,7 +237,7 @@ __device__ inline void reduce_row_sum(SharedMemoryPlan& smem, const Softmax& sof
     const float row_sum = quad_reduce_sum(softmax.row_sum[r]);
     if (thread % 4 == 0) smem.row_sum[thread / 128][row + 8 * r] = row_sum;
   }
-  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
     rows[r] = {softmax.row_max[r], smem.row_sum[0][row + 8 * r] + smem.row_sum[1][row + 8 * r]};
@@ -259,7 +261,7 @@ __device__ inline void process_work(const Params& params, const WorkItem& work,
     consumer.process_work();
   } else {
     // Without KV blocks no MMA orders the warps' waits for Q before its release.
-    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
     consumer.release_query();
   }
   ThreadRows rows;
@@ -267,7 +269,10 @@ __device__ inline void process_work(const Params& params, const WorkItem& work,
   epilogue(params, work, smem, consumer.accumulators, rows);
 }
 
-__device__ inline void consumer_loop(const Params& params, SharedMemoryPlan& smem) {
+// Consumer warps load the first Q themselves: they have no other work before it arrives.
+__device__ inline void consumer_loop(const Params& params, const WorkCoord& first_work,
+                                     SharedMemoryPlan& smem) {
+  load_q_async(params, first_work, smem, static_cast<int>(threadIdx.x), kPvThreads);
   ConsumerState state(params, smem);
   finish_q_load(smem.first_query_full);
   work_loop(smem, [&](const WorkItem& work, u32 work_idx) {

@@ -2,8 +2,8 @@
 
 #pragma once
 
-#include "accumulators.cuh"
 #include "combine/epilogue.cuh"
+#include "common/accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
@@ -11,17 +11,18 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "mask_v.cuh"
-#include "pipeline/work_loop.cuh"
+#include "pipeline/load_q.cuh"
 #include "pipeline/work_pipeline.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
-#include "ptx/fence.cuh"
-#include "ptx/stmatrix.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/warp_matrix.cuh"
 #include "ptx/wgmma.cuh"
+#include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax/online_softmax.cuh"
-#include "softmax/row_state.cuh"
+#include "softmax/thread_rows.cuh"
 
 // M of the MMAs is tokens (S^T) or output dims (O^T), and N is query rows: M is 64 at least, so
 // that few rows would leave a normal MMA mostly idle. A warp has 16 tokens of S^T.
@@ -147,13 +148,13 @@ struct Consumer {
                                                  __fmul_rn(scores[r / 2 * 4 + 2 + r % 2], factor)));
       if (reload_lane() < 4) smem.warp_rows[reload_warp()][row_of(r)] = maximum;
     }
-    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
     float alpha[kRowsPerThread];
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
       float maximum = -kInfinity;
 #pragma unroll
-      for (int warp = 0; warp < kConsumerWarps; ++warp) {
+      for (int warp = 0; warp < kPvWarps; ++warp) {
         maximum = fmaxf(maximum, smem.warp_rows[warp][row_of(r)]);
       }
       alpha[r] = raise_row_max(row_max[r], row_sum[r], maximum);
@@ -165,7 +166,7 @@ struct Consumer {
   }
 
   __device__ void clear_nonfinite_v(int first_token) const {
-    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
     clear_nonfinite(smem, max(work.unmasked_kv_end - first_token, 0), work.kv_end - first_token,
                     [&](int index) { return tile(index); });
     fence_proxy_async();
@@ -182,10 +183,10 @@ struct Consumer {
     }
     float partial_sum[kRowsPerThread];
     const bool needs_rescale = store_p(factor, partial_sum);
-    if (named_barrier_sync_or(NamedBarrier::P0Ready, kConsumerThreads, needs_rescale)) {
+    if (named_barrier_sync_or(NamedBarrier::P0Ready, kPvThreads, needs_rescale)) {
       update_row_max(factor);
       store_p(factor, partial_sum);
-      named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+      named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
     }
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) row_sum[r] += partial_sum[r];
@@ -238,12 +239,12 @@ __device__ inline void reduce_row_sum(SharedMemoryPlan& smem, const Consumer& co
     const float row_sum = sum_over_lanes(consumer.row_sum[r]);
     if (reload_lane() < 4) smem.warp_rows[reload_warp()][row_of(r)] = row_sum;
   }
-  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
     float row_sum = 0.0f;
 #pragma unroll
-    for (int warp = 0; warp < kConsumerWarps; ++warp) row_sum += smem.warp_rows[warp][row_of(r)];
+    for (int warp = 0; warp < kPvWarps; ++warp) row_sum += smem.warp_rows[warp][row_of(r)];
     rows[r] = {consumer.row_max[r], row_sum};
   }
 }
@@ -266,14 +267,17 @@ __device__ inline void process_work(const Params& params, const WorkItem& work,
   for (int kv_block = work.first_kv_block; kv_block < end; ++kv_block)
     consumer.process_block(kv_block);
   // Without KV blocks no barrier of the mainloop orders the warps' waits for Q before its release.
-  if (work.num_kv_blocks == 0) named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  if (work.num_kv_blocks == 0) named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
   if (reload_tid() == 0) arrive(smem.query_empty);
   ThreadRows rows;
   reduce_row_sum(smem, consumer, rows);
   epilogue(params, work, smem, consumer.accumulators, rows);
 }
 
-__device__ inline void consumer_loop(const Params& params, SharedMemoryPlan& smem) {
+// Consumer warps load the first Q themselves: they have no other work before it arrives.
+__device__ inline void consumer_loop(const Params& params, const WorkCoord& first_work,
+                                     SharedMemoryPlan& smem) {
+  load_q_async(params, first_work, smem, static_cast<int>(threadIdx.x), kPvThreads);
   ConsumerState state(params, smem);
   finish_q_load(smem.first_query_full);
   work_loop(smem, [&](const WorkItem& work, u32 work_idx) {

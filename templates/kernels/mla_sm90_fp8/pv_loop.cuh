@@ -2,8 +2,8 @@
 
 #pragma once
 
-#include "accumulators.cuh"
 #include "combine/epilogue.cuh"
+#include "common/accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/fp8.cuh"
 #include "common/params.cuh"
@@ -11,14 +11,15 @@
 #include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "pipeline/kv_stages.cuh"
-#include "pipeline/work_loop.cuh"
+#include "pipeline/load_q.cuh"
 #include "pipeline/work_pipeline.cuh"
-#include "ptx/fence.cuh"
-#include "ptx/ldmatrix.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/warp_matrix.cuh"
 #include "ptx/wgmma.cuh"
+#include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
+#include "softmax/thread_rows.cuh"
 
 // V fragments: the A operand, transposed from shared memory into registers.
 constexpr int kPvSteps = kBlockN / kStepElements;  // MMAs per KV block and tile of dims
@@ -164,8 +165,8 @@ struct PvWarpgroup {
 
   // KV blocks from `first_masked` on, counted as `blocks_done`, need a mask for some row.
   __device__ void process_block(u32& blocks_done, u32 first_masked, u32 end) {
-    const int stage = stage_of(blocks_done);
-    const u32 phase = phase_of(blocks_done);
+    const int stage = stage_of<kStages>(blocks_done);
+    const u32 phase = phase_of<kStages>(blocks_done);
     wait(smem.kv_full[stage], phase);
     const u32 address = shared_address(smem.kv[0]) + stage * kKvBlockBytes;
     const VLoader v_loader(address);
@@ -181,7 +182,7 @@ struct PvWarpgroup {
     }
     pv_gemm(v_loader, v, descriptor_low(address + kProbabilitiesOffset, 16), stage, rescale_flags);
     __syncwarp();
-    if (reload_lane() == 0) arrive(smem.kv_empty[stage_of(blocks_done)]);
+    if (reload_lane() == 0) arrive(smem.kv_empty[stage_of<kStages>(blocks_done)]);
     ++blocks_done;
   }
 
@@ -197,7 +198,10 @@ struct PvWarpgroup {
   }
 };
 
-__device__ inline void pv_loop(const Params& params, SharedMemoryPlan& smem) {
+// PV warps load the first Q themselves: they have no other work before it arrives.
+__device__ inline void pv_loop(const Params& params, const WorkCoord& first_work,
+                               SharedMemoryPlan& smem) {
+  load_q_async(params, first_work, smem, static_cast<int>(threadIdx.x), kPvThreads);
   finish_q_load(smem.first_query_full);
   u32 blocks_done = 0;  // KV blocks, over all work items
   work_loop<true>(smem, [&](const WorkItem& work, u32) {
@@ -205,7 +209,7 @@ __device__ inline void pv_loop(const Params& params, SharedMemoryPlan& smem) {
     pv_warpgroup.process_work(blocks_done);
     wait(smem.row_state_full[work_slot(work.work_idx)], work_phase(work.work_idx));
     // A NaN that either PV warpgroup found counts for both.
-    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
     ThreadRows rows{smem, work_slot(work.work_idx)};
     epilogue(params, work, smem, pv_warpgroup.accumulators, rows);
   });

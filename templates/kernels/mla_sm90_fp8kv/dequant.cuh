@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "accumulators.cuh"
+#include "common/accumulators.cuh"
 #include "common/fp8.cuh"
 #include "common/registers.cuh"
 #include "common/smem_layout.cuh"
@@ -11,7 +11,7 @@
 #include "config.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
-#include "ptx/ldmatrix.cuh"
+#include "ptx/warp_matrix.cuh"
 
 // V is dequantised to fp16 by scales in fp16. A shared scale, a power of two per work item, keeps
 // them in range: the largest V scale times the shared scale is between 2^6 and 2^7 when the shared
@@ -168,7 +168,7 @@ __device__ inline void dequant_v(VFragments& v, const StoredV& stored, const VSc
   for (int i = 0; i < 4; ++i) {
     u32* step = v + i / 2 * 4 + i % 2 * 2;
     const u32 scale = i % 2 == 0 ? scales[i / 2].x : scales[i / 2].y;
-    const u32 transposed = __byte_perm(stored[i], 0, 0x3120);
+    const u32 transposed = transpose_bytes_2x2(stored[i]);
     step[0] = mul_f16x2(fp16x2_of_e4m3x2(transposed & 0xffff), scale);
     step[1] = mul_f16x2(fp16x2_of_high_e4m3x2(transposed), scale);
   }

@@ -17,8 +17,8 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/mov.cuh"
 #include "scheduler/schedule_range.cuh"
+#include "scheduler/seq_info.cuh"
 #include "scheduler/tile_scheduler.cuh"
-#include "seq_info.cuh"
 #include "shared_memory.cuh"
 
 // Tokens of a KV block that each producer warp loads.
@@ -182,7 +182,7 @@ __device__ inline void init_work_barriers(const SharedMemoryPlan& smem) {
   init_work_barriers(smem, 1, kWorkReaders, kProducerWarps);
 }
 
-__device__ inline bool is_scheduler_warp() { return reload_warp() == kConsumerWarps; }
+__device__ inline bool is_scheduler_warp() { return reload_warp() == kPvWarps; }
 
 // Rank of this CTA in its CTA group, recomputed where it is used so that it holds no register.
 __device__ inline int cta_rank_in_group(const Params& params) {
@@ -200,7 +200,7 @@ __device__ inline void publish_work(const Params& params, int rank_in_group, u32
   if (reload_lane() == 0) arrive(smem.work_full[work_slot(work_idx)]);
 }
 
-// Loads Q of a work item. Consumers have loaded the first one.
+// Loads Q of a work item. The PV warps have loaded the first one.
 __device__ inline void load_next_q(const Params& params, const WorkItem& work,
                                    SharedMemoryPlan& smem) {
   if (work.work_idx == 0) return;

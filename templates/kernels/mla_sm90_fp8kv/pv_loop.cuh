@@ -2,9 +2,9 @@
 
 #pragma once
 
-#include "accumulators.cuh"
 #include "combine/epilogue.cuh"
 #include "combine/partial.cuh"
+#include "common/accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/fp8.cuh"
 #include "common/params.cuh"
@@ -14,19 +14,19 @@
 #include "config.cuh"
 #include "dequant.cuh"
 #include "load_q.cuh"
-#include "pipeline/kv_stages.cuh"
-#include "pipeline/work_loop.cuh"
 #include "pipeline/work_pipeline.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/wgmma.cuh"
+#include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
+#include "softmax/thread_rows.cuh"
 
 // Row sum l, computed by the PV warpgroups, which are less loaded than the QK warpgroup: every
 // thread sums some tokens of one row of P.
-constexpr int kThreadsPerRow = kConsumerThreads / kBlockM;
+constexpr int kThreadsPerRow = kPvThreads / kBlockM;
 constexpr int kBytesPerThread = kTileRowBytes / kThreadsPerRow;  // of a row of P
-static_assert(kThreadsPerRow * kBlockM == kConsumerThreads, "threads share the rows");
+static_assert(kThreadsPerRow * kBlockM == kPvThreads, "threads share the rows");
 
 struct RowSum {
   float row_sum = 0.0f;  // over this thread's tokens, times the shared scale as O is
@@ -78,7 +78,7 @@ __device__ inline void clear_nonfinite(SharedMemoryPlan& smem, const WorkItem& w
                                        unsigned char* stage, int first, int end) {
   constexpr int kTokenPairs = kLatentDim / 2;
 #pragma unroll 1
-  for (int i = reload_tid(); i < (end - first) * kTokenPairs; i += kConsumerThreads) {
+  for (int i = reload_tid(); i < (end - first) * kTokenPairs; i += kPvThreads) {
     const int token = first + i / kTokenPairs;
     const int dim = i % kTokenPairs * 2;
     u16& scale = v_scale(stage, token, dim / kScaledDims);
@@ -92,7 +92,7 @@ __device__ inline void clear_nonfinite(SharedMemoryPlan& smem, const WorkItem& w
     if (!is_scale_finite) scale = 0;
     nonfinite_flag(smem, work) = 1;
   }
-  named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+  named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
 }
 
 // Double-buffered V fragments: dequantisation overlaps the MMAs in flight.
@@ -160,10 +160,11 @@ struct PvWarpgroup {
   }
 
   __device__ void process_block(u32& blocks_done, u32 end) {
-    const int stage = stage_of(blocks_done);
-    wait(smem.probabilities_full[stage], phase_of(blocks_done));
+    const int stage = stage_of<kStages>(blocks_done);
+    wait(smem.probabilities_full[stage], phase_of<kStages>(blocks_done));
     if (kDelaysPv && __any_sync(~0u, blocks_done + 1 != end)) {
-      wait(smem.scores_full[stage_of(blocks_done + 1)], phase_of(blocks_done + 1));
+      wait(smem.scores_full[stage_of<kStages>(blocks_done + 1)],
+           phase_of<kStages>(blocks_done + 1));
     }
     if (__any_sync(~0u, smem.needs_rescale[stage] != 0)) rescale(stage);
     if constexpr (!kIsSparse) clear_masked(stage, blocks_done);  // top-k tokens: no causal mask
@@ -189,8 +190,11 @@ struct PvWarpgroup {
   }
 };
 
-__device__ inline void pv_loop(const Params& params, SharedMemoryPlan& smem) {
-  finish_q_load<kLatentTiles / 2>(smem, smem.first_query_full, reload_tid(), kConsumerThreads);
+// PV warps load the first Q themselves: they have no other work before it arrives.
+__device__ inline void pv_loop(const Params& params, const WorkCoord& first_work,
+                               SharedMemoryPlan& smem) {
+  load_q(params, first_work, smem, static_cast<int>(threadIdx.x), kPvThreads);
+  finish_q_load<kLatentTiles / 2>(smem, smem.first_query_full, reload_tid(), kPvThreads);
   u32 blocks_done = 0;  // KV blocks, over all work items
   work_loop(smem, [&](const WorkItem& work, u32) {
     PvWarpgroup pv_warpgroup(smem, work, blocks_done);
@@ -198,7 +202,7 @@ __device__ inline void pv_loop(const Params& params, SharedMemoryPlan& smem) {
     wait(smem.row_state_full[work_slot(work.work_idx)], work_phase(work.work_idx));
     pv_warpgroup.row_sum.publish(smem, work_slot(work.work_idx));
     // All row sums are published, and a NaN/Inf that either PV warpgroup found counts for both.
-    named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
+    named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
     ThreadRows rows{smem, work_slot(work.work_idx)};
     epilogue(params, work, smem, pv_warpgroup.accumulators, rows);
   });

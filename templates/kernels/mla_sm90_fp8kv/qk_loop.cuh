@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "accumulators.cuh"
+#include "common/accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
@@ -10,10 +10,8 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "dequant.cuh"
-#include "pipeline/kv_stages.cuh"
-#include "pipeline/work_loop.cuh"
 #include "pipeline/work_pipeline.cuh"
-#include "ptx/fence.cuh"
+#include "ptx/sync.cuh"
 #include "ptx/wgmma.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
@@ -174,12 +172,12 @@ struct QkWarpgroup {
   }
 
   __device__ void process_block(int kv_block) {
-    const int stage = stage_of(blocks_done);
+    const int stage = stage_of<kStages>(blocks_done);
     // Computed before the wait, off the critical path.
     const u32 k_desc = warp_uniform(descriptor_low(shared_address(smem.kv[stage]), 16));
     const u32 q_desc = warp_uniform(descriptor_low(shared_address(smem.query), 16));
     const QkThread qk_thread;
-    wait(smem.kv_full[stage], phase_of(blocks_done));
+    wait(smem.kv_full[stage], phase_of<kStages>(blocks_done));
     fence_proxy_async();  // wgmma reads what cp.async has written
     qk_gemm(stage, qk_thread, k_desc, q_desc);
     if (kDelaysPv && qk_thread.lane == 0) arrive(smem.scores_full[stage]);

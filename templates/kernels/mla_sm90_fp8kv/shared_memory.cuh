@@ -83,7 +83,7 @@ __device__ inline int& nonfinite_flag(SharedMemoryPlan& smem, const WorkItem& wo
 __device__ inline void init_kv_barriers(SharedMemoryPlan& smem) {
   for (int stage = 0; stage < kStages; ++stage) {
     init_barrier(smem.kv_full[stage], kProducerThreads + kProducerWarps);
-    init_barrier(smem.kv_empty[stage], kConsumerWarps);
+    init_barrier(smem.kv_empty[stage], kPvWarps);
     init_barrier(smem.scores_full[stage], kQkWarps);
     init_barrier(smem.probabilities_full[stage], kQkWarps);
   }

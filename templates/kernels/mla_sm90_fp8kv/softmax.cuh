@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "accumulators.cuh"
+#include "common/accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/registers.cuh"
 #include "common/smem_layout.cuh"
@@ -11,8 +11,8 @@
 #include "dequant.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
-#include "ptx/fence.cuh"
-#include "ptx/stmatrix.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/warp_matrix.cuh"
 #include "shared_memory.cuh"
 
 // A thread holds two of every eight adjacent rows, and of a warp's 16 tokens g and g + 8 with

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,23 +65,14 @@ def test_every_right_result_is_a_labelled_bar() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "rule"),
     [
-        ("bars.pdf", "plot: expected a name that ends in .svg or .png, got "),
-        ("none/bars.svg", "plot: expected a file in a writable folder, got "),
-        (".svg/", "plot: expected a name that ends in .svg or .png, got "),
+        ("bars.pdf", "a name that ends in .svg or .png"),
+        ("none/bars.svg", "a file in a writable folder"),
+        (".svg/", "a name that ends in .svg or .png"),
     ],
-    ids=["format", "folder", "no name"],
 )
-def test_a_plot_that_cannot_be_written_is_rejected(name: str, message: str, tmp_path: Path) -> None:
+def test_a_plot_that_cannot_be_written_is_rejected(name: str, rule: str, tmp_path: Path) -> None:
     """It is rejected before the measurements."""
-    with pytest.raises(mlagen.ArgumentError, match=message):
+    with pytest.raises(mlagen.ArgumentError, match=f"plot: expected {rule}, got "):
         require_plot(tmp_path / name)
-
-
-def test_without_matplotlib_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message has the command that installs it."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-
-    with pytest.raises(mlagen.UnsupportedError, match="run: pip install matplotlib"):
-        require_plot(tmp_path / "bars.svg")

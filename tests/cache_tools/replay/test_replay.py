@@ -19,7 +19,7 @@ from cache_tools.replay.document import read_dump
 from cache_tools.replay.rebuild import Rebuilt
 from mlagen.errors import ArgumentError
 from mlagen.observe.observed import observed
-from tests.cache_tools.conftest import Documented, Run
+from tests.cache_tools.conftest import Documented, Run, Start
 from tests.observed_calls import BUILDERS, built, observe
 from tests.problems.entry_points import xqa_arguments
 from tests.problems.gqa import GqaCase
@@ -53,23 +53,6 @@ def as_if_on_gpu(path: Path) -> None:
     path.write_text(json.dumps(data), encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", BUILDERS)
-def test_a_call_of_each_entry_point_is_replayed(
-    name: str, folder: Path, document: Documented
-) -> None:
-    """Random lengths, offsets and page ids of a GPU call pass the checks of contents."""
-    function, arguments = built(name)
-    function(**arguments)
-    path = last_of(folder)
-    as_if_on_gpu(path)
-
-    found = document("replay", str(path), code=3)
-
-    has_result = name not in {"constructor", "plan"}
-    assert found["served_by"] == (["CPU backend"] if has_result else [])
-    assert (found["device"], found["contents"], found["is_right"]) == ("cpu", "random", None)
-
-
 GQA = {
     "several tokens, a mask": GqaCase(name="", seq_lens=(37, 9), q_len=3, mask="random"),
     "ragged": GqaCase(name="", seq_lens=(37, 9, 5), q_lens=(1, 3, 2)),
@@ -91,47 +74,52 @@ MLA = {
 }
 
 
-Build = Callable[[], dict[str, Any]]
+Builder = Callable[[], tuple[Callable[..., Any], dict[str, Any]]]
 
 
-def calls_of_cases() -> dict[str, tuple[Callable[..., object], Build]]:
-    """Return entry points with functions that build their arguments."""
-    calls: dict[str, tuple[Callable[..., object], Build]] = {}
-    for name, mla in MLA.items():
-        call = partial(_arguments_of, mla)
-        calls[f"mla: {name}"] = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla, call
-    for name, gqa in GQA.items():
-        call = partial(_arguments_of, gqa)
-        calls[f"gqa: {name}"] = mlagen.decode.xqa_batch_decode_with_kv_cache, call
-        if gqa.cache_layout == "tuple":
-            calls[f"xqa: {name}"] = mlagen.xqa.xqa, partial(_xqa_arguments_of, gqa)
-    return calls
+def builders() -> dict[str, Builder]:
+    """Return functions that build a call of each entry point, and calls of any kind."""
+    mla, gqa, xqa = (
+        observed(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla),
+        observed(mlagen.decode.xqa_batch_decode_with_kv_cache),
+        observed(mlagen.xqa.xqa),
+    )
+    calls: dict[str, Builder] = {name: partial(built, name) for name in BUILDERS}
+    calls |= {f"mla: {name}": partial(_call, mla, case) for name, case in MLA.items()}
+    calls |= {f"gqa: {name}": partial(_call, gqa, case) for name, case in GQA.items()}
+    tuples = {name: case for name, case in GQA.items() if case.cache_layout == "tuple"}
+    return calls | {f"xqa: {name}": partial(_xqa_call, xqa, case) for name, case in tuples.items()}
 
 
-def _arguments_of(case: MlaCase | GqaCase) -> dict[str, Any]:
-    return case.build("cpu").arguments()
+def _call(
+    function: Callable[..., Any], case: MlaCase | GqaCase
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    return function, case.build("cpu").arguments()
 
 
-def _xqa_arguments_of(case: GqaCase) -> dict[str, Any]:
-    return xqa_arguments(case.build("cpu"))
+def _xqa_call(
+    function: Callable[..., Any], case: GqaCase
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    return function, xqa_arguments(case.build("cpu"))
 
 
-CALLS = calls_of_cases()
+CALLS = builders()
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_any_kind_of_call_is_replayed(name: str, folder: Path, run: Run) -> None:
-    """Layouts, dtypes, ragged queries and sparse indices pass the checks of contents."""
-    function, build = CALLS[name]
-    observed(function)(**build())
+def test_any_call_is_replayed(name: str, folder: Path, document: Documented) -> None:
+    """Random contents of any layout, dtype, lengths and indices pass the checks of contents."""
+    function, arguments = CALLS[name]()
+    function(**arguments)
     path = last_of(folder)
     as_if_on_gpu(path)
 
-    result = run("replay", str(path), "--seed", "3")
+    found = document("replay", str(path), "--seed", "3", code=3)
 
-    assert result.exit_code == 3, result.stdout + result.stderr
-    assert "CPU tensors, as there is no GPU here, random contents of seed 3\n" in result.stdout
-    assert result.stdout.endswith("\nnothing compared: the call was on a GPU\n")
+    has_result = name not in {"constructor", "plan"}
+    assert found["served_by"] == (["CPU backend"] if has_result else [])
+    assert (found["device"], found["contents"], found["seed"]) == ("cpu", "random", 3)
+    assert found["is_right"] is None
 
 
 @pytest.mark.parametrize("name", ["trtllm", "xqa", "run", "planless", "masks", "paged_flare"])
@@ -179,6 +167,30 @@ def test_views_of_one_tensor_share_memory_again(folder: Path) -> None:
     assert given["q_nope"].stride() == query.stride()
     assert bool(latent.any())
     assert bool(rope.any())
+
+
+def test_a_call_on_a_gpu_is_not_compared_without_one(folder: Path, run: Run) -> None:
+    """The text has the seed, and says that the kernels did not run; the exit code is 3."""
+    function, arguments = built("trtllm")
+    function(**arguments)
+    as_if_on_gpu(last_of(folder))
+
+    result = run("replay", str(last_of(folder)), "--seed", "3")
+
+    assert result.exit_code == 3
+    assert "CPU tensors, as there is no GPU here, random contents of seed 3\n" in result.stdout
+    assert "relative error  none: the kernels did not run\n" in result.stdout
+    assert result.stdout.endswith("\nnothing compared: the call was on a GPU\n")
+
+
+def test_a_missing_numpy_causes_no_warning(folder: Path, start: Start) -> None:
+    """The NumPy warning of torch is suppressed: no command uses NumPy."""
+    function, arguments = built("trtllm")
+    function(**arguments)
+
+    _, errors = start("replay", str(last_of(folder)), without=("numpy",)).communicate(timeout=100)
+
+    assert errors == ""
 
 
 def test_a_call_that_raised_raises_again(folder: Path, run: Run) -> None:
@@ -256,11 +268,14 @@ def test_the_result_of_a_gpu_is_compared_with_the_cpu_backend(
 def test_the_bound_is_that_of_the_dtypes(dtype: torch.dtype, bound: float, folder: Path) -> None:
     """An 8-bit call may have larger errors; a workspace of bytes does not make it one."""
     arguments = MlaCase(name="", seq_lens=(9,), heads=2, dtype=dtype).build("cpu").arguments()
-    workspace = torch.zeros(16, dtype=torch.uint8)
-    call = observed(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla)
-    call(**arguments | {"workspace_buffer": workspace})
+    arguments["workspace_buffer"] = torch.zeros(16, dtype=torch.uint8)
+
+    observed(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla)(**arguments)
 
     assert replaying._bound_of(read_dump(last_of(folder))) == bound
+
+
+NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(
@@ -269,9 +284,9 @@ def test_the_bound_is_that_of_the_dtypes(dtype: torch.dtype, bound: float, folde
         ([3.0, 4.0], [3.0, 4.0], 0.0),
         ([3.0, 5.0], [0.0, 5.0], 0.6),
         ([0.0, 2.0], [0.0, 0.0], 2.0),
-        ([float("-inf"), 4.0], [float("-inf"), 4.0], 0.0),
-        ([float("nan"), 4.0], [3.0, 4.0], float("inf")),
-        ([3.0, 4.0], [3.0, float("inf")], float("inf")),
+        ([-INF, 4.0], [-INF, 4.0], 0.0),
+        ([NAN, 4.0], [3.0, 4.0], INF),
+        ([3.0, 4.0], [3.0, INF], INF),
     ],
 )
 def test_the_relative_error(out: list[float], expected: list[float], error: float) -> None:

@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -135,36 +136,41 @@ class Planted:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("kind", ["zip", "pickle", "text", "missing", "a list", "other bytes"])
-def test_a_file_of_no_tensors_is_rejected(kind: str, path: Path, run: Run, tmp_path: Path) -> None:
+def tensors_of(path: Path) -> Path:
+    """Return the file of the tensors of a dump."""
+    return path.with_name(json.loads(path.read_text(encoding="utf-8"))["tensors"])
+
+
+# What replaces the file of the tensors, or a planted object that does.
+REPLACEMENTS: dict[str, Callable[[Path, Planted], object]] = {
+    "zip": lambda path, planted: torch.save({"call:query": planted}, path),
+    "pickle": lambda path, planted: path.write_bytes(pickle.dumps(planted)),
+    "text": lambda path, _: path.write_text("no tensors", encoding="utf-8"),
+    "missing": lambda path, _: path.unlink(),
+    "a list": lambda path, _: torch.save([1], path),
+    "other bytes": lambda path, _: torch.save(
+        {"call:query": torch.zeros(3, dtype=torch.uint8)}, path
+    ),
+}
+
+
+@pytest.mark.parametrize("replace", REPLACEMENTS.values(), ids=REPLACEMENTS)
+def test_a_file_of_no_tensors_is_rejected(
+    replace: Callable[[Path, Planted], object], path: Path, run: Run, tmp_path: Path
+) -> None:
     """No object but tensors is loaded."""
-    data = json.loads(path.read_text(encoding="utf-8"))
-    tensors = tmp_path / data["tensors"]
     planted = tmp_path / "planted"
-    if kind == "zip":
-        torch.save({"call:query": Planted(planted)}, tensors)
-    elif kind == "pickle":
-        tensors.write_bytes(pickle.dumps(Planted(planted)))
-    elif kind == "text":
-        tensors.write_text("no tensors", encoding="utf-8")
-    elif kind == "missing":
-        tensors.unlink()
-    elif kind == "a list":
-        torch.save([1], tensors)
-    else:
-        torch.save({"call:query": torch.zeros(3, dtype=torch.uint8)}, tensors)
+    replace(tensors_of(path), Planted(planted))
 
     result = run("replay", str(path))
 
-    assert result.exit_code == 2
-    assert result.stderr.count("\n") == 1
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert not planted.exists()
 
 
 def test_a_compressed_file_of_tensors_has_a_limit(path: Path, run: Run) -> None:
     """The size is that after decompression."""
-    data = json.loads(path.read_text(encoding="utf-8"))
-    with zipfile.ZipFile(path.parent / data["tensors"], "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(tensors_of(path), "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data/0", "")
         archive.infolist()[0].file_size = 1 << 40
 

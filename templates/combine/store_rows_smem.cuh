@@ -1,8 +1,11 @@
-// Epilogue with swap-AB: normalises accumulators, and stores output rows and LSE.
+// Epilogue stores with swap-AB, where the states of the rows are in shared memory: rows of O and
+// their LSE, and the partial softmax states of a split.
 
 #pragma once
 
-#include "accumulators.cuh"
+#include "combine/partial.cuh"
+#include "combine/reduce_group.cuh"
+#include "common/accumulators.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
 #include "common/types.cuh"
@@ -10,8 +13,8 @@
 #include "ptx/cvt.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
-#include "softmax/row_result.cuh"
 #include "softmax/row_state.cuh"
+#include "softmax/thread_rows.cuh"
 
 // Two adjacent dims of a row; eight lanes write 32 bytes.
 __device__ inline void store_pair(unsigned char* out, float low, float high) {
@@ -76,3 +79,27 @@ __device__ inline void store_frags(const Params& params, const WorkItem& work, S
     if (rows.b < work.rows) store_pair(target + kHeadDimVo * 2, values[n].y, values[n].w);
   }
 }
+
+__device__ inline void compute_fp16_scales(SharedMemoryPlan& smem, const ReduceGroup&,
+                                           const Accumulators&, const ThreadRows& rows,
+                                           float (&scales)[kRowsPerThread]) {
+  const float* own = &smem.row_scale[rows.stage][row_of(0)];
+#pragma unroll
+  for (int group = 0; group < kRowGroups; ++group) {
+    const float2 pair = *reinterpret_cast<const float2*>(own + group * 8);
+    scales[group * 2] = pair.x;
+    scales[group * 2 + 1] = pair.y;
+  }
+}
+
+__device__ inline void store_partial_states(PartialState* target, const ReduceGroup& reduce_group,
+                                            const ThreadRows& rows,
+                                            const float (&)[kRowsPerThread]) {
+  const int row = reduce_group.thread_idx();
+  if (row >= kBlockM) return;
+  const RowState state = rows.state(row);
+  target[row] = {
+      state.row_max, state.row_sum, {inverse_of_pow2(rows.smem.row_scale[rows.stage][row])}};
+}
+static_assert(kNumScales == 1 && kBlockM <= kPvThreads / 2,
+              "a reduce group has a thread for each row");

@@ -1,4 +1,4 @@
-// PTX ISA, "Data Movement and Conversion Instructions: ld". Needs sm_80.
+// PTX ISA, "Data Movement and Conversion Instructions: createpolicy, ld, prefetch". Needs sm_80.
 
 #pragma once
 
@@ -46,4 +46,31 @@ __device__ inline float4 ld_global_cg_v4_f32(const void* address) {
                : "l"(address)
                : "memory");
   return value;
+}
+
+// prefetch.tensormap
+// Prefetches a TMA descriptor by its generic address. Needs sm_90.
+__device__ inline void prefetch_tensormap(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// prefetch.global.L2
+// Prefetches the cache line of an address into L2.
+__device__ inline void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
+// createpolicy.fractional.L2::evict_first.b64
+// L2 evicts such lines before others.
+__device__ inline u64 createpolicy_evict_first() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  return policy;
+}
+
+// createpolicy.fractional.L2::evict_normal.b64
+__device__ inline u64 createpolicy_evict_normal() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
+  return policy;
 }

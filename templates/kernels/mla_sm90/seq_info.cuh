@@ -1,5 +1,0 @@
-// Sequences of a call.
-
-#pragma once
-
-#include "scheduler/seq_info_mla.cuh"

@@ -1,0 +1,190 @@
+"""Steps, document and table of a benchmark."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import mlagen
+from cache_tools.benchmark.outcomes import FIELDS, Outcome
+from cache_tools.benchmark.run import Step, run_cases
+from cache_tools.benchmark.selection import case_of
+from cache_tools.benchmark.table import print_results, problems_of
+from tests.fake_machine import FAILED, RIGHT, WRONG, FakeMachine, results
+
+CASES = [case_of("mla"), case_of("gqa")]
+MLA, GQA = (case.label for case in CASES)
+HALF, LATE = Outcome(us=500.0, error=1e-3), Outcome(us=2000.0, error=1e-3)
+
+
+def test_every_part_begins_and_ends() -> None:
+    """Ceilings come first; each part has a step at its start, and one with a line at its end."""
+    steps: list[Step] = []
+
+    run_cases(CASES[:1], FakeMachine(), steps.append)
+
+    line = "read 4000 GB/s, GEMM bf16 800 TFLOP/s"
+    assert steps == [
+        Step(name="ceilings", done=0, total=2),
+        Step(name="ceilings", done=1, total=2, line=line),
+        Step(name=MLA, done=1, total=2),
+        Step(name=MLA, done=2, total=2, line=f"   1000.0 us  {MLA}"),
+    ]
+
+
+def test_every_case_runs_in_every_mode_and_a_line_marks_a_failure() -> None:
+    """Modes come one after another; neither a wrong nor a missing result looks like a time."""
+    outcomes, lines = iter([RIGHT, WRONG, FAILED, RIGHT]), list[str | None]()
+    machine = FakeMachine(lambda _: next(outcomes))
+    names = [f"{label}, {mode}" for mode in ("model", "fresh") for label in (MLA, GQA)]
+
+    found = run_cases(CASES, machine, lambda step: lines.append(step.line), ["model", "fresh"])
+
+    times = ["   1000.0 us", "      1.0 us, WRONG", "      failed", "   1000.0 us"]
+    assert machine.calls[1:] == names
+    assert [f"{row['case']}, {row['mode']}" for row in found["cases"]] == names
+    assert [line for line in lines if line][1:] == [
+        f"{time}  {name}" for time, name in zip(times, names, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
+def test_the_fp8_rate_is_measured_on_demand(dtype: str) -> None:
+    """An FP8 KV cache alone does not need it."""
+    machine = FakeMachine()
+
+    run_cases([case_of("mla", dtype=dtype, kv_dtype="e4m3")], machine, lambda _: None)
+
+    assert machine.calls[0] == ("ceilings with fp8" if dtype == "e4m3" else "ceilings")
+
+
+def test_the_document_has_the_documented_names() -> None:
+    """The names are exactly those of the reference, in order."""
+    found = results(fa3=RIGHT)
+
+    (case,) = found["cases"]
+    objects = (found, found["ceilings"], case, case["mlagen"])
+    assert [list(each) for each in objects] == [list(names) for names in FIELDS.values()]
+    assert list(case["baselines"]["fa3"]) == list(case["mlagen"])
+
+
+NO_NUMBERS = dict.fromkeys(("us", "tflop_s", "gb_s", "roofline_share", "error"))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "expected"),
+    [
+        (
+            RIGHT,  # 146 GFLOP and 640 MB in a millisecond
+            {
+                "us": 1000.0,
+                "tflop_s": pytest.approx(146.028888),
+                "gb_s": pytest.approx(639.63136),
+                "roofline_share": pytest.approx(0.182536, rel=1e-5),
+                "error": 1.7e-3,
+                "is_right": True,
+                "problem": None,
+            },
+        ),
+        (Outcome(us=1.0, error=6e-3), {"is_right": True}),
+        (Outcome(us=1.0, error=6.1e-3), {"is_right": False}),
+        (FAILED, {**NO_NUMBERS, "is_right": False, "problem": "RuntimeError: no memory"}),
+    ],
+    ids=["rates", "at the bound", "above the bound", "failed"],
+)
+def test_an_outcome_has_rates_or_a_problem(outcome: Outcome, expected: dict[str, Any]) -> None:
+    """Rates are work over time, an error is right up to its bound, and a failure has no numbers."""
+    (case,) = results(outcome)["cases"]
+
+    assert {name: case["mlagen"][name] for name in expected} == expected
+    assert case["roofline_us"] == pytest.approx(182.536, rel=1e-5)
+    assert (case["baselines"], case["ratio"]) == ({}, None)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "baselines", "best", "ratio"),
+    [
+        (RIGHT, {"a": LATE, "b": HALF}, "b", 0.5),
+        (RIGHT, {"a": LATE, "b": WRONG, "c": FAILED}, "a", 2.0),
+        (WRONG, {"a": LATE}, "a", None),
+        (FAILED, {"a": LATE}, "a", None),
+        (RIGHT, {"a": WRONG}, None, None),
+    ],
+)
+def test_only_right_results_are_compared(
+    outcome: Outcome, baselines: dict[str, Outcome], best: str | None, ratio: float | None
+) -> None:
+    """A wrong or missing result has no ratio, and is not the best baseline."""
+    (case,) = results(outcome, **baselines)["cases"]
+
+    assert (case["best_baseline"], case["ratio"]) == (best, ratio)
+
+
+def printed(document: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return header, table and, if there is one, summary."""
+    print_results(document)
+    return capsys.readouterr().out.removesuffix("\n").split("\n\n")
+
+
+def test_what_is_unknown_is_left_out_of_the_header(capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing driver, power cap, clock, compiler and commit leave no gap."""
+    unknown = dict.fromkeys(("driver", "power_limit_w", "max_sm_mhz", "nvrtc", "commit"))
+
+    header, _table = printed(results() | unknown, capsys)
+
+    assert header.splitlines()[:2] == [
+        "GPU       NVIDIA H200",
+        f"mlagen    {mlagen.__version__}, torch 2.11.0",
+    ]
+
+
+def test_each_mode_with_ratios_has_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    """It counts the cases in which mlagen is faster, as fast and slower, and has the mean ratio."""
+    times = iter([1009.0, 500.0, 2000.0, 4000.0])
+    machine = FakeMachine(fa3=lambda _: Outcome(us=next(times), error=1e-3))
+
+    found = run_cases(CASES, machine, lambda _: None, ["fresh", "model"])
+
+    begin = "of 2 cases with a baseline, faster than the best in"
+    mean = "geometric mean of the ratios"
+    assert printed(found, capsys)[2].splitlines() == [
+        f"fresh: {begin} 0, within 1% in 1, slower in 1; {mean} 0.71, least 0.50",
+        f"model: {begin} 2, within 1% in 0, slower in 0; {mean} 2.83, least 2.00",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "fa3", "end", "problems"),
+    [
+        (RIGHT, RIGHT, ["1.00"], []),
+        (
+            WRONG,
+            FAILED,
+            ["5.0e-01", "WRONG"],
+            [
+                f"mlagen: {MLA}: relative error: expected 0.006 or less, got 5.0e-01",
+                f"fa3: {MLA}: RuntimeError: no memory",
+            ],
+        ),
+        (
+            FAILED,
+            FAILED,
+            ["182.5", "failed"],
+            [f"{name}: {MLA}: RuntimeError: no memory" for name in ("mlagen", "fa3")],
+        ),
+    ],
+    ids=["right", "wrong", "failed"],
+)
+def test_wrong_and_missing_results_are_marked_and_named(
+    outcome: Outcome,
+    fa3: Outcome,
+    end: list[str],
+    problems: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A wrong result is marked, a missing one has no numbers, and each has a line of its own."""
+    found = results(outcome, fa3=fa3)
+
+    assert printed(found, capsys)[1].splitlines()[1].split()[-len(end) :] == end
+    assert list(problems_of(found)) == problems
