@@ -51,140 +51,7 @@ __device__ inline int warp_index() { return static_cast<int>(threadIdx.x) / kWar
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// PTX ISA, "Integer, floating-point and half-precision: add, ex2, max, mul". Needs sm_53.
-
-// add.rn.f16x2
-__device__ inline u32 add_f16x2(u32 a, u32 b) {
-  u32 sum;
-  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
-  return sum;
-}
-
-// ex2.approx.ftz.f32
-// 2 to the power of x, relative error below 2^-22; minus infinity gives zero.
-__device__ inline float ex2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// max.f16x2
-// Ignores NaN operands. Needs sm_80.
-__device__ inline u32 max_f16x2(u32 a, u32 b) {
-  u32 larger;
-  asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-  return larger;
-}
-
-// max.u16x2
-// Needs sm_90.
-__device__ inline u32 max_u16x2(u32 a, u32 b) {
-  u32 larger;
-  asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-  return larger;
-}
-
-// mul.rn.f16x2
-__device__ inline u32 mul_f16x2(u32 a, u32 b) {
-  u32 product;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-  return product;
-}
-
-// Softmax state of a row, and its final normalisation factor and LSE, attention sink included.
-
-// Softmax state (m, l) of a row, or of a part of it.
-struct RowState {
-  float row_max;  // base 2; O and row sum are relative to it
-  float row_sum;  // of P
-};
-
-struct RowResult {
-  float factor;  // multiplies the accumulators
-  float lse;  // includes the sink; an empty row has its sink, or minus infinity
-};
-
-// `row_max` is base 2, `row_sum` is relative to it; `sink` is a natural-log logit without a V row,
-// or minus infinity. `lse_factor` converts base 2 to the base of the LSE.
-__device__ inline RowResult finish_row(float row_max, float row_sum, float sink,
-                                       float lse_factor = 1.0f) {
-  // Computed in base e: a finite sink may overflow in base 2.
-  const float sink_lse = sink * (kLog2E * lse_factor);
-  if (row_sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
-  // Fused, so that only the distance can overflow, to an infinity of the right sign.
-  const float distance = fmaf(sink, kLog2E, -row_max);
-  // Relative to the larger of the two, because 2^distance may overflow. Selects keep a NaN.
-  const bool is_sink_larger = distance > 0.0f;
-  const float rescale = is_sink_larger ? ex2_approx(-distance) : 1.0f;
-  const float total = row_sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
-  // Approximate, to about 22 bits, with a fraction of the instructions.
-  const float log2_total = __log2f(total);
-  return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
-                                                     : (row_max + log2_total) * lse_factor};
-}
-
-// Arithmetic of the combine: the parts of a row that splits or warps have, weighted by their
-// softmax states. Partial O and row sum of a part are relative to its row max.
-
-// A row that attends to nothing. Its row max is finite: a difference of minus infinities is NaN.
-constexpr RowState kEmptyRow = {-kFloatMax, 0.0f};
-
-template <int kCount>
-__device__ inline float max_of(const RowState (&states)[kCount]) {
-  float row_max = states[0].row_max;
-#pragma unroll
-  for (int i = 1; i < kCount; ++i) row_max = fmaxf(row_max, states[i].row_max);
-  return row_max;
-}
-
-// Weight of a part in a row whose max is `row_max`.
-__device__ inline float weight_of(const RowState& part, float row_max) {
-  return ex2_approx(part.row_max - row_max);
-}
-
-// Weights of parts; returns their row sum.
-template <int kCount>
-__device__ inline float weigh(const RowState (&states)[kCount], float row_max,
-                              float (&weights)[kCount]) {
-  float row_sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    weights[i] = weight_of(states[i], row_max);
-    row_sum += states[i].row_sum * weights[i];
-  }
-  return row_sum;
-}
-
-// Four adjacent dims of a row of partial O, as a sum of parts.
-struct RowPart {
-  RowState state = kEmptyRow;
-  float4 out = {0.0f, 0.0f, 0.0f, 0.0f};
-
-  // Adds a part, whose row max is at most that of the sum.
-  __device__ void add(const RowState& part, const float4& part_out) {
-    const float weight = weight_of(part, state.row_max);
-    state.row_sum += part.row_sum * weight;
-    out.x += weight * part_out.x;
-    out.y += weight * part_out.y;
-    out.z += weight * part_out.z;
-    out.w += weight * part_out.w;
-  }
-};
-
-// Combines the first `count` of kCount parts, at least one; `out_of(i)` is partial O of part i. The
-// row max is that of all states.
-template <int kCount, typename OutOf>
-__device__ inline RowPart combine_parts(const RowState (&states)[kCount], int count, OutOf out_of) {
-  RowPart total;
-  total.state.row_max = max_of(states);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    if (i == 0 || i < count) total.add(states[i], out_of(i));
-  }
-  return total;
-}
-
-// Kernel parameters of one launch.
+// Kernel parameters of one launch, and programmatic dependent launch (PDL).
 
 struct Params {
   const float* partial_out;
@@ -205,6 +72,10 @@ struct Params {
 __device__ inline float value_of(const float* tensor, float value) {
   return tensor == nullptr ? value : *tensor;
 }
+
+// PDL: a kernel starts while the preceding one drains.
+__device__ inline void pdl_wait() {}
+__device__ inline void pdl_launch_dependents() {}
 
 // PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
 
@@ -281,6 +152,137 @@ constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpLanes;
 constexpr int kSliceDims = kWarpLanes * 4;  // output dims of a CTA: a float4 for each lane
 static_assert(kHeadDimVo % 4 == 0 && kSlices * kSliceDims >= kHeadDimVo, "slices cover the row");
+
+// PTX ISA, "Integer, floating-point and half-precision: add, ex2, max, mul". Needs sm_53.
+
+// add.rn.f16x2
+__device__ inline u32 add_f16x2(u32 a, u32 b) {
+  u32 sum;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+  return sum;
+}
+
+// ex2.approx.ftz.f32
+// 2 to the power of x, relative error below 2^-22; minus infinity gives zero.
+__device__ inline float ex2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// max.f16x2
+// Ignores NaN operands. Needs sm_80.
+__device__ inline u32 max_f16x2(u32 a, u32 b) {
+  u32 larger;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
+// max.u16x2
+// Needs sm_90.
+__device__ inline u32 max_u16x2(u32 a, u32 b) {
+  u32 larger;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
+// mul.rn.f16x2
+__device__ inline u32 mul_f16x2(u32 a, u32 b) {
+  u32 product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
+// Softmax state (m, l) of a row: combination of the parts that splits or warps have of it, final
+// normalisation factor and LSE, attention sink included.
+
+// Softmax state (m, l) of a row, or of a part of it.
+struct RowState {
+  float row_max;  // base 2; O and row sum are relative to it
+  float row_sum;  // of P
+};
+
+struct RowResult {
+  float factor;  // multiplies the accumulators
+  float lse;  // includes the sink; an empty row has its sink, or minus infinity
+};
+
+// `row_max` is base 2, `row_sum` is relative to it; `sink` is a natural-log logit without a V row,
+// or minus infinity. `lse_factor` converts base 2 to the base of the LSE.
+__device__ inline RowResult finish_row(float row_max, float row_sum, float sink,
+                                       float lse_factor = 1.0f) {
+  // Computed in base e: a finite sink may overflow in base 2.
+  const float sink_lse = sink * (kLog2E * lse_factor);
+  if (row_sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
+  // Fused, so that only the distance can overflow, to an infinity of the right sign.
+  const float distance = fmaf(sink, kLog2E, -row_max);
+  // Relative to the larger of the two, because 2^distance may overflow. Selects keep a NaN.
+  const bool is_sink_larger = distance > 0.0f;
+  const float rescale = is_sink_larger ? ex2_approx(-distance) : 1.0f;
+  const float total = row_sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
+  // Approximate, to about 22 bits, with a fraction of the instructions.
+  const float log2_total = __log2f(total);
+  return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
+                                                     : (row_max + log2_total) * lse_factor};
+}
+
+// A row that attends to nothing. Its row max is finite: a difference of minus infinities is NaN.
+constexpr RowState kEmptyRow = {-kFloatMax, 0.0f};
+
+template <int kCount>
+__device__ inline float max_of(const RowState (&states)[kCount]) {
+  float row_max = states[0].row_max;
+#pragma unroll
+  for (int i = 1; i < kCount; ++i) row_max = fmaxf(row_max, states[i].row_max);
+  return row_max;
+}
+
+// Weight of a part in a row whose max is `row_max`.
+__device__ inline float weight_of(const RowState& part, float row_max) {
+  return ex2_approx(part.row_max - row_max);
+}
+
+// Weights of parts; returns their row sum.
+template <int kCount>
+__device__ inline float weigh(const RowState (&states)[kCount], float row_max,
+                              float (&weights)[kCount]) {
+  float row_sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    weights[i] = weight_of(states[i], row_max);
+    row_sum += states[i].row_sum * weights[i];
+  }
+  return row_sum;
+}
+
+// Four adjacent dims of a row of partial O, as a sum of parts.
+struct RowPart {
+  RowState state = kEmptyRow;
+  float4 out = {0.0f, 0.0f, 0.0f, 0.0f};
+
+  // Adds a part, whose row max is at most that of the sum.
+  __device__ void add(const RowState& part, const float4& part_out) {
+    const float weight = weight_of(part, state.row_max);
+    state.row_sum += part.row_sum * weight;
+    out.x += weight * part_out.x;
+    out.y += weight * part_out.y;
+    out.z += weight * part_out.z;
+    out.w += weight * part_out.w;
+  }
+};
+
+// Combines the first `count` of kCount parts, at least one; `out_of(i)` is partial O of part i. The
+// row max is that of all states.
+template <int kCount, typename OutOf>
+__device__ inline RowPart combine_parts(const RowState (&states)[kCount], int count, OutOf out_of) {
+  RowPart total;
+  total.state.row_max = max_of(states);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (i == 0 || i < count) total.add(states[i], out_of(i));
+  }
+  return total;
+}
 
 // Combine (split-KV reduction): weighs the partial O of all splits by their LSE.
 
@@ -380,11 +382,6 @@ __device__ inline void combine(const Params& params, SharedMemoryPlan& smem) {
     params.lse[row] = result.lse;
   }
 }
-
-// Programmatic dependent launch (PDL): starts while the preceding kernel drains.
-
-__device__ inline void pdl_wait() {}
-__device__ inline void pdl_launch_dependents() {}
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     combine(const __grid_constant__ Params params) {

@@ -144,11 +144,29 @@ __device__ inline u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
   return pair;
 }
 
-// PTX ISA, "Warp Level Matrix Instructions: mma". Needs sm_80.
-// d[16, 8] += a[16, 16] * b[16, 8]. A lane holds, with g = lane / 4 and c = lane % 4:
+// PTX ISA, "Warp Level Matrix Instructions: ldmatrix, mma, movmatrix, stmatrix". Needs sm_80.
+// Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i of
+// ldmatrix and stmatrix, of which word i is this lane's fragment.
+// mma: d[16, 8] += a[16, 16] * b[16, 8]. A lane holds, with g = lane / 4 and c = lane % 4:
 // d: rows g (0, 1) and g + 8 (2, 3), columns 2c and 2c + 1; a: two elements a word, rows g, g + 8,
 // g, g + 8, columns 2c.. of the first (0, 1) and second (2, 3) half; b: rows 2c.. of each half,
 // column g.
+
+// ldmatrix.sync.aligned.m8n8.x4.shared.b16
+__device__ inline void ldmatrix_x4(u32 (&d)[4], u32 row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(row_address)
+               : "memory");
+}
+
+// ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
+__device__ inline void ldmatrix_x4_trans(u32 (&d)[4], u32 row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(row_address)
+               : "memory");
+}
 
 // mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
 __device__ inline void mma_m16n8k16(Bf16, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -166,6 +184,32 @@ __device__ inline void mma_m16n8k16(Fp16, float (&d)[4], const u32 (&a)[4], u32 
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// movmatrix.sync.aligned.m8n8.trans.b16
+// Transposes the matrix of which `a` is this lane's fragment.
+__device__ inline u32 movmatrix_trans(u32 a) {
+  u32 d;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
+  return d;
+}
+
+// stmatrix.sync.aligned.m8n8.x4.shared.b16
+// Needs sm_90.
+__device__ inline void stmatrix_x4(u32 row_address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(a),
+      "r"(b), "r"(c), "r"(d)
+      : "memory");
+}
+
+// stmatrix.sync.aligned.m8n8.x4.trans.shared.b16
+// Needs sm_90.
+__device__ inline void stmatrix_x4_trans(u32 row_address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
+      "r"(a), "r"(b), "r"(c), "r"(d)
+      : "memory");
 }
 
 // Accumulators of mma.m16n8k16 of one warp: element [m][n][e] lies in row fragment_row(m, e / 2)
@@ -220,7 +264,104 @@ __device__ inline void add_weighted_pair(float (&d)[4], int half, float p, u32 p
   d[half * 2 + 1] += p * cvt_f32(Element{}, static_cast<u16>(pair >> 16));
 }
 
-// Kernel parameters of one launch.
+// PTX ISA, "Parallel Synchronization and Communication Instructions: barrier, mbarrier, fence,
+// griddepcontrol". Needs sm_80.
+// Ids of barriers of a CTA are 0 to 15; `threads` counts those that wait and those that only
+// arrive. An mbarrier is 8 bytes of shared memory, by address. griddepcontrol does nothing in a
+// launch without the programmatic-stream-serialization attribute.
+
+// barrier.cta.sync.aligned
+__device__ inline void barrier_sync(int barrier, int threads) {
+  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// barrier.cta.arrive.aligned
+__device__ inline void barrier_arrive(int barrier, int threads) {
+  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// barrier.cta.red.or.aligned.pred
+// Waits for all threads; returns whether any of them passes a nonzero value.
+__device__ inline u32 barrier_red_or(int barrier, int threads, u32 value) {
+  u32 any;
+  asm volatile(
+      "{.reg .pred p, q; setp.ne.u32 p, %3, 0; barrier.cta.red.or.aligned.pred q, %1, %2, p; "
+      "selp.u32 %0, 1, 0, q;}"
+      : "=r"(any)
+      : "r"(barrier), "r"(threads), "r"(value)
+      : "memory");
+  return any;
+}
+
+// mbarrier.init.shared::cta.b64
+// A phase completes after `count` arrivals and all expected bytes. Needs sm_90.
+__device__ inline void mbarrier_init(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// mbarrier.arrive.shared::cta.b64
+// Needs sm_90.
+__device__ inline void mbarrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// mbarrier.arrive.shared::cta.b64
+// Called by lane 0. Adds `read` times the lane index, zero there, to the address: a false
+// dependency that orders the arrive after the loads. Needs sm_90.
+__device__ inline void mbarrier_arrive_after(u32 barrier, u32 read) {
+  asm volatile(
+      "{.reg .b32 address; mov.b32 address, %%laneid; and.b32 address, address, %1; "
+      "add.u32 address, address, %0; mbarrier.arrive.shared::cta.b64 _, [address];}" ::"r"(barrier),
+      "r"(read)
+      : "memory");
+}
+
+// mbarrier.arrive.expect_tx.shared::cta.b64
+// Arrives, and raises the byte count that the phase expects. Needs sm_90.
+__device__ inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// mbarrier.try_wait.parity.shared::cta.b64
+// Waits until the phase of this parity completes. The spin loop is in PTX: across a C++ loop the
+// compiler moves accumulators of wgmma in flight to other registers. Needs sm_90.
+__device__ inline void mbarrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra "
+      "again;}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// fence.acq_rel.cta
+// Orders this thread's reads and writes before a later arrive, for the CTA. Needs sm_90.
+__device__ inline void fence_acq_rel_cta() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
+
+// fence.proxy.async.shared::cta
+// Orders this thread's writes of shared memory before accesses of the async proxy: wgmma and TMA.
+// Needs sm_90.
+__device__ inline void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// fence.mbarrier_init.release.cluster
+// Makes mbarrier inits of this thread visible to the async proxy. Needs sm_90.
+__device__ inline void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// griddepcontrol.wait
+// Waits until the preceding kernel has completed and its writes are visible. Needs sm_90.
+__device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// griddepcontrol.launch_dependents
+// Lets the next kernel start once every CTA has executed this or exited. Needs sm_90.
+__device__ inline void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Kernel parameters of one launch, and programmatic dependent launch (PDL).
 
 struct Params {
   const u16* query;
@@ -276,21 +417,7 @@ __device__ inline float value_of(const float* tensor, float value) {
   return tensor == nullptr ? value : *tensor;
 }
 
-// PTX ISA, "Parallel Synchronization and Communication Instructions: griddepcontrol". Needs sm_90.
-// Both do nothing in a launch without the programmatic-stream-serialization attribute.
-
-// griddepcontrol.wait
-// Waits until the preceding kernel has completed and its writes are visible.
-__device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// griddepcontrol.launch_dependents
-// Lets the next kernel start once every CTA has executed this or exited.
-__device__ inline void griddepcontrol_launch_dependents() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-// Programmatic dependent launch (PDL): starts while the preceding kernel drains.
-
+// PDL: a kernel starts while the preceding one drains.
 __device__ inline void pdl_wait() { griddepcontrol_wait(); }
 __device__ inline void pdl_launch_dependents() { griddepcontrol_launch_dependents(); }
 
@@ -306,27 +433,63 @@ __device__ inline void store_x4(Target target, unsigned char* out, i64 index, fl
   *reinterpret_cast<uint2*>(out + index * 2) = packed;
 }
 
-// PTX ISA, "Warp Level Matrix Instructions: ldmatrix". Needs sm_75.
-// Lanes 8i to 8i + 7 give the shared-memory addresses of the eight 16-byte rows of matrix i;
-// word i of the result is this lane's fragment of matrix i.
+// PTX ISA, "Data Movement and Conversion Instructions: createpolicy, ld, prefetch". Needs sm_80.
 
-// ldmatrix.sync.aligned.m8n8.x4.shared.b16
-__device__ inline void ldmatrix_x4(u32 (&d)[4], u32 row_address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-               : "r"(row_address)
-               : "memory");
+// ld.acquire.gpu.global.u32
+// Later accesses see what other CTAs wrote before they released the value.
+__device__ inline u32 ld_acquire_gpu(const u32* address) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
 }
 
-// ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
-__device__ inline void ldmatrix_x4_trans(u32 (&d)[4], u32 row_address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-               : "r"(row_address)
-               : "memory");
+// ld.relaxed.gpu.global.s32
+// Relaxed at gpu scope: may race with writers, and is never served from L1.
+__device__ inline int ld_relaxed_gpu(const int* address) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
 }
 
-// PTX ISA, "Data Movement and Conversion Instructions: createpolicy". Needs sm_80.
+// ld.relaxed.gpu.global.u32
+__device__ inline u32 ld_relaxed_gpu(const u32* address) {
+  u32 value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// ld.global.cg.v2.f32
+// Bypasses L1, which may hold stale data of other CTAs.
+__device__ inline float2 ld_global_cg_v2_f32(const void* address) {
+  float2 value;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value.x), "=f"(value.y)
+               : "l"(address)
+               : "memory");
+  return value;
+}
+
+// ld.global.cg.v4.f32
+__device__ inline float4 ld_global_cg_v4_f32(const void* address) {
+  float4 value;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "l"(address)
+               : "memory");
+  return value;
+}
+
+// prefetch.tensormap
+// Prefetches a TMA descriptor by its generic address. Needs sm_90.
+__device__ inline void prefetch_tensormap(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// prefetch.global.L2
+// Prefetches the cache line of an address into L2.
+__device__ inline void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
 
 // createpolicy.fractional.L2::evict_first.b64
 // L2 evicts such lines before others.
@@ -550,12 +713,12 @@ __device__ inline WorkItem find_work_item(const Params& params) {
 
   const int first = work.query_of(params, 0);
   const int last = work.query_of(params, max(work.rows, 1) - 1);
-  const int first_new_token = work.kv_len - work.q_len;
+  const int context_len = work.kv_len - work.q_len;
   const bool has_mask = params.draft_mask != nullptr;
   work.kv_begin = work.window_kv_begin(params, first);
   work.unmasked_kv_begin = work.window_kv_begin(params, last);
-  work.kv_end = max(has_mask ? work.kv_len : first_new_token + last + 1, 0);
-  work.unmasked_kv_end = max(has_mask ? first_new_token : first_new_token + first + 1, 0);
+  work.kv_end = max(has_mask ? work.kv_len : context_len + last + 1, 0);
+  work.unmasked_kv_end = max(has_mask ? context_len : context_len + first + 1, 0);
 
   const int begin = work.kv_begin / kBlockN;
   const int num_kv_blocks = max(ceil_div(work.kv_end, kBlockN) - begin, 0);
@@ -736,7 +899,8 @@ __device__ inline u32 mul_f16x2(u32 a, u32 b) {
   return product;
 }
 
-// Softmax state of a row, and its final normalisation factor and LSE, attention sink included.
+// Softmax state (m, l) of a row: combination of the parts that splits or warps have of it, final
+// normalisation factor and LSE, attention sink included.
 
 // Softmax state (m, l) of a row, or of a part of it.
 struct RowState {
@@ -766,6 +930,64 @@ __device__ inline RowResult finish_row(float row_max, float row_sum, float sink,
   const float log2_total = __log2f(total);
   return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
                                                      : (row_max + log2_total) * lse_factor};
+}
+
+// A row that attends to nothing. Its row max is finite: a difference of minus infinities is NaN.
+constexpr RowState kEmptyRow = {-kFloatMax, 0.0f};
+
+template <int kCount>
+__device__ inline float max_of(const RowState (&states)[kCount]) {
+  float row_max = states[0].row_max;
+#pragma unroll
+  for (int i = 1; i < kCount; ++i) row_max = fmaxf(row_max, states[i].row_max);
+  return row_max;
+}
+
+// Weight of a part in a row whose max is `row_max`.
+__device__ inline float weight_of(const RowState& part, float row_max) {
+  return ex2_approx(part.row_max - row_max);
+}
+
+// Weights of parts; returns their row sum.
+template <int kCount>
+__device__ inline float weigh(const RowState (&states)[kCount], float row_max,
+                              float (&weights)[kCount]) {
+  float row_sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    weights[i] = weight_of(states[i], row_max);
+    row_sum += states[i].row_sum * weights[i];
+  }
+  return row_sum;
+}
+
+// Four adjacent dims of a row of partial O, as a sum of parts.
+struct RowPart {
+  RowState state = kEmptyRow;
+  float4 out = {0.0f, 0.0f, 0.0f, 0.0f};
+
+  // Adds a part, whose row max is at most that of the sum.
+  __device__ void add(const RowState& part, const float4& part_out) {
+    const float weight = weight_of(part, state.row_max);
+    state.row_sum += part.row_sum * weight;
+    out.x += weight * part_out.x;
+    out.y += weight * part_out.y;
+    out.z += weight * part_out.z;
+    out.w += weight * part_out.w;
+  }
+};
+
+// Combines the first `count` of kCount parts, at least one; `out_of(i)` is partial O of part i. The
+// row max is that of all states.
+template <int kCount, typename OutOf>
+__device__ inline RowPart combine_parts(const RowState (&states)[kCount], int count, OutOf out_of) {
+  RowPart total;
+  total.state.row_max = max_of(states);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (i == 0 || i < count) total.add(states[i], out_of(i));
+  }
+  return total;
 }
 
 // Epilogue: combines the partial O of the warps of a CTA, and stores finished rows, or the partial
@@ -874,7 +1096,9 @@ __device__ inline void store_output(const Params& params, const WorkItem& work,
   }
 }
 
-// PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy, cp.async". Needs sm_80.
+// PTX ISA, "Data Movement and Conversion Instructions: cp.async, cp.async.bulk". Needs sm_80.
+// Of the bulk copies, `map` is the generic address of a tensor map; x, y, z, w, v count elements,
+// the innermost first. `policy` is one of createpolicy for L2.
 
 // cp.async.cg.shared.global.L2::128B
 // Copies 16 bytes, bypassing L1; bytes from `source_bytes` on are zero-filled.
@@ -926,6 +1150,37 @@ __device__ inline void cp_async_wait_group() {
 // Arrives at a barrier when all copies issued by this thread have completed.
 __device__ inline void cp_async_mbarrier_arrive_noinc(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint
+// Copies a box to shared memory, zero-fills what lies outside the tensor, and completes its bytes
+// at the barrier. Needs sm_90.
+__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64 policy,
+                                            int x, int y, int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(target),
+      "l"(map), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
+// cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint
+// Needs sm_90.
+__device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64 policy,
+                                            int x, int y, int z, int w, int v) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(target),
+      "l"(map), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
+      : "memory");
+}
+
+// cp.async.bulk.prefetch.tensor.4d.L2.global
+// Prefetches a box into L2. Needs sm_90.
+__device__ inline void cp_async_bulk_prefetch_tensor(const void* map, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
+               "r"(x), "r"(y), "r"(z), "r"(w)
+               : "memory");
 }
 
 // Loads of Q, and of KV blocks by cp.async: each warp streams its own blocks of the paged cache
@@ -1182,6 +1437,9 @@ __device__ inline u32 nan_bytes(u32 word) {
   const u32 is_nan = ((word & 0x7f7f7f7f) + 0x01010101) & 0x80808080;
   return (is_nan >> 7) * 0xff;
 }
+
+// Transposes 2x2 bytes: from dims within tokens to tokens within dims.
+__device__ inline u32 transpose_bytes_2x2(u32 word) { return __byte_perm(word, 0, 0x3120); }
 
 // Converts pair `pair` of 16 elements to fp16.
 __device__ inline u32 dequant_pair(const Chunk& stored, int pair) {
