@@ -15,6 +15,7 @@ import torch
 from mlagen import jit
 from mlagen.families.mla import plan_sm90 as plan_mla_sm90
 from mlagen.settings import current_settings
+from tests.built_once import share_in
 from tests.kernels import clear_caches, copy_templates
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,6 +73,14 @@ def session_cache_dir(
         environment = os.environ | {"MLAGEN_CACHE_DIR": str(folder)}
         subprocess.run(command, check=True, capture_output=True, cwd=ROOT, env=environment)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_builds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Share what is built once among the workers of a run."""
+    folder = tmp_path_factory.getbasetemp()
+    is_worker = hasattr(request.config, "workerinput")
+    share_in((folder.parent if is_worker else folder) / "built_once")
 
 
 # Settings of the user that tests must not inherit.

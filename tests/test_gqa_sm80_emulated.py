@@ -68,9 +68,9 @@ Decode = Callable[[GqaProblem, Emulated, int], torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+def emulator() -> Emulator:
     """Return what runs kernels, and keeps them for all tests of the module."""
-    return Emulator(tmp_path_factory.mktemp("emulated"))
+    return Emulator()
 
 
 @pytest.fixture

@@ -48,10 +48,10 @@ Decode = Callable[[Emulated, MlaProblem], tuple[torch.Tensor, torch.Tensor]]
 
 
 @pytest.fixture
-def decoded(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Decode:
+def decoded(monkeypatch: pytest.MonkeyPatch) -> Decode:
     """Return what computes a problem by emulated launches."""
     record_launches(monkeypatch, paths=SM80_PATH, arch=SM_80)
-    emulator = Emulator(tmp_path)
+    emulator = Emulator()
 
     def run(given: Emulated, problem: MlaProblem) -> tuple[torch.Tensor, torch.Tensor]:
         facts = DeviceFacts(

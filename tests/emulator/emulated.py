@@ -19,14 +19,15 @@ from mlagen.artifacts import Source
 from mlagen.codegen.render import render
 from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.spec.kernel import KernelSpec
+from tests.built_once import built_once, digest
 
 COMPILER = shutil.which("g++")
 
 _FOLDER = Path(__file__).parent
 # This flag comes last: glibc's check of longjmp does not support several stacks.
 _OPTIONS = (
-    *("-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing"),
-    *("-w", "-fPIC", "-shared", "-U_FORTIFY_SOURCE"),
+    *("-std=c++20", "-O1", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing"),
+    *("-w", "-fPIC", "-U_FORTIFY_SOURCE"),
 )
 _MAP_BYTES = 128
 
@@ -35,10 +36,9 @@ _STATIC_SHARED = re.compile(r"__shared__ (\w+) (\w+);")
 
 
 class Emulator:
-    """Compiles each kernel once, into ``folder``."""
+    """Compiles each kernel once."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self) -> None:
         self._libraries: dict[KernelSpec, ctypes.CDLL] = {}
 
     def launch(self, spec: KernelSpec, params: bytes, blocks: int, seed: int) -> None:
@@ -55,21 +55,32 @@ class Emulator:
 
     def _library(self, spec: KernelSpec) -> ctypes.CDLL:
         if spec not in self._libraries:
-            file = self._folder / f"kernel{len(self._libraries)}.cpp"
-            library = compile_host(source_of(spec), file)
+            library = compile_host(source_of(spec))
             library.launch_emulated.restype = ctypes.c_char_p
             self._libraries[spec] = library
         return self._libraries[spec]
 
 
-def compile_host(source: str, file: Path) -> ctypes.CDLL:
-    """Compile C++ into a library beside ``file``, and load it."""
+def compile_host(source: str) -> ctypes.CDLL:
+    """Compile C++ that begins with fibers.h into a library, and load it."""
+
+    def build(library: Path) -> None:
+        file = library.with_suffix(".cpp")
+        file.write_text(source)
+        _compile("-shared", "-I", str(_FOLDER), str(file), "-o", str(library))
+
+    # Beside the file: the compiler reads it in place of fibers.h, for a third less time.
+    built_once("fibers.h.gch", _precompile)
+    return ctypes.CDLL(str(built_once(f"{digest(source)}.so", build)))
+
+
+def _precompile(header: Path) -> None:
+    _compile("-x", "c++-header", str(_FOLDER / "fibers.h"), "-o", str(header))
+
+
+def _compile(*arguments: str) -> None:
     assert COMPILER is not None
-    file.write_text(source)
-    library = file.with_suffix(".so")
-    command = [COMPILER, *_OPTIONS, "-I", str(_FOLDER), str(file), "-o", str(library)]
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(str(library))
+    subprocess.run([COMPILER, *_OPTIONS, *arguments], check=True)
 
 
 def is_of_types(origin: str) -> bool:

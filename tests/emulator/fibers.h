@@ -76,6 +76,8 @@ struct Fiber {
   bool is_started;
   bool is_done;
   bool has_waited;  // for the kernel before
+  bool (*is_ready)(const void*);  // whether what it waits for is so; none if it waits for a turn
+  const void* condition;
   int async_groups;  // that it has committed
   std::vector<AsyncCopy> async_copies;  // under way
 };
@@ -105,8 +107,14 @@ static void end_thread() {
 }
 
 template <typename Condition>
-static void wait_until(Condition is_true) {
-  while (!is_true()) give_way();
+static void wait_until(const Condition& is_true) {
+  Fiber& fiber = fibers[current];
+  fiber.condition = &is_true;
+  fiber.is_ready = [](const void* condition) {
+    return (*static_cast<const Condition*>(condition))();
+  };
+  if (!is_true()) give_way();
+  fiber.is_ready = nullptr;
   has_progress = true;
 }
 

@@ -11,7 +11,8 @@ static void run_warp(int warp) {
   for (int lane = 0; lane < kLanes; ++lane) {
     current = warp * kLanes + lane;
     Fiber& fiber = fibers[current];
-    if (fiber.is_done || _setjmp(scheduler) != 0) continue;
+    if (fiber.is_done || (fiber.is_ready && !fiber.is_ready(fiber.condition))) continue;
+    if (_setjmp(scheduler) != 0) continue;
     if (fiber.is_started) _longjmp(fiber.place, 1);
     fiber.is_started = true;
     getcontext(&fiber.context);
@@ -39,6 +40,7 @@ static void swap_memory(void* a, void* b, size_t size) {
 struct Block {
   unsigned index;
   bool is_done = false;
+  bool is_placed = false;
   unsigned late;  // it begins when it has been passed over so often
   unsigned rounds;  // that a copy takes
   std::vector<Fiber> threads;
@@ -94,9 +96,10 @@ struct Block {
     std::swap(rounds, copy_rounds);
   }
 
-  // Runs it for a while; says whether anything happened, or will.
-  bool run() {
-    change_places();
+  // Runs it for a while; says whether anything happened, or will. Alone, it keeps its place.
+  bool run(bool is_alone) {
+    if (!is_placed) change_places();
+    is_placed = is_alone;
     has_progress = false;
     for (unsigned round = chance() % 16; round-- > 0;) {
       std::shuffle(warps.begin(), warps.end(), chance);
@@ -109,7 +112,7 @@ struct Block {
                           [](const Fiber& fiber) { return fiber.is_done; });
     if (is_done) check_end();
     const bool goes_on = has_progress || !copies.empty();
-    change_places();
+    if (!is_alone) change_places();
     return goes_on;
   }
 
@@ -140,7 +143,7 @@ static void run_blocks(int count, int threads) {
       --block.late;
       continue;
     }
-    if (block.run()) idle_rounds = 0;
+    if (block.run(blocks.size() == 1)) idle_rounds = 0;
     if (idle_rounds > kPatience * count) complain("deadlock in block", block.index);
     if (block.is_done) {
       std::swap(block, blocks.back());

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
-from pathlib import Path
 from typing import NamedTuple
 
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
@@ -64,9 +63,9 @@ class Schedule(NamedTuple):
 
 
 class TileScheduler:
-    """The tile scheduler of a kernel, compiled into ``folder``."""
+    """The tile scheduler of a kernel."""
 
-    def __init__(self, spec: MlaSm90Spec | GqaSm90Spec, folder: Path) -> None:
+    def __init__(self, spec: MlaSm90Spec | GqaSm90Spec) -> None:
         self.spec = spec
         is_mla = isinstance(spec, MlaSm90Spec)
         header = "scheduler/sched_meta_cache.cuh" if is_mla else "scheduler_warp.cuh"
@@ -76,7 +75,7 @@ class TileScheduler:
             assert count == 1
         family = "mla" if is_mla else "gqa"
         source = f'{text}\n#include "schedule_{family}.h"\n'
-        self._schedule = compile_host(source, folder / f"schedule_{spec}.cpp").schedule
+        self._schedule = compile_host(source).schedule
         self._schedule.restype = ctypes.c_char_p
         self._ranges = ctypes.create_string_buffer(_MAX_CTAS * 4 * len(Range._fields))
         self._works = ctypes.create_string_buffer(_MAX_WORK_ITEMS * 4 * len(WorkItem._fields))

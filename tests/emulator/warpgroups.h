@@ -195,7 +195,7 @@ static float add_products(T, const float* products, float before) {
 }
 static float add_products(E4m3, const float* products, float before) {
   float largest = fabsf(before);
-  for (int k = 0; k < kDepth<E4m3>; ++k) largest = fmaxf(largest, fabsf(products[k]));
+  for (int k = 0; k < kDepth<E4m3>; ++k) largest = max(largest, fabsf(products[k]));
   if (largest == 0.0f || !isfinite(largest)) largest = 1.0f;
   const float unit = ldexpf(1.0f, ilogbf(largest) - 13);
   const auto cut = [&](float addend) { return truncf(addend / unit) * unit; };

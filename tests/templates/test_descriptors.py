@@ -16,6 +16,7 @@ from mlagen.codegen.render import render
 from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.spec.kernel import KernelSpec
+from tests.built_once import cubin_of
 from tests.kernels import mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv
 from tests.sass import moves_between_mmas, nvdisasm_is_missing
 
@@ -33,7 +34,7 @@ KERNELS: list[KernelSpec] = [
 @pytest.mark.parametrize("spec", KERNELS, ids=str)
 def test_no_descriptor_is_moved_between_products(spec: KernelSpec, tmp_path: Path) -> None:
     """All that a group of products needs is there when it begins."""
-    compiled = compile_source(render(spec), spec.arch, find_nvrtc())
+    compiled = cubin_of(spec)
 
     assert moves_between_mmas(compiled.code, tmp_path) == 0
 

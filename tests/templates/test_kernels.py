@@ -1,8 +1,17 @@
 """Supported kernels, for every architecture that the installed NVRTC knows.
 
 fp16 kernels are their bf16 twins with another instruction, and page sizes differ in a constant: one
-of each is compiled, and of the sm90 kernels two. ``MLAGEN_TEST_KERNELS=all`` compiles every
-kernel of every architecture, in about an hour of one core.
+of each is compiled, and of the sm90 kernels two.
+
+- sm_80 and sm_120f: every sm80 kernel. The ISA of sm_80 does not convert e4m3, so its kernels need
+  the most registers; sm_120f has the least shared memory.
+- sm_90a: every sm90 kernel.
+- sm_86, sm_89, sm_90a and sm_100f: the sm80 kernels that most calls take, over each cache dtype.
+- The others, which have the limits and the instructions of one of these: the same, over bf16 and
+  e4m3 caches.
+
+``MLAGEN_TEST_KERNELS=all`` compiles every kernel of every architecture, in about an hour of one
+core.
 """
 
 from __future__ import annotations
@@ -12,15 +21,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mlagen.codegen.render import render
-from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.ptxas import parse_warnings
-from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.families import specs_of
 from mlagen.spec.gqa.sm80 import GqaTile
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.sm80 import MlaTile
+from tests.built_once import cubin_of
 from tests.kernels import require_known
 
 # The register file of an SM, in 32-bit registers; CUDA C++ Programming Guide, table "Technical
@@ -33,7 +40,7 @@ RESERVED_BYTES = 1024
 
 def problems_of(spec: KernelSpec) -> list[str]:
     """Compile a kernel and return what is wrong with it."""
-    cubin = compile_source(render(spec), spec.arch, find_nvrtc())
+    cubin = cubin_of(spec)
     problems = [f"ptxas warns: {number}" for number in parse_warnings(cubin.log)]
     if [found.symbol for found in cubin.resources] != [spec.symbol]:
         return [*problems, f"expected one kernel, got {cubin.resources}"]
@@ -52,9 +59,6 @@ def problems_of(spec: KernelSpec) -> list[str]:
     return problems + [problem for problem, is_so in facts.items() if is_so]
 
 
-# The sm80 kernels in full without e4m3 instructions, and with them and little shared memory;
-# for other architectures what most calls take. Kernels for Hopper in full.
-THOROUGH = ("sm_80", "sm_120f")
 HOPPER = ("mla_sm90", "mla_sm90_fp8", "mla_sm90_fp8kv", "gqa_sm90")
 SAMPLE = {"page_size": ("64",), "query_dtype": ("bf16", "e4m3", "fp8_per_token")}
 USUAL = {
@@ -66,6 +70,12 @@ USUAL = {
     "kv_lora_rank": ("512",),
     "head_dim": ("128",),
     "out_dtype": ("bf16",),
+    "head_dim_vo": ("128", "512"),
+}
+FEW = {**USUAL, "kv_dtype": ("bf16", "e4m3")}
+FILTERS = {
+    **dict.fromkeys(("sm_80", "sm_120f"), SAMPLE),
+    **dict.fromkeys(("sm_87", "sm_103f", "sm_110f", "sm_121f"), FEW),
 }
 
 
@@ -73,7 +83,7 @@ def sample_of(arch: Arch) -> list[KernelSpec]:
     """Return the kernels to compile."""
     if os.environ.get("MLAGEN_TEST_KERNELS") == "all":
         return specs_of(arch)
-    sample = specs_of(arch, **(SAMPLE if str(arch) in THOROUGH else USUAL))
+    sample = specs_of(arch, **FILTERS.get(str(arch), USUAL))
     if arch.has_wgmma:  # the narrow kernels copy pages of 16 tokens in another way
         portable = [spec for spec in sample if spec.family not in HOPPER]
         sample = portable + specs_of(arch, HOPPER, **SAMPLE)

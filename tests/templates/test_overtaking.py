@@ -16,6 +16,7 @@ from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
+from tests.built_once import cubin_of
 from tests.kernels import gqa_sm90, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv
 from tests.sass import nvdisasm_is_missing, overtaken
 
@@ -44,7 +45,7 @@ KERNELS += [
 @pytest.mark.parametrize("spec", KERNELS, ids=str)
 def test_no_arrival_overtakes_ldmatrix(spec: KernelSpec, tmp_path: Path) -> None:
     """On every path, each read that an arrive releases completes before it."""
-    compiled = compile_source(render(spec), spec.arch, find_nvrtc())
+    compiled = cubin_of(spec)
 
     assert overtaken(compiled.code, tmp_path) == []
 

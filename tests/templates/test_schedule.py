@@ -60,10 +60,9 @@ _settings = settings(
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+def compiled() -> Compiled:
     """Return what compiles the tile scheduler of a spec, once."""
-    folder = tmp_path_factory.mktemp("schedules")
-    return cache(lambda name: TileScheduler(SPECS[name], folder))
+    return cache(lambda name: TileScheduler(SPECS[name]))
 
 
 @pytest.fixture(params=SPECS)
