@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,8 +31,30 @@ from mlagen.settings import Settings, current_settings
 
 Getter = Callable[[tuple[torch.Tensor | None, ...]], Tensors]
 
+ResultT = TypeVar("ResultT")
+
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _pointer_of = torch.Tensor.data_ptr
+
+
+class _Missed(threading.local):
+    """The key of the entry point that this thread runs, until its call is dispatched."""
+
+    key: CallKey | None = None
+
+
+_missed = _Missed()
+
+
+def call_missed(
+    key: CallKey | None, function: Callable[..., ResultT], *args: Any, **kwargs: Any
+) -> ResultT:
+    """Call a function that ends in a dispatch, whose launches are cached under ``key``."""
+    outer, _missed.key = _missed.key, key
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _missed.key = outer
 
 
 class OutputSpec(NamedTuple):
@@ -92,21 +115,24 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
     compute: Callable[[ArgsT, ProblemT], Tensors]  # on the CPU: all outputs, in any shape
     cache: CallCache[Launcher] = field(default_factory=CallCache)
 
-    def replay(self, key: CallKey | None) -> Tensors | None:
-        """Launch a call as before, and return its requested outputs; None if it is another.
+    def replay(
+        self,
+        values: tuple[Any, ...],
+        length: int,
+        tensors: Tensors,
+        given: tuple[torch.Tensor | None, ...],
+    ) -> Tensors | None:
+        """Launch the call of a key as before, and return its outputs; None if it is another.
 
         The lookup by addresses comes first: a nested tensor, which a guard does not survive, seldom
         passes it.
         """
-        if key is None:
-            return None
         cache = self.cache
         if cache.settings is not current_settings():
             cache.clear(current_settings())
-        values, length, tensors, given = key
         try:
             sms = partition_of(tensors[0]) if partition.partitioned_gpus else WHOLE_GPU
-            launch_key = (values, rounded_up(length), sms, *map(_pointer_of, tensors))
+            launch_key = (*values, rounded_up(length), sms, *map(_pointer_of, tensors))
             replay = cache.replays.get(launch_key)
             if replay is None or not replay.guard(*tensors):
                 return None
@@ -125,24 +151,19 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
             return None
         return outputs
 
-    def dispatch(
-        self,
-        args: ArgsT,
-        enable_pdl: bool,
-        key: CallKey | None,
-        out: torch.Tensor | None = None,
-    ) -> Tensors:
-        """Compute a call that has no replay, and return its requested outputs.
+    def dispatch(self, args: ArgsT, enable_pdl: bool, out: torch.Tensor | None = None) -> Tensors:
+        """Compute a call, and return its requested outputs.
 
         The result is copied to ``out`` if it is given and ``args`` have another output, as kernels
-        cannot write it.
+        cannot write it. The launches are cached under the key of :func:`call_missed`.
         """
+        key, _missed.key = _missed.key, None
         try:
             outputs = self.run(args, enable_pdl, key)
         except TooManyCtasError as error:
             record_rejection(error)
             # Planned for the available SMs, or for the sm80 kernel.
-            return self.dispatch(args, enable_pdl, key, out)
+            return call_missed(key, self.dispatch, args, enable_pdl, out)
         if out is None or outputs[0] is out:
             return outputs
         if outputs[0].data_ptr() != out.data_ptr():
@@ -224,7 +245,7 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
         if outputs_of is not None and 0.0 not in [v for v in key[0] if v.__class__ is float]:
             values, length, tensors, _ = key
             sms = partition_of(tensors[0])
-            launch_key = (values, rounded_up(length), sms, *pointers_of(tensors))
+            launch_key = (*values, rounded_up(length), sms, *pointers_of(tensors))
             new = None if all(spec.given is not None for spec in specs) else outputs
             replay = Replay(entry.guard, outputs_of, launches, enable_pdl)
             self.cache.store_replay(launch_key, replay, new)

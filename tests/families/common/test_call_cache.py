@@ -9,7 +9,7 @@ import torch
 
 from mlagen.families.common import call_cache
 from mlagen.families.common.call_cache import CallCache, Replay, pointers_of
-from mlagen.families.common.call_key import compile_key, factors_of
+from mlagen.families.common.call_key import KeyKinds, compile_key, factors_of
 
 TENSORS = (torch.ones(2), torch.zeros(3))
 
@@ -57,14 +57,16 @@ def decode(
 
 key_of = compile_key(
     decode,
-    tensors="query",
-    groups="caches",
-    optional="out",
-    outputs="out",
-    scales="scale",
-    length="length",
-    ints="rank",
-    words="word",
+    KeyKinds(
+        tensors="query",
+        groups="caches",
+        optional="out",
+        outputs="out",
+        scales="scale",
+        length="length",
+        ints="rank",
+        words="word",
+    ),
 )
 QUERY, KEY, VALUE, OUT = (torch.zeros(1) for _ in range(4))
 CALL = (QUERY, (KEY, VALUE), OUT, 0.5, 70, 512, "auto")
