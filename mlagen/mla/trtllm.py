@@ -22,15 +22,17 @@ from mlagen.torch_ops.traced import traceable
     KeyKinds(
         tensors="query kv_cache workspace_buffer block_tables",
         groups="sinks",
-        optional="seq_lens out lse cum_seq_lens_q sparse_mla_top_k_lens multi_ctas_kv_counter_buffer",
+        optional=(
+            "seq_lens out lse cum_seq_lens_q sparse_mla_top_k_lens multi_ctas_kv_counter_buffer"
+        ),
         outputs="out lse",
         scales="bmm1_scale bmm2_scale",
         length="max_seq_len",
         ints="qk_nope_head_dim kv_lora_rank qk_rope_head_dim sparse_mla_top_k",
         words=(
             "skip_softmax_threshold_scale_factor enable_pdl backend is_var_seq "
-            "uses_shared_paged_kv_idx return_lse cute_dsl_impl kv_scale_format max_q_len enable_dcp "
-            "cp_world cp_rank causal_seqlens_kv_global use_fp16_softmax return_lse_base"
+            "uses_shared_paged_kv_idx return_lse cute_dsl_impl kv_scale_format max_q_len "
+            "enable_dcp cp_world cp_rank causal_seqlens_kv_global use_fp16_softmax return_lse_base"
         ),
     ),
     returns="outputs if len(outputs) > 1 else outputs[0]",

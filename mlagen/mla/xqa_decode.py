@@ -34,7 +34,7 @@ def xqa_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     workspace_buffer: torch.Tensor,
-    qk_nope_head_dim: int,
+    qk_nope_head_dim: int,  # noqa: ARG001 - any dimension before absorption
     kv_lora_rank: int,
     qk_rope_head_dim: int,
     block_tables: torch.Tensor,

@@ -64,33 +64,37 @@ def replayable(
     """
 
     def decorate(function: FunctionT) -> FunctionT:
-        code, name = KeyCode(function, kinds), function.__name__
-        parameters = inspect.signature(function).parameters.values()
-        named = [
-            parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
-        ]
-        others = [parameter.name for parameter in parameters if parameter.name not in named]
-        source = _SOURCE.format(
-            name=name,
-            names=", ".join(code.names),
-            parameters=", ".join((*others, "*" if named else "", *named)).replace(", , ", ", "),
-            traced=indented(_TRACED, 2).format(name=name, values=", ".join(others + named))
-            if has_op
-            else "",
-            statements=indented(code.statements, 2),
-            has_key=code.has_key,
-            key=code.key,
-            returns=returns,
-            arguments=", ".join((*others, *(f"{name}={name}" for name in named))),
-        )
-        file = f"<prologue of {function.__module__}.{name}>"
+        source, code = _source_of(function, kinds, returns, has_op=has_op), KeyCode(function, kinds)
+        # A traceback shows the lines of a file that linecache knows.
+        file = f"<prologue of {function.__module__}.{function.__name__}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
         namespace: dict[str, Any] = {}
-        exec(compile(source, file, "exec"), function.__globals__, namespace)  # noqa: S102 - as above
+        exec(compile(source, file, "exec"), function.__globals__, namespace)  # noqa: S102 - as dataclasses do
         entry = namespace["make"](
             function, calls.replay, call_missed, is_compiling, is_traced, as_op, **code.names
         )
         entry.__defaults__, entry.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-        return cast("FunctionT", functools.update_wrapper(entry, function))
+        functools.update_wrapper(entry, function)
+        del entry.__wrapped__  # it is the entry point: nothing calls the undecorated function
+        return cast("FunctionT", entry)
 
     return decorate
+
+
+def _source_of(function: Callable[..., Any], kinds: KeyKinds, returns: str, *, has_op: bool) -> str:
+    code, name = KeyCode(function, kinds), function.__name__
+    parameters = inspect.signature(function).parameters
+    keywords = [name for name, facts in parameters.items() if facts.kind is facts.KEYWORD_ONLY]
+    others = [name for name in parameters if name not in keywords]
+    traced = _TRACED.format(name=name, values=", ".join(parameters))
+    return _SOURCE.format(
+        name=name,
+        names=", ".join(code.names),
+        parameters=", ".join((*others, *["*"][: len(keywords)], *keywords)),
+        traced=indented(traced, 2) if has_op else "",
+        statements=indented(code.statements, 2),
+        has_key=code.has_key,
+        key=code.key,
+        returns=returns,
+        arguments=", ".join((*others, *(f"{name}={name}" for name in keywords))),
+    )

@@ -127,8 +127,8 @@ key_of_args = compile_key(
     KeyKinds(
         tensors="query kv_cache workspace_buffer block_tables seq_lens",
         optional=(
-            "out lse sinks cum_seq_lens_q top_k_lens query_rope query_scales rope_cache value_cache "
-            "kv_scales kv_indptr bias"
+            "out lse sinks cum_seq_lens_q top_k_lens query_rope query_scales rope_cache "
+            "value_cache kv_scales kv_indptr bias"
         ),
         outputs="out lse",
         scales="bmm1_scale bmm2_scale latent_scale rope_scale",
