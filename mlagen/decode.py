@@ -8,14 +8,15 @@ from __future__ import annotations
 import torch
 
 from mlagen.families.common.arguments import canonical_sinks, is_pdl_enabled
-from mlagen.families.common.call_key import compile_key
+from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.gqa.args import GqaArgs, pair_of, positive_factor, window_of
 from mlagen.families.gqa.dispatch import GQA
 from mlagen.mla.trtllm import trtllm_batch_decode_with_kv_cache_mla
 from mlagen.mla.xqa_decode import xqa_batch_decode_with_kv_cache_mla
 from mlagen.observe.observed import observable
 from mlagen.torch_ops.outputs import gqa_outputs
-from mlagen.torch_ops.traced import as_op, is_compiling, is_traced, traceable
+from mlagen.torch_ops.replayable import replayable
+from mlagen.torch_ops.traced import traceable
 
 __all__ = [
     "trtllm_batch_decode_with_kv_cache_mla",
@@ -26,6 +27,19 @@ __all__ = [
 
 @traceable(gqa_outputs)
 @observable
+@replayable(
+    GQA,
+    KeyKinds(
+        tensors="query workspace_buffer block_tables seq_lens",
+        groups="kv_cache kv_cache_sf",
+        optional="out sinks mask q_cu_seq_lens",
+        outputs="out",
+        scales="bmm1_scale bmm2_scale o_scale",
+        length="max_seq_len",
+        ints="window_left",
+        words="kv_layout enable_pdl q_len_per_req",
+    ),
+)
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor],
@@ -133,70 +147,28 @@ def xqa_batch_decode_with_kv_cache(
     Signature of ``flashinfer.decode.xqa_batch_decode_with_kv_cache``. Unlike there, both scales
     mean the same for every dtype of the cache.
     """
-    if is_compiling() or is_traced():
-        return as_op(  # type: ignore[no-any-return]
-            "xqa_batch_decode_with_kv_cache",
-            *(query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale),
-            *(bmm2_scale, window_left, out, sinks, kv_layout, enable_pdl, q_len_per_req, o_scale),
-            *(mask, kv_cache_sf, q_cu_seq_lens),
-        )
-    key = _key_of(
-        query,
-        kv_cache,
-        workspace_buffer,
-        block_tables,
-        seq_lens,
-        max_seq_len,
-        bmm1_scale,
-        bmm2_scale,
-        window_left,
-        out,
-        sinks,
-        kv_layout,
-        enable_pdl,
-        q_len_per_req,
-        o_scale,
-        mask,
-        kv_cache_sf,
-        q_cu_seq_lens,
+    keys, cached_values = pair_of(kv_cache, "kv_cache")
+    scales = (None, None) if kv_cache_sf is None else pair_of(kv_cache_sf, "kv_cache_sf")
+    args = GqaArgs(
+        query=query,
+        key_cache=keys,
+        value_cache=cached_values,
+        workspace_buffer=workspace_buffer,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        max_seq_len=max_seq_len,
+        q_len=1 if q_len_per_req is None else q_len_per_req,
+        kv_layout=kv_layout,
+        window=window_of(window_left, "window_left"),
+        out=out,
+        bmm1_scale=bmm1_scale,
+        bmm2_scale=bmm2_scale,
+        out_16bit_factor=positive_factor(o_scale, "o_scale"),
+        sinks=canonical_sinks(sinks),
+        mask=mask,
+        cum_seq_lens_q=q_cu_seq_lens,
+        key_scales=scales[0],
+        value_scales=scales[1],
     )
-    outputs = GQA.replay(key)
-    if outputs is None:
-        keys, cached_values = pair_of(kv_cache, "kv_cache")
-        scales = (None, None) if kv_cache_sf is None else pair_of(kv_cache_sf, "kv_cache_sf")
-        args = GqaArgs(
-            query=query,
-            key_cache=keys,
-            value_cache=cached_values,
-            workspace_buffer=workspace_buffer,
-            block_tables=block_tables,
-            seq_lens=seq_lens,
-            max_seq_len=max_seq_len,
-            q_len=1 if q_len_per_req is None else q_len_per_req,
-            kv_layout=kv_layout,
-            window=window_of(window_left, "window_left"),
-            out=out,
-            bmm1_scale=bmm1_scale,
-            bmm2_scale=bmm2_scale,
-            out_16bit_factor=positive_factor(o_scale, "o_scale"),
-            sinks=canonical_sinks(sinks),
-            mask=mask,
-            cum_seq_lens_q=q_cu_seq_lens,
-            key_scales=scales[0],
-            value_scales=scales[1],
-        )
-        outputs = GQA.dispatch(args, is_pdl_enabled(enable_pdl), key, out)
+    outputs = GQA.dispatch(args, is_pdl_enabled(enable_pdl), out)
     return outputs[0]
-
-
-_key_of = compile_key(
-    xqa_batch_decode_with_kv_cache,
-    tensors="query workspace_buffer block_tables seq_lens",
-    groups="kv_cache kv_cache_sf",
-    optional="out sinks mask q_cu_seq_lens",
-    outputs="out",
-    scales="bmm1_scale bmm2_scale o_scale",
-    length="max_seq_len",
-    ints="window_left",
-    words="kv_layout enable_pdl q_len_per_req",
-)

@@ -11,7 +11,7 @@ from mlagen.families.common.arguments import (
     require_scale,
     require_whole_number,
 )
-from mlagen.families.common.call_key import compile_key
+from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.common.xqa_arguments import (
     MLA_KV_LORA_RANK,
     check_caches,
@@ -28,7 +28,8 @@ from mlagen.families.mla.args import MlaArgNames, MlaArgs
 from mlagen.families.mla.dispatch import MLA
 from mlagen.observe.observed import observable
 from mlagen.torch_ops.outputs import unused_by_xqa, xqa_mla_outputs, xqa_outputs
-from mlagen.torch_ops.traced import as_op, is_compiling, is_traced, traceable
+from mlagen.torch_ops.replayable import replayable
+from mlagen.torch_ops.traced import traceable
 
 __all__ = ["xqa", "xqa_mla"]
 
@@ -61,6 +62,18 @@ _QK_ROPE_HEAD_DIM = 64
 
 @traceable(xqa_outputs, constants=unused_by_xqa)
 @observable
+@replayable(
+    GQA,
+    KeyKinds(
+        tensors="q k_cache v_cache workspace_buffer page_table seq_lens semaphores",
+        optional="output sinks mask q_cu_seq_lens k_sf_cache v_sf_cache",
+        outputs="output",
+        scales="q_scale kv_scale rcp_out_scale",
+        ints="num_kv_heads page_size sliding_win_size",
+        words="kv_layout sm_count enable_pdl q_seq_len",
+    ),
+    returns="None",
+)
 def xqa(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -151,70 +164,64 @@ def xqa(
     -----
     Signature of ``flashinfer.xqa.xqa``.
     """
-    if is_compiling() or is_traced():
-        as_op(
-            "xqa",
-            *(q, k_cache, v_cache, page_table, seq_lens, output, workspace_buffer, semaphores),
-            *(num_kv_heads, page_size, sinks, q_scale, kv_scale, sliding_win_size, kv_layout),
-            *(sm_count, enable_pdl, rcp_out_scale, q_seq_len, mask, q_cu_seq_lens, k_sf_cache),
-            v_sf_cache,
-        )
-        return
-    key = _key_of_xqa(
-        *(q, k_cache, v_cache, page_table, seq_lens, output, workspace_buffer, semaphores),
-        *(num_kv_heads, page_size, sinks, q_scale, kv_scale, sliding_win_size, kv_layout),
-        *(sm_count, enable_pdl, rcp_out_scale, q_seq_len, mask, q_cu_seq_lens, k_sf_cache),
-        v_sf_cache,
+    page_size = require_whole_number(page_size, "page_size", min_value=1)
+    kv_layout = require_choice(kv_layout, "kv_layout", LAYOUTS)
+    check_unused(q, semaphores, sm_count)
+    check_output(output)
+    # A launch over a 16-bit cache does not pass it.
+    require_scale(kv_scale, "kv_scale", q.device)
+    check_scale_caches(k_sf_cache, v_sf_cache)
+    check_caches(
+        k_cache,
+        v_cache,
+        num_kv_heads=num_kv_heads,
+        page_size=page_size,
+        kv_layout=kv_layout,
     )
-    if GQA.replay(key) is None:
-        page_size = require_whole_number(page_size, "page_size", min_value=1)
-        kv_layout = require_choice(kv_layout, "kv_layout", LAYOUTS)
-        check_unused(q, semaphores, sm_count)
-        check_output(output)
-        # A launch over a 16-bit cache does not pass it.
-        require_scale(kv_scale, "kv_scale", q.device)
-        # A launch over a 16-bit cache does not pass it.
-        require_scale(kv_scale, "kv_scale", q.device)
-        check_scale_caches(k_sf_cache, v_sf_cache)
-        check_caches(
-            k_cache,
-            v_cache,
-            num_kv_heads=num_kv_heads,
-            page_size=page_size,
-            kv_layout=kv_layout,
-        )
-        window = require_whole_number(
-            sliding_win_size, "sliding_win_size", min_value=None, max_value=None
-        )
-        args = GqaArgs(
-            query=q,
-            key_cache=k_cache,
-            value_cache=v_cache,
-            workspace_buffer=workspace_buffer,
-            block_tables=page_table,
-            seq_lens=seq_lens,
-            max_seq_len=table_capacity(page_table, page_size),
-            q_len=q_seq_len,
-            kv_layout=kv_layout,
-            window=max(0, window),
-            out=output,
-            bmm1_scale=q_scale,
-            bmm2_scale=kv_scale,
-            out_e4m3_factor=positive_factor(rcp_out_scale, "rcp_out_scale"),
-            sinks=canonical_sinks(sinks),
-            mask=mask,
-            cum_seq_lens_q=q_cu_seq_lens,
-            key_scales=k_sf_cache,
-            value_scales=v_sf_cache,
-            with_beam_axis=True,
-            scales_like_xqa=True,
-            names=_XQA_NAMES,
-        )
-        GQA.dispatch(args, is_pdl_enabled(enable_pdl), key, output)
+    window = require_whole_number(
+        sliding_win_size, "sliding_win_size", min_value=None, max_value=None
+    )
+    args = GqaArgs(
+        query=q,
+        key_cache=k_cache,
+        value_cache=v_cache,
+        workspace_buffer=workspace_buffer,
+        block_tables=page_table,
+        seq_lens=seq_lens,
+        max_seq_len=table_capacity(page_table, page_size),
+        q_len=q_seq_len,
+        kv_layout=kv_layout,
+        window=max(0, window),
+        out=output,
+        bmm1_scale=q_scale,
+        bmm2_scale=kv_scale,
+        out_e4m3_factor=positive_factor(rcp_out_scale, "rcp_out_scale"),
+        sinks=canonical_sinks(sinks),
+        mask=mask,
+        cum_seq_lens_q=q_cu_seq_lens,
+        key_scales=k_sf_cache,
+        value_scales=v_sf_cache,
+        with_beam_axis=True,
+        scales_like_xqa=True,
+        names=_XQA_NAMES,
+    )
+    GQA.dispatch(args, is_pdl_enabled(enable_pdl), output)
 
 
 @traceable(xqa_mla_outputs, constants=unused_by_xqa)
 @observable
+@replayable(
+    MLA,
+    KeyKinds(
+        tensors="q k_cache v_cache workspace_buffer page_table seq_lens semaphores",
+        optional="output",
+        outputs="output",
+        scales="q_scale kv_scale",
+        ints="page_size",
+        words="sm_count enable_pdl",
+    ),
+    returns="None",
+)
 def xqa_mla(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -278,56 +285,24 @@ def xqa_mla(
     -----
     Signature of ``flashinfer.xqa.xqa_mla``.
     """
-    if is_compiling() or is_traced():
-        as_op(
-            "xqa_mla",
-            *(q, k_cache, v_cache, page_table, seq_lens, output, workspace_buffer, semaphores),
-            *(page_size, q_scale, kv_scale, sm_count, enable_pdl),
-        )
-        return
-    key = _key_of_xqa_mla(
-        *(q, k_cache, v_cache, page_table, seq_lens, output, workspace_buffer, semaphores),
-        *(page_size, q_scale, kv_scale, sm_count, enable_pdl),
+    page_size = require_whole_number(page_size, "page_size", min_value=1)
+    check_unused(q, semaphores, sm_count)
+    check_output(output)
+    is_separate = check_mla_caches(q, k_cache, v_cache, page_size=page_size)
+    args = MlaArgs(
+        query=q,
+        kv_cache=k_cache,
+        workspace_buffer=workspace_buffer,
+        kv_lora_rank=MLA_KV_LORA_RANK,
+        qk_rope_head_dim=_QK_ROPE_HEAD_DIM,
+        block_tables=page_table,
+        seq_lens=flat_lengths(seq_lens),
+        max_seq_len=table_capacity(page_table, page_size),
+        out=output,
+        bmm1_scale=q_scale,
+        bmm2_scale=kv_scale,
+        scores_take_bmm2=True,
+        value_cache=v_cache if is_separate else None,
+        names=_XQA_MLA_NAMES,
     )
-    if MLA.replay(key) is None:
-        page_size = require_whole_number(page_size, "page_size", min_value=1)
-        check_unused(q, semaphores, sm_count)
-        check_output(output)
-        is_separate = check_mla_caches(q, k_cache, v_cache, page_size=page_size)
-        args = MlaArgs(
-            query=q,
-            kv_cache=k_cache,
-            workspace_buffer=workspace_buffer,
-            kv_lora_rank=MLA_KV_LORA_RANK,
-            qk_rope_head_dim=_QK_ROPE_HEAD_DIM,
-            block_tables=page_table,
-            seq_lens=flat_lengths(seq_lens),
-            max_seq_len=table_capacity(page_table, page_size),
-            out=output,
-            bmm1_scale=q_scale,
-            bmm2_scale=kv_scale,
-            scores_take_bmm2=True,
-            value_cache=v_cache if is_separate else None,
-            names=_XQA_MLA_NAMES,
-        )
-        MLA.dispatch(args, is_pdl_enabled(enable_pdl), key, output)
-
-
-_key_of_xqa = compile_key(
-    xqa,
-    tensors="q k_cache v_cache workspace_buffer page_table seq_lens semaphores",
-    optional="output sinks mask q_cu_seq_lens k_sf_cache v_sf_cache",
-    outputs="output",
-    scales="q_scale kv_scale rcp_out_scale",
-    ints="num_kv_heads page_size sliding_win_size",
-    words="kv_layout sm_count enable_pdl q_seq_len",
-)
-_key_of_xqa_mla = compile_key(
-    xqa_mla,
-    tensors="q k_cache v_cache workspace_buffer page_table seq_lens semaphores",
-    optional="output",
-    outputs="output",
-    scales="q_scale kv_scale",
-    ints="page_size",
-    words="sm_count enable_pdl",
-)
+    MLA.dispatch(args, is_pdl_enabled(enable_pdl), output)

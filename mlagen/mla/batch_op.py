@@ -9,9 +9,8 @@ import torch
 
 from mlagen.errors import ArgumentError
 from mlagen.families.common.arguments import require_flag
-from mlagen.families.mla.dispatch import MLA
 from mlagen.mla.batch_plan import BatchLayout, BatchPlan, BatchSettings, HostMetadata
-from mlagen.mla.batch_run import args_of_run, key_of_run
+from mlagen.mla.batch_run import run_planned
 from mlagen.mla.planless import run_planless
 from mlagen.observe.observed import observable
 from mlagen.torch_ops.traced import as_op, traceable
@@ -81,8 +80,7 @@ def batch_mla_run(
     tensors = (workspace_buffer, q_nope, q_pe, ckv_cache, kpe_cache, out, lse)
     flags = (return_lse, return_lse_base_on_e)
     given = (plan, *tensors, *flags, ckv_scale, ckv_scale_arr, kpe_scale)
-    key = key_of_run(*given)
-    result = MLA.replay(key) or MLA.dispatch(args_of_run(*given), True, key, out)
+    result = run_planned(*given)
     return result[0], result[1] if len(result) > 1 else None
 
 

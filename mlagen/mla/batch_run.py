@@ -17,10 +17,12 @@ from mlagen.families.common.arguments import (
     require_shape,
     require_tensor,
 )
-from mlagen.families.common.call_key import compile_key
+from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.common.memory import require_memory, require_plain, require_writable
 from mlagen.families.mla.args import MlaArgNames, MlaArgs
+from mlagen.families.mla.dispatch import MLA
 from mlagen.mla.batch_plan import BatchPlan, BatchSettings
+from mlagen.torch_ops.replayable import replayable
 
 _NAMES = MlaArgNames(
     query="q_nope",
@@ -37,7 +39,20 @@ _NAMES = MlaArgNames(
 )
 
 
-def args_of_run(
+@replayable(
+    MLA,
+    KeyKinds(
+        tensors="float_workspace_buffer q_nope q_pe ckv_cache kpe_cache *plan.tensors",
+        optional="out lse ckv_scale_arr",
+        outputs="out lse",
+        length="plan.metadata.max_kv_len",
+        constants=("plan.key",),
+        words="return_lse return_lse_base_on_e ckv_scale kpe_scale",
+    ),
+    returns="outputs",
+    has_op=False,
+)
+def run_planned(
     plan: BatchPlan,
     float_workspace_buffer: torch.Tensor,
     q_nope: torch.Tensor,
@@ -51,8 +66,8 @@ def args_of_run(
     ckv_scale: float | None = None,
     ckv_scale_arr: torch.Tensor | None = None,
     kpe_scale: float | None = None,
-) -> MlaArgs:
-    """Return the arguments of a run, whose tensors are checked against its plan.
+) -> tuple[torch.Tensor, ...]:
+    """Compute a run, whose tensors are checked against its plan; returns the requested outputs.
 
     Raises
     ------
@@ -79,7 +94,7 @@ def args_of_run(
             require_memory(q_pe, "q_pe")
             raise
     has_rope = settings.head_dim_kpe > 0
-    return MlaArgs(
+    args = MlaArgs(
         query=query,
         kv_cache=ckv_cache,
         workspace_buffer=float_workspace_buffer,
@@ -106,17 +121,7 @@ def args_of_run(
         out_shape=tuple(shape),
         names=_NAMES,
     )
-
-
-key_of_run = compile_key(
-    args_of_run,
-    tensors="float_workspace_buffer q_nope q_pe ckv_cache kpe_cache *plan.tensors",
-    optional="out lse ckv_scale_arr",
-    outputs="out lse",
-    length="plan.metadata.max_kv_len",
-    constants=("plan.key",),
-    words="return_lse return_lse_base_on_e ckv_scale kpe_scale",
-)
+    return MLA.dispatch(args, True, out)
 
 
 def _check_outputs(

@@ -17,28 +17,41 @@ from mlagen.families.common.arguments import (
     require_tensor,
     require_whole_number,
 )
+from mlagen.families.common.call_key import KeyKinds
+from mlagen.families.common.dispatch import Computed
 from mlagen.families.common.memory import require_memory
 from mlagen.families.mla.args import MlaArgs, canonical_numbers
-from mlagen.families.mla.dispatch import run_mla
+from mlagen.families.mla.dispatch import MLA, run_mla
 from mlagen.families.mla.problem import check_problem
 from mlagen.mla.flare_kv import (
     Keys,
     PagedKVCache,
+    as_int32,
     dense_keys,
     keys_without_table,
     paged_keys,
     positions_of,
 )
 from mlagen.mla.flare_op import call_op, define_op
-from mlagen.mla.flare_q import padded_queries, ragged_queries
+from mlagen.mla.flare_q import (
+    Queries,
+    compute_padded,
+    compute_ragged,
+    padded_queries,
+    ragged_queries,
+)
 from mlagen.mla.masks import CausalMask, Mask, NullMask, empty_bias
 from mlagen.observe.observed import observable
 from mlagen.runtime.device import device_facts
+from mlagen.torch_ops.replayable import replayable
 from mlagen.torch_ops.traced import is_compiling, is_traced
 
 __all__ = ["PagedKVCache", "flare_mla_decoding"]
 
 _LATENT_DIM, _ROPE_DIM = 512, 64
+
+# The masks that are not materialized, by whether they are causal.
+_UNBIASED = (NullMask, CausalMask)
 
 # Larger block tables and masks cost more than a separate check of the call without them, which
 # comes first then.
@@ -121,9 +134,88 @@ def flare_mla_decoding(
     Signature of ``flare_mla_decoding`` in Modular's ``nn.mla``, without its context, scalar buffer
     and unused offsets.
     """
+    others = (q_scale, per_token_scale_rope_aware, kv_scales)
     if is_compiling() or is_traced():
-        rare = (num_partitions, q_scale, per_token_scale_rope_aware, kv_scales)
-        return call_op(q, k, mask, valid_length, scale, output, ragged, *rare)
+        return call_op(q, k, mask, valid_length, scale, output, ragged, num_partitions, *others)
+    if isinstance(k, PagedKVCache) and mask.__class__ in _UNBIASED:
+        is_causal = mask.__class__ is CausalMask
+        cache = (k.blocks, k.block_table, k.cache_lengths, k.scales)
+        return _decode_paged(
+            q, *cache, is_causal, valid_length, scale, output, ragged, num_partitions, *others
+        )
+    args, _ = _args_of(q, k, mask, valid_length, scale, output, ragged, num_partitions, *others)
+    result, _ = run_mla(args, enable_pdl=True)
+    return result if output is None else output
+
+
+@replayable(
+    MLA,
+    KeyKinds(
+        tensors="q blocks block_table cache_lengths valid_length",
+        optional="scales output q_scale kv_scales",
+        outputs="output",
+        scales="scale",
+        constants=("is_causal",),
+        words="ragged num_partitions per_token_scale_rope_aware",
+    ),
+    has_op=False,
+)
+def _decode_paged(
+    q: torch.Tensor,
+    blocks: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_lengths: torch.Tensor,
+    scales: torch.Tensor | None,
+    is_causal: bool,
+    valid_length: torch.Tensor | None,
+    scale: float,
+    output: torch.Tensor | None = None,
+    ragged: bool = False,
+    num_partitions: int | None = None,
+    q_scale: torch.Tensor | None = None,
+    per_token_scale_rope_aware: bool = False,
+    kv_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Decode over a paged cache with a mask that is not materialized."""
+    k, mask = PagedKVCache(blocks, block_table, cache_lengths, scales), _UNBIASED[is_causal]()
+    others = (q_scale, per_token_scale_rope_aware, kv_scales)
+    args, queries = _args_of(
+        q, k, mask, valid_length, scale, output, ragged, num_partitions, *others
+    )
+    compute = compute_ragged if ragged else compute_padded
+
+    def computed_of(
+        q: torch.Tensor,
+        blocks: torch.Tensor,
+        table: torch.Tensor,
+        lengths: torch.Tensor,
+        valid: torch.Tensor,
+        *_: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        keys = Keys(blocks=blocks, block_table=table, cached=as_int32(lengths))
+        return (*compute(q, keys, as_int32(valid)).computed, _workspace(q.device))
+
+    computed = Computed((*queries.computed, args.workspace_buffer), computed_of)
+    return MLA.dispatch(args, True, output, computed)[0]
+
+
+define_op(flare_mla_decoding)
+
+
+def _args_of(
+    q: torch.Tensor,
+    k: torch.Tensor | PagedKVCache,
+    mask: Mask,
+    valid_length: torch.Tensor | None,
+    scale: float,
+    output: torch.Tensor | None,
+    ragged: bool,
+    num_partitions: int | None,
+    q_scale: torch.Tensor | None,
+    per_token_scale_rope_aware: bool,
+    kv_scales: torch.Tensor | None,
+) -> tuple[MlaArgs, Queries]:
+    """Return the arguments of a call, after the checks that are not those of all MLA calls."""
     ragged = require_flag(ragged, "ragged")
     is_fp8_per_token = require_flag(per_token_scale_rope_aware, "per_token_scale_rope_aware")
     others = {"valid_length": valid_length, "output": output}
@@ -136,17 +228,17 @@ def flare_mla_decoding(
         require_shape(require_tensor(output, "output"), "output", ((*q.shape[:-1], _LATENT_DIM),))
         require_contiguous(output, "output")
 
-    def args_of(keys: Keys, *, is_layout_check: bool) -> MlaArgs:
+    def args_of(keys: Keys, *, is_layout_check: bool) -> tuple[MlaArgs, Queries]:
         require_device(keys.blocks, keys.names.kv_cache, q.device)
         if is_fp8_per_token and keys.scales is None:
             reject(keys.names.kv_scales, "a tensor with per_token_scale_rope_aware", None)
-        needs_rows = not isinstance(mask, (NullMask, CausalMask))
+        needs_rows = not isinstance(mask, _UNBIASED)
         make_queries = ragged_queries if ragged else padded_queries
         queries = make_queries(q, keys, valid_length, needs_rows=needs_rows and not is_layout_check)
         bias = None if queries.rows is None else mask.bias(queries.rows)
         if needs_rows and is_layout_check:
             bias = empty_bias(mask, q, keys.block_table.shape[0])
-        return MlaArgs(
+        args = MlaArgs(
             query=queries.query,
             kv_cache=keys.blocks,
             workspace_buffer=_workspace(q.device),
@@ -167,16 +259,13 @@ def flare_mla_decoding(
             out_shape=(*q.shape[:-1], _LATENT_DIM),
             names=keys.names,
         )
+        return args, queries
 
     if positions_of(k) > _MAX_UNCHECKED:
-        args_to_check = args_of(keys_without_table(k, kv_scales), is_layout_check=True)
+        args_to_check, _ = args_of(keys_without_table(k, kv_scales), is_layout_check=True)
         check_problem(canonical_numbers(args_to_check))
     keys = paged_keys(k, kv_scales) if isinstance(k, PagedKVCache) else dense_keys(k, kv_scales)
-    result, _ = run_mla(args_of(keys, is_layout_check=False), enable_pdl=True)
-    return result if output is None else output
-
-
-define_op(flare_mla_decoding)
+    return args_of(keys, is_layout_check=False)
 
 
 def _check_memory(q: object, k: object, mask: object, **others: object) -> None:

@@ -63,11 +63,11 @@ class Keys(NamedTuple):
 
     blocks: torch.Tensor
     block_table: torch.Tensor
-    cached: torch.Tensor | None  # int32 [batch], excluding the new tokens
-    total: int  # including the new tokens, if cached is None
-    scales: torch.Tensor | None
-    width: int  # capacity of a request in tokens
-    names: MlaArgNames
+    cached: torch.Tensor | None = None  # int32 [batch], excluding the new tokens
+    total: int = 0  # including the new tokens, if cached is None
+    scales: torch.Tensor | None = None
+    width: int = 0  # capacity of a request in tokens
+    names: MlaArgNames = _PAGED_NAMES
 
 
 def paged_keys(k: PagedKVCache, kv_scales: torch.Tensor | None) -> Keys:

@@ -26,6 +26,13 @@ class Queries(NamedTuple):
     max_q_len: int | None
     rows: QueryRows | None  # for materialized masks
 
+    @property
+    def computed(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that every call computes."""
+        if self.max_q_len is None or self.cu_seqlens_q is None:
+            return (self.seq_lens,)
+        return self.seq_lens, self.cu_seqlens_q, self.block_table
+
 
 def ragged_queries(
     q: torch.Tensor, keys: Keys, valid_length: torch.Tensor | None, *, needs_rows: bool
@@ -43,6 +50,14 @@ def ragged_queries(
         require_no_capture(q)
         _check_cached(keys, query_lengths(offsets, "valid_length", tokens))
     require(batch > 0 or tokens == 0, "q.shape[0]", "0 (no requests)", tokens)
+    return compute_ragged(q, keys, offsets, needs_rows=needs_rows)
+
+
+def compute_ragged(
+    q: torch.Tensor, keys: Keys, offsets: torch.Tensor, *, needs_rows: bool = False
+) -> Queries:
+    """Return ragged queries of checked arguments."""
+    batch, tokens = keys.block_table.shape[0], q.shape[0]
     new = offsets.diff()
     seq_lens = _total(keys, new)
     rows = None
@@ -68,26 +83,34 @@ def padded_queries(
     """
     batch, q_len = keys.block_table.shape[0], q.shape[1]
     require(q.shape[0] == batch, "q.shape[0]", f"{batch} (batch of k)", q.shape[0])
-    has_padding = valid_length is not None or keys.cached is not None
-    if has_padding:
+    given = None
+    if valid_length is not None or keys.cached is not None:
         given = _checked_lengths(valid_length, q, batch, "batch of q")
         if current_settings().checks_contents:
             require_no_capture(q)
             _check_cached(keys, _checked_new(given, q_len))
-        new = given.clamp(0, q_len)
-    else:
+    return compute_padded(q, keys, given, needs_rows=needs_rows)
+
+
+def compute_padded(
+    q: torch.Tensor, keys: Keys, given: torch.Tensor | None, *, needs_rows: bool = False
+) -> Queries:
+    """Return padded queries of checked arguments; without ``given`` all tokens are valid."""
+    batch, q_len = keys.block_table.shape[0], q.shape[1]
+    if given is None:
         new = torch.full((batch,), q_len, dtype=torch.int32, device=q.device)
+    else:
+        new = given.clamp(0, q_len)
     seq_lens = _total(keys, new)
     rows = None
     if needs_rows:
         tokens = torch.arange(batch * q_len, device=q.device)
         requests = tokens // q_len
         rows = _rows(requests, (seq_lens - new)[requests] + tokens % q_len, q, keys)
-    if not has_padding:
+    if given is None:
         return Queries(q, None, seq_lens, keys.block_table, None, rows)
     if q_len == 1:  # a request without its query token becomes empty
-        seq_lens = torch.where(new > 0, seq_lens, 0)
-        return Queries(q, None, seq_lens, keys.block_table, None, rows)
+        return Queries(q, None, seq_lens * new, keys.block_table, None, rows)
     # The padding of each request becomes an empty request, whose rows are zeros.
     starts = torch.arange(batch, dtype=torch.int32, device=q.device) * q_len
     cu_seqlens_q = torch.stack([starts, starts + new], dim=1).flatten()

@@ -14,7 +14,6 @@ from mlagen.families.common.arguments import (
     require_tensor,
     shown,
 )
-from mlagen.families.mla.dispatch import MLA
 from mlagen.mla.batch_op import call_planless, call_planned
 from mlagen.mla.batch_plan import (
     BatchLayout,
@@ -27,7 +26,7 @@ from mlagen.mla.batch_plan import (
     host_metadata,
     mean_capacity,
 )
-from mlagen.mla.batch_run import args_of_run, key_of_run
+from mlagen.mla.batch_run import run_planned
 from mlagen.mla.planless import run_planless
 from mlagen.observe.observed import observable
 from mlagen.runtime.capture import is_capturing
@@ -297,6 +296,5 @@ class BatchMLAPagedAttentionWrapper:
             if self._buffers is None and is_capturing(workspace.device):
                 raise CaptureError(_CAPTURE)
             given = (plan, workspace, *tensors, out, lse, *flags, *scales)
-            key = key_of_run(*given)
-            outputs = MLA.replay(key) or MLA.dispatch(args_of_run(*given), True, key, out)
+            outputs = run_planned(*given)
         return (outputs[0], outputs[1]) if return_lse else outputs[0]

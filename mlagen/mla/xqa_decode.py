@@ -5,22 +5,36 @@ from __future__ import annotations
 import torch
 
 from mlagen.families.common.arguments import is_pdl_enabled
-from mlagen.families.common.call_key import compile_key
+from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.dispatch import MLA
 from mlagen.mla.trtllm_keywords import unwrap_sinks
 from mlagen.observe.observed import observable
 from mlagen.torch_ops.outputs import mla_outputs
-from mlagen.torch_ops.traced import as_op, is_compiling, is_traced, traceable
+from mlagen.torch_ops.replayable import replayable
+from mlagen.torch_ops.traced import traceable
 
 
 @traceable(lambda given: mla_outputs(given)[:1])
 @observable
+@replayable(
+    MLA,
+    KeyKinds(
+        tensors="query kv_cache workspace_buffer block_tables seq_lens",
+        groups="sinks",
+        optional="out",
+        outputs="out",
+        scales="bmm1_scale bmm2_scale",
+        length="max_seq_len",
+        ints="qk_nope_head_dim kv_lora_rank qk_rope_head_dim",
+        words="enable_pdl",
+    ),
+)
 def xqa_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     workspace_buffer: torch.Tensor,
-    qk_nope_head_dim: int,
+    qk_nope_head_dim: int,  # noqa: ARG001 - any dimension before absorption
     kv_lora_rank: int,
     qk_rope_head_dim: int,
     block_tables: torch.Tensor,
@@ -77,56 +91,19 @@ def xqa_batch_decode_with_kv_cache_mla(
     Signature of ``flashinfer.decode.xqa_batch_decode_with_kv_cache_mla``, which multiplies the
     scores by ``bmm1_scale * bmm2_scale``.
     """
-    if is_compiling() or is_traced():
-        return as_op(  # type: ignore[no-any-return]
-            "xqa_batch_decode_with_kv_cache_mla",
-            *(query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim),
-            *(block_tables, seq_lens, max_seq_len, out, bmm1_scale, bmm2_scale, sinks, enable_pdl),
-        )
-    key = _key_of(
-        query,
-        kv_cache,
-        workspace_buffer,
-        qk_nope_head_dim,
-        kv_lora_rank,
-        qk_rope_head_dim,
-        block_tables,
-        seq_lens,
-        max_seq_len,
-        out,
-        bmm1_scale,
-        bmm2_scale,
-        sinks,
-        enable_pdl,
+    args = MlaArgs(
+        query=query,
+        kv_cache=kv_cache,
+        workspace_buffer=workspace_buffer,
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        max_seq_len=max_seq_len,
+        out=out,
+        bmm1_scale=bmm1_scale,
+        bmm2_scale=bmm2_scale,
+        sinks=unwrap_sinks(sinks),
     )
-    outputs = MLA.replay(key)
-    if outputs is None:
-        args = MlaArgs(
-            query=query,
-            kv_cache=kv_cache,
-            workspace_buffer=workspace_buffer,
-            kv_lora_rank=kv_lora_rank,
-            qk_rope_head_dim=qk_rope_head_dim,
-            block_tables=block_tables,
-            seq_lens=seq_lens,
-            max_seq_len=max_seq_len,
-            out=out,
-            bmm1_scale=bmm1_scale,
-            bmm2_scale=bmm2_scale,
-            sinks=unwrap_sinks(sinks),
-        )
-        outputs = MLA.dispatch(args, is_pdl_enabled(enable_pdl), key, out)
+    outputs = MLA.dispatch(args, is_pdl_enabled(enable_pdl), out)
     return outputs[0]
-
-
-_key_of = compile_key(
-    xqa_batch_decode_with_kv_cache_mla,
-    tensors="query kv_cache workspace_buffer block_tables seq_lens",
-    groups="sinks",
-    optional="out",
-    outputs="out",
-    scales="bmm1_scale bmm2_scale",
-    length="max_seq_len",
-    ints="qk_nope_head_dim kv_lora_rank qk_rope_head_dim",
-    words="enable_pdl",
-)

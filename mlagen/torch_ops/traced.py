@@ -19,7 +19,8 @@ __all__ = ["as_op", "is_compiling", "is_traced", "traceable"]
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
-is_compiling = torch.compiler.is_compiling
+# True while Dynamo traces. Every other trace, such as that of torch.export, has a dispatch mode.
+is_compiling = torch.compiler.is_dynamo_compiling
 
 # Non-zero under a dispatch mode: fake tensors, torch.export, make_fx or AOTAutograd. The public
 # checks cost more.

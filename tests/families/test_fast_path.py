@@ -14,6 +14,7 @@ import mlagen
 from mlagen.families.common import call_cache, tensor_guard
 from mlagen.settings import current_settings
 from tests.families.entry_points import (
+    LENGTHS,
     ROWS,
     TENSOR_CHANGES,
     EntryPoint,
@@ -44,11 +45,6 @@ def count_guards(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return attempts
 
 
-def replayed(entry_point: EntryPoint) -> bool:
-    """Whether the entry point has replays by its own arguments."""
-    return not entry_point.row.allocated
-
-
 def test_only_the_first_call_reads_the_signature(entry_point: EntryPoint) -> None:
     """The second call is replayed, with the launches of the first."""
     arguments = entry_point.row.build()
@@ -58,8 +54,7 @@ def test_only_the_first_call_reads_the_signature(entry_point: EntryPoint) -> Non
     assert len(entry_point.signatures) == 1
     assert entry_point.row.kernel in outcomes[0]
     assert outcomes == outcomes[:1] * 4
-    if replayed(entry_point):
-        assert len(entry_point.runs) == 1
+    assert len(entry_point.runs) == 1
 
 
 def test_other_addresses_need_no_signature(entry_point: EntryPoint) -> None:
@@ -96,6 +91,7 @@ REPLAYED = {
     "xqa": ({"sinks": None}, {"sliding_win_size": 0}),
     "xqa_batch": ({"out": None}, {"sinks": None}, {"window_left": -1}, {"enable_pdl": True}),
     "wrapper": ({"out": None}, {"return_lse": True}, {"lse": torch.zeros(2, 16)}),
+    "flare": ({"output": None}, {"num_partitions": 3}),
 }
 
 
@@ -233,6 +229,18 @@ def test_lengths_with_equal_rounding_share_a_replay(monkeypatch: pytest.MonkeyPa
 
     assert entry_point.is_replayed(arguments | {"max_seq_len": 71})
     assert not entry_point.is_replayed(arguments | {"max_seq_len": 73})
+
+
+def test_a_replay_computes_lengths_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reads lengths that are computed from the present contents of the tensors."""
+    entry_point = make_entry_point(monkeypatch, ROWS["flare"])
+    arguments = entry_point.row.build()
+    entry_point.call(arguments)
+    arguments["cache_lengths"] += 3
+    arguments["valid_length"][1] = 0
+
+    assert entry_point.is_replayed(arguments)
+    assert LENGTHS[:2].tolist() == [int(arguments["cache_lengths"][0]) + 1, 0]
 
 
 def test_a_tensor_that_changes_in_place(entry_point: EntryPoint) -> None:

@@ -63,7 +63,8 @@ class Replay(NamedTuple):
 
     guard: Guard
     outputs_of: Callable[[tuple[torch.Tensor | None, ...]], Tensors]  # given or new
-    launches: Sequence[Launch] | None  # None: by the addresses of new outputs
+    computed_of: Callable[..., Tensors]  # what the kernels read besides the tensors
+    launches: Sequence[Launch] | None  # None: by the addresses of new outputs and computed tensors
     enable_pdl: bool
 
 
@@ -87,7 +88,10 @@ class CallCache(Generic[LauncherT]):
         self.settings = settings
 
     def store_replay(self, key: Hashable, replay: Replay, new: Tensors | None) -> None:
-        """Cache the launches of a call; ``new`` are its outputs if one was allocated."""
+        """Cache the launches of a call.
+
+        ``new`` are its outputs and computed tensors, if one of them was allocated.
+        """
         if new is None:
             _store(self.replays, key, replay, _MAX_LAUNCHES)
             return

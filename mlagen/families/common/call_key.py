@@ -1,4 +1,4 @@
-"""Keys of calls, by functions that are compiled once from the parameters of an entry point.
+"""Keys of calls, by code that is compiled once from the parameters of an entry point.
 
 A key has everything but the metadata and addresses of the tensors. It distinguishes values of
 different types: a float or a bool may equal an int, and other types may define ``__eq__``.
@@ -7,7 +7,8 @@ different types: a float or a bool may equal an int, and other types may define 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from marshal import dumps
 from typing import Any
 
@@ -24,101 +25,124 @@ _WORD_TYPES = (int, bool, float, str, type(None))
 # The format of marshal without references: equal bytes have equal values of equal types.
 _FORMAT = 2
 
-_FUNCTION = """
-def key_of({parameters}):
-    form, tensors = 0, ({tensors})
+_KEY_FUNCTION = """
+def {name}({parameters}):
+    {statements}
+    return ({key}) if {has_key} else None
+"""
+_STATEMENTS = """
+form, more = 0, ()
 {optional}{scales}
-    words = b"" if {is_usual} else words_of({words})
-    if words is None or not ({has_ints}):
-        return None
-    return (name, form, words, {values}), {length}, tensors, ({outputs})
+tensors = ({tensors}*more,)
+words = b"" if {is_usual} else words_of({words})
 """
 _OPTIONAL = """
-    if {name} is not None:
-        form += {bit}
-        tensors += ({name},)
+if {name} is not None:
+    form += {bit}
+    more += ({name},)
 """
 _GROUP = """
-    if {name}.__class__ is tuple or {name}.__class__ is list:
-        form += {bit} * (2 if {name}.__class__ is tuple else 3)
-        tensors += (*{name},)
-    elif {name} is not None:
-        form += {bit}
-        tensors += ({name},)
+if {name}.__class__ is tuple or {name}.__class__ is list:
+    form += {bit} * (2 if {name}.__class__ is tuple else 3)
+    more += (*{name},)
+elif {name} is not None:
+    form += {bit}
+    more += ({name},)
 """
 _SCALE = """
-    if {name}.__class__ is not float:
-        form += {bit}
-        tensors += ({name},)
-        {name} = None
+{name}_value = {name}
+if {name}.__class__ is not float:
+    form += {bit}
+    more += ({name},)
+    {name}_value = None
 """
 
 
-def compile_key(
-    function: Callable[..., Any],
-    *,
-    tensors: str,
-    optional: str,
-    outputs: str,
-    words: str,
-    groups: str = "",
-    scales: str = "",
-    length: str = "0",
-    ints: str = "",
-    constants: tuple[str, ...] = (),
-) -> Callable[..., CallKey | None]:
-    """Return a function of an entry point's parameters that returns the key of a call.
+@dataclass(frozen=True, kw_only=True)
+class KeyKinds:
+    """The kinds of an entry point's parameters, by their names.
 
-    None if a length, an int or a word has another type. Parameters that are not named affect
-    neither checks nor launches.
-
-    Parameters
-    ----------
-    function
-        The entry point.
-    tensors : str
-        The names of the tensors that every call has.
-    optional : str
-        The names of the outputs, and of other optional tensors.
-    outputs : str
-        Those of ``optional`` that the call writes.
-    words : str
-        The names of parameters that most calls leave at their default.
-    groups : str
-        The names of tensors, or tuples or lists of them.
-    scales : str
-        The names of floats that may be tensors.
-    length : str
-        The name of an int that affects the scheduling only.
-    ints : str
-        The names of ints that calls differ in.
-    constants : tuple[str, ...]
-        Expressions of values of one type, which are no floats.
+    Parameters that are not named affect neither checks nor launches.
     """
-    parameters = inspect.signature(function).parameters
-    defaults = {f"{name}_": parameters[name].default for name in words.split()}
-    classes = [f"{name}.__class__ is int" for name in (*ints.split(), length) if name != "0"]
-    bits = iter(range(100))
-    source = _FUNCTION.format(
-        parameters=", ".join(parameters),
-        tensors=_listed(tensors),
-        optional="".join(
-            template.format(name=name, bit=4 ** next(bits))
-            for template, names in ((_GROUP, groups), (_OPTIONAL, optional))
-            for name in names.split()
-        ),
-        scales="".join(_SCALE.format(name=name, bit=4 ** next(bits)) for name in scales.split()),
-        is_usual=" and ".join(f"{name} is {name}_" for name in words.split()) or "True",
-        words=_listed(words),
-        has_ints=" and ".join(classes) or "True",
-        values=_listed(ints) + "".join(f"{value}, " for value in constants) + _listed(scales),
-        length=length,
-        outputs=_listed(outputs),
+
+    tensors: str  # that every call has
+    optional: str  # the outputs, and other optional tensors
+    outputs: str  # those of ``optional`` that the call writes
+    words: str  # most calls leave them at their default
+    groups: str = ""  # tensors, or tuples or lists of them
+    scales: str = ""  # floats that may be tensors
+    length: str = "0"  # an int that affects the scheduling only
+    ints: str = ""  # calls differ in them
+    constants: tuple[str, ...] = ()  # expressions of values of one type, which are no floats
+
+
+@dataclass(frozen=True)
+class KeyCode:
+    """Python code that makes the key of a call from the parameters of an entry point."""
+
+    function: Callable[..., Any]
+    kinds: KeyKinds
+
+    @property
+    def statements(self) -> str:
+        """The statements that set ``tensors`` and ``words``; they change no parameter."""
+        kinds, bits = self.kinds, (4**number for number in range(100))
+        return _STATEMENTS.format(
+            tensors=_listed(kinds.tensors),
+            optional=_each(_GROUP, kinds.groups, bits) + _each(_OPTIONAL, kinds.optional, bits),
+            scales=_each(_SCALE, kinds.scales, bits),
+            is_usual=" and ".join(f"{name} is {name}_" for name in kinds.words.split()) or "True",
+            words=_listed(kinds.words),
+        )
+
+    @property
+    def has_key(self) -> str:
+        """The condition of a key: no length, int or word has another type."""
+        names = [name for name in (*self.kinds.ints.split(), self.kinds.length) if name != "0"]
+        classes = [f"{name}.__class__ is int" for name in names]
+        return " and ".join(("words is not None", *classes))
+
+    @property
+    def key(self) -> str:
+        """The four parts of the key."""
+        kinds = self.kinds
+        scales = "".join(f"{name}_value, " for name in kinds.scales.split())
+        values = _listed(kinds.ints) + "".join(f"{value}, " for value in kinds.constants) + scales
+        name = self.function.__name__
+        return f"('{name}', form, words, {values}), {kinds.length}, tensors, ({self.given})"
+
+    @property
+    def given(self) -> str:
+        """The outputs that the caller gave."""
+        return _listed(self.kinds.outputs)
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """What the code refers to, by its name there."""
+        parameters = inspect.signature(self.function).parameters
+        words = self.kinds.words.split()
+        return {"words_of": _words_of} | {f"{name}_": parameters[name].default for name in words}
+
+
+def compile_key(function: Callable[..., Any], kinds: KeyKinds) -> Callable[..., CallKey | None]:
+    """Return a function of an entry point's parameters that returns the key of a call, or None."""
+    code = KeyCode(function, kinds)
+    source = _KEY_FUNCTION.format(
+        name=function.__name__,
+        parameters=", ".join(inspect.signature(function).parameters),
+        statements=indented(code.statements, 1),
+        key=code.key,
+        has_key=code.has_key,
     )
-    namespace: dict[str, Any] = {"words_of": _words_of, "name": function.__name__, **defaults}
+    namespace = code.names
     exec(source, namespace)  # noqa: S102 - as dataclasses do
-    key_of: Callable[..., CallKey | None] = namespace["key_of"]
+    key_of: Callable[..., CallKey | None] = namespace[function.__name__]
     return key_of
+
+
+def indented(statements: str, levels: int) -> str:
+    """Return statements for a template that has them at a level of indentation."""
+    return statements.strip().replace("\n", "\n" + "    " * levels)
 
 
 def factors_of(key: CallKey) -> tuple[Any, ...]:
@@ -128,6 +152,10 @@ def factors_of(key: CallKey) -> tuple[Any, ...]:
 
 def _listed(names: str) -> str:
     return "".join(f"{name}, " for name in names.split())
+
+
+def _each(template: str, names: str, bits: Iterator[int]) -> str:
+    return "".join(template.format(name=name, bit=next(bits)) for name in names.split())
 
 
 def _words_of(*words: Any) -> bytes | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,8 +31,30 @@ from mlagen.settings import Settings, current_settings
 
 Getter = Callable[[tuple[torch.Tensor | None, ...]], Tensors]
 
+ResultT = TypeVar("ResultT")
+
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _pointer_of = torch.Tensor.data_ptr
+
+
+class _Missed(threading.local):
+    """The key of the entry point that this thread runs, until its call is dispatched."""
+
+    key: CallKey | None = None
+
+
+_missed = _Missed()
+
+
+def call_missed(
+    key: CallKey | None, function: Callable[..., ResultT], *args: Any, **kwargs: Any
+) -> ResultT:
+    """Call a function that ends in a dispatch, whose launches are cached under ``key``."""
+    outer, _missed.key = _missed.key, key
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _missed.key = outer
 
 
 class OutputSpec(NamedTuple):
@@ -41,6 +64,16 @@ class OutputSpec(NamedTuple):
     given: torch.Tensor | None
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+class Computed(NamedTuple):
+    """Tensors that an entry point computes for the kernels at every call."""
+
+    tensors: Tensors
+    computed_of: Callable[..., Tensors]  # compute them from the tensors of the key
+
+
+NOTHING = Computed((), lambda *_: ())
 
 
 class Problem(Protocol):
@@ -92,29 +125,34 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
     compute: Callable[[ArgsT, ProblemT], Tensors]  # on the CPU: all outputs, in any shape
     cache: CallCache[Launcher] = field(default_factory=CallCache)
 
-    def replay(self, key: CallKey | None) -> Tensors | None:
-        """Launch a call as before, and return its requested outputs; None if it is another.
+    def replay(
+        self,
+        values: tuple[Any, ...],
+        length: int,
+        tensors: Tensors,
+        given: tuple[torch.Tensor | None, ...],
+    ) -> Tensors | None:
+        """Launch the call of a key as before, and return its outputs; None if it is another.
 
         The lookup by addresses comes first: a nested tensor, which a guard does not survive, seldom
         passes it.
         """
-        if key is None:
-            return None
         cache = self.cache
         if cache.settings is not current_settings():
             cache.clear(current_settings())
-        values, length, tensors, given = key
         try:
             sms = partition_of(tensors[0]) if partition.partitioned_gpus else WHOLE_GPU
-            launch_key = (values, rounded_up(length), sms, *map(_pointer_of, tensors))
+            launch_key = (*values, rounded_up(length), sms, *map(_pointer_of, tensors))
             replay = cache.replays.get(launch_key)
             if replay is None or not replay.guard(*tensors):
                 return None
         except (IndexError, RuntimeError, TypeError, UserWarning):
             return None  # no tensor, or one without an address
         outputs = replay.outputs_of(given)
+        computed: Tensors = ()  # in memory until the launches are enqueued
         if replay.launches is None:
-            replay = cache.replays.get((launch_key, pointers_of(outputs)))
+            computed = replay.computed_of(*tensors)
+            replay = cache.replays.get((launch_key, pointers_of((*outputs, *computed))))
             if replay is None:
                 return None
         try:
@@ -129,27 +167,35 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
         self,
         args: ArgsT,
         enable_pdl: bool,
-        key: CallKey | None,
         out: torch.Tensor | None = None,
+        computed: Computed = NOTHING,
     ) -> Tensors:
-        """Compute a call that has no replay, and return its requested outputs.
+        """Compute a call, and return its requested outputs.
 
         The result is copied to ``out`` if it is given and ``args`` have another output, as kernels
-        cannot write it.
+        cannot write it. ``computed`` are the tensors of ``args`` that are none of the key. The
+        launches are cached under the key of :func:`call_missed`.
         """
+        key, _missed.key = _missed.key, None
         try:
-            outputs = self.run(args, enable_pdl, key)
+            outputs = self.run(args, enable_pdl, key, computed)
         except TooManyCtasError as error:
             record_rejection(error)
             # Planned for the available SMs, or for the sm80 kernel.
-            return self.dispatch(args, enable_pdl, key, out)
+            return call_missed(key, self.dispatch, args, enable_pdl, out, computed)
         if out is None or outputs[0] is out:
             return outputs
         if outputs[0].data_ptr() != out.data_ptr():
             out.copy_(outputs[0].view(out.shape))
         return (out, *outputs[1:])
 
-    def run(self, args: ArgsT, enable_pdl: bool, key: CallKey | None = None) -> Tensors:
+    def run(
+        self,
+        args: ArgsT,
+        enable_pdl: bool,
+        key: CallKey | None = None,
+        computed: Computed = NOTHING,
+    ) -> Tensors:
         """Compute a call by its launcher, or validate and plan it first."""
         guarded = None if key is None else _guarded_key(key)
         entry = None if guarded is None else self.cache.find(*guarded)
@@ -174,7 +220,7 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
             return _stored(self.compute(args, problem), self.outputs_of(args, problem))
         if guarded is not None and signature is not None:
             entry = self.cache.add(*guarded, signature, tuple(map(type, args)))
-        return self.launch(launcher, args, enable_pdl, key, entry)
+        return self.launch(launcher, args, enable_pdl, key, entry, computed)
 
     def _signature_of(self, args: ArgsT) -> Hashable:
         """Return the signature of a call in its context; None if it cannot be a key."""
@@ -205,6 +251,7 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
         enable_pdl: bool,
         key: CallKey | None = None,
         entry: GuardedEntry[Launcher] | None = None,
+        computed: Computed = NOTHING,
     ) -> Tensors:
         """Launch a planned call, and cache its launches if it has a guarded entry."""
         problem = launcher.problem
@@ -219,14 +266,15 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
             raise
         if key is None or entry is None or current_settings().checks_contents:
             return outputs
-        outputs_of = _outputs_of(key, args, specs, problem.device)
+        outputs_of = _outputs_of(key, args, specs, problem.device, computed.tensors)
         # Zeros of either sign compare equal, but kernels distinguish them.
         if outputs_of is not None and 0.0 not in [v for v in key[0] if v.__class__ is float]:
             values, length, tensors, _ = key
             sms = partition_of(tensors[0])
-            launch_key = (values, rounded_up(length), sms, *pointers_of(tensors))
-            new = None if all(spec.given is not None for spec in specs) else outputs
-            replay = Replay(entry.guard, outputs_of, launches, enable_pdl)
+            launch_key = (*values, rounded_up(length), sms, *pointers_of(tensors))
+            is_fixed = not computed.tensors and all(spec.given is not None for spec in specs)
+            new = None if is_fixed else (*outputs, *computed.tensors)
+            replay = Replay(entry.guard, outputs_of, computed.computed_of, launches, enable_pdl)
             self.cache.store_replay(launch_key, replay, new)
         return outputs
 
@@ -252,7 +300,11 @@ def _guarded_key(key: CallKey) -> tuple[Hashable, Tensors] | None:
 
 
 def _outputs_of(
-    key: CallKey, args: CallArgs, specs: list[OutputSpec], device: torch.device
+    key: CallKey,
+    args: CallArgs,
+    specs: list[OutputSpec],
+    device: torch.device,
+    computed: Tensors,
 ) -> Getter | None:
     """Return a getter of the outputs of a replay from those that the caller gave.
 
@@ -261,7 +313,7 @@ def _outputs_of(
     """
     _, _, tensors, given = key
     used = {value.data_ptr() for value in args if isinstance(value, torch.Tensor)}
-    if not used <= {*pointers_of(tensors)} or len(given) < len(specs):
+    if not used <= {*pointers_of(tensors), *pointers_of(computed)} or len(given) < len(specs):
         return None
     if any((old is None) != (spec.given is None) for old, spec in zip(given, specs, strict=False)):
         return None

@@ -14,7 +14,7 @@ from mlagen.families.common.arguments import (
     require_flag,
     require_whole_number,
 )
-from mlagen.families.common.call_key import compile_key
+from mlagen.families.common.call_key import KeyKinds, compile_key
 from mlagen.families.common.launchers import rounded_up, value_signature
 
 # Factors that convert a base-2 LSE to the requested base.
@@ -124,15 +124,20 @@ def _is_one(scale: object) -> bool:
 # Of a call whose arguments another module made, by their fields in order.
 key_of_args = compile_key(
     MlaArgs,
-    tensors="query kv_cache workspace_buffer block_tables seq_lens",
-    optional=(
-        "out lse sinks cum_seq_lens_q top_k_lens query_rope query_scales rope_cache value_cache "
-        "kv_scales kv_indptr bias"
+    KeyKinds(
+        tensors="query kv_cache workspace_buffer block_tables seq_lens",
+        optional=(
+            "out lse sinks cum_seq_lens_q top_k_lens query_rope query_scales rope_cache "
+            "value_cache kv_scales kv_indptr bias"
+        ),
+        outputs="out lse",
+        scales="bmm1_scale bmm2_scale latent_scale rope_scale",
+        length="max_seq_len",
+        ints="kv_lora_rank qk_rope_head_dim top_k",
+        constants=(
+            "None if bias is None else max_seq_len",
+            "out_shape",
+        ),  # it must cover the length
+        words="return_lse return_lse_base max_q_len is_causal scores_take_bmm2 is_fp8_per_token",
     ),
-    outputs="out lse",
-    scales="bmm1_scale bmm2_scale latent_scale rope_scale",
-    length="max_seq_len",
-    ints="kv_lora_rank qk_rope_head_dim top_k",
-    constants=("None if bias is None else max_seq_len", "out_shape"),  # it must cover the length
-    words="return_lse return_lse_base max_q_len is_causal scores_take_bmm2 is_fp8_per_token",
 )

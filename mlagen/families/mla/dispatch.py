@@ -7,7 +7,7 @@ import torch
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.families.common.arguments import canonical_sinks
 from mlagen.families.common.choice_log import log_choice, log_declined
-from mlagen.families.common.dispatch import DecodeCalls, OutputSpec
+from mlagen.families.common.dispatch import DecodeCalls, OutputSpec, call_missed
 from mlagen.families.common.launchers import require_gpu
 from mlagen.families.mla.args import MlaArgs, canonical_numbers, key_of_args, signature_of
 from mlagen.families.mla.debug_checks import check_contents
@@ -79,5 +79,6 @@ def run_mla(args: MlaArgs, enable_pdl: bool) -> tuple[torch.Tensor, torch.Tensor
     """Compute a call whose arguments another module made; returns output and requested LSE."""
     args = args._replace(sinks=canonical_sinks(args.sinks))
     key = key_of_args(*args)
-    out, *lse = MLA.replay(key) or MLA.dispatch(args, enable_pdl, key)
+    outputs = None if key is None else MLA.replay(*key)
+    out, *lse = outputs or call_missed(key, MLA.dispatch, args, enable_pdl)
     return out, lse[0] if lse else None

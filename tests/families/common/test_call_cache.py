@@ -9,7 +9,7 @@ import torch
 
 from mlagen.families.common import call_cache
 from mlagen.families.common.call_cache import CallCache, Replay, pointers_of
-from mlagen.families.common.call_key import compile_key, factors_of
+from mlagen.families.common.call_key import KeyKinds, compile_key, factors_of
 
 TENSORS = (torch.ones(2), torch.zeros(3))
 
@@ -24,7 +24,7 @@ def test_the_cache_has_a_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.store(("signature", number), "call")
         entry = calls.add(("key", number), TENSORS, ("signature", number), ())
         assert entry is not None
-        replay = Replay(entry.guard, lambda _: TENSORS, (), enable_pdl=True)
+        replay = Replay(entry.guard, lambda _: TENSORS, lambda *_: (), (), enable_pdl=True)
         calls.store_replay(("key", number), replay, None)
         tables = (calls.launchers, calls._entries, calls._guards, calls.replays)
         assert all(len(table) <= 3 for table in tables)
@@ -41,7 +41,7 @@ def test_the_cache_has_a_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_launches_of_new_outputs_are_found_by_their_addresses() -> None:
     """The launches of a key are known for each new output that was allocated before."""
     calls: CallCache[str] = CallCache()
-    replay = Replay(lambda *_: True, lambda _: TENSORS, (), enable_pdl=True)
+    replay = Replay(lambda *_: True, lambda _: TENSORS, lambda *_: (), (), enable_pdl=True)
 
     calls.store_replay("key", replay, TENSORS)
 
@@ -57,14 +57,16 @@ def decode(
 
 key_of = compile_key(
     decode,
-    tensors="query",
-    groups="caches",
-    optional="out",
-    outputs="out",
-    scales="scale",
-    length="length",
-    ints="rank",
-    words="word",
+    KeyKinds(
+        tensors="query",
+        groups="caches",
+        optional="out",
+        outputs="out",
+        scales="scale",
+        length="length",
+        ints="rank",
+        words="word",
+    ),
 )
 QUERY, KEY, VALUE, OUT = (torch.zeros(1) for _ in range(4))
 CALL = (QUERY, (KEY, VALUE), OUT, 0.5, 70, 512, "auto")
