@@ -82,16 +82,24 @@ __device__ inline void accumulate_partial(const ReduceGroup& reduce_group,
   const RowPairs<ThreadRows> pairs(reduce_group, combine_smem, rows);
   const uint2* values =
       combine_smem.values(0) + lane_frag_offset() - combine_smem.first_frag * kWarpLanes;
+  // Weights stay in registers for the fragments of a pair of rows: loads for each fragment take
+  // registers from the PV loop of mla_sm90_fp8.
+  constexpr int kRowPairs = kRowsPerThread / 2;
+  constexpr int kFragsPerRowPair = kAccumulators / kRowPairs;
 #pragma unroll
-  for (int frag = 0; frag < kAccumulators; ++frag) {
-    const int i = accumulator_in_frag_order(frag);
-    const PairWeights a = pairs[i % (kRowsPerThread / 2) * 2];
-    const PairWeights b = pairs[i % (kRowsPerThread / 2) * 2 + 1];
-    const float4 other = unpack_half4(values[frag_offset(i) * kWarpLanes]);
-    const float4 own = weighted(accumulator(accumulators, i), a.own, b.own);
-    set_accumulator(accumulators, i, accumulate_frag(own, other, a.other, b.other));
-    // Limits the loads in flight: registers are scarce.
-    if (frag % kFragsPerStep == kFragsPerStep - 1) __syncwarp();
+  for (int pair = 0; pair < kRowPairs; ++pair) {
+    const PairWeights a = pairs[pair * 2];
+    const PairWeights b = pairs[pair * 2 + 1];
+#pragma unroll
+    for (int frag = 0; frag < kFragsPerRowPair; ++frag) {
+      const int i = accumulator_in_frag_order(pair * kFragsPerRowPair + frag);
+      const float4 other = unpack_half4(values[frag_offset(i) * kWarpLanes]);
+      const float4 own = weighted(accumulator(accumulators, i), a.own, b.own);
+      set_accumulator(accumulators, i, accumulate_frag(own, other, a.other, b.other));
+      // Limits the loads in flight: registers are scarce.
+      const bool is_last = frag == kFragsPerRowPair - 1;
+      if (is_last || frag % kFragsPerStep == kFragsPerStep - 1) __syncwarp();
+    }
   }
 }
 
