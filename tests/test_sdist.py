@@ -74,4 +74,4 @@ def test_its_own_tests_are_found_and_pass(unpacked: Path) -> None:
         command, cwd=unpacked, env=environ, capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stdout[-4000:]
-    assert [path for path in SAMPLE if f"\n{path} ." not in ran.stdout] == []
+    assert [path for path in SAMPLE if f"\n{path} " not in ran.stdout] == []

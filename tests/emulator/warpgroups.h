@@ -178,7 +178,7 @@ struct Operand {
     if (is_transposed) address += row / 64 * leading_bytes;
     if (address >= sizeof bytes) complain("operand beyond shared memory", address);
     address ^= (address >> 7 & (row_bytes / 16 - 1)) << 4;
-    require_fence(address);
+    if (is_transposed || address % 16 == 0) require_fence(address);  // once for its 16 bytes
     u16 bits = 0;
     memcpy(&bits, bytes + address, kElementBytes<T>);
     return float_of(type, bits);
