@@ -18,8 +18,9 @@ import mlagen.decode
 import mlagen.mla
 import mlagen.xqa
 from mlagen.errors import MlagenError
-from mlagen.families.common import dispatch
+from mlagen.families.common import outputs
 from mlagen.families.common.call_cache import CallCache
+from mlagen.families.common.dispatch import DecodeCalls
 from mlagen.families.common.launchers import rounded_up
 from mlagen.families.gqa.dispatch import GQA
 from mlagen.families.mla.dispatch import MLA
@@ -96,7 +97,7 @@ class Row:
     """An entry point, with a call of few launches."""
 
     run: Callable[..., object]
-    calls: dispatch.DecodeCalls[Any, Any]
+    calls: DecodeCalls[Any, Any]
     build: Callable[[], dict[str, Any]]  # the arguments
     tensors: str  # the tensor arguments, which checks and launches depend on
     kernel: str  # of the call
@@ -320,7 +321,7 @@ def make_entry_point(monkeypatch: pytest.MonkeyPatch, row: Row) -> EntryPoint:
     def new_output(shape: tuple[int, ...], dtype: torch.dtype, _: object) -> torch.Tensor:
         return _OUT.flatten().view(dtype)[: math.prod(shape)].view(shape)
 
-    compute = flare_q.compute_padded
+    compute: Any = flare_q.compute_padded
 
     def compute_padded(*given: Any, **needs: bool) -> Any:
         queries = compute(*given, **needs)
@@ -333,7 +334,7 @@ def make_entry_point(monkeypatch: pytest.MonkeyPatch, row: Row) -> EntryPoint:
     monkeypatch.setattr(calls, "signature_of", read_signature)
     monkeypatch.setattr(calls, "run", count_run)
     monkeypatch.setattr(calls, "cache", CallCache())
-    monkeypatch.setattr(dispatch, "new_output", new_output)
+    monkeypatch.setattr(outputs, "new_output", new_output)
     for path in (*SM80_PATH, *SM90_PATH, *GQA_PATHS):
         monkeypatch.setattr(path[0], "scratch_offset", lambda *_: 0)
     current_settings.cache_clear()

@@ -7,8 +7,9 @@ import torch
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.families.common.arguments import canonical_sinks
 from mlagen.families.common.choice_log import log_choice, log_declined
-from mlagen.families.common.dispatch import DecodeCalls, OutputSpec, call_missed
+from mlagen.families.common.dispatch import DecodeCalls, call_missed
 from mlagen.families.common.launchers import require_gpu
+from mlagen.families.common.outputs import OutputSpec
 from mlagen.families.mla.args import MlaArgs, canonical_numbers, key_of_args, signature_of
 from mlagen.families.mla.debug_checks import check_contents
 from mlagen.families.mla.launch_sm80 import MlaSm80Launcher, make_sm80_launcher
