@@ -122,27 +122,31 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
         The lookup by addresses comes first: a nested tensor, which a guard does not survive, seldom
         passes it.
         """
-        cache = self.cache
-        if cache.settings is not current_settings():
-            cache.clear(current_settings())
+        cache, settings = self.cache, current_settings()
+        if cache.settings is not settings:
+            cache.clear(settings)
         try:
             sms = partition_of(tensors[0]) if partition.partitioned_gpus else WHOLE_GPU
             launch_key = (*values, rounded_up(length), sms, *map(_pointer_of, tensors))
             replay = cache.replays.get(launch_key)
-            if replay is None or not replay.guard(*tensors):
+            if replay is None:
+                return None
+            # An attribute of a named tuple costs more than all of them.
+            guard, outputs_of, computed_of, launches, enable_pdl = replay
+            if not guard(*tensors):
                 return None
         except (IndexError, RuntimeError, TypeError, UserWarning):
             return None  # no tensor, or one without an address
-        outputs = replay.outputs_of(given)
-        computed: Tensors = ()  # in memory until the launches are enqueued
-        if replay.launches is None:
-            computed = replay.computed_of(*tensors)
+        outputs = outputs_of(given)
+        if launches is None:
+            computed = computed_of(*tensors)  # in memory until the launches are enqueued
             replay = cache.replays.get((launch_key, pointers_of((*outputs, *computed))))
             if replay is None:
                 return None
+            launches = replay.launches or ()
         try:
-            for launch in replay.launches or ():
-                launch.enqueue(replay.enable_pdl)
+            for launch in launches:
+                launch.enqueue(enable_pdl)
         except TooManyCtasError as error:
             record_rejection(error)
             return None
