@@ -60,9 +60,8 @@ def getter_of(
     """
     _, _, tensors, given = key
     used = {value.data_ptr() for value in args if isinstance(value, torch.Tensor)}
-    if not used <= {*pointers_of(tensors), *pointers_of(computed.tensors)} or len(given) < len(
-        specs
-    ):
+    known = {*pointers_of(tensors), *pointers_of(computed.tensors)}
+    if not used <= known or len(given) < len(specs):
         return None
     if any((old is None) != (spec.given is None) for old, spec in zip(given, specs, strict=False)):
         return None
