@@ -22,7 +22,7 @@ from mlagen.families.common.xqa_arguments import (
     flat_lengths,
     table_capacity,
 )
-from mlagen.families.gqa.args import LAYOUTS, GqaArgNames, GqaArgs, positive_factor
+from mlagen.families.gqa.args import LAYOUTS, GqaArgNames, GqaArgs, positive_factor, window_of
 from mlagen.families.gqa.dispatch import GQA
 from mlagen.families.mla.args import MlaArgNames, MlaArgs
 from mlagen.families.mla.dispatch import MLA
@@ -57,7 +57,6 @@ _XQA_MLA_NAMES = MlaArgNames(
     bmm1_scale="q_scale",
     bmm2_scale="kv_scale",
 )
-_QK_ROPE_HEAD_DIM = 64
 
 
 @traceable(xqa_outputs, constants=unused_by_xqa)
@@ -171,16 +170,8 @@ def xqa(
     # A launch over a 16-bit cache does not pass it.
     require_scale(kv_scale, "kv_scale", q.device)
     check_scale_caches(k_sf_cache, v_sf_cache)
-    check_caches(
-        k_cache,
-        v_cache,
-        num_kv_heads=num_kv_heads,
-        page_size=page_size,
-        kv_layout=kv_layout,
-    )
-    window = require_whole_number(
-        sliding_win_size, "sliding_win_size", min_value=None, max_value=None
-    )
+    sizes = {"num_kv_heads": num_kv_heads, "page_size": page_size}
+    check_caches(k_cache, v_cache, kv_layout=kv_layout, **sizes)
     args = GqaArgs(
         query=q,
         key_cache=k_cache,
@@ -191,7 +182,7 @@ def xqa(
         max_seq_len=table_capacity(page_table, page_size),
         q_len=q_seq_len,
         kv_layout=kv_layout,
-        window=max(0, window),
+        window=window_of(sliding_win_size, "sliding_win_size", has_own=True),
         out=output,
         bmm1_scale=q_scale,
         bmm2_scale=kv_scale,
@@ -294,7 +285,7 @@ def xqa_mla(
         kv_cache=k_cache,
         workspace_buffer=workspace_buffer,
         kv_lora_rank=MLA_KV_LORA_RANK,
-        qk_rope_head_dim=_QK_ROPE_HEAD_DIM,
+        qk_rope_head_dim=64,
         block_tables=page_table,
         seq_lens=flat_lengths(seq_lens),
         max_seq_len=table_capacity(page_table, page_size),

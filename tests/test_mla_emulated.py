@@ -11,7 +11,6 @@ import torch
 
 from mlagen.families.mla import dispatch as mla_call
 from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
-from mlagen.families.mla import launch_sm90_fp8kv as mla_sm90_fp8kv_launcher
 from mlagen.families.mla import select as mla_plan
 from mlagen.families.mla import tensor_maps as mla_maps
 from mlagen.families.mla.args import MlaArgs
@@ -164,9 +163,8 @@ def decoded(
 
         monkeypatch.setattr(mla_plan, "device_facts", lambda _: facts)
         monkeypatch.setattr(mla_maps, "encode", encode)
-        for api in (mla_sm90_launcher, mla_sm90_fp8kv_launcher):
-            monkeypatch.setattr(api, "semaphores_of", lambda *_: beside.data_ptr())
-            monkeypatch.setattr(api, "launch", launch)
+        monkeypatch.setattr(mla_sm90_launcher, "semaphores_of", lambda *_: beside.data_ptr())
+        monkeypatch.setattr(mla_sm90_launcher, "launch", launch)
         # What is right is to the rounding of the kernel that computes it.
         monkeypatch.setattr(MlaProblem, "_sm90_arch", SM_90A)
         workspace = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)

@@ -18,8 +18,8 @@ from mlagen.families.common.arguments import (
     require_whole_number,
 )
 from mlagen.families.common.call_key import KeyKinds
-from mlagen.families.common.dispatch import Computed
 from mlagen.families.common.memory import require_memory
+from mlagen.families.common.outputs import Computed
 from mlagen.families.mla.args import MlaArgs, canonical_numbers
 from mlagen.families.mla.dispatch import MLA, run_mla
 from mlagen.families.mla.problem import check_problem

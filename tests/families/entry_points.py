@@ -18,9 +18,9 @@ import mlagen.decode
 import mlagen.mla
 import mlagen.xqa
 from mlagen.errors import MlagenError
-from mlagen.families.common import dispatch
+from mlagen.families.common import outputs
 from mlagen.families.common.call_cache import CallCache
-from mlagen.families.common.launchers import rounded_up
+from mlagen.families.common.dispatch import DecodeCalls
 from mlagen.families.gqa.dispatch import GQA
 from mlagen.families.mla.dispatch import MLA
 from mlagen.mla import flare, flare_q
@@ -91,22 +91,25 @@ def other_values(value: object) -> tuple[Any, ...]:
     return (0, 1, 2, True, False, 0.0, 1.5, "no", [1], torch.zeros(3, dtype=torch.int32))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
     """An entry point, with a call of few launches."""
 
     run: Callable[..., object]
-    calls: dispatch.DecodeCalls[Any, Any]
+    calls: DecodeCalls[Any, Any]
     build: Callable[[], dict[str, Any]]  # the arguments
     tensors: str  # the tensor arguments, which checks and launches depend on
-    kernel: str  # of the call
-    out: str = "out"
     max_files: int = 4  # of a replay
 
     @property
     def family(self) -> str:
         """``mla`` or ``gqa``."""
         return "mla" if self.calls is MLA else "gqa"
+
+    @property
+    def kernel(self) -> str:
+        """The kernel of the call."""
+        return "mla_sm80" if self.calls is MLA else "gqa_sm90"
 
     def default_of(self, name: str) -> object:
         """Return the default of an argument; None without one."""
@@ -119,13 +122,9 @@ class Row:
         return [name for name in signature(self.run).parameters if name not in tensors]
 
 
-def _workspace() -> torch.Tensor:
-    return torch.zeros(1 << 20)
-
-
 def _trtllm() -> dict[str, Any]:
     out = torch.zeros(2, 1, 16, 512, dtype=torch.bfloat16)
-    return MLA_CASE.build("cpu").arguments(out=out, workspace_buffer=_workspace())
+    return MLA_CASE.build("cpu").arguments(out=out, workspace_buffer=torch.zeros(1 << 20))
 
 
 def _xqa_batch_mla() -> dict[str, Any]:
@@ -134,17 +133,17 @@ def _xqa_batch_mla() -> dict[str, Any]:
 
 
 def _xqa_mla() -> dict[str, Any]:
-    return xqa_mla_arguments(MLA_CASE.build("cpu"), workspace_buffer=_workspace())
+    return xqa_mla_arguments(MLA_CASE.build("cpu"), workspace_buffer=torch.zeros(1 << 20))
 
 
 def _xqa() -> dict[str, Any]:
-    return xqa_arguments(GQA_CASE.build("cpu"), workspace_buffer=_workspace())
+    return xqa_arguments(GQA_CASE.build("cpu"), workspace_buffer=torch.zeros(1 << 20))
 
 
 def _xqa_batch() -> dict[str, Any]:
     problem = GQA_CASE.build("cpu")
     out = torch.zeros_like(problem.query)
-    return problem.arguments(out=out, workspace_buffer=_workspace())
+    return problem.arguments(out=out, workspace_buffer=torch.zeros(1 << 20))
 
 
 def run_wrapper(**arguments: Any) -> object:
@@ -155,7 +154,7 @@ def run_wrapper(**arguments: Any) -> object:
 def planned(**changes: Any) -> dict[str, Any]:
     """Return the arguments of :func:`run_wrapper`, with some arguments of the plan changed."""
     problem = PLANNED_CASE.build("cpu")
-    wrapper = mlagen.mla.BatchMLAPagedAttentionWrapper(_workspace())
+    wrapper = mlagen.mla.BatchMLAPagedAttentionWrapper(torch.zeros(1 << 20))
     wrapper.plan(**plan_arguments(problem, **changes))
     out = torch.zeros(2, 16, 512, dtype=torch.bfloat16)
     return run_arguments(problem, out=out, wrapper=wrapper)
@@ -163,8 +162,8 @@ def planned(**changes: Any) -> dict[str, Any]:
 
 def run_flare(**given: Any) -> object:
     """Call ``flare_mla_decoding`` with the fields of its cache as arguments."""
-    cache = (given.pop("blocks"), given.pop("block_table"), given.pop("cache_lengths"))
-    keys = mlagen.mla.PagedKVCache(*cache)
+    parts = ("blocks", "block_table", "cache_lengths")
+    keys = mlagen.mla.PagedKVCache(*map(given.pop, parts))
     return mlagen.mla.flare_mla_decoding(k=keys, mask=mlagen.mla.CausalMask(), **given)
 
 
@@ -182,60 +181,19 @@ def _flare() -> dict[str, Any]:
 
 
 _MLA_TENSORS = "query kv_cache workspace_buffer block_tables seq_lens out"
+_XQA_TENSORS = "q k_cache v_cache page_table seq_lens output workspace_buffer semaphores"
+_GQA_TENSORS = "query kv_cache[0] kv_cache[1] workspace_buffer block_tables seq_lens out sinks"
+_FLARE_TENSORS = "q blocks block_table cache_lengths valid_length output"
+_XQA_BATCH_MLA = mlagen.mla.xqa_batch_decode_with_kv_cache_mla
 ROWS = {
-    "trtllm": Row(
-        run=mlagen.mla.trtllm_batch_decode_with_kv_cache_mla,
-        calls=MLA,
-        build=_trtllm,
-        tensors=_MLA_TENSORS,
-        kernel="mla_sm80",
-    ),
-    "xqa_batch_mla": Row(
-        run=mlagen.mla.xqa_batch_decode_with_kv_cache_mla,
-        calls=MLA,
-        build=_xqa_batch_mla,
-        tensors=_MLA_TENSORS,
-        kernel="mla_sm80",
-    ),
-    "xqa_mla": Row(
-        run=mlagen.xqa.xqa_mla,
-        calls=MLA,
-        build=_xqa_mla,
-        tensors="q k_cache v_cache page_table seq_lens output workspace_buffer semaphores",
-        kernel="mla_sm80",
-        out="output",
-    ),
-    "xqa": Row(
-        run=mlagen.xqa.xqa,
-        calls=GQA,
-        build=_xqa,
-        tensors="q k_cache v_cache page_table seq_lens output workspace_buffer semaphores sinks",
-        kernel="gqa_sm90",
-        out="output",
-    ),
-    "xqa_batch": Row(
-        run=mlagen.decode.xqa_batch_decode_with_kv_cache,
-        calls=GQA,
-        build=_xqa_batch,
-        tensors="query kv_cache[0] kv_cache[1] workspace_buffer block_tables seq_lens out sinks",
-        kernel="gqa_sm90",
-    ),
-    "wrapper": Row(
-        run=run_wrapper,
-        calls=MLA,
-        build=planned,
-        tensors="q_nope q_pe ckv_cache kpe_cache out",
-        kernel="mla_sm80",
-    ),
-    "flare": Row(
-        run=run_flare,
-        calls=MLA,
-        build=_flare,
-        tensors="q blocks block_table cache_lengths valid_length output",
-        kernel="mla_sm80",
-        out="output",
-        max_files=7,  # it computes lengths from its arguments
-    ),
+    "trtllm": Row(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla, MLA, _trtllm, _MLA_TENSORS),
+    "xqa_batch_mla": Row(_XQA_BATCH_MLA, MLA, _xqa_batch_mla, _MLA_TENSORS),
+    "xqa_mla": Row(mlagen.xqa.xqa_mla, MLA, _xqa_mla, _XQA_TENSORS),
+    "xqa": Row(mlagen.xqa.xqa, GQA, _xqa, f"{_XQA_TENSORS} sinks"),
+    "xqa_batch": Row(mlagen.decode.xqa_batch_decode_with_kv_cache, GQA, _xqa_batch, _GQA_TENSORS),
+    "wrapper": Row(run_wrapper, MLA, planned, "q_nope q_pe ckv_cache kpe_cache out"),
+    # It computes lengths from its arguments.
+    "flare": Row(run_flare, MLA, _flare, _FLARE_TENSORS, max_files=7),
 }
 
 
@@ -320,7 +278,7 @@ def make_entry_point(monkeypatch: pytest.MonkeyPatch, row: Row) -> EntryPoint:
     def new_output(shape: tuple[int, ...], dtype: torch.dtype, _: object) -> torch.Tensor:
         return _OUT.flatten().view(dtype)[: math.prod(shape)].view(shape)
 
-    compute = flare_q.compute_padded
+    compute: Any = flare_q.compute_padded
 
     def compute_padded(*given: Any, **needs: bool) -> Any:
         queries = compute(*given, **needs)
@@ -333,9 +291,8 @@ def make_entry_point(monkeypatch: pytest.MonkeyPatch, row: Row) -> EntryPoint:
     monkeypatch.setattr(calls, "signature_of", read_signature)
     monkeypatch.setattr(calls, "run", count_run)
     monkeypatch.setattr(calls, "cache", CallCache())
-    monkeypatch.setattr(dispatch, "new_output", new_output)
+    monkeypatch.setattr(outputs, "new_output", new_output)
     for path in (*SM80_PATH, *SM90_PATH, *GQA_PATHS):
         monkeypatch.setattr(path[0], "scratch_offset", lambda *_: 0)
     current_settings.cache_clear()
-    rounded_up.cache_clear()
     return entry_point

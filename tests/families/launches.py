@@ -20,7 +20,6 @@ from mlagen.families.gqa import tensor_maps as gqa_maps
 from mlagen.families.mla import dispatch as mla_call
 from mlagen.families.mla import launch_sm80 as mla_sm80_launcher
 from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
-from mlagen.families.mla import launch_sm90_fp8kv as mla_sm90_fp8kv_launcher
 from mlagen.families.mla import select as mla_plan
 from mlagen.families.mla import tensor_maps as mla_maps
 from mlagen.families.mla.args import MlaArgs
@@ -118,12 +117,9 @@ def record_launches(
         monkeypatch.setattr(calling, "kernel_for", loaded)
         monkeypatch.setattr(calling, "launch", record)
     monkeypatch.setattr(calls, "kernel_for", loaded)
-    monkeypatch.setattr(mla_sm90_fp8kv_launcher, "kernel_for", loaded)
-    for module in (calls, mla_sm90_fp8kv_launcher):
-        monkeypatch.setattr(module, "launch", record)
+    monkeypatch.setattr(calls, "launch", record)
     for launcher in (mla_sm90_launcher, gqa_sm90_launcher):
         monkeypatch.setattr(launcher, "arch_of_device", lambda _: arch)
-    for launcher in (mla_sm90_launcher, mla_sm90_fp8kv_launcher, gqa_sm90_launcher):
         monkeypatch.setattr(launcher, "semaphores_of", lambda _, workspace: workspace + SEMAPHORES)
     monkeypatch.setattr(mla_plan, "new_schedule_id", lambda: SCHEDULE_ID)
     monkeypatch.setattr(mla_maps, "encode", map_of)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import mlagen
-from mlagen.families.common import call_cache, tensor_guard
 from mlagen.settings import current_settings
 from tests.families.entry_points import (
     LENGTHS,
@@ -31,18 +30,6 @@ PACKAGE = Path(mlagen.__file__).parent
 def entry_point(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EntryPoint:
     """Return an entry point with an empty call cache."""
     return make_entry_point(monkeypatch, ROWS[request.param])
-
-
-def count_guards(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Return a list that grows with each attempt to make a guard."""
-    attempts: list[object] = []
-
-    def count(tensors: tuple[torch.Tensor, ...]) -> Any:
-        attempts.append(len(tensors))
-        return tensor_guard.make_guard(tensors)
-
-    monkeypatch.setattr(call_cache, "make_guard", count)
-    return attempts
 
 
 def test_only_the_first_call_reads_the_signature(entry_point: EntryPoint) -> None:
@@ -73,7 +60,7 @@ def test_other_addresses_need_no_signature(entry_point: EntryPoint) -> None:
 
 
 COUNTER = torch.zeros(8, dtype=torch.uint8)
-REPLAYED = {
+REPLAYED: dict[str, tuple[dict[str, Any], ...]] = {
     "trtllm": (
         {"out": None},
         {"max_seq_len": 50_000},
@@ -93,31 +80,13 @@ REPLAYED = {
     "wrapper": ({"out": None}, {"return_lse": True}, {"lse": torch.zeros(2, 16)}),
     "flare": ({"output": None}, {"num_partitions": 3}),
 }
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [(name, changes) for name, rows in REPLAYED.items() for changes in rows],
-    ids=str,
-)
-def test_calls_with_a_replay(
-    name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A second call is replayed with or without outputs, with one launch or two."""
-    entry_point = make_entry_point(monkeypatch, ROWS[name])
-    arguments = entry_point.row.build() | changes
-    first = entry_point.outcome(arguments)
-
-    assert entry_point.row.family in first
-    assert entry_point.is_replayed(arguments)
-    assert entry_point.outcome(arguments) == first
-
-
-# Tensors that a call converts or computes, so that a replay would use those of an earlier call.
+# Calls that convert or compute a tensor, so that a replay would use that of an earlier call, or
+# that copy their output.
 CONVERTED: dict[str, tuple[dict[str, Any], ...]] = {
     "trtllm": (
         {"sinks": torch.zeros(16, dtype=torch.bfloat16)},
         {"seq_lens": None, "sparse_mla_top_k": 5, "block_tables": torch.zeros(2, 1, 5).int()},
+        {name: ROWS["trtllm"].build()[name].half() for name in ("query", "kv_cache")},
     ),
     "xqa_batch": ({"sinks": torch.zeros(8, dtype=torch.float16)},),
     "wrapper": ({"out": torch.zeros(2, 16, 1024, dtype=torch.bfloat16)[..., :512]},),
@@ -125,30 +94,27 @@ CONVERTED: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
-    [(name, changes) for name, rows in CONVERTED.items() for changes in rows],
+    ("name", "changes", "has_replay"),
+    [
+        (name, changes, table is REPLAYED)
+        for table in (REPLAYED, CONVERTED)
+        for name, rows in table.items()
+        for changes in rows
+    ],
     ids=str,
 )
-def test_calls_without_a_replay(
-    name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_which_calls_have_a_replay(
+    name: str, changes: dict[str, Any], has_replay: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call that converts a tensor, or copies its output, does so every time."""
+    """A second call has the launches of the first; one that converts or copies is no replay."""
     entry_point = make_entry_point(monkeypatch, ROWS[name])
     arguments = entry_point.row.build() | changes
-    assert entry_point.row.family in entry_point.outcome(arguments)
+    first = entry_point.outcome(arguments)
 
+    assert entry_point.row.family in first
     assert not entry_point.reads_signature(arguments)
-    assert not entry_point.is_replayed(arguments)
-
-
-def test_a_replay_copies_no_output_of_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bf16 output of an fp16 query gets the result of every call."""
-    entry_point = make_entry_point(monkeypatch, ROWS["trtllm"])
-    arguments = entry_point.row.build()
-    arguments |= {name: arguments[name].half() for name in ("query", "kv_cache")}
-
-    assert "mla" in entry_point.outcome(arguments)
-    assert not entry_point.is_replayed(arguments)
+    assert entry_point.is_replayed(arguments) is has_replay
+    assert not has_replay or entry_point.outcome(arguments) == first
 
 
 def parameters(of: str) -> list[tuple[str, str]]:
@@ -221,16 +187,6 @@ def test_zeros_of_both_signs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
 
 
-def test_lengths_with_equal_rounding_share_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A length affects the scheduling only, by four significant bits."""
-    entry_point = make_entry_point(monkeypatch, ROWS["trtllm"])
-    arguments = entry_point.row.build()
-    entry_point.call(arguments | {"max_seq_len": 70})
-
-    assert entry_point.is_replayed(arguments | {"max_seq_len": 71})
-    assert not entry_point.is_replayed(arguments | {"max_seq_len": 73})
-
-
 def test_a_replay_computes_lengths_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel reads lengths that are computed from the present contents of the tensors."""
     entry_point = make_entry_point(monkeypatch, ROWS["flare"])
@@ -266,102 +222,6 @@ def test_storage_that_is_freed(entry_point: EntryPoint) -> None:
 
     assert f"ArgumentError: {name}: expected a dense tensor" in entry_point.outcome(arguments)
     assert entry_point.launches == []
-
-
-# Two arguments that may be one tensor.
-PAIRS = {
-    "trtllm": ("kv_cache", "workspace_buffer"),
-    "xqa_batch_mla": ("kv_cache", "workspace_buffer"),
-    "xqa_mla": ("k_cache", "v_cache"),
-    "xqa": ("k_cache", "v_cache"),
-    "xqa_batch": ("kv_cache", "kv_cache[1]"),
-}
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_one_tensor_as_two_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A repeated tensor hits its entry, and two distinct tensors do not."""
-    entry_point, (first, second) = make_entry_point(monkeypatch, ROWS[name]), PAIRS[name]
-    arguments = entry_point.row.build()
-    given = arguments[first]
-    tensor = given[0] if isinstance(given, tuple) else given
-    repeated = with_tensor(arguments, second, lambda _: tensor)
-
-    outcomes = [entry_point.outcome(repeated) for _ in range(9)]
-
-    assert outcomes == [entry_point.uncached_outcome(repeated)] * 9
-    assert not entry_point.reads_signature(repeated)
-    entry_point.require_independent(repeated, with_tensor(repeated, second, torch.clone))
-
-
-def test_alternating_kinds_of_tensors_have_a_guard_each(
-    entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Inference and normal tensors with one signature have one guard each."""
-    attempts = count_guards(monkeypatch)
-    arguments = entry_point.row.build()
-    with torch.inference_mode():
-        inference = with_tensor(arguments, entry_point.row.tensors.split()[0], torch.clone)
-    calls = (arguments, inference)
-    expected = [entry_point.uncached_outcome(call) for call in calls]
-    attempts.clear()
-    entry_point.signatures.clear()
-
-    outcomes = [[entry_point.outcome(call) for call in calls] for _ in range(9)]
-
-    assert outcomes == [expected] * 9
-    assert len(attempts) == len(entry_point.signatures) == 2
-
-
-@pytest.mark.parametrize(("widths", "signatures"), [(4, 4), (5, 15)])
-def test_alternating_signatures_have_a_guard_each(
-    widths: int, signatures: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Signatures of one key have a guard each, even if the key has too few entries."""
-    attempts = count_guards(monkeypatch)
-    entry_point = make_entry_point(monkeypatch, ROWS["trtllm"])
-    arguments, table = entry_point.row.build(), torch.zeros(2, 20, dtype=torch.int32)
-
-    for _ in range(3):
-        for width in range(1, widths + 1):
-            entry_point.call(arguments | {"block_tables": table[:, :-width].clone()})
-
-    assert len(attempts) == widths
-    assert len(entry_point.signatures) <= signatures
-
-
-def test_a_signature_has_few_guards(
-    entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A signature whose guards reject its tensors gets no guard at every call."""
-    attempts: list[object] = []
-
-    def make_rejecting_guard(tensors: tuple[torch.Tensor, ...]) -> Any:
-        attempts.append(len(tensors))
-        return lambda *_: False
-
-    monkeypatch.setattr(call_cache, "make_guard", make_rejecting_guard)
-    arguments = entry_point.row.build()
-
-    for _ in range(9):
-        entry_point.call(arguments)
-
-    assert len(attempts) == call_cache._MAX_GUARDS
-    assert len(entry_point.signatures) == 9
-
-
-def test_without_torch_guards_calls_read_signatures(
-    entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A torch without guards has the same results, by signatures alone."""
-    monkeypatch.setattr(tensor_guard, "_valid_guards", lambda: None)
-    arguments = entry_point.row.build()
-    expected = entry_point.uncached_outcome(arguments)
-
-    outcomes = [entry_point.outcome(arguments) for _ in range(3)]
-
-    assert outcomes == [expected] * 3
-    assert entry_point.reads_signature(arguments)
 
 
 def test_the_requested_kernel_is_launched(
@@ -427,18 +287,12 @@ def files_of(entry_point: EntryPoint, arguments: dict[str, Any]) -> set[str]:
     return files
 
 
-def test_a_replay_passes_few_modules(entry_point: EntryPoint) -> None:
-    """From the public function to the launch, a replay executes few modules."""
-    arguments = entry_point.row.build()
-    entry_point.call(arguments)
-
-    assert len(files_of(entry_point, arguments)) <= entry_point.row.max_files
-
-
-def test_a_first_call_passes_few_modules(entry_point: EntryPoint) -> None:
-    """A first call executes few modules of its entry point and of its family."""
+def test_a_call_passes_few_modules(entry_point: EntryPoint) -> None:
+    """A first call executes few modules of its entry point and family, and a replay few in all."""
     own = ("mla/", "decode.py", "xqa.py", f"families/{entry_point.row.family}/")
+    arguments = entry_point.row.build()
 
-    files = files_of(entry_point, entry_point.row.build())
+    first, replay = (files_of(entry_point, arguments) for _ in range(2))
 
-    assert len([file for file in files if file.startswith(own)]) <= 12
+    assert len([file for file in first if file.startswith(own)]) <= 12
+    assert len(replay) <= entry_point.row.max_files

@@ -6,9 +6,7 @@ import struct
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from operator import itemgetter
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -23,13 +21,19 @@ from mlagen.families.common.call_key import CallKey, factors_of
 from mlagen.families.common.launchers import rounded_up
 from mlagen.families.common.memory import CallArgs, check_memory
 from mlagen.families.common.no_backward import record_output, record_write, tensors_of, wants_grad
+from mlagen.families.common.outputs import (
+    NOTHING,
+    Computed,
+    OutputSpec,
+    getter_of,
+    new_outputs,
+    stored,
+)
 from mlagen.runtime import partition
 from mlagen.runtime.launch import Launch
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.partition import WHOLE_GPU, TooManyCtasError, partition_of, record_rejection
 from mlagen.settings import Settings, current_settings
-
-Getter = Callable[[tuple[torch.Tensor | None, ...]], Tensors]
 
 ResultT = TypeVar("ResultT")
 
@@ -55,25 +59,6 @@ def call_missed(
         return function(*args, **kwargs)
     finally:
         _missed.key = outer
-
-
-class OutputSpec(NamedTuple):
-    """An output of a call, and the tensor that the caller gave for it."""
-
-    name: str
-    given: torch.Tensor | None
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Computed(NamedTuple):
-    """Tensors that an entry point computes for the kernels at every call."""
-
-    tensors: Tensors
-    computed_of: Callable[..., Tensors]  # compute them from the tensors of the key
-
-
-NOTHING = Computed((), lambda *_: ())
 
 
 class Problem(Protocol):
@@ -137,27 +122,31 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
         The lookup by addresses comes first: a nested tensor, which a guard does not survive, seldom
         passes it.
         """
-        cache = self.cache
-        if cache.settings is not current_settings():
-            cache.clear(current_settings())
+        cache, settings = self.cache, current_settings()
+        if cache.settings is not settings:
+            cache.clear(settings)
         try:
             sms = partition_of(tensors[0]) if partition.partitioned_gpus else WHOLE_GPU
             launch_key = (*values, rounded_up(length), sms, *map(_pointer_of, tensors))
             replay = cache.replays.get(launch_key)
-            if replay is None or not replay.guard(*tensors):
+            if replay is None:
+                return None
+            # An attribute of a named tuple costs more than all of them.
+            guard, outputs_of, computed_of, launches, enable_pdl = replay
+            if not guard(*tensors):
                 return None
         except (IndexError, RuntimeError, TypeError, UserWarning):
             return None  # no tensor, or one without an address
-        outputs = replay.outputs_of(given)
-        computed: Tensors = ()  # in memory until the launches are enqueued
-        if replay.launches is None:
-            computed = replay.computed_of(*tensors)
+        outputs = outputs_of(given)
+        if launches is None:
+            computed = computed_of(*tensors)  # in memory until the launches are enqueued
             replay = cache.replays.get((launch_key, pointers_of((*outputs, *computed))))
             if replay is None:
                 return None
+            launches = replay.launches or ()
         try:
-            for launch in replay.launches or ():
-                launch.enqueue(replay.enable_pdl)
+            for launch in launches:
+                launch.enqueue(enable_pdl)
         except TooManyCtasError as error:
             record_rejection(error)
             return None
@@ -217,7 +206,7 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
         if current_settings().checks_contents:
             self.check_contents(args, problem)
         if launcher is None:
-            return _stored(self.compute(args, problem), self.outputs_of(args, problem))
+            return stored(self.compute(args, problem), self.outputs_of(args, problem))
         if guarded is not None and signature is not None:
             entry = self.cache.add(*guarded, signature, tuple(map(type, args)))
         return self.launch(launcher, args, enable_pdl, key, entry, computed)
@@ -256,7 +245,7 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
         """Launch a planned call, and cache its launches if it has a guarded entry."""
         problem = launcher.problem
         specs = self.outputs_of(args, problem)
-        outputs = _new_outputs(tuple(spec.given for spec in specs), specs, problem.device)
+        outputs = new_outputs(tuple(spec.given for spec in specs), specs, problem.device)
         if launcher.plan.num_ctas == 0 or problem.tokens == 0:
             return outputs
         try:
@@ -266,7 +255,7 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
             raise
         if key is None or entry is None or current_settings().checks_contents:
             return outputs
-        outputs_of = _outputs_of(key, args, specs, problem.device, computed.tensors)
+        outputs_of = getter_of(key, args, specs, problem.device, computed)
         # Zeros of either sign compare equal, but kernels distinguish them.
         if outputs_of is not None and 0.0 not in [v for v in key[0] if v.__class__ is float]:
             values, length, tensors, _ = key
@@ -279,17 +268,6 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
         return outputs
 
 
-def new_output(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return an uninitialized output."""
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
-def _stored(results: Tensors, specs: list[OutputSpec]) -> Tensors:
-    """Return the requested results, in the outputs that the caller gave."""
-    shaped = [(result.view(spec.shape), spec) for result, spec in zip(results, specs, strict=False)]
-    return tuple(new if spec.given is None else spec.given.copy_(new) for new, spec in shaped)
-
-
 def _guarded_key(key: CallKey) -> tuple[Hashable, Tensors] | None:
     """Return everything but metadata that a signature depends on, and the tensors."""
     _, length, tensors, _ = key
@@ -297,36 +275,3 @@ def _guarded_key(key: CallKey) -> tuple[Hashable, Tensors] | None:
         return None
     sms = partition_of(tensors[0])
     return (factors_of(key), rounded_up(length), sms, len(tensors)), tensors
-
-
-def _outputs_of(
-    key: CallKey,
-    args: CallArgs,
-    specs: list[OutputSpec],
-    device: torch.device,
-    computed: Tensors,
-) -> Getter | None:
-    """Return a getter of the outputs of a replay from those that the caller gave.
-
-    None if the kernels read or write other memory than that of the arguments, such as a converted
-    tensor, or an output that is copied afterwards.
-    """
-    _, _, tensors, given = key
-    used = {value.data_ptr() for value in args if isinstance(value, torch.Tensor)}
-    if not used <= {*pointers_of(tensors), *pointers_of(computed)} or len(given) < len(specs):
-        return None
-    if any((old is None) != (spec.given is None) for old, spec in zip(given, specs, strict=False)):
-        return None
-    if all(spec.given is not None for spec in specs):
-        return itemgetter(slice(len(specs)))
-    return partial(_new_outputs, specs=[spec._replace(given=None) for spec in specs], device=device)
-
-
-def _new_outputs(
-    given: tuple[torch.Tensor | None, ...], specs: list[OutputSpec], device: torch.device
-) -> Tensors:
-    """Return the outputs of a call, with new ones for those that are None."""
-    return tuple(
-        new_output(spec.shape, spec.dtype, device) if old is None else old
-        for old, spec in zip(given, specs, strict=False)
-    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -55,11 +56,16 @@ def _build_with_repeats(guards: Any, tensors: Sequence[torch.Tensor]) -> Guard |
     guard = _build(guards, [tensors[position] for position in distinct])
     if guard is None or len(distinct) == len(tensors):
         return guard
-    pairs = [(position, positions[id(tensor)]) for position, tensor in enumerate(tensors)]
+    # A slice of one tensor is a tuple, as several items are.
+    distinct_of = itemgetter(*distinct) if len(distinct) > 1 else itemgetter(slice(1))
+    firsts = [positions[id(tensor)] for tensor in tensors]
+    repeats = [(position, first) for position, first in enumerate(firsts) if position != first]
 
     def guard_with_repeats(*given: torch.Tensor) -> bool:
-        has_same_repeats = all(given[position] is given[other] for position, other in pairs)
-        return has_same_repeats and guard(*(given[position] for position in distinct))
+        for position, first in repeats:
+            if given[position] is not given[first]:
+                return False
+        return guard(*distinct_of(given))
 
     return guard_with_repeats
 

@@ -123,16 +123,18 @@ def pair_of(
     return require_tensor(key, f"{argument}[0]"), require_tensor(value, f"{argument}[1]")
 
 
-def window_of(window_left: object, argument: str) -> int:
+def window_of(window: object, argument: str, *, has_own: bool = False) -> int:
     """Return the window: tokens that a row attends to, including itself; 0 is no limit.
+
+    The argument is their number, or without ``has_own`` that of the tokens before the row.
 
     Raises
     ------
     ArgumentError
         If it is no whole number.
     """
-    left = require_whole_number(window_left, argument, min_value=None, max_value=None)
-    return left + 1 if left >= 0 else 0
+    number = require_whole_number(window, argument, min_value=None, max_value=None)
+    return max(0, number if has_own else number + 1)
 
 
 def positive_factor(number: object, argument: str) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from mlagen.families.common.choice_log import log_choice, log_declined
-from mlagen.families.common.dispatch import DecodeCalls, OutputSpec
+from mlagen.families.common.dispatch import DecodeCalls
 from mlagen.families.common.launchers import require_gpu
+from mlagen.families.common.outputs import OutputSpec
 from mlagen.families.gqa.args import GqaArgs, canonical_numbers, signature_of
 from mlagen.families.gqa.debug_checks import check_contents
 from mlagen.families.gqa.launch_sm80 import GqaSm80Launcher, make_sm80_launcher

@@ -7,19 +7,19 @@ import torch
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.families.common.arguments import canonical_sinks
 from mlagen.families.common.choice_log import log_choice, log_declined
-from mlagen.families.common.dispatch import DecodeCalls, OutputSpec, call_missed
+from mlagen.families.common.dispatch import DecodeCalls, call_missed
 from mlagen.families.common.launchers import require_gpu
+from mlagen.families.common.outputs import OutputSpec
 from mlagen.families.mla.args import MlaArgs, canonical_numbers, key_of_args, signature_of
 from mlagen.families.mla.debug_checks import check_contents
 from mlagen.families.mla.launch_sm80 import MlaSm80Launcher, make_sm80_launcher
 from mlagen.families.mla.launch_sm90 import MlaSm90Launcher, make_sm90_launcher
-from mlagen.families.mla.launch_sm90_fp8kv import MlaSm90Fp8KvLauncher
 from mlagen.families.mla.problem import MlaProblem, check_problem
 from mlagen.families.mla.reference import decode_mla
 from mlagen.runtime.partition import NO_COOPERATION, WHOLE_GPU
 from mlagen.settings import Settings
 
-MlaLauncher = MlaSm80Launcher | MlaSm90Launcher | MlaSm90Fp8KvLauncher
+MlaLauncher = MlaSm80Launcher | MlaSm90Launcher
 
 
 def plan_call(

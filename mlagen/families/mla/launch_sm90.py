@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
 
 import torch
 
@@ -13,7 +15,6 @@ from mlagen.families.common.arguments import ALIGNMENT_BYTES
 from mlagen.families.common.choice_log import decline, log_declined
 from mlagen.families.common.launchers import scale_of, scratch_offset
 from mlagen.families.mla.args import LSE_FACTORS, MlaArgs
-from mlagen.families.mla.launch_sm90_fp8kv import MlaSm90Fp8KvLauncher, make_fp8kv_launcher
 from mlagen.families.mla.plan_sm90 import MlaSm90Plan, fits_in_int32
 from mlagen.families.mla.problem import MlaProblem, check_pointers
 from mlagen.families.mla.select import plan_mla_sm90_call, schedule_id_of
@@ -24,10 +25,13 @@ from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.partition import WHOLE_GPU
 from mlagen.runtime.semaphores import semaphores_of
 from mlagen.settings import Settings
-from mlagen.spec.kernel import pack_scalars
+from mlagen.spec.kernel import KernelSpec, pack_scalars
 from mlagen.spec.mla.sm90 import MlaSm90Spec
 from mlagen.spec.mla.sm90_fp8kv import MlaSm90Fp8KvSpec
 from mlagen.spec.mla.variant import MlaVariant
+
+MlaSm90AnySpec = MlaSm90Spec | MlaSm90Fp8KvSpec
+Values = Callable[[dict[str, Any]], tuple[Any, ...]]
 
 _COVERED = (
     "covered: sm_90a, (kv_lora_rank, qk_rope_head_dim) (512, 64), and of (lookup, values, mask) "
@@ -46,9 +50,10 @@ class MlaSm90Launcher:
     plan: MlaSm90Plan
     scratch_offset: int  # bytes in the workspace
     decode: LoadedKernel
-    maps: CacheMaps
+    maps: CacheMaps | None  # None: a kernel without TMA
     packed_scalars: tuple[bytes, bytes]  # the integer kernel parameters, by separate_rope
-    is_plain: bool  # no separate rope tensors, and no flat page ids
+    pointers_of: Values  # in the order of the kernel
+    floats_of: Values
     lse_factor: float
 
     def launch(
@@ -61,46 +66,55 @@ class MlaSm90Launcher:
         workspace = args.workspace_buffer.data_ptr()
         scratch = workspace + self.scratch_offset
         out_pointer = out.data_ptr()
-        query_rope = query + problem.query_rope_offset
-        rope_cache = cache + problem.rope_cache_offset
-        kv_indptr = 0
-        if not self.is_plain:
-            if args.query_rope is not None:
-                query_rope = args.query_rope.data_ptr()
-            if args.rope_cache is not None:
-                rope_cache = args.rope_cache.data_ptr()
-            if args.kv_indptr is not None:
-                kv_indptr = args.kv_indptr.data_ptr()
+        query_rope = _pointer(args.query_rope) or query + problem.query_rope_offset
+        rope_cache = _pointer(args.rope_cache) or cache + problem.rope_cache_offset
         all_pointers = query | query_rope | cache | rope_cache | workspace | out_pointer
         if all_pointers % ALIGNMENT_BYTES:
             check_pointers(args)
-        maps, separate_rope = self.maps[cache, rope_cache]
+        cu_seqlens_q = _pointer(args.cum_seq_lens_q)
         bmm1_tensor, bmm1_scale = scale_of(args.bmm1_scale)
         bmm2_tensor, bmm2_scale = scale_of(args.bmm2_scale)
+        values = {
+            "query": query,
+            "query_rope": query_rope,
+            "cache": cache,
+            "rope_cache": rope_cache,
+            "query_scales": _pointer(args.query_scales),
+            "kv_scales": _pointer(args.kv_scales),
+            "block_tables": args.block_tables.data_ptr(),
+            "kv_indptr": _pointer(args.kv_indptr),
+            "seq_lens": args.seq_lens.data_ptr(),
+            # In a sparse call every query token is a sequence.
+            "cu_seqlens_q": 0 if problem.top_k else cu_seqlens_q,
+            "sparse_cu_seqlens_q": cu_seqlens_q,
+            "topk_length": _pointer(args.top_k_lens),
+            "bmm1_scale_tensor": bmm1_tensor,
+            "bmm2_scale_tensor": bmm2_tensor,
+            "sinks": _pointer(args.sinks),
+            "out": out_pointer,
+            "lse": _pointer(lse),
+            "partial_out": scratch,
+            "partial_states": scratch + plan.partial_rows_offset,
+            "semaphores": semaphores_of(self.decode.device, workspace),
+            "bmm1_scale": bmm1_scale,
+            "bmm2_scale": bmm2_scale,
+            "latent_scale": args.latent_scale,
+            "rope_scale": args.rope_scale,
+            "lse_factor": self.lse_factor,
+        }
+        maps: tuple[bytes, ...] = ()
+        separate_rope = 0
+        if self.maps is not None:
+            joined, separate_rope = self.maps[cache, rope_cache]
+            maps = (joined,)
         decode_launch = launch(
             self.decode,
             plan.num_ctas,
             enable_pdl,
-            maps,
-            query,
-            query_rope,
-            cache,
-            args.block_tables.data_ptr(),
-            kv_indptr,
-            args.seq_lens.data_ptr(),
-            args.cum_seq_lens_q.data_ptr() if args.cum_seq_lens_q is not None else 0,
-            bmm1_tensor,
-            bmm2_tensor,
-            args.sinks.data_ptr() if args.sinks is not None else 0,
-            out_pointer,
-            lse.data_ptr() if lse is not None else 0,
-            scratch,
-            scratch + plan.partial_rows_offset,
-            semaphores_of(self.decode.device, workspace),
+            *maps,
+            *self.pointers_of(values),
             self.packed_scalars[separate_rope],
-            bmm1_scale,
-            bmm2_scale,
-            self.lse_factor,
+            *self.floats_of(values),
         )
         return (decode_launch,)
 
@@ -111,7 +125,7 @@ def make_sm90_launcher(
     index: int,
     settings: Settings,
     sms: int = WHOLE_GPU,
-) -> MlaSm90Launcher | MlaSm90Fp8KvLauncher | None:
+) -> MlaSm90Launcher | None:
     """Return the launcher for the signature of ``args`` on ``sms`` SMs of GPU ``index``.
 
     None if no sm90 kernel supports it, the call is so small that the sm80 kernel is faster, or the
@@ -150,30 +164,23 @@ def make_sm90_launcher(
     if plan.is_small and not is_forced:
         log_declined("the call is so small that this kernel is faster")
         return None
-    if isinstance(spec, MlaSm90Fp8KvSpec):
-        return make_fp8kv_launcher(args, problem, index, spec, plan)
-    maps = _maps_of_cache(problem, spec)
     try:
-        _ = maps[_base_addresses(args, problem)]
+        maps = _maps_of_cache(args, problem, spec)
     except DriverError as error:
         no_map = UnsupportedError(f"MLAGEN_MLA_KERNEL=sm90: {error}; {_COVERED}")
         decline(lambda: no_map, is_forced=is_forced)
         return None
     workspace, name = args.workspace_buffer, args.names.workspace_buffer
     offset = scratch_offset(workspace, name, plan.workspace_bytes)
-    separate_parts = (args.query_rope, args.rope_cache, args.kv_indptr)
-    schedule_id = schedule_id_of(args, problem, spec)
     return MlaSm90Launcher(
         problem=problem,
         plan=plan,
         scratch_offset=offset,
         decode=kernel_for(spec, index),
         maps=maps,
-        packed_scalars=(
-            _packed_scalars(args, problem, spec, plan, schedule_id=schedule_id, separate_rope=0),
-            _packed_scalars(args, problem, spec, plan, schedule_id=schedule_id, separate_rope=1),
-        ),
-        is_plain=all(part is None for part in separate_parts),
+        packed_scalars=_packed_scalars(args, problem, spec, plan),
+        pointers_of=_values_of(spec, "Q"),
+        floats_of=_values_of(spec, "f"),
         lse_factor=LSE_FACTORS[args.return_lse_base],
     )
 
@@ -190,9 +197,18 @@ def not_covered(index: int, variant: MlaVariant) -> UnsupportedError:
     )
 
 
-def _maps_of_cache(problem: MlaProblem, spec: MlaSm90Spec) -> CacheMaps:
+def _maps_of_cache(args: MlaArgs, problem: MlaProblem, spec: MlaSm90AnySpec) -> CacheMaps | None:
+    """Return the tensor maps of caches with the signature; that of ``args`` is encoded.
+
+    Raises
+    ------
+    DriverError
+        If the driver rejects it.
+    """
+    if isinstance(spec, MlaSm90Fp8KvSpec):
+        return None
     strides = problem.strides
-    return maps_of(
+    maps = maps_of(
         TensorMapLayout(
             spec=spec,
             num_pages=problem.num_pages,
@@ -202,38 +218,41 @@ def _maps_of_cache(problem: MlaProblem, spec: MlaSm90Spec) -> CacheMaps:
             rope_token_stride=strides["rope_token_stride"],
         )
     )
-
-
-def _base_addresses(args: MlaArgs, problem: MlaProblem) -> tuple[int, int]:
-    """Return the base addresses of the latent and rope parts of the cache."""
     cache = args.kv_cache.data_ptr()
-    if args.rope_cache is None:
-        return cache, cache + problem.rope_cache_offset
-    return cache, args.rope_cache.data_ptr()
+    _ = maps[cache, _pointer(args.rope_cache) or cache + problem.rope_cache_offset]
+    return maps
 
 
 def _packed_scalars(
-    args: MlaArgs,
-    problem: MlaProblem,
-    spec: MlaSm90Spec,
-    plan: MlaSm90Plan,
-    *,
-    schedule_id: int,
-    separate_rope: int,
-) -> bytes:
+    args: MlaArgs, problem: MlaProblem, spec: MlaSm90AnySpec, plan: MlaSm90Plan
+) -> tuple[bytes, bytes]:
+    # In a sparse call every query token is a sequence, and its table is its top-k indices.
     values = {
         **problem.strides,
         "total_rows": problem.tokens * problem.heads,
-        "num_seqs": problem.batch,
+        "num_seqs": problem.tokens if problem.top_k else problem.batch,
         "heads": problem.heads,
-        "q_len": problem.q_len,
-        "max_pages": problem.max_pages,
+        "q_len": 1 if problem.top_k else problem.q_len,
+        "max_pages": problem.top_k or problem.max_pages,
         "num_pages": problem.num_pages,
+        "sparse_num_seqs": problem.batch,
+        "sparse_q_len": problem.q_len,
+        "topk": problem.top_k,
         "num_cta_groups": plan.num_cta_groups,
         "cta_group_size": plan.cta_group_size,
-        "separate_rope": separate_rope,
         "is_causal": int(args.is_causal),
         "scores_take_bmm2": int(args.scores_take_bmm2),
-        "schedule_id": schedule_id,
+        "schedule_id": schedule_id_of(args, problem, spec),
     }
-    return pack_scalars(spec, values)
+    return (
+        pack_scalars(spec, {**values, "separate_rope": 0}),
+        pack_scalars(spec, {**values, "separate_rope": 1}),
+    )
+
+
+def _values_of(spec: KernelSpec, code: str) -> Values:
+    return itemgetter(*(field.name for field in spec.parameters if field.code == code))
+
+
+def _pointer(tensor: torch.Tensor | None) -> int:
+    return tensor.data_ptr() if tensor is not None else 0

@@ -1,4 +1,4 @@
-"""Capacity of the call cache, and the keys of calls."""
+"""Capacity of the call cache, its guards, and the keys of calls."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from mlagen.families.common import call_cache
+from mlagen.families.common import call_cache, tensor_guard
 from mlagen.families.common.call_cache import CallCache, Replay, pointers_of
 from mlagen.families.common.call_key import KeyKinds, compile_key, factors_of
+from tests.families.entry_points import ROWS, EntryPoint, make_entry_point, with_tensor
 
 TENSORS = (torch.ones(2), torch.zeros(3))
 
@@ -127,3 +128,127 @@ def test_factors_are_1_or_are_not() -> None:
     factors = [factors_of(key) for key in keys if key is not None]
 
     assert factors[0] == factors[1] != factors[2]
+
+
+@pytest.fixture(params=ROWS)
+def entry_point(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EntryPoint:
+    """Return an entry point with an empty call cache."""
+    return make_entry_point(monkeypatch, ROWS[request.param])
+
+
+def count_guards(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Return a list that grows with each attempt to make a guard."""
+    attempts: list[object] = []
+
+    def count(tensors: tuple[torch.Tensor, ...]) -> Any:
+        attempts.append(len(tensors))
+        return tensor_guard.make_guard(tensors)
+
+    monkeypatch.setattr(call_cache, "make_guard", count)
+    return attempts
+
+
+def test_alternating_kinds_of_tensors_have_a_guard_each(
+    entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inference and normal tensors with one signature have one guard each."""
+    attempts = count_guards(monkeypatch)
+    arguments = entry_point.row.build()
+    with torch.inference_mode():
+        inference = with_tensor(arguments, entry_point.row.tensors.split()[0], torch.clone)
+    calls = (arguments, inference)
+    expected = [entry_point.uncached_outcome(call) for call in calls]
+    attempts.clear()
+    entry_point.signatures.clear()
+
+    outcomes = [[entry_point.outcome(call) for call in calls] for _ in range(9)]
+
+    assert outcomes == [expected] * 9
+    assert len(attempts) == len(entry_point.signatures) == 2
+
+
+@pytest.mark.parametrize(("widths", "signatures"), [(4, 4), (5, 15)])
+def test_alternating_signatures_have_a_guard_each(
+    widths: int, signatures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signatures of one key have a guard each, even if the key has too few entries."""
+    attempts = count_guards(monkeypatch)
+    entry_point = make_entry_point(monkeypatch, ROWS["trtllm"])
+    arguments, table = entry_point.row.build(), torch.zeros(2, 20, dtype=torch.int32)
+
+    for _ in range(3):
+        for width in range(1, widths + 1):
+            entry_point.call(arguments | {"block_tables": table[:, :-width].clone()})
+
+    assert len(attempts) == widths
+    assert len(entry_point.signatures) <= signatures
+
+
+def test_a_signature_has_few_guards(
+    entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signature whose guards reject its tensors gets no guard at every call."""
+    attempts: list[object] = []
+
+    def make_rejecting_guard(tensors: tuple[torch.Tensor, ...]) -> Any:
+        attempts.append(len(tensors))
+        return lambda *_: False
+
+    monkeypatch.setattr(call_cache, "make_guard", make_rejecting_guard)
+    arguments = entry_point.row.build()
+
+    for _ in range(9):
+        entry_point.call(arguments)
+
+    assert len(attempts) == call_cache._MAX_GUARDS
+    assert len(entry_point.signatures) == 9
+
+
+def test_without_torch_guards_calls_read_signatures(
+    entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A torch without guards has the same results, by signatures alone."""
+    monkeypatch.setattr(tensor_guard, "_valid_guards", lambda: None)
+    arguments = entry_point.row.build()
+    expected = entry_point.uncached_outcome(arguments)
+
+    outcomes = [entry_point.outcome(arguments) for _ in range(3)]
+
+    assert outcomes == [expected] * 3
+    assert entry_point.reads_signature(arguments)
+
+
+def test_lengths_with_equal_rounding_share_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A length affects the scheduling only, by four significant bits."""
+    entry_point = make_entry_point(monkeypatch, ROWS["trtllm"])
+    arguments = entry_point.row.build()
+    entry_point.call(arguments | {"max_seq_len": 70})
+
+    assert entry_point.is_replayed(arguments | {"max_seq_len": 71})
+    assert not entry_point.is_replayed(arguments | {"max_seq_len": 73})
+
+
+# Two arguments that may be one tensor.
+PAIRS = {
+    "trtllm": ("kv_cache", "workspace_buffer"),
+    "xqa_batch_mla": ("kv_cache", "workspace_buffer"),
+    "xqa_mla": ("k_cache", "v_cache"),
+    "xqa": ("k_cache", "v_cache"),
+    "xqa_batch": ("kv_cache", "kv_cache[1]"),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_one_tensor_as_two_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repeated tensor hits its entry, and two distinct tensors do not."""
+    entry_point, (first, second) = make_entry_point(monkeypatch, ROWS[name]), PAIRS[name]
+    arguments = entry_point.row.build()
+    given = arguments[first]
+    tensor = given[0] if isinstance(given, tuple) else given
+    repeated = with_tensor(arguments, second, lambda _: tensor)
+
+    outcomes = [entry_point.outcome(repeated) for _ in range(9)]
+
+    assert outcomes == [entry_point.uncached_outcome(repeated)] * 9
+    assert not entry_point.reads_signature(repeated)
+    entry_point.require_independent(repeated, with_tensor(repeated, second, torch.clone))

@@ -10,7 +10,6 @@ import torch
 
 from mlagen.errors import ArgumentError
 from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
-from mlagen.families.mla import launch_sm90_fp8kv as mla_sm90_fp8kv_launcher
 from mlagen.runtime import partition
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
@@ -73,16 +72,13 @@ def context(entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch) -> Context
     monkeypatch.setattr(partition, "partitioned_gpus", set())
     monkeypatch.setattr(partition, "_rejected", set())
     monkeypatch.setattr(partition, "_current_sms", lambda _: context.sms % GPU_SMS)
-    for module in (mla_sm90_launcher, mla_sm90_fp8kv_launcher):
-        record = module.launch
+    record = vars(mla_sm90_launcher)["launch"]
 
-        def launch(
-            kernel: LoadedKernel, blocks: int, *values: Any, record: Any = record
-        ) -> _Checked:
-            context.check(kernel, blocks)
-            return _Checked(context, kernel, blocks, record(kernel, blocks, *values))
+    def launch(kernel: LoadedKernel, blocks: int, *values: Any) -> _Checked:
+        context.check(kernel, blocks)
+        return _Checked(context, kernel, blocks, record(kernel, blocks, *values))
 
-        monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(mla_sm90_launcher, "launch", launch)
     return context
 
 

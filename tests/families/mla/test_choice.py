@@ -11,7 +11,6 @@ from mlagen.errors import DriverError, UnsupportedError
 from mlagen.families.mla import tensor_maps as mla_maps
 from mlagen.families.mla.launch_sm80 import MlaSm80Launcher
 from mlagen.families.mla.launch_sm90 import MlaSm90Launcher
-from mlagen.families.mla.launch_sm90_fp8kv import MlaSm90Fp8KvLauncher
 from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
@@ -81,7 +80,7 @@ def test_fp8_kv_calls_use_the_fp8kv_kernel(
     call, _, _ = launched(inputs, launches, kernel)
 
     is_sm80 = kernel == "sm80"
-    assert isinstance(call, MlaSm80Launcher if is_sm80 else MlaSm90Fp8KvLauncher)
+    assert isinstance(call, MlaSm80Launcher if is_sm80 else MlaSm90Launcher)
     assert launches[0].family == ("mla_sm80" if is_sm80 else "mla_sm90_fp8kv")
 
 
