@@ -292,7 +292,7 @@ def xqa_mla(
         out=output,
         bmm1_scale=q_scale,
         bmm2_scale=kv_scale,
-        scores_take_bmm2=True,
+        bmm2_scales_scores=True,
         value_cache=v_cache if is_separate else None,
         names=_XQA_MLA_NAMES,
     )

@@ -83,7 +83,7 @@ class TestGqa:
     def test_views_of_xqa_mla(self, values: str, device: str) -> None:
         """Lengths may be flat, V a view of K, and strides of axes of size 1 are ignored."""
         case = MlaCase(seq_lens=(70, 3, 0), dtype=E4M3, cache_layout="[P,ps,1,d]")
-        case = replace(case, values=values, output_scale=0.5, scores_take_bmm2=True)
+        case = replace(case, values=values, output_scale=0.5, bmm2_scales_scores=True)
         problem = case.build(device)
         v_cache = xqa_mla_arguments(problem)["v_cache"]
         pages, tokens, width = v_cache.squeeze(2).stride()

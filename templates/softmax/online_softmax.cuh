@@ -8,7 +8,7 @@
 // Factor of the scores Q K^T, natural base.
 __device__ inline float score_scale(const Params& params) {
   const float scale = value_of(params.bmm1_scale_tensor, params.bmm1_scale);
-  return params.scores_take_bmm2 ? scale * value_of(params.bmm2_scale_tensor, params.bmm2_scale)
+  return params.bmm2_scales_scores ? scale * value_of(params.bmm2_scale_tensor, params.bmm2_scale)
                                  : scale;
 }
 

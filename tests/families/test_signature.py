@@ -61,7 +61,7 @@ FAMILIES = {
             "max_q_len": (2, 3),
             "top_k": (64, 0.0, False),
             "is_causal": (False, 1),
-            "scores_take_bmm2": (True, 0),
+            "bmm2_scales_scores": (True, 0),
             "latent_scale": (0.5, torch.ones(2)),
             "rope_scale": (0.5, torch.ones(2)),
             "is_fp8_per_token": (True, 0),

@@ -171,7 +171,7 @@ def test_xqa_mla(lens: tuple[int, ...], page: int, kind: str) -> None:
             values="other cache",
             score_scale=q_scale * 192**-0.5,
             output_scale=kv_scale,
-            scores_take_bmm2=True,
+            bmm2_scales_scores=True,
         )
 
         _check_with_pdl("xqa_mla", case)

@@ -193,7 +193,7 @@ ENTRY_POINTS = {
         EntryPoint(
             name="xqa_mla",
             function=mlagen.xqa.xqa_mla,
-            case=partial(MlaCase, scores_take_bmm2=True),
+            case=partial(MlaCase, bmm2_scales_scores=True),
             arguments=xqa_mla_arguments,
             names=_XQA_NAMES,
         ),

@@ -74,14 +74,16 @@ class MlaCase(Case):
     bias: str = ""  # "one for all heads", or "for each head"
     mask: str = ""  # of flare_mla_decoding: a name of ``tests.problems.masks.MASKS``
     is_causal: bool = True
-    scores_take_bmm2: bool = False
+    bmm2_scales_scores: bool = False
 
     @property
     def has_trtllm_entry_point(self) -> bool:
         """Whether ``trtllm_batch_decode_with_kv_cache_mla`` has arguments for it."""
         unusual = (self.separate_rope, self.flat_tables, self.scales, self.bias, self.mask)
         other_form = self.kv_format == "fp8_per_token" or self.values == "other cache"
-        return not any(unusual) and not other_form and self.is_causal and not self.scores_take_bmm2
+        return (
+            not any(unusual) and not other_form and self.is_causal and not self.bmm2_scales_scores
+        )
 
     def build(self, device: str) -> MlaProblem:
         """Return the tensors on ``device`` and the data for checking a result."""
@@ -237,7 +239,7 @@ class MlaProblem(Problem):
     def expected(self) -> Attention:
         """Return the float64 result: out ``[tokens, heads, rank]`` and LSE ``[tokens, heads]``."""
         case = self.case
-        factor = case.output_scale if case.scores_take_bmm2 else 1.0
+        factor = case.output_scale if case.bmm2_scales_scores else 1.0
         has_scales = bool(case.scales) or case.kv_format.startswith("fp8_")
         parts = []
         for tokens in self.visible:

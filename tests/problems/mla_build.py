@@ -57,7 +57,7 @@ def build(case: MlaCase, device: str) -> MlaProblem:
     tables, kv_indptr = _tables(case, caches)
     extra_args: dict[str, Any] = {
         "is_causal": case.is_causal,
-        "scores_take_bmm2": case.scores_take_bmm2,
+        "bmm2_scales_scores": case.bmm2_scales_scores,
         "bias": bias,
         "kv_indptr": kv_indptr,
         **_scale_fields(case, caches[0], query),

@@ -76,7 +76,7 @@ _BF16 = (
         seq_lens=(70, 3, 0),
         values="other cache",
         output_scale=0.5,
-        scores_take_bmm2=True,
+        bmm2_scales_scores=True,
         heads=128,
     ),
     MlaCase(seq_lens=(5000, 70), bias="for each head"),
@@ -235,7 +235,7 @@ XQA_MLA_CASES = (
             seq_lens=(0, 2, page - 1, page, page + 1, 514),
             score_scale=scale * 192**-0.5,
             output_scale=scale,
-            scores_take_bmm2=True,
+            bmm2_scales_scores=True,
         )
         for page, layout, values, scale in (
             (16, "[P,ps,1,d]", "other cache", 1.0),
@@ -255,7 +255,7 @@ XQA_MLA_CASES = (
             values=values,
             seq_lens=(2, 15, 256, 514, 2048),
             output_scale=0.5,
-            scores_take_bmm2=True,
+            bmm2_scales_scores=True,
         )
         for kind in ("bf16", "fp16", "e4m3")
         for heads, values in ((1, "shared"), (20, "other cache"), (128, "shared"))

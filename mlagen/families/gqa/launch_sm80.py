@@ -142,7 +142,7 @@ def _packed_scalars(spec: GqaSm80Spec, problem: GqaProblem, plan: Sm80Plan) -> b
         "num_pages": problem.num_pages,
         "row_tiles": plan.row_tiles,
         "num_splits": plan.splits,
-        "scores_take_bmm2": int(problem.scores_take_bmm2),
+        "bmm2_scales_scores": int(problem.bmm2_scales_scores),
     }
     for part in ("key", "value", "key_scale", "value_scale"):
         strides = getattr(problem, f"{part}_strides")

@@ -183,6 +183,6 @@ def _packed_scalars(spec: GqaSm90Spec, problem: GqaProblem, plan: GqaSm90Plan) -
         "max_tokens": min(problem.max_pages * problem.variant.page_size, MAX_TOKENS),
         "block_tables_stride": problem.block_tables_stride,
         "num_pages": problem.num_pages,
-        "scores_take_bmm2": int(problem.scores_take_bmm2),
+        "bmm2_scales_scores": int(problem.bmm2_scales_scores),
     }
     return pack_scalars(spec, values)

@@ -73,7 +73,7 @@ class GqaProblem:
     value_offset: int  # bytes from the first key to the first value in one tensor
     value_scale_offset: int
     score_factor: float
-    scores_take_bmm2: bool
+    bmm2_scales_scores: bool
     takes_bmm2: bool
 
     @property
@@ -145,7 +145,7 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         value_offset=_offset(args.key_cache) if args.value_cache is None else 0,
         value_scale_offset=_offset(args.key_scales) if args.value_scales is None else 0,
         score_factor=head_dim**-0.5 if args.scales_like_xqa else 1.0,
-        scores_take_bmm2=args.scales_like_xqa and is_quantised,
+        bmm2_scales_scores=args.scales_like_xqa and is_quantised,
         takes_bmm2=is_quantised or not args.scales_like_xqa,
     )
 

@@ -118,7 +118,7 @@ def _attend(
         return torch.zeros_like(query)
     bmm2_scale = float(args.bmm2_scale) if problem.takes_bmm2 else 1.0
     score_scale = float(args.bmm1_scale) * problem.score_factor
-    if problem.scores_take_bmm2:
+    if problem.bmm2_scales_scores:
         score_scale *= bmm2_scale
     by_kv_head = query.view(problem.kv_heads, problem.group_size, -1)
     scores = by_kv_head @ keys.permute(1, 2, 0) * score_scale

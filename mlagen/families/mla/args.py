@@ -70,7 +70,7 @@ class MlaArgs(NamedTuple):
     top_k: int = 0
     top_k_lens: torch.Tensor | None = None  # int32 [tokens]
     is_causal: bool = True
-    scores_take_bmm2: bool = False
+    bmm2_scales_scores: bool = False
     query_rope: torch.Tensor | None = None  # with it, query holds the latent part only
     query_scales: torch.Tensor | None = None  # fp32 [tokens], fp8_per_token only
     rope_cache: torch.Tensor | None = None  # with it, kv_cache holds the latent part only
@@ -138,6 +138,6 @@ key_of_args = compile_key(
             "None if bias is None else max_seq_len",
             "out_shape",
         ),  # it must cover the length
-        words="return_lse return_lse_base max_q_len is_causal scores_take_bmm2 is_fp8_per_token",
+        words="return_lse return_lse_base max_q_len is_causal bmm2_scales_scores is_fp8_per_token",
     ),
 )

@@ -182,7 +182,7 @@ def _packed_scalars(args: MlaArgs, problem: MlaProblem, spec: MlaSm80Spec, plan:
         "num_splits": plan.splits,
         "topk": problem.top_k,
         "is_causal": int(args.is_causal),
-        "scores_take_bmm2": int(args.scores_take_bmm2),
+        "bmm2_scales_scores": int(args.bmm2_scales_scores),
     }
     return pack_scalars(spec, values)
 

@@ -241,7 +241,7 @@ def _packed_scalars(
         "num_cta_groups": plan.num_cta_groups,
         "cta_group_size": plan.cta_group_size,
         "is_causal": int(args.is_causal),
-        "scores_take_bmm2": int(args.scores_take_bmm2),
+        "bmm2_scales_scores": int(args.bmm2_scales_scores),
         "schedule_id": schedule_id_of(args, problem, spec),
     }
     return (

@@ -132,7 +132,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention of one query token ``[heads, head_dim_qk]``, and its natural LSE."""
     factor = float(args.bmm1_scale)
-    if args.scores_take_bmm2:
+    if args.bmm2_scales_scores:
         factor *= float(args.bmm2_scale)
     scores = query @ keys.T * factor
     is_masked = None

@@ -159,7 +159,7 @@ class GqaSm80Spec(GqaSpec):
         int32("num_pages"),
         int32("row_tiles"),
         int32("num_splits"),
-        int32("scores_take_bmm2"),
+        int32("bmm2_scales_scores"),
         float32("bmm1_scale"),
         float32("bmm2_scale"),
         float32("score_factor"),

@@ -88,7 +88,7 @@ class GqaSm90Spec(GqaSpec):
         int32("max_tokens"),
         int32("block_tables_stride"),
         int32("num_pages"),
-        int32("scores_take_bmm2"),
+        int32("bmm2_scales_scores"),
         float32("bmm1_scale"),
         float32("bmm2_scale"),
         float32("score_factor"),

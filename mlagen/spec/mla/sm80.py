@@ -101,7 +101,7 @@ class MlaSm80Spec(KernelSpec):
         int32("num_splits"),
         int32("topk"),
         int32("is_causal"),
-        int32("scores_take_bmm2"),
+        int32("bmm2_scales_scores"),
         float32("bmm1_scale"),
         float32("bmm2_scale"),
         float32("latent_scale"),

@@ -81,7 +81,7 @@ class MlaSm90Spec(KernelSpec):
         int32("cta_group_size"),
         int32("separate_rope"),
         int32("is_causal"),
-        int32("scores_take_bmm2"),
+        int32("bmm2_scales_scores"),
         int32("schedule_id"),
         float32("bmm1_scale"),
         float32("bmm2_scale"),

@@ -72,7 +72,7 @@ class MlaSm90Fp8KvSpec(MlaSm90Fp8Base):
         int32("num_cta_groups"),
         int32("cta_group_size"),
         int32("is_causal"),
-        int32("scores_take_bmm2"),
+        int32("bmm2_scales_scores"),
         int32("schedule_id"),
         float32("bmm1_scale"),
         float32("bmm2_scale"),

@@ -80,7 +80,7 @@ def test_a_call_without_splits_launches_one_kernel_with_all_parameters(
         "num_pages": len(inputs.key_cache),
         "row_tiles": 1,
         "num_splits": 1,
-        "scores_take_bmm2": 0,
+        "bmm2_scales_scores": 0,
         "bmm1_scale": 0.25,
         "bmm2_scale": 0.0,
         "score_factor": 1.0,

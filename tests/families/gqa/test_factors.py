@@ -38,5 +38,5 @@ def test_factors(
 
     _, _, launches = launches_of(inputs, monkeypatch)
 
-    names = ("score_factor", "scores_take_bmm2", "bmm2_scale", "output_factor")
+    names = ("score_factor", "bmm2_scales_scores", "bmm2_scale", "output_factor")
     assert tuple(launches[0].values[name] for name in names) == pytest.approx(factors)

@@ -202,7 +202,7 @@ def test_a_call_launches_one_kernel_with_all_parameters(
         "max_tokens": inputs.block_tables.shape[1] * 64,
         "block_tables_stride": inputs.block_tables.stride(0),
         "num_pages": pages,
-        "scores_take_bmm2": 0,
+        "bmm2_scales_scores": 0,
         "bmm1_scale": 0.25,
         "bmm2_scale": 0.0,
         "score_factor": 1.0,
@@ -231,7 +231,7 @@ def test_xqa_has_its_own_score_factors(monkeypatch: pytest.MonkeyPatch) -> None:
 
     _, _, launches = launches_of(inputs, monkeypatch, "sm90")
 
-    assert launches[0].values["scores_take_bmm2"] == 1
+    assert launches[0].values["bmm2_scales_scores"] == 1
     assert launches[0].values["score_factor"] == 128**-0.5
 
 

@@ -52,11 +52,11 @@ RARE: dict[str, tuple[MlaCase, dict[str, Any]]] = {
         },
     ),
     "values in another cache": (
-        replace(UNIFORM, values="other cache", scores_take_bmm2=True),
+        replace(UNIFORM, values="other cache", bmm2_scales_scores=True),
         {
             "value_cache": lambda i: i.value_cache.data_ptr(),
             "value_tables": lambda i: i.block_tables.data_ptr(),
-            "scores_take_bmm2": 1,
+            "bmm2_scales_scores": 1,
         },
     ),
     "e4m3": (

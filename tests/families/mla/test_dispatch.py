@@ -52,7 +52,7 @@ def test_a_call_without_splits_launches_one_kernel_with_all_parameters(
     unused += ("cu_seqlens_q", "topk_length", "bias", "bmm1_scale_tensor", "lse")
     strides = ("scale_page_stride", "scale_token_stride", "bias_stride", "bias_head_stride")
     expected: dict[str, float] = {
-        **dict.fromkeys((*unused, *strides, "topk", "scores_take_bmm2"), 0),
+        **dict.fromkeys((*unused, *strides, "topk", "bmm2_scales_scores"), 0),
         "query": inputs.query.data_ptr(),
         "query_rope": inputs.query.data_ptr() + 1024,
         "cache": inputs.kv_cache.data_ptr(),

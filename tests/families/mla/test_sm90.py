@@ -71,7 +71,7 @@ def test_a_call_launches_one_kernel_with_all_parameters(launches: list[Launch]) 
     scratch = scratch_of(inputs.workspace_buffer, 2 * 4 * 16 * (512 * 2 + 16))
     unused = ("kv_indptr", "cu_seqlens_q", "bmm1_scale_tensor", "lse")
     expected: dict[str, Any] = {
-        **dict.fromkeys((*unused, "separate_rope", "scores_take_bmm2"), 0),
+        **dict.fromkeys((*unused, "separate_rope", "bmm2_scales_scores"), 0),
         "latent_map": maps[:128],
         "rope_map": maps[128:256],
         "kv_map": maps[256:],
@@ -144,8 +144,8 @@ RARE: dict[str, tuple[MlaCase, dict[str, Any]]] = {
         {"page_stride": 16 * 576 * 2, "separate_rope": 0},
     ),
     "scores that take a scale of values": (
-        replace(UNIFORM, scores_take_bmm2=True),
-        {"scores_take_bmm2": 1},
+        replace(UNIFORM, bmm2_scales_scores=True),
+        {"bmm2_scales_scores": 1},
     ),
 }
 

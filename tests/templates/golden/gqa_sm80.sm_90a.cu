@@ -405,7 +405,7 @@ struct Params {
   int num_pages;
   int row_tiles;
   int num_splits;
-  int scores_take_bmm2;
+  int bmm2_scales_scores;
   float bmm1_scale;
   float bmm2_scale;
   float score_factor;
@@ -1285,7 +1285,7 @@ struct KvLoader {
 // Factor of the scores Q K^T, natural base.
 __device__ inline float score_scale(const Params& params) {
   const float scale = value_of(params.bmm1_scale_tensor, params.bmm1_scale);
-  return params.scores_take_bmm2 ? scale * value_of(params.bmm2_scale_tensor, params.bmm2_scale)
+  return params.bmm2_scales_scores ? scale * value_of(params.bmm2_scale_tensor, params.bmm2_scale)
                                  : scale;
 }
 
