@@ -40,8 +40,8 @@ def observe(monkeypatch: pytest.MonkeyPatch, **environ: str) -> None:
 def built(name: str) -> Call:
     """Return a call of :data:`BUILDERS`, observed."""
     function, arguments = BUILDERS[name]()
-    is_entry = isinstance(function, FunctionType) and not hasattr(function, "__wrapped__")
-    if is_entry and function.__module__.startswith("mlagen."):
+    is_entry = isinstance(function, FunctionType) and function.__module__.startswith("mlagen.")
+    if is_entry and function.__code__.co_filename != observed.__file__:
         function = observed.observed(function)
     return function, arguments
 

@@ -118,7 +118,8 @@ def test_the_api_page_links_to_the_source_of_every_name() -> None:
     page = PAGES["docs/reference/api.md"]
     linked = {(page.parent / target).resolve() for target in links_of(page.read_text("utf-8"))}
 
-    found = {name: inspect.getsourcefile(pkgutil.resolve_name(name)) for name in api_names()}
+    functions = {name: inspect.unwrap(pkgutil.resolve_name(name)) for name in api_names()}
+    found = {name: inspect.getsourcefile(function) for name, function in functions.items()}
 
     assert {name for name, path in found.items() if Path(path or "") not in linked} == set()
 

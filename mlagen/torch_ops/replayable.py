@@ -75,7 +75,6 @@ def replayable(
         )
         entry.__defaults__, entry.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
         functools.update_wrapper(entry, function)
-        del entry.__wrapped__  # it is the entry point: nothing calls the undecorated function
         return cast("FunctionT", entry)
 
     return decorate
