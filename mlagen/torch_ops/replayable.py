@@ -6,9 +6,9 @@ another function would cost more than any other step of a replay.
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
-import linecache
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -65,11 +65,14 @@ def replayable(
 
     def decorate(function: FunctionT) -> FunctionT:
         source, code = _source_of(function, kinds, returns, has_op=has_op), KeyCode(function, kinds)
-        # A traceback shows the lines of a file that linecache knows.
-        file = f"<prologue of {function.__module__}.{function.__name__}>"
-        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+        tree, place = ast.parse(source), function.__code__
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.expr, ast.stmt)):  # for tracebacks and inspect
+                node.lineno = node.end_lineno = place.co_firstlineno
+                node.col_offset = node.end_col_offset = 0
         namespace: dict[str, Any] = {}
-        exec(compile(source, file, "exec"), function.__globals__, namespace)  # noqa: S102 - as dataclasses do
+        compiled = compile(tree, place.co_filename, "exec")
+        exec(compiled, function.__globals__, namespace)  # noqa: S102 - as dataclasses do
         entry = namespace["make"](
             function, calls.replay, call_missed, is_compiling, is_traced, as_op, **code.names
         )

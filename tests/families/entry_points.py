@@ -99,7 +99,7 @@ class Row:
     calls: DecodeCalls[Any, Any]
     build: Callable[[], dict[str, Any]]  # the arguments
     tensors: str  # the tensor arguments, which checks and launches depend on
-    max_files: int = 4  # of a replay
+    max_files: int = 5  # of a replay
 
     @property
     def family(self) -> str:
