@@ -131,7 +131,7 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
         def launch(kernel: LoadedKernel, blocks: int, _: bool, *values: float | bytes) -> None:
             emulator.launch(kernel.spec, kernel.packing.pack(*values), blocks, seed)
 
-        def run(inputs: GqaArgs, enable_pdl: bool, _: object) -> tuple[torch.Tensor, ...]:
+        def run(inputs: GqaArgs, enable_pdl: bool, *_: object) -> tuple[torch.Tensor, ...]:
             request = check_problem(inputs)
             on_gpu = replace(request, device=torch.device("cuda", 0))
             call = gqa_sm90_launcher.make_sm90_launcher(inputs, on_gpu, 0, is_forced=True)

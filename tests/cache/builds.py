@@ -13,8 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytest
-
 from mlagen.artifacts import Build
 from mlagen.cache.entry import CacheEntry, read_entry
 from mlagen.cache.folder import Folder, open_below
@@ -24,8 +22,6 @@ from mlagen.cache.store import KernelStore
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLCHAIN = "nvrtc-13.5.37"
-Patch = pytest.MonkeyPatch
-Log = pytest.LogCaptureFixture
 Result = TypeVar("Result")
 CUBIN = b"\x7fELF" + bytes(range(256)) * 4
 

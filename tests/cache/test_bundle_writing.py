@@ -19,8 +19,9 @@ from mlagen.cache.entry import Manifest
 from mlagen.cache.layout import Layout
 from mlagen.cache.publish import publish
 from mlagen.cache.store import KernelStore
-from tests.cache.builds import Patch, entry_folder, failing, make_build, make_store, tree
+from tests.cache.builds import entry_folder, failing, make_build, make_store, tree
 from tests.cache.bundle_cases import FAMILIES, bundle_bytes, filled_store, key_for, members_of
+from tests.fixture_types import Patch
 
 
 @pytest.fixture

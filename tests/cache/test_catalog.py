@@ -15,7 +15,6 @@ from mlagen.cache.layout import Layout
 from mlagen.errors import CacheError
 from tests.cache.builds import (
     TOOLCHAIN,
-    Patch,
     entry_folder,
     failing,
     make_build,
@@ -23,6 +22,7 @@ from tests.cache.builds import (
     make_store,
     tree,
 )
+from tests.fixture_types import Patch
 
 KEYS = [make_key(f"family {number}") for number in range(5)]
 

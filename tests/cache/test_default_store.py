@@ -11,7 +11,8 @@ import pytest
 from mlagen.cache.default_store import kernel_store, packaged_layers
 from mlagen.settings import current_settings
 from tests.cache import builds
-from tests.cache.builds import Log, Patch, make_build, make_key, make_store
+from tests.cache.builds import make_build, make_key, make_store
+from tests.fixture_types import Log, Patch
 
 KEY = make_key()
 

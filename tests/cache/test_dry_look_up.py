@@ -11,9 +11,10 @@ import pytest
 from mlagen.cache.entry import Manifest
 from mlagen.cache.key import CacheKey
 from mlagen.cache.store import KernelStore
-from tests.cache.builds import Log, entry_folder, make_build, make_key, make_store
+from tests.cache.builds import entry_folder, make_build, make_key, make_store
 from tests.cache_tools.altered import snapshot
 from tests.faults.steps import warnings_in
+from tests.fixture_types import Log
 
 NEWEST, OLD = "nvrtc-13.5.37", "nvrtc-13.0.88"
 ANY = make_key(toolchain="nvrtc-13")

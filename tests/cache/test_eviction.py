@@ -15,7 +15,6 @@ from mlagen.cache.layout import Layout
 from mlagen.monitoring import metrics
 from tests.cache.builds import (
     CUBIN,
-    Patch,
     entry_folder,
     failing,
     full_path,
@@ -26,6 +25,7 @@ from tests.cache.builds import (
     tree,
 )
 from tests.faults.steps import store_in
+from tests.fixture_types import Patch
 
 KEYS = [make_key(f"family {number}") for number in range(10)]
 HOUR_S = 3600.0

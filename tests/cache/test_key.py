@@ -11,7 +11,8 @@ import pytest
 
 from mlagen.cache import key as key_module
 from mlagen.cache.key import CacheKey
-from tests.cache.builds import ROOT, Patch, make_key
+from tests.cache.builds import ROOT, make_key
+from tests.fixture_types import Patch
 
 GOLDEN = "366b040f0683f11ef6ba7bf90a93cf8b9372e96827efd7e9a536745eb2cce23c"
 

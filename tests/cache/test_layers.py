@@ -13,16 +13,9 @@ from mlagen.cache.key import CacheKey
 from mlagen.cache.layers import REASONS
 from mlagen.cache.store import KernelStore
 from tests.cache import builds
-from tests.cache.builds import (
-    CountedBuild,
-    Log,
-    entry_folder,
-    make_build,
-    make_key,
-    make_store,
-    tree,
-)
+from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, make_store, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
+from tests.fixture_types import Log
 
 OLDER, NEWER = "nvrtc-13.4.92", "nvrtc-13.10.5"
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from mlagen.cache.layout import Layout, is_abandoned
-from tests.cache.builds import Patch, in_child
+from tests.cache.builds import in_child
+from tests.fixture_types import Patch
 
 HOST = os.uname().nodename
 

@@ -15,8 +15,9 @@ import pytest
 
 from mlagen.cache import lock as lock_module
 from mlagen.cache.lock import compile_lock
-from tests.cache.builds import Log, Patch, failing, in_child
+from tests.cache.builds import failing, in_child
 from tests.faults.privileges import give_up_capabilities
+from tests.fixture_types import Log, Patch
 
 
 @pytest.fixture(autouse=True)

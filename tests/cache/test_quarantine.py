@@ -14,7 +14,8 @@ import pytest
 from mlagen.cache import quarantine
 from mlagen.cache.files import identity_of
 from mlagen.cache.layout import Layout
-from tests.cache.builds import Patch, failing, tree
+from tests.cache.builds import failing, tree
+from tests.fixture_types import Patch
 
 KEY = "ab" * 32
 

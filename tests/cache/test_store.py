@@ -19,8 +19,6 @@ from mlagen.errors import ArgumentError, CacheError
 from tests.cache import builds
 from tests.cache.builds import (
     CountedBuild,
-    Log,
-    Patch,
     entry_folder,
     failing,
     make_build,
@@ -28,6 +26,7 @@ from tests.cache.builds import (
     make_store,
     tree,
 )
+from tests.fixture_types import Log, Patch
 
 KEY = make_key()
 

@@ -10,7 +10,8 @@ import pytest
 
 from mlagen.cache.folder import open_below, require_trusted_layout
 from mlagen.cache.layout import Layout
-from tests.cache.builds import Patch, entry_folder, make_build, make_key, make_store, opened
+from tests.cache.builds import entry_folder, make_build, make_key, make_store, opened
+from tests.fixture_types import Patch
 
 KEY = make_key()
 

@@ -19,8 +19,9 @@ from mlagen.cache.default_store import packaged_layers
 from mlagen.cache.store import KernelStore
 from mlagen.cache.wheel import export_wheel, package_of
 from mlagen.errors import ArgumentError
-from tests.cache.builds import CUBIN, Patch, entry_folder, tree
+from tests.cache.builds import CUBIN, entry_folder, tree
 from tests.cache.bundle_cases import FAMILIES, filled_store, key_for
+from tests.fixture_types import Patch
 
 # Not by find_spec: setuptools takes that for an import of pip, and hides its distutils for good,
 # which fails where Inductor compiles later.

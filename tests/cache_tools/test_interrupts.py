@@ -29,7 +29,8 @@ from tests.cache.bundle_cases import bundle_bytes, filled_store
 from .conftest import ROOT, Run, Start
 
 DEFAULT = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
-MAIN = f"{DEFAULT}from cache_tools.__main__ import main; main()"
+RUN = "from cache_tools.__main__ import main; main()"
+MAIN = DEFAULT + RUN
 BEGIN = (
     f"{DEFAULT}from cache_tools.tools.interrupts import install_handlers;"
     "install_handlers(); print('begin', flush=True);"
@@ -41,7 +42,7 @@ KERNELS = ("prewarm", *OPTIONS.split())
 def interrupt_often(after_s: float, *options: str) -> tuple[int, str]:
     """Start a prewarm, interrupt it three times, 50 ms apart; return its code and its stderr."""
     process = subprocess.Popen(
-        [sys.executable, "-c", BEGIN + MAIN, *KERNELS, "-j", "2", *options],
+        [sys.executable, "-c", BEGIN + RUN, *KERNELS, "-j", "2", *options],
         cwd=ROOT,
         env=os.environ,
         stdout=subprocess.PIPE,

@@ -61,7 +61,7 @@ def test_tile_and_registers_are_those_of_the_source() -> None:
     tiles = {
         "mla_sm90": {"BLOCK_M": 64, "BLOCK_N": 64, "stages": 2},
         "mla_sm90_fp8": {"BLOCK_M": 64, "BLOCK_N": 64, "stages": 5},
-        "gqa_sm80(stages=6)": {"BLOCK_M": 16, "stages": 6},
+        "gqa_sm80(stages=6)": {"BLOCK_M": 16, "BLOCK_N": 16, "stages": 6},
         "combine": {},
     }
     view, end = KernelView.of(COMBINE), " per thread at launch"

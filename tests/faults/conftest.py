@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cache.builds import Patch
+from tests.fixture_types import Patch
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,8 @@ from mlagen.artifacts import Build
 from mlagen.cache.entry import CacheEntry
 from mlagen.cache.key import CacheKey
 from mlagen.cache.store import KernelStore
-from tests.cache.builds import Log, Patch, make_build, make_key
+from tests.cache.builds import make_build, make_key
+from tests.fixture_types import Log, Patch
 
 KEY = make_key()
 Act = Callable[[str], object]

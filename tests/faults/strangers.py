@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.cache.builds import Patch, entry_folder
+from tests.cache.builds import entry_folder
 from tests.faults.steps import KEY
+from tests.fixture_types import Patch
 
 STRANGER = 65534
 

@@ -22,9 +22,10 @@ from mlagen.cache.key import CacheKey
 from mlagen.engine import find_or_build
 from mlagen.jit import on_compile
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, Log, Patch, make_build, make_key, tree, wait_for
+from tests.cache.builds import CountedBuild, make_build, make_key, tree, wait_for
 from tests.faults.crowds import crowd, received, send
 from tests.faults.steps import KEY, store_in, warnings_in, whole_entries
+from tests.fixture_types import Log, Patch
 from tests.kernels import COMBINE, WIDE_DECODE
 
 pytestmark = pytest.mark.timeout(60)

@@ -15,8 +15,9 @@ import pytest
 from mlagen.cache.entry import Manifest
 from mlagen.cache.key import CacheKey
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, Log, Patch, entry_folder, make_build, make_key, tree
+from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
+from tests.fixture_types import Log, Patch
 
 OTHER = make_key("another kernel")
 OTHER_CUBIN = b"\x7fELF another kernel"

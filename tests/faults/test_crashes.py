@@ -15,8 +15,9 @@ from mlagen.artifacts import Build
 from mlagen.cache.key import CacheKey
 from mlagen.cache.layout import Layout
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, Log, Patch, entry_folder, make_key, tree
+from tests.cache.builds import CountedBuild, entry_folder, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in, watch, whole_entries
+from tests.fixture_types import Log, Patch
 
 OTHER, LATER = make_key("another kernel"), make_key("a later kernel")
 

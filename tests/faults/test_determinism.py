@@ -25,7 +25,8 @@ from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.engine import find_or_build, key_of
 from mlagen.settings import current_settings
 from mlagen.spec.families import FAMILIES, specs_of
-from tests.cache.builds import ROOT, Patch
+from tests.cache.builds import ROOT
+from tests.fixture_types import Patch
 from tests.kernels import (
     COMBINE,
     SM_80,

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, Log, entry_folder, make_build, make_key, tree
+from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
+from tests.fixture_types import Log
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -17,18 +17,10 @@ from mlagen.artifacts import Build
 from mlagen.cache.eviction import evict
 from mlagen.cache.layout import Layout
 from tests.cache import builds
-from tests.cache.builds import (
-    CountedBuild,
-    Log,
-    Patch,
-    entry_folder,
-    failing,
-    make_build,
-    make_store,
-    tree,
-)
+from tests.cache.builds import CountedBuild, entry_folder, failing, make_build, make_store, tree
 from tests.faults.crowds import crowd, received, send
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
+from tests.fixture_types import Log, Patch
 
 OTHER_CUBIN = builds.CUBIN + b"of another build"
 

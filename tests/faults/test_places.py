@@ -14,9 +14,10 @@ import pytest
 from mlagen.cache.default_store import kernel_store
 from mlagen.settings import current_settings
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, Log, Patch, entry_folder, make_build, make_key, tree
+from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, tree
 from tests.faults.privileges import give_up_capabilities
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
+from tests.fixture_types import Log, Patch
 
 OTHER = make_key("another kernel")
 

@@ -17,9 +17,10 @@ import pytest
 from mlagen.cache.layout import Layout
 from mlagen.errors import CacheError
 from tests.cache import builds
-from tests.cache.builds import ROOT, CountedBuild, Log, Patch, entry_folder, make_key, tree
+from tests.cache.builds import ROOT, CountedBuild, entry_folder, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
 from tests.faults.strangers import STRANGER, folder_of
+from tests.fixture_types import Log, Patch
 
 OTHER = make_key("another kernel")
 INSIDE = ["cache/v1", "cache/v1/e", "cache/v1/staging", "shard", "key", "entry"]

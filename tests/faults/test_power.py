@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, Log, entry_folder
+from tests.cache.builds import CountedBuild, entry_folder
 from tests.faults.steps import KEY, ask, warnings_in, watch, whole_entries
+from tests.fixture_types import Log
 
 
 class PowerFailureError(BaseException):

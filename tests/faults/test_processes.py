@@ -20,15 +20,10 @@ from mlagen.compiler.nvrtc_process import compile_anywhere
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.engine import find_or_build, kernel_for
 from mlagen.runtime.loader import LoadedKernel
-from tests.cache.builds import (
-    ROOT,
-    Patch,
-    in_child,
-    tree,
-    wait_for,
-)
+from tests.cache.builds import ROOT, in_child, tree, wait_for
 from tests.faults.crowds import crowd, received, send
 from tests.faults.steps import whole_entries
+from tests.fixture_types import Patch
 from tests.kernels import COMBINE, SM_80, WIDE_DECODE, complaints
 
 PROBE = Source(text='extern "C" __global__ void probe() {}\n', origins=("probe.cuh:1",))

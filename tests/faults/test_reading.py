@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, Log, Patch, entry_folder
+from tests.cache.builds import CountedBuild, entry_folder
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
+from tests.fixture_types import Log, Patch
 
 CALLS = ("open", "read", "fstat", "stat", "lstat", "scandir", "listdir")
 CODES = [errno.EIO, errno.EACCES, errno.EMFILE, errno.ENOMEM, errno.ESTALE, errno.EINTR]

@@ -12,9 +12,10 @@ import pytest
 from mlagen.cache.lock import _warn
 from mlagen.cache.store import KernelStore
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, Log, Patch, entry_folder, make_build, make_key, tree
+from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in
 from tests.faults.strangers import FOLDERS, folder_of, give_away
+from tests.fixture_types import Log, Patch
 
 OTHER = make_key("another kernel")
 

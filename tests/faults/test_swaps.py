@@ -20,9 +20,10 @@ from mlagen.cache.bundle_writing import write_bundle
 from mlagen.cache.store import KernelStore
 from mlagen.errors import CacheError
 from tests.cache import builds
-from tests.cache.builds import Log, Patch, entry_folder, make_build, make_key, tree
+from tests.cache.builds import entry_folder, make_build, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in
 from tests.faults.strangers import folder_of, give_away
+from tests.fixture_types import Log, Patch
 
 CALLS = ("open", "fstat", "stat", "listdir", "mkdir", "rename", "unlink", "rmdir", "utime")
 PLANTED = b"\x7fELF planted"

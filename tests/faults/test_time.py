@@ -11,17 +11,9 @@ import pytest
 from mlagen.cache import eviction
 from mlagen.cache.layout import Layout
 from tests.cache import builds
-from tests.cache.builds import (
-    CountedBuild,
-    Log,
-    Patch,
-    entry_folder,
-    full_path,
-    make_build,
-    make_key,
-    tree,
-)
+from tests.cache.builds import CountedBuild, entry_folder, full_path, make_build, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
+from tests.fixture_types import Log, Patch
 
 YEAR_S = 365 * 86400.0
 KEYS = [make_key(f"family {number}") for number in range(6)]

@@ -13,10 +13,11 @@ import pytest
 from mlagen.cache.default_store import kernel_store
 from mlagen.settings import current_settings
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, Log, Patch, entry_folder, make_key
+from tests.cache.builds import CountedBuild, entry_folder, make_key
 from tests.cache_tools.test_any_cache import EVERY, run_without_privileges, shown, typed
 from tests.faults.privileges import give_up_capabilities
 from tests.faults.steps import KEY, ask, warnings_in
+from tests.fixture_types import Log, Patch
 
 CODES = [errno.EIO, errno.ESTALE, errno.EACCES, errno.ETIMEDOUT, errno.ENAMETOOLONG]
 LOOKS = ("open", "stat", "lstat", "scandir", "listdir", "mkdir", "access")

@@ -34,8 +34,6 @@ from tests.cache import builds
 from tests.cache.builds import (
     ROOT,
     CountedBuild,
-    Log,
-    Patch,
     entry_folder,
     make_build,
     make_key,
@@ -44,6 +42,7 @@ from tests.cache.builds import (
 )
 from tests.faults.crowds import crowd
 from tests.faults.steps import store_in, warnings_in, whole_entries
+from tests.fixture_types import Log, Patch
 from tests.kernels import COMBINE, complaints
 
 NAMES = ("mla_sm80", "another", "a third")

@@ -1286,7 +1286,7 @@ struct KvLoader {
 __device__ inline float score_scale(const Params& params) {
   const float scale = value_of(params.bmm1_scale_tensor, params.bmm1_scale);
   return params.bmm2_scales_scores ? scale * value_of(params.bmm2_scale_tensor, params.bmm2_scale)
-                                 : scale;
+                                   : scale;
 }
 
 // Rescale threshold (FA4 "conditional rescaling"): P is relative to a stale row max, which moves
