@@ -139,17 +139,3 @@ def rounded_up(length: int) -> int:
     step = 1 << (length.bit_length() - 4)
     up = -(-length // step) * step
     return min(up, INT32_MAX) if length <= INT32_MAX else up  # longer ones are rejected
-
-
-@lru_cache(maxsize=1 << 14, typed=True)
-def rounded_length(length: object) -> int:
-    """Return an int rounded up as for plans.
-
-    Raises
-    ------
-    TypeError
-        If it is no int: a float or a bool may equal one.
-    """
-    if length.__class__ is not int:
-        raise TypeError(f"expected an int, got {length!r}")
-    return rounded_up(length)
