@@ -36,7 +36,7 @@ def built_once(name: str, build: Callable[[Path], object]) -> Path:
 
 
 def digest(text: str) -> str:
-    """Return what tells files that are built of different texts apart."""
+    """Return what distinguishes files that are built of different texts."""
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 

@@ -6,21 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from tests.families.launches import Launch, launched, record_launches
+from tests.families.launches import Launch, launched
+from tests.families.mla.conftest import E4M3, RAGGED, UNIFORM
 from tests.problems.mla import MlaCase
-
-UNIFORM = MlaCase(name="", seq_lens=(70, 3), heads=16, with_sinks=True)
-RAGGED = MlaCase(name="", seq_lens=(70, 3), q_lens=(1, 4), heads=16)
-E4M3 = torch.float8_e4m3fn
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Record launches."""
-    return record_launches(monkeypatch)
-
 
 # Cases with the parameters that differ from a plain call, as functions of the arguments.
 RARE: dict[str, tuple[MlaCase, dict[str, Any]]] = {

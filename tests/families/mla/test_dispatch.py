@@ -15,18 +15,8 @@ from mlagen.families.mla.launch_sm80 import MlaSm80Launcher
 from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
 from mlagen.spec.mla.sm80 import MlaSm80Spec
-from tests.families.launches import Launch, launched, record_launches, scratch_of
-from tests.problems.mla import MlaCase
-
-UNIFORM = MlaCase(name="", seq_lens=(70, 3), heads=16, with_sinks=True)
-RAGGED = MlaCase(name="", seq_lens=(70, 3), q_lens=(1, 4), heads=16)
-E4M3 = torch.float8_e4m3fn
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Record launches."""
-    return record_launches(monkeypatch)
+from tests.families.launches import Launch, launched, scratch_of
+from tests.families.mla.conftest import E4M3, RAGGED, UNIFORM
 
 
 def test_a_call_without_splits_launches_one_kernel_with_all_parameters(

@@ -23,20 +23,10 @@ from tests.families.launches import (
     SEMAPHORES,
     Launch,
     launched,
-    record_launches,
     scratch_of,
 )
+from tests.families.mla.conftest import RAGGED, UNIFORM
 from tests.problems.mla import MlaCase
-
-UNIFORM = MlaCase(name="", seq_lens=(70, 3), heads=16, with_sinks=True)
-RAGGED = MlaCase(name="", seq_lens=(70, 3), q_lens=(1, 4), heads=16)
-E4M3 = torch.float8_e4m3fn
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Record launches."""
-    return record_launches(monkeypatch)
 
 
 def maps_of(inputs: MlaArgs, spec: MlaSm90Spec) -> mla_maps.Maps:

@@ -8,17 +8,11 @@ import pytest
 import torch
 
 from mlagen.errors import UnsupportedError
-from tests.families.launches import SCHEDULE_ID, SEMAPHORES, Launch, launched, record_launches
+from tests.families.launches import SCHEDULE_ID, SEMAPHORES, Launch, launched
 from tests.problems.mla import MlaCase, mla_case
 
 FP8_DS_MLA = "bf16 over fp8_ds_mla"
 LONG = (64 * 129,)  # one KV block more than small calls have
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Record launches."""
-    return record_launches(monkeypatch)
 
 
 def _launch(case: MlaCase, launches: list[Launch], kernel: str, **changes: Any) -> Launch:
