@@ -38,13 +38,7 @@ def plan_call(
     if variant.lookup == "sparse":  # every query token has its own top-k indices
         batch, q_len, tile_q_len = tokens, 1, 1
     spec = mla_sm80_spec(arch_of_device(device), variant, tile_q_len * heads)
-    problem = MlaProblemShape(
-        batch=batch,
-        q_len=q_len,
-        heads=heads,
-        total_rows=tokens * heads,
-        max_kv_len=rounded_up(max_kv_len),
-    )
+    problem = _problem(batch, q_len, tokens, heads, max_kv_len)
     return spec, plan_mla_sm80(spec, problem, device_facts(device).sm_count)
 
 
@@ -72,16 +66,20 @@ def plan_mla_sm90_call(
     spec = mla_sm90_kernel(arch_of_device(device), variant, tile_q_len * heads, p_dtype_choice)
     if spec is None:
         return None
-    problem = MlaProblemShape(
+    problem = _problem(batch, q_len, tokens, heads, max_kv_len)
+    sm_count = sms or device_facts(device).sm_count
+    spec = replace(spec, block_m=choose_block_m(spec, problem, tile_q_len, sm_count))
+    return spec, plan_mla_sm90(spec, problem, tile_q_len, sm_count)
+
+
+def _problem(batch: int, q_len: int, tokens: int, heads: int, max_kv_len: int) -> MlaProblemShape:
+    return MlaProblemShape(
         batch=batch,
         q_len=q_len,
         heads=heads,
         total_rows=tokens * heads,
         max_kv_len=rounded_up(max_kv_len),
     )
-    sm_count = sms or device_facts(device).sm_count
-    spec = replace(spec, block_m=choose_block_m(spec, problem, tile_q_len, sm_count))
-    return spec, plan_mla_sm90(spec, problem, tile_q_len, sm_count)
 
 
 def schedule_id_of(args: MlaArgs, problem: MlaProblem, spec: MlaSm90Spec) -> int:

@@ -234,19 +234,23 @@ def gqa_sm80_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaSm80Spec:
     return next(spec for spec in fitting if spec.tile.block_m == chosen)
 
 
-def gqa_sm80_specs(arch: Arch) -> Iterator[GqaSm80Spec]:
-    """Yield every sm80 GQA kernel that prewarming covers for ``arch``, each once."""
+def gqa_variants() -> Iterator[GqaVariant]:
+    """Yield every variant that prewarming covers."""
     for row, head_dim, page_size in product(SUPPORTED, HEAD_DIMS, PAGE_SIZES):
         for out_dtype in row.out_dtypes:
-            variant = GqaVariant(
+            yield GqaVariant(
                 query_dtype=row.query_dtype,
                 kv_dtype=row.kv_dtype,
                 out_dtype=out_dtype,
                 head_dim=head_dim,
                 page_size=page_size,
             )
-            specs = {gqa_sm80_spec(arch, variant, rows): None for rows in (16, 32)}
-            yield from specs
+
+
+def gqa_sm80_specs(arch: Arch) -> Iterator[GqaSm80Spec]:
+    """Yield every sm80 GQA kernel that prewarming covers for ``arch``, each once."""
+    for variant in gqa_variants():
+        yield from {gqa_sm80_spec(arch, variant, rows): None for rows in (16, 32)}
 
 
 def _fits(spec: GqaSm80Spec) -> bool:

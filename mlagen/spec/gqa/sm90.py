@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import ClassVar
 
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa.sm80 import HEAD_DIMS, PAGE_SIZES, SUPPORTED, GqaSpec, GqaVariant
+from mlagen.spec.gqa.sm80 import HEAD_DIMS, GqaSpec, GqaVariant, gqa_variants
 from mlagen.spec.kernel import (
     CallShape,
     Parameter,
@@ -242,15 +241,7 @@ def with_all_heads(spec: GqaSm90Spec) -> list[GqaSm90Spec]:
 
 def gqa_sm90_specs(arch: Arch) -> Iterator[GqaSm90Spec]:
     """Yield every sm90 GQA kernel that prewarming covers for ``arch``, each once."""
-    for row, head_dim, page_size in product(SUPPORTED, HEAD_DIMS, PAGE_SIZES):
-        for out_dtype in row.out_dtypes:
-            variant = GqaVariant(
-                query_dtype=row.query_dtype,
-                kv_dtype=row.kv_dtype,
-                out_dtype=out_dtype,
-                head_dim=head_dim,
-                page_size=page_size,
-            )
-            found = [gqa_sm90_spec(arch, variant, rows) for rows in BLOCK_MS]
-            for spec in dict.fromkeys(spec for spec in found if spec is not None):
-                yield from with_all_heads(spec)
+    for variant in gqa_variants():
+        found = [gqa_sm90_spec(arch, variant, rows) for rows in BLOCK_MS]
+        for spec in dict.fromkeys(spec for spec in found if spec is not None):
+            yield from with_all_heads(spec)
