@@ -28,7 +28,7 @@ _COUNTS = torch.ones(2, dtype=torch.int32)
 def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use the workspace sizes of an H200 without a GPU."""
     facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
-    plans = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_call)
+    plans = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_sm80_call)
     for module in (mla_plan, gqa_plan):
         monkeypatch.setattr(module, "arch_of_device", lambda _: Arch(90, "a"))
         monkeypatch.setattr(module, "device_facts", lambda _: facts)

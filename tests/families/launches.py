@@ -82,7 +82,7 @@ class Launched(NamedTuple):
 SM80_PATH = ((mla_sm80_launcher, mla_plan, "plan_call"),)
 SM90_PATH = ((mla_sm90_launcher, mla_plan, "plan_mla_sm90_call"),)
 GQA_PATHS = (
-    (gqa_sm80_launcher, gqa_plan, "plan_gqa_call"),
+    (gqa_sm80_launcher, gqa_plan, "plan_gqa_sm80_call"),
     (gqa_sm90_launcher, gqa_plan, "plan_gqa_sm90_call"),
 )
 
@@ -102,7 +102,7 @@ def record_launches(
         packed = kernel.packing.pack(*values)  # as the driver gets them
         unpacked = struct.unpack("<" + "".join(field.code for field in fields), packed)
         named = dict(zip([field.name for field in fields], unpacked, strict=True))
-        floats = [field.name for field in fields if field.code == "f"]
+        floats = [field.name for field in fields if field.code == "f" and not field.is_constant]
         named |= zip(floats, values[-len(floats) :], strict=True)  # before rounding to float32
         recorded.append(Launch(kernel.spec.family, blocks, enable_pdl, named))
         return _Replay(recorded, recorded[-1])

@@ -10,7 +10,7 @@ import torch
 from mlagen.errors import ArgumentError
 from mlagen.families.common.plan_sm80 import Sm80Plan
 from mlagen.families.gqa import dispatch as gqa_call
-from mlagen.families.gqa.problem import check_problem
+from mlagen.families.gqa.problem import MAX_TOKENS, check_problem
 from tests.families.gqa_launches import args_of, launches_of
 from tests.families.launches import scratch_of
 from tests.problems.gqa import GqaCase
@@ -162,10 +162,12 @@ def test_a_window_of_the_whole_table_is_dropped(monkeypatch: pytest.MonkeyPatch)
 
     _, _, launches = launches_of(inputs, monkeypatch)
 
-    assert launches[0][3]["window"] == 0
+    assert launches[0][3]["window"] == MAX_TOKENS
 
 
-@pytest.mark.parametrize(("window", "expected"), [(0x7FFF0000, 0), (0x7FFEFFFF, 0x7FFEFFFF)])
+@pytest.mark.parametrize(
+    ("window", "expected"), [(MAX_TOKENS, MAX_TOKENS), (0x7FFEFFFF, 0x7FFEFFFF)]
+)
 def test_a_window_of_the_maximum_length_is_dropped(
     window: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
