@@ -45,6 +45,7 @@ LAYERS = {
     **dict.fromkeys(API_MODULES, ENGINE | CALL),
     "decode": ENGINE | CALL | {"mla"},  # FlashInfer has some names in both
     "ops": ENGINE | API_MODULES | CALL,
+    "integrations": API_MODULES | {"errors", "ops"},  # as a user's own code has them
     "mlagen": ENGINE | API_MODULES | CALL | {"ops", "prewarming"},
     "cache_tools": ENGINE | API_MODULES | CALL | {"models", "prewarming"},
 }
@@ -58,9 +59,11 @@ FENCES = {
     "jinja2": {"codegen"},
     "packaging": {"cache", "compiler"},
     "rich": {"cache_tools"},
+    "sglang": {"integrations"},
     "tomli": {"prewarming"},  # stands in for tomllib, which Python has from 3.11 on
     "tomllib": {"prewarming"},
-    "torch": {"ops", "runtime"} | API_MODULES | CALL,
+    "torch": {"integrations", "ops", "runtime"} | API_MODULES | CALL,
+    "vllm": {"integrations"},
 }
 # A cache hit digests the templates without importing Jinja. The demo and the benchmark create
 # tensors, and the benchmark uses optional packages.

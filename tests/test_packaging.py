@@ -6,7 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib import metadata
+from configparser import ConfigParser
+from importlib import import_module, metadata
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -155,6 +156,19 @@ def test_metadata_of_the_wheel(site: Path) -> None:
     assert "Apache License" in metadata_file(site, "licenses/LICENSE")
     entry_points = metadata_file(site, "entry_points.txt").splitlines()
     assert "mlagen = mlagen.cache_tools.__main__:main" in entry_points
+
+
+@pytest.mark.parametrize(
+    ("group", "server"), [("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")]
+)
+def test_a_server_finds_its_plugin(site: Path, group: str, server: str) -> None:
+    """The entry point that a server looks for is the function that registers the backends."""
+    entry_points = ConfigParser()
+    entry_points.read_string(metadata_file(site, "entry_points.txt"))
+
+    point = metadata.EntryPoint("mlagen", entry_points[group]["mlagen"], group)
+
+    assert point.load() is import_module(f"mlagen.integrations.{server}").register
 
 
 def test_each_dependency_has_a_lowest_version(site: Path) -> None:
