@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cache_tools.cli import cli
+from mlagen.integrations import sglang, vllm
 from tests.doc_text import PAGES, ROOT, blocks_of
 
 NEEDS_A_GPU = "# needs a GPU\n"
@@ -94,11 +95,14 @@ def problem_with(words: list[str]) -> str | None:
         return None if f"\n{arguments[0]}:" in makefile else f"no target {arguments[0]}"
     if name == "mlagen":
         return _problem_with_options(arguments)
-    if name == "python3" and arguments[:2] == ["-m", "pytest"]:
-        paths = [word for word in arguments[2:] if word.startswith("tests")]
+    if name in {"vllm", "sglang"}:
+        backends = [word for word in arguments if word.lower().startswith("mlagen")]
+        known = {*vllm.BACKENDS, sglang.NAME}
+        return next((f"no backend {word}" for word in backends if word not in known), None)
+    is_pytest = arguments[:2] == ["-m", "pytest"]
+    if name == "python3" and (is_pytest or arguments[0].endswith(".py")):
+        paths = [word for word in arguments if word.startswith("tests") or word.endswith(".py")]
         return next((f"no {path}" for path in paths if not (ROOT / path).exists()), None)
-    if name == "python3" and arguments[0].endswith(".py"):
-        return None if (ROOT / arguments[0]).is_file() else f"no {arguments[0]}"
     if name == "pip" and arguments[0] == "install":
         extras = re.findall(r"\[(\w+)\]", arguments[-1])
         project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")

@@ -141,6 +141,13 @@ def test_a_cuda_graph_holds_uniform_and_ragged_drafts(
     assert builder.get_varlen_cudagraph_max_query_len(config, None) == 4
 
 
+def test_layers_and_batches_are_of_the_backend(backends: dict[str, Any]) -> None:
+    """Each backend has an implementation and a builder of its own kind."""
+    for name, prefix in (("MLAGEN_MLA", "MlagenMLA"), ("MLAGEN_MLA_SPARSE", "MlagenSparseMLA")):
+        assert backends[name].get_impl_cls().__name__ == f"{prefix}Impl"
+        assert backends[name].get_builder_cls().__name__ == f"{prefix}MetadataBuilder"
+
+
 def test_pages_have_64_tokens_where_the_user_names_no_size(backends: dict[str, Any]) -> None:
     """The page size of the kernels' KV blocks is preferred over vLLM's default of 16."""
     assert backends["MLAGEN_MLA"].get_preferred_block_size(16) == 64
