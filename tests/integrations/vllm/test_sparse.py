@@ -17,7 +17,6 @@ BLOCK = 32
 BLOCKS = 3
 TOP_K = 8
 COUNTS = (8, 3, 0)  # the last as of a token without one on this DCP rank
-LAYERS = 2  # whose blocks alternate in memory
 
 
 @pytest.fixture
@@ -44,7 +43,14 @@ def attend(impl: Any, query: Any, cache: torch.Tensor, indices: torch.Tensor, la
         ("fp8_ds_mla", "bf16", 64),
     ],
 )
-@pytest.mark.parametrize("layers", [1, LAYERS], ids=["one layer", "blocks of two layers in turn"])
+@pytest.mark.parametrize(
+    "stride",
+    [
+        pytest.param(BLOCK, id="one layer"),
+        pytest.param(2 * BLOCK, id="blocks of two layers in turn"),
+        pytest.param(BLOCK + 16, id="blocks that another cache keeps apart"),
+    ],
+)
 def test_each_token_attends_to_its_rows(
     sparse: ModuleType,
     impl_of: Callable[..., Any],
@@ -52,23 +58,23 @@ def test_each_token_attends_to_its_rows(
     row_format: str,
     query_format: str,
     rope: int,
-    layers: int,
+    stride: int,
 ) -> None:
-    """A token sees the first valid count of its indices, which count rows of all layers."""
+    """A token sees the first valid count of its indices, which count rows of other layers too."""
     generator = torch.Generator().manual_seed(3)
-    content = torch.randn(BLOCKS * layers * BLOCK, 512 + rope, generator=generator)
+    content = torch.randn(BLOCKS * stride, 512 + rope, generator=generator)
     stored = store(content, 512, row_format)
-    rows = viewed(stored.rows, row_format).view(BLOCKS, layers, BLOCK, -1)
+    rows = viewed(stored.rows, row_format).view(BLOCKS, stride, -1)
     dtype = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}[query_format]
     query = torch.randn(len(COUNTS), HEADS, 512 + rope, generator=generator).to(dtype)
     slots = torch.randint(BLOCKS * BLOCK, (len(COUNTS), TOP_K), generator=generator)
-    indices = slots // BLOCK * BLOCK * layers + slots % BLOCK
+    indices = slots // BLOCK * stride + slots % BLOCK
     kv_cache_dtype = {"bf16": "auto", "e4m3": "fp8", "fp8_ds_mla": "fp8_ds_mla"}[row_format]
     impl = impl_of(sparse.MlagenSparseMLAImpl, rope=rope, kv_cache_dtype=kv_cache_dtype)
     impl.need_to_return_lse_for_decode = True
     given = query if dtype != torch.bfloat16 else (query[..., :512], query[..., 512:])
 
-    out, lse = attend(impl, given, rows[:, 0], indices.int(), layer)
+    out, lse = attend(impl, given, rows[:, :BLOCK], indices.int(), layer)
 
     k_scale = 0.25 if row_format == "e4m3" else 1.0
     scale = impl.scale * k_scale * (0.5 if query_format == "e4m3" else 1.0)
