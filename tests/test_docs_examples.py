@@ -93,21 +93,25 @@ def problem_with(words: list[str]) -> str | None:
     if name == "make":
         makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
         return None if f"\n{arguments[0]}:" in makefile else f"no target {arguments[0]}"
-    if name == "mlagen":
-        return _problem_with_options(arguments)
-    if name in {"vllm", "sglang"}:
-        backends = [word for word in arguments if word.lower().startswith("mlagen")]
-        known = {*vllm.BACKENDS, sglang.NAME}
-        return next((f"no backend {word}" for word in backends if word not in known), None)
-    is_pytest = arguments[:2] == ["-m", "pytest"]
-    if name == "python3" and (is_pytest or arguments[0].endswith(".py")):
-        paths = [word for word in arguments if word.startswith("tests") or word.endswith(".py")]
+    if name in {"mlagen", "sglang", "vllm"}:
+        check = _problem_with_options if name == "mlagen" else _problem_with_backend
+        return check(arguments)
+    if name == "python3" and arguments[:2] == ["-m", "pytest"]:
+        paths = [word for word in arguments[2:] if word.startswith("tests")]
         return next((f"no {path}" for path in paths if not (ROOT / path).exists()), None)
+    if name == "python3" and arguments[0].endswith(".py"):
+        return None if (ROOT / arguments[0]).is_file() else f"no {arguments[0]}"
     if name == "pip" and arguments[0] == "install":
         extras = re.findall(r"\[(\w+)\]", arguments[-1])
         project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
         return next((f"no extra {e}" for e in extras if f"\n{e} = [" not in project), None)
     return f"unknown command {name}"
+
+
+def _problem_with_backend(arguments: list[str]) -> str | None:
+    backends = [word for word in arguments if word.lower().startswith("mlagen")]
+    known = {*vllm.BACKENDS, sglang.NAME}
+    return next((f"no backend {word}" for word in backends if word not in known), None)
 
 
 def _problem_with_options(arguments: list[str]) -> str | None:
