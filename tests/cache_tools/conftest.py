@@ -26,7 +26,8 @@ from mlagen.spec.kernel import KernelSpec
 from .documents import SCHEMA_OF, require_document
 
 ROOT = Path(__file__).resolve().parents[2]
-
+# Packages that no quick command imports.
+HEAVY = ("torch", "jinja2", "cuda.bindings.driver", "filelock")
 
 Run = Callable[..., Result]
 Documented = Callable[..., dict[str, Any]]

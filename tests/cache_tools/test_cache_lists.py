@@ -45,17 +45,6 @@ def test_each_entry_has_its_kernel_and_its_origin(document: Documented, cached: 
         assert Path(entry["path"]).is_dir()
 
 
-def test_kernels_of_several_compilers_have_a_toolchain_column(run: Run, cached: Cached) -> None:
-    """The column distinguishes the entries of one key, and the last line has all compilers."""
-    recast(cached.folders[0], toolchain=OLD, keeps=True)
-    toolchain = cached.units[0].toolchain
-
-    lines = run("cache", "ls").stdout.splitlines()
-
-    assert sorted(line.split()[-1] for line in lines[1:4]) == [OLD, toolchain, toolchain]
-    assert lines[4].startswith(f"3 kernels by {OLD}, {toolchain}, ")
-
-
 def test_a_damaged_entry_is_listed_with_its_problem(run: Run, cached: Cached) -> None:
     """It is reported below the table of the others, and counted by `resources`."""
     (cached.folders[0] / "manifest.json").unlink()
@@ -87,20 +76,31 @@ def test_the_order_can_be_chosen(document: Documented, cached: Cached) -> None:
 @pytest.mark.parametrize(
     ("options", "count"),
     [
-        ("--arch sm_80", 2),
+        ("", 3),
+        ("--arch sm_80", 3),
+        ("--arch sm_80,sm_90a", 3),
         ("--arch sm_90a", 0),
-        ("--family combine,mla_sm80", 2),
-        (f"--toolchain {OLD}", 0),
+        ("--family combine,mla_sm80", 3),
+        ("--family mla_sm80", 0),
+        (f"--toolchain {OLD}", 1),
+        ("--toolchain nvrtc-12", 1),
+        ("--toolchain nvrtc-1", 0),
         ("--older-than 1h", 1),
+        (f"--older-than 1h --toolchain {OLD}", 0),
     ],
 )
 def test_a_list_can_be_filtered(
     options: str, count: int, document: Documented, cached: Cached
 ) -> None:
-    """Only matching kernels are listed, and no match is no error."""
+    """A value of each filter must match, and the age; no match is no error."""
+    recast(cached.folders[0], toolchain=OLD, keeps=True)
     use(cached.folders[0], age_s=7200, now=time.time())
 
-    assert len(document("cache", "ls", *options.split())["entries"]) == count
+    listed = document("cache", "ls", *options.split())["entries"]
+
+    assert len(listed) == count
+    if "older" not in options and count == 3:
+        assert {entry["path"] for entry in listed} > set(map(str, cached.folders))
 
 
 def test_layers_are_listed_on_request_and_do_not_count_towards_the_limit(

@@ -46,6 +46,8 @@ BAD_USAGE = {
     "cache prune --max-size big": "max-size: expected a size such as 500M or 2GiB, got 'b",
     "cache prune --arch sm_1": "arch: expected one of sm_80, ",
     "cache export k.tar.gz --arch sm_80": "arch: expected a cached one (sm_90a), got 'sm_",
+    "cache export k.tar.gz --family gqa_sm90": "family: expected a cached one (combine, mla_sm80)",
+    "cache export k.tar.gz --toolchain nvrtc-1": "toolchain: expected a cached one (",
     "cache export k.tar.gz --wheel-version 1.5": "wheel-version: ",
     "cache export . --wheel mlagen": "wheel: expected a name of its own such as acme-",
     "cache import there.tar.gz --expect-sha256 abc": "expect-sha256: expected 64 hex digit",
