@@ -23,8 +23,11 @@ from .conftest import Run, Start
 TINY = ("bench", "--batch", "2", "--seq-len", "64", "--heads", "16")
 
 
+Use = Callable[[FakeMachine], list[object]]
+
+
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeMachine], list[object]]:
+def use(monkeypatch: pytest.MonkeyPatch) -> Use:
     """Return a function that installs a fake machine, and returns the record of its calls."""
 
     def use_it(machine: FakeMachine) -> list[object]:
@@ -40,28 +43,20 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeMachine], list[object]
     return use_it
 
 
-Use = Callable[[FakeMachine], list[object]]
-
-
 def test_options_reach_the_cases(run: Run, use: Use) -> None:
     """Values are split at commas, and every option sets a field of the case."""
     machine = FakeMachine()
     use(machine)
-
     options = (
         "--family gqa --batch 1,2 --seq-len 100 --heads 8 --kv-heads 2 --head-dim 64 --q-len 3 "
         "--page-size 16 --dtype fp16 --kv-dtype e4m3 --ragged --window-left 9 --mode sustained"
     )
 
-    result = run("bench", *options.split())
+    assert run("bench", *options.split()).exit_code == 0
 
-    assert result.exit_code == 0
-    rest = "8/2 heads, head_dim 64, window_left 9, q_len 3, page_size 16"
-    assert machine.calls == [
-        "ceilings",
-        f"gqa fp16/e4m3, 1 x ~100, {rest}, sustained",
-        f"gqa fp16/e4m3, 2 x ~100, {rest}, sustained",
-    ]
+    rest = "~100, 8/2 heads, head_dim 64, window_left 9, q_len 3, page_size 16, sustained"
+    cases = [f"gqa fp16/e4m3, {batch} x {rest}" for batch in (1, 2)]
+    assert machine.calls == ["ceilings", *cases]
 
 
 @pytest.mark.parametrize("option", list(dict.fromkeys(DEFAULTS["mla"]) | DEFAULTS["gqa"]))
@@ -109,12 +104,8 @@ def test_a_plot_is_written_beside_the_table(run: Run, use: Use, tmp_path: Path) 
     pytest.importorskip("matplotlib", reason="needs matplotlib, of the extra `bench`")
     use(FakeMachine())
     path = tmp_path / "bars.png"
-
-    result = run(*TINY, "--plot", str(path))
-
-    assert result.exit_code == 0
+    assert run(*TINY, "--plot", str(path)).stderr.endswith(f"plot: {path}\n")
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert result.stderr.endswith(f"plot: {path}\n")
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,6 @@ def test_another_file_is_rejected(text: str, tmp_path: Path) -> None:
 def test_rows_are_chosen_by_case_and_mode() -> None:
     """None chooses all, and no row at all is rejected."""
     found = document(modes=("fresh", "model"))
-
     assert choose_rows(found, None, None) == found
     (row,) = choose_rows(found, CASES[1:], ["model"])["cases"]
     assert (row["family"], row["mode"]) == ("gqa", "model")
@@ -76,16 +75,21 @@ def test_a_time_is_compared_with_the_earlier_one() -> None:
 
 
 def test_changes_beyond_the_tolerance_have_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    """A row has both times, and the tolerance holds in both directions."""
+    """A row has both times; the tolerance is a percentage, and holds in both directions."""
     times = {102.9: "ok", 103.1: "slower", 97.1: "ok", 96.9: "faster", None: "missing"}
+    changes = [Change(case="a", mode="fresh", before_us=100.0, us=us) for us in times]
 
-    print_changes([Change(case="a", mode="fresh", before_us=100.0, us=us) for us in times], 0.03)
+    print_changes(changes, parse_tolerance("3%"))
 
     header, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert header == ["case", "mode", "before_us", "us", "change", "verdict"]
     assert [row[-1] for row in rows] == list(times.values())
     assert rows[1] == ["a", "fresh", "100.0", "103.1", "+3.1%", "slower"]
     assert rows[4] == ["a", "fresh", "100.0", "missing", "missing"]
+    assert parse_tolerance("0%") == 0.0
+    for text in ("3", "0.03", "-1%", "nan%", "inf%", "%"):
+        with pytest.raises(mlagen.ArgumentError, match="tolerance: expected a percentage"):
+            parse_tolerance(text)
 
 
 def test_other_results_are_not_compared() -> None:
@@ -95,12 +99,3 @@ def test_other_results_are_not_compared() -> None:
         changes_since({**document(), "gpu": "NVIDIA H100"}, document())
     with pytest.raises(mlagen.ArgumentError, match=r"^baseline: expected a case and mode in com"):
         changes_since(document(modes=("model",)), document())
-
-
-def test_a_tolerance_is_a_percentage() -> None:
-    """A fraction without % would be ambiguous."""
-    assert parse_tolerance("3%") == 0.03
-    assert parse_tolerance("0%") == 0.0
-    for text in ("3", "0.03", "-1%", "nan%", "inf%", "%"):
-        with pytest.raises(mlagen.ArgumentError, match="tolerance: expected a percentage"):
-            parse_tolerance(text)

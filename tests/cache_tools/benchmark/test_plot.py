@@ -49,19 +49,12 @@ def test_every_right_result_is_a_labelled_bar() -> None:
     from matplotlib.patches import Rectangle
 
     (axes,) = draw(document()).axes
-
     bars = [bar for bar in axes.patches if isinstance(bar, Rectangle)]
+    texts = ["0.18, 1.50x", "0.12, fa3", "0.15, fa3", "0.09"]
+    legend = ["mlagen, and its speed over the baseline", "best baseline"]
     assert [round(float(bar.get_width()), 2) for bar in bars] == [0.18, 0.12, 0.15, 0.09]
-    assert [text.get_text() for text in axes.texts] == [
-        "0.18, 1.50x",
-        "0.12, fa3",
-        "0.15, fa3",
-        "0.09",
-    ]
-    assert axes.get_legend_handles_labels()[1] == [
-        "mlagen, and its speed over the baseline",
-        "best baseline",
-    ]
+    assert [text.get_text() for text in axes.texts] == texts
+    assert axes.get_legend_handles_labels()[1] == legend
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,7 @@ HALF, LATE = Outcome(us=500.0, error=1e-3), Outcome(us=2000.0, error=1e-3)
 def test_every_part_begins_and_ends() -> None:
     """Ceilings come first; each part has a step at its start, and one with a line at its end."""
     steps: list[Step] = []
-
     run_cases(CASES[:1], FakeMachine(), steps.append)
-
     line = "read 4000 GB/s, GEMM bf16 800 TFLOP/s"
     assert steps == [
         Step(name="ceilings", done=0, total=2),
@@ -62,42 +60,33 @@ def test_the_fp8_rate_is_measured_on_demand(dtype: str) -> None:
 def test_the_document_has_the_documented_names() -> None:
     """The names are exactly those of the reference, in order."""
     found = results(fa3=RIGHT)
-
     (case,) = found["cases"]
     objects = (found, found["ceilings"], case, case["mlagen"])
     assert [list(each) for each in objects] == [list(names) for names in FIELDS.values()]
     assert list(case["baselines"]["fa3"]) == list(case["mlagen"])
 
 
-NO_NUMBERS = dict.fromkeys(("us", "tflop_s", "gb_s", "roofline_share", "error"))
+NUMBERS = ("us", "tflop_s", "gb_s", "roofline_share", "error")
 
 
 @pytest.mark.parametrize(
-    ("outcome", "expected"),
-    [
-        (
-            RIGHT,  # 146 GFLOP and 640 MB in a millisecond
-            {
-                "us": 1000.0,
-                "tflop_s": pytest.approx(146.028888),
-                "gb_s": pytest.approx(639.63136),
-                "roofline_share": pytest.approx(0.182536, rel=1e-5),
-                "error": 1.7e-3,
-                "is_right": True,
-                "problem": None,
-            },
-        ),
-        (Outcome(us=1.0, error=6e-3), {"is_right": True}),
-        (Outcome(us=1.0, error=6.1e-3), {"is_right": False}),
-        (FAILED, {**NO_NUMBERS, "is_right": False, "problem": "RuntimeError: no memory"}),
+    ("outcome", "numbers", "is_right"),
+    [  # 146 GFLOP and 640 MB
+        (RIGHT, (1000.0, 146.028888, 639.63136, 0.182536, 1.7e-3), True),
+        (Outcome(us=1e6, error=6e-3), (1e6, 0.146028888, 0.63963136, 0.000182536, 6e-3), True),
+        (Outcome(us=1e6, error=6.1e-3), (1e6, 0.146028888, 0.63963136, 0.000182536, 6.1e-3), False),
+        (FAILED, (None,) * 5, False),
     ],
     ids=["rates", "at the bound", "above the bound", "failed"],
 )
-def test_an_outcome_has_rates_or_a_problem(outcome: Outcome, expected: dict[str, Any]) -> None:
+def test_an_outcome_has_rates_or_a_problem(
+    outcome: Outcome, numbers: tuple[float | None, ...], is_right: bool
+) -> None:
     """Rates are work over time, an error is right up to its bound, and a failure has no numbers."""
     (case,) = results(outcome)["cases"]
-
-    assert {name: case["mlagen"][name] for name in expected} == expected
+    found = case["mlagen"]
+    assert [found[name] for name in NUMBERS] == [n and pytest.approx(n, rel=1e-5) for n in numbers]
+    assert (found["is_right"], found["problem"]) == (is_right, outcome.problem)
     assert case["roofline_us"] == pytest.approx(182.536, rel=1e-5)
     assert (case["baselines"], case["ratio"]) == ({}, None)
 
@@ -130,13 +119,9 @@ def printed(document: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> lis
 def test_what_is_unknown_is_left_out_of_the_header(capsys: pytest.CaptureFixture[str]) -> None:
     """A missing driver, power cap, clock, compiler and commit leave no gap."""
     unknown = dict.fromkeys(("driver", "power_limit_w", "max_sm_mhz", "nvrtc", "commit"))
-
     header, _table = printed(results() | unknown, capsys)
-
-    assert header.splitlines()[:2] == [
-        "GPU       NVIDIA H200",
-        f"mlagen    {mlagen.__version__}, torch 2.11.0",
-    ]
+    lines = ["GPU       NVIDIA H200", f"mlagen    {mlagen.__version__}, torch 2.11.0"]
+    assert header.splitlines()[:2] == lines
 
 
 def test_each_mode_with_ratios_has_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,37 +139,23 @@ def test_each_mode_with_ratios_has_a_summary(capsys: pytest.CaptureFixture[str])
     ]
 
 
+LARGE, NO_MEMORY = "relative error: expected 0.006 or less, got 5.0e-01", "RuntimeError: no memory"
+
+
 @pytest.mark.parametrize(
     ("outcome", "fa3", "end", "problems"),
     [
-        (RIGHT, RIGHT, ["1.00"], []),
-        (
-            WRONG,
-            FAILED,
-            ["5.0e-01", "WRONG"],
-            [
-                f"mlagen: {MLA}: relative error: expected 0.006 or less, got 5.0e-01",
-                f"fa3: {MLA}: RuntimeError: no memory",
-            ],
-        ),
-        (
-            FAILED,
-            FAILED,
-            ["182.5", "failed"],
-            [f"{name}: {MLA}: RuntimeError: no memory" for name in ("mlagen", "fa3")],
-        ),
+        (RIGHT, RIGHT, "1.00", {}),
+        (WRONG, FAILED, "5.0e-01 WRONG", {"mlagen": LARGE, "fa3": NO_MEMORY}),
+        (FAILED, FAILED, "182.5 failed", {"mlagen": NO_MEMORY, "fa3": NO_MEMORY}),
     ],
     ids=["right", "wrong", "failed"],
 )
 def test_wrong_and_missing_results_are_marked_and_named(
-    outcome: Outcome,
-    fa3: Outcome,
-    end: list[str],
-    problems: list[str],
-    capsys: pytest.CaptureFixture[str],
+    outcome: Outcome, fa3: Outcome, end: str, problems: dict[str, str], capsys: Any
 ) -> None:
     """A wrong result is marked, a missing one has no numbers, and each has a line of its own."""
     found = results(outcome, fa3=fa3)
-
-    assert printed(found, capsys)[1].splitlines()[1].split()[-len(end) :] == end
-    assert list(problems_of(found)) == problems
+    row = " ".join(printed(found, capsys)[1].splitlines()[1].split())
+    assert row.endswith(f" {end}")
+    assert list(problems_of(found)) == [f"{name}: {MLA}: {problems[name]}" for name in problems]
