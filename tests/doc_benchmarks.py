@@ -1,4 +1,4 @@
-"""Benchmark page, from the results in docs/results."""
+"""Sections of the benchmark page, from the results in docs/results."""
 
 from __future__ import annotations
 
@@ -18,39 +18,11 @@ RESULTS = {
     for path in sorted((ROOT / "docs" / "results").glob("*.json"))
 }
 
-_HEADER = """\
-# Benchmarks
 
-Decode calls of mlagen beside other libraries, from committed results: {files}.
-
-## Method
-
-- A time is the median over replays of a CUDA graph of whole calls.
-- Calls rotate input sets that are together 8 times the L2 cache, so that none is read from L2.
-- Runs of the libraries are interleaved, then repeated in reverse order; a time is the mean.
-- **Fresh**: after a pause, at the clock of an idle GPU.
-- **Sustained**: after half a second of the same calls, when the power cap decides the clock.
-- **Model**: each call follows a GEMM of 128 tokens by 58 MB of weights, whose time is subtracted.
-- Times are fresh ones, the fastest baseline in bold; `-`: no kernel, or a wrong result.
-- A ratio is the time of that state's fastest baseline over mlagen's: above 1, mlagen is faster.
-- The share is the roofline bound over the time: bytes over bandwidth, or FLOP over GEMM rate.
-- Bandwidth and rate are what torch reaches in the same run, so a share may exceed 1 by little.
-- Errors, of mlagen and of the fastest baseline, are relative to fp32 in the Frobenius norm.
-- Plans and schedules of baselines are made beforehand; mlagen's is cached while lengths are equal.
-- FA3's call converts the query of e4m3 GQA; heads of FlashMLA's sparse calls are padded beforehand.
-- `gqa bf16/e4m3, 2 x ~99, 64/8 heads`: dtypes of query and cache, requests x mean tokens, heads.
-
-[Repeat it](how-to/benchmark.md) with the baselines in a folder of `pip install --target`:
-`mlagen bench --suite full --mode fresh,sustained,model --compare --peers DIR --json`.
-"""
-
-
-def render_page() -> str:
-    """Return the page: the method, and a section for each GPU."""
-    links = [f"[{short_name(each)}](results/{name}.json)" for name, each in RESULTS.items()]
-    sections = [_HEADER.format(files=", ".join(links))]
-    sections += [_section(name, document) for name, document in RESULTS.items()]
-    return "\n".join(sections)
+def render_page(page: str) -> str:
+    """Return the page with a section for each GPU below its first two."""
+    head = page.partition(f"## {short_name(next(iter(RESULTS.values())))}\n")[0]
+    return head + "\n".join(_section(name, document) for name, document in RESULTS.items())
 
 
 def short_name(document: Mapping[str, Any]) -> str:
