@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,19 +44,12 @@ CHATGLM: dict[str, Any] = {
 }
 
 
-def gqa(**changes: object) -> dict[str, Any]:
-    """Return a GQA configuration with changes."""
-    return GQA | changes
+def changed(config: dict[str, Any]) -> Callable[..., dict[str, Any]]:
+    """Return a function that changes a configuration."""
+    return lambda **changes: config | changes
 
 
-def mla(**changes: object) -> dict[str, Any]:
-    """Return an MLA configuration with changes."""
-    return MLA | changes
-
-
-def v4(**changes: object) -> dict[str, Any]:
-    """Return a configuration like that of DeepSeek-V4 with changes."""
-    return V4 | changes
+gqa, mla, v4 = changed(GQA), changed(MLA), changed(V4)
 
 
 def read(config: object) -> MlaModel | GqaModel:
@@ -183,13 +177,9 @@ def test_a_nested_part_omits_class_defaults(label: str) -> None:
         read({"text_config": part | {"model_type": "gemma3_text"}})
     heads = (32, 32, 128) if label == "num_key_value_heads" else (32, 8, 128)
     assert heads_of({"text_config": part | {"model_type": "llama"}}) == [heads]
-
-
-def test_parts_are_found_at_any_depth() -> None:
-    """Keys outside of the text decoder are not about its attention."""
     config = {"num_attention_heads": 4, "thinker_config": {"alibi": 1, "text_config": GQA}}
-    assert heads_of(config) == [(32, 8, 128)]
-    assert heads_of(gqa(text_config={"vocab_size": 8})) == [(32, 8, 128)]
+    for whole in (config, gqa(text_config={"vocab_size": 8})):  # at any depth
+        assert heads_of(whole) == [(32, 8, 128)]
 
 
 @pytest.mark.parametrize(
@@ -205,26 +195,19 @@ def test_parts_are_found_at_any_depth() -> None:
         {"quantization_config": {"kv_cache_scheme": {"a": 1}, "ignore": ["head"]}},
         {"vision_config": {"num_heads": 16, "compress_ratio": 2}, "rope_scaling": {"full": 1}},
         {"position_embedding_type": "rope", "architectures": ["LlamaForCausalLM"]},
+        mla(index_topk=2048, index_n_heads=32, index_head_dim=128, index_kpool=4),
+        mla(indexer_types=["full", "shared"], layer_types=["deepseek_sparse_attention"]),
+        mla(head_dim=64, qk_head_dim=192, num_key_value_heads=64, attention_bias=False),
     ],
 )
 def test_keys_that_change_no_kernel_are_ignored(change: dict[str, Any]) -> None:
-    """Windows are call arguments; norms, biases and scales are applied outside of the kernel."""
-    assert heads_of(GQA | change) == [(32, 8, 128)]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128, "index_kpool": 4},
-        {"indexer_types": ["full", "shared"], "layer_types": ["deepseek_sparse_attention"]},
-        {"head_dim": 64, "qk_head_dim": 192, "num_key_value_heads": 64, "attention_bias": False},
-    ],
-)
-def test_keys_that_change_no_mla_kernel_are_ignored(change: dict[str, Any]) -> None:
-    """The heads of the indexer do not affect the kernel."""
-    model = read(MLA | change)
-    assert isinstance(model, MlaModel)
-    assert (model.heads, model.left_out) == (64, ())
+    """Windows are arguments; norms, biases, scales and the indexer are outside of the kernel."""
+    if "kv_lora_rank" not in change:
+        assert heads_of(GQA | change) == [(32, 8, 128)]
+    else:
+        model = read(change)
+        assert isinstance(model, MlaModel)
+        assert (model.heads, model.left_out) == (64, ())
 
 
 @pytest.mark.parametrize(

@@ -37,14 +37,10 @@ def test_a_call_of_each_entry_point_is_one_line(name: str, log: Any) -> None:
     function(**arguments)
 
     (line,) = log()[before:]
-    entry = line.partition("(")[0]
-    has_result = name not in {"constructor", "plan"}
-    assert entry.rpartition(".")[2] in {
-        getattr(function, "__name__", ""),
-        "flare_mla_decoding",
-        "__init__",
-    }
-    assert line.endswith(": CPU backend") is has_result
+    entry = line.partition("(")[0].rpartition(".")[2]
+    known = {getattr(function, "__name__", ""), "flare_mla_decoding", "__init__"}
+    assert entry in known
+    assert line.endswith(": CPU backend") is (name not in {"constructor", "plan"})
 
 
 def test_a_line_has_the_metadata_of_each_argument(log: Any) -> None:
@@ -66,35 +62,23 @@ def test_a_line_has_the_metadata_of_each_argument(log: Any) -> None:
     assert log() == [expected]
 
 
-def test_a_call_that_raises_is_logged_with_its_error(log: Any) -> None:
-    """The error reaches the caller unchanged."""
-    function, arguments = built("xqa")
+def test_a_call_that_raises_is_logged_with_its_error(
+    log: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error reaches the caller unchanged, also that of wrong names, which has no line.
 
+    A captured call says so.
+    """
+    function, arguments = built("xqa")
+    with pytest.raises(TypeError, match=r"^xqa\(\) got an unex"):
+        function(no_such_argument=1)
+    assert log() == []
     with pytest.raises(ArgumentError) as caught:
         function(**{**arguments, "page_size": 0})
-
-    (line,) = log()
-    assert line.endswith(f" raises ArgumentError: {caught.value}")
-
-
-def test_a_call_with_wrong_names_raises_as_without_a_log(log: Any) -> None:
-    """The TypeError names the entry point."""
-    function, _ = built("trtllm")
-
-    with pytest.raises(TypeError, match=r"^trtllm_batch_decode_with_kv_cache_mla\(\) got an unex"):
-        function(no_such_argument=1)
-
-    assert log() == []
-
-
-def test_a_captured_call_says_so(log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line needs no device synchronization."""
     monkeypatch.setattr(observed, "is_capturing", lambda _: True)
-    function, arguments = built("xqa_mla")
-
     function(**arguments)
-
-    assert log()[0].endswith(": CPU backend, captured")
+    assert log()[0].endswith(f" raises ArgumentError: {caught.value}")
+    assert log()[1].endswith(": CPU backend, captured")
 
 
 def test_a_traced_call_is_not_logged(log: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -40,21 +41,18 @@ def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         plan.cache_clear()
 
 
+def tps(model: MlaModel | GqaModel) -> list[int]:
+    """Return tensor-parallel sizes that divide the heads."""
+    return [tp for tp in TPS if model.heads % tp == 0]
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_every_call_finds_its_kernel(name: str, arch: Arch) -> None:
     """The kernel of every call is among those of its model."""
     model = find_model(name)
     use = ServingOptions(tp=tps(model), q_lens=Q_LENS, kv_dtypes=KV_DTYPES)
-    prewarmed = set(model_specs(arch, model, use))
-
-    taken = (_mla_calls if isinstance(model, MlaModel) else _gqa_calls)(model)  # type: ignore[arg-type]
-
-    assert {spec for spec in taken if spec not in prewarmed} == set()
-
-
-def tps(model: MlaModel | GqaModel) -> list[int]:
-    """Return tensor-parallel sizes that divide the heads."""
-    return [tp for tp in TPS if model.heads % tp == 0]
+    taken = _mla_calls(model) if isinstance(model, MlaModel) else _gqa_calls(model)
+    assert {*taken} - {*model_specs(arch, model, use)} == set()
 
 
 def _mla_calls(model: MlaModel) -> Iterator[object]:
@@ -82,23 +80,10 @@ def _mla_calls(model: MlaModel) -> Iterator[object]:
 
 
 def _gqa_calls(model: GqaModel) -> Iterator[object]:
+    dtypes = {"query_dtype": DType.BF16, "out_dtype": DType.BF16}
+    common = {"device": 0, "batch": 4, "is_ragged": False, "window": 0, "max_kv_len": 100_000}
     for tp, q_len, kv, page_size in product(tps(model), Q_LENS, KV_DTYPES, (16, 64)):
-        variant = GqaVariant(
-            query_dtype=DType.BF16,
-            kv_dtype=kv,
-            out_dtype=DType.BF16,
-            head_dim=model.head_dim,
-            page_size=page_size,
-        )
-        yield gqa_plan.plan_gqa_call(
-            device=0,
-            variant=variant,
-            batch=4,
-            q_len=q_len,
-            is_ragged=False,
-            tokens=4 * q_len,
-            heads=model.heads // tp,
-            kv_heads=max(1, model.kv_heads // tp),
-            window=0,
-            max_kv_len=100_000,
-        )[0]
+        variant = GqaVariant(**dtypes, kv_dtype=kv, head_dim=model.head_dim, page_size=page_size)
+        heads = {"heads": model.heads // tp, "kv_heads": max(1, model.kv_heads // tp)}
+        call: Any = {"variant": variant, "q_len": q_len, "tokens": 4 * q_len, **heads, **common}
+        yield gqa_plan.plan_gqa_call(**call)[0]

@@ -93,11 +93,8 @@ def test_an_error_and_a_warning_of_a_worker_are_the_same_here(
 def test_a_real_worker_reports_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment that forbids compilation is one example."""
     monkeypatch.setenv("MLAGEN_JIT", "off")
-
     unit = prewarm()[COMBINE]
-
-    assert unit.status == "failed"
-    assert isinstance(unit.error, mlagen.MissError)
+    assert (unit.status, type(unit.error)) == ("failed", mlagen.MissError)
     assert "MLAGEN_JIT=off forbids to compile" in str(unit.error)
 
 
@@ -119,11 +116,9 @@ def test_a_process_that_cannot_be_started_fails_its_kernel(monkeypatch: pytest.M
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(subprocess, "Popen", reject)
-
     unit = prewarm()[COMBINE]
-
-    assert unit.status == "failed"
-    assert str(unit.error) == f"worker: expected a process, got {os.strerror(errno.EAGAIN)}"
+    message = f"worker: expected a process, got {os.strerror(errno.EAGAIN)}"
+    assert (unit.status, str(unit.error)) == ("failed", message)
 
 
 NO_CORE = "import os, resource, signal; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); "

@@ -13,22 +13,9 @@ CPUS = 8
 GIB = 1 << 30
 
 
-@pytest.fixture(autouse=True)
-def cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the CPU affinity of this process to that many CPUs."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(CPUS)))
-
-
-def machine(root: Path, files: dict[str, str]) -> Path:
-    """Return a root folder with these files of Linux."""
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-    return root
-
-
 GROUP = "sys/fs/cgroup"
+
+
 OLD_QUOTA = (f"{GROUP}/cpu/cpu.cfs_quota_us", f"{GROUP}/cpu/cpu.cfs_period_us")
 
 
@@ -50,11 +37,13 @@ OLD_QUOTA = (f"{GROUP}/cpu/cpu.cfs_quota_us", f"{GROUP}/cpu/cpu.cfs_period_us")
     ],
     ids=str,
 )
-def test_the_tightest_limit_decides(files: dict[str, str], jobs: int, tmp_path: Path) -> None:
+def test_the_tightest_limit_decides(
+    files: dict[str, str], jobs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A container of two CPUs on a machine of a hundred compiles two kernels in parallel."""
-    assert usable_jobs(machine(tmp_path, files)) == jobs
-
-
-def test_this_machine_has_some() -> None:
-    """Any machine has at least one job."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(CPUS)))
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert usable_jobs(tmp_path) == jobs
     assert 1 <= usable_jobs() <= CPUS
