@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import pkgutil
 import re
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 
 import mlagen
 from mlagen import decode, errors, mla, ops, xqa
-from tests.doc_support import facts, support_page
 from tests.doc_text import PAGES, ROOT, anchors_of, badly_broken_lines, links_of
 
 EXCEPTIONS = [
@@ -47,7 +45,6 @@ def test_every_link_resolves(page: str) -> None:
         path = (PAGES[page].parent / name).resolve() if name else PAGES[page]
         if not path.exists() or (anchor and anchor not in anchors_of(path.read_text("utf-8"))):
             broken.append(target)
-
     assert broken == []
 
 
@@ -69,7 +66,6 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 def test_no_page_is_longer_than_a_reader_bears() -> None:
     """A page has 400 lines at most, but the generated reference of commands."""
     lengths = {page: len(text_of(page).splitlines()) for page in PAGES}
-
     assert {page for page, lines in lengths.items() if lines > 400} <= {"docs/reference/cli.md"}
 
 
@@ -80,19 +76,7 @@ def test_every_page_that_code_names_exists() -> None:
         for path in SOURCES
         for page in re.findall(r"\bdocs/[\w/-]+\.md", path.read_text(encoding="utf-8"))
     }
-
     assert {(path, page) for path, page in named if page not in PAGES} == set()
-
-
-def test_the_support_page_has_the_tables_of_the_code() -> None:
-    """Its tables and numbers are those that the code reads; MLAGEN_ACCEPT=1 renews the tables."""
-    page = ROOT / "docs/reference/support.md"
-    expected = support_page(page.read_text(encoding="utf-8"))
-    if os.environ.get("MLAGEN_ACCEPT"):
-        page.write_text(expected, encoding="utf-8")
-    written = page.read_text(encoding="utf-8")
-    assert written == expected, "renew with: MLAGEN_ACCEPT=1 python3 -m pytest tests/test_docs.py"
-    assert [fact for fact in facts() if fact not in written] == []
 
 
 def api_names() -> list[str]:
@@ -109,7 +93,6 @@ def test_documented_names_can_be_imported() -> None:
     linked = {(page.parent / target).resolve() for target in links_of(page.read_text("utf-8"))}
     found = {name: pkgutil.resolve_name(name) for name in api_names()}
     sources = {name: inspect.getsourcefile(inspect.unwrap(what)) for name, what in found.items()}
-
     assert len(found) >= 10
     assert {name for name, what in found.items() if what.__name__ != name.split(".")[-1]} == set()
     assert {name for name, what in found.items() if not inspect.getdoc(what)} == set()
@@ -138,7 +121,6 @@ def test_the_site_lists_every_page_once() -> None:
     """The navigation of mkdocs.yml has each page once, and no other."""
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     listed = re.findall(r"^ +- .+: (\S+\.md)$", nav.partition("\n\n")[0], re.MULTILINE)
-
     assert sorted(listed) == sorted(PAGES)
 
 

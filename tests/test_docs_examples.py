@@ -54,9 +54,7 @@ EXAMPLES = pages_with("python")
 def test_python_examples_run_on_the_cpu(page: str) -> None:
     """The Python blocks of a page run as one program, and print the lines of their comments."""
     program = python_of(page, with_gpu=False)
-
     printed = run_program(program, hide_gpus=True)
-
     assert [line for line in promised_by(program) if line not in printed] == []
 
 
@@ -66,9 +64,7 @@ def test_python_examples_run_on_the_cpu(page: str) -> None:
 def test_python_examples_run_on_a_gpu(page: str) -> None:
     """On a GPU all blocks of a page run, those that need one too."""
     program = python_of(page, with_gpu=True)
-
     printed = run_program(program, hide_gpus=False)
-
     assert [line for line in promised_by(program) if line not in printed] == []
 
 
@@ -125,5 +121,4 @@ def _problem_with_options(arguments: list[str]) -> str | None:
 def test_commands_that_pages_name_exist(page: str) -> None:
     """Make targets, command options, pip extras and test folders of the pages exist."""
     problems = {" ".join(words): problem_with(words) for words in commands_of(page)}
-
     assert {words: problem for words, problem in problems.items() if problem} == {}

@@ -147,9 +147,7 @@ def run_all(
 def test_inspection_needs_no_package_and_creates_nothing(cache_dir: Path) -> None:
     """It works without torch, Jinja, CUDA bindings and filelock, and without a cache."""
     every = EVERY | OTHERS
-
     found = run_all(every, absent=HEAVY)
-
     assert {line: code for line, (code, *_) in found.items()} == every
     assert not cache_dir.exists()
     assert not current_settings().lock_dir.exists()
@@ -177,9 +175,7 @@ def test_a_cache_that_cannot_be_read_is_an_error(cache_dir: Path) -> None:
     """An unreadable cache is an error, not an empty cache."""
     key, *_ = fill(cache_dir, 1)
     (cache_dir / "v1" / "e").chmod(0o000)
-
     found = run_all(EVERY, key)
-
     rule = "mlagen: cache: expected a readable folder, got Permission "
     for line, (code, _, err) in found.items():
         is_rejected = line not in {"cache dir", "cache gc"}

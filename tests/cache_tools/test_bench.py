@@ -67,9 +67,7 @@ def test_help_shows_the_actual_defaults(option: str) -> None:
     values = [facts[option] for facts in DEFAULTS.values() if option in facts]
     words = {None: "that of the query", -1: "all"}
     defaults = {str(words.get(value, value)) for value in values}
-
     _, _, written = (found.help or "").partition("default: ")
-
     assert set(written.rstrip(".").split(", for GQA ")) == defaults
 
 
@@ -91,9 +89,7 @@ def test_a_wrong_or_missing_result_exits_with_1(
 ) -> None:
     """The document is still printed, and stderr names the case and the reason."""
     use(machine)
-
     result = run(*TINY, "--heads", "16,32", "--json")
-
     label = "mla bf16, 2 x 64, 16 heads"
     assert (result.exit_code, len(json.loads(result.stdout)["cases"])) == (code, 2)
     assert f"\n{problem.format(label)}" in result.stderr
@@ -121,9 +117,7 @@ def test_libraries_are_measured_on_request(
 ) -> None:
     """--compare without a name measures what is found, and --peers is where to look."""
     found = use(FakeMachine())
-
     assert run(*TINY, *options.split()).exit_code == 0
-
     assert found == [compared]
 
 
@@ -140,7 +134,6 @@ def test_earlier_results_are_shown_without_a_gpu(results: Path, run: Run) -> Non
     """--from-json prints the rows of the chosen modes, and measures nothing."""
     both = run("bench", "--from-json", str(results))
     one = run("bench", "--from-json", str(results), "--mode", "model", "--json")
-
     assert (both.exit_code, len(both.stdout.splitlines())) == (0, 3 + 2 + 2)
     assert [row["mode"] for row in json.loads(one.stdout)["cases"]] == ["model"]
 
@@ -149,9 +142,7 @@ def test_a_slower_case_fails_the_comparison(results: Path, run: Run, use: Use) -
     """--baseline prints what changed and exits with 1 beyond the tolerance."""
     use(FakeMachine(lambda _: Outcome(us=1040.0, error=1e-3)))
     command = (*TINY, "--baseline", str(results))
-
     strict, lenient = run(*command), run(*command, "--tolerance", "5%")
-
     assert (strict.exit_code, lenient.exit_code) == (1, 0)
     assert strict.stdout.splitlines()[1].split()[-4:] == ["1000.0", "1040.0", "+4.0%", "slower"]
     assert strict.stderr.splitlines()[-1] == (
@@ -175,9 +166,7 @@ def test_a_gpu_that_cannot_be_measured_is_reported(
     gpu = DeviceFacts(major=major, minor=minor, **facts)  # type: ignore[arg-type]
     monkeypatch.setattr(device, "visible_devices", lambda: [gpu])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
     result = run("bench")
-
     assert (result.exit_code, result.stdout) == (code, "")
     assert result.stderr.startswith(f"mlagen: {message}")
 
@@ -185,8 +174,6 @@ def test_a_gpu_that_cannot_be_measured_is_reported(
 def test_without_a_gpu_nothing_is_loaded(start: Start) -> None:
     """Without a GPU the command exits with 3 before torch is imported."""
     process = start("bench", without=("torch", "cuda"))
-
     out, errors = process.communicate(timeout=60)
-
     assert (process.returncode, out) == (3, "")
     assert errors.startswith("mlagen: device: expected a GPU to measure, got none; ")

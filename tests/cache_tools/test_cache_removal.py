@@ -29,9 +29,7 @@ def test_a_key_given_twice_is_removed_once(document: Documented, cached: Cached)
     """`rm` removes the entries of all compilers once, and the other kernels stay."""
     gone, kept = cached.folders
     other = recast(gone, toolchain="nvrtc-12.8.1", keeps=True)
-
     removed = document("cache", "rm", cached.keys[0], cached.keys[0][:6])["removed"]
-
     assert [entry["path"] for entry in removed] == [str(other), str(gone)]
     assert kept_in(cached.root) == {kept}
 
@@ -51,7 +49,6 @@ def test_everything_is_removed_after_a_confirmation(
 ) -> None:
     """The question of `clear` has count, size and folder; at the end of stdin it is no."""
     result = run("cache", "clear", *options.split(), answer=answer)
-
     assert result.exit_code == code
     assert last in "".join(result.stdout.splitlines()[-2:])
     assert len(kept_in(cached.root)) == (0 if code == 0 else 2)
@@ -112,9 +109,7 @@ def test_kernels_of_another_installation_are_pruned(
     """Those of the installed NVRTC and sources stay, and a damaged one, which has no version."""
     other = recast(cached.folders[0], keeps=True, **changes)
     (cached.folders[1] / "manifest.json").write_text("{")
-
     found = document("cache", "prune", option)
-
     assert [(entry["path"], entry["why"]) for entry in found["removed"]] == [(str(other), why)]
     assert kept_in(cached.root) == set(cached.folders)
 
@@ -133,9 +128,7 @@ def test_a_read_only_layer_is_never_pruned(
 def test_a_job_that_misses_a_pruned_kernel_compiles_it_again(run: Run, cached: Cached) -> None:
     """Pruning with running jobs costs a compile, and nothing else."""
     run("cache", "prune", "--max-size", "0")
-
     outcome = find_or_build(cached.units[0].spec)
-
     assert outcome.built
     assert kept_in(cached.root) == {cached.folders[0]} == {outcome.entry.path}
 

@@ -26,9 +26,7 @@ PARTS = {"source": "kernel.cu", "log": "build.log", "manifest": "manifest.json"}
 def test_a_part_is_printed_byte_for_byte(part: str, run: Run, cached: Cached) -> None:
     """It can be redirected to a file, and has its own name in the document."""
     command = ("cache", "show", cached.keys[0], f"--{part}")
-
     text, document = run(*command), run(*command, "--json")
-
     content = (cached.folders[0] / PARTS[part]).read_text(encoding="utf-8")
     assert (text.exit_code, text.stdout) == (0, content)
     assert json.loads(document.stdout)["entries"][0][part]
@@ -39,10 +37,8 @@ def test_every_compiler_is_shown_or_the_one_that_is_named(
 ) -> None:
     """KEY/TOOLCHAIN is one entry, KEY is all of them."""
     recast(cached.folders[0], toolchain="nvrtc-12.8.1", keeps=True)
-
     every = document("cache", "show", cached.keys[0])["entries"]
     named = document("cache", "show", f"{cached.keys[0]}/nvrtc-12.8.1")["entries"]
-
     assert [entry["toolchain"] for entry in every] == ["nvrtc-12.8.1", cached.units[0].toolchain]
     assert named == every[:1]
 
@@ -71,7 +67,6 @@ def test_nvdisasm_is_found_or_its_package_is_named(
 ) -> None:
     """cuda.pathfinder's result takes precedence over the PATH; without both, the code is 3."""
     result = run("cache", "show", cached.keys[0], "--sass")
-
     message = "mlagen: nvdisasm: not found; run: pip install nvidia-cuda-nvdisasm\n"
     assert (result.exit_code, result.stdout, result.stderr) == (3, "", message)
     for folder in (".", "bin"):

@@ -32,9 +32,7 @@ def test_a_cached_kernel_is_found(
     """Document and text name its folder, which nothing changes."""
     root = move_to_layer(cached.root, monkeypatch) if is_layer else cached.root
     before, spec = snapshot(root), str(cached.units[0].spec)
-
     found, text = document("cache", "why", spec), run("cache", "why", spec).stdout
-
     entry = found["entry"]
     assert (found["is_found"], found["key"]) == (True, cached.keys[0])
     assert (entry["layer"], entry["is_read_only"]) == (str(root), is_layer)
@@ -47,9 +45,7 @@ def test_a_missing_kernel_is_compared_with_the_nearest(
 ) -> None:
     """Only the differing key fields are shown, and the last line compiles it."""
     spec = str(cached.units[0].spec).replace("head_dim_vo=512", "head_dim_vo=128")
-
     found, text = document("cache", "why", spec, code=1), run("cache", "why", spec).stdout
-
     assert (found["reason"], list(fields_of(found))) == ("absent", ["spec.head_dim_vo"])
     assert text.splitlines()[-1] == f"run: mlagen prewarm --kernel '{spec}'"
 
@@ -67,9 +63,7 @@ def test_another_installation_is_the_reason(
 ) -> None:
     """A kernel of other sources or of another NVRTC is a miss."""
     recast(cached.folders[0], **changes)
-
     found = document("cache", "why", str(cached.units[0].spec), code=1)
-
     assert (found["reason"], found["is_found"]) == (reason, False)
     assert [(name, theirs) for name, (_, theirs) in fields_of(found).items()] == [(field, nearest)]
 
@@ -98,10 +92,8 @@ def test_a_cached_key_has_its_reason(document: Documented, run: Run, cached: Cac
     """It is compared with the nearest earlier kernel; the first of a family with none."""
     recast(cached.folders[0], created={**TIME, "because": None})
     recast(cached.folders[1], created={"because": "other toolchain"})
-
     found, first = (document("cache", "why", key) for key in cached.keys[::-1])
     text = run("cache", "why", cached.keys[0][:8]).stdout
-
     assert (found["reason"], list(fields_of(found))) == ("other toolchain", ["spec.head_dim_vo"])
     assert (first["reason"], first["nearest"], first["differences"]) == (None, None, [])
     assert "compiled because: not recorded, by prewarm of mlagen " in text
@@ -129,10 +121,8 @@ def test_one_kernel_by_two_compilers(document: Documented, run: Run, cached: Cac
     """The compilers are the only difference; a key alone is ambiguous."""
     recast(cached.folders[0], toolchain=OLD, keeps=True)
     toolchains, key = (OLD, str(cached.units[0].toolchain)), cached.keys[0][:8]
-
     found = document("cache", "explain", *(f"{key}/{name}" for name in toolchains))
     rejected = run("cache", "explain", key, key)
-
     assert fields_of(found) == {"toolchain": toolchains}
     rule = f"expected {key}/TOOLCHAIN, got no toolchain out of {', '.join(toolchains)}"
     assert (rejected.exit_code, rejected.stderr) == (2, f"mlagen: key: {rule}\n")
@@ -142,11 +132,9 @@ def test_one_kernel_by_two_compilers(document: Documented, run: Run, cached: Cac
 def test_a_damaged_kernel_is_not_shown(which: str, run: Run, cached: Cached) -> None:
     """Damage is an error with the reason and the path, wherever the kernel stands."""
     cubin = damage(cached.folders[0])
-
     result = run(
         "cache", *(cached.keys[int(word)] if word.isdigit() else word for word in which.split())
     )
-
     assert (result.exit_code, result.stdout) == (4, "")
     assert result.stderr.startswith("mlagen: cache: kernel.cubin: expected sha256 ")
     assert result.stderr.endswith(f": {cubin.parent}\n")

@@ -64,9 +64,7 @@ def test_a_wrong_result_is_reported(run: Run, monkeypatch: pytest.MonkeyPatch) -
     problem = demo._problem("cpu")
     out = torch.zeros(len(demo.SEQ_LENS), 1, demo.HEADS, demo.KV_LORA_RANK)
     monkeypatch.setattr(demo, "_decode", lambda _: out)
-
     result = run("demo")
-
     assert result.exit_code == 1
     assert "WRONG: " in result.stdout
     assert demo._result(problem, out * torch.nan)["is_right"] is False
@@ -109,9 +107,7 @@ def test_a_stage_that_fails_ends_the_demo(run: Run, monkeypatch: pytest.MonkeyPa
     ended = subprocess.CompletedProcess[bytes]([], returncode=3)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
-
     result = run("demo")
-
     assert (result.exit_code, result.stdout, result.stderr) == (3, "", "first process ...\n")
 
 

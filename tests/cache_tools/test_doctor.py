@@ -59,9 +59,7 @@ def test_a_cache_is_measured(
     """Each layer has its own count of kernels and of damaged ones."""
     (cached.folders[0] / "manifest.json").write_text("{")
     root = move_to_layer(cached.root, monkeypatch) if is_layer else cached.root
-
     found = document("doctor")
-
     measured = found["layers"][0] if is_layer else found["cache"]
     assert (measured["path"], measured["exists"], measured["entries"]) == (str(root), True, 2)
     assert is_layer or (measured["damaged"], measured["size_bytes"] > 10_000) == (1, True)
@@ -132,9 +130,7 @@ def test_gpus_are_listed_with_their_targets(run: Run, monkeypatch: pytest.Monkey
     """A line has name, target, SMs and memory."""
     monkeypatch.setattr(device, "visible_devices", lambda: GPUS)
     monkeypatch.setattr(device, "driver_version", lambda: "13.0")
-
     text = run("doctor").stdout
-
     assert "supports CUDA 13.0" in text
     assert "NVIDIA H200, sm_90a, 132 SMs, 139.8 GiB" in text
     assert "Tesla T4, not supported, 132 SMs, 139.8 GiB" in text

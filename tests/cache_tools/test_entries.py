@@ -95,7 +95,6 @@ def test_entries_of_any_time_are_listed(seconds: int, run: Run, cached: Cached) 
     """An invalid time in a manifest stops no command."""
     for manifest in cached.root.rglob("manifest.json"):
         os.utime(manifest, (seconds, seconds))
-
     for command in ("ls", "ls --sort age", f"show {cached.keys[0]}", "stats", "verify"):
         for option in ((), ("--json",)):
             assert run("cache", *command.split(), *option).exit_code == 0
@@ -110,9 +109,7 @@ def test_a_compile_time_that_is_not_finite_is_damage(
     manifest = cached.folders[0] / "manifest.json"
     text = manifest.read_text()
     manifest.write_text(re.sub(r'"compile_ms": [^,}]+', f'"compile_ms": {value}', text))
-
     listed = document("cache", "ls")["entries"]
-
     assert sum(entry["problem"] is not None for entry in listed) == 1
 
 

@@ -152,7 +152,6 @@ def interrupted_on_a_terminal(*arguments: str, when: str) -> tuple[int, str]:
 def test_ctrl_c_clears_the_bar() -> None:
     """Only the finished kernels and the summary stay on the screen, each once."""
     code, output = interrupted_on_a_terminal(*KERNELS, "-j", "1", when="compiling gqa_sm80")
-
     plan, *built, last = screen_of(output)
     assert re.search(r"about \d+ (s|min) left", output)
     assert code == 130

@@ -54,7 +54,6 @@ def test_the_code_is_that_of_the_normal_kernel(spec: KernelSpec) -> None:
     """Line info changes no instruction and no resource; a fresh process adds it too."""
     plain, with_lines = (compiled(spec, line_info=wants) for wants in (False, True))
     source = render(spec, line_info=True)
-
     assert text_sections(with_lines.code) == text_sections(plain.code)
     assert with_lines.resources == plain.resources
     assert str(template_root()).encode() in with_lines.code
@@ -82,7 +81,6 @@ def test_the_key_names_what_is_different(setting: Setting) -> None:
 def test_the_folder_of_the_templates_is_in_the_key(templates: Path) -> None:
     """Two installations that share a cache do not get the paths of each other."""
     clear_caches()
-
     assert dict(key_of(COMBINE).key_fields)["line_info"] == str(templates)
 
 
@@ -116,8 +114,6 @@ def test_an_error_names_the_template(templates: Path) -> None:
     path.write_text(path.read_text() + "int wrong = nothing;\n")
     clear_caches()
     line = len(path.read_text().splitlines())
-
     with pytest.raises(CompileError) as caught:
         compiled(COMBINE, line_info=True)
-
     assert f"{path}({line}): error" in str(caught.value)

@@ -39,7 +39,6 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, *errors: mlagen.MlagenError) -> N
 def test_kernels_are_compiled_and_counted(isolate: tuple[str, ...], run: Run) -> None:
     """Each kernel has a line on stderr, stdout has the totals; processes have the same result."""
     result = run(*SMALL, *isolate)
-
     plan, *lines = result.stderr.splitlines()
     assert result.exit_code == 0
     assert plan.startswith("compiling 2 kernels, 0 cached: about ")
@@ -237,9 +236,7 @@ def test_timeouts_have_an_exit_code(
     """Timeouts alone exit with 5; kernels that --fail-fast never starts are skipped."""
     left = iter(commands)
     monkeypatch.setattr(isolation, "worker_command", lambda _spec: next(left))
-
     result = run(*SMALL, "--isolate", *options.split())
-
     _plan, *lines = result.stderr.splitlines()
     assert result.exit_code == code
     assert result.stdout.startswith(f"2 kernels: 0 built, 0 hit, {counts}, in ")

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-import mlagen
 from cache_tools.options.selection_options import selection_options
-from mlagen import engine
 from mlagen.cache.bundle_reading import open_bundle, verify_bundle
 from mlagen.paths import MAX_NAMED_BYTES
 from mlagen.prewarming.spec_file import KEYS
+from mlagen.settings import current_settings
 from tests.kernels import COMBINE
 
 from .conftest import Cached, Documented, Run, Setting
@@ -66,9 +65,7 @@ SERVED = {
 def test_a_dry_run_says_how_models_are_served(options: str, assumed: list[str], run: Run) -> None:
     """Defaults are named as well, before the table, and on stderr with --json."""
     command = ("prewarm", "--dry-run", "--arch", "sm_90a", "--model", *options.split())
-
     table, document, quiet = (run(*command, *o) for o in ((), ("--json",), ("-q",)))
-
     assert table.stdout.splitlines()[: len(assumed)] == assumed
     assert document.stderr.splitlines()[: len(assumed)] == assumed
     assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (1, "", "")
@@ -139,18 +136,17 @@ def test_a_failure_writes_no_bundle(
     document: Documented, run: Run, cached: Cached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An incomplete bundle is not written; a path that cannot be written fails with 1."""
-
-    def fail(*_: object) -> None:
-        raise mlagen.CompileError("NVRTC: no", log="", source="")
-
     path = tmp_path / "kernels.tar.gz"
-    monkeypatch.setattr(engine, "build_spec", fail)
-    other = str(COMBINE).replace("sm_80", "sm_86")
-
-    assert document("prewarm", "--kernel", other, "--bundle", str(path), code=1)["bundle"] is None
-    assert not path.exists()
     path.mkdir()
     result = run("prewarm", "--kernel", str(cached.units[0].spec), "--bundle", str(path))
+    path.rmdir()
+    monkeypatch.setenv("MLAGEN_JIT", "off")
+    current_settings.cache_clear()
+    other = str(COMBINE).replace("sm_80", "sm_86")
+    failed = document("prewarm", "--isolate", "--kernel", other, "--bundle", str(path), code=1)
+
     message = f"mlagen: bundle: expected a file, got another kind: {path}"
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.splitlines()[-1] == message
+    assert failed["bundle"] is None
+    assert not path.exists()

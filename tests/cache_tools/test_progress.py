@@ -89,7 +89,6 @@ def test_the_plan_is_one_line_before_the_first_kernel(
 def test_durations_are_rough_and_every_family_has_an_estimate() -> None:
     """A long duration has no small unit."""
     texts = {0.1: "1 s", 89.0: "89 s", 90.0: "2 min", 5399.0: "90 min", 7200.0: "2 h"}
-
     assert [about_text(s) for s in texts] == [f"about {text}" for text in texts.values()]
     assert SECONDS.keys() == set(FAMILIES)
 

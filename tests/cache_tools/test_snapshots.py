@@ -23,8 +23,7 @@ from tests.kernels import COMBINE
 from tests.observed_calls import built, observe
 
 from .altered import use
-from .conftest import Documented, Run, Setting
-from .documents import SCHEMA_OF
+from .conftest import SCHEMA_OF, Documented, Run, Setting
 from .many import TOOLCHAIN, fill
 
 FOLDER = Path(__file__).parent / "snapshots"
@@ -162,7 +161,6 @@ def test_the_document_of_a_command_fits_its_schema(
     words = [keys[0] if word in {"KEY", "OTHER"} else word for word in COMMANDS[command]]
     if command in {"cache export", "cache push"}:
         words.append(keys[0])
-
     fails = {"cache verify", "cache why"}
     document(*command.split(), *words, code=int(command in fails), answer="y\n")
 
@@ -201,5 +199,4 @@ def test_the_text_of_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
     """Problem, times, error and kernels of a right and of a wrong result are those of the file."""
     print_demo(demo_document(is_right=True))
     print_demo(demo_document(is_right=False))
-
     require_snapshot("demo", capsys.readouterr().out)

@@ -44,13 +44,13 @@ def read(config: object) -> MlaModel | GqaModel:
 
 def mla_model(name: str, heads: int, rope: int = 64, *, is_sparse: bool = False) -> MlaModel:
     """Return a preset with latent attention."""
-    dims = {"kv_lora_rank": 512, "qk_rope_head_dim": rope}
+    dims: Any = {"kv_lora_rank": 512, "qk_rope_head_dim": rope}
     return MlaModel(name=name, dtype=DType.BF16, heads=heads, is_sparse=is_sparse, **dims)
 
 
 def gqa_model(name: str, heads: int, kv_heads: int, head_dim: int) -> GqaModel:
     """Return a preset with grouped queries."""
-    dims = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    dims: Any = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     return GqaModel(name=name, dtype=DType.BF16, **dims)
 
 

@@ -124,7 +124,7 @@ def test_a_scaled_fp8_cache_has_one_query_dtype(
 
 def gqa(heads: int, kv_heads: int, head_dim: int = 128, **facts: Any) -> GqaModel:
     """Return a model with grouped queries."""
-    dims = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    dims: Any = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     return GqaModel(name="m", dtype=DType.BF16, **dims, **facts)
 
 

@@ -69,11 +69,9 @@ def test_a_tensor_is_described_with_its_place_in_memory(folder: Path) -> None:
 def test_calls_of_one_signature_are_dumped_once(folder: Path) -> None:
     """Lengths of a growing batch and addresses make no other signature; shapes do."""
     function, arguments = built("trtllm")
-
     for length in (100, 101, 102, 103):
         function(**{**arguments, "max_seq_len": length, "query": arguments["query"].clone()})
     function(**{**arguments, "query": arguments["query"][:, :, :1]})
-
     shapes = [each["call"]["arguments"]["query"]["tensor"]["shape"] for each in dumps_in(folder)]
     assert shapes == [[2, 1, 2, 576], [2, 1, 1, 576]]
 

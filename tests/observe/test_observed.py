@@ -33,9 +33,7 @@ def test_a_call_of_each_entry_point_is_one_line(name: str, log: Any) -> None:
     """The line names the entry point; a call on CPU tensors names the CPU backend."""
     function, arguments = built(name)
     before = len(log())
-
     function(**arguments)
-
     (line,) = log()[before:]
     entry = line.partition("(")[0].rpartition(".")[2]
     known = {getattr(function, "__name__", ""), "flare_mla_decoding", "__init__"}
@@ -89,9 +87,7 @@ def test_a_traced_call_is_not_logged(log: Any) -> None:
             name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
             for name, value in arguments.items()
         }
-
         function(**fakes)
-
     assert log() == []
 
 
@@ -142,7 +138,6 @@ def test_an_odd_value_has_the_same_outcome_as_without_a_log(
 def test_an_entry_point_is_itself_where_nothing_is_requested() -> None:
     """Without the variables a call costs nothing more."""
     function = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
-
     assert observed.observable(function) is function
     assert function.__code__.co_filename != observed.__file__
 
@@ -168,10 +163,8 @@ def test_a_process_that_requests_it_logs_all_entry_points() -> None:
     """The variable is read when the entry points are imported; lines go to stderr."""
     environ = os.environ | {"MLAGEN_LOG": "api"}
     command = [sys.executable, "-c", PROGRAM]
-
     done = subprocess.run(
         command, env=environ, cwd=ROOT, check=True, capture_output=True, text=True
     )
-
     assert done.stdout == "True\n"
     assert "]: BatchMLAPagedAttentionWrapper.__init__(float_workspace_buffer=" in done.stderr

@@ -96,7 +96,6 @@ def test_a_mistake_in_a_spec_file_is_rejected(text: str, message: str) -> None:
     """The message has file, table, key, rule and value."""
     with pytest.raises(ArgumentError) as caught:
         specs_of_file("a", text.encode("latin-1"), archs="sm_80")
-
     assert str(caught.value).startswith(f"a: {message}")
 
 
@@ -121,10 +120,8 @@ def test_an_invalid_line_of_a_record_is_rejected(line: str, message: str, tmp_pa
     """The message has file, line, rule and content."""
     log = tmp_path / "record.jsonl"
     log.write_text(f'{{"kernel": "{COMBINE}"}}\n{line}', encoding="utf-8")
-
     with pytest.raises(ArgumentError) as caught:
         read_record(log)
-
     assert str(caught.value) == f"{log}:2: {message}"
 
 

@@ -114,9 +114,7 @@ def test_a_table_is_the_product_of_its_lists(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     model = selected(models="deepseek-v3", tp=[1, 8], wanted={"kv_dtype": KV_DTYPES})
     table = selected("sm_80,sm_86", families=["combine"], wanted=COMBINES)
-
     specs = read_spec_file(path, archs="sm_80")
-
     assert specs == specs_of_file("-", text.encode(), archs="sm_80") == unique([*model, *table])
 
 

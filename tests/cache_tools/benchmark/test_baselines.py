@@ -43,7 +43,6 @@ def inputs_of(family: str, facts: dict[str, Any]) -> Inputs:
 def check(make: Callable[[Inputs], Call], inputs: Inputs) -> None:
     """Require the reference of the first set from two calls, and another result of the second."""
     call, expected = make(inputs), attend(inputs)
-
     for _ in range(2):  # the first call may make metadata that the next ones reuse
         assert relative_error(call(0), expected) < inputs.case.error_bound
     assert relative_error(call(1), expected) > 0.5
@@ -104,7 +103,6 @@ def test_flashmla_is_called_with_the_case(unused: int, family: str, facts: dict[
     """Dense, e4m3 and sparse calls have the case's arguments, and metadata is made once."""
     ops = FlashMla()
     dense = partial(flashmla._dense, ops.dense_decode_fwd, unused)
-
     check(lambda inputs: flashmla._call(inputs, dense, ops, ops), inputs_of(family, facts))
 
 
@@ -148,7 +146,6 @@ class Fa3:
 def test_fa3_is_called_with_the_case(family: str, facts: dict[str, Any]) -> None:
     """Query, cache, lengths, window and schedule are those of the case."""
     make = fa3._mla_call if family == "mla" else fa3._gqa_call
-
     check(lambda inputs: make(Fa3(), inputs), inputs_of(family, facts))
 
 
@@ -160,7 +157,6 @@ def test_flashinfer_is_called_with_the_case(
     modules = {"flashinfer": SimpleNamespace(), "flashinfer.mla": mlagen.mla}
     for name, module in {**modules, "flashinfer.decode": mlagen.decode}.items():
         monkeypatch.setitem(sys.modules, name, module)
-
     check(flashinfer.flashinfer_call, inputs_of(family, facts))
 
 
@@ -193,7 +189,6 @@ def test_libraries_are_found_in_a_folder(site: Path) -> None:
     """The wheels of vLLM and SGLang are two baselines; without names, a missing one is left out."""
     found = find_baselines(["flashmla", "fa3"], site)
     (site / "flash_mla" / "_C_legacy.abi3.so").unlink()
-
     vllm = dict.fromkeys(("flashmla-vllm", "fa3"), "vllm 0.23.0")
     versions = {each.name: each.version for each in found}
     assert versions == {**vllm, "flashmla-sglang": "sgl-flash-mla 1.0.0"}
@@ -226,7 +221,6 @@ def test_a_missing_library_is_named_with_its_installation(tmp_path: Path) -> Non
     """The message has the command that installs it; the folder of --peers has to exist."""
     with pytest.raises(mlagen.UnsupportedError) as caught:
         find_baselines(["fa3"], tmp_path)
-
     assert str(caught.value) == (
         "compare: expected vllm for fa3, got none; run: pip install --no-deps --target DIR vllm, "
         "and pass --peers DIR, or omit fa3"

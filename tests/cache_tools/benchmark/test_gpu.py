@@ -47,7 +47,6 @@ def measure(inputs: Inputs, **makes: Callable[[Inputs], Call]) -> dict[str, Outc
 def test_libraries_are_timed_by_turns(inputs: Inputs) -> None:
     """Each is timed twice, the second time in reverse, and the mean of both is its time."""
     outcomes = measure(inputs, a=mlagen_call, b=mlagen_call)
-
     assert [outcome.us for outcome in outcomes.values()] == [253.0, 253.0]
     assert Times.taken == ["model"] * 4
     for outcome in outcomes.values():

@@ -33,10 +33,8 @@ def document() -> dict[str, Any]:
 def test_a_file_is_written(tmp_path: Path) -> None:
     """A PNG of some size; an SVG with text, no date and no random ids, equal for equal results."""
     png, *svg = (tmp_path / name for name in ("bars.png", "one.svg", "other.svg"))
-
     for path in (png, *svg):
         write_plot(document(), path)
-
     assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert png.stat().st_size > 10_000
     assert svg[0].read_bytes() == svg[1].read_bytes()

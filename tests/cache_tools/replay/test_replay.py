@@ -92,17 +92,13 @@ def builders() -> dict[str, Callable[[], Call]]:
         observed(mlagen.decode.xqa_batch_decode_with_kv_cache),
         observed(mlagen.xqa.xqa),
     )
-
-    def built_case(function: Any, case: MlaCase | GqaCase) -> Call:
-        built_case = case.build("cpu")
-        arguments = xqa_arguments(built_case) if function is xqa else built_case.arguments()
-        return function, arguments
-
     calls: dict[str, Callable[[], Call]] = {name: partial(built, name) for name in BUILDERS}
-    tuples = {name: case for name, case in GQA.items() if case.cache_layout == "tuple"}
-    for label, function, cases in (("mla", mla, MLA), ("gqa", gqa, GQA), ("xqa", xqa, tuples)):
-        for name, case in cases.items():  # type: ignore[attr-defined]
-            calls[f"{label}: {name}"] = partial(built_case, function, case)
+    for name, of_mla in MLA.items():
+        calls[f"mla: {name}"] = lambda case=of_mla: (mla, case.build("cpu").arguments())
+    for name, of_gqa in GQA.items():
+        calls[f"gqa: {name}"] = lambda case=of_gqa: (gqa, case.build("cpu").arguments())
+        if of_gqa.cache_layout == "tuple":
+            calls[f"xqa: {name}"] = lambda case=of_gqa: (xqa, xqa_arguments(case.build("cpu")))
     return calls
 
 
@@ -219,9 +215,7 @@ def test_the_kernel_settings_of_the_dumped_process_apply(
     data = json.loads(dumped.read_text(encoding="utf-8"))
     data["environment"]["MLAGEN_MLA_KERNEL"] = "sm70"
     dumped.write_text(json.dumps(data), encoding="utf-8")
-
     found = document("replay", str(dumped), code=1)
-
     assert found["error"].startswith("ArgumentError: MLAGEN_MLA_KERNEL: ")
     function, arguments = built("trtllm")
     function(**arguments)
@@ -258,9 +252,7 @@ def test_the_bound_is_that_of_the_dtypes(dtype: torch.dtype, bound: float, folde
     """An 8-bit call may have larger errors; a workspace of bytes does not make it one."""
     arguments = MlaCase(name="", seq_lens=(9,), heads=2, dtype=dtype).build("cpu").arguments()
     arguments["workspace_buffer"] = torch.zeros(16, dtype=torch.uint8)
-
     observed(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla)(**arguments)
-
     assert replaying._bound_of(read_dump(last_of(folder))) == bound
 
 

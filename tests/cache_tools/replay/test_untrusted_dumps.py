@@ -68,9 +68,7 @@ def test_another_file_is_one_line(
         os.mkfifo(path)
     elif content is not None:
         path.write_text(content, encoding="utf-8")
-
     result = run("replay", str(path))
-
     assert (result.exit_code, result.stderr) == (2, f"mlagen: {path}: {message}\n")
 
 

@@ -1,7 +1,8 @@
-"""Tables of the support page, from those that checks and prewarming read."""
+"""The support page has the tables that checks and prewarming read."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -23,7 +24,7 @@ from mlagen.spec.mla import sm90_fp8kv as mla_sm90_fp8kv
 from mlagen.spec.mla import variant as mla_support
 from mlagen.spec.mla.sm80 import MlaSm80Spec, mla_sm80_spec
 from mlagen.spec.mla.variant import MlaSupport, MlaVariant, output_dtype
-from tests.doc_text import table
+from tests.doc_text import PAGES, table
 
 # GPUs where tests/gpu has passed.
 HAS_RUN_ON = {Arch(90, "a"): "H100, H200"}
@@ -34,6 +35,18 @@ MODES = {
     "separate": mla_support.SEPARATE,
     "bias": mla_support.BIAS,
 }
+
+
+def test_the_support_page_has_the_tables_of_the_code() -> None:
+    """Its tables and numbers are those that the code reads; MLAGEN_ACCEPT=1 renews the tables."""
+    page = PAGES["docs/reference/support.md"]
+    expected = support_page(page.read_text(encoding="utf-8"))
+    if os.environ.get("MLAGEN_ACCEPT"):
+        page.write_text(expected, encoding="utf-8")
+    written = page.read_text(encoding="utf-8")
+    renew = "renew with: MLAGEN_ACCEPT=1 python3 -m pytest tests/test_docs_support.py"
+    assert written == expected, renew
+    assert [fact for fact in facts() if fact not in written] == []
 
 
 def facts() -> tuple[str, ...]:
