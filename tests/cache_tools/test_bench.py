@@ -10,6 +10,7 @@ import click
 import pytest
 import torch
 
+from cache_tools.benchmark.cases import Case
 from cache_tools.benchmark.outcomes import Outcome
 from cache_tools.benchmark.selection import DEFAULTS
 from cache_tools.cli import cli
@@ -71,14 +72,15 @@ def test_help_shows_the_actual_defaults(option: str) -> None:
     assert set(written.rstrip(".").split(", for GQA ")) == defaults
 
 
+def heads_16(case: Case) -> Outcome:
+    """Return a wrong result for one of two cases."""
+    return WRONG if case.heads == 16 else RIGHT
+
+
 @pytest.mark.parametrize(
     ("machine", "code", "problem"),
     [
-        (
-            FakeMachine(lambda case: WRONG if case.heads == 16 else RIGHT),
-            1,
-            "mlagen: {}: relative error: ",
-        ),
+        (FakeMachine(heads_16), 1, "mlagen: {}: relative error: "),
         (FakeMachine(lambda _: FAILED), 1, "mlagen: {}: RuntimeError: no memory"),
         (FakeMachine(lambda _: RIGHT, lambda _: FAILED), 0, "fa3: {}: RuntimeError: no memory"),
     ],
@@ -90,9 +92,8 @@ def test_a_wrong_or_missing_result_exits_with_1(
     """The document is still printed, and stderr names the case and the reason."""
     use(machine)
     result = run(*TINY, "--heads", "16,32", "--json")
-    label = "mla bf16, 2 x 64, 16 heads"
     assert (result.exit_code, len(json.loads(result.stdout)["cases"])) == (code, 2)
-    assert f"\n{problem.format(label)}" in result.stderr
+    assert f"\n{problem.format('mla bf16, 2 x 64, 16 heads')}" in result.stderr
 
 
 def test_a_plot_is_written_beside_the_table(run: Run, use: Use, tmp_path: Path) -> None:
@@ -122,32 +123,30 @@ def test_libraries_are_measured_on_request(
 
 
 @pytest.fixture
-def results(run: Run, use: Use, tmp_path: Path) -> Path:
+def results(run: Run, use: Use, tmp_path: Path) -> str:
     """Return a file of results in two modes."""
     use(FakeMachine())
     path = tmp_path / "results.json"
     path.write_text(run(*TINY, "--mode", "fresh,model", "--json").stdout)
-    return path
+    return str(path)
 
 
-def test_earlier_results_are_shown_without_a_gpu(results: Path, run: Run) -> None:
+def test_earlier_results_are_shown_without_a_gpu(results: str, run: Run) -> None:
     """--from-json prints the rows of the chosen modes, and measures nothing."""
-    both = run("bench", "--from-json", str(results))
-    one = run("bench", "--from-json", str(results), "--mode", "model", "--json")
+    both = run("bench", "--from-json", results)
+    one = run("bench", "--from-json", results, "--mode", "model", "--json")
     assert (both.exit_code, len(both.stdout.splitlines())) == (0, 3 + 2 + 2)
     assert [row["mode"] for row in json.loads(one.stdout)["cases"]] == ["model"]
 
 
-def test_a_slower_case_fails_the_comparison(results: Path, run: Run, use: Use) -> None:
+def test_a_slower_case_fails_the_comparison(results: str, run: Run, use: Use) -> None:
     """--baseline prints what changed and exits with 1 beyond the tolerance."""
     use(FakeMachine(lambda _: Outcome(us=1040.0, error=1e-3)))
-    command = (*TINY, "--baseline", str(results))
-    strict, lenient = run(*command), run(*command, "--tolerance", "5%")
+    strict, lenient = (run(*TINY, "--baseline", results, *o) for o in ((), ("--tolerance", "5%")))
     assert (strict.exit_code, lenient.exit_code) == (1, 0)
     assert strict.stdout.splitlines()[1].split()[-4:] == ["1000.0", "1040.0", "+4.0%", "slower"]
-    assert strict.stderr.splitlines()[-1] == (
-        "slower: mla bf16, 2 x 64, 16 heads, fresh: 1040.0 us, 1000.0 us before"
-    )
+    slower = "slower: mla bf16, 2 x 64, 16 heads, fresh: 1040.0 us, 1000.0 us before"
+    assert strict.stderr.splitlines()[-1] == slower
 
 
 @pytest.mark.parametrize(

@@ -150,12 +150,10 @@ def test_gc_evicts_the_least_recently_used_above_the_limit(
     last = document("cache", "gc")
 
     counts = {"abandoned": 0, "quarantined": 0, "evicted": [], "freed_bytes": 0}
-    assert clean == {"cache_dir": str(cached.root), **counts}
-    assert after == before
-    assert [Path(gone["path"]) for gone in found["evicted"]] == [old]
+    assert (clean, after) == ({"cache_dir": str(cached.root), **counts}, before)
+    gone = [[Path(each["path"]) for each in result["evicted"]] for result in (found, last)]
+    assert (gone, kept) == ([[old], [young]], {young})
     assert found["freed_bytes"] == size
-    assert kept == {young}
-    assert [Path(gone["path"]) for gone in last["evicted"]] == [young]
 
 
 def test_gc_deletes_abandoned_folders(document: Documented, cache_dir: Path) -> None:
@@ -166,9 +164,7 @@ def test_gc_deletes_abandoned_folders(document: Documented, cache_dir: Path) -> 
     for folder in (dead, alive, *moved):
         folder.mkdir(parents=True, mode=0o700)
     os.utime(dead, (time.time() - 7200,) * 2)
-
     found = document("cache", "gc")
-
     assert (found["abandoned"], found["quarantined"]) == (1, 5)
     assert list(staging.iterdir()) == [alive]
     assert sorted(quarantine.iterdir()) == moved[5:]

@@ -98,27 +98,15 @@ def test_a_signal_keeps_only_finished_kernels(
 # The command as a shell on this terminal starts it.
 ON_A_TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
 _COLUMNS = 160
-_SEQUENCE = re.compile(r"\x1b\[(\??\d*)([A-Za-z])|(.)", re.DOTALL)
+
+
+# A line with what erases it, or one that is left and then erased; and the cursor's own sequences.
+_ERASED = re.compile(r"[^\n]*\n[^\n]*\x1b\[1A\x1b\[2K|[^\n]*\x1b\[2K|\x1b\[\?\d+[hl]")
 
 
 def screen_of(output: str) -> list[str]:
-    """Return the lines of a terminal after this output, which wraps at its width."""
-    lines, row, column = [""], 0, 0
-    for count, control, char in _SEQUENCE.findall(output):
-        if control == "A":
-            row = max(row - int(count or 1), 0)
-        elif control == "K":
-            lines[row] = ""
-        elif char == "\r":
-            column = 0
-        elif char:
-            if char == "\n" or column == _COLUMNS:
-                row, column = row + 1, column if char == "\n" else 0
-                lines += [""] * (row + 1 - len(lines))
-            if char != "\n":
-                lines[row] = lines[row].ljust(column)[:column] + char + lines[row][column + 1 :]
-                column += 1
-    return [line.rstrip() for line in lines if line.strip()]
+    """Return the lines of a terminal after this output."""
+    return [line for line in _ERASED.sub("", output).splitlines() if line.strip()]
 
 
 def interrupted_on_a_terminal(*arguments: str, when: str) -> tuple[int, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,13 +37,13 @@ def test_sources_are_prewarmed_for_their_own_architecture_or_for_others(
     toml.write_text(TABLE)
     table.write_text(json.dumps({"kernel": [{"kernel": str(COMBINE)}]}))
     kernel, record, arch = ("--kernel", str(COMBINE)), ("--from-log", str(log)), ("--arch", "sm_80")
+    model = ("--model", "deepseek-v3", "--tp", "8")
 
     for source in (kernel * 2, record * 2, (str(toml), *arch)):
         assert kernels(document, *source) == [str(COMBINE)]
     assert kernels(document, "-", *arch, answer=TABLE) == [str(COMBINE)]
     elsewhere = kernels(document, *record, "--arch", "sm_90a,sm_86")
     assert elsewhere == [str(COMBINE).replace("sm_80", other) for other in ("sm_90a", "sm_86")]
-    model = ("--model", "deepseek-v3", "--tp", "8")
     together = kernels(document, str(table), *kernel, *record, *model, *arch)
     assert [name.partition("(")[0] for name in together] == ["combine", "mla_sm80"]
 
@@ -73,12 +74,8 @@ def test_a_dry_run_says_how_models_are_served(options: str, assumed: list[str], 
 
 def test_tables_have_the_names_of_the_options() -> None:
     """A table accepts every selection option; a record is a file of its own."""
-
-    @selection_options
-    def command() -> None:
-        pass
-
-    options = [option.opts[0] for option in command.__click_params__]  # type: ignore[attr-defined]
+    command: Any = selection_options(lambda: None)
+    options = [option.opts[0] for option in command.__click_params__]
     names = {option.removeprefix("--").replace("-", "_") for option in options}
     assert names == {*KEYS, "from_log"}
 

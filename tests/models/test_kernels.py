@@ -41,59 +41,44 @@ def values(specs: list[KernelSpec], name: str) -> set[str]:
 
 FP16 = DType.FP16
 OF_FP16 = {"query_dtype": FP16, "kv_dtype": FP16, "out_dtype": FP16, "page_size": 48}
+COMBINE = combine("sm_90a", 512)
 
 
-SPECS: dict[str, tuple[Arch, MlaModel | GqaModel, ServingOptions, list[KernelSpec]]] = {
+FP8KV: dict[str, Any] = {"kv_dtype": E4M3, "lookup": "paged", "rows": 16}
+SPECS: dict[str, tuple[Arch, MlaModel | GqaModel, dict[str, Any], list[KernelSpec]]] = {
     "the heads of one GPU and of eight take the largest and the smallest tile": (
-        SM_90A,
-        V3,
-        ServingOptions(tp=(1, 8)),
-        [mla_sm90(rows=128), mla_sm90(), mla_sm80(rows=128), combine("sm_90a", 512), mla_sm80()],
+        *(SM_90A, V3, {"tp": (1, 8)}),
+        [mla_sm90(rows=128), mla_sm90(), mla_sm80(rows=128), COMBINE, mla_sm80()],
     ),
     "an architecture without wgmma takes the sm80 kernel": (
-        SM_80,
-        V3,
-        ServingOptions(tp=(8,)),
+        *(SM_80, V3, {"tp": (8,)}),
         [mla_sm80(arch=SM_80), combine("sm_80", 512)],
     ),
     "a cache in e4m3 is read by queries of both kinds": (
-        SM_90A,
-        V3,
-        ServingOptions(tp=(8,), kv_dtypes=(E4M3,)),
+        *(SM_90A, V3, {"tp": (8,), "kv_dtypes": (E4M3,)}),
         [
-            mla_sm90_fp8kv(kv_dtype=E4M3, lookup="paged", rows=16),
-            mla_sm80(kv_dtype=E4M3),
-            combine("sm_90a", 512),
-            mla_sm90_fp8(),
-            mla_sm90_fp8kv(query_dtype=E4M3, kv_dtype=E4M3, lookup="paged", rows=16),
+            *(mla_sm90_fp8kv(**FP8KV), mla_sm80(kv_dtype=E4M3), COMBINE, mla_sm90_fp8()),
+            mla_sm90_fp8kv(query_dtype=E4M3, **FP8KV),
             mla_sm80(query_dtype=E4M3, kv_dtype=E4M3),
         ],
     ),
     "a sparse model has dense kernels for short sequences": (
-        SM_90A,
-        V32,
-        ServingOptions(tp=(8,)),
-        [mla_sm90(), mla_sm80(), combine("sm_90a", 512), mla_sm80(lookup="sparse")],
+        *(SM_90A, V32, {"tp": (8,)}),
+        [mla_sm90(), mla_sm80(), COMBINE, mla_sm80(lookup="sparse")],
     ),
     "in sparse calls each query token is a sequence": (
-        SM_80,
-        V32,
-        ServingOptions(tp=(8,), q_lens=(1, 4), lookups=("sparse",)),
+        *(SM_80, V32, {"tp": (8,), "q_lens": (1, 4), "lookups": ("sparse",)}),
         [mla_sm80(arch=SM_80, lookup="sparse"), combine("sm_80", 512)],
     ),
     "grouped queries have pages of 16 and of 64 tokens": (
-        SM_90A,
-        LLAMA,
-        ServingOptions(tp=(1, 2)),
+        *(SM_90A, LLAMA, {"tp": (1, 2)}),
         [
             *(gqa_sm90(page_size=16), gqa_sm80(page_size=16), combine("sm_90a", 128)),
             *(gqa_sm90(page_size=64), gqa_sm80(page_size=64)),
         ],
     ),
     "explicit options replace the defaults": (
-        SM_80,
-        LLAMA,
-        ServingOptions(page_sizes=(48,), dtypes=(FP16,), q_lens=(8,)),
+        *(SM_80, LLAMA, {"page_sizes": (48,), "dtypes": (FP16,), "q_lens": (8,)}),
         [gqa_sm80(arch=SM_80, rows=32, **OF_FP16), combine("sm_80", 128, FP16)],
     ),
 }
@@ -101,10 +86,10 @@ SPECS: dict[str, tuple[Arch, MlaModel | GqaModel, ServingOptions, list[KernelSpe
 
 @pytest.mark.parametrize(("arch", "model", "use", "specs"), SPECS.values(), ids=SPECS)
 def test_kernels_of_a_model(
-    arch: Arch, model: MlaModel | GqaModel, use: ServingOptions, specs: list[KernelSpec]
+    arch: Arch, model: MlaModel | GqaModel, use: dict[str, Any], specs: list[KernelSpec]
 ) -> None:
     """A model has these kernels, in this order."""
-    assert model_specs(arch, model, use) == specs
+    assert model_specs(arch, model, ServingOptions(**use)) == specs
 
 
 @pytest.mark.parametrize(

@@ -93,12 +93,15 @@ def builders() -> dict[str, Callable[[], Call]]:
         observed(mlagen.xqa.xqa),
     )
     calls: dict[str, Callable[[], Call]] = {name: partial(built, name) for name in BUILDERS}
-    for name, of_mla in MLA.items():
-        calls[f"mla: {name}"] = lambda case=of_mla: (mla, case.build("cpu").arguments())
-    for name, of_gqa in GQA.items():
-        calls[f"gqa: {name}"] = lambda case=of_gqa: (gqa, case.build("cpu").arguments())
-        if of_gqa.cache_layout == "tuple":
-            calls[f"xqa: {name}"] = lambda case=of_gqa: (xqa, xqa_arguments(case.build("cpu")))
+
+    def call(function: Callable[..., Any], case: Any) -> Call:
+        problem = case.build("cpu")
+        return function, xqa_arguments(problem) if function is xqa else problem.arguments()
+
+    tuples = {name: case for name, case in GQA.items() if case.cache_layout == "tuple"}
+    cases: dict[str, Any] = {"mla": (mla, MLA), "gqa": (gqa, GQA), "xqa": (xqa, tuples)}
+    for label, (function, named) in cases.items():
+        calls |= {f"{label}: {name}": partial(call, function, case) for name, case in named.items()}
     return calls
 
 
