@@ -24,6 +24,8 @@ from cache_tools.benchmark.selection import case_of
 from cache_tools.benchmark.table import print_changes, print_results, problems_of
 from tests.fake_machine import FAILED, RIGHT, WRONG, FakeMachine, results
 
+CASES = [case_of("mla"), case_of("gqa")]
+
 
 def document(
     mlagen: Callable[[Case], Outcome] = lambda _: RIGHT, modes: tuple[str, ...] = ("fresh",)
@@ -95,7 +97,6 @@ def test_other_results_are_not_compared() -> None:
         changes_since(document(modes=("model",)), document())
 
 
-CASES = [case_of("mla"), case_of("gqa")]
 MLA, GQA = (case.label for case in CASES)
 HALF, LATE = Outcome(us=500.0, error=1e-3), Outcome(us=2000.0, error=1e-3)
 
