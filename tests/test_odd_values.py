@@ -13,11 +13,8 @@ import torch
 
 import mlagen
 from mlagen.errors import ArgumentError, UnsupportedError
-from mlagen.families.gqa import select as gqa_plan
-from mlagen.families.mla import select as mla_plan
 from mlagen.mla import flare_mla_decoding, masks
-from mlagen.runtime.device import DeviceFacts
-from mlagen.spec.arch import Arch
+from tests.families.launches import simulate_h200
 from tests.odd_calls import CALLS, Call
 from tests.odd_values import ODD
 
@@ -27,16 +24,7 @@ _COUNTS = torch.ones(2, dtype=torch.int32)
 @pytest.fixture(autouse=True)
 def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use the workspace sizes of an H200 without a GPU."""
-    facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
-    plans = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_call)
-    for module in (mla_plan, gqa_plan):
-        monkeypatch.setattr(module, "arch_of_device", lambda _: Arch(90, "a"))
-        monkeypatch.setattr(module, "device_facts", lambda _: facts)
-    for plan in plans:
-        plan.cache_clear()
-    yield
-    for plan in plans:
-        plan.cache_clear()
+    yield from simulate_h200(monkeypatch)
     mlagen.freeze("on")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,16 @@ def stacked_with_a_gap(caches: torch.Tensor) -> torch.Tensor:
     return memory.as_strided(caches.shape, strides).copy_(caches)
 
 
+class Unread(torch.Tensor):
+    """A tensor whose contents must not be read."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, *_: Any) -> Any:
+        """Reject any use of the tensor except its type name."""
+        raise AssertionError(f"read by {func}")
+
+
+UNREAD = torch.tensor(70).as_subclass(Unread)
 QUERIES: Rows = {
     "xqa_batch": [
         ("query", lambda q: q[:, None], ".ndim: expected 3, got 4"),
@@ -53,6 +64,7 @@ QUERIES: Rows = {
         ),
         ("q_len_per_req", 0, POSITIVE + "0"),
         ("q_len_per_req", 1.5, POSITIVE + "1.5"),
+        ("q_len_per_req", [2], POSITIVE + "[2]"),
         ("seq_lens", lambda lens: lens.repeat(2), ".shape: expected [2] or [2, 1] (batch of query"),
         ("seq_lens", lambda lens: lens[:, None].repeat(1, 2), ".shape: expected [2] or [2, 1] (ba"),
     ],
@@ -154,6 +166,7 @@ OTHERS: Rows = {
         ("block_tables", lambda ids: ids[:1], ".shape[0]: expected 2 (batch), got 1"),
         ("max_seq_len", -1, ": expected an int, 0 or more, got -1"),
         ("max_seq_len", 70.0, ": expected an int, 0 or more, got 70.0"),
+        ("max_seq_len", {"max_seq_len": UNREAD}, ": expected an int, 0 or more, got a tensor"),
         ("window_left", "1", ": expected an int, got '1'"),
         ("window_left", 0.5, ": expected an int, got 0.5"),
         ("window_left", True, ": expected an int, got True"),

@@ -187,6 +187,7 @@ OTHERS: Rows = {
         ("max_seq_len", torch.tensor(70), WHOLE + "a tensor"),  # which would be waited for
         ("kv_lora_rank", 512.0, WHOLE + "512.0"),
         ("kv_lora_rank", "512", WHOLE + "'512'"),
+        ("kv_lora_rank", [512], WHOLE + "[512]"),
         ("qk_rope_head_dim", -64, WHOLE + "-64"),
         ("sinks", [torch.zeros(16)] * 2, ": expected a list of one tensor, got 2"),
         ("sinks", torch.zeros(8), ".shape: expected [16] (heads of query), got [8]"),
