@@ -82,8 +82,8 @@ class ValidCall:
     def __init__(self, entry: str, device: str) -> None:
         """Build the arguments of a small problem."""
         adapter = ENTRY_POINTS[ADAPTERS.get(entry, entry)]
-        sinks = {"trtllm": {"with_sinks": True}, "grouped queries": {"sink": 1.0}}.get(entry, {})
-        problem = adapter.build(device, seq_lens=(40, 7), **sinks)
+        sinks: dict[str, Any] = {"trtllm": {"with_sinks": True}, "grouped queries": {"sink": 1.0}}
+        problem = adapter.build(device, seq_lens=(40, 7), **sinks.get(entry, {}))
         given = adapter.arguments(problem)
         if "out" in adapter.names:
             given[adapter.names["out"]] = adapter.new_out(problem, 0.0)

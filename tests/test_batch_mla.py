@@ -228,7 +228,8 @@ def with_buffers(page_ids: int) -> tuple[BatchMLAPagedAttentionWrapper, dict[str
     """Return a wrapper for graphs of four requests, and its buffers."""
     sizes = {"qo_indptr": 5, "kv_indptr": 5, "kv_indices": page_ids, "kv_len_arr": 4}
     buffers = {name: torch.full((size,), -1, dtype=torch.int32) for name, size in sizes.items()}
-    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0), True, *buffers.values())
+    given: dict[str, Any] = dict(buffers)
+    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0), use_cuda_graph=True, **given)
     return wrapper, buffers
 
 
