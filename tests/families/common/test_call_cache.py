@@ -55,12 +55,6 @@ def test_factors_are_1_or_are_not() -> None:
     assert factors[0] == factors[1] != factors[2]
 
 
-@pytest.fixture(params=ROWS)
-def entry_point(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EntryPoint:
-    """Return an entry point with an empty call cache."""
-    return make_entry_point(monkeypatch, ROWS[request.param])
-
-
 def count_guards(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Return a list that grows with each attempt to make a guard."""
     attempts: list[object] = []
