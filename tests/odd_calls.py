@@ -14,6 +14,7 @@ from tests.problems.batch_mla import batch_case, plan_arguments, run_arguments, 
 from tests.problems.entry_points import ENTRY_POINTS
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase
+from tests.problems.problem import bf16
 
 Call = tuple[Callable[..., object], dict[str, Any]]
 
@@ -39,12 +40,8 @@ def _decode(name: str, case: MlaCase | GqaCase, **others: Any) -> Call:
     return _call(entry.function, **entry.arguments(case.build("cpu")), **others)
 
 
-def _bf16(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.bfloat16)
-
-
 def _flare() -> Call:
-    tensors = {"q": _bf16(2, 1, 2, 576), "k": _bf16(2, 3, 1, 576), "valid_length": None}
+    tensors = {"q": bf16(2, 1, 2, 576), "k": bf16(2, 3, 1, 576), "valid_length": None}
     return _call(flare_mla_decoding, **tensors, mask=masks.CausalMask(), scale=1.0)
 
 
@@ -52,10 +49,10 @@ def _paged_flare() -> Call:
     def call(window: Any, start_pos: Any, **cache: Any) -> object:
         rows = masks.MaterializedMask(torch.zeros(2, 1, 4), start_pos)
         mask = masks.OrMask(masks.SlidingWindowCausalMask(window), rows)
-        q = _bf16(2, 1, 2, 576)
+        q = bf16(2, 1, 2, 576)
         return flare_mla_decoding(q, mlagen.PagedKVCache(**cache), mask, _COUNTS, 1.0)
 
-    cache = {"blocks": _bf16(1, 8, 576), "block_table": _TABLE, "cache_lengths": _COUNTS}
+    cache = {"blocks": bf16(1, 8, 576), "block_table": _TABLE, "cache_lengths": _COUNTS}
     return call, {"window": 1, "start_pos": None, **cache, "scales": None}
 
 
@@ -63,7 +60,7 @@ def _masks() -> Call:
     def call(**arguments: Any) -> object:
         masks.SlidingWindowNonCausalMask(arguments["window"])
         masks.ChunkedCausalMask(arguments["size"])
-        q, k = _bf16(2, 1, 2, 576), _bf16(2, 3, 1, 576)
+        q, k = bf16(2, 1, 2, 576), bf16(2, 3, 1, 576)
         mask = masks.AndMask(arguments["a"], masks.CausalPaddingMask(arguments["valid_lengths"]))
         return flare_mla_decoding(q, k, mask, None, 1.0)
 
@@ -88,8 +85,8 @@ def _run() -> Call:
 
 
 def _planless() -> Call:
-    tensors = {"q_nope": _bf16(2, 2, 512), "q_pe": _bf16(2, 2, 64), "kv_len": _COUNTS}
-    tensors |= {"ckv_cache": _bf16(1, 8, 512), "kpe_cache": _bf16(1, 8, 64), "page_table": _TABLE}
+    tensors = {"q_nope": bf16(2, 2, 512), "q_pe": bf16(2, 2, 64), "kv_len": _COUNTS}
+    tensors |= {"ckv_cache": bf16(1, 8, 512), "kpe_cache": bf16(1, 8, 64), "page_table": _TABLE}
     out = {"out": torch.zeros(2, 2, 512).to(torch.float8_e4m3fn), "o_scale": 1.0}
     wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0), backend="cutlass")
     return wrapper.run, {**tensors, **out, "return_lse": False}

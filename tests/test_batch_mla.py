@@ -25,7 +25,7 @@ from tests.problems.batch_mla import (
 from tests.problems.entry_points import ENTRY_POINTS
 from tests.problems.mla import MlaCase
 from tests.problems.mla_cases import BATCH_CASES
-from tests.problems.problem import E4M3
+from tests.problems.problem import E4M3, ints
 from tests.problems.reference import assert_close, output_tolerance
 
 PLANLESS = ENTRY_POINTS["planless"]
@@ -144,11 +144,6 @@ class TestBatchMla:
         step = 2.0**-4 if dtype is E4M3 else 2.0**-3
         tolerance = output_tolerance(torch.bfloat16, expected) + wanted.abs() * step + 2e-5
         assert_close(out.double() * scale, wanted, tolerance, "out")
-
-
-def ints(*numbers: int) -> torch.Tensor:
-    """Return int32 numbers."""
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 DIMS = "(kv_lora_rank, qk_rope_head_dim)"

@@ -13,7 +13,7 @@ import torch
 from mlagen.errors import ArgumentError, UnsupportedError
 from tests.problems.batch_mla import SINGLE, SOME, new_wrapper, run, run_arguments, wrapper_of
 from tests.problems.mla import KINDS, MlaProblem
-from tests.problems.problem import E4M3
+from tests.problems.problem import E4M3, bf16
 
 FP8 = replace(SOME, **KINDS["bf16 over e4m3 with two scales"])
 
@@ -32,11 +32,6 @@ def rejects(problem: MlaProblem, message: str, **changes: object) -> None:
 
 SHAPE = (6, 6, 512)
 FP8_OUT = torch.zeros(4, 6, 512).to(E4M3)
-
-
-def bf16(*shape: int) -> torch.Tensor:
-    """Return bf16 zeros."""
-    return torch.zeros(shape, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(

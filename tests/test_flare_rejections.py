@@ -9,23 +9,24 @@ import pytest
 import torch
 
 from mlagen.errors import ArgumentError
-from mlagen.mla import masks
 from mlagen.mla.flare import PagedKVCache, flare_mla_decoding
+from mlagen.mla.masks import (
+    AndMask,
+    CausalPaddingMask,
+    ChunkedCausalMask,
+    ChunkedMask,
+    Mask,
+    MaterializedMask,
+    NullMask,
+    OrMask,
+    SlidingWindowCausalMask,
+    SlidingWindowNonCausalMask,
+)
 from mlagen.settings import current_settings
 from tests.problems.flare import cached_lengths, flare_case
-from tests.problems.problem import E4M3
+from tests.problems.problem import E4M3, bf16, ints
 
 RAGGED = flare_case().build("cpu")
-
-
-def ints(*numbers: int) -> torch.Tensor:
-    """Return int32 numbers."""
-    return torch.tensor(numbers, dtype=torch.int32)
-
-
-def bf16(*shape: int) -> torch.Tensor:
-    """Return bf16 zeros."""
-    return torch.zeros(*shape, dtype=torch.bfloat16)
 
 
 def cache(**changes: Any) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def cache(**changes: Any) -> dict[str, Any]:
 
 VALID: dict[str, Any] = cache() | {
     "q": RAGGED.query,
-    "mask": masks.NullMask(),
+    "mask": NullMask(),
     "valid_length": RAGGED.cum_seq_lens_q,
     "scale": 1.0,
     "ragged": True,
@@ -122,20 +123,15 @@ def test_invalid_arguments_are_rejected(changes: dict[str, Any], message: str) -
 def test_keys_of_the_wrong_kind_are_rejected() -> None:
     """Keys are a tensor or a cache."""
     with pytest.raises(ArgumentError, match="k: expected a "):
-        flare_mla_decoding(bf16(1, 1, 6, 576), [], masks.NullMask(), None, 1.0)  # type: ignore[arg-type]
+        flare_mla_decoding(bf16(1, 1, 6, 576), [], NullMask(), None, 1.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "mask",
-    [
-        masks.SlidingWindowCausalMask,
-        masks.SlidingWindowNonCausalMask,
-        masks.ChunkedMask,
-        masks.ChunkedCausalMask,
-    ],
+    [SlidingWindowCausalMask, SlidingWindowNonCausalMask, ChunkedMask, ChunkedCausalMask],
     ids=lambda mask: mask.__name__,
 )
-def test_a_mask_of_an_invalid_size_is_rejected(mask: type[masks.ChunkedMask]) -> None:
+def test_a_mask_of_an_invalid_size_is_rejected(mask: type[ChunkedMask]) -> None:
     """Windows and chunks have one token or more, and compare by size."""
     assert mask(3) == mask(3) != mask(4)
     for size in (0, -1, 2.0, True):
@@ -147,9 +143,9 @@ def test_a_mask_of_an_invalid_size_is_rejected(mask: type[masks.ChunkedMask]) ->
 
 def test_the_masks_of_two_masks_are_made_by_name() -> None:
     """Their fields have Modular's names."""
-    first, second = masks.NullMask(), masks.SlidingWindowCausalMask(3)
+    first, second = NullMask(), SlidingWindowCausalMask(3)
 
-    made = [kind(a=first, b=second) for kind in (masks.OrMask, masks.AndMask)]
+    made = [kind(a=first, b=second) for kind in (OrMask, AndMask)]
 
     assert [(mask.a, mask.b) for mask in made] == [(first, second)] * 2
 
@@ -157,43 +153,22 @@ def test_the_masks_of_two_masks_are_made_by_name() -> None:
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (
-            masks.CausalPaddingMask(ints(1, 2)),
-            r"mask.valid_lengths.shape: expected \[6\] \(batch\)",
-        ),
-        (masks.CausalPaddingMask(torch.zeros(6)), "mask.valid_lengths.dtype: expected torch.int32"),
-        (masks.MaterializedMask(bf16(6, 5)), "mask.tensor.ndim: expected 3 or 4, got 2"),
-        (
-            masks.MaterializedMask(bf16(5, 5, 5)),
-            r"mask.tensor.shape: expected \[6, 5, 5\] or \[6, 6, 5",
-        ),
-        (masks.MaterializedMask(bf16(6, 2, 5, 5)), r"mask.tensor.shape: expected \[6, 5, 5\] or"),
-        (masks.MaterializedMask(bf16(6, 0, 5)), "mask.tensor.shape: expected 1 or more of each"),
-        (
-            masks.MaterializedMask(torch.ones(6, 5, 5).bool()),
-            "mask.tensor.dtype: expected a dtype of",
-        ),
-        (
-            masks.MaterializedMask(bf16(6, 5, 5), start_pos=-1),
-            "mask.start_pos: expected an int, 0 or",
-        ),
-        (
-            masks.MaterializedMask(bf16(6, 5, 5), start_pos=2**70),
-            "mask.start_pos: expected 2147483647",
-        ),
-        (
-            masks.Mask(),
-            "mask: expected a mask that defines attends or bias, got masks.Mask, which has neither",
-        ),
-        (
-            masks.MaterializedMask(bf16(6, 5, 5), start_pos=ints(1)),
-            r"mask.start_pos.shape: expected \[6",
-        ),
-        (masks.OrMask(masks.NullMask(), "x"), "mask.b: expected a mask, got str"),  # type: ignore[arg-type]
-        (masks.AndMask(None, masks.NullMask()), "mask.a: expected a mask, got None"),  # type: ignore[arg-type]
+        (CausalPaddingMask(ints(1, 2)), r"mask.valid_lengths.shape: expected \[6\] \(batch\)"),
+        (CausalPaddingMask(torch.zeros(6)), "mask.valid_lengths.dtype: expected torch.int32"),
+        (MaterializedMask(bf16(6, 5)), "mask.tensor.ndim: expected 3 or 4, got 2"),
+        (MaterializedMask(bf16(5, 5, 5)), r"mask.tensor.shape: expected \[6, 5, 5\] or \[6, 6, 5"),
+        (MaterializedMask(bf16(6, 2, 5, 5)), r"mask.tensor.shape: expected \[6, 5, 5\] or"),
+        (MaterializedMask(bf16(6, 0, 5)), "mask.tensor.shape: expected 1 or more of each"),
+        (MaterializedMask(torch.ones(6, 5, 5).bool()), "mask.tensor.dtype: expected a dtype of"),
+        (MaterializedMask(bf16(6, 5, 5), start_pos=-1), "mask.start_pos: expected an int, 0 or"),
+        (MaterializedMask(bf16(6, 5, 5), start_pos=2**70), "mask.start_pos: expected 2147483647"),
+        (Mask(), "mask: expected a mask that defines attends or bias, got Mask, which has neither"),
+        (MaterializedMask(bf16(6, 5, 5), start_pos=ints(1)), r"mask.start_pos.shape: expected \[6"),
+        (OrMask(NullMask(), "x"), "mask.b: expected a mask, got str"),  # type: ignore[arg-type]
+        (AndMask(None, NullMask()), "mask.a: expected a mask, got None"),  # type: ignore[arg-type]
     ],
 )
-def test_a_mask_that_does_not_fit_is_rejected(mask: masks.Mask, message: str) -> None:
+def test_a_mask_that_does_not_fit_is_rejected(mask: Mask, message: str) -> None:
     """The error has the field of the mask."""
     with pytest.raises(ArgumentError, match=message):
         flare_mla_decoding(**VALID | {"mask": mask})

@@ -21,17 +21,12 @@ from tests.families.rejections import (
     valid_call,
 )
 from tests.problems.entry_points import decode_gqa, run_xqa
-from tests.problems.problem import E4M3
+from tests.problems.problem import E4M3, bf16
 
 POSITIVE = ": expected an int, 1 or more, got "
 FACTOR = ": expected a finite number above 0, got "
 MASK_WORDS = " (a bit for each of 2 drafts, in 32-bit words), got "
 SHAPE_OF_SINKS = ".shape: expected [8] or [2, 4] (heads of query), got "
-
-
-def bf16(*shape: int) -> torch.Tensor:
-    """Return zeros."""
-    return torch.zeros(shape, dtype=torch.bfloat16)
 
 
 def stacked_with_a_gap(caches: torch.Tensor) -> torch.Tensor:

@@ -14,20 +14,10 @@ from mlagen.families.mla.dispatch import run_mla
 from tests.families.rejections import MLA, XQA_MLA, Row, Rows, broken, check, displaced, padded
 from tests.problems.entry_points import xqa_mla_arguments
 from tests.problems.mla import MlaCase
-from tests.problems.problem import E4M3
+from tests.problems.problem import E4M3, bf16, ints
 
 PACKED = torch.zeros(7, 64, 656, dtype=torch.uint8)
 WHOLE = ": expected an int, 0 or more, got "
-
-
-def bf16(*shape: int) -> torch.Tensor:
-    """Return zeros."""
-    return torch.zeros(shape, dtype=torch.bfloat16)
-
-
-def ints(*numbers: int) -> torch.Tensor:
-    """Return an int32 tensor."""
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 ROWS: Rows = {
