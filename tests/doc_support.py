@@ -10,8 +10,9 @@ from typing import Any
 
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.families import FAMILIES, specs_of
-from mlagen.spec.gqa import sm80 as gqa
-from mlagen.spec.gqa.sm80 import GqaSm80Spec, GqaVariant, gqa_sm80_spec
+from mlagen.spec.gqa import variant as gqa
+from mlagen.spec.gqa.sm80 import TILES, GqaSm80Spec, gqa_sm80_spec
+from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.mla import sm80 as mla
 from mlagen.spec.mla import sm90 as mla_sm90
 from mlagen.spec.mla import sm90_fp8 as mla_sm90_fp8
@@ -206,7 +207,7 @@ def _gqa_tiles(row: gqa.GqaSupport, head_dim: int) -> dict[str, str]:
         return f"{rows} x {warps} x {stages}{_per_sm(ctas_per_sm)}"
 
     def tiles(arch: Arch) -> str:
-        specs = [gqa_sm80_spec(arch, variant, tile.block_m) for tile in reversed(gqa.TILES)]
+        specs = [gqa_sm80_spec(arch, variant, tile.block_m) for tile in reversed(TILES)]
         return ", ".join(map(text, dict.fromkeys(specs)))
 
     return _by_shared_memory(tiles)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mlagen.compiler.toolchain import OLDEST_NVRTC
 from mlagen.families.mla.validate_query import MAX_HEADS
-from mlagen.spec.gqa import sm80 as gqa
 from mlagen.spec.gqa import sm90 as gqa_sm90
+from mlagen.spec.gqa import variant as gqa
 from mlagen.spec.mla import sm90 as mla_sm90
 from mlagen.spec.mla import variant as mla_support
 
@@ -49,9 +49,8 @@ ENTRY_POINTS = [
 ]
 
 SOURCES = """\
-This page is generated from the tables that the code itself reads: `SUPPORTED` and `TILES` in
-`mlagen/spec/mla/variant.py`, `mlagen/spec/mla/sm80.py` and `mlagen/spec/gqa/sm80.py`, `BLOCK_MS` in
-`mlagen/spec/mla/sm90.py` and `mlagen/spec/gqa/sm90.py`, `ARCHS` in `mlagen/spec/arch.py`."""
+This page is generated from the tables that the code itself reads: `SUPPORTED`, `TILES`
+and `BLOCK_MS` in `mlagen/spec/mla/` and `mlagen/spec/gqa/`, `ARCHS` in `mlagen/spec/arch.py`."""
 
 ENTRY_READING = """\
 The table lists the kernel families of each entry point; `combine` also runs where an sm80 kernel

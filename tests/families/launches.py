@@ -92,7 +92,7 @@ class Launched(NamedTuple):
 SM80_PATH = ((mla_sm80_launcher, mla_plan, "plan_call"),)
 SM90_PATH = ((mla_sm90_launcher, mla_plan, "plan_mla_sm90_call"),)
 GQA_PATHS = (
-    (gqa_sm80_launcher, gqa_plan, "plan_gqa_call"),
+    (gqa_sm80_launcher, gqa_plan, "plan_gqa_sm80_call"),
     (gqa_sm90_launcher, gqa_plan, "plan_gqa_sm90_call"),
 )
 
@@ -111,7 +111,7 @@ def record_launches(
         packed = kernel.packing.pack(*values)  # as the driver gets them
         unpacked = struct.unpack("<" + "".join(field.code for field in fields), packed)
         named = dict(zip([field.name for field in fields], unpacked, strict=True))
-        floats = [field.name for field in fields if field.code == "f"]
+        floats = [field.name for field in fields if field.code == "f" and not field.is_constant]
         named |= zip(floats, values[-len(floats) :], strict=True)  # before rounding to float32
         recorded.append(Launch(kernel.spec.family, blocks, enable_pdl, named))
         return _Replay(recorded, recorded[-1])
@@ -150,7 +150,7 @@ def map_of(tensor: TiledTensor, address: int) -> bytes:
 
 def simulate_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plan for an H200 as GPU 0, until the iterator goes on."""
-    plans: Any = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_call)
+    plans: Any = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_sm80_call)
     for module in (mla_plan, gqa_plan):
         monkeypatch.setattr(module, "arch_of_device", lambda _: H200)
         monkeypatch.setattr(module, "device_facts", lambda _: H200_FACTS)

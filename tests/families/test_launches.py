@@ -12,7 +12,7 @@ import torch
 import mlagen
 from mlagen.errors import ArgumentError
 from mlagen.families.gqa.dispatch import GQA
-from mlagen.families.gqa.problem import check_problem
+from mlagen.families.gqa.problem import MAX_TOKENS, check_problem
 from mlagen.families.mla import tensor_maps as mla_maps
 from mlagen.families.mla.dispatch import MLA
 from mlagen.runtime.tensor_map import TiledTensor
@@ -81,10 +81,14 @@ def test_an_lse_has_the_factor_of_its_base(
 
 @pytest.mark.parametrize(
     ("window", "pages", "expected"),
-    [(2**31 - 1, 8, 0), (0x7FFF0000, 2**23, 0), (0x7FFEFFFF, 2**23, 0x7FFEFFFF)],
+    [
+        (2**31 - 1, 8, MAX_TOKENS),
+        (MAX_TOKENS, 2**23, MAX_TOKENS),
+        (0x7FFEFFFF, 2**23, 0x7FFEFFFF),
+    ],
 )
-def test_a_window_that_hides_no_token_is_dropped(window: int, pages: int, expected: int) -> None:
-    """The kernel gets no window of a whole table, or that could overflow its positions."""
+def test_a_window_that_hides_no_token_is_the_maximum(window: int, pages: int, expected: int) -> None:
+    """A window of a whole table, or that could overflow a position, is the kernel's maximum."""
     tables = torch.zeros(1, pages, dtype=torch.int32).expand(2, -1)
     args = args_of(GqaCase(seq_lens=(70, 3), page_size=256), window=window, block_tables=tables)
 

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 
+from mlagen.families.common.plan_sm80 import GqaProblemShape
 from mlagen.families.gqa import select as gqa_plan
 from mlagen.families.mla import select as mla_plan
 from mlagen.models.config import GqaModel, MlaModel, find_model, preset_names
@@ -15,11 +16,11 @@ from mlagen.runtime.device import DeviceFacts
 from mlagen.settings import P_DTYPES
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa.sm80 import GqaVariant
+from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
 
 TPS, Q_LENS, KV_DTYPES = (1, 2, 4, 8), (1, 2, 4), (DType.BF16, DType.E4M3)
-PLANS = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_call)
+PLANS = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_sm80_call)
 
 
 @pytest.fixture(params=ARCHS, ids=str)
@@ -90,15 +91,13 @@ def _gqa_calls(model: GqaModel) -> Iterator[object]:
             head_dim=model.head_dim,
             page_size=page_size,
         )
-        yield gqa_plan.plan_gqa_call(
-            device=0,
-            variant=variant,
+        shape = GqaProblemShape(
             batch=4,
             q_len=q_len,
-            is_ragged=False,
-            tokens=4 * q_len,
+            max_q_len=q_len,
             heads=model.heads // tp,
             kv_heads=max(1, model.kv_heads // tp),
-            window=0,
+            total_rows=4 * q_len * model.heads // tp,
             max_kv_len=100_000,
-        )[0]
+        )
+        yield gqa_plan.plan_gqa_sm80_call(0, variant, shape)[0]

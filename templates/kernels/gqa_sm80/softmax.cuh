@@ -39,7 +39,7 @@ struct Softmax {
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float score = __fmul_rn(scores[m][n][e], scale);
+          const float score = base2_score(scores[m][n][e], scale);
           const bool attends = !has_boundary || work.attends(params, fragment_row(m, e / 2),
                                                              first_token + fragment_col(n, e % 2));
           scores[m][n][e] = attends ? score : -kInfinity;

@@ -129,8 +129,7 @@ __device__ inline void scale_scores(const ScoreScales& score_scales, Scores& sco
     for (int n = 0; n < kRowGroups; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        // Rounded, never fused: equal scores must have equal distances from the row max.
-        scores[step][n][e] = __fmul_rn(scores[step][n][e], score_scales.of(n, e % 2));
+        scores[step][n][e] = base2_score(scores[step][n][e], score_scales.of(n, e % 2));
       }
     }
   }
