@@ -87,7 +87,9 @@ def test_an_lse_has_the_factor_of_its_base(
         (0x7FFEFFFF, 2**23, 0x7FFEFFFF),
     ],
 )
-def test_a_window_that_hides_no_token_is_the_maximum(window: int, pages: int, expected: int) -> None:
+def test_a_window_that_hides_no_token_is_the_maximum(
+    window: int, pages: int, expected: int
+) -> None:
     """A window of a whole table, or that could overflow a position, is the kernel's maximum."""
     tables = torch.zeros(1, pages, dtype=torch.int32).expand(2, -1)
     args = args_of(GqaCase(seq_lens=(70, 3), page_size=256), window=window, block_tables=tables)

@@ -25,6 +25,10 @@ from tests.problems.problem import E4M3, bf16
 
 POSITIVE = ": expected an int, 1 or more, got "
 FACTOR = ": expected a finite number above 0, got "
+HALF_HEADS = {"query": lambda q: q[..., :64]}
+BATCH_TOKENS = "(batch * q_len_per_req)"
+NOT_GIVEN = ": expected a torch.Tensor, got NoneType"
+MASK_32 = ".shape: expected [2, 2, 1] or [4, 1]"
 MASK_WORDS = " (a bit for each of 2 drafts, in 32-bit words), got "
 SHAPE_OF_SINKS = ".shape: expected [8] or [2, 4] (heads of query), got "
 
@@ -52,11 +56,7 @@ ROWS: Rows = {
         ("query", lambda q: q[:, None], ".ndim: expected 3, got 4"),
         ("query", lambda q: q[:, :0], ".shape[-2]: expected 1 head or more, got 0"),
         ("query", lambda q: q[:, :7], ".shape[-2]: expected a multiple of 2 (heads of kv_cache[0"),
-        (
-            "kv_cache[0]",
-            {"query": lambda q: q[..., :64]},
-            ".shape[-1]: expected 64 (head_dim of query), got 128",
-        ),
+        ("kv_cache[0]", HALF_HEADS, ".shape[-1]: expected 64 (head_dim of query), got 128"),
         ("q_len_per_req", 0, POSITIVE + "0"),
         ("q_len_per_req", 1.5, POSITIVE + "1.5"),
         ("q_len_per_req", [2], POSITIVE + "[2]"),
@@ -102,21 +102,13 @@ ROWS: Rows = {
         ("query", lambda q: q[:3], ".shape[0]: expected a multiple of 2 (q_len_per_req), got 3"),
         ("mask", lambda m: m.bool(), ".dtype: expected torch.uint16 or torch.uint32 or torch.int"),
         ("mask", lambda m: m[..., :1], f".shape: expected [2, 2, 2] or [4, 2]{MASK_WORDS}[2, 2, 1"),
-        (
-            "mask",
-            lambda m: m.view(torch.uint32).repeat(1, 1, 2),
-            f".shape: expected [2, 2, 1] or [4, 1]{MASK_WORDS}[2, 2, 2]",
-        ),
+        ("mask", lambda m: m.view(torch.uint32).repeat(1, 1, 2), f"{MASK_32}{MASK_WORDS}[2, 2, 2]"),
         ("mask", lambda m: m[:, :1], f".shape: expected [2, 2, 2] or [4, 2]{MASK_WORDS}[2, 1, 2]"),
         ("out", bf16(2, 2, 8, 64), ".shape: expected [4, 8, 128] or [2, 2, 8, 128], got [2, 2, 8"),
     ],
     "xqa_batch ragged": [
         ("q_len_per_req", 1, ": expected 2 or more with q_cu_seq_lens, got 1"),
-        (
-            "query",
-            {"q_len_per_req": 2},
-            ".shape[0]: expected 4 or less (batch * q_len_per_req), got 5",
-        ),
+        ("query", {"q_len_per_req": 2}, f".shape[0]: expected 4 or less {BATCH_TOKENS}, got 5"),
         ("q_cu_seq_lens", lambda ends: ends[:2], ".shape: expected [3] (batch + 1), got [2]"),
         ("mask", lambda m: m[None], ".shape: expected [5, 2] (a bit for each of 4 drafts, in 32-"),
         ("out", bf16(1, 5, 8, 128), ".shape: expected [5, 8, 128], got [1, 5, 8, 128]"),
@@ -161,11 +153,7 @@ ROWS: Rows = {
             {"kv_cache": lambda kv: [each.transpose(1, 2) for each in kv], "kv_layout": "HND"},
             ".shape: expected [10, 2, 16, 8] (one for 16 elements of the cache), got [10, 16",
         ),
-        (
-            "kv_cache[0]",
-            {"query": lambda q: q[..., :64]},
-            ".shape[-1]: expected 32 (head_dim of query / 2), got 64",
-        ),
+        ("kv_cache[0]", HALF_HEADS, ".shape[-1]: expected 32 (head_dim of query / 2), got 64"),
     ],
     "xqa_batch nvfp4 24 bytes": [
         ("kv_cache[0]", displaced, ".data_ptr(): expected a multiple of 8, got 1 more than one"),
@@ -177,12 +165,8 @@ ROWS: Rows = {
         ("num_kv_heads", {"num_kv_heads": 16, "page_size": 2}, ": expected 2 (of k_cache), got 16"),
     ],
     "xqa nvfp4": [
-        ("v_sf_cache", None, ": expected a torch.Tensor, got NoneType"),
-        (
-            "k_sf_cache",
-            {"k_sf_cache": None, "v_sf_cache": None},
-            ": expected a torch.Tensor, got NoneType",
-        ),
+        ("v_sf_cache", None, NOT_GIVEN),
+        ("k_sf_cache", {"k_sf_cache": None, "v_sf_cache": None}, NOT_GIVEN),
     ],
 }
 

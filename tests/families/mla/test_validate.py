@@ -12,11 +12,12 @@ import mlagen
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.families.mla.dispatch import run_mla
 from tests.families.rejections import MLA, XQA_MLA, Row, Rows, broken, check, displaced, padded
-from tests.problems.entry_points import xqa_mla_arguments
+from tests.problems.entry_points import decode, xqa_mla_arguments
 from tests.problems.mla import MlaCase
 from tests.problems.problem import E4M3, bf16, ints
 
 PACKED = torch.zeros(7, 64, 656, dtype=torch.uint8)
+TOP_K = "sparse_mla_top_k"
 WHOLE = ": expected an int, 0 or more, got "
 
 
@@ -43,11 +44,7 @@ ROWS: Rows = {
         ("seq_lens", lambda lens: lens.repeat(2), ".shape: expected [2] (batch of query), got [4]"),
         ("block_tables", lambda ids: ids[:, None], ".ndim: expected 2, got 3"),
         ("block_tables", lambda ids: ids[:1], ".shape[0]: expected 2 (batch), got 1"),
-        (
-            "sparse_mla_top_k_lens",
-            ints(1),
-            ": expected None without sparse_mla_top_k, got a tensor",
-        ),
+        ("sparse_mla_top_k_lens", ints(1), f": expected None without {TOP_K}, got a tensor"),
         ("max_seq_len", -1, WHOLE + "-1"),
         ("max_seq_len", 70.0, WHOLE + "70.0"),
         ("max_seq_len", True, WHOLE + "True"),
@@ -155,11 +152,7 @@ ROWS: Rows = {
         ("block_tables", lambda ids: ids[:, :1].expand(-1, 3, -1), ".shape[1]: expected 2 (keys, "),
     ],
     "trtllm sparse": [
-        (
-            "block_tables",
-            {"sparse_mla_top_k": 64},
-            ".shape: expected [2, 2, 64] (batch, q_len, sparse_mla_top_k), got [2, 2, 70]",
-        ),
+        ("block_tables", {TOP_K: 64}, f".shape: expected [2, 2, 64] (batch, q_len, {TOP_K}), got"),
         ("block_tables", lambda ids: ids[:, 0], ".shape: expected [2, 2, 70] (batch, q_len, spar"),
         ("block_tables", lambda ids: padded(ids, dim=1), ".stride(0): expected 140 (q_len * stri"),
         ("sparse_mla_top_k", -1, WHOLE + "-1"),
@@ -185,21 +178,13 @@ def test_a_broken_rule_is_rejected(row: Row) -> None:
     check(row)
 
 
+DIMS = "(kv_lora_rank, qk_rope_head_dim)"
+PER_TOKEN: dict[str, Any] = {"dtype": E4M3, "kv_format": "fp8_per_token", "top_k": 70}
 UNSUPPORTED: dict[str, dict[str, Any]] = {
-    "query fp16, cache fp16, (kv_lora_rank, qk_rope_head_dim) (384, 64), ": {
-        "kv_lora_rank": 384,
-        "dtype": torch.float16,
-    },
-    "query e4m3, cache e4m3, (kv_lora_rank, qk_rope_head_dim) (512, 0), ": {
-        "dtype": E4M3,
-        "qk_rope_head_dim": 0,
-    },
-    "query fp8_per_token, cache fp8_per_token, (kv_lora_rank, qk_rope_head_dim) (512, 64), "
-    "(lookup, values, mask) (sparse, shared, causal); ": {
-        "dtype": E4M3,
-        "kv_format": "fp8_per_token",
-        "top_k": 70,
-    },
+    f"query fp16, cache fp16, {DIMS} (384, 64), ": {"kv_lora_rank": 384, "dtype": torch.float16},
+    f"query e4m3, cache e4m3, {DIMS} (512, 0), ": {"dtype": E4M3, "qk_rope_head_dim": 0},
+    f"query fp8_per_token, cache fp8_per_token, {DIMS} (512, 64), "
+    "(lookup, values, mask) (sparse, shared, causal); ": PER_TOKEN,
 }
 
 
@@ -221,12 +206,8 @@ def test_separate_value_pages_are_rejected_in_sparse_calls() -> None:
     """No kernel supports separate value pages with top-k indices of any shape."""
     problem = MlaCase(seq_lens=(70, 3), q_len=2, top_k=70).build("cpu")
 
-    with pytest.raises(
-        UnsupportedError, match=r"^uses_shared_paged_kv_idx: not implemented with s"
-    ):
-        mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
-            **problem.arguments(uses_shared_paged_kv_idx=False)
-        )
+    with pytest.raises(UnsupportedError, match=r"^uses_shared_paged_kv_idx: not implemented with"):
+        decode(problem, uses_shared_paged_kv_idx=False)
 
 
 def test_xqa_mla_rejects_fp8_ds_mla() -> None:
@@ -239,7 +220,6 @@ def test_messages_have_the_names_of_the_entry_point() -> None:
     """A message names an argument by the entry point's parameter."""
     inputs = MLA.build("cpu").inputs(seq_lens=None)
 
+    names = inputs.names._replace(seq_lens="kv_len_arr")
     with pytest.raises(ArgumentError, match=r"^kv_len_arr: expected a torch\.Tensor, got NoneType"):
-        run_mla(
-            inputs._replace(names=inputs.names._replace(seq_lens="kv_len_arr")), enable_pdl=True
-        )
+        run_mla(inputs._replace(names=names), enable_pdl=True)
