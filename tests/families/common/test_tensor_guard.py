@@ -54,6 +54,11 @@ def test_different_metadata_is_rejected(
     assert not guard(*given)
 
 
+def test_a_subclass_is_not_guarded() -> None:
+    """A subclass has no guard, as it may override its shape."""
+    assert make_guard((torch.ones(1), torch.ones(1).as_subclass(Named))) is None
+
+
 def test_a_torch_without_guards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without torch's guards there is no guard."""
     monkeypatch.delattr(guards, "TensorGuards")
