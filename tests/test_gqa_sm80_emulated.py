@@ -61,6 +61,8 @@ CASES = [
     given("e4m3 in software", seq_lens=(100,), kv="e4m3", kv_heads=1, head_dim=64),
     given("e4m3 in and out", seq_lens=(100,), head_dim=64, **_OUT),
     given("int8", seq_lens=(100,), kv="int8", output_scale=0.02, head_dim=64),
+    given("stacked", seq_lens=(70, 3), cache_layout="stacked", layout="HND", head_dim=64),
+    given("nvfp4 stacked", seq_lens=(70,), kv="nvfp4", cache_layout="stacked", head_dim=64),
     given("nvfp4", 1, True, seq_lens=(100, 30), kv="nvfp4", o_scale=0.5, head_dim=64),
 ]
 

@@ -36,12 +36,29 @@ def given(kind: str, name: str, sm_count: int = 1, **facts: Any) -> Emulated:
     return Emulated(mla_case(kind, name=f"{kind}, {name}", **facts), sm_count)
 
 
+_FEW: dict[str, Any] = {"heads": 4, "seq_lens": (70, 3)}
 CASES = [
     given("bf16", "ragged", heads=5, seq_lens=(100, 9, 0), q_lens=(3, 1, 2), with_sinks=True),
     given("fp16", "splits", 8, heads=3, seq_lens=(300, 40), page_size=24),
     given("e4m3", "pages", heads=4, seq_lens=(100, 17), q_len=2, page_size=16),
     given("bf16 over fp8_ds_mla", "lists", heads=4, top_k=70, seq_lens=(100, 30)),
     given("fp8_per_token", "pages", heads=4, seq_lens=(70, 30)),
+    given("bf16", "parts apart", q_len=2, separate_rope=True, flat_tables=True, **_FEW),
+    given("bf16", "values in other pages", values="other pages", with_sinks=True, **_FEW),
+    given(
+        "e4m3",
+        "splits, values in another cache",
+        8,
+        heads=4,
+        seq_lens=(300, 40),
+        values="other cache",
+        bmm2_scales_scores=True,
+    ),
+    given("bf16", "a bias for all heads", bias="one for all heads", **_FEW),
+    given("bf16", "a bias for each head", bias="for each head", q_len=2, is_causal=False, **_FEW),
+    given("bf16 over e4m3 with two scales", "pages", **_FEW),
+    given("bf16 over e4m3 with scales for 128 elements", "pages", **_FEW),
+    given("bf16", "top-k lengths", q_len=2, top_k=70, with_top_k_lens=True, **_FEW),
 ]
 
 Decode = Callable[[Emulated, MlaProblem], tuple[torch.Tensor, torch.Tensor]]
