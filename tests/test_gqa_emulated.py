@@ -162,7 +162,6 @@ def test_a_kernel_is_right_in_whatever_order_warps_and_copies_come(
 ) -> None:
     """Within the tolerance of float64; counters are zero again, and nothing is left under way."""
     problem = given.case.build("cpu")
-
     for seed in range(3):
         problem.check(decoded(problem, given.sm_count, seed))
 
@@ -173,7 +172,6 @@ def test_a_block_of_several_heads_is_right_too(
 ) -> None:
     """As many as there are kernels for, though there is too little work for them."""
     problem = given.case.build("cpu")
-
     with max_heads_per_cta(monkeypatch):
         for seed in range(3):
             problem.check(decoded(problem, given.sm_count, seed))
@@ -185,7 +183,6 @@ def test_sinks_may_be_any_number(sm_count: int, kv: str, decoded: Decode) -> Non
     """In whole work tiles and in splits: also infinite ones, and NaN."""
     case = GqaCase(seq_lens=(900, 0), group=8, page_size=64, kv=kv)
     problem = replace(case.build("cpu"), sinks=extreme_sinks("cpu"))
-
     problem.check(decoded(problem, sm_count, 0))
 
 
@@ -195,9 +192,7 @@ def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:
     problem = case.build("cpu")
     out = torch.full_like(problem.query, 7.0)
     ends = torch.tensor([0, 5, 0, 5], dtype=torch.int32)
-
     decoded(problem, 6, 0, out=out, q_cu_seq_lens=ends)
-
     assert torch.equal(out, torch.full_like(out, 7.0))
     problem.check(decoded(problem, 6, 0))
 
@@ -212,8 +207,6 @@ def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(
     expected = decoded(problem, 1, 0)
     page = int(problem.block_tables[0, 99 // case.page_size])
     problem.store.value[page, 99 % case.page_size] = float("nan")
-
     out = decoded(problem, 1, 1)
-
     assert out[0, 3].isnan().all()
     assert torch.equal(out[0, :3], expected[0, :3])

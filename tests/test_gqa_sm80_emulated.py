@@ -109,6 +109,5 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
 def test_a_kernel_is_right_in_whatever_order_warps_come(given: Emulated, decoded: Decode) -> None:
     """Within the tolerance of float64, and no copy is read before its thread has waited for it."""
     problem = given.case.build("cpu")
-
     for seed in range(2):
         problem.check(decoded(problem, given, seed))

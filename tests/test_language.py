@@ -115,7 +115,9 @@ def test_no_retired_name_is_used(tree: str) -> None:
 def test_a_retired_name_is_found(tmp_path: Path) -> None:
     """Identifiers, types, file names and words are reported with file and line."""
     (tmp_path / "templates").mkdir()
-    lines = "wait_for = is_narrow_m;\n// Nobody\nstruct Sight {\nconst Sight = 1;  // threading.wait_until"
+    lines = (
+        "wait_for = is_narrow_m;\n// Nobody\nstruct Sight {\nconst Sight = 1;  // time.wait_until"
+    )
     (tmp_path / "templates/wide_spans.cuh").write_text(lines)
 
     found = {line.partition(":")[2] for line in found_in_tree("templates", tmp_path)}

@@ -228,9 +228,7 @@ def _computed(inputs: MlaArgs) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_kernel_is_right_in_whatever_order_warps_come(given: Emulated, decoded: Decode) -> None:
     """Within the tolerance of float64; what may not be read is NaN."""
     problem = given.case.build("cpu")
-
     out, lse = decoded(given, problem, 0)
-
     problem.check(out, lse)
 
 
@@ -241,10 +239,8 @@ def test_sinks_may_be_any_number(kind: str, q_len: int, sm_count: int, decoded: 
     """In a whole work tile, in two splits and in many: also infinite ones, and NaN."""
     made = given(kind, "", sm_count, seq_lens=(500, 0), q_len=q_len, heads=16)
     problem = replace(made.case.build("cpu"), sinks=extreme_sinks("cpu"))
-
     for base in ("base2", "basee"):
         out, lse = decoded(made, problem, 0, return_lse_base=base)
-
         problem.check(out, lse, natural=base == "basee")
 
 
@@ -296,9 +292,7 @@ def test_probabilities_may_stay_in_16_bits(
     current_settings.cache_clear()
     made = given("e4m3", "", 2, heads=heads, seq_lens=(300, 17, 0), q_len=2, with_sinks=True)
     problem = made.case.build("cpu")
-
     problem.check(*decoded(made, problem, 0))
-
     assert problem.math_dtype is torch.float16
 
 
@@ -309,9 +303,7 @@ def test_all_scores_of_a_row_may_be_far_below_zero(kind: str, heads: int, decode
     """A single token has all of the weight, whatever its score."""
     made = given(kind, "", heads=heads, seq_lens=(1, 1), query_magnitude=100.0)
     problem = made.case.build("cpu")
-
     out, lse = decoded(made, problem, 0)
-
     assert (lse < -150.0).any()
     problem.check(out, lse)
 
@@ -371,7 +363,6 @@ def test_scales_may_be_of_any_size(heads: int, sm_count: int, steps: str, decode
     """Units of values become larger with them, and those before do not lose what they had."""
     made = given(PACKED, "", sm_count, heads=heads, seq_lens=(300, 60))
     problem = with_scale_steps(made.case.build("cpu"), steps)
-
     problem.check(*decoded(made, problem, 0))
 
 
@@ -381,8 +372,6 @@ def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:
     problem = made.case.build("cpu")
     out = torch.full((5, 16, 512), 7.0, dtype=torch.bfloat16)
     ends = torch.tensor([0, 5, 0, 5], dtype=torch.int32)
-
     decoded(made, problem, 0, out=out, cum_seq_lens_q=ends)
-
     assert torch.equal(out, torch.full_like(out, 7.0))
     problem.check(*decoded(made, problem, 0))

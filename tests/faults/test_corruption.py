@@ -170,11 +170,9 @@ def test_damage_does_not_disturb_the_commands(damage: Damage, folder: Path) -> N
     """A damaged entry is listed, fails verification, is not changed by that, and can be removed."""
     damage(entry_folder(folder, KEY))
     store, before = store_in(folder), tree(folder)
-
     (stored,) = store.select(KEY.digest)
     problem, after = store.verify(stored), tree(folder)
     store.remove(stored)
-
     assert problem is not None
     assert after == before
     assert not os.path.lexists(entry_folder(folder, KEY))
@@ -196,14 +194,6 @@ def test_damage_of_unread_files_affects_no_call(name: str, folder: Path, caplog:
     assert warnings_in(caplog) == []
     assert (problem is None) == (name == "one more")
     assert not entry_folder(folder, KEY).exists()
-
-
-def test_a_sealed_manifest_of_another_architecture_is_reported(folder: Path) -> None:
-    """The code is right, and `verify` reports that the key fields do not match the key."""
-    claim(seals=True, key_fields=ARCH)(entry_folder(folder, KEY))
-    (stored,) = store_in(folder).select(KEY.digest)
-    assert ask(folder).cubin == builds.CUBIN
-    assert (store_in(folder).verify(stored) or "").startswith("manifest.json: expected key_fields")
 
 
 def test_swapped_entries_are_both_found(folder: Path, caplog: Log) -> None:
@@ -232,11 +222,10 @@ def test_damage_that_cannot_be_moved_costs_a_build_only(
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("repetition", range(5), ids="run {}".format)
-def test_damage_found_by_many_is_built_once(repetition: int, folder: Path) -> None:
+def test_damage_found_by_many_is_built_once(folder: Path) -> None:
     """A process that finds damage late does not remove the rebuilt entry."""
     flip(entry_folder(folder, KEY))
-    build = CountedBuild(seconds=0.05 + 0.01 * repetition)
+    build = CountedBuild(seconds=0.05)
     # Separate stores, so that the threads behave like processes.
     entries = builds.together([lambda: ask(folder, build=build)] * 8)
     assert build.calls == 1

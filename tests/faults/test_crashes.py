@@ -131,7 +131,6 @@ def test_killed_at_any_moment_of_a_removal_a_process_leaves_nothing_or_everythin
         found.append(is_in_place(folder))
         assert ask(folder).path == entry_folder(folder, KEY)
         assert remains_later(folder) == []
-
     assert found == sorted(found, reverse=True)
     assert set(found) == {True, False}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, tree
+from tests.cache.builds import CountedBuild, entry_folder, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in, watch, whole_entries
 from tests.fixture_types import Log
 
@@ -130,26 +130,6 @@ def test_a_limit_on_the_size_of_files_costs_no_kernel(size: int, tmp_path: Path)
     assert builds.in_child(work) == 0
     assert whole_entries(tmp_path) == 0
     assert tree(tmp_path / "cache/v1/staging") == []
-    assert ask(tmp_path).path == entry_folder(tmp_path, KEY)
-
-
-def test_without_file_descriptors_a_kernel_stays_in_memory(tmp_path: Path) -> None:
-    """Without file descriptors a process builds, and publishes when it has some again."""
-    import filelock  # noqa: F401 - what is imported later needs descriptors
-
-    store = store_in(tmp_path)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.dup(0)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
-    try:
-        entry = store.find_or_build(KEY, make_build)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-    assert entry.cubin == builds.CUBIN
-    assert entry.path is None
-    assert store.find(KEY) is entry
     assert ask(tmp_path).path == entry_folder(tmp_path, KEY)
 
 

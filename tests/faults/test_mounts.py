@@ -1,4 +1,4 @@
-"""Real file systems that are full or read-only, if this machine allows mounts."""
+"""Real file systems that are full, if this machine allows mounts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, tree
+from tests.cache.builds import entry_folder, make_build, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
 from tests.fixture_types import Log
 
@@ -20,7 +20,7 @@ OTHER = make_key("another kernel")
 
 # From linux/sched.h and linux/mount.h.
 _NEW_MOUNTS, _NEW_USERS = 0x00020000, 0x10000000
-_READ_ONLY, _AGAIN = 1, 32
+_AGAIN = 32
 
 
 def call(name: str, *arguments: object) -> None:
@@ -106,54 +106,5 @@ def test_a_disk_that_is_full_costs_no_kernel(cubin: bytes, tmp_path: Path, caplo
             assert tree(folder / "cache/v1/staging") == []
             published.append(entries[0].path is not None)
         assert set(published) == {False, True}
-
-    in_mount_namespace(work)
-
-
-def test_a_disk_that_is_mounted_read_only_serves_hits(tmp_path: Path, caplog: Log) -> None:
-    """Existing kernels are found, missing ones are built in memory, and published later."""
-
-    def work() -> None:
-        (tmp_path / "cache").mkdir()
-        mount(tmp_path / "cache", "mode=700")
-        ask(tmp_path)
-        mount(tmp_path / "cache", "", _AGAIN | _READ_ONLY)
-        before = tree(tmp_path / "cache")
-        store, build = store_in(tmp_path), CountedBuild()
-
-        entries = [store.find_or_build(key, build) for key in (KEY, OTHER, OTHER)]
-
-        assert [entry.path for entry in entries] == [entry_folder(tmp_path, KEY), None, None]
-        assert {entry.cubin for entry in entries} == {builds.CUBIN}
-        assert build.calls == 1
-        assert len(warnings_in(caplog)) == 1
-        assert tree(tmp_path / "cache") == before
-        mount(tmp_path / "cache", "", _AGAIN)
-        assert ask(tmp_path, OTHER).path == entry_folder(tmp_path, OTHER)
-
-    in_mount_namespace(work)
-
-
-def test_an_entry_that_is_damaged_on_a_read_only_disk_is_not_served(
-    tmp_path: Path, caplog: Log
-) -> None:
-    """It stays in place, and the kernel is built in memory."""
-
-    def work() -> None:
-        (tmp_path / "cache").mkdir()
-        mount(tmp_path / "cache", "mode=700")
-        ask(tmp_path)
-        os.truncate(entry_folder(tmp_path, KEY) / "kernel.cubin", 100)
-        mount(tmp_path / "cache", "", _AGAIN | _READ_ONLY)
-        store, build = store_in(tmp_path), CountedBuild()
-
-        entries = [store.find_or_build(KEY, build) for _ in range(2)]
-
-        assert [entry.cubin for entry in entries] == [builds.CUBIN] * 2
-        assert [entry.path for entry in entries] == [None] * 2
-        assert build.calls == 1
-        first, second = warnings_in(caplog)
-        assert first.startswith("cache: damaged entry stays at ")
-        assert second.startswith("cache: expected a usable folder, got ")
 
     in_mount_namespace(work)

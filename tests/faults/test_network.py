@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,7 +17,6 @@ from mlagen.cache.eviction import evict
 from mlagen.cache.layout import Layout
 from tests.cache import builds
 from tests.cache.builds import CountedBuild, entry_folder, failing, make_build, make_store, tree
-from tests.faults.crowds import crowd, received, send
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
 from tests.fixture_types import Log, Patch
 
@@ -145,60 +143,9 @@ def test_files_that_others_have_open_delay_deletion_and_nothing_else(
     assert warnings_in(caplog) == []
 
 
-@pytest.mark.parametrize(
-    "code", [errno.ENOLCK, errno.ENOSYS, errno.EIO], ids=errno.errorcode.__getitem__
-)
-def test_a_lock_folder_without_locks_costs_builds_only(code: int, tmp_path: Path) -> None:
-    """Four processes without locks all get the kernel, and there is one entry."""
-
-    def build() -> Build:
-        send(tmp_path, "built")
-        return make_build()
-
-    def work(_: int) -> None:
-        fcntl.flock = failing(code)
-        entry = ask(tmp_path, build=build)
-        assert entry.cubin == builds.CUBIN
-        assert entry.path is not None
-
-    statuses = crowd(4, work)
-
-    assert statuses == [0] * 4
-    assert 1 <= len(received(tmp_path)) <= 4
-    assert whole_entries(tmp_path) == 1
-
-
 def _evict(folder: Path) -> None:
     os.utime(entry_folder(folder, KEY) / "manifest.json", (1, 1))
     assert len(evict(Layout(folder / "cache"), 1)) == 1
-
-
-def _replace(folder: Path) -> None:
-    _evict(folder)
-    make_store(folder).find_or_build(KEY, lambda: make_build(OTHER_CUBIN))
-
-
-@pytest.mark.parametrize("act", [_evict, _replace], ids=["removed", "replaced"])
-def test_an_entry_removed_between_manifest_and_cubin_is_not_damaged(
-    act: Callable[[Path], None], tmp_path: Path, caplog: Log
-) -> None:
-    """A concurrent reader gets a complete kernel, old or new, and quarantines nothing."""
-    ask(tmp_path)
-    acts: list[Callable[[Path], None]] = [act]
-
-    def between(path: Path) -> None:
-        if path.name == "kernel.cubin" and acts:
-            acts.pop()(tmp_path)
-
-    with before_reading(between):
-        entry = ask(tmp_path)
-
-    assert acts == []
-    assert entry.cubin == (builds.CUBIN if act is _evict else OTHER_CUBIN)
-    assert entry.path == entry_folder(tmp_path, KEY)
-    assert whole_entries(tmp_path) == 1
-    assert tree(tmp_path / "cache/v1/quarantine") == []
-    assert warnings_in(caplog) == []
 
 
 @pytest.mark.parametrize("is_dry", [False, True], ids=["look-up", "dry look-up"])

@@ -76,11 +76,9 @@ def test_processes_of_any_start_method_share_a_cache(method: str, tmp_path: Path
     """Four processes hit an existing kernel, and build a missing one once."""
     command = [sys.executable, "-m", "tests.faults.started", str(tmp_path), method]
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=80
     )
-
     assert (done.returncode, complaints(done.stderr)) == (0, [])
     messages = received(tmp_path)
     assert (messages.count("ready"), messages.count("built"), messages.count("done")) == (4, 1, 4)

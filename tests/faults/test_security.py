@@ -49,7 +49,6 @@ def test_all_is_private_or_in_a_shared_cache_of_the_umask(
         _use_all_of_it(tmp_path, is_shared=is_shared)
     finally:
         os.umask(before)
-
     masked = umask if is_shared else 0o077
     expected = {"folders": {0o777 & ~masked}, "files": {0o666 & ~masked}}
     assert modes_below(tmp_path / "cache") == expected

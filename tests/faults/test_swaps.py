@@ -6,8 +6,6 @@ import ctypes
 import io
 import itertools
 import os
-import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -220,36 +218,4 @@ def test_an_entry_removed_at_any_moment_is_not_damaged(
         assert bad == []
 
     assert number > 15
-    assert warnings_in(caplog) == []
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("seconds", [1.5])
-def test_nothing_false_is_reported_beside_a_process_that_removes(
-    seconds: float, tmp_path: Path, caplog: Log
-) -> None:
-    """Many rounds of every read, while another process clears, removes and builds."""
-    store, rounds = store_in(tmp_path), 0
-    _fill(store)
-    rival = builds.fork()
-    if rival == 0:
-        signal.alarm(30)
-        try:
-            for turn in itertools.cycle(REMOVALS.values()):
-                other = store_in(tmp_path)
-                _fill(other)
-                with suppress(StopIteration):
-                    turn(other)
-        finally:
-            os._exit(1)
-    try:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            assert [look(store) for look in LOOKING.values()] == [[]] * len(LOOKING)
-            rounds += 1
-    finally:
-        os.kill(rival, signal.SIGKILL)
-        os.waitpid(rival, 0)
-
-    assert rounds > 5
     assert warnings_in(caplog) == []

@@ -81,25 +81,6 @@ def test_a_wrong_clock_keeps_the_cache_within_its_limit(
     assert whole_entries(tmp_path) == 0
 
 
-TIMES = {"at the epoch": 0.0, "before it": -86400.0, "far in the future": 8e9}
-
-
-@pytest.mark.parametrize("moment", TIMES.values(), ids=TIMES)
-def test_an_entry_of_any_time_is_found_listed_and_renewed(moment: float, tmp_path: Path) -> None:
-    """A hit corrects its time, so that it is neither evicted first nor protected for ever."""
-    ask(tmp_path)
-    manifest = entry_folder(tmp_path, KEY) / "manifest.json"
-    os.utime(manifest, (moment, moment))
-
-    (listed,) = store_in(tmp_path).entries()
-    found = store_in(tmp_path).find(KEY)
-
-    assert listed.used == pytest.approx(min(moment, REAL_TIME()), abs=10)
-    assert listed.problem is None
-    assert found is not None
-    assert manifest.stat().st_mtime == pytest.approx(REAL_TIME(), abs=10)
-
-
 @pytest.mark.parametrize("ahead_s", SKEWS.values(), ids=SKEWS)
 def test_a_builder_swept_by_a_wrong_clock_still_has_its_kernel(
     ahead_s: float, tmp_path: Path, monkeypatch: Patch, caplog: Log

@@ -13,10 +13,9 @@ import pytest
 from mlagen.cache.default_store import kernel_store
 from mlagen.settings import current_settings
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_key
+from tests.cache.builds import CountedBuild, make_key
 from tests.cache_tools.test_any_cache import EVERY, run_without_privileges, shown, typed
-from tests.faults.privileges import give_up_capabilities
-from tests.faults.steps import KEY, ask, warnings_in
+from tests.faults.steps import ask, warnings_in
 from tests.fixture_types import Log, Patch
 
 CODES = [errno.EIO, errno.ESTALE, errno.EACCES, errno.ETIMEDOUT, errno.ENAMETOOLONG]
@@ -95,28 +94,6 @@ def test_a_cache_that_cannot_be_reached_stores_kernels_in_memory(
     assert ("MLAGEN_CACHE_DIR or XDG_CACHE_HOME" in warning) == (
         code in {errno.EACCES, errno.ENAMETOOLONG}
     )
-
-
-def test_a_layer_below_a_folder_without_search_permission_is_ignored(
-    tmp_path: Path, monkeypatch: Patch, caplog: Log
-) -> None:
-    """The permissions are those of a real disk."""
-    ask(tmp_path / "far")
-    (tmp_path / "far").chmod(0o600)
-    monkeypatch.setenv("MLAGEN_CACHE_RO", str(tmp_path / "far/cache"))
-    current_settings.cache_clear()
-
-    def work() -> None:
-        give_up_capabilities()
-        entry = kernel_store().find_or_build(KEY, CountedBuild())
-        assert entry.path is not None
-        assert len(warnings_in(caplog)) == 1
-
-    try:
-        assert builds.in_child(work) == 0
-    finally:
-        (tmp_path / "far").chmod(0o700)
-    assert entry_folder(tmp_path, KEY).exists()
 
 
 def lock_away(tmp_path: Path) -> Path:

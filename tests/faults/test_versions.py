@@ -23,7 +23,6 @@ from mlagen.cache.default_store import kernel_store
 from mlagen.cache.entry import Manifest
 from mlagen.cache.key import SCHEMA
 from mlagen.cache.layout import Layout
-from mlagen.compiler import nvrtc as nvrtc_module
 from mlagen.compiler.toolchain import Nvrtc, find_nvrtc, wanted_toolchain
 from mlagen.engine import find_or_build
 from mlagen.errors import ToolchainError
@@ -215,24 +214,6 @@ def test_a_patch_of_nvrtc_compiles_new_kernels_and_keeps_the_old(
     assert len({outcome.entry.manifest.key for outcome in outcomes}) == 1
     assert [stored.toolchain for stored in kernel_store().entries()] == made_by[:2]
     assert warnings_in(caplog) == []
-
-
-def test_a_library_that_differs_from_its_metadata_is_reported_once(caplog: Log) -> None:
-    """The cache uses the version that compiled, with one warning per process."""
-    nvrtc_module._warn.cache_clear()
-    real = find_nvrtc()
-    other = replace(COMBINE, head_dim_vo=128)
-
-    declared = f"{real.version}99"  # with the same minor version, and so the same options
-
-    with nvrtc_of(declared):
-        outcomes = [find_or_build(spec) for spec in (COMBINE, other)]
-
-    assert [outcome.entry.manifest.toolchain for outcome in outcomes] == [str(real)] * 2
-    assert warnings_in(caplog) == [
-        f"NVRTC: expected {declared} from {real.source}, but {real.version} compiled"
-    ]
-    assert [find_or_build(spec).built for spec in (COMBINE, other)] == [False, False]
 
 
 def test_an_unknown_architecture_leaves_nothing(cache_dir: Path) -> None:

@@ -59,7 +59,6 @@ def test_the_includes_of_a_file_are_found_once(database: list[dict[str, Any]]) -
 def test_what_is_rendered_has_no_jinja(database: list[dict[str, Any]]) -> None:
     """The files beside the database are CUDA."""
     rendered = {path for entry in database for path in include_folders(entry)[0].rglob("*.cuh")}
-
     assert len(rendered) > 20
     assert [path for path in rendered if re.search(r"\{%|\{\{|\{#", path.read_text())] == []
 
@@ -70,6 +69,5 @@ def test_builtins_are_declared_for_all_that_templates_call() -> None:
     for path in PLAIN:
         code = re.sub(r'//[^\n]*|"(?:\\.|[^"\\])*"', "", Path(path).read_text())
         used |= set(re.findall(r"\b(__(?!builtin)[a-z]\w+)\b", code))
-
     declared = BUILTINS.read_text()
     assert {name for name in used if not re.search(rf"\b{name}\b", declared)} == set()

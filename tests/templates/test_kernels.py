@@ -100,8 +100,6 @@ def test_kernels_compile_into_the_limits_of_their_architecture(arch: Arch) -> No
     """No spill, no stack, no performance warning; registers and shared memory fit the SM."""
     require_known(arch)
     specs = sample_of(arch)
-
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC lets go of the interpreter lock
         problems = dict(zip(map(str, specs), pool.map(problems_of, specs), strict=True))
-
     assert {spec: found for spec, found in problems.items() if found} == {}
