@@ -150,7 +150,7 @@ def test_a_kernel_is_right_in_whatever_order_warps_and_copies_come(
 ) -> None:
     """Within the tolerance of float64; counters are zero again, and nothing is left under way."""
     problem = given.case.build("cpu")
-    for seed in range(2):
+    for seed in range(3):
         problem.check(decoded(problem, given.sm_count, seed))
 
 
@@ -161,7 +161,7 @@ def test_a_block_of_several_heads_is_right_too(
     """As many as there are kernels for, though there is too little work for them."""
     problem = given.case.build("cpu")
     with max_heads_per_cta(monkeypatch):
-        for seed in range(2):
+        for seed in range(3):
             problem.check(decoded(problem, given.sm_count, seed))
 
 
