@@ -67,8 +67,8 @@ def found_in_path(path: Path) -> Iterator[tuple[str, str]]:
         for word in part.split(".")[0].split("-"):
             if word in names:
                 yield word, names[word]
-            if part := retired_part(word):
-                yield part, retired()["part"][part]
+            if retired_word := retired_part(word):
+                yield retired_word, retired()["part"][retired_word]
             for pattern, instead in retired()["text"].items():
                 if match := re.search(pattern, word, re.IGNORECASE):
                     yield match[0], instead

@@ -160,7 +160,13 @@ def test_a_header_is_included_once(name: str) -> None:
 def test_plain_files_are_formatted() -> None:
     """Clang-format would leave them as they are."""
     style = f"--style=file:{ROOT / '.clang-format'}"
-    command = [clang_format(), style, "--dry-run", "--Werror", *(FILES[name] for name in PLAIN)]
+    command = [
+        clang_format(),
+        style,
+        "--dry-run",
+        "--Werror",
+        *(str(FILES[name]) for name in PLAIN),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
