@@ -15,7 +15,7 @@
 #include "ptx/warp_matrix.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
-#include "softmax/online_softmax.cuh"
+#include "softmax/gqa_score.cuh"
 #include "work_item.cuh"
 #include "work_pipeline.cuh"
 
