@@ -169,6 +169,21 @@ class TestGqa:
         assert integration.package.explain() == {}
         assert torch.equal(got, step(*inputs))
 
+    def test_compiled_code_cannot_tell_padding(self, integration: Any) -> None:
+        """With a 2-D attention mask, compiled code attends by sdpa to all that it allows."""
+        inputs = qkv(64)
+
+        def step(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            mask = mask_of(integration, 64, attention_mask=PADDING)
+            out: torch.Tensor = integration.attention.attention(
+                MODULE, query, keys, values, mask, scaling=SCALE
+            )[0]
+            return out
+
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+
+        assert_close(compiled(*inputs), expected(*inputs, seen_tokens(64, PADDING)))
+
     def test_a_scale_is_that_of_the_head_dim_by_default(self, integration: Any) -> None:
         """Without ``scaling`` the scores have the usual factor."""
         inputs, mask = qkv(64), mask_of(integration, 64)

@@ -47,12 +47,24 @@ def causal(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> t
 
 
 def sdpa_mask(
-    *, batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, **_: Any
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    attention_mask: torch.Tensor | None = None,
+    **_: Any,
 ) -> torch.Tensor:
-    """Return the bool mask ``[batch, 1, q_len, kv_len]`` of causal attention."""
+    """Return the bool mask ``[batch, 1, q_len, kv_len]`` of causal attention behind padding."""
     queries = torch.arange(q_length)[:, None] + q_offset
     sees: torch.Tensor = torch.arange(kv_length) <= queries
-    return sees.expand(batch_size, 1, q_length, kv_length)
+    sees = sees.expand(batch_size, 1, q_length, kv_length)
+    if attention_mask is None:
+        return sees
+    left = kv_length - attention_mask.shape[1]
+    padding = torch.nn.functional.pad(attention_mask, (0, left))[:, None, None]
+    both: torch.Tensor = sees & padding
+    return both
 
 
 def sdpa(
