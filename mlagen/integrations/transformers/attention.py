@@ -101,8 +101,8 @@ def _unserved(
         (key.is_contiguous() and value.is_contiguous(), "a cache that is not contiguous"),
         (not dropout and not have_others, "dropout, a soft cap or a position bias"),
     )
-    for is_kept, reason in rules:
-        if not is_kept:
+    for is_met, reason in rules:
+        if not is_met:
             return reason
     return ""
 

@@ -58,8 +58,8 @@ def _unserved(
         (getattr(config, "index_topk", None) is None, "the indexer of the model reads it"),
         (kv_length >= _MIN_TOKENS, f"a cache of fewer than {_MIN_TOKENS} tokens"),
     )
-    for is_kept, reason in rules:
-        if not is_kept:
+    for is_met, reason in rules:
+        if not is_met:
             return reason
     return "" if attention_mask is None else _unserved_padding(attention_mask, q_offset)
 
