@@ -51,8 +51,6 @@ def _unserved(
     **_: Any,
 ) -> str:
     """Return why a step of one query token has no bounds, empty if it has."""
-    if not isinstance(q_offset, torch.Tensor):  # a static layer counts its tokens on the device
-        return "the cache has no fixed length, as cache_implementation='static' has"
     rules = (
         (kv_offset == 0 and mask_function is causal_mask_function, "not causal, or a window"),
         (getattr(config, "index_topk", None) is None, "the indexer of the model reads it"),
@@ -61,6 +59,8 @@ def _unserved(
     for is_met, reason in rules:
         if not is_met:
             return reason
+    if not isinstance(q_offset, torch.Tensor):  # a static layer counts its tokens on the device
+        return "the cache has no fixed length, as cache_implementation='static' has"
     return "" if attention_mask is None else _unserved_padding(attention_mask, q_offset)
 
 
