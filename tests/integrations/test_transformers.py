@@ -1,4 +1,4 @@
-"""Models of transformers on the CPU; single calls are in ``test_transformers_calls.py``."""
+"""Models of transformers on the CPU; the files beside have single calls."""
 
 from __future__ import annotations
 
