@@ -63,6 +63,7 @@ FENCES = {
     "tomli": {"prewarming"},  # stands in for tomllib, which Python has from 3.11 on
     "tomllib": {"prewarming"},
     "torch": {"integrations", "ops", "runtime"} | API_MODULES | CALL,
+    "transformers": {"integrations"},
     "vllm": {"integrations"},
 }
 # A cache hit digests the templates without importing Jinja. The demo and the benchmark create
