@@ -26,7 +26,7 @@ _WORKSPACE_BYTES = 128 << 20
 
 @cache
 def _workspace(device: torch.device) -> torch.Tensor:
-    # Not the backend's own: trtllm-gen kernels find counters in that one, which must stay zero.
+    # Not the backend's own: trtllm-gen kernels have semaphores in that one, which must stay zero.
     return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 

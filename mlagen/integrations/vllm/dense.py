@@ -72,7 +72,7 @@ class MlagenMLABackend(MLACommonBackend):
 
 
 @dataclass
-class MlagenMLADecodeMetadata(MLACommonDecodeMetadata):
+class MlagenDecodeMetadata(MLACommonDecodeMetadata):
     """The decode part of a batch, with the offsets of ragged queries."""
 
     query_start_loc: torch.Tensor
@@ -115,9 +115,9 @@ class MlagenMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         num_decode_tokens: int,
         max_query_len: int,
         dcp_tot_seq_lens_device: torch.Tensor | None,
-    ) -> MlagenMLADecodeMetadata:
+    ) -> MlagenDecodeMetadata:
         del max_seq_len, query_start_loc_cpu, num_decode_tokens
-        return MlagenMLADecodeMetadata(
+        return MlagenDecodeMetadata(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
@@ -186,7 +186,7 @@ class MlagenMLAImpl(MLACommonImpl[MLACommonMetadata]):
         bmm1_scale, bmm2_scale = scales(self, layer, query, kv_c_and_k_pe_cache)
         keywords: dict[str, Any] = {}
         # The bound, not the average: a captured batch is replayed with any lengths up to it.
-        if meta.max_query_len > 1 or len(query) != attn_metadata.num_decodes:
+        if meta.max_query_len > 1 or len(query) != len(meta.seq_lens):
             keywords["cum_seq_lens_q"] = meta.query_start_loc
             keywords["max_q_len"] = meta.max_query_len
             keywords |= self._dcp_keywords(meta)
@@ -211,7 +211,7 @@ class MlagenMLAImpl(MLACommonImpl[MLACommonMetadata]):
             )
         )
 
-    def _dcp_keywords(self, meta: MlagenMLADecodeMetadata) -> dict[str, Any]:
+    def _dcp_keywords(self, meta: MlagenDecodeMetadata) -> dict[str, Any]:
         # One query token sees all tokens of its rank; several need the causal mask of all ranks.
         if self.dcp_world_size == 1:
             return {}

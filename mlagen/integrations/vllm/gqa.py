@@ -1,4 +1,4 @@
-"""GQA decode in vLLM on Hopper: the backend ``MLAGEN_GQA``.
+"""GQA decode in vLLM on sm_90a: the backend ``MLAGEN_GQA``.
 
 It is vLLM's FlashInfer backend, whose call of XQA goes to mlagen. Prefill, and the decode of a
 layer that XQA does not serve, stay with FlashInfer.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections.abc import Callable
 from importlib import metadata
 from types import ModuleType
@@ -49,10 +50,15 @@ def test_a_stand_in_is_as_in_sglang(
 
 @needs_sglang
 def test_sglang_finds_the_plugin(sglang: Callable[[str], ModuleType]) -> None:
-    """With mlagen installed beside it, SGLang loads the plugin by its entry point."""
+    """With mlagen installed beside it, SGLang loads the plugin, and its options have the name."""
     if "mlagen" not in {each.name for each in metadata.entry_points(group="sglang.srt.plugins")}:
         pytest.skip("needs an installed mlagen: make test-sglang")
     sglang("sglang.srt.plugins").load_plugins()
 
     registry = sglang("sglang.srt.layers.attention.attention_registry")
     assert "mlagen_mla" in registry.ATTENTION_BACKENDS
+    parser = ArgumentParser()
+    sglang("sglang.srt.server_args").ServerArgs.add_cli_args(parser)
+    options = "--model-path model --page-size 64 --prefill-attention-backend fa3"
+    parsed = parser.parse_args([*options.split(), "--decode-attention-backend", "mlagen_mla"])
+    assert parsed.decode_attention_backend == "mlagen_mla"

@@ -63,10 +63,12 @@ def test_a_stand_in_is_as_in_vllm(
 
 @needs_vllm
 def test_vllm_finds_the_plugin(vllm: Callable[[str], ModuleType]) -> None:
-    """With mlagen installed beside it, vLLM loads the plugin by its entry point."""
+    """With mlagen installed beside it, vLLM loads the plugin, and its option has the names."""
     if "mlagen" not in {each.name for each in metadata.entry_points(group="vllm.general_plugins")}:
         pytest.skip("needs an installed mlagen: make test-vllm")
     vllm("vllm.plugins").load_general_plugins()
 
     registry = vllm("vllm.v1.attention.backends.registry").AttentionBackendEnum
     assert set(vllm("mlagen.integrations.vllm").BACKENDS) <= set(registry.__members__)
+    config = vllm("vllm.config.attention").AttentionConfig(backend="mlagen_mla")
+    assert config.backend.name == "MLAGEN_MLA"
