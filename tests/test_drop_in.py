@@ -37,7 +37,7 @@ SIGNATURES: list[tuple[Callable[..., object], str, str]] = [
             "kv_scale_format='auto' cum_seq_lens_q=None max_q_len=None "
             "multi_ctas_kv_counter_buffer=None sparse_mla_top_k_lens=None enable_dcp=False "
             "cp_world=1 "
-            "cp_rank=0 causal_seqlens_kv_global=None use_fp16_softmax=None return_lse_base='base2'"
+            "cp_rank=0 causal_seqlens_kv_global=None use_fp16_softmax=None return_lse_base=None"
         ),
         "",
     ),

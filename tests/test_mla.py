@@ -219,17 +219,6 @@ def test_neutral_keywords_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"enable_dcp": True}, "enable_dcp: not implemented, expected False, got True"),
-        ({"cp_world": 2}, "cp_world: not implemented, expected 1, got 2"),
-        ({"cp_rank": 1}, "cp_rank: not implemented, expected 0, got 1"),
-        (
-            {"causal_seqlens_kv_global": torch.zeros(2)},
-            "causal_seqlens_kv_global: not implemented, expected None, got a tensor",
-        ),
-        (
-            {"skip_softmax_threshold_scale_factor": 0.0, "enable_dcp": True},
-            "enable_dcp: not implemented, expected False, got True",
-        ),
         (
             {"skip_softmax_threshold_scale_factor": torch.ones(2)},
             "skip_softmax_threshold_scale_factor: expected a float, got a tensor",

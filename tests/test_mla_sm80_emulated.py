@@ -36,12 +36,15 @@ def given(kind: str, name: str, sm_count: int = 1, **facts: Any) -> Emulated:
     return Emulated(mla_case(kind, name=f"{kind}, {name}", **facts), sm_count)
 
 
+# A rank that has more tokens than its causal lengths have.
+RANK = {"cp_world": 3, "cp_rank": 1, "tokens_ahead": 2}
 CASES = [
     given("bf16", "ragged", heads=5, seq_lens=(100, 9, 0), q_lens=(3, 1, 2), with_sinks=True),
     given("fp16", "splits", 8, heads=3, seq_lens=(300, 40), page_size=24),
     given("e4m3", "pages", heads=4, seq_lens=(100, 17), q_len=2, page_size=16),
     given("bf16 over fp8_ds_mla", "lists", heads=4, top_k=70, seq_lens=(100, 30)),
     given("fp8_per_token", "pages", heads=4, seq_lens=(70, 30)),
+    given("bf16", "rank 1 of 3", 4, heads=5, seq_lens=(300, 9, 1, 0), q_lens=(3, 1, 2, 2), **RANK),
 ]
 
 Decode = Callable[[Emulated, MlaProblem], tuple[torch.Tensor, torch.Tensor]]

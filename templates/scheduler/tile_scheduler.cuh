@@ -4,6 +4,7 @@
 #pragma once
 
 #include "combine/reduce_group.cuh"
+#include "common/dcp.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
 #include "common/types.cuh"
@@ -92,8 +93,11 @@ struct TileScheduler : SchedulerState {
 
   // End of the tokens that a row of the sequence attends to: its own position under a causal mask.
   __device__ int kv_end_of_row(int row) const {
-    if (kIsSparse || !params.is_causal || seq_info.q_len <= 1) return seq_info.kv_len;
+    if (kIsSparse || !params.is_causal || (!kHasDcp && seq_info.q_len <= 1)) return seq_info.kv_len;
     const u32 token = static_cast<u32>(row) / static_cast<u32>(params.heads);
+    if constexpr (kHasDcp) {
+      return dcp_kv_end(params, seq_idx, seq_info.kv_len, seq_info.q_len, static_cast<int>(token));
+    }
     return max(seq_info.kv_len - (seq_info.q_len - 1 - static_cast<int>(token)), 0);
   }
 

@@ -133,7 +133,7 @@ def test_another_gpu_uses_the_sm80_kernel(arch: Arch, monkeypatch: pytest.Monkey
         "multiple of 16, strides of the cache below 2^40 bytes; (paged, shared, causal) with "
         "query and cache e4m3, another page_size, or fp8_per_token; (sparse, shared, causal) with "
         "query and cache e4m3; either of both with a cache of e4m3 or fp8_ds_mla under a query of "
-        "bf16"
+        "bf16; mask dcp as causal where paged"
     )
 
 
