@@ -7,6 +7,8 @@ parallel, or of a shared prefix and the rest of each request.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from mlagen.families.common.arguments import (
@@ -16,12 +18,19 @@ from mlagen.families.common.arguments import (
     require_shape,
     require_tensor,
 )
-from mlagen.families.states import check_like, check_lse, check_values, merge_partials
+from mlagen.families.common.no_backward import wants_grad
+from mlagen.families.mla.args import LSE_FACTORS
+from mlagen.families.states import (
+    States,
+    check_like,
+    check_lse,
+    check_values,
+    combine_states,
+)
+from mlagen.torch_ops.traced import is_compiling, is_traced
 from mlagen.values import require_choice
 
 __all__ = ["merge_state", "merge_state_in_place", "merge_states"]
-
-_BASES = ("base2", "basee")
 
 
 def merge_state(
@@ -61,13 +70,11 @@ def merge_state(
     -----
     Signature of ``flashinfer.cascade.merge_state``, with ``base``.
     """
-    require_choice(base, "base", _BASES)
+    require_choice(base, "base", LSE_FACTORS)
     v_a = check_values(v_a, "v_a", 3)
     v_b = check_like(v_b, "v_b", v_a, "v_a")
     s_a, s_b = check_lse(s_a, "s_a", v_a, "v_a"), check_lse(s_b, "s_b", v_a, "v_a")
-    return merge_partials(
-        torch.stack((v_a, v_b), dim=1), torch.stack((s_a.float(), s_b.float()), dim=1), base
-    )
+    return _combined(States(v_a, s_a), States(v_b[:, None], s_b[:, None]), base)
 
 
 def merge_state_in_place(
@@ -106,7 +113,7 @@ def merge_state_in_place(
     Signature of ``flashinfer.cascade.merge_state_in_place``, with ``base``. FlashInfer converts an
     ``s`` of another dtype, and leaves the caller's unchanged.
     """
-    require_choice(base, "base", _BASES)
+    require_choice(base, "base", LSE_FACTORS)
     v = check_values(v, "v", 3)
     require_dtype(require_tensor(s, "s"), "s", (torch.float32,))
     s = check_lse(s, "s", v, "v")
@@ -115,21 +122,20 @@ def merge_state_in_place(
     for given, argument, other in ((v_other, "v_other", v), (s_other, "s_other", s)):
         shares = other.numel() > 0 and given.data_ptr() == other.data_ptr()
         require(not shares, argument, "other memory than the state's", "the same")
-    merged = merge_partials(
-        torch.stack((v, v_other), dim=1), torch.stack((s, s_other.float()), dim=1), base
-    )
     if mask is not None:
         mask = require_tensor(mask, "mask")
         require_device(mask, "mask", v.device)
         require_dtype(mask, "mask", (torch.bool, torch.uint8))
         require_shape(mask, "mask", ((len(v),),), "n")
-        is_merged = mask.bool()
-        merged = (
-            torch.where(is_merged[:, None, None], merged[0], v),
-            torch.where(is_merged[:, None], merged[1], s),
-        )
-    v.copy_(merged[0])
-    s.copy_(merged[1])
+        mask = mask.bool().contiguous()
+    combine_states(
+        States(v, s),
+        States(v_other[:, None], s_other[:, None]),
+        base,
+        into=States(v, s),
+        mask=mask,
+        by_kernel=_may_launch(v, v_other),
+    )
 
 
 def merge_states(
@@ -160,6 +166,22 @@ def merge_states(
     -----
     Signature of ``flashinfer.cascade.merge_states``, with ``base``.
     """
-    require_choice(base, "base", _BASES)
+    require_choice(base, "base", LSE_FACTORS)
     v = check_values(v, "v", 4)
-    return merge_partials(v, check_lse(s, "s", v, "v"), base)
+    s = check_lse(s, "s", v, "v")
+    if not v.shape[1]:
+        n, _, heads, head_dim = v.shape
+        out = v.new_zeros(n, heads, head_dim)
+        return out, s.new_full((n, heads), -math.inf)
+    return _combined(States(v[:, 0], s[:, 0]), States(v[:, 1:], s[:, 1:]), base)
+
+
+def _combined(first: States, others: States, base: str) -> tuple[torch.Tensor, torch.Tensor]:
+    by_kernel = _may_launch(first.out, others.out)
+    out, lse = combine_states(first, others, base, by_kernel=by_kernel)
+    return out, lse
+
+
+def _may_launch(*tensors: torch.Tensor) -> bool:
+    """Whether a kernel may compute the result: nothing traces the call or needs a gradient."""
+    return not (is_compiling() or is_traced() or wants_grad(tensors))

@@ -240,6 +240,29 @@ def test_a_kernel_is_right_in_whatever_order_warps_come(given: Emulated, decoded
     problem.check(out, lse)
 
 
+@pytest.mark.parametrize("heads", [3, 17, 40], ids=["16 rows", "32 rows", "64 rows"])
+@pytest.mark.parametrize("kind", ["bf16", "e4m3", PACKED])
+def test_tokens_of_a_rank_past_the_causal_length_may_be_nan(
+    kind: str, heads: int, decoded: Decode
+) -> None:
+    """Tokens of the rank that no query token attends to have no effect."""
+    made = given(kind, "", 2, heads=heads, seq_lens=(200, 70), q_len=1, **RANK | {"cp_rank": 0})
+    problem = made.case.build("cpu")
+    masked = [
+        (seq, at)
+        for seq, length in enumerate(made.case.local_lens)
+        for at in range(length)
+        if not problem.sees(seq, 0, at)
+    ]
+    for seq, position in masked:
+        problem.poison(seq, position)
+
+    out, lse = decoded(made, problem, 0)
+
+    assert masked
+    problem.check(out, lse)
+
+
 @pytest.mark.parametrize("sm_count", [1, 2, 7])
 @pytest.mark.parametrize("q_len", [1, 4], ids=["few rows", "many rows"])
 @pytest.mark.parametrize("kind", ["bf16", "e4m3", PACKED])
