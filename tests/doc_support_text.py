@@ -14,7 +14,7 @@ ENTRY_POINTS = [
     {
         "entry point": "`mlagen.mla.trtllm_batch_decode_with_kv_cache_mla`",
         "kernels": "`mla_sm80`, `mla_sm90`, `mla_sm90_fp8`, `mla_sm90_fp8kv`",
-        "supports": "paged, sparse and separate; every pair but `fp8_per_token`",
+        "supports": "paged, sparse, separate and dcp; every pair but `fp8_per_token`",
     },
     {
         "entry point": "`mlagen.mla.xqa_batch_decode_with_kv_cache_mla`",
@@ -55,7 +55,7 @@ This page is generated from the tables that the code itself reads: `SUPPORTED` a
 
 ENTRY_READING = """\
 The table lists the kernel families of each entry point; `combine` also runs where an sm80 kernel
-splits sequences."""
+splits sequences. The merges of `mlagen.cascade` run `combine_states`."""
 
 MLA_READING = f"""\
 Dims are pairs of `kv_lora_rank` and `qk_rope_head_dim`. Each row supports 1 to {MAX_HEADS} heads, 1
@@ -64,7 +64,8 @@ page sizes {", ".join(map(str, mla_support.PAGE_SIZES))}. CPU tensors support th
 
 The mode is how a call finds its tokens. *Paged*: a block table, all tokens or a causal prefix.
 *Sparse*: top-k indices for every query token. *Separate*: values from a block table or a buffer of
-their own. *Bias*: a number added to every score, which also expresses masks."""
+their own. *Bias*: a number added to every score, which also expresses masks. *Dcp*: a block table
+of the tokens of one rank of [decode context parallel](../how-to/several-gpus.md)."""
 
 DTYPES_READING = """\
 `fp8_ds_mla`, the FP8 KV cache of DeepSeek-V3.2, is 656 bytes per token: 512 e4m3 elements, 4 fp32

@@ -101,6 +101,15 @@ RARE: dict[str, tuple[MlaCase, dict[str, Any]]] = {
         replace(UNIFORM, bias="for each head"),
         {"bias": lambda i: i.bias.data_ptr(), "bias_stride": 16 * 75, "bias_head_stride": 75},
     ),
+    "context parallel": (
+        replace(UNIFORM, cp_world=4, cp_rank=3),
+        {
+            "causal_seqlens_kv_global": lambda i: i.causal_seqlens_kv_global.data_ptr(),
+            "cp_world": 4,
+            "cp_rank": 3,
+            "is_causal": 1,
+        },
+    ),
     "sparse": (
         replace(UNIFORM, top_k=70, with_top_k_lens=True, q_len=2),
         {

@@ -129,6 +129,15 @@ RARE: dict[str, tuple[MlaCase, dict[str, Any]]] = {
             "schedule_id": 0,
         },
     ),
+    "context parallel": (
+        replace(UNIFORM, cp_world=4, cp_rank=3),
+        {
+            "causal_seqlens_kv_global": lambda i: i.causal_seqlens_kv_global.data_ptr(),
+            "cp_world": 4,
+            "cp_rank": 3,
+            "schedule_id": 0,
+        },
+    ),
     "fp16, of a small page": (
         replace(UNIFORM, dtype=torch.float16, page_size=16),
         {"page_stride": 16 * 576 * 2, "separate_rope": 0},
