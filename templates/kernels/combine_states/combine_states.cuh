@@ -66,10 +66,9 @@ __device__ inline void combine_row(const Params& params) {
     total.state.row_max = row_max;
 #pragma unroll 4
     for (int i = 0; i < num_states; ++i) {
-      const float lse = states.lse(i);
-      // A weight of zero too: the output may be NaN.
-      if (ex2_approx(lse - row_max) == 0.0f) continue;
-      total.add({lse, 1.0f}, states.out(i, is_outside ? 0 : dim));
+      const RowState state = {states.lse(i), 1.0f};
+      if (weight_of(state, row_max) == 0.0f) continue;  // the output may be NaN
+      total.add(state, states.out(i, is_outside ? 0 : dim));
     }
     result = finish_row(row_max, total.state.row_sum, -kInfinity, params.lse_factor);
     if (is_outside) continue;
