@@ -1,7 +1,7 @@
-"""Merges of attention states over disjoint keys: the functions of ``flashinfer.cascade``.
+"""Combines attention states over disjoint keys: the functions of ``flashinfer.cascade``.
 
 A state is the output of attention over some keys, and the LSE of its scores. States of one row over
-disjoint keys merge into the state over all of them, such as those of the ranks of decode context
+disjoint keys combine into the state over all of them, such as those of the ranks of decode context
 parallel, or of a shared prefix and the rest of each request.
 """
 
@@ -41,7 +41,7 @@ def merge_state(
     *,
     base: str = "base2",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge two attention states.
+    """Combine two attention states.
 
     Arithmetic is in fp32, with one rounding of the output. A state whose LSE is minus infinity, or
     plus infinity, has no keys: its output is not used, even NaN. Two of them give zeros, and minus
@@ -86,7 +86,7 @@ def merge_state_in_place(
     *,
     base: str = "base2",
 ) -> None:
-    """Merge another attention state into a state, as :func:`merge_state` does.
+    """Combine another attention state into a state, as :func:`merge_state` does.
 
     Parameters
     ----------
@@ -141,7 +141,7 @@ def merge_state_in_place(
 def merge_states(
     v: torch.Tensor, s: torch.Tensor, *, base: str = "base2"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge any number of attention states, in their order, as :func:`merge_state` does.
+    """Combine any number of attention states, in their order, as :func:`merge_state` does.
 
     Parameters
     ----------

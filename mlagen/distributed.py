@@ -64,8 +64,8 @@ def decode_cp(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Decode one step of MLA over a KV cache that the ranks of a process group share.
 
-    Every rank gathers the queries of all heads, decodes them over its own tokens, and sends each
-    rank the results of that rank's heads, which it merges. All ranks call it with the same
+    Every rank gathers the queries of all heads, computes them over its own tokens, and sends each
+    rank the results of that rank's heads, which it combines. All ranks call it with the same
     requests, query tokens and number of heads. It does not synchronize with the device.
 
     Parameters
@@ -133,9 +133,9 @@ def decode_cp(
     partial_out, partial_lse = _exchange(
         out.view(-1, world, heads, kv_lora_rank), lse.view(-1, world, heads), group
     )
-    merged, merged_lse = merge_states(partial_out, partial_lse, base=return_lse_base)
-    merged = merged.view(*rows, heads, kv_lora_rank)
-    return (merged, merged_lse) if return_lse else merged
+    combined, combined_lse = merge_states(partial_out, partial_lse, base=return_lse_base)
+    combined = combined.view(*rows, heads, kv_lora_rank)
+    return (combined, combined_lse) if return_lse else combined
 
 
 def _with_all_heads(

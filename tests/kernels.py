@@ -16,8 +16,9 @@ from mlagen.compiler.toolchain import find_nvrtc, wanted_toolchain
 from mlagen.spec.arch import Arch, parse_arch
 from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa.sm80 import GqaSm80Spec, GqaVariant, gqa_sm80_spec
+from mlagen.spec.gqa.sm80 import GqaSm80Spec, gqa_sm80_spec
 from mlagen.spec.gqa.sm90 import GqaSm90Spec, gqa_sm90_spec
+from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.mla.sm80 import MlaSm80Spec, mla_sm80_spec
 from mlagen.spec.mla.sm90 import MlaSm90Spec, mla_sm90_spec
 from mlagen.spec.mla.sm90_fp8 import MlaSm90Fp8Spec, mla_sm90_fp8_spec

@@ -184,6 +184,7 @@ def test_both_positional_orders_mean_the_same(
     assert seen == [False not in tail]
 
 
+SKIP = "skip_softmax_threshold_scale_factor"
 BACKENDS = "auto, xqa, trtllm-gen, cute-dsl"
 
 
@@ -219,18 +220,9 @@ def test_neutral_keywords_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"skip_softmax_threshold_scale_factor": torch.ones(2)},
-            "skip_softmax_threshold_scale_factor: expected a float, got a tensor",
-        ),
-        (
-            {"skip_softmax_threshold_scale_factor": True, "enable_pdl": True},
-            "skip_softmax_threshold_scale_factor: expected a float, got True",
-        ),
-        (
-            {"skip_softmax_threshold_scale_factor": 1.0, "enable_pdl": "xqa"},
-            "enable_pdl: expected a bool, got 1.0",
-        ),
+        ({SKIP: torch.ones(2)}, f"{SKIP}: expected a float, got a tensor"),
+        ({SKIP: True, "enable_pdl": True}, f"{SKIP}: expected a float, got True"),
+        ({SKIP: 1.0, "enable_pdl": "xqa"}, "enable_pdl: expected a bool, got 1.0"),
         *(
             ({"backend": backend}, f"backend: expected one of {BACKENDS}, sparse, got {backend!r}")
             for backend in ("fa2", "", None)

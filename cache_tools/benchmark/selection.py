@@ -8,7 +8,7 @@ from typing import Any
 
 from mlagen.errors import ArgumentError
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa import sm80 as gqa
+from mlagen.spec.gqa import variant as gqa
 from mlagen.spec.mla import variant as mla_support
 
 from .cases import FAMILIES, KV_LORA_RANK, QK_ROPE_HEAD_DIM, Case

@@ -20,7 +20,7 @@ from mlagen.families.mla.args import LSE_FACTORS
 from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.launch import launch
 from mlagen.spec.combine_states import LANE_DIMS, CombineStatesSpec, combine_states_spec
-from mlagen.spec.kernel import pack_scalars
+from mlagen.spec.kernel import pack_constants
 
 _LANE_BYTES = LANE_DIMS * 2
 
@@ -180,7 +180,7 @@ def _launch(
         0 if mask is None else mask.data_ptr(),
         target.out.data_ptr(),
         target.lse.data_ptr(),
-        pack_scalars(spec, values),
+        pack_constants(spec, values),
         LSE_FACTORS[base],
     )
 

@@ -17,18 +17,18 @@ from mlagen.families.common.arguments import (
     require_whole_number,
     shown,
 )
-from mlagen.families.common.plan_sm80 import Sm80Plan
+from mlagen.families.common.plan_sm80 import GqaProblemShape, Sm80Plan
 from mlagen.families.gqa import launch_sm90 as gqa_sm90_launcher
 from mlagen.families.gqa.args import window_of
 from mlagen.families.gqa.plan_sm90 import GqaSm90Plan
-from mlagen.families.gqa.select import plan_gqa_call, plan_gqa_sm90_call
+from mlagen.families.gqa.select import attended_tokens, plan_gqa_sm80_call, plan_gqa_sm90_call
 from mlagen.families.mla.launch_sm90 import not_covered
 from mlagen.families.mla.plan_sm90 import MlaSm90Plan
 from mlagen.families.mla.select import plan_call, plan_mla_sm90_call
 from mlagen.families.mla.validate_query import QUERY_DTYPES
 from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa.sm80 import GqaVariant
+from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
 
 _MLA_KV_DTYPES = {**QUERY_DTYPES, torch.uint8: DType.FP8_DS_MLA}
@@ -143,18 +143,16 @@ def workspace_bytes(
             page_size=page_size,
         )
         for length in lengths:
-            plans += _gqa_plans(
-                device=index,
-                variant=gqa_variant,
+            shape = GqaProblemShape(
                 batch=batch,
-                q_len=length,
-                is_ragged=tokens is not None,
-                tokens=total,
+                q_len=length if tokens is None else 0,
+                max_q_len=length,
                 heads=heads,
                 kv_heads=kv_heads,
-                window=window,
-                max_kv_len=max_seq_len,
+                total_rows=total * heads,
+                max_kv_len=attended_tokens(max_seq_len, window, length),
             )
+            plans += _gqa_plans(index, gqa_variant, shape)
         if not plans:
             raise gqa_sm90_launcher.not_covered(index, gqa_variant)
     return max(plan.workspace_bytes for plan in plans)
@@ -171,13 +169,15 @@ def _mla_plans(**call: Any) -> Iterator[Sm80Plan | MlaSm90Plan]:
         yield plan_call(**call)[1]
 
 
-def _gqa_plans(**call: Any) -> Iterator[Sm80Plan | GqaSm90Plan]:
+def _gqa_plans(
+    index: int, variant: GqaVariant, shape: GqaProblemShape
+) -> Iterator[Sm80Plan | GqaSm90Plan]:
     """Yield the same for a call of grouped-query attention."""
     kernel = current_settings().gqa_kernel
-    if kernel != "sm80" and (planned := plan_gqa_sm90_call(**call)) is not None:
+    if kernel != "sm80" and (planned := plan_gqa_sm90_call(index, variant, shape)) is not None:
         yield planned[1]
     if kernel != "sm90":
-        yield plan_gqa_call(**call)[1]
+        yield plan_gqa_sm80_call(index, variant, shape)[1]
 
 
 def _named(dtype: torch.dtype, argument: str, known: dict[torch.dtype, DType]) -> DType:

@@ -168,9 +168,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
         Whether this GPU holds the tokens of one rank only, of ``cp_world`` in decode context
         parallel: token ``k`` of its cache is token ``cp_world * k + cp_rank`` of the request.
         ``seq_lens``, ``max_seq_len`` and ``block_tables`` are of this rank's tokens. Requires
-        ``return_lse``; :func:`mlagen.cascade.merge_states` merges the ranks' results. One rank only
-        may pass ``sinks``. With ``sparse_mla_top_k`` the lists are of this rank's tokens, without a
-        causal mask, and ``seq_lens`` is not used.
+        ``return_lse``; :func:`mlagen.cascade.merge_states` combines the results of the ranks. One
+        rank only may pass ``sinks``. With ``sparse_mla_top_k`` the lists are of this rank's tokens,
+        without a causal mask, and ``seq_lens`` is not used.
     cp_world : int
         Number of ranks, 1 or more.
     cp_rank : int

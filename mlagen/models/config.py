@@ -19,7 +19,7 @@ from mlagen.models.unserved import reject_unserved
 from mlagen.paths import is_folder, is_regular, read_named, reason_of
 from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa.sm80 import GqaVariant, require_supported
+from mlagen.spec.gqa.variant import GqaVariant, require_supported
 from mlagen.spec.mla.variant import SUPPORTED
 
 __all__ = ["GqaModel", "MlaModel", "find_model", "preset_names", "read_model"]

@@ -12,7 +12,7 @@ from mlagen.models.heads import GqaHeads
 from mlagen.spec.arch import Arch
 from mlagen.spec.calls import gqa_call_specs, mla_call_specs
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa.sm80 import GqaVariant
+from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
 

@@ -10,8 +10,9 @@ from mlagen.spec.combine import CombineSpec
 from mlagen.spec.combine_states import CombineStatesSpec
 from mlagen.spec.gqa import sm80 as gqa
 from mlagen.spec.gqa import sm90 as gqa_sm90
-from mlagen.spec.gqa.sm80 import GqaSm80Spec, GqaVariant, gqa_sm80_spec
+from mlagen.spec.gqa.sm80 import GqaSm80Spec, gqa_sm80_spec
 from mlagen.spec.gqa.sm90 import GqaSm90Spec, gqa_sm90_spec, with_all_heads
+from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla import sm80 as mla
 from mlagen.spec.mla import sm90 as mla_sm90

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa import sm80 as gqa
+from mlagen.spec.gqa import variant as gqa
 from mlagen.spec.kernel import KernelSpec, Parameter, float32, int32, int64, pointer
 from mlagen.spec.mla.variant import SUPPORTED, output_dtype
 

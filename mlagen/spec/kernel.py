@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import groupby
 from typing import ClassVar
 
 from mlagen.spec.arch import Arch
@@ -19,6 +19,7 @@ class Parameter:
     name: str
     cuda_type: str
     code: str
+    is_constant: bool = False  # of all calls with one signature
 
 
 def pointer(name: str, element: str) -> Parameter:
@@ -33,17 +34,22 @@ def tensor_map(name: str) -> Parameter:
 
 def int64(name: str) -> Parameter:
     """Return a signed 8-byte field."""
-    return Parameter(name, "i64", "q")
+    return Parameter(name, "i64", "q", is_constant=True)
 
 
 def int32(name: str) -> Parameter:
     """Return a signed 4-byte field."""
-    return Parameter(name, "int", "i")
+    return Parameter(name, "int", "i", is_constant=True)
 
 
 def float32(name: str) -> Parameter:
-    """Return a 4-byte floating-point field."""
+    """Return a 4-byte floating-point field, which calls of one signature may differ in."""
     return Parameter(name, "float", "f")
+
+
+def constant_float32(name: str) -> Parameter:
+    """Return a 4-byte floating-point field that the signature of a call determines."""
+    return Parameter(name, "float", "f", is_constant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,16 +129,25 @@ class KernelSpec:
 def packing_of(spec: KernelSpec) -> struct.Struct:
     """Return how a launch packs its values.
 
-    All tensor maps form one value and all integers another: both are constant across replays, so
+    All tensor maps form one value and all constants another: both are the same across replays, so
     they are packed once.
     """
-    codes = "".join(parameter.code for parameter in spec.parameters)
-    joined = re.sub(r"(?:128s)+|[qi]+", lambda run: f"{struct.calcsize('<' + run[0])}s", codes)
-    return struct.Struct("<" + joined)
+    packing = "<"
+    for is_joined, run in groupby(spec.parameters, key=_is_joined):
+        codes = "".join(parameter.code for parameter in run)
+        packing += f"{struct.calcsize('<' + codes)}s" if is_joined else codes
+    return struct.Struct(packing)
 
 
-def pack_scalars(spec: KernelSpec, values: Mapping[str, int]) -> bytes:
-    """Return the packed integer parameters, from values by name; other names are ignored.
+def _is_joined(parameter: Parameter) -> str:
+    """Return what the field is packed with: other maps, other constants, or nothing."""
+    if parameter.cuda_type == "TensorMap":
+        return "maps"
+    return "constants" if parameter.is_constant else ""
+
+
+def pack_constants(spec: KernelSpec, values: Mapping[str, object]) -> bytes:
+    """Return the packed constant parameters, from values by name; other names are ignored.
 
     Raises
     ------
@@ -140,10 +155,11 @@ def pack_scalars(spec: KernelSpec, values: Mapping[str, int]) -> bytes:
         If a value overflows its field: a shape without memory behind it, such as an expanded view
         of one element.
     """
-    integers = [field for field in spec.parameters if field.code in {"q", "i"}]
-    for field in integers:
-        bits, value = 8 * struct.calcsize(f"<{field.code}"), values[field.name]
-        if value.bit_length() >= bits:
-            reject(field.name, f"an int of {bits} bits", value)
-    packing = "<" + "".join(field.code for field in integers)
-    return struct.pack(packing, *(values[field.name] for field in integers))
+    constants = [field for field in spec.parameters if field.is_constant]
+    packing = "<" + "".join(field.code for field in constants)
+    numbers = [values[field.name] for field in constants]
+    for field, number in zip(constants, numbers, strict=True):
+        bits = 8 * struct.calcsize(f"<{field.code}")
+        if isinstance(number, int) and number.bit_length() >= bits:
+            reject(field.name, f"an int of {bits} bits", number)
+    return struct.pack(packing, *numbers)

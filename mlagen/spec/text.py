@@ -14,7 +14,7 @@ from mlagen.spec.combine import CombineSpec, combine_specs
 from mlagen.spec.combine_states import CombineStatesSpec, combine_states_spec
 from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES
-from mlagen.spec.gqa import sm80 as gqa
+from mlagen.spec.gqa import variant as gqa
 from mlagen.spec.gqa.sm80 import GqaSm80Spec
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
 from mlagen.spec.kernel import KernelSpec, Variant

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 
+from mlagen.families.common.plan_sm80 import GqaProblemShape
 from mlagen.families.gqa import select as gqa_plan
 from mlagen.families.mla import select as mla_plan
 from mlagen.models.config import GqaModel, MlaModel, find_model, preset_names
@@ -15,11 +16,11 @@ from mlagen.runtime.device import DeviceFacts
 from mlagen.settings import P_DTYPES
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa.sm80 import GqaVariant
+from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
 
 TPS, Q_LENS, KV_DTYPES = (1, 2, 4, 8), (1, 2, 4), (DType.BF16, DType.E4M3)
-PLANS = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_call)
+PLANS = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_sm80_call)
 
 
 @pytest.fixture(params=ARCHS, ids=str)
@@ -40,21 +41,18 @@ def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         plan.cache_clear()
 
 
+def tps(model: MlaModel | GqaModel) -> list[int]:
+    """Return tensor-parallel sizes that divide the heads."""
+    return [tp for tp in TPS if model.heads % tp == 0]
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_every_call_finds_its_kernel(name: str, arch: Arch) -> None:
     """The kernel of every call is among those of its model."""
     model = find_model(name)
     use = ServingOptions(tp=tps(model), q_lens=Q_LENS, kv_dtypes=KV_DTYPES)
-    prewarmed = set(model_specs(arch, model, use))
-
-    taken = (_mla_calls if isinstance(model, MlaModel) else _gqa_calls)(model)  # type: ignore[arg-type]
-
-    assert {spec for spec in taken if spec not in prewarmed} == set()
-
-
-def tps(model: MlaModel | GqaModel) -> list[int]:
-    """Return tensor-parallel sizes that divide the heads."""
-    return [tp for tp in TPS if model.heads % tp == 0]
+    taken = _mla_calls(model) if isinstance(model, MlaModel) else _gqa_calls(model)
+    assert {*taken} - {*model_specs(arch, model, use)} == set()
 
 
 def _mla_calls(model: MlaModel) -> Iterator[object]:
@@ -82,23 +80,16 @@ def _mla_calls(model: MlaModel) -> Iterator[object]:
 
 
 def _gqa_calls(model: GqaModel) -> Iterator[object]:
+    dtypes = {"query_dtype": DType.BF16, "out_dtype": DType.BF16}
     for tp, q_len, kv, page_size in product(tps(model), Q_LENS, KV_DTYPES, (16, 64)):
-        variant = GqaVariant(
-            query_dtype=DType.BF16,
-            kv_dtype=kv,
-            out_dtype=DType.BF16,
-            head_dim=model.head_dim,
-            page_size=page_size,
-        )
-        yield gqa_plan.plan_gqa_call(
-            device=0,
-            variant=variant,
+        variant = GqaVariant(**dtypes, kv_dtype=kv, head_dim=model.head_dim, page_size=page_size)
+        shape = GqaProblemShape(
             batch=4,
             q_len=q_len,
-            is_ragged=False,
-            tokens=4 * q_len,
+            max_q_len=q_len,
             heads=model.heads // tp,
             kv_heads=max(1, model.kv_heads // tp),
-            window=0,
+            total_rows=4 * q_len * model.heads // tp,
             max_kv_len=100_000,
-        )[0]
+        )
+        yield gqa_plan.plan_gqa_sm80_call(0, variant, shape)[0]

@@ -19,7 +19,7 @@ from mlagen.runtime import launch_record
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.launch_record import record_launches
 from mlagen.runtime.loader import LoadedKernel
-from mlagen.spec.kernel import KernelSpec, pack_scalars, packing_of
+from mlagen.spec.kernel import KernelSpec, pack_constants, packing_of
 from tests.kernels import COMBINE, SM_80, mla_sm80, mla_sm90
 
 driver = pytest.importorskip("cuda.bindings.driver")
@@ -62,9 +62,11 @@ def values_of(spec: KernelSpec) -> list[float | bytes]:
     if any(field.code == "128s" for field in spec.parameters):
         values.append(bytes([0]) * 128 + bytes([1]) * 128 + bytes([2]) * 128)
     values += [1000 + i for i, field in enumerate(spec.parameters) if field.code == "Q"]
-    named = {field.name: i for i, field in enumerate(spec.parameters) if field.code in "qi"}
-    values.append(pack_scalars(spec, named))
-    return values + [0.5 for field in spec.parameters if field.code == "f"]
+    named = {field.name: i for i, field in enumerate(spec.parameters) if field.is_constant}
+    values.append(pack_constants(spec, named))
+    return values + [
+        0.5 for field in spec.parameters if field.code == "f" and not field.is_constant
+    ]
 
 
 @pytest.fixture
@@ -284,5 +286,4 @@ def test_a_record_has_the_launches_of_its_thread_and_of_inner_records() -> None:
         with record_launches() as inner:
             combine.enqueue(enable_pdl=True)
         combine.enqueue(enable_pdl=True)
-
     assert (kernels, inner) == ([COMBINE], [COMBINE])

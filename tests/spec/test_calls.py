@@ -13,7 +13,7 @@ from mlagen.spec.calls import gqa_call_specs, mla_call_specs, specs_of_variant, 
 from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.families import specs_of
-from mlagen.spec.gqa.sm80 import GqaVariant
+from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.variant import MlaVariant
 from tests.kernels import (

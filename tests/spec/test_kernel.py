@@ -12,7 +12,7 @@ from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.combine import CombineSpec, combine_specs
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.sm80 import gqa_sm80_specs
-from mlagen.spec.kernel import KernelSpec, pack_scalars, packing_of
+from mlagen.spec.kernel import KernelSpec, pack_constants, packing_of
 from mlagen.spec.mla.sm80 import mla_sm80_specs
 from tests.kernels import COMBINE, gqa_sm80, gqa_sm90, mla_sm80, mla_sm90
 
@@ -40,9 +40,9 @@ def test_scalars_are_packed_by_name_in_order() -> None:
     """Values of other fields are ignored, and a missing value is an error."""
     values = {"num_splits": 3, "heads": 2, "total_rows": 1, "of another kernel": 4}
 
-    assert pack_scalars(COMBINE, values) == struct.pack("<qii", 1, 2, 3)
+    assert pack_constants(COMBINE, values) == struct.pack("<qii", 1, 2, 3)
     with pytest.raises(KeyError):
-        pack_scalars(COMBINE, {"heads": 2, "num_splits": 3})
+        pack_constants(COMBINE, {"heads": 2, "num_splits": 3})
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_scalars_are_packed_by_name_in_order() -> None:
 def test_an_integer_overflow_is_rejected(change: dict[str, int], message: str) -> None:
     """Expanded views of one element may have shapes that overflow a parameter."""
     with pytest.raises(ArgumentError) as caught:
-        pack_scalars(COMBINE, {"num_splits": 3, "heads": 2, "total_rows": 1} | change)
+        pack_constants(COMBINE, {"num_splits": 3, "heads": 2, "total_rows": 1} | change)
 
     assert str(caught.value) == message
 

@@ -13,8 +13,9 @@ from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES, specs_of
-from mlagen.spec.gqa.sm80 import SUPPORTED as GQA_SUPPORTED
-from mlagen.spec.gqa.sm80 import GqaSupport, GqaVariant, gqa_sm80_spec
+from mlagen.spec.gqa.sm80 import gqa_sm80_spec
+from mlagen.spec.gqa.variant import SUPPORTED as GQA_SUPPORTED
+from mlagen.spec.gqa.variant import GqaSupport, GqaVariant
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.sm80 import mla_sm80_spec
 from mlagen.spec.mla.sm90 import mla_sm90_spec

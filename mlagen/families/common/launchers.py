@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 
@@ -15,7 +16,9 @@ from mlagen.families.common.plan_sm80 import Sm80Plan
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.spec.combine import CombineSpec
-from mlagen.spec.kernel import KernelSpec, pack_scalars
+from mlagen.spec.kernel import KernelSpec, pack_constants
+
+ScaleT = TypeVar("ScaleT", float, "float | torch.Tensor")
 
 _LINE_BYTES = 128  # L2 cache line
 
@@ -26,7 +29,7 @@ class CombineLauncher:
 
     kernel: LoadedKernel
     blocks: int
-    packed_scalars: bytes  # the integer kernel parameters
+    packed_constants: bytes  # the constant kernel parameters
     lse_offset: int  # bytes in the scratch: partial O first, then the partial LSE
 
     @property
@@ -57,7 +60,7 @@ class CombineLauncher:
             sinks,
             out,
             lse,
-            self.packed_scalars,
+            self.packed_constants,
             bmm2_scale,
             output_factor,
             lse_factor,
@@ -73,7 +76,7 @@ def make_combine_launcher(
     return CombineLauncher(
         kernel=kernel_for(spec, device),
         blocks=tokens * heads * spec.slices,
-        packed_scalars=pack_scalars(
+        packed_constants=pack_constants(
             spec, {"total_rows": tokens * heads, "heads": heads, "num_splits": plan.splits}
         ),
         lse_offset=plan.partial_rows * spec.head_dim_vo * 4,
@@ -113,12 +116,15 @@ def scratch_offset(workspace: torch.Tensor, argument: str, needed: int) -> int:
 
 
 def value_signature(value: object) -> Hashable:
-    """Return all that a check may depend on: the metadata of a tensor, the type of a float."""
+    """Return all that a check or a plan may depend on: of a tensor, its metadata."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.get_device()
-    if value.__class__ is float:
-        return float
     return value, value.__class__  # the type too: a float or a bool may equal an int
+
+
+def any_scale(scale: ScaleT) -> ScaleT:
+    """Return a scale as a signature has it: calls of one signature differ in the number."""
+    return 0.0 if isinstance(scale, float) else scale
 
 
 def scale_of(scale: float | torch.Tensor) -> tuple[int, float]:

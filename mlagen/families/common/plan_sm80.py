@@ -40,10 +40,16 @@ class GqaProblemShape:
 
     batch: int
     q_len: int  # per sequence; 0 if ragged
+    max_q_len: int
     heads: int
     kv_heads: int
     total_rows: int  # query tokens of all sequences, times heads
     max_kv_len: int  # upper bound of the tokens that a row attends to
+
+    @property
+    def rows(self) -> int:
+        """Max query rows per sequence and KV head."""
+        return self.max_q_len * (self.heads // self.kv_heads)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from mlagen.families.common.arguments import (
     require_tensor,
     require_whole_number,
 )
-from mlagen.families.common.launchers import rounded_up, value_signature
+from mlagen.families.common.launchers import any_scale, rounded_up, value_signature
 
 LAYOUTS = ("NHD", "HND")
 
@@ -99,7 +99,14 @@ def canonical_numbers(args: GqaArgs) -> GqaArgs:
 
 def signature_of(args: GqaArgs) -> Hashable:
     """Return everything about canonical arguments that a check or a plan may depend on."""
-    others = args._replace(max_seq_len=rounded_up(args.max_seq_len), names=GqaArgNames())
+    others = args._replace(
+        max_seq_len=rounded_up(args.max_seq_len),
+        bmm1_scale=any_scale(args.bmm1_scale),
+        bmm2_scale=any_scale(args.bmm2_scale),
+        out_16bit_factor=any_scale(args.out_16bit_factor),
+        out_e4m3_factor=any_scale(args.out_e4m3_factor),
+        names=GqaArgNames(),
+    )
     return tuple(map(value_signature, others))
 
 

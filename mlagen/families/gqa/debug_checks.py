@@ -27,12 +27,12 @@ def check_contents(args: GqaArgs, problem: GqaProblem) -> None:
     """
     require_no_capture(args.query)
     names, page_size = args.names, problem.variant.page_size
-    q_lens = torch.full((problem.batch,), problem.q_len)
+    q_lens = torch.full((problem.batch,), problem.max_q_len)
     if args.cum_seq_lens_q is not None:
         q_lens = query_lengths(args.cum_seq_lens_q, names.cum_seq_lens_q, problem.tokens)
         for request, q_len in enumerate(q_lens.tolist()):
-            if q_len > problem.q_len:
-                rule = f"{problem.q_len} ({names.q_len}) or less"
+            if q_len > problem.max_q_len:
+                rule = f"{problem.max_q_len} ({names.q_len}) or less"
                 reject(f"{names.cum_seq_lens_q}.diff()[{request}]", rule, q_len)
     seq_lens = check_seq_lens(
         args.seq_lens.flatten(),

@@ -34,7 +34,7 @@ def plan_call(
         launcher.decode.spec,
         launcher.plan,
         requests=problem.batch,
-        rows=problem.q_len * (problem.heads // problem.kv_heads),
+        rows=problem.max_q_len * problem.group_size,
         max_kv_len=args.max_seq_len,
     )
     return launcher

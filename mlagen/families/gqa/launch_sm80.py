@@ -18,14 +18,13 @@ from mlagen.families.common.launchers import (
 from mlagen.families.common.plan_sm80 import Sm80Plan
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.problem import GqaProblem
-from mlagen.families.gqa.select import plan_arguments, plan_gqa_call
+from mlagen.families.gqa.select import plan_gqa_sm80_call, shape_of
 from mlagen.families.gqa.validate_kv import MASK_ALIGNMENT_BYTES, alignment_of, check_pointers
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa.sm80 import GqaSm80Spec
-from mlagen.spec.kernel import pack_scalars
+from mlagen.spec.kernel import pack_constants
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,7 @@ class GqaSm80Launcher:
     scratch_offset: int  # bytes in the workspace
     decode: LoadedKernel
     combine: CombineLauncher | None
-    packed_scalars: bytes  # the integer kernel parameters
+    packed_constants: bytes  # the constant kernel parameters
     cache_alignment: int  # bytes
 
     def launch(self, args: GqaArgs, enable_pdl: bool, out: torch.Tensor) -> Sequence[Launch]:
@@ -90,10 +89,9 @@ class GqaSm80Launcher:
             out_pointer,
             scratch,
             partial_lse,
-            self.packed_scalars,
+            self.packed_constants,
             bmm1_scale,
             bmm2_scale,
-            problem.score_factor,
             factor,
         )
         if combine is None:
@@ -106,7 +104,7 @@ class GqaSm80Launcher:
 
 def make_sm80_launcher(args: GqaArgs, problem: GqaProblem, index: int) -> GqaSm80Launcher:
     """Return the launcher for the signature of ``args`` on GPU ``index``."""
-    spec, plan = plan_gqa_call(**plan_arguments(args, problem, index))
+    spec, plan = plan_gqa_sm80_call(index, problem.variant, shape_of(args, problem))
     workspace, name = args.workspace_buffer, args.names.workspace_buffer
     offset = scratch_offset(workspace, name, plan.workspace_bytes)
     combine_spec = CombineSpec(
@@ -120,31 +118,14 @@ def make_sm80_launcher(args: GqaArgs, problem: GqaProblem, index: int) -> GqaSm8
         combine=make_combine_launcher(
             combine_spec, plan, tokens=problem.tokens, heads=problem.heads, device=index
         ),
-        packed_scalars=_packed_scalars(spec, problem, plan),
+        packed_constants=pack_constants(
+            spec,
+            {
+                **problem.constants,
+                "total_rows": problem.tokens * problem.heads,
+                "row_tiles": plan.row_tiles,
+                "num_splits": plan.splits,
+            },
+        ),
         cache_alignment=alignment_of(args.key_cache),
     )
-
-
-def _packed_scalars(spec: GqaSm80Spec, problem: GqaProblem, plan: Sm80Plan) -> bytes:
-    names = ("page_stride", "token_stride", "head_stride")
-    values = {
-        "query_stride": problem.query_stride,
-        "query_head_stride": problem.query_head_stride,
-        "total_rows": problem.tokens * problem.heads,
-        "num_seqs": problem.batch,
-        "kv_heads": problem.kv_heads,
-        "group_size": problem.group_size,
-        "q_len": 0 if problem.is_ragged else problem.q_len,
-        "mask_words": problem.mask_words,
-        "window": problem.window,
-        "max_pages": problem.max_pages,
-        "block_tables_stride": problem.block_tables_stride,
-        "num_pages": problem.num_pages,
-        "row_tiles": plan.row_tiles,
-        "num_splits": plan.splits,
-        "bmm2_scales_scores": int(problem.bmm2_scales_scores),
-    }
-    for part in ("key", "value", "key_scale", "value_scale"):
-        strides = getattr(problem, f"{part}_strides")
-        values |= {f"{part}_{name}": stride for name, stride in zip(names, strides, strict=True)}
-    return pack_scalars(spec, values)

@@ -15,7 +15,7 @@ from mlagen.families.common.launchers import scale_of, scratch_offset
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.plan_sm90 import GqaSm90Plan, fits_in_int32
 from mlagen.families.gqa.problem import MAX_TOKENS, GqaProblem
-from mlagen.families.gqa.select import plan_arguments, plan_gqa_sm90_call
+from mlagen.families.gqa.select import plan_gqa_sm90_call, shape_of
 from mlagen.families.gqa.tensor_maps import GqaCacheMaps, GqaTensorMapLayout, maps_of
 from mlagen.families.gqa.validate_kv import MASK_ALIGNMENT_BYTES, check_pointers
 from mlagen.runtime.device import arch_of_device
@@ -23,14 +23,15 @@ from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.semaphores import semaphores_of
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa.sm80 import HEAD_DIMS, GqaVariant
-from mlagen.spec.gqa.sm90 import GqaSm90Spec
-from mlagen.spec.kernel import pack_scalars
+from mlagen.spec.gqa.variant import HEAD_DIMS, GqaVariant
+from mlagen.spec.kernel import pack_constants
 
 _COVERED = (
     f"covered: sm_90a, cache as the query or e4m3, head_dim {', '.join(map(str, HEAD_DIMS))}, "
     f"page_size a multiple of 16, strides of the cache below 2^40 bytes"
 )
+
+_AXES = ("page", "token", "head")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class GqaSm90Launcher:
     scratch_offset: int  # bytes in the workspace
     decode: LoadedKernel
     maps: GqaCacheMaps
-    packed_scalars: bytes  # the integer kernel parameters
+    packed_constants: bytes  # the constant kernel parameters
 
     def launch(self, args: GqaArgs, enable_pdl: bool, out: torch.Tensor) -> Sequence[Launch]:
         """Enqueue the kernel of one call with this signature."""
@@ -78,10 +79,9 @@ class GqaSm90Launcher:
             scratch,
             scratch + plan.partial_rows_offset,
             semaphores_of(self.decode.device, workspace),
-            self.packed_scalars,
+            self.packed_constants,
             bmm1_scale,
             bmm2_scale,
-            problem.score_factor,
             args.out_e4m3_factor if is_e4m3 else args.out_16bit_factor,
         )
         return (decode_launch,)
@@ -99,14 +99,14 @@ def make_sm90_launcher(
     UnsupportedError
         Instead of returning None, if the settings force the kernel.
     """
-    arguments = plan_arguments(args, problem, index)
-    planned = plan_gqa_sm90_call(**arguments)
+    shape = shape_of(args, problem)
+    planned = plan_gqa_sm90_call(index, problem.variant, shape)
     if planned is None:
         decline(lambda: not_covered(index, problem.variant), is_forced=is_forced)
         return None
     max_tokens = problem.max_pages * problem.variant.page_size
     if not fits_in_int32(*planned, max_tokens):  # KV tiles of one head have more tokens
-        planned = plan_gqa_sm90_call(**arguments, has_one_head=True) or planned
+        planned = plan_gqa_sm90_call(index, problem.variant, shape, has_one_head=True) or planned
     spec, plan = planned
     if not fits_in_int32(spec, plan, max_tokens):
         too_long = UnsupportedError(
@@ -120,8 +120,8 @@ def make_sm90_launcher(
             spec=spec,
             num_pages=problem.num_pages,
             kv_heads=problem.kv_heads,
-            key_strides=problem.key_strides,
-            value_strides=problem.value_strides,
+            key_strides=_cache_strides(problem, "key"),
+            value_strides=_cache_strides(problem, "value"),
         )
     )
     try:
@@ -138,7 +138,10 @@ def make_sm90_launcher(
         scratch_offset=offset,
         decode=kernel_for(spec, index),
         maps=maps,
-        packed_scalars=_packed_scalars(spec, problem, plan),
+        packed_constants=pack_constants(
+            spec,
+            {**problem.constants, **vars(plan), "max_tokens": min(max_tokens, MAX_TOKENS)},
+        ),
     )
 
 
@@ -159,30 +162,7 @@ def _base_addresses(args: GqaArgs, problem: GqaProblem) -> tuple[int, int]:
     return key, args.value_cache.data_ptr()
 
 
-def _packed_scalars(spec: GqaSm90Spec, problem: GqaProblem, plan: GqaSm90Plan) -> bytes:
-    page_stride, token_stride, head_stride = problem.value_strides
-    values = {
-        "query_stride": problem.query_stride,
-        "query_head_stride": problem.query_head_stride,
-        "value_page_stride": page_stride,
-        "value_token_stride": token_stride,
-        "value_head_stride": head_stride,
-        "tokens": problem.tokens,
-        "num_seqs": problem.batch,
-        "kv_heads": problem.kv_heads,
-        "group_size": problem.group_size,
-        "q_len": 0 if problem.is_ragged else problem.q_len,
-        "row_tiles": plan.row_tiles,
-        "num_tiles": plan.num_tiles,
-        "num_cta_groups": plan.num_cta_groups,
-        "cta_group_size": plan.cta_group_size,
-        "mask_words": problem.mask_words,
-        # No limit is the widest window.
-        "window": problem.window or MAX_TOKENS,
-        "max_pages": problem.max_pages,
-        "max_tokens": min(problem.max_pages * problem.variant.page_size, MAX_TOKENS),
-        "block_tables_stride": problem.block_tables_stride,
-        "num_pages": problem.num_pages,
-        "bmm2_scales_scores": int(problem.bmm2_scales_scores),
-    }
-    return pack_scalars(spec, values)
+def _cache_strides(problem: GqaProblem, part: str) -> tuple[int, int, int]:
+    """Return the bytes between pages, tokens and heads of keys or values."""
+    page, token, head = (problem.strides[f"{part}_{axis}_stride"] for axis in _AXES)
+    return page, token, head

@@ -37,7 +37,7 @@ from mlagen.families.gqa.validate_kv import (
 )
 from mlagen.families.gqa.validate_query import check_query, check_query_tokens
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa.sm80 import GqaVariant, require_supported
+from mlagen.spec.gqa.variant import GqaVariant, require_supported
 
 MASK_DTYPES = (torch.uint16, torch.uint32, torch.int32)
 
@@ -54,22 +54,16 @@ class GqaProblem:
     out_dtype: torch.dtype
     out_shape: tuple[int, ...]
     batch: int
-    q_len: int  # the maximum
-    is_ragged: bool
+    q_len: int  # of every request; 0 where requests differ
+    max_q_len: int
     tokens: int  # query tokens of all requests
     heads: int
     kv_heads: int
     num_pages: int
     max_pages: int
-    window: int  # 0: no limit
+    window: int  # MAX_TOKENS: no limit
     mask_words: int  # 32-bit words per row of the mask; 0: causal
-    query_stride: int  # elements between query tokens
-    query_head_stride: int
-    block_tables_stride: int
-    key_strides: tuple[int, int, int]  # bytes between pages, tokens, heads
-    value_strides: tuple[int, int, int]
-    key_scale_strides: tuple[int, int, int]
-    value_scale_strides: tuple[int, int, int]
+    strides: dict[str, int]  # by kernel parameter
     value_offset: int  # bytes from the first key to the first value in one tensor
     value_scale_offset: int
     score_factor: float
@@ -80,6 +74,12 @@ class GqaProblem:
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.heads // self.kv_heads
+
+    @property
+    def constants(self) -> dict[str, object]:
+        """Values of kernel parameters by name, among others."""
+        names = {"num_seqs": self.batch, "group_size": self.group_size}
+        return {**vars(self), **self.strides, **names}
 
 
 def check_problem(args: GqaArgs) -> GqaProblem:
@@ -116,9 +116,8 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         page_size=caches.key.shape[1],
     )
     require_supported(variant)
-    # A window of the whole table, or of the kernel's maximum, masks nothing. Dropping it keeps the
-    # kernel's index arithmetic in 32 bits.
-    covers_all = args.window >= min(tables.shape[1] * variant.page_size, MAX_TOKENS)
+    # A window of the whole table masks nothing.
+    covered = min(tables.shape[1] * variant.page_size, MAX_TOKENS)
     is_quantised = not kv_dtype.is_16bit
     return GqaProblem(
         device=query.device,
@@ -126,22 +125,24 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         out_dtype=out_dtype,
         out_shape=out_shape,
         batch=batch,
-        q_len=args.q_len,
-        is_ragged=args.cum_seq_lens_q is not None,
+        q_len=args.q_len if args.cum_seq_lens_q is None else 0,
+        max_q_len=args.q_len,
         tokens=tokens,
         heads=heads,
         kv_heads=kv_heads,
         num_pages=caches.key.shape[0],
         max_pages=tables.shape[1],
-        window=0 if covers_all else args.window,
+        window=args.window if 0 < args.window < covered else MAX_TOKENS,
         mask_words=mask_words,
-        query_stride=query_stride,
-        query_head_stride=query.stride(-2),
-        block_tables_stride=tables.stride(0),
-        key_strides=_byte_strides(caches.key),
-        value_strides=_byte_strides(caches.value),
-        key_scale_strides=_byte_strides(scales.key) if scales else (0, 0, 0),
-        value_scale_strides=_byte_strides(scales.value) if scales else (0, 0, 0),
+        strides={
+            "query_stride": query_stride,
+            "query_head_stride": query.stride(-2),
+            "block_tables_stride": tables.stride(0),
+            **_byte_strides("key", caches.key),
+            **_byte_strides("value", caches.value),
+            **_byte_strides("key_scale", scales and scales.key),
+            **_byte_strides("value_scale", scales and scales.value),
+        },
         value_offset=_offset(args.key_cache) if args.value_cache is None else 0,
         value_scale_offset=_offset(args.key_scales) if args.value_scales is None else 0,
         score_factor=head_dim**-0.5 if args.scales_like_xqa else 1.0,
@@ -228,9 +229,15 @@ def _check_out(args: GqaArgs, kv_dtype: DType, batch: int) -> tuple[torch.dtype,
     return out.dtype, tuple(out.shape)
 
 
-def _byte_strides(tensor: torch.Tensor) -> tuple[int, int, int]:
-    page, token, head = (stride * tensor.element_size() for stride in tensor.stride()[:3])
-    return page, token, head
+def _byte_strides(part: str, tensor: torch.Tensor | None) -> dict[str, int]:
+    """Return the strides of pages, tokens and heads in bytes; 0 without a tensor."""
+    names = [f"{part}_{axis}_stride" for axis in ("page", "token", "head")]
+    if tensor is None:
+        return dict.fromkeys(names, 0)
+    bytes_of = tensor.element_size()
+    return {
+        name: stride * bytes_of for name, stride in zip(names, tensor.stride()[:3], strict=True)
+    }
 
 
 def _offset(kv: torch.Tensor | None) -> int:

@@ -28,7 +28,7 @@ def decode_gqa(args: GqaArgs, problem: GqaProblem) -> torch.Tensor:
     mask = _mask_bits(args, problem)
     out = torch.zeros_like(query)
     capacity = problem.max_pages * problem.variant.page_size
-    offsets = query_offsets(args.cum_seq_lens_q, problem.batch, problem.q_len)
+    offsets = query_offsets(args.cum_seq_lens_q, problem.batch, problem.max_q_len)
     for index, (start, end) in enumerate(pairwise(offsets)):
         if not 0 <= start <= end <= problem.tokens:
             continue  # as in the kernels, an invalid range has no query tokens
@@ -68,8 +68,7 @@ def _unmasked(
         other = position - first_draft
         bits = mask[token][other.clamp(0, mask.shape[1] - 1)] & (other < mask.shape[1])
         is_unmasked = (other < 0) | bits
-    if window:
-        is_unmasked &= position >= first_draft + draft + 1 - window
+    is_unmasked &= position >= first_draft + draft + 1 - window
     return is_unmasked.nonzero()[:, 0]
 
 

@@ -15,7 +15,7 @@ from mlagen.families.common.arguments import (
     require_whole_number,
 )
 from mlagen.families.common.call_key import KeyKinds, compile_key
-from mlagen.families.common.launchers import rounded_up, value_signature
+from mlagen.families.common.launchers import any_scale, rounded_up, value_signature
 
 # Factors that convert a base-2 LSE to the requested base.
 LSE_FACTORS = {"base2": 1.0, "basee": math.log(2)}
@@ -114,14 +114,20 @@ def canonical_numbers(args: MlaArgs) -> MlaArgs:
 def signature_of(args: MlaArgs) -> Hashable:
     """Return everything about canonical arguments that a check or a plan may depend on."""
     length = rounded_up(args.max_seq_len) if args.bias is None else args.max_seq_len
-    others = args._replace(max_seq_len=length, names=MlaArgNames())
-    # Few dtypes support other factors than 1.
-    factors = (_is_one(args.latent_scale), _is_one(args.rope_scale))
-    return (factors, *map(value_signature, others))
+    others = args._replace(
+        max_seq_len=length,
+        bmm1_scale=any_scale(args.bmm1_scale),
+        bmm2_scale=any_scale(args.bmm2_scale),
+        # Few dtypes support other factors than 1.
+        latent_scale=_any_factor(args.latent_scale),
+        rope_scale=_any_factor(args.rope_scale),
+        names=MlaArgNames(),
+    )
+    return tuple(map(value_signature, others))
 
 
-def _is_one(scale: object) -> bool:
-    return isinstance(scale, float) and scale == 1.0
+def _any_factor(factor: float) -> float:
+    return 0.0 if isinstance(factor, float) and factor != 1.0 else factor
 
 
 # Of a call whose arguments another module made, by their fields in order.

@@ -23,7 +23,7 @@ from mlagen.families.mla.select import plan_call
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.spec.combine import CombineSpec
-from mlagen.spec.kernel import pack_scalars
+from mlagen.spec.kernel import pack_constants
 from mlagen.spec.mla.sm80 import MlaSm80Spec
 
 
@@ -36,7 +36,7 @@ class MlaSm80Launcher:
     scratch_offset: int  # bytes in the workspace
     decode: LoadedKernel
     combine: CombineLauncher | None
-    packed_scalars: bytes  # the integer kernel parameters
+    packed_constants: bytes  # the constant kernel parameters
     is_plain: bool  # no argument of :class:`_RarePointers` is used
 
     def launch(
@@ -100,7 +100,7 @@ class MlaSm80Launcher:
             scratch,
             partial_lse,
             *_dcp_pointers(args),
-            self.packed_scalars,
+            self.packed_constants,
             bmm1_scale,
             bmm2_scale,
             args.latent_scale,
@@ -160,7 +160,7 @@ def make_sm80_launcher(args: MlaArgs, problem: MlaProblem, index: int) -> MlaSm8
         combine=make_combine_launcher(
             combine_spec, plan, tokens=problem.tokens, heads=problem.heads, device=index
         ),
-        packed_scalars=_packed_scalars(args, problem, spec, plan),
+        packed_constants=_packed_constants(args, problem, spec, plan),
         is_plain=_is_plain(args),
     )
 
@@ -170,7 +170,9 @@ def _is_plain(args: MlaArgs) -> bool:
     return not any(rare)
 
 
-def _packed_scalars(args: MlaArgs, problem: MlaProblem, spec: MlaSm80Spec, plan: Sm80Plan) -> bytes:
+def _packed_constants(
+    args: MlaArgs, problem: MlaProblem, spec: MlaSm80Spec, plan: Sm80Plan
+) -> bytes:
     values = {
         **problem.strides,
         "total_rows": problem.tokens * problem.heads,
@@ -187,7 +189,7 @@ def _packed_scalars(args: MlaArgs, problem: MlaProblem, spec: MlaSm80Spec, plan:
         "cp_rank": args.cp_rank,
         "bmm2_scales_scores": int(args.bmm2_scales_scores),
     }
-    return pack_scalars(spec, values)
+    return pack_constants(spec, values)
 
 
 def _rare_pointers(

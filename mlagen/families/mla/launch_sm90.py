@@ -25,7 +25,7 @@ from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.partition import WHOLE_GPU
 from mlagen.runtime.semaphores import semaphores_of
 from mlagen.settings import Settings
-from mlagen.spec.kernel import KernelSpec, pack_scalars
+from mlagen.spec.kernel import KernelSpec, pack_constants
 from mlagen.spec.mla.sm90 import MlaSm90Spec
 from mlagen.spec.mla.sm90_fp8kv import MlaSm90Fp8KvSpec
 from mlagen.spec.mla.variant import MlaVariant
@@ -52,7 +52,7 @@ class MlaSm90Launcher:
     scratch_offset: int  # bytes in the workspace
     decode: LoadedKernel
     maps: CacheMaps | None  # None: a kernel without TMA
-    packed_scalars: tuple[bytes, bytes]  # the integer kernel parameters, by separate_rope
+    packed_constants: tuple[bytes, bytes]  # the constant kernel parameters, by separate_rope
     pointers_of: Values  # in the order of the kernel
     floats_of: Values
     lse_factor: float
@@ -115,7 +115,7 @@ class MlaSm90Launcher:
             enable_pdl,
             *maps,
             *self.pointers_of(values),
-            self.packed_scalars[separate_rope],
+            self.packed_constants[separate_rope],
             *self.floats_of(values),
         )
         return (decode_launch,)
@@ -180,7 +180,7 @@ def make_sm90_launcher(
         scratch_offset=offset,
         decode=kernel_for(spec, index),
         maps=maps,
-        packed_scalars=_packed_scalars(args, problem, spec, plan),
+        packed_constants=_packed_constants(args, problem, spec, plan),
         pointers_of=_values_of(spec, "Q"),
         floats_of=_values_of(spec, "f"),
         lse_factor=LSE_FACTORS[args.return_lse_base],
@@ -225,7 +225,7 @@ def _maps_of_cache(args: MlaArgs, problem: MlaProblem, spec: MlaSm90AnySpec) -> 
     return maps
 
 
-def _packed_scalars(
+def _packed_constants(
     args: MlaArgs, problem: MlaProblem, spec: MlaSm90AnySpec, plan: MlaSm90Plan
 ) -> tuple[bytes, bytes]:
     # In a sparse call every query token is a sequence, and its table is its top-k indices.
@@ -249,8 +249,8 @@ def _packed_scalars(
         "schedule_id": schedule_id_of(args, problem, spec),
     }
     return (
-        pack_scalars(spec, {**values, "separate_rope": 0}),
-        pack_scalars(spec, {**values, "separate_rope": 1}),
+        pack_constants(spec, {**values, "separate_rope": 0}),
+        pack_constants(spec, {**values, "separate_rope": 1}),
     )
 
 

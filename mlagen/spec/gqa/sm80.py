@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import ClassVar, NamedTuple
 
-from mlagen.errors import UnsupportedError
 from mlagen.spec.arch import Arch
-from mlagen.spec.dtype import DType
+from mlagen.spec.gqa.variant import (
+    PROBLEM_PARAMETERS,
+    SCALE_PARAMETERS,
+    SLICE_DIMS,
+    GqaSpec,
+    GqaVariant,
+    gqa_variants,
+    require_supported,
+)
 from mlagen.spec.kernel import (
     CallShape,
-    KernelSpec,
     Parameter,
-    Variant,
-    float32,
     int32,
     int64,
     pointer,
@@ -24,22 +27,8 @@ from mlagen.spec.kernel import (
 # KV tokens per warp and step.
 WARP_TOKENS = 16
 
-# Max output elements per CTA; a wider head is sliced over several CTAs.
-SLICE_DIMS = 256
-
 
 _WORK_BYTES = 80  # of the struct in kernels/gqa_sm80/work_item.cuh
-
-
-@dataclass(frozen=True, kw_only=True)
-class GqaVariant(Variant):
-    """Kernel properties that a GQA decode call determines; the tile is selected separately."""
-
-    query_dtype: DType
-    kv_dtype: DType
-    out_dtype: DType
-    head_dim: int = 128
-    page_size: int = 64  # tokens
 
 
 class GqaTile(NamedTuple):
@@ -65,49 +54,6 @@ TILES = (
     GqaTile(16, 2, 3, 1),
     GqaTile(16, 2, 2, 1),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class GqaSupport:
-    """One row of :data:`SUPPORTED`; every combination of its values has a kernel."""
-
-    query_dtype: DType
-    kv_dtype: DType
-    out_dtypes: tuple[DType, ...]
-
-
-_16BIT_DTYPES = (DType.BF16, DType.FP16)
-SUPPORTED = tuple(
-    GqaSupport(
-        query_dtype=query,
-        kv_dtype=kv or query,
-        out_dtypes=(query, DType.E4M3) if kv is DType.E4M3 else (query,),
-    )
-    for query, kv in product(_16BIT_DTYPES, (None, DType.E4M3, DType.INT8, DType.NVFP4))
-)
-
-# Values that prewarming compiles. Other multiples of 16 up to 256, and other page sizes, are
-# compiled on first use.
-HEAD_DIMS = (64, 128, 256)
-PAGE_SIZES = (16, 32, 64, 128)
-_MAX_HEAD_DIM = 512
-
-
-@dataclass(frozen=True, kw_only=True)
-class GqaSpec(KernelSpec):
-    """Base spec of the GQA decode kernels."""
-
-    variant: GqaVariant
-
-    @property
-    def dequants_kv(self) -> bool:
-        """Whether the KV cache is converted to another type before the MMA."""
-        return not self.variant.kv_dtype.is_16bit
-
-    @property
-    def stores_e4m3(self) -> bool:
-        """Whether the output is e4m3."""
-        return self.variant.out_dtype is DType.E4M3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,22 +94,10 @@ class GqaSm80Spec(GqaSpec):
         int64("value_scale_token_stride"),
         int64("value_scale_head_stride"),
         int64("total_rows"),
-        int32("num_seqs"),
-        int32("kv_heads"),
-        int32("group_size"),
-        int32("q_len"),
-        int32("mask_words"),
-        int32("window"),
-        int32("max_pages"),
-        int32("block_tables_stride"),
-        int32("num_pages"),
+        *PROBLEM_PARAMETERS,
         int32("row_tiles"),
         int32("num_splits"),
-        int32("bmm2_scales_scores"),
-        float32("bmm1_scale"),
-        float32("bmm2_scale"),
-        float32("score_factor"),
-        float32("output_factor"),
+        *SCALE_PARAMETERS,
     )
 
     tile: GqaTile
@@ -234,19 +168,6 @@ def gqa_sm80_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaSm80Spec:
     return next(spec for spec in fitting if spec.tile.block_m == chosen)
 
 
-def gqa_variants() -> Iterator[GqaVariant]:
-    """Yield every variant that prewarming covers."""
-    for row, head_dim, page_size in product(SUPPORTED, HEAD_DIMS, PAGE_SIZES):
-        for out_dtype in row.out_dtypes:
-            yield GqaVariant(
-                query_dtype=row.query_dtype,
-                kv_dtype=row.kv_dtype,
-                out_dtype=out_dtype,
-                head_dim=head_dim,
-                page_size=page_size,
-            )
-
-
 def gqa_sm80_specs(arch: Arch) -> Iterator[GqaSm80Spec]:
     """Yield every sm80 GQA kernel that prewarming covers for ``arch``, each once."""
     for variant in gqa_variants():
@@ -258,31 +179,3 @@ def _fits(spec: GqaSm80Spec) -> bool:
     if spec.tile.block_m == 32 and spec.slice_dims > 128:
         return False
     return spec.arch.fits(spec.shared_bytes, spec.tile.ctas_per_sm)
-
-
-def require_supported(variant: GqaVariant) -> None:
-    """Reject a variant that no row of :data:`SUPPORTED` covers.
-
-    Raises
-    ------
-    UnsupportedError
-        The message lists the supported values.
-    """
-    head_dim = variant.head_dim
-    if not (head_dim % 16 == 0 and 16 <= head_dim <= SLICE_DIMS) and head_dim != _MAX_HEAD_DIM:
-        raise UnsupportedError(
-            f"no GQA decode kernel for head_dim {head_dim}; supported: multiples of 16 up to "
-            f"{SLICE_DIMS}, and {_MAX_HEAD_DIM}"
-        )
-    dtypes = (variant.query_dtype, variant.kv_dtype, variant.out_dtype)
-    known = [
-        (row.query_dtype, row.kv_dtype, out_dtype)
-        for row in SUPPORTED
-        for out_dtype in row.out_dtypes
-    ]
-    if dtypes not in known:
-        listed = "; ".join(f"query {q}, cache {kv}, output {out}" for q, kv, out in known)
-        raise UnsupportedError(
-            f"no GQA decode kernel for query {dtypes[0]}, cache {dtypes[1]}, output {dtypes[2]}; "
-            f"supported: {listed}"
-        )

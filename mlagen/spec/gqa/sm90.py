@@ -9,11 +9,17 @@ from typing import ClassVar
 
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa.sm80 import HEAD_DIMS, GqaSpec, GqaVariant, gqa_variants
+from mlagen.spec.gqa.variant import (
+    HEAD_DIMS,
+    PROBLEM_PARAMETERS,
+    SCALE_PARAMETERS,
+    GqaSpec,
+    GqaVariant,
+    gqa_variants,
+)
 from mlagen.spec.kernel import (
     CallShape,
     Parameter,
-    float32,
     int32,
     int64,
     pointer,
@@ -72,26 +78,14 @@ class GqaSm90Spec(GqaSpec):
         int64("value_page_stride"),
         int64("value_token_stride"),
         int64("value_head_stride"),
+        *PROBLEM_PARAMETERS,
         int32("tokens"),
-        int32("num_seqs"),
-        int32("kv_heads"),
-        int32("group_size"),
-        int32("q_len"),
         int32("row_tiles"),
         int32("num_tiles"),
         int32("num_cta_groups"),
         int32("cta_group_size"),
-        int32("mask_words"),
-        int32("window"),
-        int32("max_pages"),
         int32("max_tokens"),
-        int32("block_tables_stride"),
-        int32("num_pages"),
-        int32("bmm2_scales_scores"),
-        float32("bmm1_scale"),
-        float32("bmm2_scale"),
-        float32("score_factor"),
-        float32("output_factor"),
+        *SCALE_PARAMETERS,
     )
 
     fixed_overhead_blocks: ClassVar[int] = 0  # of a work tile in the schedule, in KV blocks

@@ -31,7 +31,7 @@ struct alignas(16) WorkItem {
 
   // First token in the sliding window of a query token.
   __device__ int window_kv_begin(const Params& params, int query) const {
-    return params.window > 0 ? max(0, kv_len - q_len + query + 1 - params.window) : 0;
+    return max(0, max(0, kv_len - q_len + query + 1) - params.window);
   }
 
   __device__ int head_of(const Params& params, int row) const {

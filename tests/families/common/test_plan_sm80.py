@@ -137,7 +137,13 @@ def test_the_gqa_grid_covers_rows_kv_heads_and_slices(
     """The grid has one CTA per sequence, row tile, KV head, slice and split."""
     spec = gqa_sm80(rows=heads // kv_heads * 3, head_dim=head_dim)
     shape = GqaProblemShape(
-        batch=5, q_len=3, heads=heads, kv_heads=kv_heads, total_rows=15 * heads, max_kv_len=9000
+        batch=5,
+        q_len=3,
+        max_q_len=3,
+        heads=heads,
+        kv_heads=kv_heads,
+        total_rows=15 * heads,
+        max_kv_len=9000,
     )
 
     planned = plan_gqa_sm80(spec, shape, H200_SMS)

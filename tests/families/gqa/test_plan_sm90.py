@@ -32,6 +32,7 @@ def problem(
     return GqaProblemShape(
         batch=batch,
         q_len=q_len if tokens is None else 0,
+        max_q_len=q_len,
         heads=kv_heads * group,
         kv_heads=kv_heads,
         total_rows=(batch * q_len if tokens is None else tokens) * kv_heads * group,

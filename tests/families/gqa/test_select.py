@@ -2,48 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from mlagen.families.common.plan_sm80 import Sm80Plan
+from mlagen.families.common.plan_sm80 import GqaProblemShape, Sm80Plan
 from mlagen.families.gqa import select as gqa_plan
-from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa.sm80 import GqaSm80Spec, GqaVariant
+from mlagen.spec.gqa.sm80 import GqaSm80Spec
+from mlagen.spec.gqa.variant import GqaVariant
 
 VARIANT = GqaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16, out_dtype=DType.BF16)
 
 
-class _Facts:
-    sm_count = 132
-
-
-@pytest.fixture(autouse=True)
-def _an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(gqa_plan, "arch_of_device", lambda _: Arch(90, "a"))
-    monkeypatch.setattr(gqa_plan, "device_facts", lambda _: _Facts)
-    gqa_plan.plan_gqa_call.cache_clear()
-    yield
-    gqa_plan.plan_gqa_call.cache_clear()
+pytestmark = pytest.mark.usefixtures("h200")
 
 
 def plan(
-    *, q_len: int = 1, group: int = 4, window: int = 0, max_kv_len: int = 1000, **changes: int
+    *,
+    q_len: int = 1,
+    group: int = 4,
+    window: int = 0,
+    max_kv_len: int = 1000,
+    tokens: int | None = None,
 ) -> tuple[GqaSm80Spec, Sm80Plan]:
     """Return kernel and plan of a call with four requests and two KV heads."""
-    return gqa_plan.plan_gqa_call(
-        device=0,
-        variant=VARIANT,
+    shape = GqaProblemShape(
         batch=4,
-        q_len=q_len,
-        is_ragged=bool(changes.get("is_ragged")),
-        tokens=changes.get("tokens", 4 * q_len),
+        q_len=q_len if tokens is None else 0,
+        max_q_len=q_len,
         heads=2 * group,
         kv_heads=2,
-        window=window,
-        max_kv_len=max_kv_len,
+        total_rows=(4 * q_len if tokens is None else tokens) * 2 * group,
+        max_kv_len=gqa_plan.attended_tokens(max_kv_len, window, q_len),
     )
+    return gqa_plan.plan_gqa_sm80_call(0, VARIANT, shape)
 
 
 def test_the_tile_is_one_for_the_rows_of_a_kv_head() -> None:
@@ -63,8 +54,8 @@ def test_a_window_bounds_the_splits() -> None:
 
 def test_ragged_queries_take_tiles_by_their_tokens() -> None:
     """The number of row tiles follows from all query tokens, not from the maximum length."""
-    few = plan(is_ragged=1, q_len=64, tokens=4)[1]
-    many = plan(is_ragged=1, q_len=64, tokens=256)[1]
+    few = plan(q_len=64, tokens=4)[1]
+    many = plan(q_len=64, tokens=256)[1]
 
     assert few.row_tiles < many.row_tiles
     assert plan(q_len=64)[1].row_tiles < many.row_tiles

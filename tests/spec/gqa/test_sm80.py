@@ -10,7 +10,8 @@ import pytest
 from mlagen.errors import UnsupportedError
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa.sm80 import SUPPORTED, gqa_sm80_specs
+from mlagen.spec.gqa.sm80 import gqa_sm80_specs
+from mlagen.spec.gqa.variant import SUPPORTED
 from mlagen.spec.kernel import CallShape
 from tests.kernels import gqa_sm80
 

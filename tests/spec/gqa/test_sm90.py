@@ -9,13 +9,13 @@ import pytest
 
 from mlagen.spec.arch import ARCHS
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa.sm80 import HEAD_DIMS, GqaVariant
 from mlagen.spec.gqa.sm90 import (
     block_m_for,
     gqa_sm90_spec,
     gqa_sm90_specs,
     with_all_heads,
 )
+from mlagen.spec.gqa.variant import HEAD_DIMS, GqaVariant
 from mlagen.spec.kernel import CallShape
 from tests.kernels import SM_90A, gqa_sm90
 

@@ -403,12 +403,12 @@ struct Params {
   int max_pages;
   int block_tables_stride;
   int num_pages;
+  int bmm2_scales_scores;
+  float score_factor;
   int row_tiles;
   int num_splits;
-  int bmm2_scales_scores;
   float bmm1_scale;
   float bmm2_scale;
-  float score_factor;
   float output_factor;
 };
 
@@ -664,7 +664,7 @@ struct alignas(16) WorkItem {
 
   // First token in the sliding window of a query token.
   __device__ int window_kv_begin(const Params& params, int query) const {
-    return params.window > 0 ? max(0, kv_len - q_len + query + 1 - params.window) : 0;
+    return max(0, max(0, kv_len - q_len + query + 1) - params.window);
   }
 
   __device__ int head_of(const Params& params, int row) const {
@@ -1289,6 +1289,11 @@ __device__ inline float score_scale(const Params& params) {
                                    : scale;
 }
 
+// A score in base 2. Rounded, never fused: equal scores must have equal distances from the row max.
+__device__ inline float base2_score(float qk, float softmax_scale) {
+  return __fmul_rn(qk, softmax_scale);
+}
+
 // Rescale threshold (FA4 "conditional rescaling"): P is relative to a stale row max, which moves
 // only when a score exceeds it by this much (base-2 exponent). Warps then need no common max per
 // tile, O is rarely rescaled, and no element of P exceeds 2^8, which fp16 represents.
@@ -1339,7 +1344,7 @@ struct Softmax {
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float score = __fmul_rn(scores[m][n][e], scale);
+          const float score = base2_score(scores[m][n][e], scale);
           const bool attends = !has_boundary || work.attends(params, fragment_row(m, e / 2),
                                                              first_token + fragment_col(n, e % 2));
           scores[m][n][e] = attends ? score : -kInfinity;

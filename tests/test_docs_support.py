@@ -1,17 +1,23 @@
-"""Generator of the support page, from the tables that checks and prewarming read."""
+"""The support page has the tables that checks and prewarming read."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
 
+from mlagen.compiler.toolchain import OLDEST_NVRTC
+from mlagen.families.mla.validate_query import MAX_HEADS
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.families import FAMILIES, specs_of
-from mlagen.spec.gqa import sm80 as gqa
-from mlagen.spec.gqa.sm80 import GqaSm80Spec, GqaVariant, gqa_sm80_spec
+from mlagen.spec.gqa import sm90 as gqa_sm90
+from mlagen.spec.gqa import variant as gqa
+from mlagen.spec.gqa.sm80 import TILES, GqaSm80Spec, gqa_sm80_spec
+from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.mla import sm80 as mla
 from mlagen.spec.mla import sm90 as mla_sm90
 from mlagen.spec.mla import sm90_fp8 as mla_sm90_fp8
@@ -19,21 +25,7 @@ from mlagen.spec.mla import sm90_fp8kv as mla_sm90_fp8kv
 from mlagen.spec.mla import variant as mla_support
 from mlagen.spec.mla.sm80 import MlaSm80Spec, mla_sm80_spec
 from mlagen.spec.mla.variant import MlaSupport, MlaVariant, output_dtype
-from tests.doc_support_text import (
-    ARCHS_READING,
-    DTYPES_READING,
-    ENTRY_POINTS,
-    ENTRY_READING,
-    GQA_READING,
-    GQA_SM90_READING,
-    GQA_TILES_READING,
-    MLA_READING,
-    MLA_TILES_READING,
-    SM90_READING,
-    SOURCES,
-    TILES_READING,
-)
-from tests.doc_text import paragraphs, table
+from tests.doc_text import PAGES, table
 
 # GPUs where tests/gpu has passed.
 HAS_RUN_ON = {Arch(90, "a"): "H100, H200"}
@@ -47,39 +39,51 @@ MODES = {
 }
 
 
-def support_page() -> str:
-    """Return docs/reference/support.md."""
-    return "\n".join(
-        (
-            "# Support table\n",
-            *paragraphs(SOURCES),
-            "## Entry points\n",
-            *paragraphs(ENTRY_READING),
-            *table(ENTRY_POINTS),
-            "## MLA decode\n",
-            *table([_mla_row(row) for row in mla_support.SUPPORTED]),
-            *paragraphs(MLA_READING),
-            *paragraphs(DTYPES_READING),
-            "## The sm90 kernels\n",
-            *paragraphs(SM90_READING),
-            *table(list(_sm90_rows())),
-            "## GQA decode\n",
-            *table([_gqa_row(row) for row in gqa.SUPPORTED]),
-            *paragraphs(GQA_READING),
-            *paragraphs(GQA_SM90_READING),
-            "## Architectures\n",
-            *paragraphs(ARCHS_READING),
-            *table([_arch_row(arch) for arch in ARCHS]),
-            "## Tiles\n",
-            *paragraphs(TILES_READING),
-            "### MLA decode tiles\n",
-            *paragraphs(MLA_TILES_READING),
-            *table(list(_mla_tile_rows())),
-            "### GQA decode tiles\n",
-            *paragraphs(GQA_TILES_READING),
-            *table(list(_gqa_tile_rows())),
-        )
+def test_the_support_page_has_the_tables_of_the_code() -> None:
+    """Its tables and numbers are those that the code reads; MLAGEN_ACCEPT=1 renews the tables."""
+    page = PAGES["docs/reference/support.md"]
+    expected = support_page(page.read_text(encoding="utf-8"))
+    if os.environ.get("MLAGEN_ACCEPT"):
+        page.write_text(expected, encoding="utf-8")
+    written = page.read_text(encoding="utf-8")
+    renew = "renew with: MLAGEN_ACCEPT=1 python3 -m pytest tests/test_docs_support.py"
+    assert written == expected, renew
+    assert [fact for fact in facts() if fact not in written] == []
+
+
+def facts() -> tuple[str, ...]:
+    """Return the numbers of the tables that the prose of the page has."""
+    return (
+        f"1 to {MAX_HEADS} heads",
+        f"compiles page sizes {_listed(mla_support.PAGE_SIZES)}.",
+        f"`BLOCK_M` is {_listed(sorted(mla_sm90.BLOCK_MS))}: a request",
+        f"multiples of 16 up to {gqa.SLICE_DIMS}, and 512;",
+        f"compiles head dims {_listed(gqa.HEAD_DIMS)} and page sizes {_listed(gqa.PAGE_SIZES)};",
+        f"the head dim is {_listed(gqa.HEAD_DIMS[:-1])} or {gqa.HEAD_DIMS[-1]},",
+        f"`BLOCK_M` is {_listed(sorted(gqa_sm90.BLOCK_MS))}, for head dim",
+        f"NVRTC {'.'.join(map(str, OLDEST_NVRTC))} or newer",
     )
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))
+
+
+def support_page(page: str) -> str:
+    """Return docs/reference/support.md with the tables of the code; entry points have no table."""
+    made = (
+        [_mla_row(row) for row in mla_support.SUPPORTED],
+        list(_sm90_rows()),
+        [_gqa_row(row) for row in gqa.SUPPORTED],
+        [_arch_row(arch) for arch in ARCHS],
+        list(_mla_tile_rows()),
+        list(_gqa_tile_rows()),
+    )
+    first, *_ = written = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)
+    texts = [first, *("\n".join(table(rows)) for rows in made)]
+    for old, new in zip(written, texts, strict=True):
+        page = page.replace(old, new, 1)
+    return page
 
 
 def _mla_row(row: MlaSupport) -> dict[str, Any]:
@@ -207,7 +211,7 @@ def _gqa_tiles(row: gqa.GqaSupport, head_dim: int) -> dict[str, str]:
         return f"{rows} x {warps} x {stages}{_per_sm(ctas_per_sm)}"
 
     def tiles(arch: Arch) -> str:
-        specs = [gqa_sm80_spec(arch, variant, tile.block_m) for tile in reversed(gqa.TILES)]
+        specs = [gqa_sm80_spec(arch, variant, tile.block_m) for tile in reversed(TILES)]
         return ", ".join(map(text, dict.fromkeys(specs)))
 
     return _by_shared_memory(tiles)

@@ -1,0 +1,130 @@
+"""Variants of the GQA decode kernels: the support table, and the parameters that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from mlagen.errors import UnsupportedError
+from mlagen.spec.dtype import DType
+from mlagen.spec.kernel import KernelSpec, Variant, constant_float32, float32, int32
+
+
+@dataclass(frozen=True, kw_only=True)
+class GqaVariant(Variant):
+    """Kernel properties that a GQA decode call determines; the tile is selected separately."""
+
+    query_dtype: DType
+    kv_dtype: DType
+    out_dtype: DType
+    head_dim: int = 128
+    page_size: int = 64  # tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class GqaSupport:
+    """One row of :data:`SUPPORTED`; every combination of its values has a kernel."""
+
+    query_dtype: DType
+    kv_dtype: DType
+    out_dtypes: tuple[DType, ...]
+
+
+_16BIT_DTYPES = (DType.BF16, DType.FP16)
+SUPPORTED = tuple(
+    GqaSupport(
+        query_dtype=query,
+        kv_dtype=kv or query,
+        out_dtypes=(query, DType.E4M3) if kv is DType.E4M3 else (query,),
+    )
+    for query, kv in product(_16BIT_DTYPES, (None, DType.E4M3, DType.INT8, DType.NVFP4))
+)
+
+# Values that prewarming compiles. Other multiples of 16 up to 256, and other page sizes, are
+# compiled on first use.
+HEAD_DIMS = (64, 128, 256)
+PAGE_SIZES = (16, 32, 64, 128)
+_MAX_HEAD_DIM = 512
+# Max output elements per CTA of the sm80 kernel, which slices a wider head over several CTAs.
+SLICE_DIMS = 256
+
+# What every GQA kernel takes besides its pointers, strides and plan: the launch reads the values
+# from `GqaProblem`, by name.
+PROBLEM_PARAMETERS = (
+    int32("num_seqs"),
+    int32("kv_heads"),
+    int32("group_size"),
+    int32("q_len"),
+    int32("mask_words"),
+    int32("window"),
+    int32("max_pages"),
+    int32("block_tables_stride"),
+    int32("num_pages"),
+    int32("bmm2_scales_scores"),
+    constant_float32("score_factor"),
+)
+# Scales of one call: no part of its plan.
+SCALE_PARAMETERS = (
+    float32("bmm1_scale"),
+    float32("bmm2_scale"),
+    float32("output_factor"),
+)
+
+
+def gqa_variants() -> Iterator[GqaVariant]:
+    """Yield every variant that prewarming covers."""
+    for row, head_dim, page_size in product(SUPPORTED, HEAD_DIMS, PAGE_SIZES):
+        for out_dtype in row.out_dtypes:
+            yield GqaVariant(
+                query_dtype=row.query_dtype,
+                kv_dtype=row.kv_dtype,
+                out_dtype=out_dtype,
+                head_dim=head_dim,
+                page_size=page_size,
+            )
+
+
+def require_supported(variant: GqaVariant) -> None:
+    """Reject a variant that no row of :data:`SUPPORTED` covers.
+
+    Raises
+    ------
+    UnsupportedError
+        The message lists the supported values.
+    """
+    head_dim = variant.head_dim
+    if not (head_dim % 16 == 0 and 16 <= head_dim <= SLICE_DIMS) and head_dim != _MAX_HEAD_DIM:
+        raise UnsupportedError(
+            f"no GQA decode kernel for head_dim {head_dim}; supported: multiples of 16 up to "
+            f"{SLICE_DIMS}, and {_MAX_HEAD_DIM}"
+        )
+    dtypes = (variant.query_dtype, variant.kv_dtype, variant.out_dtype)
+    known = [
+        (row.query_dtype, row.kv_dtype, out_dtype)
+        for row in SUPPORTED
+        for out_dtype in row.out_dtypes
+    ]
+    if dtypes not in known:
+        listed = "; ".join(f"query {q}, cache {kv}, output {out}" for q, kv, out in known)
+        raise UnsupportedError(
+            f"no GQA decode kernel for query {dtypes[0]}, cache {dtypes[1]}, output {dtypes[2]}; "
+            f"supported: {listed}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GqaSpec(KernelSpec):
+    """Base spec of the GQA decode kernels."""
+
+    variant: GqaVariant
+
+    @property
+    def dequants_kv(self) -> bool:
+        """Whether the KV cache is converted to another type before the MMA."""
+        return not self.variant.kv_dtype.is_16bit
+
+    @property
+    def stores_e4m3(self) -> bool:
+        """Whether the output is e4m3."""
+        return self.variant.out_dtype is DType.E4M3
