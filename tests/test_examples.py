@@ -6,25 +6,41 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 MAX_LINES = 90
 TIME_LIMIT_S = 100
-NEEDED = {"transformers_decode.py": "transformers"}
+NEEDED = {
+    "transformers_llama.py": ["transformers>=5.17"],
+    "transformers_deepseek.py": ["transformers>=5.17"],
+    "transformers_continuous.py": ["transformers>=5.17,<5.23"],
+}
+NEEDED_ON_CPU = {"transformers_continuous.py": ["psutil"]}
+
+
+def is_installed(needed: str) -> bool:
+    """Return whether a requirement is met."""
+    requirement = Requirement(needed)
+    try:
+        return requirement.specifier.contains(metadata.version(requirement.name))
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def run_example(
     name: str, cache: Path, *, hide_gpus: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """Run an example in a process of its own, where a warning is an error."""
-    needed = NEEDED.get(name)
-    if needed is not None and find_spec(needed) is None:
-        pytest.skip(f"examples/{name} needs {needed}: pip install 'mlagen[test]'")
+    on_cpu = NEEDED_ON_CPU.get(name, []) if hide_gpus else []
+    for needed in NEEDED.get(name, []) + on_cpu:
+        if not is_installed(needed):
+            pytest.skip(f"examples/{name} needs {needed}")
     path = os.pathsep.join([str(ROOT), *sys.path])
     environ = {**os.environ, "PYTHONPATH": path, "MLAGEN_CACHE_DIR": str(cache)}
     environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if hide_gpus else {}

@@ -46,6 +46,7 @@ LAYERS = {
     "decode": ENGINE | CALL | {"mla"},  # FlashInfer has some names in both
     "distributed": ENGINE | CALL | {"cascade", "mla"},  # decode, exchange and merge
     "ops": ENGINE | API_MODULES | CALL,
+    "integrations": API_MODULES | {"errors", "ops"},  # as a user's own code has them
     "mlagen": ENGINE | API_MODULES | CALL | {"ops", "prewarming"},
     "cache_tools": ENGINE | API_MODULES | CALL | {"models", "prewarming"},
 }
@@ -61,7 +62,8 @@ FENCES = {
     "rich": {"cache_tools"},
     "tomli": {"prewarming"},  # stands in for tomllib, which Python has from 3.11 on
     "tomllib": {"prewarming"},
-    "torch": {"ops", "runtime"} | API_MODULES | CALL,
+    "torch": {"integrations", "ops", "runtime"} | API_MODULES | CALL,
+    "transformers": {"integrations"},
 }
 # A cache hit digests the templates without importing Jinja. The demo and the benchmark create
 # tensors, and the benchmark uses optional packages.
