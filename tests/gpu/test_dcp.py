@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla
 from tests.problems.entry_points import decode_with_lse
 from tests.problems.mla import MlaCase, mla_case
 from tests.test_dcp import KINDS, RAGGED, check_whole, merged_ranks
@@ -87,14 +88,12 @@ def test_global_lengths_may_change_in_a_graph() -> None:
     case = MlaCase(seq_lens=(700, 70), q_len=2, heads=16, cp_world=2, cp_rank=0)
     shorter = MlaCase(seq_lens=(700, 70), q_len=2, heads=16, cp_world=2, cp_rank=0, tokens_ahead=40)
     problem, other = case.build("cuda"), shorter.build("cuda")
-    arguments = problem.arguments()
+    arguments = problem.arguments(return_lse=True)
     lengths = arguments["causal_seqlens_kv_global"]
-    changed = {"causal_seqlens_kv_global": lengths}
-    problem.check(*decode_with_lse(problem, **changed))
+    problem.check(*trtllm_batch_decode_with_kv_cache_mla(**arguments))
     graph = torch.cuda.CUDAGraph()
-    workspace = {"workspace_buffer": arguments["workspace_buffer"]}
     with torch.cuda.graph(graph):
-        out, lse = decode_with_lse(problem, **changed, **workspace)
+        out, lse = trtllm_batch_decode_with_kv_cache_mla(**arguments)
 
     graph.replay()
     problem.check(out, lse)
