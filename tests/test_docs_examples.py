@@ -89,8 +89,9 @@ def problem_with(words: list[str]) -> str | None:
     if name == "python3" and arguments[:2] == ["-m", "pytest"]:
         paths = [word for word in arguments[2:] if word.startswith("tests")]
         return next((f"no {path}" for path in paths if not (ROOT / path).exists()), None)
-    if name == "python3" and arguments[0].endswith(".py"):
-        return None if (ROOT / arguments[0]).is_file() else f"no {arguments[0]}"
+    script = arguments[-1 if name == "torchrun" else 0]
+    if name in {"python3", "torchrun"} and script.endswith(".py"):
+        return None if (ROOT / script).is_file() else f"no {script}"
     if name == "pip" and arguments[0] == "install":
         extras = re.findall(r"\[(\w+)\]", arguments[-1])
         project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")

@@ -35,6 +35,7 @@ MODES = {
     "sparse": mla_support.SPARSE,
     "separate": mla_support.SEPARATE,
     "bias": mla_support.BIAS,
+    "dcp": mla_support.DCP,
 }
 
 

@@ -28,7 +28,7 @@ skip_softmax_threshold_scale_factor=None enable_pdl=None backend='auto' is_var_s
 uses_shared_paged_kv_idx=True lse=None return_lse=False cute_dsl_impl='auto' kv_scale_format='auto'
 cum_seq_lens_q=None max_q_len=None multi_ctas_kv_counter_buffer=None sparse_mla_top_k_lens=None
 enable_dcp=False cp_world=1 cp_rank=0 causal_seqlens_kv_global=None use_fp16_softmax=None
-return_lse_base='base2'
+return_lse_base=None
 
 mla.xqa_batch_decode_with_kv_cache_mla
 query kv_cache workspace_buffer qk_nope_head_dim kv_lora_rank qk_rope_head_dim block_tables

@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 GLOSSARY = ROOT / "docs/reference/glossary.md"
 TREES = ("templates", "mlagen", "cache_tools")
 SUFFIXES = {".cuh", ".j2", ".md", ".py"}
+# Public functions with a part that is retired otherwise.
+FLASHINFER_NAMES = {"merge_state", "merge_states", "merge_state_in_place"}
 WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 TYPE = re.compile(r"\b(?:class|struct|enum)\s+(\w+)")
@@ -79,6 +81,8 @@ def found_in_line(line: str, tree: str) -> Iterator[tuple[str, str]]:
     names = names_in(tree)
     types = retired()["types"] if tree == "templates" else {}
     for match in WORD.finditer(line):
+        if match[0] in FLASHINFER_NAMES:
+            continue
         if match[0] in names:
             yield match[0], names[match[0]]
         if part := retired_part(match[0]):

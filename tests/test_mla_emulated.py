@@ -48,6 +48,8 @@ PACKED = "bf16 over fp8_ds_mla"
 # So many that a thread counts the work of several; most have none.
 MANY = tuple((i % 50 == 7) * (65 + i % 3 * 64) for i in range(530))
 MANY_Q = tuple((i % 50 == 7) * (1 + i % 2 * 30) for i in range(530))
+# A rank that has more tokens than its causal lengths have.
+RANK = {"cp_world": 3, "cp_rank": 1, "tokens_ahead": 2}
 CASES = [
     given("bf16", "64 rows", heads=64, seq_lens=(300, 17, 0)),
     given("bf16", "16 rows", heads=7, seq_lens=(300, 0, 129), page_size=48),
@@ -115,6 +117,10 @@ CASES = [
         flat_tables=True,
         is_causal=False,
     ),
+    given("bf16", "rank 1 of 3, 64 rows", 2, heads=33, seq_lens=(600, 9, 1, 0), q_len=5, **RANK),
+    given("fp16", "rank 1 of 3, 16 rows", 5, heads=3, seq_lens=(900, 2), q_lens=(4, 1), **RANK),
+    given("e4m3", "rank 1 of 3", 3, heads=10, seq_lens=(500, 3, 70), q_len=3, **RANK),
+    given(PACKED, "rank 1 of 3", 2, heads=10, seq_lens=(500, 3), q_len=3, page_size=3, **RANK),
 ]
 
 Decode = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -231,6 +237,29 @@ def test_sinks_may_be_any_number(
     problem = replace(made.case.build("cpu"), sinks=extreme_sinks("cpu"))
     out, lse = decoded(made, problem, 0, return_lse_base=base)
     problem.check(out, lse, natural=base == "basee")
+
+
+@pytest.mark.parametrize("heads", [3, 17, 40], ids=["16 rows", "32 rows", "64 rows"])
+@pytest.mark.parametrize("kind", ["bf16", "e4m3", PACKED])
+def test_tokens_of_a_rank_past_the_causal_length_may_be_nan(
+    kind: str, heads: int, decoded: Decode
+) -> None:
+    """Tokens of the rank that no query token attends to have no effect."""
+    made = given(kind, "", 2, heads=heads, seq_lens=(200, 70), q_len=1, **RANK | {"cp_rank": 0})
+    problem = made.case.build("cpu")
+    masked = [
+        (seq, at)
+        for seq, length in enumerate(made.case.local_lens)
+        for at in range(length)
+        if not problem.sees(seq, 0, at)
+    ]
+    for seq, position in masked:
+        problem.poison(seq, position)
+
+    out, lse = decoded(made, problem, 0)
+
+    assert masked
+    problem.check(out, lse)
 
 
 REPEATED = [

@@ -27,6 +27,8 @@ def given(kind: str, name: str, sm_count: int = 1, **facts: Any) -> Emulated[Mla
     return Emulated(mla_case(kind, name=f"{kind}, {name}", **facts), sm_count)
 
 
+# A rank that has more tokens than its causal lengths have.
+RANK = {"cp_world": 3, "cp_rank": 1, "tokens_ahead": 2}
 _FEW: dict[str, Any] = {"heads": 4, "seq_lens": (70, 3)}
 CASES = [
     given("bf16", "ragged", heads=5, seq_lens=(100, 9, 0), q_lens=(3, 1, 2), with_sinks=True),
@@ -50,6 +52,7 @@ CASES = [
     given("bf16 over e4m3 with two scales", "pages", **_FEW),
     given("bf16 over e4m3 with scales for 128 elements", "pages", **_FEW),
     given("bf16", "top-k lengths", q_len=2, top_k=70, with_top_k_lens=True, **_FEW),
+    given("bf16", "rank 1 of 3", 4, heads=5, seq_lens=(300, 9, 1, 0), q_lens=(3, 1, 2, 2), **RANK),
 ]
 
 Decode = Callable[[Emulated[MlaCase], MlaProblem], tuple[torch.Tensor, torch.Tensor]]

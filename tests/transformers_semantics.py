@@ -164,6 +164,7 @@ class ModelSemantics:
         assert got.tolist() == wanted.tolist()
 
     @pytest.mark.parametrize("name", MODELS)
+    @pytest.mark.filterwarnings("ignore")  # torch warns about itself
     def test_a_decode_step_is_one_graph(self, name: str, device: str) -> None:
         """A compiled step has no graph break, and gives the logits of an eager one."""
         torch._dynamo.reset()

@@ -144,7 +144,7 @@ MLA_COVERED = (
     "multiple of 16, strides of the cache below 2^40 bytes; (paged, shared, causal) with "
     "query and cache e4m3, another page_size, or fp8_per_token; (sparse, shared, causal) with "
     "query and cache e4m3; either of both with a cache of e4m3 or fp8_ds_mla under a query of "
-    "bf16"
+    "bf16; mask dcp as causal where paged"
 )
 GQA_COVERED = (
     "query bf16, cache bf16, head_dim 128, page_size 16; covered: sm_90a, cache as the query or "

@@ -107,6 +107,20 @@ def test_schedules_are_cached_for_at_most_one_request_per_thread(
     assert launched(args, launches, "sm90").launches[0].values["schedule_id"] == schedule_id
 
 
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+def test_a_rank_of_context_parallel_has_its_parameters(kernel: str, launches: list[Launch]) -> None:
+    """The global lengths, the ranks and the rank; no schedule is cached, for it depends on them."""
+    args = args_of(replace(UNIFORM, cp_world=4, cp_rank=3))
+    lengths = args.causal_seqlens_kv_global
+    assert lengths is not None
+
+    values = launched(args, launches, kernel).launches[0].values
+
+    assert values["causal_seqlens_kv_global"] == lengths.data_ptr()
+    assert (values["cp_world"], values["cp_rank"]) == (4, 3)
+    assert values.get("schedule_id", 0) == 0
+
+
 def test_parts_in_one_row_have_one_map(launches: list[Launch]) -> None:
     """Views of one cache are detected by address, and separate tensors too."""
     args = args_of(UNIFORM)

@@ -11,6 +11,8 @@ from tests.problems.gqa_cases import LONG_CASES as LONG_GQA_CASES
 from tests.problems.mla import MlaCase
 from tests.problems.mla_cases import LONG_CASES
 from tests.test_batch_mla import TestBatchMla
+from tests.test_cascade import TestCascade
+from tests.test_dcp import TestDcp
 from tests.test_entry_points import TestEntryPoints
 from tests.test_flare import TestFlare
 from tests.test_float64 import TestFloat64
@@ -20,6 +22,8 @@ from tests.test_mla import TestMla
 
 __all__ = [
     "TestBatchMla",
+    "TestCascade",
+    "TestDcp",
     "TestEntryPoints",
     "TestFlare",
     "TestFloat64",

@@ -17,7 +17,9 @@ from tests.kernels import COMBINE
 
 V3: dict[str, Any] = {"models": "deepseek-v3"}
 ALONE = "expected none beside kernels, without models, got"
-FAMILIES = "mla_sm80, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv, gqa_sm80, gqa_sm90, combine"
+FAMILIES = (
+    "mla_sm80, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv, gqa_sm80, gqa_sm90, combine, combine_states"
+)
 KV_DTYPES = "bf16, fp16, e4m3, int8, nvfp4, fp8_ds_mla, fp8_per_token"
 INT = "expected an int, 1 or more, got"
 

@@ -11,6 +11,8 @@ _PAGE_SIZE = 64  # the KV block of the sm90 kernels
 _MIN_PAGE_SIZE = 16  # smaller pages take the sm80 kernels, which read pages of one token as well
 _WORKSPACE_BYTES_PER_SM = 640 << 10  # no decode call needs more
 
+_PAGES = "_mlagen_pages"  # an attribute of the bounds
+
 _workspaces: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
@@ -32,7 +34,19 @@ def pages_of(bounds: torch.Tensor, tokens: int, heads: int) -> Pages:
 
     A KV head of a sequence is a sequence by itself, so that its pages are contiguous whatever their
     size. Sequences with padding on the left have pages of one token, which begin behind it.
+    All layers of a step have the same bounds, and share their pages; a graph computes its own.
     """
+    if torch.compiler.is_compiling() or (
+        bounds.is_cuda and torch.cuda.is_current_stream_capturing()
+    ):
+        return _pages_of(bounds, tokens, heads)
+    known: dict[tuple[int, int], Pages] = bounds.__dict__.setdefault(_PAGES, {})
+    if (tokens, heads) not in known:
+        known[tokens, heads] = _pages_of(bounds, tokens, heads)
+    return known[tokens, heads]
+
+
+def _pages_of(bounds: torch.Tensor, tokens: int, heads: int) -> Pages:
     batch, columns = bounds.shape[0], bounds.shape[-1]
     rows = batch * heads
     bounds = bounds.reshape(batch, 1, columns).expand(batch, heads, columns).reshape(rows, columns)

@@ -149,60 +149,37 @@ def test_a_captured_batch_is_replayed_with_other_query_lengths(
     assert_near(out, want)
 
 
+@pytest.mark.parametrize("q_lens", [(1, 1), (2, 3)], ids=["one token", "drafts"])
 def test_ranks_of_dcp_merge_to_one_gpu(
-    dense: ModuleType, impl_of: Callable[..., Any], layer: SimpleNamespace
+    dense: ModuleType,
+    impl_of: Callable[..., Any],
+    layer: SimpleNamespace,
+    q_lens: tuple[int, ...],
 ) -> None:
     """Each rank's output and LSE are of its own tokens, so that vLLM's merge gives all of them."""
-    batch = Batch(576, (1, 1), (50, 1))
+    batch = Batch(576, q_lens, (50, 3))
     want, want_lse = batch.expected(batch.query, batch.cache, 192**-0.5, 1.0, 512)
     tokens = [batch.cache[pages.long()].flatten(0, 1) for pages in batch.table]
+    lengths = torch.tensor(batch.seq_lens).int()
     states = []
     for rank in range(2):
         impl = impl_of(dense.MlagenMLAImpl)
         impl.dcp_world_size, impl.dcp_rank, impl.need_to_return_lse_for_decode = 2, rank, True
         local = [rows[:n][rank::2] for rows, n in zip(tokens, batch.seq_lens, strict=True)]
-        part = Batch(576, (1, 1), tuple(len(rows) for rows in local))
+        part = Batch(576, q_lens, tuple(len(rows) for rows in local))
         for pages, rows in zip(part.table, local, strict=True):
             padded = torch.zeros(4 * PAGE, 576).bfloat16()
             padded[: len(rows)] = rows
             part.cache[pages.long()] = padded.view(4, PAGE, 576)
-        states.append(impl.forward_mqa(batch.query, part.cache, part.metadata(dense), layer))
+        metadata = part.metadata(dense, dcp_tot_seq_lens=lengths)
+        states.append(impl.forward_mqa(batch.query, part.cache, metadata, layer))
 
+    assert impl.supports_dcp
+    assert impl.lse_base_on_e
     lse = torch.stack([lse for _, lse in states]).double()
     weights = lse.softmax(0).unsqueeze(-1)
     assert_near(torch.logsumexp(lse, 0), want_lse)
     assert_near((torch.stack([out.double() for out, _ in states]) * weights).sum(0), want)
-
-
-def test_drafts_on_a_dcp_rank_name_the_tokens_of_all_ranks(
-    dense: ModuleType,
-    impl_of: Callable[..., Any],
-    layer: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The causal mask of several query tokens is by the rank and by the lengths on all ranks."""
-    calls: list[dict[str, Any]] = []
-
-    def record(query: torch.Tensor, *_: Any, **keywords: Any) -> Any:
-        calls.append(keywords)
-        return query[..., :512], torch.zeros(query.shape[:-1])
-
-    monkeypatch.setattr(dense, "decode", record)
-    impl = impl_of(dense.MlagenMLAImpl)
-    impl.dcp_world_size, impl.dcp_rank, impl.need_to_return_lse_for_decode = 4, 3, True
-    batch = Batch(576, (2, 2), (9, 20))
-    lengths = torch.tensor([33, 81]).int()
-
-    impl.forward_mqa(
-        batch.query, batch.cache, batch.metadata(dense, dcp_tot_seq_lens=lengths), layer
-    )
-
-    (keywords,) = calls
-    assert keywords["causal_seqlens_kv_global"] is lengths
-    assert (keywords["enable_dcp"], keywords["cp_world"], keywords["cp_rank"]) == (True, 4, 3)
-    assert (keywords["return_lse"], keywords["return_lse_base"]) == (True, "basee")
-    assert impl.lse_base_on_e
-    assert impl.supports_dcp
 
 
 @pytest.mark.parametrize("feature", ["alibi_slopes", "sliding_window", "logits_soft_cap"])
