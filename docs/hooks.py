@@ -37,6 +37,7 @@ SHOWN = (
     "mlagen/mla/trtllm.py",
     "mlagen/mla/wrapper.py",
     "mlagen/mla/xqa_decode.py",
+    "mlagen/mla/xqa_mla.py",
     "mlagen/monitoring.py",
     "mlagen/ops.py",
     "mlagen/prewarming/report.py",

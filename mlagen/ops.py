@@ -8,7 +8,7 @@ An op has the parameters of its entry point, without the workspace and the outpu
 float, or a tensor in ``..._tensor``, which overrides it; a pair of caches is a list. Each entry
 point has a functional op and an out variant, ``..._out``, that writes into ``out``, and into
 ``lse`` where there is one. Ops that can return an LSE always return two tensors; the second is
-empty without ``return_lse``.
+empty without ``return_lse``, and that of ``xqa`` is always computed.
 """
 
 from __future__ import annotations

@@ -13,7 +13,14 @@ import torch
 import mlagen.xqa
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.dispatch import GQA
-from tests.problems.entry_points import ENTRY_POINTS, decode_gqa, xqa_arguments, xqa_mla_arguments
+from tests.problems.entry_points import (
+    ENTRY_POINTS,
+    decode_gqa,
+    decode_gqa_with_lse,
+    run_xqa_with_lse,
+    xqa_arguments,
+    xqa_mla_arguments,
+)
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase
 from tests.problems.problem import E4M3
@@ -50,6 +57,37 @@ class TestGqa:
         assert problem.sinks is not None
 
         problem.check(decode_gqa(problem, sinks=problem.sinks.view(2, 4)))
+
+    @pytest.mark.parametrize("lens", [(70, 3), (5000, 3)], ids=["whole", "split"])
+    def test_an_lse_changes_no_bit_of_the_output(self, lens: tuple[int, ...], device: str) -> None:
+        """The output is bitwise equal with and without an LSE."""
+        problem = GqaCase(seq_lens=lens, sink=3.0).build(device)
+
+        assert torch.equal(decode_gqa_with_lse(problem)[0], decode_gqa(problem))
+
+    def test_an_lse_tensor_without_return_lse_is_not_written(self, device: str) -> None:
+        """`lse` without `return_lse` is neither written nor returned."""
+        problem = SMALL.build(device)
+        lse = torch.full((2, 8), 7.0, device=device)
+
+        problem.check(decode_gqa(problem, lse=lse))
+
+        assert (lse == 7.0).all()
+
+    def test_an_lse_of_xqa_may_be_natural_and_flat(self, device: str) -> None:
+        """`lse_base` and an `lse` of `[tokens, heads]`."""
+        problem = GqaCase(seq_lens=(70, 3), q_len=2, sink=3.0).build(device)
+        lse = torch.full((4, 8), math.nan, device=device)
+
+        problem.check(XQA.run(problem, lse=lse, lse_base="basee"), lse, natural=True)
+
+    @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+    def test_a_fully_masked_row_has_the_lse_of_its_sink(self, sinks: bool, device: str) -> None:
+        """Minus infinity without a sink, for both entry points."""
+        problem = GqaCase(seq_lens=(0, 1), q_len=2, sink=3.0 if sinks else None).build(device)
+
+        for run in (decode_gqa_with_lse, run_xqa_with_lse):
+            problem.check(*run(problem))
 
     def test_flat_lengths_and_sinks(self, device: str) -> None:
         """Lengths `[batch]` and sinks `[heads]` of xqa equal those of two dimensions."""

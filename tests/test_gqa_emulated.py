@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import mlagen.decode
 from mlagen.families.gqa import dispatch as gqa_call
 from mlagen.families.gqa import launch_sm90 as gqa_sm90_launcher
 from mlagen.families.gqa import select as gqa_plan
@@ -21,6 +20,7 @@ from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
 from tests.emulator.emulated import COMPILER, Emulator, encode
 from tests.families.launches import GQA_PATHS, record_launches
+from tests.problems.entry_points import decode_gqa_with_lse, not_written
 from tests.problems.gqa import GqaCase, GqaProblem
 from tests.problems.problem import E4M3
 from tests.sink_values import extreme_sinks
@@ -110,7 +110,7 @@ TOGETHER = [
     ),
 ]
 
-Decode = Callable[..., torch.Tensor]
+Decode = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,9 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
     record_launches(monkeypatch, paths=GQA_PATHS)
     counters = (ctypes.c_uint32 * (2 * _MAX_BLOCKS))()
 
-    def run(problem: GqaProblem, sm_count: int, seed: int, **changes: Any) -> torch.Tensor:
+    def run(
+        problem: GqaProblem, sm_count: int, seed: int, **changes: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=sm_count, memory_bytes=0)
 
         def launch(kernel: LoadedKernel, blocks: int, _: bool, *values: float | bytes) -> None:
@@ -146,12 +148,10 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
         monkeypatch.setattr(gqa_sm90_launcher, "launch", launch)
         monkeypatch.setattr(gqa_call.GQA, "run", run)
         workspace = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
-        out = mlagen.decode.xqa_batch_decode_with_kv_cache(
-            **problem.arguments(workspace_buffer=workspace, **changes)
-        )
+        result = decode_gqa_with_lse(problem, **not_written(problem, workspace) | changes)
 
         assert not any(counters)
-        return out
+        return result
 
     return run
 
@@ -164,7 +164,7 @@ def test_a_kernel_is_right_in_whatever_order_warps_and_copies_come(
     problem = given.case.build("cpu")
 
     for seed in range(3):
-        problem.check(decoded(problem, given.sm_count, seed))
+        problem.check(*decoded(problem, given.sm_count, seed))
 
 
 @pytest.mark.parametrize("given", TOGETHER, ids=lambda given: given.case.name)
@@ -176,7 +176,7 @@ def test_a_block_of_several_heads_is_right_too(
 
     with max_heads_per_cta(monkeypatch):
         for seed in range(3):
-            problem.check(decoded(problem, given.sm_count, seed))
+            problem.check(*decoded(problem, given.sm_count, seed))
 
 
 @pytest.mark.parametrize("kv", ["16-bit", "e4m3"])
@@ -186,7 +186,15 @@ def test_sinks_may_be_any_number(sm_count: int, kv: str, decoded: Decode) -> Non
     case = GqaCase(seq_lens=(900, 0), group=8, page_size=64, kv=kv)
     problem = replace(case.build("cpu"), sinks=extreme_sinks("cpu"))
 
-    problem.check(decoded(problem, sm_count, 0))
+    problem.check(*decoded(problem, sm_count, 0))
+
+
+@pytest.mark.parametrize("sm_count", [1, 6], ids=["whole", "split"])
+def test_an_lse_may_be_natural(sm_count: int, decoded: Decode) -> None:
+    """The LSE of whole work tiles and of splits is in the base of the call, sinks included."""
+    problem = GqaCase(seq_lens=(900, 0), head_dim=64, page_size=64, sink=3.0).build("cpu")
+
+    problem.check(*decoded(problem, sm_count, 0, return_lse_base="basee"), natural=True)
 
 
 def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:
@@ -199,7 +207,7 @@ def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:
     decoded(problem, 6, 0, out=out, q_cu_seq_lens=ends)
 
     assert torch.equal(out, torch.full_like(out, 7.0))
-    problem.check(decoded(problem, 6, 0))
+    problem.check(*decoded(problem, 6, 0))
 
 
 @pytest.mark.parametrize("kv", ["16-bit", "e4m3"])
@@ -209,11 +217,11 @@ def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(
     """NaN in V of the newest token is seen by the last query token and by no other."""
     case = GqaCase(seq_lens=(100,), q_len=4, group=2, head_dim=64, kv=kv)
     problem = case.build("cpu")
-    expected = decoded(problem, 1, 0)
+    expected, _ = decoded(problem, 1, 0)
     page = int(problem.block_tables[0, 99 // case.page_size])
     problem.store.value[page, 99 % case.page_size] = float("nan")
 
-    out = decoded(problem, 1, 1)
+    out, _ = decoded(problem, 1, 1)
 
     assert out[0, 3].isnan().all()
     assert torch.equal(out[0, :3], expected[0, :3])

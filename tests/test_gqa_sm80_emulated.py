@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import mlagen.decode
 from mlagen.families.common import launchers as calls
 from mlagen.families.gqa import dispatch as gqa_call
 from mlagen.families.gqa import launch_sm80 as gqa_sm80_launcher
@@ -21,6 +20,7 @@ from mlagen.runtime.loader import LoadedKernel
 from tests.emulator.emulated import COMPILER, Emulator
 from tests.families.launches import GQA_PATHS, H200, record_launches
 from tests.kernels import SM_80
+from tests.problems.entry_points import decode_gqa_with_lse, not_written
 from tests.problems.gqa import GqaCase, GqaProblem
 from tests.problems.problem import E4M3
 
@@ -64,7 +64,7 @@ CASES = [
     given("nvfp4", 1, True, seq_lens=(100, 30), kv="nvfp4", o_scale=0.5, head_dim=64),
 ]
 
-Decode = Callable[[GqaProblem, Emulated, int], torch.Tensor]
+Decode = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,9 @@ def emulator() -> Emulator:
 def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
     """Return what computes a problem by emulated launches."""
 
-    def run(problem: GqaProblem, given: Emulated, seed: int) -> torch.Tensor:
+    def run(
+        problem: GqaProblem, given: Emulated, seed: int, **changes: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         arch = H200 if given.has_cvt_e4m3 else SM_80
         record_launches(monkeypatch, paths=GQA_PATHS, arch=arch)
         facts = DeviceFacts(
@@ -98,9 +100,7 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
             monkeypatch.setattr(module, "launch", launch)
         monkeypatch.setattr(gqa_call.GQA, "run", run)
         workspace = torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
-        return mlagen.decode.xqa_batch_decode_with_kv_cache(
-            **problem.arguments(workspace_buffer=workspace)
-        )
+        return decode_gqa_with_lse(problem, **not_written(problem, workspace) | changes)
 
     return run
 
@@ -111,4 +111,15 @@ def test_a_kernel_is_right_in_whatever_order_warps_come(given: Emulated, decoded
     problem = given.case.build("cpu")
 
     for seed in range(2):
-        problem.check(decoded(problem, given, seed))
+        problem.check(*decoded(problem, given, seed))
+
+
+@pytest.mark.parametrize("sm_count", [1, 16], ids=["whole", "split"])
+def test_an_lse_may_be_natural(sm_count: int, decoded: Decode) -> None:
+    """The LSE of whole sequences and of splits is in the base of the call, sinks included."""
+    case = GqaCase(seq_lens=(300, 0), kv_heads=1, group=2, head_dim=64, sink=3.0)
+    problem = case.build("cpu")
+
+    problem.check(
+        *decoded(problem, Emulated(case, sm_count), 0, return_lse_base="basee"), natural=True
+    )

@@ -54,7 +54,7 @@ def traceable(
             lse: torch.Tensor | None = None,
         ) -> None:
             others = {} if constants is None else constants(workspace)
-            if given.get("return_lse"):
+            if lse is not None and given.get("return_lse", True):
                 others["lse"] = lse
             if "workspace_buffer" in parameters:
                 others["workspace_buffer"] = workspace
@@ -73,13 +73,14 @@ def as_op(name: str, *values: Any) -> Any:
     out, lse = given.get("out"), given.get("lse")
     if "output" in given:
         out = given["output"]
-    has_lse = op.has_lse and given["return_lse"]
+    # An entry point without the flag writes the LSE that it is given.
+    has_lse = op.has_lse and given.get("return_lse", lse is not None)
     if out is None or _wants_grad(values):
         results = op.functional(*flatten_args(op.arguments, given))
         new_out, new_lse = results if op.has_lse else (results, None)
         out = _copied_if_given(out, new_out)
         if has_lse:
-            lse = _copied_if_given(lse, new_lse)
+            lse = _copied_if_given(lse, new_lse.view(op.outputs(given)[1][0]))
     elif op.has_lse:
         if has_lse and lse is None:
             shape, dtype = op.outputs(given)[1]

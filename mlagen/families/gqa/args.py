@@ -12,11 +12,13 @@ from mlagen.families.common.arguments import (
     canonical_scale,
     reject,
     require_choice,
+    require_flag,
     require_float32,
     require_tensor,
     require_whole_number,
 )
 from mlagen.families.common.launchers import any_scale, rounded_up, value_signature
+from mlagen.families.common.outputs import LSE_FACTORS
 
 LAYOUTS = ("NHD", "HND")
 
@@ -40,6 +42,8 @@ class GqaArgNames(NamedTuple):
     mask: str = "mask"
     sinks: str = "sinks"
     out: str = "out"
+    lse: str = "lse"
+    return_lse_base: str = "return_lse_base"
     bmm1_scale: str = "bmm1_scale"
     bmm2_scale: str = "bmm2_scale"
 
@@ -61,6 +65,9 @@ class GqaArgs(NamedTuple):
     kv_layout: str = "NHD"
     window: int = 0  # tokens that a row attends to, including itself; 0: no limit
     out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    return_lse: bool = False
+    return_lse_base: str = "base2"
     bmm1_scale: float | torch.Tensor = 1.0
     bmm2_scale: float | torch.Tensor = 1.0
     out_16bit_factor: float = 1.0  # multiplies an output of 16 bits
@@ -92,6 +99,8 @@ def canonical_numbers(args: GqaArgs) -> GqaArgs:
         max_seq_len=require_whole_number(args.max_seq_len, names.max_seq_len),
         q_len=require_whole_number(args.q_len, names.q_len, min_value=1),
         kv_layout=require_choice(args.kv_layout, "kv_layout", LAYOUTS),
+        return_lse=require_flag(args.return_lse, "return_lse"),
+        return_lse_base=require_choice(args.return_lse_base, names.return_lse_base, LSE_FACTORS),
         bmm1_scale=canonical_scale(args.bmm1_scale, names.bmm1_scale),
         bmm2_scale=canonical_scale(args.bmm2_scale, names.bmm2_scale),
     )

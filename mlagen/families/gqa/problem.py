@@ -25,6 +25,7 @@ from mlagen.families.common.arguments import (
     require_tensor,
     require_workspace,
 )
+from mlagen.families.common.outputs import LSE_FACTORS
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.validate_kv import (
     QUANTISED,
@@ -53,6 +54,7 @@ class GqaProblem:
     variant: GqaVariant
     out_dtype: torch.dtype
     out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
     batch: int
     q_len: int  # of every request; 0 where requests differ
     max_q_len: int
@@ -67,6 +69,7 @@ class GqaProblem:
     value_offset: int  # bytes from the first key to the first value in one tensor
     value_scale_offset: int
     score_factor: float
+    lse_factor: float  # from base 2 to the base of the LSE
     bmm2_scales_scores: bool
     takes_bmm2: bool
 
@@ -107,6 +110,7 @@ def check_problem(args: GqaArgs) -> GqaProblem:
     mask_words = _check_mask(args, batch, tokens)
     kv_dtype = QUANTISED.get(caches.key.dtype, DTYPES[query.dtype])
     out_dtype, out_shape = _check_out(args, kv_dtype, batch)
+    lse_shape = _check_lse(args, out_shape, batch, tokens)
     check_pointers(args)
     variant = GqaVariant(
         query_dtype=DTYPES[query.dtype],
@@ -124,6 +128,7 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         variant=variant,
         out_dtype=out_dtype,
         out_shape=out_shape,
+        lse_shape=lse_shape,
         batch=batch,
         q_len=args.q_len if args.cum_seq_lens_q is None else 0,
         max_q_len=args.q_len,
@@ -146,6 +151,7 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         value_offset=_offset(args.key_cache) if args.value_cache is None else 0,
         value_scale_offset=_offset(args.key_scales) if args.value_scales is None else 0,
         score_factor=head_dim**-0.5 if args.scales_like_xqa else 1.0,
+        lse_factor=LSE_FACTORS[args.return_lse_base],
         bmm2_scales_scores=args.scales_like_xqa and is_quantised,
         takes_bmm2=is_quantised or not args.scales_like_xqa,
     )
@@ -227,6 +233,19 @@ def _check_out(args: GqaArgs, kv_dtype: DType, batch: int) -> tuple[torch.dtype,
     require_shape(out, name, shapes)
     require_contiguous(out, name)
     return out.dtype, tuple(out.shape)
+
+
+def _check_lse(
+    args: GqaArgs, out_shape: tuple[int, ...], batch: int, tokens: int
+) -> tuple[int, ...]:
+    """Return the shape of the LSE: that of the output without its last dimension."""
+    if args.lse is None or not args.return_lse:
+        return out_shape[:-1]
+    heads = args.query.shape[-2]
+    allowed: tuple[tuple[int, ...], ...] = ((tokens, heads), tuple(args.query.shape[:-1]))
+    if args.cum_seq_lens_q is None:
+        allowed = (*allowed, (batch, args.q_len, heads))
+    return tuple(require_floats(args.lse, args.names.lse, args.query.device, allowed).shape)
 
 
 def _byte_strides(part: str, tensor: torch.Tensor | None) -> dict[str, int]:

@@ -5,6 +5,7 @@ It follows the kernels' rules for empty rows, masks and sinks, in float32, and i
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import torch
@@ -19,14 +20,15 @@ _E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 _E4M3_MAX = 448.0
 
 
-def decode_gqa(args: GqaArgs, problem: GqaProblem) -> torch.Tensor:
-    """Return the output ``[tokens, heads, head_dim]``."""
+def decode_gqa(args: GqaArgs, problem: GqaProblem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output ``[tokens, heads, head_dim]``, and the LSE ``[tokens, heads]``."""
     query = args.query.reshape(problem.tokens, *args.query.shape[-2:]).float()
     caches = paged_caches(args)
     scales = paged_scales(args, caches)
     key_scales, value_scales = scales or (None, None)
     mask = _mask_bits(args, problem)
     out = torch.zeros_like(query)
+    lse = torch.full(query.shape[:-1], -math.inf)
     capacity = problem.max_pages * problem.variant.page_size
     offsets = query_offsets(args.cum_seq_lens_q, problem.batch, problem.max_q_len)
     for index, (start, end) in enumerate(pairwise(offsets)):
@@ -39,12 +41,14 @@ def decode_gqa(args: GqaArgs, problem: GqaProblem) -> torch.Tensor:
         for token in range(start, end):
             draft = token - start
             positions = _unmasked(seq_len, q_len, draft, problem.window, mask, token)
-            out[token] = _attend(args, problem, query[token], keys[positions], values[positions])
+            out[token], lse[token] = _attend(
+                args, problem, query[token], keys[positions], values[positions]
+            )
     if problem.variant.out_dtype is DType.E4M3:
         out = (out * args.out_e4m3_factor).clamp(-_E4M3_MAX, _E4M3_MAX)
     else:
         out = out * args.out_16bit_factor
-    return out.to(problem.out_dtype)
+    return out.to(problem.out_dtype), lse * (problem.lse_factor / math.log(2))
 
 
 def _mask_bits(args: GqaArgs, problem: GqaProblem) -> torch.Tensor | None:
@@ -111,10 +115,11 @@ def _attend(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-) -> torch.Tensor:
-    """Return the attention of one query token ``[heads, head_dim]`` over its unmasked tokens."""
-    if len(keys) == 0:
-        return torch.zeros_like(query)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention of one query token ``[heads, head_dim]`` over its unmasked tokens.
+
+    The LSE ``[heads]`` is natural.
+    """
     bmm2_scale = float(args.bmm2_scale) if problem.takes_bmm2 else 1.0
     score_scale = float(args.bmm1_scale) * problem.score_factor
     if problem.bmm2_scales_scores:
@@ -124,5 +129,8 @@ def _attend(
     sinks = args.sinks
     if sinks is not None:
         sinks = sinks.view(problem.kv_heads, problem.group_size)
-    weights, _ = softmax_with_sinks(scores, sinks)
-    return (weights @ values.transpose(0, 1)).view(query.shape) * bmm2_scale
+    weights, lse = softmax_with_sinks(scores, sinks)
+    out = (weights @ values.transpose(0, 1)).view(query.shape) * bmm2_scale
+    if len(keys) == 0:
+        out = torch.zeros_like(query)
+    return out, lse.flatten()

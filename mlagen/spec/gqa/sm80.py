@@ -77,6 +77,7 @@ class GqaSm80Spec(GqaSpec):
         pointer("bmm2_scale_tensor", "const float"),
         pointer("sinks", "const float"),
         pointer("out", "unsigned char"),
+        pointer("lse", "float"),
         pointer("partial_out", "float"),
         pointer("partial_lse", "float"),
         int64("query_stride"),

@@ -70,6 +70,7 @@ class GqaSm90Spec(GqaSpec):
         pointer("bmm2_scale_tensor", "const float"),
         pointer("sinks", "const float"),
         pointer("out", "unsigned char"),
+        pointer("lse", "float"),
         pointer("partial_out", "float"),
         pointer("partial_states", "unsigned char"),
         pointer("semaphores", "u32"),

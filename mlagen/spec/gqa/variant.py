@@ -63,6 +63,7 @@ PROBLEM_PARAMETERS = (
     int32("num_pages"),
     int32("bmm2_scales_scores"),
     constant_float32("score_factor"),
+    constant_float32("lse_factor"),
 )
 # Scales of one call: no part of its plan.
 SCALE_PARAMETERS = (

@@ -50,6 +50,7 @@ def test_a_call_without_splits_launches_one_kernel_with_all_parameters(
         "bmm2_scale_tensor": scale.data_ptr(),
         "sinks": inputs.sinks.data_ptr(),
         "out": out.data_ptr(),
+        "lse": 0,
         "partial_out": scratch_of(inputs.workspace_buffer, 0),
         "partial_lse": scratch_of(inputs.workspace_buffer, 0),
         "query_stride": 8 * 128,
@@ -84,6 +85,7 @@ def test_a_call_without_splits_launches_one_kernel_with_all_parameters(
         "bmm1_scale": 0.25,
         "bmm2_scale": 0.0,
         "score_factor": 1.0,
+        "lse_factor": 1.0,
         "output_factor": 1.0,
     }
     assert call.plan.workspace_bytes == 0

@@ -179,6 +179,7 @@ def test_a_call_launches_one_kernel_with_all_parameters(
         "bmm2_scale_tensor": scale.data_ptr(),
         "sinks": inputs.sinks.data_ptr(),
         "out": out.data_ptr(),
+        "lse": 0,
         "partial_out": scratch,
         "partial_states": scratch + 2 * 4 * 8 * 128 * 4,
         "semaphores": inputs.workspace_buffer.data_ptr() + SEMAPHORES,
@@ -206,6 +207,7 @@ def test_a_call_launches_one_kernel_with_all_parameters(
         "bmm1_scale": 0.25,
         "bmm2_scale": 0.0,
         "score_factor": 1.0,
+        "lse_factor": 1.0,
         "output_factor": 1.0,
     }
     assert values == expected
