@@ -37,7 +37,7 @@ __all__ = [
         scales="bmm1_scale bmm2_scale o_scale",
         length="max_seq_len",
         ints="window_left",
-        words="kv_layout enable_pdl q_len_per_req return_lse return_lse_base",
+        words="kv_layout enable_pdl q_len_per_req causal return_lse return_lse_base",
     ),
     returns="outputs if len(outputs) > 1 else outputs[0]",
 )
@@ -67,6 +67,7 @@ def xqa_batch_decode_with_kv_cache(
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
     return_lse_base: str = "base2",
+    causal: bool = True,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Decode one or more tokens of each request by grouped-query attention over a paged KV cache.
 
@@ -138,6 +139,9 @@ def xqa_batch_decode_with_kv_cache(
         sink. The scales of the output do not affect it.
     return_lse_base : str
         ``base2`` or ``basee``: log2 or natural logarithm.
+    causal : bool
+        False: every query token attends to all ``seq_len`` tokens, whose number may be below
+        ``q_len``, as of a prefix that requests share. It excludes ``mask`` and a window.
 
     Returns
     -------
@@ -177,6 +181,7 @@ def xqa_batch_decode_with_kv_cache(
         lse=lse,
         return_lse=return_lse,
         return_lse_base=return_lse_base,
+        is_causal=causal,
         bmm1_scale=bmm1_scale,
         bmm2_scale=bmm2_scale,
         out_16bit_factor=positive_factor(o_scale, "o_scale"),

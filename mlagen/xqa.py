@@ -41,6 +41,7 @@ _XQA_NAMES = GqaArgNames(
     q_len="q_seq_len",
     out="output",
     return_lse_base="lse_base",
+    window="sliding_win_size",
     bmm1_scale="q_scale",
     bmm2_scale="kv_scale",
 )
@@ -56,7 +57,7 @@ _XQA_NAMES = GqaArgNames(
         outputs="output lse",
         scales="q_scale kv_scale rcp_out_scale",
         ints="num_kv_heads page_size sliding_win_size",
-        words="kv_layout sm_count enable_pdl q_seq_len lse_base",
+        words="kv_layout sm_count enable_pdl q_seq_len lse_base causal",
     ),
     returns="None",
 )
@@ -87,6 +88,7 @@ def xqa(
     v_sf_cache: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     lse_base: str = "base2",
+    causal: bool = True,
 ) -> None:
     """Decode one or more tokens of each request by grouped-query attention, into ``output``.
 
@@ -143,6 +145,8 @@ def xqa(
         masked row has its sink, or minus infinity without one.
     lse_base : str
         ``base2`` or ``basee``: log2 or natural logarithm.
+    causal : bool
+        False: every query token attends to all ``seq_len`` tokens, without ``mask`` and a window.
 
     Raises
     ------
@@ -181,6 +185,7 @@ def xqa(
         lse=lse,
         return_lse=lse is not None,
         return_lse_base=lse_base,
+        is_causal=causal,
         bmm1_scale=q_scale,
         bmm2_scale=kv_scale,
         out_e4m3_factor=positive_factor(rcp_out_scale, "rcp_out_scale"),

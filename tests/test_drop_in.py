@@ -53,7 +53,7 @@ SIGNATURES: list[tuple[Callable[..., object], str, str]] = [
             "bmm2_scale=1.0 window_left=-1 out=None sinks=None kv_layout='NHD' enable_pdl=None "
             "q_len_per_req=1 o_scale=1.0 mask=None kv_cache_sf=None q_cu_seq_lens=None"
         ),
-        "lse=None return_lse=False return_lse_base='base2'",
+        "lse=None return_lse=False return_lse_base='base2' causal=True",
     ),
     (
         mlagen.xqa.xqa,
@@ -61,7 +61,7 @@ SIGNATURES: list[tuple[Callable[..., object], str, str]] = [
             f"{_XQA} num_kv_heads page_size sinks=None q_scale=1.0 kv_scale=1.0 sliding_win_size=0 "
             "kv_layout='NHD' sm_count=None enable_pdl=None rcp_out_scale=1.0 q_seq_len=1 mask=None"
         ),
-        "q_cu_seq_lens=None k_sf_cache=None v_sf_cache=None lse=None lse_base='base2'",
+        "q_cu_seq_lens=None k_sf_cache=None v_sf_cache=None lse=None lse_base='base2' causal=True",
     ),
     (
         mlagen.xqa.xqa_mla,

@@ -81,6 +81,7 @@ CASES = [
     given("a draft mask", 9, seq_lens=(300, 200), q_len=5, mask="random", group=3, window=100),
     given("many splits", 24, seq_lens=(3072,), kv_heads=1, group=8, sink=3.0),
     given("many sequences", 7, seq_lens=MANY, kv_heads=1, group=2),
+    given("not causal", 5, seq_lens=(300, 3, 0), q_len=9, causal=False, sink=2.0, page_size=64),
     given("large scores", 4, seq_lens=(900,), query_magnitude=100.0, layout="HND"),
 ]
 

@@ -58,6 +58,7 @@ CASES = [
         head_dim=64,
         **_MASKED,
     ),
+    given("not causal", 9, seq_lens=(300, 3), q_len=5, head_dim=64, causal=False, sink=2.0),
     given("e4m3 in software", seq_lens=(100,), kv="e4m3", kv_heads=1, head_dim=64),
     given("e4m3 in and out", seq_lens=(100,), head_dim=64, **_OUT),
     given("int8", seq_lens=(100,), kv="int8", output_scale=0.02, head_dim=64),

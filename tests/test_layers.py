@@ -21,7 +21,7 @@ GROUND = {"errors", "fork_safety", "logs", "monitoring", "paths", "settings", "v
 DATA = GROUND | {"artifacts", "spec"}
 STAGES = {"codegen", "compiler", "cache", "runtime"}
 ENGINE = DATA | STAGES | {"engine", "jit", "recording"}
-API_MODULES = {"decode", "mla", "xqa"}
+API_MODULES = {"decode", "gqa", "mla", "xqa"}
 CALL = {"families", "observe", "torch_ops"}
 LAYERS = {
     "errors": set[str](),
@@ -43,7 +43,9 @@ LAYERS = {
     "models": {"errors", "paths", "settings", "spec", "values"},
     "prewarming": ENGINE | {"models"},
     **dict.fromkeys(API_MODULES, ENGINE | CALL),
-    "decode": ENGINE | CALL | {"mla"},  # FlashInfer has some names in both
+    # FlashInfer has some names in two modules.
+    "decode": ENGINE | CALL | {"gqa", "mla"},
+    "xqa": ENGINE | CALL | {"mla"},
     "ops": ENGINE | API_MODULES | CALL,
     "mlagen": ENGINE | API_MODULES | CALL | {"ops", "prewarming"},
     "cache_tools": ENGINE | API_MODULES | CALL | {"models", "prewarming"},

@@ -144,6 +144,7 @@ def xqa_arguments(problem: GqaProblem, **changes: Any) -> dict[str, Any]:
         "q_seq_len": case.longest_q,
         "mask": problem.mask,
         "q_cu_seq_lens": problem.cum_seq_lens_q,
+        "causal": case.causal,
         "k_sf_cache": k_sf_cache,
         "v_sf_cache": v_sf_cache,
     }

@@ -85,6 +85,7 @@ class GqaSm80Launcher:
             args.block_tables.data_ptr(),
             args.seq_lens.data_ptr(),
             args.cum_seq_lens_q.data_ptr() if args.cum_seq_lens_q is not None else 0,
+            args.kv_indptr.data_ptr() if args.kv_indptr is not None else 0,
             mask_pointer,
             bmm1_tensor,
             bmm2_tensor,

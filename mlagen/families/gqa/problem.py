@@ -20,6 +20,7 @@ from mlagen.families.common.arguments import (
     require_dtype,
     require_floats,
     require_index,
+    require_ints,
     require_scale,
     require_shape,
     require_tensor,
@@ -62,9 +63,10 @@ class GqaProblem:
     heads: int
     kv_heads: int
     num_pages: int
-    max_pages: int
+    max_pages: int  # of a request; with kv_indptr of all
     window: int  # MAX_TOKENS: no limit
-    mask_words: int  # 32-bit words per row of the mask; 0: causal
+    mask_words: int  # 32-bit words per row of the mask; 0: no mask
+    is_causal: bool
     strides: dict[str, int]  # by kernel parameter
     value_offset: int  # bytes from the first key to the first value in one tensor
     value_scale_offset: int
@@ -121,7 +123,7 @@ def check_problem(args: GqaArgs) -> GqaProblem:
     )
     require_supported(variant)
     # A window of the whole table masks nothing.
-    covered = min(tables.shape[1] * variant.page_size, MAX_TOKENS)
+    covered = min(tables.shape[-1] * variant.page_size, MAX_TOKENS)
     is_quantised = not kv_dtype.is_16bit
     return GqaProblem(
         device=query.device,
@@ -136,13 +138,14 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         heads=heads,
         kv_heads=kv_heads,
         num_pages=caches.key.shape[0],
-        max_pages=tables.shape[1],
+        max_pages=tables.shape[-1],
         window=args.window if 0 < args.window < covered else MAX_TOKENS,
         mask_words=mask_words,
+        is_causal=args.is_causal,
         strides={
             "query_stride": query_stride,
             "query_head_stride": query.stride(-2),
-            "block_tables_stride": tables.stride(0),
+            "block_tables_stride": tables.stride(0) if args.kv_indptr is None else 0,
             **_byte_strides("key", caches.key),
             **_byte_strides("value", caches.value),
             **_byte_strides("key_scale", scales and scales.key),
@@ -181,6 +184,12 @@ def _check_tables(args: GqaArgs, batch: int) -> torch.Tensor:
     name = args.names.block_tables
     tables = require_tensor(args.block_tables, name)
     require_index(tables, name, args.query.device)
+    if args.kv_indptr is not None:
+        require_dims(tables, name, (1,))
+        require_dense_last_dim(tables, name)
+        shape = (batch + 1,)
+        require_ints(args.kv_indptr, args.names.kv_indptr, args.query.device, (shape,), "batch + 1")
+        return tables
     require_dims(tables, name, (2,))
     require_dense_last_dim(tables, name)
     require(tables.shape[0] == batch, f"{name}.shape[0]", f"{batch} (batch)", tables.shape[0])
@@ -198,6 +207,9 @@ def _check_sinks(args: GqaArgs, kv_heads: int) -> None:
 
 def _check_mask(args: GqaArgs, batch: int, tokens: int) -> int:
     """Return the 32-bit words per row of the mask; 0 where there is none."""
+    if not args.is_causal:
+        require(args.mask is None, args.names.mask, "None with causal=False", "a mask")
+        require(args.window == 0, args.names.window, "no window with causal=False", args.window)
     # A single query token has no drafts; FlashInfer ignores the mask then.
     if args.mask is None or args.q_len == 1:
         return 0

@@ -29,18 +29,20 @@ def decode_gqa(args: GqaArgs, problem: GqaProblem) -> tuple[torch.Tensor, torch.
     mask = _mask_bits(args, problem)
     out = torch.zeros_like(query)
     lse = torch.full(query.shape[:-1], -math.inf)
-    capacity = problem.max_pages * problem.variant.page_size
     offsets = query_offsets(args.cum_seq_lens_q, problem.batch, problem.max_q_len)
     for index, (start, end) in enumerate(pairwise(offsets)):
         if not 0 <= start <= end <= problem.tokens:
             continue  # as in the kernels, an invalid range has no query tokens
+        capacity = len(_page_ids(args, index)) * problem.variant.page_size
         seq_len = min(max(int(args.seq_lens.view(-1)[index]), 0), capacity)
         q_len = end - start
         keys = _gather(args, caches.key, key_scales, index, seq_len)
         values = _gather(args, caches.value, value_scales, index, seq_len)
         for token in range(start, end):
             draft = token - start
-            positions = _unmasked(seq_len, q_len, draft, problem.window, mask, token)
+            positions = torch.arange(seq_len)
+            if problem.is_causal:
+                positions = _unmasked(seq_len, q_len, draft, problem.window, mask, token)
             out[token], lse[token] = _attend(
                 args, problem, query[token], keys[positions], values[positions]
             )
@@ -76,6 +78,13 @@ def _unmasked(
     return is_unmasked.nonzero()[:, 0]
 
 
+def _page_ids(args: GqaArgs, index: int) -> torch.Tensor:
+    if args.kv_indptr is None:
+        return args.block_tables[index]
+    start, end = (max(0, int(args.kv_indptr[index + i])) for i in range(2))
+    return args.block_tables[start:end]
+
+
 def _gather(
     args: GqaArgs,
     cache: torch.Tensor,
@@ -86,7 +95,7 @@ def _gather(
     """Return the first ``seq_len`` tokens of a request; an invalid page reads as zeros."""
     num_pages, page_size = cache.shape[:2]
     used_pages = -(-seq_len // page_size)
-    ids = args.block_tables[index, :used_pages].view(torch.int32).long()
+    ids = _page_ids(args, index)[:used_pages].view(torch.int32).long()
     is_valid = (ids >= 0) & (ids < num_pages)
     stored = _pages(cache, ids[is_valid])
     pages = _decoded(stored, _pages(scales, ids[is_valid]) if scales is not None else None)

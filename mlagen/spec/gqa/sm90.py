@@ -65,6 +65,7 @@ class GqaSm90Spec(GqaSpec):
         pointer("block_tables", "const int"),
         pointer("seq_lens", "const int"),
         pointer("cu_seqlens_q", "const int"),
+        pointer("kv_indptr", "const int"),
         pointer("draft_mask", "const u32"),
         pointer("bmm1_scale_tensor", "const float"),
         pointer("bmm2_scale_tensor", "const float"),
