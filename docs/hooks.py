@@ -30,6 +30,7 @@ SHOWN = (
     # The sources of the API page.
     "mlagen/families/workspace.py",
     "mlagen/decode.py",
+    "mlagen/gqa/trtllm.py",
     "mlagen/jit.py",
     "mlagen/mla/flare.py",
     "mlagen/mla/flare_kv.py",

@@ -11,6 +11,7 @@ from mlagen.families.common.arguments import canonical_sinks, is_pdl_enabled
 from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.gqa.args import GqaArgs, pair_of, positive_factor, window_of
 from mlagen.families.gqa.dispatch import GQA
+from mlagen.gqa.trtllm import trtllm_batch_decode_with_kv_cache
 from mlagen.mla.trtllm import trtllm_batch_decode_with_kv_cache_mla
 from mlagen.mla.xqa_decode import xqa_batch_decode_with_kv_cache_mla
 from mlagen.observe.observed import observable
@@ -19,6 +20,7 @@ from mlagen.torch_ops.replayable import replayable
 from mlagen.torch_ops.traced import traceable
 
 __all__ = [
+    "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
     "xqa_batch_decode_with_kv_cache",
     "xqa_batch_decode_with_kv_cache_mla",

@@ -23,6 +23,7 @@ NAMES = (
     mla.trtllm_batch_decode_with_kv_cache_mla.__name__,
     mla.xqa_batch_decode_with_kv_cache_mla.__name__,
     decode.xqa_batch_decode_with_kv_cache.__name__,
+    decode.trtllm_batch_decode_with_kv_cache.__name__,
     xqa.xqa.__name__,
     xqa.xqa_mla.__name__,
     mla.flare_mla_decoding.__name__,

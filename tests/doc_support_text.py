@@ -42,6 +42,11 @@ ENTRY_POINTS = [
         "supports": "all",
     },
     {
+        "entry point": "`mlagen.decode.trtllm_batch_decode_with_kv_cache`",
+        "kernels": "`gqa_sm80`, `gqa_sm90`",
+        "supports": "all",
+    },
+    {
         "entry point": "`mlagen.xqa.xqa`",
         "kernels": "`gqa_sm80`, `gqa_sm90`",
         "supports": "all",

@@ -56,6 +56,21 @@ SIGNATURES: list[tuple[Callable[..., object], str, str]] = [
         "lse=None return_lse=False return_lse_base='base2' causal=True",
     ),
     (
+        mlagen.decode.trtllm_batch_decode_with_kv_cache,
+        (
+            "query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale=1.0 "
+            "bmm2_scale=1.0 window_left=-1 out=None out_dtype=None o_sf_scale=None "
+            "o_sf_vec_size=None sinks=None kv_layout='HND' enable_pdl=None backend='auto' "
+            "q_len_per_req=1 o_scale=1.0 mask=None max_q_len=None cum_seq_lens_q=None "
+            "skip_softmax_threshold_scale_factor=None kv_cache_sf=None "
+            "uses_shared_paged_kv_idx=True lse=None return_lse=False bmm1_scale_log2=None "
+            "multi_ctas_kv_counter_buffer=None enable_block_sparse_attention=False cp_world=1 "
+            "cp_rank=0 causal_seqlens_kv_global=None bf16q_fp8kv_transform_mode=None "
+            "request_order=None request_order_plan=None"
+        ),
+        "",
+    ),
+    (
         mlagen.xqa.xqa,
         (
             f"{_XQA} num_kv_heads page_size sinks=None q_scale=1.0 kv_scale=1.0 sliding_win_size=0 "

@@ -45,6 +45,7 @@ LAYERS = {
     **dict.fromkeys(API_MODULES, ENGINE | CALL),
     # FlashInfer has some names in two modules.
     "decode": ENGINE | CALL | {"gqa", "mla"},
+    "gqa": ENGINE | CALL | {"mla"},
     "xqa": ENGINE | CALL | {"mla"},
     "ops": ENGINE | API_MODULES | CALL,
     "mlagen": ENGINE | API_MODULES | CALL | {"ops", "prewarming"},

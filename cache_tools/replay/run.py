@@ -29,6 +29,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
         mla.xqa_batch_decode_with_kv_cache_mla,
         mla.flare_mla_decoding,
         decode.xqa_batch_decode_with_kv_cache,
+        decode.trtllm_batch_decode_with_kv_cache,
         xqa.xqa,
         xqa.xqa_mla,
         batch_op.batch_mla_run,

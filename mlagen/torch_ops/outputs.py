@@ -40,6 +40,13 @@ def gqa_outputs(given: dict[str, Any]) -> list[Shape]:
     return [(shape, query.dtype), (lse, torch.float32)]
 
 
+def trtllm_gqa_outputs(given: dict[str, Any]) -> list[Shape]:
+    """Return the output of a grouped-query call of TensorRT-LLM's signature, and its LSE."""
+    query = given["query"]
+    lse = tuple(query.shape[:-1]) if given["return_lse"] else (0,)
+    return [(tuple(query.shape), given["out_dtype"] or query.dtype), (lse, torch.float32)]
+
+
 def xqa_outputs(given: dict[str, Any]) -> list[Shape]:
     """Return the output of a call of ``xqa``, and its LSE."""
     query = given["q"]

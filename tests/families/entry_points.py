@@ -27,7 +27,11 @@ from mlagen.mla import flare, flare_q
 from mlagen.settings import current_settings
 from tests.families.launches import GQA_PATHS, SM80_PATH, SM90_PATH, Launch, record_launches
 from tests.problems.batch_mla import batch_case, plan_arguments, run_arguments
-from tests.problems.entry_points import xqa_arguments, xqa_mla_arguments
+from tests.problems.entry_points import (
+    trtllm_gqa_arguments,
+    xqa_arguments,
+    xqa_mla_arguments,
+)
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase
 
@@ -146,6 +150,13 @@ def _xqa_batch() -> dict[str, Any]:
     return problem.arguments(out=out, workspace_buffer=torch.zeros(1 << 20))
 
 
+def _trtllm_gqa() -> dict[str, Any]:
+    given = _xqa_batch()
+    return trtllm_gqa_arguments(
+        GQA_CASE.build("cpu"), out=given["out"], workspace_buffer=given["workspace_buffer"]
+    )
+
+
 def run_wrapper(**arguments: Any) -> object:
     """Run a wrapper that is one of the arguments."""
     return arguments.pop("wrapper").run(**arguments)
@@ -191,6 +202,9 @@ ROWS = {
     "xqa_mla": Row(mlagen.xqa.xqa_mla, MLA, _xqa_mla, _XQA_TENSORS),
     "xqa": Row(mlagen.xqa.xqa, GQA, _xqa, f"{_XQA_TENSORS} sinks"),
     "xqa_batch": Row(mlagen.decode.xqa_batch_decode_with_kv_cache, GQA, _xqa_batch, _GQA_TENSORS),
+    "trtllm_gqa": Row(
+        mlagen.decode.trtllm_batch_decode_with_kv_cache, GQA, _trtllm_gqa, _GQA_TENSORS
+    ),
     "wrapper": Row(run_wrapper, MLA, planned, "q_nope q_pe ckv_cache kpe_cache out"),
     # It computes lengths from its arguments.
     "flare": Row(run_flare, MLA, _flare, _FLARE_TENSORS, max_files=7),

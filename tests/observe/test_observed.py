@@ -170,6 +170,7 @@ entry_points = [
     mlagen.mla.xqa_batch_decode_with_kv_cache_mla,
     mlagen.mla.flare_mla_decoding,
     mlagen.decode.xqa_batch_decode_with_kv_cache,
+    mlagen.decode.trtllm_batch_decode_with_kv_cache,
     mlagen.xqa.xqa,
     mlagen.xqa.xqa_mla,
     mlagen.mla.BatchMLAPagedAttentionWrapper.plan,

@@ -102,6 +102,16 @@ def decode_gqa_with_lse(problem: GqaProblem, **changes: Any) -> tuple[torch.Tens
     return result
 
 
+def trtllm_gqa_arguments(problem: GqaProblem, **changes: Any) -> dict[str, Any]:
+    """Return the keyword arguments of ``trtllm_batch_decode_with_kv_cache``."""
+    arguments = problem.arguments()
+    assert arguments.pop("causal")
+    offsets = arguments["cum_seq_lens_q"] = arguments.pop("q_cu_seq_lens")
+    if offsets is not None:
+        arguments["q_len_per_req"], arguments["max_q_len"] = None, problem.case.longest_q
+    return arguments | changes
+
+
 def not_written(problem: GqaProblem, workspace: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return a workspace and an LSE of NaN, for a call to write."""
     lse = torch.full(problem.query.shape[:-1], math.nan, device=problem.device)
@@ -258,6 +268,13 @@ ENTRY_POINTS = {
             case=GqaCase,
             arguments=GqaProblem.arguments,
             names=_MLA_NAMES | {"lse": "lse", "offsets": "q_cu_seq_lens"},
+        ),
+        EntryPoint(
+            name="trtllm_gqa",
+            function=mlagen.decode.trtllm_batch_decode_with_kv_cache,
+            case=GqaCase,
+            arguments=trtllm_gqa_arguments,
+            names=_MLA_NAMES | {"lse": "lse", "offsets": "cum_seq_lens_q"},
         ),
         EntryPoint(
             name="xqa",

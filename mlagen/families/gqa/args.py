@@ -69,6 +69,8 @@ class GqaArgs(NamedTuple):
     kv_layout: str = "NHD"
     window: int = 0  # tokens that a row attends to, including itself; 0: no limit
     out: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None  # of a new output; None: that of the query
+    is_out_like_query: bool = False  # a new output has the shape of the query
     lse: torch.Tensor | None = None
     return_lse: bool = False
     return_lse_base: str = "base2"

@@ -12,6 +12,7 @@ import torch
 
 from mlagen.families.common.arguments import (
     DTYPES,
+    reject,
     require,
     require_contiguous,
     require_dense_last_dim,
@@ -231,16 +232,19 @@ def _check_out(args: GqaArgs, kv_dtype: DType, batch: int) -> tuple[torch.dtype,
     query, name = args.query, args.names.out
     split = (batch, args.q_len, *query.shape[-2:])
     is_uniform = args.cum_seq_lens_q is None and not args.with_beam_axis
+    allowed: tuple[torch.dtype, ...] = (query.dtype,)
+    why = f"dtype of {args.names.query}; e4m3 only from a cache of e4m3"
+    if kv_dtype is DType.E4M3:
+        allowed, why = (query.dtype, _OUT_E4M3), f"the first is that of {args.names.query}"
     if args.out is None:
-        return query.dtype, split if is_uniform and args.q_len > 1 else tuple(query.shape)
+        dtype = args.out_dtype or query.dtype
+        if dtype not in allowed:
+            reject("out_dtype", f"{' or '.join(map(str, allowed))} ({why})", dtype)
+        has_split = is_uniform and args.q_len > 1 and not args.is_out_like_query
+        return dtype, split if has_split else tuple(query.shape)
     out = require_tensor(args.out, name)
     require_device(out, name, query.device)
-    if kv_dtype is DType.E4M3:
-        why = f"the first is that of {args.names.query}"
-        require_dtype(out, name, (query.dtype, _OUT_E4M3), why)
-    else:
-        why = f"dtype of {args.names.query}; e4m3 only from a cache of e4m3"
-        require_dtype(out, name, (query.dtype,), why)
+    require_dtype(out, name, allowed, why)
     shapes = (tuple(query.shape), split) if is_uniform else (tuple(query.shape),)
     require_shape(out, name, shapes)
     require_contiguous(out, name)
