@@ -12,6 +12,7 @@ from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.gqa.args import GqaArgs, pair_of, positive_factor, window_of
 from mlagen.families.gqa.dispatch import GQA
 from mlagen.gqa.trtllm import trtllm_batch_decode_with_kv_cache
+from mlagen.gqa.wrapper import BatchDecodeWithPagedKVCacheWrapper
 from mlagen.mla.trtllm import trtllm_batch_decode_with_kv_cache_mla
 from mlagen.mla.xqa_decode import xqa_batch_decode_with_kv_cache_mla
 from mlagen.observe.observed import observable
@@ -20,6 +21,7 @@ from mlagen.torch_ops.replayable import replayable
 from mlagen.torch_ops.traced import traceable
 
 __all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
     "xqa_batch_decode_with_kv_cache",

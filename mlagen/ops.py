@@ -29,6 +29,7 @@ NAMES = (
     mla.flare_mla_decoding.__name__,
     "batch_mla_run",
     "batch_mla_run_planless",
+    "batch_decode_run",
 )
 
 

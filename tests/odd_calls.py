@@ -10,8 +10,13 @@ import torch
 
 import mlagen
 from mlagen.mla import BatchMLAPagedAttentionWrapper, flare_mla_decoding, masks
+from tests.problems import batch_decode
 from tests.problems.batch_mla import batch_case, plan_arguments, run_arguments, wrapper_of
-from tests.problems.entry_points import xqa_arguments, xqa_mla_arguments
+from tests.problems.entry_points import (
+    trtllm_gqa_arguments,
+    xqa_arguments,
+    xqa_mla_arguments,
+)
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase
 
@@ -46,6 +51,22 @@ def _xqa_batch_mla() -> Call:
 def _xqa_batch() -> Call:
     function = mlagen.decode.xqa_batch_decode_with_kv_cache
     return _call(function, **_GQA.build("cpu").arguments())
+
+
+def _trtllm_gqa() -> Call:
+    function = mlagen.decode.trtllm_batch_decode_with_kv_cache
+    return _call(function, **trtllm_gqa_arguments(_GQA.build("cpu"), return_lse=True))
+
+
+def _plan_decode() -> Call:
+    problem = _GQA.build("cpu")
+    return _call(batch_decode.wrapper_of(problem).plan, **batch_decode.plan_arguments(problem))
+
+
+def _run_decode() -> Call:
+    problem = _GQA.build("cpu")
+    arguments = batch_decode.run_arguments(problem, return_lse=True)
+    return _call(batch_decode.wrapper_of(problem).run, **arguments)
 
 
 def _xqa() -> Call:
@@ -180,7 +201,19 @@ def _on_compile() -> Call:
 
 
 CALLS = (
-    *(_trtllm, _xqa_batch_mla, _xqa_batch, _xqa, _xqa_mla, _flare, _paged_flare, _masks),
+    *(
+        _trtllm,
+        _xqa_batch_mla,
+        _xqa_batch,
+        _trtllm_gqa,
+        _plan_decode,
+        _run_decode,
+        _xqa,
+        _xqa_mla,
+        _flare,
+        _paged_flare,
+        _masks,
+    ),
     *(_constructor, _plan, _run, _planless, _workspace, _workspace_of_gqa),
     *(_prewarm, _prewarm_families, _prewarm_models, _freeze, _on_compile),
 )

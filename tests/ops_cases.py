@@ -9,7 +9,11 @@ from typing import Any
 import torch
 
 import mlagen
-from mlagen.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
+from mlagen.decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    trtllm_batch_decode_with_kv_cache,
+    xqa_batch_decode_with_kv_cache,
+)
 from mlagen.mla import (
     BatchMLAPagedAttentionWrapper,
     CausalPaddingMask,
@@ -130,6 +134,15 @@ def planned(of: Tensors) -> BatchMLAPagedAttentionWrapper:
     ends = torch.arange(BATCH + 1, dtype=torch.int32)
     sizes = (HEADS, 512, 64, 64, True, MLA_SCALE, torch.bfloat16, torch.bfloat16)
     wrapper.plan(ends, ends * 4, of.table.flatten(), of.lengths.cpu(), *sizes)
+    return wrapper
+
+
+def planned_gqa(of: Tensors) -> BatchDecodeWithPagedKVCacheWrapper:
+    """Return a wrapper with a plan of the GQA tensors."""
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(of.workspace)
+    ends = torch.arange(BATCH + 1, dtype=torch.int32)
+    tails = (of.lengths.cpu() - 1) % 16 + 1
+    wrapper.plan(ends * 4, of.table.flatten(), tails, HEADS, 2, 64, 16, q_data_type=torch.bfloat16)
     return wrapper
 
 

@@ -20,6 +20,7 @@ from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
 from tests.emulator.emulated import COMPILER, Emulator, encode
 from tests.families.launches import GQA_PATHS, record_launches
+from tests.problems.batch_decode import decode_planned
 from tests.problems.entry_points import decode_gqa_with_lse, not_written
 from tests.problems.gqa import GqaCase, GqaProblem
 from tests.problems.problem import E4M3
@@ -127,7 +128,11 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
     counters = (ctypes.c_uint32 * (2 * _MAX_BLOCKS))()
 
     def run(
-        problem: GqaProblem, sm_count: int, seed: int, **changes: Any
+        problem: GqaProblem,
+        sm_count: int,
+        seed: int,
+        decode: Decode = decode_gqa_with_lse,
+        **changes: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=sm_count, memory_bytes=0)
 
@@ -149,7 +154,7 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
         monkeypatch.setattr(gqa_sm90_launcher, "launch", launch)
         monkeypatch.setattr(gqa_call.GQA, "run", run)
         workspace = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
-        result = decode_gqa_with_lse(problem, **not_written(problem, workspace) | changes)
+        result = decode(problem, **not_written(problem, workspace) | changes)
 
         assert not any(counters)
         return result
@@ -196,6 +201,13 @@ def test_an_lse_may_be_natural(sm_count: int, decoded: Decode) -> None:
     problem = GqaCase(seq_lens=(900, 0), head_dim=64, page_size=64, sink=3.0).build("cpu")
 
     problem.check(*decoded(problem, sm_count, 0, return_lse_base="basee"), natural=True)
+
+
+def test_page_ids_of_a_plan_are_flat(decoded: Decode) -> None:
+    """Each request reads its own page ids, from where they start."""
+    problem = GqaCase(seq_lens=(300, 0, 129), q_len=2, head_dim=64, sink=2.0).build("cpu")
+
+    problem.check(*decoded(problem, 5, 0, decode=decode_planned))
 
 
 def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:

@@ -20,6 +20,7 @@ from mlagen.runtime.loader import LoadedKernel
 from tests.emulator.emulated import COMPILER, Emulator
 from tests.families.launches import GQA_PATHS, H200, record_launches
 from tests.kernels import SM_80
+from tests.problems.batch_decode import decode_planned
 from tests.problems.entry_points import decode_gqa_with_lse, not_written
 from tests.problems.gqa import GqaCase, GqaProblem
 from tests.problems.problem import E4M3
@@ -79,7 +80,11 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
     """Return what computes a problem by emulated launches."""
 
     def run(
-        problem: GqaProblem, given: Emulated, seed: int, **changes: Any
+        problem: GqaProblem,
+        given: Emulated,
+        seed: int,
+        decode: Decode = decode_gqa_with_lse,
+        **changes: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         arch = H200 if given.has_cvt_e4m3 else SM_80
         record_launches(monkeypatch, paths=GQA_PATHS, arch=arch)
@@ -101,7 +106,7 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
             monkeypatch.setattr(module, "launch", launch)
         monkeypatch.setattr(gqa_call.GQA, "run", run)
         workspace = torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
-        return decode_gqa_with_lse(problem, **not_written(problem, workspace) | changes)
+        return decode(problem, **not_written(problem, workspace) | changes)
 
     return run
 
@@ -124,3 +129,13 @@ def test_an_lse_may_be_natural(sm_count: int, decoded: Decode) -> None:
     problem.check(
         *decoded(problem, Emulated(case, sm_count), 0, return_lse_base="basee"), natural=True
     )
+
+
+@pytest.mark.parametrize("kv", ["16-bit", "nvfp4"])
+def test_page_ids_of_a_plan_are_flat(kv: str, decoded: Decode) -> None:
+    """Each request reads its own page ids, for its rows and for their scales."""
+    case = GqaCase(seq_lens=(100, 0, 40), kv=kv, head_dim=64, kv_heads=1)
+
+    problem = case.build("cpu")
+
+    problem.check(*decoded(problem, Emulated(case, 8), 0, decode=decode_planned))

@@ -54,7 +54,7 @@ def fill(dump: Dump, rebuilt: Mapping[str, Rebuilt], seed: int) -> None:
     geometry = Geometry({"kv_layout": layout} | arguments, tensors)
     for part_name, part in parts.items():
         # Offsets come first: lengths follow from them.
-        names = sorted(part.leaves, key=lambda name: name != "kv_indptr")
+        names = sorted(part.leaves, key=lambda name: name not in {"kv_indptr", "indptr"})
         for index, name in enumerate(names):
             leaf = part.leaves[name]
             with torch.no_grad():

@@ -30,7 +30,7 @@ from mlagen.torch_ops.traced import traceable
     KeyKinds(
         tensors="query workspace_buffer block_tables seq_lens",
         groups="kv_cache kv_cache_sf sinks",
-        optional="out lse mask cum_seq_lens_q multi_ctas_kv_counter_buffer",
+        optional="out lse mask cum_seq_lens_q bmm1_scale_log2 multi_ctas_kv_counter_buffer",
         outputs="out lse",
         scales="bmm1_scale bmm2_scale",
         length="max_seq_len",
@@ -38,7 +38,7 @@ from mlagen.torch_ops.traced import traceable
         constants=("out_dtype",),
         words=(
             "kv_layout enable_pdl backend q_len_per_req o_scale max_q_len return_lse "
-            "skip_softmax_threshold_scale_factor uses_shared_paged_kv_idx bmm1_scale_log2 "
+            "skip_softmax_threshold_scale_factor uses_shared_paged_kv_idx "
             "o_sf_scale o_sf_vec_size enable_block_sparse_attention cp_world cp_rank "
             "causal_seqlens_kv_global bf16q_fp8kv_transform_mode request_order request_order_plan"
         ),

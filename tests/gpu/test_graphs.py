@@ -40,7 +40,7 @@ MLA_FACTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", GQA_KINDS)
 @pytest.mark.parametrize("window", [0, 40], ids=["no window", "window"])
 @pytest.mark.parametrize("drafts", ["one", "masked", "ragged"])
-@pytest.mark.parametrize("name", ["xqa_batch", "xqa"])
+@pytest.mark.parametrize("name", ["xqa_batch", "xqa", "trtllm_gqa"])
 def test_gqa(name: str, drafts: str, window: int, kind: str) -> None:
     """Lengths, tables, caches with scales, masks, sinks and queries may change."""
     problems = [
@@ -58,7 +58,7 @@ def test_gqa(name: str, drafts: str, window: int, kind: str) -> None:
         ).build("cuda")
         for seed, (lens, q_lens) in ROUNDS
     ]
-    changes = {"max_seq_len": 5000} if name == "xqa_batch" else {}
+    changes = {} if name == "xqa" else {"max_seq_len": 5000}
 
     check_replays(ENTRY_POINTS[name], problems, **changes)
 
