@@ -31,6 +31,7 @@ SHOWN = (
     "mlagen/families/workspace.py",
     "mlagen/decode.py",
     "mlagen/gqa/trtllm.py",
+    "mlagen/gqa/wrapper.py",
     "mlagen/jit.py",
     "mlagen/mla/flare.py",
     "mlagen/mla/flare_kv.py",

@@ -47,6 +47,11 @@ ENTRY_POINTS = [
         "supports": "all",
     },
     {
+        "entry point": "`mlagen.decode.BatchDecodeWithPagedKVCacheWrapper`",
+        "kernels": "`gqa_sm80`, `gqa_sm90`",
+        "supports": "all",
+    },
+    {
         "entry point": "`mlagen.xqa.xqa`",
         "kernels": "`gqa_sm80`, `gqa_sm90`",
         "supports": "all",
