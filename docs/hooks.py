@@ -28,6 +28,8 @@ SHOWN = (
     "examples/*.py",
     "templates/README.md",
     # The sources of the API page.
+    "mlagen/cascade.py",
+    "mlagen/distributed.py",
     "mlagen/families/workspace.py",
     "mlagen/decode.py",
     "mlagen/gqa/trtllm.py",

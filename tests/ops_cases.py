@@ -152,10 +152,11 @@ def parts(whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return latent, rope
 
 
-def _planless(of: Tensors, query: torch.Tensor) -> Any:
+def planless(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
+    """Run a wrapper that plans nothing."""
     wrapper = BatchMLAPagedAttentionWrapper(of.workspace, backend="cutlass")
     tensors = (*parts(query[:, 0]), *parts(of.cache))
-    return wrapper.run(*tensors, kv_len=of.lengths, page_table=of.table)
+    return wrapper.run(*tensors, kv_len=of.lengths, page_table=of.table, **others)
 
 
 CALLS: dict[str, Call] = {
@@ -193,5 +194,5 @@ CALLS: dict[str, Call] = {
     "flare, dense": lambda of, q: flare_mla_decoding(
         q, of.dense_keys, ChunkedMask(16), None, MLA_SCALE
     ),
-    "wrapper without a plan": _planless,
+    "wrapper without a plan": planless,
 }

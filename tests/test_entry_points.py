@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.problems.entry_points import ENTRY_POINTS, EntryPoint
-from tests.problems.problem import Problem
+from tests.problems.problem import ints
 from tests.sink_values import extreme_sinks
 
 WHOLE_AND_SPLIT = pytest.mark.parametrize("lens", [(70, 3), (5000, 3)], ids=["whole", "split"])
@@ -23,11 +23,6 @@ QUANTIZED = [{"kv": kv, "output_scale": 0.5} for kv in ("e4m3", "int8", "nvfp4")
 def over(*names: str) -> Callable[[Any], Any]:
     """Run a test over entry points."""
     return pytest.mark.parametrize("entry", [ENTRY_POINTS[name] for name in names], ids=names)
-
-
-def ints(problem: Problem, *values: int) -> torch.Tensor:
-    """Return int32 numbers beside a problem."""
-    return torch.tensor(values, dtype=torch.int32, device=problem.device)
 
 
 class TestEntryPoints:
@@ -150,7 +145,7 @@ class TestEntryPoints:
         expected = entry.run(problem)
         tables = problem.block_tables.clone()
         for ids in ((-1, 2**31 - 1, -(2**31)), (len(problem.keys),) * 3):
-            tables[0, :3] = ints(problem, *ids)
+            tables[0, :3] = ints(*ids).to(device)
 
             out = entry.run(problem, block_tables=tables)
 
@@ -161,7 +156,7 @@ class TestEntryPoints:
         """A length beyond the block table is clamped to its capacity, a negative one is 0."""
         problem = entry.build(device, seq_lens=(128, 64, 0), spare_pages=0)
 
-        out = entry.run(problem, seq_lens=ints(problem, 1000, 64, -5))
+        out = entry.run(problem, seq_lens=ints(1000, 64, -5).to(device))
 
         problem.check(out)
 
@@ -187,7 +182,7 @@ class TestEntryPoints:
         problem = entry.build(device, seq_lens=(5, 100), q_lens=(2, 3), **facts)
         expected = entry.run(problem)
 
-        out = entry.run(problem, offsets=ints(problem, 0, 2, 900))
+        out = entry.run(problem, offsets=ints(0, 2, 900).to(device))
 
         assert torch.equal(out[:2], expected[:2])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +16,7 @@ from mlagen.families.gqa import select as gqa_plan
 from mlagen.families.gqa import tensor_maps as gqa_maps
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.problem import check_problem
-from mlagen.runtime.device import DeviceFacts
-from mlagen.runtime.loader import LoadedKernel
-from tests.emulator.emulated import COMPILER, Emulator, encode
+from tests.emulator.emulated import COMPILER, Emulated, Emulator, encode
 from tests.families.launches import GQA_PATHS, record_launches
 from tests.problems.batch_decode import decode_planned
 from tests.problems.entry_points import decode_gqa_with_lse, not_written
@@ -32,13 +30,6 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 _MAX_BLOCKS = 64
 
 
-class Emulated(NamedTuple):
-    """A case, and how many SMs there are."""
-
-    case: GqaCase
-    sm_count: int
-
-
 FP16 = torch.float16
 E4M3_32_ROWS: dict[str, Any] = {"kv": "e4m3", "group": 8, "q_len": 4}
 E4M3_OUT: dict[str, Any] = {"kv": "e4m3", "out_dtype": E4M3, "output_scale": 0.5}
@@ -46,7 +37,7 @@ MANY = tuple(i * 37 % 300 for i in range(36))
 EIGHT = (300, 0, 17, 129, 256, 1, 700, 90)
 
 
-def given(name: str, sm_count: int, **facts: Any) -> Emulated:
+def given(name: str, sm_count: int, **facts: Any) -> Emulated[GqaCase]:
     """Return a case on so many SMs."""
     return Emulated(GqaCase(name=name, **facts), sm_count)
 
@@ -134,11 +125,6 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
         decode: Decode = decode_gqa_with_lse,
         **changes: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=sm_count, memory_bytes=0)
-
-        def launch(kernel: LoadedKernel, blocks: int, _: bool, *values: float | bytes) -> None:
-            emulator.launch(kernel.spec, kernel.packing.pack(*values), blocks, seed)
-
         def run(inputs: GqaArgs, enable_pdl: bool, *_: object) -> tuple[torch.Tensor, ...]:
             request = check_problem(inputs)
             on_gpu = replace(request, device=torch.device("cuda", 0))
@@ -146,12 +132,13 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
             assert call is not None
             return gqa_call.GQA.launch(replace(call, problem=request), inputs, enable_pdl)
 
-        monkeypatch.setattr(gqa_plan, "device_facts", lambda _: facts)
+        emulator.replace_launches(
+            monkeypatch, gqa_plan, gqa_sm90_launcher, sm_count=sm_count, seed=seed
+        )
         monkeypatch.setattr(gqa_maps, "encode", encode)
         monkeypatch.setattr(
             gqa_sm90_launcher, "semaphores_of", lambda *_: ctypes.addressof(counters)
         )
-        monkeypatch.setattr(gqa_sm90_launcher, "launch", launch)
         monkeypatch.setattr(gqa_call.GQA, "run", run)
         workspace = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
         result = decode(problem, **not_written(problem, workspace) | changes)
@@ -164,22 +151,20 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
 
 @pytest.mark.parametrize("given", CASES, ids=lambda given: given.case.name)
 def test_a_kernel_is_right_in_whatever_order_warps_and_copies_come(
-    given: Emulated, decoded: Decode
+    given: Emulated[GqaCase], decoded: Decode
 ) -> None:
     """Within the tolerance of float64; counters are zero again, and nothing is left under way."""
     problem = given.case.build("cpu")
-
     for seed in range(3):
         problem.check(*decoded(problem, given.sm_count, seed))
 
 
 @pytest.mark.parametrize("given", TOGETHER, ids=lambda given: given.case.name)
 def test_a_block_of_several_heads_is_right_too(
-    given: Emulated, decoded: Decode, monkeypatch: pytest.MonkeyPatch
+    given: Emulated[GqaCase], decoded: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many as there are kernels for, though there is too little work for them."""
     problem = given.case.build("cpu")
-
     with max_heads_per_cta(monkeypatch):
         for seed in range(3):
             problem.check(*decoded(problem, given.sm_count, seed))
@@ -216,9 +201,7 @@ def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:
     problem = case.build("cpu")
     out = torch.full_like(problem.query, 7.0)
     ends = torch.tensor([0, 5, 0, 5], dtype=torch.int32)
-
     decoded(problem, 6, 0, out=out, q_cu_seq_lens=ends)
-
     assert torch.equal(out, torch.full_like(out, 7.0))
     problem.check(*decoded(problem, 6, 0))
 
@@ -233,8 +216,6 @@ def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(
     expected, _ = decoded(problem, 1, 0)
     page = int(problem.block_tables[0, 99 // case.page_size])
     problem.store.value[page, 99 % case.page_size] = float("nan")
-
     out, _ = decoded(problem, 1, 1)
-
     assert out[0, 3].isnan().all()
     assert torch.equal(out[0, :3], expected[0, :3])

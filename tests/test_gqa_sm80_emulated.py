@@ -15,8 +15,6 @@ from mlagen.families.gqa import launch_sm80 as gqa_sm80_launcher
 from mlagen.families.gqa import select as gqa_plan
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.problem import check_problem
-from mlagen.runtime.device import DeviceFacts
-from mlagen.runtime.loader import LoadedKernel
 from tests.emulator.emulated import COMPILER, Emulator
 from tests.families.launches import GQA_PATHS, H200, record_launches
 from tests.kernels import SM_80
@@ -63,6 +61,8 @@ CASES = [
     given("e4m3 in software", seq_lens=(100,), kv="e4m3", kv_heads=1, head_dim=64),
     given("e4m3 in and out", seq_lens=(100,), head_dim=64, **_OUT),
     given("int8", seq_lens=(100,), kv="int8", output_scale=0.02, head_dim=64),
+    given("stacked", seq_lens=(70, 3), cache_layout="stacked", layout="HND", head_dim=64),
+    given("nvfp4 stacked", seq_lens=(70,), kv="nvfp4", cache_layout="stacked", head_dim=64),
     given("nvfp4", 1, True, seq_lens=(100, 30), kv="nvfp4", o_scale=0.5, head_dim=64),
 ]
 
@@ -88,12 +88,6 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         arch = H200 if given.has_cvt_e4m3 else SM_80
         record_launches(monkeypatch, paths=GQA_PATHS, arch=arch)
-        facts = DeviceFacts(
-            index=0, name="", major=8, minor=0, sm_count=given.sm_count, memory_bytes=0
-        )
-
-        def launch(kernel: LoadedKernel, blocks: int, _: bool, *values: float | bytes) -> None:
-            emulator.launch(kernel.spec, kernel.packing.pack(*values), blocks, seed)
 
         def run(inputs: GqaArgs, enable_pdl: bool, *_: object) -> tuple[torch.Tensor, ...]:
             request = check_problem(inputs)
@@ -101,9 +95,9 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
             call = gqa_sm80_launcher.make_sm80_launcher(inputs, on_gpu, 0)
             return gqa_call.GQA.launch(replace(call, problem=request), inputs, enable_pdl)
 
-        monkeypatch.setattr(gqa_plan, "device_facts", lambda _: facts)
-        for module in (calls, gqa_sm80_launcher):
-            monkeypatch.setattr(module, "launch", launch)
+        emulator.replace_launches(
+            monkeypatch, gqa_plan, calls, gqa_sm80_launcher, sm_count=given.sm_count, seed=seed
+        )
         monkeypatch.setattr(gqa_call.GQA, "run", run)
         workspace = torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
         return decode(problem, **not_written(problem, workspace) | changes)
@@ -115,7 +109,6 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
 def test_a_kernel_is_right_in_whatever_order_warps_come(given: Emulated, decoded: Decode) -> None:
     """Within the tolerance of float64, and no copy is read before its thread has waited for it."""
     problem = given.case.build("cpu")
-
     for seed in range(2):
         problem.check(*decoded(problem, given, seed))
 

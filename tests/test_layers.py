@@ -21,7 +21,7 @@ GROUND = {"errors", "fork_safety", "logs", "monitoring", "paths", "settings", "v
 DATA = GROUND | {"artifacts", "spec"}
 STAGES = {"codegen", "compiler", "cache", "runtime"}
 ENGINE = DATA | STAGES | {"engine", "jit", "recording"}
-API_MODULES = {"decode", "gqa", "mla", "xqa"}
+API_MODULES = {"cascade", "decode", "distributed", "gqa", "mla", "xqa"}
 CALL = {"families", "observe", "torch_ops"}
 LAYERS = {
     "errors": set[str](),
@@ -47,7 +47,9 @@ LAYERS = {
     "decode": ENGINE | CALL | {"gqa", "mla"},
     "gqa": ENGINE | CALL | {"mla"},
     "xqa": ENGINE | CALL | {"mla"},
+    "distributed": ENGINE | CALL | {"cascade", "mla"},  # decode, exchange and merge
     "ops": ENGINE | API_MODULES | CALL,
+    "integrations": API_MODULES | {"errors", "ops"},  # as a user's own code has them
     "mlagen": ENGINE | API_MODULES | CALL | {"ops", "prewarming"},
     "cache_tools": ENGINE | API_MODULES | CALL | {"models", "prewarming"},
 }
@@ -63,7 +65,8 @@ FENCES = {
     "rich": {"cache_tools"},
     "tomli": {"prewarming"},  # stands in for tomllib, which Python has from 3.11 on
     "tomllib": {"prewarming"},
-    "torch": {"ops", "runtime"} | API_MODULES | CALL,
+    "torch": {"integrations", "ops", "runtime"} | API_MODULES | CALL,
+    "transformers": {"integrations"},
 }
 # A cache hit digests the templates without importing Jinja. The demo and the benchmark create
 # tensors, and the benchmark uses optional packages.

@@ -15,7 +15,7 @@ _CACHES = (
 _TABLES = ("block_tables", "page_table", "k.block_table")
 _LENGTHS = (
     *("seq_lens", "kv_len", "k.cache_lengths", "mask.valid_lengths", "mask.a.valid_lengths"),
-    "mask.b.valid_lengths",
+    *("mask.b.valid_lengths", "causal_seqlens_kv_global"),
 )
 _OFFSETS = ("cum_seq_lens_q", "q_cu_seq_lens", "qo_indptr", "kv_indptr", "indptr")
 _PAGE_IDS = ("kv_indices", "indices")

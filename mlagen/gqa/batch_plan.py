@@ -126,7 +126,7 @@ class GraphBuffers:
         return self._layout, _mean_capacity(buffers, settings.page_size)
 
 
-def new_plan(
+def plan_of(
     given: PageMetadata,
     seq_lens: torch.Tensor | None,
     settings: DecodeSettings,

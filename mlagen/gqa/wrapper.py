@@ -18,7 +18,7 @@ from mlagen.families.common.arguments import (
 )
 from mlagen.families.gqa.args import LAYOUTS
 from mlagen.gqa.batch_op import call_planned
-from mlagen.gqa.batch_plan import DecodePlan, GraphBuffers, PageMetadata, new_plan
+from mlagen.gqa.batch_plan import DecodePlan, GraphBuffers, PageMetadata, plan_of
 from mlagen.gqa.batch_run import run_planned
 from mlagen.gqa.batch_settings import check_repeated, reject_unserved, settings_of
 from mlagen.observe.observed import observable
@@ -185,7 +185,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         """
         settings = settings_of(dict(locals()), self._kv_layout)
         given = PageMetadata(indptr=indptr, indices=indices, last_page_len=last_page_len)
-        self._plan = new_plan(given, seq_lens, settings, self._workspace.device, self._buffers)
+        self._plan = plan_of(given, seq_lens, settings, self._workspace.device, self._buffers)
 
     def run(
         self,

@@ -26,12 +26,6 @@ from tests.families.entry_points import (
 PACKAGE = Path(mlagen.__file__).parent
 
 
-@pytest.fixture(params=ROWS)
-def entry_point(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EntryPoint:
-    """Return an entry point with an empty call cache."""
-    return make_entry_point(monkeypatch, ROWS[request.param])
-
-
 def test_only_the_first_call_reads_the_signature(entry_point: EntryPoint) -> None:
     """The second call is replayed, with the launches of the first."""
     arguments = entry_point.row.build()

@@ -12,6 +12,8 @@ from tests.problems.mla import MlaCase
 from tests.problems.mla_cases import LONG_CASES
 from tests.test_batch_decode import TestBatchDecode
 from tests.test_batch_mla import TestBatchMla
+from tests.test_cascade import TestCascade
+from tests.test_dcp import TestDcp
 from tests.test_entry_points import TestEntryPoints
 from tests.test_flare import TestFlare
 from tests.test_float64 import TestFloat64
@@ -23,6 +25,8 @@ from tests.test_trtllm_gqa import TestTrtllmGqa
 __all__ = [
     "TestBatchDecode",
     "TestBatchMla",
+    "TestCascade",
+    "TestDcp",
     "TestEntryPoints",
     "TestFlare",
     "TestFloat64",

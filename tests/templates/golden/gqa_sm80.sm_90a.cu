@@ -1289,11 +1289,6 @@ __device__ inline float score_scale(const Params& params) {
                                    : scale;
 }
 
-// A score in base 2. Rounded, never fused: equal scores must have equal distances from the row max.
-__device__ inline float base2_score(float qk, float softmax_scale) {
-  return __fmul_rn(qk, softmax_scale);
-}
-
 // Rescale threshold (FA4 "conditional rescaling"): P is relative to a stale row max, which moves
 // only when a score exceeds it by this much (base-2 exponent). Warps then need no common max per
 // tile, O is rarely rescaled, and no element of P exceeds 2^8, which fp16 represents.
@@ -1314,16 +1309,28 @@ __device__ inline float quad_reduce_sum(float value) {
   return value + __shfl_xor_sync(~0u, value, 2);
 }
 
+// Score of grouped-query attention: from Q K^T to the base-2 logit of the softmax.
+
+struct GqaScore {
+  float scale;  // softmax scale times log2(e)
+
+  __device__ explicit GqaScore(const Params& params)
+      : scale(score_scale(params) * params.score_factor * kLog2E) {}
+
+  // `row_scale` is `scale`, times the inverse scale of a row of Q. Rounded, never fused: equal
+  // scores must have equal distances from the row max.
+  __device__ float of(float qk, float row_scale) const { return __fmul_rn(qk, row_scale); }
+};
+
 // Online softmax over the KV blocks of one warp.
 
 // Four lanes share a row. Row sums cover this lane's tokens only, of P as rounded for the PV GEMM.
 struct Softmax {
-  float scale;  // softmax scale times log2(e)
+  GqaScore score;
   float row_max[kRowGroups][2];  // base 2
   float row_sum[kRowGroups][2];
 
-  __device__ explicit Softmax(const Params& params)
-      : scale(score_scale(params) * params.score_factor * kLog2E) {
+  __device__ explicit Softmax(const Params& params) : score(params) {
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
@@ -1344,10 +1351,10 @@ struct Softmax {
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float score = base2_score(scores[m][n][e], scale);
+          const float base2 = score.of(scores[m][n][e], score.scale);
           const bool attends = !has_boundary || work.attends(params, fragment_row(m, e / 2),
                                                              first_token + fragment_col(n, e % 2));
-          scores[m][n][e] = attends ? score : -kInfinity;
+          scores[m][n][e] = attends ? base2 : -kInfinity;
         }
       }
     }
