@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import mlagen.xqa
+from mlagen.cascade import merge_state
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.dispatch import GQA
 from tests.problems.entry_points import (
@@ -88,6 +89,47 @@ class TestGqa:
 
         for run in (decode_gqa_with_lse, run_xqa_with_lse):
             problem.check(*run(problem))
+
+    @pytest.mark.parametrize("prefix", [0, 16, 48, 4096], ids=str)
+    def test_a_shared_prefix_by_two_calls(self, prefix: int, device: str) -> None:
+        """The merged states of prefix and rest are those of one call over all tokens."""
+        lens = (prefix + 33, prefix + 2, prefix + 16)
+        problem = GqaCase(seq_lens=lens, q_len=2, sink=3.0, kv_heads=1, head_dim=64).build(device)
+        shared = prefix // problem.case.page_size
+        for seq in range(1, len(lens)):  # their own pages of the prefix are not read any more
+            problem.block_tables[seq, :shared] = problem.block_tables[0, :shared]
+            for own, first in zip(
+                (problem.contents[seq].keys, problem.contents[seq].values),
+                (problem.contents[0].keys, problem.contents[0].values),
+                strict=True,
+            ):
+                own[:prefix] = first[:prefix]
+        rows = (6, problem.case.heads)
+        of_prefix = decode_gqa_with_lse(
+            problem,
+            block_tables=problem.block_tables[:1, : max(1, shared)],
+            seq_lens=torch.tensor([prefix], dtype=torch.int32, device=device),
+            q_len_per_req=6,
+            causal=False,
+            sinks=None,
+        )
+        rest = decode_gqa_with_lse(
+            problem,
+            block_tables=problem.block_tables[:, shared:].contiguous(),
+            seq_lens=problem.seq_lens - prefix,
+        )
+
+        out, lse = merge_state(
+            of_prefix[0].view(*rows, 64),
+            of_prefix[1].view(rows),
+            rest[0].view(*rows, 64),
+            rest[1].view(rows),
+        )
+
+        expected = problem.expected()
+        rounding = 2.0**-7 * (rest[0].abs().max() + of_prefix[0].abs().max()).item()
+        assert torch.allclose(out.double().cpu(), expected.out, atol=rounding)
+        assert torch.allclose(lse.double().cpu(), expected.lse, atol=2.0**-6)
 
     def test_flat_lengths_and_sinks(self, device: str) -> None:
         """Lengths `[batch]` and sinks `[heads]` of xqa equal those of two dimensions."""
