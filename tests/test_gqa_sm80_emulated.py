@@ -57,7 +57,7 @@ CASES = [
         head_dim=64,
         **_MASKED,
     ),
-    given("not causal", 9, seq_lens=(300, 3), q_len=5, head_dim=64, causal=False, sink=2.0),
+    given("not causal", 9, seq_lens=(300, 3), q_len=9, head_dim=64, causal=False, sink=2.0),
     given("e4m3 in software", seq_lens=(100,), kv="e4m3", kv_heads=1, head_dim=64),
     given("e4m3 in and out", seq_lens=(100,), head_dim=64, **_OUT),
     given("int8", seq_lens=(100,), kv="int8", output_scale=0.02, head_dim=64),
@@ -116,7 +116,7 @@ def test_a_kernel_is_right_in_whatever_order_warps_come(given: Emulated, decoded
 @pytest.mark.parametrize("sm_count", [1, 16], ids=["whole", "split"])
 def test_an_lse_may_be_natural(sm_count: int, decoded: Decode) -> None:
     """The LSE of whole sequences and of splits is in the base of the call, sinks included."""
-    case = GqaCase(seq_lens=(300, 0), kv_heads=1, group=2, head_dim=64, sink=3.0)
+    case = GqaCase(seq_lens=(300, 0), kv_heads=1, group=8, head_dim=64, sink=3.0)
     problem = case.build("cpu")
 
     problem.check(
