@@ -93,7 +93,7 @@ def decode_planned(
     return result
 
 
-def graph_buffers(problem: GqaProblem, spare: int = 3) -> dict[str, torch.Tensor]:
+def graph_buffers(problem: GqaProblem, spare: int = 3) -> dict[str, Any]:
     """Return the buffers of a captured graph, with room for some more page ids."""
     given = plan_arguments(problem)
     sizes = {"indptr": 0, "indices": spare, "last_page_len": 0}
