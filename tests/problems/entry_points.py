@@ -89,9 +89,7 @@ def compute(problem: MlaProblem, **changes: Any) -> tuple[torch.Tensor, torch.Te
 
 def decode_gqa(problem: GqaProblem, **changes: Any) -> torch.Tensor:
     """Return the output of ``xqa_batch_decode_with_kv_cache``."""
-    out = mlagen.decode.xqa_batch_decode_with_kv_cache(**problem.arguments(**changes))
-    assert isinstance(out, torch.Tensor)
-    return out
+    return ENTRY_POINTS["xqa_batch"].run(problem, **changes)
 
 
 def decode_gqa_with_lse(problem: GqaProblem, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
