@@ -19,7 +19,7 @@ from mlagen.families.common.arguments import (
     require_tensor,
 )
 from mlagen.families.common.no_backward import wants_grad
-from mlagen.families.mla.args import LSE_FACTORS
+from mlagen.families.common.outputs import LSE_FACTORS
 from mlagen.families.states import (
     States,
     check_like,

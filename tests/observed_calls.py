@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mlagen.decode import BatchDecodeWithPagedKVCacheWrapper
 from mlagen.mla import BatchMLAPagedAttentionWrapper, flare_mla_decoding
 from mlagen.observe import observed
 from mlagen.settings import current_settings
@@ -27,8 +28,8 @@ def observe(monkeypatch: pytest.MonkeyPatch, **environ: str) -> None:
     observed.dumper.cache_clear()
     observed._warn_of_kind.cache_clear()
     for name in observed.METHODS:
-        method = getattr(BatchMLAPagedAttentionWrapper, name)
-        monkeypatch.setattr(BatchMLAPagedAttentionWrapper, name, observed.observed(method))
+        for wrapper in (BatchMLAPagedAttentionWrapper, BatchDecodeWithPagedKVCacheWrapper):
+            monkeypatch.setattr(wrapper, name, observed.observed(getattr(wrapper, name)))
     decode = observed.observed(flare_mla_decoding)
     monkeypatch.setattr(odd_calls, "flare_mla_decoding", decode)
 

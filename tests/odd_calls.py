@@ -10,6 +10,7 @@ import torch
 
 import mlagen
 from mlagen.mla import BatchMLAPagedAttentionWrapper, flare_mla_decoding, masks
+from tests.problems import batch_decode
 from tests.problems.batch_mla import batch_case, plan_arguments, run_arguments, wrapper_of
 from tests.problems.entry_points import ENTRY_POINTS
 from tests.problems.gqa import GqaCase
@@ -120,10 +121,24 @@ def _prewarm_models() -> Call:
     return lambda **given: mlagen.prewarm("sm_80", dry_run=True, **given), {**arguments, **words}
 
 
+def _plan_decode() -> Call:
+    problem = _GQA.build("cpu")
+    return _call(batch_decode.wrapper_of(problem).plan, **batch_decode.plan_arguments(problem))
+
+
+def _run_decode() -> Call:
+    problem = _GQA.build("cpu")
+    arguments = batch_decode.run_arguments(problem, return_lse=True)
+    return _call(batch_decode.wrapper_of(problem).run, **arguments)
+
+
 ENTRY_CALLS: dict[str, Callable[[], Call]] = {
     "trtllm": lambda: _decode("trtllm", _MLA, return_lse=True),
     "xqa_batch_mla": lambda: _decode("xqa_batch_mla", _MLA),
     "xqa_batch": lambda: _decode("xqa_batch", _GQA),
+    "trtllm_gqa": lambda: _decode("trtllm_gqa", _GQA, return_lse=True),
+    "plan_decode": _plan_decode,
+    "run_decode": _run_decode,
     "xqa": lambda: _decode("xqa", _GQA),
     "xqa_mla": lambda: _decode("xqa_mla", _XQA_MLA),
     "flare": _flare,

@@ -39,12 +39,28 @@ decode.xqa_batch_decode_with_kv_cache
 query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale=1.0 bmm2_scale=1.0
 window_left=-1 out=None sinks=None kv_layout='NHD' enable_pdl=None q_len_per_req=1 o_scale=1.0
 mask=None kv_cache_sf=None q_cu_seq_lens=None
+* lse=None return_lse=False return_lse_base='base2' causal=True
+
+decode.trtllm_batch_decode_with_kv_cache
+query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale=1.0 bmm2_scale=1.0
+window_left=-1 out=None out_dtype=None o_sf_scale=None o_sf_vec_size=None sinks=None
+kv_layout='HND' enable_pdl=None backend='auto' q_len_per_req=1 o_scale=1.0 mask=None max_q_len=None
+cum_seq_lens_q=None skip_softmax_threshold_scale_factor=None kv_cache_sf=None
+uses_shared_paged_kv_idx=True lse=None return_lse=False bmm1_scale_log2=None
+multi_ctas_kv_counter_buffer=None enable_block_sparse_attention=False cp_world=1 cp_rank=0
+causal_seqlens_kv_global=None bf16q_fp8kv_transform_mode=None request_order=None
+request_order_plan=None
+
+decode.BatchDecodeWithPagedKVCacheWrapper.__init__
+self float_workspace_buffer kv_layout='NHD' use_cuda_graph=False use_tensor_cores=False
+paged_kv_indptr_buffer=None paged_kv_indices_buffer=None paged_kv_last_page_len_buffer=None
+backend='auto' jit_args=None
 
 xqa.xqa
 q k_cache v_cache page_table seq_lens output workspace_buffer semaphores num_kv_heads
 page_size sinks=None q_scale=1.0 kv_scale=1.0 sliding_win_size=0 kv_layout='NHD' sm_count=None
 enable_pdl=None rcp_out_scale=1.0 q_seq_len=1 mask=None
-* q_cu_seq_lens=None k_sf_cache=None v_sf_cache=None
+* q_cu_seq_lens=None k_sf_cache=None v_sf_cache=None lse=None lse_base='base2' causal=True
 
 xqa.xqa_mla
 q k_cache v_cache page_table seq_lens output workspace_buffer semaphores page_size

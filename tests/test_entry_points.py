@@ -75,22 +75,32 @@ class TestEntryPoints:
 
     @WHOLE_AND_SPLIT
     @pytest.mark.parametrize(
-        ("name", "base"),
-        [("trtllm", {"return_lse_base": "basee"}), ("wrapper", {"return_lse_base_on_e": True})],
+        ("name", "base", "facts"),
+        [
+            ("trtllm", {"return_lse_base": "basee"}, {"heads": 20}),
+            ("wrapper", {"return_lse_base_on_e": True}, {"heads": 20}),
+            ("xqa_batch", {"return_lse_base": "basee"}, {"kv_heads": 4, "group": 5}),
+            ("trtllm_gqa", {}, {"kv_heads": 4, "group": 5}),
+        ],
     )
     def test_caller_provided_lse(
-        self, name: str, base: dict[str, Any], lens: tuple[int, ...], device: str
+        self,
+        name: str,
+        base: dict[str, Any],
+        facts: dict[str, Any],
+        lens: tuple[int, ...],
+        device: str,
     ) -> None:
         """`lse` is written in place and returned, in the natural base on request."""
         entry = ENTRY_POINTS[name]
-        problem = entry.build(device, seq_lens=(*lens, 0), heads=20)
+        problem = entry.build(device, seq_lens=(*lens, 0), **facts)
         out, lse = entry.new_out(problem), torch.full((3, 20), math.nan, device=device)
 
         result = entry.call(problem, out=out, lse=lse, return_lse=True, **base)
 
         assert result[0] is out
         assert result[1] is lse
-        problem.check(out, lse, natural=True)
+        problem.check(out, lse, natural=bool(base))
 
     @pytest.mark.parametrize(
         ("name", "facts", "shape", "lse"),
@@ -103,8 +113,11 @@ class TestEntryPoints:
             ("planless", {"heads": 128}, (2, 128, 512), None),
             ("flare", {"q_lens": (1, 3), "heads": 5}, (4, 5, 512), None),
             ("xqa_batch", {}, (2, 8, 128), None),
-            ("xqa_batch", {"q_len": 2}, (2, 2, 8, 128), None),
-            ("xqa_batch", {"q_lens": (1, 3)}, (4, 8, 128), None),
+            ("xqa_batch", {}, (2, 8, 128), (2, 8)),
+            ("xqa_batch", {"q_len": 2}, (2, 2, 8, 128), (2, 2, 8)),
+            ("xqa_batch", {"q_lens": (1, 3)}, (4, 8, 128), (4, 8)),
+            ("trtllm_gqa", {"q_len": 2}, (4, 8, 128), (4, 8)),
+            ("trtllm_gqa", {"q_lens": (1, 3)}, (4, 8, 128), None),
         ],
     )
     def test_allocated_outputs(
@@ -115,7 +128,7 @@ class TestEntryPoints:
         lse: tuple[int, ...] | None,
         device: str,
     ) -> None:
-        """An allocated output is shaped like the query, and an LSE is flat over tokens."""
+        """An allocated output is shaped like the query; an LSE of MLA is flat over tokens."""
         entry = ENTRY_POINTS[name]
         problem = entry.build(device, seq_lens=(70, 3), **facts)
 

@@ -21,7 +21,7 @@ GROUND = {"errors", "fork_safety", "logs", "monitoring", "paths", "settings", "v
 DATA = GROUND | {"artifacts", "spec"}
 STAGES = {"codegen", "compiler", "cache", "runtime"}
 ENGINE = DATA | STAGES | {"engine", "jit", "recording"}
-API_MODULES = {"cascade", "decode", "distributed", "mla", "xqa"}
+API_MODULES = {"cascade", "decode", "distributed", "gqa", "mla", "xqa"}
 CALL = {"families", "observe", "torch_ops"}
 LAYERS = {
     "errors": set[str](),
@@ -43,7 +43,10 @@ LAYERS = {
     "models": {"errors", "paths", "settings", "spec", "values"},
     "prewarming": ENGINE | {"models"},
     **dict.fromkeys(API_MODULES, ENGINE | CALL),
-    "decode": ENGINE | CALL | {"mla"},  # FlashInfer has some names in both
+    # FlashInfer has some names in two modules.
+    "decode": ENGINE | CALL | {"gqa", "mla"},
+    "gqa": ENGINE | CALL | {"mla"},
+    "xqa": ENGINE | CALL | {"mla"},
     "distributed": ENGINE | CALL | {"cascade", "mla"},  # decode, exchange and merge
     "ops": ENGINE | API_MODULES | CALL,
     "integrations": API_MODULES | {"errors", "ops"},  # as a user's own code has them

@@ -17,7 +17,7 @@ import mlagen.ops
 from mlagen import UnsupportedError
 from mlagen.runtime.device import DeviceFacts
 from mlagen.torch_ops import library as op_library
-from tests.ops_cases import CALLS, MLA_SCALE, Tensors, gqa, mla, parts, planned
+from tests.ops_cases import CALLS, MLA_SCALE, Tensors, gqa, mla, parts, planned, planned_gqa
 
 
 def wrapped(call: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -96,6 +96,20 @@ class TestOps:
             fresh = planned(of)
             wrapper._plan = fresh._plan
         of.lengths[3] += 10
+
+    def test_a_planned_gqa_run_is_part_of_one_graph(self, of: Tensors) -> None:
+        """A run of batch decode compiles with an LSE, and into an output."""
+        wrapper, caches = planned_gqa(of), (of.keys, of.values)
+
+        def run(query: torch.Tensor, out: torch.Tensor) -> Any:
+            return wrapper.run(query, caches, out=out), *wrapper.run(query, caches, return_lse=True)
+
+        query, out = of.gqa_query, torch.empty_like(of.gqa_query)
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        expected = [part.clone() for part in run(query, torch.empty_like(out))]
+
+        assert all(map(torch.equal, compiled(query, out), expected))
+        assert torch.equal(out, expected[0])
 
     def test_a_growing_length_recompiles_once(self, of: Tensors) -> None:
         """max_seq_len is symbolic, so that decoding does not recompile at every step."""

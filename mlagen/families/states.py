@@ -16,7 +16,7 @@ from mlagen.families.common.arguments import (
     require_shape,
     require_tensor,
 )
-from mlagen.families.mla.args import LSE_FACTORS
+from mlagen.families.common.outputs import LSE_FACTORS
 from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.launch import launch
 from mlagen.spec.combine_states import LANE_DIMS, CombineStatesSpec, combine_states_spec

@@ -32,6 +32,7 @@ INDICES = (
     *("seq_lens", "block_tables", "page_table", "cum_seq_lens_q", "q_cu_seq_lens", "valid_length"),
     *("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "kv_len", "sparse_mla_top_k_lens"),
     *("k.block_table", "k.cache_lengths", "causal_seqlens_kv_global"),
+    *("indptr", "indices", "last_page_len"),
 )
 _MAX_VALUES = 4096
 _MAX_TEXT = 200

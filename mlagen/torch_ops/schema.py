@@ -94,6 +94,8 @@ def _type_of(annotation: str) -> str:
     optional = "?" if "None" in parts else ""
     if "list[" in annotation:
         return f"Tensor[]{optional}"
+    if "torch.dtype" in parts:
+        return f"ScalarType{optional}"
     if "torch.Tensor" in parts:
         return "scale" if "float" in parts else f"Tensor{optional}"
     for part, kind in _SINGLE.items():

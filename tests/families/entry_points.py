@@ -24,6 +24,7 @@ from mlagen.families.mla.dispatch import MLA
 from mlagen.mla import flare, flare_q
 from mlagen.settings import current_settings
 from tests.families.launches import GQA_PATHS, SM80_PATH, SM90_PATH, Launch, record_launches
+from tests.problems import batch_decode
 from tests.problems.batch_mla import batch_case, plan_arguments, run_arguments
 from tests.problems.entry_points import ENTRY_POINTS
 from tests.problems.gqa import GqaCase
@@ -140,6 +141,13 @@ def planned(**changes: Any) -> dict[str, Any]:
     return run_arguments(problem, out=out, wrapper=wrapper)
 
 
+def _planned_decode() -> dict[str, Any]:
+    problem = GQA_CASE.build("cpu")
+    wrapper = batch_decode.wrapper_of(problem, torch.zeros(1 << 20))
+    out = torch.zeros_like(problem.query)
+    return batch_decode.run_arguments(problem, out=out, wrapper=wrapper)
+
+
 def run_flare(**given: Any) -> object:
     """Call ``flare_mla_decoding`` with the fields of its cache as arguments."""
     parts = ("blocks", "block_table", "cache_lengths")
@@ -177,7 +185,11 @@ ROWS = {
     "xqa_mla": _row("xqa_mla", MLA, _XQA_TENSORS),
     "xqa": _row("xqa", GQA, f"{_XQA_TENSORS} sinks"),
     "xqa_batch": _row("xqa_batch", GQA, _GQA_TENSORS),
+    "trtllm_gqa": _row("trtllm_gqa", GQA, _GQA_TENSORS),
     "wrapper": Row(run_wrapper, MLA, planned, "q_nope q_pe ckv_cache kpe_cache out"),
+    "batch_decode": Row(
+        run_wrapper, GQA, _planned_decode, "q paged_kv_cache[0] paged_kv_cache[1] out sinks"
+    ),
     # It computes lengths from its arguments.
     "flare": Row(run_flare, MLA, _flare, _FLARE_TENSORS, max_files=7),
 }

@@ -10,6 +10,7 @@ from tests.problems.gqa import GqaCase
 from tests.problems.gqa_cases import LONG_CASES as LONG_GQA_CASES
 from tests.problems.mla import MlaCase
 from tests.problems.mla_cases import LONG_CASES
+from tests.test_batch_decode import TestBatchDecode
 from tests.test_batch_mla import TestBatchMla
 from tests.test_cascade import TestCascade
 from tests.test_dcp import TestDcp
@@ -19,8 +20,10 @@ from tests.test_float64 import TestFloat64
 from tests.test_gqa import TestGqa
 from tests.test_masked_tokens import TestMaskedTokens
 from tests.test_mla import TestMla
+from tests.test_trtllm_gqa import TestTrtllmGqa
 
 __all__ = [
+    "TestBatchDecode",
     "TestBatchMla",
     "TestCascade",
     "TestDcp",
@@ -30,6 +33,7 @@ __all__ = [
     "TestGqa",
     "TestMaskedTokens",
     "TestMla",
+    "TestTrtllmGqa",
 ]
 
 

@@ -38,7 +38,7 @@ def test_a_call_of_each_entry_point_is_one_line(name: str, log: Any) -> None:
     entry = line.partition("(")[0].rpartition(".")[2]
     known = {getattr(function, "__name__", ""), "flare_mla_decoding", "__init__"}
     assert entry in known
-    assert line.endswith(": CPU backend") is (name not in {"constructor", "plan"})
+    assert line.endswith(": CPU backend") is (name not in {"constructor", "plan", "plan_decode"})
 
 
 def test_a_line_has_the_metadata_of_each_argument(log: Any) -> None:
@@ -149,8 +149,11 @@ entry_points = [
     mlagen.mla.xqa_batch_decode_with_kv_cache_mla,
     mlagen.mla.flare_mla_decoding,
     mlagen.decode.xqa_batch_decode_with_kv_cache,
+    mlagen.decode.trtllm_batch_decode_with_kv_cache,
     mlagen.xqa.xqa,
     mlagen.xqa.xqa_mla,
+    mlagen.decode.BatchDecodeWithPagedKVCacheWrapper.plan,
+    mlagen.decode.BatchDecodeWithPagedKVCacheWrapper.run,
     mlagen.mla.BatchMLAPagedAttentionWrapper.plan,
     mlagen.mla.BatchMLAPagedAttentionWrapper.run,
 ]

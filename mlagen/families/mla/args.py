@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -16,9 +15,7 @@ from mlagen.families.common.arguments import (
 )
 from mlagen.families.common.call_key import KeyKinds, compile_key
 from mlagen.families.common.launchers import any_scale, rounded_up, value_signature
-
-# Factors that convert a base-2 LSE to the requested base.
-LSE_FACTORS = {"base2": 1.0, "basee": math.log(2)}
+from mlagen.families.common.outputs import LSE_FACTORS
 
 
 class MlaArgNames(NamedTuple):

@@ -16,8 +16,9 @@ from mlagen.families.common.launchers import (
     scale_of,
     scratch_offset,
 )
+from mlagen.families.common.outputs import LSE_FACTORS
 from mlagen.families.common.plan_sm80 import Sm80Plan
-from mlagen.families.mla.args import LSE_FACTORS, MlaArgs
+from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.problem import MlaProblem, check_pointers
 from mlagen.families.mla.select import plan_call
 from mlagen.runtime.launch import Launch, launch

@@ -14,7 +14,8 @@ from mlagen.errors import DriverError, UnsupportedError
 from mlagen.families.common.arguments import ALIGNMENT_BYTES
 from mlagen.families.common.choice_log import decline, log_declined
 from mlagen.families.common.launchers import scale_of, scratch_offset
-from mlagen.families.mla.args import LSE_FACTORS, MlaArgs
+from mlagen.families.common.outputs import LSE_FACTORS
+from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.plan_sm90 import MlaSm90Plan, fits_in_int32
 from mlagen.families.mla.problem import MlaProblem, check_pointers
 from mlagen.families.mla.select import plan_mla_sm90_call, schedule_id_of

@@ -131,6 +131,7 @@ def _attend(
         bmm1_scale=scaling,
         kv_layout="HND",
     )
+    assert isinstance(out, torch.Tensor)
     return out.view(batch, 1, heads, head_dim)
 
 

@@ -77,6 +77,7 @@ def paged_attention(
         q_len_per_req=max(2, int(kwargs["max_seqlen_q"])),  # ragged calls take 2 or more
         q_cu_seq_lens=kwargs["cu_seq_lens_q"].int(),
     )
+    assert isinstance(out, torch.Tensor)
     return out.unsqueeze(0), None
 
 

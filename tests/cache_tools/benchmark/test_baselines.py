@@ -139,6 +139,7 @@ class Fa3:
             window_left=left,
             q_len_per_req=q_len,
         )
+        assert isinstance(out, torch.Tensor)
         return (out,)
 
 

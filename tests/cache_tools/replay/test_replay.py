@@ -21,7 +21,7 @@ from mlagen.errors import ArgumentError
 from mlagen.observe.observed import observed
 from tests.cache_tools.conftest import Documented, Run, Start
 from tests.observed_calls import BUILDERS, built, observe
-from tests.problems.entry_points import xqa_arguments
+from tests.problems.entry_points import trtllm_gqa_arguments, xqa_arguments
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import KINDS, MlaCase, mla_case
 
@@ -98,11 +98,18 @@ def builders() -> dict[str, Callable[[], Call]]:
         problem = case.build("cpu")
         return function, xqa_arguments(problem) if function is xqa else problem.arguments()
 
+    trtllm = observed(mlagen.decode.trtllm_batch_decode_with_kv_cache)
+    calls["trtllm_gqa: HND"] = partial(_trtllm_call, trtllm)
     tuples = {name: case for name, case in GQA.items() if case.cache_layout == "tuple"}
     cases: dict[str, Any] = {"mla": (mla, MLA), "gqa": (gqa, GQA), "xqa": (xqa, tuples)}
     for label, (function, named) in cases.items():
         calls |= {f"{label}: {name}": partial(call, function, case) for name, case in named.items()}
     return calls
+
+
+def _trtllm_call(function: Callable[..., Any]) -> Call:
+    problem = GqaCase(name="", seq_lens=(37, 9), layout="HND", kv_heads=3).build("cpu")
+    return function, trtllm_gqa_arguments(problem)
 
 
 CALLS = builders()
@@ -118,7 +125,7 @@ def test_any_call_is_replayed(name: str, folder: Path, document: Documented) -> 
 
     found = document("replay", str(path), "--seed", "3", code=3)
 
-    has_result = name not in {"constructor", "plan"}
+    has_result = name not in {"constructor", "plan", "plan_decode"}
     assert found["served_by"] == (["CPU backend"] if has_result else [])
     assert (found["device"], found["contents"], found["seed"]) == ("cpu", "random", 3)
     assert found["is_right"] is None

@@ -164,6 +164,32 @@ ROWS: Rows = {
     "xqa HND": [
         ("num_kv_heads", {"num_kv_heads": 16, "page_size": 2}, ": expected 2 (of k_cache), got 16"),
     ],
+    "xqa_batch lse": [
+        ("mask", {"causal": False}, ": expected None with causal=False, got a mask"),
+        (
+            "window_left",
+            {"causal": False, "mask": None, "window_left": 5},
+            ": expected no window with causal=False, got 6",
+        ),
+        ("causal", "no", ": expected "),
+        ("return_lse", "no", ": expected "),
+        ("return_lse_base", "base10", ": expected one of base2, basee, got 'base10'"),
+        (
+            "lse",
+            {"return_lse": True, "lse": torch.zeros(2, 8)},
+            ".shape: expected [4, 8] or [2, 2, 8], got [2, 8]",
+        ),
+        (
+            "lse",
+            {"return_lse": True, "lse": torch.zeros(4, 8).half()},
+            ".dtype: expected torch.float32",
+        ),
+    ],
+    "xqa lse": [
+        ("mask", {"causal": False}, ": expected None with causal=False, got a mask"),
+        ("lse_base", "base10", ": expected one of base2, basee, got 'base10'"),
+        ("lse", torch.zeros(4, 7), ".shape: expected [4, 8] or [2, 1, 2, 8] or [2, 2, 8], got [4"),
+    ],
     "xqa nvfp4": [
         ("v_sf_cache", None, NOT_GIVEN),
         ("k_sf_cache", {"k_sf_cache": None, "v_sf_cache": None}, NOT_GIVEN),
