@@ -64,7 +64,8 @@ def timed(decode: Callable[..., Any], **arguments: Any) -> tuple[torch.Tensor, f
 if HAS_GPUS:
     torch.cuda.set_device(DEVICE)
 store = dist.HashStore() if WORLD == 1 else None  # type: ignore[attr-defined]
-dist.init_process_group("nccl" if HAS_GPUS else "gloo", store=store, rank=RANK, world_size=WORLD)
+options = {"backend": "nccl", "device_id": DEVICE} if HAS_GPUS else {"backend": "gloo"}
+dist.init_process_group(store=store, rank=RANK, world_size=WORLD, **options)
 failed = False
 for length in SEQ_LENS:
     torch.manual_seed(length)
