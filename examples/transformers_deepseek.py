@@ -19,7 +19,7 @@ from mlagen.integrations.transformers import explain, use_mla
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
-BATCH, PROMPT, NEW_TOKENS = (4, 1985, 64) if ON_GPU else (2, 59, 6)  # the last is not cached
+BATCH, PROMPT, NEW_TOKENS = (32, 1985, 64) if ON_GPU else (2, 59, 6)  # the last is not cached
 HIDDEN, LAYERS, HEADS = (2048, 8, 32) if ON_GPU else (512, 2, 8)
 TOLERANCE = 0.05  # of the standard deviation of the logits
 

@@ -19,7 +19,7 @@ from mlagen.integrations.transformers import explain, register
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
-BATCH, PROMPT, NEW_TOKENS = (8, 3841, 256) if ON_GPU else (2, 59, 6)  # the last is not cached
+BATCH, PROMPT, NEW_TOKENS = (64, 3841, 256) if ON_GPU else (2, 59, 6)  # the last is not cached
 HIDDEN, LAYERS = (2048, 8) if ON_GPU else (512, 2)
 TOLERANCE = 0.05  # of the standard deviation of the logits
 
