@@ -1,4 +1,5 @@
-// Row of the block table: where the page ids of a sequence start, and how many there are.
+// Tokens of a sequence in the KV cache: its row of the block table, and the causal mask of a rank
+// in decode context parallel (DCP).
 
 #pragma once
 
@@ -19,4 +20,17 @@ __device__ inline BlockTableRow block_table_row(const Params& params, int seq_id
   const int start = max(0, min(params.kv_indptr[seq_idx], params.max_pages));
   const int end = max(start, min(params.kv_indptr[seq_idx + 1], params.max_pages));
   return {start, end - start};
+}
+
+// End of this rank's tokens that query token `token` of a sequence attends to, at most `kv_len`:
+// its token k is token cp_world * k + cp_rank of the sequence. A template: without DCP, Params
+// lacks these parameters.
+template <typename DcpParams>
+__device__ inline int dcp_kv_end(const DcpParams& params, int seq_idx, int kv_len, int q_len,
+                                 int token) {
+  // No overflow: lengths below zero have no tokens, and `token` is less than `q_len`.
+  const int pos = max(params.causal_seqlens_kv_global[seq_idx], 0) - (q_len - token);
+  if (pos < params.cp_rank) return 0;
+  const u32 last = static_cast<u32>(pos - params.cp_rank) / static_cast<u32>(params.cp_world);
+  return static_cast<int>(min(last + 1, static_cast<u32>(kv_len)));
 }

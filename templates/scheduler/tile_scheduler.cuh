@@ -4,7 +4,7 @@
 #pragma once
 
 #include "combine/reduce_group.cuh"
-#include "common/dcp.cuh"
+#include "common/block_table.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
 #include "common/types.cuh"

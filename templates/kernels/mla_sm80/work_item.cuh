@@ -4,7 +4,6 @@
 #pragma once
 
 #include "common/block_table.cuh"
-#include "common/dcp.cuh"
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"
 #include "common/ragged_tiles.cuh"
