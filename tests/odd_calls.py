@@ -38,6 +38,12 @@ def _trtllm() -> Call:
     return _call(function, **_MLA.build("cpu").arguments(return_lse=True))
 
 
+def _trtllm_in_parts() -> Call:
+    function, arguments = _trtllm()
+    latent, rope = arguments["query"].split([512, 64], dim=-1)
+    return function, arguments | {"query": (latent, rope)}
+
+
 def _xqa_batch_mla() -> Call:
     function = mlagen.mla.xqa_batch_decode_with_kv_cache_mla
     return _call(function, **_MLA.build("cpu").arguments())
@@ -180,7 +186,17 @@ def _on_compile() -> Call:
 
 
 CALLS = (
-    *(_trtllm, _xqa_batch_mla, _xqa_batch, _xqa, _xqa_mla, _flare, _paged_flare, _masks),
+    *(
+        _trtllm,
+        _trtllm_in_parts,
+        _xqa_batch_mla,
+        _xqa_batch,
+        _xqa,
+        _xqa_mla,
+        _flare,
+        _paged_flare,
+        _masks,
+    ),
     *(_constructor, _plan, _run, _planless, _workspace, _workspace_of_gqa),
     *(_prewarm, _prewarm_families, _prewarm_models, _freeze, _on_compile),
 )

@@ -71,7 +71,7 @@ class Tensors:
 Call = Callable[[Tensors, torch.Tensor], Any]
 
 
-def mla(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
+def mla(of: Tensors, query: torch.Tensor | tuple[torch.Tensor, torch.Tensor], **others: Any) -> Any:
     """Call the entry point with TensorRT-LLM's signature."""
     call = {"bmm1_scale": MLA_SCALE, **others}
     return trtllm_batch_decode_with_kv_cache_mla(
@@ -139,6 +139,7 @@ def _planless(of: Tensors, query: torch.Tensor) -> Any:
 
 CALLS: dict[str, Call] = {
     "trtllm": mla,
+    "trtllm, in parts": lambda of, q: mla(of, parts(q)),
     "trtllm, lse": lambda of, q: mla(of, q, return_lse=True, return_lse_base="basee"),
     "trtllm, scale in a tensor, sinks in a list": lambda of, q: mla(
         of, q, bmm1_scale=of.scale, sinks=[of.sinks]

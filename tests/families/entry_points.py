@@ -127,6 +127,13 @@ def _trtllm() -> dict[str, Any]:
     return MLA_CASE.build("cpu").arguments(out=out, workspace_buffer=torch.zeros(1 << 20))
 
 
+def _trtllm_pair() -> dict[str, Any]:
+    given = _trtllm()
+    query = given["query"]
+    parts = (query[..., :512].contiguous(), query[..., 512:].contiguous())
+    return given | {"query": parts}
+
+
 def _xqa_batch_mla() -> dict[str, Any]:
     names = signature(mlagen.mla.xqa_batch_decode_with_kv_cache_mla).parameters
     return {name: value for name, value in _trtllm().items() if name in names}
@@ -181,12 +188,16 @@ def _flare() -> dict[str, Any]:
 
 
 _MLA_TENSORS = "query kv_cache workspace_buffer block_tables seq_lens out"
+_MLA_PAIR_TENSORS = f"query[0] query[1] {_MLA_TENSORS.partition(' ')[2]}"
 _XQA_TENSORS = "q k_cache v_cache page_table seq_lens output workspace_buffer semaphores"
 _GQA_TENSORS = "query kv_cache[0] kv_cache[1] workspace_buffer block_tables seq_lens out sinks"
 _FLARE_TENSORS = "q blocks block_table cache_lengths valid_length output"
 _XQA_BATCH_MLA = mlagen.mla.xqa_batch_decode_with_kv_cache_mla
 ROWS = {
     "trtllm": Row(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla, MLA, _trtllm, _MLA_TENSORS),
+    "trtllm in parts": Row(
+        mlagen.mla.trtllm_batch_decode_with_kv_cache_mla, MLA, _trtllm_pair, _MLA_PAIR_TENSORS
+    ),
     "xqa_batch_mla": Row(_XQA_BATCH_MLA, MLA, _xqa_batch_mla, _MLA_TENSORS),
     "xqa_mla": Row(mlagen.xqa.xqa_mla, MLA, _xqa_mla, _XQA_TENSORS),
     "xqa": Row(mlagen.xqa.xqa, GQA, _xqa, f"{_XQA_TENSORS} sinks"),

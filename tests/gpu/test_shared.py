@@ -17,6 +17,7 @@ from tests.test_float64 import TestFloat64
 from tests.test_gqa import TestGqa
 from tests.test_masked_tokens import TestMaskedTokens
 from tests.test_mla import TestMla
+from tests.test_mla_parts import TestMlaParts
 
 __all__ = [
     "TestBatchMla",
@@ -26,6 +27,7 @@ __all__ = [
     "TestGqa",
     "TestMaskedTokens",
     "TestMla",
+    "TestMlaParts",
 ]
 
 
