@@ -31,6 +31,7 @@ SHOWN = (
     "mlagen/families/workspace.py",
     "mlagen/decode.py",
     "mlagen/jit.py",
+    "mlagen/mla/batch_contract.py",
     "mlagen/mla/flare.py",
     "mlagen/mla/flare_kv.py",
     "mlagen/mla/masks.py",

@@ -9,7 +9,12 @@ from typing import Any
 import torch
 
 import mlagen
-from mlagen.mla import BatchMLAPagedAttentionWrapper, flare_mla_decoding, masks
+from mlagen.mla import (
+    BatchMLAPagedAttentionWrapper,
+    MLAPlanMetadata,
+    flare_mla_decoding,
+    masks,
+)
 from tests.problems.batch_mla import batch_case, plan_arguments, run_arguments, wrapper_of
 from tests.problems.entry_points import xqa_arguments, xqa_mla_arguments
 from tests.problems.gqa import GqaCase
@@ -114,6 +119,23 @@ def _plan() -> Call:
     return _call(wrapper_of(problem).plan, **plan_arguments(problem))
 
 
+def _dense_plan() -> Call:
+    problem = _PLANNED.build("cpu")
+    given = plan_arguments(problem)
+    indptr = (given.pop("qo_indptr"), given.pop("kv_indptr"))
+    tables = given.pop("kv_indices").view(2, -1)
+    metadata = MLAPlanMetadata.dense(indptr[0], tables, given.pop("kv_len_arr"))
+    return _call(wrapper_of(problem).plan, metadata=metadata, **given)
+
+
+def _packed_run() -> Call:
+    problem = _PLANNED.build("cpu")
+    wrapper = wrapper_of(problem, use_sinks=True)
+    query = torch.zeros(3, 2, 576, dtype=torch.bfloat16)
+    cache = torch.zeros(9, 8, 576, dtype=torch.bfloat16)
+    return _call(wrapper.run, query=query, kv_cache=cache, sinks=torch.zeros(2))
+
+
 def _run() -> Call:
     problem = _PLANNED.build("cpu")
     return _call(wrapper_of(problem).run, **run_arguments(problem, return_lse=True))
@@ -197,6 +219,15 @@ CALLS = (
         _paged_flare,
         _masks,
     ),
-    *(_constructor, _plan, _run, _planless, _workspace, _workspace_of_gqa),
+    *(
+        _constructor,
+        _plan,
+        _dense_plan,
+        _run,
+        _packed_run,
+        _planless,
+        _workspace,
+        _workspace_of_gqa,
+    ),
     *(_prewarm, _prewarm_families, _prewarm_models, _freeze, _on_compile),
 )

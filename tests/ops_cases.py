@@ -15,6 +15,7 @@ from mlagen.mla import (
     CausalPaddingMask,
     ChunkedMask,
     MaterializedMask,
+    MLAPlanMetadata,
     OrMask,
     SlidingWindowCausalMask,
     flare_mla_decoding,
@@ -122,6 +123,29 @@ def planned(of: Tensors) -> BatchMLAPagedAttentionWrapper:
     ends = torch.arange(BATCH + 1, dtype=torch.int32)
     sizes = (HEADS, 512, 64, 64, True, MLA_SCALE, torch.bfloat16, torch.bfloat16)
     wrapper.plan(ends, ends * 4, of.table.flatten(), of.lengths.cpu(), *sizes)
+    return wrapper
+
+
+def declared(of: Tensors) -> BatchMLAPagedAttentionWrapper:
+    """Return a wrapper whose plan of block tables declares all that a run may ask for."""
+    wrapper = BatchMLAPagedAttentionWrapper(of.workspace)
+    ends = torch.arange(BATCH + 1, dtype=torch.int32)
+    wrapper.plan(
+        metadata=MLAPlanMetadata.dense(ends, of.table.cpu(), of.lengths.cpu()),
+        num_heads=HEADS,
+        head_dim_ckv=512,
+        head_dim_kpe=64,
+        page_size=64,
+        causal=True,
+        sm_scale=1.0,
+        q_data_type=torch.bfloat16,
+        kv_data_type=torch.bfloat16,
+        lse_mode="base2",
+        output_dtype=torch.float8_e4m3fn,
+        output_scale="per-tensor",
+        scale_mode="bmm-scalar",
+        use_sinks=True,
+    )
     return wrapper
 
 

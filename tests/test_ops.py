@@ -17,7 +17,7 @@ import mlagen.ops
 from mlagen import UnsupportedError
 from mlagen.runtime.device import DeviceFacts
 from mlagen.torch_ops import library as op_library
-from tests.ops_cases import CALLS, MLA_SCALE, Tensors, gqa, mla, parts, planned
+from tests.ops_cases import CALLS, MLA_SCALE, Tensors, declared, gqa, mla, parts, planned
 
 
 def wrapped(call: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -97,6 +97,23 @@ class TestOps:
             wrapper._plan = fresh._plan
         of.lengths[3] += 10
 
+    def test_a_run_that_its_plan_declares_is_part_of_one_graph(self, of: Tensors) -> None:
+        """One tensor for query and cache, sinks, factors and an FP8 output compile as they run."""
+        out = torch.zeros(4, 16, 512, device=of.device).to(torch.float8_e4m3fn)
+        wrapper = declared(of)
+
+        def run(query: torch.Tensor, out: torch.Tensor) -> Any:
+            factors = {"bmm1_scale": MLA_SCALE, "bmm2_scale": 2.0, "o_scale": 0.01}
+            tensors: Any = {"query": query[:, 0], "kv_cache": of.cache, "sinks": of.sinks}
+            return wrapper.run(**tensors, **factors, out=out, return_lse=True)
+
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        expected = [part.float() for part in run(of.query, out)]
+        got = compiled(of.query, out.clone())
+
+        assert all(map(torch.equal, (part.float() for part in got), expected))
+        assert expected[0].any()
+
     def test_a_growing_length_recompiles_once(self, of: Tensors) -> None:
         """max_seq_len is symbolic, so that decoding does not recompile at every step."""
         compiles = 0
@@ -139,6 +156,25 @@ class TestOps:
 
         assert "mlagen.trtllm_batch_decode_with_kv_cache_mla" in graph.code
         assert torch.equal(graph(*inputs), layer(*inputs))
+
+    def test_fake_tensors_of_a_planned_run_give_fake_outputs(self, of: Tensors) -> None:
+        """A run under FakeTensorMode gives shapes and dtypes, for one tensor and for parts."""
+        wrapper, usual = declared(of), planned(of)
+        factors: Any = {"bmm1_scale": 1.0, "bmm2_scale": 2.0, "o_scale": 0.5, "sinks": of.sinks}
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            query, cache = mode.from_tensor(of.query), mode.from_tensor(of.cache)
+            target = torch.empty(4, 16, 512, dtype=torch.float8_e4m3fn, device=of.device)
+            pair: Any = wrapper.run(
+                query=query[:, 0], kv_cache=cache, out=target, return_lse=True, **factors
+            )
+            out = usual.run(query=parts(query[:, 0]), kv_cache=parts(cache))
+            joined = mla(of, parts(query))
+
+        assert pair[0] is target
+        assert (pair[1].shape, pair[1].dtype) == ((4, 16), torch.float32)
+        assert isinstance(out, torch.Tensor)
+        assert (out.shape, out.dtype) == ((4, 16, 512), torch.bfloat16)
+        assert joined.shape == (4, 1, 16, 512)
 
     def test_fake_tensors_give_fake_outputs(self, of: Tensors) -> None:
         """Under FakeTensorMode a call gives shape and dtype without a launch."""

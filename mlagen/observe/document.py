@@ -33,6 +33,8 @@ INDICES = (
     *("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "kv_len", "sparse_mla_top_k_lens"),
     *("k.block_table", "k.cache_lengths"),
 )
+# Before the names of tensors of a plan's metadata object.
+OBJECT = "metadata."
 _MAX_VALUES = 4096
 _MAX_TEXT = 200
 
@@ -129,7 +131,7 @@ class _Encoder:
         if tensor.numel() and not tensor.untyped_storage().nbytes():
             entry["is_freed"] = True
             return {"tensor": entry}
-        is_index = name in INDICES and tensor.dtype in INDEX_DTYPES
+        is_index = name.removeprefix(OBJECT) in INDICES and tensor.dtype in INDEX_DTYPES
         if is_index and tensor.device.type == "cpu" and tensor.numel() <= _MAX_VALUES:
             entry["values"] = tensor.detach().view(torch.int32).flatten().tolist()
         if name not in SCRATCH:

@@ -26,14 +26,13 @@ from mlagen.families.mla.dispatch import MLA
 from mlagen.mla import flare, flare_q
 from mlagen.settings import current_settings
 from tests.families.launches import GQA_PATHS, SM80_PATH, SM90_PATH, Launch, record_launches
-from tests.problems.batch_mla import batch_case, plan_arguments, run_arguments
+from tests.families.planned_runs import planned, planned_packed, run_wrapper
 from tests.problems.entry_points import xqa_arguments, xqa_mla_arguments
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase
 
 MLA_CASE = MlaCase(seq_lens=(70, 3), heads=16)
 GQA_CASE = GqaCase(seq_lens=(70, 3), sink=3.0, window=50, page_size=16)
-PLANNED_CASE = batch_case(((1, 70), (1, 3)), page_size=64, heads=16)
 
 # Stand for an output that a call allocates, and for lengths that it computes.
 _OUT = torch.zeros(1 << 12, 16)
@@ -153,20 +152,6 @@ def _xqa_batch() -> dict[str, Any]:
     return problem.arguments(out=out, workspace_buffer=torch.zeros(1 << 20))
 
 
-def run_wrapper(**arguments: Any) -> object:
-    """Run a wrapper that is one of the arguments."""
-    return arguments.pop("wrapper").run(**arguments)
-
-
-def planned(**changes: Any) -> dict[str, Any]:
-    """Return the arguments of :func:`run_wrapper`, with some arguments of the plan changed."""
-    problem = PLANNED_CASE.build("cpu")
-    wrapper = mlagen.mla.BatchMLAPagedAttentionWrapper(torch.zeros(1 << 20))
-    wrapper.plan(**plan_arguments(problem, **changes))
-    out = torch.zeros(2, 16, 512, dtype=torch.bfloat16)
-    return run_arguments(problem, out=out, wrapper=wrapper)
-
-
 def run_flare(**given: Any) -> object:
     """Call ``flare_mla_decoding`` with the fields of its cache as arguments."""
     parts = ("blocks", "block_table", "cache_lengths")
@@ -203,6 +188,8 @@ ROWS = {
     "xqa": Row(mlagen.xqa.xqa, GQA, _xqa, f"{_XQA_TENSORS} sinks"),
     "xqa_batch": Row(mlagen.decode.xqa_batch_decode_with_kv_cache, GQA, _xqa_batch, _GQA_TENSORS),
     "wrapper": Row(run_wrapper, MLA, planned, "q_nope q_pe ckv_cache kpe_cache out"),
+    # One tensor stands for two parts, which its guard compares.
+    "wrapper packed": Row(run_wrapper, MLA, planned_packed, "query kv_cache sinks out", 6),
     # It computes lengths from its arguments.
     "flare": Row(run_flare, MLA, _flare, _FLARE_TENSORS, max_files=7),
 }

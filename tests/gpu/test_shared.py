@@ -11,6 +11,7 @@ from tests.problems.gqa_cases import LONG_CASES as LONG_GQA_CASES
 from tests.problems.mla import MlaCase
 from tests.problems.mla_cases import LONG_CASES
 from tests.test_batch_mla import TestBatchMla
+from tests.test_batch_mla_plans import TestBatchMlaPlans
 from tests.test_entry_points import TestEntryPoints
 from tests.test_flare import TestFlare
 from tests.test_float64 import TestFloat64
@@ -21,6 +22,7 @@ from tests.test_mla_parts import TestMlaParts
 
 __all__ = [
     "TestBatchMla",
+    "TestBatchMlaPlans",
     "TestEntryPoints",
     "TestFlare",
     "TestFloat64",
