@@ -5,7 +5,8 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check cpu gpu oldest newest mutants coverage docs compile_commands.json clean
+.PHONY: help demo test check cpu gpu oldest newest test-vllm test-sglang mutants coverage docs \
+	compile_commands.json clean
 
 export PYTHON ?= python3
 export HAS_GPU := $(firstword $(wildcard /proc/driver/nvidia /dev/nvidiactl))
@@ -20,7 +21,7 @@ cpu_tests = "$$python" -m pytest -m "not gpu" \
 	  $(call with,pytest_timeout,--timeout=120) $(call with,xdist,-n auto --dist worksteal)
 
 help: ## list the jobs
-	@sed -n 's/^\([a-z_.]*\):.*## /make \1\t/p' Makefile | expand -t 28
+	@sed -n 's/^\([a-z_.-]*\):.*## /make \1\t/p' Makefile | expand -t 28
 
 demo: ## one decode from first call to cached kernel, on the GPU if there is one
 	@$(call setup); "$$python" -m cache_tools demo
@@ -50,6 +51,12 @@ oldest: ## the CPU tests with the oldest dependencies that pyproject.toml allows
 newest: ## the CPU tests with the newest dependencies that pip finds
 	@set -eu; python=$$(.ci/versions newest); $(cpu_tests)
 
+test-vllm: ## the tests of the vLLM plugin over vLLM 0.33.0, in .envs/vllm
+	@set -eu; python=$$(.ci/server vllm); "$$python" -m pytest tests/integrations/vllm
+
+test-sglang: ## the tests of the SGLang plugin over SGLang 0.5.23, in .envs/sglang
+	@set -eu; python=$$(.ci/server sglang); "$$python" -m pytest tests/integrations/sglang
+
 # A worker or a command that a test starts is measured too.
 coverage: ## line and branch coverage of each module, none below tests/coverage.tsv
 	@$(call setup,dev); "$$python" -m coverage erase; \
@@ -67,5 +74,5 @@ compile_commands.json: ## the input of clangd for templates/, rendered into buil
 	@$(call setup,test); "$$python" -m tests.templates.compile_commands
 
 clean: ## remove .venv and the files of tools; cached kernels stay
-	rm -rf .venv .venv-oldest .venv-newest build dist *.egg-info compile_commands.json .cache .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-newest .envs build dist *.egg-info compile_commands.json .cache .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

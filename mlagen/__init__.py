@@ -22,7 +22,7 @@ from mlagen.errors import (
 )
 
 if TYPE_CHECKING:
-    from mlagen import decode, mla, ops, xqa
+    from mlagen import cascade, decode, distributed, mla, ops, xqa
     from mlagen.families.workspace import workspace_bytes
     from mlagen.jit import freeze, on_compile
     from mlagen.mla.flare import PagedKVCache
@@ -41,7 +41,9 @@ __all__ = [
     "ToolchainError",
     "UnsupportedError",
     "__version__",
+    "cascade",
     "decode",
+    "distributed",
     "freeze",
     "metrics",
     "mla",
@@ -54,7 +56,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_API_MODULES = ("decode", "mla", "ops", "xqa")
+_API_MODULES = ("cascade", "decode", "distributed", "mla", "ops", "xqa")
 _MODULES = {
     "PagedKVCache": "mlagen.mla.flare",
     "metrics": "mlagen.monitoring",

@@ -11,6 +11,8 @@ from mlagen.families.common.arguments import canonical_sinks, is_pdl_enabled
 from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.gqa.args import GqaArgs, pair_of, positive_factor, window_of
 from mlagen.families.gqa.dispatch import GQA
+from mlagen.gqa.trtllm import trtllm_batch_decode_with_kv_cache
+from mlagen.gqa.wrapper import BatchDecodeWithPagedKVCacheWrapper
 from mlagen.mla.trtllm import trtllm_batch_decode_with_kv_cache_mla
 from mlagen.mla.xqa_decode import xqa_batch_decode_with_kv_cache_mla
 from mlagen.observe.observed import observable
@@ -19,26 +21,29 @@ from mlagen.torch_ops.replayable import replayable
 from mlagen.torch_ops.traced import traceable
 
 __all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
     "xqa_batch_decode_with_kv_cache",
     "xqa_batch_decode_with_kv_cache_mla",
 ]
 
 
-@traceable(gqa_outputs)
+@traceable(gqa_outputs, has_lse=True)
 @observable
 @replayable(
     GQA,
     KeyKinds(
         tensors="query workspace_buffer block_tables seq_lens",
         groups="kv_cache kv_cache_sf",
-        optional="out sinks mask q_cu_seq_lens",
-        outputs="out",
+        optional="out lse sinks mask q_cu_seq_lens",
+        outputs="out lse",
         scales="bmm1_scale bmm2_scale o_scale",
         length="max_seq_len",
         ints="window_left",
-        words="kv_layout enable_pdl q_len_per_req",
+        words="kv_layout enable_pdl q_len_per_req causal return_lse return_lse_base",
     ),
+    returns="outputs if len(outputs) > 1 else outputs[0]",
 )
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor,
@@ -62,14 +67,19 @@ def xqa_batch_decode_with_kv_cache(
     | list[torch.Tensor]
     | None = None,
     q_cu_seq_lens: torch.Tensor | None = None,
-) -> torch.Tensor:
+    *,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    return_lse_base: str = "base2",
+    causal: bool = True,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Decode one or more tokens of each request by grouped-query attention over a paged KV cache.
 
     The first call compiles the kernel, and later calls and processes load it from the on-disk
     cache. The last ``q_len`` of the ``seq_len`` tokens of a request are the query's own, the drafts
     (speculative tokens): query token ``i`` attends to every token before the drafts, and to the
-    drafts that ``mask`` allows. A fully masked row gives zeros. Tensors on the CPU use a slow
-    PyTorch backend with the same checks.
+    drafts that ``mask`` allows. A fully masked row gives zeros, and its sink as LSE, or minus
+    infinity without one. Tensors on the CPU use a slow PyTorch backend with the same checks.
 
     Parameters
     ----------
@@ -125,13 +135,24 @@ def xqa_batch_decode_with_kv_cache(
     q_cu_seq_lens : int32 or uint32 [batch + 1]
         Offsets of the requests' query tokens, for ragged queries; a request may have none. Results
         of query tokens that belong to no request are unspecified.
+    lse : fp32 [tokens, heads] or [batch, q_len_per_req, heads]
+        Written and returned if ``return_lse``; allocated if None, in the shape of the output
+        without ``head_dim``.
+    return_lse : bool
+        Whether to return ``(out, lse)``: the logarithm of the softmax denominator, including the
+        sink. The scales of the output do not affect it.
+    return_lse_base : str
+        ``base2`` or ``basee``: log2 or natural logarithm.
+    causal : bool
+        False: every query token attends to all ``seq_len`` tokens, whose number may be below
+        ``q_len``, as of a prefix that requests share. It excludes ``mask`` and a window.
 
     Returns
     -------
     torch.Tensor
-        ``out``; if allocated here, of the query's dtype, ``[batch, heads, head_dim]`` if
-        ``q_len_per_req`` is 1, ``[batch, q_len_per_req, heads, head_dim]`` if it is more, and
-        ``[tokens, heads, head_dim]`` with ``q_cu_seq_lens``.
+        ``out``, or ``(out, lse)``; ``out``, if allocated here, of the query's dtype,
+        ``[batch, heads, head_dim]`` if ``q_len_per_req`` is 1, ``[batch, q_len_per_req, heads,
+        head_dim]`` if it is more, and ``[tokens, heads, head_dim]`` with ``q_cu_seq_lens``.
 
     Raises
     ------
@@ -144,8 +165,8 @@ def xqa_batch_decode_with_kv_cache(
 
     Notes
     -----
-    Signature of ``flashinfer.decode.xqa_batch_decode_with_kv_cache``. Unlike there, both scales
-    mean the same for every dtype of the cache.
+    Signature of ``flashinfer.decode.xqa_batch_decode_with_kv_cache``, with an LSE. Unlike there,
+    both scales mean the same for every dtype of the cache.
     """
     keys, cached_values = pair_of(kv_cache, "kv_cache")
     scales = (None, None) if kv_cache_sf is None else pair_of(kv_cache_sf, "kv_cache_sf")
@@ -161,6 +182,10 @@ def xqa_batch_decode_with_kv_cache(
         kv_layout=kv_layout,
         window=window_of(window_left, "window_left"),
         out=out,
+        lse=lse,
+        return_lse=return_lse,
+        return_lse_base=return_lse_base,
+        is_causal=causal,
         bmm1_scale=bmm1_scale,
         bmm2_scale=bmm2_scale,
         out_16bit_factor=positive_factor(o_scale, "o_scale"),
@@ -171,4 +196,4 @@ def xqa_batch_decode_with_kv_cache(
         value_scales=scales[1],
     )
     outputs = GQA.dispatch(args, is_pdl_enabled(enable_pdl), out)
-    return outputs[0]
+    return (outputs[0], outputs[1]) if len(outputs) > 1 else outputs[0]

@@ -8,7 +8,7 @@ An op has the parameters of its entry point, without the workspace and the outpu
 float, or a tensor in ``..._tensor``, which overrides it; a pair of caches is a list. Each entry
 point has a functional op and an out variant, ``..._out``, that writes into ``out``, and into
 ``lse`` where there is one. Ops that can return an LSE always return two tensors; the second is
-empty without ``return_lse``.
+empty without ``return_lse``, and that of ``xqa`` is always computed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ NAMES = (
     mla.trtllm_batch_decode_with_kv_cache_mla.__name__,
     mla.xqa_batch_decode_with_kv_cache_mla.__name__,
     decode.xqa_batch_decode_with_kv_cache.__name__,
+    decode.trtllm_batch_decode_with_kv_cache.__name__,
     xqa.xqa.__name__,
     xqa.xqa_mla.__name__,
     mla.flare_mla_decoding.__name__,
     "batch_mla_run",
     "batch_mla_run_planless",
+    "batch_decode_run",
 )
 
 

@@ -13,21 +13,17 @@ from mlagen.families.common.arguments import (
 )
 from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.common.xqa_arguments import (
-    MLA_KV_LORA_RANK,
     check_caches,
-    check_mla_caches,
     check_output,
     check_scale_caches,
     check_unused,
-    flat_lengths,
     table_capacity,
 )
 from mlagen.families.gqa.args import LAYOUTS, GqaArgNames, GqaArgs, positive_factor, window_of
 from mlagen.families.gqa.dispatch import GQA
-from mlagen.families.mla.args import MlaArgNames, MlaArgs
-from mlagen.families.mla.dispatch import MLA
+from mlagen.mla.xqa_mla import xqa_mla
 from mlagen.observe.observed import observable
-from mlagen.torch_ops.outputs import unused_by_xqa, xqa_mla_outputs, xqa_outputs
+from mlagen.torch_ops.outputs import unused_by_xqa, xqa_outputs
 from mlagen.torch_ops.replayable import replayable
 from mlagen.torch_ops.traced import traceable
 
@@ -44,32 +40,24 @@ _XQA_NAMES = GqaArgNames(
     block_tables="page_table",
     q_len="q_seq_len",
     out="output",
-    bmm1_scale="q_scale",
-    bmm2_scale="kv_scale",
-)
-_XQA_MLA_NAMES = MlaArgNames(
-    query="q",
-    query_rope="q",
-    kv_cache="k_cache",
-    rope_cache="k_cache",
-    block_tables="page_table",
-    out="output",
+    return_lse_base="lse_base",
+    window="sliding_win_size",
     bmm1_scale="q_scale",
     bmm2_scale="kv_scale",
 )
 
 
-@traceable(xqa_outputs, constants=unused_by_xqa)
+@traceable(xqa_outputs, has_lse=True, constants=unused_by_xqa)
 @observable
 @replayable(
     GQA,
     KeyKinds(
         tensors="q k_cache v_cache workspace_buffer page_table seq_lens semaphores",
-        optional="output sinks mask q_cu_seq_lens k_sf_cache v_sf_cache",
-        outputs="output",
+        optional="output lse sinks mask q_cu_seq_lens k_sf_cache v_sf_cache",
+        outputs="output lse",
         scales="q_scale kv_scale rcp_out_scale",
         ints="num_kv_heads page_size sliding_win_size",
-        words="kv_layout sm_count enable_pdl q_seq_len",
+        words="kv_layout sm_count enable_pdl q_seq_len lse_base causal",
     ),
     returns="None",
 )
@@ -98,6 +86,9 @@ def xqa(
     q_cu_seq_lens: torch.Tensor | None = None,
     k_sf_cache: torch.Tensor | None = None,
     v_sf_cache: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    lse_base: str = "base2",
+    causal: bool = True,
 ) -> None:
     """Decode one or more tokens of each request by grouped-query attention, into ``output``.
 
@@ -149,6 +140,13 @@ def xqa(
         Offsets of the requests' query tokens, for ragged queries.
     k_sf_cache, v_sf_cache : e4m3 or uint8 [..., head_dim / 16]
         One scale for 16 elements of an NVFP4 cache, in the layout of the caches.
+    lse : fp32 [tokens, heads], or as q without head_dim
+        Written if given: the logarithm of the softmax denominator, including the sink. A fully
+        masked row has its sink, or minus infinity without one.
+    lse_base : str
+        ``base2`` or ``basee``: log2 or natural logarithm.
+    causal : bool
+        False: every query token attends to all ``seq_len`` tokens, without ``mask`` and a window.
 
     Raises
     ------
@@ -161,7 +159,7 @@ def xqa(
 
     Notes
     -----
-    Signature of ``flashinfer.xqa.xqa``.
+    Signature of ``flashinfer.xqa.xqa``, with an LSE.
     """
     page_size = require_whole_number(page_size, "page_size", min_value=1)
     kv_layout = require_choice(kv_layout, "kv_layout", LAYOUTS)
@@ -184,6 +182,10 @@ def xqa(
         kv_layout=kv_layout,
         window=window_of(sliding_win_size, "sliding_win_size", has_own=True),
         out=output,
+        lse=lse,
+        return_lse=lse is not None,
+        return_lse_base=lse_base,
+        is_causal=causal,
         bmm1_scale=q_scale,
         bmm2_scale=kv_scale,
         out_e4m3_factor=positive_factor(rcp_out_scale, "rcp_out_scale"),
@@ -197,103 +199,3 @@ def xqa(
         names=_XQA_NAMES,
     )
     GQA.dispatch(args, is_pdl_enabled(enable_pdl), output)
-
-
-@traceable(xqa_mla_outputs, constants=unused_by_xqa)
-@observable
-@replayable(
-    MLA,
-    KeyKinds(
-        tensors="q k_cache v_cache workspace_buffer page_table seq_lens semaphores",
-        optional="output",
-        outputs="output",
-        scales="q_scale kv_scale",
-        ints="page_size",
-        words="sm_count enable_pdl",
-    ),
-    returns="None",
-)
-def xqa_mla(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    output: torch.Tensor,
-    workspace_buffer: torch.Tensor,
-    semaphores: torch.Tensor,
-    page_size: int,
-    q_scale: float | torch.Tensor = 1.0,
-    kv_scale: float | torch.Tensor = 1.0,
-    sm_count: int | None = None,
-    enable_pdl: bool | None = None,
-) -> None:
-    """Decode one token of each request by multi-head latent attention, into ``output``.
-
-    The scores are ``q_scale * kv_scale * (Q K^T)``, without a factor of the head dimension, and the
-    output is ``kv_scale * (P V)``. A request without tokens gives zeros.
-
-    Parameters
-    ----------
-    q : e4m3, bf16 or fp16 [batch, 1, heads, 576]
-        Absorbed queries, the 512 latent elements first. 1 to 256 heads.
-    k_cache : as q, or e4m3 [pages, page_size, 1, 576], [pages, 1, page_size, 576], or without the 1
-        The paged latent cache, with any strides that are multiples of 16 bytes.
-    v_cache : as k_cache
-        The same memory, or separate memory of the same shape and strides; the first 512 elements of
-        a token are its value.
-    page_table : int32 or uint32 [batch, max_pages]
-        Page ids, for keys and values; entries from ``ceil(seq_len / page_size)`` on are never read.
-        The width affects the scheduling, not the result.
-    seq_lens : int32 or uint32 [batch, 1] or [batch]
-        Tokens in the cache, including the new one.
-    output : bf16 for an e4m3 query, else as q [batch, 1, heads, 512]
-        Written.
-    workspace_buffer : any dtype
-        Scratch of at least :func:`mlagen.workspace_bytes` bytes; a call uses its end. It needs no
-        initial value.
-    semaphores : uint32 or int32
-        Accepted for compatibility; ignored and unchanged, of any size and content.
-    page_size : int
-        As in the caches.
-    q_scale, kv_scale : float or fp32 tensor of one element
-        As above; natural domain.
-    sm_count : int
-        Ignored; the kernels use all SMs.
-    enable_pdl : bool
-        Whether to use programmatic dependent launch; None means yes where the GPU supports it.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument breaks a rule; no kernel is launched, and the outputs are unchanged.
-    UnsupportedError
-        If no kernel supports the dtypes or dimensions.
-    CaptureError
-        If the kernel is not loaded yet during CUDA graph capture.
-
-    Notes
-    -----
-    Signature of ``flashinfer.xqa.xqa_mla``.
-    """
-    page_size = require_whole_number(page_size, "page_size", min_value=1)
-    check_unused(q, semaphores, sm_count)
-    check_output(output)
-    is_separate = check_mla_caches(q, k_cache, v_cache, page_size=page_size)
-    args = MlaArgs(
-        query=q,
-        kv_cache=k_cache,
-        workspace_buffer=workspace_buffer,
-        kv_lora_rank=MLA_KV_LORA_RANK,
-        qk_rope_head_dim=64,
-        block_tables=page_table,
-        seq_lens=flat_lengths(seq_lens),
-        max_seq_len=table_capacity(page_table, page_size),
-        out=output,
-        bmm1_scale=q_scale,
-        bmm2_scale=kv_scale,
-        bmm2_scales_scores=True,
-        value_cache=v_cache if is_separate else None,
-        names=_XQA_MLA_NAMES,
-    )
-    MLA.dispatch(args, is_pdl_enabled(enable_pdl), output)

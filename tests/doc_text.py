@@ -83,18 +83,6 @@ def badly_broken_lines(text: str) -> list[str]:
     return bad
 
 
-def paragraphs(text: str) -> Iterator[str]:
-    """Yield paragraphs of prose as lines of Markdown, one sentence per line."""
-    for paragraph in text.strip().split("\n\n"):
-        yield from sentences(markdown(paragraph))
-        yield ""
-
-
-def markdown(text: str) -> str:
-    """Return reStructuredText of docstrings as Markdown: literals, and roles as literals."""
-    return re.sub(r"(?::\w+:)?(`{1,2})(.+?)\1", r"`\2`", text)
-
-
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield a Markdown table; its header is the keys of the rows."""
     yield f"| {' | '.join(rows[0])} |"

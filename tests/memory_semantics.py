@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import mlagen
 from mlagen import ArgumentError
-from mlagen.mla import BatchMLAPagedAttentionWrapper, CausalPaddingMask, flare_mla_decoding
-from mlagen.xqa import xqa, xqa_mla
-from tests.ops_cases import Tensors, gqa, mla, parts, planned
+from mlagen.mla import CausalPaddingMask
+from tests.ops_cases import Tensors, gqa, mla, parts, planless, planned
+from tests.problems.entry_points import ENTRY_POINTS
 
 
 class Holder(torch.Tensor):
@@ -54,142 +53,59 @@ KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _flare(of: Tensors, **other: Any) -> Any:
-    given = {"q": of.query, "blocks": of.cache, "table": of.table, "cached": of.lengths - 1}
-    given |= {"new": of.ones, "valid": of.lengths, "output": None} | other
-    paged = mlagen.PagedKVCache(given["blocks"], given["table"], given["cached"])
-    mask = CausalPaddingMask(given["valid"])
-    q, output = given["q"], given["output"]
-    return flare_mla_decoding(q, paged, mask, given["new"], scale=1.0, output=output)
-
-
-def _xqa(of: Tensors, **other: Any) -> None:
-    query = of.gqa_query.unsqueeze(1)
-    given = {"q": query, "k_cache": of.keys, "v_cache": of.values, "page_table": of.table}
-    given |= {"seq_lens": of.lengths, "output": torch.empty_like(query)}
-    given |= {"workspace_buffer": of.workspace, "semaphores": of.ones}
-    xqa(**given | other, num_kv_heads=2, page_size=16)
-
-
-def _xqa_mla(of: Tensors, **other: Any) -> None:
-    given = {"q": of.query, "k_cache": of.cache, "v_cache": of.cache, "page_table": of.table}
-    given |= {"seq_lens": of.lengths, "output": of.query[..., :512].contiguous()}
-    given |= {"workspace_buffer": of.workspace, "semaphores": of.ones}
-    xqa_mla(**given | other, page_size=64)
-
-
-def _planless(of: Tensors, **other: Any) -> Any:
-    names = ("q_nope", "q_pe", "ckv_cache", "kpe_cache")
-    given = dict(zip(names, (*parts(of.query[:, 0]), *parts(of.cache)), strict=True))
-    given |= {"kv_len": of.lengths, "page_table": of.table}
-    return BatchMLAPagedAttentionWrapper(of.workspace, backend="cutlass").run(**given | other)
-
-
-def _trtllm(of: Tensors, **other: Any) -> Any:
-    names = ("query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens")
-    tensors = (of.query, of.cache, of.workspace, of.table, of.lengths)
-    given = dict(zip(names, tensors, strict=True)) | other
-    return mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
-        **given, qk_nope_head_dim=128, kv_lora_rank=512, qk_rope_head_dim=64, max_seq_len=64
-    )
-
-
-def _plan(of: Tensors, **other: Any) -> None:
-    ends = torch.arange(5, dtype=torch.int32, device=of.device)
-    given = {"qo_indptr": ends, "kv_indptr": ends * 4, "kv_indices": of.table.flatten()}
-    given |= {"kv_len_arr": of.lengths} | other
-    sizes = (16, 512, 64, 64, True, 1.0, torch.bfloat16, torch.bfloat16)
-    call: tuple[Any, ...] = (*given.values(), *sizes)
-    BatchMLAPagedAttentionWrapper(of.workspace).plan(*call)
-
-
-# Each entry point, and its tensor arguments.
-ENTRIES: dict[str, tuple[Callable[..., Any], dict[str, Callable[[Tensors], torch.Tensor]]]] = {
-    "trtllm": (
-        _trtllm,
-        {
-            "query": lambda of: of.query,
-            "kv_cache": lambda of: of.cache,
-            "workspace_buffer": lambda of: of.workspace,
-            "block_tables": lambda of: of.table,
-            "seq_lens": lambda of: of.lengths,
-            "out": lambda of: of.query[..., :512].contiguous(),
-            "sinks": lambda of: of.sinks,
-            "bmm1_scale": lambda of: of.scale,
-            "bmm2_scale": lambda of: of.scale,
-        },
-    ),
-    "grouped queries": (
-        lambda of, query=None, **other: gqa(of, of.gqa_query if query is None else query, **other),
-        {
-            "query": lambda of: of.gqa_query,
-            "out": lambda of: of.gqa_query.clone(),
-            "sinks": lambda of: of.sinks,
-            "bmm1_scale": lambda of: of.scale,
-        },
-    ),
-    "xqa": (
-        _xqa,
-        {
-            "q": lambda of: of.gqa_query.unsqueeze(1),
-            "k_cache": lambda of: of.keys,
-            "v_cache": lambda of: of.values,
-            "page_table": lambda of: of.table,
-            "seq_lens": lambda of: of.lengths,
-            "output": lambda of: of.gqa_query.unsqueeze(1).clone(),
-            "workspace_buffer": lambda of: of.workspace,
-        },
-    ),
-    "xqa_mla": (
-        _xqa_mla,
-        {
-            "q": lambda of: of.query,
-            "k_cache": lambda of: of.cache,
-            "v_cache": lambda of: of.cache,
-            "page_table": lambda of: of.table,
-            "output": lambda of: of.query[..., :512].contiguous(),
-        },
-    ),
-    "wrapper": (
-        _planless,
-        {
-            "q_nope": lambda of: parts(of.query[:, 0])[0],
-            "kpe_cache": lambda of: parts(of.cache)[1],
-            "kv_len": lambda of: of.lengths,
-            "page_table": lambda of: of.table,
-            "out": lambda of: of.query[:, 0, :, :512].contiguous(),
-        },
-    ),
-    "plan": (
-        _plan,
-        {
-            "qo_indptr": lambda of: torch.arange(5, dtype=torch.int32, device=of.device),
-            "kv_indices": lambda of: of.table.flatten(),
-            "kv_len_arr": lambda of: of.lengths,
-        },
-    ),
-    "flare": (
-        _flare,
-        {
-            "q": lambda of: of.query,
-            "blocks": lambda of: of.cache,
-            "table": lambda of: of.table,
-            "cached": lambda of: of.lengths - 1,
-            "new": lambda of: of.ones,
-            "valid": lambda of: of.lengths,
-            "output": lambda of: of.query[..., :512].contiguous(),
-        },
-    ),
+# Each entry point with its tensor arguments, by the name of its test.
+ENTRIES = {
+    "trtllm": "query kv_cache workspace_buffer block_tables seq_lens out sinks bmm1_scale "
+    "bmm2_scale",
+    "grouped queries": "query out sinks bmm1_scale",
+    "xqa": "q k_cache v_cache page_table seq_lens output workspace_buffer",
+    "xqa_mla": "q k_cache v_cache page_table output",
+    "wrapper": "q_nope kpe_cache kv_len page_table out",
+    "plan": "qo_indptr kv_indices kv_len_arr",
+    "flare": "q blocks table cached new valid output",
 }
-# Argument names of flare_mla_decoding.
-NAMES = {
-    "blocks": "k.blocks",
-    "table": "k.block_table",
-    "cached": "k.cache_lengths",
-    "new": "valid_length",
-    "valid": "mask.valid_lengths",
+PLACES = [(entry, argument) for entry, names in ENTRIES.items() for argument in names.split()]
+ADAPTERS = {"grouped queries": "xqa_batch", "wrapper": "planless", "plan": "wrapper"}
+# The arguments of flare_mla_decoding, and their names in messages.
+FLARE = {
+    "blocks": ("blocks", "k.blocks"),
+    "table": ("block_table", "k.block_table"),
+    "cached": ("cache_lengths", "k.cache_lengths"),
+    "new": ("valid_length", "valid_length"),
+    "valid": ("mask", "mask.valid_lengths"),
 }
-PLACES = [(entry, argument) for entry, (_, arguments) in ENTRIES.items() for argument in arguments]
+
+
+class ValidCall:
+    """A call of an entry point with all its tensors."""
+
+    def __init__(self, entry: str, device: str) -> None:
+        """Build the arguments of a small problem."""
+        adapter = ENTRY_POINTS[ADAPTERS.get(entry, entry)]
+        sinks: dict[str, Any] = {"trtllm": {"with_sinks": True}, "grouped queries": {"sink": 1.0}}
+        problem = adapter.build(device, seq_lens=(40, 7), **sinks.get(entry, {}))
+        given = adapter.arguments(problem)
+        if "out" in adapter.names:
+            given[adapter.names["out"]] = adapter.new_out(problem, 0.0)
+        scales = {name: torch.ones(1, device=device) for name in given if name.startswith("bmm")}
+        self.function = adapter.function
+        self.arguments = given | scales
+        self.lengths = problem.seq_lens
+
+    def tensor(self, argument: str) -> torch.Tensor:
+        """Return the valid tensor of an argument."""
+        name, _ = FLARE.get(argument, (argument, ""))
+        found = self.arguments.get("plan", {}).get(name, self.arguments.get(name))
+        return found if isinstance(found, torch.Tensor) else self.lengths
+
+    def __call__(self, argument: str, tensor: torch.Tensor) -> Any:
+        """Call with another tensor for an argument."""
+        name, _ = FLARE.get(argument, (argument, ""))
+        value: Any = CausalPaddingMask(tensor) if argument == "valid" else tensor
+        given = self.arguments | {name: value}
+        if "plan" in given:
+            given["plan"] = dict(given["plan"])  # which the adapter changes
+        return self.function(**given)
 
 
 class MemorySemantics:
@@ -203,39 +119,37 @@ class MemorySemantics:
         return Tensors(self.device)
 
     @pytest.mark.parametrize(("entry", "argument"), PLACES)
-    def test_a_tensor_without_memory_is_rejected_by_name(
-        self, of: Tensors, entry: str, argument: str
-    ) -> None:
+    def test_a_tensor_without_memory_is_rejected_by_name(self, entry: str, argument: str) -> None:
         """Each kind is rejected in one line for any argument, also after a valid call."""
-        call, arguments = ENTRIES[entry]
-        tensor = arguments[argument](of)
-        call(of, **{argument: tensor})
+        call = ValidCall(entry, self.device)
+        tensor = call.tensor(argument)
+        call(argument, tensor)
+        _, name = FLARE.get(argument, ("", argument))
         for kind, made in KINDS.items():
             with pytest.raises(ArgumentError) as caught:
-                call(of, **{argument: made(tensor)})
+                call(argument, made(tensor))
 
             message = str(caught.value)
-            assert message.startswith(f"{NAMES.get(argument, argument)}: expected a dense tensor")
+            assert message.startswith(f"{name}: expected a dense tensor")
             assert kind in message
             assert "\n" not in message
 
     @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
     @pytest.mark.parametrize("entry", ["trtllm", "xqa_mla", "flare", "wrapper"])
-    def test_unsupported_layouts_are_rejected_by_name(self, of: Tensors, entry: str) -> None:
+    def test_unsupported_layouts_are_rejected_by_name(self, entry: str) -> None:
         """Sparse, nested and batched tensors, without strides or an address, are rejected."""
-        call, arguments = ENTRIES[entry]
-        name = next(iter(arguments))
-        query = arguments[name](of)
-        call(of, **{name: query})
+        call, name = ValidCall(entry, self.device), ENTRIES[entry].split()[0]
+        query = call.tensor(name)
+        call(name, query)
         for kind, tensor in {
             "sparse": query.to_sparse(),
             "nested": torch.nested.nested_tensor(list(query)),
         }.items():
             with pytest.raises(ArgumentError, match=f"^{name}: expected .* got a {kind} tensor"):
-                call(of, **{name: tensor})
+                call(name, tensor)
 
         with pytest.raises(ArgumentError, match=f"^{name}: expected .* of vmap"):
-            torch.func.vmap(lambda one: call(of, **{name: one}))(query[None])
+            torch.func.vmap(lambda one: call(name, one))(query[None])
 
     def test_ordinary_subclasses_are_accepted(self, of: Tensors) -> None:
         """Parameters, buffers and subclasses with memory give the same results."""
@@ -262,7 +176,7 @@ class MemorySemantics:
             "mla": lambda: mla(of, of.query, out=wide),
             "gqa": lambda: gqa(of, of.gqa_query, out=grouped),
             "lse": lambda: mla(of, of.query, out=plain, lse=lse, return_lse=True),
-            "wrapper": lambda: _planless(of, out=wide[:, 0]),
+            "wrapper": lambda: planless(of, of.query, out=wide[:, 0]),
             "plan": lambda: _run_into(of, wide[:, 0]),
             "plan, gaps": lambda: _run_into(of, gaps),
         }

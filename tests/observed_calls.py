@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import pytest
 
+from mlagen.decode import BatchDecodeWithPagedKVCacheWrapper
 from mlagen.mla import BatchMLAPagedAttentionWrapper, flare_mla_decoding
 from mlagen.observe import observed
 from mlagen.settings import current_settings
 from tests import odd_calls
+from tests.odd_calls import ENTRY_CALLS as BUILDERS
 from tests.odd_calls import Call
 
-# All entry points on CPU tensors.
-BUILDERS: dict[str, Callable[[], Call]] = {
-    build.__name__.strip("_"): build
-    for build in odd_calls.CALLS[: odd_calls.CALLS.index(odd_calls._workspace)]
-}
+__all__ = ["BUILDERS", "built", "dumps_in", "observe"]
 
 
 def observe(monkeypatch: pytest.MonkeyPatch, **environ: str) -> None:
@@ -31,8 +28,8 @@ def observe(monkeypatch: pytest.MonkeyPatch, **environ: str) -> None:
     observed.dumper.cache_clear()
     observed._warn_of_kind.cache_clear()
     for name in observed.METHODS:
-        method = getattr(BatchMLAPagedAttentionWrapper, name)
-        monkeypatch.setattr(BatchMLAPagedAttentionWrapper, name, observed.observed(method))
+        for wrapper in (BatchMLAPagedAttentionWrapper, BatchDecodeWithPagedKVCacheWrapper):
+            monkeypatch.setattr(wrapper, name, observed.observed(getattr(wrapper, name)))
     decode = observed.observed(flare_mla_decoding)
     monkeypatch.setattr(odd_calls, "flare_mla_decoding", decode)
 

@@ -9,16 +9,13 @@ from typing import Any
 import torch
 
 import mlagen
-from mlagen.mla import (
-    BatchMLAPagedAttentionWrapper,
-    MLAPlanMetadata,
-    flare_mla_decoding,
-    masks,
-)
+from mlagen.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata, flare_mla_decoding, masks
+from tests.problems import batch_decode
 from tests.problems.batch_mla import batch_case, plan_arguments, run_arguments, wrapper_of
-from tests.problems.entry_points import xqa_arguments, xqa_mla_arguments
+from tests.problems.entry_points import ENTRY_POINTS
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase
+from tests.problems.problem import bf16
 
 Call = tuple[Callable[..., object], dict[str, Any]]
 
@@ -29,6 +26,7 @@ _PLANNED = batch_case(((1, 7), (2, 3)), page_size=8, heads=2)
 _TABLE = torch.zeros(2, 1, dtype=torch.int32)
 _COUNTS = torch.ones(2, dtype=torch.int32)
 _KERNEL = "combine(arch=sm_80, dtype=bf16, head_dim_vo=512)"
+_SIZES = {"batch": 2, "q_len": 1, "heads": 16, "max_seq_len": 100, "device": 0}
 
 
 def _call(function: Callable[..., object], **arguments: Any) -> Call:
@@ -38,64 +36,37 @@ def _call(function: Callable[..., object], **arguments: Any) -> Call:
     return function, usual | {name: arguments[name] for name in arguments if name in parameters}
 
 
-def _trtllm() -> Call:
-    function = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
-    return _call(function, **_MLA.build("cpu").arguments(return_lse=True))
+def _decode(name: str, case: MlaCase | GqaCase, **others: Any) -> Call:
+    entry = ENTRY_POINTS[name]
+    return _call(entry.function, **entry.arguments(case.build("cpu")), **others)
 
 
 def _trtllm_in_parts() -> Call:
-    function, arguments = _trtllm()
-    latent, rope = arguments["query"].split([512, 64], dim=-1)
-    return function, arguments | {"query": (latent, rope)}
-
-
-def _xqa_batch_mla() -> Call:
-    function = mlagen.mla.xqa_batch_decode_with_kv_cache_mla
-    return _call(function, **_MLA.build("cpu").arguments())
-
-
-def _xqa_batch() -> Call:
-    function = mlagen.decode.xqa_batch_decode_with_kv_cache
-    return _call(function, **_GQA.build("cpu").arguments())
-
-
-def _xqa() -> Call:
-    return _call(mlagen.xqa.xqa, **xqa_arguments(_GQA.build("cpu")))
-
-
-def _xqa_mla() -> Call:
-    return _call(mlagen.xqa.xqa_mla, **xqa_mla_arguments(_XQA_MLA.build("cpu")))
+    function, arguments = _decode("trtllm", _MLA, return_lse=True)
+    return function, arguments | {"query": tuple(arguments["query"].split([512, 64], dim=-1))}
 
 
 def _flare() -> Call:
-    return _call(
-        flare_mla_decoding,
-        q=torch.zeros(2, 1, 2, 576, dtype=torch.bfloat16),
-        k=torch.zeros(2, 3, 1, 576, dtype=torch.bfloat16),
-        mask=masks.CausalMask(),
-        valid_length=None,
-        scale=1.0,
-    )
+    tensors = {"q": bf16(2, 1, 2, 576), "k": bf16(2, 3, 1, 576), "valid_length": None}
+    return _call(flare_mla_decoding, **tensors, mask=masks.CausalMask(), scale=1.0)
 
 
 def _paged_flare() -> Call:
     def call(window: Any, start_pos: Any, **cache: Any) -> object:
         rows = masks.MaterializedMask(torch.zeros(2, 1, 4), start_pos)
         mask = masks.OrMask(masks.SlidingWindowCausalMask(window), rows)
-        q = torch.zeros(2, 1, 2, 576, dtype=torch.bfloat16)
+        q = bf16(2, 1, 2, 576)
         return flare_mla_decoding(q, mlagen.PagedKVCache(**cache), mask, _COUNTS, 1.0)
 
-    blocks = torch.zeros(1, 8, 576, dtype=torch.bfloat16)
-    cache = {"blocks": blocks, "block_table": _TABLE, "cache_lengths": _COUNTS, "scales": None}
-    return call, {"window": 1, "start_pos": None, **cache}
+    cache = {"blocks": bf16(1, 8, 576), "block_table": _TABLE, "cache_lengths": _COUNTS}
+    return call, {"window": 1, "start_pos": None, **cache, "scales": None}
 
 
 def _masks() -> Call:
     def call(**arguments: Any) -> object:
         masks.SlidingWindowNonCausalMask(arguments["window"])
         masks.ChunkedCausalMask(arguments["size"])
-        q = torch.zeros(2, 1, 2, 576, dtype=torch.bfloat16)
-        k = torch.zeros(2, 3, 1, 576, dtype=torch.bfloat16)
+        q, k = bf16(2, 1, 2, 576), bf16(2, 3, 1, 576)
         mask = masks.AndMask(arguments["a"], masks.CausalPaddingMask(arguments["valid_lengths"]))
         return flare_mla_decoding(q, k, mask, None, 1.0)
 
@@ -104,14 +75,9 @@ def _masks() -> Call:
 
 def _constructor() -> Call:
     names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
-    buffers = {name: torch.zeros(3, dtype=torch.int32) for name in names} | {"kv_len_arr": _COUNTS}
-    workspace = torch.empty(0)
-    return _call(
-        BatchMLAPagedAttentionWrapper,
-        float_workspace_buffer=workspace,
-        use_cuda_graph=True,
-        **buffers,
-    )
+    given: dict[str, Any] = {name: torch.zeros(3, dtype=torch.int32) for name in names}
+    given |= {"kv_len_arr": _COUNTS, "use_cuda_graph": True}
+    return _call(BatchMLAPagedAttentionWrapper, float_workspace_buffer=torch.empty(0), **given)
 
 
 def _plan() -> Call:
@@ -142,39 +108,17 @@ def _run() -> Call:
 
 
 def _planless() -> Call:
-    arguments = {
-        "q_nope": torch.zeros(2, 2, 512, dtype=torch.bfloat16),
-        "q_pe": torch.zeros(2, 2, 64, dtype=torch.bfloat16),
-        "ckv_cache": torch.zeros(1, 8, 512, dtype=torch.bfloat16),
-        "kpe_cache": torch.zeros(1, 8, 64, dtype=torch.bfloat16),
-        "out": torch.zeros(2, 2, 512).to(torch.float8_e4m3fn),
-        "kv_len": _COUNTS,
-        "page_table": _TABLE,
-        "o_scale": 1.0,
-        "return_lse": False,
-    }
-    return BatchMLAPagedAttentionWrapper(torch.empty(0), backend="cutlass").run, arguments
+    tensors = {"q_nope": bf16(2, 2, 512), "q_pe": bf16(2, 2, 64), "kv_len": _COUNTS}
+    tensors |= {"ckv_cache": bf16(1, 8, 512), "kpe_cache": bf16(1, 8, 64), "page_table": _TABLE}
+    out = {"out": torch.zeros(2, 2, 512).to(torch.float8_e4m3fn), "o_scale": 1.0}
+    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0), backend="cutlass")
+    return wrapper.run, {**tensors, **out, "return_lse": False}
 
 
-def _workspace() -> Call:
-    sizes = {"batch": 2, "q_len": 1, "heads": 16, "max_seq_len": 100}
-    return mlagen.workspace_bytes, {
-        **sizes,
-        "dtype": torch.bfloat16,
-        "kv_dtype": None,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "page_size": 64,
-        "sparse_mla_top_k": 0,
-        "window_left": -1,
-        "tokens": None,
-        "device": 0,
-    }
-
-
-def _workspace_of_gqa() -> Call:
-    function, arguments = _workspace()
-    return function, {**arguments, "kv_heads": 2, "head_dim": 128}
+def _workspace(**of_gqa: int) -> Call:
+    function, arguments = _call(mlagen.workspace_bytes, **_SIZES)
+    others = {} if of_gqa else dict.fromkeys(("kv_heads", "head_dim"))
+    return function, {name: arguments[name] for name in arguments if name not in others} | of_gqa
 
 
 def _prewarming(**given: Any) -> Call:
@@ -183,9 +127,9 @@ def _prewarming(**given: Any) -> Call:
 
 def _prewarm() -> Call:
     names = ("models", "tp", "families", "heads", "kv_heads", "q_len", "timeout_s", "on_event")
-    nothing = dict.fromkeys(names)
     flags = {"isolate": False, "fail_fast": False, "load": False}
-    return _prewarming(archs="sm_80", kernels=_KERNEL, jobs=1, **nothing, **flags)
+    kernel = {"archs": "sm_80", "kernels": _KERNEL, "jobs": 1}
+    return _prewarming(**kernel, **dict.fromkeys(names), **flags)
 
 
 def _prewarm_families() -> Call:
@@ -199,35 +143,43 @@ def _prewarm_models() -> Call:
     return lambda **given: mlagen.prewarm("sm_80", dry_run=True, **given), {**arguments, **words}
 
 
-def _freeze() -> Call:
-    return mlagen.freeze, {"mode": "on"}
+def _plan_decode() -> Call:
+    problem = _GQA.build("cpu")
+    return _call(batch_decode.wrapper_of(problem).plan, **batch_decode.plan_arguments(problem))
 
 
-def _on_compile() -> Call:
-    return lambda callback: mlagen.on_compile(callback)(), {"callback": print}
+def _run_decode() -> Call:
+    problem = _GQA.build("cpu")
+    arguments = batch_decode.run_arguments(problem, return_lse=True)
+    return _call(batch_decode.wrapper_of(problem).run, **arguments)
 
 
-CALLS = (
-    *(
-        _trtllm,
-        _trtllm_in_parts,
-        _xqa_batch_mla,
-        _xqa_batch,
-        _xqa,
-        _xqa_mla,
-        _flare,
-        _paged_flare,
-        _masks,
-    ),
-    *(
-        _constructor,
-        _plan,
-        _dense_plan,
-        _run,
-        _packed_run,
-        _planless,
-        _workspace,
-        _workspace_of_gqa,
-    ),
-    *(_prewarm, _prewarm_families, _prewarm_models, _freeze, _on_compile),
-)
+ENTRY_CALLS: dict[str, Callable[[], Call]] = {
+    "trtllm": lambda: _decode("trtllm", _MLA, return_lse=True),
+    "trtllm_in_parts": _trtllm_in_parts,
+    "xqa_batch_mla": lambda: _decode("xqa_batch_mla", _MLA),
+    "xqa_batch": lambda: _decode("xqa_batch", _GQA),
+    "trtllm_gqa": lambda: _decode("trtllm_gqa", _GQA, return_lse=True),
+    "plan_decode": _plan_decode,
+    "run_decode": _run_decode,
+    "xqa": lambda: _decode("xqa", _GQA),
+    "xqa_mla": lambda: _decode("xqa_mla", _XQA_MLA),
+    "flare": _flare,
+    "paged_flare": _paged_flare,
+    "masks": _masks,
+    "constructor": _constructor,
+    "plan": _plan,
+    "dense_plan": _dense_plan,
+    "run": _run,
+    "packed_run": _packed_run,
+    "planless": _planless,
+}
+CALLS = ENTRY_CALLS | {
+    "workspace": _workspace,
+    "workspace_of_gqa": lambda: _workspace(kv_heads=2, head_dim=128),
+    "prewarm": _prewarm,
+    "prewarm_families": _prewarm_families,
+    "prewarm_models": _prewarm_models,
+    "freeze": lambda: (mlagen.freeze, {"mode": "on"}),
+    "on_compile": lambda: (lambda callback: mlagen.on_compile(callback)(), {"callback": print}),
+}

@@ -9,7 +9,11 @@ from typing import Any
 import torch
 
 import mlagen
-from mlagen.decode import xqa_batch_decode_with_kv_cache
+from mlagen.decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    trtllm_batch_decode_with_kv_cache,
+    xqa_batch_decode_with_kv_cache,
+)
 from mlagen.mla import (
     BatchMLAPagedAttentionWrapper,
     CausalPaddingMask,
@@ -89,6 +93,14 @@ def gqa(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
     )
 
 
+def _trtllm_gqa(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
+    call = {"bmm1_scale": GQA_SCALE, "q_len_per_req": 2, "kv_layout": "NHD", **others}
+    caches = (of.keys, of.values)
+    return trtllm_batch_decode_with_kv_cache(
+        query, caches, of.workspace, of.table, of.lengths, 64, **call
+    )
+
+
 def _mla_of_xqa(of: Tensors, query: torch.Tensor) -> Any:
     return xqa_batch_decode_with_kv_cache_mla(
         query, of.cache, of.workspace, 128, 512, 64, of.table, of.lengths, 64, bmm1_scale=MLA_SCALE
@@ -149,16 +161,26 @@ def declared(of: Tensors) -> BatchMLAPagedAttentionWrapper:
     return wrapper
 
 
+def planned_gqa(of: Tensors) -> BatchDecodeWithPagedKVCacheWrapper:
+    """Return a wrapper with a plan of the GQA tensors."""
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(of.workspace)
+    ends = torch.arange(BATCH + 1, dtype=torch.int32)
+    tails = (of.lengths.cpu() - 1) % 16 + 1
+    wrapper.plan(ends * 4, of.table.flatten(), tails, HEADS, 2, 64, 16, q_data_type=torch.bfloat16)
+    return wrapper
+
+
 def parts(whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the latent part and the rope part."""
     latent, rope = torch.split(whole, [512, 64], dim=-1)
     return latent, rope
 
 
-def _planless(of: Tensors, query: torch.Tensor) -> Any:
+def planless(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
+    """Run a wrapper that plans nothing."""
     wrapper = BatchMLAPagedAttentionWrapper(of.workspace, backend="cutlass")
     tensors = (*parts(query[:, 0]), *parts(of.cache))
-    return wrapper.run(*tensors, kv_len=of.lengths, page_table=of.table)
+    return wrapper.run(*tensors, kv_len=of.lengths, page_table=of.table, **others)
 
 
 CALLS: dict[str, Call] = {
@@ -178,6 +200,15 @@ CALLS: dict[str, Call] = {
     "grouped queries, two tokens": lambda of, q: gqa(
         of, q.flatten().view(-1, 16, 64)[: 2 * BATCH], q_len_per_req=2
     ),
+    "grouped queries, lse": lambda of, q: gqa(
+        of, q.flatten().view(-1, 16, 64)[: 2 * BATCH], q_len_per_req=2, return_lse=True
+    ),
+    "trtllm_batch_decode_with_kv_cache": lambda of, q: _trtllm_gqa(
+        of, q.flatten().view(-1, 16, 64)[: 2 * BATCH], out_dtype=torch.bfloat16
+    ),
+    "trtllm_batch_decode_with_kv_cache, lse": lambda of, q: _trtllm_gqa(
+        of, q.flatten().view(-1, 16, 64)[: 2 * BATCH], sinks=[of.sinks], return_lse=True
+    ),
     "xqa": lambda of, q: _xqa(of, q[..., :64].reshape(BATCH, HEADS, 64)),
     "xqa_mla": _xqa_mla,
     "flare, window": lambda of, q: _flare(of, q, SlidingWindowCausalMask(9)),
@@ -188,5 +219,5 @@ CALLS: dict[str, Call] = {
     "flare, dense": lambda of, q: flare_mla_decoding(
         q, of.dense_keys, ChunkedMask(16), None, MLA_SCALE
     ),
-    "wrapper without a plan": _planless,
+    "wrapper without a plan": planless,
 }

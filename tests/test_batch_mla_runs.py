@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from mlagen.errors import ArgumentError, UnsupportedError
 from tests.problems.batch_mla import SINGLE, SOME, new_wrapper, run, run_arguments, wrapper_of
 from tests.problems.mla import KINDS, MlaProblem
-from tests.problems.problem import E4M3
+from tests.problems.problem import E4M3, bf16
 
 FP8 = replace(SOME, **KINDS["bf16 over e4m3 with two scales"])
 
@@ -30,11 +31,7 @@ def rejects(problem: MlaProblem, message: str, **changes: object) -> None:
 
 
 SHAPE = (6, 6, 512)
-
-
-def bf16(*shape: int) -> torch.Tensor:
-    """Return bf16 zeros."""
-    return torch.zeros(shape, dtype=torch.bfloat16)
+FP8_OUT = torch.zeros(4, 6, 512).to(E4M3)
 
 
 @pytest.mark.parametrize(
@@ -45,26 +42,17 @@ def bf16(*shape: int) -> torch.Tensor:
         ({"q_pe": torch.zeros(6, 6, 64)}, "q_pe.dtype: expected torch.bfloat16"),
         ({"ckv_cache": torch.zeros(9, 16, 512)}, "ckv_cache.dtype: expected torch.bfloat16"),
         ({"kpe_cache": torch.zeros(9, 16, 64)}, "kpe_cache.dtype: expected torch.bfloat16"),
-        (
-            {"q_nope": bf16(6, 7, 512)},
-            r"q_nope.shape\[1\]: expected 6 \(num_heads of plan\), got 7",
-        ),
+        ({"q_nope": bf16(6, 7, 512)}, "q_nope.shape[1]: expected 6 (num_heads of plan), got 7"),
         (
             {"ckv_cache": bf16(9, 32, 512)},
-            r"ckv_cache.shape\[1\]: expected 16 \(page_size of plan\), got 32",
+            "ckv_cache.shape[1]: expected 16 (page_size of plan), got 32",
         ),
-        (
-            {"q_nope": bf16(5, 6, 512)},
-            r"q_nope.shape\[0\]: expected 6 \(qo_indptr\[-1\]\) or more, got 5",
-        ),
-        (
-            {"q_pe": bf16(6, 6, 32)},
-            r"q_pe.shape\[2\]: expected 64 \(head_dim_kpe of plan\), got 32",
-        ),
-        ({"q_pe": bf16(5, 6, 64)}, r"q_pe.shape: expected \[6, 6, 64\], got \[5, 6, 64\]"),
-        ({"out": torch.zeros(6, 6, 256)}, r"Invalid shape of out: expected \[6, 6, 512\]"),
+        ({"q_nope": bf16(5, 6, 512)}, "q_nope.shape[0]: expected 6 (qo_indptr[-1]) or more, got 5"),
+        ({"q_pe": bf16(6, 6, 32)}, "q_pe.shape[2]: expected 64 (head_dim_kpe of plan), got 32"),
+        ({"q_pe": bf16(5, 6, 64)}, "q_pe.shape: expected [6, 6, 64], got [5, 6, 64]"),
+        ({"out": torch.zeros(6, 6, 256)}, "Invalid shape of out: expected [6, 6, 512]"),
         ({"out": torch.zeros(SHAPE)}, "Invalid dtype of out: expected torch.bfloat16"),
-        ({"lse": torch.zeros(6, 5)}, r"Invalid shape of lse: expected \[6, 6\]"),
+        ({"lse": torch.zeros(6, 5)}, "Invalid shape of lse: expected [6, 6]"),
         ({"lse": torch.zeros(6, 6).half()}, "Invalid dtype of lse: expected torch.float32"),
         ({"lse": torch.zeros(6, 6, device="meta")}, "Invalid device of lse: expected cpu"),
         ({"ckv_scale": 1.0}, "only valid when"),
@@ -75,7 +63,7 @@ def bf16(*shape: int) -> torch.Tensor:
 )
 def test_a_run_that_is_not_as_planned_is_rejected(changes: dict[str, Any], message: str) -> None:
     """The error names the difference from the plan, and nothing is written."""
-    rejects(SOME.build("cpu"), message, **changes)
+    rejects(SOME.build("cpu"), re.escape(message), **changes)
 
 
 @pytest.mark.parametrize(
@@ -94,14 +82,13 @@ def test_a_run_that_is_not_as_planned_is_rejected(changes: dict[str, Any], messa
             for name in ("ckv_scale", "kpe_scale")
             for value, shown in ((10**400, "an int of 1329 bits"), (1e39, r"1e\+39"))
         ),
-        ({"ckv_scale": None, "ckv_scale_arr": torch.ones(16, 4)}, "Invalid shape of ckv_scale_arr"),
-        (
-            {"ckv_scale": None, "ckv_scale_arr": torch.ones(16, 16, 4).half()},
-            "Invalid dtype of ckv_scale_arr",
-        ),
-        (
-            {"ckv_scale": None, "ckv_scale_arr": torch.ones(16, 16, 8)[..., ::2]},
-            "ckv_scale_arr must be contiguous",
+        *(
+            ({"ckv_scale": None, "ckv_scale_arr": array}, message)
+            for array, message in (
+                (torch.ones(16, 4), "Invalid shape of ckv_scale_arr"),
+                (torch.ones(16, 16, 4).half(), "Invalid dtype of ckv_scale_arr"),
+                (torch.ones(16, 16, 8)[..., ::2], "ckv_scale_arr must be contiguous"),
+            )
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) and len(value) == 1 else "",
@@ -150,14 +137,11 @@ def test_a_profiler_is_rejected() -> None:
         ({"kpe_scale": 1.0}, "kpe_scale does not support cutlass"),
         ({"o_scale": 1.0}, "out tensor must be provided when o_scale"),
         ({"o_scale": 1.0, "out": bf16(4, 6, 512)}, "out must be an FP8 tensor"),
-        (
-            {"o_scale": 0.0, "out": torch.zeros(4, 6, 512).to(E4M3)},
-            "o_scale must be a finite positive value",
-        ),
+        ({"o_scale": 0.0, "out": FP8_OUT}, "o_scale must be a finite positive value"),
         ({"o_scale": 1.0, "out": torch.zeros(4, 6, 256).to(E4M3)}, "Invalid shape of out"),
         (
-            {"o_scale": 10**400, "out": torch.zeros(4, 6, 512).to(E4M3)},
-            "o_scale must be .*: expected a number that float32 can hold, got an int of 1329 bits",
+            {"o_scale": 10**400, "out": FP8_OUT},
+            "o_scale must be .* float32 can hold, got an int of 1329 bits",
         ),
         ({"kpe_cache": None}, "kpe_cache: expected a torch.Tensor, got NoneType"),
         ({"kv_len": None}, "kv_len: expected a torch.Tensor, got NoneType"),

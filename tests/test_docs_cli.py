@@ -20,23 +20,6 @@ from tests.doc_text import table
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference"
 
-HEADER = """\
-# The `mlagen` command
-
-This page is the output of `--help`, and for most commands the fields of the `--json` document.
-`python3 -m cache_tools` runs the same command in a checkout without an installation.
-Exit codes and environment variables are on [their own page](environment.md).
-
-## Shell completion
-
-- bash, in `~/.bashrc`: `eval "$(_MLAGEN_COMPLETE=bash_source mlagen)"`
-- zsh, in `~/.zshrc`: `eval "$(_MLAGEN_COMPLETE=zsh_source mlagen)"`
-- fish, in `~/.config/fish/completions/mlagen.fish`: `_MLAGEN_COMPLETE=fish_source mlagen | source`
-
-Commands, options, models, targets, GPU names, families, kernel specs and keys are completed.
-A spec has brackets: type its quote first, as in `mlagen kernel show 'mla_sm90(`.
-"""
-
 
 def commands(
     command: click.Command = cli, name: str = "mlagen", parent: click.Context | None = None
@@ -52,9 +35,9 @@ def commands(
             yield from commands(child, f"{name} {subcommand}", context)
 
 
-def render_page() -> str:
-    """Return the page on the command."""
-    sections = [HEADER]
+def render_page(page: str) -> str:
+    """Return the page on the command: a head, and a section for each command."""
+    sections = [page.partition("## `mlagen`\n")[0].removesuffix("\n")]
     for name, command, context in commands():
         depth = "#" * (1 + len(name.split()))
         sections.append(f"{depth} `{name}`\n\n```text\n{command.get_help(context)}\n```\n")
@@ -62,19 +45,14 @@ def render_page() -> str:
     return "\n".join(sections)
 
 
-def document_section(fields: dict[str, dict[str, str]]) -> Iterator[str]:
-    """Yield the table of each object of a JSON document."""
-    yield "With `--json`, the fields of one document, in order:\n"
-    for part, names in fields.items():
-        rows = [{f"in {part}": f"`{name}`", "meaning": meaning} for name, meaning in names.items()]
-        yield "\n".join(table(rows))
+INTRODUCTION = "With `--json`, the fields of one document, in order:\n"
 
 
 def schema_sections(schemas: Mapping[str, Schema]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield each command with the tables of its document; equal parts are shown once."""
     shown: dict[str, tuple[str, object]] = {}
     for command, schema in schemas.items():
-        sections = ["With `--json`, the fields of one document, in order:\n"]
+        sections = [INTRODUCTION]
         again: dict[str, list[str]] = {}
         for part, fields in schema.items():
             first, known = shown.setdefault(part, (command, fields))
@@ -94,23 +72,27 @@ def schema_sections(schemas: Mapping[str, Schema]) -> Iterator[tuple[str, tuple[
 
 # Commands with the tables of their documents.
 DOCUMENTS = {
-    "mlagen bench": tuple(document_section(FIELDS)),
-    **dict(schema_sections(SCHEMAS)),
-    **dict(schema_sections(TRANSFER_SCHEMAS)),
-    **dict(schema_sections({"replay": REPLAY})),
+    command: sections
+    for schemas in (SCHEMAS, TRANSFER_SCHEMAS, {"replay": REPLAY})
+    for command, sections in schema_sections(schemas)
 }
+DOCUMENTS["mlagen bench"] = (
+    INTRODUCTION,
+    *(
+        "\n".join(table([{f"in {part}": f"`{name}`", "meaning": of[name]} for name in of]))
+        for part, of in FIELDS.items()
+    ),
+)
 
 
 def test_the_page_on_the_command_is_up_to_date() -> None:
     """docs/reference/cli.md is generated; MLAGEN_ACCEPT=1 renews it."""
     page = REFERENCE / "cli.md"
+    expected = render_page(page.read_text(encoding="utf-8"))
     if os.environ.get("MLAGEN_ACCEPT"):
-        page.write_text(render_page(), encoding="utf-8")
-
-    written = page.read_text(encoding="utf-8")
-
+        page.write_text(expected, encoding="utf-8")
     renew = "renew with: MLAGEN_ACCEPT=1 python3 -m pytest tests/test_docs_cli.py"
-    assert written == render_page(), renew
+    assert page.read_text(encoding="utf-8") == expected, renew
 
 
 @pytest.mark.parametrize(
@@ -119,11 +101,8 @@ def test_the_page_on_the_command_is_up_to_date() -> None:
 def test_every_command_and_option_has_help(name: str, command: click.Command) -> None:
     """Every option has a help text, and every command but a group has --json."""
     options = [option for option in command.params if isinstance(option, click.Option)]
-
-    silent = [option.name for option in options if not (option.help or option.hidden)]
-
     assert command.help, name
-    assert silent == []
+    assert [option.name for option in options if not (option.help or option.hidden)] == []
     assert isinstance(command, click.Group) or "--json" in {o for p in options for o in p.opts}
 
 
@@ -131,8 +110,6 @@ def test_every_variable_is_on_the_page() -> None:
     """docs/reference/environment.md has a row for each variable of the settings."""
     settings = (ROOT / "mlagen" / "settings.py").read_text(encoding="utf-8")
     page = (REFERENCE / "environment.md").read_text(encoding="utf-8")
-
     read = set(re.findall(r'"((?:MLAGEN|XDG)_[A-Z_]+|HOME)"', settings))
-
     assert len(read) >= 5
     assert {name for name in read if f"\n| `{name}` |" not in page} == set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -18,120 +18,89 @@ from tests.problems.entry_points import decode
 from tests.problems.mla import MlaCase
 from tests.problems.problem import E4M3
 
-_MLA = (
-    "query kv_cache workspace_buffer qk_nope_head_dim kv_lora_rank qk_rope_head_dim block_tables "
-    "seq_lens max_seq_len"
-)
-_XQA = "q k_cache v_cache page_table seq_lens output workspace_buffer semaphores"
-_WRAPPER = BatchMLAPagedAttentionWrapper
+# Each function with its parameters; those after the star are by keyword only.
+SIGNATURES = """
+mla.trtllm_batch_decode_with_kv_cache_mla
+query kv_cache workspace_buffer qk_nope_head_dim kv_lora_rank qk_rope_head_dim block_tables
+seq_lens max_seq_len
+sparse_mla_top_k=0 out=None bmm1_scale=1.0 bmm2_scale=1.0 sinks=None
+skip_softmax_threshold_scale_factor=None enable_pdl=None backend='auto' is_var_seq=True
+uses_shared_paged_kv_idx=True lse=None return_lse=False cute_dsl_impl='auto' kv_scale_format='auto'
+cum_seq_lens_q=None max_q_len=None multi_ctas_kv_counter_buffer=None sparse_mla_top_k_lens=None
+enable_dcp=False cp_world=1 cp_rank=0 causal_seqlens_kv_global=None use_fp16_softmax=None
+return_lse_base=None
 
-# Each function with its parameters by position, and by keyword only.
-SIGNATURES: list[tuple[Callable[..., object], str, str]] = [
-    (
-        mlagen.mla.trtllm_batch_decode_with_kv_cache_mla,
-        (
-            f"{_MLA} sparse_mla_top_k=0 out=None bmm1_scale=1.0 bmm2_scale=1.0 sinks=None "
-            "skip_softmax_threshold_scale_factor=None enable_pdl=None backend='auto' "
-            "is_var_seq=True "
-            "uses_shared_paged_kv_idx=True lse=None return_lse=False cute_dsl_impl='auto' "
-            "kv_scale_format='auto' cum_seq_lens_q=None max_q_len=None "
-            "multi_ctas_kv_counter_buffer=None sparse_mla_top_k_lens=None enable_dcp=False "
-            "cp_world=1 "
-            "cp_rank=0 causal_seqlens_kv_global=None use_fp16_softmax=None return_lse_base='base2'"
-        ),
-        "",
-    ),
-    (
-        mlagen.mla.xqa_batch_decode_with_kv_cache_mla,
-        f"{_MLA} out=None bmm1_scale=1.0 bmm2_scale=1.0 sinks=None enable_pdl=None",
-        "",
-    ),
-    (
-        mlagen.decode.xqa_batch_decode_with_kv_cache,
-        (
-            "query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale=1.0 "
-            "bmm2_scale=1.0 window_left=-1 out=None sinks=None kv_layout='NHD' enable_pdl=None "
-            "q_len_per_req=1 o_scale=1.0 mask=None kv_cache_sf=None q_cu_seq_lens=None"
-        ),
-        "",
-    ),
-    (
-        mlagen.xqa.xqa,
-        (
-            f"{_XQA} num_kv_heads page_size sinks=None q_scale=1.0 kv_scale=1.0 sliding_win_size=0 "
-            "kv_layout='NHD' sm_count=None enable_pdl=None rcp_out_scale=1.0 q_seq_len=1 mask=None"
-        ),
-        "q_cu_seq_lens=None k_sf_cache=None v_sf_cache=None",
-    ),
-    (
-        mlagen.xqa.xqa_mla,
-        f"{_XQA} page_size q_scale=1.0 kv_scale=1.0 sm_count=None enable_pdl=None",
-        "",
-    ),
-    (
-        _WRAPPER.__init__,
-        (
-            "self float_workspace_buffer use_cuda_graph=False qo_indptr=None kv_indptr=None "
-            "kv_indices=None kv_len_arr=None backend='auto'"
-        ),
-        "",
-    ),
-    (
-        _WRAPPER.plan,
-        (
-            "self qo_indptr=None kv_indptr=None kv_indices=None kv_len_arr=None num_heads=None "
-            "head_dim_ckv=None head_dim_kpe=None page_size=None causal=None sm_scale=None "
-            "q_data_type=None kv_data_type=None use_profiler=False"
-        ),
-        (
-            "metadata=None cum_seq_lens_q=None block_tables=None seq_lens=None max_q_len=None "
-            "query_layout=None kv_cache_layout=None lse_mode='none' output_dtype=None "
-            "output_scale='none' scale_mode='default' skip_softmax=False enable_pdl=None "
-            "use_sinks=False"
-        ),
-    ),
-    (
-        _WRAPPER.run,
-        (
-            "self q_nope=None q_pe=None ckv_cache=None kpe_cache=None out=None lse=None "
-            "return_lse=False "
-            "profiler_buffer=None kv_len=None page_table=None return_lse_base_on_e=False "
-            "o_scale=None"
-        ),
-        (
-            "query=None kv_cache=None ckv_scale=None ckv_scale_arr=None kpe_scale=None sinks=None "
-            "skip_softmax_threshold_scale_factor=None bmm1_scale=None bmm2_scale=None"
-        ),
-    ),
-    (  # Modular's
-        mlagen.mla.flare_mla_decoding,
-        "q k mask valid_length scale",
-        (
-            "output=None ragged=False num_partitions=None q_scale=None "
-            "per_token_scale_rope_aware=False kv_scales=None"
-        ),
-    ),
-]
+mla.xqa_batch_decode_with_kv_cache_mla
+query kv_cache workspace_buffer qk_nope_head_dim kv_lora_rank qk_rope_head_dim block_tables
+seq_lens max_seq_len
+out=None bmm1_scale=1.0 bmm2_scale=1.0 sinks=None enable_pdl=None
+
+decode.xqa_batch_decode_with_kv_cache
+query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale=1.0 bmm2_scale=1.0
+window_left=-1 out=None sinks=None kv_layout='NHD' enable_pdl=None q_len_per_req=1 o_scale=1.0
+mask=None kv_cache_sf=None q_cu_seq_lens=None
+* lse=None return_lse=False return_lse_base='base2' causal=True
+
+decode.trtllm_batch_decode_with_kv_cache
+query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale=1.0 bmm2_scale=1.0
+window_left=-1 out=None out_dtype=None o_sf_scale=None o_sf_vec_size=None sinks=None
+kv_layout='HND' enable_pdl=None backend='auto' q_len_per_req=1 o_scale=1.0 mask=None max_q_len=None
+cum_seq_lens_q=None skip_softmax_threshold_scale_factor=None kv_cache_sf=None
+uses_shared_paged_kv_idx=True lse=None return_lse=False bmm1_scale_log2=None
+multi_ctas_kv_counter_buffer=None enable_block_sparse_attention=False cp_world=1 cp_rank=0
+causal_seqlens_kv_global=None bf16q_fp8kv_transform_mode=None request_order=None
+request_order_plan=None
+
+decode.BatchDecodeWithPagedKVCacheWrapper.__init__
+self float_workspace_buffer kv_layout='NHD' use_cuda_graph=False use_tensor_cores=False
+paged_kv_indptr_buffer=None paged_kv_indices_buffer=None paged_kv_last_page_len_buffer=None
+backend='auto' jit_args=None
+
+xqa.xqa
+q k_cache v_cache page_table seq_lens output workspace_buffer semaphores num_kv_heads
+page_size sinks=None q_scale=1.0 kv_scale=1.0 sliding_win_size=0 kv_layout='NHD' sm_count=None
+enable_pdl=None rcp_out_scale=1.0 q_seq_len=1 mask=None
+* q_cu_seq_lens=None k_sf_cache=None v_sf_cache=None lse=None lse_base='base2' causal=True
+
+xqa.xqa_mla
+q k_cache v_cache page_table seq_lens output workspace_buffer semaphores page_size
+q_scale=1.0 kv_scale=1.0 sm_count=None enable_pdl=None
+
+mla.BatchMLAPagedAttentionWrapper.__init__
+self float_workspace_buffer use_cuda_graph=False qo_indptr=None kv_indptr=None kv_indices=None
+kv_len_arr=None backend='auto'
+
+mla.BatchMLAPagedAttentionWrapper.plan
+self qo_indptr=None kv_indptr=None kv_indices=None kv_len_arr=None num_heads=None head_dim_ckv=None
+head_dim_kpe=None page_size=None causal=None sm_scale=None q_data_type=None kv_data_type=None
+use_profiler=False
+* metadata=None cum_seq_lens_q=None block_tables=None seq_lens=None max_q_len=None query_layout=None
+kv_cache_layout=None lse_mode='none' output_dtype=None output_scale='none' scale_mode='default'
+skip_softmax=False enable_pdl=None use_sinks=False
+
+mla.BatchMLAPagedAttentionWrapper.run
+self q_nope=None q_pe=None ckv_cache=None kpe_cache=None out=None lse=None return_lse=False
+profiler_buffer=None kv_len=None page_table=None return_lse_base_on_e=False o_scale=None
+* query=None kv_cache=None ckv_scale=None ckv_scale_arr=None kpe_scale=None sinks=None
+skip_softmax_threshold_scale_factor=None bmm1_scale=None bmm2_scale=None
+
+mla.flare_mla_decoding
+q k mask valid_length scale
+* output=None ragged=False num_partitions=None q_scale=None per_token_scale_rope_aware=False
+kv_scales=None
+"""
 
 
-@pytest.mark.parametrize(
-    ("function", "positional", "keyword"), SIGNATURES, ids=lambda it: getattr(it, "__name__", "")
-)
-def test_the_signatures(function: Callable[..., object], positional: str, keyword: str) -> None:
+@pytest.mark.parametrize("wanted", SIGNATURES.split("\n\n"), ids=lambda text: text.split()[0])
+def test_the_signatures(wanted: str) -> None:
     """Names, order, kinds and defaults of the parameters are those of the library replaced."""
-    parameters = inspect.signature(function).parameters.values()
+    name, *parameters = wanted.split()
+    signature = inspect.signature(attrgetter(name)(mlagen))
+    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
 
-    def shown(kind: object) -> str:
-        return " ".join(
-            p.name if p.default is p.empty else f"{p.name}={p.default!r}"
-            for p in parameters
-            if p.kind is kind
-        )
+    shown = str(signature.replace(parameters=plain, return_annotation=signature.empty))
 
-    kinds = inspect.Parameter
-    assert {p.kind for p in parameters} <= {kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY}
-    assert shown(kinds.POSITIONAL_OR_KEYWORD) == positional
-    assert shown(kinds.KEYWORD_ONLY) == keyword
+    assert shown == f"({', '.join(parameters)})"
 
 
 class TestOnTheCpu(DropInSemantics):
@@ -142,6 +111,11 @@ class TestOnTheCpu(DropInSemantics):
 
 _DENSE = MlaCase(name="", seq_lens=(70, 3), q_len=2)
 _SPARSE = MlaCase(name="", seq_lens=(300, 300), q_len=2, kv_format="fp8_ds_mla", top_k=70)
+_FP32_SCALES = "scales of fp8_ds_mla are fp32 numbers"
+_OF_SPARSE = "fp8_ds_mla, with backend 'sparse'"
+_TABLE_SHAPE = "(batch, q_len, sparse_mla_top_k)"
+_COUNTERS = "multi_ctas_kv_counter_buffer"
+_SPARSE_CALL: dict[str, Any] = {"backend": "sparse"}
 _BF16 = MlaCase(name="", seq_lens=(300, 300), q_len=2, top_k=70)
 _LENS = torch.ones(4, dtype=torch.int32)
 
@@ -154,15 +128,11 @@ _LENS = torch.ones(4, dtype=torch.int32)
             {"seq_lens": None},
             "seq_lens: expected a torch.Tensor (required without sparse_mla_top_k), got None",
         ),
+        (_DENSE, {_COUNTERS: 1}, f"{_COUNTERS}: expected a torch.Tensor, got int"),
         (
             _DENSE,
-            {"multi_ctas_kv_counter_buffer": 1},
-            "multi_ctas_kv_counter_buffer: expected a torch.Tensor, got int",
-        ),
-        (
-            _DENSE,
-            {"multi_ctas_kv_counter_buffer": torch.empty(1, device="meta")},
-            "multi_ctas_kv_counter_buffer.device: expected cpu (of query), got meta",
+            {_COUNTERS: torch.empty(1, device="meta")},
+            f"{_COUNTERS}.device: expected cpu (of query), got meta",
         ),
         (
             _DENSE,
@@ -172,47 +142,36 @@ _LENS = torch.ones(4, dtype=torch.int32)
         (
             _DENSE,
             {"kv_scale_format": "UE8M0-G32"},
-            (
-                "kv_scale_format: expected another: scales of fp8_ds_mla are fp32 numbers, "
-                "got 'UE8M0-G32'"
-            ),
+            f"kv_scale_format: expected another: {_FP32_SCALES}, got 'UE8M0-G32'",
         ),
         (
             _DENSE,
             {"kv_scale_format": "e8m0"},
             "kv_scale_format: expected one of auto, pow2_fp32, arbitrary_fp32, got 'e8m0'",
         ),
-        (_DENSE, {"backend": "sparse"}, "sparse_mla_top_k: expected an int, 1 or more, got 0"),
+        (_DENSE, _SPARSE_CALL, "sparse_mla_top_k: expected an int, 1 or more, got 0"),
         (
             _BF16,
-            {"backend": "sparse"},
+            _SPARSE_CALL,
+            f"kv_cache.dtype: expected torch.uint8 ({_OF_SPARSE}), got torch.bfloat16",
+        ),
+        *(
             (
-                "kv_cache.dtype: expected torch.uint8 (fp8_ds_mla, with backend 'sparse'), "
-                "got torch.bfloat16"
-            ),
+                _SPARSE,
+                _SPARSE_CALL | {name: _LENS},
+                f"{name}: expected None with backend 'sparse', got a value",
+            )
+            for name in ("sparse_mla_top_k_lens", "cum_seq_lens_q")
         ),
         (
             _SPARSE,
-            {"backend": "sparse", "sparse_mla_top_k_lens": _LENS},
-            "sparse_mla_top_k_lens: expected None with backend 'sparse', got a value",
-        ),
-        (
-            _SPARSE,
-            {"backend": "sparse", "cum_seq_lens_q": _LENS},
-            "cum_seq_lens_q: expected None with backend 'sparse', got a value",
-        ),
-        (
-            _SPARSE,
-            {"backend": "sparse", "seq_lens": _LENS[:3]},
+            _SPARSE_CALL | {"seq_lens": _LENS[:3]},
             "seq_lens.shape: expected [2, 2] or [4] or [2] (batch, q_len), got [3]",
         ),
         (
             _SPARSE,
             {"seq_lens": None, "sparse_mla_top_k": 2**31 - 1},
-            (
-                "block_tables.shape: expected [2, 2, 2147483647] (batch, q_len, "
-                "sparse_mla_top_k), got [2, 2, 70]"
-            ),
+            f"block_tables.shape: expected [2, 2, 2147483647] {_TABLE_SHAPE}, got [2, 2, 70]",
         ),
         (
             _DENSE,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.problems.entry_points import ENTRY_POINTS, EntryPoint
-from tests.problems.problem import Problem
+from tests.problems.problem import ints
 from tests.sink_values import extreme_sinks
 
 WHOLE_AND_SPLIT = pytest.mark.parametrize("lens", [(70, 3), (5000, 3)], ids=["whole", "split"])
@@ -23,11 +23,6 @@ QUANTIZED = [{"kv": kv, "output_scale": 0.5} for kv in ("e4m3", "int8", "nvfp4")
 def over(*names: str) -> Callable[[Any], Any]:
     """Run a test over entry points."""
     return pytest.mark.parametrize("entry", [ENTRY_POINTS[name] for name in names], ids=names)
-
-
-def ints(problem: Problem, *values: int) -> torch.Tensor:
-    """Return int32 numbers beside a problem."""
-    return torch.tensor(values, dtype=torch.int32, device=problem.device)
 
 
 class TestEntryPoints:
@@ -80,22 +75,32 @@ class TestEntryPoints:
 
     @WHOLE_AND_SPLIT
     @pytest.mark.parametrize(
-        ("name", "base"),
-        [("trtllm", {"return_lse_base": "basee"}), ("wrapper", {"return_lse_base_on_e": True})],
+        ("name", "base", "facts"),
+        [
+            ("trtllm", {"return_lse_base": "basee"}, {"heads": 20}),
+            ("wrapper", {"return_lse_base_on_e": True}, {"heads": 20}),
+            ("xqa_batch", {"return_lse_base": "basee"}, {"kv_heads": 4, "group": 5}),
+            ("trtllm_gqa", {}, {"kv_heads": 4, "group": 5}),
+        ],
     )
     def test_caller_provided_lse(
-        self, name: str, base: dict[str, Any], lens: tuple[int, ...], device: str
+        self,
+        name: str,
+        base: dict[str, Any],
+        facts: dict[str, Any],
+        lens: tuple[int, ...],
+        device: str,
     ) -> None:
         """`lse` is written in place and returned, in the natural base on request."""
         entry = ENTRY_POINTS[name]
-        problem = entry.build(device, seq_lens=(*lens, 0), heads=20)
+        problem = entry.build(device, seq_lens=(*lens, 0), **facts)
         out, lse = entry.new_out(problem), torch.full((3, 20), math.nan, device=device)
 
         result = entry.call(problem, out=out, lse=lse, return_lse=True, **base)
 
         assert result[0] is out
         assert result[1] is lse
-        problem.check(out, lse, natural=True)
+        problem.check(out, lse, natural=bool(base))
 
     @pytest.mark.parametrize(
         ("name", "facts", "shape", "lse"),
@@ -108,8 +113,11 @@ class TestEntryPoints:
             ("planless", {"heads": 128}, (2, 128, 512), None),
             ("flare", {"q_lens": (1, 3), "heads": 5}, (4, 5, 512), None),
             ("xqa_batch", {}, (2, 8, 128), None),
-            ("xqa_batch", {"q_len": 2}, (2, 2, 8, 128), None),
-            ("xqa_batch", {"q_lens": (1, 3)}, (4, 8, 128), None),
+            ("xqa_batch", {}, (2, 8, 128), (2, 8)),
+            ("xqa_batch", {"q_len": 2}, (2, 2, 8, 128), (2, 2, 8)),
+            ("xqa_batch", {"q_lens": (1, 3)}, (4, 8, 128), (4, 8)),
+            ("trtllm_gqa", {"q_len": 2}, (4, 8, 128), (4, 8)),
+            ("trtllm_gqa", {"q_lens": (1, 3)}, (4, 8, 128), None),
         ],
     )
     def test_allocated_outputs(
@@ -120,7 +128,7 @@ class TestEntryPoints:
         lse: tuple[int, ...] | None,
         device: str,
     ) -> None:
-        """An allocated output is shaped like the query, and an LSE is flat over tokens."""
+        """An allocated output is shaped like the query; an LSE of MLA is flat over tokens."""
         entry = ENTRY_POINTS[name]
         problem = entry.build(device, seq_lens=(70, 3), **facts)
 
@@ -137,7 +145,7 @@ class TestEntryPoints:
         expected = entry.run(problem)
         tables = problem.block_tables.clone()
         for ids in ((-1, 2**31 - 1, -(2**31)), (len(problem.keys),) * 3):
-            tables[0, :3] = ints(problem, *ids)
+            tables[0, :3] = ints(*ids).to(device)
 
             out = entry.run(problem, block_tables=tables)
 
@@ -148,7 +156,7 @@ class TestEntryPoints:
         """A length beyond the block table is clamped to its capacity, a negative one is 0."""
         problem = entry.build(device, seq_lens=(128, 64, 0), spare_pages=0)
 
-        out = entry.run(problem, seq_lens=ints(problem, 1000, 64, -5))
+        out = entry.run(problem, seq_lens=ints(1000, 64, -5).to(device))
 
         problem.check(out)
 
@@ -174,7 +182,7 @@ class TestEntryPoints:
         problem = entry.build(device, seq_lens=(5, 100), q_lens=(2, 3), **facts)
         expected = entry.run(problem)
 
-        out = entry.run(problem, offsets=ints(problem, 0, 2, 900))
+        out = entry.run(problem, offsets=ints(0, 2, 900).to(device))
 
         assert torch.equal(out[:2], expected[:2])
 

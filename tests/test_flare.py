@@ -13,11 +13,7 @@ import torch
 from mlagen.families.common.plan_sm80 import MlaProblemShape, plan_mla_sm80
 from mlagen.mla import flare
 from mlagen.mla.flare import flare_mla_decoding
-from mlagen.mla.masks import (
-    CausalMask,
-    MaterializedMask,
-    OrMask,
-)
+from mlagen.mla.masks import CausalMask, MaterializedMask, OrMask
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from tests.kernels import SM_80, SM_90A, mla_sm80

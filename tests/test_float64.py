@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 
 from tests.problems.batch_mla import run_with_lse, wrapper_of
-from tests.problems.entry_points import ENTRY_POINTS, compute
+from tests.problems.entry_points import (
+    ENTRY_POINTS,
+    compute,
+    decode_gqa_with_lse,
+    run_xqa_with_lse,
+)
 from tests.problems.flare import FORMS, decode, flare_case
 from tests.problems.gqa import GqaCase
 from tests.problems.gqa_cases import CASES as GQA_CASES
@@ -38,20 +43,26 @@ class TestFloat64:
 
         problem.check(*run_with_lse(wrapper_of(problem), problem))
 
-    @pytest.mark.parametrize(
-        ("name", "case"),
-        [
-            *(("xqa_batch", case) for case in GQA_CASES),
-            *(("xqa", case) for case in XQA_CASES),
-            *(("xqa_mla", case) for case in XQA_MLA_CASES),
-        ],
-        ids=str,
-    )
-    def test_outputs(self, name: str, case: GqaCase | MlaCase, device: str) -> None:
+    @pytest.mark.parametrize("case", GQA_CASES, ids=str)
+    def test_gqa(self, case: GqaCase, device: str) -> None:
+        """Output and LSE of the batch entry point are right."""
+        problem = case.build(device)
+
+        problem.check(*decode_gqa_with_lse(problem))
+
+    @pytest.mark.parametrize("case", XQA_CASES, ids=str)
+    def test_xqa(self, case: GqaCase, device: str) -> None:
+        """Output and LSE of xqa are right."""
+        problem = case.build(device)
+
+        problem.check(*run_xqa_with_lse(problem))
+
+    @pytest.mark.parametrize("case", XQA_MLA_CASES, ids=str)
+    def test_xqa_mla(self, case: MlaCase, device: str) -> None:
         """The output is right."""
         problem = case.build(device)
 
-        problem.check(ENTRY_POINTS[name].run(problem))
+        problem.check(ENTRY_POINTS["xqa_mla"].run(problem))
 
     @pytest.mark.parametrize("form", FORMS)
     @pytest.mark.parametrize("mask", MASKS)

@@ -11,9 +11,17 @@ import pytest
 import torch
 
 import mlagen.xqa
+from mlagen.cascade import merge_state
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.dispatch import GQA
-from tests.problems.entry_points import ENTRY_POINTS, decode_gqa, xqa_arguments, xqa_mla_arguments
+from tests.problems.entry_points import (
+    ENTRY_POINTS,
+    decode_gqa,
+    decode_gqa_with_lse,
+    run_xqa_with_lse,
+    xqa_arguments,
+    xqa_mla_arguments,
+)
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase
 from tests.problems.problem import E4M3
@@ -50,6 +58,78 @@ class TestGqa:
         assert problem.sinks is not None
 
         problem.check(decode_gqa(problem, sinks=problem.sinks.view(2, 4)))
+
+    @pytest.mark.parametrize("lens", [(70, 3), (5000, 3)], ids=["whole", "split"])
+    def test_an_lse_changes_no_bit_of_the_output(self, lens: tuple[int, ...], device: str) -> None:
+        """The output is bitwise equal with and without an LSE."""
+        problem = GqaCase(seq_lens=lens, sink=3.0).build(device)
+
+        assert torch.equal(decode_gqa_with_lse(problem)[0], decode_gqa(problem))
+
+    def test_an_lse_tensor_without_return_lse_is_not_written(self, device: str) -> None:
+        """`lse` without `return_lse` is neither written nor returned."""
+        problem = SMALL.build(device)
+        lse = torch.full((2, 8), 7.0, device=device)
+
+        problem.check(decode_gqa(problem, lse=lse))
+
+        assert (lse == 7.0).all()
+
+    def test_an_lse_of_xqa_may_be_natural_and_flat(self, device: str) -> None:
+        """`lse_base` and an `lse` of `[tokens, heads]`."""
+        problem = GqaCase(seq_lens=(70, 3), q_len=2, sink=3.0).build(device)
+        lse = torch.full((4, 8), math.nan, device=device)
+
+        problem.check(XQA.run(problem, lse=lse, lse_base="basee"), lse, natural=True)
+
+    @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+    def test_a_fully_masked_row_has_the_lse_of_its_sink(self, sinks: bool, device: str) -> None:
+        """Minus infinity without a sink, for both entry points."""
+        problem = GqaCase(seq_lens=(0, 1), q_len=2, sink=3.0 if sinks else None).build(device)
+
+        for run in (decode_gqa_with_lse, run_xqa_with_lse):
+            problem.check(*run(problem))
+
+    @pytest.mark.parametrize("prefix", [0, 16, 48, 4096], ids=str)
+    def test_a_shared_prefix_by_two_calls(self, prefix: int, device: str) -> None:
+        """The merged states of prefix and rest are those of one call over all tokens."""
+        lens = (prefix + 33, prefix + 2, prefix + 16)
+        problem = GqaCase(seq_lens=lens, q_len=2, sink=3.0, kv_heads=1, head_dim=64).build(device)
+        shared = prefix // problem.case.page_size
+        for seq in range(1, len(lens)):  # their own pages of the prefix are not read any more
+            problem.block_tables[seq, :shared] = problem.block_tables[0, :shared]
+            for own, first in zip(
+                (problem.contents[seq].keys, problem.contents[seq].values),
+                (problem.contents[0].keys, problem.contents[0].values),
+                strict=True,
+            ):
+                own[:prefix] = first[:prefix]
+        rows = (6, problem.case.heads)
+        of_prefix = decode_gqa_with_lse(
+            problem,
+            block_tables=problem.block_tables[:1, : max(1, shared)],
+            seq_lens=torch.tensor([prefix], dtype=torch.int32, device=device),
+            q_len_per_req=6,
+            causal=False,
+            sinks=None,
+        )
+        rest = decode_gqa_with_lse(
+            problem,
+            block_tables=problem.block_tables[:, shared:].contiguous(),
+            seq_lens=problem.seq_lens - prefix,
+        )
+
+        out, lse = merge_state(
+            of_prefix[0].view(*rows, 64),
+            of_prefix[1].view(rows),
+            rest[0].view(*rows, 64),
+            rest[1].view(rows),
+        )
+
+        expected = problem.expected()
+        rounding = 2.0**-7 * (rest[0].abs().max() + of_prefix[0].abs().max()).item()
+        assert torch.allclose(out.double().cpu(), expected.out, atol=rounding)
+        assert torch.allclose(lse.double().cpu(), expected.lse, atol=2.0**-6)
 
     def test_flat_lengths_and_sinks(self, device: str) -> None:
         """Lengths `[batch]` and sinks `[heads]` of xqa equal those of two dimensions."""

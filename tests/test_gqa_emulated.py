@@ -5,22 +5,21 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
-import mlagen.decode
 from mlagen.families.gqa import dispatch as gqa_call
 from mlagen.families.gqa import launch_sm90 as gqa_sm90_launcher
 from mlagen.families.gqa import select as gqa_plan
 from mlagen.families.gqa import tensor_maps as gqa_maps
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.problem import check_problem
-from mlagen.runtime.device import DeviceFacts
-from mlagen.runtime.loader import LoadedKernel
-from tests.emulator.emulated import COMPILER, Emulator, encode
+from tests.emulator.emulated import COMPILER, Emulated, Emulator, encode
 from tests.families.launches import GQA_PATHS, record_launches
+from tests.problems.batch_decode import decode_planned
+from tests.problems.entry_points import decode_gqa_with_lse, not_written
 from tests.problems.gqa import GqaCase, GqaProblem
 from tests.problems.problem import E4M3
 from tests.sink_values import extreme_sinks
@@ -31,13 +30,6 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 _MAX_BLOCKS = 64
 
 
-class Emulated(NamedTuple):
-    """A case, and how many SMs there are."""
-
-    case: GqaCase
-    sm_count: int
-
-
 FP16 = torch.float16
 E4M3_32_ROWS: dict[str, Any] = {"kv": "e4m3", "group": 8, "q_len": 4}
 E4M3_OUT: dict[str, Any] = {"kv": "e4m3", "out_dtype": E4M3, "output_scale": 0.5}
@@ -45,7 +37,7 @@ MANY = tuple(i * 37 % 300 for i in range(36))
 EIGHT = (300, 0, 17, 129, 256, 1, 700, 90)
 
 
-def given(name: str, sm_count: int, **facts: Any) -> Emulated:
+def given(name: str, sm_count: int, **facts: Any) -> Emulated[GqaCase]:
     """Return a case on so many SMs."""
     return Emulated(GqaCase(name=name, **facts), sm_count)
 
@@ -81,6 +73,7 @@ CASES = [
     given("a draft mask", 9, seq_lens=(300, 200), q_len=5, mask="random", group=3, window=100),
     given("many splits", 24, seq_lens=(3072,), kv_heads=1, group=8, sink=3.0),
     given("many sequences", 7, seq_lens=MANY, kv_heads=1, group=2),
+    given("not causal", 5, seq_lens=(300, 3, 0), q_len=9, causal=False, sink=2.0, page_size=64),
     given("large scores", 4, seq_lens=(900,), query_magnitude=100.0, layout="HND"),
 ]
 
@@ -110,7 +103,7 @@ TOGETHER = [
     ),
 ]
 
-Decode = Callable[..., torch.Tensor]
+Decode = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
@@ -125,12 +118,13 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
     record_launches(monkeypatch, paths=GQA_PATHS)
     counters = (ctypes.c_uint32 * (2 * _MAX_BLOCKS))()
 
-    def run(problem: GqaProblem, sm_count: int, seed: int, **changes: Any) -> torch.Tensor:
-        facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=sm_count, memory_bytes=0)
-
-        def launch(kernel: LoadedKernel, blocks: int, _: bool, *values: float | bytes) -> None:
-            emulator.launch(kernel.spec, kernel.packing.pack(*values), blocks, seed)
-
+    def run(
+        problem: GqaProblem,
+        sm_count: int,
+        seed: int,
+        decode: Decode = decode_gqa_with_lse,
+        **changes: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         def run(inputs: GqaArgs, enable_pdl: bool, *_: object) -> tuple[torch.Tensor, ...]:
             request = check_problem(inputs)
             on_gpu = replace(request, device=torch.device("cuda", 0))
@@ -138,45 +132,42 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
             assert call is not None
             return gqa_call.GQA.launch(replace(call, problem=request), inputs, enable_pdl)
 
-        monkeypatch.setattr(gqa_plan, "device_facts", lambda _: facts)
+        emulator.replace_launches(
+            monkeypatch, gqa_plan, gqa_sm90_launcher, sm_count=sm_count, seed=seed
+        )
         monkeypatch.setattr(gqa_maps, "encode", encode)
         monkeypatch.setattr(
             gqa_sm90_launcher, "semaphores_of", lambda *_: ctypes.addressof(counters)
         )
-        monkeypatch.setattr(gqa_sm90_launcher, "launch", launch)
         monkeypatch.setattr(gqa_call.GQA, "run", run)
         workspace = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
-        out = mlagen.decode.xqa_batch_decode_with_kv_cache(
-            **problem.arguments(workspace_buffer=workspace, **changes)
-        )
+        result = decode(problem, **not_written(problem, workspace) | changes)
 
         assert not any(counters)
-        return out
+        return result
 
     return run
 
 
 @pytest.mark.parametrize("given", CASES, ids=lambda given: given.case.name)
 def test_a_kernel_is_right_in_whatever_order_warps_and_copies_come(
-    given: Emulated, decoded: Decode
+    given: Emulated[GqaCase], decoded: Decode
 ) -> None:
     """Within the tolerance of float64; counters are zero again, and nothing is left under way."""
     problem = given.case.build("cpu")
-
     for seed in range(3):
-        problem.check(decoded(problem, given.sm_count, seed))
+        problem.check(*decoded(problem, given.sm_count, seed))
 
 
 @pytest.mark.parametrize("given", TOGETHER, ids=lambda given: given.case.name)
 def test_a_block_of_several_heads_is_right_too(
-    given: Emulated, decoded: Decode, monkeypatch: pytest.MonkeyPatch
+    given: Emulated[GqaCase], decoded: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many as there are kernels for, though there is too little work for them."""
     problem = given.case.build("cpu")
-
     with max_heads_per_cta(monkeypatch):
         for seed in range(3):
-            problem.check(decoded(problem, given.sm_count, seed))
+            problem.check(*decoded(problem, given.sm_count, seed))
 
 
 @pytest.mark.parametrize("kv", ["16-bit", "e4m3"])
@@ -186,7 +177,22 @@ def test_sinks_may_be_any_number(sm_count: int, kv: str, decoded: Decode) -> Non
     case = GqaCase(seq_lens=(900, 0), group=8, page_size=64, kv=kv)
     problem = replace(case.build("cpu"), sinks=extreme_sinks("cpu"))
 
-    problem.check(decoded(problem, sm_count, 0))
+    problem.check(*decoded(problem, sm_count, 0))
+
+
+@pytest.mark.parametrize("sm_count", [1, 6], ids=["whole", "split"])
+def test_an_lse_may_be_natural(sm_count: int, decoded: Decode) -> None:
+    """The LSE of whole work tiles and of splits is in the base of the call, sinks included."""
+    problem = GqaCase(seq_lens=(900, 0), head_dim=64, page_size=64, sink=3.0).build("cpu")
+
+    problem.check(*decoded(problem, sm_count, 0, return_lse_base="basee"), natural=True)
+
+
+def test_page_ids_of_a_plan_are_flat(decoded: Decode) -> None:
+    """Each request reads its own page ids, from where they start."""
+    problem = GqaCase(seq_lens=(300, 0, 129), q_len=2, head_dim=64, sink=2.0).build("cpu")
+
+    problem.check(*decoded(problem, 5, 0, decode=decode_planned))
 
 
 def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:
@@ -195,11 +201,9 @@ def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:
     problem = case.build("cpu")
     out = torch.full_like(problem.query, 7.0)
     ends = torch.tensor([0, 5, 0, 5], dtype=torch.int32)
-
     decoded(problem, 6, 0, out=out, q_cu_seq_lens=ends)
-
     assert torch.equal(out, torch.full_like(out, 7.0))
-    problem.check(decoded(problem, 6, 0))
+    problem.check(*decoded(problem, 6, 0))
 
 
 @pytest.mark.parametrize("kv", ["16-bit", "e4m3"])
@@ -209,11 +213,9 @@ def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(
     """NaN in V of the newest token is seen by the last query token and by no other."""
     case = GqaCase(seq_lens=(100,), q_len=4, group=2, head_dim=64, kv=kv)
     problem = case.build("cpu")
-    expected = decoded(problem, 1, 0)
+    expected, _ = decoded(problem, 1, 0)
     page = int(problem.block_tables[0, 99 // case.page_size])
     problem.store.value[page, 99 % case.page_size] = float("nan")
-
-    out = decoded(problem, 1, 1)
-
+    out, _ = decoded(problem, 1, 1)
     assert out[0, 3].isnan().all()
     assert torch.equal(out[0, :3], expected[0, :3])

@@ -9,18 +9,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import mlagen.decode
 from mlagen.families.common import launchers as calls
 from mlagen.families.gqa import dispatch as gqa_call
 from mlagen.families.gqa import launch_sm80 as gqa_sm80_launcher
 from mlagen.families.gqa import select as gqa_plan
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.problem import check_problem
-from mlagen.runtime.device import DeviceFacts
-from mlagen.runtime.loader import LoadedKernel
 from tests.emulator.emulated import COMPILER, Emulator
 from tests.families.launches import GQA_PATHS, H200, record_launches
 from tests.kernels import SM_80
+from tests.problems.batch_decode import decode_planned
+from tests.problems.entry_points import decode_gqa_with_lse, not_written
 from tests.problems.gqa import GqaCase, GqaProblem
 from tests.problems.problem import E4M3
 
@@ -58,13 +57,16 @@ CASES = [
         head_dim=64,
         **_MASKED,
     ),
+    given("not causal", 9, seq_lens=(300, 3), q_len=9, head_dim=64, causal=False, sink=2.0),
     given("e4m3 in software", seq_lens=(100,), kv="e4m3", kv_heads=1, head_dim=64),
     given("e4m3 in and out", seq_lens=(100,), head_dim=64, **_OUT),
     given("int8", seq_lens=(100,), kv="int8", output_scale=0.02, head_dim=64),
+    given("stacked", seq_lens=(70, 3), cache_layout="stacked", layout="HND", head_dim=64),
+    given("nvfp4 stacked", seq_lens=(70,), kv="nvfp4", cache_layout="stacked", head_dim=64),
     given("nvfp4", 1, True, seq_lens=(100, 30), kv="nvfp4", o_scale=0.5, head_dim=64),
 ]
 
-Decode = Callable[[GqaProblem, Emulated, int], torch.Tensor]
+Decode = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
@@ -77,15 +79,15 @@ def emulator() -> Emulator:
 def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
     """Return what computes a problem by emulated launches."""
 
-    def run(problem: GqaProblem, given: Emulated, seed: int) -> torch.Tensor:
+    def run(
+        problem: GqaProblem,
+        given: Emulated,
+        seed: int,
+        decode: Decode = decode_gqa_with_lse,
+        **changes: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         arch = H200 if given.has_cvt_e4m3 else SM_80
         record_launches(monkeypatch, paths=GQA_PATHS, arch=arch)
-        facts = DeviceFacts(
-            index=0, name="", major=8, minor=0, sm_count=given.sm_count, memory_bytes=0
-        )
-
-        def launch(kernel: LoadedKernel, blocks: int, _: bool, *values: float | bytes) -> None:
-            emulator.launch(kernel.spec, kernel.packing.pack(*values), blocks, seed)
 
         def run(inputs: GqaArgs, enable_pdl: bool, *_: object) -> tuple[torch.Tensor, ...]:
             request = check_problem(inputs)
@@ -93,14 +95,12 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
             call = gqa_sm80_launcher.make_sm80_launcher(inputs, on_gpu, 0)
             return gqa_call.GQA.launch(replace(call, problem=request), inputs, enable_pdl)
 
-        monkeypatch.setattr(gqa_plan, "device_facts", lambda _: facts)
-        for module in (calls, gqa_sm80_launcher):
-            monkeypatch.setattr(module, "launch", launch)
+        emulator.replace_launches(
+            monkeypatch, gqa_plan, calls, gqa_sm80_launcher, sm_count=given.sm_count, seed=seed
+        )
         monkeypatch.setattr(gqa_call.GQA, "run", run)
         workspace = torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
-        return mlagen.decode.xqa_batch_decode_with_kv_cache(
-            **problem.arguments(workspace_buffer=workspace)
-        )
+        return decode(problem, **not_written(problem, workspace) | changes)
 
     return run
 
@@ -109,6 +109,26 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
 def test_a_kernel_is_right_in_whatever_order_warps_come(given: Emulated, decoded: Decode) -> None:
     """Within the tolerance of float64, and no copy is read before its thread has waited for it."""
     problem = given.case.build("cpu")
-
     for seed in range(2):
-        problem.check(decoded(problem, given, seed))
+        problem.check(*decoded(problem, given, seed))
+
+
+@pytest.mark.parametrize("sm_count", [1, 16], ids=["whole", "split"])
+def test_an_lse_may_be_natural(sm_count: int, decoded: Decode) -> None:
+    """The LSE of whole sequences and of splits is in the base of the call, sinks included."""
+    case = GqaCase(seq_lens=(300, 0), kv_heads=1, group=8, head_dim=64, sink=3.0)
+    problem = case.build("cpu")
+
+    problem.check(
+        *decoded(problem, Emulated(case, sm_count), 0, return_lse_base="basee"), natural=True
+    )
+
+
+@pytest.mark.parametrize("kv", ["16-bit", "nvfp4"])
+def test_page_ids_of_a_plan_are_flat(kv: str, decoded: Decode) -> None:
+    """Each request reads its own page ids, for its rows and for their scales."""
+    case = GqaCase(seq_lens=(100, 0, 40), kv=kv, head_dim=64, kv_heads=1)
+
+    problem = case.build("cpu")
+
+    problem.check(*decoded(problem, Emulated(case, 8), 0, decode=decode_planned))

@@ -211,10 +211,7 @@ def test_a_process_with_too_many_threads_compiles(
     with report_compilation("a kernel", "absent", "nvrtc-13.5.37", "/cache"):
         pass
 
-    assert [record.getMessage().split()[0] for record in caplog.records] == [
-        "compiling",
-        "compiled",
-    ]
+    assert [r.getMessage().split()[0] for r in caplog.records] == ["compiling", "compiled"]
 
 
 def test_a_long_compilation_logs_its_progress(
@@ -259,19 +256,14 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("slow")
-def test_a_call_that_waits_long_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    """The warning has the prewarm command; a second call logs nothing."""
+@pytest.mark.parametrize("created_by", ["jit", "prewarm"])
+def test_a_call_that_waits_long_is_warned_of_once(
+    created_by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The warning has the prewarm command; neither a second call nor prewarming logs one."""
     for _ in range(2):
-        find_or_build(COMBINE)
-    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert record.getMessage() == (
-        f"compiling {COMBINE}: 0 s so far; "
-        f"compile ahead of time with: mlagen prewarm --kernel '{COMBINE}'"
-    )
-
-
-@pytest.mark.usefixtures("slow")
-def test_prewarming_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """Prewarming may take long."""
-    find_or_build(COMBINE, created_by="prewarm")
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+        find_or_build(COMBINE, created_by=created_by)
+    warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    command = f"compile ahead of time with: mlagen prewarm --kernel '{COMBINE}'"
+    expected = [f"compiling {COMBINE}: 0 s so far; {command}"] if created_by == "jit" else []
+    assert warnings == expected

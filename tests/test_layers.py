@@ -21,7 +21,7 @@ GROUND = {"errors", "fork_safety", "logs", "monitoring", "paths", "settings", "v
 DATA = GROUND | {"artifacts", "spec"}
 STAGES = {"codegen", "compiler", "cache", "runtime"}
 ENGINE = DATA | STAGES | {"engine", "jit", "recording"}
-API_MODULES = {"decode", "mla", "xqa"}
+API_MODULES = {"cascade", "decode", "distributed", "gqa", "mla", "xqa"}
 CALL = {"families", "observe", "torch_ops"}
 LAYERS = {
     "errors": set[str](),
@@ -43,8 +43,13 @@ LAYERS = {
     "models": {"errors", "paths", "settings", "spec", "values"},
     "prewarming": ENGINE | {"models"},
     **dict.fromkeys(API_MODULES, ENGINE | CALL),
-    "decode": ENGINE | CALL | {"mla"},  # FlashInfer has some names in both
+    # FlashInfer has some names in two modules.
+    "decode": ENGINE | CALL | {"gqa", "mla"},
+    "gqa": ENGINE | CALL | {"mla"},
+    "xqa": ENGINE | CALL | {"mla"},
+    "distributed": ENGINE | CALL | {"cascade", "mla"},  # decode, exchange and merge
     "ops": ENGINE | API_MODULES | CALL,
+    "integrations": API_MODULES | {"errors", "ops"},  # as a user's own code has them
     "mlagen": ENGINE | API_MODULES | CALL | {"ops", "prewarming"},
     "cache_tools": ENGINE | API_MODULES | CALL | {"models", "prewarming"},
 }
@@ -58,9 +63,12 @@ FENCES = {
     "jinja2": {"codegen"},
     "packaging": {"cache", "compiler"},
     "rich": {"cache_tools"},
+    "sglang": {"integrations"},
     "tomli": {"prewarming"},  # stands in for tomllib, which Python has from 3.11 on
     "tomllib": {"prewarming"},
-    "torch": {"ops", "runtime"} | API_MODULES | CALL,
+    "torch": {"integrations", "ops", "runtime"} | API_MODULES | CALL,
+    "transformers": {"integrations"},
+    "vllm": {"integrations"},
 }
 # A cache hit digests the templates without importing Jinja. The demo and the benchmark create
 # tensors, and the benchmark uses optional packages.

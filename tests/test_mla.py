@@ -184,6 +184,7 @@ def test_both_positional_orders_mean_the_same(
     assert seen == [False not in tail]
 
 
+SKIP = "skip_softmax_threshold_scale_factor"
 BACKENDS = "auto, xqa, trtllm-gen, cute-dsl"
 
 
@@ -219,29 +220,9 @@ def test_neutral_keywords_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"enable_dcp": True}, "enable_dcp: not implemented, expected False, got True"),
-        ({"cp_world": 2}, "cp_world: not implemented, expected 1, got 2"),
-        ({"cp_rank": 1}, "cp_rank: not implemented, expected 0, got 1"),
-        (
-            {"causal_seqlens_kv_global": torch.zeros(2)},
-            "causal_seqlens_kv_global: not implemented, expected None, got a tensor",
-        ),
-        (
-            {"skip_softmax_threshold_scale_factor": 0.0, "enable_dcp": True},
-            "enable_dcp: not implemented, expected False, got True",
-        ),
-        (
-            {"skip_softmax_threshold_scale_factor": torch.ones(2)},
-            "skip_softmax_threshold_scale_factor: expected a float, got a tensor",
-        ),
-        (
-            {"skip_softmax_threshold_scale_factor": True, "enable_pdl": True},
-            "skip_softmax_threshold_scale_factor: expected a float, got True",
-        ),
-        (
-            {"skip_softmax_threshold_scale_factor": 1.0, "enable_pdl": "xqa"},
-            "enable_pdl: expected a bool, got 1.0",
-        ),
+        ({SKIP: torch.ones(2)}, f"{SKIP}: expected a float, got a tensor"),
+        ({SKIP: True, "enable_pdl": True}, f"{SKIP}: expected a float, got True"),
+        ({SKIP: 1.0, "enable_pdl": "xqa"}, "enable_pdl: expected a bool, got 1.0"),
         *(
             ({"backend": backend}, f"backend: expected one of {BACKENDS}, sparse, got {backend!r}")
             for backend in ("fa2", "", None)

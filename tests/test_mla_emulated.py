@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +15,6 @@ from mlagen.families.mla import select as mla_plan
 from mlagen.families.mla import tensor_maps as mla_maps
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.problem import check_problem
-from mlagen.runtime.device import DeviceFacts
-from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.semaphores import new_schedule_id
 from mlagen.settings import current_settings
 from mlagen.spec.kernel import KernelSpec
@@ -26,7 +24,7 @@ from mlagen.spec.mla.sm90 import (
     SEMAPHORE_BYTES,
     semaphore_region_bytes,
 )
-from tests.emulator.emulated import COMPILER, Emulator, encode
+from tests.emulator.emulated import COMPILER, Emulated, Emulator, encode
 from tests.families.launches import SM90_PATH, record_launches
 from tests.kernels import SM_90A
 from tests.launch_repeats import SEQ_WORD
@@ -41,14 +39,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 _MAX_BLOCKS = 34
 
 
-class Emulated(NamedTuple):
-    """A case, and how many SMs there are."""
-
-    case: MlaCase
-    sm_count: int = 1
-
-
-def given(kind: str, name: str, sm_count: int = 1, **facts: Any) -> Emulated:
+def given(kind: str, name: str, sm_count: int = 1, **facts: Any) -> Emulated[MlaCase]:
     """Return a case of one of the kinds of rows."""
     return Emulated(mla_case(kind, name=f"{kind}, {name}", **facts), sm_count)
 
@@ -57,16 +48,18 @@ PACKED = "bf16 over fp8_ds_mla"
 # So many that a thread counts the work of several; most have none.
 MANY = tuple((i % 50 == 7) * (65 + i % 3 * 64) for i in range(530))
 MANY_Q = tuple((i % 50 == 7) * (1 + i % 2 * 30) for i in range(530))
+# A rank that has more tokens than its causal lengths have.
+RANK = {"cp_world": 3, "cp_rank": 1, "tokens_ahead": 2}
 CASES = [
     given("bf16", "64 rows", heads=64, seq_lens=(300, 17, 0)),
     given("bf16", "16 rows", heads=7, seq_lens=(300, 0, 129), page_size=48),
     given("fp16", "32 rows", heads=16, seq_lens=(130, 1), q_len=2, with_sinks=True, page_size=16),
-    given("fp16", "2 members", 2, heads=100, seq_lens=(80,)),
+    given("bf16", "2 members", 2, heads=100, seq_lens=(80,)),
     given("bf16", "ragged, parts apart", seq_lens=(70, 5), q_lens=(3, 1), separate_rope=True),
     given("bf16", "two splits, 64 rows", 2, heads=64, seq_lens=(600,)),
     given("bf16", "two splits, 16 rows", 2, heads=16, seq_lens=(900,), with_sinks=True),
     given("bf16", "many splits, 64 rows", 7, heads=64, seq_lens=(900, 70)),
-    given("fp16", "many splits, 16 rows", 8, heads=9, seq_lens=(1500, 300), with_sinks=True),
+    given("bf16", "many splits, 16 rows", 8, heads=9, seq_lens=(1500, 300), with_sinks=True),
     given("bf16", "splits whose fragments four warps share", 34, heads=16, seq_lens=(4300,)),
     given("e4m3", "splits whose fragments eight warps share", 33, heads=7, seq_lens=(4200,)),
     given("e4m3", "splits whose fragments two warps share", 6, heads=7, seq_lens=(900,)),
@@ -87,7 +80,7 @@ CASES = [
     given("bf16 over e4m3", "very large scores", heads=7, seq_lens=(300,), query_magnitude=100.0),
     given(PACKED, "many splits, 64 rows", 5, heads=64, top_k=500, seq_lens=(600, 300)),
     given(PACKED, "many splits, 16 rows", 6, heads=16, seq_lens=(900, 70), page_size=3),
-    given("e4m3", "16 rows", heads=7, seq_lens=(700, 0, 129), page_size=48),
+    given("e4m3", "16 rows", heads=7, seq_lens=(700, 0, 129)),
     given("e4m3", "32 rows", heads=16, seq_lens=(330, 5), q_len=2, with_sinks=True, page_size=16),
     given("e4m3", "2 members", 2, heads=100, seq_lens=(80,)),
     given("e4m3", "ragged, parts apart", seq_lens=(70, 5), q_lens=(3, 1), separate_rope=True),
@@ -111,7 +104,7 @@ CASES = [
     given(PACKED, "no scale", heads=16, seq_lens=(70, 5), q_len=2, score_scale=0.0),
     given(PACKED, "negative scale, lists", heads=64, top_k=130, seq_lens=(100,), score_scale=-0.05),
     given("fp8_per_token", "negative scale", heads=7, seq_lens=(70, 2), q_len=3, score_scale=-0.05),
-    given("e4m3", "no scale, lists", heads=24, top_k=130, seq_lens=(100,), score_scale=0.0),
+    given("e4m3", "no scale, lists", heads=64, top_k=130, seq_lens=(100,), score_scale=0.0),
     given("bf16 over e4m3", "lists", top_k=100, seq_lens=(150, 3), heads=64),
     given("bf16 over e4m3 with two scales", "ragged", seq_lens=(70, 5), q_lens=(3, 1)),
     given(
@@ -124,6 +117,10 @@ CASES = [
         flat_tables=True,
         is_causal=False,
     ),
+    given("bf16", "rank 1 of 3, 64 rows", 2, heads=33, seq_lens=(600, 9, 1, 0), q_len=5, **RANK),
+    given("fp16", "rank 1 of 3, 16 rows", 5, heads=3, seq_lens=(900, 2), q_lens=(4, 1), **RANK),
+    given("e4m3", "rank 1 of 3", 3, heads=10, seq_lens=(500, 3, 70), q_len=3, **RANK),
+    given(PACKED, "rank 1 of 3", 2, heads=10, seq_lens=(500, 3), q_len=3, page_size=3, **RANK),
 ]
 
 Decode = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -152,19 +149,14 @@ def decoded(
     monkeypatch.setattr(mla_plan, "new_schedule_id", new_schedule_id)
 
     def run(
-        given: Emulated, problem: MlaProblem, seed: int, **changes: Any
+        given: Emulated[MlaCase], problem: MlaProblem, seed: int, **changes: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        facts = DeviceFacts(
-            index=0, name="", major=9, minor=0, sm_count=given.sm_count, memory_bytes=0
+
+        emulator.replace_launches(
+            monkeypatch, mla_plan, mla_sm90_launcher, sm_count=given.sm_count, seed=seed
         )
-
-        def launch(kernel: LoadedKernel, blocks: int, _: bool, *values: float | bytes) -> None:
-            emulator.launch(kernel.spec, kernel.packing.pack(*values), blocks, seed)
-
-        monkeypatch.setattr(mla_plan, "device_facts", lambda _: facts)
         monkeypatch.setattr(mla_maps, "encode", encode)
         monkeypatch.setattr(mla_sm90_launcher, "semaphores_of", lambda *_: beside.data_ptr())
-        monkeypatch.setattr(mla_sm90_launcher, "launch", launch)
         # What is right is to the rounding of the kernel that computes it.
         monkeypatch.setattr(MlaProblem, "_sm90_arch", SM_90A)
         workspace = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
@@ -225,43 +217,64 @@ def _computed(inputs: MlaArgs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("given", CASES, ids=lambda given: given.case.name)
-def test_a_kernel_is_right_in_whatever_order_warps_come(given: Emulated, decoded: Decode) -> None:
+def test_a_kernel_is_right_in_whatever_order_warps_come(
+    given: Emulated[MlaCase], decoded: Decode
+) -> None:
     """Within the tolerance of float64; what may not be read is NaN."""
     problem = given.case.build("cpu")
-
     out, lse = decoded(given, problem, 0)
-
     problem.check(out, lse)
 
 
-@pytest.mark.parametrize("sm_count", [1, 2, 7])
+@pytest.mark.parametrize(("sm_count", "base"), [(1, "base2"), (2, "basee"), (7, "base2")])
 @pytest.mark.parametrize("q_len", [1, 4], ids=["few rows", "many rows"])
 @pytest.mark.parametrize("kind", ["bf16", "e4m3", PACKED])
-def test_sinks_may_be_any_number(kind: str, q_len: int, sm_count: int, decoded: Decode) -> None:
+def test_sinks_may_be_any_number(
+    kind: str, q_len: int, sm_count: int, base: str, decoded: Decode
+) -> None:
     """In a whole work tile, in two splits and in many: also infinite ones, and NaN."""
     made = given(kind, "", sm_count, seq_lens=(500, 0), q_len=q_len, heads=16)
     problem = replace(made.case.build("cpu"), sinks=extreme_sinks("cpu"))
+    out, lse = decoded(made, problem, 0, return_lse_base=base)
+    problem.check(out, lse, natural=base == "basee")
 
-    for base in ("base2", "basee"):
-        out, lse = decoded(made, problem, 0, return_lse_base=base)
 
-        problem.check(out, lse, natural=base == "basee")
+@pytest.mark.parametrize("heads", [3, 17, 40], ids=["16 rows", "32 rows", "64 rows"])
+@pytest.mark.parametrize("kind", ["bf16", "e4m3", PACKED])
+def test_tokens_of_a_rank_past_the_causal_length_may_be_nan(
+    kind: str, heads: int, decoded: Decode
+) -> None:
+    """Tokens of the rank that no query token attends to have no effect."""
+    made = given(kind, "", 2, heads=heads, seq_lens=(200, 70), q_len=1, **RANK | {"cp_rank": 0})
+    problem = made.case.build("cpu")
+    masked = [
+        (seq, at)
+        for seq, length in enumerate(made.case.local_lens)
+        for at in range(length)
+        if not problem.sees(seq, 0, at)
+    ]
+    for seq, position in masked:
+        problem.poison(seq, position)
+
+    out, lse = decoded(made, problem, 0)
+
+    assert masked
+    problem.check(out, lse)
 
 
 REPEATED = [
-    given("bf16", "many splits, 64 rows", 7, heads=64, seq_lens=(900, 70, 0)),
-    given("fp16", "empty ranges, 16 rows", 8, heads=9, seq_lens=(64, 1, 64), with_sinks=True),
-    given("e4m3", "2 members", 4, heads=100, seq_lens=(400, 80), q_len=2),
+    given("bf16", "many splits, 64 rows", 7, heads=64, seq_lens=(500, 70, 0)),
+    given("bf16", "empty ranges, 16 rows", 8, heads=9, seq_lens=(64, 1, 64), with_sinks=True),
+    given("e4m3", "2 members", 4, heads=100, seq_lens=(200, 80)),
     given("e4m3", "whole requests, 16 rows", 2, heads=7, seq_lens=(128, 100)),
-    given("e4m3", "more requests than lanes", 3, heads=7, seq_lens=(*range(1, 40), 130)),
+    given("e4m3", "more requests than lanes", 3, heads=7, seq_lens=(*range(1, 34), 130)),
     given(PACKED, "lists, 64 rows", 3, heads=64, top_k=200, seq_lens=(300, 17, 64)),
-    given(PACKED, "many splits, 16 rows", 6, heads=16, seq_lens=(900, 70), page_size=3),
 ]
 
 
 @pytest.mark.parametrize("given", REPEATED, ids=lambda given: given.case.name)
 def test_scheduler_metadata_is_cached_while_schedule_and_lengths_are_equal(
-    given: Emulated, decoded: Decode, beside: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    given: Emulated[MlaCase], decoded: Decode, beside: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each block finds its own, or none does; what is found has the bits of what is worked out."""
     monkeypatch.setattr(mla_plan, "new_schedule_id", lambda: 7)
@@ -296,9 +309,7 @@ def test_probabilities_may_stay_in_16_bits(
     current_settings.cache_clear()
     made = given("e4m3", "", 2, heads=heads, seq_lens=(300, 17, 0), q_len=2, with_sinks=True)
     problem = made.case.build("cpu")
-
     problem.check(*decoded(made, problem, 0))
-
     assert problem.math_dtype is torch.float16
 
 
@@ -309,9 +320,7 @@ def test_all_scores_of_a_row_may_be_far_below_zero(kind: str, heads: int, decode
     """A single token has all of the weight, whatever its score."""
     made = given(kind, "", heads=heads, seq_lens=(1, 1), query_magnitude=100.0)
     problem = made.case.build("cpu")
-
     out, lse = decoded(made, problem, 0)
-
     assert (lse < -150.0).any()
     problem.check(out, lse)
 
@@ -366,12 +375,11 @@ def test_entries_that_name_no_token_are_as_if_they_were_not_there(
 
 
 @pytest.mark.parametrize("steps", SCALE_STEPS)
-@pytest.mark.parametrize(("heads", "sm_count"), [(16, 1), (64, 1), (64, 5)])
+@pytest.mark.parametrize(("heads", "sm_count"), [(16, 1), (64, 5)])
 def test_scales_may_be_of_any_size(heads: int, sm_count: int, steps: str, decoded: Decode) -> None:
     """Units of values become larger with them, and those before do not lose what they had."""
     made = given(PACKED, "", sm_count, heads=heads, seq_lens=(300, 60))
     problem = with_scale_steps(made.case.build("cpu"), steps)
-
     problem.check(*decoded(made, problem, 0))
 
 
@@ -381,8 +389,6 @@ def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:
     problem = made.case.build("cpu")
     out = torch.full((5, 16, 512), 7.0, dtype=torch.bfloat16)
     ends = torch.tensor([0, 5, 0, 5], dtype=torch.int32)
-
     decoded(made, problem, 0, out=out, cum_seq_lens_q=ends)
-
     assert torch.equal(out, torch.full_like(out, 7.0))
     problem.check(*decoded(made, problem, 0))

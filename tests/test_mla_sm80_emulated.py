@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +14,7 @@ from mlagen.families.mla import dispatch as mla_call
 from mlagen.families.mla import launch_sm80 as mla_sm80_launcher
 from mlagen.families.mla import select as mla_plan
 from mlagen.families.mla.problem import check_problem
-from mlagen.runtime.device import DeviceFacts
-from mlagen.runtime.loader import LoadedKernel
-from tests.emulator.emulated import COMPILER, Emulator
+from tests.emulator.emulated import COMPILER, Emulated, Emulator
 from tests.families.launches import SM80_PATH, record_launches
 from tests.kernels import SM_80
 from tests.problems.mla import MlaCase, MlaProblem, mla_case
@@ -24,27 +22,40 @@ from tests.problems.mla import MlaCase, MlaProblem, mla_case
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
-class Emulated(NamedTuple):
-    """A case, and how many SMs there are."""
-
-    case: MlaCase
-    sm_count: int = 1
-
-
-def given(kind: str, name: str, sm_count: int = 1, **facts: Any) -> Emulated:
+def given(kind: str, name: str, sm_count: int = 1, **facts: Any) -> Emulated[MlaCase]:
     """Return a case of one of the kinds of rows."""
     return Emulated(mla_case(kind, name=f"{kind}, {name}", **facts), sm_count)
 
 
+# A rank that has more tokens than its causal lengths have.
+RANK = {"cp_world": 3, "cp_rank": 1, "tokens_ahead": 2}
+_FEW: dict[str, Any] = {"heads": 4, "seq_lens": (70, 3)}
 CASES = [
     given("bf16", "ragged", heads=5, seq_lens=(100, 9, 0), q_lens=(3, 1, 2), with_sinks=True),
     given("fp16", "splits", 8, heads=3, seq_lens=(300, 40), page_size=24),
     given("e4m3", "pages", heads=4, seq_lens=(100, 17), q_len=2, page_size=16),
     given("bf16 over fp8_ds_mla", "lists", heads=4, top_k=70, seq_lens=(100, 30)),
     given("fp8_per_token", "pages", heads=4, seq_lens=(70, 30)),
+    given("bf16", "parts apart", q_len=2, separate_rope=True, flat_tables=True, **_FEW),
+    given("bf16", "values in other pages", values="other pages", with_sinks=True, **_FEW),
+    given(
+        "e4m3",
+        "splits, values in another cache",
+        8,
+        heads=4,
+        seq_lens=(300, 40),
+        values="other cache",
+        bmm2_scales_scores=True,
+    ),
+    given("bf16", "a bias for all heads", bias="one for all heads", **_FEW),
+    given("bf16", "a bias for each head", bias="for each head", q_len=2, is_causal=False, **_FEW),
+    given("bf16 over e4m3 with two scales", "pages", **_FEW),
+    given("bf16 over e4m3 with scales for 128 elements", "pages", **_FEW),
+    given("bf16", "top-k lengths", q_len=2, top_k=70, with_top_k_lens=True, **_FEW),
+    given("bf16", "rank 1 of 3", 4, heads=5, seq_lens=(300, 9, 1, 0), q_lens=(3, 1, 2, 2), **RANK),
 ]
 
-Decode = Callable[[Emulated, MlaProblem], tuple[torch.Tensor, torch.Tensor]]
+Decode = Callable[[Emulated[MlaCase], MlaProblem], tuple[torch.Tensor, torch.Tensor]]
 
 
 @pytest.fixture
@@ -53,17 +64,11 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Decode:
     record_launches(monkeypatch, paths=SM80_PATH, arch=SM_80)
     emulator = Emulator()
 
-    def run(given: Emulated, problem: MlaProblem) -> tuple[torch.Tensor, torch.Tensor]:
-        facts = DeviceFacts(
-            index=0, name="", major=8, minor=0, sm_count=given.sm_count, memory_bytes=0
+    def run(given: Emulated[MlaCase], problem: MlaProblem) -> tuple[torch.Tensor, torch.Tensor]:
+
+        emulator.replace_launches(
+            monkeypatch, mla_plan, calls, mla_sm80_launcher, sm_count=given.sm_count, seed=0
         )
-
-        def launch(kernel: LoadedKernel, blocks: int, _: bool, *values: float | bytes) -> None:
-            emulator.launch(kernel.spec, kernel.packing.pack(*values), blocks, 0)
-
-        monkeypatch.setattr(mla_plan, "device_facts", lambda _: facts)
-        for module in (calls, mla_sm80_launcher):
-            monkeypatch.setattr(module, "launch", launch)
         workspace = torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
         inputs = problem.inputs(return_lse=True, workspace_buffer=workspace)
         request = check_problem(inputs)
@@ -76,8 +81,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Decode:
 
 
 @pytest.mark.parametrize("given", CASES, ids=lambda given: given.case.name)
-def test_a_kernel_is_right_in_whatever_order_warps_come(given: Emulated, decoded: Decode) -> None:
+def test_a_kernel_is_right_in_whatever_order_warps_come(
+    given: Emulated[MlaCase], decoded: Decode
+) -> None:
     """Within the tolerance of float64, and no copy is read before its thread has waited for it."""
     problem = given.case.build("cpu")
-
     problem.check(*decoded(given, problem))

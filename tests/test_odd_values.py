@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,11 +13,8 @@ import torch
 
 import mlagen
 from mlagen.errors import ArgumentError, UnsupportedError
-from mlagen.families.gqa import select as gqa_plan
-from mlagen.families.mla import select as mla_plan
 from mlagen.mla import flare_mla_decoding, masks
-from mlagen.runtime.device import DeviceFacts
-from mlagen.spec.arch import Arch
+from tests.families.launches import simulate_h200
 from tests.odd_calls import CALLS, Call
 from tests.odd_values import ODD
 
@@ -27,16 +24,7 @@ _COUNTS = torch.ones(2, dtype=torch.int32)
 @pytest.fixture(autouse=True)
 def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use the workspace sizes of an H200 without a GPU."""
-    facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
-    plans = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_sm80_call)
-    for module in (mla_plan, gqa_plan):
-        monkeypatch.setattr(module, "arch_of_device", lambda _: Arch(90, "a"))
-        monkeypatch.setattr(module, "device_facts", lambda _: facts)
-    for plan in plans:
-        plan.cache_clear()
-    yield
-    for plan in plans:
-        plan.cache_clear()
+    yield from simulate_h200(monkeypatch)
     mlagen.freeze("on")
 
 
@@ -56,17 +44,17 @@ def fault_of(call: Call, change: dict[str, Any]) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("build", CALLS, ids=lambda build: build.__name__.strip("_"))
-def test_an_odd_value_is_used_or_rejected(build: Callable[[], Call]) -> None:
+@pytest.mark.parametrize("name", CALLS)
+def test_an_odd_value_is_used_or_rejected(name: str) -> None:
     """Every argument takes every odd value, alone and with others."""
-    call = build()
+    call = CALLS[name]()
     names = list(call[1])
     call[0](**call[1])  # the other values are valid
-    changes = [{name: value} for name in names for value in ODD]
-    chosen = random.Random(build.__name__)  # noqa: S311 - the same at every run
+    changes = [{argument: value} for argument in names for value in ODD]
+    chosen = random.Random(name)  # noqa: S311 - the same at every run
     for _ in range(200):
         some = chosen.sample(names, k=min(len(names), chosen.randint(2, 4)))
-        changes.append({name: chosen.choice(ODD) for name in some})
+        changes.append({argument: chosen.choice(ODD) for argument in some})
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
 
     faults = [fault for change in changes if (fault := fault_of(call, change)) is not None]

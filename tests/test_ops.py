@@ -17,7 +17,8 @@ import mlagen.ops
 from mlagen import UnsupportedError
 from mlagen.runtime.device import DeviceFacts
 from mlagen.torch_ops import library as op_library
-from tests.ops_cases import CALLS, MLA_SCALE, Tensors, declared, gqa, mla, parts, planned
+from tests import ops_cases
+from tests.ops_cases import CALLS, MLA_SCALE, Tensors, gqa, mla, parts
 
 
 def wrapped(call: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -79,7 +80,7 @@ class TestOps:
 
     def test_a_planned_run_is_part_of_one_graph(self, of: Tensors) -> None:
         """A run compiles with an LSE, into an output, and after another plan."""
-        wrapper, out = planned(of), torch.empty_like(of.query[:, 0, :, :512])
+        wrapper, out = ops_cases.planned(of), torch.empty_like(of.query[:, 0, :, :512])
 
         def run(query: torch.Tensor, out: torch.Tensor) -> Any:
             tensors = (*parts(query[:, 0]), *parts(of.cache))
@@ -93,14 +94,14 @@ class TestOps:
             assert all(map(torch.equal, got, expected))
             assert torch.equal(out, expected[0])
             of.lengths[3] -= 5
-            fresh = planned(of)
+            fresh = ops_cases.planned(of)
             wrapper._plan = fresh._plan
         of.lengths[3] += 10
 
     def test_a_run_that_its_plan_declares_is_part_of_one_graph(self, of: Tensors) -> None:
         """One tensor for query and cache, sinks, factors and an FP8 output compile as they run."""
         out = torch.zeros(4, 16, 512, device=of.device).to(torch.float8_e4m3fn)
-        wrapper = declared(of)
+        wrapper = ops_cases.declared(of)
 
         def run(query: torch.Tensor, out: torch.Tensor) -> Any:
             factors = {"bmm1_scale": MLA_SCALE, "bmm2_scale": 2.0, "o_scale": 0.01}
@@ -113,6 +114,20 @@ class TestOps:
 
         assert all(map(torch.equal, (part.float() for part in got), expected))
         assert expected[0].any()
+
+    def test_a_planned_gqa_run_is_part_of_one_graph(self, of: Tensors) -> None:
+        """A run of batch decode compiles with an LSE, and into an output."""
+        wrapper, caches = ops_cases.planned_gqa(of), (of.keys, of.values)
+
+        def run(query: torch.Tensor, out: torch.Tensor) -> Any:
+            return wrapper.run(query, caches, out=out), *wrapper.run(query, caches, return_lse=True)
+
+        query, out = of.gqa_query, torch.empty_like(of.gqa_query)
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        expected = [part.clone() for part in run(query, torch.empty_like(out))]
+
+        assert all(map(torch.equal, compiled(query, out), expected))
+        assert torch.equal(out, expected[0])
 
     def test_a_growing_length_recompiles_once(self, of: Tensors) -> None:
         """max_seq_len is symbolic, so that decoding does not recompile at every step."""
@@ -159,7 +174,7 @@ class TestOps:
 
     def test_fake_tensors_of_a_planned_run_give_fake_outputs(self, of: Tensors) -> None:
         """A run under FakeTensorMode gives shapes and dtypes, for one tensor and for parts."""
-        wrapper, usual = declared(of), planned(of)
+        wrapper, usual = ops_cases.declared(of), ops_cases.planned(of)
         factors: Any = {"bmm1_scale": 1.0, "bmm2_scale": 2.0, "o_scale": 0.5, "sinks": of.sinks}
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             query, cache = mode.from_tensor(of.query), mode.from_tensor(of.cache)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,13 @@ ROOT = Path(__file__).resolve().parents[1]
 # Two kernels that compile in 0.1 s each.
 SMALL: dict[str, Any] = {"archs": "sm_80", "families": ["combine"], "dtype": "bf16"}
 SMALL |= {"kv_lora_rank": [512, 256]}
+build = engine.build_spec
 
 
 def test_each_kernel_is_built_once_and_found_after() -> None:
     """A second prewarm, and a call, find the kernel with the same facts."""
     alone = mlagen.prewarm(**{**SMALL, "kv_lora_rank": 512})
-    first = mlagen.prewarm(**SMALL)
-    second = mlagen.prewarm(**SMALL)
+    first, second = mlagen.prewarm(**SMALL), mlagen.prewarm(**SMALL)
 
     statuses = [[unit.status for unit in report.units] for report in (alone, first, second)]
     assert statuses == [["built"], ["hit", "built"], ["hit", "hit"]]
@@ -39,16 +38,11 @@ def test_each_kernel_is_built_once_and_found_after() -> None:
     ]
     assert facts[0] == facts[1]
     assert all(registers and spills == 0 for _, registers, spills, _ in facts[0])
-    assert {name: first.totals()[name] for name in ("units", "hit", "built", "failed")} == {
-        "units": 2,
-        "hit": 1,
-        "built": 1,
-        "failed": 0,
-    }
+    counts = {"units": 2, "hit": 1, "built": 1, "failed": 0}
+    assert first.totals().items() >= counts.items()
     for unit in first.units:
         outcome = engine.find_or_build(unit.spec)
-        assert outcome.built is False
-        assert outcome.entry.manifest.key == unit.key
+        assert (outcome.built, outcome.entry.manifest.key) == (False, unit.key)
         assert outcome.entry.manifest.created_by == "prewarm"
 
 
@@ -92,7 +86,6 @@ def test_events_come_in_the_calling_thread_and_in_order() -> None:
 
 def test_a_failing_kernel_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report has its error; an exception that is no MlagenError is a bug, and is raised."""
-    build = engine.build_spec
 
     def fail_at_512(spec: KernelSpec, nvrtc: Any) -> Build:
         if spec.key_fields()["head_dim_vo"] == "512":
@@ -100,55 +93,40 @@ def test_a_failing_kernel_does_not_stop_the_others(monkeypatch: pytest.MonkeyPat
         return build(spec, nvrtc)
 
     monkeypatch.setattr(engine, "build_spec", fail_at_512)
-
-    report = mlagen.prewarm(**SMALL)
-
-    statuses = {unit.spec.key_fields()["head_dim_vo"]: unit.status for unit in report.units}
-    assert statuses == {"512": "failed", "256": "built"}
-    assert [str(unit.error) for unit in report.units if unit.error] == ["NVRTC: no such thing"]
+    units = mlagen.prewarm(**SMALL).units
     monkeypatch.setattr(engine, "build_spec", None)
+
+    found = {
+        unit.spec.key_fields()["head_dim_vo"]: (unit.status, str(unit.error)) for unit in units
+    }
+    assert found == {"512": ("failed", "NVRTC: no such thing"), "256": ("built", "None")}
     with pytest.raises(TypeError, match="not callable"):
-        mlagen.prewarm(**SMALL)
+        mlagen.prewarm("sm_86", families=["combine"])
 
 
 def test_an_exception_in_the_callback_cancels_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that have not started at the interrupt are never compiled."""
-    builds: Counter[str] = Counter()
-    build = engine.build_spec
-
-    def counted(spec: KernelSpec, nvrtc: Any) -> Build:
-        builds[str(spec)] += 1
-        return build(spec, nvrtc)
-
-    def interrupt(event: PrewarmEvent) -> None:
-        if event.kind == "finished":
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(engine, "build_spec", counted)
-
-    with pytest.raises(KeyboardInterrupt):
-        mlagen.prewarm("sm_80,sm_90a", families=["combine"], jobs=1, on_event=interrupt)
-
-    assert 1 <= sum(builds.values()) < 8
-
-
-def test_one_job_compiles_one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one job, compilations do not overlap."""
-    compiling = threading.Lock()
-    build = engine.build_spec
+    """With one job, compilations do not overlap, and those that have not started never do."""
+    compiling, builds = threading.Lock(), []
 
     def alone(spec: KernelSpec, nvrtc: Any) -> Build:
         assert compiling.acquire(blocking=False)
+        builds.append(spec)
         try:
             return build(spec, nvrtc)
         finally:
             compiling.release()
 
-    monkeypatch.setattr(engine, "build_spec", alone)
+    def interrupt(event: PrewarmEvent) -> None:
+        if event.kind == "finished":
+            raise KeyboardInterrupt
 
+    monkeypatch.setattr(engine, "build_spec", alone)
     report = mlagen.prewarm(**SMALL, jobs=1)
+    with pytest.raises(KeyboardInterrupt):
+        mlagen.prewarm("sm_86,sm_90a", families=["combine"], jobs=1, on_event=interrupt)
 
     assert [unit.status for unit in report.units] == ["built"] * 2
+    assert 2 + 1 <= len(builds) < 2 + 8
 
 
 def test_a_read_only_cache_is_rejected_before_compiling(
@@ -157,12 +135,9 @@ def test_a_read_only_cache_is_rejected_before_compiling(
     """A prewarm that could not store its kernels raises at once, with the path."""
     cache_dir.write_text("a file where the folder should be")
     monkeypatch.setattr(engine, "build_spec", None)  # calling it would fail
-
-    with pytest.raises(mlagen.CacheError) as raised:
+    rule = f"^cache: expected a writable folder, got .*: {cache_dir}$"
+    with pytest.raises(mlagen.CacheError, match=rule) as raised:
         mlagen.prewarm(**SMALL)
-
-    assert str(raised.value).startswith("cache: expected a writable folder, got ")
-    assert str(raised.value).endswith(f": {cache_dir}")
     assert raised.value.path == cache_dir
 
 
@@ -203,8 +178,6 @@ def test_prewarming_loads_no_torch() -> None:
         "report = mlagen.prewarm('sm_80', families=['combine'], kv_lora_rank=512); "
         "sys.exit(report.totals()['built'] != 2)"
     )
-
     command = [sys.executable, "-c", script]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
     assert (run.returncode, run.stderr) == (0, "")

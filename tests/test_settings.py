@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,22 +19,31 @@ from mlagen.settings import (
 
 TEMPORARY = Path(tempfile.gettempdir()) / f"mlagen-{os.getuid()}"
 
+HOME, CACHE = {"HOME": "/c"}, "MLAGEN_CACHE_DIR"
+FLAGS = {
+    "MLAGEN_CHECK": "checks_contents",
+    "MLAGEN_TRUST_SHARED": "trusts_shared",
+    "MLAGEN_HF": "reads_hub_cache",
+    "MLAGEN_DUMP_TENSORS": "dumps_tensors",
+}
+# Variables of words: the field, its default, and the other words.
+WORDS = {
+    "MLAGEN_MLA_KERNEL": ("mla_kernel", "auto", ("sm80", "sm90")),
+    "MLAGEN_GQA_KERNEL": ("gqa_kernel", "auto", ("sm80", "sm90")),
+    "MLAGEN_MLA_P_DTYPE": ("mla_p_dtype", "auto", ("fp16",)),
+    "MLAGEN_TOOLCHAIN": ("toolchain", "auto", ("exact", "compatible", "nvrtc-13.0.88")),
+    "MLAGEN_JIT": ("jit", "on", ("warn", "error", "off")),
+}
+SIZES = {"": 1 << 30, "0": None, "4096": 4096, "500M": 500 << 20, "2GiB": 2 << 30, "1.5 kb": 1536}
+
 # Environment, field of the settings and its value; {cwd} is the current folder, /c is the home.
 VALID: list[tuple[dict[str, str], str, object]] = [
-    (
-        {"MLAGEN_CACHE_DIR": "/a/kernels", "XDG_CACHE_HOME": "/b", "HOME": "/c"},
-        "cache_dir",
-        Path("/a/kernels"),
-    ),
-    ({"XDG_CACHE_HOME": "/b", "HOME": "/c"}, "cache_dir", Path("/b/mlagen")),
-    ({"XDG_CACHE_HOME": "b", "HOME": "/c"}, "cache_dir", Path("/c/.cache/mlagen")),
-    (
-        {"MLAGEN_CACHE_DIR": "", "XDG_CACHE_HOME": "", "HOME": "/c"},
-        "cache_dir",
-        Path("/c/.cache/mlagen"),
-    ),
+    ({CACHE: "/a/kernels", "XDG_CACHE_HOME": "/b", **HOME}, "cache_dir", Path("/a/kernels")),
+    ({"XDG_CACHE_HOME": "/b", **HOME}, "cache_dir", Path("/b/mlagen")),
+    ({"XDG_CACHE_HOME": "b", **HOME}, "cache_dir", Path("/c/.cache/mlagen")),
+    ({CACHE: "", "XDG_CACHE_HOME": "", **HOME}, "cache_dir", Path("/c/.cache/mlagen")),
     ({}, "cache_dir", TEMPORARY),
-    ({"MLAGEN_CACHE_DIR": "kernels"}, "cache_dir", Path("{cwd}/kernels")),
+    ({CACHE: "kernels"}, "cache_dir", Path("{cwd}/kernels")),
     ({"MLAGEN_LOCK_DIR": "~/locks"}, "lock_dir", Path("/c/locks")),
     ({"XDG_RUNTIME_DIR": "{cwd}"}, "lock_dir", Path("{cwd}/mlagen")),
     ({"MLAGEN_CACHE_RO": "/a::~/b:k"}, "cache_layers", (Path("/a"), Path("/c/b"), Path("{cwd}/k"))),
@@ -43,47 +53,21 @@ VALID: list[tuple[dict[str, str], str, object]] = [
     ({"MLAGEN_LOCK_TIMEOUT": "2.5"}, "lock_timeout_s", 2.5),
     *(
         ({name: text}, field, text == "1")
-        for name, field in (
-            ("MLAGEN_CHECK", "checks_contents"),
-            ("MLAGEN_TRUST_SHARED", "trusts_shared"),
-            ("MLAGEN_HF", "reads_hub_cache"),
-            ("MLAGEN_DUMP_TENSORS", "dumps_tensors"),
-        )
+        for name, field in FLAGS.items()
         for text in ("", "0", "1")
     ),
     *(
-        ({f"MLAGEN_{family}_KERNEL": text}, f"{family.lower()}_kernel", text or "auto")
-        for family in ("MLA", "GQA")
-        for text in ("", "auto", "sm80", "sm90")
+        ({name: text}, field, text or default)
+        for name, (field, default, others) in WORDS.items()
+        for text in ("", default, *others)
     ),
     ({"MLAGEN_GQA_KERNEL": "sm80"}, "mla_kernel", "auto"),
-    *(
-        ({"MLAGEN_MLA_P_DTYPE": text}, "mla_p_dtype", text or "auto")
-        for text in ("", "auto", "fp16")
-    ),
     *(({"MLAGEN_LOG": text}, "log", text) for text in ("off", "warn", "info", "debug", "api")),
-    ({"MLAGEN_LOG": ""}, "log", None),
-    ({}, "log", None),
+    *(({"MLAGEN_LOG": ""} if name else {}, "log", None) for name in (0, 1)),
     ({"MLAGEN_DUMP": "dumps"}, "dump", Path("{cwd}/dumps")),
-    ({}, "dump", None),
     ({"MLAGEN_RECORD": "run.jsonl"}, "record", Path("{cwd}/run.jsonl")),
-    ({}, "record", None),
-    *(
-        ({"MLAGEN_CACHE_MAX_SIZE": text}, "cache_max_bytes", size)
-        for text, size in {
-            "": 1 << 30,
-            "0": None,
-            "4096": 4096,
-            "500M": 500 << 20,
-            "2GiB": 2 << 30,
-            "1.5 kb": 1536,
-        }.items()
-    ),
-    *(
-        ({"MLAGEN_TOOLCHAIN": text}, "toolchain", text or "auto")
-        for text in ("", "auto", "exact", "compatible", "nvrtc-13.0.88")
-    ),
-    *(({"MLAGEN_JIT": mode}, "jit", mode or "on") for mode in ("", "on", "warn", "error", "off")),
+    *(({}, field, None) for field in ("dump", "record")),
+    *(({"MLAGEN_CACHE_MAX_SIZE": text}, "cache_max_bytes", size) for text, size in SIZES.items()),
 ]
 
 
@@ -94,18 +78,13 @@ def shown(value: object) -> str:
 
 @pytest.mark.parametrize(("environ", "field", "value"), VALID, ids=shown)
 def test_a_variable_sets_a_field(
-    environ: dict[str, str],
-    field: str,
-    value: object,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    environ: dict[str, str], field: str, value: object, monkeypatch: Any, tmp_path: Path
 ) -> None:
     """Each variable has its values, and unset or empty it has its default."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/c")
     settings = read_settings({name: text.format(cwd=tmp_path) for name, text in environ.items()})
-    found = getattr(settings, field)
-    assert repr(found) == repr(value).replace("{cwd}", str(tmp_path))
+    assert repr(getattr(settings, field)) == repr(value).replace("{cwd}", str(tmp_path))
 
 
 SIZE = "a size such as 500M or 2GiB"
@@ -175,16 +154,14 @@ def test_calls_are_observed_on_request_only(environ: dict[str, str], observes: b
     assert observes_calls(environ) is observes
 
 
-def test_the_environment_is_read_once(monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> None:
-    """Later changes of the environment have no effect on a process."""
+def test_the_environment_is_read_once(
+    monkeypatch: pytest.MonkeyPatch, cache_dir: Path, tmp_path: Path
+) -> None:
+    """Later changes of the environment have no effect on a process; reading creates no folder."""
     first = current_settings()
     monkeypatch.setenv("MLAGEN_CACHE_DIR", "/elsewhere")
     assert first.cache_dir == cache_dir
     assert current_settings() is first
-
-
-def test_reading_the_settings_touches_no_disk(tmp_path: Path) -> None:
-    """Reading the settings creates no folder."""
     folders = {"MLAGEN_CACHE_DIR": "cache", "MLAGEN_LOCK_DIR": "locks", "XDG_RUNTIME_DIR": "."}
     read_settings({name: str(tmp_path / folder) for name, folder in folders.items()})
     assert list(tmp_path.iterdir()) == []

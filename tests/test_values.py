@@ -58,34 +58,29 @@ def test_converters_return_plain_values(
     assert type(result) is type(plain)
 
 
+WHOLE, FLOAT32 = "an int, 0 or more", "a number that float32 can hold"
+
+
 @pytest.mark.parametrize(
     ("convert", "given", "message"),
     [
-        (require_whole_number, -1, "x: expected an int, 0 or more, got -1"),
-        (require_whole_number, True, "x: expected an int, 0 or more, got True"),
-        (require_whole_number, 2**31, "x: expected 2147483647 or less, got 2147483648"),
-        (
-            require_whole_number,
-            10**5000,
-            "x: expected 2147483647 or less, got an int of 16610 bits",
-        ),
-        (require_whole_number, np.array(64), "x: expected an int, 0 or more, got ndarray"),
-        (require_whole_number, torch.tensor(1), "x: expected an int, 0 or more, got a tensor"),
-        (require_number, True, "x: expected a float, got True"),
-        (require_number, "1", "x: expected a float, got '1'"),
-        (
-            require_number,
-            10**400,
-            "x: expected a number that float32 can hold, got an int of 1329 bits",
-        ),
-        (require_float32, 1e39, "x: expected a number that float32 can hold, got 1e+39"),
-        (require_flag, 2, "x: expected a bool, got 2"),
-        (require_flag, [1], "x: expected a bool, got [1]"),
-        (require_flag, torch.tensor(True), "x: expected a bool, got a tensor"),
-        (_choice, "AUTO", "x: expected one of auto, fast, got 'AUTO'"),
-        (_choice, [torch.ones(3)], "x: expected one of auto, fast, got [a tensor]"),
-        (as_str_list, [1], "x: expected a str, got 1"),
-        (as_list, count(), "x: expected 4096 values or fewer, got more"),
+        (require_whole_number, -1, f"{WHOLE}, got -1"),
+        (require_whole_number, True, f"{WHOLE}, got True"),
+        (require_whole_number, 2**31, "2147483647 or less, got 2147483648"),
+        (require_whole_number, 10**5000, "2147483647 or less, got an int of 16610 bits"),
+        (require_whole_number, np.array(64), f"{WHOLE}, got ndarray"),
+        (require_whole_number, torch.tensor(1), f"{WHOLE}, got a tensor"),
+        (require_number, True, "a float, got True"),
+        (require_number, "1", "a float, got '1'"),
+        (require_number, 10**400, f"{FLOAT32}, got an int of 1329 bits"),
+        (require_float32, 1e39, f"{FLOAT32}, got 1e+39"),
+        (require_flag, 2, "a bool, got 2"),
+        (require_flag, [1], "a bool, got [1]"),
+        (require_flag, torch.tensor(True), "a bool, got a tensor"),
+        (_choice, "AUTO", "one of auto, fast, got 'AUTO'"),
+        (_choice, [torch.ones(3)], "one of auto, fast, got [a tensor]"),
+        (as_str_list, [1], "a str, got 1"),
+        (as_list, count(), "4096 values or fewer, got more"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -95,7 +90,7 @@ def test_invalid_values_are_rejected(
     """The message has argument, rule and value."""
     with pytest.raises(ArgumentError) as caught:
         convert(given, "x")
-    assert str(caught.value) == message
+    assert str(caught.value) == f"x: expected {message}"
 
 
 @pytest.mark.parametrize("value", ODD, ids=lambda value: type(value).__name__)

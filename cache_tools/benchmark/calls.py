@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -61,7 +61,7 @@ def _gqa_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
     ]
 
     def call(index: int) -> torch.Tensor:
-        return xqa_batch_decode_with_kv_cache(
+        out = xqa_batch_decode_with_kv_cache(
             queries[index],
             caches[index],
             workspace,
@@ -70,6 +70,7 @@ def _gqa_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
             kv_cache_sf=scales[index],
             **shared,
         )
+        return cast("torch.Tensor", out)
 
     return call
 

@@ -96,7 +96,10 @@ _OPTIONS = (
         help="shared (the default) or separate, for MLA.",
     ),
     click.option(
-        "--mask", callback=names, metavar="HOW,...", help="causal (the default) or bias, for MLA."
+        "--mask",
+        callback=names,
+        metavar="HOW,...",
+        help="causal (the default), dcp or bias, for MLA.",
     ),
     click.option(
         "--qk-rope-head-dim",

@@ -17,6 +17,7 @@ SECONDS = {
     "gqa_sm80": 0.7,
     "gqa_sm90": 0.9,
     "combine": 0.1,
+    "combine_states": 0.1,
 }
 
 

@@ -31,6 +31,9 @@ _BLOCK_SCALES = ("kv_cache_sf", "k_sf_cache", "v_sf_cache")
 # Widths of packed rows: 512 e4m3, then four scales of fp8_ds_mla, then 64 bf16.
 _FP8_DS_MLA, _FP8_PER_TOKEN = 656, 640
 
+# Of `kv_layout`, which a dump omits.
+_DEFAULT_LAYOUTS = {"trtllm_batch_decode_with_kv_cache": "HND"}
+
 
 def fill(dump: Dump, rebuilt: Mapping[str, Rebuilt], seed: int) -> None:
     """Write the contents of all tensors; those that the dump lacks are random.
@@ -47,10 +50,11 @@ def fill(dump: Dump, rebuilt: Mapping[str, Rebuilt], seed: int) -> None:
     for part in parts.values():
         arguments |= part.arguments
         tensors |= {_plain(name): leaf.tensor for name, leaf in part.leaves.items()}
-    geometry = Geometry(arguments, tensors)
+    layout = _DEFAULT_LAYOUTS.get(dump.entry, "NHD")
+    geometry = Geometry({"kv_layout": layout} | arguments, tensors)
     for part_name, part in parts.items():
         # Offsets come first: lengths follow from them.
-        names = sorted(part.leaves, key=lambda name: _plain(name) != "kv_indptr")
+        names = sorted(part.leaves, key=lambda name: _plain(name) not in {"kv_indptr", "indptr"})
         for index, name in enumerate(names):
             leaf = part.leaves[name]
             with torch.no_grad():

@@ -8,13 +8,17 @@ from typing import Any
 
 import torch
 
-_CACHES = ("kv_cache", "kv_cache[0]", "k_cache", "ckv_cache", "k.blocks")
+_CACHES = (
+    *("kv_cache", "kv_cache[0]", "k_cache", "ckv_cache", "k.blocks"),
+    *("paged_kv_cache", "paged_kv_cache[0]"),
+)
 _TABLES = ("block_tables", "page_table", "k.block_table")
 _LENGTHS = (
     *("seq_lens", "kv_len", "k.cache_lengths", "mask.valid_lengths", "mask.a.valid_lengths"),
-    "mask.b.valid_lengths",
+    *("mask.b.valid_lengths", "causal_seqlens_kv_global"),
 )
-_OFFSETS = ("cum_seq_lens_q", "q_cu_seq_lens", "qo_indptr", "kv_indptr")
+_OFFSETS = ("cum_seq_lens_q", "q_cu_seq_lens", "qo_indptr", "kv_indptr", "indptr")
+_PAGE_IDS = ("kv_indices", "indices")
 
 
 class Geometry:
@@ -39,11 +43,14 @@ class Geometry:
         """Return ``count`` lengths, offsets or ids of a tensor, int64; None of another."""
         is_top_k = name == "seq_lens" and self._arguments.get("backend") == "sparse"
         found = None
-        if name in _TABLES or name == "kv_indices":
+        if name in _TABLES or name in _PAGE_IDS:
             found = self._page_ids(name, count, generator)
         elif name in _OFFSETS or (name == "valid_length" and self._arguments.get("ragged")):
-            total = self._num_page_ids() if name == "kv_indptr" else self.tokens
+            has_pages = name in {"kv_indptr", "indptr"}
+            total = self._num_page_ids() if has_pages else self.tokens
             found = torch.arange(count) * total // self.batch
+        elif name == "last_page_len":
+            found = self._random(count, 1, self.page_size, generator)
         elif name == "kv_len_arr":
             found = self._planned_lengths(count, generator)
         elif name == "valid_length":
@@ -68,7 +75,8 @@ class Geometry:
         self.page_size = max(1, self._number("page_size", page_size))
 
     def _batch(self) -> int:
-        for name in ("seq_lens", "kv_len", "kv_len_arr", "k.block_table", *_TABLES):
+        lengths = ("seq_lens", "kv_len", "kv_len_arr", "last_page_len")
+        for name in (*lengths, "k.block_table", *_TABLES):
             tensor = self._tensors.get(name)
             if tensor is not None and tensor.dim():
                 return tensor.shape[0]
@@ -87,8 +95,8 @@ class Geometry:
         return 1
 
     def _num_page_ids(self) -> int:
-        table = self._tensors.get("kv_indices")
-        return 0 if table is None else table.numel()
+        tables = [self._tensors[name] for name in _PAGE_IDS if name in self._tensors]
+        return tables[0].numel() if tables else 0
 
     def _page_ids(self, name: str, count: int, generator: torch.Generator) -> torch.Tensor:
         if self.top_k and name == "block_tables":

@@ -11,6 +11,7 @@ import torch
 
 from mlagen import decode, mla, xqa
 from mlagen.errors import ArgumentError
+from mlagen.gqa.batch_op import batch_decode_run
 from mlagen.mla import batch_op
 from mlagen.observe.document import SCRATCH
 from mlagen.observe.observed import CPU_BACKEND
@@ -29,14 +30,23 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
         mla.xqa_batch_decode_with_kv_cache_mla,
         mla.flare_mla_decoding,
         decode.xqa_batch_decode_with_kv_cache,
+        decode.trtllm_batch_decode_with_kv_cache,
         xqa.xqa,
         xqa.xqa_mla,
         batch_op.batch_mla_run,
         batch_op.batch_mla_run_planless,
+        batch_decode_run,
     )
 }
-_WRAPPER = mla.BatchMLAPagedAttentionWrapper.__name__
-_METHODS = {f"{_WRAPPER}.{name}": name for name in ("__init__", "plan", "run")}
+_WRAPPERS: dict[str, Callable[..., Any]] = {
+    wrapper.__name__: wrapper
+    for wrapper in (mla.BatchMLAPagedAttentionWrapper, decode.BatchDecodeWithPagedKVCacheWrapper)
+}
+_METHODS = {
+    f"{wrapper}.{name}": (wrapper, name)
+    for wrapper in _WRAPPERS
+    for name in ("__init__", "plan", "run")
+}
 
 # Settings of the dumped process that decide how a call runs.
 _KERNEL_SETTINGS = ("MLAGEN_MLA_KERNEL", "MLAGEN_MLA_P_DTYPE", "MLAGEN_GQA_KERNEL", "MLAGEN_CHECK")
@@ -144,11 +154,11 @@ def _call(entry: str, rebuilt: Mapping[str, Rebuilt]) -> Any:
     arguments = rebuilt["call"].arguments
     if entry in _FUNCTIONS:
         return _FUNCTIONS[entry](**arguments)
-    method = _METHODS[entry]
+    kind, method = _METHODS[entry]
     if method == "__init__":
-        mla.BatchMLAPagedAttentionWrapper(**arguments)
+        _WRAPPERS[kind](**arguments)
         return None
-    wrapper = mla.BatchMLAPagedAttentionWrapper(**rebuilt["init"].arguments)
+    wrapper = _WRAPPERS[kind](**rebuilt["init"].arguments)
     if method == "run" and "plan" in rebuilt:
         wrapper.plan(**rebuilt["plan"].arguments)
     return getattr(wrapper, method)(**arguments)

@@ -8,6 +8,7 @@ from mlagen.families.common.arguments import is_pdl_enabled, require_flag
 from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.dispatch import MLA
+from mlagen.mla.dcp_keywords import dcp_fields, lse_base
 from mlagen.mla.trtllm_keywords import (
     fp16_target,
     query_parts,
@@ -30,7 +31,8 @@ from mlagen.torch_ops.traced import traceable
         tensors="kv_cache workspace_buffer block_tables",
         groups="sinks",
         optional=(
-            "seq_lens out lse cum_seq_lens_q sparse_mla_top_k_lens multi_ctas_kv_counter_buffer"
+            "seq_lens out lse cum_seq_lens_q sparse_mla_top_k_lens multi_ctas_kv_counter_buffer "
+            "causal_seqlens_kv_global"
         ),
         outputs="out lse",
         scales="bmm1_scale bmm2_scale",
@@ -39,7 +41,7 @@ from mlagen.torch_ops.traced import traceable
         words=(
             "skip_softmax_threshold_scale_factor enable_pdl backend is_var_seq "
             "uses_shared_paged_kv_idx return_lse cute_dsl_impl kv_scale_format max_q_len "
-            "enable_dcp cp_world cp_rank causal_seqlens_kv_global use_fp16_softmax return_lse_base"
+            "enable_dcp cp_world cp_rank use_fp16_softmax return_lse_base"
         ),
     ),
     returns="outputs if len(outputs) > 1 else outputs[0]",
@@ -77,7 +79,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     cp_rank: int = 0,
     causal_seqlens_kv_global: torch.Tensor | None = None,
     use_fp16_softmax: bool | None = None,
-    return_lse_base: str | None = "base2",
+    return_lse_base: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Decode one step of multi-head latent attention over a paged KV cache.
 
@@ -171,18 +173,24 @@ def trtllm_batch_decode_with_kv_cache_mla(
     sparse_mla_top_k_lens : int32 or uint32 [tokens]
         The top-k length of each query token, instead of its causal length from ``seq_lens``.
     enable_dcp : bool
-        Decode context parallel is not implemented: only the defaults of this argument and of the
-        next three are accepted.
+        Whether this GPU holds the tokens of one rank only, of ``cp_world`` in decode context
+        parallel: token ``k`` of its cache is token ``cp_world * k + cp_rank`` of the request.
+        ``seq_lens``, ``max_seq_len`` and ``block_tables`` are of this rank's tokens. Requires
+        ``return_lse``; :func:`mlagen.cascade.merge_states` combines the results of the ranks. One
+        rank only may pass ``sinks``. With ``sparse_mla_top_k`` the lists are of this rank's tokens,
+        without a causal mask, and ``seq_lens`` is not used.
     cp_world : int
-        See ``enable_dcp``.
+        Number of ranks, 1 or more.
     cp_rank : int
-        See ``enable_dcp``.
-    causal_seqlens_kv_global : torch.Tensor
-        See ``enable_dcp``.
+        This rank, from 0 on.
+    causal_seqlens_kv_global : int32 or uint32 [batch]
+        With ``enable_dcp``: tokens of the requests on all ranks, including the ``q_len`` new ones.
+        Query token ``i`` attends to the tokens ``0 .. length - q_len + i`` that this rank has.
     use_fp16_softmax : bool
         Ignored: the softmax is in fp32.
     return_lse_base : str
-        ``base2`` or ``basee``: log2 or natural logarithm; None means ``base2``.
+        ``base2`` or ``basee``: log2 or natural logarithm; None means ``base2``, or ``basee`` with
+        ``enable_dcp``.
 
     Returns
     -------
@@ -194,8 +202,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     ArgumentError
         If an argument breaks a rule; no kernel is launched, and the outputs are unchanged.
     UnsupportedError
-        If no kernel supports the dtypes, dimensions or lookup, or if ``enable_dcp`` or a related
-        argument is not its default.
+        If no kernel supports the dtypes, dimensions or lookup.
     CaptureError
         If the kernel is not loaded yet during CUDA graph capture.
 
@@ -222,7 +229,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         sinks=unwrap_sinks(sinks),
         lse=lse,
         return_lse=require_flag(return_lse, "return_lse"),
-        return_lse_base="base2" if return_lse_base is None else return_lse_base,
+        return_lse_base=lse_base(return_lse_base, enable_dcp),
         cum_seq_lens_q=cum_seq_lens_q,
         max_q_len=max_q_len,
         top_k=sparse_mla_top_k,
@@ -232,6 +239,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
             kv_cache, block_tables, uses_shared_paged_kv_idx, sparse_mla_top_k
         ),
         names=names,
+        **dcp_fields(call),
     )
     outputs = MLA.dispatch(args, is_pdl_enabled(pdl), out)
     return (outputs[0], outputs[1]) if len(outputs) > 1 else outputs[0]

@@ -27,20 +27,13 @@ from mlagen.families.common.arguments import (
 )
 from mlagen.families.common.memory import require_plain
 from mlagen.families.mla.args import MlaArgNames
+from mlagen.mla.dcp_keywords import is_dcp
 
 _JOINED = MlaArgNames()
 _IN_PARTS = MlaArgNames(query="query[0]", query_rope="query[1]")
 
 _AUTO = "auto"
 _SYNONYMS = (_AUTO, "xqa", "trtllm-gen", "cute-dsl")
-
-# Defaults of the keywords of context parallelism, which is not implemented.
-_DEFAULTS = {
-    "enable_dcp": False,
-    "cp_world": 1,
-    "cp_rank": 0,
-    "causal_seqlens_kv_global": None,
-}
 
 _SPARSE = "sparse"
 _IMPLEMENTATIONS = (_AUTO, "modular", "monolithic")
@@ -58,8 +51,6 @@ def rare_keywords(
     ------
     ArgumentError
         If a keyword has a wrong type or an unknown name.
-    UnsupportedError
-        If a keyword requests context parallelism.
     """
     if call["multi_ctas_kv_counter_buffer"] is not None:
         _check_counter_buffer(call["multi_ctas_kv_counter_buffer"], call["query"])
@@ -71,11 +62,7 @@ def rare_keywords(
     _check_scale_format(call["kv_scale_format"])
     if call["use_fp16_softmax"] is not None:
         require_flag(call["use_fp16_softmax"], "use_fp16_softmax")
-    for keyword, default in _DEFAULTS.items():
-        value = call[keyword]
-        if value is not default and not _equals(value, default):
-            rule = f"not implemented, expected {default!r}"
-            raise UnsupportedError(f"{keyword}: {rule}, got {shown(value)}")
+    has_dcp = is_dcp(call)
     names = ("query", "seq_lens", "sparse_mla_top_k", "cum_seq_lens_q")
     query, seq_lens, top_k, cu_seqlens_q = (call[name] for name in names)
     top_k_lens = call["sparse_mla_top_k_lens"]
@@ -83,6 +70,8 @@ def rare_keywords(
         others = {"sparse_mla_top_k_lens": top_k_lens, "cum_seq_lens_q": cu_seqlens_q}
         lengths = _topk_lengths_of(query, call["kv_cache"], seq_lens, top_k, **others)
         return enable_pdl, *lengths
+    if has_dcp and top_k:  # the lists have this rank's tokens
+        seq_lens = None
     return enable_pdl, _default_seq_lens(query, seq_lens, top_k, cu_seqlens_q), top_k_lens
 
 
@@ -162,15 +151,6 @@ def _check_scale_format(given: object) -> None:
     if isinstance(normalized, str) and normalized == "ue8m0_g32":
         reject(name, "another: scales of fp8_ds_mla are fp32 numbers", shown(given))
     require_choice(normalized, name, _SCALE_FORMATS)
-
-
-def _equals(value: object, default: bool | int | None) -> bool:
-    """Whether a scalar of any type equals the default."""
-    try:
-        is_scalar = isinstance(value, (bool, int)) or type(value).__module__ == "numpy"
-        return default is not None and is_scalar and bool(value == default)
-    except Exception:  # noqa: BLE001 - an array has no truth value, __eq__ may raise anything
-        return False
 
 
 def unwrap_sinks(sinks: Any) -> Any:

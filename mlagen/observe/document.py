@@ -31,7 +31,8 @@ SCRATCH = (
 INDICES = (
     *("seq_lens", "block_tables", "page_table", "cum_seq_lens_q", "q_cu_seq_lens", "valid_length"),
     *("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "kv_len", "sparse_mla_top_k_lens"),
-    *("k.block_table", "k.cache_lengths"),
+    *("k.block_table", "k.cache_lengths", "causal_seqlens_kv_global"),
+    *("indptr", "indices", "last_page_len"),
 )
 # Before the names of tensors of a plan's metadata object.
 OBJECT = "metadata."

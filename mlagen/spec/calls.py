@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from mlagen.spec.arch import Arch
 from mlagen.spec.combine import CombineSpec
+from mlagen.spec.combine_states import CombineStatesSpec
 from mlagen.spec.gqa import sm80 as gqa
 from mlagen.spec.gqa import sm90 as gqa_sm90
 from mlagen.spec.gqa.sm80 import GqaSm80Spec, gqa_sm80_spec
@@ -84,7 +85,7 @@ def specs_on_arch(spec: KernelSpec, arch: Arch) -> list[KernelSpec]:
 
     One kernel may map to several: tiles and the decision to split differ by architecture.
     """
-    if isinstance(spec, CombineSpec):
+    if isinstance(spec, (CombineSpec, CombineStatesSpec)):
         return [replace(spec, arch=arch)]
     call_specs = _call_specs_of(spec)
     found = [call_specs(arch, rows) for rows in _ROW_COUNTS if spec in call_specs(spec.arch, rows)]

@@ -8,6 +8,7 @@ from functools import lru_cache
 from mlagen.errors import ArgumentError
 from mlagen.spec.arch import Arch
 from mlagen.spec.combine import combine_specs
+from mlagen.spec.combine_states import combine_states_specs
 from mlagen.spec.gqa.sm80 import gqa_sm80_specs
 from mlagen.spec.gqa.sm90 import gqa_sm90_specs
 from mlagen.spec.kernel import KernelSpec
@@ -24,6 +25,7 @@ FAMILIES: dict[str, Callable[[Arch], Iterator[KernelSpec]]] = {
     "gqa_sm80": gqa_sm80_specs,
     "gqa_sm90": gqa_sm90_specs,
     "combine": combine_specs,
+    "combine_states": combine_states_specs,
 }
 
 

@@ -77,9 +77,13 @@ class KernelSpec:
     family: ClassVar[str]
     symbol: ClassVar[str]
     template: ClassVar[str]
-    parameters: ClassVar[tuple[Parameter, ...]]
 
     arch: Arch
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Fields of the kernel's parameter struct, in order."""
+        raise NotImplementedError
 
     @property
     def threads(self) -> int:

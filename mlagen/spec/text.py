@@ -11,6 +11,7 @@ from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.spec.arch import Arch, parse_arch
 from mlagen.spec.calls import specs_of_variant
 from mlagen.spec.combine import CombineSpec, combine_specs
+from mlagen.spec.combine_states import CombineStatesSpec, combine_states_spec
 from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES
 from mlagen.spec.gqa import variant as gqa
@@ -141,7 +142,7 @@ def _require_used(spec: KernelSpec) -> None:
     if spec.key_fields().get("page_size") == "0":
         raise ArgumentError(f"{spec.family}.page_size: expected 1 or more, got 0")
     try:
-        known = _combine_specs(spec) if isinstance(spec, CombineSpec) else specs_of_variant(spec)
+        known = _specs_like(spec)
     except UnsupportedError as error:
         raise ArgumentError(f"{spec.family}: {error}") from error
     if spec in known:
@@ -152,6 +153,14 @@ def _require_used(spec: KernelSpec) -> None:
         nearest = max(others, key=lambda other: len(fields & other.key_fields().items()))
         rule += f", the nearest {nearest}"
     raise ArgumentError(f"{spec.family}: expected {rule}, got {spec}")
+
+
+def _specs_like(spec: KernelSpec) -> Sequence[KernelSpec]:
+    """Return kernels of calls with the variant of ``spec``, which is among them if it is used."""
+    if isinstance(spec, CombineStatesSpec):
+        used = combine_states_spec(spec.arch, spec.dtype, spec.head_dim_vo)
+        return [] if used is None else [used]
+    return _combine_specs(spec) if isinstance(spec, CombineSpec) else specs_of_variant(spec)
 
 
 def _combine_specs(spec: CombineSpec) -> Sequence[KernelSpec]:
@@ -184,5 +193,6 @@ _FAMILIES: dict[str, type[KernelSpec]] = {
         GqaSm80Spec,
         GqaSm90Spec,
         CombineSpec,
+        CombineStatesSpec,
     )
 }

@@ -42,6 +42,7 @@ class EntryOp:
     compute: Callable[..., Any]  # of arguments, workspace and outputs
 
     has_lse: bool = False
+    fills_lse: bool = False  # a given LSE is written, requested or not
 
     @property
     def functional(self) -> Any:

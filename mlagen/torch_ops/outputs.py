@@ -31,17 +31,28 @@ def mla_outputs(given: dict[str, Any]) -> list[Shape]:
 
 
 def gqa_outputs(given: dict[str, Any]) -> list[Shape]:
-    """Return the output of a grouped-query call."""
-    query, q_len = given["query"], given["q_len_per_req"]
+    """Return the output of a grouped-query call, and its LSE, which is empty unless requested."""
+    query, q_len, out = given["query"], given["q_len_per_req"], given.get("out")
     shape = tuple(query.shape)
-    if q_len is not None and q_len > 1 and given["q_cu_seq_lens"] is None:
+    if out is not None:
+        shape = tuple(out.shape)
+    elif q_len is not None and q_len > 1 and given["q_cu_seq_lens"] is None:
         shape = (query.shape[0] // q_len, q_len, *query.shape[1:])
-    return [(shape, query.dtype)]
+    lse = shape[:-1] if given["return_lse"] else (0,)
+    return [(shape, query.dtype), (lse, torch.float32)]
+
+
+def trtllm_gqa_outputs(given: dict[str, Any]) -> list[Shape]:
+    """Return the output of a grouped-query call of TensorRT-LLM's signature, and its LSE."""
+    query = given["query"]
+    lse = tuple(query.shape[:-1]) if given["return_lse"] else (0,)
+    return [(tuple(query.shape), given["out_dtype"] or query.dtype), (lse, torch.float32)]
 
 
 def xqa_outputs(given: dict[str, Any]) -> list[Shape]:
-    """Return the output of a call of ``xqa``."""
-    return [(tuple(given["q"].shape), given["q"].dtype)]
+    """Return the output of a call of ``xqa``, and its LSE."""
+    query = given["q"]
+    return [(tuple(query.shape), query.dtype), (tuple(query.shape[:-1]), torch.float32)]
 
 
 def xqa_mla_outputs(given: dict[str, Any]) -> list[Shape]:

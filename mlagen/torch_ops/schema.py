@@ -118,6 +118,8 @@ def _type_of(annotation: str) -> str:
         return f"Tensor[]{optional}"
     if "tuple[" in annotation:
         return "pair"
+    if "torch.dtype" in parts:
+        return f"ScalarType{optional}"
     if "torch.Tensor" in parts:
         return "scale" if "float" in parts else f"Tensor{optional}"
     for part, kind in _SINGLE.items():

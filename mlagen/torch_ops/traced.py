@@ -34,6 +34,7 @@ def traceable(
     outputs: Callable[[dict[str, Any]], Sequence[Shape]],
     *,
     has_lse: bool = False,
+    fills_lse: bool = False,
     constants: Callable[[torch.Tensor], dict[str, Any]] | None = None,
 ) -> Callable[[FunctionT], FunctionT]:
     """Return a decorator that defines the ops of an entry point, and returns it unchanged.
@@ -54,13 +55,15 @@ def traceable(
             lse: torch.Tensor | None = None,
         ) -> None:
             others = {} if constants is None else constants(workspace)
-            if given.get("return_lse"):
+            if lse is not None and given.get("return_lse", True):
                 others["lse"] = lse
             if "workspace_buffer" in parameters:
                 others["workspace_buffer"] = workspace
             function(**given, **others, **{out_name: out})
 
-        _ops[name] = define(EntryOp(name, arguments_of(function), outputs, compute, has_lse))
+        _ops[name] = define(
+            EntryOp(name, arguments_of(function), outputs, compute, has_lse, fills_lse)
+        )
         _parameters[name] = parameters
         return function
 
@@ -73,13 +76,17 @@ def as_op(name: str, *values: Any) -> Any:
     out, lse = given.get("out"), given.get("lse")
     if "output" in given:
         out = given["output"]
-    has_lse = op.has_lse and given["return_lse"]
+    # An entry point without the flag writes the LSE that it is given.
+    is_lse_returned = op.has_lse and given.get("return_lse", lse is not None)
+    has_lse = is_lse_returned or (op.fills_lse and lse is not None)
+    if "return_lse" in given:
+        given["return_lse"] = has_lse
     if out is None or _wants_grad(values):
         results = op.functional(*flatten_args(op.arguments, given))
-        new_out, new_lse = results if op.has_lse else (results, None)
-        out = _copied_if_given(out, new_out)
+        out = _copied_if_given(out, results[0] if op.has_lse else results)
         if has_lse:
-            lse = _copied_if_given(lse, new_lse)
+            shape, _ = op.outputs(given)[1]
+            lse = _copied_if_given(lse, results[1].view(shape))
     elif op.has_lse:
         if has_lse and lse is None:
             shape, dtype = op.outputs(given)[1]
@@ -87,7 +94,7 @@ def as_op(name: str, *values: Any) -> Any:
         op.out_variant(*flatten_args(op.arguments, given), out=out, lse=lse if has_lse else None)
     else:
         op.out_variant(*flatten_args(op.arguments, given), out=out)
-    return (out, lse) if has_lse else out
+    return (out, lse) if is_lse_returned else out
 
 
 def _copied_if_given(given: torch.Tensor | None, result: Any) -> torch.Tensor:

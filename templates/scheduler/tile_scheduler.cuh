@@ -4,6 +4,7 @@
 #pragma once
 
 #include "combine/reduce_group.cuh"
+#include "common/dcp.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
 #include "common/types.cuh"
@@ -44,7 +45,8 @@ struct TileScheduler : SchedulerState {
     const int first_row = (tile * params.cta_group_size + rank_in_group) * kBlockM;
     if (!has_work || first_row >= seq_info.rows) return kInvalidWork;
     const int rows = min(seq_info.rows - first_row, kBlockM);
-    const int kv_end = kv_end_of_row(first_row + rows - 1);
+    // An integer division here would leave the MMAs too few registers; rows mask the rest.
+    const int kv_end = kHasDcp ? seq_info.kv_len : kv_end_of_row(first_row + rows - 1);
     const int attended_blocks = static_cast<u32>(kv_end + kBlockN - 1) / kBlockN;
     const int num_kv_blocks = max(min(last, attended_blocks) - first, 0);
     return {seq_info.first_query, seq_idx, first_row, rows, first, num_kv_blocks, kv_end};
@@ -82,7 +84,7 @@ struct TileScheduler : SchedulerState {
     static_cast<WorkCoord&>(work) = coord;
     const Splits splits = this->splits(range);
     work.work_idx = work_idx;
-    work.unmasked_kv_end = kv_end_of_row(coord.first_row);
+    work.unmasked_kv_end = kHasDcp ? work.row_kv_end[0] : kv_end_of_row(coord.first_row);
     work.num_splits = splits.num_splits;
     work.num_reducers = splits.num_splits - (splits.ends_at_range ? 0 : 1);
     work.subtile_frags = frags_per_subtile(work.num_reducers);
@@ -92,8 +94,11 @@ struct TileScheduler : SchedulerState {
 
   // End of the tokens that a row of the sequence attends to: its own position under a causal mask.
   __device__ int kv_end_of_row(int row) const {
-    if (kIsSparse || !params.is_causal || seq_info.q_len <= 1) return seq_info.kv_len;
+    if (kIsSparse || !params.is_causal || (!kHasDcp && seq_info.q_len <= 1)) return seq_info.kv_len;
     const u32 token = static_cast<u32>(row) / static_cast<u32>(params.heads);
+    if constexpr (kHasDcp) {
+      return dcp_kv_end(params, seq_idx, seq_info.kv_len, seq_info.q_len, static_cast<int>(token));
+    }
     return max(seq_info.kv_len - (seq_info.q_len - 1 - static_cast<int>(token)), 0);
   }
 

@@ -12,11 +12,6 @@ __device__ inline float score_scale(const Params& params) {
                                    : scale;
 }
 
-// A score in base 2. Rounded, never fused: equal scores must have equal distances from the row max.
-__device__ inline float base2_score(float qk, float softmax_scale) {
-  return __fmul_rn(qk, softmax_scale);
-}
-
 // Rescale threshold (FA4 "conditional rescaling"): P is relative to a stale row max, which moves
 // only when a score exceeds it by this much (base-2 exponent). Warps then need no common max per
 // tile, O is rarely rescaled, and no element of P exceeds 2^8, which fp16 represents.

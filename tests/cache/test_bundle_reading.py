@@ -38,7 +38,6 @@ def test_exported_entries_are_found_after_import(
 ) -> None:
     """Every file and the provenance of every entry survive the import."""
     outcomes = import_(bundle, store)
-
     assert outcomes == ["added", "added"]
     for family in FAMILIES:
         key = key_for(family)
@@ -140,7 +139,6 @@ def test_only_a_file_is_opened(kind: str, tmp_path: Path) -> None:
         path.mkdir()
     elif kind == "fifo":
         os.mkfifo(path)
-
     with (
         pytest.raises(BundleError, match=f"^bundle: expected a file, got .*: {path}$"),
         open_bundle(path),

@@ -63,7 +63,6 @@ def test_the_summary_describes_the_file(store: KernelStore, tmp_path: Path) -> N
 def test_other_programs_can_read_it(store: KernelStore) -> None:
     """It is a standard tar of plain files, without an owner and without facts of this machine."""
     members = members_of(bundle_bytes(store))
-
     infos = [member.info for member in members]
     assert infos[0].name == "bundle.json"
     assert {(info.type, info.mode, info.uid, info.mtime) for info in infos} == {

@@ -39,7 +39,6 @@ def layout(tmp_path: Path) -> Layout:
 def test_entries_come_in_the_order_of_their_keys(layout: Layout, tmp_path: Path) -> None:
     """Each entry is listed once, with its manifest, its folder and its size."""
     listed = list(stored_entries(layout))
-
     assert [stored.key for stored in listed] == sorted(key.digest for key in KEYS)
     for key in KEYS:
         stored = next(stored for stored in listed if stored.key == key.digest)

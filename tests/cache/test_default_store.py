@@ -73,9 +73,7 @@ def test_installed_packages_are_the_last_layer(monkeypatch: Patch, tmp_path: Pat
     (folder / "__init__.py").write_text("raise AssertionError('imported')\n")
     folder.chmod(0o777)  # pip installs with the mode of the umask, like the code beside it
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
-
     found = kernel_store().look_up(KEY)
-
     assert (found.layer, packaged_layers()) == (folder, (folder,))
     assert found.entry is not None
     assert found.entry.cubin == builds.CUBIN

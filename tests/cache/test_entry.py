@@ -137,7 +137,7 @@ def test_no_flipped_bit_of_a_manifest_changes_what_is_read(folder: Path) -> None
     """A bit flip in a manifest is found, or changes white space only."""
     original, found = read(folder), 0
     text = (folder / MANIFEST).read_bytes()
-    for place in range(len(text)):
+    for place in range(0, len(text), 3):
         flipped = bytearray(text)
         flipped[place] ^= 1 << place % 8
         (folder / MANIFEST).write_bytes(flipped)
@@ -147,7 +147,7 @@ def test_no_flipped_bit_of_a_manifest_changes_what_is_read(folder: Path) -> None
         except DamageError:
             found += 1
 
-    assert found > len(text) // 2
+    assert found > len(text) // 6
 
 
 def test_cubin_that_is_not_elf_is_found(tmp_path: Path) -> None:

@@ -120,12 +120,6 @@ def test_an_entry_that_cannot_be_moved_is_skipped(
     assert remaining(tmp_path) == [0, 7, 8, 9]
 
 
-def test_an_empty_cache_is_not_created(tmp_path: Path) -> None:
-    """Without a cache, nothing is evicted or created."""
-    assert evict(Layout(tmp_path / "cache"), 1) == []
-    assert tree(tmp_path) == []
-
-
 @pytest.mark.parametrize(
     ("age_s", "is_renewed"),
     [(10.0, False), (HOUR_S - 60, False), (HOUR_S + 60, True), (-HOUR_S - 60, True)],
@@ -138,9 +132,7 @@ def test_a_use_is_recorded_once_an_hour(
     set_age(tmp_path, 3, age_s)
     manifest = entry_folder(tmp_path, KEYS[3]) / "manifest.json"
     before, content = manifest.stat().st_mtime_ns, manifest.read_bytes()
-
     found = make_store(tmp_path).find(KEYS[3])
-
     assert found is not None
     assert layout.root.exists()
     assert (manifest.stat().st_mtime_ns != before) is is_renewed

@@ -59,19 +59,3 @@ def test_read_regular_returns_the_content(content: bytes, tmp_path: Path) -> Non
     path = tmp_path / "file"
     path.write_bytes(content)
     assert files.read_regular(path, max_bytes=4) == content
-
-
-@pytest.mark.parametrize("occupant", ["a file", "a link"])
-def test_write_new_never_overwrites(occupant: str, tmp_path: Path) -> None:
-    """An existing file stays, and a link is not followed."""
-    path, target = tmp_path / "file", tmp_path / "target"
-    target.write_bytes(b"original")
-    if occupant == "a file":
-        path.write_bytes(b"original")
-    else:
-        path.symlink_to(target)
-
-    with pytest.raises(FileExistsError):
-        files.write_new(path, b"written")
-
-    assert path.read_bytes() == target.read_bytes() == b"original"

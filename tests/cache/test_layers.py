@@ -73,22 +73,6 @@ def test_a_hit_in_a_layer_writes_nothing_anywhere(tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
-def test_a_damaged_layer_is_ignored_and_stays(tmp_path: Path, caplog: Log) -> None:
-    """The next layer serves, with one warning per damaged entry."""
-    first, second = fill(tmp_path, "first"), fill(tmp_path, "second")
-    damaged = entry_folder(tmp_path / "first", KEY)
-    (damaged / "kernel.cubin").write_bytes(b"\x7fELF damaged")
-    before = tree(first)
-    store = store_over(tmp_path, first, second)
-
-    found = [store.look_up(KEY) for _ in range(3)]
-
-    assert [look.layer for look in found] == [second] * 3
-    assert tree(first) == before
-    (warning,) = warnings_in(caplog)
-    assert warning.startswith(f"cache: damaged entry ignored in {damaged}: kernel.cubin: ")
-
-
 def _nothing(_: Path) -> None:
     pass
 

@@ -30,15 +30,6 @@ def test_publish_creates_the_entry_and_nothing_else(tmp_path: Path) -> None:
     assert tag.startswith("Signature: 8a477f597d28d172789f06886806bc55\n")
 
 
-def test_the_first_publication_stays(tmp_path: Path) -> None:
-    """Losing the race is no error, changes nothing, and leaves staging empty."""
-    first, second = builds.CUBIN + b"first", builds.CUBIN + b"second"
-    folders = [publish_cubin(tmp_path, first), publish_cubin(tmp_path, second)]
-    assert folders[0] == folders[1]
-    assert builds.read_at(folders[0], key=KEY.digest, toolchain=KEY.toolchain).cubin == first
-    assert list((tmp_path / "v1/staging").iterdir()) == []
-
-
 def test_an_empty_folder_is_replaced(tmp_path: Path) -> None:
     """An empty folder from a power failure is replaced."""
     Layout(tmp_path).entry(KEY.digest, KEY.toolchain).mkdir(parents=True)
@@ -51,6 +42,5 @@ def test_a_read_only_folder_is_rejected_before_any_write(
 ) -> None:
     """A read-only folder is an OSError that names it."""
     monkeypatch.setattr(os, "access", lambda *_, **__: False)
-
     with pytest.raises(PermissionError, match="staging"):
         require_writable(Layout(tmp_path))

@@ -38,7 +38,6 @@ def entry(layout: Layout) -> Path:
 def test_quarantine_keeps_the_entry_and_the_reason(layout: Layout, entry: Path) -> None:
     """The whole entry is moved, beside a report with reason, time and process."""
     cell = quarantine.quarantine_entry(layout, entry, "kernel.cubin: bad", seen=identity_of(entry))
-
     assert cell is not None
     assert cell.parent == layout.quarantine
     assert cell.name.startswith(f"{KEY}.")
@@ -118,9 +117,7 @@ def test_the_oldest_cells_are_deleted_first(
         cell = layout.quarantine / f"{KEY}.{moment}.7"
         cell.mkdir(parents=True)
         (cell / "reason.json").write_bytes(bytes(10))
-
     deleted = quarantine.limit_quarantine(layout)
-
     assert deleted == 4 - len(kept)
     assert sorted(int(cell.name.split(".")[1]) for cell in layout.quarantine.iterdir()) == kept
 

@@ -26,6 +26,7 @@ from tests.cache.builds import (
     make_store,
     tree,
 )
+from tests.faults.steps import warnings_in
 from tests.fixture_types import Log, Patch
 
 KEY = make_key()
@@ -151,11 +152,6 @@ def test_facts_that_are_not_json_are_an_internal_error(store: KernelStore) -> No
     with pytest.raises(TypeError, match="not JSON serializable"):
         store.find_or_build(KEY, lambda: build)
     assert list(store.entries()) == []
-
-
-def warnings_in(caplog: Log) -> list[str]:
-    """Return the logged warnings."""
-    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_processes_that_cannot_publish_do_not_wait_for_each_other(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from mlagen.cache.folder import open_below, require_trusted_layout
 from mlagen.cache.layout import Layout
 from tests.cache.builds import entry_folder, make_build, make_key, make_store, opened
+from tests.faults.strangers import FOLDERS, folder_of
 from tests.fixture_types import Patch
 
 KEY = make_key()
@@ -45,25 +45,13 @@ def test_missing_folders_are_accepted(tmp_path: Path) -> None:
         require_trusted(Layout(tmp_path / "cache"), tmp_path / "cache/v1/e/ab/abc/nvrtc-13.5.37")
 
 
-PLACES: dict[str, Callable[[Layout], Path]] = {
-    "the root": lambda layout: layout.root,
-    "the layout": lambda layout: layout.version,
-    "the entries": lambda layout: layout.entries,
-    "the staging": lambda layout: layout.staging,
-    "the quarantine": lambda layout: layout.quarantine,
-    "the shard": lambda layout: entry_of(layout).parents[1],
-    "the key": lambda layout: entry_of(layout).parent,
-    "the entry": entry_of,
-}
-
-
 @pytest.mark.parametrize("mode", [0o700, 0o750, 0o755, 0o2755], ids="{:04o}".format)
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("place", FOLDERS)
 def test_a_folder_that_others_may_read_is_trusted(
-    place: Callable[[Layout], Path], mode: int, layout: Layout
+    place: str, mode: int, layout: Layout, tmp_path: Path
 ) -> None:
     """Read permission for other users is accepted."""
-    place(layout).chmod(mode)
+    folder_of(tmp_path, place).chmod(mode)
     require_trusted(layout, entry_of(layout))
 
 

@@ -1,4 +1,4 @@
-"""Every command in every cache state: an exit code, and never a traceback."""
+"""Every command in every cache state: an exit code, a document, and never a traceback."""
 
 from __future__ import annotations
 
@@ -6,99 +6,77 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
 from cache_tools.options.exit_codes import CACHE_UNUSABLE, DONE, FAILED, USAGE
+from mlagen.settings import current_settings
 
 from .altered import snapshot
-from .conftest import ROOT, Run
+from .conftest import HEAVY, ROOT, Documented, Run
 from .many import fill
 
-SPEC = "combine(arch=sm_90a, dtype=bf16, head_dim_vo=512)"
-# A command that names a missing kernel.
-ASKING = ("cache", "why", SPEC)
-
-# Commands, and their exit code on an empty cache.
+# Commands, and their exit code on an empty cache; SPEC is a kernel that no cache here has.
 LOOKING = {
-    ("cache", "dir"): DONE,
-    ("cache", "ls"): DONE,
-    ("cache", "ls", "--layers", "--sort", "spills", "--arch", "sm_90a"): DONE,
-    ("cache", "stats"): DONE,
-    ("cache", "show", "KEY"): USAGE,
-    ASKING: FAILED,
-    ("cache", "why", "KEY"): USAGE,
-    ("cache", "explain", "KEY", "KEY"): USAGE,
-    ("cache", "verify"): DONE,
-    ("cache", "prune", "--max-size", "0", "--dry-run"): DONE,
-    ("resources", "--fail-on-spill"): DONE,
+    "cache dir": DONE,
+    "cache ls": DONE,
+    "cache ls --layers --sort spills --arch sm_90a": DONE,
+    "cache stats": DONE,
+    "cache show KEY": USAGE,
+    "cache why SPEC": FAILED,
+    "cache why KEY": USAGE,
+    "cache explain KEY KEY": USAGE,
+    "cache verify": DONE,
+    "cache prune --max-size 0 --dry-run": DONE,
+    "resources --fail-on-spill": DONE,
 }
 REMOVING = {
-    ("cache", "prune", "--max-size", "0"): DONE,
-    ("cache", "gc"): DONE,
-    ("cache", "rm", "KEY"): USAGE,
-    ("cache", "clear", "--yes"): DONE,
+    "cache prune --max-size 0": DONE,
+    "cache gc": DONE,
+    "cache rm KEY": USAGE,
+    "cache clear --yes": DONE,
 }
 EVERY = {**LOOKING, **REMOVING}
+OTHERS = {"--version": DONE, "-h": DONE, "doctor": DONE, "prewarm --dry-run --arch sm_90a": FAILED}
+SPEC = "combine(arch=sm_90a, dtype=bf16, head_dim_vo=512)"
+
+every_command = pytest.mark.parametrize("line", EVERY)
 
 
-def typed(arguments: tuple[str, ...], key: str = "abcdef") -> list[str]:
+def typed(line: str, key: str = "abcdef") -> list[str]:
     """Return the words of a command line."""
-    return [key if word == "KEY" else word for word in arguments]
-
-
-def shown(arguments: tuple[str, ...]) -> str:
-    """Return the id of a case."""
-    return "why a spec" if arguments == ASKING else " ".join(arguments)
-
-
-every_command = pytest.mark.parametrize("arguments", EVERY, ids=shown)
+    return [{"KEY": key, "SPEC": SPEC}.get(word, word) for word in line.split()]
 
 
 @every_command
-def test_a_missing_cache_is_not_created(
-    arguments: tuple[str, ...], run: Run, cache_dir: Path
-) -> None:
-    """Neither a look nor a removal of absent kernels creates the cache."""
-    result = run(*typed(arguments))
-
-    assert result.exit_code == EVERY[arguments], result.stderr
-    assert not cache_dir.exists()
-
-
-@every_command
-@pytest.mark.parametrize("folders", ["", "v1/e", "v1/e/ab"])
+@pytest.mark.parametrize("folders", [None, "", "v1/e", "v1/e/ab"])
 def test_an_empty_cache_has_no_kernels(
-    folders: str, arguments: tuple[str, ...], run: Run, cache_dir: Path
+    folders: str | None, line: str, run: Run, document: Documented, cache_dir: Path
 ) -> None:
-    """An empty cache counts as empty with any subset of its folders."""
-    (cache_dir / folders).mkdir(parents=True)
-    cache_dir.chmod(0o700)
-
-    result = run(*typed(arguments), "--json")
-
-    assert result.exit_code == EVERY[arguments], result.stderr
-    assert (result.stdout == "") == (EVERY[arguments] == USAGE)
+    """No command creates an absent cache, and any subset of its folders counts as empty."""
+    if folders is not None:
+        (cache_dir / folders).mkdir(parents=True)
+        cache_dir.chmod(0o700)
+    if EVERY[line] == USAGE:
+        result = run(*typed(line), "--json")
+        assert (result.exit_code, result.stdout) == (USAGE, "")
+    else:
+        document(*typed(line), code=EVERY[line])
+    assert cache_dir.exists() == (folders is not None)
 
 
 @every_command
-def test_a_file_in_place_of_the_cache_is_no_cache(
-    arguments: tuple[str, ...], run: Run, cache_dir: Path
-) -> None:
+def test_a_file_in_place_of_the_cache_is_no_cache(line: str, run: Run, cache_dir: Path) -> None:
     """A file in place of the cache is neither read nor removed."""
     cache_dir.write_text("a file")
-
-    result = run(*typed(arguments))
-
-    assert result.exit_code in {EVERY[arguments], CACHE_UNUSABLE}, result.stderr
+    result = run(*typed(line))
+    assert result.exit_code in {EVERY[line], CACHE_UNUSABLE}, result.stderr
     assert cache_dir.read_text() == "a file"
 
 
 FACTS: dict[str, object] = {"kernel": {"spec": []}, "resources": None, "compile_ms": "long"}
-
-# Damage of a manifest, by its name.
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "invalid JSON": lambda manifest: manifest.write_text("{"),
     "other types, and no valid seal": lambda manifest: manifest.write_text(
@@ -115,68 +93,91 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 @every_command
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_damage_is_reported_and_hides_nothing_else(
-    damage: Callable[[Path], object], arguments: tuple[str, ...], run: Run, cache_dir: Path
+    damage: Callable[[Path], object], line: str, run: Run, cache_dir: Path
 ) -> None:
     """A list continues after a damaged kernel, and a command for that kernel reports its damage."""
     key, *_ = fill(cache_dir, 3)
     damage(next((cache_dir / "v1" / "e" / key[:2] / key).glob("*/manifest.json")))
 
-    result = run(*typed(arguments, key))
+    result = run(*typed(line, key))
 
-    expected = {"show": 4, "explain": 4, "verify": 1, "why": 1 if arguments == ASKING else 4}
-    assert result.exit_code == expected.get(arguments[1], DONE), result.stderr
-    if result.exit_code == CACHE_UNUSABLE:
+    expected = {"cache show": 4, "cache expl": 4, "cache veri": 1, "cache why ": 4}
+    code = FAILED if "SPEC" in line else expected.get(line[:10], DONE)
+    assert result.exit_code == code, result.stderr
+    if code == CACHE_UNUSABLE:
         assert result.stderr.startswith("mlagen: cache: ")
         assert result.stderr.count("\n") == 1
 
 
-def run_without_privileges(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process that obeys file modes, even if root starts it."""
-    script = (
-        "from tests.faults.privileges import give_up_capabilities; give_up_capabilities();"
-        "from cache_tools.cli import main; main()"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        cwd=ROOT,
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+ALL = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from tests.faults.privileges import give_up_capabilities
+give_up_capabilities()
+given, absent = json.load(sys.stdin)
+sys.modules.update(dict.fromkeys(absent))
+from cache_tools.cli import cli
+found = []
+for words in given:
+    streams = [io.TextIOWrapper(io.BytesIO(), write_through=True) for _ in range(2)]
+    with redirect_stdout(streams[0]), redirect_stderr(streams[1]):
+        try:
+            cli.main(words, prog_name="mlagen")
+        except SystemExit as ended:
+            texts = [stream.buffer.getvalue().decode() for stream in streams]
+            found.append((ended.code or 0, *texts))
+print(json.dumps(found))
+"""
 
 
-@every_command
-def test_a_read_only_cache_can_be_listed(arguments: tuple[str, ...], cache_dir: Path) -> None:
+def run_all(
+    lines: Iterable[str], key: str = "abcdef", *options: str, absent: tuple[str, ...] = ()
+) -> dict[str, tuple[int, str, str]]:
+    """Run commands in one process that obeys file modes, even as root; return code and streams."""
+    words = [[*typed(line, key), *options] for line in lines]
+    command = [sys.executable, "-c", ALL]
+    given = json.dumps([words, absent])
+    ran = subprocess.run(
+        command, cwd=ROOT, env=os.environ, input=given, capture_output=True, text=True, check=True
+    )
+    found = [(code, out, err) for code, out, err in json.loads(ran.stdout)]
+    return dict(zip(lines, found, strict=True))
+
+
+def test_inspection_needs_no_package_and_creates_nothing(cache_dir: Path) -> None:
+    """It works without torch, Jinja, CUDA bindings and filelock, and without a cache."""
+    every = EVERY | OTHERS
+    found = run_all(every, absent=HEAVY)
+    assert {line: code for line, (code, *_) in found.items()} == every
+    assert not cache_dir.exists()
+    assert not current_settings().lock_dir.exists()
+
+
+def test_a_read_only_cache_can_be_listed(cache_dir: Path) -> None:
     """In a read-only cache a removal is an error of one line, and changes nothing."""
     key, *_ = fill(cache_dir, 3)
     for folder in (cache_dir, *(path for path in cache_dir.rglob("*") if path.is_dir())):
         folder.chmod(0o500)
     before = snapshot(cache_dir)
 
-    ran = run_without_privileges(*typed(arguments, key), "--json")
+    found = run_all(EVERY, key, "--json")
 
-    is_rejected = arguments in REMOVING and arguments != ("cache", "gc")
-    code = CACHE_UNUSABLE if is_rejected else FAILED if arguments == ASKING else DONE
-    assert ran.returncode == code, ran.stderr
-    assert (ran.stdout == "") == is_rejected
-    assert ran.stderr.startswith("mlagen: cache: expected a writable folder, got ") == is_rejected
-    assert "Traceback" not in ran.stderr
+    rule = "mlagen: cache: expected a writable folder, got "
+    for line, (code, out, err) in found.items():
+        is_rejected = line in REMOVING and line != "cache gc"
+        expected = CACHE_UNUSABLE if is_rejected else FAILED if "SPEC" in line else DONE
+        assert code == expected, (line, err)
+        assert (out == "") == err.startswith(rule) == is_rejected, line
     assert snapshot(cache_dir) == before
 
 
-@every_command
-def test_a_cache_that_cannot_be_read_is_an_error(
-    arguments: tuple[str, ...], cache_dir: Path
-) -> None:
+def test_a_cache_that_cannot_be_read_is_an_error(cache_dir: Path) -> None:
     """An unreadable cache is an error, not an empty cache."""
     key, *_ = fill(cache_dir, 1)
     (cache_dir / "v1" / "e").chmod(0o000)
-
-    ran = run_without_privileges(*typed(arguments, key))
-
-    needs_no_list = arguments in {("cache", "dir"), ("cache", "gc")}
-    is_error = ran.stderr.startswith("mlagen: cache: expected a readable folder, got Permission ")
-    assert ran.returncode == (DONE if needs_no_list else CACHE_UNUSABLE), ran.stderr
-    assert is_error != needs_no_list
-    assert "Traceback" not in ran.stderr
+    found = run_all(EVERY, key)
+    rule = "mlagen: cache: expected a readable folder, got Permission "
+    for line, (code, _, err) in found.items():
+        is_rejected = line not in {"cache dir", "cache gc"}
+        assert code == (CACHE_UNUSABLE if is_rejected else DONE), (line, err)
+        assert err.startswith(rule) == is_rejected, line

@@ -10,6 +10,7 @@ import click
 import pytest
 import torch
 
+from cache_tools.benchmark.cases import Case
 from cache_tools.benchmark.outcomes import Outcome
 from cache_tools.benchmark.selection import DEFAULTS
 from cache_tools.cli import cli
@@ -23,8 +24,11 @@ from .conftest import Run, Start
 TINY = ("bench", "--batch", "2", "--seq-len", "64", "--heads", "16")
 
 
+Use = Callable[[FakeMachine], list[object]]
+
+
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeMachine], list[object]]:
+def use(monkeypatch: pytest.MonkeyPatch) -> Use:
     """Return a function that installs a fake machine, and returns the record of its calls."""
 
     def use_it(machine: FakeMachine) -> list[object]:
@@ -40,28 +44,20 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeMachine], list[object]
     return use_it
 
 
-Use = Callable[[FakeMachine], list[object]]
-
-
 def test_options_reach_the_cases(run: Run, use: Use) -> None:
     """Values are split at commas, and every option sets a field of the case."""
     machine = FakeMachine()
     use(machine)
-
     options = (
         "--family gqa --batch 1,2 --seq-len 100 --heads 8 --kv-heads 2 --head-dim 64 --q-len 3 "
         "--page-size 16 --dtype fp16 --kv-dtype e4m3 --ragged --window-left 9 --mode sustained"
     )
 
-    result = run("bench", *options.split())
+    assert run("bench", *options.split()).exit_code == 0
 
-    assert result.exit_code == 0
-    rest = "8/2 heads, head_dim 64, window_left 9, q_len 3, page_size 16"
-    assert machine.calls == [
-        "ceilings",
-        f"gqa fp16/e4m3, 1 x ~100, {rest}, sustained",
-        f"gqa fp16/e4m3, 2 x ~100, {rest}, sustained",
-    ]
+    rest = "~100, 8/2 heads, head_dim 64, window_left 9, q_len 3, page_size 16, sustained"
+    cases = [f"gqa fp16/e4m3, {batch} x {rest}" for batch in (1, 2)]
+    assert machine.calls == ["ceilings", *cases]
 
 
 @pytest.mark.parametrize("option", list(dict.fromkeys(DEFAULTS["mla"]) | DEFAULTS["gqa"]))
@@ -72,20 +68,19 @@ def test_help_shows_the_actual_defaults(option: str) -> None:
     values = [facts[option] for facts in DEFAULTS.values() if option in facts]
     words = {None: "that of the query", -1: "all"}
     defaults = {str(words.get(value, value)) for value in values}
-
     _, _, written = (found.help or "").partition("default: ")
-
     assert set(written.rstrip(".").split(", for GQA ")) == defaults
+
+
+def heads_16(case: Case) -> Outcome:
+    """Return a wrong result for one of two cases."""
+    return WRONG if case.heads == 16 else RIGHT
 
 
 @pytest.mark.parametrize(
     ("machine", "code", "problem"),
     [
-        (
-            FakeMachine(lambda case: WRONG if case.heads == 16 else RIGHT),
-            1,
-            "mlagen: {}: relative error: ",
-        ),
+        (FakeMachine(heads_16), 1, "mlagen: {}: relative error: "),
         (FakeMachine(lambda _: FAILED), 1, "mlagen: {}: RuntimeError: no memory"),
         (FakeMachine(lambda _: RIGHT, lambda _: FAILED), 0, "fa3: {}: RuntimeError: no memory"),
     ],
@@ -96,12 +91,9 @@ def test_a_wrong_or_missing_result_exits_with_1(
 ) -> None:
     """The document is still printed, and stderr names the case and the reason."""
     use(machine)
-
     result = run(*TINY, "--heads", "16,32", "--json")
-
-    label = "mla bf16, 2 x 64, 16 heads"
     assert (result.exit_code, len(json.loads(result.stdout)["cases"])) == (code, 2)
-    assert f"\n{problem.format(label)}" in result.stderr
+    assert f"\n{problem.format('mla bf16, 2 x 64, 16 heads')}" in result.stderr
 
 
 def test_a_plot_is_written_beside_the_table(run: Run, use: Use, tmp_path: Path) -> None:
@@ -109,12 +101,8 @@ def test_a_plot_is_written_beside_the_table(run: Run, use: Use, tmp_path: Path) 
     pytest.importorskip("matplotlib", reason="needs matplotlib, of the extra `bench`")
     use(FakeMachine())
     path = tmp_path / "bars.png"
-
-    result = run(*TINY, "--plot", str(path))
-
-    assert result.exit_code == 0
+    assert run(*TINY, "--plot", str(path)).stderr.endswith(f"plot: {path}\n")
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert result.stderr.endswith(f"plot: {path}\n")
 
 
 @pytest.mark.parametrize(
@@ -130,42 +118,35 @@ def test_libraries_are_measured_on_request(
 ) -> None:
     """--compare without a name measures what is found, and --peers is where to look."""
     found = use(FakeMachine())
-
     assert run(*TINY, *options.split()).exit_code == 0
-
     assert found == [compared]
 
 
 @pytest.fixture
-def results(run: Run, use: Use, tmp_path: Path) -> Path:
+def results(run: Run, use: Use, tmp_path: Path) -> str:
     """Return a file of results in two modes."""
     use(FakeMachine())
     path = tmp_path / "results.json"
     path.write_text(run(*TINY, "--mode", "fresh,model", "--json").stdout)
-    return path
+    return str(path)
 
 
-def test_earlier_results_are_shown_without_a_gpu(results: Path, run: Run) -> None:
+def test_earlier_results_are_shown_without_a_gpu(results: str, run: Run) -> None:
     """--from-json prints the rows of the chosen modes, and measures nothing."""
-    both = run("bench", "--from-json", str(results))
-    one = run("bench", "--from-json", str(results), "--mode", "model", "--json")
-
+    both = run("bench", "--from-json", results)
+    one = run("bench", "--from-json", results, "--mode", "model", "--json")
     assert (both.exit_code, len(both.stdout.splitlines())) == (0, 3 + 2 + 2)
     assert [row["mode"] for row in json.loads(one.stdout)["cases"]] == ["model"]
 
 
-def test_a_slower_case_fails_the_comparison(results: Path, run: Run, use: Use) -> None:
+def test_a_slower_case_fails_the_comparison(results: str, run: Run, use: Use) -> None:
     """--baseline prints what changed and exits with 1 beyond the tolerance."""
     use(FakeMachine(lambda _: Outcome(us=1040.0, error=1e-3)))
-    command = (*TINY, "--baseline", str(results))
-
-    strict, lenient = run(*command), run(*command, "--tolerance", "5%")
-
+    strict, lenient = (run(*TINY, "--baseline", results, *o) for o in ((), ("--tolerance", "5%")))
     assert (strict.exit_code, lenient.exit_code) == (1, 0)
     assert strict.stdout.splitlines()[1].split()[-4:] == ["1000.0", "1040.0", "+4.0%", "slower"]
-    assert strict.stderr.splitlines()[-1] == (
-        "slower: mla bf16, 2 x 64, 16 heads, fresh: 1040.0 us, 1000.0 us before"
-    )
+    slower = "slower: mla bf16, 2 x 64, 16 heads, fresh: 1040.0 us, 1000.0 us before"
+    assert strict.stderr.splitlines()[-1] == slower
 
 
 @pytest.mark.parametrize(
@@ -184,9 +165,7 @@ def test_a_gpu_that_cannot_be_measured_is_reported(
     gpu = DeviceFacts(major=major, minor=minor, **facts)  # type: ignore[arg-type]
     monkeypatch.setattr(device, "visible_devices", lambda: [gpu])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
     result = run("bench")
-
     assert (result.exit_code, result.stdout) == (code, "")
     assert result.stderr.startswith(f"mlagen: {message}")
 
@@ -194,8 +173,6 @@ def test_a_gpu_that_cannot_be_measured_is_reported(
 def test_without_a_gpu_nothing_is_loaded(start: Start) -> None:
     """Without a GPU the command exits with 3 before torch is imported."""
     process = start("bench", without=("torch", "cuda"))
-
     out, errors = process.communicate(timeout=60)
-
     assert (process.returncode, out) == (3, "")
     assert errors.startswith("mlagen: device: expected a GPU to measure, got none; ")

@@ -27,14 +27,17 @@ def test_a_missing_folder_is_no_error(document: Documented, cache_dir: Path) -> 
     """`cache dir` says whether the cache exists."""
     before = document("cache", "dir")
     cache_dir.mkdir()
-
     assert before == {"cache_dir": str(cache_dir), "exists": False}
     assert document("cache", "dir") == before | {"exists": True}
 
 
-def test_each_entry_has_its_kernel_and_its_origin(document: Documented, cached: Cached) -> None:
-    """Entries are sorted by their columns, in numeric order."""
+def test_each_entry_has_its_kernel_and_its_origin(
+    document: Documented, run: Run, cached: Cached
+) -> None:
+    """Entries are sorted by their columns; a damaged one stands below them, and is counted."""
     listed = document("cache", "ls")["entries"]
+    (cached.folders[0] / "manifest.json").unlink()
+    text, resources = run("cache", "ls").stdout.splitlines(), run("resources")
 
     units = sorted(cached.units, key=lambda unit: int(unit.spec.key_fields()["head_dim_vo"]))
     for entry, unit in zip(listed, units, strict=True):
@@ -42,65 +45,55 @@ def test_each_entry_has_its_kernel_and_its_origin(document: Documented, cached: 
         assert entry["spec"] == unit.spec.key_fields()
         assert (entry["problem"], entry["created_by"]) == (None, "prewarm")
         assert entry["resources"][0]["registers"] == unit.registers
-        assert Path(entry["path"]).is_dir()
-
-
-def test_kernels_of_several_compilers_have_a_toolchain_column(run: Run, cached: Cached) -> None:
-    """The column distinguishes the entries of one key, and the last line has all compilers."""
-    recast(cached.folders[0], toolchain=OLD, keeps=True)
-    toolchain = cached.units[0].toolchain
-
-    lines = run("cache", "ls").stdout.splitlines()
-
-    assert sorted(line.split()[-1] for line in lines[1:4]) == [OLD, toolchain, toolchain]
-    assert lines[4].startswith(f"3 kernels by {OLD}, {toolchain}, ")
-
-
-def test_a_damaged_entry_is_listed_with_its_problem(run: Run, cached: Cached) -> None:
-    """It is reported below the table of the others, and counted by `resources`."""
-    (cached.folders[0] / "manifest.json").unlink()
-
-    listed, resources = run("cache", "ls"), run("resources")
-
+        assert Path(entry["path"]).parent.name == unit.key
     line = f"damaged: {cached.keys[0][:8]}: manifest.json: expected a regular file, got nothing"
-    assert (listed.exit_code, resources.exit_code) == (0, 0)
-    assert line in listed.stdout.splitlines()
-    assert len(listed.stdout.splitlines()) == 4
+    assert (line in text, len(text), resources.exit_code) == (True, 4, 0)
     assert "1 kernel, 0 with spills, 1 damaged, in " in resources.stdout
 
 
-def test_the_order_can_be_chosen(document: Documented, cached: Cached) -> None:
+def groups_by(statistics: dict[str, Any], by: str) -> dict[str, int]:
+    """Return the number of kernels per group of one criterion."""
+    return {each["name"]: each["entries"] for each in statistics["groups"] if each["by"] == by}
+
+
+@pytest.mark.parametrize("order", ["name", "size", "age", "spills"])
+def test_the_order_can_be_chosen(order: str, document: Documented, cached: Cached) -> None:
     """The second of two by name comes first by size, by age and by spills."""
     dims = [int(unit.spec.key_fields()["head_dim_vo"]) for unit in cached.units]
     (_, first), (_, second) = sorted(zip(dims, cached.folders, strict=True))
     use(spill(second), age_s=0, now=1_700_000_000)
-
-    for order in ("name", "size", "age", "spills"):
-        listed = document("cache", "ls", "--sort", order)["entries"]
-
-        expected = [path.parent.name for path in (first, second)]
-        by_name = listed if order == "name" else listed[::-1]
-        assert [entry["key"] for entry in by_name] == expected
-        assert by_name[1]["used"] == "2023-11-14T22:13:20+00:00"
+    listed = document("cache", "ls", "--sort", order)["entries"]
+    by_name = listed if order == "name" else listed[::-1]
+    assert [entry["key"] for entry in by_name] == [first.parent.name, second.parent.name]
+    assert by_name[1]["used"] == "2023-11-14T22:13:20+00:00"
 
 
 @pytest.mark.parametrize(
     ("options", "count"),
     [
-        ("--arch sm_80", 2),
+        ("", 3),
+        ("--arch sm_80", 3),
+        ("--arch sm_80,sm_90a", 3),
         ("--arch sm_90a", 0),
-        ("--family combine,mla_sm80", 2),
-        (f"--toolchain {OLD}", 0),
+        ("--family combine,mla_sm80", 3),
+        ("--family mla_sm80", 0),
+        (f"--toolchain {OLD}", 1),
+        ("--toolchain nvrtc-12", 1),
+        ("--toolchain nvrtc-1", 0),
         ("--older-than 1h", 1),
+        (f"--older-than 1h --toolchain {OLD}", 0),
     ],
 )
 def test_a_list_can_be_filtered(
     options: str, count: int, document: Documented, cached: Cached
 ) -> None:
-    """Only matching kernels are listed, and no match is no error."""
+    """A value of each filter must match, and the age; no match is no error."""
+    recast(cached.folders[0], toolchain=OLD, keeps=True)
     use(cached.folders[0], age_s=7200, now=time.time())
-
-    assert len(document("cache", "ls", *options.split())["entries"]) == count
+    listed = document("cache", "ls", *options.split())["entries"]
+    assert len(listed) == count
+    if "older" not in options and count == 3:
+        assert {entry["path"] for entry in listed} > set(map(str, cached.folders))
 
 
 def test_layers_are_listed_on_request_and_do_not_count_towards_the_limit(
@@ -118,11 +111,6 @@ def test_layers_are_listed_on_request_and_do_not_count_towards_the_limit(
     found = document("cache", "stats")
     assert (found["entries"], found["size_bytes"], found["usable"]) == (0, 0, 2)
     assert groups_by(found, "layer") == {str(layer): 2}
-
-
-def groups_by(statistics: dict[str, Any], by: str) -> dict[str, int]:
-    """Return the number of kernels per group of one criterion."""
-    return {each["name"]: each["entries"] for each in statistics["groups"] if each["by"] == by}
 
 
 def test_kernels_are_counted_and_the_first_and_the_last_named(
@@ -149,9 +137,7 @@ def test_unusable_kernels_are_counted_separately(document: Documented, cached: C
     recast(first, toolchain=OLD, keeps=True)
     recast(first, key_fields={"templates": "0" * 64}, keeps=True)
     (second / "manifest.json").write_text("{")
-
     found = document("cache", "stats")
-
     assert (found["usable"], found["unusable"], found["damaged"]) == (1, 3, 1)
     assert groups_by(found, "toolchain") == {OLD: 1, cached.units[0].toolchain: 3}
 
@@ -163,9 +149,7 @@ def test_the_size_is_compared_with_the_limit(
 ) -> None:
     """The size is a share of MLAGEN_CACHE_MAX_SIZE, if that is a limit."""
     setting("MLAGEN_CACHE_MAX_SIZE", limit)
-
     found = document("cache", "stats")
-
     assert found["share_of_max"] == (None if limit == "0" else found["size_bytes"] / (1 << 20))
     assert text in run("cache", "stats").stdout
 

@@ -27,9 +27,9 @@ def completed(args: str, typed: str) -> dict[str, str | None]:
         ("prewarm --arch", "h1", ["H100"]),
         ("prewarm --arch", "sm_80,sm_90", ["sm_80,sm_90a"]),
         ("prewarm --arch", "na", ["native"]),
-        ("prewarm --family", "comb", ["combine"]),
+        ("prewarm --family", "comb", ["combine", "combine_states"]),
         ("cache ls --arch", "sm_9", ["sm_90a"]),
-        ("cache ls --family", "comb", ["combine"]),
+        ("cache ls --family", "comb", ["combine", "combine_states"]),
         ("cache show", "zz", []),
         ("kernel show", "foo(arch", []),
         ("kernel show --arch", "zz", []),
@@ -57,7 +57,6 @@ def test_a_spec_is_completed_in_two_steps(args: str) -> None:
 def test_a_key_is_completed_from_the_cache(words: str, cached: Cached) -> None:
     """A key is completed to eight digits, or one more than are typed, with its kernel as help."""
     (first, second), args = cached.keys, f"cache {words}"
-
     assert {first[:8], second[:8]} <= set(completed(args, ""))
     assert completed(args, first[:6]) == {first[:8]: "combine sm_80 bf16 dims 512"}
     assert list(completed(args, first[:20].upper())) == [first[:21]]

@@ -15,9 +15,10 @@ from mlagen.compiler import toolchain
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.runtime import device
 from mlagen.runtime.device import DeviceFacts
+from mlagen.settings import current_settings
 
 from .altered import move_to_layer
-from .conftest import Cached, Documented, Run, Setting
+from .conftest import Cached, Documented, Run
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +26,15 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the driver absent."""
     monkeypatch.setattr(device, "visible_devices", list)
     monkeypatch.setattr(device, "driver_version", lambda: None)
+
+
+def rejects(error: mlagen.MlagenError) -> Callable[[], None]:
+    """Return a function that raises an error."""
+
+    def reject() -> None:
+        raise error
+
+    return reject
 
 
 def test_versions_and_paths_are_reported(document: Documented, cache_dir: Path) -> None:
@@ -38,14 +48,8 @@ def test_versions_and_paths_are_reported(document: Documented, cache_dir: Path) 
     assert Path(found["nvrtc"]["path"]).is_file()
     assert (found["driver"], found["gpus"], found["problems"]) == (None, [], [])
     assert found["locks"]["timeout_s"] == 300.0
-    assert found["cache"] == {
-        "path": str(cache_dir),
-        "exists": False,
-        "writable": True,
-        "entries": 0,
-        "damaged": 0,
-        "size_bytes": 0,
-    }
+    nothing = dict.fromkeys(("entries", "damaged", "size_bytes"), 0)
+    assert found["cache"] == {"path": str(cache_dir), "exists": False, "writable": True, **nothing}
 
 
 @pytest.mark.parametrize("is_layer", [False, True], ids=["the cache", "a layer"])
@@ -55,9 +59,7 @@ def test_a_cache_is_measured(
     """Each layer has its own count of kernels and of damaged ones."""
     (cached.folders[0] / "manifest.json").write_text("{")
     root = move_to_layer(cached.root, monkeypatch) if is_layer else cached.root
-
     found = document("doctor")
-
     measured = found["layers"][0] if is_layer else found["cache"]
     assert (measured["path"], measured["exists"], measured["entries"]) == (str(root), True, 2)
     assert is_layer or (measured["damaged"], measured["size_bytes"] > 10_000) == (1, True)
@@ -65,73 +67,55 @@ def test_a_cache_is_measured(
     assert found["problems"] == []
 
 
-def make_open(root: Path) -> None:
-    """Create a folder that others may write in."""
-    root.mkdir()
-    root.chmod(0o777)
-
-
-def _reject(error: mlagen.MlagenError) -> Callable[[], None]:
-    def reject() -> None:
-        raise error
-
-    return reject
-
-
 FACTS = {"sm_count": 132, "memory_bytes": 150_121_000_000}
 GPUS = [
     DeviceFacts(index=0, name="NVIDIA H200", major=9, minor=0, **FACTS),
     DeviceFacts(index=1, name="Tesla T4", major=7, minor=5, **FACTS),
 ]
-PROBLEMS: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch, Setting], object], str]] = {
-    "no NVRTC": (
-        lambda _root, patch, _set: patch.setattr(
-            toolchain, "find_nvrtc", _reject(mlagen.ToolchainError("NVRTC: not found; run: pip"))
-        ),
-        "NVRTC: not found; run: pip",
-    ),
+NO_NVRTC, NO_DRIVER = mlagen.ToolchainError("NVRTC: not found"), mlagen.DriverError("no", symbol="")
+# What is patched: a name of a module and its value, or a setting; and the problem.
+PROBLEMS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "no NVRTC": ((toolchain, "find_nvrtc", rejects(NO_NVRTC)), "NVRTC: not found"),
     "no package": (
-        lambda _root, patch, _set: patch.setattr(doctor, "_REQUIRED", ("click", "no-such-package")),
+        (doctor, "_REQUIRED", ("click", "no-such-package")),
         "no-such-package: not installed; run: pip install no-such-package",
     ),
-    "a failing driver": (
-        lambda _root, patch, _set: patch.setattr(
-            device, "visible_devices", _reject(mlagen.DriverError("cuInit: no", symbol="cuInit"))
-        ),
-        "cuInit: no",
-    ),
+    "a failing driver": ((device, "visible_devices", rejects(NO_DRIVER)), "no"),
     "a GPU without a target": (
-        lambda _root, patch, _set: patch.setattr(device, "visible_devices", lambda: GPUS),
+        (device, "visible_devices", lambda: GPUS),
         "Tesla T4: device: expected compute capability ",
     ),
     "a file for a cache": (
-        lambda root, _patch, _set: root.write_text(""),
+        ("MLAGEN_CACHE_DIR", __file__),
         "cache: expected a writable folder, got none: ",
     ),
     "a cache of others": (
-        lambda root, *_: make_open(root),
+        ("MLAGEN_CACHE_DIR", "open"),
         "cache: expected a folder that no other user can change, got mode 0777",
     ),
-    "no layer": (
-        lambda root, _patch, set_: set_("MLAGEN_CACHE_RO", root.with_name("nowhere")),
-        "layer: expected a cache folder, got none: ",
-    ),
+    "no layer": (("MLAGEN_CACHE_RO", "nowhere"), "layer: expected a cache folder, got none: "),
 }
 
 
 @pytest.mark.parametrize(("cause", "problem"), PROBLEMS.values(), ids=PROBLEMS)
 def test_a_problem_is_reported_with_the_fix(
-    cause: Callable[[Path, pytest.MonkeyPatch, Setting], object],
+    cause: tuple[Any, ...],
     problem: str,
     run: Run,
     document: Documented,
-    cache_dir: Path,
-    setting: Setting,
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """The exit code is 1, the text has it on stdout and with --json on stderr; checks go on."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
     monkeypatch.setattr(device, "driver_version", lambda: "13.0")
-    cause(cache_dir, monkeypatch, setting)
+    if len(cause) == 2:
+        monkeypatch.setenv(*cause)
+        current_settings.cache_clear()
+    else:
+        monkeypatch.setattr(*cause)
 
     found: dict[str, Any] = document("doctor", code=1)
 
@@ -146,9 +130,7 @@ def test_gpus_are_listed_with_their_targets(run: Run, monkeypatch: pytest.Monkey
     """A line has name, target, SMs and memory."""
     monkeypatch.setattr(device, "visible_devices", lambda: GPUS)
     monkeypatch.setattr(device, "driver_version", lambda: "13.0")
-
     text = run("doctor").stdout
-
     assert "supports CUDA 13.0" in text
     assert "NVIDIA H200, sm_90a, 132 SMs, 139.8 GiB" in text
     assert "Tesla T4, not supported, 132 SMs, 139.8 GiB" in text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -46,6 +45,8 @@ BAD_USAGE = {
     "cache prune --max-size big": "max-size: expected a size such as 500M or 2GiB, got 'b",
     "cache prune --arch sm_1": "arch: expected one of sm_80, ",
     "cache export k.tar.gz --arch sm_80": "arch: expected a cached one (sm_90a), got 'sm_",
+    "cache export k.tar.gz --family gqa_sm90": "family: expected a cached one (combine, mla_sm80)",
+    "cache export k.tar.gz --toolchain nvrtc-1": "toolchain: expected a cached one (",
     "cache export k.tar.gz --wheel-version 1.5": "wheel-version: ",
     "cache export . --wheel mlagen": "wheel: expected a name of its own such as acme-",
     "cache import there.tar.gz --expect-sha256 abc": "expect-sha256: expected 64 hex digit",
@@ -134,21 +135,17 @@ def test_what_cannot_be_done_is_one_line_and_changes_nothing(
     assert snapshot(tmp_path) == before
 
 
-def _raising(error: BaseException) -> Callable[[], None]:
-    def callback() -> None:
-        raise error
-
-    return callback
+RULE = "x: expected 1, got 2"
 
 
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
-        (mlagen.ArgumentError("x: expected 1, got 2"), 2, "x: expected 1, got 2"),
-        (mlagen.ToolchainError("x: expected 1, got 2"), 3, "x: expected 1, got 2"),
-        (mlagen.UnsupportedError("x: expected 1, got 2"), 3, "x: expected 1, got 2"),
-        (mlagen.CacheError("x: expected 1, got 2", path=Path("x")), 4, "x: expected 1, got 2"),
-        (mlagen.DriverError("x: expected 1, got 2", symbol="x"), 1, "x: expected 1, got 2"),
+        (mlagen.ArgumentError(RULE), 2, RULE),
+        (mlagen.ToolchainError(RULE), 3, RULE),
+        (mlagen.UnsupportedError(RULE), 3, RULE),
+        (mlagen.CacheError(RULE, path=Path("x")), 4, RULE),
+        (mlagen.DriverError(RULE, symbol="x"), 1, RULE),
         (KeyboardInterrupt(), 130, "interrupted"),
         (click.Abort(), 130, "interrupted"),
     ],
@@ -158,45 +155,44 @@ def test_an_exception_is_one_line_and_an_exit_code(
     error: BaseException, code: int, message: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every MlagenError, and an interrupt, ends the command without a traceback."""
-    monkeypatch.setitem(cli.commands, "fail", click.Command("fail", callback=_raising(error)))
 
+    @click.command()
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setitem(cli.commands, "fail", fail)
     result = run("fail")
-
     assert (result.exit_code, result.stdout, result.stderr) == (code, "", f"mlagen: {message}\n")
 
 
-@pytest.mark.parametrize("command", ["cache import there.tar.gz", "prewarm --kernel COMBINE"])
-def test_a_cache_that_cannot_be_written_fails_with_4(
-    command: str, run: Run, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        ("cache import there.tar.gz", CACHE_UNUSABLE, "cache: expected a writable folder"),
+        ("prewarm --kernel COMBINE", CACHE_UNUSABLE, "cache: expected a writable folder"),
+        ("kernel show combine", UNSUPPORTED, "MLAGEN_TOOLCHAIN: expected nvrtc-"),
+    ],
+)
+def test_a_cache_or_compiler_that_cannot_be_used_is_an_error(
+    line: str, code: int, message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is reported as such, and nothing is compiled that cannot be stored."""
+    """Nothing is compiled that cannot be stored, or by another NVRTC than MLAGEN_TOOLCHAIN."""
     (tmp_path / "there.tar.gz").write_bytes(bundle_bytes(filled_store(tmp_path / "there")))
-    cache_dir.write_text("a file")
+    (tmp_path / "cache").write_text("a file")
     monkeypatch.chdir(tmp_path)
+    if code == UNSUPPORTED:
+        monkeypatch.setenv("MLAGEN_TOOLCHAIN", "nvrtc-12.8.1")
 
-    result = run(*(word.replace("COMBINE", str(COMBINE)) for word in command.split()))
+    result = run(*(word.replace("COMBINE", str(COMBINE)) for word in line.split()))
 
-    assert (result.exit_code, result.stdout) == (CACHE_UNUSABLE, "")
-    assert result.stderr.splitlines()[-1].startswith("mlagen: cache: expected a writable folder")
-
-
-def test_another_compiler_than_the_settings_want_is_an_error(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A kernel of MLAGEN_TOOLCHAIN is shown from the cache alone, if another NVRTC is installed."""
-    monkeypatch.setenv("MLAGEN_TOOLCHAIN", "nvrtc-12.8.1")
-
-    result = run("kernel", "show", "combine")
-
-    assert (result.exit_code, result.stdout) == (UNSUPPORTED, "")
-    assert result.stderr.startswith("mlagen: MLAGEN_TOOLCHAIN: expected nvrtc-")
-    assert result.stderr.endswith(", got nvrtc-12.8.1\n")
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert result.stderr.splitlines()[-1].startswith(f"mlagen: {message}")
+    assert code == CACHE_UNUSABLE or result.stderr.endswith(", got nvrtc-12.8.1\n")
 
 
 def test_every_exit_code_is_documented() -> None:
     """The page on the environment has a row for each code."""
     page = (ROOT / "docs" / "reference" / "environment.md").read_text(encoding="utf-8")
     codes = [value for name, value in vars(exit_codes).items() if name.isupper() and name[0] != "_"]
-
     assert len(codes) == 8
     assert [code for code in codes if f"\n| {code} |" not in page] == []

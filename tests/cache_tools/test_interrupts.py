@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -39,17 +40,15 @@ OPTIONS = "--arch sm_80 --family combine,gqa_sm80 --dtype bf16 --page-size 16"
 KERNELS = ("prewarm", *OPTIONS.split())
 
 
-def interrupt_often(after_s: float, *options: str) -> tuple[int, str]:
-    """Start a prewarm, interrupt it three times, 50 ms apart; return its code and its stderr."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", BEGIN + RUN, *KERNELS, "-j", "2", *options],
-        cwd=ROOT,
-        env=os.environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+@pytest.mark.parametrize("isolate", [(), ("--isolate",)], ids=["threads", "processes"])
+@pytest.mark.parametrize("after_s", [0.0, 0.15, 0.4, 0.8, 1.5])
+def test_repeated_interrupts_count_as_one(
+    after_s: float, isolate: tuple[str, ...], cache_dir: Path
+) -> None:
+    """Kept kernels are counted, and no traceback, process or staging folder remains."""
+    command = [sys.executable, "-c", BEGIN + RUN, *KERNELS, "-j", "2", *isolate]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ, start_new_session=True, **pipes)
     assert process.stdout is not None
     process.stdout.readline()
     time.sleep(after_s)
@@ -58,35 +57,17 @@ def interrupt_often(after_s: float, *options: str) -> tuple[int, str]:
             os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.05)
     _, errors = process.communicate(timeout=60)
-    return process.returncode, errors
-
-
-def processes_of(cache_dir: Path) -> list[str]:
-    """Return the ids of the processes that use this cache."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if str(cache_dir).encode() in (folder / "environ").read_bytes():
-                found.append(folder.name)
-    return found
-
-
-@pytest.mark.parametrize("isolate", [(), ("--isolate",)], ids=["threads", "processes"])
-@pytest.mark.parametrize("after_s", [0.0, 0.15, 0.4, 0.8, 1.5])
-def test_repeated_interrupts_count_as_one(
-    after_s: float, isolate: tuple[str, ...], cache_dir: Path
-) -> None:
-    """Kept kernels are counted, and no traceback, process or staging folder remains."""
-    code, errors = interrupt_often(after_s, *isolate)
 
     entries = list(kernel_store().entries())
-    assert (code, "Traceback" in errors) == (130, False), errors
+    assert (process.returncode, "Traceback" in errors) == (130, False), errors
     assert errors.count("interrupted") == 1
     match = re.fullmatch(r"mlagen: interrupted(?:, (\d+) kernels? kept)?", errors.splitlines()[-1])
     assert match is not None
     assert int(match[1] or 0) == len(entries)
     assert list(cache_dir.glob("v1/staging/*")) == []
-    assert processes_of(cache_dir) == []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            assert str(cache_dir).encode() not in (folder / "environ").read_bytes(), folder
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
@@ -117,27 +98,15 @@ def test_a_signal_keeps_only_finished_kernels(
 # The command as a shell on this terminal starts it.
 ON_A_TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
 _COLUMNS = 160
-_SEQUENCE = re.compile(r"\x1b\[(\??\d*)([A-Za-z])|(.)", re.DOTALL)
+
+
+# A line with what erases it, or one that is left and then erased; and the cursor's own sequences.
+_ERASED = re.compile(r"[^\n]*\n[^\n]*\x1b\[1A\x1b\[2K|[^\n]*\x1b\[2K|\x1b\[\?\d+[hl]")
 
 
 def screen_of(output: str) -> list[str]:
-    """Return the lines of a terminal after this output, which wraps at its width."""
-    lines, row, column = [""], 0, 0
-    for count, control, char in _SEQUENCE.findall(output):
-        if control == "A":
-            row = max(row - int(count or 1), 0)
-        elif control == "K":
-            lines[row] = ""
-        elif char == "\r":
-            column = 0
-        elif char:
-            if char == "\n" or column == _COLUMNS:
-                row, column = row + 1, column if char == "\n" else 0
-                lines += [""] * (row + 1 - len(lines))
-            if char != "\n":
-                lines[row] = lines[row].ljust(column)[:column] + char + lines[row][column + 1 :]
-                column += 1
-    return [line.rstrip() for line in lines if line.strip()]
+    """Return the lines of a terminal after this output."""
+    return [line for line in _ERASED.sub("", output).splitlines() if line.strip()]
 
 
 def interrupted_on_a_terminal(*arguments: str, when: str) -> tuple[int, str]:
@@ -171,23 +140,12 @@ def interrupted_on_a_terminal(*arguments: str, when: str) -> tuple[int, str]:
 def test_ctrl_c_clears_the_bar() -> None:
     """Only the finished kernels and the summary stay on the screen, each once."""
     code, output = interrupted_on_a_terminal(*KERNELS, "-j", "1", when="compiling gqa_sm80")
-
     plan, *built, last = screen_of(output)
     assert re.search(r"about \d+ (s|min) left", output)
     assert code == 130
     assert plan.startswith("compiling ")
     assert last == f"mlagen: interrupted, {count_text(len(built), 'kernel')} kept"
     assert {line.split()[0] for line in built} == {"built"}
-
-
-@contextlib.contextmanager
-def interrupted_progress(_doing: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a callback for progress that is interrupted at the first part."""
-
-    def interrupt(_done: int, _total: int) -> None:
-        raise KeyboardInterrupt
-
-    yield interrupt
 
 
 @pytest.mark.parametrize(
@@ -212,24 +170,28 @@ def test_an_interrupt_says_what_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The last line has it, no file is written, and what is published stays."""
+
+    @contextlib.contextmanager
+    def interrupted(doing: str) -> Iterator[Callable[[int, int], None]]:
+        with byte_progress(doing) as on_progress:
+            yield interrupt if step in doing else on_progress
+
+    def interrupt(*_: int) -> None:
+        raise KeyboardInterrupt
+
     place = tmp_path / "there" if step else tmp_path
     (tmp_path / "there.tar.gz").write_bytes(bundle_bytes(filled_store(place)))
     before = {*tmp_path.iterdir()}
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        module,
-        "byte_progress",
-        lambda doing: (interrupted_progress if step in doing else byte_progress)(doing),
-    )
+    monkeypatch.setattr(module, "byte_progress", interrupted)
 
     result = run("cache", *arguments.split())
 
+    made = {tmp_path / "cache", tmp_path / "locks"} if step else set()
     assert (result.exit_code, result.stdout) == (130, "")
     assert result.stderr.splitlines()[-1] == f"mlagen: interrupted, {summary}"
     assert len(list(kernel_store().entries())) == (1 if step else 2)
-    assert {*tmp_path.iterdir()} - before <= (
-        {tmp_path / "cache", tmp_path / "locks"} if step else set()
-    )
+    assert {*tmp_path.iterdir()} - before <= made
 
 
 INTERRUPTED_ANYWHERE = """
@@ -254,13 +216,8 @@ except KeyboardInterrupt:
 
 def test_an_interrupt_dropped_in_a_finalizer_is_raised_again() -> None:
     """Python drops an exception in a finalizer; the work still ends, silently."""
+    command = [sys.executable, "-c", INTERRUPTED_ANYWHERE]
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED_ANYWHERE],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=False,
+        command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False
     )
-
     assert (done.returncode, done.stdout, done.stderr) == (0, "once\n", "")

@@ -26,7 +26,6 @@ from .conftest import Documented, Run, Setting
 needs_nvdisasm = pytest.mark.skipif(
     nvdisasm_is_missing(), reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm"
 )
-FP16 = "combine(arch=sm_80, dtype=fp16)"
 
 
 def test_a_cached_kernel_is_not_compiled_again(
@@ -36,9 +35,7 @@ def test_a_cached_kernel_is_not_compiled_again(
     fresh = document("kernel", "show", "combine", "--arch", "A100")
     is_created = cache_dir.exists()
     entry = find_or_build(COMBINE).entry
-
     found = document("kernel", "show", str(COMBINE))
-
     assert (fresh["kernel"], fresh["is_cached"], is_created) == (str(COMBINE), False, False)
     assert found == fresh | {"is_cached": True}
     assert (found["key"], found["template"]) == (entry.manifest.key, COMBINE.template)
@@ -48,11 +45,11 @@ def test_a_cached_kernel_is_not_compiled_again(
 def test_the_included_templates_are_printed(run: Run, document: Documented) -> None:
     """There is one on each line, without the template itself, and nothing is compiled."""
     result = run("kernel", "show", str(COMBINE), "--includes")
-
     lines = result.stdout.splitlines()
     assert (result.exit_code, result.stderr) == (0, "")
-    assert "kernels/combine/combine.cuh" in lines
-    assert COMBINE.template not in lines
+    assert {"kernels/combine/combine.cuh", COMBINE.template} & {*lines} == {
+        "kernels/combine/combine.cuh"
+    }
     assert lines == document("kernel", "show", str(COMBINE))["includes"]
 
 
@@ -78,26 +75,37 @@ def test_the_source_is_that_which_is_compiled(wants_lines: str, run: Run, settin
     setting("MLAGEN_LINEINFO", wants_lines)
     path = find_or_build(COMBINE).entry.path
     assert path is not None
-
-    result = run("kernel", "show", str(COMBINE), "--source")
-    document = run("kernel", "show", str(COMBINE), "--source", "--json")
-
-    assert json.loads(document.stdout)["source"] == result.stdout
-    assert result.stdout == (path / "kernel.cu").read_text()
-    assert (result.stdout == render(COMBINE).text) == (wants_lines == "0")
+    source = run("kernel", "show", str(COMBINE), "--source").stdout
+    document = json.loads(run("kernel", "show", str(COMBINE), "--source", "--json").stdout)
+    assert document["source"] == source
+    assert source == (path / "kernel.cu").read_text()
+    assert (source == render(COMBINE).text) == (wants_lines == "0")
 
 
 def test_the_ptx_is_printed(run: Run, cache_dir: Path) -> None:
     """The PTX is for the target, and has the kernel; a part has its own name in the document."""
     result = run("kernel", "show", str(COMBINE), "--ptx")
-    document = run("kernel", "show", str(COMBINE), "--ptx", "--json")
-
     assert result.exit_code == 0
     assert "\n.target sm_80\n" in result.stdout
     assert ".visible .entry combine(" in result.stdout
     assert "\0" not in result.stdout
-    assert '"ptx": "' in document.stdout
+    document = json.loads(run("kernel", "show", str(COMBINE), "--ptx", "--json").stdout)
+    assert document["ptx"] == result.stdout
     assert not cache_dir.exists()
+
+
+def test_without_nvdisasm_the_other_resources_are_printed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line on stderr has the package to install, and the counts are null in JSON."""
+
+    def missing() -> Path:
+        raise ToolchainError("nvdisasm: not found; run: pip install nvidia-cuda-nvdisasm")
+
+    monkeypatch.setattr(disassembly, "find_nvdisasm", missing)
+    result = run("kernel", "show", str(COMBINE), "--resources", "--json")
+    assert (result.exit_code, '"instructions": null' in result.stdout) == (0, True)
+    assert "no counts of instructions: nvdisasm: not found; run: pip install" in result.stderr
 
 
 @needs_nvdisasm
@@ -115,33 +123,16 @@ def test_sass_and_the_counts_of_its_instructions_are_printed(run: Run) -> None:
     assert int(facts["BAR"]) == shown.stdout.count(" BAR.")
 
 
-def test_without_nvdisasm_the_other_resources_are_printed(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A line on stderr has the package to install, and the counts are null in JSON."""
-
-    def missing() -> Path:
-        raise ToolchainError("nvdisasm: not found; run: pip install nvidia-cuda-nvdisasm")
-
-    monkeypatch.setattr(disassembly, "find_nvdisasm", missing)
-
-    result = run("kernel", "show", str(COMBINE), "--resources", "--json")
-
-    assert result.exit_code == 0
-    assert '"instructions": null' in result.stdout
-    assert "no counts of instructions: nvdisasm: not found; run: pip install" in result.stderr
-
-
 def test_a_diff_has_spec_and_source(run: Run) -> None:
     """The exit code is 1, and the summary counts what the unified diff has."""
-    result = run("kernel", "diff", str(COMBINE), FP16)
-
-    lines = result.stdout.splitlines()
+    result = run("kernel", "diff", str(COMBINE), "combine(arch=sm_80, dtype=fp16)")
+    *lines, last = result.stdout.splitlines()
     assert result.exit_code == 1
-    assert {"-dtype bf16", "+dtype fp16"} <= set(lines)
-    assert {"-using OutElement = Bf16;", "+using OutElement = Fp16;"} <= set(lines)
-    assert {f"--- {COMBINE} spec and resources", f"--- {COMBINE} source"} <= set(lines)
-    assert lines[-1] == "differences: 1 in spec and resources, source 1 line removed, 1 added"
+    expected = {"-dtype bf16", "+dtype fp16"}
+    expected |= {"-using OutElement = Bf16;", "+using OutElement = Fp16;"}
+    expected |= {f"--- {COMBINE} spec and resources", f"--- {COMBINE} source"}
+    assert expected <= set(lines)
+    assert last == "differences: 1 in spec and resources, source 1 line removed, 1 added"
 
 
 @needs_nvdisasm
@@ -171,7 +162,6 @@ def test_a_diff_names_resources_as_show_does(run: Run) -> None:
 def test_one_spec_is_compared_on_two_targets(document: Documented) -> None:
     """With --sass, the code is SASS without the offsets of its instructions."""
     found = document("kernel", "diff", "combine", "--arch", "sm_80,sm_86", "--sass", code=1)
-
     facts = {fact["fact"]: (fact["first"], fact["second"]) for fact in found["facts"]}
     assert facts["arch"] == ("sm_80", "sm_86")
     assert (found["part"], found["first"]["kernel"]) == ("sass", str(COMBINE))
@@ -180,45 +170,36 @@ def test_one_spec_is_compared_on_two_targets(document: Documented) -> None:
     assert not any("/*00" in line for line in code)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_alone_is_its_default_kernel(family: str) -> None:
-    """Without a GPU it is the bf16 kernel for sm_90a, with pages of 64 tokens."""
-    fields = spec_named(family).key_fields()
+WITHOUT_A_GPU = [(family, None, {"arch": "sm_90a"}) for family in FAMILIES]
+NAMED = [
+    ("mla_sm90", None, {"query_dtype": "bf16", "page_size": "64"}),
+    ("mla_sm90_fp8", None, {"query_dtype": "e4m3", "page_size": "64"}),
+    ("gqa_sm80", None, {"query_dtype": "bf16", "page_size": "64"}),
+    ("combine", None, {"dtype": "bf16"}),
+    ("mla_sm90(block_m=16)", None, {"block_m": "16", "page_size": "64"}),
+    ("mla_sm90( page_size=48, block_m = 16 )", None, {"page_size": "48", "block_m": "16"}),
+    ("combine(arch=H100, dtype=fp16)", None, {"arch": "sm_90a", "dtype": "fp16"}),
+    ("mla_sm90_fp8kv(lookup=sparse)", None, {"lookup": "sparse", "query_dtype": "bf16"}),
+    ("combine", SM_80, {"arch": "sm_80"}),
+    ("mla_sm90", SM_80, {"arch": "sm_90a"}),
+    (str(gqa_sm80()), SM_80, gqa_sm80().key_fields()),
+]
 
-    dtype = fields.get("query_dtype", fields.get("dtype"))
-    assert (fields["arch"], fields.get("page_size", "64")) == ("sm_90a", "64")
-    assert dtype == ("e4m3" if family == "mla_sm90_fp8" else "bf16")
 
-
-@pytest.mark.parametrize(
-    ("text", "gpu", "expected"),
-    [
-        ("mla_sm90(block_m=16)", None, {"block_m": "16", "page_size": "64"}),
-        ("mla_sm80( page_size=48, block_m = 16 )", None, {"page_size": "48", "block_m": "16"}),
-        ("combine(arch=H100, dtype=fp16)", None, {"arch": "sm_90a", "dtype": "fp16"}),
-        ("mla_sm90_fp8kv(lookup=sparse)", None, {"lookup": "sparse", "query_dtype": "bf16"}),
-        ("combine", SM_80, {"arch": "sm_80"}),
-        ("mla_sm90", SM_80, {"arch": "sm_90a"}),
-    ],
-)
+@pytest.mark.parametrize(("text", "gpu", "expected"), [*WITHOUT_A_GPU, *NAMED])
 def test_names_that_are_left_out_have_defaults(
     text: str, gpu: Arch | None, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given values are kept; the target is the visible GPU, or the next one with the family."""
     monkeypatch.setattr(gpus, "visible_archs", lambda: {} if gpu is None else {0: gpu})
-
     assert expected.items() <= spec_named(text).key_fields().items()
 
 
 def test_a_target_replaces_that_of_the_text() -> None:
     """A whole spec becomes the kernel that the same calls use on the other target."""
-    spec = gqa_sm80()
-
-    other = spec_named(str(spec), SM_80)
-
-    assert spec_named(str(spec)) == spec
-    assert other == gqa_sm80(arch=SM_80)
-    assert other.tile != spec.tile
+    other = gqa_sm80(arch=SM_80)
+    assert spec_named(str(gqa_sm80()), SM_80) == other
+    assert other.tile != gqa_sm80().tile
     assert spec_named("combine(arch=sm_90a)", SM_80).arch == SM_80
 
 
@@ -238,7 +219,6 @@ def test_what_does_not_exist_is_rejected(text: str, arch: str | None, message: s
     """The message has the rule, and the nearest kernel that exists."""
     with pytest.raises(ArgumentError) as caught:
         spec_named(text, None if arch is None else parse_arch(arch))
-
     assert str(caught.value).startswith(message)
     _, has_nearest, rest = str(caught.value).partition("the nearest ")
     assert bool(has_nearest) == ("calls use" in message)
@@ -263,8 +243,5 @@ def test_the_scarcest_resource_limits_the_ctas_of_an_sm(
     arch: str, threads: int, registers: int, shared_bytes: int, expected: int
 ) -> None:
     """The count is that of the CUDA occupancy calculator."""
-    found = ctas_per_sm(
-        parse_arch(arch), threads=threads, registers=registers, shared_bytes=shared_bytes
-    )
-
-    assert found == expected
+    counts = {"threads": threads, "registers": registers, "shared_bytes": shared_bytes}
+    assert ctas_per_sm(parse_arch(arch), **counts) == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -16,12 +15,11 @@ from mlagen.compiler.nvrtc_process import compile_in_process
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.engine import find_or_build, key_of
 from mlagen.errors import CompileError
-from mlagen.settings import current_settings
 from mlagen.spec.kernel import KernelSpec
 from tests.kernels import COMBINE, clear_caches, gqa_sm90
 from tests.text_hashes import text_sections
 
-from .conftest import Run
+from .conftest import Documented, Run, Setting
 
 
 def compiled(spec: KernelSpec, *, line_info: bool) -> Cubin:
@@ -30,10 +28,9 @@ def compiled(spec: KernelSpec, *, line_info: bool) -> Cubin:
 
 
 @pytest.fixture
-def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def wanted(setting: Setting) -> None:
     """Set MLAGEN_LINEINFO=1."""
-    monkeypatch.setenv("MLAGEN_LINEINFO", "1")
-    current_settings.cache_clear()
+    setting("MLAGEN_LINEINFO", 1)
 
 
 def test_ptx_has_the_lines_of_the_templates() -> None:
@@ -54,71 +51,61 @@ def test_ptx_has_the_lines_of_the_templates() -> None:
 
 @pytest.mark.parametrize("spec", [COMBINE, gqa_sm90()], ids=lambda spec: spec.family)
 def test_the_code_is_that_of_the_normal_kernel(spec: KernelSpec) -> None:
-    """Line info changes no instruction and no resource."""
+    """Line info changes no instruction and no resource; a fresh process adds it too."""
     plain, with_lines = (compiled(spec, line_info=wants) for wants in (False, True))
-
+    source = render(spec, line_info=True)
     assert text_sections(with_lines.code) == text_sections(plain.code)
     assert with_lines.resources == plain.resources
     assert str(template_root()).encode() in with_lines.code
     assert str(template_root()).encode() not in plain.code
+    if spec == COMBINE:
+        assert compile_in_process(source, spec.arch, find_nvrtc()).code == with_lines.code
 
 
-def test_another_process_compiles_the_same() -> None:
-    """A fresh process adds line info too."""
-    source = render(COMBINE, line_info=True)
-
-    cubin = compile_in_process(source, COMBINE.arch, find_nvrtc())
-
-    assert cubin.code == compiled(COMBINE, line_info=True).code
-
-
-def test_the_key_names_what_is_different(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_names_what_is_different(setting: Setting) -> None:
     """Option and folder are added to the key fields, which are otherwise those of a normal key."""
     normal = key_of(COMBINE)
-    monkeypatch.setenv("MLAGEN_LINEINFO", "1")
-    current_settings.cache_clear()
-
+    setting("MLAGEN_LINEINFO", 1)
     key = key_of(COMBINE)
+    setting("MLAGEN_LINEINFO", 0)
 
+    assert key_of(COMBINE) == normal
     assert key.digest != normal.digest
     assert key.differences(normal) == [
         ("option.generate-line-info", "", None),
         ("line_info", str(template_root()), None),
     ]
-    monkeypatch.setenv("MLAGEN_LINEINFO", "0")
-    current_settings.cache_clear()
-    assert key_of(COMBINE) == normal
 
 
 @pytest.mark.usefixtures("wanted")
 def test_the_folder_of_the_templates_is_in_the_key(templates: Path) -> None:
     """Two installations that share a cache do not get the paths of each other."""
     clear_caches()
-
     assert dict(key_of(COMBINE).key_fields)["line_info"] == str(templates)
 
 
-def test_normal_kernels_are_not_mixed_with_them(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+def test_normal_kernels_are_not_mixed_with_them(
+    setting: Setting, run: Run, document: Documented
+) -> None:
     """Each setting finds its own kernel, and the commands name the difference."""
     plain = find_or_build(COMBINE)
-    monkeypatch.setenv("MLAGEN_LINEINFO", "1")
-    current_settings.cache_clear()
-
-    why = run("cache", "why", str(COMBINE))
+    setting("MLAGEN_LINEINFO", 1)
+    why = document("cache", "why", str(COMBINE), code=1)
     with_lines = find_or_build(COMBINE)
 
     keys = [outcome.entry.manifest.key for outcome in (plain, with_lines)]
-    listed = [row.split() for row in run("cache", "ls").stdout.splitlines()[1:3]]
+    folder = str(template_root())
+    fields = {"option.generate-line-info", "line_info"}
     assert (plain.built, with_lines.built) == (True, True)
-    assert "option.generate-line-info" in why.stdout
-    assert re.search(r"line_info +/\S+ +\(none\)", why.stdout)
-    assert "line_info " in run("cache", "explain", *keys).stdout
-    assert {row[0]: "info" in row for row in listed} == {keys[0][:8]: False, keys[1][:8]: True}
-    assert json.loads(run("cache", "stats", "--json").stdout)["usable"] == 1
-    assert f"lines of {template_root()}" in run("cache", "show", keys[1]).stdout
-    entries = json.loads(run("cache", "ls", "--json").stdout)["entries"]
-    folders = {entry["key"]: entry["line_info"] for entry in entries}
-    assert folders == {keys[0]: None, keys[1]: str(template_root())}
+    assert {each["key_field"] for each in why["differences"]} == fields
+    explained = document("cache", "explain", *keys)["differences"]
+    assert {each["key_field"] for each in explained} == fields
+    assert document("cache", "stats")["usable"] == 1
+    assert f"lines of {folder}" in run("cache", "show", keys[1]).stdout
+    listed = {row.split()[0]: "info" in row for row in run("cache", "ls").stdout.splitlines()[1:3]}
+    assert listed == {keys[0][:8]: False, keys[1][:8]: True}
+    folders = {each["key"]: each["line_info"] for each in document("cache", "ls")["entries"]}
+    assert folders == {keys[0]: None, keys[1]: folder}
 
 
 def test_an_error_names_the_template(templates: Path) -> None:
@@ -127,8 +114,6 @@ def test_an_error_names_the_template(templates: Path) -> None:
     path.write_text(path.read_text() + "int wrong = nothing;\n")
     clear_caches()
     line = len(path.read_text().splitlines())
-
     with pytest.raises(CompileError) as caught:
         compiled(COMBINE, line_info=True)
-
     assert f"{path}({line}): error" in str(caught.value)

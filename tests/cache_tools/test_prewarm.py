@@ -39,9 +39,8 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, *errors: mlagen.MlagenError) -> N
 def test_kernels_are_compiled_and_counted(isolate: tuple[str, ...], run: Run) -> None:
     """Each kernel has a line on stderr, stdout has the totals; processes have the same result."""
     result = run(*SMALL, *isolate)
-
-    assert result.exit_code == 0
     plan, *lines = result.stderr.splitlines()
+    assert result.exit_code == 0
     assert plan.startswith("compiling 2 kernels, 0 cached: about ")
     assert [line.split()[0] for line in lines] == ["built", "built"]
     assert result.stdout.startswith("2 kernels: 2 built, 0 hit, 0 failed, in ")
@@ -90,12 +89,12 @@ def test_a_dry_run_lists_missing_kernels(run: Run, cached: Cached) -> None:
     result = run(*SMALL, "--dry-run", "--dtype", "bf16,fp16")
     found = run(*SMALL, "--dry-run")
 
-    lines = result.stdout.splitlines()
-    assert (result.exit_code, lines[0].split()[:3]) == (1, ["status", "key", "kernel"])
-    assert [line.split()[0] for line in lines[1:5]] == ["hit", "hit", "missing", "missing"]
-    assert lines[1].split()[1] == cached.keys[0][:8]
-    assert lines[5].startswith("4 kernels: 2 hit, 2 missing, in ")
-    assert lines[6:] == ["exit code 1: 2 kernels missing"]
+    header, *rows, count, last = result.stdout.splitlines()
+    assert (result.exit_code, header.split()[:3]) == (1, ["status", "key", "kernel"])
+    assert [row.split()[0] for row in rows] == ["hit", "hit", "missing", "missing"]
+    assert rows[0].split()[1] == cached.keys[0][:8]
+    assert count.startswith("4 kernels: 2 hit, 2 missing, in ")
+    assert last == "exit code 1: 2 kernels missing"
     assert found.exit_code == 0
     assert found.stdout.splitlines()[-1].startswith("2 kernels: 2 hit, 0 missing, in ")
 
@@ -107,9 +106,9 @@ def test_unsupported_parts_are_omitted_and_named(
     """stderr, even of a quiet run, and the document name them; the rest is compiled."""
     options: tuple[str, ...] = ("--model", "glm-5.3-flash", "--kv-dtype", "bf16,e4m3")
     if is_file:
-        file = tmp_path / "fleet.toml"
-        file.write_text('[[kernel]]\nmodel = "glm-5.3-flash"\nkv_dtype = ["bf16", "e4m3"]\n')
-        options = (str(file),)
+        options = (str(tmp_path / "fleet.toml"),)
+        table = '[[kernel]]\nmodel = "glm-5.3-flash"\nkv_dtype = ["bf16", "e4m3"]\n'
+        Path(*options).write_text(table)
     command = ("prewarm", *options, "--arch", "H100", "--dry-run")
 
     found = document(*command, code=1)
@@ -151,40 +150,28 @@ def test_options_reach_the_selection(run: Run, monkeypatch: pytest.MonkeyPatch) 
         return PrewarmReport(units=(), loaded=0, ms=1.0)
 
     monkeypatch.setattr(prewarming, "prewarm", record)
-
     options = (
         "--arch sm_90a,native --family mla_sm80 --dtype bf16,fp16 --page-size 32,64 "
         "--heads 16,128 --q-len 2 -j 3 --load --kv-dtype e4m3 --head-dim 128 --kv-heads 8 "
         "--lookup sparse --tp 1,8 --isolate --timeout 9.5 --fail-fast"
     )
+    models = ("--model", "kimi-k2, ./config.json")
 
-    result = run(
-        *("prewarm", *options.split(), "--model", "kimi-k2, ./config.json"),
-        *("--kernel", str(COMBINE)),
-    )
+    result = run("prewarm", *options.split(), *models, "--kernel", str(COMBINE))
 
+    lists = {"dtype": ["bf16", "fp16"], "page_size": [32, 64], "heads": [16, 128], "q_len": [2]}
+    lists |= {"kv_dtype": ["e4m3"], "head_dim": [128], "kv_heads": [8], "lookup": ["sparse"]}
+    flags = {"isolate": True, "fail_fast": True, "dry_run": False, "load": True}
     assert result.exit_code == 0
     assert callable(given.pop("on_event"))
-    assert given == {
+    assert given == lists | flags | {
         "archs": ["sm_90a", "native"],
         "families": ["mla_sm80"],
-        "dtype": ["bf16", "fp16"],
-        "page_size": [32, 64],
-        "heads": [16, 128],
-        "q_len": [2],
-        "kv_dtype": ["e4m3"],
-        "head_dim": [128],
-        "kv_heads": [8],
-        "lookup": ["sparse"],
         "models": ["kimi-k2", "./config.json"],
         "tp": [1, 8],
         "kernels": [COMBINE],
-        "isolate": True,
         "timeout_s": 9.5,
-        "fail_fast": True,
         "jobs": 3,
-        "dry_run": False,
-        "load": True,
     }
 
 
@@ -202,6 +189,7 @@ def test_options_reach_the_selection(run: Run, monkeypatch: pytest.MonkeyPatch) 
 def test_failures_decide_the_exit_code(
     errors: tuple[mlagen.MlagenError, ...],
     code: int,
+    run: Run,
     document: Documented,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -213,22 +201,20 @@ def test_failures_decide_the_exit_code(
     failed = {("failed", str(error)) for error in errors}
     assert len(units) == 2
     assert {(unit["status"], unit["error"]) for unit in units} == failed
+    fail_with(monkeypatch, *errors)
+    quiet = run(*SMALL, "-j", "1", "--quiet")
+    ends = [f"{line.split()[0]} {line.rpartition(': ')[2]}" for line in quiet.stderr.splitlines()]
+    assert (quiet.exit_code, quiet.stdout, len(ends)) == (code, "", 2)
+    assert {*ends} == {f"failed {str(error).removeprefix('NVRTC: ')}" for error in errors}
 
 
-def test_quiet_prints_failures_alone(
-    run: Run, document: Documented, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quiet_prints_failures_alone(run: Run, document: Documented) -> None:
     """A quiet run prints neither lines nor totals, only the document with --json."""
-    results = [run(*SMALL, *options) for options in (("--quiet",), ("-q", "--dry-run"))]
-
-    assert [(each.exit_code, each.stdout, each.stderr) for each in results] == [(0, "", "")] * 2
+    for options in (("--quiet",), ("-q", "--dry-run")):
+        result = run(*SMALL, *options)
+        assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
     assert document(*SMALL, "-q")["totals"]["hit"] == 2
     assert run(*SMALL, "-q", "--json").stderr == ""
-    fail_with(monkeypatch, NO)
-    failed = run(*SMALL, "--quiet", "--dtype", "fp16")
-    lines = failed.stderr.splitlines()
-    assert (failed.exit_code, failed.stdout) == (1, "")
-    assert [(line.split()[0], line[-9:]) for line in lines] == [("failed", "NVRTC: no")] * 2
 
 
 HANGS, DIES = ["sleep", "600"], ["false"]
@@ -245,19 +231,12 @@ HANGS, DIES = ["sleep", "600"], ["false"]
     ids=["timeouts", "one of each", "deaths", "the first failure"],
 )
 def test_timeouts_have_an_exit_code(
-    commands: tuple[list[str], ...],
-    options: str,
-    code: int,
-    counts: str,
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
+    commands: list[list[str]], options: str, code: int, counts: str, run: Run, monkeypatch: Any
 ) -> None:
     """Timeouts alone exit with 5; kernels that --fail-fast never starts are skipped."""
     left = iter(commands)
     monkeypatch.setattr(isolation, "worker_command", lambda _spec: next(left))
-
     result = run(*SMALL, "--isolate", *options.split())
-
     _plan, *lines = result.stderr.splitlines()
     assert result.exit_code == code
     assert result.stdout.startswith(f"2 kernels: 0 built, 0 hit, {counts}, in ")

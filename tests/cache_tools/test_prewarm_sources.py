@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import mlagen
 from cache_tools.options.selection_options import selection_options
-from mlagen import engine
 from mlagen.cache.bundle_reading import open_bundle, verify_bundle
 from mlagen.paths import MAX_NAMED_BYTES
 from mlagen.prewarming.spec_file import KEYS
+from mlagen.settings import current_settings
 from tests.kernels import COMBINE
 
 from .conftest import Cached, Documented, Run, Setting
@@ -37,13 +37,13 @@ def test_sources_are_prewarmed_for_their_own_architecture_or_for_others(
     toml.write_text(TABLE)
     table.write_text(json.dumps({"kernel": [{"kernel": str(COMBINE)}]}))
     kernel, record, arch = ("--kernel", str(COMBINE)), ("--from-log", str(log)), ("--arch", "sm_80")
+    model = ("--model", "deepseek-v3", "--tp", "8")
 
     for source in (kernel * 2, record * 2, (str(toml), *arch)):
         assert kernels(document, *source) == [str(COMBINE)]
     assert kernels(document, "-", *arch, answer=TABLE) == [str(COMBINE)]
     elsewhere = kernels(document, *record, "--arch", "sm_90a,sm_86")
     assert elsewhere == [str(COMBINE).replace("sm_80", other) for other in ("sm_90a", "sm_86")]
-    model = ("--model", "deepseek-v3", "--tp", "8")
     together = kernels(document, str(table), *kernel, *record, *model, *arch)
     assert [name.partition("(")[0] for name in together] == ["combine", "mla_sm80"]
 
@@ -62,16 +62,11 @@ SERVED = {
 }
 
 
-@pytest.mark.parametrize("options", SERVED)
-def test_a_dry_run_says_how_models_are_served(options: str, run: Run) -> None:
+@pytest.mark.parametrize(("options", "assumed"), SERVED.items(), ids=list(SERVED))
+def test_a_dry_run_says_how_models_are_served(options: str, assumed: list[str], run: Run) -> None:
     """Defaults are named as well, before the table, and on stderr with --json."""
-    command, assumed = (
-        ("--dry-run", "--arch", "sm_90a", "--model", *options.split()),
-        SERVED[options],
-    )
-
-    table, document, quiet = (run("prewarm", *command, *o) for o in ((), ("--json",), ("-q",)))
-
+    command = ("prewarm", "--dry-run", "--arch", "sm_90a", "--model", *options.split())
+    table, document, quiet = (run(*command, *o) for o in ((), ("--json",), ("-q",)))
     assert table.stdout.splitlines()[: len(assumed)] == assumed
     assert document.stderr.splitlines()[: len(assumed)] == assumed
     assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (1, "", "")
@@ -79,86 +74,76 @@ def test_a_dry_run_says_how_models_are_served(options: str, run: Run) -> None:
 
 def test_tables_have_the_names_of_the_options() -> None:
     """A table accepts every selection option; a record is a file of its own."""
-
-    @selection_options
-    def command() -> None:
-        pass
-
-    options = [option.opts[0] for option in command.__click_params__]  # type: ignore[attr-defined]
+    command: Any = selection_options(lambda: None)
+    options = [option.opts[0] for option in command.__click_params__]
     names = {option.removeprefix("--").replace("-", "_") for option in options}
     assert names == {*KEYS, "from_log"}
 
 
 @pytest.mark.timeout(15)
-@pytest.mark.parametrize("source", ["--from-log", "--model", "file", "standard input"])
-def test_a_source_without_an_end_is_rejected(source: str, run: Run, tmp_path: Path) -> None:
-    """A device takes no memory, a FIFO no wait; the exit code is 2."""
-    endless = tmp_path / "endless.toml"
-    if source == "standard input":
-        result = run("prewarm", "-", "--arch", "sm_80", answer="#" * (MAX_NAMED_BYTES + 1))
-    else:
-        endless.symlink_to("/dev/zero")
-        option = [] if source == "file" else [source]
-        result = run("prewarm", *option, str(endless), "--arch", "sm_80")
-
-    assert result.exit_code == 2
-    assert result.stderr.count("\n") == 1
-    got = "64 MiB" if source == "standard input" else "a device"
-    assert f"got {got}" in result.stderr or f"at most {got}" in result.stderr
-
-
-def keys_in(bundle: Path) -> list[str]:
-    """Return the keys of a valid bundle."""
-    with open_bundle(bundle) as file:
-        return [entry.key for entry in verify_bundle(file, "it").entries]
-
-
-def test_a_bundle_has_the_requested_kernels(
-    document: Documented, run: Run, cached: Cached, tmp_path: Path
+@pytest.mark.parametrize(
+    ("source", "got"),
+    [
+        ("--from-log endless.toml", "got a device"),
+        ("--model endless.toml", "got a device"),
+        ("endless.toml", "got a device"),
+        ("-", "at most 64 MiB"),
+    ],
+)
+def test_a_source_without_an_end_is_rejected(
+    source: str, got: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has no other cached kernel; text and document describe it."""
+    """A device takes no memory, a FIFO no wait; the exit code is 2."""
+    (tmp_path / "endless.toml").symlink_to("/dev/zero")
+    monkeypatch.chdir(tmp_path)
+    answer = "#" * (MAX_NAMED_BYTES + 1) if source == "-" else None
+    result = run("prewarm", *source.split(), "--arch", "sm_80", answer=answer)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert got in result.stderr
+
+
+@pytest.mark.parametrize("is_layer", [False, True], ids=["the cache", "a layer"])
+def test_a_bundle_has_the_requested_kernels(
+    is_layer: bool,
+    document: Documented,
+    run: Run,
+    cached: Cached,
+    tmp_path: Path,
+    setting: Setting,
+) -> None:
+    """It has no other cached kernel, wherever they are; text and document describe it."""
+    if is_layer:
+        setting("MLAGEN_CACHE_RO", cached.root)
+        setting("MLAGEN_CACHE_DIR", tmp_path / "own")
     bundle = tmp_path / "kernels.tar.gz"
     command = ("prewarm", "--kernel", str(cached.units[0].spec), "--bundle", str(bundle))
 
     described = document(*command)["bundle"]
     _, line, digest = run(*command).stdout.splitlines()
 
-    assert keys_in(bundle) == cached.keys[:1]
     assert (described["bundle"], described["archs"]) == (str(bundle), ["sm_80"])
     assert described["size_bytes"] == bundle.stat().st_size
     assert line.startswith(f"bundled to {bundle}, ")
     assert digest.startswith("sha256 ")
-
-
-def test_kernels_of_a_layer_are_in_the_bundle(
-    document: Documented, cached: Cached, tmp_path: Path, setting: Setting
-) -> None:
-    """The bundle is complete, whichever layer has a kernel."""
-    setting("MLAGEN_CACHE_RO", cached.root)
-    setting("MLAGEN_CACHE_DIR", tmp_path / "own")
-    texts = [option for unit in cached.units for option in ("--kernel", str(unit.spec))]
-
-    document("prewarm", *texts, "--bundle", str(tmp_path / "kernels.tar.gz"))
-
-    assert keys_in(tmp_path / "kernels.tar.gz") == sorted(cached.keys)
+    with open_bundle(bundle) as file:
+        assert [entry.key for entry in verify_bundle(file, "it").entries] == cached.keys[:1]
 
 
 def test_a_failure_writes_no_bundle(
     document: Documented, run: Run, cached: Cached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An incomplete bundle is not written; a path that cannot be written fails with 1."""
-
-    def fail(*_: object) -> None:
-        raise mlagen.CompileError("NVRTC: no", log="", source="")
-
     path = tmp_path / "kernels.tar.gz"
-    monkeypatch.setattr(engine, "build_spec", fail)
-    other = str(COMBINE).replace("sm_80", "sm_86")
-
-    assert document("prewarm", "--kernel", other, "--bundle", str(path), code=1)["bundle"] is None
-    assert not path.exists()
     path.mkdir()
     result = run("prewarm", "--kernel", str(cached.units[0].spec), "--bundle", str(path))
+    path.rmdir()
+    monkeypatch.setenv("MLAGEN_JIT", "off")
+    current_settings.cache_clear()
+    other = str(COMBINE).replace("sm_80", "sm_86")
+    failed = document("prewarm", "--isolate", "--kernel", other, "--bundle", str(path), code=1)
+
     message = f"mlagen: bundle: expected a file, got another kind: {path}"
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.splitlines()[-1] == message
+    assert failed["bundle"] is None
+    assert not path.exists()

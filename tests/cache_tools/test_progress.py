@@ -56,91 +56,77 @@ SLOW = unit(status="timeout", ms=2000.0, error=mlagen.CompileError("no", log="",
 def test_each_kernel_is_one_plain_line(
     reported: PrewarmEvent, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a terminal each event is printed once, without control characters."""
-    with prewarm_progress(set()) as on_event:
+    """Without a terminal each event is printed once, and a compiled kernel is kept."""
+    kept: set[KernelSpec] = set()
+    with prewarm_progress(kept) as on_event:
         on_event(reported)
-
     assert capsys.readouterr() == ("", line + "\n")
+    assert kept == ({FIRST} if line.startswith("built") else set())
 
 
-def planned(
-    capsys: pytest.CaptureFixture[str], specs: list[KernelSpec], **options: Any
-) -> list[str]:
-    """Return the lines about the start of a prewarm that compiles these kernels."""
+@pytest.mark.parametrize(
+    ("specs", "options", "time"),
+    [
+        ([FIRST, SECOND], {}, "1 s"),
+        (specs_of(parse_arch("sm_80"), ["mla_sm80"])[:40], {"jobs": 4}, "6 s"),
+    ],
+    ids=["two", "forty"],
+)
+def test_the_plan_is_one_line_before_the_first_kernel(
+    specs: list[KernelSpec], options: Any, time: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It counts missing and cached kernels, and estimates the time by family and jobs."""
     with prewarm_progress(set(), **options) as on_event:
         for spec in specs:
             on_event(event("missing", spec=spec, done=3))
         assert capsys.readouterr().err == ""
         for spec in specs[:2]:
             on_event(event("started", spec=spec, done=3))
-    return capsys.readouterr().err.splitlines()
-
-
-def test_the_plan_is_one_line_before_the_first_kernel(capsys: pytest.CaptureFixture[str]) -> None:
-    """It counts missing and cached kernels, and estimates the time by family and jobs."""
-    sm80 = specs_of(parse_arch("sm_80"), ["mla_sm80"])[:40]
-
-    lines = [*planned(capsys, [FIRST, SECOND]), *planned(capsys, sm80, jobs=4)]
-
-    assert lines == [
-        "compiling 2 kernels, 3 cached: about 1 s",
-        "compiling 40 kernels, 3 cached: about 6 s",
-    ]
-
-
-def test_compiled_kernels_are_kept() -> None:
-    """A hit is no kept kernel."""
-    kept: set[KernelSpec] = set()
-
-    with prewarm_progress(kept) as on_event:
-        on_event(event("finished", unit(status="hit")))
-        on_event(event("finished", unit(spec=SECOND), spec=SECOND))
-
-    assert kept == {SECOND}
+    plan = f"compiling {len(specs)} kernels, 3 cached: about {time}\n"
+    assert capsys.readouterr().err == plan
 
 
 def test_durations_are_rough_and_every_family_has_an_estimate() -> None:
     """A long duration has no small unit."""
     texts = {0.1: "1 s", 89.0: "89 s", 90.0: "2 min", 5399.0: "90 min", 7200.0: "2 h"}
-
     assert [about_text(s) for s in texts] == [f"about {text}" for text in texts.values()]
     assert SECONDS.keys() == set(FAMILIES)
 
 
-def terminal_of(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """Send progress to a terminal, and return its output."""
+@pytest.fixture
+def screen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> io.StringIO | None:
+    """Send progress to a terminal, and return its output, or None for a file."""
+    if getattr(request, "param", "a terminal") == "a file":
+        return None
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=120, color_system=None)
     monkeypatch.setattr(progress, "console", lambda **_: terminal)
     return screen
 
 
-@pytest.mark.parametrize("is_terminal", [False, True], ids=["a file", "a terminal"])
+file_or_terminal = pytest.mark.parametrize("screen", ["a file", "a terminal"], indirect=True)
+
+
+@file_or_terminal
 def test_quiet_is_a_line_for_each_failure(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    screen: io.StringIO | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A quiet run has no bar."""
-    screen = terminal_of(monkeypatch) if is_terminal else None
     finished = [event("finished", each) for each in (unit(), SLOW)]
-
     with prewarm_progress(set(), is_quiet=True) as on_event:
         for each in (event("missing"), event("started"), *finished, event("loaded")):
             on_event(each)
-
-    shown = screen.getvalue() if screen is not None else capsys.readouterr().err
+    shown = capsys.readouterr().err if screen is None else screen.getvalue()
     assert shown == f"timeout   2.0 s  {DIMS} 512: no\n"
 
 
-def test_a_terminal_shows_the_compiling_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_the_compiling_kernel(screen: io.StringIO) -> None:
     """The bar counts kernels, names the one that compiles the longest, and has a time left."""
-    screen = terminal_of(monkeypatch)
-
     with prewarm_progress(set()) as on_event:
         for kind in ("missing", "started"):
             on_event(event(kind))
             on_event(event(kind, spec=SECOND))
         on_event(event("finished", unit(), done=1))
-
     for part in ("1/2", "about 1 s left", f"compiling {DIMS} 256"):
         assert part in screen.getvalue()
 
@@ -152,41 +138,23 @@ STEPS = (
 )
 
 
-@pytest.mark.parametrize("is_terminal", [False, True], ids=["a file", "a terminal"])
+@file_or_terminal
 def test_each_part_of_a_benchmark_is_one_line(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    screen: io.StringIO | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is printed at its end; the bar of a terminal counts parts and names the current one."""
-    screen = terminal_of(monkeypatch) if is_terminal else None
+    """It is printed at its end; a bar counts parts and names the current one, as an interrupt."""
 
-    with bench_progress() as on_step:
-        for step in STEPS:
-            on_step(step)
-
-    printed = capsys.readouterr()
-    assert printed == ("", "" if is_terminal else "read 4000 GB/s\n")
-    for part in ("read 4000 GB/s", "1/3", "measuring mla bf16"):
-        assert screen is None or part in screen.getvalue()
-
-
-def test_an_interrupted_benchmark_says_what_was_measured() -> None:
-    """The interrupt counts the finished parts."""
-
-    def interrupted() -> None:
+    def measure() -> None:
         with bench_progress() as on_step:
-            on_step(STEPS[1])
+            for step in STEPS:
+                on_step(step)
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted, match=r"^1 of 3 parts measured$"):
-        interrupted()
-
-
-class Terminal(io.StringIO):
-    """A stream that claims to be a terminal."""
-
-    def isatty(self) -> bool:
-        """Return True."""
-        return True
+        measure()
+    assert capsys.readouterr() == ("", "read 4000 GB/s\n" if screen is None else "")
+    for part in ("read 4000 GB/s", "1/3", "measuring mla bf16"):
+        assert screen is None or part in screen.getvalue()
 
 
 @pytest.mark.parametrize("is_terminal", [False, True], ids=["a file", "a terminal"])
@@ -194,15 +162,14 @@ def test_a_step_of_bytes_is_one_line_or_a_bar(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bar shows the bytes done, the total and the step; an unknown total is no error."""
-    stream = Terminal() if is_terminal else io.StringIO()
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
-
     with byte_progress("uploading to memory://x") as on_progress:
         on_progress(1 << 19, 0)
         on_progress(1 << 20, 2 << 20)
-
     shown = stream.getvalue()
     assert "1.0/2.0 MiB" in shown if is_terminal else shown == "uploading to memory://x\n"
     assert "uploading to memory://x" in shown

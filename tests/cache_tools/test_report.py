@@ -35,7 +35,6 @@ def test_a_table_is_aligned_and_has_no_trailing_blanks(capsys: pytest.CaptureFix
     """Numbers are right-aligned, text left; None is an empty cell, or no column."""
     rows = [{"name": "a", "size": 1, "note": None}, {"name": "bcd", "size": 200, "note": "x"}]
     print_table([{**row, "variant": "", "error": None} for row in rows])
-
     assert capsys.readouterr().out == "name  size  note\na        1\nbcd    200  x\n"
 
 
@@ -44,9 +43,7 @@ def test_a_narrow_terminal_folds_names_not_values(
 ) -> None:
     """A table wider than the terminal breaks column names at underscores."""
     monkeypatch.setattr(report, "line_width", lambda: 20)
-
     print_table([{"key": "0a1b2c3d", "kv_lora_rank": 512, "page_size": 64}])
-
     assert capsys.readouterr().out.splitlines() == [
         "           kv_",
         "         lora_ page_",
@@ -59,7 +56,6 @@ def test_facts_are_printed_unchanged_on_one_line(capsys: pytest.CaptureFixture[s
     """Lines to a file or a pipe are not wrapped; markup and emoji codes are printed verbatim."""
     path = "/x/[bold]x[/bold]/:smile:" + "/long" * 100
     print_facts({"path": path})
-
     assert capsys.readouterr().out == f"path  {path}\n"
 
 
@@ -67,7 +63,5 @@ def test_facts_are_printed_unchanged_on_one_line(capsys: pytest.CaptureFixture[s
 def test_the_columns_of_a_kernel_are_unique(family: str) -> None:
     """No two supported kernels of an architecture have equal columns."""
     specs = specs_of(parse_arch("sm_90a"), [family])
-
     rows = {tuple(kernel_columns(family, spec.key_fields()).values()) for spec in specs}
-
     assert len(rows) == len(specs)

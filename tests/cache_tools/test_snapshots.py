@@ -1,4 +1,4 @@
-"""Text of every command, as files of `snapshots/`; `MLAGEN_ACCEPT=1` renews them."""
+"""Text of every command, as files of `snapshots/`, renewed by `MLAGEN_ACCEPT=1`; JSON documents."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from cache_tools.benchmark.outcomes import Outcome
 from cache_tools.cli import cli
 from cache_tools.commands import bench
 from cache_tools.output.demo_report import print_demo
+from cache_tools.output.schemas import DOCUMENT, Schema
 from mlagen.runtime import device
 from tests.fake_machine import FAILED, FakeMachine
 from tests.kernels import COMBINE
 from tests.observed_calls import built, observe
 
 from .altered import use
-from .conftest import Run, Setting
+from .conftest import SCHEMA_OF, Documented, Run, Setting
 from .many import TOOLCHAIN, fill
 
 FOLDER = Path(__file__).parent / "snapshots"
@@ -151,6 +152,26 @@ def test_every_command_has_a_snapshot() -> None:
     assert {path.stem.replace("_", " ") for path in FOLDER.iterdir()} == {*names(cli)}
 
 
+@pytest.mark.parametrize("command", sorted(SCHEMA_OF.keys() - {"replay"}))
+def test_the_document_of_a_command_fits_its_schema(
+    command: str, keys: list[str], document: Documented, cache_dir: Path
+) -> None:
+    """The names and types are exactly those of the schema, in order, beside damage too."""
+    next(cache_dir.glob(f"v1/e/*/{keys[1]}/*/manifest.json")).write_text("{")
+    words = [keys[0] if word in {"KEY", "OTHER"} else word for word in COMMANDS[command]]
+    if command in {"cache export", "cache push"}:
+        words.append(keys[0])
+    fails = {"cache verify", "cache why"}
+    document(*command.split(), *words, code=int(command in fails), answer="y\n")
+
+
+@pytest.mark.parametrize("schema", SCHEMA_OF.values(), ids=SCHEMA_OF)
+def test_every_part_of_a_schema_is_known_and_used(schema: Schema) -> None:
+    """A part in backquotes is in the same schema."""
+    types = " ".join(field.type for part in schema.values() for field in part.values())
+    assert {f"`{word}`" for word in types.split("`")[1::2]} == set(schema) - {DOCUMENT}
+
+
 def demo_document(*, is_right: bool) -> dict[str, object]:
     """Return a document of the demo on a GPU."""
     kernel = {
@@ -178,5 +199,4 @@ def test_the_text_of_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
     """Problem, times, error and kernels of a right and of a wrong result are those of the file."""
     print_demo(demo_document(is_right=True))
     print_demo(demo_document(is_right=False))
-
     require_snapshot("demo", capsys.readouterr().out)

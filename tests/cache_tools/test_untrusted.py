@@ -10,12 +10,11 @@ from typing import NamedTuple
 import pytest
 
 from cache_tools.options.exit_codes import CACHE_UNUSABLE, DONE, FAILED
-from mlagen.settings import current_settings
 from tests.cache.bundle_cases import filled_store, key_for
 from tests.faults.strangers import give_away
 
 from .altered import damage, move_to_layer, snapshot
-from .conftest import Run
+from .conftest import Run, Setting
 
 KEY = key_for("mla_sm80").digest
 
@@ -79,7 +78,8 @@ def spoilt(tmp_path: Path, run: Run, cache_dir: Path) -> Spoilt:
     return spoilt
 
 
-OPEN: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
+Spoil = Callable[[Path, pytest.MonkeyPatch], object]
+OPEN: dict[str, Spoil] = {
     "all may write": lambda place, _: place.chmod(place.stat().st_mode | 0o022),
     "another user's": give_away,
 }
@@ -90,16 +90,11 @@ every_stranger = pytest.mark.parametrize("spoil", OPEN.values(), ids=OPEN)
 @every_command
 @pytest.mark.parametrize("place", ["", "v1/e", "v1/quarantine", "key"])
 def test_every_command_rejects_a_cache_that_others_can_change(
-    place: str,
-    command: str,
-    spoil: Callable[[Path, pytest.MonkeyPatch], object],
-    spoilt: Spoilt,
-    monkeypatch: pytest.MonkeyPatch,
+    place: str, command: str, spoil: Spoil, spoilt: Spoilt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is deleted, moved, exported or reported valid; the error is one line, the code 4."""
     spoilt.path_of("v1/quarantine").mkdir(mode=0o700)
     spoil(spoilt.path_of(place), monkeypatch)
-
     spoilt.require_rejection(command)
 
 
@@ -107,16 +102,10 @@ def test_every_command_rejects_a_cache_that_others_can_change(
 @every_command
 @pytest.mark.parametrize("place", ["v1", "v1/e", "v1/staging", "v1/quarantine", "shard", "key"])
 def test_no_command_follows_a_link(
-    place: str,
-    command: str,
-    trust: str,
-    spoilt: Spoilt,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    place: str, command: str, trust: str, spoilt: Spoilt, tmp_path: Path, setting: Setting
 ) -> None:
     """The target of a link is unchanged, whether others are trusted or not."""
-    monkeypatch.setenv("MLAGEN_TRUST_SHARED", trust)
-    current_settings.cache_clear()
+    setting("MLAGEN_TRUST_SHARED", trust)
     victim, link = tmp_path / "victim", spoilt.path_of(place)
     if link.exists():
         link.rename(victim)
@@ -155,17 +144,12 @@ def test_a_link_in_the_place_of_an_entry_is_damage_and_not_followed(
 @every_stranger
 @pytest.mark.parametrize("name", ["verify", "verify --quarantine", "export", "push"])
 def test_a_file_that_others_can_change_is_not_read(
-    name: str,
-    spoil: Callable[[Path, pytest.MonkeyPatch], object],
-    file: str,
-    spoilt: Spoilt,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, spoil: Spoil, file: str, spoilt: Spoilt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trusted folder does not make a writable file trusted."""
     other = next(path for path in spoilt.root.glob("v1/e/*/*/*") if path.parent.name != KEY)
     spoil(other / file, monkeypatch)
     spoilt.run("cache", "rm", KEY)
-
     spoilt.require_rejection(COMMANDS[name])
 
 
@@ -177,16 +161,13 @@ def test_a_layer_that_others_can_change_is_rejected(
     layer = move_to_layer(spoilt.root, monkeypatch)
     (layer / "v1/e").chmod(0o777)
     option = "" if name == "stats" else " --layers"
-
     spoilt.require_rejection(COMMANDS[name] + option, layer)
 
 
 def test_an_untrusted_cache_can_be_diagnosed(spoilt: Spoilt) -> None:
     """`cache dir` prints its path, and `doctor` its problem."""
     spoilt.root.chmod(0o777)
-
     where, doctor = spoilt.run("cache", "dir"), spoilt.run("doctor")
-
     assert (where.exit_code, where.stdout) == (DONE, f"{spoilt.root}\n")
     assert doctor.exit_code == FAILED
     assert "mode 0777, which lets others write" in " ".join(doctor.stdout.split())

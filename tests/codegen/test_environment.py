@@ -43,16 +43,3 @@ def test_jinja_takes_nothing_from_other_files(tag: str, templates: Path) -> None
     (templates / "a.cuh").write_text("{% macro f() %}{% endmacro %}\n")
     with pytest.raises(TemplateRuntimeError, match=r'probe\.cuh\.j2: expected #include "a\.cuh"'):
         render(tag, templates)
-
-
-def test_cuda_is_not_escaped(templates: Path) -> None:
-    """Angle brackets and ampersands of a value stay what they are."""
-    text = render("{{ spec }} x;\n", templates, spec="Tile<8>&")
-    assert text == "Tile<8>& x;\n"
-
-
-def test_tags_leave_no_trace(templates: Path) -> None:
-    """A line with only a tag is gone."""
-    text = "int a;\n\n{% if true %}\nint {{ spec }};\n{% endif %}\nint c;\n"
-    rendered = render(text, templates, spec="b")
-    assert rendered == "int a;\n\nint b;\nint c;\n"

@@ -58,9 +58,7 @@ def test_the_folder_of_the_kernel_comes_first(tmp_path: Path) -> None:
         common__b='#include "config.cuh"\nint b;\n',
     )
     (tmp_path / "kernels/a/config.cuh.j2").write_text("int config;\n")
-
     found = transitive_includes(tmp_path, KERNEL)
-
     assert found == {KERNEL, "common/b.cuh", "kernels/a/config.cuh.j2"}
     assert flat(tmp_path).lines[0] == "int config;"
 

@@ -9,7 +9,7 @@ import pytest
 
 from mlagen.codegen.environment import environment
 from mlagen.codegen.includes import Text
-from mlagen.codegen.linemap import plain_text, split_marks, with_line_directives
+from mlagen.codegen.linemap import split_marks, with_line_directives
 
 
 def origins_of(text: str, templates: Path) -> dict[str, str]:
@@ -42,20 +42,6 @@ def test_lines_of_a_template(text: str, numbers: dict[str, int], templates: Path
     """Each rendered line has the template line that it came from."""
     expected = {line: f"probe.cuh.j2:{number}" for line, number in numbers.items()}
     assert origins_of(text, templates).items() >= expected.items()
-
-
-def test_plain_lines_come_from_themselves() -> None:
-    """A file without Jinja is not parsed: the {%0, %1} of inline assembly is no tag."""
-    text = plain_text("// {%0, %1}\n\nint plain;\n", "plain.cuh")
-    assert text.lines == ["// {%0, %1}", "", "int plain;", ""]
-    assert text.origins == [f"plain.cuh:{number}" for number in (1, 2, 3, 4)]
-
-
-def test_a_blank_line_belongs_to_the_line_before() -> None:
-    """Blank lines carry no mark, and none is needed to find an error."""
-    lines, origins = split_marks("\x014:a.cuh\x02int a;\n\n\x016:a.cuh\x02int b;")
-    assert lines == ["int a;", "", "int b;"]
-    assert origins == ["a.cuh:4", "a.cuh:4", "a.cuh:6"]
 
 
 def test_the_last_mark_of_a_line_counts() -> None:

@@ -52,7 +52,6 @@ def test_editing_what_a_kernel_is_made_of_changes_the_digest(package: Path, file
     edited = package / file
     edited.write_bytes(edited.read_bytes() + b"\n")
     after = digest()
-
     assert after != before
 
 
@@ -61,9 +60,7 @@ def test_renaming_a_template_changes_the_digest(package: Path) -> None:
     before = digest()
     file = package.parent / "templates/common/smem_layout.cuh"
     file.rename(file.with_name("smem_layout.cuh.j2"))
-
     after = digest()
-
     assert after != before
 
 

@@ -51,9 +51,7 @@ def test_startup_output_and_the_current_folder_are_ignored(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     monkeypatch.chdir(tmp_path)
-
     cubin = compile_in_process(SOURCE, SM_100F, find_nvrtc())
-
     assert cubin.code.startswith(b"\x7fELF")
 
 

@@ -13,10 +13,16 @@ import re
 import shutil
 import struct
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import pytest
 
 from mlagen.artifacts import Source
 from mlagen.codegen.render import render
+from mlagen.runtime.device import DeviceFacts
+from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.spec.kernel import KernelSpec
 from tests.built_once import built_once, digest
@@ -33,6 +39,17 @@ _MAP_BYTES = 128
 
 # Static shared memory: the emulator has one memory for each block, the dynamic one.
 _STATIC_SHARED = re.compile(r"__shared__ (\w+) (\w+);")
+
+
+Case = TypeVar("Case")
+
+
+@dataclass(frozen=True)
+class Emulated(Generic[Case]):
+    """A case, and how many SMs there are."""
+
+    case: Case
+    sm_count: int = 1
 
 
 class Emulator:
@@ -52,6 +69,19 @@ class Emulator:
         complaint = self._library(spec).launch_emulated(params, blocks, spec.threads, seed)
         if complaint:
             raise AssertionError(f"{spec}: {complaint.decode()}")
+
+    def replace_launches(
+        self, patch: pytest.MonkeyPatch, plan: Any, *modules: Any, sm_count: int, seed: int
+    ) -> None:
+        """Make modules launch on this emulator, and ``plan`` see a GPU of ``sm_count`` SMs."""
+        facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=sm_count, memory_bytes=0)
+
+        def launch(kernel: LoadedKernel, blocks: int, _: bool, *values: float | bytes) -> None:
+            self.launch(kernel.spec, kernel.packing.pack(*values), blocks, seed)
+
+        patch.setattr(plan, "device_facts", lambda _: facts)
+        for module in modules:
+            patch.setattr(module, "launch", launch)
 
     def _library(self, spec: KernelSpec) -> ctypes.CDLL:
         if spec not in self._libraries:

@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-import mlagen.decode
 import mlagen.mla
-import mlagen.xqa
 from mlagen.errors import MlagenError
 from mlagen.families.common import outputs
 from mlagen.families.common.call_cache import CallCache
@@ -27,7 +25,8 @@ from mlagen.mla import flare, flare_q
 from mlagen.settings import current_settings
 from tests.families.launches import GQA_PATHS, SM80_PATH, SM90_PATH, Launch, record_launches
 from tests.families.planned_runs import planned, planned_packed, run_wrapper
-from tests.problems.entry_points import xqa_arguments, xqa_mla_arguments
+from tests.problems import batch_decode
+from tests.problems.entry_points import ENTRY_POINTS
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase
 
@@ -121,35 +120,23 @@ class Row:
         return [name for name in signature(self.run).parameters if name not in tensors]
 
 
-def _trtllm() -> dict[str, Any]:
-    out = torch.zeros(2, 1, 16, 512, dtype=torch.bfloat16)
-    return MLA_CASE.build("cpu").arguments(out=out, workspace_buffer=torch.zeros(1 << 20))
+def _given(name: str, case: MlaCase | GqaCase) -> dict[str, Any]:
+    entry, problem = ENTRY_POINTS[name], case.build("cpu")
+    given = entry.arguments(problem) | {"workspace_buffer": torch.zeros(1 << 20)}
+    return given | {entry.names["out"]: entry.new_out(problem, 0.0)}
 
 
-def _trtllm_pair() -> dict[str, Any]:
-    given = _trtllm()
-    query = given["query"]
-    parts = (query[..., :512].contiguous(), query[..., 512:].contiguous())
-    return given | {"query": parts}
+def _trtllm_in_parts() -> dict[str, Any]:
+    given = _given("trtllm", MLA_CASE)
+    parts = given["query"].split([512, 64], dim=-1)
+    return given | {"query": tuple(part.contiguous() for part in parts)}
 
 
-def _xqa_batch_mla() -> dict[str, Any]:
-    names = signature(mlagen.mla.xqa_batch_decode_with_kv_cache_mla).parameters
-    return {name: value for name, value in _trtllm().items() if name in names}
-
-
-def _xqa_mla() -> dict[str, Any]:
-    return xqa_mla_arguments(MLA_CASE.build("cpu"), workspace_buffer=torch.zeros(1 << 20))
-
-
-def _xqa() -> dict[str, Any]:
-    return xqa_arguments(GQA_CASE.build("cpu"), workspace_buffer=torch.zeros(1 << 20))
-
-
-def _xqa_batch() -> dict[str, Any]:
+def _planned_decode() -> dict[str, Any]:
     problem = GQA_CASE.build("cpu")
+    wrapper = batch_decode.wrapper_of(problem, torch.zeros(1 << 20))
     out = torch.zeros_like(problem.query)
-    return problem.arguments(out=out, workspace_buffer=torch.zeros(1 << 20))
+    return batch_decode.run_arguments(problem, out=out, wrapper=wrapper)
 
 
 def run_flare(**given: Any) -> object:
@@ -177,19 +164,29 @@ _MLA_PAIR_TENSORS = f"query[0] query[1] {_MLA_TENSORS.partition(' ')[2]}"
 _XQA_TENSORS = "q k_cache v_cache page_table seq_lens output workspace_buffer semaphores"
 _GQA_TENSORS = "query kv_cache[0] kv_cache[1] workspace_buffer block_tables seq_lens out sinks"
 _FLARE_TENSORS = "q blocks block_table cache_lengths valid_length output"
-_XQA_BATCH_MLA = mlagen.mla.xqa_batch_decode_with_kv_cache_mla
+
+
+def _row(name: str, calls: DecodeCalls[Any, Any], tensors: str) -> Row:
+    case = MLA_CASE if calls is MLA else GQA_CASE
+    return Row(ENTRY_POINTS[name].function, calls, lambda: _given(name, case), tensors)
+
+
 ROWS = {
-    "trtllm": Row(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla, MLA, _trtllm, _MLA_TENSORS),
+    "trtllm": _row("trtllm", MLA, _MLA_TENSORS),
     "trtllm in parts": Row(
-        mlagen.mla.trtllm_batch_decode_with_kv_cache_mla, MLA, _trtllm_pair, _MLA_PAIR_TENSORS
+        ENTRY_POINTS["trtllm"].function, MLA, _trtllm_in_parts, _MLA_PAIR_TENSORS
     ),
-    "xqa_batch_mla": Row(_XQA_BATCH_MLA, MLA, _xqa_batch_mla, _MLA_TENSORS),
-    "xqa_mla": Row(mlagen.xqa.xqa_mla, MLA, _xqa_mla, _XQA_TENSORS),
-    "xqa": Row(mlagen.xqa.xqa, GQA, _xqa, f"{_XQA_TENSORS} sinks"),
-    "xqa_batch": Row(mlagen.decode.xqa_batch_decode_with_kv_cache, GQA, _xqa_batch, _GQA_TENSORS),
+    "xqa_batch_mla": _row("xqa_batch_mla", MLA, _MLA_TENSORS),
+    "xqa_mla": _row("xqa_mla", MLA, _XQA_TENSORS),
+    "xqa": _row("xqa", GQA, f"{_XQA_TENSORS} sinks"),
+    "xqa_batch": _row("xqa_batch", GQA, _GQA_TENSORS),
+    "trtllm_gqa": _row("trtllm_gqa", GQA, _GQA_TENSORS),
     "wrapper": Row(run_wrapper, MLA, planned, "q_nope q_pe ckv_cache kpe_cache out"),
     # One tensor stands for two parts, which its guard compares.
     "wrapper packed": Row(run_wrapper, MLA, planned_packed, "query kv_cache sinks out", 6),
+    "batch_decode": Row(
+        run_wrapper, GQA, _planned_decode, "q paged_kv_cache[0] paged_kv_cache[1] out sinks"
+    ),
     # It computes lengths from its arguments.
     "flare": Row(run_flare, MLA, _flare, _FLARE_TENSORS, max_files=7),
 }
@@ -257,7 +254,7 @@ class EntryPoint:
 
 def make_entry_point(monkeypatch: pytest.MonkeyPatch, row: Row) -> EntryPoint:
     """Return an entry point whose calls are planned for a GPU, with outputs on the CPU."""
-    launches = record_launches(monkeypatch, paths=SM80_PATH + SM90_PATH + GQA_PATHS)
+    launches = record_launches(monkeypatch)
     calls = row.calls
     entry_point = EntryPoint(row=row, launches=launches)
     validate, signature_of, run = calls.validate, calls.signature_of, calls.run

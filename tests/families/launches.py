@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -13,25 +13,30 @@ import pytest
 import torch
 
 from mlagen.families.common import launchers as calls
+from mlagen.families.gqa import dispatch as gqa_call
 from mlagen.families.gqa import launch_sm80 as gqa_sm80_launcher
 from mlagen.families.gqa import launch_sm90 as gqa_sm90_launcher
 from mlagen.families.gqa import select as gqa_plan
 from mlagen.families.gqa import tensor_maps as gqa_maps
+from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.mla import dispatch as mla_call
 from mlagen.families.mla import launch_sm80 as mla_sm80_launcher
 from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
 from mlagen.families.mla import select as mla_plan
 from mlagen.families.mla import tensor_maps as mla_maps
 from mlagen.families.mla.args import MlaArgs
-from mlagen.families.mla.problem import check_problem
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
 from mlagen.spec.kernel import KernelSpec, packing_of
+from tests.problems.entry_points import ENTRY_POINTS
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import MlaCase, MlaProblem
 
 H200 = Arch(90, "a")
+H200_FACTS = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
 
 # Each changes one property of a contiguous fp32 matrix that the call signature contains.
 PROPERTIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -73,9 +78,14 @@ class _Replay(NamedTuple):
 class Launched(NamedTuple):
     """A call with its output and launches."""
 
-    call: mla_call.MlaLauncher
+    call: Any  # the launcher
     out: torch.Tensor
     launches: list[Launch]
+
+    @property
+    def families(self) -> list[str]:
+        """The kernel families of the launches."""
+        return [launch.family for launch in self.launches]
 
 
 # The launcher module, the planning module and the planning function of each kernel.
@@ -90,11 +100,10 @@ GQA_PATHS = (
 def record_launches(
     monkeypatch: pytest.MonkeyPatch,
     *,
-    paths: tuple[tuple[ModuleType, ModuleType, str], ...] = SM80_PATH + SM90_PATH,
+    paths: tuple[tuple[ModuleType, ModuleType, str], ...] = SM80_PATH + SM90_PATH + GQA_PATHS,
     arch: Arch = H200,
 ) -> list[Launch]:
     """Simulate GPU 0 with 132 SMs, and record the launches of the modules of ``paths``."""
-    facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
     recorded: list[Launch] = []
 
     def record(kernel: LoadedKernel, blocks: int, enable_pdl: bool, *values: float) -> _Replay:
@@ -113,7 +122,7 @@ def record_launches(
     for calling, planning, planner in paths:
         monkeypatch.setattr(calling, planner, getattr(planning, planner).__wrapped__)
         monkeypatch.setattr(planning, "arch_of_device", lambda _: arch)
-        monkeypatch.setattr(planning, "device_facts", lambda _: facts)
+        monkeypatch.setattr(planning, "device_facts", lambda _: H200_FACTS)
         monkeypatch.setattr(calling, "kernel_for", loaded)
         monkeypatch.setattr(calling, "launch", record)
     monkeypatch.setattr(calls, "kernel_for", loaded)
@@ -134,21 +143,51 @@ SEMAPHORES = 1 << 40
 SCHEDULE_ID = 5
 
 
-def scratch_of(workspace: torch.Tensor, needed: int) -> int:
-    """Return the address of a call's scratch: the end of its workspace, in whole cache lines."""
-    return workspace.data_ptr() + (workspace.nbytes - needed) // 128 * 128
-
-
 def map_of(tensor: TiledTensor, address: int) -> bytes:
     """Return bytes that simulate the map of a tensor, unique for each tensor."""
     return hashlib.sha512(repr((tensor, address)).encode()).digest() * 2
 
 
-def launched(inputs: MlaArgs, launches: list[Launch], kernel: str = "sm80") -> Launched:
-    """Run a call on CPU tensors as if on the GPU."""
-    request = check_problem(inputs)
+def simulate_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plan for an H200 as GPU 0, until the iterator goes on."""
+    plans: Any = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_sm80_call)
+    for module in (mla_plan, gqa_plan):
+        monkeypatch.setattr(module, "arch_of_device", lambda _: H200)
+        monkeypatch.setattr(module, "device_facts", lambda _: H200_FACTS)
+    for plan in plans:
+        plan.cache_clear()
+    yield
+    for plan in plans:
+        plan.cache_clear()
+
+
+def args_of(case: MlaCase | GqaCase, entry: str = "xqa_batch", **changes: Any) -> Any:
+    """Return the arguments of a case, of GQA those that an entry point makes, some changed."""
+    problem = case.build("cpu")
+    if isinstance(problem, MlaProblem):
+        return problem.inputs(**changes)
+    seen: list[GqaArgs] = []
+
+    def run(args: GqaArgs, *_: object) -> tuple[torch.Tensor, ...]:
+        seen.append(args)
+        return (problem.query if args.out is None else args.out,)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gqa_call.GQA, "run", run)
+        ENTRY_POINTS[entry].call(problem)
+    return seen[0]._replace(**changes)
+
+
+def launched(args: Any, launches: list[Launch], kernel: str = "sm80") -> Launched:
+    """Run a call on CPU tensors as if on the GPU, and return its part of the recorded launches."""
+    is_mla = isinstance(args, MlaArgs)
+    family: Any = mla_call if is_mla else gqa_call
+    calls: Any = mla_call.MLA if is_mla else gqa_call.GQA
+    request = calls.validate(args)
     on_gpu = replace(request, device=torch.device("cuda", 0))
-    settings = replace(current_settings(), mla_kernel=kernel)
-    call = replace(mla_call.plan_call(inputs, on_gpu, settings), problem=request)
-    outputs = mla_call.MLA.launch(call, inputs, enable_pdl=True)
-    return Launched(call, outputs[0], launches)
+    setting = {"mla_kernel" if is_mla else "gqa_kernel": kernel}
+    settings = replace(current_settings(), **setting)  # type: ignore[arg-type]
+    call = replace(family.plan_call(args, on_gpu, settings), problem=request)
+    before = len(launches)
+    outputs = calls.launch(call, args, enable_pdl=True)
+    return Launched(call, outputs[0], launches[before:])

@@ -47,6 +47,7 @@ GQA_CASES: dict[str, GqaCase] = {
     "": GQA,
     "drafts": replace(GQA, q_len=2, mask="random"),
     "ragged": replace(GQA, q_lens=(1, 4), mask="random"),
+    "lse": replace(GQA, q_len=2, mask="causal"),
     "stacked": replace(GQA, cache_layout="stacked"),
     "HND": replace(GQA, layout="HND"),
     "e4m3": replace(GQA, kv="e4m3"),

@@ -15,6 +15,7 @@ from tests.problems.entry_points import decode_gqa
 from tests.problems.gqa import GqaCase
 from tests.problems.gqa_cases import CASES
 from tests.problems.mla import MlaCase
+from tests.problems.problem import ints
 
 
 @pytest.fixture(autouse=True)
@@ -22,11 +23,6 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enable the content checks."""
     monkeypatch.setenv("MLAGEN_CHECK", "1")
     current_settings.cache_clear()
-
-
-def ints(*numbers: int) -> torch.Tensor:
-    """Return an int32 tensor."""
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 CONTENTS: Rows = {

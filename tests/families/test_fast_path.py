@@ -26,12 +26,6 @@ from tests.families.planned_runs import planned
 PACKAGE = Path(mlagen.__file__).parent
 
 
-@pytest.fixture(params=ROWS)
-def entry_point(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EntryPoint:
-    """Return an entry point with an empty call cache."""
-    return make_entry_point(monkeypatch, ROWS[request.param])
-
-
 def test_only_the_first_call_reads_the_signature(entry_point: EntryPoint) -> None:
     """The second call is replayed, with the launches of the first."""
     arguments = entry_point.row.build()
@@ -76,8 +70,15 @@ REPLAYED: dict[str, tuple[dict[str, Any], ...]] = {
     "trtllm in parts": ({"out": None}, {"return_lse": True}),
     "xqa_batch_mla": ({"out": None}, {"sinks": torch.zeros(16)}),
     "xqa_mla": ({"enable_pdl": False},),
-    "xqa": ({"sinks": None}, {"sliding_win_size": 0}),
-    "xqa_batch": ({"out": None}, {"sinks": None}, {"window_left": -1}, {"enable_pdl": True}),
+    "xqa": ({"sinks": None}, {"sliding_win_size": 0}, {"lse": torch.zeros(2, 8)}),
+    "xqa_batch": (
+        *({"out": None, "sinks": None}, {"window_left": -1}, {"enable_pdl": True}),
+        {"return_lse": True, "out": None, "lse": torch.zeros(2, 8), "return_lse_base": "basee"},
+    ),
+    "trtllm_gqa": (
+        *({"lse": torch.zeros(2, 8), "sinks": [torch.zeros(8)]}, {"out_dtype": torch.bfloat16}),
+    ),
+    "batch_decode": ({"out": None}, {"lse": torch.zeros(2, 8)}, {"v_scale": torch.ones(1)}),
     "wrapper": ({"out": None}, {"return_lse": True}, {"lse": torch.zeros(2, 16)}),
     "wrapper packed": ({"out": None},),
     "flare": ({"output": None}, {"num_partitions": 3}),
@@ -91,6 +92,7 @@ CONVERTED: dict[str, tuple[dict[str, Any], ...]] = {
         {name: ROWS["trtllm"].build()[name].half() for name in ("query", "kv_cache")},
     ),
     "xqa_batch": ({"sinks": torch.zeros(8, dtype=torch.float16)},),
+    "trtllm_gqa": ({"bmm1_scale_log2": torch.ones(1)},),
     "wrapper": ({"out": torch.zeros(2, 16, 1024, dtype=torch.bfloat16)[..., :512]},),
 }
 
@@ -207,8 +209,8 @@ def test_a_replay_computes_lengths_again(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_tensor_that_changes_in_place(entry_point: EntryPoint) -> None:
     """A tensor resized in place does not hit its previous entry."""
-    names = ("seq_lens", "cache_lengths", "q_nope", "query")
-    name = next(name for name in names if name in entry_point.row.tensors)
+    names = ("seq_lens", "cache_lengths", "q_nope", "q", "query")
+    name = next(name for name in names if name in entry_point.row.tensors.split())
     arguments = with_tensor(entry_point.row.build(), name, torch.clone)
     for _ in range(3):
         entry_point.outcome(arguments)
@@ -259,7 +261,7 @@ def test_contents_are_checked_at_every_call(
         assert entry_point.row.kernel in entry_point.outcome(arguments)
     lengths = arguments.get("seq_lens", arguments.get("cache_lengths"))
     if lengths is None:
-        lengths = arguments["wrapper"]._plan.layout.kv_len_arr
+        lengths = arguments["wrapper"]._plan.tensors[-1]
     lengths[0] = 10_000
 
     assert "ArgumentError: " in (outcome := entry_point.outcome(arguments))

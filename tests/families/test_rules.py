@@ -24,19 +24,31 @@ from tests.families.rejections import (
 
 INTS = "device dtype contiguous"
 # The rules of each argument: device, dtype, no gaps at all or in a row, 16-byte rows and address.
+CACHE = "device dtype dense rows pointer"
+BATCH = {
+    "query": "dtype dense rows pointer",
+    "seq_lens": INTS,
+    "block_tables": "device dtype dense",
+    "sinks": "device dtype contiguous",
+    "workspace_buffer": "device contiguous pointer",
+    "out": "device dtype contiguous pointer",
+    "bmm1_scale": "device dtype",
+    "bmm2_scale": "device dtype",
+}
+XQA = {
+    "q": "dtype dense rows pointer",
+    "k_cache": CACHE,
+    "v_cache": CACHE,
+    "page_table": "device dtype dense",
+    "seq_lens": "device dtype",
+    "output": "device dtype contiguous pointer",
+    "semaphores": "device dtype",
+    "workspace_buffer": "device contiguous pointer",
+    "q_scale": "device dtype",
+    "kv_scale": "device dtype",
+}
 RULES: dict[str, dict[str, str]] = {
-    "trtllm": {
-        "query": "dtype dense rows pointer",
-        "kv_cache": "device dtype dense rows pointer",
-        "seq_lens": INTS,
-        "block_tables": "device dtype dense",
-        "sinks": "device dtype contiguous",
-        "workspace_buffer": "device contiguous pointer",
-        "out": "device dtype contiguous pointer",
-        "lse": "device dtype contiguous",
-        "bmm1_scale": "device dtype",
-        "bmm2_scale": "device dtype",
-    },
+    "trtllm": BATCH | {"kv_cache": CACHE, "lse": "device dtype contiguous"},
     "trtllm ragged": {"cum_seq_lens_q": INTS},
     "trtllm packed": {"kv_cache": "dtype rows"},
     "trtllm sparse": {"block_tables": "device dtype dense", "sparse_mla_top_k_lens": INTS},
@@ -54,18 +66,7 @@ RULES: dict[str, dict[str, str]] = {
         "kv_scales": "device dtype",
     },
     "run_mla biased": {"bias": "device dtype dense"},
-    "xqa_batch": {
-        "query": "dtype dense rows pointer",
-        "kv_cache[0]": "device dtype dense rows pointer",
-        "kv_cache[1]": "device dtype dense rows pointer",
-        "seq_lens": INTS,
-        "block_tables": "device dtype dense",
-        "sinks": "device dtype contiguous",
-        "workspace_buffer": "device contiguous pointer",
-        "out": "device dtype contiguous pointer",
-        "bmm1_scale": "device dtype",
-        "bmm2_scale": "device dtype",
-    },
+    "xqa_batch": BATCH | {"kv_cache[0]": CACHE, "kv_cache[1]": CACHE},
     "xqa_batch drafts": {"mask": "device dtype contiguous pointer"},
     "xqa_batch ragged": {"q_cu_seq_lens": INTS},
     "xqa_batch stacked": {"kv_cache": "device dtype dense rows pointer"},
@@ -74,30 +75,8 @@ RULES: dict[str, dict[str, str]] = {
         "kv_cache_sf[1]": "device dtype dense",
     },
     "xqa_batch nvfp4 stacked": {"kv_cache_sf": "device dtype dense"},
-    "xqa": {
-        "q": "dtype dense rows pointer",
-        "k_cache": "device dtype dense rows pointer",
-        "v_cache": "device dtype dense rows pointer",
-        "page_table": "device dtype dense",
-        "seq_lens": "device dtype",
-        "output": "device dtype contiguous pointer",
-        "semaphores": "device dtype",
-        "workspace_buffer": "device contiguous pointer",
-        "q_scale": "device dtype",
-        "kv_scale": "device dtype",
-    },
-    "xqa_mla": {
-        "q": "dtype dense rows pointer",
-        "k_cache": "device dtype dense rows pointer",
-        "v_cache": "device dtype",
-        "page_table": "device dtype dense",
-        "seq_lens": "device dtype",
-        "output": "device dtype contiguous pointer",
-        "semaphores": "device dtype",
-        "workspace_buffer": "device contiguous pointer",
-        "q_scale": "device dtype",
-        "kv_scale": "device dtype",
-    },
+    "xqa": XQA,
+    "xqa_mla": XQA | {"v_cache": "device dtype"},
 }
 
 
@@ -133,19 +112,15 @@ def test_a_tensor_that_breaks_a_rule_is_rejected(row: Row) -> None:
     check(row._replace(broken=row.broken(torch.ones(1))) if is_scale else row)
 
 
-SCALES = {
-    "trtllm": ("bmm1_scale", "bmm2_scale"),
-    "xqa_batch": ("bmm1_scale", "bmm2_scale"),
-    "xqa": ("q_scale", "kv_scale"),
-    "xqa_mla": ("q_scale", "kv_scale"),
-}
+SCALES = {"trtllm": "bmm1_scale bmm2_scale", "xqa_batch": "bmm1_scale bmm2_scale"}
+SCALES |= {"xqa": "q_scale kv_scale", "xqa_mla": "q_scale kv_scale"}
 A_SCALE = ": expected a float or a torch.float32 tensor of one element, got "
 
 
 @parametrised(
     Row(call, argument, value, message)
     for call, arguments in SCALES.items()
-    for argument in arguments
+    for argument in arguments.split()
     for value, message in (
         (torch.tensor(1), ".dtype: expected torch.float32, got torch.int64"),
         (torch.ones(2), ".numel(): expected 1, got 2"),

@@ -10,12 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-import mlagen.decode
-from mlagen.errors import ArgumentError
 from mlagen.families.gqa import args as gqa_args
 from mlagen.families.mla import args as mla_args
-from tests.families.gqa_launches import args_of
-from tests.families.launches import PROPERTIES_AND_DEVICE
+from tests.families.launches import PROPERTIES_AND_DEVICE, args_of
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase
 
@@ -42,14 +39,9 @@ class Family:
         return bool(signatures[0] != signatures[1])
 
 
-def _gqa_args() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        return args_of(GQA_CASE, patch)
-
-
 FAMILIES = {
     "mla": Family(
-        MLA_CASE.build("cpu").inputs(),
+        args_of(MLA_CASE),
         mla_args.signature_of,
         mla_args.canonical_numbers,
         {
@@ -69,7 +61,7 @@ FAMILIES = {
         },
     ),
     "gqa": Family(
-        _gqa_args(),
+        args_of(GQA_CASE),
         gqa_args.signature_of,
         gqa_args.canonical_numbers,
         {
@@ -158,33 +150,3 @@ def test_the_signature_does_not_contain_contents_and_names(family: str) -> None:
     assert not FAMILIES[family].differs(
         {}, {"query": torch.zeros_like(args.query), "seq_lens": args.seq_lens + 1, "names": names}
     )
-
-
-class Unread(torch.Tensor):
-    """A tensor whose contents must not be read."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, *_: Any) -> Any:
-        """Reject any use of the tensor except its type name."""
-        raise AssertionError(f"read by {func}")
-
-
-def test_a_tensor_for_a_length_is_rejected_without_reading_it() -> None:
-    """A tensor as length is rejected without reading its value."""
-    length = torch.tensor(70).as_subclass(Unread)
-    arguments = GQA_CASE.build("cpu").arguments(max_seq_len=length)
-
-    with pytest.raises(ArgumentError) as caught:
-        mlagen.decode.xqa_batch_decode_with_kv_cache(**arguments)
-
-    assert str(caught.value) == "max_seq_len: expected an int, 0 or more, got a tensor"
-
-
-def test_an_unhashable_value_is_rejected_by_name() -> None:
-    """A list in place of a number is rejected by a check, without a TypeError of the cache."""
-    arguments = GQA_CASE.build("cpu").arguments(q_len_per_req=[2])
-
-    with pytest.raises(ArgumentError) as caught:
-        mlagen.decode.xqa_batch_decode_with_kv_cache(**arguments)
-
-    assert str(caught.value) == "q_len_per_req: expected an int, 1 or more, got [2]"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -12,33 +11,16 @@ import torch
 
 import mlagen
 from mlagen.errors import ArgumentError, UnsupportedError
-from mlagen.families.gqa import select as gqa_plan
 from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
 from mlagen.families.mla import select as mla_plan
-from mlagen.runtime.device import DeviceFacts
+from mlagen.runtime import device
 from mlagen.settings import current_settings
-from mlagen.spec.arch import Arch
-from tests.families.launches import launched, record_launches
+from tests.families.launches import H200, H200_FACTS, launched, record_launches
 from tests.problems.mla import MlaCase
 
 E4M3 = torch.float8_e4m3fn
 
-
-H200_FACTS = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
-
-
-@pytest.fixture
-def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Simulate an H200 as GPU 0."""
-    plans = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_sm80_call)
-    for module in (mla_plan, gqa_plan):
-        monkeypatch.setattr(module, "arch_of_device", lambda _: Arch(90, "a"))
-        monkeypatch.setattr(module, "device_facts", lambda _: H200_FACTS)
-    for plan in plans:
-        plan.cache_clear()
-    yield
-    for plan in plans:
-        plan.cache_clear()
+pytestmark = pytest.mark.usefixtures("h200")
 
 
 def choose(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +32,6 @@ def choose(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
 KERNELS = ("auto", "sm80", "sm90")
 
 
-@pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_no_call_needs_more_than_513_kib_for_each_sm(
     kernel: str, monkeypatch: pytest.MonkeyPatch
@@ -86,7 +67,6 @@ CALLS: dict[str, tuple[MlaCase, dict[str, Any]]] = {
 SUPPORTED_BY_SM90 = ("bf16", "ragged", "ragged, without the longest")
 
 
-@pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize(
     ("name", "kernel"),
     [
@@ -126,7 +106,6 @@ OTHER_TILES: dict[str, tuple[MlaCase, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize(("case", "sizes"), OTHER_TILES.values(), ids=OTHER_TILES)
 def test_the_size_covers_all_tiles(
     case: MlaCase, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -145,7 +124,6 @@ def test_the_size_covers_all_tiles(
     assert call.plan.workspace_bytes == needed
 
 
-@pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize("max_seq_len", [100, 5000])
 def test_the_size_covers_both_kernels(max_seq_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``auto`` the size is the larger of both kernels."""
@@ -158,19 +136,6 @@ def test_the_size_covers_both_kernels(max_seq_len: int, monkeypatch: pytest.Monk
     assert sizes["sm80"] != sizes["sm90"]
 
 
-@pytest.mark.usefixtures("h200")
-def test_a_forced_kernel_that_does_not_support_the_call_is_rejected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Unsupported arguments are rejected as in the call."""
-    monkeypatch.setattr(mla_sm90_launcher, "arch_of_device", lambda _: Arch(90, "a"))
-    choose("sm90", monkeypatch)
-
-    with pytest.raises(UnsupportedError, match=r"^MLAGEN_MLA_KERNEL=sm90: no such kernel for"):
-        mlagen.workspace_bytes(**SIZES, kv_lora_rank=256)
-
-
-@pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize(
     ("kv_dtype", "least"),
     # The sm90 kernel: two splits of four CTAs, eight rows of 128 values, max and sum.
@@ -193,7 +158,6 @@ ONE: dict[str, Any] = {"batch": 1, "q_len": 1, "heads": 16, "max_seq_len": 100}
 DTYPES = ": expected torch.bfloat16 or torch.float16 or torch.float8_e4m3fn, got "
 
 
-@pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -218,29 +182,36 @@ def test_an_invalid_size_is_rejected(changes: dict[str, Any], message: str) -> N
     assert str(caught.value) == message
 
 
-@pytest.mark.usefixtures("h200")
-def test_unsupported_calls_are_rejected() -> None:
+@pytest.mark.parametrize(
+    ("changes", "kernel", "message"),
+    [
+        ({"kv_lora_rank": 256}, "sm90", "MLAGEN_MLA_KERNEL=sm90: no such kernel for"),
+        ({"kv_lora_rank": 384}, "auto", "no MLA decode kernel for query bf16"),
+    ],
+)
+def test_unsupported_calls_are_rejected(
+    changes: dict[str, Any], kernel: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unsupported arguments are rejected as in the call."""
-    with pytest.raises(UnsupportedError, match=r"^no MLA decode kernel for query bf16"):
-        mlagen.workspace_bytes(**ONE, kv_lora_rank=384)
+    monkeypatch.setattr(mla_sm90_launcher, "arch_of_device", lambda _: H200)
+    choose(kernel, monkeypatch)
+
+    with pytest.raises(UnsupportedError, match=f"^{message}"):
+        mlagen.workspace_bytes(**ONE | changes)
 
 
-@pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), 0])
 def test_a_gpu_has_several_names(device: torch.device | int | str) -> None:
     """A GPU may be given in all of torch's ways."""
     assert mlagen.workspace_bytes(device=device, **SIZES) == mlagen.workspace_bytes(**SIZES) > 0
 
 
-@pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize("device", ["cuda:1", torch.device("cuda", 1), 1])
 def test_the_size_is_of_the_given_gpu(
     device: torch.device | int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU with fewer SMs has fewer partial results."""
-    facts = [
-        replace(H200_FACTS, index=index, sm_count=count) for index, count in ((0, 132), (1, 16))
-    ]
+    facts = [H200_FACTS, replace(H200_FACTS, index=1, sm_count=16)]
     monkeypatch.setattr(mla_plan, "device_facts", facts.__getitem__)
 
     needed = mlagen.workspace_bytes(device=device, **SIZES)
@@ -251,6 +222,8 @@ def test_the_size_is_of_the_given_gpu(
 def test_a_missing_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message names the number of GPUs."""
     monkeypatch.setattr("mlagen.runtime.device.visible_devices", list)
+    for name in ("arch_of_device", "device_facts"):
+        monkeypatch.setattr(mla_plan, name, getattr(device, name))
 
     with pytest.raises(ArgumentError) as caught:
         mlagen.workspace_bytes(**ONE, device=77)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,26 +27,27 @@ class PagedAttention:
         }
         self._plan = usual | plan
 
-    def run(self, query: torch.Tensor, kv_cache: Any, **_: Any) -> torch.Tensor:
-        """Return the output, in the dtype of the query."""
+    def run(self, query: torch.Tensor, kv_cache: Any, *, return_lse: bool = False, **_: Any) -> Any:
+        """Return the output, in the dtype of the query, and its LSE to base 2 where requested."""
         plan = self._plan
         keys, values = kv_cache if isinstance(kv_cache, tuple) else kv_cache.unbind(1)
         if self._is_hnd:
             keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         indptr, last = plan["indptr"].tolist(), plan["last_page_len"].tolist()
         ends = plan["qo_indptr"].tolist() if "qo_indptr" in plan else range(len(indptr))
-        out = torch.zeros_like(query)
+        out, lse = torch.zeros_like(query), query.new_zeros(query.shape[:2], dtype=torch.float32)
         for index in range(len(indptr) - 1):
             pages = plan["indices"][indptr[index] : indptr[index + 1]].long()
             seq_len = (len(pages) - 1) * keys.shape[1] + last[index]
             rows = slice(ends[index], ends[index + 1])
             tokens = [cache[pages].flatten(0, 1)[:seq_len].float() for cache in (keys, values)]
-            out[rows] = self._attend(query[rows].float(), *tokens).to(query.dtype)
-        return out
+            found, lse[rows] = self._attend(query[rows].float(), *tokens)
+            out[rows] = found.to(query.dtype)
+        return (out, lse) if return_lse else out
 
     def _attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         group = query.shape[1] // keys.shape[1]
         keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))
         scale = self._plan.get("sm_scale") or query.shape[-1] ** -0.5
@@ -57,8 +59,9 @@ class PagedAttention:
         hidden = offset > 0 if is_causal else torch.zeros_like(offset, dtype=torch.bool)
         if window >= 0:
             hidden = hidden | (offset < -window)
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, values)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+        return out, scores.logsumexp(-1).T * math.log2(math.e)
 
 
 def nvfp4_quantize(
@@ -91,3 +94,12 @@ def repeat(tensor: torch.Tensor, pattern: str, *, b: int, m: int) -> torch.Tenso
     if pattern != "h -> b h m 1":
         raise NotImplementedError(pattern)
     return tensor[None, :, None, None].expand(b, -1, m, 1)
+
+
+def rearrange(tensor: torch.Tensor, pattern: str, *, b: int) -> torch.Tensor:
+    """Return the pages of each request as tokens: the two patterns that tests use."""
+    pages, _, wanted = pattern.partition(" -> ")
+    if wanted != "b (p s) h d" or pages not in {"(b p) h s d", "(b p) s h d"}:
+        raise NotImplementedError(pattern)
+    tokens = tensor.transpose(1, 2) if pages == "(b p) h s d" else tensor
+    return tokens.reshape(b, -1, *tokens.shape[2:])

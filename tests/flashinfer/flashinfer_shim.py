@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 
+import mlagen.cascade
 import mlagen.decode
 import mlagen.mla
 import mlagen.xqa
@@ -55,6 +56,10 @@ class Missing:
         if name.startswith("__"):
             raise AttributeError(name)
         return Missing(f"{self._name}.{name}")
+
+    def __or__(self, _: Any) -> Missing:
+        """Return the name, which an annotation has in a union."""
+        return self
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         """Skip the test."""
@@ -96,23 +101,27 @@ def _counter_bytes(batch_size: int, num_heads: int, sm_count: int) -> int:
     return -(-max(batch_size * num_heads, sm_count) // 8) * 8 * 4
 
 
+def _public(module: ModuleType) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in module.__all__}
+
+
 # Names by module, as FlashInfer has them.
 NAMES: dict[str, dict[str, Any]] = {
     "": {
         "SfLayout": SfLayout,
         "xqa": mlagen.xqa.xqa,
         "xqa_mla": mlagen.xqa.xqa_mla,
+        **_public(mlagen.cascade),
     },
+    "cascade": _public(mlagen.cascade),
     "xqa": {"xqa": mlagen.xqa.xqa, "xqa_mla": mlagen.xqa.xqa_mla},
     "decode": {
-        **{name: getattr(mlagen.decode, name) for name in mlagen.decode.__all__},
-        **{name: getattr(mlagen.mla, name) for name in ("trtllm_batch_decode_with_kv_cache_mla",)},
-        "xqa_batch_decode_with_kv_cache_mla": mlagen.mla.xqa_batch_decode_with_kv_cache_mla,
+        **_public(mlagen.decode),
         "BatchDecodeWithPagedKVCacheWrapper": references.PagedAttention,
     },
     "prefill": {"BatchPrefillWithPagedKVCacheWrapper": references.PagedAttention},
     "mla": {
-        **{name: getattr(mlagen.mla, name) for name in mlagen.mla.__all__},
+        **_public(mlagen.mla),
         "MLAHeadDimensions": MLAHeadDimensions,
         "MLALayerDimensions": MLALayerDimensions,
         "deepseek_mla_dimensions": _DEEPSEEK,
@@ -181,7 +190,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def install() -> None:
     """Put the shim in front of an installed FlashInfer, with stand-ins of two helpers of tests."""
     sys.meta_path.insert(0, _Finder())
-    _stand_in("einops", repeat=references.repeat)
+    _stand_in("einops", rearrange=references.rearrange, repeat=references.repeat)
     _stand_in("tvm_ffi", use_torch_stream=_use_torch_stream)
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from mlagen.decode import BatchDecodeWithPagedKVCacheWrapper
 from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
 from tests.graph_replay import captured, check_replays, exchange
+from tests.problems import batch_decode
 from tests.problems.batch_mla import WORKSPACE_BYTES, batch_case, plan_arguments, run, run_arguments
 from tests.problems.entry_points import ENTRY_POINTS
 from tests.problems.flare import flare_case
@@ -40,7 +42,7 @@ MLA_FACTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", GQA_KINDS)
 @pytest.mark.parametrize("window", [0, 40], ids=["no window", "window"])
 @pytest.mark.parametrize("drafts", ["one", "masked", "ragged"])
-@pytest.mark.parametrize("name", ["xqa_batch", "xqa"])
+@pytest.mark.parametrize("name", ["xqa_batch", "xqa", "trtllm_gqa"])
 def test_gqa(name: str, drafts: str, window: int, kind: str) -> None:
     """Lengths, tables, caches with scales, masks, sinks and queries may change."""
     problems = [
@@ -58,7 +60,7 @@ def test_gqa(name: str, drafts: str, window: int, kind: str) -> None:
         ).build("cuda")
         for seed, (lens, q_lens) in ROUNDS
     ]
-    changes = {"max_seq_len": 5000} if name == "xqa_batch" else {}
+    changes = {} if name == "xqa" else {"max_seq_len": 5000}
 
     check_replays(ENTRY_POINTS[name], problems, **changes)
 
@@ -147,6 +149,33 @@ def test_a_replay_follows_later_plans(is_causal: bool, kind: str) -> None:
         given = run_arguments(problem)
         views = {name: part for name, part in given.items() if isinstance(part, torch.Tensor)}
         exchange({name: static[name][: len(part)] for name, part in views.items()}, views)
+        graph.replay()
+
+        problem.check(out, lse)
+
+
+@pytest.mark.parametrize("kind", GQA_KINDS)
+def test_a_replay_follows_later_plans_of_batch_decode(kind: str) -> None:
+    """With CUDA graph buffers a replay computes the latest plan, with caches and queries."""
+    facts: dict[str, Any] = {"kv_heads": 1, "head_dim": 64, "sink": 3.0}
+    captured_one, *problems = [
+        gqa_case(kind, seq_lens=lens, seed=seed, **facts).build("cuda")
+        for seed, lens in enumerate((LENGTHS[0], *LENGTHS))
+    ]
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(
+        batch_decode.workspace_for(captured_one),
+        use_cuda_graph=True,
+        **batch_decode.graph_buffers(captured_one),
+    )
+    out, lse = captured_one.new_out(), torch.empty(4, 4, device="cuda")
+    static = batch_decode.run_arguments(captured_one, out=out, lse=lse)
+    wrapper.plan(**batch_decode.plan_arguments(captured_one))
+    graph = captured(wrapper.run, static)
+
+    for turn, problem in enumerate(problems):
+        metadata = ("cpu", None)[turn % 2]
+        wrapper.plan(**batch_decode.plan_arguments(problem, metadata=metadata))
+        exchange(static, batch_decode.run_arguments(problem))
         graph.replay()
 
         problem.check(out, lse)

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.problems.entry_points import E4M3_FACTOR, decode_gqa, run_xqa
+from tests.problems.entry_points import E4M3_FACTOR, decode_gqa_with_lse, run_xqa_with_lse
 from tests.problems.gqa import KINDS, SOME_KINDS, GqaProblem, gqa_case
 from tests.problems.gqa_cases import DRAFT_SHAPES, FLASHINFER_KINDS, RAGGED, SHAPES, shape_facts
 
-Run = Callable[[GqaProblem], torch.Tensor]
+Run = Callable[[GqaProblem], tuple[torch.Tensor, torch.Tensor]]
 
 BOTH = (False, True)  # without and with sinks
 MASKS = (None, "causal", "full", "random")
 _BOTH_KINDS = ("bf16 over 16-bit", "bf16 over e4m3")
-_PDL = [partial(run_xqa, enable_pdl=True), partial(run_xqa, enable_pdl=False)]
+_PDL = [partial(run_xqa_with_lse, enable_pdl=True), partial(run_xqa_with_lse, enable_pdl=False)]
 
 
 def _build(kind: str, seq_lens: tuple[int, ...], **facts: Any) -> GqaProblem:
@@ -31,7 +31,7 @@ def _build(kind: str, seq_lens: tuple[int, ...], **facts: Any) -> GqaProblem:
 def check(
     problem: GqaProblem,
     *,
-    runs: Sequence[Run] = (decode_gqa,),
+    runs: Sequence[Run] = (decode_gqa_with_lse,),
     layouts: Sequence[str] = ("NHD", "HND"),
     **variants: Any,
 ) -> None:
@@ -39,9 +39,9 @@ def check(
     for variant in problem.variants(**variants):
         expected, case = variant.expected(), variant.case
         for layout, run in product(layouts, runs):
-            out = run(replace(variant, case=replace(case, layout=layout)))
+            out, lse = run(replace(variant, case=replace(case, layout=layout)))
             what = f"{case}, {layout}, sinks {variant.sinks is not None}: "
-            variant.check(out, expected=expected, what=what)
+            variant.check(out, lse, expected=expected, what=what)
 
 
 @pytest.mark.parametrize("kind", FLASHINFER_KINDS)
@@ -129,10 +129,10 @@ def test_long_sequences_beside_short_ones(q_len: int, page: int, kind: str) -> N
     check(problem, windows=(0, 100), sinks=BOTH)
 
 
-def _with_scale_tensors(problem: GqaProblem) -> torch.Tensor:
+def _with_scale_tensors(problem: GqaProblem) -> tuple[torch.Tensor, torch.Tensor]:
     scales = (problem.case.scale, problem.case.output_scale)
     first, second = (torch.tensor(scale, device="cuda") for scale in scales)
-    return decode_gqa(problem, bmm1_scale=first[None], bmm2_scale=second)
+    return decode_gqa_with_lse(problem, bmm1_scale=first[None], bmm2_scale=second)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,7 +143,7 @@ def test_dominant_sinks_and_scale_tensors(length: int, kind: str) -> None:
     assert problem.sinks is not None
     problem.sinks.copy_(torch.tensor([30.0, -30.0] * 4))
 
-    check(problem, runs=(decode_gqa, _with_scale_tensors), layouts=("NHD",))
+    check(problem, runs=(decode_gqa_with_lse, _with_scale_tensors), layouts=("NHD",))
 
 
 @pytest.mark.parametrize("enable_pdl", [None, True, False])
@@ -153,7 +153,7 @@ def test_pdl(kind: str, length: int, enable_pdl: bool | None) -> None:
     """enable_pdl changes nothing, whole or split, for any output dtype."""
     problem = _build(kind, (length, 9, 0), q_len=2)
 
-    problem.check(decode_gqa(problem, enable_pdl=enable_pdl))
+    problem.check(*decode_gqa_with_lse(problem, enable_pdl=enable_pdl))
 
 
 @pytest.mark.parametrize("kind", FLASHINFER_KINDS)
@@ -187,4 +187,10 @@ def test_drafts_of_xqa(q_len: int, kind: str) -> None:
     problem = _build(kind, (0, 1, q_len, 70, 300), q_len=q_len, kv_heads=1, head_dim=64)
     sinks = BOTH if q_len < 33 else (True,)
 
-    check(problem, runs=(run_xqa,), windows=(0, 40), sinks=sinks, masks=(None, "full", "random"))
+    check(
+        problem,
+        runs=(run_xqa_with_lse,),
+        windows=(0, 40),
+        sinks=sinks,
+        masks=(None, "full", "random"),
+    )

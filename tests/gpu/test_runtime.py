@@ -215,6 +215,7 @@ def test_every_gpu_uses_its_own_tensors() -> None:
 
     out = decode(**latent.arguments())
     grouped_out = mlagen.decode.xqa_batch_decode_with_kv_cache(**grouped.arguments())
+    assert isinstance(grouped_out, torch.Tensor)
 
     assert out.device == grouped_out.device == torch.device("cuda:1")
     latent.check(out)

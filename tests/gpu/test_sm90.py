@@ -22,7 +22,7 @@ from tests.launch_repeats import (
     nonzero_semaphore_bytes,
     with_delays,
 )
-from tests.problems.entry_points import ENTRY_POINTS, compute, decode_gqa
+from tests.problems.entry_points import ENTRY_POINTS, compute, decode_gqa, decode_gqa_with_lse
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import KINDS, MlaCase, mla_case
 from tests.problems.problem import E4M3, Problem
@@ -150,7 +150,8 @@ def check_both_kernels(case: MlaCase | GqaCase, monkeypatch: pytest.MonkeyPatch)
         choose_kernel(monkeypatch, kernel)
         cache.clear()
 
-        problem.check(*([decode_gqa(problem)] if isinstance(case, GqaCase) else compute(problem)))
+        run = decode_gqa_with_lse if isinstance(case, GqaCase) else compute
+        problem.check(*run(problem))
         families += [call.decode.spec.family for call in cache.launchers.values()]
 
     return families

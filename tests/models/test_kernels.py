@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from mlagen.errors import ArgumentError
-from mlagen.models.config import GqaModel, MlaModel, find_model, preset_names
+from mlagen.models.config import GqaModel, MlaModel, find_model
 from mlagen.models.heads import GqaHeads
 from mlagen.models.kernels import ServingOptions, model_specs
-from mlagen.spec.arch import ARCHS, Arch, parse_arch
+from mlagen.spec.arch import Arch, parse_arch
 from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
@@ -39,58 +41,44 @@ def values(specs: list[KernelSpec], name: str) -> set[str]:
 
 FP16 = DType.FP16
 OF_FP16 = {"query_dtype": FP16, "kv_dtype": FP16, "out_dtype": FP16, "page_size": 48}
-COMBINE = {dim: combine("sm_90a", dim) for dim in (128, 512)}
-SPECS: dict[str, tuple[Arch, MlaModel | GqaModel, ServingOptions, list[KernelSpec]]] = {
+COMBINE = combine("sm_90a", 512)
+
+
+FP8KV: dict[str, Any] = {"kv_dtype": E4M3, "lookup": "paged", "rows": 16}
+SPECS: dict[str, tuple[Arch, MlaModel | GqaModel, dict[str, Any], list[KernelSpec]]] = {
     "the heads of one GPU and of eight take the largest and the smallest tile": (
-        SM_90A,
-        V3,
-        ServingOptions(tp=(1, 8)),
-        [mla_sm90(rows=128), mla_sm90(), mla_sm80(rows=128), COMBINE[512], mla_sm80()],
+        *(SM_90A, V3, {"tp": (1, 8)}),
+        [mla_sm90(rows=128), mla_sm90(), mla_sm80(rows=128), COMBINE, mla_sm80()],
     ),
     "an architecture without wgmma takes the sm80 kernel": (
-        SM_80,
-        V3,
-        ServingOptions(tp=(8,)),
+        *(SM_80, V3, {"tp": (8,)}),
         [mla_sm80(arch=SM_80), combine("sm_80", 512)],
     ),
     "a cache in e4m3 is read by queries of both kinds": (
-        SM_90A,
-        V3,
-        ServingOptions(tp=(8,), kv_dtypes=(E4M3,)),
+        *(SM_90A, V3, {"tp": (8,), "kv_dtypes": (E4M3,)}),
         [
-            mla_sm90_fp8kv(kv_dtype=E4M3, lookup="paged", rows=16),
-            mla_sm80(kv_dtype=E4M3),
-            COMBINE[512],
-            mla_sm90_fp8(),
-            mla_sm90_fp8kv(query_dtype=E4M3, kv_dtype=E4M3, lookup="paged", rows=16),
+            *(mla_sm90_fp8kv(**FP8KV), mla_sm80(kv_dtype=E4M3), COMBINE, mla_sm90_fp8()),
+            mla_sm90_fp8kv(query_dtype=E4M3, **FP8KV),
             mla_sm80(query_dtype=E4M3, kv_dtype=E4M3),
         ],
     ),
     "a sparse model has dense kernels for short sequences": (
-        SM_90A,
-        V32,
-        ServingOptions(tp=(8,)),
-        [mla_sm90(), mla_sm80(), COMBINE[512], mla_sm80(lookup="sparse")],
+        *(SM_90A, V32, {"tp": (8,)}),
+        [mla_sm90(), mla_sm80(), COMBINE, mla_sm80(lookup="sparse")],
     ),
     "in sparse calls each query token is a sequence": (
-        SM_80,
-        V32,
-        ServingOptions(tp=(8,), q_lens=(1, 4), lookups=("sparse",)),
+        *(SM_80, V32, {"tp": (8,), "q_lens": (1, 4), "lookups": ("sparse",)}),
         [mla_sm80(arch=SM_80, lookup="sparse"), combine("sm_80", 512)],
     ),
     "grouped queries have pages of 16 and of 64 tokens": (
-        SM_90A,
-        LLAMA,
-        ServingOptions(tp=(1, 2)),
+        *(SM_90A, LLAMA, {"tp": (1, 2)}),
         [
-            *(gqa_sm90(page_size=16), gqa_sm80(page_size=16), COMBINE[128]),
+            *(gqa_sm90(page_size=16), gqa_sm80(page_size=16), combine("sm_90a", 128)),
             *(gqa_sm90(page_size=64), gqa_sm80(page_size=64)),
         ],
     ),
     "explicit options replace the defaults": (
-        SM_80,
-        LLAMA,
-        ServingOptions(page_sizes=(48,), dtypes=(FP16,), q_lens=(8,)),
+        *(SM_80, LLAMA, {"page_sizes": (48,), "dtypes": (FP16,), "q_lens": (8,)}),
         [gqa_sm80(arch=SM_80, rows=32, **OF_FP16), combine("sm_80", 128, FP16)],
     ),
 }
@@ -98,104 +86,69 @@ SPECS: dict[str, tuple[Arch, MlaModel | GqaModel, ServingOptions, list[KernelSpe
 
 @pytest.mark.parametrize(("arch", "model", "use", "specs"), SPECS.values(), ids=SPECS)
 def test_kernels_of_a_model(
-    arch: Arch, model: MlaModel | GqaModel, use: ServingOptions, specs: list[KernelSpec]
+    arch: Arch, model: MlaModel | GqaModel, use: dict[str, Any], specs: list[KernelSpec]
 ) -> None:
     """A model has these kernels, in this order."""
-    assert model_specs(arch, model, use) == specs
+    assert model_specs(arch, model, ServingOptions(**use)) == specs
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "query_dtype"),
-    [(FP8_DS_MLA, "bf16"), (FP8_PER_TOKEN, "fp8_per_token")],
+    ("kv_dtype", "query_dtype", "lookups"),
+    [(FP8_DS_MLA, "bf16", {"paged", "sparse"}), (FP8_PER_TOKEN, "fp8_per_token", {"paged"})],
     ids=["scales in the row", "separate scales"],
 )
-def test_a_scaled_fp8_cache_has_one_query_dtype(kv_dtype: DType, query_dtype: str) -> None:
-    """An FP8 cache with scales has one query dtype, that of its calls."""
-    specs = model_specs(SM_90A, V3, ServingOptions(kv_dtypes=(kv_dtype,)))
+def test_a_scaled_fp8_cache_has_one_query_dtype(
+    kv_dtype: DType, query_dtype: str, lookups: set[str]
+) -> None:
+    """It is that of its calls; a cache layout without sparse kernels is served dense."""
+    specs = model_specs(SM_90A, V32, ServingOptions(kv_dtypes=(kv_dtype,)))
     assert values(specs, "query_dtype") == {query_dtype}
     assert values(specs, "kv_dtype") == {str(kv_dtype)}
+    assert values(specs, "lookup") == lookups
 
 
-def test_sparse_kernels_are_omitted_for_dense_only_layouts() -> None:
-    """A cache layout without sparse kernels is served dense."""
-    specs = model_specs(SM_80, V32, ServingOptions(kv_dtypes=(FP8_PER_TOKEN,)))
-    assert values(specs, "lookup") == {"paged"}
+def gqa(heads: int, kv_heads: int, head_dim: int = 128, **facts: Any) -> GqaModel:
+    """Return a model with grouped queries."""
+    dims: Any = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    return GqaModel(name="m", dtype=DType.BF16, **dims, **facts)
 
 
 @pytest.mark.parametrize(("tp", "rows"), [(1, 8), (8, 8), (16, 4), (64, 1)], ids=str)
 def test_kv_heads_are_repeated_where_there_are_fewer_than_gpus(tp: int, rows: int) -> None:
     """With more GPUs than kv heads, each GPU has one kv head and fewer query heads."""
-    model = GqaModel(name="m", dtype=DType.BF16, heads=64, kv_heads=8, head_dim=128)
-    specs = model_specs(SM_90A, model, ServingOptions(tp=(tp,), q_lens=(3,), page_sizes=(64,)))
+    use = ServingOptions(tp=(tp,), q_lens=(3,), page_sizes=(64,))
+    specs = model_specs(SM_90A, gqa(64, 8), use)
     assert specs[:2] == [gqa_sm90(rows=rows * 3), gqa_sm80(rows=rows * 3)]
+
+
+NO_GQA, NO_MLA = "no GQA decode kernel for query", "no MLA decode kernel for query"
 
 
 @pytest.mark.parametrize(
     ("model", "use", "message"),
     [
-        (
-            V3,
-            ServingOptions(tp=(3,)),
-            "deepseek-v3: tp: expected a divisor of num_attention_heads 128, got 3",
-        ),
-        (
-            GqaModel(name="m", dtype=DType.BF16, heads=48, kv_heads=8, head_dim=128),
-            ServingOptions(tp=(6,)),
-            "m: tp: expected a divisor of num_key_value_heads 8, got 6",
-        ),
-        (
-            LLAMA,
-            ServingOptions(kv_dtypes=(FP8_DS_MLA,)),
-            "llama-3-8b: no GQA decode kernel for query bf16, cache fp8_ds_mla, output bf16; ",
-        ),
-        (
-            V3,
-            ServingOptions(kv_dtypes=(DType.INT8,)),
-            "deepseek-v3: no MLA decode kernel for query bf16, cache int8; supported: ",
-        ),
+        (V3, {"tp": (3,)}, "tp: expected a divisor of num_attention_heads 128, got 3"),
+        (gqa(48, 8), {"tp": (6,)}, "tp: expected a divisor of num_key_value_heads 8, got 6"),
+        (LLAMA, {"kv_dtypes": (FP8_DS_MLA,)}, f"{NO_GQA} bf16, cache fp8_ds_mla, output bf16; "),
+        (V3, {"kv_dtypes": (DType.INT8,)}, f"{NO_MLA} bf16, cache int8; supported: "),
     ],
     ids=["heads", "kv heads", "cache of GQA", "cache of MLA"],
 )
 def test_an_unsupported_use_names_the_model(
-    model: MlaModel | GqaModel, use: ServingOptions, message: str
+    model: MlaModel | GqaModel, use: dict[str, Any], message: str
 ) -> None:
     """The message has the model, the problem and the supported values."""
-    with pytest.raises(ArgumentError) as caught:
-        model_specs(SM_90A, model, use)
-    assert str(caught.value).startswith(message)
-
-
-@pytest.mark.parametrize("name", preset_names())
-def test_every_preset_has_kernels_everywhere(name: str) -> None:
-    """On every architecture, there is a decode and a combine kernel, without duplicates."""
-    model = find_model(name)
-
-    for arch in ARCHS:
-        specs = model_specs(arch, model, ServingOptions(tp=(1, 4), q_lens=(1, 2)))
-
-        families = {spec.family for spec in specs}
-        assert len(specs) == len(set(specs))
-        assert "combine" in families
-        assert families & {"mla_sm80", "gqa_sm80"}
-        is_latent = isinstance(model, MlaModel) and model.qk_rope_head_dim > 0
-        assert ("mla_sm90" in families) == (is_latent and arch.has_wgmma)
+    with pytest.raises(ArgumentError, match=f"^{model.name}: {message}"):
+        model_specs(SM_90A, model, ServingOptions(**use))
 
 
 @pytest.mark.parametrize(
     ("model", "kv_dtypes", "missing"),
     [
-        ("glm-5.3-flash", (E4M3,), "no MLA decode kernel for query e4m3, cache e4m3, "),
-        ("glm-5.3-flash", (DType.BF16, E4M3), "no MLA decode kernel for query e4m3, cache e4m3, "),
-        (
-            "deepseek-v3",
-            (DType.BF16, DType.INT8),
-            "no MLA decode kernel for query bf16, cache int8",
-        ),
-        (
-            "llama-3-8b",
-            (DType.BF16, FP8_DS_MLA),
-            "no GQA decode kernel for query bf16, cache fp8_ds_mla",
-        ),
+        ("glm-5.3-flash", (E4M3,), f"{NO_MLA} e4m3, cache e4m3, "),
+        ("glm-5.3-flash", (DType.BF16, E4M3), f"{NO_MLA} e4m3, cache e4m3, "),
+        ("deepseek-v3", (DType.BF16, DType.INT8), f"{NO_MLA} bf16, cache int8"),
+        ("llama-3-8b", (DType.BF16, FP8_DS_MLA), f"{NO_GQA} bf16, cache fp8_ds_mla"),
     ],
 )
 def test_a_pair_of_dtypes_without_a_kernel_is_left_out(
@@ -203,36 +156,17 @@ def test_a_pair_of_dtypes_without_a_kernel_is_left_out(
 ) -> None:
     """The other pairs are served, and a sentence names the omitted one."""
     left_out: list[str] = []
-    specs = model_specs(
-        SM_90A, find_model(model), ServingOptions(kv_dtypes=kv_dtypes), left_out.append
-    )
+    use = ServingOptions(kv_dtypes=kv_dtypes)
+    specs = model_specs(SM_90A, find_model(model), use, left_out.append)
     assert len(left_out) == 1 or model == "glm-5.3-flash"
     assert all(sentence.startswith(f"{model}: {missing}") for sentence in left_out)
-    assert specs
     assert values(specs, "query_dtype") == {"bf16"}
 
 
-def test_every_kind_of_head_has_its_kernels() -> None:
-    """Layers with other heads take their own kernels."""
-    model = GqaModel(
-        name="m",
-        dtype=DType.BF16,
-        heads=8,
-        kv_heads=4,
-        head_dim=256,
-        others=(GqaHeads(8, 2, 512),),
-    )
-
-    specs = model_specs(SM_90A, model, ServingOptions())
-
-    assert values(specs, "head_dim") == {"256", "512"}
-
-
-def test_layers_without_a_kernel_are_named() -> None:
+def test_layers_with_other_heads_have_their_own_kernels() -> None:
     """The omitted layers of a model are reported with its kernels."""
-    model = GqaModel(
-        name="m", dtype=DType.BF16, heads=8, kv_heads=4, head_dim=64, left_out=("m: mamba",)
-    )
+    model = gqa(8, 4, 256, others=(GqaHeads(8, 2, 512),), left_out=("m: mamba",))
     left_out: list[str] = []
-    model_specs(SM_90A, model, ServingOptions(), left_out.append)
+    specs = model_specs(SM_90A, model, ServingOptions(), left_out.append)
+    assert values(specs, "head_dim") == {"256", "512"}
     assert left_out == ["m: mamba"]

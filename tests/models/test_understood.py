@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,19 +44,17 @@ CHATGLM: dict[str, Any] = {
 }
 
 
-def gqa(**changes: object) -> dict[str, Any]:
-    """Return a GQA configuration with changes."""
-    return GQA | changes
+def changed(config: dict[str, Any]) -> Callable[..., dict[str, Any]]:
+    """Return a function that changes a configuration."""
+    return lambda **changes: config | changes
 
 
-def mla(**changes: object) -> dict[str, Any]:
-    """Return an MLA configuration with changes."""
-    return MLA | changes
+gqa, mla, v4 = changed(GQA), changed(MLA), changed(V4)
 
 
-def v4(**changes: object) -> dict[str, Any]:
-    """Return a configuration like that of DeepSeek-V4 with changes."""
-    return V4 | changes
+def layers(**changes: object) -> dict[str, Any]:
+    """Return a GQA configuration whose second layer has changes."""
+    return gqa(per_layer_config={"1": changes})
 
 
 def read(config: object) -> MlaModel | GqaModel:
@@ -70,38 +69,26 @@ def heads_of(config: object) -> list[tuple[int, int, int]]:
     return [(made.heads, made.kv_heads, made.head_dim) for made in model.heads_of_layers()]
 
 
+STEP = {"num_attention_heads": 64, "num_attention_groups": 8, "head_dim": 128}
+STEP_OTHERS = {"num_attention_heads": 96, "num_attention_groups": 8}
+SWA = {"swa_num_attention_heads": 64, "swa_num_key_value_heads": 16, "swa_head_dim": 64}
+GLOBAL = {"global_head_dim": 256, "num_global_key_value_heads": 2}
+LAYERS = {"5": {"head_dim": 512}, "11": {"head_dim": 512}}
+
+
 @pytest.mark.parametrize(
     ("config", "heads"),
     [
         (gqa(global_head_dim=512), [(32, 8, 128), (32, 8, 512)]),
-        (
-            gqa(global_head_dim=256, num_global_key_value_heads=2),
-            [(32, 8, 128), (32, 2, 256)],
-        ),
-        (
-            gqa(global_head_dim=256, num_global_key_value_heads=2, attention_k_eq_v=False),
-            [(32, 8, 128), (32, 8, 256)],
-        ),
-        (
-            gqa(per_layer_config={"5": {"head_dim": 512}, "11": {"head_dim": 512}}),
-            [(32, 8, 128), (32, 8, 512)],
-        ),
-        (
-            gqa(per_layer_config={"5": {"num_attention_heads": 64}}),
-            [(32, 8, 128), (64, 8, 128)],
-        ),
+        (gqa(**GLOBAL), [(32, 8, 128), (32, 2, 256)]),
+        (gqa(**GLOBAL, attention_k_eq_v=False), [(32, 8, 128), (32, 8, 256)]),
+        (gqa(per_layer_config=LAYERS), [(32, 8, 128), (32, 8, 512)]),
+        (gqa(per_layer_config={"5": {"num_attention_heads": 64}}), [(32, 8, 128), (64, 8, 128)]),
         (gqa(num_attention_heads_per_layer=[32, 48]), [(32, 8, 128), (48, 8, 128)]),
         (gqa(num_key_value_heads=[8, 4, 8]), [(32, 8, 128), (32, 4, 128)]),
-        (
-            gqa(swa_num_attention_heads=64, swa_num_key_value_heads=16, swa_head_dim=64),
-            [(32, 8, 128), (64, 16, 64)],
-        ),
+        (gqa(**SWA), [(32, 8, 128), (64, 16, 64)]),
         (gqa(num_sliding_attention_heads=96), [(32, 8, 128), (96, 8, 128)]),
-        (
-            {"num_attention_heads": 64, "num_attention_groups": 8, "head_dim": 128}
-            | {"attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 8}},
-            [(64, 8, 128), (96, 8, 128)],
-        ),
+        (STEP | {"attention_other_setting": STEP_OTHERS}, [(64, 8, 128), (96, 8, 128)]),
         (FALCON | {"multi_query": True}, [(64, 1, 64)]),
         (FALCON | {"multi_query": False}, [(64, 8, 64)]),
         (FALCON | {"multi_query": True, "new_decoder_architecture": True}, [(64, 8, 64)]),
@@ -115,27 +102,22 @@ def test_heads_are_those_of_every_layer(config: object, heads: list[tuple[int, i
     assert heads_of(config) == heads
 
 
+NO_KEY = "expected no such key, as mlagen does not know"
+V_HEADS = {"head_dim": 192, "v_head_dim": 128}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (v4(compress_rates={"a": 4}), "compress_rates: expected a KV cache of all tokens, got"),
         (v4(compress_ratios=[0, 4]), "compress_ratios: expected a KV cache of all tokens"),
-        (v4(o_lora_rank=1024), "o_lora_rank: expected no such key, as mlagen does not know"),
+        (v4(o_lora_rank=1024), f"o_lora_rank: {NO_KEY}"),
         (v4(layer_types=["compressed_sparse_attention"]), "layer_types: expected full_attention o"),
-        (gqa(head_dim=192, v_head_dim=128), "v_head_dim: expected head_dim 192, got 128"),
-        (
-            gqa(head_dim=192, v_head_dim=128, attention_chunk_size=128),
-            "v_head_dim: expected head_dim 192, got 128",
-        ),
+        (gqa(**V_HEADS), "v_head_dim: expected head_dim 192, got 128"),
+        (gqa(**V_HEADS, attention_chunk_size=128), "v_head_dim: expected head_dim 192, got 128"),
         (gqa(swa_head_dim=192, swa_v_head_dim=128), "swa_v_head_dim: expected head_dim 192, got 1"),
-        (
-            gqa(per_layer_config={"1": {"v_head_dim": 64}}),
-            "per_layer_config.v_head_dim: expected head_dim 128, got 64",
-        ),
-        (
-            gqa(per_layer_config={"1": {"latent_dim": 64}}),
-            "per_layer_config.latent_dim: expected one of ",
-        ),
+        (layers(v_head_dim=64), "per_layer_config.v_head_dim: expected head_dim 128, got 64"),
+        (layers(latent_dim=64), "per_layer_config.latent_dim: expected one of "),
         (gqa(per_layer_config=5), "per_layer_config: expected a table, got 5"),
         (gqa(per_layer_config={"1": 5}), "per_layer_config: expected a table for each layer, got "),
         (gqa(alibi=True), "alibi: expected attention without ALiBi, got True"),
@@ -145,14 +127,11 @@ def test_heads_are_those_of_every_layer(config: object, heads: list[tuple[int, i
         (gqa(attention_chunk_size=8192), "attention_chunk_size: expected attention that is not ch"),
         (gqa(layer_types=["chunked_attention"]), "layer_types: expected full_attention or "),
         (mla(layer_types=["sliding_attention"]), "layer_types: expected full_attention or "),
-        (mla(sliding_window=128), "sliding_window: expected no such key, as mlagen does "),
-        (gqa(index_topk_blocks=16), "index_topk_blocks: expected no such key, as mlagen "),
-        (mla(index_topk=1, index_block_size=4), "index_block_size: expected no such key"),
-        (gqa(sparse_attention_config={"a": 1}), "sparse_attention_config: expected no such"),
-        (
-            gqa(block_configs=[{"attention": {"n_heads_in_group": 8}}]),
-            "block_configs.attention: expected no such key, as mlagen does not know",
-        ),
+        (mla(sliding_window=128), f"sliding_window: {NO_KEY}"),
+        (gqa(index_topk_blocks=16), f"index_topk_blocks: {NO_KEY}"),
+        (mla(index_topk=1, index_block_size=4), f"index_block_size: {NO_KEY}"),
+        (gqa(sparse_attention_config={"a": 1}), f"sparse_attention_config: {NO_KEY}"),
+        (gqa(block_configs=[{"attention": {"n": 8}}]), f"block_configs.attention: {NO_KEY}"),
         (gqa(layer_types=["mamba"]), "layer_types: expected some layers of full_attention"),
         (gqa(layer_types="full_attention"), "layer_types: expected a list of kinds of layers"),
         (gqa(is_encoder_decoder=True), "is_encoder_decoder: expected a decoder alone, got"),
@@ -183,13 +162,9 @@ def test_a_nested_part_omits_class_defaults(label: str) -> None:
         read({"text_config": part | {"model_type": "gemma3_text"}})
     heads = (32, 32, 128) if label == "num_key_value_heads" else (32, 8, 128)
     assert heads_of({"text_config": part | {"model_type": "llama"}}) == [heads]
-
-
-def test_parts_are_found_at_any_depth() -> None:
-    """Keys outside of the text decoder are not about its attention."""
     config = {"num_attention_heads": 4, "thinker_config": {"alibi": 1, "text_config": GQA}}
-    assert heads_of(config) == [(32, 8, 128)]
-    assert heads_of(gqa(text_config={"vocab_size": 8})) == [(32, 8, 128)]
+    for whole in (config, gqa(text_config={"vocab_size": 8})):  # at any depth
+        assert heads_of(whole) == [(32, 8, 128)]
 
 
 @pytest.mark.parametrize(
@@ -205,26 +180,19 @@ def test_parts_are_found_at_any_depth() -> None:
         {"quantization_config": {"kv_cache_scheme": {"a": 1}, "ignore": ["head"]}},
         {"vision_config": {"num_heads": 16, "compress_ratio": 2}, "rope_scaling": {"full": 1}},
         {"position_embedding_type": "rope", "architectures": ["LlamaForCausalLM"]},
+        mla(index_topk=2048, index_n_heads=32, index_head_dim=128, index_kpool=4),
+        mla(indexer_types=["full", "shared"], layer_types=["deepseek_sparse_attention"]),
+        mla(head_dim=64, qk_head_dim=192, num_key_value_heads=64, attention_bias=False),
     ],
 )
 def test_keys_that_change_no_kernel_are_ignored(change: dict[str, Any]) -> None:
-    """Windows are call arguments; norms, biases and scales are applied outside of the kernel."""
-    assert heads_of(GQA | change) == [(32, 8, 128)]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128, "index_kpool": 4},
-        {"indexer_types": ["full", "shared"], "layer_types": ["deepseek_sparse_attention"]},
-        {"head_dim": 64, "qk_head_dim": 192, "num_key_value_heads": 64, "attention_bias": False},
-    ],
-)
-def test_keys_that_change_no_mla_kernel_are_ignored(change: dict[str, Any]) -> None:
-    """The heads of the indexer do not affect the kernel."""
-    model = read(MLA | change)
-    assert isinstance(model, MlaModel)
-    assert (model.heads, model.left_out) == (64, ())
+    """Windows are arguments; norms, biases, scales and the indexer are outside of the kernel."""
+    if "kv_lora_rank" not in change:
+        assert heads_of(GQA | change) == [(32, 8, 128)]
+    else:
+        model = read(change)
+        assert isinstance(model, MlaModel)
+        assert (model.heads, model.left_out) == (64, ())
 
 
 @pytest.mark.parametrize(

@@ -69,30 +69,29 @@ def test_a_tensor_is_described_with_its_place_in_memory(folder: Path) -> None:
 def test_calls_of_one_signature_are_dumped_once(folder: Path) -> None:
     """Lengths of a growing batch and addresses make no other signature; shapes do."""
     function, arguments = built("trtllm")
-
     for length in (100, 101, 102, 103):
         function(**{**arguments, "max_seq_len": length, "query": arguments["query"].clone()})
     function(**{**arguments, "query": arguments["query"][:, :, :1]})
-
     shapes = [each["call"]["arguments"]["query"]["tensor"]["shape"] for each in dumps_in(folder)]
     assert shapes == [[2, 1, 2, 576], [2, 1, 1, 576]]
 
 
 def test_each_call_that_raises_is_dumped(folder: Path) -> None:
-    """Also where the signature was dumped before; the message is in the outcome."""
+    """Also where the signature was dumped before; infinities are text, as JSON has none."""
     function, arguments = built("xqa")
     function(**arguments)
 
-    for factor in (-1.0, -2.0):
+    for factor in (-1.0, float("-inf")):
         with pytest.raises(ArgumentError):
             function(**{**arguments, "rcp_out_scale": factor})
 
-    errors = [each["outcome"]["error"] for each in dumps_in(folder)]
-    assert errors[0] is None
-    assert errors[1:] == [
-        f"ArgumentError: rcp_out_scale: expected a finite number above 0, got {factor}"
-        for factor in (-1.0, -2.0)
-    ]
+    rule = "ArgumentError: rcp_out_scale: expected a finite number above 0, got"
+    first, *raised = dumps_in(folder)
+    assert first["outcome"]["error"] is None
+    assert [each["outcome"]["error"] for each in raised] == [f"{rule} -1.0", f"{rule} -inf"]
+    assert raised[1]["call"]["arguments"]["rcp_out_scale"] == {"float": "-inf"}
+    for path in folder.glob("*.json"):
+        json.loads(path.read_text(encoding="utf-8"), parse_constant=pytest.fail)
 
 
 def test_a_process_that_ends_in_a_call_has_dumped_it(
@@ -108,10 +107,8 @@ def test_a_process_that_ends_in_a_call_has_dumped_it(
 
     monkeypatch.setattr("mlagen.mla.xqa_decode.MLA.run", end)
     function, arguments = built("xqa_batch_mla")
-
     with pytest.raises(EndError):
         function(**arguments)
-
     assert [each["outcome"] for each in dumps_in(folder)] == [None]
 
 
@@ -132,49 +129,33 @@ def test_a_run_has_the_construction_and_the_plan_of_its_wrapper(folder: Path) ->
     assert last["plan"]["arguments"]["q_data_type"] == {"dtype": "bfloat16"}
 
 
-def test_contents_are_written_on_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """MLAGEN_DUMP_TENSORS adds a file of bytes by part and name, without scratch and outputs."""
-    observe(monkeypatch, MLAGEN_DUMP=str(tmp_path), MLAGEN_DUMP_TENSORS="1")
-    function, arguments = built("xqa")
-
-    function(**arguments)
-
-    (call,) = dumps_in(tmp_path)
-    tensors = torch.load(tmp_path / call["tensors"], weights_only=True)
-    names = ("q", "k_cache", "v_cache", "page_table", "seq_lens")
-    assert list(tensors) == [f"call:{name}" for name in names]
-    for name in names:
-        assert torch.equal(tensors[f"call:{name}"], dump.bytes_of(arguments[name]))
-
-
-def test_contents_above_the_limit_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("kind", ["small", "large", "captured"])
+def test_contents_are_written_on_request(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A dump names the tensors whose contents it lacks."""
+    """MLAGEN_DUMP_TENSORS adds a file of bytes by part and name, without scratch and outputs.
+
+    A dump names those above the limit. A captured call has none: they would synchronize.
+    """
     observe(monkeypatch, MLAGEN_DUMP=str(tmp_path), MLAGEN_DUMP_TENSORS="1")
+    monkeypatch.setattr(observed, "is_capturing", lambda _: kind == "captured")
     function, arguments = built("trtllm")
-    monkeypatch.setattr(dump, "MAX_TENSOR_BYTES", arguments["query"].nbytes + 40)
+    names = ["query", "kv_cache", "block_tables", "seq_lens"]
+    left_out = names[1:2] if kind == "large" else []
+    if left_out:
+        monkeypatch.setattr(dump, "MAX_TENSOR_BYTES", arguments["query"].nbytes + 40)
 
     function(**arguments)
 
     (call,) = dumps_in(tmp_path)
-    assert call["left_out"] == ["call:kv_cache"]
-    tensors = torch.load(tmp_path / call["tensors"], weights_only=True)
-    assert list(tensors) == ["call:query", "call:block_tables", "call:seq_lens"]
-
-
-def test_a_captured_call_is_dumped_without_contents(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Contents would need a synchronization, which a capture forbids."""
-    observe(monkeypatch, MLAGEN_DUMP=str(tmp_path), MLAGEN_DUMP_TENSORS="1")
-    monkeypatch.setattr(observed, "is_capturing", lambda _: True)
-    function, arguments = built("trtllm")
-
-    function(**arguments)
-
-    (call,) = dumps_in(tmp_path)
-    assert (call["is_captured"], call["tensors"]) == (True, None)
+    assert call["left_out"] == [f"call:{name}" for name in left_out]
+    assert (call["is_captured"], call["tensors"] is None) == ((kind == "captured"),) * 2
+    if call["tensors"] is not None:
+        tensors = torch.load(tmp_path / call["tensors"], weights_only=True)
+        assert list(tensors) == [f"call:{name}" for name in names if name not in left_out]
+        for name in tensors:
+            expected = dump.bytes_of(arguments[name.removeprefix("call:")])
+            assert torch.equal(tensors[name], expected)
 
 
 def test_the_number_of_dumps_is_bounded(
@@ -191,53 +172,36 @@ def test_the_number_of_dumps_is_bounded(
             function(**{**arguments, "sparse_mla_top_k": top_k, "kv_lora_rank": 500})
 
     assert len(dumps_in(folder)) == 3
-    message = "MLAGEN_DUMP: 2 calls dumped, from now on only those that raise"
-    assert [record.getMessage() for record in caplog.records] == [message]
+    assert caplog.messages == ["MLAGEN_DUMP: 2 calls dumped, from now on only those that raise"]
 
 
-def test_files_are_private_and_have_names_of_their_own(folder: Path) -> None:
-    """The folder is made with mode 0700, files with 0600; names have entry and process."""
+def test_files_are_private_and_have_names_of_their_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modes are 0700 and 0600; names have entry and process, and differ in two containers."""
     function, arguments = built("xqa_mla")
-
     function(**arguments)
 
     (path,) = folder.iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert path.name.startswith(f"xqa_mla-{os.getpid()}-")
-
-
-def test_names_of_a_fork_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Processes with the same pid, in two containers, differ in a random part."""
-    folders = [dump_files.DumpFolder(tmp_path) for _ in range(2)]
+    folders = [dump_files.DumpFolder(folder) for _ in range(2)]
     names = {each.new_name("xqa") for each in (*folders, *folders)}
     monkeypatch.setattr(os, "getpid", lambda: 1)
-
-    names |= {each.new_name("xqa") for each in (*folders, *folders)}
-
-    assert len(names) == 8
-
-
-def problem_of(kind: str, tmp_path: Path) -> Path:
-    """Return a folder that cannot be used."""
-    path = tmp_path / "dumps"
-    if kind == "a symbolic link":
-        (tmp_path / "elsewhere").mkdir()
-        path.symlink_to(tmp_path / "elsewhere")
-    else:
-        path.write_text("", encoding="utf-8")
-    return path
+    assert len(names | {each.new_name("xqa") for each in (*folders, *folders)}) == 8
 
 
 @pytest.mark.parametrize("kind", ["a symbolic link", "Not a directory"])
 def test_an_unusable_folder_is_one_warning(
-    kind: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Calls go on, and nothing is written elsewhere."""
-    path = problem_of(kind, tmp_path)
+    path = tmp_path / "dumps"
+    if kind == "a symbolic link":
+        path.symlink_to(tmp_path)
+    else:
+        path.touch()
     observe(monkeypatch, MLAGEN_DUMP=str(path))
     function, arguments = built("trtllm")
     caplog.set_level(logging.WARNING, logger="mlagen")
@@ -246,7 +210,7 @@ def test_an_unusable_folder_is_one_warning(
         function(**{**arguments, "max_seq_len": length})
 
     message = f"MLAGEN_DUMP: expected calls that can be dumped, got {kind}: {path}"
-    assert [record.getMessage() for record in caplog.records] == [message]
+    assert caplog.messages == [message]
     assert list(tmp_path.rglob("*.json")) == []
 
 
@@ -261,18 +225,3 @@ def test_a_file_that_cannot_be_completed_is_removed(tmp_path: Path) -> None:
         dump_files.DumpFolder(tmp_path).write("a.json", fail)
 
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_dump_is_strict_json(folder: Path) -> None:
-    """Infinities and NaNs are text."""
-    function, arguments = built("trtllm")
-
-    function(**{**arguments, "bmm1_scale": float("-inf")})
-
-    (path,) = folder.glob("*.json")
-
-    def fail(text: str) -> None:
-        raise AssertionError(text)
-
-    data = json.loads(path.read_text(encoding="utf-8"), parse_constant=fail)
-    assert data["call"]["arguments"]["bmm1_scale"] == {"float": "-inf"}

@@ -33,17 +33,12 @@ def test_a_call_of_each_entry_point_is_one_line(name: str, log: Any) -> None:
     """The line names the entry point; a call on CPU tensors names the CPU backend."""
     function, arguments = built(name)
     before = len(log())
-
     function(**arguments)
-
     (line,) = log()[before:]
-    entry = line.partition("(")[0]
-    has_result = name not in {"constructor", "plan", "dense_plan"}
-    assert entry.rpartition(".")[2] in {
-        getattr(function, "__name__", ""),
-        "flare_mla_decoding",
-        "__init__",
-    }
+    entry = line.partition("(")[0].rpartition(".")[2]
+    known = {getattr(function, "__name__", ""), "flare_mla_decoding", "__init__"}
+    assert entry in known
+    has_result = name not in {"constructor", "plan", "dense_plan", "plan_decode"}
     assert line.endswith(": CPU backend") is has_result
 
 
@@ -66,35 +61,23 @@ def test_a_line_has_the_metadata_of_each_argument(log: Any) -> None:
     assert log() == [expected]
 
 
-def test_a_call_that_raises_is_logged_with_its_error(log: Any) -> None:
-    """The error reaches the caller unchanged."""
-    function, arguments = built("xqa")
+def test_a_call_that_raises_is_logged_with_its_error(
+    log: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error reaches the caller unchanged, also that of wrong names, which has no line.
 
+    A captured call says so.
+    """
+    function, arguments = built("xqa")
+    with pytest.raises(TypeError, match=r"^xqa\(\) got an unex"):
+        function(no_such_argument=1)
+    assert log() == []
     with pytest.raises(ArgumentError) as caught:
         function(**{**arguments, "page_size": 0})
-
-    (line,) = log()
-    assert line.endswith(f" raises ArgumentError: {caught.value}")
-
-
-def test_a_call_with_wrong_names_raises_as_without_a_log(log: Any) -> None:
-    """The TypeError names the entry point."""
-    function, _ = built("trtllm")
-
-    with pytest.raises(TypeError, match=r"^trtllm_batch_decode_with_kv_cache_mla\(\) got an unex"):
-        function(no_such_argument=1)
-
-    assert log() == []
-
-
-def test_a_captured_call_says_so(log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line needs no device synchronization."""
     monkeypatch.setattr(observed, "is_capturing", lambda _: True)
-    function, arguments = built("xqa_mla")
-
     function(**arguments)
-
-    assert log()[0].endswith(": CPU backend, captured")
+    assert log()[0].endswith(f" raises ArgumentError: {caught.value}")
+    assert log()[1].endswith(": CPU backend, captured")
 
 
 def test_a_traced_call_is_not_logged(log: Any) -> None:
@@ -105,9 +88,7 @@ def test_a_traced_call_is_not_logged(log: Any) -> None:
             name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
             for name, value in arguments.items()
         }
-
         function(**fakes)
-
     assert log() == []
 
 
@@ -158,7 +139,6 @@ def test_an_odd_value_has_the_same_outcome_as_without_a_log(
 def test_an_entry_point_is_itself_where_nothing_is_requested() -> None:
     """Without the variables a call costs nothing more."""
     function = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
-
     assert observed.observable(function) is function
     assert function.__code__.co_filename != observed.__file__
 
@@ -170,8 +150,11 @@ entry_points = [
     mlagen.mla.xqa_batch_decode_with_kv_cache_mla,
     mlagen.mla.flare_mla_decoding,
     mlagen.decode.xqa_batch_decode_with_kv_cache,
+    mlagen.decode.trtllm_batch_decode_with_kv_cache,
     mlagen.xqa.xqa,
     mlagen.xqa.xqa_mla,
+    mlagen.decode.BatchDecodeWithPagedKVCacheWrapper.plan,
+    mlagen.decode.BatchDecodeWithPagedKVCacheWrapper.run,
     mlagen.mla.BatchMLAPagedAttentionWrapper.plan,
     mlagen.mla.BatchMLAPagedAttentionWrapper.run,
 ]
@@ -184,10 +167,8 @@ def test_a_process_that_requests_it_logs_all_entry_points() -> None:
     """The variable is read when the entry points are imported; lines go to stderr."""
     environ = os.environ | {"MLAGEN_LOG": "api"}
     command = [sys.executable, "-c", PROGRAM]
-
     done = subprocess.run(
         command, env=environ, cwd=ROOT, check=True, capture_output=True, text=True
     )
-
     assert done.stdout == "True\n"
     assert "]: BatchMLAPagedAttentionWrapper.__init__(float_workspace_buffer=" in done.stderr

@@ -41,21 +41,18 @@ def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         plan.cache_clear()
 
 
+def tps(model: MlaModel | GqaModel) -> list[int]:
+    """Return tensor-parallel sizes that divide the heads."""
+    return [tp for tp in TPS if model.heads % tp == 0]
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_every_call_finds_its_kernel(name: str, arch: Arch) -> None:
     """The kernel of every call is among those of its model."""
     model = find_model(name)
     use = ServingOptions(tp=tps(model), q_lens=Q_LENS, kv_dtypes=KV_DTYPES)
-    prewarmed = set(model_specs(arch, model, use))
-
-    taken = (_mla_calls if isinstance(model, MlaModel) else _gqa_calls)(model)  # type: ignore[arg-type]
-
-    assert {spec for spec in taken if spec not in prewarmed} == set()
-
-
-def tps(model: MlaModel | GqaModel) -> list[int]:
-    """Return tensor-parallel sizes that divide the heads."""
-    return [tp for tp in TPS if model.heads % tp == 0]
+    taken = _mla_calls(model) if isinstance(model, MlaModel) else _gqa_calls(model)
+    assert {*taken} - {*model_specs(arch, model, use)} == set()
 
 
 def _mla_calls(model: MlaModel) -> Iterator[object]:
@@ -83,14 +80,9 @@ def _mla_calls(model: MlaModel) -> Iterator[object]:
 
 
 def _gqa_calls(model: GqaModel) -> Iterator[object]:
+    dtypes = {"query_dtype": DType.BF16, "out_dtype": DType.BF16}
     for tp, q_len, kv, page_size in product(tps(model), Q_LENS, KV_DTYPES, (16, 64)):
-        variant = GqaVariant(
-            query_dtype=DType.BF16,
-            kv_dtype=kv,
-            out_dtype=DType.BF16,
-            head_dim=model.head_dim,
-            page_size=page_size,
-        )
+        variant = GqaVariant(**dtypes, kv_dtype=kv, head_dim=model.head_dim, page_size=page_size)
         shape = GqaProblemShape(
             batch=4,
             q_len=q_len,

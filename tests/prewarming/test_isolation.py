@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -54,10 +54,9 @@ def test_a_kernel_is_built_in_its_own_process_and_found_here(
     unit = prewarm()[COMBINE]
 
     outcome, here = engine.find_or_build(COMBINE), build_in_process(COMBINE)
-    assert unit.status == "built"
-    assert outcome.built is False
-    assert outcome.entry.manifest.created_by == "prewarm"
-    assert outcome.entry.manifest.created["pid"] != os.getpid()
+    manifest = outcome.entry.manifest
+    assert (unit.status, outcome.built, manifest.created_by) == ("built", False, "prewarm")
+    assert manifest.created["pid"] != os.getpid()
     facts = [(u.key, u.toolchain, u.registers, u.spill_bytes, u.cubin_bytes) for u in (unit, here)]
     assert facts[0] == facts[1]
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
@@ -82,9 +81,7 @@ def test_an_error_and_a_warning_of_a_worker_are_the_same_here(
     """Class, message and attributes of the error are transferred, and stderr is a warning."""
     failed = unit_to_json(unit_of(COMBINE, engine.key_of(COMBINE), "failed", 0.0, error=error))
     replace_worker(monkeypatch, f"import sys; print({failed!r}); sys.stderr.write('moved\\n')")
-
     received = prewarm()[COMBINE].error
-
     assert type(received) is type(error)
     assert (str(received), vars(received)) == (str(error), vars(error))
     assert caplog.messages == ["moved"]
@@ -93,11 +90,8 @@ def test_an_error_and_a_warning_of_a_worker_are_the_same_here(
 def test_a_real_worker_reports_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment that forbids compilation is one example."""
     monkeypatch.setenv("MLAGEN_JIT", "off")
-
     unit = prewarm()[COMBINE]
-
-    assert unit.status == "failed"
-    assert isinstance(unit.error, mlagen.MissError)
+    assert (unit.status, type(unit.error)) == ("failed", mlagen.MissError)
     assert "MLAGEN_JIT=off forbids to compile" in str(unit.error)
 
 
@@ -107,7 +101,6 @@ def test_an_unwritable_cache_is_an_error_even_with_load(
     """Processes exchange kernels on the disk only."""
     cache_dir.write_text("a file where the folder should be")
     monkeypatch.setattr("mlagen.prewarming.run.devices_for", lambda _specs: {0: SM_80})
-
     with pytest.raises(mlagen.CacheError, match=r"^cache: expected a writable folder, got "):
         prewarm(load=True)
 
@@ -119,11 +112,9 @@ def test_a_process_that_cannot_be_started_fails_its_kernel(monkeypatch: pytest.M
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(subprocess, "Popen", reject)
-
     unit = prewarm()[COMBINE]
-
-    assert unit.status == "failed"
-    assert str(unit.error) == f"worker: expected a process, got {os.strerror(errno.EAGAIN)}"
+    message = f"worker: expected a process, got {os.strerror(errno.EAGAIN)}"
+    assert (unit.status, str(unit.error)) == ("failed", message)
 
 
 NO_CORE = "import os, resource, signal; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); "
@@ -157,9 +148,7 @@ def test_a_worker_that_dies_fails_its_kernel_alone(
 ) -> None:
     """The unit has exit reason and output, the others are built, and the kernel is rebuilt then."""
     replace_worker(monkeypatch, code)
-
     units = prewarm(COMBINE, OTHER)
-
     error = units[COMBINE].error
     assert (units[COMBINE].status, units[OTHER].status) == ("failed", "built")
     assert isinstance(error, mlagen.CompileError)
@@ -168,24 +157,25 @@ def test_a_worker_that_dies_fails_its_kernel_alone(
     assert build_in_process(COMBINE).status == "built"
 
 
+class Seen(subprocess.Popen[str]):
+    """A process, which the class records."""
+
+    started: ClassVar[list[subprocess.Popen[str]]] = []
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.started.append(self)
+        super().__init__(*arguments, **options)
+
+
 def test_a_worker_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its unit is a timeout, and no process remains."""
     replace_worker(monkeypatch, "import time; time.sleep(600)")
-    started: list[subprocess.Popen[str]] = []
-
-    class Seen(subprocess.Popen[str]):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            started.append(self)
-            super().__init__(*arguments, **options)
-
     monkeypatch.setattr(subprocess, "Popen", Seen)
-
     unit = prewarm(timeout_s=0.5)[COMBINE]
-
-    assert unit.status == "timeout"
-    assert str(unit.error) == "timeout: expected a compiled kernel in 0.5 s, got none"
+    message = "timeout: expected a compiled kernel in 0.5 s, got none"
+    assert (unit.status, str(unit.error)) == ("timeout", message)
     assert unit.ms >= 500
-    assert [process.returncode for process in started] == [-signal.SIGKILL]
+    assert [process.returncode for process in Seen.started] == [-signal.SIGKILL]
 
 
 def test_a_compiler_that_hangs_leaves_no_lock(
@@ -245,7 +235,6 @@ def test_nothing_is_started_after_the_end() -> None:
     with worker_pool(60.0) as pool:
         pool.stop()
         unit = pool.build(COMBINE)
-
     assert (unit.status, unit.error) == ("skipped", None)
 
 
@@ -271,10 +260,8 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     parent = subprocess.Popen([sys.executable, "-c", HANGING, str(ready)], env=environ)
     wait_for(lambda: ready.exists() and ready.read_text())
-
     parent.kill()
     parent.wait()
-
     wait_for(lambda: has_ended(int(ready.read_text())))
 
 

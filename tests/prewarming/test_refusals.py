@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from tests.kernels import COMBINE
 
 V3: dict[str, Any] = {"models": "deepseek-v3"}
 ALONE = "expected none beside kernels, without models, got"
-FAMILIES = "mla_sm80, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv, gqa_sm80, gqa_sm90, combine"
+FAMILIES = (
+    "mla_sm80, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv, gqa_sm80, gqa_sm90, combine, combine_states"
+)
 KV_DTYPES = "bf16, fp16, e4m3, int8, nvfp4, fp8_ds_mla, fp8_per_token"
 INT = "expected an int, 1 or more, got"
 
@@ -24,7 +27,6 @@ INT = "expected an int, 1 or more, got"
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"models": "gpt-5"}, "model: expected one of deepseek-coder-v2, "),
         (V3 | {"tp": 0}, f"tp: {INT} 0"),
         (V3 | {"tp": True}, f"tp: {INT} True"),
         (V3 | {"q_len": [0]}, f"q_len: {INT} 0"),
@@ -34,23 +36,17 @@ INT = "expected an int, 1 or more, got"
         (V3 | {"wanted": {"mask": "bias"}}, "mask: expected none beside models, got 'bi"),
         (V3 | {"wanted": {"page_size": "64"}}, f"page_size: {INT} "),
         (V3 | {"wanted": {"kv_dtype": "fp8"}}, f"kv_dtype: expected one of {KV_DTYPES}, got 'fp8'"),
-        (
-            V3 | {"wanted": {"lookup": "dense"}},
-            "lookup: expected one of paged, sparse, got ",
-        ),
+        (V3 | {"wanted": {"lookup": "dense"}}, "lookup: expected one of paged, sparse, got "),
         (V3 | {"families": ["mla"]}, f"family: expected one of {FAMILIES}, got 'mla'"),
-        ({"tp": 8}, "tp: expected none without models, got 8"),
         ({"kernels": COMBINE, "families": ["mla_sm80"]}, f"families: {ALONE} ['mla_sm80']"),
         ({"kernels": COMBINE, "wanted": {"dtype": "bf16"}}, f"dtype: {ALONE} 'bf16'"),
-        ({"kernels": "combine"}, "kernel: expected family(name=value, ...), got 'combine'"),
     ],
     ids=str,
 )
 def test_conflicting_arguments_are_rejected(arguments: dict[str, Any], message: str) -> None:
-    """A conflicting argument is rejected instead of ignored."""
+    """A conflicting argument is rejected instead of ignored; `mlagen prewarm` has more cases."""
     with pytest.raises(ArgumentError) as caught:
         selected_specs("sm_80", **{"wanted": {}, **arguments})
-
     assert str(caught.value).startswith(message)
 
 
@@ -102,7 +98,6 @@ def test_a_mistake_in_a_spec_file_is_rejected(text: str, message: str) -> None:
     """The message has file, table, key, rule and value."""
     with pytest.raises(ArgumentError) as caught:
         specs_of_file("a", text.encode("latin-1"), archs="sm_80")
-
     assert str(caught.value).startswith(f"a: {message}")
 
 
@@ -127,18 +122,14 @@ def test_an_invalid_line_of_a_record_is_rejected(line: str, message: str, tmp_pa
     """The message has file, line, rule and content."""
     log = tmp_path / "record.jsonl"
     log.write_text(f'{{"kernel": "{COMBINE}"}}\n{line}', encoding="utf-8")
-
     with pytest.raises(ArgumentError) as caught:
         read_record(log)
-
     assert str(caught.value) == f"{log}:2: {message}"
 
 
-def test_a_missing_file_is_rejected(tmp_path: Path) -> None:
+@pytest.mark.parametrize("read", [read_spec_file, read_record])
+def test_a_missing_file_is_rejected(read: Callable[[Path], object], tmp_path: Path) -> None:
     """The message has the path."""
     path = tmp_path / "none.toml"
-
-    for read in (read_spec_file, read_record):
-        with pytest.raises(ArgumentError, match="expected a readable file, got No ") as caught:
-            read(path)
-        assert str(caught.value).startswith(f"{path}: ")
+    with pytest.raises(ArgumentError, match=f"^{path}: expected a readable file, got No "):
+        read(path)

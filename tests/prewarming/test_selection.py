@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,37 +31,29 @@ def selected(archs: str = "sm_80", **arguments: Any) -> list[Any]:
     return selected_specs(archs, **{"wanted": {}, **arguments})
 
 
+def unique(specs: Iterable[Any]) -> list[Any]:
+    """Return specs without duplicates, in order."""
+    return list(dict.fromkeys(specs))
+
+
 def test_models_are_selected_on_every_architecture() -> None:
-    """Each model is selected on each architecture, without duplicates."""
+    """Each model is selected on each architecture, without duplicates, by its serving options."""
     specs = selected("sm_90a,sm_80", models="deepseek-v3,llama-3-8b", tp=[1, 8], q_len=2)
-
-    use = ServingOptions(tp=(1, 8), q_lens=(2,))
-    expected = [
-        spec
-        for arch in (SM_90A, SM_80)
-        for model in (V3, LLAMA)
-        for spec in model_specs(arch, model, use)
-    ]
-    assert specs == list(dict.fromkeys(expected))
-
-
-def test_serving_options_select_kernels_of_models() -> None:
-    """Serving options accept one value or several, like the options of the command."""
     wanted = {"dtype": "fp16", "kv_dtype": ["e4m3"], "page_size": 48, "lookup": "sparse"}
 
-    specs = selected(models=["deepseek-v3.2"], wanted=wanted)
-
+    pairs = [(arch, model) for arch in (SM_90A, SM_80) for model in (V3, LLAMA)]
+    use = ServingOptions(tp=(1, 8), q_lens=(2,))
+    assert specs == unique(spec for pair in pairs for spec in model_specs(*pair, use))
     use = ServingOptions(
         dtypes=(DType.FP16,), kv_dtypes=(DType.E4M3,), page_sizes=(48,), lookups=("sparse",)
     )
-    assert specs == model_specs(SM_80, find_model("deepseek-v3.2"), use)
+    v32 = model_specs(SM_80, find_model("deepseek-v3.2"), use)
+    assert selected(models=["deepseek-v3.2"], wanted=wanted) == v32
 
 
 def test_families_filter_the_kernels_of_a_model() -> None:
     """``families`` filters the kernels of a model, for instance to the sm80 kernel."""
-    specs = selected("sm_90a", models="deepseek-v3", tp=8, families=["mla_sm80"])
-
-    assert specs == [mla_sm80()]
+    assert selected("sm_90a", models="deepseek-v3", tp=8, families=["mla_sm80"]) == [mla_sm80()]
 
 
 @pytest.mark.parametrize(
@@ -82,22 +75,15 @@ def test_kernels_and_models_are_combined() -> None:
     """They have no duplicates; without both, the supported kernels are filtered."""
     wanted: dict[str, Any] = {"kv_lora_rank": 512, "dtype": "bf16"}
     given = [COMBINE, gqa_sm80(arch=SM_80)]
-
-    specs = selected(models="llama-3-8b", kernels=given)
-
-    of_model = model_specs(SM_80, LLAMA, ServingOptions())
-    assert specs == [*given, *(spec for spec in of_model if spec not in given)]
-    assert selected(wanted=wanted, heads=16) == select_specs([SM_80], heads=16, wanted=wanted)
-
-
-def test_prewarm_takes_the_same_arguments() -> None:
-    """`mlagen.prewarm` passes all arguments on."""
     report = mlagen.prewarm(
         "sm_90a", models="deepseek-v3", tp=8, kernels=str(COMBINE), dry_run=True, page_size=32
     )
 
-    use = ServingOptions(tp=(8,), page_sizes=(32,))
-    assert [unit.spec for unit in report.units] == [COMBINE, *model_specs(SM_90A, V3, use)]
+    of_model = model_specs(SM_80, LLAMA, ServingOptions())
+    assert selected(models="llama-3-8b", kernels=given) == unique([*given, *of_model])
+    assert selected(wanted=wanted, heads=16) == select_specs([SM_80], heads=16, wanted=wanted)
+    of_model = model_specs(SM_90A, V3, ServingOptions(tp=(8,), page_sizes=(32,)))
+    assert [unit.spec for unit in report.units] == [COMBINE, *of_model]
 
 
 TOML = """
@@ -126,21 +112,10 @@ def test_a_table_is_the_product_of_its_lists(text: str, tmp_path: Path) -> None:
     """It applies to its own architectures or those of the command; stdin has no file name."""
     path = tmp_path / ("a.toml" if text == TOML else "a.json")
     path.write_text(text)
-
-    specs = read_spec_file(path, archs="sm_80")
-
     model = selected(models="deepseek-v3", tp=[1, 8], wanted={"kv_dtype": KV_DTYPES})
     table = selected("sm_80,sm_86", families=["combine"], wanted=COMBINES)
-    expected = list(dict.fromkeys([*model, *table]))
-    assert specs == specs_of_file("-", text.encode(), archs="sm_80") == expected
-    assert COMBINE in specs
-
-
-def test_a_table_may_hold_kernels_by_their_text() -> None:
-    """Kernel texts are those of misses and records."""
-    content = json.dumps({"kernel": [{"kernel": [str(COMBINE)]}]}).encode()
-
-    assert specs_of_file("a", content) == [COMBINE]
+    specs = read_spec_file(path, archs="sm_80")
+    assert specs == specs_of_file("-", text.encode(), archs="sm_80") == unique([*model, *table])
 
 
 def line_of(spec: KernelSpec) -> str:
@@ -156,47 +131,42 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("text", LINES, ids=["no call", "no newline", "several processes"])
-def test_each_kernel_of_a_record_is_selected_once(text: str, tmp_path: Path) -> None:
-    """Several processes may write the same file; empty lines are skipped."""
-    log = tmp_path / "record.jsonl"
-    log.write_text(text)
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Return the path of a record."""
+    return tmp_path / "record.jsonl"
 
+
+@pytest.mark.parametrize("text", LINES, ids=["no call", "no newline", "several processes"])
+def test_each_kernel_of_a_record_is_selected_once(text: str, log: Path) -> None:
+    """Several processes may write the same file; empty lines are skipped."""
+    log.write_text(text)
     assert read_record(log) == LINES[text]
     assert bool(read_record(log, archs="sm_80")) == bool(text)
 
 
-def test_on_another_architecture_the_same_calls_are_served(tmp_path: Path) -> None:
+def test_on_another_architecture_the_same_calls_are_served(log: Path) -> None:
     """With ``archs``, the record selects the kernels that the same calls take there."""
-    log = tmp_path / "record.jsonl"
     log.write_text(line_of(mla_sm90()) + line_of(gqa_sm80()))
-
     specs = read_record(log, archs="sm_80")
-
     assert {mla_sm80(arch=SM_80), gqa_sm80(arch=SM_80), COMBINE} <= {*specs}
     assert {spec.arch for spec in specs} == {SM_80}
 
 
 @pytest.mark.parametrize("end", [1, 30, -1])
 def test_an_incomplete_last_line_is_skipped(
-    end: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    end: int, log: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The run ended while writing it; the warning has the line number."""
-    log = tmp_path / "record.jsonl"
     log.write_text(line_of(COMBINE) + line_of(gqa_sm80()).rstrip("\n")[:end])
-
     with caplog.at_level(logging.WARNING, "mlagen"):
-        specs = read_record(log)
-
-    assert specs == [COMBINE]
+        assert read_record(log) == [COMBINE]
     assert caplog.messages == [f"{log}:2: skipped a line without its end"]
 
 
-def test_a_record_of_the_engine_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_of_the_engine_is_read(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record written by a run can be prewarmed."""
-    monkeypatch.setenv("MLAGEN_RECORD", str(tmp_path / "record.jsonl"))
+    monkeypatch.setenv("MLAGEN_RECORD", str(log))
     current_settings.cache_clear()
-
     engine.find_or_build(COMBINE)
-
-    assert read_record(tmp_path / "record.jsonl") == [COMBINE]
+    assert read_record(log) == [COMBINE]

@@ -89,7 +89,31 @@ def compute(problem: MlaProblem, **changes: Any) -> tuple[torch.Tensor, torch.Te
 
 def decode_gqa(problem: GqaProblem, **changes: Any) -> torch.Tensor:
     """Return the output of ``xqa_batch_decode_with_kv_cache``."""
-    return mlagen.decode.xqa_batch_decode_with_kv_cache(**problem.arguments(**changes))
+    return ENTRY_POINTS["xqa_batch"].run(problem, **changes)
+
+
+def decode_gqa_with_lse(problem: GqaProblem, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and LSE of ``xqa_batch_decode_with_kv_cache``."""
+    arguments = problem.arguments(return_lse=True, **changes)
+    result = mlagen.decode.xqa_batch_decode_with_kv_cache(**arguments)
+    assert isinstance(result, tuple)
+    return result
+
+
+def trtllm_gqa_arguments(problem: GqaProblem, **changes: Any) -> dict[str, Any]:
+    """Return the keyword arguments of ``trtllm_batch_decode_with_kv_cache``."""
+    arguments = problem.arguments()
+    assert arguments.pop("causal")
+    offsets = arguments["cum_seq_lens_q"] = arguments.pop("q_cu_seq_lens")
+    if offsets is not None:
+        arguments["q_len_per_req"], arguments["max_q_len"] = None, problem.case.longest_q
+    return arguments | changes
+
+
+def not_written(problem: GqaProblem, workspace: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a workspace and an LSE of NaN, for a call to write."""
+    lse = torch.full(problem.query.shape[:-1], math.nan, device=problem.device)
+    return {"workspace_buffer": workspace, "lse": lse}
 
 
 def xqa_arguments(problem: GqaProblem, **changes: Any) -> dict[str, Any]:
@@ -128,6 +152,7 @@ def xqa_arguments(problem: GqaProblem, **changes: Any) -> dict[str, Any]:
         "q_seq_len": case.longest_q,
         "mask": problem.mask,
         "q_cu_seq_lens": problem.cum_seq_lens_q,
+        "causal": case.causal,
         "k_sf_cache": k_sf_cache,
         "v_sf_cache": v_sf_cache,
     }
@@ -240,14 +265,23 @@ ENTRY_POINTS = {
             function=mlagen.decode.xqa_batch_decode_with_kv_cache,
             case=GqaCase,
             arguments=GqaProblem.arguments,
-            names=_MLA_NAMES | {"offsets": "q_cu_seq_lens"},
+            names=_MLA_NAMES | {"lse": "lse", "offsets": "q_cu_seq_lens"},
+        ),
+        EntryPoint(
+            name="trtllm_gqa",
+            function=mlagen.decode.trtllm_batch_decode_with_kv_cache,
+            case=GqaCase,
+            arguments=trtllm_gqa_arguments,
+            names=_MLA_NAMES | {"lse": "lse", "offsets": "cum_seq_lens_q"},
         ),
         EntryPoint(
             name="xqa",
             function=mlagen.xqa.xqa,
             case=GqaCase,
             arguments=xqa_arguments,
-            names=_XQA_NAMES | {"sinks": "sinks", "offsets": "q_cu_seq_lens"},
+            names=_XQA_NAMES
+            | {name: name for name in ("sinks", "lse")}
+            | {"offsets": "q_cu_seq_lens"},
         ),
     )
 }
@@ -256,3 +290,10 @@ ENTRY_POINTS = {
 def run_xqa(problem: GqaProblem, **changes: Any) -> torch.Tensor:
     """Return the output of ``xqa``."""
     return ENTRY_POINTS["xqa"].run(problem, **changes)
+
+
+def run_xqa_with_lse(problem: GqaProblem, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and LSE of ``xqa``, in the shape of its query."""
+    shape = xqa_arguments(problem)["q"].shape[:-1]
+    lse = torch.full(shape, math.nan, device=problem.device)
+    return run_xqa(problem, lse=lse, **changes), lse

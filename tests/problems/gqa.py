@@ -29,6 +29,7 @@ class GqaCase(Case):
     o_scale: float = 1.0
     window: int = 0  # tokens that a row attends to, 0 for no limit
     sink: float | None = None  # magnitude
+    causal: bool = True
     mask: str | None = None  # "causal", "full", "random" or "blind"; None: no mask
     layout: str = "NHD"
     cache_layout: str = "tuple"  # or "list", "stacked", "strided", or "shared" by keys and values
@@ -157,6 +158,7 @@ class GqaProblem(Problem):
             "mask": self.mask,
             "kv_cache_sf": self.store.scales(case.cache_layout, case.layout),
             "q_cu_seq_lens": self.cum_seq_lens_q,
+            "causal": case.causal,
         }
         if case.out_dtype is not None:
             arguments["out"] = torch.empty(self.query.shape, dtype=case.out_dtype, device=device)
@@ -167,7 +169,7 @@ class GqaProblem(Problem):
         case = self.case
         position = torch.arange(case.seq_lens[seq])
         draft = position - (len(position) - case.lens[seq])
-        is_seen = draft <= index
+        is_seen = (draft <= index) | (not case.causal)
         if self.bits is not None:
             token = sum(case.lens[:seq]) + index
             is_seen = (draft < 0) | self.bits[token][draft.clamp(min=0)]

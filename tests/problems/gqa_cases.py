@@ -166,6 +166,15 @@ _NUMBERS = (
     ),
     GqaCase(seq_lens=(9000, 0, 40, 2500), q_len=3, sink=3.0),
     GqaCase(seq_lens=(4001,), head_dim=512, kv_heads=1, group=5),
+    *(
+        gqa_case(kind, **facts, causal=False, kv_heads=1, head_dim=64, sink=3.0)
+        for kind in SOME_KINDS
+        for facts in (
+            {"seq_lens": (0, 1, 4, 70, 3000), "q_len": 5},
+            {"seq_lens": (70, 3, 300, 0), "q_lens": (40, 9, 0, 2)},
+        )
+    ),
+    GqaCase(seq_lens=(500,), q_len=96, causal=False),
     GqaCase(seq_lens=(131072,), head_dim=64, kv_heads=1, page_size=128),
 )
 
@@ -196,5 +205,6 @@ XQA_CASES = (
         for q_len, mask in ((2, None), (4, "causal"), (5, "full"), (33, "random"))
     ),
     GqaCase(seq_lens=(70, 300, 9), q_lens=(3, 0, 2), mask="random"),
+    GqaCase(seq_lens=(70, 2, 9), q_len=4, causal=False),
     GqaCase(seq_lens=(5000, 9), sink=3.0),
 )

@@ -75,6 +75,17 @@ class MlaCase(Case):
     mask: str = ""  # of flare_mla_decoding: a name of ``tests.problems.masks.MASKS``
     is_causal: bool = True
     bmm2_scales_scores: bool = False
+    # Decode context parallel; ``seq_lens`` are of all ranks then.
+    cp_world: int = 0  # ranks; 0 without it
+    cp_rank: int = 0
+    tokens_ahead: int = 0  # in the cache, past the length that the causal mask has
+    tokens_missing: int = 0  # of this rank, at the end
+
+    @property
+    def local_lens(self) -> tuple[int, ...]:
+        """Tokens of each sequence that this rank has."""
+        own = (len(range(self.cp_rank, length, self.cp_world)) for length in self.seq_lens)
+        return tuple(max(0, length - self.tokens_missing) for length in own)
 
     @property
     def has_trtllm_entry_point(self) -> bool:
@@ -87,9 +98,11 @@ class MlaCase(Case):
 
     def build(self, device: str) -> MlaProblem:
         """Return the tensors on ``device`` and the data for checking a result."""
+        from tests.problems.dcp import shard
         from tests.problems.mla_build import build
 
-        return build(self, device)
+        problem = build(self, device)
+        return shard(problem, self) if self.cp_world else problem
 
 
 def mla_case(kind: str, **facts: Any) -> MlaCase:
@@ -145,7 +158,10 @@ class MlaProblem(Problem):
 
     def sees(self, seq: int, index: int, position: int) -> bool:
         """Return whether a query token attends to a position, under the causal mask."""
-        return position < self.case.seq_lens[seq] - (self.case.lens[seq] - 1 - index)
+        case = self.case
+        if case.cp_world:
+            position = position * case.cp_world + case.cp_rank + case.tokens_ahead
+        return position < case.seq_lens[seq] - (case.lens[seq] - 1 - index)
 
     def with_bias(self, bias: list[torch.Tensor]) -> MlaProblem:
         """Return the problem with another bias ``[heads or 1, n]`` of each query token."""
@@ -175,6 +191,19 @@ class MlaProblem(Problem):
         if case.top_k:
             arguments["sparse_mla_top_k"] = case.top_k
             arguments["sparse_mla_top_k_lens"] = self.top_k_lens
+        if case.cp_world:
+            lengths = [length - case.tokens_ahead for length in case.seq_lens]
+            arguments |= {
+                "max_seq_len": max(case.local_lens, default=0),
+                "enable_dcp": True,
+                "return_lse": True,
+                "return_lse_base": "base2",
+                "cp_world": case.cp_world,
+                "cp_rank": case.cp_rank,
+                "causal_seqlens_kv_global": torch.tensor(
+                    lengths, dtype=torch.int32, device=self.device
+                ),
+            }
         if case.values == "other pages":
             arguments["uses_shared_paged_kv_idx"] = False
         return arguments | changes
@@ -220,7 +249,7 @@ class MlaProblem(Problem):
             page_size=case.page_size,
             lookup="sparse" if case.top_k else "paged",
             values="shared" if case.values == "shared" else "separate",
-            mask="bias" if case.bias else "causal",
+            mask="dcp" if case.cp_world else "bias" if case.bias else "causal",
         )
         return mla_sm90_kernel(self._sm90_arch, variant, 1, current_settings().mla_p_dtype)
 

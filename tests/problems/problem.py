@@ -22,6 +22,16 @@ POISON = 0xFF
 INVALID_IDS = (-1, 2**31 - 1, -(2**31), 1_000_000_000)
 
 
+def bf16(*shape: int) -> torch.Tensor:
+    """Return bf16 zeros."""
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def ints(*numbers: int) -> torch.Tensor:
+    """Return int32 numbers."""
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """Facts of a problem; ``q_lens`` makes it ragged, else every sequence has ``q_len`` tokens."""

@@ -124,10 +124,8 @@ def test_a_failed_call_names_the_symbol_and_the_driver_error(
     driver = pytest.importorskip("cuda.bindings.driver")
     words = (driver.CUresult.CUDA_SUCCESS, b"device kernel image is invalid")
     monkeypatch.setattr(driver, "cuGetErrorString", lambda _: words)
-
     with pytest.raises(DriverError) as caught:
         checked((driver.CUresult.CUDA_ERROR_INVALID_IMAGE,), "cuLibraryLoadData")
-
     assert caught.value.symbol == "cuLibraryLoadData"
     assert str(caught.value) == (
         "cuLibraryLoadData: device kernel image is invalid (CUDA_ERROR_INVALID_IMAGE)"

@@ -286,5 +286,4 @@ def test_a_record_has_the_launches_of_its_thread_and_of_inner_records() -> None:
         with record_launches() as inner:
             combine.enqueue(enable_pdl=True)
         combine.enqueue(enable_pdl=True)
-
     assert (kernels, inner) == ([COMBINE], [COMBINE])

@@ -55,7 +55,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def test_a_kernel_is_loaded_eagerly(spec: KernelSpec, calls: list[tuple[Any, ...]]) -> None:
     """The loader finds the symbol, raises the shared-memory limit and loads the code."""
     kernel = load(b"code", spec, 3)
-
     assert (kernel.spec, kernel.device) == (spec, 3)
     assert kernel.packing.format == packing_of(spec).format
     assert (kernel.library, kernel.function) == ("cuLibraryLoadData", "cuKernelGetFunction")

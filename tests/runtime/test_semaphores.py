@@ -57,7 +57,6 @@ def test_a_workspace_keeps_its_semaphores() -> None:
 def test_workspaces_share_no_semaphore(device: int, sm_count: int) -> None:
     """Each has zeroed memory for a semaphore and the scheduler metadata of every SM."""
     addresses = [semaphores_of(device, WORKSPACE + index) for index in range(semaphores._REGIONS)]
-
     (slab,) = semaphores._slabs
     ordered = sorted(addresses)
     steps = {later - earlier for earlier, later in pairwise(ordered)}

@@ -31,7 +31,7 @@ class Batch:
     heads: int = 16  # per KV head
     num_cta_groups: int = 132
     cta_group_size: int = 1
-    is_causal: bool = False  # MLA; GQA always is
+    is_causal: bool = False
     window: int = NO_WINDOW  # GQA
 
     def is_ragged(self) -> bool:
@@ -85,7 +85,8 @@ def schedule_of(
             "tokens": ends[-1],
             "row_tiles": 0 if batch.is_ragged() else row_tiles,
             "num_tiles": 1 if batch.is_ragged() else row_tiles,
-            "window": batch.window,
+            "window": batch.window if batch.is_causal else MAX_TOKENS,
+            "is_causal": batch.is_causal,
             "max_tokens": MAX_TOKENS,
         }
     return scheduler.run(batch.num_cta_groups * batch.cta_group_size, params | changes)
@@ -109,10 +110,10 @@ def tiles_of(scheduler: TileScheduler, batch: Batch) -> dict[Tile, Attended]:
         for first_row in range(0, rows, spec.block_m):
             last_row = min(first_row + spec.block_m, rows) - 1
             first_end = last_end = kv_len
-            if not is_mla or batch.is_causal:
+            if batch.is_causal:
                 first_end = max(kv_len - q_len + first_row // batch.heads + 1, 0)
                 last_end = max(kv_len - q_len + last_row // batch.heads + 1, 0)
-            begin = 0 if is_mla else max(first_end - batch.window, 0)
+            begin = 0 if is_mla or not batch.is_causal else max(first_end - batch.window, 0)
             blocks = range(begin // spec.block_n, -(-last_end // spec.block_n))
             for kv_head in range(1 if is_mla else batch.cta_group_size):
                 tile = Tile(seq_idx, kv_head, first_row)

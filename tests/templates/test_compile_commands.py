@@ -35,19 +35,6 @@ def test_every_plain_template_has_one_command(database: list[dict[str, Any]]) ->
     assert [entry["file"] for entry in database] == PLAIN
 
 
-def test_a_command_compiles_its_file_as_cuda(database: list[dict[str, Any]]) -> None:
-    """The flags are those of device code without CUDA's headers; all paths exist."""
-    for entry in database:
-        arguments = entry["arguments"]
-        assert {"cuda", "-std=c++17", "--cuda-device-only", "-nocudainc"} <= set(arguments)
-        assert re.search(r"--cuda-gpu-arch=sm_\d+", " ".join(arguments))
-        assert arguments[arguments.index("-include") + 1] == str(BUILTINS)
-        assert arguments[-1] == entry["file"]
-        folders = include_folders(entry)
-        assert len(folders) == 3
-        assert all(path.exists() for path in (BUILTINS, Path(entry["directory"]), *folders))
-
-
 def test_the_includes_of_a_file_are_found_once(database: list[dict[str, Any]]) -> None:
     """An editor opens the file that a kernel gets, rendered if it has Jinja."""
     for entry in database:
@@ -56,20 +43,11 @@ def test_the_includes_of_a_file_are_found_once(database: list[dict[str, Any]]) -
             assert len(found) == 1, (entry["file"], name)
 
 
-def test_what_is_rendered_has_no_jinja(database: list[dict[str, Any]]) -> None:
-    """The files beside the database are CUDA."""
-    rendered = {path for entry in database for path in include_folders(entry)[0].rglob("*.cuh")}
-
-    assert len(rendered) > 20
-    assert [path for path in rendered if re.search(r"\{%|\{\{|\{#", path.read_text())] == []
-
-
 def test_builtins_are_declared_for_all_that_templates_call() -> None:
     """A name with two underscores is of the compiler: clangd learns of it in one header."""
     used = set()
     for path in PLAIN:
         code = re.sub(r'//[^\n]*|"(?:\\.|[^"\\])*"', "", Path(path).read_text())
         used |= set(re.findall(r"\b(__(?!builtin)[a-z]\w+)\b", code))
-
     declared = BUILTINS.read_text()
     assert {name for name in used if not re.search(rf"\b{name}\b", declared)} == set()

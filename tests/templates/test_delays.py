@@ -35,6 +35,5 @@ def test_a_kernel_with_delays_compiles(
 ) -> None:
     """And every delay is in it."""
     source = delayed_source(spec, delays, after=after)
-
     assert source.text.count("__nanosleep(") >= len(delays)
     assert compile_source(source, spec.arch, find_nvrtc()).code

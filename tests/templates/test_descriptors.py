@@ -35,7 +35,6 @@ KERNELS: list[KernelSpec] = [
 def test_no_descriptor_is_moved_between_products(spec: KernelSpec, tmp_path: Path) -> None:
     """All that a group of products needs is there when it begins."""
     compiled = cubin_of(spec)
-
     assert moves_between_mmas(compiled.code, tmp_path) == 0
 
 
@@ -46,7 +45,5 @@ def test_descriptors_that_compilers_do_not_know_of_are_moved(tmp_path: Path) -> 
     uniform = "return __reduce_max_sync(~0u, value);"
     assert text.count(uniform) == 1
     source = Source(text=text.replace(uniform, "return value;"), origins=())
-
     compiled = compile_source(source, spec.arch, find_nvrtc())
-
     assert moves_between_mmas(compiled.code, tmp_path) > 0

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from mlagen.codegen.render import render
-from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
+from tests.built_once import cubin_of
 from tests.kernels import (
     COMBINE,
     WIDE_DECODE,
@@ -62,7 +62,7 @@ def manifest_of(spec: KernelSpec, recorded: dict[str, Any]) -> dict[str, Any]:
     }
     if recorded.get("nvrtc", nvrtc.version) != nvrtc.version and "MLAGEN_ACCEPT" not in os.environ:
         return manifest | {name: recorded[name] for name in ("nvrtc", "resources")}
-    (resources,) = compile_source(source, spec.arch, nvrtc).resources
+    (resources,) = cubin_of(spec).resources
     return manifest | {"nvrtc": nvrtc.version, "resources": asdict(resources)}
 
 

@@ -51,7 +51,6 @@ def test_every_header_compiles_alone(template: str) -> None:
 def test_a_header_without_its_includes_does_not_compile() -> None:
     """What the compiler is given is the header alone."""
     source = flattened(["__device__ inline u32 one() { return 1; }"], COMBINE)
-
     with pytest.raises(CompileError, match="u32"):
         compile_source(source, COMBINE.arch, find_nvrtc())
 
@@ -119,7 +118,6 @@ def test_no_include_is_missing() -> None:
         for name in names.files
         for symbol in names.missing(name)
     }
-
     assert missing == set()
 
 

@@ -1,14 +1,13 @@
 """Supported kernels, for every architecture that the installed NVRTC knows.
 
 fp16 kernels are their bf16 twins with another instruction, and page sizes differ in a constant: one
-of each is compiled, and of the sm90 kernels two.
+of each is compiled, and of the sm90 kernels that copy small pages in another way, two.
 
-- sm_80 and sm_120f: every sm80 kernel. The ISA of sm_80 does not convert e4m3, so its kernels need
-  the most registers; sm_120f has the least shared memory.
-- sm_90a: every sm90 kernel.
+- sm_80: every sm80 kernel. Its ISA does not convert e4m3, so its kernels need the most registers.
+- sm_120f, which has the least shared memory: the same, with the largest accumulators.
+- sm_90a: every sm90 kernel, with e4m3 output for one head dim.
 - sm_86, sm_89, sm_90a and sm_100f: the sm80 kernels that most calls take, over each cache dtype.
-- The others, which have the limits and the instructions of one of these: the same, over bf16 and
-  e4m3 caches.
+- The others, which have the limits and the instructions of one of these: the same, over bf16.
 
 ``MLAGEN_TEST_KERNELS=all`` compiles every kernel of every architecture, in about an hour of one
 core.
@@ -61,6 +60,7 @@ def problems_of(spec: KernelSpec) -> list[str]:
 
 HOPPER = ("mla_sm90", "mla_sm90_fp8", "mla_sm90_fp8kv", "gqa_sm90")
 SAMPLE = {"page_size": ("64",), "query_dtype": ("bf16", "e4m3", "fp8_per_token")}
+BF16_OR_E4M3 = {"query_dtype": ("bf16", "e4m3")}
 USUAL = {
     **SAMPLE,
     "lookup": ("paged",),
@@ -72,9 +72,10 @@ USUAL = {
     "out_dtype": ("bf16",),
     "head_dim_vo": ("128", "512"),
 }
-FEW = {**USUAL, "kv_dtype": ("bf16", "e4m3")}
+FEW = {**USUAL, "kv_dtype": ("bf16",), "head_dim_vo": ("512",)}
 FILTERS = {
-    **dict.fromkeys(("sm_80", "sm_120f"), SAMPLE),
+    "sm_80": SAMPLE,
+    "sm_120f": {**SAMPLE, "kv_lora_rank": ("512",), "out_dtype": ("bf16",)},
     **dict.fromkeys(("sm_87", "sm_103f", "sm_110f", "sm_121f"), FEW),
 }
 
@@ -84,12 +85,13 @@ def sample_of(arch: Arch) -> list[KernelSpec]:
     if os.environ.get("MLAGEN_TEST_KERNELS") == "all":
         return specs_of(arch)
     sample = specs_of(arch, **FILTERS.get(str(arch), USUAL))
-    if arch.has_wgmma:  # the narrow kernels copy pages of 16 tokens in another way
-        portable = [spec for spec in sample if spec.family not in HOPPER]
-        sample = portable + specs_of(arch, HOPPER, **SAMPLE)
-        sample += specs_of(arch, ("mla_sm90",), page_size=("16",), query_dtype=("bf16",))
-        sample += specs_of(arch, ("mla_sm90",), page_size=("64",), query_dtype=("fp16",))
-        sample += specs_of(arch, ("mla_sm90_fp8",), page_size=("16",))
+    if arch.has_wgmma:
+        sample = [spec for spec in sample if spec.family not in HOPPER]
+        sample += specs_of(arch, HOPPER[:3], **SAMPLE)
+        gqa = {"page_size": ("64",), "query_dtype": ("bf16",)}
+        sample += specs_of(arch, HOPPER[3:], out_dtype=("bf16",), **gqa)
+        sample += specs_of(arch, HOPPER[3:], out_dtype=("e4m3",), head_dim=("128",), **gqa)
+        sample += specs_of(arch, HOPPER[:2], block_m=("16",), page_size=("16",), **BF16_OR_E4M3)
     return sample
 
 
@@ -100,8 +102,6 @@ def test_kernels_compile_into_the_limits_of_their_architecture(arch: Arch) -> No
     """No spill, no stack, no performance warning; registers and shared memory fit the SM."""
     require_known(arch)
     specs = sample_of(arch)
-
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC lets go of the interpreter lock
         problems = dict(zip(map(str, specs), pool.map(problems_of, specs), strict=True))
-
     assert {spec: found for spec, found in problems.items() if found} == {}

@@ -46,7 +46,6 @@ KERNELS += [
 def test_no_arrival_overtakes_ldmatrix(spec: KernelSpec, tmp_path: Path) -> None:
     """On every path, each read that an arrive releases completes before it."""
     compiled = cubin_of(spec)
-
     assert overtaken(compiled.code, tmp_path) == []
 
 

@@ -150,9 +150,7 @@ def test_a_family_compiles_alone_for_its_first_architecture(family: str, number:
     arch = next(arch for arch in ARCHS if arch.number >= number)
     require_known(arch)
     found = [wrapper for wrapper in wrappers(path) if minimum(path, wrapper) <= number]
-
     code = compile_source(probe(path, found), arch, find_nvrtc()).code
-
     assert code.startswith(b"\x7fELF")
 
 
@@ -166,7 +164,6 @@ def test_the_stated_minimum_is_the_real_one(family: str, number: int) -> None:
     before = [arch for arch in ARCHS if arch.number < number][-1]
     require_known(before)
     found = [wrapper for wrapper in wrappers(path) if minimum(path, wrapper) == number]
-
     rejection = f"sm_{number}|not supported on .target '{before}'"
     with pytest.raises(CompileError, match=rejection):
         compile_source(probe(path, found), before, find_nvrtc())
@@ -197,9 +194,7 @@ def test_the_comment_above_a_wrapper_is_the_instruction_compiled(family: str) ->
     """The PTX of the calls of a family's wrappers has each instruction as often as the comments."""
     found = [wrapper for wrapper in wrappers(FAMILIES[family]) if wrapper.instruction]
     counts = Counter(f"{wrapper.instruction}" for wrapper in found)
-
     ptx = compile_to_ptx(probe(FAMILIES[family], found), SM_90A, find_nvrtc())
-
     emitted = {
         instruction: len(re.findall(rf"\b{re.escape(instruction)}(?![\w.:])", ptx))
         for instruction in counts
@@ -212,7 +207,6 @@ def test_names_are_the_mnemonic(family: str) -> None:
     """Wrapper and instruction begin with the file's name, or its first line lists how they do."""
     listed = header(FAMILIES[family])["mnemonics"].replace(".", "_").split(", ")
     words = [family] if any(word.startswith(family) for word in listed) else listed
-
     for wrapper in wrappers(FAMILIES[family]):
         spelled = [wrapper.name, *filter(None, [wrapper.instruction])]
         assert any(
@@ -224,7 +218,6 @@ def test_names_are_the_mnemonic(family: str) -> None:
 def test_every_wrapper_is_seen_by_these_tests(family: str) -> None:
     """No function of a family escapes the pattern that finds wrappers."""
     text = _DIRECTIVE.sub("", FAMILIES[family].read_text())
-
     assert len(list(wrappers(FAMILIES[family]))) == text.count("__device__")
     assert sum(len(_ASM.findall(wrapper.body)) for wrapper in wrappers(FAMILIES[family])) == len(
         _ASM.findall(text)
@@ -239,5 +232,4 @@ def test_inline_assembly_lives_in_ptx_only() -> None:
         if path.suffix in {".cuh", ".j2"} and path.parent.name != "ptx"
         if _ASM.search(path.read_text())
     ]
-
     assert elsewhere == []

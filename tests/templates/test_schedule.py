@@ -124,7 +124,6 @@ def test_linear_block_indices_fill_int32(scheduler: TileScheduler, count: int) -
     max_blocks = (2**31 - 1) // count - spec.fixed_overhead_blocks
     kv_len = min(max_blocks * spec.block_n, MAX_TOKENS)
     uniform = Batch((Seq(kv_len),) * count, spec.block_m)
-
     for batch in (uniform, replace(uniform, seqs=(*uniform.seqs[1:], Seq(kv_len - 64)))):
         check_cover(scheduler, batch, schedule_of(scheduler, batch))
 
@@ -136,7 +135,6 @@ def test_a_cta_stores_at_most_two_splits(scheduler: TileScheduler, batch: Batch)
     by_head = defaultdict(list)
     for work in schedule_of(scheduler, batch).work_items:
         by_head[work.cta, work.kv_head].append(work)
-
     for (cta, _), work_items in by_head.items():
         assert 0 <= cta < batch.num_cta_groups * batch.cta_group_size
         assert [work.work_idx for work in work_items] == sorted(
@@ -179,7 +177,6 @@ def test_a_reducer_waits_in_its_last_work_item(name: str, compiled: Compiled, ba
     by_cta = defaultdict(list)
     for work in schedule_of(compiled(name), batch).work_items:
         by_cta[work.cta].append(work)
-
     for work_items in by_cta.values():
         for work in work_items:
             if work.num_splits > 1:
@@ -217,10 +214,8 @@ def test_tiles_of_a_uniform_batch_have_equal_splits_if_ranges_are_aligned(
 def test_ranges_are_aligned_if_few_cta_groups_stay_idle(compiled: Compiled) -> None:
     """A uniform batch of 64 tiles takes 128 of 132 CTA groups, one of 50 all of them."""
     scheduler = compiled("mla, 16 rows")
-
     aligned = schedule_of(scheduler, Batch((Seq(65 * 64),) * 64)).ranges[0]
     unaligned = schedule_of(scheduler, Batch((Seq(65 * 64),) * 50)).ranges[0]
-
     assert (aligned.num_ranges, aligned.fixed_overhead_blocks) == (128, 0)
     assert (unaligned.num_ranges, unaligned.fixed_overhead_blocks) == (132, 2)
 
@@ -234,7 +229,6 @@ def test_a_batch_of_decreasing_offsets_has_no_work(
     """Sequences of it could share query tokens, and exceed the work that the host expects."""
     ends = ints((5, 5 + q_lens[0], 5 + sum(q_lens[:2]), 5 + sum(q_lens)))
     batch = Batch((Seq(300), Seq(100, 2), Seq(200)))
-
     assert not schedule_of(scheduler, batch, cu_seqlens_q=ends, tokens=9, total_rows=900).work_items
 
 
@@ -244,11 +238,9 @@ def test_query_tokens_outside_of_the_tensor_have_no_work(
 ) -> None:
     """Only the sequences whose query tokens exist are computed."""
     batch = Batch((Seq(300, 2), Seq(100, 3)))
-
     work_items = schedule_of(
         scheduler, batch, cu_seqlens_q=ints(ends), tokens=5, total_rows=80
     ).work_items
-
     assert {work.seq_idx for work in work_items} == {0 if ends[0] == 0 else 1}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
@@ -12,6 +13,9 @@ import torch
 from mlagen.families.common.call_cache import Tensors, pointers_of
 from mlagen.families.common.call_key import CallKey
 from mlagen.families.common.memory import CallArgs
+
+# Factors that convert a base-2 LSE to the requested base.
+LSE_FACTORS = {"base2": 1.0, "basee": math.log(2)}
 
 Getter = Callable[[tuple[torch.Tensor | None, ...]], Tensors]
 

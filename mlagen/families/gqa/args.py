@@ -12,11 +12,13 @@ from mlagen.families.common.arguments import (
     canonical_scale,
     reject,
     require_choice,
+    require_flag,
     require_float32,
     require_tensor,
     require_whole_number,
 )
 from mlagen.families.common.launchers import any_scale, rounded_up, value_signature
+from mlagen.families.common.outputs import LSE_FACTORS
 
 LAYOUTS = ("NHD", "HND")
 
@@ -33,6 +35,7 @@ class GqaArgNames(NamedTuple):
     value_scales: str = "kv_cache_sf[1]"
     workspace_buffer: str = "workspace_buffer"
     block_tables: str = "block_tables"
+    kv_indptr: str = "kv_indptr"
     seq_lens: str = "seq_lens"
     max_seq_len: str = "max_seq_len"
     q_len: str = "q_len_per_req"
@@ -40,6 +43,9 @@ class GqaArgNames(NamedTuple):
     mask: str = "mask"
     sinks: str = "sinks"
     out: str = "out"
+    lse: str = "lse"
+    return_lse_base: str = "return_lse_base"
+    window: str = "window_left"
     bmm1_scale: str = "bmm1_scale"
     bmm2_scale: str = "bmm2_scale"
 
@@ -54,19 +60,27 @@ class GqaArgs(NamedTuple):
     key_cache: torch.Tensor  # four dimensions; five if it holds K and V
     value_cache: torch.Tensor | None  # None: in key_cache, an axis of 2, or of 1 where K is V
     workspace_buffer: torch.Tensor
-    block_tables: torch.Tensor  # [batch, max_pages]
+    block_tables: torch.Tensor  # [batch, max_pages], or flat with kv_indptr
     seq_lens: torch.Tensor  # [batch] or [batch, 1], including the new tokens
     max_seq_len: int
+    # [batch + 1]: where the page ids of requests start; a plan has checked it against seq_lens.
+    kv_indptr: torch.Tensor | None = None
     q_len: int = 1  # of every request, or the maximum with cum_seq_lens_q
     kv_layout: str = "NHD"
     window: int = 0  # tokens that a row attends to, including itself; 0: no limit
     out: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None  # of a new output; None: that of the query
+    is_out_like_query: bool = False  # a new output has the shape of the query
+    lse: torch.Tensor | None = None
+    return_lse: bool = False
+    return_lse_base: str = "base2"
     bmm1_scale: float | torch.Tensor = 1.0
     bmm2_scale: float | torch.Tensor = 1.0
     out_16bit_factor: float = 1.0  # multiplies an output of 16 bits
     out_e4m3_factor: float = 1.0  # multiplies an output of e4m3
     sinks: torch.Tensor | None = None
-    mask: torch.Tensor | None = None  # packed tree mask of draft tokens; None: causal
+    mask: torch.Tensor | None = None  # packed tree mask of draft tokens
+    is_causal: bool = True  # without a mask
     cum_seq_lens_q: torch.Tensor | None = None
     key_scales: torch.Tensor | None = None  # NVFP4 only; four dimensions, five if it holds K and V
     value_scales: torch.Tensor | None = None
@@ -92,6 +106,9 @@ def canonical_numbers(args: GqaArgs) -> GqaArgs:
         max_seq_len=require_whole_number(args.max_seq_len, names.max_seq_len),
         q_len=require_whole_number(args.q_len, names.q_len, min_value=1),
         kv_layout=require_choice(args.kv_layout, "kv_layout", LAYOUTS),
+        is_causal=require_flag(args.is_causal, "causal"),
+        return_lse=require_flag(args.return_lse, "return_lse"),
+        return_lse_base=require_choice(args.return_lse_base, names.return_lse_base, LSE_FACTORS),
         bmm1_scale=canonical_scale(args.bmm1_scale, names.bmm1_scale),
         bmm2_scale=canonical_scale(args.bmm2_scale, names.bmm2_scale),
     )

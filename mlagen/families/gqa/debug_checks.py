@@ -6,10 +6,12 @@ import torch
 
 from mlagen.families.common.arguments import reject
 from mlagen.families.common.device_checks import (
+    check_flat_page_ids,
     check_page_ids,
     check_seq_lens,
     query_lengths,
     require_no_capture,
+    table_capacity,
 )
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.problem import GqaProblem
@@ -34,12 +36,27 @@ def check_contents(args: GqaArgs, problem: GqaProblem) -> None:
             if q_len > problem.max_q_len:
                 rule = f"{problem.max_q_len} ({names.q_len}) or less"
                 reject(f"{names.cum_seq_lens_q}.diff()[{request}]", rule, q_len)
+    capacity: int | torch.Tensor = problem.max_pages * page_size
+    if args.kv_indptr is not None:
+        capacity = table_capacity(
+            args.kv_indptr, names.kv_indptr, page_ids=problem.max_pages, page_size=page_size
+        )
     seq_lens = check_seq_lens(
         args.seq_lens.flatten(),
         names.seq_lens,
-        capacity=problem.max_pages * page_size,
-        q_lens=q_lens,
+        capacity=capacity,
+        q_lens=q_lens if args.is_causal else None,
     )
+    if args.kv_indptr is not None:
+        check_flat_page_ids(
+            args.block_tables,
+            names.block_tables,
+            kv_indptr=args.kv_indptr,
+            seq_lens=seq_lens,
+            page_size=page_size,
+            num_pages=problem.num_pages,
+        )
+        return
     check_page_ids(
         args.block_tables,
         names.block_tables,

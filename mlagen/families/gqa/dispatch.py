@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from mlagen.families.common.choice_log import log_choice, log_declined
 from mlagen.families.common.dispatch import DecodeCalls
 from mlagen.families.common.launchers import require_gpu
@@ -42,7 +44,9 @@ def plan_call(
 
 def outputs_of(args: GqaArgs, problem: GqaProblem) -> list[OutputSpec]:
     """Return the requested outputs."""
-    return [OutputSpec("out", args.out, problem.out_shape, problem.out_dtype)]
+    out = OutputSpec("out", args.out, problem.out_shape, problem.out_dtype)
+    lse = OutputSpec("lse", args.lse, problem.lse_shape, torch.float32)
+    return [out, lse] if args.return_lse else [out]
 
 
 GQA: DecodeCalls[GqaArgs, GqaProblem] = DecodeCalls(
@@ -52,5 +56,5 @@ GQA: DecodeCalls[GqaArgs, GqaProblem] = DecodeCalls(
     check_contents=check_contents,
     plan=plan_call,
     outputs_of=outputs_of,
-    compute=lambda args, problem: (decode_gqa(args, problem),),
+    compute=decode_gqa,
 )

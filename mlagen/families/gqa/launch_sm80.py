@@ -39,7 +39,9 @@ class GqaSm80Launcher:
     packed_constants: bytes  # the constant kernel parameters
     cache_alignment: int  # bytes
 
-    def launch(self, args: GqaArgs, enable_pdl: bool, out: torch.Tensor) -> Sequence[Launch]:
+    def launch(
+        self, args: GqaArgs, enable_pdl: bool, out: torch.Tensor, lse: torch.Tensor | None = None
+    ) -> Sequence[Launch]:
         """Enqueue the kernels of one call with this signature."""
         problem = self.problem
         query = args.query.data_ptr()
@@ -49,6 +51,7 @@ class GqaSm80Launcher:
         workspace = args.workspace_buffer.data_ptr()
         scratch = workspace + self.scratch_offset
         out_pointer = out.data_ptr()
+        lse_pointer = lse.data_ptr() if lse is not None else 0
         mask = args.mask
         mask_pointer = mask.data_ptr() if mask is not None and problem.mask_words else 0
         if (
@@ -82,11 +85,13 @@ class GqaSm80Launcher:
             args.block_tables.data_ptr(),
             args.seq_lens.data_ptr(),
             args.cum_seq_lens_q.data_ptr() if args.cum_seq_lens_q is not None else 0,
+            args.kv_indptr.data_ptr() if args.kv_indptr is not None else 0,
             mask_pointer,
             bmm1_tensor,
             bmm2_tensor,
             sinks,
             out_pointer,
+            lse_pointer,
             scratch,
             partial_lse,
             self.packed_constants,
@@ -97,7 +102,15 @@ class GqaSm80Launcher:
         if combine is None:
             return (decode_launch,)
         combine_launch = combine.launch(
-            enable_pdl, scratch, bmm2_tensor, sinks, out_pointer, 0, bmm2_scale, factor, 1.0
+            enable_pdl,
+            scratch,
+            bmm2_tensor,
+            sinks,
+            out_pointer,
+            lse_pointer,
+            bmm2_scale,
+            factor,
+            problem.lse_factor,
         )
         return decode_launch, combine_launch
 

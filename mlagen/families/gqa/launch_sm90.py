@@ -45,7 +45,9 @@ class GqaSm90Launcher:
     maps: GqaCacheMaps
     packed_constants: bytes  # the constant kernel parameters
 
-    def launch(self, args: GqaArgs, enable_pdl: bool, out: torch.Tensor) -> Sequence[Launch]:
+    def launch(
+        self, args: GqaArgs, enable_pdl: bool, out: torch.Tensor, lse: torch.Tensor | None = None
+    ) -> Sequence[Launch]:
         """Enqueue the kernel of one call with this signature."""
         problem, plan = self.problem, self.plan
         query = args.query.data_ptr()
@@ -53,6 +55,7 @@ class GqaSm90Launcher:
         workspace = args.workspace_buffer.data_ptr()
         scratch = workspace + self.scratch_offset
         out_pointer = out.data_ptr()
+        lse_pointer = lse.data_ptr() if lse is not None else 0
         mask = args.mask
         mask_pointer = mask.data_ptr() if mask is not None and problem.mask_words else 0
         all_pointers = query | base_addresses[0] | base_addresses[1] | workspace | out_pointer
@@ -71,11 +74,13 @@ class GqaSm90Launcher:
             args.block_tables.data_ptr(),
             args.seq_lens.data_ptr(),
             args.cum_seq_lens_q.data_ptr() if args.cum_seq_lens_q is not None else 0,
+            args.kv_indptr.data_ptr() if args.kv_indptr is not None else 0,
             mask_pointer,
             bmm1_tensor,
             bmm2_tensor,
             args.sinks.data_ptr() if args.sinks is not None else 0,
             out_pointer,
+            lse_pointer,
             scratch,
             scratch + plan.partial_rows_offset,
             semaphores_of(self.decode.device, workspace),

@@ -12,6 +12,7 @@ import torch
 
 from mlagen.families.common.arguments import (
     DTYPES,
+    reject,
     require,
     require_contiguous,
     require_dense_last_dim,
@@ -20,11 +21,13 @@ from mlagen.families.common.arguments import (
     require_dtype,
     require_floats,
     require_index,
+    require_ints,
     require_scale,
     require_shape,
     require_tensor,
     require_workspace,
 )
+from mlagen.families.common.outputs import LSE_FACTORS
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.validate_kv import (
     QUANTISED,
@@ -53,6 +56,7 @@ class GqaProblem:
     variant: GqaVariant
     out_dtype: torch.dtype
     out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
     batch: int
     q_len: int  # of every request; 0 where requests differ
     max_q_len: int
@@ -60,13 +64,15 @@ class GqaProblem:
     heads: int
     kv_heads: int
     num_pages: int
-    max_pages: int
+    max_pages: int  # of a request; with kv_indptr of all
     window: int  # MAX_TOKENS: no limit
-    mask_words: int  # 32-bit words per row of the mask; 0: causal
+    mask_words: int  # 32-bit words per row of the mask; 0: no mask
+    is_causal: bool
     strides: dict[str, int]  # by kernel parameter
     value_offset: int  # bytes from the first key to the first value in one tensor
     value_scale_offset: int
     score_factor: float
+    lse_factor: float  # from base 2 to the base of the LSE
     bmm2_scales_scores: bool
     takes_bmm2: bool
 
@@ -107,6 +113,7 @@ def check_problem(args: GqaArgs) -> GqaProblem:
     mask_words = _check_mask(args, batch, tokens)
     kv_dtype = QUANTISED.get(caches.key.dtype, DTYPES[query.dtype])
     out_dtype, out_shape = _check_out(args, kv_dtype, batch)
+    lse_shape = _check_lse(args, out_shape, batch, tokens)
     check_pointers(args)
     variant = GqaVariant(
         query_dtype=DTYPES[query.dtype],
@@ -117,13 +124,14 @@ def check_problem(args: GqaArgs) -> GqaProblem:
     )
     require_supported(variant)
     # A window of the whole table masks nothing.
-    covered = min(tables.shape[1] * variant.page_size, MAX_TOKENS)
+    covered = min(tables.shape[-1] * variant.page_size, MAX_TOKENS)
     is_quantised = not kv_dtype.is_16bit
     return GqaProblem(
         device=query.device,
         variant=variant,
         out_dtype=out_dtype,
         out_shape=out_shape,
+        lse_shape=lse_shape,
         batch=batch,
         q_len=args.q_len if args.cum_seq_lens_q is None else 0,
         max_q_len=args.q_len,
@@ -131,13 +139,14 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         heads=heads,
         kv_heads=kv_heads,
         num_pages=caches.key.shape[0],
-        max_pages=tables.shape[1],
+        max_pages=tables.shape[-1],
         window=args.window if 0 < args.window < covered else MAX_TOKENS,
         mask_words=mask_words,
+        is_causal=args.is_causal,
         strides={
             "query_stride": query_stride,
             "query_head_stride": query.stride(-2),
-            "block_tables_stride": tables.stride(0),
+            "block_tables_stride": tables.stride(0) if args.kv_indptr is None else 0,
             **_byte_strides("key", caches.key),
             **_byte_strides("value", caches.value),
             **_byte_strides("key_scale", scales and scales.key),
@@ -146,6 +155,7 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         value_offset=_offset(args.key_cache) if args.value_cache is None else 0,
         value_scale_offset=_offset(args.key_scales) if args.value_scales is None else 0,
         score_factor=head_dim**-0.5 if args.scales_like_xqa else 1.0,
+        lse_factor=LSE_FACTORS[args.return_lse_base],
         bmm2_scales_scores=args.scales_like_xqa and is_quantised,
         takes_bmm2=is_quantised or not args.scales_like_xqa,
     )
@@ -175,6 +185,12 @@ def _check_tables(args: GqaArgs, batch: int) -> torch.Tensor:
     name = args.names.block_tables
     tables = require_tensor(args.block_tables, name)
     require_index(tables, name, args.query.device)
+    if args.kv_indptr is not None:
+        require_dims(tables, name, (1,))
+        require_dense_last_dim(tables, name)
+        shape = (batch + 1,)
+        require_ints(args.kv_indptr, args.names.kv_indptr, args.query.device, (shape,), "batch + 1")
+        return tables
     require_dims(tables, name, (2,))
     require_dense_last_dim(tables, name)
     require(tables.shape[0] == batch, f"{name}.shape[0]", f"{batch} (batch)", tables.shape[0])
@@ -192,6 +208,9 @@ def _check_sinks(args: GqaArgs, kv_heads: int) -> None:
 
 def _check_mask(args: GqaArgs, batch: int, tokens: int) -> int:
     """Return the 32-bit words per row of the mask; 0 where there is none."""
+    if not args.is_causal:
+        require(args.mask is None, args.names.mask, "None with causal=False", "a mask")
+        require(args.window == 0, args.names.window, "no window with causal=False", args.window)
     # A single query token has no drafts; FlashInfer ignores the mask then.
     if args.mask is None or args.q_len == 1:
         return 0
@@ -213,20 +232,36 @@ def _check_out(args: GqaArgs, kv_dtype: DType, batch: int) -> tuple[torch.dtype,
     query, name = args.query, args.names.out
     split = (batch, args.q_len, *query.shape[-2:])
     is_uniform = args.cum_seq_lens_q is None and not args.with_beam_axis
+    allowed: tuple[torch.dtype, ...] = (query.dtype,)
+    why = f"dtype of {args.names.query}; e4m3 only from a cache of e4m3"
+    if kv_dtype is DType.E4M3:
+        allowed, why = (query.dtype, _OUT_E4M3), f"the first is that of {args.names.query}"
     if args.out is None:
-        return query.dtype, split if is_uniform and args.q_len > 1 else tuple(query.shape)
+        dtype = args.out_dtype or query.dtype
+        if dtype not in allowed:
+            reject("out_dtype", f"{' or '.join(map(str, allowed))} ({why})", dtype)
+        has_split = is_uniform and args.q_len > 1 and not args.is_out_like_query
+        return dtype, split if has_split else tuple(query.shape)
     out = require_tensor(args.out, name)
     require_device(out, name, query.device)
-    if kv_dtype is DType.E4M3:
-        why = f"the first is that of {args.names.query}"
-        require_dtype(out, name, (query.dtype, _OUT_E4M3), why)
-    else:
-        why = f"dtype of {args.names.query}; e4m3 only from a cache of e4m3"
-        require_dtype(out, name, (query.dtype,), why)
+    require_dtype(out, name, allowed, why)
     shapes = (tuple(query.shape), split) if is_uniform else (tuple(query.shape),)
     require_shape(out, name, shapes)
     require_contiguous(out, name)
     return out.dtype, tuple(out.shape)
+
+
+def _check_lse(
+    args: GqaArgs, out_shape: tuple[int, ...], batch: int, tokens: int
+) -> tuple[int, ...]:
+    """Return the shape of the LSE: that of the output without its last dimension."""
+    if args.lse is None or not args.return_lse:
+        return out_shape[:-1]
+    heads = args.query.shape[-2]
+    allowed: tuple[tuple[int, ...], ...] = ((tokens, heads), tuple(args.query.shape[:-1]))
+    if args.cum_seq_lens_q is None:
+        allowed = (*allowed, (batch, args.q_len, heads))
+    return tuple(require_floats(args.lse, args.names.lse, args.query.device, allowed).shape)
 
 
 def _byte_strides(part: str, tensor: torch.Tensor | None) -> dict[str, int]:

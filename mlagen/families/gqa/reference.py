@@ -5,6 +5,7 @@ It follows the kernels' rules for empty rows, masks and sinks, in float32, and i
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import torch
@@ -19,32 +20,37 @@ _E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 _E4M3_MAX = 448.0
 
 
-def decode_gqa(args: GqaArgs, problem: GqaProblem) -> torch.Tensor:
-    """Return the output ``[tokens, heads, head_dim]``."""
+def decode_gqa(args: GqaArgs, problem: GqaProblem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output ``[tokens, heads, head_dim]``, and the LSE ``[tokens, heads]``."""
     query = args.query.reshape(problem.tokens, *args.query.shape[-2:]).float()
     caches = paged_caches(args)
     scales = paged_scales(args, caches)
     key_scales, value_scales = scales or (None, None)
     mask = _mask_bits(args, problem)
     out = torch.zeros_like(query)
-    capacity = problem.max_pages * problem.variant.page_size
+    lse = torch.full(query.shape[:-1], -math.inf)
     offsets = query_offsets(args.cum_seq_lens_q, problem.batch, problem.max_q_len)
     for index, (start, end) in enumerate(pairwise(offsets)):
         if not 0 <= start <= end <= problem.tokens:
             continue  # as in the kernels, an invalid range has no query tokens
+        capacity = len(_page_ids(args, index)) * problem.variant.page_size
         seq_len = min(max(int(args.seq_lens.view(-1)[index]), 0), capacity)
         q_len = end - start
         keys = _gather(args, caches.key, key_scales, index, seq_len)
         values = _gather(args, caches.value, value_scales, index, seq_len)
         for token in range(start, end):
             draft = token - start
-            positions = _unmasked(seq_len, q_len, draft, problem.window, mask, token)
-            out[token] = _attend(args, problem, query[token], keys[positions], values[positions])
+            positions = torch.arange(seq_len)
+            if problem.is_causal:
+                positions = _unmasked(seq_len, q_len, draft, problem.window, mask, token)
+            out[token], lse[token] = _attend(
+                args, problem, query[token], keys[positions], values[positions]
+            )
     if problem.variant.out_dtype is DType.E4M3:
         out = (out * args.out_e4m3_factor).clamp(-_E4M3_MAX, _E4M3_MAX)
     else:
         out = out * args.out_16bit_factor
-    return out.to(problem.out_dtype)
+    return out.to(problem.out_dtype), lse * (problem.lse_factor / math.log(2))
 
 
 def _mask_bits(args: GqaArgs, problem: GqaProblem) -> torch.Tensor | None:
@@ -72,6 +78,13 @@ def _unmasked(
     return is_unmasked.nonzero()[:, 0]
 
 
+def _page_ids(args: GqaArgs, index: int) -> torch.Tensor:
+    if args.kv_indptr is None:
+        return args.block_tables[index]
+    start, end = (max(0, int(args.kv_indptr[index + i])) for i in range(2))
+    return args.block_tables[start:end]
+
+
 def _gather(
     args: GqaArgs,
     cache: torch.Tensor,
@@ -82,7 +95,7 @@ def _gather(
     """Return the first ``seq_len`` tokens of a request; an invalid page reads as zeros."""
     num_pages, page_size = cache.shape[:2]
     used_pages = -(-seq_len // page_size)
-    ids = args.block_tables[index, :used_pages].view(torch.int32).long()
+    ids = _page_ids(args, index)[:used_pages].view(torch.int32).long()
     is_valid = (ids >= 0) & (ids < num_pages)
     stored = _pages(cache, ids[is_valid])
     pages = _decoded(stored, _pages(scales, ids[is_valid]) if scales is not None else None)
@@ -111,10 +124,11 @@ def _attend(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-) -> torch.Tensor:
-    """Return the attention of one query token ``[heads, head_dim]`` over its unmasked tokens."""
-    if len(keys) == 0:
-        return torch.zeros_like(query)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention of one query token ``[heads, head_dim]`` over its unmasked tokens.
+
+    The LSE ``[heads]`` is natural.
+    """
     bmm2_scale = float(args.bmm2_scale) if problem.takes_bmm2 else 1.0
     score_scale = float(args.bmm1_scale) * problem.score_factor
     if problem.bmm2_scales_scores:
@@ -124,5 +138,8 @@ def _attend(
     sinks = args.sinks
     if sinks is not None:
         sinks = sinks.view(problem.kv_heads, problem.group_size)
-    weights, _ = softmax_with_sinks(scores, sinks)
-    return (weights @ values.transpose(0, 1)).view(query.shape) * bmm2_scale
+    weights, lse = softmax_with_sinks(scores, sinks)
+    out = (weights @ values.transpose(0, 1)).view(query.shape) * bmm2_scale
+    if len(keys) == 0:
+        out = torch.zeros_like(query)
+    return out, lse.flatten()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -16,9 +15,7 @@ from mlagen.families.common.arguments import (
 )
 from mlagen.families.common.call_key import KeyKinds, compile_key
 from mlagen.families.common.launchers import any_scale, rounded_up, value_signature
-
-# Factors that convert a base-2 LSE to the requested base.
-LSE_FACTORS = {"base2": 1.0, "basee": math.log(2)}
+from mlagen.families.common.outputs import LSE_FACTORS
 
 
 class MlaArgNames(NamedTuple):
@@ -83,6 +80,9 @@ class MlaArgs(NamedTuple):
     bias: torch.Tensor | None = None  # fp32 [tokens, heads or 1, positions], added to the scores
     is_fp8_per_token: bool = False  # 640-byte rows in query and cache
     out_shape: tuple[int, ...] | None = None  # of a new output, if it is not that of the query
+    causal_seqlens_kv_global: torch.Tensor | None = None  # int32 [batch], in context parallel
+    cp_world: int = 1
+    cp_rank: int = 0
     names: MlaArgNames = MlaArgNames()
 
 
@@ -134,7 +134,7 @@ key_of_args = compile_key(
         tensors="query kv_cache workspace_buffer block_tables seq_lens",
         optional=(
             "out lse sinks cum_seq_lens_q top_k_lens query_rope query_scales rope_cache "
-            "value_cache kv_scales kv_indptr bias"
+            "value_cache kv_scales kv_indptr bias causal_seqlens_kv_global"
         ),
         outputs="out lse",
         scales="bmm1_scale bmm2_scale latent_scale rope_scale",
@@ -144,6 +144,9 @@ key_of_args = compile_key(
             "None if bias is None else max_seq_len",
             "out_shape",
         ),  # it must cover the length
-        words="return_lse return_lse_base max_q_len is_causal bmm2_scales_scores is_fp8_per_token",
+        words=(
+            "return_lse return_lse_base max_q_len is_causal bmm2_scales_scores is_fp8_per_token "
+            "cp_world cp_rank"
+        ),
     ),
 )

@@ -52,11 +52,19 @@ def check_contents(args: MlaArgs, problem: MlaProblem) -> None:
             page_ids=problem.max_pages,
             page_size=page_size,
         )
+    if args.causal_seqlens_kv_global is not None:  # of all ranks; this one may have fewer tokens
+        check_seq_lens(
+            args.causal_seqlens_kv_global,
+            "causal_seqlens_kv_global",
+            capacity=None,
+            q_lens=q_lens,
+        )
+    has_all_tokens = not is_planned and args.causal_seqlens_kv_global is None
     seq_lens = check_seq_lens(
         args.seq_lens,
         names.seq_lens,
         capacity=capacity,
-        q_lens=q_lens if args.is_causal and not is_planned else None,
+        q_lens=q_lens if args.is_causal and has_all_tokens else None,
     )
     if problem.top_k:
         return

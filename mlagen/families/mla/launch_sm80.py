@@ -16,8 +16,9 @@ from mlagen.families.common.launchers import (
     scale_of,
     scratch_offset,
 )
+from mlagen.families.common.outputs import LSE_FACTORS
 from mlagen.families.common.plan_sm80 import Sm80Plan
-from mlagen.families.mla.args import LSE_FACTORS, MlaArgs
+from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.problem import MlaProblem, check_pointers
 from mlagen.families.mla.select import plan_call
 from mlagen.runtime.launch import Launch, launch
@@ -99,6 +100,7 @@ class MlaSm80Launcher:
             lse_pointer,
             scratch,
             partial_lse,
+            *_dcp_pointers(args),
             self.packed_constants,
             bmm1_scale,
             bmm2_scale,
@@ -184,6 +186,8 @@ def _packed_constants(
         "num_splits": plan.splits,
         "topk": problem.top_k,
         "is_causal": int(args.is_causal),
+        "cp_world": args.cp_world,
+        "cp_rank": args.cp_rank,
         "bmm2_scales_scores": int(args.bmm2_scales_scores),
     }
     return pack_constants(spec, values)
@@ -205,6 +209,12 @@ def _rare_pointers(
         top_k_lens=_pointer(args.top_k_lens),
         bias=_pointer(args.bias),
     )
+
+
+def _dcp_pointers(args: MlaArgs) -> tuple[int, ...]:
+    """Return the parameter that only kernels of context parallel have."""
+    lengths = args.causal_seqlens_kv_global
+    return () if lengths is None else (lengths.data_ptr(),)
 
 
 def _pointer(tensor: torch.Tensor | None) -> int:

@@ -14,7 +14,8 @@ from mlagen.errors import DriverError, UnsupportedError
 from mlagen.families.common.arguments import ALIGNMENT_BYTES
 from mlagen.families.common.choice_log import decline, log_declined
 from mlagen.families.common.launchers import scale_of, scratch_offset
-from mlagen.families.mla.args import LSE_FACTORS, MlaArgs
+from mlagen.families.common.outputs import LSE_FACTORS
+from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.plan_sm90 import MlaSm90Plan, fits_in_int32
 from mlagen.families.mla.problem import MlaProblem, check_pointers
 from mlagen.families.mla.select import plan_mla_sm90_call, schedule_id_of
@@ -38,7 +39,8 @@ _COVERED = (
     "(paged, shared, causal) with query and cache both bf16, fp16 or e4m3, page_size a multiple "
     "of 16, strides of the cache below 2^40 bytes; (paged, shared, causal) with query and cache "
     "e4m3, another page_size, or fp8_per_token; (sparse, shared, causal) with query and cache "
-    "e4m3; either of both with a cache of e4m3 or fp8_ds_mla under a query of bf16"
+    "e4m3; either of both with a cache of e4m3 or fp8_ds_mla under a query of bf16; "
+    "mask dcp as causal where paged"
 )
 
 
@@ -96,6 +98,7 @@ class MlaSm90Launcher:
             "partial_out": scratch,
             "partial_states": scratch + plan.partial_rows_offset,
             "semaphores": semaphores_of(self.decode.device, workspace),
+            "causal_seqlens_kv_global": _pointer(args.causal_seqlens_kv_global),
             "bmm1_scale": bmm1_scale,
             "bmm2_scale": bmm2_scale,
             "latent_scale": args.latent_scale,
@@ -241,6 +244,8 @@ def _packed_constants(
         "num_cta_groups": plan.num_cta_groups,
         "cta_group_size": plan.cta_group_size,
         "is_causal": int(args.is_causal),
+        "cp_world": args.cp_world,
+        "cp_rank": args.cp_rank,
         "bmm2_scales_scores": int(args.bmm2_scales_scores),
         "schedule_id": schedule_id_of(args, problem, spec),
     }

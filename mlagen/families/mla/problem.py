@@ -92,7 +92,7 @@ def check_problem(args: MlaArgs) -> MlaProblem:
         page_size=cache.page_size,
         lookup="sparse" if args.top_k else "paged",
         values="shared" if args.value_cache is None else "separate",
-        mask="causal" if args.bias is None else "bias",
+        mask=_mask_of(args),
     )
     require_supported(variant)
     return MlaProblem(
@@ -134,6 +134,12 @@ def check_pointers(args: MlaArgs) -> None:
         tensor = getattr(args, name)
         if tensor is not None and tensor.numel():  # the kernels do not read an empty part
             require_aligned_pointer(tensor, getattr(args.names, name))
+
+
+def _mask_of(args: MlaArgs) -> str:
+    if args.causal_seqlens_kv_global is not None:
+        return "dcp"
+    return "causal" if args.bias is None else "bias"
 
 
 def _check_sinks(args: MlaArgs, heads: int) -> None:

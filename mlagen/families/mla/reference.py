@@ -39,7 +39,12 @@ def decode_mla(args: MlaArgs, problem: MlaProblem) -> tuple[torch.Tensor, torch.
             keys, values = _request_rows(args, problem, index, seq_len)
             seq_len = len(keys)
         for token in range(start, end):
-            kv_end = max(0, seq_len - (end - token) + 1) if is_causal else seq_len
+            kv_end = seq_len
+            if args.causal_seqlens_kv_global is not None:
+                position = int(args.causal_seqlens_kv_global[index]) - (end - token)
+                kv_end = min(seq_len, count_of_rank(position + 1, args.cp_world, args.cp_rank))
+            elif is_causal:
+                kv_end = max(0, seq_len - (end - token) + 1)
             if problem.top_k:
                 keys, values = _topk_rows(args, problem, token, kv_end)
                 kv_end = len(keys)
@@ -49,6 +54,11 @@ def decode_mla(args: MlaArgs, problem: MlaProblem) -> tuple[torch.Tensor, torch.
             )
     log_base = 1.0 if args.return_lse_base == "basee" else math.log(2)
     return out.to(problem.out_dtype), lse / log_base
+
+
+def count_of_rank(tokens: int, world: int, rank: int) -> int:
+    """Return how many of the first ``tokens`` tokens a rank has; it has every ``world``-th."""
+    return max(0, -((rank - tokens) // world))
 
 
 def _decoded_query(args: MlaArgs, problem: MlaProblem) -> torch.Tensor:

@@ -88,6 +88,8 @@ def schedule_id_of(args: MlaArgs, problem: MlaProblem, spec: MlaSm90Spec) -> int
     Zero disables the cache: the schedule depends on more than the lengths, or there are too many
     lengths to cache.
     """
+    if args.causal_seqlens_kv_global is not None:
+        return 0
     has_offsets = args.cum_seq_lens_q is not None or args.kv_indptr is not None
     if has_offsets and not problem.top_k:
         return 0

@@ -61,8 +61,10 @@ PROBLEM_PARAMETERS = (
     int32("max_pages"),
     int32("block_tables_stride"),
     int32("num_pages"),
+    int32("is_causal"),
     int32("bmm2_scales_scores"),
     constant_float32("score_factor"),
+    constant_float32("lse_factor"),
 )
 # Scales of one call: no part of its plan.
 SCALE_PARAMETERS = (

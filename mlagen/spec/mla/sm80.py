@@ -10,13 +10,13 @@ from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import (
     CallShape,
-    KernelSpec,
     Parameter,
     float32,
     int32,
     int64,
     pointer,
 )
+from mlagen.spec.mla.kernel import MlaKernelSpec
 from mlagen.spec.mla.variant import SUPPORTED, MlaVariant, output_dtype, require_supported
 
 
@@ -50,13 +50,13 @@ _WORK_BYTES = 64  # of the struct in kernels/mla_sm80/work_item.cuh
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlaSm80Spec(KernelSpec):
+class MlaSm80Spec(MlaKernelSpec):
     """Everything that determines the cubin of an sm80 MLA decode kernel."""
 
     family: ClassVar[str] = "mla_sm80"
     symbol: ClassVar[str] = "mla_sm80"
     template: ClassVar[str] = "kernels/mla_sm80/kernel.cu.j2"
-    parameters: ClassVar[tuple[Parameter, ...]] = (
+    common_parameters: ClassVar[tuple[Parameter, ...]] = (
         pointer("query", "const unsigned char"),
         pointer("query_rope", "const unsigned char"),
         pointer("query_scales", "const float"),
@@ -109,7 +109,6 @@ class MlaSm80Spec(KernelSpec):
         float32("lse_factor"),
     )
 
-    variant: MlaVariant
     tile: MlaTile
 
     @property

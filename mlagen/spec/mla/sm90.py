@@ -11,7 +11,6 @@ from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import (
     CallShape,
-    KernelSpec,
     Parameter,
     float32,
     int32,
@@ -19,7 +18,8 @@ from mlagen.spec.kernel import (
     pointer,
     tensor_map,
 )
-from mlagen.spec.mla.variant import PLAIN, SUPPORTED, MlaVariant
+from mlagen.spec.mla.kernel import MlaKernelSpec
+from mlagen.spec.mla.variant import DCP, PLAIN, SUPPORTED, MlaVariant
 
 SpecT = TypeVar("SpecT")
 
@@ -39,13 +39,13 @@ _MIN_BOX_TOKENS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlaSm90Spec(KernelSpec):
+class MlaSm90Spec(MlaKernelSpec):
     """Everything that determines the cubin of an sm90 MLA decode kernel."""
 
     family: ClassVar[str] = "mla_sm90"
     symbol: ClassVar[str] = "mla_sm90"
     template: ClassVar[str] = "kernels/mla_sm90/kernel.cu.j2"
-    parameters: ClassVar[tuple[Parameter, ...]] = (
+    common_parameters: ClassVar[tuple[Parameter, ...]] = (
         tensor_map("latent_map"),
         tensor_map("rope_map"),
         tensor_map("kv_map"),
@@ -99,7 +99,6 @@ class MlaSm90Spec(KernelSpec):
     max_ranges: ClassVar[int] = 144  # shared memory holds the partial states of as many splits
     partial_state_bytes: ClassVar[int] = 16  # per row of a split
 
-    variant: MlaVariant
     block_m: int
 
     @property
@@ -258,7 +257,7 @@ def supports_tma(arch: Arch, variant: MlaVariant) -> bool:
     return (
         arch.has_wgmma
         and (variant.kv_lora_rank, variant.qk_rope_head_dim) == (512, 64)
-        and (variant.lookup, variant.values, variant.mask) == PLAIN
+        and (variant.lookup, variant.values, variant.mask) in (PLAIN, DCP)
         and math.gcd(variant.page_size, MlaSm90Spec.block_n) >= _MIN_BOX_TOKENS
     )
 

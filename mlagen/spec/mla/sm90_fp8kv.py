@@ -10,7 +10,7 @@ from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import CallShape, Parameter, float32, int32, int64, pointer
 from mlagen.spec.mla.sm90 import MlaSm90Fp8Base, block_m_for, supported_specs
-from mlagen.spec.mla.variant import PLAIN, SPARSE, MlaVariant
+from mlagen.spec.mla.variant import DCP, PLAIN, SPARSE, MlaVariant
 
 # Query and KV cache.
 _DTYPES = (
@@ -28,7 +28,7 @@ class MlaSm90Fp8KvSpec(MlaSm90Fp8Base):
     family: ClassVar[str] = "mla_sm90_fp8kv"
     symbol: ClassVar[str] = "mla_sm90_fp8kv"
     template: ClassVar[str] = "kernels/mla_sm90_fp8kv/kernel.cu.j2"
-    parameters: ClassVar[tuple[Parameter, ...]] = (
+    common_parameters: ClassVar[tuple[Parameter, ...]] = (
         pointer("query", "const unsigned char"),
         pointer("query_rope", "const unsigned char"),
         pointer("cache", "const unsigned char"),
@@ -126,7 +126,7 @@ def mla_sm90_fp8kv_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm90Fp
         arch.has_wgmma
         and (variant.query_dtype, variant.kv_dtype) in _DTYPES
         and (variant.kv_lora_rank, variant.qk_rope_head_dim) == (512, 64)
-        and (variant.lookup, variant.values, variant.mask) in (PLAIN, SPARSE)
+        and (variant.lookup, variant.values, variant.mask) in (PLAIN, SPARSE, DCP)
     )
     if not is_covered:
         return None

@@ -17,7 +17,8 @@ class MlaVariant(Variant):
 
     ``lookup`` is ``paged`` (a block table of pages) or ``sparse`` (top-k indices per query token);
     ``values`` is ``shared`` (V is the latent part of K) or ``separate``; ``mask`` is ``causal`` (a
-    prefix of the tokens, or all) or ``bias`` (added to the scores; minus infinity masks).
+    prefix of the tokens, or all), ``dcp`` (causal by global positions, in decode context parallel)
+    or ``bias`` (added to the scores; minus infinity masks).
     """
 
     query_dtype: DType
@@ -35,6 +36,7 @@ PAGE_SIZES = (1, 8, 16, 32, 64, 128)
 
 PLAIN = ("paged", "shared", "causal")
 SPARSE = ("sparse", "shared", "causal")
+DCP = ("paged", "shared", "dcp")
 SEPARATE = ("paged", "separate", "causal")
 BIAS = ("paged", "shared", "bias")
 
@@ -82,7 +84,7 @@ SUPPORTED = (
             query_dtype=dtype,
             kv_dtype=dtype,
             head_dims=_ALL_DIMS,
-            modes=(PLAIN, SPARSE, SEPARATE, BIAS),
+            modes=(PLAIN, SPARSE, SEPARATE, BIAS, DCP),
         )
         for dtype in _16BIT_DTYPES
     ),
@@ -90,14 +92,14 @@ SUPPORTED = (
         query_dtype=DType.E4M3,
         kv_dtype=DType.E4M3,
         head_dims=_ROPE_DIMS,
-        modes=(PLAIN, SPARSE, SEPARATE, BIAS),
+        modes=(PLAIN, SPARSE, SEPARATE, BIAS, DCP),
     ),
     *(
         MlaSupport(
             query_dtype=dtype,
             kv_dtype=DType.E4M3,
             head_dims=_ALL_DIMS,
-            modes=(PLAIN, SPARSE, SEPARATE),
+            modes=(PLAIN, SPARSE, SEPARATE, DCP),
         )
         for dtype in _16BIT_DTYPES
     ),
@@ -106,7 +108,7 @@ SUPPORTED = (
             query_dtype=dtype,
             kv_dtype=DType.FP8_DS_MLA,
             head_dims=_FP8_ROW_DIMS,
-            modes=(PLAIN, SPARSE),
+            modes=(PLAIN, SPARSE, DCP),
         )
         for dtype in _16BIT_DTYPES
     ),

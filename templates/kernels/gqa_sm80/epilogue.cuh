@@ -64,9 +64,9 @@ __device__ inline void combine_warps(SharedMemoryPlan& smem, const Output& outpu
   }
 }
 
-// Stores the normalisation factor of each row over the row sums of warp 0, and the base-2 LSE of
-// the rows of a split. An empty row of a split has LSE minus infinity, and its partial O is never
-// read.
+// Stores the normalisation factor of each row over the row sums of warp 0, and the LSE: of a split
+// in base 2 and without the sink, of finished rows if the call requests it. An empty row of a split
+// has LSE minus infinity, and its partial O is never read.
 __device__ inline void finish_rows(const Params& params, const WorkItem& work,
                                    SharedMemoryPlan& smem) {
   const bool is_partial = params.num_splits > 1;
@@ -80,14 +80,18 @@ __device__ inline void finish_rows(const Params& params, const WorkItem& work,
     const float sink = is_partial || params.sinks == nullptr
                            ? -kInfinity
                            : params.sinks[work.head_of(params, row)];
-    const RowResult result = finish_row(row_max, row_sum, sink);
+    const RowResult result =
+        finish_row(row_max, row_sum, sink, is_partial ? 1.0f : params.lse_factor);
     const float output_scale =
         is_partial ? 1.0f
                    : value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
     smem.row_sum[0][row] = result.factor * output_scale;
-    if (is_partial && work.slice == 0) {
-      params.partial_lse[work.split_idx * params.total_rows + work.global_row(params, row)] =
-          result.lse;
+    if (work.slice != 0) continue;
+    const i64 global_row = work.global_row(params, row);
+    if (is_partial) {
+      params.partial_lse[work.split_idx * params.total_rows + global_row] = result.lse;
+    } else if (params.lse != nullptr) {
+      params.lse[global_row] = result.lse;
     }
   }
   __syncthreads();

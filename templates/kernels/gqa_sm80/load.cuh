@@ -41,7 +41,7 @@ struct KvLoader {
   __device__ KvLoader(const Params& params, const WorkItem& work)
       : params(params),
         work(work),
-        table(params.block_tables + work.seq_idx * static_cast<i64>(params.block_tables_stride)),
+        table(work.page_ids(params)),
         next_stage(0),
         next_kv_block(work.first_kv_block + warp_index()) {
     lane_page = load_lane_page(next_kv_block);

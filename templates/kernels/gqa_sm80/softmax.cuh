@@ -8,17 +8,17 @@
 #include "config.cuh"
 #include "mma.cuh"
 #include "ptx/arithmetic.cuh"
+#include "softmax/gqa_score.cuh"
 #include "softmax/online_softmax.cuh"
 #include "work_item.cuh"
 
 // Four lanes share a row. Row sums cover this lane's tokens only, of P as rounded for the PV GEMM.
 struct Softmax {
-  float scale;  // softmax scale times log2(e)
+  GqaScore score;
   float row_max[kRowGroups][2];  // base 2
   float row_sum[kRowGroups][2];
 
-  __device__ explicit Softmax(const Params& params)
-      : scale(score_scale(params) * params.score_factor * kLog2E) {
+  __device__ explicit Softmax(const Params& params) : score(params) {
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
@@ -39,10 +39,10 @@ struct Softmax {
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float score = base2_score(scores[m][n][e], scale);
+          const float base2 = score.of(scores[m][n][e], score.scale);
           const bool attends = !has_boundary || work.attends(params, fragment_row(m, e / 2),
                                                              first_token + fragment_col(n, e % 2));
-          scores[m][n][e] = attends ? score : -kInfinity;
+          scores[m][n][e] = attends ? base2 : -kInfinity;
         }
       }
     }

@@ -25,6 +25,14 @@ struct alignas(16) WorkItem {
   int kv_begin, kv_end;  // tokens that any row may attend to
   int first_kv_block, end_kv_block;  // KV blocks of kBlockN tokens of this split
 
+  // Page ids of the sequence: a row of the block table, or a part of the flat page ids of a plan.
+  __device__ const int* page_ids(const Params& params) const {
+    const i64 start = params.kv_indptr == nullptr
+                          ? seq_idx * static_cast<i64>(params.block_tables_stride)
+                          : params.kv_indptr[seq_idx];
+    return params.block_tables + start;
+  }
+
   __device__ int query_of(const Params& params, int row) const {
     return (first_row + row) / params.group_size;
   }
@@ -50,7 +58,7 @@ struct alignas(16) WorkItem {
     const int query = query_of(params, row);
     if (token < window_kv_begin(params, query)) return false;
     const int draft = token - (kv_len - q_len);
-    if (params.draft_mask == nullptr || draft < 0) return draft <= query;
+    if (params.draft_mask == nullptr || draft < 0) return !params.is_causal || draft <= query;
     const u32* words = params.draft_mask + (first_query + query) * params.mask_words;
     // No row attends to speculative tokens beyond the mask.
     return draft / 32 < params.mask_words && (words[draft / 32] >> draft % 32 & 1) != 0;
@@ -82,10 +90,12 @@ __device__ inline WorkItem find_work_item(const Params& params) {
   const int last = work.query_of(params, max(work.rows, 1) - 1);
   const int context_len = work.kv_len - work.q_len;
   const bool has_mask = params.draft_mask != nullptr;
+  const bool is_causal = !has_mask && params.is_causal;
   work.kv_begin = work.window_kv_begin(params, first);
   work.unmasked_kv_begin = work.window_kv_begin(params, last);
-  work.kv_end = max(has_mask ? work.kv_len : context_len + last + 1, 0);
-  work.unmasked_kv_end = max(has_mask ? context_len : context_len + first + 1, 0);
+  work.kv_end = max(is_causal ? context_len + last + 1 : work.kv_len, 0);
+  const int first_row_end = is_causal ? context_len + first + 1 : work.kv_len;
+  work.unmasked_kv_end = max(has_mask ? context_len : first_row_end, 0);
 
   const int begin = work.kv_begin / kBlockN;
   const int num_kv_blocks = max(ceil_div(work.kv_end, kBlockN) - begin, 0);

@@ -37,16 +37,20 @@ __device__ inline float4* partial_out_ptr(const Params& params, int slot, int ro
                                    (slot * kBlockM + row) * static_cast<i64>(kHeadDim) + dim);
 }
 
-// Normalises and stores four adjacent dims of a finished row.
+// Normalises and stores four adjacent dims of a finished row; with the first ones, its LSE if the
+// call requests it.
 __device__ inline void store_finished(const Params& params, const WorkItem& work, int row, int dim,
                                       const RowPart& partial) {
   const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[work.head_of(params, row)];
   const float scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
-  const float factor =
-      finish_row(partial.state.row_max, partial.state.row_sum, sink).factor * scale;
+  const RowResult result =
+      finish_row(partial.state.row_max, partial.state.row_sum, sink, params.lse_factor);
+  const float factor = result.factor * scale;
   const float4& out = partial.out;
-  store_x4(OutElement{}, params.out, work.global_row(params, row) * kHeadDim + dim, out.x * factor,
-           out.y * factor, out.z * factor, out.w * factor);
+  const i64 global_row = work.global_row(params, row);
+  store_x4(OutElement{}, params.out, global_row * kHeadDim + dim, out.x * factor, out.y * factor,
+           out.z * factor, out.w * factor);
+  if (dim == 0 && params.lse != nullptr) params.lse[global_row] = result.lse;
 }
 
 // Combine of the splits of a work tile: the last CTA to arrive at the semaphore reduces the

@@ -122,7 +122,7 @@ struct KvTmaBoxes {
 
   __device__ KvTmaBoxes() = default;
   __device__ KvTmaBoxes(const Params& params, const WorkItem& work)
-      : page_ids(params.block_tables + work.seq_idx * static_cast<i64>(params.block_tables_stride)),
+      : page_ids(work.page_ids(params)),
         begin(work.kv_begin / kBoxTokens),
         end(ceil_div(work.kv_end, kBoxTokens)),
         box(work.first_kv_block * kBoxesPerKvBlock + lane_index()) {

@@ -15,7 +15,7 @@
 #include "ptx/warp_matrix.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
-#include "softmax/online_softmax.cuh"
+#include "softmax/gqa_score.cuh"
 #include "work_item.cuh"
 #include "work_pipeline.cuh"
 
@@ -102,7 +102,7 @@ __device__ inline void skip_stage(SharedMemoryPlan& smem, PipelineState<kStages>
 
 // Processes work item `work_idx`, whose Q load is in flight, and issues the Q
 // load of the next one. Returns whether there is a next one.
-__device__ inline bool process_work(const Params& params, int warp, float softmax_scale,
+__device__ inline bool process_work(const Params& params, int warp, const GqaScore& score,
                                     u32 work_idx, Query& query, bool& is_epilogue_busy,
                                     SharedMemoryPlan& smem, PipelineState<kStages>& kv_pipe) {
   const WorkPipeline& work_pipeline = smem.work_pipeline;
@@ -111,7 +111,7 @@ __device__ inline bool process_work(const Params& params, int warp, float softma
   const LdmatrixRows k_rows = k_ldmatrix_rows(warp);
   const LdmatrixRows v_rows = v_ldmatrix_rows(warp);
   query.load(params, work, warp, smem);
-  const ScoreScales score_scales(query, softmax_scale);
+  const RowScales row_scales(query, score.scale);
   Softmax softmax;
   Output output = {};
   const int unmasked_kv_begin = work.unmasked_kv_begin;
@@ -144,7 +144,7 @@ __device__ inline bool process_work(const Params& params, int warp, float softma
     release(smem.kv_empty[kv_pipe.index], dependency_on(scores));
     kv_pipe.advance();
 
-    scale_scores(score_scales, scores);
+    scale_scores(score, row_scales, scores);
     if (has_boundary) mask_scores(params, work, first_token, scores);
     softmax.update(scores, output);
     Probabilities probabilities;
@@ -190,11 +190,10 @@ __device__ inline void consumer_loop(const Params& params, int warp, SharedMemor
     named_barrier_sync(NamedBarrier::FirstWorkChecked, kThreads);
   } while (!smem.is_first_work_valid);
   if (!work_pipeline.has(0)) return;
-  const float softmax_scale = score_scale(params) * params.score_factor * kLog2E;
+  const GqaScore score(params);
   PipelineState<kStages> kv_pipe;
   bool is_epilogue_busy = false;
   u32 work_idx = 0;
-  while (
-      process_work(params, warp, softmax_scale, work_idx, query, is_epilogue_busy, smem, kv_pipe))
+  while (process_work(params, warp, score, work_idx, query, is_epilogue_busy, smem, kv_pipe))
     ++work_idx;
 }

@@ -58,8 +58,7 @@ __device__ inline bool clear_masked(const WorkItem& work, int first_token, int w
 __device__ inline float4 add_nonfinite(const Params& params, const WorkItem& work, int row, int dim,
                                        int token, float4 out) {
   if (!work.attends(params, row, token)) return out;
-  const int* page_ids =
-      params.block_tables + work.seq_idx * static_cast<i64>(params.block_tables_stride);
+  const int* page_ids = work.page_ids(params);
   const int page = page_ids[token / kPageSize];
   if (!is_valid_page(page, params.num_pages)) return out;
   const PagedRows cached{params.value_cache + work.kv_head * params.value_head_stride,

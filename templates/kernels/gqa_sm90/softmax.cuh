@@ -11,6 +11,7 @@
 #include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/warp_matrix.cuh"
+#include "softmax/gqa_score.cuh"
 #include "softmax/online_softmax.cuh"
 #include "softmax/row_state.cuh"
 #include "work_item.cuh"
@@ -107,11 +108,11 @@ struct Softmax {
   }
 };
 
-// Base-2 softmax scale of each row; it includes the inverse Q scale.
-struct ScoreScales {
+// Softmax scale of each row; it includes the inverse Q scale.
+struct RowScales {
   float scales[kScalesQ ? kRowGroups : 1][2];
 
-  __device__ ScoreScales(const Query& query, float softmax_scale) {
+  __device__ RowScales(const Query& query, float softmax_scale) {
 #pragma unroll
     for (int n = 0; n < (kScalesQ ? kRowGroups : 1); ++n) {
 #pragma unroll
@@ -122,14 +123,15 @@ struct ScoreScales {
   __device__ float of(int group, int r) const { return kScalesQ ? scales[group][r] : scales[0][0]; }
 };
 
-__device__ inline void scale_scores(const ScoreScales& score_scales, Scores& scores) {
+__device__ inline void scale_scores(const GqaScore& score, const RowScales& row_scales,
+                                    Scores& scores) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
     for (int n = 0; n < kRowGroups; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        scores[step][n][e] = base2_score(scores[step][n][e], score_scales.of(n, e % 2));
+        scores[step][n][e] = score.of(scores[step][n][e], row_scales.of(n, e % 2));
       }
     }
   }

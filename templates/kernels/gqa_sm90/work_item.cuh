@@ -34,6 +34,14 @@ struct WorkItem : WorkCoord {
 
   __device__ bool is_none() const { return seq_idx < 0; }
 
+  // Page ids of the sequence: a row of the block table, or a part of the flat page ids of a plan.
+  __device__ const int* page_ids(const Params& params) const {
+    const i64 start = params.kv_indptr == nullptr
+                          ? seq_idx * static_cast<i64>(params.block_tables_stride)
+                          : params.kv_indptr[seq_idx];
+    return params.block_tables + start;
+  }
+
   __device__ int query_of(const Params& params, int row) const {
     return q_len == 1 ? 0 : (first_row + row) / params.group_size;
   }
@@ -52,7 +60,8 @@ struct WorkItem : WorkCoord {
   __device__ KvRange kv_range_of(const Params& params, int row) const {
     if (row >= rows) return {0, 0};
     const int query = query_of(params, row);
-    const int end = params.draft_mask == nullptr ? kv_len - q_len + query + 1 : kv_len;
+    const bool is_causal = params.draft_mask == nullptr && params.is_causal;
+    const int end = is_causal ? kv_len - q_len + query + 1 : kv_len;
     return {window_kv_begin(params, kv_len, q_len, query), end};
   }
 
@@ -91,10 +100,12 @@ __device__ inline WorkItem work_at(const Params& params, const ScheduleRange& ra
   const int last = work.query_of(params, work.rows - 1);
   const int context_len = seq_info.kv_len - seq_info.q_len;
   const bool has_mask = params.draft_mask != nullptr;
+  const bool is_causal = !has_mask && params.is_causal;
   work.kv_begin = window_kv_begin(params, seq_info.kv_len, seq_info.q_len, first);
   work.unmasked_kv_begin = window_kv_begin(params, seq_info.kv_len, seq_info.q_len, last);
-  work.kv_end = max(has_mask ? seq_info.kv_len : context_len + last + 1, 0);
-  work.unmasked_kv_end = max(has_mask ? context_len : context_len + first + 1, 0);
+  work.kv_end = max(is_causal ? context_len + last + 1 : seq_info.kv_len, 0);
+  const int first_row_end = is_causal ? context_len + first + 1 : seq_info.kv_len;
+  work.unmasked_kv_end = max(has_mask ? context_len : first_row_end, 0);
 
   const int begin = seq_info.first_kv_block + state.first_kv_block(range);
   const int end = seq_info.first_kv_block + state.end_kv_block(range);

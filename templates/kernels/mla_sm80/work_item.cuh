@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/block_table.cuh"
+#include "common/dcp.cuh"
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"
 #include "common/ragged_tiles.cuh"
@@ -29,7 +30,11 @@ struct alignas(64) WorkItem {
   int end_kv_block;  // one past
 
   // KV limit of `row` (0 to kBlockM - 1): up to its own position, or all.
-  __device__ int kv_end_of_row(int row) const {
+  __device__ int kv_end_of_row(const Params& params, int row) const {
+    if constexpr (kHasDcp) {
+      const int token = (first_row + row) / heads;
+      return row >= rows ? 0 : dcp_kv_end(params, seq_idx, kv_len, q_len, token);
+    }
     const int later = is_causal ? q_len - 1 - (first_row + row) / heads : 0;
     return row >= rows ? 0 : max(kv_len - later, 0);
   }
@@ -60,8 +65,8 @@ __device__ inline WorkItem find_work_item(const Params& params) {
   work.kv_len = kIsSparse ? topk_length_of(topk_indices, work.seq_idx)
                           : clamp_kv_len(params.seq_lens[work.seq_idx],
                                          block_table_row(params, work.seq_idx).num_pages);
-  work.unmasked_kv_end = work.kv_end_of_row(0);
-  work.kv_end = work.kv_end_of_row(work.rows - 1);
+  work.unmasked_kv_end = work.kv_end_of_row(params, 0);
+  work.kv_end = work.kv_end_of_row(params, work.rows - 1);
 
   const int num_kv_blocks = ceil_div(work.kv_end, kBlockN);
   const int kv_blocks_per_split = ceil_div(num_kv_blocks, params.num_splits);
@@ -85,10 +90,11 @@ static_assert(sizeof(SharedMemoryPlan) == kSharedBytes, "the spec computes what 
 
 // Publishes the work to all threads, computes the KV limit of every row once, and resets the row
 // max.
-__device__ inline void publish_work_item(const WorkItem& work, SharedMemoryPlan& smem) {
+__device__ inline void publish_work_item(const Params& params, const WorkItem& work,
+                                         SharedMemoryPlan& smem) {
   if (threadIdx.x == 0) smem.work = work;
   for (int row = static_cast<int>(threadIdx.x); row < kBlockM; row += kThreads) {
-    smem.row_kv_end[row] = work.kv_end_of_row(row);
+    smem.row_kv_end[row] = work.kv_end_of_row(params, row);
     smem.row_max[row] = -kInfinity;
   }
 }

@@ -43,7 +43,6 @@ def inputs_of(family: str, facts: dict[str, Any]) -> Inputs:
 def check(make: Callable[[Inputs], Call], inputs: Inputs) -> None:
     """Require the reference of the first set from two calls, and another result of the second."""
     call, expected = make(inputs), attend(inputs)
-
     for _ in range(2):  # the first call may make metadata that the next ones reuse
         assert relative_error(call(0), expected) < inputs.case.error_bound
     assert relative_error(call(1), expected) > 0.5
@@ -53,19 +52,11 @@ def mla(
     query: torch.Tensor, cache: torch.Tensor, tables: torch.Tensor, lengths: Any, scale: float
 ) -> torch.Tensor:
     """Return MLA of mlagen; ``tables`` of three dimensions are top-k indices."""
-    out = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
-        query,
-        cache,
-        torch.empty(0, dtype=torch.uint8),
-        128,
-        512,
-        64,
-        tables,
-        lengths,
-        105,
-        sparse_mla_top_k=tables.shape[-1] if tables.dim() == 3 else 0,
-        bmm1_scale=scale,
-    )
+    top_k = tables.shape[-1] if tables.dim() == 3 else 0
+    workspace, dims = torch.empty(0, dtype=torch.uint8), (128, 512, 64)
+    decode = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
+    given = (query, cache, workspace, *dims, tables, lengths, 105)
+    out = decode(*given, sparse_mla_top_k=top_k, bmm1_scale=scale)
     assert isinstance(out, torch.Tensor)
     return out
 
@@ -112,7 +103,6 @@ def test_flashmla_is_called_with_the_case(unused: int, family: str, facts: dict[
     """Dense, e4m3 and sparse calls have the case's arguments, and metadata is made once."""
     ops = FlashMla()
     dense = partial(flashmla._dense, ops.dense_decode_fwd, unused)
-
     check(lambda inputs: flashmla._call(inputs, dense, ops, ops), inputs_of(family, facts))
 
 
@@ -149,6 +139,7 @@ class Fa3:
             window_left=left,
             q_len_per_req=q_len,
         )
+        assert isinstance(out, torch.Tensor)
         return (out,)
 
 
@@ -156,7 +147,6 @@ class Fa3:
 def test_fa3_is_called_with_the_case(family: str, facts: dict[str, Any]) -> None:
     """Query, cache, lengths, window and schedule are those of the case."""
     make = fa3._mla_call if family == "mla" else fa3._gqa_call
-
     check(lambda inputs: make(Fa3(), inputs), inputs_of(family, facts))
 
 
@@ -168,19 +158,42 @@ def test_flashinfer_is_called_with_the_case(
     modules = {"flashinfer": SimpleNamespace(), "flashinfer.mla": mlagen.mla}
     for name, module in {**modules, "flashinfer.decode": mlagen.decode}.items():
         monkeypatch.setitem(sys.modules, name, module)
-
     check(flashinfer.flashinfer_call, inputs_of(family, facts))
 
 
 def test_a_draft_attends_to_earlier_drafts() -> None:
     """The mask has one bit per speculative token, in 16-bit words padded to 32 bits."""
-    inputs = inputs_of("gqa", {"q_len": 18})
-
-    mask = flashinfer._causal_mask(inputs)
-
+    mask = flashinfer._causal_mask(inputs_of("gqa", {"q_len": 18}))
     assert (mask.dtype, mask.shape) == (torch.uint16, (3, 18, 2))
     assert mask.int()[2, :2].tolist() == [[1, 0], [3, 0]]
     assert mask.int()[0, 16:].tolist() == [[0xFFFF, 1], [0xFFFF, 3]]
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder as `pip install --target` fills it, with both builds of FlashMLA and FA3."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    libraries = ["_flashmla_C", "_flashmla_extension_C", "vllm_flash_attn/_vllm_fa3_C"]
+    for package, version, names in (
+        ("vllm", "0.23.0", [f"vllm/{name}" for name in libraries]),
+        ("sgl-flash-mla", "1.0.0", ["flash_mla/_C_legacy"]),
+    ):
+        info = f"{package.replace('-', '_')}-{version}.dist-info/METADATA"
+        metadata = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
+        for name in (info, *(f"{name}.abi3.so" for name in names)):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(metadata if name == info else "")
+    return tmp_path
+
+
+def test_libraries_are_found_in_a_folder(site: Path) -> None:
+    """The wheels of vLLM and SGLang are two baselines; without names, a missing one is left out."""
+    found = find_baselines(["flashmla", "fa3"], site)
+    (site / "flash_mla" / "_C_legacy.abi3.so").unlink()
+    vllm = dict.fromkeys(("flashmla-vllm", "fa3"), "vllm 0.23.0")
+    versions = {each.name: each.version for each in found}
+    assert versions == {**vllm, "flashmla-sglang": "sgl-flash-mla 1.0.0"}
+    assert {each.name for each in find_baselines([], site)} - {"flashinfer"} == {*vllm}
 
 
 @pytest.mark.parametrize(
@@ -201,54 +214,14 @@ def test_a_library_is_measured_where_it_has_a_kernel(
     family: str, facts: dict[str, Any], expected: set[str], site: Path
 ) -> None:
     """A case that a library has no kernel for has no result of it, rather than a failure."""
-    case = case_of(family, **facts)
-
-    found = find_baselines(["flashmla", "fa3"], site)
-
+    case, found = case_of(family, **facts), find_baselines(["flashmla", "fa3"], site)
     assert {each.name.partition("-")[0] for each in found if each.serves(case)} == expected
-
-
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder as `pip install --target` fills it, with both builds of FlashMLA and FA3."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for package, version, names in (
-        ("vllm", "0.23.0", ("vllm/_flashmla_C", "vllm/_flashmla_extension_C")),
-        ("vllm", "0.23.0", ("vllm/vllm_flash_attn/_vllm_fa3_C",)),
-        ("sgl-flash-mla", "1.0.0", ("flash_mla/_C_legacy",)),
-    ):
-        info = tmp_path / f"{package.replace('-', '_')}-{version}.dist-info"
-        info.mkdir(exist_ok=True)
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
-        )
-        for name in names:
-            path = tmp_path / f"{name}.abi3.so"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-    return tmp_path
-
-
-def test_libraries_are_found_in_a_folder(site: Path) -> None:
-    """The wheels of vLLM and SGLang are two baselines; without names, a missing one is left out."""
-    found = find_baselines(["flashmla", "fa3"], site)
-    (site / "flash_mla" / "_C_legacy.abi3.so").unlink()
-
-    names = {each.name for each in find_baselines([], site)}
-
-    assert {each.name: each.version for each in found} == {
-        "flashmla-vllm": "vllm 0.23.0",
-        "flashmla-sglang": "sgl-flash-mla 1.0.0",
-        "fa3": "vllm 0.23.0",
-    }
-    assert names - {"flashinfer"} == {"flashmla-vllm", "fa3"}
 
 
 def test_a_missing_library_is_named_with_its_installation(tmp_path: Path) -> None:
     """The message has the command that installs it; the folder of --peers has to exist."""
     with pytest.raises(mlagen.UnsupportedError) as caught:
         find_baselines(["fa3"], tmp_path)
-
     assert str(caught.value) == (
         "compare: expected vllm for fa3, got none; run: pip install --no-deps --target DIR vllm, "
         "and pass --peers DIR, or omit fa3"

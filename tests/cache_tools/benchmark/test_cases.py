@@ -1,17 +1,85 @@
-"""FLOP, bytes and roofline bounds of cases, against hand-computed numbers."""
+"""Cases of a benchmark: selection, and FLOP, bytes and roofline bounds against numbers by hand."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+import mlagen
 from cache_tools.benchmark.roofline import Ceilings
-from cache_tools.benchmark.selection import case_of
+from cache_tools.benchmark.selection import case_of, select_cases
+
+
+def test_without_options_the_suites_are_measured() -> None:
+    """The full suite holds the quick one, of both families, and no case twice."""
+    quick, full = select_cases(), [case.label for case in select_cases(suite="full")]
+    for family in ("mla", "gqa"):
+        assert select_cases([family]) == [each for each in quick if each.family == family]
+        assert case_of(family) in quick
+    assert len(set(full)) == len(full)
+    assert set(full) > {case.label for case in quick}
+
+
+def test_options_select_a_family_and_its_defaults() -> None:
+    """The product of all values, once each; MLA is assumed, and the cache has the query's dtype."""
+    mla, gqa = select_cases(["mla", "gqa"], {"heads": [32], "kv_heads": [4], "head_dim": [64]})
+    product = select_cases(["mla"], {"batch": [1, 2, 1], "kv_dtype": ["bf16", "e4m3"]})
+
+    pairs = [(case.batch, case.kv_dtype.value) for case in product]
+    assert pairs == [(1, "bf16"), (1, "e4m3"), (2, "bf16"), (2, "e4m3")]
+    assert mla == case_of("mla", heads=32)
+    assert (gqa.heads, gqa.kv_heads, gqa.head_dim_qk, gqa.head_dim_vo) == (32, 4, 64, 64)
+    assert select_cases(None, {"batch": [7]}) == [case_of("mla", batch=7)]
+    assert select_cases(is_ragged=True) == [case_of("mla", is_ragged=True)]
+    dtypes = ["fp16", "e4m3"]
+    assert [case.kv_dtype.value for case in select_cases(None, {"dtype": dtypes})] == dtypes
+
+
+OF_MLA = "no MLA decode kernel for query bf16, cache"
+
+
+@pytest.mark.parametrize(
+    ("families", "axes", "message"),
+    [
+        (["mha"], {}, "family: expected mla or gqa, got mha"),
+        (["mla"], {"kv_heads": [8]}, "kv_heads: expected family gqa with it, got family mla"),
+        (None, {"head_dim": [64]}, "head_dim: expected family gqa with it, got family mla"),
+        (["gqa"], {"top_k": [64]}, "top_k: expected family mla with it, got family gqa"),
+        (None, {"top_k": [64], "seq_len": [63]}, "top_k: expected at most 63 (seq_len) and equal "),
+        (["gqa"], {"heads": [20]}, "heads: expected a multiple of 8 (kv_heads), got 20"),
+        (None, {"seq_len": [2], "q_len": [4]}, "seq_len: expected 4 (q_len) or more, got 2"),
+        (None, {"dtype": ["fp32"]}, "dtype: expected one of bf16, fp16, e4m3, got fp32"),
+        (None, {"kv_dtype": ["fp32"]}, "kv_dtype: expected one of bf16, fp16, e4m3, fp8_ds_mla, "),
+        (["mla"], {"kv_dtype": ["fp16"]}, f"{OF_MLA} fp16; "),
+        (["mla"], {"kv_dtype": ["int8"]}, f"{OF_MLA} int8; "),
+        (["gqa"], {"dtype": ["e4m3"]}, "no GQA decode kernel for query e4m3, cache e4m3, "),
+        (["gqa"], {"head_dim": [320]}, "no GQA decode kernel for head_dim 320; "),
+    ],
+)
+def test_inconsistent_and_unsupported_values_are_rejected(
+    families: list[str] | None, axes: Mapping[str, Sequence[Any]], message: str
+) -> None:
+    """The message has the option, the rule and the value, or that of a call."""
+    error = mlagen.UnsupportedError if message.startswith("no ") else mlagen.ArgumentError
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        select_cases(families, axes)
+
 
 SMALL = {"batch": 1, "seq_len": 10, "heads": 2}
 GQA_SMALL = {**SMALL, "kv_heads": 1, "head_dim": 16}
+# Keys and values of 2 KV heads, 16 one-byte elements each.
+FP8_GQA = {**GQA_SMALL, "batch": 2, "heads": 4, "kv_heads": 2, "kv_dtype": "e4m3"}
+# Two query tokens of each of 3 requests read 5 rows of 656 bytes of their own.
+SPARSE = {**SMALL, "batch": 3, "q_len": 2, "top_k": 5, "kv_dtype": "fp8_ds_mla"}
+# The three query tokens of a request attend to 8, 9 and 10 tokens.
+DRAFTS = {"batch": 2, "seq_len": 10, "heads": 4, "q_len": 3}
+ONE = {"batch": 1, "seq_len": 1, "heads": 1, "dtype": "e4m3"}
+# Rows attend to 4 tokens each; together they read the last 6.
+WINDOW = {**GQA_SMALL, "q_len": 3, "window_left": 3}
 
 
 @pytest.mark.parametrize(
@@ -19,37 +87,13 @@ GQA_SMALL = {**SMALL, "kv_heads": 1, "head_dim": 16}
     [
         # 524288 tokens of 1152 bytes; 16384 rows of 1152 bytes in, 1024 out; 2 * 1088 FLOP a pair.
         ("mla", {}, 16_384 * 4096 * 2176, 603_979_776 + 18_874_368 + 16_777_216),
-        # The three query tokens of a request attend to 8, 9 and 10 tokens.
-        (
-            "mla",
-            {"batch": 2, "seq_len": 10, "heads": 4, "q_len": 3},
-            2 * 4 * 27 * 2176,
-            20 * 1152 + 24 * 1152 + 24 * 1024,
-        ),
+        ("mla", DRAFTS, 2 * 4 * 27 * 2176, 20 * 1152 + 24 * 1152 + 24 * 1024),
         # One byte per element, except the bf16 output.
-        ("mla", {"batch": 1, "seq_len": 1, "heads": 1, "dtype": "e4m3"}, 2176, 576 * 2 + 1024),
-        # Keys and values of 2 KV heads, 16 one-byte elements each.
-        (
-            "gqa",
-            {**GQA_SMALL, "batch": 2, "heads": 4, "kv_heads": 2, "kv_dtype": "e4m3"},
-            2 * 4 * 10 * 64,
-            20 * 2 * 32 + 8 * 32 + 8 * 32,
-        ),
+        ("mla", ONE, 2176, 576 * 2 + 1024),
+        ("gqa", FP8_GQA, 2 * 4 * 10 * 64, 20 * 2 * 32 + 8 * 32 + 8 * 32),
         ("gqa", {"dtype": "fp16"}, 8192 * 4096 * 512, 524_288 * 4096 + 2 * 8192 * 256),
-        # Two query tokens of each of 3 requests read 5 rows of 656 bytes of their own.
-        (
-            "mla",
-            {**SMALL, "batch": 3, "q_len": 2, "top_k": 5, "kv_dtype": "fp8_ds_mla"},
-            2 * 2 * 30 * 1088,
-            30 * 656 + 12 * 1152 + 12 * 1024,
-        ),
-        # Rows attend to 4 tokens each; together they read the last 6.
-        (
-            "gqa",
-            {**GQA_SMALL, "q_len": 3, "window_left": 3},
-            2 * 2 * 12 * 32,
-            6 * 64 + 6 * 32 + 6 * 32,
-        ),
+        ("mla", SPARSE, 2 * 2 * 30 * 1088, 30 * 656 + 12 * 1152 + 12 * 1024),
+        ("gqa", WINDOW, 2 * 2 * 12 * 32, 6 * 64 + 6 * 32 + 6 * 32),
         # Two elements a byte, and a scale of one byte for 16.
         ("gqa", {**GQA_SMALL, "kv_dtype": "nvfp4"}, 2 * 2 * 10 * 32, 10 * 18 + 2 * 32 + 2 * 32),
     ],
@@ -59,7 +103,6 @@ def test_work_matches_hand_computed_numbers(
 ) -> None:
     """An FMA counts two operations, tokens are read once, and masked scores do not count."""
     case = case_of(family, **facts)
-
     assert (case.flop, case.moved_bytes) == (flop, moved_bytes)
     assert case.flop_per_byte == flop / moved_bytes
 
@@ -67,7 +110,6 @@ def test_work_matches_hand_computed_numbers(
 def test_ragged_lengths_are_the_same_in_every_run() -> None:
     """A fixed seed spreads them from the query tokens, or one, to twice the mean."""
     case = case_of("mla", batch=1000, seq_len=100, is_ragged=True)
-
     assert case_of("mla", batch=3, seq_len=70, is_ragged=True).seq_lens == (105, 94, 63)
     assert (min(case.seq_lens), max(case.seq_lens)) == (1, 200)
     assert 95 < case.tokens / 1000 < 105
@@ -88,30 +130,27 @@ def test_inputs_together_are_eight_times_the_l2_cache(facts: dict[str, Any], set
     assert case_of("mla", **facts).input_sets(50 << 20) == sets
 
 
+FP8_GQA_64 = {"kv_dtype": "e4m3", "head_dim": 64, "page_size": 16}
+
+
 @pytest.mark.parametrize(
-    ("family", "facts", "label", "error_bound"),
+    ("family", "facts", "label", "bound"),
     [
-        ("mla", {}, "mla bf16, 128 x 4096, 128 heads", 6e-3),
-        ("mla", {"is_ragged": True, "q_len": 2}, "mla bf16, 128 x ~4096, 128 heads, q_len 2", 6e-3),
-        (
-            "gqa",
-            {"kv_dtype": "e4m3", "head_dim": 64, "page_size": 16},
-            "gqa bf16/e4m3, 128 x 4096, 64/8 heads, head_dim 64, page_size 16",
-            5e-2,
-        ),
-        ("mla", {"top_k": 2048}, "mla bf16, 128 x 4096, 128 heads, top-k 2048", 6e-3),
-        ("mla", {"dtype": "e4m3"}, "mla e4m3, 128 x 4096, 128 heads", 5e-2),
-        ("gqa", {"dtype": "fp16"}, "gqa fp16, 128 x 4096, 64/8 heads", 6e-3),
-        ("gqa", {"window_left": 0}, "gqa bf16, 128 x 4096, 64/8 heads, window_left 0", 6e-3),
+        ("mla", {}, "bf16, 128 x 4096, 128 heads", 6e-3),
+        ("mla", {"is_ragged": True, "q_len": 2}, "bf16, 128 x ~4096, 128 heads, q_len 2", 6e-3),
+        ("gqa", FP8_GQA_64, "bf16/e4m3, 128 x 4096, 64/8 heads, head_dim 64, page_size 16", 5e-2),
+        ("mla", {"top_k": 2048}, "bf16, 128 x 4096, 128 heads, top-k 2048", 6e-3),
+        ("mla", {"dtype": "e4m3"}, "e4m3, 128 x 4096, 128 heads", 5e-2),
+        ("gqa", {"dtype": "fp16"}, "fp16, 128 x 4096, 64/8 heads", 6e-3),
+        ("gqa", {"window_left": 0}, "bf16, 128 x 4096, 64/8 heads, window_left 0", 6e-3),
     ],
 )
 def test_a_label_has_the_non_default_values_and_fp8_a_wider_bound(
-    family: str, facts: dict[str, Any], label: str, error_bound: float
+    family: str, facts: dict[str, Any], label: str, bound: float
 ) -> None:
     """Two cases that differ have different labels."""
     case = case_of(family, **facts)
-
-    assert (case.label, case.error_bound) == (label, error_bound)
+    assert (case.label, case.error_bound) == (f"{family} {label}", bound)
 
 
 CEILINGS = Ceilings(read_gb_s=4000.0, bf16_tflop_s=800.0, fp8_tflop_s=1600.0)
@@ -133,6 +172,5 @@ def test_the_roofline_bound(
 ) -> None:
     """It is the longer of the times of math and of memory."""
     case = case_of(family, **facts)
-
     assert ceilings.bound_us(case) == pytest.approx(bound_s * 1e6, rel=1e-5)
     assert ceilings.bound_by(case) == bound_by

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,7 +20,8 @@ from cache_tools.benchmark.selection import case_of
 
 @pytest.fixture
 def inputs() -> Inputs:
-    """Return three small input sets."""
+    """Return three small input sets, before any measurement."""
+    Times.taken.clear()
     return make_inputs(case_of("mla", batch=1, seq_len=20, heads=4), 3, "cpu")
 
 
@@ -38,11 +39,6 @@ class Times:
         return 100.0 * len(self.taken) + self.sets
 
 
-@pytest.fixture(autouse=True)
-def _no_times() -> None:
-    Times.taken.clear()
-
-
 def measure(inputs: Inputs, **makes: Callable[[Inputs], Call]) -> dict[str, Outcome]:
     """Return the outcomes of the libraries."""
     return outcomes_of(makes, inputs, attend(inputs), "model", Times)
@@ -51,7 +47,6 @@ def measure(inputs: Inputs, **makes: Callable[[Inputs], Call]) -> dict[str, Outc
 def test_libraries_are_timed_by_turns(inputs: Inputs) -> None:
     """Each is timed twice, the second time in reverse, and the mean of both is its time."""
     outcomes = measure(inputs, a=mlagen_call, b=mlagen_call)
-
     assert [outcome.us for outcome in outcomes.values()] == [253.0, 253.0]
     assert Times.taken == ["model"] * 4
     for outcome in outcomes.values():
@@ -62,11 +57,8 @@ def test_libraries_are_timed_by_turns(inputs: Inputs) -> None:
 def test_nan_is_a_problem(inputs: Inputs) -> None:
     """A kernel that returns NaN is not timed."""
     inputs.keys[0].data.fill_(torch.nan)
-
-    outcomes = measure(inputs, mlagen=mlagen_call)
-
     problem = "result: expected finite numbers, got NaN or infinity"
-    assert outcomes == {"mlagen": Outcome(problem=problem)}
+    assert measure(inputs, mlagen=mlagen_call) == {"mlagen": Outcome(problem=problem)}
     assert Times.taken == []
 
 
@@ -105,22 +97,20 @@ def test_a_failure_while_timed_has_no_time(inputs: Inputs, monkeypatch: pytest.M
     assert measure(inputs, a=mlagen_call)["a"] == Outcome(problem="RuntimeError: captured")
 
 
-def test_facts_without_nvidia_smi_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without nvidia-smi gives None for what it would report."""
-    monkeypatch.setenv("PATH", "")
+FACTS = ("driver", "power_limit_w", "max_sm_mhz", "max_memory_mhz")
+
+
+@pytest.mark.parametrize(
+    ("printed", "facts"),
+    [(None, (None,) * 4), ("580.1, 700.00, 1980, [N/A]", ("580.1", 700.0, 1980.0, None))],
+)
+def test_facts_are_those_of_nvidia_smi(
+    printed: str | None, facts: tuple[object, ...], monkeypatch: Any, tmp_path: Path
+) -> None:
+    """The driver is text, limits are numbers; what it does not report, or without it, is None."""
+    if printed is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{printed}'\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: object())
-
-    assert smi_facts(0) == dict.fromkeys(
-        ("driver", "power_limit_w", "max_sm_mhz", "max_memory_mhz")
-    )
-
-
-def test_facts_of_nvidia_smi_are_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The driver is text, limits are numbers, and what is not available is None."""
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho '580.1, 700.00, 1980, [N/A]'\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: object())
-
-    assert list(smi_facts(0).values()) == ["580.1", 700.0, 1980.0, None]
+    assert smi_facts(0) == dict(zip(FACTS, facts, strict=True))

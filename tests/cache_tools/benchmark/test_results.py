@@ -1,19 +1,102 @@
-"""Steps, document and table of a benchmark."""
+"""Steps, document and table of a benchmark, and earlier results beside it."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import mlagen
+from cache_tools.benchmark.cases import Case
+from cache_tools.benchmark.comparison import (
+    Change,
+    changes_since,
+    choose_rows,
+    parse_tolerance,
+    read_document,
+)
 from cache_tools.benchmark.outcomes import FIELDS, Outcome
 from cache_tools.benchmark.run import Step, run_cases
 from cache_tools.benchmark.selection import case_of
-from cache_tools.benchmark.table import print_results, problems_of
+from cache_tools.benchmark.table import print_changes, print_results, problems_of
 from tests.fake_machine import FAILED, RIGHT, WRONG, FakeMachine, results
 
 CASES = [case_of("mla"), case_of("gqa")]
+
+
+def document(
+    mlagen: Callable[[Case], Outcome] = lambda _: RIGHT, modes: tuple[str, ...] = ("fresh",)
+) -> dict[str, Any]:
+    """Return the results of two cases."""
+    return run_cases(CASES, FakeMachine(mlagen), lambda _: None, modes)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"cases": 3}', "\xff", json.dumps({**document(), "cases": [{}]})]
+)
+def test_another_file_is_rejected(text: str, tmp_path: Path) -> None:
+    """The message has the option and the file; a folder is no file."""
+    path = tmp_path / "results.json"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(mlagen.ArgumentError) as caught:
+        read_document("from_json", path)
+    assert str(caught.value) == (f"from_json: expected results of mlagen bench --json in {path}")
+    with pytest.raises(mlagen.ArgumentError, match="baseline: expected a file of mlagen bench"):
+        read_document("baseline", tmp_path)
+
+
+def test_rows_are_chosen_by_case_and_mode() -> None:
+    """None chooses all, and no row at all is rejected."""
+    found = document(modes=("fresh", "model"))
+    assert choose_rows(found, None, None) == found
+    (row,) = choose_rows(found, CASES[1:], ["model"])["cases"]
+    assert (row["family"], row["mode"]) == ("gqa", "model")
+    with pytest.raises(mlagen.ArgumentError, match="expected results of the chosen cases"):
+        choose_rows(found, None, ["sustained"])
+
+
+def test_a_time_is_compared_with_the_earlier_one() -> None:
+    """Cases are matched by name and mode; a wrong result now has no time."""
+    earlier = document(modes=("fresh", "model"))
+    now = document(lambda case: WRONG if case.family == "gqa" else Outcome(us=1100.0, error=1e-3))
+    changes = changes_since(earlier, now)
+    label, other = (case.label for case in CASES)
+    assert [str(change) for change in changes] == [
+        f"{label}, fresh: 1100.0 us, 1000.0 us before",
+        f"{other}, fresh: no right result, 1000.0 us before",
+    ]
+
+
+def test_changes_beyond_the_tolerance_have_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    """A row has both times; the tolerance is a percentage, and holds in both directions."""
+    times = {102.9: "ok", 103.1: "slower", 97.1: "ok", 96.9: "faster", None: "missing"}
+    changes = [Change(case="a", mode="fresh", before_us=100.0, us=us) for us in times]
+
+    print_changes(changes, parse_tolerance("3%"))
+
+    header, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert header == ["case", "mode", "before_us", "us", "change", "verdict"]
+    assert [row[-1] for row in rows] == list(times.values())
+    assert rows[1] == ["a", "fresh", "100.0", "103.1", "+3.1%", "slower"]
+    assert rows[4] == ["a", "fresh", "100.0", "missing", "missing"]
+    assert parse_tolerance("0%") == 0.0
+    for text in ("3", "0.03", "-1%", "nan%", "inf%", "%"):
+        with pytest.raises(mlagen.ArgumentError, match="tolerance: expected a percentage"):
+            parse_tolerance(text)
+
+
+def test_other_results_are_not_compared() -> None:
+    """Times of two GPUs are not compared, and a comparison of nothing does not pass."""
+    rule = "^baseline: expected results of NVIDIA H200, got those of NVIDIA H100"
+    with pytest.raises(mlagen.ArgumentError, match=rule):
+        changes_since({**document(), "gpu": "NVIDIA H100"}, document())
+    with pytest.raises(mlagen.ArgumentError, match=r"^baseline: expected a case and mode in com"):
+        changes_since(document(modes=("model",)), document())
+
+
 MLA, GQA = (case.label for case in CASES)
 HALF, LATE = Outcome(us=500.0, error=1e-3), Outcome(us=2000.0, error=1e-3)
 
@@ -21,9 +104,7 @@ HALF, LATE = Outcome(us=500.0, error=1e-3), Outcome(us=2000.0, error=1e-3)
 def test_every_part_begins_and_ends() -> None:
     """Ceilings come first; each part has a step at its start, and one with a line at its end."""
     steps: list[Step] = []
-
     run_cases(CASES[:1], FakeMachine(), steps.append)
-
     line = "read 4000 GB/s, GEMM bf16 800 TFLOP/s"
     assert steps == [
         Step(name="ceilings", done=0, total=2),
@@ -53,51 +134,40 @@ def test_every_case_runs_in_every_mode_and_a_line_marks_a_failure() -> None:
 def test_the_fp8_rate_is_measured_on_demand(dtype: str) -> None:
     """An FP8 KV cache alone does not need it."""
     machine = FakeMachine()
-
     run_cases([case_of("mla", dtype=dtype, kv_dtype="e4m3")], machine, lambda _: None)
-
     assert machine.calls[0] == ("ceilings with fp8" if dtype == "e4m3" else "ceilings")
 
 
 def test_the_document_has_the_documented_names() -> None:
     """The names are exactly those of the reference, in order."""
     found = results(fa3=RIGHT)
-
     (case,) = found["cases"]
     objects = (found, found["ceilings"], case, case["mlagen"])
     assert [list(each) for each in objects] == [list(names) for names in FIELDS.values()]
     assert list(case["baselines"]["fa3"]) == list(case["mlagen"])
 
 
-NO_NUMBERS = dict.fromkeys(("us", "tflop_s", "gb_s", "roofline_share", "error"))
+NUMBERS = ("us", "tflop_s", "gb_s", "roofline_share", "error")
 
 
 @pytest.mark.parametrize(
-    ("outcome", "expected"),
-    [
-        (
-            RIGHT,  # 146 GFLOP and 640 MB in a millisecond
-            {
-                "us": 1000.0,
-                "tflop_s": pytest.approx(146.028888),
-                "gb_s": pytest.approx(639.63136),
-                "roofline_share": pytest.approx(0.182536, rel=1e-5),
-                "error": 1.7e-3,
-                "is_right": True,
-                "problem": None,
-            },
-        ),
-        (Outcome(us=1.0, error=6e-3), {"is_right": True}),
-        (Outcome(us=1.0, error=6.1e-3), {"is_right": False}),
-        (FAILED, {**NO_NUMBERS, "is_right": False, "problem": "RuntimeError: no memory"}),
+    ("outcome", "numbers", "is_right"),
+    [  # 146 GFLOP and 640 MB
+        (RIGHT, (1000.0, 146.028888, 639.63136, 0.182536, 1.7e-3), True),
+        (Outcome(us=1e6, error=6e-3), (1e6, 0.146028888, 0.63963136, 0.000182536, 6e-3), True),
+        (Outcome(us=1e6, error=6.1e-3), (1e6, 0.146028888, 0.63963136, 0.000182536, 6.1e-3), False),
+        (FAILED, (None,) * 5, False),
     ],
     ids=["rates", "at the bound", "above the bound", "failed"],
 )
-def test_an_outcome_has_rates_or_a_problem(outcome: Outcome, expected: dict[str, Any]) -> None:
+def test_an_outcome_has_rates_or_a_problem(
+    outcome: Outcome, numbers: tuple[float | None, ...], is_right: bool
+) -> None:
     """Rates are work over time, an error is right up to its bound, and a failure has no numbers."""
     (case,) = results(outcome)["cases"]
-
-    assert {name: case["mlagen"][name] for name in expected} == expected
+    found = case["mlagen"]
+    assert [found[name] for name in NUMBERS] == [n and pytest.approx(n, rel=1e-5) for n in numbers]
+    assert (found["is_right"], found["problem"]) == (is_right, outcome.problem)
     assert case["roofline_us"] == pytest.approx(182.536, rel=1e-5)
     assert (case["baselines"], case["ratio"]) == ({}, None)
 
@@ -117,7 +187,6 @@ def test_only_right_results_are_compared(
 ) -> None:
     """A wrong or missing result has no ratio, and is not the best baseline."""
     (case,) = results(outcome, **baselines)["cases"]
-
     assert (case["best_baseline"], case["ratio"]) == (best, ratio)
 
 
@@ -130,13 +199,9 @@ def printed(document: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> lis
 def test_what_is_unknown_is_left_out_of_the_header(capsys: pytest.CaptureFixture[str]) -> None:
     """A missing driver, power cap, clock, compiler and commit leave no gap."""
     unknown = dict.fromkeys(("driver", "power_limit_w", "max_sm_mhz", "nvrtc", "commit"))
-
     header, _table = printed(results() | unknown, capsys)
-
-    assert header.splitlines()[:2] == [
-        "GPU       NVIDIA H200",
-        f"mlagen    {mlagen.__version__}, torch 2.11.0",
-    ]
+    lines = ["GPU       NVIDIA H200", f"mlagen    {mlagen.__version__}, torch 2.11.0"]
+    assert header.splitlines()[:2] == lines
 
 
 def test_each_mode_with_ratios_has_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,37 +219,23 @@ def test_each_mode_with_ratios_has_a_summary(capsys: pytest.CaptureFixture[str])
     ]
 
 
+LARGE, NO_MEMORY = "relative error: expected 0.006 or less, got 5.0e-01", "RuntimeError: no memory"
+
+
 @pytest.mark.parametrize(
     ("outcome", "fa3", "end", "problems"),
     [
-        (RIGHT, RIGHT, ["1.00"], []),
-        (
-            WRONG,
-            FAILED,
-            ["5.0e-01", "WRONG"],
-            [
-                f"mlagen: {MLA}: relative error: expected 0.006 or less, got 5.0e-01",
-                f"fa3: {MLA}: RuntimeError: no memory",
-            ],
-        ),
-        (
-            FAILED,
-            FAILED,
-            ["182.5", "failed"],
-            [f"{name}: {MLA}: RuntimeError: no memory" for name in ("mlagen", "fa3")],
-        ),
+        (RIGHT, RIGHT, "1.00", {}),
+        (WRONG, FAILED, "5.0e-01 WRONG", {"mlagen": LARGE, "fa3": NO_MEMORY}),
+        (FAILED, FAILED, "182.5 failed", {"mlagen": NO_MEMORY, "fa3": NO_MEMORY}),
     ],
     ids=["right", "wrong", "failed"],
 )
 def test_wrong_and_missing_results_are_marked_and_named(
-    outcome: Outcome,
-    fa3: Outcome,
-    end: list[str],
-    problems: list[str],
-    capsys: pytest.CaptureFixture[str],
+    outcome: Outcome, fa3: Outcome, end: str, problems: dict[str, str], capsys: Any
 ) -> None:
     """A wrong result is marked, a missing one has no numbers, and each has a line of its own."""
     found = results(outcome, fa3=fa3)
-
-    assert printed(found, capsys)[1].splitlines()[1].split()[-len(end) :] == end
-    assert list(problems_of(found)) == problems
+    row = " ".join(printed(found, capsys)[1].splitlines()[1].split())
+    assert row.endswith(f" {end}")
+    assert list(problems_of(found)) == [f"{name}: {MLA}: {problems[name]}" for name in problems]

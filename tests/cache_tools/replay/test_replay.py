@@ -21,7 +21,7 @@ from mlagen.errors import ArgumentError
 from mlagen.observe.observed import observed
 from tests.cache_tools.conftest import Documented, Run, Start
 from tests.observed_calls import BUILDERS, built, observe
-from tests.problems.entry_points import xqa_arguments
+from tests.problems.entry_points import trtllm_gqa_arguments, xqa_arguments
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import KINDS, MlaCase, mla_case
 
@@ -38,6 +38,14 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     folder = tmp_path / "dumps"
     observe(monkeypatch, MLAGEN_DUMP=str(folder))
     return folder
+
+
+@pytest.fixture
+def dumped(folder: Path) -> Path:
+    """Return the dump of a call."""
+    function, arguments = built("trtllm")
+    function(**arguments)
+    return last_of(folder)
 
 
 def last_of(folder: Path) -> Path:
@@ -74,33 +82,34 @@ MLA = {
 }
 
 
-Builder = Callable[[], tuple[Callable[..., Any], dict[str, Any]]]
+Call = tuple[Callable[..., Any], dict[str, Any]]
 
 
-def builders() -> dict[str, Builder]:
+def builders() -> dict[str, Callable[[], Call]]:
     """Return functions that build a call of each entry point, and calls of any kind."""
     mla, gqa, xqa = (
         observed(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla),
         observed(mlagen.decode.xqa_batch_decode_with_kv_cache),
         observed(mlagen.xqa.xqa),
     )
-    calls: dict[str, Builder] = {name: partial(built, name) for name in BUILDERS}
-    calls |= {f"mla: {name}": partial(_call, mla, case) for name, case in MLA.items()}
-    calls |= {f"gqa: {name}": partial(_call, gqa, case) for name, case in GQA.items()}
+    calls: dict[str, Callable[[], Call]] = {name: partial(built, name) for name in BUILDERS}
+
+    def call(function: Callable[..., Any], case: Any) -> Call:
+        problem = case.build("cpu")
+        return function, xqa_arguments(problem) if function is xqa else problem.arguments()
+
+    trtllm = observed(mlagen.decode.trtllm_batch_decode_with_kv_cache)
+    calls["trtllm_gqa: HND"] = partial(_trtllm_call, trtllm)
     tuples = {name: case for name, case in GQA.items() if case.cache_layout == "tuple"}
-    return calls | {f"xqa: {name}": partial(_xqa_call, xqa, case) for name, case in tuples.items()}
+    cases: dict[str, Any] = {"mla": (mla, MLA), "gqa": (gqa, GQA), "xqa": (xqa, tuples)}
+    for label, (function, named) in cases.items():
+        calls |= {f"{label}: {name}": partial(call, function, case) for name, case in named.items()}
+    return calls
 
 
-def _call(
-    function: Callable[..., Any], case: MlaCase | GqaCase
-) -> tuple[Callable[..., Any], dict[str, Any]]:
-    return function, case.build("cpu").arguments()
-
-
-def _xqa_call(
-    function: Callable[..., Any], case: GqaCase
-) -> tuple[Callable[..., Any], dict[str, Any]]:
-    return function, xqa_arguments(case.build("cpu"))
+def _trtllm_call(function: Callable[..., Any]) -> Call:
+    problem = GqaCase(name="", seq_lens=(37, 9), layout="HND", kv_heads=3).build("cpu")
+    return function, trtllm_gqa_arguments(problem)
 
 
 CALLS = builders()
@@ -116,7 +125,7 @@ def test_any_call_is_replayed(name: str, folder: Path, document: Documented) -> 
 
     found = document("replay", str(path), "--seed", "3", code=3)
 
-    has_result = name not in {"constructor", "plan", "dense_plan"}
+    has_result = name not in {"constructor", "plan", "dense_plan", "plan_decode"}
     assert found["served_by"] == (["CPU backend"] if has_result else [])
     assert (found["device"], found["contents"], found["seed"]) == ("cpu", "random", 3)
     assert found["is_right"] is None
@@ -169,93 +178,77 @@ def test_views_of_one_tensor_share_memory_again(folder: Path) -> None:
     assert bool(rope.any())
 
 
-def test_a_call_on_a_gpu_is_not_compared_without_one(folder: Path, run: Run) -> None:
+def test_a_call_on_a_gpu_is_not_compared_without_one(dumped: Path, run: Run) -> None:
     """The text has the seed, and says that the kernels did not run; the exit code is 3."""
-    function, arguments = built("trtllm")
-    function(**arguments)
-    as_if_on_gpu(last_of(folder))
-
-    result = run("replay", str(last_of(folder)), "--seed", "3")
-
+    as_if_on_gpu(dumped)
+    result = run("replay", str(dumped), "--seed", "3")
     assert result.exit_code == 3
     assert "CPU tensors, as there is no GPU here, random contents of seed 3\n" in result.stdout
     assert "relative error  none: the kernels did not run\n" in result.stdout
     assert result.stdout.endswith("\nnothing compared: the call was on a GPU\n")
 
 
-def test_a_missing_numpy_causes_no_warning(folder: Path, start: Start) -> None:
+def test_a_missing_numpy_causes_no_warning(dumped: Path, start: Start) -> None:
     """The NumPy warning of torch is suppressed: no command uses NumPy."""
-    function, arguments = built("trtllm")
-    function(**arguments)
-
-    _, errors = start("replay", str(last_of(folder)), without=("numpy",)).communicate(timeout=100)
-
+    _, errors = start("replay", str(dumped), without=("numpy",)).communicate(timeout=100)
     assert errors == ""
 
 
-def test_a_call_that_raised_raises_again(folder: Path, run: Run) -> None:
+@pytest.mark.parametrize("wrong", ["shape", "freed memory"])
+def test_a_call_that_raised_raises_again(
+    wrong: str, folder: Path, run: Run, document: Documented
+) -> None:
     """The exit code is 1, and the text has both errors; without the GPU of the call too."""
     function, arguments = built("trtllm")
+    if wrong == "shape":
+        arguments["query"] = arguments["query"][..., :100]
+    else:
+        arguments["kv_cache"].untyped_storage().resize_(0)
     with pytest.raises(ArgumentError) as caught:
-        function(**{**arguments, "query": arguments["query"][..., :100]})
-    as_if_on_gpu(last_of(folder))
+        function(**arguments)
+    if wrong == "shape":
+        as_if_on_gpu(last_of(folder))
 
     result = run("replay", str(last_of(folder)))
+    found = document("replay", str(last_of(folder)), code=1)
 
     assert result.exit_code == 1
-    assert result.stdout.count(f"ArgumentError: {caught.value}") == 2
+    assert found["error"] == found["dumped"]["error"] == f"ArgumentError: {caught.value}"
+    assert result.stdout.count(found["error"]) == 2
     assert "relative error  none: the call raised\n" in result.stdout
 
 
-def test_freed_memory_is_replayed(folder: Path, document: Documented) -> None:
-    """A tensor without memory raises as in the dumped call."""
-    function, arguments = built("trtllm")
-    arguments["kv_cache"].untyped_storage().resize_(0)
-    with pytest.raises(ArgumentError):
-        function(**arguments)
-
-    found = document("replay", str(last_of(folder)), code=1)
-
-    assert found["error"] == found["dumped"]["error"]
-
-
 def test_the_kernel_settings_of_the_dumped_process_apply(
-    folder: Path, document: Documented
+    dumped: Path, document: Documented
 ) -> None:
     """An invalid one is the error of the replay; afterwards the own settings are back."""
-    function, arguments = built("trtllm")
-    function(**arguments)
-    path = last_of(folder)
-    data = json.loads(path.read_text(encoding="utf-8"))
+    data = json.loads(dumped.read_text(encoding="utf-8"))
     data["environment"]["MLAGEN_MLA_KERNEL"] = "sm70"
-    path.write_text(json.dumps(data), encoding="utf-8")
-
-    found = document("replay", str(path), code=1)
-
+    dumped.write_text(json.dumps(data), encoding="utf-8")
+    found = document("replay", str(dumped), code=1)
     assert found["error"].startswith("ArgumentError: MLAGEN_MLA_KERNEL: ")
+    function, arguments = built("trtllm")
     function(**arguments)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0], ids=["right", "wrong"])
 def test_the_result_of_a_gpu_is_compared_with_the_cpu_backend(
-    offset: float, folder: Path, document: Documented, monkeypatch: pytest.MonkeyPatch
+    offset: float, dumped: Path, document: Documented, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A relative error above the bound is exit code 1; here the CPU stands for the GPU."""
-    function, arguments = built("trtllm")
-    function(**arguments)
-    path = last_of(folder)
-    as_if_on_gpu(path)
+    as_if_on_gpu(dumped)
     offsets = [offset, 0.0]  # of the GPU, then of the reference
+    entry = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
 
     def decode(**given: Any) -> Any:
-        out, lse = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**given)
+        out, lse = entry(**given)
         return out + offsets.pop(0), lse
 
-    monkeypatch.setitem(replaying._FUNCTIONS, function.__name__, decode)
+    monkeypatch.setitem(replaying._FUNCTIONS, entry.__name__, decode)
     monkeypatch.setattr(replaying, "_gpu", lambda: torch.device("cpu"))
     monkeypatch.setattr(replaying, "_name_of", lambda _: "a GPU")
 
-    found = document("replay", str(path), code=int(bool(offset)))
+    found = document("replay", str(dumped), code=int(bool(offset)))
 
     assert (found["device"], found["error"]) == ("a GPU", None)
     assert (found["relative_error"] > found["error_bound"]) is bool(offset)
@@ -269,9 +262,7 @@ def test_the_bound_is_that_of_the_dtypes(dtype: torch.dtype, bound: float, folde
     """An 8-bit call may have larger errors; a workspace of bytes does not make it one."""
     arguments = MlaCase(name="", seq_lens=(9,), heads=2, dtype=dtype).build("cpu").arguments()
     arguments["workspace_buffer"] = torch.zeros(16, dtype=torch.uint8)
-
     observed(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla)(**arguments)
-
     assert replaying._bound_of(read_dump(last_of(folder))) == bound
 
 
@@ -292,5 +283,4 @@ NAN, INF = float("nan"), float("inf")
 def test_the_relative_error(out: list[float], expected: list[float], error: float) -> None:
     """Elements that are not finite must be the same in both."""
     got = replaying.relative_error(torch.tensor(out), torch.tensor(expected))
-
     assert got == pytest.approx(error)

@@ -68,9 +68,7 @@ def test_another_file_is_one_line(
         os.mkfifo(path)
     elif content is not None:
         path.write_text(content, encoding="utf-8")
-
     result = run("replay", str(path))
-
     assert (result.exit_code, result.stderr) == (2, f"mlagen: {path}: {message}\n")
 
 
@@ -136,48 +134,36 @@ class Planted:
         return os.mkdir, (str(self.path),)
 
 
-def tensors_of(path: Path) -> Path:
-    """Return the file of the tensors of a dump."""
-    return path.with_name(json.loads(path.read_text(encoding="utf-8"))["tensors"])
-
-
-# What replaces the file of the tensors, or a planted object that does.
-REPLACEMENTS: dict[str, Callable[[Path, Planted], object]] = {
-    "zip": lambda path, planted: torch.save({"call:query": planted}, path),
-    "pickle": lambda path, planted: path.write_bytes(pickle.dumps(planted)),
-    "text": lambda path, _: path.write_text("no tensors", encoding="utf-8"),
-    "missing": lambda path, _: path.unlink(),
-    "a list": lambda path, _: torch.save([1], path),
-    "other bytes": lambda path, _: torch.save(
-        {"call:query": torch.zeros(3, dtype=torch.uint8)}, path
-    ),
-}
-
-
-@pytest.mark.parametrize("replace", REPLACEMENTS.values(), ids=REPLACEMENTS)
-def test_a_file_of_no_tensors_is_rejected(
-    replace: Callable[[Path, Planted], object], path: Path, run: Run, tmp_path: Path
-) -> None:
-    """No object but tensors is loaded."""
-    planted = tmp_path / "planted"
-    replace(tensors_of(path), Planted(planted))
-
-    result = run("replay", str(path))
-
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert not planted.exists()
-
-
-def test_a_compressed_file_of_tensors_has_a_limit(path: Path, run: Run) -> None:
-    """The size is that after decompression."""
-    with zipfile.ZipFile(tensors_of(path), "w", zipfile.ZIP_DEFLATED) as archive:
+def compress(path: Path, _planted: Planted) -> None:
+    """Write an archive that claims to be larger after decompression."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data/0", "")
         archive.infolist()[0].file_size = 1 << 40
 
-    result = run("replay", str(path))
 
-    assert result.exit_code == 2
-    assert "bytes or less, got 1099511627776" in result.stderr
+# What replaces the file of the tensors, or a planted object that does, and a part of the message.
+REPLACEMENTS: dict[str, tuple[Callable[[Path, Planted], object], str]] = {
+    "zip": (lambda path, planted: torch.save({"call:query": planted}, path), ""),
+    "pickle": (lambda path, planted: path.write_bytes(pickle.dumps(planted)), ""),
+    "text": (lambda path, _: path.write_text("no tensors", encoding="utf-8"), ""),
+    "missing": (lambda path, _: path.unlink(), ""),
+    "a list": (lambda path, _: torch.save([1], path), ""),
+    "other bytes": (lambda path, _: torch.save({"call:query": torch.zeros(3).byte()}, path), ""),
+    "compressed": (compress, "bytes or less, got 1099511627776"),
+}
+
+
+@pytest.mark.parametrize(("replace", "message"), REPLACEMENTS.values(), ids=REPLACEMENTS)
+def test_a_file_of_no_tensors_is_rejected(
+    replace: Callable[[Path, Planted], object], message: str, path: Path, run: Run, tmp_path: Path
+) -> None:
+    """No object but tensors is loaded, and none above the limit after decompression."""
+    tensors = path.with_name(json.loads(path.read_text(encoding="utf-8"))["tensors"])
+    replace(tensors, Planted(tmp_path / "planted"))
+    result = run("replay", str(path))
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert message in result.stderr
+    assert not (tmp_path / "planted").exists()
 
 
 ODD: tuple[Any, ...] = (None, True, -1, 0, 1 << 70, 1.5, "", "nan", [], {}, [None], {"tensor": {}})
@@ -198,16 +184,13 @@ def test_odd_values_anywhere_are_rejected_or_replayed(path: Path) -> None:
     """A dump with any value replaced is an outcome, or an ArgumentError on one line."""
     data = json.loads(path.read_text(encoding="utf-8"))
     chosen = random.Random(0)  # noqa: S311 - the same at every run
-    outcomes: set[str] = set()
-    messages = []
+    returned, messages = 0, []
     for _ in range(60):
         path.write_text(json.dumps(_replace_any(data, chosen)), encoding="utf-8")
         try:
-            outcome = replaying.replay(read_dump(path), seed=0)
-            outcomes.add("raised" if outcome.error else "returned")
+            returned += replaying.replay(read_dump(path), seed=0).error is None
         except ArgumentError as error:
             messages.append(str(error))
-
-    assert "returned" in outcomes
+    assert returned
     assert messages
     assert all(message.isprintable() for message in messages)

@@ -119,26 +119,16 @@ def test_a_call_without_an_entry_for_the_whole_gpu(
     entry_point: EntryPoint, context: Context
 ) -> None:
     """The first launch is rejected, and the call is cached for the context alone."""
+    arguments = long_call()
     context.enter(16)
 
-    inside = [grid(entry_point, long_call()) for _ in range(3)]
+    inside = [grid(entry_point, arguments) for _ in range(3)]
 
     assert inside[0][1] <= 16
     assert inside == inside[:1] * 3
+    assert not entry_point.reads_signature(arguments)
     context.enter(GPU_SMS)
     assert grid(entry_point, long_call())[1] > 16
-
-
-def test_cached_calls_read_no_signature_in_a_context(
-    entry_point: EntryPoint, context: Context
-) -> None:
-    """The fast path works in a context as on the whole GPU."""
-    arguments = long_call()
-    context.enter(16)
-    for _ in range(3):
-        entry_point.call(arguments)
-
-    assert not entry_point.reads_signature(arguments)
 
 
 def test_a_driver_that_rejects_every_cooperative_grid(

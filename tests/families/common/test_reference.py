@@ -1,33 +1,17 @@
-"""The CPU backend: decoding of stored rows, invalid pages and precision."""
+"""The CPU backend: decoded rows, invalid pages and precision."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from mlagen.families.common.reference import decoded, scaled_groups, stored_rows
+from mlagen.families.common.reference import decoded, scaled_groups
 from mlagen.spec.dtype import DType
 from tests.problems.entry_points import decode, decode_with_lse
 from tests.problems.mla import MlaCase
-from tests.problems.mla_rows import store
 from tests.problems.problem import POISON
 
 FORMATS = [DType.BF16, DType.FP16, DType.E4M3, DType.FP8_DS_MLA, DType.FP8_PER_TOKEN]
-
-
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_a_row_is_decoded_to_its_elements(dtype: DType) -> None:
-    """An element is the float32 product of stored element and scale; fp8_per_token's is apart."""
-    content = torch.randn(7, 576, generator=torch.Generator().manual_seed(0))
-    scales = torch.rand(7, generator=torch.Generator().manual_seed(1)) + 0.5
-    is_per_token = dtype is DType.FP8_PER_TOKEN
-    stored = store(content, 512, str(dtype), scales=scales if is_per_token else None)
-
-    elements = decoded(stored.rows, dtype)
-
-    assert torch.equal(
-        elements * scales[:, None] if is_per_token else elements, stored.elements.float()
-    )
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
@@ -45,16 +29,6 @@ def test_groups_of_128_elements_have_a_scale_each() -> None:
     elements = scaled_groups(torch.ones(1, 256), scales)
 
     assert elements.tolist() == [[2.0] * 128 + [3.0] * 128]
-
-
-def test_stored_rows_follow_strides() -> None:
-    """Pages and tokens may have padding, and a token may be read twice."""
-    cache = torch.arange(4 * 3 * 24, dtype=torch.float32).bfloat16().view(4, 3, 24)[:, :2, :16]
-
-    rows = stored_rows(cache, torch.tensor([3, 0, 3]), torch.tensor([1, 0, 1]))
-
-    expected = torch.stack([cache[3, 1], cache[0, 0], cache[3, 1]])
-    assert torch.equal(rows.view(torch.bfloat16), expected)
 
 
 def test_an_invalid_page_reads_as_zero() -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from mlagen.families.common.plan_sm80 import GqaProblemShape, Sm80Plan
 from mlagen.families.gqa import select as gqa_plan
-from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.sm80 import GqaSm80Spec
 from mlagen.spec.gqa.variant import GqaVariant
@@ -16,17 +13,7 @@ from mlagen.spec.gqa.variant import GqaVariant
 VARIANT = GqaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16, out_dtype=DType.BF16)
 
 
-class _Facts:
-    sm_count = 132
-
-
-@pytest.fixture(autouse=True)
-def _an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(gqa_plan, "arch_of_device", lambda _: Arch(90, "a"))
-    monkeypatch.setattr(gqa_plan, "device_facts", lambda _: _Facts)
-    gqa_plan.plan_gqa_sm80_call.cache_clear()
-    yield
-    gqa_plan.plan_gqa_sm80_call.cache_clear()
+pytestmark = pytest.mark.usefixtures("h200")
 
 
 def plan(

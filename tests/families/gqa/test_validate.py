@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -20,17 +21,16 @@ from tests.families.rejections import (
     valid_call,
 )
 from tests.problems.entry_points import decode_gqa, run_xqa
-from tests.problems.problem import E4M3
+from tests.problems.problem import E4M3, bf16
 
 POSITIVE = ": expected an int, 1 or more, got "
 FACTOR = ": expected a finite number above 0, got "
+HALF_HEADS = {"query": lambda q: q[..., :64]}
+BATCH_TOKENS = "(batch * q_len_per_req)"
+NOT_GIVEN = ": expected a torch.Tensor, got NoneType"
+MASK_32 = ".shape: expected [2, 2, 1] or [4, 1]"
 MASK_WORDS = " (a bit for each of 2 drafts, in 32-bit words), got "
 SHAPE_OF_SINKS = ".shape: expected [8] or [2, 4] (heads of query), got "
-
-
-def bf16(*shape: int) -> torch.Tensor:
-    """Return zeros."""
-    return torch.zeros(shape, dtype=torch.bfloat16)
 
 
 def stacked_with_a_gap(caches: torch.Tensor) -> torch.Tensor:
@@ -41,47 +41,27 @@ def stacked_with_a_gap(caches: torch.Tensor) -> torch.Tensor:
     return memory.as_strided(caches.shape, strides).copy_(caches)
 
 
-QUERIES: Rows = {
+class Unread(torch.Tensor):
+    """A tensor whose contents must not be read."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, *_: Any) -> Any:
+        """Reject any use of the tensor except its type name."""
+        raise AssertionError(f"read by {func}")
+
+
+UNREAD = torch.tensor(70).as_subclass(Unread)
+ROWS: Rows = {
     "xqa_batch": [
         ("query", lambda q: q[:, None], ".ndim: expected 3, got 4"),
         ("query", lambda q: q[:, :0], ".shape[-2]: expected 1 head or more, got 0"),
         ("query", lambda q: q[:, :7], ".shape[-2]: expected a multiple of 2 (heads of kv_cache[0"),
-        (
-            "kv_cache[0]",
-            {"query": lambda q: q[..., :64]},
-            ".shape[-1]: expected 64 (head_dim of query), got 128",
-        ),
+        ("kv_cache[0]", HALF_HEADS, ".shape[-1]: expected 64 (head_dim of query), got 128"),
         ("q_len_per_req", 0, POSITIVE + "0"),
         ("q_len_per_req", 1.5, POSITIVE + "1.5"),
+        ("q_len_per_req", [2], POSITIVE + "[2]"),
         ("seq_lens", lambda lens: lens.repeat(2), ".shape: expected [2] or [2, 1] (batch of query"),
         ("seq_lens", lambda lens: lens[:, None].repeat(1, 2), ".shape: expected [2] or [2, 1] (ba"),
-    ],
-    "xqa_batch drafts": [
-        ("query", lambda q: q[:3], ".shape[0]: expected a multiple of 2 (q_len_per_req), got 3")
-    ],
-    "xqa_batch ragged": [
-        ("q_len_per_req", 1, ": expected 2 or more with q_cu_seq_lens, got 1"),
-        (
-            "query",
-            {"q_len_per_req": 2},
-            ".shape[0]: expected 4 or less (batch * q_len_per_req), got 5",
-        ),
-        ("q_cu_seq_lens", lambda ends: ends[:2], ".shape: expected [3] (batch + 1), got [2]"),
-    ],
-    "xqa": [("q", lambda q: q[:, 0], ".ndim: expected 4 or 5, got 3")],
-    "xqa drafts": [
-        ("q", lambda q: q[:, 0], ".ndim: expected 5, got 4"),
-        ("q", lambda q: q.repeat(1, 2, 1, 1, 1), ".shape[1]: expected 1, got 2"),
-        ("q", lambda q: q[:, :, :1], ".shape[2]: expected 2 (q_seq_len), got 1"),
-        ("q", lambda q: padded(q, dim=2), ".stride(0): expected 2048 (q_len * stride of a query "),
-    ],
-    "xqa ragged": [
-        ("q_seq_len", 1, ": expected 2 or more with q_cu_seq_lens, got 1"),
-        ("q", lambda q: q[:, None], ".ndim: expected 3, got 4"),
-    ],
-}
-CACHES: Rows = {
-    "xqa_batch": [
         ("kv_cache", None, ": expected a torch.Tensor, got NoneType"),
         ("kv_cache", lambda kv: (*kv, kv[1]), ": expected a tensor, or two in a tuple or list, g"),
         ("kv_cache[0]", lambda kv: kv[0], ".ndim: expected 4, got 3"),
@@ -99,61 +79,11 @@ CACHES: Rows = {
         ("kv_layout", "nhd", ": expected one of NHD, HND, got 'nhd'"),
         ("kv_layout", ["NHD"], ": expected one of NHD, HND, got ['NHD']"),
         ("kv_cache_sf", lambda _: [bf16(1)] * 2, "[0]: expected None for a cache of torch.bfloat"),
-    ],
-    "xqa_batch e4m3": [
-        ("kv_cache_sf", bf16(1), ": expected None for a cache of torch.float8_e4m3fn, got a tens"),
-    ],
-    "xqa_batch stacked": [
-        ("kv_cache", stacked_with_a_gap, ".data_ptr(): expected a multiple of 16, got 8 more tha"),
-    ],
-    "xqa_batch nvfp4": [
-        ("kv_cache_sf", None, ": expected a torch.Tensor, got NoneType"),
-        ("kv_cache_sf", lambda sf: sf[:1], ": expected a tensor, or two in a tuple or list, got "),
-        ("kv_cache_sf[1]", lambda sf: sf[..., :4], ".shape: expected [10, 16, 2, 8] (one for 16 "),
-        (
-            "kv_cache_sf[0]",
-            {"kv_cache": lambda kv: [each.transpose(1, 2) for each in kv], "kv_layout": "HND"},
-            ".shape: expected [10, 2, 16, 8] (one for 16 elements of the cache), got [10, 16",
-        ),
-        (
-            "kv_cache[0]",
-            {"query": lambda q: q[..., :64]},
-            ".shape[-1]: expected 32 (head_dim of query / 2), got 64",
-        ),
-    ],
-    "xqa_batch nvfp4 24 bytes": [
-        ("kv_cache[0]", displaced, ".data_ptr(): expected a multiple of 8, got 1 more than one")
-    ],
-    "xqa_batch nvfp4 32 bytes": [
-        ("kv_cache[0]", lambda kv: displaced(kv, 8), ".data_ptr(): expected a multiple of 16, go")
-    ],
-    "xqa": [
-        ("k_cache", lambda kv: torch.stack([kv, kv], dim=1), ".ndim: expected 4, got 5"),
-        ("k_sf_cache", {"v_sf_cache": bf16(1)}, ": expected a torch.Tensor, got NoneType"),
-        ("num_kv_heads", 16, ": expected 2 (of k_cache), got 16"),
-        ("num_kv_heads", 2.0, POSITIVE + "2.0"),
-        ("page_size", 32, ": expected 16 (of k_cache), got 32"),
-        ("kv_layout", "DHN", ": expected one of NHD, HND, got 'DHN'"),
-        ("sm_count", 0, POSITIVE + "0"),
-    ],
-    "xqa HND": [
-        ("num_kv_heads", {"num_kv_heads": 16, "page_size": 2}, ": expected 2 (of k_cache), got 16")
-    ],
-    "xqa nvfp4": [
-        ("v_sf_cache", None, ": expected a torch.Tensor, got NoneType"),
-        (
-            "k_sf_cache",
-            {"k_sf_cache": None, "v_sf_cache": None},
-            ": expected a torch.Tensor, got NoneType",
-        ),
-    ],
-}
-OTHERS: Rows = {
-    "xqa_batch": [
         ("block_tables", lambda ids: ids[:, None], ".ndim: expected 2, got 3"),
         ("block_tables", lambda ids: ids[:1], ".shape[0]: expected 2 (batch), got 1"),
         ("max_seq_len", -1, ": expected an int, 0 or more, got -1"),
         ("max_seq_len", 70.0, ": expected an int, 0 or more, got 70.0"),
+        ("max_seq_len", {"max_seq_len": UNREAD}, ": expected an int, 0 or more, got a tensor"),
         ("window_left", "1", ": expected an int, got '1'"),
         ("window_left", 0.5, ": expected an int, got 0.5"),
         ("window_left", True, ": expected an int, got True"),
@@ -168,48 +98,108 @@ OTHERS: Rows = {
         ("sinks", torch.zeros(4, 2), SHAPE_OF_SINKS + "[4, 2]"),
         ("out", bf16(2, 8, 128).to(E4M3), ".dtype: expected torch.bfloat16 (dtype of query; e4m3 "),
     ],
-    "xqa_batch e4m3": [
-        ("out", bf16(2, 8, 128).half(), ".dtype: expected torch.bfloat16 or torch.float8_e4m3fn ")
-    ],
     "xqa_batch drafts": [
+        ("query", lambda q: q[:3], ".shape[0]: expected a multiple of 2 (q_len_per_req), got 3"),
         ("mask", lambda m: m.bool(), ".dtype: expected torch.uint16 or torch.uint32 or torch.int"),
         ("mask", lambda m: m[..., :1], f".shape: expected [2, 2, 2] or [4, 2]{MASK_WORDS}[2, 2, 1"),
-        (
-            "mask",
-            lambda m: m.view(torch.uint32).repeat(1, 1, 2),
-            f".shape: expected [2, 2, 1] or [4, 1]{MASK_WORDS}[2, 2, 2]",
-        ),
+        ("mask", lambda m: m.view(torch.uint32).repeat(1, 1, 2), f"{MASK_32}{MASK_WORDS}[2, 2, 2]"),
         ("mask", lambda m: m[:, :1], f".shape: expected [2, 2, 2] or [4, 2]{MASK_WORDS}[2, 1, 2]"),
         ("out", bf16(2, 2, 8, 64), ".shape: expected [4, 8, 128] or [2, 2, 8, 128], got [2, 2, 8"),
     ],
     "xqa_batch ragged": [
+        ("q_len_per_req", 1, ": expected 2 or more with q_cu_seq_lens, got 1"),
+        ("query", {"q_len_per_req": 2}, f".shape[0]: expected 4 or less {BATCH_TOKENS}, got 5"),
+        ("q_cu_seq_lens", lambda ends: ends[:2], ".shape: expected [3] (batch + 1), got [2]"),
         ("mask", lambda m: m[None], ".shape: expected [5, 2] (a bit for each of 4 drafts, in 32-"),
         ("out", bf16(1, 5, 8, 128), ".shape: expected [5, 8, 128], got [1, 5, 8, 128]"),
     ],
     "xqa": [
+        ("q", lambda q: q[:, 0], ".ndim: expected 4 or 5, got 3"),
+        ("k_cache", lambda kv: torch.stack([kv, kv], dim=1), ".ndim: expected 4, got 5"),
+        ("k_sf_cache", {"v_sf_cache": bf16(1)}, ": expected a torch.Tensor, got NoneType"),
+        ("num_kv_heads", 16, ": expected 2 (of k_cache), got 16"),
+        ("num_kv_heads", 2.0, POSITIVE + "2.0"),
+        ("page_size", 32, ": expected 16 (of k_cache), got 32"),
+        ("kv_layout", "DHN", ": expected one of NHD, HND, got 'DHN'"),
+        ("sm_count", 0, POSITIVE + "0"),
         ("output", bf16(2, 8, 128), ".shape: expected [2, 1, 8, 128], got [2, 8, 128]"),
         ("page_table", lambda ids: ids[:, None], ".ndim: expected 2, got 3"),
         ("sliding_win_size", 0.5, ": expected an int, got 0.5"),
         ("rcp_out_scale", 0.0, FACTOR + "0.0"),
     ],
+    "xqa drafts": [
+        ("q", lambda q: q[:, 0], ".ndim: expected 5, got 4"),
+        ("q", lambda q: q.repeat(1, 2, 1, 1, 1), ".shape[1]: expected 1, got 2"),
+        ("q", lambda q: q[:, :, :1], ".shape[2]: expected 2 (q_seq_len), got 1"),
+        ("q", lambda q: padded(q, dim=2), ".stride(0): expected 2048 (q_len * stride of a query "),
+    ],
+    "xqa ragged": [
+        ("q_seq_len", 1, ": expected 2 or more with q_cu_seq_lens, got 1"),
+        ("q", lambda q: q[:, None], ".ndim: expected 3, got 4"),
+    ],
+    "xqa_batch e4m3": [
+        ("kv_cache_sf", bf16(1), ": expected None for a cache of torch.float8_e4m3fn, got a tens"),
+        ("out", bf16(2, 8, 128).half(), ".dtype: expected torch.bfloat16 or torch.float8_e4m3fn "),
+    ],
+    "xqa_batch stacked": [
+        ("kv_cache", stacked_with_a_gap, ".data_ptr(): expected a multiple of 16, got 8 more tha"),
+    ],
+    "xqa_batch nvfp4": [
+        ("kv_cache_sf", None, ": expected a torch.Tensor, got NoneType"),
+        ("kv_cache_sf", lambda sf: sf[:1], ": expected a tensor, or two in a tuple or list, got "),
+        ("kv_cache_sf[1]", lambda sf: sf[..., :4], ".shape: expected [10, 16, 2, 8] (one for 16 "),
+        (
+            "kv_cache_sf[0]",
+            {"kv_cache": lambda kv: [each.transpose(1, 2) for each in kv], "kv_layout": "HND"},
+            ".shape: expected [10, 2, 16, 8] (one for 16 elements of the cache), got [10, 16",
+        ),
+        ("kv_cache[0]", HALF_HEADS, ".shape[-1]: expected 32 (head_dim of query / 2), got 64"),
+    ],
+    "xqa_batch nvfp4 24 bytes": [
+        ("kv_cache[0]", displaced, ".data_ptr(): expected a multiple of 8, got 1 more than one"),
+    ],
+    "xqa_batch nvfp4 32 bytes": [
+        ("kv_cache[0]", lambda kv: displaced(kv, 8), ".data_ptr(): expected a multiple of 16, go"),
+    ],
+    "xqa HND": [
+        ("num_kv_heads", {"num_kv_heads": 16, "page_size": 2}, ": expected 2 (of k_cache), got 16"),
+    ],
+    "xqa_batch lse": [
+        ("mask", {"causal": False}, ": expected None with causal=False, got a mask"),
+        (
+            "window_left",
+            {"causal": False, "mask": None, "window_left": 5},
+            ": expected no window with causal=False, got 6",
+        ),
+        ("causal", "no", ": expected "),
+        ("return_lse", "no", ": expected "),
+        ("return_lse_base", "base10", ": expected one of base2, basee, got 'base10'"),
+        (
+            "lse",
+            {"return_lse": True, "lse": torch.zeros(2, 8)},
+            ".shape: expected [4, 8] or [2, 2, 8], got [2, 8]",
+        ),
+        (
+            "lse",
+            {"return_lse": True, "lse": torch.zeros(4, 8).half()},
+            ".dtype: expected torch.float32",
+        ),
+    ],
+    "xqa lse": [
+        ("mask", {"causal": False}, ": expected None with causal=False, got a mask"),
+        ("lse_base", "base10", ": expected one of base2, basee, got 'base10'"),
+        ("lse", torch.zeros(4, 7), ".shape: expected [4, 8] or [2, 1, 2, 8] or [2, 2, 8], got [4"),
+    ],
+    "xqa nvfp4": [
+        ("v_sf_cache", None, NOT_GIVEN),
+        ("k_sf_cache", {"k_sf_cache": None, "v_sf_cache": None}, NOT_GIVEN),
+    ],
 }
 
 
-@broken(QUERIES)
-def test_query(row: Row) -> None:
-    """Shape, strides and tokens of the query, and lengths and offsets of its requests, agree."""
-    check(row)
-
-
-@broken(CACHES)
-def test_cache(row: Row) -> None:
-    """Keys, values and scales have a known layout, and the dtype and width of the query."""
-    check(row)
-
-
-@broken(OTHERS)
-def test_other_arguments(row: Row) -> None:
-    """Tables, mask, sinks, numbers and outputs are checked."""
+@broken(ROWS)
+def test_a_broken_rule_is_rejected(row: Row) -> None:
+    """The message has argument, rule and value, and nothing is written."""
     check(row)
 
 

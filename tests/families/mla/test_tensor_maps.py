@@ -78,14 +78,6 @@ def test_a_cache_in_one_tensor_has_three_maps(
     assert not maps.separate_rope
 
 
-def test_pages_of_48_tokens_have_boxes_that_divide_kv_blocks_of_64(encoded: Encoded) -> None:
-    """The TMA box has the greatest common divisor of page and KV block."""
-    CacheMaps(layout(mla_sm90(page_size=48)))[CACHE, LATENT_END]
-
-    assert {tensor.box[1] for tensor, _ in encoded} == {16}
-    assert {tensor.sizes[1] for tensor, _ in encoded} == {48}
-
-
 SEPARATE_ROPE = {
     "elsewhere": (LATENT_END + 16, {}),
     "in rows of another length": (LATENT_END, {"rope_token_stride": 128}),
@@ -111,48 +103,19 @@ def test_a_rope_part_elsewhere_is_separate(
     assert maps.packed == map_of(*latent) + map_of(*rope_tile) + map_of(*latent)
 
 
-def test_the_kernel_without_swap_ab_prefetches_the_latent_part(encoded: Encoded) -> None:
-    """The prefetch map does not depend on the rope part."""
-    spec = mla_sm90(rows=64)
-
-    maps = CacheMaps(layout(spec))[CACHE, LATENT_END + 4096]
-
-    assert maps.separate_rope
-    assert encoded[2] == (tiles(spec, 8, per_box=8), CACHE)
-
-
-def test_maps_are_cached_by_address(encoded: Encoded) -> None:
-    """A second call with the same addresses encodes nothing."""
+def test_maps_are_cached_by_both_addresses_up_to_a_capacity(encoded: Encoded) -> None:
+    """The same addresses encode nothing, others encode theirs, and dropped maps are made again."""
     maps = CacheMaps(layout(mla_sm90()))
     first = maps[CACHE, LATENT_END]
 
-    again = maps[CACHE, LATENT_END]
-
-    assert again is first
+    assert maps[CACHE, LATENT_END] is first
     assert len(encoded) == 3
-
-
-@pytest.mark.parametrize("other", [(CACHE + 16, LATENT_END + 16), (CACHE, LATENT_END + 16)])
-def test_another_cache_has_other_maps(other: tuple[int, int], encoded: Encoded) -> None:
-    """The maps depend on both base addresses."""
-    maps = CacheMaps(layout(mla_sm90()))
-    first = maps[CACHE, LATENT_END]
-
-    second = maps[other]
-
-    assert first.packed != second.packed
-    assert len(encoded) > 3
-
-
-@pytest.mark.usefixtures("encoded")
-def test_the_cache_of_maps_has_a_capacity() -> None:
-    """Maps that were dropped are encoded again."""
-    maps = CacheMaps(layout(mla_sm90()))
+    for other in ((CACHE + 16, LATENT_END + 16), (CACHE, LATENT_END + 16)):
+        assert maps[other].packed != first.packed
     for index in range(mla_maps._MAX_CACHES + 1):
         _ = maps[CACHE + index * 16, LATENT_END + index * 16]
-
     assert len(maps) <= mla_maps._MAX_CACHES
-    assert maps[CACHE, LATENT_END].packed == CacheMaps(layout(mla_sm90()))[CACHE, LATENT_END].packed
+    assert maps[CACHE, LATENT_END].packed == first.packed
 
 
 def test_calls_of_one_layout_share_their_maps() -> None:

@@ -35,15 +35,15 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    # Two dtypes, four page sizes, three tiles.
-    "mla_sm90": Family(BF16, mla_sm90_spec, mla_sm90_specs, 2 * 4 * 3, mla_sm90),
-    "mla_sm90_fp8": Family(E4M3, mla_sm90_fp8_spec, mla_sm90_fp8_specs, 4 * 3, mla_sm90_fp8),
-    # Three dtype pairs have two modes, fp8_per_token has one; three tiles each.
+    # Two dtypes, two masks, four page sizes, three tiles.
+    "mla_sm90": Family(BF16, mla_sm90_spec, mla_sm90_specs, 2 * 2 * 4 * 3, mla_sm90),
+    "mla_sm90_fp8": Family(E4M3, mla_sm90_fp8_spec, mla_sm90_fp8_specs, 2 * 4 * 3, mla_sm90_fp8),
+    # Three dtype pairs have three modes, fp8_per_token has one; three tiles each.
     "mla_sm90_fp8kv": Family(
         PACKED,
         mla_sm90_fp8kv_spec,
         mla_sm90_fp8kv_specs,
-        (3 * 2 + 1) * 3 * len(PAGE_SIZES),
+        (3 * 3 + 1) * 3 * len(PAGE_SIZES),
         mla_sm90_fp8kv,
     ),
 }

@@ -372,11 +372,13 @@ struct Params {
   const int* block_tables;
   const int* seq_lens;
   const int* cu_seqlens_q;
+  const int* kv_indptr;
   const u32* draft_mask;
   const float* bmm1_scale_tensor;
   const float* bmm2_scale_tensor;
   const float* sinks;
   unsigned char* out;
+  float* lse;
   float* partial_out;
   float* partial_lse;
   i64 query_stride;
@@ -403,8 +405,10 @@ struct Params {
   int max_pages;
   int block_tables_stride;
   int num_pages;
+  int is_causal;
   int bmm2_scales_scores;
   float score_factor;
+  float lse_factor;
   int row_tiles;
   int num_splits;
   float bmm1_scale;
@@ -658,6 +662,14 @@ struct alignas(16) WorkItem {
   int kv_begin, kv_end;  // tokens that any row may attend to
   int first_kv_block, end_kv_block;  // KV blocks of kBlockN tokens of this split
 
+  // Page ids of the sequence: a row of the block table, or a part of the flat page ids of a plan.
+  __device__ const int* page_ids(const Params& params) const {
+    const i64 start = params.kv_indptr == nullptr
+                          ? seq_idx * static_cast<i64>(params.block_tables_stride)
+                          : params.kv_indptr[seq_idx];
+    return params.block_tables + start;
+  }
+
   __device__ int query_of(const Params& params, int row) const {
     return (first_row + row) / params.group_size;
   }
@@ -683,7 +695,7 @@ struct alignas(16) WorkItem {
     const int query = query_of(params, row);
     if (token < window_kv_begin(params, query)) return false;
     const int draft = token - (kv_len - q_len);
-    if (params.draft_mask == nullptr || draft < 0) return draft <= query;
+    if (params.draft_mask == nullptr || draft < 0) return !params.is_causal || draft <= query;
     const u32* words = params.draft_mask + (first_query + query) * params.mask_words;
     // No row attends to speculative tokens beyond the mask.
     return draft / 32 < params.mask_words && (words[draft / 32] >> draft % 32 & 1) != 0;
@@ -715,10 +727,12 @@ __device__ inline WorkItem find_work_item(const Params& params) {
   const int last = work.query_of(params, max(work.rows, 1) - 1);
   const int context_len = work.kv_len - work.q_len;
   const bool has_mask = params.draft_mask != nullptr;
+  const bool is_causal = !has_mask && params.is_causal;
   work.kv_begin = work.window_kv_begin(params, first);
   work.unmasked_kv_begin = work.window_kv_begin(params, last);
-  work.kv_end = max(has_mask ? work.kv_len : context_len + last + 1, 0);
-  work.unmasked_kv_end = max(has_mask ? context_len : context_len + first + 1, 0);
+  work.kv_end = max(is_causal ? context_len + last + 1 : work.kv_len, 0);
+  const int first_row_end = is_causal ? context_len + first + 1 : work.kv_len;
+  work.unmasked_kv_end = max(has_mask ? context_len : first_row_end, 0);
 
   const int begin = work.kv_begin / kBlockN;
   const int num_kv_blocks = max(ceil_div(work.kv_end, kBlockN) - begin, 0);
@@ -1044,9 +1058,9 @@ __device__ inline void combine_warps(SharedMemoryPlan& smem, const Output& outpu
   }
 }
 
-// Stores the normalisation factor of each row over the row sums of warp 0, and the base-2 LSE of
-// the rows of a split. An empty row of a split has LSE minus infinity, and its partial O is never
-// read.
+// Stores the normalisation factor of each row over the row sums of warp 0, and the LSE: of a split
+// in base 2 and without the sink, of finished rows if the call requests it. An empty row of a split
+// has LSE minus infinity, and its partial O is never read.
 __device__ inline void finish_rows(const Params& params, const WorkItem& work,
                                    SharedMemoryPlan& smem) {
   const bool is_partial = params.num_splits > 1;
@@ -1060,14 +1074,18 @@ __device__ inline void finish_rows(const Params& params, const WorkItem& work,
     const float sink = is_partial || params.sinks == nullptr
                            ? -kInfinity
                            : params.sinks[work.head_of(params, row)];
-    const RowResult result = finish_row(row_max, row_sum, sink);
+    const RowResult result =
+        finish_row(row_max, row_sum, sink, is_partial ? 1.0f : params.lse_factor);
     const float output_scale =
         is_partial ? 1.0f
                    : value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
     smem.row_sum[0][row] = result.factor * output_scale;
-    if (is_partial && work.slice == 0) {
-      params.partial_lse[work.split_idx * params.total_rows + work.global_row(params, row)] =
-          result.lse;
+    if (work.slice != 0) continue;
+    const i64 global_row = work.global_row(params, row);
+    if (is_partial) {
+      params.partial_lse[work.split_idx * params.total_rows + global_row] = result.lse;
+    } else if (params.lse != nullptr) {
+      params.lse[global_row] = result.lse;
     }
   }
   __syncthreads();
@@ -1217,7 +1235,7 @@ struct KvLoader {
   __device__ KvLoader(const Params& params, const WorkItem& work)
       : params(params),
         work(work),
-        table(params.block_tables + work.seq_idx * static_cast<i64>(params.block_tables_stride)),
+        table(work.page_ids(params)),
         next_stage(0),
         next_kv_block(work.first_kv_block + warp_index()) {
     lane_page = load_lane_page(next_kv_block);
@@ -1289,11 +1307,6 @@ __device__ inline float score_scale(const Params& params) {
                                    : scale;
 }
 
-// A score in base 2. Rounded, never fused: equal scores must have equal distances from the row max.
-__device__ inline float base2_score(float qk, float softmax_scale) {
-  return __fmul_rn(qk, softmax_scale);
-}
-
 // Rescale threshold (FA4 "conditional rescaling"): P is relative to a stale row max, which moves
 // only when a score exceeds it by this much (base-2 exponent). Warps then need no common max per
 // tile, O is rarely rescaled, and no element of P exceeds 2^8, which fp16 represents.
@@ -1314,16 +1327,28 @@ __device__ inline float quad_reduce_sum(float value) {
   return value + __shfl_xor_sync(~0u, value, 2);
 }
 
+// Score of grouped-query attention: from Q K^T to the base-2 logit of the softmax.
+
+struct GqaScore {
+  float scale;  // softmax scale times log2(e)
+
+  __device__ explicit GqaScore(const Params& params)
+      : scale(score_scale(params) * params.score_factor * kLog2E) {}
+
+  // `row_scale` is `scale`, times the inverse scale of a row of Q. Rounded, never fused: equal
+  // scores must have equal distances from the row max.
+  __device__ float of(float qk, float row_scale) const { return __fmul_rn(qk, row_scale); }
+};
+
 // Online softmax over the KV blocks of one warp.
 
 // Four lanes share a row. Row sums cover this lane's tokens only, of P as rounded for the PV GEMM.
 struct Softmax {
-  float scale;  // softmax scale times log2(e)
+  GqaScore score;
   float row_max[kRowGroups][2];  // base 2
   float row_sum[kRowGroups][2];
 
-  __device__ explicit Softmax(const Params& params)
-      : scale(score_scale(params) * params.score_factor * kLog2E) {
+  __device__ explicit Softmax(const Params& params) : score(params) {
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
@@ -1344,10 +1369,10 @@ struct Softmax {
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float score = base2_score(scores[m][n][e], scale);
+          const float base2 = score.of(scores[m][n][e], score.scale);
           const bool attends = !has_boundary || work.attends(params, fragment_row(m, e / 2),
                                                              first_token + fragment_col(n, e % 2));
-          scores[m][n][e] = attends ? score : -kInfinity;
+          scores[m][n][e] = attends ? base2 : -kInfinity;
         }
       }
     }

@@ -1,0 +1,194 @@
+"""Combine of attention states over disjoint keys, by a kernel or in torch ops."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from mlagen.engine import kernel_for
+from mlagen.families.common.arguments import (
+    DTYPES,
+    require_device,
+    require_dims,
+    require_dtype,
+    require_shape,
+    require_tensor,
+)
+from mlagen.families.common.outputs import LSE_FACTORS
+from mlagen.runtime.device import arch_of_device
+from mlagen.runtime.launch import launch
+from mlagen.spec.combine_states import LANE_DIMS, CombineStatesSpec, combine_states_spec
+from mlagen.spec.kernel import pack_constants
+
+_LANE_BYTES = LANE_DIMS * 2
+
+VALUE_DTYPES = (*DTYPES, torch.float32)
+
+
+def check_values(value: object, argument: str, dims: int) -> torch.Tensor:
+    """Return partial outputs of ``dims`` dimensions.
+
+    Raises
+    ------
+    ArgumentError
+        If they break a rule.
+    """
+    values = require_tensor(value, argument)
+    require_dims(values, argument, (dims,))
+    require_dtype(values, argument, VALUE_DTYPES)
+    return values
+
+
+def check_like(value: object, argument: str, values: torch.Tensor, of: str) -> torch.Tensor:
+    """Return partial outputs like ``values``.
+
+    Raises
+    ------
+    ArgumentError
+        If they differ in device, dtype or shape.
+    """
+    other = check_values(value, argument, values.dim())
+    require_device(other, argument, values.device)
+    require_dtype(other, argument, (values.dtype,), f"dtype of {of}")
+    require_shape(other, argument, (tuple(values.shape),), of)
+    return other
+
+
+def check_lse(value: object, argument: str, values: torch.Tensor, of: str) -> torch.Tensor:
+    """Return the LSE of the rows of ``values`` in fp32; another floating-point dtype is converted.
+
+    Raises
+    ------
+    ArgumentError
+        If it breaks a rule.
+    """
+    lse = require_tensor(value, argument)
+    require_device(lse, argument, values.device)
+    require_dtype(lse, argument, (torch.float32, *DTYPES, torch.float64))
+    require_shape(lse, argument, (tuple(values.shape[:-1]),), f"rows of {of}")
+    return lse
+
+
+class States(NamedTuple):
+    """Partial outputs with their LSE, of any strides."""
+
+    out: torch.Tensor  # [n, heads, dim], or [n, states, heads, dim]
+    lse: torch.Tensor  # [n, heads], or [n, states, heads]
+
+
+def combine_states(
+    first: States,
+    others: States,
+    base: str,
+    *,
+    into: States | None = None,
+    mask: torch.Tensor | None = None,
+    by_kernel: bool = True,
+) -> States:
+    """Return the state of each row over the keys of all its states, ``others`` in their order.
+
+    The result is written into ``into`` where ``mask`` is true, or else is new. A state of weight
+    zero adds nothing, even NaN.
+    """
+    target = into or States(
+        torch.empty_like(first.out, memory_format=torch.contiguous_format),
+        torch.empty_like(first.lse, memory_format=torch.contiguous_format),
+    )
+    spec = _spec_of(first, others, target) if by_kernel else None
+    if spec is not None:
+        _launch(spec, first, others, base, target, mask)
+        return target
+    out, lse = _combined(
+        torch.cat((first.out[:, None], others.out), dim=1),
+        torch.cat((first.lse[:, None], others.lse), dim=1),
+        base,
+    )
+    if mask is not None:
+        out = torch.where(mask[:, None, None], out, first.out)
+        lse = torch.where(mask[:, None], lse, first.lse)
+    if into is None:
+        return States(out, lse)
+    return States(into.out.copy_(out), into.lse.copy_(lse))
+
+
+def _combined(
+    values: torch.Tensor, lse: torch.Tensor, base: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and LSE of ``values[n, states, heads, dim]`` in torch ops."""
+    unit = math.log2(math.e) if base == "basee" else 1.0
+    # FlashMLA and FlashAttention-2 have plus infinity for a row without keys.
+    lse = lse.masked_fill(lse == math.inf, -math.inf)
+    largest = lse.amax(dim=1, keepdim=True)
+    largest = largest.masked_fill(largest == -math.inf, 0.0)  # no difference of infinities
+    weights = torch.exp2((lse - largest) * unit)
+    total = weights.sum(dim=1)
+    weights, has_weight = weights[..., None], (weights != 0.0)[..., None]
+    out = (values.float().masked_fill(~has_weight, 0.0) * weights).sum(dim=1)
+    out = out / total.masked_fill(total == 0.0, 1.0)[..., None]
+    return out.to(values.dtype), largest.squeeze(1) + total.log2() / unit
+
+
+def _spec_of(first: States, others: States, target: States) -> CombineStatesSpec | None:
+    """Return the kernel, or None if torch ops compute the result."""
+    out, gpu = first.out, _gpu_of(first.out)
+    if gpu is None or out.dtype not in DTYPES or not out.numel():
+        return None
+    for tensor in (out, others.out, target.out):
+        strides = tensor.stride()
+        if tensor.data_ptr() % _LANE_BYTES or (strides[-1] != 1 and tensor.shape[-1] != 1):
+            return None
+        if any(stride * tensor.element_size() % _LANE_BYTES for stride in strides[:-1]):
+            return None
+    return combine_states_spec(arch_of_device(gpu), DTYPES[out.dtype], out.shape[-1])
+
+
+def _gpu_of(tensor: torch.Tensor) -> int | None:
+    index: int = tensor.device.index
+    return index if tensor.device.type == "cuda" else None
+
+
+def _launch(
+    spec: CombineStatesSpec,
+    first: States,
+    others: States,
+    base: str,
+    target: States,
+    mask: torch.Tensor | None,
+) -> None:
+    n, heads, _ = first.out.shape
+    values = {
+        "total_rows": n * heads,
+        "heads": heads,
+        "num_others": others.out.shape[1],
+        **_strides("first_out", first.out.stride()),
+        **_strides("first_lse", first.lse.stride()),
+        **_strides("other_out", others.out.stride()),
+        **_strides("other_lse", others.lse.stride()),
+        **_strides("out", target.out.stride()),
+        **_strides("lse", target.lse.stride()),
+    }
+    launch(
+        kernel_for(spec, first.out.device.index),
+        -(-n * heads * 32 // spec.threads),
+        True,
+        first.out.data_ptr(),
+        first.lse.data_ptr(),
+        others.out.data_ptr(),
+        others.lse.data_ptr(),
+        0 if mask is None else mask.data_ptr(),
+        target.out.data_ptr(),
+        target.lse.data_ptr(),
+        pack_constants(spec, values),
+        LSE_FACTORS[base],
+    )
+
+
+def _strides(name: str, strides: tuple[int, ...]) -> dict[str, int]:
+    """Return the strides of rows, states if any, and heads, by parameter."""
+    found = {f"{name}_stride": strides[0]}
+    has_states = name.startswith("other")
+    if has_states:
+        found[f"{name}_state_stride"] = strides[1]
+    return found | {f"{name}_head_stride": strides[2 if has_states else 1]}

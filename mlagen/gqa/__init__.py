@@ -1,0 +1,1 @@
+"""Grouped-query attention: the entry points of ``flashinfer.decode``, besides XQA's."""

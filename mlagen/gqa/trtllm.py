@@ -1,0 +1,211 @@
+"""Paged grouped-query decode with the signature of TensorRT-LLM in ``flashinfer.decode``."""
+
+from __future__ import annotations
+
+import torch
+
+from mlagen.families.common.arguments import is_pdl_enabled, require_flag
+from mlagen.families.common.call_key import KeyKinds
+from mlagen.families.gqa.args import GqaArgs, pair_of, positive_factor, window_of
+from mlagen.families.gqa.dispatch import GQA
+from mlagen.gqa.trtllm_keywords import (
+    NAMES,
+    RAGGED_NAMES,
+    natural_scale,
+    output_dtype,
+    query_length,
+    reject_unserved,
+)
+from mlagen.mla.trtllm_keywords import unwrap_sinks
+from mlagen.observe.observed import observable
+from mlagen.torch_ops.outputs import trtllm_gqa_outputs
+from mlagen.torch_ops.replayable import replayable
+from mlagen.torch_ops.traced import traceable
+
+
+@traceable(trtllm_gqa_outputs, has_lse=True, fills_lse=True)
+@observable
+@replayable(
+    GQA,
+    KeyKinds(
+        tensors="query workspace_buffer block_tables seq_lens",
+        groups="kv_cache kv_cache_sf sinks",
+        optional="out lse mask cum_seq_lens_q bmm1_scale_log2 multi_ctas_kv_counter_buffer",
+        outputs="out lse",
+        scales="bmm1_scale bmm2_scale",
+        length="max_seq_len",
+        ints="window_left",
+        constants=("out_dtype",),
+        words=(
+            "kv_layout enable_pdl backend q_len_per_req o_scale max_q_len return_lse "
+            "skip_softmax_threshold_scale_factor uses_shared_paged_kv_idx "
+            "o_sf_scale o_sf_vec_size enable_block_sparse_attention cp_world cp_rank "
+            "causal_seqlens_kv_global bf16q_fp8kv_transform_mode request_order request_order_plan"
+        ),
+    ),
+    returns="outputs if return_lse else outputs[0]",
+)
+def trtllm_batch_decode_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor],
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    bmm1_scale: float | torch.Tensor = 1.0,
+    bmm2_scale: float | torch.Tensor = 1.0,
+    window_left: int = -1,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
+    o_sf_scale: float | None = None,
+    o_sf_vec_size: int | None = None,
+    sinks: torch.Tensor | list[torch.Tensor] | None = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    backend: str = "auto",
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    cum_seq_lens_q: torch.Tensor | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    kv_cache_sf: torch.Tensor
+    | tuple[torch.Tensor, torch.Tensor]
+    | list[torch.Tensor]
+    | None = None,
+    uses_shared_paged_kv_idx: bool = True,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    bmm1_scale_log2: torch.Tensor | None = None,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    enable_block_sparse_attention: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: torch.Tensor | None = None,
+    bf16q_fp8kv_transform_mode: str | None = None,
+    request_order: torch.Tensor | None = None,
+    request_order_plan: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Decode one or more tokens of each request by grouped-query attention over a paged KV cache.
+
+    The kernels, and all that is not documented here, are those of
+    :func:`mlagen.decode.xqa_batch_decode_with_kv_cache`.
+
+    Parameters
+    ----------
+    query : bf16 or fp16 [tokens, heads, head_dim]
+        ``tokens`` is ``batch * q_len_per_req``, or that of ``cum_seq_lens_q``.
+    kv_cache : as query, e4m3, int8, or uint8 with kv_cache_sf
+        Keys and values, in one tensor or two.
+    workspace_buffer : any dtype
+        Scratch of at least :func:`mlagen.workspace_bytes` bytes; a call uses its end.
+    block_tables : int32 or uint32 [batch, max_pages]
+        Page ids, for keys and values.
+    seq_lens : int32 or uint32 [batch]
+        Tokens in the cache, including the new ones.
+    max_seq_len : int
+        The maximum of ``seq_lens``. It affects the scheduling, not the result.
+    bmm1_scale, bmm2_scale : float or fp32 tensor of one element
+        The whole factors of the scores and of the output; natural domain.
+    window_left : int
+        Number of tokens before its own that a row attends to; unlimited if negative.
+    out : as query, or e4m3 where the cache is e4m3 [tokens, heads, head_dim]
+        Written and returned; allocated if None. ``[batch, q_len_per_req, heads, head_dim]`` too.
+    out_dtype : torch.dtype
+        The dtype of ``out``; None means that of ``out`` or of the query. ``nvfp4`` has no kernel.
+    o_sf_scale, o_sf_vec_size : None
+        Of an NVFP4 output.
+    sinks : fp32, bf16 or fp16 [heads], or a list of one such tensor
+        Natural-domain logits, unscaled, added to the softmax denominator without a value.
+    kv_layout : str
+        ``HND`` or ``NHD``.
+    enable_pdl : bool
+        Whether to use programmatic dependent launch; None means yes where the GPU supports it.
+    backend : str
+        ``auto``, ``xqa`` and ``trtllm-gen`` are equivalent.
+    q_len_per_req : int
+        Query tokens of every request, 1 if None; ignored with ``cum_seq_lens_q``.
+    o_scale : float
+        Multiplies a 16-bit output; 1 if None.
+    mask : uint16 [batch, q_len_per_req, ceil(q_len_per_req / 32) * 2], or [tokens, ...]
+        The drafts that each query token attends to; None means causal.
+    max_q_len : int
+        The maximum number of query tokens of a request; required with ``cum_seq_lens_q``.
+    cum_seq_lens_q : int32 or uint32 [batch + 1]
+        Offsets of the requests' query tokens, for ragged queries.
+    skip_softmax_threshold_scale_factor : float
+        Ignored: no KV block is skipped, and the result is exact.
+    kv_cache_sf : e4m3 or uint8 [..., head_dim / 16]
+        One scale for 16 elements of an NVFP4 cache, in one of the layouts of ``kv_cache``.
+    uses_shared_paged_kv_idx : bool
+        True: keys and values have the same page ids.
+    lse : fp32 [tokens, heads]
+        Written if given; allocated if ``return_lse`` and None.
+    return_lse : bool
+        Whether to return ``(out, lse)``: the base-2 logarithm of the softmax denominator, including
+        the sink.
+    bmm1_scale_log2 : fp32 tensor of one element
+        ``bmm1_scale`` times log2(e), instead of it; one small kernel converts it.
+    multi_ctas_kv_counter_buffer : torch.Tensor
+        Ignored and unchanged; of any size and content, on the device of the query.
+    enable_block_sparse_attention : bool
+        False: pages of each KV head are not implemented.
+    cp_world, cp_rank : int
+        1 and 0: decode context parallel is not implemented here.
+    causal_seqlens_kv_global : None
+        See ``cp_world``.
+    bf16q_fp8kv_transform_mode : str
+        ``k_only`` or ``separate_kv``; ignored.
+    request_order, request_order_plan : None
+        The kernels order requests themselves.
+
+    Returns
+    -------
+    torch.Tensor
+        ``out``, or ``(out, lse)``; both allocated in the shape of the query.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule; no kernel is launched, and the outputs are unchanged.
+    UnsupportedError
+        If no kernel supports the dtypes, the head dimension or a keyword.
+    CaptureError
+        If the kernel is not loaded yet during CUDA graph capture.
+
+    Notes
+    -----
+    Signature of ``flashinfer.decode.trtllm_batch_decode_with_kv_cache``.
+    """
+    reject_unserved(dict(locals()))
+    keys, cached_values = pair_of(kv_cache, "kv_cache")
+    scales = (None, None) if kv_cache_sf is None else pair_of(kv_cache_sf, "kv_cache_sf")
+    is_lse_returned = require_flag(return_lse, "return_lse")
+    args = GqaArgs(
+        query=query,
+        key_cache=keys,
+        value_cache=cached_values,
+        workspace_buffer=workspace_buffer,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        max_seq_len=max_seq_len,
+        q_len=query_length(q_len_per_req, max_q_len, cum_seq_lens_q),
+        kv_layout=kv_layout,
+        window=window_of(window_left, "window_left"),
+        out=out,
+        out_dtype=output_dtype(out, out_dtype),
+        is_out_like_query=True,
+        lse=lse,
+        return_lse=is_lse_returned or lse is not None,
+        bmm1_scale=natural_scale(bmm1_scale, bmm1_scale_log2, query),
+        bmm2_scale=bmm2_scale,
+        out_16bit_factor=1.0 if o_scale is None else positive_factor(o_scale, "o_scale"),
+        sinks=unwrap_sinks(sinks),
+        mask=mask,
+        cum_seq_lens_q=cum_seq_lens_q,
+        key_scales=scales[0],
+        value_scales=scales[1],
+        names=NAMES if cum_seq_lens_q is None else RAGGED_NAMES,
+    )
+    outputs = GQA.dispatch(args, is_pdl_enabled(enable_pdl), out)
+    return (outputs[0], outputs[1]) if is_lse_returned else outputs[0]

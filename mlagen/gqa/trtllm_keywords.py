@@ -1,0 +1,142 @@
+"""Rare keywords of TensorRT-LLM's signature of grouped-query decode."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from mlagen.errors import UnsupportedError
+from mlagen.families.common.arguments import (
+    reject,
+    require_choice,
+    require_device,
+    require_flag,
+    require_number,
+    require_scale,
+    require_tensor,
+    require_whole_number,
+    shown,
+)
+from mlagen.families.gqa.args import GqaArgNames
+
+NAMES = GqaArgNames(cum_seq_lens_q="cum_seq_lens_q")
+RAGGED_NAMES = NAMES._replace(q_len="max_q_len")
+
+_BACKENDS = ("auto", "xqa", "trtllm-gen")
+_TRANSFORM_MODES = ("k_only", "separate_kv")
+_NVFP4 = "nvfp4"
+
+# Keywords that no kernel implements, with the value that asks for nothing.
+_UNSERVED = {
+    "o_sf_scale": None,
+    "o_sf_vec_size": None,
+    "uses_shared_paged_kv_idx": True,
+    "enable_block_sparse_attention": False,
+    "cp_world": 1,
+    "cp_rank": 0,
+    "causal_seqlens_kv_global": None,
+    "request_order": None,
+    "request_order_plan": None,
+}
+
+
+def reject_unserved(call: dict[str, Any]) -> None:
+    """Reject what no kernel implements, and keywords of a wrong type.
+
+    ``call`` has all arguments by name, as the caller passed them.
+
+    Raises
+    ------
+    ArgumentError
+        If a keyword has a wrong type or an unknown name.
+    UnsupportedError
+        If a keyword requests what no kernel implements.
+    """
+    require_choice(call["backend"], "backend", _BACKENDS)
+    if isinstance(call["out_dtype"], str) and call["out_dtype"] == _NVFP4:
+        rule = "not implemented, expected a torch.dtype"
+        raise UnsupportedError(f"out_dtype: {rule}, got {shown(_NVFP4)}")
+    if call["out"] is not None:
+        require_tensor(call["out"], "out")
+    for keyword, default in _UNSERVED.items():
+        value = call[keyword]
+        if value is default:
+            continue
+        if isinstance(default, bool):
+            value = require_flag(value, keyword)
+        elif default is not None:
+            value = require_whole_number(value, keyword)
+        if default is None or value != default:
+            rule = f"not implemented, expected {default!r}"
+            raise UnsupportedError(f"{keyword}: {rule}, got {shown(value)}")
+    _check_ignored(call)
+
+
+def _check_ignored(call: dict[str, Any]) -> None:
+    """Reject keywords of a wrong type that change no result."""
+    name = "skip_softmax_threshold_scale_factor"
+    if call[name] is not None:
+        require_number(call[name], name)
+    name = "bf16q_fp8kv_transform_mode"
+    if call[name] is not None:
+        require_choice(call[name], name, _TRANSFORM_MODES)
+    name = "multi_ctas_kv_counter_buffer"
+    if call[name] is not None:
+        query = require_tensor(call["query"], "query")
+        require_device(require_tensor(call[name], name), name, query.device)
+
+
+def output_dtype(out: torch.Tensor | None, out_dtype: object) -> torch.dtype | None:
+    """Return the dtype of a new output; None means that of the query.
+
+    Raises
+    ------
+    ArgumentError
+        If it is no dtype, or not that of ``out``.
+    """
+    if out_dtype is None:
+        return None
+    if not isinstance(out_dtype, torch.dtype):
+        reject("out_dtype", "a torch.dtype", shown(out_dtype))
+    if out is not None and out.dtype is not out_dtype:
+        reject("out.dtype", f"{out_dtype} (out_dtype)", out.dtype)
+    return out_dtype
+
+
+def query_length(q_len_per_req: object, max_q_len: object, cum_seq_lens_q: object) -> int:
+    """Return the query tokens of every request, or their maximum with ``cum_seq_lens_q``.
+
+    Raises
+    ------
+    ArgumentError
+        If a number has a wrong type, or the maximum is missing.
+    """
+    if cum_seq_lens_q is None:
+        if max_q_len is not None:
+            require_whole_number(max_q_len, "max_q_len")
+        if q_len_per_req is None:
+            return 1
+        return require_whole_number(q_len_per_req, "q_len_per_req", min_value=1)
+    if max_q_len is None:
+        reject("max_q_len", "an int (required with cum_seq_lens_q)", "None")
+    # The bound of ragged queries is 2 or more, of which one token each is a case.
+    return max(2, require_whole_number(max_q_len, "max_q_len"))
+
+
+def natural_scale(
+    bmm1_scale: float | torch.Tensor, bmm1_scale_log2: object, query: torch.Tensor
+) -> float | torch.Tensor:
+    """Return the factor of the scores in the natural domain.
+
+    Raises
+    ------
+    ArgumentError
+        If ``bmm1_scale_log2`` is no tensor of one fp32 element on the device of the query.
+    """
+    if bmm1_scale_log2 is None:
+        return bmm1_scale
+    scale = require_tensor(bmm1_scale_log2, "bmm1_scale_log2")
+    require_scale(scale, "bmm1_scale_log2", require_tensor(query, "query").device)
+    return scale * math.log(2)

@@ -1,0 +1,1 @@
+"""Programs that call mlagen: one package each, which only its user imports."""

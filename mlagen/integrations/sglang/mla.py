@@ -1,0 +1,110 @@
+"""MLA decode in SGLang: the TensorRT-LLM backend with mlagen's kernels for its decode kernel."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+from sglang.srt.layers.attention.trtllm_mla_backend import TRTLLMMLABackend
+from sglang.srt.models.deepseek_common import utils as models
+from sglang.srt.models.deepseek_common.attention_backend_handler import (
+    AttentionBackendRegistry,
+    handle_attention_trtllm_mla,
+)
+from sglang.srt.runtime_context import get_parallel, get_platform
+
+from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
+
+_logger = logging.getLogger("mlagen")
+
+# No MLA call needs more than 513 KiB for each SM of the GPU.
+_WORKSPACE_BYTES = 128 << 20
+
+
+@cache
+def _workspace(device: torch.device) -> torch.Tensor:
+    # Not the backend's own: trtllm-gen kernels have semaphores in that one, which must stay zero.
+    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+def backend_of(runner: Any, name: str) -> MlagenMLABackend:
+    """Return the backend of a model runner, and make SGLang's models treat it as ``trtllm_mla``.
+
+    Raises
+    ------
+    ValueError
+        If the model has no MLA, or prefill would take TensorRT-LLM's kernels without Blackwell.
+    """
+    if not runner.use_mla_backend:
+        raise ValueError(f"{name}: expected an MLA model")
+    prefill, _ = attention_backends_of(resolved_view(runner.server_args))
+    if prefill == name and not get_platform().is_blackwell:
+        raise ValueError(
+            f"--prefill-attention-backend: expected another backend than {name} on a GPU other "
+            "than Blackwell, such as fa3"
+        )
+    if runner.page_size % 16:
+        _logger.warning(
+            "page_size: the sm90 kernels need a multiple of 16, got %d; pass --page-size 64",
+            runner.page_size,
+        )
+    AttentionBackendRegistry.register(name, handle_attention_trtllm_mla)
+    if name not in models.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
+        models.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(name)
+    return MlagenMLABackend(runner)
+
+
+class MlagenMLABackend(TRTLLMMLABackend):
+    """SGLang's TensorRT-LLM backend; decode steps and drafts run mlagen's kernels."""
+
+    def _run_decode_kernel(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        max_seq_len: int,
+        layer: Any,
+        *,
+        causal_seqs: torch.Tensor | None = None,
+        cp_world: int = 1,
+        cp_rank: int = 0,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attend to the cached tokens, those of this rank under decode context parallel (DCP).
+
+        One query token of a DCP rank sees all tokens of the rank. Several see those before them,
+        by the lengths on all ranks in ``causal_seqs``. The LSE is a base-2 logarithm, which SGLang
+        takes for a backend of a name that it does not know.
+        """
+        dcp: dict[str, Any] = {}
+        if cp_world > 1 and causal_seqs is not None:
+            dcp = {
+                "enable_dcp": True,
+                "cp_world": cp_world,
+                "cp_rank": cp_rank,
+                "causal_seqlens_kv_global": causal_seqs.to(torch.int32),
+            }
+        elif query.shape[1] > 1 and get_parallel().dcp_enabled:
+            raise NotImplementedError(
+                "mlagen: several query tokens of a DCP rank need causal_seqs, the lengths on all "
+                "ranks, which SGLang does not pass here"
+            )
+        return decode(
+            query,
+            kv_cache,
+            _workspace(query.device),
+            self.qk_nope_head_dim,
+            self.kv_lora_rank,
+            self.qk_rope_head_dim,
+            block_tables,
+            seq_lens.to(torch.int32),
+            max_seq_len,
+            bmm1_scale=self._compute_decode_bmm1_scale(layer),
+            return_lse=return_lse,
+            return_lse_base="base2",
+            **dcp,
+        )

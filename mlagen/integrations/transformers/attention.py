@@ -1,0 +1,153 @@
+"""The attention function ``mlagen``: GQA over a static cache, MLA over latents, else sdpa."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from mlagen.decode import xqa_batch_decode_with_kv_cache
+from mlagen.errors import UnsupportedError
+from mlagen.integrations.transformers.latent import expanded, is_absorbed, latent_step
+from mlagen.integrations.transformers.masks import bool_mask, is_bounds
+from mlagen.integrations.transformers.pages import pages_of, workspace_of
+from mlagen.integrations.transformers.record import record
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as ``sdpa`` does, by a kernel where there is one.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The attention layer.
+    query : torch.Tensor
+        ``[batch, heads, q_len, head_dim]``.
+    key, value : torch.Tensor
+        ``[batch, kv_heads, tokens, head_dim]``, a static cache whole; of an absorbed MLA layer its
+        latents and RoPE keys.
+    attention_mask : torch.Tensor
+        Of :func:`mlagen.integrations.transformers.masks.decode_mask`, or a mask of ``sdpa``.
+    scaling : float
+        Of the scores.
+    dropout : float
+        Of the weights.
+    **kwargs
+        What the model passes besides.
+
+    Returns
+    -------
+    tuple of torch.Tensor and None
+        ``[batch, q_len, heads, head_dim]``, and no attention weights.
+
+    Raises
+    ------
+    UnsupportedError
+        If the layer has attention sinks, which sdpa would ignore in prompts.
+    """
+    if kwargs.get("s_aux") is not None:
+        raise UnsupportedError("s_aux: expected None (no attention sinks), got a tensor")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if is_absorbed(module):
+        out = latent_step(module, query, key, value, attention_mask, scaling, kwargs.get("indices"))
+        if out is not None:
+            return out, None
+        key, value = expanded(module, key, value)
+        reason = "latents" if query.shape[2] == 1 else "more than one query token"
+    else:
+        reason = _unserved(query, key, value, attention_mask, dropout, kwargs)
+    if reason:
+        record(f"sdpa: {reason}")
+        mask = _sdpa_mask(attention_mask, key.shape[2], kwargs.pop("indices", None))
+        kwargs |= {"scaling": scaling, "dropout": dropout}
+        attended: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, mask, **kwargs
+        )
+        return attended
+    return _attend(query, key, value, attention_mask, scaling), None
+
+
+def _unserved(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> str:
+    """Return why no kernel serves a call, empty if one does."""
+    head_dim = query.shape[-1]
+    are_16_bit = query.dtype in _DTYPES and key.dtype == value.dtype == query.dtype
+    is_served_dim = head_dim == 512 or (head_dim <= 256 and head_dim % 16 == 0)
+    have_others = any(kwargs.get(name) is not None for name in ("softcap", "position_bias"))
+    rules = (
+        (query.shape[2] == 1, "more than one query token"),
+        (is_bounds(mask), "a mask of sdpa"),
+        (are_16_bit, f"dtype {query.dtype}"),
+        (key.shape[-1] == value.shape[-1] == head_dim, "head dims of keys and values differ"),
+        (is_served_dim, f"head dim {head_dim}"),
+        (key.is_contiguous() and value.is_contiguous(), "a cache that is not contiguous"),
+        (not dropout and not have_others, "dropout, a soft cap or a position bias"),
+    )
+    for is_met, reason in rules:
+        if not is_met:
+            return reason
+    return ""
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor | None,
+    scaling: float,
+) -> torch.Tensor:
+    """Return ``[batch, 1, heads, head_dim]`` of one query token, over the cache in place."""
+    assert bounds is not None
+    batch, heads, _, head_dim = query.shape
+    kv_heads, tokens = key.shape[1:3]
+    pages = pages_of(bounds, tokens, kv_heads)
+    record(f"mlagen GQA, {pages.described}")
+    shape = (-1, 1, pages.size, head_dim)
+    out = xqa_batch_decode_with_kv_cache(
+        query.reshape(batch * kv_heads, heads // kv_heads, head_dim),
+        (key.view(shape), value.view(shape)),
+        workspace_of(query),
+        pages.block_tables,
+        pages.seq_lens,
+        tokens,
+        bmm1_scale=scaling,
+        kv_layout="HND",
+    )
+    assert isinstance(out, torch.Tensor)
+    return out.view(batch, 1, heads, head_dim)
+
+
+def _sdpa_mask(
+    mask: torch.Tensor | None, tokens: int, indices: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Return the mask for sdpa: bounds as bools, and with an indexer only its top-k tokens."""
+    if mask is not None and is_bounds(mask):
+        mask = bool_mask(mask, tokens)
+    if indices is None:
+        return mask
+    chosen = torch.zeros(
+        (*indices.shape[:2], tokens), dtype=torch.bool, device=indices.device
+    ).scatter_(-1, indices.long(), value=True)[:, None]
+    if mask is None:
+        return chosen
+    if mask.dtype == torch.bool:
+        return mask & chosen
+    return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)

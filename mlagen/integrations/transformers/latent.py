@@ -1,0 +1,154 @@
+"""MLA layers whose decode steps absorb ``kv_b_proj`` and read the compressed cache."""
+
+from __future__ import annotations
+
+from math import isclose
+from types import MethodType
+from typing import Any
+
+import torch
+
+from mlagen.errors import UnsupportedError
+from mlagen.integrations.transformers.masks import is_bounds
+from mlagen.integrations.transformers.pages import Pages, pages_of, workspace_of
+from mlagen.integrations.transformers.record import record
+from mlagen.mla import BatchMLAPagedAttentionWrapper
+
+_DIMS = (512, 64)  # latent and RoPE, of runs without a plan
+_RUN_SCALE = 192**-0.5  # of runs without a plan; the query takes any other factor
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def mla_layers(model: Any) -> list[Any]:
+    """Return the MLA layers of a model, all of which decode by absorbed weights.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is none, or one that no kernel supports.
+    """
+    layers = [layer for layer in model.modules() if hasattr(layer, "expand_kv")]
+    if not layers:
+        raise UnsupportedError(
+            f"model: expected layers with expand_kv (MLA), got {type(model).__name__}"
+        )
+    for layer in layers:
+        dims = (layer.kv_lora_rank, layer.qk_rope_head_dim)
+        if dims != _DIMS:
+            raise UnsupportedError(
+                f"kv_lora_rank, qk_rope_head_dim: expected {_DIMS} for absorbed decode, got {dims}"
+            )
+        dtype = layer.kv_b_proj.weight.dtype
+        if not dtype.is_floating_point or dtype.itemsize == 1:
+            raise UnsupportedError(
+                f"kv_b_proj.weight: expected a floating-point weight of 16 or 32 bits, got {dtype}"
+            )
+    return layers
+
+
+def absorb(layer: Any) -> None:
+    """Make a layer pass its compressed cache to the attention function ``mlagen``."""
+    layer.expand_kv = MethodType(_keep_latents, layer)
+
+
+def is_absorbed(module: Any) -> bool:
+    """Return whether a layer passes its compressed cache."""
+    return "expand_kv" in module.__dict__
+
+
+def expanded(module: Any, latents: torch.Tensor, rope: torch.Tensor) -> Any:
+    """Return keys and values of an absorbed layer, as the model computes them."""
+    return type(module).expand_kv(module, latents, rope)
+
+
+def latent_step(
+    module: Any,
+    query: torch.Tensor,
+    latents: torch.Tensor,
+    rope: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    indices: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Return ``[batch, 1, heads, v_head_dim]`` of a decode step, None if no kernel serves it.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        An absorbed layer.
+    query : torch.Tensor
+        ``[batch, heads, q_len, qk_nope_head_dim + 64]``.
+    latents, rope : torch.Tensor
+        The cache, ``[batch, 1, tokens, 512]`` and ``[batch, 1, tokens, 64]``.
+    mask : torch.Tensor
+        Bounds, or a mask of ``sdpa``.
+    scaling : float
+        Of the scores.
+    indices : torch.Tensor
+        An indexer's tokens, int32 ``[batch, q_len, top_k]``, masked ones last.
+    """
+    if query.shape[2] != 1 or query.dtype not in _DTYPES or latents.dtype != query.dtype:
+        return None
+    if indices is not None and mask is not None and mask.dtype == torch.bool:
+        return _top_k_step(module, query, latents, rope, mask, scaling, indices[:, 0].long())
+    if indices is not None or mask is None or not is_bounds(mask):
+        return None
+    pages = pages_of(mask, latents.shape[2], heads=1)
+    record(f"mlagen MLA, {pages.described}")
+    return _attend(module, query, latents, rope, pages, scaling)
+
+
+def _top_k_step(
+    module: Any,
+    query: torch.Tensor,
+    latents: torch.Tensor,
+    rope: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float,
+    indices: torch.Tensor,
+) -> torch.Tensor:
+    """Attend to gathered tokens: sparse kernels read latents and RoPE keys from one tensor."""
+    batch, top_k = indices.shape
+    row = torch.arange(batch, device=indices.device)[:, None]
+    are_visible = mask.expand(batch, 1, 1, -1)[row, 0, 0, indices]
+    count = are_visible.sum(-1, dtype=torch.int32)  # masked tokens have the lowest scores
+    bounds = torch.stack([torch.zeros_like(count), count], dim=-1)[:, None, None]
+    gathered = latents[row, 0, indices][:, None], rope[row, 0, indices][:, None]
+    pages = pages_of(bounds, top_k, heads=1)
+    record("mlagen MLA, the top-k tokens of the indexer")
+    return _attend(module, query, *gathered, pages, scaling)
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    latents: torch.Tensor,
+    rope: torch.Tensor,
+    pages: Pages,
+    scaling: float,
+) -> torch.Tensor:
+    batch, heads = query.shape[:2]
+    factor = scaling / _RUN_SCALE
+    query = query[:, :, 0] if isclose(factor, 1.0) else query[:, :, 0] * factor
+    nope_dim = module.qk_nope_head_dim
+    # Scores of absorbed queries are those of the expanded keys: q (W c) = (q W) c.
+    weight = module.kv_b_proj.weight.view(heads, -1, latents.shape[-1])
+    key_weight, value_weight = weight.split([nope_dim, module.v_head_dim], dim=1)
+    q_latent = torch.einsum("bhn,hnl->bhl", query[..., :nope_dim], key_weight)
+    wrapper = BatchMLAPagedAttentionWrapper(workspace_of(query), backend="cutlass")
+    out = wrapper.run(
+        q_latent.contiguous(),
+        query[..., nope_dim:].contiguous(),
+        latents.reshape(-1, pages.size, latents.shape[-1]),
+        rope.reshape(-1, pages.size, rope.shape[-1]),
+        kv_len=pages.seq_lens,
+        page_table=pages.block_tables,
+    )
+    return torch.einsum("bhl,hvl->bhv", out, value_weight).view(batch, 1, heads, -1)
+
+
+def _keep_latents(layer: Any, latents: torch.Tensor, rope: torch.Tensor) -> Any:
+    """Replace ``expand_kv``, which expands the whole cache at every step."""
+    if layer.config._attn_implementation == "mlagen":  # noqa: SLF001
+        return latents, rope
+    return type(layer).expand_kv(layer, latents, rope)

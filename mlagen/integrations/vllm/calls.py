@@ -1,0 +1,49 @@
+"""What the dense and the sparse MLA backend share: the workspace, the query, scales and results."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+# No MLA call needs more than 513 KiB for each SM of the GPU.
+_WORKSPACE_BYTES = 128 << 20
+
+
+@cache
+def workspace(device: torch.device) -> torch.Tensor:
+    """Return the scratch of all layers on ``device``, whose calls follow each other on a stream."""
+    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+def reject_features(**features: object) -> None:
+    """Raise ``NotImplementedError`` for a feature of a layer that no MLA kernel has."""
+    for name, value in features.items():
+        if value:
+            raise NotImplementedError(f"mlagen: {name} is not supported by MLA, got {value!r}")
+
+
+def joined(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Return the query ``[tokens, heads, head_dim_qk]`` of vLLM's, which may come in two parts."""
+    if not isinstance(q, tuple):
+        return q
+    latent, rope = q
+    return torch.cat(q, dim=-1) if rope.shape[-1] else latent
+
+
+def scales(
+    impl: Any, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor
+) -> tuple[float, float]:
+    """Return ``bmm1_scale`` and ``bmm2_scale``: the scales of a layer, for e4m3 operands only."""
+    q_scale = layer._q_scale_float if query.dtype == torch.float8_e4m3fn else 1.0  # noqa: SLF001
+    k_scale = layer._k_scale_float if kv_cache.dtype == torch.float8_e4m3fn else 1.0  # noqa: SLF001
+    return impl.scale * q_scale * k_scale, k_scale
+
+
+def per_token(
+    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the output ``[tokens, heads, kv_lora_rank]``, and an LSE as ``[tokens, heads]``."""
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    return out.flatten(0, -3), None if lse is None else lse.flatten(0, -2)

@@ -1,0 +1,223 @@
+"""MLA decode over block tables in vLLM: the backend ``MLAGEN_MLA``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonDecodeMetadata,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionType,
+    MultipleOf,
+    max_decode_query_len,
+)
+
+from mlagen.integrations.vllm.calls import joined, per_token, reject_features, scales, workspace
+from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
+
+
+class MlagenMLABackend(MLACommonBackend):
+    """The dense MLA backend, as vLLM selects and validates it."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [
+        *("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
+    ]
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name that ``--attention-backend`` takes."""
+        return "MLAGEN_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[MlagenMLAImpl]:
+        """Return the class that computes attention."""
+        return MlagenMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[MlagenMLAMetadataBuilder]:
+        """Return the class that builds the metadata of a batch."""
+        return MlagenMLAMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Return the page sizes that the sm90 kernels have."""
+        del kv_cache_spec
+        return [MultipleOf(16)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Return the tokens of a KV block of the kernels, where the user names no page size."""
+        del default_block_size
+        return 64
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Return ``kv_lora_rank + qk_rope_head_dim`` of the kernels."""
+        return [320, 512, 576]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Return whether mlagen has a kernel; the sm90 kernels need 9.0."""
+        return bool(capability.major >= 8)
+
+
+@dataclass
+class MlagenDecodeMetadata(MLACommonDecodeMetadata):
+    """The decode part of a batch, with the offsets of ragged queries."""
+
+    query_start_loc: torch.Tensor
+    max_query_len: int
+
+
+class MlagenMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
+    """The metadata of a batch. There is no host schedule: CTAs read the lengths on the device."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(
+            kv_cache_spec, layer_names, vllm_config, device, supports_dcp_with_varlen=True
+        )
+        # The causal mask of speculative tokens on a DCP rank needs the global index of its tokens.
+        interleave = self.cp_kv_cache_interleave_size
+        if self.dcp_world_size > 1 and self.reorder_batch_threshold > 1 and interleave != 1:
+            raise ValueError(
+                "cp_kv_cache_interleave_size: expected 1 for speculative tokens with decode "
+                f"context parallel, got {interleave}"
+            )
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
+        """Return the longest query of a captured batch, whose query lengths may vary."""
+        del kv_cache_spec
+        return int(max_decode_query_len(vllm_config))
+
+    def _build_decode(
+        self,
+        block_table_tensor: torch.Tensor,
+        seq_lens_device: torch.Tensor,
+        max_seq_len: int,
+        query_start_loc_cpu: torch.Tensor,
+        query_start_loc_device: torch.Tensor,
+        num_decode_tokens: int,
+        max_query_len: int,
+        dcp_tot_seq_lens_device: torch.Tensor | None,
+    ) -> MlagenDecodeMetadata:
+        del max_seq_len, query_start_loc_cpu, num_decode_tokens
+        return MlagenDecodeMetadata(
+            block_table=block_table_tensor,
+            seq_lens=seq_lens_device,
+            dcp_tot_seq_lens=dcp_tot_seq_lens_device,
+            query_start_loc=query_start_loc_device,
+            max_query_len=max_query_len,
+        )
+
+
+class MlagenMLAImpl(MLACommonImpl[MLACommonMetadata]):
+    """Prefill as vLLM's common implementation has it, decode by mlagen."""
+
+    can_return_lse_for_decode: bool = True
+    lse_base_on_e: bool = True
+    supports_dcp: bool = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **mla_args: Any,
+    ) -> None:
+        reject_features(
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            attn_type=attn_type if attn_type != AttentionType.DECODER else None,
+        )
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            **mla_args,
+        )
+        # No kernel has an e4m3 query without RoPE dims; a 16-bit one goes with an e4m3 cache.
+        self.supports_quant_query_input = self.qk_rope_head_dim != 0
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: Any,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Decode one or more query tokens of each request.
+
+        Returns the output of each query token, and its LSE, a natural logarithm, where decode
+        context parallel needs it.
+        """
+        meta = attn_metadata.decode
+        query = joined(q)
+        bmm1_scale, bmm2_scale = scales(self, layer, query, kv_c_and_k_pe_cache)
+        keywords: dict[str, Any] = {}
+        # The bound, not the average: a captured batch is replayed with any lengths up to it.
+        if meta.max_query_len > 1 or len(query) != len(meta.seq_lens):
+            keywords["cum_seq_lens_q"] = meta.query_start_loc
+            keywords["max_q_len"] = meta.max_query_len
+            keywords |= self._dcp_keywords(meta)
+        else:
+            query = query.unsqueeze(1)
+        return per_token(
+            decode(
+                query,
+                kv_c_and_k_pe_cache,
+                workspace(query.device),
+                self.qk_nope_head_dim,
+                self.kv_lora_rank,
+                self.qk_rope_head_dim,
+                meta.block_table,
+                meta.seq_lens,
+                attn_metadata.max_seq_len,
+                bmm1_scale=bmm1_scale,
+                bmm2_scale=bmm2_scale,
+                return_lse=self.need_to_return_lse_for_decode,
+                return_lse_base="basee",
+                **keywords,
+            )
+        )
+
+    def _dcp_keywords(self, meta: MlagenDecodeMetadata) -> dict[str, Any]:
+        # One query token sees all tokens of its rank; several need the causal mask of all ranks.
+        if self.dcp_world_size == 1:
+            return {}
+        return {
+            "enable_dcp": True,
+            "cp_world": self.dcp_world_size,
+            "cp_rank": self.dcp_rank,
+            "causal_seqlens_kv_global": meta.dcp_tot_seq_lens,
+        }

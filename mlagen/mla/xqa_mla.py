@@ -1,0 +1,133 @@
+"""Paged MLA decode with the signature of ``flashinfer.xqa.xqa_mla``."""
+
+from __future__ import annotations
+
+import torch
+
+from mlagen.families.common.arguments import is_pdl_enabled, require_whole_number
+from mlagen.families.common.call_key import KeyKinds
+from mlagen.families.common.xqa_arguments import (
+    MLA_KV_LORA_RANK,
+    check_mla_caches,
+    check_output,
+    check_unused,
+    flat_lengths,
+    table_capacity,
+)
+from mlagen.families.mla.args import MlaArgNames, MlaArgs
+from mlagen.families.mla.dispatch import MLA
+from mlagen.observe.observed import observable
+from mlagen.torch_ops.outputs import unused_by_xqa, xqa_mla_outputs
+from mlagen.torch_ops.replayable import replayable
+from mlagen.torch_ops.traced import traceable
+
+_NAMES = MlaArgNames(
+    query="q",
+    query_rope="q",
+    kv_cache="k_cache",
+    rope_cache="k_cache",
+    block_tables="page_table",
+    out="output",
+    bmm1_scale="q_scale",
+    bmm2_scale="kv_scale",
+)
+
+
+@traceable(xqa_mla_outputs, constants=unused_by_xqa)
+@observable
+@replayable(
+    MLA,
+    KeyKinds(
+        tensors="q k_cache v_cache workspace_buffer page_table seq_lens semaphores",
+        optional="output",
+        outputs="output",
+        scales="q_scale kv_scale",
+        ints="page_size",
+        words="sm_count enable_pdl",
+    ),
+    returns="None",
+)
+def xqa_mla(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    output: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    semaphores: torch.Tensor,
+    page_size: int,
+    q_scale: float | torch.Tensor = 1.0,
+    kv_scale: float | torch.Tensor = 1.0,
+    sm_count: int | None = None,
+    enable_pdl: bool | None = None,
+) -> None:
+    """Decode one token of each request by multi-head latent attention, into ``output``.
+
+    The scores are ``q_scale * kv_scale * (Q K^T)``, without a factor of the head dimension, and the
+    output is ``kv_scale * (P V)``. A request without tokens gives zeros.
+
+    Parameters
+    ----------
+    q : e4m3, bf16 or fp16 [batch, 1, heads, 576]
+        Absorbed queries, the 512 latent elements first. 1 to 256 heads.
+    k_cache : as q, or e4m3 [pages, page_size, 1, 576], [pages, 1, page_size, 576], or without the 1
+        The paged latent cache, with any strides that are multiples of 16 bytes.
+    v_cache : as k_cache
+        The same memory, or separate memory of the same shape and strides; the first 512 elements of
+        a token are its value.
+    page_table : int32 or uint32 [batch, max_pages]
+        Page ids, for keys and values; entries from ``ceil(seq_len / page_size)`` on are never read.
+        The width affects the scheduling, not the result.
+    seq_lens : int32 or uint32 [batch, 1] or [batch]
+        Tokens in the cache, including the new one.
+    output : bf16 for an e4m3 query, else as q [batch, 1, heads, 512]
+        Written.
+    workspace_buffer : any dtype
+        Scratch of at least :func:`mlagen.workspace_bytes` bytes; a call uses its end. It needs no
+        initial value.
+    semaphores : uint32 or int32
+        Accepted for compatibility; ignored and unchanged, of any size and content.
+    page_size : int
+        As in the caches.
+    q_scale, kv_scale : float or fp32 tensor of one element
+        As above; natural domain.
+    sm_count : int
+        Ignored; the kernels use all SMs.
+    enable_pdl : bool
+        Whether to use programmatic dependent launch; None means yes where the GPU supports it.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule; no kernel is launched, and the outputs are unchanged.
+    UnsupportedError
+        If no kernel supports the dtypes or dimensions.
+    CaptureError
+        If the kernel is not loaded yet during CUDA graph capture.
+
+    Notes
+    -----
+    Signature of ``flashinfer.xqa.xqa_mla``.
+    """
+    page_size = require_whole_number(page_size, "page_size", min_value=1)
+    check_unused(q, semaphores, sm_count)
+    check_output(output)
+    is_separate = check_mla_caches(q, k_cache, v_cache, page_size=page_size)
+    args = MlaArgs(
+        query=q,
+        kv_cache=k_cache,
+        workspace_buffer=workspace_buffer,
+        kv_lora_rank=MLA_KV_LORA_RANK,
+        qk_rope_head_dim=64,
+        block_tables=page_table,
+        seq_lens=flat_lengths(seq_lens),
+        max_seq_len=table_capacity(page_table, page_size),
+        out=output,
+        bmm1_scale=q_scale,
+        bmm2_scale=kv_scale,
+        bmm2_scales_scores=True,
+        value_cache=v_cache if is_separate else None,
+        names=_NAMES,
+    )
+    MLA.dispatch(args, is_pdl_enabled(enable_pdl), output)

@@ -1,0 +1,132 @@
+"""Modules in place of SGLang, with the names that the plugin and its tests take from it.
+
+``test_signatures.py`` compares them with SGLang where it is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.integrations.servers import named
+
+ATTENTION_BACKENDS: dict[str, Callable[[Any], Any]] = {}
+
+
+def register_attention_backend(name: str) -> Callable[[Any], Any]:
+    """Return a decorator that adds the constructor of a backend."""
+
+    def decorator(fn: Any) -> Any:
+        ATTENTION_BACKENDS[name] = fn
+        return fn
+
+    return decorator
+
+
+class AttentionBackendRegistry:
+    """How the DeepSeek models treat the backends."""
+
+    _handlers: dict[str, Any] = {}  # noqa: RUF012
+
+    @classmethod
+    def register(cls, backend_name: str, handler_func: Any) -> None:
+        """Add a backend."""
+        cls._handlers[backend_name] = handler_func
+
+    @classmethod
+    def get_handler(cls, backend_name: str) -> Any:
+        """Return the handler of a backend."""
+        return cls._handlers[backend_name]
+
+
+def handle_attention_trtllm_mla(attn: Any, forward_batch: Any) -> None:
+    """Choose between absorbed and expanded MLA."""
+
+
+class TRTLLMMLABackend:
+    """The backend whose decode kernel the plugin replaces."""
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    data_type: torch.dtype
+
+    def __init__(
+        self,
+        model_runner: Any,
+        skip_prefill: bool = False,
+        kv_indptr_buf: torch.Tensor | None = None,
+        q_indptr_decode_buf: torch.Tensor | None = None,
+        backend: str = "trtllm-gen",
+    ) -> None:
+        del skip_prefill, kv_indptr_buf, q_indptr_decode_buf, backend
+        self.data_type = model_runner.kv_cache_dtype
+
+    def _compute_decode_bmm1_scale(self, layer: Any) -> float:
+        is_fp8 = self.data_type == torch.float8_e4m3fn
+        return float(layer.scaling * (layer.k_scale_float if is_fp8 else 1.0))
+
+    def _run_decode_kernel(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        max_seq_len: int,
+        layer: Any,
+        *,
+        causal_seqs: torch.Tensor | None = None,
+        cp_world: int = 1,
+        cp_rank: int = 0,
+        return_lse: bool = False,
+    ) -> Any:
+        raise NotImplementedError
+
+
+def get_parallel() -> Any:
+    """Return the ranks of the process."""
+    return SimpleNamespace(dcp_enabled=False)
+
+
+def get_platform() -> Any:
+    """Return the facts of the machine."""
+    return SimpleNamespace(is_blackwell=False)
+
+
+def attention_backends_of(cfg: Any) -> tuple[str | None, str | None]:
+    """Return the prefill and the decode backend of a server."""
+    base = cfg.attention_backend
+    return cfg.prefill_attention_backend or base, cfg.decode_attention_backend or base
+
+
+def resolved_view(server_args: Any) -> Any:
+    """Return the arguments of a server after their resolution."""
+    return server_args
+
+
+CHOICES: dict[str, list[str]] = {"named": ["trtllm_mla"], "chunked": ["trtllm_mla"]}
+
+# The modules of SGLang with the names that the plugin imports.
+MODULES: dict[str, dict[str, Any]] = {
+    "sglang.srt.arg_groups.choices": {
+        "ATTENTION_BACKEND_CHOICES": CHOICES["named"],
+        "CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS": CHOICES["chunked"],
+        "add_attention_backend_choices": CHOICES["named"].extend,
+        "add_chunked_prefix_cache_attention_backend": CHOICES["chunked"].append,
+    },
+    "sglang.srt.arg_groups.overrides": named(attention_backends_of, resolved_view),
+    "sglang.srt.layers.attention.attention_registry": named(
+        register_attention_backend, ATTENTION_BACKENDS=ATTENTION_BACKENDS
+    ),
+    "sglang.srt.layers.attention.trtllm_mla_backend": named(TRTLLMMLABackend),
+    "sglang.srt.models.deepseek_common.attention_backend_handler": named(
+        AttentionBackendRegistry, handle_attention_trtllm_mla
+    ),
+    "sglang.srt.models.deepseek_common.utils": {
+        "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": ["trtllm_mla"]
+    },
+    "sglang.srt.runtime_context": named(get_parallel, get_platform),
+}

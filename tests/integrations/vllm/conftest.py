@@ -1,0 +1,73 @@
+"""The plugin over vLLM's classes, installed ones or stand-ins, and layers of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.integrations.servers import is_installed, modules_of
+from tests.integrations.vllm.stand_in import MODULES
+
+HEADS = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm() -> Iterator[Callable[[str], ModuleType]]:
+    """Return the import of a module of vLLM or of the plugin, by its name."""
+    with modules_of("vllm", MODULES):
+        yield import_module
+
+
+@pytest.fixture
+def layer() -> SimpleNamespace:
+    """Return a layer with the scales of an FP8 checkpoint."""
+    return SimpleNamespace(_q_scale_float=0.5, _k_scale_float=0.25)
+
+
+@pytest.fixture
+def impl_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Return the constructor of an implementation, called as a layer of a model calls it."""
+
+    def make(impl_class: Any, kv_lora_rank: int = 512, rope: int = 64, **mla: Any) -> Any:
+        base = import_module(impl_class.__mro__[1].__module__)
+        # A process of its own has no groups of ranks.
+        monkeypatch.setattr(base, "get_tensor_model_parallel_world_size", lambda: 1, raising=False)
+        call = {
+            "num_heads": HEADS,
+            "head_size": kv_lora_rank + rope,
+            "scale": 192**-0.5,
+            "num_kv_heads": 1,
+            "alibi_slopes": None,
+            "sliding_window": None,
+            "kv_cache_dtype": "auto",
+            "logits_soft_cap": None,
+            "attn_type": "decoder",
+            "kv_sharing_target_layer_name": None,
+            "q_lora_rank": None,
+            "kv_lora_rank": kv_lora_rank,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": rope,
+            "qk_head_dim": 128 + rope,
+            "v_head_dim": 128,
+            "kv_b_proj": None,
+        }
+        with _config():
+            return impl_class(**call | mla)
+
+    return make
+
+
+def _config() -> AbstractContextManager[Any]:
+    if not is_installed("vllm"):
+        return nullcontext()
+    config = import_module("vllm.config")
+    device = config.DeviceConfig(device="cpu")
+    context: AbstractContextManager[Any] = config.set_current_vllm_config(
+        config.VllmConfig(device_config=device)
+    )
+    return context

@@ -1,0 +1,52 @@
+"""Modules in place of vLLM, with the names that the plugin and its tests take from it.
+
+``test_stand_in.py`` compares them with vLLM where it is installed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.integrations.servers import named
+from tests.integrations.vllm import stand_in_base as base
+from tests.integrations.vllm import stand_in_flashinfer as flashinfer
+from tests.integrations.vllm import stand_in_mla as mla
+
+# The modules of vLLM with the names that the plugin and its tests import.
+MODULES: dict[str, dict[str, Any]] = {
+    "vllm.model_executor.layers.attention.mla_attention": named(
+        mla.MLACommonBackend,
+        mla.MLACommonDecodeMetadata,
+        mla.MLACommonImpl,
+        mla.MLACommonMetadata,
+        mla.MLACommonMetadataBuilder,
+        mla.QueryLenSupport,
+    ),
+    "vllm.model_executor.layers.attention.sparse_mla_attention": named(
+        mla.SparseMLACommonImpl,
+        mla.SparseMLACommonMetadata,
+        mla.SparseMLACommonMetadataBuilder,
+    ),
+    "vllm.platforms.interface": named(base.DeviceCapability),
+    "vllm.v1.attention.backend": named(
+        base.AttentionBackend,
+        base.AttentionCGSupport,
+        base.AttentionMetadataBuilder,
+        base.AttentionType,
+        base.MultipleOf,
+        base.max_decode_query_len,
+    ),
+    "vllm.v1.attention.backends.flashinfer": named(
+        flashinfer.FlashInferBackend,
+        flashinfer.FlashInferDecodeKernel,
+        flashinfer.FlashInferImpl,
+        flashinfer.FlashInferMetadata,
+        flashinfer.FlashInferTrtllmAPIDecode,
+        flashinfer.flashinfer_xqa_batch_decode_with_kv_cache,
+    ),
+    "vllm.v1.attention.backends.mla.sparse_utils": named(
+        mla.align_blocks_to_rows, mla.flat_kv_row_view
+    ),
+    "vllm.v1.attention.backends.registry": named(base.AttentionBackendEnum),
+    "vllm.v1.kv_cache_interface": named(flashinfer.KVCacheLayout),
+}

@@ -1,0 +1,74 @@
+"""The plugin's overrides against vLLM's classes, and the stand-ins against an installed vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.integrations.servers import is_installed
+from tests.integrations.signatures import disagreements
+from tests.integrations.vllm.stand_in import MODULES
+
+MEMBERS = [
+    pytest.param(module, member, id=f"{module}.{name}")
+    for module, members in MODULES.items()
+    for name, member in members.items()
+]
+needs_vllm = pytest.mark.skipif(not is_installed("vllm"), reason="needs vLLM: make test-vllm")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "new"),
+    [
+        ("dense", "MlagenMLABackend", set()),
+        ("dense", "MlagenMLAMetadataBuilder", {"__init__"}),  # as all builders are called
+        ("dense", "MlagenMLAImpl", {"_dcp_keywords"}),
+        ("sparse", "MlagenSparseMLABackend", set()),
+        ("sparse", "MlagenSparseMLAMetadataBuilder", {"metadata_cls"}),
+        ("sparse", "MlagenSparseMLAImpl", set()),
+        ("gqa", "MlagenGQABackend", set()),
+    ],
+)
+def test_an_override_has_the_parameters_of_the_overridden(
+    vllm: Callable[[str], ModuleType], module: str, name: str, new: set[str]
+) -> None:
+    """VLLM calls every method of the plugin's classes as it calls its own."""
+    if module == "gqa" and is_installed("vllm"):
+        pytest.importorskip("flashinfer", reason="vLLM's FlashInfer backend needs flashinfer")
+    package = "mlagen.integrations.vllm"
+    ours = getattr(vllm(f"{package}.{module}"), name)
+    base = next(each for each in ours.__mro__ if not each.__module__.startswith(package))
+
+    found = set(disagreements(ours, base, package))
+
+    # vLLM annotates some members of its classes without giving them a value.
+    assert {each.partition(":")[0] for each in found} <= new
+
+
+@needs_vllm
+@pytest.mark.parametrize(("module", "member"), MEMBERS)
+def test_a_stand_in_is_as_in_vllm(
+    vllm: Callable[[str], ModuleType], module: str, member: Any
+) -> None:
+    """The classes that stand in for vLLM's have their signatures, fields and values."""
+    if module.endswith("flashinfer"):
+        pytest.importorskip("flashinfer", reason="vLLM's FlashInfer backend needs flashinfer")
+    theirs = getattr(vllm(module), member.__name__)
+    assert list(disagreements(member, theirs, "tests.integrations")) == []
+
+
+@needs_vllm
+def test_vllm_finds_the_plugin(vllm: Callable[[str], ModuleType]) -> None:
+    """With mlagen installed beside it, vLLM loads the plugin, and its option has the names."""
+    if "mlagen" not in {each.name for each in metadata.entry_points(group="vllm.general_plugins")}:
+        pytest.skip("needs an installed mlagen: make test-vllm")
+    vllm("vllm.plugins").load_general_plugins()
+
+    registry = vllm("vllm.v1.attention.backends.registry").AttentionBackendEnum
+    assert set(vllm("mlagen.integrations.vllm").BACKENDS) <= set(registry.__members__)
+    config = vllm("vllm.config.attention").AttentionConfig(backend="mlagen_mla")
+    assert config.backend.name == "MLAGEN_MLA"
