@@ -20,7 +20,11 @@ class TestMlaParts:
     """Results of a pair, on the device of the fixture."""
 
     @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("facts", [{"q_len": 2}, {"q_lens": (1, 3)}, {"top_k": 70}], ids=str)
+    @pytest.mark.parametrize(
+        "facts",
+        [{"q_len": 2}, {"q_lens": (1, 3)}, {"top_k": 70}, {"q_len": 2, "cp_world": 3}],
+        ids=str,
+    )
     def test_a_query_in_two_parts_is_the_joined_query(
         self, kind: str, facts: dict[str, Any], device: str
     ) -> None:
