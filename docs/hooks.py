@@ -35,6 +35,7 @@ SHOWN = (
     "mlagen/gqa/trtllm.py",
     "mlagen/gqa/wrapper.py",
     "mlagen/jit.py",
+    "mlagen/mla/batch_contract.py",
     "mlagen/mla/flare.py",
     "mlagen/mla/flare_kv.py",
     "mlagen/mla/masks.py",

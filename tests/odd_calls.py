@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import mlagen
-from mlagen.mla import BatchMLAPagedAttentionWrapper, flare_mla_decoding, masks
+from mlagen.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata, flare_mla_decoding, masks
 from tests.problems import batch_decode
 from tests.problems.batch_mla import batch_case, plan_arguments, run_arguments, wrapper_of
 from tests.problems.entry_points import ENTRY_POINTS
@@ -39,6 +39,11 @@ def _call(function: Callable[..., object], **arguments: Any) -> Call:
 def _decode(name: str, case: MlaCase | GqaCase, **others: Any) -> Call:
     entry = ENTRY_POINTS[name]
     return _call(entry.function, **entry.arguments(case.build("cpu")), **others)
+
+
+def _trtllm_in_parts() -> Call:
+    function, arguments = _decode("trtllm", _MLA, return_lse=True)
+    return function, arguments | {"query": tuple(arguments["query"].split([512, 64], dim=-1))}
 
 
 def _flare() -> Call:
@@ -78,6 +83,23 @@ def _constructor() -> Call:
 def _plan() -> Call:
     problem = _PLANNED.build("cpu")
     return _call(wrapper_of(problem).plan, **plan_arguments(problem))
+
+
+def _dense_plan() -> Call:
+    problem = _PLANNED.build("cpu")
+    given = plan_arguments(problem)
+    indptr = (given.pop("qo_indptr"), given.pop("kv_indptr"))
+    tables = given.pop("kv_indices").view(2, -1)
+    metadata = MLAPlanMetadata.dense(indptr[0], tables, given.pop("kv_len_arr"))
+    return _call(wrapper_of(problem).plan, metadata=metadata, **given)
+
+
+def _packed_run() -> Call:
+    problem = _PLANNED.build("cpu")
+    wrapper = wrapper_of(problem, use_sinks=True)
+    query = torch.zeros(3, 2, 576, dtype=torch.bfloat16)
+    cache = torch.zeros(9, 8, 576, dtype=torch.bfloat16)
+    return _call(wrapper.run, query=query, kv_cache=cache, sinks=torch.zeros(2))
 
 
 def _run() -> Call:
@@ -134,6 +156,7 @@ def _run_decode() -> Call:
 
 ENTRY_CALLS: dict[str, Callable[[], Call]] = {
     "trtllm": lambda: _decode("trtllm", _MLA, return_lse=True),
+    "trtllm_in_parts": _trtllm_in_parts,
     "xqa_batch_mla": lambda: _decode("xqa_batch_mla", _MLA),
     "xqa_batch": lambda: _decode("xqa_batch", _GQA),
     "trtllm_gqa": lambda: _decode("trtllm_gqa", _GQA, return_lse=True),
@@ -146,7 +169,9 @@ ENTRY_CALLS: dict[str, Callable[[], Call]] = {
     "masks": _masks,
     "constructor": _constructor,
     "plan": _plan,
+    "dense_plan": _dense_plan,
     "run": _run,
+    "packed_run": _packed_run,
     "planless": _planless,
 }
 CALLS = ENTRY_CALLS | {

@@ -19,6 +19,7 @@ from mlagen.mla import (
     CausalPaddingMask,
     ChunkedMask,
     MaterializedMask,
+    MLAPlanMetadata,
     OrMask,
     SlidingWindowCausalMask,
     flare_mla_decoding,
@@ -75,7 +76,7 @@ class Tensors:
 Call = Callable[[Tensors, torch.Tensor], Any]
 
 
-def mla(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
+def mla(of: Tensors, query: torch.Tensor | tuple[torch.Tensor, torch.Tensor], **others: Any) -> Any:
     """Call the entry point with TensorRT-LLM's signature."""
     call = {"bmm1_scale": MLA_SCALE, **others}
     return trtllm_batch_decode_with_kv_cache_mla(
@@ -137,6 +138,29 @@ def planned(of: Tensors) -> BatchMLAPagedAttentionWrapper:
     return wrapper
 
 
+def declared(of: Tensors) -> BatchMLAPagedAttentionWrapper:
+    """Return a wrapper whose plan of block tables declares all that a run may ask for."""
+    wrapper = BatchMLAPagedAttentionWrapper(of.workspace)
+    ends = torch.arange(BATCH + 1, dtype=torch.int32)
+    wrapper.plan(
+        metadata=MLAPlanMetadata.dense(ends, of.table.cpu(), of.lengths.cpu()),
+        num_heads=HEADS,
+        head_dim_ckv=512,
+        head_dim_kpe=64,
+        page_size=64,
+        causal=True,
+        sm_scale=1.0,
+        q_data_type=torch.bfloat16,
+        kv_data_type=torch.bfloat16,
+        lse_mode="base2",
+        output_dtype=torch.float8_e4m3fn,
+        output_scale="per-tensor",
+        scale_mode="bmm-scalar",
+        use_sinks=True,
+    )
+    return wrapper
+
+
 def planned_gqa(of: Tensors) -> BatchDecodeWithPagedKVCacheWrapper:
     """Return a wrapper with a plan of the GQA tensors."""
     wrapper = BatchDecodeWithPagedKVCacheWrapper(of.workspace)
@@ -161,6 +185,7 @@ def planless(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
 
 CALLS: dict[str, Call] = {
     "trtllm": mla,
+    "trtllm, in parts": lambda of, q: mla(of, parts(q)),
     "trtllm, lse": lambda of, q: mla(of, q, return_lse=True, return_lse_base="basee"),
     "trtllm, scale in a tensor, sinks in a list": lambda of, q: mla(
         of, q, bmm1_scale=of.scale, sinks=[of.sinks]

@@ -28,6 +28,10 @@ from tests.problems.mla_cases import BATCH_CASES
 from tests.problems.problem import E4M3, ints
 from tests.problems.reference import assert_close, output_tolerance
 
+BACKENDS = (
+    *("fa2", "fa3", "cutlass", "cutile", "trtllm-gen", "xqa"),
+    *("cute-dsl", "cute-dsl-modular", "cute-dsl-monolithic"),
+)
 PLANLESS = ENTRY_POINTS["planless"]
 METADATA = pytest.mark.parametrize("metadata", ["cpu", None], ids=["on the host", "on the device"])
 
@@ -45,7 +49,7 @@ class TestBatchMla:
 
         problem.check(*run_with_lse(wrapper_of(problem, metadata=metadata), problem))
 
-    @pytest.mark.parametrize("backend", ["fa2", "fa3"])
+    @pytest.mark.parametrize("backend", BACKENDS)
     def test_backends_give_equal_results(self, backend: str, device: str) -> None:
         """Every backend name gives the same result."""
         problem = SOME.build(device)
@@ -209,14 +213,10 @@ def test_a_run_without_a_plan_is_rejected() -> None:
         run(wrapper, problem, kv_len=problem.seq_lens)
 
 
-def test_a_plan_is_not_for_every_backend() -> None:
-    """The planless backend rejects a plan, and an unknown backend is rejected at once."""
-    problem = SOME.build("cpu")
-
-    with pytest.raises(ArgumentError, match="backend: expected one of auto, fa2, fa3 to plan for"):
-        wrapper_of(problem, backend="cutlass")
+def test_an_unknown_backend_is_rejected() -> None:
+    """A name that FlashInfer does not have is rejected at once."""
     with pytest.raises(ArgumentError, match="backend: expected one of auto, fa2, fa3, cutlass"):
-        wrapper_of(problem, backend="fa4")
+        wrapper_of(SOME.build("cpu"), backend="fa4")
 
 
 def with_buffers(page_ids: int) -> tuple[BatchMLAPagedAttentionWrapper, dict[str, torch.Tensor]]:
@@ -271,6 +271,9 @@ def test_a_run_is_captured_from_buffers_alone(monkeypatch: pytest.MonkeyPatch) -
 
     with pytest.raises(CaptureError, match="use_cuda_graph: expected True with its four buffers"):
         run(wrapper_of(problem), problem, out=out)
+    tables = {"kv_len": problem.seq_lens, "page_table": problem.seq_lens[:, None]}
+    with pytest.raises(CaptureError, match="use_cuda_graph: expected True with its four buffers"):
+        run(wrapper_of(problem), problem, out=out, **tables)
 
     assert (out == 7.0).all()
     wrapper, _ = with_buffers(page_ids=40)
@@ -279,6 +282,10 @@ def test_a_run_is_captured_from_buffers_alone(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_buffers_of_a_graph_must_be_given() -> None:
-    """Graph mode requires its buffers."""
-    with pytest.raises(ArgumentError, match="qo_indptr: expected a "):
-        BatchMLAPagedAttentionWrapper(torch.empty(0), use_cuda_graph=True)
+    """Graph mode requires all buffers for flat page ids, or none for block tables."""
+    with pytest.raises(ArgumentError, match="kv_indptr: expected a torch"):
+        BatchMLAPagedAttentionWrapper(torch.empty(0), True, torch.empty(5, dtype=torch.int32))
+    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0), use_cuda_graph=True)
+
+    with pytest.raises(ArgumentError, match="qo_indptr: expected a buffer of the constructor"):
+        wrapper.plan(**plan_arguments(SOME.build("cpu")))

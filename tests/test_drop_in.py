@@ -71,13 +71,18 @@ self float_workspace_buffer use_cuda_graph=False qo_indptr=None kv_indptr=None k
 kv_len_arr=None backend='auto'
 
 mla.BatchMLAPagedAttentionWrapper.plan
-self qo_indptr kv_indptr kv_indices kv_len_arr num_heads head_dim_ckv head_dim_kpe page_size causal
-sm_scale q_data_type kv_data_type use_profiler=False
+self qo_indptr=None kv_indptr=None kv_indices=None kv_len_arr=None num_heads=None head_dim_ckv=None
+head_dim_kpe=None page_size=None causal=None sm_scale=None q_data_type=None kv_data_type=None
+use_profiler=False
+* metadata=None cum_seq_lens_q=None block_tables=None seq_lens=None max_q_len=None query_layout=None
+kv_cache_layout=None lse_mode='none' output_dtype=None output_scale='none' scale_mode='default'
+skip_softmax=False enable_pdl=None use_sinks=False
 
 mla.BatchMLAPagedAttentionWrapper.run
-self q_nope q_pe ckv_cache kpe_cache out=None lse=None return_lse=False profiler_buffer=None
-kv_len=None page_table=None return_lse_base_on_e=False o_scale=None
-* ckv_scale=None ckv_scale_arr=None kpe_scale=None
+self q_nope=None q_pe=None ckv_cache=None kpe_cache=None out=None lse=None return_lse=False
+profiler_buffer=None kv_len=None page_table=None return_lse_base_on_e=False o_scale=None
+* query=None kv_cache=None ckv_scale=None ckv_scale_arr=None kpe_scale=None sinks=None
+skip_softmax_threshold_scale_factor=None bmm1_scale=None bmm2_scale=None
 
 mla.flare_mla_decoding
 q k mask valid_length scale

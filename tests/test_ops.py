@@ -17,7 +17,8 @@ import mlagen.ops
 from mlagen import UnsupportedError
 from mlagen.runtime.device import DeviceFacts
 from mlagen.torch_ops import library as op_library
-from tests.ops_cases import CALLS, MLA_SCALE, Tensors, gqa, mla, parts, planned, planned_gqa
+from tests import ops_cases
+from tests.ops_cases import CALLS, MLA_SCALE, Tensors, gqa, mla, parts
 
 
 def wrapped(call: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -79,7 +80,7 @@ class TestOps:
 
     def test_a_planned_run_is_part_of_one_graph(self, of: Tensors) -> None:
         """A run compiles with an LSE, into an output, and after another plan."""
-        wrapper, out = planned(of), torch.empty_like(of.query[:, 0, :, :512])
+        wrapper, out = ops_cases.planned(of), torch.empty_like(of.query[:, 0, :, :512])
 
         def run(query: torch.Tensor, out: torch.Tensor) -> Any:
             tensors = (*parts(query[:, 0]), *parts(of.cache))
@@ -93,13 +94,30 @@ class TestOps:
             assert all(map(torch.equal, got, expected))
             assert torch.equal(out, expected[0])
             of.lengths[3] -= 5
-            fresh = planned(of)
+            fresh = ops_cases.planned(of)
             wrapper._plan = fresh._plan
         of.lengths[3] += 10
 
+    def test_a_run_that_its_plan_declares_is_part_of_one_graph(self, of: Tensors) -> None:
+        """One tensor for query and cache, sinks, factors and an FP8 output compile as they run."""
+        out = torch.zeros(4, 16, 512, device=of.device).to(torch.float8_e4m3fn)
+        wrapper = ops_cases.declared(of)
+
+        def run(query: torch.Tensor, out: torch.Tensor) -> Any:
+            factors = {"bmm1_scale": MLA_SCALE, "bmm2_scale": 2.0, "o_scale": 0.01}
+            tensors: Any = {"query": query[:, 0], "kv_cache": of.cache, "sinks": of.sinks}
+            return wrapper.run(**tensors, **factors, out=out, return_lse=True)
+
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        expected = [part.float() for part in run(of.query, out)]
+        got = compiled(of.query, out.clone())
+
+        assert all(map(torch.equal, (part.float() for part in got), expected))
+        assert expected[0].any()
+
     def test_a_planned_gqa_run_is_part_of_one_graph(self, of: Tensors) -> None:
         """A run of batch decode compiles with an LSE, and into an output."""
-        wrapper, caches = planned_gqa(of), (of.keys, of.values)
+        wrapper, caches = ops_cases.planned_gqa(of), (of.keys, of.values)
 
         def run(query: torch.Tensor, out: torch.Tensor) -> Any:
             return wrapper.run(query, caches, out=out), *wrapper.run(query, caches, return_lse=True)
@@ -153,6 +171,25 @@ class TestOps:
 
         assert "mlagen.trtllm_batch_decode_with_kv_cache_mla" in graph.code
         assert torch.equal(graph(*inputs), layer(*inputs))
+
+    def test_fake_tensors_of_a_planned_run_give_fake_outputs(self, of: Tensors) -> None:
+        """A run under FakeTensorMode gives shapes and dtypes, for one tensor and for parts."""
+        wrapper, usual = ops_cases.declared(of), ops_cases.planned(of)
+        factors: Any = {"bmm1_scale": 1.0, "bmm2_scale": 2.0, "o_scale": 0.5, "sinks": of.sinks}
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            query, cache = mode.from_tensor(of.query), mode.from_tensor(of.cache)
+            target = torch.empty(4, 16, 512, dtype=torch.float8_e4m3fn, device=of.device)
+            pair: Any = wrapper.run(
+                query=query[:, 0], kv_cache=cache, out=target, return_lse=True, **factors
+            )
+            out = usual.run(query=parts(query[:, 0]), kv_cache=parts(cache))
+            joined = mla(of, parts(query))
+
+        assert pair[0] is target
+        assert (pair[1].shape, pair[1].dtype) == ((4, 16), torch.float32)
+        assert isinstance(out, torch.Tensor)
+        assert (out.shape, out.dtype) == ((4, 16, 512), torch.bfloat16)
+        assert joined.shape == (4, 1, 16, 512)
 
     def test_fake_tensors_give_fake_outputs(self, of: Tensors) -> None:
         """Under FakeTensorMode a call gives shape and dtype without a launch."""

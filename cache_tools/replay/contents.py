@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mlagen.errors import ArgumentError
-from mlagen.observe.document import SCRATCH
+from mlagen.observe.document import OBJECT, SCRATCH
 from mlagen.observe.dump import MAX_TENSOR_BYTES
 
 from .document import Dump, reject
@@ -49,12 +49,12 @@ def fill(dump: Dump, rebuilt: Mapping[str, Rebuilt], seed: int) -> None:
     parts = {name: rebuilt[name] for name in ("init", "plan", "call") if name in rebuilt}
     for part in parts.values():
         arguments |= part.arguments
-        tensors |= {name: leaf.tensor for name, leaf in part.leaves.items()}
+        tensors |= {_plain(name): leaf.tensor for name, leaf in part.leaves.items()}
     layout = _DEFAULT_LAYOUTS.get(dump.entry, "NHD")
     geometry = Geometry({"kv_layout": layout} | arguments, tensors)
     for part_name, part in parts.items():
         # Offsets come first: lengths follow from them.
-        names = sorted(part.leaves, key=lambda name: name not in {"kv_indptr", "indptr"})
+        names = sorted(part.leaves, key=lambda name: _plain(name) not in {"kv_indptr", "indptr"})
         for index, name in enumerate(names):
             leaf = part.leaves[name]
             with torch.no_grad():
@@ -62,7 +62,12 @@ def fill(dump: Dump, rebuilt: Mapping[str, Rebuilt], seed: int) -> None:
                 if content is not None:
                     _write_bytes(name, leaf.tensor, content)
                 else:
-                    _write_random(name, leaf, geometry, seed + index)
+                    _write_random(_plain(name), leaf, geometry, seed + index)
+
+
+def _plain(name: str) -> str:
+    """Return the name of a tensor, without that of the object of a plan's metadata."""
+    return name.removeprefix(OBJECT)
 
 
 def read_tensors(dump: Dump) -> dict[str, torch.Tensor]:

@@ -84,7 +84,7 @@ class Geometry:
 
     def _tokens(self) -> int:
         """Return the query tokens of all requests."""
-        for name in ("query", "q", "q_nope"):
+        for name in ("query", "query[0]", "q", "q_nope"):
             tensor = self._tensors.get(name)
             if tensor is None or tensor.dim() < 3:
                 continue

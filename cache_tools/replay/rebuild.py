@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mlagen.mla import flare_kv, masks
+from mlagen.mla import batch_contract, flare_kv, masks
 
 from ..output.report import size_text
 from .document import Part, check_tensor, reject
@@ -24,6 +24,7 @@ _SCALARS: dict[Any, dict[str, Any]] = {
     "float": {text: float(text) for text in ("nan", "inf", "-inf")},
 }
 _OBJECTS: dict[str, type] = {
+    "MLAPlanMetadata": batch_contract.MLAPlanMetadata,
     "PagedKVCache": flare_kv.PagedKVCache,
     **{
         name: kind

@@ -1,5 +1,6 @@
 """Multi-head latent attention: the entry points of ``flashinfer.mla``, and Modular's."""
 
+from mlagen.mla.batch_contract import MLAInputContract, MLAPlanMetadata
 from mlagen.mla.flare import PagedKVCache, flare_mla_decoding
 from mlagen.mla.masks import (
     AndMask,
@@ -24,6 +25,8 @@ __all__ = [
     "CausalPaddingMask",
     "ChunkedCausalMask",
     "ChunkedMask",
+    "MLAInputContract",
+    "MLAPlanMetadata",
     "MaterializedMask",
     "NullMask",
     "OrMask",

@@ -9,10 +9,13 @@ import torch
 
 from mlagen.errors import ArgumentError
 from mlagen.families.common.arguments import require_flag
-from mlagen.mla.batch_plan import BatchLayout, BatchPlan, BatchSettings, HostMetadata
-from mlagen.mla.batch_run import run_planned
+from mlagen.mla.batch_checks import check_contract
+from mlagen.mla.batch_layout import BatchLayout, HostMetadata
+from mlagen.mla.batch_plan import BatchPlan, BatchSettings
+from mlagen.mla.batch_run import run_planned, split_packed
 from mlagen.mla.planless import run_planless
 from mlagen.observe.observed import observable
+from mlagen.torch_ops.outputs import mla_dtype
 from mlagen.torch_ops.traced import as_op, traceable
 
 _RANK = 512
@@ -23,7 +26,7 @@ _settings = lru_cache(maxsize=256)(BatchSettings)
 def _planned_outputs(given: dict[str, Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
     query = given["q_nope"]
     lse = tuple(query.shape[:2]) if given["return_lse"] else (0,)
-    return [(tuple(query.shape), query.dtype), (lse, torch.float32)]
+    return [(tuple(query.shape), mla_dtype(query)), (lse, torch.float32)]
 
 
 def _planless_outputs(given: dict[str, Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -40,7 +43,7 @@ def batch_mla_run(
     ckv_cache: torch.Tensor,
     kpe_cache: torch.Tensor,
     qo_indptr: torch.Tensor,
-    kv_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor | None,
     kv_indices: torch.Tensor,
     kv_len_arr: torch.Tensor,
     page_size: int,
@@ -57,30 +60,41 @@ def batch_mla_run(
     ckv_scale: float | None = None,
     ckv_scale_arr: torch.Tensor | None = None,
     kpe_scale: float | None = None,
+    o_scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    bmm1_scale: float | None = None,
+    bmm2_scale: float | None = None,
+    enable_pdl: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute a planned run."""
+    settings = _settings(
+        num_heads=q_nope.shape[1],
+        head_dim_ckv=q_nope.shape[2],
+        head_dim_kpe=q_pe.shape[2],
+        page_size=page_size,
+        causal=causal,
+        sm_scale=sm_scale,
+        q_data_type=q_nope.dtype,
+        kv_data_type=ckv_cache.dtype,
+    )
     plan = BatchPlan(
-        settings=_settings(
-            num_heads=q_nope.shape[1],
-            head_dim_ckv=q_nope.shape[2],
-            head_dim_kpe=q_pe.shape[2],
-            page_size=page_size,
-            causal=causal,
-            sm_scale=sm_scale,
-            q_data_type=q_nope.dtype,
-            kv_data_type=ckv_cache.dtype,
-        ),
+        settings=settings,
         layout=BatchLayout(
             qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr
         ),
         metadata=HostMetadata(
             max_kv_len=max_kv_len, max_q_len=max_q_len, q_len=q_len, tokens=tokens
         ),
+        scales_cache=settings.is_dequantised and bmm1_scale is None,
+        enable_pdl=enable_pdl,
     )
-    tensors = (workspace_buffer, q_nope, q_pe, ckv_cache, kpe_cache, out, lse)
-    flags = (return_lse, return_lse_base_on_e)
-    given = (plan, *tensors, *flags, ckv_scale, ckv_scale_arr, kpe_scale)
-    result = run_planned(*given)
+    given: Any = (
+        *(workspace_buffer, q_nope, q_pe, ckv_cache, kpe_cache, out, lse),
+        *(return_lse, return_lse_base_on_e, ckv_scale, ckv_scale_arr, kpe_scale),
+        *(o_scale, sinks, skip_softmax_threshold_scale_factor, bmm1_scale, bmm2_scale),
+    )
+    result = run_planned(plan, *given)
     return result[0], result[1] if len(result) > 1 else None
 
 
@@ -113,8 +127,8 @@ def batch_mla_run_planless(
 
 
 def call_planned(
-    workspace: torch.Tensor,
     plan: BatchPlan,
+    workspace: torch.Tensor,
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
     ckv_cache: torch.Tensor,
@@ -129,6 +143,11 @@ def call_planned(
     settings, layout, metadata = plan.settings, plan.layout, plan.metadata
     return_lse = require_flag(return_lse, "return_lse")
     is_natural = require_flag(return_lse_base_on_e, "return_lse_base_on_e")
+    check_contract(plan.contract, return_lse or lse is not None, is_natural, *scales[3:])
+    if q_pe is q_nope:
+        q_nope, q_pe = split_packed(q_nope, settings, "query", has_memory=False)
+    if kpe_cache is ckv_cache:
+        ckv_cache, kpe_cache = split_packed(ckv_cache, settings, "kv_cache", has_memory=False)
     tensors = (q_nope, q_pe, ckv_cache, kpe_cache)
     _check_heads(settings, tensors)
     has_lse = return_lse or lse is not None
@@ -152,6 +171,7 @@ def call_planned(
         has_lse,
         is_natural,
         *scales,
+        plan.enable_pdl,
     )
     return result if has_lse else (result,)
 

@@ -1,38 +1,59 @@
-"""Plans of BatchMLA: checked settings, and copies of the caller's metadata."""
+"""Plans of BatchMLA: the settings of their runs, and their requests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
-from mlagen.errors import ArgumentError
+from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.families.common.arguments import (
     DTYPES,
-    INDEX_DTYPES,
-    INT32_MAX,
     reject,
     require,
-    require_contiguous,
-    require_dims,
-    require_dtype,
     require_flag,
     require_float32,
-    require_shape,
     require_tensor,
     require_whole_number,
     shown,
 )
-from mlagen.families.common.device_checks import check_seq_lens, query_lengths, table_capacity
-from mlagen.families.common.memory import require_memory
-from mlagen.families.mla.validate_query import MAX_HEADS
+from mlagen.families.mla.args import MlaArgNames
+from mlagen.families.mla.validate_query import MAX_HEADS, QUERY_DTYPES
+from mlagen.mla.batch_checks import FP8_DTYPES
+from mlagen.mla.batch_contract import MLAInputContract, given_metadata
+from mlagen.mla.batch_layout import (
+    BatchLayout,
+    HostMetadata,
+    checked_buffers,
+    copy_into,
+    copy_to_device,
+    host_metadata,
+    layouts_of,
+    mean_capacity,
+    read_in_place,
+)
 from mlagen.spec.dtype import DType
 from mlagen.spec.mla.variant import MlaVariant, require_supported
 
+_NAMES = MlaArgNames(
+    query_rope="q_pe",
+    rope_cache="kpe_cache",
+    kv_scales="ckv_scale_arr",
+    workspace_buffer="float_workspace_buffer",
+    kv_indptr="kv_indptr",
+    bmm1_scale="sm_scale",
+)
+
 KV_DTYPES = {**DTYPES, torch.float8_e4m3fn: DType.E4M3}
 
-# (head_dim_ckv, head_dim_kpe) of e4m3 caches that FlashInfer supports.
+# (head_dim_ckv, head_dim_kpe) of e4m3 caches under 16-bit queries that FlashInfer supports.
 _E4M3_HEAD_DIMS = ((512, 0), (512, 64))
+
+_METADATA = (
+    *("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"),
+    *("cum_seq_lens_q", "block_tables", "seq_lens", "max_q_len"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +84,7 @@ class BatchSettings:
             object.__setattr__(self, name, value)  # runs use the checked values
         require(self.num_heads <= MAX_HEADS, "num_heads", f"{MAX_HEADS} or less", self.num_heads)
         variant = MlaVariant(
-            query_dtype=DTYPES[self.q_data_type],
+            query_dtype=QUERY_DTYPES[self.q_data_type],
             kv_dtype=KV_DTYPES[self.kv_data_type],
             kv_lora_rank=self.head_dim_ckv,
             qk_rope_head_dim=self.head_dim_kpe,
@@ -73,33 +94,13 @@ class BatchSettings:
 
     @property
     def is_dequantised(self) -> bool:
-        """Whether the cache is e4m3 and has scales."""
-        return self.kv_data_type is torch.float8_e4m3fn
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchLayout:
-    """Query offsets, page ids and lengths of the requests, int32 on the device of the runs."""
-
-    qo_indptr: torch.Tensor  # [batch + 1]
-    kv_indptr: torch.Tensor  # [batch + 1]
-    kv_indices: torch.Tensor
-    kv_len_arr: torch.Tensor  # [batch]
+        """Whether the cache is e4m3 under a 16-bit query."""
+        return self.kv_data_type is torch.float8_e4m3fn and self.q_data_type in DTYPES
 
     @property
-    def batch(self) -> int:
-        """The number of requests."""
-        return self.kv_len_arr.shape[0]
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostMetadata:
-    """Metadata that the host reads without synchronization."""
-
-    max_kv_len: int  # tokens, exact or estimated; only split-KV scheduling depends on it
-    max_q_len: int | None = None
-    q_len: int = 0  # query tokens of every request; 0 if they differ or are unknown
-    tokens: int | None = None  # query tokens of all requests
+    def out_data_type(self) -> torch.dtype:
+        """The dtype of the kernel's output."""
+        return self.q_data_type if self.q_data_type in DTYPES else torch.bfloat16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,121 +110,154 @@ class BatchPlan:
     settings: BatchSettings
     layout: BatchLayout
     metadata: HostMetadata
+    contract: MLAInputContract | None = None  # None: nothing is declared of the runs
+    scales_cache: bool  # whether runs pass the scales of an e4m3 cache
+    enable_pdl: bool = True
     tensors: tuple[torch.Tensor, ...] = field(init=False)
     key: str = field(init=False)  # of the values that are not tensors, without max_kv_len
+    batch: int = field(init=False)
+    names: MlaArgNames = field(init=False)
+    kernel_dtype: torch.dtype = field(init=False)  # of the kernel's output
 
     def __post_init__(self) -> None:
         """Split the plan as every run passes it on."""
-        object.__setattr__(self, "tensors", tuple(vars(self.layout).values()))
-        object.__setattr__(self, "key", str((self.settings, replace(self.metadata, max_kv_len=0))))
-
-
-def checked_layout(given: BatchLayout, device: torch.device) -> BatchLayout:
-    """Return metadata cut to the batch size of ``kv_len_arr``, without reading contents.
-
-    Raises
-    ------
-    ArgumentError
-        If a tensor breaks a rule.
-    """
-    for name, tensor in vars(given).items():
-        require_memory(require_tensor(tensor, name), name)
-        require_dtype(tensor, name, INDEX_DTYPES)
-        require_dims(tensor, name, (1,))
-        if tensor.device not in (torch.device("cpu"), device):
-            reject(f"{name}.device", f"cpu or {device} (of float_workspace_buffer)", tensor.device)
-    count = given.batch + 1
-    for name in ("qo_indptr", "kv_indptr"):
-        size = getattr(given, name).shape[0]
-        rule = f"[{count}] or longer (batch of kv_len_arr + 1)"
-        require(size >= count, f"{name}.shape", rule, [size])
-    return replace(given, qo_indptr=given.qo_indptr[:count], kv_indptr=given.kv_indptr[:count])
-
-
-def checked_buffers(buffers: BatchLayout, device: torch.device) -> BatchLayout:
-    """Return the metadata buffers of a captured graph.
-
-    Raises
-    ------
-    ArgumentError
-        If a tensor breaks a rule.
-    """
-    buffers = checked_layout(buffers, device)
-    for name, tensor in vars(buffers).items():
-        require(tensor.device == device, f"{name}.device", device, tensor.device)
-        require_contiguous(tensor, name)
-    return buffers
-
-
-def host_metadata(given: BatchLayout, page_size: int) -> HostMetadata:
-    """Return the metadata on the CPU; does not read metadata on a device.
-
-    Raises
-    ------
-    ArgumentError
-        If it is inconsistent.
-    """
-    on_host = {
-        name: tensor.view(torch.int32)
-        for name, tensor in vars(given).items()
-        if tensor.device.type == "cpu"
-    }
-    q_lens = None
-    if "qo_indptr" in on_host:
-        qo_indptr = on_host["qo_indptr"]
-        q_lens = query_lengths(qo_indptr, "qo_indptr", int(qo_indptr[-1])).tolist()
-    capacity = None
-    if "kv_indptr" in on_host:
-        page_ids = given.kv_indices.shape[0]
-        capacity = table_capacity(
-            on_host["kv_indptr"], "kv_indptr", page_ids=page_ids, page_size=page_size
+        layout = self.layout
+        names = _NAMES._replace(
+            block_tables=layout.name_of("kv_indices"),
+            seq_lens=layout.name_of("kv_len_arr"),
+            cum_seq_lens_q=layout.name_of("qo_indptr"),
         )
-    seq_lens = capacity
-    if "kv_len_arr" in on_host:
-        seq_lens = check_seq_lens(
-            on_host["kv_len_arr"], "kv_len_arr", capacity=capacity, q_lens=None
+        object.__setattr__(self, "batch", layout.batch)
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "kernel_dtype", self.settings.out_data_type)
+        object.__setattr__(self, "tensors", tuple(self.layout.tensors().values()))
+        metadata = replace(self.metadata, max_kv_len=0)
+        others = (self.contract, self.scales_cache, self.enable_pdl)
+        object.__setattr__(self, "key", str((self.settings, metadata, *others)))
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """The dtype of the output of runs."""
+        return self.settings.out_data_type if self.contract is None else self.contract.output_dtype
+
+    @property
+    def has_fp8_output(self) -> bool:
+        """Whether runs divide their results by a scale, and write them to an FP8 output."""
+        return self.contract is not None and self.contract.output_scale == "per-tensor"
+
+    def with_tables(self, kv_len: object, page_table: object) -> BatchPlan:
+        """Return the plan of other lengths and block tables, which are read in place.
+
+        Raises
+        ------
+        ArgumentError
+            If one of them is missing.
+        """
+        layout = BatchLayout(
+            qo_indptr=self.layout.qo_indptr,
+            kv_indptr=None,
+            kv_indices=require_tensor(page_table, "page_table"),
+            kv_len_arr=require_tensor(kv_len, "kv_len"),
         )
-    if seq_lens is None:
-        max_kv_len = mean_capacity(given, page_size)
+        longest = mean_capacity(layout, self.settings.page_size)
+        return replace(self, layout=layout, metadata=replace(self.metadata, max_kv_len=longest))
+
+
+def graph_buffers(given: dict[str, Any], device: torch.device) -> BatchLayout | None:
+    """Return the buffers of the constructor; None if there are none.
+
+    Raises
+    ------
+    ArgumentError
+        If some are missing or break a rule.
+    """
+    if all(buffer is None for buffer in given.values()):
+        return None
+    buffers = {name: require_tensor(buffer, name) for name, buffer in given.items()}
+    return checked_buffers(BatchLayout(**buffers), device)
+
+
+def plan_of(
+    call: dict[str, Any],
+    device: torch.device,
+    *,
+    is_graph: bool,
+    buffers: BatchLayout | None,
+    before: BatchPlan | None,
+) -> BatchPlan:
+    """Return the plan of a call with these arguments by name.
+
+    Raises
+    ------
+    ArgumentError
+        If one breaks a rule; buffers are unchanged then.
+    UnsupportedError
+        If no kernel supports the dtypes or dimensions.
+    """
+    settings = BatchSettings(**{name: call[name] for name in BatchSettings.__dataclass_fields__})
+    if require_flag(call["use_profiler"], "use_profiler"):
+        raise UnsupportedError(
+            "use_profiler: Profiler is enabled, but not implemented, expected False, got True"
+        )
+    given = given_metadata(call["metadata"], {name: call[name] for name in _METADATA})
+    contract = _contract_of(call, settings)
+    enable_pdl = call["enable_pdl"]
+    enable_pdl = enable_pdl is None or require_flag(enable_pdl, "enable_pdl")
+    csr, dense = layouts_of(given, device)
+    requests = csr if dense is None or (is_graph and csr is not None and buffers) else dense
+    assert requests is not None  # given_metadata requires a form
+    metadata = host_metadata(requests, settings.page_size, given.max_q_len)
+    if not is_graph:
+        layout = copy_to_device(requests, device)
+    elif requests.is_dense:
+        layout = read_in_place(requests, None if before is None else before.layout, device)
     else:
-        max_kv_len = min(int(seq_lens.max()), INT32_MAX) if len(seq_lens) else 0
-    if q_lens is None:
-        return HostMetadata(max_kv_len=max_kv_len)
-    return HostMetadata(
-        max_kv_len=max_kv_len,
-        max_q_len=max(q_lens, default=0),
-        q_len=q_lens[0] if len(set(q_lens)) == 1 else 0,
-        tokens=sum(q_lens),
+        if buffers is None:
+            rule = "a buffer of the constructor, for CUDA graphs of page ids in one dimension"
+            reject("qo_indptr", rule, "NoneType")
+        copy_into(buffers, requests)
+        layout = buffers
+    if is_graph:  # replays of a captured graph have other requests
+        capacity = mean_capacity(layout, settings.page_size)
+        most = max(metadata.max_kv_len, capacity)
+        metadata = replace(metadata, max_kv_len=most, q_len=0)
+    return BatchPlan(
+        settings=settings,
+        layout=layout,
+        metadata=metadata,
+        contract=contract,
+        scales_cache=contract.scale_mode == "kv-per-tensor",
+        enable_pdl=enable_pdl,
     )
 
 
-def mean_capacity(layout: BatchLayout, page_size: int) -> int:
-    """Return the tokens of a request if all share the page ids equally."""
-    mean = -(-layout.kv_indices.shape[0] * page_size // max(1, layout.batch))
-    return min(mean, INT32_MAX)
-
-
-def copy_to_device(given: BatchLayout, device: torch.device) -> BatchLayout:
-    """Return private copies on ``device``, without synchronization."""
-    return BatchLayout(**{name: _copy(tensor, device) for name, tensor in vars(given).items()})
-
-
-def copy_into(buffers: BatchLayout, given: BatchLayout) -> None:
-    """Copy metadata to the buffers of a captured graph, without synchronization.
-
-    Raises
-    ------
-    ArgumentError
-        If it does not fit; the buffers are unchanged then.
-    """
-    for name in ("kv_len_arr", "qo_indptr", "kv_indptr"):
-        expected = tuple(getattr(buffers, name).shape)
-        require_shape(getattr(given, name), name, (expected,), "its buffer of the constructor")
-    capacity, count = buffers.kv_indices.shape[0], given.kv_indices.shape[0]
-    require(count <= capacity, "kv_indices.shape[0]", f"{capacity} (its buffer) or less", count)
-    for name, tensor in vars(given).items():
-        target = getattr(buffers, name)[: tensor.shape[0]]
-        target.view(torch.int32).copy_(_pageable(tensor), non_blocking=True)
+def _contract_of(call: dict[str, Any], settings: BatchSettings) -> MLAInputContract:
+    """Return what a plan declares of its runs."""
+    lse_mode, scale_mode = call["lse_mode"], call["scale_mode"]
+    if call["metadata"] is None and isinstance(lse_mode, str) and lse_mode == "none":
+        lse_mode = None  # as before plans had a mode
+    if settings.is_dequantised and isinstance(scale_mode, str) and scale_mode == "default":
+        scale_mode = "kv-per-tensor"
+    usual = settings.out_data_type
+    output_dtype = usual if call["output_dtype"] is None else call["output_dtype"]
+    contract = MLAInputContract(
+        lse_mode=lse_mode,
+        output_dtype=output_dtype,
+        output_scale=call["output_scale"],
+        scale_mode=scale_mode,
+        query_layout="packed" if call["query_layout"] is None else call["query_layout"],
+        kv_cache_layout="packed" if call["kv_cache_layout"] is None else call["kv_cache_layout"],
+        skip_softmax=call["skip_softmax"],
+        use_sinks=call["use_sinks"],
+    )
+    if contract.scale_mode == "kv-per-tensor" and not settings.is_dequantised:
+        got = settings.kv_data_type
+        reject("scale_mode", "another for a cache of the query's dtype", f"{scale_mode!r}, {got}")
+    allowed = FP8_DTYPES if contract.output_scale == "per-tensor" else (usual,)
+    why = f"output_scale {contract.output_scale!r}"
+    rule = f"{' or '.join(map(str, allowed))} ({why})"
+    require(output_dtype in allowed, "output_dtype", rule, output_dtype)
+    return contract
 
 
 def _check_dtypes(settings: BatchSettings) -> None:
@@ -233,7 +267,9 @@ def _check_dtypes(settings: BatchSettings) -> None:
     rope_dim = require_whole_number(settings.head_dim_kpe, "head_dim_kpe", min_value=None)
     if rope_dim < 0:
         raise ArgumentError(f"head_dim_kpe must be >= 0, got {shown(rope_dim)}")
-    if not settings.is_dequantised:
+    if q_dtype is torch.float8_e4m3fn is kv_dtype:
+        return
+    if kv_dtype is not torch.float8_e4m3fn:
         require(q_dtype is kv_dtype, "q_data_type", f"{kv_dtype} (kv_data_type)", shown(q_dtype))
         return
     if q_dtype is not torch.bfloat16:
@@ -242,17 +278,3 @@ def _check_dtypes(settings: BatchSettings) -> None:
     if head_dims not in _E4M3_HEAD_DIMS:
         rule = "head_dim_ckv=512 and head_dim_kpe in (0, 64) for an e4m3 cache"
         reject("(head_dim_ckv, head_dim_kpe)", rule, head_dims)
-
-
-def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if tensor.device == device:
-        return tensor.view(torch.int32).clone(memory_format=torch.contiguous_format)
-    return _pageable(tensor).to(device, non_blocking=True)
-
-
-def _pageable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a source for an async copy: the caller may overwrite pinned memory before it runs."""
-    tensor = tensor.view(torch.int32)
-    if tensor.device.type == "cpu" and tensor.is_pinned():
-        return torch.empty_like(tensor, pin_memory=False).copy_(tensor)
-    return tensor

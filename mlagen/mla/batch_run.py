@@ -2,52 +2,47 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 
-from mlagen.errors import ArgumentError
 from mlagen.families.common.arguments import (
+    canonical_sinks,
     reject,
     require,
-    require_contiguous,
     require_dims,
     require_flag,
-    require_float32,
     require_shape,
     require_tensor,
+    shown,
 )
 from mlagen.families.common.call_key import KeyKinds
-from mlagen.families.common.memory import require_memory, require_plain, require_writable
-from mlagen.families.mla.args import MlaArgNames, MlaArgs
+from mlagen.families.common.memory import require_memory, require_plain
+from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.dispatch import MLA
+from mlagen.mla.batch_checks import (
+    check_contract,
+    check_outputs,
+    checked_bmm_scales,
+    checked_kv_scales,
+    require_threshold,
+)
 from mlagen.mla.batch_plan import BatchPlan, BatchSettings
 from mlagen.torch_ops.replayable import replayable
-
-_NAMES = MlaArgNames(
-    query="q_nope",
-    query_rope="q_pe",
-    kv_cache="ckv_cache",
-    rope_cache="kpe_cache",
-    kv_scales="ckv_scale_arr",
-    workspace_buffer="float_workspace_buffer",
-    block_tables="kv_indices",
-    kv_indptr="kv_indptr",
-    seq_lens="kv_len_arr",
-    cum_seq_lens_q="qo_indptr",
-    bmm1_scale="sm_scale",
-)
 
 
 @replayable(
     MLA,
     KeyKinds(
         tensors="float_workspace_buffer q_nope q_pe ckv_cache kpe_cache *plan.tensors",
-        optional="out lse ckv_scale_arr",
+        optional="out lse ckv_scale_arr sinks",
         outputs="out lse",
         length="plan.metadata.max_kv_len",
         constants=("plan.key",),
-        words="return_lse return_lse_base_on_e ckv_scale kpe_scale",
+        words=(
+            "return_lse return_lse_base_on_e ckv_scale kpe_scale o_scale "
+            "skip_softmax_threshold_scale_factor bmm1_scale bmm2_scale"
+        ),
     ),
     returns="outputs",
     has_op=False,
@@ -66,8 +61,16 @@ def run_planned(
     ckv_scale: float | None = None,
     ckv_scale_arr: torch.Tensor | None = None,
     kpe_scale: float | None = None,
+    o_scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    bmm1_scale: float | None = None,
+    bmm2_scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Compute a run, whose tensors are checked against its plan; returns the requested outputs.
+
+    A query in one tensor is both ``q_nope`` and ``q_pe``, and a cache both of its parts. The output
+    is divided by ``o_scale``.
 
     Raises
     ------
@@ -77,16 +80,29 @@ def run_planned(
     settings, layout, metadata = plan.settings, plan.layout, plan.metadata
     return_lse = require_flag(return_lse, "return_lse")
     is_natural = require_flag(return_lse_base_on_e, "return_lse_base_on_e")
+    base = "basee" if is_natural else "base2"
+    bmm_scales = (bmm1_scale, bmm2_scale)
+    has_lse = return_lse or lse is not None
+    threshold = skip_softmax_threshold_scale_factor
+    check_contract(plan.contract, has_lse, is_natural, o_scale, sinks, threshold, *bmm_scales)
+    require_threshold(threshold)
+    score_scale, out_scale = checked_bmm_scales(*bmm_scales, settings.sm_scale)
+    packed_query = q_nope if q_pe is q_nope else None
+    packed_cache = ckv_cache if kpe_cache is ckv_cache else None
+    if packed_query is not None:
+        q_nope, q_pe = split_packed(packed_query, settings, "query")
+    if packed_cache is not None:
+        ckv_cache, kpe_cache = split_packed(packed_cache, settings, "kv_cache")
     _check_as_planned(plan, q_nope, q_pe, ckv_cache, kpe_cache)
-    latent_scale, rope_scale = _checked_scales(
-        settings, ckv_cache, ckv_scale, ckv_scale_arr, kpe_scale
+    latent_scale, rope_scale = checked_kv_scales(
+        plan.scales_cache, ckv_cache, ckv_scale, ckv_scale_arr, kpe_scale
     )
-    _check_outputs(out, lse, q_nope)
+    check_outputs(out, lse, q_nope, plan.kernel_dtype)
     shape = q_nope.shape
-    query, rope = q_nope, q_pe
+    query, rope = q_nope if packed_query is None else packed_query, q_pe
     is_uniform = metadata.q_len > 0 and metadata.tokens == shape[0]
     if is_uniform:  # CTAs need no search for the request of a token
-        grouped = (layout.batch, metadata.q_len, settings.num_heads)
+        grouped = (plan.batch, metadata.q_len, settings.num_heads)
         try:
             query, rope = query.view(*grouped, query.shape[-1]), rope.view(*grouped, rope.shape[-1])
         except RuntimeError:  # freed storage
@@ -96,7 +112,7 @@ def run_planned(
     has_rope = settings.head_dim_kpe > 0
     args = MlaArgs(
         query=query,
-        kv_cache=ckv_cache,
+        kv_cache=ckv_cache if packed_cache is None else packed_cache,
         workspace_buffer=float_workspace_buffer,
         kv_lora_rank=settings.head_dim_ckv,
         qk_rope_head_dim=settings.head_dim_kpe,
@@ -104,101 +120,78 @@ def run_planned(
         seq_lens=layout.kv_len_arr,
         max_seq_len=metadata.max_kv_len,
         # The kernels write contiguous rows.
-        out=out.view(query.shape) if out is not None and out.is_contiguous() else None,
-        bmm1_scale=settings.sm_scale,
+        out=out.view(*query.shape[:-1], settings.head_dim_ckv)
+        if out is not None and out.is_contiguous()
+        else None,
+        bmm1_scale=score_scale,
+        bmm2_scale=out_scale if o_scale is None else out_scale / o_scale,
+        sinks=canonical_sinks(sinks),
         lse=lse,
         return_lse=return_lse or lse is not None,
-        return_lse_base="basee" if is_natural else "base2",
+        return_lse_base=base,
         cum_seq_lens_q=None if is_uniform else layout.qo_indptr,
         max_q_len=None if is_uniform else metadata.max_q_len,
         is_causal=settings.causal,
-        query_rope=rope if has_rope else None,
-        rope_cache=kpe_cache if has_rope else None,
+        query_rope=rope if has_rope and packed_query is None else None,
+        rope_cache=kpe_cache if has_rope and packed_cache is None else None,
         kv_scales=ckv_scale_arr,
         latent_scale=latent_scale,
         rope_scale=rope_scale,
         kv_indptr=layout.kv_indptr,
         out_shape=tuple(shape),
-        names=_NAMES,
+        names=plan.names._replace(
+            query="q_nope" if packed_query is None else "query",
+            kv_cache="ckv_cache" if packed_cache is None else "kv_cache",
+        ),
     )
-    return MLA.dispatch(args, True, out)
+    return MLA.dispatch(args, plan.enable_pdl, out)
 
 
-def _check_outputs(
-    out: torch.Tensor | None, lse: torch.Tensor | None, q_nope: torch.Tensor
-) -> None:
-    shape, device = tuple(q_nope.shape), q_nope.device
-    if out is not None:
-        require_tensor_spec(out, "out", shape=shape, dtype=q_nope.dtype, device=device)
-        # The MLA call checks a plain contiguous output itself, as a view.
-        if out.__class__ is not torch.Tensor or out.requires_grad or not out.is_contiguous():
-            require_memory(out, "out")
-            require_writable(out, "out")
-    if lse is not None:
-        require_tensor_spec(lse, "lse", shape=shape[:2], dtype=torch.float32, device=device)
+def parts_of(value: Any, name: str, *parts: Any) -> tuple[Any, ...]:
+    """Return the two parts of a query or a cache; one tensor stands for both.
+
+    Raises
+    ------
+    ArgumentError
+        If it is neither a tensor nor a pair, or its parts are given too.
+    """
+    if value is None:
+        return parts
+    if any(part is not None for part in parts):
+        reject(name, "None with its parts", "both")
+    if isinstance(value, torch.Tensor):
+        return value, value
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        whole = [part for part in value if not isinstance(part, (tuple, list))]
+        if len(whole) == 2:
+            return value[0], value[1]
+        if len(whole) == 1:  # FlashInfer's form of both
+            return whole[0], whole[0]
+    return reject(name, "a torch.Tensor, a pair of its parts, or a pair of both", shown(value))
 
 
-def require_tensor_spec(
-    tensor: object,
-    name: str,
-    *,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    """Return a tensor with the given shape, dtype and device; messages are FlashInfer's."""
-    known = require_tensor(tensor, name)
-    require(known.shape == shape, f"Invalid shape of {name}", list(shape), list(known.shape))
-    require(known.dtype is dtype, f"Invalid dtype of {name}", dtype, known.dtype)
-    require(known.device == device, f"Invalid device of {name}", device, known.device)
-    return known
+def split_packed(
+    packed: torch.Tensor, settings: BatchSettings, name: str, *, has_memory: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the latent and the rope part of a query or a cache in one tensor, as views.
 
-
-def require_positive(scale: object, argument: str) -> float:
-    """Return ``scale`` if it is a finite float32 number above 0."""
-    subject, rule = f"{argument} must be a finite positive value", "a float above 0"
-    number = require_float32(scale, subject, rule)
-    if not 0 < number < math.inf:
-        reject(subject, rule, number)
-    return number
-
-
-def _checked_scales(
-    settings: BatchSettings,
-    ckv_cache: torch.Tensor,
-    ckv_scale: float | None,
-    ckv_scale_arr: torch.Tensor | None,
-    kpe_scale: float | None,
-) -> tuple[float, float]:
-    """Return the scales of latent and rope elements; the former is 1 with ``ckv_scale_arr``."""
-    has = [scale is not None for scale in (ckv_scale, ckv_scale_arr, kpe_scale)]
-    if not settings.is_dequantised:
-        if any(has):
-            raise ArgumentError(
-                "ckv_scale, ckv_scale_arr, kpe_scale: only valid when kv_data_type is "
-                f"torch.float8_e4m3fn, expected None, got a cache of {ckv_cache.dtype}"
-            )
-        return 1.0, 1.0
-    if has[0] == has[1]:
-        raise ArgumentError(
-            "Exactly one of ckv_scale or ckv_scale_arr: expected for an e4m3 cache, got "
-            f"{'both' if has[0] else 'none'}"
-        )
-    if kpe_scale is None:
-        raise ArgumentError("kpe_scale is required: expected a float for an e4m3 cache, got None")
-    rope_scale = require_positive(kpe_scale, "kpe_scale")
-    if ckv_scale_arr is None:
-        return require_positive(ckv_scale, "ckv_scale"), rope_scale
-    shape = (*ckv_cache.shape[:-1], 4)
-    scales = require_tensor_spec(
-        ckv_scale_arr,
-        "ckv_scale_arr",
-        shape=shape,
-        dtype=torch.float32,
-        device=ckv_cache.device,
-    )
-    require_contiguous(scales, "ckv_scale_arr")
-    return 1.0, rope_scale
+    Raises
+    ------
+    ArgumentError
+        If it does not have the planned width.
+    """
+    require_tensor(packed, name)
+    if has_memory:
+        require_plain(packed, name)
+    require_dims(packed, name, (3,))
+    latent, rope = settings.head_dim_ckv, settings.head_dim_kpe
+    rule = f"{latent + rope} (head_dim_ckv + head_dim_kpe of plan)"
+    require(packed.shape[-1] == latent + rope, f"{name}.shape[-1]", rule, packed.shape[-1])
+    try:
+        return packed[..., :latent], packed[..., latent:]
+    except RuntimeError:  # freed storage
+        require_memory(packed, name)
+        raise
 
 
 def _check_as_planned(
@@ -238,5 +231,5 @@ def _check_as_planned(
         require(kpe_cache.shape[2] == 0, "kpe_cache.shape[2]", rule, kpe_cache.shape[2])
     if metadata.tokens is not None and tokens < metadata.tokens:
         reject("q_nope.shape[0]", f"{metadata.tokens} (qo_indptr[-1]) or more", tokens)
-    if plan.layout.batch == 0:
+    if plan.batch == 0:
         require(tokens == 0, "q_nope.shape[0]", "0 (no requests were planned)", tokens)

@@ -8,10 +8,10 @@ import torch
 
 from mlagen.errors import ArgumentError
 from mlagen.families.common.arguments import INT32_MAX, require_dims, require_tensor, shown
-from mlagen.families.common.memory import require_memory, require_plain, require_writable
+from mlagen.families.common.memory import require_memory, require_plain
 from mlagen.families.mla.args import MlaArgNames, MlaArgs
 from mlagen.families.mla.dispatch import run_mla
-from mlagen.mla.batch_run import require_positive, require_tensor_spec
+from mlagen.mla.batch_checks import checked_fp8_out, require_positive, saturated_into
 
 _NAMES = MlaArgNames(
     query="q_nope",
@@ -24,7 +24,6 @@ _NAMES = MlaArgNames(
 )
 
 _SOFTMAX_SCALE = 192**-0.5  # of DeepSeek's heads before absorption: 128 + 64 elements
-_FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def run_planless(
@@ -60,7 +59,7 @@ def run_planless(
     require_dims(tables, "page_table", (2,))
     if o_scale is not None:
         o_scale = require_positive(o_scale, "o_scale")
-        out = _checked_fp8_out(out, q_nope)
+        out = checked_fp8_out(out, q_nope, 512)
     try:
         query, query_rope = q_nope.unsqueeze(1), q_pe.unsqueeze(1)
     except RuntimeError:  # freed storage
@@ -87,19 +86,4 @@ def run_planless(
     result, _ = run_mla(args, enable_pdl=True)
     if o_scale is None or out is None:
         return result
-    limit = torch.finfo(out.dtype).max  # larger values convert to NaN or infinity
-    return out.copy_(result.clamp(-limit, limit))
-
-
-def _checked_fp8_out(out: torch.Tensor | None, q_nope: torch.Tensor) -> torch.Tensor:
-    if out is None:
-        raise ArgumentError("out tensor must be provided when o_scale is given, got None")
-    if require_tensor(out, "out").dtype not in _FP8_DTYPES:
-        rule = " or ".join(map(str, _FP8_DTYPES))
-        raise ArgumentError(
-            f"out must be an FP8 tensor when o_scale is given, expected {rule}, got {out.dtype}"
-        )
-    require_memory(out, "out")
-    require_writable(out, "out")
-    shape = (*q_nope.shape[:2], 512)
-    return require_tensor_spec(out, "out", shape=shape, dtype=out.dtype, device=q_nope.device)
+    return saturated_into(out, result)

@@ -9,7 +9,13 @@ from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.dispatch import MLA
 from mlagen.mla.dcp_keywords import dcp_fields, lse_base
-from mlagen.mla.trtllm_keywords import fp16_target, rare_keywords, separate_values, unwrap_sinks
+from mlagen.mla.trtllm_keywords import (
+    fp16_target,
+    query_parts,
+    rare_keywords,
+    separate_values,
+    unwrap_sinks,
+)
 from mlagen.observe.observed import observable
 from mlagen.torch_ops.outputs import mla_outputs
 from mlagen.torch_ops.replayable import replayable
@@ -21,7 +27,8 @@ from mlagen.torch_ops.traced import traceable
 @replayable(
     MLA,
     KeyKinds(
-        tensors="query kv_cache workspace_buffer block_tables",
+        pairs="query",
+        tensors="kv_cache workspace_buffer block_tables",
         groups="sinks",
         optional=(
             "seq_lens out lse cum_seq_lens_q sparse_mla_top_k_lens multi_ctas_kv_counter_buffer "
@@ -40,7 +47,7 @@ from mlagen.torch_ops.traced import traceable
     returns="outputs if len(outputs) > 1 else outputs[0]",
 )
 def trtllm_batch_decode_with_kv_cache_mla(
-    query: torch.Tensor,
+    query: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     kv_cache: torch.Tensor,
     workspace_buffer: torch.Tensor,
     qk_nope_head_dim: int,
@@ -86,7 +93,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     ----------
     query : bf16, fp16 or e4m3 [batch, q_len, heads, head_dim_qk], or [tokens, heads, head_dim_qk]
         Absorbed queries, latent part first; ``head_dim_qk = kv_lora_rank + qk_rope_head_dim``. The
-        ragged layout requires ``cum_seq_lens_q``. 1 to 256 heads.
+        ragged layout requires ``cum_seq_lens_q``. 1 to 256 heads. A pair ``(q_nope, q_pe)`` of the
+        latent and the rope part, each with strides of its own, spares the caller a concatenation.
     kv_cache : [pages, page_size, head_dim_qk]
         The paged latent cache, of the query's dtype, or e4m3 with a 16-bit query; an axis of size 1
         before or after ``page_size`` is accepted. The first ``kv_lora_rank`` elements of a token
@@ -204,9 +212,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
     orders of ``enable_pdl`` and ``backend``. Pass everything after ``sinks`` by keyword.
     """
     call = dict(locals())
-    pdl, lengths, top_k_lens = rare_keywords(call)
+    latent, rope, names = query_parts(query, qk_rope_head_dim)
+    pdl, lengths, top_k_lens = rare_keywords(call | {"query": latent})
     args = MlaArgs(
-        query=query,
+        query=latent,
         kv_cache=kv_cache,
         workspace_buffer=workspace_buffer,
         kv_lora_rank=kv_lora_rank,
@@ -214,7 +223,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         block_tables=block_tables,
         seq_lens=lengths,
         max_seq_len=max_seq_len,
-        out=fp16_target(query, out),
+        out=fp16_target(latent, out),
         bmm1_scale=bmm1_scale,
         bmm2_scale=bmm2_scale,
         sinks=unwrap_sinks(sinks),
@@ -225,9 +234,11 @@ def trtllm_batch_decode_with_kv_cache_mla(
         max_q_len=max_q_len,
         top_k=sparse_mla_top_k,
         top_k_lens=top_k_lens,
+        query_rope=rope,
         value_cache=separate_values(
             kv_cache, block_tables, uses_shared_paged_kv_idx, sparse_mla_top_k
         ),
+        names=names,
         **dcp_fields(call),
     )
     outputs = MLA.dispatch(args, is_pdl_enabled(pdl), out)

@@ -20,11 +20,17 @@ from mlagen.families.common.arguments import (
     require_flag,
     require_ints,
     require_number,
+    require_shape,
     require_tensor,
     require_whole_number,
     shown,
 )
+from mlagen.families.common.memory import require_plain
+from mlagen.families.mla.args import MlaArgNames
 from mlagen.mla.dcp_keywords import is_dcp
+
+_JOINED = MlaArgNames()
+_IN_PARTS = MlaArgNames(query="query[0]", query_rope="query[1]")
 
 _AUTO = "auto"
 _SYNONYMS = (_AUTO, "xqa", "trtllm-gen", "cute-dsl")
@@ -67,6 +73,27 @@ def rare_keywords(
     if has_dcp and top_k:  # the lists have this rank's tokens
         seq_lens = None
     return enable_pdl, _default_seq_lens(query, seq_lens, top_k, cu_seqlens_q), top_k_lens
+
+
+def query_parts(query: Any, qk_rope_head_dim: object) -> tuple[Any, Any, MlaArgNames]:
+    """Return the query, or its latent part with its rope part, and their names.
+
+    Raises
+    ------
+    ArgumentError
+        If a pair does not have two tensors, or a rope part without rope dims is not empty.
+    """
+    if not isinstance(query, (tuple, list)):
+        return query, None, _JOINED
+    if len(query) != 2:
+        reject("query", "a torch.Tensor or a pair (q_nope, q_pe)", f"{len(query)} parts")
+    latent, rope = (require_tensor(part, f"query[{index}]") for index, part in enumerate(query))
+    if require_whole_number(qk_rope_head_dim, "qk_rope_head_dim"):
+        return latent, rope, _IN_PARTS
+    require_plain(rope, "query[1]")
+    require_plain(latent, "query[0]")
+    require_shape(rope, "query[1]", ((*latent.shape[:-1], 0),), "no rope dims")
+    return latent, None, _IN_PARTS
 
 
 def separate_values(

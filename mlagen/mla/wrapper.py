@@ -2,47 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import torch
 
 from mlagen.errors import ArgumentError, CaptureError, UnsupportedError
-from mlagen.families.common.arguments import (
-    reject,
-    require_choice,
-    require_flag,
-    require_tensor,
-    shown,
-)
+from mlagen.families.common.arguments import require, require_flag, shown
+from mlagen.mla.batch_checks import checked_fp8_out, require_positive, saturated_into
 from mlagen.mla.batch_op import call_planless, call_planned
-from mlagen.mla.batch_plan import (
-    BatchLayout,
-    BatchPlan,
-    BatchSettings,
-    checked_buffers,
-    checked_layout,
-    copy_into,
-    copy_to_device,
-    host_metadata,
-    mean_capacity,
-)
-from mlagen.mla.batch_run import run_planned
+from mlagen.mla.batch_planner import BatchPlanner
+from mlagen.mla.batch_run import parts_of, run_planned
 from mlagen.mla.planless import run_planless
 from mlagen.observe.observed import observable
 from mlagen.runtime.capture import is_capturing
 from mlagen.torch_ops.traced import is_compiling, is_traced
-
-_PLANNED_BACKENDS = ("auto", "fa2", "fa3")
-_BACKENDS = (*_PLANNED_BACKENDS, "cutlass")
 
 _CAPTURE = (
     "use_cuda_graph: expected True with its four buffers while a CUDA graph is captured, "
     "since replays read metadata that the next plan frees, got False"
 )
 
+# Arguments that a run without a plan rejects.
+_PLANNED = (
+    *("return_lse", "lse", "profiler_buffer", "ckv_scale", "ckv_scale_arr", "kpe_scale", "sinks"),
+    *("skip_softmax_threshold_scale_factor", "bmm1_scale", "bmm2_scale"),
+)
+
 
 @observable
-class BatchMLAPagedAttentionWrapper:
+class BatchMLAPagedAttentionWrapper(BatchPlanner):
     """Multi-head latent attention over a paged KV cache, for requests of any lengths.
 
     :meth:`plan` sets the requests, and every :meth:`run` until the next plan computes them. Query
@@ -56,13 +44,16 @@ class BatchMLAPagedAttentionWrapper:
         Scratch of the runs, on their device; they use its end. No run needs more than 513 KiB for
         each SM of the GPU. It needs no initial value.
     use_cuda_graph : bool
-        Whether plans copy their metadata into the four buffers below, so that a captured run reads
-        the requests of the latest plan. The length of ``kv_len_arr`` fixes the number of requests
-        then. Without it a planned run cannot be captured.
+        Whether a run can be captured. Plans copy metadata of the CSR form into the four buffers
+        below, so that a captured run reads the requests of the latest plan; the length of
+        ``kv_len_arr`` fixes the number of requests then. Block tables, their lengths and their
+        query offsets are read where they are: change them in place between replays.
     qo_indptr, kv_indptr, kv_indices, kv_len_arr : int32 or uint32, on the device of the workspace
-        The buffers, shaped as in :meth:`plan`; ``kv_indices`` may be longer than any plan needs.
+        The buffers, shaped as in :meth:`plan`, or none for plans of block tables; ``kv_indices``
+        may be longer than any plan needs.
     backend : str
-        ``auto``, ``fa2`` and ``fa3`` are equivalent; ``cutlass`` runs without plans.
+        FlashInfer's names, ``auto``, ``fa2``, ``fa3``, ``cutlass``, ``cutile``, ``trtllm-gen``,
+        ``xqa``, ``cute-dsl``, ``cute-dsl-modular`` and ``cute-dsl-monolithic``, are equivalent.
 
     Raises
     ------
@@ -74,128 +65,12 @@ class BatchMLAPagedAttentionWrapper:
     Signature of ``flashinfer.mla.BatchMLAPagedAttentionWrapper``.
     """
 
-    def __init__(
-        self,
-        float_workspace_buffer: torch.Tensor,
-        use_cuda_graph: bool = False,
-        qo_indptr: torch.Tensor | None = None,
-        kv_indptr: torch.Tensor | None = None,
-        kv_indices: torch.Tensor | None = None,
-        kv_len_arr: torch.Tensor | None = None,
-        backend: str = "auto",
-    ) -> None:
-        self._backend = require_choice(backend, "backend", _BACKENDS)
-        self._workspace = require_tensor(float_workspace_buffer, "float_workspace_buffer")
-        self._plan: BatchPlan | None = None
-        self._buffers: BatchLayout | None = None
-        if require_flag(use_cuda_graph, "use_cuda_graph") and self._backend != "cutlass":
-            buffers = BatchLayout(
-                qo_indptr=require_tensor(qo_indptr, "qo_indptr"),
-                kv_indptr=require_tensor(kv_indptr, "kv_indptr"),
-                kv_indices=require_tensor(kv_indices, "kv_indices"),
-                kv_len_arr=require_tensor(kv_len_arr, "kv_len_arr"),
-            )
-            self._buffers = checked_buffers(buffers, self._workspace.device)
-
-    def plan(
-        self,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        kv_indices: torch.Tensor,
-        kv_len_arr: torch.Tensor,
-        num_heads: int,
-        head_dim_ckv: int,
-        head_dim_kpe: int,
-        page_size: int,
-        causal: bool,
-        sm_scale: float,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-        use_profiler: bool = False,
-    ) -> None:
-        """Set the requests of the following runs.
-
-        The metadata is copied, from the CPU or from the device of the workspace, without
-        synchronization. Metadata on the CPU is checked here; metadata on the device is trusted, or
-        checked by the runs with ``MLAGEN_CHECK=1``. Split-KV scheduling uses the lengths on the
-        CPU. Without them it assumes that requests share ``kv_indices`` equally, and also for CUDA
-        graphs if that is longer, as a graph keeps the splits of its capture. The splits affect
-        results by rounding only.
-
-        Parameters
-        ----------
-        qo_indptr : int32 or uint32 [batch + 1], or longer
-            Offsets of the requests' query tokens; further elements are ignored, as in
-            ``kv_indptr``.
-        kv_indptr : int32 or uint32 [batch + 1], or longer
-            Offsets of the requests' page ids in ``kv_indices``.
-        kv_indices : int32 or uint32 [at least kv_indptr[-1]]
-            Page ids. The result of a request with an id out of range is unspecified.
-        kv_len_arr : int32 or uint32 [batch]
-            Tokens in the cache, including the new ones. Its length is the number of requests.
-        num_heads : int
-            1 to 256.
-        head_dim_ckv, head_dim_kpe : int
-            Latent and rope elements of a token: (512, 64), (256, 64) or (512, 0); for e4m3 caches
-            the first or the last.
-        page_size : int
-            Tokens per page, any number.
-        causal : bool
-            Whether the tokens after a query token are masked.
-        sm_scale : float
-            Multiplies the scores before softmax; no other factor applies. Natural domain.
-        q_data_type : torch.dtype
-            bf16, or fp16 if the cache is.
-        kv_data_type : torch.dtype
-            ``q_data_type`` or e4m3.
-        use_profiler : bool
-            False; there is none.
-
-        Raises
-        ------
-        ArgumentError
-            If an argument breaks a rule; the previous plan stays valid then.
-        UnsupportedError
-            If no kernel supports the head dimensions, or with ``use_profiler``.
-        """
-        if self._backend == "cutlass":
-            reject("backend", f"one of {', '.join(_PLANNED_BACKENDS)} to plan for", "'cutlass'")
-        settings = BatchSettings(
-            num_heads=num_heads,
-            head_dim_ckv=head_dim_ckv,
-            head_dim_kpe=head_dim_kpe,
-            page_size=page_size,
-            causal=causal,
-            sm_scale=sm_scale,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-        )
-        if require_flag(use_profiler, "use_profiler"):
-            raise UnsupportedError(
-                "use_profiler: Profiler is enabled, but not implemented, expected False, got True"
-            )
-        given = BatchLayout(
-            qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr
-        )
-        device = self._workspace.device
-        given = checked_layout(given, device)
-        metadata = host_metadata(given, settings.page_size)
-        if self._buffers is None:
-            layout = copy_to_device(given, device)
-        else:
-            layout = self._buffers
-            copy_into(layout, given)
-            # Replays of a captured graph have other requests.
-            capacity = mean_capacity(layout, settings.page_size)
-            metadata = replace(metadata, max_kv_len=max(metadata.max_kv_len, capacity), q_len=0)
-        self._plan = BatchPlan(settings=settings, layout=layout, metadata=metadata)
-
     def run(
         self,
-        q_nope: torch.Tensor,
-        q_pe: torch.Tensor,
-        ckv_cache: torch.Tensor,
-        kpe_cache: torch.Tensor,
+        q_nope: torch.Tensor | None = None,
+        q_pe: torch.Tensor | None = None,
+        ckv_cache: torch.Tensor | None = None,
+        kpe_cache: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
@@ -205,9 +80,15 @@ class BatchMLAPagedAttentionWrapper:
         return_lse_base_on_e: bool = False,
         o_scale: float | None = None,
         *,
+        query: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
         ckv_scale: float | None = None,
         ckv_scale_arr: torch.Tensor | None = None,
         kpe_scale: float | None = None,
+        sinks: torch.Tensor | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        bmm1_scale: float | None = None,
+        bmm2_scale: float | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Compute attention of the planned requests, or of ``kv_len`` and ``page_table``.
 
@@ -231,12 +112,17 @@ class BatchMLAPagedAttentionWrapper:
         profiler_buffer : torch.Tensor
             None; there is no profiler.
         kv_len, page_table : int32 or uint32 [batch], [batch, max_pages]
-            Lengths and block tables without a plan, as with the backend ``cutlass``: one query
-            token per request, a softmax scale of ``192 ** -0.5``, head dimensions 512 and 64.
+            Lengths and block tables, read where they are, instead of those of the plan. Before the
+            first plan: one query token per request, a softmax scale of ``192 ** -0.5``, head
+            dimensions 512 and 64.
         return_lse_base_on_e : bool
             Whether the LSE is a natural logarithm; else to base 2.
         o_scale : float
-            Without a plan only: ``out``, e4m3 or e5m2, holds the results divided by it.
+            ``out``, e4m3 or e5m2, holds the results divided by it.
+        query : [tokens, heads, head_dim_ckv + head_dim_kpe], or a pair
+            The query in one tensor, or ``(q_nope, q_pe)``, instead of the first two arguments.
+        kv_cache : [pages, page_size, head_dim_ckv + head_dim_kpe], or a pair
+            The cache in one tensor, or ``(ckv_cache, kpe_cache)``.
         ckv_scale : float
             Scale of the latent elements of an e4m3 cache.
         ckv_scale_arr : fp32 [pages, page_size, 4]
@@ -244,6 +130,12 @@ class BatchMLAPagedAttentionWrapper:
             two.
         kpe_scale : float
             Scale of the rope elements of an e4m3 cache; required even if there are none.
+        sinks : fp32, bf16 or fp16 [heads]
+            Natural-domain logits, unscaled, added to the softmax denominator without a value.
+        skip_softmax_threshold_scale_factor : float
+            Ignored: no KV block is skipped, and the result is exact.
+        bmm1_scale, bmm2_scale : float
+            The whole factor of the scores, instead of ``sm_scale``, and that of the output.
 
         Returns
         -------
@@ -262,39 +154,81 @@ class BatchMLAPagedAttentionWrapper:
             ``use_cuda_graph``.
         """
         plan, workspace = self._plan, self._workspace
-        tensors = (q_nope, q_pe, ckv_cache, kpe_cache)
-        scales = (ckv_scale, ckv_scale_arr, kpe_scale)
+        if query is not None or kv_cache is not None:
+            q_nope, q_pe = parts_of(query, "query", q_nope, q_pe)
+            ckv_cache, kpe_cache = parts_of(kv_cache, "kv_cache", ckv_cache, kpe_cache)
+        given: Any = (
+            q_nope,
+            q_pe,
+            ckv_cache,
+            kpe_cache,
+            out,
+            lse,
+            return_lse,
+            return_lse_base_on_e,
+            ckv_scale,
+            ckv_scale_arr,
+            kpe_scale,
+            o_scale,
+            sinks,
+            skip_softmax_threshold_scale_factor,
+            bmm1_scale,
+            bmm2_scale,
+        )
+        is_plain = profiler_buffer is None and kv_len is None and page_table is None
+        if plan is None or not is_plain or o_scale is not None or is_compiling() or is_traced():
+            outputs = self._run_rare(given, profiler_buffer, kv_len, page_table)
+        else:
+            if not self._is_graph and is_capturing(workspace.device):
+                raise CaptureError(_CAPTURE)
+            outputs = run_planned(plan, workspace, *given)
+        return (outputs[0], outputs[1]) if return_lse else outputs[0]
+
+    def _run_rare(
+        self, given: tuple[Any, ...], profiler_buffer: object, kv_len: Any, page_table: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the outputs of a traced run, or of one with rare arguments or without a plan."""
+        plan, workspace = self._plan, self._workspace
         is_op = is_compiling() or is_traced() > 0
-        if self._backend == "cutlass" or (
-            plan is None and kv_len is not None and page_table is not None
+        *tensors, out, lse, return_lse, is_natural = given[:8]
+        *kv_scales, o_scale, sinks = given[8:13]
+        if plan is None and (
+            self._backend == "cutlass" or (kv_len is not None and page_table is not None)
         ):
-            names = ("return_lse", "lse", "profiler_buffer", "ckv_scale", "ckv_scale_arr")
-            return_lse = require_flag(return_lse, "return_lse")
-            require_flag(return_lse_base_on_e, "return_lse_base_on_e")
-            unplanned = (return_lse or None, lse, profiler_buffer, *scales)
-            return (call_planless if is_op else run_planless)(
+            require_flag(is_natural, "return_lse_base_on_e")
+            unplanned = (require_flag(return_lse, "return_lse") or None, lse, profiler_buffer)
+            rejected = (*unplanned, *kv_scales, sinks, *given[13:])
+            result = (call_planless if is_op else run_planless)(
                 workspace,
                 *tensors,
                 out=out,
                 kv_len=kv_len,
                 page_table=page_table,
                 o_scale=o_scale,
-                rejected=dict(zip((*names, "kpe_scale"), unplanned, strict=True)),
+                rejected=dict(zip(_PLANNED, rejected, strict=True)),
             )
-        if o_scale is not None:
+            return (result,)
+        if o_scale is not None and (plan is None or not plan.has_fp8_output):
             raise ArgumentError(
-                f"o_scale is only supported with the cutlass backend for now, got {shown(o_scale)}"
+                "o_scale is only supported with the cutlass backend for now, or with output_scale "
+                f"'per-tensor' of a plan, got {shown(o_scale)}"
             )
         if plan is None:
             raise ArgumentError("run: expected plan() to be called first, got no plan")
         if profiler_buffer is not None:
             raise UnsupportedError("profiler_buffer: not implemented, expected None, got a tensor")
-        flags = (return_lse, return_lse_base_on_e)
-        if is_op:
-            outputs = call_planned(workspace, plan, *tensors, out, lse, *flags, *scales)
-        else:
-            if self._buffers is None and is_capturing(workspace.device):
-                raise CaptureError(_CAPTURE)
-            given = (plan, workspace, *tensors, out, lse, *flags, *scales)
-            outputs = run_planned(*given)
-        return (outputs[0], outputs[1]) if return_lse else outputs[0]
+        if kv_len is not None or page_table is not None:
+            plan = plan.with_tables(kv_len, page_table)
+        fp8_out = None
+        if o_scale is not None:
+            o_scale = require_positive(o_scale, "o_scale")
+            width = plan.settings.head_dim_ckv
+            fp8_out = checked_fp8_out(out, tensors[0], width, has_memory=not is_op)
+            require(fp8_out.dtype is plan.out_dtype, "out.dtype", plan.out_dtype, fp8_out.dtype)
+            given = (*given[:4], None, *given[5:11], o_scale, *given[12:])
+        if not is_op and not self._is_graph and is_capturing(workspace.device):
+            raise CaptureError(_CAPTURE)
+        outputs = (call_planned if is_op else run_planned)(plan, workspace, *given)
+        if fp8_out is None:
+            return outputs
+        return (saturated_into(fp8_out, outputs[0]), *outputs[1:])

@@ -34,6 +34,8 @@ INDICES = (
     *("k.block_table", "k.cache_lengths", "causal_seqlens_kv_global"),
     *("indptr", "indices", "last_page_len"),
 )
+# Before the names of tensors of a plan's metadata object.
+OBJECT = "metadata."
 _MAX_VALUES = 4096
 _MAX_TEXT = 200
 
@@ -130,7 +132,7 @@ class _Encoder:
         if tensor.numel() and not tensor.untyped_storage().nbytes():
             entry["is_freed"] = True
             return {"tensor": entry}
-        is_index = name in INDICES and tensor.dtype in INDEX_DTYPES
+        is_index = name.removeprefix(OBJECT) in INDICES and tensor.dtype in INDEX_DTYPES
         if is_index and tensor.device.type == "cpu" and tensor.numel() <= _MAX_VALUES:
             entry["values"] = tensor.detach().view(torch.int32).flatten().tolist()
         if name not in SCRATCH:

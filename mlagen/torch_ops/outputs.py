@@ -20,6 +20,8 @@ def mla_dtype(query: torch.Tensor) -> torch.dtype:
 def mla_outputs(given: dict[str, Any]) -> list[Shape]:
     """Return the output of an MLA call, and its LSE, which is empty unless requested."""
     query = given["query"]
+    if not isinstance(query, torch.Tensor):
+        query = query[0]
     rows = query.shape[:-1]
     shape = (*rows, given["kv_lora_rank"])
     lse: tuple[int, ...] = (0,)

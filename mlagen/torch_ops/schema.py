@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mlagen.families.common.arguments import reject
+
 # Parameters that no op has: it allocates its scratch, and its out variant takes the outputs.
 _OMITTED = {"workspace_buffer", "semaphores", "out", "output", "lse"}
 
@@ -18,7 +20,7 @@ class Argument(NamedTuple):
     """One parameter of an entry point and its type in the op's schema."""
 
     name: str
-    type: str  # "scale" is a float and an optional tensor
+    type: str  # "scale" is a float and an optional tensor, "pair" one tensor or two
     default: object  # inspect.Parameter.empty where there is none
 
 
@@ -32,16 +34,22 @@ def arguments_of(function: Callable[..., Any]) -> tuple[Argument, ...]:
 
 
 def schema_of(arguments: Sequence[Argument]) -> str:
-    """Return the list of arguments of a schema."""
-    return ", ".join(entry for argument in arguments for entry in _schema_entries(argument))
+    """Return the list of arguments of a schema; the second tensors of pairs are the last."""
+    entries = [entry for argument in arguments for entry in _schema_entries(argument)]
+    return ", ".join((*entries, *(f"Tensor? {name}=None" for name in _seconds(arguments))))
 
 
 def flatten_args(arguments: Sequence[Argument], given: Mapping[str, Any]) -> list[Any]:
     """Return the arguments of an op for those of its entry point; a compiler traces it."""
     values: list[Any] = []
+    seconds: list[Any] = []
     for name, kind, _ in arguments:
         value = given[name]
-        if kind == "scale":
+        if kind == "pair":
+            first, second = _parts_of_pair(name, value)
+            values.append(first)
+            seconds.append(second)
+        elif kind == "scale":
             is_tensor = isinstance(value, torch.Tensor)
             values.append(1.0 if is_tensor else value)
             values.append(value if is_tensor else None)
@@ -49,14 +57,14 @@ def flatten_args(arguments: Sequence[Argument], given: Mapping[str, Any]) -> lis
             values.append(list(value) if isinstance(value, (tuple, list)) else [value])
         else:
             values.append(value)
-    return values
+    return values + seconds
 
 
 def bind_args(
     arguments: Sequence[Argument], values: Sequence[Any], named: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of an entry point for those of its op."""
-    names = [name for argument in arguments for name in _names(argument)]
+    names = [name for argument in arguments for name in _names(argument)] + _seconds(arguments)
     flat_values = {**dict(zip(names, values, strict=False)), **named}
     given: dict[str, Any] = {}
     for name, kind, default in arguments:
@@ -65,8 +73,22 @@ def bind_args(
             value = flat_values[f"{name}_tensor"]
         if kind.startswith("Tensor[]") and value is not None:
             value = value[0] if len(value) == 1 else tuple(value)
+        if kind == "pair" and flat_values.get(f"{name}_second") is not None:
+            value = (value, flat_values[f"{name}_second"])
         given[name] = value
     return given
+
+
+def _parts_of_pair(name: str, value: Any) -> tuple[Any, Any]:
+    if not isinstance(value, (tuple, list)):
+        return value, None
+    if len(value) != 2:
+        reject(name, "a torch.Tensor or a pair of them", f"{len(value)} parts")
+    return value[0], value[1]
+
+
+def _seconds(arguments: Sequence[Argument]) -> list[str]:
+    return [f"{argument.name}_second" for argument in arguments if argument.type == "pair"]
 
 
 def _names(argument: Argument) -> tuple[str, ...]:
@@ -80,7 +102,7 @@ def _schema_entries(argument: Argument) -> tuple[str, ...]:
     if default is not inspect.Parameter.empty:
         text = f"={_literal(default)}"
     if kind != "scale":
-        return (f"{kind} {name}{text}",)
+        return (f"{'Tensor' if kind == 'pair' else kind} {name}{text}",)
     # A given tensor overrides the number.
     return (f"float {name}{text}", f"Tensor? {name}_tensor{'=None' if text else ''}")
 
@@ -94,6 +116,8 @@ def _type_of(annotation: str) -> str:
     optional = "?" if "None" in parts else ""
     if "list[" in annotation:
         return f"Tensor[]{optional}"
+    if "tuple[" in annotation:
+        return "pair"
     if "torch.dtype" in parts:
         return f"ScalarType{optional}"
     if "torch.Tensor" in parts:

@@ -24,15 +24,14 @@ from mlagen.families.mla.dispatch import MLA
 from mlagen.mla import flare, flare_q
 from mlagen.settings import current_settings
 from tests.families.launches import GQA_PATHS, SM80_PATH, SM90_PATH, Launch, record_launches
+from tests.families.planned_runs import planned, planned_packed, run_wrapper
 from tests.problems import batch_decode
-from tests.problems.batch_mla import batch_case, plan_arguments, run_arguments
 from tests.problems.entry_points import ENTRY_POINTS
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase
 
 MLA_CASE = MlaCase(seq_lens=(70, 3), heads=16)
 GQA_CASE = GqaCase(seq_lens=(70, 3), sink=3.0, window=50, page_size=16)
-PLANNED_CASE = batch_case(((1, 70), (1, 3)), page_size=64, heads=16)
 
 # Stand for an output that a call allocates, and for lengths that it computes.
 _OUT = torch.zeros(1 << 12, 16)
@@ -127,18 +126,10 @@ def _given(name: str, case: MlaCase | GqaCase) -> dict[str, Any]:
     return given | {entry.names["out"]: entry.new_out(problem, 0.0)}
 
 
-def run_wrapper(**arguments: Any) -> object:
-    """Run a wrapper that is one of the arguments."""
-    return arguments.pop("wrapper").run(**arguments)
-
-
-def planned(**changes: Any) -> dict[str, Any]:
-    """Return the arguments of :func:`run_wrapper`, with some arguments of the plan changed."""
-    problem = PLANNED_CASE.build("cpu")
-    wrapper = mlagen.mla.BatchMLAPagedAttentionWrapper(torch.zeros(1 << 20))
-    wrapper.plan(**plan_arguments(problem, **changes))
-    out = torch.zeros(2, 16, 512, dtype=torch.bfloat16)
-    return run_arguments(problem, out=out, wrapper=wrapper)
+def _trtllm_in_parts() -> dict[str, Any]:
+    given = _given("trtllm", MLA_CASE)
+    parts = given["query"].split([512, 64], dim=-1)
+    return given | {"query": tuple(part.contiguous() for part in parts)}
 
 
 def _planned_decode() -> dict[str, Any]:
@@ -169,6 +160,7 @@ def _flare() -> dict[str, Any]:
 
 
 _MLA_TENSORS = "query kv_cache workspace_buffer block_tables seq_lens out"
+_MLA_PAIR_TENSORS = f"query[0] query[1] {_MLA_TENSORS.partition(' ')[2]}"
 _XQA_TENSORS = "q k_cache v_cache page_table seq_lens output workspace_buffer semaphores"
 _GQA_TENSORS = "query kv_cache[0] kv_cache[1] workspace_buffer block_tables seq_lens out sinks"
 _FLARE_TENSORS = "q blocks block_table cache_lengths valid_length output"
@@ -181,12 +173,17 @@ def _row(name: str, calls: DecodeCalls[Any, Any], tensors: str) -> Row:
 
 ROWS = {
     "trtllm": _row("trtllm", MLA, _MLA_TENSORS),
+    "trtllm in parts": Row(
+        ENTRY_POINTS["trtllm"].function, MLA, _trtllm_in_parts, _MLA_PAIR_TENSORS
+    ),
     "xqa_batch_mla": _row("xqa_batch_mla", MLA, _MLA_TENSORS),
     "xqa_mla": _row("xqa_mla", MLA, _XQA_TENSORS),
     "xqa": _row("xqa", GQA, f"{_XQA_TENSORS} sinks"),
     "xqa_batch": _row("xqa_batch", GQA, _GQA_TENSORS),
     "trtllm_gqa": _row("trtllm_gqa", GQA, _GQA_TENSORS),
     "wrapper": Row(run_wrapper, MLA, planned, "q_nope q_pe ckv_cache kpe_cache out"),
+    # One tensor stands for two parts, which its guard compares.
+    "wrapper packed": Row(run_wrapper, MLA, planned_packed, "query kv_cache sinks out", 6),
     "batch_decode": Row(
         run_wrapper, GQA, _planned_decode, "q paged_kv_cache[0] paged_kv_cache[1] out sinks"
     ),

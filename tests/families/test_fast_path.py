@@ -19,9 +19,9 @@ from tests.families.entry_points import (
     EntryPoint,
     make_entry_point,
     other_values,
-    planned,
     with_tensor,
 )
+from tests.families.planned_runs import planned
 
 PACKAGE = Path(mlagen.__file__).parent
 
@@ -67,6 +67,7 @@ REPLAYED: dict[str, tuple[dict[str, Any], ...]] = {
         {"return_lse": True, "out": None, "lse": torch.zeros(2, 16)},
         {"sinks": [torch.zeros(16)]},
     ),
+    "trtllm in parts": ({"out": None}, {"return_lse": True}),
     "xqa_batch_mla": ({"out": None}, {"sinks": torch.zeros(16)}),
     "xqa_mla": ({"enable_pdl": False},),
     "xqa": ({"sinks": None}, {"sliding_win_size": 0}, {"lse": torch.zeros(2, 8)}),
@@ -79,6 +80,7 @@ REPLAYED: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "batch_decode": ({"out": None}, {"lse": torch.zeros(2, 8)}, {"v_scale": torch.ones(1)}),
     "wrapper": ({"out": None}, {"return_lse": True}, {"lse": torch.zeros(2, 16)}),
+    "wrapper packed": ({"out": None},),
     "flare": ({"output": None}, {"num_partitions": 3}),
 }
 # Calls that convert or compute a tensor, so that a replay would use that of an earlier call, or
@@ -162,6 +164,10 @@ def test_another_scalar_never_hits_the_cached_call(
         {"q_data_type": torch.float16, "kv_data_type": torch.float16},
         {"qo_indptr": torch.tensor([0, 2, 2], dtype=torch.int32)},
         {"kv_len_arr": torch.tensor([5, 1], dtype=torch.int32)},
+        {"enable_pdl": False},
+        {"use_sinks": True},
+        {"lse_mode": "base2"},
+        {"scale_mode": "bmm-scalar"},
     ],
     ids=str,
 )
@@ -203,8 +209,8 @@ def test_a_replay_computes_lengths_again(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_tensor_that_changes_in_place(entry_point: EntryPoint) -> None:
     """A tensor resized in place does not hit its previous entry."""
-    names = ("seq_lens", "cache_lengths", "q_nope", "q")
-    name = next(name for name in names if name in entry_point.row.tensors)
+    names = ("seq_lens", "cache_lengths", "q_nope", "q", "query")
+    name = next(name for name in names if name in entry_point.row.tensors.split())
     arguments = with_tensor(entry_point.row.build(), name, torch.clone)
     for _ in range(3):
         entry_point.outcome(arguments)
@@ -220,7 +226,9 @@ def test_storage_that_is_freed(entry_point: EntryPoint) -> None:
     arguments = with_tensor(entry_point.row.build(), name, torch.clone)
     for _ in range(3):
         entry_point.call(arguments)
-    arguments[name].untyped_storage().resize_(0)
+    whole, bracket, _ = name.partition("[")
+    tensor = arguments[whole][0] if bracket else arguments[name]
+    tensor.untyped_storage().resize_(0)
 
     assert f"ArgumentError: {name}: expected a dense tensor" in entry_point.outcome(arguments)
     assert entry_point.launches == []
@@ -259,17 +267,6 @@ def test_contents_are_checked_at_every_call(
     assert "ArgumentError: " in (outcome := entry_point.outcome(arguments))
     assert "[0]: expected" in outcome
     assert entry_point.launches == []
-
-
-@pytest.mark.parametrize("name", ["trtllm", "xqa_batch"])
-def test_a_call_of_no_requests_launches_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call without requests launches nothing, cached or not."""
-    entry_point = make_entry_point(monkeypatch, ROWS[name])
-    arguments = entry_point.row.build()
-    for tensor in ("query", "out", "block_tables", "seq_lens"):
-        arguments[tensor] = arguments[tensor][:0]
-
-    assert [entry_point.outcome(arguments) for _ in range(4)] == [""] * 4
 
 
 def files_of(entry_point: EntryPoint, arguments: dict[str, Any]) -> set[str]:

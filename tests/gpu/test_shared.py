@@ -12,6 +12,7 @@ from tests.problems.mla import MlaCase
 from tests.problems.mla_cases import LONG_CASES
 from tests.test_batch_decode import TestBatchDecode
 from tests.test_batch_mla import TestBatchMla
+from tests.test_batch_mla_plans import TestBatchMlaPlans
 from tests.test_cascade import TestCascade
 from tests.test_dcp import TestDcp
 from tests.test_entry_points import TestEntryPoints
@@ -20,11 +21,13 @@ from tests.test_float64 import TestFloat64
 from tests.test_gqa import TestGqa
 from tests.test_masked_tokens import TestMaskedTokens
 from tests.test_mla import TestMla
+from tests.test_mla_parts import TestMlaParts
 from tests.test_trtllm_gqa import TestTrtllmGqa
 
 __all__ = [
     "TestBatchDecode",
     "TestBatchMla",
+    "TestBatchMlaPlans",
     "TestCascade",
     "TestDcp",
     "TestEntryPoints",
@@ -33,6 +36,7 @@ __all__ = [
     "TestGqa",
     "TestMaskedTokens",
     "TestMla",
+    "TestMlaParts",
     "TestTrtllmGqa",
 ]
 

@@ -32,9 +32,16 @@ def {name}({parameters}):
 """
 _STATEMENTS = """
 form, more = 0, ()
-{optional}{scales}
-tensors = ({tensors}*more,)
+{pairs}{optional}{scales}
+tensors = ({firsts}{tensors}*more,)
 words = b"" if {is_usual} else words_of({words})
+"""
+_PAIR = """
+{name}_first = {name}
+if {name}.__class__ is tuple and len({name}) == 2:
+    form += {bit}
+    {name}_first, {name}_second = {name}
+    more += ({name}_second,)
 """
 _OPTIONAL = """
 if {name} is not None:
@@ -69,6 +76,7 @@ class KeyKinds:
     optional: str  # the outputs, and other optional tensors
     outputs: str  # those of ``optional`` that the call writes
     words: str  # most calls leave them at their default
+    pairs: str = ""  # tensors, or pairs of them
     groups: str = ""  # tensors, or tuples or lists of them
     scales: str = ""  # floats that may be tensors
     length: str = "0"  # an int that affects the scheduling only
@@ -88,6 +96,8 @@ class KeyCode:
         """The statements that set ``tensors`` and ``words``; they change no parameter."""
         kinds, bits = self.kinds, (4**number for number in range(100))
         return _STATEMENTS.format(
+            pairs=_each(_PAIR, kinds.pairs, bits),
+            firsts="".join(f"{name}_first, " for name in kinds.pairs.split()),
             tensors=_listed(kinds.tensors),
             optional=_each(_GROUP, kinds.groups, bits) + _each(_OPTIONAL, kinds.optional, bits),
             scales=_each(_SCALE, kinds.scales, bits),

@@ -125,7 +125,7 @@ def test_any_call_is_replayed(name: str, folder: Path, document: Documented) -> 
 
     found = document("replay", str(path), "--seed", "3", code=3)
 
-    has_result = name not in {"constructor", "plan", "plan_decode"}
+    has_result = name not in {"constructor", "plan", "dense_plan", "plan_decode"}
     assert found["served_by"] == (["CPU backend"] if has_result else [])
     assert (found["device"], found["contents"], found["seed"]) == ("cpu", "random", 3)
     assert found["is_right"] is None

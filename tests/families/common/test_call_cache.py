@@ -10,7 +10,10 @@ import torch
 from mlagen.families.common import call_cache, tensor_guard
 from mlagen.families.common.call_cache import CallCache, Replay
 from mlagen.families.common.call_key import KeyKinds, compile_key, factors_of
+from mlagen.mla import BatchMLAPagedAttentionWrapper
 from tests.families.entry_points import ROWS, EntryPoint, make_entry_point, with_tensor
+from tests.families.planned_runs import PLANNED_CASE
+from tests.problems.batch_mla import plan_arguments, run_arguments
 
 TENSORS = (torch.ones(2), torch.zeros(3))
 
@@ -171,3 +174,30 @@ def test_one_tensor_as_two_arguments(name: str, monkeypatch: pytest.MonkeyPatch)
     assert outcomes == [entry_point.uncached_outcome(repeated)] * 9
     assert not entry_point.reads_signature(repeated)
     entry_point.require_independent(repeated, with_tensor(repeated, second, torch.clone))
+
+
+@pytest.mark.parametrize("name", ["trtllm", "xqa_batch"])
+def test_a_call_of_no_requests_launches_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call without requests launches nothing, cached or not."""
+    entry_point = make_entry_point(monkeypatch, ROWS[name])
+    arguments = entry_point.row.build()
+    for tensor in ("query", "out", "block_tables", "seq_lens"):
+        arguments[tensor] = arguments[tensor][:0]
+
+    assert [entry_point.outcome(arguments) for _ in range(4)] == [""] * 4
+
+
+def test_another_plan_into_the_same_buffers_is_no_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run depends on all that its plan declares, also where the metadata has the same address."""
+    entry_point = make_entry_point(monkeypatch, ROWS["wrapper"])
+    problem = PLANNED_CASE.build("cpu")
+    given = plan_arguments(problem)
+    names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+    buffers = [given[name].clone() for name in names]
+    wrapper = BatchMLAPagedAttentionWrapper(torch.zeros(1 << 20), True, *buffers)
+    arguments = run_arguments(problem, out=torch.zeros_like(problem.query), wrapper=wrapper)
+    for changes in ({}, {"enable_pdl": False}, {"use_sinks": True}, {"lse_mode": "base2"}, {}):
+        wrapper.plan(**given | changes)
+        expected = entry_point.uncached_outcome(arguments)
+
+        assert [entry_point.outcome(arguments) for _ in range(3)] == [expected] * 3

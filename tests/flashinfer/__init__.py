@@ -1,0 +1,1 @@
+"""FlashInfer's own attention tests, run on mlagen's entry points."""
