@@ -1,7 +1,8 @@
 """Supported kernels, for every architecture that the installed NVRTC knows.
 
 fp16 kernels are their bf16 twins with another instruction, and page sizes differ in a constant: one
-of each is compiled, and of the sm90 kernels that copy small pages in another way, two.
+of each is compiled, and of the sm90 kernels that copy small pages in another way, two. With DCP a
+kernel is its causal twin with another end of a row: the largest tile of each is compiled.
 
 - sm_80: every sm80 kernel. Its ISA does not convert e4m3, so its kernels need the most registers.
 - sm_120f, which has the least shared memory: the same, with the largest accumulators.
@@ -92,7 +93,19 @@ def sample_of(arch: Arch) -> list[KernelSpec]:
         sample += specs_of(arch, HOPPER[3:], out_dtype=("bf16",), **gqa)
         sample += specs_of(arch, HOPPER[3:], out_dtype=("e4m3",), head_dim=("128",), **gqa)
         sample += specs_of(arch, HOPPER[:2], block_m=("16",), page_size=("16",), **BF16_OR_E4M3)
-    return sample
+    return [spec for spec in sample if spec not in smaller_dcp(sample)]
+
+
+def smaller_dcp(sample: list[KernelSpec]) -> set[KernelSpec]:
+    """Return the kernels with DCP but for the largest tile of each pair of dtypes."""
+    pairs: dict[tuple[str, ...], list[KernelSpec]] = {}
+    for spec in sample:
+        fields = spec.key_fields()
+        if fields.get("mask") == "dcp":
+            pair = (spec.family, fields["query_dtype"], fields["kv_dtype"], fields["kv_lora_rank"])
+            pairs.setdefault(pair, []).append(spec)
+    largest = {max(specs, key=lambda spec: spec.shared_bytes) for specs in pairs.values()}
+    return {spec for specs in pairs.values() for spec in specs} - largest
 
 
 # About 40 s on two idle cores for the architectures with most kernels.
