@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from vllm.v1.attention.backend import AttentionType
 
 # No MLA call needs more than 513 KiB for each SM of the GPU.
 _WORKSPACE_BYTES = 128 << 20
@@ -17,11 +18,57 @@ def workspace(device: torch.device) -> torch.Tensor:
     return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
-def reject_features(**features: object) -> None:
-    """Raise ``NotImplementedError`` for a feature of a layer that no MLA kernel has."""
-    for name, value in features.items():
-        if value:
-            raise NotImplementedError(f"mlagen: {name} is not supported by MLA, got {value!r}")
+class DecodeImpl:
+    """Beside a common implementation of vLLM: what the layers of both backends have in common."""
+
+    can_return_lse_for_decode: bool = True
+    lse_base_on_e: bool = True
+    supports_dcp: bool = True
+    qk_rope_head_dim: int
+    supports_quant_query_input: bool
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **mla_args: Any,
+    ) -> None:
+        features = {
+            "alibi_slopes": alibi_slopes,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap,
+            "attn_type": attn_type if attn_type != AttentionType.DECODER else None,
+        }
+        for name, value in features.items():
+            if value:
+                raise NotImplementedError(f"mlagen: {name} is not supported by MLA, got {value!r}")
+        super().__init__(  # type: ignore[call-arg]
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            **mla_args,
+        )
+        self.supports_quant_query_input = self.has_quant_query(kv_cache_dtype)
+
+    def has_quant_query(self, kv_cache_dtype: str) -> bool:
+        """Return whether kernels have an e4m3 query over the cache; none has without RoPE dims."""
+        del kv_cache_dtype
+        return self.qk_rope_head_dim != 0
 
 
 def joined(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

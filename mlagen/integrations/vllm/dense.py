@@ -16,12 +16,11 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
-    AttentionType,
     MultipleOf,
     max_decode_query_len,
 )
 
-from mlagen.integrations.vllm.calls import joined, per_token, reject_features, scales, workspace
+from mlagen.integrations.vllm.calls import DecodeImpl, joined, per_token, scales, workspace
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
 
 
@@ -126,48 +125,8 @@ class MlagenMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         )
 
 
-class MlagenMLAImpl(MLACommonImpl[MLACommonMetadata]):
+class MlagenMLAImpl(DecodeImpl, MLACommonImpl[MLACommonMetadata]):
     """Prefill as vLLM's common implementation has it, decode by mlagen."""
-
-    can_return_lse_for_decode: bool = True
-    lse_base_on_e: bool = True
-    supports_dcp: bool = True
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        **mla_args: Any,
-    ) -> None:
-        reject_features(
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            attn_type=attn_type if attn_type != AttentionType.DECODER else None,
-        )
-        super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-            **mla_args,
-        )
-        # No kernel has an e4m3 query without RoPE dims; a 16-bit one goes with an e4m3 cache.
-        self.supports_quant_query_input = self.qk_rope_head_dim != 0
 
     def forward_mqa(
         self,

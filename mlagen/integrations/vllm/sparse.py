@@ -11,10 +11,10 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonMetadata,
     SparseMLACommonMetadataBuilder,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, max_decode_query_len
+from vllm.v1.attention.backend import AttentionCGSupport, max_decode_query_len
 from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, flat_kv_row_view
 
-from mlagen.integrations.vllm.calls import joined, per_token, reject_features, scales, workspace
+from mlagen.integrations.vllm.calls import DecodeImpl, joined, per_token, scales, workspace
 from mlagen.integrations.vllm.dense import MlagenMLABackend
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
 
@@ -101,49 +101,12 @@ class MlagenSparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLACom
         return int(max_decode_query_len(vllm_config))
 
 
-class MlagenSparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
+class MlagenSparseMLAImpl(DecodeImpl, SparseMLACommonImpl[SparseMLACommonMetadata]):
     """Every query token attends to the tokens of its top-k indices."""
 
-    can_return_lse_for_decode: bool = True
-    lse_base_on_e: bool = True
-    supports_dcp: bool = True
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        **mla_args: Any,
-    ) -> None:
-        reject_features(
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            attn_type=attn_type if attn_type != AttentionType.DECODER else None,
-        )
-        super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-            **mla_args,
-        )
-        # No kernel has an e4m3 query over packed rows, nor without RoPE dims.
-        is_packed = kv_cache_dtype == _PACKED
-        self.supports_quant_query_input = self.qk_rope_head_dim != 0 and not is_packed
+    def has_quant_query(self, kv_cache_dtype: str) -> bool:
+        """Return whether kernels have an e4m3 query over the cache; none has over packed rows."""
+        return kv_cache_dtype != _PACKED and super().has_quant_query(kv_cache_dtype)
 
     def _forward_mqa_kernel(
         self,
