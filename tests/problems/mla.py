@@ -171,7 +171,9 @@ class MlaProblem(Problem):
     def arguments(self, **changes: Any) -> dict[str, Any]:
         """Return the keyword arguments of ``trtllm_batch_decode_with_kv_cache_mla``."""
         case = self.case
-        workspace = torch.full((64 << 20,), 0xFF, dtype=torch.uint8, device=self.device)
+        workspace = torch.empty(64 << 20, dtype=torch.uint8, device=self.device)
+        if workspace.is_cuda:  # the CPU backend does not touch it
+            workspace.fill_(0xFF)
         arguments: dict[str, Any] = {
             "query": self.query,
             "kv_cache": self.kv_cache,
