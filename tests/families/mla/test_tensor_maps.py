@@ -103,6 +103,16 @@ def test_a_rope_part_elsewhere_is_separate(
     assert maps.packed == map_of(*latent) + map_of(*rope_tile) + map_of(*latent)
 
 
+def test_the_kernel_without_swap_ab_prefetches_the_latent_part(encoded: Encoded) -> None:
+    """The prefetch map does not depend on the rope part."""
+    spec = mla_sm90(rows=64)
+
+    maps = CacheMaps(layout(spec))[CACHE, LATENT_END + 4096]
+
+    assert maps.separate_rope
+    assert encoded[2] == (tiles(spec, 8, per_box=8), CACHE)
+
+
 def test_maps_are_cached_by_both_addresses_up_to_a_capacity(encoded: Encoded) -> None:
     """The same addresses encode nothing, others encode theirs, and dropped maps are made again."""
     maps = CacheMaps(layout(mla_sm90()))
