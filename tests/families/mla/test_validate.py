@@ -18,7 +18,7 @@ from tests.problems.problem import E4M3, bf16, ints
 
 PACKED = torch.zeros(7, 64, 656, dtype=torch.uint8)
 TOP_K = "sparse_mla_top_k"
-GOT = "got [2, 2, 70]"
+TABLE_AXES = f"(batch, q_len, {TOP_K})"
 WHOLE = ": expected an int, 0 or more, got "
 
 
@@ -153,7 +153,7 @@ ROWS: Rows = {
         ("block_tables", lambda ids: ids[:, :1].expand(-1, 3, -1), ".shape[1]: expected 2 (keys, "),
     ],
     "trtllm sparse": [
-        ("block_tables", {TOP_K: 64}, f".shape: expected [2, 2, 64] (batch, q_len, {TOP_K}), {GOT}"),
+        ("block_tables", {TOP_K: 64}, f".shape: expected [2, 2, 64] {TABLE_AXES}, got [2, 2, 70]"),
         ("block_tables", lambda ids: ids[:, 0], ".shape: expected [2, 2, 70] (batch, q_len, spar"),
         ("block_tables", lambda ids: padded(ids, dim=1), ".stride(0): expected 140 (q_len * stri"),
         ("sparse_mla_top_k", -1, WHOLE + "-1"),
