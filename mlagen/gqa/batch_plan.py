@@ -21,6 +21,12 @@ from mlagen.families.common.arguments import (
 )
 from mlagen.families.common.device_checks import check_seq_lens, table_capacity
 from mlagen.families.common.memory import require_memory
+from mlagen.families.common.metadata import (
+    copy_to_front,
+    mean_capacity,
+    on_device,
+    private_copy,
+)
 from mlagen.gqa.batch_settings import DecodeSettings
 
 _GIVEN = ("indptr", "indices", "last_page_len")
@@ -120,10 +126,11 @@ class GraphBuffers:
         device = buffers.indices.device
         starts, lengths = _consistent_layout(given, seq_lens, settings.page_size, device)
         for name, source in vars(given).items():
-            _copy_into(getattr(buffers, name), source)
-        _copy_into(self._layout.kv_indptr, starts)
-        _copy_into(self._layout.seq_lens, lengths)
-        return self._layout, _mean_capacity(buffers, settings.page_size)
+            copy_to_front(getattr(buffers, name), source)
+        copy_to_front(self._layout.kv_indptr, starts)
+        copy_to_front(self._layout.seq_lens, lengths)
+        mean = mean_capacity(capacity, settings.page_size, buffers.batch)
+        return self._layout, mean
 
 
 def plan_of(
@@ -147,7 +154,7 @@ def plan_of(
     longest = _max_length(given, seq_lens, settings.page_size)
     if buffers is None:
         starts, lens = _consistent_layout(given, seq_lens, settings.page_size, device)
-        page_ids = _copied(given.indices, device)
+        page_ids = private_copy(given.indices, device)
         layout = PageLayout(kv_indptr=starts, kv_indices=page_ids, seq_lens=lens)
     else:
         # Replays of a captured graph have other requests.
@@ -183,14 +190,8 @@ def _max_length(given: PageMetadata, seq_lens: torch.Tensor | None, page_size: i
             seq_lens.view(torch.int32), "seq_lens", capacity=capacity, q_lens=None
         )
     if lengths is None:
-        return _mean_capacity(given, page_size)
+        return mean_capacity(given.indices.shape[0], page_size, given.batch)
     return min(int(lengths.max()), INT32_MAX) if len(lengths) else 0
-
-
-def _mean_capacity(given: PageMetadata, page_size: int) -> int:
-    """Return the tokens of a request if all share the page ids equally."""
-    mean = -(-given.indices.shape[0] * page_size // max(1, given.batch))
-    return min(mean, INT32_MAX)
 
 
 def _consistent_layout(
@@ -200,35 +201,11 @@ def _consistent_layout(
 
     The kernels rely on that; nothing synchronizes.
     """
-    indptr = _on(device, given.indptr).long().clamp(0, given.indices.shape[0])
+    indptr = on_device(given.indptr, device).long().clamp(0, given.indices.shape[0])
     pages = (indptr[1:] - indptr[:-1]).clamp(min=0)
     if seq_lens is None:
-        lengths = (pages - 1) * page_size + _on(device, given.last_page_len)
+        lengths = (pages - 1) * page_size + on_device(given.last_page_len, device)
     else:
-        lengths = _on(device, seq_lens).long()
+        lengths = on_device(seq_lens, device).long()
     lengths = torch.minimum(lengths.clamp(0, INT32_MAX), pages * page_size)
     return indptr.to(torch.int32), lengths.to(torch.int32)
-
-
-def _copied(source: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a private int32 copy on ``device``, without synchronization."""
-    if source.device == device:
-        return source.view(torch.int32).clone(memory_format=torch.contiguous_format)
-    return _on(device, source)
-
-
-def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy to the front of a buffer, without synchronization."""
-    source = source.view(torch.int32)
-    target.view(torch.int32)[: source.shape[0]].copy_(_pageable(source), non_blocking=True)
-
-
-def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    return _pageable(tensor.view(torch.int32)).to(device, non_blocking=True)
-
-
-def _pageable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a source for an async copy: the caller may overwrite pinned memory before it runs."""
-    if tensor.device.type == "cpu" and tensor.is_pinned():
-        return torch.empty_like(tensor, pin_memory=False).copy_(tensor)
-    return tensor

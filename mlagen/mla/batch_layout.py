@@ -20,6 +20,7 @@ from mlagen.families.common.arguments import (
 )
 from mlagen.families.common.device_checks import check_seq_lens, query_lengths, table_capacity
 from mlagen.families.common.memory import require_memory
+from mlagen.families.common.metadata import copy_to_front, mean_capacity, private_copy
 from mlagen.mla.batch_contract import MLAPlanMetadata
 
 # The names of the dense form, by field of :class:`BatchLayout`.
@@ -48,6 +49,10 @@ class BatchLayout:
     def is_dense(self) -> bool:
         """Whether the page ids are block tables."""
         return self.kv_indptr is None
+
+    def mean_capacity(self, page_size: int) -> int:
+        """Return the tokens of a request if all share the page ids equally."""
+        return mean_capacity(self.kv_indices.numel(), page_size, self.batch)
 
     def name_of(self, field: str) -> str:
         """Return the caller's name of a field."""
@@ -207,7 +212,7 @@ def host_metadata(given: BatchLayout, page_size: int, max_q_len: object = None) 
         name = given.name_of("kv_len_arr")
         seq_lens = check_seq_lens(on_host["kv_len_arr"], name, capacity=capacity, q_lens=None)
     if seq_lens is None:
-        max_kv_len = mean_capacity(given, page_size)
+        max_kv_len = given.mean_capacity(page_size)
     else:
         max_kv_len = min(int(seq_lens.max()), INT32_MAX) if len(seq_lens) else 0
     if q_lens is None:
@@ -223,15 +228,9 @@ def host_metadata(given: BatchLayout, page_size: int, max_q_len: object = None) 
     )
 
 
-def mean_capacity(layout: BatchLayout, page_size: int) -> int:
-    """Return the tokens of a request if all share the page ids equally."""
-    mean = -(-layout.kv_indices.numel() * page_size // max(1, layout.batch))
-    return min(mean, INT32_MAX)
-
-
 def copy_to_device(given: BatchLayout, device: torch.device) -> BatchLayout:
     """Return private copies on ``device``, without synchronization."""
-    return replace(given, **{name: _copy(t, device) for name, t in given.tensors().items()})
+    return replace(given, **{name: private_copy(t, device) for name, t in given.tensors().items()})
 
 
 def copy_into(buffers: BatchLayout, given: BatchLayout) -> None:
@@ -249,8 +248,7 @@ def copy_into(buffers: BatchLayout, given: BatchLayout) -> None:
     capacity, count = buffers.kv_indices.shape[0], given.kv_indices.shape[0]
     require(count <= capacity, "kv_indices.shape[0]", f"{capacity} (its buffer) or less", count)
     for name, tensor in given.tensors().items():
-        target = targets[name][: tensor.shape[0]]
-        target.view(torch.int32).copy_(_pageable(tensor), non_blocking=True)
+        copy_to_front(targets[name], tensor)
 
 
 def _check_same_requests(csr: BatchLayout, dense: BatchLayout) -> None:
@@ -267,17 +265,3 @@ def _check_same_requests(csr: BatchLayout, dense: BatchLayout) -> None:
         if all(tensor.device.type == "cpu" for tensor in pair):
             is_equal = torch.equal(*(tensor.view(torch.int32) for tensor in pair))
             require(is_equal, name, f"{field}, as both forms describe the same requests", "others")
-
-
-def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if tensor.device == device:
-        return tensor.view(torch.int32).clone(memory_format=torch.contiguous_format)
-    return _pageable(tensor).to(device, non_blocking=True)
-
-
-def _pageable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a source for an async copy: the caller may overwrite pinned memory before it runs."""
-    tensor = tensor.view(torch.int32)
-    if tensor.device.type == "cpu" and tensor.is_pinned():
-        return torch.empty_like(tensor, pin_memory=False).copy_(tensor)
-    return tensor

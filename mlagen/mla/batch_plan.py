@@ -30,7 +30,6 @@ from mlagen.mla.batch_layout import (
     copy_to_device,
     host_metadata,
     layouts_of,
-    mean_capacity,
     read_in_place,
 )
 from mlagen.spec.dtype import DType
@@ -159,7 +158,7 @@ class BatchPlan:
             kv_indices=require_tensor(page_table, "page_table"),
             kv_len_arr=require_tensor(kv_len, "kv_len"),
         )
-        longest = mean_capacity(layout, self.settings.page_size)
+        longest = layout.mean_capacity(self.settings.page_size)
         return replace(self, layout=layout, metadata=replace(self.metadata, max_kv_len=longest))
 
 
@@ -218,7 +217,7 @@ def plan_of(
         copy_into(buffers, requests)
         layout = buffers
     if is_graph:  # replays of a captured graph have other requests
-        capacity = mean_capacity(layout, settings.page_size)
+        capacity = layout.mean_capacity(settings.page_size)
         most = max(metadata.max_kv_len, capacity)
         metadata = replace(metadata, max_kv_len=most, q_len=0)
     return BatchPlan(
