@@ -45,6 +45,7 @@ def given(kind: str, name: str, sm_count: int = 1, **facts: Any) -> Emulated[Mla
 
 
 PACKED = "bf16 over fp8_ds_mla"
+PACKED_FP8 = "e4m3 over fp8_ds_mla"
 # So many that a thread counts the work of several; most have none.
 MANY = tuple((i % 50 == 7) * (65 + i % 3 * 64) for i in range(530))
 MANY_Q = tuple((i % 50 == 7) * (1 + i % 2 * 30) for i in range(530))
@@ -105,6 +106,11 @@ CASES = [
     given(PACKED, "negative scale, lists", heads=64, top_k=130, seq_lens=(100,), score_scale=-0.05),
     given("fp8_per_token", "negative scale", heads=7, seq_lens=(70, 2), q_len=3, score_scale=-0.05),
     given("e4m3", "no scale, lists", heads=64, top_k=130, seq_lens=(100,), score_scale=0.0),
+    given(PACKED_FP8, "lists, 64 rows", heads=64, top_k=200, seq_lens=(300, 17, 0, 64)),
+    given(PACKED_FP8, "lists, 32 rows", 2, heads=17, top_k=70, seq_lens=(80, 9), with_sinks=True),
+    given(PACKED_FP8, "pages, 64 rows", heads=40, seq_lens=(300, 0, 65), q_len=2, page_size=3),
+    given(PACKED_FP8, "ragged, 16 rows", 5, heads=7, seq_lens=(900, 70), q_lens=(2, 1)),
+    given(PACKED_FP8, "very large scores", heads=7, seq_lens=(300,), query_magnitude=100.0),
     given("bf16 over e4m3", "lists", top_k=100, seq_lens=(150, 3), heads=64),
     given("bf16 over e4m3 with two scales", "ragged", seq_lens=(70, 5), q_lens=(3, 1)),
     given(

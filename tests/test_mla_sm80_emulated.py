@@ -35,6 +35,7 @@ CASES = [
     given("fp16", "splits", 8, heads=3, seq_lens=(300, 40), page_size=24),
     given("e4m3", "pages", heads=4, seq_lens=(100, 17), q_len=2, page_size=16),
     given("bf16 over fp8_ds_mla", "lists", heads=4, top_k=70, seq_lens=(100, 30)),
+    given("e4m3 over fp8_ds_mla", "lists", heads=4, top_k=70, seq_lens=(100, 30)),
     given("fp8_per_token", "pages", heads=4, seq_lens=(70, 30)),
     given("bf16", "parts apart", q_len=2, separate_rope=True, flat_tables=True, **_FEW),
     given("bf16", "values in other pages", values="other pages", with_sinks=True, **_FEW),

@@ -54,7 +54,7 @@ def check_cache(args: MlaArgs, query_dtype: DType) -> CacheLayout:
     """
     names, device = args.names, args.query.device
     cache = _checked_pages(args.kv_cache, names.kv_cache, device)
-    dtype = _check_dtype(cache, args, query_dtype)
+    dtype = _check_dtype(cache, args)
     _check_width(cache, names.kv_cache, args, dtype)
     _check_rows(cache, names.kv_cache)
     require(cache.shape[1] >= 1, f"{names.kv_cache}.shape", "pages of 1 token or more", 0)
@@ -101,15 +101,12 @@ def _checked_pages(value: object, argument: str, device: torch.device) -> torch.
     return pages_of(cache)
 
 
-def _check_dtype(cache: torch.Tensor, args: MlaArgs, query_dtype: DType) -> DType:
+def _check_dtype(cache: torch.Tensor, args: MlaArgs) -> DType:
     name, query = args.names.kv_cache, args.query
     if args.is_fp8_per_token:
         require_dtype(cache, name, FP8_PER_TOKEN_DTYPES, "640-byte rows")
         return DType.FP8_PER_TOKEN
-    if not query_dtype.is_16bit:
-        require_dtype(cache, name, (query.dtype,), f"dtype of {args.names.query}")
-        return DType.E4M3
-    allowed = (query.dtype, torch.float8_e4m3fn, torch.uint8)
+    allowed = tuple(dict.fromkeys((query.dtype, torch.float8_e4m3fn, torch.uint8)))
     require_dtype(cache, name, allowed, f"query {query.dtype}; uint8 for 656-byte rows")
     if cache.dtype is torch.uint8:
         return DType.FP8_DS_MLA

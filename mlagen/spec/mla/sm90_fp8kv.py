@@ -17,6 +17,7 @@ _DTYPES = (
     (DType.BF16, DType.E4M3),
     (DType.BF16, DType.FP8_DS_MLA),
     (DType.E4M3, DType.E4M3),
+    (DType.E4M3, DType.FP8_DS_MLA),
     (DType.FP8_PER_TOKEN, DType.FP8_PER_TOKEN),
 )
 

@@ -110,7 +110,7 @@ SUPPORTED = (
             head_dims=_FP8_ROW_DIMS,
             modes=(PLAIN, SPARSE, DCP),
         )
-        for dtype in _16BIT_DTYPES
+        for dtype in (*_16BIT_DTYPES, DType.E4M3)
     ),
     MlaSupport(
         query_dtype=DType.FP8_PER_TOKEN,

@@ -223,7 +223,7 @@ __device__ inline float chunk_scale(const Params& params, const unsigned char* r
 // zero.
 __device__ inline void dequant_tokens(const Params& params, int stage_idx, SharedMemoryPlan& smem) {
   constexpr int kFp8Chunks = (kHasBf16Rope ? kLatentDim : kHeadDimQk) / 16;
-  constexpr bool kIsScaled = !kIsSame<StoredQuery, E4m3>;
+  constexpr bool kIsScaled = !kIsSame<StoredQuery, E4m3> || !kIsSame<StoredToken, E4m3>;
   const int lane = lane_index() % 8;
   unsigned char* tokens = tokens_of(smem, stage_idx);
 #pragma unroll 1

@@ -111,8 +111,8 @@ ROWS: Rows = {
         ("k_cache", lambda kv: displaced(kv.view(torch.uint8)).view(E4M3), ".data_ptr(): expected"),
     ],
     "trtllm e4m3": [
-        ("kv_cache", lambda kv: kv.bfloat16(), ".dtype: expected torch.float8_e4m3fn (dtype of q"),
-        ("kv_cache", PACKED, ".dtype: expected torch.float8_e4m3fn (dtype of query), got torch."),
+        ("kv_cache", lambda kv: kv.bfloat16(), ".dtype: expected torch.float8_e4m3fn or torch.ui"),
+        ("kv_cache", PACKED[..., :640], ".shape[-1]: expected 656 (bytes of a row of fp8_ds_mla)"),
     ],
     "trtllm packed": [
         ("kv_cache", lambda kv: kv[..., :640], ".shape[-1]: expected 656 (bytes of a row of fp8_"),
