@@ -51,6 +51,7 @@ MANY = tuple((i % 50 == 7) * (65 + i % 3 * 64) for i in range(530))
 MANY_Q = tuple((i % 50 == 7) * (1 + i % 2 * 30) for i in range(530))
 # A rank that has more tokens than its causal lengths have.
 RANK = {"cp_world": 3, "cp_rank": 1, "tokens_ahead": 2}
+NO_ROPE = {"qk_rope_head_dim": 0, "with_sinks": True}
 CASES = [
     given("bf16", "64 rows", heads=64, seq_lens=(300, 17, 0)),
     given("bf16", "16 rows", heads=7, seq_lens=(300, 0, 129), page_size=48),
@@ -123,6 +124,17 @@ CASES = [
         flat_tables=True,
         is_causal=False,
     ),
+    given("bf16", "no rope, 64 rows", 2, heads=64, seq_lens=(900, 17, 0), **NO_ROPE),
+    given("bf16", "no rope, 16 rows", 3, heads=7, seq_lens=(900, 129), page_size=48, **NO_ROPE),
+    given("fp16", "no rope, 32 rows", heads=16, seq_lens=(500, 1), q_len=2, **NO_ROPE),
+    given("bf16", "no rope, 2 members", 4, heads=100, seq_lens=(300,), page_size=16, **NO_ROPE),
+    given("fp16", "no rope, ragged", 2, seq_lens=(70, 5), q_lens=(3, 1), heads=30, **NO_ROPE),
+    given("bf16", "no rope, rank 1 of 3", 2, heads=20, seq_lens=(500, 9), **NO_ROPE | RANK),
+    given("e4m3", "no rope, 64 rows", 2, heads=64, seq_lens=(900, 17, 0), **NO_ROPE),
+    given("e4m3", "no rope, 16 rows", 3, heads=7, seq_lens=(900, 129), page_size=48, **NO_ROPE),
+    given("e4m3", "no rope, 32 rows", heads=16, seq_lens=(500, 1), q_len=2, **NO_ROPE),
+    given("e4m3", "no rope, 2 members", 4, heads=100, seq_lens=(300,), page_size=16, **NO_ROPE),
+    given("e4m3", "no rope, ragged", 2, seq_lens=(70, 5), q_lens=(3, 1), heads=30, **NO_ROPE),
     given("bf16", "rank 1 of 3, 64 rows", 2, heads=33, seq_lens=(600, 9, 1, 0), q_len=5, **RANK),
     given("fp16", "rank 1 of 3, 16 rows", 5, heads=3, seq_lens=(900, 2), q_lens=(4, 1), **RANK),
     given("e4m3", "rank 1 of 3", 3, heads=10, seq_lens=(500, 3, 70), q_len=3, **RANK),

@@ -37,7 +37,7 @@ struct KvTileCopy {
     const u32 stage_barrier = barrier + stage * kTiles * sizeof(Barrier);
     if (exists) {
       mbarrier_arrive_expect_tx(stage_barrier, boxes.tile_bytes());
-      boxes.copy_tile(map, column, target + stage * kTiles * kTileBytes, stage_barrier, cache_hint);
+      boxes.copy_tile(map, column, target + stage * kStageTiles * kTileBytes, stage_barrier, cache_hint);
     } else {
       mbarrier_arrive(stage_barrier);
     }
@@ -54,8 +54,10 @@ __device__ inline void load_kv_block(const KvTileCopy& tile, BlockTableReader& b
   if (lane < kLatentTiles / 2) tile.load(boxes, exists, stage);
   wait(smem.wg1_empty[stage], phase);
   if (lane >= kLatentTiles / 2 && lane < kLatentTiles) tile.load(boxes, exists, stage);
-  wait(smem.rope_empty[stage], phase);
-  if (lane == kLatentTiles) tile.load(boxes, exists, stage);
+  if constexpr (kRopeDim > 0) {
+    wait(smem.rope_empty[stage], phase);
+    if (lane == kLatentTiles) tile.load(boxes, exists, stage);
+  }
 }
 
 // `coord` is the first work item.

@@ -35,9 +35,11 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    # Two dtypes, two masks, four page sizes, three tiles.
-    "mla_sm90": Family(BF16, mla_sm90_spec, mla_sm90_specs, 2 * 2 * 4 * 3, mla_sm90),
-    "mla_sm90_fp8": Family(E4M3, mla_sm90_fp8_spec, mla_sm90_fp8_specs, 2 * 4 * 3, mla_sm90_fp8),
+    # Two dtypes, with rope or without, two masks, four page sizes, three tiles.
+    "mla_sm90": Family(BF16, mla_sm90_spec, mla_sm90_specs, 2 * 2 * 2 * 4 * 3, mla_sm90),
+    "mla_sm90_fp8": Family(
+        E4M3, mla_sm90_fp8_spec, mla_sm90_fp8_specs, 2 * 2 * 4 * 3, mla_sm90_fp8
+    ),
     # Four dtype pairs have three modes, fp8_per_token has one; three tiles each.
     "mla_sm90_fp8kv": Family(
         PACKED,
@@ -55,7 +57,7 @@ NO_KERNEL: list[dict[str, Any]] = [
     *({"page_size": 8}, {"page_size": 24}),
 ]
 NOT_COVERED: dict[str, list[dict[str, Any]]] = {
-    "mla_sm90": [*NO_KERNEL, {"kv_dtype": DType.E4M3}, {"qk_rope_head_dim": 0}],
+    "mla_sm90": [*NO_KERNEL, {"kv_dtype": DType.E4M3}],
     "mla_sm90_fp8": [*NO_KERNEL, {"query_dtype": DType.BF16}],
     "mla_sm90_fp8kv": [
         *({"kv_dtype": DType.BF16}, {"query_dtype": DType.FP16}),
