@@ -138,14 +138,16 @@ struct KvBlockStream {
     };
     copy_chunks<16, kLatentDim / kChunkBytes>(stored.row, token_address.invalid_bits, cache_hint,
                                               latent_address);
-    const unsigned char* rope = kHasBf16Rope
-                                    ? stored.row + kRopeOffset
-                                    : stored_rope(params, token_address.page, token_address.slot);
-    const auto rope_address = [&](int token, int chunk) {
-      return target + kRopeTileOffset + swizzled_offset<kRopeBytes>(first + token, chunk);
-    };
-    copy_chunks<kRopeChunks, kRopeChunks>(rope, token_address.invalid_bits, cache_hint,
-                                          rope_address);
+    if constexpr (kRopeDim > 0) {
+      const unsigned char* rope = kHasBf16Rope
+                                      ? stored.row + kRopeOffset
+                                      : stored_rope(params, token_address.page, token_address.slot);
+      const auto rope_address = [&](int token, int chunk) {
+        return target + kRopeTileOffset + swizzled_offset<kRopeBytes>(first + token, chunk);
+      };
+      copy_chunks<kRopeChunks, kRopeChunks>(rope, token_address.invalid_bits, cache_hint,
+                                            rope_address);
+    }
     copy_scales(stored, smem.kv[stage] + kScalesOffset + first * kChunkBytes);
     if (kIsSparse && reload_lane() == 0) {
       smem.invalid_mask[stage].bits[warp] = static_cast<u16>(token_address.invalid_bits);

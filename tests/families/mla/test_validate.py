@@ -118,6 +118,10 @@ ROWS: Rows = {
         ("kv_cache", lambda kv: kv[..., :640], ".shape[-1]: expected 656 (bytes of a row of fp8_"),
         ("kv_cache", lambda kv: padded(kv, 4), ".stride(1): expected a multiple of 16, got 660"),
     ],
+    "trtllm packed no rope": [
+        ("kv_cache", lambda kv: kv[..., :512], ".shape[-1]: expected 528 or more (bytes of a row"),
+        ("kv_cache", lambda kv: padded(kv, 4), ".stride(1): expected a multiple of 16, got 532"),
+    ],
     "run_mla packed": [
         ("rope_cache", torch.zeros(7, 64, 64), ": expected None for fp8_ds_mla, got a tensor"),
     ],

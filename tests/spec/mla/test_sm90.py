@@ -40,12 +40,12 @@ FAMILIES = {
     "mla_sm90_fp8": Family(
         E4M3, mla_sm90_fp8_spec, mla_sm90_fp8_specs, 2 * 2 * 4 * 3, mla_sm90_fp8
     ),
-    # Four dtype pairs have three modes, fp8_per_token has one; three tiles each.
+    # Four dtype pairs have two dims and three modes, fp8_per_token has one; three tiles each.
     "mla_sm90_fp8kv": Family(
         PACKED,
         mla_sm90_fp8kv_spec,
         mla_sm90_fp8kv_specs,
-        (4 * 3 + 1) * 3 * len(PAGE_SIZES),
+        (4 * 2 * 3 + 1) * 3 * len(PAGE_SIZES),
         mla_sm90_fp8kv,
     ),
 }
@@ -63,7 +63,7 @@ NOT_COVERED: dict[str, list[dict[str, Any]]] = {
         *({"kv_dtype": DType.BF16}, {"query_dtype": DType.FP16}),
         *(
             {"kv_dtype": DType.E4M3, **change}
-            for change in ({"kv_lora_rank": 256}, {"qk_rope_head_dim": 0}, {"values": "separate"})
+            for change in ({"kv_lora_rank": 256}, {"mask": "bias"}, {"values": "separate"})
         ),
     ],
 }
