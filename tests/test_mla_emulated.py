@@ -30,6 +30,7 @@ from tests.kernels import SM_90A
 from tests.launch_repeats import SEQ_WORD
 from tests.problems.mla import MlaCase, MlaProblem, mla_case
 from tests.problems.problem import POISON
+from tests.problems.zero_rope import assert_zero_rope_changes_nothing, latent_part
 from tests.sink_values import extreme_sinks
 from tests.sm90_tiles import smaller_tiles
 from tests.uneven_scales import SCALE_STEPS, with_scale_steps
@@ -355,6 +356,22 @@ def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(
     assert out[:, 3].isnan().all()
     expected, _ = decoded(made, made.case.build("cpu"), 1)
     assert torch.equal(out[:, :3], expected[:, :3])
+
+
+@pytest.mark.parametrize("heads", [7, 17, 64], ids=["16 rows", "32 rows", "64 rows"])
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "e4m3"])
+def test_without_rope_a_call_is_that_of_a_query_with_zero_rope(
+    kind: str, heads: int, decoded: Decode
+) -> None:
+    """With the same bits, but of e4m3, whose sums tensor cores cut at each MMA."""
+    made = given(kind, "", 3, heads=heads, seq_lens=(900, 17), with_sinks=True)
+    problem = made.case.build("cpu")
+    problem.query[..., 512:] = 0
+    expected = decoded(made, problem, 0)
+
+    result = decoded(made, problem, 1, **latent_part(problem))
+
+    assert_zero_rope_changes_nothing(kind, result, expected)
 
 
 @pytest.mark.parametrize("missing", ["first", "last", "every other", "all"])
