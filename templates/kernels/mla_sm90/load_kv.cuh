@@ -37,7 +37,8 @@ struct KvTileCopy {
     const u32 stage_barrier = barrier + stage * kTiles * sizeof(Barrier);
     if (exists) {
       mbarrier_arrive_expect_tx(stage_barrier, boxes.tile_bytes());
-      boxes.copy_tile(map, column, target + stage * kStageTiles * kTileBytes, stage_barrier, cache_hint);
+      boxes.copy_tile(map, column, target + stage * kStageTiles * kTileBytes, stage_barrier,
+                      cache_hint);
     } else {
       mbarrier_arrive(stage_barrier);
     }
