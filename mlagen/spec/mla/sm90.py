@@ -158,6 +158,11 @@ class MlaSm90Spec(MlaKernelSpec):
         return 4
 
     @property
+    def loading_warps(self) -> int:
+        """Producer warps that load KV; the others are scheduler warps."""
+        return 1 if self.swap_ab else 2
+
+    @property
     def consumer_registers(self) -> int:
         """Registers per consumer thread without swap-AB."""
         return 224
@@ -247,6 +252,11 @@ class MlaSm90Fp8Base(MlaSm90Spec):
     def producer_warps(self) -> int:
         """Warps of the producer warpgroup and of the QK warpgroup."""
         return 8
+
+    @property
+    def loading_warps(self) -> int:
+        """Producer warps that load KV; the others are scheduler warps."""
+        return 1
 
 
 def semaphore_region_bytes(sm_count: int) -> int:

@@ -1,4 +1,4 @@
-// KV producer warp: loads the KV blocks of all work items by TMA, even blocks into stage 0 and odd
+// KV producer warps: load the KV blocks of all work items by TMA, even blocks into stage 0 and odd
 // blocks into stage 1.
 
 #pragma once
@@ -10,72 +10,65 @@
 #include "config.cuh"
 #include "pipeline/kv_tma.cuh"
 #include "pipeline/work_pipeline.cuh"
+#include "ptx/load.cuh"
 #include "ptx/sync.cuh"
 #include "scheduler/schedule_range.cuh"
 #include "shared_memory.cuh"
 
-// The tile of each KV block that a lane copies. Lanes past the last tile copy nothing.
+// Copies tiles of KV blocks into stages.
 struct KvTileCopy {
-  const TensorMap* map;
-  int column;
-  u32 target;  // of the first stage
-  u32 barrier;  // of the first stage
-  u64 cache_hint;
+  const Params& params;
+  SharedMemoryPlan& smem;
+  u64 cache_hint = createpolicy_evict_first();  // even of KV that a CTA group shares
 
-  __device__ KvTileCopy(const Params& params, const SharedMemoryPlan& smem) {
-    const int tile = min(lane_index(), kTiles - 1);
-    const bool is_rope = tile == kLatentTiles;  // has its own tensor map
-    map = is_rope ? &params.rope_map : &params.latent_map;
-    column = is_rope ? 0 : tile;
-    target = shared_address(smem.kv[0] + tile * kTileBytes);
-    barrier = shared_address(&smem.tile_full[0][tile]);
-    cache_hint = kv_cache_hint(params.cta_group_size > 1);
-  }
-
-  // Consumers process KV blocks in pairs: a missing odd block completes its phase without bytes.
-  __device__ void load(const KvTileBoxes& boxes, bool exists, int stage) const {
-    const u32 stage_barrier = barrier + stage * kTiles * sizeof(Barrier);
-    if (exists) {
-      mbarrier_arrive_expect_tx(stage_barrier, boxes.tile_bytes());
-      boxes.copy_tile(map, column, target + stage * kStageTiles * kTileBytes, stage_barrier,
-                      cache_hint);
-    } else {
-      mbarrier_arrive(stage_barrier);
+  // Called by a warp. Consumers process KV blocks in pairs: a missing odd block completes its phase
+  // without bytes.
+  template <int kStage, int kFirstTile, int kEndTile>
+  __device__ void load(const KvTileBoxes& boxes, bool exists) const {
+    if (lane_index() == 0) {
+#pragma unroll
+      for (int tile = kFirstTile; tile < kEndTile; ++tile) {
+        const bool is_rope = tile == kLatentTiles;  // has its own tensor map
+        const u32 full = shared_address(&smem.tile_full[kStage][tile]);
+        if (!exists) {
+          mbarrier_arrive(full);
+          continue;
+        }
+        mbarrier_arrive_expect_tx(full, boxes.tile_bytes());
+        boxes.copy_tile(is_rope ? &params.rope_map : &params.latent_map, is_rope ? 0 : tile,
+                        shared_address(smem.kv[kStage] + tile * kTileBytes), full, cache_hint);
+      }
     }
+    __syncwarp();
   }
 };
 
-__device__ inline void load_kv_block(const KvTileCopy& tile, BlockTableReader& block_table,
-                                     const WorkCoord& coord, int stage, int kv_block, u32 phase,
-                                     const SharedMemoryPlan& smem) {
-  const bool exists = kv_block < coord.first_kv_block + coord.num_kv_blocks;
-  const KvTileBoxes boxes(block_table, exists ? kv_block : kv_block - 1, coord.kv_end);
-  const int lane = lane_index();
-  wait(smem.wg0_empty[stage], phase);
-  if (lane < kLatentTiles / 2) tile.load(boxes, exists, stage);
-  wait(smem.wg1_empty[stage], phase);
-  if (lane >= kLatentTiles / 2 && lane < kLatentTiles) tile.load(boxes, exists, stage);
-  if constexpr (kRopeDim > 0) {
-    wait(smem.rope_empty[stage], phase);
-    if (lane == kLatentTiles) tile.load(boxes, exists, stage);
-  }
-}
-
-// `coord` is the first work item.
-__device__ inline void producer_loop(const Params& params, int rank_in_group, WorkCoord coord,
+// Producer warp 0 loads the tiles that warpgroup 0 releases, and warp 1 those of warpgroup 1, in
+// the order of the releases. A stage's rope tile, which has P, is released with the V tiles of the
+// warpgroup that reads this P. `coord` is the first work item.
+__device__ inline void producer_loop(const Params& params, int warp, WorkCoord coord,
                                      SharedMemoryPlan& smem) {
-  const KvTileCopy tile(params, smem);
+  constexpr int kHalf = kLatentTiles / 2;
+  const KvTileCopy tiles{params, smem};
   u32 phase = 1;
   for (u32 work_idx = 0; coord.seq_idx >= 0; coord = next_work_coord(smem, work_idx)) {
     const int end = coord.first_kv_block + coord.num_kv_blocks;
     BlockTableReader block_table(params, coord);
     for (int kv_block = coord.first_kv_block; kv_block < end; kv_block += kStages) {
-#pragma unroll
-      for (int stage = 0; stage < kStages; ++stage) {
-        const int ahead = kv_block + stage + kPrefetchBlocks;
-        const bool prefetches = params.cta_group_size > 1 && rank_in_group == stage;
-        if (prefetches && ahead < end) prefetch_kv_block(params, block_table, ahead);
-        load_kv_block(tile, block_table, coord, stage, kv_block + stage, phase, smem);
+      const bool has_odd = kv_block + 1 < end;
+      const KvTileBoxes even(block_table, kv_block, coord.kv_end);
+      const KvTileBoxes odd(block_table, kv_block + has_odd, coord.kv_end);
+      if (warp == 0) {
+        wait(smem.wg0_empty[0], phase);
+        tiles.load<0, 0, kHalf>(even, true);
+        wait(smem.wg0_empty[1], phase);
+        tiles.load<1, kLatentTiles, kTiles>(odd, has_odd);
+        tiles.load<1, 0, kHalf>(odd, has_odd);
+      } else {
+        wait(smem.wg1_empty[0], phase);
+        tiles.load<0, kHalf, kTiles>(even, true);
+        wait(smem.wg1_empty[1], phase);
+        tiles.load<1, kHalf, kLatentTiles>(odd, has_odd);
       }
       phase ^= 1;
     }

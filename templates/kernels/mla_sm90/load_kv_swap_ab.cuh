@@ -35,7 +35,7 @@ __device__ inline void copy_stage(const Params& params, const KvTileBoxes& boxes
 // `coord` is the first work item.
 __device__ inline void producer_loop(const Params& params, int, WorkCoord coord,
                                      SharedMemoryPlan& smem) {
-  const u64 cache_hint = kv_cache_hint(params.cta_group_size > 1);
+  const u64 cache_hint = kv_cache_hint(params.cta_group_size);
   PipelineState<kStages> pipe;
   for (u32 work_idx = 0; coord.seq_idx >= 0; coord = next_work_coord(smem, work_idx)) {
     const int end = coord.first_kv_block + coord.num_kv_blocks;

@@ -132,7 +132,7 @@ struct KvBlockStream {
     const int first = warp * kTokensPerProducerWarp;
     const u32 target = shared_address(smem.kv[stage]);
     const StoredToken stored = stored_token(params, token_address.page, token_address.slot);
-    const u64 cache_hint = kv_cache_hint(params.cta_group_size > 1);
+    const u64 cache_hint = kv_cache_hint(params.cta_group_size);
     const auto latent_address = [&](int token, int chunk) {
       return target + chunk / 8 * kTileBytes + swizzled_offset<128>(first + token, chunk % 8);
     };
@@ -146,20 +146,22 @@ struct KvBlockStream {
     };
     copy_chunks<kRopeChunks, kRopeChunks>(rope, token_address.invalid_bits, cache_hint,
                                           rope_address);
-    copy_scales(stored, smem.kv[stage] + kScalesOffset + first * kChunkBytes);
+    copy_scales(stored, smem.kv[stage] + kScalesOffset + first * kChunkBytes, cache_hint);
     if (kIsSparse && reload_lane() == 0) {
       smem.invalid_mask[stage].bits[warp] = static_cast<u16>(token_address.invalid_bits);
     }
   }
 
   // Copies the scales of the warp's tokens to `target`; a lane copies those of its own token.
-  __device__ void copy_scales(const StoredToken& stored, unsigned char* target) const {
+  __device__ void copy_scales(const StoredToken& stored, unsigned char* target,
+                              u64 cache_hint) const {
     const int token = reload_lane();
     if (token >= kTokensPerProducerWarp) return;
     target += token * kChunkBytes;
     const bool exists = (token_address.invalid_bits >> token & 1) == 0;
     if constexpr (kHasInlineScales) {
-      cp_async_cg_16(shared_address(target), stored.row + kLatentDim, exists ? kChunkBytes : 0);
+      cp_async_cg_16(shared_address(target), stored.row + kLatentDim, exists ? kChunkBytes : 0,
+                     cache_hint);
     } else {
       if (stored.scales == nullptr) {
         const float scale = exists ? stored.latent_scale : 0.0f;
