@@ -7,7 +7,7 @@
 #include "common/types.cuh"
 #include "config.cuh"
 
-// Mask of the invalid top-k indices of a KV block of 64 tokens (FlashMLA's `is_kv_valid`, inverted).
+// Mask of the invalid top-k indices of a KV block (FlashMLA's `is_kv_valid`, inverted).
 struct alignas(8) InvalidMask {
   u16 bits[4];  // 16 tokens each
 

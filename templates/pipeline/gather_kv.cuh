@@ -1,5 +1,5 @@
-// KV producer by cp.async: four warps gather the stored tokens of each KV block, of a block table or
-// of top-k indices, and load Q; one of them is also the scheduler warp, which publishes work items.
+// KV producer by cp.async: four warps gather the stored tokens of each KV block, by page ids or
+// top-k indices, and load Q; one of them is also the scheduler warp, which publishes work items.
 
 #pragma once
 

@@ -121,17 +121,27 @@ FP8KV_CASES = [
     )
     for kind, (tile, heads), (name, facts) in product(kinds, tiles.items(), given.items())
 ]
+SPARSE_16BIT_CASES = [
+    mla_case(kind, name=f"{kind}, {tile}, {name}", heads=heads, **facts)
+    for kind, (tile, heads), (name, facts) in product(
+        ("bf16", "fp16"), FP8KV_HEADS.items(), SPARSE.items()
+    )
+]
 # Each kernel family with cases.
 KERNELS: list[tuple[str, MlaCase | GqaCase]] = [
     *(
         ("mla_sm90_fp8" if kind == "e4m3" else "mla_sm90", replace(case, **KINDS[kind]))
         for kind, case in product(("bf16", "fp16", "e4m3"), MLA_CASES)
     ),
+    *(("mla_sm90", case) for case in SPARSE_16BIT_CASES),
     *(("mla_sm90_fp8kv", case) for case in FP8KV_CASES),
     *(("gqa_sm90", case) for case in GQA_CASES),
 ]
 REPEATED = [case for _, case in KERNELS if case.dtype is not torch.float16]
-DELAYED = [*MLA_CASES, *(replace(c, dtype=E4M3) for c in MLA_CASES), *GQA_CASES, *FP8KV_CASES[2::5]]
+DELAYED = [
+    *(*MLA_CASES, *(replace(c, dtype=E4M3) for c in MLA_CASES), *GQA_CASES),
+    *(*FP8KV_CASES[2::5], *SPARSE_16BIT_CASES[::2]),
+]
 
 
 @pytest.fixture
