@@ -30,6 +30,7 @@ from tests.kernels import SM_90A
 from tests.launch_repeats import SEQ_WORD
 from tests.problems.mla import MlaCase, MlaProblem, mla_case
 from tests.problems.problem import POISON
+from tests.problems.zero_rope import assert_zero_rope_changes_nothing, latent_part
 from tests.sink_values import extreme_sinks
 from tests.sm90_tiles import smaller_tiles
 from tests.uneven_scales import SCALE_STEPS, with_scale_steps
@@ -50,6 +51,7 @@ MANY = tuple((i % 50 == 7) * (65 + i % 3 * 64) for i in range(530))
 MANY_Q = tuple((i % 50 == 7) * (1 + i % 2 * 30) for i in range(530))
 # A rank that has more tokens than its causal lengths have.
 RANK = {"cp_world": 3, "cp_rank": 1, "tokens_ahead": 2}
+NO_ROPE = {"qk_rope_head_dim": 0, "with_sinks": True}
 CASES = [
     given("bf16", "64 rows", heads=64, seq_lens=(300, 17, 0)),
     given("bf16", "16 rows", heads=7, seq_lens=(300, 0, 129), page_size=48),
@@ -127,6 +129,20 @@ CASES = [
         flat_tables=True,
         is_causal=False,
     ),
+    given("bf16", "no rope, 64 rows", 2, heads=64, seq_lens=(900, 17, 0), **NO_ROPE),
+    given("bf16", "no rope, 16 rows", 3, heads=7, seq_lens=(900, 129), page_size=48, **NO_ROPE),
+    given("fp16", "no rope, 32 rows", heads=16, seq_lens=(500, 1), q_len=2, **NO_ROPE),
+    given("bf16", "no rope, 2 members", 4, heads=100, seq_lens=(300,), page_size=16, **NO_ROPE),
+    given("fp16", "no rope, ragged", 2, seq_lens=(70, 5), q_lens=(3, 1), heads=30, **NO_ROPE),
+    given("bf16", "no rope, lists, 64 rows", 3, heads=64, top_k=300, seq_lens=(900,), **NO_ROPE),
+    given("fp16", "no rope, lists, 32 rows", 3, heads=30, top_k=300, seq_lens=(900,), **NO_ROPE),
+    given("bf16", "no rope, lists, 16 rows", 2, heads=7, top_k=1000, seq_lens=(900,), **NO_ROPE),
+    given("bf16", "no rope, rank 1 of 3", 2, heads=20, seq_lens=(500, 9), **NO_ROPE | RANK),
+    given("e4m3", "no rope, 64 rows", 2, heads=64, seq_lens=(900, 17, 0), **NO_ROPE),
+    given("e4m3", "no rope, 16 rows", 3, heads=7, seq_lens=(900, 129), page_size=48, **NO_ROPE),
+    given("e4m3", "no rope, 32 rows", heads=16, seq_lens=(500, 1), q_len=2, **NO_ROPE),
+    given("e4m3", "no rope, 2 members", 4, heads=100, seq_lens=(300,), page_size=16, **NO_ROPE),
+    given("e4m3", "no rope, ragged", 2, seq_lens=(70, 5), q_lens=(3, 1), heads=30, **NO_ROPE),
     given("bf16", "rank 1 of 3, 64 rows", 2, heads=33, seq_lens=(600, 9, 1, 0), q_len=5, **RANK),
     given("fp16", "rank 1 of 3, 16 rows", 5, heads=3, seq_lens=(900, 2), q_lens=(4, 1), **RANK),
     given("e4m3", "rank 1 of 3", 3, heads=10, seq_lens=(500, 3, 70), q_len=3, **RANK),
@@ -355,6 +371,22 @@ def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(
     assert out[:, 3].isnan().all()
     expected, _ = decoded(made, made.case.build("cpu"), 1)
     assert torch.equal(out[:, :3], expected[:, :3])
+
+
+@pytest.mark.parametrize("heads", [7, 17, 64], ids=["16 rows", "32 rows", "64 rows"])
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "e4m3"])
+def test_without_rope_a_call_is_that_of_a_query_with_zero_rope(
+    kind: str, heads: int, decoded: Decode
+) -> None:
+    """With the same bits, but of e4m3, whose sums tensor cores cut at each MMA."""
+    made = given(kind, "", 3, heads=heads, seq_lens=(900, 17), with_sinks=True)
+    problem = made.case.build("cpu")
+    problem.query[..., 512:] = 0
+    expected = decoded(made, problem, 0)
+
+    result = decoded(made, problem, 1, **latent_part(problem))
+
+    assert_zero_rope_changes_nothing(kind, result, expected)
 
 
 @pytest.mark.parametrize("missing", ["first", "last", "every other", "all"])

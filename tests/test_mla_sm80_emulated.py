@@ -34,6 +34,7 @@ CASES = [
     given("bf16", "ragged", heads=5, seq_lens=(100, 9, 0), q_lens=(3, 1, 2), with_sinks=True),
     given("fp16", "splits", 8, heads=3, seq_lens=(300, 40), page_size=24),
     given("e4m3", "pages", heads=4, seq_lens=(100, 17), q_len=2, page_size=16),
+    given("e4m3", "no rope", 4, qk_rope_head_dim=0, heads=4, seq_lens=(200, 9), with_sinks=True),
     given("bf16 over fp8_ds_mla", "lists", heads=4, top_k=70, seq_lens=(100, 30)),
     given("fp8_per_token", "pages", heads=4, seq_lens=(70, 30)),
     given("bf16", "parts apart", q_len=2, separate_rope=True, flat_tables=True, **_FEW),

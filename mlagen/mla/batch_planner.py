@@ -98,7 +98,7 @@ class BatchPlanner:
             1 to 256. It and the next seven are required.
         head_dim_ckv, head_dim_kpe : int
             Latent and rope elements of a token: (512, 64), (256, 64) or (512, 0); for e4m3 caches
-            under a bf16 query the first or the last, under an e4m3 query the first two.
+            under a bf16 query the first or the last.
         page_size : int
             Tokens per page, any number.
         causal : bool

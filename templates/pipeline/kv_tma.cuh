@@ -103,6 +103,8 @@ __device__ inline void prefetch_kv_block(const Params& params, const BlockTableR
     const int page = block_table.page_id(token / kPageSize);
     if (lane_index() != 0) continue;
     cp_async_bulk_prefetch_tensor(&params.kv_map, 0, token % kPageSize, 0, page);
-    cp_async_bulk_prefetch_tensor(&params.rope_map, 0, token % kPageSize, 0, page);
+    if constexpr (kRopeDim > 0) {
+      cp_async_bulk_prefetch_tensor(&params.rope_map, 0, token % kPageSize, 0, page);
+    }
   }
 }

@@ -34,11 +34,13 @@ APART: dict[str, Any] = {"separate_rope": True, "flat_tables": True}
 SUPPORTED: dict[str, list[Any]] = {
     "mla_sm90": [
         *(MLA, replace(MLA, dtype=torch.float16), RAGGED),
-        *(replace(MLA, **APART), replace(MLA, page_size=48)),
+        *(replace(MLA, **APART), replace(MLA, page_size=48), replace(MLA, qk_rope_head_dim=0)),
         *(replace(MLA, top_k=8192, page_size=1), replace(RAGGED, top_k=4096, heads=64)),
+        replace(MLA, top_k=4096, qk_rope_head_dim=0),
     ],
     "mla_sm90_fp8": [
         *(FP8, replace(RAGGED, dtype=E4M3), replace(FP8, **APART), replace(FP8, page_size=16)),
+        replace(FP8, qk_rope_head_dim=0),
     ],
     "mla_sm90_fp8kv": [
         *(replace(FP8, top_k=4096), replace(FP8, page_size=8), FP8_DS_MLA),
@@ -55,8 +57,7 @@ SUPPORTED: dict[str, list[Any]] = {
     ],
 }
 UNSUPPORTED = [
-    *(replace(MLA, kv_lora_rank=256), replace(MLA, qk_rope_head_dim=0)),
-    replace(MLA, kv_lora_rank=256, top_k=70),
+    *(replace(MLA, kv_lora_rank=256), replace(MLA, kv_lora_rank=256, top_k=70)),
     *(replace(MLA, values="other pages"), replace(MLA, bias="for each head")),
     *(replace(MLA, page_size=8), replace(FP8, kv_lora_rank=256)),
     mla_case("fp16 over e4m3", seq_lens=(200,)),
@@ -144,7 +145,7 @@ MLA_COVERED = (
     "query bf16, cache bf16, "
     "(kv_lora_rank, qk_rope_head_dim) (512, 64), (lookup, values, mask) "
     "(paged, shared, causal), page_size 64; covered: sm_90a, "
-    "(kv_lora_rank, qk_rope_head_dim) (512, 64), and of (lookup, values, mask) "
+    "(kv_lora_rank, qk_rope_head_dim) (512, 64) or (512, 0), and of (lookup, values, mask) "
     "(paged, shared, causal) with query and cache both bf16, fp16 or e4m3, page_size a "
     "multiple of 16, strides of the cache below 2^40 bytes; (paged, shared, causal) with "
     "query and cache e4m3, another page_size, or fp8_per_token; (sparse, shared, causal) with "

@@ -23,7 +23,7 @@ def _around(page_size: int, q_len: int = 1) -> tuple[int, ...]:
 
 def _has_dims(kind: str, rank: int, rope: int) -> bool:
     """Return whether kernels of a kind have the dims."""
-    return (rank, rope) == (512, 64) or not ("fp8_" in kind or (kind == "e4m3" and rope == 0))
+    return (rank, rope) == (512, 64) or "fp8_" not in kind
 
 
 # Of one kind and of every kind.

@@ -35,12 +35,12 @@ MlaSm90AnySpec = MlaSm90Spec | MlaSm90Fp8KvSpec
 Values = Callable[[dict[str, Any]], tuple[Any, ...]]
 
 _COVERED = (
-    "covered: sm_90a, (kv_lora_rank, qk_rope_head_dim) (512, 64), and of (lookup, values, mask) "
-    "(paged, shared, causal) with query and cache both bf16, fp16 or e4m3, page_size a multiple "
-    "of 16, strides of the cache below 2^40 bytes; (paged, shared, causal) with query and cache "
-    "e4m3, another page_size, or fp8_per_token; (sparse, shared, causal) with query and cache "
-    "both bf16, fp16 or e4m3; either of both with a cache of e4m3 or fp8_ds_mla under a query of "
-    "bf16; mask dcp as causal where paged"
+    "covered: sm_90a, (kv_lora_rank, qk_rope_head_dim) (512, 64) or (512, 0), and of "
+    "(lookup, values, mask) (paged, shared, causal) with query and cache both bf16, fp16 or e4m3, "
+    "page_size a multiple of 16, strides of the cache below 2^40 bytes; (paged, shared, causal) "
+    "with query and cache e4m3, another page_size, or fp8_per_token; (sparse, shared, causal) "
+    "with query and cache both bf16, fp16 or e4m3; either of both with a cache of e4m3 or "
+    "fp8_ds_mla under a query of bf16; mask dcp as causal where paged"
 )
 
 

@@ -13,7 +13,6 @@ from mlagen.spec.mla.sm90 import MlaSm90Spec
 _MAX_CACHES = 4096
 
 _TILE_BYTES = 128  # of a row in shared memory; an e4m3 rope part has half of that
-_TILES_PER_COPY = 3  # of the swap-AB kernel
 
 
 class Maps(NamedTuple):
@@ -56,11 +55,15 @@ class CacheMaps(dict[tuple[int, int], Maps]):
             (layout.token_stride, layout.page_stride),
             (layout.rope_token_stride, layout.rope_page_stride),
         )
-        separate_rope = rope != cache + latent_tiles * _TILE_BYTES or rope_strides != strides
+        rope_dim = spec.variant.qk_rope_head_dim
+        is_joined = rope == cache + latent_tiles * _TILE_BYTES and rope_strides == strides
+        separate_rope = rope_dim > 0 and not is_joined
         latent_map = self._encode_part(cache, strides, tiles=latent_tiles, tiles_per_box=1)
-        rope_map = self._encode_part(
-            rope, rope_strides, tiles=1, tiles_per_box=1, width=spec.variant.qk_rope_head_dim
-        )
+        rope_map = latent_map  # a kernel without rope does not read it
+        if rope_dim:
+            rope_map = self._encode_part(
+                rope, rope_strides, tiles=1, tiles_per_box=1, width=rope_dim
+            )
         if not spec.copies_tile_groups:  # TMA copies or prefetches the latent part of whole rows
             group_map = self._encode_part(
                 cache, strides, tiles=latent_tiles, tiles_per_box=latent_tiles
@@ -68,8 +71,9 @@ class CacheMaps(dict[tuple[int, int], Maps]):
         elif separate_rope:  # the kernel does not read it
             group_map = latent_map
         else:
+            tiles = latent_tiles + (rope_dim > 0)
             group_map = self._encode_part(
-                cache, strides, tiles=latent_tiles + 1, tiles_per_box=_TILES_PER_COPY
+                cache, strides, tiles=tiles, tiles_per_box=spec.tiles_per_copy
             )
         return Maps(latent_map + rope_map + group_map, separate_rope)
 

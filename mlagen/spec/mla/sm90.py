@@ -34,6 +34,9 @@ CACHED_SEQ_LENS = 510
 SCHED_META_BYTES = 128
 SCHED_META_OFFSET = SEMAPHORE_BYTES + (2 + CACHED_SEQ_LENS) * 4
 
+# (kv_lora_rank, qk_rope_head_dim) of sm90 kernels.
+HEAD_DIMS = ((512, 64), (512, 0))
+
 _MAX_SWAP_AB_ROWS = 32
 _MIN_BOX_TOKENS = 16
 
@@ -193,8 +196,13 @@ class MlaSm90Spec(MlaKernelSpec):
 
     @property
     def copies_tile_groups(self) -> bool:
-        """Whether one TMA copy loads a third of a KV block's tiles; the last includes rope."""
+        """Whether one TMA copy loads several tiles of a KV block; the last includes rope."""
         return self.swap_ab
+
+    @property
+    def tiles_per_copy(self) -> int:
+        """Tiles of such a copy: a third of nine tiles, or half of eight without rope."""
+        return 3 if self.variant.qk_rope_head_dim else 4
 
     @property
     def threads(self) -> int:
@@ -252,7 +260,7 @@ def supports_tma(arch: Arch, variant: MlaVariant) -> bool:
     """Return whether TMA loads KV tiles of the variant on ``arch``, for any element type."""
     return (
         arch.has_wgmma
-        and (variant.kv_lora_rank, variant.qk_rope_head_dim) == (512, 64)
+        and (variant.kv_lora_rank, variant.qk_rope_head_dim) in HEAD_DIMS
         and (variant.lookup, variant.values, variant.mask) in (PLAIN, DCP)
         and math.gcd(variant.page_size, MlaSm90Spec.block_n) >= _MIN_BOX_TOKENS
     )
@@ -262,7 +270,7 @@ def supports_gather(arch: Arch, variant: MlaVariant) -> bool:
     """Return whether warps gather the tokens of top-k indices on ``arch``, for any element type."""
     return (
         arch.has_wgmma
-        and (variant.kv_lora_rank, variant.qk_rope_head_dim) == (512, 64)
+        and (variant.kv_lora_rank, variant.qk_rope_head_dim) in HEAD_DIMS
         and (variant.lookup, variant.values, variant.mask) == SPARSE
     )
 

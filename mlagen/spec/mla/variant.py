@@ -75,7 +75,6 @@ class MlaSupport:
 
 
 _ALL_DIMS = ((512, 64), (256, 64), (512, 0))
-_ROPE_DIMS = ((512, 64), (256, 64))
 _FP8_ROW_DIMS = ((512, 64),)
 _16BIT_DTYPES = (DType.BF16, DType.FP16)
 SUPPORTED = (
@@ -91,7 +90,7 @@ SUPPORTED = (
     MlaSupport(
         query_dtype=DType.E4M3,
         kv_dtype=DType.E4M3,
-        head_dims=_ROPE_DIMS,
+        head_dims=_ALL_DIMS,
         modes=(PLAIN, SPARSE, SEPARATE, BIAS, DCP),
     ),
     *(

@@ -33,10 +33,10 @@ struct Descriptors {
 constexpr u32 kKvOffset = kTiles * kQueryTileBytes;
 
 __device__ constexpr u32 tile_offset(int stage, int tile) {
-  return kKvOffset + (stage * kTiles + tile) * kTileBytes;
+  return kKvOffset + (stage * kStageTiles + tile) * kTileBytes;
 }
 
-// P of a stage overwrites its rope tile: only the QK GEMM reads that.
+// P of a stage overwrites its rope tile, if any: only the QK GEMM reads that.
 __device__ constexpr u32 probabilities_offset(int stage) {
   return tile_offset(stage, kLatentTiles);
 }

@@ -65,6 +65,11 @@ struct Consumer {
     if (consumer_thread() == 0) arrive(barrier);
   }
 
+  // The other warpgroup has read the P of a stage when it releases its V tiles there.
+  __device__ void release_rope(int stage) const {
+    if constexpr (kRopeDim > 0) release(smem.rope_empty[stage]);
+  }
+
   template <int kStage>
   __device__ void store_p() const {
     const int thread = reload_tid();
@@ -167,7 +172,7 @@ struct Consumer {
 
   __device__ void release_wg0_odd() const {
     release(smem.wg0_empty[1]);
-    release(smem.rope_empty[1]);
+    release_rope(1);
   }
 
   // A pair in warpgroup 1: the even KV block, then the odd one.
@@ -182,7 +187,7 @@ struct Consumer {
     const bool needs_rescale = softmax_step<1, kIsUnmasked>(kv_block + 1, has_odd, alpha);
     wait_wgmma(accumulators);
     release(smem.wg1_empty[0]);
-    release(smem.rope_empty[0]);
+    release_rope(0);
     if (kIsUnmasked || has_odd) {
       if (needs_rescale) rescale(accumulators, alpha[0], alpha[1]);
       wgmma_fence_operand(accumulators);

@@ -211,6 +211,14 @@ struct Consumer {
     p_buffer ^= 1;
   }
 
+  // Releases each stage of the KV block when the MMAs that read it are complete.
+  template <int kStage = 0>
+  __device__ void release_stages() const {
+    wgmma_wait_group<kStagesPerBlock - 1 - kStage>();
+    release(smem.kv_empty[pipe_stage(kStage)]);
+    if constexpr (kStage + 1 < kStagesPerBlock) release_stages<kStage + 1>();
+  }
+
   __device__ void pv_gemm() {
     const u32 p_desc =
         descriptor_low(shared_address(smem.probabilities) + p_buffer * kQueryTileBytes, 16);
@@ -225,15 +233,10 @@ struct Consumer {
         wgmma_mma_trans_a(Element{}, accumulators[index], smem_desc_sw128(v_desc + k * 128),
                           smem_desc_sw128(p_desc + k * 2), 1);
       }
-      if (index % kTilesPerStage == kTilesPerStage - 1) wgmma_commit_group();
+      const bool ends_stage = index % kTilesPerStage == kTilesPerStage - 1;
+      if (ends_stage || index == kLatentTiles - 1) wgmma_commit_group();
     }
-    wgmma_commit_group();
-    wgmma_wait_group<2>();
-    release(smem.kv_empty[pipe_stage(0)]);
-    wgmma_wait_group<1>();
-    release(smem.kv_empty[pipe_stage(1)]);
-    wgmma_wait_group<0>();
-    release(smem.kv_empty[pipe_stage(2)]);
+    release_stages();
 #pragma unroll
     for (int index = 0; index < kLatentTiles; ++index) wgmma_fence_operand(accumulators[index]);
   }

@@ -26,10 +26,12 @@ __device__ inline void copy_kv_block(const Params& params, const KvTileBoxes& bo
     if (lane == 0) {
       cp_async_bulk_tensor(target, &params.kv_map, full, cache_hint, 0, boxes.slot[0], 0,
                            boxes.page[0]);
-      cp_async_bulk_tensor(target + kLatentTiles * kTileBytes, &params.rope_map, full, cache_hint,
-                           0, boxes.slot[0], 0, boxes.page[0]);
+      if constexpr (kRopeDim > 0) {
+        cp_async_bulk_tensor(target + kLatentTiles * kTileBytes, &params.rope_map, full, cache_hint,
+                             0, boxes.slot[0], 0, boxes.page[0]);
+      }
     }
-  } else if (lane <= kLatentTiles) {
+  } else if (lane < kTiles) {
     const bool is_rope = lane == kLatentTiles;
     boxes.copy_tile(is_rope ? &params.rope_map : &params.latent_map, is_rope ? 0 : lane,
                     target + lane * kTileBytes, full, cache_hint,

@@ -168,7 +168,7 @@ struct PvWarpgroup {
     const int stage = stage_of<kStages>(blocks_done);
     const u32 phase = phase_of<kStages>(blocks_done);
     wait(smem.kv_full[stage], phase);
-    const u32 address = shared_address(smem.kv[0]) + stage * kKvBlockBytes;
+    const u32 address = shared_address(smem.kv[0]) + stage * kKvStageBytes;
     const VLoader v_loader(address);
     VFragments v;
     // The first V fragments are in registers before P arrives. Once it has, the QK warpgroup no

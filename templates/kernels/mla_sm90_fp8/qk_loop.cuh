@@ -32,7 +32,7 @@ struct QkMma {
       : q_desc(descriptor_low(shared_address(&smem), 16)) {
     // Opaque: compilers would hoist all descriptors out of the loop, and spill.
     mov_b32(q_desc);
-    k_desc = q_desc + descriptor_step(kQueryBytes) + stage * descriptor_step(kKvBlockBytes);
+    k_desc = q_desc + descriptor_step(kQueryBytes) + stage * descriptor_step(kKvStageBytes);
   }
 
   __device__ void issue(Scores& scores, int step) const {

@@ -10,14 +10,14 @@
 
 constexpr int kStages = 5;  // KV blocks, as many as fit
 
-// P overwrites the rope tile of its stage, in swizzled rows of 64 bytes. The tile is dead once the
-// QK GEMM is complete: the four warps complete an MMA closer together than the time one of them
-// takes to compute P.
+// P overwrites the rope tile of its stage, if any, in swizzled rows of 64 bytes. The tile is dead
+// once the QK GEMM is complete: the four warps complete an MMA closer together than the time one
+// of them takes to compute P.
 constexpr u32 kProbabilitiesOffset = kLatentTiles * kTileBytes;
 
 struct SharedMemoryPlan {
   unsigned char query[kQueryBytes];
-  unsigned char kv[kStages][kKvBlockBytes];  // P overwrites the rope tile
+  unsigned char kv[kStages][kKvStageBytes];  // P overwrites the rope tile
   float alpha[kStages][kBlockM];  // alpha of the KV block, for O
   float row_max[2][kBlockM];  // of a whole work item, log2 domain
   float row_sum[2][kBlockM];
@@ -43,7 +43,7 @@ struct SharedMemoryPlan {
 // The split reduction aliases Q and KV: a CTA combines after its last work item only.
 constexpr int kCombineSmemBytes = sizeof(SharedMemoryPlan::query) + sizeof(SharedMemoryPlan::kv);
 static_assert(sizeof(SharedMemoryPlan) <= kSharedBytes, "the spec states the size of the plan");
-static_assert(kQueryBytes % 1024 == 0 && kKvBlockBytes % 1024 == 0, "swizzled tiles are aligned");
+static_assert(kQueryBytes % 1024 == 0 && kKvStageBytes % 1024 == 0, "swizzled tiles are aligned");
 
 __device__ inline int& nonfinite_flag(SharedMemoryPlan& smem, const WorkItem& work) {
   return smem.has_nonfinite[work_slot(work.work_idx)];

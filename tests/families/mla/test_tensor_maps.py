@@ -113,6 +113,22 @@ def test_the_kernel_without_swap_ab_prefetches_the_latent_part(encoded: Encoded)
     assert encoded[2] == (tiles(spec, 8, per_box=8), CACHE)
 
 
+@pytest.mark.parametrize(("rows", "group"), [(64, 8), (32, 4), (16, 4)])
+def test_a_cache_without_rope_has_maps_of_its_latent_part(
+    rows: int, group: int, encoded: Encoded
+) -> None:
+    """Whatever its rope strides are, nothing is separate, and no map reads past the latent part."""
+    cache = replace(layout(mla_sm90(rows=rows, qk_rope_head_dim=0)), rope_token_stride=2)
+
+    maps = CacheMaps(cache)[CACHE, LATENT_END + 16]
+
+    latent, copied = encoded
+    assert not maps.separate_rope
+    assert latent == (tiles(cache.spec, 8, per_box=1), CACHE)
+    assert copied == (tiles(cache.spec, 8, per_box=group), CACHE)
+    assert maps.packed == map_of(*latent) + map_of(*latent) + map_of(*copied)
+
+
 def test_maps_are_cached_by_both_addresses_up_to_a_capacity(encoded: Encoded) -> None:
     """The same addresses encode nothing, others encode theirs, and dropped maps are made again."""
     maps = CacheMaps(layout(mla_sm90()))

@@ -104,7 +104,7 @@ def test_every_listed_variant_is_supported_once() -> None:
     [
         ({"kv_dtype": DType.FP16}, f"query bf16, cache fp16; supported: {PAIRS}"),
         ({"kv_lora_rank": 384}, "(kv_lora_rank, qk_rope_head_dim) (384, 64)"),
-        ({**E4M3, "qk_rope_head_dim": 0}, "(kv_lora_rank, qk_rope_head_dim) (512, 0)"),
+        ({**PER_TOKEN, "qk_rope_head_dim": 0}, "(kv_lora_rank, qk_rope_head_dim) (512, 0)"),
         ({"lookup": "sparse", "mask": "bias"}, "(sparse, shared, bias)"),
         ({"kv_dtype": DType.FP8_DS_MLA, "values": "separate"}, "(paged, separate, causal)"),
     ],

@@ -35,11 +35,14 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    # Two dtypes, three tiles: two masks in four page sizes, and top-k indices in all.
+    # Two dtypes, with rope or without, three tiles: two masks in four page sizes, and top-k indices
+    # in all.
     "mla_sm90": Family(
-        BF16, mla_sm90_spec, mla_sm90_specs, 2 * 3 * (2 * 4 + len(PAGE_SIZES)), mla_sm90
+        BF16, mla_sm90_spec, mla_sm90_specs, 2 * 2 * 3 * (2 * 4 + len(PAGE_SIZES)), mla_sm90
     ),
-    "mla_sm90_fp8": Family(E4M3, mla_sm90_fp8_spec, mla_sm90_fp8_specs, 2 * 4 * 3, mla_sm90_fp8),
+    "mla_sm90_fp8": Family(
+        E4M3, mla_sm90_fp8_spec, mla_sm90_fp8_specs, 2 * 2 * 4 * 3, mla_sm90_fp8
+    ),
     # Three dtype pairs have three modes, fp8_per_token has one; three tiles each.
     "mla_sm90_fp8kv": Family(
         PACKED,
@@ -58,7 +61,7 @@ NO_KERNEL: list[dict[str, Any]] = [
 ]
 NOT_COVERED: dict[str, list[dict[str, Any]]] = {
     "mla_sm90": [
-        *(*NO_KERNEL, {"kv_dtype": DType.E4M3}, {"qk_rope_head_dim": 0}),
+        *(*NO_KERNEL, {"kv_dtype": DType.E4M3}),
         *({"lookup": "sparse", **change} for change in ({"kv_lora_rank": 256}, {"mask": "bias"})),
     ],
     "mla_sm90_fp8": [*NO_KERNEL, {"query_dtype": DType.BF16}, {"lookup": "sparse"}],
