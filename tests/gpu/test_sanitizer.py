@@ -36,6 +36,8 @@ for case in (
     MlaCase(name="e4m3", seq_lens=(70, 9), heads=64, dtype=e4m3),
     MlaCase(name="e4m3 of 16 rows", seq_lens=(70, 900), heads=16, dtype=e4m3, page_size=16),
     MlaCase(name="e4m3 under bf16", seq_lens=(170, 9), kv_format="e4m3", scales="for 128 elements"),
+    MlaCase(name="sparse of 16 rows", seq_lens=(170, 9), heads=16, top_k=140),
+    MlaCase(name="sparse of 64 rows", seq_lens=(70, 9), heads=64, top_k=40, page_size=3),
     MlaCase(name="fp8_ds_mla", seq_lens=(70, 9), heads=32, kv_format="fp8_ds_mla", top_k=40),
     MlaCase(name="fp8_ds_mla, 64 rows", seq_lens=(70, 9), heads=64, kv_format="fp8_ds_mla"),
     MlaCase(name="sparse under e4m3", seq_lens=(70, 9), heads=64, dtype=e4m3, top_k=40),

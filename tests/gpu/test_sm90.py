@@ -126,17 +126,27 @@ NO_ROPE_CASES = [
     replace(case, name=f"{case.name}, no rope", qk_rope_head_dim=0) for case in MLA_CASES[::3]
 ]
 _MLA = (*MLA_CASES, *NO_ROPE_CASES)
+SPARSE_16BIT_CASES = [
+    mla_case(kind, name=f"{kind}, {tile}, {name}", heads=heads, qk_rope_head_dim=rope, **facts)
+    for (kind, rope), (tile, heads), (name, facts) in product(
+        (("bf16", 64), ("fp16", 64), ("bf16", 0)), FP8KV_HEADS.items(), SPARSE.items()
+    )
+]
 # Each kernel family with cases.
 KERNELS: list[tuple[str, MlaCase | GqaCase]] = [
     *(
         ("mla_sm90_fp8" if kind == "e4m3" else "mla_sm90", replace(case, **KINDS[kind]))
         for kind, case in product(("bf16", "fp16", "e4m3"), _MLA)
     ),
+    *(("mla_sm90", case) for case in SPARSE_16BIT_CASES),
     *(("mla_sm90_fp8kv", case) for case in FP8KV_CASES),
     *(("gqa_sm90", case) for case in GQA_CASES),
 ]
 REPEATED = [case for _, case in KERNELS if case.dtype is not torch.float16]
-DELAYED = [*_MLA, *(replace(c, dtype=E4M3) for c in _MLA), *GQA_CASES, *FP8KV_CASES[2::5]]
+DELAYED = [
+    *(*_MLA, *(replace(c, dtype=E4M3) for c in _MLA), *GQA_CASES),
+    *(*FP8KV_CASES[2::5], *SPARSE_16BIT_CASES[::2]),
+]
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ SPECS: dict[str, tuple[Arch, MlaModel | GqaModel, dict[str, Any], list[KernelSpe
     ),
     "a sparse model has dense kernels for short sequences": (
         *(SM_90A, V32, {"tp": (8,)}),
-        [mla_sm90(), mla_sm80(), COMBINE, mla_sm80(lookup="sparse")],
+        [mla_sm90(), mla_sm80(), COMBINE, mla_sm90(lookup="sparse"), mla_sm80(lookup="sparse")],
     ),
     "a model without rope has kernels without it": (
         *(SM_90A, find_model("glm-5.3-flash"), {"tp": (8,), "lookups": ("paged",)}),

@@ -39,8 +39,8 @@ _COVERED = (
     "(lookup, values, mask) (paged, shared, causal) with query and cache both bf16, fp16 or e4m3, "
     "page_size a multiple of 16, strides of the cache below 2^40 bytes; (paged, shared, causal) "
     "with query and cache e4m3, another page_size, or fp8_per_token; (sparse, shared, causal) "
-    "with query and cache e4m3; either of both with a cache of e4m3 or fp8_ds_mla under a query "
-    "of bf16; mask dcp as causal where paged"
+    "with query and cache both bf16, fp16 or e4m3; either of both with a cache of e4m3 or "
+    "fp8_ds_mla under a query of bf16; mask dcp as causal where paged"
 )
 
 
@@ -208,7 +208,7 @@ def _maps_of_cache(args: MlaArgs, problem: MlaProblem, spec: MlaSm90AnySpec) -> 
     DriverError
         If the driver rejects it.
     """
-    if isinstance(spec, MlaSm90Fp8KvSpec):
+    if not spec.uses_tma:
         return None
     strides = problem.strides
     maps = maps_of(

@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.kernel import CallShape, Parameter, float32, int32, int64, pointer
-from mlagen.spec.mla.sm90 import MlaSm90Fp8Base, block_m_for, supported_specs
+from mlagen.spec.kernel import Parameter, float32, int32, int64, pointer
+from mlagen.spec.mla.sm90 import block_m_for, supported_specs
+from mlagen.spec.mla.sm90_fp8 import MlaSm90Fp8Base
 from mlagen.spec.mla.variant import DCP, PLAIN, SPARSE, MlaVariant
 
 # Query and KV cache.
@@ -107,14 +108,9 @@ class MlaSm90Fp8KvSpec(MlaSm90Fp8Base):
         return self.variant.kv_dtype.row_bytes(self.head_dim_qk)
 
     @property
-    def loading_warps(self) -> int:
-        """Warps that load KV tokens into shared memory."""
-        return 4
-
-    def serves(self, call: CallShape) -> bool:
-        """Whether the call may use this tile of the variant."""
-        q_len = 1 if self.is_sparse else call.q_len
-        return self.block_m in self.tiles_of(call.heads * q_len)
+    def uses_tma(self) -> bool:
+        """False: producer warps gather the tokens by cp.async."""
+        return False
 
 
 def mla_sm90_fp8kv_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm90Fp8KvSpec | None:

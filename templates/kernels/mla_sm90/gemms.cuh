@@ -8,6 +8,7 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/mov.cuh"
+#include "ptx/sync.cuh"
 #include "ptx/wgmma.cuh"
 #include "shared_memory.cuh"
 #include "softmax/scores.cuh"
@@ -48,7 +49,10 @@ __device__ inline void qk_gemm(const Descriptors& descriptors, const SharedMemor
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
     const int tile = (i + kStage * kLatentTiles / 2) % kTiles;
-    wait(smem.tile_full[kStage][tile], phase);
+    if (tile % kTilesPerArrival == 0) {
+      wait(smem.tile_full[kStage][tile], phase);
+      if constexpr (kIsSparse) fence_proxy_async();  // wgmma reads what cp.async has written
+    }
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kTileElements / 16; ++k) {
@@ -80,6 +84,7 @@ __device__ inline void pv_gemm_local_p(const Descriptors& descriptors,
 template <int kStage, int kHalf>
 __device__ inline void pv_gemm_remote_p(const Descriptors& descriptors,
                                         Accumulators& accumulators) {
+  if constexpr (kIsSparse) fence_proxy_async();  // V, which only the other warpgroup has awaited
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kBlockN / 16; ++k) {

@@ -80,6 +80,13 @@ struct Consumer {
     fence_proxy_async();
   }
 
+  // Whether a row does not attend to a token of the KV block in `kStage`.
+  template <int kStage>
+  __device__ bool is_masked(int first_token) const {
+    if constexpr (kIsSparse) return smem.invalid_mask[kStage].all() != 0;
+    return first_token + kBlockN > work.unmasked_kv_end;
+  }
+
   // Online softmax of the KV block in `kStage`: computes P from S, publishes it to the other
   // warpgroup, and returns whether the row max has changed. Unless the block `exists`, S is
   // undefined and dropped. `kIsUnmasked` states that all rows attend to the whole block.
@@ -88,15 +95,16 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) alpha[r] = 1.0f;
     const int first_token = kv_block * kBlockN;
-    const bool needs_mask =
-        !kIsUnmasked && (!exists || first_token + kBlockN > work.unmasked_kv_end);
+    const bool needs_mask = !kIsUnmasked && (!exists || is_masked<kStage>(first_token));
     // No branch before this: it overlaps with the MMAs issued before it.
     const bool needs_rescale = !softmax.update(scores, scale, probabilities, needs_mask);
     if (!kIsUnmasked && !exists) return false;
     if (needs_rescale) {
       scale_scores(scores, scale);
       if constexpr (!kIsUnmasked) {
-        if (needs_mask) {
+        if (kIsSparse && needs_mask) {
+          mask_invalid(scores, smem.invalid_mask[kStage].all());
+        } else if (needs_mask) {
           mask_scores(scores, work, first_token, [](int r) { return row_of(r); });
           clear_nonfinite_v<kStage>(first_token);
         }
@@ -208,7 +216,7 @@ struct Consumer {
       for (; kv_block < end; kv_block += 2) {
         qk_gemm_first<1>();
         // The compiler places the masked path first; short work items fetch no other.
-        if (kv_block < unmasked_end) {
+        if (!kIsSparse && kv_block < unmasked_end) {
           wg1_pair<true>(kv_block, true);
         } else {
           if (kv_block + 2 >= end) release_query();
@@ -271,6 +279,7 @@ __device__ inline void consumer_loop(const Params& params, const WorkCoord& firs
   finish_q_load(smem.first_query_full);
   work_loop(smem, [&](const WorkItem& work, u32 work_idx) {
     wait_query(smem, work_idx);
+    if constexpr (kIsSparse) fence_proxy_async();  // wgmma reads what cp.async has written
     process_work(params, work, smem, state);
   });
 }
