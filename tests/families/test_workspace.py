@@ -16,6 +16,7 @@ from mlagen.families.mla import select as mla_plan
 from mlagen.runtime import device
 from mlagen.settings import current_settings
 from tests.families.launches import H200, H200_FACTS, launched, record_launches
+from tests.kernels import SM_COUNTS
 from tests.problems.mla import MlaCase
 
 E4M3 = torch.float8_e4m3fn
@@ -36,18 +37,21 @@ KERNELS = ("auto", "sm80", "sm90")
 def test_no_call_needs_more_than_513_kib_for_each_sm(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bound of the docstring holds for all batch sizes and lengths."""
+    """The bound of the docstring holds for all batch sizes, lengths and GPUs."""
     choose(kernel, monkeypatch)
+    gpus = [replace(H200_FACTS, sm_count=sm_count) for sm_count in SM_COUNTS]
+    monkeypatch.setattr(mla_plan, "device_facts", gpus.__getitem__)
 
-    needed = [
-        mlagen.workspace_bytes(batch=batch, q_len=1, heads=heads, max_seq_len=max_seq_len)
-        for batch in (1, 2, 7, 33, 80, 130, 400)
-        for heads in (1, 16, 48, 128, 256)
-        for max_seq_len in (1, 700, 5000, 131_072)
-    ]
-
-    assert max(needed) > 0
-    assert max(needed) <= 132 * 513 * 1024
+    for index, sm_count in enumerate(SM_COUNTS):
+        needed = [
+            mlagen.workspace_bytes(
+                batch=batch, q_len=1, heads=heads, max_seq_len=max_seq_len, device=index
+            )
+            for batch in (1, 2, 7, 33, 80, 130, 400)
+            for heads in (1, 16, 48, 128, 256)
+            for max_seq_len in (1, 700, 5000, 131_072)
+        ]
+        assert 0 < max(needed) <= sm_count * 513 * 1024
 
 
 LONG = MlaCase(name="", seq_lens=(70, 3), heads=24)
