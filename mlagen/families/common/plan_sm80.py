@@ -8,7 +8,7 @@ from mlagen.spec.gqa.sm80 import GqaSm80Spec
 from mlagen.spec.mla.sm80 import MlaSm80Spec
 
 # Cost model, in the time of a tile whose CTA has an SM of its own. Fitted to sweeps of num_splits
-# on an H200; see docs/explanation/performance.md.
+# on an H200, see docs/explanation/performance.md; the SM count enters by the waves alone.
 _CTA_OVERHEAD_TILES = 3  # of a CTA, besides its tiles
 _SHARED_TILE = 1.7  # of a tile, where CTAs share an SM
 _SHARED_CTA_OVERHEAD_PER_DIM = 1 / 256  # more overhead of such a CTA, per output dim

@@ -18,7 +18,7 @@ _MAX_GROUP_TOKEN_BYTES = 1024
 
 # Cost model of num_cta_groups, in microseconds. Fitted to an H200; only the order of the results
 # counts.
-_BYTES_PER_US = 4_500_000  # of all SMs
+_BYTES_PER_US = 4_500_000  # of HBM, which 28 SMs saturate
 _BYTES_PER_US_OF_SM = 160_000  # of one SM
 _DECODED_PER_US_OF_SM = 85_000  # of one SM that converts the KV cache
 _COMBINE_US = 1.3  # fixed cost of a combine
