@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,19 @@ def outputs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 RANK = MlaCase(seq_lens=(70, 3), heads=4, with_sinks=True, cp_world=2, cp_rank=1)
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    """Its call is the decode of all heads."""
+    problem = replace(RANK, cp_world=1, cp_rank=0).build("cpu")
+    fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=1)
+    try:
+        out, lse = decode_cp(**rank_arguments(problem))
+    finally:
+        dist.destroy_process_group()
+
+    problem.check(out, lse)
 
 
 @pytest.mark.usefixtures("_second_of_two")

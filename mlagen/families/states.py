@@ -146,12 +146,10 @@ def _plan_of(first: States, others: States, target: States) -> _Plan | None:
     out, gpu = first.out, _gpu_of(first.out)
     if gpu is None or out.dtype not in DTYPES or not out.numel():
         return None
-    if any(tensor.data_ptr() % _LANE_BYTES for tensor in (out, others.out, target.out)):
-        return None
+    is_aligned = not any(state.out.data_ptr() % _LANE_BYTES for state in (first, others, target))
     strides = tuple(tensor.stride() for state in (first, others, target) for tensor in state)
-    return _plan(
-        arch_of_device(gpu), DTYPES[out.dtype], tuple(out.shape), others.out.shape[1], strides
-    )
+    arch, dtype, shape = arch_of_device(gpu), DTYPES[out.dtype], tuple(out.shape)
+    return _plan(arch, dtype, shape, others.out.shape[1], strides) if is_aligned else None
 
 
 @lru_cache(maxsize=4096)
@@ -163,13 +161,10 @@ def _plan(
     strides: tuple[tuple[int, ...], ...],
 ) -> _Plan | None:
     n, heads, head_dim = shape
-    for of_out in strides[::2]:
-        if of_out[-1] != 1 and head_dim != 1:
-            return None
-        if any(stride * 2 % _LANE_BYTES for stride in of_out[:-1]):
-            return None
     spec = combine_states_spec(arch, dtype, head_dim)
-    if spec is None:
+    row_strides = [stride for of_out in strides[::2] for stride in of_out[:-1]]
+    is_dense = all(of_out[-1] == 1 for of_out in strides[::2])
+    if spec is None or not is_dense or any(stride * 2 % _LANE_BYTES for stride in row_strides):
         return None
     values = {"total_rows": n * heads, "heads": heads, "num_others": num_others}
     names = ("first_out", "first_lse", "other_out", "other_lse", "out", "lse")
