@@ -240,13 +240,15 @@ def _exchange_of(
     """
     rows, device = tuple(query.shape[:-2]), query.device
     facts = (rows, sizes, query.dtype, device)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    is_cached = not (is_compiling() or is_traced() or is_capturing(device))
+    return _cached_exchange(facts, _user_of(device, group)) if is_cached else _new_exchange(*facts)
+
+
+def _user_of(device: torch.device, group: dist.ProcessGroup | None) -> tuple[str, int]:
     known = dist.group.WORLD if group is None else group
     assert known is not None, "it has a size"
-    is_cached = not (is_compiling() or is_traced() or is_capturing(device))
-    return (
-        _cached_exchange(facts, (known.group_name, stream)) if is_cached else _new_exchange(*facts)
-    )
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return known.group_name, stream
 
 
 @lru_cache(maxsize=_CACHED_SHAPES)
