@@ -83,17 +83,30 @@ def plan_mla_sm90(
         min(sm_count // cta_group_size, max(1, num_ranges)) if problem.total_rows else 0
     )
     num_ctas = num_cta_groups * cta_group_size
-    # A CTA stores at most two splits: partial outputs in fp16, and a PartialState per row.
-    partial_values = 2 * num_ctas * rows * spec.head_dim_vo * 2
+    partial_values = num_ctas * _partial_rows(spec) * spec.head_dim_vo * 2
     return MlaSm90Plan(
         cta_group_size=cta_group_size,
         num_cta_groups=num_cta_groups,
         num_ctas=num_ctas,
         total_tiles=total_tiles,
         partial_rows_offset=partial_values,
+<<<<<<< HEAD
         workspace_bytes=partial_values + 2 * num_ctas * rows * spec.partial_state_bytes,
         is_small=_is_small(spec, tile_q_len * problem.heads, problem.batch * kv_blocks, sm_count),
+=======
+        workspace_bytes=num_ctas * mla_sm90_bytes_per_cta(spec),
+        is_small=_is_small(spec, tile_q_len * problem.heads, problem.batch * kv_blocks),
+>>>>>>> dcp-graph
     )
+
+
+def mla_sm90_bytes_per_cta(spec: MlaSm90Spec) -> int:
+    """Return the workspace of a CTA: partial outputs in fp16, and a PartialState per row."""
+    return _partial_rows(spec) * (spec.head_dim_vo * 2 + spec.partial_state_bytes)
+
+
+def _partial_rows(spec: MlaSm90Spec) -> int:
+    return 2 * spec.block_m  # a CTA stores at most two splits
 
 
 def fits_in_int32(spec: MlaSm90Spec, plan: MlaSm90Plan, max_tokens: int) -> bool:
