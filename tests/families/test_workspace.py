@@ -11,7 +11,9 @@ import torch
 
 import mlagen
 from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.families import workspace
 from mlagen.families.common.plan_sm80 import MlaProblemShape, plan_mla_sm80
+from mlagen.families.gqa import select as gqa_select
 from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
 from mlagen.families.mla import select as mla_plan
 from mlagen.families.workspace import _max_bytes_per_sm
@@ -20,11 +22,7 @@ from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from tests.families.launches import H200, H200_FACTS, launched, record_launches
-<<<<<<< HEAD
-from tests.kernels import SM_COUNTS
-=======
-from tests.kernels import SM_80, SM_90A, mla_sm80
->>>>>>> dcp-graph
+from tests.kernels import SM_80, SM_90A, SM_COUNTS, mla_sm80
 from tests.problems.mla import MlaCase
 
 E4M3 = torch.float8_e4m3fn
@@ -41,27 +39,6 @@ def choose(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
 KERNELS = ("auto", "sm80", "sm90")
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_no_call_needs_more_than_513_kib_for_each_sm(
-    kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bound of the docstring holds for all batch sizes, lengths and GPUs."""
-    choose(kernel, monkeypatch)
-    gpus = [replace(H200_FACTS, sm_count=sm_count) for sm_count in SM_COUNTS]
-    monkeypatch.setattr(mla_plan, "device_facts", gpus.__getitem__)
-
-    for index, sm_count in enumerate(SM_COUNTS):
-        needed = [
-            mlagen.workspace_bytes(
-                batch=batch, q_len=1, heads=heads, max_seq_len=max_seq_len, device=index
-            )
-            for batch in (1, 2, 7, 33, 80, 130, 400)
-            for heads in (1, 16, 48, 128, 256)
-            for max_seq_len in (1, 700, 5000, 131_072)
-        ]
-        assert 0 < max(needed) <= sm_count * 513 * 1024
-=======
 BATCHES, LENGTHS = (1, 2, 7, 33, 80, 130, 400), (1, 700, 5000, 131_072)
 MAX_CALLS: dict[str, dict[str, Any]] = {
     "MLA": {},
@@ -73,14 +50,22 @@ MAX_CALLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("call", MAX_CALLS.values(), ids=MAX_CALLS)
-def test_no_call_needs_more_than_the_maximum(call: dict[str, Any]) -> None:
-    """The bound holds for all batch sizes, heads and lengths, of every kernel."""
-    needed = [
-        mlagen.workspace_bytes(batch=batch, q_len=1, heads=heads, max_seq_len=length, **call)
-        for batch, heads, length in product(BATCHES, (1, 16, 48, 128, 256), LENGTHS)
-    ]
+def test_no_call_needs_more_than_the_maximum(
+    call: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound holds for all batch sizes, heads, lengths and GPUs, of every kernel."""
+    gpus = [replace(H200_FACTS, sm_count=sm_count) for sm_count in SM_COUNTS]
+    for module in (mla_plan, gqa_select, workspace):
+        monkeypatch.setattr(module, "device_facts", gpus.__getitem__)
 
-    assert 0 < max(needed) <= mlagen.max_workspace_bytes()
+    for index in range(len(gpus)):
+        needed = [
+            mlagen.workspace_bytes(
+                batch=batch, q_len=1, heads=heads, max_seq_len=length, device=index, **call
+            )
+            for batch, heads, length in product(BATCHES, (1, 16, 48, 128, 256), LENGTHS)
+        ]
+        assert 0 < max(needed) <= mlagen.max_workspace_bytes(index)
 
 
 @pytest.mark.parametrize("arch", [SM_80, SM_90A], ids=str)
@@ -103,9 +88,9 @@ def test_no_mask_needs_more_than_the_maximum(arch: Arch) -> None:
             total_rows=batch * max(1, q_len) * heads,
             max_kv_len=max_kv_len,
         )
-        needed.add(plan_mla_sm80(spec, problem, 132).workspace_bytes)
+        needed |= {plan_mla_sm80(spec, problem, sms).workspace_bytes / sms for sms in SM_COUNTS}
 
-    assert 0 < max(needed) <= 132 * _max_bytes_per_sm(arch)
+    assert 0 < max(needed) <= _max_bytes_per_sm(arch)
 
 
 def test_the_maximum_is_that_of_full_tiles() -> None:
@@ -116,7 +101,6 @@ def test_the_maximum_is_that_of_full_tiles() -> None:
 def test_a_cpu_needs_no_workspace() -> None:
     """Nor does its buffer have to exist."""
     assert mlagen.max_workspace_bytes("cpu") == mlagen.max_workspace_bytes(torch.device("cpu")) == 0
->>>>>>> dcp-graph
 
 
 LONG = MlaCase(name="", seq_lens=(70, 3), heads=24)

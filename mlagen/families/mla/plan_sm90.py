@@ -90,13 +90,8 @@ def plan_mla_sm90(
         num_ctas=num_ctas,
         total_tiles=total_tiles,
         partial_rows_offset=partial_values,
-<<<<<<< HEAD
-        workspace_bytes=partial_values + 2 * num_ctas * rows * spec.partial_state_bytes,
-        is_small=_is_small(spec, tile_q_len * problem.heads, problem.batch * kv_blocks, sm_count),
-=======
         workspace_bytes=num_ctas * mla_sm90_bytes_per_cta(spec),
-        is_small=_is_small(spec, tile_q_len * problem.heads, problem.batch * kv_blocks),
->>>>>>> dcp-graph
+        is_small=_is_small(spec, tile_q_len * problem.heads, problem.batch * kv_blocks, sm_count),
     )
 
 
