@@ -36,7 +36,7 @@ SUPPORTED: dict[str, list[Any]] = {
         *(MLA, replace(MLA, dtype=torch.float16), RAGGED),
         *(replace(MLA, **APART), replace(MLA, page_size=48), replace(MLA, qk_rope_head_dim=0)),
         *(replace(MLA, top_k=8192, page_size=1), replace(RAGGED, top_k=4096, heads=64)),
-        replace(MLA, top_k=4096, qk_rope_head_dim=0),
+        replace(MLA, top_k=8192, qk_rope_head_dim=0),
     ],
     "mla_sm90_fp8": [
         *(FP8, replace(RAGGED, dtype=E4M3), replace(FP8, **APART), replace(FP8, page_size=16)),
