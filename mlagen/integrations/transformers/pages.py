@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+from mlagen import max_workspace_bytes
+
 _PAGE_SIZE = 64  # the KV block of the sm90 kernels
 _MIN_PAGE_SIZE = 16  # smaller pages take the sm80 kernels, which read pages of one token as well
-_WORKSPACE_BYTES_PER_SM = 640 << 10  # no decode call needs more
 
 _PAGES = "_mlagen_pages"  # an attribute of the bounds
 
@@ -70,7 +71,6 @@ def workspace_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.new_empty(128, dtype=torch.uint8)
     key = (tensor.device, torch.cuda.current_stream(tensor.device).cuda_stream)
     if key not in _workspaces:
-        sms = torch.cuda.get_device_properties(tensor.device).multi_processor_count
-        size = sms * _WORKSPACE_BYTES_PER_SM
+        size = max_workspace_bytes(tensor.device)
         _workspaces[key] = torch.empty(size, dtype=torch.uint8, device=tensor.device)
     return _workspaces[key]
