@@ -38,6 +38,7 @@ SCHED_META_OFFSET = SEMAPHORE_BYTES + (2 + CACHED_SEQ_LENS) * 4
 HEAD_DIMS = ((512, 64), (512, 0))
 
 _MAX_SWAP_AB_ROWS = 32
+_TILE_ELEMENTS = 64  # of a row of 16-bit elements, 128 bytes
 _MIN_BOX_TOKENS = 16
 
 
@@ -200,13 +201,16 @@ class MlaSm90Spec(MlaKernelSpec):
 
     @property
     def copies_tile_groups(self) -> bool:
-        """Whether one TMA copy loads several tiles of a KV block; the last includes rope."""
+        """Whether one TMA copy loads a stage, a part of a KV block; the last includes rope."""
         return self.swap_ab
 
     @property
-    def tiles_per_copy(self) -> int:
-        """Tiles of such a copy: a third of nine tiles, or half of eight without rope."""
-        return 3 if self.variant.qk_rope_head_dim else 4
+    def tiles_per_stage(self) -> int:
+        """Tiles of K in a stage; with swap-AB a third of nine, or half of eight without rope."""
+        tiles = self.head_dim_qk // _TILE_ELEMENTS
+        if not self.swap_ab:
+            return tiles
+        return tiles // (2 if tiles % 3 else 3)
 
     @property
     def threads(self) -> int:

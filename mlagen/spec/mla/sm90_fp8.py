@@ -49,7 +49,7 @@ class MlaSm90Fp8Spec(MlaSm90Fp8Base):
 
     @property
     def copies_tile_groups(self) -> bool:
-        """Whether one TMA copy loads several tiles of a KV block: never, but all or one."""
+        """Whether one TMA copy loads a part of a KV block: never, but all tiles or one."""
         return False
 
 
