@@ -17,6 +17,7 @@ from mlagen.families.common.arguments import (
     shown,
 )
 from mlagen.families.gqa.args import LAYOUTS
+from mlagen.gqa.aliases import DecodeAliases
 from mlagen.gqa.batch_op import call_planned
 from mlagen.gqa.batch_plan import DecodePlan, GraphBuffers, PageMetadata, plan_of
 from mlagen.gqa.batch_run import run_planned
@@ -33,7 +34,7 @@ _CAPTURE = (
 
 
 @observable
-class BatchDecodeWithPagedKVCacheWrapper:
+class BatchDecodeWithPagedKVCacheWrapper(DecodeAliases):
     """Grouped-query decode over a paged KV cache, by one plan and many runs.
 
     :meth:`plan` sets the requests, and every :meth:`run` until the next plan computes them. A row
@@ -92,6 +93,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         reject_unserved({"jit_args": (jit_args, (None,))})
         self._plan: DecodePlan | None = None
         self._buffers: GraphBuffers | None = None
+        self._paged_kv_indices_buf = paged_kv_indices_buffer  # SGLang writes page ids there
         if require_flag(use_cuda_graph, "use_cuda_graph"):
             names = (
                 ("indptr", paged_kv_indptr_buffer),
