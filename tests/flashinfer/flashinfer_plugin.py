@@ -101,7 +101,8 @@ def sample_of(items: list[pytest.Item], limit: int, *, pairs_only: bool) -> list
         call = getattr(item, "callspec", None)
         values = [(key, str(value)) for key, value in call.params.items()] if call else []
         name = item.nodeid.partition("[")[0]
-        pairs = {(name, *pair) for pair in combinations(values, 2)} or {(name, *values)}
+        pairs: set[Any] = {(name, *pair) for pair in combinations(values, 2)}
+        pairs.add((name, *values[:1]))  # a test of one parameter, or of none
         (others if pairs <= seen else first).append(item)
         seen |= pairs
     chosen = {item.nodeid for item in (first if pairs_only else (first + others))[: limit or None]}

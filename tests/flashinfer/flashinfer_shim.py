@@ -27,6 +27,7 @@ import mlagen.decode
 import mlagen.mla
 import mlagen.xqa
 
+adapters: Any = importlib.import_module("flashinfer_adapters")
 references: Any = importlib.import_module("flashinfer_references")
 
 LEFT_OUT = "no part of mlagen"
@@ -162,7 +163,11 @@ NAMES: dict[str, dict[str, Any]] = {
         "is_sm12x_supported": _is_major(12),
         "round_up": lambda value, to: -(-value // to) * to,
     },
+    "mla._sparse_mla_sm120": {
+        "_sparse_mla_sm120_paged_attention": adapters.sparse_mla_paged_attention
+    },
     "cute_dsl": {"is_cute_dsl_available": lambda: True},
+    "cute_dsl.attention": {"cute_dsl_mla_decode": adapters.cute_dsl_mla_decode},
     "cute_dsl.utils": {
         "get_num_sm": _sm_count,
         "is_cute_dsl_arch_supported": lambda *_: True,
