@@ -12,6 +12,21 @@ import mlagen.mla
 _V32_DIM = 576  # of queries over rows of fp8_ds_mla
 
 
+class BatchMlaWrapper(mlagen.mla.BatchMLAPagedAttentionWrapper):
+    """The wrapper with what only the branch has that FlashInfer 0.7 was made from."""
+
+    @property
+    def resolved_backend(self) -> str:
+        """The name of the backend, as it was given."""
+        return self._backend
+
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        """Plan without the two hints of the branch."""
+        for hint in ("qk_nope_head_dim", "is_var_seq"):
+            kwargs.pop(hint, None)
+        super().plan(*args, **kwargs)
+
+
 def cute_dsl_mla_decode(
     query: torch.Tensor,
     kv_cache: torch.Tensor,

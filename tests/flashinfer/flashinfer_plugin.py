@@ -16,7 +16,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-importlib.import_module("flashinfer_shim").install()
+shim: Any = importlib.import_module("flashinfer_shim")
+shim.install()
+torch.cuda.get_device_capability = lambda *_: shim.CAPABILITY  # mlagen does not read it
 
 if not torch.cuda.is_available():
     # Modules read them when they are collected.

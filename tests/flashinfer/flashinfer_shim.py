@@ -106,10 +106,13 @@ def _public(module: ModuleType) -> dict[str, Any]:
     return {name: getattr(module, name) for name in module.__all__}
 
 
+# Whether the file tests a wrapper of mlagen, which is a reference in other files.
+_IS_OF_WRAPPER = os.environ.get("MLAGEN_SHIM_WRAPPER") == "mlagen"
+
+
 def _decode_wrapper(*args: Any, **kwargs: Any) -> Any:
     """Return mlagen's wrapper where a file tests it, else what the file compares with."""
-    is_tested = os.environ.get("MLAGEN_SHIM_WRAPPER") == "mlagen"
-    if is_tested or kwargs.get("backend") in {"trtllm-gen", "cute-dsl"}:
+    if _IS_OF_WRAPPER or kwargs.get("backend") in {"trtllm-gen", "cute-dsl"}:
         return mlagen.decode.BatchDecodeWithPagedKVCacheWrapper(*args, **kwargs)
     return references.PagedDecode(*args, **kwargs)
 
@@ -119,6 +122,7 @@ _DECODE = {
     "BatchDecodeWithPagedKVCacheWrapper": _decode_wrapper,
     "single_decode_with_kv_cache": references.single_decode,
 }
+_MLA = {"BatchMLAPagedAttentionWrapper": adapters.BatchMlaWrapper} if _IS_OF_WRAPPER else {}
 _PREFILL = {"BatchPrefillWithPagedKVCacheWrapper": references.PagedPrefill}
 
 
@@ -138,6 +142,7 @@ NAMES: dict[str, dict[str, Any]] = {
     "prefill": _PREFILL,
     "mla": {
         **_public(mlagen.mla),
+        **_MLA,
         "MLAHeadDimensions": MLAHeadDimensions,
         "MLALayerDimensions": MLALayerDimensions,
         "deepseek_mla_dimensions": _DEEPSEEK,

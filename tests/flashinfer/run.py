@@ -5,8 +5,8 @@
 It prints how many tests passed, failed, failed by an intended difference, were skipped by their own
 rules, were left out, and ran out of memory, and exits with 1 if a test failed otherwise.
 
-A whole run is several hours: ``--shard 3/20 -n 16 --json 3.json`` runs a twentieth of every file in
-16 processes, and ``python3 -m tests.flashinfer.outcomes *.json`` adds the shards. ``--seconds``
+A whole run is several hours: ``--shard 3/24 -n 16 --json 3.json`` runs a part of every file in 16
+processes, and ``python3 -m tests.flashinfer.outcomes *.json`` adds the shards. ``--seconds``
 stops a run, whose remaining tests are counted as not run; ``--again 3.json`` runs those, and what
 failed or ran out of memory.
 """

@@ -16,13 +16,14 @@ class Selection(NamedTuple):
     capability: str = "9.0"
     keyword: str = ""
     pieces: int = 1  # processes of a parallel run, by the number of tests
-    tests_wrapper: bool = False  # of batch decode, which is a reference in other files
+    tests_wrapper: bool = False  # not a function, for which the wrapper is a reference
 
     def __str__(self) -> str:
         """Return the name of the selection."""
         return f"{self.file} as {self.capability}"
 
 
+_WRAPPER = "explicit_wrapper_matches"
 SELECTIONS = (
     Selection("test_trtllm_gen_attention_decode_xqa.py", pieces=8),
     Selection("test_xqa.py", pieces=8),
@@ -36,6 +37,10 @@ SELECTIONS = (
     Selection("test_deepseek_mla.py", "10.0", "cutlass"),
     Selection("test_mla_decode_kernel.py"),
     Selection("test_mla_auto_backend_warning.py"),
+    Selection("test_mla_wrapper.py", "8.0", _WRAPPER, tests_wrapper=True),
+    Selection("test_mla_wrapper.py", "9.0", f"{_WRAPPER} or host_control", tests_wrapper=True),
+    Selection("test_mla_wrapper.py", "10.0", _WRAPPER, tests_wrapper=True),
+    Selection("test_mla_wrapper.py", "12.0", _WRAPPER, tests_wrapper=True),
     Selection("test_cutlass_mla_fp8_output.py", "10.0"),
     Selection("test_cute_dsl_mla_decode.py", "10.0"),
     Selection("test_cute_dsl_mla_dcp.py", "10.0"),
