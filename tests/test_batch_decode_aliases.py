@@ -78,6 +78,14 @@ class TestDecodeAliases:
 
         problem.check(_forward(wrapper, _forward_arguments(problem, sm_scale=None)))
 
+    def test_a_forward_has_a_window_of_its_own(self, device: str) -> None:
+        """A forward without a window attends to every token, whatever the plan says."""
+        whole, window = (GqaCase(seq_lens=(70, 3), window=size).build(device) for size in (0, 20))
+        wrapper = wrapper_of(window)
+
+        whole.check(_forward(wrapper, _forward_arguments(whole)))
+        window.check(_forward(wrapper, _forward_arguments(window, window_left=19)))
+
     def test_a_workspace_can_be_replaced(self, device: str) -> None:
         """A run after `reset_workspace_buffer` uses the new scratch, and the plan stays."""
         problem = GqaCase(seq_lens=(5000, 3)).build(device)
@@ -137,7 +145,7 @@ def test_what_a_wrapper_says_of_itself() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"window_left": 5}, ArgumentError, "window_left: expected -1 (of plan), got 5"),
+        ({"window_left": "5"}, ArgumentError, "window_left: expected an int, got '5'"),
         ({"sm_scale": "small"}, ArgumentError, "sm_scale: expected "),
         ({"q_scale": "small"}, ArgumentError, "q_scale: expected "),
         ({"pos_encoding_mode": "ALIBI"}, UnsupportedError, "pos_encoding_mode: not implemented"),
@@ -148,7 +156,7 @@ def test_what_a_wrapper_says_of_itself() -> None:
 def test_what_a_forward_rejects(
     changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    """A forward rejects what differs from the plan, and what no kernel implements."""
+    """A forward rejects what breaks a rule, and what no kernel implements."""
     problem = SMALL.build("cpu")
 
     with pytest.raises(error, match=re.escape(message)):

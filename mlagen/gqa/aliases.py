@@ -85,15 +85,15 @@ class DecodeAliases:
         *,
         return_lse: bool = False,
     ) -> torch.Tensor | Both:
-        """Do what :meth:`run` does, with a softmax scale of this run.
+        """Do what :meth:`run` does, with a softmax scale and a window of this run.
 
-        ``sm_scale`` is ``head_dim ** -0.5`` if None, whatever the plan says, and ``window_left`` is
-        as planned. ``rope_scale`` and ``rope_theta`` are ignored.
+        ``sm_scale`` is ``head_dim ** -0.5`` if None, and the window unlimited if ``window_left`` is
+        negative, whatever the plan says. ``rope_scale`` and ``rope_theta`` are ignored.
 
         Raises
         ------
         ArgumentError
-            If an argument breaks a rule or differs from the plan.
+            If an argument breaks a rule.
         UnsupportedError
             If a keyword requests what no kernel implements.
         """
