@@ -75,8 +75,8 @@ class DecodeImpl:
 Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-def first_part(query: Query) -> torch.Tensor:
-    """Return the tensor that has the tokens, heads, dtype and device of a query."""
+def latent_of(query: Query) -> torch.Tensor:
+    """Return the latent part of a query, or the query itself."""
     return query[0] if isinstance(query, tuple) else query
 
 
@@ -89,7 +89,7 @@ def one_token_each(query: Query) -> Query:
 
 def scales(impl: Any, layer: Any, query: Query, kv_cache: torch.Tensor) -> tuple[float, float]:
     """Return ``bmm1_scale`` and ``bmm2_scale``: the scales of a layer, for e4m3 operands only."""
-    e4m3, query_dtype = torch.float8_e4m3fn, first_part(query).dtype
+    e4m3, query_dtype = torch.float8_e4m3fn, latent_of(query).dtype
     q_scale = layer._q_scale_float if query_dtype == e4m3 else 1.0  # noqa: SLF001
     k_scale = layer._k_scale_float if kv_cache.dtype == e4m3 else 1.0  # noqa: SLF001
     return impl.scale * q_scale * k_scale, k_scale

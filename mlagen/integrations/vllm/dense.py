@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import (
 from mlagen.integrations.vllm.calls import (
     DecodeImpl,
     Query,
-    first_part,
+    latent_of,
     one_token_each,
     per_token,
     scales,
@@ -149,11 +149,11 @@ class MlagenMLAImpl(DecodeImpl, MLACommonImpl[MLACommonMetadata]):
         context parallel needs it.
         """
         meta = attn_metadata.decode
-        first = first_part(q)
+        latent = latent_of(q)
         bmm1_scale, bmm2_scale = scales(self, layer, q, kv_c_and_k_pe_cache)
         keywords: dict[str, Any] = {}
         # The bound, not the average: a captured batch is replayed with any lengths up to it.
-        if meta.max_query_len > 1 or len(first) != len(meta.seq_lens):
+        if meta.max_query_len > 1 or len(latent) != len(meta.seq_lens):
             keywords["cum_seq_lens_q"] = meta.query_start_loc
             keywords["max_q_len"] = meta.max_query_len
             keywords |= self._dcp_keywords(meta)
@@ -163,7 +163,7 @@ class MlagenMLAImpl(DecodeImpl, MLACommonImpl[MLACommonMetadata]):
             decode(
                 q,
                 kv_c_and_k_pe_cache,
-                workspace(first.device),
+                workspace(latent.device),
                 self.qk_nope_head_dim,
                 self.kv_lora_rank,
                 self.qk_rope_head_dim,

@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, fl
 from mlagen.integrations.vllm.calls import (
     DecodeImpl,
     Query,
-    first_part,
+    latent_of,
     one_token_each,
     per_token,
     scales,
@@ -143,7 +143,7 @@ class MlagenSparseMLAImpl(DecodeImpl, SparseMLACommonImpl[SparseMLACommonMetadat
             decode(
                 one_token_each(q),
                 pages,
-                workspace(first_part(q).device),
+                workspace(latent_of(q).device),
                 self.qk_nope_head_dim,
                 self.kv_lora_rank,
                 self.qk_rope_head_dim,
