@@ -91,6 +91,18 @@ def test_inference_mode_has_memory_of_its_own(integration: Any) -> None:
         assert pages.seq_lens.tolist() == [count] * (ROWS * HEADS)
 
 
+def test_a_tensor_of_another_class_has_memory_of_its_own(integration: Any) -> None:
+    """A fake tensor, whose tables are fake too, leaves none to a step."""
+
+    class Other(torch.Tensor):
+        """Stand-in for it."""
+
+    pages = integration.pages.pages_of(bounds_of(0, 70).as_subclass(Other), 100, HEADS)
+
+    assert pages.seq_lens.tolist() == [70] * (ROWS * HEADS)
+    assert not integration.pages._kept.pages
+
+
 def test_few_shapes_are_kept(integration: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches of ever other lengths do not collect memory."""
     monkeypatch.setattr(integration.pages, "_MAX_KEPT", 2)
