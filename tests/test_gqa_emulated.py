@@ -28,7 +28,7 @@ from tests.sm90_tiles import max_heads_per_cta
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
-_MAX_BLOCKS = 64
+_MAX_BLOCKS = 114
 
 
 FP16 = torch.float16
@@ -73,6 +73,8 @@ CASES = [
     given("ragged queries", 7, seq_lens=(300, 130, 0, 77), q_lens=(17, 0, 2, 5), page_size=256),
     given("a draft mask", 9, seq_lens=(300, 200), q_len=5, mask="random", group=3, window=100),
     given("many splits", 24, seq_lens=(3072,), kv_heads=1, group=8, sink=3.0),
+    given("78 SMs", 78, seq_lens=(2000, 400, 17, 900), q_lens=(1, 2, 1, 0)),
+    given("114 SMs", 114, seq_lens=(2300, 0, 900), q_lens=(1, 1, 2), kv="e4m3", kv_heads=3),
     given("many sequences", 7, seq_lens=MANY, kv_heads=1, group=2),
     given("not causal", 5, seq_lens=(300, 3, 0), q_len=9, causal=False, sink=2.0, page_size=64),
     given("large scores", 4, seq_lens=(900,), query_magnitude=100.0, layout="HND"),

@@ -16,19 +16,17 @@ from sglang.srt.models.deepseek_common.attention_backend_handler import (
 )
 from sglang.srt.runtime_context import get_parallel, get_platform
 
+from mlagen import max_workspace_bytes
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
 
 _logger = logging.getLogger("mlagen")
-
-# No MLA call needs more than 513 KiB for each SM of the GPU.
-_WORKSPACE_BYTES = 128 << 20
 
 
 @cache
 def workspace(device: torch.device) -> torch.Tensor:
     """Return the scratch of all layers on ``device``, whose calls follow each other on a stream."""
     # Not the backend's own: trtllm-gen kernels have semaphores in that one, which must stay zero.
-    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    return torch.empty(max_workspace_bytes(device), dtype=torch.uint8, device=device)
 
 
 def backend_of(runner: Any, name: str) -> MlagenMLABackend:

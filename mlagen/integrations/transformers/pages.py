@@ -8,9 +8,10 @@ from math import gcd
 
 import torch
 
+from mlagen import max_workspace_bytes
+
 PAGE_SIZE = 64  # the KV block of the sm90 kernels
 _MIN_PAGE_SIZE = 16  # smaller pages take the sm80 kernels, which read pages of one token as well
-_WORKSPACE_BYTES_PER_SM = 640 << 10  # no decode call needs more
 
 _PAGES = "_mlagen_pages"  # an attribute of the bounds
 _MAX_KEPT = 64  # of a thread: pages of that many shapes of a cache
@@ -148,7 +149,6 @@ def workspace_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.new_empty(128, dtype=torch.uint8)
     key = (tensor.device, torch.cuda.current_stream(tensor.device).cuda_stream)
     if key not in _workspaces:
-        sms = torch.cuda.get_device_properties(tensor.device).multi_processor_count
-        size = sms * _WORKSPACE_BYTES_PER_SM
+        size = max_workspace_bytes(tensor.device)
         _workspaces[key] = torch.empty(size, dtype=torch.uint8, device=tensor.device)
     return _workspaces[key]

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import AttentionType
 
-# No MLA call needs more than 513 KiB for each SM of the GPU.
-_WORKSPACE_BYTES = 128 << 20
+from mlagen import max_workspace_bytes
 
 
 @cache
 def workspace(device: torch.device) -> torch.Tensor:
     """Return the scratch of all layers on ``device``, whose calls follow each other on a stream."""
-    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    return torch.empty(max_workspace_bytes(device), dtype=torch.uint8, device=device)
 
 
 class DecodeImpl:

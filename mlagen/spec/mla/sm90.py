@@ -92,18 +92,20 @@ class MlaSm90Spec(MlaKernelSpec):
     # all its tiles do not exceed the limit.
     smaller_tiles: ClassVar[tuple[tuple[int, int], ...]] = ((16, 2),)
 
-    # The stream-K schedule counts in KV blocks of so many tokens.
+    # The stream-K schedule counts in KV blocks of so many tokens. Its overheads are latencies, the
+    # same for any SM count.
     block_n: ClassVar[int] = 64
     split_overhead_blocks: ClassVar[int] = 5  # of combining splits at all
     min_blocks_per_range: ClassVar[int] = 2  # overhead blocks included
-    max_ranges: ClassVar[int] = 144  # shared memory holds the partial states of as many splits
+    # The SMs of a full GH100: shared memory holds the partial states of as many splits.
+    max_ranges: ClassVar[int] = 144
     partial_state_bytes: ClassVar[int] = 16  # per row of a split
 
     block_m: int
 
     @property
     def small_calls(self) -> tuple[tuple[int, int], ...]:
-        """(max rows per sequence, max KV blocks) of calls that the sm80 kernel runs faster.
+        """(max rows per sequence, max KV blocks) of calls that sm80 runs faster on 132 SMs.
 
         KV blocks of all sequences count once per tile of 16 rows.
         """
