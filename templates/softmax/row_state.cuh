@@ -34,8 +34,8 @@ __device__ inline RowResult finish_row(float row_max, float row_sum, float sink,
   // Approximate, to about 22 bits, with a fraction of the instructions.
   const float log2_total = __log2f(total);
   const bool is_empty = row_sum == 0.0f;  // the row attends to nothing; a NaN is not nothing
-  const float lse = is_sink_larger ? sink_lse + log2_total * lse_factor
-                                   : (row_max + log2_total) * lse_factor;
+  const float lse =
+      is_sink_larger ? sink_lse + log2_total * lse_factor : (row_max + log2_total) * lse_factor;
   return {is_empty ? 0.0f : __fdividef(rescale, total), is_empty ? sink_lse : lse};
 }
 
