@@ -31,13 +31,14 @@ from tests.launch_repeats import SEQ_WORD
 from tests.packed_rows import listed, widened, with_extreme_numbers
 from tests.problems.mla import MlaCase, MlaProblem, mla_case
 from tests.problems.problem import POISON
+from tests.problems.zero_rope import assert_zero_rope_changes_nothing, latent_part
 from tests.sink_values import extreme_sinks
 from tests.sm90_tiles import smaller_tiles
 from tests.uneven_scales import SCALE_STEPS, with_scale_steps
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
-_MAX_BLOCKS = 34
+_MAX_BLOCKS = 114
 
 
 def given(kind: str, name: str, sm_count: int = 1, **facts: Any) -> Emulated[MlaCase]:
@@ -67,6 +68,10 @@ CASES = [
     given("bf16", "splits whose fragments four warps share", 34, heads=16, seq_lens=(4300,)),
     given("e4m3", "splits whose fragments eight warps share", 33, heads=7, seq_lens=(4200,)),
     given("e4m3", "splits whose fragments two warps share", 6, heads=7, seq_lens=(900,)),
+    given("bf16", "78 SMs", 78, heads=3, seq_lens=(2400, *range(20, 160, 4))),
+    given("bf16", "78 SMs, groups of four", 78, heads=128, q_len=2, seq_lens=(130, 2, 70, 0, 65)),
+    given("e4m3", "114 SMs", 114, heads=33, seq_lens=(400, 7, *[130] * 27)),
+    given(PACKED, "114 SMs, lists", 114, heads=16, top_k=70, seq_lens=(300,) * 60),
     given("bf16", "large scores, 16 rows", heads=16, seq_lens=(300, 70), query_magnitude=10.0),
     given("bf16", "large scores, 64 rows", heads=64, seq_lens=(300, 70), query_magnitude=10.0),
     given("e4m3", "64 rows", heads=64, seq_lens=(300, 17, 0)),
@@ -127,6 +132,16 @@ CASES = [
     given("bf16 over e4m3", "pages without rope", 5, heads=40, page_size=3, **_NO_ROPE),
     given("bf16 over e4m3 with scales for 128 elements", "no rope", 2, page_size=48, **_NO_ROPE),
     given("e4m3", "pages of any size without rope", heads=40, page_size=3, **_NO_ROPE),
+    given("bf16", "lists, 64 rows", heads=64, top_k=200, seq_lens=(300, 17, 0, 64)),
+    given("bf16", "lists, 16 rows", heads=7, top_k=2176, seq_lens=(2100, 17, 0, 129), page_size=24),
+    given("fp16", "lists, 32 rows", 3, heads=17, top_k=130, seq_lens=(600,), q_len=2, page_size=3),
+    given("bf16", "lists, 2 members", 2, heads=100, top_k=70, seq_lens=(80,), q_len=2),
+    given("fp16", "lists of given lengths", top_k=128, with_top_k_lens=True, seq_lens=(90, 300)),
+    given("bf16", "ragged lists", 3, top_k=1, seq_lens=(5, 100, 9), q_lens=(3, 0, 2), heads=33),
+    given("bf16", "lists, parts apart", 2, top_k=70, seq_lens=(150, 3), separate_rope=True),
+    given("bf16", "large scores, lists", heads=64, top_k=190, seq_lens=(9,), query_magnitude=10.0),
+    given("bf16", "many splits, lists, 64 rows", 5, heads=64, top_k=500, seq_lens=(600, 300)),
+    given("fp16", "many splits, lists, 16 rows", 6, heads=9, top_k=900, seq_lens=(900, 70)),
     given("bf16 over e4m3", "lists", top_k=100, seq_lens=(150, 3), heads=64),
     given("bf16 over e4m3 with two scales", "ragged", seq_lens=(70, 5), q_lens=(3, 1)),
     given(
@@ -144,6 +159,9 @@ CASES = [
     given("fp16", "no rope, 32 rows", heads=16, seq_lens=(500, 1), q_len=2, **NO_ROPE),
     given("bf16", "no rope, 2 members", 4, heads=100, seq_lens=(300,), page_size=16, **NO_ROPE),
     given("fp16", "no rope, ragged", 2, seq_lens=(70, 5), q_lens=(3, 1), heads=30, **NO_ROPE),
+    given("bf16", "no rope, lists, 64 rows", 3, heads=64, top_k=300, seq_lens=(900,), **NO_ROPE),
+    given("fp16", "no rope, lists, 32 rows", 3, heads=30, top_k=300, seq_lens=(900,), **NO_ROPE),
+    given("bf16", "no rope, lists, 16 rows", 2, heads=7, top_k=1000, seq_lens=(900,), **NO_ROPE),
     given("bf16", "no rope, rank 1 of 3", 2, heads=20, seq_lens=(500, 9), **NO_ROPE | RANK),
     given("e4m3", "no rope, 64 rows", 2, heads=64, seq_lens=(900, 17, 0), **NO_ROPE),
     given("e4m3", "no rope, 16 rows", 3, heads=7, seq_lens=(900, 129), page_size=48, **NO_ROPE),
@@ -192,7 +210,7 @@ def decoded(
         monkeypatch.setattr(mla_sm90_launcher, "semaphores_of", lambda *_: beside.data_ptr())
         # What is right is to the rounding of the kernel that computes it.
         monkeypatch.setattr(MlaProblem, "_sm90_arch", SM_90A)
-        workspace = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
+        workspace = torch.full((1 << 24,), 0xFF, dtype=torch.uint8)
         inputs = problem.inputs(return_lse=True, workspace_buffer=workspace, **changes)
         out, lse = _computed(inputs)
         assert not beside[: SEMAPHORE_BYTES // 4].any()
@@ -208,6 +226,7 @@ def decoded(
     [
         ("bf16", {"seq_lens": (60,), "q_len": 2, "heads": 33}, 16),
         ("fp16", {"seq_lens": (60, 9), "q_lens": (1, 3), "heads": 17, "with_sinks": True}, 16),
+        ("bf16", {"seq_lens": (200,), "heads": 33, "top_k": 130}, 16),
         ("e4m3", {"seq_lens": (130,), "heads": 70}, 16),
         ("e4m3", {"seq_lens": (130, 70), "heads": 70}, 32),
         (PACKED, {"seq_lens": (200,), "heads": 70, "top_k": 130}, 16),
@@ -302,6 +321,7 @@ REPEATED = [
     given("e4m3", "whole requests, 16 rows", 2, heads=7, seq_lens=(128, 100)),
     given("e4m3", "more requests than lanes", 3, heads=7, seq_lens=(*range(1, 34), 130)),
     given(PACKED, "lists, 64 rows", 3, heads=64, top_k=200, seq_lens=(300, 17, 64)),
+    given("bf16", "lists, 16 rows", 4, heads=9, top_k=400, seq_lens=(500, 17, 130)),
 ]
 
 
@@ -378,13 +398,31 @@ def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(
     assert torch.equal(out[:, :3], expected[:, :3])
 
 
+@pytest.mark.parametrize("heads", [7, 17, 64], ids=["16 rows", "32 rows", "64 rows"])
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "e4m3"])
+def test_without_rope_a_call_is_that_of_a_query_with_zero_rope(
+    kind: str, heads: int, decoded: Decode
+) -> None:
+    """With the same bits, but of e4m3, whose sums tensor cores cut at each MMA."""
+    made = given(kind, "", 3, heads=heads, seq_lens=(900, 17), with_sinks=True)
+    problem = made.case.build("cpu")
+    problem.query[..., 512:] = 0
+    expected = decoded(made, problem, 0)
+
+    result = decoded(made, problem, 1, **latent_part(problem))
+
+    assert_zero_rope_changes_nothing(kind, result, expected)
+
+
 @pytest.mark.parametrize("missing", ["first", "last", "every other", "all"])
-@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize(
+    ("heads", "kind"), [(16, PACKED), (64, PACKED), (17, "bf16"), (64, "fp16")]
+)
 def test_entries_that_name_no_token_are_as_if_they_were_not_there(
-    heads: int, missing: str, decoded: Decode
+    heads: int, kind: str, missing: str, decoded: Decode
 ) -> None:
     """Wherever they are in the list."""
-    made = given(PACKED, "", heads=heads, top_k=130, seq_lens=(200,), with_top_k_lens=False)
+    made = given(kind, "", heads=heads, top_k=130, seq_lens=(200,), with_top_k_lens=False)
     problem = made.case.build("cpu")
     names_nothing = {
         "first": slice(0, 70),

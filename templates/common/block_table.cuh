@@ -1,11 +1,18 @@
-// Tokens of a sequence in the KV cache: its row of the block table, and the causal mask of a rank
-// in decode context parallel (DCP).
+// Tokens of a sequence in the KV cache: its row of the block table, the mask of invalid top-k
+// indices, and the causal mask of a rank in decode context parallel (DCP).
 
 #pragma once
 
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
+
+// Mask of the invalid top-k indices of a KV block (FlashMLA's `is_kv_valid`, inverted).
+struct alignas(8) InvalidMask {
+  u16 bits[4];  // 16 tokens each
+
+  __device__ u64 all() const { return *reinterpret_cast<const u64*>(bits); }
+};
 
 struct BlockTableRow {
   i64 start;

@@ -15,11 +15,12 @@
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 
-// Called by one thread, with the number of warps that publish a work item, read it, and load Q.
+// Called by one thread, with the number of warps that publish a work item and that read it, and of
+// arrivals that complete Q.
 __device__ inline void init_work_barriers(const SharedMemoryPlan& smem, int producers,
-                                          int consumers, int q_warps) {
+                                          int consumers, int query_writers) {
   init_barrier(smem.first_query_full, kPvWarps);
-  init_barrier(smem.query_full, q_warps);
+  init_barrier(smem.query_full, query_writers);
   init_barrier(smem.query_empty, kQueryReaders);
   for (int stage = 0; stage < 2; ++stage) {
     init_barrier(smem.work_full[stage], producers);

@@ -40,3 +40,16 @@ __device__ inline void mask_scores(Scores& scores, const WorkItem& work, int fir
     }
   }
 }
+
+// Masks the tokens whose bit is set.
+__device__ inline void mask_invalid(Scores& scores, u64 invalid) {
+  const u64 bits = invalid >> lane_index() % 4 * 2;
+#pragma unroll
+  for (int r = 0; r < kScoreRows; ++r) {
+#pragma unroll
+    for (int i = 0; i < kBlockN / 8; ++i) {
+      if (bits >> i * 8 & 1) scores[i * 4 + r * 2] = -kInfinity;
+      if (bits >> (i * 8 + 1) & 1) scores[i * 4 + r * 2 + 1] = -kInfinity;
+    }
+  }
+}

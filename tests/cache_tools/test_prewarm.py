@@ -104,16 +104,16 @@ def test_unsupported_parts_are_omitted_and_named(
     is_file: bool, document: Documented, run: Run, tmp_path: Path
 ) -> None:
     """stderr, even of a quiet run, and the document name them; the rest is compiled."""
-    options: tuple[str, ...] = ("--model", "glm-5.3-flash", "--kv-dtype", "bf16,e4m3")
+    options: tuple[str, ...] = ("--model", "glm-5.3-flash", "--kv-dtype", "bf16,fp8_ds_mla")
     if is_file:
         options = (str(tmp_path / "fleet.toml"),)
-        table = '[[kernel]]\nmodel = "glm-5.3-flash"\nkv_dtype = ["bf16", "e4m3"]\n'
+        table = '[[kernel]]\nmodel = "glm-5.3-flash"\nkv_dtype = ["bf16", "fp8_ds_mla"]\n'
         Path(*options).write_text(table)
     command = ("prewarm", *options, "--arch", "H100", "--dry-run")
 
     found = document(*command, code=1)
 
-    begin = "glm-5.3-flash: no MLA decode kernel for query e4m3, cache e4m3, "
+    begin = "glm-5.3-flash: no MLA decode kernel for query bf16, cache fp8_ds_mla, "
     assert found["left_out"]
     assert all(sentence.startswith(begin) for sentence in found["left_out"])
     for quiet in ((), ("--quiet",)):
@@ -121,7 +121,7 @@ def test_unsupported_parts_are_omitted_and_named(
         left_out = [line for line in lines if line.startswith("left out ")]
         assert left_out == [f"left out {sentence}" for sentence in found["left_out"]]
     assert {unit["arch"] for unit in found["units"]} == {"sm_90a"}
-    assert "e4m3" in {unit["spec"].get("kv_dtype") for unit in found["units"]}
+    assert "bf16" in {unit["spec"].get("kv_dtype") for unit in found["units"]}
 
 
 @pytest.mark.usefixtures("cached")

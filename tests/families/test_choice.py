@@ -35,6 +35,8 @@ SUPPORTED: dict[str, list[Any]] = {
     "mla_sm90": [
         *(MLA, replace(MLA, dtype=torch.float16), RAGGED),
         *(replace(MLA, **APART), replace(MLA, page_size=48), replace(MLA, qk_rope_head_dim=0)),
+        *(replace(MLA, top_k=8192, page_size=1), replace(RAGGED, top_k=4096, heads=64)),
+        replace(MLA, top_k=8192, qk_rope_head_dim=0),
     ],
     "mla_sm90_fp8": [
         *(FP8, replace(RAGGED, dtype=E4M3), replace(FP8, **APART), replace(FP8, page_size=16)),
@@ -55,7 +57,7 @@ SUPPORTED: dict[str, list[Any]] = {
     ],
 }
 UNSUPPORTED = [
-    *(replace(MLA, kv_lora_rank=256), replace(MLA, top_k=70)),
+    *(replace(MLA, kv_lora_rank=256), replace(MLA, kv_lora_rank=256, top_k=70)),
     *(replace(MLA, values="other pages"), replace(MLA, bias="for each head")),
     *(replace(MLA, page_size=8), replace(FP8, kv_lora_rank=256)),
     mla_case("fp16 over e4m3", seq_lens=(200,)),
@@ -104,7 +106,10 @@ def test_calls_that_both_kernels_support_use_the_requested_one(
 
 @pytest.mark.parametrize(
     ("case", "sm90"),
-    [(MLA, "mla_sm90"), *((replace(FP8_DS_MLA, heads=h), "mla_sm90_fp8kv") for h in (16, 128))],
+    [
+        *((MLA, "mla_sm90"), (replace(MLA, top_k=70, page_size=3), "mla_sm90")),
+        *((replace(FP8_DS_MLA, heads=h), "mla_sm90_fp8kv") for h in (16, 128)),
+    ],
     ids=str,
 )
 def test_a_small_call_uses_the_sm80_kernel(
@@ -142,9 +147,10 @@ MLA_COVERED = (
     "(paged, shared, causal), page_size 64; covered: sm_90a, "
     "(kv_lora_rank, qk_rope_head_dim) (512, 64) or (512, 0), and of (lookup, values, mask) "
     "(paged, shared, causal) with query and cache both bf16, fp16 or e4m3, page_size a "
-    "multiple of 16, strides of the cache below 2^40 bytes; (paged or sparse, shared, causal) "
-    "with a cache of e4m3 or fp8_ds_mla under a query of bf16 or e4m3; (paged, shared, causal) "
-    "with fp8_per_token; mask dcp as causal where paged"
+    "multiple of 16, strides of the cache below 2^40 bytes; (sparse, shared, causal) "
+    "with query and cache both bf16 or fp16; (paged or sparse, shared, causal) with a cache of "
+    "e4m3 or fp8_ds_mla under a query of bf16 or e4m3; (paged, shared, causal) with fp8_per_token; "
+    "mask dcp as causal where paged"
 )
 GQA_COVERED = (
     "query bf16, cache bf16, head_dim 128, page_size 16; covered: sm_90a, cache as the query or "

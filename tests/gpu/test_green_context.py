@@ -26,6 +26,7 @@ CASES = {
     "e4m3": mla_case("e4m3", seq_lens=(9000, 70), heads=128, with_sinks=True),
     "fp8_ds_mla": mla_case("bf16 over fp8_ds_mla", seq_lens=(9000, 70), heads=64),
     "sparse": mla_case("bf16 over fp8_ds_mla", seq_lens=(9000,), top_k=2048, q_len=4),
+    "sparse, 16 bits": mla_case("bf16", seq_lens=(9000,), top_k=2048, q_len=4, heads=64),
     "ragged": mla_case("bf16", seq_lens=(9000, 70), q_lens=(3, 1), heads=40),
 }
 

@@ -72,6 +72,22 @@ CASES = (
             (1, 3),
         )
     ),
+    # Models without rope.
+    *(
+        mla_case(
+            kind,
+            seq_lens=(2600, q_len, 0, 70),
+            heads=heads,
+            q_len=q_len,
+            page_size=page,
+            with_sinks=True,
+            output_scale=0.7,
+            qk_rope_head_dim=0,
+        )
+        for kind, heads, q_len, page in product(
+            ("bf16", "fp16", "e4m3"), (8, 24, 64, 100), (1, 3), (1, 16, 64)
+        )
+    ),
     # FlashInfer's topk, in pages of 32 to 128, with full and shorter lengths.
     *(
         mla_case(

@@ -27,6 +27,7 @@ CASES = {
     "e4m3, few rows": MlaCase(seq_lens=(), heads=16, dtype=torch.float8_e4m3fn),
     "fp8_ds_mla": mla_case(FP8_DS_MLA, seq_lens=(), heads=64),
     "sparse": mla_case(FP8_DS_MLA, seq_lens=(), heads=128, top_k=512),
+    "sparse, 16 bits": MlaCase(seq_lens=(), heads=16, top_k=512),
 }
 LENGTHS = {
     "few": (3000, 70, 1),

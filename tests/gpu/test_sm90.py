@@ -26,6 +26,7 @@ from tests.problems.entry_points import ENTRY_POINTS, compute, decode_gqa, decod
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import KINDS, MlaCase, mla_case
 from tests.problems.problem import E4M3, Problem
+from tests.problems.zero_rope import assert_zero_rope_changes_nothing, latent_part
 from tests.sm90_tiles import choose_kernel, max_heads_per_cta, needs_sm90
 from tests.uneven_scales import SCALE_STEPS, with_scale_steps
 
@@ -121,17 +122,31 @@ FP8KV_CASES = [
     )
     for kind, (tile, heads), (name, facts) in product(kinds, tiles.items(), given.items())
 ]
+NO_ROPE_CASES = [
+    replace(case, name=f"{case.name}, no rope", qk_rope_head_dim=0) for case in MLA_CASES[::3]
+]
+_MLA = (*MLA_CASES, *NO_ROPE_CASES)
+SPARSE_16BIT_CASES = [
+    mla_case(kind, name=f"{kind}, {tile}, {name}", heads=heads, qk_rope_head_dim=rope, **facts)
+    for (kind, rope), (tile, heads), (name, facts) in product(
+        (("bf16", 64), ("fp16", 64), ("bf16", 0)), FP8KV_HEADS.items(), SPARSE.items()
+    )
+]
 # Each kernel family with cases.
 KERNELS: list[tuple[str, MlaCase | GqaCase]] = [
     *(
         ("mla_sm90_fp8" if kind == "e4m3" else "mla_sm90", replace(case, **KINDS[kind]))
-        for kind, case in product(("bf16", "fp16", "e4m3"), MLA_CASES)
+        for kind, case in product(("bf16", "fp16", "e4m3"), _MLA)
     ),
+    *(("mla_sm90", case) for case in SPARSE_16BIT_CASES),
     *(("mla_sm90_fp8kv", case) for case in FP8KV_CASES),
     *(("gqa_sm90", case) for case in GQA_CASES),
 ]
 REPEATED = [case for _, case in KERNELS if case.dtype is not torch.float16]
-DELAYED = [*MLA_CASES, *(replace(c, dtype=E4M3) for c in MLA_CASES), *GQA_CASES, *FP8KV_CASES[2::5]]
+DELAYED = [
+    *(*_MLA, *(replace(c, dtype=E4M3) for c in _MLA), *GQA_CASES),
+    *(*FP8KV_CASES[2::5], *SPARSE_16BIT_CASES[::2]),
+]
 
 
 @pytest.fixture
@@ -188,6 +203,18 @@ def test_scales_may_be_of_any_size(heads: int, steps: str, monkeypatch: pytest.M
         choose_kernel(monkeypatch, kernel)
 
         problem.check(*compute(problem))
+
+
+@pytest.mark.parametrize("case", MLA_CASES[::3], ids=str)
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "e4m3"])
+def test_without_rope_a_call_is_that_of_a_query_with_zero_rope(kind: str, case: MlaCase) -> None:
+    """With the same bits, but of e4m3, whose sums tensor cores cut at each MMA."""
+    problem = replace(case, **KINDS[kind]).build("cuda")
+    problem.query[..., 512:] = 0
+
+    result = compute(problem, **latent_part(problem))
+
+    assert_zero_rope_changes_nothing(kind, result, compute(problem))
 
 
 def repeat(problem: Problem, repeats: int) -> int:

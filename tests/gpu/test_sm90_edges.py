@@ -88,6 +88,18 @@ def test_a_small_call_uses_the_sm80_kernel(kind: str, monkeypatch: pytest.Monkey
     assert _only_spec().family == "mla_sm80"
 
 
+@pytest.mark.parametrize("top_k", [1, 63, 64, 65, 128, 2176])
+@pytest.mark.parametrize("heads", [16, 24, 64])
+def test_topk_indices_may_be_of_any_number(heads: int, top_k: int) -> None:
+    """Lists of less than a KV block, of whole ones, and of odd numbers of them."""
+    facts: dict[str, Any] = {"heads": heads, "top_k": top_k, "page_size": 3, "q_len": 2}
+    problem = mla_case("bf16", seq_lens=(3000, 40, 0), with_top_k_lens=True, **facts).build("cuda")
+
+    problem.check(*compute(problem))
+
+    assert _only_spec().family == "mla_sm90"
+
+
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "e4m3", FP8_DS_MLA, "bf16 over e4m3"])
 def test_little_work_uses_a_smaller_tile(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight tiles of sixteen rows occupy more SMs than two of 64."""
@@ -168,11 +180,12 @@ def test_query_elements_may_be_of_any_size() -> None:
         assert torch.equal(out[..., head, :], expected[..., head, :])
 
 
-@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("kind", ["bf16", FP8_DS_MLA])
+@pytest.mark.parametrize("heads", [16, 24, 64, 128])
 @pytest.mark.parametrize("missing", ["first", "last", "every other", "all"])
-def test_invalid_topk_indices_are_skipped(heads: int, missing: str) -> None:
+def test_invalid_topk_indices_are_skipped(heads: int, missing: str, kind: str) -> None:
     """Any invalid index at any position is skipped."""
-    problem = mla_case(FP8_DS_MLA, heads=heads, top_k=300, seq_lens=(700,)).build("cuda")
+    problem = mla_case(kind, heads=heads, top_k=300, seq_lens=(700,)).build("cuda")
     invalid = {
         "first": slice(0, 130),
         "last": slice(130, None),

@@ -64,7 +64,11 @@ SPECS: dict[str, tuple[Arch, MlaModel | GqaModel, dict[str, Any], list[KernelSpe
     ),
     "a sparse model has dense kernels for short sequences": (
         *(SM_90A, V32, {"tp": (8,)}),
-        [mla_sm90(), mla_sm80(), COMBINE, mla_sm80(lookup="sparse")],
+        [mla_sm90(), mla_sm80(), COMBINE, mla_sm90(lookup="sparse"), mla_sm80(lookup="sparse")],
+    ),
+    "a model without rope has kernels without it": (
+        *(SM_90A, find_model("glm-5.3-flash"), {"tp": (8,), "lookups": ("paged",)}),
+        [mla_sm90(qk_rope_head_dim=0), mla_sm80(qk_rope_head_dim=0), COMBINE],
     ),
     "in sparse calls each query token is a sequence": (
         *(SM_80, V32, {"tp": (8,), "q_lens": (1, 4), "lookups": ("sparse",)}),
@@ -145,8 +149,7 @@ def test_an_unsupported_use_names_the_model(
 @pytest.mark.parametrize(
     ("model", "kv_dtypes", "missing"),
     [
-        ("glm-5.3-flash", (E4M3,), f"{NO_MLA} e4m3, cache e4m3, "),
-        ("glm-5.3-flash", (DType.BF16, E4M3), f"{NO_MLA} e4m3, cache e4m3, "),
+        ("glm-5.3-flash", (DType.BF16, FP8_DS_MLA), f"{NO_MLA} bf16, cache fp8_ds_mla, "),
         ("deepseek-v3", (DType.BF16, DType.INT8), f"{NO_MLA} bf16, cache int8"),
         ("llama-3-8b", (DType.BF16, FP8_DS_MLA), f"{NO_GQA} bf16, cache fp8_ds_mla"),
     ],

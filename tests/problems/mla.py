@@ -264,7 +264,7 @@ class MlaProblem(Problem):
         if kernel is None:
             return ()
         if not isinstance(kernel, MlaSm90Fp8KvSpec):
-            return ((576, 18),)
+            return ((kernel.head_dim_qk, kernel.head_dim_qk // 32),)
         parts = 2 if kernel.splits_query else 1
         latent = ((128, 4 * parts),) * 4
         return (*latent, (64, 2 * parts)) if kernel.variant.kv_dtype is DType.E4M3 else latent

@@ -24,6 +24,7 @@ KERNELS: dict[str, tuple[KernelSpec, Mapping[str, int], str]] = {
     ),
     "gqa_sm90, 32 rows": (gqa_sm90(rows=32), GQA, "  __syncwarp();\n"),
     "mla_sm90": (mla_sm90(), MLA, ""),
+    "mla_sm90, lists": (mla_sm90(lookup="sparse"), MLA, ""),
     "mla_sm90_fp8": (mla_sm90_fp8(), MLA, ""),
     "mla_sm90_fp8kv": (mla_sm90_fp8kv(), MLA, ""),
 }

@@ -25,8 +25,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 KERNELS: list[KernelSpec] = [
-    mla_sm90(rows=64),
+    *(mla_sm90(rows=64, lookup=lookup) for lookup in ("paged", "sparse")),
+    mla_sm90(rows=64, qk_rope_head_dim=0),
     *(mla_sm90_fp8(rows=rows) for rows in (16, 64)),
+    mla_sm90_fp8(rows=64, qk_rope_head_dim=0),
     *(mla_sm90_fp8kv(rows=rows) for rows in (16, 64)),
 ]
 

@@ -35,8 +35,10 @@ KERNELS += [
     gqa_sm90(kv_dtype=DType.E4M3, heads_per_cta=2),
     mla_sm90(rows=16),
     mla_sm90(rows=64),
+    mla_sm90(rows=64, lookup="sparse"),
     mla_sm90_fp8(rows=16),
     mla_sm90_fp8(rows=64),
+    *(build(rows=64, qk_rope_head_dim=0) for build in (mla_sm90, mla_sm90_fp8)),
     mla_sm90_fp8kv(rows=16),
     mla_sm90_fp8kv(rows=64),
 ]

@@ -180,6 +180,7 @@ def test_plain_files_are_formatted() -> None:
         mla_sm80(query_dtype=DType.E4M3, kv_dtype=DType.E4M3, values="separate"),
         mla_sm90(rows=64),
         mla_sm90(rows=16, page_size=16),
+        *(mla_sm90(rows=rows, lookup="sparse") for rows in (16, 64)),
         mla_sm90_fp8(rows=64),
         mla_sm90_fp8(rows=16, page_size=16),
         mla_sm90_fp8kv(rows=64),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlagen.spec.kernel import KernelSpec, Parameter, int32, pointer
+from mlagen.spec.kernel import KernelSpec, Parameter, int32, int64, pointer
 from mlagen.spec.mla.variant import MlaVariant
 
 # Of decode context parallel.
@@ -14,7 +15,29 @@ _DCP_PARAMETERS = (
     int32("cp_world"),
     int32("cp_rank"),
 )
+# Of a kernel that gathers the tokens of top-k indices, and of one that loads pages by TMA.
+_GATHER_PARAMETERS = (
+    pointer("rope_cache", "const unsigned char"),
+    pointer("sparse_cu_seqlens_q", "const int"),
+    pointer("topk_length", "const int"),
+    int64("rope_page_stride"),
+    int64("rope_token_stride"),
+    int32("sparse_num_seqs"),
+    int32("sparse_q_len"),
+    int32("topk"),
+)
+_TMA_PARAMETERS = ("latent_map", "rope_map", "kv_map", "separate_rope")
 _ORDER = ("128s", "Q", "q", "i", "f")  # of codes
+
+
+def gather_parameters(common: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+    """Return the parameters of a kernel over top-k indices, from those over a block table."""
+    kept = [one for one in common if one.name not in _TMA_PARAMETERS]
+    return _in_order(kept + [one for one in _GATHER_PARAMETERS if one not in kept])
+
+
+def _in_order(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
+    return tuple(sorted(parameters, key=lambda one: _ORDER.index(one.code)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,5 +58,4 @@ class MlaKernelSpec(KernelSpec):
         """The parameters of every variant, and those of this one."""
         if not self.has_dcp:
             return self.common_parameters
-        parameters = (*self.common_parameters, *_DCP_PARAMETERS)
-        return tuple(sorted(parameters, key=lambda one: _ORDER.index(one.code)))
+        return _in_order((*self.common_parameters, *_DCP_PARAMETERS))

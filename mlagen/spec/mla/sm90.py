@@ -18,8 +18,8 @@ from mlagen.spec.kernel import (
     pointer,
     tensor_map,
 )
-from mlagen.spec.mla.kernel import MlaKernelSpec
-from mlagen.spec.mla.variant import DCP, PLAIN, SUPPORTED, MlaVariant
+from mlagen.spec.mla.kernel import MlaKernelSpec, gather_parameters
+from mlagen.spec.mla.variant import DCP, PLAIN, SPARSE, SUPPORTED, MlaVariant
 
 SpecT = TypeVar("SpecT")
 
@@ -38,6 +38,7 @@ SCHED_META_OFFSET = SEMAPHORE_BYTES + (2 + CACHED_SEQ_LENS) * 4
 HEAD_DIMS = ((512, 64), (512, 0))
 
 _MAX_SWAP_AB_ROWS = 32
+_TILE_ELEMENTS = 64  # of a row of 16-bit elements, 128 bytes
 _MIN_BOX_TOKENS = 16
 
 
@@ -95,22 +96,24 @@ class MlaSm90Spec(MlaKernelSpec):
     # all its tiles do not exceed the limit.
     smaller_tiles: ClassVar[tuple[tuple[int, int], ...]] = ((16, 2),)
 
-    # The stream-K schedule counts in KV blocks of so many tokens.
+    # The stream-K schedule counts in KV blocks of so many tokens. Its overheads are latencies, the
+    # same for any SM count.
     block_n: ClassVar[int] = 64
     split_overhead_blocks: ClassVar[int] = 5  # of combining splits at all
     min_blocks_per_range: ClassVar[int] = 2  # overhead blocks included
-    max_ranges: ClassVar[int] = 144  # shared memory holds the partial states of as many splits
+    # The SMs of a full GH100: shared memory holds the partial states of as many splits.
+    max_ranges: ClassVar[int] = 144
     partial_state_bytes: ClassVar[int] = 16  # per row of a split
 
     block_m: int
 
     @property
     def small_calls(self) -> tuple[tuple[int, int], ...]:
-        """(max rows per sequence, max KV blocks) of calls that the sm80 kernel runs faster.
+        """(max rows per sequence, max KV blocks) of calls that sm80 runs faster on 132 SMs.
 
         KV blocks of all sequences count once per tile of 16 rows.
         """
-        return (16, 256), (32, 128)
+        return ((16, 128), (32, 64)) if self.is_sparse else ((16, 256), (32, 128))
 
     @property
     def swap_ab(self) -> bool:
@@ -153,9 +156,28 @@ class MlaSm90Spec(MlaKernelSpec):
         return self.variant.lookup == "sparse"
 
     @property
+    def uses_tma(self) -> bool:
+        """Whether TMA loads the KV tiles; otherwise producer warps gather the tokens."""
+        return not self.is_sparse
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The parameters of every variant; a kernel over top-k indices has no tensor maps."""
+        if not self.is_sparse:
+            return super().parameters
+        return gather_parameters(self.common_parameters)
+
+    @property
     def producer_warps(self) -> int:
         """Warps of the producer warpgroup."""
         return 4
+
+    @property
+    def loading_warps(self) -> int:
+        """Producer warps that load KV: by TMA, where the others are scheduler warps, or by cp.async."""
+        if not self.uses_tma:
+            return 4
+        return 1 if self.swap_ab or self.has_qk_warpgroup else 2
 
     @property
     def consumer_registers(self) -> int:
@@ -179,13 +201,16 @@ class MlaSm90Spec(MlaKernelSpec):
 
     @property
     def copies_tile_groups(self) -> bool:
-        """Whether one TMA copy loads several tiles of a KV block; the last includes rope."""
+        """Whether one TMA copy loads a stage, a part of a KV block; the last includes rope."""
         return self.swap_ab
 
     @property
-    def tiles_per_copy(self) -> int:
-        """Tiles of such a copy: a third of nine tiles, or half of eight without rope."""
-        return 3 if self.variant.qk_rope_head_dim else 4
+    def tiles_per_stage(self) -> int:
+        """Tiles of K in a stage; with swap-AB a third of nine, or half of eight without rope."""
+        tiles = self.head_dim_qk // _TILE_ELEMENTS
+        if not self.swap_ab:
+            return tiles
+        return tiles // (2 if tiles % 3 else 3)
 
     @property
     def threads(self) -> int:
@@ -219,34 +244,13 @@ class MlaSm90Spec(MlaKernelSpec):
 
     def serves(self, call: CallShape) -> bool:
         """Whether the call may use this tile of the variant."""
-        return self.block_m in self.tiles_of(call.heads * call.q_len)
+        q_len = 1 if self.is_sparse else call.q_len
+        return self.block_m in self.tiles_of(call.heads * q_len)
 
     def tiles_of(self, rows: int) -> tuple[int, ...]:
         """Return the BLOCK_M of every tile for ``rows`` query rows per sequence."""
         default = block_m_for(rows)
         return (*(tile for tile, _ in self.smaller_tiles if tile < default), default)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MlaSm90Fp8Base(MlaSm90Spec):
-    """Base spec of the FP8 families, whose QK GEMM and softmax have a warpgroup of their own."""
-
-    smaller_tiles: ClassVar[tuple[tuple[int, int], ...]] = ((16, 3), (32, 6))
-
-    @property
-    def has_qk_warpgroup(self) -> bool:
-        """True: the PV warpgroups read P and the row states from shared memory."""
-        return True
-
-    @property
-    def pv_warps(self) -> int:
-        """Warps of the PV warpgroups."""
-        return 8
-
-    @property
-    def producer_warps(self) -> int:
-        """Warps of the producer warpgroup and of the QK warpgroup."""
-        return 8
 
 
 def semaphore_region_bytes(sm_count: int) -> int:
@@ -270,10 +274,19 @@ def supports_tma(arch: Arch, variant: MlaVariant) -> bool:
     )
 
 
+def supports_gather(arch: Arch, variant: MlaVariant) -> bool:
+    """Return whether warps gather the tokens of top-k indices on ``arch``, for any element type."""
+    return (
+        arch.has_wgmma
+        and (variant.kv_lora_rank, variant.qk_rope_head_dim) in HEAD_DIMS
+        and (variant.lookup, variant.values, variant.mask) == SPARSE
+    )
+
+
 def mla_sm90_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm90Spec | None:
     """Return the kernel for ``rows`` query rows per sequence, or None if unsupported."""
     is_16bit = variant.query_dtype.is_16bit and variant.kv_dtype is variant.query_dtype
-    if not (is_16bit and supports_tma(arch, variant)):
+    if not (is_16bit and (supports_tma(arch, variant) or supports_gather(arch, variant))):
         return None
     return MlaSm90Spec(arch=arch, variant=variant, block_m=block_m_for(rows))
 

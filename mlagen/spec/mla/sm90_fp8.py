@@ -1,4 +1,4 @@
-"""Spec of the sm90 MLA decode kernels with query and KV cache in e4m3."""
+"""Spec of the sm90 MLA decode kernels with query and KV cache in e4m3, and the base of FP8."""
 
 from __future__ import annotations
 
@@ -8,8 +8,30 @@ from typing import ClassVar
 
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.mla.sm90 import MlaSm90Fp8Base, block_m_for, supported_specs, supports_tma
+from mlagen.spec.mla.sm90 import MlaSm90Spec, block_m_for, supported_specs, supports_tma
 from mlagen.spec.mla.variant import MlaVariant
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaSm90Fp8Base(MlaSm90Spec):
+    """Base spec of the FP8 families, whose QK GEMM and softmax have a warpgroup of their own."""
+
+    smaller_tiles: ClassVar[tuple[tuple[int, int], ...]] = ((16, 3), (32, 6))
+
+    @property
+    def has_qk_warpgroup(self) -> bool:
+        """True: the PV warpgroups read P and the row states from shared memory."""
+        return True
+
+    @property
+    def pv_warps(self) -> int:
+        """Warps of the PV warpgroups."""
+        return 8
+
+    @property
+    def producer_warps(self) -> int:
+        """Warps of the producer warpgroup and of the QK warpgroup."""
+        return 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +44,12 @@ class MlaSm90Fp8Spec(MlaSm90Fp8Base):
 
     @property
     def small_calls(self) -> tuple[tuple[int, int], ...]:
-        """(max rows per sequence, max KV blocks) of calls that the sm80 kernel runs faster."""
+        """(max rows per sequence, max KV blocks) of calls that sm80 runs faster on 132 SMs."""
         return ((16, 64),)
 
     @property
     def copies_tile_groups(self) -> bool:
-        """Whether one TMA copy loads several tiles of a KV block: never, but all or one."""
+        """Whether one TMA copy loads a part of a KV block: never, but all tiles or one."""
         return False
 
 

@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.kernel import CallShape, Parameter, float32, int32, int64, pointer
-from mlagen.spec.mla.sm90 import HEAD_DIMS, MlaSm90Fp8Base, block_m_for, supported_specs
+from mlagen.spec.kernel import Parameter, float32, int32, int64, pointer
+from mlagen.spec.mla.sm90 import HEAD_DIMS, block_m_for, supported_specs
+from mlagen.spec.mla.sm90_fp8 import MlaSm90Fp8Base
 from mlagen.spec.mla.variant import DCP, PLAIN, SPARSE, MlaVariant
 
 # Query and KV cache.
@@ -94,7 +95,7 @@ class MlaSm90Fp8KvSpec(MlaSm90Fp8Base):
 
     @property
     def small_calls(self) -> tuple[tuple[int, int], ...]:
-        """(max rows per sequence, max KV blocks) of calls that the sm80 kernel runs faster."""
+        """(max rows per sequence, max KV blocks) of calls that sm80 runs faster on 132 SMs."""
         return ((128, 128),) if self.splits_query else ((16, 64),)
 
     @property
@@ -108,14 +109,9 @@ class MlaSm90Fp8KvSpec(MlaSm90Fp8Base):
         return self.variant.kv_dtype.row_bytes(self.head_dim_qk)
 
     @property
-    def loading_warps(self) -> int:
-        """Warps that load KV tokens into shared memory."""
-        return 4
-
-    def serves(self, call: CallShape) -> bool:
-        """Whether the call may use this tile of the variant."""
-        q_len = 1 if self.is_sparse else call.q_len
-        return self.block_m in self.tiles_of(call.heads * q_len)
+    def uses_tma(self) -> bool:
+        """False: producer warps gather the tokens by cp.async."""
+        return False
 
 
 def mla_sm90_fp8kv_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm90Fp8KvSpec | None:

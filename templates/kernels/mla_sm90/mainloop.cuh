@@ -65,11 +65,6 @@ struct Consumer {
     if (consumer_thread() == 0) arrive(barrier);
   }
 
-  // The other warpgroup has read the P of a stage when it releases its V tiles there.
-  __device__ void release_rope(int stage) const {
-    if constexpr (kRopeDim > 0) release(smem.rope_empty[stage]);
-  }
-
   template <int kStage>
   __device__ void store_p() const {
     const int thread = reload_tid();
@@ -85,6 +80,13 @@ struct Consumer {
     fence_proxy_async();
   }
 
+  // Whether a row does not attend to a token of the KV block in `kStage`.
+  template <int kStage>
+  __device__ bool is_masked(int first_token) const {
+    if constexpr (kIsSparse) return smem.invalid_mask[kStage].all() != 0;
+    return first_token + kBlockN > work.unmasked_kv_end;
+  }
+
   // Online softmax of the KV block in `kStage`: computes P from S, publishes it to the other
   // warpgroup, and returns whether the row max has changed. Unless the block `exists`, S is
   // undefined and dropped. `kIsUnmasked` states that all rows attend to the whole block.
@@ -93,15 +95,16 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) alpha[r] = 1.0f;
     const int first_token = kv_block * kBlockN;
-    const bool needs_mask =
-        !kIsUnmasked && (!exists || first_token + kBlockN > work.unmasked_kv_end);
+    const bool needs_mask = !kIsUnmasked && (!exists || is_masked<kStage>(first_token));
     // No branch before this: it overlaps with the MMAs issued before it.
     const bool needs_rescale = !softmax.update(scores, scale, probabilities, needs_mask);
     if (!kIsUnmasked && !exists) return false;
     if (needs_rescale) {
       scale_scores(scores, scale);
       if constexpr (!kIsUnmasked) {
-        if (needs_mask) {
+        if (kIsSparse && needs_mask) {
+          mask_invalid(scores, smem.invalid_mask[kStage].all());
+        } else if (needs_mask) {
           mask_scores(scores, work, first_token, [](int r) { return row_of(r); });
           clear_nonfinite_v<kStage>(first_token);
         }
@@ -150,21 +153,16 @@ struct Consumer {
     phase ^= 1;
     if (is_last) {
       wait_wgmma(accumulators);
-      if (has_odd) release_wg0_odd();
+      if (has_odd) release(smem.wg0_empty[1]);
       return;
     }
-    qk_gemm<0>(descriptors, smem, phase, scores, [&](int tile) {
-      if (tile != 3) return;
+    qk_gemm<0>(descriptors, smem, phase, scores, [&](int issued) {
+      if (issued != 3) return;
       wgmma_wait_group<4>();
-      release_wg0_odd();
+      release(smem.wg0_empty[1]);
     });
     wait_wgmma(accumulators);
     wgmma_fence_operand(scores);
-  }
-
-  __device__ void release_wg0_odd() const {
-    release(smem.wg0_empty[1]);
-    release_rope(1);
   }
 
   // A pair in warpgroup 1: the even KV block, then the odd one.
@@ -179,14 +177,13 @@ struct Consumer {
     const bool needs_rescale = softmax_step<1, kIsUnmasked>(kv_block + 1, has_odd, alpha);
     wait_wgmma(accumulators);
     release(smem.wg1_empty[0]);
-    release_rope(0);
     if (kIsUnmasked || has_odd) {
       if (needs_rescale) rescale(accumulators, alpha[0], alpha[1]);
       wgmma_fence_operand(accumulators);
       pv_gemm_local_p<1, 1>(descriptors, probabilities, accumulators);
       wait_wgmma(accumulators);
     } else {
-      release_wg0_odd();  // warpgroup 0 does not wait for an odd block that does not exist
+      release(smem.wg0_empty[1]);  // warpgroup 0 does not wait for an odd block that does not exist
     }
     release(smem.wg1_empty[1]);
     phase ^= 1;
@@ -219,7 +216,7 @@ struct Consumer {
       for (; kv_block < end; kv_block += 2) {
         qk_gemm_first<1>();
         // The compiler places the masked path first; short work items fetch no other.
-        if (kv_block < unmasked_end) {
+        if (!kIsSparse && kv_block < unmasked_end) {
           wg1_pair<true>(kv_block, true);
         } else {
           if (kv_block + 2 >= end) release_query();
@@ -282,6 +279,7 @@ __device__ inline void consumer_loop(const Params& params, const WorkCoord& firs
   finish_q_load(smem.first_query_full);
   work_loop(smem, [&](const WorkItem& work, u32 work_idx) {
     wait_query(smem, work_idx);
+    if constexpr (kIsSparse) fence_proxy_async();  // wgmma reads what cp.async has written
     process_work(params, work, smem, state);
   });
 }

@@ -74,6 +74,7 @@ struct Consumer {
 #pragma unroll
     for (int stage_in_block = 0; stage_in_block < kStagesPerBlock; ++stage_in_block) {
       wait(smem.kv_full[pipe.index], pipe.phase);
+      if constexpr (kIsSparse) fence_proxy_async();  // wgmma reads what cp.async has written
       const u32 stage_address = shared_address(smem.kv[pipe.index]);
       pipe.advance();
       wgmma_fence();
@@ -105,6 +106,16 @@ struct Consumer {
         float& score = scores[r / 2 * 4 + half * 2 + r % 2];
         score = token + half * 8 < kv_limit ? __fmul_rn(score, scale) : -kInfinity;
       }
+    }
+  }
+
+  // The same for the tokens whose bit is set.
+  __device__ void mask_invalid(u64 invalid) {
+    const u64 bits = invalid >> (reload_warp() * 16 + reload_lane() / 4);
+#pragma unroll
+    for (int i = 0; i < kBlockM / 2; ++i) {
+      const bool is_masked = (bits >> i / 2 % 2 * 8 & 1) != 0;
+      scores[i] = is_masked ? -kInfinity : __fmul_rn(scores[i], scale);
     }
   }
 
@@ -176,7 +187,13 @@ struct Consumer {
     qk_gemm();
     float factor = scale;
     const int first_token = kv_block * kBlockN;
-    if (first_token + kBlockN > work.unmasked_kv_end) {
+    if constexpr (kIsSparse) {
+      const u64 invalid = smem.invalid_mask[pipe_stage(0)].all();
+      if (invalid != 0) {
+        mask_invalid(invalid);
+        factor = 1.0f;
+      }
+    } else if (first_token + kBlockN > work.unmasked_kv_end) {
       mask_scores(first_token);
       factor = 1.0f;
       clear_nonfinite_v(first_token);
@@ -285,6 +302,7 @@ __device__ inline void consumer_loop(const Params& params, const WorkCoord& firs
   finish_q_load(smem.first_query_full);
   work_loop(smem, [&](const WorkItem& work, u32 work_idx) {
     wait_query(smem, work_idx);
+    if constexpr (kIsSparse) fence_proxy_async();  // wgmma reads what cp.async has written
     process_work(params, work, smem, state);
   });
 }

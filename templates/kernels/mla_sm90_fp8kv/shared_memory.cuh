@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/barriers.cuh"
+#include "common/block_table.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "scheduler/schedule_range.cuh"
@@ -15,14 +16,6 @@ constexpr int kOtherBytes = 2048 + kBlockM * 80;
 constexpr int kStagesBytes = kSharedBytes - kTiles * kQueryTileBytes - kOtherBytes;
 constexpr int kStages = kStagesBytes / kStageBytes;
 constexpr int kSpareBytes = kStagesBytes - kStages * kStageBytes;
-
-// Mask of the invalid top-k indices of a KV block (FlashMLA's `is_kv_valid`, inverted).
-struct alignas(8) InvalidMask {
-  u16 bits[kProducerWarps];  // 16 tokens each
-
-  __device__ u64 all() const { return *reinterpret_cast<const u64*>(bits); }
-};
-static_assert(kProducerWarps * 16 == kBlockN, "each producer warp loads 16 tokens");
 
 // Softmax of a row: scale of its scores to the log2 domain, and the stale row max in the log2
 // domain.

@@ -35,8 +35,11 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    # Two dtypes, with rope or without, two masks, four page sizes, three tiles.
-    "mla_sm90": Family(BF16, mla_sm90_spec, mla_sm90_specs, 2 * 2 * 2 * 4 * 3, mla_sm90),
+    # Two dtypes, with rope or without, three tiles: two masks in four page sizes, and top-k indices
+    # in all.
+    "mla_sm90": Family(
+        BF16, mla_sm90_spec, mla_sm90_specs, 2 * 2 * 3 * (2 * 4 + len(PAGE_SIZES)), mla_sm90
+    ),
     "mla_sm90_fp8": Family(
         E4M3, mla_sm90_fp8_spec, mla_sm90_fp8_specs, 2 * 2 * 4 * 3, mla_sm90_fp8
     ),
@@ -53,12 +56,15 @@ families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 whole_boxes = pytest.mark.parametrize("family", list(FAMILIES.values())[:2], ids=list(FAMILIES)[:2])
 
 NO_KERNEL: list[dict[str, Any]] = [
-    *({"kv_lora_rank": 256}, {"lookup": "sparse"}, {"values": "separate"}, {"mask": "bias"}),
+    *({"kv_lora_rank": 256}, {"values": "separate"}, {"mask": "bias"}),
     *({"page_size": 8}, {"page_size": 24}),
 ]
 NOT_COVERED: dict[str, list[dict[str, Any]]] = {
-    "mla_sm90": [*NO_KERNEL, {"kv_dtype": DType.E4M3}],
-    "mla_sm90_fp8": [*NO_KERNEL, {"query_dtype": DType.BF16}],
+    "mla_sm90": [
+        *(*NO_KERNEL, {"kv_dtype": DType.E4M3}),
+        *({"lookup": "sparse", **change} for change in ({"kv_lora_rank": 256}, {"mask": "bias"})),
+    ],
+    "mla_sm90_fp8": [*NO_KERNEL, {"query_dtype": DType.BF16}, {"lookup": "sparse"}],
     "mla_sm90_fp8kv": [
         *({"kv_dtype": DType.BF16}, {"query_dtype": DType.FP16}),
         *(
@@ -145,6 +151,8 @@ def test_a_sparse_query_token_is_a_sequence() -> None:
 
     assert mla_sm90_fp8kv(rows=16).serves(call)
     assert mla_sm90_fp8kv(rows=64, lookup="paged").serves(call)
+    assert mla_sm90(rows=16, lookup="sparse").serves(call)
+    assert not mla_sm90(rows=64, lookup="sparse").serves(call)
 
 
 @families
@@ -164,8 +172,11 @@ def test_a_cta_occupies_an_sm_and_waits_for_others(family: Family, rows: int) ->
 
 
 def test_parameters_are_shared() -> None:
-    """The FP8 kernel has the parameters of the 16-bit kernel."""
+    """The FP8 kernel has those of the 16-bit kernel; over lists that has some of the FP8-KV one."""
     assert mla_sm90_fp8().parameters == mla_sm90().parameters
+    lists = mla_sm90(lookup="sparse").parameters
+    assert set(lists) < set(mla_sm90_fp8kv().parameters)
+    assert not {"latent_map", "separate_rope"} & {parameter.name for parameter in lists}
 
 
 @pytest.mark.parametrize(

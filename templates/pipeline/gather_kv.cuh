@@ -1,5 +1,5 @@
-// KV producer: four warps gather the stored tokens of each KV block into its stage by cp.async,
-// and load Q; one of them is also the scheduler warp, which publishes work items.
+// KV producer by cp.async: four warps gather the stored tokens of each KV block, by page ids or
+// top-k indices, and load Q; one of them is also the scheduler warp, which publishes work items.
 
 #pragma once
 
@@ -11,8 +11,7 @@
 #include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "kv_token.cuh"
-#include "load_q.cuh"
+#include "pipeline/load_q.cuh"
 #include "pipeline/work_pipeline.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mov.cuh"
@@ -23,11 +22,15 @@
 
 // Tokens of a KV block that each producer warp loads.
 constexpr int kTokensPerProducerWarp = kBlockN / kProducerWarps;
+static_assert(kTokensPerProducerWarp * 2 == kWarpLanes, "two lanes share a token");
+static_assert(sizeof(InvalidMask::bits) * 8 == kBlockN, "a bit per token");
+
+// Number of this warp among the producer warps.
+__device__ inline int producer_warp() { return reload_warp() % kProducerWarps; }
 
 // This lane's token of a KV block. Both halves of a warp have the same tokens.
 __device__ inline int token_of_lane() {
-  return reload_warp() % kProducerWarps * kTokensPerProducerWarp +
-         reload_lane() % kTokensPerProducerWarp;
+  return producer_warp() * kTokensPerProducerWarp + reload_lane() % kTokensPerProducerWarp;
 }
 
 // Page ids of a work item from the block table, or its top-k indices.
@@ -62,7 +65,6 @@ struct TokenAddress {
     invalid_bits = __ballot_sync(~0u, !exists);
   }
 };
-static_assert(kTokensPerProducerWarp * 2 == kWarpLanes, "two lanes share a token");
 
 // The row pointer that another lane holds.
 __device__ inline const unsigned char* row_of_lane(const unsigned char* row_ptr, int lane) {
@@ -99,89 +101,64 @@ __device__ inline void copy_chunks(const unsigned char* row_ptr, u32 invalid_bit
   }
 }
 
-// Streams the KV blocks of a work item.
-struct KvBlockStream {
+// Arrives at `full` for the copies that this warp has issued, when they complete, and for its plain
+// stores.
+__device__ inline void arrive_after_copies(const Barrier& full) {
+  cp_async_mbarrier_arrive_noinc(shared_address(&full));
+  __syncwarp();
+  if (reload_lane() == 0) arrive(full);
+}
+
+// The tokens of a work item, a KV block at a time.
+struct TokenStream {
   const Params& params;
   const WorkCoord& coord;  // in shared memory
   int next_id;  // page id or top-k index of this lane's token in the KV block after the next
   TokenAddress token_address;  // of this lane's token in the next KV block
 
-  __device__ KvBlockStream(const Params& params, const WorkCoord& coord)
+  __device__ TokenStream(const Params& params, const WorkCoord& coord)
       : params(params),
         coord(coord),
         next_id(TokenIds(params, coord).read(coord.first_kv_block + 1)),
         token_address(params, TokenIds(params, coord).read(coord.first_kv_block),
                       coord.first_kv_block) {}
 
-  // Issues the copies of a KV block, then resolves the addresses of the next one.
-  __device__ void load_kv_block(SharedMemoryPlan& smem, PipelineState<kStages>& pipe,
-                                int kv_block) {
-    const int stage = pipe.index;
-    wait(smem.kv_empty[stage], pipe.phase ^ 1);
-    copy_rows(smem, stage);
-    cp_async_mbarrier_arrive_noinc(shared_address(&smem.kv_full[stage]));
-    __syncwarp();
-    if (reload_lane() == 0) arrive(smem.kv_full[stage]);
-    pipe.advance();
+  // Resolves the addresses of the KV block after `kv_block`, and requests the ids of the one after.
+  __device__ void advance(int kv_block) {
     token_address = TokenAddress(params, next_id, kv_block + 1);
     next_id = TokenIds(params, coord).read(kv_block + 2);
   }
 
-  __device__ void copy_rows(SharedMemoryPlan& smem, int stage) const {
-    const int warp = reload_warp() % kProducerWarps;
-    const int first = warp * kTokensPerProducerWarp;
-    const u32 target = shared_address(smem.kv[stage]);
-    const StoredToken stored = stored_token(params, token_address.page, token_address.slot);
-    const u64 cache_hint = kv_cache_hint(params.cta_group_size > 1);
-    const auto latent_address = [&](int token, int chunk) {
-      return target + chunk / 8 * kTileBytes + swizzled_offset<128>(first + token, chunk % 8);
-    };
-    copy_chunks<16, kLatentDim / kChunkBytes>(stored.row, token_address.invalid_bits, cache_hint,
-                                              latent_address);
-    if constexpr (kRopeDim > 0) {
-      const unsigned char* rope = kHasBf16Rope
-                                      ? stored.row + kRopeOffset
-                                      : stored_rope(params, token_address.page, token_address.slot);
-      const auto rope_address = [&](int token, int chunk) {
-        return target + kRopeTileOffset + swizzled_offset<kRopeBytes>(first + token, chunk);
-      };
-      copy_chunks<kRopeChunks, kRopeChunks>(rope, token_address.invalid_bits, cache_hint,
-                                            rope_address);
-    }
-    copy_scales(stored, smem.kv[stage] + kScalesOffset + first * kChunkBytes);
-    if (kIsSparse && reload_lane() == 0) {
-      smem.invalid_mask[stage].bits[warp] = static_cast<u16>(token_address.invalid_bits);
-    }
+  // Copies kCount tiles, 128 bytes of every token each, from `row_ptr` on to `target`.
+  template <int kCount>
+  __device__ void copy_tiles(const unsigned char* row_ptr, u32 target) const {
+    constexpr int kTileChunks = kTileRowBytes / kChunkBytes;
+    const int first = producer_warp() * kTokensPerProducerWarp;
+    copy_chunks<kTileChunks, kCount * kTileChunks>(
+        row_ptr, token_address.invalid_bits, kv_cache_hint(params.cta_group_size),
+        [&](int token, int chunk) {
+          return target + swizzled_offset<kTileRowBytes>(first + token, chunk);
+        });
   }
 
-  // Copies the scales of the warp's tokens to `target`; a lane copies those of its own token.
-  __device__ void copy_scales(const StoredToken& stored, unsigned char* target) const {
-    const int token = reload_lane();
-    if (token >= kTokensPerProducerWarp) return;
-    target += token * kChunkBytes;
-    const bool exists = (token_address.invalid_bits >> token & 1) == 0;
-    if constexpr (kHasInlineScales) {
-      cp_async_cg_16(shared_address(target), stored.row + kLatentDim, exists ? kChunkBytes : 0);
-    } else {
-      if (stored.scales == nullptr) {
-        const float scale = exists ? stored.latent_scale : 0.0f;
-        *reinterpret_cast<float4*>(target) = {scale, scale, scale, scale};
-        return;
-      }
-#pragma unroll
-      for (int group = 0; group < kScaleGroups; ++group) {
-        const float* source = stored.scales + (kHasPerTokenScale ? 0 : group);
-        cp_async_ca_4(shared_address(target + group * sizeof(float)), source,
-                      exists ? sizeof(float) : 0);
-      }
+  // Loads Q of a work item, which is complete when the copies of all producer threads are.
+  __device__ static void load_query(const Params& params, const WorkCoord& coord,
+                                    SharedMemoryPlan& smem, int thread) {
+    load_q_async(params, coord, smem, thread, kProducerThreads);
+    cp_async_mbarrier_arrive_noinc(shared_address(&smem.query_full));
+  }
+
+  // Stores which tokens of this warp, number `warp` of the producer warps, are invalid.
+  __device__ void store_invalid_bits(InvalidMask& mask, int warp) const {
+    if (kIsSparse && reload_lane() == 0) {
+      mask.bits[warp] = static_cast<u16>(token_address.invalid_bits);
     }
   }
 };
-static_assert(kLatentDim / kChunkBytes % 16 == 0, "lanes copy the same number of chunks");
 
 // Called by one thread.
 __device__ inline void init_work_barriers(const SharedMemoryPlan& smem) {
-  init_work_barriers(smem, 1, kWorkReaders, kProducerWarps);
+  init_work_barriers(smem, 1, kWorkReaders, kQueryWriters);
 }
 
 __device__ inline bool is_scheduler_warp() { return reload_warp() == kPvWarps; }
@@ -203,27 +180,26 @@ __device__ inline void publish_work(const Params& params, int rank_in_group, u32
 }
 
 // Loads Q of a work item. The PV warps have loaded the first one.
+template <typename KvBlockStream>
 __device__ inline void load_next_q(const Params& params, const WorkItem& work,
                                    SharedMemoryPlan& smem) {
   if (work.work_idx == 0) return;
   wait(smem.query_empty, query_phase(work.work_idx) ^ 1);
-  const int thread = reload_tid() % kProducerThreads;
-  load_q(params, work, smem, thread, kProducerThreads);
-  finish_q_load<2>(smem, smem.query_full, thread, kProducerThreads);
+  KvBlockStream::load_query(params, work, smem, reload_tid() % kProducerThreads);
 }
 
-// KV blocks of the next work item that are loaded while Q of the current one is still in use.
-constexpr int kBlocksBeforeQ = kStages - 1;
-
-// `num_published` counts the work items that the scheduler warp has published.
+// `num_published` counts the work items that the scheduler warp has published. The kernel's
+// KvBlockStream is a TokenStream that copies KV blocks, and loads Q.
+template <typename KvBlockStream>
 __device__ inline void load_kv_blocks(const Params& params, const WorkItem& work,
                                       SharedMemoryPlan& smem, PipelineState<kStages>& pipe,
                                       u32& num_published) {
   KvBlockStream stream(params, work);
-  const int num_before_q = min(work.num_kv_blocks, kBlocksBeforeQ);
+  // KV blocks that are loaded while Q of the preceding work item is still in use.
+  const int num_before_q = min(work.num_kv_blocks, KvBlockStream::kBlocksBeforeQ);
 #pragma unroll 1
   for (int num_loaded = 0;; ++num_loaded) {
-    if (num_loaded == num_before_q) load_next_q(params, work, smem);
+    if (num_loaded == num_before_q) load_next_q<KvBlockStream>(params, work, smem);
     // Publishes the first work item once its first KV block is in flight, and the next one once all
     // KV blocks of this one are: loads go first.
     const u32 num_due = work.work_idx + (num_loaded == work.num_kv_blocks ? 2 : min(num_loaded, 1));
@@ -233,14 +209,15 @@ __device__ inline void load_kv_blocks(const Params& params, const WorkItem& work
     if (num_loaded == work.num_kv_blocks) return;
     // The CTA waits for its first KV block before it loads more: otherwise the first loads of the
     // last CTAs queue behind all loads of the others.
-    if (work.work_idx == 0 && num_loaded == 1) wait(smem.kv_full[0], 0);
+    if (work.work_idx == 0 && num_loaded == 1) wait(KvBlockStream::first_kv_full(smem), 0);
     stream.load_kv_block(smem, pipe, work.first_kv_block + num_loaded);
   }
 }
 
 // `scheduler` is at the first work item.
-__device__ inline void producer_loop(const Params& params, const TileScheduler& scheduler,
-                                     const WorkCoord& first_work, SharedMemoryPlan& smem) {
+template <typename KvBlockStream>
+__device__ inline void gather_loop(const Params& params, const TileScheduler& scheduler,
+                                   const WorkCoord& first_work, SharedMemoryPlan& smem) {
   // Coordinates and index of a work item are reloaded from shared memory, so that they hold no
   // registers. Every warp writes the same values here.
   if (reload_lane() == 0) {
@@ -254,7 +231,8 @@ __device__ inline void producer_loop(const Params& params, const TileScheduler& 
   u32 num_published = 0;
 #pragma unroll 1
   while (true) {
-    load_kv_blocks(params, smem.work_items[work_slot(work_idx)], smem, pipe, num_published);
+    load_kv_blocks<KvBlockStream>(params, smem.work_items[work_slot(work_idx)], smem, pipe,
+                                  num_published);
     work_idx = smem.work_items[work_slot(work_idx)].work_idx;
     if (next_work_coord(smem, work_idx).seq_idx < 0) return;
   }
