@@ -15,6 +15,7 @@ from mlagen.artifacts import Source
 from mlagen.codegen.render import render
 from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.toolchain import find_nvrtc
+from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
 from tests.built_once import cubin_of
 from tests.kernels import mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv
@@ -30,6 +31,11 @@ KERNELS: list[KernelSpec] = [
     *(mla_sm90_fp8(rows=rows) for rows in (16, 64)),
     mla_sm90_fp8(rows=64, qk_rope_head_dim=0),
     *(mla_sm90_fp8kv(rows=rows) for rows in (16, 64)),
+    *(
+        mla_sm90_fp8kv(query_dtype=DType.E4M3, lookup="paged", qk_rope_head_dim=rope)
+        for rope in (64, 0)
+    ),
+    mla_sm90_fp8kv(qk_rope_head_dim=0),
 ]
 
 

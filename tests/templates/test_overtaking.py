@@ -41,6 +41,10 @@ KERNELS += [
     *(build(rows=64, qk_rope_head_dim=0) for build in (mla_sm90, mla_sm90_fp8)),
     mla_sm90_fp8kv(rows=16),
     mla_sm90_fp8kv(rows=64),
+    *(
+        mla_sm90_fp8kv(query_dtype=DType.E4M3, lookup="paged", qk_rope_head_dim=rope)
+        for rope in (64, 0)
+    ),
 ]
 
 

@@ -186,6 +186,7 @@ def test_plain_files_are_formatted() -> None:
         mla_sm90_fp8kv(rows=64),
         mla_sm90_fp8kv(rows=16, lookup="paged", kv_dtype=DType.E4M3),
         mla_sm90_fp8kv(query_dtype=DType.E4M3, kv_dtype=DType.E4M3),
+        mla_sm90_fp8kv(query_dtype=DType.E4M3, qk_rope_head_dim=0),
         gqa_sm80(),
         gqa_sm80(arch=SM_80, kv_dtype=DType.E4M3, out_dtype=DType.E4M3),
         gqa_sm80(kv_dtype=DType.NVFP4),
