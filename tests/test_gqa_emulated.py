@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -195,6 +196,24 @@ def test_page_ids_of_a_plan_are_flat(decoded: Decode) -> None:
     problem = GqaCase(seq_lens=(300, 0, 129), q_len=2, head_dim=64, sink=2.0).build("cpu")
 
     problem.check(*decoded(problem, 5, 0, decode=decode_planned))
+
+
+@pytest.mark.parametrize("sm_count", [1, 6], ids=["whole", "split"])
+def test_pages_may_overlap(sm_count: int, decoded: Decode) -> None:
+    """A page begins at any token of a contiguous cache, and hides the tokens behind its own."""
+    problem = GqaCase(seq_lens=(300, 64, 17), kv_heads=1, group=8, page_size=64).build("cpu")
+    tables = problem.block_tables.long()
+    caches, rows = [], torch.tensor([3, 320, 400], dtype=torch.int32)
+    for pages in (problem.store.key, problem.store.value):
+        flat = torch.full((500, pages.shape[-1]), math.nan, dtype=pages.dtype)
+        for row, table, seq_len in zip(rows, tables, problem.case.seq_lens, strict=True):
+            used = pages[table[: -(-seq_len // 64)]]
+            flat[row : row + seq_len] = used.flatten(0, 2)[:seq_len]
+        caches.append(flat.unfold(0, 64, 1).mT.unsqueeze(2))
+    page = torch.arange(tables.shape[1], dtype=torch.int32) * 64
+
+    changes = {"kv_cache": tuple(caches), "block_tables": rows[:, None] + page}
+    problem.check(*decoded(problem, sm_count, 0, **changes))
 
 
 def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:

@@ -58,14 +58,15 @@ def test_no_call_needs_more_than_the_maximum(
     for module in (mla_plan, gqa_select, workspace):
         monkeypatch.setattr(module, "device_facts", gpus.__getitem__)
 
-    for index in range(len(gpus)):
-        needed = [
-            mlagen.workspace_bytes(
-                batch=batch, q_len=1, heads=heads, max_seq_len=length, device=index, **call
-            )
-            for batch, heads, length in product(BATCHES, (1, 16, 48, 128, 256), LENGTHS)
-        ]
-        assert 0 < max(needed) <= mlagen.max_workspace_bytes(index)
+    shares = [
+        mlagen.workspace_bytes(
+            batch=batch, q_len=1, heads=heads, max_seq_len=length, device=index, **call
+        )
+        / mlagen.max_workspace_bytes(index)
+        for index in range(len(gpus))
+        for batch, heads, length in product(BATCHES, (1, 16, 48, 128, 256), LENGTHS)
+    ]
+    assert 0 < max(shares) <= 1
 
 
 @pytest.mark.parametrize("arch", [SM_80, SM_90A], ids=str)
