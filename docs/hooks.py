@@ -32,6 +32,8 @@ SHOWN = (
     "mlagen/distributed.py",
     "mlagen/families/workspace.py",
     "mlagen/decode.py",
+    "mlagen/gqa/aliases.py",
+    "mlagen/gqa/graph_decode.py",
     "mlagen/gqa/trtllm.py",
     "mlagen/gqa/wrapper.py",
     "mlagen/jit.py",

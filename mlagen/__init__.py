@@ -23,7 +23,7 @@ from mlagen.errors import (
 
 if TYPE_CHECKING:
     from mlagen import cascade, decode, distributed, mla, ops, xqa
-    from mlagen.families.workspace import workspace_bytes
+    from mlagen.families.workspace import max_workspace_bytes, workspace_bytes
     from mlagen.jit import freeze, on_compile
     from mlagen.mla.flare import PagedKVCache
     from mlagen.monitoring import metrics
@@ -45,6 +45,7 @@ __all__ = [
     "decode",
     "distributed",
     "freeze",
+    "max_workspace_bytes",
     "metrics",
     "mla",
     "on_compile",
@@ -59,6 +60,7 @@ __version__ = "0.1.0"
 _API_MODULES = ("cascade", "decode", "distributed", "mla", "ops", "xqa")
 _MODULES = {
     "PagedKVCache": "mlagen.mla.flare",
+    "max_workspace_bytes": "mlagen.families.workspace",
     "metrics": "mlagen.monitoring",
     "freeze": "mlagen.jit",
     "on_compile": "mlagen.jit",

@@ -7,17 +7,31 @@ tokens ``r``, ``r + world``, ``r + 2 world`` and so on. Each rank has the querie
 from __future__ import annotations
 
 import math
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from mlagen.cascade import merge_states
-from mlagen.families.common.arguments import require_dims, require_tensor
+from mlagen.families.common.arguments import (
+    require,
+    require_dims,
+    require_flag,
+    require_shape,
+    require_tensor,
+    require_whole_number,
+)
+from mlagen.families.states import States, combine_states
 from mlagen.mla.trtllm import trtllm_batch_decode_with_kv_cache_mla
+from mlagen.runtime.capture import is_capturing
+from mlagen.torch_ops.traced import is_compiling, is_traced
 
 __all__ = ["decode_cp", "local_seq_lens"]
 
 _LSE_BYTES = 16  # of a row in a message; keeps outputs aligned
+
+# Shapes whose buffers are cached; those of one decode step are equal in all layers.
+_CACHED_SHAPES = 4
 
 
 def local_seq_lens(seq_lens: torch.Tensor, cp_world: int, cp_rank: int) -> torch.Tensor:
@@ -61,17 +75,29 @@ def decode_cp(
     return_lse: bool = False,
     return_lse_base: str = "base2",
     group: dist.ProcessGroup | None = None,
+    query_has_all_heads: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Decode one step of MLA over a KV cache that the ranks of a process group share.
 
     Every rank gathers the queries of all heads, computes them over its own tokens, and sends each
     rank the results of that rank's heads, which it combines. All ranks call it with the same
-    requests, query tokens and number of heads. It does not synchronize with the device.
+    requests, query tokens and number of heads. It does not synchronize with the device, and a CUDA
+    graph may capture it after one call outside of the capture.
+
+    A call runs an all-gather, the decode, a kernel that copies the partial outputs with their LSE
+    into messages, an all-to-all, and a kernel that combines the ranks. Queries that are not head by
+    head in memory need a copy before, and sinks two small kernels. One rank has the decode only.
+
+    Partial outputs keep the 16-bit dtype of the decode kernel. Their rounding adds an error of at
+    most ``u * sum(w[r] * abs(out[r]))``, with the weights ``w[r]`` of the ranks, which add up to 1,
+    and ``u`` of 2^-8 in bf16 and 2^-11 in fp16, to that of the result, ``u * abs(out)``.
 
     Parameters
     ----------
     query : bf16, fp16 or e4m3 [batch, q_len, heads, head_dim_qk], or [tokens, heads, head_dim_qk]
-        Queries of this rank's heads; the heads of all ranks are 256 at most.
+        Queries of this rank's heads; the heads of all ranks are 256 at most. With one query token,
+        or with heads as the first dimension in memory, as a batched GEMM with the weights of each
+        head leaves them, the all-gather reads them where they are.
     kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim
         As of :func:`mlagen.mla.trtllm_batch_decode_with_kv_cache_mla`.
     block_tables, seq_lens, max_seq_len
@@ -90,6 +116,8 @@ def decode_cp(
         ``base2`` or ``basee``: log2 or natural logarithm.
     group : torch.distributed.ProcessGroup
         The ranks; all processes if None.
+    query_has_all_heads : bool
+        Whether ``query`` has the heads of all ranks, rank by rank: the all-gather is omitted.
 
     Returns
     -------
@@ -103,53 +131,57 @@ def decode_cp(
     """
     query = require_tensor(query, "query")
     require_dims(query, "query", (4,) if cum_seq_lens_q is None else (3,))
+    kv_lora_rank = require_whole_number(kv_lora_rank, "kv_lora_rank")
+    is_whole = require_flag(query_has_all_heads, "query_has_all_heads")
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    heads, rows = query.shape[-2], query.shape[:-2]
-    out, lse = trtllm_batch_decode_with_kv_cache_mla(
-        query=_with_all_heads(query, world, group),
-        kv_cache=kv_cache,
-        workspace_buffer=workspace_buffer,
-        qk_nope_head_dim=qk_nope_head_dim,
-        kv_lora_rank=kv_lora_rank,
-        qk_rope_head_dim=qk_rope_head_dim,
-        block_tables=block_tables,
-        seq_lens=seq_lens,
-        max_seq_len=max_seq_len,
-        sparse_mla_top_k=sparse_mla_top_k,
-        sparse_mla_top_k_lens=sparse_mla_top_k_lens,
-        bmm1_scale=bmm1_scale,
-        bmm2_scale=bmm2_scale,
-        sinks=None if sinks is None else _own_sinks(sinks, world, rank),
-        cum_seq_lens_q=cum_seq_lens_q,
-        max_q_len=max_q_len,
-        enable_pdl=enable_pdl,
-        return_lse=True,
-        return_lse_base=return_lse_base,
-        enable_dcp=True,
-        cp_world=world,
-        cp_rank=rank,
-        causal_seqlens_kv_global=causal_seqlens_kv_global,
+    require(
+        not is_whole or query.shape[-2] % world == 0,
+        "query.shape[-2]",
+        f"a multiple of {world} (ranks)",
+        query.shape[-2],
     )
-    partial_out, partial_lse = _exchange(
-        out.view(-1, world, heads, kv_lora_rank), lse.view(-1, world, heads), group
-    )
-    combined, combined_lse = merge_states(partial_out, partial_lse, base=return_lse_base)
-    combined = combined.view(*rows, heads, kv_lora_rank)
-    return (combined, combined_lse) if return_lse else combined
-
-
-def _with_all_heads(
-    query: torch.Tensor, world: int, group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """Return the queries of the heads of all ranks, rank by rank."""
-    own = query.contiguous().view(torch.uint8)  # no backend has collectives of every dtype
-    *rows, heads, width = own.shape
-    gathered = own.new_empty(world * rows[0], *own.shape[1:])
-    # The newer name of the same collective.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(gathered, own, group=group)
-    by_rank = gathered.view(world, *own.shape)
-    return by_rank.movedim(0, -3).reshape(*rows, world * heads, width).view(query.dtype)
+    heads = query.shape[-2] // world if is_whole else query.shape[-2]
+    if sinks is not None:
+        require_shape(require_tensor(sinks, "sinks"), "sinks", ((heads,),), "heads of this rank")
+    exchange = None
+    if world > 1:
+        width = 0 if is_whole else query.shape[-1]
+        exchange = _exchange_of(query, (heads, width, kv_lora_rank, world), group)
+    with torch.no_grad():
+        if exchange is not None and not is_whole:
+            query = exchange.gather(query, group)
+        if exchange is not None and sinks is not None:
+            sinks = _own_sinks(sinks, world, rank)
+        out, lse = trtllm_batch_decode_with_kv_cache_mla(
+            query=query,
+            kv_cache=kv_cache,
+            workspace_buffer=workspace_buffer,
+            qk_nope_head_dim=qk_nope_head_dim,
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            max_seq_len=max_seq_len,
+            sparse_mla_top_k=sparse_mla_top_k,
+            out=None if exchange is None else exchange.out,
+            bmm1_scale=bmm1_scale,
+            bmm2_scale=bmm2_scale,
+            sinks=sinks,
+            sparse_mla_top_k_lens=sparse_mla_top_k_lens,
+            lse=None if exchange is None else exchange.lse,
+            cum_seq_lens_q=cum_seq_lens_q,
+            max_q_len=max_q_len,
+            enable_pdl=enable_pdl,
+            return_lse=True,
+            return_lse_base=return_lse_base,
+            enable_dcp=True,
+            cp_world=world,
+            cp_rank=rank,
+            causal_seqlens_kv_global=causal_seqlens_kv_global,
+        )
+        if exchange is not None:
+            out, lse = exchange.combine(return_lse_base, group)
+    return (out, lse) if return_lse else out
 
 
 def _own_sinks(sinks: torch.Tensor, world: int, rank: int) -> torch.Tensor:
@@ -159,29 +191,108 @@ def _own_sinks(sinks: torch.Tensor, world: int, rank: int) -> torch.Tensor:
     return by_rank.view(-1)
 
 
-def _exchange(
-    out: torch.Tensor, lse: torch.Tensor, group: dist.ProcessGroup | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Send each rank the results of its heads.
+class _Exchange(NamedTuple):
+    """What the ranks exchange in a call, and views of it in the layouts of the kernels.
 
-    Takes ``out[tokens, world, heads, dim]`` and ``lse[tokens, world, heads]`` of all ranks' heads,
-    and returns the same with ``world`` as the source, of this rank's heads.
+    Its memory is rank by rank and head by head, so that a message to a rank is contiguous.
     """
-    tokens, world, heads, dim = out.shape
-    out_bytes = dim * out.element_size()
-    shape = (world, tokens, heads, out_bytes + _LSE_BYTES)
-    sent = torch.empty(shape, dtype=torch.uint8, device=out.device)
-    received = torch.empty_like(sent)
-    _out_of(sent, out.dtype, out_bytes).copy_(out.transpose(0, 1))
-    _lse_of(sent, out_bytes).copy_(lse.transpose(0, 1))
-    dist.all_to_all_single(received, sent, group=group)
-    partial_out = _out_of(received, out.dtype, out_bytes)
-    return partial_out.transpose(0, 1), _lse_of(received, out_bytes).transpose(0, 1)
+
+    gathered: torch.Tensor  # bytes [world * heads, ..., row], of all ranks; none if they are given
+    query: torch.Tensor  # its view [..., world * heads, head_dim_qk]
+    out: torch.Tensor  # [..., world * heads, kv_lora_rank], over the tokens of this rank
+    lse: torch.Tensor  # [tokens, world * heads]
+    sent: torch.Tensor  # bytes [world * heads, tokens, row]: an output row, and its LSE
+    received: torch.Tensor  # the same of this rank's heads
+    computed: States  # views of out and lse
+    nothing: States
+    messages: States  # views of sent
+    first: States  # views of received: of rank 0
+    others: States  # of the other ranks, [tokens, world - 1, heads, ...]
+
+    def gather(self, query: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        """Return the queries of the heads of all ranks."""
+        own = query.movedim(-2, 0).contiguous()
+        # As bytes, since no backend has collectives of every dtype. The newer name of the same one.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(self.gathered, own.view(torch.uint8), group=group)
+        return self.query
+
+    def combine(
+        self, base: str, group: dist.ProcessGroup | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send each rank the results of its heads, and return those of this rank, combined."""
+        by_kernel = not (is_compiling() or is_traced())
+        # A copy: without other states the first one stays as it is.
+        combine_states(
+            self.computed, self.nothing, "base2", into=self.messages, by_kernel=by_kernel
+        )
+        dist.all_to_all_single(self.received, self.sent, group=group)
+        out, lse = combine_states(self.first, self.others, base, by_kernel=by_kernel)
+        return out.view(*self.out.shape[:-2], *out.shape[1:]), lse
 
 
-def _out_of(message: torch.Tensor, dtype: torch.dtype, out_bytes: int) -> torch.Tensor:
-    return message[..., :out_bytes].view(dtype)
+def _exchange_of(
+    query: torch.Tensor, sizes: tuple[int, int, int, int], group: dist.ProcessGroup | None
+) -> _Exchange:
+    """Return memory that no other call uses at the same time.
+
+    Calls of one group and stream follow each other. A graph has memory of its own, in its pool.
+    """
+    rows, device = tuple(query.shape[:-2]), query.device
+    facts = (rows, sizes, query.dtype, device)
+    is_cached = not (is_compiling() or is_traced() or is_capturing(device))
+    return _cached_exchange(facts, _user_of(device, group)) if is_cached else _new_exchange(*facts)
 
 
-def _lse_of(message: torch.Tensor, out_bytes: int) -> torch.Tensor:
-    return message[..., out_bytes:].view(torch.float32)[..., 0]
+def _user_of(device: torch.device, group: dist.ProcessGroup | None) -> tuple[str, int]:
+    known = dist.group.WORLD if group is None else group
+    assert known is not None, "it has a size"
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return known.group_name, stream
+
+
+@lru_cache(maxsize=_CACHED_SHAPES)
+def _cached_exchange(facts: tuple[Any, ...], _user: tuple[str, int]) -> _Exchange:
+    """Return the memory of a group and stream; a call at known addresses is a replay."""
+    with torch.inference_mode(mode=False):
+        return _new_exchange(*facts)
+
+
+def _new_exchange(
+    rows: tuple[int, ...],
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> _Exchange:
+    heads, head_dim_qk, kv_lora_rank, world = sizes
+    tokens, all_heads = math.prod(rows), world * heads
+    out_dtype = dtype if dtype.itemsize == 2 else torch.bfloat16
+    out_bytes = kv_lora_rank * out_dtype.itemsize
+    lse_offset = -(-out_bytes // _LSE_BYTES) * _LSE_BYTES
+
+    def empty(*shape: int, of: torch.dtype = torch.uint8) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device=device)
+
+    def states(rows: torch.Tensor) -> States:
+        lse = rows[..., lse_offset:].view(torch.float32)[..., 0]
+        return States(rows[..., :out_bytes].view(out_dtype), lse)
+
+    query = empty(all_heads, *rows, head_dim_qk, of=dtype)
+    out = empty(*rows, all_heads, kv_lora_rank, of=out_dtype)
+    lse = empty(tokens, all_heads, of=torch.float32)
+    sent, received = (empty(all_heads, tokens, lse_offset + _LSE_BYTES) for _ in range(2))
+    by_rank = received.view(world, heads, *received.shape[1:]).permute(2, 0, 1, 3)
+    computed = States(out.view(tokens, all_heads, kv_lora_rank), lse)
+    return _Exchange(
+        gathered=query.view(torch.uint8),
+        query=query.movedim(0, -2),
+        out=out,
+        lse=lse,
+        sent=sent,
+        received=received,
+        computed=computed,
+        nothing=States(computed.out[:, None][:, :0], lse[:, None][:, :0]),
+        messages=states(sent.transpose(0, 1)),
+        first=states(by_rank[:, 0]),
+        others=states(by_rank[:, 1:]),
+    )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mlagen.cascade import merge_state, merge_state_in_place, merge_states
+from mlagen.families.states import States, combine_states
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-20}
 BASES = {"base2": math.log(2), "basee": 1.0}  # in natural units
@@ -98,6 +99,20 @@ class CascadeSemantics:
         expected, expected_lse = merge_states(v, s)
         assert torch.equal(out, expected)
         assert torch.equal(lse, expected_lse)
+
+    def test_one_state_is_copied_into_a_message(self, device: str) -> None:
+        """Rows with their LSE behind each keep every bit; an empty one, even NaN, is zeros."""
+        v, s = states(1, torch.bfloat16, device)
+        message = torch.full((4, 3, 144), 0xFF, dtype=torch.uint8, device=device)
+        out = message[..., :128].view(torch.bfloat16).transpose(0, 1)
+        lse = message[..., 128:].view(torch.float32)[..., 0].transpose(0, 1)
+
+        nothing = States(v[:, :0], s[:, :0])
+        combine_states(States(v[:, 0], s[:, 0]), nothing, "base2", into=States(out, lse))
+
+        assert torch.equal(out, v[:, 0].nan_to_num())
+        assert torch.equal(lse, s[:, 0])
+        assert (message[..., 132:] == 0xFF).all()
 
     def test_rows_may_have_gaps_in_a_row(self, device: str) -> None:
         """Elements need not be adjacent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from mlagen.distributed import decode_cp, local_seq_lens
+from tests.graph_replay import captured, exchange
 from tests.problems.mla import MlaCase, MlaProblem
 from tests.problems.reference import (
     UNIT_ROUNDOFF,
@@ -20,15 +22,19 @@ from tests.problems.reference import (
     output_tolerance,
 )
 
+Check = Callable[[MlaCase, str, int, int], None]
 
-def check_ranks(world: int, backend: str, folder: Path, cases: tuple[MlaCase, ...]) -> None:
-    """Fail unless every rank computes its heads of every case, in a process for each rank."""
+
+def run_ranks(
+    check: Check, world: int, backend: str, folder: Path, cases: tuple[MlaCase, ...]
+) -> None:
+    """Run a check of every case, given case, device, world and rank, in a process for each rank."""
     where = f"file://{folder / 'rendezvous'}"
-    spawn(_check_rank, (world, backend, where, cases), nprocs=world)  # type: ignore[no-untyped-call]
+    spawn(_run_rank, (check, world, backend, where, cases), nprocs=world)  # type: ignore[no-untyped-call]
 
 
-def _check_rank(
-    rank: int, world: int, backend: str, where: str, cases: tuple[MlaCase, ...]
+def _run_rank(
+    rank: int, check: Check, world: int, backend: str, where: str, cases: tuple[MlaCase, ...]
 ) -> None:
     torch.set_num_threads(1)
     device = f"cuda:{rank}" if backend == "nccl" else "cpu"
@@ -37,25 +43,58 @@ def _check_rank(
     dist.init_process_group(backend, init_method=where, rank=rank, world_size=world)
     try:
         for case in cases:
-            whole = case.build(device)
-            own = replace(case, cp_world=world, cp_rank=rank).build(device)
-            out, lse = decode_rank(own, return_lse=True)
-            _check_heads(whole, _heads_of(own), out, lse)
+            check(case, device, world, rank)
     finally:
         dist.destroy_process_group()
 
 
-def _heads_of(problem: MlaProblem) -> slice:
-    """Return the heads of a rank of as many."""
-    each = problem.case.heads // problem.case.cp_world
-    return slice(problem.case.cp_rank * each, (problem.case.cp_rank + 1) * each)
+def check_heads(case: MlaCase, device: str, world: int, rank: int) -> None:
+    """Fail unless a rank computes its heads, from queries of its own heads and of all heads.
+
+    A second call with tensors of the same shapes leaves the results of the first as they are.
+    """
+    problems = [replace(case, seed=seed, cp_world=world, cp_rank=rank) for seed in range(2)]
+    own, other = (problem.build(device) for problem in problems)
+    whole = case.build(device)
+
+    results = decode_cp(**rank_arguments(own))
+    decode_cp(**rank_arguments(other))
+    of_all = decode_cp(**rank_arguments(own) | {"query": own.query, "query_has_all_heads": True})
+
+    _check(whole, own, results, of_all)
 
 
-def decode_rank(problem: MlaProblem, **changes: Any) -> Any:
-    """Return what ``decode_cp`` returns for the heads of a rank."""
+def check_replays(case: MlaCase, device: str, world: int, rank: int) -> None:
+    """Fail unless replays of a captured call follow its tensors, and equal calls of their own."""
+    count = len(case.seq_lens)
+    cases = [
+        replace(case, seed=turn, seq_lens=case.seq_lens[turn:] + case.seq_lens[:turn])
+        for turn in range(count)
+    ]
+    ranks = [replace(one, cp_world=world, cp_rank=rank).build(device) for one in cases]
+    static: dict[str, Any] = {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in rank_arguments(ranks[0]).items()
+    }
+    results: list[Any] = []
+    graph = captured(lambda: results.append(decode_cp(**static)))
+    out, lse = results[-1]
+
+    for turn in (*range(1, count), 0):
+        exchange(static, rank_arguments(ranks[turn]))
+        graph.replay()
+
+        _check(cases[turn].build(device), ranks[turn], (out, lse))
+        eager, eager_lse = decode_cp(**static)
+        assert torch.equal(out, eager)
+        assert torch.equal(lse, eager_lse)
+
+
+def rank_arguments(problem: MlaProblem) -> dict[str, Any]:
+    """Return the arguments of ``decode_cp`` for the heads of a rank, with LSE."""
     case, heads = problem.case, _heads_of(problem)
     arguments = problem.arguments()
-    for name in ("enable_dcp", "cp_world", "cp_rank", "return_lse", "return_lse_base"):
+    for name in ("enable_dcp", "cp_world", "cp_rank"):
         del arguments[name]
     assert torch.equal(
         problem.seq_lens,
@@ -64,17 +103,23 @@ def decode_rank(problem: MlaProblem, **changes: Any) -> Any:
     arguments["query"] = arguments["query"][..., heads, :]
     if problem.sinks is not None:
         arguments["sinks"] = problem.sinks[heads]
-    return decode_cp(**arguments | changes)
+    return arguments
 
 
-def _check_heads(whole: MlaProblem, heads: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Fail unless the results of some heads are those of all tokens, merged from parts."""
-    all_heads = whole.expected()
+def _heads_of(problem: MlaProblem) -> slice:
+    """Return the heads of a rank of as many."""
+    each = problem.case.heads // problem.case.cp_world
+    return slice(problem.case.cp_rank * each, (problem.case.cp_rank + 1) * each)
+
+
+def _check(whole: MlaProblem, own: MlaProblem, *results: Any) -> None:
+    """Fail unless the results of a rank's heads are those of all tokens, merged from parts."""
+    all_heads, heads = whole.expected(), _heads_of(own)
     expected = Attention(**{name: value[:, heads] for name, value in vars(all_heads).items()})
-    tolerance = output_tolerance(out.dtype, expected, whole.math_dtype)
-    tolerance += UNIT_ROUNDOFF[out.dtype] * expected.magnitude
-    assert_close(out.float().reshape(expected.out.shape), expected.out, tolerance, "out")
     wanted = expected.lse.float()
-    assert_close(
-        lse.reshape(wanted.shape), wanted, lse_tolerance(whole.math_dtype, expected), "lse"
-    )
+    for out, lse in results:
+        tolerance = output_tolerance(out.dtype, expected, whole.math_dtype)
+        tolerance += UNIT_ROUNDOFF[out.dtype] * expected.magnitude
+        assert_close(out.float().reshape(expected.out.shape), expected.out, tolerance, "out")
+        lse_bound = lse_tolerance(whole.math_dtype, expected)
+        assert_close(lse.reshape(wanted.shape), wanted, lse_bound, "lse")

@@ -1,4 +1,4 @@
-"""Kernels that tests compile, and a copy of the templates that tests may edit."""
+"""Kernels that tests compile, SM counts of GPUs, and a copy of the templates to edit."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ from mlagen.spec.mla.variant import MlaVariant
 
 SM_80 = parse_arch("sm_80")
 SM_90A = parse_arch("sm_90a")
+
+# Of partitions, half an H100, H20, A100, H100 PCIe, H100 and H200, and a whole GH100.
+SM_COUNTS = (1, 2, 16, 66, 78, 108, 114, 132, 144)
 
 
 def mla_sm80(*, arch: Arch = SM_90A, rows: int = 16, **changes: Any) -> MlaSm80Spec:

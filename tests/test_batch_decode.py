@@ -120,12 +120,18 @@ class TestBatchDecode:
         assert both[1] is lse
         problem.check(out, lse)
 
-    def test_what_a_run_repeats_of_its_plan(self, device: str) -> None:
-        """`window_left` and `q_len_per_req` may be passed again."""
-        problem = replace(DRAFTS, window=20).build(device)
-        repeated = {"window_left": 19, "q_len_per_req": 3}
+    def test_what_a_run_has_of_its_own(self, device: str) -> None:
+        """`window_left` and `q_len_per_req` of a run replace the plan's, for that run alone."""
+        problem, planned = (case.build(device) for case in (replace(DRAFTS, window=20), SMALL))
+        own = {"window_left": 19, "q_len_per_req": 3}
 
-        problem.check(run(wrapper_of(problem), problem, **repeated))
+        problem.check(run(wrapper_of(problem), problem, **own))
+        wrapper = wrapper_of(problem, window_left=-1, q_len_per_req=1)
+        for _ in range(2):
+            problem.check(run(wrapper, problem, **own))
+
+        wrapper.plan(**plan_arguments(planned))
+        planned.check(run(wrapper, planned))
 
     @pytest.mark.parametrize("backend", ["auto", "fa2", "fa3", "trtllm-gen", "cute-dsl", "cudnn"])
     def test_backends_are_names_of_one_semantics(self, backend: str, device: str) -> None:

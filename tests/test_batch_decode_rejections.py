@@ -147,8 +147,9 @@ def test_a_plan_that_breaks_a_rule_is_rejected(changes: dict[str, Any], message:
         ),
         ({"out": lambda p: p.query.half()}, "out.dtype: expected torch.bfloat16 (o_data_type of"),
         ({"lse": lambda _: torch.zeros(4, 7)}, "lse.shape: expected [4, 8]"),
-        ({"window_left": lambda _: 3}, "window_left: expected -1 (of plan), got 3"),
-        ({"q_len_per_req": lambda _: 2}, "q_len_per_req: expected 1 (of plan), got 2"),
+        ({"window_left": lambda _: "3"}, "window_left: expected an int, got '3'"),
+        ({"q_len_per_req": lambda _: 2}, "q.shape: expected [8, 8, 128] (batch * 2, num_qo_heads"),
+        ({"q_len_per_req": lambda _: 0}, "q_len_per_req: expected an int, 1 or more, got 0"),
         (
             {"skip_softmax_threshold_scale_factor": lambda _: "no"},
             "skip_softmax_threshold_scale_factor: expected a float, got 'no'",
@@ -159,7 +160,7 @@ def test_a_plan_that_breaks_a_rule_is_rejected(changes: dict[str, Any], message:
 def test_a_run_that_differs_from_its_plan_is_rejected(
     changes: dict[str, Any], message: str
 ) -> None:
-    """Sizes, dtypes and what a run repeats are those of the plan."""
+    """Sizes and dtypes are those of the plan, and what a run has of its own is checked."""
     problem = SMALL.build("cpu")
     given = {name: change(problem) for name, change in changes.items()}
 

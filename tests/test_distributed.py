@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from mlagen.distributed import local_seq_lens
-from tests.dcp_ranks import check_ranks
+from mlagen import distributed
+from mlagen.distributed import decode_cp, local_seq_lens
+from mlagen.errors import ArgumentError
+from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla
+from tests.dcp_ranks import check_heads, rank_arguments, run_ranks
 from tests.problems.mla import MlaCase, mla_case
 
 RANKS = 4
@@ -23,7 +29,97 @@ CASES = (
 @pytest.mark.timeout(60)
 def test_every_rank_has_its_heads_over_all_tokens(tmp_path: Path) -> None:
     """Four ranks of one or two heads each, with ragged and empty requests and a sink."""
-    check_ranks(RANKS, "gloo", tmp_path, CASES)
+    run_ranks(check_heads, RANKS, "gloo", tmp_path, CASES)
+
+
+@pytest.fixture
+def _second_of_two() -> Iterator[None]:
+    """Make this process the second rank of two; what the first one sends is undefined."""
+    fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=1, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def outputs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the address of the output of each decode."""
+    addresses: list[int] = []
+    decode = trtllm_batch_decode_with_kv_cache_mla
+
+    def recorded(**arguments: Any) -> Any:
+        addresses.append(arguments["out"].data_ptr())
+        return decode(**arguments)
+
+    monkeypatch.setattr(distributed, "trtllm_batch_decode_with_kv_cache_mla", recorded)
+    return addresses
+
+
+RANK = MlaCase(seq_lens=(70, 3), heads=4, with_sinks=True, cp_world=2, cp_rank=1)
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    """Its call is the decode of all heads."""
+    problem = replace(RANK, cp_world=1, cp_rank=0).build("cpu")
+    fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=1)
+    try:
+        out, lse = decode_cp(**rank_arguments(problem))
+    finally:
+        dist.destroy_process_group()
+
+    problem.check(out, lse)
+
+
+@pytest.mark.usefixtures("_second_of_two")
+def test_repeated_calls_use_the_same_memory(outputs: list[int]) -> None:
+    """So that they replay their launches; each returns new outputs."""
+    arguments = rank_arguments(RANK.build("cpu"))
+
+    first, second = (decode_cp(**arguments) for _ in range(2))
+
+    assert outputs[0] == outputs[1]
+    assert first[0].data_ptr() != second[0].data_ptr()
+
+
+@pytest.mark.usefixtures("_second_of_two")
+@pytest.mark.parametrize("reason", ["is_capturing", "is_traced", "is_compiling"])
+def test_a_graph_has_memory_of_its_own(
+    reason: str, outputs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a CUDA graph captures the call or a compiler traces it."""
+    arguments = rank_arguments(RANK.build("cpu"))
+    decode_cp(**arguments)
+    monkeypatch.setattr(distributed, reason, lambda *_: True)
+
+    decode_cp(**arguments)
+
+    assert outputs[0] != outputs[1]
+
+
+@pytest.mark.usefixtures("_second_of_two")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sinks": torch.zeros(4)}, "sinks.shape: expected [2] (heads of this rank), got [4]"),
+        ({"kv_lora_rank": 1.5}, "kv_lora_rank: expected an int, 0 or more, got 1.5"),
+        ({"query": torch.zeros(2, 576)}, "query.ndim: expected 4, got 2"),
+        (
+            {"query": torch.zeros(2, 1, 3, 576), "query_has_all_heads": True},
+            "query.shape[-2]: expected a multiple of 2 (ranks), got 3",
+        ),
+    ],
+    ids=lambda value: value.partition(":")[0] if isinstance(value, str) else "",
+)
+def test_an_argument_is_rejected_before_an_exchange(
+    changes: dict[str, Any], message: str, outputs: list[int]
+) -> None:
+    """The message has the argument, the rule and the given value."""
+    with pytest.raises(ArgumentError) as caught:
+        decode_cp(**rank_arguments(RANK.build("cpu")) | changes)
+
+    assert str(caught.value) == message
+    assert not outputs
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])

@@ -56,6 +56,24 @@ self float_workspace_buffer kv_layout='NHD' use_cuda_graph=False use_tensor_core
 paged_kv_indptr_buffer=None paged_kv_indices_buffer=None paged_kv_last_page_len_buffer=None
 backend='auto' jit_args=None
 
+decode.BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer
+self float_workspace_buffer int_workspace_buffer
+
+decode.BatchDecodeWithPagedKVCacheWrapper.forward
+self q paged_kv_cache pos_encoding_mode='NONE' q_scale=None k_scale=None v_scale=None window_left=-1
+logits_soft_cap=None sm_scale=None rope_scale=None rope_theta=None
+* return_lse=False
+
+decode.CUDAGraphBatchDecodeWithPagedKVCacheWrapper
+workspace_buffer indptr_buffer indices_buffer last_page_len_buffer kv_layout='NHD'
+use_tensor_cores=False
+
+decode.fast_decode_plan
+self indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size
+pos_encoding_mode='NONE' window_left=-1 logits_soft_cap=None q_data_type=None kv_data_type=None
+data_type=None sm_scale=None rope_scale=None rope_theta=None non_blocking=True fixed_split_size=None
+disable_split_kv=False q_len_per_req=1 global_override_indptr_cpu=None
+
 xqa.xqa
 q k_cache v_cache page_table seq_lens output workspace_buffer semaphores num_kv_heads
 page_size sinks=None q_scale=1.0 kv_scale=1.0 sliding_win_size=0 kv_layout='NHD' sm_count=None

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-from mlagen.families.common.plan_sm80 import MlaProblemShape, plan_mla_sm80
-from mlagen.mla import flare
 from mlagen.mla.flare import flare_mla_decoding
 from mlagen.mla.masks import CausalMask, MaterializedMask, OrMask
-from mlagen.spec.arch import Arch
-from mlagen.spec.dtype import DType
-from tests.kernels import SM_80, SM_90A, mla_sm80
 from tests.problems.flare import (
     FORMS,
     SCALE,
@@ -137,28 +131,3 @@ class TestFlare:
 
         assert tuple(out.shape) == (2, 3, 4, 512)
         assert (out == 0).all()
-
-
-@pytest.mark.parametrize("arch", [SM_80, SM_90A], ids=str)
-def test_the_workspace_per_sm_is_sufficient(arch: Arch) -> None:
-    """The fixed workspace per SM covers every variant and shape."""
-    needed = set()
-    shapes = product((1, 7, 64, 132, 700), (0, 1, 6), (1, 16, 128, 256), (0, 100, 5000, 200_000))
-    variants = product(
-        (16, 32, 64), (DType.BF16, DType.E4M3, DType.FP8_PER_TOKEN), ("causal", "bias")
-    )
-    specs = [
-        mla_sm80(arch=arch, rows=rows, query_dtype=dtype, kv_dtype=dtype, mask=mask)
-        for rows, dtype, mask in variants
-    ]
-    for (batch, q_len, heads, max_kv_len), spec in product(shapes, dict.fromkeys(specs)):
-        problem = MlaProblemShape(
-            batch=batch,
-            q_len=q_len,
-            heads=heads,
-            total_rows=batch * max(1, q_len) * heads,
-            max_kv_len=max_kv_len,
-        )
-        needed.add(plan_mla_sm80(spec, problem, 132).workspace_bytes)
-
-    assert 0 < max(needed) <= 132 * flare._WORKSPACE_BYTES_PER_SM

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
-from tests.flashinfer.run import (
-    ROOT,
-    SELECTIONS,
+from tests.flashinfer.outcomes import (
     Difference,
     Outcome,
+    added,
     classified,
-    counted,
     read_differences,
-    stale_differences,
+    summary_of,
+    told,
 )
+from tests.flashinfer.run import ROOT
+from tests.flashinfer.selections import SELECTIONS
 
 # A test of each kind, as FlashInfer's tests are written.
 TESTS = """
@@ -50,26 +53,140 @@ def test_that_fails():
 def test_of_something_else():
     gen_batch_mla_module("fa2")
 """
+GRID = """
+import pytest
+
+
+@pytest.mark.parametrize("a", [1, 2])
+@pytest.mark.parametrize("b", [1, 2, 3])
+@pytest.mark.parametrize("c", [1, 2, 3, 4])
+@pytest.mark.parametrize("d", range(5))
+def test_batch(a, b, c, d):
+    pass
+"""
+# FlashInfer's tests of batch decode compare with a function that is a reference here.
+WRAPPER = """
+import flashinfer
+import torch
+
+
+def test_batch_decode():
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1, device="cuda"))
+    given = [torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [0], [5])]
+    sizes = (4, 2, 64, 8)
+    wrapper.plan(*given, *sizes, q_data_type=torch.float16)
+    query = torch.randn(1, 4, 64, dtype=torch.float16, device="cuda")
+    keys, values = torch.randn(2, 1, 8, 2, 64, dtype=torch.float16, device="cuda")
+    out = wrapper.run_return_lse(query, (keys, values))[0]
+    wanted = flashinfer.single_decode_with_kv_cache(query[0], keys[0, :5], values[0, :5])
+    torch.testing.assert_close(out[0], wanted, rtol=1e-3, atol=1e-3)
+"""
+
+
+def run(checkout: Path, *options: str, **files: str) -> tuple[int, list[str]]:
+    """Run tests of a small checkout on the CPU; return the status and the lines of the output."""
+    for folder in ("tests", "tests/attention", "tests/test_helpers"):
+        (checkout / folder).mkdir(exist_ok=True)
+        (checkout / folder / "__init__.py").touch()
+    (checkout / "tests/test_helpers/answer.py").write_text("ANSWER = 42\n", encoding="utf-8")
+    for name, text in files.items():
+        (checkout / f"tests/attention/{name}.py").write_text(text, encoding="utf-8")
+    names = [f"{name}.py" for name in files]
+    command = [sys.executable, "-m", "tests.flashinfer.run", str(checkout), *names, "--cpu"]
+    done = subprocess.run(
+        [*command, *options], cwd=ROOT, check=False, capture_output=True, text=True
+    )
+    return done.returncode, done.stdout.splitlines()
 
 
 def test_the_runner_counts_each_kind(tmp_path: Path) -> None:
     """Tests of a checkout see mlagen as FlashInfer, and one that fails is the runner's status."""
-    for folder in ("tests", "tests/attention", "tests/test_helpers"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "__init__.py").touch()
-    (tmp_path / "tests/test_helpers/answer.py").write_text("ANSWER = 42\n", encoding="utf-8")
-    (tmp_path / "tests/attention/test_deepseek_mla.py").write_text(TESTS, encoding="utf-8")
-    runner = [sys.executable, "-m", "tests.flashinfer.run", str(tmp_path), "test_deepseek_mla.py"]
+    status, lines = run(tmp_path, "--verbose", test_deepseek_mla=TESTS)
 
-    done = subprocess.run(
-        [*runner, "--cpu", "--verbose"], cwd=ROOT, check=False, capture_output=True, text=True
-    )
+    assert status == 1
+    assert "test_deepseek_mla.py as 9.0: 1 failed, 1 left out, 1 passed" in lines
+    assert lines[0].startswith("failed\ttest_deepseek_mla.py::test_that_fails")
+    assert lines[-1] == "in all: 1 failed, 1 left out, 1 passed"
 
-    assert done.returncode == 1
-    first, _, *others = done.stdout.splitlines()
-    assert first == "test_deepseek_mla.py as 9.0: 1 failed, 1 left out, 1 passed"
-    assert others[0].startswith("failed\ttest_deepseek_mla.py::test_that_fails")
-    assert others[-1] == "in all: 1 failed, 1 left out, 1 passed"
+
+def test_files_of_the_wrapper_of_batch_decode_test_it(tmp_path: Path) -> None:
+    """They see mlagen's wrapper, which has more names than the reference of other files."""
+    status, lines = run(tmp_path, test_decode_prefill_lse=WRAPPER)
+
+    assert (status, lines[-1]) == (0, "in all: 1 passed")
+
+
+def test_shards_are_the_whole(tmp_path: Path) -> None:
+    """Each test is in one shard, whatever the number of processes, and the summaries add up."""
+    files = [tmp_path / f"{shard}.json" for shard in (1, 2)]
+    for shard, workers, file in zip((1, 2), (1, 2), files, strict=True):
+        options = ("--shard", f"{shard}/2", "-n", str(workers), "--json", str(file))
+        assert run(tmp_path, *options, test_tensor_cores_decode=GRID)[0] == 0
+    summaries = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+
+    total = added(summaries)
+
+    counts = [summary["selections"]["test_tensor_cores_decode.py as 9.0"] for summary in summaries]
+    assert min(count["passed"] for count in counts) > 30
+    assert total["selections"]["test_tensor_cores_decode.py as 9.0"] == {"passed": 120}
+    assert total["shards"] == ["1/2", "2/2"]
+    with pytest.raises(ValueError, match="disjoint shards of one run"):
+        added([summaries[0], summaries[0]])
+
+
+def test_a_sample_has_every_pair_of_parameters(tmp_path: Path) -> None:
+    """In a third of the tests or fewer, any two values of two parameters meet."""
+    file, failing = tmp_path / "a.json", GRID.replace("pass", "raise ValueError")
+
+    run(tmp_path, "--pairs", "--json", str(file), test_tensor_cores_decode=failing)
+
+    tests = [entry["test"] for entry in json.loads(file.read_text(encoding="utf-8"))["open"]]
+    values = [test.partition("[")[2].strip("]").split("-") for test in tests]
+    met = {pair for row in values for pair in combinations(enumerate(row), 2)}
+    assert len(met) == 2 * 3 + 2 * 4 + 2 * 5 + 3 * 4 + 3 * 5 + 4 * 5
+    assert 20 <= len(tests) <= 40
+
+
+def test_a_later_run_takes_up_what_is_open(tmp_path: Path) -> None:
+    """A run without time runs no test; one with its summary runs them all, and counts them once."""
+    files = [tmp_path / f"{name}.json" for name in "abc"]
+    again = [("--seconds", "0"), *(("--again", str(file)) for file in files[:2])]
+    statuses = []
+    for options, file in zip(again, files, strict=True):
+        failing = GRID if file == files[-1] else GRID.replace("pass", "assert a == 1")
+        given = (*options, "--limit", "9", "--json", str(file))
+        statuses.append(run(tmp_path, *given, test_tensor_cores_decode=failing)[0])
+
+    counts = [json.loads(file.read_text(encoding="utf-8"))["selections"] for file in files]
+
+    assert statuses == [1, 1, 0]
+    assert [sum(each["test_tensor_cores_decode.py as 9.0"].values()) for each in counts] == [
+        1,
+        9,
+        9,
+    ]
+    assert counts[-1] == {"test_tensor_cores_decode.py as 9.0": {"passed": 9}}
+
+
+def test_what_a_summary_tells(capsys: pytest.CaptureFixture[str]) -> None:
+    """Counts of each selection, and a difference that no longer is one; not run is a failure."""
+    pattern = read_differences()[0].pattern
+    outcomes = [
+        Outcome(pattern, "passed", "", "a"),
+        Outcome("b::c", "left out", "Skipped: x: no part of mlagen", "a"),
+        Outcome("b::d", "out of memory", "E", "b"),
+    ]
+
+    assert told(summary_of(outcomes, 1.0, "1/1", "whole")) == 0
+
+    text = capsys.readouterr().out.splitlines()
+    assert text == [
+        "a: 1 left out, 1 passed",
+        "b: 1 out of memory",
+        f"{pattern}: listed as different, and passes",
+        "in all: 1 left out, 1 out of memory, 1 passed",
+    ]
+    assert told(summary_of([Outcome("b", "not run", "", "b")], 1.0, "1/1", "whole")) == 1
 
 
 def test_failures_that_the_list_has_are_intended() -> None:
@@ -83,17 +200,17 @@ def test_failures_that_the_list_has_are_intended() -> None:
             ("test_b.py::test_two", "passed", ""),
             ("test_c.py::test_three", "skipped", "Skipped: x: no part of mlagen"),
             ("test_c.py::test_four", "skipped", "Skipped: needs another GPU"),
+            ("test_c.py::test_five", "skipped", "Skipped: out of memory"),
+            ("test_c.py::test_six", "not run", ""),
+            ("test_c.py::test_six", "passed", ""),
         )
     ]
 
     outcomes = classified(entries, rows)
 
-    kinds = ["intended", "failed", "passed", "left out", "skipped"]
+    kinds = ["intended", "failed", "passed", "left out", "skipped", "out of memory", "passed"]
     assert [outcome.kind for outcome in outcomes] == kinds
     assert outcomes[0].reason == "because"
-    assert counted(outcomes) == "1 failed, 1 intended, 1 left out, 1 passed, 1 skipped"
-    assert stale_differences(outcomes, rows) == rows[1:]
-    assert stale_differences([Outcome("test_b.py::test_two", "skipped", "")], rows) == []
 
 
 @pytest.mark.parametrize("difference", read_differences(), ids=lambda row: row.pattern)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,7 @@ from tests.sm90_tiles import max_heads_per_cta
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
-_MAX_BLOCKS = 64
+_MAX_BLOCKS = 114
 
 
 FP16 = torch.float16
@@ -72,6 +73,8 @@ CASES = [
     given("ragged queries", 7, seq_lens=(300, 130, 0, 77), q_lens=(17, 0, 2, 5), page_size=256),
     given("a draft mask", 9, seq_lens=(300, 200), q_len=5, mask="random", group=3, window=100),
     given("many splits", 24, seq_lens=(3072,), kv_heads=1, group=8, sink=3.0),
+    given("78 SMs", 78, seq_lens=(2000, 400, 17, 900), q_lens=(1, 2, 1, 0)),
+    given("114 SMs", 114, seq_lens=(2300, 0, 900), q_lens=(1, 1, 2), kv="e4m3", kv_heads=3),
     given("many sequences", 7, seq_lens=MANY, kv_heads=1, group=2),
     given("not causal", 5, seq_lens=(300, 3, 0), q_len=9, causal=False, sink=2.0, page_size=64),
     given("large scores", 4, seq_lens=(900,), query_magnitude=100.0, layout="HND"),
@@ -193,6 +196,24 @@ def test_page_ids_of_a_plan_are_flat(decoded: Decode) -> None:
     problem = GqaCase(seq_lens=(300, 0, 129), q_len=2, head_dim=64, sink=2.0).build("cpu")
 
     problem.check(*decoded(problem, 5, 0, decode=decode_planned))
+
+
+@pytest.mark.parametrize("sm_count", [1, 6], ids=["whole", "split"])
+def test_pages_may_overlap(sm_count: int, decoded: Decode) -> None:
+    """A page begins at any token of a contiguous cache, and hides the tokens behind its own."""
+    problem = GqaCase(seq_lens=(300, 64, 17), kv_heads=1, group=8, page_size=64).build("cpu")
+    tables = problem.block_tables.long()
+    caches, rows = [], torch.tensor([3, 320, 400], dtype=torch.int32)
+    for pages in (problem.store.key, problem.store.value):
+        flat = torch.full((500, pages.shape[-1]), math.nan, dtype=pages.dtype)
+        for row, table, seq_len in zip(rows, tables, problem.case.seq_lens, strict=True):
+            used = pages[table[: -(-seq_len // 64)]]
+            flat[row : row + seq_len] = used.flatten(0, 2)[:seq_len]
+        caches.append(flat.unfold(0, 64, 1).mT.unsqueeze(2))
+    page = torch.arange(tables.shape[1], dtype=torch.int32) * 64
+
+    changes = {"kv_cache": tuple(caches), "block_tables": rows[:, None] + page}
+    problem.check(*decoded(problem, sm_count, 0, **changes))
 
 
 def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:

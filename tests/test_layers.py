@@ -49,7 +49,7 @@ LAYERS = {
     "xqa": ENGINE | CALL | {"mla"},
     "distributed": ENGINE | CALL | {"cascade", "mla"},  # decode, exchange and merge
     "ops": ENGINE | API_MODULES | CALL,
-    "integrations": API_MODULES | {"errors", "ops"},  # as a user's own code has them
+    "integrations": API_MODULES | {"errors", "mlagen", "ops"},  # as a user's own code has them
     "mlagen": ENGINE | API_MODULES | CALL | {"ops", "prewarming"},
     "cache_tools": ENGINE | API_MODULES | CALL | {"models", "prewarming"},
 }

@@ -37,7 +37,7 @@ from tests.uneven_scales import SCALE_STEPS, with_scale_steps
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
-_MAX_BLOCKS = 34
+_MAX_BLOCKS = 114
 
 
 def given(kind: str, name: str, sm_count: int = 1, **facts: Any) -> Emulated[MlaCase]:
@@ -65,6 +65,10 @@ CASES = [
     given("bf16", "splits whose fragments four warps share", 34, heads=16, seq_lens=(4300,)),
     given("e4m3", "splits whose fragments eight warps share", 33, heads=7, seq_lens=(4200,)),
     given("e4m3", "splits whose fragments two warps share", 6, heads=7, seq_lens=(900,)),
+    given("bf16", "78 SMs", 78, heads=3, seq_lens=(2400, *range(20, 160, 4))),
+    given("bf16", "78 SMs, groups of four", 78, heads=128, q_len=2, seq_lens=(130, 2, 70, 0, 65)),
+    given("e4m3", "114 SMs", 114, heads=33, seq_lens=(400, 7, *[130] * 27)),
+    given(PACKED, "114 SMs, lists", 114, heads=16, top_k=70, seq_lens=(300,) * 60),
     given("bf16", "large scores, 16 rows", heads=16, seq_lens=(300, 70), query_magnitude=10.0),
     given("bf16", "large scores, 64 rows", heads=64, seq_lens=(300, 70), query_magnitude=10.0),
     given("e4m3", "64 rows", heads=64, seq_lens=(300, 17, 0)),
@@ -185,7 +189,7 @@ def decoded(
         monkeypatch.setattr(mla_sm90_launcher, "semaphores_of", lambda *_: beside.data_ptr())
         # What is right is to the rounding of the kernel that computes it.
         monkeypatch.setattr(MlaProblem, "_sm90_arch", SM_90A)
-        workspace = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
+        workspace = torch.full((1 << 24,), 0xFF, dtype=torch.uint8)
         inputs = problem.inputs(return_lse=True, workspace_buffer=workspace, **changes)
         out, lse = _computed(inputs)
         assert not beside[: SEMAPHORE_BYTES // 4].any()

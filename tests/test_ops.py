@@ -15,9 +15,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import mlagen.ops
 from mlagen import UnsupportedError
+from mlagen.families import workspace
 from mlagen.runtime.device import DeviceFacts
 from mlagen.torch_ops import library as op_library
 from tests import ops_cases
+from tests.kernels import SM_90A
 from tests.ops_cases import CALLS, MLA_SCALE, Tensors, gqa, mla, parts
 
 
@@ -285,7 +287,8 @@ def test_semaphores_are_reserved_before_a_capture(
     facts = DeviceFacts(index=1, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
     reserved: list[tuple[int, int]] = []
     monkeypatch.setattr(op_library, "is_capturing", lambda _: is_capturing)
-    monkeypatch.setattr(op_library, "device_facts", lambda _: facts)
+    monkeypatch.setattr(workspace, "device_facts", lambda _: facts)
+    monkeypatch.setattr(workspace, "arch_of_device", lambda _: SM_90A)
     monkeypatch.setattr(op_library, "reserve_semaphores", lambda *given: reserved.append(given))
     monkeypatch.setattr(torch, "empty", lambda size, **_: size)
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.integrations.mla_layer import HEADS, LATENT, NOPE, ROPE, Layer, Model
+
 BATCH, PROMPT, STEPS, TOKENS = 2, 21, 5, 64
 VOCABULARY, LAYERS = 64, 2
 SIZES: dict[str, Any] = {
@@ -149,6 +151,47 @@ class ModelSemantics:
         assert after - before == STEPS * LAYERS
         limit = 2 * (rounded - wanted).abs().max() + 0.01 * wanted.std()
         assert (got - wanted).abs().max() <= limit
+
+    @pytest.mark.parametrize(
+        "bounds",
+        [(0, 1), (0, 63), (0, 65), (0, 999), (0, 1000), (30, 40), (30, 970)],
+        ids=lambda given: f"{given[1]} tokens behind {given[0]}",
+    )
+    @pytest.mark.parametrize("attention", ["GQA", "MLA"])
+    @torch.no_grad()
+    def test_a_static_cache_has_any_length(
+        self, attention: str, bounds: tuple[int, int], device: str
+    ) -> None:
+        """A step over a cache of 1000 tokens has pages of 64 tokens, padded or not."""
+        from mlagen.integrations.transformers import explain
+        from mlagen.integrations.transformers.attention import attention as attend
+        from mlagen.integrations.transformers.latent import absorb
+
+        layer: Any = torch.nn.Module()
+        heads, kv_heads, dims = 8, 2, (128, 128)
+        if attention == "MLA":
+            model = Model().to(device)
+            model.set_attn_implementation("mlagen")
+            layer, heads, kv_heads, dims = model.layers[0], HEADS, 1, (LATENT, ROPE)
+            absorb(layer)
+        width = NOPE + ROPE if attention == "MLA" else dims[0]
+        shapes = [(2, heads, 1, width), *((2, kv_heads, 1000, dim) for dim in dims)]
+        torch.manual_seed(0)
+        query, *caches = (torch.randn(shape).to(device, torch.bfloat16) for shape in shapes)
+        (first, count), marks = bounds, [1, 1] if bounds[0] else []
+        mask = torch.tensor([first, count, *marks], dtype=torch.int32, device=device)
+        seen = [cache[:, :, first : first + count] for cache in caches]
+        keys, values = Layer.expand_kv(layer, *seen) if attention == "MLA" else seen
+        keys, values = (x.float().repeat_interleave(heads // x.shape[1], 1) for x in (keys, values))
+        weights = (query.float() @ keys.mT * width**-0.5).softmax(-1)
+        before = dict(explain())
+
+        out, _ = attend(layer, query, caches[0], caches[1], mask.repeat(2, 1, 1, 1))
+
+        name = f"mlagen {attention}, pages of 64 tokens"
+        assert explain()[name] == before.get(name, 0) + 1
+        wanted = (weights @ values).transpose(1, 2)
+        torch.testing.assert_close(out.float(), wanted, atol=2e-2, rtol=2e-2)
 
     @pytest.mark.parametrize("name", MODELS)
     def test_greedy_tokens_equal_those_of_eager_attention(self, name: str, device: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,9 @@ from mlagen.families.common.arguments import (
 from mlagen.families.common.outputs import LSE_FACTORS
 from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.launch import launch
+from mlagen.spec.arch import Arch
 from mlagen.spec.combine_states import LANE_DIMS, CombineStatesSpec, combine_states_spec
+from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import pack_constants
 
 _LANE_BYTES = LANE_DIMS * 2
@@ -96,9 +99,9 @@ def combine_states(
         torch.empty_like(first.out, memory_format=torch.contiguous_format),
         torch.empty_like(first.lse, memory_format=torch.contiguous_format),
     )
-    spec = _spec_of(first, others, target) if by_kernel else None
-    if spec is not None:
-        _launch(spec, first, others, base, target, mask)
+    plan = _plan_of(first, others, target) if by_kernel else None
+    if plan is not None:
+        _launch(plan, first, others, base, target, mask)
         return target
     out, lse = _combined(
         torch.cat((first.out[:, None], others.out), dim=1),
@@ -130,18 +133,44 @@ def _combined(
     return out.to(values.dtype), largest.squeeze(1) + total.log2() / unit
 
 
-def _spec_of(first: States, others: States, target: States) -> CombineStatesSpec | None:
-    """Return the kernel, or None if torch ops compute the result."""
+class _Plan(NamedTuple):
+    """The kernel of a call, and the parameters that follow from shapes and strides."""
+
+    spec: CombineStatesSpec
+    num_ctas: int
+    constants: bytes
+
+
+def _plan_of(first: States, others: States, target: States) -> _Plan | None:
+    """Return the plan, or None if torch ops compute the result."""
     out, gpu = first.out, _gpu_of(first.out)
     if gpu is None or out.dtype not in DTYPES or not out.numel():
         return None
-    for tensor in (out, others.out, target.out):
-        strides = tensor.stride()
-        if tensor.data_ptr() % _LANE_BYTES or (strides[-1] != 1 and tensor.shape[-1] != 1):
-            return None
-        if any(stride * tensor.element_size() % _LANE_BYTES for stride in strides[:-1]):
-            return None
-    return combine_states_spec(arch_of_device(gpu), DTYPES[out.dtype], out.shape[-1])
+    is_aligned = not any(state.out.data_ptr() % _LANE_BYTES for state in (first, others, target))
+    strides = tuple(tensor.stride() for state in (first, others, target) for tensor in state)
+    arch, dtype, shape = arch_of_device(gpu), DTYPES[out.dtype], tuple(out.shape)
+    return _plan(arch, dtype, shape, others.out.shape[1], strides) if is_aligned else None
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    arch: Arch,
+    dtype: DType,
+    shape: tuple[int, ...],
+    num_others: int,
+    strides: tuple[tuple[int, ...], ...],
+) -> _Plan | None:
+    n, heads, head_dim = shape
+    spec = combine_states_spec(arch, dtype, head_dim)
+    row_strides = [stride for of_out in strides[::2] for stride in of_out[:-1]]
+    is_dense = all(of_out[-1] == 1 for of_out in strides[::2])
+    if spec is None or not is_dense or any(stride * 2 % _LANE_BYTES for stride in row_strides):
+        return None
+    values = {"total_rows": n * heads, "heads": heads, "num_others": num_others}
+    names = ("first_out", "first_lse", "other_out", "other_lse", "out", "lse")
+    for name, of_tensor in zip(names, strides, strict=True):
+        values |= _strides(name, of_tensor)
+    return _Plan(spec, -(-n * heads * 32 // spec.threads), pack_constants(spec, values))
 
 
 def _gpu_of(tensor: torch.Tensor) -> int | None:
@@ -150,28 +179,16 @@ def _gpu_of(tensor: torch.Tensor) -> int | None:
 
 
 def _launch(
-    spec: CombineStatesSpec,
+    plan: _Plan,
     first: States,
     others: States,
     base: str,
     target: States,
     mask: torch.Tensor | None,
 ) -> None:
-    n, heads, _ = first.out.shape
-    values = {
-        "total_rows": n * heads,
-        "heads": heads,
-        "num_others": others.out.shape[1],
-        **_strides("first_out", first.out.stride()),
-        **_strides("first_lse", first.lse.stride()),
-        **_strides("other_out", others.out.stride()),
-        **_strides("other_lse", others.lse.stride()),
-        **_strides("out", target.out.stride()),
-        **_strides("lse", target.lse.stride()),
-    }
     launch(
-        kernel_for(spec, first.out.device.index),
-        -(-n * heads * 32 // spec.threads),
+        kernel_for(plan.spec, first.out.device.index),
+        plan.num_ctas,
         True,
         first.out.data_ptr(),
         first.lse.data_ptr(),
@@ -180,7 +197,7 @@ def _launch(
         0 if mask is None else mask.data_ptr(),
         target.out.data_ptr(),
         target.lse.data_ptr(),
-        pack_constants(spec, values),
+        plan.constants,
         LSE_FACTORS[base],
     )
 

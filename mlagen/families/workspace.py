@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -17,18 +18,26 @@ from mlagen.families.common.arguments import (
     require_whole_number,
     shown,
 )
-from mlagen.families.common.plan_sm80 import GqaProblemShape, Sm80Plan
+from mlagen.families.common.plan_sm80 import GqaProblemShape, Sm80Plan, max_sm80_bytes_per_sm
 from mlagen.families.gqa import launch_sm90 as gqa_sm90_launcher
 from mlagen.families.gqa.args import window_of
-from mlagen.families.gqa.plan_sm90 import GqaSm90Plan
+from mlagen.families.gqa.plan_sm90 import GqaSm90Plan, gqa_sm90_bytes_per_cta
 from mlagen.families.gqa.select import attended_tokens, plan_gqa_sm80_call, plan_gqa_sm90_call
 from mlagen.families.mla.launch_sm90 import not_covered
-from mlagen.families.mla.plan_sm90 import MlaSm90Plan
+from mlagen.families.mla.plan_sm90 import MlaSm90Plan, mla_sm90_bytes_per_cta
 from mlagen.families.mla.select import plan_call, plan_mla_sm90_call
 from mlagen.families.mla.validate_query import QUERY_DTYPES
+from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.settings import current_settings
+from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa.variant import GqaVariant
+from mlagen.spec.gqa.sm80 import TILES as GQA_TILES
+from mlagen.spec.gqa.sm90 import gqa_sm90_specs
+from mlagen.spec.gqa.variant import SLICE_DIMS, GqaVariant
+from mlagen.spec.mla.sm80 import TILES as MLA_TILES
+from mlagen.spec.mla.sm90 import mla_sm90_specs
+from mlagen.spec.mla.sm90_fp8 import mla_sm90_fp8_specs
+from mlagen.spec.mla.sm90_fp8kv import mla_sm90_fp8kv_specs
 from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
 
 _MLA_KV_DTYPES = {**QUERY_DTYPES, torch.uint8: DType.FP8_DS_MLA}
@@ -156,6 +165,47 @@ def workspace_bytes(
         if not plans:
             raise gqa_sm90_launcher.not_covered(index, gqa_variant)
     return max(plan.workspace_bytes for plan in plans)
+
+
+def max_workspace_bytes(device: torch.device | int | str = 0) -> int:
+    """Return the ``workspace_buffer`` size that every call on a device accepts.
+
+    For a buffer that is allocated before the calls are known. A plan has at most four waves of
+    CTAs, and their partial results need at most 513 KiB for each SM: 66.1 MiB with 132 SMs.
+
+    Parameters
+    ----------
+    device : torch.device, int or str
+        The GPU that runs the calls, or a CPU.
+
+    Returns
+    -------
+    int
+        Bytes; 0 for a CPU.
+
+    Raises
+    ------
+    ArgumentError
+        If there is no such GPU.
+    """
+    if str(device).partition(":")[0] == "cpu":
+        return 0
+    index = _gpu_index(device)
+    return device_facts(index).sm_count * _max_bytes_per_sm(arch_of_device(index))
+
+
+@cache
+def _max_bytes_per_sm(arch: Arch) -> int:
+    """Return the most bytes of any plan for each SM."""
+    rank = max(rank for row in SUPPORTED for rank, _ in row.head_dims)
+    mla_sm90 = (mla_sm90_specs, mla_sm90_fp8_specs, mla_sm90_fp8kv_specs)
+    return max(
+        max_sm80_bytes_per_sm(MLA_TILES, rank),
+        max_sm80_bytes_per_sm(GQA_TILES, SLICE_DIMS),
+        # CTAs of the sm90 kernels have an SM of their own.
+        *(mla_sm90_bytes_per_cta(spec) for specs in mla_sm90 for spec in specs(arch)),
+        *(gqa_sm90_bytes_per_cta(spec) for spec in gqa_sm90_specs(arch)),
+    )
 
 
 def _mla_plans(**call: Any) -> Iterator[Sm80Plan | MlaSm90Plan]:

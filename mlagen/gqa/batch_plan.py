@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -27,7 +27,7 @@ from mlagen.families.common.metadata import (
     on_device,
     private_copy,
 )
-from mlagen.gqa.batch_settings import DecodeSettings
+from mlagen.gqa.batch_settings import DecodeSettings, settings_of_run
 
 _GIVEN = ("indptr", "indices", "last_page_len")
 _BUFFERS = tuple(f"paged_kv_{name}_buffer" for name in _GIVEN)
@@ -51,11 +51,27 @@ class DecodePlan:
     max_kv_len: int  # tokens, exact or estimated; only split-KV scheduling depends on it
     tensors: tuple[torch.Tensor, ...] = field(init=False)
     key: str = field(init=False)  # of the values that are not tensors, without max_kv_len
+    variants: dict[DecodeSettings, DecodePlan] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Split the plan as every run passes it on."""
         object.__setattr__(self, "tensors", tuple(vars(self.layout).values()))
         object.__setattr__(self, "key", str(self.settings))
+
+    def of_run(self, window_left: object, q_len_per_req: object) -> DecodePlan:
+        """Return the plan of a run that has a window or a number of query tokens of its own.
+
+        Raises
+        ------
+        ArgumentError
+            If one has a wrong type or value.
+        """
+        settings = settings_of_run(self.settings, window_left, q_len_per_req)
+        if settings is self.settings:
+            return self
+        if settings not in self.variants:
+            self.variants[settings] = replace(self, settings=settings)
+        return self.variants[settings]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -96,19 +96,24 @@ def settings_of(call: Mapping[str, Any], kv_layout: str) -> DecodeSettings:
     )
 
 
-def check_repeated(settings: DecodeSettings, window_left: object, q_len_per_req: object) -> None:
-    """Reject arguments of a run that repeat the plan and differ from it.
+def settings_of_run(
+    settings: DecodeSettings, window_left: object, q_len_per_req: object
+) -> DecodeSettings:
+    """Return the settings of a run that has a window or a number of query tokens of its own.
 
     Raises
     ------
     ArgumentError
-        If one differs.
+        If one has a wrong type or value.
     """
-    if window_left is not None and _window(window_left) != settings.window:
-        reject("window_left", f"{settings.window - 1} (of plan)", shown(window_left))
+    window, q_len = settings.window, settings.q_len
+    if window_left is not None:
+        window = _window(window_left)
     if q_len_per_req is not None:
-        given = require_whole_number(q_len_per_req, "q_len_per_req")
-        require(given == settings.q_len, "q_len_per_req", f"{settings.q_len} (of plan)", given)
+        q_len = require_whole_number(q_len_per_req, "q_len_per_req", min_value=1)
+    if (window, q_len) == (settings.window, settings.q_len):
+        return settings
+    return replace(settings, window=window, q_len=q_len)
 
 
 def _dtype_of(given: object, argument: str, allowed: tuple[torch.dtype, ...]) -> torch.dtype:

@@ -17,10 +17,11 @@ from mlagen.families.common.arguments import (
     shown,
 )
 from mlagen.families.gqa.args import LAYOUTS
+from mlagen.gqa.aliases import DecodeAliases
 from mlagen.gqa.batch_op import call_planned
 from mlagen.gqa.batch_plan import DecodePlan, GraphBuffers, PageMetadata, plan_of
 from mlagen.gqa.batch_run import run_planned
-from mlagen.gqa.batch_settings import check_repeated, reject_unserved, settings_of
+from mlagen.gqa.batch_settings import reject_unserved, settings_of
 from mlagen.observe.observed import observable
 from mlagen.runtime.capture import is_capturing
 from mlagen.torch_ops.traced import is_compiling, is_traced
@@ -33,7 +34,7 @@ _CAPTURE = (
 
 
 @observable
-class BatchDecodeWithPagedKVCacheWrapper:
+class BatchDecodeWithPagedKVCacheWrapper(DecodeAliases):
     """Grouped-query decode over a paged KV cache, by one plan and many runs.
 
     :meth:`plan` sets the requests, and every :meth:`run` until the next plan computes them. A row
@@ -92,6 +93,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         reject_unserved({"jit_args": (jit_args, (None,))})
         self._plan: DecodePlan | None = None
         self._buffers: GraphBuffers | None = None
+        self._paged_kv_indices_buf = paged_kv_indices_buffer  # SGLang writes page ids there
         if require_flag(use_cuda_graph, "use_cuda_graph"):
             names = (
                 ("indptr", paged_kv_indptr_buffer),
@@ -233,11 +235,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
         enable_pdl : bool
             Whether to use programmatic dependent launch; None means yes where the GPU supports it.
         window_left : int
-            None, or as planned.
+            As planned if None.
         sinks : fp32, bf16 or fp16 [num_qo_heads]
             Natural-domain logits, unscaled, added to the softmax denominator without a value.
         q_len_per_req : int
-            None, or as planned.
+            As planned if None.
         skip_softmax_threshold_scale_factor : float
             Ignored: no KV block is skipped, and the result is exact.
         kv_cache_sf : e4m3 or uint8 [..., head_dim / 16]
@@ -265,7 +267,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         if args:
             raise UnsupportedError(f"args: not implemented, expected none, got {shown(args)}")
         if window_left is not None or q_len_per_req is not None:
-            check_repeated(plan.settings, window_left, q_len_per_req)
+            plan = plan.of_run(window_left, q_len_per_req)
         if skip_softmax_threshold_scale_factor is not None:
             name = "skip_softmax_threshold_scale_factor"
             require_number(skip_softmax_threshold_scale_factor, name)

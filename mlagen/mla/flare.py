@@ -23,6 +23,7 @@ from mlagen.families.common.outputs import Computed
 from mlagen.families.mla.args import MlaArgs, canonical_numbers
 from mlagen.families.mla.dispatch import MLA, run_mla
 from mlagen.families.mla.problem import check_problem
+from mlagen.families.workspace import max_workspace_bytes
 from mlagen.mla.flare_kv import (
     Keys,
     PagedKVCache,
@@ -42,7 +43,6 @@ from mlagen.mla.flare_q import (
 )
 from mlagen.mla.masks import CausalMask, Mask, NullMask, empty_bias
 from mlagen.observe.observed import observable
-from mlagen.runtime.device import device_facts
 from mlagen.torch_ops.replayable import replayable
 from mlagen.torch_ops.traced import is_compiling, is_traced
 
@@ -56,9 +56,6 @@ _UNBIASED = (NullMask, CausalMask)
 # Larger block tables and masks cost more than a separate check of the call without them, which
 # comes first then.
 _MAX_UNCHECKED = 1 << 16
-
-# The maximum of any plan: partial rows and their LSE, of 64 rows per SM in up to four waves each.
-_WORKSPACE_BYTES_PER_SM = 4 * 64 * (_LATENT_DIM + 1) * 4
 
 
 @observable
@@ -291,7 +288,4 @@ def _flat_scales(q_scale: torch.Tensor) -> torch.Tensor:
 
 
 def _workspace(device: torch.device) -> torch.Tensor:
-    size = 0
-    if device.type == "cuda":
-        size = device_facts(device.index).sm_count * _WORKSPACE_BYTES_PER_SM
-    return torch.empty(size, dtype=torch.uint8, device=device)
+    return torch.empty(max_workspace_bytes(device), dtype=torch.uint8, device=device)

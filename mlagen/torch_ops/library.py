@@ -12,18 +12,14 @@ from typing import Any
 import torch
 
 from mlagen.families.common.no_backward import reject_backward
+from mlagen.families.workspace import max_workspace_bytes
 from mlagen.runtime.capture import is_capturing
-from mlagen.runtime.device import device_facts
 from mlagen.runtime.semaphores import reserve_semaphores
 from mlagen.torch_ops.schema import Argument, bind_args, schema_of
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 NAMESPACE = "mlagen"
-
-# Above the maximum of any plan: four waves of fp32 partial rows, and their LSE. That is 64 rows of
-# 512 elements for each SM, or 128 of 256 for grouped-query kernels.
-_WORKSPACE_BYTES_PER_SM = 640 << 10
 
 # The scratch of a captured graph may have another address than that of earlier calls; see
 # mlagen.runtime.semaphores.
@@ -103,12 +99,9 @@ def define(op: EntryOp) -> EntryOp:
 
 def workspace_for(device: torch.device) -> torch.Tensor:
     """Return scratch for any call, allocated on the current stream or in the graph's pool."""
-    if device.type != "cuda":
-        return torch.empty(0, dtype=torch.uint8, device=device)
-    if not is_capturing(device):
+    if device.type == "cuda" and not is_capturing(device):
         reserve_semaphores(device.index, _SPARE_REGIONS)
-    size = device_facts(device.index).sm_count * _WORKSPACE_BYTES_PER_SM
-    return torch.empty(size, dtype=torch.uint8, device=device)
+    return torch.empty(max_workspace_bytes(device), dtype=torch.uint8, device=device)
 
 
 def _first_tensor(given: dict[str, Any]) -> torch.Tensor:

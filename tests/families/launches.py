@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from mlagen.families import workspace
 from mlagen.families.common import launchers as calls
 from mlagen.families.gqa import dispatch as gqa_call
 from mlagen.families.gqa import launch_sm80 as gqa_sm80_launcher
@@ -151,7 +152,7 @@ def map_of(tensor: TiledTensor, address: int) -> bytes:
 def simulate_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plan for an H200 as GPU 0, until the iterator goes on."""
     plans: Any = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_sm80_call)
-    for module in (mla_plan, gqa_plan):
+    for module in (mla_plan, gqa_plan, workspace):
         monkeypatch.setattr(module, "arch_of_device", lambda _: H200)
         monkeypatch.setattr(module, "device_facts", lambda _: H200_FACTS)
     for plan in plans:

@@ -11,11 +11,18 @@ import torch
 
 import mlagen
 from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.families import workspace
+from mlagen.families.common.plan_sm80 import MlaProblemShape, plan_mla_sm80
+from mlagen.families.gqa import select as gqa_select
 from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
 from mlagen.families.mla import select as mla_plan
+from mlagen.families.workspace import _max_bytes_per_sm
 from mlagen.runtime import device
 from mlagen.settings import current_settings
+from mlagen.spec.arch import Arch
+from mlagen.spec.dtype import DType
 from tests.families.launches import H200, H200_FACTS, launched, record_launches
+from tests.kernels import SM_80, SM_90A, SM_COUNTS, mla_sm80
 from tests.problems.mla import MlaCase
 
 E4M3 = torch.float8_e4m3fn
@@ -32,22 +39,69 @@ def choose(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
 KERNELS = ("auto", "sm80", "sm90")
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_no_call_needs_more_than_513_kib_for_each_sm(
-    kernel: str, monkeypatch: pytest.MonkeyPatch
+BATCHES, LENGTHS = (1, 2, 7, 33, 80, 130, 400), (1, 700, 5000, 131_072)
+MAX_CALLS: dict[str, dict[str, Any]] = {
+    "MLA": {},
+    "e4m3": {"dtype": E4M3},
+    "bf16 over e4m3": {"kv_dtype": E4M3},
+    "sparse": {"sparse_mla_top_k": 2048},
+    **{f"GQA of {head_dim}": {"kv_heads": 1, "head_dim": head_dim} for head_dim in (64, 128, 512)},
+}
+
+
+@pytest.mark.parametrize("call", MAX_CALLS.values(), ids=MAX_CALLS)
+def test_no_call_needs_more_than_the_maximum(
+    call: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bound of the docstring holds for all batch sizes and lengths."""
-    choose(kernel, monkeypatch)
+    """The bound holds for all batch sizes, heads, lengths and GPUs, of every kernel."""
+    gpus = [replace(H200_FACTS, sm_count=sm_count) for sm_count in SM_COUNTS]
+    for module in (mla_plan, gqa_select, workspace):
+        monkeypatch.setattr(module, "device_facts", gpus.__getitem__)
 
-    needed = [
-        mlagen.workspace_bytes(batch=batch, q_len=1, heads=heads, max_seq_len=max_seq_len)
-        for batch in (1, 2, 7, 33, 80, 130, 400)
-        for heads in (1, 16, 48, 128, 256)
-        for max_seq_len in (1, 700, 5000, 131_072)
+    shares = [
+        mlagen.workspace_bytes(
+            batch=batch, q_len=1, heads=heads, max_seq_len=length, device=index, **call
+        )
+        / mlagen.max_workspace_bytes(index)
+        for index in range(len(gpus))
+        for batch, heads, length in product(BATCHES, (1, 16, 48, 128, 256), LENGTHS)
     ]
+    assert 0 < max(shares) <= 1
 
-    assert max(needed) > 0
-    assert max(needed) <= 132 * 513 * 1024
+
+@pytest.mark.parametrize("arch", [SM_80, SM_90A], ids=str)
+def test_no_mask_needs_more_than_the_maximum(arch: Arch) -> None:
+    """The bound holds for the sm80 kernels of ``flare_mla_decoding``, on each architecture."""
+    needed = set()
+    shapes = product((1, 7, 64, 132, 700), (0, 1, 6), (1, 16, 128, 256), (0, 100, 5000, 200_000))
+    variants = product(
+        (16, 32, 64), (DType.BF16, DType.E4M3, DType.FP8_PER_TOKEN), ("causal", "bias")
+    )
+    specs = [
+        mla_sm80(arch=arch, rows=rows, query_dtype=dtype, kv_dtype=dtype, mask=mask)
+        for rows, dtype, mask in variants
+    ]
+    for (batch, q_len, heads, max_kv_len), spec in product(shapes, dict.fromkeys(specs)):
+        problem = MlaProblemShape(
+            batch=batch,
+            q_len=q_len,
+            heads=heads,
+            total_rows=batch * max(1, q_len) * heads,
+            max_kv_len=max_kv_len,
+        )
+        needed |= {plan_mla_sm80(spec, problem, sms).workspace_bytes / sms for sms in SM_COUNTS}
+
+    assert 0 < max(needed) <= _max_bytes_per_sm(arch)
+
+
+def test_the_maximum_is_that_of_full_tiles() -> None:
+    """Four waves of the largest tile of MLA, 64 fp32 rows of 512 elements with their LSE."""
+    assert mlagen.max_workspace_bytes() == 132 * 4 * 64 * (512 + 1) * 4
+
+
+def test_a_cpu_needs_no_workspace() -> None:
+    """Nor does its buffer have to exist."""
+    assert mlagen.max_workspace_bytes("cpu") == mlagen.max_workspace_bytes(torch.device("cpu")) == 0
 
 
 LONG = MlaCase(name="", seq_lens=(70, 3), heads=24)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
+from hashlib import blake2b
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-importlib.import_module("flashinfer_shim").install()
+shim: Any = importlib.import_module("flashinfer_shim")
+shim.install()
+torch.cuda.get_device_capability = lambda *_: shim.CAPABILITY  # mlagen does not read it
 
 if not torch.cuda.is_available():
     # Modules read them when they are collected.
@@ -68,11 +72,48 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(trylast=True)  # after -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep an evenly spread sample of the tests, if the runner asks for one."""
-    del config
-    limit = int(os.environ.get("MLAGEN_SHIM_LIMIT", "0"))
-    if limit and len(items) > limit:
-        items[:] = items[:: -(-len(items) // limit)]
+    """Keep the tests of this process, and report each as not run yet."""
+    choice = json.loads(os.environ["MLAGEN_SHIM_CHOICE"])
+    if choice["tests"] is not None:
+        wanted = set(choice["tests"])
+        items[:] = [item for item in items if Path(item.nodeid).name in wanted]
+    if choice["pairs"] or choice["limit"]:
+        items[:] = sample_of(items, choice["limit"], pairs_only=choice["pairs"])
+    (shard, shards), (piece, pieces) = choice["shard"], choice["piece"]
+    numbers = ((item, _number_of(item)) for item in items)
+    items[:] = [
+        item
+        for item, number in numbers
+        if number % shards == shard - 1 and number // shards % pieces == piece
+    ]
+    kind = "collected" if config.option.collectonly else "not run"
+    _report({"id": item.nodeid, "outcome": kind, "reason": ""} for item in items)
+
+
+def sample_of(items: list[pytest.Item], limit: int, *, pairs_only: bool) -> list[pytest.Item]:
+    """Return a sample in which pairs of parameter values of a test come first, in their order.
+
+    Every pair is there if the limit allows it. The rest is chosen by hash, as a stride would hit
+    few values of the innermost parameters.
+    """
+    first: list[pytest.Item] = []
+    others: list[pytest.Item] = []
+    seen: set[Any] = set()
+    for item in sorted(items, key=_number_of):
+        call = getattr(item, "callspec", None)
+        values = [(key, str(value)) for key, value in call.params.items()] if call else []
+        name = item.nodeid.partition("[")[0]
+        pairs: set[Any] = {(name, *pair) for pair in combinations(values, 2)}
+        pairs.add((name, *values[:1]))  # a test of one parameter, or of none
+        (others if pairs <= seen else first).append(item)
+        seen |= pairs
+    chosen = {item.nodeid for item in (first if pairs_only else (first + others))[: limit or None]}
+    return [item for item in items if item.nodeid in chosen]
+
+
+def _number_of(item: pytest.Item) -> int:
+    """Return a number that is evenly distributed, and depends on the id alone."""
+    return int.from_bytes(blake2b(Path(item.nodeid).name.encode(), digest_size=8).digest(), "big")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -84,5 +125,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if isinstance(reason, tuple):
         reason = reason[-1]
     entry = {"id": report.nodeid, "outcome": report.outcome, "reason": str(reason or "")[-600:]}
+    _report([entry])
+    if report.outcome == "failed" and torch.cuda.is_available():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:  # every later test of this process would fail
+            pytest.exit(f"the CUDA context is lost: {error}", returncode=3)
+
+
+def _report(entries: Iterable[dict[str, str]]) -> None:
     with Path(os.environ["MLAGEN_SHIM_REPORT"]).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(entry) + "\n")
+        file.writelines(json.dumps(entry) + "\n" for entry in entries)

@@ -11,15 +11,21 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _BLOCK = 16  # elements of a scale
 
 
-class PagedAttention:
+_SIZES = ("num_qo_heads", "num_kv_heads", "head_dim", "page_size")
+
+
+class PagedDecode:
     """Grouped-query attention over a paged KV cache, with the plan of FlashInfer's wrappers."""
+
+    positional: tuple[str, ...] = ("indptr", "indices", "last_page_len", *_SIZES)
 
     def __init__(self, _workspace: torch.Tensor, kv_layout: str = "NHD", **_: Any) -> None:
         self._is_hnd = kv_layout == "HND"
         self._plan: dict[str, Any] = {}
 
-    def plan(self, **plan: Any) -> None:
+    def plan(self, *args: Any, **plan: Any) -> None:
         """Keep the requests."""
+        plan |= dict(zip(self.positional, args, strict=False))
         usual = {
             "indptr": plan.get("paged_kv_indptr"),
             "indices": plan.get("paged_kv_indices"),
@@ -41,13 +47,14 @@ class PagedAttention:
             seq_len = (len(pages) - 1) * keys.shape[1] + last[index]
             rows = slice(ends[index], ends[index + 1])
             tokens = [cache[pages].flatten(0, 1)[:seq_len].float() for cache in (keys, values)]
-            found, lse[rows] = self._attend(query[rows].float(), *tokens)
+            found, lse[rows] = self.attend(query[rows].float(), *tokens)
             out[rows] = found.to(query.dtype)
         return (out, lse) if return_lse else out
 
-    def _attend(
+    def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return output and LSE of one request, in fp32."""
         group = query.shape[1] // keys.shape[1]
         keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))
         scale = self._plan.get("sm_scale") or query.shape[-1] ** -0.5
@@ -62,6 +69,35 @@ class PagedAttention:
         scores = scores.masked_fill(hidden, -torch.inf)
         out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
         return out, scores.logsumexp(-1).T * math.log2(math.e)
+
+
+class PagedPrefill(PagedDecode):
+    """The same with several query tokens."""
+
+    positional = (
+        *("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"),
+        *_SIZES,
+    )
+
+
+def single_decode(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    **given: Any,
+) -> torch.Tensor:
+    """Return the attention of one query token; positions are not rotated."""
+    if pos_encoding_mode != "NONE" or given.get("logits_soft_cap"):
+        raise NotImplementedError(pos_encoding_mode)
+    if kv_layout == "HND":
+        keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+    names = {"sm_scale", "window_left"}
+    attention = PagedDecode(query, kv_layout="NHD")
+    attention.plan(**{name: given[name] for name in names & given.keys()})
+    tokens = [tensor.to(torch.float32) for tensor in (query[None], keys, values)]
+    return attention.attend(*tokens)[0][0].to(query.dtype)
 
 
 def nvfp4_quantize(

@@ -27,6 +27,7 @@ import mlagen.decode
 import mlagen.mla
 import mlagen.xqa
 
+adapters: Any = importlib.import_module("flashinfer_adapters")
 references: Any = importlib.import_module("flashinfer_references")
 
 LEFT_OUT = "no part of mlagen"
@@ -105,6 +106,26 @@ def _public(module: ModuleType) -> dict[str, Any]:
     return {name: getattr(module, name) for name in module.__all__}
 
 
+# Whether the file tests a wrapper of mlagen, which is a reference in other files.
+_IS_OF_WRAPPER = os.environ.get("MLAGEN_SHIM_WRAPPER") == "mlagen"
+
+
+def _decode_wrapper(*args: Any, **kwargs: Any) -> Any:
+    """Return mlagen's wrapper where a file tests it, else what the file compares with."""
+    if _IS_OF_WRAPPER or kwargs.get("backend") in {"trtllm-gen", "cute-dsl"}:
+        return mlagen.decode.BatchDecodeWithPagedKVCacheWrapper(*args, **kwargs)
+    return references.PagedDecode(*args, **kwargs)
+
+
+_DECODE = {
+    **_public(mlagen.decode),
+    "BatchDecodeWithPagedKVCacheWrapper": _decode_wrapper,
+    "single_decode_with_kv_cache": references.single_decode,
+}
+_MLA = {"BatchMLAPagedAttentionWrapper": adapters.BatchMlaWrapper} if _IS_OF_WRAPPER else {}
+_PREFILL = {"BatchPrefillWithPagedKVCacheWrapper": references.PagedPrefill}
+
+
 # Names by module, as FlashInfer has them.
 NAMES: dict[str, dict[str, Any]] = {
     "": {
@@ -112,16 +133,16 @@ NAMES: dict[str, dict[str, Any]] = {
         "xqa": mlagen.xqa.xqa,
         "xqa_mla": mlagen.xqa.xqa_mla,
         **_public(mlagen.cascade),
+        **_DECODE,
+        **_PREFILL,
     },
     "cascade": _public(mlagen.cascade),
     "xqa": {"xqa": mlagen.xqa.xqa, "xqa_mla": mlagen.xqa.xqa_mla},
-    "decode": {
-        **_public(mlagen.decode),
-        "BatchDecodeWithPagedKVCacheWrapper": references.PagedAttention,
-    },
-    "prefill": {"BatchPrefillWithPagedKVCacheWrapper": references.PagedAttention},
+    "decode": _DECODE,
+    "prefill": _PREFILL,
     "mla": {
         **_public(mlagen.mla),
+        **_MLA,
         "MLAHeadDimensions": MLAHeadDimensions,
         "MLALayerDimensions": MLALayerDimensions,
         "deepseek_mla_dimensions": _DEEPSEEK,
@@ -147,7 +168,11 @@ NAMES: dict[str, dict[str, Any]] = {
         "is_sm12x_supported": _is_major(12),
         "round_up": lambda value, to: -(-value // to) * to,
     },
+    "mla._sparse_mla_sm120": {
+        "_sparse_mla_sm120_paged_attention": adapters.sparse_mla_paged_attention
+    },
     "cute_dsl": {"is_cute_dsl_available": lambda: True},
+    "cute_dsl.attention": {"cute_dsl_mla_decode": adapters.cute_dsl_mla_decode},
     "cute_dsl.utils": {
         "get_num_sm": _sm_count,
         "is_cute_dsl_arch_supported": lambda *_: True,

@@ -2,8 +2,13 @@
 
 ``python3 -m tests.flashinfer.run CHECKOUT`` takes a checkout of FlashInfer, or a tar of its folder
 ``tests``, such as ``git archive HEAD tests/__init__.py tests/attention tests/test_helpers`` writes.
-It prints how many tests passed, failed, failed by an intended difference, and were left out, and
-exits with 1 if a test failed otherwise. The last three are listed with ``--verbose``.
+It prints how many tests passed, failed, failed by an intended difference, were skipped by their own
+rules, were left out, and ran out of memory, and exits with 1 if a test failed otherwise.
+
+A whole run is several hours: ``--shard 3/24 -n 16 --json 3.json`` runs a part of every file in 16
+processes, and ``python3 -m tests.flashinfer.outcomes *.json`` adds the shards. ``--seconds``
+stops a run, whose remaining tests are counted as not run; ``--again 3.json`` runs those, and what
+failed or ran out of memory.
 """
 
 from __future__ import annotations
@@ -11,101 +16,96 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections import Counter
-from collections.abc import Iterable
-from fnmatch import fnmatchcase
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 
+from tests.flashinfer.outcomes import (
+    Outcome,
+    classified,
+    read_differences,
+    replaced,
+    summary_of,
+    told,
+)
+from tests.flashinfer.selections import SELECTIONS, Selection
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-DIFFERENCES = HERE / "differences.tsv"
-LEFT_OUT = "no part of mlagen"
 
 
-class Selection(NamedTuple):
-    """Tests of a file, and the compute capability that they see.
+class Job(NamedTuple):
+    """A process: a piece of the tests of a selection."""
 
-    FlashInfer's tests ask for the GPU that each of its backends needs, and mlagen's entry points
-    work on all.
-    """
-
-    file: str
-    capability: str = "9.0"
-    keyword: str = ""
-
-
-SELECTIONS = (
-    Selection("test_deepseek_mla.py"),
-    Selection("test_deepseek_mla.py", "10.0", "cutlass"),
-    Selection("test_mla_decode_kernel.py"),
-    Selection("test_mla_auto_backend_warning.py"),
-    Selection("test_cutlass_mla_fp8_output.py", "10.0"),
-    Selection("test_trtllm_gen_mla.py", "10.0"),
-    Selection("test_trtllm_gen_mla.py", "12.0", "xqa"),
-    Selection("test_cute_dsl_mla_decode.py", "10.0"),
-    Selection("test_cute_dsl_mla_dcp.py", "10.0"),
-    Selection("test_shared_prefix_kernels.py", keyword="merge_state"),
-    Selection("test_sparse_mla_sm120.py", "12.0"),
-    Selection("test_trtllm_gen_attention_decode_xqa.py"),
-    Selection("test_xqa.py"),
-    Selection("test_xqa.py", "12.0", "xqa_mla"),
-    Selection("test_xqa_batch_decode.py"),
-    Selection("test_xqa_batch_decode.py", "12.0", "nvfp4"),
-    Selection("test_xqa_mla_batch_decode.py", "12.0"),
-    Selection("test_xqa_mla_bf16.py", "12.0"),
-)
-
-
-class Difference(NamedTuple):
-    """An intended difference: a pattern of test ids, and the reason."""
-
-    pattern: str
-    reason: str
-
-
-class Outcome(NamedTuple):
-    """What came of a test."""
-
-    test: str
-    kind: str  # passed, failed, intended, left out or skipped
-    reason: str
+    selection: Selection
+    piece: int
+    pieces: int
+    tests: list[str] | None  # None: all
 
 
 def main() -> int:
     """Run the tests, print their counts, and return 1 if one failed by no intended difference."""
-    parser = argparse.ArgumentParser(prog="python3 -m tests.flashinfer.run", description=__doc__)
-    parser.add_argument("checkout", type=Path, help="a checkout of FlashInfer, or a tar of tests")
-    parser.add_argument("files", nargs="*", help="names of test files; all by default")
-    parser.add_argument("-k", dest="keyword", default="", help="only tests with this expression")
-    parser.add_argument("--cpu", action="store_true", help="on CPU tensors, which is slow")
-    parser.add_argument("--collect-only", action="store_true", help="import and count the tests")
-    parser.add_argument("--limit", type=int, default=0, help="run a sample of each file")
-    parser.add_argument("--verbose", action="store_true", help="list the tests that did not pass")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        checkout = unpacked(given.checkout.resolve(), Path(folder))
-        outcomes: list[Outcome] = []
-        for selection in SELECTIONS:
-            if given.files and selection.file not in given.files:
-                continue
-            found = run_selection(selection, checkout, Path(folder, "report"), given)
-            outcomes += found
-            click.echo(f"{selection.file} as {selection.capability}: {counted(found)}")
+    given = _arguments()
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        checkout = unpacked(given.checkout.resolve(), folder)
+        with ThreadPoolExecutor(given.workers) as workers:
+            runs = [
+                workers.submit(run_job, job, checkout, folder / f"report{index}", given, begun)
+                for index, job in enumerate(jobs_of(given, checkout))
+            ]
+            outcomes = [outcome for run in runs for outcome in run.result()]
     if given.verbose:
         for outcome in outcomes:
-            if outcome.kind not in {"passed", "skipped"}:
+            if outcome.kind not in {"passed", "skipped", "collected"}:
                 click.echo(f"{outcome.kind}\t{outcome.test}\t{outcome.reason.splitlines()[-1:]}")
-    for difference in stale_differences(outcomes, read_differences()):
-        click.echo(f"{difference.pattern}: listed as different, and passes")
-    click.echo(f"in all: {counted(outcomes)}")
-    return 1 if any(outcome.kind == "failed" for outcome in outcomes) else 0
+    sample = "pairs" if given.pairs else str(given.limit or "whole")
+    summary = summary_of(outcomes, time.monotonic() - begun, given.shard, sample)
+    if given.again is not None:
+        summary = replaced(json.loads(given.again.read_text(encoding="utf-8")), summary)
+    if given.json is not None:
+        given.json.write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    return told(summary)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python3 -m tests.flashinfer.run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("checkout", type=Path, help="a checkout of FlashInfer, or a tar of tests")
+    add("files", nargs="*", help="names of test files; all by default")
+    add("-k", dest="keyword", default="", help="only tests with this expression")
+    add("-n", dest="workers", type=int, default=1, help="processes at once")
+    add("--shard", type=_shard, default="1/1", metavar="I/N", help="the I-th of N equal parts")
+    add("--seconds", type=float, default=None, help="stop then")
+    add("--limit", type=int, default=0, help="at most so many tests of each file, pairs first")
+    add("--pairs", action="store_true", help="a sample with each pair of parameters of a test")
+    add("--json", type=Path, default=None, help="write a summary")
+    add("--again", type=Path, default=None, help="what is open in this summary")
+    add("--cpu", action="store_true", help="on CPU tensors, which is slow")
+    add("--collect-only", action="store_true", help="import and count the tests")
+    add("--verbose", action="store_true", help="list the tests that did not pass")
+    return parser.parse_args()
+
+
+def _shard(text: str) -> str:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"expected I/N, such as 3/20, got {text!r}")
+    return text
 
 
 def unpacked(checkout: Path, folder: Path) -> Path:
@@ -117,11 +117,32 @@ def unpacked(checkout: Path, folder: Path) -> Path:
     return folder / "checkout"
 
 
-def run_selection(
-    selection: Selection, checkout: Path, report: Path, given: argparse.Namespace
+def jobs_of(given: argparse.Namespace, checkout: Path) -> Iterator[Job]:
+    """Yield the processes of a run, long ones first; a file that the checkout lacks has none."""
+    again: dict[str, list[str]] | None = None
+    if given.again is not None:
+        again = {}
+        for entry in json.loads(given.again.read_text(encoding="utf-8"))["open"]:
+            again.setdefault(entry["selection"], []).append(entry["test"])
+    for selection in SELECTIONS:
+        if given.files and selection.file not in given.files:
+            continue
+        if not (checkout / "tests/attention" / selection.file).exists():
+            click.echo(f"{selection.file}: not in the checkout")
+            continue
+        tests = None if again is None else again.get(str(selection), [])
+        if tests is not None and selection.file in tests:  # none of it was run
+            tests = None
+        if tests != []:
+            pieces = selection.pieces if given.workers > 1 else 1
+            yield from (Job(selection, piece, pieces, tests) for piece in range(pieces))
+
+
+def run_job(
+    job: Job, checkout: Path, report: Path, given: argparse.Namespace, begun: float
 ) -> list[Outcome]:
-    """Run the tests of a selection in a process of their own, and return their outcomes."""
-    report.unlink(missing_ok=True)
+    """Run the tests of a job in a process of their own, and return their outcomes."""
+    selection = job.selection
     keywords = [f"({word})" for word in (selection.keyword, given.keyword) if word]
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-p", "flashinfer_plugin", "--noconftest"),
@@ -130,67 +151,49 @@ def run_selection(
         *(["--collect-only"] if given.collect_only else []),
         f"tests/attention/{selection.file}",
     ]
+    choice: dict[str, Any] = {
+        "tests": job.tests,
+        "limit": given.limit,
+        "pairs": given.pairs,
+        "shard": [int(number) for number in given.shard.split("/")],
+        "piece": [job.piece, job.pieces],
+    }
     environment = {
         **os.environ,
         # The tests import helpers of their own package `tests`.
         "PYTHONPATH": os.pathsep.join(map(str, (HERE, checkout, ROOT))),
         "MLAGEN_SHIM_CAPABILITY": selection.capability,
+        "MLAGEN_SHIM_WRAPPER": "mlagen" if selection.tests_wrapper else "",
         "MLAGEN_SHIM_DEVICE": "cpu" if given.cpu else "cuda",
-        "MLAGEN_SHIM_LIMIT": str(given.limit),
+        "MLAGEN_SHIM_CHOICE": json.dumps(choice),
         "MLAGEN_SHIM_REPORT": str(report),
     }
-    done = subprocess.run(
-        command, cwd=checkout, env=environment, check=False, capture_output=True, text=True
-    )
-    if done.returncode not in {0, 1, 5}:
-        click.echo(done.stdout[-2000:] + done.stderr[-2000:])
-        return [Outcome(selection.file, "failed", f"pytest exits with {done.returncode}")]
-    if given.collect_only:
-        tests = [line for line in done.stdout.splitlines() if "::" in line]
-        return [Outcome(test, "collected", "") for test in tests]
+    remaining = None if given.seconds is None else begun + given.seconds - time.monotonic()
+    if remaining is not None and remaining <= 0:
+        return [Outcome(selection.file, "not run", "out of time", str(selection))]
+    why = ""
+    try:
+        done = subprocess.run(
+            command,
+            cwd=checkout,
+            env=environment,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=remaining,
+        )
+        if done.returncode not in {0, 1, 5}:
+            why = f"pytest exits with {done.returncode}"
+            click.echo(done.stdout[-2000:] + done.stderr[-2000:])
+    except subprocess.TimeoutExpired:
+        why = "out of time"
     lines = report.read_text(encoding="utf-8").splitlines() if report.exists() else []
-    return classified(map(json.loads, lines), read_differences())
-
-
-def classified(
-    entries: Iterable[dict[str, str]], differences: Iterable[Difference]
-) -> list[Outcome]:
-    """Return the outcomes of tests; failures that the list has are intended."""
-    known, outcomes = list(differences), []
-    for entry in entries:
-        test, kind, reason = Path(entry["id"]).name, entry["outcome"], entry["reason"]
-        listed = [row for row in known if fnmatchcase(test, row.pattern)]
-        if kind == "failed" and listed:
-            kind, reason = "intended", listed[0].reason
-        elif kind == "skipped" and LEFT_OUT in reason:
-            kind = "left out"
-        outcomes.append(Outcome(test, kind, reason))
+    entries = [json.loads(line) for line in lines if line.endswith("}")]
+    outcomes = classified(entries, read_differences(), str(selection))
+    if why.startswith("pytest") or (why and not outcomes):
+        kind = "failed" if why.startswith("pytest") else "not run"
+        outcomes.append(Outcome(selection.file, kind, why, str(selection)))
     return outcomes
-
-
-def read_differences() -> list[Difference]:
-    """Return the intended differences."""
-    _, *rows = DIFFERENCES.read_text(encoding="utf-8").splitlines()
-    return [Difference(*row.split("\t")) for row in rows]
-
-
-def stale_differences(
-    outcomes: Iterable[Outcome], differences: Iterable[Difference]
-) -> list[Difference]:
-    """Return the differences that tests were run for, none of which failed."""
-    ran = list(outcomes)
-    stale = []
-    for difference in differences:
-        kinds = {o.kind for o in ran if fnmatchcase(o.test, difference.pattern)}
-        if "passed" in kinds and "intended" not in kinds:
-            stale.append(difference)
-    return stale
-
-
-def counted(outcomes: Iterable[Outcome]) -> str:
-    """Return the number of outcomes of each kind."""
-    counts = Counter(outcome.kind for outcome in outcomes)
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "no tests"
 
 
 if __name__ == "__main__":

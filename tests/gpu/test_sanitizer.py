@@ -43,6 +43,9 @@ for case in (
     MlaCase(name="sparse under e4m3", seq_lens=(70, 9), heads=64, dtype=e4m3, top_k=40),
     MlaCase(name="fp8_per_token", seq_lens=(70, 9), heads=20, kv_format="fp8_per_token"),
     MlaCase(name="many splits", seq_lens=(4300,), heads=9),
+    MlaCase(name="no rope", seq_lens=(700, 30), heads=64, qk_rope_head_dim=0),
+    MlaCase(name="no rope, 16 rows", seq_lens=(70, 900), heads=16, qk_rope_head_dim=0),
+    MlaCase(name="no rope, e4m3", seq_lens=(70, 9), heads=64, dtype=e4m3, qk_rope_head_dim=0),
     MlaCase(name="biased", seq_lens=(70, 9), kv_format="fp8_per_token", bias="for each head"),
     MlaCase(name="separate values", seq_lens=(70, 9), heads=32, values="other pages"),
 ):

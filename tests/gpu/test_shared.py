@@ -11,6 +11,7 @@ from tests.problems.gqa_cases import LONG_CASES as LONG_GQA_CASES
 from tests.problems.mla import MlaCase
 from tests.problems.mla_cases import LONG_CASES
 from tests.test_batch_decode import TestBatchDecode
+from tests.test_batch_decode_aliases import TestDecodeAliases
 from tests.test_batch_mla import TestBatchMla
 from tests.test_batch_mla_plans import TestBatchMlaPlans
 from tests.test_cascade import TestCascade
@@ -30,6 +31,7 @@ __all__ = [
     "TestBatchMlaPlans",
     "TestCascade",
     "TestDcp",
+    "TestDecodeAliases",
     "TestEntryPoints",
     "TestFlare",
     "TestFloat64",

@@ -44,21 +44,20 @@ def paged_call(integration: Any, q_lens: list[int], seq_lens: list[int], **optio
     )
     starts = torch.tensor([0, *q_lens]).cumsum(0)
     are_prompts = q_lens == seq_lens
-    out, _ = integration.continuous.paged_attention(
-        SimpleNamespace(layer_idx=0),
-        query,
-        keys,
-        values,
-        None,
-        scaling=SCALE,
-        cache=cache,
-        read_index=[slots[:0] if are_prompts else slots],
-        write_index=[write],
-        cu_seq_lens_q=starts,
-        cu_seq_lens_k=ends,
-        max_seqlen_q=max(q_lens),
-        max_seqlen_k={"full_attention": max(seq_lens)},
-    )
+    batch = {
+        "scaling": SCALE,
+        "cache": cache,
+        "read_index": [slots[:0] if are_prompts else slots],
+        "write_index": [write],
+        "cu_seq_lens_q": starts,
+        "cu_seq_lens_k": ends,
+        "max_seqlen_q": max(q_lens),
+        "max_seqlen_k": {"full_attention": max(seq_lens)},
+    }
+    for _ in range(options.pop("layers", 1)):
+        out, _ = integration.continuous.paged_attention(
+            SimpleNamespace(layer_idx=0), query, keys, values, None, **batch
+        )
     wanted = []
     for i, own in enumerate(requests):
         sees = torch.ones(q_lens[i], len(own)).tril(len(own) - q_lens[i]).bool()
@@ -85,6 +84,41 @@ class TestContinuousBatching:
 
         assert_close(out, wanted)
         assert integration.package.explain() == {"mlagen GQA, continuous batching": 1}
+
+    def test_layers_share_the_tables_of_a_batch(
+        self, integration: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Tables are made once for a batch, and are as wide for a step as for the next."""
+        calls: list[tuple[Any, ...]] = []
+        attend = integration.continuous.xqa_batch_decode_with_kv_cache
+
+        def spy(*inputs: Any, **keywords: Any) -> Any:
+            calls.append((*inputs[3:5], keywords["q_cu_seq_lens"]))
+            return attend(*inputs, **keywords)
+
+        monkeypatch.setattr(integration.continuous, "xqa_batch_decode_with_kv_cache", spy)
+        for seq_lens in ([9, 30, 2], [10, 31, 3]):
+            out, wanted = paged_call(integration, [1, 1, 1], seq_lens, layers=2)
+            assert_close(out, wanted)
+
+        for first, second in (calls[:2], calls[2:]):
+            assert all(each is other for each, other in zip(first, second, strict=True))
+        assert calls[0][0].shape == calls[2][0].shape
+
+    def test_compiled_code_has_its_own_tables(
+        self, integration: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What a compiler or a graph computes for a layer stays in it."""
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        batch = {"cu_seq_lens_q": torch.arange(3), "cu_seq_lens_k": torch.tensor([0, 4, 9])}
+
+        first, second = (
+            integration.continuous._tables_of(0, torch.arange(9), batch | {"max_seqlen_k": 5})
+            for _ in range(2)
+        )
+
+        assert first.seq_lens.tolist() == second.seq_lens.tolist() == [4, 5]
+        assert first.block_tables is not second.block_tables
 
     def test_a_window_is_rejected(self, integration: Any) -> None:
         """A layer with a sliding window is not computed without it."""

@@ -10,6 +10,7 @@ import torch
 from mlagen.errors import UnsupportedError
 from tests.integrations.transformers_cases import (
     HEAD_DIM,
+    LONG_PADDING,
     MODULE,
     PADDING,
     SCALE,
@@ -30,20 +31,27 @@ class TestGqa:
             (64, None, "pages of 64 tokens"),
             (48, None, "pages of 16 tokens"),
             (53, None, "pages of one token"),
+            (100, None, "pages of 64 tokens"),
             (64, PADDING, "pages of one token"),
+            (100, PADDING, "pages of 64 tokens"),
+            (100, LONG_PADDING, "pages of 64 tokens"),
         ],
-        ids=["pages of 64", "pages of 16", "odd length", "padded"],
+        ids=[
+            *("pages of 64", "pages of 16", "a short cache", "a cache of any length"),
+            *("padded", "padded, any length", "padded, a full page"),
+        ],
     )
     def test_a_step_is_served_in_place(
         self, integration: Any, tokens: int, padding: torch.Tensor | None, pages: str
     ) -> None:
         """A step equals attention in float64 over the tokens that it sees, NaNs elsewhere."""
         query, keys, values = qkv(tokens)
-        sees = seen_tokens(tokens, padding)
+        seen = 21 if padding is None else padding.shape[1]
+        sees = seen_tokens(tokens, padding, seen)
         wanted = expected(query, keys, values, sees)
         for cache in (keys, values):
             cache.masked_fill_(~sees.transpose(2, 3), torch.nan)
-        mask = mask_of(integration, tokens, attention_mask=padding)
+        mask = mask_of(integration, tokens, seen - 1, attention_mask=padding)
 
         out, weights = integration.attention.attention(
             MODULE, query, keys, values, mask, scaling=SCALE

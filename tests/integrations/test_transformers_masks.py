@@ -26,10 +26,10 @@ class TestMask:
         assert mask.tolist() == [[[[0, 21]]]] * BATCH
 
     def test_padding_on_the_left_moves_the_first_token(self, integration: Any) -> None:
-        """Bounds begin behind the padding, and a third column marks them."""
-        mask = mask_of(integration, 64, attention_mask=PADDING)
-
-        assert mask.tolist() == [[[[0, 21, 1]]], [[[7, 14, 1]]]]
+        """Bounds begin behind the padding; more columns mark them, and a page that follows."""
+        for tokens, marks in ((64, [1]), (70, [1]), (71, [1, 1])):
+            mask = mask_of(integration, tokens, attention_mask=PADDING)
+            assert mask.tolist() == [[[[0, 21, *marks]]], [[[7, 14, *marks]]]]
         full = mask_of(integration, 64, attention_mask=torch.ones_like(PADDING))
         assert full.shape[-1] == 2
 

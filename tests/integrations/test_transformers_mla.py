@@ -42,17 +42,21 @@ def latent_inputs(tokens: int = 64) -> tuple[torch.Tensor, torch.Tensor, torch.T
 class TestMla:
     """Absorbed decode over a compressed cache."""
 
-    @pytest.mark.parametrize("padding", [None, PADDING], ids=["plain", "padded"])
+    @pytest.mark.parametrize(
+        ("padding", "tokens"),
+        [(None, 64), (PADDING, 64), (PADDING, 100)],
+        ids=["plain", "padded", "padded, any length"],
+    )
     def test_an_absorbed_step_equals_expanded_attention(
-        self, integration: Any, padding: torch.Tensor | None
+        self, integration: Any, padding: torch.Tensor | None, tokens: int
     ) -> None:
         """A step over latents equals attention over the keys and values that they stand for."""
         layer = absorbed(integration)
-        query, latents, rope = latent_inputs()
+        query, latents, rope = latent_inputs(tokens)
         keys, values = Layer.expand_kv(layer, latents, rope)
-        wanted = expected(query, keys, values, seen_tokens(64, padding))
+        wanted = expected(query, keys, values, seen_tokens(tokens, padding))
         kept = layer.expand_kv(latents, rope)
-        mask = mask_of(integration, 64, attention_mask=padding)
+        mask = mask_of(integration, tokens, attention_mask=padding)
 
         out, _ = integration.attention.attention(layer, query, *kept, mask, scaling=SCALE)
 

@@ -11,6 +11,8 @@ SCALE = 0.2
 MODULE = torch.nn.Module()
 PADDING = torch.ones(BATCH, 21, dtype=torch.bool)
 PADDING[1, :7] = False
+LONG_PADDING = torch.ones(BATCH, 98, dtype=torch.bool)
+LONG_PADDING[1, :30] = False
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

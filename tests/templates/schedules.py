@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from mlagen.families.common.plan_sm80 import MlaProblemShape
+from mlagen.families.mla.plan_sm90 import plan_mla_sm90
 from mlagen.spec.mla.sm90 import MlaSm90Spec
 from tests.emulator.scheduled import Schedule, TileScheduler, WorkItem
 
@@ -90,6 +92,21 @@ def schedule_of(
             "max_tokens": MAX_TOKENS,
         }
     return scheduler.run(batch.num_cta_groups * batch.cta_group_size, params | changes)
+
+
+def planned(batch: Batch, spec: MlaSm90Spec, sm_count: int) -> Batch:
+    """Return the batch on the grid that the host plans for so many SMs."""
+    tokens = sum(seq.q_len for seq in batch.seqs)
+    q_len = 0 if batch.is_ragged() else batch.seqs[0].q_len
+    shape = MlaProblemShape(
+        batch=len(batch.seqs),
+        q_len=q_len,
+        heads=batch.heads,
+        total_rows=tokens * batch.heads,
+        max_kv_len=max(seq.kv_len for seq in batch.seqs),
+    )
+    plan = plan_mla_sm90(spec, shape, q_len or -(-tokens // len(batch.seqs)), sm_count)
+    return replace(batch, num_cta_groups=plan.num_cta_groups, cta_group_size=plan.cta_group_size)
 
 
 class Attended(NamedTuple):

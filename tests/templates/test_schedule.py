@@ -19,7 +19,7 @@ from mlagen.spec.gqa.sm90 import GqaSm90Spec
 from mlagen.spec.mla.sm90 import MlaSm90Spec
 from tests.emulator.emulated import COMPILER
 from tests.emulator.scheduled import Schedule, TileScheduler, WorkItem
-from tests.kernels import gqa_sm90, mla_sm90
+from tests.kernels import SM_COUNTS, gqa_sm90, mla_sm90
 from tests.launch_repeats import SEQ_WORD
 from tests.templates.schedules import (
     MAX_TOKENS,
@@ -28,6 +28,7 @@ from tests.templates.schedules import (
     Seq,
     by_tile,
     ints,
+    planned,
     schedule_of,
     tiles_of,
 )
@@ -49,7 +50,7 @@ batches = st.builds(
         st.tuples(seqs, st.integers(1, 140)).map(lambda equal: (equal[0],) * equal[1]),
     ),
     heads=st.sampled_from((1, 7, 16, 64)),
-    num_cta_groups=st.one_of(st.integers(1, 24), st.sampled_from((33, 132, 148))),
+    num_cta_groups=st.one_of(st.integers(1, 24), st.sampled_from((33, 39, 57, 148, *SM_COUNTS))),
     cta_group_size=st.integers(1, 4),
     is_causal=st.booleans(),
     window=st.sampled_from((1, 100, 1000, NO_WINDOW)),
@@ -165,6 +166,30 @@ def test_ranges_are_equally_long(scheduler: TileScheduler, batch: Batch) -> None
             * (-(-seq.kv_len // spec.block_n) + spec.fixed_overhead_blocks)
             for seq in batch.seqs
         )
+
+
+@_settings
+@given(batch=batches, sm_count=st.sampled_from(SM_COUNTS))
+@example(batch=Batch((Seq(64 * 64, 4),) * 40, 64), sm_count=78)
+@example(batch=Batch((Seq(20 * 64),) * 64), sm_count=78)
+@example(batch=Batch((Seq(299 * 64), Seq(300 * 64)) * 60), sm_count=144)
+@pytest.mark.parametrize("name", MLA)
+def test_a_planned_cta_group_is_idle_only_if_its_range_would_save_less_than_a_split(
+    name: str, compiled: Compiled, batch: Batch, sm_count: int
+) -> None:
+    """The grid of the host covers all work, on any number of SMs."""
+    scheduler = compiled(name)
+    assert isinstance(scheduler.spec, MlaSm90Spec)
+    batch = planned(batch, scheduler.spec, sm_count)
+    schedule = schedule_of(scheduler, batch)
+    check_cover(scheduler, batch, schedule)
+    if schedule.ranges:
+        num_cta_groups = sm_count // batch.cta_group_size
+        assert 1 <= batch.num_cta_groups <= num_cta_groups
+        num_ranges = schedule.ranges[0].num_ranges
+        total_blocks = max(one.end for one in schedule.ranges)
+        saved = -(-total_blocks // num_ranges) - total_blocks / num_cta_groups
+        assert num_ranges == num_cta_groups or saved < scheduler.spec.split_overhead_blocks + 1
 
 
 @_settings

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mlagen.spec.gqa.sm80 import GqaSm80Spec
-from mlagen.spec.mla.sm80 import MlaSm80Spec
+from mlagen.spec.gqa.sm80 import GqaSm80Spec, GqaTile
+from mlagen.spec.mla.sm80 import MlaSm80Spec, MlaTile
 
 # Cost model, in the time of a tile whose CTA has an SM of its own. Fitted to sweeps of num_splits
-# on an H200; see docs/explanation/performance.md.
+# on an H200, see docs/explanation/performance.md; the SM count enters by the waves alone.
 _CTA_OVERHEAD_TILES = 3  # of a CTA, besides its tiles
 _SHARED_TILE = 1.7  # of a tile, where CTAs share an SM
 _SHARED_CTA_OVERHEAD_PER_DIM = 1 / 256  # more overhead of such a CTA, per output dim
@@ -103,6 +104,15 @@ def plan_gqa_sm80(spec: GqaSm80Spec, problem: GqaProblemShape, sm_count: int) ->
     return _plan(row_tiles, splits, num_ctas, problem.total_rows, spec.variant.head_dim)
 
 
+def max_sm80_bytes_per_sm(tiles: Iterable[MlaTile | GqaTile], dims: int) -> int:
+    """Return the most bytes of a plan for each SM: CTAs of full tiles, in as many waves as allowed.
+
+    A CTA has ``dims`` elements of a row at most.
+    """
+    rows = max(tile.block_m * tile.ctas_per_sm for tile in tiles)
+    return _MAX_SPLIT_WAVES * rows * _partial_row_bytes(dims)
+
+
 def _ragged_tiles(total_rows: int, block_m: int, batch: int) -> int:
     """Return the row tiles of ragged sequences, whose query lengths are on the device.
 
@@ -139,5 +149,10 @@ def _plan(row_tiles: int, splits: int, num_ctas: int, total_rows: int, head_dim:
         splits=splits,
         num_ctas=num_ctas * splits,
         partial_rows=partial_rows,
-        workspace_bytes=partial_rows * (head_dim + 1) * 4,
+        workspace_bytes=partial_rows * _partial_row_bytes(head_dim),
     )
+
+
+def _partial_row_bytes(dims: int) -> int:
+    """Return the bytes of a partial row and its LSE, both in fp32."""
+    return (dims + 1) * 4

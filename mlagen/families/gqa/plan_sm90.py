@@ -18,7 +18,7 @@ _MAX_GROUP_TOKEN_BYTES = 1024
 
 # Cost model of num_cta_groups, in microseconds. Fitted to an H200; only the order of the results
 # counts.
-_BYTES_PER_US = 4_500_000  # of all SMs
+_BYTES_PER_US = 4_500_000  # of HBM, which 28 SMs saturate
 _BYTES_PER_US_OF_SM = 160_000  # of one SM
 _DECODED_PER_US_OF_SM = 85_000  # of one SM that converts the KV cache
 _COMBINE_US = 1.3  # fixed cost of a combine
@@ -71,9 +71,7 @@ def plan_gqa_sm90(spec: GqaSm90Spec, problem: GqaProblemShape, sm_count: int) ->
         else max_cta_groups
     )
     num_ctas = num_cta_groups * cta_group_size
-    # A CTA stores at most two splits: partial outputs in fp32, and a RowState per row.
-    partial_rows = 2 * num_ctas * spec.heads_per_cta * rows
-    partial_values = partial_rows * spec.variant.head_dim * 4
+    partial_values = num_ctas * _partial_rows(spec) * spec.variant.head_dim * 4
     return GqaSm90Plan(
         cta_group_size=cta_group_size,
         num_cta_groups=num_cta_groups,
@@ -82,8 +80,17 @@ def plan_gqa_sm90(spec: GqaSm90Spec, problem: GqaProblemShape, sm_count: int) ->
         num_tiles=num_tiles,
         total_tiles=total_tiles,
         partial_rows_offset=partial_values,
-        workspace_bytes=partial_values + partial_rows * spec.row_state_bytes,
+        workspace_bytes=num_ctas * gqa_sm90_bytes_per_cta(spec),
     )
+
+
+def gqa_sm90_bytes_per_cta(spec: GqaSm90Spec) -> int:
+    """Return the workspace of a CTA: partial outputs in fp32, and a RowState per row."""
+    return _partial_rows(spec) * (spec.variant.head_dim * 4 + spec.row_state_bytes)
+
+
+def _partial_rows(spec: GqaSm90Spec) -> int:
+    return 2 * spec.heads_per_cta * spec.block_m  # a CTA stores at most two splits
 
 
 def choose_heads_per_cta(spec: GqaSm90Spec, problem: GqaProblemShape, sm_count: int) -> int:

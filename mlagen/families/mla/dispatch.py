@@ -46,7 +46,7 @@ def plan_call(
             if sms == WHOLE_GPU or is_forced:
                 raise
             log_declined(str(error))
-    launcher = launcher or make_sm80_launcher(args, problem, index)
+    launcher = launcher or make_sm80_launcher(args, problem, index, max(sms, WHOLE_GPU))
     log_choice(
         launcher.decode.spec,
         launcher.plan,

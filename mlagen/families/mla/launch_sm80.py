@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from mlagen.families.mla.problem import MlaProblem, check_pointers
 from mlagen.families.mla.select import plan_call
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
+from mlagen.runtime.partition import WHOLE_GPU
 from mlagen.spec.combine import CombineSpec
 from mlagen.spec.kernel import pack_constants
 from mlagen.spec.mla.sm80 import MlaSm80Spec
@@ -138,9 +140,12 @@ class _RarePointers(NamedTuple):
     bias: int = 0
 
 
-def make_sm80_launcher(args: MlaArgs, problem: MlaProblem, index: int) -> MlaSm80Launcher:
-    """Return the launcher for the signature of ``args`` on GPU ``index``."""
-    spec, plan = plan_call(
+def make_sm80_launcher(
+    args: MlaArgs, problem: MlaProblem, index: int, sms: int = WHOLE_GPU
+) -> MlaSm80Launcher:
+    """Return the launcher for the signature of ``args`` on ``sms`` SMs of GPU ``index``."""
+    plan_on = partial(
+        plan_call,
         device=index,
         variant=problem.variant,
         batch=problem.batch,
@@ -151,6 +156,9 @@ def make_sm80_launcher(args: MlaArgs, problem: MlaProblem, index: int) -> MlaSm8
         max_kv_len=problem.top_k or int(args.max_seq_len),
     )
     workspace, name = args.workspace_buffer, args.names.workspace_buffer
+    spec, plan = plan_on(sms=sms)
+    if plan.workspace_bytes > workspace.nbytes:  # one for the whole GPU must suffice
+        spec, plan = plan_on(sms=WHOLE_GPU)
     offset = scratch_offset(workspace, name, plan.workspace_bytes)
     combine_spec = CombineSpec(arch=spec.arch, dtype=spec.out_dtype, head_dim_vo=spec.head_dim_vo)
     return MlaSm80Launcher(

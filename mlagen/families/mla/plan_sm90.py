@@ -10,6 +10,10 @@ from mlagen.spec.mla.sm90 import MlaSm90Spec
 
 _MAX_CTA_GROUP_SIZE = 4
 
+# Max share of SMs that stay idle in favour of a larger CTA group, whose row tiles read the KV of a
+# sequence once.
+_MAX_IDLE = Fraction(1, 25)
+
 # Linear block indices are 32-bit.
 _MAX_INT32 = 2**31 - 1
 
@@ -19,6 +23,10 @@ USES_SM80_FOR_SMALL_CALLS = True
 
 # Rows of a tile in the KV-block count of a small call.
 _SMALL_TILE_ROWS = 16
+
+# SM count that the limits of small calls are for. They grow with the SMs: the sm80 kernel saves a
+# fixed latency, and takes longer for each KV block of an SM.
+_SMALL_CALL_SMS = 132
 
 # Whether a call may use a tile with fewer rows than its sequences.
 USES_SMALLER_TILES = True
@@ -75,17 +83,25 @@ def plan_mla_sm90(
         min(sm_count // cta_group_size, max(1, num_ranges)) if problem.total_rows else 0
     )
     num_ctas = num_cta_groups * cta_group_size
-    # A CTA stores at most two splits: partial outputs in fp16, and a PartialState per row.
-    partial_values = 2 * num_ctas * rows * spec.head_dim_vo * 2
+    partial_values = num_ctas * _partial_rows(spec) * spec.head_dim_vo * 2
     return MlaSm90Plan(
         cta_group_size=cta_group_size,
         num_cta_groups=num_cta_groups,
         num_ctas=num_ctas,
         total_tiles=total_tiles,
         partial_rows_offset=partial_values,
-        workspace_bytes=partial_values + 2 * num_ctas * rows * spec.partial_state_bytes,
-        is_small=_is_small(spec, tile_q_len * problem.heads, problem.batch * kv_blocks),
+        workspace_bytes=num_ctas * mla_sm90_bytes_per_cta(spec),
+        is_small=_is_small(spec, tile_q_len * problem.heads, problem.batch * kv_blocks, sm_count),
     )
+
+
+def mla_sm90_bytes_per_cta(spec: MlaSm90Spec) -> int:
+    """Return the workspace of a CTA: partial outputs in fp16, and a PartialState per row."""
+    return _partial_rows(spec) * (spec.head_dim_vo * 2 + spec.partial_state_bytes)
+
+
+def _partial_rows(spec: MlaSm90Spec) -> int:
+    return 2 * spec.block_m  # a CTA stores at most two splits
 
 
 def fits_in_int32(spec: MlaSm90Spec, plan: MlaSm90Plan, max_tokens: int) -> bool:
@@ -98,19 +114,24 @@ def _kv_blocks_of(spec: MlaSm90Spec, tokens: int) -> int:
     return -(-tokens // spec.block_n)
 
 
-def _is_small(spec: MlaSm90Spec, rows: int, kv_blocks: int) -> bool:
+def _is_small(spec: MlaSm90Spec, rows: int, kv_blocks: int, sm_count: int) -> bool:
     """Whether the sm80 kernel is faster, for ``rows`` query rows per sequence."""
     limit = next((blocks for max_rows, blocks in spec.small_calls if rows <= max_rows), -1)
-    return USES_SM80_FOR_SMALL_CALLS and kv_blocks * -(-rows // _SMALL_TILE_ROWS) <= limit
+    tile_blocks = kv_blocks * -(-rows // _SMALL_TILE_ROWS)
+    return USES_SM80_FOR_SMALL_CALLS and tile_blocks * _SMALL_CALL_SMS <= limit * sm_count
 
 
 def _cta_group_size(tiles: int, sm_count: int) -> int:
     """Return the group size with the fewest waves, counting idle ranks and ungrouped CTAs.
 
-    Of equal sizes the larger: CTAs of a group read the same tokens.
+    Up to ``_MAX_IDLE`` of ungrouped CTAs do not count. Of equal sizes the larger: CTAs of a group
+    read the same tokens.
     """
     max_size = 1 if tiles == 1 else min(_MAX_CTA_GROUP_SIZE, sm_count)
-    return min(
-        range(1, max_size + 1),
-        key=lambda size: (Fraction(-(-tiles // size), sm_count // size), -size),
-    )
+
+    def waves(size: int) -> Fraction:
+        idle = sm_count % size
+        busy = sm_count if idle <= _MAX_IDLE * sm_count else sm_count - idle
+        return Fraction(-(-tiles // size) * size, busy)
+
+    return min(range(1, max_size + 1), key=lambda size: (waves(size), -size))

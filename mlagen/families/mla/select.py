@@ -30,16 +30,18 @@ def plan_call(
     tokens: int,
     heads: int,
     max_kv_len: int,
+    sms: int = WHOLE_GPU,
 ) -> tuple[MlaSm80Spec, Sm80Plan]:
     """Return the sm80 kernel and its plan for a call on GPU ``device``.
 
     ``max_kv_len`` bounds the tokens that a query token attends to: ``max_seq_len``, or ``top_k``.
+    ``sms`` is the number of SMs of the context.
     """
     if variant.lookup == "sparse":  # every query token has its own top-k indices
         batch, q_len, tile_q_len = tokens, 1, 1
     spec = mla_sm80_spec(arch_of_device(device), variant, tile_q_len * heads)
     problem = _problem(batch, q_len, tokens, heads, max_kv_len)
-    return spec, plan_mla_sm80(spec, problem, device_facts(device).sm_count)
+    return spec, plan_mla_sm80(spec, problem, sms or device_facts(device).sm_count)
 
 
 @lru_cache(maxsize=4096)
@@ -58,8 +60,8 @@ def plan_mla_sm90_call(
 ) -> tuple[MlaSm90Spec, MlaSm90Plan] | None:
     """Return the sm90 kernel and its plan for a call on GPU ``device``; None if unsupported.
 
-    ``max_kv_len`` is as for :func:`plan_call`, ``p_dtype_choice`` the dtype of P that the settings
-    request, and ``sms`` the number of SMs of the context.
+    ``max_kv_len`` and ``sms`` are as for :func:`plan_call`; ``p_dtype_choice`` is the dtype of P
+    that the settings request.
     """
     if variant.lookup == "sparse":
         batch, q_len, tile_q_len = tokens, 1, 1

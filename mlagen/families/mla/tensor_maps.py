@@ -73,7 +73,7 @@ class CacheMaps(dict[tuple[int, int], Maps]):
         else:
             tiles = latent_tiles + (rope_dim > 0)
             group_map = self._encode_part(
-                cache, strides, tiles=tiles, tiles_per_box=spec.tiles_per_copy
+                cache, strides, tiles=tiles, tiles_per_box=spec.tiles_per_stage
             )
         return Maps(latent_map + rope_map + group_map, separate_rope)
 

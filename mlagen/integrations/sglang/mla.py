@@ -16,18 +16,17 @@ from sglang.srt.models.deepseek_common.attention_backend_handler import (
 )
 from sglang.srt.runtime_context import get_parallel, get_platform
 
+from mlagen import max_workspace_bytes
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
 
 _logger = logging.getLogger("mlagen")
 
-# No MLA call needs more than 513 KiB for each SM of the GPU.
-_WORKSPACE_BYTES = 128 << 20
-
 
 @cache
-def _workspace(device: torch.device) -> torch.Tensor:
+def workspace(device: torch.device) -> torch.Tensor:
+    """Return the scratch of all layers on ``device``, whose calls follow each other on a stream."""
     # Not the backend's own: trtllm-gen kernels have semaphores in that one, which must stay zero.
-    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    return torch.empty(max_workspace_bytes(device), dtype=torch.uint8, device=device)
 
 
 def backend_of(runner: Any, name: str) -> MlagenMLABackend:
@@ -51,10 +50,15 @@ def backend_of(runner: Any, name: str) -> MlagenMLABackend:
             "page_size: the sm90 kernels need a multiple of 16, got %d; pass --page-size 64",
             runner.page_size,
         )
-    AttentionBackendRegistry.register(name, handle_attention_trtllm_mla)
+    introduce(name, handle_attention_trtllm_mla)
+    return MlagenMLABackend(runner)
+
+
+def introduce(name: str, handler: Any) -> None:
+    """Make SGLang's models absorb the weights for a backend, where ``handler`` says so."""
+    AttentionBackendRegistry.register(name, handler)
     if name not in models.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
         models.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(name)
-    return MlagenMLABackend(runner)
 
 
 class MlagenMLABackend(TRTLLMMLABackend):
@@ -96,7 +100,7 @@ class MlagenMLABackend(TRTLLMMLABackend):
         return decode(
             query,
             kv_cache,
-            _workspace(query.device),
+            workspace(query.device),
             self.qk_nope_head_dim,
             self.kv_lora_rank,
             self.qk_rope_head_dim,

@@ -11,7 +11,7 @@ from mlagen.decode import xqa_batch_decode_with_kv_cache
 from mlagen.errors import UnsupportedError
 from mlagen.integrations.transformers.latent import expanded, is_absorbed, latent_step
 from mlagen.integrations.transformers.masks import bool_mask, is_bounds
-from mlagen.integrations.transformers.pages import pages_of, workspace_of
+from mlagen.integrations.transformers.pages import pages_of
 from mlagen.integrations.transformers.record import record
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -88,22 +88,23 @@ def _unserved(
     kwargs: dict[str, Any],
 ) -> str:
     """Return why no kernel serves a call, empty if one does."""
-    head_dim = query.shape[-1]
-    are_16_bit = query.dtype in _DTYPES and key.dtype == value.dtype == query.dtype
+    _, _, q_len, head_dim = query.shape
+    dtype = query.dtype
     is_served_dim = head_dim == 512 or (head_dim <= 256 and head_dim % 16 == 0)
-    have_others = any(kwargs.get(name) is not None for name in ("softcap", "position_bias"))
+    are_contiguous = key.is_contiguous() and value.is_contiguous()
+    have_others = kwargs.get("softcap") is not None or kwargs.get("position_bias") is not None
     rules = (
-        (query.shape[2] == 1, "more than one query token"),
+        (q_len == 1, "more than one query token"),
         (is_bounds(mask), "a mask of sdpa"),
-        (are_16_bit, f"dtype {query.dtype}"),
+        (dtype in _DTYPES and key.dtype == value.dtype == dtype, "dtype {dtype}"),
         (key.shape[-1] == value.shape[-1] == head_dim, "head dims of keys and values differ"),
-        (is_served_dim, f"head dim {head_dim}"),
-        (key.is_contiguous() and value.is_contiguous(), "a cache that is not contiguous"),
+        (is_served_dim, "head dim {head_dim}"),
+        (are_contiguous, "a cache that is not contiguous"),
         (not dropout and not have_others, "dropout, a soft cap or a position bias"),
     )
     for is_met, reason in rules:
         if not is_met:
-            return reason
+            return reason.format(dtype=dtype, head_dim=head_dim)
     return ""
 
 
@@ -120,11 +121,10 @@ def _attend(
     kv_heads, tokens = key.shape[1:3]
     pages = pages_of(bounds, tokens, kv_heads)
     record(f"mlagen GQA, {pages.described}")
-    shape = (-1, 1, pages.size, head_dim)
     out = xqa_batch_decode_with_kv_cache(
         query.reshape(batch * kv_heads, heads // kv_heads, head_dim),
-        (key.view(shape), value.view(shape)),
-        workspace_of(query),
+        (pages.of(key), pages.of(value)),
+        pages.workspace,
         pages.block_tables,
         pages.seq_lens,
         tokens,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,6 +10,18 @@ from mlagen.decode import xqa_batch_decode_with_kv_cache
 from mlagen.errors import UnsupportedError
 from mlagen.integrations.transformers.pages import workspace_of
 from mlagen.integrations.transformers.record import record
+
+_TABLES = "_mlagen_tables"  # an attribute of the query offsets
+_WIDTH = 64  # block tables have a multiple of so many tokens
+
+
+class _Tables(NamedTuple):
+    """Block tables of pages of one token, and the lengths of a batch."""
+
+    block_tables: torch.Tensor  # int32 [requests, max_seq_len]
+    seq_lens: torch.Tensor  # int32 [requests]
+    q_cu_seq_lens: torch.Tensor  # int32 [requests + 1]
+    max_seq_len: int
 
 
 def paged_attention(
@@ -61,24 +73,50 @@ def paged_attention(
     keys.index_copy_(0, write, key.transpose(1, 2).squeeze(0))
     values.index_copy_(0, write, value.transpose(1, 2).squeeze(0))
     # A batch of whole prompts reads nothing back: its new tokens are all that it attends to.
-    slots = read if read.numel() else write
-    ends = _full_attention(kwargs["cu_seq_lens_k"])
-    max_seq_len = max(1, int(_full_attention(kwargs["max_seqlen_k"])))
-    slot = ends[:-1, None] + torch.arange(max_seq_len, device=query.device)
+    tables = _tables_of(group, read if read.numel() else write, kwargs)
     record("mlagen GQA, continuous batching")
     out = xqa_batch_decode_with_kv_cache(
         query.squeeze(0).transpose(0, 1).contiguous(),
         (keys.unsqueeze(1), values.unsqueeze(1)),
         workspace_of(query),
-        slots[slot.clamp(max=slots.numel() - 1)].int(),
-        (ends[1:] - ends[:-1]).int(),
-        max_seq_len,
+        tables.block_tables,
+        tables.seq_lens,
+        tables.max_seq_len,
         bmm1_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         q_len_per_req=max(2, int(kwargs["max_seqlen_q"])),  # ragged calls take 2 or more
-        q_cu_seq_lens=kwargs["cu_seq_lens_q"].int(),
+        q_cu_seq_lens=tables.q_cu_seq_lens,
     )
     assert isinstance(out, torch.Tensor)
     return out.unsqueeze(0), None
+
+
+def _tables_of(group: int, slots: torch.Tensor, kwargs: dict[str, Any]) -> _Tables:
+    """Return the tables of a batch for a group of layers.
+
+    Every batch has a new tensor of query offsets, which all layers get; a graph computes its own.
+    """
+    starts: torch.Tensor = kwargs["cu_seq_lens_q"]
+    if torch.compiler.is_compiling() or (
+        starts.is_cuda and torch.cuda.is_current_stream_capturing()
+    ):
+        return _new_tables(slots, kwargs)
+    known: dict[int, _Tables] = starts.__dict__.setdefault(_TABLES, {})
+    if group not in known:
+        known[group] = _new_tables(slots, kwargs)
+    return known[group]
+
+
+def _new_tables(slots: torch.Tensor, kwargs: dict[str, Any]) -> _Tables:
+    ends = _full_attention(kwargs["cu_seq_lens_k"])
+    # Steps with tables of one width have one call signature; entries past a request are not read.
+    max_seq_len = -(-max(1, int(_full_attention(kwargs["max_seqlen_k"]))) // _WIDTH) * _WIDTH
+    slot = ends[:-1, None] + torch.arange(max_seq_len, device=slots.device)
+    return _Tables(
+        slots[slot.clamp(max=slots.numel() - 1)].int(),
+        (ends[1:] - ends[:-1]).int(),
+        kwargs["cu_seq_lens_q"].int(),
+        max_seq_len,
+    )
 
 
 def _full_attention(given: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from mlagen.errors import UnsupportedError
 from mlagen.integrations.transformers.masks import is_bounds
-from mlagen.integrations.transformers.pages import Pages, pages_of, workspace_of
+from mlagen.integrations.transformers.pages import Pages, pages_of
 from mlagen.integrations.transformers.record import record
 from mlagen.mla import BatchMLAPagedAttentionWrapper
 
@@ -135,12 +135,12 @@ def _attend(
     weight = module.kv_b_proj.weight.view(heads, -1, latents.shape[-1])
     key_weight, value_weight = weight.split([nope_dim, module.v_head_dim], dim=1)
     q_latent = torch.einsum("bhn,hnl->bhl", query[..., :nope_dim], key_weight)
-    wrapper = BatchMLAPagedAttentionWrapper(workspace_of(query), backend="cutlass")
+    wrapper = BatchMLAPagedAttentionWrapper(pages.workspace, backend="cutlass")
     out = wrapper.run(
         q_latent.contiguous(),
         query[..., nope_dim:].contiguous(),
-        latents.reshape(-1, pages.size, latents.shape[-1]),
-        rope.reshape(-1, pages.size, rope.shape[-1]),
+        pages.of(latents).squeeze(1),
+        pages.of(rope).squeeze(1),
         kv_len=pages.seq_lens,
         page_table=pages.block_tables,
     )

@@ -1,28 +1,42 @@
 """The mask of ``mlagen``: bounds of each sequence where a kernel serves the step, else sdpa's mask.
 
 Bounds are int32 ``[batch, 1, 1, 2]``, the first token and the number of tokens. A third column
-marks left padding, so that a shape alone chooses the pages, also in compiled code. Neither shape
-broadcasts against scores: a model that adds to its mask fails, and is not silently wrong.
+marks left padding, and a fourth that a whole page lies behind it, so that a shape alone chooses the
+pages, also in compiled code. No such shape broadcasts against scores: a model that adds to its mask
+fails, and is not silently wrong.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from mlagen.integrations.transformers.pages import PAGE_SIZE
 from mlagen.integrations.transformers.record import record
 
 _MIN_TOKENS = 16  # of a cache: more than bounds have columns
 
 
+class _Padding(NamedTuple):
+    """Padding on the left of a batch."""
+
+    first: torch.Tensor  # int32 [batch]: the token behind it
+    is_before_page: bool  # a whole page of the cache lies behind it, for every sequence
+
+
 def decode_mask(**arguments: Any) -> torch.Tensor | None:
     """Return the bounds of a decode step over a static cache, or the mask of ``sdpa``."""
     if arguments["q_length"] == 1:
-        reason = _unserved(**arguments)
+        reason, padding = _unserved(**arguments), None
+        attention_mask = arguments.get("attention_mask")
+        if not reason and attention_mask is not None:
+            reason, padding = _padding_of(
+                attention_mask, arguments["q_offset"], arguments["kv_length"]
+            )
         if not reason:
-            return _bounds(**arguments)
+            return _bounds(arguments["batch_size"], arguments["q_offset"], padding)
         record(f"mask of sdpa: {reason}")
     mask: torch.Tensor | None = sdpa_mask(**arguments)
     return mask
@@ -46,7 +60,6 @@ def _unserved(
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     mask_function: Any = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
     config: Any = None,
     **_: Any,
 ) -> str:
@@ -61,32 +74,33 @@ def _unserved(
             return reason
     if not isinstance(q_offset, torch.Tensor):  # a static layer counts its tokens on the device
         return "the cache has no fixed length, as cache_implementation='static' has"
-    return "" if attention_mask is None else _unserved_padding(attention_mask, q_offset)
+    return ""
 
 
-def _unserved_padding(attention_mask: torch.Tensor, q_offset: torch.Tensor) -> str:
-    """Return why padding is not served, empty if all of it is on the left."""
+def _padding_of(
+    attention_mask: torch.Tensor, q_offset: torch.Tensor, kv_length: int
+) -> tuple[str, _Padding | None]:
+    """Return why padding is not served, empty if all of it is on the left; and it, if there is."""
     is_capturing = attention_mask.is_cuda and torch.cuda.is_current_stream_capturing()
     if torch.compiler.is_compiling() or is_capturing:
-        return "a 2-D attention mask in compiled or captured code"
+        return "a 2-D attention mask in compiled or captured code", None
     if bool(attention_mask.all()):
-        return ""
+        return "", None
     width = attention_mask.shape[1]
+    first = attention_mask.int().argmax(-1).int()
     # What follows the padding reaches the end, and the end is the token of this step.
-    are_left = attention_mask.sum(-1) + attention_mask.int().argmax(-1) == width
-    return "" if bool(are_left.all() & (q_offset + 1 == width)) else "padding that is not left"
+    are_left = (attention_mask.sum(-1) + first == width).all() & (q_offset + 1 == width).all()
+    all_left, is_before_page = torch.stack(
+        [are_left, (first + PAGE_SIZE <= kv_length).all()]
+    ).tolist()
+    return ("", _Padding(first, is_before_page)) if all_left else ("padding that is not left", None)
 
 
-def _bounds(
-    *,
-    batch_size: int,
-    q_offset: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    **_: Any,
-) -> torch.Tensor:
+def _bounds(batch_size: int, q_offset: torch.Tensor, padding: _Padding | None) -> torch.Tensor:
     ends = (q_offset + 1).int().expand(batch_size)
-    columns = [torch.zeros_like(ends), ends]
-    if attention_mask is not None and not bool(attention_mask.all()):
-        first = attention_mask.int().argmax(-1).int()
-        columns = [first, ends - first, torch.ones_like(ends)]
+    if padding is None:
+        columns = [torch.zeros_like(ends), ends]
+    else:
+        marks = [torch.ones_like(ends)] * (2 if padding.is_before_page else 1)
+        columns = [padding.first, ends - padding.first, *marks]
     return torch.stack(columns, dim=-1)[:, None, None]

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import AttentionType
 
-# No MLA call needs more than 513 KiB for each SM of the GPU.
-_WORKSPACE_BYTES = 128 << 20
+from mlagen import max_workspace_bytes
 
 
 @cache
 def workspace(device: torch.device) -> torch.Tensor:
     """Return the scratch of all layers on ``device``, whose calls follow each other on a stream."""
-    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    return torch.empty(max_workspace_bytes(device), dtype=torch.uint8, device=device)
 
 
 class DecodeImpl:
@@ -71,20 +70,27 @@ class DecodeImpl:
         return self.qk_rope_head_dim != 0
 
 
-def joined(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Return the query ``[tokens, heads, head_dim_qk]`` of vLLM's, which may come in two parts."""
-    if not isinstance(q, tuple):
-        return q
-    latent, rope = q
-    return torch.cat(q, dim=-1) if rope.shape[-1] else latent
+# ``[tokens, heads, head_dim_qk]``, or its latent and its RoPE part, which the kernels read apart.
+Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-def scales(
-    impl: Any, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor
-) -> tuple[float, float]:
+def latent_of(query: Query) -> torch.Tensor:
+    """Return the latent part of a query, or the query itself."""
+    return query[0] if isinstance(query, tuple) else query
+
+
+def one_token_each(query: Query) -> Query:
+    """Return a query ``[tokens, 1, heads, ...]``, of requests that have one token each."""
+    if isinstance(query, tuple):
+        return query[0].unsqueeze(1), query[1].unsqueeze(1)
+    return query.unsqueeze(1)
+
+
+def scales(impl: Any, layer: Any, query: Query, kv_cache: torch.Tensor) -> tuple[float, float]:
     """Return ``bmm1_scale`` and ``bmm2_scale``: the scales of a layer, for e4m3 operands only."""
-    q_scale = layer._q_scale_float if query.dtype == torch.float8_e4m3fn else 1.0  # noqa: SLF001
-    k_scale = layer._k_scale_float if kv_cache.dtype == torch.float8_e4m3fn else 1.0  # noqa: SLF001
+    e4m3, query_dtype = torch.float8_e4m3fn, latent_of(query).dtype
+    q_scale = layer._q_scale_float if query_dtype == e4m3 else 1.0  # noqa: SLF001
+    k_scale = layer._k_scale_float if kv_cache.dtype == e4m3 else 1.0  # noqa: SLF001
     return impl.scale * q_scale * k_scale, k_scale
 
 

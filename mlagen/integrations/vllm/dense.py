@@ -20,7 +20,15 @@ from vllm.v1.attention.backend import (
     max_decode_query_len,
 )
 
-from mlagen.integrations.vllm.calls import DecodeImpl, joined, per_token, scales, workspace
+from mlagen.integrations.vllm.calls import (
+    DecodeImpl,
+    Query,
+    latent_of,
+    one_token_each,
+    per_token,
+    scales,
+    workspace,
+)
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
 
 
@@ -130,7 +138,7 @@ class MlagenMLAImpl(DecodeImpl, MLACommonImpl[MLACommonMetadata]):
 
     def forward_mqa(
         self,
-        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        q: Query,
         kv_c_and_k_pe_cache: torch.Tensor,
         attn_metadata: Any,
         layer: Any,
@@ -141,21 +149,21 @@ class MlagenMLAImpl(DecodeImpl, MLACommonImpl[MLACommonMetadata]):
         context parallel needs it.
         """
         meta = attn_metadata.decode
-        query = joined(q)
-        bmm1_scale, bmm2_scale = scales(self, layer, query, kv_c_and_k_pe_cache)
+        latent = latent_of(q)
+        bmm1_scale, bmm2_scale = scales(self, layer, q, kv_c_and_k_pe_cache)
         keywords: dict[str, Any] = {}
         # The bound, not the average: a captured batch is replayed with any lengths up to it.
-        if meta.max_query_len > 1 or len(query) != len(meta.seq_lens):
+        if meta.max_query_len > 1 or len(latent) != len(meta.seq_lens):
             keywords["cum_seq_lens_q"] = meta.query_start_loc
             keywords["max_q_len"] = meta.max_query_len
             keywords |= self._dcp_keywords(meta)
         else:
-            query = query.unsqueeze(1)
+            q = one_token_each(q)
         return per_token(
             decode(
-                query,
+                q,
                 kv_c_and_k_pe_cache,
-                workspace(query.device),
+                workspace(latent.device),
                 self.qk_nope_head_dim,
                 self.kv_lora_rank,
                 self.qk_rope_head_dim,

@@ -14,7 +14,15 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport, max_decode_query_len
 from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, flat_kv_row_view
 
-from mlagen.integrations.vllm.calls import DecodeImpl, joined, per_token, scales, workspace
+from mlagen.integrations.vllm.calls import (
+    DecodeImpl,
+    Query,
+    latent_of,
+    one_token_each,
+    per_token,
+    scales,
+    workspace,
+)
 from mlagen.integrations.vllm.dense import MlagenMLABackend
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
 
@@ -110,7 +118,7 @@ class MlagenSparseMLAImpl(DecodeImpl, SparseMLACommonImpl[SparseMLACommonMetadat
 
     def _forward_mqa_kernel(
         self,
-        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        q: Query,
         kv_cache: torch.Tensor,
         topk_indices: torch.Tensor,
         valid_counts: torch.Tensor,
@@ -125,8 +133,7 @@ class MlagenSparseMLAImpl(DecodeImpl, SparseMLACommonImpl[SparseMLACommonMetadat
         context parallel needs it.
         """
         del is_decode
-        query = joined(q)
-        bmm1_scale, bmm2_scale = scales(self, layer, query, kv_cache)
+        bmm1_scale, bmm2_scale = scales(self, layer, q, kv_cache)
         # An index counts rows from the start of the cache, those of other layers between two
         # blocks of this one included; pages of the common divisor have no row between them.
         rows, rows_per_block = flat_kv_row_view(kv_cache, block_size)
@@ -134,9 +141,9 @@ class MlagenSparseMLAImpl(DecodeImpl, SparseMLACommonImpl[SparseMLACommonMetadat
         width = topk_indices.shape[-1]
         return per_token(
             decode(
-                query.unsqueeze(1),
+                one_token_each(q),
                 pages,
-                workspace(query.device),
+                workspace(latent_of(q).device),
                 self.qk_nope_head_dim,
                 self.kv_lora_rank,
                 self.qk_rope_head_dim,

@@ -38,6 +38,7 @@ SCHED_META_OFFSET = SEMAPHORE_BYTES + (2 + CACHED_SEQ_LENS) * 4
 HEAD_DIMS = ((512, 64), (512, 0))
 
 _MAX_SWAP_AB_ROWS = 32
+_TILE_ELEMENTS = 64  # of a row of 16-bit elements, 128 bytes
 _MIN_BOX_TOKENS = 16
 
 
@@ -95,18 +96,20 @@ class MlaSm90Spec(MlaKernelSpec):
     # all its tiles do not exceed the limit.
     smaller_tiles: ClassVar[tuple[tuple[int, int], ...]] = ((16, 2),)
 
-    # The stream-K schedule counts in KV blocks of so many tokens.
+    # The stream-K schedule counts in KV blocks of so many tokens. Its overheads are latencies, the
+    # same for any SM count.
     block_n: ClassVar[int] = 64
     split_overhead_blocks: ClassVar[int] = 5  # of combining splits at all
     min_blocks_per_range: ClassVar[int] = 2  # overhead blocks included
-    max_ranges: ClassVar[int] = 144  # shared memory holds the partial states of as many splits
+    # The SMs of a full GH100: shared memory holds the partial states of as many splits.
+    max_ranges: ClassVar[int] = 144
     partial_state_bytes: ClassVar[int] = 16  # per row of a split
 
     block_m: int
 
     @property
     def small_calls(self) -> tuple[tuple[int, int], ...]:
-        """(max rows per sequence, max KV blocks) of calls that the sm80 kernel runs faster.
+        """(max rows per sequence, max KV blocks) of calls that sm80 runs faster on 132 SMs.
 
         KV blocks of all sequences count once per tile of 16 rows.
         """
@@ -196,13 +199,16 @@ class MlaSm90Spec(MlaKernelSpec):
 
     @property
     def copies_tile_groups(self) -> bool:
-        """Whether one TMA copy loads several tiles of a KV block; the last includes rope."""
+        """Whether one TMA copy loads a stage, a part of a KV block; the last includes rope."""
         return self.swap_ab
 
     @property
-    def tiles_per_copy(self) -> int:
-        """Tiles of such a copy: a third of nine tiles, or half of eight without rope."""
-        return 3 if self.variant.qk_rope_head_dim else 4
+    def tiles_per_stage(self) -> int:
+        """Tiles of K in a stage; with swap-AB a third of nine, or half of eight without rope."""
+        tiles = self.head_dim_qk // _TILE_ELEMENTS
+        if not self.swap_ab:
+            return tiles
+        return tiles // (2 if tiles % 3 else 3)
 
     @property
     def threads(self) -> int:

@@ -44,12 +44,12 @@ class MlaSm90Fp8Spec(MlaSm90Fp8Base):
 
     @property
     def small_calls(self) -> tuple[tuple[int, int], ...]:
-        """(max rows per sequence, max KV blocks) of calls that the sm80 kernel runs faster."""
+        """(max rows per sequence, max KV blocks) of calls that sm80 runs faster on 132 SMs."""
         return ((16, 64),)
 
     @property
     def copies_tile_groups(self) -> bool:
-        """Whether one TMA copy loads several tiles of a KV block: never, but all or one."""
+        """Whether one TMA copy loads a part of a KV block: never, but all tiles or one."""
         return False
 
 

@@ -161,6 +161,26 @@ def test_a_forced_kernel_does_not_fall_back(
     assert all(outcome.startswith(expected) for outcome in outcomes)
 
 
+def test_the_sm80_kernel_splits_for_its_context(
+    entry_point: EntryPoint, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 16 SMs a sequence has fewer splits, unless the workspace is too small for them."""
+    context.enter(16)
+    entry_point.call(long_call())
+    monkeypatch.setenv("MLAGEN_MLA_KERNEL", "sm80")
+    current_settings.cache_clear()
+    too_small = long_call() | {"workspace_buffer": torch.zeros(1)}
+
+    inside = grid(entry_point, long_call())
+    inside_too_small = grid(entry_point, too_small)
+    context.enter(GPU_SMS)
+    whole = grid(entry_point, long_call())
+
+    assert {inside[0], whole[0]} == {"mla_sm80"}
+    assert inside[1] <= 4 * 16 < whole[1]
+    assert inside_too_small == whole
+
+
 def test_a_workspace_for_the_whole_gpu_is_sufficient(
     entry_point: EntryPoint, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from mlagen.families.common.plan_sm80 import MlaProblemShape
 from mlagen.families.mla.plan_sm90 import MlaSm90Plan, choose_block_m, fits_in_int32, plan_mla_sm90
 from mlagen.spec.dtype import DType
 from mlagen.spec.mla.sm90 import MlaSm90Spec
-from tests.kernels import mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv
+from tests.kernels import SM_COUNTS, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv
 
 SMS = 132
 FP8KV_E4M3 = mla_sm90_fp8kv(rows=16, query_dtype=DType.E4M3, kv_dtype=DType.E4M3)
@@ -51,8 +51,12 @@ def plan(shape: MlaProblemShape, sm_count: int = SMS, q_len: int | None = None) 
         (problem(80, 128, 4096, q_len=2), SMS, (4, 33)),
         # Five tiles: 5 / 132 is less than 3 / 66, 2 / 44 and 2 / 33.
         (problem(80, 64, 4096, q_len=5), SMS, (1, 132)),
-        # Of 131 SMs groups of two leave one idle, groups of three two: 6 / 131 is the minimum.
-        (problem(80, 128, 4096, q_len=3), 131, (1, 131)),
+        # Of 131 SMs groups of three leave two idle, which is less than one in 25: 6 / 131 is equal
+        # for one, two and three. The same for four of 78 and of 114, but not for four of 46.
+        (problem(80, 128, 4096, q_len=3), 131, (3, 43)),
+        (problem(80, 128, 4096, q_len=2), 78, (4, 19)),
+        (problem(80, 128, 4096, q_len=2), 114, (4, 28)),
+        (problem(80, 128, 4096, q_len=2), 46, (2, 23)),
         # A work tile without tokens is 2 of overhead: 1 range.
         (problem(1, 16, 0), SMS, (1, 1)),
         # Two groups of two tiles, of 2 blocks and 6 of overhead: 8 ranges.
@@ -127,6 +131,13 @@ def test_few_rows_and_tokens_are_small(
     assert plan_mla_sm90(spec, problem(batch, heads, max_kv_len), 1, SMS).is_small is is_small
 
 
+@pytest.mark.parametrize(("sm_count", "kv_blocks"), [(16, 31), (78, 151), (114, 221), (144, 279)])
+def test_the_limit_of_small_calls_grows_with_the_sms(sm_count: int, kv_blocks: int) -> None:
+    """It is 256 KV blocks on 132 SMs, for up to 16 rows."""
+    for blocks in (kv_blocks, kv_blocks + 1):
+        assert plan(problem(1, 16, 64 * blocks), sm_count).is_small is (blocks == kv_blocks)
+
+
 @pytest.mark.parametrize(
     ("batch", "max_tokens", "fits"),
     # A work tile of 64 rows has an overhead of 6 KV blocks.
@@ -155,7 +166,7 @@ def test_without_query_tokens_nothing_is_launched() -> None:
         q_len=st.integers(1, 8),
     ),
     is_ragged=st.booleans(),
-    sm_count=st.integers(1, 160),
+    sm_count=st.one_of(st.integers(1, 160), st.sampled_from(SM_COUNTS)),
 )
 def test_the_grid_is_co_resident_and_whole_cta_groups(
     shape: MlaProblemShape, is_ragged: bool, sm_count: int

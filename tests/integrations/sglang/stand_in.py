@@ -46,6 +46,10 @@ def handle_attention_trtllm_mla(attn: Any, forward_batch: Any) -> None:
     """Choose between absorbed and expanded MLA."""
 
 
+def handle_attention_dsa(attn: Any, forward_batch: Any) -> None:
+    """Choose between absorbed and expanded MLA, as the backend decided for the batch."""
+
+
 class TRTLLMMLABackend:
     """The backend whose decode kernel the plugin replaces."""
 
@@ -86,6 +90,84 @@ class TRTLLMMLABackend:
         raise NotImplementedError
 
 
+class DeepseekSparseAttnBackend:
+    """The backend of models with an indexer, which has a method for each kernel of decode."""
+
+    kv_cache_dim: int
+    kv_cache_dtype: torch.dtype
+    dcp_size: int
+    physical_page_size: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    dsa_decode_impl: str
+    forward_metadata: Any
+    token_to_kv_pool: Any
+
+    def __init__(
+        self,
+        model_runner: Any,
+        skip_prefill: bool = False,
+        speculative_step_id: int = 0,
+        topk: int = 0,
+        speculative_num_steps: int = 0,
+        seed_dsa_topk_from_draft_extend: bool = False,
+    ) -> None:
+        raise NotImplementedError
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        q_rope: torch.Tensor | None = None,
+        k_rope: Any = None,
+        topk_indices: torch.Tensor | None = None,
+        cos_sin_cache: Any = None,
+        is_neox: bool | None = False,
+        llama_4_scaling: Any = None,
+        attn_sink: Any = None,
+    ) -> Any:
+        """Attend to slots that the indexer chose, where nothing is to be saved."""
+        del k, v, forward_batch, save_kv_cache, k_rope
+        del cos_sin_cache, is_neox, llama_4_scaling, attn_sink
+        assert (self.dsa_decode_impl, q_rope is None) == ("fa3", False)
+        metadata = self.forward_metadata
+        return self._forward_fa3(
+            q_rope=q_rope,
+            kv_cache=self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+            v_head_dim=layer.v_head_dim,
+            q_nope=q.view(-1, layer.tp_q_head_num, layer.v_head_dim),
+            page_table=topk_indices,
+            cache_seqlens=metadata.dsa_cache_seqlens_int32,
+            cu_seqlens_q=metadata.dsa_cu_seqlens_q,
+            cu_seqlens_k=metadata.dsa_cu_seqlens_k,
+            max_seqlen_q=metadata.dsa_max_seqlen_q,
+            sm_scale=layer.scaling,
+            logit_cap=layer.logit_cap,
+            page_size=1,
+        )
+
+    def _forward_fa3(
+        self,
+        q_rope: Any,
+        kv_cache: Any,
+        v_head_dim: Any,
+        q_nope: Any,
+        page_table: Any,
+        cache_seqlens: Any,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        max_seqlen_q: Any,
+        sm_scale: Any,
+        logit_cap: Any,
+        page_size: Any,
+    ) -> Any:
+        raise NotImplementedError
+
+
 def get_parallel() -> Any:
     """Return the ranks of the process."""
     return SimpleNamespace(dcp_enabled=False)
@@ -121,9 +203,10 @@ MODULES: dict[str, dict[str, Any]] = {
     "sglang.srt.layers.attention.attention_registry": named(
         register_attention_backend, ATTENTION_BACKENDS=ATTENTION_BACKENDS
     ),
+    "sglang.srt.layers.attention.dsa_backend": named(DeepseekSparseAttnBackend),
     "sglang.srt.layers.attention.trtllm_mla_backend": named(TRTLLMMLABackend),
     "sglang.srt.models.deepseek_common.attention_backend_handler": named(
-        AttentionBackendRegistry, handle_attention_trtllm_mla
+        AttentionBackendRegistry, handle_attention_dsa, handle_attention_trtllm_mla
     ),
     "sglang.srt.models.deepseek_common.utils": {
         "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": ["trtllm_mla"]

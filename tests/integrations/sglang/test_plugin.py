@@ -51,7 +51,10 @@ def test_the_name_is_a_choice_of_the_options(sglang: Callable[[str], ModuleType]
     plugin.register()
     plugin.register()
 
-    assert choices.ATTENTION_BACKEND_CHOICES.count(NAME) == 1
+    assert [choices.ATTENTION_BACKEND_CHOICES.count(name) for name in (NAME, "mlagen_dsa")] == [
+        1,
+        1,
+    ]
     assert choices.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS.count(NAME) == 1
 
 

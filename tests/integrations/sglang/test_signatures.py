@@ -24,13 +24,16 @@ needs_sglang = pytest.mark.skipif(
 )
 
 
+@pytest.mark.parametrize(
+    ("module", "backend"), [("mla", "MlagenMLABackend"), ("dsa", "MlagenDSABackend")]
+)
 def test_the_override_has_the_parameters_of_the_overridden(
-    sglang: Callable[[str], ModuleType],
+    sglang: Callable[[str], ModuleType], module: str, backend: str
 ) -> None:
     """SGLang calls the decode kernel of the plugin as it calls its own."""
-    mla = sglang("mlagen.integrations.sglang.mla")
     package = "mlagen.integrations.sglang"
-    assert list(disagreements(mla.MlagenMLABackend, mla.TRTLLMMLABackend, package)) == []
+    ours = getattr(sglang(f"{package}.{module}"), backend)
+    assert list(disagreements(ours, ours.__base__, package)) == []
 
 
 @needs_sglang

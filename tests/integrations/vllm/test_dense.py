@@ -114,6 +114,37 @@ def test_forward_mqa_is_attention(
         assert lse is None
 
 
+@pytest.mark.parametrize(
+    ("q_lens", "axes"),
+    [pytest.param((1, 1), 4, id="one token"), pytest.param((2, 1), 3, id="drafts")],
+)
+def test_the_parts_of_a_query_are_not_copied(
+    dense: ModuleType,
+    impl_of: Callable[..., Any],
+    layer: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    q_lens: tuple[int, ...],
+    axes: int,
+) -> None:
+    """A 16-bit query comes in two parts, which mlagen reads where vLLM has them."""
+    calls: list[Any] = []
+
+    def decode(query: Any, *_: Any, **__: Any) -> Any:
+        calls.append(query)
+        return query[0]
+
+    monkeypatch.setattr(dense, "decode", decode)
+    batch = Batch(576, q_lens, (9, 20))
+    q_pe = torch.zeros(sum(q_lens), HEADS, 192).bfloat16()[..., 128:]
+    parts = (batch.query[..., :512].contiguous(), q_pe)
+
+    impl_of(dense.MlagenMLAImpl).forward_mqa(parts, batch.cache, batch.metadata(dense), layer)
+
+    ((latent, rope),) = calls
+    assert latent.dim() == rope.dim() == axes
+    assert [latent.data_ptr(), rope.data_ptr()] == [part.data_ptr() for part in parts]
+
+
 @pytest.mark.parametrize("query_is_fp8", [False, True])
 def test_an_fp8_cache_is_scaled(
     dense: ModuleType, impl_of: Callable[..., Any], layer: SimpleNamespace, query_is_fp8: bool

@@ -86,6 +86,31 @@ def test_each_token_attends_to_its_rows(
         assert_near(lse[token], want_lse)
 
 
+def test_the_parts_of_a_query_are_not_copied(
+    sparse: ModuleType,
+    impl_of: Callable[..., Any],
+    layer: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A 16-bit query comes in two parts, which mlagen reads where vLLM has them."""
+    calls: list[Any] = []
+
+    def decode(query: Any, *_: Any, **__: Any) -> Any:
+        calls.append(query)
+        return query[0]
+
+    monkeypatch.setattr(sparse, "decode", decode)
+    q_pe = torch.zeros(3, HEADS, 192).bfloat16()[..., 128:]
+    parts = (torch.zeros(3, HEADS, 512).bfloat16(), q_pe)
+    cache = torch.ones(1, BLOCK, 576).bfloat16()
+
+    attend(impl_of(sparse.MlagenSparseMLAImpl), parts, cache, torch.zeros(3, TOP_K).int(), layer)
+
+    ((latent, rope),) = calls
+    assert (latent.shape, rope.shape) == ((3, 1, HEADS, 512), (3, 1, HEADS, 64))
+    assert [latent.data_ptr(), rope.data_ptr()] == [part.data_ptr() for part in parts]
+
+
 def test_no_lse_is_returned_to_one_gpu(
     sparse: ModuleType, impl_of: Callable[..., Any], layer: SimpleNamespace
 ) -> None:

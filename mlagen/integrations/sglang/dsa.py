@@ -1,0 +1,88 @@
+"""Sparse MLA decode (DSA) in SGLang: its ``dsa`` backend with mlagen's kernels for decode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+from sglang.srt.models.deepseek_common.attention_backend_handler import handle_attention_dsa
+from torch.nn.functional import pad
+
+from mlagen.integrations.sglang.mla import introduce, workspace
+from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
+
+_ROW_BYTES = 656  # fp8_ds_mla, as FlashMLA reads it
+
+
+def backend_of(runner: Any, name: str) -> MlagenDSABackend:
+    """Return the backend of a model runner, and make SGLang's models treat it as ``dsa``.
+
+    Raises
+    ------
+    ValueError
+        If no kernel serves the cache, or the tokens are spread over ranks.
+    """
+    backend = MlagenDSABackend(runner)
+    if backend.kv_cache_dtype == torch.float8_e4m3fn and backend.kv_cache_dim != _ROW_BYTES:
+        raise ValueError(
+            f"{name}: expected rows of {_ROW_BYTES} bytes in an FP8 cache, got "
+            f"{backend.kv_cache_dim}; pass --kv-cache-dtype bfloat16 or --dsa-prefill-backend "
+            "flashmla_kv"
+        )
+    if backend.dcp_size > 1:
+        raise ValueError(f"{name}: expected --dcp-size 1, got {backend.dcp_size}")
+    introduce(name, handle_attention_dsa)
+    return backend
+
+
+class MlagenDSABackend(DeepseekSparseAttnBackend):
+    """SGLang's DSA backend; decode steps and the verification of drafts run mlagen's kernels."""
+
+    def __init__(self, model_runner: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model_runner, *args, **kwargs)
+        # Of the implementations, fa3 gets the query in two parts and plans nothing on the host.
+        self.dsa_decode_impl = "fa3"
+
+    def _forward_fa3(
+        self,
+        q_rope: torch.Tensor,
+        kv_cache: torch.Tensor,
+        v_head_dim: int,
+        q_nope: torch.Tensor,
+        page_table: torch.Tensor,
+        cache_seqlens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        sm_scale: float,
+        logit_cap: float,
+        page_size: int,
+    ) -> torch.Tensor:
+        """Attend to slots of the cache: the first ``cache_seqlens`` of each row of ``page_table``.
+
+        Returns the output of each query token, ``[tokens, heads, v_head_dim]``.
+        """
+        del cu_seqlens_q, cu_seqlens_k, max_seqlen_q, page_size
+        if logit_cap:
+            raise NotImplementedError(f"mlagen: logit_cap is not supported by MLA, got {logit_cap}")
+        if kv_cache.dtype == torch.float8_e4m3fn:
+            kv_cache = kv_cache.view(torch.uint8)  # rows of fp8_ds_mla
+        width, tokens = page_table.shape[-1], len(q_nope)
+        # A padded batch has more lengths, or fewer, than query tokens.
+        lengths = pad(cache_seqlens, (0, tokens - len(cache_seqlens)))
+        out = decode(
+            (q_nope.unsqueeze(1), q_rope.unsqueeze(1)),
+            kv_cache.view(-1, self.physical_page_size, kv_cache.shape[-1]),
+            workspace(q_nope.device),
+            self.qk_nope_head_dim,
+            v_head_dim,
+            self.qk_rope_head_dim,
+            page_table.unsqueeze(1),
+            lengths,
+            width,
+            sparse_mla_top_k=width,
+            bmm1_scale=sm_scale,
+        )
+        assert isinstance(out, torch.Tensor)
+        return out.squeeze(1)
