@@ -135,7 +135,7 @@ struct TokenStream {
     constexpr int kTileChunks = kTileRowBytes / kChunkBytes;
     const int first = producer_warp() * kTokensPerProducerWarp;
     copy_chunks<kTileChunks, kCount * kTileChunks>(
-        row_ptr, token_address.invalid_bits, kv_cache_hint(params.cta_group_size > 1),
+        row_ptr, token_address.invalid_bits, kv_cache_hint(params.cta_group_size),
         [&](int token, int chunk) {
           return target + swizzled_offset<kTileRowBytes>(first + token, chunk);
         });

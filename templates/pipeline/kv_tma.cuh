@@ -90,21 +90,3 @@ struct KvTileBoxes {
     }
   }
 };
-
-// CTAs of a group read the same KV at about the same time. One of them prefetches each KV block
-// into L2, so many KV blocks ahead.
-constexpr int kPrefetchBlocks = 2;
-
-__device__ inline void prefetch_kv_block(const Params& params, const BlockTableReader& block_table,
-                                         int kv_block) {
-#pragma unroll
-  for (int box = 0; box < kBoxes; ++box) {
-    const int token = kv_block * kBlockN + box * kBoxTokens;
-    const int page = block_table.page_id(token / kPageSize);
-    if (lane_index() != 0) continue;
-    cp_async_bulk_prefetch_tensor(&params.kv_map, 0, token % kPageSize, 0, page);
-    if constexpr (kRopeDim > 0) {
-      cp_async_bulk_prefetch_tensor(&params.rope_map, 0, token % kPageSize, 0, page);
-    }
-  }
-}

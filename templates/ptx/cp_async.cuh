@@ -14,14 +14,14 @@ __device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u3
                : "memory");
 }
 
-// cp.async.cg.shared.global.L2::cache_hint.L2::128B
+// cp.async.cg.shared.global.L2::cache_hint
 // The same, with one of createpolicy for L2.
 __device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes,
                                       u64 policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
-                   shared_address),
-               "l"(global), "r"(source_bytes), "l"(policy)
-               : "memory");
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address),
+      "l"(global), "r"(source_bytes), "l"(policy)
+      : "memory");
 }
 
 // cp.async.ca.shared.global
@@ -79,12 +79,4 @@ __device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 bar
       ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(target),
       "l"(map), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
       : "memory");
-}
-
-// cp.async.bulk.prefetch.tensor.4d.L2.global
-// Prefetches a box into L2. Needs sm_90.
-__device__ inline void cp_async_bulk_prefetch_tensor(const void* map, int x, int y, int z, int w) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
-               "r"(x), "r"(y), "r"(z), "r"(w)
-               : "memory");
 }

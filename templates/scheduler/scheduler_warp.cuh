@@ -12,7 +12,7 @@
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 
-constexpr int kSchedulerWarps = 3;
+constexpr int kSchedulerWarps = kProducerThreads / kWarpLanes - kProducerWarps;
 constexpr int kSchedulerThreads = kSchedulerWarps * kWarpLanes;
 
 // Called by one thread.
@@ -23,10 +23,10 @@ __device__ inline void init_work_barriers(const SharedMemoryPlan& smem) {
 // `scheduler` is at the first work item, for which the consumer warps load Q themselves.
 __device__ inline void scheduler_loop(const Params& params, const TileScheduler& scheduler,
                                       SharedMemoryPlan& smem) {
-  const bool produces = warp_index() == kPvWarps + 1;  // the first of the three warps
+  const bool produces = warp_index() == kPvWarps + kProducerWarps;  // the first of them
   const int rank_in_group = scheduler.rank_in_group;
   if (produces) save_scheduler_state(scheduler, smem);
-  const int thread = static_cast<int>(threadIdx.x) % 128 - kWarpLanes;
+  const int thread = static_cast<int>(threadIdx.x) % 128 - kProducerWarps * kWarpLanes;
 #pragma unroll 1
   for (u32 work_idx = 0;; ++work_idx) {
     const WorkItem& work = smem.work_items[work_slot(work_idx)];

@@ -280,7 +280,6 @@ static void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64 p
                                  int z, int w) {
   cp_async_bulk_tensor(target, map, barrier, policy, x, y, z, w, 0);
 }
-static void cp_async_bulk_prefetch_tensor(const void*, int, int, int, int) {}
 
 static unsigned copy_rounds;  // of warps that a copy takes, on average
 

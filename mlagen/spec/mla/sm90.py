@@ -173,8 +173,10 @@ class MlaSm90Spec(MlaKernelSpec):
 
     @property
     def loading_warps(self) -> int:
-        """Producer warps, which load KV tokens into shared memory."""
-        return 1 if self.uses_tma else 4
+        """Producer warps that load KV: by TMA, where the others are scheduler warps, or by cp.async."""
+        if not self.uses_tma:
+            return 4
+        return 1 if self.swap_ab or self.has_qk_warpgroup else 2
 
     @property
     def consumer_registers(self) -> int:

@@ -154,7 +154,7 @@ __device__ inline void load_work(const Params& params, const WorkItem& work, KvT
   const int end = work.first_kv_block + work.num_kv_blocks;
   const int lane_block = lane_index() / kBoxesPerKvBlock;
   const u32 box_offset = lane_index() % kBoxesPerKvBlock * kBoxBytes;
-  const u64 cache_hint = kv_cache_hint(params.row_tiles != 1);
+  const u64 cache_hint = kv_cache_hint(params.row_tiles);
 #pragma unroll 1
   for (int kv_block = work.first_kv_block, in_window = 0; kv_block < end; ++kv_block) {
     const bool issues_copy = lane_block == in_window && boxes.is_inside(boxes.box);

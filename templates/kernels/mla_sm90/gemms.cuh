@@ -41,12 +41,14 @@ __device__ constexpr u32 probabilities_offset(int stage) {
   return tile_offset(stage, kLatentTiles);
 }
 
-// Issues the QK GEMM of the KV block in `kStage`: each tile as it arrives, in its own wgmma group.
+// Issues the QK GEMM of the KV block in `kStage`: each tile as it arrives, in its own wgmma group,
+// and first those that this warpgroup itself has released.
 template <int kStage, typename AfterTile>
 __device__ inline void qk_gemm(const Descriptors& descriptors, const SharedMemoryPlan& smem,
                                u32 phase, Scores& scores, AfterTile after_tile) {
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
+  for (int i = 0; i < kTiles; ++i) {
+    const int tile = (i + kStage * kLatentTiles / 2) % kTiles;
     if (tile % kTilesPerArrival == 0) {
       wait(smem.tile_full[kStage][tile], phase);
       if constexpr (kIsSparse) fence_proxy_async();  // wgmma reads what cp.async has written
@@ -56,10 +58,10 @@ __device__ inline void qk_gemm(const Descriptors& descriptors, const SharedMemor
     for (int k = 0; k < kTileElements / 16; ++k) {
       const u32 q_desc = descriptors.k_major + descriptor_step(tile * kQueryTileBytes + k * 32);
       const u32 k_desc = descriptors.k_major + descriptor_step(tile_offset(kStage, tile) + k * 32);
-      wgmma_mma(Element{}, scores, smem_desc_sw128(q_desc), smem_desc_sw128(k_desc), tile + k > 0);
+      wgmma_mma(Element{}, scores, smem_desc_sw128(q_desc), smem_desc_sw128(k_desc), i + k > 0);
     }
     wgmma_commit_group();
-    after_tile(tile);
+    after_tile(i);
   }
 }
 

@@ -65,11 +65,6 @@ struct Consumer {
     if (consumer_thread() == 0) arrive(barrier);
   }
 
-  // The other warpgroup has read the P of a stage when it releases its V tiles there.
-  __device__ void release_rope(int stage) const {
-    if constexpr (kRopeDim > 0) release(smem.rope_empty[stage]);
-  }
-
   template <int kStage>
   __device__ void store_p() const {
     const int thread = reload_tid();
@@ -158,21 +153,16 @@ struct Consumer {
     phase ^= 1;
     if (is_last) {
       wait_wgmma(accumulators);
-      if (has_odd) release_wg0_odd();
+      if (has_odd) release(smem.wg0_empty[1]);
       return;
     }
-    qk_gemm<0>(descriptors, smem, phase, scores, [&](int tile) {
-      if (tile != 3) return;
+    qk_gemm<0>(descriptors, smem, phase, scores, [&](int issued) {
+      if (issued != 3) return;
       wgmma_wait_group<4>();
-      release_wg0_odd();
+      release(smem.wg0_empty[1]);
     });
     wait_wgmma(accumulators);
     wgmma_fence_operand(scores);
-  }
-
-  __device__ void release_wg0_odd() const {
-    release(smem.wg0_empty[1]);
-    release_rope(1);
   }
 
   // A pair in warpgroup 1: the even KV block, then the odd one.
@@ -187,14 +177,13 @@ struct Consumer {
     const bool needs_rescale = softmax_step<1, kIsUnmasked>(kv_block + 1, has_odd, alpha);
     wait_wgmma(accumulators);
     release(smem.wg1_empty[0]);
-    release_rope(0);
     if (kIsUnmasked || has_odd) {
       if (needs_rescale) rescale(accumulators, alpha[0], alpha[1]);
       wgmma_fence_operand(accumulators);
       pv_gemm_local_p<1, 1>(descriptors, probabilities, accumulators);
       wait_wgmma(accumulators);
     } else {
-      release_wg0_odd();  // warpgroup 0 does not wait for an odd block that does not exist
+      release(smem.wg0_empty[1]);  // warpgroup 0 does not wait for an odd block that does not exist
     }
     release(smem.wg1_empty[1]);
     phase ^= 1;

@@ -44,7 +44,7 @@ __device__ inline void copy_kv_block(const Params& params, const KvTileBoxes& bo
 // more: otherwise the first load of the last CTA queues behind all loads of the others.
 __device__ inline void producer_loop(const Params& params, int, WorkCoord coord,
                                      SharedMemoryPlan& smem) {
-  const u64 cache_hint = kv_cache_hint(params.cta_group_size > 1);
+  const u64 cache_hint = kv_cache_hint(params.cta_group_size);
   CtaThrottle throttle(params, smem.scheduler_storage.range);
   PipelineState<kStages> pipe;
   bool waits_for_first = params.cta_group_size > 1;
