@@ -65,7 +65,8 @@ struct Consumer {
     if (consumer_thread() == 0) arrive(barrier);
   }
 
-  // The other warpgroup has read the P of a stage when it releases its V tiles there.
+  // Releases the tile that had P. Without rope, no load overwrites P, and the V tiles that are
+  // released with it order the next P after its reads.
   __device__ void release_rope(int stage) const {
     if constexpr (kRopeDim > 0) release(smem.rope_empty[stage]);
   }
