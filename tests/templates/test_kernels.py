@@ -4,7 +4,7 @@ fp16 kernels are their bf16 twins with another instruction, and page sizes diffe
 of each is compiled, and of the sm90 kernels that copy small pages in another way, two.
 A kernel with sparse indices, separate values, a bias or DCP, without RoPE, or with a smaller latent
 takes few registers more than its plain twin (at most 16 of 255): the largest tile of each is
-compiled, and none with two of these.
+compiled. Of the sm90 kernels, whose register budget is tight, this holds for DCP alone.
 
 - sm_80: every sm80 kernel. Its ISA does not convert e4m3, so its kernels need the most registers.
 - sm_120f, which has the least shared memory: the same, with the largest accumulators.
@@ -107,10 +107,22 @@ def sample_of(arch: Arch) -> list[KernelSpec]:
     largest: dict[tuple[str | None, ...], KernelSpec] = {}
     for spec in sample:
         kind = (spec.family, *map(spec.key_fields().get, KIND))
-        if kind not in largest or spec.shared_bytes > largest[kind].shared_bytes:
+        if kind not in largest or size_of(spec) > size_of(largest[kind]):
             largest[kind] = spec
     few = set(largest.values())
-    return [spec for spec in sample if (n := changes_of(spec)) == 0 or (n == 1 and spec in few)]
+    return [spec for spec in sample if spec in few or is_needed(spec)]
+
+
+def size_of(spec: KernelSpec) -> tuple[int, int]:
+    """Return what orders the tiles of a kernel."""
+    return int(spec.key_fields().get("block_m", 0)), spec.shared_bytes
+
+
+def is_needed(spec: KernelSpec) -> bool:
+    """Return whether a kernel is compiled beside the largest tile of its kind."""
+    if spec.family in HOPPER:  # whose register budget is tight in every tile
+        return spec.key_fields().get("mask") != "dcp"
+    return changes_of(spec) == 0
 
 
 def changes_of(spec: KernelSpec) -> int:
