@@ -113,11 +113,14 @@ class MlaSm80Spec(MlaKernelSpec):
 
     @property
     def math_dtype(self) -> DType:
-        """Element type of the MMA; bf16 and fp16 both represent e4m3 exactly."""
-        query = self.variant.query_dtype
+        """Element type of the MMA; bf16 and fp16 both represent e4m3 exactly.
+
+        With scales of KV tokens it is bf16, since fp16 would overflow.
+        """
+        query, kv = self.variant.query_dtype, self.variant.kv_dtype
         if query.is_16bit:
             return query
-        return DType.FP16 if query is DType.E4M3 else DType.BF16
+        return DType.FP16 if (query, kv) == (DType.E4M3, DType.E4M3) else DType.BF16
 
     @property
     def dequants_kv(self) -> bool:
@@ -235,7 +238,8 @@ def _is_valid(spec: MlaSm80Spec) -> bool:
     tile = spec.tile
     has_extras = spec.is_sparse or spec.has_bias or spec.has_separate_values
     # Tiles of 64 rows have registers for the plain main loop only.
-    scales_kv = spec.dequants_kv and not spec.dequants_query
+    kv = spec.variant.kv_dtype
+    scales_kv = kv is DType.FP8_DS_MLA or (spec.dequants_kv and not spec.dequants_query)
     if (has_extras or scales_kv) and tile.block_m > 32:
         return False
     if (has_extras or spec.dequants_kv) and (tile.block_m, spec.threads) == (32, 128):
