@@ -28,6 +28,7 @@ from tests.emulator.emulated import COMPILER, Emulated, Emulator, encode
 from tests.families.launches import SM90_PATH, record_launches
 from tests.kernels import SM_90A
 from tests.launch_repeats import SEQ_WORD
+from tests.packed_rows import listed, widened, with_extreme_numbers
 from tests.problems.mla import MlaCase, MlaProblem, mla_case
 from tests.problems.problem import POISON
 from tests.problems.zero_rope import assert_zero_rope_changes_nothing, latent_part
@@ -46,12 +47,14 @@ def given(kind: str, name: str, sm_count: int = 1, **facts: Any) -> Emulated[Mla
 
 
 PACKED = "bf16 over fp8_ds_mla"
+PACKED_FP8 = "e4m3 over fp8_ds_mla"
 # So many that a thread counts the work of several; most have none.
 MANY = tuple((i % 50 == 7) * (65 + i % 3 * 64) for i in range(530))
 MANY_Q = tuple((i % 50 == 7) * (1 + i % 2 * 30) for i in range(530))
 # A rank that has more tokens than its causal lengths have.
 RANK = {"cp_world": 3, "cp_rank": 1, "tokens_ahead": 2}
 NO_ROPE = {"qk_rope_head_dim": 0, "with_sinks": True}
+_NO_ROPE: dict[str, Any] = {"qk_rope_head_dim": 0, "seq_lens": (300, 17, 0, 129)}
 CASES = [
     given("bf16", "64 rows", heads=64, seq_lens=(300, 17, 0)),
     given("bf16", "16 rows", heads=7, seq_lens=(300, 0, 129), page_size=48),
@@ -111,6 +114,24 @@ CASES = [
     given(PACKED, "negative scale, lists", heads=64, top_k=130, seq_lens=(100,), score_scale=-0.05),
     given("fp8_per_token", "negative scale", heads=7, seq_lens=(70, 2), q_len=3, score_scale=-0.05),
     given("e4m3", "no scale, lists", heads=64, top_k=130, seq_lens=(100,), score_scale=0.0),
+    given(PACKED_FP8, "lists, 64 rows", heads=64, top_k=200, seq_lens=(300, 17, 0, 64)),
+    given(PACKED_FP8, "lists, 32 rows", 2, heads=17, top_k=70, seq_lens=(80, 9), with_sinks=True),
+    given(PACKED_FP8, "pages, 64 rows", heads=40, seq_lens=(300, 0, 65), q_len=2, page_size=3),
+    given(PACKED_FP8, "ragged, 16 rows", 5, heads=7, seq_lens=(900, 70), q_lens=(2, 1)),
+    given(PACKED_FP8, "very large scores", heads=7, seq_lens=(300,), query_magnitude=100.0),
+    *(
+        given(kind, f"{rows} rows, lists without rope", 2, heads=rows, top_k=140, **_NO_ROPE)
+        for kind in (PACKED, PACKED_FP8, "bf16 over e4m3", "e4m3")
+        for rows in (16, 32, 64)
+    ),
+    *(
+        given(kind, f"{heads} heads, pages without rope", 3, heads=heads, q_len=3, **_NO_ROPE)
+        for kind in (PACKED, PACKED_FP8)
+        for heads in (3, 10, 17)
+    ),
+    given("bf16 over e4m3", "pages without rope", 5, heads=40, page_size=3, **_NO_ROPE),
+    given("bf16 over e4m3 with scales for 128 elements", "no rope", 2, page_size=48, **_NO_ROPE),
+    given("e4m3", "pages of any size without rope", heads=40, page_size=3, **_NO_ROPE),
     given("bf16", "lists, 64 rows", heads=64, top_k=200, seq_lens=(300, 17, 0, 64)),
     given("bf16", "lists, 16 rows", heads=7, top_k=2176, seq_lens=(2100, 17, 0, 129), page_size=24),
     given("fp16", "lists, 32 rows", 3, heads=17, top_k=130, seq_lens=(600,), q_len=2, page_size=3),
@@ -422,6 +443,30 @@ def test_entries_that_name_no_token_are_as_if_they_were_not_there(
     assert torch.allclose(lse, wanted, atol=1e-3)
     if missing == "all":
         assert not out.any()
+
+
+@pytest.mark.parametrize("rope", [64, 0])
+@pytest.mark.parametrize("heads", [16, 24, 64])
+@pytest.mark.parametrize("kind", [PACKED, PACKED_FP8])
+def test_codes_and_scales_may_be_any_numbers(
+    kind: str, heads: int, rope: int, decoded: Decode
+) -> None:
+    """Also those of rows that are part of wider ones, and NaN of the query stays in its row."""
+    facts: dict[str, Any] = {"qk_rope_head_dim": rope, "cache_layout": "strided"}
+    made = given(kind, "", heads=heads, seq_lens=(130, 9), **facts)
+    problem = with_extreme_numbers(made.case.build("cpu"))
+    problem = listed(problem if rope else widened(problem, 656), 192)
+    expected = decoded(made, problem, 0)
+    problem.check(*expected)
+    query = problem.query.float()
+    query[0, 0, 3, -1] = query[1, 0, 5, 17] = torch.nan
+
+    out, _ = decoded(made, replace(problem, query=query.to(problem.query.dtype)), 1)
+
+    assert out[0, 0, 3].isnan().all()
+    assert out[1, 0, 5].isnan().all()
+    out[0, 0, 3], out[1, 0, 5] = expected[0][0, 0, 3], expected[0][1, 0, 5]
+    assert torch.equal(out, expected[0])
 
 
 @pytest.mark.parametrize("steps", SCALE_STEPS)

@@ -10,7 +10,8 @@ class DType(Enum):
 
     Two FP8 KV cache formats hold 512 e4m3 latent elements and 64 bf16 rope elements per token:
     ``FP8_DS_MLA`` with a scale per 128 latent elements in between (DeepSeek-V3.2, FlashMLA),
-    ``FP8_PER_TOKEN`` with one scale per token in a tensor of its own (Modular).
+    ``FP8_PER_TOKEN`` with one scale per token in a tensor of its own (Modular). ``FP8_DS_MLA``
+    exists without the rope elements too.
     """
 
     BF16 = "bf16"
@@ -30,9 +31,9 @@ class DType(Enum):
         return self in (DType.BF16, DType.FP16)
 
     def row_bytes(self, elements: int) -> int:
-        """Bytes of a row of ``elements`` elements; rows with inline scales have a fixed size."""
+        """Bytes of a row of ``elements`` elements, inline scales included."""
         if self is DType.FP8_DS_MLA:
-            return 656
+            return 656 if elements > 512 else 528  # with rope elements, or without
         if self is DType.FP8_PER_TOKEN:
             return 640
         if self is DType.NVFP4:

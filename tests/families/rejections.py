@@ -28,6 +28,7 @@ MLA_CASES: dict[str, MlaCase] = {
     "ragged": replace(MLA, q_lens=(1, 4)),
     "e4m3": replace(MLA, dtype=E4M3),
     "packed": replace(MLA, kv_format="fp8_ds_mla"),
+    "packed no rope": replace(MLA, kv_format="fp8_ds_mla", qk_rope_head_dim=0),
     "sparse": replace(MLA, top_k=70, with_top_k_lens=True),
     "sparse ragged": replace(MLA, q_lens=(1, 4), top_k=70),
     "other pages": replace(MLA, values="other pages"),

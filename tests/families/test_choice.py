@@ -147,10 +147,10 @@ MLA_COVERED = (
     "(paged, shared, causal), page_size 64; covered: sm_90a, "
     "(kv_lora_rank, qk_rope_head_dim) (512, 64) or (512, 0), and of (lookup, values, mask) "
     "(paged, shared, causal) with query and cache both bf16, fp16 or e4m3, page_size a "
-    "multiple of 16, strides of the cache below 2^40 bytes; (paged, shared, causal) with "
-    "query and cache e4m3, another page_size, or fp8_per_token; (sparse, shared, causal) with "
-    "query and cache both bf16, fp16 or e4m3; either of both with a cache of e4m3 or fp8_ds_mla "
-    "under a query of bf16; mask dcp as causal where paged"
+    "multiple of 16, strides of the cache below 2^40 bytes; (sparse, shared, causal) "
+    "with query and cache both bf16 or fp16; (paged or sparse, shared, causal) with a cache of "
+    "e4m3 or fp8_ds_mla under a query of bf16 or e4m3; (paged, shared, causal) with fp8_per_token; "
+    "mask dcp as causal where paged"
 )
 GQA_COVERED = (
     "query bf16, cache bf16, head_dim 128, page_size 16; covered: sm_90a, cache as the query or "

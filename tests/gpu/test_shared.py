@@ -23,6 +23,7 @@ from tests.test_gqa import TestGqa
 from tests.test_masked_tokens import TestMaskedTokens
 from tests.test_mla import TestMla
 from tests.test_mla_parts import TestMlaParts
+from tests.test_packed_rows import TestPackedRows
 from tests.test_trtllm_gqa import TestTrtllmGqa
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "TestMaskedTokens",
     "TestMla",
     "TestMlaParts",
+    "TestPackedRows",
     "TestTrtllmGqa",
 ]
 

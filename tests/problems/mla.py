@@ -37,6 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
         }.items()
         for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
     },
+    "e4m3 over fp8_ds_mla": {"dtype": E4M3, "kv_format": "fp8_ds_mla"},
     "fp8_per_token": {"dtype": E4M3, "kv_format": "fp8_per_token"},
 }
 SPARSE_KINDS = [name for name in KINDS if name != "fp8_per_token" and "scales" not in KINDS[name]]
@@ -48,6 +49,7 @@ _FP8_MMA_DTYPES = {
     (E4M3, "fp8_per_token"): (DType.FP8_PER_TOKEN, DType.FP8_PER_TOKEN),
     (torch.bfloat16, "e4m3"): (DType.BF16, DType.E4M3),
     (torch.bfloat16, "fp8_ds_mla"): (DType.BF16, DType.FP8_DS_MLA),
+    (E4M3, "fp8_ds_mla"): (DType.E4M3, DType.FP8_DS_MLA),
 }
 
 
@@ -222,10 +224,10 @@ class MlaProblem(Problem):
     @property
     def math_dtype(self) -> torch.dtype:
         """Element type of the MMA."""
-        if self.case.kv_format == "fp8_per_token":
-            return torch.bfloat16
         if self.case.dtype is not E4M3:
             return self.case.dtype
+        if self.case.kv_format.startswith("fp8_"):
+            return torch.bfloat16
         rounds = self._fp8_mma_spec is not None and self._fp8_mma_spec.p_dtype is DType.E4M3
         return E4M3 if rounds else torch.float16
 

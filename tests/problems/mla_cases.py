@@ -23,7 +23,9 @@ def _around(page_size: int, q_len: int = 1) -> tuple[int, ...]:
 
 def _has_dims(kind: str, rank: int, rope: int) -> bool:
     """Return whether kernels of a kind have the dims."""
-    return (rank, rope) == (512, 64) or "fp8_" not in kind
+    if kind == "fp8_per_token":
+        return (rank, rope) == (512, 64)
+    return rank == 512 or "fp8_" not in kind
 
 
 # Of one kind and of every kind.

@@ -8,7 +8,7 @@ import torch
 
 from tests.problems.problem import E4M3
 
-PACKED_BYTES = {"fp8_ds_mla": 656, "fp8_per_token": 640}
+PACKED_BYTES = {("fp8_ds_mla", 576): 656, ("fp8_ds_mla", 512): 528, ("fp8_per_token", 576): 640}
 _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": E4M3}
 
 
@@ -23,7 +23,8 @@ class Stored:
 
 def row_bytes(row_format: str, elements: int) -> int:
     """Return the size of a row."""
-    return PACKED_BYTES.get(row_format) or elements * _TORCH_DTYPES[row_format].itemsize
+    size = PACKED_BYTES.get((row_format, elements))
+    return size or elements * _TORCH_DTYPES[row_format].itemsize
 
 
 def viewed(rows: torch.Tensor, row_format: str) -> torch.Tensor:

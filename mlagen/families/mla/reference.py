@@ -115,7 +115,9 @@ def _rows(
     rows = torch.zeros(len(pages), variant.kv_lora_rank + variant.qk_rope_head_dim)
     is_valid = (pages >= 0) & (pages < problem.num_pages)
     pages, slots = pages[is_valid], slots[is_valid]
-    latent = decoded(stored_rows(pages_of(args.kv_cache), pages, slots), variant.kv_dtype)
+    stored = stored_rows(pages_of(args.kv_cache), pages, slots)
+    row_bytes = variant.kv_dtype.row_bytes(rows.shape[1])  # others may be reserved
+    latent = decoded(stored[:, :row_bytes], variant.kv_dtype)
     rope = latent[:, variant.kv_lora_rank :]
     latent = latent[:, : variant.kv_lora_rank]
     if args.rope_cache is not None:

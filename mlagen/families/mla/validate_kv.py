@@ -26,7 +26,11 @@ from mlagen.families.common.arguments import (
     token_stride,
 )
 from mlagen.families.mla.args import MlaArgs
-from mlagen.families.mla.validate_query import FP8_PER_TOKEN_DTYPES, QueryLayout
+from mlagen.families.mla.validate_query import (
+    FP8_LATENT_ELEMENTS,
+    FP8_PER_TOKEN_DTYPES,
+    QueryLayout,
+)
 from mlagen.spec.dtype import DType
 
 # Scales of a token in a cache with one scale per 128 latent elements; a shorter latent part does
@@ -54,8 +58,8 @@ def check_cache(args: MlaArgs, query_dtype: DType) -> CacheLayout:
     """
     names, device = args.names, args.query.device
     cache = _checked_pages(args.kv_cache, names.kv_cache, device)
-    dtype = _check_dtype(cache, args, query_dtype)
-    _check_width(cache, names.kv_cache, args, dtype)
+    dtype = _check_dtype(cache, args)
+    _check_width(cache, args, dtype)
     _check_rows(cache, names.kv_cache)
     require(cache.shape[1] >= 1, f"{names.kv_cache}.shape", "pages of 1 token or more", 0)
     rope = cache
@@ -101,32 +105,33 @@ def _checked_pages(value: object, argument: str, device: torch.device) -> torch.
     return pages_of(cache)
 
 
-def _check_dtype(cache: torch.Tensor, args: MlaArgs, query_dtype: DType) -> DType:
+def _check_dtype(cache: torch.Tensor, args: MlaArgs) -> DType:
     name, query = args.names.kv_cache, args.query
     if args.is_fp8_per_token:
         require_dtype(cache, name, FP8_PER_TOKEN_DTYPES, "640-byte rows")
         return DType.FP8_PER_TOKEN
-    if not query_dtype.is_16bit:
-        require_dtype(cache, name, (query.dtype,), f"dtype of {args.names.query}")
-        return DType.E4M3
-    allowed = (query.dtype, torch.float8_e4m3fn, torch.uint8)
-    require_dtype(cache, name, allowed, f"query {query.dtype}; uint8 for 656-byte rows")
+    allowed = tuple(dict.fromkeys((query.dtype, torch.float8_e4m3fn, torch.uint8)))
+    require_dtype(cache, name, allowed, f"query {query.dtype}; uint8 for fp8_ds_mla")
     if cache.dtype is torch.uint8:
         return DType.FP8_DS_MLA
     return DTYPES.get(cache.dtype, DType.E4M3)
 
 
-def _check_width(cache: torch.Tensor, argument: str, args: MlaArgs, dtype: DType) -> None:
+def _check_width(cache: torch.Tensor, args: MlaArgs, dtype: DType) -> None:
+    rank, rope = args.kv_lora_rank, args.qk_rope_head_dim
+    argument, width = f"{args.names.kv_cache}.shape[-1]", cache.shape[-1]
     if dtype in (DType.FP8_PER_TOKEN, DType.FP8_DS_MLA):
-        expected, why = dtype.row_bytes(0), f"bytes of a row of {dtype}"
+        expected = dtype.row_bytes(FP8_LATENT_ELEMENTS + rope)
+        why = f"bytes of a row of {dtype}"
         require(args.rope_cache is None, args.names.rope_cache, f"None for {dtype}", "a tensor")
+        if dtype is DType.FP8_DS_MLA and rope == 0:
+            require(width >= expected, argument, f"{expected} or more ({why} without rope)", width)
+            return
     elif args.rope_cache is not None:
-        expected, why = args.kv_lora_rank, "kv_lora_rank"
+        expected, why = rank, "kv_lora_rank"
     else:
-        expected = args.kv_lora_rank + args.qk_rope_head_dim
-        why = "kv_lora_rank + qk_rope_head_dim"
-    if cache.shape[-1] != expected:
-        reject(f"{argument}.shape[-1]", f"{expected} ({why})", cache.shape[-1])
+        expected, why = rank + rope, "kv_lora_rank + qk_rope_head_dim"
+    require(width == expected, argument, f"{expected} ({why})", width)
 
 
 def _check_rows(cache: torch.Tensor, argument: str) -> None:

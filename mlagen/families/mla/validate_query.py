@@ -29,7 +29,7 @@ QUERY_DTYPES = {**DTYPES, torch.float8_e4m3fn: DType.E4M3}
 
 # Torch dtypes of fp8_per_token rows; :class:`DType` describes their bytes.
 FP8_PER_TOKEN_DTYPES = (torch.float8_e4m3fn, torch.uint8)
-FP8_PER_TOKEN_LATENT_BYTES = 512
+FP8_LATENT_ELEMENTS = 512  # of a row of fp8_ds_mla or fp8_per_token
 
 
 class QueryLayout(NamedTuple):
@@ -73,7 +73,7 @@ def check_query(args: MlaArgs) -> QueryLayout:
         _check_row(rope, names.query_rope, None)
     _check_scales(args, tokens)
     size = query.element_size()
-    latent_elements = FP8_PER_TOKEN_LATENT_BYTES if args.is_fp8_per_token else args.kv_lora_rank
+    latent_elements = FP8_LATENT_ELEMENTS if args.is_fp8_per_token else args.kv_lora_rank
     return QueryLayout(
         dtype=dtype,
         tokens=tokens,

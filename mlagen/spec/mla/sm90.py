@@ -173,7 +173,7 @@ class MlaSm90Spec(MlaKernelSpec):
 
     @property
     def loading_warps(self) -> int:
-        """Producer warps that load KV: by TMA, where the others are scheduler warps, or by cp.async."""
+        """Producer warps that load KV; beside TMA the others are scheduler warps."""
         if not self.uses_tma:
             return 4
         return 1 if self.swap_ab or self.has_qk_warpgroup else 2

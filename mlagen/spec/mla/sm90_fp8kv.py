@@ -9,7 +9,7 @@ from typing import ClassVar
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import Parameter, float32, int32, int64, pointer
-from mlagen.spec.mla.sm90 import block_m_for, supported_specs
+from mlagen.spec.mla.sm90 import HEAD_DIMS, block_m_for, supported_specs
 from mlagen.spec.mla.sm90_fp8 import MlaSm90Fp8Base
 from mlagen.spec.mla.variant import DCP, PLAIN, SPARSE, MlaVariant
 
@@ -18,6 +18,7 @@ _DTYPES = (
     (DType.BF16, DType.E4M3),
     (DType.BF16, DType.FP8_DS_MLA),
     (DType.E4M3, DType.E4M3),
+    (DType.E4M3, DType.FP8_DS_MLA),
     (DType.FP8_PER_TOKEN, DType.FP8_PER_TOKEN),
 )
 
@@ -121,7 +122,7 @@ def mla_sm90_fp8kv_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm90Fp
     is_covered = (
         arch.has_wgmma
         and (variant.query_dtype, variant.kv_dtype) in _DTYPES
-        and (variant.kv_lora_rank, variant.qk_rope_head_dim) == (512, 64)
+        and (variant.kv_lora_rank, variant.qk_rope_head_dim) in HEAD_DIMS
         and (variant.lookup, variant.values, variant.mask) in (PLAIN, SPARSE, DCP)
     )
     if not is_covered:

@@ -75,7 +75,6 @@ class MlaSupport:
 
 
 _ALL_DIMS = ((512, 64), (256, 64), (512, 0))
-_FP8_ROW_DIMS = ((512, 64),)
 _16BIT_DTYPES = (DType.BF16, DType.FP16)
 SUPPORTED = (
     *(
@@ -106,15 +105,15 @@ SUPPORTED = (
         MlaSupport(
             query_dtype=dtype,
             kv_dtype=DType.FP8_DS_MLA,
-            head_dims=_FP8_ROW_DIMS,
+            head_dims=((512, 64), (512, 0)),
             modes=(PLAIN, SPARSE, DCP),
         )
-        for dtype in _16BIT_DTYPES
+        for dtype in (*_16BIT_DTYPES, DType.E4M3)
     ),
     MlaSupport(
         query_dtype=DType.FP8_PER_TOKEN,
         kv_dtype=DType.FP8_PER_TOKEN,
-        head_dims=_FP8_ROW_DIMS,
+        head_dims=((512, 64),),
         modes=(PLAIN, BIAS),
     ),
 )

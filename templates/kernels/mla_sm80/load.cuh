@@ -88,8 +88,9 @@ __device__ inline void load_q(const Params& params, const WorkItem& work, Shared
 }
 
 // Bytes of a stored token before its rope part, if that part may be a separate tensor.
-constexpr bool kHasBf16Rope = kIsSame<StoredToken, Fp8DsMla> || kIsSame<StoredToken, Fp8PerToken>;
-constexpr int kStoredRopeBytes = kHasBf16Rope ? 0 : kStoredBytes / kHeadDimQk * kRopeDim;
+constexpr bool kHasPackedRows = kIsSame<StoredToken, Fp8DsMla> || kIsSame<StoredToken, Fp8PerToken>;
+constexpr bool kHasBf16Rope = kHasPackedRows && kRopeDim > 0;
+constexpr int kStoredRopeBytes = kHasPackedRows ? 0 : kStoredBytes / kHeadDimQk * kRopeDim;
 constexpr int kStoredLatentBytes = kStoredBytes - kStoredRopeBytes;
 
 // Scales of a token outside its row; the stage holds them behind it.
@@ -223,7 +224,7 @@ __device__ inline float chunk_scale(const Params& params, const unsigned char* r
 // zero.
 __device__ inline void dequant_tokens(const Params& params, int stage_idx, SharedMemoryPlan& smem) {
   constexpr int kFp8Chunks = (kHasBf16Rope ? kLatentDim : kHeadDimQk) / 16;
-  constexpr bool kIsScaled = !kIsSame<StoredQuery, E4m3>;
+  constexpr bool kIsScaled = !kIsSame<StoredQuery, E4m3> || !kIsSame<StoredToken, E4m3>;
   const int lane = lane_index() % 8;
   unsigned char* tokens = tokens_of(smem, stage_idx);
 #pragma unroll 1

@@ -196,7 +196,7 @@ __device__ inline void pv_loop(const Params& params, const WorkCoord& first_work
   load_q(params, first_work, smem, static_cast<int>(threadIdx.x), kPvThreads);
   finish_q_load<kLatentTiles / 2>(smem, smem.first_query_full, reload_tid(), kPvThreads);
   u32 blocks_done = 0;  // KV blocks, over all work items
-  work_loop(smem, [&](const WorkItem& work, u32) {
+  work_loop<kRopeDim == 0>(smem, [&](const WorkItem& work, u32) {
     PvWarpgroup pv_warpgroup(smem, work, blocks_done);
     pv_warpgroup.process_work(blocks_done);
     wait(smem.row_state_full[work_slot(work.work_idx)], work_phase(work.work_idx));

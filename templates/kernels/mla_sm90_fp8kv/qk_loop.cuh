@@ -103,13 +103,15 @@ struct QkWarpgroup {
   }
 
   // Promotes the scores of a scale group into `scores`, times the K scales of tokens g and g + 8.
+  // Without a rope part, the first group overwrites them.
   __device__ void add_scaled_group(GroupScores& group_scores, const KScales& scales, int group) {
     wgmma_fence_operand(group_scores);
 #pragma unroll
     for (int i = 0; i < kBlockM / 2; ++i) {
       const float score =
           kStacksQTerms ? group_scores[i] + group_scores[i + kBlockM / 2] : group_scores[i];
-      scores[i] = fmaf(score, scales.per_token[i / 2 % 2][group], scores[i]);
+      const float scale = scales.per_token[i / 2 % 2][group];
+      scores[i] = kRopeDim == 0 && group == 0 ? score * scale : fmaf(score, scale, scores[i]);
     }
   }
 
@@ -117,7 +119,7 @@ struct QkWarpgroup {
   __device__ void qk_gemm(int stage, const QkThread& qk_thread, u32 k_desc, u32 q_desc) {
     unsigned char* kv = smem.kv[stage];
     GroupScores pending_scores[kGroupsInFlight];
-    qk_gemm_rope(k_desc, q_desc);
+    if constexpr (kRopeDim > 0) qk_gemm_rope(k_desc, q_desc);
 #pragma unroll
     for (int group = 0; group < kGroupsInFlight; ++group) {
       qk_gemm_group(pending_scores[group], k_desc, q_desc, group);
@@ -126,8 +128,10 @@ struct QkWarpgroup {
     thread_scales.select(scales, qk_thread);
     thread_scales.store(kv, qk_thread, smem.shared_scale);
     softmax.publish_block_scale(qk_thread, stage, false);
-    wgmma_wait_group<kGroupsInFlight>();
-    scale_rope(scales);
+    if constexpr (kRopeDim > 0) {
+      wgmma_wait_group<kGroupsInFlight>();
+      scale_rope(scales);
+    }
     add_groups<0>(pending_scores, scales, k_desc, q_desc);
   }
 

@@ -111,12 +111,16 @@ ROWS: Rows = {
         ("k_cache", lambda kv: displaced(kv.view(torch.uint8)).view(E4M3), ".data_ptr(): expected"),
     ],
     "trtllm e4m3": [
-        ("kv_cache", lambda kv: kv.bfloat16(), ".dtype: expected torch.float8_e4m3fn (dtype of q"),
-        ("kv_cache", PACKED, ".dtype: expected torch.float8_e4m3fn (dtype of query), got torch."),
+        ("kv_cache", lambda kv: kv.bfloat16(), ".dtype: expected torch.float8_e4m3fn or torch.ui"),
+        ("kv_cache", PACKED[..., :640], ".shape[-1]: expected 656 (bytes of a row of fp8_ds_mla)"),
     ],
     "trtllm packed": [
         ("kv_cache", lambda kv: kv[..., :640], ".shape[-1]: expected 656 (bytes of a row of fp8_"),
         ("kv_cache", lambda kv: padded(kv, 4), ".stride(1): expected a multiple of 16, got 660"),
+    ],
+    "trtllm packed no rope": [
+        ("kv_cache", lambda kv: kv[..., :512], ".shape[-1]: expected 528 or more (bytes of a row"),
+        ("kv_cache", lambda kv: padded(kv, 4), ".stride(1): expected a multiple of 16, got 532"),
     ],
     "run_mla packed": [
         ("rope_cache", torch.zeros(7, 64, 64), ": expected None for fp8_ds_mla, got a tensor"),

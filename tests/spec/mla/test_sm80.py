@@ -23,7 +23,8 @@ VARIANTS = [variant for row in SUPPORTED for variant in row.variants()]
 PAIRS = (
     "query bf16, cache bf16; query fp16, cache fp16; query e4m3, cache e4m3; "
     "query bf16, cache e4m3; query fp16, cache e4m3; query bf16, cache fp8_ds_mla; "
-    "query fp16, cache fp8_ds_mla; query fp8_per_token, cache fp8_per_token"
+    "query fp16, cache fp8_ds_mla; query e4m3, cache fp8_ds_mla; "
+    "query fp8_per_token, cache fp8_per_token"
 )
 E4M3 = {"query_dtype": DType.E4M3, "kv_dtype": DType.E4M3}
 PER_TOKEN = {"query_dtype": DType.FP8_PER_TOKEN, "kv_dtype": DType.FP8_PER_TOKEN}
@@ -69,13 +70,14 @@ def test_the_dimensions_of_deepseek() -> None:
         ({"query_dtype": DType.FP16, "kv_dtype": DType.E4M3}, DType.FP16, DType.FP16),
         (E4M3, DType.FP16, DType.BF16),
         ({"kv_dtype": DType.FP8_DS_MLA}, DType.BF16, DType.BF16),
+        ({**E4M3, "kv_dtype": DType.FP8_DS_MLA}, DType.BF16, DType.BF16),
         (PER_TOKEN, DType.BF16, DType.BF16),
     ],
 )
 def test_math_and_output_dtypes(
     changes: dict[str, Any], math_dtype: DType, out_dtype: DType
 ) -> None:
-    """A 16-bit query is multiplied as stored, e4m3 in fp16; an FP8 query has bf16 output."""
+    """A 16-bit query is multiplied as stored, e4m3 without scales in fp16; FP8 has bf16 output."""
     spec = mla_sm80(**changes)
 
     assert (spec.math_dtype, spec.out_dtype) == (math_dtype, out_dtype)

@@ -43,12 +43,12 @@ FAMILIES = {
     "mla_sm90_fp8": Family(
         E4M3, mla_sm90_fp8_spec, mla_sm90_fp8_specs, 2 * 2 * 4 * 3, mla_sm90_fp8
     ),
-    # Three dtype pairs have three modes, fp8_per_token has one; three tiles each.
+    # Four dtype pairs have two dims and three modes, fp8_per_token has one; three tiles each.
     "mla_sm90_fp8kv": Family(
         PACKED,
         mla_sm90_fp8kv_spec,
         mla_sm90_fp8kv_specs,
-        (3 * 3 + 1) * 3 * len(PAGE_SIZES),
+        (4 * 2 * 3 + 1) * 3 * len(PAGE_SIZES),
         mla_sm90_fp8kv,
     ),
 }
@@ -66,10 +66,10 @@ NOT_COVERED: dict[str, list[dict[str, Any]]] = {
     ],
     "mla_sm90_fp8": [*NO_KERNEL, {"query_dtype": DType.BF16}, {"lookup": "sparse"}],
     "mla_sm90_fp8kv": [
-        *({"query_dtype": DType.E4M3}, {"kv_dtype": DType.BF16}, {"query_dtype": DType.FP16}),
+        *({"kv_dtype": DType.BF16}, {"query_dtype": DType.FP16}),
         *(
             {"kv_dtype": DType.E4M3, **change}
-            for change in ({"kv_lora_rank": 256}, {"qk_rope_head_dim": 0}, {"values": "separate"})
+            for change in ({"kv_lora_rank": 256}, {"mask": "bias"}, {"values": "separate"})
         ),
     ],
 }
@@ -104,9 +104,10 @@ def test_an_unsupported_call_has_no_sm90_kernel(name: str, changes: dict[str, An
         MIXED,
         replace(MIXED, lookup="sparse"),
         E4M3,
+        replace(PACKED, query_dtype=DType.E4M3),
         replace(PACKED, query_dtype=DType.FP8_PER_TOKEN, kv_dtype=DType.FP8_PER_TOKEN),
     ],
-    ids=["packed", "sparse", "mixed", "mixed, sparse", "e4m3", "per token"],
+    ids=["packed", "sparse", "mixed", "mixed, sparse", "e4m3", "e4m3, packed", "per token"],
 )
 def test_an_fp8_kv_cache_has_an_fp8kv_kernel(variant: MlaVariant) -> None:
     """Dense calls with pages of any size and sparse calls are covered."""

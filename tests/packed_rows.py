@@ -1,0 +1,80 @@
+"""Problems over fp8_ds_mla rows: lists of whole sequences, reserved bytes, and extreme numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from tests.problems.mla import MlaProblem
+from tests.problems.problem import E4M3
+
+_RANK = 512
+_SCALES = slice(_RANK, _RANK + 16)  # bytes of a row
+_CODES = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
+_FLT_MIN = 2.0**-126
+
+
+def listed(problem: MlaProblem, top_k: int, *, with_lens: bool = False) -> MlaProblem:
+    """Return the problem with top-k indices of whole sequences of one query token, then -1."""
+    case, lens = problem.case, problem.case.seq_lens
+    indices = torch.full((len(lens), 1, top_k), -1, dtype=torch.int32)
+    for seq, length in enumerate(lens):
+        positions = torch.arange(length)
+        pages = problem.block_tables[seq].cpu()[positions // case.page_size]
+        indices[seq, 0, :length] = pages * case.page_size + positions % case.page_size
+    return replace(
+        problem,
+        case=replace(case, top_k=top_k, with_top_k_lens=with_lens),
+        block_tables=indices.to(problem.device),
+        top_k_lens=problem.seq_lens.clone() if with_lens else None,
+    )
+
+
+def widened(problem: MlaProblem, width: int) -> MlaProblem:
+    """Return the problem with rows of ``width`` bytes, of which those without a meaning are NaN.
+
+    Its case has the cache layout ``strided``, in which 128 bytes of NaN are behind every row.
+    """
+    cache = problem.kv_cache
+    assert problem.case.cache_layout == "strided"
+    assert width <= cache.stride(1)
+    rows = cache.as_strided((*cache.shape[:2], width), cache.stride())
+    return replace(problem, kv_cache=rows)
+
+
+def with_extreme_numbers(problem: MlaProblem) -> MlaProblem:
+    """Return the problem with every finite e4m3 code, and KV scales from FLT_MIN to 100.
+
+    The cache changes in place; a 16-bit query keeps its numbers. Each sequence has one query token,
+    and its scores are at most 8.
+    """
+    generator = torch.Generator().manual_seed(1)
+    case, query = problem.case, problem.query.clone()
+    visible = []
+    for seq, length in enumerate(case.seq_lens):
+        known = problem.visible[seq]
+        row = known.query
+        if query.dtype is E4M3:
+            codes = _codes(tuple(row.shape), generator)
+            query[seq, 0] = codes.view(E4M3)
+            row = codes.view(E4M3).double()
+        codes = _codes((length, _RANK), generator)
+        exponents = torch.rand(length, 4, generator=generator) * 132 - 126
+        scales = exponents.exp2().clamp(_FLT_MIN, 100.0)
+        scales[::3, 0], scales[1::3, 1] = _FLT_MIN, 100.0
+        for position in range(length):
+            stored = problem.kv_cache[problem.slot(seq, position)]
+            stored[:_RANK] = codes[position]
+            stored[_SCALES] = scales[position].view(torch.uint8)
+        values = codes.view(E4M3).double() * scales.double().repeat_interleave(128, dim=1)
+        keys = torch.cat([values, known.keys[:, _RANK:]], dim=1)
+        visible.append(replace(known, query=row, keys=keys, values=values))
+    largest = max(float((one.query @ one.keys.T).abs().max()) for one in visible)
+    # In fp16 a scale is lost below 2^-25 of 64, that of 100: an error of less than 2^-20 if scaled.
+    case = replace(case, score_scale=8 / largest, output_scale=2.0**-5)
+    return replace(problem, case=case, query=query, visible=visible)
+
+
+def _codes(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    return _CODES[torch.randint(0, len(_CODES), shape, generator=generator)]
