@@ -265,9 +265,7 @@ def block_m_for(rows: int) -> int:
 
 def has_sm90_kernels(arch: Arch, variant: MlaVariant, *modes: tuple[str, str, str]) -> bool:
     """Return whether ``arch`` has kernels for dims and one of the modes, of some element types."""
-    dims = (variant.kv_lora_rank, variant.qk_rope_head_dim)
-    mode = (variant.lookup, variant.values, variant.mask)
-    return arch.has_wgmma and dims in HEAD_DIMS and mode in modes
+    return arch.has_wgmma and variant.head_dims in HEAD_DIMS and variant.mode in modes
 
 
 def supports_tma(arch: Arch, variant: MlaVariant) -> bool:
