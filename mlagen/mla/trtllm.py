@@ -99,8 +99,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
         The paged latent cache, of the query's dtype, or e4m3 with a 16-bit query; an axis of size 1
         before or after ``page_size`` is accepted. The first ``kv_lora_rank`` elements of a token
         are also its value. Any page size, and any strides that are multiples of 16 bytes. A uint8
-        cache of width 656 is DeepSeek-V3.2's FP8 KV cache, fp8_ds_mla: 512 e4m3, 4 fp32 scales for
-        128 of them each, and 64 bf16.
+        cache is DeepSeek-V3.2's FP8 KV cache, fp8_ds_mla, of width 656: 512 e4m3, 4 fp32 scales for
+        128 of them each, and 64 bf16. With ``qk_rope_head_dim`` 0 the width is 528 or more, and the
+        bytes of a token from 528 on are not read.
     workspace_buffer : any dtype
         Scratch of at least :func:`mlagen.workspace_bytes` bytes; a call uses its end. It needs no
         initial value.

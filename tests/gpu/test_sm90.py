@@ -112,13 +112,21 @@ PAGES: dict[str, dict[str, Any]] = {
     "equal, in halves": {"seq_lens": (1088,) * 64, "page_size": 1},
     "many sequences": {"seq_lens": tuple(17 + 67 * i % 911 for i in range(200)), "page_size": 48},
 }
+_SOME_PAGES = {name: PAGES[name] for name in ("few splits", "equal, in halves")}
+_NO_ROPE = {
+    f"{name}, no rope": facts | {"qk_rope_head_dim": 0}
+    for name, facts in (SPARSE | _SOME_PAGES).items()
+}
+_ONE_TOKEN_PAGES = {"pages of one token": PAGES["equal, in halves"]}
 FP8KV_CASES = [
     mla_case(kind, name=f"{kind}, {tile}, {name}", heads=heads, **facts)
     for kinds, tiles, given in (
-        ((FP8_DS_MLA, "bf16 over e4m3"), FP8KV_HEADS, SPARSE | PAGES),
+        ((FP8_DS_MLA, "bf16 over e4m3"), FP8KV_HEADS, SPARSE | PAGES | _NO_ROPE),
+        (("e4m3 over fp8_ds_mla",), FP8KV_HEADS, SPARSE | _SOME_PAGES | _NO_ROPE),
         ([k for k in KINDS if k.startswith("bf16 over e4m3 with")], {"100 heads": 100}, PAGES),
         (("fp8_per_token",), FP8KV_HEADS, PAGES),
-        (("e4m3",), FP8KV_HEADS, SPARSE | {"pages of one token": PAGES["equal, in halves"]}),
+        (("e4m3",), FP8KV_HEADS, SPARSE | _ONE_TOKEN_PAGES),
+        (("e4m3",), FP8KV_HEADS, {name: _NO_ROPE[f"{name}, no rope"] for name in SPARSE}),
     )
     for kind, (tile, heads), (name, facts) in product(kinds, tiles.items(), given.items())
 ]

@@ -160,6 +160,7 @@ _SPARSE: list[dict[str, Any]] = [
     {"top_k": 128, "with_top_k_lens": True, "q_len": 2, "seq_lens": (0, 1, 70, 300)},
     {"top_k": 70, "seq_lens": (5, 100, 9), "q_lens": (3, 0, 9)},
     *({"top_k": 2048, "seq_lens": (3000, 17), "heads": heads} for heads in (16, 128)),
+    *({"top_k": 2176, "seq_lens": (2051, 17), "heads": h, "qk_rope_head_dim": 0} for h in (8, 64)),
 ]
 
 CASES = (
