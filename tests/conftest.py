@@ -42,8 +42,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if os.environ.get("HAS_GPU") and not torch.cuda.is_available() and _wants_gpu(config):
         raise pytest.UsageError("torch: expected to see the GPU of this machine, got none")
+    gpu_tests = set((Path(__file__).parent / "gpu").iterdir())
     for item in items:
-        if item.path.is_relative_to(Path(__file__).parent / "gpu"):
+        if item.path in gpu_tests:
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

@@ -101,6 +101,7 @@ def _instructions(cubin: bytes, folder: Path) -> list[Instruction]:
         find_nvdisasm(),
         "--print-code",
         "--print-instruction-encoding",
+        "--no-dataflow",
         file,
     ]
     lines = subprocess.run(command, capture_output=True, check=True, text=True).stdout.splitlines()

@@ -32,7 +32,7 @@ __device__ inline void compute_row_factors(const Params& params, const WorkItem&
 #pragma unroll
   for (int i = 0; i < kRowsPerLane; ++i) {
     const int row = (i * kWarpLanes + reload_lane()) % kBlockM;
-    const RowResult result = result_of(params, work, row, rows.state(row));
+    const RowResult result = result_of(params, rows.state(row), sink_of(params, work, row));
     found[i] = result.factor * scale;
     if (params.lse != nullptr && reload_tid() < min(kBlockM, kWarpLanes) && row < work.rows) {
       params.lse[global_row(params, work, row)] = result.lse;

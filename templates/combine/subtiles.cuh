@@ -121,7 +121,7 @@ __device__ inline void combine_rows(const Params& params, const WorkItem& work,
   float weights[kMaxSplitsPerThread];
   const float row_sum = reduce_lanes(weigh(states, row_max, weights), threads,
                                      [](float a, float b) { return a + b; });
-  const RowResult result = result_of(params, work, row, {row_max, row_sum});
+  const RowResult result = result_of(params, {row_max, row_sum}, sink_of(params, work, row));
   const float factor = result.factor * output_scale(params);
 #pragma unroll
   for (int i = 0; i < kMaxSplitsPerThread; ++i) {

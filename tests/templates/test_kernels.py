@@ -1,8 +1,10 @@
 """Supported kernels, for every architecture that the installed NVRTC knows.
 
 fp16 kernels are their bf16 twins with another instruction, and page sizes differ in a constant: one
-of each is compiled, and of the sm90 kernels that copy small pages in another way, two. With DCP a
-kernel is its causal twin with another end of a row: the largest tile of each is compiled.
+of each is compiled, and of the sm90 kernels that copy small pages in another way, two.
+A kernel with sparse indices, separate values, a bias or DCP, without RoPE, or with a smaller latent
+takes few registers more than its plain twin (at most 16 of 255): the largest tile of each is
+compiled. Of the sm90 kernels, whose register budget is tight, this holds for DCP alone.
 
 - sm_80: every sm80 kernel. Its ISA does not convert e4m3, so its kernels need the most registers.
 - sm_120f, which has the least shared memory: the same, with the largest accumulators.
@@ -80,6 +82,15 @@ FILTERS = {
     "sm_120f": {**SAMPLE, "kv_lora_rank": ("512",), "out_dtype": ("bf16",)},
     **dict.fromkeys(("sm_87", "sm_103f", "sm_110f", "sm_121f"), FEW),
 }
+# The choices that hardly change the registers of a kernel, as a plain kernel has them.
+PLAIN = {
+    "kv_lora_rank": "512",
+    "qk_rope_head_dim": "64",
+    "lookup": "paged",
+    "values": "shared",
+    "mask": "causal",
+}
+KIND = ("query_dtype", "kv_dtype", *PLAIN)
 
 
 def sample_of(arch: Arch) -> list[KernelSpec]:
@@ -96,19 +107,31 @@ def sample_of(arch: Arch) -> list[KernelSpec]:
         sample += specs_of(arch, HOPPER[3:], out_dtype=("bf16",), **gqa)
         sample += specs_of(arch, HOPPER[3:], out_dtype=("e4m3",), head_dim=("128",), **gqa)
         sample += specs_of(arch, HOPPER[:2], block_m=("16",), page_size=("16",), **BF16_OR_E4M3)
-    return [spec for spec in sample if spec not in smaller_dcp(sample)]
-
-
-def smaller_dcp(sample: list[KernelSpec]) -> set[KernelSpec]:
-    """Return the kernels with DCP but for the largest tile of each pair of dtypes."""
-    pairs: dict[tuple[str, ...], list[KernelSpec]] = {}
+    largest: dict[tuple[str | None, ...], KernelSpec] = {}
     for spec in sample:
-        fields = spec.key_fields()
-        if fields.get("mask") == "dcp":
-            pair = (spec.family, fields["query_dtype"], fields["kv_dtype"], fields["kv_lora_rank"])
-            pairs.setdefault(pair, []).append(spec)
-    largest = {max(specs, key=lambda spec: spec.shared_bytes) for specs in pairs.values()}
-    return {spec for specs in pairs.values() for spec in specs} - largest
+        kind = (spec.family, *map(spec.key_fields().get, KIND))
+        if kind not in largest or size_of(spec) > size_of(largest[kind]):
+            largest[kind] = spec
+    few = set(largest.values())
+    return [spec for spec in sample if spec in few or is_needed(spec)]
+
+
+def size_of(spec: KernelSpec) -> tuple[int, int]:
+    """Return what orders the tiles of a kernel."""
+    return int(spec.key_fields().get("block_m", 0)), spec.shared_bytes
+
+
+def is_needed(spec: KernelSpec) -> bool:
+    """Return whether a kernel is compiled beside the largest tile of its kind."""
+    if spec.family in HOPPER:  # whose register budget is tight in every tile
+        return spec.key_fields().get("mask") != "dcp"
+    return changes_of(spec) == 0
+
+
+def changes_of(spec: KernelSpec) -> int:
+    """Return in how many choices a kernel differs from the plain one."""
+    fields = spec.key_fields()
+    return sum(fields.get(name, value) != value for name, value in PLAIN.items())
 
 
 # About 40 s on two idle cores for the architectures with most kernels.

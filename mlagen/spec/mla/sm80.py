@@ -207,23 +207,31 @@ def mla_sm80_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm80Spec:
         If no row of :data:`SUPPORTED` covers the variant; the message lists the nearest.
     """
     require_supported(variant)
-    chosen = None
-    for tile in TILES:
-        spec = MlaSm80Spec(arch=arch, variant=variant, tile=tile)
-        if not _is_valid(spec) or (chosen is not None and chosen.tile.block_m == tile.block_m):
-            continue
-        if chosen is None or rows <= tile.block_m:
-            chosen = spec
-    assert chosen is not None, f"no tile fits {arch}"
-    return chosen
+    return _smallest(_choices(arch, variant), rows)
 
 
 def mla_sm80_specs(arch: Arch) -> Iterator[MlaSm80Spec]:
     """Yield every sm80 MLA kernel that ``arch`` supports, each once."""
     for row in SUPPORTED:
         for variant in row.variants():
-            specs = {mla_sm80_spec(arch, variant, tile.block_m): None for tile in TILES}
-            yield from specs
+            choices = _choices(arch, variant)
+            yield from {_smallest(choices, tile.block_m): None for tile in TILES}
+
+
+def _choices(arch: Arch, variant: MlaVariant) -> list[MlaSm80Spec]:
+    """Return the first valid tile of each BLOCK_M, largest first."""
+    choices: dict[int, MlaSm80Spec] = {}
+    for tile in TILES:
+        spec = MlaSm80Spec(arch=arch, variant=variant, tile=tile)
+        if tile.block_m not in choices and _is_valid(spec):
+            choices[tile.block_m] = spec
+    assert choices, f"no tile fits {arch}"
+    return list(choices.values())
+
+
+def _smallest(choices: list[MlaSm80Spec], rows: int) -> MlaSm80Spec:
+    """Return the smallest tile that holds the rows, or else the largest."""
+    return next((spec for spec in choices[::-1] if spec.tile.block_m >= rows), choices[0])
 
 
 def _is_valid(spec: MlaSm80Spec) -> bool:

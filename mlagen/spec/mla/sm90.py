@@ -34,8 +34,7 @@ CACHED_SEQ_LENS = 510
 SCHED_META_BYTES = 128
 SCHED_META_OFFSET = SEMAPHORE_BYTES + (2 + CACHED_SEQ_LENS) * 4
 
-# (kv_lora_rank, qk_rope_head_dim) of sm90 kernels.
-HEAD_DIMS = ((512, 64), (512, 0))
+HEAD_DIMS = ((512, 64), (512, 0))  # kv_lora_rank, qk_rope_head_dim
 
 _MAX_SWAP_AB_ROWS = 32
 _TILE_ELEMENTS = 64  # of a row of 16-bit elements, 128 bytes
@@ -174,7 +173,7 @@ class MlaSm90Spec(MlaKernelSpec):
 
     @property
     def loading_warps(self) -> int:
-        """Producer warps that load KV: by TMA, where the others are scheduler warps, or by cp.async."""
+        """Producer warps that load KV; beside TMA the others are scheduler warps."""
         if not self.uses_tma:
             return 4
         return 1 if self.swap_ab or self.has_qk_warpgroup else 2
@@ -264,29 +263,22 @@ def block_m_for(rows: int) -> int:
     return min((tile for tile in BLOCK_MS if rows <= tile), default=BLOCK_MS[0])
 
 
+def has_sm90_kernels(arch: Arch, variant: MlaVariant, *modes: tuple[str, str, str]) -> bool:
+    """Return whether ``arch`` has kernels for dims and one of the modes, of some element types."""
+    return arch.has_wgmma and variant.head_dims in HEAD_DIMS and variant.mode in modes
+
+
 def supports_tma(arch: Arch, variant: MlaVariant) -> bool:
     """Return whether TMA loads KV tiles of the variant on ``arch``, for any element type."""
-    return (
-        arch.has_wgmma
-        and (variant.kv_lora_rank, variant.qk_rope_head_dim) in HEAD_DIMS
-        and (variant.lookup, variant.values, variant.mask) in (PLAIN, DCP)
-        and math.gcd(variant.page_size, MlaSm90Spec.block_n) >= _MIN_BOX_TOKENS
-    )
-
-
-def supports_gather(arch: Arch, variant: MlaVariant) -> bool:
-    """Return whether warps gather the tokens of top-k indices on ``arch``, for any element type."""
-    return (
-        arch.has_wgmma
-        and (variant.kv_lora_rank, variant.qk_rope_head_dim) in HEAD_DIMS
-        and (variant.lookup, variant.values, variant.mask) == SPARSE
-    )
+    box_tokens = math.gcd(variant.page_size, MlaSm90Spec.block_n)
+    return has_sm90_kernels(arch, variant, PLAIN, DCP) and box_tokens >= _MIN_BOX_TOKENS
 
 
 def mla_sm90_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm90Spec | None:
     """Return the kernel for ``rows`` query rows per sequence, or None if unsupported."""
     is_16bit = variant.query_dtype.is_16bit and variant.kv_dtype is variant.query_dtype
-    if not (is_16bit and (supports_tma(arch, variant) or supports_gather(arch, variant))):
+    is_covered = supports_tma(arch, variant) or has_sm90_kernels(arch, variant, SPARSE)
+    if not (is_16bit and is_covered):
         return None
     return MlaSm90Spec(arch=arch, variant=variant, block_m=block_m_for(rows))
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import Parameter, float32, int32, int64, pointer
-from mlagen.spec.mla.sm90 import HEAD_DIMS, block_m_for, supported_specs
+from mlagen.spec.mla.sm90 import block_m_for, has_sm90_kernels, supported_specs
 from mlagen.spec.mla.sm90_fp8 import MlaSm90Fp8Base
 from mlagen.spec.mla.variant import DCP, PLAIN, SPARSE, MlaVariant
 
@@ -119,13 +119,8 @@ def mla_sm90_fp8kv_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm90Fp
 
     In a sparse call every query token is a sequence of its own.
     """
-    is_covered = (
-        arch.has_wgmma
-        and (variant.query_dtype, variant.kv_dtype) in _DTYPES
-        and (variant.kv_lora_rank, variant.qk_rope_head_dim) in HEAD_DIMS
-        and (variant.lookup, variant.values, variant.mask) in (PLAIN, SPARSE, DCP)
-    )
-    if not is_covered:
+    has_dtypes = (variant.query_dtype, variant.kv_dtype) in _DTYPES
+    if not (has_dtypes and has_sm90_kernels(arch, variant, PLAIN, SPARSE, DCP)):
         return None
     return MlaSm90Fp8KvSpec(arch=arch, variant=variant, block_m=block_m_for(rows))
 

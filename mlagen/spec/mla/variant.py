@@ -30,6 +30,16 @@ class MlaVariant(Variant):
     values: str = "shared"
     mask: str = "causal"
 
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """``kv_lora_rank`` and ``qk_rope_head_dim``."""
+        return self.kv_lora_rank, self.qk_rope_head_dim
+
+    @property
+    def mode(self) -> tuple[str, str, str]:
+        """``lookup``, ``values`` and ``mask``."""
+        return self.lookup, self.values, self.mask
+
 
 # Page sizes that prewarming compiles; others are compiled on first use.
 PAGE_SIZES = (1, 8, 16, 32, 64, 128)
@@ -54,8 +64,8 @@ class MlaSupport:
         """Whether the row includes the variant."""
         return (
             (variant.query_dtype, variant.kv_dtype) == (self.query_dtype, self.kv_dtype)
-            and (variant.kv_lora_rank, variant.qk_rope_head_dim) in self.head_dims
-            and (variant.lookup, variant.values, variant.mask) in self.modes
+            and variant.head_dims in self.head_dims
+            and variant.mode in self.modes
         )
 
     def variants(self) -> Iterator[MlaVariant]:
