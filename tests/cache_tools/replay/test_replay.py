@@ -78,6 +78,9 @@ MLA = {
     },
     "ragged": MlaCase(name="", seq_lens=(40, 9, 5), q_lens=(2, 0, 3), heads=2),
     "no rope": MlaCase(name="", seq_lens=(40, 9), heads=2, qk_rope_head_dim=0),
+    "fp8_ds_mla, no rope": mla_case(
+        "bf16 over fp8_ds_mla", name="", seq_lens=(40, 9), heads=2, qk_rope_head_dim=0
+    ),
     "sparse": MlaCase(name="", seq_lens=(40, 9), top_k=16, heads=2, q_len=2),
     "values of other pages": MlaCase(name="", seq_lens=(40, 9), heads=2, values="other pages"),
 }
