@@ -213,17 +213,20 @@ __device__ inline RowResult finish_row(float row_max, float row_sum, float sink,
                                        float lse_factor = 1.0f) {
   // Computed in base e: a finite sink may overflow in base 2.
   const float sink_lse = sink * (kLog2E * lse_factor);
-  if (row_sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
   // Fused, so that only the distance can overflow, to an infinity of the right sign.
   const float distance = fmaf(sink, kLog2E, -row_max);
-  // Relative to the larger of the two, because 2^distance may overflow. Selects keep a NaN.
+  // Relative to the larger of the two, because 2^distance may overflow. Selects keep a NaN, and no
+  // branch scatters code that runs once over instruction-cache lines.
   const bool is_sink_larger = distance > 0.0f;
-  const float rescale = is_sink_larger ? ex2_approx(-distance) : 1.0f;
-  const float total = row_sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
+  const float smaller = ex2_approx(-fabsf(distance));
+  const float rescale = is_sink_larger ? smaller : 1.0f;
+  const float total = row_sum * rescale + (is_sink_larger ? 1.0f : smaller);
   // Approximate, to about 22 bits, with a fraction of the instructions.
   const float log2_total = __log2f(total);
-  return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
-                                                     : (row_max + log2_total) * lse_factor};
+  const bool is_empty = row_sum == 0.0f;  // the row attends to nothing; a NaN is not nothing
+  const float lse =
+      is_sink_larger ? sink_lse + log2_total * lse_factor : (row_max + log2_total) * lse_factor;
+  return {is_empty ? 0.0f : __fdividef(rescale, total), is_empty ? sink_lse : lse};
 }
 
 // A row that attends to nothing. Its row max is finite: a difference of minus infinities is NaN.

@@ -538,10 +538,10 @@ __device__ inline bool is_valid_page(int page, int num_pages) {
   return static_cast<u32>(page) < static_cast<u32>(num_pages);
 }
 
-// Evict-first if no other CTA reads the tile, else evict-normal. Keeps Q and partial O resident and
-// avoids write-backs between reads, which cost far more bandwidth than their bytes.
-__device__ inline u64 kv_cache_hint(bool is_shared) {
-  return is_shared ? createpolicy_evict_normal() : createpolicy_evict_first();
+// Evict-first keeps Q and partial O resident and avoids write-backs between reads, which cost far
+// more bandwidth than their bytes. Two CTAs that read a tile still meet in L2; more drift apart.
+__device__ inline u64 kv_cache_hint(int readers) {
+  return readers > 2 ? createpolicy_evict_normal() : createpolicy_evict_first();
 }
 
 // Query rows of M tiles, of sequences of one length or ragged, and the top-k length of a query
@@ -933,17 +933,20 @@ __device__ inline RowResult finish_row(float row_max, float row_sum, float sink,
                                        float lse_factor = 1.0f) {
   // Computed in base e: a finite sink may overflow in base 2.
   const float sink_lse = sink * (kLog2E * lse_factor);
-  if (row_sum == 0.0f) return {0.0f, sink_lse};  // the row attends to nothing; a NaN is not nothing
   // Fused, so that only the distance can overflow, to an infinity of the right sign.
   const float distance = fmaf(sink, kLog2E, -row_max);
-  // Relative to the larger of the two, because 2^distance may overflow. Selects keep a NaN.
+  // Relative to the larger of the two, because 2^distance may overflow. Selects keep a NaN, and no
+  // branch scatters code that runs once over instruction-cache lines.
   const bool is_sink_larger = distance > 0.0f;
-  const float rescale = is_sink_larger ? ex2_approx(-distance) : 1.0f;
-  const float total = row_sum * rescale + (is_sink_larger ? 1.0f : ex2_approx(distance));
+  const float smaller = ex2_approx(-fabsf(distance));
+  const float rescale = is_sink_larger ? smaller : 1.0f;
+  const float total = row_sum * rescale + (is_sink_larger ? 1.0f : smaller);
   // Approximate, to about 22 bits, with a fraction of the instructions.
   const float log2_total = __log2f(total);
-  return {__fdividef(rescale, total), is_sink_larger ? sink_lse + log2_total * lse_factor
-                                                     : (row_max + log2_total) * lse_factor};
+  const bool is_empty = row_sum == 0.0f;  // the row attends to nothing; a NaN is not nothing
+  const float lse =
+      is_sink_larger ? sink_lse + log2_total * lse_factor : (row_max + log2_total) * lse_factor;
+  return {is_empty ? 0.0f : __fdividef(rescale, total), is_empty ? sink_lse : lse};
 }
 
 // A row that attends to nothing. Its row max is finite: a difference of minus infinities is NaN.
@@ -1126,14 +1129,14 @@ __device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u3
                : "memory");
 }
 
-// cp.async.cg.shared.global.L2::cache_hint.L2::128B
+// cp.async.cg.shared.global.L2::cache_hint
 // The same, with one of createpolicy for L2.
 __device__ inline void cp_async_cg_16(u32 shared_address, const void* global, u32 source_bytes,
                                       u64 policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
-                   shared_address),
-               "l"(global), "r"(source_bytes), "l"(policy)
-               : "memory");
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address),
+      "l"(global), "r"(source_bytes), "l"(policy)
+      : "memory");
 }
 
 // cp.async.ca.shared.global
@@ -1191,14 +1194,6 @@ __device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 bar
       ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(target),
       "l"(map), "r"(barrier), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
       : "memory");
-}
-
-// cp.async.bulk.prefetch.tensor.4d.L2.global
-// Prefetches a box into L2. Needs sm_90.
-__device__ inline void cp_async_bulk_prefetch_tensor(const void* map, int x, int y, int z, int w) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
-               "r"(x), "r"(y), "r"(z), "r"(w)
-               : "memory");
 }
 
 // Loads of Q, and of KV blocks by cp.async: each warp streams its own blocks of the paged cache
