@@ -8,8 +8,7 @@ compiled. Of the sm90 kernels, whose register budget is tight, this holds for DC
 
 - sm_80: every sm80 kernel. Its ISA does not convert e4m3, so its kernels need the most registers.
 - sm_120f, which has the least shared memory: the same, with the largest accumulators.
-- sm_90a: every sm90 kernel, with e4m3 output for one head dim; of mla_sm90_fp8kv without rope,
-  which takes no more registers than with it, those of 64 rows.
+- sm_90a: every sm90 kernel, with e4m3 output for one head dim.
 - sm_86, sm_89, sm_90a and sm_100f: the sm80 kernels that most calls take, over each cache dtype.
 - The others, which have the limits and the instructions of one of these: the same, over bf16.
 
@@ -100,9 +99,7 @@ def sample_of(arch: Arch) -> list[KernelSpec]:
     sample = specs_of(arch, **FILTERS.get(str(arch), USUAL))
     if arch.has_wgmma:
         sample = [spec for spec in sample if spec.family not in HOPPER]
-        sample += specs_of(arch, HOPPER[:2], **SAMPLE)
-        sample += specs_of(arch, HOPPER[2:3], qk_rope_head_dim=("64",), **SAMPLE)
-        sample += specs_of(arch, HOPPER[2:3], qk_rope_head_dim=("0",), block_m=("64",), **SAMPLE)
+        sample += specs_of(arch, HOPPER[:3], **SAMPLE)
         gqa = {"page_size": ("64",), "query_dtype": ("bf16",)}
         sample += specs_of(arch, HOPPER[3:], out_dtype=("bf16",), **gqa)
         sample += specs_of(arch, HOPPER[3:], out_dtype=("e4m3",), head_dim=("128",), **gqa)
