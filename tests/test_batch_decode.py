@@ -24,6 +24,7 @@ from tests.problems.batch_decode import (
     wrapper_of,
 )
 from tests.problems.gqa import KINDS, GqaCase, gqa_case
+from tests.problems.problem import E4M3
 
 SMALL = GqaCase(seq_lens=(70, 3, 0, 33), sink=3.0)
 DRAFTS = GqaCase(seq_lens=(70, 3, 33), q_len=3)
@@ -102,6 +103,19 @@ class TestBatchDecode:
         problem = GqaCase(seq_lens=(70, 3), score_scale=128**-0.5).build(device)
 
         problem.check(run(wrapper_of(problem, sm_scale=None), problem))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, E4M3], ids=str)
+    def test_an_e4m3_query(self, dtype: torch.dtype, device: str) -> None:
+        """It gives the bits of the same query in 16 bits; its output is e4m3 by default."""
+        problem = GqaCase(seq_lens=(70, 3), kv="e4m3").build(device)
+        query, said = problem.query.to(E4M3), None if dtype is E4M3 else dtype
+        wide = query.to(torch.bfloat16 if said is None else said)
+
+        out = run(wrapper_of(problem, q_data_type=E4M3, o_data_type=said), problem, q=query)
+
+        assert out.dtype is dtype
+        planned = wrapper_of(problem, q_data_type=wide.dtype, o_data_type=dtype)
+        assert torch.equal(out.float(), run(planned, problem, q=wide).float())
 
     def test_given_outputs(self, device: str) -> None:
         """`out` and `lse` are written and returned; `lse` without `return_lse` is written."""

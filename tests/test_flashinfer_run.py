@@ -24,6 +24,7 @@ from tests.flashinfer.selections import SELECTIONS
 
 # A test of each kind, as FlashInfer's tests are written.
 TESTS = """
+import cutlass
 import flashinfer
 import torch
 from flashinfer.jit.attention import gen_batch_mla_module
@@ -51,7 +52,15 @@ def test_that_fails():
 
 
 def test_of_something_else():
-    gen_batch_mla_module("fa2")
+    gen_batch_mla_module(cutlass.Float32)
+
+
+def test_that_finds_the_gpu_full():
+    raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+
+def test_that_cannot_make_a_context():
+    raise RuntimeError("CUDA error: out of memory")
 """
 GRID = """
 import pytest
@@ -104,9 +113,11 @@ def test_the_runner_counts_each_kind(tmp_path: Path) -> None:
     status, lines = run(tmp_path, "--verbose", test_deepseek_mla=TESTS)
 
     assert status == 1
-    assert "test_deepseek_mla.py as 9.0: 1 failed, 1 left out, 1 passed" in lines
+    counts = "1 failed, 1 left out, 2 out of memory, 1 passed"
+    assert f"test_deepseek_mla.py as 9.0: {counts}" in lines
     assert lines[0].startswith("failed\ttest_deepseek_mla.py::test_that_fails")
-    assert lines[-1] == "in all: 1 failed, 1 left out, 1 passed"
+    assert "mlagen.errors.ArgumentError: ckv_cache" in lines[0]
+    assert lines[-1] == f"in all: {counts}"
 
 
 def test_files_of_the_wrapper_of_batch_decode_test_it(tmp_path: Path) -> None:
@@ -190,12 +201,16 @@ def test_what_a_summary_tells(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_failures_that_the_list_has_are_intended() -> None:
-    """A failure that a pattern matches is intended, any other is a failure, and skips are told."""
-    rows = [Difference("test_a.py::test_one[[]*", "because"), Difference("test_b.py::*", "so")]
+    """A test that fails as it is listed is intended, any other is a failure; skips are told."""
+    rows = [
+        Difference("test_a.py::test_one[[]*", "ArgumentError: q", "because"),
+        Difference("test_b.py::*", "", "so"),
+    ]
     entries = [
         {"id": f"tests/attention/{test}", "outcome": outcome, "reason": reason}
         for test, outcome, reason in (
-            ("test_a.py::test_one[1]", "failed", "E"),
+            ("test_a.py::test_one[1]", "failed", "a.py:1: ArgumentError: query"),
+            ("test_a.py::test_one[2]", "failed", "CUDA error: misaligned address"),
             ("test_a.py::test_one_more[1]", "failed", "E"),
             ("test_b.py::test_two", "passed", ""),
             ("test_c.py::test_three", "skipped", "Skipped: x: no part of mlagen"),
@@ -208,8 +223,8 @@ def test_failures_that_the_list_has_are_intended() -> None:
 
     outcomes = classified(entries, rows)
 
-    kinds = ["intended", "failed", "passed", "left out", "skipped", "out of memory", "passed"]
-    assert [outcome.kind for outcome in outcomes] == kinds
+    kinds = ["intended", "failed", "failed", "passed", "left out", "skipped", "out of memory"]
+    assert [outcome.kind for outcome in outcomes] == [*kinds, "passed"]
     assert outcomes[0].reason == "because"
 
 

@@ -62,6 +62,28 @@ class TestTrtllmGqa:
 
         problem.check(TRTLLM.call(problem, out=None, out_dtype=E4M3))
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, E4M3], ids=str)
+    def test_an_e4m3_query(self, dtype: torch.dtype, device: str) -> None:
+        """It gives the bits of the same query in 16 bits; its output is e4m3 by default."""
+        problem = GqaCase(seq_lens=(70, 3), kv="e4m3").build(device)
+        query, said = problem.query.to(E4M3), None if dtype is E4M3 else dtype
+        wide = query.to(torch.bfloat16 if said is None else said)
+
+        out = TRTLLM.call(problem, query=query, out=None, out_dtype=said)
+
+        assert out.dtype is dtype
+        expected = TRTLLM.call(problem, query=wide, out=None, out_dtype=dtype)
+        assert torch.equal(out.float(), expected.float())
+
+    def test_an_e4m3_query_without_storage(self, device: str) -> None:
+        """It is rejected before it is converted."""
+        problem = GqaCase(seq_lens=(70, 3), kv="e4m3").build(device)
+        query = problem.query.to(E4M3)
+        query.untyped_storage().resize_(0)
+
+        with pytest.raises(ArgumentError, match=r"query: .* got a tensor without storage"):
+            TRTLLM.call(problem, query=query, out=None)
+
     def test_a_scale_with_a_factor_of_log2_e(self, device: str) -> None:
         """`bmm1_scale_log2` is used instead of `bmm1_scale`."""
         problem = SMALL.build(device)

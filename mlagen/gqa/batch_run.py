@@ -16,7 +16,7 @@ from mlagen.families.common.arguments import (
 )
 from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.common.memory import require_plain
-from mlagen.families.gqa.args import GqaArgNames, GqaArgs, pair_of
+from mlagen.families.gqa.args import GqaArgNames, GqaArgs, converted_query, pair_of
 from mlagen.families.gqa.dispatch import GQA
 from mlagen.gqa.batch_plan import DecodePlan
 from mlagen.torch_ops.replayable import replayable
@@ -76,7 +76,7 @@ def run_planned(
     scales = (None, None) if kv_cache_sf is None else pair_of(kv_cache_sf, "kv_cache_sf")
     _check_as_planned(plan, q, keys, out)
     args = GqaArgs(
-        query=q,
+        query=converted_query(q, "q", settings.o_data_type),
         key_cache=keys,
         value_cache=cached_values,
         workspace_buffer=float_workspace_buffer,

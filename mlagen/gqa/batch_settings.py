@@ -24,7 +24,8 @@ from mlagen.families.common.arguments import (
 from mlagen.families.gqa.args import window_of
 from mlagen.families.gqa.validate_kv import QUANTISED
 
-_Q_DTYPES = tuple(DTYPES)
+_E4M3 = torch.float8_e4m3fn
+_Q_DTYPES = (*DTYPES, _E4M3)
 _KV_DTYPES = (*DTYPES, *QUANTISED)
 
 # Keywords that no kernel implements, with the values that ask for nothing.
@@ -143,7 +144,7 @@ def _data_types(
     query = _dtype_of(data_type if q_data_type is None else q_data_type, "q_data_type", _Q_DTYPES)
     kv = data_type if kv_data_type is None else kv_data_type
     cached = query if kv is None else _dtype_of(kv, "kv_data_type", _KV_DTYPES)
-    allowed = (query, torch.float8_e4m3fn)
+    allowed = (query, _E4M3) if query in DTYPES else (_E4M3, *DTYPES)
     return (
         query,
         cached,

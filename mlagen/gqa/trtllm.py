@@ -6,7 +6,13 @@ import torch
 
 from mlagen.families.common.arguments import is_pdl_enabled, require_flag
 from mlagen.families.common.call_key import KeyKinds
-from mlagen.families.gqa.args import GqaArgs, pair_of, positive_factor, window_of
+from mlagen.families.gqa.args import (
+    GqaArgs,
+    converted_query,
+    pair_of,
+    positive_factor,
+    window_of,
+)
 from mlagen.families.gqa.dispatch import GQA
 from mlagen.gqa.trtllm_keywords import (
     NAMES,
@@ -93,8 +99,9 @@ def trtllm_batch_decode_with_kv_cache(
 
     Parameters
     ----------
-    query : bf16 or fp16 [tokens, heads, head_dim]
-        ``tokens`` is ``batch * q_len_per_req``, or that of ``cum_seq_lens_q``.
+    query : bf16, fp16 or e4m3 [tokens, heads, head_dim]
+        ``tokens`` is ``batch * q_len_per_req``, or that of ``cum_seq_lens_q``. One small kernel
+        converts e4m3 to the dtype of a 16-bit output, else to bf16.
     kv_cache : as query, e4m3, int8, or uint8 with kv_cache_sf
         Keys and values, in one tensor or two.
     workspace_buffer : any dtype
@@ -109,7 +116,7 @@ def trtllm_batch_decode_with_kv_cache(
         The whole factors of the scores and of the output; natural domain.
     window_left : int
         Number of tokens before its own that a row attends to; unlimited if negative.
-    out : as query, or e4m3 where the cache is e4m3 [tokens, heads, head_dim]
+    out : as query, 16-bit for e4m3, or e4m3 where the cache is e4m3 [tokens, heads, head_dim]
         Written and returned; allocated if None. ``[batch, q_len_per_req, heads, head_dim]`` too.
     out_dtype : torch.dtype
         The dtype of ``out``; None means that of ``out`` or of the query. ``nvfp4`` has no kernel.
@@ -181,8 +188,9 @@ def trtllm_batch_decode_with_kv_cache(
     keys, cached_values = pair_of(kv_cache, "kv_cache")
     scales = (None, None) if kv_cache_sf is None else pair_of(kv_cache_sf, "kv_cache_sf")
     is_lse_returned = require_flag(return_lse, "return_lse")
+    dtype = output_dtype(query, out, out_dtype)
     args = GqaArgs(
-        query=query,
+        query=converted_query(query, "query", dtype),
         key_cache=keys,
         value_cache=cached_values,
         workspace_buffer=workspace_buffer,
@@ -193,7 +201,7 @@ def trtllm_batch_decode_with_kv_cache(
         kv_layout=kv_layout,
         window=window_of(window_left, "window_left"),
         out=out,
-        out_dtype=output_dtype(out, out_dtype),
+        out_dtype=dtype,
         is_out_like_query=True,
         lse=lse,
         return_lse=is_lse_returned or lse is not None,

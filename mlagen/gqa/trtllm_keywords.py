@@ -88,16 +88,17 @@ def _check_ignored(call: dict[str, Any]) -> None:
         require_device(require_tensor(call[name], name), name, query.device)
 
 
-def output_dtype(out: torch.Tensor | None, out_dtype: object) -> torch.dtype | None:
-    """Return the dtype of a new output; None means that of the query.
+def output_dtype(query: torch.Tensor, out: torch.Tensor | None, out_dtype: object) -> torch.dtype:
+    """Return the dtype of the output, by default that of the query.
 
     Raises
     ------
     ArgumentError
-        If it is no dtype, or not that of ``out``.
+        If it is no dtype, or not that of ``out``, or the query is no tensor.
     """
+    query = require_tensor(query, "query")
     if out_dtype is None:
-        return None
+        return query.dtype if out is None else out.dtype
     if not isinstance(out_dtype, torch.dtype):
         reject("out_dtype", "a torch.dtype", shown(out_dtype))
     if out is not None and out.dtype is not out_dtype:

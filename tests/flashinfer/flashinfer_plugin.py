@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 from collections.abc import Generator, Iterable
 from hashlib import blake2b
 from itertools import combinations
@@ -18,6 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 shim: Any = importlib.import_module("flashinfer_shim")
 shim.install()
+
+# What a full GPU makes of an allocation, of the first call of a process, and of cuBLAS.
+_NO_MEMORY = re.compile("out.of.memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)", re.IGNORECASE)
+_MAX_REASON = 600
+
 torch.cuda.get_device_capability = lambda *_: shim.CAPABILITY  # mlagen does not read it
 
 if not torch.cuda.is_available():
@@ -66,7 +72,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
             with _OnCpu():
                 return (yield)
         return (yield)
-    except torch.cuda.OutOfMemoryError:
+    except RuntimeError as error:
+        if not _NO_MEMORY.search(str(error)):
+            raise
         pytest.skip("out of memory")
 
 
@@ -121,16 +129,24 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     is_outcome = report.when == "call" or report.outcome != "passed"
     if not is_outcome or report.when == "teardown":
         return
-    reason = report.longrepr
-    if isinstance(reason, tuple):
-        reason = reason[-1]
-    entry = {"id": report.nodeid, "outcome": report.outcome, "reason": str(reason or "")[-600:]}
-    _report([entry])
+    _report([{"id": report.nodeid, "outcome": report.outcome, "reason": _reason_of(report)}])
     if report.outcome == "failed" and torch.cuda.is_available():
         try:
             torch.cuda.synchronize()
         except RuntimeError as error:  # every later test of this process would fail
-            pytest.exit(f"the CUDA context is lost: {error}", returncode=3)
+            if not _NO_MEMORY.search(str(error)):
+                pytest.exit(f"the CUDA context is lost: {error}", returncode=3)
+
+
+def _reason_of(report: pytest.TestReport) -> str:
+    """Return the reason of a skip, or where a test failed and the first line of the error."""
+    if isinstance(report.longrepr, tuple):
+        return report.longrepr[-1]
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is None:
+        return str(report.longrepr or "")[-_MAX_REASON:]
+    message = (crash.message.splitlines() or [""])[0]
+    return f"{Path(crash.path).name}:{crash.lineno}: {message}"[:_MAX_REASON]
 
 
 def _report(entries: Iterable[dict[str, str]]) -> None:

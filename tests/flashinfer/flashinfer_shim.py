@@ -112,7 +112,9 @@ _IS_OF_WRAPPER = os.environ.get("MLAGEN_SHIM_WRAPPER") == "mlagen"
 
 def _decode_wrapper(*args: Any, **kwargs: Any) -> Any:
     """Return mlagen's wrapper where a file tests it, else what the file compares with."""
-    if _IS_OF_WRAPPER or kwargs.get("backend") in {"trtllm-gen", "cute-dsl"}:
+    if kwargs.get("backend") == "trtllm-gen" and not _IS_OF_WRAPPER:
+        return adapters.TrtllmGenWrapper(*args, **kwargs)
+    if _IS_OF_WRAPPER or kwargs.get("backend") == "cute-dsl":
         return mlagen.decode.BatchDecodeWithPagedKVCacheWrapper(*args, **kwargs)
     return references.PagedDecode(*args, **kwargs)
 
@@ -213,10 +215,17 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """Put the shim in front of an installed FlashInfer, with stand-ins of two helpers of tests."""
+    """Put the shim in front of an installed FlashInfer, with stand-ins of what its tests import."""
     sys.meta_path.insert(0, _Finder())
     _stand_in("einops", rearrange=references.rearrange, repeat=references.repeat)
     _stand_in("tvm_ffi", use_torch_stream=_use_torch_stream)
+    _stand_in("cutlass", __getattr__=_missing_of_cutlass)
+
+
+def _missing_of_cutlass(name: str) -> Missing:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Missing(f"cutlass.{name}")
 
 
 def _stand_in(name: str, **values: Any) -> None:

@@ -27,9 +27,10 @@ OPEN = ("failed", "not run", OUT_OF_MEMORY)  # what a later run may try again
 
 
 class Difference(NamedTuple):
-    """An intended difference: a pattern of test ids, and the reason."""
+    """An intended difference: a pattern of test ids, how they fail, and the reason."""
 
     pattern: str
+    failure: str  # a part of the error; a test that fails in another way is a failure
     reason: str
 
 
@@ -56,7 +57,7 @@ def classified(
     outcomes = []
     for entry in latest.values():
         test, kind, reason = Path(entry["id"]).name, entry["outcome"], entry["reason"]
-        listed = [row for row in known if fnmatchcase(test, row.pattern)]
+        listed = [row for row in known if fnmatchcase(test, row.pattern) and row.failure in reason]
         if kind == "failed" and listed:
             kind, reason = "intended", listed[0].reason
         elif kind == "skipped" and LEFT_OUT in reason:

@@ -31,7 +31,7 @@ SELECTIONS = (
     Selection("test_deepseek_mla.py", pieces=4),
     Selection("test_trtllm_gen_mla.py", "12.0", "xqa", pieces=2),
     Selection("test_xqa_batch_decode.py", pieces=2),
-    Selection("test_batch_decode_kernels.py", keyword="batch", pieces=2, tests_wrapper=True),
+    Selection("test_batch_decode_kernels.py", keyword="not single", pieces=2, tests_wrapper=True),
     Selection("test_tensor_cores_decode.py", keyword="batch", pieces=2, tests_wrapper=True),
     Selection("test_trtllm_gen_attention_decode.py", "10.0", pieces=8),
     Selection("test_deepseek_mla.py", "10.0", "cutlass"),

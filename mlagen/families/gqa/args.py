@@ -18,6 +18,7 @@ from mlagen.families.common.arguments import (
     require_whole_number,
 )
 from mlagen.families.common.launchers import any_scale, rounded_up, value_signature
+from mlagen.families.common.memory import require_memory
 from mlagen.families.common.outputs import LSE_FACTORS
 
 LAYOUTS = ("NHD", "HND")
@@ -145,6 +146,22 @@ def pair_of(
     if key.__class__ is torch.Tensor and value.__class__ is torch.Tensor:
         return key, value
     return require_tensor(key, f"{argument}[0]"), require_tensor(value, f"{argument}[1]")
+
+
+def converted_query(query: torch.Tensor, argument: str, out_dtype: torch.dtype) -> torch.Tensor:
+    """Return an e4m3 query in 16 bits, which launches one small kernel; others unchanged.
+
+    Both dtypes hold every e4m3 number, so a 16-bit output chooses.
+
+    Raises
+    ------
+    ArgumentError
+        If an e4m3 query is not in memory.
+    """
+    if query.dtype is not torch.float8_e4m3fn:
+        return query
+    require_memory(query, argument)
+    return query.to(torch.float16 if out_dtype is torch.float16 else torch.bfloat16)
 
 
 def window_of(window: object, argument: str, *, has_own: bool = False) -> int:
