@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -196,6 +197,32 @@ def test_page_ids_of_a_plan_are_flat(decoded: Decode) -> None:
     problem = GqaCase(seq_lens=(300, 0, 129), q_len=2, head_dim=64, sink=2.0).build("cpu")
 
     problem.check(*decoded(problem, 5, 0, decode=decode_planned))
+
+
+def test_nothing_before_the_offsets_of_a_plan_is_read(
+    decoded: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CTA without another work item reads the page ids of none; a read there would crash."""
+    problem = GqaCase(seq_lens=(300, 0, 129), head_dim=64).build("cpu")
+    launcher = gqa_sm90_launcher.make_sm90_launcher
+
+    def with_guard(inputs: GqaArgs, *others: Any, **options: Any) -> Any:
+        assert inputs.kv_indptr is not None
+        inputs.kv_indptr.set_(after_a_guard_page(inputs.kv_indptr))
+        return launcher(inputs, *others, **options)
+
+    monkeypatch.setattr(gqa_sm90_launcher, "make_sm90_launcher", with_guard)
+    problem.check(*decoded(problem, 5, 0, decode=decode_planned))
+
+
+def after_a_guard_page(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of an int32 tensor behind memory that may not be read."""
+    size = mmap.PAGESIZE
+    memory = mmap.mmap(-1, 2 * size)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), size, 0) == 0
+    copy = torch.frombuffer(memory, dtype=torch.int32, count=tensor.numel(), offset=size)
+    return copy.copy_(tensor)
 
 
 @pytest.mark.parametrize("sm_count", [1, 6], ids=["whole", "split"])

@@ -35,10 +35,11 @@ struct WorkItem : WorkCoord {
   __device__ bool is_none() const { return seq_idx < 0; }
 
   // Page ids of the sequence: a row of the block table, or a part of the flat page ids of a plan.
+  // Called for an item that is none, too, which must not read before the offsets.
   __device__ const int* page_ids(const Params& params) const {
     const i64 start = params.kv_indptr == nullptr
                           ? seq_idx * static_cast<i64>(params.block_tables_stride)
-                          : params.kv_indptr[seq_idx];
+                          : params.kv_indptr[max(seq_idx, 0)];
     return params.block_tables + start;
   }
 
