@@ -86,15 +86,16 @@ def copy_of_checkout(root: Path) -> Path:
 
 
 def run_tests(root: Path, tests: list[str], *, seconds: int = _SECONDS) -> int:
-    """Return pytest's exit code, and 1, that of a failed test, if the tests hang."""
+    """Return pytest's exit code, and 1, that of a failed test, if the tests hang or crash."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        return subprocess.run(
+        code = subprocess.run(
             command, cwd=root, env=environment, capture_output=True, timeout=seconds, check=False
         ).returncode
     except subprocess.TimeoutExpired:
         return 1
+    return 1 if code < 0 else code
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ __device__ inline void combine_row(const Params& params) {
       if (weight_of(state, row_max) == 0.0f) continue;  // the output may be NaN
       total.add(state, states.out(i, is_outside ? 0 : dim));
     }
-    result = finish_row(row_max, total.state.row_sum, -kInfinity, params.lse_factor);
+    result = finish_row_without_sink(row_max, total.state.row_sum, params.lse_factor);
     if (is_outside) continue;
     store_x4(OutElement{}, out, dim, total.out.x * result.factor, total.out.y * result.factor,
              total.out.z * result.factor, total.out.w * result.factor);

@@ -33,7 +33,7 @@ __device__ inline void store_partial(const Params& params, const SharedMemoryPla
       const int row = fragment_row(m, half);
       if (row >= work.rows) continue;
       const i64 target = split_row + work.global_row(row);
-      const RowResult result = finish_row(smem.row_max[row], total_row_sum(smem, row), -kInfinity);
+      const RowResult result = finish_row_without_sink(smem.row_max[row], total_row_sum(smem, row));
       float* values = params.partial_out + target * kHeadDimVo;
 #pragma unroll
       for (int n = 0; n < kWarpDims / 8; ++n) {
