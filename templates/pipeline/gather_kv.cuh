@@ -123,6 +123,9 @@ struct TokenStream {
         token_address(params, TokenIds(params, coord).read(coord.first_kv_block),
                       coord.first_kv_block) {}
 
+  // Called before the CTA's second KV block.
+  __device__ static void wait_for_first(const SharedMemoryPlan&) {}
+
   // Resolves the addresses of the KV block after `kv_block`, and requests the ids of the one after.
   __device__ void advance(int kv_block) {
     token_address = TokenAddress(params, next_id, kv_block + 1);
@@ -207,9 +210,7 @@ __device__ inline void load_kv_blocks(const Params& params, const WorkItem& work
     while (is_scheduler_warp() && num_published < num_due)
       publish_work(params, cta_rank_in_group(params), num_published++, smem);
     if (num_loaded == work.num_kv_blocks) return;
-    // The CTA waits for its first KV block before it loads more: otherwise the first loads of the
-    // last CTAs queue behind all loads of the others.
-    if (work.work_idx == 0 && num_loaded == 1) wait(KvBlockStream::first_kv_full(smem), 0);
+    if (work.work_idx == 0 && num_loaded == 1) KvBlockStream::wait_for_first(smem);
     stream.load_kv_block(smem, pipe, work.first_kv_block + num_loaded);
   }
 }

@@ -112,7 +112,7 @@ class MlaSm90Spec(MlaKernelSpec):
 
         KV blocks of all sequences count once per tile of 16 rows.
         """
-        return ((16, 128), (32, 64)) if self.is_sparse else ((16, 256), (32, 128))
+        return ((16, 64),) if self.is_sparse else ((16, 256), (32, 128))
 
     @property
     def swap_ab(self) -> bool:
