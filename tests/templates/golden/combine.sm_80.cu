@@ -229,6 +229,13 @@ __device__ inline RowResult finish_row(float row_max, float row_sum, float sink,
   return {is_empty ? 0.0f : __fdividef(rescale, total), is_empty ? sink_lse : lse};
 }
 
+// The same without a sink.
+__device__ inline RowResult finish_row_without_sink(float row_max, float row_sum,
+                                                    float lse_factor = 1.0f) {
+  if (row_sum == 0.0f) return {0.0f, -kInfinity};
+  return {__fdividef(1.0f, row_sum), (row_max + __log2f(row_sum)) * lse_factor};
+}
+
 // A row that attends to nothing. Its row max is finite: a difference of minus infinities is NaN.
 constexpr RowState kEmptyRow = {-kFloatMax, 0.0f};
 
