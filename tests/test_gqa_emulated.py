@@ -208,7 +208,7 @@ def test_nothing_before_the_offsets_of_a_plan_is_read(
 
     def with_guard(inputs: GqaArgs, *others: Any, **options: Any) -> Any:
         assert inputs.kv_indptr is not None
-        inputs.kv_indptr.set_(after_a_guard_page(inputs.kv_indptr))
+        inputs.kv_indptr.data = after_a_guard_page(inputs.kv_indptr)
         return launcher(inputs, *others, **options)
 
     monkeypatch.setattr(gqa_sm90_launcher, "make_sm90_launcher", with_guard)
