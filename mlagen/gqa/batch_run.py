@@ -118,7 +118,7 @@ def _check_as_planned(plan: DecodePlan, q: object, keys: object, out: object) ->
             reject(f"{name}.dtype", f"{dtype} ({planned} of plan)", tensor.dtype)
     tokens, q_len = plan.layout.seq_lens.shape[0] * settings.q_len, settings.q_len
     expected = (tokens, settings.num_qo_heads, settings.head_dim)
-    why = f"batch * {q_len}, num_qo_heads and head_dim of plan"
+    why = f"batch * q_len_per_req of {q_len}, num_qo_heads and head_dim of plan"
     require(tuple(query.shape) == expected, "q.shape", f"{list(expected)} ({why})", query.shape)
     if cache.dim() in {4, 5}:
         sizes = (settings.page_size, settings.num_kv_heads)
