@@ -104,16 +104,16 @@ def test_unsupported_parts_are_omitted_and_named(
     is_file: bool, document: Documented, run: Run, tmp_path: Path
 ) -> None:
     """stderr, even of a quiet run, and the document name them; the rest is compiled."""
-    options: tuple[str, ...] = ("--model", "glm-5.3-flash", "--kv-dtype", "bf16,fp8_ds_mla")
+    options: tuple[str, ...] = ("--model", "glm-5.3-flash", "--kv-dtype", "bf16,fp8_per_token")
     if is_file:
         options = (str(tmp_path / "fleet.toml"),)
-        table = '[[kernel]]\nmodel = "glm-5.3-flash"\nkv_dtype = ["bf16", "fp8_ds_mla"]\n'
+        table = '[[kernel]]\nmodel = "glm-5.3-flash"\nkv_dtype = ["bf16", "fp8_per_token"]\n'
         Path(*options).write_text(table)
     command = ("prewarm", *options, "--arch", "H100", "--dry-run")
 
     found = document(*command, code=1)
 
-    begin = "glm-5.3-flash: no MLA decode kernel for query bf16, cache fp8_ds_mla, "
+    begin = "glm-5.3-flash: no MLA decode kernel for query fp8_per_token, cache fp8_per_token, "
     assert found["left_out"]
     assert all(sentence.startswith(begin) for sentence in found["left_out"])
     for quiet in ((), ("--quiet",)):

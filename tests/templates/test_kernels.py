@@ -4,7 +4,7 @@ fp16 kernels are their bf16 twins with another instruction, and page sizes diffe
 of each is compiled, and of the sm90 kernels that copy small pages in another way, two.
 A kernel with sparse indices, separate values, a bias or DCP, without RoPE, or with a smaller latent
 takes few registers more than its plain twin (at most 16 of 255): the largest tile of each is
-compiled. Of the sm90 kernels, whose register budget is tight, this holds for DCP alone.
+compiled, and of the sparse sm90 kernels the smallest one, too.
 
 - sm_80: every sm80 kernel. Its ISA does not convert e4m3, so its kernels need the most registers.
 - sm_120f, which has the least shared memory: the same, with the largest accumulators.
@@ -120,9 +120,12 @@ def size_of(spec: KernelSpec) -> tuple[int, int]:
 
 def is_needed(spec: KernelSpec) -> bool:
     """Return whether a kernel is compiled beside the largest tile of its kind."""
-    if spec.family in HOPPER:  # whose register budget is tight in every tile
-        return spec.key_fields().get("mask") != "dcp"
-    return changes_of(spec) == 0
+    if changes_of(spec) == 0:
+        return True
+    # Of the sm90 kernels the register budget of the smallest tile is as tight.
+    fields = spec.key_fields()
+    choices = [fields.get(name) for name in ("block_m", "mask", "qk_rope_head_dim")]
+    return spec.family in HOPPER and choices == ["16", "causal", "64"]
 
 
 def changes_of(spec: KernelSpec) -> int:
