@@ -4,11 +4,11 @@ fp16 kernels are their bf16 twins with another instruction, and page sizes diffe
 of each is compiled, and of the sm90 kernels that copy small pages in another way, two.
 A kernel with sparse indices, separate values, a bias or DCP, without RoPE, or with a smaller latent
 takes few registers more than its plain twin (at most 16 of 255): the largest tile of each is
-compiled, and of the sparse sm90 kernels the smallest one, too.
+compiled, and of the sparse sm90 kernels the smallest one, too; none with two of these is.
 
-- sm_80: every sm80 kernel. Its ISA does not convert e4m3, so its kernels need the most registers.
+- sm_80: the sm80 kernels. Its ISA does not convert e4m3, so its kernels need the most registers.
 - sm_120f, which has the least shared memory: the same, with the largest accumulators.
-- sm_90a: every sm90 kernel, with e4m3 output for one head dim.
+- sm_90a: the sm90 kernels, with e4m3 output for one head dim.
 - sm_86, sm_89, sm_90a and sm_100f: the sm80 kernels that most calls take, over each cache dtype.
 - The others, which have the limits and the instructions of one of these: the same, over bf16.
 
@@ -110,7 +110,7 @@ def sample_of(arch: Arch) -> list[KernelSpec]:
         if kind not in largest or size_of(spec) > size_of(largest[kind]):
             largest[kind] = spec
     few = set(largest.values())
-    return [spec for spec in sample if spec in few or is_needed(spec)]
+    return [s for s in sample if is_needed(s) or (s in few and changes_of(s) == 1)]
 
 
 def size_of(spec: KernelSpec) -> tuple[int, int]:
