@@ -135,7 +135,10 @@ def test_a_plan_that_breaks_a_rule_is_rejected(changes: dict[str, Any], message:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"q": lambda p: p.query[:, :7]}, "q.shape: expected [4, 8, 128] (batch * q_len_per_req of 1"),
+        (
+            {"q": lambda p: p.query[:, :7]},
+            "q.shape: expected [4, 8, 128] (batch * q_len_per_req of 1",
+        ),
         ({"q": lambda p: p.query.half()}, "q.dtype: expected torch.bfloat16 (q_data_type of plan"),
         (
             {"paged_kv_cache": lambda p: tuple(c[:, :8] for c in p.store.caches("tuple", "NHD"))},
@@ -148,7 +151,10 @@ def test_a_plan_that_breaks_a_rule_is_rejected(changes: dict[str, Any], message:
         ({"out": lambda p: p.query.half()}, "out.dtype: expected torch.bfloat16 (o_data_type of"),
         ({"lse": lambda _: torch.zeros(4, 7)}, "lse.shape: expected [4, 8]"),
         ({"window_left": lambda _: "3"}, "window_left: expected an int, got '3'"),
-        ({"q_len_per_req": lambda _: 2}, "q.shape: expected [8, 8, 128] (batch * q_len_per_req of 2"),
+        (
+            {"q_len_per_req": lambda _: 2},
+            "q.shape: expected [8, 8, 128] (batch * q_len_per_req of 2",
+        ),
         ({"q_len_per_req": lambda _: 0}, "q_len_per_req: expected an int, 1 or more, got 0"),
         (
             {"skip_softmax_threshold_scale_factor": lambda _: "no"},
