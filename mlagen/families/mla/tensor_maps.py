@@ -64,7 +64,7 @@ class CacheMaps(dict[tuple[int, int], Maps]):
             rope_map = self._encode_part(
                 rope, rope_strides, tiles=1, tiles_per_box=1, width=rope_dim
             )
-        if not spec.copies_tile_groups:  # TMA copies or prefetches the latent part of whole rows
+        if not spec.copies_tile_groups:  # mla_sm90_fp8 copies the latent part of whole rows
             group_map = self._encode_part(
                 cache, strides, tiles=latent_tiles, tiles_per_box=latent_tiles
             )

@@ -63,7 +63,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> Encoded:
 def test_a_cache_in_one_tensor_has_three_maps(
     rows: int, group: tuple[int, int], page_size: int, encoded: Encoded
 ) -> None:
-    """The maps are of the latent tiles, the rope tile, and the tiles of one copy or prefetch."""
+    """The maps are of the latent tiles, the rope tile, and the tiles of one copy."""
     spec = mla_sm90(rows=rows, page_size=page_size)
 
     maps = CacheMaps(layout(spec))[CACHE, LATENT_END]
@@ -103,8 +103,8 @@ def test_a_rope_part_elsewhere_is_separate(
     assert maps.packed == map_of(*latent) + map_of(*rope_tile) + map_of(*latent)
 
 
-def test_the_kernel_without_swap_ab_prefetches_the_latent_part(encoded: Encoded) -> None:
-    """The prefetch map does not depend on the rope part."""
+def test_the_group_map_without_swap_ab_has_the_latent_part(encoded: Encoded) -> None:
+    """It does not depend on the rope part."""
     spec = mla_sm90(rows=64)
 
     maps = CacheMaps(layout(spec))[CACHE, LATENT_END + 4096]
