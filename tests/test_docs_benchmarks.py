@@ -119,13 +119,13 @@ results = pytest.mark.parametrize("name", RESULTS)
 
 
 def test_the_page_is_the_output_of_its_generator() -> None:
-    """Sections of docs/benchmarks.md are generated from docs/results, and it fits 150 lines."""
+    """Sections of docs/benchmarks.md are generated from docs/results, and it fits 180 lines."""
     written = PAGE.read_text(encoding="utf-8")
     expected = render_page(written)
     if os.environ.get("MLAGEN_ACCEPT"):
         PAGE.write_text(expected, encoding="utf-8")
     assert PAGE.read_text(encoding="utf-8") == expected, RENEW
-    assert len(expected.splitlines()) <= 150
+    assert len(expected.splitlines()) <= 180
     links = [f"[{short_name(each)}](results/{name}.json)" for name, each in RESULTS.items()]
     assert ", ".join(links) in expected
 

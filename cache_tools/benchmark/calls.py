@@ -12,7 +12,7 @@ from mlagen.families.workspace import workspace_bytes
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla
 from mlagen.spec.mla.variant import output_dtype
 
-from .cases import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from .cases import KV_LORA_RANK
 from .formats import TORCH_DTYPES, element_scale
 from .inputs import Inputs
 
@@ -39,7 +39,7 @@ def _mla_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
             workspace,
             qk_nope_head_dim=128,
             kv_lora_rank=KV_LORA_RANK,
-            qk_rope_head_dim=QK_ROPE_HEAD_DIM,
+            qk_rope_head_dim=inputs.case.qk_rope_head_dim,
             **shared,
         )
         assert not isinstance(out, tuple), "no LSE was requested"
@@ -108,6 +108,7 @@ def _workspace(inputs: Inputs) -> torch.Tensor:
         max_seq_len=inputs.max_seq_len,
         dtype=TORCH_DTYPES[case.dtype],
         kv_dtype=inputs.keys[0].data.dtype,
+        qk_rope_head_dim=case.qk_rope_head_dim,
         page_size=case.page_size,
         sparse_mla_top_k=case.top_k,
         kv_heads=case.kv_heads if is_gqa else None,

@@ -16,6 +16,7 @@ from mlagen.spec.mla.variant import output_dtype
 FAMILIES = ("mla", "gqa")
 
 # DeepSeek-V3: the latent part of a cached token, which is also its value, and the rope part.
+# GLM-5.3 has the same latent part and no rope part.
 KV_LORA_RANK = 512
 QK_ROPE_HEAD_DIM = 64
 
@@ -62,6 +63,8 @@ class Case:
         ]
         if self.family == "gqa" and self.head_dim_qk != 128:
             words.append(f"head_dim {self.head_dim_qk}")
+        if self.family == "mla" and self.qk_rope_head_dim != QK_ROPE_HEAD_DIM:
+            words.append(f"dims {self.head_dim_vo}+{self.qk_rope_head_dim}")
         if self.top_k:
             words.append(f"top-k {self.top_k}")
         if self.window_left >= 0:
@@ -71,6 +74,11 @@ class Case:
         if self.page_size != 64:
             words.append(f"page_size {self.page_size}")
         return ", ".join(words)
+
+    @property
+    def qk_rope_head_dim(self) -> int:
+        """Elements of a key that are no part of its value: the rope part of MLA."""
+        return self.head_dim_qk - self.head_dim_vo
 
     @cached_property
     def seq_lens(self) -> tuple[int, ...]:
@@ -140,8 +148,8 @@ class Case:
 
     @property
     def is_fp8_math(self) -> bool:
-        """Whether query and cache are both e4m3, so that FP8 tensor-core MMAs apply."""
-        return self.dtype is self.kv_dtype is DType.E4M3
+        """Whether FP8 tensor-core MMAs apply; the latent part under an e4m3 query is e4m3 too."""
+        return self.dtype is DType.E4M3
 
     @property
     def error_bound(self) -> float:

@@ -75,7 +75,7 @@ def dequantize(dtype: DType, rows: Stored) -> torch.Tensor:
 
 
 def _fp8_ds_mla(numbers: torch.Tensor) -> torch.Tensor:
-    """Pack bf16 ``[..., 576]`` into 656 bytes: e4m3 latent, fp32 scales, bf16 rope."""
+    """Pack bf16 elements into e4m3 latent, fp32 scales and bf16 rope: 656 bytes, or 528."""
     latent = _in_blocks(numbers[..., :KV_LORA_RANK].float(), _FP8_DS_MLA_BLOCK)
     scales = latent.abs().amax(-1).clamp_min(1e-8) / _E4M3_MAX
     quantized = (latent / scales.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2)

@@ -8,11 +8,12 @@ import torch
 
 from mlagen.spec.dtype import DType
 
-from .cases import Case
+from .cases import QK_ROPE_HEAD_DIM, Case
 from .formats import TORCH_DTYPES, Stored, random_cache
 
-# Softmax scale of DeepSeek-V3: head dim 128 + 64 before weight absorption.
-_MLA_SCALE = 192**-0.5
+# Softmax scales by rope part, from the head dim before weight absorption: 128 + 64 in DeepSeek-V3,
+# 256 in GLM-5.3.
+_MLA_SCALES = {QK_ROPE_HEAD_DIM: 192**-0.5, 0: 256**-0.5}
 
 # FlashInfer's XQA requires block tables that cover a multiple of this many tokens; the other
 # kernels accept wider tables.
@@ -82,7 +83,9 @@ def make_inputs(case: Case, sets: int, device: str) -> Inputs:
         values=values,
         block_tables=tables,
         seq_lens=torch.tensor(case.seq_lens, dtype=torch.int32, device=device),
-        scale=_MLA_SCALE if case.family == "mla" else case.head_dim_qk**-0.5,
+        scale=(
+            _MLA_SCALES[case.qk_rope_head_dim] if case.family == "mla" else case.head_dim_qk**-0.5
+        ),
         topk_indices=_topk_indices(case, tables, generator) if case.top_k else None,
     )
 

@@ -56,8 +56,8 @@ FIELDS: dict[str, dict[str, str]] = {
     "`ceilings`": {
         "read_gb_s": "read-only bandwidth of a tensor larger than L2, 10^9 bytes a second",
         "bf16_tflop_s": "bf16 GEMM of 8192 x 8192 x 8192, 10^12 operations a second",
-        "fp8_tflop_s": "the same in e4m3; null if no case has query and cache in e4m3, or the GPU "
-        "has no FP8 MMA",
+        "fp8_tflop_s": "the same in e4m3; null if no case has an e4m3 query, or the GPU has no FP8 "
+        "MMA",
     },
     "each of `cases`": {
         "case": "the case in words",

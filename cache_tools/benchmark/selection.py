@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -36,7 +37,7 @@ _SHARED: dict[str, Any] = {
     "kv_dtype": None,
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "mla": {**_SHARED, "heads": 128, "top_k": 0},
+    "mla": {**_SHARED, "heads": 128, "qk_rope_head_dim": QK_ROPE_HEAD_DIM, "top_k": 0},
     "gqa": {**_SHARED, "heads": 64, "kv_heads": 8, "head_dim": 128, "window_left": -1},
 }
 
@@ -47,6 +48,7 @@ def select_cases(
     *,
     is_ragged: bool = False,
     suite: str = "quick",
+    pattern: str | None = None,
 ) -> list[Case]:
     """Return the cases to measure, each once.
 
@@ -61,14 +63,35 @@ def select_cases(
         Whether the requests differ in length.
     suite : str
         One of :data:`~.suites.SUITES`.
+    pattern : str
+        A regular expression: only cases whose label it matches somewhere.
 
     Raises
     ------
     ArgumentError
-        If a family or dtype is unknown, or values are inconsistent.
+        If a family or dtype is unknown, values are inconsistent, or no label matches ``pattern``.
     UnsupportedError
         If no kernel covers a case.
     """
+    cases = _combinations(families, axes or {}, is_ragged=is_ragged, suite=suite)
+    if pattern is None:
+        return cases
+    try:
+        chosen = [case for case in cases if re.search(pattern, case.label)]
+    except re.error as error:
+        raise ArgumentError(f"filter: expected a regular expression, got {pattern}") from error
+    if not chosen:
+        raise ArgumentError(f"filter: expected a part of a case's name, got {pattern}")
+    return chosen
+
+
+def _combinations(
+    families: Iterable[str] | None,
+    axes: Mapping[str, Sequence[Any]],
+    *,
+    is_ragged: bool,
+    suite: str,
+) -> list[Case]:
     names = None if families is None else list(families)
     for name in names or ():
         if name not in FAMILIES:
@@ -77,7 +100,7 @@ def select_cases(
         return [
             case_of(name, **facts) for name, facts in SUITES[suite] if name in (names or FAMILIES)
         ]
-    names, axes = names or ["mla"], axes or {}
+    names = names or ["mla"]
     known = {axis for name in names for axis in DEFAULTS[name]}
     for axis in axes:
         if axis not in known:
@@ -107,12 +130,13 @@ def case_of(family: str, *, is_ragged: bool = False, **given: Any) -> Case:
     facts = {**DEFAULTS[family], **given}
     kv_heads = facts.pop("kv_heads", 1)
     head_dim = facts.pop("head_dim", None)
+    rope_dim = facts.pop("qk_rope_head_dim", 0)
     dtype = _dtype("dtype", facts.pop("dtype"))
     kv_name = facts.pop("kv_dtype")
     case = Case(
         family=family,
         kv_heads=kv_heads,
-        head_dim_qk=head_dim or KV_LORA_RANK + QK_ROPE_HEAD_DIM,
+        head_dim_qk=head_dim or KV_LORA_RANK + rope_dim,
         head_dim_vo=head_dim or KV_LORA_RANK,
         dtype=dtype,
         kv_dtype=dtype if kv_name is None else _dtype("kv_dtype", kv_name),
@@ -146,7 +170,12 @@ def _require_supported(case: Case) -> None:
     if case.family == "mla":
         lookup = "sparse" if case.top_k else "paged"
         mla_support.require_supported(
-            mla_support.MlaVariant(query_dtype=query, kv_dtype=kv, lookup=lookup)
+            mla_support.MlaVariant(
+                query_dtype=query,
+                kv_dtype=kv,
+                qk_rope_head_dim=case.qk_rope_head_dim,
+                lookup=lookup,
+            )
         )
     else:
         gqa.require_supported(

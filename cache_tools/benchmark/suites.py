@@ -7,7 +7,9 @@ from typing import Any, TypeAlias
 Facts: TypeAlias = dict[str, Any]
 
 _E4M3: Facts = {"dtype": "e4m3"}
-_DSA: Facts = {"kv_dtype": "fp8_ds_mla", "seq_len": 8192, "top_k": 2048}
+_LISTS: Facts = {"seq_len": 8192, "top_k": 2048}
+_DSA: Facts = {**_LISTS, "kv_dtype": "fp8_ds_mla"}
+_NO_ROPE: Facts = {"qk_rope_head_dim": 0, "heads": 64}
 
 # DeepSeek-V3 with tensor parallelism 1, 2 and 8; one long request, which needs split-KV; requests
 # too short to fill the GPU; FP8; sparse attention of DeepSeek-V3.2. Then a large batch and one long
@@ -56,14 +58,27 @@ _FULL: tuple[tuple[str, Facts], ...] = (
     # A bf16 query over an FP8 KV cache.
     ("mla", {"kv_dtype": "e4m3"}),
     ("mla", {"kv_dtype": "e4m3", "heads": 16}),
-    # Sparse MLA: the FP8 KV cache of DeepSeek-V3.2, and a bf16 cache.
+    # Sparse MLA: the FP8 KV cache of DeepSeek-V3.2 under a bf16 and an e4m3 query, a bf16 cache.
     ("mla", _DSA),
     ("mla", {**_DSA, "heads": 64}),
     ("mla", {**_DSA, "heads": 16}),
     ("mla", {**_DSA, "batch": 16}),
     ("mla", {**_DSA, "batch": 8, "heads": 16}),
     ("mla", {**_DSA, "batch": 1}),
-    ("mla", {"seq_len": 8192, "top_k": 2048, "batch": 64}),
+    ("mla", {**_DSA, "dtype": "e4m3"}),
+    ("mla", {**_DSA, "dtype": "e4m3", "heads": 64}),
+    ("mla", {**_LISTS, "batch": 64}),
+    ("mla", {**_LISTS, "heads": 32}),
+    ("mla", {**_LISTS, "heads": 8}),
+    # MLA without rope, with tensor parallelism 1 and 8 of GLM-5.3: dense, then sparse.
+    ("mla", _NO_ROPE),
+    ("mla", {**_NO_ROPE, "heads": 8}),
+    ("mla", {**_NO_ROPE, **_E4M3}),
+    ("mla", {**_NO_ROPE, **_LISTS}),
+    ("mla", {**_NO_ROPE, **_LISTS, "heads": 8}),
+    ("mla", {**_NO_ROPE, **_LISTS, "kv_dtype": "e4m3"}),
+    ("mla", {**_NO_ROPE, **_DSA}),
+    ("mla", {**_NO_ROPE, **_DSA, "heads": 8}),
     # GQA in bf16.
     ("gqa", {}),
     ("gqa", {"batch": 64, "seq_len": 8192}),

@@ -33,6 +33,12 @@ _ALL = "all"  # --compare without a value
     metavar="NAME,...",
     help="mla or gqa; default: both, or mla with any case option.",
 )
+@click.option(
+    "--filter",
+    "pattern",
+    metavar="REGEX",
+    help="Only cases whose name this regular expression matches, such as 'top-k|512\\+0'.",
+)
 @click.option("--batch", callback=numbers(1), metavar="N,...", help="Requests; default: 128.")
 @click.option(
     "--seq-len",
@@ -57,6 +63,12 @@ _ALL = "all"  # --compare without a value
 )
 @click.option(
     "--page-size", callback=numbers(1), metavar="N,...", help="Tokens per page; default: 64."
+)
+@click.option(
+    "--qk-rope-head-dim",
+    callback=numbers(0),
+    metavar="N,...",
+    help="For MLA, rope elements of a token, 64 or 0; default: 64.",
 )
 @click.option(
     "--top-k",
@@ -110,7 +122,7 @@ _ALL = "all"  # --compare without a value
     "--from-json",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Show earlier results, of --suite and --mode if given; needs no GPU.",
+    help="Show earlier results, of --suite, --filter and --mode if given; needs no GPU.",
 )
 @click.option(
     "--plot",
@@ -138,6 +150,7 @@ def bench(
     *,
     suite: str | None,
     families: list[str] | None,
+    pattern: str | None,
     ragged: bool,
     modes: list[str] | None,
     compare: list[str] | None,
@@ -173,13 +186,13 @@ def bench(
         raise ArgumentError(f"suite: expected no case option with it, got {suite}")
     if peers is not None and compare is None:
         raise ArgumentError(f"peers: expected --compare with it, got {peers}")
-    cases = select_cases(families, given, is_ragged=ragged, suite=suite or "quick")
+    cases = select_cases(families, given, is_ragged=ragged, suite=suite or "quick", pattern=pattern)
     allowed = parse_tolerance(tolerance)
     earlier = None if baseline is None else read_document("baseline", baseline)
     if plot is not None:
         require_plot(plot)
     if from_json is not None:
-        is_chosen = suite is not None or families is not None or bool(given) or ragged
+        is_chosen = suite or families is not None or given or ragged or pattern is not None
         document = _read_results(from_json, cases if is_chosen else None, modes, compare)
     else:
         document = _measure(cases, modes or list(MODES[:1]), compare, peers)

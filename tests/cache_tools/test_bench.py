@@ -72,6 +72,18 @@ def test_help_shows_the_actual_defaults(option: str) -> None:
     assert set(written.rstrip(".").split(", for GQA ")) == defaults
 
 
+def test_mla_options_and_the_filter_reach_the_cases(run: Run, use: Use) -> None:
+    """--filter takes a regular expression over the names of a suite's cases, or of given ones."""
+    machine = FakeMachine()
+    use(machine)
+    options = ("--qk-rope-head-dim", "0,64", "--top-k", "32", "--filter", r"512\+0")
+    assert run(*TINY, *options).exit_code == 0
+    assert run("bench", "--suite", "full", "--filter", "^gqa.*int8").exit_code == 0
+    lists = "mla bf16, 2 x 64, 16 heads, dims 512+0, top-k 32, fresh"
+    int8 = "gqa bf16/int8, 128 x 4096, 64/8 heads, fresh"
+    assert machine.calls == ["ceilings", lists, "ceilings", int8]
+
+
 def heads_16(case: Case) -> Outcome:
     """Return a wrong result for one of two cases."""
     return WRONG if case.heads == 16 else RIGHT

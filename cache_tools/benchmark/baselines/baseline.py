@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -52,12 +52,33 @@ def shared_library(package: str, name: str) -> SharedLibrary | None:
 
 
 def has_16bit_query(case: Case) -> bool:
-    """Whether a case is dense with a 16-bit query over the same dtype, or in GQA over e4m3."""
-    if case.top_k or not case.dtype.is_16bit:
+    """Whether a case has a 16-bit query over the same dtype, or in GQA over e4m3."""
+    if not case.dtype.is_16bit:
         return False
     if case.kv_dtype is case.dtype:
         return True
     return case.family == "gqa" and case.kv_dtype is DType.E4M3
+
+
+def with_lists_as_tables(inputs: Inputs) -> Inputs:
+    """Return sparse inputs as dense ones: each query token a request with pages of one token."""
+    case, lists = inputs.case, inputs.topk_indices
+    if lists is None:
+        return inputs
+    tokens, top_k = case.batch * case.q_len, case.top_k
+    rows = [
+        replace(keys, data=keys.data.view(-1, 1, 1, keys.data.shape[-1])) for keys in inputs.keys
+    ]
+    return replace(
+        inputs,
+        case=replace(case, batch=tokens, q_len=1, seq_len=top_k, page_size=1, top_k=0),
+        queries=[query.view(tokens, 1, *query.shape[2:]) for query in inputs.queries],
+        keys=rows,
+        values=rows,
+        block_tables=lists.view(tokens, top_k),
+        seq_lens=torch.full((tokens,), top_k, dtype=torch.int32, device=lists.device),
+        topk_indices=None,
+    )
 
 
 def block_table_of(inputs: Inputs) -> torch.Tensor:

@@ -12,7 +12,13 @@ from mlagen.spec.dtype import DType
 from ..calls import Call
 from ..cases import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from ..inputs import Inputs
-from .baseline import Baseline, cu_seqlens_q_of, has_16bit_query, shared_library
+from .baseline import (
+    Baseline,
+    cu_seqlens_q_of,
+    has_16bit_query,
+    shared_library,
+    with_lists_as_tables,
+)
 
 PACKAGES = "vllm"
 INSTALL = "pip install --no-deps --target DIR vllm, and pass --peers DIR"
@@ -34,16 +40,22 @@ def find() -> list[Baseline]:
 
 
 def _mla_call(ops: Any, inputs: Inputs) -> Call:
-    """Return the call with the latent part as value, and the latent query beside the rope one."""
+    """Return the call with the latent part as value, and the latent query beside the rope one.
+
+    The kernel has keys of 64 elements. Without a rope part, as in vLLM, they are the first latent
+    ones, under a query of zeros that is made here, once.
+    """
+    inputs = with_lists_as_tables(inputs)
     queries = [query.flatten(0, 1) for query in inputs.queries]
     attend = _attention(ops, inputs, QK_ROPE_HEAD_DIM, KV_LORA_RANK, None)
+    has_rope = inputs.case.qk_rope_head_dim > 0
+    zeros = torch.zeros_like(queries[0][..., :QK_ROPE_HEAD_DIM])
 
     def call(index: int) -> torch.Tensor:
         query, cache = queries[index], inputs.keys[index].data
-        latent = cache[..., :KV_LORA_RANK]
-        return attend(
-            query[..., KV_LORA_RANK:], cache[..., KV_LORA_RANK:], latent, query[..., :KV_LORA_RANK]
-        )
+        rope = query[..., KV_LORA_RANK:] if has_rope else zeros
+        keys = cache[..., KV_LORA_RANK:] if has_rope else cache[..., :QK_ROPE_HEAD_DIM]
+        return attend(rope, keys, cache[..., :KV_LORA_RANK], query[..., :KV_LORA_RANK])
 
     return call
 

@@ -6,11 +6,19 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from mlagen.spec.dtype import DType
+
 from ..calls import Call
-from ..cases import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from ..cases import KV_LORA_RANK, Case
 from ..formats import TORCH_DTYPES
 from ..inputs import Inputs
-from .baseline import Baseline, block_table_of, cu_seqlens_q_of, has_16bit_query
+from .baseline import (
+    Baseline,
+    block_table_of,
+    cu_seqlens_q_of,
+    has_16bit_query,
+    with_lists_as_tables,
+)
 
 PACKAGES = "flashinfer-python"
 INSTALL = "pip install flashinfer-python"
@@ -25,9 +33,11 @@ def find() -> list[Baseline]:
         found = version(PACKAGES)
     except PackageNotFoundError:
         return []
-    return [
-        Baseline(name="flashinfer", version=found, serves=has_16bit_query, make=flashinfer_call)
-    ]
+    return [Baseline(name="flashinfer", version=found, serves=_serves, make=flashinfer_call)]
+
+
+def _serves(case: Case) -> bool:
+    return has_16bit_query(case) or (case.dtype, case.kv_dtype) == (DType.BF16, DType.E4M3)
 
 
 def flashinfer_call(inputs: Inputs) -> Call:
@@ -44,6 +54,7 @@ def flashinfer_call(inputs: Inputs) -> Call:
 def _mla_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
+    inputs = with_lists_as_tables(inputs)
     case, device = inputs.case, inputs.seq_lens.device
     wrapper = BatchMLAPagedAttentionWrapper(workspace, backend="auto")
     wrapper.plan(
@@ -53,7 +64,7 @@ def _mla_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
         inputs.seq_lens,
         case.heads,
         KV_LORA_RANK,
-        QK_ROPE_HEAD_DIM,
+        case.qk_rope_head_dim,
         case.page_size,
         case.q_len > 1,
         inputs.scale,
@@ -62,9 +73,10 @@ def _mla_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
     )
     queries = [_split_rope(query.flatten(0, 1)) for query in inputs.queries]
     caches = [_split_rope(keys.data.squeeze(2)) for keys in inputs.keys]
+    scales = {"ckv_scale": 1.0, "kpe_scale": 1.0} if case.kv_dtype is DType.E4M3 else {}
 
     def call(index: int) -> torch.Tensor:
-        out: torch.Tensor = wrapper.run(*queries[index], *caches[index])
+        out: torch.Tensor = wrapper.run(*queries[index], *caches[index], **scales)
         return out
 
     return call

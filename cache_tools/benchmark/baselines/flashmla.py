@@ -43,7 +43,7 @@ def _find_vllm() -> Baseline | None:
         ops, fp8_ops = torch.ops._flashmla_C, torch.ops._flashmla_extension_C  # noqa: SLF001
         return _call(inputs, partial(_dense, ops.dense_decode_fwd, 1), ops, fp8_ops)
 
-    return _baseline("flashmla-vllm", dense, make)
+    return _baseline("flashmla-vllm", dense, _serves, make)
 
 
 def _find_sglang() -> Baseline | None:
@@ -56,23 +56,39 @@ def _find_sglang() -> Baseline | None:
         ops = torch.ops.flash_mla_legacy
         return _call(inputs, partial(_dense, ops.dense_decode_fwd, 0), ops, ops)
 
-    return _baseline("flashmla-sglang", library, make)
+    return _baseline("flashmla-sglang", library, _sglang_serves, make)
 
 
-def _baseline(name: str, library: SharedLibrary, make: Callable[[Inputs], Call]) -> Baseline:
+def _baseline(
+    name: str,
+    library: SharedLibrary,
+    serves: Callable[[Case], bool],
+    make: Callable[[Inputs], Call],
+) -> Baseline:
     version = f"{library.package} {library.version}"
-    return Baseline(name=name, version=version, serves=_serves, make=make)
+    return Baseline(name=name, version=version, serves=serves, make=make)
 
 
 def _serves(case: Case) -> bool:
+    return _sglang_serves(case) and case.qk_rope_head_dim > 0 and not _has_16bit_lists(case)
+
+
+def _sglang_serves(case: Case) -> bool:
+    """Whether SGLang's build serves a case: also lists without a rope part, and over bf16 rows."""
     if case.family != "mla" or case.page_size != _PAGE_SIZE:
         return False
     if case.top_k:
-        return (case.dtype, case.kv_dtype) == (DType.BF16, DType.FP8_DS_MLA)
-    return case.dtype is case.kv_dtype
+        return case.dtype is DType.BF16 and case.kv_dtype in (DType.BF16, DType.FP8_DS_MLA)
+    return case.dtype is case.kv_dtype and case.qk_rope_head_dim > 0
+
+
+def _has_16bit_lists(case: Case) -> bool:
+    return case.top_k > 0 and case.kv_dtype is DType.BF16
 
 
 def _call(inputs: Inputs, dense: Callable[[Inputs], Call], ops: Any, fp8_ops: Any) -> Call:
+    if _has_16bit_lists(inputs.case):
+        return _sparse_16bit(ops.sparse_prefill_fwd, inputs)
     if inputs.topk_indices is not None:
         return _sparse(ops.sparse_decode_fwd, inputs)
     if inputs.case.kv_dtype is DType.E4M3:
@@ -130,11 +146,10 @@ def _dense_fp8(ops: Any, inputs: Inputs) -> Call:
 
 
 def _sparse(op: Any, inputs: Inputs) -> Call:
-    """Return the call, over queries that are padded beforehand, as servers do."""
-    heads = inputs.case.heads
-    padding = -heads % _SPARSE_HEADS
-    queries = [torch.nn.functional.pad(query, (0, 0, 0, padding)) for query in inputs.queries]
+    """Return the call over packed rows; without a rope part their size does not name them."""
+    heads, queries = inputs.case.heads, _padded(inputs)
     caches = [keys.data.view(torch.float8_e4m3fn) for keys in inputs.keys]
+    kv_format = None if inputs.case.qk_rope_head_dim else "V32_NO_ROPE"
     metadata: list[Any] = [None, None]
 
     def call(index: int) -> torch.Tensor:
@@ -142,17 +157,36 @@ def _sparse(op: Any, inputs: Inputs) -> Call:
             queries[index],
             caches[index],
             inputs.topk_indices,
-            None,  # sinks
             None,  # lengths of the lists
+            None,  # sinks
             *metadata,
-            None,
-            None,
-            None,
+            *(None,) * 3,  # a second cache with its lists and their lengths
             KV_LORA_RANK,
             inputs.scale,
-            None,
+            kv_format,
         )
         result: torch.Tensor = out[..., :heads, :]
         return result
 
     return call
+
+
+def _sparse_16bit(op: Any, inputs: Inputs) -> Call:
+    """Return the call of the prefill kernel, which SGLang runs in decode too."""
+    heads = inputs.case.heads
+    queries = [query.flatten(0, 1) for query in _padded(inputs)]
+    caches = [keys.data.flatten(0, 1) for keys in inputs.keys]
+    assert inputs.topk_indices is not None, "the case has lists"
+    lists = inputs.topk_indices.flatten(0, 1).unsqueeze(1)
+
+    def call(index: int) -> torch.Tensor:
+        out: torch.Tensor = op(queries[index], caches[index], lists, inputs.scale, KV_LORA_RANK)[0]
+        return out[..., :heads, :]
+
+    return call
+
+
+def _padded(inputs: Inputs) -> list[torch.Tensor]:
+    """Return the queries with heads that the kernels take; servers pad them as well."""
+    padding = -inputs.case.heads % _SPARSE_HEADS
+    return [torch.nn.functional.pad(query, (0, 0, 0, padding)) for query in inputs.queries]

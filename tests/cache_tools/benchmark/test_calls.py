@@ -64,6 +64,9 @@ def in_float64(inputs: Inputs) -> torch.Tensor:
         ("mla", {"dtype": "e4m3"}),
         ("mla", {"top_k": 40, "q_len": 2}),
         ("mla", {"top_k": 40, "kv_dtype": "fp8_ds_mla", "q_len": 2}),
+        ("mla", {"top_k": 40, "kv_dtype": "fp8_ds_mla", "dtype": "e4m3"}),
+        ("mla", {"qk_rope_head_dim": 0, "q_len": 2}),
+        ("mla", {"qk_rope_head_dim": 0, "top_k": 40, "kv_dtype": "fp8_ds_mla"}),
         ("gqa", {}),
         ("gqa", {"q_len": 3, "kv_dtype": "e4m3", "head_dim": 64, "kv_heads": 4}),
         ("gqa", {"q_len": 3, "window_left": 20, "kv_heads": 2}),
@@ -82,6 +85,17 @@ def test_reference_and_call_are_attention_in_float64(family: str, facts: dict[st
     assert relative_error(out, expected) < (5e-2 if facts.get("dtype") == "e4m3" else 4e-3)
     assert out.dtype is (torch.float16 if facts.get("dtype") == "fp16" else torch.bfloat16)
     assert relative_error(call(1), expected) > 0.5
+
+
+def test_the_softmax_scale_is_that_of_a_model_with_such_dims() -> None:
+    """Before weight absorption DeepSeek-V3 has 192 dims, GLM-5.3 256."""
+    given: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("mla", {}),
+        ("mla", {"qk_rope_head_dim": 0}),
+        ("gqa", {"head_dim": 64}),
+    )
+    scales = [inputs_of(family, 1, **facts).scale for family, facts in given]
+    assert scales == [192**-0.5, 1 / 16, 1 / 8]
 
 
 def test_an_error_is_relative_to_the_norm() -> None:
@@ -159,11 +173,12 @@ def test_scaled_formats_are_decoded() -> None:
     assert int8.item() == 64 * element_scale(DType.INT8) == 2.0
 
 
-def test_fp8_ds_mla_rows_are_those_of_the_kernels() -> None:
+@pytest.mark.parametrize(("width", "row_bytes"), [(576, 656), (512, 528)])
+def test_fp8_ds_mla_rows_are_those_of_the_kernels(width: int, row_bytes: int) -> None:
     """Packed rows decode to the elements that the kernel tests expect of the same bytes."""
-    stored = random_cache(DType.FP8_DS_MLA, (5, 576), torch.Generator().manual_seed(0))
+    stored = random_cache(DType.FP8_DS_MLA, (5, width), torch.Generator().manual_seed(0))
     values = dequantize(DType.FP8_DS_MLA, stored)
     again = mla_rows.store(values, 512, "fp8_ds_mla")
-    assert stored.data.shape == (5, 656)
+    assert stored.data.shape == (5, row_bytes)
     assert torch.equal(again.rows, stored.data)
     assert torch.equal(again.elements.float(), values)

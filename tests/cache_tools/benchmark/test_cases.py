@@ -39,6 +39,23 @@ def test_options_select_a_family_and_its_defaults() -> None:
     assert [case.kv_dtype.value for case in select_cases(None, {"dtype": dtypes})] == dtypes
 
 
+def test_a_filter_chooses_cases_by_name() -> None:
+    """It matches a part of the label, of a suite and of given values; no case is an error."""
+    found = select_cases(["mla"], suite="full", pattern=r"e4m3, .*\+0|64 heads, top-k")
+    assert [case.label for case in found] == [
+        "mla bf16/fp8_ds_mla, 128 x 8192, 64 heads, top-k 2048",
+        "mla e4m3/fp8_ds_mla, 128 x 8192, 64 heads, top-k 2048",
+        "mla e4m3, 128 x 4096, 64 heads, dims 512+0",
+        "mla bf16/e4m3, 128 x 8192, 64 heads, dims 512+0, top-k 2048",
+    ]
+    axes = {"batch": [1, 2]}
+    assert select_cases(None, axes, pattern="^mla bf16, 2 x") == [case_of("mla", batch=2)]
+    for pattern, rule in (("(", "a regular expression"), ("3 heads", "a part of a case's name")):
+        with pytest.raises(mlagen.ArgumentError) as caught:
+            select_cases(pattern=pattern)
+        assert str(caught.value) == f"filter: expected {rule}, got {pattern}"
+
+
 OF_MLA = "no MLA decode kernel for query bf16, cache"
 
 
@@ -56,6 +73,8 @@ OF_MLA = "no MLA decode kernel for query bf16, cache"
         (None, {"kv_dtype": ["fp32"]}, "kv_dtype: expected one of bf16, fp16, e4m3, fp8_ds_mla, "),
         (["mla"], {"kv_dtype": ["fp16"]}, f"{OF_MLA} fp16; "),
         (["mla"], {"kv_dtype": ["int8"]}, f"{OF_MLA} int8; "),
+        (["mla"], {"qk_rope_head_dim": [32]}, f"{OF_MLA} bf16, (kv_lora_rank, qk_rope_head_dim) "),
+        (["gqa"], {"qk_rope_head_dim": [0]}, "qk_rope_head_dim: expected family mla with it, got "),
         (["gqa"], {"dtype": ["e4m3"]}, "no GQA decode kernel for query e4m3, cache e4m3, "),
         (["gqa"], {"head_dim": [320]}, "no GQA decode kernel for head_dim 320; "),
     ],
@@ -92,6 +111,7 @@ WINDOW = {**GQA_SMALL, "q_len": 3, "window_left": 3}
         ("mla", ONE, 2176, 576 * 2 + 1024),
         ("gqa", FP8_GQA, 2 * 4 * 10 * 64, 20 * 2 * 32 + 8 * 32 + 8 * 32),
         ("gqa", {"dtype": "fp16"}, 8192 * 4096 * 512, 524_288 * 4096 + 2 * 8192 * 256),
+        ("mla", {**ONE, "kv_dtype": "fp8_ds_mla", "qk_rope_head_dim": 0}, 2048, 528 + 512 + 1024),
         ("mla", SPARSE, 2 * 2 * 30 * 1088, 30 * 656 + 12 * 1152 + 12 * 1024),
         ("gqa", WINDOW, 2 * 2 * 12 * 32, 6 * 64 + 6 * 32 + 6 * 32),
         # Two elements a byte, and a scale of one byte for 16.
@@ -140,6 +160,7 @@ FP8_GQA_64 = {"kv_dtype": "e4m3", "head_dim": 64, "page_size": 16}
         ("mla", {"is_ragged": True, "q_len": 2}, "bf16, 128 x ~4096, 128 heads, q_len 2", 6e-3),
         ("gqa", FP8_GQA_64, "bf16/e4m3, 128 x 4096, 64/8 heads, head_dim 64, page_size 16", 5e-2),
         ("mla", {"top_k": 2048}, "bf16, 128 x 4096, 128 heads, top-k 2048", 6e-3),
+        ("mla", {"qk_rope_head_dim": 0}, "bf16, 128 x 4096, 128 heads, dims 512+0", 6e-3),
         ("mla", {"dtype": "e4m3"}, "e4m3, 128 x 4096, 128 heads", 5e-2),
         ("gqa", {"dtype": "fp16"}, "fp16, 128 x 4096, 64/8 heads", 6e-3),
         ("gqa", {"window_left": 0}, "bf16, 128 x 4096, 64/8 heads, window_left 0", 6e-3),
@@ -153,6 +174,7 @@ def test_a_label_has_the_non_default_values_and_fp8_a_wider_bound(
     assert (case.label, case.error_bound) == (f"{family} {label}", bound)
 
 
+E4M3_LISTS = {"dtype": "e4m3", "kv_dtype": "fp8_ds_mla", "seq_len": 8192, "top_k": 2048}
 CEILINGS = Ceilings(read_gb_s=4000.0, bf16_tflop_s=800.0, fp8_tflop_s=1600.0)
 
 
@@ -162,6 +184,8 @@ CEILINGS = Ceilings(read_gb_s=4000.0, bf16_tflop_s=800.0, fp8_tflop_s=1600.0)
         ("mla", {}, CEILINGS, 146_028_888_064 / 800e12, "math"),  # 128 heads share a token
         ("gqa", {}, CEILINGS, 2_151_677_952 / 4e12, "memory"),  # 8 heads share a token
         ("mla", {"dtype": "e4m3"}, CEILINGS, 146_028_888_064 / 1600e12, "math"),
+        # 73 GFLOP, at the rate of bf16 above the time of memory; packed rows are e4m3 as well.
+        ("mla", E4M3_LISTS, CEILINGS, 198_180_864 / 4e12, "memory"),
         # Without the FP8 rate it is that of bf16, and an e4m3 cache alone is multiplied as bf16.
         ("mla", {"dtype": "e4m3"}, replace(CEILINGS, fp8_tflop_s=None), 1.82536e-4, "math"),
         ("mla", {"kv_dtype": "e4m3"}, CEILINGS, 146_028_888_064 / 800e12, "math"),
