@@ -105,14 +105,24 @@ def _sm90_rows() -> Iterator[dict[str, str]]:
         *mla_sm90_fp8kv.mla_sm90_fp8kv_specs(arch),
     ]
     covered = dict.fromkeys((spec.family, replace(spec.variant, page_size=64)) for spec in specs)
+    modes: dict[tuple[str, ...], list[str]] = {}
     for family, variant in covered:
         mode = (variant.lookup, variant.values, variant.mask)
+        dims = f"({variant.kv_lora_rank}, {variant.qk_rope_head_dim})"
+        key = (family, str(variant.query_dtype), str(variant.kv_dtype), dims)
+        modes.setdefault(key, []).append(
+            next(name for name, known in MODES.items() if known == mode)
+        )
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for (*names, dims), those in modes.items():
+        rows.setdefault((*names, ", ".join(those)), []).append(dims)
+    for (family, query, cache, those_modes), those_dims in rows.items():
         yield {
             "kernel": f"`{family}`",
-            "query": f"`{variant.query_dtype}`",
-            "cache": f"`{variant.kv_dtype}`",
-            "dims": f"({variant.kv_lora_rank}, {variant.qk_rope_head_dim})",
-            "mode": next(name for name, known in MODES.items() if known == mode),
+            "query": f"`{query}`",
+            "cache": f"`{cache}`",
+            "dims": ", ".join(those_dims),
+            "mode": those_modes,
         }
 
 
