@@ -13,7 +13,7 @@ import torch
 from mlagen.errors import DriverError
 from mlagen.runtime.device import bind_context
 from mlagen.runtime.loader import LoadedKernel
-from mlagen.runtime.partition import TooManyCtasError
+from mlagen.runtime.partition import TooManyCtasError, exceeds_sms
 
 # kernelParams: an array with one pointer, since a kernel takes one struct, in front of that struct.
 # Eight bytes of padding keep the struct aligned as ctypes allocates it.
@@ -56,7 +56,7 @@ class Launch:
         Raises
         ------
         TooManyCtasError
-            If a cooperative grid exceeds the SMs of the context.
+            If a persistent grid exceeds the SMs of the context.
         DriverError
             If the driver rejects the launch for another reason.
         """
@@ -73,6 +73,13 @@ class Launch:
             configuration = configurations[kernel, enable_pdl] = _Configuration(kernel, enable_pdl)
         stream = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001
         if configuration.stream != stream:
+            if configuration.checks_sms and exceeds_sms(device, stream, num_ctas):
+                raise TooManyCtasError(
+                    f"{kernel.spec.symbol}: {num_ctas} CTAs exceed the SMs of the context",
+                    symbol=kernel.spec.symbol,
+                    device=device,
+                    num_ctas=num_ctas,
+                )
             configuration.driver_config.hStream = configuration.stream = stream
         if configuration.num_ctas != num_ctas:
             configuration.driver_config.gridDimX = configuration.num_ctas = num_ctas
@@ -117,6 +124,8 @@ class _Configuration:
     def __init__(self, kernel: LoadedKernel, enable_pdl: bool) -> None:
         self.driver_config = _configuration(kernel, enable_pdl)
         self.launch_kernel = _launch_kernel()
+        # The driver checks a cooperative grid.
+        self.checks_sms = kernel.spec.is_persistent and not kernel.spec.is_cooperative
         self.num_ctas = 0
         self.stream = -1
 

@@ -1,8 +1,9 @@
 """SM partitions: the SM count that a launch may use, if its context has fewer than the GPU.
 
-A cooperative grid must fit the SMs of its context: all of the GPU, those of a green context, or a
-share under MPS. The query costs more than a launch, so it starts only after the driver has
-rejected a grid.
+A persistent grid should fit the SMs of its context: all of the GPU, those of a green context, or a
+share under MPS. A cooperative one must. The query costs more than a launch, so calls start it only
+after a grid was rejected: a cooperative one by the driver, another one by its first launch on the
+stream.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ NO_COOPERATION = -1  # the driver rejects grids that should fit
 
 partitioned_gpus: set[int] = set()  # GPUs on which a grid was rejected
 _rejected: set[tuple[int, int]] = set()  # GPU and SMs, where a grid that should fit was rejected
+_whole_streams: set[tuple[int, int]] = set()  # GPU and stream, whose context has all SMs
+_SPECIAL_STREAMS = 3  # handles below are streams of the current context
 
 
 class TooManyCtasError(DriverError):
-    """A cooperative grid exceeds the SMs of its context; nothing has been launched."""
+    """A persistent grid exceeds the SMs of its context; nothing has been launched."""
 
     def __init__(self, message: str, *, symbol: str, device: int, num_ctas: int) -> None:
         super().__init__(message, symbol=symbol)
@@ -54,6 +57,22 @@ def record_rejection(error: TooManyCtasError) -> None:
     if error.num_ctas <= (sms or device_facts(error.device).sm_count):
         _rejected.add((error.device, sms))
     partitioned_gpus.add(error.device)
+
+
+def exceeds_sms(device: int, stream: int, num_ctas: int) -> bool:
+    """Whether a grid that the driver would accept exceeds the SMs of a stream's context.
+
+    False once calls on the GPU are planned for the SMs of their context: then it is no larger than
+    the workspace requires.
+    """
+    if device in partitioned_gpus or (device, stream) in _whole_streams:
+        return False
+    sms = _sms_of(stream)
+    if 0 < sms < device_facts(device).sm_count:
+        return num_ctas > sms
+    if stream >= _SPECIAL_STREAMS:
+        _whole_streams.add((device, stream))
+    return False
 
 
 def _current_sms(device: int) -> int:

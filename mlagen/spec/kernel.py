@@ -101,6 +101,11 @@ class KernelSpec:
         return False
 
     @property
+    def is_persistent(self) -> bool:
+        """Whether a grid has at most one CTA for each SM that it is planned for."""
+        return self.is_cooperative
+
+    @property
     def uses_semaphores(self) -> bool:
         """Whether CTAs arrive on semaphores, which persist with the workspace."""
         return self.is_cooperative

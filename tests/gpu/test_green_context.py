@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from mlagen.families.gqa.dispatch import GQA
 from mlagen.families.mla.dispatch import run_mla
+from mlagen.runtime import partition
 from mlagen.runtime.device import checked
 from tests.problems.entry_points import decode, decode_gqa
 from tests.problems.gqa import GqaCase
@@ -129,13 +131,44 @@ def test_a_graph(stream: torch.cuda.Stream) -> None:
     problem.check(out, lse)
 
 
+@pytest.mark.parametrize("kv", ["16-bit", "e4m3"])
 @pytest.mark.parametrize("group", [4, 8])
-def test_gqa(group: int, stream: torch.cuda.Stream) -> None:
-    """GQA kernels, which are not cooperative, are right."""
-    problem = GqaCase(seq_lens=(9000, 70, 0), group=group, page_size=64).build("cuda")
+def test_gqa(
+    group: int, kv: str, stream: torch.cuda.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GQA grids, which the driver would accept, are planned for the SMs of their context."""
+    monkeypatch.setattr(partition, "partitioned_gpus", set())
+    monkeypatch.setattr(partition, "_whole_streams", set())
+    GQA.cache.clear()
+    problem = GqaCase(seq_lens=(9000, 70, 0), group=group, page_size=64, kv=kv).build("cuda")
+    before = decode_gqa(problem)
 
-    problem.check(inside(stream, lambda: decode_gqa(problem)))
-    problem.check(decode_gqa(problem))
+    for _ in range(3):
+        problem.check(inside(stream, lambda: decode_gqa(problem)))
+
+    problem.check(before)
+    assert torch.equal(before, decode_gqa(problem))
+    launchers: Any = GQA.cache.launchers
+    grids = {sms: launcher.plan.num_ctas for (sms, _), launcher in launchers.items()}
+    (sms,) = set(grids) - {partition.WHOLE_GPU}
+    assert grids[sms] <= sms < grids[partition.WHOLE_GPU]
+
+
+def test_a_graph_of_gqa(stream: torch.cuda.Stream) -> None:
+    """A graph captured on the green context's stream, after one call there, replays there."""
+    problem = GqaCase(seq_lens=(9000, 70), group=8, q_len=4, page_size=64).build("cuda")
+    workspace, out = problem.arguments()["workspace_buffer"], torch.empty_like(problem.query)
+    inside(stream, lambda: decode_gqa(problem, workspace_buffer=workspace, out=out))
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(3):
+            decode_gqa(problem, workspace_buffer=workspace, out=out)
+    out.fill_(float("nan"))
+
+    inside(stream, graph.replay)
+
+    problem.check(out)
 
 
 @pytest.mark.usefixtures("_kernel")

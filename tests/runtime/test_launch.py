@@ -19,8 +19,9 @@ from mlagen.runtime import launch_record
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.launch_record import record_launches
 from mlagen.runtime.loader import LoadedKernel
+from mlagen.runtime.partition import TooManyCtasError
 from mlagen.spec.kernel import KernelSpec, pack_constants, packing_of
-from tests.kernels import COMBINE, SM_80, mla_sm80, mla_sm90
+from tests.kernels import COMBINE, SM_80, gqa_sm90, mla_sm80, mla_sm90
 
 driver = pytest.importorskip("cuda.bindings.driver")
 
@@ -198,6 +199,33 @@ def test_a_replay_uses_the_current_stream(
     once, other = launches[0].bytes, launches[1].bytes
     assert once != other
     assert [recorded.bytes for recorded in launches[2:]] == [once, other, once]
+
+
+def test_a_persistent_grid_fits_the_sms_of_each_stream(
+    launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is launched on a stream with fewer SMs; the driver checks a cooperative grid."""
+    streams = [7]
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: streams[-1])
+    asked: list[tuple[int, ...]] = []
+
+    def exceeds(*question: int) -> bool:
+        asked.append(question)
+        return question[1] == 8
+
+    monkeypatch.setattr(launching, "exceeds_sms", exceeds)
+    made = launch(kernel_of(gqa_sm90()), 132, True, *values_of(gqa_sm90()))
+    made.enqueue(True)
+    streams.append(8)
+    for _ in range(2):
+        with pytest.raises(TooManyCtasError) as caught:
+            made.enqueue(True)
+        assert (caught.value.device, caught.value.num_ctas) == (0, 132)
+    for spec in (mla_sm90(), mla_sm80(), COMBINE):
+        launch(kernel_of(spec), 500, True, *values_of(spec))
+
+    assert asked == [(0, 7, 132), (0, 8, 132), (0, 8, 132)]
+    assert [recorded.stream for recorded in launches] == [7, 7, 8, 8, 8]
 
 
 def test_each_replay_chooses_pdl(launches: list[RecordedLaunch]) -> None:

@@ -13,6 +13,7 @@ from mlagen.runtime.partition import (
     NO_COOPERATION,
     WHOLE_GPU,
     TooManyCtasError,
+    exceeds_sms,
     partition_of,
     record_rejection,
 )
@@ -44,7 +45,7 @@ class Machine:
 
     def stream_green(self, stream: int) -> tuple[Any, Any]:
         """Implement cuStreamGetGreenCtx."""
-        assert stream == STREAM
+        assert stream in {STREAM, 0}
         self.queries.append("green")
         return SUCCESS, 5 if self.green else 0
 
@@ -81,6 +82,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(partition, "device_facts", lambda _: facts)
     monkeypatch.setattr(partition, "partitioned_gpus", set())
     monkeypatch.setattr(partition, "_rejected", set())
+    monkeypatch.setattr(partition, "_whole_streams", set())
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
     monkeypatch.setattr(driver, "cuStreamGetGreenCtx", made.stream_green)
@@ -120,6 +122,25 @@ def test_a_rejected_grid_that_should_fit_is_not_retried(machine: Machine) -> Non
     assert partition_of(TENSOR) == NO_COOPERATION
     machine.green = 24
     assert partition_of(TENSOR) == 24
+
+
+def test_a_stream_of_the_whole_gpu_is_queried_once(machine: Machine) -> None:
+    """Stream 0, which is one of the current context, is queried at every launch that asks."""
+    for stream in (STREAM, STREAM, 0, 0):
+        assert not exceeds_sms(0, stream, 132)
+    assert len(machine.queries) == 3
+    machine.green = 16
+    assert exceeds_sms(0, 0, 132)
+
+
+def test_a_grid_above_the_sms_of_its_stream_is_rejected_once(machine: Machine) -> None:
+    """A grid that fits is not, nor a later one, which the workspace may require."""
+    machine.green = 16
+    assert not exceeds_sms(0, STREAM, 16)
+    assert exceeds_sms(0, STREAM, 17)
+    record_rejection(rejection(17))
+    assert partition_of(TENSOR) == 16
+    assert not exceeds_sms(0, STREAM, 17)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, AttributeError])

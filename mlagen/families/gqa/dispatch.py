@@ -21,17 +21,18 @@ GqaLauncher = GqaSm80Launcher | GqaSm90Launcher
 
 
 def plan_call(
-    args: GqaArgs, problem: GqaProblem, settings: Settings, _sms: int = WHOLE_GPU
+    args: GqaArgs, problem: GqaProblem, settings: Settings, sms: int = WHOLE_GPU
 ) -> GqaLauncher:
-    """Choose the kernel, and return its launcher."""
+    """Choose the kernel for a context of ``sms`` SMs, and return its launcher."""
     kernel = settings.gqa_kernel
     index = require_gpu(problem.device, args.names.query)
+    sms = max(sms, WHOLE_GPU)  # a grid needs no cooperation
     launcher: GqaLauncher | None = None
     if kernel == "sm80":
         log_declined("MLAGEN_GQA_KERNEL=sm80")
     else:
-        launcher = make_sm90_launcher(args, problem, index, is_forced=kernel == "sm90")
-    launcher = launcher or make_sm80_launcher(args, problem, index)
+        launcher = make_sm90_launcher(args, problem, index, sms, is_forced=kernel == "sm90")
+    launcher = launcher or make_sm80_launcher(args, problem, index, sms)
     log_choice(
         launcher.decode.spec,
         launcher.plan,

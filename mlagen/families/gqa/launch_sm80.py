@@ -22,6 +22,7 @@ from mlagen.families.gqa.select import plan_gqa_sm80_call, shape_of
 from mlagen.families.gqa.validate_kv import MASK_ALIGNMENT_BYTES, alignment_of, check_pointers
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
+from mlagen.runtime.partition import WHOLE_GPU
 from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import pack_constants
@@ -115,10 +116,15 @@ class GqaSm80Launcher:
         return decode_launch, combine_launch
 
 
-def make_sm80_launcher(args: GqaArgs, problem: GqaProblem, index: int) -> GqaSm80Launcher:
-    """Return the launcher for the signature of ``args`` on GPU ``index``."""
-    spec, plan = plan_gqa_sm80_call(index, problem.variant, shape_of(args, problem))
+def make_sm80_launcher(
+    args: GqaArgs, problem: GqaProblem, index: int, sms: int = WHOLE_GPU
+) -> GqaSm80Launcher:
+    """Return the launcher for the signature of ``args`` on ``sms`` SMs of GPU ``index``."""
     workspace, name = args.workspace_buffer, args.names.workspace_buffer
+    shape = shape_of(args, problem)
+    spec, plan = plan_gqa_sm80_call(index, problem.variant, shape, sms=sms)
+    if plan.workspace_bytes > workspace.nbytes:  # one for the whole GPU must suffice
+        spec, plan = plan_gqa_sm80_call(index, problem.variant, shape)
     offset = scratch_offset(workspace, name, plan.workspace_bytes)
     combine_spec = CombineSpec(
         arch=spec.arch, dtype=spec.variant.out_dtype, head_dim_vo=spec.variant.head_dim

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -21,6 +22,7 @@ from mlagen.families.gqa.validate_kv import MASK_ALIGNMENT_BYTES, check_pointers
 from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
+from mlagen.runtime.partition import WHOLE_GPU
 from mlagen.runtime.semaphores import semaphores_of
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.variant import HEAD_DIMS, GqaVariant
@@ -93,9 +95,9 @@ class GqaSm90Launcher:
 
 
 def make_sm90_launcher(
-    args: GqaArgs, problem: GqaProblem, index: int, *, is_forced: bool
+    args: GqaArgs, problem: GqaProblem, index: int, sms: int = WHOLE_GPU, *, is_forced: bool
 ) -> GqaSm90Launcher | None:
-    """Return the launcher for the signature of ``args`` on GPU ``index``.
+    """Return the launcher for the signature of ``args`` on ``sms`` SMs of GPU ``index``.
 
     None if the kernel does not support it, or the driver rejects the tensor map of the cache.
 
@@ -105,14 +107,18 @@ def make_sm90_launcher(
         Instead of returning None, if the settings force the kernel.
     """
     shape = shape_of(args, problem)
-    planned = plan_gqa_sm90_call(index, problem.variant, shape)
+    plan_on = partial(plan_gqa_sm90_call, index, problem.variant, shape, sms=sms)
+    planned = plan_on()
     if planned is None:
         decline(lambda: not_covered(index, problem.variant), is_forced=is_forced)
         return None
     max_tokens = problem.max_pages * problem.variant.page_size
     if not fits_in_int32(*planned, max_tokens):  # KV tiles of one head have more tokens
-        planned = plan_gqa_sm90_call(index, problem.variant, shape, has_one_head=True) or planned
+        planned = plan_on(has_one_head=True) or planned
     spec, plan = planned
+    if sms != WHOLE_GPU and plan.workspace_bytes > args.workspace_buffer.nbytes:
+        # A workspace sized for the whole GPU must suffice.
+        return make_sm90_launcher(args, problem, index, is_forced=is_forced)
     if not fits_in_int32(spec, plan, max_tokens):
         too_long = UnsupportedError(
             f"MLAGEN_GQA_KERNEL=sm90: expected fewer than 2^31 KV blocks of {spec.block_n} "

@@ -11,6 +11,7 @@ from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.plan_sm90 import GqaSm90Plan, choose_heads_per_cta, plan_gqa_sm90
 from mlagen.families.gqa.problem import GqaProblem
 from mlagen.runtime.device import arch_of_device, device_facts
+from mlagen.runtime.partition import WHOLE_GPU
 from mlagen.spec.gqa.sm80 import GqaSm80Spec, gqa_sm80_spec
 from mlagen.spec.gqa.sm90 import GqaSm90Spec, gqa_sm90_spec
 from mlagen.spec.gqa.variant import GqaVariant
@@ -37,25 +38,34 @@ def attended_tokens(max_seq_len: int, window: int, max_q_len: int) -> int:
 
 @lru_cache(maxsize=4096)
 def plan_gqa_sm80_call(
-    device: int, variant: GqaVariant, shape: GqaProblemShape
+    device: int, variant: GqaVariant, shape: GqaProblemShape, *, sms: int = WHOLE_GPU
 ) -> tuple[GqaSm80Spec, Sm80Plan]:
-    """Return the sm80 kernel and its plan for a call on GPU ``device``."""
+    """Return the sm80 kernel and its plan for a call on GPU ``device``.
+
+    ``sms`` is the number of SMs of the context.
+    """
     spec = gqa_sm80_spec(arch_of_device(device), variant, shape.rows)
-    return spec, plan_gqa_sm80(spec, shape, device_facts(device).sm_count)
+    return spec, plan_gqa_sm80(spec, shape, sms or device_facts(device).sm_count)
 
 
 @lru_cache(maxsize=4096)
 def plan_gqa_sm90_call(
-    device: int, variant: GqaVariant, shape: GqaProblemShape, *, has_one_head: bool = False
+    device: int,
+    variant: GqaVariant,
+    shape: GqaProblemShape,
+    *,
+    has_one_head: bool = False,
+    sms: int = WHOLE_GPU,
 ) -> tuple[GqaSm90Spec, GqaSm90Plan] | None:
     """Return the sm90 kernel and its plan for a call on GPU ``device``; None if unsupported.
 
-    The plan chooses the KV heads of a CTA, or takes one if ``has_one_head``.
+    The plan chooses the KV heads of a CTA, or takes one if ``has_one_head``; ``sms`` is as for
+    :func:`plan_gqa_sm80_call`.
     """
     spec = gqa_sm90_spec(arch_of_device(device), variant, shape.rows)
     if spec is None:
         return None
-    sm_count = device_facts(device).sm_count
+    sm_count = sms or device_facts(device).sm_count
     if not has_one_head:
         spec = replace(spec, heads_per_cta=choose_heads_per_cta(spec, shape, sm_count))
     return spec, plan_gqa_sm90(spec, shape, sm_count)

@@ -197,6 +197,11 @@ class GqaSm90Spec(GqaSpec):
         """True: CTAs that share a work tile count arrivals; no CTA waits for another."""
         return True
 
+    @property
+    def is_persistent(self) -> bool:
+        """True: a CTA takes an SM, and proceeds through its range of the KV blocks."""
+        return True
+
     def serves(self, call: CallShape) -> bool:
         """Whether the call uses this tile and these heads per CTA of the variant."""
         if call.kv_heads is None:

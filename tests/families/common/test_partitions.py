@@ -1,14 +1,17 @@
-"""MLA calls in a context with fewer SMs than its GPU, such as a green context."""
+"""Calls in a context with fewer SMs than its GPU, such as a green context."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
 from mlagen.errors import ArgumentError
+from mlagen.families.common.call_cache import CallCache
+from mlagen.families.gqa import launch_sm80 as gqa_sm80_launcher
+from mlagen.families.gqa import launch_sm90 as gqa_sm90_launcher
 from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
 from mlagen.runtime import partition
 from mlagen.runtime.device import DeviceFacts
@@ -20,11 +23,13 @@ from tests.families.entry_points import ROWS, EntryPoint, make_entry_point
 GPU_SMS = 132
 # The device index of CPU tensors.
 DEVICE = -1
+# Entry points.
+MLA, GQA = "trtllm", "trtllm_gqa"
 
 
 @dataclass
 class Context:
-    """A simulated context: its SMs, the driver's maximum of CTAs, and rejected launches."""
+    """A simulated context: its SMs, the maximum of CTAs of a grid, and rejected launches."""
 
     sms: int = GPU_SMS
     max_blocks: int = GPU_SMS
@@ -36,8 +41,9 @@ class Context:
         self.max_blocks = sms if max_blocks is None else max_blocks
 
     def check(self, kernel: LoadedKernel, blocks: int) -> None:
-        """Reject a cooperative grid above the maximum."""
-        if kernel.spec.is_cooperative and blocks > self.max_blocks:
+        """Reject a persistent grid above the maximum, a cooperative one at any time."""
+        is_first = kernel.spec.is_cooperative or not partition.partitioned_gpus
+        if kernel.spec.is_persistent and is_first and blocks > self.max_blocks:
             self.rejections += 1
             raise TooManyCtasError("too large", symbol="x", device=DEVICE, num_ctas=blocks)
 
@@ -57,9 +63,9 @@ class _Checked:
 
 
 @pytest.fixture
-def entry_point(monkeypatch: pytest.MonkeyPatch) -> EntryPoint:
-    """Return the entry point with an empty call cache."""
-    return make_entry_point(monkeypatch, ROWS["trtllm"])
+def entry_point(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EntryPoint:
+    """Return the entry point with an empty call cache: a parameter, or else one of MLA."""
+    return make_entry_point(monkeypatch, ROWS[getattr(request, "param", MLA)])
 
 
 @pytest.fixture
@@ -78,7 +84,8 @@ def context(entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch) -> Context
         context.check(kernel, blocks)
         return _Checked(context, kernel, blocks, record(kernel, blocks, *values))
 
-    monkeypatch.setattr(mla_sm90_launcher, "launch", launch)
+    for launcher in (mla_sm90_launcher, gqa_sm90_launcher):
+        monkeypatch.setattr(launcher, "launch", launch)
     return context
 
 
@@ -89,22 +96,28 @@ def grid(entry_point: EntryPoint, arguments: dict[str, Any]) -> tuple[str, int]:
     return entry_point.launches[0].family, entry_point.launches[0].blocks
 
 
-def long_call() -> dict[str, Any]:
+def long_call(row: str = MLA) -> dict[str, Any]:
     """Return the arguments of a call with work for every SM."""
     more = {"max_seq_len": 50_000, "workspace_buffer": torch.zeros(1 << 23)}
-    return ROWS["trtllm"].build() | more
+    unlimited = {"window_left": -1} if row == GQA else {}
+    return ROWS[row].build() | more | unlimited
 
 
-def test_a_grid_is_as_large_as_its_context(entry_point: EntryPoint, context: Context) -> None:
+@pytest.mark.parametrize(
+    ("entry_point", "row"), [(MLA, MLA), (GQA, GQA)], indirect=["entry_point"], ids=["mla", "gqa"]
+)
+def test_a_grid_is_as_large_as_its_context(
+    entry_point: EntryPoint, row: str, context: Context
+) -> None:
     """One launch is rejected and none after; calls on the whole GPU are unaffected."""
-    arguments = long_call()
+    arguments = long_call(row)
     whole = [entry_point.outcome(arguments) for _ in range(3)]
     context.enter(16)
 
     inside = [grid(entry_point, arguments) for _ in range(4)]
 
     family, blocks = inside[0]
-    assert family == "mla_sm90"
+    assert family == ("mla_sm90" if row == MLA else "gqa_sm90")
     assert 0 < blocks <= 16
     assert inside == inside[:1] * 4
     assert context.rejections == 1
@@ -195,3 +208,54 @@ def test_a_workspace_for_the_whole_gpu_is_sufficient(
     context.enter(16)
 
     assert grid(entry_point, arguments)[0] == "mla_sm80"
+
+
+@pytest.mark.parametrize("entry_point", [GQA], indirect=True)
+def test_a_gqa_call_takes_the_plan_of_the_whole_gpu_if_its_workspace_is_small(
+    entry_point: EntryPoint, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan for 16 SMs that needs a larger workspace is not launched, of either kernel."""
+    arguments = long_call(GQA)
+    whole = grid(entry_point, arguments)
+    context.enter(16)
+    assert grid(entry_point, arguments)[1] <= 16
+
+    for launcher, planner in (
+        (gqa_sm90_launcher, "plan_gqa_sm90_call"),
+        (gqa_sm80_launcher, "plan_gqa_sm80_call"),
+    ):
+        plan_on = getattr(launcher, planner)
+
+        def plan(*given: Any, sms: int = 0, plan_on: Any = plan_on, **others: Any) -> Any:
+            spec, planned = plan_on(*given, sms=sms, **others)
+            return spec, replace(planned, workspace_bytes=1 << 40) if sms else planned
+
+        monkeypatch.setattr(launcher, planner, plan)
+    monkeypatch.setattr(entry_point.row.calls, "cache", CallCache())
+
+    assert grid(entry_point, arguments) == whole
+    for kernel in ("sm80", "auto"):
+        monkeypatch.setenv("MLAGEN_GQA_KERNEL", kernel)
+        current_settings.cache_clear()
+        inside = grid(entry_point, arguments)
+        context.enter(GPU_SMS)
+        assert grid(entry_point, arguments) == inside
+        context.enter(16)
+
+
+@pytest.mark.parametrize("entry_point", [GQA], indirect=True)
+def test_the_sm80_gqa_kernel_splits_for_its_context(
+    entry_point: EntryPoint, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 16 SMs a sequence has fewer splits, once the sm90 kernel has found them."""
+    context.enter(16)
+    entry_point.call(long_call(GQA))
+    monkeypatch.setenv("MLAGEN_GQA_KERNEL", "sm80")
+    current_settings.cache_clear()
+
+    inside = grid(entry_point, long_call(GQA))
+    context.enter(GPU_SMS)
+    whole = grid(entry_point, long_call(GQA))
+
+    assert {inside[0], whole[0]} == {"gqa_sm80"}
+    assert inside[1] < whole[1]

@@ -181,3 +181,4 @@ def test_ctas_use_semaphores_but_do_not_wait() -> None:
     """The kernel supports PDL and still needs semaphores."""
     assert gqa_sm90().uses_semaphores
     assert not gqa_sm90().is_cooperative
+    assert gqa_sm90().is_persistent
