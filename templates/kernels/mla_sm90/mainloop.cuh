@@ -159,8 +159,8 @@ struct Consumer {
       return;
     }
     qk_gemm<0>(descriptors, smem, phase, scores, [&](int issued) {
-      if (issued != 3) return;
-      wgmma_wait_group<4>();
+      if (issued != 0) return;
+      wgmma_wait_group<1>();
       release(smem.wg0_empty[1]);
     });
     wait_wgmma(accumulators);
