@@ -87,9 +87,10 @@ struct Consumer {
     return first_token + kBlockN > work.unmasked_kv_end;
   }
 
-  // Online softmax of the KV block in `kStage`: computes P from S, publishes it to the other
-  // warpgroup, and returns whether the row max has changed. Unless the block `exists`, S is
-  // undefined and dropped. `kIsUnmasked` states that all rows attend to the whole block.
+  // Online softmax of the KV block in `kStage`: computes P from S, stores it for the other
+  // warpgroup, whose barrier is left to the caller, and returns whether the row max has changed.
+  // Unless the block `exists`, S is undefined and dropped. `kIsUnmasked` states that all rows
+  // attend to the whole block.
   template <int kStage, bool kIsUnmasked>
   __device__ bool softmax_step(int kv_block, bool exists, float (&alpha)[kRowsPerThread]) {
 #pragma unroll
@@ -113,7 +114,6 @@ struct Consumer {
     }
     softmax.publish(alpha, smem.row_max[kStage], smem.alpha[kStage]);
     store_p<kStage>();
-    named_barrier_arrive(NamedBarrier::P0Ready + kStage, kPvThreads);
     return needs_rescale;
   }
 
@@ -139,7 +139,9 @@ struct Consumer {
   __device__ void wg0_pair(int kv_block, bool is_last, bool has_odd) {
     descriptors.opaque();
     float alpha[kRowsPerThread];
-    if (softmax_step<0, false>(kv_block, true, alpha)) rescale(accumulators, alpha[0], alpha[1]);
+    const bool needs_rescale = softmax_step<0, false>(kv_block, true, alpha);
+    named_barrier_arrive(NamedBarrier::P0Ready, kPvThreads);
+    if (needs_rescale) rescale(accumulators, alpha[0], alpha[1]);
     wgmma_fence_operand(accumulators);
     pv_gemm_local_p<0, 0>(descriptors, probabilities, accumulators);
     wait_wgmma(accumulators);
@@ -157,8 +159,8 @@ struct Consumer {
       return;
     }
     qk_gemm<0>(descriptors, smem, phase, scores, [&](int issued) {
-      if (issued != 3) return;
-      wgmma_wait_group<4>();
+      if (issued != 0) return;
+      wgmma_wait_group<1>();
       release(smem.wg0_empty[1]);
     });
     wait_wgmma(accumulators);
@@ -181,6 +183,9 @@ struct Consumer {
       if (needs_rescale) rescale(accumulators, alpha[0], alpha[1]);
       wgmma_fence_operand(accumulators);
       pv_gemm_local_p<1, 1>(descriptors, probabilities, accumulators);
+      // Not before: the PV GEMM of warpgroup 0 would slow this one, whose V tiles the next S of
+      // warpgroup 1 awaits, while warpgroup 0 has time.
+      named_barrier_arrive(NamedBarrier::P1Ready, kPvThreads);
       wait_wgmma(accumulators);
     } else {
       release(smem.wg0_empty[1]);  // warpgroup 0 does not wait for an odd block that does not exist
