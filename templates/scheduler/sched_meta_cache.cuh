@@ -107,11 +107,14 @@ __device__ __noinline__ inline void compute_schedule(const Params& params, int c
   TileScheduler scheduler(params, scheduler_storage.range, rank_in_group,
                           scheduler_storage.initial_state);
   const WorkCoord first_work = has_range ? scheduler.initial_work() : kInvalidWork;
-  store_cached_schedule(params, {scheduler_storage.range, scheduler, first_work});
+  WorkSplits first_splits = {};
+  if (first_work.seq_idx >= 0) scheduler.fill_splits(first_splits);
+  store_cached_schedule(params, {scheduler_storage.range, scheduler, first_work, first_splits});
   __syncthreads();
   if (threadIdx.x == 0) {
     scheduler_storage.initial_state = scheduler;
     scheduler_storage.first_work = first_work;
+    scheduler_storage.first_splits = first_splits;
   }
   __syncthreads();
 }
