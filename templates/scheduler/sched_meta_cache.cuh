@@ -98,6 +98,27 @@ __device__ inline void prefetch_block_table(const Params& params,
   if (index < static_cast<u32>(row.num_pages)) prefetch_l2(params.block_tables + row.start + index);
 }
 
+// Called by all threads.
+__device__ __noinline__ inline void compute_schedule(const Params& params, int cta_group,
+                                                     int seq_len,
+                                                     SchedulerStorage& scheduler_storage) {
+  const int rank_in_group = static_cast<int>(blockIdx.x) - cta_group * params.cta_group_size;
+  const bool has_range = __any_sync(~0u, find_range(params, cta_group, seq_len, scheduler_storage));
+  TileScheduler scheduler(params, scheduler_storage.range, rank_in_group,
+                          scheduler_storage.initial_state);
+  const WorkCoord first_work = has_range ? scheduler.initial_work() : kInvalidWork;
+  WorkSplits first_splits = {};
+  if (first_work.seq_idx >= 0) scheduler.fill_splits(first_splits);
+  store_cached_schedule(params, {scheduler_storage.range, scheduler, first_work, first_splits});
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    scheduler_storage.initial_state = scheduler;
+    scheduler_storage.first_work = first_work;
+    scheduler_storage.first_splits = first_splits;
+  }
+  __syncthreads();
+}
+
 // Called by all threads, after the barriers are initialised. Waits for the preceding kernel, whose
 // tail overlaps what comes before (PDL). Advances `scheduler` to the CTA's first work item and
 // returns that item.
@@ -111,16 +132,11 @@ __device__ inline WorkCoord find_initial_work(const Params& params,
   const int cta_group = div_by_group_size(params, cta);
   scheduler.rank_in_group = cta - cta_group * params.cta_group_size;
   const bool is_cached = __any_sync(~0u, load_cached_schedule(params, seq_len, scheduler_storage));
-  bool has_range = is_cached && scheduler_storage.first_work.seq_idx >= 0;
-  if (!is_cached) has_range = find_range(params, cta_group, seq_len, scheduler_storage);
-  has_range = __any_sync(~0u, has_range);
+  if (!is_cached) compute_schedule(params, cta_group, seq_len, scheduler_storage);
+  const WorkCoord first_work = scheduler_storage.first_work;
+  const bool has_range = __any_sync(~0u, first_work.seq_idx >= 0);
   if (has_range && warp_index() == kPvWarps - 1) prefetch_block_table(params, scheduler_storage);
   static_cast<SchedulerState&>(scheduler) = scheduler_storage.initial_state;
-  WorkCoord first_work = scheduler_storage.first_work;
-  if (!is_cached) {
-    first_work = has_range ? scheduler.initial_work() : kInvalidWork;
-    store_cached_schedule(params, {scheduler_storage.range, scheduler, first_work});
-  }
   return first_work;
 }
 

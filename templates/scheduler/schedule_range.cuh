@@ -155,6 +155,17 @@ struct WorkCoord {
 };
 constexpr WorkCoord kInvalidWork = {0, -1, 0, 0, 0, 0, 0};
 
+// Splits of the work tile of a work item, and this CTA's part in their combine.
+struct WorkSplits {
+  int num_splits;
+  // The first `num_reducers` splits reduce a subtile each. The last split does so only if its CTA
+  // has no work item after it.
+  int num_reducers;
+  int subtile_frags;  // with more than two splits
+  int split_idx;
+  int first_split_cta;  // CTA of split 0
+};
+
 // Whether all sequences of a warp have the same number of KV blocks and work tiles.
 enum class SeqLengths { kInvalid, kMixed, kUniform };
 
@@ -172,6 +183,7 @@ struct alignas(kChunkBytes) SchedMeta {
   // it, from which initial_work advances.
   SchedulerState initial_state;
   WorkCoord first_work;
+  WorkSplits first_splits;  // of `first_work`
 };
 
 struct SchedulerStorage : SchedMeta {

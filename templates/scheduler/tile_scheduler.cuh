@@ -13,16 +13,9 @@
 #include "scheduler/schedule_range.cuh"
 
 // One split of one work tile, as the scheduler publishes it to all warps of the CTA.
-struct WorkItem : WorkCoord {
+struct WorkItem : WorkCoord, WorkSplits {
   u32 work_idx;  // index among the CTA's work items
   int unmasked_kv_end;  // end of the tokens that every row of the tile attends to
-  int num_splits;
-  // The first `num_reducers` splits reduce a subtile each. The last split does so only if its CTA
-  // has no work item after it.
-  int num_reducers;
-  int subtile_frags;  // with more than two splits
-  int split_idx;
-  int first_split_cta;  // CTA of split 0
   int row_kv_end[kBlockM];  // end of the tokens that a row attends to
 };
 
@@ -74,6 +67,12 @@ struct TileScheduler : SchedulerState {
 
   // Writes the current work item, of which `coord` is the coordinates.
   __device__ void fill(WorkItem& work, const WorkCoord& coord, u32 work_idx) const {
+    fill_tokens(work, coord, work_idx);
+    if (reload_lane() == 0) fill_splits(work);
+  }
+
+  // Writes the current work item, of which `coord` is the coordinates, without its splits.
+  __device__ void fill_tokens(WorkItem& work, const WorkCoord& coord, u32 work_idx) const {
     if constexpr (!kIsSparse) {  // sparse rows attend to all top-k indices
 #pragma unroll 1
       for (int row = reload_lane(); row < kBlockM; row += kWarpLanes) {
@@ -82,9 +81,13 @@ struct TileScheduler : SchedulerState {
     }
     if (reload_lane() != 0) return;
     static_cast<WorkCoord&>(work) = coord;
-    const Splits splits = this->splits(range);
     work.work_idx = work_idx;
     work.unmasked_kv_end = kHasDcp ? work.row_kv_end[0] : kv_end_of_row(coord.first_row);
+  }
+
+  // Writes the splits of the current work item.
+  __device__ void fill_splits(WorkSplits& work) const {
+    const Splits splits = this->splits(range);
     work.num_splits = splits.num_splits;
     work.num_reducers = splits.num_splits - (splits.ends_at_range ? 0 : 1);
     work.subtile_frags = frags_per_subtile(work.num_reducers);

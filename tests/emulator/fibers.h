@@ -15,6 +15,7 @@
 #include <vector>
 
 #define __device__
+#define __noinline__
 #define __global__
 #define __shared__
 #define __align__(x)

@@ -21,7 +21,15 @@ static void schedule_cta(const Params& params) {
   if (coord.seq_idx < 0 || warp_index() > 0) return;
   u32 work_idx = 0;
   while ((coord = scheduler.next_work(work_idx == 0)).seq_idx >= 0) {
-    scheduler.fill(smem.work, coord, work_idx++);
+    scheduler.fill_tokens(smem.work, coord, work_idx);
+    if (lane_index() == 0) {
+      if (work_idx == 0) {
+        static_cast<WorkSplits&>(smem.work) = smem.storage.first_splits;
+      } else {
+        scheduler.fill_splits(smem.work);
+      }
+    }
+    ++work_idx;
     __syncwarp();
     const WorkItem& work = smem.work;
     for (int row = lane_index(); row < work.rows; row += kWarpLanes) {

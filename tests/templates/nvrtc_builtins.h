@@ -3,6 +3,7 @@
 #pragma once
 
 #define __device__ __attribute__((device))
+#define __noinline__ __attribute__((noinline))
 #define __global__ __attribute__((global))
 #define __shared__ __attribute__((shared))
 #define __grid_constant__

@@ -18,7 +18,7 @@ _OPEN, _CLOSE = set("([{"), set(")]}")
 _NOT_TYPES = {
     *("return", "else", "case", "sizeof", "struct", "class", "using", "template", "operator"),
     *("const", "constexpr", "inline", "static", "extern", "volatile", "mutable", "explicit"),
-    *("__device__", "__global__", "__shared__", "__grid_constant__"),
+    *("__device__", "__global__", "__noinline__", "__shared__", "__grid_constant__"),
 }
 
 

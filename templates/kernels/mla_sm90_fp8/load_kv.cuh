@@ -40,14 +40,15 @@ __device__ inline void copy_kv_block(const Params& params, const KvTileBoxes& bo
   __syncwarp();
 }
 
-// `coord` is the first work item. A CTA of a CTA group waits for its first KV block before it loads
-// more: otherwise the first load of the last CTA queues behind all loads of the others.
+// `coord` is the first work item. While a CTA of a CTA group fills its stages, it waits for its
+// first KV block before it requests more, and then has at most two in flight: otherwise the first
+// loads of the last CTA queue behind all loads of the others.
 __device__ inline void producer_loop(const Params& params, int, WorkCoord coord,
                                      SharedMemoryPlan& smem) {
   const u64 cache_hint = kv_cache_hint(params.cta_group_size);
   CtaThrottle throttle(params, smem.scheduler_storage.range);
   PipelineState<kStages> pipe;
-  bool waits_for_first = params.cta_group_size > 1;
+  bool limits_loads = params.cta_group_size > 1;
   for (u32 work_idx = 0; coord.seq_idx >= 0; coord = next_work_coord(smem, work_idx)) {
     const int end = coord.first_kv_block + coord.num_kv_blocks;
     BlockTableReader block_table(params, coord);
@@ -58,10 +59,10 @@ __device__ inline void producer_loop(const Params& params, int, WorkCoord coord,
       throttle.wait();
       copy_kv_block(params, boxes, shared_address(smem.kv[pipe.index]),
                     shared_address(&smem.kv_full[pipe.index]), cache_hint);
-      if (waits_for_first) wait(smem.kv_full[0], 0);
-      waits_for_first = false;
+      if (limits_loads) wait(smem.kv_full[max(pipe.index - 1, 0)], 0);
       throttle.report();
       pipe.advance();
+      limits_loads = limits_loads && pipe.index != 0;
     }
   }
 }
