@@ -155,20 +155,20 @@ __device__ inline void apply_draft_mask(const Params& params, const WorkItem& wo
   }
 }
 
-// Masks the scores outside a row's KV range: a select, because the masked score may be NaN.
+// Masks the scores of tokens that a row may not attend to: a select, because the masked score may
+// be NaN.
 __device__ inline void mask_scores(const Params& params, const WorkItem& work, int first_token,
                                    Scores& scores) {
 #pragma unroll
-  for (int n = 0; n < kRowGroups; ++n) {
+  for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const KvRange kv_range = work.kv_range_of(params, row_of(n, r));
+    for (int half = 0; half < 2; ++half) {
+      const RowRange rows = work.rows_of(params, first_token + token_of_lane(step, half));
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
+      for (int n = 0; n < kRowGroups; ++n) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int token = first_token + token_of_lane(step, half);
-          if (!kv_range.contains(token)) scores[step][n][half * 2 + r] = -kInfinity;
+        for (int r = 0; r < 2; ++r) {
+          if (!rows.contains(row_of(n, r))) scores[step][n][half * 2 + r] = -kInfinity;
         }
       }
     }

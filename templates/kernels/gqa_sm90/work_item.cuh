@@ -8,12 +8,20 @@
 #include "scheduler/schedule_range.cuh"
 #include "seq_info.cuh"
 
-// Tokens that a row may attend to: [begin, end).
+// Tokens: [begin, end).
 struct KvRange {
   int begin;
   int end;
 
   __device__ bool contains(int token) const { return token >= begin && token < end; }
+};
+
+// Rows of a work tile: [begin, end).
+struct RowRange {
+  int begin;
+  int end;
+
+  __device__ bool contains(int row) const { return row >= begin && row < end; }
 };
 
 struct WorkItem : WorkCoord {
@@ -58,12 +66,15 @@ struct WorkItem : WorkCoord {
     return query * params.group_size * params.kv_heads + head_of(params, row);
   }
 
-  __device__ KvRange kv_range_of(const Params& params, int row) const {
-    if (row >= rows) return {0, 0};
-    const int query = query_of(params, row);
+  // Rows that may attend to a token, by causality and window. A token takes a product where a row
+  // would take a division.
+  __device__ RowRange rows_of(const Params& params, int token) const {
+    if (token >= kv_len) return {0, 0};
+    const int draft = token - (kv_len - q_len);
     const bool is_causal = params.draft_mask == nullptr && params.is_causal;
-    const int end = is_causal ? kv_len - q_len + query + 1 : kv_len;
-    return {window_kv_begin(params, kv_len, q_len, query), end};
+    const int first = is_causal ? max(draft, 0) : 0;
+    const int end = draft < q_len - params.window ? max(draft + params.window, 0) : q_len;
+    return {first * params.group_size - first_row, min(end * params.group_size - first_row, rows)};
   }
 
   // Whether the draft mask (tree mask of speculative tokens), if any, lets a row attend to a token.
@@ -78,7 +89,7 @@ struct WorkItem : WorkCoord {
 
   // Whether a row attends to a token.
   __device__ bool attends(const Params& params, int row, int token) const {
-    return kv_range_of(params, row).contains(token) && draft_mask_allows(params, row, token);
+    return rows_of(params, token).contains(row) && draft_mask_allows(params, row, token);
   }
 };
 
