@@ -20,9 +20,10 @@
 __device__ inline void copy_kv_block(const Params& params, const KvTileBoxes& boxes, u32 target,
                                      u32 full, u64 cache_hint) {
   const int lane = lane_index();
+  if (lane == 0) mbarrier_arrive_expect_tx(full, boxes.num_boxes * kBoxTokens * kHeadDimQk);
+  __syncwarp();
   if constexpr (kBoxes == 1) {
-    if (elect_sync()) {
-      mbarrier_arrive_expect_tx(full, kBoxTokens * kHeadDimQk);
+    if (lane == 0) {
       cp_async_bulk_tensor(target, &params.kv_map, full, cache_hint, 0, boxes.slot[0], 0,
                            boxes.page[0]);
       if constexpr (kRopeDim > 0) {
@@ -30,15 +31,11 @@ __device__ inline void copy_kv_block(const Params& params, const KvTileBoxes& bo
                              0, boxes.slot[0], 0, boxes.page[0]);
       }
     }
-  } else {
-    if (lane == 0) mbarrier_arrive_expect_tx(full, boxes.num_boxes * kBoxTokens * kHeadDimQk);
-    __syncwarp();
-    if (lane < kTiles) {
-      const bool is_rope = lane == kLatentTiles;
-      boxes.copy_tile(is_rope ? &params.rope_map : &params.latent_map, is_rope ? 0 : lane,
-                      target + lane * kTileBytes, full, cache_hint,
-                      is_rope ? kRopeRowBytes : kTileRowBytes);
-    }
+  } else if (lane < kTiles) {
+    const bool is_rope = lane == kLatentTiles;
+    boxes.copy_tile(is_rope ? &params.rope_map : &params.latent_map, is_rope ? 0 : lane,
+                    target + lane * kTileBytes, full, cache_hint,
+                    is_rope ? kRopeRowBytes : kTileRowBytes);
   }
   __syncwarp();
 }
