@@ -264,8 +264,8 @@ __device__ inline void add_weighted_pair(float (&d)[4], int half, float p, u32 p
   d[half * 2 + 1] += p * cvt_f32(Element{}, static_cast<u16>(pair >> 16));
 }
 
-// PTX ISA, "Parallel Synchronization and Communication Instructions: barrier, mbarrier, fence,
-// griddepcontrol". Needs sm_80.
+// PTX ISA, "Parallel Synchronization and Communication Instructions: barrier, elect, mbarrier,
+// fence, griddepcontrol". Needs sm_80.
 // Ids of barriers of a CTA are 0 to 15; `threads` counts those that wait and those that only
 // arrive. An mbarrier is 8 bytes of shared memory, by address. griddepcontrol does nothing in a
 // launch without the programmatic-stream-serialization attribute.
@@ -291,6 +291,16 @@ __device__ inline u32 barrier_red_or(int barrier, int threads, u32 value) {
       : "r"(barrier), "r"(threads), "r"(value)
       : "memory");
   return any;
+}
+
+// elect.sync
+// Called by a warp; true in one lane. Compilers know that no other lane executes what this guards:
+// operands in uniform registers, as those of a bulk copy, need no loop over the lanes. Needs sm_90.
+__device__ inline bool elect_sync() {
+  u32 is_elected;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}"
+               : "=r"(is_elected)::"memory");
+  return is_elected != 0;
 }
 
 // mbarrier.init.shared::cta.b64
