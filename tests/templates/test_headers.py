@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from mlagen.codegen.render import rendered_file
-from mlagen.compiler.nvrtc import compile_source
+from mlagen.compiler.nvrtc import compile_to_ptx
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.errors import CompileError
 from mlagen.spec.families import specs_of
@@ -25,7 +25,7 @@ TEMPLATES = sorted({spec.template for arch in (SM_80, SM_90A) for spec in specs_
 def compile_error(name: str, spec: KernelSpec) -> str | None:
     """Compile a header with nothing but what it includes; return what the compiler says."""
     try:
-        compile_source(compiled_alone(name, spec), spec.arch, find_nvrtc())
+        compile_to_ptx(compiled_alone(name, spec), spec.arch, find_nvrtc())
     except CompileError as error:
         return error.log
     return None
@@ -54,7 +54,7 @@ def test_a_header_without_its_includes_does_not_compile() -> None:
     """What the compiler is given is the header alone."""
     source = flattened(["__device__ inline u32 one() { return 1; }"], COMBINE)
     with pytest.raises(CompileError, match="u32"):
-        compile_source(source, COMBINE.arch, find_nvrtc())
+        compile_to_ptx(source, COMBINE.arch, find_nvrtc())
 
 
 @cache
