@@ -8,7 +8,7 @@ dtypes: the largest tile of each is compiled where query and cache have one dtyp
 sm90 kernels of bf16 queries the smallest one, too; none with two of these is. Sparse indices, and
 sm90 kernels without RoPE, are compiled over every dtype: conversions depend on what is loaded.
 Of mla_sm90_fp8kv with FP8 queries the largest tile is compiled, which has 128 registers: the others
-take 117 at most. On sm_120f a head dim of 64 takes 206 of 255, and larger ones are compiled.
+take 117 at most. A head dim of 64 of gqa_sm80 takes 206 of 255, and is compiled over bf16 alone.
 
 - sm_80: the sm80 kernels. Its ISA does not convert e4m3, so its kernels need the most registers.
 - sm_120f, which has the least shared memory: the plain ones, with the largest accumulators.
@@ -84,7 +84,7 @@ FILTERS = {
     "sm_80": SAMPLE,
     "sm_86": {**FEW, "query_dtype": ("bf16",), "kv_dtype": ("bf16", "e4m3")},
     "sm_90a": USUAL,
-    "sm_120f": {**USUAL, "head_dim": ("128", "256")},
+    "sm_120f": {**USUAL, "head_dim": ("64", "128", "256")},
 }
 # The choices that hardly change the registers of a kernel, as a plain kernel has them.
 PLAIN = {
@@ -128,8 +128,11 @@ def is_needed(spec: KernelSpec) -> bool:
     """Return whether a kernel is compiled beside the largest tile of its kind."""
     fields = spec.key_fields()
     if changes_of(spec) == 0:
-        is_loose = spec.family == "mla_sm90_fp8kv" and fields["query_dtype"] != "bf16"
-        return not is_loose or fields["block_m"] == "64"
+        is_narrow = fields.get("head_dim") == "64" and spec.family == "gqa_sm80"
+        is_fp8 = spec.family == "mla_sm90_fp8kv" and fields["query_dtype"] != "bf16"
+        return not (
+            (is_narrow and fields["kv_dtype"] != "bf16") or (is_fp8 and fields["block_m"] != "64")
+        )
     # Of the sm90 kernels the register budget of the smallest tile is as tight.
     choices = [fields.get(name) for name in ("block_m", "mask", "qk_rope_head_dim", "query_dtype")]
     return spec.family in HOPPER and choices == ["16", "causal", "64", "bf16"]
