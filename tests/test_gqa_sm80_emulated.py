@@ -46,7 +46,7 @@ _OUT: dict[str, Any] = {"kv": "e4m3", "out_dtype": E4M3, "output_scale": 0.5}
 _MASKED: dict[str, Any] = {"mask": "random", "window": 40}
 _RAGGED: dict[str, Any] = {"seq_lens": (70, 50, 0, 33), "q_lens": (5, 0, 2, 3)}
 CASES = [
-    given("ragged lengths", seq_lens=(100, 17, 0), kv_heads=1),
+    given("ragged lengths", seq_lens=(100, 17, 0), kv_heads=1, page_size=64),
     given("splits", 16, seq_lens=(300, 40, 0), kv_heads=1, group=2, sink=2.0),
     given("ragged queries", group=4, head_dim=64, dtype=FP16, layout="HND", **_RAGGED),
     given(
