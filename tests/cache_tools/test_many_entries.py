@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cache_tools.options.exit_codes import DONE, FAILED
+from tests.built_once import built_once
 
 from .conftest import ROOT, Run, Setting
 from .many import fill
@@ -19,11 +20,9 @@ COUNT = 10_000
 
 
 @pytest.fixture(scope="module")
-def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def filled() -> Path:
     """Return a cache folder with ten thousand kernels, for read-only tests."""
-    folder = tmp_path_factory.mktemp("many") / "cache"
-    fill(folder, COUNT)
-    return folder
+    return built_once("many", lambda folder: fill(folder, COUNT))
 
 
 @pytest.fixture
