@@ -8,10 +8,11 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 
-from mlagen.artifacts import Cubin
+from mlagen.artifacts import Cubin, Source
 from mlagen.codegen.render import render
 from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.toolchain import find_nvrtc
+from mlagen.spec.arch import Arch
 from mlagen.spec.kernel import KernelSpec
 
 _folders: list[Path] = []
@@ -42,12 +43,17 @@ def digest(text: str) -> str:
 
 def cubin_of(spec: KernelSpec) -> Cubin:
     """Return the compiled kernel."""
-    source = render(spec)
+    return compiled(render(spec), spec.arch)
+
+
+def compiled(source: Source, arch: Arch) -> Cubin:
+    """Return the cubin of a source."""
 
     def build(file: Path) -> None:
-        file.write_bytes(pickle.dumps(compile_source(source, spec.arch, find_nvrtc())))
+        file.write_bytes(pickle.dumps(compile_source(source, arch, find_nvrtc())))
 
-    name = f"{digest(source.text)}.{spec.arch}.{find_nvrtc().version}.cubin"
+    lines = ".lines" if source.line_info else ""
+    name = f"{digest(source.text)}.{arch}.{find_nvrtc().version}{lines}.cubin"
     cubin = pickle.loads(built_once(name, build).read_bytes())  # noqa: S301 - of this run
     assert isinstance(cubin, Cubin)
     return cubin

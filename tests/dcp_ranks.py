@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from mlagen.distributed import decode_cp, local_seq_lens
 from tests.graph_replay import captured, exchange
@@ -21,6 +21,7 @@ from tests.problems.reference import (
     lse_tolerance,
     output_tolerance,
 )
+from tests.programs import METHOD, preload_torch
 
 Check = Callable[[MlaCase, str, int, int], None]
 
@@ -30,7 +31,9 @@ def run_ranks(
 ) -> None:
     """Run a check of every case, given case, device, world and rank, in a process for each rank."""
     where = f"file://{folder / 'rendezvous'}"
-    spawn(_run_rank, (check, world, backend, where, cases), nprocs=world)  # type: ignore[no-untyped-call]
+    preload_torch()
+    given = (check, world, backend, where, cases)
+    start_processes(_run_rank, given, nprocs=world, start_method=METHOD)  # type: ignore[no-untyped-call]
 
 
 def _run_rank(

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from cache_tools.tools.disassembly import find_nvdisasm
 from mlagen.errors import ToolchainError
+from tests.built_once import built_once, digest
 
 _NONE = 7  # no scoreboard
 _FIRST_WORD = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/")
@@ -52,9 +53,9 @@ class Instruction:
     successors: tuple[int, ...]  # indices of successors
 
 
-def overtaken(cubin: bytes, folder: Path) -> list[tuple[str, str]]:
+def overtaken(cubin: bytes) -> list[tuple[str, str]]:
     """Return arrivals at an mbarrier, each with an ldmatrix that may still be in flight."""
-    instructions = _instructions(cubin, folder)
+    instructions = _instructions(cubin)
     # Per instruction, the ldmatrix in flight before it: its index, and the scoreboard of its end.
     in_flight: list[_Reads | None] = [None] * len(instructions)
     in_flight[0] = frozenset()
@@ -81,9 +82,9 @@ def overtaken(cubin: bytes, folder: Path) -> list[tuple[str, str]]:
     return sorted(found)
 
 
-def moves_between_mmas(cubin: bytes, folder: Path) -> int:
+def moves_between_mmas(cubin: bytes) -> int:
     """Return the number of moves to uniform registers between MMAs."""
-    texts = [instruction.text for instruction in _instructions(cubin, folder)]
+    texts = [instruction.text for instruction in _instructions(cubin)]
     mmas = [index for index, text in enumerate(texts) if _MMA.match(text)]
     assert mmas, "expected a kernel with wgmma"
     return sum(
@@ -94,17 +95,21 @@ def moves_between_mmas(cubin: bytes, folder: Path) -> int:
     )
 
 
-def _instructions(cubin: bytes, folder: Path) -> list[Instruction]:
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    command: list[str | Path] = [
-        find_nvdisasm(),
-        "--print-code",
-        "--print-instruction-encoding",
-        "--no-dataflow",
-        file,
-    ]
-    lines = subprocess.run(command, capture_output=True, check=True, text=True).stdout.splitlines()
+def _disassembly(cubin: bytes) -> str:
+    """Return the SASS of a kernel, which several tests read."""
+
+    def build(file: Path) -> None:
+        kernel = file.with_suffix(".cubin")
+        kernel.write_bytes(cubin)
+        options = ("--print-code", "--print-instruction-encoding", "--no-dataflow")
+        with file.open("w", encoding="utf-8") as output:
+            subprocess.run([find_nvdisasm(), *options, kernel], stdout=output, check=True)
+
+    return built_once(f"{digest(cubin.hex())}.sass", build).read_text(encoding="utf-8")
+
+
+def _instructions(cubin: bytes) -> list[Instruction]:
+    lines = _disassembly(cubin).splitlines()
     texts: list[str] = []
     words: list[int] = []
     labels: dict[str, int] = {}

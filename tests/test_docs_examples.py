@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from importlib.util import find_spec
 from itertools import dropwhile, takewhile
@@ -17,6 +16,7 @@ import torch
 from cache_tools.cli import cli
 from mlagen.integrations import sglang, vllm
 from tests.doc_text import PAGES, ROOT, blocks_of
+from tests.programs import run_program
 
 NEEDS_A_GPU = "# needs a GPU\n"
 
@@ -35,12 +35,12 @@ def python_of(page: str, *, with_gpu: bool) -> str:
 
 
 def require_output(program: str, **changes: str) -> None:
-    """Run a program in a fresh interpreter; it prints the lines of the comments on its prints."""
+    """Run a program in a process of its own; it prints the lines of the comments on its prints."""
     if "from transformers import" in program and find_spec("transformers") is None:
         pytest.skip("needs transformers")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **changes}
     command = [sys.executable, "-c", program]
-    run = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    run = run_program(command, cwd=ROOT, env=environ)
     assert run.returncode == 0, run.stderr
     promised = re.findall(r"^ *print\(.*\)  # (.+)$", program, re.MULTILINE)
     assert [line for line in promised if line not in run.stdout.splitlines()] == []

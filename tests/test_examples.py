@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.programs import run_program
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 MAX_LINES = 90
@@ -45,15 +47,7 @@ def run_example(
     environ = {**os.environ, "PYTHONPATH": path, "MLAGEN_CACHE_DIR": str(cache)}
     environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if hide_gpus else {}
     command = [sys.executable, "-W", "error", str(ROOT / "examples" / name)]
-    return subprocess.run(
-        command,
-        cwd=cache.parent,
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIME_LIMIT_S,
-    )
+    return run_program(command, cwd=cache.parent, env=environ, timeout=TIME_LIMIT_S)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

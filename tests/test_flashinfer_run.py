@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.flashinfer import run as flashinfer_run
 from tests.flashinfer.outcomes import (
     Difference,
     Outcome,
@@ -21,6 +25,7 @@ from tests.flashinfer.outcomes import (
 )
 from tests.flashinfer.run import ROOT
 from tests.flashinfer.selections import SELECTIONS
+from tests.programs import run_program
 
 # A test of each kind, as FlashInfer's tests are written.
 TESTS = """
@@ -101,11 +106,12 @@ def run(checkout: Path, *options: str, **files: str) -> tuple[int, list[str]]:
     for name, text in files.items():
         (checkout / f"tests/attention/{name}.py").write_text(text, encoding="utf-8")
     names = [f"{name}.py" for name in files]
-    command = [sys.executable, "-m", "tests.flashinfer.run", str(checkout), *names, "--cpu"]
-    done = subprocess.run(
-        [*command, *options], cwd=ROOT, check=False, capture_output=True, text=True
-    )
-    return done.returncode, done.stdout.splitlines()
+    forked = SimpleNamespace(run=run_program, TimeoutExpired=subprocess.TimeoutExpired)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as output:
+        patch.setattr(sys, "argv", ["run", str(checkout), *names, "--cpu", *options])
+        patch.setattr(flashinfer_run, "subprocess", forked)
+        status = flashinfer_run.main()
+    return status, output.getvalue().splitlines()
 
 
 def test_the_runner_counts_each_kind(tmp_path: Path) -> None:

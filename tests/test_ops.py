@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,19 @@ from mlagen.torch_ops import library as op_library
 from tests import ops_cases
 from tests.kernels import SM_90A
 from tests.ops_cases import CALLS, MLA_SCALE, Tensors, gqa, mla, parts
+
+
+@pytest.fixture
+def _compiles_once() -> Iterator[None]:
+    """Let Inductor precompile no headers for later kernels, and try no vector extensions."""
+    options: dict[str, object] = {
+        "cpp_cache_precompile_headers": False,
+        "aot_inductor.precompile_headers": False,
+        "aot_inductor.compile_wrapper_opt_level": "O0",
+        "cpp.vec_isa_ok": False,
+    }
+    with torch._inductor.config.patch(options):
+        yield
 
 
 def wrapped(call: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -254,6 +267,7 @@ class TestOps:
 
     @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
     @pytest.mark.filterwarnings("ignore")  # Inductor warns about itself
+    @pytest.mark.usefixtures("_compiles_once")
     def test_inductor_compiles_the_code_around_a_call(self, of: Tensors) -> None:
         """With Inductor and a dynamic batch the results equal the eager ones."""
         layer = Layer(of)
@@ -266,6 +280,7 @@ class TestOps:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
 @pytest.mark.filterwarnings("ignore")  # of Inductor, about itself
+@pytest.mark.usefixtures("_compiles_once")
 def test_a_package_of_aotinductor_runs(tmp_path: Path) -> None:
     """A layer compiled ahead of time equals the eager one."""
     layer = Layer(of := Tensors("cpu"))

@@ -65,10 +65,10 @@ def test_every_file_of_the_checkout_is_in_it(unpacked: Path, files: set[Path]) -
 
 
 def test_its_own_tests_are_found_and_pass(unpacked: Path) -> None:
-    """All tests are collected, and those that read other files than Python pass."""
+    """Those that read other files than Python."""
     options = ("-p", "no:cacheprovider", "-m", "not gpu", "--assert=plain")
-    chosen = " or ".join(Path(path).name for path in SAMPLE)
-    command = [sys.executable, "-m", "pytest", *options, "-k", chosen]
+    quick = ("-k", "not recorded_resources")  # these compile
+    command = [sys.executable, "-m", "pytest", *options, *quick, *SAMPLE]
     environ = {**os.environ, "PYTHONPATH": str(unpacked)}
     ran = subprocess.run(
         command, cwd=unpacked, env=environ, capture_output=True, text=True, check=False

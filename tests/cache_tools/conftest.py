@@ -19,12 +19,11 @@ from cache_tools.cli import cli
 from cache_tools.output.schemas import DOCUMENT, SCHEMAS, Schema
 from cache_tools.output.transfer_schemas import TRANSFER_SCHEMAS
 from cache_tools.replay.outcome import REPLAY
-from mlagen import engine
-from mlagen.artifacts import Build
 from mlagen.cache.layout import Layout
+from mlagen.compiler import nvrtc_process
 from mlagen.prewarming import PrewarmUnit
 from mlagen.settings import current_settings
-from mlagen.spec.kernel import KernelSpec
+from tests.built_once import compiled
 
 SCHEMA_OF: dict[str, Schema] = {**SCHEMAS, **TRANSFER_SCHEMAS, "replay": REPLAY}
 
@@ -162,20 +161,12 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, object], None]:
     return set_it
 
 
-_BUILDS: dict[KernelSpec, Build] = {}
-
-
 @pytest.fixture
 def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile each kernel once for all tests of this process."""
-    build = engine.build_spec
-
-    def build_once(spec: KernelSpec, nvrtc: Any) -> Build:
-        if spec not in _BUILDS:
-            _BUILDS[spec] = build(spec, nvrtc)
-        return _BUILDS[spec]
-
-    monkeypatch.setattr(engine, "build_spec", build_once)
+    """Compile each kernel once for all tests of a run."""
+    monkeypatch.setattr(
+        nvrtc_process, "compile_anywhere", lambda source, arch, _: compiled(source, arch)
+    )
 
 
 @pytest.fixture

@@ -7,24 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from mlagen.artifacts import Cubin
 from mlagen.codegen.render import render
 from mlagen.codegen.sources import template_root
-from mlagen.compiler.nvrtc import compile_source, compile_to_ptx
+from mlagen.compiler.nvrtc import compile_to_ptx
 from mlagen.compiler.nvrtc_process import compile_in_process
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.engine import find_or_build, key_of
 from mlagen.errors import CompileError
 from mlagen.spec.kernel import KernelSpec
+from tests.built_once import compiled, cubin_of
 from tests.kernels import COMBINE, clear_caches, gqa_sm90
 from tests.text_hashes import text_sections
 
 from .conftest import Documented, Run, Setting
-
-
-def compiled(spec: KernelSpec, *, line_info: bool) -> Cubin:
-    """Compile a kernel with or without line info."""
-    return compile_source(render(spec, line_info=line_info), spec.arch, find_nvrtc())
 
 
 @pytest.fixture
@@ -52,8 +47,8 @@ def test_ptx_has_the_lines_of_the_templates() -> None:
 @pytest.mark.parametrize("spec", [COMBINE, gqa_sm90()], ids=lambda spec: spec.family)
 def test_the_code_is_that_of_the_normal_kernel(spec: KernelSpec) -> None:
     """Line info changes no instruction and no resource; a fresh process adds it too."""
-    plain, with_lines = (compiled(spec, line_info=wants) for wants in (False, True))
     source = render(spec, line_info=True)
+    plain, with_lines = cubin_of(spec), compiled(source, spec.arch)
     assert text_sections(with_lines.code) == text_sections(plain.code)
     assert with_lines.resources == plain.resources
     assert str(template_root()).encode() in with_lines.code
@@ -115,5 +110,5 @@ def test_an_error_names_the_template(templates: Path) -> None:
     clear_caches()
     line = len(path.read_text().splitlines())
     with pytest.raises(CompileError) as caught:
-        compiled(COMBINE, line_info=True)
+        compiled(render(COMBINE, line_info=True), COMBINE.arch)
     assert f"{path}({line}): error" in str(caught.value)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cache_tools.options.exit_codes import DONE, FAILED
+from tests.built_once import built_once
 
 from .conftest import ROOT, Run, Setting
 from .many import fill
@@ -19,11 +20,9 @@ COUNT = 10_000
 
 
 @pytest.fixture(scope="module")
-def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def filled() -> Path:
     """Return a cache folder with ten thousand kernels, for read-only tests."""
-    folder = tmp_path_factory.mktemp("many") / "cache"
-    fill(folder, COUNT)
-    return folder
+    return built_once("many", lambda folder: fill(folder, COUNT))
 
 
 @pytest.fixture
@@ -87,16 +86,16 @@ def test_every_command_handles_them(words: str, code: int, output: str, run: Run
     assert output in result.stdout
 
 
-def test_thousands_can_be_verified_and_removed(run: Run, cache_dir: Path) -> None:
+def test_a_thousand_can_be_verified_and_removed(run: Run, cache_dir: Path) -> None:
     """Most are removed by size, the rest at once."""
-    fill(cache_dir, 2000)
+    fill(cache_dir, 1000)
 
     verified = run("cache", "verify")
     pruned = run("cache", "prune", "--max-size", "1M")
     cleared = run("cache", "clear", "--yes")
 
     kept = int(cleared.stdout.split()[1])
-    assert verified.stdout == "2000 entries: 2000 valid, 0 bad\n"
-    assert f"removed {2000 - kept} kernels, " in pruned.stdout
+    assert verified.stdout == "1000 entries: 1000 valid, 0 bad\n"
+    assert f"removed {1000 - kept} kernels, " in pruned.stdout
     assert 0 < kept < 200
     assert not (cache_dir / "v1" / "e").exists()

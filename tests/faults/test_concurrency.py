@@ -145,7 +145,7 @@ def test_a_child_forked_in_the_middle_of_a_build_does_not_hang(
 def test_processes_that_evict_each_others_kernels_get_the_right_ones(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """32 processes use 16 kernels in a small cache: no bytes are wrong, lost or damaged."""
+    """16 processes use 16 kernels in a small cache: no bytes are wrong, lost or damaged."""
     monkeypatch.setattr(eviction, "RECENT_USE_S", -1.0)
     max_bytes = 3 * 6000
 
@@ -169,9 +169,9 @@ def test_processes_that_evict_each_others_kernels_get_the_right_ones(
         store.find_or_build(key, partial(build, key))
     assert whole_entries(tmp_path) < len(KEYS)
 
-    statuses = crowd(CROWD, work)
+    statuses = crowd(CROWD // 2, work)
 
-    assert statuses == [0] * CROWD
+    assert statuses == [0] * (CROWD // 2)
     assert set(received(tmp_path)) == {key.digest for key in KEYS}
     assert len(received(tmp_path)) > len(KEYS)  # evicted entries were rebuilt
     # Concurrent size updates are lost until the next measurement.
@@ -182,7 +182,7 @@ def test_processes_that_evict_each_others_kernels_get_the_right_ones(
     assert tree(tmp_path / "cache/v1/staging") == []
 
 
-@pytest.mark.parametrize("repetition", range(3), ids="run {}".format)
+@pytest.mark.parametrize("repetition", range(2), ids="run {}".format)
 def test_a_cache_that_is_cleared_continuously_serves_every_process(
     repetition: int, tmp_path: Path, caplog: Log
 ) -> None:

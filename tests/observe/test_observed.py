@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 from typing import Any
 
@@ -18,6 +17,7 @@ from mlagen.observe import observed
 from tests.cache.builds import ROOT
 from tests.observed_calls import BUILDERS, built, observe
 from tests.odd_values import ODD
+from tests.programs import run_program
 
 
 @pytest.fixture
@@ -167,8 +167,6 @@ def test_a_process_that_requests_it_logs_all_entry_points() -> None:
     """The variable is read when the entry points are imported; lines go to stderr."""
     environ = os.environ | {"MLAGEN_LOG": "api"}
     command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(
-        command, env=environ, cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    assert done.stdout == "True\n"
+    done = run_program(command, cwd=ROOT, env=environ)
+    assert (done.returncode, done.stdout) == (0, "True\n")
     assert "]: BatchMLAPagedAttentionWrapper.__init__(float_workspace_buffer=" in done.stderr

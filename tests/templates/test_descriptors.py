@@ -7,8 +7,6 @@ version.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from mlagen.artifacts import Source
@@ -40,13 +38,13 @@ KERNELS: list[KernelSpec] = [
 
 
 @pytest.mark.parametrize("spec", KERNELS, ids=str)
-def test_no_descriptor_is_moved_between_products(spec: KernelSpec, tmp_path: Path) -> None:
+def test_no_descriptor_is_moved_between_products(spec: KernelSpec) -> None:
     """All that a group of products needs is there when it begins."""
     compiled = cubin_of(spec)
-    assert moves_between_mmas(compiled.code, tmp_path) == 0
+    assert moves_between_mmas(compiled.code) == 0
 
 
-def test_descriptors_that_compilers_do_not_know_of_are_moved(tmp_path: Path) -> None:
+def test_descriptors_that_compilers_do_not_know_of_are_moved() -> None:
     """Without `warp_uniform`, the compiler moves descriptors to uniform registers at every use."""
     spec = mla_sm90_fp8kv(rows=64)
     text = render(spec).text
@@ -54,4 +52,4 @@ def test_descriptors_that_compilers_do_not_know_of_are_moved(tmp_path: Path) -> 
     assert text.count(uniform) == 1
     source = Source(text=text.replace(uniform, "return value;"), origins=())
     compiled = compile_source(source, spec.arch, find_nvrtc())
-    assert moves_between_mmas(compiled.code, tmp_path) > 0
+    assert moves_between_mmas(compiled.code) > 0

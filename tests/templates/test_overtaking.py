@@ -6,8 +6,6 @@ do not wait for ldmatrix by themselves: only for a value that they are given.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from mlagen.artifacts import Source
@@ -49,13 +47,13 @@ KERNELS += [
 
 
 @pytest.mark.parametrize("spec", KERNELS, ids=str)
-def test_no_arrival_overtakes_ldmatrix(spec: KernelSpec, tmp_path: Path) -> None:
+def test_no_arrival_overtakes_ldmatrix(spec: KernelSpec) -> None:
     """On every path, each read that an arrive releases completes before it."""
     compiled = cubin_of(spec)
-    assert overtaken(compiled.code, tmp_path) == []
+    assert overtaken(compiled.code) == []
 
 
-def test_an_arrival_that_is_given_nothing_overtakes(tmp_path: Path) -> None:
+def test_an_arrival_that_is_given_nothing_overtakes() -> None:
     """Without a value to wait for, compilers leave it to chance: the test above would see it."""
     spec = gqa_sm90(rows=16, page_size=64)
     text = render(spec).text
@@ -66,6 +64,6 @@ def test_an_arrival_that_is_given_nothing_overtakes(tmp_path: Path) -> None:
         origins=(),
     )
 
-    found = overtaken(compile_source(source, spec.arch, find_nvrtc()).code, tmp_path)
+    found = overtaken(compile_source(source, spec.arch, find_nvrtc()).code)
 
     assert {read.split(".")[0] for _, read in found} == {"LDSM"}
