@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from tests.kernels import SM_90A
 from tests.ops_cases import CALLS, MLA_SCALE, Tensors, gqa, mla, parts
 
 
-@pytest.fixture
-def _compiles_once() -> Iterator[None]:
+@contextmanager
+def compiling_once() -> Iterator[None]:
     """Let Inductor precompile no headers for later kernels, and try no vector extensions."""
     options: dict[str, object] = {
         "cpp_cache_precompile_headers": False,
@@ -267,7 +268,6 @@ class TestOps:
 
     @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
     @pytest.mark.filterwarnings("ignore")  # Inductor warns about itself
-    @pytest.mark.usefixtures("_compiles_once")
     def test_inductor_compiles_the_code_around_a_call(self, of: Tensors) -> None:
         """With Inductor and a dynamic batch the results equal the eager ones."""
         layer = Layer(of)
@@ -275,20 +275,21 @@ class TestOps:
 
         for size in (4, 2, 3):
             inputs = layer_inputs(of, size)
-            torch.testing.assert_close(compiled(*inputs), layer(*inputs))
+            with compiling_once():
+                torch.testing.assert_close(compiled(*inputs), layer(*inputs))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
 @pytest.mark.filterwarnings("ignore")  # of Inductor, about itself
-@pytest.mark.usefixtures("_compiles_once")
 def test_a_package_of_aotinductor_runs(tmp_path: Path) -> None:
     """A layer compiled ahead of time equals the eager one."""
     layer = Layer(of := Tensors("cpu"))
     program = torch.export.export(layer, inputs := layer_inputs(of))
 
-    path = torch._inductor.aoti_compile_and_package(
-        program, package_path=str(tmp_path / "layer.pt2")
-    )
+    with compiling_once():
+        path = torch._inductor.aoti_compile_and_package(
+            program, package_path=str(tmp_path / "layer.pt2")
+        )
 
     run = torch._inductor.aoti_load_package(path)
     assert torch.equal(run(*inputs), layer(*inputs))
