@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from mlagen.families.common.tensor_guard import Guard, make_guard
+from mlagen.families.common.tensor_guard import Guard, is_nested, make_guard
 from mlagen.runtime.launch import Launch
 from mlagen.settings import Settings
 
@@ -37,8 +36,6 @@ Tensors = tuple[torch.Tensor, ...]
 LauncherT = TypeVar("LauncherT")
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
-
-_is_nested = attrgetter("is_nested")
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +98,7 @@ class CallCache(Generic[LauncherT]):
     def find(self, key: Hashable, tensors: Tensors) -> GuardedEntry[LauncherT] | None:
         """Return the entry of a key whose guard accepts the tensors, if there is one."""
         entries = self._entries.get(key, ())
-        if not entries or any(map(_is_nested, tensors)) or not has_memory(tensors):
+        if not entries or any(map(is_nested, tensors)) or not has_memory(tensors):
             return None
         return next((entry for entry in entries if entry.guard(*tensors)), None)
 

@@ -29,6 +29,7 @@ from mlagen.families.common.outputs import (
     new_outputs,
     stored,
 )
+from mlagen.families.common.tensor_guard import is_nested
 from mlagen.runtime import partition
 from mlagen.runtime.launch import Launch
 from mlagen.runtime.loader import LoadedKernel
@@ -117,11 +118,7 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
         tensors: Tensors,
         given: tuple[torch.Tensor | None, ...],
     ) -> Tensors | None:
-        """Launch the call of a key as before, and return its outputs; None if it is another.
-
-        The lookup by addresses comes first: a nested tensor, which a guard does not survive, seldom
-        passes it.
-        """
+        """Launch the call of a key as before, and return its outputs; None if it is another."""
         cache, settings = self.cache, current_settings()
         if cache.settings is not settings:
             cache.clear(settings)
@@ -133,7 +130,7 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
                 return None
             # An attribute of a named tuple costs more than all of them.
             guard, outputs_of, computed_of, launches, enable_pdl = replay
-            if not guard(*tensors):
+            if any(map(is_nested, tensors)) or not guard(*tensors):
                 return None
         except (IndexError, RuntimeError, TypeError, UserWarning):
             return None  # no tensor, or one without an address

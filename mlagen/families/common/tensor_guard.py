@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 
 Guard = Callable[..., bool]
+
+is_nested = attrgetter("is_nested")
 
 # Types whose shape and strides are those of the TensorImpl; a subclass may override them.
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
@@ -27,7 +29,7 @@ def make_guard(tensors: Sequence[torch.Tensor]) -> Guard | None:
     require grad while grad mode is enabled. It may reject tensors with equal metadata, such as an
     inference tensor in place of a normal one. A repeated tensor matches only a tensor repeated at
     the same positions. None if the guard would reject ``tensors`` themselves, or torch has no
-    guards. Callers must not pass nested tensors, which crash torch's guards.
+    guards. Callers must not pass nested tensors (:data:`is_nested`), which abort the process.
     """
     if any(tensor.__class__ not in _PLAIN_CLASSES for tensor in tensors):
         return None
