@@ -10,6 +10,8 @@ from vllm.v1.attention.backend import AttentionType
 
 from mlagen import max_workspace_bytes
 
+PACKED = "fp8_ds_mla"  # a dtype of a KV cache
+
 
 @cache
 def workspace(device: torch.device) -> torch.Tensor:
@@ -23,7 +25,6 @@ class DecodeImpl:
     can_return_lse_for_decode: bool = True
     lse_base_on_e: bool = True
     supports_dcp: bool = True
-    qk_rope_head_dim: int
     supports_quant_query_input: bool
 
     def __init__(
@@ -62,12 +63,8 @@ class DecodeImpl:
             kv_sharing_target_layer_name,
             **mla_args,
         )
-        self.supports_quant_query_input = self.has_quant_query(kv_cache_dtype)
-
-    def has_quant_query(self, kv_cache_dtype: str) -> bool:
-        """Return whether kernels have an e4m3 query over the cache; none has without RoPE dims."""
-        del kv_cache_dtype
-        return self.qk_rope_head_dim != 0
+        # Packed rows keep the precision of a 16-bit query, as in vLLM's own backends.
+        self.supports_quant_query_input = kv_cache_dtype != PACKED
 
 
 # ``[tokens, heads, head_dim_qk]``, or its latent and its RoPE part, which the kernels read apart.

@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, max_decode_query_len
 from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, flat_kv_row_view
 
 from mlagen.integrations.vllm.calls import (
+    PACKED,
     DecodeImpl,
     Query,
     latent_of,
@@ -26,15 +27,13 @@ from mlagen.integrations.vllm.calls import (
 from mlagen.integrations.vllm.dense import MlagenMLABackend
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
 
-_PACKED = "fp8_ds_mla"
-
 
 class MlagenSparseMLABackend(MlagenMLABackend):
     """The sparse MLA backend, as vLLM selects and validates it."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = [
         *MlagenMLABackend.supported_kv_cache_dtypes,
-        _PACKED,
+        PACKED,
     ]
 
     @staticmethod
@@ -82,8 +81,8 @@ class MlagenSparseMLABackend(MlagenMLABackend):
     ) -> str | None:
         """Return why the combination is not supported, if so."""
         del dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix, device_capability
-        if kv_cache_dtype == _PACKED and head_size != 576:
-            return f"{_PACKED} has rows of head size 576, not {head_size}"
+        if kv_cache_dtype == PACKED and head_size != 576:
+            return f"{PACKED} has rows of head size 576, not {head_size}"
         return None
 
 
@@ -111,10 +110,6 @@ class MlagenSparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLACom
 
 class MlagenSparseMLAImpl(DecodeImpl, SparseMLACommonImpl[SparseMLACommonMetadata]):
     """Every query token attends to the tokens of its top-k indices."""
-
-    def has_quant_query(self, kv_cache_dtype: str) -> bool:
-        """Return whether kernels have an e4m3 query over the cache; none has over packed rows."""
-        return kv_cache_dtype != _PACKED and super().has_quant_query(kv_cache_dtype)
 
     def _forward_mqa_kernel(
         self,

@@ -126,7 +126,7 @@ def test_no_lse_is_returned_to_one_gpu(
 
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "rope", "is_quantized"),
-    [("fp8", 64, True), ("fp8", 0, False), ("fp8_ds_mla", 64, False)],
+    [("fp8", 64, True), ("fp8", 0, True), ("fp8_ds_mla", 64, False)],
 )
 def test_the_query_is_quantized_where_a_kernel_takes_it(
     sparse: ModuleType,
@@ -135,7 +135,7 @@ def test_the_query_is_quantized_where_a_kernel_takes_it(
     rope: int,
     is_quantized: bool,
 ) -> None:
-    """VLLM leaves the query in 16 bits for packed rows, and without RoPE dims."""
+    """VLLM leaves the query in 16 bits for packed rows."""
     impl = impl_of(sparse.MlagenSparseMLAImpl, rope=rope, kv_cache_dtype=kv_cache_dtype)
     assert impl.supports_quant_query_input is is_quantized
 
