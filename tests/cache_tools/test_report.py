@@ -52,6 +52,20 @@ def test_a_narrow_terminal_folds_names_not_values(
     ]
 
 
+def test_a_long_fact_is_wrapped_at_blanks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value that is wider than the terminal breaks at blanks, not at hyphens."""
+    monkeypatch.setattr(report, "line_width", lambda: 29)
+    print_facts({"why": "the cache folder is a read-only layer of another user"})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("why  the cache")
+    assert all(line.startswith("     ") for line in lines[1:])
+    assert " ".join(" ".join(lines).split()) == (
+        "why the cache folder is a read-only layer of another user"
+    )
+
+
 def test_facts_are_printed_unchanged_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """Lines to a file or a pipe are not wrapped; markup and emoji codes are printed verbatim."""
     path = "/x/[bold]x[/bold]/:smile:" + "/long" * 100
