@@ -239,7 +239,7 @@ class ModelSemantics:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         if "paged|sdpa" not in ALL_ATTENTION_FUNCTIONS:
-            pytest.skip("transformers 5.23 and newer batch by their own implementations alone")
+            pytest.skip("transformers 5.19 and newer batch by their own implementations alone")
         if device == "cpu":  # asks how much memory a GPU has
             memory = (torch.device("cpu"), 1 << 30, 0, 0)
             monkeypatch.setattr(cache, "get_device_and_memory_breakdown", lambda *_, **__: memory)

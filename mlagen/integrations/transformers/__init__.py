@@ -26,7 +26,7 @@ def register() -> None:
     query token over full causal attention, by grouped-query attention in place. Everything else is
     computed as by ``sdpa``: prompts, a cache whose length changes at every token, sliding windows
     and other masks. ``paged|mlagen`` serves continuous batching, where transformers admits names
-    that are not its own: before 5.23. :func:`explain` says what served each call.
+    that are not its own: before 5.19. :func:`explain` says what served each call.
     """
     AttentionInterface.register("mlagen", attention)
     AttentionMaskInterface.register("mlagen", decode_mask)
