@@ -1,6 +1,6 @@
 """Continuous batching of transformers with ``paged|mlagen``, beside ``paged|sdpa``.
 
-Weights are random; nothing is downloaded. It needs transformers 5.17 or 5.18, psutil without a GPU.
+Weights are random; nothing is downloaded. It needs transformers 5.17, psutil without a GPU.
 
 Run it:     python3 examples/transformers_continuous.py
 Prints:     the device, the tokens a second of both, and what served the attention calls.

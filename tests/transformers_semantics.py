@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -236,10 +237,9 @@ class ModelSemantics:
         from transformers import GenerationConfig
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
         from transformers.generation.continuous_batching import cache
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        if "paged|sdpa" not in ALL_ATTENTION_FUNCTIONS:
-            pytest.skip("transformers 5.19 and newer batch by their own implementations alone")
+        if not version("transformers").startswith("5.17."):
+            pytest.skip("newer transformers have another cache, or no foreign implementations")
         if device == "cpu":  # asks how much memory a GPU has
             memory = (torch.device("cpu"), 1 << 30, 0, 0)
             monkeypatch.setattr(cache, "get_device_and_memory_breakdown", lambda *_, **__: memory)

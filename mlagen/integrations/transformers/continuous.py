@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 
 from mlagen.decode import xqa_batch_decode_with_kv_cache
 from mlagen.errors import UnsupportedError
@@ -59,12 +60,17 @@ def paged_attention(
     Raises
     ------
     UnsupportedError
-        If there is no paged cache, or the layer has a sliding window or attention sinks.
+        If there is no paged cache, or that of another version, or the layer has a sliding window or
+        attention sinks.
     """
     del attention_mask
     cache = kwargs.get("cache")
     if cache is None:
         raise UnsupportedError("cache: expected the paged cache of continuous batching, got None")
+    if not hasattr(cache, "sliding_windows"):
+        raise UnsupportedError(
+            f"transformers: expected 5.17 for continuous batching, got {transformers.__version__}"
+        )
     if kwargs.get("s_aux") is not None or cache.sliding_windows[module.layer_idx] != 1:
         raise UnsupportedError("layer: expected no sliding window and no attention sinks")
     group, index = cache.layer_index_to_group_indices[module.layer_idx]
