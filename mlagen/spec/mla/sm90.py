@@ -181,7 +181,7 @@ class MlaSm90Spec(MlaKernelSpec):
     @property
     def consumer_registers(self) -> int:
         """Registers per consumer thread without swap-AB."""
-        return 224
+        return 216 if self.is_sparse else 224
 
     @property
     def producer_registers(self) -> int:
