@@ -86,6 +86,24 @@ class TestMla:
         assert_close(out, expected(query, keys, values, chosen & sees).detach())
         assert integration.package.explain() == {"mlagen MLA, the top-k tokens of the indexer": 1}
 
+    def test_layers_of_a_step_share_what_its_mask_says(self, integration: Any) -> None:
+        """Layers have the same counts of visible tokens, until the mask is written."""
+        top_k_of, mask = integration.masks.top_k_of, seen_tokens(64, PADDING)
+        known = top_k_of(mask, BATCH, 64, 16)
+
+        assert top_k_of(mask, BATCH, 64, 16) is known
+        assert (known.rows.flatten().tolist(), known.bounds[..., 1].flatten().tolist()) == (
+            [0, 64],
+            [16, 14],
+        )
+        mask[0] = False
+        assert top_k_of(mask, BATCH, 64, 16).bounds[..., 1].flatten().tolist() == [0, 14]
+        with torch.inference_mode():  # which counts no writes
+            mask = seen_tokens(64)
+            top_k_of(mask, BATCH, 64, 16)
+            mask[0] = False
+            assert top_k_of(mask, BATCH, 64, 16).bounds[0, 0, 0, 1] == 0
+
     @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16], ids=str)
     def test_a_prompt_expands_the_cache(self, integration: Any, dtype: torch.dtype) -> None:
         """Two query tokens go to sdpa, over the tokens of the indexer alone."""
@@ -104,6 +122,20 @@ class TestMla:
 
         sees = sees & (torch.arange(64) < 16)
         assert_close(out.detach(), expected(query, keys, values, sees).detach())
+
+    @torch.no_grad()
+    def test_a_step_without_gradients_has_heads_side_by_side(self, integration: Any) -> None:
+        """The output projection reads the values of a step without a copy."""
+        layer = absorbed(integration)
+        query, latents, rope = latent_inputs()
+        keys, values = Layer.expand_kv(layer, latents, rope)
+
+        out, _ = integration.attention.attention(
+            layer, query, latents, rope, mask_of(integration, 64), scaling=SCALE
+        )
+
+        assert out.is_contiguous()
+        assert_close(out, expected(query, keys, values, seen_tokens(64)))
 
     def test_a_step_without_bounds_expands_the_cache(self, integration: Any) -> None:
         """A cache that grows has no mask, and its step goes to sdpa."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mlagen.errors import UnsupportedError
-from mlagen.integrations.transformers.masks import is_bounds
+from mlagen.integrations.transformers.masks import is_bounds, top_k_of
 from mlagen.integrations.transformers.pages import Pages, pages_of
 from mlagen.integrations.transformers.record import record
 from mlagen.mla import BatchMLAPagedAttentionWrapper
@@ -89,34 +89,20 @@ def latent_step(
     """
     if query.shape[2] != 1 or query.dtype not in _DTYPES or latents.dtype != query.dtype:
         return None
+    batch, _, tokens, _ = latents.shape
     if indices is not None and mask is not None and mask.dtype == torch.bool:
-        return _top_k_step(module, query, latents, rope, mask, scaling, indices[:, 0].long())
-    if indices is not None or mask is None or not is_bounds(mask):
+        # Sparse kernels read latents and RoPE keys from one tensor, so they are gathered.
+        rows, bounds = top_k_of(mask, batch, tokens, indices.shape[-1])
+        chosen, tokens = (indices + rows).view(-1), indices.shape[-1]
+        latents, rope = (cache.flatten(0, 2).index_select(0, chosen) for cache in (latents, rope))
+        served = "the top-k tokens of the indexer"
+    elif indices is None and mask is not None and is_bounds(mask):
+        bounds, served = mask, ""
+    else:
         return None
-    pages = pages_of(mask, latents.shape[2], heads=1)
-    record(f"mlagen MLA, {pages.described}")
+    pages = pages_of(bounds, tokens, heads=1)
+    record(f"mlagen MLA, {served or pages.described}")
     return _attend(module, query, latents, rope, pages, scaling)
-
-
-def _top_k_step(
-    module: Any,
-    query: torch.Tensor,
-    latents: torch.Tensor,
-    rope: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float,
-    indices: torch.Tensor,
-) -> torch.Tensor:
-    """Attend to gathered tokens: sparse kernels read latents and RoPE keys from one tensor."""
-    batch, top_k = indices.shape
-    row = torch.arange(batch, device=indices.device)[:, None]
-    are_visible = mask.expand(batch, 1, 1, -1)[row, 0, 0, indices]
-    count = are_visible.sum(-1, dtype=torch.int32)  # masked tokens have the lowest scores
-    bounds = torch.stack([torch.zeros_like(count), count], dim=-1)[:, None, None]
-    gathered = latents[row, 0, indices][:, None], rope[row, 0, indices][:, None]
-    pages = pages_of(bounds, top_k, heads=1)
-    record("mlagen MLA, the top-k tokens of the indexer")
-    return _attend(module, query, *gathered, pages, scaling)
 
 
 def _attend(
@@ -127,24 +113,42 @@ def _attend(
     pages: Pages,
     scaling: float,
 ) -> torch.Tensor:
-    batch, heads = query.shape[:2]
     factor = scaling / _RUN_SCALE
-    query = query[:, :, 0] if isclose(factor, 1.0) else query[:, :, 0] * factor
-    nope_dim = module.qk_nope_head_dim
-    # Scores of absorbed queries are those of the expanded keys: q (W c) = (q W) c.
-    weight = module.kv_b_proj.weight.view(heads, -1, latents.shape[-1])
-    key_weight, value_weight = weight.split([nope_dim, module.v_head_dim], dim=1)
-    q_latent = torch.einsum("bhn,hnl->bhl", query[..., :nope_dim], key_weight)
-    wrapper = BatchMLAPagedAttentionWrapper(pages.workspace, backend="cutlass")
-    out = wrapper.run(
-        q_latent.contiguous(),
-        query[..., nope_dim:].contiguous(),
+    query = query if isclose(factor, 1.0) else query * factor
+    q_latent, q_rope, value_weight = _absorbed(module, query)
+    out = BatchMLAPagedAttentionWrapper(pages.workspace, backend="cutlass").run(
+        q_latent,
+        q_rope,
         pages.of(latents).squeeze(1),
         pages.of(rope).squeeze(1),
         kv_len=pages.seq_lens,
         page_table=pages.block_tables,
     )
-    return torch.einsum("bhl,hvl->bhv", out, value_weight).view(batch, 1, heads, -1)
+    assert isinstance(out, torch.Tensor)
+    return _values(out, value_weight)
+
+
+def _absorbed(module: Any, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the two parts of the absorbed query, ``[batch, heads, ...]``, and the value half.
+
+    Scores of absorbed queries are those of the expanded keys: q (W c) = (q W) c.
+    """
+    nope_dim = module.qk_nope_head_dim
+    weight = module.kv_b_proj.weight.view(query.shape[1], -1, _DIMS[0])
+    key_weight, value_weight = weight.split_with_sizes((nope_dim, module.v_head_dim), dim=1)
+    q_nope, q_rope = query.squeeze(2).split_with_sizes((nope_dim, _DIMS[1]), dim=-1)
+    q_latent = torch.bmm(q_nope.transpose(0, 1), key_weight)
+    return q_latent.transpose(0, 1), q_rope, value_weight
+
+
+def _values(out: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return ``[batch, 1, heads, v_head_dim]``, in the order that the output projection reads."""
+    by_head = out.transpose(0, 1), weight.mT
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return torch.bmm(*by_head).transpose(0, 1)[:, None]
+    values = out.new_empty(*out.shape[:2], weight.shape[1])
+    torch.bmm(*by_head, out=values.transpose(0, 1))
+    return values.unsqueeze(1)
 
 
 def _keep_latents(layer: Any, latents: torch.Tensor, rope: torch.Tensor) -> Any:

@@ -16,6 +16,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from mlagen.integrations.transformers.pages import PAGE_SIZE
 from mlagen.integrations.transformers.record import record
 
+_TOP_K = "_mlagen_top_k"  # an attribute of the mask of sdpa
 _MIN_TOKENS = 16  # of a cache: more than bounds have columns
 
 
@@ -24,6 +25,13 @@ class _Padding(NamedTuple):
 
     first: torch.Tensor  # int32 [batch]: the token behind it
     is_before_page: bool  # a whole page of the cache lies behind it, for every sequence
+
+
+class TopK(NamedTuple):
+    """Where an indexer's tokens are, and how many of them a sequence sees."""
+
+    rows: torch.Tensor  # int32 [batch, 1, 1]: the first token of a sequence, of those of a cache
+    bounds: torch.Tensor  # int32 [batch, 1, 1, 2]: masked tokens come last
 
 
 def decode_mask(**arguments: Any) -> torch.Tensor | None:
@@ -45,6 +53,34 @@ def decode_mask(**arguments: Any) -> torch.Tensor | None:
 def is_bounds(mask: torch.Tensor | None) -> bool:
     """Return whether a mask has bounds; anything that a model derives from them has other axes."""
     return mask is not None and mask.dtype == torch.int32 and tuple(mask.shape[1:3]) == (1, 1)
+
+
+def top_k_of(mask: torch.Tensor, batch: int, tokens: int, top_k: int) -> TopK:
+    """Return what all layers of a step have in common, which have one mask.
+
+    Parameters
+    ----------
+    mask : torch.Tensor
+        bool ``[batch or 1, 1, 1, tokens]``, of ``sdpa``.
+    batch, tokens : int
+        Of the cache.
+    top_k : int
+        Tokens that an indexer chooses for each sequence.
+    """
+    if torch.compiler.is_compiling() or mask.is_inference() or _is_capturing(mask):
+        return _top_k_of(mask, batch, tokens, top_k)  # without a count of writes, or for one graph
+    known: dict[tuple[int, ...], TopK] = mask.__dict__.setdefault(_TOP_K, {})
+    key = batch, tokens, top_k, mask._version  # noqa: SLF001
+    if key not in known:
+        known[key] = _top_k_of(mask, batch, tokens, top_k)
+    return known[key]
+
+
+def _top_k_of(mask: torch.Tensor, batch: int, tokens: int, top_k: int) -> TopK:
+    rows = torch.arange(0, batch * tokens, tokens, dtype=torch.int32, device=mask.device)
+    count = mask.expand(batch, 1, 1, -1).sum(-1, dtype=torch.int32).clamp(max=top_k)
+    bounds = torch.stack([torch.zeros_like(count), count], dim=-1)
+    return TopK(rows[:, None, None], bounds)
 
 
 def bool_mask(bounds: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -81,8 +117,7 @@ def _padding_of(
     attention_mask: torch.Tensor, q_offset: torch.Tensor, kv_length: int
 ) -> tuple[str, _Padding | None]:
     """Return why padding is not served, empty if all of it is on the left; and it, if there is."""
-    is_capturing = attention_mask.is_cuda and torch.cuda.is_current_stream_capturing()
-    if torch.compiler.is_compiling() or is_capturing:
+    if torch.compiler.is_compiling() or _is_capturing(attention_mask):
         return "a 2-D attention mask in compiled or captured code", None
     if bool(attention_mask.all()):
         return "", None
@@ -104,3 +139,7 @@ def _bounds(batch_size: int, q_offset: torch.Tensor, padding: _Padding | None) -
         marks = [torch.ones_like(ends)] * (2 if padding.is_before_page else 1)
         columns = [padding.first, ends - padding.first, *marks]
     return torch.stack(columns, dim=-1)[:, None, None]
+
+
+def _is_capturing(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
