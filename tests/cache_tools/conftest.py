@@ -71,8 +71,6 @@ ROOT = Path(__file__).resolve().parents[2]
 # Packages that no quick command imports.
 HEAVY = ("torch", "jinja2", "cuda.bindings.driver", "filelock")
 
-Run = Callable[..., Result]
-Documented = Callable[..., dict[str, Any]]
 Start = Callable[..., subprocess.Popen[str]]
 Setting = Callable[[str, object], None]
 
@@ -94,37 +92,38 @@ class Cached(NamedTuple):
         return [Layout(self.root).entry(unit.key, unit.toolchain) for unit in self.units]
 
 
-@pytest.fixture
-def run() -> Run:
-    """Return a function that runs the command in this process; ``answer`` is its input."""
-    # Before click 8.2 the two streams are merged by default; later they are always separate.
-    is_old = "mix_stderr" in inspect.signature(CliRunner).parameters
-    options: dict[str, Any] = {"mix_stderr": False} if is_old else {}
-    runner = CliRunner(**options)
+class Run:
+    """The command in this process: the words of a line, and further words as they are."""
 
-    def run_it(*arguments: str, answer: str | None = None) -> Result:
-        result = runner.invoke(cli, arguments, input=answer, prog_name="mlagen")
+    def __init__(self) -> None:
+        # Before click 8.2 the two streams are merged by default; later they are always separate.
+        is_old = "mix_stderr" in inspect.signature(CliRunner).parameters
+        options: dict[str, Any] = {"mix_stderr": False} if is_old else {}
+        self._runner = CliRunner(**options)
+
+    def __call__(self, line: str, *words: str, answer: str | None = None) -> Result:
+        """Return the result; ``answer`` is the input."""
+        result = self._runner.invoke(cli, [*line.split(), *words], input=answer, prog_name="mlagen")
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result
 
-    return run_it
-
-
-@pytest.fixture
-def document(run: Run) -> Documented:
-    """Return a function that runs the command, which exits with ``code``; it validates JSON."""
-
-    def document_it(*arguments: str, code: int = 0, answer: str | None = None) -> dict[str, Any]:
-        result = run(*arguments, "--json", answer=answer)
+    def json(self, *words: str, code: int = 0, answer: str | None = None) -> dict[str, Any]:
+        """Return the document of a command that exits with ``code``; it has to fit its schema."""
+        result = self(*words, "--json", answer=answer)
         assert result.exit_code == code, result.stderr
         parsed: dict[str, Any] = json.loads(result.stdout, parse_constant=pytest.fail)
-        schema = SCHEMA_OF.get(" ".join(arguments[:2])) or SCHEMA_OF.get(arguments[0])
+        name, group, *_ = [*" ".join(words).split(), ""]
+        schema = SCHEMA_OF.get(f"{name} {group}") or SCHEMA_OF.get(name)
         if schema is not None:
             require_document(parsed, schema)
         return parsed
 
-    return document_it
+
+@pytest.fixture
+def run() -> Run:
+    """Return a function that runs the command in this process."""
+    return Run()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from cache_tools.options.exit_codes import CACHE_UNUSABLE, DONE, FAILED, USAGE
 from mlagen.settings import current_settings
 
 from .altered import snapshot
-from .conftest import HEAVY, ROOT, Documented, Run
+from .conftest import HEAVY, ROOT, Run
 from .many import fill
 
 # Commands, and their exit code on an empty cache; SPEC is a kernel that no cache here has.
@@ -53,7 +53,7 @@ def typed(line: str, key: str = "abcdef") -> list[str]:
 @every_command
 @pytest.mark.parametrize("folders", [None, "", "v1/e", "v1/e/ab"])
 def test_an_empty_cache_has_no_kernels(
-    folders: str | None, line: str, run: Run, document: Documented, cache_dir: Path
+    folders: str | None, line: str, run: Run, cache_dir: Path
 ) -> None:
     """No command creates an absent cache, and any subset of its folders counts as empty."""
     if folders is not None:
@@ -63,7 +63,7 @@ def test_an_empty_cache_has_no_kernels(
         result = run(*typed(line), "--json")
         assert (result.exit_code, result.stdout) == (USAGE, "")
     else:
-        document(*typed(line), code=EVERY[line])
+        run.json(*typed(line), code=EVERY[line])
     assert cache_dir.exists() == (folders is not None)
 
 

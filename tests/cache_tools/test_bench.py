@@ -78,7 +78,7 @@ def test_mla_options_and_the_filter_reach_the_cases(run: Run, use: Use) -> None:
     use(machine)
     options = ("--qk-rope-head-dim", "0,64", "--top-k", "32", "--filter", r"512\+0")
     assert run(*TINY, *options).exit_code == 0
-    assert run("bench", "--suite", "full", "--filter", "^gqa.*int8").exit_code == 0
+    assert run("bench --suite full --filter ^gqa.*int8").exit_code == 0
     lists = "mla bf16, 2 x 64, 16 heads, dims 512+0, top-k 32, fresh"
     int8 = "gqa bf16/int8, 128 x 4096, 64/8 heads, fresh"
     assert machine.calls == ["ceilings", lists, "ceilings", int8]
@@ -145,8 +145,8 @@ def results(run: Run, use: Use, tmp_path: Path) -> str:
 
 def test_earlier_results_are_shown_without_a_gpu(results: str, run: Run) -> None:
     """--from-json prints the rows of the chosen modes, and measures nothing."""
-    both = run("bench", "--from-json", results)
-    one = run("bench", "--from-json", results, "--mode", "model", "--json")
+    both = run("bench --from-json", results)
+    one = run("bench --from-json", results, "--mode", "model", "--json")
     assert (both.exit_code, len(both.stdout.splitlines())) == (0, 3 + 2 + 2)
     assert [row["mode"] for row in json.loads(one.stdout)["cases"]] == ["model"]
 

@@ -12,7 +12,7 @@ import pytest
 from tests.cache.builds import entry_folder, tree
 from tests.cache.bundle_cases import FAMILIES, bundle_bytes, filled_store, key_for, members_of
 
-from .conftest import Documented, Run, Setting, Start
+from .conftest import Run, Setting, Start
 from .web import served
 
 KEYS = {family: key_for(family).digest for family in FAMILIES}
@@ -49,7 +49,7 @@ def sha256(path: Path) -> str:
 
 
 @pytest.mark.parametrize("options", ["", "--wheel acme-kernels --wheel-version 1.5"])
-def test_a_bundle_is_described(options: str, document: Documented, filled: Path) -> None:
+def test_a_bundle_is_described(options: str, run: Run, filled: Path) -> None:
     """The document has digest, sizes and kernels; equal entries have equal bundles.
 
     A wheel goes into a folder, which is made, and has name and version in its name.
@@ -57,25 +57,23 @@ def test_a_bundle_is_described(options: str, document: Documented, filled: Path)
     given = filled / ("new/dist" if options else "kernels.tar.gz")
     target = given / "acme_kernels-1.5-py3-none-any.whl" if options else given
 
-    found = document("cache", "export", str(given), *options.split())
+    found = run.json("cache export", str(given), *options.split())
 
     content = target.read_bytes()
     assert (found["bundle"], found["sha256"]) == (str(target), sha256(target))
     assert (found["size_bytes"], found["archs"]) == (len(content), ["sm_90a"])
     assert found["content_bytes"] == sum(row["size_bytes"] for row in found["entries"])
     assert {row["family"]: row["key"] for row in found["entries"]} == KEYS
-    document("cache", "export", str(given), *options.split())
+    run.json("cache export", str(given), *options.split())
     assert target.read_bytes() == content
 
 
 @pytest.mark.parametrize("choice", [["--family", "mla_sm80"], [MLA[:8]]], ids=["family", "key"])
 @pytest.mark.parametrize("command", ["export", "push"])
-def test_kernels_can_be_selected(
-    command: str, choice: list[str], document: Documented, filled: Path
-) -> None:
+def test_kernels_can_be_selected(command: str, choice: list[str], run: Run, filled: Path) -> None:
     """Filters and keys select the bundled kernels."""
     target = filled / "kernels.tar.gz"
-    found = document("cache", command, f"{'file://' * (command == 'push')}{target}", *choice)
+    found = run.json("cache", command, f"{'file://' * (command == 'push')}{target}", *choice)
     names = [member.info.name for member in members_of(target.read_bytes())[1:]]
     assert {row["key"] for row in found["entries"]} == {MLA}
     assert {name.split("/")[1] for name in names} == {MLA}
@@ -85,21 +83,21 @@ def test_a_damaged_kernel_aborts_the_export(run: Run, filled: Path, tmp_path: Pa
     """The export fails with 1, names the entry, and writes nothing."""
     damaged = entry_folder(tmp_path, key_for("mla_sm80"))
     (damaged / "kernel.cu").write_bytes(b"")
-    result = run("cache", "export", str(filled / "kernels.tar.gz"))
+    result = run("cache export", str(filled / "kernels.tar.gz"))
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.splitlines()[-1].startswith("mlagen: bundle: expected a valid entry, got ")
     assert result.stderr.endswith(f"{damaged}\n")
     assert tree(filled) == []
 
 
-def test_kernels_are_added_and_kept(document: Documented, bundle: Path, cache_dir: Path) -> None:
+def test_kernels_are_added_and_kept(run: Run, bundle: Path, cache_dir: Path) -> None:
     """A dry run adds nothing, and kernels that are present are kept; the digest may be pinned."""
     command = ("cache", "import", str(bundle), "--expect-sha256", sha256(bundle))
 
-    dry = document(*command, "--dry-run")
+    dry = run.json(*command, "--dry-run")
     is_created = cache_dir.exists()
     filled_store(cache_dir.parent, "mla_sm80")
-    found, again = document(*command), document(*command)
+    found, again = run.json(*command), run.json(*command)
 
     assert (dry["dry_run"], is_created) == (True, False)
     assert dry["totals"] == {"added": 2, "kept": 0, "replaced": 0}
@@ -125,9 +123,7 @@ def test_a_serving_image_needs_neither_torch_nor_a_compiler(
 
 
 @pytest.mark.parametrize("protocol", ["http", "file", "memory"])
-def test_a_bundle_is_pulled(
-    protocol: str, document: Documented, bundle: Path, cache_dir: Path
-) -> None:
+def test_a_bundle_is_pulled(protocol: str, run: Run, bundle: Path, cache_dir: Path) -> None:
     """It is downloaded from a web server or any file system of fsspec, verified and published."""
     url = f"{protocol}://{bundle}"
     if protocol == "memory":
@@ -136,9 +132,9 @@ def test_a_bundle_is_pulled(
 
     with served(bundle.parent) as server:
         url = f"{server}/kernels.tar.gz" if protocol == "http" else url
-        dry = document("cache", "pull", url, "--dry-run")
+        dry = run.json("cache pull", url, "--dry-run")
         is_created = cache_dir.exists()
-        found = document("cache", "pull", url)
+        found = run.json("cache pull", url)
 
     assert (dry["dry_run"], is_created) == (True, False)
     assert (found["bundle"], found["sha256"]) == (url, sha256(bundle))
@@ -147,14 +143,14 @@ def test_a_bundle_is_pulled(
 
 
 def test_a_pushed_bundle_is_an_exported_one_and_is_pulled(
-    run: Run, document: Documented, filled: Path, tmp_path: Path, setting: Setting
+    run: Run, filled: Path, tmp_path: Path, setting: Setting
 ) -> None:
     """A bundle moves from one cache to another by a URL, pinned by its digest."""
     target, url = filled / "kernels.tar.gz", f"memory://{tmp_path}/kernels.tar.gz"
-    run("cache", "export", str(target))
-    pushed = document("cache", "push", url)
+    run("cache export", str(target))
+    pushed = run.json("cache push", url)
     setting("MLAGEN_CACHE_DIR", tmp_path / "other")
-    document("cache", "pull", url, "--expect-sha256", pushed["sha256"])
+    run.json("cache pull", url, "--expect-sha256", pushed["sha256"])
     assert (pushed["bundle"], pushed["sha256"]) == (url, sha256(target))
     assert tree(tmp_path / "other/v1/e") == tree(tmp_path / "cache/v1/e")
 

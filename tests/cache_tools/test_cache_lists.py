@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from .altered import damage, move_to_layer, recast, use
-from .conftest import Cached, Documented, Run, Setting
+from .conftest import Cached, Run, Setting
 
 OLD = "nvrtc-12.8.1"
 SPILLS = {"spill_store_bytes": 8, "spill_load_bytes": 12}
@@ -23,21 +23,19 @@ def spill(folder: Path) -> Path:
     return recast(folder, facts={"resources": [resources | SPILLS], "note": "x" * 2000})
 
 
-def test_a_missing_folder_is_no_error(document: Documented, cache_dir: Path) -> None:
+def test_a_missing_folder_is_no_error(run: Run, cache_dir: Path) -> None:
     """`cache dir` says whether the cache exists."""
-    before = document("cache", "dir")
+    before = run.json("cache dir")
     cache_dir.mkdir()
     assert before == {"cache_dir": str(cache_dir), "exists": False}
-    assert document("cache", "dir") == before | {"exists": True}
+    assert run.json("cache dir") == before | {"exists": True}
 
 
-def test_each_entry_has_its_kernel_and_its_origin(
-    document: Documented, run: Run, cached: Cached
-) -> None:
+def test_each_entry_has_its_kernel_and_its_origin(run: Run, cached: Cached) -> None:
     """Entries are sorted by their columns; a damaged one stands below them, and is counted."""
-    listed = document("cache", "ls")["entries"]
+    listed = run.json("cache ls")["entries"]
     (cached.folders[0] / "manifest.json").unlink()
-    text, resources = run("cache", "ls").stdout.splitlines(), run("resources")
+    text, resources = run("cache ls").stdout.splitlines(), run("resources")
 
     units = sorted(cached.units, key=lambda unit: int(unit.spec.key_fields()["head_dim_vo"]))
     for entry, unit in zip(listed, units, strict=True):
@@ -57,12 +55,12 @@ def groups_by(statistics: dict[str, Any], by: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("order", ["name", "size", "age", "spills"])
-def test_the_order_can_be_chosen(order: str, document: Documented, cached: Cached) -> None:
+def test_the_order_can_be_chosen(order: str, run: Run, cached: Cached) -> None:
     """The second of two by name comes first by size, by age and by spills."""
     dims = [int(unit.spec.key_fields()["head_dim_vo"]) for unit in cached.units]
     (_, first), (_, second) = sorted(zip(dims, cached.folders, strict=True))
     use(spill(second), age_s=0, now=1_700_000_000)
-    listed = document("cache", "ls", "--sort", order)["entries"]
+    listed = run.json("cache ls --sort", order)["entries"]
     by_name = listed if order == "name" else listed[::-1]
     assert [entry["key"] for entry in by_name] == [first.parent.name, second.parent.name]
     assert by_name[1]["used"] == "2023-11-14T22:13:20+00:00"
@@ -84,43 +82,39 @@ def test_the_order_can_be_chosen(order: str, document: Documented, cached: Cache
         (f"--older-than 1h --toolchain {OLD}", 0),
     ],
 )
-def test_a_list_can_be_filtered(
-    options: str, count: int, document: Documented, cached: Cached
-) -> None:
+def test_a_list_can_be_filtered(options: str, count: int, run: Run, cached: Cached) -> None:
     """A value of each filter must match, and the age; no match is no error."""
     recast(cached.folders[0], toolchain=OLD, keeps=True)
     use(cached.folders[0], age_s=7200, now=time.time())
-    listed = document("cache", "ls", *options.split())["entries"]
+    listed = run.json("cache ls", *options.split())["entries"]
     assert len(listed) == count
     if "older" not in options and count == 3:
         assert {entry["path"] for entry in listed} > set(map(str, cached.folders))
 
 
 def test_layers_are_listed_on_request_and_do_not_count_towards_the_limit(
-    document: Documented, run: Run, cached: Cached, monkeypatch: pytest.MonkeyPatch
+    run: Run, cached: Cached, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without --layers, only the cache folder is listed; kernels of a layer are usable."""
     layer = move_to_layer(cached.root, monkeypatch)
 
     for command, part in ((("cache", "ls"), "entries"), (("resources",), "kernels")):
-        assert document(*command)[part] == []
-        every = document(*command, "--layers")[part]
+        assert run.json(*command)[part] == []
+        every = run.json(*command, "--layers")[part]
         assert {kernel["key"] for kernel in every} == set(cached.keys)
-    assert run("cache", "ls").stdout == f"0 kernels, 0 B, in {cached.root}\n"
-    assert run("cache", "ls", "--layers").stdout.endswith(f", in {cached.root}, {layer}\n")
-    found = document("cache", "stats")
+    assert run("cache ls").stdout == f"0 kernels, 0 B, in {cached.root}\n"
+    assert run("cache ls --layers").stdout.endswith(f", in {cached.root}, {layer}\n")
+    found = run.json("cache stats")
     assert (found["entries"], found["size_bytes"], found["usable"]) == (0, 0, 2)
     assert groups_by(found, "layer") == {str(layer): 2}
 
 
-def test_kernels_are_counted_and_the_first_and_the_last_named(
-    document: Documented, cached: Cached
-) -> None:
+def test_kernels_are_counted_and_the_first_and_the_last_named(run: Run, cached: Cached) -> None:
     """The size is that of the files; oldest and newest are by compile time, unused by use."""
     recast(cached.folders[0], created={"time": "2020-01-01T00:00:00+00:00"})
     use(cached.folders[1], age_s=7200, now=time.time())
 
-    found = document("cache", "stats")
+    found = run.json("cache stats")
 
     files = [path for path in (cached.root / "v1" / "e").rglob("*") if path.is_file()]
     assert (found["entries"], found["size_bytes"]) == (2, sum(f.stat().st_size for f in files))
@@ -131,13 +125,13 @@ def test_kernels_are_counted_and_the_first_and_the_last_named(
     assert found["newest"]["key"] == found["longest_unused"]["key"] == cached.keys[1]
 
 
-def test_unusable_kernels_are_counted_separately(document: Documented, cached: Cached) -> None:
+def test_unusable_kernels_are_counted_separately(run: Run, cached: Cached) -> None:
     """Another compiler, other kernel sources and damage each make a kernel unusable here."""
     first, second = cached.folders
     recast(first, toolchain=OLD, keeps=True)
     recast(first, key_fields={"templates": "0" * 64}, keeps=True)
     (second / "manifest.json").write_text("{")
-    found = document("cache", "stats")
+    found = run.json("cache stats")
     assert (found["usable"], found["unusable"], found["damaged"]) == (1, 3, 1)
     assert groups_by(found, "toolchain") == {OLD: 1, cached.units[0].toolchain: 3}
 
@@ -145,18 +139,16 @@ def test_unusable_kernels_are_counted_separately(document: Documented, cached: C
 @pytest.mark.usefixtures("cached")
 @pytest.mark.parametrize(("limit", "text"), [("1M", "% of 1.0 MiB"), ("0", "no limit")])
 def test_the_size_is_compared_with_the_limit(
-    limit: str, text: str, document: Documented, run: Run, setting: Setting
+    limit: str, text: str, run: Run, setting: Setting
 ) -> None:
     """The size is a share of MLAGEN_CACHE_MAX_SIZE, if that is a limit."""
     setting("MLAGEN_CACHE_MAX_SIZE", limit)
-    found = document("cache", "stats")
+    found = run.json("cache stats")
     assert found["share_of_max"] == (None if limit == "0" else found["size_bytes"] / (1 << 20))
-    assert text in run("cache", "stats").stdout
+    assert text in run("cache stats").stdout
 
 
-def test_a_damaged_kernel_is_found_and_moved_on_request(
-    document: Documented, run: Run, cached: Cached
-) -> None:
+def test_a_damaged_kernel_is_found_and_moved_on_request(run: Run, cached: Cached) -> None:
     """`verify` leaves it without --quarantine; `stats` counts it, and abandoned folders."""
     cubin = damage(cached.folders[0])
     for name, age_s in (("old", 7200), ("current", 0)):
@@ -165,9 +157,9 @@ def test_a_damaged_kernel_is_found_and_moved_on_request(
         (folder / "kernel.cu").write_bytes(bytes(100))
         os.utime(folder, (time.time() - age_s,) * 2)
 
-    text = run("cache", "verify")
+    text = run("cache verify")
     kept = cubin.exists()
-    found = document("cache", "verify", "--quarantine", code=1)
+    found = run.json("cache verify --quarantine", code=1)
 
     (bad,) = found["bad"]
     line = f"bad: {cached.keys[0][:8]}: kernel.cubin: expected sha256 "
@@ -177,8 +169,8 @@ def test_a_damaged_kernel_is_found_and_moved_on_request(
     assert bad["problem"].startswith("kernel.cubin: expected sha256 ")
     assert (Path(bad["moved_to"]) / "entry" / "kernel.cubin").is_file()
     assert not cubin.exists()
-    assert document("cache", "verify") == {"cache_dir": str(cached.root), "verified": 1, "bad": []}
-    counted = document("cache", "stats")
+    assert run.json("cache verify") == {"cache_dir": str(cached.root), "verified": 1, "bad": []}
+    counted = run.json("cache stats")
     assert counted["quarantine"]["entries"] == 1
     assert counted["quarantine"]["size_bytes"] > (cached.units[0].cubin_bytes or 0)
     assert counted["abandoned"] == {"folders": 1, "size_bytes": 100}
@@ -194,7 +186,7 @@ def test_a_damaged_kernel_is_found_and_moved_on_request(
     ],
 )
 def test_a_spill_fails_on_request(
-    options: str, spills: bool, code: int, end: str, run: Run, document: Documented, cached: Cached
+    options: str, spills: bool, code: int, end: str, run: Run, cached: Cached
 ) -> None:
     """The table is printed either way, and a filter restricts the check; sums have their parts."""
     if spills:
@@ -202,7 +194,7 @@ def test_a_spill_fails_on_request(
 
     result = run("resources", *options.split())
 
-    found = document("resources", *options.split(), code=code)
+    found = run.json("resources", *options.split(), code=code)
     assert result.exit_code == code
     assert result.stdout.splitlines()[-1].startswith(end)
     for kernel in found["kernels"]:

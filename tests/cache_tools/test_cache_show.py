@@ -17,7 +17,7 @@ from cache_tools.tools.disassembly import find_nvdisasm, sass_of
 from mlagen.errors import ToolchainError
 
 from .altered import recast
-from .conftest import Cached, Documented, Run
+from .conftest import Cached, Run
 
 PARTS = {"source": "kernel.cu", "log": "build.log", "manifest": "manifest.json"}
 
@@ -32,13 +32,11 @@ def test_a_part_is_printed_byte_for_byte(part: str, run: Run, cached: Cached) ->
     assert json.loads(document.stdout)["entries"][0][part]
 
 
-def test_every_compiler_is_shown_or_the_one_that_is_named(
-    document: Documented, cached: Cached
-) -> None:
+def test_every_compiler_is_shown_or_the_one_that_is_named(run: Run, cached: Cached) -> None:
     """KEY/TOOLCHAIN is one entry, KEY is all of them."""
     recast(cached.folders[0], toolchain="nvrtc-12.8.1", keeps=True)
-    every = document("cache", "show", cached.keys[0])["entries"]
-    named = document("cache", "show", f"{cached.keys[0]}/nvrtc-12.8.1")["entries"]
+    every = run.json("cache show", cached.keys[0])["entries"]
+    named = run.json("cache show", f"{cached.keys[0]}/nvrtc-12.8.1")["entries"]
     assert [entry["toolchain"] for entry in every] == ["nvrtc-12.8.1", cached.units[0].toolchain]
     assert named == every[:1]
 
@@ -66,7 +64,7 @@ def test_nvdisasm_is_found_or_its_package_is_named(
     run: Run, cached: Cached, tool: Callable[..., Path]
 ) -> None:
     """cuda.pathfinder's result takes precedence over the PATH; without both, the code is 3."""
-    result = run("cache", "show", cached.keys[0], "--sass")
+    result = run("cache show", cached.keys[0], "--sass")
     message = "mlagen: nvdisasm: not found; run: pip install nvidia-cuda-nvdisasm\n"
     assert (result.exit_code, result.stdout, result.stderr) == (3, "", message)
     for folder in (".", "bin"):
@@ -100,7 +98,7 @@ def test_a_program_compiles_it_again_without_mlagen(
     digest = hashlib.sha256((cached.folders[0] / "kernel.cubin").read_bytes()).hexdigest()
     # NVRTC 12.8 omits its patch level.
     compiler = re.sub(r"^(nvrtc-12\.8)\.\d+$", r"\1", str(unit.toolchain))
-    program = run("cache", "show", cached.keys[0], "--reproduce").stdout
+    program = run("cache show", cached.keys[0], "--reproduce").stdout
     script = tmp_path / "reproduce.py"
     script.write_text(f"import sys; sys.modules['mlagen'] = None\n{program}")
     wrong = "int f() { return nothing; }\n"

@@ -13,7 +13,7 @@ from mlagen.cache.key import CacheKey
 from tests.cache.builds import entry_folder, make_build, make_store
 
 from .altered import damage, move_to_layer, recast, snapshot, use
-from .conftest import Cached, Documented, Run
+from .conftest import Cached, Run
 
 OLD = "nvrtc-12.8.1"
 NEWEST = "nvrtc-13.5.37"
@@ -27,12 +27,12 @@ def fields_of(document: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 @pytest.mark.parametrize("is_layer", [False, True], ids=["the cache", "a layer"])
 def test_a_cached_kernel_is_found(
-    is_layer: bool, run: Run, document: Documented, cached: Cached, monkeypatch: pytest.MonkeyPatch
+    is_layer: bool, run: Run, cached: Cached, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Document and text name its folder, which nothing changes."""
     root = move_to_layer(cached.root, monkeypatch) if is_layer else cached.root
     before, spec = snapshot(root), str(cached.units[0].spec)
-    found, text = document("cache", "why", spec), run("cache", "why", spec).stdout
+    found, text = run.json("cache why", spec), run("cache why", spec).stdout
     entry = found["entry"]
     assert (found["is_found"], found["key"]) == (True, cached.keys[0])
     assert (entry["layer"], entry["is_read_only"]) == (str(root), is_layer)
@@ -40,12 +40,10 @@ def test_a_cached_kernel_is_found(
     assert snapshot(root) == before
 
 
-def test_a_missing_kernel_is_compared_with_the_nearest(
-    document: Documented, run: Run, cached: Cached
-) -> None:
+def test_a_missing_kernel_is_compared_with_the_nearest(run: Run, cached: Cached) -> None:
     """Only the differing key fields are shown, and the last line compiles it."""
     spec = str(cached.units[0].spec).replace("head_dim_vo=512", "head_dim_vo=128")
-    found, text = document("cache", "why", spec, code=1), run("cache", "why", spec).stdout
+    found, text = run.json("cache why", spec, code=1), run("cache why", spec).stdout
     assert (found["reason"], list(fields_of(found))) == ("absent", ["spec.head_dim_vo"])
     assert text.splitlines()[-1] == f"run: mlagen prewarm --kernel '{spec}'"
 
@@ -59,24 +57,22 @@ def test_a_missing_kernel_is_compared_with_the_nearest(
     ids=["sources", "compiler"],
 )
 def test_another_installation_is_the_reason(
-    changes: Any, reason: str, field: str, nearest: str, document: Documented, cached: Cached
+    changes: Any, reason: str, field: str, nearest: str, run: Run, cached: Cached
 ) -> None:
     """A kernel of other sources or of another NVRTC is a miss."""
     recast(cached.folders[0], **changes)
-    found = document("cache", "why", str(cached.units[0].spec), code=1)
+    found = run.json("cache why", str(cached.units[0].spec), code=1)
     assert (found["reason"], found["is_found"]) == (reason, False)
     assert [(name, theirs) for name, (_, theirs) in fields_of(found).items()] == [(field, nearest)]
 
 
-def test_a_damaged_kernel_is_the_reason_and_stays(
-    document: Documented, run: Run, cached: Cached
-) -> None:
+def test_a_damaged_kernel_is_the_reason_and_stays(run: Run, cached: Cached) -> None:
     """It is not quarantined, unlike in a call; a folder that others may write in is another."""
     cubin, spec = damage(cached.folders[0]), str(cached.units[0].spec)
 
-    found, text = document("cache", "why", spec, code=1), run("cache", "why", spec).stdout
+    found, text = run.json("cache why", spec, code=1), run("cache why", spec).stdout
     cached.root.chmod(0o777)
-    unreadable = run("cache", "why", spec)
+    unreadable = run("cache why", spec)
 
     assert found["reason"] == "damaged"
     assert found["problem"].startswith("kernel.cubin: expected sha256 ")
@@ -88,23 +84,23 @@ def test_a_damaged_kernel_is_the_reason_and_stays(
     assert cubin.exists()
 
 
-def test_a_cached_key_has_its_reason(document: Documented, run: Run, cached: Cached) -> None:
+def test_a_cached_key_has_its_reason(run: Run, cached: Cached) -> None:
     """It is compared with the nearest earlier kernel; the first of a family with none."""
     recast(cached.folders[0], created={**TIME, "because": None})
     recast(cached.folders[1], created={"because": "other toolchain"})
-    found, first = (document("cache", "why", key) for key in cached.keys[::-1])
-    text = run("cache", "why", cached.keys[0][:8]).stdout
+    found, first = (run.json("cache why", key) for key in cached.keys[::-1])
+    text = run("cache why", cached.keys[0][:8]).stdout
     assert (found["reason"], list(fields_of(found))) == ("other toolchain", ["spec.head_dim_vo"])
     assert (first["reason"], first["nearest"], first["differences"]) == (None, None, [])
     assert "compiled because: not recorded, by prewarm of mlagen " in text
     assert "no other combine is cached to compare with" in text
 
 
-def test_only_differences_are_explained(document: Documented, run: Run, cached: Cached) -> None:
+def test_only_differences_are_explained(run: Run, cached: Cached) -> None:
     """Equal key fields are omitted; measurements are shown for both kernels."""
     before = snapshot(cached.root)
 
-    found = document("cache", "explain", *cached.keys)
+    found = run.json("cache explain", *cached.keys)
     itself = ("cache", "explain", *cached.keys[:1] * 2)
 
     facts = {item["fact"]: (item["first"], item["second"]) for item in found["facts"]}
@@ -112,17 +108,17 @@ def test_only_differences_are_explained(document: Documented, run: Run, cached: 
     assert [found[name]["key"] for name in ("first", "second")] == cached.keys
     assert fields_of(found) == {"spec.head_dim_vo": dims}
     assert facts["registers"] == tuple(unit.registers for unit in cached.units)
-    assert document(*itself)["differences"] == []
+    assert run.json(*itself)["differences"] == []
     assert "key_field" not in run(*itself).stdout
     assert snapshot(cached.root) == before
 
 
-def test_one_kernel_by_two_compilers(document: Documented, run: Run, cached: Cached) -> None:
+def test_one_kernel_by_two_compilers(run: Run, cached: Cached) -> None:
     """The compilers are the only difference; a key alone is ambiguous."""
     recast(cached.folders[0], toolchain=OLD, keeps=True)
     toolchains, key = (OLD, str(cached.units[0].toolchain)), cached.keys[0][:8]
-    found = document("cache", "explain", *(f"{key}/{name}" for name in toolchains))
-    rejected = run("cache", "explain", key, key)
+    found = run.json("cache explain", *(f"{key}/{name}" for name in toolchains))
+    rejected = run("cache explain", key, key)
     assert fields_of(found) == {"toolchain": toolchains}
     rule = f"expected {key}/TOOLCHAIN, got no toolchain out of {', '.join(toolchains)}"
     assert (rejected.exit_code, rejected.stderr) == (2, f"mlagen: key: {rule}\n")

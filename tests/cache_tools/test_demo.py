@@ -36,7 +36,7 @@ def test_without_a_gpu_kernels_are_compiled_found_and_the_cpu_is_right(
     """The kernels of two targets are cached, and the CPU backend agrees with float64."""
     monkeypatch.setattr(demo, "CROSS_ARCHS", ("sm_90a", "sm_80"))
 
-    result = run("demo", "--json")
+    result = run("demo --json")
 
     document = json.loads(result.stdout)
     kernels = document["kernels"]
@@ -89,7 +89,7 @@ def test_with_a_gpu_two_processes_share_a_cache(
     prewarm = demo._prewarm
     monkeypatch.setattr(demo, "_prewarm", lambda _, kept: prewarm("sm_90a", kept))
 
-    document = json.loads(run("demo", "--json", *options).stdout)
+    document = json.loads(run("demo --json", *options).stdout)
 
     folder = stages[0][1].get("MLAGEN_CACHE_DIR")
     assert stages == [("call", stages[0][1])] * 2

@@ -18,7 +18,7 @@ from mlagen.runtime.device import DeviceFacts
 from mlagen.settings import current_settings
 
 from .altered import move_to_layer
-from .conftest import Cached, Documented, Run
+from .conftest import Cached, Run
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +37,9 @@ def rejects(error: mlagen.MlagenError) -> Callable[[], None]:
     return reject
 
 
-def test_versions_and_paths_are_reported(document: Documented, cache_dir: Path) -> None:
+def test_versions_and_paths_are_reported(run: Run, cache_dir: Path) -> None:
     """Packages, NVRTC's file and the folders are named; a missing GPU is no problem."""
-    found = document("doctor")
+    found = run.json("doctor")
 
     assert found["mlagen"] == mlagen.__version__
     for name in ("torch", "filelock"):
@@ -54,12 +54,12 @@ def test_versions_and_paths_are_reported(document: Documented, cache_dir: Path) 
 
 @pytest.mark.parametrize("is_layer", [False, True], ids=["the cache", "a layer"])
 def test_a_cache_is_measured(
-    is_layer: bool, document: Documented, cached: Cached, monkeypatch: pytest.MonkeyPatch
+    is_layer: bool, run: Run, cached: Cached, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each layer has its own count of kernels and of damaged ones."""
     (cached.folders[0] / "manifest.json").write_text("{")
     root = move_to_layer(cached.root, monkeypatch) if is_layer else cached.root
-    found = document("doctor")
+    found = run.json("doctor")
     measured = found["layers"][0] if is_layer else found["cache"]
     assert (measured["path"], measured["exists"], measured["entries"]) == (str(root), True, 2)
     assert is_layer or (measured["damaged"], measured["size_bytes"] > 10_000) == (1, True)
@@ -102,7 +102,6 @@ def test_a_problem_is_reported_with_the_fix(
     cause: tuple[Any, ...],
     problem: str,
     run: Run,
-    document: Documented,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
@@ -117,13 +116,13 @@ def test_a_problem_is_reported_with_the_fix(
     else:
         monkeypatch.setattr(*cause)
 
-    found: dict[str, Any] = document("doctor", code=1)
+    found: dict[str, Any] = run.json("doctor", code=1)
 
     assert len(found["problems"]) == 1
     assert found["problems"][0].startswith(problem)
     assert (found["nvrtc"]["version"] is None) == problem.startswith("NVRTC")
     assert problem in run("doctor").stdout
-    assert run("doctor", "--json").stderr == f"problem: {found['problems'][0]}\n"
+    assert run("doctor --json").stderr == f"problem: {found['problems'][0]}\n"
 
 
 def test_gpus_are_listed_with_their_targets(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

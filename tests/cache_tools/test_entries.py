@@ -18,11 +18,11 @@ from mlagen.cache.default_store import kernel_store
 from mlagen.codegen.sources import template_digests
 from mlagen.errors import ArgumentError
 
-from .conftest import Cached, Documented, Run, Setting
+from .conftest import Cached, Run, Setting
 
 
 def test_layers_are_selected_on_request(
-    document: Documented, run: Run, cached: Cached, tmp_path: Path, setting: Setting
+    run: Run, cached: Cached, tmp_path: Path, setting: Setting
 ) -> None:
     """A kernel in both places is selected once, from the cache folder; a key asks for no layer."""
     layer = tmp_path / "layer"
@@ -31,17 +31,17 @@ def test_layers_are_selected_on_request(
     setting("MLAGEN_CACHE_RO", layer)
     export = ("cache", "export", str(tmp_path / "k.tar.gz"))
 
-    every = document(*export, "--layers")["entries"]
+    every = run.json(*export, "--layers")["entries"]
     rejected = run(*export, cached.keys[1])
 
     assert [entry["key"] for entry in every] == sorted(cached.keys)
-    assert [entry["key"] for entry in document(*export)["entries"]] == cached.keys[:1]
-    assert len(document(*export, cached.keys[1], "--layers")["entries"]) == 1
+    assert [entry["key"] for entry in run.json(*export)["entries"]] == cached.keys[:1]
+    assert len(run.json(*export, cached.keys[1], "--layers")["entries"]) == 1
     assert rejected.exit_code == 2
     assert "mlagen: kernels: expected matching ones (--layers: " in rejected.stderr
 
 
-def test_a_damaged_entry_matches_every_filter(document: Documented, cached: Cached) -> None:
+def test_a_damaged_entry_matches_every_filter(run: Run, cached: Cached) -> None:
     """An export does not omit it, a removal by name does; its age is infinite."""
     damaged = cached.folders[0]
     (damaged / "manifest.json").unlink()
@@ -53,8 +53,8 @@ def test_a_damaged_entry_matches_every_filter(document: Documented, cached: Cach
     assert names_of(stored, "toolchain") == {damaged.name, damaged.name.partition(".")[0]}
     assert names_of(stored, "arch") == names_of(stored, "family") == set()
     assert is_older(stored, 1e9)
-    assert document("cache", "ls", "--arch", "sm_80")["entries"][0]["problem"] is None
-    (listed,) = [each for each in document("cache", "ls")["entries"] if each["problem"]]
+    assert run.json("cache ls --arch sm_80")["entries"][0]["problem"] is None
+    (listed,) = [each for each in run.json("cache ls")["entries"] if each["problem"]]
     assert listed["problem"].startswith("manifest.json: expected a regular file, got nothing")
     assert [name for name, value in listed.items() if value is not None] == [
         *("key", "toolchain", "path", "layer", "is_read_only", "size_bytes", "problem")
@@ -98,18 +98,16 @@ def test_entries_of_any_time_are_listed(seconds: int, run: Run, cached: Cached) 
     for command in ("ls", "ls --sort age", f"show {cached.keys[0]}", "stats", "verify"):
         for option in ((), ("--json",)):
             assert run("cache", *command.split(), *option).exit_code == 0
-    assert run("cache", "prune", "--older-than", "1d", "--dry-run").exit_code == 0
+    assert run("cache prune --older-than 1d --dry-run").exit_code == 0
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
-def test_a_compile_time_that_is_not_finite_is_damage(
-    value: str, cached: Cached, document: Documented
-) -> None:
+def test_a_compile_time_that_is_not_finite_is_damage(value: str, cached: Cached, run: Run) -> None:
     """JSON has no such numbers, so none is printed."""
     manifest = cached.folders[0] / "manifest.json"
     text = manifest.read_text()
     manifest.write_text(re.sub(r'"compile_ms": [^,}]+', f'"compile_ms": {value}', text))
-    listed = document("cache", "ls")["entries"]
+    listed = run.json("cache ls")["entries"]
     assert sum(entry["problem"] is not None for entry in listed) == 1
 
 

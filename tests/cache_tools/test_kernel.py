@@ -21,36 +21,34 @@ from mlagen.spec.families import FAMILIES
 from tests.kernels import COMBINE, SM_80, gqa_sm80, mla_sm90
 from tests.sass import nvdisasm_is_missing
 
-from .conftest import Documented, Run, Setting
+from .conftest import Run, Setting
 
 needs_nvdisasm = pytest.mark.skipif(
     nvdisasm_is_missing(), reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm"
 )
 
 
-def test_a_cached_kernel_is_not_compiled_again(
-    document: Documented, run: Run, cache_dir: Path
-) -> None:
+def test_a_cached_kernel_is_not_compiled_again(run: Run, cache_dir: Path) -> None:
     """It has the same numbers as one that is compiled, which leaves the cache as it is."""
-    fresh = document("kernel", "show", "combine", "--arch", "A100")
+    fresh = run.json("kernel show combine --arch A100")
     is_created = cache_dir.exists()
     entry = find_or_build(COMBINE).entry
-    found = document("kernel", "show", str(COMBINE))
+    found = run.json("kernel show", str(COMBINE))
     assert (fresh["kernel"], fresh["is_cached"], is_created) == (str(COMBINE), False, False)
     assert found == fresh | {"is_cached": True}
     assert (found["key"], found["template"]) == (entry.manifest.key, COMBINE.template)
-    assert run("kernel", "show", str(COMBINE)).stderr == ""
+    assert run("kernel show", str(COMBINE)).stderr == ""
 
 
-def test_the_included_templates_are_printed(run: Run, document: Documented) -> None:
+def test_the_included_templates_are_printed(run: Run) -> None:
     """There is one on each line, without the template itself, and nothing is compiled."""
-    result = run("kernel", "show", str(COMBINE), "--includes")
+    result = run("kernel show", str(COMBINE), "--includes")
     lines = result.stdout.splitlines()
     assert (result.exit_code, result.stderr) == (0, "")
     assert {"kernels/combine/combine.cuh", COMBINE.template} & {*lines} == {
         "kernels/combine/combine.cuh"
     }
-    assert lines == document("kernel", "show", str(COMBINE))["includes"]
+    assert lines == run.json("kernel show", str(COMBINE))["includes"]
 
 
 def test_tile_and_registers_are_those_of_the_source() -> None:
@@ -75,8 +73,8 @@ def test_the_source_is_that_which_is_compiled(wants_lines: str, run: Run, settin
     setting("MLAGEN_LINEINFO", wants_lines)
     path = find_or_build(COMBINE).entry.path
     assert path is not None
-    source = run("kernel", "show", str(COMBINE), "--source").stdout
-    document = json.loads(run("kernel", "show", str(COMBINE), "--source", "--json").stdout)
+    source = run("kernel show", str(COMBINE), "--source").stdout
+    document = json.loads(run("kernel show", str(COMBINE), "--source", "--json").stdout)
     assert document["source"] == source
     assert source == (path / "kernel.cu").read_text()
     assert (source == render(COMBINE).text) == (wants_lines == "0")
@@ -84,12 +82,12 @@ def test_the_source_is_that_which_is_compiled(wants_lines: str, run: Run, settin
 
 def test_the_ptx_is_printed(run: Run, cache_dir: Path) -> None:
     """The PTX is for the target, and has the kernel; a part has its own name in the document."""
-    result = run("kernel", "show", str(COMBINE), "--ptx")
+    result = run("kernel show", str(COMBINE), "--ptx")
     assert result.exit_code == 0
     assert "\n.target sm_80\n" in result.stdout
     assert ".visible .entry combine(" in result.stdout
     assert "\0" not in result.stdout
-    document = json.loads(run("kernel", "show", str(COMBINE), "--ptx", "--json").stdout)
+    document = json.loads(run("kernel show", str(COMBINE), "--ptx", "--json").stdout)
     assert document["ptx"] == result.stdout
     assert not cache_dir.exists()
 
@@ -103,7 +101,7 @@ def test_without_nvdisasm_the_other_resources_are_printed(
         raise ToolchainError("nvdisasm: not found; run: pip install nvidia-cuda-nvdisasm")
 
     monkeypatch.setattr(disassembly, "find_nvdisasm", missing)
-    result = run("kernel", "show", str(COMBINE), "--resources", "--json")
+    result = run("kernel show", str(COMBINE), "--resources", "--json")
     assert (result.exit_code, '"instructions": null' in result.stdout) == (0, True)
     assert "no counts of instructions: nvdisasm: not found; run: pip install" in result.stderr
 
@@ -111,13 +109,13 @@ def test_without_nvdisasm_the_other_resources_are_printed(
 @needs_nvdisasm
 def test_sass_and_the_counts_of_its_instructions_are_printed(run: Run) -> None:
     """`cache show` disassembles in the same way; --resources counts each opcode."""
-    shown = run("kernel", "show", str(COMBINE), "--sass")
-    counted = run("kernel", "show", str(COMBINE), "--resources")
+    shown = run("kernel show", str(COMBINE), "--sass")
+    counted = run("kernel show", str(COMBINE), "--resources")
     key = find_or_build(COMBINE).entry.manifest.key
 
     facts = dict(line.split(maxsplit=1) for line in counted.stdout.splitlines())
     assert shown.exit_code == 0
-    assert shown.stdout == run("cache", "show", key, "--sass").stdout
+    assert shown.stdout == run("cache show", key, "--sass").stdout
     assert int(facts["instructions"]) == int(facts["code"].removesuffix(" bytes")) / 16
     assert int(facts["EXIT"]) == shown.stdout.count("EXIT ;")
     assert int(facts["BAR"]) == shown.stdout.count(" BAR.")
@@ -125,7 +123,7 @@ def test_sass_and_the_counts_of_its_instructions_are_printed(run: Run) -> None:
 
 def test_a_diff_has_spec_and_source(run: Run) -> None:
     """The exit code is 1, and the summary counts what the unified diff has."""
-    result = run("kernel", "diff", str(COMBINE), "combine(arch=sm_80, dtype=fp16)")
+    result = run("kernel diff", str(COMBINE), "combine(arch=sm_80, dtype=fp16)")
     *lines, last = result.stdout.splitlines()
     assert result.exit_code == 1
     expected = {"-dtype bf16", "+dtype fp16"}
@@ -140,10 +138,7 @@ def test_a_diff_names_resources_as_show_does(run: Run) -> None:
     """Lines of `kernel show`, and of --resources its counts, are lines of the diff."""
     command = ("kernel", "diff", "combine", "--arch", "sm_80,sm_90a")
     known = [
-        {
-            " ".join(line.split())
-            for line in run("kernel", "show", str(COMBINE), *o).stdout.split("\n")
-        }
+        {" ".join(line.split()) for line in run("kernel show", str(COMBINE), *o).stdout.split("\n")}
         for o in ((), ("--resources",))
     ]
 
@@ -159,9 +154,9 @@ def test_a_diff_names_resources_as_show_does(run: Run) -> None:
 
 
 @needs_nvdisasm
-def test_one_spec_is_compared_on_two_targets(document: Documented) -> None:
+def test_one_spec_is_compared_on_two_targets(run: Run) -> None:
     """With --sass, the code is SASS without the offsets of its instructions."""
-    found = document("kernel", "diff", "combine", "--arch", "sm_80,sm_86", "--sass", code=1)
+    found = run.json("kernel diff combine --arch sm_80,sm_86 --sass", code=1)
     facts = {fact["fact"]: (fact["first"], fact["second"]) for fact in found["facts"]}
     assert facts["arch"] == ("sm_80", "sm_86")
     assert (found["part"], found["first"]["kernel"]) == ("sass", str(COMBINE))

@@ -19,7 +19,7 @@ from tests.built_once import compiled, cubin_of
 from tests.kernels import COMBINE, clear_caches, gqa_sm90
 from tests.text_hashes import text_sections
 
-from .conftest import Documented, Run, Setting
+from .conftest import Run, Setting
 
 
 @pytest.fixture
@@ -79,13 +79,11 @@ def test_the_folder_of_the_templates_is_in_the_key(templates: Path) -> None:
     assert dict(key_of(COMBINE).key_fields)["line_info"] == str(templates)
 
 
-def test_normal_kernels_are_not_mixed_with_them(
-    setting: Setting, run: Run, document: Documented
-) -> None:
+def test_normal_kernels_are_not_mixed_with_them(setting: Setting, run: Run) -> None:
     """Each setting finds its own kernel, and the commands name the difference."""
     plain = find_or_build(COMBINE)
     setting("MLAGEN_LINEINFO", 1)
-    why = document("cache", "why", str(COMBINE), code=1)
+    why = run.json("cache why", str(COMBINE), code=1)
     with_lines = find_or_build(COMBINE)
 
     keys = [outcome.entry.manifest.key for outcome in (plain, with_lines)]
@@ -93,13 +91,13 @@ def test_normal_kernels_are_not_mixed_with_them(
     fields = {"option.generate-line-info", "line_info"}
     assert (plain.built, with_lines.built) == (True, True)
     assert {each["key_field"] for each in why["differences"]} == fields
-    explained = document("cache", "explain", *keys)["differences"]
+    explained = run.json("cache explain", *keys)["differences"]
     assert {each["key_field"] for each in explained} == fields
-    assert document("cache", "stats")["usable"] == 1
-    assert f"lines of {folder}" in run("cache", "show", keys[1]).stdout
-    listed = {row.split()[0]: "info" in row for row in run("cache", "ls").stdout.splitlines()[1:3]}
+    assert run.json("cache stats")["usable"] == 1
+    assert f"lines of {folder}" in run("cache show", keys[1]).stdout
+    listed = {row.split()[0]: "info" in row for row in run("cache ls").stdout.splitlines()[1:3]}
     assert listed == {keys[0][:8]: False, keys[1][:8]: True}
-    folders = {each["key"]: each["line_info"] for each in document("cache", "ls")["entries"]}
+    folders = {each["key"]: each["line_info"] for each in run.json("cache ls")["entries"]}
     assert folders == {keys[0]: None, keys[1]: folder}
 
 

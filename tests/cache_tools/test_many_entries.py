@@ -90,9 +90,9 @@ def test_a_thousand_can_be_verified_and_removed(run: Run, cache_dir: Path) -> No
     """Most are removed by size, the rest at once."""
     fill(cache_dir, 1000)
 
-    verified = run("cache", "verify")
-    pruned = run("cache", "prune", "--max-size", "1M")
-    cleared = run("cache", "clear", "--yes")
+    verified = run("cache verify")
+    pruned = run("cache prune --max-size 1M")
+    cleared = run("cache clear --yes")
 
     kept = int(cleared.stdout.split()[1])
     assert verified.stdout == "1000 entries: 1000 valid, 0 bad\n"

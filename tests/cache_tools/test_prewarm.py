@@ -14,7 +14,7 @@ from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.prewarming import PrewarmReport, isolation
 from tests.kernels import COMBINE
 
-from .conftest import Cached, Documented, Run
+from .conftest import Cached, Run
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 OPTIONS = "--arch sm_80 --family combine --dtype bf16 --kv-lora-rank 256,512"
@@ -62,9 +62,9 @@ def test_a_large_selection_is_announced_with_the_options_for_fewer(
         assert [line.split()[0] for line in run(*words).stderr.splitlines()] == begins
 
 
-def test_json_has_every_unit_and_the_totals(document: Documented, cache_dir: Path) -> None:
+def test_json_has_every_unit_and_the_totals(run: Run, cache_dir: Path) -> None:
     """A unit has spec, status, times, key and resources."""
-    found = document(*SMALL, "--kv-lora-rank", "512")
+    found = run.json(*SMALL, "--kv-lora-rank", "512")
 
     (unit,) = found.pop("units")
     ms, others = found["totals"].pop("ms"), ("hit", "failed", "timeout", "skipped", "missing")
@@ -100,9 +100,7 @@ def test_a_dry_run_lists_missing_kernels(run: Run, cached: Cached) -> None:
 
 
 @pytest.mark.parametrize("is_file", [False, True], ids=["option", "file"])
-def test_unsupported_parts_are_omitted_and_named(
-    is_file: bool, document: Documented, run: Run, tmp_path: Path
-) -> None:
+def test_unsupported_parts_are_omitted_and_named(is_file: bool, run: Run, tmp_path: Path) -> None:
     """stderr, even of a quiet run, and the document name them; the rest is compiled."""
     options: tuple[str, ...] = ("--model", "glm-5.3-flash", "--kv-dtype", "bf16,fp8_per_token")
     if is_file:
@@ -111,7 +109,7 @@ def test_unsupported_parts_are_omitted_and_named(
         Path(*options).write_text(table)
     command = ("prewarm", *options, "--arch", "H100", "--dry-run")
 
-    found = document(*command, code=1)
+    found = run.json(*command, code=1)
 
     begin = "glm-5.3-flash: no MLA decode kernel for query fp8_per_token, cache fp8_per_token, "
     assert found["left_out"]
@@ -190,13 +188,12 @@ def test_failures_decide_the_exit_code(
     errors: tuple[mlagen.MlagenError, ...],
     code: int,
     run: Run,
-    document: Documented,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of different kinds it is 1, but a cache that cannot be used fails all; all are reported."""
     fail_with(monkeypatch, *errors)
 
-    units = document(*SMALL, "-j", "1", code=code)["units"]
+    units = run.json(*SMALL, "-j", "1", code=code)["units"]
 
     failed = {("failed", str(error)) for error in errors}
     assert len(units) == 2
@@ -208,12 +205,12 @@ def test_failures_decide_the_exit_code(
     assert {*ends} == {f"failed {str(error).removeprefix('NVRTC: ')}" for error in errors}
 
 
-def test_quiet_prints_failures_alone(run: Run, document: Documented) -> None:
+def test_quiet_prints_failures_alone(run: Run) -> None:
     """A quiet run prints neither lines nor totals, only the document with --json."""
     for options in (("--quiet",), ("-q", "--dry-run")):
         result = run(*SMALL, *options)
         assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
-    assert document(*SMALL, "-q")["totals"]["hit"] == 2
+    assert run.json(*SMALL, "-q")["totals"]["hit"] == 2
     assert run(*SMALL, "-q", "--json").stderr == ""
 
 

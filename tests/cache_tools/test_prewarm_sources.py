@@ -15,21 +15,21 @@ from mlagen.prewarming.spec_file import KEYS
 from mlagen.settings import current_settings
 from tests.kernels import COMBINE
 
-from .conftest import Cached, Documented, Run, Setting
+from .conftest import Cached, Run, Setting
 
 LINE = json.dumps({"kernel": str(COMBINE)}) + "\n"
 TABLE = '[[kernel]]\nfamily = "combine"\ndtype = "bf16"\nkv_lora_rank = 512\n'
 
 
-def kernels(document: Documented, *arguments: str, answer: str | None = None) -> list[str]:
+def kernels(run: Run, *arguments: str, answer: str | None = None) -> list[str]:
     """Return the kernels of a dry run, in which nothing is cached."""
-    found = document("prewarm", "--dry-run", *arguments, answer=answer, code=1)
+    found = run.json("prewarm --dry-run", *arguments, answer=answer, code=1)
     specs = [(unit["family"], unit["spec"].items()) for unit in found["units"]]
     return [f"{name}({', '.join(f'{key}={value}' for key, value in of)})" for name, of in specs]
 
 
 def test_sources_are_prewarmed_for_their_own_architecture_or_for_others(
-    document: Documented, tmp_path: Path
+    run: Run, tmp_path: Path
 ) -> None:
     """Texts, records, files and stdin are merged, for their own targets or those of --arch."""
     log, toml, table = (tmp_path / name for name in ("a.jsonl", "a.toml", "a.json"))
@@ -40,11 +40,11 @@ def test_sources_are_prewarmed_for_their_own_architecture_or_for_others(
     model = ("--model", "deepseek-v3", "--tp", "8")
 
     for source in (kernel * 2, record * 2, (str(toml), *arch)):
-        assert kernels(document, *source) == [str(COMBINE)]
-    assert kernels(document, "-", *arch, answer=TABLE) == [str(COMBINE)]
-    elsewhere = kernels(document, *record, "--arch", "sm_90a,sm_86")
+        assert kernels(run, *source) == [str(COMBINE)]
+    assert kernels(run, "-", *arch, answer=TABLE) == [str(COMBINE)]
+    elsewhere = kernels(run, *record, "--arch", "sm_90a,sm_86")
     assert elsewhere == [str(COMBINE).replace("sm_80", other) for other in ("sm_90a", "sm_86")]
-    together = kernels(document, str(table), *kernel, *record, *model, *arch)
+    together = kernels(run, str(table), *kernel, *record, *model, *arch)
     assert [name.partition("(")[0] for name in together] == ["combine", "mla_sm80"]
 
 
@@ -105,7 +105,6 @@ def test_a_source_without_an_end_is_rejected(
 @pytest.mark.parametrize("is_layer", [False, True], ids=["the cache", "a layer"])
 def test_a_bundle_has_the_requested_kernels(
     is_layer: bool,
-    document: Documented,
     run: Run,
     cached: Cached,
     tmp_path: Path,
@@ -118,7 +117,7 @@ def test_a_bundle_has_the_requested_kernels(
     bundle = tmp_path / "kernels.tar.gz"
     command = ("prewarm", "--kernel", str(cached.units[0].spec), "--bundle", str(bundle))
 
-    described = document(*command)["bundle"]
+    described = run.json(*command)["bundle"]
     _, line, digest = run(*command).stdout.splitlines()
 
     assert (described["bundle"], described["archs"]) == (str(bundle), ["sm_80"])
@@ -130,17 +129,17 @@ def test_a_bundle_has_the_requested_kernels(
 
 
 def test_a_failure_writes_no_bundle(
-    document: Documented, run: Run, cached: Cached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, cached: Cached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An incomplete bundle is not written; a path that cannot be written fails with 1."""
     path = tmp_path / "kernels.tar.gz"
     path.mkdir()
-    result = run("prewarm", "--kernel", str(cached.units[0].spec), "--bundle", str(path))
+    result = run("prewarm --kernel", str(cached.units[0].spec), "--bundle", str(path))
     path.rmdir()
     monkeypatch.setenv("MLAGEN_JIT", "off")
     current_settings.cache_clear()
     other = str(COMBINE).replace("sm_80", "sm_86")
-    failed = document("prewarm", "--isolate", "--kernel", other, "--bundle", str(path), code=1)
+    failed = run.json("prewarm --isolate --kernel", other, "--bundle", str(path), code=1)
 
     message = f"mlagen: bundle: expected a file, got another kind: {path}"
     assert (result.exit_code, result.stdout) == (1, "")

@@ -23,7 +23,7 @@ from tests.kernels import COMBINE
 from tests.observed_calls import built, observe
 
 from .altered import use
-from .conftest import SCHEMA_OF, Documented, Run, Setting
+from .conftest import SCHEMA_OF, Run, Setting
 from .many import TOOLCHAIN, fill
 
 FOLDER = Path(__file__).parent / "snapshots"
@@ -112,7 +112,7 @@ def keys(
     use(next(cache_dir.glob(f"v1/e/*/{keys[0]}/*")), age_s=7200, now=time.time())
     setting("MLAGEN_TOOLCHAIN", TOOLCHAIN)
     monkeypatch.chdir(tmp_path)
-    run("cache", "export", "there.tar.gz")
+    run("cache export there.tar.gz")
     monkeypatch.setattr(bench, "_machine", lambda *_: FakeMachine(fa3=of_fa3))
     monkeypatch.setattr(device, "visible_devices", list)
     monkeypatch.setattr(device, "driver_version", lambda: None)
@@ -154,7 +154,7 @@ def test_every_command_has_a_snapshot() -> None:
 
 @pytest.mark.parametrize("command", sorted(SCHEMA_OF.keys() - {"replay"}))
 def test_the_document_of_a_command_fits_its_schema(
-    command: str, keys: list[str], document: Documented, cache_dir: Path
+    command: str, keys: list[str], run: Run, cache_dir: Path
 ) -> None:
     """The names and types are exactly those of the schema, in order, beside damage too."""
     next(cache_dir.glob(f"v1/e/*/{keys[1]}/*/manifest.json")).write_text("{")
@@ -162,7 +162,7 @@ def test_the_document_of_a_command_fits_its_schema(
     if command in {"cache export", "cache push"}:
         words.append(keys[0])
     fails = {"cache verify", "cache why"}
-    document(*command.split(), *words, code=int(command in fails), answer="y\n")
+    run.json(*command.split(), *words, code=int(command in fails), answer="y\n")
 
 
 @pytest.mark.parametrize("schema", SCHEMA_OF.values(), ids=SCHEMA_OF)

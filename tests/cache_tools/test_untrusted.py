@@ -72,7 +72,7 @@ def spoilt(tmp_path: Path, run: Run, cache_dir: Path) -> Spoilt:
     """Fill the cache, bundle half of it, and damage one kernel."""
     spoilt = Spoilt(cache_dir, tmp_path / "bundle.tar.gz", tmp_path / "out", run)
     filled_store(cache_dir.parent)
-    run("cache", "export", str(spoilt.bundle), KEY)
+    run("cache export", str(spoilt.bundle), KEY)
     damage(spoilt.path_of("entry"))
     spoilt.out.mkdir()
     return spoilt
@@ -149,7 +149,7 @@ def test_a_file_that_others_can_change_is_not_read(
     """A trusted folder does not make a writable file trusted."""
     other = next(path for path in spoilt.root.glob("v1/e/*/*/*") if path.parent.name != KEY)
     spoil(other / file, monkeypatch)
-    spoilt.run("cache", "rm", KEY)
+    spoilt.run("cache rm", KEY)
     spoilt.require_rejection(COMMANDS[name])
 
 
@@ -167,7 +167,7 @@ def test_a_layer_that_others_can_change_is_rejected(
 def test_an_untrusted_cache_can_be_diagnosed(spoilt: Spoilt) -> None:
     """`cache dir` prints its path, and `doctor` its problem."""
     spoilt.root.chmod(0o777)
-    where, doctor = spoilt.run("cache", "dir"), spoilt.run("doctor")
+    where, doctor = spoilt.run("cache dir"), spoilt.run("doctor")
     assert (where.exit_code, where.stdout) == (DONE, f"{spoilt.root}\n")
     assert doctor.exit_code == FAILED
     assert "mode 0777, which lets others write" in " ".join(doctor.stdout.split())

@@ -19,7 +19,7 @@ from cache_tools.replay.document import read_dump
 from cache_tools.replay.rebuild import Rebuilt
 from mlagen.errors import ArgumentError
 from mlagen.observe.observed import observed
-from tests.cache_tools.conftest import Documented, Run, Start
+from tests.cache_tools.conftest import Run, Start
 from tests.observed_calls import BUILDERS, built, observe
 from tests.problems.entry_points import trtllm_gqa_arguments, xqa_arguments
 from tests.problems.gqa import GqaCase
@@ -120,14 +120,14 @@ CALLS = builders()
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_any_call_is_replayed(name: str, folder: Path, document: Documented) -> None:
+def test_any_call_is_replayed(name: str, folder: Path, run: Run) -> None:
     """Random contents of any layout, dtype, lengths and indices pass the checks of contents."""
     function, arguments = CALLS[name]()
     function(**arguments)
     path = last_of(folder)
     as_if_on_gpu(path)
 
-    found = document("replay", str(path), "--seed", "3", code=3)
+    found = run.json("replay", str(path), "--seed", "3", code=3)
 
     has_result = name not in {"constructor", "plan", "dense_plan", "plan_decode"}
     assert found["served_by"] == (["CPU backend"] if has_result else [])
@@ -199,9 +199,7 @@ def test_a_missing_numpy_causes_no_warning(dumped: Path, start: Start) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["shape", "freed memory"])
-def test_a_call_that_raised_raises_again(
-    wrong: str, folder: Path, run: Run, document: Documented
-) -> None:
+def test_a_call_that_raised_raises_again(wrong: str, folder: Path, run: Run) -> None:
     """The exit code is 1, and the text has both errors; without the GPU of the call too."""
     function, arguments = built("trtllm")
     if wrong == "shape":
@@ -214,7 +212,7 @@ def test_a_call_that_raised_raises_again(
         as_if_on_gpu(last_of(folder))
 
     result = run("replay", str(last_of(folder)))
-    found = document("replay", str(last_of(folder)), code=1)
+    found = run.json("replay", str(last_of(folder)), code=1)
 
     assert result.exit_code == 1
     assert found["error"] == found["dumped"]["error"] == f"ArgumentError: {caught.value}"
@@ -222,14 +220,12 @@ def test_a_call_that_raised_raises_again(
     assert "relative error  none: the call raised\n" in result.stdout
 
 
-def test_the_kernel_settings_of_the_dumped_process_apply(
-    dumped: Path, document: Documented
-) -> None:
+def test_the_kernel_settings_of_the_dumped_process_apply(dumped: Path, run: Run) -> None:
     """An invalid one is the error of the replay; afterwards the own settings are back."""
     data = json.loads(dumped.read_text(encoding="utf-8"))
     data["environment"]["MLAGEN_MLA_KERNEL"] = "sm70"
     dumped.write_text(json.dumps(data), encoding="utf-8")
-    found = document("replay", str(dumped), code=1)
+    found = run.json("replay", str(dumped), code=1)
     assert found["error"].startswith("ArgumentError: MLAGEN_MLA_KERNEL: ")
     function, arguments = built("trtllm")
     function(**arguments)
@@ -237,7 +233,7 @@ def test_the_kernel_settings_of_the_dumped_process_apply(
 
 @pytest.mark.parametrize("offset", [0.0, 1.0], ids=["right", "wrong"])
 def test_the_result_of_a_gpu_is_compared_with_the_cpu_backend(
-    offset: float, dumped: Path, document: Documented, monkeypatch: pytest.MonkeyPatch
+    offset: float, dumped: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A relative error above the bound is exit code 1; here the CPU stands for the GPU."""
     as_if_on_gpu(dumped)
@@ -252,7 +248,7 @@ def test_the_result_of_a_gpu_is_compared_with_the_cpu_backend(
     monkeypatch.setattr(replaying, "_gpu", lambda: torch.device("cpu"))
     monkeypatch.setattr(replaying, "_name_of", lambda _: "a GPU")
 
-    found = document("replay", str(dumped), code=int(bool(offset)))
+    found = run.json("replay", str(dumped), code=int(bool(offset)))
 
     assert (found["device"], found["error"]) == ("a GPU", None)
     assert (found["relative_error"] > found["error_bound"]) is bool(offset)
