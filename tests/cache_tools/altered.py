@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from mlagen.cache.entry import Manifest
 from mlagen.cache.key import CacheKey
 from mlagen.cache.layout import Layout
 from mlagen.settings import current_settings
+from tests.fixture_types import Patch
 
 
 def damage(folder: Path) -> Path:
@@ -65,7 +64,7 @@ def use(folder: Path, *, age_s: float, now: float) -> None:
     os.utime(folder / "manifest.json", (now - age_s, now - age_s))
 
 
-def move_to_layer(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def move_to_layer(cache_dir: Path, monkeypatch: Patch) -> Path:
     """Move all cached entries into a read-only layer, and return the layer."""
     layer = cache_dir.with_name("layer")
     cache_dir.rename(layer)

@@ -24,6 +24,7 @@ from mlagen.compiler import nvrtc_process
 from mlagen.prewarming import PrewarmUnit
 from mlagen.settings import current_settings
 from tests.built_once import compiled
+from tests.fixture_types import Patch
 
 SCHEMA_OF: dict[str, Schema] = {**SCHEMAS, **TRANSFER_SCHEMAS, "replay": REPLAY}
 
@@ -150,7 +151,7 @@ def start() -> Start:
 
 
 @pytest.fixture
-def setting(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, object], None]:
+def setting(monkeypatch: Patch) -> Callable[[str, object], None]:
     """Return a function that changes a setting."""
 
     def set_it(name: str, value: object) -> None:
@@ -161,7 +162,7 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, object], None]:
 
 
 @pytest.fixture
-def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def compiled_once(monkeypatch: Patch) -> None:
     """Compile each kernel once for all tests of a run."""
     monkeypatch.setattr(
         nvrtc_process, "compile_anywhere", lambda source, arch, _: compiled(source, arch)

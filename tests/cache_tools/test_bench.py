@@ -18,6 +18,7 @@ from cache_tools.commands import bench
 from mlagen.runtime import device
 from mlagen.runtime.device import DeviceFacts
 from tests.fake_machine import FAILED, RIGHT, WRONG, FakeMachine
+from tests.fixture_types import Patch
 
 from .conftest import Run, Start
 
@@ -28,7 +29,7 @@ Use = Callable[[FakeMachine], list[object]]
 
 
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Use:
+def use(monkeypatch: Patch) -> Use:
     """Return a function that installs a fake machine, and returns the record of its calls."""
 
     def use_it(machine: FakeMachine) -> list[object]:
@@ -170,7 +171,7 @@ def test_a_slower_case_fails_the_comparison(results: str, run: Run, use: Use) ->
     ids=["torch does not detect it", "not supported"],
 )
 def test_a_gpu_that_cannot_be_measured_is_reported(
-    major: int, minor: int, code: int, message: str, run: Run, monkeypatch: pytest.MonkeyPatch
+    major: int, minor: int, code: int, message: str, run: Run, monkeypatch: Patch
 ) -> None:
     """A CPU build of torch, or a GPU without a target, has no result."""
     facts = {"index": 0, "name": "a GPU", "sm_count": 132, "memory_bytes": 1 << 36}

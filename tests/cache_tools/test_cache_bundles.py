@@ -11,6 +11,7 @@ import pytest
 
 from tests.cache.builds import entry_folder, tree
 from tests.cache.bundle_cases import FAMILIES, bundle_bytes, filled_store, key_for, members_of
+from tests.fixture_types import Patch
 
 from .conftest import Run, Setting, Start
 from .web import served
@@ -20,7 +21,7 @@ MLA = KEYS["mla_sm80"]
 
 
 @pytest.fixture(autouse=True)
-def direct(monkeypatch: pytest.MonkeyPatch) -> None:
+def direct(monkeypatch: Patch) -> None:
     """Bypass proxies for servers of this machine."""
     monkeypatch.setenv("no_proxy", "*")
 
@@ -156,7 +157,7 @@ def test_a_pushed_bundle_is_an_exported_one_and_is_pulled(
 
 
 def test_nothing_is_left_in_the_temporary_folder(
-    run: Run, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, bundle: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """The temporary folder is empty after success and after failure."""
     folder = tmp_path / "temporary"

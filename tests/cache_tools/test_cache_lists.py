@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.fixture_types import Patch
+
 from .altered import damage, move_to_layer, recast, use
 from .conftest import Cached, Run, Setting
 
@@ -93,7 +95,7 @@ def test_a_list_can_be_filtered(options: str, count: int, run: Run, cached: Cach
 
 
 def test_layers_are_listed_on_request_and_do_not_count_towards_the_limit(
-    run: Run, cached: Cached, monkeypatch: pytest.MonkeyPatch
+    run: Run, cached: Cached, monkeypatch: Patch
 ) -> None:
     """Without --layers, only the cache folder is listed; kernels of a layer are usable."""
     layer = move_to_layer(cached.root, monkeypatch)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mlagen.engine import find_or_build
+from tests.fixture_types import Patch
 
 from .altered import move_to_layer, recast, snapshot, use
 from .conftest import Cached, Run, Setting
@@ -114,9 +115,7 @@ def test_kernels_of_another_installation_are_pruned(
     assert kept_in(cached.root) == set(cached.folders)
 
 
-def test_a_read_only_layer_is_never_pruned(
-    run: Run, cached: Cached, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_only_layer_is_never_pruned(run: Run, cached: Cached, monkeypatch: Patch) -> None:
     """Its kernels are neither removed nor counted."""
     layer = move_to_layer(cached.root, monkeypatch)
     before = snapshot(layer)

@@ -15,6 +15,7 @@ import pytest
 
 from cache_tools.tools.disassembly import find_nvdisasm, sass_of
 from mlagen.errors import ToolchainError
+from tests.fixture_types import Patch
 
 from .altered import recast
 from .conftest import Cached, Run
@@ -42,7 +43,7 @@ def test_every_compiler_is_shown_or_the_one_that_is_named(run: Run, cached: Cach
 
 
 @pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path]:
+def tool(monkeypatch: Patch, tmp_path: Path) -> Callable[..., Path]:
     """Return a function that writes a fake nvdisasm, which cuda.pathfinder finds."""
     found = {"nvdisasm": None}
     monkeypatch.setattr(cuda.pathfinder, "find_nvidia_binary_utility", found.get)

@@ -11,6 +11,7 @@ import pytest
 from cache_tools.tools.differences import differences, key_of_entry, nearest_entry
 from mlagen.cache.key import CacheKey
 from tests.cache.builds import entry_folder, make_build, make_store
+from tests.fixture_types import Patch
 
 from .altered import damage, move_to_layer, recast, snapshot, use
 from .conftest import Cached, Run
@@ -27,7 +28,7 @@ def fields_of(document: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 @pytest.mark.parametrize("is_layer", [False, True], ids=["the cache", "a layer"])
 def test_a_cached_kernel_is_found(
-    is_layer: bool, run: Run, cached: Cached, monkeypatch: pytest.MonkeyPatch
+    is_layer: bool, run: Run, cached: Cached, monkeypatch: Patch
 ) -> None:
     """Document and text name its folder, which nothing changes."""
     root = move_to_layer(cached.root, monkeypatch) if is_layer else cached.root

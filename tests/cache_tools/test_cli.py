@@ -14,6 +14,7 @@ import pytest
 import mlagen
 from cache_tools.options.entry_options import age
 from cache_tools.options.options import names, numbers
+from tests.fixture_types import Patch
 
 from .conftest import HEAVY, ROOT, Run
 from .many import fill
@@ -75,9 +76,7 @@ def test_the_cache_can_be_chosen_for_one_command(folder: str, run: Run) -> None:
 @pytest.mark.parametrize(
     ("option", "level"), [("-v", logging.INFO), ("-vv", logging.DEBUG), ("-vvv", logging.DEBUG)]
 )
-def test_verbose_sets_the_log_level(
-    option: str, level: int, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verbose_sets_the_log_level(option: str, level: int, run: Run, monkeypatch: Patch) -> None:
     """`-v` is MLAGEN_LOG=info and `-vv` debug, whatever the variable says."""
     monkeypatch.setenv("MLAGEN_LOG", "off")
     assert run(option, "cache", "dir").exit_code == 0

@@ -8,6 +8,7 @@ from click.shell_completion import BashComplete
 
 from cache_tools.cli import cli
 from cache_tools.tools.completion import completer
+from tests.fixture_types import Patch
 from tests.kernels import COMBINE
 
 from .conftest import Cached
@@ -62,7 +63,7 @@ def test_a_key_is_completed_from_the_cache(words: str, cached: Cached) -> None:
     assert list(completed(args, first[:20].upper())) == [first[:21]]
 
 
-def test_a_completion_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_completion_never_raises(monkeypatch: Patch) -> None:
     """A broken setting or cache completes nothing."""
     monkeypatch.setenv("MLAGEN_CACHE_MAX_SIZE", "none")
 

@@ -14,6 +14,7 @@ from cache_tools.commands import demo
 from mlagen import engine
 from mlagen.cache.default_store import kernel_store
 from mlagen.errors import ToolchainError
+from tests.fixture_types import Patch
 
 from .conftest import Run
 
@@ -24,14 +25,14 @@ ANSWER: dict[str, Any] = {"gpu": "NVIDIA H200", **TIMES, "result": RIGHT}
 
 
 @pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_gpu(monkeypatch: Patch) -> None:
     """Hide the GPUs of this machine from torch, and compile for one more target."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(demo, "CROSS_ARCHS", ("sm_80",))
 
 
 def test_without_a_gpu_kernels_are_compiled_found_and_the_cpu_is_right(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: Patch
 ) -> None:
     """The kernels of two targets are cached, and the CPU backend agrees with float64."""
     monkeypatch.setattr(demo, "CROSS_ARCHS", ("sm_90a", "sm_80"))
@@ -59,7 +60,7 @@ def test_without_a_gpu_kernels_are_compiled_found_and_the_cpu_is_right(
     assert "looking them up in a new process ..." in result.stderr
 
 
-def test_a_wrong_result_is_reported(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_reported(run: Run, monkeypatch: Patch) -> None:
     """An error beyond rounding exits with 1, and NaN, as of an invalid slot, is never right."""
     problem = demo._problem("cpu")
     out = torch.zeros(len(demo.SEQ_LENS), 1, demo.HEADS, demo.KV_LORA_RANK)
@@ -75,7 +76,7 @@ def test_a_wrong_result_is_reported(run: Run, monkeypatch: pytest.MonkeyPatch) -
     ("options", "cache"), [((), "empty"), (("--keep-cache",), "present")], ids=["fresh", "kept"]
 )
 def test_with_a_gpu_two_processes_share_a_cache(
-    options: tuple[str, ...], cache: str, run: Run, monkeypatch: pytest.MonkeyPatch
+    options: tuple[str, ...], cache: str, run: Run, monkeypatch: Patch
 ) -> None:
     """First calls are timed in new processes, by default in a temporary cache."""
     stages: list[tuple[str, dict[str, str]]] = []
@@ -103,7 +104,7 @@ def test_with_a_gpu_two_processes_share_a_cache(
     }
 
 
-def test_a_stage_that_fails_ends_the_demo(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_fails_ends_the_demo(run: Run, monkeypatch: Patch) -> None:
     """The demo exits with the code of the failed process, whose message is on stderr."""
     ended = subprocess.CompletedProcess[bytes]([], returncode=3)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

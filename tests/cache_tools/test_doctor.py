@@ -16,13 +16,14 @@ from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.runtime import device
 from mlagen.runtime.device import DeviceFacts
 from mlagen.settings import current_settings
+from tests.fixture_types import Patch
 
 from .altered import move_to_layer
 from .conftest import Cached, Run
 
 
 @pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_gpu(monkeypatch: Patch) -> None:
     """Make the driver absent."""
     monkeypatch.setattr(device, "visible_devices", list)
     monkeypatch.setattr(device, "driver_version", lambda: None)
@@ -53,9 +54,7 @@ def test_versions_and_paths_are_reported(run: Run, cache_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("is_layer", [False, True], ids=["the cache", "a layer"])
-def test_a_cache_is_measured(
-    is_layer: bool, run: Run, cached: Cached, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_is_measured(is_layer: bool, run: Run, cached: Cached, monkeypatch: Patch) -> None:
     """Each layer has its own count of kernels and of damaged ones."""
     (cached.folders[0] / "manifest.json").write_text("{")
     root = move_to_layer(cached.root, monkeypatch) if is_layer else cached.root
@@ -99,11 +98,7 @@ PROBLEMS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 @pytest.mark.parametrize(("cause", "problem"), PROBLEMS.values(), ids=PROBLEMS)
 def test_a_problem_is_reported_with_the_fix(
-    cause: tuple[Any, ...],
-    problem: str,
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    cause: tuple[Any, ...], problem: str, run: Run, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     """The exit code is 1, the text has it on stdout and with --json on stderr; checks go on."""
     monkeypatch.chdir(tmp_path)
@@ -125,7 +120,7 @@ def test_a_problem_is_reported_with_the_fix(
     assert run("doctor --json").stderr == f"problem: {found['problems'][0]}\n"
 
 
-def test_gpus_are_listed_with_their_targets(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_listed_with_their_targets(run: Run, monkeypatch: Patch) -> None:
     """A line has name, target, SMs and memory."""
     monkeypatch.setattr(device, "visible_devices", lambda: GPUS)
     monkeypatch.setattr(device, "driver_version", lambda: "13.0")

@@ -17,6 +17,7 @@ from cache_tools.tools.installation import matches_sources, matches_toolchain, r
 from mlagen.cache.default_store import kernel_store
 from mlagen.codegen.sources import template_digests
 from mlagen.errors import ArgumentError
+from tests.fixture_types import Patch
 
 from .conftest import Cached, Run, Setting
 
@@ -61,9 +62,7 @@ def test_a_damaged_entry_matches_every_filter(run: Run, cached: Cached) -> None:
     ]
 
 
-def test_a_prefix_of_six_digits_or_more_is_a_key(
-    cached: Cached, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefix_of_six_digits_or_more_is_a_key(cached: Cached, monkeypatch: Patch) -> None:
     """It may be in upper case; the message on an ambiguous one has digits that distinguish."""
     store = kernel_store()
     everything = list(store.entries())
@@ -126,9 +125,7 @@ def test_entries_match_this_installation_or_do_not() -> None:
     assert not matches_sources(damaged, template_digests())
 
 
-def test_without_bindings_there_is_no_toolchain(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_bindings_there_is_no_toolchain(setting: Setting, monkeypatch: Patch) -> None:
     """A machine with an unknown CUDA version is no error."""
 
     def missing(name: str) -> None:

@@ -15,6 +15,7 @@ from cache_tools.options.exit_codes import CACHE_UNUSABLE, FAILED, UNSUPPORTED, 
 from mlagen.runtime import device
 from mlagen.spec.families import FAMILIES
 from tests.cache.bundle_cases import bundle_bytes, filled_store, key_for
+from tests.fixture_types import Patch
 from tests.kernels import COMBINE
 
 from .altered import snapshot
@@ -113,7 +114,7 @@ STEPS = {"packing", "uploading", "verifying", "downloading"}
 
 @pytest.mark.parametrize(("line", "code", "message"), CASES, ids=lambda case: str(case)[:60])
 def test_what_cannot_be_done_is_one_line_and_changes_nothing(
-    line: str, code: int, message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: str, code: int, message: str, run: Run, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Usage errors of click and of the commands, and errors, have one format on stderr."""
     (tmp_path / "there.tar.gz").write_bytes(bundle_bytes(filled_store(tmp_path)))
@@ -152,7 +153,7 @@ RULE = "x: expected 1, got 2"
     ids=lambda value: type(value).__name__,
 )
 def test_an_exception_is_one_line_and_an_exit_code(
-    error: BaseException, code: int, message: str, run: Run, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, code: int, message: str, run: Run, monkeypatch: Patch
 ) -> None:
     """Every MlagenError, and an interrupt, ends the command without a traceback."""
 
@@ -174,7 +175,7 @@ def test_an_exception_is_one_line_and_an_exit_code(
     ],
 )
 def test_a_cache_or_compiler_that_cannot_be_used_is_an_error(
-    line: str, code: int, message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: str, code: int, message: str, run: Run, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Nothing is compiled that cannot be stored, or by another NVRTC than MLAGEN_TOOLCHAIN."""
     (tmp_path / "there.tar.gz").write_bytes(bundle_bytes(filled_store(tmp_path / "there")))

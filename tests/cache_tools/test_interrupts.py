@@ -26,6 +26,7 @@ from cache_tools.output.report import count_text
 from cache_tools.tools import bundles
 from mlagen.cache.default_store import kernel_store
 from tests.cache.bundle_cases import bundle_bytes, filled_store
+from tests.fixture_types import Patch
 
 from .conftest import ROOT, Run, Start
 
@@ -167,7 +168,7 @@ def test_an_interrupt_says_what_is_kept(
     summary: str,
     run: Run,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
 ) -> None:
     """The last line has it, no file is written, and what is published stays."""
 

@@ -18,6 +18,7 @@ from mlagen.errors import ArgumentError, ToolchainError
 from mlagen.prewarming import gpus
 from mlagen.spec.arch import Arch, parse_arch
 from mlagen.spec.families import FAMILIES
+from tests.fixture_types import Patch
 from tests.kernels import COMBINE, SM_80, gqa_sm80, mla_sm90
 from tests.sass import nvdisasm_is_missing
 
@@ -92,9 +93,7 @@ def test_the_ptx_is_printed(run: Run, cache_dir: Path) -> None:
     assert not cache_dir.exists()
 
 
-def test_without_nvdisasm_the_other_resources_are_printed(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_nvdisasm_the_other_resources_are_printed(run: Run, monkeypatch: Patch) -> None:
     """A line on stderr has the package to install, and the counts are null in JSON."""
 
     def missing() -> Path:
@@ -183,7 +182,7 @@ NAMED = [
 
 @pytest.mark.parametrize(("text", "gpu", "expected"), [*WITHOUT_A_GPU, *NAMED])
 def test_names_that_are_left_out_have_defaults(
-    text: str, gpu: Arch | None, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    text: str, gpu: Arch | None, expected: dict[str, str], monkeypatch: Patch
 ) -> None:
     """Given values are kept; the target is the visible GPU, or the next one with the family."""
     monkeypatch.setattr(gpus, "visible_archs", lambda: {} if gpu is None else {0: gpu})

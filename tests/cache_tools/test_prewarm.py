@@ -12,6 +12,7 @@ from cache_tools.output import progress
 from mlagen import engine, prewarming
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.prewarming import PrewarmReport, isolation
+from tests.fixture_types import Patch
 from tests.kernels import COMBINE
 
 from .conftest import Cached, Run
@@ -25,7 +26,7 @@ NO_TARGET = mlagen.ToolchainError("no")
 NO_CACHE = mlagen.CacheError("no", path=Path("x"))
 
 
-def fail_with(monkeypatch: pytest.MonkeyPatch, *errors: mlagen.MlagenError) -> None:
+def fail_with(monkeypatch: Patch, *errors: mlagen.MlagenError) -> None:
     """Make compilations fail with these errors, and then with the last one."""
     left = list(errors)
 
@@ -47,7 +48,7 @@ def test_kernels_are_compiled_and_counted(isolate: tuple[str, ...], run: Run) ->
 
 
 def test_a_large_selection_is_announced_with_the_options_for_fewer(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: Patch
 ) -> None:
     """A selection by a kernel's text has no such line, and a quiet run announces nothing."""
     monkeypatch.setattr(progress, "MANY", 2)
@@ -123,7 +124,7 @@ def test_unsupported_parts_are_omitted_and_named(is_file: bool, run: Run, tmp_pa
 
 
 @pytest.mark.usefixtures("cached")
-def test_without_nvrtc_missing_kernels_are_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvrtc_missing_kernels_are_named(run: Run, monkeypatch: Patch) -> None:
     """Cached kernels are hits, each miss has a line, and the last one names the package."""
 
     def missing() -> None:
@@ -139,7 +140,7 @@ def test_without_nvrtc_missing_kernels_are_named(run: Run, monkeypatch: pytest.M
     assert lines[-1] == "mlagen: NVRTC: not here"
 
 
-def test_options_reach_the_selection(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_reach_the_selection(run: Run, monkeypatch: Patch) -> None:
     """Lists are split at commas, numbers are parsed, and missing options are omitted."""
     given: dict[str, Any] = {}
 
@@ -185,10 +186,7 @@ def test_options_reach_the_selection(run: Run, monkeypatch: pytest.MonkeyPatch) 
     ids=["a kernel", "the target", "the cache", "a kernel, a target", "a kernel, the cache"],
 )
 def test_failures_decide_the_exit_code(
-    errors: tuple[mlagen.MlagenError, ...],
-    code: int,
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
+    errors: tuple[mlagen.MlagenError, ...], code: int, run: Run, monkeypatch: Patch
 ) -> None:
     """Of different kinds it is 1, but a cache that cannot be used fails all; all are reported."""
     fail_with(monkeypatch, *errors)

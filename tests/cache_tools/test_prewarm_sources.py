@@ -13,6 +13,7 @@ from mlagen.cache.bundle_reading import open_bundle, verify_bundle
 from mlagen.paths import MAX_NAMED_BYTES
 from mlagen.prewarming.spec_file import KEYS
 from mlagen.settings import current_settings
+from tests.fixture_types import Patch
 from tests.kernels import COMBINE
 
 from .conftest import Cached, Run, Setting
@@ -91,7 +92,7 @@ def test_tables_have_the_names_of_the_options() -> None:
     ],
 )
 def test_a_source_without_an_end_is_rejected(
-    source: str, got: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, got: str, run: Run, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """A device takes no memory, a FIFO no wait; the exit code is 2."""
     (tmp_path / "endless.toml").symlink_to("/dev/zero")
@@ -104,11 +105,7 @@ def test_a_source_without_an_end_is_rejected(
 
 @pytest.mark.parametrize("is_layer", [False, True], ids=["the cache", "a layer"])
 def test_a_bundle_has_the_requested_kernels(
-    is_layer: bool,
-    run: Run,
-    cached: Cached,
-    tmp_path: Path,
-    setting: Setting,
+    is_layer: bool, run: Run, cached: Cached, tmp_path: Path, setting: Setting
 ) -> None:
     """It has no other cached kernel, wherever they are; text and document describe it."""
     if is_layer:
@@ -129,7 +126,7 @@ def test_a_bundle_has_the_requested_kernels(
 
 
 def test_a_failure_writes_no_bundle(
-    run: Run, cached: Cached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, cached: Cached, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """An incomplete bundle is not written; a path that cannot be written fails with 1."""
     path = tmp_path / "kernels.tar.gz"

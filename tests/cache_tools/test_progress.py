@@ -20,6 +20,7 @@ from mlagen.prewarming import PrewarmEvent, PrewarmUnit
 from mlagen.spec.arch import parse_arch
 from mlagen.spec.families import FAMILIES, specs_of
 from mlagen.spec.kernel import KernelSpec
+from tests.fixture_types import Patch
 
 FIRST, SECOND = specs_of(parse_arch("sm_80"), ["combine"], dtype=["bf16"])[:2]
 DIMS = "combine sm_80 bf16 dims"
@@ -94,7 +95,7 @@ def test_durations_are_rough_and_every_family_has_an_estimate() -> None:
 
 
 @pytest.fixture
-def screen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> io.StringIO | None:
+def screen(request: pytest.FixtureRequest, monkeypatch: Patch) -> io.StringIO | None:
     """Send progress to a terminal, and return its output, or None for a file."""
     if getattr(request, "param", "a terminal") == "a file":
         return None
@@ -158,9 +159,7 @@ def test_each_part_of_a_benchmark_is_one_line(
 
 
 @pytest.mark.parametrize("is_terminal", [False, True], ids=["a file", "a terminal"])
-def test_a_step_of_bytes_is_one_line_or_a_bar(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_of_bytes_is_one_line_or_a_bar(is_terminal: bool, monkeypatch: Patch) -> None:
     """The bar shows the bytes done, the total and the step; an unknown total is no error."""
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: is_terminal)

@@ -14,6 +14,7 @@ import pytest
 
 from cache_tools.tools.remote import RemoteError, download, redacted, upload
 from mlagen.errors import ArgumentError, MlagenError, UnsupportedError
+from tests.fixture_types import Patch
 
 from .web import served
 
@@ -21,7 +22,7 @@ CONTENT = bytes(range(256)) * 10_000  # 2.5 MB, three chunks
 
 
 @pytest.fixture(autouse=True)
-def direct(monkeypatch: pytest.MonkeyPatch) -> None:
+def direct(monkeypatch: Patch) -> None:
     """Bypass proxies for servers of this machine."""
     monkeypatch.setenv("no_proxy", "*")
 
@@ -80,9 +81,7 @@ def test_a_partial_upload_is_never_visible(url: str) -> None:
     assert not fs.exists(path)
 
 
-def test_a_caching_file_system_is_not_local(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_caching_file_system_is_not_local(tmp_path: Path, monkeypatch: Patch) -> None:
     """A caching file system of fsspec writes to the remote one."""
     url = f"memory://{tmp_path}/kernels.tar.gz"
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -144,9 +143,7 @@ def test_http_is_not_written(scheme: str) -> None:
         upload(io.BytesIO(CONTENT), len(CONTENT), f"{scheme}://127.0.0.1:9/x", quiet)
 
 
-def test_a_protocol_without_a_package_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_protocol_without_a_package_is_named(monkeypatch: Patch, tmp_path: Path) -> None:
     """An unknown protocol is bad usage; without fsspec only http works."""
     fsspec.register_implementation("mlagentest", "mlagen_absent.Files", errtxt="Install it")
     rule = "^url: expected a package for mlagentest://, got none; run: pip install mlagen_absent$"
@@ -169,7 +166,7 @@ def test_a_protocol_without_a_package_is_named(
         ("https://host/kernels.tar.gz?X-Amz-Signature=secret", "https://host/kernels.tar.gz"),
     ],
 )
-def test_secrets_are_not_shown(url: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_not_shown(url: str, expected: str, monkeypatch: Patch) -> None:
     """Neither printed URLs nor a file system's messages have a password or a signed query."""
 
     def fail(given: str) -> Any:

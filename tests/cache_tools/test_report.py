@@ -16,6 +16,7 @@ from cache_tools.output.report import (
 )
 from mlagen.spec.arch import parse_arch
 from mlagen.spec.families import specs_of
+from tests.fixture_types import Patch
 
 SIZES = {0: "0 B", 1023: "1023 B", 1024: "1 KiB", 54_624: "53 KiB", 5 << 20: "5.0 MiB"}
 TIMES = {0.0184: "18 us", 0.2: "200 us", 1.5: "1.5 ms", 612.3: "612 ms", 1432.0: "1.4 s"}
@@ -39,7 +40,7 @@ def test_a_table_is_aligned_and_has_no_trailing_blanks(capsys: pytest.CaptureFix
 
 
 def test_a_narrow_terminal_folds_names_not_values(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: Patch
 ) -> None:
     """A table wider than the terminal breaks column names at underscores."""
     monkeypatch.setattr(report, "line_width", lambda: 20)
@@ -53,7 +54,7 @@ def test_a_narrow_terminal_folds_names_not_values(
 
 
 def test_a_long_fact_is_wrapped_at_blanks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: Patch
 ) -> None:
     """A value that is wider than the terminal breaks at blanks, not at hyphens."""
     monkeypatch.setattr(report, "line_width", lambda: 29)

@@ -19,6 +19,7 @@ from cache_tools.output.demo_report import print_demo
 from cache_tools.output.schemas import DOCUMENT, Schema
 from mlagen.runtime import device
 from tests.fake_machine import FAILED, FakeMachine
+from tests.fixture_types import Patch
 from tests.kernels import COMBINE
 from tests.observed_calls import built, observe
 
@@ -105,7 +106,7 @@ def of_fa3(case: Case) -> Outcome:
 
 @pytest.fixture
 def keys(
-    cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, setting: Setting
+    cache_dir: Path, tmp_path: Path, monkeypatch: Patch, run: Run, setting: Setting
 ) -> list[str]:
     """Cache and bundle two kernels of fixed keys, one of them unused, on a machine without GPU."""
     keys = fill(cache_dir, 2)
@@ -122,7 +123,7 @@ def keys(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_text_of_a_command(
-    command: str, keys: list[str], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, keys: list[str], run: Run, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Both streams and the exit code are those of the snapshot."""
     if command == "replay":

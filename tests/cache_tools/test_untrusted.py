@@ -12,6 +12,7 @@ import pytest
 from cache_tools.options.exit_codes import CACHE_UNUSABLE, DONE, FAILED
 from tests.cache.bundle_cases import filled_store, key_for
 from tests.faults.strangers import give_away
+from tests.fixture_types import Patch
 
 from .altered import damage, move_to_layer, snapshot
 from .conftest import Run, Setting
@@ -78,7 +79,7 @@ def spoilt(tmp_path: Path, run: Run, cache_dir: Path) -> Spoilt:
     return spoilt
 
 
-Spoil = Callable[[Path, pytest.MonkeyPatch], object]
+Spoil = Callable[[Path, Patch], object]
 OPEN: dict[str, Spoil] = {
     "all may write": lambda place, _: place.chmod(place.stat().st_mode | 0o022),
     "another user's": give_away,
@@ -90,7 +91,7 @@ every_stranger = pytest.mark.parametrize("spoil", OPEN.values(), ids=OPEN)
 @every_command
 @pytest.mark.parametrize("place", ["", "v1/e", "v1/quarantine", "key"])
 def test_every_command_rejects_a_cache_that_others_can_change(
-    place: str, command: str, spoil: Spoil, spoilt: Spoilt, monkeypatch: pytest.MonkeyPatch
+    place: str, command: str, spoil: Spoil, spoilt: Spoilt, monkeypatch: Patch
 ) -> None:
     """Nothing is deleted, moved, exported or reported valid; the error is one line, the code 4."""
     spoilt.path_of("v1/quarantine").mkdir(mode=0o700)
@@ -144,7 +145,7 @@ def test_a_link_in_the_place_of_an_entry_is_damage_and_not_followed(
 @every_stranger
 @pytest.mark.parametrize("name", ["verify", "verify --quarantine", "export", "push"])
 def test_a_file_that_others_can_change_is_not_read(
-    name: str, spoil: Spoil, file: str, spoilt: Spoilt, monkeypatch: pytest.MonkeyPatch
+    name: str, spoil: Spoil, file: str, spoilt: Spoilt, monkeypatch: Patch
 ) -> None:
     """A trusted folder does not make a writable file trusted."""
     other = next(path for path in spoilt.root.glob("v1/e/*/*/*") if path.parent.name != KEY)
@@ -155,7 +156,7 @@ def test_a_file_that_others_can_change_is_not_read(
 
 @pytest.mark.parametrize("name", ["ls", "verify", "stats", "export", "push"])
 def test_a_layer_that_others_can_change_is_rejected(
-    name: str, spoilt: Spoilt, monkeypatch: pytest.MonkeyPatch
+    name: str, spoilt: Spoilt, monkeypatch: Patch
 ) -> None:
     """--layers reports why a layer is rejected."""
     layer = move_to_layer(spoilt.root, monkeypatch)

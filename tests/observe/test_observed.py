@@ -15,13 +15,14 @@ import mlagen
 from mlagen.errors import ArgumentError
 from mlagen.observe import observed
 from tests.cache.builds import ROOT
+from tests.fixture_types import Log, Patch
 from tests.observed_calls import BUILDERS, built, observe
 from tests.odd_values import ODD
 from tests.programs import run_program
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
+def log(monkeypatch: Patch, caplog: Log) -> Any:
     """Return the messages of calls that are logged."""
     observe(monkeypatch, MLAGEN_LOG="api")
     caplog.set_level(logging.INFO, logger="mlagen")
@@ -61,9 +62,7 @@ def test_a_line_has_the_metadata_of_each_argument(log: Any) -> None:
     assert log() == [expected]
 
 
-def test_a_call_that_raises_is_logged_with_its_error(
-    log: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_raises_is_logged_with_its_error(log: Any, monkeypatch: Patch) -> None:
     """The error reaches the caller unchanged, also that of wrong names, which has no line.
 
     A captured call says so.
@@ -113,7 +112,7 @@ def test_a_wrapper_is_part_of_one_graph(log: Any) -> None:
 
 @pytest.mark.parametrize("name", ["trtllm", "xqa_batch", "flare"])
 def test_an_odd_value_has_the_same_outcome_as_without_a_log(
-    name: str, log: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    name: str, log: Any, monkeypatch: Patch, tmp_path: Any
 ) -> None:
     """Neither the log nor a dump raises, whatever the arguments are."""
     observe(monkeypatch, MLAGEN_DUMP=str(tmp_path / "dumps"), MLAGEN_DUMP_TENSORS="1")

@@ -18,13 +18,14 @@ from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
+from tests.fixture_types import Patch
 
 TPS, Q_LENS, KV_DTYPES = (1, 2, 4, 8), (1, 2, 4), (DType.BF16, DType.E4M3)
 PLANS = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_sm80_call)
 
 
 @pytest.fixture(params=ARCHS, ids=str)
-def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Arch]:
+def arch(request: pytest.FixtureRequest, monkeypatch: Patch) -> Iterator[Arch]:
     """Simulate a GPU 0 of that architecture."""
     of_gpu: Arch = request.param
     major, minor = divmod(of_gpu.number, 10)

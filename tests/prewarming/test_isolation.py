@@ -24,12 +24,13 @@ from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
 from tests.cache.builds import wait_for
+from tests.fixture_types import Log, Patch
 from tests.kernels import COMBINE, SM_80
 
 OTHER = CombineSpec(arch=SM_80, dtype=DType.FP16, head_dim_vo=512)
 
 
-def replace_worker(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+def replace_worker(monkeypatch: Patch, code: str) -> None:
     """Replace the worker of COMBINE by this code."""
 
     def command(spec: KernelSpec) -> list[str]:
@@ -46,7 +47,7 @@ def prewarm(*specs: KernelSpec, **options: Any) -> dict[KernelSpec, PrewarmUnit]
 
 
 def test_a_kernel_is_built_in_its_own_process_and_found_here(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: Patch, caplog: Log
 ) -> None:
     """Unit and entry equal those built here; a worker's MLAGEN_LOG adds no warnings."""
     monkeypatch.setenv("MLAGEN_LOG", "debug")
@@ -76,7 +77,7 @@ def test_a_kernel_is_built_in_its_own_process_and_found_here(
     ids=lambda error: type(error).__name__,
 )
 def test_an_error_and_a_warning_of_a_worker_are_the_same_here(
-    error: mlagen.MlagenError, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: mlagen.MlagenError, monkeypatch: Patch, caplog: Log
 ) -> None:
     """Class, message and attributes of the error are transferred, and stderr is a warning."""
     failed = unit_to_json(unit_of(COMBINE, engine.key_of(COMBINE), "failed", 0.0, error=error))
@@ -87,7 +88,7 @@ def test_an_error_and_a_warning_of_a_worker_are_the_same_here(
     assert caplog.messages == ["moved"]
 
 
-def test_a_real_worker_reports_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_worker_reports_its_error(monkeypatch: Patch) -> None:
     """An environment that forbids compilation is one example."""
     monkeypatch.setenv("MLAGEN_JIT", "off")
     unit = prewarm()[COMBINE]
@@ -96,7 +97,7 @@ def test_a_real_worker_reports_its_error(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_unwritable_cache_is_an_error_even_with_load(
-    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+    cache_dir: Path, monkeypatch: Patch
 ) -> None:
     """Processes exchange kernels on the disk only."""
     cache_dir.write_text("a file where the folder should be")
@@ -105,7 +106,7 @@ def test_an_unwritable_cache_is_an_error_even_with_load(
         prewarm(load=True)
 
 
-def test_a_process_that_cannot_be_started_fails_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_started_fails_its_kernel(monkeypatch: Patch) -> None:
     """A machine may have reached its process limit."""
 
     def reject(*_: object, **__: object) -> None:
@@ -144,7 +145,7 @@ WORKER = (
     ids=["segfault", "kill -9", "compiler", "exception", "silence", "session"],
 )
 def test_a_worker_that_dies_fails_its_kernel_alone(
-    code: str, got: str, log: str, monkeypatch: pytest.MonkeyPatch
+    code: str, got: str, log: str, monkeypatch: Patch
 ) -> None:
     """The unit has exit reason and output, the others are built, and the kernel is rebuilt then."""
     replace_worker(monkeypatch, code)
@@ -167,7 +168,7 @@ class Seen(subprocess.Popen[str]):
         super().__init__(*arguments, **options)
 
 
-def test_a_worker_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_takes_too_long_is_killed(monkeypatch: Patch) -> None:
     """Its unit is a timeout, and no process remains."""
     replace_worker(monkeypatch, "import time; time.sleep(600)")
     monkeypatch.setattr(subprocess, "Popen", Seen)
@@ -178,9 +179,7 @@ def test_a_worker_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch)
     assert [process.returncode for process in Seen.started] == [-signal.SIGKILL]
 
 
-def test_a_compiler_that_hangs_leaves_no_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiler_that_hangs_leaves_no_lock(tmp_path: Path, monkeypatch: Patch) -> None:
     """A worker killed with the lock of its kernel releases it, and its staging is deleted."""
     ready = tmp_path / "ready"
     hangs = f"(pathlib.Path({str(ready)!r}).touch(), time.sleep(600))"
@@ -202,9 +201,7 @@ def test_a_compiler_that_hangs_leaves_no_lock(
     assert list(Layout(current_settings().cache_dir).staging.iterdir()) == []
 
 
-def test_an_interrupted_prewarm_kills_its_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_prewarm_kills_its_workers(tmp_path: Path, monkeypatch: Patch) -> None:
     """Their staging folders are deleted; the exception reaches the caller."""
     staging = Layout(current_settings().cache_dir).new_staging(engine.key_of(COMBINE).digest)
     ready = tmp_path / "ready"

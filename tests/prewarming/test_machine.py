@@ -13,6 +13,7 @@ from mlagen.prewarming import gpus, run
 from mlagen.prewarming.jobs import usable_jobs
 from mlagen.runtime.device import DeviceFacts
 from mlagen.spec.kernel import KernelSpec
+from tests.fixture_types import Patch
 
 CPUS = 8
 GIB = 1 << 30
@@ -43,7 +44,7 @@ OLD_QUOTA = (f"{GROUP}/cpu/cpu.cfs_quota_us", f"{GROUP}/cpu/cpu.cfs_period_us")
     ids=str,
 )
 def test_the_tightest_limit_decides(
-    files: dict[str, str], jobs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: dict[str, str], jobs: int, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """A container of two CPUs on a machine of a hundred compiles two kernels in parallel."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(CPUS)))
@@ -67,7 +68,7 @@ NATIVE = "arch: expected a supported GPU for native, got"
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[DeviceFacts]:
+def seen(monkeypatch: Patch) -> list[DeviceFacts]:
     """Return the GPUs that the driver reports."""
     seen: list[DeviceFacts] = []
     monkeypatch.setattr(gpus, "visible_devices", lambda: seen)
@@ -108,7 +109,7 @@ def test_a_target_without_a_gpu_is_rejected(
 
 @pytest.mark.parametrize("is_writable", [True, False])
 def test_load_loads_each_kernel_on_each_gpu_of_its_target(
-    is_writable: bool, seen: list[DeviceFacts], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+    is_writable: bool, seen: list[DeviceFacts], cache_dir: Path, monkeypatch: Patch
 ) -> None:
     """Kernels are loaded on the GPUs of their target, from memory if the cache is unwritable."""
     seen += gpu(0, 8, 0), gpu(1, 9, 0), gpu(2, 8, 0)

@@ -21,6 +21,7 @@ from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.selection import select_specs
+from tests.fixture_types import Log, Patch
 from tests.kernels import COMBINE, SM_80, SM_90A, gqa_sm80, mla_sm80, mla_sm90
 
 V3, LLAMA = find_model("deepseek-v3"), find_model("llama-3-8b")
@@ -154,9 +155,7 @@ def test_on_another_architecture_the_same_calls_are_served(log: Path) -> None:
 
 
 @pytest.mark.parametrize("end", [1, 30, -1])
-def test_an_incomplete_last_line_is_skipped(
-    end: int, log: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_incomplete_last_line_is_skipped(end: int, log: Path, caplog: Log) -> None:
     """The run ended while writing it; the warning has the line number."""
     log.write_text(line_of(COMBINE) + line_of(gqa_sm80()).rstrip("\n")[:end])
     with caplog.at_level(logging.WARNING, "mlagen"):
@@ -164,7 +163,7 @@ def test_an_incomplete_last_line_is_skipped(
     assert caplog.messages == [f"{log}:2: skipped a line without its end"]
 
 
-def test_a_record_of_the_engine_is_read(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_of_the_engine_is_read(log: Path, monkeypatch: Patch) -> None:
     """A record written by a run can be prewarmed."""
     monkeypatch.setenv("MLAGEN_RECORD", str(log))
     current_settings.cache_clear()

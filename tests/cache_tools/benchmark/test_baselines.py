@@ -18,6 +18,7 @@ from cache_tools.benchmark.calls import Call
 from cache_tools.benchmark.inputs import Inputs, make_inputs
 from cache_tools.benchmark.reference import attend, relative_error
 from cache_tools.benchmark.selection import case_of
+from tests.fixture_types import Patch
 
 Cases = list[tuple[str, dict[str, Any]]]
 LISTS: dict[str, Any] = {"top_k": 40, "is_ragged": False}
@@ -187,7 +188,7 @@ def test_fa3_is_called_with_the_case(family: str, facts: dict[str, Any]) -> None
 
 @pytest.mark.parametrize(("family", "facts"), FLASHINFER, ids=str)
 def test_flashinfer_is_called_with_the_case(
-    family: str, facts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    family: str, facts: dict[str, Any], monkeypatch: Patch
 ) -> None:
     """Plan, offsets, pages, lengths and draft masks are those of the case."""
     modules = {"flashinfer": SimpleNamespace(), "flashinfer.mla": mlagen.mla}
@@ -205,7 +206,7 @@ def test_a_draft_attends_to_earlier_drafts() -> None:
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def site(tmp_path: Path, monkeypatch: Patch) -> Path:
     """Return a folder as `pip install --target` fills it, with both builds of FlashMLA and FA3."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     libraries = ["_flashmla_C", "_flashmla_extension_C", "vllm_flash_attn/_vllm_fa3_C"]
@@ -253,11 +254,7 @@ def test_libraries_are_found_in_a_folder(site: Path) -> None:
     ],
 )
 def test_a_library_is_measured_where_it_has_a_kernel(
-    family: str,
-    facts: dict[str, Any],
-    expected: str,
-    site: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    family: str, facts: dict[str, Any], expected: str, site: Path, monkeypatch: Patch
 ) -> None:
     """A case that a library has no kernel for has no result of it, rather than a failure."""
     monkeypatch.setattr(flashinfer, "version", lambda _: "0.7.2")

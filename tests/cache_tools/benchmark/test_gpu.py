@@ -16,6 +16,7 @@ from cache_tools.benchmark.inputs import Inputs, make_inputs
 from cache_tools.benchmark.outcomes import Outcome
 from cache_tools.benchmark.reference import attend
 from cache_tools.benchmark.selection import case_of
+from tests.fixture_types import Patch
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_an_error_is_reported_on_one_line(error: Exception, problem: str, inputs
     assert outcomes["b"].us == 153.0
 
 
-def test_a_failure_while_timed_has_no_time(inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_while_timed_has_no_time(inputs: Inputs, monkeypatch: Patch) -> None:
     """A call that fails in its second measurement has no result."""
     median_us = Times.median_us
 

@@ -20,6 +20,7 @@ from cache_tools.replay.rebuild import Rebuilt
 from mlagen.errors import ArgumentError
 from mlagen.observe.observed import observed
 from tests.cache_tools.conftest import Run, Start
+from tests.fixture_types import Patch
 from tests.observed_calls import BUILDERS, built, observe
 from tests.problems.entry_points import trtllm_gqa_arguments, xqa_arguments
 from tests.problems.gqa import GqaCase
@@ -27,13 +28,13 @@ from tests.problems.mla import KINDS, MlaCase, mla_case
 
 
 @pytest.fixture(autouse=True)
-def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_gpu(monkeypatch: Patch) -> None:
     """Replay on CPU tensors, on a machine with a GPU too."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def folder(monkeypatch: Patch, tmp_path: Path) -> Path:
     """Request dumps in a folder."""
     folder = tmp_path / "dumps"
     observe(monkeypatch, MLAGEN_DUMP=str(folder))
@@ -137,7 +138,7 @@ def test_any_call_is_replayed(name: str, folder: Path, run: Run) -> None:
 
 @pytest.mark.parametrize("name", ["trtllm", "xqa", "run", "planless", "masks", "paged_flare"])
 def test_dumped_tensors_are_rebuilt_as_they_were(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     """Contents, strides and offsets are those of the call, and the result is the same."""
     observe(monkeypatch, MLAGEN_DUMP=str(tmp_path), MLAGEN_DUMP_TENSORS="1")
@@ -233,7 +234,7 @@ def test_the_kernel_settings_of_the_dumped_process_apply(dumped: Path, run: Run)
 
 @pytest.mark.parametrize("offset", [0.0, 1.0], ids=["right", "wrong"])
 def test_the_result_of_a_gpu_is_compared_with_the_cpu_backend(
-    offset: float, dumped: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    offset: float, dumped: Path, run: Run, monkeypatch: Patch
 ) -> None:
     """A relative error above the bound is exit code 1; here the CPU stands for the GPU."""
     as_if_on_gpu(dumped)

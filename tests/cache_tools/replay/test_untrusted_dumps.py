@@ -18,6 +18,7 @@ from cache_tools.replay import run as replaying
 from cache_tools.replay.document import read_dump
 from mlagen.errors import ArgumentError
 from tests.cache_tools.conftest import Run
+from tests.fixture_types import Patch
 from tests.observed_calls import built, observe
 
 QUERY: dict[str, Any] = {
@@ -31,7 +32,7 @@ QUERY: dict[str, Any] = {
 
 
 @pytest.fixture
-def path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def path(monkeypatch: Patch, tmp_path: Path) -> Path:
     """Return the dump of a call with contents."""
     observe(monkeypatch, MLAGEN_DUMP=str(tmp_path), MLAGEN_DUMP_TENSORS="1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
