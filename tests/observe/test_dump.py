@@ -16,7 +16,7 @@ import torch
 from mlagen.errors import ArgumentError
 from mlagen.observe import dump, dump_files, observed
 from tests.fixture_types import Log, Patch
-from tests.observed_calls import BUILDERS, built, dumps_in, observe
+from tests.observed_calls import built, dumps_in, observe
 
 
 @pytest.fixture
@@ -25,22 +25,6 @@ def folder(monkeypatch: Patch, tmp_path: Path) -> Path:
     folder = tmp_path / "more" / "dumps"
     observe(monkeypatch, MLAGEN_DUMP=str(folder))
     return folder
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-def test_a_call_of_each_entry_point_is_dumped(name: str, folder: Path) -> None:
-    """A dump has metadata of every tensor, the versions and the outcome, and no contents."""
-    function, arguments = built(name)
-
-    function(**arguments)
-
-    last = dumps_in(folder)[-1]
-    assert last["mlagen_dump"] == dump.FORMAT
-    assert last["torch"] == torch.__version__
-    assert last["environment"]["MLAGEN_DUMP"] == str(folder)
-    assert (last["gpu"], last["tensors"], last["left_out"]) == (None, None, [])
-    assert last["outcome"]["error"] is None
-    assert [path.suffix for path in folder.iterdir()] == [".json"] * len(dumps_in(folder))
 
 
 def test_a_tensor_is_described_with_its_place_in_memory(folder: Path) -> None:

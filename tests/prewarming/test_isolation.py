@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -88,14 +88,6 @@ def test_an_error_and_a_warning_of_a_worker_are_the_same_here(
     assert caplog.messages == ["moved"]
 
 
-def test_a_real_worker_reports_its_error(monkeypatch: Patch) -> None:
-    """An environment that forbids compilation is one example."""
-    monkeypatch.setenv("MLAGEN_JIT", "off")
-    unit = prewarm()[COMBINE]
-    assert (unit.status, type(unit.error)) == ("failed", mlagen.MissError)
-    assert "MLAGEN_JIT=off forbids to compile" in str(unit.error)
-
-
 def test_an_unwritable_cache_is_an_error_even_with_load(
     cache_dir: Path, monkeypatch: Patch
 ) -> None:
@@ -106,8 +98,12 @@ def test_an_unwritable_cache_is_an_error_even_with_load(
         prewarm(load=True)
 
 
-def test_a_process_that_cannot_be_started_fails_its_kernel(monkeypatch: Patch) -> None:
-    """A machine may have reached its process limit."""
+def test_a_process_that_fails_or_cannot_be_started_fails_its_kernel(monkeypatch: Patch) -> None:
+    """A real worker reports its error; a machine may have reached its process limit."""
+    monkeypatch.setenv("MLAGEN_JIT", "off")
+    unit = prewarm()[COMBINE]
+    assert (unit.status, type(unit.error)) == ("failed", mlagen.MissError)
+    assert "MLAGEN_JIT=off forbids to compile" in str(unit.error)
 
     def reject(*_: object, **__: object) -> None:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -119,6 +115,7 @@ def test_a_process_that_cannot_be_started_fails_its_kernel(monkeypatch: Patch) -
 
 
 NO_CORE = "import os, resource, signal; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); "
+TALKS = "import sys; sys.stderr.write('one\\ntwo\\n');"
 # A real worker whose compiler does this.
 WORKER = (
     "import sys; sys.path[:] = sys.argv[2:]; import ctypes, pathlib, time; "
@@ -133,11 +130,7 @@ WORKER = (
         (f"{NO_CORE}os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV", ""),
         (f"{NO_CORE}os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL", ""),
         (WORKER.format("ctypes.string_at(0)"), "SIGSEGV", ""),
-        (
-            "import sys; sys.stderr.write('one\\ntwo\\n'); sys.exit(3)",
-            "exit status 3: two",
-            "one\ntwo\n",
-        ),
+        (f"{TALKS} sys.exit(3)", "exit status 3: two", "one\ntwo\n"),
         ("", "exit status 0: nothing", ""),
         # Ctrl-C of the terminal does not reach a session of its own.
         ("import os, sys; sys.exit(42 * (os.getsid(0) == os.getpid()))", "exit status 42: ", ""),
@@ -158,25 +151,22 @@ def test_a_worker_that_dies_fails_its_kernel_alone(
     assert build_in_process(COMBINE).status == "built"
 
 
-class Seen(subprocess.Popen[str]):
-    """A process, which the class records."""
-
-    started: ClassVar[list[subprocess.Popen[str]]] = []
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.started.append(self)
-        super().__init__(*arguments, **options)
-
-
 def test_a_worker_that_takes_too_long_is_killed(monkeypatch: Patch) -> None:
     """Its unit is a timeout, and no process remains."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    popen = subprocess.Popen
     replace_worker(monkeypatch, "import time; time.sleep(600)")
-    monkeypatch.setattr(subprocess, "Popen", Seen)
+    monkeypatch.setattr(subprocess, "Popen", start)
     unit = prewarm(timeout_s=0.5)[COMBINE]
     message = "timeout: expected a compiled kernel in 0.5 s, got none"
     assert (unit.status, str(unit.error)) == ("timeout", message)
     assert unit.ms >= 500
-    assert [process.returncode for process in Seen.started] == [-signal.SIGKILL]
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
 def test_a_compiler_that_hangs_leaves_no_lock(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -194,9 +184,7 @@ def test_a_compiler_that_hangs_leaves_no_lock(tmp_path: Path, monkeypatch: Patch
 
     monkeypatch.setattr(subprocess, "Popen", Impatient)
 
-    status = prewarm()[COMBINE].status
-
-    assert status == "timeout"
+    assert prewarm()[COMBINE].status == "timeout"
     assert build_in_process(COMBINE).status == "built"
     assert list(Layout(current_settings().cache_dir).staging.iterdir()) == []
 
@@ -253,19 +241,18 @@ mlagen.prewarm(kernels={str(COMBINE)!r}, isolate=True)
 
 def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
     """A killed prewarm has no running workers."""
+
+    def has_ended() -> bool:
+        try:
+            stat = Path(f"/proc/{int(ready.read_text())}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        return stat.rpartition(")")[2].split()[0] in {"Z", "X"}  # a zombie is none
+
     ready = tmp_path / "ready"
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     parent = subprocess.Popen([sys.executable, "-c", HANGING, str(ready)], env=environ)
     wait_for(lambda: ready.exists() and ready.read_text())
     parent.kill()
     parent.wait()
-    wait_for(lambda: has_ended(int(ready.read_text())))
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a process is gone, or is a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return stat.rpartition(")")[2].split()[0] in {"Z", "X"}
+    wait_for(has_ended)

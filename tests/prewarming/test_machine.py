@@ -15,13 +15,7 @@ from mlagen.runtime.device import DeviceFacts
 from mlagen.spec.kernel import KernelSpec
 from tests.fixture_types import Patch
 
-CPUS = 8
-GIB = 1 << 30
-
-
-GROUP = "sys/fs/cgroup"
-
-
+CPUS, GIB, GROUP = 8, 1 << 30, "sys/fs/cgroup"
 OLD_QUOTA = (f"{GROUP}/cpu/cpu.cfs_quota_us", f"{GROUP}/cpu/cpu.cfs_period_us")
 
 
@@ -87,12 +81,8 @@ def test_native_is_the_targets_of_the_visible_gpus(seen: list[DeviceFacts]) -> N
     ("of_machine", "options", "message"),
     [
         ((), {}, f"{NATIVE} none; name targets instead, such as sm_90a"),
-        ((gpu(0, 7, 5),), {}, f"{NATIVE} GPU (7.5); name targets instead, such as sm_90a"),
-        (
-            (gpu(0, 9, 0),),
-            {**SMALL, "load": True},
-            "load: expected a visible GPU for sm_80, got sm_90a",
-        ),
+        ([(7, 5)], {}, f"{NATIVE} GPU (7.5); name targets instead, such as sm_90a"),
+        ([(9, 0)], {**SMALL, "load": True}, "load: expected a visible GPU for sm_80, got sm_90a"),
     ],
     ids=["no GPU", "an unsupported one", "load on another target"],
 )
@@ -100,7 +90,7 @@ def test_a_target_without_a_gpu_is_rejected(
     of_machine: Any, options: Any, message: str, seen: list[DeviceFacts], cache_dir: Path
 ) -> None:
     """The message names the GPUs found and an explicit target, and nothing is compiled."""
-    seen += of_machine
+    seen += (gpu(0, *capability) for capability in of_machine)
     with pytest.raises(mlagen.UnsupportedError) as raised:
         mlagen.prewarm(**options)
     assert str(raised.value) == message
