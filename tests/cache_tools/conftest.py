@@ -7,7 +7,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,6 +78,7 @@ HEAVY = ("torch", "jinja2", "cuda.bindings.driver", "filelock")
 
 Start = Callable[..., subprocess.Popen[str]]
 Setting = Callable[[str, object], None]
+Serve = Callable[..., AbstractContextManager[str]]
 
 
 class Cached(NamedTuple):
@@ -114,8 +119,8 @@ class Run:
         result = self(*words, "--json", answer=answer)
         assert result.exit_code == code, result.stderr
         parsed: dict[str, Any] = json.loads(result.stdout, parse_constant=pytest.fail)
-        name, group, *_ = [*" ".join(words).split(), ""]
-        schema = SCHEMA_OF.get(f"{name} {group}") or SCHEMA_OF.get(name)
+        first, second, *_ = [*" ".join(words).split(), ""]
+        schema = SCHEMA_OF.get(f"{first} {second}") or SCHEMA_OF.get(first)
         if schema is not None:
             require_document(parsed, schema)
         return parsed
@@ -151,7 +156,7 @@ def start() -> Start:
 
 
 @pytest.fixture
-def setting(monkeypatch: Patch) -> Callable[[str, object], None]:
+def setting(monkeypatch: Patch) -> Setting:
     """Return a function that changes a setting."""
 
     def set_it(name: str, value: object) -> None:
@@ -159,6 +164,40 @@ def setting(monkeypatch: Patch) -> Callable[[str, object], None]:
         current_settings.cache_clear()
 
     return set_it
+
+
+class _Files(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+
+class _CutShort(_Files):
+    """Declares a hundred bytes more than it sends."""
+
+    def send_header(self, keyword: str, value: str) -> None:
+        more = 100 if keyword == "Content-Length" else 0
+        super().send_header(keyword, str(int(value) + more) if more else value)
+
+
+@pytest.fixture
+def serve(monkeypatch: Patch) -> Serve:
+    """Return a context of the URL of a web server for a folder, which no proxy is asked for."""
+    monkeypatch.setenv("no_proxy", "*")
+
+    @contextmanager
+    def serve_it(folder: Path, *, cuts_short: bool = False) -> Iterator[str]:
+        handler = partial(_CutShort if cuts_short else _Files, directory=str(folder))
+        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+            server.daemon_threads = True
+            thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+            thread.start()
+            try:
+                yield f"http://127.0.0.1:{server.server_port}"
+            finally:
+                server.shutdown()
+                thread.join()
+
+    return serve_it
 
 
 @pytest.fixture

@@ -13,17 +13,10 @@ from tests.cache.builds import entry_folder, tree
 from tests.cache.bundle_cases import FAMILIES, bundle_bytes, filled_store, key_for, members_of
 from tests.fixture_types import Patch
 
-from .conftest import Run, Setting, Start
-from .web import served
+from .conftest import Run, Serve, Setting, Start
 
 KEYS = {family: key_for(family).digest for family in FAMILIES}
 MLA = KEYS["mla_sm80"]
-
-
-@pytest.fixture(autouse=True)
-def direct(monkeypatch: Patch) -> None:
-    """Bypass proxies for servers of this machine."""
-    monkeypatch.setenv("no_proxy", "*")
 
 
 @pytest.fixture
@@ -124,14 +117,16 @@ def test_a_serving_image_needs_neither_torch_nor_a_compiler(
 
 
 @pytest.mark.parametrize("protocol", ["http", "file", "memory"])
-def test_a_bundle_is_pulled(protocol: str, run: Run, bundle: Path, cache_dir: Path) -> None:
+def test_a_bundle_is_pulled(
+    protocol: str, run: Run, bundle: Path, cache_dir: Path, serve: Serve
+) -> None:
     """It is downloaded from a web server or any file system of fsspec, verified and published."""
     url = f"{protocol}://{bundle}"
     if protocol == "memory":
         with fsspec.open(url, "wb") as file:
             file.write(bundle.read_bytes())
 
-    with served(bundle.parent) as server:
+    with serve(bundle.parent) as server:
         url = f"{server}/kernels.tar.gz" if protocol == "http" else url
         dry = run.json("cache pull", url, "--dry-run")
         is_created = cache_dir.exists()

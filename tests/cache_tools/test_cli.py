@@ -1,4 +1,4 @@
-"""The command as a whole: its name, errors, exit codes and side effects."""
+"""The command as a whole: its name, values of options, what it imports, and shell completion."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from pathlib import Path
 
 import click
 import pytest
+from click.shell_completion import BashComplete
 
 import mlagen
+from cache_tools.cli import cli
 from cache_tools.options.entry_options import age
 from cache_tools.options.options import names, numbers
+from cache_tools.tools.completion import completer
 from tests.fixture_types import Patch
+from tests.kernels import COMBINE
 
-from .conftest import HEAVY, ROOT, Run
+from .conftest import HEAVY, ROOT, Cached, Run
 from .many import fill
 
 
@@ -66,21 +70,14 @@ def test_values_are_parsed_or_rejected(
         assert caught.value.message.endswith(f"got {text!r}")
 
 
-@pytest.mark.parametrize("folder", ["/other", "~/kernels"])
-def test_the_cache_can_be_chosen_for_one_command(folder: str, run: Run) -> None:
-    """`--cache-dir` overrides the variable, and expands a tilde as the variable does."""
-    chosen = run("--cache-dir", folder, "cache", "dir")
-    assert chosen.stdout == f"{Path(folder).expanduser()}\n"
-
-
-@pytest.mark.parametrize(
-    ("option", "level"), [("-v", logging.INFO), ("-vv", logging.DEBUG), ("-vvv", logging.DEBUG)]
-)
-def test_verbose_sets_the_log_level(option: str, level: int, run: Run, monkeypatch: Patch) -> None:
-    """`-v` is MLAGEN_LOG=info and `-vv` debug, whatever the variable says."""
+def test_options_of_the_whole_command_override_variables(run: Run, monkeypatch: Patch) -> None:
+    """`--cache-dir` expands a tilde as the variable does, `-v` is MLAGEN_LOG=info, `-vv` debug."""
     monkeypatch.setenv("MLAGEN_LOG", "off")
-    assert run(option, "cache", "dir").exit_code == 0
-    assert logging.getLogger("mlagen").level == level
+    levels = {"-v": logging.INFO, "-vv": logging.DEBUG, "-vvv": logging.DEBUG}
+    for folder, option in (("/other", "-v"), ("~/kernels", "-vv"), ("/", "-vvv")):
+        chosen = run(f"--cache-dir {folder} {option} cache dir")
+        assert (chosen.exit_code, chosen.stdout) == (0, f"{Path(folder).expanduser()}\n")
+        assert logging.getLogger("mlagen").level == levels[option]
 
 
 COMPLETION = """
@@ -112,3 +109,64 @@ def test_quick_commands_import_no_more_than_click(
     found = output_of("-c", script + work, *heavy)
     assert found.splitlines()[-1] == "[]"
     assert ("2 kernels by " in found) == ("ls" in work)
+
+
+def completed(args: str, typed: str) -> dict[str, str | None]:
+    """Return the completed values, with their help."""
+    shell = BashComplete(cli, {}, "mlagen", "_MLAGEN_COMPLETE")
+    return {item.value: item.help for item in shell.get_completions(args.split(), typed)}
+
+
+@pytest.mark.parametrize(
+    ("args", "typed", "expected"),
+    [
+        ("prewarm --model", "deepseek-r1", ["deepseek-r1", "deepseek-r1-zero"]),
+        ("prewarm --model", "llama-3-8b,Kimi", ["llama-3-8b,kimi-k2", "llama-3-8b,kimi-k2.5"]),
+        ("prewarm --arch", "h1", ["H100"]),
+        ("prewarm --arch", "sm_80,sm_90", ["sm_80,sm_90a"]),
+        ("prewarm --arch", "na", ["native"]),
+        ("prewarm --family", "comb", ["combine", "combine_states"]),
+        ("cache ls --arch", "sm_9", ["sm_90a"]),
+        ("cache ls --family", "comb", ["combine", "combine_states"]),
+        ("cache show", "zz", []),
+        ("kernel show", "foo(arch", []),
+        ("kernel show --arch", "zz", []),
+    ],
+)
+def test_values_are_completed_one_after_the_other(
+    args: str, typed: str, expected: list[str]
+) -> None:
+    """Text before the last comma stays, and an unknown value has no completion."""
+    assert list(completed(args, typed)) == expected
+
+
+@pytest.mark.parametrize(
+    "args", ["kernel show", "kernel diff combine", "cache why", "prewarm --kernel"]
+)
+def test_a_spec_is_completed_in_two_steps(args: str) -> None:
+    """The family comes first, and behind its opening bracket every spec that begins so."""
+    assert list(completed(args, "mla_sm90_")) == ["mla_sm90_fp8", "mla_sm90_fp8kv"]
+    assert str(COMBINE).replace("sm_80", "sm_90a") in completed(args, "combine(arch=sm_90a, d")
+
+
+@pytest.mark.parametrize(
+    "words", ["show", "why", "explain 123456", "rm 123456", "push URL", "export FILE"]
+)
+def test_a_key_is_completed_from_the_cache(words: str, cached: Cached) -> None:
+    """A key is completed to eight digits, or one more than are typed, with its kernel as help."""
+    (first, second), args = cached.keys, f"cache {words}"
+    assert {first[:8], second[:8]} <= set(completed(args, ""))
+    assert completed(args, first[:6]) == {first[:8]: "combine sm_80 bf16 dims 512"}
+    assert list(completed(args, first[:20].upper())) == [first[:21]]
+
+
+def test_a_completion_never_raises(monkeypatch: Patch) -> None:
+    """A broken setting or cache completes nothing."""
+    monkeypatch.setenv("MLAGEN_CACHE_MAX_SIZE", "none")
+
+    def broken() -> list[str]:
+        raise OSError
+
+    parameter, context = click.Option(["--model"]), click.Context(cli)
+    assert completed("cache show", "") == {}
+    assert completer(broken)(context, parameter, "") == []

@@ -16,15 +16,9 @@ from cache_tools.tools.remote import RemoteError, download, redacted, upload
 from mlagen.errors import ArgumentError, MlagenError, UnsupportedError
 from tests.fixture_types import Patch
 
-from .web import served
+from .conftest import Serve
 
 CONTENT = bytes(range(256)) * 10_000  # 2.5 MB, three chunks
-
-
-@pytest.fixture(autouse=True)
-def direct(monkeypatch: Patch) -> None:
-    """Bypass proxies for servers of this machine."""
-    monkeypatch.setenv("no_proxy", "*")
 
 
 @pytest.fixture(params=["file://", "", "memory://"])
@@ -114,7 +108,7 @@ def test_a_local_fifo_is_not_waited_for(prefix: str, tmp_path: Path) -> None:
     require_error(f"{prefix}{tmp_path}/fifo", "a FIFO")
 
 
-def test_http_is_read_without_a_package(tmp_path: Path) -> None:
+def test_http_is_read_without_a_package(tmp_path: Path, serve: Serve) -> None:
     """Python's own client reads http, up to the limit; errors are the server's, on one line.
 
     A broken connection is not the end of the file.
@@ -123,12 +117,12 @@ def test_http_is_read_without_a_package(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     file = io.BytesIO()
 
-    with served(tmp_path) as server:
+    with serve(tmp_path) as server:
         download(f"{server}/kernels.tar.gz", file, 1 << 30, lambda *done: seen.append(done))
         require_error(f"{server}/missing.tar.gz", "HTTP Error 404: File not found: http://127")
         require_error(f"{server}/kernels.tar.gz", "expected at most 2000000 ", 2_000_000)
     require_error(f"{server}/k", f"Connection refused.*: {server}/k$")
-    with served(tmp_path, cuts_short=True) as server:
+    with serve(tmp_path, cuts_short=True) as server:
         cut = f"expected {len(CONTENT) + 100} bytes, got {len(CONTENT)}"
         require_error(f"{server}/kernels.tar.gz", cut)
 
