@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cache_tools.options.chosen import chosen_entries
+from cache_tools.options.entry_options import Choice, is_older, names_of
+from cache_tools.tools.entries import iso_time
+from mlagen.cache.default_store import kernel_store
 from tests.fixture_types import Patch
 
 from .altered import damage, move_to_layer, recast, use
@@ -23,14 +29,6 @@ def spill(folder: Path) -> Path:
     """Make a kernel appear to spill registers, in a larger manifest."""
     (resources,) = json.loads((folder / "manifest.json").read_text())["facts"]["resources"]
     return recast(folder, facts={"resources": [resources | SPILLS], "note": "x" * 2000})
-
-
-def test_a_missing_folder_is_no_error(run: Run, cache_dir: Path) -> None:
-    """`cache dir` says whether the cache exists."""
-    before = run.json("cache dir")
-    cache_dir.mkdir()
-    assert before == {"cache_dir": str(cache_dir), "exists": False}
-    assert run.json("cache dir") == before | {"exists": True}
 
 
 def test_each_entry_has_its_kernel_and_its_origin(run: Run, cached: Cached) -> None:
@@ -109,6 +107,26 @@ def test_layers_are_listed_on_request_and_do_not_count_towards_the_limit(
     found = run.json("cache stats")
     assert (found["entries"], found["size_bytes"], found["usable"]) == (0, 0, 2)
     assert groups_by(found, "layer") == {str(layer): 2}
+
+
+def test_layers_are_selected_on_request(
+    run: Run, cached: Cached, tmp_path: Path, setting: Setting
+) -> None:
+    """A kernel in both places is selected once, from the cache folder; a key asks for no layer."""
+    layer = tmp_path / "layer"
+    shutil.copytree(cached.root, layer)
+    shutil.rmtree(cached.folders[1])
+    setting("MLAGEN_CACHE_RO", layer)
+    export = ("cache", "export", str(tmp_path / "k.tar.gz"))
+
+    every = run.json(*export, "--layers")["entries"]
+    rejected = run(*export, cached.keys[1])
+
+    assert [entry["key"] for entry in every] == sorted(cached.keys)
+    assert [entry["key"] for entry in run.json(*export)["entries"]] == cached.keys[:1]
+    assert len(run.json(*export, cached.keys[1], "--layers")["entries"]) == 1
+    assert rejected.exit_code == 2
+    assert "mlagen: kernels: expected matching ones (--layers: " in rejected.stderr
 
 
 def test_kernels_are_counted_and_the_first_and_the_last_named(run: Run, cached: Cached) -> None:
@@ -205,3 +223,46 @@ def test_a_spill_fails_on_request(
         shared = kernel["static_shared_bytes"] + kernel["dynamic_shared_bytes"]
         assert kernel["shared_bytes"] == shared
     assert found["spilling"] == int(end.split()[2])
+
+
+def test_a_damaged_entry_matches_every_filter(run: Run, cached: Cached) -> None:
+    """An export does not omit it, a removal by name does; its age is infinite."""
+    damaged = cached.folders[0]
+    (damaged / "manifest.json").unlink()
+    (stored,) = [each for each in kernel_store().entries() if each.problem]
+
+    found = chosen_entries(kernel_store(), (), Choice(archs=["sm_80"], families=["combine"]))
+
+    assert {each.path for each in found} == set(cached.folders)
+    assert names_of(stored, "toolchain") == {damaged.name, damaged.name.partition(".")[0]}
+    assert names_of(stored, "arch") == names_of(stored, "family") == set()
+    assert is_older(stored, 1e9)
+    assert run.json("cache ls --arch sm_80")["entries"][0]["problem"] is None
+    (listed,) = [each for each in run.json("cache ls")["entries"] if each["problem"]]
+    assert listed["problem"].startswith("manifest.json: expected a regular file, got nothing")
+    assert [name for name, value in listed.items() if value is not None] == [
+        *("key", "toolchain", "path", "layer", "is_read_only", "size_bytes", "problem")
+    ]
+
+
+@pytest.mark.parametrize("seconds", [-(2**40), -(2**34), 2**34])
+def test_entries_of_any_time_are_listed(seconds: int, run: Run, cached: Cached) -> None:
+    """A file system stores any number as a time; one that is no date stops no command."""
+    impossible = (-(2.0**40), 2.0**40, -1e300, 1e300, float("inf"), 0.0)
+    assert [iso_time(each) for each in impossible] == [None] * 6
+    for manifest in cached.root.rglob("manifest.json"):
+        os.utime(manifest, (seconds, seconds))
+    for command in ("ls", "ls --sort age", f"show {cached.keys[0]}", "stats", "verify"):
+        for option in ((), ("--json",)):
+            assert run("cache", *command.split(), *option).exit_code == 0
+    assert run("cache prune --older-than 1d --dry-run").exit_code == 0
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+def test_a_compile_time_that_is_not_finite_is_damage(value: str, cached: Cached, run: Run) -> None:
+    """JSON has no such numbers, so none is printed."""
+    manifest = cached.folders[0] / "manifest.json"
+    text = manifest.read_text()
+    manifest.write_text(re.sub(r'"compile_ms": [^,}]+', f'"compile_ms": {value}', text))
+    listed = run.json("cache ls")["entries"]
+    assert sum(entry["problem"] is not None for entry in listed) == 1

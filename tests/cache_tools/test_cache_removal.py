@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cache_tools.tools.installation import matches_sources, matches_toolchain, required_toolchain
+from mlagen.cache.default_store import kernel_store
+from mlagen.codegen.sources import template_digests
 from mlagen.engine import find_or_build
 from tests.fixture_types import Patch
 
@@ -113,6 +117,28 @@ def test_kernels_of_another_installation_are_pruned(
     found = run.json("cache prune", option)
     assert [(entry["path"], entry["why"]) for entry in found["removed"]] == [(str(other), why)]
     assert kept_in(cached.root) == set(cached.folders)
+
+
+@pytest.mark.usefixtures("cached")
+def test_entries_match_this_installation_or_do_not(setting: Setting, monkeypatch: Patch) -> None:
+    """nvrtc-MAJOR accepts any of that version; without CUDA bindings there is no toolchain."""
+
+    def missing(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    valid = next(kernel_store().entries())
+    own = str(required_toolchain())
+
+    assert matches_sources(valid, template_digests())
+    assert not matches_sources(valid, {"0" * 64})
+    toolchains = (own, own.partition(".")[0], "nvrtc-12.8.1", None)
+    assert [matches_toolchain(valid, each) for each in toolchains] == [True, True, False, False]
+    (valid.path / "manifest.json").write_text("{")
+    (damaged,) = [each for each in kernel_store().entries() if each.key == valid.key]
+    assert not matches_sources(damaged, template_digests())
+    setting("MLAGEN_TOOLCHAIN", "compatible")
+    monkeypatch.setattr(metadata, "version", missing)
+    assert required_toolchain() is None
 
 
 def test_a_read_only_layer_is_never_pruned(run: Run, cached: Cached, monkeypatch: Patch) -> None:

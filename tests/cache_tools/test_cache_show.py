@@ -14,7 +14,9 @@ import cuda.pathfinder
 import pytest
 
 from cache_tools.tools.disassembly import find_nvdisasm, sass_of
-from mlagen.errors import ToolchainError
+from cache_tools.tools.entries import entries_of
+from mlagen.cache.default_store import kernel_store
+from mlagen.errors import ArgumentError, ToolchainError
 from tests.fixture_types import Patch
 
 from .altered import recast
@@ -40,6 +42,27 @@ def test_every_compiler_is_shown_or_the_one_that_is_named(run: Run, cached: Cach
     named = run.json("cache show", f"{cached.keys[0]}/nvrtc-12.8.1")["entries"]
     assert [entry["toolchain"] for entry in every] == ["nvrtc-12.8.1", cached.units[0].toolchain]
     assert named == every[:1]
+
+
+def test_a_prefix_of_six_digits_or_more_is_a_key(cached: Cached, monkeypatch: Patch) -> None:
+    """It may be in upper case; the message on an ambiguous one has digits that distinguish."""
+    store = kernel_store()
+    everything = list(store.entries())
+    keys = ", ".join(sorted(key[:10] for key in cached.keys))
+    messages = {
+        "abc": "key: expected 6 to 64 lower-case hex digits, got 'abc'",
+        "kernel": "key: expected 6 to 64 lower-case hex digits, got 'kernel'",
+        "abcdef": f"key: expected more digits than abcdef, got several keys: {keys}",
+    }
+
+    for digits in (6, 8, 64):
+        (found,) = entries_of(store, cached.keys[0][:digits].upper())
+        assert found.key == cached.keys[0]
+    for prefix, message in messages.items():
+        if prefix == "abcdef":
+            monkeypatch.setattr(store, "select", lambda _prefix: everything)
+        with pytest.raises(ArgumentError, match=f"^{message}$"):
+            entries_of(store, prefix)
 
 
 @pytest.fixture

@@ -41,29 +41,24 @@ def test_a_cached_kernel_is_found(
     assert snapshot(root) == before
 
 
-def test_a_missing_kernel_is_compared_with_the_nearest(run: Run, cached: Cached) -> None:
-    """Only the differing key fields are shown, and the last line compiles it."""
-    spec = str(cached.units[0].spec).replace("head_dim_vo=512", "head_dim_vo=128")
-    found, text = run.json("cache why", spec, code=1), run("cache why", spec).stdout
-    assert (found["reason"], list(fields_of(found))) == ("absent", ["spec.head_dim_vo"])
-    assert text.splitlines()[-1] == f"run: mlagen prewarm --kernel '{spec}'"
-
-
 @pytest.mark.parametrize(
     ("changes", "reason", "field", "nearest"),
     [
+        ({"key_fields": {"spec.head_dim_vo": "128"}}, "absent", "spec.head_dim_vo", "128"),
         ({"key_fields": {"templates": "0" * 64}}, "absent", "templates", "0" * 64),
         ({"toolchain": OLD}, "other toolchain", "toolchain", OLD),
     ],
-    ids=["sources", "compiler"],
+    ids=["spec", "sources", "compiler"],
 )
-def test_another_installation_is_the_reason(
+def test_a_missing_kernel_is_compared_with_the_nearest(
     changes: Any, reason: str, field: str, nearest: str, run: Run, cached: Cached
 ) -> None:
-    """A kernel of other sources or of another NVRTC is a miss."""
+    """Only the differing key fields are shown, and the last line compiles it."""
     recast(cached.folders[0], **changes)
-    found = run.json("cache why", str(cached.units[0].spec), code=1)
+    spec = str(cached.units[0].spec)
+    found, text = run.json("cache why", spec, code=1), run("cache why", spec).stdout
     assert (found["reason"], found["is_found"]) == (reason, False)
+    assert text.splitlines()[-1] == f"run: mlagen prewarm --kernel '{spec}'"
     assert [(name, theirs) for name, (_, theirs) in fields_of(found).items()] == [(field, nearest)]
 
 
