@@ -1,4 +1,4 @@
-"""`mlagen demo`: all of its steps, with and without a GPU; its text is in `snapshots/`."""
+"""`mlagen demo`: all of its steps, with and without a GPU; its text is in `snapshots.txt`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of every command, as files of `snapshots/`, renewed by `MLAGEN_ACCEPT=1`; JSON documents."""
+"""Text of every command, as in `snapshots.txt`, renewed by `MLAGEN_ACCEPT=1`; JSON documents."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ from .altered import use
 from .conftest import SCHEMA_OF, Run, Setting
 from .many import TOOLCHAIN, fill
 
-FOLDER = Path(__file__).parent / "snapshots"
+FILE = Path(__file__).parent / "snapshots.txt"
+PROMPT = "$ mlagen "
 WANTED = "combine(arch=sm_90a, dtype=bf16, head_dim_vo=512)"
+
+BOTH = ("--kernel", str(COMBINE), "--kernel", str(COMBINE).replace("512", "256"))
 
 # Arguments of each command, in a folder with a bundle and a dump; KEY and OTHER are cached.
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -51,9 +54,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "doctor": (),
     "kernel show": (str(COMBINE),),
     "kernel diff": (str(COMBINE), "combine(arch=sm_80)"),
-    "prewarm": (
-        *("--kernel", str(COMBINE), "--kernel", str(COMBINE).replace("512", "256"), "-j", "1"),
-    ),
+    "prewarm": (*BOTH, "-j", "1"),
     "bench": ("--compare", "fa3"),
     "replay": ("dump.json",),
 }
@@ -90,13 +91,18 @@ def masked(text: str, command: str, keys: list[str], folder: Path) -> str:
     return re.sub(r"\b(?=[a-f]*\d)[0-9a-f]{8}\b", "PREFIX", text)
 
 
+def snapshots() -> dict[str, str]:
+    """Return the text of each command in the file."""
+    parts = FILE.read_text(encoding="utf-8").split(PROMPT)[1:]
+    return {name: text for name, _, text in (part.partition("\n") for part in parts)}
+
+
 def require_snapshot(name: str, text: str) -> None:
     """Require the text that is in git."""
-    path = FOLDER / f"{name.replace(' ', '_')}.txt"
     if os.environ.get("MLAGEN_ACCEPT") == "1":
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8")
+        found = sorted({**snapshots(), name: text}.items())
+        FILE.write_text("".join(f"{PROMPT}{each}\n{part}" for each, part in found))
+    assert text == snapshots()[name]
 
 
 def of_fa3(case: Case) -> Outcome:
@@ -136,12 +142,13 @@ def test_the_text_of_a_command(
 
     result = run(*command.split(), *arguments, answer="y\n")
 
-    text = f"{result.stdout}--- stderr\n{result.stderr}--- exit code {result.exit_code}\n"
-    require_snapshot(command, masked(text, command, keys, tmp_path))
+    errors = f"--- stderr\n{result.stderr}" if result.stderr else ""
+    code = f"--- exit code {result.exit_code}\n" if result.exit_code else ""
+    require_snapshot(command, masked(f"{result.stdout}{errors}{code}", command, keys, tmp_path))
 
 
 def test_every_command_has_a_snapshot() -> None:
-    """A new command needs one, and no file is left of an old one; the demo has its own test."""
+    """A new command needs one, and none is left of an old one; the demo has its own test."""
 
     def names(group: object, begin: str = "") -> list[str]:
         commands = getattr(group, "commands", None)
@@ -150,7 +157,7 @@ def test_every_command_has_a_snapshot() -> None:
         return [name for word in commands for name in names(commands[word], f"{begin} {word}")]
 
     assert sorted(names(cli)) == sorted([*COMMANDS, "demo"])
-    assert {path.stem.replace("_", " ") for path in FOLDER.iterdir()} == {*names(cli)}
+    assert list(snapshots()) == sorted(names(cli))
 
 
 @pytest.mark.parametrize("command", sorted(SCHEMA_OF.keys() - {"replay"}))
@@ -175,17 +182,10 @@ def test_every_part_of_a_schema_is_known_and_used(schema: Schema) -> None:
 
 def demo_document(*, is_right: bool) -> dict[str, object]:
     """Return a document of the demo on a GPU."""
-    kernel = {
-        "key": "0123456789abcdef" * 4,
-        "family": "combine",
-        "spec": {"arch": "sm_90a", "dtype": "bf16", "head_dim_vo": "512"},
-        "compile_ms": 84.0,
-        "registers": 36,
-        "spill_bytes": 0,
-        "shared_bytes": 2064,
-        "cubin_bytes": 16_200,
-        "path": "/cache/entry",
-    }
+    sizes = {"registers": 36, "spill_bytes": 0, "shared_bytes": 2064, "cubin_bytes": 16_200}
+    spec = {"arch": "sm_90a", "dtype": "bf16", "head_dim_vo": "512"}
+    kernel: dict[str, object] = {"key": "0123456789abcdef" * 4, "family": "combine", "spec": spec}
+    kernel |= {"compile_ms": 84.0, **sizes, "path": "/cache/entry"}
     problem = {"seq_lens": [17, 9001], "heads": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     return {
         "problem": {**problem, "page_size": 64, "dtype": "bf16"},
