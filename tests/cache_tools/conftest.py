@@ -72,6 +72,15 @@ def _require_type(value: Any, kind: str, schema: Schema, where: str) -> None:
         assert isinstance(value, bool) == (kind == "boolean"), where
 
 
+def raising(error: BaseException) -> Callable[..., Any]:
+    """Return a function that raises an error."""
+
+    def raise_it(*_: object, **__: object) -> None:
+        raise error
+
+    return raise_it
+
+
 ROOT = Path(__file__).resolve().parents[2]
 # Packages that no quick command imports.
 HEAVY = ("torch", "jinja2", "cuda.bindings.driver", "filelock")

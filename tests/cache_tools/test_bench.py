@@ -22,9 +22,7 @@ from tests.fixture_types import Patch
 
 from .conftest import Run, Start
 
-TINY = ("bench", "--batch", "2", "--seq-len", "64", "--heads", "16")
-
-
+TINY = "bench --batch 2 --seq-len 64 --heads 16"
 Use = Callable[[FakeMachine], list[object]]
 
 
@@ -45,20 +43,42 @@ def use(monkeypatch: Patch) -> Use:
     return use_it
 
 
-def test_options_reach_the_cases(run: Run, use: Use) -> None:
-    """Values are split at commas, and every option sets a field of the case."""
+GQA = (
+    "bench --family gqa --batch 1,2 --seq-len 100 --heads 8 --kv-heads 2 --head-dim 64 --q-len 3 "
+    "--page-size 16 --dtype fp16 --kv-dtype e4m3 --ragged --window-left 9 --mode sustained"
+)
+REST = "x ~100, 8/2 heads, head_dim 64, window_left 9, q_len 3, page_size 16, sustained"
+BOTH = ["flashmla", "fa3"]
+
+
+@pytest.mark.parametrize(
+    ("line", "cases", "compared"),
+    [
+        (GQA, [f"gqa fp16/e4m3, {batch} {REST}" for batch in (1, 2)], (None, None)),
+        (
+            rf"{TINY} --qk-rope-head-dim 0,64 --top-k 32 --filter 512\+0 --compare",
+            ["mla bf16, 2 x 64, 16 heads, dims 512+0, top-k 32, fresh"],
+            (["all"], None),
+        ),
+        (
+            "bench --suite full --filter ^gqa.*int8 --compare flashmla,fa3 --peers site",
+            ["gqa bf16/int8, 128 x 4096, 64/8 heads, fresh"],
+            (BOTH, Path("site")),
+        ),
+    ],
+    ids=["gqa", "mla, a filter", "a suite"],
+)
+def test_options_reach_cases_and_libraries(
+    line: str, cases: list[str], compared: object, run: Run, use: Use
+) -> None:
+    """Values are split at commas, every option sets a field of the case, and --filter is a regex.
+
+    --compare without a name measures what is found, and --peers is where to look.
+    """
     machine = FakeMachine()
-    use(machine)
-    options = (
-        "--family gqa --batch 1,2 --seq-len 100 --heads 8 --kv-heads 2 --head-dim 64 --q-len 3 "
-        "--page-size 16 --dtype fp16 --kv-dtype e4m3 --ragged --window-left 9 --mode sustained"
-    )
-
-    assert run("bench", *options.split()).exit_code == 0
-
-    rest = "~100, 8/2 heads, head_dim 64, window_left 9, q_len 3, page_size 16, sustained"
-    cases = [f"gqa fp16/e4m3, {batch} x {rest}" for batch in (1, 2)]
-    assert machine.calls == ["ceilings", *cases]
+    libraries = use(machine)
+    assert run(line).exit_code == 0
+    assert (machine.calls, libraries) == (["ceilings", *cases], [compared])
 
 
 @pytest.mark.parametrize("option", list(dict.fromkeys(DEFAULTS["mla"]) | DEFAULTS["gqa"]))
@@ -71,18 +91,6 @@ def test_help_shows_the_actual_defaults(option: str) -> None:
     defaults = {str(words.get(value, value)) for value in values}
     _, _, written = (found.help or "").partition("default: ")
     assert set(written.rstrip(".").split(", for GQA ")) == defaults
-
-
-def test_mla_options_and_the_filter_reach_the_cases(run: Run, use: Use) -> None:
-    """--filter takes a regular expression over the names of a suite's cases, or of given ones."""
-    machine = FakeMachine()
-    use(machine)
-    options = ("--qk-rope-head-dim", "0,64", "--top-k", "32", "--filter", r"512\+0")
-    assert run(*TINY, *options).exit_code == 0
-    assert run("bench --suite full --filter ^gqa.*int8").exit_code == 0
-    lists = "mla bf16, 2 x 64, 16 heads, dims 512+0, top-k 32, fresh"
-    int8 = "gqa bf16/int8, 128 x 4096, 64/8 heads, fresh"
-    assert machine.calls == ["ceilings", lists, "ceilings", int8]
 
 
 def heads_16(case: Case) -> Outcome:
@@ -104,7 +112,7 @@ def test_a_wrong_or_missing_result_exits_with_1(
 ) -> None:
     """The document is still printed, and stderr names the case and the reason."""
     use(machine)
-    result = run(*TINY, "--heads", "16,32", "--json")
+    result = run(TINY, "--heads", "16,32", "--json")
     assert (result.exit_code, len(json.loads(result.stdout)["cases"])) == (code, 2)
     assert f"\n{problem.format('mla bf16, 2 x 64, 16 heads')}" in result.stderr
 
@@ -114,48 +122,22 @@ def test_a_plot_is_written_beside_the_table(run: Run, use: Use, tmp_path: Path) 
     pytest.importorskip("matplotlib", reason="needs matplotlib, of the extra `bench`")
     use(FakeMachine())
     path = tmp_path / "bars.png"
-    assert run(*TINY, "--plot", str(path)).stderr.endswith(f"plot: {path}\n")
+    assert run(TINY, "--plot", str(path)).stderr.endswith(f"plot: {path}\n")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("options", "compared"),
-    [
-        ("", (None, None)),
-        ("--compare", (["all"], None)),
-        ("--compare flashmla,fa3 --peers site", (["flashmla", "fa3"], Path("site"))),
-    ],
-)
-def test_libraries_are_measured_on_request(
-    options: str, compared: object, run: Run, use: Use
-) -> None:
-    """--compare without a name measures what is found, and --peers is where to look."""
-    found = use(FakeMachine())
-    assert run(*TINY, *options.split()).exit_code == 0
-    assert found == [compared]
-
-
-@pytest.fixture
-def results(run: Run, use: Use, tmp_path: Path) -> str:
-    """Return a file of results in two modes."""
+def test_earlier_results_are_shown_and_compared(run: Run, use: Use, tmp_path: Path) -> None:
+    """--from-json measures nothing; a case slower than --baseline beyond the tolerance fails."""
     use(FakeMachine())
-    path = tmp_path / "results.json"
-    path.write_text(run(*TINY, "--mode", "fresh,model", "--json").stdout)
-    return str(path)
-
-
-def test_earlier_results_are_shown_without_a_gpu(results: str, run: Run) -> None:
-    """--from-json prints the rows of the chosen modes, and measures nothing."""
+    results = str(tmp_path / "results.json")
+    Path(results).write_text(run(TINY, "--mode", "fresh,model", "--json").stdout)
     both = run("bench --from-json", results)
     one = run("bench --from-json", results, "--mode", "model", "--json")
     assert (both.exit_code, len(both.stdout.splitlines())) == (0, 3 + 2 + 2)
     assert [row["mode"] for row in json.loads(one.stdout)["cases"]] == ["model"]
 
-
-def test_a_slower_case_fails_the_comparison(results: str, run: Run, use: Use) -> None:
-    """--baseline prints what changed and exits with 1 beyond the tolerance."""
     use(FakeMachine(lambda _: Outcome(us=1040.0, error=1e-3)))
-    strict, lenient = (run(*TINY, "--baseline", results, *o) for o in ((), ("--tolerance", "5%")))
+    strict, lenient = (run(TINY, "--baseline", results, *o) for o in ((), ("--tolerance", "5%")))
     assert (strict.exit_code, lenient.exit_code) == (1, 0)
     assert strict.stdout.splitlines()[1].split()[-4:] == ["1000.0", "1040.0", "+4.0%", "slower"]
     slower = "slower: mla bf16, 2 x 64, 16 heads, fresh: 1040.0 us, 1000.0 us before"

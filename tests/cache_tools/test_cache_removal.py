@@ -17,7 +17,7 @@ from mlagen.engine import find_or_build
 from tests.fixture_types import Patch
 
 from .altered import move_to_layer, recast, snapshot, use
-from .conftest import Cached, Run, Setting
+from .conftest import Cached, Run, Setting, raising
 
 
 def kept_in(cache_dir: Path) -> set[Path]:
@@ -122,10 +122,6 @@ def test_kernels_of_another_installation_are_pruned(
 @pytest.mark.usefixtures("cached")
 def test_entries_match_this_installation_or_do_not(setting: Setting, monkeypatch: Patch) -> None:
     """nvrtc-MAJOR accepts any of that version; without CUDA bindings there is no toolchain."""
-
-    def missing(name: str) -> None:
-        raise metadata.PackageNotFoundError(name)
-
     valid = next(kernel_store().entries())
     own = str(required_toolchain())
 
@@ -137,7 +133,7 @@ def test_entries_match_this_installation_or_do_not(setting: Setting, monkeypatch
     (damaged,) = [each for each in kernel_store().entries() if each.key == valid.key]
     assert not matches_sources(damaged, template_digests())
     setting("MLAGEN_TOOLCHAIN", "compatible")
-    monkeypatch.setattr(metadata, "version", missing)
+    monkeypatch.setattr(metadata, "version", raising(metadata.PackageNotFoundError()))
     assert required_toolchain() is None
 
 

@@ -20,7 +20,7 @@ from cache_tools.tools.completion import completer
 from tests.fixture_types import Patch
 from tests.kernels import COMBINE
 
-from .conftest import HEAVY, ROOT, Cached, Run
+from .conftest import HEAVY, ROOT, Cached, Run, raising
 from .many import fill
 
 
@@ -163,10 +163,6 @@ def test_a_key_is_completed_from_the_cache(words: str, cached: Cached) -> None:
 def test_a_completion_never_raises(monkeypatch: Patch) -> None:
     """A broken setting or cache completes nothing."""
     monkeypatch.setenv("MLAGEN_CACHE_MAX_SIZE", "none")
-
-    def broken() -> list[str]:
-        raise OSError
-
     parameter, context = click.Option(["--model"]), click.Context(cli)
     assert completed("cache show", "") == {}
-    assert completer(broken)(context, parameter, "") == []
+    assert completer(raising(OSError()))(context, parameter, "") == []

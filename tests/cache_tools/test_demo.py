@@ -16,7 +16,7 @@ from mlagen.cache.default_store import kernel_store
 from mlagen.errors import ToolchainError
 from tests.fixture_types import Patch
 
-from .conftest import Run
+from .conftest import Run, raising
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 RIGHT = {"largest_error": 0.01, "share_of_bound": 0.5, "is_right": True}
@@ -125,11 +125,7 @@ def test_what_ends_the_demo_is_the_last_line(
     place: Any, error: Any, code: int, last: str, kept: int, run: Run, monkeypatch: Any
 ) -> None:
     """The message is that of NVRTC, and compiled kernels stay in the cache."""
-
-    def end(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(*place, end)
+    monkeypatch.setattr(*place, raising(error))
     result = run("demo")
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (code, f"mlagen: {last}")
     assert len(list(kernel_store().entries())) == kept

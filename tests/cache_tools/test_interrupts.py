@@ -28,7 +28,7 @@ from mlagen.cache.default_store import kernel_store
 from tests.cache.bundle_cases import bundle_bytes, filled_store
 from tests.fixture_types import Patch
 
-from .conftest import ROOT, Run, Start
+from .conftest import ROOT, Run, Start, raising
 
 DEFAULT = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
 RUN = "from cache_tools.__main__ import main; main()"
@@ -175,10 +175,7 @@ def test_an_interrupt_says_what_is_kept(
     @contextlib.contextmanager
     def interrupted(doing: str) -> Iterator[Callable[[int, int], None]]:
         with byte_progress(doing) as on_progress:
-            yield interrupt if step in doing else on_progress
-
-    def interrupt(*_: int) -> None:
-        raise KeyboardInterrupt
+            yield raising(KeyboardInterrupt()) if step in doing else on_progress
 
     place = tmp_path / "there" if step else tmp_path
     (tmp_path / "there.tar.gz").write_bytes(bundle_bytes(filled_store(place)))

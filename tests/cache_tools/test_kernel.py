@@ -22,7 +22,7 @@ from tests.fixture_types import Patch
 from tests.kernels import COMBINE, SM_80, gqa_sm80, mla_sm90
 from tests.sass import nvdisasm_is_missing
 
-from .conftest import Run, Setting
+from .conftest import Run, Setting, raising
 
 needs_nvdisasm = pytest.mark.skipif(
     nvdisasm_is_missing(), reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm"
@@ -30,7 +30,7 @@ needs_nvdisasm = pytest.mark.skipif(
 
 
 def test_a_cached_kernel_is_not_compiled_again(run: Run, cache_dir: Path) -> None:
-    """It has the same numbers as one that is compiled, which leaves the cache as it is."""
+    """Its numbers and included templates are those of one that is compiled without the cache."""
     fresh = run.json("kernel show combine --arch A100")
     is_created = cache_dir.exists()
     entry = find_or_build(COMBINE).entry
@@ -39,17 +39,11 @@ def test_a_cached_kernel_is_not_compiled_again(run: Run, cache_dir: Path) -> Non
     assert found == fresh | {"is_cached": True}
     assert (found["key"], found["template"]) == (entry.manifest.key, COMBINE.template)
     assert run("kernel show", str(COMBINE)).stderr == ""
-
-
-def test_the_included_templates_are_printed(run: Run) -> None:
-    """There is one on each line, without the template itself, and nothing is compiled."""
-    result = run("kernel show", str(COMBINE), "--includes")
-    lines = result.stdout.splitlines()
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert {"kernels/combine/combine.cuh", COMBINE.template} & {*lines} == {
-        "kernels/combine/combine.cuh"
-    }
-    assert lines == run.json("kernel show", str(COMBINE))["includes"]
+    includes = run("kernel show --includes", str(COMBINE))
+    lines = includes.stdout.splitlines()
+    assert (includes.exit_code, includes.stderr, lines) == (0, "", found["includes"])
+    assert "kernels/combine/combine.cuh" in lines
+    assert COMBINE.template not in lines
 
 
 def test_tile_and_registers_are_those_of_the_source() -> None:
@@ -68,38 +62,31 @@ def test_tile_and_registers_are_those_of_the_source() -> None:
         assert registers.endswith(end) == (spec.family == "mla_sm90")
 
 
-@pytest.mark.parametrize("wants_lines", ["0", "1"])
-def test_the_source_is_that_which_is_compiled(wants_lines: str, run: Run, setting: Setting) -> None:
-    """It is byte for byte that of a cached kernel, with line info too."""
-    setting("MLAGEN_LINEINFO", wants_lines)
-    path = find_or_build(COMBINE).entry.path
-    assert path is not None
-    source = run("kernel show", str(COMBINE), "--source").stdout
-    document = json.loads(run("kernel show", str(COMBINE), "--source", "--json").stdout)
-    assert document["source"] == source
-    assert source == (path / "kernel.cu").read_text()
-    assert (source == render(COMBINE).text) == (wants_lines == "0")
-
-
-def test_the_ptx_is_printed(run: Run, cache_dir: Path) -> None:
-    """The PTX is for the target, and has the kernel; a part has its own name in the document."""
-    result = run("kernel show", str(COMBINE), "--ptx")
-    assert result.exit_code == 0
-    assert "\n.target sm_80\n" in result.stdout
-    assert ".visible .entry combine(" in result.stdout
-    assert "\0" not in result.stdout
-    document = json.loads(run("kernel show", str(COMBINE), "--ptx", "--json").stdout)
-    assert document["ptx"] == result.stdout
+def test_a_part_is_printed_and_has_its_own_name_in_the_document(
+    run: Run, setting: Setting, cache_dir: Path
+) -> None:
+    """The PTX is for the target; the source is that of a cached kernel, with line info too."""
+    show = ("kernel show", str(COMBINE))
+    ptx = run(*show, "--ptx").stdout
+    assert "\n.target sm_80\n" in ptx
+    assert ".visible .entry combine(" in ptx
+    assert "\0" not in ptx
+    assert json.loads(run(*show, "--ptx", "--json").stdout)["ptx"] == ptx
     assert not cache_dir.exists()
+    for wants_lines in (0, 1):
+        setting("MLAGEN_LINEINFO", wants_lines)
+        path = find_or_build(COMBINE).entry.path
+        assert path is not None
+        source = run(*show, "--source").stdout
+        assert source == (path / "kernel.cu").read_text()
+        assert source == json.loads(run(*show, "--source", "--json").stdout)["source"]
+        assert (source == render(COMBINE).text) == (not wants_lines)
 
 
 def test_without_nvdisasm_the_other_resources_are_printed(run: Run, monkeypatch: Patch) -> None:
     """A line on stderr has the package to install, and the counts are null in JSON."""
-
-    def missing() -> Path:
-        raise ToolchainError("nvdisasm: not found; run: pip install nvidia-cuda-nvdisasm")
-
-    monkeypatch.setattr(disassembly, "find_nvdisasm", missing)
+    error = ToolchainError("nvdisasm: not found; run: pip install nvidia-cuda-nvdisasm")
+    monkeypatch.setattr(disassembly, "find_nvdisasm", raising(error))
     result = run("kernel show", str(COMBINE), "--resources", "--json")
     assert (result.exit_code, '"instructions": null' in result.stdout) == (0, True)
     assert "no counts of instructions: nvdisasm: not found; run: pip install" in result.stderr
@@ -136,10 +123,8 @@ def test_a_diff_has_spec_and_source(run: Run) -> None:
 def test_a_diff_names_resources_as_show_does(run: Run) -> None:
     """Lines of `kernel show`, and of --resources its counts, are lines of the diff."""
     command = ("kernel", "diff", "combine", "--arch", "sm_80,sm_90a")
-    known = [
-        {" ".join(line.split()) for line in run("kernel show", str(COMBINE), *o).stdout.split("\n")}
-        for o in ((), ("--resources",))
-    ]
+    shown = [run(f"kernel show {option}", str(COMBINE)).stdout for option in ("", "--resources")]
+    known = [{" ".join(line.split()) for line in text.split("\n")} for text in shown]
 
     facts, _, _ = run(*command).stdout.partition(" source\n")
     *_, counts = run(*command, "--resources").stdout.partition(" instructions\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +16,27 @@ from mlagen.prewarming import PrewarmReport, isolation
 from tests.fixture_types import Patch
 from tests.kernels import COMBINE
 
-from .conftest import Cached, Run
+from .conftest import Cached, Run, raising
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 OPTIONS = "--arch sm_80 --family combine --dtype bf16 --kv-lora-rank 256,512"
 SMALL = ("prewarm", *OPTIONS.split())
 
-NO = mlagen.CompileError("NVRTC: no", log="", source="")
-NO_TARGET = mlagen.ToolchainError("no")
-NO_CACHE = mlagen.CacheError("no", path=Path("x"))
-
-
-def fail_with(monkeypatch: Patch, *errors: mlagen.MlagenError) -> None:
-    """Make compilations fail with these errors, and then with the last one."""
-    left = list(errors)
-
-    def fail(*_: object) -> None:
-        raise left.pop(0) if len(left) > 1 else left[0]
-
-    monkeypatch.setattr(engine, "build_spec", fail)
-
 
 @pytest.mark.parametrize("isolate", [(), ("--isolate",)], ids=["threads", "processes"])
 def test_kernels_are_compiled_and_counted(isolate: tuple[str, ...], run: Run) -> None:
-    """Each kernel has a line on stderr, stdout has the totals; processes have the same result."""
+    """Kernels have lines on stderr, stdout has totals; a quiet run prints a document alone."""
     result = run(*SMALL, *isolate)
     plan, *lines = result.stderr.splitlines()
     assert result.exit_code == 0
     assert plan.startswith("compiling 2 kernels, 0 cached: about ")
     assert [line.split()[0] for line in lines] == ["built", "built"]
     assert result.stdout.startswith("2 kernels: 2 built, 0 hit, 0 failed, in ")
+    for options in ("--quiet", "-q --dry-run"):
+        quiet = run(*SMALL, *options.split())
+        assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (0, "", "")
+    assert run.json(*SMALL, "-q")["totals"]["hit"] == 2
+    assert run(*SMALL, "-q", "--json").stderr == ""
 
 
 def test_a_large_selection_is_announced_with_the_options_for_fewer(
@@ -126,10 +118,7 @@ def test_unsupported_parts_are_omitted_and_named(is_file: bool, run: Run, tmp_pa
 @pytest.mark.usefixtures("cached")
 def test_without_nvrtc_missing_kernels_are_named(run: Run, monkeypatch: Patch) -> None:
     """Cached kernels are hits, each miss has a line, and the last one names the package."""
-
-    def missing() -> None:
-        raise mlagen.ToolchainError("NVRTC: not here")
-
+    missing = raising(mlagen.ToolchainError("NVRTC: not here"))
     monkeypatch.setattr("mlagen.prewarming.run.find_nvrtc", missing)
 
     result = run(*SMALL, "--dtype", "bf16,fp16")
@@ -174,42 +163,36 @@ def test_options_reach_the_selection(run: Run, monkeypatch: Patch) -> None:
     }
 
 
+NO = mlagen.CompileError("NVRTC: no", log="", source="")
+NO_TARGET = mlagen.ToolchainError("no")
+NO_CACHE = mlagen.CacheError("no", path=Path("x"))
+
+
 @pytest.mark.parametrize(
     ("errors", "code"),
-    [
-        ((NO,), 1),
-        ((NO_TARGET,), 3),
-        ((NO_CACHE,), 4),
-        ((NO, NO_TARGET), 1),
-        ((NO, NO_CACHE), 4),
-    ],
+    [([NO], 1), ([NO_TARGET], 3), ([NO_CACHE], 4), ([NO, NO_TARGET], 1), ([NO, NO_CACHE], 4)],
     ids=["a kernel", "the target", "the cache", "a kernel, a target", "a kernel, the cache"],
 )
 def test_failures_decide_the_exit_code(
-    errors: tuple[mlagen.MlagenError, ...], code: int, run: Run, monkeypatch: Patch
+    errors: list[mlagen.MlagenError], code: int, run: Run, monkeypatch: Patch
 ) -> None:
     """Of different kinds it is 1, but a cache that cannot be used fails all; all are reported."""
-    fail_with(monkeypatch, *errors)
 
+    def fail(*_: object) -> None:
+        raise next(left)
+
+    monkeypatch.setattr(engine, "build_spec", fail)
+    left = cycle(errors)
     units = run.json(*SMALL, "-j", "1", code=code)["units"]
+    left = cycle(errors)
+    quiet = run(*SMALL, "-j", "1", "--quiet")
 
     failed = {("failed", str(error)) for error in errors}
+    ends = [f"{line.split()[0]} {line.rpartition(': ')[2]}" for line in quiet.stderr.splitlines()]
     assert len(units) == 2
     assert {(unit["status"], unit["error"]) for unit in units} == failed
-    fail_with(monkeypatch, *errors)
-    quiet = run(*SMALL, "-j", "1", "--quiet")
-    ends = [f"{line.split()[0]} {line.rpartition(': ')[2]}" for line in quiet.stderr.splitlines()]
     assert (quiet.exit_code, quiet.stdout, len(ends)) == (code, "", 2)
     assert {*ends} == {f"failed {str(error).removeprefix('NVRTC: ')}" for error in errors}
-
-
-def test_quiet_prints_failures_alone(run: Run) -> None:
-    """A quiet run prints neither lines nor totals, only the document with --json."""
-    for options in (("--quiet",), ("-q", "--dry-run")):
-        result = run(*SMALL, *options)
-        assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
-    assert run.json(*SMALL, "-q")["totals"]["hit"] == 2
-    assert run(*SMALL, "-q", "--json").stderr == ""
 
 
 HANGS, DIES = ["sleep", "600"], ["false"]

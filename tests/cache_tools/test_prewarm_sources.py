@@ -12,7 +12,6 @@ from cache_tools.options.selection_options import selection_options
 from mlagen.cache.bundle_reading import open_bundle, verify_bundle
 from mlagen.paths import MAX_NAMED_BYTES
 from mlagen.prewarming.spec_file import KEYS
-from mlagen.settings import current_settings
 from tests.fixture_types import Patch
 from tests.kernels import COMBINE
 
@@ -126,15 +125,14 @@ def test_a_bundle_has_the_requested_kernels(
 
 
 def test_a_failure_writes_no_bundle(
-    run: Run, cached: Cached, tmp_path: Path, monkeypatch: Patch
+    run: Run, cached: Cached, tmp_path: Path, setting: Setting
 ) -> None:
     """An incomplete bundle is not written; a path that cannot be written fails with 1."""
     path = tmp_path / "kernels.tar.gz"
     path.mkdir()
     result = run("prewarm --kernel", str(cached.units[0].spec), "--bundle", str(path))
     path.rmdir()
-    monkeypatch.setenv("MLAGEN_JIT", "off")
-    current_settings.cache_clear()
+    setting("MLAGEN_JIT", "off")
     other = str(COMBINE).replace("sm_80", "sm_86")
     failed = run.json("prewarm --isolate --kernel", other, "--bundle", str(path), code=1)
 
