@@ -129,8 +129,10 @@ def test_layers_are_selected_on_request(
     assert "mlagen: kernels: expected matching ones (--layers: " in rejected.stderr
 
 
-def test_kernels_are_counted_and_the_first_and_the_last_named(run: Run, cached: Cached) -> None:
-    """The size is that of the files; oldest and newest are by compile time, unused by use."""
+def test_kernels_are_counted_and_the_first_and_the_last_named(
+    run: Run, cached: Cached, setting: Setting
+) -> None:
+    """The size is a share of the limit; oldest is by compile time, longest unused by use."""
     recast(cached.folders[0], created={"time": "2020-01-01T00:00:00+00:00"})
     use(cached.folders[1], age_s=7200, now=time.time())
 
@@ -143,6 +145,13 @@ def test_kernels_are_counted_and_the_first_and_the_last_named(run: Run, cached: 
         assert groups_by(found, by) == {name: 2}
     assert found["oldest"] == {"key": cached.keys[0], "time": "2020-01-01T00:00:00+00:00"}
     assert found["newest"]["key"] == found["longest_unused"]["key"] == cached.keys[1]
+    for limit, share, text in (
+        ("1M", found["size_bytes"] / (1 << 20), "% of 1.0 MiB"),
+        ("0", None, "no limit"),
+    ):
+        setting("MLAGEN_CACHE_MAX_SIZE", limit)
+        assert run.json("cache stats")["share_of_max"] == share
+        assert text in run("cache stats").stdout
 
 
 def test_unusable_kernels_are_counted_separately(run: Run, cached: Cached) -> None:
@@ -154,18 +163,6 @@ def test_unusable_kernels_are_counted_separately(run: Run, cached: Cached) -> No
     found = run.json("cache stats")
     assert (found["usable"], found["unusable"], found["damaged"]) == (1, 3, 1)
     assert groups_by(found, "toolchain") == {OLD: 1, cached.units[0].toolchain: 3}
-
-
-@pytest.mark.usefixtures("cached")
-@pytest.mark.parametrize(("limit", "text"), [("1M", "% of 1.0 MiB"), ("0", "no limit")])
-def test_the_size_is_compared_with_the_limit(
-    limit: str, text: str, run: Run, setting: Setting
-) -> None:
-    """The size is a share of MLAGEN_CACHE_MAX_SIZE, if that is a limit."""
-    setting("MLAGEN_CACHE_MAX_SIZE", limit)
-    found = run.json("cache stats")
-    assert found["share_of_max"] == (None if limit == "0" else found["size_bytes"] / (1 << 20))
-    assert text in run("cache stats").stdout
 
 
 def test_a_damaged_kernel_is_found_and_moved_on_request(run: Run, cached: Cached) -> None:

@@ -39,13 +39,14 @@ def test_a_key_given_twice_is_removed_once(run: Run, cached: Cached) -> None:
     assert kept_in(cached.root) == {kept}
 
 
+REMOVED, NOTHING = "removed 2 kernels from ", "no answer, nothing removed; --yes skips the question"
+
+
 @pytest.mark.parametrize(
     ("options", "answer", "code", "last"),
     [
-        ("--yes", None, 0, "removed 2 kernels from "),
-        ("", "y\n", 0, "removed 2 kernels from "),
-        ("", "n\n", 1, "nothing removed"),
-        ("", None, 130, "no answer, nothing removed; --yes skips the question"),
+        *(("--yes", None, 0, REMOVED), ("", "y\n", 0, REMOVED)),
+        *(("", "n\n", 1, "nothing removed"), ("", None, 130, NOTHING)),
         ("--json", "y\n", 0, '"removed": 2'),
     ],
 )
@@ -137,21 +138,18 @@ def test_entries_match_this_installation_or_do_not(setting: Setting, monkeypatch
     assert required_toolchain() is None
 
 
-def test_a_read_only_layer_is_never_pruned(run: Run, cached: Cached, monkeypatch: Patch) -> None:
-    """Its kernels are neither removed nor counted."""
+def test_a_pruned_kernel_is_compiled_again(run: Run, cached: Cached, monkeypatch: Patch) -> None:
+    """Pruning costs a running job a compile; kernels of a layer are neither removed nor counted."""
+    run("cache prune --max-size 0")
+    outcome = find_or_build(cached.units[0].spec)
+    kept = kept_in(cached.root)
     layer = move_to_layer(cached.root, monkeypatch)
     before = snapshot(layer)
     found = run.json("cache prune --max-size 0")
+    assert outcome.built
+    assert kept == {cached.folders[0]} == {outcome.entry.path}
     assert (found["removed"], found["kept"]) == ([], 0)
     assert snapshot(layer) == before
-
-
-def test_a_job_that_misses_a_pruned_kernel_compiles_it_again(run: Run, cached: Cached) -> None:
-    """Pruning with running jobs costs a compile, and nothing else."""
-    run("cache prune --max-size 0")
-    outcome = find_or_build(cached.units[0].spec)
-    assert outcome.built
-    assert kept_in(cached.root) == {cached.folders[0]} == {outcome.entry.path}
 
 
 def test_gc_evicts_the_least_recently_used_above_the_limit(

@@ -120,13 +120,11 @@ def test_one_kernel_by_two_compilers(run: Run, cached: Cached) -> None:
     assert (rejected.exit_code, rejected.stderr) == (2, f"mlagen: key: {rule}\n")
 
 
-@pytest.mark.parametrize("which", ["explain 0 1", "explain 1 0", "show 0", "show 0 --source"])
+@pytest.mark.parametrize("which", ["explain {} {}", "explain {1} {0}", "show {}"])
 def test_a_damaged_kernel_is_not_shown(which: str, run: Run, cached: Cached) -> None:
     """Damage is an error with the reason and the path, wherever the kernel stands."""
     cubin = damage(cached.folders[0])
-    result = run(
-        "cache", *(cached.keys[int(word)] if word.isdigit() else word for word in which.split())
-    )
+    result = run("cache", *which.format(*cached.keys).split())
     assert (result.exit_code, result.stdout) == (4, "")
     assert result.stderr.startswith("mlagen: cache: kernel.cubin: expected sha256 ")
     assert result.stderr.endswith(f": {cubin.parent}\n")

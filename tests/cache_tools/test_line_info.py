@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,12 +21,6 @@ from tests.kernels import COMBINE, clear_caches, gqa_sm90
 from tests.text_hashes import text_sections
 
 from .conftest import Run, Setting
-
-
-@pytest.fixture
-def wanted(setting: Setting) -> None:
-    """Set MLAGEN_LINEINFO=1."""
-    setting("MLAGEN_LINEINFO", 1)
 
 
 def test_ptx_has_the_lines_of_the_templates() -> None:
@@ -57,25 +52,18 @@ def test_the_code_is_that_of_the_normal_kernel(spec: KernelSpec) -> None:
         assert compile_in_process(source, spec.arch, find_nvrtc()).code == with_lines.code
 
 
-def test_the_key_names_what_is_different(setting: Setting) -> None:
-    """Option and folder are added to the key fields, which are otherwise those of a normal key."""
+def test_the_key_names_what_is_different(setting: Setting, request: Any) -> None:
+    """Option and folder are added to the key fields: installations do not share such kernels."""
     normal = key_of(COMBINE)
     setting("MLAGEN_LINEINFO", 1)
     key = key_of(COMBINE)
-    setting("MLAGEN_LINEINFO", 0)
-
-    assert key_of(COMBINE) == normal
+    folder = {"option.generate-line-info": "", "line_info": str(template_root())}
     assert key.digest != normal.digest
-    assert key.differences(normal) == [
-        ("option.generate-line-info", "", None),
-        ("line_info", str(template_root()), None),
-    ]
-
-
-@pytest.mark.usefixtures("wanted")
-def test_the_folder_of_the_templates_is_in_the_key(templates: Path) -> None:
-    """Two installations that share a cache do not get the paths of each other."""
-    clear_caches()
+    assert key.differences(normal) == [(name, value, None) for name, value in folder.items()]
+    setting("MLAGEN_LINEINFO", 0)
+    assert key_of(COMBINE) == normal
+    setting("MLAGEN_LINEINFO", 1)
+    templates = request.getfixturevalue("templates")
     assert dict(key_of(COMBINE).key_fields)["line_info"] == str(templates)
 
 

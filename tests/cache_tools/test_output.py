@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,23 +20,19 @@ COMMAND = [sys.executable, "-m", "cache_tools"]
 LISTS = [("cache", "ls"), ("cache", "ls", "--json"), ("resources",), ("cache", "stats")]
 
 
-def run_in(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    """Run the command with a changed environment."""
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        check=False,
-    )
+def output_in(environ: dict[str, str], *arguments: str) -> bytes:
+    """Return the output of the command, which has no errors."""
+    command = [*COMMAND, *arguments]
+    ran = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, b"")
+    return ran.stdout
 
 
-def on_a_terminal(environment: dict[str, str], *arguments: str) -> str:
+def on_a_terminal(environ: dict[str, str], *arguments: str) -> str:
     """Return the output of the command on a terminal."""
     ours, theirs = pty.openpty()
-    with subprocess.Popen(
-        [*COMMAND, *arguments], cwd=ROOT, env=os.environ | environment, stdout=theirs, stderr=theirs
-    ) as process:
+    both: Any = {"stdout": theirs, "stderr": theirs}
+    with subprocess.Popen([*COMMAND, *arguments], cwd=ROOT, env=environ, **both) as process:
         os.close(theirs)
         content = b""
         with suppress(OSError):  # Linux raises EIO once the other end is closed
@@ -53,12 +50,10 @@ def test_a_closed_pipe_is_no_error(arguments: tuple[str, ...], cache_dir: Path) 
     reading, writing = os.pipe()
     os.close(reading)
 
-    with subprocess.Popen(
-        [*COMMAND, *arguments], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True
-    ) as process:
+    pipes: Any = {"stdout": writing, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*COMMAND, *arguments], cwd=ROOT, **pipes) as process:
         os.close(writing)
         _, errors = process.communicate()
-
     assert process.returncode == 141
     assert errors in {"", "verifying 20 entries\n"}
 
@@ -88,16 +83,15 @@ def test_any_path_can_be_printed_in_any_locale(
     folder = tmp_path / os.fsdecode(b"h\xc3\xa4user \xe2\x98\x83, no text \xff")
     fill(folder, 1)
 
-    ran = run_in({**environment, "MLAGEN_CACHE_DIR": str(folder)}, *arguments)
-
-    assert (ran.returncode, ran.stderr) == (0, b"")
+    environ = os.environ | {**environment, "MLAGEN_CACHE_DIR": str(folder)}
+    output = output_in(environ, *arguments)
     if arguments == ("cache", "dir"):
-        assert ran.stdout == os.fsencode(folder) + b"\n"
+        assert output == os.fsencode(folder) + b"\n"
     elif "--json" in arguments:
-        printed = json.loads(ran.stdout.decode("ascii"))["cache_dir"]
+        printed = json.loads(output.decode("ascii"))["cache_dir"]
         assert os.fsencode(printed) == os.fsencode(folder)
     else:
-        assert os.fsencode(tmp_path) in ran.stdout
+        assert os.fsencode(tmp_path) in output
 
 
 @pytest.mark.parametrize(
@@ -108,8 +102,7 @@ def test_any_path_can_be_printed_in_any_locale(
 def test_nothing_is_coloured(environment: dict[str, str], cache_dir: Path) -> None:
     """The output has no escape sequences, on a terminal or elsewhere."""
     fill(cache_dir, 2)
-    arguments = LISTS[0]
-    piped = run_in(environment, *arguments).stdout.decode()
-    for text in (on_a_terminal(environment, *arguments), piped):
+    environ = os.environ | environment
+    for text in (on_a_terminal(environ, *LISTS[0]), output_in(environ, *LISTS[0]).decode()):
         assert text.strip()
         assert "\x1b" not in text
