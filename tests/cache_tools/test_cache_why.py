@@ -120,7 +120,9 @@ def test_one_kernel_by_two_compilers(run: Run, cached: Cached) -> None:
     assert (rejected.exit_code, rejected.stderr) == (2, f"mlagen: key: {rule}\n")
 
 
-@pytest.mark.parametrize("which", ["explain {} {}", "explain {1} {0}", "show {}"])
+@pytest.mark.parametrize(
+    "which", ["explain {} {}", "explain {1} {0}", "show {}", "show {} --source"]
+)
 def test_a_damaged_kernel_is_not_shown(which: str, run: Run, cached: Cached) -> None:
     """Damage is an error with the reason and the path, wherever the kernel stands."""
     cubin = damage(cached.folders[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from mlagen.observe.observed import observed
 from tests.cache_tools.conftest import Run, Start
 from tests.fixture_types import Patch
 from tests.observed_calls import BUILDERS, built, observe
-from tests.problems.entry_points import trtllm_gqa_arguments, xqa_arguments
+from tests.problems.entry_points import ENTRY_POINTS
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import KINDS, MlaCase, mla_case
 
@@ -56,21 +56,27 @@ def last_of(folder: Path) -> Path:
 
 def as_if_on_gpu(path: Path) -> None:
     """Edit a dump: its tensors were on a GPU, so it has no values; its call checked contents."""
+    set_variable(path, "MLAGEN_CHECK", "1")
     text = re.sub(r', "values": \[[^]]*\]', "", path.read_text(encoding="utf-8"))
-    data = json.loads(text.replace('"device": "cpu"', '"device": "cuda:0"'))
-    data["environment"]["MLAGEN_CHECK"] = "1"
+    path.write_text(text.replace('"device": "cpu"', '"device": "cuda:0"'))
+
+
+def set_variable(path: Path, name: str, value: str) -> None:
+    """Edit a dump: its process had a variable."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    data["environment"][name] = value
     path.write_text(json.dumps(data), encoding="utf-8")
 
 
-GQA = {
-    "several tokens, a mask": GqaCase(name="", seq_lens=(37, 9), q_len=3, mask="random"),
+TWO: dict[str, Any] = {"name": "", "seq_lens": (37, 9)}
+XQA = {
+    "several tokens, a mask": GqaCase(**TWO, q_len=3, mask="random"),
     "ragged": GqaCase(name="", seq_lens=(37, 9, 5), q_lens=(1, 3, 2)),
-    "heads first, fp4": GqaCase(name="", seq_lens=(37, 9), kv="nvfp4", layout="HND"),
-    "one tensor, a window, a sink": GqaCase(
-        name="", seq_lens=(37, 9), cache_layout="stacked", window=8, sink=1.0
-    ),
-    "int8": GqaCase(name="", seq_lens=(37, 9), kv="int8"),
+    "heads first, fp4": GqaCase(**TWO, kv="nvfp4", layout="HND"),
+    "int8": GqaCase(**TWO, kv="int8"),
 }
+STACKED = GqaCase(**TWO, cache_layout="stacked", window=8, sink=1.0)
+SMALL: dict[str, Any] = {"name": "", "seq_lens": (40, 9), "heads": 2}
 MLA = {
     **{
         kind: mla_case(kind, name=kind, seq_lens=(40, 3), page_size=8, heads=2)
@@ -78,46 +84,31 @@ MLA = {
         if ("over" not in kind and kind != "fp8_per_token") or kind.endswith("fp8_ds_mla")
     },
     "ragged": MlaCase(name="", seq_lens=(40, 9, 5), q_lens=(2, 0, 3), heads=2),
-    "no rope": MlaCase(name="", seq_lens=(40, 9), heads=2, qk_rope_head_dim=0),
-    "fp8_ds_mla, no rope": mla_case(
-        "bf16 over fp8_ds_mla", name="", seq_lens=(40, 9), heads=2, qk_rope_head_dim=0
-    ),
-    "sparse": MlaCase(name="", seq_lens=(40, 9), top_k=16, heads=2, q_len=2),
-    "values of other pages": MlaCase(name="", seq_lens=(40, 9), heads=2, values="other pages"),
+    "no rope": MlaCase(**SMALL, qk_rope_head_dim=0),
+    "fp8_ds_mla, no rope": mla_case("bf16 over fp8_ds_mla", **SMALL, qk_rope_head_dim=0),
+    "sparse": MlaCase(**SMALL, top_k=16, q_len=2),
+    "values of other pages": MlaCase(**SMALL, values="other pages"),
 }
-
-
+CASES: dict[str, dict[str, Any]] = {
+    "trtllm_gqa": {"HND": GqaCase(**TWO, layout="HND", kv_heads=3)},
+    "trtllm": MLA,
+    "xqa_batch": {**XQA, "one tensor, a window, a sink": STACKED},
+    "xqa": XQA,
+}
 Call = tuple[Callable[..., Any], dict[str, Any]]
 
 
-def builders() -> dict[str, Callable[[], Call]]:
-    """Return functions that build a call of each entry point, and calls of any kind."""
-    mla, gqa, xqa = (
-        observed(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla),
-        observed(mlagen.decode.xqa_batch_decode_with_kv_cache),
-        observed(mlagen.xqa.xqa),
-    )
-    calls: dict[str, Callable[[], Call]] = {name: partial(built, name) for name in BUILDERS}
-
-    def call(function: Callable[..., Any], case: Any) -> Call:
-        problem = case.build("cpu")
-        return function, xqa_arguments(problem) if function is xqa else problem.arguments()
-
-    trtllm = observed(mlagen.decode.trtllm_batch_decode_with_kv_cache)
-    calls["trtllm_gqa: HND"] = partial(_trtllm_call, trtllm)
-    tuples = {name: case for name, case in GQA.items() if case.cache_layout == "tuple"}
-    cases: dict[str, Any] = {"mla": (mla, MLA), "gqa": (gqa, GQA), "xqa": (xqa, tuples)}
-    for label, (function, named) in cases.items():
-        calls |= {f"{label}: {name}": partial(call, function, case) for name, case in named.items()}
-    return calls
+def of_case(name: str, case: Any) -> Call:
+    """Return the observed call of an entry point for a case."""
+    entry = ENTRY_POINTS[name]
+    return observed(entry.function), entry.arguments(case.build("cpu"))
 
 
-def _trtllm_call(function: Callable[..., Any]) -> Call:
-    problem = GqaCase(name="", seq_lens=(37, 9), layout="HND", kv_heads=3).build("cpu")
-    return function, trtllm_gqa_arguments(problem)
-
-
-CALLS = builders()
+CALLS: Mapping[str, Callable[[], Call]] = {name: partial(built, name) for name in BUILDERS} | {
+    f"{entry}: {name}": partial(of_case, entry, case)
+    for entry, cases in CASES.items()
+    for name, case in cases.items()
+}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -209,11 +200,10 @@ def test_a_call_that_raised_raises_again(wrong: str, folder: Path, run: Run) -> 
         arguments["kv_cache"].untyped_storage().resize_(0)
     with pytest.raises(ArgumentError) as caught:
         function(**arguments)
+    path = last_of(folder)
     if wrong == "shape":
-        as_if_on_gpu(last_of(folder))
-
-    result = run("replay", str(last_of(folder)))
-    found = run.json("replay", str(last_of(folder)), code=1)
+        as_if_on_gpu(path)
+    result, found = run("replay", str(path)), run.json("replay", str(path), code=1)
 
     assert result.exit_code == 1
     assert found["error"] == found["dumped"]["error"] == f"ArgumentError: {caught.value}"
@@ -223,9 +213,7 @@ def test_a_call_that_raised_raises_again(wrong: str, folder: Path, run: Run) -> 
 
 def test_the_kernel_settings_of_the_dumped_process_apply(dumped: Path, run: Run) -> None:
     """An invalid one is the error of the replay; afterwards the own settings are back."""
-    data = json.loads(dumped.read_text(encoding="utf-8"))
-    data["environment"]["MLAGEN_MLA_KERNEL"] = "sm70"
-    dumped.write_text(json.dumps(data), encoding="utf-8")
+    set_variable(dumped, "MLAGEN_MLA_KERNEL", "sm70")
     found = run.json("replay", str(dumped), code=1)
     assert found["error"].startswith("ArgumentError: MLAGEN_MLA_KERNEL: ")
     function, arguments = built("trtllm")
