@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import inspect
 import json
 import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -85,9 +89,48 @@ ROOT = Path(__file__).resolve().parents[2]
 # Packages that no quick command imports.
 HEAVY = ("torch", "jinja2", "cuda.bindings.driver", "filelock")
 
-Start = Callable[..., subprocess.Popen[str]]
+SCREEN = ("COLUMNS", "LINES", "NO_COLOR")
+
 Setting = Callable[[str, object], None]
 Serve = Callable[..., AbstractContextManager[str]]
+
+
+def start(*arguments: str, before: str = "", **options: Any) -> subprocess.Popen[Any]:
+    """Start the command in a process that runs ``before`` first; its output goes to pipes."""
+    # A shell's background job ignores Ctrl-C, and its children inherit that.
+    interruptible = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+    script = f"{interruptible}{before}from cache_tools.__main__ import main; main()"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    usual = {"cwd": ROOT, "env": os.environ, **pipes}
+    return subprocess.Popen([sys.executable, "-c", script, *arguments], **{**usual, **options})
+
+
+def without(*packages: str) -> str:
+    """Return code after which a process cannot import these packages."""
+    return f"import sys; sys.modules.update(dict.fromkeys({packages}));"
+
+
+def on_a_terminal(*arguments: str, interrupt_at: str = "", **environ: str) -> tuple[int, str]:
+    """Return exit code and output of the command on a terminal, and press Ctrl-C after a text."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 160, 0, 0))
+    process = start(
+        *arguments,
+        before="import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);",  # as a shell does
+        env={name: os.environ[name] for name in os.environ if name not in SCREEN} | environ,
+        start_new_session=True,
+        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+    )
+    os.close(theirs)
+    output = b""
+    with suppress(OSError):  # Linux raises EIO once the other end is closed
+        while part := os.read(ours, 1 << 16):
+            output += part
+            if interrupt_at and interrupt_at in output.decode(errors="ignore"):
+                os.write(ours, b"\x03")
+                interrupt_at = ""
+    os.close(ours)
+    return process.wait(timeout=60), output.decode()
 
 
 class Cached(NamedTuple):
@@ -139,29 +182,6 @@ class Run:
 def run() -> Run:
     """Return a function that runs the command in this process."""
     return Run()
-
-
-@pytest.fixture
-def start() -> Start:
-    """Return a function that starts the command in a process that cannot import ``without``."""
-
-    def start_it(*arguments: str, without: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        # A shell's background job ignores Ctrl-C, and its children inherit that.
-        script = (
-            "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
-            f"import sys; sys.modules.update(dict.fromkeys({without}));"
-            "from cache_tools.__main__ import main; main()"
-        )
-        return subprocess.Popen(
-            [sys.executable, "-c", script, *arguments],
-            cwd=ROOT,
-            env=os.environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    return start_it
 
 
 @pytest.fixture

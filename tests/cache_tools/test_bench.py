@@ -20,7 +20,7 @@ from mlagen.runtime.device import DeviceFacts
 from tests.fake_machine import FAILED, RIGHT, WRONG, FakeMachine
 from tests.fixture_types import Patch
 
-from .conftest import Run, Start
+from .conftest import Run, start, without
 
 TINY = "bench --batch 2 --seq-len 64 --heads 16"
 Use = Callable[[FakeMachine], list[object]]
@@ -165,9 +165,9 @@ def test_a_gpu_that_cannot_be_measured_is_reported(
     assert result.stderr.startswith(f"mlagen: {message}")
 
 
-def test_without_a_gpu_nothing_is_loaded(start: Start) -> None:
+def test_without_a_gpu_nothing_is_loaded() -> None:
     """Without a GPU the command exits with 3 before torch is imported."""
-    process = start("bench", without=("torch", "cuda"))
+    process = start("bench", before=without("torch", "cuda"))
     out, errors = process.communicate(timeout=60)
     assert (process.returncode, out) == (3, "")
     assert errors.startswith("mlagen: device: expected a GPU to measure, got none; ")

@@ -1,8 +1,10 @@
-"""The command as a whole: its name, values of options, what it imports, and shell completion."""
+"""The command as a whole: name, options, imports, completion, pipes, terminals and locales."""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +22,7 @@ from cache_tools.tools.completion import completer
 from tests.fixture_types import Patch
 from tests.kernels import COMBINE
 
-from .conftest import HEAVY, ROOT, Cached, Run, raising
+from .conftest import HEAVY, ROOT, Cached, Run, on_a_terminal, raising, start
 from .many import fill
 
 
@@ -166,3 +168,74 @@ def test_a_completion_never_raises(monkeypatch: Patch) -> None:
     parameter, context = click.Option(["--model"]), click.Context(cli)
     assert completed("cache show", "") == {}
     assert completer(raising(OSError()))(context, parameter, "") == []
+
+
+LISTS = [("cache", "ls"), ("cache", "ls", "--json"), ("resources",), ("cache", "stats")]
+
+
+@pytest.mark.parametrize("arguments", [*LISTS, ("cache", "verify")], ids=" ".join)
+def test_a_closed_pipe_is_no_error(arguments: tuple[str, ...], cache_dir: Path) -> None:
+    """A pipe closed before the first byte ends the command silently, as SIGPIPE does."""
+    fill(cache_dir, 20)
+    reading, writing = os.pipe()
+    os.close(reading)
+
+    process = start(*arguments, stdout=writing)
+    os.close(writing)
+    _, errors = process.communicate()
+    assert process.returncode == 141
+    assert errors in {"", "verifying 20 entries\n"}
+
+
+def test_the_first_line_of_a_long_list_can_be_taken(cache_dir: Path) -> None:
+    """`mlagen cache ls | head -1` prints the column names, and nothing on stderr."""
+    fill(cache_dir, 2000)
+    command = ["/bin/sh", "-c", f"'{sys.executable}' -m cache_tools cache ls | head -1"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith("key  ")
+    assert (ran.stdout.count("\n"), ran.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("arguments", [("cache", "dir"), *LISTS[:2]], ids=" ".join)
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"PYTHONIOENCODING": "latin-1"},
+    ],
+    ids=["ASCII", "Latin-1"],
+)
+def test_any_path_can_be_printed_in_any_locale(
+    environment: dict[str, str], arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Characters outside of the locale, and bytes that are no text, are escaped; JSON is ASCII."""
+    folder = tmp_path / os.fsdecode(b"h\xc3\xa4user \xe2\x98\x83, no text \xff")
+    fill(folder, 1)
+
+    environ = os.environ | {**environment, "MLAGEN_CACHE_DIR": str(folder)}
+    process = start(*arguments, env=environ, text=False)
+    output, errors = process.communicate()
+    assert (process.returncode, errors) == (0, b"")
+    if arguments == ("cache", "dir"):
+        assert output == os.fsencode(folder) + b"\n"
+    elif "--json" in arguments:
+        printed = json.loads(output.decode("ascii"))["cache_dir"]
+        assert os.fsencode(printed) == os.fsencode(folder)
+    else:
+        assert os.fsencode(tmp_path) in output
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"NO_COLOR": "1"}, {"FORCE_COLOR": "1", "TERM": "xterm-256color"}, {"TERM": "dumb"}],
+    ids=["NO_COLOR", "FORCE_COLOR", "dumb terminal"],
+)
+def test_nothing_is_coloured(environment: dict[str, str], cache_dir: Path) -> None:
+    """The output has no escape sequences, on a terminal or elsewhere."""
+    fill(cache_dir, 2)
+    code, shown = on_a_terminal(*LISTS[0], **environment)
+    piped, _ = start(*LISTS[0], env=os.environ | environment).communicate()
+    assert code == 0
+    for text in (shown, piped):
+        assert text.strip()
+        assert "\x1b" not in text

@@ -20,7 +20,7 @@ from tests.cache.builds import entry_folder, tree
 from tests.cache.bundle_cases import FAMILIES, bundle_bytes, filled_store, key_for, members_of
 from tests.fixture_types import Patch
 
-from .conftest import Run, Serve, Setting, Start
+from .conftest import Run, Serve, Setting, start, without
 
 KEYS = {family: key_for(family).digest for family in FAMILIES}
 MLA = KEYS["mla_sm80"]
@@ -110,12 +110,10 @@ def test_kernels_are_added_and_kept(run: Run, bundle: Path, cache_dir: Path) -> 
     assert again["totals"] == {"added": 0, "kept": 2, "replaced": 0}
 
 
-def test_a_serving_image_needs_neither_torch_nor_a_compiler(
-    start: Start, bundle: Path, cache_dir: Path
-) -> None:
+def test_a_serving_image_needs_neither_torch_nor_a_compiler(bundle: Path, cache_dir: Path) -> None:
     """An import only reads and writes files."""
-    absent = ("torch", "cuda", "jinja2", "fsspec", "numpy")
-    process = start("cache", "import", str(bundle), without=absent)
+    absent = without("torch", "cuda", "jinja2", "fsspec", "numpy")
+    process = start("cache", "import", str(bundle), before=absent)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert out.startswith("imported 2 kernels")

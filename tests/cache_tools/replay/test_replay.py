@@ -19,7 +19,7 @@ from cache_tools.replay.document import read_dump
 from cache_tools.replay.rebuild import Rebuilt
 from mlagen.errors import ArgumentError
 from mlagen.observe.observed import observed
-from tests.cache_tools.conftest import Run, Start
+from tests.cache_tools.conftest import Run, start, without
 from tests.fixture_types import Patch
 from tests.observed_calls import BUILDERS, built, observe
 from tests.problems.entry_points import ENTRY_POINTS
@@ -184,9 +184,9 @@ def test_a_call_on_a_gpu_is_not_compared_without_one(dumped: Path, run: Run) -> 
     assert result.stdout.endswith("\nnothing compared: the call was on a GPU\n")
 
 
-def test_a_missing_numpy_causes_no_warning(dumped: Path, start: Start) -> None:
+def test_a_missing_numpy_causes_no_warning(dumped: Path) -> None:
     """The NumPy warning of torch is suppressed: no command uses NumPy."""
-    _, errors = start("replay", str(dumped), without=("numpy",)).communicate(timeout=100)
+    _, errors = start("replay", str(dumped), before=without("numpy")).communicate(timeout=100)
     assert errors == ""
 
 
