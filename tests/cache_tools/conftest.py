@@ -178,10 +178,7 @@ class Run:
         return parsed
 
 
-@pytest.fixture
-def run() -> Run:
-    """Return a function that runs the command in this process."""
-    return Run()
+run = Run()
 
 
 @pytest.fixture

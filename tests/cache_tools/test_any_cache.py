@@ -17,7 +17,7 @@ from mlagen.settings import current_settings
 from tests.built_once import built_once
 
 from .altered import snapshot
-from .conftest import HEAVY, ROOT, Run, Setting
+from .conftest import HEAVY, ROOT, Setting, run
 from .many import fill
 
 # Commands, and their exit code on an empty cache; SPEC is a kernel that no cache here has.
@@ -54,9 +54,7 @@ def typed(line: str, key: str = "abcdef") -> list[str]:
 
 @every_command
 @pytest.mark.parametrize("folders", [None, "", "v1/e", "v1/e/ab"])
-def test_an_empty_cache_has_no_kernels(
-    folders: str | None, line: str, run: Run, cache_dir: Path
-) -> None:
+def test_an_empty_cache_has_no_kernels(folders: str | None, line: str, cache_dir: Path) -> None:
     """No command creates an absent cache, and any subset of its folders counts as empty."""
     if folders is not None:
         (cache_dir / folders).mkdir(parents=True)
@@ -71,7 +69,7 @@ def test_an_empty_cache_has_no_kernels(
 
 
 @every_command
-def test_a_file_in_place_of_the_cache_is_no_cache(line: str, run: Run, cache_dir: Path) -> None:
+def test_a_file_in_place_of_the_cache_is_no_cache(line: str, cache_dir: Path) -> None:
     """A file in place of the cache is neither read nor removed."""
     cache_dir.write_text("a file")
     result = run(*typed(line))
@@ -96,7 +94,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 @every_command
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_damage_is_reported_and_hides_nothing_else(
-    damage: Callable[[Path], object], line: str, run: Run, cache_dir: Path
+    damage: Callable[[Path], object], line: str, cache_dir: Path
 ) -> None:
     """A list continues after a damaged kernel, and a command for that kernel reports its damage."""
     key, *_ = fill(cache_dir, 3)
@@ -242,14 +240,14 @@ def test_a_list_takes_less_than_a_second(many: Path) -> None:
         ("resources", DONE, "10000 kernels, 0 with spills"),
     ],
 )
-def test_every_command_handles_them(words: str, code: int, output: str, run: Run) -> None:
+def test_every_command_handles_them(words: str, code: int, output: str) -> None:
     """No command takes seconds for one pass over the folder."""
     result = run(*words.split())
     assert result.exit_code == code, result.stderr
     assert output in result.stdout
 
 
-def test_a_thousand_can_be_verified_and_removed(run: Run, cache_dir: Path) -> None:
+def test_a_thousand_can_be_verified_and_removed(cache_dir: Path) -> None:
     """Most are removed by size, the rest at once."""
     fill(cache_dir, 1000)
 

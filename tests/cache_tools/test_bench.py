@@ -20,7 +20,7 @@ from mlagen.runtime.device import DeviceFacts
 from tests.fake_machine import FAILED, RIGHT, WRONG, FakeMachine
 from tests.fixture_types import Patch
 
-from .conftest import Run, start, without
+from .conftest import run, start, without
 
 TINY = "bench --batch 2 --seq-len 64 --heads 16"
 Use = Callable[[FakeMachine], list[object]]
@@ -69,7 +69,7 @@ BOTH = ["flashmla", "fa3"]
     ids=["gqa", "mla, a filter", "a suite"],
 )
 def test_options_reach_cases_and_libraries(
-    line: str, cases: list[str], compared: object, run: Run, use: Use
+    line: str, cases: list[str], compared: object, use: Use
 ) -> None:
     """Values are split at commas, every option sets a field of the case, and --filter is a regex.
 
@@ -108,7 +108,7 @@ def heads_16(case: Case) -> Outcome:
     ids=["wrong", "failed", "only the baseline failed"],
 )
 def test_a_wrong_or_missing_result_exits_with_1(
-    machine: FakeMachine, code: int, problem: str, run: Run, use: Use
+    machine: FakeMachine, code: int, problem: str, use: Use
 ) -> None:
     """The document is still printed, and stderr names the case and the reason."""
     use(machine)
@@ -117,7 +117,7 @@ def test_a_wrong_or_missing_result_exits_with_1(
     assert f"\n{problem.format('mla bf16, 2 x 64, 16 heads')}" in result.stderr
 
 
-def test_a_plot_is_written_beside_the_table(run: Run, use: Use, tmp_path: Path) -> None:
+def test_a_plot_is_written_beside_the_table(use: Use, tmp_path: Path) -> None:
     """The file of the plot is named on stderr."""
     pytest.importorskip("matplotlib", reason="needs matplotlib, of the extra `bench`")
     use(FakeMachine())
@@ -126,7 +126,7 @@ def test_a_plot_is_written_beside_the_table(run: Run, use: Use, tmp_path: Path) 
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_earlier_results_are_shown_and_compared(run: Run, use: Use, tmp_path: Path) -> None:
+def test_earlier_results_are_shown_and_compared(use: Use, tmp_path: Path) -> None:
     """--from-json measures nothing; a case slower than --baseline beyond the tolerance fails."""
     use(FakeMachine())
     results = str(tmp_path / "results.json")
@@ -153,7 +153,7 @@ def test_earlier_results_are_shown_and_compared(run: Run, use: Use, tmp_path: Pa
     ids=["torch does not detect it", "not supported"],
 )
 def test_a_gpu_that_cannot_be_measured_is_reported(
-    major: int, minor: int, code: int, message: str, run: Run, monkeypatch: Patch
+    major: int, minor: int, code: int, message: str, monkeypatch: Patch
 ) -> None:
     """A CPU build of torch, or a GPU without a target, has no result."""
     facts = {"index": 0, "name": "a GPU", "sm_count": 132, "memory_bytes": 1 << 36}

@@ -19,7 +19,7 @@ from mlagen.cache.default_store import kernel_store
 from tests.fixture_types import Patch
 
 from .altered import damage, move_to_layer, recast, use
-from .conftest import Cached, Run, Setting
+from .conftest import Cached, Setting, run
 
 OLD = "nvrtc-12.8.1"
 SPILLS = {"spill_store_bytes": 8, "spill_load_bytes": 12}
@@ -31,7 +31,7 @@ def spill(folder: Path) -> Path:
     return recast(folder, facts={"resources": [resources | SPILLS], "note": "x" * 2000})
 
 
-def test_each_entry_has_its_kernel_and_its_origin(run: Run, cached: Cached) -> None:
+def test_each_entry_has_its_kernel_and_its_origin(cached: Cached) -> None:
     """Entries are sorted by their columns; a damaged one stands below them, and is counted."""
     listed = run.json("cache ls")["entries"]
     (cached.folders[0] / "manifest.json").unlink()
@@ -55,7 +55,7 @@ def groups_by(statistics: dict[str, Any], by: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("order", ["name", "size", "age", "spills"])
-def test_the_order_can_be_chosen(order: str, run: Run, cached: Cached) -> None:
+def test_the_order_can_be_chosen(order: str, cached: Cached) -> None:
     """The second of two by name comes first by size, by age and by spills."""
     dims = [int(unit.spec.key_fields()["head_dim_vo"]) for unit in cached.units]
     (_, first), (_, second) = sorted(zip(dims, cached.folders, strict=True))
@@ -82,7 +82,7 @@ def test_the_order_can_be_chosen(order: str, run: Run, cached: Cached) -> None:
         (f"--older-than 1h --toolchain {OLD}", 0),
     ],
 )
-def test_a_list_can_be_filtered(options: str, count: int, run: Run, cached: Cached) -> None:
+def test_a_list_can_be_filtered(options: str, count: int, cached: Cached) -> None:
     """A value of each filter must match, and the age; no match is no error."""
     recast(cached.folders[0], toolchain=OLD, keeps=True)
     use(cached.folders[0], age_s=7200, now=time.time())
@@ -93,7 +93,7 @@ def test_a_list_can_be_filtered(options: str, count: int, run: Run, cached: Cach
 
 
 def test_layers_are_listed_on_request_and_do_not_count_towards_the_limit(
-    run: Run, cached: Cached, monkeypatch: Patch
+    cached: Cached, monkeypatch: Patch
 ) -> None:
     """Without --layers, only the cache folder is listed; kernels of a layer are usable."""
     layer = move_to_layer(cached.root, monkeypatch)
@@ -109,9 +109,7 @@ def test_layers_are_listed_on_request_and_do_not_count_towards_the_limit(
     assert groups_by(found, "layer") == {str(layer): 2}
 
 
-def test_layers_are_selected_on_request(
-    run: Run, cached: Cached, tmp_path: Path, setting: Setting
-) -> None:
+def test_layers_are_selected_on_request(cached: Cached, tmp_path: Path, setting: Setting) -> None:
     """A kernel in both places is selected once, from the cache folder; a key asks for no layer."""
     layer = tmp_path / "layer"
     shutil.copytree(cached.root, layer)
@@ -130,7 +128,7 @@ def test_layers_are_selected_on_request(
 
 
 def test_kernels_are_counted_and_the_first_and_the_last_named(
-    run: Run, cached: Cached, setting: Setting
+    cached: Cached, setting: Setting
 ) -> None:
     """The size is a share of the limit; oldest is by compile time, longest unused by use."""
     recast(cached.folders[0], created={"time": "2020-01-01T00:00:00+00:00"})
@@ -154,7 +152,7 @@ def test_kernels_are_counted_and_the_first_and_the_last_named(
         assert text in run("cache stats").stdout
 
 
-def test_unusable_kernels_are_counted_separately(run: Run, cached: Cached) -> None:
+def test_unusable_kernels_are_counted_separately(cached: Cached) -> None:
     """Another compiler, other kernel sources and damage each make a kernel unusable here."""
     first, second = cached.folders
     recast(first, toolchain=OLD, keeps=True)
@@ -165,7 +163,7 @@ def test_unusable_kernels_are_counted_separately(run: Run, cached: Cached) -> No
     assert groups_by(found, "toolchain") == {OLD: 1, cached.units[0].toolchain: 3}
 
 
-def test_a_damaged_kernel_is_found_and_moved_on_request(run: Run, cached: Cached) -> None:
+def test_a_damaged_kernel_is_found_and_moved_on_request(cached: Cached) -> None:
     """`verify` leaves it without --quarantine; `stats` counts it, and abandoned folders."""
     cubin = damage(cached.folders[0])
     for name, age_s in (("old", 7200), ("current", 0)):
@@ -203,7 +201,7 @@ def test_a_damaged_kernel_is_found_and_moved_on_request(run: Run, cached: Cached
     ],
 )
 def test_a_spill_fails_on_request(
-    options: str, spills: bool, code: int, end: str, run: Run, cached: Cached
+    options: str, spills: bool, code: int, end: str, cached: Cached
 ) -> None:
     """The table is printed either way, and a filter restricts the check; sums have their parts."""
     if spills:
@@ -222,7 +220,7 @@ def test_a_spill_fails_on_request(
     assert found["spilling"] == int(end.split()[2])
 
 
-def test_a_damaged_entry_matches_every_filter(run: Run, cached: Cached) -> None:
+def test_a_damaged_entry_matches_every_filter(cached: Cached) -> None:
     """An export does not omit it, a removal by name does; its age is infinite."""
     damaged = cached.folders[0]
     (damaged / "manifest.json").unlink()
@@ -243,7 +241,7 @@ def test_a_damaged_entry_matches_every_filter(run: Run, cached: Cached) -> None:
 
 
 @pytest.mark.parametrize("seconds", [-(2**40), -(2**34), 2**34])
-def test_entries_of_any_time_are_listed(seconds: int, run: Run, cached: Cached) -> None:
+def test_entries_of_any_time_are_listed(seconds: int, cached: Cached) -> None:
     """A file system stores any number as a time; one that is no date stops no command."""
     impossible = (-(2.0**40), 2.0**40, -1e300, 1e300, float("inf"), 0.0)
     assert [iso_time(each) for each in impossible] == [None] * 6
@@ -256,7 +254,7 @@ def test_entries_of_any_time_are_listed(seconds: int, run: Run, cached: Cached) 
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
-def test_a_compile_time_that_is_not_finite_is_damage(value: str, cached: Cached, run: Run) -> None:
+def test_a_compile_time_that_is_not_finite_is_damage(value: str, cached: Cached) -> None:
     """JSON has no such numbers, so none is printed."""
     manifest = cached.folders[0] / "manifest.json"
     text = manifest.read_text()

@@ -17,7 +17,7 @@ from mlagen.engine import find_or_build
 from tests.fixture_types import Patch
 
 from .altered import move_to_layer, recast, snapshot, use
-from .conftest import Cached, Run, Setting, raising
+from .conftest import Cached, Setting, raising, run
 
 
 def kept_in(cache_dir: Path) -> set[Path]:
@@ -30,7 +30,7 @@ def size_of(*folders: Path) -> int:
     return sum(file.stat().st_size for folder in folders for file in folder.iterdir())
 
 
-def test_a_key_given_twice_is_removed_once(run: Run, cached: Cached) -> None:
+def test_a_key_given_twice_is_removed_once(cached: Cached) -> None:
     """`rm` removes the entries of all compilers once, and the other kernels stay."""
     gone, kept = cached.folders
     other = recast(gone, toolchain="nvrtc-12.8.1", keeps=True)
@@ -51,7 +51,7 @@ REMOVED, NOTHING = "removed 2 kernels from ", "no answer, nothing removed; --yes
     ],
 )
 def test_everything_is_removed_after_a_confirmation(
-    options: str, answer: str | None, code: int, last: str, run: Run, cached: Cached
+    options: str, answer: str | None, code: int, last: str, cached: Cached
 ) -> None:
     """The question of `clear` has count, size and folder; at the end of stdin it is no."""
     result = run("cache clear", *options.split(), answer=answer)
@@ -78,7 +78,7 @@ def test_everything_is_removed_after_a_confirmation(
     ],
 )
 def test_only_selected_kernels_are_pruned(
-    options: str, gone: int, why: str | None, run: Run, cached: Cached
+    options: str, gone: int, why: str | None, cached: Cached
 ) -> None:
     """Age and size count from the last use; a dry run prints the same, and changes nothing."""
     old, young = cached.folders
@@ -110,7 +110,7 @@ def test_only_selected_kernels_are_pruned(
     ],
 )
 def test_kernels_of_another_installation_are_pruned(
-    changes: dict[str, Any], option: str, why: str, run: Run, cached: Cached
+    changes: dict[str, Any], option: str, why: str, cached: Cached
 ) -> None:
     """Those of the installed NVRTC and sources stay, and a damaged one, which has no version."""
     other = recast(cached.folders[0], keeps=True, **changes)
@@ -138,7 +138,7 @@ def test_entries_match_this_installation_or_do_not(setting: Setting, monkeypatch
     assert required_toolchain() is None
 
 
-def test_a_pruned_kernel_is_compiled_again(run: Run, cached: Cached, monkeypatch: Patch) -> None:
+def test_a_pruned_kernel_is_compiled_again(cached: Cached, monkeypatch: Patch) -> None:
     """Pruning costs a running job a compile; kernels of a layer are neither removed nor counted."""
     run("cache prune --max-size 0")
     outcome = find_or_build(cached.units[0].spec)
@@ -153,7 +153,7 @@ def test_a_pruned_kernel_is_compiled_again(run: Run, cached: Cached, monkeypatch
 
 
 def test_gc_evicts_the_least_recently_used_above_the_limit(
-    run: Run, cached: Cached, setting: Setting
+    cached: Cached, setting: Setting
 ) -> None:
     """Below the limit nothing changes; a recently used kernel stays, even above it."""
     old, young = cached.folders
@@ -175,7 +175,7 @@ def test_gc_evicts_the_least_recently_used_above_the_limit(
     assert found["freed_bytes"] == size
 
 
-def test_gc_deletes_abandoned_folders(run: Run, cache_dir: Path) -> None:
+def test_gc_deletes_abandoned_folders(cache_dir: Path) -> None:
     """The folder of a live process, and the newest twenty quarantined kernels, stay."""
     staging, quarantine = (cache_dir / "v1" / name for name in ("staging", "quarantine"))
     dead, alive = (staging / f"{name}.elsewhere.1.abcdef01" for name in ("dead", "alive"))

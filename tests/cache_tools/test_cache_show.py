@@ -20,13 +20,13 @@ from mlagen.errors import ArgumentError, ToolchainError
 from tests.fixture_types import Patch
 
 from .altered import recast
-from .conftest import Cached, Run
+from .conftest import Cached, run
 
 PARTS = {"source": "kernel.cu", "log": "build.log", "manifest": "manifest.json"}
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_part_is_printed_byte_for_byte(part: str, run: Run, cached: Cached) -> None:
+def test_a_part_is_printed_byte_for_byte(part: str, cached: Cached) -> None:
     """It can be redirected to a file, and has its own name in the document."""
     command = ("cache", "show", cached.keys[0], f"--{part}")
     text, document = run(*command), run(*command, "--json")
@@ -35,7 +35,7 @@ def test_a_part_is_printed_byte_for_byte(part: str, run: Run, cached: Cached) ->
     assert json.loads(document.stdout)["entries"][0][part]
 
 
-def test_every_compiler_is_shown_or_the_one_that_is_named(run: Run, cached: Cached) -> None:
+def test_every_compiler_is_shown_or_the_one_that_is_named(cached: Cached) -> None:
     """KEY/TOOLCHAIN is one entry, KEY is all of them."""
     recast(cached.folders[0], toolchain="nvrtc-12.8.1", keeps=True)
     every = run.json("cache show", cached.keys[0])["entries"]
@@ -85,7 +85,7 @@ def tool(monkeypatch: Patch, tmp_path: Path) -> Callable[..., Path]:
 
 
 def test_nvdisasm_is_found_or_its_package_is_named(
-    run: Run, cached: Cached, tool: Callable[..., Path]
+    cached: Cached, tool: Callable[..., Path]
 ) -> None:
     """cuda.pathfinder's result takes precedence over the PATH; without both, the code is 3."""
     result = run("cache show", cached.keys[0], "--sass")
@@ -114,9 +114,7 @@ def test_a_rejected_cubin_is_an_error(
         sass_of(b"", "combine")
 
 
-def test_a_program_compiles_it_again_without_mlagen(
-    run: Run, cached: Cached, tmp_path: Path
-) -> None:
+def test_a_program_compiles_it_again_without_mlagen(cached: Cached, tmp_path: Path) -> None:
     """It prints kernel, compiler and digest of the cubin; another cubin is exit code 1."""
     unit, source = cached.units[0], cached.folders[0] / "kernel.cu"
     digest = hashlib.sha256((cached.folders[0] / "kernel.cubin").read_bytes()).hexdigest()

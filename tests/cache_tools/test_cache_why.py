@@ -14,7 +14,7 @@ from tests.cache.builds import entry_folder, make_build, make_store
 from tests.fixture_types import Patch
 
 from .altered import damage, move_to_layer, recast, snapshot, use
-from .conftest import Cached, Run
+from .conftest import Cached, run
 
 OLD = "nvrtc-12.8.1"
 NEWEST = "nvrtc-13.5.37"
@@ -27,9 +27,7 @@ def fields_of(document: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("is_layer", [False, True], ids=["the cache", "a layer"])
-def test_a_cached_kernel_is_found(
-    is_layer: bool, run: Run, cached: Cached, monkeypatch: Patch
-) -> None:
+def test_a_cached_kernel_is_found(is_layer: bool, cached: Cached, monkeypatch: Patch) -> None:
     """Document and text name its folder, which nothing changes."""
     root = move_to_layer(cached.root, monkeypatch) if is_layer else cached.root
     before, spec = snapshot(root), str(cached.units[0].spec)
@@ -51,7 +49,7 @@ def test_a_cached_kernel_is_found(
     ids=["spec", "sources", "compiler"],
 )
 def test_a_missing_kernel_is_compared_with_the_nearest(
-    changes: Any, reason: str, field: str, nearest: str, run: Run, cached: Cached
+    changes: Any, reason: str, field: str, nearest: str, cached: Cached
 ) -> None:
     """Only the differing key fields are shown, and the last line compiles it."""
     recast(cached.folders[0], **changes)
@@ -62,7 +60,7 @@ def test_a_missing_kernel_is_compared_with_the_nearest(
     assert [(name, theirs) for name, (_, theirs) in fields_of(found).items()] == [(field, nearest)]
 
 
-def test_a_damaged_kernel_is_the_reason_and_stays(run: Run, cached: Cached) -> None:
+def test_a_damaged_kernel_is_the_reason_and_stays(cached: Cached) -> None:
     """It is not quarantined, unlike in a call; a folder that others may write in is another."""
     cubin, spec = damage(cached.folders[0]), str(cached.units[0].spec)
 
@@ -80,7 +78,7 @@ def test_a_damaged_kernel_is_the_reason_and_stays(run: Run, cached: Cached) -> N
     assert cubin.exists()
 
 
-def test_a_cached_key_has_its_reason(run: Run, cached: Cached) -> None:
+def test_a_cached_key_has_its_reason(cached: Cached) -> None:
     """It is compared with the nearest earlier kernel; the first of a family with none."""
     recast(cached.folders[0], created={**TIME, "because": None})
     recast(cached.folders[1], created={"because": "other toolchain"})
@@ -92,7 +90,7 @@ def test_a_cached_key_has_its_reason(run: Run, cached: Cached) -> None:
     assert "no other combine is cached to compare with" in text
 
 
-def test_only_differences_are_explained(run: Run, cached: Cached) -> None:
+def test_only_differences_are_explained(cached: Cached) -> None:
     """Equal key fields are omitted; measurements are shown for both kernels."""
     before = snapshot(cached.root)
 
@@ -109,7 +107,7 @@ def test_only_differences_are_explained(run: Run, cached: Cached) -> None:
     assert snapshot(cached.root) == before
 
 
-def test_one_kernel_by_two_compilers(run: Run, cached: Cached) -> None:
+def test_one_kernel_by_two_compilers(cached: Cached) -> None:
     """The compilers are the only difference; a key alone is ambiguous."""
     recast(cached.folders[0], toolchain=OLD, keeps=True)
     toolchains, key = (OLD, str(cached.units[0].toolchain)), cached.keys[0][:8]
@@ -123,7 +121,7 @@ def test_one_kernel_by_two_compilers(run: Run, cached: Cached) -> None:
 @pytest.mark.parametrize(
     "which", ["explain {} {}", "explain {1} {0}", "show {}", "show {} --source"]
 )
-def test_a_damaged_kernel_is_not_shown(which: str, run: Run, cached: Cached) -> None:
+def test_a_damaged_kernel_is_not_shown(which: str, cached: Cached) -> None:
     """Damage is an error with the reason and the path, wherever the kernel stands."""
     cubin = damage(cached.folders[0])
     result = run("cache", *which.format(*cached.keys).split())

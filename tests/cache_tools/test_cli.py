@@ -22,7 +22,7 @@ from cache_tools.tools.completion import completer
 from tests.fixture_types import Patch
 from tests.kernels import COMBINE
 
-from .conftest import HEAVY, ROOT, Cached, Run, on_a_terminal, raising, start
+from .conftest import HEAVY, ROOT, Cached, on_a_terminal, raising, run, start
 from .many import fill
 
 
@@ -36,7 +36,7 @@ def output_of(*arguments: str) -> str:
     ("words", "begin"),
     [("--version", f"mlagen {mlagen.__version__}\n"), ("-h", "Usage: mlagen [OPTIONS]")],
 )
-def test_the_module_is_the_command(words: str, begin: str, run: Run) -> None:
+def test_the_module_is_the_command(words: str, begin: str) -> None:
     """`python3 -m cache_tools` is `mlagen`, and calls itself so; a group alone prints its help."""
     assert output_of("-m", "cache_tools", words).startswith(begin)
     for line in ("--help", "cache -h", "cache"):
@@ -72,7 +72,7 @@ def test_values_are_parsed_or_rejected(
         assert caught.value.message.endswith(f"got {text!r}")
 
 
-def test_options_of_the_whole_command_override_variables(run: Run, monkeypatch: Patch) -> None:
+def test_options_of_the_whole_command_override_variables(monkeypatch: Patch) -> None:
     """`--cache-dir` expands a tilde as the variable does, `-v` is MLAGEN_LOG=info, `-vv` debug."""
     monkeypatch.setenv("MLAGEN_LOG", "off")
     levels = {"-v": logging.INFO, "-vv": logging.DEBUG, "-vvv": logging.DEBUG}

@@ -16,7 +16,7 @@ from mlagen.cache.default_store import kernel_store
 from mlagen.errors import ToolchainError
 from tests.fixture_types import Patch
 
-from .conftest import Run, raising
+from .conftest import raising, run
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 RIGHT = {"largest_error": 0.01, "share_of_bound": 0.5, "is_right": True}
@@ -31,9 +31,7 @@ def no_gpu(monkeypatch: Patch) -> None:
     monkeypatch.setattr(demo, "CROSS_ARCHS", ("sm_80",))
 
 
-def test_without_a_gpu_kernels_are_compiled_found_and_the_cpu_is_right(
-    run: Run, monkeypatch: Patch
-) -> None:
+def test_without_a_gpu_kernels_are_compiled_found_and_the_cpu_is_right(monkeypatch: Patch) -> None:
     """The kernels of two targets are cached, and the CPU backend agrees with float64."""
     monkeypatch.setattr(demo, "CROSS_ARCHS", ("sm_90a", "sm_80"))
 
@@ -59,7 +57,7 @@ def test_without_a_gpu_kernels_are_compiled_found_and_the_cpu_is_right(
     assert "looking them up in a new process ..." in result.stderr
 
 
-def test_a_wrong_result_is_reported(run: Run, monkeypatch: Patch) -> None:
+def test_a_wrong_result_is_reported(monkeypatch: Patch) -> None:
     """An error beyond rounding exits with 1, and NaN, as of an invalid slot, is never right."""
     problem = demo._problem("cpu")
     out = torch.zeros(len(demo.SEQ_LENS), 1, demo.HEADS, demo.KV_LORA_RANK)
@@ -72,7 +70,7 @@ def test_a_wrong_result_is_reported(run: Run, monkeypatch: Patch) -> None:
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["fresh", "kept"])
-def test_with_a_gpu_two_processes_share_a_cache(keeps: bool, run: Run, monkeypatch: Patch) -> None:
+def test_with_a_gpu_two_processes_share_a_cache(keeps: bool, monkeypatch: Patch) -> None:
     """First calls are timed in new processes, by default in a temporary cache."""
     stages: list[tuple[str, dict[str, str]]] = []
 
@@ -99,7 +97,7 @@ def test_with_a_gpu_two_processes_share_a_cache(keeps: bool, run: Run, monkeypat
     }
 
 
-def test_a_stage_that_fails_ends_the_demo(run: Run, monkeypatch: Patch) -> None:
+def test_a_stage_that_fails_ends_the_demo(monkeypatch: Patch) -> None:
     """The demo exits with the code of the failed process, whose message is on stderr."""
     ended = subprocess.CompletedProcess[bytes]([], returncode=3)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -117,7 +115,7 @@ def test_a_stage_that_fails_ends_the_demo(run: Run, monkeypatch: Patch) -> None:
     ids=["a failure", "an interrupt"],
 )
 def test_what_ends_the_demo_is_the_last_line(
-    place: Any, error: Any, code: int, last: str, kept: int, run: Run, monkeypatch: Any
+    place: Any, error: Any, code: int, last: str, kept: int, monkeypatch: Any
 ) -> None:
     """The message is that of NVRTC, and compiled kernels stay in the cache."""
     monkeypatch.setattr(*place, raising(error))

@@ -17,7 +17,7 @@ from mlagen.runtime.device import DeviceFacts
 from tests.fixture_types import Patch
 
 from .altered import move_to_layer
-from .conftest import Cached, Run, Setting, raising
+from .conftest import Cached, Setting, raising, run
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def no_gpu(monkeypatch: Patch) -> None:
     monkeypatch.setattr(device, "driver_version", lambda: None)
 
 
-def test_versions_and_paths_are_reported(run: Run, cache_dir: Path) -> None:
+def test_versions_and_paths_are_reported(cache_dir: Path) -> None:
     """Packages, NVRTC's file and the folders are named; a missing GPU is no problem."""
     found = run.json("doctor")
 
@@ -43,7 +43,7 @@ def test_versions_and_paths_are_reported(run: Run, cache_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("is_layer", [False, True], ids=["the cache", "a layer"])
-def test_a_cache_is_measured(is_layer: bool, run: Run, cached: Cached, monkeypatch: Patch) -> None:
+def test_a_cache_is_measured(is_layer: bool, cached: Cached, monkeypatch: Patch) -> None:
     """Each layer has its own count of kernels and of damaged ones."""
     (cached.folders[0] / "manifest.json").write_text("{")
     root = move_to_layer(cached.root, monkeypatch) if is_layer else cached.root
@@ -88,7 +88,7 @@ PROBLEMS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 @pytest.mark.parametrize(("cause", "problem"), PROBLEMS.values(), ids=PROBLEMS)
 def test_a_problem_is_reported_with_the_fix(
-    cause: Any, problem: str, run: Run, setting: Setting, monkeypatch: Patch, tmp_path: Path
+    cause: Any, problem: str, setting: Setting, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     """The exit code is 1; text, document and stderr have it, and the other checks go on."""
     monkeypatch.chdir(tmp_path)

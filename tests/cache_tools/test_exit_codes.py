@@ -20,7 +20,7 @@ from tests.fixture_types import Patch
 from tests.kernels import COMBINE
 
 from .altered import snapshot
-from .conftest import ROOT, Run, Setting, raising
+from .conftest import ROOT, Setting, raising, run
 
 KEY = key_for("combine").digest
 NOT_CACHED = "key: expected a prefix of a cached key (mlagen cache ls), got "
@@ -126,7 +126,6 @@ def test_what_cannot_be_done_is_one_line_and_changes_nothing(
     line: str,
     code: int,
     message: str,
-    run: Run,
     tmp_path: Path,
     monkeypatch: Patch,
     setting: Setting,
@@ -173,7 +172,7 @@ RULE = "x: expected 1, got 2"
     ids=lambda value: type(value).__name__,
 )
 def test_an_exception_is_one_line_and_an_exit_code(
-    error: BaseException, code: int, message: str, run: Run, monkeypatch: Patch
+    error: BaseException, code: int, message: str, monkeypatch: Patch
 ) -> None:
     """Every MlagenError, and an interrupt, ends the command without a traceback."""
     monkeypatch.setitem(cli.commands, "fail", click.Command("fail", callback=raising(error)))

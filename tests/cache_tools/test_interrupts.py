@@ -23,7 +23,7 @@ from mlagen.cache.default_store import kernel_store
 from tests.cache.bundle_cases import bundle_bytes, filled_store
 from tests.fixture_types import Patch
 
-from .conftest import ROOT, Run, on_a_terminal, raising, start
+from .conftest import ROOT, on_a_terminal, raising, run, start
 
 BEGIN = (
     "from cache_tools.tools.interrupts import install_handlers;"
@@ -119,7 +119,6 @@ def test_an_interrupt_says_what_is_kept(
     module: ModuleType,
     step: str,
     summary: str,
-    run: Run,
     tmp_path: Path,
     monkeypatch: Patch,
 ) -> None:

@@ -22,14 +22,14 @@ from tests.fixture_types import Patch
 from tests.kernels import COMBINE, SM_80, gqa_sm80, mla_sm90
 from tests.sass import nvdisasm_is_missing
 
-from .conftest import Run, Setting, raising
+from .conftest import Setting, raising, run
 
 needs_nvdisasm = pytest.mark.skipif(
     nvdisasm_is_missing(), reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm"
 )
 
 
-def test_a_cached_kernel_is_not_compiled_again(run: Run, cache_dir: Path) -> None:
+def test_a_cached_kernel_is_not_compiled_again(cache_dir: Path) -> None:
     """Its numbers and included templates are those of one that is compiled without the cache."""
     fresh = run.json("kernel show combine --arch A100")
     is_created = cache_dir.exists()
@@ -63,7 +63,7 @@ def test_tile_and_registers_are_those_of_the_source() -> None:
 
 
 def test_a_part_is_printed_and_has_its_own_name_in_the_document(
-    run: Run, setting: Setting, cache_dir: Path
+    setting: Setting, cache_dir: Path
 ) -> None:
     """The PTX is for the target; the source is that of a cached kernel, with line info too."""
     show = ("kernel show", str(COMBINE))
@@ -83,7 +83,7 @@ def test_a_part_is_printed_and_has_its_own_name_in_the_document(
         assert (source == render(COMBINE).text) == (not wants_lines)
 
 
-def test_without_nvdisasm_the_other_resources_are_printed(run: Run, monkeypatch: Patch) -> None:
+def test_without_nvdisasm_the_other_resources_are_printed(monkeypatch: Patch) -> None:
     """A line on stderr has the package to install, and the counts are null in JSON."""
     error = ToolchainError("nvdisasm: not found; run: pip install nvidia-cuda-nvdisasm")
     monkeypatch.setattr(disassembly, "find_nvdisasm", raising(error))
@@ -93,7 +93,7 @@ def test_without_nvdisasm_the_other_resources_are_printed(run: Run, monkeypatch:
 
 
 @needs_nvdisasm
-def test_sass_and_the_counts_of_its_instructions_are_printed(run: Run) -> None:
+def test_sass_and_the_counts_of_its_instructions_are_printed() -> None:
     """`cache show` disassembles in the same way; --resources counts each opcode."""
     shown = run("kernel show", str(COMBINE), "--sass")
     counted = run("kernel show", str(COMBINE), "--resources")
@@ -107,7 +107,7 @@ def test_sass_and_the_counts_of_its_instructions_are_printed(run: Run) -> None:
     assert int(facts["BAR"]) == shown.stdout.count(" BAR.")
 
 
-def test_a_diff_has_spec_and_source(run: Run) -> None:
+def test_a_diff_has_spec_and_source() -> None:
     """The exit code is 1, and the summary counts what the unified diff has."""
     result = run("kernel diff", str(COMBINE), "combine(arch=sm_80, dtype=fp16)")
     *lines, last = result.stdout.splitlines()
@@ -120,7 +120,7 @@ def test_a_diff_has_spec_and_source(run: Run) -> None:
 
 
 @needs_nvdisasm
-def test_a_diff_names_resources_as_show_does(run: Run) -> None:
+def test_a_diff_names_resources_as_show_does() -> None:
     """Lines of `kernel show`, and of --resources its counts, are lines of the diff."""
     command = ("kernel", "diff", "combine", "--arch", "sm_80,sm_90a")
     shown = [run(f"kernel show {option}", str(COMBINE)).stdout for option in ("", "--resources")]
@@ -138,7 +138,7 @@ def test_a_diff_names_resources_as_show_does(run: Run) -> None:
 
 
 @needs_nvdisasm
-def test_one_spec_is_compared_on_two_targets(run: Run) -> None:
+def test_one_spec_is_compared_on_two_targets() -> None:
     """With --sass, the code is SASS without the offsets of its instructions."""
     found = run.json("kernel diff combine --arch sm_80,sm_86 --sass", code=1)
     facts = {fact["fact"]: (fact["first"], fact["second"]) for fact in found["facts"]}

@@ -20,7 +20,7 @@ from tests.built_once import compiled, cubin_of
 from tests.kernels import COMBINE, clear_caches, gqa_sm90
 from tests.text_hashes import text_sections
 
-from .conftest import Run, Setting
+from .conftest import Setting, run
 
 
 def test_ptx_has_the_lines_of_the_templates() -> None:
@@ -67,7 +67,7 @@ def test_the_key_names_what_is_different(setting: Setting, request: Any) -> None
     assert dict(key_of(COMBINE).key_fields)["line_info"] == str(templates)
 
 
-def test_normal_kernels_are_not_mixed_with_them(setting: Setting, run: Run) -> None:
+def test_normal_kernels_are_not_mixed_with_them(setting: Setting) -> None:
     """Each setting finds its own kernel, and the commands name the difference."""
     plain = find_or_build(COMBINE)
     setting("MLAGEN_LINEINFO", 1)

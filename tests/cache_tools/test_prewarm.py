@@ -16,7 +16,7 @@ from mlagen.prewarming import PrewarmReport, isolation
 from tests.fixture_types import Patch
 from tests.kernels import COMBINE
 
-from .conftest import Cached, Run, raising
+from .conftest import Cached, raising, run
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 OPTIONS = "--arch sm_80 --family combine --dtype bf16 --kv-lora-rank 256,512"
@@ -24,7 +24,7 @@ SMALL = ("prewarm", *OPTIONS.split())
 
 
 @pytest.mark.parametrize("isolate", [(), ("--isolate",)], ids=["threads", "processes"])
-def test_kernels_are_compiled_and_counted(isolate: tuple[str, ...], run: Run) -> None:
+def test_kernels_are_compiled_and_counted(isolate: tuple[str, ...]) -> None:
     """Kernels have lines on stderr, stdout has totals; a quiet run prints a document alone."""
     result = run(*SMALL, *isolate)
     plan, *lines = result.stderr.splitlines()
@@ -39,9 +39,7 @@ def test_kernels_are_compiled_and_counted(isolate: tuple[str, ...], run: Run) ->
     assert run(*SMALL, "-q", "--json").stderr == ""
 
 
-def test_a_large_selection_is_announced_with_the_options_for_fewer(
-    run: Run, monkeypatch: Patch
-) -> None:
+def test_a_large_selection_is_announced_with_the_options_for_fewer(monkeypatch: Patch) -> None:
     """A selection by a kernel's text has no such line, and a quiet run announces nothing."""
     monkeypatch.setattr(progress, "MANY", 2)
     texts = ("--kernel", str(COMBINE), "--kernel", str(COMBINE).replace("512", "256"))
@@ -55,7 +53,7 @@ def test_a_large_selection_is_announced_with_the_options_for_fewer(
         assert [line.split()[0] for line in run(*words).stderr.splitlines()] == begins
 
 
-def test_json_has_every_unit_and_the_totals(run: Run, cache_dir: Path) -> None:
+def test_json_has_every_unit_and_the_totals(cache_dir: Path) -> None:
     """A unit has spec, status, times, key and resources."""
     found = run.json(*SMALL, "--kv-lora-rank", "512")
 
@@ -77,7 +75,7 @@ def test_json_has_every_unit_and_the_totals(run: Run, cache_dir: Path) -> None:
     assert len(unit["key"]) == 64
 
 
-def test_a_dry_run_lists_missing_kernels(run: Run, cached: Cached) -> None:
+def test_a_dry_run_lists_missing_kernels(cached: Cached) -> None:
     """Each kernel has a row with status and key prefix; the exit code is 1 if one is missing."""
     result = run(*SMALL, "--dry-run", "--dtype", "bf16,fp16")
     found = run(*SMALL, "--dry-run")
@@ -93,7 +91,7 @@ def test_a_dry_run_lists_missing_kernels(run: Run, cached: Cached) -> None:
 
 
 @pytest.mark.parametrize("is_file", [False, True], ids=["option", "file"])
-def test_unsupported_parts_are_omitted_and_named(is_file: bool, run: Run, tmp_path: Path) -> None:
+def test_unsupported_parts_are_omitted_and_named(is_file: bool, tmp_path: Path) -> None:
     """stderr, even of a quiet run, and the document name them; the rest is compiled."""
     options: tuple[str, ...] = ("--model", "glm-5.3-flash", "--kv-dtype", "bf16,fp8_per_token")
     if is_file:
@@ -116,7 +114,7 @@ def test_unsupported_parts_are_omitted_and_named(is_file: bool, run: Run, tmp_pa
 
 
 @pytest.mark.usefixtures("cached")
-def test_without_nvrtc_missing_kernels_are_named(run: Run, monkeypatch: Patch) -> None:
+def test_without_nvrtc_missing_kernels_are_named(monkeypatch: Patch) -> None:
     """Cached kernels are hits, each miss has a line, and the last one names the package."""
     missing = raising(mlagen.ToolchainError("NVRTC: not here"))
     monkeypatch.setattr("mlagen.prewarming.run.find_nvrtc", missing)
@@ -129,7 +127,7 @@ def test_without_nvrtc_missing_kernels_are_named(run: Run, monkeypatch: Patch) -
     assert lines[-1] == "mlagen: NVRTC: not here"
 
 
-def test_options_reach_the_selection(run: Run, monkeypatch: Patch) -> None:
+def test_options_reach_the_selection(monkeypatch: Patch) -> None:
     """Lists are split at commas, numbers are parsed, and missing options are omitted."""
     given: dict[str, Any] = {}
 
@@ -174,7 +172,7 @@ NO_CACHE = mlagen.CacheError("no", path=Path("x"))
     ids=["a kernel", "the target", "the cache", "a kernel, a target", "a kernel, the cache"],
 )
 def test_failures_decide_the_exit_code(
-    errors: list[mlagen.MlagenError], code: int, run: Run, monkeypatch: Patch
+    errors: list[mlagen.MlagenError], code: int, monkeypatch: Patch
 ) -> None:
     """Of different kinds it is 1, but a cache that cannot be used fails all; all are reported."""
 
@@ -209,7 +207,7 @@ HANGS, DIES = ["sleep", "600"], ["false"]
     ids=["timeouts", "one of each", "deaths", "the first failure"],
 )
 def test_timeouts_have_an_exit_code(
-    commands: list[list[str]], options: str, code: int, counts: str, run: Run, monkeypatch: Any
+    commands: list[list[str]], options: str, code: int, counts: str, monkeypatch: Any
 ) -> None:
     """Timeouts alone exit with 5; kernels that --fail-fast never starts are skipped."""
     left = iter(commands)

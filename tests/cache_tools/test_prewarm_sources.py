@@ -15,22 +15,20 @@ from mlagen.prewarming.spec_file import KEYS
 from tests.fixture_types import Patch
 from tests.kernels import COMBINE
 
-from .conftest import Cached, Run, Setting
+from .conftest import Cached, Setting, run
 
 LINE = json.dumps({"kernel": str(COMBINE)}) + "\n"
 TABLE = '[[kernel]]\nfamily = "combine"\ndtype = "bf16"\nkv_lora_rank = 512\n'
 
 
-def kernels(run: Run, *arguments: str, answer: str | None = None) -> list[str]:
+def kernels(*arguments: str, answer: str | None = None) -> list[str]:
     """Return the kernels of a dry run, in which nothing is cached."""
     found = run.json("prewarm --dry-run", *arguments, answer=answer, code=1)
     specs = [(unit["family"], unit["spec"].items()) for unit in found["units"]]
     return [f"{name}({', '.join(f'{key}={value}' for key, value in of)})" for name, of in specs]
 
 
-def test_sources_are_prewarmed_for_their_own_architecture_or_for_others(
-    run: Run, tmp_path: Path
-) -> None:
+def test_sources_are_prewarmed_for_their_own_architecture_or_for_others(tmp_path: Path) -> None:
     """Texts, records, files and stdin are merged, for their own targets or those of --arch."""
     log, toml, table = (tmp_path / name for name in ("a.jsonl", "a.toml", "a.json"))
     log.write_text(LINE * 2)
@@ -40,11 +38,11 @@ def test_sources_are_prewarmed_for_their_own_architecture_or_for_others(
     model = ("--model", "deepseek-v3", "--tp", "8")
 
     for source in (kernel * 2, record * 2, (str(toml), *arch)):
-        assert kernels(run, *source) == [str(COMBINE)]
-    assert kernels(run, "-", *arch, answer=TABLE) == [str(COMBINE)]
-    elsewhere = kernels(run, *record, "--arch", "sm_90a,sm_86")
+        assert kernels(*source) == [str(COMBINE)]
+    assert kernels("-", *arch, answer=TABLE) == [str(COMBINE)]
+    elsewhere = kernels(*record, "--arch", "sm_90a,sm_86")
     assert elsewhere == [str(COMBINE).replace("sm_80", other) for other in ("sm_90a", "sm_86")]
-    together = kernels(run, str(table), *kernel, *record, *model, *arch)
+    together = kernels(str(table), *kernel, *record, *model, *arch)
     assert [name.partition("(")[0] for name in together] == ["combine", "mla_sm80"]
 
 
@@ -63,7 +61,7 @@ SERVED = {
 
 
 @pytest.mark.parametrize(("options", "assumed"), SERVED.items(), ids=list(SERVED))
-def test_a_dry_run_says_how_models_are_served(options: str, assumed: list[str], run: Run) -> None:
+def test_a_dry_run_says_how_models_are_served(options: str, assumed: list[str]) -> None:
     """Defaults are named as well, before the table, and on stderr with --json."""
     command = ("prewarm", "--dry-run", "--arch", "sm_90a", "--model", *options.split())
     table, document, quiet = (run(*command, *o) for o in ((), ("--json",), ("-q",)))
@@ -91,7 +89,7 @@ def test_tables_have_the_names_of_the_options() -> None:
     ],
 )
 def test_a_source_without_an_end_is_rejected(
-    source: str, got: str, run: Run, tmp_path: Path, monkeypatch: Patch
+    source: str, got: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """A device takes no memory, a FIFO no wait; the exit code is 2."""
     (tmp_path / "endless.toml").symlink_to("/dev/zero")
@@ -104,7 +102,7 @@ def test_a_source_without_an_end_is_rejected(
 
 @pytest.mark.parametrize("is_layer", [False, True], ids=["the cache", "a layer"])
 def test_a_bundle_has_the_requested_kernels(
-    is_layer: bool, run: Run, cached: Cached, tmp_path: Path, setting: Setting
+    is_layer: bool, cached: Cached, tmp_path: Path, setting: Setting
 ) -> None:
     """It has no other cached kernel, wherever they are; text and document describe it."""
     if is_layer:
@@ -124,9 +122,7 @@ def test_a_bundle_has_the_requested_kernels(
         assert [entry.key for entry in verify_bundle(file, "it").entries] == cached.keys[:1]
 
 
-def test_a_failure_writes_no_bundle(
-    run: Run, cached: Cached, tmp_path: Path, setting: Setting
-) -> None:
+def test_a_failure_writes_no_bundle(cached: Cached, tmp_path: Path, setting: Setting) -> None:
     """An incomplete bundle is not written; a path that cannot be written fails with 1."""
     path = tmp_path / "kernels.tar.gz"
     path.mkdir()

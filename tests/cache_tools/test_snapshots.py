@@ -24,7 +24,7 @@ from tests.kernels import COMBINE
 from tests.observed_calls import built, observe
 
 from .altered import use
-from .conftest import SCHEMA_OF, Run, Setting
+from .conftest import SCHEMA_OF, Setting, run
 from .many import TOOLCHAIN, fill
 
 FILE = Path(__file__).parent / "snapshots.txt"
@@ -111,9 +111,7 @@ def of_fa3(case: Case) -> Outcome:
 
 
 @pytest.fixture
-def keys(
-    cache_dir: Path, tmp_path: Path, monkeypatch: Patch, run: Run, setting: Setting
-) -> list[str]:
+def keys(cache_dir: Path, tmp_path: Path, monkeypatch: Patch, setting: Setting) -> list[str]:
     """Cache and bundle two kernels of fixed keys, one of them unused, on a machine without GPU."""
     keys = fill(cache_dir, 2)
     use(next(cache_dir.glob(f"v1/e/*/{keys[0]}/*")), age_s=7200, now=time.time())
@@ -129,7 +127,7 @@ def keys(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_text_of_a_command(
-    command: str, keys: list[str], run: Run, tmp_path: Path, monkeypatch: Patch
+    command: str, keys: list[str], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Both streams and the exit code are those of the snapshot."""
     if command == "replay":
@@ -162,7 +160,7 @@ def test_every_command_has_a_snapshot() -> None:
 
 @pytest.mark.parametrize("command", sorted(SCHEMA_OF.keys() - {"replay"}))
 def test_the_document_of_a_command_fits_its_schema(
-    command: str, keys: list[str], run: Run, cache_dir: Path
+    command: str, keys: list[str], cache_dir: Path
 ) -> None:
     """The names and types are exactly those of the schema, in order, beside damage too."""
     next(cache_dir.glob(f"v1/e/*/{keys[1]}/*/manifest.json")).write_text("{")

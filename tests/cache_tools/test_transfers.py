@@ -20,7 +20,7 @@ from tests.cache.builds import entry_folder, tree
 from tests.cache.bundle_cases import FAMILIES, bundle_bytes, filled_store, key_for, members_of
 from tests.fixture_types import Patch
 
-from .conftest import Run, Serve, Setting, start, without
+from .conftest import Serve, Setting, run, start, without
 
 KEYS = {family: key_for(family).digest for family in FAMILIES}
 MLA = KEYS["mla_sm80"]
@@ -57,7 +57,7 @@ def sha256(path: Path) -> str:
         *product(("export", "push"), ("--family mla_sm80", MLA[:8])),
     ],
 )
-def test_a_bundle_is_described(command: str, options: str, run: Run, filled: Path) -> None:
+def test_a_bundle_is_described(command: str, options: str, filled: Path) -> None:
     """The document has digest, sizes and selected kernels; equal entries have equal bundles.
 
     A wheel goes into a folder, which is made, and has name and version in its name.
@@ -81,7 +81,7 @@ def test_a_bundle_is_described(command: str, options: str, run: Run, filled: Pat
     assert target.read_bytes() == content
 
 
-def test_a_damaged_kernel_aborts_the_export(run: Run, filled: Path, tmp_path: Path) -> None:
+def test_a_damaged_kernel_aborts_the_export(filled: Path, tmp_path: Path) -> None:
     """The export fails with 1, names the entry, and writes nothing."""
     damaged = entry_folder(tmp_path, key_for("mla_sm80"))
     (damaged / "kernel.cu").write_bytes(b"")
@@ -92,7 +92,7 @@ def test_a_damaged_kernel_aborts_the_export(run: Run, filled: Path, tmp_path: Pa
     assert tree(filled) == []
 
 
-def test_kernels_are_added_and_kept(run: Run, bundle: Path, cache_dir: Path) -> None:
+def test_kernels_are_added_and_kept(bundle: Path, cache_dir: Path) -> None:
     """A dry run adds nothing, and kernels that are present are kept; the digest may be pinned."""
     command = ("cache", "import", str(bundle), "--expect-sha256", sha256(bundle))
 
@@ -122,7 +122,7 @@ def test_a_serving_image_needs_neither_torch_nor_a_compiler(bundle: Path, cache_
 
 @pytest.mark.parametrize("protocol", ["http", "file", "memory"])
 def test_a_bundle_is_pulled(
-    protocol: str, run: Run, bundle: Path, serve: Serve, tmp_path: Path, monkeypatch: Patch
+    protocol: str, bundle: Path, serve: Serve, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """A server or file system has it; nothing temporary is left, also of one that is too large."""
     url, cache_dir, temporary = f"{protocol}://{bundle}", tmp_path / "cache", tmp_path / "temporary"
@@ -146,7 +146,7 @@ def test_a_bundle_is_pulled(
 
 
 def test_a_pushed_bundle_is_an_exported_one_and_is_pulled(
-    run: Run, filled: Path, tmp_path: Path, setting: Setting
+    filled: Path, tmp_path: Path, setting: Setting
 ) -> None:
     """A bundle moves from one cache to another by a URL, pinned by its digest."""
     target, url = filled / "kernels.tar.gz", f"memory://{tmp_path}/kernels.tar.gz"

@@ -19,7 +19,7 @@ from cache_tools.replay.document import read_dump
 from cache_tools.replay.rebuild import Rebuilt
 from mlagen.errors import ArgumentError
 from mlagen.observe.observed import observed
-from tests.cache_tools.conftest import Run, start, without
+from tests.cache_tools.conftest import run, start, without
 from tests.fixture_types import Patch
 from tests.observed_calls import BUILDERS, built, observe
 from tests.problems.entry_points import ENTRY_POINTS
@@ -112,7 +112,7 @@ CALLS: Mapping[str, Callable[[], Call]] = {name: partial(built, name) for name i
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_any_call_is_replayed(name: str, folder: Path, run: Run) -> None:
+def test_any_call_is_replayed(name: str, folder: Path) -> None:
     """Random contents of any layout, dtype, lengths and indices pass the checks of contents."""
     function, arguments = CALLS[name]()
     function(**arguments)
@@ -174,7 +174,7 @@ def test_views_of_one_tensor_share_memory_again(folder: Path) -> None:
     assert bool(rope.any())
 
 
-def test_a_call_on_a_gpu_is_not_compared_without_one(dumped: Path, run: Run) -> None:
+def test_a_call_on_a_gpu_is_not_compared_without_one(dumped: Path) -> None:
     """The text has the seed, and says that the kernels did not run; the exit code is 3."""
     as_if_on_gpu(dumped)
     result = run("replay", str(dumped), "--seed", "3")
@@ -191,7 +191,7 @@ def test_a_missing_numpy_causes_no_warning(dumped: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["shape", "freed memory"])
-def test_a_call_that_raised_raises_again(wrong: str, folder: Path, run: Run) -> None:
+def test_a_call_that_raised_raises_again(wrong: str, folder: Path) -> None:
     """The exit code is 1, and the text has both errors; without the GPU of the call too."""
     function, arguments = built("trtllm")
     if wrong == "shape":
@@ -211,7 +211,7 @@ def test_a_call_that_raised_raises_again(wrong: str, folder: Path, run: Run) -> 
     assert "relative error  none: the call raised\n" in result.stdout
 
 
-def test_the_kernel_settings_of_the_dumped_process_apply(dumped: Path, run: Run) -> None:
+def test_the_kernel_settings_of_the_dumped_process_apply(dumped: Path) -> None:
     """An invalid one is the error of the replay; afterwards the own settings are back."""
     set_variable(dumped, "MLAGEN_MLA_KERNEL", "sm70")
     found = run.json("replay", str(dumped), code=1)
@@ -222,7 +222,7 @@ def test_the_kernel_settings_of_the_dumped_process_apply(dumped: Path, run: Run)
 
 @pytest.mark.parametrize("offset", [0.0, 1.0], ids=["right", "wrong"])
 def test_the_result_of_a_gpu_is_compared_with_the_cpu_backend(
-    offset: float, dumped: Path, run: Run, monkeypatch: Patch
+    offset: float, dumped: Path, monkeypatch: Patch
 ) -> None:
     """A relative error above the bound is exit code 1; here the CPU stands for the GPU."""
     as_if_on_gpu(dumped)
