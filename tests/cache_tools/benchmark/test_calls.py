@@ -12,7 +12,7 @@ import torch
 import mlagen
 import tests.problems.reference
 from cache_tools.benchmark.calls import Call, mlagen_call
-from cache_tools.benchmark.formats import Stored, dequantize, element_scale, random_cache
+from cache_tools.benchmark.formats import dequantize, random_cache
 from cache_tools.benchmark.gpu import outcomes_of, smi_facts
 from cache_tools.benchmark.inputs import Inputs, make_inputs
 from cache_tools.benchmark.outcomes import Outcome
@@ -21,7 +21,6 @@ from cache_tools.benchmark.selection import case_of
 from mlagen.spec.dtype import DType
 from tests.cache_tools.conftest import raising
 from tests.fixture_types import Patch
-from tests.problems import mla_rows
 
 KV_DTYPES = ("bf16", "fp16", "e4m3", "fp8_ds_mla", "int8", "nvfp4")
 
@@ -160,27 +159,6 @@ def test_values_have_about_unit_variance(dtype: DType) -> None:
     assert values.shape == (64, 576)
     assert float(values.mean()) == pytest.approx(0, abs=0.05)
     assert float(values.std()) == pytest.approx(1, rel=0.1)
-
-
-def test_scaled_formats_are_decoded() -> None:
-    """The lower half of a byte of NVFP4 comes first, a scale is for 16; INT8 has that of a call."""
-    data = torch.tensor([[0x2F, 0x10, *[0] * 6]], dtype=torch.uint8)
-    scales = torch.tensor([[2.0]]).to(torch.float8_e4m3fn)
-    nvfp4 = dequantize(DType.NVFP4, Stored(data=data, block_scales=scales))
-    int8 = dequantize(DType.INT8, Stored(data=torch.tensor([[64]], dtype=torch.int8)))
-    assert nvfp4.tolist() == [[-12.0, 2.0, 0.0, 1.0, *[0.0] * 12]]
-    assert int8.item() == 64 * element_scale(DType.INT8) == 2.0
-
-
-@pytest.mark.parametrize(("width", "row_bytes"), [(576, 656), (512, 528)])
-def test_fp8_ds_mla_rows_are_those_of_the_kernels(width: int, row_bytes: int) -> None:
-    """Packed rows decode to the elements that the kernel tests expect of the same bytes."""
-    stored = random_cache(DType.FP8_DS_MLA, (5, width), torch.Generator().manual_seed(0))
-    values = dequantize(DType.FP8_DS_MLA, stored)
-    again = mla_rows.store(values, 512, "fp8_ds_mla")
-    assert stored.data.shape == (5, row_bytes)
-    assert torch.equal(again.rows, stored.data)
-    assert torch.equal(again.elements.float(), values)
 
 
 class Times:
