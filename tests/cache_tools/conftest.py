@@ -44,12 +44,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def require_document(document: Any, schema: Schema) -> None:
-    """Fail unless the document has exactly the names and types of the schema, in order."""
-    _require_part(document, DOCUMENT, schema, "document")
-
-
-def _require_part(value: Any, part: str, schema: Schema, where: str) -> None:
+def require_part(value: Any, part: str, schema: Schema, where: str = "document") -> None:
+    """Fail unless an object has exactly the names and types of a part of the schema, in order."""
     assert isinstance(value, dict), where
     assert list(value) == list(schema[part]), where
     for name, field in schema[part].items():
@@ -57,23 +53,20 @@ def _require_part(value: Any, part: str, schema: Schema, where: str) -> None:
 
 
 def _require_type(value: Any, kind: str, schema: Schema, where: str) -> None:
-    if kind.endswith(" or null"):
-        if value is not None:
-            _require_type(value, kind.removesuffix(" or null"), schema, where)
-    elif kind.startswith("list of "):
-        assert isinstance(value, list), where
-        for number, item in enumerate(value):
-            _require_type(item, kind.removeprefix("list of "), schema, f"{where}[{number}]")
-    elif kind.startswith("map of "):
-        assert isinstance(value, dict), where
-        for name, item in value.items():
-            _require_type(item, kind.removeprefix("map of "), schema, f"{where}[{name}]")
+    required, is_nullable, _ = kind.partition(" or null")
+    if value is None and is_nullable:
+        return
+    whole, _, element = required.partition(" of ")
+    if element:
+        assert isinstance(value, list if whole == "list" else dict), where
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _require_type(item, element, schema, f"{where}[{name}]")
     elif kind.startswith("`"):
-        _require_part(value, kind, schema, where)
+        require_part(value, required, schema, where)
     else:
-        allowed = tuple(each for name in kind.split(" or ") for each in _TYPES[name])
+        allowed = tuple(each for name in required.split(" or ") for each in _TYPES[name])
         assert isinstance(value, allowed), f"{where}: expected {kind}, got {value!r}"
-        assert isinstance(value, bool) == (kind == "boolean"), where
+        assert isinstance(value, bool) == (required == "boolean"), where
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
@@ -174,7 +167,7 @@ class Run:
         first, second, *_ = [*" ".join(words).split(), ""]
         schema = SCHEMA_OF.get(f"{first} {second}") or SCHEMA_OF.get(first)
         if schema is not None:
-            require_document(parsed, schema)
+            require_part(parsed, DOCUMENT, schema)
         return parsed
 
 
