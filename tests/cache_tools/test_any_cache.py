@@ -16,9 +16,8 @@ from cache_tools.options.exit_codes import CACHE_UNUSABLE, DONE, FAILED, USAGE
 from mlagen.settings import current_settings
 from tests.built_once import built_once
 
-from .altered import snapshot
+from .altered import fill, snapshot
 from .conftest import HEAVY, ROOT, Setting, run
-from .many import fill
 
 # Commands, and their exit code on an empty cache; SPEC is a kernel that no cache here has.
 LOOKING = {

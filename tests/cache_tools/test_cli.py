@@ -22,8 +22,8 @@ from cache_tools.tools.completion import completer
 from tests.fixture_types import Patch
 from tests.kernels import COMBINE
 
+from .altered import fill
 from .conftest import HEAVY, ROOT, Cached, on_a_terminal, raising, run, start
-from .many import fill
 
 
 def output_of(*arguments: str) -> str:

@@ -123,12 +123,7 @@ STEPS = {"packing", "uploading", "verifying", "downloading", "publishing"}
 
 @pytest.mark.parametrize(("line", "code", "message"), CASES, ids=lambda case: str(case)[:60])
 def test_what_cannot_be_done_is_one_line_and_changes_nothing(
-    line: str,
-    code: int,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: Patch,
-    setting: Setting,
+    line: str, code: int, message: str, tmp_path: Path, monkeypatch: Patch, setting: Setting
 ) -> None:
     """Errors have one format on stderr, whether of click, a command, a cache or a compiler."""
     (tmp_path / "there.tar.gz").write_bytes(bundle_bytes(filled_store(tmp_path)))

@@ -115,12 +115,7 @@ def test_ctrl_c_clears_the_bar() -> None:
     ],
 )
 def test_an_interrupt_says_what_is_kept(
-    arguments: str,
-    module: ModuleType,
-    step: str,
-    summary: str,
-    tmp_path: Path,
-    monkeypatch: Patch,
+    arguments: str, module: ModuleType, step: str, summary: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """The last line has it, no file is written, and what is published stays."""
 

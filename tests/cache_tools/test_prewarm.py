@@ -24,18 +24,31 @@ SMALL = ("prewarm", *OPTIONS.split())
 
 
 @pytest.mark.parametrize("isolate", [(), ("--isolate",)], ids=["threads", "processes"])
-def test_kernels_are_compiled_and_counted(isolate: tuple[str, ...]) -> None:
-    """Kernels have lines on stderr, stdout has totals; a quiet run prints a document alone."""
-    result = run(*SMALL, *isolate)
-    plan, *lines = result.stderr.splitlines()
-    assert result.exit_code == 0
-    assert plan.startswith("compiling 2 kernels, 0 cached: about ")
-    assert [line.split()[0] for line in lines] == ["built", "built"]
-    assert result.stdout.startswith("2 kernels: 2 built, 0 hit, 0 failed, in ")
-    for options in ("--quiet", "-q --dry-run"):
-        quiet = run(*SMALL, *options.split())
-        assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (0, "", "")
-    assert run.json(*SMALL, "-q")["totals"]["hit"] == 2
+def test_kernels_are_compiled_described_and_counted(
+    isolate: tuple[str, ...], cache_dir: Path
+) -> None:
+    """A unit has spec, status, times, key and resources; a quiet run prints a document alone."""
+    found = run.json(*SMALL, *isolate)
+    again, quiet = (
+        run(*SMALL, *isolate),
+        [run(*SMALL, *o) for o in (["-q"], ["--quiet", "--dry-run"])],
+    )
+
+    units, ms = found.pop("units"), found["totals"].pop("ms")
+    others = dict.fromkeys(("hit", "failed", "timeout", "skipped", "missing", "loaded"), 0)
+    totals = {"units": 2, "built": 2, **others}
+    assert found == {"cache_dir": str(cache_dir), "totals": totals, "left_out": [], "bundle": None}
+    for unit, dim in zip(units, ("512", "256"), strict=True):
+        assert unit["spec"] == {"arch": "sm_80", "dtype": "bf16", "head_dim_vo": dim}
+        assert (unit["family"], unit["arch"]) == ("combine", "sm_80")
+        assert (unit["status"], unit["error"], unit["spill_bytes"]) == ("built", None, 0)
+        assert (unit["toolchain"], len(unit["key"])) == (str(find_nvrtc()), 64)
+        assert 0 < unit["ms"] <= ms
+        assert unit["registers"] > 0
+        assert unit["cubin_bytes"] > 0
+    assert [line.split()[0] for line in again.stderr.splitlines()] == ["hit", "hit"]
+    assert again.stdout.startswith("2 kernels: 0 built, 2 hit, 0 failed, in ")
+    assert [(each.exit_code, each.stdout, each.stderr) for each in quiet] == [(0, "", "")] * 2
     assert run(*SMALL, "-q", "--json").stderr == ""
 
 
@@ -51,28 +64,6 @@ def test_a_large_selection_is_announced_with_the_options_for_fewer(monkeypatch: 
         ((*SMALL, "--arch", "sm_89", "--quiet"), []),
     ):
         assert [line.split()[0] for line in run(*words).stderr.splitlines()] == begins
-
-
-def test_json_has_every_unit_and_the_totals(cache_dir: Path) -> None:
-    """A unit has spec, status, times, key and resources."""
-    found = run.json(*SMALL, "--kv-lora-rank", "512")
-
-    (unit,) = found.pop("units")
-    ms, others = found["totals"].pop("ms"), ("hit", "failed", "timeout", "skipped", "missing")
-    assert found == {
-        "cache_dir": str(cache_dir),
-        "totals": {"units": 1, "built": 1, **dict.fromkeys((*others, "loaded"), 0)},
-        "left_out": [],
-        "bundle": None,
-    }
-    assert unit["spec"] == {"arch": "sm_80", "dtype": "bf16", "head_dim_vo": "512"}
-    assert (unit["family"], unit["arch"]) == ("combine", "sm_80")
-    assert (unit["status"], unit["error"], unit["spill_bytes"]) == ("built", None, 0)
-    assert unit["toolchain"] == str(find_nvrtc())
-    assert 0 < unit["ms"] <= ms
-    assert unit["registers"] > 0
-    assert unit["cubin_bytes"] > 0
-    assert len(unit["key"]) == 64
 
 
 def test_a_dry_run_lists_missing_kernels(cached: Cached) -> None:
@@ -145,20 +136,20 @@ def test_options_reach_the_selection(monkeypatch: Patch) -> None:
 
     result = run("prewarm", *options.split(), *models, "--kernel", str(COMBINE))
 
-    lists = {"dtype": ["bf16", "fp16"], "page_size": [32, 64], "heads": [16, 128], "q_len": [2]}
+    lists: dict[str, Any] = {
+        "dtype": ["bf16", "fp16"],
+        "page_size": [32, 64],
+        "heads": [16, 128],
+        "q_len": [2],
+    }
     lists |= {"kv_dtype": ["e4m3"], "head_dim": [128], "kv_heads": [8], "lookup": ["sparse"]}
-    flags = {"isolate": True, "fail_fast": True, "dry_run": False, "load": True}
+    lists |= {"archs": ["sm_90a", "native"], "families": ["mla_sm80"], "tp": [1, 8]}
+    lists |= {"models": ["kimi-k2", "./config.json"], "kernels": [COMBINE]}
+    flags: dict[str, Any] = {"isolate": True, "fail_fast": True, "dry_run": False, "load": True}
+    flags |= {"timeout_s": 9.5, "jobs": 3}
     assert result.exit_code == 0
     assert callable(given.pop("on_event"))
-    assert given == lists | flags | {
-        "archs": ["sm_90a", "native"],
-        "families": ["mla_sm80"],
-        "models": ["kimi-k2", "./config.json"],
-        "tp": [1, 8],
-        "kernels": [COMBINE],
-        "timeout_s": 9.5,
-        "jobs": 3,
-    }
+    assert given == lists | flags
 
 
 NO = mlagen.CompileError("NVRTC: no", log="", source="")

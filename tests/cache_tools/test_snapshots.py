@@ -18,14 +18,14 @@ from cache_tools.commands import bench
 from cache_tools.output.demo_report import print_demo
 from cache_tools.output.schemas import DOCUMENT, Schema
 from mlagen.runtime import device
+from tests.cache.builds import TOOLCHAIN
 from tests.fake_machine import FAILED, FakeMachine
 from tests.fixture_types import Patch
 from tests.kernels import COMBINE
 from tests.observed_calls import built, observe
 
-from .altered import use
+from .altered import fill, use
 from .conftest import SCHEMA_OF, Setting, run
-from .many import TOOLCHAIN, fill
 
 FILE = Path(__file__).parent / "snapshots.txt"
 PROMPT = "$ mlagen "
