@@ -68,9 +68,7 @@ BOTH = ["flashmla", "fa3"]
     ],
     ids=["gqa", "mla, a filter", "a suite"],
 )
-def test_options_reach_cases_and_libraries(
-    line: str, cases: list[str], compared: object, use: Use
-) -> None:
+def test_options_reach_the_cases(line: str, cases: list[str], compared: object, use: Use) -> None:
     """Values are split at commas, every option sets a field of the case, and --filter is a regex.
 
     --compare without a name measures what is found, and --peers is where to look.

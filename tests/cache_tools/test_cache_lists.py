@@ -127,9 +127,7 @@ def test_layers_are_selected_on_request(cached: Cached, tmp_path: Path, setting:
     assert "mlagen: kernels: expected matching ones (--layers: " in rejected.stderr
 
 
-def test_kernels_are_counted_and_the_first_and_the_last_named(
-    cached: Cached, setting: Setting
-) -> None:
+def test_kernels_are_counted_with_first_and_last(cached: Cached, setting: Setting) -> None:
     """The size is a share of the limit; oldest is by compile time, longest unused by use."""
     recast(cached.folders[0], created={"time": "2020-01-01T00:00:00+00:00"})
     use(cached.folders[1], age_s=7200, now=time.time())

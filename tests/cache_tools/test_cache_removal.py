@@ -152,9 +152,7 @@ def test_a_pruned_kernel_is_compiled_again(cached: Cached, monkeypatch: Patch) -
     assert snapshot(layer) == before
 
 
-def test_gc_evicts_the_least_recently_used_above_the_limit(
-    cached: Cached, setting: Setting
-) -> None:
+def test_gc_evicts_the_least_recently_used_above_a_limit(cached: Cached, setting: Setting) -> None:
     """Below the limit nothing changes; a recently used kernel stays, even above it."""
     old, young = cached.folders
     use(old, age_s=7200, now=time.time())

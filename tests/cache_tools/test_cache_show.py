@@ -91,9 +91,7 @@ def tool(monkeypatch: Patch, tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-def test_nvdisasm_is_found_or_its_package_is_named(
-    cached: Cached, tool: Callable[..., Path]
-) -> None:
+def test_nvdisasm_is_found_or_its_package_named(cached: Cached, tool: Callable[..., Path]) -> None:
     """cuda.pathfinder's result takes precedence over the PATH; without both, the code is 3."""
     result = run("cache show", cached.keys[0], "--sass")
     message = "mlagen: nvdisasm: not found; run: pip install nvidia-cuda-nvdisasm\n"

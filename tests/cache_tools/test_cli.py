@@ -135,9 +135,7 @@ def completed(args: str, typed: str) -> dict[str, str | None]:
         ("kernel show --arch", "zz", []),
     ],
 )
-def test_values_are_completed_one_after_the_other(
-    args: str, typed: str, expected: list[str]
-) -> None:
+def test_values_are_completed_one_by_one(args: str, typed: str, expected: list[str]) -> None:
     """Text before the last comma stays, and an unknown value has no completion."""
     assert list(completed(args, typed)) == expected
 

@@ -78,6 +78,11 @@ BAD_USAGE = {
     "prewarm --kernel COMBINE --dry-run --bundle x": "bundle: expected none with --dry-run",
     "prewarm --from-log empty.jsonl --bundle x": "bundle: expected kernels, got none for x",
     "prewarm --kernel COMBINE --bundle no/x": "bundle: expected a writable folder, got no",
+    "prewarm none.toml": "none.toml: expected a readable file, got No such file or dir",
+    "prewarm endless.toml": "endless.toml: expected a readable file, got a device",
+    "prewarm --from-log none": "none: expected a readable file, got No such file or dir",
+    "prewarm --from-log endless.toml": "endless.toml: expected a readable file, got a device",
+    "prewarm --model endless.toml": "model: expected a readable config.json, got a device: ",
     "bench --family mha": "family: expected mla or gqa, got mha",
     "bench --mode hot": "mode: expected one of fresh, sustained, model, got hot",
     "bench --compare cutlass": "compare: expected one of flashinfer, flashmla, fa3, all, ",
@@ -87,6 +92,8 @@ BAD_USAGE = {
     "bench --baseline none": "baseline: expected a file of mlagen bench --json, got none",
     "bench --from-json none --compare": "compare: expected a measurement with it, got --fr",
     "bench --plot a.pdf": "plot: expected a name that ends in .svg or .png, got a.pdf",
+    "bench --plot .svg/": "plot: expected a name that ends in .svg or .png, got .svg",
+    "bench --plot none/a.svg": "plot: expected a file in a writable folder, got none/a.svg",
 }
 FAILURES = {
     "cache export none/k.tar.gz": "bundle: expected a file in a folder that exists, got n",
@@ -128,6 +135,7 @@ def test_what_cannot_be_done_is_one_line_and_changes_nothing(
     """Errors have one format on stderr, whether of click, a command, a cache or a compiler."""
     (tmp_path / "there.tar.gz").write_bytes(bundle_bytes(filled_store(tmp_path)))
     (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "endless.toml").symlink_to("/dev/zero")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(device, "visible_devices", list)

@@ -62,9 +62,7 @@ def test_tile_and_registers_are_those_of_the_source() -> None:
         assert registers.endswith(end) == (spec.family == "mla_sm90")
 
 
-def test_a_part_is_printed_and_has_its_own_name_in_the_document(
-    setting: Setting, cache_dir: Path
-) -> None:
+def test_a_part_is_printed_and_named_in_the_document(setting: Setting, cache_dir: Path) -> None:
     """The PTX is for the target; the source is that of a cached kernel, with line info too."""
     show = ("kernel show", str(COMBINE))
     ptx = run(*show, "--ptx").stdout

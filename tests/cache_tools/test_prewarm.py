@@ -24,9 +24,7 @@ SMALL = ("prewarm", *OPTIONS.split())
 
 
 @pytest.mark.parametrize("isolate", [(), ("--isolate",)], ids=["threads", "processes"])
-def test_kernels_are_compiled_described_and_counted(
-    isolate: tuple[str, ...], cache_dir: Path
-) -> None:
+def test_kernels_are_built_and_described(isolate: tuple[str, ...], cache_dir: Path) -> None:
     """A unit has spec, status, times, key and resources; a quiet run prints a document alone."""
     found = run.json(*SMALL, *isolate)
     again, quiet = (

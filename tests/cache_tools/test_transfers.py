@@ -198,9 +198,7 @@ def test_an_upload_is_downloaded_whole_or_not_at_all(url: str) -> None:
     require_error(url, "expected at most 1000 bytes, got more", 1000)
 
 
-def test_only_a_local_upload_is_written_beside_its_target(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_local_upload_is_written_beside_its_target(tmp_path: Path, monkeypatch: Patch) -> None:
     """It is renamed into place, without a copy elsewhere; a caching file system is remote."""
     names, url = [], f"memory://{tmp_path}/kernels.tar.gz"
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

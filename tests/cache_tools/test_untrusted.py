@@ -145,9 +145,7 @@ def test_a_file_that_others_can_change_is_not_read(
 
 
 @pytest.mark.parametrize("name", ["ls", "verify", "stats", "export", "push"])
-def test_a_layer_that_others_can_change_is_rejected(
-    name: str, root: Path, monkeypatch: Patch
-) -> None:
+def test_a_layer_that_others_change_is_rejected(name: str, root: Path, monkeypatch: Patch) -> None:
     """--layers reports why a layer is rejected."""
     layer = move_to_layer(root, monkeypatch)
     (layer / "v1/e").chmod(0o777)

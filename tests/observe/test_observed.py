@@ -32,9 +32,7 @@ def log(monkeypatch: Patch, caplog: Log, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_a_call_of_each_entry_point_is_one_line_and_one_dump(
-    name: str, log: Any, tmp_path: Path
-) -> None:
+def test_a_call_of_an_entry_point_is_a_line_and_a_dump(name: str, log: Any, tmp_path: Path) -> None:
     """The line names the entry point and the backend; a dump has no contents unless requested."""
     function, arguments = built(name)
     before = len(log())

@@ -46,9 +46,7 @@ def prewarm(*specs: KernelSpec, **options: Any) -> dict[KernelSpec, PrewarmUnit]
     return {unit.spec: unit for unit in report.units}
 
 
-def test_a_kernel_is_built_in_its_own_process_and_found_here(
-    monkeypatch: Patch, caplog: Log
-) -> None:
+def test_a_kernel_is_built_in_its_process_and_found_here(monkeypatch: Patch, caplog: Log) -> None:
     """Unit and entry equal those built here; a worker's MLAGEN_LOG adds no warnings."""
     monkeypatch.setenv("MLAGEN_LOG", "debug")
 
@@ -88,9 +86,7 @@ def test_an_error_and_a_warning_of_a_worker_are_the_same_here(
     assert caplog.messages == ["moved"]
 
 
-def test_an_unwritable_cache_is_an_error_even_with_load(
-    cache_dir: Path, monkeypatch: Patch
-) -> None:
+def test_an_unwritable_cache_is_an_error_with_load(cache_dir: Path, monkeypatch: Patch) -> None:
     """Processes exchange kernels on the disk only."""
     cache_dir.write_text("a file where the folder should be")
     monkeypatch.setattr("mlagen.prewarming.run.devices_for", lambda _specs: {0: SM_80})

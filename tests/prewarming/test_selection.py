@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -260,11 +260,3 @@ def test_an_invalid_line_of_a_record_is_rejected(line: str, message: str, log: P
     with pytest.raises(ArgumentError) as caught:
         read_record(log)
     assert str(caught.value) == f"{log}:2: {message}"
-
-
-@pytest.mark.parametrize("read", [read_spec_file, read_record])
-def test_a_missing_file_is_rejected(read: Callable[[Path], object], tmp_path: Path) -> None:
-    """The message has the path."""
-    path = tmp_path / "none.toml"
-    with pytest.raises(ArgumentError, match=f"^{path}: expected a readable file, got No "):
-        read(path)

@@ -19,7 +19,7 @@ from cache_tools.benchmark.comparison import (
     read_document,
 )
 from cache_tools.benchmark.outcomes import FIELDS, Outcome
-from cache_tools.benchmark.plot import draw, require_plot, write_plot
+from cache_tools.benchmark.plot import draw, write_plot
 from cache_tools.benchmark.run import Step, run_cases
 from cache_tools.benchmark.selection import case_of
 from cache_tools.benchmark.table import print_changes, print_results, problems_of
@@ -261,12 +261,3 @@ def test_every_right_result_is_a_labelled_bar(tmp_path: Path) -> None:
     assert [round(float(bar.get_width()), 2) for bar in bars] == [0.18, 0.12, 0.15, 0.09]
     assert [text.get_text() for text in axes.texts] == texts
     assert axes.get_legend_handles_labels()[1] == legend
-
-
-def test_a_plot_that_cannot_be_written_is_rejected(tmp_path: Path) -> None:
-    """It is rejected before the measurements."""
-    name = "a name that ends in .svg or .png"
-    rules = {"bars.pdf": name, ".svg/": name, "none/bars.svg": "a file in a writable folder"}
-    for path, rule in rules.items():
-        with pytest.raises(mlagen.ArgumentError, match=f"plot: expected {rule}, got "):
-            require_plot(tmp_path / path)

@@ -128,9 +128,7 @@ def test_any_call_is_replayed(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["trtllm", "xqa", "run", "planless", "masks", "paged_flare"])
-def test_dumped_tensors_are_rebuilt_as_they_were(
-    name: str, monkeypatch: Patch, tmp_path: Path
-) -> None:
+def test_dumped_tensors_are_rebuilt(name: str, monkeypatch: Patch, tmp_path: Path) -> None:
     """Contents, strides and offsets are those of the call, and the result is the same."""
     observe(monkeypatch, MLAGEN_DUMP=str(tmp_path), MLAGEN_DUMP_TENSORS="1")
     function, arguments = built(name)

@@ -103,9 +103,7 @@ CHANGES: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("place", "value", "message"), CHANGES, ids=str)
-def test_a_value_that_no_dump_has_is_rejected(
-    place: str, value: Any, message: str, path: Path
-) -> None:
+def test_a_value_of_no_dump_is_rejected(place: str, value: Any, message: str, path: Path) -> None:
     """Only tensors and classes of mlagen.mla are made, nothing beyond the memory is allocated."""
     data = json.loads(path.read_text(encoding="utf-8"))
     if place == "query":
