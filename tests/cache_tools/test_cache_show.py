@@ -42,15 +42,6 @@ def test_a_part_is_printed_byte_for_byte(part: str, cached: Cached) -> None:
     assert json.loads(document.stdout)["entries"][0][part]
 
 
-def test_every_compiler_is_shown_or_the_one_that_is_named(cached: Cached) -> None:
-    """KEY/TOOLCHAIN is one entry, KEY is all of them."""
-    recast(cached.folders[0], toolchain=OLD, keeps=True)
-    every = run.json("cache show", cached.keys[0])["entries"]
-    named = run.json("cache show", f"{cached.keys[0]}/{OLD}")["entries"]
-    assert [entry["toolchain"] for entry in every] == [OLD, cached.units[0].toolchain]
-    assert named == every[:1]
-
-
 def test_a_prefix_of_six_digits_or_more_is_a_key(cached: Cached, monkeypatch: Patch) -> None:
     """It may be in upper case; the message on an ambiguous one has digits that distinguish."""
     store = kernel_store()
@@ -231,9 +222,12 @@ def test_only_differences_are_explained(cached: Cached) -> None:
 
 
 def test_one_kernel_by_two_compilers(cached: Cached) -> None:
-    """The compilers are the only difference; a key alone is ambiguous."""
+    """Both are shown, or the one that is named; a key alone is ambiguous where one is compared."""
     recast(cached.folders[0], toolchain=OLD, keeps=True)
     toolchains, key = (OLD, str(cached.units[0].toolchain)), cached.keys[0][:8]
+    every = run.json("cache show", key)["entries"]
+    assert tuple(entry["toolchain"] for entry in every) == toolchains
+    assert run.json("cache show", f"{key}/{OLD}")["entries"] == every[:1]
     found = run.json("cache explain", *(f"{key}/{name}" for name in toolchains))
     rejected = run("cache explain", key, key)
     assert fields_of(found) == {"toolchain": toolchains}

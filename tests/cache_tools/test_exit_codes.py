@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -26,6 +27,7 @@ KEY = key_for("combine").digest
 NOT_CACHED = "key: expected a prefix of a cached key (mlagen cache ls), got "
 PULL = "cache pull there.tar.gz"
 FAMILY = f"kernel: expected a family out of {', '.join(FAMILIES)}"
+OF_MLA = "no MLA decode kernel for query bf16,"
 NUMBERS = "expected numbers from 1 on, with commas, got "
 
 # Words of a command line in a folder with a bundle, and the start of the last line on stderr.
@@ -84,6 +86,17 @@ BAD_USAGE = {
     "prewarm --from-log endless.toml": "endless.toml: expected a readable file, got a device",
     "prewarm --model endless.toml": "model: expected a readable config.json, got a device: ",
     "bench --family mha": "family: expected mla or gqa, got mha",
+    "bench --family mla --kv-heads 8": "kv_heads: expected family gqa with it, got family mla",
+    "bench --head-dim 64": "head_dim: expected family gqa with it, got family mla",
+    "bench --family gqa --top-k 64": "top_k: expected family mla with it, got family gqa",
+    "bench --family gqa --qk-rope-head-dim 0": "qk_rope_head_dim: expected family mla with it",
+    "bench --top-k 64 --seq-len 63": "top_k: expected at most 63 (seq_len) and equal ",
+    "bench --family gqa --heads 20": "heads: expected a multiple of 8 (kv_heads), got 20",
+    "bench --seq-len 2 --q-len 4": "seq_len: expected 4 (q_len) or more, got 2",
+    "bench --dtype fp32": "dtype: expected one of bf16, fp16, e4m3, got fp32",
+    "bench --kv-dtype fp32": "kv_dtype: expected one of bf16, fp16, e4m3, fp8_ds_mla, ",
+    "bench --filter (": "filter: expected a regular expression, got (",
+    "bench --filter none": "filter: expected a part of a case's name, got none",
     "bench --mode hot": "mode: expected one of fresh, sustained, model, got hot",
     "bench --compare cutlass": "compare: expected one of flashinfer, flashmla, fa3, all, ",
     "bench --peers site": "peers: expected --compare with it, got site",
@@ -102,6 +115,8 @@ FAILURES = {
     f"cache import there.tar.gz --expect-sha256 {KEY}": f"bundle: expected sha256 {KEY}, ",
     "cache import there.tar.gz --max-size 1K": "bundle: bundle.json: expected at most 102",
     f"{PULL} --expect-sha256 {KEY}": f"bundle: expected sha256 {KEY}, got ",
+    "cache pull fifo": "url: a FIFO: fifo",
+    "cache pull file://fifo": "url: a FIFO: file://fifo",
     f"{PULL} --max-size 100": "url: expected at most 100 bytes, got more: ",
     "cache push file://none/k.tar.gz": "bundle: expected a file in a folder that exists",
 }
@@ -111,6 +126,11 @@ UNSUPPORTED_HERE = {
     "MLAGEN_TOOLCHAIN=nvrtc-9.1.2 kernel show combine": (
         "MLAGEN_TOOLCHAIN: expected NVRTC, which is installed, got nvrtc-9.1.2"
     ),
+    "bench --kv-dtype fp16": f"{OF_MLA} cache fp16; ",
+    "bench --kv-dtype int8": f"{OF_MLA} cache int8; ",
+    "bench --qk-rope-head-dim 32": f"{OF_MLA} cache bf16, (kv_lora_rank, qk_rope_head_dim) ",
+    "bench --family gqa --dtype e4m3": "no GQA decode kernel for query e4m3, cache e4m3, ",
+    "bench --family gqa --head-dim 320": "no GQA decode kernel for head_dim 320; ",
     "bench --plot a.png": "plot: expected matplotlib to be installed, got none; run: pip",
 }
 UNUSABLE = {
@@ -135,6 +155,7 @@ def test_what_cannot_be_done_is_one_line_and_changes_nothing(
     """Errors have one format on stderr, whether of click, a command, a cache or a compiler."""
     (tmp_path / "there.tar.gz").write_bytes(bundle_bytes(filled_store(tmp_path)))
     (tmp_path / "empty.jsonl").touch()
+    os.mkfifo(tmp_path / "fifo")
     (tmp_path / "endless.toml").symlink_to("/dev/zero")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)

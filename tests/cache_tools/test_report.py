@@ -33,23 +33,36 @@ from tests.fixture_types import Patch
 
 SIZES = {0: "0 B", 1023: "1023 B", 1024: "1 KiB", 54_624: "53 KiB", 5 << 20: "5.0 MiB"}
 TIMES = {0.0184: "18 us", 0.2: "200 us", 1.5: "1.5 ms", 612.3: "612 ms", 1432.0: "1.4 s"}
+ROUGH = {0.1: "about 1 s", 89.0: "about 89 s", 90.0: "about 2 min", 7200.0: "about 2 h"}
+ROUGH[5399.0] = "about 90 min"
 AGES = {-5: "0 s ago", 59: "59 s ago", 60: "1 min ago", 7200: "2 h ago", 34_560_000: "400 d ago"}
 
 
 def test_quantities_are_human_readable() -> None:
-    """The unit keeps a quantity short, a future time counts as now, and 1 has the singular."""
+    """Units keep a quantity short, a future time counts as now, 1 is singular, and durations rough.
+
+    Every family has an estimate.
+    """
     assert {size: size_text(size) for size in SIZES} == SIZES
     assert {ms: time_text(ms) for ms in TIMES} == TIMES
     assert {age_s: age_text(age_s) for age_s in AGES} == AGES
     assert [count_text(count, "kernel") for count in (1, 2)] == ["1 kernel", "2 kernels"]
     assert count_text(0, "entry", "entries") == "0 entries"
+    assert {seconds: about_text(seconds) for seconds in ROUGH} == ROUGH
+    assert SECONDS.keys() == set(FAMILIES)
 
 
-def test_a_table_is_aligned_and_has_no_trailing_blanks(capsys: pytest.CaptureFixture[str]) -> None:
-    """Numbers are right-aligned, text left; None is an empty cell, or no column."""
+def test_a_table_is_aligned_and_a_fact_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers are right-aligned, text left; None is an empty cell, or no column.
+
+    A fact in a file or a pipe is one line, with markup and emoji codes verbatim.
+    """
     rows = [{"name": "a", "size": 1, "note": None}, {"name": "bcd", "size": 200, "note": "x"}]
     print_table([{**row, "variant": "", "error": None} for row in rows])
     assert capsys.readouterr().out == "name  size  note\na        1\nbcd    200  x\n"
+    path = "/x/[bold]x[/bold]/:smile:" + "/long" * 100
+    print_facts({"path": path})
+    assert capsys.readouterr().out == f"path  {path}\n"
 
 
 def test_a_narrow_terminal_folds_names_and_facts_not_values(
@@ -72,13 +85,6 @@ def test_a_narrow_terminal_folds_names_and_facts_not_values(
     assert first.startswith("why  the cache")
     assert all(line.startswith("     ") for line in rest)
     assert " ".join(" ".join([first, *rest]).split()) == f"why {fact}"
-
-
-def test_facts_are_printed_unchanged_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """Lines to a file or a pipe are not wrapped; markup and emoji codes are printed verbatim."""
-    path = "/x/[bold]x[/bold]/:smile:" + "/long" * 100
-    print_facts({"path": path})
-    assert capsys.readouterr().out == f"path  {path}\n"
 
 
 @pytest.mark.parametrize("family", ["mla_sm80", "gqa_sm80", "combine"])
@@ -152,13 +158,6 @@ def test_the_plan_is_one_line_before_the_first_kernel(
             on_event(event("started", spec=spec, done=3))
     plan = f"compiling {len(specs)} kernels, 3 cached: about {time}\n"
     assert capsys.readouterr().err == plan
-
-
-def test_durations_are_rough_and_every_family_has_an_estimate() -> None:
-    """A long duration has no small unit."""
-    texts = {0.1: "1 s", 89.0: "89 s", 90.0: "2 min", 5399.0: "90 min", 7200.0: "2 h"}
-    assert [about_text(s) for s in texts] == [f"about {text}" for text in texts.values()]
-    assert SECONDS.keys() == set(FAMILIES)
 
 
 @pytest.fixture

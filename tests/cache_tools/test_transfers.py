@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import sys
 import tempfile
 from itertools import product
@@ -211,14 +210,6 @@ def test_a_local_upload_is_written_beside_its_target(tmp_path: Path, monkeypatch
     upload(io.BytesIO(CONTENT), len(CONTENT), local, lambda *_: names.append([*folder.iterdir()]))
     assert [len(each) for each in names] == [1, 1, 1]
     assert [path.name for path in folder.iterdir()] == ["kernels.tar.gz"]
-
-
-@pytest.mark.timeout(10)
-@pytest.mark.parametrize("prefix", ["file://", ""])
-def test_a_local_fifo_is_not_waited_for(prefix: str, tmp_path: Path) -> None:
-    """A local path is read only if it is a regular file."""
-    os.mkfifo(tmp_path / "fifo")
-    require_error(f"{prefix}{tmp_path}/fifo", "a FIFO")
 
 
 def test_http_is_read_without_a_package(tmp_path: Path, serve: Serve) -> None:
