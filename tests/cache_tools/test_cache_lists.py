@@ -66,21 +66,16 @@ def test_the_order_can_be_chosen(order: str, cached: Cached) -> None:
     assert by_name[1]["used"] == "2023-11-14T22:13:20+00:00"
 
 
+UNUSED = "--older-than 1h"
+COUNTS = {
+    3: ["", "--arch sm_80", "--arch sm_80,sm_90a", "--family combine,mla_sm80"],
+    1: [f"--toolchain {OLD}", "--toolchain nvrtc-12", UNUSED],
+    0: ["--arch sm_90a", "--family mla_sm80", "--toolchain nvrtc-1", f"{UNUSED} --toolchain {OLD}"],
+}
+
+
 @pytest.mark.parametrize(
-    ("options", "count"),
-    [
-        ("", 3),
-        ("--arch sm_80", 3),
-        ("--arch sm_80,sm_90a", 3),
-        ("--arch sm_90a", 0),
-        ("--family combine,mla_sm80", 3),
-        ("--family mla_sm80", 0),
-        (f"--toolchain {OLD}", 1),
-        ("--toolchain nvrtc-12", 1),
-        ("--toolchain nvrtc-1", 0),
-        ("--older-than 1h", 1),
-        (f"--older-than 1h --toolchain {OLD}", 0),
-    ],
+    ("options", "count"), [(each, count) for count, options in COUNTS.items() for each in options]
 )
 def test_a_list_can_be_filtered(options: str, count: int, cached: Cached) -> None:
     """A value of each filter must match, and the age; no match is no error."""
@@ -92,9 +87,7 @@ def test_a_list_can_be_filtered(options: str, count: int, cached: Cached) -> Non
         assert {entry["path"] for entry in listed} > set(map(str, cached.folders))
 
 
-def test_layers_are_listed_on_request_and_do_not_count_towards_the_limit(
-    cached: Cached, monkeypatch: Patch
-) -> None:
+def test_layers_are_listed_on_request_and_not_counted(cached: Cached, monkeypatch: Patch) -> None:
     """Without --layers, only the cache folder is listed; kernels of a layer are usable."""
     layer = move_to_layer(cached.root, monkeypatch)
 
