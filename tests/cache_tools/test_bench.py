@@ -10,7 +10,6 @@ import click
 import pytest
 import torch
 
-from cache_tools.benchmark.cases import Case
 from cache_tools.benchmark.outcomes import Outcome
 from cache_tools.benchmark.selection import DEFAULTS
 from cache_tools.cli import cli
@@ -69,10 +68,7 @@ BOTH = ["flashmla", "fa3"]
     ids=["gqa", "mla, a filter", "a suite"],
 )
 def test_options_reach_the_cases(line: str, cases: list[str], compared: object, use: Use) -> None:
-    """Values are split at commas, every option sets a field of the case, and --filter is a regex.
-
-    --compare without a name measures what is found, and --peers is where to look.
-    """
+    """Values are split at commas, --filter is a regex, and --compare alone means all libraries."""
     machine = FakeMachine()
     libraries = use(machine)
     assert run(line).exit_code == 0
@@ -91,15 +87,13 @@ def test_help_shows_the_actual_defaults(option: str) -> None:
     assert set(written.rstrip(".").split(", for GQA ")) == defaults
 
 
-def heads_16(case: Case) -> Outcome:
-    """Return a wrong result for one of two cases."""
-    return WRONG if case.heads == 16 else RIGHT
+ONE_WRONG = FakeMachine(lambda case: WRONG if case.heads == 16 else RIGHT)
 
 
 @pytest.mark.parametrize(
     ("machine", "code", "problem"),
     [
-        (FakeMachine(heads_16), 1, "mlagen: {}: relative error: "),
+        (ONE_WRONG, 1, "mlagen: {}: relative error: "),
         (FakeMachine(lambda _: FAILED), 1, "mlagen: {}: RuntimeError: no memory"),
         (FakeMachine(lambda _: RIGHT, lambda _: FAILED), 0, "fa3: {}: RuntimeError: no memory"),
     ],

@@ -39,10 +39,7 @@ AGES = {-5: "0 s ago", 59: "59 s ago", 60: "1 min ago", 7200: "2 h ago", 34_560_
 
 
 def test_quantities_are_human_readable() -> None:
-    """Units keep a quantity short, a future time counts as now, 1 is singular, and durations rough.
-
-    Every family has an estimate.
-    """
+    """Units keep quantities short, durations are rough, the future counts as now."""
     assert {size: size_text(size) for size in SIZES} == SIZES
     assert {ms: time_text(ms) for ms in TIMES} == TIMES
     assert {age_s: age_text(age_s) for age_s in AGES} == AGES
@@ -53,10 +50,7 @@ def test_quantities_are_human_readable() -> None:
 
 
 def test_a_table_is_aligned_and_a_fact_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
-    """Numbers are right-aligned, text left; None is an empty cell, or no column.
-
-    A fact in a file or a pipe is one line, with markup and emoji codes verbatim.
-    """
+    """Numbers are right-aligned, None is empty or no column, a fact in a pipe is one plain line."""
     rows = [{"name": "a", "size": 1, "note": None}, {"name": "bcd", "size": 200, "note": "x"}]
     print_table([{**row, "variant": "", "error": None} for row in rows])
     assert capsys.readouterr().out == "name  size  note\na        1\nbcd    200  x\n"

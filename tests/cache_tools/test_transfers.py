@@ -57,10 +57,7 @@ def sha256(path: Path) -> str:
     ],
 )
 def test_a_bundle_is_described(command: str, options: str, filled: Path) -> None:
-    """The document has digest, sizes and selected kernels; equal entries have equal bundles.
-
-    A wheel goes into a folder, which is made, and has name and version in its name.
-    """
+    """The document has digest, sizes and kernels; equal entries have equal bundles and wheels."""
     is_wheel, url = "--wheel" in options, "file://" if command == "push" else ""
     given = filled / ("new/dist" if is_wheel else "kernels.tar.gz")
     target = given / "acme_kernels-1.5-py3-none-any.whl" if is_wheel else given
@@ -213,10 +210,7 @@ def test_a_local_upload_is_written_beside_its_target(tmp_path: Path, monkeypatch
 
 
 def test_http_is_read_without_a_package(tmp_path: Path, serve: Serve) -> None:
-    """Python's own client reads http, up to the limit; errors are the server's, on one line.
-
-    A broken connection is not the end of the file.
-    """
+    """Python's own client reads http up to the limit; an error or a cut connection is one line."""
     (tmp_path / "kernels.tar.gz").write_bytes(CONTENT)
     file, seen = io.BytesIO(), list[tuple[int, int]]()
 

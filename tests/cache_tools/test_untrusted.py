@@ -78,10 +78,7 @@ every_stranger = pytest.mark.parametrize("spoil", OPEN.values(), ids=OPEN)
 def test_every_command_rejects_a_cache_that_others_can_change(
     place: str, command: str, spoil: Spoil, root: Path, monkeypatch: Patch
 ) -> None:
-    """Nothing is deleted, moved, exported or reported valid; the error is one line, the code 4.
-
-    `cache dir` prints its path.
-    """
+    """Nothing is deleted, moved, exported or reported valid; only `cache dir` ends with code 0."""
     path_of(root, "v1/quarantine").mkdir(mode=0o700)
     spoil(path_of(root, place), monkeypatch)
     require_rejection(root, command)

@@ -114,10 +114,7 @@ def test_a_run_has_the_construction_and_the_plan_of_its_wrapper(folder: Path) ->
 
 @pytest.mark.parametrize("kind", ["small", "large", "captured"])
 def test_contents_are_written_on_request(kind: str, monkeypatch: Patch, tmp_path: Path) -> None:
-    """MLAGEN_DUMP_TENSORS adds a file of bytes by part and name, without scratch and outputs.
-
-    A dump names those above the limit. A captured call has none: they would synchronize.
-    """
+    """A file of bytes by part and name is added, without outputs and those above the limit."""
     observe(monkeypatch, MLAGEN_DUMP=str(tmp_path), MLAGEN_DUMP_TENSORS="1")
     monkeypatch.setattr(observed, "is_capturing", lambda _: kind == "captured")
     function, arguments = built("trtllm")

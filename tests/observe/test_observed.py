@@ -71,10 +71,7 @@ def test_a_line_has_the_metadata_of_each_argument(log: Any) -> None:
 
 
 def test_a_call_that_raises_is_logged_with_its_error(log: Any, monkeypatch: Patch) -> None:
-    """The error reaches the caller unchanged, also that of wrong names, which has no line.
-
-    A captured call says so.
-    """
+    """The error reaches the caller unchanged, also that of wrong names; a captured call says so."""
     function, arguments = built("xqa")
     with pytest.raises(TypeError, match=r"^xqa\(\) got an unex"):
         function(no_such_argument=1)

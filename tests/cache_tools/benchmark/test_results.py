@@ -235,10 +235,7 @@ def test_wrong_and_missing_results_are_marked_and_named(
 
 
 def test_every_right_result_is_a_labelled_bar(tmp_path: Path) -> None:
-    """Shares of the bound stand at the bars, with the best baseline and the ratio to it.
-
-    The file is a PNG of some size, or an SVG with text, equal for equal results.
-    """
+    """Bars have shares of the bound and ratios; the SVG files of equal results are equal."""
     pytest.importorskip("matplotlib", reason="needs matplotlib, of the extra `bench`")
     from matplotlib.patches import Rectangle
 
