@@ -18,7 +18,7 @@ from mlagen.runtime import device
 from mlagen.spec.families import FAMILIES
 from tests.cache.bundle_cases import bundle_bytes, filled_store, key_for
 from tests.fixture_types import Patch
-from tests.kernels import COMBINE
+from tests.kernels import COMBINE, mla_sm90
 
 from .altered import snapshot
 from .conftest import ROOT, Setting, raising, run
@@ -27,6 +27,7 @@ KEY = key_for("combine").digest
 NOT_CACHED = "key: expected a prefix of a cached key (mlagen cache ls), got "
 PULL = "cache pull there.tar.gz"
 FAMILY = f"kernel: expected a family out of {', '.join(FAMILIES)}"
+NEAREST = "mla_sm90: expected a kernel that calls use, the nearest"
 OF_MLA = "no MLA decode kernel for query bf16,"
 NUMBERS = "expected numbers from 1 on, with commas, got "
 
@@ -59,6 +60,12 @@ BAD_USAGE = {
     "cache push https://me:secret@host/k?sign=x": "url: expected one that can be written, ",
     "kernel show foo": "kernel: expected a family out of mla_sm80, ",
     "kernel show mla_sm91": f"{FAMILY}, got 'mla_sm91', did you mean mla_sm90?",
+    "kernel show mla_sm90-64": "kernel: expected family(name=value, ...), got 'mla_sm90-64'",
+    "kernel show mla_sm90(rows=1)": "mla_sm90: expected name=value with a name out of arch, ",
+    "kernel show mla_sm90(block_m=48)": f"{NEAREST} mla_sm90(arch=sm_90a, ",
+    "kernel show mla_sm90(kv_dtype=e4m3)": f"{NEAREST} mla_sm90(arch=sm_90a, ",
+    "kernel show mla_sm90 --arch sm_80": "arch: expected sm_90a for mla_sm90, got sm_80",
+    "kernel show MLA --arch sm_80": "arch: expected sm_90a for mla_sm90, got sm_80",
     "kernel show combine --arch H9": "arch: expected one of sm_80, ",
     "kernel show combine --ptx --sass": "part: expected one, got --ptx and --sass; see: ",
     "kernel diff combine --sass --resources": "part: expected one, got --sass and --reso",
@@ -163,7 +170,8 @@ def test_what_cannot_be_done_is_one_line_and_changes_nothing(
     monkeypatch.setattr("mlagen.prewarming.gpus.visible_devices", list)
     before = snapshot(tmp_path)
 
-    words = [word.replace("COMBINE", str(COMBINE)) for word in line.split()]
+    named = {"COMBINE": str(COMBINE), "MLA": str(mla_sm90())}
+    words = [named.get(word, word) for word in line.split()]
     if words[0].startswith("MLAGEN_"):
         setting(*words.pop(0).split("="))
 

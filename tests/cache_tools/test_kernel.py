@@ -14,12 +14,12 @@ from cache_tools.tools.kernel_view import KernelView, tile_of
 from cache_tools.tools.occupancy import ctas_per_sm
 from mlagen.codegen.render import render
 from mlagen.engine import find_or_build
-from mlagen.errors import ArgumentError, ToolchainError
+from mlagen.errors import ToolchainError
 from mlagen.prewarming import gpus
 from mlagen.spec.arch import Arch, parse_arch
 from mlagen.spec.families import FAMILIES
 from tests.fixture_types import Patch
-from tests.kernels import COMBINE, SM_80, gqa_sm80, mla_sm90
+from tests.kernels import COMBINE, SM_80, gqa_sm80
 from tests.sass import nvdisasm_is_missing
 
 from .conftest import Setting, raising, run
@@ -178,28 +178,6 @@ def test_a_target_replaces_that_of_the_text() -> None:
     assert spec_named(str(gqa_sm80()), SM_80) == other
     assert other.tile != gqa_sm80().tile
     assert spec_named("combine(arch=sm_90a)", SM_80).arch == SM_80
-
-
-@pytest.mark.parametrize(
-    ("text", "arch", "message"),
-    [
-        ("mla_sm9", None, "kernel: expected a family out of mla_sm80, mla_sm90, "),
-        ("mla_sm90 64", None, "kernel: expected family(name=value, ...), got 'mla_sm90 64'"),
-        ("mla_sm90(rows=1)", None, "mla_sm90: expected name=value with a name out of arch, "),
-        ("mla_sm90(block_m=48)", None, "mla_sm90: expected a kernel that calls use, the nearest "),
-        ("mla_sm90(kv_dtype=e4m3)", None, "mla_sm90: expected a kernel that calls use, the "),
-        ("mla_sm90", "sm_80", "arch: expected sm_90a for mla_sm90, got sm_80"),
-        (str(mla_sm90()), "sm_80", "arch: expected sm_90a for mla_sm90, got sm_80"),
-    ],
-)
-def test_what_does_not_exist_is_rejected(text: str, arch: str | None, message: str) -> None:
-    """The message has the rule, and the nearest kernel that exists."""
-    with pytest.raises(ArgumentError) as caught:
-        spec_named(text, None if arch is None else parse_arch(arch))
-    assert str(caught.value).startswith(message)
-    _, has_nearest, rest = str(caught.value).partition("the nearest ")
-    assert bool(has_nearest) == ("calls use" in message)
-    assert not has_nearest or spec_named(rest.partition("), got ")[0] + ")").family == "mla_sm90"
 
 
 @pytest.mark.parametrize(
