@@ -31,6 +31,7 @@ from mlagen.spec.families import FAMILIES, specs_of
 from mlagen.spec.kernel import KernelSpec
 from tests.fixture_types import Patch
 
+Capsys = pytest.CaptureFixture[str]
 SIZES = {0: "0 B", 1023: "1023 B", 1024: "1 KiB", 54_624: "53 KiB", 5 << 20: "5.0 MiB"}
 TIMES = {0.0184: "18 us", 0.2: "200 us", 1.5: "1.5 ms", 612.3: "612 ms", 1432.0: "1.4 s"}
 ROUGH = {0.1: "about 1 s", 89.0: "about 89 s", 90.0: "about 2 min", 7200.0: "about 2 h"}
@@ -49,7 +50,7 @@ def test_quantities_are_human_readable() -> None:
     assert SECONDS.keys() == set(FAMILIES)
 
 
-def test_a_table_is_aligned_and_a_fact_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_is_aligned_and_a_fact_unchanged(capsys: Capsys) -> None:
     """Numbers are right-aligned, None is empty or no column, a fact in a pipe is one plain line."""
     rows = [{"name": "a", "size": 1, "note": None}, {"name": "bcd", "size": 200, "note": "x"}]
     print_table([{**row, "variant": "", "error": None} for row in rows])
@@ -60,7 +61,7 @@ def test_a_table_is_aligned_and_a_fact_unchanged(capsys: pytest.CaptureFixture[s
 
 
 def test_a_narrow_terminal_folds_names_and_facts_not_values(
-    capsys: pytest.CaptureFixture[str], monkeypatch: Patch
+    capsys: Capsys, monkeypatch: Patch
 ) -> None:
     """A wide table breaks column names at underscores, a long fact at blanks, not at hyphens."""
     monkeypatch.setattr(report, "line_width", lambda: 20)
@@ -105,6 +106,7 @@ def event(kind: Any, of: PrewarmUnit | None = None, **facts: Any) -> PrewarmEven
 
 
 FAILURE = unit(status="failed", registers=None, error=mlagen.ToolchainError("arch: no"))
+SPILLS = unit(status="hit", ms=0.25, spill_bytes=8)
 SLOW = unit(status="timeout", ms=2000.0, error=mlagen.CompileError("no", log="", source=""))
 
 
@@ -112,18 +114,13 @@ SLOW = unit(status="timeout", ms=2000.0, error=mlagen.CompileError("no", log="",
     ("reported", "line"),
     [
         (event("finished", unit()), f"built     88 ms  {DIMS} 512: 32 registers"),
-        (
-            event("finished", unit(status="hit", ms=0.25, spill_bytes=8)),
-            f"hit      250 us  {DIMS} 512: 32 registers, 8 bytes spilled",
-        ),
+        (event("finished", SPILLS), f"hit      250 us  {DIMS} 512: 32 registers, 8 bytes spilled"),
         (event("finished", FAILURE), f"failed    88 ms  {DIMS} 512: arch: no"),
         (event("loaded"), f"loaded           {DIMS} 512"),
     ],
     ids=["built", "found, with spills", "failed", "loaded"],
 )
-def test_each_kernel_is_one_plain_line(
-    reported: PrewarmEvent, line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_kernel_is_one_plain_line(reported: PrewarmEvent, line: str, capsys: Capsys) -> None:
     """Without a terminal each event is printed once, and a compiled kernel is kept."""
     kept: set[KernelSpec] = set()
     with prewarm_progress(kept) as on_event:
@@ -132,19 +129,19 @@ def test_each_kernel_is_one_plain_line(
     assert kept == ({FIRST} if line.startswith("built") else set())
 
 
+FORTY = specs_of(parse_arch("sm_80"), ["mla_sm80"])[:40]
+
+
 @pytest.mark.parametrize(
-    ("specs", "options", "time"),
-    [
-        ([FIRST, SECOND], {}, "1 s"),
-        (specs_of(parse_arch("sm_80"), ["mla_sm80"])[:40], {"jobs": 4}, "6 s"),
-    ],
+    ("specs", "jobs", "time"),
+    [([FIRST, SECOND], None, "1 s"), (FORTY, 4, "6 s")],
     ids=["two", "forty"],
 )
 def test_the_plan_is_one_line_before_the_first_kernel(
-    specs: list[KernelSpec], options: Any, time: str, capsys: pytest.CaptureFixture[str]
+    specs: list[KernelSpec], jobs: int | None, time: str, capsys: Capsys
 ) -> None:
     """It counts missing and cached kernels, and estimates the time by family and jobs."""
-    with prewarm_progress(set(), **options) as on_event:
+    with prewarm_progress(set(), jobs=jobs) as on_event:
         for spec in specs:
             on_event(event("missing", spec=spec, done=3))
         assert capsys.readouterr().err == ""
@@ -169,9 +166,7 @@ file_or_terminal = pytest.mark.parametrize("screen", ["a file", "a terminal"], i
 
 
 @file_or_terminal
-def test_quiet_is_a_line_for_each_failure(
-    screen: io.StringIO | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quiet_is_a_line_for_each_failure(screen: io.StringIO | None, capsys: Capsys) -> None:
     """A quiet run has no bar."""
     finished = [event("finished", each) for each in (unit(), SLOW)]
     with prewarm_progress(set(), is_quiet=True) as on_event:
@@ -200,9 +195,7 @@ STEPS = (
 
 
 @file_or_terminal
-def test_each_part_of_a_benchmark_is_one_line(
-    screen: io.StringIO | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_part_of_a_benchmark_is_one_line(screen: io.StringIO | None, capsys: Capsys) -> None:
     """It is printed at its end; a bar counts parts and names the current one, as an interrupt."""
 
     def measure() -> None:
