@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import inspect
 import json
 import os
+import pty
+import struct
 import subprocess
 import sys
-from collections.abc import Callable
+import termios
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +32,7 @@ from mlagen.compiler import nvrtc_process
 from mlagen.prewarming import PrewarmUnit
 from mlagen.settings import current_settings
 from tests.built_once import compiled
+from tests.fixture_types import Patch
 
 SCHEMA_OF: dict[str, Schema] = {**SCHEMAS, **TRANSFER_SCHEMAS, "replay": REPLAY}
 
@@ -35,12 +44,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def require_document(document: Any, schema: Schema) -> None:
-    """Fail unless the document has exactly the names and types of the schema, in order."""
-    _require_part(document, DOCUMENT, schema, "document")
-
-
-def _require_part(value: Any, part: str, schema: Schema, where: str) -> None:
+def require_part(value: Any, part: str, schema: Schema, where: str = "document") -> None:
+    """Fail unless an object has exactly the names and types of a part of the schema, in order."""
     assert isinstance(value, dict), where
     assert list(value) == list(schema[part]), where
     for name, field in schema[part].items():
@@ -48,33 +53,77 @@ def _require_part(value: Any, part: str, schema: Schema, where: str) -> None:
 
 
 def _require_type(value: Any, kind: str, schema: Schema, where: str) -> None:
-    if kind.endswith(" or null"):
-        if value is not None:
-            _require_type(value, kind.removesuffix(" or null"), schema, where)
-    elif kind.startswith("list of "):
-        assert isinstance(value, list), where
-        for number, item in enumerate(value):
-            _require_type(item, kind.removeprefix("list of "), schema, f"{where}[{number}]")
-    elif kind.startswith("map of "):
-        assert isinstance(value, dict), where
-        for name, item in value.items():
-            _require_type(item, kind.removeprefix("map of "), schema, f"{where}[{name}]")
+    required, is_nullable, _ = kind.partition(" or null")
+    if value is None and is_nullable:
+        return
+    whole, _, element = required.partition(" of ")
+    if element:
+        assert isinstance(value, list if whole == "list" else dict), where
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _require_type(item, element, schema, f"{where}[{name}]")
     elif kind.startswith("`"):
-        _require_part(value, kind, schema, where)
+        require_part(value, required, schema, where)
     else:
-        allowed = tuple(each for name in kind.split(" or ") for each in _TYPES[name])
+        allowed = tuple(each for name in required.split(" or ") for each in _TYPES[name])
         assert isinstance(value, allowed), f"{where}: expected {kind}, got {value!r}"
-        assert isinstance(value, bool) == (kind == "boolean"), where
+        assert isinstance(value, bool) == (required == "boolean"), where
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """Return a function that raises an error."""
+
+    def raise_it(*_: object, **__: object) -> None:
+        raise error
+
+    return raise_it
 
 
 ROOT = Path(__file__).resolve().parents[2]
 # Packages that no quick command imports.
 HEAVY = ("torch", "jinja2", "cuda.bindings.driver", "filelock")
 
-Run = Callable[..., Result]
-Documented = Callable[..., dict[str, Any]]
-Start = Callable[..., subprocess.Popen[str]]
+SCREEN = ("COLUMNS", "LINES", "NO_COLOR")
+
 Setting = Callable[[str, object], None]
+Serve = Callable[..., AbstractContextManager[str]]
+
+
+def start(*arguments: str, before: str = "", **options: Any) -> subprocess.Popen[Any]:
+    """Start the command in a process that runs ``before`` first; its output goes to pipes."""
+    # A shell's background job ignores Ctrl-C, and its children inherit that.
+    interruptible = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+    script = f"{interruptible}{before}from cache_tools.__main__ import main; main()"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    usual = {"cwd": ROOT, "env": os.environ, **pipes}
+    return subprocess.Popen([sys.executable, "-c", script, *arguments], **{**usual, **options})
+
+
+def without(*packages: str) -> str:
+    """Return code after which a process cannot import these packages."""
+    return f"import sys; sys.modules.update(dict.fromkeys({packages}));"
+
+
+def on_a_terminal(*arguments: str, interrupt_at: str = "", **environ: str) -> tuple[int, str]:
+    """Return exit code and output of the command on a terminal, and press Ctrl-C after a text."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 160, 0, 0))
+    process = start(
+        *arguments,
+        before="import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);",  # as a shell does
+        env={name: os.environ[name] for name in os.environ if name not in SCREEN} | environ,
+        start_new_session=True,
+        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+    )
+    os.close(theirs)
+    output = b""
+    with suppress(OSError):  # Linux raises EIO once the other end is closed
+        while part := os.read(ours, 1 << 16):
+            output += part
+            if interrupt_at and interrupt_at in output.decode(errors="ignore"):
+                os.write(ours, b"\x03")
+                interrupt_at = ""
+    os.close(ours)
+    return process.wait(timeout=60), output.decode()
 
 
 class Cached(NamedTuple):
@@ -94,64 +143,39 @@ class Cached(NamedTuple):
         return [Layout(self.root).entry(unit.key, unit.toolchain) for unit in self.units]
 
 
-@pytest.fixture
-def run() -> Run:
-    """Return a function that runs the command in this process; ``answer`` is its input."""
-    # Before click 8.2 the two streams are merged by default; later they are always separate.
-    is_old = "mix_stderr" in inspect.signature(CliRunner).parameters
-    options: dict[str, Any] = {"mix_stderr": False} if is_old else {}
-    runner = CliRunner(**options)
+class Run:
+    """The command in this process: the words of a line, and further words as they are."""
 
-    def run_it(*arguments: str, answer: str | None = None) -> Result:
-        result = runner.invoke(cli, arguments, input=answer, prog_name="mlagen")
+    def __init__(self) -> None:
+        # Before click 8.2 the two streams are merged by default; later they are always separate.
+        is_old = "mix_stderr" in inspect.signature(CliRunner).parameters
+        options: dict[str, Any] = {"mix_stderr": False} if is_old else {}
+        self._runner = CliRunner(**options)
+
+    def __call__(self, line: str, *words: str, answer: str | None = None) -> Result:
+        """Return the result; ``answer`` is the input."""
+        result = self._runner.invoke(cli, [*line.split(), *words], input=answer, prog_name="mlagen")
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result
 
-    return run_it
-
-
-@pytest.fixture
-def document(run: Run) -> Documented:
-    """Return a function that runs the command, which exits with ``code``; it validates JSON."""
-
-    def document_it(*arguments: str, code: int = 0, answer: str | None = None) -> dict[str, Any]:
-        result = run(*arguments, "--json", answer=answer)
+    def json(self, *words: str, code: int = 0, answer: str | None = None) -> dict[str, Any]:
+        """Return the document of a command that exits with ``code``; it has to fit its schema."""
+        result = self(*words, "--json", answer=answer)
         assert result.exit_code == code, result.stderr
         parsed: dict[str, Any] = json.loads(result.stdout, parse_constant=pytest.fail)
-        schema = SCHEMA_OF.get(" ".join(arguments[:2])) or SCHEMA_OF.get(arguments[0])
+        first, second, *_ = [*" ".join(words).split(), ""]
+        schema = SCHEMA_OF.get(f"{first} {second}") or SCHEMA_OF.get(first)
         if schema is not None:
-            require_document(parsed, schema)
+            require_part(parsed, DOCUMENT, schema)
         return parsed
 
-    return document_it
+
+run = Run()
 
 
 @pytest.fixture
-def start() -> Start:
-    """Return a function that starts the command in a process that cannot import ``without``."""
-
-    def start_it(*arguments: str, without: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        # A shell's background job ignores Ctrl-C, and its children inherit that.
-        script = (
-            "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
-            f"import sys; sys.modules.update(dict.fromkeys({without}));"
-            "from cache_tools.__main__ import main; main()"
-        )
-        return subprocess.Popen(
-            [sys.executable, "-c", script, *arguments],
-            cwd=ROOT,
-            env=os.environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    return start_it
-
-
-@pytest.fixture
-def setting(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, object], None]:
+def setting(monkeypatch: Patch) -> Setting:
     """Return a function that changes a setting."""
 
     def set_it(name: str, value: object) -> None:
@@ -161,8 +185,42 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, object], None]:
     return set_it
 
 
+class _Files(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+
+class _CutShort(_Files):
+    """Declares a hundred bytes more than it sends."""
+
+    def send_header(self, keyword: str, value: str) -> None:
+        more = 100 if keyword == "Content-Length" else 0
+        super().send_header(keyword, str(int(value) + more) if more else value)
+
+
 @pytest.fixture
-def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def serve(monkeypatch: Patch) -> Serve:
+    """Return a context of the URL of a web server for a folder, which no proxy is asked for."""
+    monkeypatch.setenv("no_proxy", "*")
+
+    @contextmanager
+    def serve_it(folder: Path, *, cuts_short: bool = False) -> Iterator[str]:
+        handler = partial(_CutShort if cuts_short else _Files, directory=str(folder))
+        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+            server.daemon_threads = True
+            thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+            thread.start()
+            try:
+                yield f"http://127.0.0.1:{server.server_port}"
+            finally:
+                server.shutdown()
+                thread.join()
+
+    return serve_it
+
+
+@pytest.fixture
+def compiled_once(monkeypatch: Patch) -> None:
     """Compile each kernel once for all tests of a run."""
     monkeypatch.setattr(
         nvrtc_process, "compile_anywhere", lambda source, arch, _: compiled(source, arch)

@@ -1,9 +1,10 @@
-"""Every command in every cache state: an exit code, a document, and never a traceback."""
+"""Every command in every cache state, of ten thousand kernels too, and never a traceback."""
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -13,10 +14,10 @@ import pytest
 
 from cache_tools.options.exit_codes import CACHE_UNUSABLE, DONE, FAILED, USAGE
 from mlagen.settings import current_settings
+from tests.built_once import built_once
 
-from .altered import snapshot
-from .conftest import HEAVY, ROOT, Documented, Run
-from .many import fill
+from .altered import fill, snapshot
+from .conftest import HEAVY, ROOT, Setting, run
 
 # Commands, and their exit code on an empty cache; SPEC is a kernel that no cache here has.
 LOOKING = {
@@ -52,9 +53,7 @@ def typed(line: str, key: str = "abcdef") -> list[str]:
 
 @every_command
 @pytest.mark.parametrize("folders", [None, "", "v1/e", "v1/e/ab"])
-def test_an_empty_cache_has_no_kernels(
-    folders: str | None, line: str, run: Run, document: Documented, cache_dir: Path
-) -> None:
+def test_an_empty_cache_has_no_kernels(folders: str | None, line: str, cache_dir: Path) -> None:
     """No command creates an absent cache, and any subset of its folders counts as empty."""
     if folders is not None:
         (cache_dir / folders).mkdir(parents=True)
@@ -63,12 +62,13 @@ def test_an_empty_cache_has_no_kernels(
         result = run(*typed(line), "--json")
         assert (result.exit_code, result.stdout) == (USAGE, "")
     else:
-        document(*typed(line), code=EVERY[line])
+        found = run.json(*typed(line), code=EVERY[line])
+        assert found.get("exists", cache_dir.exists()) == (folders is not None)
     assert cache_dir.exists() == (folders is not None)
 
 
 @every_command
-def test_a_file_in_place_of_the_cache_is_no_cache(line: str, run: Run, cache_dir: Path) -> None:
+def test_a_file_in_place_of_the_cache_is_no_cache(line: str, cache_dir: Path) -> None:
     """A file in place of the cache is neither read nor removed."""
     cache_dir.write_text("a file")
     result = run(*typed(line))
@@ -93,7 +93,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 @every_command
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_damage_is_reported_and_hides_nothing_else(
-    damage: Callable[[Path], object], line: str, run: Run, cache_dir: Path
+    damage: Callable[[Path], object], line: str, cache_dir: Path
 ) -> None:
     """A list continues after a damaged kernel, and a command for that kernel reports its damage."""
     key, *_ = fill(cache_dir, 3)
@@ -160,9 +160,7 @@ def test_a_read_only_cache_can_be_listed(cache_dir: Path) -> None:
         folder.chmod(0o500)
     before = snapshot(cache_dir)
 
-    found = run_all(EVERY, key, "--json")
-
-    rule = "mlagen: cache: expected a writable folder, got "
+    found, rule = run_all(EVERY, key, "--json"), "mlagen: cache: expected a writable folder, got "
     for line, (code, out, err) in found.items():
         is_rejected = line in REMOVING and line != "cache gc"
         expected = CACHE_UNUSABLE if is_rejected else FAILED if "SPEC" in line else DONE
@@ -181,3 +179,83 @@ def test_a_cache_that_cannot_be_read_is_an_error(cache_dir: Path) -> None:
         is_rejected = line not in {"cache dir", "cache gc"}
         assert code == (CACHE_UNUSABLE if is_rejected else DONE), (line, err)
         assert err.startswith(rule) == is_rejected, line
+
+
+COUNT = 10_000
+
+
+@pytest.fixture
+def many(setting: Setting) -> Path:
+    """Make a folder with ten thousand kernels the cache of a read-only test."""
+    folder = built_once("many", lambda folder: fill(folder, COUNT))
+    setting("MLAGEN_CACHE_DIR", folder)
+    return folder
+
+
+# Lower bound of every list: find, read and parse the manifests.
+LEAST = """
+import json, os, sys
+shards = [f"{sys.argv[1]}/v1/e/{shard}" for shard in os.listdir(f"{sys.argv[1]}/v1/e")]
+keys = [f"{shard}/{key}" for shard in shards for key in os.listdir(shard)]
+folders = [f"{key}/{toolchain}" for key in keys for toolchain in os.listdir(key)]
+for folder in folders:
+    with open(f"{folder}/manifest.json", "rb") as file:
+        print(json.loads(file.read())["key"])
+"""
+
+
+def processor_s(*arguments: str) -> float:
+    """Return the CPU time of a Python process, whose lines no coverage counts."""
+    environ = {name: os.environ[name] for name in os.environ if not name.startswith("COVERAGE")}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, *arguments]
+    ran = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert len(ran.stdout) > COUNT
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.timeout(120)
+def test_a_list_takes_less_than_a_second(many: Path) -> None:
+    """On a busy machine the limit is five times the time to parse the manifests."""
+    parse_s = processor_s("-c", LEAST, str(many))
+    for option in ((), ("--json",)):
+        least_s, runs = float("inf"), 0
+        while least_s > max(1.0, 5 * parse_s) and runs < 3:  # other load only makes runs longer
+            least_s = min(least_s, processor_s("-m", "cache_tools", "cache", "ls", *option))
+            runs += 1
+        assert least_s < max(1.0, 5 * parse_s), option
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("many")
+@pytest.mark.parametrize(
+    ("words", "code", "output"),
+    [
+        ("cache ls --sort age", DONE, "10000 kernels by nvrtc-"),
+        ("cache stats", DONE, "kernels          10000, "),
+        ("cache prune --max-size 0 --dry-run", DONE, "would remove 10000 kernels"),
+        ("cache why combine(arch=sm_90a,dtype=bf16,head_dim_vo=512)", FAILED, "not found"),
+        ("resources", DONE, "10000 kernels, 0 with spills"),
+    ],
+)
+def test_every_command_handles_them(words: str, code: int, output: str) -> None:
+    """No command takes seconds for one pass over the folder."""
+    result = run(*words.split())
+    assert result.exit_code == code, result.stderr
+    assert output in result.stdout
+
+
+def test_a_thousand_can_be_verified_and_removed(cache_dir: Path) -> None:
+    """Most are removed by size, the rest at once."""
+    fill(cache_dir, 1000)
+
+    verified = run("cache verify")
+    pruned = run("cache prune --max-size 1M")
+    cleared = run("cache clear --yes")
+
+    kept = int(cleared.stdout.split()[1])
+    assert verified.stdout == "1000 entries: 1000 valid, 0 bad\n"
+    assert f"removed {1000 - kept} kernels, " in pruned.stdout
+    assert 0 < kept < 200
+    assert not (cache_dir / "v1" / "e").exists()

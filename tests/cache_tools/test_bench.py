@@ -10,7 +10,6 @@ import click
 import pytest
 import torch
 
-from cache_tools.benchmark.cases import Case
 from cache_tools.benchmark.outcomes import Outcome
 from cache_tools.benchmark.selection import DEFAULTS
 from cache_tools.cli import cli
@@ -18,17 +17,16 @@ from cache_tools.commands import bench
 from mlagen.runtime import device
 from mlagen.runtime.device import DeviceFacts
 from tests.fake_machine import FAILED, RIGHT, WRONG, FakeMachine
+from tests.fixture_types import Patch
 
-from .conftest import Run, Start
+from .conftest import run, start, without
 
-TINY = ("bench", "--batch", "2", "--seq-len", "64", "--heads", "16")
-
-
+TINY = "bench --batch 2 --seq-len 64 --heads 16"
 Use = Callable[[FakeMachine], list[object]]
 
 
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Use:
+def use(monkeypatch: Patch) -> Use:
     """Return a function that installs a fake machine, and returns the record of its calls."""
 
     def use_it(machine: FakeMachine) -> list[object]:
@@ -44,20 +42,37 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Use:
     return use_it
 
 
-def test_options_reach_the_cases(run: Run, use: Use) -> None:
-    """Values are split at commas, and every option sets a field of the case."""
+GQA = (
+    "bench --family gqa --batch 1,2 --seq-len 100 --heads 8 --kv-heads 2 --head-dim 64 --q-len 3 "
+    "--page-size 16 --dtype fp16 --kv-dtype e4m3 --ragged --window-left 9 --mode sustained"
+)
+REST = "x ~100, 8/2 heads, head_dim 64, window_left 9, q_len 3, page_size 16, sustained"
+BOTH = ["flashmla", "fa3"]
+
+
+@pytest.mark.parametrize(
+    ("line", "cases", "compared"),
+    [
+        (GQA, [f"gqa fp16/e4m3, {batch} {REST}" for batch in (1, 2)], (None, None)),
+        (
+            rf"{TINY} --qk-rope-head-dim 0,64 --top-k 32 --filter 512\+0 --compare",
+            ["mla bf16, 2 x 64, 16 heads, dims 512+0, top-k 32, fresh"],
+            (["all"], None),
+        ),
+        (
+            "bench --suite full --filter ^gqa.*int8 --compare flashmla,fa3 --peers site",
+            ["gqa bf16/int8, 128 x 4096, 64/8 heads, fresh"],
+            (BOTH, Path("site")),
+        ),
+    ],
+    ids=["gqa", "mla, a filter", "a suite"],
+)
+def test_options_reach_the_cases(line: str, cases: list[str], compared: object, use: Use) -> None:
+    """Values are split at commas, --filter is a regex, and --compare alone means all libraries."""
     machine = FakeMachine()
-    use(machine)
-    options = (
-        "--family gqa --batch 1,2 --seq-len 100 --heads 8 --kv-heads 2 --head-dim 64 --q-len 3 "
-        "--page-size 16 --dtype fp16 --kv-dtype e4m3 --ragged --window-left 9 --mode sustained"
-    )
-
-    assert run("bench", *options.split()).exit_code == 0
-
-    rest = "~100, 8/2 heads, head_dim 64, window_left 9, q_len 3, page_size 16, sustained"
-    cases = [f"gqa fp16/e4m3, {batch} x {rest}" for batch in (1, 2)]
-    assert machine.calls == ["ceilings", *cases]
+    libraries = use(machine)
+    assert run(line).exit_code == 0
+    assert (machine.calls, libraries) == (["ceilings", *cases], [compared])
 
 
 @pytest.mark.parametrize("option", list(dict.fromkeys(DEFAULTS["mla"]) | DEFAULTS["gqa"]))
@@ -72,89 +87,49 @@ def test_help_shows_the_actual_defaults(option: str) -> None:
     assert set(written.rstrip(".").split(", for GQA ")) == defaults
 
 
-def test_mla_options_and_the_filter_reach_the_cases(run: Run, use: Use) -> None:
-    """--filter takes a regular expression over the names of a suite's cases, or of given ones."""
-    machine = FakeMachine()
-    use(machine)
-    options = ("--qk-rope-head-dim", "0,64", "--top-k", "32", "--filter", r"512\+0")
-    assert run(*TINY, *options).exit_code == 0
-    assert run("bench", "--suite", "full", "--filter", "^gqa.*int8").exit_code == 0
-    lists = "mla bf16, 2 x 64, 16 heads, dims 512+0, top-k 32, fresh"
-    int8 = "gqa bf16/int8, 128 x 4096, 64/8 heads, fresh"
-    assert machine.calls == ["ceilings", lists, "ceilings", int8]
-
-
-def heads_16(case: Case) -> Outcome:
-    """Return a wrong result for one of two cases."""
-    return WRONG if case.heads == 16 else RIGHT
+ONE_WRONG = FakeMachine(lambda case: WRONG if case.heads == 16 else RIGHT)
 
 
 @pytest.mark.parametrize(
     ("machine", "code", "problem"),
     [
-        (FakeMachine(heads_16), 1, "mlagen: {}: relative error: "),
+        (ONE_WRONG, 1, "mlagen: {}: relative error: "),
         (FakeMachine(lambda _: FAILED), 1, "mlagen: {}: RuntimeError: no memory"),
         (FakeMachine(lambda _: RIGHT, lambda _: FAILED), 0, "fa3: {}: RuntimeError: no memory"),
     ],
     ids=["wrong", "failed", "only the baseline failed"],
 )
 def test_a_wrong_or_missing_result_exits_with_1(
-    machine: FakeMachine, code: int, problem: str, run: Run, use: Use
+    machine: FakeMachine, code: int, problem: str, use: Use
 ) -> None:
     """The document is still printed, and stderr names the case and the reason."""
     use(machine)
-    result = run(*TINY, "--heads", "16,32", "--json")
+    result = run(TINY, "--heads", "16,32", "--json")
     assert (result.exit_code, len(json.loads(result.stdout)["cases"])) == (code, 2)
     assert f"\n{problem.format('mla bf16, 2 x 64, 16 heads')}" in result.stderr
 
 
-def test_a_plot_is_written_beside_the_table(run: Run, use: Use, tmp_path: Path) -> None:
+def test_a_plot_is_written_beside_the_table(use: Use, tmp_path: Path) -> None:
     """The file of the plot is named on stderr."""
     pytest.importorskip("matplotlib", reason="needs matplotlib, of the extra `bench`")
     use(FakeMachine())
     path = tmp_path / "bars.png"
-    assert run(*TINY, "--plot", str(path)).stderr.endswith(f"plot: {path}\n")
+    assert run(TINY, "--plot", str(path)).stderr.endswith(f"plot: {path}\n")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("options", "compared"),
-    [
-        ("", (None, None)),
-        ("--compare", (["all"], None)),
-        ("--compare flashmla,fa3 --peers site", (["flashmla", "fa3"], Path("site"))),
-    ],
-)
-def test_libraries_are_measured_on_request(
-    options: str, compared: object, run: Run, use: Use
-) -> None:
-    """--compare without a name measures what is found, and --peers is where to look."""
-    found = use(FakeMachine())
-    assert run(*TINY, *options.split()).exit_code == 0
-    assert found == [compared]
-
-
-@pytest.fixture
-def results(run: Run, use: Use, tmp_path: Path) -> str:
-    """Return a file of results in two modes."""
+def test_earlier_results_are_shown_and_compared(use: Use, tmp_path: Path) -> None:
+    """--from-json measures nothing; a case slower than --baseline beyond the tolerance fails."""
     use(FakeMachine())
-    path = tmp_path / "results.json"
-    path.write_text(run(*TINY, "--mode", "fresh,model", "--json").stdout)
-    return str(path)
-
-
-def test_earlier_results_are_shown_without_a_gpu(results: str, run: Run) -> None:
-    """--from-json prints the rows of the chosen modes, and measures nothing."""
-    both = run("bench", "--from-json", results)
-    one = run("bench", "--from-json", results, "--mode", "model", "--json")
+    results = str(tmp_path / "results.json")
+    Path(results).write_text(run(TINY, "--mode", "fresh,model", "--json").stdout)
+    both = run("bench --from-json", results)
+    one = run("bench --from-json", results, "--mode", "model", "--json")
     assert (both.exit_code, len(both.stdout.splitlines())) == (0, 3 + 2 + 2)
     assert [row["mode"] for row in json.loads(one.stdout)["cases"]] == ["model"]
 
-
-def test_a_slower_case_fails_the_comparison(results: str, run: Run, use: Use) -> None:
-    """--baseline prints what changed and exits with 1 beyond the tolerance."""
     use(FakeMachine(lambda _: Outcome(us=1040.0, error=1e-3)))
-    strict, lenient = (run(*TINY, "--baseline", results, *o) for o in ((), ("--tolerance", "5%")))
+    strict, lenient = (run(TINY, "--baseline", results, *o) for o in ((), ("--tolerance", "5%")))
     assert (strict.exit_code, lenient.exit_code) == (1, 0)
     assert strict.stdout.splitlines()[1].split()[-4:] == ["1000.0", "1040.0", "+4.0%", "slower"]
     slower = "slower: mla bf16, 2 x 64, 16 heads, fresh: 1040.0 us, 1000.0 us before"
@@ -170,7 +145,7 @@ def test_a_slower_case_fails_the_comparison(results: str, run: Run, use: Use) ->
     ids=["torch does not detect it", "not supported"],
 )
 def test_a_gpu_that_cannot_be_measured_is_reported(
-    major: int, minor: int, code: int, message: str, run: Run, monkeypatch: pytest.MonkeyPatch
+    major: int, minor: int, code: int, message: str, monkeypatch: Patch
 ) -> None:
     """A CPU build of torch, or a GPU without a target, has no result."""
     facts = {"index": 0, "name": "a GPU", "sm_count": 132, "memory_bytes": 1 << 36}
@@ -182,9 +157,9 @@ def test_a_gpu_that_cannot_be_measured_is_reported(
     assert result.stderr.startswith(f"mlagen: {message}")
 
 
-def test_without_a_gpu_nothing_is_loaded(start: Start) -> None:
+def test_without_a_gpu_nothing_is_loaded() -> None:
     """Without a GPU the command exits with 3 before torch is imported."""
-    process = start("bench", without=("torch", "cuda"))
+    process = start("bench", before=without("torch", "cuda"))
     out, errors = process.communicate(timeout=60)
     assert (process.returncode, out) == (3, "")
     assert errors.startswith("mlagen: device: expected a GPU to measure, got none; ")

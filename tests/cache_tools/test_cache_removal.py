@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cache_tools.tools.installation import matches_sources, matches_toolchain, required_toolchain
+from mlagen.cache.default_store import kernel_store
+from mlagen.codegen.sources import template_digests
 from mlagen.engine import find_or_build
+from tests.fixture_types import Patch
 
 from .altered import move_to_layer, recast, snapshot, use
-from .conftest import Cached, Documented, Run, Setting
+from .conftest import Cached, Setting, raising, run
 
 
 def kept_in(cache_dir: Path) -> set[Path]:
@@ -25,30 +30,31 @@ def size_of(*folders: Path) -> int:
     return sum(file.stat().st_size for folder in folders for file in folder.iterdir())
 
 
-def test_a_key_given_twice_is_removed_once(document: Documented, cached: Cached) -> None:
+def test_a_key_given_twice_is_removed_once(cached: Cached) -> None:
     """`rm` removes the entries of all compilers once, and the other kernels stay."""
     gone, kept = cached.folders
     other = recast(gone, toolchain="nvrtc-12.8.1", keeps=True)
-    removed = document("cache", "rm", cached.keys[0], cached.keys[0][:6])["removed"]
+    removed = run.json("cache rm", cached.keys[0], cached.keys[0][:6])["removed"]
     assert [entry["path"] for entry in removed] == [str(other), str(gone)]
     assert kept_in(cached.root) == {kept}
+
+
+REMOVED, NOTHING = "removed 2 kernels from ", "no answer, nothing removed; --yes skips the question"
 
 
 @pytest.mark.parametrize(
     ("options", "answer", "code", "last"),
     [
-        ("--yes", None, 0, "removed 2 kernels from "),
-        ("", "y\n", 0, "removed 2 kernels from "),
-        ("", "n\n", 1, "nothing removed"),
-        ("", None, 130, "no answer, nothing removed; --yes skips the question"),
+        *(("--yes", None, 0, REMOVED), ("", "y\n", 0, REMOVED)),
+        *(("", "n\n", 1, "nothing removed"), ("", None, 130, NOTHING)),
         ("--json", "y\n", 0, '"removed": 2'),
     ],
 )
 def test_everything_is_removed_after_a_confirmation(
-    options: str, answer: str | None, code: int, last: str, run: Run, cached: Cached
+    options: str, answer: str | None, code: int, last: str, cached: Cached
 ) -> None:
     """The question of `clear` has count, size and folder; at the end of stdin it is no."""
-    result = run("cache", "clear", *options.split(), answer=answer)
+    result = run("cache clear", *options.split(), answer=answer)
     assert result.exit_code == code
     assert last in "".join(result.stdout.splitlines()[-2:])
     assert len(kept_in(cached.root)) == (0 if code == 0 else 2)
@@ -72,7 +78,7 @@ def test_everything_is_removed_after_a_confirmation(
     ],
 )
 def test_only_selected_kernels_are_pruned(
-    options: str, gone: int, why: str | None, run: Run, document: Documented, cached: Cached
+    options: str, gone: int, why: str | None, cached: Cached
 ) -> None:
     """Age and size count from the last use; a dry run prints the same, and changes nothing."""
     old, young = cached.folders
@@ -80,10 +86,10 @@ def test_only_selected_kernels_are_pruned(
     before = snapshot(cached.root)
     words = ("cache", "prune", *options.replace("SIZE", str(size_of(young))).split())
 
-    dry = document(*words, "--dry-run")
+    dry = run.json(*words, "--dry-run")
     text = run(*words, "--dry-run").stdout
     after = snapshot(cached.root)
-    found = document(*words)
+    found = run.json(*words)
 
     removed = {Path(entry["path"]): entry["why"] for entry in found["removed"]}
     assert after == before
@@ -104,50 +110,61 @@ def test_only_selected_kernels_are_pruned(
     ],
 )
 def test_kernels_of_another_installation_are_pruned(
-    changes: dict[str, Any], option: str, why: str, document: Documented, cached: Cached
+    changes: dict[str, Any], option: str, why: str, cached: Cached
 ) -> None:
     """Those of the installed NVRTC and sources stay, and a damaged one, which has no version."""
     other = recast(cached.folders[0], keeps=True, **changes)
     (cached.folders[1] / "manifest.json").write_text("{")
-    found = document("cache", "prune", option)
+    found = run.json("cache prune", option)
     assert [(entry["path"], entry["why"]) for entry in found["removed"]] == [(str(other), why)]
     assert kept_in(cached.root) == set(cached.folders)
 
 
-def test_a_read_only_layer_is_never_pruned(
-    document: Documented, cached: Cached, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its kernels are neither removed nor counted."""
+@pytest.mark.usefixtures("cached")
+def test_entries_match_this_installation_or_do_not(setting: Setting, monkeypatch: Patch) -> None:
+    """nvrtc-MAJOR accepts any of that version; without CUDA bindings there is no toolchain."""
+    valid = next(kernel_store().entries())
+    own = str(required_toolchain())
+
+    assert matches_sources(valid, template_digests())
+    assert not matches_sources(valid, {"0" * 64})
+    toolchains = (own, own.partition(".")[0], "nvrtc-12.8.1", None)
+    assert [matches_toolchain(valid, each) for each in toolchains] == [True, True, False, False]
+    (valid.path / "manifest.json").write_text("{")
+    (damaged,) = [each for each in kernel_store().entries() if each.key == valid.key]
+    assert not matches_sources(damaged, template_digests())
+    setting("MLAGEN_TOOLCHAIN", "compatible")
+    monkeypatch.setattr(metadata, "version", raising(metadata.PackageNotFoundError()))
+    assert required_toolchain() is None
+
+
+def test_a_pruned_kernel_is_compiled_again(cached: Cached, monkeypatch: Patch) -> None:
+    """Pruning costs a running job a compile; kernels of a layer are neither removed nor counted."""
+    run("cache prune --max-size 0")
+    outcome = find_or_build(cached.units[0].spec)
+    kept = kept_in(cached.root)
     layer = move_to_layer(cached.root, monkeypatch)
     before = snapshot(layer)
-    found = document("cache", "prune", "--max-size", "0")
+    found = run.json("cache prune --max-size 0")
+    assert outcome.built
+    assert kept == {cached.folders[0]} == {outcome.entry.path}
     assert (found["removed"], found["kept"]) == ([], 0)
     assert snapshot(layer) == before
 
 
-def test_a_job_that_misses_a_pruned_kernel_compiles_it_again(run: Run, cached: Cached) -> None:
-    """Pruning with running jobs costs a compile, and nothing else."""
-    run("cache", "prune", "--max-size", "0")
-    outcome = find_or_build(cached.units[0].spec)
-    assert outcome.built
-    assert kept_in(cached.root) == {cached.folders[0]} == {outcome.entry.path}
-
-
-def test_gc_evicts_the_least_recently_used_above_the_limit(
-    document: Documented, cached: Cached, setting: Setting
-) -> None:
+def test_gc_evicts_the_least_recently_used_above_a_limit(cached: Cached, setting: Setting) -> None:
     """Below the limit nothing changes; a recently used kernel stays, even above it."""
     old, young = cached.folders
     use(old, age_s=7200, now=time.time())
     before, size = snapshot(cached.root / "v1" / "e"), size_of(old)
 
-    clean = document("cache", "gc")
+    clean = run.json("cache gc")
     after = snapshot(cached.root / "v1" / "e")
     setting("MLAGEN_CACHE_MAX_SIZE", "1")
-    found = document("cache", "gc")
+    found = run.json("cache gc")
     kept = kept_in(cached.root)
     use(young, age_s=7200, now=time.time())
-    last = document("cache", "gc")
+    last = run.json("cache gc")
 
     counts = {"abandoned": 0, "quarantined": 0, "evicted": [], "freed_bytes": 0}
     assert (clean, after) == ({"cache_dir": str(cached.root), **counts}, before)
@@ -156,7 +173,7 @@ def test_gc_evicts_the_least_recently_used_above_the_limit(
     assert found["freed_bytes"] == size
 
 
-def test_gc_deletes_abandoned_folders(document: Documented, cache_dir: Path) -> None:
+def test_gc_deletes_abandoned_folders(cache_dir: Path) -> None:
     """The folder of a live process, and the newest twenty quarantined kernels, stay."""
     staging, quarantine = (cache_dir / "v1" / name for name in ("staging", "quarantine"))
     dead, alive = (staging / f"{name}.elsewhere.1.abcdef01" for name in ("dead", "alive"))
@@ -164,7 +181,7 @@ def test_gc_deletes_abandoned_folders(document: Documented, cache_dir: Path) -> 
     for folder in (dead, alive, *moved):
         folder.mkdir(parents=True, mode=0o700)
     os.utime(dead, (time.time() - 7200,) * 2)
-    found = document("cache", "gc")
+    found = run.json("cache gc")
     assert (found["abandoned"], found["quarantined"]) == (1, 5)
     assert list(staging.iterdir()) == [alive]
     assert sorted(quarantine.iterdir()) == moved[5:]

@@ -1,8 +1,10 @@
-"""The command as a whole: its name, errors, exit codes and side effects."""
+"""The command as a whole: name, options, imports, completion, pipes, terminals and locales."""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,13 +12,18 @@ from pathlib import Path
 
 import click
 import pytest
+from click.shell_completion import BashComplete
 
 import mlagen
+from cache_tools.cli import cli
 from cache_tools.options.entry_options import age
 from cache_tools.options.options import names, numbers
+from cache_tools.tools.completion import completer
+from tests.fixture_types import Patch
+from tests.kernels import COMBINE
 
-from .conftest import HEAVY, ROOT, Run
-from .many import fill
+from .altered import fill
+from .conftest import HEAVY, ROOT, Cached, on_a_terminal, raising, run, start
 
 
 def output_of(*arguments: str) -> str:
@@ -29,7 +36,7 @@ def output_of(*arguments: str) -> str:
     ("words", "begin"),
     [("--version", f"mlagen {mlagen.__version__}\n"), ("-h", "Usage: mlagen [OPTIONS]")],
 )
-def test_the_module_is_the_command(words: str, begin: str, run: Run) -> None:
+def test_the_module_is_the_command(words: str, begin: str) -> None:
     """`python3 -m cache_tools` is `mlagen`, and calls itself so; a group alone prints its help."""
     assert output_of("-m", "cache_tools", words).startswith(begin)
     for line in ("--help", "cache -h", "cache"):
@@ -65,23 +72,14 @@ def test_values_are_parsed_or_rejected(
         assert caught.value.message.endswith(f"got {text!r}")
 
 
-@pytest.mark.parametrize("folder", ["/other", "~/kernels"])
-def test_the_cache_can_be_chosen_for_one_command(folder: str, run: Run) -> None:
-    """`--cache-dir` overrides the variable, and expands a tilde as the variable does."""
-    chosen = run("--cache-dir", folder, "cache", "dir")
-    assert chosen.stdout == f"{Path(folder).expanduser()}\n"
-
-
-@pytest.mark.parametrize(
-    ("option", "level"), [("-v", logging.INFO), ("-vv", logging.DEBUG), ("-vvv", logging.DEBUG)]
-)
-def test_verbose_sets_the_log_level(
-    option: str, level: int, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`-v` is MLAGEN_LOG=info and `-vv` debug, whatever the variable says."""
+def test_options_of_the_whole_command_override_variables(monkeypatch: Patch) -> None:
+    """`--cache-dir` expands a tilde as the variable does, `-v` is MLAGEN_LOG=info, `-vv` debug."""
     monkeypatch.setenv("MLAGEN_LOG", "off")
-    assert run(option, "cache", "dir").exit_code == 0
-    assert logging.getLogger("mlagen").level == level
+    levels = {"-v": logging.INFO, "-vv": logging.DEBUG, "-vvv": logging.DEBUG}
+    for folder, option in (("/other", "-v"), ("~/kernels", "-vv"), ("/", "-vvv")):
+        chosen = run(f"--cache-dir {folder} {option} cache dir")
+        assert (chosen.exit_code, chosen.stdout) == (0, f"{Path(folder).expanduser()}\n")
+        assert logging.getLogger("mlagen").level == levels[option]
 
 
 COMPLETION = """
@@ -113,3 +111,129 @@ def test_quick_commands_import_no_more_than_click(
     found = output_of("-c", script + work, *heavy)
     assert found.splitlines()[-1] == "[]"
     assert ("2 kernels by " in found) == ("ls" in work)
+
+
+def completed(args: str, typed: str) -> dict[str, str | None]:
+    """Return the completed values, with their help."""
+    shell = BashComplete(cli, {}, "mlagen", "_MLAGEN_COMPLETE")
+    return {item.value: item.help for item in shell.get_completions(args.split(), typed)}
+
+
+@pytest.mark.parametrize(
+    ("args", "typed", "expected"),
+    [
+        ("prewarm --model", "deepseek-r1", ["deepseek-r1", "deepseek-r1-zero"]),
+        ("prewarm --model", "llama-3-8b,Kimi", ["llama-3-8b,kimi-k2", "llama-3-8b,kimi-k2.5"]),
+        ("prewarm --arch", "h1", ["H100"]),
+        ("prewarm --arch", "sm_80,sm_90", ["sm_80,sm_90a"]),
+        ("prewarm --arch", "na", ["native"]),
+        ("prewarm --family", "comb", ["combine", "combine_states"]),
+        ("cache ls --arch", "sm_9", ["sm_90a"]),
+        ("cache ls --family", "comb", ["combine", "combine_states"]),
+        ("cache show", "zz", []),
+        ("kernel show", "foo(arch", []),
+        ("kernel show --arch", "zz", []),
+    ],
+)
+def test_values_are_completed_one_by_one(args: str, typed: str, expected: list[str]) -> None:
+    """Text before the last comma stays, and an unknown value has no completion."""
+    assert list(completed(args, typed)) == expected
+
+
+@pytest.mark.parametrize(
+    "args", ["kernel show", "kernel diff combine", "cache why", "prewarm --kernel"]
+)
+def test_a_spec_is_completed_in_two_steps(args: str) -> None:
+    """The family comes first, and behind its opening bracket every spec that begins so."""
+    assert list(completed(args, "mla_sm90_")) == ["mla_sm90_fp8", "mla_sm90_fp8kv"]
+    assert str(COMBINE).replace("sm_80", "sm_90a") in completed(args, "combine(arch=sm_90a, d")
+
+
+@pytest.mark.parametrize(
+    "words", ["show", "why", "explain 123456", "rm 123456", "push URL", "export FILE"]
+)
+def test_a_key_is_completed_from_the_cache(words: str, cached: Cached) -> None:
+    """A key is completed to eight digits, or one more than are typed, with its kernel as help."""
+    (first, second), args = cached.keys, f"cache {words}"
+    assert {first[:8], second[:8]} <= set(completed(args, ""))
+    assert completed(args, first[:6]) == {first[:8]: "combine sm_80 bf16 dims 512"}
+    assert list(completed(args, first[:20].upper())) == [first[:21]]
+
+
+def test_a_completion_never_raises(monkeypatch: Patch) -> None:
+    """A broken setting or cache completes nothing."""
+    monkeypatch.setenv("MLAGEN_CACHE_MAX_SIZE", "none")
+    parameter, context = click.Option(["--model"]), click.Context(cli)
+    assert completed("cache show", "") == {}
+    assert completer(raising(OSError()))(context, parameter, "") == []
+
+
+LISTS = [("cache", "ls"), ("cache", "ls", "--json"), ("resources",), ("cache", "stats")]
+
+
+@pytest.mark.parametrize("arguments", [*LISTS, ("cache", "verify")], ids=" ".join)
+def test_a_closed_pipe_is_no_error(arguments: tuple[str, ...], cache_dir: Path) -> None:
+    """A pipe closed before the first byte ends the command silently, as SIGPIPE does."""
+    fill(cache_dir, 20)
+    reading, writing = os.pipe()
+    os.close(reading)
+
+    process = start(*arguments, stdout=writing)
+    os.close(writing)
+    _, errors = process.communicate()
+    assert process.returncode == 141
+    assert errors in {"", "verifying 20 entries\n"}
+
+
+def test_the_first_line_of_a_long_list_can_be_taken(cache_dir: Path) -> None:
+    """`mlagen cache ls | head -1` prints the column names, and nothing on stderr."""
+    fill(cache_dir, 2000)
+    command = ["/bin/sh", "-c", f"'{sys.executable}' -m cache_tools cache ls | head -1"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith("key  ")
+    assert (ran.stdout.count("\n"), ran.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("arguments", [("cache", "dir"), *LISTS[:2]], ids=" ".join)
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"PYTHONIOENCODING": "latin-1"},
+    ],
+    ids=["ASCII", "Latin-1"],
+)
+def test_any_path_can_be_printed_in_any_locale(
+    environment: dict[str, str], arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Characters outside of the locale, and bytes that are no text, are escaped; JSON is ASCII."""
+    folder = tmp_path / os.fsdecode(b"h\xc3\xa4user \xe2\x98\x83, no text \xff")
+    fill(folder, 1)
+
+    environ = os.environ | {**environment, "MLAGEN_CACHE_DIR": str(folder)}
+    process = start(*arguments, env=environ, text=False)
+    output, errors = process.communicate()
+    assert (process.returncode, errors) == (0, b"")
+    if arguments == ("cache", "dir"):
+        assert output == os.fsencode(folder) + b"\n"
+    elif "--json" in arguments:
+        printed = json.loads(output.decode("ascii"))["cache_dir"]
+        assert os.fsencode(printed) == os.fsencode(folder)
+    else:
+        assert os.fsencode(tmp_path) in output
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"NO_COLOR": "1"}, {"FORCE_COLOR": "1", "TERM": "xterm-256color"}, {"TERM": "dumb"}],
+    ids=["NO_COLOR", "FORCE_COLOR", "dumb terminal"],
+)
+def test_nothing_is_coloured(environment: dict[str, str], cache_dir: Path) -> None:
+    """The output has no escape sequences, on a terminal or elsewhere."""
+    fill(cache_dir, 2)
+    code, shown = on_a_terminal(*LISTS[0], **environment)
+    piped, _ = start(*LISTS[0], env=os.environ | environment).communicate()
+    assert code == 0
+    for text in (shown, piped):
+        assert text.strip()
+        assert "\x1b" not in text

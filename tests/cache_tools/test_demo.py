@@ -1,4 +1,4 @@
-"""`mlagen demo`: all of its steps, with and without a GPU; its text is in `snapshots/`."""
+"""`mlagen demo`: all of its steps, with and without a GPU; its text is in `snapshots.txt`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from cache_tools.commands import demo
 from mlagen import engine
 from mlagen.cache.default_store import kernel_store
 from mlagen.errors import ToolchainError
+from tests.fixture_types import Patch
 
-from .conftest import Run
+from .conftest import raising, run
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 RIGHT = {"largest_error": 0.01, "share_of_bound": 0.5, "is_right": True}
@@ -24,26 +25,23 @@ ANSWER: dict[str, Any] = {"gpu": "NVIDIA H200", **TIMES, "result": RIGHT}
 
 
 @pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_gpu(monkeypatch: Patch) -> None:
     """Hide the GPUs of this machine from torch, and compile for one more target."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(demo, "CROSS_ARCHS", ("sm_80",))
 
 
-def test_without_a_gpu_kernels_are_compiled_found_and_the_cpu_is_right(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gpu_kernels_are_compiled_found_and_the_cpu_is_right(monkeypatch: Patch) -> None:
     """The kernels of two targets are cached, and the CPU backend agrees with float64."""
     monkeypatch.setattr(demo, "CROSS_ARCHS", ("sm_90a", "sm_80"))
 
-    result = run("demo", "--json")
+    result = run("demo --json")
 
     document = json.loads(result.stdout)
-    kernels = document["kernels"]
-    assert (result.exit_code, document["gpu"]) == (0, None)
-    assert document["result"]["is_right"] is True
-    assert document["result"]["largest_error"] > 0
-    assert 0 < document["result"]["share_of_bound"] <= 1
+    kernels, found = document["kernels"], document["result"]
+    assert (result.exit_code, document["gpu"], found["is_right"]) == (0, None, True)
+    assert found["largest_error"] > 0
+    assert 0 < found["share_of_bound"] <= 1
     assert [time["note"] for time in document["times"]] == [
         "5 kernels; 0 in the cache before",
         "5 kernels, digests checked",
@@ -59,7 +57,7 @@ def test_without_a_gpu_kernels_are_compiled_found_and_the_cpu_is_right(
     assert "looking them up in a new process ..." in result.stderr
 
 
-def test_a_wrong_result_is_reported(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_reported(monkeypatch: Patch) -> None:
     """An error beyond rounding exits with 1, and NaN, as of an invalid slot, is never right."""
     problem = demo._problem("cpu")
     out = torch.zeros(len(demo.SEQ_LENS), 1, demo.HEADS, demo.KV_LORA_RANK)
@@ -71,12 +69,8 @@ def test_a_wrong_result_is_reported(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert demo._result(problem, out * torch.nan)["is_right"] is False
 
 
-@pytest.mark.parametrize(
-    ("options", "cache"), [((), "empty"), (("--keep-cache",), "present")], ids=["fresh", "kept"]
-)
-def test_with_a_gpu_two_processes_share_a_cache(
-    options: tuple[str, ...], cache: str, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("keeps", [False, True], ids=["fresh", "kept"])
+def test_with_a_gpu_two_processes_share_a_cache(keeps: bool, monkeypatch: Patch) -> None:
     """First calls are timed in new processes, by default in a temporary cache."""
     stages: list[tuple[str, dict[str, str]]] = []
 
@@ -89,21 +83,21 @@ def test_with_a_gpu_two_processes_share_a_cache(
     prewarm = demo._prewarm
     monkeypatch.setattr(demo, "_prewarm", lambda _, kept: prewarm("sm_90a", kept))
 
-    document = json.loads(run("demo", "--json", *options).stdout)
+    document = json.loads(run(f"demo --json {'--keep-cache' * keeps}").stdout)
 
     folder = stages[0][1].get("MLAGEN_CACHE_DIR")
     assert stages == [("call", stages[0][1])] * 2
-    assert (folder is None) == bool(options)
+    assert (folder is None) == keeps
     assert folder is None or not Path(folder).exists()
     assert {time["name"]: time["ms"] for time in document["times"]} == {
-        f"first call, {cache} cache": 700.0,
+        f"first call, {'present' if keeps else 'empty'} cache": 700.0,
         "second call": 0.1,
         "one of many calls": 0.02,
         "first call of a new process": 17.0,
     }
 
 
-def test_a_stage_that_fails_ends_the_demo(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_fails_ends_the_demo(monkeypatch: Patch) -> None:
     """The demo exits with the code of the failed process, whose message is on stderr."""
     ended = subprocess.CompletedProcess[bytes]([], returncode=3)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -121,14 +115,10 @@ def test_a_stage_that_fails_ends_the_demo(run: Run, monkeypatch: pytest.MonkeyPa
     ids=["a failure", "an interrupt"],
 )
 def test_what_ends_the_demo_is_the_last_line(
-    place: Any, error: Any, code: int, last: str, kept: int, run: Run, monkeypatch: Any
+    place: Any, error: Any, code: int, last: str, kept: int, monkeypatch: Any
 ) -> None:
     """The message is that of NVRTC, and compiled kernels stay in the cache."""
-
-    def end(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(*place, end)
+    monkeypatch.setattr(*place, raising(error))
     result = run("demo")
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (code, f"mlagen: {last}")
     assert len(list(kernel_store().entries())) == kept

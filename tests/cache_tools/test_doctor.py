@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,31 +14,22 @@ from mlagen.compiler import toolchain
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.runtime import device
 from mlagen.runtime.device import DeviceFacts
-from mlagen.settings import current_settings
+from tests.fixture_types import Patch
 
 from .altered import move_to_layer
-from .conftest import Cached, Documented, Run
+from .conftest import Cached, Setting, raising, run
 
 
 @pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_gpu(monkeypatch: Patch) -> None:
     """Make the driver absent."""
     monkeypatch.setattr(device, "visible_devices", list)
     monkeypatch.setattr(device, "driver_version", lambda: None)
 
 
-def rejects(error: mlagen.MlagenError) -> Callable[[], None]:
-    """Return a function that raises an error."""
-
-    def reject() -> None:
-        raise error
-
-    return reject
-
-
-def test_versions_and_paths_are_reported(document: Documented, cache_dir: Path) -> None:
+def test_versions_and_paths_are_reported(cache_dir: Path) -> None:
     """Packages, NVRTC's file and the folders are named; a missing GPU is no problem."""
-    found = document("doctor")
+    found = run.json("doctor")
 
     assert found["mlagen"] == mlagen.__version__
     for name in ("torch", "filelock"):
@@ -53,13 +43,11 @@ def test_versions_and_paths_are_reported(document: Documented, cache_dir: Path) 
 
 
 @pytest.mark.parametrize("is_layer", [False, True], ids=["the cache", "a layer"])
-def test_a_cache_is_measured(
-    is_layer: bool, document: Documented, cached: Cached, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_is_measured(is_layer: bool, cached: Cached, monkeypatch: Patch) -> None:
     """Each layer has its own count of kernels and of damaged ones."""
     (cached.folders[0] / "manifest.json").write_text("{")
     root = move_to_layer(cached.root, monkeypatch) if is_layer else cached.root
-    found = document("doctor")
+    found = run.json("doctor")
     measured = found["layers"][0] if is_layer else found["cache"]
     assert (measured["path"], measured["exists"], measured["entries"]) == (str(root), True, 2)
     assert is_layer or (measured["damaged"], measured["size_bytes"] > 10_000) == (1, True)
@@ -72,15 +60,16 @@ GPUS = [
     DeviceFacts(index=0, name="NVIDIA H200", major=9, minor=0, **FACTS),
     DeviceFacts(index=1, name="Tesla T4", major=7, minor=5, **FACTS),
 ]
-NO_NVRTC, NO_DRIVER = mlagen.ToolchainError("NVRTC: not found"), mlagen.DriverError("no", symbol="")
+NO_NVRTC = raising(mlagen.ToolchainError("NVRTC: not found"))
+NO_DRIVER = raising(mlagen.DriverError("no", symbol=""))
 # What is patched: a name of a module and its value, or a setting; and the problem.
 PROBLEMS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "no NVRTC": ((toolchain, "find_nvrtc", rejects(NO_NVRTC)), "NVRTC: not found"),
+    "no NVRTC": ((toolchain, "find_nvrtc", NO_NVRTC), "NVRTC: not found"),
     "no package": (
         (doctor, "_REQUIRED", ("click", "no-such-package")),
         "no-such-package: not installed; run: pip install no-such-package",
     ),
-    "a failing driver": ((device, "visible_devices", rejects(NO_DRIVER)), "no"),
+    "a failing driver": ((device, "visible_devices", NO_DRIVER), "no"),
     "a GPU without a target": (
         (device, "visible_devices", lambda: GPUS),
         "Tesla T4: device: expected compute capability ",
@@ -99,38 +88,26 @@ PROBLEMS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 @pytest.mark.parametrize(("cause", "problem"), PROBLEMS.values(), ids=PROBLEMS)
 def test_a_problem_is_reported_with_the_fix(
-    cause: tuple[Any, ...],
-    problem: str,
-    run: Run,
-    document: Documented,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    cause: Any, problem: str, setting: Setting, monkeypatch: Patch, tmp_path: Path
 ) -> None:
-    """The exit code is 1, the text has it on stdout and with --json on stderr; checks go on."""
+    """The exit code is 1; text, document and stderr have it, and the other checks go on."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     monkeypatch.setattr(device, "driver_version", lambda: "13.0")
     if len(cause) == 2:
-        monkeypatch.setenv(*cause)
-        current_settings.cache_clear()
+        setting(*cause)
     else:
         monkeypatch.setattr(*cause)
 
-    found: dict[str, Any] = document("doctor", code=1)
+    found = run.json("doctor", code=1)
 
-    assert len(found["problems"]) == 1
-    assert found["problems"][0].startswith(problem)
+    (reported,), text = found["problems"], run("doctor").stdout
+    assert reported.startswith(problem)
     assert (found["nvrtc"]["version"] is None) == problem.startswith("NVRTC")
-    assert problem in run("doctor").stdout
-    assert run("doctor", "--json").stderr == f"problem: {found['problems'][0]}\n"
-
-
-def test_gpus_are_listed_with_their_targets(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line has name, target, SMs and memory."""
-    monkeypatch.setattr(device, "visible_devices", lambda: GPUS)
-    monkeypatch.setattr(device, "driver_version", lambda: "13.0")
-    text = run("doctor").stdout
-    assert "supports CUDA 13.0" in text
-    assert "NVIDIA H200, sm_90a, 132 SMs, 139.8 GiB" in text
-    assert "Tesla T4, not supported, 132 SMs, 139.8 GiB" in text
+    assert problem in text
+    assert run("doctor --json").stderr == f"problem: {reported}\n"
+    if problem.startswith("Tesla"):
+        assert "supports CUDA 13.0" in text
+        assert "NVIDIA H200, sm_90a, 132 SMs, 139.8 GiB" in text
+        assert "Tesla T4, not supported, 132 SMs, 139.8 GiB" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -12,18 +13,22 @@ import mlagen
 from cache_tools.cli import cli
 from cache_tools.options import exit_codes
 from cache_tools.options.exit_codes import CACHE_UNUSABLE, FAILED, UNSUPPORTED, USAGE
+from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.runtime import device
 from mlagen.spec.families import FAMILIES
 from tests.cache.bundle_cases import bundle_bytes, filled_store, key_for
-from tests.kernels import COMBINE
+from tests.fixture_types import Patch
+from tests.kernels import COMBINE, mla_sm90
 
 from .altered import snapshot
-from .conftest import ROOT, Run
+from .conftest import ROOT, Setting, raising, run
 
 KEY = key_for("combine").digest
 NOT_CACHED = "key: expected a prefix of a cached key (mlagen cache ls), got "
 PULL = "cache pull there.tar.gz"
 FAMILY = f"kernel: expected a family out of {', '.join(FAMILIES)}"
+NEAREST = "mla_sm90: expected a kernel that calls use, the nearest"
+OF_MLA = "no MLA decode kernel for query bf16,"
 NUMBERS = "expected numbers from 1 on, with commas, got "
 
 # Words of a command line in a folder with a bundle, and the start of the last line on stderr.
@@ -55,6 +60,12 @@ BAD_USAGE = {
     "cache push https://me:secret@host/k?sign=x": "url: expected one that can be written, ",
     "kernel show foo": "kernel: expected a family out of mla_sm80, ",
     "kernel show mla_sm91": f"{FAMILY}, got 'mla_sm91', did you mean mla_sm90?",
+    "kernel show mla_sm90-64": "kernel: expected family(name=value, ...), got 'mla_sm90-64'",
+    "kernel show mla_sm90(rows=1)": "mla_sm90: expected name=value with a name out of arch, ",
+    "kernel show mla_sm90(block_m=48)": f"{NEAREST} mla_sm90(arch=sm_90a, ",
+    "kernel show mla_sm90(kv_dtype=e4m3)": f"{NEAREST} mla_sm90(arch=sm_90a, ",
+    "kernel show mla_sm90 --arch sm_80": "arch: expected sm_90a for mla_sm90, got sm_80",
+    "kernel show MLA --arch sm_80": "arch: expected sm_90a for mla_sm90, got sm_80",
     "kernel show combine --arch H9": "arch: expected one of sm_80, ",
     "kernel show combine --ptx --sass": "part: expected one, got --ptx and --sass; see: ",
     "kernel diff combine --sass --resources": "part: expected one, got --sass and --reso",
@@ -76,7 +87,23 @@ BAD_USAGE = {
     "prewarm --kernel COMBINE --dry-run --bundle x": "bundle: expected none with --dry-run",
     "prewarm --from-log empty.jsonl --bundle x": "bundle: expected kernels, got none for x",
     "prewarm --kernel COMBINE --bundle no/x": "bundle: expected a writable folder, got no",
+    "prewarm none.toml": "none.toml: expected a readable file, got No such file or dir",
+    "prewarm endless.toml": "endless.toml: expected a readable file, got a device",
+    "prewarm --from-log none": "none: expected a readable file, got No such file or dir",
+    "prewarm --from-log endless.toml": "endless.toml: expected a readable file, got a device",
+    "prewarm --model endless.toml": "model: expected a readable config.json, got a device: ",
     "bench --family mha": "family: expected mla or gqa, got mha",
+    "bench --family mla --kv-heads 8": "kv_heads: expected family gqa with it, got family mla",
+    "bench --head-dim 64": "head_dim: expected family gqa with it, got family mla",
+    "bench --family gqa --top-k 64": "top_k: expected family mla with it, got family gqa",
+    "bench --family gqa --qk-rope-head-dim 0": "qk_rope_head_dim: expected family mla with it",
+    "bench --top-k 64 --seq-len 63": "top_k: expected at most 63 (seq_len) and equal ",
+    "bench --family gqa --heads 20": "heads: expected a multiple of 8 (kv_heads), got 20",
+    "bench --seq-len 2 --q-len 4": "seq_len: expected 4 (q_len) or more, got 2",
+    "bench --dtype fp32": "dtype: expected one of bf16, fp16, e4m3, got fp32",
+    "bench --kv-dtype fp32": "kv_dtype: expected one of bf16, fp16, e4m3, fp8_ds_mla, ",
+    "bench --filter (": "filter: expected a regular expression, got (",
+    "bench --filter none": "filter: expected a part of a case's name, got none",
     "bench --mode hot": "mode: expected one of fresh, sustained, model, got hot",
     "bench --compare cutlass": "compare: expected one of flashinfer, flashmla, fa3, all, ",
     "bench --peers site": "peers: expected --compare with it, got site",
@@ -85,6 +112,8 @@ BAD_USAGE = {
     "bench --baseline none": "baseline: expected a file of mlagen bench --json, got none",
     "bench --from-json none --compare": "compare: expected a measurement with it, got --fr",
     "bench --plot a.pdf": "plot: expected a name that ends in .svg or .png, got a.pdf",
+    "bench --plot .svg/": "plot: expected a name that ends in .svg or .png, got .svg",
+    "bench --plot none/a.svg": "plot: expected a file in a writable folder, got none/a.svg",
 }
 FAILURES = {
     "cache export none/k.tar.gz": "bundle: expected a file in a folder that exists, got n",
@@ -93,41 +122,64 @@ FAILURES = {
     f"cache import there.tar.gz --expect-sha256 {KEY}": f"bundle: expected sha256 {KEY}, ",
     "cache import there.tar.gz --max-size 1K": "bundle: bundle.json: expected at most 102",
     f"{PULL} --expect-sha256 {KEY}": f"bundle: expected sha256 {KEY}, got ",
+    "cache pull fifo": "url: a FIFO: fifo",
+    "cache pull file://fifo": "url: a FIFO: file://fifo",
     f"{PULL} --max-size 100": "url: expected at most 100 bytes, got more: ",
     "cache push file://none/k.tar.gz": "bundle: expected a file in a folder that exists",
 }
 UNSUPPORTED_HERE = {
     "prewarm": "arch: expected a supported GPU for native, got none; name targets instead",
     "bench": "device: expected a GPU to measure, got none; --from-json FILE shows earlie",
+    "MLAGEN_TOOLCHAIN=nvrtc-9.1.2 kernel show combine": (
+        "MLAGEN_TOOLCHAIN: expected NVRTC, which is installed, got nvrtc-9.1.2"
+    ),
+    "bench --kv-dtype fp16": f"{OF_MLA} cache fp16; ",
+    "bench --kv-dtype int8": f"{OF_MLA} cache int8; ",
+    "bench --qk-rope-head-dim 32": f"{OF_MLA} cache bf16, (kv_lora_rank, qk_rope_head_dim) ",
+    "bench --family gqa --dtype e4m3": "no GQA decode kernel for query e4m3, cache e4m3, ",
+    "bench --family gqa --head-dim 320": "no GQA decode kernel for head_dim 320; ",
     "bench --plot a.png": "plot: expected matplotlib to be installed, got none; run: pip",
+}
+UNUSABLE = {
+    f"MLAGEN_CACHE_DIR=there.tar.gz {line}": "cache: expected a writable folder"
+    for line in ("cache import there.tar.gz", "prewarm --kernel COMBINE")
 }
 CASES = [
     (line, code, message)
-    for code, cases in ((USAGE, BAD_USAGE), (FAILED, FAILURES), (UNSUPPORTED, UNSUPPORTED_HERE))
+    for code, cases in (
+        *((USAGE, BAD_USAGE), (FAILED, FAILURES)),
+        *((UNSUPPORTED, UNSUPPORTED_HERE), (CACHE_UNUSABLE, UNUSABLE)),
+    )
     for line, message in cases.items()
 ]
-
-
-STEPS = {"packing", "uploading", "verifying", "downloading"}
+STEPS = {"packing", "uploading", "verifying", "downloading", "publishing"}
 
 
 @pytest.mark.parametrize(("line", "code", "message"), CASES, ids=lambda case: str(case)[:60])
 def test_what_cannot_be_done_is_one_line_and_changes_nothing(
-    line: str, code: int, message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: str, code: int, message: str, tmp_path: Path, monkeypatch: Patch, setting: Setting
 ) -> None:
-    """Usage errors of click and of the commands, and errors, have one format on stderr."""
+    """Errors have one format on stderr, whether of click, a command, a cache or a compiler."""
     (tmp_path / "there.tar.gz").write_bytes(bundle_bytes(filled_store(tmp_path)))
     (tmp_path / "empty.jsonl").touch()
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "endless.toml").symlink_to("/dev/zero")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(device, "visible_devices", list)
     monkeypatch.setattr("mlagen.prewarming.gpus.visible_devices", list)
     before = snapshot(tmp_path)
 
-    result = run(*(word.replace("COMBINE", str(COMBINE)) for word in line.split()))
+    named = {"COMBINE": str(COMBINE), "MLA": str(mla_sm90())}
+    words = [named.get(word, word) for word in line.split()]
+    if words[0].startswith("MLAGEN_"):
+        setting(*words.pop(0).split("="))
+
+    result = run(*words)
 
     *progress, last = result.stderr.splitlines()
     last = last.replace("option: --no-such;", "option '--no-such';")  # click 8.1
+    message = message.replace("NVRTC", str(find_nvrtc()))
     assert last.lower().startswith(f"mlagen: {message}".lower())
     assert (result.exit_code, result.stdout) == (code, "")
     assert {step.split()[0] for step in progress} <= STEPS
@@ -152,42 +204,12 @@ RULE = "x: expected 1, got 2"
     ids=lambda value: type(value).__name__,
 )
 def test_an_exception_is_one_line_and_an_exit_code(
-    error: BaseException, code: int, message: str, run: Run, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, code: int, message: str, monkeypatch: Patch
 ) -> None:
     """Every MlagenError, and an interrupt, ends the command without a traceback."""
-
-    @click.command()
-    def fail() -> None:
-        raise error
-
-    monkeypatch.setitem(cli.commands, "fail", fail)
+    monkeypatch.setitem(cli.commands, "fail", click.Command("fail", callback=raising(error)))
     result = run("fail")
     assert (result.exit_code, result.stdout, result.stderr) == (code, "", f"mlagen: {message}\n")
-
-
-@pytest.mark.parametrize(
-    ("line", "code", "message"),
-    [
-        ("cache import there.tar.gz", CACHE_UNUSABLE, "cache: expected a writable folder"),
-        ("prewarm --kernel COMBINE", CACHE_UNUSABLE, "cache: expected a writable folder"),
-        ("kernel show combine", UNSUPPORTED, "MLAGEN_TOOLCHAIN: expected nvrtc-"),
-    ],
-)
-def test_a_cache_or_compiler_that_cannot_be_used_is_an_error(
-    line: str, code: int, message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is compiled that cannot be stored, or by another NVRTC than MLAGEN_TOOLCHAIN."""
-    (tmp_path / "there.tar.gz").write_bytes(bundle_bytes(filled_store(tmp_path / "there")))
-    (tmp_path / "cache").write_text("a file")
-    monkeypatch.chdir(tmp_path)
-    if code == UNSUPPORTED:
-        monkeypatch.setenv("MLAGEN_TOOLCHAIN", "nvrtc-12.8.1")
-
-    result = run(*(word.replace("COMBINE", str(COMBINE)) for word in line.split()))
-
-    assert (result.exit_code, result.stdout) == (code, "")
-    assert result.stderr.splitlines()[-1].startswith(f"mlagen: {message}")
-    assert code == CACHE_UNUSABLE or result.stderr.endswith(", got nvrtc-12.8.1\n")
 
 
 def test_every_exit_code_is_documented() -> None:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import pty
 import re
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -26,14 +21,12 @@ from cache_tools.output.report import count_text
 from cache_tools.tools import bundles
 from mlagen.cache.default_store import kernel_store
 from tests.cache.bundle_cases import bundle_bytes, filled_store
+from tests.fixture_types import Patch
 
-from .conftest import ROOT, Run, Start
+from .conftest import ROOT, on_a_terminal, raising, run, start
 
-DEFAULT = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
-RUN = "from cache_tools.__main__ import main; main()"
-MAIN = DEFAULT + RUN
 BEGIN = (
-    f"{DEFAULT}from cache_tools.tools.interrupts import install_handlers;"
+    "from cache_tools.tools.interrupts import install_handlers;"
     "install_handlers(); print('begin', flush=True);"
 )
 OPTIONS = "--arch sm_80 --family combine,gqa_sm80 --dtype bf16 --page-size 16"
@@ -46,9 +39,7 @@ def test_repeated_interrupts_count_as_one(
     after_s: float, isolate: tuple[str, ...], cache_dir: Path
 ) -> None:
     """Kept kernels are counted, and no traceback, process or staging folder remains."""
-    command = [sys.executable, "-c", BEGIN + RUN, *KERNELS, "-j", "2", *isolate]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ, start_new_session=True, **pipes)
+    process = start(*KERNELS, "-j", "2", *isolate, before=BEGIN, start_new_session=True)
     assert process.stdout is not None
     process.stdout.readline()
     time.sleep(after_s)
@@ -73,7 +64,7 @@ def test_repeated_interrupts_count_as_one(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 @pytest.mark.parametrize("isolate", [(), ("--isolate",)], ids=["threads", "processes"])
 def test_a_signal_keeps_only_finished_kernels(
-    number: signal.Signals, isolate: tuple[str, ...], start: Start, cache_dir: Path
+    number: signal.Signals, isolate: tuple[str, ...], cache_dir: Path
 ) -> None:
     """It exits with 130; each entry is valid, and the staging folder empty."""
     # Sequential: the first kernel is small, and many follow.
@@ -95,52 +86,15 @@ def test_a_signal_keeps_only_finished_kernels(
     assert list((cache_dir / "v1" / "staging").iterdir()) == []
 
 
-# The command as a shell on this terminal starts it.
-ON_A_TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
-_COLUMNS = 160
-
-
 # A line with what erases it, or one that is left and then erased; and the cursor's own sequences.
-_ERASED = re.compile(r"[^\n]*\n[^\n]*\x1b\[1A\x1b\[2K|[^\n]*\x1b\[2K|\x1b\[\?\d+[hl]")
-
-
-def screen_of(output: str) -> list[str]:
-    """Return the lines of a terminal after this output."""
-    return [line for line in _ERASED.sub("", output).splitlines() if line.strip()]
-
-
-def interrupted_on_a_terminal(*arguments: str, when: str) -> tuple[int, str]:
-    """Run the command on a terminal, and press Ctrl-C once it shows ``when``."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, _COLUMNS, 0, 0))
-    environ = {**os.environ, "TERM": "xterm"}
-    for name in ("COLUMNS", "LINES", "NO_COLOR"):
-        environ.pop(name, None)
-    process = subprocess.Popen(
-        [sys.executable, "-c", ON_A_TERMINAL + MAIN, *arguments],
-        cwd=ROOT,
-        env=environ,
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        start_new_session=True,
-    )
-    os.close(slave)
-    output, is_pressed = b"", False
-    with contextlib.suppress(OSError):  # the terminal closes with the process
-        while part := os.read(master, 1 << 16):
-            output += part
-            if not is_pressed and when in output.decode(errors="ignore"):
-                os.write(master, b"\x03")
-                is_pressed = True
-    os.close(master)
-    return process.wait(timeout=60), output.decode()
+ERASED = re.compile(r"[^\n]*\n[^\n]*\x1b\[1A\x1b\[2K|[^\n]*\x1b\[2K|\x1b\[\?\d+[hl]")
 
 
 def test_ctrl_c_clears_the_bar() -> None:
     """Only the finished kernels and the summary stay on the screen, each once."""
-    code, output = interrupted_on_a_terminal(*KERNELS, "-j", "1", when="compiling gqa_sm80")
-    plan, *built, last = screen_of(output)
+    text = "compiling gqa_sm80"
+    code, output = on_a_terminal(*KERNELS, "-j", "1", interrupt_at=text, TERM="xterm")
+    plan, *built, last = [line for line in ERASED.sub("", output).splitlines() if line.strip()]
     assert re.search(r"about \d+ (s|min) left", output)
     assert code == 130
     assert plan.startswith("compiling ")
@@ -161,23 +115,14 @@ def test_ctrl_c_clears_the_bar() -> None:
     ],
 )
 def test_an_interrupt_says_what_is_kept(
-    arguments: str,
-    module: ModuleType,
-    step: str,
-    summary: str,
-    run: Run,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: str, module: ModuleType, step: str, summary: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """The last line has it, no file is written, and what is published stays."""
 
     @contextlib.contextmanager
     def interrupted(doing: str) -> Iterator[Callable[[int, int], None]]:
         with byte_progress(doing) as on_progress:
-            yield interrupt if step in doing else on_progress
-
-    def interrupt(*_: int) -> None:
-        raise KeyboardInterrupt
+            yield raising(KeyboardInterrupt()) if step in doing else on_progress
 
     place = tmp_path / "there" if step else tmp_path
     (tmp_path / "there.tar.gz").write_bytes(bundle_bytes(filled_store(place)))

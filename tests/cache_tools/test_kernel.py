@@ -14,43 +14,36 @@ from cache_tools.tools.kernel_view import KernelView, tile_of
 from cache_tools.tools.occupancy import ctas_per_sm
 from mlagen.codegen.render import render
 from mlagen.engine import find_or_build
-from mlagen.errors import ArgumentError, ToolchainError
+from mlagen.errors import ToolchainError
 from mlagen.prewarming import gpus
 from mlagen.spec.arch import Arch, parse_arch
 from mlagen.spec.families import FAMILIES
-from tests.kernels import COMBINE, SM_80, gqa_sm80, mla_sm90
+from tests.fixture_types import Patch
+from tests.kernels import COMBINE, SM_80, gqa_sm80
 from tests.sass import nvdisasm_is_missing
 
-from .conftest import Documented, Run, Setting
+from .conftest import Setting, raising, run
 
 needs_nvdisasm = pytest.mark.skipif(
     nvdisasm_is_missing(), reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm"
 )
 
 
-def test_a_cached_kernel_is_not_compiled_again(
-    document: Documented, run: Run, cache_dir: Path
-) -> None:
-    """It has the same numbers as one that is compiled, which leaves the cache as it is."""
-    fresh = document("kernel", "show", "combine", "--arch", "A100")
+def test_a_cached_kernel_is_not_compiled_again(cache_dir: Path) -> None:
+    """Its numbers and included templates are those of one that is compiled without the cache."""
+    fresh = run.json("kernel show combine --arch A100")
     is_created = cache_dir.exists()
     entry = find_or_build(COMBINE).entry
-    found = document("kernel", "show", str(COMBINE))
+    found = run.json("kernel show", str(COMBINE))
     assert (fresh["kernel"], fresh["is_cached"], is_created) == (str(COMBINE), False, False)
     assert found == fresh | {"is_cached": True}
     assert (found["key"], found["template"]) == (entry.manifest.key, COMBINE.template)
-    assert run("kernel", "show", str(COMBINE)).stderr == ""
-
-
-def test_the_included_templates_are_printed(run: Run, document: Documented) -> None:
-    """There is one on each line, without the template itself, and nothing is compiled."""
-    result = run("kernel", "show", str(COMBINE), "--includes")
-    lines = result.stdout.splitlines()
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert {"kernels/combine/combine.cuh", COMBINE.template} & {*lines} == {
-        "kernels/combine/combine.cuh"
-    }
-    assert lines == document("kernel", "show", str(COMBINE))["includes"]
+    assert run("kernel show", str(COMBINE)).stderr == ""
+    includes = run("kernel show --includes", str(COMBINE))
+    lines = includes.stdout.splitlines()
+    assert (includes.exit_code, includes.stderr, lines) == (0, "", found["includes"])
+    assert "kernels/combine/combine.cuh" in lines
+    assert COMBINE.template not in lines
 
 
 def test_tile_and_registers_are_those_of_the_source() -> None:
@@ -69,63 +62,52 @@ def test_tile_and_registers_are_those_of_the_source() -> None:
         assert registers.endswith(end) == (spec.family == "mla_sm90")
 
 
-@pytest.mark.parametrize("wants_lines", ["0", "1"])
-def test_the_source_is_that_which_is_compiled(wants_lines: str, run: Run, setting: Setting) -> None:
-    """It is byte for byte that of a cached kernel, with line info too."""
-    setting("MLAGEN_LINEINFO", wants_lines)
-    path = find_or_build(COMBINE).entry.path
-    assert path is not None
-    source = run("kernel", "show", str(COMBINE), "--source").stdout
-    document = json.loads(run("kernel", "show", str(COMBINE), "--source", "--json").stdout)
-    assert document["source"] == source
-    assert source == (path / "kernel.cu").read_text()
-    assert (source == render(COMBINE).text) == (wants_lines == "0")
-
-
-def test_the_ptx_is_printed(run: Run, cache_dir: Path) -> None:
-    """The PTX is for the target, and has the kernel; a part has its own name in the document."""
-    result = run("kernel", "show", str(COMBINE), "--ptx")
-    assert result.exit_code == 0
-    assert "\n.target sm_80\n" in result.stdout
-    assert ".visible .entry combine(" in result.stdout
-    assert "\0" not in result.stdout
-    document = json.loads(run("kernel", "show", str(COMBINE), "--ptx", "--json").stdout)
-    assert document["ptx"] == result.stdout
+def test_a_part_is_printed_and_named_in_the_document(setting: Setting, cache_dir: Path) -> None:
+    """The PTX is for the target; the source is that of a cached kernel, with line info too."""
+    show = ("kernel show", str(COMBINE))
+    ptx = run(*show, "--ptx").stdout
+    assert "\n.target sm_80\n" in ptx
+    assert ".visible .entry combine(" in ptx
+    assert "\0" not in ptx
+    assert json.loads(run(*show, "--ptx", "--json").stdout)["ptx"] == ptx
     assert not cache_dir.exists()
+    for wants_lines in (0, 1):
+        setting("MLAGEN_LINEINFO", wants_lines)
+        path = find_or_build(COMBINE).entry.path
+        assert path is not None
+        source = run(*show, "--source").stdout
+        assert source == (path / "kernel.cu").read_text()
+        assert source == json.loads(run(*show, "--source", "--json").stdout)["source"]
+        assert (source == render(COMBINE).text) == (not wants_lines)
 
 
-def test_without_nvdisasm_the_other_resources_are_printed(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_nvdisasm_the_other_resources_are_printed(monkeypatch: Patch) -> None:
     """A line on stderr has the package to install, and the counts are null in JSON."""
-
-    def missing() -> Path:
-        raise ToolchainError("nvdisasm: not found; run: pip install nvidia-cuda-nvdisasm")
-
-    monkeypatch.setattr(disassembly, "find_nvdisasm", missing)
-    result = run("kernel", "show", str(COMBINE), "--resources", "--json")
+    error = ToolchainError("nvdisasm: not found; run: pip install nvidia-cuda-nvdisasm")
+    monkeypatch.setattr(disassembly, "find_nvdisasm", raising(error))
+    result = run("kernel show", str(COMBINE), "--resources", "--json")
     assert (result.exit_code, '"instructions": null' in result.stdout) == (0, True)
     assert "no counts of instructions: nvdisasm: not found; run: pip install" in result.stderr
 
 
 @needs_nvdisasm
-def test_sass_and_the_counts_of_its_instructions_are_printed(run: Run) -> None:
+def test_sass_and_the_counts_of_its_instructions_are_printed() -> None:
     """`cache show` disassembles in the same way; --resources counts each opcode."""
-    shown = run("kernel", "show", str(COMBINE), "--sass")
-    counted = run("kernel", "show", str(COMBINE), "--resources")
+    shown = run("kernel show", str(COMBINE), "--sass")
+    counted = run("kernel show", str(COMBINE), "--resources")
     key = find_or_build(COMBINE).entry.manifest.key
 
     facts = dict(line.split(maxsplit=1) for line in counted.stdout.splitlines())
     assert shown.exit_code == 0
-    assert shown.stdout == run("cache", "show", key, "--sass").stdout
+    assert shown.stdout == run("cache show", key, "--sass").stdout
     assert int(facts["instructions"]) == int(facts["code"].removesuffix(" bytes")) / 16
     assert int(facts["EXIT"]) == shown.stdout.count("EXIT ;")
     assert int(facts["BAR"]) == shown.stdout.count(" BAR.")
 
 
-def test_a_diff_has_spec_and_source(run: Run) -> None:
+def test_a_diff_has_spec_and_source() -> None:
     """The exit code is 1, and the summary counts what the unified diff has."""
-    result = run("kernel", "diff", str(COMBINE), "combine(arch=sm_80, dtype=fp16)")
+    result = run("kernel diff", str(COMBINE), "combine(arch=sm_80, dtype=fp16)")
     *lines, last = result.stdout.splitlines()
     assert result.exit_code == 1
     expected = {"-dtype bf16", "+dtype fp16"}
@@ -136,16 +118,11 @@ def test_a_diff_has_spec_and_source(run: Run) -> None:
 
 
 @needs_nvdisasm
-def test_a_diff_names_resources_as_show_does(run: Run) -> None:
+def test_a_diff_names_resources_as_show_does() -> None:
     """Lines of `kernel show`, and of --resources its counts, are lines of the diff."""
     command = ("kernel", "diff", "combine", "--arch", "sm_80,sm_90a")
-    known = [
-        {
-            " ".join(line.split())
-            for line in run("kernel", "show", str(COMBINE), *o).stdout.split("\n")
-        }
-        for o in ((), ("--resources",))
-    ]
+    shown = [run(f"kernel show {option}", str(COMBINE)).stdout for option in ("", "--resources")]
+    known = [{" ".join(line.split()) for line in text.split("\n")} for text in shown]
 
     facts, _, _ = run(*command).stdout.partition(" source\n")
     *_, counts = run(*command, "--resources").stdout.partition(" instructions\n")
@@ -159,9 +136,9 @@ def test_a_diff_names_resources_as_show_does(run: Run) -> None:
 
 
 @needs_nvdisasm
-def test_one_spec_is_compared_on_two_targets(document: Documented) -> None:
+def test_one_spec_is_compared_on_two_targets() -> None:
     """With --sass, the code is SASS without the offsets of its instructions."""
-    found = document("kernel", "diff", "combine", "--arch", "sm_80,sm_86", "--sass", code=1)
+    found = run.json("kernel diff combine --arch sm_80,sm_86 --sass", code=1)
     facts = {fact["fact"]: (fact["first"], fact["second"]) for fact in found["facts"]}
     assert facts["arch"] == ("sm_80", "sm_86")
     assert (found["part"], found["first"]["kernel"]) == ("sass", str(COMBINE))
@@ -188,7 +165,7 @@ NAMED = [
 
 @pytest.mark.parametrize(("text", "gpu", "expected"), [*WITHOUT_A_GPU, *NAMED])
 def test_names_that_are_left_out_have_defaults(
-    text: str, gpu: Arch | None, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    text: str, gpu: Arch | None, expected: dict[str, str], monkeypatch: Patch
 ) -> None:
     """Given values are kept; the target is the visible GPU, or the next one with the family."""
     monkeypatch.setattr(gpus, "visible_archs", lambda: {} if gpu is None else {0: gpu})
@@ -201,28 +178,6 @@ def test_a_target_replaces_that_of_the_text() -> None:
     assert spec_named(str(gqa_sm80()), SM_80) == other
     assert other.tile != gqa_sm80().tile
     assert spec_named("combine(arch=sm_90a)", SM_80).arch == SM_80
-
-
-@pytest.mark.parametrize(
-    ("text", "arch", "message"),
-    [
-        ("mla_sm9", None, "kernel: expected a family out of mla_sm80, mla_sm90, "),
-        ("mla_sm90 64", None, "kernel: expected family(name=value, ...), got 'mla_sm90 64'"),
-        ("mla_sm90(rows=1)", None, "mla_sm90: expected name=value with a name out of arch, "),
-        ("mla_sm90(block_m=48)", None, "mla_sm90: expected a kernel that calls use, the nearest "),
-        ("mla_sm90(kv_dtype=e4m3)", None, "mla_sm90: expected a kernel that calls use, the "),
-        ("mla_sm90", "sm_80", "arch: expected sm_90a for mla_sm90, got sm_80"),
-        (str(mla_sm90()), "sm_80", "arch: expected sm_90a for mla_sm90, got sm_80"),
-    ],
-)
-def test_what_does_not_exist_is_rejected(text: str, arch: str | None, message: str) -> None:
-    """The message has the rule, and the nearest kernel that exists."""
-    with pytest.raises(ArgumentError) as caught:
-        spec_named(text, None if arch is None else parse_arch(arch))
-    assert str(caught.value).startswith(message)
-    _, has_nearest, rest = str(caught.value).partition("the nearest ")
-    assert bool(has_nearest) == ("calls use" in message)
-    assert not has_nearest or spec_named(rest.partition("), got ")[0] + ")").family == "mla_sm90"
 
 
 @pytest.mark.parametrize(

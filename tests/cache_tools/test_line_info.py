@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,13 +20,7 @@ from tests.built_once import compiled, cubin_of
 from tests.kernels import COMBINE, clear_caches, gqa_sm90
 from tests.text_hashes import text_sections
 
-from .conftest import Documented, Run, Setting
-
-
-@pytest.fixture
-def wanted(setting: Setting) -> None:
-    """Set MLAGEN_LINEINFO=1."""
-    setting("MLAGEN_LINEINFO", 1)
+from .conftest import Setting, run
 
 
 def test_ptx_has_the_lines_of_the_templates() -> None:
@@ -57,35 +52,26 @@ def test_the_code_is_that_of_the_normal_kernel(spec: KernelSpec) -> None:
         assert compile_in_process(source, spec.arch, find_nvrtc()).code == with_lines.code
 
 
-def test_the_key_names_what_is_different(setting: Setting) -> None:
-    """Option and folder are added to the key fields, which are otherwise those of a normal key."""
+def test_the_key_names_what_is_different(setting: Setting, request: Any) -> None:
+    """Option and folder are added to the key fields: installations do not share such kernels."""
     normal = key_of(COMBINE)
     setting("MLAGEN_LINEINFO", 1)
     key = key_of(COMBINE)
-    setting("MLAGEN_LINEINFO", 0)
-
-    assert key_of(COMBINE) == normal
+    folder = {"option.generate-line-info": "", "line_info": str(template_root())}
     assert key.digest != normal.digest
-    assert key.differences(normal) == [
-        ("option.generate-line-info", "", None),
-        ("line_info", str(template_root()), None),
-    ]
-
-
-@pytest.mark.usefixtures("wanted")
-def test_the_folder_of_the_templates_is_in_the_key(templates: Path) -> None:
-    """Two installations that share a cache do not get the paths of each other."""
-    clear_caches()
+    assert key.differences(normal) == [(name, value, None) for name, value in folder.items()]
+    setting("MLAGEN_LINEINFO", 0)
+    assert key_of(COMBINE) == normal
+    setting("MLAGEN_LINEINFO", 1)
+    templates = request.getfixturevalue("templates")
     assert dict(key_of(COMBINE).key_fields)["line_info"] == str(templates)
 
 
-def test_normal_kernels_are_not_mixed_with_them(
-    setting: Setting, run: Run, document: Documented
-) -> None:
+def test_normal_kernels_are_not_mixed_with_them(setting: Setting) -> None:
     """Each setting finds its own kernel, and the commands name the difference."""
     plain = find_or_build(COMBINE)
     setting("MLAGEN_LINEINFO", 1)
-    why = document("cache", "why", str(COMBINE), code=1)
+    why = run.json("cache why", str(COMBINE), code=1)
     with_lines = find_or_build(COMBINE)
 
     keys = [outcome.entry.manifest.key for outcome in (plain, with_lines)]
@@ -93,13 +79,13 @@ def test_normal_kernels_are_not_mixed_with_them(
     fields = {"option.generate-line-info", "line_info"}
     assert (plain.built, with_lines.built) == (True, True)
     assert {each["key_field"] for each in why["differences"]} == fields
-    explained = document("cache", "explain", *keys)["differences"]
+    explained = run.json("cache explain", *keys)["differences"]
     assert {each["key_field"] for each in explained} == fields
-    assert document("cache", "stats")["usable"] == 1
-    assert f"lines of {folder}" in run("cache", "show", keys[1]).stdout
-    listed = {row.split()[0]: "info" in row for row in run("cache", "ls").stdout.splitlines()[1:3]}
+    assert run.json("cache stats")["usable"] == 1
+    assert f"lines of {folder}" in run("cache show", keys[1]).stdout
+    listed = {row.split()[0]: "info" in row for row in run("cache ls").stdout.splitlines()[1:3]}
     assert listed == {keys[0][:8]: False, keys[1][:8]: True}
-    folders = {each["key"]: each["line_info"] for each in document("cache", "ls")["entries"]}
+    folders = {each["key"]: each["line_info"] for each in run.json("cache ls")["entries"]}
     assert folders == {keys[0]: None, keys[1]: folder}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -12,43 +13,44 @@ from cache_tools.output import progress
 from mlagen import engine, prewarming
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.prewarming import PrewarmReport, isolation
+from tests.fixture_types import Patch
 from tests.kernels import COMBINE
 
-from .conftest import Cached, Documented, Run
+from .conftest import Cached, raising, run
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 OPTIONS = "--arch sm_80 --family combine --dtype bf16 --kv-lora-rank 256,512"
 SMALL = ("prewarm", *OPTIONS.split())
 
-NO = mlagen.CompileError("NVRTC: no", log="", source="")
-NO_TARGET = mlagen.ToolchainError("no")
-NO_CACHE = mlagen.CacheError("no", path=Path("x"))
-
-
-def fail_with(monkeypatch: pytest.MonkeyPatch, *errors: mlagen.MlagenError) -> None:
-    """Make compilations fail with these errors, and then with the last one."""
-    left = list(errors)
-
-    def fail(*_: object) -> None:
-        raise left.pop(0) if len(left) > 1 else left[0]
-
-    monkeypatch.setattr(engine, "build_spec", fail)
-
 
 @pytest.mark.parametrize("isolate", [(), ("--isolate",)], ids=["threads", "processes"])
-def test_kernels_are_compiled_and_counted(isolate: tuple[str, ...], run: Run) -> None:
-    """Each kernel has a line on stderr, stdout has the totals; processes have the same result."""
-    result = run(*SMALL, *isolate)
-    plan, *lines = result.stderr.splitlines()
-    assert result.exit_code == 0
-    assert plan.startswith("compiling 2 kernels, 0 cached: about ")
-    assert [line.split()[0] for line in lines] == ["built", "built"]
-    assert result.stdout.startswith("2 kernels: 2 built, 0 hit, 0 failed, in ")
+def test_kernels_are_built_and_described(isolate: tuple[str, ...], cache_dir: Path) -> None:
+    """A unit has spec, status, times, key and resources; a quiet run prints a document alone."""
+    found = run.json(*SMALL, *isolate)
+    again, quiet = (
+        run(*SMALL, *isolate),
+        [run(*SMALL, *o) for o in (["-q"], ["--quiet", "--dry-run"])],
+    )
+
+    units, ms = found.pop("units"), found["totals"].pop("ms")
+    others = dict.fromkeys(("hit", "failed", "timeout", "skipped", "missing", "loaded"), 0)
+    totals = {"units": 2, "built": 2, **others}
+    assert found == {"cache_dir": str(cache_dir), "totals": totals, "left_out": [], "bundle": None}
+    for unit, dim in zip(units, ("512", "256"), strict=True):
+        assert unit["spec"] == {"arch": "sm_80", "dtype": "bf16", "head_dim_vo": dim}
+        assert (unit["family"], unit["arch"]) == ("combine", "sm_80")
+        assert (unit["status"], unit["error"], unit["spill_bytes"]) == ("built", None, 0)
+        assert (unit["toolchain"], len(unit["key"])) == (str(find_nvrtc()), 64)
+        assert 0 < unit["ms"] <= ms
+        assert unit["registers"] > 0
+        assert unit["cubin_bytes"] > 0
+    assert [line.split()[0] for line in again.stderr.splitlines()] == ["hit", "hit"]
+    assert again.stdout.startswith("2 kernels: 0 built, 2 hit, 0 failed, in ")
+    assert [(each.exit_code, each.stdout, each.stderr) for each in quiet] == [(0, "", "")] * 2
+    assert run(*SMALL, "-q", "--json").stderr == ""
 
 
-def test_a_large_selection_is_announced_with_the_options_for_fewer(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_selection_is_announced_with_the_options_for_fewer(monkeypatch: Patch) -> None:
     """A selection by a kernel's text has no such line, and a quiet run announces nothing."""
     monkeypatch.setattr(progress, "MANY", 2)
     texts = ("--kernel", str(COMBINE), "--kernel", str(COMBINE).replace("512", "256"))
@@ -62,29 +64,7 @@ def test_a_large_selection_is_announced_with_the_options_for_fewer(
         assert [line.split()[0] for line in run(*words).stderr.splitlines()] == begins
 
 
-def test_json_has_every_unit_and_the_totals(document: Documented, cache_dir: Path) -> None:
-    """A unit has spec, status, times, key and resources."""
-    found = document(*SMALL, "--kv-lora-rank", "512")
-
-    (unit,) = found.pop("units")
-    ms, others = found["totals"].pop("ms"), ("hit", "failed", "timeout", "skipped", "missing")
-    assert found == {
-        "cache_dir": str(cache_dir),
-        "totals": {"units": 1, "built": 1, **dict.fromkeys((*others, "loaded"), 0)},
-        "left_out": [],
-        "bundle": None,
-    }
-    assert unit["spec"] == {"arch": "sm_80", "dtype": "bf16", "head_dim_vo": "512"}
-    assert (unit["family"], unit["arch"]) == ("combine", "sm_80")
-    assert (unit["status"], unit["error"], unit["spill_bytes"]) == ("built", None, 0)
-    assert unit["toolchain"] == str(find_nvrtc())
-    assert 0 < unit["ms"] <= ms
-    assert unit["registers"] > 0
-    assert unit["cubin_bytes"] > 0
-    assert len(unit["key"]) == 64
-
-
-def test_a_dry_run_lists_missing_kernels(run: Run, cached: Cached) -> None:
+def test_a_dry_run_lists_missing_kernels(cached: Cached) -> None:
     """Each kernel has a row with status and key prefix; the exit code is 1 if one is missing."""
     result = run(*SMALL, "--dry-run", "--dtype", "bf16,fp16")
     found = run(*SMALL, "--dry-run")
@@ -100,9 +80,7 @@ def test_a_dry_run_lists_missing_kernels(run: Run, cached: Cached) -> None:
 
 
 @pytest.mark.parametrize("is_file", [False, True], ids=["option", "file"])
-def test_unsupported_parts_are_omitted_and_named(
-    is_file: bool, document: Documented, run: Run, tmp_path: Path
-) -> None:
+def test_unsupported_parts_are_omitted_and_named(is_file: bool, tmp_path: Path) -> None:
     """stderr, even of a quiet run, and the document name them; the rest is compiled."""
     options: tuple[str, ...] = ("--model", "glm-5.3-flash", "--kv-dtype", "bf16,fp8_per_token")
     if is_file:
@@ -111,7 +89,7 @@ def test_unsupported_parts_are_omitted_and_named(
         Path(*options).write_text(table)
     command = ("prewarm", *options, "--arch", "H100", "--dry-run")
 
-    found = document(*command, code=1)
+    found = run.json(*command, code=1)
 
     begin = "glm-5.3-flash: no MLA decode kernel for query fp8_per_token, cache fp8_per_token, "
     assert found["left_out"]
@@ -125,12 +103,9 @@ def test_unsupported_parts_are_omitted_and_named(
 
 
 @pytest.mark.usefixtures("cached")
-def test_without_nvrtc_missing_kernels_are_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvrtc_missing_kernels_are_named(monkeypatch: Patch) -> None:
     """Cached kernels are hits, each miss has a line, and the last one names the package."""
-
-    def missing() -> None:
-        raise mlagen.ToolchainError("NVRTC: not here")
-
+    missing = raising(mlagen.ToolchainError("NVRTC: not here"))
     monkeypatch.setattr("mlagen.prewarming.run.find_nvrtc", missing)
 
     result = run(*SMALL, "--dtype", "bf16,fp16")
@@ -141,7 +116,7 @@ def test_without_nvrtc_missing_kernels_are_named(run: Run, monkeypatch: pytest.M
     assert lines[-1] == "mlagen: NVRTC: not here"
 
 
-def test_options_reach_the_selection(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_reach_the_selection(monkeypatch: Patch) -> None:
     """Lists are split at commas, numbers are parsed, and missing options are omitted."""
     given: dict[str, Any] = {}
 
@@ -159,62 +134,52 @@ def test_options_reach_the_selection(run: Run, monkeypatch: pytest.MonkeyPatch) 
 
     result = run("prewarm", *options.split(), *models, "--kernel", str(COMBINE))
 
-    lists = {"dtype": ["bf16", "fp16"], "page_size": [32, 64], "heads": [16, 128], "q_len": [2]}
+    lists: dict[str, Any] = {
+        "dtype": ["bf16", "fp16"],
+        "page_size": [32, 64],
+        "heads": [16, 128],
+        "q_len": [2],
+    }
     lists |= {"kv_dtype": ["e4m3"], "head_dim": [128], "kv_heads": [8], "lookup": ["sparse"]}
-    flags = {"isolate": True, "fail_fast": True, "dry_run": False, "load": True}
+    lists |= {"archs": ["sm_90a", "native"], "families": ["mla_sm80"], "tp": [1, 8]}
+    lists |= {"models": ["kimi-k2", "./config.json"], "kernels": [COMBINE]}
+    flags: dict[str, Any] = {"isolate": True, "fail_fast": True, "dry_run": False, "load": True}
+    flags |= {"timeout_s": 9.5, "jobs": 3}
     assert result.exit_code == 0
     assert callable(given.pop("on_event"))
-    assert given == lists | flags | {
-        "archs": ["sm_90a", "native"],
-        "families": ["mla_sm80"],
-        "models": ["kimi-k2", "./config.json"],
-        "tp": [1, 8],
-        "kernels": [COMBINE],
-        "timeout_s": 9.5,
-        "jobs": 3,
-    }
+    assert given == lists | flags
+
+
+NO = mlagen.CompileError("NVRTC: no", log="", source="")
+NO_TARGET = mlagen.ToolchainError("no")
+NO_CACHE = mlagen.CacheError("no", path=Path("x"))
 
 
 @pytest.mark.parametrize(
     ("errors", "code"),
-    [
-        ((NO,), 1),
-        ((NO_TARGET,), 3),
-        ((NO_CACHE,), 4),
-        ((NO, NO_TARGET), 1),
-        ((NO, NO_CACHE), 4),
-    ],
+    [([NO], 1), ([NO_TARGET], 3), ([NO_CACHE], 4), ([NO, NO_TARGET], 1), ([NO, NO_CACHE], 4)],
     ids=["a kernel", "the target", "the cache", "a kernel, a target", "a kernel, the cache"],
 )
 def test_failures_decide_the_exit_code(
-    errors: tuple[mlagen.MlagenError, ...],
-    code: int,
-    run: Run,
-    document: Documented,
-    monkeypatch: pytest.MonkeyPatch,
+    errors: list[mlagen.MlagenError], code: int, monkeypatch: Patch
 ) -> None:
     """Of different kinds it is 1, but a cache that cannot be used fails all; all are reported."""
-    fail_with(monkeypatch, *errors)
 
-    units = document(*SMALL, "-j", "1", code=code)["units"]
+    def fail(*_: object) -> None:
+        raise next(left)
+
+    monkeypatch.setattr(engine, "build_spec", fail)
+    left = cycle(errors)
+    units = run.json(*SMALL, "-j", "1", code=code)["units"]
+    left = cycle(errors)
+    quiet = run(*SMALL, "-j", "1", "--quiet")
 
     failed = {("failed", str(error)) for error in errors}
+    ends = [f"{line.split()[0]} {line.rpartition(': ')[2]}" for line in quiet.stderr.splitlines()]
     assert len(units) == 2
     assert {(unit["status"], unit["error"]) for unit in units} == failed
-    fail_with(monkeypatch, *errors)
-    quiet = run(*SMALL, "-j", "1", "--quiet")
-    ends = [f"{line.split()[0]} {line.rpartition(': ')[2]}" for line in quiet.stderr.splitlines()]
     assert (quiet.exit_code, quiet.stdout, len(ends)) == (code, "", 2)
     assert {*ends} == {f"failed {str(error).removeprefix('NVRTC: ')}" for error in errors}
-
-
-def test_quiet_prints_failures_alone(run: Run, document: Documented) -> None:
-    """A quiet run prints neither lines nor totals, only the document with --json."""
-    for options in (("--quiet",), ("-q", "--dry-run")):
-        result = run(*SMALL, *options)
-        assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
-    assert document(*SMALL, "-q")["totals"]["hit"] == 2
-    assert run(*SMALL, "-q", "--json").stderr == ""
 
 
 HANGS, DIES = ["sleep", "600"], ["false"]
@@ -231,7 +196,7 @@ HANGS, DIES = ["sleep", "600"], ["false"]
     ids=["timeouts", "one of each", "deaths", "the first failure"],
 )
 def test_timeouts_have_an_exit_code(
-    commands: list[list[str]], options: str, code: int, counts: str, run: Run, monkeypatch: Any
+    commands: list[list[str]], options: str, code: int, counts: str, monkeypatch: Any
 ) -> None:
     """Timeouts alone exit with 5; kernels that --fail-fast never starts are skipped."""
     left = iter(commands)

@@ -12,25 +12,22 @@ from cache_tools.options.selection_options import selection_options
 from mlagen.cache.bundle_reading import open_bundle, verify_bundle
 from mlagen.paths import MAX_NAMED_BYTES
 from mlagen.prewarming.spec_file import KEYS
-from mlagen.settings import current_settings
 from tests.kernels import COMBINE
 
-from .conftest import Cached, Documented, Run, Setting
+from .conftest import Cached, Setting, run
 
 LINE = json.dumps({"kernel": str(COMBINE)}) + "\n"
 TABLE = '[[kernel]]\nfamily = "combine"\ndtype = "bf16"\nkv_lora_rank = 512\n'
 
 
-def kernels(document: Documented, *arguments: str, answer: str | None = None) -> list[str]:
+def kernels(*arguments: str, answer: str | None = None) -> list[str]:
     """Return the kernels of a dry run, in which nothing is cached."""
-    found = document("prewarm", "--dry-run", *arguments, answer=answer, code=1)
+    found = run.json("prewarm --dry-run", *arguments, answer=answer, code=1)
     specs = [(unit["family"], unit["spec"].items()) for unit in found["units"]]
     return [f"{name}({', '.join(f'{key}={value}' for key, value in of)})" for name, of in specs]
 
 
-def test_sources_are_prewarmed_for_their_own_architecture_or_for_others(
-    document: Documented, tmp_path: Path
-) -> None:
+def test_sources_are_prewarmed_for_their_own_architecture_or_for_others(tmp_path: Path) -> None:
     """Texts, records, files and stdin are merged, for their own targets or those of --arch."""
     log, toml, table = (tmp_path / name for name in ("a.jsonl", "a.toml", "a.json"))
     log.write_text(LINE * 2)
@@ -40,11 +37,11 @@ def test_sources_are_prewarmed_for_their_own_architecture_or_for_others(
     model = ("--model", "deepseek-v3", "--tp", "8")
 
     for source in (kernel * 2, record * 2, (str(toml), *arch)):
-        assert kernels(document, *source) == [str(COMBINE)]
-    assert kernels(document, "-", *arch, answer=TABLE) == [str(COMBINE)]
-    elsewhere = kernels(document, *record, "--arch", "sm_90a,sm_86")
+        assert kernels(*source) == [str(COMBINE)]
+    assert kernels("-", *arch, answer=TABLE) == [str(COMBINE)]
+    elsewhere = kernels(*record, "--arch", "sm_90a,sm_86")
     assert elsewhere == [str(COMBINE).replace("sm_80", other) for other in ("sm_90a", "sm_86")]
-    together = kernels(document, str(table), *kernel, *record, *model, *arch)
+    together = kernels(str(table), *kernel, *record, *model, *arch)
     assert [name.partition("(")[0] for name in together] == ["combine", "mla_sm80"]
 
 
@@ -63,7 +60,7 @@ SERVED = {
 
 
 @pytest.mark.parametrize(("options", "assumed"), SERVED.items(), ids=list(SERVED))
-def test_a_dry_run_says_how_models_are_served(options: str, assumed: list[str], run: Run) -> None:
+def test_a_dry_run_says_how_models_are_served(options: str, assumed: list[str]) -> None:
     """Defaults are named as well, before the table, and on stderr with --json."""
     command = ("prewarm", "--dry-run", "--arch", "sm_90a", "--model", *options.split())
     table, document, quiet = (run(*command, *o) for o in ((), ("--json",), ("-q",)))
@@ -80,36 +77,16 @@ def test_tables_have_the_names_of_the_options() -> None:
     assert names == {*KEYS, "from_log"}
 
 
-@pytest.mark.timeout(15)
-@pytest.mark.parametrize(
-    ("source", "got"),
-    [
-        ("--from-log endless.toml", "got a device"),
-        ("--model endless.toml", "got a device"),
-        ("endless.toml", "got a device"),
-        ("-", "at most 64 MiB"),
-    ],
-)
-def test_a_source_without_an_end_is_rejected(
-    source: str, got: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A device takes no memory, a FIFO no wait; the exit code is 2."""
-    (tmp_path / "endless.toml").symlink_to("/dev/zero")
-    monkeypatch.chdir(tmp_path)
-    answer = "#" * (MAX_NAMED_BYTES + 1) if source == "-" else None
-    result = run("prewarm", *source.split(), "--arch", "sm_80", answer=answer)
+def test_stdin_has_a_limit() -> None:
+    """A source without an end takes no memory; the exit code is 2."""
+    result = run("prewarm - --arch sm_80", answer="#" * (MAX_NAMED_BYTES + 1))
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert got in result.stderr
+    assert "at most 64 MiB" in result.stderr
 
 
 @pytest.mark.parametrize("is_layer", [False, True], ids=["the cache", "a layer"])
 def test_a_bundle_has_the_requested_kernels(
-    is_layer: bool,
-    document: Documented,
-    run: Run,
-    cached: Cached,
-    tmp_path: Path,
-    setting: Setting,
+    is_layer: bool, cached: Cached, tmp_path: Path, setting: Setting
 ) -> None:
     """It has no other cached kernel, wherever they are; text and document describe it."""
     if is_layer:
@@ -118,7 +95,7 @@ def test_a_bundle_has_the_requested_kernels(
     bundle = tmp_path / "kernels.tar.gz"
     command = ("prewarm", "--kernel", str(cached.units[0].spec), "--bundle", str(bundle))
 
-    described = document(*command)["bundle"]
+    described = run.json(*command)["bundle"]
     _, line, digest = run(*command).stdout.splitlines()
 
     assert (described["bundle"], described["archs"]) == (str(bundle), ["sm_80"])
@@ -129,18 +106,15 @@ def test_a_bundle_has_the_requested_kernels(
         assert [entry.key for entry in verify_bundle(file, "it").entries] == cached.keys[:1]
 
 
-def test_a_failure_writes_no_bundle(
-    document: Documented, run: Run, cached: Cached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_writes_no_bundle(cached: Cached, tmp_path: Path, setting: Setting) -> None:
     """An incomplete bundle is not written; a path that cannot be written fails with 1."""
     path = tmp_path / "kernels.tar.gz"
     path.mkdir()
-    result = run("prewarm", "--kernel", str(cached.units[0].spec), "--bundle", str(path))
+    result = run("prewarm --kernel", str(cached.units[0].spec), "--bundle", str(path))
     path.rmdir()
-    monkeypatch.setenv("MLAGEN_JIT", "off")
-    current_settings.cache_clear()
+    setting("MLAGEN_JIT", "off")
     other = str(COMBINE).replace("sm_80", "sm_86")
-    failed = document("prewarm", "--isolate", "--kernel", other, "--bundle", str(path), code=1)
+    failed = run.json("prewarm --isolate --kernel", other, "--bundle", str(path), code=1)
 
     message = f"mlagen: bundle: expected a file, got another kind: {path}"
     assert (result.exit_code, result.stdout) == (1, "")

@@ -1,4 +1,4 @@
-"""Text of every command, as files of `snapshots/`, renewed by `MLAGEN_ACCEPT=1`; JSON documents."""
+"""Text of every command, as in `snapshots.txt`, renewed by `MLAGEN_ACCEPT=1`; JSON documents."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ from cache_tools.commands import bench
 from cache_tools.output.demo_report import print_demo
 from cache_tools.output.schemas import DOCUMENT, Schema
 from mlagen.runtime import device
+from tests.cache.builds import TOOLCHAIN
 from tests.fake_machine import FAILED, FakeMachine
+from tests.fixture_types import Patch
 from tests.kernels import COMBINE
 from tests.observed_calls import built, observe
 
-from .altered import use
-from .conftest import SCHEMA_OF, Documented, Run, Setting
-from .many import TOOLCHAIN, fill
+from .altered import fill, use
+from .conftest import SCHEMA_OF, Setting, run
 
-FOLDER = Path(__file__).parent / "snapshots"
+FILE = Path(__file__).parent / "snapshots.txt"
+PROMPT = "$ mlagen "
 WANTED = "combine(arch=sm_90a, dtype=bf16, head_dim_vo=512)"
+
+BOTH = ("--kernel", str(COMBINE), "--kernel", str(COMBINE).replace("512", "256"))
 
 # Arguments of each command, in a folder with a bundle and a dump; KEY and OTHER are cached.
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -50,9 +54,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "doctor": (),
     "kernel show": (str(COMBINE),),
     "kernel diff": (str(COMBINE), "combine(arch=sm_80)"),
-    "prewarm": (
-        *("--kernel", str(COMBINE), "--kernel", str(COMBINE).replace("512", "256"), "-j", "1"),
-    ),
+    "prewarm": (*BOTH, "-j", "1"),
     "bench": ("--compare", "fa3"),
     "replay": ("dump.json",),
 }
@@ -89,13 +91,18 @@ def masked(text: str, command: str, keys: list[str], folder: Path) -> str:
     return re.sub(r"\b(?=[a-f]*\d)[0-9a-f]{8}\b", "PREFIX", text)
 
 
+def snapshots() -> dict[str, str]:
+    """Return the text of each command in the file."""
+    parts = FILE.read_text(encoding="utf-8").split(PROMPT)[1:]
+    return {name: text for name, _, text in (part.partition("\n") for part in parts)}
+
+
 def require_snapshot(name: str, text: str) -> None:
     """Require the text that is in git."""
-    path = FOLDER / f"{name.replace(' ', '_')}.txt"
     if os.environ.get("MLAGEN_ACCEPT") == "1":
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8")
+        found = sorted({**snapshots(), name: text}.items())
+        FILE.write_text("".join(f"{PROMPT}{each}\n{part}" for each, part in found))
+    assert text == snapshots()[name]
 
 
 def of_fa3(case: Case) -> Outcome:
@@ -104,15 +111,13 @@ def of_fa3(case: Case) -> Outcome:
 
 
 @pytest.fixture
-def keys(
-    cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, setting: Setting
-) -> list[str]:
+def keys(cache_dir: Path, tmp_path: Path, monkeypatch: Patch, setting: Setting) -> list[str]:
     """Cache and bundle two kernels of fixed keys, one of them unused, on a machine without GPU."""
     keys = fill(cache_dir, 2)
     use(next(cache_dir.glob(f"v1/e/*/{keys[0]}/*")), age_s=7200, now=time.time())
     setting("MLAGEN_TOOLCHAIN", TOOLCHAIN)
     monkeypatch.chdir(tmp_path)
-    run("cache", "export", "there.tar.gz")
+    run("cache export there.tar.gz")
     monkeypatch.setattr(bench, "_machine", lambda *_: FakeMachine(fa3=of_fa3))
     monkeypatch.setattr(device, "visible_devices", list)
     monkeypatch.setattr(device, "driver_version", lambda: None)
@@ -122,7 +127,7 @@ def keys(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_text_of_a_command(
-    command: str, keys: list[str], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, keys: list[str], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Both streams and the exit code are those of the snapshot."""
     if command == "replay":
@@ -135,12 +140,13 @@ def test_the_text_of_a_command(
 
     result = run(*command.split(), *arguments, answer="y\n")
 
-    text = f"{result.stdout}--- stderr\n{result.stderr}--- exit code {result.exit_code}\n"
-    require_snapshot(command, masked(text, command, keys, tmp_path))
+    errors = f"--- stderr\n{result.stderr}" if result.stderr else ""
+    code = f"--- exit code {result.exit_code}\n" if result.exit_code else ""
+    require_snapshot(command, masked(f"{result.stdout}{errors}{code}", command, keys, tmp_path))
 
 
 def test_every_command_has_a_snapshot() -> None:
-    """A new command needs one, and no file is left of an old one; the demo has its own test."""
+    """A new command needs one, and none is left of an old one; the demo has its own test."""
 
     def names(group: object, begin: str = "") -> list[str]:
         commands = getattr(group, "commands", None)
@@ -149,12 +155,12 @@ def test_every_command_has_a_snapshot() -> None:
         return [name for word in commands for name in names(commands[word], f"{begin} {word}")]
 
     assert sorted(names(cli)) == sorted([*COMMANDS, "demo"])
-    assert {path.stem.replace("_", " ") for path in FOLDER.iterdir()} == {*names(cli)}
+    assert list(snapshots()) == sorted(names(cli))
 
 
 @pytest.mark.parametrize("command", sorted(SCHEMA_OF.keys() - {"replay"}))
 def test_the_document_of_a_command_fits_its_schema(
-    command: str, keys: list[str], document: Documented, cache_dir: Path
+    command: str, keys: list[str], cache_dir: Path
 ) -> None:
     """The names and types are exactly those of the schema, in order, beside damage too."""
     next(cache_dir.glob(f"v1/e/*/{keys[1]}/*/manifest.json")).write_text("{")
@@ -162,7 +168,7 @@ def test_the_document_of_a_command_fits_its_schema(
     if command in {"cache export", "cache push"}:
         words.append(keys[0])
     fails = {"cache verify", "cache why"}
-    document(*command.split(), *words, code=int(command in fails), answer="y\n")
+    run.json(*command.split(), *words, code=int(command in fails), answer="y\n")
 
 
 @pytest.mark.parametrize("schema", SCHEMA_OF.values(), ids=SCHEMA_OF)
@@ -174,17 +180,10 @@ def test_every_part_of_a_schema_is_known_and_used(schema: Schema) -> None:
 
 def demo_document(*, is_right: bool) -> dict[str, object]:
     """Return a document of the demo on a GPU."""
-    kernel = {
-        "key": "0123456789abcdef" * 4,
-        "family": "combine",
-        "spec": {"arch": "sm_90a", "dtype": "bf16", "head_dim_vo": "512"},
-        "compile_ms": 84.0,
-        "registers": 36,
-        "spill_bytes": 0,
-        "shared_bytes": 2064,
-        "cubin_bytes": 16_200,
-        "path": "/cache/entry",
-    }
+    sizes = {"registers": 36, "spill_bytes": 0, "shared_bytes": 2064, "cubin_bytes": 16_200}
+    spec = {"arch": "sm_90a", "dtype": "bf16", "head_dim_vo": "512"}
+    kernel: dict[str, object] = {"key": "0123456789abcdef" * 4, "family": "combine", "spec": spec}
+    kernel |= {"compile_ms": 84.0, **sizes, "path": "/cache/entry"}
     problem = {"seq_lens": [17, 9001], "heads": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     return {
         "problem": {**problem, "page_size": 64, "dtype": "bf16"},

@@ -5,80 +5,66 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from cache_tools.options.exit_codes import CACHE_UNUSABLE, DONE, FAILED
+from tests.cache.builds import TOOLCHAIN
 from tests.cache.bundle_cases import filled_store, key_for
 from tests.faults.strangers import give_away
+from tests.fixture_types import Patch
 
 from .altered import damage, move_to_layer, snapshot
-from .conftest import Run, Setting
+from .conftest import Setting, run
 
 KEY = key_for("mla_sm80").digest
 
-# Words of commands; BUNDLE is a file, and OUT an empty folder.
+# Words of commands; the bundle is a file, and out an empty folder.
 COMMANDS = {
     **{name: name for name in ("gc", "ls", "stats", "verify")},
     **{name: f"{name} {KEY}" for name in ("rm", "show", "why")},
     "clear": "clear --yes",
     "prune": "prune --max-size 0",
     "verify --quarantine": "verify --quarantine",
-    "export": "export OUT/kernels.tar.gz",
-    "export --wheel": "export OUT --wheel our-kernels",
-    "push": "push file://OUT/kernels.tar.gz",
-    "import": "import BUNDLE",
+    "export": "export out/kernels.tar.gz",
+    "export --wheel": "export out --wheel our-kernels",
+    "push": "push file://out/kernels.tar.gz",
+    "import": "import bundle.tar.gz",
 }
 every_command = pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 
 
-class Spoilt(NamedTuple):
-    """A cache of two kernels, of which one is damaged and bundled, and a folder for output."""
+def path_of(root: Path, name: str) -> Path:
+    """Return a folder of the cache by its name."""
+    key = root / "v1/e" / KEY[:2] / KEY
+    return {"shard": key.parent, "key": key, "entry": key / TOOLCHAIN}.get(name, root / name)
 
-    root: Path
-    bundle: Path
-    out: Path
-    run: Run
 
-    def path_of(self, name: str) -> Path:
-        """Return a folder of the cache by its name."""
-        key = self.root / "v1/e" / KEY[:2] / KEY
-        named = {"shard": key.parent, "key": key, "entry": key / "nvrtc-13.5.37"}
-        return named.get(name, self.root / name)
-
-    def words(self, command: str) -> list[str]:
-        """Return the words of a command line."""
-        line = command.replace("OUT", str(self.out)).replace("BUNDLE", str(self.bundle))
-        return ["cache", *line.split()]
-
-    def require_rejection(self, command: str, *unchanged: Path) -> None:
-        """Require that a command ends with one line and code 4, and that nothing changes."""
-        before = [snapshot(folder) for folder in (self.root, *unchanged)]
-
-        result = self.run(*self.words(command))
-
-        assert result.exit_code == CACHE_UNUSABLE, result.stdout + result.stderr
-        steps = ("verif", "pack", "publishing")
-        (line,) = [line for line in result.stderr.splitlines() if not line.startswith(steps)]
-        assert line.startswith("mlagen: cache: expected a trusted folder, got ")
-        assert result.stdout == ""
-        assert [snapshot(folder) for folder in (self.root, *unchanged)] == before
-        assert list(self.out.iterdir()) == []
+def require_rejection(root: Path, command: str, *unchanged: Path) -> None:
+    """Require that a command ends with one line and code 4, and that nothing changes."""
+    before = [snapshot(folder) for folder in (root, *unchanged)]
+    result = run(f"cache {command}")
+    assert result.exit_code == CACHE_UNUSABLE, result.stdout + result.stderr
+    steps = ("verif", "pack", "publishing")
+    (line,) = [line for line in result.stderr.splitlines() if not line.startswith(steps)]
+    assert line.startswith("mlagen: cache: expected a trusted folder, got ")
+    assert result.stdout == ""
+    assert [snapshot(folder) for folder in (root, *unchanged)] == before
+    assert list(Path("out").iterdir()) == []
 
 
 @pytest.fixture
-def spoilt(tmp_path: Path, run: Run, cache_dir: Path) -> Spoilt:
-    """Fill the cache, bundle half of it, and damage one kernel."""
-    spoilt = Spoilt(cache_dir, tmp_path / "bundle.tar.gz", tmp_path / "out", run)
-    filled_store(cache_dir.parent)
-    run("cache", "export", str(spoilt.bundle), KEY)
-    damage(spoilt.path_of("entry"))
-    spoilt.out.mkdir()
-    return spoilt
+def root(tmp_path: Path, cache_dir: Path, monkeypatch: Patch) -> Path:
+    """Return a cache of two kernels, one of them damaged and bundled, beside the folder `out`."""
+    filled_store(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    Path("out").mkdir()
+    run("cache export bundle.tar.gz", KEY)
+    damage(path_of(cache_dir, "entry"))
+    return cache_dir
 
 
-Spoil = Callable[[Path, pytest.MonkeyPatch], object]
+Spoil = Callable[[Path, Patch], object]
 OPEN: dict[str, Spoil] = {
     "all may write": lambda place, _: place.chmod(place.stat().st_mode | 0o022),
     "another user's": give_away,
@@ -90,23 +76,25 @@ every_stranger = pytest.mark.parametrize("spoil", OPEN.values(), ids=OPEN)
 @every_command
 @pytest.mark.parametrize("place", ["", "v1/e", "v1/quarantine", "key"])
 def test_every_command_rejects_a_cache_that_others_can_change(
-    place: str, command: str, spoil: Spoil, spoilt: Spoilt, monkeypatch: pytest.MonkeyPatch
+    place: str, command: str, spoil: Spoil, root: Path, monkeypatch: Patch
 ) -> None:
-    """Nothing is deleted, moved, exported or reported valid; the error is one line, the code 4."""
-    spoilt.path_of("v1/quarantine").mkdir(mode=0o700)
-    spoil(spoilt.path_of(place), monkeypatch)
-    spoilt.require_rejection(command)
+    """Nothing is deleted, moved, exported or reported valid; only `cache dir` ends with code 0."""
+    path_of(root, "v1/quarantine").mkdir(mode=0o700)
+    spoil(path_of(root, place), monkeypatch)
+    require_rejection(root, command)
+    where = run("cache dir")
+    assert (where.exit_code, where.stdout) == (DONE, f"{root}\n")
 
 
 @pytest.mark.parametrize("trust", ["", "1"], ids=["own", "shared"])
 @every_command
 @pytest.mark.parametrize("place", ["v1", "v1/e", "v1/staging", "v1/quarantine", "shard", "key"])
 def test_no_command_follows_a_link(
-    place: str, command: str, trust: str, spoilt: Spoilt, tmp_path: Path, setting: Setting
+    place: str, command: str, trust: str, root: Path, tmp_path: Path, setting: Setting
 ) -> None:
     """The target of a link is unchanged, whether others are trusted or not."""
     setting("MLAGEN_TRUST_SHARED", trust)
-    victim, link = tmp_path / "victim", spoilt.path_of(place)
+    victim, link = tmp_path / "victim", path_of(root, place)
     if link.exists():
         link.rename(victim)
     else:
@@ -116,20 +104,20 @@ def test_no_command_follows_a_link(
         os.utime(path, (0, 0))  # older than the sweep's limit
     link.symlink_to(victim)
 
-    spoilt.require_rejection(command, victim)
+    require_rejection(root, command, victim)
 
 
 @every_command
 def test_a_link_in_the_place_of_an_entry_is_damage_and_not_followed(
-    command: str, spoilt: Spoilt, tmp_path: Path
+    command: str, root: Path, tmp_path: Path
 ) -> None:
     """The link itself may be removed or moved; its target is unchanged."""
-    victim, link = tmp_path / "victim", spoilt.path_of("entry")
+    victim, link = tmp_path / "victim", path_of(root, "entry")
     link.rename(victim)
     link.symlink_to(victim)
     before = snapshot(victim)
 
-    result = spoilt.run(*spoilt.words(command))
+    result = run(f"cache {command}")
 
     name = command.split(maxsplit=1)[0]
     unusable, failed = {"show", "why"}, {"verify", "export", "push"}
@@ -137,37 +125,26 @@ def test_a_link_in_the_place_of_an_entry_is_damage_and_not_followed(
     assert snapshot(victim) == before
     assert (result.exit_code == CACHE_UNUSABLE) or name not in unusable
     assert (result.exit_code == FAILED) or name not in failed
-    assert list(spoilt.out.iterdir()) == []
+    assert list(Path("out").iterdir()) == []
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "kernel.cubin", "kernel.cu"])
 @every_stranger
 @pytest.mark.parametrize("name", ["verify", "verify --quarantine", "export", "push"])
 def test_a_file_that_others_can_change_is_not_read(
-    name: str, spoil: Spoil, file: str, spoilt: Spoilt, monkeypatch: pytest.MonkeyPatch
+    name: str, spoil: Spoil, file: str, root: Path, monkeypatch: Patch
 ) -> None:
     """A trusted folder does not make a writable file trusted."""
-    other = next(path for path in spoilt.root.glob("v1/e/*/*/*") if path.parent.name != KEY)
+    other = next(path for path in root.glob("v1/e/*/*/*") if path.parent.name != KEY)
     spoil(other / file, monkeypatch)
-    spoilt.run("cache", "rm", KEY)
-    spoilt.require_rejection(COMMANDS[name])
+    run("cache rm", KEY)
+    require_rejection(root, COMMANDS[name])
 
 
 @pytest.mark.parametrize("name", ["ls", "verify", "stats", "export", "push"])
-def test_a_layer_that_others_can_change_is_rejected(
-    name: str, spoilt: Spoilt, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_others_change_is_rejected(name: str, root: Path, monkeypatch: Patch) -> None:
     """--layers reports why a layer is rejected."""
-    layer = move_to_layer(spoilt.root, monkeypatch)
+    layer = move_to_layer(root, monkeypatch)
     (layer / "v1/e").chmod(0o777)
     option = "" if name == "stats" else " --layers"
-    spoilt.require_rejection(COMMANDS[name] + option, layer)
-
-
-def test_an_untrusted_cache_can_be_diagnosed(spoilt: Spoilt) -> None:
-    """`cache dir` prints its path, and `doctor` its problem."""
-    spoilt.root.chmod(0o777)
-    where, doctor = spoilt.run("cache", "dir"), spoilt.run("doctor")
-    assert (where.exit_code, where.stdout) == (DONE, f"{spoilt.root}\n")
-    assert doctor.exit_code == FAILED
-    assert "mode 0777, which lets others write" in " ".join(doctor.stdout.split())
+    require_rejection(root, COMMANDS[name] + option, layer)

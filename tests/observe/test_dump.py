@@ -15,31 +15,16 @@ import torch
 
 from mlagen.errors import ArgumentError
 from mlagen.observe import dump, dump_files, observed
-from tests.observed_calls import BUILDERS, built, dumps_in, observe
+from tests.fixture_types import Log, Patch
+from tests.observed_calls import built, dumps_in, observe
 
 
 @pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def folder(monkeypatch: Patch, tmp_path: Path) -> Path:
     """Request dumps in a folder that does not exist yet."""
     folder = tmp_path / "more" / "dumps"
     observe(monkeypatch, MLAGEN_DUMP=str(folder))
     return folder
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-def test_a_call_of_each_entry_point_is_dumped(name: str, folder: Path) -> None:
-    """A dump has metadata of every tensor, the versions and the outcome, and no contents."""
-    function, arguments = built(name)
-
-    function(**arguments)
-
-    last = dumps_in(folder)[-1]
-    assert last["mlagen_dump"] == dump.FORMAT
-    assert last["torch"] == torch.__version__
-    assert last["environment"]["MLAGEN_DUMP"] == str(folder)
-    assert (last["gpu"], last["tensors"], last["left_out"]) == (None, None, [])
-    assert last["outcome"]["error"] is None
-    assert [path.suffix for path in folder.iterdir()] == [".json"] * len(dumps_in(folder))
 
 
 def test_a_tensor_is_described_with_its_place_in_memory(folder: Path) -> None:
@@ -94,9 +79,7 @@ def test_each_call_that_raises_is_dumped(folder: Path) -> None:
         json.loads(path.read_text(encoding="utf-8"), parse_constant=pytest.fail)
 
 
-def test_a_process_that_ends_in_a_call_has_dumped_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_ends_in_a_call_has_dumped_it(folder: Path, monkeypatch: Patch) -> None:
     """The file is complete before the call runs; its outcome is null then."""
 
     class EndError(BaseException):
@@ -130,13 +113,8 @@ def test_a_run_has_the_construction_and_the_plan_of_its_wrapper(folder: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["small", "large", "captured"])
-def test_contents_are_written_on_request(
-    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """MLAGEN_DUMP_TENSORS adds a file of bytes by part and name, without scratch and outputs.
-
-    A dump names those above the limit. A captured call has none: they would synchronize.
-    """
+def test_contents_are_written_on_request(kind: str, monkeypatch: Patch, tmp_path: Path) -> None:
+    """A file of bytes by part and name is added, without outputs and those above the limit."""
     observe(monkeypatch, MLAGEN_DUMP=str(tmp_path), MLAGEN_DUMP_TENSORS="1")
     monkeypatch.setattr(observed, "is_capturing", lambda _: kind == "captured")
     function, arguments = built("trtllm")
@@ -158,9 +136,7 @@ def test_contents_are_written_on_request(
             assert torch.equal(tensors[name], expected)
 
 
-def test_the_number_of_dumps_is_bounded(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_number_of_dumps_is_bounded(folder: Path, monkeypatch: Patch, caplog: Log) -> None:
     """Calls that raise have a limit of their own; one warning says that there is a limit."""
     monkeypatch.setattr(dump, "MAX_CALLS", 2)
     monkeypatch.setattr(dump, "MAX_ERRORS", 1)
@@ -175,9 +151,7 @@ def test_the_number_of_dumps_is_bounded(
     assert caplog.messages == ["MLAGEN_DUMP: 2 calls dumped, from now on only those that raise"]
 
 
-def test_files_are_private_and_have_names_of_their_own(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_private_and_have_names_of_their_own(folder: Path, monkeypatch: Patch) -> None:
     """Modes are 0700 and 0600; names have entry and process, and differ in two containers."""
     function, arguments = built("xqa_mla")
     function(**arguments)
@@ -194,7 +168,7 @@ def test_files_are_private_and_have_names_of_their_own(
 
 @pytest.mark.parametrize("kind", ["a symbolic link", "Not a directory"])
 def test_an_unusable_folder_is_one_warning(
-    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, monkeypatch: Patch, tmp_path: Path, caplog: Log
 ) -> None:
     """Calls go on, and nothing is written elsewhere."""
     path = tmp_path / "dumps"

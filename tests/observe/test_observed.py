@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,24 +14,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mlagen
 from mlagen.errors import ArgumentError
-from mlagen.observe import observed
+from mlagen.observe import dump, observed
+from mlagen.settings import current_settings
 from tests.cache.builds import ROOT
-from tests.observed_calls import BUILDERS, built, observe
+from tests.fixture_types import Log, Patch
+from tests.observed_calls import BUILDERS, built, dumps_in, observe
 from tests.odd_values import ODD
 from tests.programs import run_program
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
-    """Return the messages of calls that are logged."""
-    observe(monkeypatch, MLAGEN_LOG="api")
+def log(monkeypatch: Patch, caplog: Log, tmp_path: Path) -> Any:
+    """Return the messages of calls, which are logged and dumped."""
+    observe(monkeypatch, MLAGEN_LOG="api", MLAGEN_DUMP=str(tmp_path))
     caplog.set_level(logging.INFO, logger="mlagen")
     return lambda: [record.getMessage() for record in caplog.records]
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_a_call_of_each_entry_point_is_one_line(name: str, log: Any) -> None:
-    """The line names the entry point; a call on CPU tensors names the CPU backend."""
+def test_a_call_of_an_entry_point_is_a_line_and_a_dump(name: str, log: Any, tmp_path: Path) -> None:
+    """The line names the entry point and the backend; a dump has no contents unless requested."""
     function, arguments = built(name)
     before = len(log())
     function(**arguments)
@@ -40,6 +43,12 @@ def test_a_call_of_each_entry_point_is_one_line(name: str, log: Any) -> None:
     assert entry in known
     has_result = name not in {"constructor", "plan", "dense_plan", "plan_decode"}
     assert line.endswith(": CPU backend") is has_result
+    dumps = dumps_in(tmp_path)
+    expected = {"mlagen_dump": dump.FORMAT, "torch": torch.__version__, "gpu": None}
+    assert dumps[-1].items() >= {**expected, "tensors": None, "left_out": []}.items()
+    assert dumps[-1]["environment"]["MLAGEN_DUMP"] == str(tmp_path)
+    assert dumps[-1]["outcome"]["error"] is None
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"] * len(dumps)
 
 
 def test_a_line_has_the_metadata_of_each_argument(log: Any) -> None:
@@ -61,13 +70,8 @@ def test_a_line_has_the_metadata_of_each_argument(log: Any) -> None:
     assert log() == [expected]
 
 
-def test_a_call_that_raises_is_logged_with_its_error(
-    log: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error reaches the caller unchanged, also that of wrong names, which has no line.
-
-    A captured call says so.
-    """
+def test_a_call_that_raises_is_logged_with_its_error(log: Any, monkeypatch: Patch) -> None:
+    """The error reaches the caller unchanged, also that of wrong names; a captured call says so."""
     function, arguments = built("xqa")
     with pytest.raises(TypeError, match=r"^xqa\(\) got an unex"):
         function(no_such_argument=1)
@@ -113,10 +117,11 @@ def test_a_wrapper_is_part_of_one_graph(log: Any) -> None:
 
 @pytest.mark.parametrize("name", ["trtllm", "xqa_batch", "flare"])
 def test_an_odd_value_has_the_same_outcome_as_without_a_log(
-    name: str, log: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    name: str, log: Any, monkeypatch: Patch
 ) -> None:
     """Neither the log nor a dump raises, whatever the arguments are."""
-    observe(monkeypatch, MLAGEN_DUMP=str(tmp_path / "dumps"), MLAGEN_DUMP_TENSORS="1")
+    monkeypatch.setenv("MLAGEN_DUMP_TENSORS", "1")
+    current_settings.cache_clear()
     function, arguments = built(name)
     plain = BUILDERS[name]()[0]
     nested: list[Any] = []

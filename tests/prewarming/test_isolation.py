@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -24,12 +24,13 @@ from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
 from tests.cache.builds import wait_for
+from tests.fixture_types import Log, Patch
 from tests.kernels import COMBINE, SM_80
 
 OTHER = CombineSpec(arch=SM_80, dtype=DType.FP16, head_dim_vo=512)
 
 
-def replace_worker(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+def replace_worker(monkeypatch: Patch, code: str) -> None:
     """Replace the worker of COMBINE by this code."""
 
     def command(spec: KernelSpec) -> list[str]:
@@ -45,9 +46,7 @@ def prewarm(*specs: KernelSpec, **options: Any) -> dict[KernelSpec, PrewarmUnit]
     return {unit.spec: unit for unit in report.units}
 
 
-def test_a_kernel_is_built_in_its_own_process_and_found_here(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_kernel_is_built_in_its_process_and_found_here(monkeypatch: Patch, caplog: Log) -> None:
     """Unit and entry equal those built here; a worker's MLAGEN_LOG adds no warnings."""
     monkeypatch.setenv("MLAGEN_LOG", "debug")
 
@@ -76,7 +75,7 @@ def test_a_kernel_is_built_in_its_own_process_and_found_here(
     ids=lambda error: type(error).__name__,
 )
 def test_an_error_and_a_warning_of_a_worker_are_the_same_here(
-    error: mlagen.MlagenError, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: mlagen.MlagenError, monkeypatch: Patch, caplog: Log
 ) -> None:
     """Class, message and attributes of the error are transferred, and stderr is a warning."""
     failed = unit_to_json(unit_of(COMBINE, engine.key_of(COMBINE), "failed", 0.0, error=error))
@@ -87,17 +86,7 @@ def test_an_error_and_a_warning_of_a_worker_are_the_same_here(
     assert caplog.messages == ["moved"]
 
 
-def test_a_real_worker_reports_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment that forbids compilation is one example."""
-    monkeypatch.setenv("MLAGEN_JIT", "off")
-    unit = prewarm()[COMBINE]
-    assert (unit.status, type(unit.error)) == ("failed", mlagen.MissError)
-    assert "MLAGEN_JIT=off forbids to compile" in str(unit.error)
-
-
-def test_an_unwritable_cache_is_an_error_even_with_load(
-    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_cache_is_an_error_with_load(cache_dir: Path, monkeypatch: Patch) -> None:
     """Processes exchange kernels on the disk only."""
     cache_dir.write_text("a file where the folder should be")
     monkeypatch.setattr("mlagen.prewarming.run.devices_for", lambda _specs: {0: SM_80})
@@ -105,8 +94,12 @@ def test_an_unwritable_cache_is_an_error_even_with_load(
         prewarm(load=True)
 
 
-def test_a_process_that_cannot_be_started_fails_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine may have reached its process limit."""
+def test_a_process_that_fails_or_cannot_be_started_fails_its_kernel(monkeypatch: Patch) -> None:
+    """A real worker reports its error; a machine may have reached its process limit."""
+    monkeypatch.setenv("MLAGEN_JIT", "off")
+    unit = prewarm()[COMBINE]
+    assert (unit.status, type(unit.error)) == ("failed", mlagen.MissError)
+    assert "MLAGEN_JIT=off forbids to compile" in str(unit.error)
 
     def reject(*_: object, **__: object) -> None:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -118,6 +111,7 @@ def test_a_process_that_cannot_be_started_fails_its_kernel(monkeypatch: pytest.M
 
 
 NO_CORE = "import os, resource, signal; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); "
+TALKS = "import sys; sys.stderr.write('one\\ntwo\\n');"
 # A real worker whose compiler does this.
 WORKER = (
     "import sys; sys.path[:] = sys.argv[2:]; import ctypes, pathlib, time; "
@@ -132,11 +126,7 @@ WORKER = (
         (f"{NO_CORE}os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV", ""),
         (f"{NO_CORE}os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL", ""),
         (WORKER.format("ctypes.string_at(0)"), "SIGSEGV", ""),
-        (
-            "import sys; sys.stderr.write('one\\ntwo\\n'); sys.exit(3)",
-            "exit status 3: two",
-            "one\ntwo\n",
-        ),
+        (f"{TALKS} sys.exit(3)", "exit status 3: two", "one\ntwo\n"),
         ("", "exit status 0: nothing", ""),
         # Ctrl-C of the terminal does not reach a session of its own.
         ("import os, sys; sys.exit(42 * (os.getsid(0) == os.getpid()))", "exit status 42: ", ""),
@@ -144,7 +134,7 @@ WORKER = (
     ids=["segfault", "kill -9", "compiler", "exception", "silence", "session"],
 )
 def test_a_worker_that_dies_fails_its_kernel_alone(
-    code: str, got: str, log: str, monkeypatch: pytest.MonkeyPatch
+    code: str, got: str, log: str, monkeypatch: Patch
 ) -> None:
     """The unit has exit reason and output, the others are built, and the kernel is rebuilt then."""
     replace_worker(monkeypatch, code)
@@ -157,30 +147,25 @@ def test_a_worker_that_dies_fails_its_kernel_alone(
     assert build_in_process(COMBINE).status == "built"
 
 
-class Seen(subprocess.Popen[str]):
-    """A process, which the class records."""
-
-    started: ClassVar[list[subprocess.Popen[str]]] = []
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.started.append(self)
-        super().__init__(*arguments, **options)
-
-
-def test_a_worker_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_takes_too_long_is_killed(monkeypatch: Patch) -> None:
     """Its unit is a timeout, and no process remains."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    popen = subprocess.Popen
     replace_worker(monkeypatch, "import time; time.sleep(600)")
-    monkeypatch.setattr(subprocess, "Popen", Seen)
+    monkeypatch.setattr(subprocess, "Popen", start)
     unit = prewarm(timeout_s=0.5)[COMBINE]
     message = "timeout: expected a compiled kernel in 0.5 s, got none"
     assert (unit.status, str(unit.error)) == ("timeout", message)
     assert unit.ms >= 500
-    assert [process.returncode for process in Seen.started] == [-signal.SIGKILL]
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
-def test_a_compiler_that_hangs_leaves_no_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiler_that_hangs_leaves_no_lock(tmp_path: Path, monkeypatch: Patch) -> None:
     """A worker killed with the lock of its kernel releases it, and its staging is deleted."""
     ready = tmp_path / "ready"
     hangs = f"(pathlib.Path({str(ready)!r}).touch(), time.sleep(600))"
@@ -195,16 +180,12 @@ def test_a_compiler_that_hangs_leaves_no_lock(
 
     monkeypatch.setattr(subprocess, "Popen", Impatient)
 
-    status = prewarm()[COMBINE].status
-
-    assert status == "timeout"
+    assert prewarm()[COMBINE].status == "timeout"
     assert build_in_process(COMBINE).status == "built"
     assert list(Layout(current_settings().cache_dir).staging.iterdir()) == []
 
 
-def test_an_interrupted_prewarm_kills_its_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_prewarm_kills_its_workers(tmp_path: Path, monkeypatch: Patch) -> None:
     """Their staging folders are deleted; the exception reaches the caller."""
     staging = Layout(current_settings().cache_dir).new_staging(engine.key_of(COMBINE).digest)
     ready = tmp_path / "ready"
@@ -256,19 +237,18 @@ mlagen.prewarm(kernels={str(COMBINE)!r}, isolate=True)
 
 def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
     """A killed prewarm has no running workers."""
+
+    def has_ended() -> bool:
+        try:
+            stat = Path(f"/proc/{int(ready.read_text())}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        return stat.rpartition(")")[2].split()[0] in {"Z", "X"}  # a zombie is none
+
     ready = tmp_path / "ready"
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     parent = subprocess.Popen([sys.executable, "-c", HANGING, str(ready)], env=environ)
     wait_for(lambda: ready.exists() and ready.read_text())
     parent.kill()
     parent.wait()
-    wait_for(lambda: has_ended(int(ready.read_text())))
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a process is gone, or is a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return stat.rpartition(")")[2].split()[0] in {"Z", "X"}
+    wait_for(has_ended)

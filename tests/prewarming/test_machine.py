@@ -1,26 +1,33 @@
-"""Prewarming and the machine: parallel jobs, targets of the visible GPUs, and loading on them."""
+"""Prewarming and the machine: jobs, GPUs and their targets, and the kernels that calls take."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import mlagen
+from mlagen.families.common.plan_sm80 import GqaProblemShape
+from mlagen.families.gqa import select as gqa_plan
+from mlagen.families.mla import select as mla_plan
+from mlagen.models.config import GqaModel, MlaModel, find_model, preset_names
+from mlagen.models.kernels import ServingOptions, model_specs
 from mlagen.prewarming import gpus, run
 from mlagen.prewarming.jobs import usable_jobs
 from mlagen.runtime.device import DeviceFacts
+from mlagen.settings import P_DTYPES
+from mlagen.spec.arch import ARCHS, Arch
+from mlagen.spec.dtype import DType
+from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.kernel import KernelSpec
+from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
+from tests.fixture_types import Patch
 
-CPUS = 8
-GIB = 1 << 30
-
-
-GROUP = "sys/fs/cgroup"
-
-
+CPUS, GIB, GROUP = 8, 1 << 30, "sys/fs/cgroup"
 OLD_QUOTA = (f"{GROUP}/cpu/cpu.cfs_quota_us", f"{GROUP}/cpu/cpu.cfs_period_us")
 
 
@@ -43,7 +50,7 @@ OLD_QUOTA = (f"{GROUP}/cpu/cpu.cfs_quota_us", f"{GROUP}/cpu/cpu.cfs_period_us")
     ids=str,
 )
 def test_the_tightest_limit_decides(
-    files: dict[str, str], jobs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: dict[str, str], jobs: int, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """A container of two CPUs on a machine of a hundred compiles two kernels in parallel."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(CPUS)))
@@ -67,7 +74,7 @@ NATIVE = "arch: expected a supported GPU for native, got"
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[DeviceFacts]:
+def seen(monkeypatch: Patch) -> list[DeviceFacts]:
     """Return the GPUs that the driver reports."""
     seen: list[DeviceFacts] = []
     monkeypatch.setattr(gpus, "visible_devices", lambda: seen)
@@ -86,12 +93,8 @@ def test_native_is_the_targets_of_the_visible_gpus(seen: list[DeviceFacts]) -> N
     ("of_machine", "options", "message"),
     [
         ((), {}, f"{NATIVE} none; name targets instead, such as sm_90a"),
-        ((gpu(0, 7, 5),), {}, f"{NATIVE} GPU (7.5); name targets instead, such as sm_90a"),
-        (
-            (gpu(0, 9, 0),),
-            {**SMALL, "load": True},
-            "load: expected a visible GPU for sm_80, got sm_90a",
-        ),
+        ([(7, 5)], {}, f"{NATIVE} GPU (7.5); name targets instead, such as sm_90a"),
+        ([(9, 0)], {**SMALL, "load": True}, "load: expected a visible GPU for sm_80, got sm_90a"),
     ],
     ids=["no GPU", "an unsupported one", "load on another target"],
 )
@@ -99,7 +102,7 @@ def test_a_target_without_a_gpu_is_rejected(
     of_machine: Any, options: Any, message: str, seen: list[DeviceFacts], cache_dir: Path
 ) -> None:
     """The message names the GPUs found and an explicit target, and nothing is compiled."""
-    seen += of_machine
+    seen += (gpu(0, *capability) for capability in of_machine)
     with pytest.raises(mlagen.UnsupportedError) as raised:
         mlagen.prewarm(**options)
     assert str(raised.value) == message
@@ -108,7 +111,7 @@ def test_a_target_without_a_gpu_is_rejected(
 
 @pytest.mark.parametrize("is_writable", [True, False])
 def test_load_loads_each_kernel_on_each_gpu_of_its_target(
-    is_writable: bool, seen: list[DeviceFacts], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+    is_writable: bool, seen: list[DeviceFacts], cache_dir: Path, monkeypatch: Patch
 ) -> None:
     """Kernels are loaded on the GPUs of their target, from memory if the cache is unwritable."""
     seen += gpu(0, 8, 0), gpu(1, 9, 0), gpu(2, 8, 0)
@@ -122,3 +125,77 @@ def test_load_loads_each_kernel_on_each_gpu_of_its_target(
     assert [unit.status for unit in report.units] == ["built", "built"]
     assert loaded == [(unit.spec, device) for unit in report.units for device in (0, 2)]
     assert report.loaded == 4
+
+
+TPS, Q_LENS, KV_DTYPES = (1, 2, 4, 8), (1, 2, 4), (DType.BF16, DType.E4M3)
+PLANS = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_sm80_call)
+
+
+@pytest.fixture(params=ARCHS, ids=str)
+def arch(request: pytest.FixtureRequest, monkeypatch: Patch) -> Iterator[Arch]:
+    """Simulate a GPU 0 of that architecture."""
+    of_gpu: Arch = request.param
+    major, minor = divmod(of_gpu.number, 10)
+    facts = gpu(0, major, minor)
+    for module in (mla_plan, gqa_plan):
+        monkeypatch.setattr(module, "arch_of_device", lambda _: of_gpu)
+        monkeypatch.setattr(module, "device_facts", lambda _: facts)
+    for plan in PLANS:
+        plan.cache_clear()
+    yield of_gpu
+    for plan in PLANS:
+        plan.cache_clear()
+
+
+def tps(model: MlaModel | GqaModel) -> list[int]:
+    """Return tensor-parallel sizes that divide the heads."""
+    return [tp for tp in TPS if model.heads % tp == 0]
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_call_finds_its_kernel(name: str, arch: Arch) -> None:
+    """The kernel of every call is among those of its model."""
+    model = find_model(name)
+    use = ServingOptions(tp=tps(model), q_lens=Q_LENS, kv_dtypes=KV_DTYPES)
+    taken = _mla_calls(model) if isinstance(model, MlaModel) else _gqa_calls(model)
+    assert {*taken} - {*model_specs(arch, model, use)} == set()
+
+
+def _mla_calls(model: MlaModel) -> Iterator[object]:
+    lookups = ("paged", "sparse") if model.is_sparse else ("paged",)
+    pairs = [(DType.BF16, kv) for kv in KV_DTYPES] + [(DType.E4M3, DType.E4M3)]
+    for tp, q_len, (query, kv), lookup in product(tps(model), Q_LENS, pairs, lookups):
+        variant = MlaVariant(
+            query_dtype=query,
+            kv_dtype=kv,
+            kv_lora_rank=model.kv_lora_rank,
+            qk_rope_head_dim=model.qk_rope_head_dim,
+            lookup=lookup,
+        )
+        if not any(row.covers(variant) for row in SUPPORTED):
+            assert (model.qk_rope_head_dim, query) == (0, DType.E4M3)  # no kernel supports that
+            continue
+        shape = {"batch": 4, "q_len": q_len, "tile_q_len": q_len, "tokens": 4 * q_len}
+        heads = model.heads // tp
+        call = {"device": 0, "variant": variant, "heads": heads, "max_kv_len": 100_000, **shape}
+        yield mla_plan.plan_call(**call)[0]
+        for p_dtype_choice in P_DTYPES:
+            sm90 = mla_plan.plan_mla_sm90_call(**call, p_dtype_choice=p_dtype_choice)
+            if sm90 is not None:
+                yield sm90[0]
+
+
+def _gqa_calls(model: GqaModel) -> Iterator[object]:
+    dtypes = {"query_dtype": DType.BF16, "out_dtype": DType.BF16}
+    for tp, q_len, kv, page_size in product(tps(model), Q_LENS, KV_DTYPES, (16, 64)):
+        variant = GqaVariant(**dtypes, kv_dtype=kv, head_dim=model.head_dim, page_size=page_size)
+        shape = GqaProblemShape(
+            batch=4,
+            q_len=q_len,
+            max_q_len=q_len,
+            heads=model.heads // tp,
+            kv_heads=max(1, model.kv_heads // tp),
+            total_rows=4 * q_len * model.heads // tp,
+            max_kv_len=100_000,
+        )
+        yield gqa_plan.plan_gqa_sm80_call(0, variant, shape)[0]

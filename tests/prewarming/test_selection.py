@@ -1,4 +1,4 @@
-"""Kernel selection of a prewarm: by models, kernel texts or spec fields, in files and records."""
+"""Kernel selection of a prewarm: arguments, spec files and records, and what each rejects."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ import pytest
 
 import mlagen
 from mlagen import engine
+from mlagen.errors import ArgumentError
 from mlagen.models.config import find_model
 from mlagen.models.kernels import ServingOptions, model_specs
 from mlagen.prewarming.record_file import read_record
 from mlagen.prewarming.selection import selected_specs
-from mlagen.prewarming.spec_file import read_spec_file, specs_of_file
+from mlagen.prewarming.spec_file import KEYS, read_spec_file, specs_of_file
 from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.selection import select_specs
+from tests.fixture_types import Log, Patch
 from tests.kernels import COMBINE, SM_80, SM_90A, gqa_sm80, mla_sm80, mla_sm90
 
 V3, LLAMA = find_model("deepseek-v3"), find_model("llama-3-8b")
@@ -37,7 +39,7 @@ def unique(specs: Iterable[Any]) -> list[Any]:
 
 
 def test_models_are_selected_on_every_architecture() -> None:
-    """Each model is selected on each architecture, without duplicates, by its serving options."""
+    """Each is selected without duplicates, by its serving options; ``families`` filters kernels."""
     specs = selected("sm_90a,sm_80", models="deepseek-v3,llama-3-8b", tp=[1, 8], q_len=2)
     wanted = {"dtype": "fp16", "kv_dtype": ["e4m3"], "page_size": 48, "lookup": "sparse"}
 
@@ -49,30 +51,14 @@ def test_models_are_selected_on_every_architecture() -> None:
     )
     v32 = model_specs(SM_80, find_model("deepseek-v3.2"), use)
     assert selected(models=["deepseek-v3.2"], wanted=wanted) == v32
-
-
-def test_families_filter_the_kernels_of_a_model() -> None:
-    """``families`` filters the kernels of a model, for instance to the sm80 kernel."""
     assert selected("sm_90a", models="deepseek-v3", tp=8, families=["mla_sm80"]) == [mla_sm80()]
 
 
-@pytest.mark.parametrize(
-    ("kernels", "specs"),
-    [
-        (COMBINE, [COMBINE]),
-        (str(COMBINE), [COMBINE]),
-        ([COMBINE, str(COMBINE)], [COMBINE]),
-        ([], []),
-    ],
-    ids=["a spec", "a text", "several", "none"],
-)
-def test_a_kernel_is_selected_by_spec_or_by_text(kernels: Any, specs: list[Any]) -> None:
-    """Explicit kernels are the whole selection, for any architectures."""
-    assert selected("native", kernels=kernels) == specs
-
-
 def test_kernels_and_models_are_combined() -> None:
-    """They have no duplicates; without both, the supported kernels are filtered."""
+    """Specs and texts alone are the whole selection; without both, kernels are filtered."""
+    for kernels in (COMBINE, str(COMBINE), [COMBINE, str(COMBINE)]):
+        assert selected("native", kernels=kernels) == [COMBINE]
+    assert selected("native", kernels=[]) == []
     wanted: dict[str, Any] = {"kv_lora_rank": 512, "dtype": "bf16"}
     given = [COMBINE, gqa_sm80(arch=SM_80)]
     report = mlagen.prewarm(
@@ -137,16 +123,12 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "record.jsonl"
 
 
-@pytest.mark.parametrize("text", LINES, ids=["no call", "no newline", "several processes"])
-def test_each_kernel_of_a_record_is_selected_once(text: str, log: Path) -> None:
-    """Several processes may write the same file; empty lines are skipped."""
-    log.write_text(text)
-    assert read_record(log) == LINES[text]
-    assert bool(read_record(log, archs="sm_80")) == bool(text)
-
-
-def test_on_another_architecture_the_same_calls_are_served(log: Path) -> None:
-    """With ``archs``, the record selects the kernels that the same calls take there."""
+def test_each_kernel_of_a_record_is_selected_once(log: Path) -> None:
+    """Empty lines are skipped; with ``archs``, the same calls select their kernels there."""
+    for text, specs in LINES.items():
+        log.write_text(text)
+        assert read_record(log) == specs
+        assert bool(read_record(log, archs="sm_80")) == bool(text)
     log.write_text(line_of(mla_sm90()) + line_of(gqa_sm80()))
     specs = read_record(log, archs="sm_80")
     assert {mla_sm80(arch=SM_80), gqa_sm80(arch=SM_80), COMBINE} <= {*specs}
@@ -154,9 +136,7 @@ def test_on_another_architecture_the_same_calls_are_served(log: Path) -> None:
 
 
 @pytest.mark.parametrize("end", [1, 30, -1])
-def test_an_incomplete_last_line_is_skipped(
-    end: int, log: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_incomplete_last_line_is_skipped(end: int, log: Path, caplog: Log) -> None:
     """The run ended while writing it; the warning has the line number."""
     log.write_text(line_of(COMBINE) + line_of(gqa_sm80()).rstrip("\n")[:end])
     with caplog.at_level(logging.WARNING, "mlagen"):
@@ -164,9 +144,119 @@ def test_an_incomplete_last_line_is_skipped(
     assert caplog.messages == [f"{log}:2: skipped a line without its end"]
 
 
-def test_a_record_of_the_engine_is_read(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_of_the_engine_is_read(log: Path, monkeypatch: Patch) -> None:
     """A record written by a run can be prewarmed."""
     monkeypatch.setenv("MLAGEN_RECORD", str(log))
     current_settings.cache_clear()
     engine.find_or_build(COMBINE)
     assert read_record(log) == [COMBINE]
+
+
+SERVED: dict[str, Any] = {"models": "deepseek-v3"}
+ALONE = "expected none beside kernels, without models, got"
+FAMILIES = (
+    "mla_sm80, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv, gqa_sm80, gqa_sm90, combine, combine_states"
+)
+DTYPES = "bf16, fp16, e4m3, int8, nvfp4, fp8_ds_mla, fp8_per_token"
+INT = "expected an int, 1 or more, got"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (SERVED | {"tp": 0}, f"tp: {INT} 0"),
+        (SERVED | {"tp": True}, f"tp: {INT} True"),
+        (SERVED | {"q_len": [0]}, f"q_len: {INT} 0"),
+        (SERVED | {"tp": []}, "tp: expected one or more beside models, got none"),
+        (SERVED | {"heads": 16}, "heads: expected none beside models, which define it, got "),
+        (SERVED | {"kv_heads": 16}, "kv_heads: expected none beside models, which define it"),
+        (SERVED | {"wanted": {"mask": "bias"}}, "mask: expected none beside models, got 'bi"),
+        (SERVED | {"wanted": {"page_size": "64"}}, f"page_size: {INT} "),
+        (
+            SERVED | {"wanted": {"kv_dtype": "fp8"}},
+            f"kv_dtype: expected one of {DTYPES}, got 'fp8'",
+        ),
+        (SERVED | {"wanted": {"lookup": "dense"}}, "lookup: expected one of paged, sparse, got "),
+        (SERVED | {"families": ["mla"]}, f"family: expected one of {FAMILIES}, got 'mla'"),
+        ({"kernels": COMBINE, "families": ["mla_sm80"]}, f"families: {ALONE} ['mla_sm80']"),
+        ({"kernels": COMBINE, "wanted": {"dtype": "bf16"}}, f"dtype: {ALONE} 'bf16'"),
+    ],
+    ids=str,
+)
+def test_conflicting_arguments_are_rejected(arguments: dict[str, Any], message: str) -> None:
+    """A conflicting argument is rejected instead of ignored; `mlagen prewarm` has more cases."""
+    with pytest.raises(ArgumentError) as caught:
+        selected_specs("sm_80", **{"wanted": {}, **arguments})
+    assert str(caught.value).startswith(message)
+
+
+def test_a_timeout_needs_isolation_and_must_be_positive() -> None:
+    """A compiling thread cannot be killed, so a timeout needs isolation."""
+    seconds = "expected more than 0 seconds, got"
+    for timeout_s, isolate, message in (
+        (1.0, False, "expected isolate beside it, got 1.0 alone"),
+        (0.0, True, f"{seconds} 0.0"),
+        (float("nan"), True, f"{seconds} nan"),
+    ):
+        with pytest.raises(ArgumentError, match=f"^timeout_s: {message}$"):
+            mlagen.prewarm(kernels=[COMBINE], timeout_s=timeout_s, isolate=isolate)
+
+
+RULE = "expected a list of tables 'kernel', and nothing else, got "
+NUMBER = "expected a number or a list of them, got"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[kernel]", "expected TOML, got Expected "),
+        ('{"kernel": [}', "expected JSON, got Expecting value: "),
+        ("\xff", "expected TOML, got 'utf-8' codec can't decode"),
+        ("", f"{RULE}nothing"),
+        ("[kernel]", f"{RULE}'kernel'"),
+        ('{"kernel": []}', f"{RULE}'kernel'"),
+        ("[[kernel]]\n[[kernels]]", f"{RULE}'kernel', 'k"),
+        ('{"kernel": [1]}', "kernel 1: expected a table, got 1"),
+        (
+            "[[kernel]]\nmodel = 'kimi-k2'\n[[kernel]]\npagesize = 64",
+            f"kernel 2: expected keys out of {', '.join(KEYS)}, got 'pagesize'",
+        ),
+        ("[[kernel]]\npage_size = '64'", f"kernel 1: page_size: {NUMBER} '64'"),
+        ("[[kernel]]\ntp = true", f"kernel 1: tp: {NUMBER} True"),
+        ("[[kernel]]\ndtype = [16]", "kernel 1: dtype: expected a text or a list of them, got [1"),
+        ("[[kernel]]\nmodel = 'gpt-5'", "kernel 1: model: expected one of "),
+        ("[[kernel]]\nmodel = 'kimi-k2'\ntp = 0", f"kernel 1: tp: {INT}"),
+        ("[[kernel]]\narch = 'sm_70'", "kernel 1: arch: expected one of sm_80, "),
+        ("[[kernel]]\nkernel = 'x'", "kernel 1: kernel: expected family(name=value, ...), got"),
+    ],
+)
+def test_a_mistake_in_a_spec_file_is_rejected(text: str, message: str) -> None:
+    """The message has file, table, key, rule and value."""
+    with pytest.raises(ArgumentError) as caught:
+        specs_of_file("a", text.encode("latin-1"), archs="sm_80")
+    assert str(caught.value).startswith(f"a: {message}")
+
+
+RECORD = 'expected a record such as {"kernel": "..."}, got '
+TEXT = "kernel: expected family(name=value, ...), got 'x'"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("compiling x\n", f"{RECORD}'compiling x'"),
+        ("{}\n", f"{RECORD}'{{}}'"),
+        ("[1]\n", f"{RECORD}'[1]'"),
+        ('{"kernel": 1}\n', f"{RECORD}'{{\"kernel\": 1}}'"),
+        ('{"kernel": "x"}\n', TEXT),
+        ('{"kernel": "x"}', TEXT),
+        ('{"kernel": "comb\n', f'{RECORD}\'{{"kernel": "comb\''),
+        ("ÿ" * 61 + "\n", f"{RECORD}'{'ÿ' * 60}...'"),
+    ],
+)
+def test_an_invalid_line_of_a_record_is_rejected(line: str, message: str, log: Path) -> None:
+    """The message has file, line, rule and content."""
+    log.write_text(f'{{"kernel": "{COMBINE}"}}\n{line}', encoding="utf-8")
+    with pytest.raises(ArgumentError) as caught:
+        read_record(log)
+    assert str(caught.value) == f"{log}:2: {message}"

@@ -1,20 +1,26 @@
-"""Formats, inputs and reference of cases, and calls of mlagen on the CPU backend."""
+"""Formats, inputs and reference of cases, and outcomes of calls; tests/gpu has those of a GPU."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+import mlagen
 import tests.problems.reference
-from cache_tools.benchmark.calls import mlagen_call
-from cache_tools.benchmark.formats import Stored, dequantize, element_scale, random_cache
+from cache_tools.benchmark.calls import Call, mlagen_call
+from cache_tools.benchmark.formats import dequantize, random_cache
+from cache_tools.benchmark.gpu import outcomes_of, smi_facts
 from cache_tools.benchmark.inputs import Inputs, make_inputs
+from cache_tools.benchmark.outcomes import Outcome
 from cache_tools.benchmark.reference import attend, relative_error
 from cache_tools.benchmark.selection import case_of
 from mlagen.spec.dtype import DType
-from tests.problems import mla_rows
+from tests.cache_tools.conftest import raising
+from tests.fixture_types import Patch
 
 KV_DTYPES = ("bf16", "fp16", "e4m3", "fp8_ds_mla", "int8", "nvfp4")
 
@@ -87,17 +93,6 @@ def test_reference_and_call_are_attention_in_float64(family: str, facts: dict[st
     assert relative_error(call(1), expected) > 0.5
 
 
-def test_the_softmax_scale_is_that_of_a_model_with_such_dims() -> None:
-    """Before weight absorption DeepSeek-V3 has 192 dims, GLM-5.3 256."""
-    given: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("mla", {}),
-        ("mla", {"qk_rope_head_dim": 0}),
-        ("gqa", {"head_dim": 64}),
-    )
-    scales = [inputs_of(family, 1, **facts).scale for family, facts in given]
-    assert scales == [192**-0.5, 1 / 16, 1 / 8]
-
-
 def test_an_error_is_relative_to_the_norm() -> None:
     """Differences of 3 and 4 with a norm of 50 are an error of 0.1; a missing token is found."""
     expected = torch.tensor([[30.0, 40.0], [0.0, 0.0]])
@@ -124,10 +119,13 @@ def test_every_request_has_pages_of_its_own() -> None:
     assert inputs.values[0] is inputs.keys[0]
 
 
-@pytest.mark.parametrize(("page_size", "width"), [(16, 8), (64, 2), (1, 128), (256, 1)])
-def test_tables_cover_a_multiple_of_128_tokens(page_size: int, width: int) -> None:
-    """FlashInfer's XQA requires it."""
-    assert inputs_of("gqa", page_size=page_size).block_tables.shape == (3, width)
+def test_scales_are_those_of_models_and_tables_cover_a_multiple_of_128_tokens() -> None:
+    """Before weight absorption DeepSeek-V3 has 192 dims, GLM-5.3 256; XQA requires such tables."""
+    assert inputs_of("mla", 1).scale == 192**-0.5
+    assert inputs_of("mla", 1, qk_rope_head_dim=0).scale == 1 / 16
+    assert inputs_of("gqa", 1, head_dim=64).scale == 1 / 8
+    for page_size, width in ((16, 8), (64, 2), (1, 128), (256, 1)):
+        assert inputs_of("gqa", page_size=page_size).block_tables.shape == (3, width)
 
 
 def test_sets_differ_in_content_alone_and_are_reproducible() -> None:
@@ -163,22 +161,92 @@ def test_values_have_about_unit_variance(dtype: DType) -> None:
     assert float(values.std()) == pytest.approx(1, rel=0.1)
 
 
-def test_scaled_formats_are_decoded() -> None:
-    """The lower half of a byte of NVFP4 comes first, a scale is for 16; INT8 has that of a call."""
-    data = torch.tensor([[0x2F, 0x10, *[0] * 6]], dtype=torch.uint8)
-    scales = torch.tensor([[2.0]]).to(torch.float8_e4m3fn)
-    nvfp4 = dequantize(DType.NVFP4, Stored(data=data, block_scales=scales))
-    int8 = dequantize(DType.INT8, Stored(data=torch.tensor([[64]], dtype=torch.int8)))
-    assert nvfp4.tolist() == [[-12.0, 2.0, 0.0, 1.0, *[0.0] * 12]]
-    assert int8.item() == 64 * element_scale(DType.INT8) == 2.0
+class Times:
+    """Times that encode the number of sets and the number of measurements before."""
+
+    taken: ClassVar[list[str]] = []
+
+    def __init__(self, _call: Call, sets: int) -> None:
+        self.sets = sets
+
+    def median_us(self, mode: str) -> float:
+        """Return another time for every measurement."""
+        self.taken.append(mode)
+        return 100.0 * len(self.taken) + self.sets
 
 
-@pytest.mark.parametrize(("width", "row_bytes"), [(576, 656), (512, 528)])
-def test_fp8_ds_mla_rows_are_those_of_the_kernels(width: int, row_bytes: int) -> None:
-    """Packed rows decode to the elements that the kernel tests expect of the same bytes."""
-    stored = random_cache(DType.FP8_DS_MLA, (5, width), torch.Generator().manual_seed(0))
-    values = dequantize(DType.FP8_DS_MLA, stored)
-    again = mla_rows.store(values, 512, "fp8_ds_mla")
-    assert stored.data.shape == (5, row_bytes)
-    assert torch.equal(again.rows, stored.data)
-    assert torch.equal(again.elements.float(), values)
+@pytest.fixture
+def inputs() -> Inputs:
+    """Return three small input sets, before any measurement."""
+    Times.taken.clear()
+    return make_inputs(case_of("mla", batch=1, seq_len=20, heads=4), 3, "cpu")
+
+
+def measure(inputs: Inputs, **makes: Callable[[Inputs], Call]) -> dict[str, Outcome]:
+    """Return the outcomes of the libraries."""
+    return outcomes_of(makes, inputs, attend(inputs), "model", Times)
+
+
+def test_libraries_are_timed_by_turns(inputs: Inputs) -> None:
+    """Each is timed twice, the second time in reverse, and the mean of both is its time."""
+    outcomes = measure(inputs, a=mlagen_call, b=mlagen_call)
+    assert [outcome.us for outcome in outcomes.values()] == [253.0, 253.0]
+    assert Times.taken == ["model"] * 4
+    for outcome in outcomes.values():
+        assert outcome.error is not None
+        assert 0 < outcome.error < inputs.case.error_bound
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (mlagen.UnsupportedError("no MLA decode kernel"), "no MLA decode kernel"),
+        (AssertionError("head_dim\nand more"), "AssertionError: head_dim"),
+        (RuntimeError("x" * 500), f"RuntimeError: {'x' * 160}"),
+    ],
+    ids=["of mlagen", "of several lines", "long"],
+)
+def test_an_error_is_reported_on_one_line(error: Exception, problem: str, inputs: Inputs) -> None:
+    """An exception of a library is the problem of its case only, and stops no other."""
+    outcomes = measure(inputs, a=raising(error), b=mlagen_call)
+
+    assert outcomes["a"] == Outcome(problem=problem)
+    assert outcomes["b"].us == 153.0
+
+
+def test_a_failure_while_timed_or_nan_has_no_time(inputs: Inputs, monkeypatch: Patch) -> None:
+    """A call that fails in its second measurement has no result; NaN is not timed."""
+    median_us = Times.median_us
+
+    def fail_late(self: Times, mode: str) -> float:
+        if len(Times.taken) == 1:
+            raise RuntimeError("captured")
+        return median_us(self, mode)
+
+    monkeypatch.setattr(Times, "median_us", fail_late)
+    assert measure(inputs, a=mlagen_call)["a"] == Outcome(problem="RuntimeError: captured")
+
+    Times.taken.clear()
+    inputs.keys[0].data.fill_(torch.nan)
+    problem = "result: expected finite numbers, got NaN or infinity"
+    assert measure(inputs, mlagen=mlagen_call) == {"mlagen": Outcome(problem=problem)}
+    assert Times.taken == []
+
+
+FACTS = ("driver", "power_limit_w", "max_sm_mhz", "max_memory_mhz")
+
+
+@pytest.mark.parametrize(
+    ("printed", "facts"),
+    [(None, (None,) * 4), ("580.1, 700.00, 1980, [N/A]", ("580.1", 700.0, 1980.0, None))],
+)
+def test_facts_are_those_of_nvidia_smi(
+    printed: str | None, facts: tuple[object, ...], monkeypatch: Any, tmp_path: Path
+) -> None:
+    """The driver is text, limits are numbers; what it does not report, or without it, is None."""
+    if printed is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{printed}'\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: object())
+    assert smi_facts(0) == dict(zip(FACTS, facts, strict=True))

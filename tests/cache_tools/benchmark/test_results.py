@@ -1,4 +1,4 @@
-"""Steps, document and table of a benchmark, and earlier results beside it."""
+"""Steps, document, table and plot of a benchmark, and earlier results beside it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from cache_tools.benchmark.comparison import (
     read_document,
 )
 from cache_tools.benchmark.outcomes import FIELDS, Outcome
+from cache_tools.benchmark.plot import draw, write_plot
 from cache_tools.benchmark.run import Step, run_cases
 from cache_tools.benchmark.selection import case_of
 from cache_tools.benchmark.table import print_changes, print_results, problems_of
@@ -102,7 +103,11 @@ HALF, LATE = Outcome(us=500.0, error=1e-3), Outcome(us=2000.0, error=1e-3)
 
 
 def test_every_part_begins_and_ends() -> None:
-    """Ceilings come first; each part has a step at its start, and one with a line at its end."""
+    """Ceilings come first, with the FP8 rate of FP8 queries; steps begin each part, and end it."""
+    for dtype, ceilings in (("bf16", "ceilings"), ("e4m3", "ceilings with fp8")):
+        machine = FakeMachine()
+        run_cases([case_of("mla", dtype=dtype, kv_dtype="e4m3")], machine, lambda _: None)
+        assert machine.calls[0] == ceilings
     steps: list[Step] = []
     run_cases(CASES[:1], FakeMachine(), steps.append)
     line = "read 4000 GB/s, GEMM bf16 800 TFLOP/s"
@@ -128,14 +133,6 @@ def test_every_case_runs_in_every_mode_and_a_line_marks_a_failure() -> None:
     assert [line for line in lines if line][1:] == [
         f"{time}  {name}" for time, name in zip(times, names, strict=True)
     ]
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
-def test_the_fp8_rate_is_measured_on_demand(dtype: str) -> None:
-    """An FP8 KV cache alone does not need it."""
-    machine = FakeMachine()
-    run_cases([case_of("mla", dtype=dtype, kv_dtype="e4m3")], machine, lambda _: None)
-    assert machine.calls[0] == ("ceilings with fp8" if dtype == "e4m3" else "ceilings")
 
 
 def test_the_document_has_the_documented_names() -> None:
@@ -196,24 +193,20 @@ def printed(document: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> lis
     return capsys.readouterr().out.removesuffix("\n").split("\n\n")
 
 
-def test_what_is_unknown_is_left_out_of_the_header(capsys: pytest.CaptureFixture[str]) -> None:
-    """A missing driver, power cap, clock, compiler and commit leave no gap."""
-    unknown = dict.fromkeys(("driver", "power_limit_w", "max_sm_mhz", "nvrtc", "commit"))
-    header, _table = printed(results() | unknown, capsys)
-    lines = ["GPU       NVIDIA H200", f"mlagen    {mlagen.__version__}, torch 2.11.0"]
-    assert header.splitlines()[:2] == lines
-
-
 def test_each_mode_with_ratios_has_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
-    """It counts the cases in which mlagen is faster, as fast and slower, and has the mean ratio."""
+    """It counts cases, and has the mean ratio; what is unknown is left out of the header."""
     times = iter([1009.0, 500.0, 2000.0, 4000.0])
     machine = FakeMachine(fa3=lambda _: Outcome(us=next(times), error=1e-3))
 
     found = run_cases(CASES, machine, lambda _: None, ["fresh", "model"])
+    unknown = dict.fromkeys(("driver", "power_limit_w", "max_sm_mhz", "nvrtc", "commit"))
+    header, _, summary = printed(found | unknown, capsys)
 
+    lines = [" ".join(line.split()) for line in header.splitlines()[:2]]
+    assert lines == ["GPU NVIDIA H200", f"mlagen {mlagen.__version__}, torch 2.11.0"]
     begin = "of 2 cases with a baseline, faster than the best in"
     mean = "geometric mean of the ratios"
-    assert printed(found, capsys)[2].splitlines() == [
+    assert summary.splitlines() == [
         f"fresh: {begin} 0, within 1% in 1, slower in 1; {mean} 0.71, least 0.50",
         f"model: {begin} 2, within 1% in 0, slower in 0; {mean} 2.83, least 2.00",
     ]
@@ -239,3 +232,29 @@ def test_wrong_and_missing_results_are_marked_and_named(
     row = " ".join(printed(found, capsys)[1].splitlines()[1].split())
     assert row.endswith(f" {end}")
     assert list(problems_of(found)) == [f"{name}: {MLA}: {problems[name]}" for name in problems]
+
+
+def test_every_right_result_is_a_labelled_bar(tmp_path: Path) -> None:
+    """Bars have shares of the bound and ratios; the SVG files of equal results are equal."""
+    pytest.importorskip("matplotlib", reason="needs matplotlib, of the extra `bench`")
+    from matplotlib.patches import Rectangle
+
+    cases = [case_of("mla"), case_of("mla", heads=16), case_of("mla", dtype="e4m3")]
+    ours = dict(zip(cases, (RIGHT, WRONG, RIGHT), strict=True))
+    theirs = dict(zip(cases, (Outcome(us=1500.0, error=1e-3), RIGHT, FAILED), strict=True))
+    machine = FakeMachine(ours.__getitem__, theirs.__getitem__)
+    found = run_cases(cases, machine, lambda _: None)
+    png, *svg = (tmp_path / name for name in ("bars.png", "one.svg", "other.svg"))
+    for path in (png, *svg):
+        write_plot(found, path)
+    assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert png.stat().st_size > 10_000
+    assert svg[0].read_bytes() == svg[1].read_bytes()
+    assert ">mla bf16, 128 x 4096, 16 heads</text>" in svg[0].read_text()
+    (axes,) = draw(found).axes
+    bars = [bar for bar in axes.patches if isinstance(bar, Rectangle)]
+    texts = ["0.18, 1.50x", "0.12, fa3", "0.15, fa3", "0.09"]
+    legend = ["mlagen, and its speed over the baseline", "best baseline"]
+    assert [round(float(bar.get_width()), 2) for bar in bars] == [0.18, 0.12, 0.15, 0.09]
+    assert [text.get_text() for text in axes.texts] == texts
+    assert axes.get_legend_handles_labels()[1] == legend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,22 @@ from cache_tools.replay.document import read_dump
 from cache_tools.replay.rebuild import Rebuilt
 from mlagen.errors import ArgumentError
 from mlagen.observe.observed import observed
-from tests.cache_tools.conftest import Documented, Run, Start
+from tests.cache_tools.conftest import run, start, without
+from tests.fixture_types import Patch
 from tests.observed_calls import BUILDERS, built, observe
-from tests.problems.entry_points import trtllm_gqa_arguments, xqa_arguments
+from tests.problems.entry_points import ENTRY_POINTS
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import KINDS, MlaCase, mla_case
 
 
 @pytest.fixture(autouse=True)
-def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_gpu(monkeypatch: Patch) -> None:
     """Replay on CPU tensors, on a machine with a GPU too."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def folder(monkeypatch: Patch, tmp_path: Path) -> Path:
     """Request dumps in a folder."""
     folder = tmp_path / "dumps"
     observe(monkeypatch, MLAGEN_DUMP=str(folder))
@@ -55,21 +56,27 @@ def last_of(folder: Path) -> Path:
 
 def as_if_on_gpu(path: Path) -> None:
     """Edit a dump: its tensors were on a GPU, so it has no values; its call checked contents."""
+    set_variable(path, "MLAGEN_CHECK", "1")
     text = re.sub(r', "values": \[[^]]*\]', "", path.read_text(encoding="utf-8"))
-    data = json.loads(text.replace('"device": "cpu"', '"device": "cuda:0"'))
-    data["environment"]["MLAGEN_CHECK"] = "1"
+    path.write_text(text.replace('"device": "cpu"', '"device": "cuda:0"'))
+
+
+def set_variable(path: Path, name: str, value: str) -> None:
+    """Edit a dump: its process had a variable."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    data["environment"][name] = value
     path.write_text(json.dumps(data), encoding="utf-8")
 
 
-GQA = {
-    "several tokens, a mask": GqaCase(name="", seq_lens=(37, 9), q_len=3, mask="random"),
+TWO: dict[str, Any] = {"name": "", "seq_lens": (37, 9)}
+XQA = {
+    "several tokens, a mask": GqaCase(**TWO, q_len=3, mask="random"),
     "ragged": GqaCase(name="", seq_lens=(37, 9, 5), q_lens=(1, 3, 2)),
-    "heads first, fp4": GqaCase(name="", seq_lens=(37, 9), kv="nvfp4", layout="HND"),
-    "one tensor, a window, a sink": GqaCase(
-        name="", seq_lens=(37, 9), cache_layout="stacked", window=8, sink=1.0
-    ),
-    "int8": GqaCase(name="", seq_lens=(37, 9), kv="int8"),
+    "heads first, fp4": GqaCase(**TWO, kv="nvfp4", layout="HND"),
+    "int8": GqaCase(**TWO, kv="int8"),
 }
+STACKED = GqaCase(**TWO, cache_layout="stacked", window=8, sink=1.0)
+SMALL: dict[str, Any] = {"name": "", "seq_lens": (40, 9), "heads": 2}
 MLA = {
     **{
         kind: mla_case(kind, name=kind, seq_lens=(40, 3), page_size=8, heads=2)
@@ -77,57 +84,42 @@ MLA = {
         if ("over" not in kind and kind != "fp8_per_token") or kind.endswith("fp8_ds_mla")
     },
     "ragged": MlaCase(name="", seq_lens=(40, 9, 5), q_lens=(2, 0, 3), heads=2),
-    "no rope": MlaCase(name="", seq_lens=(40, 9), heads=2, qk_rope_head_dim=0),
-    "fp8_ds_mla, no rope": mla_case(
-        "bf16 over fp8_ds_mla", name="", seq_lens=(40, 9), heads=2, qk_rope_head_dim=0
-    ),
-    "sparse": MlaCase(name="", seq_lens=(40, 9), top_k=16, heads=2, q_len=2),
-    "values of other pages": MlaCase(name="", seq_lens=(40, 9), heads=2, values="other pages"),
+    "no rope": MlaCase(**SMALL, qk_rope_head_dim=0),
+    "fp8_ds_mla, no rope": mla_case("bf16 over fp8_ds_mla", **SMALL, qk_rope_head_dim=0),
+    "sparse": MlaCase(**SMALL, top_k=16, q_len=2),
+    "values of other pages": MlaCase(**SMALL, values="other pages"),
 }
-
-
+CASES: dict[str, dict[str, Any]] = {
+    "trtllm_gqa": {"HND": GqaCase(**TWO, layout="HND", kv_heads=3)},
+    "trtllm": MLA,
+    "xqa_batch": {**XQA, "one tensor, a window, a sink": STACKED},
+    "xqa": XQA,
+}
 Call = tuple[Callable[..., Any], dict[str, Any]]
 
 
-def builders() -> dict[str, Callable[[], Call]]:
-    """Return functions that build a call of each entry point, and calls of any kind."""
-    mla, gqa, xqa = (
-        observed(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla),
-        observed(mlagen.decode.xqa_batch_decode_with_kv_cache),
-        observed(mlagen.xqa.xqa),
-    )
-    calls: dict[str, Callable[[], Call]] = {name: partial(built, name) for name in BUILDERS}
-
-    def call(function: Callable[..., Any], case: Any) -> Call:
-        problem = case.build("cpu")
-        return function, xqa_arguments(problem) if function is xqa else problem.arguments()
-
-    trtllm = observed(mlagen.decode.trtllm_batch_decode_with_kv_cache)
-    calls["trtllm_gqa: HND"] = partial(_trtllm_call, trtllm)
-    tuples = {name: case for name, case in GQA.items() if case.cache_layout == "tuple"}
-    cases: dict[str, Any] = {"mla": (mla, MLA), "gqa": (gqa, GQA), "xqa": (xqa, tuples)}
-    for label, (function, named) in cases.items():
-        calls |= {f"{label}: {name}": partial(call, function, case) for name, case in named.items()}
-    return calls
+def of_case(name: str, case: Any) -> Call:
+    """Return the observed call of an entry point for a case."""
+    entry = ENTRY_POINTS[name]
+    return observed(entry.function), entry.arguments(case.build("cpu"))
 
 
-def _trtllm_call(function: Callable[..., Any]) -> Call:
-    problem = GqaCase(name="", seq_lens=(37, 9), layout="HND", kv_heads=3).build("cpu")
-    return function, trtllm_gqa_arguments(problem)
-
-
-CALLS = builders()
+CALLS: Mapping[str, Callable[[], Call]] = {name: partial(built, name) for name in BUILDERS} | {
+    f"{entry}: {name}": partial(of_case, entry, case)
+    for entry, cases in CASES.items()
+    for name, case in cases.items()
+}
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_any_call_is_replayed(name: str, folder: Path, document: Documented) -> None:
+def test_any_call_is_replayed(name: str, folder: Path) -> None:
     """Random contents of any layout, dtype, lengths and indices pass the checks of contents."""
     function, arguments = CALLS[name]()
     function(**arguments)
     path = last_of(folder)
     as_if_on_gpu(path)
 
-    found = document("replay", str(path), "--seed", "3", code=3)
+    found = run.json("replay", str(path), "--seed", "3", code=3)
 
     has_result = name not in {"constructor", "plan", "dense_plan", "plan_decode"}
     assert found["served_by"] == (["CPU backend"] if has_result else [])
@@ -136,9 +128,7 @@ def test_any_call_is_replayed(name: str, folder: Path, document: Documented) -> 
 
 
 @pytest.mark.parametrize("name", ["trtllm", "xqa", "run", "planless", "masks", "paged_flare"])
-def test_dumped_tensors_are_rebuilt_as_they_were(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_dumped_tensors_are_rebuilt(name: str, monkeypatch: Patch, tmp_path: Path) -> None:
     """Contents, strides and offsets are those of the call, and the result is the same."""
     observe(monkeypatch, MLAGEN_DUMP=str(tmp_path), MLAGEN_DUMP_TENSORS="1")
     function, arguments = built(name)
@@ -182,7 +172,7 @@ def test_views_of_one_tensor_share_memory_again(folder: Path) -> None:
     assert bool(rope.any())
 
 
-def test_a_call_on_a_gpu_is_not_compared_without_one(dumped: Path, run: Run) -> None:
+def test_a_call_on_a_gpu_is_not_compared_without_one(dumped: Path) -> None:
     """The text has the seed, and says that the kernels did not run; the exit code is 3."""
     as_if_on_gpu(dumped)
     result = run("replay", str(dumped), "--seed", "3")
@@ -192,16 +182,14 @@ def test_a_call_on_a_gpu_is_not_compared_without_one(dumped: Path, run: Run) -> 
     assert result.stdout.endswith("\nnothing compared: the call was on a GPU\n")
 
 
-def test_a_missing_numpy_causes_no_warning(dumped: Path, start: Start) -> None:
+def test_a_missing_numpy_causes_no_warning(dumped: Path) -> None:
     """The NumPy warning of torch is suppressed: no command uses NumPy."""
-    _, errors = start("replay", str(dumped), without=("numpy",)).communicate(timeout=100)
+    _, errors = start("replay", str(dumped), before=without("numpy")).communicate(timeout=100)
     assert errors == ""
 
 
 @pytest.mark.parametrize("wrong", ["shape", "freed memory"])
-def test_a_call_that_raised_raises_again(
-    wrong: str, folder: Path, run: Run, document: Documented
-) -> None:
+def test_a_call_that_raised_raises_again(wrong: str, folder: Path) -> None:
     """The exit code is 1, and the text has both errors; without the GPU of the call too."""
     function, arguments = built("trtllm")
     if wrong == "shape":
@@ -210,11 +198,10 @@ def test_a_call_that_raised_raises_again(
         arguments["kv_cache"].untyped_storage().resize_(0)
     with pytest.raises(ArgumentError) as caught:
         function(**arguments)
+    path = last_of(folder)
     if wrong == "shape":
-        as_if_on_gpu(last_of(folder))
-
-    result = run("replay", str(last_of(folder)))
-    found = document("replay", str(last_of(folder)), code=1)
+        as_if_on_gpu(path)
+    result, found = run("replay", str(path)), run.json("replay", str(path), code=1)
 
     assert result.exit_code == 1
     assert found["error"] == found["dumped"]["error"] == f"ArgumentError: {caught.value}"
@@ -222,14 +209,10 @@ def test_a_call_that_raised_raises_again(
     assert "relative error  none: the call raised\n" in result.stdout
 
 
-def test_the_kernel_settings_of_the_dumped_process_apply(
-    dumped: Path, document: Documented
-) -> None:
+def test_the_kernel_settings_of_the_dumped_process_apply(dumped: Path) -> None:
     """An invalid one is the error of the replay; afterwards the own settings are back."""
-    data = json.loads(dumped.read_text(encoding="utf-8"))
-    data["environment"]["MLAGEN_MLA_KERNEL"] = "sm70"
-    dumped.write_text(json.dumps(data), encoding="utf-8")
-    found = document("replay", str(dumped), code=1)
+    set_variable(dumped, "MLAGEN_MLA_KERNEL", "sm70")
+    found = run.json("replay", str(dumped), code=1)
     assert found["error"].startswith("ArgumentError: MLAGEN_MLA_KERNEL: ")
     function, arguments = built("trtllm")
     function(**arguments)
@@ -237,7 +220,7 @@ def test_the_kernel_settings_of_the_dumped_process_apply(
 
 @pytest.mark.parametrize("offset", [0.0, 1.0], ids=["right", "wrong"])
 def test_the_result_of_a_gpu_is_compared_with_the_cpu_backend(
-    offset: float, dumped: Path, document: Documented, monkeypatch: pytest.MonkeyPatch
+    offset: float, dumped: Path, monkeypatch: Patch
 ) -> None:
     """A relative error above the bound is exit code 1; here the CPU stands for the GPU."""
     as_if_on_gpu(dumped)
@@ -252,7 +235,7 @@ def test_the_result_of_a_gpu_is_compared_with_the_cpu_backend(
     monkeypatch.setattr(replaying, "_gpu", lambda: torch.device("cpu"))
     monkeypatch.setattr(replaying, "_name_of", lambda _: "a GPU")
 
-    found = document("replay", str(dumped), code=int(bool(offset)))
+    found = run.json("replay", str(dumped), code=int(bool(offset)))
 
     assert (found["device"], found["error"]) == ("a GPU", None)
     assert (found["relative_error"] > found["error_bound"]) is bool(offset)

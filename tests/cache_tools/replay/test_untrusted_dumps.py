@@ -17,7 +17,8 @@ import torch
 from cache_tools.replay import run as replaying
 from cache_tools.replay.document import read_dump
 from mlagen.errors import ArgumentError
-from tests.cache_tools.conftest import Run
+from tests.cache_tools.conftest import run
+from tests.fixture_types import Patch
 from tests.observed_calls import built, observe
 
 QUERY: dict[str, Any] = {
@@ -31,7 +32,7 @@ QUERY: dict[str, Any] = {
 
 
 @pytest.fixture
-def path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def path(monkeypatch: Patch, tmp_path: Path) -> Path:
     """Return the dump of a call with contents."""
     observe(monkeypatch, MLAGEN_DUMP=str(tmp_path), MLAGEN_DUMP_TENSORS="1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -59,9 +60,7 @@ ANOTHER = "expected a file of MLAGEN_DUMP, got another"
     ],
     ids=["empty", "list", "record", "deep", "format", "bare", "large", "missing", "FIFO"],
 )
-def test_another_file_is_one_line(
-    content: str | None, message: str, run: Run, tmp_path: Path
-) -> None:
+def test_another_file_is_one_line(content: str | None, message: str, tmp_path: Path) -> None:
     """The exit code is that of bad usage, the line names the file, and no writer is waited for."""
     path = tmp_path / "dump.json"
     if content == "FIFO":
@@ -104,9 +103,7 @@ CHANGES: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("place", "value", "message"), CHANGES, ids=str)
-def test_a_value_that_no_dump_has_is_rejected(
-    place: str, value: Any, message: str, path: Path, run: Run
-) -> None:
+def test_a_value_of_no_dump_is_rejected(place: str, value: Any, message: str, path: Path) -> None:
     """Only tensors and classes of mlagen.mla are made, nothing beyond the memory is allocated."""
     data = json.loads(path.read_text(encoding="utf-8"))
     if place == "query":
@@ -155,7 +152,7 @@ REPLACEMENTS: dict[str, tuple[Callable[[Path, Planted], object], str]] = {
 
 @pytest.mark.parametrize(("replace", "message"), REPLACEMENTS.values(), ids=REPLACEMENTS)
 def test_a_file_of_no_tensors_is_rejected(
-    replace: Callable[[Path, Planted], object], message: str, path: Path, run: Run, tmp_path: Path
+    replace: Callable[[Path, Planted], object], message: str, path: Path, tmp_path: Path
 ) -> None:
     """No object but tensors is loaded, and none above the limit after decompression."""
     tensors = path.with_name(json.loads(path.read_text(encoding="utf-8"))["tensors"])
