@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import pytest
 import torch
 
-import mlagen.decode
-from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.errors import ArgumentError
+from tests.problems.batch_decode import run, wrapper_of
 from tests.problems.entry_points import ENTRY_POINTS, trtllm_gqa_arguments
-from tests.problems.gqa import GqaCase
+from tests.problems.gqa import GqaCase, GqaProblem
 from tests.problems.problem import E4M3
 
 TRTLLM = ENTRY_POINTS["trtllm_gqa"]
 SMALL = GqaCase(seq_lens=(70, 3), q_len=2, sink=3.0)
+
+
+def trtllm(problem: GqaProblem, query: torch.Tensor, out_dtype: torch.dtype | None) -> Any:
+    """Return the output of a query in a dtype."""
+    return TRTLLM.call(problem, query=query, out=None, out_dtype=out_dtype)
+
+
+def planned(problem: GqaProblem, query: torch.Tensor, out_dtype: torch.dtype | None) -> Any:
+    """Return the same of batch decode."""
+    wrapper = wrapper_of(problem, q_data_type=query.dtype, o_data_type=out_dtype)
+    return run(wrapper, problem, q=query)
 
 
 class TestTrtllmGqa:
@@ -62,18 +72,18 @@ class TestTrtllmGqa:
 
         problem.check(TRTLLM.call(problem, out=None, out_dtype=E4M3))
 
+    @pytest.mark.parametrize("call", [trtllm, planned])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, E4M3], ids=str)
-    def test_an_e4m3_query(self, dtype: torch.dtype, device: str) -> None:
+    def test_an_e4m3_query(self, dtype: torch.dtype, call: Any, device: str) -> None:
         """It gives the bits of the same query in 16 bits; its output is e4m3 by default."""
         problem = GqaCase(seq_lens=(70, 3), kv="e4m3").build(device)
         query, said = problem.query.to(E4M3), None if dtype is E4M3 else dtype
-        wide = query.to(torch.bfloat16 if said is None else said)
 
-        out = TRTLLM.call(problem, query=query, out=None, out_dtype=said)
+        out = call(problem, query, said)
 
         assert out.dtype is dtype
-        expected = TRTLLM.call(problem, query=wide, out=None, out_dtype=dtype)
-        assert torch.equal(out.float(), expected.float())
+        wide = query.to(torch.bfloat16 if said is None else said)
+        assert torch.equal(out.float(), call(problem, wide, dtype).float())
 
     def test_an_e4m3_query_without_storage(self, device: str) -> None:
         """It is rejected before it is converted."""
@@ -122,77 +132,3 @@ class TestTrtllmGqa:
         problem = GqaCase(seq_lens=(70, 3)).build(device)
 
         problem.check(TRTLLM.call(problem, q_len_per_req=None))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"out_dtype": "nvfp4"}, "out_dtype: not implemented, expected a torch.dtype, got 'nvfp4'"),
-        ({"o_sf_scale": 1.0}, "o_sf_scale: not implemented, expected None, got 1.0"),
-        ({"o_sf_vec_size": 16}, "o_sf_vec_size: not implemented, expected None, got 16"),
-        (
-            {"uses_shared_paged_kv_idx": False},
-            "uses_shared_paged_kv_idx: not implemented, expected True, got False",
-        ),
-        (
-            {"enable_block_sparse_attention": True},
-            "enable_block_sparse_attention: not implemented, expected False, got True",
-        ),
-        ({"cp_world": 2}, "cp_world: not implemented, expected 1, got 2"),
-        ({"cp_rank": 1}, "cp_rank: not implemented, expected 0, got 1"),
-        (
-            {"causal_seqlens_kv_global": torch.zeros(2)},
-            "causal_seqlens_kv_global: not implemented, expected None, got a tensor",
-        ),
-        (
-            {"request_order": torch.zeros(2)},
-            "request_order: not implemented, expected None, got a tensor",
-        ),
-        ({"request_order_plan": 1}, "request_order_plan: not implemented, expected None, got 1"),
-    ],
-    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
-)
-def test_what_no_kernel_serves_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
-    """The error names the keyword and what asks for nothing; no output is written."""
-    problem = SMALL.build("cpu")
-    out = problem.new_out(7.0)
-
-    with pytest.raises(UnsupportedError, match=re.escape(message)):
-        TRTLLM.call(problem, out=out, **changes)
-
-    assert (out == 7.0).all()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"backend": "cake"}, "backend: expected one of auto, xqa, trtllm-gen, got 'cake'"),
-        ({"out": "a word"}, "out: expected a torch.Tensor, got str"),
-        ({"out_dtype": "bf16"}, "out_dtype: expected a torch.dtype, got 'bf16'"),
-        ({"out_dtype": torch.float16}, "out_dtype: expected torch.bfloat16 (dtype of query"),
-        ({"bmm1_scale_log2": 1.0}, "bmm1_scale_log2: expected a torch.Tensor, got float"),
-        ({"cp_world": "one"}, "cp_world: expected an int, "),
-        ({"bf16q_fp8kv_transform_mode": "v"}, "expected one of k_only, separate_kv, got 'v'"),
-        ({"skip_softmax_threshold_scale_factor": "no"}, "_factor: expected a float, got 'no'"),
-        ({"multi_ctas_kv_counter_buffer": 1}, "_buffer: expected a torch.Tensor, got int"),
-        ({"max_q_len": 1.5}, "max_q_len: expected an int, "),
-        ({"sinks": []}, "sinks: expected a list of one tensor, got 0"),
-        ({"out": torch.zeros(4, 8, 128).half(), "out_dtype": torch.bfloat16}, "out.dtype: exp"),
-        (
-            {"cum_seq_lens_q": torch.tensor([0, 2, 4], dtype=torch.int32)},
-            "max_q_len: expected an int (required with cum_seq_lens_q), got None",
-        ),
-    ],
-    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
-)
-def test_invalid_keywords_are_rejected(changes: dict[str, Any], message: str) -> None:
-    """A keyword of a wrong type or an unknown name is named with its rule."""
-    problem = SMALL.build("cpu")
-
-    with pytest.raises(ArgumentError, match=re.escape(message)):
-        TRTLLM.call(problem, **changes)
-
-
-def test_the_name_is_that_of_flashinfer() -> None:
-    """The entry point is in ``mlagen.decode``."""
-    assert "trtllm_batch_decode_with_kv_cache" in mlagen.decode.__all__

@@ -11,9 +11,7 @@ from tests.problems.gqa_cases import LONG_CASES as LONG_GQA_CASES
 from tests.problems.mla import MlaCase
 from tests.problems.mla_cases import LONG_CASES
 from tests.test_batch_decode import TestBatchDecode
-from tests.test_batch_decode_aliases import TestDecodeAliases
 from tests.test_batch_mla import TestBatchMla
-from tests.test_batch_mla_plans import TestBatchMlaPlans
 from tests.test_cascade import TestCascade
 from tests.test_dcp import TestDcp
 from tests.test_entry_points import TestEntryPoints
@@ -25,14 +23,13 @@ from tests.test_mla import TestMla
 from tests.test_mla_parts import TestMlaParts
 from tests.test_packed_rows import TestPackedRows
 from tests.test_trtllm_gqa import TestTrtllmGqa
+from tests.test_wrappers import TestWrappers
 
 __all__ = [
     "TestBatchDecode",
     "TestBatchMla",
-    "TestBatchMlaPlans",
     "TestCascade",
     "TestDcp",
-    "TestDecodeAliases",
     "TestEntryPoints",
     "TestFlare",
     "TestFloat64",
@@ -42,6 +39,7 @@ __all__ = [
     "TestMlaParts",
     "TestPackedRows",
     "TestTrtllmGqa",
+    "TestWrappers",
 ]
 
 
