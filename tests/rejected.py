@@ -26,16 +26,19 @@ def rejects(message: str) -> Iterator[None]:
         yield
 
 
-def rejections(rows: Mapping[str, list[Row]]) -> pytest.MarkDecorator:
-    """Return the parametrisation of a test by the rows of each call."""
-    given = [
-        pytest.param(
-            call,
-            changes if isinstance(changes, dict) else {argument: changes},
-            argument + rest,
-            id=f"{call}: " + re.split("[:,]? expected|[.]{3}", argument + rest)[0],
-        )
-        for call, of_call in rows.items()
-        for argument, changes, rest in of_call
-    ]
-    return pytest.mark.parametrize(("call", "changes", "message"), given)
+def rejections(rows: list[Row]) -> pytest.MarkDecorator:
+    """Return the parametrisation of a test by changes of arguments, and their messages."""
+    return pytest.mark.parametrize(("changes", "message"), [_param(row) for row in rows])
+
+
+def rejections_of(rows: Mapping[str, list[Row]]) -> pytest.MarkDecorator:
+    """Return the parametrisation of a test by calls, changes of their arguments, and messages."""
+    params = [_param(row, call) for call, of_call in rows.items() for row in of_call]
+    return pytest.mark.parametrize(("call", "changes", "message"), params)
+
+
+def _param(row: Row, *call: str) -> Any:
+    argument, changes, rest = row
+    given = changes if isinstance(changes, dict) else {argument: changes}
+    rule = re.split("[:,]? expected|[.]{3}", argument + rest)[0]
+    return pytest.param(*call, given, argument + rest, id=": ".join((*call, rule)))

@@ -22,7 +22,7 @@ from tests.problems.batch_mla import (
 )
 from tests.problems.mla import KINDS
 from tests.problems.problem import E4M3, bf16, ints
-from tests.rejected import Row, rejections, rejects
+from tests.rejected import Row, rejections_of, rejects
 from tests.test_batch_mla import packed_arguments, split_plan
 
 PROBLEM = SOME.build("cpu")
@@ -212,7 +212,7 @@ UNDECLARED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 MESSAGES = [message for _, _, message in UNDECLARED]
 
 
-@rejections(ROWS)
+@rejections_of(ROWS)
 def test_a_call_is_rejected(call: str, changes: dict[str, Any], message: str) -> None:
     """The message has argument, rule and value, nothing is written, and a plan stays valid."""
     problem = PROBLEMS.get(call, PROBLEM)

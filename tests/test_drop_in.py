@@ -1,22 +1,14 @@
-"""FlashInfer compatibility on the CPU, and what stays rejected."""
+"""FlashInfer compatibility on the CPU: signatures and semantics."""
 
 from __future__ import annotations
 
 import inspect
 from operator import attrgetter
-from typing import Any
 
 import pytest
-import torch
 
 import mlagen
-from mlagen.errors import ArgumentError
-from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
 from tests.drop_in_semantics import DropInSemantics
-from tests.problems.batch_mla import SOME, run
-from tests.problems.entry_points import decode
-from tests.problems.mla import MlaCase
-from tests.problems.problem import E4M3
 
 # Each function with its parameters; those after the star are by keyword only.
 SIGNATURES = """
@@ -113,6 +105,8 @@ kv_scales=None
 def test_the_signatures(wanted: str) -> None:
     """Names, order, kinds and defaults of the parameters are those of the library replaced."""
     name, *parameters = wanted.split()
+    module, public, *_ = name.split(".")
+    assert public in getattr(mlagen, module).__all__
     signature = inspect.signature(attrgetter(name)(mlagen))
     plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
 
@@ -125,94 +119,3 @@ class TestOnTheCpu(DropInSemantics):
     """Semantics of the compatible calls, without a GPU."""
 
     device = "cpu"
-
-
-_DENSE = MlaCase(name="", seq_lens=(70, 3), q_len=2)
-_SPARSE = MlaCase(name="", seq_lens=(300, 300), q_len=2, kv_format="fp8_ds_mla", top_k=70)
-_FP32_SCALES = "scales of fp8_ds_mla are fp32 numbers"
-_OF_SPARSE = "fp8_ds_mla, with backend 'sparse'"
-_TABLE_SHAPE = "(batch, q_len, sparse_mla_top_k)"
-_COUNTERS = "multi_ctas_kv_counter_buffer"
-_SPARSE_CALL: dict[str, Any] = {"backend": "sparse"}
-_BF16 = MlaCase(name="", seq_lens=(300, 300), q_len=2, top_k=70)
-_LENS = torch.ones(4, dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("case", "changes", "message"),
-    [
-        (
-            _DENSE,
-            {"seq_lens": None},
-            "seq_lens: expected a torch.Tensor (required without sparse_mla_top_k), got None",
-        ),
-        (_DENSE, {_COUNTERS: 1}, f"{_COUNTERS}: expected a torch.Tensor, got int"),
-        (
-            _DENSE,
-            {_COUNTERS: torch.empty(1, device="meta")},
-            f"{_COUNTERS}.device: expected cpu (of query), got meta",
-        ),
-        (
-            _DENSE,
-            {"cute_dsl_impl": "fast"},
-            "cute_dsl_impl: expected one of auto, modular, monolithic, got 'fast'",
-        ),
-        (
-            _DENSE,
-            {"kv_scale_format": "UE8M0-G32"},
-            f"kv_scale_format: expected another: {_FP32_SCALES}, got 'UE8M0-G32'",
-        ),
-        (
-            _DENSE,
-            {"kv_scale_format": "e8m0"},
-            "kv_scale_format: expected one of auto, pow2_fp32, arbitrary_fp32, got 'e8m0'",
-        ),
-        (_DENSE, _SPARSE_CALL, "sparse_mla_top_k: expected an int, 1 or more, got 0"),
-        (
-            _BF16,
-            _SPARSE_CALL,
-            f"kv_cache.dtype: expected torch.uint8 ({_OF_SPARSE}), got torch.bfloat16",
-        ),
-        *(
-            (
-                _SPARSE,
-                _SPARSE_CALL | {name: _LENS},
-                f"{name}: expected None with backend 'sparse', got a value",
-            )
-            for name in ("sparse_mla_top_k_lens", "cum_seq_lens_q")
-        ),
-        (
-            _SPARSE,
-            _SPARSE_CALL | {"seq_lens": _LENS[:3]},
-            "seq_lens.shape: expected [2, 2] or [4] or [2] (batch, q_len), got [3]",
-        ),
-        (
-            _SPARSE,
-            {"seq_lens": None, "sparse_mla_top_k": 2**31 - 1},
-            f"block_tables.shape: expected [2, 2, 2147483647] {_TABLE_SHAPE}, got [2, 2, 70]",
-        ),
-        (
-            _DENSE,
-            {"out": torch.empty(2, 2, 16, 512).to(E4M3)},
-            "out.dtype: expected torch.bfloat16 (dtype of query), got torch.float8_e4m3fn",
-        ),
-    ],
-    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
-)
-def test_what_stays_rejected(case: MlaCase, changes: dict[str, Any], message: str) -> None:
-    """The message has the argument and the rule."""
-    problem = case.build("cpu")
-
-    with pytest.raises(ArgumentError) as caught:
-        decode(problem, **changes)
-
-    assert str(caught.value) == message
-
-
-def test_the_scale_of_an_output_is_rejected_before_a_missing_plan() -> None:
-    """`o_scale` is checked first, as in FlashInfer."""
-    problem = SOME.build("cpu")
-    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0), backend="fa2")
-
-    with pytest.raises(ArgumentError, match="o_scale is only supported with the cutlass"):
-        run(wrapper, problem, o_scale=0.1)

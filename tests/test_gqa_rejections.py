@@ -17,7 +17,7 @@ from tests.problems.batch_decode import (
 from tests.problems.entry_points import ENTRY_POINTS
 from tests.problems.gqa import GqaCase
 from tests.problems.problem import ints
-from tests.rejected import Row, rejections, rejects
+from tests.rejected import Row, rejections_of, rejects
 
 SMALL = GqaCase(seq_lens=(70, 3, 0, 33), sink=3.0).build("cpu")
 CACHES: Any = SMALL.store.caches("tuple", "NHD")
@@ -124,7 +124,7 @@ def forward_arguments(**changes: Any) -> dict[str, Any]:
     return {name: given[name] for name in ("q", "paged_kv_cache", "v_scale", "sm_scale")} | changes
 
 
-@rejections(ROWS)
+@rejections_of(ROWS)
 def test_a_call_is_rejected(call: str, changes: dict[str, Any], message: str) -> None:
     """The message has argument, rule and value; nothing is written, and a plan stays valid."""
     wrapper = new_wrapper() if call == "graph plan" else wrapper_of(SMALL)

@@ -1,4 +1,4 @@
-"""MLA decode: rules of its own entry points, and what they reject."""
+"""MLA decode: rules of its own entry points."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import pytest
 import torch
 
 import mlagen
-from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.dispatch import MLA
+from tests.families.launches import Launch, launched, record_launches
 from tests.problems.entry_points import compute, decode, decode_with_lse
 from tests.problems.mla import MlaCase, mla_case
 
 SMALL = MlaCase(seq_lens=(70, 3))
+# Kinds of query and cache whose query may have two parts.
+KINDS = ("bf16", "fp16", "e4m3", "bf16 over e4m3", "bf16 over fp8_ds_mla")
 
 
 class TestMla:
@@ -136,6 +138,33 @@ class TestMla:
 
         problem.check(compute(problem, seq_lens=too_long)[0])
 
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize(
+        "facts",
+        [{"q_len": 2}, {"q_lens": (1, 3)}, {"top_k": 70}, {"q_len": 2, "cp_world": 3}],
+        ids=str,
+    )
+    def test_a_query_in_two_parts_is_the_joined_query(
+        self, kind: str, facts: dict[str, Any], device: str
+    ) -> None:
+        """A pair of latent and rope part, each with its strides, gives the bits of one tensor."""
+        problem = mla_case(kind, seq_lens=(300, 70), with_sinks=True, **facts).build(device)
+        query = problem.query
+        wide = query.new_zeros(*query.shape[:-1], 128)
+        wide[..., :64] = query[..., 512:]
+        pair = (query[..., :512].contiguous(), wide[..., :64])
+        expected = decode_with_lse(problem)
+
+        for given in (pair, list(pair), (query[..., :512], query[..., 512:])):
+            for _ in range(2):
+                assert all(map(torch.equal, decode_with_lse(problem, query=given), expected))
+
+    def test_an_empty_rope_part(self, device: str) -> None:
+        """Without rope dims the rope part of a pair has width 0."""
+        problem = MlaCase(seq_lens=(70, 3), qk_rope_head_dim=0).build(device)
+
+        problem.check(decode(problem, query=(problem.query, problem.query[..., :0])))
+
 
 @pytest.mark.parametrize("is_output", [True, False], ids=["an element", "a token too many"])
 def test_the_check_sees_an_error(is_output: bool) -> None:
@@ -184,7 +213,6 @@ def test_both_positional_orders_mean_the_same(
     assert seen == [False not in tail]
 
 
-SKIP = "skip_softmax_threshold_scale_factor"
 BACKENDS = "auto, xqa, trtllm-gen, cute-dsl"
 
 
@@ -217,27 +245,31 @@ def test_neutral_keywords_are_accepted() -> None:
     problem.check(out)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({SKIP: torch.ones(2)}, f"{SKIP}: expected a float, got a tensor"),
-        ({SKIP: True, "enable_pdl": True}, f"{SKIP}: expected a float, got True"),
-        ({SKIP: 1.0, "enable_pdl": "xqa"}, "enable_pdl: expected a bool, got 1.0"),
-        *(
-            ({"backend": backend}, f"backend: expected one of {BACKENDS}, sparse, got {backend!r}")
-            for backend in ("fa2", "", None)
-        ),
-    ],
-    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
-)
-def test_a_keyword_is_rejected(changes: dict[str, Any], message: str) -> None:
-    """The message has the keyword, the accepted value and the given one; nothing is written."""
-    problem = SMALL.build("cpu")
-    out = problem.new_out(7.0)
-    kind = UnsupportedError if "not implemented" in message else ArgumentError
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pair_changes_the_addresses_of_the_query_alone(
+    kind: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every kernel reads each part at its address and with its strides, and the cache as before."""
+    launches: list[Launch] = record_launches(monkeypatch)
+    joined = mla_case(kind, seq_lens=(70, 3), q_len=2).build("cpu").inputs()
+    latent, rope = joined.query[..., :512].contiguous(), joined.query[..., 512:].contiguous()
+    out = torch.empty_like(latent, dtype=torch.bfloat16 if kind == "e4m3" else latent.dtype)
 
-    with pytest.raises(kind) as caught:
-        decode(problem, out=out, **changes)
+    for args in (joined, joined._replace(query=latent, query_rope=rope)):
+        launched(args._replace(out=out), launches, kernel)
 
-    assert str(caught.value) == message
-    assert (out == 7.0).all()
+    size = latent.element_size()
+    one, other = (launch.values for launch in launches if launch.family != "combine")
+    assert (
+        one
+        | {
+            "query": latent.data_ptr(),
+            "query_rope": rope.data_ptr(),
+            "query_stride": 16 * 512 * size,
+            "query_head_stride": 512 * size,
+            "query_rope_stride": 16 * 64 * size,
+            "query_rope_head_stride": 64 * size,
+        }
+        == other
+    )

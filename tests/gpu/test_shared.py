@@ -20,7 +20,6 @@ from tests.test_float64 import TestFloat64
 from tests.test_gqa import TestGqa
 from tests.test_masked_tokens import TestMaskedTokens
 from tests.test_mla import TestMla
-from tests.test_mla_parts import TestMlaParts
 from tests.test_packed_rows import TestPackedRows
 from tests.test_trtllm_gqa import TestTrtllmGqa
 from tests.test_wrappers import TestWrappers
@@ -36,7 +35,6 @@ __all__ = [
     "TestGqa",
     "TestMaskedTokens",
     "TestMla",
-    "TestMlaParts",
     "TestPackedRows",
     "TestTrtllmGqa",
     "TestWrappers",
