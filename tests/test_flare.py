@@ -54,12 +54,6 @@ class TestFlare:
 
         problem.check(decode(problem, blocks=problem.kv_cache.unsqueeze(axis), scales=scales))
 
-    def test_num_partitions_changes_nothing(self, device: str) -> None:
-        """num_partitions is a hint."""
-        problem = RAGGED.build(device)
-
-        problem.check(decode(problem, num_partitions=4))
-
     def test_a_materialized_mask_may_have_an_offset(self, device: str) -> None:
         """With a start position a materialized mask applies to the rows from there on."""
         problem, lens = RAGGED.build(device), RAGGED.lens

@@ -23,53 +23,12 @@ KINDS = ("bf16", "fp16", "e4m3", "bf16 over e4m3", "bf16 over fp8_ds_mla")
 class TestMla:
     """Rules of ``trtllm_batch_decode_with_kv_cache_mla``, on the device of the fixture."""
 
-    @pytest.mark.parametrize("longest", [None, 0, 1, 4, 1000])
-    def test_max_q_len_is_only_a_hint(self, longest: int | None, device: str) -> None:
-        """Omitted, too small or too large, max_q_len changes no result."""
-        problem = MlaCase(seq_lens=(5, 100, 0), q_lens=(1, 4, 2)).build(device)
-
-        problem.check(*decode_with_lse(problem, max_q_len=longest))
-
     def test_query_tokens_past_the_last_sequence_are_ignored(self, device: str) -> None:
         """Query tokens past the last offset do not affect the sequences."""
         problem = MlaCase(seq_lens=(5, 100), q_lens=(2, 3)).build(device)
         more = torch.cat([problem.query, problem.query])
 
         problem.check(decode(problem, query=more)[:5])
-
-    def test_sinks_may_be_a_list_of_one(self, device: str) -> None:
-        """FlashInfer's list of one sinks tensor is accepted."""
-        problem = MlaCase(seq_lens=(70, 3), with_sinks=True).build(device)
-
-        problem.check(decode(problem, sinks=[problem.sinks]))
-
-    @pytest.mark.parametrize("with_sinks", [True, False], ids=["sinks", "no sinks"])
-    @pytest.mark.parametrize("base", ["base2", "basee"])
-    def test_a_fully_masked_row_has_the_lse_of_its_sink(
-        self, base: str, with_sinks: bool, device: str
-    ) -> None:
-        """The output is zeros, and the LSE the sink in the requested base, or minus infinity."""
-        case = MlaCase(seq_lens=(0, 2, 0), q_len=3, heads=8, with_sinks=with_sinks)
-        problem = case.build(device)
-
-        out, lse = decode_with_lse(problem, return_lse_base=base)
-
-        unit = math.log(2) if base == "base2" else 1.0
-        wanted = torch.full((8,), -math.inf, device=device)
-        if problem.sinks is not None:
-            wanted = problem.sinks / unit
-        for token in (0, 1, 2, 3, 6, 7, 8):  # and the first new token of the second sequence
-            assert torch.allclose(lse[token], wanted, rtol=1e-6)
-            assert not out.view(9, 8, 512)[token].any()
-
-    def test_an_lse_tensor_without_return_lse_is_not_written(self, device: str) -> None:
-        """`lse` without `return_lse` is neither written nor returned."""
-        problem = SMALL.build(device)
-        lse = torch.full((2, 16), 7.0, device=device)
-
-        problem.check(decode(problem, lse=lse))
-
-        assert (lse == 7.0).all()
 
     @pytest.mark.parametrize("length", [70, 5000], ids=["whole", "split"])
     def test_nan_in_a_query_is_nan_in_the_lse(self, length: int, device: str) -> None:
@@ -211,38 +170,6 @@ def test_both_positional_orders_mean_the_same(
 
     problem.check(out)
     assert seen == [False not in tail]
-
-
-BACKENDS = "auto, xqa, trtllm-gen, cute-dsl"
-
-
-@pytest.mark.parametrize("backend", BACKENDS.split(", "))
-def test_every_backend_name_has_the_same_semantics(backend: str) -> None:
-    """Scales, LSE and output do not depend on the backend name."""
-    problem = MlaCase(seq_lens=(70, 3), score_scale=0.05, output_scale=2.0).build("cpu")
-
-    problem.check(*decode_with_lse(problem, backend=backend))
-
-
-def test_neutral_keywords_are_accepted() -> None:
-    """Explicit neutral values and hints do not change the result."""
-    problem = SMALL.build("cpu")
-
-    out = decode(
-        problem,
-        sparse_mla_top_k=0,
-        sparse_mla_top_k_lens=None,
-        skip_softmax_threshold_scale_factor=0.0,
-        enable_pdl=False,
-        is_var_seq=False,
-        uses_shared_paged_kv_idx=True,
-        cute_dsl_impl="auto",
-        kv_scale_format="auto",
-        enable_dcp=False,
-        use_fp16_softmax=False,
-    )
-
-    problem.check(out)
 
 
 @pytest.mark.parametrize("kernel", ["sm80", "sm90"])

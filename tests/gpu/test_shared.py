@@ -18,10 +18,10 @@ from tests.test_entry_points import TestEntryPoints
 from tests.test_flare import TestFlare
 from tests.test_float64 import TestFloat64
 from tests.test_gqa import TestGqa
+from tests.test_keywords import TestKeywords
 from tests.test_masked_tokens import TestMaskedTokens
 from tests.test_mla import TestMla
 from tests.test_packed_rows import TestPackedRows
-from tests.test_trtllm_gqa import TestTrtllmGqa
 from tests.test_wrappers import TestWrappers
 
 __all__ = [
@@ -33,10 +33,10 @@ __all__ = [
     "TestFlare",
     "TestFloat64",
     "TestGqa",
+    "TestKeywords",
     "TestMaskedTokens",
     "TestMla",
     "TestPackedRows",
-    "TestTrtllmGqa",
     "TestWrappers",
 ]
 
