@@ -24,7 +24,7 @@ from tests.problems.batch_decode import (
     workspace_for,
     wrapper_of,
 )
-from tests.problems.gqa import KINDS, GqaCase, GqaProblem, gqa_case
+from tests.problems.gqa import GqaCase, GqaProblem
 from tests.problems.problem import E4M3, ints
 
 SMALL = GqaCase(seq_lens=(70, 3, 0, 33), sink=3.0)
@@ -52,32 +52,6 @@ def _forward(wrapper: BatchDecodeWithPagedKVCacheWrapper, given: dict[str, Any])
 
 class TestBatchDecode:
     """Rules of the wrapper, on the device of the fixture."""
-
-    @pytest.mark.parametrize("lens", [(70, 3, 0), (5000, 3)], ids=["whole", "split"])
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_kinds(self, kind: str, lens: tuple[int, ...], device: str) -> None:
-        """Output and LSE of every kind of cache are right."""
-        problem = gqa_case(kind, seq_lens=lens, head_dim=64, kv_heads=1, sink=3.0).build(device)
-
-        problem.check(*decode_planned(problem))
-
-    @pytest.mark.parametrize(
-        "facts",
-        [
-            {"window": 20},
-            {"q_len": 3, "window": 20},
-            {"q_len": 3, "causal": False},
-            {"layout": "HND", "page_size": 64},
-            {"cache_layout": "stacked", "layout": "HND"},
-            {"page_size": 1},
-        ],
-        ids=str,
-    )
-    def test_plans(self, facts: dict[str, Any], device: str) -> None:
-        """Windows, several query tokens, masks, layouts and page sizes are those of the plan."""
-        problem = GqaCase(seq_lens=(70, 3, 33), sink=3.0, **facts).build(device)
-
-        problem.check(*decode_planned(problem))
 
     def test_lengths_of_their_own(self, device: str) -> None:
         """`seq_lens` of a plan counts, whatever `last_page_len` says."""

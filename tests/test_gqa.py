@@ -157,24 +157,6 @@ class TestGqa:
             strided = v_cache[..., :512]
         problem.check(XQA_MLA.run(problem, v_cache=strided, seq_lens=problem.seq_lens))
 
-    @pytest.mark.parametrize(
-        "facts",
-        [
-            {"q_len": 3, "mask": "random"},
-            {"q_lens": (1, 0), "window": 20},
-            {"q_lens": (3, 2), "mask": "random"},
-            {"kv": "e4m3", "out_dtype": E4M3, "output_scale": 0.5},
-            {"kv": "nvfp4", "o_scale": 0.5, "layout": "HND"},
-            {"cache_layout": "stacked", "layout": "HND"},
-        ],
-        ids=str,
-    )
-    def test_calls_that_servers_make(self, facts: dict[str, Any], device: str) -> None:
-        """Drafts, ragged queries, quantized caches and both layouts are right, with the LSE."""
-        problem = GqaCase(seq_lens=(70, 3), sink=3.0, **facts).build(device)
-
-        problem.check(*TRTLLM.call(problem, return_lse=True))
-
     def test_the_default_layout_has_heads_before_tokens(self, device: str) -> None:
         """`kv_layout` is HND unless it is passed."""
         problem = GqaCase(seq_lens=(70, 3), layout="HND").build(device)
