@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.drop_in_semantics import DropInSemantics
 from tests.problems.entry_points import compute, decode_gqa
 from tests.problems.gqa import GqaCase
 from tests.problems.gqa_cases import LONG_CASES as LONG_GQA_CASES
@@ -14,6 +13,7 @@ from tests.test_batch_decode import TestBatchDecode
 from tests.test_batch_mla import TestBatchMla
 from tests.test_cascade import TestCascade
 from tests.test_dcp import TestDcp
+from tests.test_drop_in import TestDropIn
 from tests.test_entry_points import TestEntryPoints
 from tests.test_flare import TestFlare
 from tests.test_float64 import TestFloat64
@@ -29,6 +29,7 @@ __all__ = [
     "TestBatchMla",
     "TestCascade",
     "TestDcp",
+    "TestDropIn",
     "TestEntryPoints",
     "TestFlare",
     "TestFloat64",
@@ -39,12 +40,6 @@ __all__ = [
     "TestPackedRows",
     "TestWrappers",
 ]
-
-
-class TestDropInOnGpu(DropInSemantics):
-    """FlashInfer compatibility."""
-
-    device = "cuda"
 
 
 @pytest.mark.parametrize("case", LONG_CASES, ids=str)
