@@ -25,9 +25,8 @@ NO_OPS: dict[str, tuple[Any, ...]] = {
     "is_var_seq": (False,),
     "return_lse_base": (None,),
 }
-_SINGLE = MlaCase(name="", seq_lens=(70, 3))
-_SPARSE = MlaCase(name="", seq_lens=(300, 300), q_len=2, kv_format="fp8_ds_mla", top_k=70)
-_HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+_SINGLE = MlaCase(seq_lens=(70, 3))
+_SPARSE = MlaCase(seq_lens=(300, 300), q_len=2, kv_format="fp8_ds_mla", top_k=70)
 # Each function with its parameters; those after the star are by keyword only.
 SIGNATURES = """
 mla.trtllm_batch_decode_with_kv_cache_mla
@@ -199,28 +198,24 @@ class TestDropIn:
 
     def test_ragged_topk_indices_without_lengths(self, device: str) -> None:
         """`seq_lens` of None works for ragged query lengths, too."""
-        case = MlaCase(name="", seq_lens=(300, 300), q_lens=(1, 3), top_k=70)
-        problem = case.build(device)
+        problem = MlaCase(seq_lens=(300, 300), q_lens=(1, 3), top_k=70).build(device)
         whole = torch.full((4,), 70, dtype=torch.int32, device=device)
 
-        out = decode(problem, seq_lens=None)
-
-        assert torch.equal(out, decode(problem, sparse_mla_top_k_lens=whole))
+        assert torch.equal(
+            decode(problem, seq_lens=None), decode(problem, sparse_mla_top_k_lens=whole)
+        )
 
     def test_backend_sparse_with_one_query_token(self, device: str) -> None:
         """Sequence lengths and top-k lengths are then the same."""
-        case = MlaCase(name="", seq_lens=(300, 3), kv_format="fp8_ds_mla", top_k=70)
-        problem = case.build(device)
+        problem = MlaCase(seq_lens=(300, 3), kv_format="fp8_ds_mla", top_k=70).build(device)
 
-        out = decode(problem, backend="sparse")
+        problem.check(decode(problem, backend="sparse"))
 
-        problem.check(out)
-
-    @_HALVES
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     def test_sinks_of_16_bits(self, dtype: torch.dtype, device: str) -> None:
         """16-bit sinks count as their values, in every entry point with sinks."""
-        mla = MlaCase(name="", seq_lens=(70, 3), with_sinks=True).build(device)
-        gqa = GqaCase(name="", seq_lens=(70, 3), sink=3.0).build(device)
+        mla = MlaCase(seq_lens=(70, 3), with_sinks=True).build(device)
+        gqa = GqaCase(seq_lens=(70, 3), sink=3.0).build(device)
         assert mla.sinks is not None
         assert gqa.sinks is not None
         half, wide = mla.sinks.to(dtype), mla.sinks.to(dtype).float()
@@ -235,7 +230,7 @@ class TestDropIn:
 
     def test_a_bf16_output_of_an_fp16_query(self, device: str) -> None:
         """A bf16 `out` holds the fp16 result, rounded once more."""
-        problem = MlaCase(name="", seq_lens=(70, 3), dtype=torch.float16).build(device)
+        problem = MlaCase(seq_lens=(70, 3), dtype=torch.float16).build(device)
         out = torch.empty(2, 16, 512, dtype=torch.bfloat16, device=device)
 
         for _ in range(3):

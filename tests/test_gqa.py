@@ -26,7 +26,7 @@ from tests.problems.entry_points import (
 )
 from tests.problems.gqa import GqaCase, GqaProblem
 from tests.problems.mla import MlaCase
-from tests.problems.problem import E4M3
+from tests.problems.problem import E4M3, ints
 
 SMALL = GqaCase(seq_lens=(70, 3), sink=3.0)
 LONG = GqaCase(seq_lens=(5000, 3))
@@ -95,36 +95,22 @@ class TestGqa:
         shared = prefix // problem.case.page_size
         for seq in range(1, len(lens)):  # their own pages of the prefix are not read any more
             problem.block_tables[seq, :shared] = problem.block_tables[0, :shared]
-            for own, first in zip(
-                (problem.contents[seq].keys, problem.contents[seq].values),
-                (problem.contents[0].keys, problem.contents[0].values),
-                strict=True,
-            ):
+            for name in ("keys", "values"):
+                own, first = (getattr(problem.contents[at], name) for at in (seq, 0))
                 own[:prefix] = first[:prefix]
         rows = (6, problem.case.heads)
-        of_prefix = decode_gqa_with_lse(
-            problem,
-            block_tables=problem.block_tables[:1, : max(1, shared)],
-            seq_lens=torch.tensor([prefix], dtype=torch.int32, device=device),
-            q_len_per_req=6,
-            causal=False,
-            sinks=None,
-        )
-        rest = decode_gqa_with_lse(
-            problem,
-            block_tables=problem.block_tables[:, shared:].contiguous(),
-            seq_lens=problem.seq_lens - prefix,
-        )
+        one_sequence: dict[str, Any] = {"q_len_per_req": 6, "causal": False, "sinks": None}
+        one_sequence["seq_lens"] = ints(prefix).to(device)
+        tables = problem.block_tables[:1, : max(1, shared)]
+        first = decode_gqa_with_lse(problem, block_tables=tables, **one_sequence)
+        tables, lengths = problem.block_tables[:, shared:].contiguous(), problem.seq_lens - prefix
+        rest = decode_gqa_with_lse(problem, block_tables=tables, seq_lens=lengths)
 
-        out, lse = merge_state(
-            of_prefix[0].view(*rows, 64),
-            of_prefix[1].view(rows),
-            rest[0].view(*rows, 64),
-            rest[1].view(rows),
-        )
+        shapes = ((*rows, 64), rows) * 2
+        out, lse = merge_state(*map(torch.Tensor.view, (*first, *rest), shapes))
 
         expected = problem.expected()
-        rounding = 2.0**-7 * (rest[0].abs().max() + of_prefix[0].abs().max()).item()
+        rounding = 2.0**-7 * (rest[0].abs().max() + first[0].abs().max()).item()
         assert torch.allclose(out.double().cpu(), expected.out, atol=rounding)
         assert torch.allclose(lse.double().cpu(), expected.lse, atol=2.0**-6)
 
