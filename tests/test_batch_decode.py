@@ -17,6 +17,7 @@ from mlagen.decode import (
 from mlagen.gqa.batch_plan import PageMetadata, _consistent_layout
 from tests.problems.batch_decode import (
     decode_planned,
+    forward_arguments,
     graph_buffers,
     plan_arguments,
     run,
@@ -32,20 +33,16 @@ PLAIN = replace(SMALL, sink=None)  # as a forward takes it
 DRAFTS = GqaCase(seq_lens=(70, 3, 33), q_len=3)
 
 
-def _forward_arguments(problem: GqaProblem, **changes: Any) -> dict[str, Any]:
-    given = run_arguments(problem)
-    names = ("q", "paged_kv_cache", "v_scale")
-    return {name: given[name] for name in names} | {"sm_scale": problem.case.scale} | changes
-
-
 def _fast_plan_arguments(problem: GqaProblem, **changes: Any) -> dict[str, Any]:
     given = plan_arguments(problem)
     del given["o_data_type"], given["is_causal"]
     return given | changes
 
 
-def _forward(wrapper: BatchDecodeWithPagedKVCacheWrapper, given: dict[str, Any]) -> torch.Tensor:
-    out = wrapper.forward(**given)
+def _forward(
+    wrapper: BatchDecodeWithPagedKVCacheWrapper, problem: GqaProblem, **changes: Any
+) -> torch.Tensor:
+    out = wrapper.forward(**forward_arguments(problem, **changes))
     assert isinstance(out, torch.Tensor)
     return out
 
@@ -99,9 +96,7 @@ class TestBatchDecode:
         problem = GqaCase(seq_lens=(70, 3), score_scale=128**-0.5).build(device)
 
         problem.check(run(wrapper_of(problem, sm_scale=None), problem))
-        problem.check(
-            _forward(wrapper_of(problem, sm_scale=3.0), _forward_arguments(problem, sm_scale=None))
-        )
+        problem.check(_forward(wrapper_of(problem, sm_scale=3.0), problem, sm_scale=None))
 
     def test_names_of_a_run_with_its_lse(self, device: str) -> None:
         """`run_return_lse` and `forward_return_lse` give output and LSE."""
@@ -110,7 +105,7 @@ class TestBatchDecode:
         given = run_arguments(problem)
 
         problem.check(*wrapper.run_return_lse(given.pop("q"), given.pop("paged_kv_cache"), **given))
-        problem.check(*wrapper.forward_return_lse(**_forward_arguments(problem)))
+        problem.check(*wrapper.forward_return_lse(**forward_arguments(problem)))
 
     @pytest.mark.parametrize("planned", [1.0, 0.7])
     def test_a_forward_has_a_scale_of_its_own(self, planned: float, device: str) -> None:
@@ -119,9 +114,8 @@ class TestBatchDecode:
         scale, q_scale = problem.case.scale, torch.tensor(2.0, device=device)
         wrapper = wrapper_of(problem, sm_scale=scale * planned)
 
-        problem.check(_forward(wrapper, _forward_arguments(problem)))
-        halved = _forward_arguments(problem, sm_scale=scale / 2, q_scale=q_scale)
-        problem.check(_forward(wrapper, halved))
+        problem.check(_forward(wrapper, problem))
+        problem.check(_forward(wrapper, problem, sm_scale=scale / 2, q_scale=q_scale))
 
         problem.check(run(wrapper, problem, q_scale=1 / planned))
 
@@ -130,8 +124,8 @@ class TestBatchDecode:
         whole, window = (GqaCase(seq_lens=(70, 3), window=size).build(device) for size in (0, 20))
         wrapper = wrapper_of(window)
 
-        whole.check(_forward(wrapper, _forward_arguments(whole)))
-        window.check(_forward(wrapper, _forward_arguments(window, window_left=19)))
+        whole.check(_forward(wrapper, whole))
+        window.check(_forward(wrapper, window, window_left=19))
 
     def test_a_workspace_can_be_replaced(self, device: str) -> None:
         """A run after `reset_workspace_buffer` uses the new scratch, and the plan stays."""

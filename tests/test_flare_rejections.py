@@ -24,7 +24,7 @@ from mlagen.mla.masks import (
 from mlagen.settings import current_settings
 from tests.problems.flare import cached_lengths, flare_case
 from tests.problems.problem import E4M3, bf16, ints
-from tests.rejected import Row, rejections_of, rejects
+from tests.rejected import Row, rejections, rejections_of, rejects
 
 RAGGED = flare_case().build("cpu")
 
@@ -168,29 +168,25 @@ def test_the_masks_of_two_masks_are_made_by_name() -> None:
 
 PADDED = {"q": bf16(6, 2, 6, 576), "ragged": False}
 TWO_EACH = PADDED | {"valid_length": ints(*[2] * 6)}
-LENGTHS = ints(1, 1, -1, 1, 1, 1)
-CARRIED = "(capacity of its block table) or less with its new tokens"
-NEGATIVE = "k.cache_lengths[2]: expected 0 or more, got -1"
-FULL = {"block_table": torch.zeros(6, 5).int(), "cache_lengths": ints(0, 79, 0, 0, 0, 0)}
-CONTENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "a negative length": (cache(cache_lengths=LENGTHS) | TWO_EACH, NEGATIVE),
-    "a negative length of a ragged request": (cache(cache_lengths=LENGTHS), NEGATIVE),
-    "fewer query tokens than none": (
-        PADDED | {"valid_length": ints(2, -1, 2, 2, 2, 2)},
-        "valid_length[1]: expected 0 to 2 (q.shape[1]), got -1",
-    ),
-    "more query tokens than there are": (
-        PADDED | {"valid_length": ints(2, 2, 2, 2, 2, 3)},
-        "valid_length[5]: expected 0 to 2 (q.shape[1]), got 3",
-    ),
-    "a length that only its new tokens carry past the table": (
-        cache(**FULL) | TWO_EACH,
-        f"k.cache_lengths[1]: expected 80 {CARRIED}, got 81",
-    ),
-}
+
+FEWER = PADDED | {"valid_length": ints(2, -1, 2, 2, 2, 2)}
+MORE = PADDED | {"valid_length": ints(2, 2, 2, 2, 2, 3)}
+NEGATIVE = cache(cache_lengths=ints(1, 1, -1, 1, 1, 1))
+FULL = cache(block_table=torch.zeros(6, 5).int(), cache_lengths=ints(0, 79, 0, 0, 0, 0))
 
 
-@pytest.mark.parametrize(("changes", "message"), CONTENTS.values(), ids=CONTENTS)
+@rejections(
+    [
+        ("k.cache_lengths[2]", NEGATIVE | TWO_EACH, ": expected 0 or more, got -1"),
+        ("k.cache_lengths[2]", NEGATIVE, ": expected 0 or more, got -1"),
+        ("valid_length[1]", FEWER, ": expected 0 to 2 (q.shape[1]), got -1"),
+        ("valid_length[5]", MORE, ": expected 0 to 2 (q.shape[1]), got 3"),
+        (
+            *("k.cache_lengths[1]", FULL | TWO_EACH),
+            ": expected 80 (capacity of its block table) or less with its new tokens, got 81",
+        ),
+    ]
+)
 def test_invalid_lengths_are_rejected_with_content_checks(
     changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

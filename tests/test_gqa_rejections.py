@@ -8,10 +8,10 @@ import torch
 
 from mlagen.decode import BatchDecodeWithPagedKVCacheWrapper
 from tests.problems.batch_decode import (
+    forward_arguments,
     graph_buffers,
     plan_arguments,
     run,
-    run_arguments,
     wrapper_of,
 )
 from tests.problems.entry_points import ENTRY_POINTS
@@ -118,12 +118,6 @@ def new_wrapper(**changes: Any) -> BatchDecodeWithPagedKVCacheWrapper:
     return BatchDecodeWithPagedKVCacheWrapper(torch.empty(0), use_cuda_graph=True, **buffers)
 
 
-def forward_arguments(**changes: Any) -> dict[str, Any]:
-    """Return the arguments of a forward."""
-    given = run_arguments(SMALL, sm_scale=SMALL.case.scale)
-    return {name: given[name] for name in ("q", "paged_kv_cache", "v_scale", "sm_scale")} | changes
-
-
 @rejections_of(ROWS)
 def test_a_call_is_rejected(call: str, changes: dict[str, Any], message: str) -> None:
     """The message has argument, rule and value; nothing is written, and a plan stays valid."""
@@ -138,7 +132,7 @@ def test_a_call_is_rejected(call: str, changes: dict[str, Any], message: str) ->
             case "run":
                 run(wrapper, SMALL, **changes)
             case "forward":
-                wrapper.forward(**forward_arguments(**changes))
+                wrapper.forward(**forward_arguments(SMALL, **changes))
             case "trtllm":
                 TRTLLM.call(DRAFTS, **{"out": out} | changes)
             case _:
@@ -156,9 +150,9 @@ def test_what_runs_need() -> None:
     with rejects("run: expected plan() to be called first..."):
         run(no_plan, SMALL)
     with rejects("run: expected plan() to be called first..."):
-        no_plan.forward(**forward_arguments())
+        no_plan.forward(**forward_arguments(SMALL))
     with rejects("sm_scale: expected 0 (of plan), got ..."):
-        planned.forward(**forward_arguments())
+        planned.forward(**forward_arguments(SMALL))
     with rejects("args: not implemented, expected none..."):
         planned.run(SMALL.query, CACHES, 1.0)
 
