@@ -93,13 +93,6 @@ class TestFlare:
 
         problem.check(decode(problem, mask=both))
 
-    def test_rows_that_belong_to_no_sequence_do_not_fault(self, device: str) -> None:
-        """Rows past the last sequence read no block table, with any mask."""
-        problem = flare_case(mask="window of 3").build(device)
-        query = torch.cat([problem.query, torch.full_like(problem.query, math.nan)])
-
-        problem.check(decode(problem, q=query)[: len(problem.query)])
-
     @pytest.mark.parametrize("form", FORMS)
     @pytest.mark.parametrize("mask", ["all", "window of 3"])
     def test_an_empty_batch(self, mask: str, form: str, device: str) -> None:

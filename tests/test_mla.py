@@ -23,23 +23,6 @@ KINDS = ("bf16", "fp16", "e4m3", "bf16 over e4m3", "bf16 over fp8_ds_mla")
 class TestMla:
     """Rules of ``trtllm_batch_decode_with_kv_cache_mla``, on the device of the fixture."""
 
-    def test_query_tokens_past_the_last_sequence_are_ignored(self, device: str) -> None:
-        """Query tokens past the last offset do not affect the sequences."""
-        problem = MlaCase(seq_lens=(5, 100), q_lens=(2, 3)).build(device)
-        more = torch.cat([problem.query, problem.query])
-
-        problem.check(decode(problem, query=more)[:5])
-
-    @pytest.mark.parametrize("length", [70, 5000], ids=["whole", "split"])
-    def test_nan_in_a_query_is_nan_in_the_lse(self, length: int, device: str) -> None:
-        """A NaN in the query of one head makes its LSE NaN, and no other."""
-        problem = MlaCase(seq_lens=(length,)).build(device)
-        problem.query[0, 0, 3, 100] = math.nan
-
-        _, lse = decode_with_lse(problem)
-
-        assert lse[0].isnan().nonzero().tolist() == [[3]]
-
     def test_topk_lengths_are_clamped(self, device: str) -> None:
         """Lengths beyond topk mean all indices, and negative lengths mean none."""
         problem = MlaCase(seq_lens=(300, 300), top_k=70, with_top_k_lens=True).build(device)
