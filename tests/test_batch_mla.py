@@ -27,10 +27,6 @@ from tests.problems.mla import MlaProblem
 from tests.problems.problem import E4M3
 from tests.problems.reference import assert_close, output_tolerance
 
-BACKENDS = (
-    *("fa2", "fa3", "cutlass", "cutile", "trtllm-gen", "xqa"),
-    *("cute-dsl", "cute-dsl-modular", "cute-dsl-monolithic"),
-)
 PLANLESS = ENTRY_POINTS["planless"]
 CSR = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 # Facts of a problem, what a plan declares, and the arguments of a run.
@@ -75,13 +71,6 @@ def packed_arguments(problem: MlaProblem) -> dict[str, Any]:
 
 class TestBatchMla:
     """Rules of planned and planless runs, on the device of the fixture."""
-
-    @pytest.mark.parametrize("backend", BACKENDS)
-    def test_backends_give_equal_results(self, backend: str, device: str) -> None:
-        """Every backend name gives the same result."""
-        problem = SOME.build(device)
-
-        problem.check(*run_with_lse(wrapper_of(problem, backend=backend), problem))
 
     def test_latent_and_rope_may_be_slices_of_one_tensor(self, device: str) -> None:
         """Slices of one query and one cache are read in place."""
@@ -196,15 +185,6 @@ class TestBatchMla:
         problem = replace(SOME, **facts).build(device)
 
         problem.check(*run_with_lse(wrapper_of(problem, **plan), problem, **given(problem)))
-
-    def test_a_threshold_changes_nothing(self, device: str) -> None:
-        """With `skip_softmax` a run has a threshold, and the bits of a run without."""
-        problem = SOME.build(device)
-        wrapper = wrapper_of(problem, skip_softmax=True)
-
-        out = run(wrapper, problem, skip_softmax_threshold_scale_factor=0.5)
-
-        assert torch.equal(out, run(wrapper_of(problem), problem))
 
     def test_a_planned_fp8_output(self, device: str) -> None:
         """A run writes its results, divided by `o_scale`, to an e4m3 `out`."""

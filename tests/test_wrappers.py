@@ -46,6 +46,12 @@ WRAPPERS = {
     ),
 }
 wrappers = pytest.mark.parametrize("of", WRAPPERS.values(), ids=WRAPPERS)
+BACKENDS = {
+    "MLA": "auto fa2 fa3 cutlass cutile trtllm-gen xqa cute-dsl cute-dsl-modular "
+    "cute-dsl-monolithic",
+    "batch decode": "auto fa2 fa3 trtllm-gen cute-dsl cudnn",
+}
+NAMED = [(name, backend) for name, names in BACKENDS.items() for backend in names.split()]
 
 
 class TestWrappers:
@@ -77,6 +83,26 @@ class TestWrappers:
         wrapper.plan(**of.calls.plan_arguments(second))
 
         second.check(of.calls.run(wrapper, second))
+
+    @pytest.mark.parametrize(("name", "backend"), NAMED)
+    def test_backends_are_names_of_one_semantics(
+        self, name: str, backend: str, device: str
+    ) -> None:
+        """Every backend gives the same bits, also with a threshold that skips the softmax."""
+        of = WRAPPERS[name]
+        problem = of.case.build(device)
+        usual = of.calls.wrapper_of(problem)
+        wrapper = of.kind(usual._workspace.clone(), backend=backend)
+        declared = {"skip_softmax": True, "lse_mode": "base2"} if name == "MLA" else {}
+        given = of.calls.run_arguments(problem, return_lse=True)
+        expected = usual.run(**given)
+
+        wrapper.plan(**of.calls.plan_arguments(problem))
+        assert all(map(torch.equal, wrapper.run(**given), expected))
+
+        wrapper.plan(**of.calls.plan_arguments(problem, **declared))
+        made = wrapper.run(**given, skip_softmax_threshold_scale_factor=0.5)
+        assert all(map(torch.equal, made, expected))
 
     @pytest.mark.parametrize("return_lse", [0, 1, True])
     @wrappers
