@@ -65,10 +65,7 @@ class TestKeywords:
     def test_a_keyword_changes_no_result(
         self, name: str, facts: dict[str, Any], keyword: str, value: object, device: str
     ) -> None:
-        """Hints, scratch, neutral values and names of one semantics change no bit.
-
-        The splits of MLA may follow max_q_len.
-        """
+        """Hints, scratch, neutral values and names of one semantics change no bit."""
         entry = ENTRY_POINTS[name]
         problem = entry.build(device, **{"seq_lens": (70, 3)} | facts)
         given = {keyword: value.to(device) if isinstance(value, torch.Tensor) else value}
@@ -81,8 +78,8 @@ class TestKeywords:
         made = results(**given)
 
         problem.check(*made)
-        follows_hint = (name, keyword) == ("trtllm", "max_q_len")
-        assert follows_hint or all(map(torch.equal, made, results()))
+        may_split = (name, keyword) == ("trtllm", "max_q_len")  # a hint that another split follows
+        assert may_split or all(map(torch.equal, made, results()))
 
     @pytest.mark.parametrize("name", ["trtllm", "trtllm_gqa"])
     def test_sinks_may_be_a_list_of_one(self, name: str, device: str) -> None:
