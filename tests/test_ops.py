@@ -247,15 +247,11 @@ class TestOps:
 
     def test_invalid_arguments_in_compiled_code_are_rejected(self, of: Tensors) -> None:
         """The op raises the error of the entry point."""
-        wrong = of.table.float()
-
-        def call(query: torch.Tensor) -> Any:
-            return mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
-                query, of.cache, of.workspace, 128, 512, 64, wrong, of.lengths, 64
-            )
+        of.made["table"] = of.table.float()
+        compiled = torch.compile(lambda query: mla(of, query), fullgraph=True, backend="eager")
 
         with pytest.raises(mlagen.ArgumentError, match=r"^block_tables.dtype: expected"):
-            torch.compile(call, fullgraph=True, backend="eager")(of.query)
+            compiled(of.query)
 
     @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
     @pytest.mark.filterwarnings("ignore")  # Inductor warns about itself
