@@ -1,21 +1,23 @@
-"""Planned grouped-query decode: plans, runs and buffers of CUDA graphs."""
+"""Planned grouped-query decode: plans, runs, other names of them, and plans for CUDA graphs."""
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from mlagen.decode import BatchDecodeWithPagedKVCacheWrapper
-from mlagen.errors import ArgumentError, CaptureError
-from mlagen.gqa import wrapper as wrapper_module
+from mlagen.decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    fast_decode_plan,
+)
 from mlagen.gqa.batch_plan import PageMetadata, _consistent_layout
 from tests.problems.batch_decode import (
     decode_planned,
+    forward_arguments,
     graph_buffers,
     plan_arguments,
     run,
@@ -23,63 +25,30 @@ from tests.problems.batch_decode import (
     workspace_for,
     wrapper_of,
 )
-from tests.problems.gqa import KINDS, GqaCase, gqa_case
-from tests.problems.problem import E4M3
+from tests.problems.gqa import GqaCase, GqaProblem
+from tests.problems.problem import E4M3, ints
 
 SMALL = GqaCase(seq_lens=(70, 3, 0, 33), sink=3.0)
+PLAIN = replace(SMALL, sink=None)  # as a forward takes it
 DRAFTS = GqaCase(seq_lens=(70, 3, 33), q_len=3)
+
+
+def _fast_plan_arguments(problem: GqaProblem, **changes: Any) -> dict[str, Any]:
+    given = plan_arguments(problem)
+    del given["o_data_type"], given["is_causal"]
+    return given | changes
+
+
+def _forward(
+    wrapper: BatchDecodeWithPagedKVCacheWrapper, problem: GqaProblem, **changes: Any
+) -> torch.Tensor:
+    out = wrapper.forward(**forward_arguments(problem, **changes))
+    assert isinstance(out, torch.Tensor)
+    return out
 
 
 class TestBatchDecode:
     """Rules of the wrapper, on the device of the fixture."""
-
-    @pytest.mark.parametrize("lens", [(70, 3, 0), (5000, 3)], ids=["whole", "split"])
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_kinds(self, kind: str, lens: tuple[int, ...], device: str) -> None:
-        """Output and LSE of every kind of cache are right."""
-        problem = gqa_case(kind, seq_lens=lens, head_dim=64, kv_heads=1, sink=3.0).build(device)
-
-        problem.check(*decode_planned(problem))
-
-    @pytest.mark.parametrize(
-        "facts",
-        [
-            {"window": 20},
-            {"q_len": 3, "window": 20},
-            {"q_len": 3, "causal": False},
-            {"layout": "HND", "page_size": 64},
-            {"cache_layout": "stacked", "layout": "HND"},
-            {"page_size": 1},
-        ],
-        ids=str,
-    )
-    def test_plans(self, facts: dict[str, Any], device: str) -> None:
-        """Windows, several query tokens, masks, layouts and page sizes are those of the plan."""
-        problem = GqaCase(seq_lens=(70, 3, 33), sink=3.0, **facts).build(device)
-
-        problem.check(*decode_planned(problem))
-
-    @pytest.mark.parametrize("metadata", ["cpu", None], ids=["on the CPU", "on the device"])
-    def test_a_plan_copies_the_metadata(self, metadata: str | None, device: str) -> None:
-        """The caller may overwrite the metadata after the plan."""
-        problem = SMALL.build(device)
-        wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace_for(problem))
-        given = plan_arguments(problem, metadata=metadata)
-        wrapper.plan(**given)
-        for name in ("indptr", "indices", "last_page_len"):
-            given[name].fill_(0)
-
-        problem.check(run(wrapper, problem))
-
-    def test_a_wrapper_can_replan(self, device: str) -> None:
-        """A run computes the requests of the latest plan."""
-        first, second = SMALL.build(device), replace(SMALL, seq_lens=(5, 90), seed=1).build(device)
-        wrapper = wrapper_of(first)
-        first.check(run(wrapper, first))
-
-        wrapper.plan(**plan_arguments(second))
-
-        second.check(run(wrapper, second))
 
     def test_lengths_of_their_own(self, device: str) -> None:
         """`seq_lens` of a plan counts, whatever `last_page_len` says."""
@@ -98,42 +67,6 @@ class TestBatchDecode:
 
         problem.check(run(wrapper, problem, q_scale=2.0, k_scale=scale))
 
-    def test_the_default_scale(self, device: str) -> None:
-        """`sm_scale=None` is `head_dim ** -0.5`."""
-        problem = GqaCase(seq_lens=(70, 3), score_scale=128**-0.5).build(device)
-
-        problem.check(run(wrapper_of(problem, sm_scale=None), problem))
-
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, E4M3], ids=str)
-    def test_an_e4m3_query(self, dtype: torch.dtype, device: str) -> None:
-        """It gives the bits of the same query in 16 bits; its output is e4m3 by default."""
-        problem = GqaCase(seq_lens=(70, 3), kv="e4m3").build(device)
-        query, said = problem.query.to(E4M3), None if dtype is E4M3 else dtype
-        wide = query.to(torch.bfloat16 if said is None else said)
-
-        out = run(wrapper_of(problem, q_data_type=E4M3, o_data_type=said), problem, q=query)
-
-        assert out.dtype is dtype
-        planned = wrapper_of(problem, q_data_type=wide.dtype, o_data_type=dtype)
-        assert torch.equal(out.float(), run(planned, problem, q=wide).float())
-
-    def test_given_outputs(self, device: str) -> None:
-        """`out` and `lse` are written and returned; `lse` without `return_lse` is written."""
-        problem = SMALL.build(device)
-        wrapper = wrapper_of(problem)
-        out, lse = problem.new_out(), torch.full((4, 8), math.nan, device=device)
-
-        result = run(wrapper, problem, out=out, lse=lse)
-
-        assert result is out
-        problem.check(out, lse)
-        out, lse = problem.new_out(), torch.full((4, 8), math.nan, device=device)
-        both = wrapper.run(**run_arguments(problem, out=out, lse=lse, return_lse=True))
-        assert isinstance(both, tuple)
-        assert both[0] is out
-        assert both[1] is lse
-        problem.check(out, lse)
-
     def test_what_a_run_has_of_its_own(self, device: str) -> None:
         """`window_left` and `q_len_per_req` of a run replace the plan's, for that run alone."""
         problem, planned = (case.build(device) for case in (replace(DRAFTS, window=20), SMALL))
@@ -147,24 +80,81 @@ class TestBatchDecode:
         wrapper.plan(**plan_arguments(planned))
         planned.check(run(wrapper, planned))
 
-    @pytest.mark.parametrize("backend", ["auto", "fa2", "fa3", "trtllm-gen", "cute-dsl", "cudnn"])
-    def test_backends_are_names_of_one_semantics(self, backend: str, device: str) -> None:
-        """Every backend gives the same bits."""
-        problem = SMALL.build(device)
-        wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace_for(problem), backend=backend)
-        wrapper.plan(**plan_arguments(problem))
+    def test_the_default_scale(self, device: str) -> None:
+        """`sm_scale=None` is `head_dim ** -0.5`, in a plan, and in a forward whatever its plan."""
+        problem = GqaCase(seq_lens=(70, 3), score_scale=128**-0.5).build(device)
 
-        out = run(wrapper, problem, skip_softmax_threshold_scale_factor=9.0)
+        problem.check(run(wrapper_of(problem, sm_scale=None), problem))
+        problem.check(_forward(wrapper_of(problem, sm_scale=3.0), problem, sm_scale=None))
 
-        assert torch.equal(out, decode_planned(problem)[0])
+    def test_names_of_a_run_with_its_lse(self, device: str) -> None:
+        """`run_return_lse` and `forward_return_lse` give output and LSE."""
+        problem = PLAIN.build(device)
+        wrapper = wrapper_of(problem)
+        given = run_arguments(problem)
+
+        problem.check(*wrapper.run_return_lse(given.pop("q"), given.pop("paged_kv_cache"), **given))
+        problem.check(*wrapper.forward_return_lse(**forward_arguments(problem)))
+
+    @pytest.mark.parametrize("planned", [1.0, 0.7])
+    def test_a_forward_has_a_scale_of_its_own(self, planned: float, device: str) -> None:
+        """`forward` multiplies by its `sm_scale`, and the runs after it by that of the plan."""
+        problem = PLAIN.build(device)
+        scale, q_scale = problem.case.scale, torch.tensor(2.0, device=device)
+        wrapper = wrapper_of(problem, sm_scale=scale * planned)
+
+        problem.check(_forward(wrapper, problem))
+        problem.check(_forward(wrapper, problem, sm_scale=scale / 2, q_scale=q_scale))
+
+        problem.check(run(wrapper, problem, q_scale=1 / planned))
+
+    def test_a_forward_has_a_window_of_its_own(self, device: str) -> None:
+        """A forward without a window attends to every token, whatever the plan says."""
+        whole, window = (GqaCase(seq_lens=(70, 3), window=size).build(device) for size in (0, 20))
+        wrapper = wrapper_of(window)
+
+        whole.check(_forward(wrapper, whole))
+        window.check(_forward(wrapper, window, window_left=19))
+
+    def test_a_workspace_can_be_replaced(self, device: str) -> None:
+        """A run after `reset_workspace_buffer` uses the new scratch, and the plan stays."""
+        problem = GqaCase(seq_lens=(5000, 3)).build(device)
+        wrapper = wrapper_of(problem)
+        scratch = workspace_for(problem)
+
+        wrapper.reset_workspace_buffer(scratch, torch.empty(0, device=device))
+
+        problem.check(run(wrapper, problem))
+        assert device == "cpu" or not bool((scratch == 0xFF).all())
+
+    def test_plans_that_servers_make_for_graphs(self, device: str) -> None:
+        """A wrapper with buffers takes the host's offsets, page ids in place, and its dtypes."""
+        problem = GqaCase(seq_lens=(70, 3, 0, 33), kv="e4m3", out_dtype=E4M3)
+        first = problem.build(device)
+        buffers = graph_buffers(first)
+        wrapper = CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+            workspace_for(first), *buffers.values()
+        )
+        wrapper.begin_forward(**plan_arguments(first))
+        setattr(wrapper, "plan", partial(fast_decode_plan, wrapper))  # noqa: B010 - a method
+        given = _fast_plan_arguments(first)
+        offsets = given["indptr"].cpu()
+        page_ids = wrapper._paged_kv_indices_buf
+        assert page_ids is buffers["paged_kv_indices_buffer"]
+        page_ids[: len(given["indices"])].copy_(given["indices"])
+        given |= {"indices": page_ids, "indptr": torch.zeros_like(given["indptr"])}
+
+        wrapper.begin_forward(**given, global_override_indptr_cpu=offsets)
+
+        first.check(run(wrapper, first))
 
 
 def test_lengths_and_offsets_stay_within_the_page_ids() -> None:
     """Whatever a device holds, a plan gives the kernels offsets and lengths that cannot fault."""
     given = PageMetadata(
-        indptr=torch.tensor([-5, 2, 1, 1 << 30], dtype=torch.int32),
+        indptr=ints(-5, 2, 1, 1 << 30),
         indices=torch.arange(4, dtype=torch.int32),
-        last_page_len=torch.tensor([1 << 30, 3, 5], dtype=torch.int32),
+        last_page_len=ints(1 << 30, 3, 5),
     )
 
     offsets, lengths = _consistent_layout(given, None, 16, torch.device("cpu"))
@@ -173,76 +163,61 @@ def test_lengths_and_offsets_stay_within_the_page_ids() -> None:
     assert lengths.tolist() == [32, 0, 37]
 
 
-def _wrapper(buffers: dict[str, Any]) -> BatchDecodeWithPagedKVCacheWrapper:
-    return BatchDecodeWithPagedKVCacheWrapper(torch.empty(0), use_cuda_graph=True, **buffers)
-
-
-def test_plans_are_copied_into_the_buffers_of_a_graph() -> None:
-    """Runs read the page ids in the buffer, and a plan writes all three."""
+def test_what_asks_for_nothing_is_accepted() -> None:
+    """Keywords that ask for nothing change no bit."""
     problem = SMALL.build("cpu")
-    buffers = graph_buffers(problem)
-    wrapper = _wrapper(buffers)
-    given = plan_arguments(problem)
+    nothing: dict[str, Any] = {
+        "logits_soft_cap": 0,
+        "fixed_split_size": -1,
+        "rope_scale": 1.0,
+        "rope_theta": 1e4,
+        "non_blocking": False,
+        "block_tables": problem.block_tables,
+        "q_data_type": None,
+        "data_type": "bfloat16",
+        "kv_data_type": None,
+    }
 
-    wrapper.plan(**given)
+    out = run(wrapper_of(problem, **nothing), problem)
 
-    problem.check(run(wrapper, problem))
-    for name in ("indptr", "indices", "last_page_len"):
-        assert torch.equal(buffers[f"paged_kv_{name}_buffer"][: len(given[name])], given[name])
-    second = replace(SMALL, seq_lens=(3, 0, 70, 20), seed=1).build("cpu")
-    wrapper.plan(**plan_arguments(second))
-    second.check(run(wrapper, second))
+    assert torch.equal(out, decode_planned(problem)[0])
 
 
 def test_replans_of_a_graph_keep_the_memory_that_runs_read() -> None:
     """A captured run reads offsets, page ids and lengths at the same addresses."""
     problem = SMALL.build("cpu")
-    wrapper = _wrapper(graph_buffers(problem))
+    second = replace(SMALL, seq_lens=(3, 0, 70, 20), seed=1).build("cpu")
+    wrapper = CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(0), *graph_buffers(problem).values()
+    )
     addresses = []
-    for _ in range(2):
-        wrapper.plan(**plan_arguments(problem))
+    for given in (problem, second):
+        wrapper.plan(**plan_arguments(given))
         assert wrapper._plan is not None
         addresses.append([tensor.data_ptr() for tensor in wrapper._plan.tensors])
+        given.check(run(wrapper, given))
 
     assert addresses[0] == addresses[1]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"indices": torch.zeros(99, dtype=torch.int32)}, "indices.shape[0]: expected "),
-        (
-            {
-                "last_page_len": torch.ones(3, dtype=torch.int32),
-                "indptr": torch.zeros(4, dtype=torch.int32),
-            },
-            "last_page_len.shape[0]: expected 4 (requests of the buffers), got 3",
-        ),
-        ({"q_len_per_req": 2}, "q_len_per_req: expected 1 (of the first plan), got 2"),
-    ],
-    ids=["too many pages", "another batch", "another q_len_per_req"],
-)
-def test_a_plan_that_its_buffers_cannot_hold_is_rejected(
-    changes: dict[str, Any], message: str
-) -> None:
-    """The batch and q_len_per_req are fixed, and the previous plan stays."""
+def test_a_fast_plan_may_be_the_first() -> None:
+    """The dtypes of a first fast plan are fp16, or `data_type`."""
+    for dtype, given in ((torch.float16, {}), (torch.bfloat16, {"data_type": "bfloat16"})):
+        problem = GqaCase(seq_lens=(70, 3), dtype=dtype).build("cpu")
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.empty(0))
+        nothing = {"q_data_type": None, "kv_data_type": None}
+
+        fast_decode_plan(wrapper, **_fast_plan_arguments(problem, **nothing, **given))
+
+        problem.check(run(wrapper, problem))
+
+
+def test_what_a_wrapper_says_of_itself() -> None:
+    """Whether plans go to buffers of a graph, and that every kernel uses tensor cores."""
     problem = SMALL.build("cpu")
-    wrapper = _wrapper(graph_buffers(problem))
-    wrapper.plan(**plan_arguments(problem))
+    planned = wrapper_of(problem)
+    buffers = graph_buffers(problem)
+    graph = CUDAGraphBatchDecodeWithPagedKVCacheWrapper(torch.empty(0), *buffers.values())
 
-    with pytest.raises(ArgumentError, match=re.escape(message)):
-        wrapper.plan(**plan_arguments(problem, **changes))
-
-    problem.check(run(wrapper, problem))
-
-
-def test_a_run_is_captured_from_buffers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured run of a plan without buffers would read freed memory."""
-    problem = SMALL.build("cpu")
-    wrapper, planned = _wrapper(graph_buffers(problem)), wrapper_of(problem)
-    wrapper.plan(**plan_arguments(problem))
-    monkeypatch.setattr(wrapper_module, "is_capturing", lambda _: True)
-
-    problem.check(run(wrapper, problem))
-    with pytest.raises(CaptureError, match="use_cuda_graph: expected True with its three buffers"):
-        run(planned, problem)
+    assert (planned.is_cuda_graph_enabled, graph.is_cuda_graph_enabled) == (False, True)
+    assert planned.use_tensor_cores

@@ -1,60 +1,76 @@
-"""BatchMLA: rules of the wrapper, with a plan and without one, and what it rejects."""
+"""BatchMLA: plans of every form of metadata, runs as they declare, and runs without a plan."""
 
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from mlagen.errors import ArgumentError, CaptureError, UnsupportedError
-from mlagen.mla import wrapper as batch_wrapper
-from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
+from mlagen.errors import ArgumentError
+from mlagen.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 from tests.problems.batch_mla import (
     SINGLE,
     SOME,
     new_wrapper,
     plan_arguments,
     run,
+    run_arguments,
     run_with_lse,
     wrapper_of,
 )
 from tests.problems.entry_points import ENTRY_POINTS
-from tests.problems.mla import MlaCase
-from tests.problems.mla_cases import BATCH_CASES
-from tests.problems.problem import E4M3, ints
+from tests.problems.mla import MlaProblem
+from tests.problems.problem import E4M3
 from tests.problems.reference import assert_close, output_tolerance
 
-BACKENDS = (
-    *("fa2", "fa3", "cutlass", "cutile", "trtllm-gen", "xqa"),
-    *("cute-dsl", "cute-dsl-modular", "cute-dsl-monolithic"),
-)
 PLANLESS = ENTRY_POINTS["planless"]
-METADATA = pytest.mark.parametrize("metadata", ["cpu", None], ids=["on the host", "on the device"])
+CSR = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+# Facts of a problem, what a plan declares, and the arguments of a run.
+DECLARED: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
+    "sinks": ({"with_sinks": True}, {"use_sinks": True}, lambda given: {"sinks": given.sinks}),
+    "factors": (
+        *({"output_scale": 0.5}, {"sm_scale": 7.0, "scale_mode": "bmm-scalar"}),
+        lambda given: {"bmm1_scale": given.case.score_scale, "bmm2_scale": 0.5},
+    ),
+    "an e4m3 query": ({"dtype": E4M3}, {"kv_data_type": E4M3}, lambda _: {}),
+}
+
+
+def split_plan(
+    problem: MlaProblem, metadata: str | None = None
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the metadata of a plan in the CSR form and in the dense form, and its settings."""
+    settings = plan_arguments(problem, metadata=metadata)
+    csr = {name: settings.pop(name) for name in CSR}
+    indptr, device = csr["kv_indptr"].tolist(), csr["kv_indptr"].device
+    pages = [end - first for first, end in pairwise(indptr)]
+    tables = torch.full((len(pages), max(pages) + 2), -1, dtype=torch.int32, device=device)
+    for table, first, count in zip(tables, indptr, pages, strict=False):
+        table[:count] = csr["kv_indices"][first : first + count]
+    dense = {
+        "cum_seq_lens_q": csr["qo_indptr"],
+        "block_tables": tables,
+        "seq_lens": csr["kv_len_arr"],
+    }
+    return csr, dense, settings
+
+
+def packed_arguments(problem: MlaProblem) -> dict[str, Any]:
+    """Return query and cache of a run, each in one tensor."""
+    given = run_arguments(problem)
+    pairs = {"query": ("q_nope", "q_pe"), "kv_cache": ("ckv_cache", "kpe_cache")}
+    return {
+        name: torch.cat([given[part].float() for part in parts], -1).to(given[parts[0]].dtype)
+        for name, parts in pairs.items()
+    }
 
 
 class TestBatchMla:
     """Rules of planned and planless runs, on the device of the fixture."""
-
-    @METADATA
-    @pytest.mark.parametrize("case", [SOME, SINGLE], ids=["ragged", "one token each"])
-    def test_metadata_may_be_on_cpu_or_gpu(
-        self, case: MlaCase, metadata: str | None, device: str
-    ) -> None:
-        """The device of the metadata does not change the result."""
-        problem = case.build(device)
-
-        problem.check(*run_with_lse(wrapper_of(problem, metadata=metadata), problem))
-
-    @pytest.mark.parametrize("backend", BACKENDS)
-    def test_backends_give_equal_results(self, backend: str, device: str) -> None:
-        """Every backend name gives the same result."""
-        problem = SOME.build(device)
-
-        problem.check(*run_with_lse(wrapper_of(problem, backend=backend), problem))
 
     def test_latent_and_rope_may_be_slices_of_one_tensor(self, device: str) -> None:
         """Slices of one query and one cache are read in place."""
@@ -77,34 +93,6 @@ class TestBatchMla:
         problem.check(out)
         assert (wide[:, heads:] == 7.0).all()
         assert (wide[..., 512:] == 7.0).all()
-
-    def test_an_lse_tensor_is_written_without_return_lse(self, device: str) -> None:
-        """`lse` without `return_lse` is written, as in FlashInfer."""
-        problem = SOME.build(device)
-        lse = torch.full(problem.query.shape[:2], math.nan, device=device)
-
-        problem.check(run(wrapper_of(problem), problem, lse=lse), lse)
-
-    @METADATA
-    def test_a_plan_copies_the_metadata(self, metadata: str | None, device: str) -> None:
-        """Changes of the metadata after a plan do not affect its runs."""
-        problem = SOME.build(device)
-        arguments = plan_arguments(problem, metadata=metadata)
-        wrapper = wrapper_of(problem)
-        wrapper.plan(**arguments)
-        for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"):
-            arguments[name].fill_(-1)
-
-        problem.check(*run_with_lse(wrapper, problem))
-
-    def test_a_wrapper_can_replan(self, device: str) -> None:
-        """A run uses the latest plan."""
-        first, second = SOME.build(device), BATCH_CASES[0].build(device)
-        wrapper = wrapper_of(first)
-        run(wrapper, first)
-        wrapper.plan(**plan_arguments(second))
-
-        second.check(*run_with_lse(wrapper, second))
 
     def test_extra_query_rows_are_allowed(self, device: str) -> None:
         """A query longer than the plan, as in CUDA graphs, gives the planned rows."""
@@ -149,136 +137,103 @@ class TestBatchMla:
         tolerance = output_tolerance(torch.bfloat16, expected) + wanted.abs() * step + 2e-5
         assert_close(out.double() * scale, wanted, tolerance, "out")
 
+    @pytest.mark.parametrize("form", ["csr", "dense", "dual", "dense by name"])
+    @pytest.mark.parametrize("metadata", ["cpu", None], ids=["on the host", "on the device"])
+    def test_every_form_of_metadata_plans_the_same_requests(
+        self, form: str, metadata: str | None, device: str
+    ) -> None:
+        """Flat page ids, block tables, and both give the result of the problem."""
+        for case in (SOME, SINGLE):
+            problem = case.build(device)
+            csr, dense, settings = split_plan(problem, metadata)
+            plans: dict[str, dict[str, Any]] = {
+                "csr": {"metadata": MLAPlanMetadata.csr(**csr)},
+                "dense": {"metadata": MLAPlanMetadata.dense(**dense, max_q_len=9)},
+                "dual": {"metadata": MLAPlanMetadata.dual(**csr, **dense)},
+                "dense by name": dense,
+            }
+            wrapper = new_wrapper(device)
+            wrapper.plan(**plans[form], **settings, lse_mode="base2")
 
-DIMS = "(kv_lora_rank, qk_rope_head_dim)"
-MLA_DTYPES = (
-    "MLA kv_data_type: expected torch.bfloat16 or torch.float16 or torch.float8_e4m3fn, got [1]"
-)
-E4M3_DIMS = "head_dim_ckv=512 and head_dim_kpe in (0, 64)"
+            problem.check(*run_with_lse(wrapper, problem))
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=["bf16", "e4m3"])
+    def test_a_query_and_a_cache_in_any_form(self, dtype: torch.dtype, device: str) -> None:
+        """One tensor, a pair, or both in a pair give the bits of the four parts."""
+        problem = replace(SOME, dtype=dtype).build(device)
+        wrapper, given = wrapper_of(problem, kv_data_type=dtype), run_arguments(problem)
+        pairs: dict[str, Any] = {
+            "query": (given["q_nope"], given["q_pe"]),
+            "kv_cache": (given["ckv_cache"], given["kpe_cache"]),
+        }
+        whole, expected = packed_arguments(problem), run(wrapper, problem)
+        both = {
+            "query": (whole["query"], pairs["query"]),
+            "kv_cache": (pairs["kv_cache"], whole["kv_cache"]),
+        }
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"kv_data_type": torch.float32}, "MLA kv_data_type"),
-        ({"kv_data_type": [1]}, MLA_DTYPES),
-        ({"q_data_type": [1]}, "q_data_type: expected torch.bfloat16 (kv_data_type), got [1]"),
-        ({"head_dim_kpe": -1}, "head_dim_kpe must be >= 0"),
-        ({"kv_data_type": E4M3, "q_data_type": torch.float16}, "q_data_type=torch.bfloat16"),
-        ({"kv_data_type": E4M3, "head_dim_ckv": 256}, E4M3_DIMS),
-        ({"kv_data_type": E4M3, "head_dim_kpe": 32}, E4M3_DIMS),
-        ({"q_data_type": torch.float16}, "q_data_type: expected torch.bfloat16 (kv_data_type)"),
-        (
-            {"head_dim_ckv": 128},
-            f"no MLA decode kernel for query bf16, cache bf16, {DIMS} (128, 64), ",
-        ),
-        ({"use_profiler": True}, "Profiler is enabled"),
-        ({"num_heads": 0}, "num_heads: expected an int, 1 or more, got 0"),
-        ({"num_heads": 257}, "num_heads: expected 256 or less, got 257"),
-        ({"page_size": 0}, "page_size: expected an int, 1 or more, got 0"),
-        ({"sm_scale": "1"}, "sm_scale: expected a float, got '1'"),
-        ({"kv_indices": [1]}, "kv_indices: expected a torch.Tensor, got list"),
-        ({"kv_len_arr": torch.zeros(4)}, "kv_len_arr.dtype: expected torch.int32 or torch.uint32"),
-        ({"kv_len_arr": ints(1)[None]}, "kv_len_arr.ndim: expected 1, got 2"),
-        ({"kv_len_arr": ints(1, 2, 3, 4, 5)}, "qo_indptr.shape: expected [6] or longer (batch"),
-        ({"kv_indptr": ints(0, 1)}, "kv_indptr.shape: expected [5] or longer (batch of kv_len"),
-        ({"qo_indptr": ints(0, 2, 1, 6, 6)}, "qo_indptr[2]: expected 2 or more"),
-        ({"qo_indptr": ints(1, 2, 3, 6, 6)}, "qo_indptr[0]: expected 0, got 1"),
-        ({"kv_indptr": ints(0, 3, 2, 11, 12)}, "kv_indptr[2]: expected 3 or more"),
-        ({"kv_indptr": ints(0, 3, 4, 11, 99)}, "kv_indptr[-1]: expected 20 (page ids)"),
-        ({"kv_len_arr": ints(40, -7, 100, 5)}, "kv_len_arr[1]: expected 0 or more, got -7"),
-        ({"kv_len_arr": ints(49, 7, 100, 5)}, "kv_len_arr[0]: expected 48 (capacity of its block"),
-    ],
-    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
-)
-def test_a_plan_that_breaks_a_rule_is_rejected(changes: dict[str, Any], message: str) -> None:
-    """The error names the broken rule, and the previous plan remains."""
-    problem = SOME.build("cpu")
-    wrapper = wrapper_of(problem)
-    is_unsupported = "no MLA decode kernel" in message or "Profiler" in message
-    error = UnsupportedError if is_unsupported else ArgumentError
+        for forms in (pairs, whole, pairs | {"query": whole["query"]}, both):
+            for _ in range(2):
+                out: Any = wrapper.run(**forms)
+                assert torch.equal(out, expected)
 
-    with pytest.raises(error, match=re.escape(message)):
-        wrapper.plan(**plan_arguments(problem, **changes))
+    @pytest.mark.parametrize(("facts", "plan", "given"), DECLARED.values(), ids=DECLARED)
+    def test_a_run_as_its_plan_declares(
+        self, facts: dict[str, Any], plan: dict[str, Any], given: Any, device: str
+    ) -> None:
+        """Sinks count in output and LSE, and factors of a run replace the scale of its plan."""
+        problem = replace(SOME, **facts).build(device)
 
-    problem.check(run(wrapper, problem))
+        problem.check(*run_with_lse(wrapper_of(problem, **plan), problem, **given(problem)))
 
+    def test_a_planned_fp8_output(self, device: str) -> None:
+        """A run writes its results, divided by `o_scale`, to an e4m3 `out`."""
+        problem = SOME.build(device)
+        wrapper = wrapper_of(problem, output_scale="per-tensor", output_dtype=E4M3)
+        out = torch.zeros(problem.out_shape, device=device).to(E4M3)
 
-def test_a_run_without_a_plan_is_rejected() -> None:
-    """Without a plan, and without lengths and a table, the error names the call to make."""
-    problem = SOME.build("cpu")
-    wrapper = new_wrapper("cpu")
+        assert run(wrapper, problem, out=out, o_scale=0.01) is out
 
-    with pytest.raises(ArgumentError, match=r"expected plan\(\) to be called first"):
-        run(wrapper, problem, kv_len=problem.seq_lens)
+        expected = problem.expected()
+        tolerance = output_tolerance(torch.bfloat16, expected) + expected.out.abs() * 2.0**-4 + 2e-4
+        assert_close(out.double() * 0.01, expected.out, tolerance, "out")
 
+    def test_block_tables_of_a_run(self, device: str) -> None:
+        """`kv_len` and `page_table` of a run replace those of its plan."""
+        problem = SOME.build(device)
+        _, dense, _ = split_plan(problem)
+        wrapper = wrapper_of(problem, kv_len_arr=torch.zeros_like(problem.seq_lens))
 
-def test_an_unknown_backend_is_rejected() -> None:
-    """A name that FlashInfer does not have is rejected at once."""
-    with pytest.raises(ArgumentError, match="backend: expected one of auto, fa2, fa3, cutlass"):
-        wrapper_of(SOME.build("cpu"), backend="fa4")
+        tables = {"kv_len": dense["seq_lens"], "page_table": dense["block_tables"]}
+        problem.check(*run_with_lse(wrapper, problem, **tables))
 
+    def test_block_tables_of_a_graph_are_read_in_place(self, device: str) -> None:
+        """A graph wrapper without buffers reads block tables, lengths and offsets of its caller."""
+        problem = SOME.build(device)
+        _, dense, settings = split_plan(problem)
+        tables = dense["block_tables"].clone()
+        dense["block_tables"].zero_()
+        workspace = torch.empty(128 << 20, dtype=torch.uint8, device=device)
+        wrapper = BatchMLAPagedAttentionWrapper(workspace, use_cuda_graph=True)
+        for _ in range(2):
+            wrapper.plan(metadata=MLAPlanMetadata.dense(**dense), **settings)
+        dense["block_tables"].copy_(tables)
 
-def with_buffers(page_ids: int) -> tuple[BatchMLAPagedAttentionWrapper, dict[str, torch.Tensor]]:
-    """Return a wrapper for graphs of four requests, and its buffers."""
-    sizes = {"qo_indptr": 5, "kv_indptr": 5, "kv_indices": page_ids, "kv_len_arr": 4}
-    buffers = {name: torch.full((size,), -1, dtype=torch.int32) for name, size in sizes.items()}
-    given: dict[str, Any] = dict(buffers)
-    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0), use_cuda_graph=True, **given)
-    return wrapper, buffers
+        problem.check(run(wrapper, problem))
 
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"kv_len_arr": ints(1, 2, 3)}, r"kv_len_arr.shape: expected \[4\] \(its buffer"),
-        ({"kv_indices": ints(*range(30))}, r"kv_indices.shape\[0\]: expected 25 \(its buffer\)"),
-    ],
-    ids=["another batch", "too many pages"],
-)
-def test_a_plan_that_its_buffers_cannot_hold_is_rejected(
-    changes: dict[str, Any], message: str
-) -> None:
-    """Graph buffers fix the batch size, and the page ids must fit."""
-    problem = SOME.build("cpu")
-    wrapper, buffers = with_buffers(page_ids=25)
-    if "kv_len_arr" in changes:
-        changes = {**changes, "qo_indptr": ints(0, 2, 3, 6), "kv_indptr": ints(0, 3, 4, 11)}
-
-    with pytest.raises(ArgumentError, match=message):
-        wrapper.plan(**plan_arguments(problem, **changes))
-
-    assert all((buffer == -1).all() for buffer in buffers.values())
+        other = MLAPlanMetadata.dense(**{**dense, "seq_lens": dense["seq_lens"].clone()})
+        with pytest.raises(ArgumentError, match="seq_lens: expected the tensor of the plan before"):
+            wrapper.plan(metadata=other, **settings)
 
 
-def test_plans_are_copied_into_the_buffers_of_a_graph() -> None:
-    """With buffers a run reads the plan from them, the page ids from their start."""
-    problem = SOME.build("cpu")
-    wrapper, buffers = with_buffers(page_ids=40)
+def test_block_tables_of_a_graph_are_on_the_device() -> None:
+    """A captured graph would read a copy of metadata on the CPU, so that it is rejected."""
+    _, dense, settings = split_plan(SOME.build("cpu"))
+    workspace = torch.empty(0, device="meta")
+    wrapper = BatchMLAPagedAttentionWrapper(workspace, use_cuda_graph=True)
 
-    wrapper.plan(**plan_arguments(problem))
-
-    problem.check(run(wrapper, problem))
-    assert torch.equal(buffers["kv_len_arr"], problem.seq_lens)
-    assert (buffers["kv_indices"][len(problem.block_tables) :] == -1).all()
-
-
-def test_a_run_is_captured_from_buffers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture rejects metadata that the next plan frees."""
-    monkeypatch.setattr(batch_wrapper, "is_capturing", lambda _: True)
-    problem = SOME.build("cpu")
-    out = torch.full_like(problem.query, 7.0)
-
-    with pytest.raises(CaptureError, match="use_cuda_graph: expected True with its four buffers"):
-        run(wrapper_of(problem), problem, out=out)
-    tables = {"kv_len": problem.seq_lens, "page_table": problem.seq_lens[:, None]}
-    with pytest.raises(CaptureError, match="use_cuda_graph: expected True with its four buffers"):
-        run(wrapper_of(problem), problem, out=out, **tables)
-
-    assert (out == 7.0).all()
-    wrapper, _ = with_buffers(page_ids=40)
-    wrapper.plan(**plan_arguments(problem))
-    problem.check(run(wrapper, problem, out=out))
+    with pytest.raises(ArgumentError, match=r"cum_seq_lens_q.device: expected meta, where a capt"):
+        wrapper.plan(metadata=MLAPlanMetadata.dense(**dense), **settings)
 
 
 def test_buffers_of_a_graph_must_be_given() -> None:

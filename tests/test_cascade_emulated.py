@@ -7,7 +7,7 @@ import pytest
 from mlagen.families import states
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.spec.kernel import KernelSpec, packing_of
-from tests.cascade_semantics import CascadeSemantics
+from tests import test_cascade
 from tests.emulator.emulated import COMPILER, Emulator
 from tests.kernels import SM_80
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 _emulator = Emulator()  # compiles each kernel once
 
 
-class TestCascadeEmulated(CascadeSemantics):
+class TestCascadeEmulated(test_cascade.TestCascade):
     """Every merge, by emulated launches where a GPU would launch the kernel."""
 
     @pytest.fixture(autouse=True)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from mlagen.cascade import merge_states
-from mlagen.errors import ArgumentError, UnsupportedError
-from tests.problems.entry_points import decode, decode_with_lse
+from tests.problems.entry_points import decode_with_lse
 from tests.problems.mla import MlaCase, MlaProblem, mla_case
 from tests.problems.reference import (
     UNIT_ROUNDOFF,
@@ -168,62 +167,6 @@ class TestDcp:
         out, lse = decode_with_lse(problem, return_lse_base=base)
 
         problem.check(out, lse, natural=base != "base2")
-
-
-GIVEN = torch.tensor([70, 3], dtype=torch.int32)
-ENABLED: dict[str, Any] = {
-    "enable_dcp": True,
-    "return_lse": True,
-    "causal_seqlens_kv_global": GIVEN,
-}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"cp_world": 2}, "cp_world: expected 1 without enable_dcp, got 2"),
-        ({"cp_rank": 1}, "cp_rank: expected 0 without enable_dcp, got 1"),
-        (
-            {"causal_seqlens_kv_global": GIVEN},
-            "causal_seqlens_kv_global: expected None without enable_dcp, got a tensor",
-        ),
-        ({"enable_dcp": "yes"}, "enable_dcp: expected a bool, got 'yes'"),
-        (ENABLED | {"return_lse": False}, "return_lse: expected True with enable_dcp, got False"),
-        (ENABLED | {"cp_world": 0}, "cp_world: expected an int, 1 or more, got 0"),
-        (ENABLED | {"cp_world": True}, "cp_world: expected an int, 1 or more, got True"),
-        (ENABLED | {"cp_rank": -1}, "cp_rank: expected an int, 0 or more, got -1"),
-        (ENABLED | {"cp_rank": 1}, "cp_rank: expected less than 1 (cp_world), got 1"),
-        (
-            ENABLED | {"causal_seqlens_kv_global": None},
-            "causal_seqlens_kv_global: expected a torch.Tensor, got NoneType",
-        ),
-        (
-            ENABLED | {"causal_seqlens_kv_global": GIVEN[:1]},
-            "causal_seqlens_kv_global.shape: expected [2] (requests), got [1]",
-        ),
-        (
-            ENABLED | {"causal_seqlens_kv_global": GIVEN.long()},
-            "causal_seqlens_kv_global.dtype: expected torch.int32 or torch.uint32, got torch.int64",
-        ),
-    ],
-    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
-)
-def test_a_keyword_is_rejected(changes: dict[str, Any], message: str) -> None:
-    """The message has the keyword, the rule and the given value."""
-    problem = MlaCase(seq_lens=(70, 3)).build("cpu")
-
-    with pytest.raises(ArgumentError) as caught:
-        decode(problem, **changes)
-
-    assert str(caught.value) == message
-
-
-def test_separate_values_have_no_kernel() -> None:
-    """The message has the modes that do."""
-    problem = MlaCase(seq_lens=(70, 3), values="other pages").build("cpu")
-
-    with pytest.raises(UnsupportedError, match=r"\(paged, separate, dcp\); supported there"):
-        decode(problem, **ENABLED)
 
 
 def test_numpy_scalars_are_numbers() -> None:

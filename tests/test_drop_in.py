@@ -1,4 +1,4 @@
-"""FlashInfer compatibility on the CPU, and what stays rejected."""
+"""FlashInfer compatibility on the CPU: signatures and semantics."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import mlagen
-from mlagen.errors import ArgumentError
 from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
-from tests.drop_in_semantics import DropInSemantics
-from tests.problems.batch_mla import SOME, run
-from tests.problems.entry_points import decode
-from tests.problems.mla import MlaCase
-from tests.problems.problem import E4M3
+from tests.problems.batch_mla import SOME, plan_arguments, run, wrapper_of
+from tests.problems.entry_points import decode, decode_gqa, decode_with_lse, run_xqa
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import MlaCase, MlaProblem
 
+_SINGLE = MlaCase(seq_lens=(70, 3))
+_SPARSE = MlaCase(seq_lens=(300, 300), q_len=2, kv_format="fp8_ds_mla", top_k=70)
 # Each function with its parameters; those after the star are by keyword only.
 SIGNATURES = """
 mla.trtllm_batch_decode_with_kv_cache_mla
@@ -113,6 +113,8 @@ kv_scales=None
 def test_the_signatures(wanted: str) -> None:
     """Names, order, kinds and defaults of the parameters are those of the library replaced."""
     name, *parameters = wanted.split()
+    module, public, *_ = name.split(".")
+    assert public in getattr(mlagen, module).__all__
     signature = inspect.signature(attrgetter(name)(mlagen))
     plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
 
@@ -121,98 +123,140 @@ def test_the_signatures(wanted: str) -> None:
     assert shown == f"({', '.join(parameters)})"
 
 
-class TestOnTheCpu(DropInSemantics):
-    """Semantics of the compatible calls, without a GPU."""
+class TestDropIn:
+    """Semantics of the compatible calls, on the device of the fixture."""
 
-    device = "cpu"
+    @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+    def test_a_semaphore_buffer_is_not_written(self, dtype: torch.dtype, device: str) -> None:
+        """Calls accept the buffer, also on the fast path; buffer and result keep every bit."""
+        problem = _SINGLE.build(device)
+        buffer = torch.full((4096,), 7, dtype=dtype, device=device)
+        out = torch.empty(2, 1, 16, 512, dtype=torch.bfloat16, device=device)
+        workspace = problem.arguments()["workspace_buffer"]
+        given = {"out": out, "workspace_buffer": workspace, "multi_ctas_kv_counter_buffer": buffer}
+        expected = decode(problem)
+
+        for _ in range(3):
+            out.zero_()
+            assert torch.equal(decode(problem, **given), expected)
+
+        assert (buffer == 7).all()
+
+    @pytest.mark.parametrize("lens", [[[5, 70], [1000, -3]], [[0, 1], [69, 2]]], ids=["odd", "few"])
+    @pytest.mark.parametrize("is_flat", [True, False], ids=["flat", "by sequence"])
+    def test_backend_sparse_takes_topk_lengths(
+        self, lens: list[list[int]], device: str, *, is_flat: bool
+    ) -> None:
+        """With that backend `seq_lens` is the number of valid top-k indices per query token."""
+        problem = _SPARSE.build(device)
+        lengths = torch.tensor(lens, dtype=torch.int32, device=device)
+
+        results = decode_with_lse(
+            problem, backend="sparse", seq_lens=lengths.flatten() if is_flat else lengths
+        )
+
+        expected = decode_with_lse(problem, sparse_mla_top_k_lens=lengths.flatten())
+        assert all(map(torch.equal, results, expected))
+
+    @pytest.mark.parametrize("backend", ["auto", "sparse"])
+    def test_without_lengths_all_topk_indices_count(self, backend: str, device: str) -> None:
+        """`seq_lens` of None attends to all top-k indices."""
+        problem = _SPARSE.build(device)
+        whole = torch.full((4,), 70, dtype=torch.int32, device=device)
+        expected = decode_with_lse(problem, sparse_mla_top_k_lens=whole)
+
+        results = decode_with_lse(problem, backend=backend, seq_lens=None)
+
+        assert all(map(torch.equal, results, expected))
+        if backend == "sparse":  # which reads no sequence lengths either
+            few = torch.ones(2, dtype=torch.int32, device=device)
+            results = decode_with_lse(problem, backend=backend, seq_lens=few)
+            assert all(map(torch.equal, results, expected))
+
+    def test_ragged_topk_indices_without_lengths(self, device: str) -> None:
+        """`seq_lens` of None works for ragged query lengths, too."""
+        problem = MlaCase(seq_lens=(300, 300), q_lens=(1, 3), top_k=70).build(device)
+        whole = torch.full((4,), 70, dtype=torch.int32, device=device)
+
+        assert torch.equal(
+            decode(problem, seq_lens=None), decode(problem, sparse_mla_top_k_lens=whole)
+        )
+
+    def test_backend_sparse_with_one_query_token(self, device: str) -> None:
+        """Sequence lengths and top-k lengths are then the same."""
+        problem = MlaCase(seq_lens=(300, 3), kv_format="fp8_ds_mla", top_k=70).build(device)
+
+        problem.check(decode(problem, backend="sparse"))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_sinks_of_16_bits(self, dtype: torch.dtype, device: str) -> None:
+        """16-bit sinks count as their values, in every entry point with sinks."""
+        mla = MlaCase(seq_lens=(70, 3), with_sinks=True).build(device)
+        gqa = GqaCase(seq_lens=(70, 3), sink=3.0).build(device)
+        assert mla.sinks is not None
+        assert gqa.sinks is not None
+        half, wide = mla.sinks.to(dtype), mla.sinks.to(dtype).float()
+        of_gqa, wide_of_gqa = gqa.sinks.to(dtype), gqa.sinks.to(dtype).float()
+
+        for sinks in (half, [half]):
+            assert torch.equal(decode(mla, sinks=sinks), decode(mla, sinks=wide))
+        for run_one in (decode_gqa, run_xqa):
+            expected = run_one(gqa, sinks=wide_of_gqa)
+            for _ in range(3):  # the fast path gets new memory at each call
+                assert torch.equal(run_one(gqa, sinks=of_gqa), expected)
+
+    def test_a_bf16_output_of_an_fp16_query(self, device: str) -> None:
+        """A bf16 `out` holds the fp16 result, rounded once more."""
+        problem = MlaCase(seq_lens=(70, 3), dtype=torch.float16).build(device)
+        out = torch.empty(2, 16, 512, dtype=torch.bfloat16, device=device)
+
+        for _ in range(3):
+            out.zero_()
+            assert decode(problem, out=out) is out
+            assert torch.equal(out, decode(problem)[:, 0].bfloat16())
+
+    def test_return_lse_base_is_positional(self, device: str) -> None:
+        """`return_lse_base` is the last positional argument."""
+        problem = _SINGLE.build(device)
+        function: Any = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
+        parameters = inspect.signature(function).parameters
+        given = problem.arguments(return_lse=True, return_lse_base="basee")
+
+        positional = [given.get(name, p.default) for name, p in parameters.items()]
+
+        assert len(positional) == 33
+        expected = decode_with_lse(problem, return_lse_base="basee")
+        assert all(map(torch.equal, function(*positional), expected))
+
+    @pytest.mark.parametrize("metadata", ["cpu", None], ids=["on the host", "beside the query"])
+    def test_offsets_longer_than_the_batch(self, metadata: str | None, device: str) -> None:
+        """Entries of both `indptr` past the sequences of `kv_len_arr` are ignored."""
+        problem = SOME.build(device)
+
+        wrapper = wrapper_of(problem, metadata=metadata, **_longer(problem, metadata))
+
+        problem.check(run(wrapper, problem))
+
+    def test_longer_offsets_in_cuda_graph_buffers(self, device: str) -> None:
+        """The buffers of a CUDA graph wrapper may be longer, too."""
+        problem = SOME.build(device)
+        sizes = {"qo_indptr": 9, "kv_indptr": 6, "kv_indices": 99, "kv_len_arr": 4}
+        buffers: dict[str, Any] = {
+            name: torch.zeros(size, dtype=torch.int32, device=device)
+            for name, size in sizes.items()
+        }
+        workspace = torch.empty(128 << 20, dtype=torch.uint8, device=device)
+        wrapper = BatchMLAPagedAttentionWrapper(workspace, use_cuda_graph=True, **buffers)
+
+        wrapper.plan(**plan_arguments(problem, **_longer(problem, None)))
+
+        problem.check(run(wrapper, problem))
+        assert (buffers["qo_indptr"][5:] == 0).all()
 
 
-_DENSE = MlaCase(name="", seq_lens=(70, 3), q_len=2)
-_SPARSE = MlaCase(name="", seq_lens=(300, 300), q_len=2, kv_format="fp8_ds_mla", top_k=70)
-_FP32_SCALES = "scales of fp8_ds_mla are fp32 numbers"
-_OF_SPARSE = "fp8_ds_mla, with backend 'sparse'"
-_TABLE_SHAPE = "(batch, q_len, sparse_mla_top_k)"
-_COUNTERS = "multi_ctas_kv_counter_buffer"
-_SPARSE_CALL: dict[str, Any] = {"backend": "sparse"}
-_BF16 = MlaCase(name="", seq_lens=(300, 300), q_len=2, top_k=70)
-_LENS = torch.ones(4, dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("case", "changes", "message"),
-    [
-        (
-            _DENSE,
-            {"seq_lens": None},
-            "seq_lens: expected a torch.Tensor (required without sparse_mla_top_k), got None",
-        ),
-        (_DENSE, {_COUNTERS: 1}, f"{_COUNTERS}: expected a torch.Tensor, got int"),
-        (
-            _DENSE,
-            {_COUNTERS: torch.empty(1, device="meta")},
-            f"{_COUNTERS}.device: expected cpu (of query), got meta",
-        ),
-        (
-            _DENSE,
-            {"cute_dsl_impl": "fast"},
-            "cute_dsl_impl: expected one of auto, modular, monolithic, got 'fast'",
-        ),
-        (
-            _DENSE,
-            {"kv_scale_format": "UE8M0-G32"},
-            f"kv_scale_format: expected another: {_FP32_SCALES}, got 'UE8M0-G32'",
-        ),
-        (
-            _DENSE,
-            {"kv_scale_format": "e8m0"},
-            "kv_scale_format: expected one of auto, pow2_fp32, arbitrary_fp32, got 'e8m0'",
-        ),
-        (_DENSE, _SPARSE_CALL, "sparse_mla_top_k: expected an int, 1 or more, got 0"),
-        (
-            _BF16,
-            _SPARSE_CALL,
-            f"kv_cache.dtype: expected torch.uint8 ({_OF_SPARSE}), got torch.bfloat16",
-        ),
-        *(
-            (
-                _SPARSE,
-                _SPARSE_CALL | {name: _LENS},
-                f"{name}: expected None with backend 'sparse', got a value",
-            )
-            for name in ("sparse_mla_top_k_lens", "cum_seq_lens_q")
-        ),
-        (
-            _SPARSE,
-            _SPARSE_CALL | {"seq_lens": _LENS[:3]},
-            "seq_lens.shape: expected [2, 2] or [4] or [2] (batch, q_len), got [3]",
-        ),
-        (
-            _SPARSE,
-            {"seq_lens": None, "sparse_mla_top_k": 2**31 - 1},
-            f"block_tables.shape: expected [2, 2, 2147483647] {_TABLE_SHAPE}, got [2, 2, 70]",
-        ),
-        (
-            _DENSE,
-            {"out": torch.empty(2, 2, 16, 512).to(E4M3)},
-            "out.dtype: expected torch.bfloat16 (dtype of query), got torch.float8_e4m3fn",
-        ),
-    ],
-    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
-)
-def test_what_stays_rejected(case: MlaCase, changes: dict[str, Any], message: str) -> None:
-    """The message has the argument and the rule."""
-    problem = case.build("cpu")
-
-    with pytest.raises(ArgumentError) as caught:
-        decode(problem, **changes)
-
-    assert str(caught.value) == message
-
-
-def test_the_scale_of_an_output_is_rejected_before_a_missing_plan() -> None:
-    """`o_scale` is checked first, as in FlashInfer."""
-    problem = SOME.build("cpu")
-    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0), backend="fa2")
-
-    with pytest.raises(ArgumentError, match="o_scale is only supported with the cutlass"):
-        run(wrapper, problem, o_scale=0.1)
+def _longer(problem: MlaProblem, metadata: str | None) -> dict[str, Any]:
+    """Return the offsets of a plan followed by invalid entries."""
+    given = plan_arguments(problem, metadata=metadata)
+    names = ("qo_indptr", "kv_indptr")
+    invalid = torch.tensor([-7, 2**31 - 1, 0], dtype=torch.int32, device=given["qo_indptr"].device)
+    return {name: torch.cat([given[name], invalid]) for name in names}

@@ -186,6 +186,17 @@ class TestEntryPoints:
 
         assert torch.equal(out[:2], expected[:2])
 
+    @over("trtllm", "flare")
+    def test_query_tokens_past_the_last_sequence_are_ignored(
+        self, entry: EntryPoint, device: str
+    ) -> None:
+        """They read no block table, with any mask, and affect no sequence."""
+        facts = {"mask": "window of 3"} if entry.name == "flare" else {}
+        problem = entry.build(device, seq_lens=(5, 100), q_lens=(2, 3), **facts)
+        query = torch.cat([problem.query, torch.full_like(problem.query, math.nan)])
+
+        problem.check(entry.call(problem, query=query)[:5])
+
     @over("trtllm", "xqa_batch_mla", "xqa_batch", "xqa")
     @pytest.mark.parametrize("lens", [(70, 1, 0), (5000, 0)], ids=["whole", "split"])
     def test_sinks_may_be_any_number(
@@ -265,11 +276,14 @@ class TestEntryPoints:
     def test_nan_in_a_query_stays_in_its_head(
         self, entry: EntryPoint, lens: tuple[int, ...], device: str
     ) -> None:
-        """A NaN in the query of one head makes that head NaN, and no other."""
+        """A NaN in the query of one head makes that head NaN, and its LSE of MLA, and no other."""
         problem = entry.build(device, seq_lens=lens[:1])
         problem.query[..., 3, 100] = math.nan
 
-        out = entry.run(problem).flatten(0, -3)
+        result = entry.call(problem, return_lse=entry.name == "trtllm")
 
+        out = (result[0] if entry.name == "trtllm" else result).flatten(0, -3)
         assert out[0].isnan().all(dim=1).nonzero().tolist() == [[3]]
         assert out.isnan().sum() == out.shape[-1]
+        if entry.name == "trtllm":
+            assert result[1][0].isnan().nonzero().tolist() == [[3]]

@@ -54,12 +54,6 @@ class TestFlare:
 
         problem.check(decode(problem, blocks=problem.kv_cache.unsqueeze(axis), scales=scales))
 
-    def test_num_partitions_changes_nothing(self, device: str) -> None:
-        """num_partitions is a hint."""
-        problem = RAGGED.build(device)
-
-        problem.check(decode(problem, num_partitions=4))
-
     def test_a_materialized_mask_may_have_an_offset(self, device: str) -> None:
         """With a start position a materialized mask applies to the rows from there on."""
         problem, lens = RAGGED.build(device), RAGGED.lens
@@ -98,13 +92,6 @@ class TestFlare:
         both = OrMask(MaterializedMask(numbers, start_pos=0), CausalMask())
 
         problem.check(decode(problem, mask=both))
-
-    def test_rows_that_belong_to_no_sequence_do_not_fault(self, device: str) -> None:
-        """Rows past the last sequence read no block table, with any mask."""
-        problem = flare_case(mask="window of 3").build(device)
-        query = torch.cat([problem.query, torch.full_like(problem.query, math.nan)])
-
-        problem.check(decode(problem, q=query)[: len(problem.query)])
 
     @pytest.mark.parametrize("form", FORMS)
     @pytest.mark.parametrize("mask", ["all", "window of 3"])

@@ -10,6 +10,7 @@ from io import StringIO
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -78,6 +79,7 @@ import pytest
 def test_batch(a, b, c, d):
     pass
 """
+DECODE = "test_tensor_cores_decode.py as 9.0"  # the selection of the grid
 # FlashInfer's tests of batch decode compare with a function that is a reference here.
 WRAPPER = """
 import flashinfer
@@ -114,6 +116,11 @@ def run(checkout: Path, *options: str, **files: str) -> tuple[int, list[str]]:
     return status, output.getvalue().splitlines()
 
 
+def summary_in(file: Path) -> Any:
+    """Return the summary that a run has written."""
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
 def test_the_runner_counts_each_kind(tmp_path: Path) -> None:
     """Tests of a checkout see mlagen as FlashInfer, and one that fails is the runner's status."""
     status, lines = run(tmp_path, "--verbose", test_deepseek_mla=TESTS)
@@ -139,13 +146,12 @@ def test_shards_are_the_whole(tmp_path: Path) -> None:
     for shard, workers, file in zip((1, 2), (1, 2), files, strict=True):
         options = ("--shard", f"{shard}/2", "-n", str(workers), "--json", str(file))
         assert run(tmp_path, *options, test_tensor_cores_decode=GRID)[0] == 0
-    summaries = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    summaries = [summary_in(file) for file in files]
 
     total = added(summaries)
 
-    counts = [summary["selections"]["test_tensor_cores_decode.py as 9.0"] for summary in summaries]
-    assert min(count["passed"] for count in counts) > 30
-    assert total["selections"]["test_tensor_cores_decode.py as 9.0"] == {"passed": 120}
+    assert min(each["selections"][DECODE]["passed"] for each in summaries) > 30
+    assert total["selections"][DECODE] == {"passed": 120}
     assert total["shards"] == ["1/2", "2/2"]
     with pytest.raises(ValueError, match="disjoint shards of one run"):
         added([summaries[0], summaries[0]])
@@ -157,7 +163,7 @@ def test_a_sample_has_every_pair_of_parameters(tmp_path: Path) -> None:
 
     run(tmp_path, "--pairs", "--json", str(file), test_tensor_cores_decode=failing)
 
-    tests = [entry["test"] for entry in json.loads(file.read_text(encoding="utf-8"))["open"]]
+    tests = [entry["test"] for entry in summary_in(file)["open"]]
     values = [test.partition("[")[2].strip("]").split("-") for test in tests]
     met = {pair for row in values for pair in combinations(enumerate(row), 2)}
     assert len(met) == 2 * 3 + 2 * 4 + 2 * 5 + 3 * 4 + 3 * 5 + 4 * 5
@@ -174,15 +180,10 @@ def test_a_later_run_takes_up_what_is_open(tmp_path: Path) -> None:
         given = (*options, "--limit", "9", "--json", str(file))
         statuses.append(run(tmp_path, *given, test_tensor_cores_decode=failing)[0])
 
-    counts = [json.loads(file.read_text(encoding="utf-8"))["selections"] for file in files]
-
+    counts = [summary_in(file)["selections"] for file in files]
     assert statuses == [1, 1, 0]
-    assert [sum(each["test_tensor_cores_decode.py as 9.0"].values()) for each in counts] == [
-        1,
-        9,
-        9,
-    ]
-    assert counts[-1] == {"test_tensor_cores_decode.py as 9.0": {"passed": 9}}
+    assert [sum(each[DECODE].values()) for each in counts] == [1, 9, 9]
+    assert counts[-1] == {DECODE: {"passed": 9}}
 
 
 def test_what_a_summary_tells(capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,25 +213,22 @@ def test_failures_that_the_list_has_are_intended() -> None:
         Difference("test_a.py::test_one[[]*", "ArgumentError: q", "because"),
         Difference("test_b.py::*", "", "so"),
     ]
-    entries = [
-        {"id": f"tests/attention/{test}", "outcome": outcome, "reason": reason}
-        for test, outcome, reason in (
-            ("test_a.py::test_one[1]", "failed", "a.py:1: ArgumentError: query"),
-            ("test_a.py::test_one[2]", "failed", "CUDA error: misaligned address"),
-            ("test_a.py::test_one_more[1]", "failed", "E"),
-            ("test_b.py::test_two", "passed", ""),
-            ("test_c.py::test_three", "skipped", "Skipped: x: no part of mlagen"),
-            ("test_c.py::test_four", "skipped", "Skipped: needs another GPU"),
-            ("test_c.py::test_five", "skipped", "Skipped: out of memory"),
-            ("test_c.py::test_six", "not run", ""),
-            ("test_c.py::test_six", "passed", ""),
-        )
-    ]
+    wanted = {  # the kind of each entry; of two entries of a test, the last counts
+        ("test_a.py::test_one[1]", "failed", "a.py:1: ArgumentError: query"): "intended",
+        ("test_a.py::test_one[2]", "failed", "CUDA error: misaligned address"): "failed",
+        ("test_a.py::test_one_more[1]", "failed", "E"): "failed",
+        ("test_b.py::test_two", "passed", ""): "passed",
+        ("test_c.py::test_three", "skipped", "Skipped: x: no part of mlagen"): "left out",
+        ("test_c.py::test_four", "skipped", "Skipped: needs another GPU"): "skipped",
+        ("test_c.py::test_five", "skipped", "Skipped: out of memory"): "out of memory",
+        ("test_c.py::test_six", "not run", ""): None,
+        ("test_c.py::test_six", "passed", ""): "passed",
+    }
+    names = ("id", "outcome", "reason")
 
-    outcomes = classified(entries, rows)
+    outcomes = classified([dict(zip(names, entry, strict=True)) for entry in wanted], rows)
 
-    kinds = ["intended", "failed", "failed", "passed", "left out", "skipped", "out of memory"]
-    assert [outcome.kind for outcome in outcomes] == [*kinds, "passed"]
+    assert [outcome.kind for outcome in outcomes] == [kind for kind in wanted.values() if kind]
     assert outcomes[0].reason == "because"
 
 

@@ -6,12 +6,13 @@ NaN and invalid page ids in all memory that must not be read affect no result.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import pytest
 import torch
 
+from tests.problems.batch_decode import decode_planned
 from tests.problems.batch_mla import run_with_lse, wrapper_of
 from tests.problems.entry_points import (
     ENTRY_POINTS,
@@ -20,13 +21,15 @@ from tests.problems.entry_points import (
     run_xqa_with_lse,
 )
 from tests.problems.flare import FORMS, decode, flare_case
-from tests.problems.gqa import GqaCase
+from tests.problems.gqa import KINDS as GQA_KINDS
+from tests.problems.gqa import GqaCase, gqa_case
 from tests.problems.gqa_cases import CASES as GQA_CASES
 from tests.problems.gqa_cases import XQA_CASES
 from tests.problems.masks import MASKS
-from tests.problems.mla import KINDS, MlaCase
+from tests.problems.mla import KINDS
 from tests.problems.mla_cases import BATCH_CASES, XQA_MLA_CASES
 from tests.problems.mla_cases import CASES as MLA_CASES
+from tests.problems.problem import E4M3
 
 Case = TypeVar("Case")
 
@@ -37,43 +40,58 @@ def sample_of(cases: Sequence[Case]) -> list[Case]:
     return random.Random(0).sample(cases, len(cases) // share)  # noqa: S311 - no secret
 
 
+SERVER_CASES = [
+    GqaCase(seq_lens=(70, 3), sink=3.0, **facts)
+    for facts in (
+        *({"q_len": 3, "mask": "random"}, {"q_lens": (3, 2), "mask": "random"}),
+        *({"q_lens": (1, 0), "window": 20}, {"cache_layout": "stacked", "layout": "HND"}),
+        {"kv": "e4m3", "out_dtype": E4M3, "output_scale": 0.5},
+        {"kv": "nvfp4", "o_scale": 0.5, "layout": "HND"},
+    )
+]
+PLANNED_GQA_CASES = [
+    *(
+        gqa_case(kind, seq_lens=lens, head_dim=64, kv_heads=1, sink=3.0)
+        for kind in GQA_KINDS
+        for lens in ((70, 3, 0), (5000, 3))
+    ),
+    *(
+        GqaCase(seq_lens=(70, 3, 33), sink=3.0, **facts)
+        for facts in (
+            *({"window": 20}, {"q_len": 3, "window": 20}, {"q_len": 3, "causal": False}),
+            *({"layout": "HND", "page_size": 64}, {"cache_layout": "stacked", "layout": "HND"}),
+            {"page_size": 1},
+        )
+    ),
+]
+# Cases of each entry point, and its call.
+CALLS: dict[str, tuple[Sequence[Any], Callable[[Any], tuple[torch.Tensor, ...]]]] = {
+    "MLA": (sample_of(MLA_CASES), compute),  # through an entry point that has the arguments
+    "BatchMLA": (sample_of(BATCH_CASES), lambda given: run_with_lse(wrapper_of(given), given)),
+    "GQA": (sample_of(GQA_CASES), decode_gqa_with_lse),
+    "trtllm_gqa": (
+        *(SERVER_CASES, lambda given: ENTRY_POINTS["trtllm_gqa"].call(given, return_lse=True)),
+    ),
+    "batch decode": (PLANNED_GQA_CASES, decode_planned),
+    "xqa": (sample_of(XQA_CASES), run_xqa_with_lse),
+    "xqa_mla": (XQA_MLA_CASES, lambda given: (ENTRY_POINTS["xqa_mla"].run(given),)),
+}
+RESULTS = [
+    pytest.param(call, case, id=f"{name}: {case}")
+    for name, (cases, call) in CALLS.items()
+    for case in cases
+]
+
+
 class TestFloat64:
     """Results of problems, on the device of the fixture."""
 
-    @pytest.mark.parametrize("case", sample_of(MLA_CASES), ids=str)
-    def test_mla(self, case: MlaCase, device: str) -> None:
-        """Output and LSE are right, through an entry point that has the arguments."""
+    @pytest.mark.parametrize(("call", "case"), RESULTS)
+    def test_results(self, call: Any, case: Any, device: str) -> None:
+        """The output is right, and the LSE of the entry points that have one."""
         problem = case.build(device)
 
-        problem.check(*compute(problem))
-
-    @pytest.mark.parametrize("case", sample_of(BATCH_CASES), ids=str)
-    def test_planned_runs(self, case: MlaCase, device: str) -> None:
-        """Output and LSE of BatchMLA are right."""
-        problem = case.build(device)
-
-        problem.check(*run_with_lse(wrapper_of(problem), problem))
-
-    @pytest.mark.parametrize("case", sample_of(GQA_CASES), ids=str)
-    def test_gqa(self, case: GqaCase, device: str) -> None:
-        """Output and LSE of the batch entry point are right."""
-        problem = case.build(device)
-
-        problem.check(*decode_gqa_with_lse(problem))
-
-    @pytest.mark.parametrize("case", sample_of(XQA_CASES), ids=str)
-    def test_xqa(self, case: GqaCase, device: str) -> None:
-        """Output and LSE of xqa are right."""
-        problem = case.build(device)
-
-        problem.check(*run_xqa_with_lse(problem))
-
-    @pytest.mark.parametrize("case", XQA_MLA_CASES, ids=str)
-    def test_xqa_mla(self, case: MlaCase, device: str) -> None:
-        """The output is right."""
-        problem = case.build(device)
-
-        problem.check(ENTRY_POINTS["xqa_mla"].run(problem))
+        problem.check(*call(problem))
 
     @pytest.mark.parametrize("form", FORMS)
     @pytest.mark.parametrize("mask", MASKS)

@@ -43,8 +43,7 @@ def test_a_fork_waits_for_a_critical_section() -> None:
 
     def work() -> None:
         assert log == ["done"]
-        with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(enter).result(10) == "in"
+        assert in_another_thread() == "in"
 
     with another_thread_inside(0.3) as log:
         status = in_child(work)
@@ -58,6 +57,12 @@ def enter() -> str:
         return "in"
 
 
+def in_another_thread() -> str:
+    """Pass through a critical section in another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(enter).result(10)
+
+
 @pytest.mark.timeout(30)
 def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the timeout the fork proceeds, and the child's lock is free."""
@@ -65,8 +70,7 @@ def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def work() -> None:
         assert log == []
-        with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(enter).result(10) == "in"
+        assert in_another_thread() == "in"
         assert in_child(enter) == 0
 
     with another_thread_inside(None) as log:
@@ -79,15 +83,10 @@ def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(30)
 def test_a_thread_may_fork_inside_its_own_critical_section() -> None:
     """Parent and child both continue and release the lock."""
-
-    def work() -> None:
-        enter()
-
     with defer_forks():
-        status = in_child(work)
+        status = in_child(enter)
     assert status == 0
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(enter).result(10) == "in"
+    assert in_another_thread() == "in"
 
 
 ENDING = """

@@ -1,4 +1,4 @@
-"""GQA decode and the functions of xqa: rules of their own."""
+"""GQA decode, also as TensorRT-LLM calls it, and the functions of xqa: rules of their own."""
 
 from __future__ import annotations
 
@@ -12,23 +12,37 @@ import torch
 
 import mlagen.xqa
 from mlagen.cascade import merge_state
+from mlagen.errors import ArgumentError
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.dispatch import GQA
+from tests.problems.batch_decode import run, wrapper_of
 from tests.problems.entry_points import (
     ENTRY_POINTS,
     decode_gqa,
     decode_gqa_with_lse,
-    run_xqa_with_lse,
+    trtllm_gqa_arguments,
     xqa_arguments,
     xqa_mla_arguments,
 )
-from tests.problems.gqa import GqaCase
+from tests.problems.gqa import GqaCase, GqaProblem
 from tests.problems.mla import MlaCase
-from tests.problems.problem import E4M3
+from tests.problems.problem import E4M3, ints
 
 SMALL = GqaCase(seq_lens=(70, 3), sink=3.0)
 LONG = GqaCase(seq_lens=(5000, 3))
 XQA, XQA_MLA = ENTRY_POINTS["xqa"], ENTRY_POINTS["xqa_mla"]
+TRTLLM = ENTRY_POINTS["trtllm_gqa"]
+
+
+def trtllm(problem: GqaProblem, query: torch.Tensor, out_dtype: torch.dtype | None) -> Any:
+    """Return the output of a query in a dtype."""
+    return TRTLLM.call(problem, query=query, out=None, out_dtype=out_dtype)
+
+
+def planned(problem: GqaProblem, query: torch.Tensor, out_dtype: torch.dtype | None) -> Any:
+    """Return the same of batch decode."""
+    wrapper = wrapper_of(problem, q_data_type=query.dtype, o_data_type=out_dtype)
+    return run(wrapper, problem, q=query)
 
 
 class TestGqa:
@@ -66,29 +80,12 @@ class TestGqa:
 
         assert torch.equal(decode_gqa_with_lse(problem)[0], decode_gqa(problem))
 
-    def test_an_lse_tensor_without_return_lse_is_not_written(self, device: str) -> None:
-        """`lse` without `return_lse` is neither written nor returned."""
-        problem = SMALL.build(device)
-        lse = torch.full((2, 8), 7.0, device=device)
-
-        problem.check(decode_gqa(problem, lse=lse))
-
-        assert (lse == 7.0).all()
-
     def test_an_lse_of_xqa_may_be_natural_and_flat(self, device: str) -> None:
         """`lse_base` and an `lse` of `[tokens, heads]`."""
         problem = GqaCase(seq_lens=(70, 3), q_len=2, sink=3.0).build(device)
         lse = torch.full((4, 8), math.nan, device=device)
 
         problem.check(XQA.run(problem, lse=lse, lse_base="basee"), lse, natural=True)
-
-    @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
-    def test_a_fully_masked_row_has_the_lse_of_its_sink(self, sinks: bool, device: str) -> None:
-        """Minus infinity without a sink, for both entry points."""
-        problem = GqaCase(seq_lens=(0, 1), q_len=2, sink=3.0 if sinks else None).build(device)
-
-        for run in (decode_gqa_with_lse, run_xqa_with_lse):
-            problem.check(*run(problem))
 
     @pytest.mark.parametrize("prefix", [0, 16, 48, 4096], ids=str)
     def test_a_shared_prefix_by_two_calls(self, prefix: int, device: str) -> None:
@@ -98,36 +95,22 @@ class TestGqa:
         shared = prefix // problem.case.page_size
         for seq in range(1, len(lens)):  # their own pages of the prefix are not read any more
             problem.block_tables[seq, :shared] = problem.block_tables[0, :shared]
-            for own, first in zip(
-                (problem.contents[seq].keys, problem.contents[seq].values),
-                (problem.contents[0].keys, problem.contents[0].values),
-                strict=True,
-            ):
+            for name in ("keys", "values"):
+                own, first = (getattr(problem.contents[at], name) for at in (seq, 0))
                 own[:prefix] = first[:prefix]
         rows = (6, problem.case.heads)
-        of_prefix = decode_gqa_with_lse(
-            problem,
-            block_tables=problem.block_tables[:1, : max(1, shared)],
-            seq_lens=torch.tensor([prefix], dtype=torch.int32, device=device),
-            q_len_per_req=6,
-            causal=False,
-            sinks=None,
-        )
-        rest = decode_gqa_with_lse(
-            problem,
-            block_tables=problem.block_tables[:, shared:].contiguous(),
-            seq_lens=problem.seq_lens - prefix,
-        )
+        one_sequence: dict[str, Any] = {"q_len_per_req": 6, "causal": False, "sinks": None}
+        one_sequence["seq_lens"] = ints(prefix).to(device)
+        tables = problem.block_tables[:1, : max(1, shared)]
+        first = decode_gqa_with_lse(problem, block_tables=tables, **one_sequence)
+        tables, lengths = problem.block_tables[:, shared:].contiguous(), problem.seq_lens - prefix
+        rest = decode_gqa_with_lse(problem, block_tables=tables, seq_lens=lengths)
 
-        out, lse = merge_state(
-            of_prefix[0].view(*rows, 64),
-            of_prefix[1].view(rows),
-            rest[0].view(*rows, 64),
-            rest[1].view(rows),
-        )
+        shapes = ((*rows, 64), rows) * 2
+        out, lse = merge_state(*map(torch.Tensor.view, (*first, *rest), shapes))
 
         expected = problem.expected()
-        rounding = 2.0**-7 * (rest[0].abs().max() + of_prefix[0].abs().max()).item()
+        rounding = 2.0**-7 * (rest[0].abs().max() + first[0].abs().max()).item()
         assert torch.allclose(out.double().cpu(), expected.out, atol=rounding)
         assert torch.allclose(lse.double().cpu(), expected.lse, atol=2.0**-6)
 
@@ -137,13 +120,6 @@ class TestGqa:
 
         problem.check(XQA.run(problem, seq_lens=problem.seq_lens, sinks=problem.sinks))
 
-    @pytest.mark.parametrize("changes", [{"kv_scale": math.nan}, {"sliding_win_size": -1}], ids=str)
-    def test_numbers_that_xqa_ignores(self, changes: dict[str, float], device: str) -> None:
-        """A 16-bit cache ignores kv_scale, even NaN, and a window below one is off."""
-        problem = SMALL.build(device)
-
-        problem.check(XQA.run(problem, **changes))
-
     def test_semaphores_are_not_accessed(self, device: str) -> None:
         """The semaphores are neither read nor written."""
         arguments = xqa_arguments(LONG.build(device))
@@ -151,13 +127,6 @@ class TestGqa:
         mlagen.xqa.xqa(**arguments)
 
         assert (arguments["semaphores"].view(torch.int32) == 7).all()
-
-    @pytest.mark.parametrize("sm_count", [1, 7, 132])
-    def test_sm_count_changes_nothing(self, sm_count: int, device: str) -> None:
-        """The result is bitwise equal for any sm_count."""
-        problem = LONG.build(device)
-
-        assert torch.equal(XQA.run(problem, sm_count=sm_count), XQA.run(problem))
 
     @pytest.mark.parametrize("values", ["shared", "other cache"])
     def test_views_of_xqa_mla(self, values: str, device: str) -> None:
@@ -173,6 +142,50 @@ class TestGqa:
         if values == "shared":
             strided = v_cache[..., :512]
         problem.check(XQA_MLA.run(problem, v_cache=strided, seq_lens=problem.seq_lens))
+
+    def test_the_default_layout_has_heads_before_tokens(self, device: str) -> None:
+        """`kv_layout` is HND unless it is passed."""
+        problem = GqaCase(seq_lens=(70, 3), layout="HND").build(device)
+        arguments = trtllm_gqa_arguments(problem)
+        del arguments["kv_layout"]
+
+        problem.check(TRTLLM.function(**arguments))
+
+    def test_a_new_output_has_the_dtype_that_is_asked_for(self, device: str) -> None:
+        """`out_dtype` is that of the query, or e4m3 from a cache of e4m3."""
+        case = GqaCase(seq_lens=(70, 3), kv="e4m3", out_dtype=E4M3, output_scale=0.5)
+        problem = case.build(device)
+
+        problem.check(TRTLLM.call(problem, out=None, out_dtype=E4M3))
+
+    @pytest.mark.parametrize("call", [trtllm, planned])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, E4M3], ids=str)
+    def test_an_e4m3_query(self, dtype: torch.dtype, call: Any, device: str) -> None:
+        """It gives the bits of the same query in 16 bits; its output is e4m3 by default."""
+        problem = GqaCase(seq_lens=(70, 3), kv="e4m3").build(device)
+        query, said = problem.query.to(E4M3), None if dtype is E4M3 else dtype
+
+        out = call(problem, query, said)
+
+        assert out.dtype is dtype
+        wide = query.to(torch.bfloat16 if said is None else said)
+        assert torch.equal(out.float(), call(problem, wide, dtype).float())
+
+    def test_an_e4m3_query_without_storage(self, device: str) -> None:
+        """It is rejected before it is converted."""
+        problem = GqaCase(seq_lens=(70, 3), kv="e4m3").build(device)
+        query = problem.query.to(E4M3)
+        query.untyped_storage().resize_(0)
+
+        with pytest.raises(ArgumentError, match=r"query: .* got a tensor without storage"):
+            TRTLLM.call(problem, query=query, out=None)
+
+    def test_a_scale_with_a_factor_of_log2_e(self, device: str) -> None:
+        """`bmm1_scale_log2` is used instead of `bmm1_scale`."""
+        problem = SMALL.build(device)
+        scale = torch.tensor([problem.case.scale * math.log2(math.e)], device=device)
+
+        problem.check(TRTLLM.call(problem, bmm1_scale=7.0, bmm1_scale_log2=scale))
 
 
 @pytest.mark.parametrize(

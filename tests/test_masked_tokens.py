@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,35 +12,49 @@ from tests.problems.entry_points import ENTRY_POINTS, compute, decode_gqa
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import KINDS, mla_case
 
+DRAFTS = {"seq_lens": (100, 40, 33), "q_len": 33, "head_dim": 64}
+NEWEST = {"seq_lens": (100, 64, 33), "q_len": 4}
+WINDOW = {"seq_lens": (90, 64), "q_len": 4, "window": 20}
+# Problems, and the place of a token, counted from the first new one.
+POISONED: list[tuple[Any, int]] = [
+    *((mla_case(kind, **NEWEST), 3) for kind in KINDS),
+    *(
+        (GqaCase(**DRAFTS, kv=kv, mask=mask), 7)  # type: ignore[arg-type]
+        for kv in ("16-bit", "e4m3", "nvfp4")
+        for mask in ("random", "causal", None)
+    ),
+    *((GqaCase(**WINDOW, kv=kv), -19) for kv in ("16-bit", "e4m3")),  # type: ignore[arg-type]
+]
+
 
 class TestMaskedTokens:
     """Rules of masks, windows and biases, on the device of the fixture."""
 
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_nan_in_a_masked_mla_token_reaches_no_other_row(self, kind: str, device: str) -> None:
-        """NaN in the newest token reaches the last query token only."""
-        problem = mla_case(kind, seq_lens=(100, 64, 33), q_len=4).build(device)
-
-        _check_poison(problem, 3, lambda given: compute(given)[0])
-
-    @pytest.mark.parametrize("kv", ["16-bit", "e4m3", "nvfp4"])
-    @pytest.mark.parametrize("mask", ["random", "causal", None])
-    def test_nan_in_a_masked_draft_reaches_no_other_row(
-        self, kv: str, mask: str | None, device: str
+    @pytest.mark.parametrize(("case", "place"), POISONED, ids=str)
+    def test_nan_in_a_token_reaches_the_rows_that_attend_to_it(
+        self, case: Any, place: int, device: str
     ) -> None:
-        """NaN in a draft token reaches the rows whose mask bits include it, and no other."""
-        entry, lens = ENTRY_POINTS["xqa_batch"], (100, 40, 33)
-        problem = entry.build(device, seq_lens=lens, q_len=33, mask=mask, kv=kv, head_dim=64)
+        """Of the newest token, a draft and the oldest token of a window: others keep every bit."""
+        problem = case.build(device)
+        shape = (len(case.seq_lens), case.q_len, -1)
 
-        _check_poison(problem, 7, entry.run)
+        def run() -> torch.Tensor:
+            out = decode_gqa(problem) if isinstance(case, GqaCase) else compute(problem)[0]
+            return out.view(shape)
 
-    @pytest.mark.parametrize("kv", ["16-bit", "e4m3"])
-    def test_nan_in_the_oldest_token_of_a_window(self, kv: str, device: str) -> None:
-        """NaN in the oldest token of row 0's window reaches row 0 only."""
-        entry = ENTRY_POINTS["xqa_batch"]
-        problem = entry.build(device, seq_lens=(90, 64), q_len=4, window=20, kv=kv)
+        clean = run()
+        positions = [length - case.q_len + place for length in case.seq_lens]
+        for seq, position in enumerate(positions):
+            problem.poison(seq, position)
 
-        _check_poison(problem, -19, entry.run)
+        out = run()
+
+        for seq, position in enumerate(positions):
+            for index in range(case.q_len):
+                if problem.sees(seq, index, position):
+                    assert out[seq, index].isnan().all()
+                else:
+                    assert torch.equal(out[seq, index], clean[seq, index])
 
     @pytest.mark.parametrize("length", [70, 5000], ids=["whole", "split"])
     @pytest.mark.parametrize(
@@ -100,21 +113,3 @@ class TestMaskedTokens:
         mask = torch.zeros(1, dtype=torch.uint16, device=device)
 
         problem.check(decode_gqa(problem, mask=mask))
-
-
-def _check_poison(problem: Any, draft: int, run: Callable[[Any], torch.Tensor]) -> None:
-    """Fail unless NaN in a token, counted from the first draft, reaches the rows that see it."""
-    case = problem.case
-    shape = (len(case.seq_lens), case.q_len, -1)
-    clean = run(problem).view(shape)
-    for seq, length in enumerate(case.seq_lens):
-        problem.poison(seq, length - case.q_len + draft)
-
-    out = run(problem).view(shape)
-
-    for seq, length in enumerate(case.seq_lens):
-        for index in range(case.q_len):
-            if problem.sees(seq, index, length - case.q_len + draft):
-                assert out[seq, index].isnan().all()
-            else:
-                assert torch.equal(out[seq, index], clean[seq, index])

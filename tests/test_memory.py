@@ -1,19 +1,219 @@
-"""Tensors without memory are rejected on the CPU, and no tensor guard accepts them."""
+"""Tensors without readable memory, and read-only outputs, are rejected on every device."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mlagen import ArgumentError
 from mlagen.families.common.tensor_guard import make_guard
+from mlagen.mla import CausalPaddingMask
 from tests.families.entry_points import ROWS, make_entry_point
-from tests.memory_semantics import KINDS, MemorySemantics
+from tests.ops_cases import Tensors, gqa, mla, parts, planless, planned
+from tests.problems.entry_points import ENTRY_POINTS
 
 
-class TestOnTheCpu(MemorySemantics):
-    """Rejection of tensors without memory, without a GPU."""
+class Holder(torch.Tensor):
+    """A tensor subclass without memory of its own elements."""
 
-    device = "cpu"
+    @staticmethod
+    def __new__(cls: type[Holder], tensor: torch.Tensor) -> Holder:  # noqa: PYI034
+        """Return a tensor without memory."""
+        made: Holder = torch.Tensor._make_wrapper_subclass(
+            cls, tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        return made
+
+    @classmethod  # the stub of torch takes `func` for self
+    def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+        """Reject all ops."""
+        raise NotImplementedError(str(func))
+
+
+class Harmless(torch.Tensor):
+    """A tensor subclass with ordinary memory."""
+
+
+def without_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose storage is freed."""
+    freed = tensor.clone()
+    freed.untyped_storage().resize_(0)
+    return freed
+
+
+KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a FakeTensor": lambda t: FakeTensorMode().from_tensor(t),
+    "a Holder": Holder,
+    "a zero tensor": lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype, device=t.device),
+    "a functional tensor": torch._to_functional_tensor,
+    "negative bit": torch._neg_view,
+    "without storage": without_storage,
+}
+
+
+# Each entry point with its tensor arguments, by the name of its test.
+ENTRIES = {
+    "trtllm": "query kv_cache workspace_buffer block_tables seq_lens out sinks bmm1_scale "
+    "bmm2_scale",
+    "grouped queries": "query out sinks bmm1_scale",
+    "xqa": "q k_cache v_cache page_table seq_lens output workspace_buffer",
+    "xqa_mla": "q k_cache v_cache page_table output",
+    "wrapper": "q_nope kpe_cache kv_len page_table out",
+    "plan": "qo_indptr kv_indices kv_len_arr",
+    "flare": "q blocks table cached new valid output",
+}
+PLACES = [(entry, argument) for entry, names in ENTRIES.items() for argument in names.split()]
+ADAPTERS = {"grouped queries": "xqa_batch", "wrapper": "planless", "plan": "wrapper"}
+# The arguments of flare_mla_decoding, and their names in messages.
+FLARE = {
+    "blocks": ("blocks", "k.blocks"),
+    "table": ("block_table", "k.block_table"),
+    "cached": ("cache_lengths", "k.cache_lengths"),
+    "new": ("valid_length", "valid_length"),
+    "valid": ("mask", "mask.valid_lengths"),
+}
+
+
+class ValidCall:
+    """A call of an entry point with all its tensors."""
+
+    def __init__(self, entry: str, device: str) -> None:
+        """Build the arguments of a small problem."""
+        adapter = ENTRY_POINTS[ADAPTERS.get(entry, entry)]
+        sinks: dict[str, Any] = {"trtllm": {"with_sinks": True}, "grouped queries": {"sink": 1.0}}
+        problem = adapter.build(device, seq_lens=(40, 7), **sinks.get(entry, {}))
+        given = adapter.arguments(problem)
+        if "out" in adapter.names:
+            given[adapter.names["out"]] = adapter.new_out(problem, 0.0)
+        scales = {name: torch.ones(1, device=device) for name in given if name.startswith("bmm")}
+        self.function = adapter.function
+        self.arguments = given | scales
+        self.lengths = problem.seq_lens
+
+    def tensor(self, argument: str) -> torch.Tensor:
+        """Return the valid tensor of an argument."""
+        name, _ = FLARE.get(argument, (argument, ""))
+        found = self.arguments.get("plan", {}).get(name, self.arguments.get(name))
+        return found if isinstance(found, torch.Tensor) else self.lengths
+
+    def __call__(self, argument: str, tensor: torch.Tensor) -> Any:
+        """Call with another tensor for an argument."""
+        name, _ = FLARE.get(argument, (argument, ""))
+        value: Any = CausalPaddingMask(tensor) if argument == "valid" else tensor
+        given = self.arguments | {name: value}
+        if "plan" in given:
+            given["plan"] = dict(given["plan"])  # which the adapter changes
+        return self.function(**given)
+
+
+class TestMemory:
+    """Rejection of tensors without memory, on the device of the fixture."""
+
+    @pytest.fixture
+    def of(self, device: str) -> Tensors:
+        """Return the tensors of the calls."""
+        return Tensors(device)
+
+    @pytest.mark.parametrize(("entry", "argument"), PLACES)
+    def test_a_tensor_without_memory_is_rejected_by_name(
+        self, entry: str, argument: str, device: str
+    ) -> None:
+        """Each kind is rejected in one line for any argument, also after a valid call."""
+        call = ValidCall(entry, device)
+        tensor = call.tensor(argument)
+        call(argument, tensor)
+        _, name = FLARE.get(argument, ("", argument))
+        for kind, made in KINDS.items():
+            with pytest.raises(ArgumentError) as caught:
+                call(argument, made(tensor))
+
+            message = str(caught.value)
+            assert message.startswith(f"{name}: expected a dense tensor")
+            assert kind in message
+            assert "\n" not in message
+
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    @pytest.mark.parametrize("entry", ["trtllm", "xqa_mla", "flare", "wrapper"])
+    def test_unsupported_layouts_are_rejected_by_name(self, entry: str, device: str) -> None:
+        """Sparse, nested and batched tensors, without strides or an address, are rejected."""
+        call, name = ValidCall(entry, device), ENTRIES[entry].split()[0]
+        query = call.tensor(name)
+        call(name, query)
+        for kind, tensor in {
+            "sparse": query.to_sparse(),
+            "nested": torch.nested.nested_tensor(list(query)),
+        }.items():
+            with pytest.raises(ArgumentError, match=f"^{name}: expected .* got a {kind} tensor"):
+                call(name, tensor)
+
+        with pytest.raises(ArgumentError, match=f"^{name}: expected .* of vmap"):
+            torch.func.vmap(lambda one: call(name, one))(query[None])
+
+    def test_ordinary_subclasses_are_accepted(self, of: Tensors) -> None:
+        """Parameters, buffers and subclasses with memory give the same results."""
+        expected = mla(of, of.query)
+        for query in (
+            torch.nn.Parameter(of.query, requires_grad=False),
+            torch.nn.Buffer(of.query),
+            of.query.as_subclass(Harmless),
+        ):
+            assert torch.equal(torch.Tensor(mla(of, query)), torch.Tensor(expected))
+
+    @pytest.mark.parametrize("entry", ["mla", "gqa", "lse", "wrapper", "plan", "plan, gaps"])
+    def test_an_inference_output_is_rejected_before_it_is_written(
+        self, of: Tensors, entry: str, device: str
+    ) -> None:
+        """An output made under inference_mode keeps its elements when passed outside."""
+        with torch.inference_mode():
+            wide = torch.zeros_like(of.query[..., :512])
+            grouped = torch.zeros_like(of.gqa_query)
+            lse = torch.zeros(4, 16, device=device)
+            gaps = torch.zeros_like(of.query)[:, 0, :, :512]
+        plain = torch.zeros_like(wide)
+        calls: dict[str, Callable[[], Any]] = {
+            "mla": lambda: mla(of, of.query, out=wide),
+            "gqa": lambda: gqa(of, of.gqa_query, out=grouped),
+            "lse": lambda: mla(of, of.query, out=plain, lse=lse, return_lse=True),
+            "wrapper": lambda: planless(of, of.query, out=wide[:, 0]),
+            "plan": lambda: _run_into(of, wide[:, 0]),
+            "plan, gaps": lambda: _run_into(of, gaps),
+        }
+
+        with pytest.raises(ArgumentError, match="expected a tensor that may be written outside"):
+            calls[entry]()
+
+        assert not any(tensor.any() for tensor in (wide, grouped, lse, gaps, plain))
+        with torch.inference_mode():
+            assert torch.equal(mla(of, of.query, out=wide), mla(of, of.query))
+
+    def test_an_output_that_autograd_tracks_is_rejected(self, of: Tensors, device: str) -> None:
+        """Leaves that require grad, their views, and untrackable views are rejected."""
+        leaf = torch.zeros_like(of.query[..., :512]).requires_grad_()
+        with torch.no_grad():
+            view = torch.zeros(2, *leaf.shape, dtype=leaf.dtype, device=device)[0]
+        trained = of.query.clone().requires_grad_()
+        for query, out in ((of.query, leaf), (of.query, leaf[:]), (trained, view)):
+            with pytest.raises(ArgumentError, match=r"^out: expected .* written in place, got"):
+                mla(of, query, out=out)
+
+            assert not out.any()
+
+    def test_a_self_overlapping_output_is_rejected(self, of: Tensors, device: str) -> None:
+        """Gaps are allowed, expanded elements are not."""
+        out = torch.zeros(1, 1, 512, dtype=torch.bfloat16, device=device).expand(4, 16, 512)
+
+        with pytest.raises(ArgumentError, match=r"^out: expected elements that do not overlap"):
+            _run_into(of, out)
+
+        assert not out.any()
+
+
+def _run_into(of: Tensors, out: torch.Tensor) -> None:
+    planned(of).run(*parts(of.query[:, 0]), *parts(of.cache), out=out)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"without storage"}))

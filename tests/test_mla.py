@@ -1,4 +1,4 @@
-"""MLA decode: rules of its own entry points, and what they reject."""
+"""MLA decode: rules of its own entry points."""
 
 from __future__ import annotations
 
@@ -9,75 +9,19 @@ import pytest
 import torch
 
 import mlagen
-from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.dispatch import MLA
+from tests.families.launches import Launch, launched, record_launches
 from tests.problems.entry_points import compute, decode, decode_with_lse
 from tests.problems.mla import MlaCase, mla_case
 
 SMALL = MlaCase(seq_lens=(70, 3))
+# Kinds of query and cache whose query may have two parts.
+KINDS = ("bf16", "fp16", "e4m3", "bf16 over e4m3", "bf16 over fp8_ds_mla")
 
 
 class TestMla:
     """Rules of ``trtllm_batch_decode_with_kv_cache_mla``, on the device of the fixture."""
-
-    @pytest.mark.parametrize("longest", [None, 0, 1, 4, 1000])
-    def test_max_q_len_is_only_a_hint(self, longest: int | None, device: str) -> None:
-        """Omitted, too small or too large, max_q_len changes no result."""
-        problem = MlaCase(seq_lens=(5, 100, 0), q_lens=(1, 4, 2)).build(device)
-
-        problem.check(*decode_with_lse(problem, max_q_len=longest))
-
-    def test_query_tokens_past_the_last_sequence_are_ignored(self, device: str) -> None:
-        """Query tokens past the last offset do not affect the sequences."""
-        problem = MlaCase(seq_lens=(5, 100), q_lens=(2, 3)).build(device)
-        more = torch.cat([problem.query, problem.query])
-
-        problem.check(decode(problem, query=more)[:5])
-
-    def test_sinks_may_be_a_list_of_one(self, device: str) -> None:
-        """FlashInfer's list of one sinks tensor is accepted."""
-        problem = MlaCase(seq_lens=(70, 3), with_sinks=True).build(device)
-
-        problem.check(decode(problem, sinks=[problem.sinks]))
-
-    @pytest.mark.parametrize("with_sinks", [True, False], ids=["sinks", "no sinks"])
-    @pytest.mark.parametrize("base", ["base2", "basee"])
-    def test_a_fully_masked_row_has_the_lse_of_its_sink(
-        self, base: str, with_sinks: bool, device: str
-    ) -> None:
-        """The output is zeros, and the LSE the sink in the requested base, or minus infinity."""
-        case = MlaCase(seq_lens=(0, 2, 0), q_len=3, heads=8, with_sinks=with_sinks)
-        problem = case.build(device)
-
-        out, lse = decode_with_lse(problem, return_lse_base=base)
-
-        unit = math.log(2) if base == "base2" else 1.0
-        wanted = torch.full((8,), -math.inf, device=device)
-        if problem.sinks is not None:
-            wanted = problem.sinks / unit
-        for token in (0, 1, 2, 3, 6, 7, 8):  # and the first new token of the second sequence
-            assert torch.allclose(lse[token], wanted, rtol=1e-6)
-            assert not out.view(9, 8, 512)[token].any()
-
-    def test_an_lse_tensor_without_return_lse_is_not_written(self, device: str) -> None:
-        """`lse` without `return_lse` is neither written nor returned."""
-        problem = SMALL.build(device)
-        lse = torch.full((2, 16), 7.0, device=device)
-
-        problem.check(decode(problem, lse=lse))
-
-        assert (lse == 7.0).all()
-
-    @pytest.mark.parametrize("length", [70, 5000], ids=["whole", "split"])
-    def test_nan_in_a_query_is_nan_in_the_lse(self, length: int, device: str) -> None:
-        """A NaN in the query of one head makes its LSE NaN, and no other."""
-        problem = MlaCase(seq_lens=(length,)).build(device)
-        problem.query[0, 0, 3, 100] = math.nan
-
-        _, lse = decode_with_lse(problem)
-
-        assert lse[0].isnan().nonzero().tolist() == [[3]]
 
     def test_topk_lengths_are_clamped(self, device: str) -> None:
         """Lengths beyond topk mean all indices, and negative lengths mean none."""
@@ -136,6 +80,33 @@ class TestMla:
 
         problem.check(compute(problem, seq_lens=too_long)[0])
 
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize(
+        "facts",
+        [{"q_len": 2}, {"q_lens": (1, 3)}, {"top_k": 70}, {"q_len": 2, "cp_world": 3}],
+        ids=str,
+    )
+    def test_a_query_in_two_parts_is_the_joined_query(
+        self, kind: str, facts: dict[str, Any], device: str
+    ) -> None:
+        """A pair of latent and rope part, each with its strides, gives the bits of one tensor."""
+        problem = mla_case(kind, seq_lens=(300, 70), with_sinks=True, **facts).build(device)
+        query = problem.query
+        wide = query.new_zeros(*query.shape[:-1], 128)
+        wide[..., :64] = query[..., 512:]
+        pair = (query[..., :512].contiguous(), wide[..., :64])
+        expected = decode_with_lse(problem)
+
+        for given in (pair, list(pair), (query[..., :512], query[..., 512:])):
+            for _ in range(2):
+                assert all(map(torch.equal, decode_with_lse(problem, query=given), expected))
+
+    def test_an_empty_rope_part(self, device: str) -> None:
+        """Without rope dims the rope part of a pair has width 0."""
+        problem = MlaCase(seq_lens=(70, 3), qk_rope_head_dim=0).build(device)
+
+        problem.check(decode(problem, query=(problem.query, problem.query[..., :0])))
+
 
 @pytest.mark.parametrize("is_output", [True, False], ids=["an element", "a token too many"])
 def test_the_check_sees_an_error(is_output: bool) -> None:
@@ -184,60 +155,23 @@ def test_both_positional_orders_mean_the_same(
     assert seen == [False not in tail]
 
 
-SKIP = "skip_softmax_threshold_scale_factor"
-BACKENDS = "auto, xqa, trtllm-gen, cute-dsl"
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pair_changes_the_addresses_of_the_query_alone(
+    kind: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every kernel reads each part at its address and with its strides, and the cache as before."""
+    launches: list[Launch] = record_launches(monkeypatch)
+    joined = mla_case(kind, seq_lens=(70, 3), q_len=2).build("cpu").inputs()
+    latent, rope = joined.query[..., :512].contiguous(), joined.query[..., 512:].contiguous()
+    out = torch.empty_like(latent, dtype=torch.bfloat16 if kind == "e4m3" else latent.dtype)
 
+    for args in (joined, joined._replace(query=latent, query_rope=rope)):
+        launched(args._replace(out=out), launches, kernel)
 
-@pytest.mark.parametrize("backend", BACKENDS.split(", "))
-def test_every_backend_name_has_the_same_semantics(backend: str) -> None:
-    """Scales, LSE and output do not depend on the backend name."""
-    problem = MlaCase(seq_lens=(70, 3), score_scale=0.05, output_scale=2.0).build("cpu")
-
-    problem.check(*decode_with_lse(problem, backend=backend))
-
-
-def test_neutral_keywords_are_accepted() -> None:
-    """Explicit neutral values and hints do not change the result."""
-    problem = SMALL.build("cpu")
-
-    out = decode(
-        problem,
-        sparse_mla_top_k=0,
-        sparse_mla_top_k_lens=None,
-        skip_softmax_threshold_scale_factor=0.0,
-        enable_pdl=False,
-        is_var_seq=False,
-        uses_shared_paged_kv_idx=True,
-        cute_dsl_impl="auto",
-        kv_scale_format="auto",
-        enable_dcp=False,
-        use_fp16_softmax=False,
-    )
-
-    problem.check(out)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({SKIP: torch.ones(2)}, f"{SKIP}: expected a float, got a tensor"),
-        ({SKIP: True, "enable_pdl": True}, f"{SKIP}: expected a float, got True"),
-        ({SKIP: 1.0, "enable_pdl": "xqa"}, "enable_pdl: expected a bool, got 1.0"),
-        *(
-            ({"backend": backend}, f"backend: expected one of {BACKENDS}, sparse, got {backend!r}")
-            for backend in ("fa2", "", None)
-        ),
-    ],
-    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
-)
-def test_a_keyword_is_rejected(changes: dict[str, Any], message: str) -> None:
-    """The message has the keyword, the accepted value and the given one; nothing is written."""
-    problem = SMALL.build("cpu")
-    out = problem.new_out(7.0)
-    kind = UnsupportedError if "not implemented" in message else ArgumentError
-
-    with pytest.raises(kind) as caught:
-        decode(problem, out=out, **changes)
-
-    assert str(caught.value) == message
-    assert (out == 7.0).all()
+    size = latent.element_size()
+    one, other = (launch.values for launch in launches if launch.family != "combine")
+    changed = {"query": latent.data_ptr(), "query_rope": rope.data_ptr()}
+    changed |= {"query_stride": 16 * 512 * size, "query_head_stride": 512 * size}
+    changed |= {"query_rope_stride": 16 * 64 * size, "query_rope_head_stride": 64 * size}
+    assert one | changed == other

@@ -1,14 +1,42 @@
-"""Process metrics: fixed names, and exact sums across threads and forks."""
+"""What a process tells: metrics, log lines by MLAGEN_LOG, and the kernels of MLAGEN_RECORD."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 import mlagen
+from mlagen import monitoring
+from mlagen.engine import find_or_build, key_of
 from mlagen.monitoring import count, metrics
-from tests.cache.builds import in_child
+from mlagen.recording import record
+from mlagen.settings import current_settings
+from mlagen.spec.text import parse_spec
+from tests.cache.builds import ROOT, in_child, together
+from tests.kernels import COMBINE
+
+# argv: when the application configures its logging
+PROGRAM = """
+import logging, sys
+if sys.argv[1] == "before":
+    logging.basicConfig(format="app: %(message)s")
+from mlagen.settings import current_settings
+current_settings()
+logger = logging.getLogger("mlagen")
+logger.warning("first")
+if sys.argv[1] == "after":
+    logging.basicConfig(format="app: %(message)s")
+for level in ("debug", "info", "warning"):
+    getattr(logger, level)(level)
+"""
 
 
 def test_metrics_are_integers_with_fixed_names() -> None:
@@ -43,8 +71,6 @@ def test_threads_lose_no_increment() -> None:
 
 def test_a_forked_child_counts_on() -> None:
     """A child starts with the parent's values, and waits for no lock of the parent."""
-    from mlagen import monitoring
-
     before = metrics()["waits"]
 
     def work() -> None:
@@ -56,3 +82,117 @@ def test_a_forked_child_counts_on() -> None:
 
     assert status == 0
     assert metrics()["waits"] == before
+
+
+def written(level: str | None, configured: str = "never") -> list[str]:
+    """Return the log lines of a process, without times and process ids."""
+    environ = {name: value for name, value in os.environ.items() if name != "MLAGEN_LOG"}
+    environ |= {} if level is None else {"MLAGEN_LOG": level}
+    command = [sys.executable, "-c", PROGRAM, configured]
+    done = subprocess.run(
+        command, env=environ, cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert done.stdout == ""
+    return [
+        re.sub(r"^[\d-]+ [\d:,]+ ([A-Z]+) mlagen\[\d+\]: ", r"\1 ", line)
+        for line in done.stderr.splitlines()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("level", "lines"),
+    [
+        (None, ["first", "warning"]),
+        ("", ["first", "warning"]),
+        ("off", []),
+        ("warn", ["WARNING first", "WARNING warning"]),
+        ("info", ["WARNING first", "INFO info", "WARNING warning"]),
+        ("debug", ["WARNING first", "DEBUG debug", "INFO info", "WARNING warning"]),
+        ("api", ["WARNING first", "INFO info", "WARNING warning"]),
+    ],
+)
+def test_a_level_sets_the_output(level: str | None, lines: list[str]) -> None:
+    """Unset, Python prints warnings; otherwise lines start with time, level and process id."""
+    assert written(level) == lines
+
+
+@pytest.mark.parametrize(
+    ("configured", "lines"),
+    [
+        ("before", ["app: first", "app: info", "app: warning"]),
+        ("after", ["WARNING first", "app: info", "app: warning"]),
+    ],
+)
+def test_an_application_that_configures_logging_gets_each_line_once(
+    configured: str, lines: list[str]
+) -> None:
+    """The order of configuration and first call does not matter; the level applies."""
+    assert written("info", configured) == lines
+
+
+def start_record(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Set MLAGEN_RECORD for this test."""
+    monkeypatch.setenv("MLAGEN_RECORD", str(path))
+    current_settings.cache_clear()
+
+
+def test_a_run_is_recorded_kernel_by_kernel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each line has the kernel as text that prewarming reads, its key, compiler and outcome."""
+    start_record(monkeypatch, tmp_path / "run.jsonl")
+    find_or_build(COMBINE)
+    find_or_build(COMBINE)
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    key = key_of(COMBINE)
+    kernel = {"kernel": str(COMBINE), "key": key.digest, "toolchain": key.toolchain}
+    assert lines == [{**kernel, "found": "built"}, {**kernel, "found": "hit"}]
+    assert parse_spec(lines[0]["kernel"]) == COMBINE
+
+
+def test_concurrent_lines_stay_complete(tmp_path: Path) -> None:
+    """Eight threads that append over their own descriptors write only complete lines."""
+    path = tmp_path / "run.jsonl"
+    line = {"kernel": "k" * 300, "key": "0" * 64, "toolchain": "nvrtc-1", "found": "hit"}
+
+    def record_fifty() -> None:
+        for _ in range(50):
+            record(path, **line)
+
+    together([record_fifty] * 8)
+    assert [json.loads(text) for text in path.read_text().splitlines()] == [line] * 400
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda path: path.parent.rmdir(), "No such file or directory"),
+        (os.mkfifo, "a FIFO"),
+        (Path.mkdir, "Is a directory"),
+        (lambda path: path.symlink_to("/dev/full"), "a device"),
+    ],
+    ids=["no folder", "a FIFO", "a folder", "a device"],
+)
+def test_a_record_that_is_no_regular_file_warns_once(
+    make: Callable[[Path], object],
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No call waits for a reader, and another reason causes no second warning."""
+    path = tmp_path / "record/run.jsonl"
+    path.parent.mkdir()
+    make(path)
+    start_record(monkeypatch, path)
+
+    found = [find_or_build(COMBINE).built, find_or_build(COMBINE).built]
+    if path.exists():
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(path)
+    find_or_build(COMBINE)
+
+    assert found == [True, False]
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert warning.startswith(f"MLAGEN_RECORD: expected a file that can be written, got {kind}")

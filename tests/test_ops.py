@@ -188,32 +188,23 @@ class TestOps:
         assert "mlagen.trtllm_batch_decode_with_kv_cache_mla" in graph.code
         assert torch.equal(graph(*inputs), layer(*inputs))
 
-    def test_fake_tensors_of_a_planned_run_give_fake_outputs(self, of: Tensors) -> None:
-        """A run under FakeTensorMode gives shapes and dtypes, for one tensor and for parts."""
+    def test_fake_tensors_give_fake_outputs(self, of: Tensors) -> None:
+        """Calls and runs under FakeTensorMode give shapes and dtypes, for one tensor and parts."""
         wrapper, usual = ops_cases.declared(of), ops_cases.planned(of)
         factors: Any = {"bmm1_scale": 1.0, "bmm2_scale": 2.0, "o_scale": 0.5, "sinks": of.sinks}
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             query, cache = mode.from_tensor(of.query), mode.from_tensor(of.cache)
             target = torch.empty(4, 16, 512, dtype=torch.float8_e4m3fn, device=of.device)
-            pair: Any = wrapper.run(
-                query=query[:, 0], kv_cache=cache, out=target, return_lse=True, **factors
-            )
-            out = usual.run(query=parts(query[:, 0]), kv_cache=parts(cache))
-            joined = mla(of, parts(query))
+            given: Any = {"query": query[:, 0], "kv_cache": cache, "out": target}
+            pair: Any = wrapper.run(**given, return_lse=True, **factors)
+            out: Any = usual.run(query=parts(query[:, 0]), kv_cache=parts(cache))
+            joined, lse = mla(of, query, return_lse=True)
+            of_parts = mla(of, parts(query))
 
         assert pair[0] is target
-        assert (pair[1].shape, pair[1].dtype) == ((4, 16), torch.float32)
-        assert isinstance(out, torch.Tensor)
-        assert (out.shape, out.dtype) == ((4, 16, 512), torch.bfloat16)
-        assert joined.shape == (4, 1, 16, 512)
-
-    def test_fake_tensors_give_fake_outputs(self, of: Tensors) -> None:
-        """Under FakeTensorMode a call gives shape and dtype without a launch."""
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            out, lse = mla(of, mode.from_tensor(of.query), return_lse=True)
-
-        assert (out.shape, out.dtype) == ((4, 1, 16, 512), torch.bfloat16)
-        assert (lse.shape, lse.dtype) == ((4, 16), torch.float32)
+        made = [(tuple(each.shape), each.dtype) for each in (pair[1], out, joined, lse, of_parts)]
+        lses, joint = ((4, 16), torch.float32), ((4, 1, 16, 512), torch.bfloat16)
+        assert made == [lses, ((4, 16, 512), torch.bfloat16), joint, lses, joint]
 
     @pytest.mark.parametrize("writes", [False, True])
     def test_ops_pass_opcheck(self, of: Tensors, writes: bool) -> None:
@@ -256,15 +247,11 @@ class TestOps:
 
     def test_invalid_arguments_in_compiled_code_are_rejected(self, of: Tensors) -> None:
         """The op raises the error of the entry point."""
-        wrong = of.table.float()
-
-        def call(query: torch.Tensor) -> Any:
-            return mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
-                query, of.cache, of.workspace, 128, 512, 64, wrong, of.lengths, 64
-            )
+        of.made["table"] = of.table.float()
+        compiled = torch.compile(lambda query: mla(of, query), fullgraph=True, backend="eager")
 
         with pytest.raises(mlagen.ArgumentError, match=r"^block_tables.dtype: expected"):
-            torch.compile(call, fullgraph=True, backend="eager")(of.query)
+            compiled(of.query)
 
     @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
     @pytest.mark.filterwarnings("ignore")  # Inductor warns about itself

@@ -9,7 +9,6 @@ import sys
 from configparser import ConfigParser
 from importlib import import_module, metadata
 from pathlib import Path
-from zipfile import ZipFile
 
 import pytest
 from packaging.requirements import Requirement
@@ -21,7 +20,15 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"mlagen": "mlagen", "cache_tools": "mlagen/cache_tools", "templates": "mlagen/templates"}
 SHIPPED = {".py", ".typed", ".json", ".cuh", ".j2"}
 
-# argv: build_wheel or build_editable, the folder for the result
+# Files that tools write into a checkout.
+TOOL_FILES = (
+    *(".git", ".venv*", "*.egg-info", "build", "dist", "__pycache__", "*.pyc", ".coverage"),
+    *(".*_cache", ".hypothesis"),
+)
+# Tests that read documents, templates and other files of the checkout.
+SAMPLE = ("tests/test_docs.py", "tests/templates/test_golden.py", "tests/spec/test_families.py")
+
+# argv: build_wheel, build_editable or build_sdist, the folder for the result
 BUILD = "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
 OLDEST_SETUPTOOLS = 77  # as [build-system] of pyproject.toml
 try:
@@ -60,8 +67,7 @@ def unpack(build: str, checkout: Path) -> Path:
     site.mkdir()
     run_python("-c", BUILD, build, str(site), cwd=checkout)
     (wheel,) = site.glob("*.whl")
-    with ZipFile(wheel) as archive:
-        archive.extractall(site)
+    shutil.unpack_archive(wheel, site, "zip")
     wheel.unlink()
     return site
 
@@ -164,3 +170,56 @@ def test_the_public_names_can_be_listed() -> None:
     assert is_loaded == "False"
     for name in mlagen.__all__:
         assert getattr(mlagen, name) is not None
+
+
+@pytest.fixture(scope="module")
+def whole_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the checkout without the files of tools."""
+    copy = tmp_path_factory.mktemp("sdist") / "checkout"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*TOOL_FILES))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def files(whole_checkout: Path) -> set[Path]:
+    """Return the files of the checkout: those tracked by git, if it is a repository."""
+    if git := shutil.which("git"):
+        listed = subprocess.run([git, "ls-files"], cwd=ROOT, capture_output=True, check=False)
+        tracked = {Path(os.fsdecode(line)) for line in listed.stdout.splitlines()}
+        if there := {path for path in tracked if (whole_checkout / path).is_file()}:
+            return there
+    return {
+        path.relative_to(whole_checkout) for path in whole_checkout.rglob("*") if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def unpacked(whole_checkout: Path, files: set[Path]) -> Path:
+    """Return the folder of the unpacked source distribution."""
+    assert files
+    target = whole_checkout.parent
+    run_python("-c", BUILD, "build_sdist", str(target), cwd=whole_checkout)
+    (archive,) = target.glob("*.tar.gz")
+    shutil.unpack_archive(archive, target, filter="data")
+    return target / archive.name.removesuffix(".tar.gz")
+
+
+def test_every_file_of_the_checkout_is_in_it(unpacked: Path, files: set[Path]) -> None:
+    """Tests, documents, change log, Makefile and scripts are included, with their modes."""
+    missing = {path for path in files if not (unpacked / path).is_file()}
+    programs = {path for path in files if os.access(ROOT / path, os.X_OK)}
+    assert missing == set()
+    assert {path for path in programs if not os.access(unpacked / path, os.X_OK)} == set()
+
+
+def test_its_own_tests_are_found_and_pass(unpacked: Path) -> None:
+    """Those that read other files than Python."""
+    options = ("-p", "no:cacheprovider", "-m", "not gpu", "--assert=plain")
+    quick = ("-k", "not recorded_resources")  # these compile
+    command = [sys.executable, "-m", "pytest", *options, *quick, *SAMPLE]
+    environ = {**os.environ, "PYTHONPATH": str(unpacked)}
+    ran = subprocess.run(
+        command, cwd=unpacked, env=environ, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:]
+    assert [path for path in SAMPLE if f"\n{path} " not in ran.stdout] == []

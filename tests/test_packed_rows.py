@@ -15,7 +15,9 @@ from tests.problems.problem import E4M3
 KINDS = ("bf16 over fp8_ds_mla", "fp16 over fp8_ds_mla", "e4m3 over fp8_ds_mla")
 kinds = pytest.mark.parametrize("kind", KINDS)
 ropes = pytest.mark.parametrize("rope", [64, 0])
-forms = pytest.mark.parametrize("top_k", [0, 320], ids=["pages", "lists"])
+forms = pytest.mark.parametrize(
+    "form", [lambda given: given, lambda given: listed(given, 320)], ids=["pages", "lists"]
+)
 
 # What an indexer lists that adds the newest, incomplete block of 4 tokens to its top 2048.
 INDEXER_WIDTH = 2176
@@ -30,32 +32,26 @@ class TestPackedRows:
     @forms
     @kinds
     def test_bytes_after_a_row_without_rope_are_not_read(
-        self, kind: str, top_k: int, heads: int, width: int, device: str
+        self, kind: str, form: Any, heads: int, width: int, device: str
     ) -> None:
         """The rows may be those of a wider pool, whose other bytes are NaN."""
         facts: dict[str, Any] = {"qk_rope_head_dim": 0, "cache_layout": "strided"}
         problem = mla_case(kind, seq_lens=(300, 70, 1), heads=heads, **facts).build(device)
-        problem = widened(problem, width)
-        if top_k:
-            problem = listed(problem, top_k)
 
-        problem.check(*decode_with_lse(problem))
+        problem.check(*decode_with_lse(form(widened(problem, width))))
 
     @forms
     @kinds
-    def test_a_zero_rope_part_is_no_rope_part(self, kind: str, top_k: int, device: str) -> None:
+    def test_a_zero_rope_part_is_no_rope_part(self, kind: str, form: Any, device: str) -> None:
         """Rows of 656 bytes whose rope part is zero, under a padded query, give the same result."""
         facts: dict[str, Any] = {"qk_rope_head_dim": 0, "cache_layout": "strided"}
         problem = mla_case(kind, seq_lens=(300, 70), heads=24, **facts).build(device)
         wide = widened(problem, 656)
         wide.kv_cache[..., 528:] = 0
         query = torch.cat([problem.query.float(), torch.zeros(2, 1, 24, 64, device=device)], -1)
-        if top_k:
-            wide = listed(wide, top_k)
+        padded: Any = {"query": query.to(problem.query.dtype), "qk_rope_head_dim": 64}
 
-        result = decode_with_lse(wide, query=query.to(problem.query.dtype), qk_rope_head_dim=64)
-
-        problem.check(*result)
+        problem.check(*decode_with_lse(form(wide), **padded))
 
     @pytest.mark.parametrize("with_lens", [False, True], ids=["derived", "given"])
     @pytest.mark.parametrize("heads", [8, 64])
@@ -74,13 +70,11 @@ class TestPackedRows:
     @ropes
     @kinds
     def test_codes_and_scales_may_be_any_numbers(
-        self, kind: str, rope: int, top_k: int, heads: int, device: str
+        self, kind: str, rope: int, form: Any, heads: int, device: str
     ) -> None:
         """Every finite e4m3 code in query and cache, and scales from FLT_MIN to 100."""
         case = mla_case(kind, seq_lens=(300, 70, 1), heads=heads, qk_rope_head_dim=rope)
-        problem = with_extreme_numbers(case.build(device))
-        if top_k:
-            problem = listed(problem, top_k)
+        problem = form(with_extreme_numbers(case.build(device)))
 
         problem.check(*decode_with_lse(problem))
 
@@ -100,13 +94,11 @@ class TestPackedRows:
     @pytest.mark.parametrize(("rope", "column"), [(64, 17), (64, 540), (0, 17)])
     @kinds
     def test_nan_in_the_query_reaches_its_row_alone(
-        self, kind: str, rope: int, column: int, top_k: int, heads: int, device: str
+        self, kind: str, rope: int, column: int, form: Any, heads: int, device: str
     ) -> None:
         """The output of its token and head is NaN, and every other bit is as without it."""
         case = mla_case(kind, seq_lens=(300, 70), heads=heads, qk_rope_head_dim=rope)
-        problem = case.build(device)
-        if top_k:
-            problem = listed(problem, top_k)
+        problem = form(case.build(device))
         expected = decode(problem).clone()
         query = problem.query.float()
         query[0, 0, 3, column] = torch.nan

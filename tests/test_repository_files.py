@@ -1,4 +1,4 @@
-"""Files for the forge and for tools: workflow, issue forms, citation and security policy."""
+"""Files for the forge, for tools and for readers: workflow, forms, record of coverage, pages."""
 
 from __future__ import annotations
 
@@ -10,13 +10,22 @@ from typing import Any
 import pytest
 
 import mlagen
+from mlagen.spec.families import FAMILIES
+from tests.coverage_table import Coverage, fallen_modules, read_record
+from tests.doc_text import PAGES, blocks_of, without_blocks
 from tests.test_docs_examples import problem_with
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 QUESTIONS = [form for form in FORMS if form.name != "config.yml"]
-PAGES = [*FORMS, ROOT / ".github" / "pull_request_template.md", ROOT / "SECURITY.md"]
+FILES = [*FORMS, ROOT / ".github" / "pull_request_template.md", ROOT / "SECURITY.md"]
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
+KERNEL_PAGES = {
+    page: path.read_text(encoding="utf-8")
+    for page, path in PAGES.items()
+    if re.fullmatch(r"docs/explanation/[\w-]+-kernel\.md", page)
+}
+SECTIONS = "Regime, Schedule, Pipeline and barriers, Combine, Limits, Rejected ideas"
 
 
 def read_yaml(path: Path) -> Any:
@@ -25,7 +34,7 @@ def read_yaml(path: Path) -> Any:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", FILES, ids=lambda path: path.name)
 def test_commands_and_variables_that_a_form_names_exist(page: Path) -> None:
     """A command or variable in backticks is one of mlagen, of the Makefile or of pytest."""
     text = page.read_text(encoding="utf-8")
@@ -79,3 +88,42 @@ def test_the_citation_is_that_of_the_package() -> None:
     assert re.findall(r"- name: (.+)", text) == re.findall(
         r'authors = \[{ name = "(.+?)" }', project
     )
+
+
+def test_every_module_has_a_row() -> None:
+    """A new module is recorded, and a deleted one is not."""
+    folders = (ROOT / "mlagen", ROOT / "cache_tools")
+    files = {str(path.relative_to(ROOT)) for folder in folders for path in folder.rglob("*.py")}
+
+    assert set(read_record()) == files
+
+
+def test_a_module_falls_by_lines_branches_or_absence() -> None:
+    """Lower lines, lower branches and a missing module are named; a higher coverage is not."""
+    was = dict.fromkeys("abcd", Coverage(90, 80))
+    now = {"a": Coverage(89.9, 80), "b": Coverage(90, 79), "c": Coverage(91, 80)}
+
+    assert fallen_modules(was, now) == [
+        "a: 89.9 % of the lines, recorded 90 %",
+        "b: 79 % of the branches, recorded 80 %",
+        "d: recorded, but not measured",
+    ]
+
+
+def test_every_decode_kernel_has_a_page() -> None:
+    """The pages of kernels are those of the decode families, one each."""
+    families = {
+        family.replace("_", "-") for family in FAMILIES.keys() - {"combine", "combine_states"}
+    }
+
+    assert KERNEL_PAGES.keys() == {f"docs/explanation/{name}-kernel.md" for name in families}
+
+
+@pytest.mark.parametrize("text", KERNEL_PAGES.values(), ids=KERNEL_PAGES)
+def test_kernel_pages_have_one_form(text: str) -> None:
+    """A page has the sections in order, a diagram of the schedule, and at most 150 lines."""
+    has_mermaid = any(block.language == "mermaid" for block in blocks_of(text))
+
+    assert re.findall(r"^## (.+)$", without_blocks(text), re.MULTILINE) == SECTIONS.split(", ")
+    assert has_mermaid or re.search(r"!\[[^\]]*\]\(\.\./images/[\w-]+\.svg\)", text)
+    assert len(text.splitlines()) <= 150

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests import test_ops
-from tests.memory_semantics import MemorySemantics
+from tests import test_memory, test_ops
 from tests.ops_cases import Tensors, gqa
 from tests.test_ops import Layer, layer_inputs
 
@@ -112,10 +111,8 @@ def _packaged(module_and_inputs: str) -> int:
     ).returncode
 
 
-class TestMemory(MemorySemantics):
+class TestMemory(test_memory.TestMemory):
     """Shared tests of tensors without memory: nothing is launched, and the context stays valid."""
-
-    device = "cuda"
 
     @pytest.fixture(autouse=True)
     def _no_error_is_left(self) -> object:

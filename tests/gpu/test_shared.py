@@ -4,51 +4,42 @@ from __future__ import annotations
 
 import pytest
 
-from tests.drop_in_semantics import DropInSemantics
 from tests.problems.entry_points import compute, decode_gqa
 from tests.problems.gqa import GqaCase
 from tests.problems.gqa_cases import LONG_CASES as LONG_GQA_CASES
 from tests.problems.mla import MlaCase
 from tests.problems.mla_cases import LONG_CASES
 from tests.test_batch_decode import TestBatchDecode
-from tests.test_batch_decode_aliases import TestDecodeAliases
 from tests.test_batch_mla import TestBatchMla
-from tests.test_batch_mla_plans import TestBatchMlaPlans
 from tests.test_cascade import TestCascade
 from tests.test_dcp import TestDcp
+from tests.test_drop_in import TestDropIn
 from tests.test_entry_points import TestEntryPoints
 from tests.test_flare import TestFlare
 from tests.test_float64 import TestFloat64
 from tests.test_gqa import TestGqa
+from tests.test_keywords import TestKeywords
 from tests.test_masked_tokens import TestMaskedTokens
 from tests.test_mla import TestMla
-from tests.test_mla_parts import TestMlaParts
 from tests.test_packed_rows import TestPackedRows
-from tests.test_trtllm_gqa import TestTrtllmGqa
+from tests.test_wrappers import TestWrappers
 
 __all__ = [
     "TestBatchDecode",
     "TestBatchMla",
-    "TestBatchMlaPlans",
     "TestCascade",
     "TestDcp",
-    "TestDecodeAliases",
+    "TestDropIn",
     "TestEntryPoints",
     "TestFlare",
     "TestFloat64",
     "TestGqa",
+    "TestKeywords",
     "TestMaskedTokens",
     "TestMla",
-    "TestMlaParts",
     "TestPackedRows",
-    "TestTrtllmGqa",
+    "TestWrappers",
 ]
-
-
-class TestDropInOnGpu(DropInSemantics):
-    """FlashInfer compatibility."""
-
-    device = "cuda"
 
 
 @pytest.mark.parametrize("case", LONG_CASES, ids=str)

@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from mlagen.errors import ArgumentError
-from mlagen.models.config import GqaModel, MlaModel, read_model
+from mlagen.models.config import GqaModel, MlaModel
+from tests.models.test_config import GQA as BARE_GQA
+from tests.models.test_config import MLA, read
 
-MLA: dict[str, Any] = {
-    "num_attention_heads": 64,
-    "hidden_size": 4096,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-}
-GQA: dict[str, Any] = {
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "head_dim": 128,
-}
-V4: dict[str, Any] = {
-    "model_type": "deepseek_v4",
-    "num_attention_heads": 64,
-    "num_key_value_heads": 1,
-    "head_dim": 512,
-}
+GQA = BARE_GQA | {"head_dim": 128}
+V4: dict[str, Any] = {"model_type": "deepseek_v4", "num_attention_heads": 64, "head_dim": 512}
+V4 |= {"num_key_value_heads": 1}
 FALCON: dict[str, Any] = {"num_attention_heads": 64, "hidden_size": 4096, "num_kv_heads": 8}
-CHATGLM: dict[str, Any] = {
-    "num_attention_heads": 32,
-    "hidden_size": 4096,
-    "kv_channels": 128,
-    "multi_query_group_num": 2,
-    "apply_query_key_layer_scaling": True,
-    "attention_softmax_in_fp32": True,
-    "add_qkv_bias": True,
-}
+CHATGLM: dict[str, Any] = {"num_attention_heads": 32, "hidden_size": 4096, "kv_channels": 128}
+CHATGLM |= dict.fromkeys(("apply_query_key_layer_scaling", "attention_softmax_in_fp32"), True)
+CHATGLM |= {"multi_query_group_num": 2, "add_qkv_bias": True}
 
 
 def changed(config: dict[str, Any]) -> Callable[..., dict[str, Any]]:
@@ -55,11 +32,6 @@ gqa, mla, v4 = changed(GQA), changed(MLA), changed(V4)
 def layers(**changes: object) -> dict[str, Any]:
     """Return a GQA configuration whose second layer has changes."""
     return gqa(per_layer_config={"1": changes})
-
-
-def read(config: object) -> MlaModel | GqaModel:
-    """Return the model of a configuration."""
-    return read_model("m", json.dumps(config).encode())
 
 
 def heads_of(config: object) -> list[tuple[int, int, int]]:
@@ -103,12 +75,28 @@ def test_heads_are_those_of_every_layer(config: object, heads: list[tuple[int, i
 
 
 NO_KEY = "expected no such key, as mlagen does not know"
+RANKS = "(512, 64) or (256, 64) or (512, 0)"
+HEADS, OF_32 = "num_attention_heads: expected 1 or more, got", "num_attention_heads 32, got"
+MULTIPLE = "hidden_size that is a multiple of"
 V_HEADS = {"head_dim": 192, "v_head_dim": 128}
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ([], "expected a JSON object, got list"),
+        ({}, f"{HEADS} none"),
+        (mla(num_attention_heads=0), f"{HEADS} 0"),
+        (mla(num_attention_heads=True), f"{HEADS} True"),
+        (mla(num_attention_heads="16"), f"{HEADS} '16'"),
+        (mla(qk_rope_head_dim=None), "qk_rope_head_dim: expected 0 or more, got none"),
+        (mla(kv_lora_rank=128), f"kv_lora_rank, qk_rope_head_dim: expected {RANKS}, got"),
+        (mla(index_topk=-1), "index_topk: expected 1 or more, got -1"),
+        (mla(dtype="float32"), "dtype: expected bfloat16 or float16, got 'float32'"),
+        (gqa(num_key_value_heads=5), f"num_key_value_heads: expected a divisor of {OF_32} 5"),
+        (BARE_GQA | {"hidden_size": 4097}, f"head_dim: expected it, or a {MULTIPLE} {OF_32} 4097"),
+        (BARE_GQA | {"hidden_size": None}, "hidden_size: expected 1 or more, got none"),
+        (gqa(head_dim=72), "head_dim: no GQA decode kernel for head_dim 72; supported: "),
         (v4(compress_rates={"a": 4}), "compress_rates: expected a KV cache of all tokens, got"),
         (v4(compress_ratios=[0, 4]), "compress_ratios: expected a KV cache of all tokens"),
         (v4(o_lora_rank=1024), f"o_lora_rank: {NO_KEY}"),
@@ -146,7 +134,7 @@ V_HEADS = {"head_dim": 192, "v_head_dim": 128}
         (gqa(model_type="gemma4_text"), "global_head_dim: expected it, or a per_layer_config"),
     ],
 )
-def test_unknown_keys_are_rejected_by_name(config: object, message: str) -> None:
+def test_a_configuration_is_rejected_by_key(config: object, message: str) -> None:
     """The message has key, rule and value, in one line."""
     with pytest.raises(ArgumentError) as caught:
         read(config)

@@ -58,6 +58,12 @@ def run_arguments(problem: GqaProblem, **changes: Any) -> dict[str, Any]:
     return arguments | changes
 
 
+def forward_arguments(problem: GqaProblem, **changes: Any) -> dict[str, Any]:
+    """Return the keyword arguments of a forward, which has a scale of its own."""
+    given = run_arguments(problem, sm_scale=problem.case.scale)
+    return {name: given[name] for name in ("q", "paged_kv_cache", "v_scale", "sm_scale")} | changes
+
+
 def workspace_for(problem: GqaProblem) -> torch.Tensor:
     """Return scratch for the runs of a problem; the CPU backend needs none."""
     size = WORKSPACE_BYTES if problem.device.type == "cuda" else 0

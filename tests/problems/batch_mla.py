@@ -9,7 +9,7 @@ import torch
 from mlagen.mla import BatchMLAPagedAttentionWrapper
 from tests.problems.mla import MlaCase, MlaProblem
 from tests.problems.mla_build import LATENT_SCALE, ROPE_SCALE
-from tests.problems.problem import E4M3
+from tests.problems.problem import E4M3, ints
 
 WORKSPACE_BYTES = 80 << 20
 
@@ -106,6 +106,14 @@ def run_with_lse(
     result = wrapper.run(**run_arguments(problem, return_lse=True, **changes))
     assert isinstance(result, tuple)
     return result
+
+
+def graph_buffers(problem: MlaProblem, spare: int = 5) -> dict[str, Any]:
+    """Return the buffers of a captured graph, with room for some more page ids."""
+    names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+    sizes = {name: len(tensor) for name, tensor in plan_arguments(problem).items() if name in names}
+    sizes["kv_indices"] += spare
+    return {name: ints(*[-1] * size).to(problem.device) for name, size in sizes.items()}
 
 
 def plan_and_run(plan: dict[str, Any], **arguments: Any) -> Any:

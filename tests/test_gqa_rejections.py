@@ -1,0 +1,167 @@
+"""What the entry points of grouped-query decode reject."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mlagen.decode import BatchDecodeWithPagedKVCacheWrapper
+from tests.problems.batch_decode import (
+    forward_arguments,
+    graph_buffers,
+    plan_arguments,
+    run,
+    wrapper_of,
+)
+from tests.problems.entry_points import ENTRY_POINTS
+from tests.problems.gqa import GqaCase
+from tests.problems.problem import ints
+from tests.rejected import Row, rejections_of, rejects
+
+SMALL = GqaCase(seq_lens=(70, 3, 0, 33), sink=3.0).build("cpu")
+CACHES: Any = SMALL.store.caches("tuple", "NHD")
+KEYS, VALUES = CACHES
+LENS, THREE_SEQUENCES = ints(1, 2), {"last_page_len": ints(1, 1, 1), "indptr": ints(0, 0, 0, 0)}
+DRAFTS = GqaCase(seq_lens=(70, 3), q_len=2, sink=3.0).build("cpu")
+ROWS: dict[str, list[Row]] = {
+    "init": [
+        ("jit_args", ["name"], ": not implemented, expected None..."),
+        ("paged_kv_indptr_buffer", None, ": expected a torch.Tensor, got NoneType"),
+        ("paged_kv_indptr_buffer", ints(*[0] * 9), ".shape: expected [5] (batch of ..."),
+        ("paged_kv_indices_buffer", torch.zeros(9), ".dtype: expected torch.int32 or ..."),
+        ("backend", "prims-ts", ": expected one of auto, fa2, fa3, trtllm-gen, cute-dsl, ..."),
+        ("kv_layout", "nhd", ": expected one of NHD, HND, got 'nhd'"),
+    ],
+    "plan": [
+        ("pos_encoding_mode", "ALIBI", ": not implemented, expected 'NONE', got 'ALIBI'"),
+        ("logits_soft_cap", 30.0, ": not implemented, expected None, got 30.0"),
+        ("fixed_split_size", 8, ": not implemented, expected None, got 8"),
+        ("disable_split_kv", True, ": not implemented, expected False, got True"),
+        ("window_right", 3, ": not implemented, expected 0, got 3"),
+        ("indptr", ints(0, 0, 0), ".shape: expected [5] (batch of last_page_len + 1), got [3]"),
+        ("indices", torch.zeros(9), ".dtype: expected torch.int32 or torch.uint32, got ..."),
+        ("last_page_len", ints(*[17] * 4), ": expected 0 to 16 (page_size), got [17, 17, 17, 17]"),
+        ("indptr", ints(0, 99, 99, 99, 99), "[-1]: expected 11 (page ids) or less, got 99"),
+        ("seq_lens", ints(0, 0, 0), ".shape: expected [4] (batch), got [3]"),
+        ("seq_lens", ints(*[99] * 4), "[0]: expected 80 (capacity of its block table) or ..."),
+        ("num_qo_heads", 7, ": expected a multiple of 2 (num_kv_heads), got 7"),
+        ("page_size", 0, ": expected an int, 1 or more, got 0"),
+        ("q_data_type", "float8", ": expected torch.bfloat16 or torch.float16 or torch.float8_..."),
+        ("kv_data_type", torch.int32, ": expected torch.bfloat16 or torch.float16 or ..."),
+        ("o_data_type", torch.float16, ": expected torch.bfloat16 or torch.float8_e4m3fn, got ..."),
+        ("sm_scale", "small", ": expected a float, got 'small'"),
+        ("rope_theta", "big", ": expected a float, got 'big'"),
+        ("block_tables", 1, ": expected a torch.Tensor, got int"),
+        ("is_causal", "yes", ": expected a bool, got 'yes'"),
+    ],
+    "graph plan": [
+        ("indices", ints(*[0] * 99), ".shape[0]: expected 14 (its buffer) or less, got 99"),
+        ("last_page_len", THREE_SEQUENCES, ".shape[0]: expected 4 (requests of the buffers), ..."),
+        ("q_len_per_req", 2, ": expected 1 (of the first plan), got 2"),
+    ],
+    "run": [
+        ("q", SMALL.query[:, :7], ".shape: expected [4, 8, 128] (batch * q_len_per_req of 1, ..."),
+        ("q", SMALL.query.half(), ".dtype: expected torch.bfloat16 (q_data_type of plan), got ..."),
+        (
+            "paged_kv_cache",
+            (KEYS[:, :8], VALUES[:, :8]),
+            "...: expected [16, 2] (of plan), got ...",
+        ),
+        ("paged_kv_cache", (KEYS.half(), VALUES.half()), ".dtype: expected torch.bfloat16 (kv..."),
+        ("out", SMALL.query.half(), ".dtype: expected torch.bfloat16 (o_data_type of plan), ..."),
+        ("lse", torch.zeros(4, 7), ".shape: expected [4, 8] or [4, 1, 8], got [4, 7]"),
+        ("window_left", "3", ": expected an int, got '3'"),
+        ("", {"q_len_per_req": 2}, "q.shape: expected [8, 8, 128] (batch * q_len_per_req of 2,..."),
+        ("q_len_per_req", 0, ": expected an int, 1 or more, got 0"),
+        ("skip_softmax_threshold_scale_factor", "no", ": expected a float, got 'no'"),
+    ],
+    "forward": [
+        ("window_left", "5", ": expected an int, got '5'"),
+        ("sm_scale", "small", ": expected a float, got 'small'"),
+        ("q_scale", "small", ": expected a float or a torch.float32 tensor of one element, ..."),
+        ("pos_encoding_mode", "ALIBI", ": not implemented, expected 'NONE', got 'ALIBI'"),
+        ("logits_soft_cap", 3.0, ": not implemented, expected None, got 3.0"),
+    ],
+    "trtllm": [
+        ("out_dtype", "nvfp4", ": not implemented, expected a torch.dtype, got 'nvfp4'"),
+        ("o_sf_scale", 1.0, ": not implemented, expected None, got 1.0"),
+        ("o_sf_vec_size", 16, ": not implemented, expected None, got 16"),
+        ("uses_shared_paged_kv_idx", False, ": not implemented, expected True, got False"),
+        ("enable_block_sparse_attention", True, ": not implemented, expected False, got True"),
+        ("cp_world", 2, ": not implemented, expected 1, got 2"),
+        ("cp_rank", 1, ": not implemented, expected 0, got 1"),
+        ("causal_seqlens_kv_global", LENS, ": not implemented, expected None, got a tensor"),
+        ("request_order", LENS, ": not implemented, expected None, got a tensor"),
+        ("request_order_plan", 1, ": not implemented, expected None, got 1"),
+        ("backend", "cake", ": expected one of auto, xqa, trtllm-gen, got 'cake'"),
+        ("out", "a word", ": expected a torch.Tensor, got str"),
+        ("out_dtype", "bf16", ": expected a torch.dtype, got 'bf16'"),
+        ("out_dtype", {"out_dtype": torch.float16, "out": None}, ": expected torch.bfloat16 ..."),
+        ("bmm1_scale_log2", 1.0, ": expected a torch.Tensor, got float"),
+        ("cp_world", "one", ": expected an int, 0 or more, got 'one'"),
+        ("bf16q_fp8kv_transform_mode", "v", ": expected one of k_only, separate_kv, got 'v'"),
+        ("skip_softmax_threshold_scale_factor", "no", ": expected a float, got 'no'"),
+        ("multi_ctas_kv_counter_buffer", 1, ": expected a torch.Tensor, got int"),
+        ("max_q_len", 1.5, ": expected an int, 0 or more, got 1.5"),
+        ("sinks", [], ": expected a list of one tensor, got 0"),
+        ("out", {"out": SMALL.query.half(), "out_dtype": torch.bfloat16}, ".dtype: expected..."),
+        ("", {"cum_seq_lens_q": ints(0, 2, 4)}, "max_q_len: expected an int (required ..."),
+    ],
+}
+TRTLLM = ENTRY_POINTS["trtllm_gqa"]
+
+
+def new_wrapper(**changes: Any) -> BatchDecodeWithPagedKVCacheWrapper:
+    """Return a wrapper for graphs, without a plan."""
+    buffers = graph_buffers(SMALL) | changes
+    return BatchDecodeWithPagedKVCacheWrapper(torch.empty(0), use_cuda_graph=True, **buffers)
+
+
+@rejections_of(ROWS)
+def test_a_call_is_rejected(call: str, changes: dict[str, Any], message: str) -> None:
+    """The message has argument, rule and value; nothing is written, and a plan stays valid."""
+    wrapper = new_wrapper() if call == "graph plan" else wrapper_of(SMALL)
+    wrapper.plan(**plan_arguments(SMALL))
+    out = DRAFTS.new_out(7.0)
+
+    with rejects(message):
+        match call:
+            case "init":
+                new_wrapper(**changes)
+            case "run":
+                run(wrapper, SMALL, **changes)
+            case "forward":
+                wrapper.forward(**forward_arguments(SMALL, **changes))
+            case "trtllm":
+                TRTLLM.call(DRAFTS, **{"out": out} | changes)
+            case _:
+                wrapper.plan(**plan_arguments(SMALL, **changes))
+
+    SMALL.check(run(wrapper, SMALL))
+    assert (out == 7.0).all()
+
+
+def test_what_runs_need() -> None:
+    """A run needs a plan, a forward one with a scale, and no kernel has more arguments."""
+    no_plan = BatchDecodeWithPagedKVCacheWrapper(torch.empty(0))
+    planned = wrapper_of(SMALL, sm_scale=0.0)
+
+    with rejects("run: expected plan() to be called first..."):
+        run(no_plan, SMALL)
+    with rejects("run: expected plan() to be called first..."):
+        no_plan.forward(**forward_arguments(SMALL))
+    with rejects("sm_scale: expected 0 (of plan), got ..."):
+        planned.forward(**forward_arguments(SMALL))
+    with rejects("args: not implemented, expected none..."):
+        planned.run(SMALL.query, CACHES, 1.0)
+
+
+def test_a_workspace_of_another_device_is_rejected() -> None:
+    """The plan's metadata lies on the device of the workspace that it was made with."""
+    wrapper = wrapper_of(SMALL)
+
+    with rejects("float_workspace_buffer.device: expected cpu..."):
+        wrapper.reset_workspace_buffer(torch.empty(0, device="meta"), torch.empty(0))
+    with rejects("int_workspace_buffer: expected a torch.Tensor, got NoneType"):
+        wrapper.reset_workspace_buffer(torch.empty(0), None)  # type: ignore[arg-type]
