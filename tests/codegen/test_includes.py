@@ -6,13 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlagen.codegen.includes import (
-    IncludeError,
-    Text,
-    flatten,
-    included_name,
-    transitive_includes,
-)
+from mlagen.codegen.includes import IncludeError, Text, flatten, included_name, transitive_includes
 from mlagen.codegen.linemap import plain_text
 
 KERNEL = "kernels/a/kernel.cu.j2"

@@ -12,11 +12,12 @@ import pytest
 from mlagen.codegen import sources
 from mlagen.codegen.sources import template_digest, template_digests, template_root
 from tests.cache.builds import ROOT
+from tests.fixture_types import Patch
 from tests.kernels import COMBINE, clear_caches
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def package(tmp_path: Path, monkeypatch: Patch) -> Path:
     """Return a copy of what rendering depends on, in the form of a checkout."""
     copy = tmp_path / "checkout/mlagen"
     for folder in ("codegen", "spec", "runtime"):
@@ -112,7 +113,7 @@ def test_an_installed_package_has_the_digest_of_its_checkout(package: Path) -> N
     assert inside == beside
 
 
-def test_the_digest_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_is_computed_once(monkeypatch: Patch) -> None:
     """A process reads the templates for its first key only."""
     clear_caches()
     first = template_digest(COMBINE.template)

@@ -19,6 +19,7 @@ from mlagen.compiler.nvrtc_search import Candidate, find_candidates, version_ins
 from mlagen.compiler.toolchain import find_nvrtc
 from tests.cache.builds import ROOT
 from tests.compiler.elf_files import elf_file
+from tests.fixture_types import Patch
 
 VARIABLES = ("CONDA_PREFIX", "LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME")
 BANNER = b"Cuda compilation tools, release %s, V%s"
@@ -34,7 +35,7 @@ def make_library(folder: Path, version: str = "13.1.80") -> Path:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def machine(tmp_path: Path, monkeypatch: Patch) -> Path:
     """Return the root of a machine without NVRTC."""
     monkeypatch.setattr(nvrtc_search, "_ROOT", tmp_path)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
@@ -60,7 +61,7 @@ PLACES = {
 
 @pytest.mark.parametrize(("environ", "folder"), PLACES.values(), ids=PLACES)
 def test_a_library_without_a_version_in_its_name_is_found(
-    environ: Mapping[str, str], folder: str, machine: Path, monkeypatch: pytest.MonkeyPatch
+    environ: Mapping[str, str], folder: str, machine: Path, monkeypatch: Patch
 ) -> None:
     """The version of a plain libnvrtc.so.13 is read from the file."""
     for name, value in environ.items():
@@ -73,7 +74,7 @@ def test_a_library_without_a_version_in_its_name_is_found(
 @pytest.mark.parametrize("variable", VARIABLES)
 @pytest.mark.parametrize("value", ["relative", ".", ""], ids=repr)
 def test_a_relative_folder_is_not_searched(
-    variable: str, value: str, machine: Path, monkeypatch: pytest.MonkeyPatch
+    variable: str, value: str, machine: Path, monkeypatch: Patch
 ) -> None:
     """A library of the current folder is not loaded, whatever a variable says."""
     for folder in ("relative", "relative/lib", "lib", "."):
@@ -98,7 +99,7 @@ def test_a_folder_of_the_loader_configuration_is_searched(machine: Path) -> None
     assert [found.path for found in find_candidates(13, ())] == [path]
 
 
-def test_the_search_order(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_order(machine: Path, monkeypatch: Patch) -> None:
     """The order is Conda, folders of the loader, the configured toolkit, the newest one."""
     places = ("conda/lib", "ld", "cuda/lib64", "usr/local/cuda-13.10/lib64")
     paths = [make_library(machine / place) for place in (*places, "usr/local/cuda-13.2/lib64")]
@@ -108,7 +109,7 @@ def test_the_search_order(machine: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [found.path for found in find_candidates(13, ())] == paths
 
 
-def test_unloadable_files_are_skipped(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unloadable_files_are_skipped(machine: Path, monkeypatch: Patch) -> None:
     """Foreign or unversioned libraries, folders, link loops and empty files are skipped."""
     other = make_library(machine / "other")
     content = bytearray(other.read_bytes())
@@ -129,7 +130,7 @@ def test_unloadable_files_are_skipped(machine: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("variable", ["CUDA_HOME", "CONDA_PREFIX", "LD_LIBRARY_PATH"])
 def test_a_folder_that_cannot_be_searched_is_skipped(
-    variable: str, machine: Path, monkeypatch: pytest.MonkeyPatch
+    variable: str, machine: Path, monkeypatch: Patch
 ) -> None:
     """Any file-system error skips to the next folder."""
     valid = make_library(machine / "usr/lib64")

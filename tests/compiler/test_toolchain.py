@@ -17,6 +17,7 @@ from mlagen.errors import ToolchainError
 from mlagen.spec.arch import parse_arch
 from tests.cache.builds import ROOT
 from tests.compiler.elf_files import elf_file
+from tests.fixture_types import Patch
 
 CU12, CU13 = "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"
 
@@ -40,7 +41,7 @@ class FakeDistribution:
 
 
 @pytest.fixture
-def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+def bare(monkeypatch: Patch) -> Iterator[Patch]:
     """Hide the NVRTC libraries of the system."""
     monkeypatch.setattr(nvrtc_search, "_system_folders", lambda _: iter(()))
     find_nvrtc.cache_clear()
@@ -51,7 +52,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def install(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, bindings: str | None, wheels: Mapping[str, str]
+    monkeypatch: Patch, folder: Path, bindings: str | None, wheels: Mapping[str, str]
 ) -> None:
     """Simulate a version of cuda-bindings, and NVRTC wheels by name and version."""
     known = {}
@@ -87,7 +88,7 @@ def install(
     ids=["CUDA 13", "CUDA 12", "a future major version", "a rebuilt wheel"],
 )
 def test_the_wheel_of_the_bindings_major_version_is_found(
-    bindings: str, name: str, declared: str, version: str, bare: pytest.MonkeyPatch, tmp_path: Path
+    bindings: str, name: str, declared: str, version: str, bare: Patch, tmp_path: Path
 ) -> None:
     """Version, file and origin come from the record of the wheel; nothing is loaded."""
     install(bare, tmp_path, bindings, {name: declared})
@@ -115,11 +116,7 @@ NO_NVRTC = (
     ids=["no bindings", "CUDA 13", "CUDA 12", "NVRTC of another major version"],
 )
 def test_without_nvrtc_the_message_has_the_command(
-    bindings: str | None,
-    wheels: dict[str, str],
-    message: str,
-    bare: pytest.MonkeyPatch,
-    tmp_path: Path,
+    bindings: str | None, wheels: dict[str, str], message: str, bare: Patch, tmp_path: Path
 ) -> None:
     """The message names the wheel for the installed bindings."""
     install(bare, tmp_path, bindings, wheels)
@@ -128,7 +125,7 @@ def test_without_nvrtc_the_message_has_the_command(
     assert str(caught.value) == message
 
 
-def test_an_nvrtc_that_is_too_old_is_rejected(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_nvrtc_that_is_too_old_is_rejected(bare: Patch, tmp_path: Path) -> None:
     """The message has the required version, the installed one, and the pip command."""
     install(bare, tmp_path, "12.9.1", {CU12: "12.6.85"})
     with pytest.raises(ToolchainError) as caught:
@@ -140,9 +137,7 @@ def test_an_nvrtc_that_is_too_old_is_rejected(bare: pytest.MonkeyPatch, tmp_path
     )
 
 
-def test_a_later_nvrtc_that_is_new_enough_is_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_later_nvrtc_that_is_new_enough_is_used(monkeypatch: Patch, tmp_path: Path) -> None:
     """The wheel of a newer toolkit is used beside the old wheel that torch pins."""
     install(monkeypatch, tmp_path, "12.9.1", {CU12: "12.4.127"})
     library = elf_file(tmp_path / "cuda/lib64/libnvrtc.so.12.9.86")
@@ -197,14 +192,14 @@ def test_options_of_a_version(arch: str, version: str, target: str, has_cache_op
     ],
 )
 def test_the_toolchain_of_a_policy(
-    policy: str, wheels: Mapping[str, str], toolchain: str, bare: pytest.MonkeyPatch, tmp_path: Path
+    policy: str, wheels: Mapping[str, str], toolchain: str, bare: Patch, tmp_path: Path
 ) -> None:
     """A policy selects the installed compiler, any of its major version, or a named one."""
     install(bare, tmp_path, "13.4.4", wheels)
     assert wanted_toolchain(policy) == toolchain
 
 
-def test_a_missing_compiler_is_searched_once(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_compiler_is_searched_once(bare: Patch, tmp_path: Path) -> None:
     """The second key of a process without a compiler reads no metadata."""
     install(bare, tmp_path, "13.4.4", {})
     first = wanted_toolchain("auto")
@@ -217,7 +212,7 @@ def test_a_missing_compiler_is_searched_once(bare: pytest.MonkeyPatch, tmp_path:
     [("exact", "13.4.4", "pip install nvidia-cuda-nvrtc$"), ("compatible", None, "cuda-python")],
 )
 def test_a_policy_without_a_toolchain_is_an_error(
-    policy: str, bindings: str | None, text: str, bare: pytest.MonkeyPatch, tmp_path: Path
+    policy: str, bindings: str | None, text: str, bare: Patch, tmp_path: Path
 ) -> None:
     """The message has the pip command."""
     install(bare, tmp_path, bindings, {})

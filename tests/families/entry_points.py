@@ -25,6 +25,7 @@ from mlagen.mla import flare, flare_q
 from mlagen.settings import current_settings
 from tests.families.launches import GQA_PATHS, SM80_PATH, SM90_PATH, Launch, record_launches
 from tests.families.planned_runs import planned, planned_packed, run_wrapper
+from tests.fixture_types import Patch
 from tests.problems import batch_decode
 from tests.problems.entry_points import ENTRY_POINTS
 from tests.problems.gqa import GqaCase
@@ -254,7 +255,7 @@ class EntryPoint:
         return self.runs == []
 
 
-def make_entry_point(monkeypatch: pytest.MonkeyPatch, row: Row) -> EntryPoint:
+def make_entry_point(monkeypatch: Patch, row: Row) -> EntryPoint:
     """Return an entry point whose calls are planned for a GPU, with outputs on the CPU."""
     launches = record_launches(monkeypatch)
     calls = row.calls

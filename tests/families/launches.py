@@ -32,6 +32,7 @@ from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
 from mlagen.spec.kernel import KernelSpec, packing_of
+from tests.fixture_types import Patch
 from tests.problems.entry_points import ENTRY_POINTS
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase, MlaProblem
@@ -99,7 +100,7 @@ GQA_PATHS = (
 
 
 def record_launches(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
     *,
     paths: tuple[tuple[ModuleType, ModuleType, str], ...] = SM80_PATH + SM90_PATH + GQA_PATHS,
     arch: Arch = H200,
@@ -149,7 +150,7 @@ def map_of(tensor: TiledTensor, address: int) -> bytes:
     return hashlib.sha512(repr((tensor, address)).encode()).digest() * 2
 
 
-def simulate_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def simulate_h200(monkeypatch: Patch) -> Iterator[None]:
     """Plan for an H200 as GPU 0, until the iterator goes on."""
     plans: Any = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_sm80_call)
     for module in (mla_plan, gqa_plan, workspace):

@@ -22,6 +22,7 @@ from tests.families.entry_points import (
     with_tensor,
 )
 from tests.families.planned_runs import planned
+from tests.fixture_types import Patch
 
 PACKAGE = Path(mlagen.__file__).parent
 
@@ -108,7 +109,7 @@ CONVERTED: dict[str, tuple[dict[str, Any], ...]] = {
     ids=str,
 )
 def test_which_calls_have_a_replay(
-    name: str, changes: dict[str, Any], has_replay: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, changes: dict[str, Any], has_replay: bool, monkeypatch: Patch
 ) -> None:
     """A second call has the launches of the first; one that converts or copies is no replay."""
     entry_point = make_entry_point(monkeypatch, ROWS[name])
@@ -141,9 +142,7 @@ def test_another_tensor_never_hits_the_cached_call(row: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("row", "name"), parameters("scalars"))
-def test_another_scalar_never_hits_the_cached_call(
-    row: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_scalar_never_hits_the_cached_call(row: str, name: str, monkeypatch: Patch) -> None:
     """Launches and messages with another value of any type are those of an empty cache."""
     entry_point = make_entry_point(monkeypatch, ROWS[row])
     arguments = entry_point.row.build()
@@ -170,7 +169,7 @@ def test_another_scalar_never_hits_the_cached_call(
     ids=str,
 )
 def test_another_plan_never_hits_the_cached_run(
-    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], monkeypatch: Patch
 ) -> None:
     """The runs of a wrapper depend on every value of its plan."""
     entry_point = make_entry_point(monkeypatch, ROWS["wrapper"])
@@ -181,7 +180,7 @@ def test_another_plan_never_hits_the_cached_run(
     )
 
 
-def test_zeros_of_both_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zeros_of_both_signs(monkeypatch: Patch) -> None:
     """Zeros compare equal, but each call passes its own sign to the kernel."""
     for row, name in (("trtllm", "bmm1_scale"), ("xqa_batch", "bmm2_scale"), ("flare", "scale")):
         entry_point = make_entry_point(monkeypatch, ROWS[row])
@@ -193,7 +192,7 @@ def test_zeros_of_both_signs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
 
 
-def test_a_replay_computes_lengths_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_computes_lengths_again(monkeypatch: Patch) -> None:
     """The kernel reads lengths that are computed from the present contents of the tensors."""
     entry_point = make_entry_point(monkeypatch, ROWS["flare"])
     arguments = entry_point.row.build()
@@ -232,9 +231,7 @@ def test_storage_that_is_freed(entry_point: EntryPoint) -> None:
     assert entry_point.launches == []
 
 
-def test_the_requested_kernel_is_launched(
-    entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_requested_kernel_is_launched(entry_point: EntryPoint, monkeypatch: Patch) -> None:
     """A cached call of one kernel is not replayed when the settings request another."""
     arguments, family, taken = entry_point.row.build(), entry_point.row.family, []
     for kernel in ("sm90", "sm80") * 3:
@@ -246,9 +243,7 @@ def test_the_requested_kernel_is_launched(
     assert taken == [f"{family}_sm90", f"{family}_sm80"] * 3
 
 
-def test_contents_are_checked_at_every_call(
-    entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contents_are_checked_at_every_call(entry_point: EntryPoint, monkeypatch: Patch) -> None:
     """With MLAGEN_CHECK=1 no cached launch is replayed before the checks."""
     arguments = entry_point.row.build()
     for _ in range(3):

@@ -18,6 +18,7 @@ from mlagen.families.mla.dispatch import MLA
 from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.settings import current_settings
 from tests.families.launches import SCHEDULE_ID, Launch, args_of, launched
+from tests.fixture_types import Patch
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase
 from tests.problems.problem import E4M3
@@ -81,11 +82,7 @@ def test_an_lse_has_the_factor_of_its_base(
 
 @pytest.mark.parametrize(
     ("window", "pages", "expected"),
-    [
-        (2**31 - 1, 8, MAX_TOKENS),
-        (MAX_TOKENS, 2**23, MAX_TOKENS),
-        (0x7FFEFFFF, 2**23, 0x7FFEFFFF),
-    ],
+    [(2**31 - 1, 8, MAX_TOKENS), (MAX_TOKENS, 2**23, MAX_TOKENS), (0x7FFEFFFF, 2**23, 0x7FFEFFFF)],
 )
 def test_a_window_that_hides_no_token_is_the_maximum(
     window: int, pages: int, expected: int
@@ -193,7 +190,7 @@ def test_a_number_beyond_float32_is_rejected_at_a_cached_call(
 
 
 def test_a_cached_call_checks_pointers_and_encodes_maps_of_new_caches(
-    launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+    launches: list[Launch], monkeypatch: Patch
 ) -> None:
     """A pointer that is not aligned is rejected by name; a cache has its maps encoded once."""
     args = args_of(UNIFORM)
@@ -218,7 +215,7 @@ def test_a_cached_call_checks_pointers_and_encodes_maps_of_new_caches(
     assert encoded == [other.data_ptr(), other.data_ptr() + 1024, other.data_ptr()]
 
 
-def test_cpu_tensors_need_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_tensors_need_no_kernel(monkeypatch: Patch) -> None:
     """The requested kernel does not affect calls on CPU tensors."""
     problem = UNIFORM.build("cpu")
     monkeypatch.setenv("MLAGEN_MLA_KERNEL", "sm90")

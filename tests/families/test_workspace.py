@@ -22,6 +22,7 @@ from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from tests.families.launches import H200, H200_FACTS, launched, record_launches
+from tests.fixture_types import Patch
 from tests.kernels import SM_80, SM_90A, SM_COUNTS, mla_sm80
 from tests.problems.mla import MlaCase
 
@@ -30,7 +31,7 @@ E4M3 = torch.float8_e4m3fn
 pytestmark = pytest.mark.usefixtures("h200")
 
 
-def choose(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def choose(kernel: str, monkeypatch: Patch) -> None:
     """Set the requested kernel."""
     monkeypatch.setenv("MLAGEN_MLA_KERNEL", kernel)
     current_settings.cache_clear()
@@ -50,9 +51,7 @@ MAX_CALLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("call", MAX_CALLS.values(), ids=MAX_CALLS)
-def test_no_call_needs_more_than_the_maximum(
-    call: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_call_needs_more_than_the_maximum(call: dict[str, Any], monkeypatch: Patch) -> None:
     """The bound holds for all batch sizes, heads, lengths and GPUs, of every kernel."""
     gpus = [replace(H200_FACTS, sm_count=sm_count) for sm_count in SM_COUNTS]
     for module in (mla_plan, gqa_select, workspace):
@@ -129,7 +128,7 @@ SUPPORTED_BY_SM90 = ("bf16", "ragged", "ragged, without the longest")
         if kernel != "sm90" or name in SUPPORTED_BY_SM90
     ],
 )
-def test_the_size_is_sufficient(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_is_sufficient(name: str, kernel: str, monkeypatch: Patch) -> None:
     """A call accepts a workspace of exactly this size, with either kernel."""
     choose(kernel, monkeypatch)
     case, changes = CALLS[name]
@@ -162,7 +161,7 @@ OTHER_TILES: dict[str, tuple[MlaCase, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("case", "sizes"), OTHER_TILES.values(), ids=OTHER_TILES)
 def test_the_size_covers_all_tiles(
-    case: MlaCase, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    case: MlaCase, sizes: dict[str, Any], monkeypatch: Patch
 ) -> None:
     """A call accepts a workspace of exactly this size, with any tile that it may take."""
     choose("sm80", monkeypatch)
@@ -179,7 +178,7 @@ def test_the_size_covers_all_tiles(
 
 
 @pytest.mark.parametrize("max_seq_len", [100, 5000])
-def test_the_size_covers_both_kernels(max_seq_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_covers_both_kernels(max_seq_len: int, monkeypatch: Patch) -> None:
     """With ``auto`` the size is the larger of both kernels."""
     sizes = {}
     for kernel in KERNELS:
@@ -244,7 +243,7 @@ def test_an_invalid_size_is_rejected(changes: dict[str, Any], message: str) -> N
     ],
 )
 def test_unsupported_calls_are_rejected(
-    changes: dict[str, Any], kernel: str, message: str, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], kernel: str, message: str, monkeypatch: Patch
 ) -> None:
     """Unsupported arguments are rejected as in the call."""
     monkeypatch.setattr(mla_sm90_launcher, "arch_of_device", lambda _: H200)
@@ -261,9 +260,7 @@ def test_a_gpu_has_several_names(device: torch.device | int | str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda:1", torch.device("cuda", 1), 1])
-def test_the_size_is_of_the_given_gpu(
-    device: torch.device | int | str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_size_is_of_the_given_gpu(device: torch.device | int | str, monkeypatch: Patch) -> None:
     """A GPU with fewer SMs has fewer partial results."""
     facts = [H200_FACTS, replace(H200_FACTS, index=1, sm_count=16)]
     monkeypatch.setattr(mla_plan, "device_facts", facts.__getitem__)
@@ -273,7 +270,7 @@ def test_the_size_is_of_the_given_gpu(
     assert 0 < needed < mlagen.workspace_bytes(device=0, **SIZES)
 
 
-def test_a_missing_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_rejected(monkeypatch: Patch) -> None:
     """The message names the number of GPUs."""
     monkeypatch.setattr("mlagen.runtime.device.visible_devices", list)
     for name in ("arch_of_device", "device_facts"):

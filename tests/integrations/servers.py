@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.fixture_types import Patch
+
 
 def named(*members: Any, **others: Any) -> dict[str, Any]:
     """Return classes and functions by their names, and other members of a module."""
@@ -51,7 +53,7 @@ def modules_of(server: str, stand_in: Mapping[str, Mapping[str, Any]]) -> Iterat
             del sys.modules[name]
 
 
-def _module(name: str, patch: pytest.MonkeyPatch) -> ModuleType:
+def _module(name: str, patch: Patch) -> ModuleType:
     """Return the module of a stand-in; its packages and itself are new where they are missing."""
     package, _, leaf = name.rpartition(".")
     if name not in sys.modules:

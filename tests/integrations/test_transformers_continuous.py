@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mlagen.errors import UnsupportedError
+from tests.fixture_types import Patch
 from tests.integrations.transformers_cases import (
     HEAD_DIM,
     KV_HEADS,
@@ -85,9 +86,7 @@ class TestContinuousBatching:
         assert_close(out, wanted)
         assert integration.package.explain() == {"mlagen GQA, continuous batching": 1}
 
-    def test_layers_share_the_tables_of_a_batch(
-        self, integration: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_layers_share_the_tables_of_a_batch(self, integration: Any, monkeypatch: Patch) -> None:
         """Tables are made once for a batch, and are as wide for a step as for the next."""
         calls: list[tuple[Any, ...]] = []
         attend = integration.continuous.xqa_batch_decode_with_kv_cache
@@ -105,9 +104,7 @@ class TestContinuousBatching:
             assert all(each is other for each, other in zip(first, second, strict=True))
         assert calls[0][0].shape == calls[2][0].shape
 
-    def test_compiled_code_has_its_own_tables(
-        self, integration: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_compiled_code_has_its_own_tables(self, integration: Any, monkeypatch: Patch) -> None:
         """What a compiler or a graph computes for a layer stays in it."""
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
         batch = {"cu_seq_lens_q": torch.arange(3), "cu_seq_lens_k": torch.tensor([0, 4, 9])}

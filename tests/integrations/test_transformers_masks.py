@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.transformers_cases import (
-    BATCH,
-    PADDING,
-    mask_of,
-)
+from tests.fixture_types import Log
+from tests.integrations.transformers_cases import BATCH, PADDING, mask_of
 
 
 class TestMask:
@@ -91,9 +88,7 @@ class TestRegister:
 
         assert set(attentions.entries) == {"mlagen"}
 
-    def test_the_first_call_of_a_kind_is_logged(
-        self, integration: Any, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_the_first_call_of_a_kind_is_logged(self, integration: Any, caplog: Log) -> None:
         """One line says what serves, and later calls are counted."""
         caplog.set_level("INFO", logger="mlagen")
 

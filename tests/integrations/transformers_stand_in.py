@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fixture_types import Patch
+
 _OURS = "mlagen.integrations.transformers"
 _PARTS = ("attention", "continuous", "latent", "masks", "pages", "record")
 
@@ -104,7 +106,7 @@ def _stand_ins() -> dict[str, ModuleType]:
 
 
 @pytest.fixture
-def integration(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def integration(monkeypatch: Patch) -> Iterator[Any]:
     """Return the integration and its modules, over stand-ins, whether there is transformers or not.
 
     The modules that other tests import are untouched.

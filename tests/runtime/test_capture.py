@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from mlagen.runtime.capture import is_capturing
+from tests.fixture_types import Patch
 
 
 @pytest.fixture
-def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def current(monkeypatch: Patch) -> list[int]:
     """Make GPU 0 current and the stream of GPU 1 capturing; record device switches."""
     devices = [0]
 

@@ -22,14 +22,13 @@ from mlagen.runtime.device import (
     visible_devices,
 )
 from tests.cache.builds import ROOT
+from tests.fixture_types import Patch
 
 FACTS = "from mlagen.runtime.device import *; print(visible_devices(), driver_version())"
 
 
 @pytest.mark.parametrize("is_there", [False, True], ids=["no driver", "a failing driver"])
-def test_without_a_working_driver_there_are_no_gpus(
-    is_there: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_working_driver_there_are_no_gpus(is_there: bool, monkeypatch: Patch) -> None:
     """The list of GPUs is empty and the version None; no error is raised."""
     driver = pytest.importorskip("cuda.bindings.driver")
 
@@ -87,7 +86,7 @@ class FakeDriver(SimpleNamespace):
         return lambda *_: values[symbol]
 
 
-def test_device_facts_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_facts_of_a_gpu(monkeypatch: Patch) -> None:
     """Name, capability, SMs and memory of each GPU, and the newest supported CUDA, are reported."""
     monkeypatch.setattr(device, "_initialised_driver", FakeDriver)
 
@@ -106,7 +105,7 @@ def test_device_facts_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert driver_version() == "13.2"
 
 
-def test_the_arch_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_arch_of_a_gpu(monkeypatch: Patch) -> None:
     """The compute capability selects the target; a GPU without a target is rejected."""
     h200 = DeviceFacts(index=0, name="H200", major=9, minor=0, sm_count=132, memory_bytes=1)
     t4 = DeviceFacts(index=1, name="T4", major=7, minor=5, sm_count=40, memory_bytes=1)
@@ -117,9 +116,7 @@ def test_the_arch_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         arch_of_device.__wrapped__(1)
 
 
-def test_a_failed_call_names_the_symbol_and_the_driver_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_failed_call_names_the_symbol_and_the_driver_error(monkeypatch: Patch) -> None:
     """The error has the symbol, and the message has the driver's text for the status."""
     driver = pytest.importorskip("cuda.bindings.driver")
     words = (driver.CUresult.CUDA_SUCCESS, b"device kernel image is invalid")
@@ -133,7 +130,7 @@ def test_a_failed_call_names_the_symbol_and_the_driver_error(
 
 
 @pytest.mark.parametrize("green", [0, 5], ids=["in another context", "in a green context"])
-def test_loading_bypasses_a_green_context(green: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_bypasses_a_green_context(green: int, monkeypatch: Patch) -> None:
     """The primary context is current during the load, and popped even if it fails."""
     driver = pytest.importorskip("cuda.bindings.driver")
     current = ["a context"]

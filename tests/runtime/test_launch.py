@@ -21,6 +21,7 @@ from mlagen.runtime.launch_record import record_launches
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.partition import TooManyCtasError
 from mlagen.spec.kernel import KernelSpec, pack_constants, packing_of
+from tests.fixture_types import Patch
 from tests.kernels import COMBINE, SM_80, gqa_sm90, mla_sm80, mla_sm90
 
 driver = pytest.importorskip("cuda.bindings.driver")
@@ -71,7 +72,7 @@ def values_of(spec: KernelSpec) -> list[float | bytes]:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[RecordedLaunch]:
+def launches(monkeypatch: Patch) -> list[RecordedLaunch]:
     """Make GPU 0 current with stream 7, and record its launches."""
     recorded: list[RecordedLaunch] = []
 
@@ -138,7 +139,7 @@ def test_a_kernel_reads_its_fields_in_order(
     ids=["the first launch", "a replay"],
 )
 def test_a_rejected_launch_is_an_error(
-    launched: int, error: str, launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
+    launched: int, error: str, launches: list[RecordedLaunch], monkeypatch: Patch
 ) -> None:
     """The message has the kernel, the grid size and the driver's error name."""
     result = driver.CUresult
@@ -156,7 +157,7 @@ def test_a_rejected_launch_is_an_error(
 
 
 def test_a_driver_may_reject_two_attributes(
-    launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
+    launches: list[RecordedLaunch], monkeypatch: Patch
 ) -> None:
     """Later launches are then cooperative without PDL, too."""
     record = launching._launch_kernel()
@@ -177,7 +178,7 @@ def test_a_driver_may_reject_two_attributes(
 
 
 def test_a_replay_uses_the_current_stream(
-    launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
+    launches: list[RecordedLaunch], monkeypatch: Patch
 ) -> None:
     """A replay has its own kernel, grid and parameters, and the stream that is current then."""
     kernel = kernel_of(COMBINE)
@@ -202,7 +203,7 @@ def test_a_replay_uses_the_current_stream(
 
 
 def test_a_persistent_grid_fits_the_sms_of_each_stream(
-    launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
+    launches: list[RecordedLaunch], monkeypatch: Patch
 ) -> None:
     """Nothing is launched on a stream with fewer SMs; the driver checks a cooperative grid."""
     streams = [7]
@@ -237,7 +238,7 @@ def test_each_replay_chooses_pdl(launches: list[RecordedLaunch]) -> None:
 
 
 def test_a_launch_is_on_the_gpu_of_its_kernel(
-    launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
+    launches: list[RecordedLaunch], monkeypatch: Patch
 ) -> None:
     """It makes that GPU current, takes its current stream, and switches back."""
     devices = [0]
@@ -259,7 +260,7 @@ def test_a_launch_is_on_the_gpu_of_its_kernel(
 
 
 def test_a_launch_can_be_replayed_by_another_thread(
-    launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
+    launches: list[RecordedLaunch], monkeypatch: Patch
 ) -> None:
     """The thread binds a context and has a configuration of its own."""
     bound: list[int] = []
@@ -277,7 +278,7 @@ def test_a_launch_can_be_replayed_by_another_thread(
 
 
 @pytest.fixture
-def enqueued(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+def enqueued(monkeypatch: Patch) -> list[Launch]:
     """Replace the driver; return the enqueued launches."""
     launches: list[Launch] = []
     monkeypatch.setattr(Launch, "enqueue", Launch.enqueue)  # undone after the test

@@ -13,12 +13,13 @@ from mlagen.families.common.call_key import KeyKinds, compile_key, factors_of
 from mlagen.mla import BatchMLAPagedAttentionWrapper
 from tests.families.entry_points import ROWS, EntryPoint, make_entry_point, with_tensor
 from tests.families.planned_runs import PLANNED_CASE
+from tests.fixture_types import Patch
 from tests.problems.batch_mla import plan_arguments, run_arguments
 
 TENSORS = (torch.ones(2), torch.zeros(3))
 
 
-def test_the_cache_has_a_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_has_a_capacity(monkeypatch: Patch) -> None:
     """A full table is cleared before the next entry, and ``clear`` drops both levels."""
     monkeypatch.setattr(call_cache, "_MAX_CALLS", 3)
     monkeypatch.setattr(call_cache, "_MAX_LAUNCHES", 3)
@@ -58,7 +59,7 @@ def test_factors_are_1_or_are_not() -> None:
     assert factors[0] == factors[1] != factors[2]
 
 
-def count_guards(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def count_guards(monkeypatch: Patch) -> list[object]:
     """Return a list that grows with each attempt to make a guard."""
     attempts: list[object] = []
 
@@ -71,7 +72,7 @@ def count_guards(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def test_alternating_kinds_of_tensors_have_a_guard_each(
-    entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
+    entry_point: EntryPoint, monkeypatch: Patch
 ) -> None:
     """Inference and normal tensors with one signature have one guard each."""
     attempts = count_guards(monkeypatch)
@@ -91,7 +92,7 @@ def test_alternating_kinds_of_tensors_have_a_guard_each(
 
 @pytest.mark.parametrize(("widths", "signatures"), [(4, 4), (5, 15)])
 def test_alternating_signatures_have_a_guard_each(
-    widths: int, signatures: int, monkeypatch: pytest.MonkeyPatch
+    widths: int, signatures: int, monkeypatch: Patch
 ) -> None:
     """Signatures of one key have a guard each, even if the key has too few entries."""
     attempts = count_guards(monkeypatch)
@@ -106,9 +107,7 @@ def test_alternating_signatures_have_a_guard_each(
     assert len(entry_point.signatures) <= signatures
 
 
-def test_a_signature_has_few_guards(
-    entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signature_has_few_guards(entry_point: EntryPoint, monkeypatch: Patch) -> None:
     """A signature whose guards reject its tensors gets no guard at every call."""
     attempts: list[object] = []
 
@@ -127,7 +126,7 @@ def test_a_signature_has_few_guards(
 
 
 def test_without_torch_guards_calls_read_signatures(
-    entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
+    entry_point: EntryPoint, monkeypatch: Patch
 ) -> None:
     """A torch without guards has the same results, by signatures alone."""
     monkeypatch.setattr(tensor_guard, "_valid_guards", lambda: None)
@@ -140,7 +139,7 @@ def test_without_torch_guards_calls_read_signatures(
     assert entry_point.reads_signature(arguments)
 
 
-def test_lengths_with_equal_rounding_share_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_with_equal_rounding_share_a_replay(monkeypatch: Patch) -> None:
     """A length affects the scheduling only, by four significant bits."""
     entry_point = make_entry_point(monkeypatch, ROWS["trtllm"])
     arguments = entry_point.row.build()
@@ -161,7 +160,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_one_tensor_as_two_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_tensor_as_two_arguments(name: str, monkeypatch: Patch) -> None:
     """A repeated tensor hits its entry, and two distinct tensors do not."""
     entry_point, (first, second) = make_entry_point(monkeypatch, ROWS[name]), PAIRS[name]
     arguments = entry_point.row.build()
@@ -177,7 +176,7 @@ def test_one_tensor_as_two_arguments(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", ["trtllm", "xqa_batch"])
-def test_a_call_of_no_requests_launches_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_of_no_requests_launches_nothing(name: str, monkeypatch: Patch) -> None:
     """A call without requests launches nothing, cached or not."""
     entry_point = make_entry_point(monkeypatch, ROWS[name])
     arguments = entry_point.row.build()
@@ -187,7 +186,7 @@ def test_a_call_of_no_requests_launches_nothing(name: str, monkeypatch: pytest.M
     assert [entry_point.outcome(arguments) for _ in range(4)] == [""] * 4
 
 
-def test_another_plan_into_the_same_buffers_is_no_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_plan_into_the_same_buffers_is_no_replay(monkeypatch: Patch) -> None:
     """A run depends on all that its plan declares, also where the metadata has the same address."""
     entry_point = make_entry_point(monkeypatch, ROWS["wrapper"])
     problem = PLANNED_CASE.build("cpu")

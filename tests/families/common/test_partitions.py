@@ -19,6 +19,7 @@ from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.partition import TooManyCtasError
 from mlagen.settings import current_settings
 from tests.families.entry_points import ROWS, EntryPoint, make_entry_point
+from tests.fixture_types import Patch
 
 GPU_SMS = 132
 # The device index of CPU tensors.
@@ -63,13 +64,13 @@ class _Checked:
 
 
 @pytest.fixture
-def entry_point(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EntryPoint:
+def entry_point(request: pytest.FixtureRequest, monkeypatch: Patch) -> EntryPoint:
     """Return the entry point with an empty call cache: a parameter, or else one of MLA."""
     return make_entry_point(monkeypatch, ROWS[getattr(request, "param", MLA)])
 
 
 @pytest.fixture
-def context(entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch) -> Context:
+def context(entry_point: EntryPoint, monkeypatch: Patch) -> Context:
     """Return the simulated context of ``entry_point``'s launches."""
     assert entry_point.launches == []
     context = Context()
@@ -161,7 +162,7 @@ def test_a_driver_that_rejects_every_cooperative_grid(
 
 
 def test_a_forced_kernel_does_not_fall_back(
-    entry_point: EntryPoint, context: Context, monkeypatch: pytest.MonkeyPatch
+    entry_point: EntryPoint, context: Context, monkeypatch: Patch
 ) -> None:
     """If the driver rejects all grids of a forced kernel, an error is raised."""
     monkeypatch.setenv("MLAGEN_MLA_KERNEL", "sm90")
@@ -175,7 +176,7 @@ def test_a_forced_kernel_does_not_fall_back(
 
 
 def test_the_sm80_kernel_splits_for_its_context(
-    entry_point: EntryPoint, context: Context, monkeypatch: pytest.MonkeyPatch
+    entry_point: EntryPoint, context: Context, monkeypatch: Patch
 ) -> None:
     """On 16 SMs a sequence has fewer splits, unless the workspace is too small for them."""
     context.enter(16)
@@ -195,7 +196,7 @@ def test_the_sm80_kernel_splits_for_its_context(
 
 
 def test_a_workspace_for_the_whole_gpu_is_sufficient(
-    entry_point: EntryPoint, context: Context, monkeypatch: pytest.MonkeyPatch
+    entry_point: EntryPoint, context: Context, monkeypatch: Patch
 ) -> None:
     """If the plan of a context needs a larger workspace, the sm80 kernel is launched."""
     arguments = long_call()
@@ -212,7 +213,7 @@ def test_a_workspace_for_the_whole_gpu_is_sufficient(
 
 @pytest.mark.parametrize("entry_point", [GQA], indirect=True)
 def test_a_gqa_call_takes_the_plan_of_the_whole_gpu_if_its_workspace_is_small(
-    entry_point: EntryPoint, context: Context, monkeypatch: pytest.MonkeyPatch
+    entry_point: EntryPoint, context: Context, monkeypatch: Patch
 ) -> None:
     """A plan for 16 SMs that needs a larger workspace is not launched, of either kernel."""
     arguments = long_call(GQA)
@@ -245,7 +246,7 @@ def test_a_gqa_call_takes_the_plan_of_the_whole_gpu_if_its_workspace_is_small(
 
 @pytest.mark.parametrize("entry_point", [GQA], indirect=True)
 def test_the_sm80_gqa_kernel_splits_for_its_context(
-    entry_point: EntryPoint, context: Context, monkeypatch: pytest.MonkeyPatch
+    entry_point: EntryPoint, context: Context, monkeypatch: Patch
 ) -> None:
     """On 16 SMs a sequence has fewer splits, once the sm90 kernel has found them."""
     context.enter(16)

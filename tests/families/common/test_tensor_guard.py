@@ -11,6 +11,7 @@ import torch
 from mlagen.families.common import tensor_guard
 from mlagen.families.common.tensor_guard import make_guard
 from tests.families.launches import PROPERTIES
+from tests.fixture_types import Patch
 
 guards = pytest.importorskip("torch._C._dynamo.guards")
 
@@ -59,7 +60,7 @@ def test_a_subclass_is_not_guarded() -> None:
     assert make_guard((torch.ones(1), torch.ones(1).as_subclass(Named))) is None
 
 
-def test_a_torch_without_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_guards(monkeypatch: Patch) -> None:
     """Without torch's guards there is no guard."""
     monkeypatch.delattr(guards, "TensorGuards")
 
@@ -93,9 +94,7 @@ class TypesOnly(AcceptAll):
 
 
 @pytest.mark.parametrize("other", [Rejecting, AcceptAll, TypesOnly, object])
-def test_guards_with_other_behaviour_are_not_used(
-    other: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_guards_with_other_behaviour_are_not_used(other: type, monkeypatch: Patch) -> None:
     """Torch's private guards are used only if they distinguish tensors as required."""
     monkeypatch.setattr(guards, "TensorGuards", other)
 

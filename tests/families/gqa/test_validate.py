@@ -142,7 +142,7 @@ ROWS: Rows = {
         ("out", bf16(2, 8, 128).half(), ".dtype: expected torch.bfloat16 or torch.float8_e4m3fn "),
     ],
     "xqa_batch stacked": [
-        ("kv_cache", stacked_with_a_gap, ".data_ptr(): expected a multiple of 16, got 8 more tha"),
+        ("kv_cache", stacked_with_a_gap, ".data_ptr(): expected a multiple of 16, got 8 more tha")
     ],
     "xqa_batch nvfp4": [
         ("kv_cache_sf", None, ": expected a torch.Tensor, got NoneType"),
@@ -156,13 +156,13 @@ ROWS: Rows = {
         ("kv_cache[0]", HALF_HEADS, ".shape[-1]: expected 32 (head_dim of query / 2), got 64"),
     ],
     "xqa_batch nvfp4 24 bytes": [
-        ("kv_cache[0]", displaced, ".data_ptr(): expected a multiple of 8, got 1 more than one"),
+        ("kv_cache[0]", displaced, ".data_ptr(): expected a multiple of 8, got 1 more than one")
     ],
     "xqa_batch nvfp4 32 bytes": [
-        ("kv_cache[0]", lambda kv: displaced(kv, 8), ".data_ptr(): expected a multiple of 16, go"),
+        ("kv_cache[0]", lambda kv: displaced(kv, 8), ".data_ptr(): expected a multiple of 16, go")
     ],
     "xqa HND": [
-        ("num_kv_heads", {"num_kv_heads": 16, "page_size": 2}, ": expected 2 (of k_cache), got 16"),
+        ("num_kv_heads", {"num_kv_heads": 16, "page_size": 2}, ": expected 2 (of k_cache), got 16")
     ],
     "xqa_batch lse": [
         ("mask", {"causal": False}, ": expected None with causal=False, got a mask"),

@@ -13,6 +13,7 @@ from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.spec.dtype import DType
 from mlagen.spec.mla.sm90 import MlaSm90Spec
 from tests.families.launches import map_of
+from tests.fixture_types import Patch
 from tests.kernels import mla_sm90
 
 CACHE = 0x70000000
@@ -44,7 +45,7 @@ def tiles(spec: MlaSm90Spec, count: int, *, per_box: int) -> TiledTensor:
 
 
 @pytest.fixture
-def encoded(monkeypatch: pytest.MonkeyPatch) -> Encoded:
+def encoded(monkeypatch: Patch) -> Encoded:
     """Record the encoded maps."""
     seen: Encoded = []
 

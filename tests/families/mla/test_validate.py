@@ -123,7 +123,7 @@ ROWS: Rows = {
         ("kv_cache", lambda kv: padded(kv, 4), ".stride(1): expected a multiple of 16, got 532"),
     ],
     "run_mla packed": [
-        ("rope_cache", torch.zeros(7, 64, 64), ": expected None for fp8_ds_mla, got a tensor"),
+        ("rope_cache", torch.zeros(7, 64, 64), ": expected None for fp8_ds_mla, got a tensor")
     ],
     "run_mla other cache": [
         ("value_cache", lambda kv: kv.half(), ".dtype: expected torch.bfloat16 (dtype of kv_cache"),
@@ -165,14 +165,14 @@ ROWS: Rows = {
         ("sparse_mla_top_k_lens", ints(1, 1), ".shape: expected [4] (query tokens), got [2]"),
     ],
     "trtllm sparse ragged": [
-        ("block_tables", lambda ids: ids[None], ".shape: expected [5, 70] (query tokens, sparse_"),
+        ("block_tables", lambda ids: ids[None], ".shape: expected [5, 70] (query tokens, sparse_")
     ],
     "run_mla flat": [
         ("kv_indptr", lambda ptr: ptr[1:], ".shape: expected [3] (batch + 1), got [2]"),
         ("block_tables", lambda ids: ids[None], ".ndim: expected 1, got 2"),
     ],
     "trtllm single": [
-        ("out", bf16(2, 1, 16, 576), ".shape: expected [2, 1, 16, 512] or [2, 16, 512], got [2, 1"),
+        ("out", bf16(2, 1, 16, 576), ".shape: expected [2, 1, 16, 512] or [2, 16, 512], got [2, 1")
     ],
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fixture_types import Patch
 from tests.integrations.attended import assert_near, attended
 
 HEADS, PAGE, PAGES = 3, 32, 2
@@ -23,7 +24,7 @@ def mla(sglang: Callable[[str], ModuleType]) -> ModuleType:
 
 
 @pytest.fixture
-def backend(mla: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+def backend(mla: ModuleType, monkeypatch: Patch) -> Any:
     """Return a backend with what it knows of a model, on one GPU."""
     monkeypatch.setattr(mla, "get_parallel", lambda: SimpleNamespace(dcp_enabled=False))
     made = object.__new__(mla.MlagenMLABackend)
@@ -78,7 +79,7 @@ def test_the_decode_kernel_is_attention(backend: Any, q_len: int, cache: torch.d
 
 
 def test_the_lse_of_a_dcp_rank_has_base_2(
-    backend: Any, mla: ModuleType, monkeypatch: pytest.MonkeyPatch
+    backend: Any, mla: ModuleType, monkeypatch: Patch
 ) -> None:
     """SGLang merges ranks by base-2 LSEs where it does not know the name of the backend."""
     monkeypatch.setattr(mla, "get_parallel", lambda: SimpleNamespace(dcp_enabled=True))
@@ -92,7 +93,7 @@ def test_the_lse_of_a_dcp_rank_has_base_2(
 
 
 def test_drafts_on_a_dcp_rank_name_the_tokens_of_all_ranks(
-    backend: Any, mla: ModuleType, monkeypatch: pytest.MonkeyPatch
+    backend: Any, mla: ModuleType, monkeypatch: Patch
 ) -> None:
     """The causal mask of several query tokens is by the rank and by the lengths on all ranks."""
     calls: list[dict[str, Any]] = []
@@ -114,7 +115,7 @@ def test_drafts_on_a_dcp_rank_name_the_tokens_of_all_ranks(
 
 
 def test_drafts_on_a_dcp_rank_without_global_lengths_are_refused(
-    backend: Any, mla: ModuleType, monkeypatch: pytest.MonkeyPatch
+    backend: Any, mla: ModuleType, monkeypatch: Patch
 ) -> None:
     """A causal mask by the lengths of one rank would be wrong, so there is no result."""
     monkeypatch.setattr(mla, "get_parallel", lambda: SimpleNamespace(dcp_enabled=True))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fixture_types import Patch
 from tests.integrations.attended import assert_near, attended
 from tests.problems.mla_rows import store, viewed
 
@@ -19,7 +20,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 @pytest.fixture
-def dsa(sglang: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def dsa(sglang: Callable[[str], ModuleType], monkeypatch: Patch) -> ModuleType:
     """Return the module of the backend, whose base class needs no model runner of a server."""
     module = sglang("mlagen.integrations.sglang.dsa")
 

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fixture_types import Log, Patch
+
 ROOT = Path(__file__).resolve().parents[3]
 NAME = "mlagen_mla"
 
 
 @pytest.fixture
-def mla(sglang: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def mla(sglang: Callable[[str], ModuleType], monkeypatch: Patch) -> ModuleType:
     """Return the module of the backend, whose base class needs no model runner of a server."""
     module = sglang("mlagen.integrations.sglang.mla")
 
@@ -94,9 +96,7 @@ def test_a_server_that_cannot_work_does_not_start(
         mla.backend_of(runner(**fields), NAME)
 
 
-def test_blackwell_has_a_kernel_for_prefill(
-    mla: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blackwell_has_a_kernel_for_prefill(mla: ModuleType, monkeypatch: Patch) -> None:
     """On Blackwell one name serves prefill and decode."""
     monkeypatch.setattr(mla, "get_platform", lambda: SimpleNamespace(is_blackwell=True))
     fields = {"attention_backend": NAME, "prefill_attention_backend": None}
@@ -105,7 +105,7 @@ def test_blackwell_has_a_kernel_for_prefill(
 
 @pytest.mark.parametrize(("page_size", "warns"), [(1, True), (64, False)])
 def test_a_page_size_of_the_sm80_kernel_is_reported(
-    mla: ModuleType, caplog: pytest.LogCaptureFixture, page_size: int, warns: bool
+    mla: ModuleType, caplog: Log, page_size: int, warns: bool
 ) -> None:
     """SGLang's default of one token to a page costs the fast kernels, and the log says so."""
     with caplog.at_level(logging.WARNING, logger="mlagen"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.fixture_types import Patch
 from tests.integrations.servers import is_installed, modules_of
 from tests.integrations.vllm.stand_in import MODULES
 
@@ -30,7 +31,7 @@ def layer() -> SimpleNamespace:
 
 
 @pytest.fixture
-def impl_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def impl_of(monkeypatch: Patch) -> Callable[..., Any]:
     """Return the constructor of an implementation, called as a layer of a model calls it."""
 
     def make(impl_class: Any, kv_lora_rank: int = 512, rope: int = 64, **mla: Any) -> Any:

@@ -23,9 +23,7 @@ MODULES: dict[str, dict[str, Any]] = {
         mla.QueryLenSupport,
     ),
     "vllm.model_executor.layers.attention.sparse_mla_attention": named(
-        mla.SparseMLACommonImpl,
-        mla.SparseMLACommonMetadata,
-        mla.SparseMLACommonMetadataBuilder,
+        mla.SparseMLACommonImpl, mla.SparseMLACommonMetadata, mla.SparseMLACommonMetadataBuilder
     ),
     "vllm.platforms.interface": named(base.DeviceCapability),
     "vllm.v1.attention.backend": named(

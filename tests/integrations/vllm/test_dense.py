@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fixture_types import Patch
 from tests.integrations.attended import assert_near, attended
 from tests.integrations.vllm.conftest import HEADS
 
@@ -122,7 +123,7 @@ def test_the_parts_of_a_query_are_not_copied(
     dense: ModuleType,
     impl_of: Callable[..., Any],
     layer: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
     q_lens: tuple[int, ...],
     axes: int,
 ) -> None:
@@ -182,10 +183,7 @@ def test_a_captured_batch_is_replayed_with_other_query_lengths(
 
 @pytest.mark.parametrize("q_lens", [(1, 1), (2, 3)], ids=["one token", "drafts"])
 def test_ranks_of_dcp_merge_to_one_gpu(
-    dense: ModuleType,
-    impl_of: Callable[..., Any],
-    layer: SimpleNamespace,
-    q_lens: tuple[int, ...],
+    dense: ModuleType, impl_of: Callable[..., Any], layer: SimpleNamespace, q_lens: tuple[int, ...]
 ) -> None:
     """Each rank's output and LSE are of its own tokens, so that vLLM's merge gives all of them."""
     batch = Batch(576, q_lens, (50, 3))
@@ -230,7 +228,7 @@ def test_the_query_is_quantized(dense: ModuleType, impl_of: Callable[..., Any], 
 
 @pytest.mark.parametrize(("drafts", "is_refused"), [(0, False), (2, True)])
 def test_drafts_need_tokens_that_alternate_between_dcp_ranks(
-    dense: ModuleType, monkeypatch: pytest.MonkeyPatch, drafts: int, is_refused: bool
+    dense: ModuleType, monkeypatch: Patch, drafts: int, is_refused: bool
 ) -> None:
     """Speculative tokens over DCP ranks that hold several tokens in turn fail at start-up."""
     base = dense.MLACommonMetadataBuilder

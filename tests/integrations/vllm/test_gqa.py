@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fixture_types import Patch
 from tests.integrations.attended import assert_near
 from tests.integrations.servers import is_installed
 
@@ -26,7 +27,7 @@ def gqa(vllm: Callable[[str], ModuleType]) -> ModuleType:
 
 
 @pytest.fixture
-def impl(gqa: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+def impl(gqa: ModuleType, monkeypatch: Patch) -> Any:
     """Return an implementation, with what vLLM sets at start-up on Hopper."""
     flashinfer = gqa.vllm_flashinfer
     space = torch.empty(1 << 20, dtype=torch.uint8)
@@ -104,9 +105,7 @@ def test_the_xqa_call_of_vllm_is_served(gqa: ModuleType, impl: Any, q_len: int) 
         assert_near(out[token], torch.einsum("hn,nhd->hd", scores.softmax(-1), heads[1]))
 
 
-def test_another_backend_keeps_its_xqa(
-    gqa: ModuleType, impl: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_backend_keeps_its_xqa(gqa: ModuleType, impl: Any, monkeypatch: Patch) -> None:
     """Only calls of this backend reach mlagen, also after one of them has failed."""
     flashinfer = gqa.vllm_flashinfer
     xqa = flashinfer.flashinfer_xqa_batch_decode_with_kv_cache

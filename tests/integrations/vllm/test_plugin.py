@@ -54,10 +54,7 @@ def test_each_name_is_the_backend_of_that_name(backends: dict[str, Any]) -> None
 @pytest.mark.parametrize("head_size", [320, 512, 576])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16", "fp8", "fp8_e4m3"])
 def test_the_dense_backend_is_accepted(
-    vllm: Callable[[str], ModuleType],
-    backends: dict[str, Any],
-    head_size: int,
-    kv_cache_dtype: str,
+    vllm: Callable[[str], ModuleType], backends: dict[str, Any], head_size: int, kv_cache_dtype: str
 ) -> None:
     """VLLM finds no reason against a head size and a cache that kernels have."""
     call = {"head_size": head_size, "kv_cache_dtype": kv_cache_dtype, "block_size": 16}
@@ -101,10 +98,7 @@ def test_the_reason_against_a_backend(
     [(576, "auto"), (576, "fp8"), (576, "fp8_ds_mla"), (512, "bfloat16"), (512, "fp8")],
 )
 def test_the_sparse_backend_is_accepted(
-    vllm: Callable[[str], ModuleType],
-    backends: dict[str, Any],
-    head_size: int,
-    kv_cache_dtype: str,
+    vllm: Callable[[str], ModuleType], backends: dict[str, Any], head_size: int, kv_cache_dtype: str
 ) -> None:
     """VLLM finds no reason against the rows that sparse kernels have."""
     call = {"head_size": head_size, "kv_cache_dtype": kv_cache_dtype}

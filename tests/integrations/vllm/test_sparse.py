@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fixture_types import Patch
 from tests.integrations.attended import assert_near, attended
 from tests.integrations.vllm.conftest import HEADS
 from tests.problems.mla_rows import store, viewed
@@ -87,10 +88,7 @@ def test_each_token_attends_to_its_rows(
 
 
 def test_the_parts_of_a_query_are_not_copied(
-    sparse: ModuleType,
-    impl_of: Callable[..., Any],
-    layer: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
+    sparse: ModuleType, impl_of: Callable[..., Any], layer: SimpleNamespace, monkeypatch: Patch
 ) -> None:
     """A 16-bit query comes in two parts, which mlagen reads where vLLM has them."""
     calls: list[Any] = []
@@ -148,9 +146,7 @@ def test_a_feature_without_a_kernel_is_refused(
         impl_of(sparse.MlagenSparseMLAImpl, logits_soft_cap=30.0)
 
 
-def test_the_builder_takes_drafts_on_dcp_ranks_too(
-    sparse: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_builder_takes_drafts_on_dcp_ranks_too(sparse: ModuleType, monkeypatch: Patch) -> None:
     """Requests with drafts are decoded, not prefilled, whether or not there are DCP ranks."""
     thresholds: list[Any] = []
     base = sparse.SparseMLACommonMetadataBuilder
@@ -165,7 +161,7 @@ def test_the_builder_takes_drafts_on_dcp_ranks_too(
     assert thresholds == [((1,), keywords)]
 
 
-def test_blocks_are_whole_rows_apart(sparse: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_whole_rows_apart(sparse: ModuleType, monkeypatch: Patch) -> None:
     """The cache is laid out so that an index can count rows over the layers in between."""
     monkeypatch.setattr(sparse, "align_blocks_to_rows", lambda spec, rows: (spec, rows))
     assert sparse.MlagenSparseMLABackend.customize_spec("spec") == ("spec", 16)
