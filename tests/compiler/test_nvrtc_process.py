@@ -12,20 +12,18 @@ from pathlib import Path
 import pytest
 
 from mlagen import fork_safety
-from mlagen.artifacts import Cubin, Source
+from mlagen.artifacts import Cubin
 from mlagen.compiler import nvrtc as nvrtc_module
 from mlagen.compiler import nvrtc_process
 from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.nvrtc_process import compile_anywhere, compile_in_process
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.errors import ToolchainError
-from mlagen.spec.arch import parse_arch
 from tests.cache.builds import in_child
+from tests.compiler.test_nvrtc import SM_100F, source
 from tests.fixture_types import Patch
 
-KERNEL = 'extern "C" __global__ void probe(int* p) {\n  p[threadIdx.x] = 1;\n}\n'
-SOURCE = Source(text=KERNEL, origins=("probe.cuh:10", "probe.cuh:20", "probe.cuh:30"))
-SM_100F = parse_arch("sm_100f")
+SOURCE = source()
 
 
 def test_a_fresh_process_compiles_the_same() -> None:

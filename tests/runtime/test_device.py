@@ -53,17 +53,6 @@ def test_without_the_bindings_there_are_no_gpus(tmp_path: Path) -> None:
     assert done.stdout == "[] None\n"
 
 
-def test_device_facts_need_no_torch() -> None:
-    """Doctor and prewarming query the driver directly."""
-    code = (
-        f"import sys; {FACTS.rpartition(';')[0]}; visible_devices(); print('torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "False\n"
-
-
 class FakeDriver(SimpleNamespace):
     """A driver with one GPU; every call succeeds."""
 
