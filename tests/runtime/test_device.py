@@ -1,18 +1,23 @@
-"""Tests of driver queries, with and without GPUs."""
+"""Queries of the driver, with and without GPUs, and of the capture state of their streams."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mlagen.errors import ArgumentError, DriverError
 from mlagen.runtime import device
+from mlagen.runtime.capture import is_capturing
 from mlagen.runtime.device import (
     DeviceFacts,
     arch_of_device,
@@ -53,6 +58,11 @@ def test_without_the_bindings_there_are_no_gpus(tmp_path: Path) -> None:
     assert done.stdout == "[] None\n"
 
 
+H200 = DeviceFacts(
+    index=0, name="NVIDIA H200", major=9, minor=0, sm_count=132, memory_bytes=150_000_000_000
+)
+
+
 class FakeDriver(SimpleNamespace):
     """A driver with one GPU; every call succeeds."""
 
@@ -79,28 +89,15 @@ def test_device_facts_of_a_gpu(monkeypatch: Patch) -> None:
     """Name, capability, SMs and memory of each GPU, and the newest supported CUDA, are reported."""
     monkeypatch.setattr(device, "_initialised_driver", FakeDriver)
 
-    found = visible_devices()
-
-    assert found == [
-        DeviceFacts(
-            index=0,
-            name="NVIDIA H200",
-            major=9,
-            minor=0,
-            sm_count=132,
-            memory_bytes=150_000_000_000,
-        )
-    ]
+    assert visible_devices() == [H200]
     assert driver_version() == "13.2"
 
 
 def test_the_arch_of_a_gpu(monkeypatch: Patch) -> None:
     """The compute capability selects the target; a GPU without a target is rejected."""
-    h200 = DeviceFacts(index=0, name="H200", major=9, minor=0, sm_count=132, memory_bytes=1)
-    t4 = DeviceFacts(index=1, name="T4", major=7, minor=5, sm_count=40, memory_bytes=1)
-    monkeypatch.setattr(device, "device_facts", [h200, t4].__getitem__)
-    arch = arch_of_device.__wrapped__(0)
-    assert str(arch) == "sm_90a"
+    t4 = replace(H200, index=1, major=7, minor=5)
+    monkeypatch.setattr(device, "device_facts", [H200, t4].__getitem__)
+    assert str(arch_of_device.__wrapped__(0)) == "sm_90a"
     with pytest.raises(ArgumentError, match=r"^device: expected compute capability .*, got 7\.5$"):
         arch_of_device.__wrapped__(1)
 
@@ -151,3 +148,29 @@ def test_loading_bypasses_a_green_context(green: int, monkeypatch: Patch) -> Non
 
     assert inside == ["primary of 2" if green else "a context"]
     assert current == ["a context"]
+
+
+@pytest.fixture
+def current(monkeypatch: Patch) -> list[int]:
+    """Make GPU 0 current and the stream of GPU 1 capturing; record device switches."""
+    devices = [0]
+
+    @contextmanager
+    def switched(chosen: int) -> Iterator[None]:
+        devices.append(chosen)
+        yield
+        devices.append(0)
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: devices[-1], raising=False)
+    monkeypatch.setattr(torch.cuda, "device", switched)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: devices[-1] == 1)
+    return devices
+
+
+@pytest.mark.parametrize("kind", [int, lambda index: torch.device("cuda", index)])
+def test_each_gpu_has_a_current_stream(kind: type[int], current: list[int]) -> None:
+    """The query switches to the given GPU and back; a CPU never captures."""
+    assert is_capturing(kind(1))
+    assert not is_capturing(kind(0))
+    assert not is_capturing(torch.device("cpu"))
+    assert current == [0, 1, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -22,17 +23,14 @@ def slabs(monkeypatch: Patch) -> list[int]:
     """Let two GPUs, of 132 and 78 SMs, use CPU memory; record the device of each slab."""
     made: list[int] = []
 
-    def facts(device: int) -> DeviceFacts:
-        sm_count = (132, 78)[device]
-        return DeviceFacts(
-            index=device, name="", major=9, minor=0, sm_count=sm_count, memory_bytes=0
-        )
+    facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
+    gpus = [facts, replace(facts, index=1, sm_count=78)]
 
     def zeros(size: int, device: int) -> torch.Tensor:
         made.append(device)
         return torch.zeros(size, dtype=torch.uint8)
 
-    monkeypatch.setattr(semaphores, "device_facts", facts)
+    monkeypatch.setattr(semaphores, "device_facts", gpus.__getitem__)
     monkeypatch.setattr(semaphores, "_zeros", zeros)
     monkeypatch.setattr(semaphores, "is_capturing", lambda _: False)
     for name, empty in (("_regions", {}), ("_free", {}), ("_slabs", [])):
