@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from tests.fixture_types import Patch
+
+Import = Callable[[str], ModuleType]
 
 
 def named(*members: Any, **others: Any) -> dict[str, Any]:

@@ -58,16 +58,8 @@ class TRTLLMMLABackend:
     qk_rope_head_dim: int
     data_type: torch.dtype
 
-    def __init__(
-        self,
-        model_runner: Any,
-        skip_prefill: bool = False,
-        kv_indptr_buf: torch.Tensor | None = None,
-        q_indptr_decode_buf: torch.Tensor | None = None,
-        backend: str = "trtllm-gen",
-    ) -> None:
-        del skip_prefill, kv_indptr_buf, q_indptr_decode_buf, backend
-        self.data_type = model_runner.kv_cache_dtype
+    def __init__(self, model_runner: Any, **_: Any) -> None:
+        raise NotImplementedError
 
     def _compute_decode_bmm1_scale(self, layer: Any) -> float:
         is_fp8 = self.data_type == torch.float8_e4m3fn
@@ -103,15 +95,7 @@ class DeepseekSparseAttnBackend:
     forward_metadata: Any
     token_to_kv_pool: Any
 
-    def __init__(
-        self,
-        model_runner: Any,
-        skip_prefill: bool = False,
-        speculative_step_id: int = 0,
-        topk: int = 0,
-        speculative_num_steps: int = 0,
-        seed_dsa_topk_from_draft_extend: bool = False,
-    ) -> None:
+    def __init__(self, model_runner: Any, **_: Any) -> None:
         raise NotImplementedError
 
     def forward_decode(
@@ -125,14 +109,10 @@ class DeepseekSparseAttnBackend:
         q_rope: torch.Tensor | None = None,
         k_rope: Any = None,
         topk_indices: torch.Tensor | None = None,
-        cos_sin_cache: Any = None,
-        is_neox: bool | None = False,
-        llama_4_scaling: Any = None,
-        attn_sink: Any = None,
+        **_: Any,
     ) -> Any:
         """Attend to slots that the indexer chose, where nothing is to be saved."""
         del k, v, forward_batch, save_kv_cache, k_rope
-        del cos_sin_cache, is_neox, llama_4_scaling, attn_sink
         assert (self.dsa_decode_impl, q_rope is None) == ("fa3", False)
         metadata = self.forward_metadata
         return self._forward_fa3(

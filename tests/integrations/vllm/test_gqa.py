@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,14 +11,14 @@ import torch
 
 from tests.fixture_types import Patch
 from tests.integrations.attended import assert_near
-from tests.integrations.servers import is_installed
+from tests.integrations.servers import Import, is_installed
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, PAGES = 4, 2, 64, 16, 4
 SEQ_LENS = (33, 2)
 
 
 @pytest.fixture
-def gqa(vllm: Callable[[str], ModuleType]) -> ModuleType:
+def gqa(vllm: Import) -> ModuleType:
     """Return the module of the GQA backend."""
     if is_installed("vllm"):
         pytest.importorskip("flashinfer", reason="vLLM's FlashInfer backend needs flashinfer")
@@ -33,22 +32,11 @@ def impl(gqa: ModuleType, monkeypatch: Patch) -> Any:
     space = torch.empty(1 << 20, dtype=torch.uint8)
     monkeypatch.setattr(flashinfer, "_get_trtllm_workspace_buffer", lambda: space, raising=False)
     made = object.__new__(gqa.MlagenGQAImpl)
-    fields = {
-        "num_heads": HEADS,
-        "num_kv_heads": KV_HEADS,
-        "head_size": HEAD_DIM,
-        "scale": HEAD_DIM**-0.5,
-        "bmm1_scale": None,
-        "bmm2_scale": None,
-        "o_sf_scale": None,
-        "window_left": -1,
-        "logits_soft_cap": None,
-        "sinks": None,
-        "dcp_world_size": 1,
-        "kv_cache_dtype": "auto",
-        "is_kvcache_nvfp4": False,
-    }
-    vars(made).update(fields)
+    sizes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": HEAD_DIM}
+    unset = dict.fromkeys(("bmm1_scale", "bmm2_scale", "o_sf_scale", "logits_soft_cap", "sinks"))
+    others = {"window_left": -1, "dcp_world_size": 1, "scale": HEAD_DIM**-0.5}
+    cache = {"kv_cache_dtype": "auto", "is_kvcache_nvfp4": False}
+    vars(made).update(sizes | unset | others | cache)
     return made
 
 
