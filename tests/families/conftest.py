@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.families.entry_points import ROWS, EntryPoint, make_entry_point
-from tests.families.launches import Launch, record_launches, simulate_h200
+from tests.families.launches import Launches, record_launches, simulate_h200
 from tests.fixture_types import Patch
 
 
 @pytest.fixture
-def launches(monkeypatch: Patch) -> list[Launch]:
+def launches(monkeypatch: Patch) -> Launches:
     """Record launches."""
     return record_launches(monkeypatch)
 

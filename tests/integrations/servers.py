@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import Parameter, Signature
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +22,17 @@ Import = Callable[[str], ModuleType]
 def named(*members: Any, **others: Any) -> dict[str, Any]:
     """Return classes and functions by their names, and other members of a module."""
     return {member.__name__: member for member in members} | others
+
+
+def stub(*names: str) -> Callable[..., Any]:
+    """Return a function with parameters of these names, that no test may reach."""
+
+    def function(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    vars(function)["__signature__"] = Signature(parameters)
+    return function
 
 
 def is_installed(server: str) -> bool:

@@ -90,6 +90,9 @@ def context(entry_point: EntryPoint, monkeypatch: Patch) -> Context:
     return context
 
 
+TOO_SMALL = {"workspace_buffer": torch.zeros(1)}
+
+
 def grid(entry_point: EntryPoint, arguments: dict[str, Any]) -> tuple[str, int]:
     """Return the kernel and the CTAs of a call's first launch."""
     outcome = entry_point.outcome(arguments)
@@ -175,24 +178,29 @@ def test_a_forced_kernel_does_not_fall_back(
     assert all(outcome.startswith(expected) for outcome in outcomes)
 
 
+@pytest.mark.parametrize(
+    ("entry_point", "row"), [(MLA, MLA), (GQA, GQA)], indirect=["entry_point"], ids=["mla", "gqa"]
+)
 def test_the_sm80_kernel_splits_for_its_context(
-    entry_point: EntryPoint, context: Context, monkeypatch: Patch
+    entry_point: EntryPoint, row: str, context: Context, monkeypatch: Patch
 ) -> None:
-    """On 16 SMs a sequence has fewer splits, unless the workspace is too small for them."""
+    """On 16 SMs a sequence has fewer splits, once the sm90 kernel has found them."""
     context.enter(16)
-    entry_point.call(long_call())
-    monkeypatch.setenv("MLAGEN_MLA_KERNEL", "sm80")
+    entry_point.call(long_call(row))
+    family = entry_point.row.family
+    monkeypatch.setenv(f"MLAGEN_{family.upper()}_KERNEL", "sm80")
     current_settings.cache_clear()
-    too_small = long_call() | {"workspace_buffer": torch.zeros(1)}
 
-    inside = grid(entry_point, long_call())
-    inside_too_small = grid(entry_point, too_small)
+    inside = grid(entry_point, long_call(row))
+    too_small = grid(entry_point, long_call() | TOO_SMALL) if row == MLA else None
     context.enter(GPU_SMS)
-    whole = grid(entry_point, long_call())
+    whole = grid(entry_point, long_call(row))
 
-    assert {inside[0], whole[0]} == {"mla_sm80"}
-    assert inside[1] <= 4 * 16 < whole[1]
-    assert inside_too_small == whole
+    assert {inside[0], whole[0]} == {f"{family}_sm80"}
+    assert inside[1] < whole[1]
+    if row == MLA:  # unless the workspace is too small for the splits
+        assert inside[1] <= 4 * 16 < whole[1]
+        assert too_small == whole
 
 
 def test_a_workspace_for_the_whole_gpu_is_sufficient(
@@ -242,21 +250,3 @@ def test_a_gqa_call_takes_the_plan_of_the_whole_gpu_if_its_workspace_is_small(
         context.enter(GPU_SMS)
         assert grid(entry_point, arguments) == inside
         context.enter(16)
-
-
-@pytest.mark.parametrize("entry_point", [GQA], indirect=True)
-def test_the_sm80_gqa_kernel_splits_for_its_context(
-    entry_point: EntryPoint, context: Context, monkeypatch: Patch
-) -> None:
-    """On 16 SMs a sequence has fewer splits, once the sm90 kernel has found them."""
-    context.enter(16)
-    entry_point.call(long_call(GQA))
-    monkeypatch.setenv("MLAGEN_GQA_KERNEL", "sm80")
-    current_settings.cache_clear()
-
-    inside = grid(entry_point, long_call(GQA))
-    context.enter(GPU_SMS)
-    whole = grid(entry_point, long_call(GQA))
-
-    assert {inside[0], whole[0]} == {"gqa_sm80"}
-    assert inside[1] < whole[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -67,33 +66,26 @@ def test_a_torch_without_guards(monkeypatch: Patch) -> None:
     assert make_guard((torch.ones(1), torch.zeros(1))) is None
 
 
-class Rejecting:
-    """Guards with another constructor."""
+def guards_with(check: Callable[..., bool]) -> type:
+    """Return guards that ignore what they are made of."""
 
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        """Accept no sizes."""
-
-
-class AcceptAll:
-    """Guards that accept everything."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def init(*_: object, **__: object) -> None:
         """Ignore all arguments."""
 
-    def check(self, *_: object) -> bool:
-        """Accept."""
-        return True
+    return type("TensorGuards", (), {"__init__": init, "check": lambda _, *given: check(*given)})
 
 
-class TypesOnly(AcceptAll):
-    """Guards that check types alone."""
+OTHERS = {
+    "another constructor": type("TensorGuards", (), {"__init__": lambda _, *__: None}),
+    "accept everything": guards_with(lambda *_: True),
+    "check types alone": guards_with(
+        lambda *tensors: all(isinstance(tensor, torch.Tensor) for tensor in tensors)
+    ),
+    "no check": object,
+}
 
-    def check(self, *tensors: object) -> bool:
-        """Accept tensors."""
-        return all(isinstance(tensor, torch.Tensor) for tensor in tensors)
 
-
-@pytest.mark.parametrize("other", [Rejecting, AcceptAll, TypesOnly, object])
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_guards_with_other_behaviour_are_not_used(other: type, monkeypatch: Patch) -> None:
     """Torch's private guards are used only if they distinguish tensors as required."""
     monkeypatch.setattr(guards, "TensorGuards", other)

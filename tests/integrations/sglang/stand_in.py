@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.integrations.servers import named
+from tests.integrations.servers import named, stub
 
 ATTENTION_BACKENDS: dict[str, Callable[[Any], Any]] = {}
 
@@ -65,21 +65,10 @@ class TRTLLMMLABackend:
         is_fp8 = self.data_type == torch.float8_e4m3fn
         return float(layer.scaling * (layer.k_scale_float if is_fp8 else 1.0))
 
-    def _run_decode_kernel(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        block_tables: torch.Tensor,
-        seq_lens: torch.Tensor,
-        max_seq_len: int,
-        layer: Any,
-        *,
-        causal_seqs: torch.Tensor | None = None,
-        cp_world: int = 1,
-        cp_rank: int = 0,
-        return_lse: bool = False,
-    ) -> Any:
-        raise NotImplementedError
+    _run_decode_kernel = stub(
+        *("self", "query", "kv_cache", "block_tables", "seq_lens", "max_seq_len", "layer"),
+        *("causal_seqs", "cp_world", "cp_rank", "return_lse"),
+    )
 
 
 class DeepseekSparseAttnBackend:
@@ -130,22 +119,10 @@ class DeepseekSparseAttnBackend:
             page_size=1,
         )
 
-    def _forward_fa3(
-        self,
-        q_rope: Any,
-        kv_cache: Any,
-        v_head_dim: Any,
-        q_nope: Any,
-        page_table: Any,
-        cache_seqlens: Any,
-        cu_seqlens_q: Any,
-        cu_seqlens_k: Any,
-        max_seqlen_q: Any,
-        sm_scale: Any,
-        logit_cap: Any,
-        page_size: Any,
-    ) -> Any:
-        raise NotImplementedError
+    _forward_fa3 = stub(
+        *("self", "q_rope", "kv_cache", "v_head_dim", "q_nope", "page_table", "cache_seqlens"),
+        *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "sm_scale", "logit_cap", "page_size"),
+    )
 
 
 def get_parallel() -> Any:
