@@ -106,6 +106,7 @@ def test_a_cpu_needs_no_workspace() -> None:
 LONG = MlaCase(name="", seq_lens=(70, 3), heads=24)
 SIZES: dict[str, Any] = {"batch": 2, "q_len": 1, "heads": 24, "max_seq_len": 50_000}
 RAGGED = {"q_len": 4, "tokens": 5}
+FEW = MlaCase(name="", dtype=E4M3, heads=8, seq_lens=(9,) * 8, q_lens=(1,) * 5 + (0,) * 3)
 CALLS: dict[str, tuple[MlaCase, dict[str, Any]]] = {
     "bf16": (LONG, {}),
     "rank 256": (replace(LONG, kv_lora_rank=256, page_size=1), {"kv_lora_rank": 256}),
@@ -116,6 +117,12 @@ CALLS: dict[str, tuple[MlaCase, dict[str, Any]]] = {
     "separate values": (replace(LONG, values="other pages"), {}),
     "ragged": (replace(LONG, q_lens=(1, 4)), RAGGED),
     "ragged, without the longest": (replace(LONG, q_lens=(1, 4)), RAGGED),
+    # The tiles of shared values, or of the longest query, need less.
+    "separate values of few heads": (
+        replace(LONG, heads=8, q_len=3, values="other pages"),
+        {"q_len": 3, "max_seq_len": 2000},
+    ),
+    "few ragged, without the longest": (FEW, RAGGED | {"max_seq_len": 8192, "dtype": E4M3}),
 }
 SUPPORTED_BY_SM90 = ("bf16", "ragged", "ragged, without the longest")
 
@@ -129,52 +136,22 @@ SUPPORTED_BY_SM90 = ("bf16", "ragged", "ragged, without the longest")
     ],
 )
 def test_the_size_is_sufficient(name: str, kernel: str, monkeypatch: Patch) -> None:
-    """A call accepts a workspace of exactly this size, with either kernel."""
+    """A call accepts a workspace of exactly this size, with either kernel and any tile."""
     choose(kernel, monkeypatch)
     case, changes = CALLS[name]
-    needed = mlagen.workspace_bytes(page_size=case.page_size, **SIZES | changes)
+    sizes = SIZES | {"batch": len(case.seq_lens), "heads": case.heads} | changes
+    needed = mlagen.workspace_bytes(page_size=case.page_size, **sizes)
     launches = record_launches(monkeypatch)
-    inputs = case.build("cpu").inputs(
-        max_seq_len=50_000, workspace_buffer=torch.zeros(needed, dtype=torch.uint8)
-    )
-    if name == "ragged, without the longest":
+    workspace = torch.zeros(needed, dtype=torch.uint8)
+    inputs = case.build("cpu").inputs(max_seq_len=sizes["max_seq_len"], workspace_buffer=workspace)
+    if "without the longest" in name:
         inputs = inputs._replace(max_q_len=None)
 
     for taken in ("sm80", "sm90") if kernel == "auto" else (kernel,):
         if taken == "sm80" or name in SUPPORTED_BY_SM90:
             call, _, _ = launched(inputs, launches, taken)
             assert 0 < call.plan.workspace_bytes <= needed
-
-
-# The tiles of shared values, or of the longest query, need less.
-OTHER_TILES: dict[str, tuple[MlaCase, dict[str, Any]]] = {
-    "separate values": (
-        replace(LONG, heads=8, q_len=3, values="other pages"),
-        {"q_len": 3, "max_seq_len": 2000},
-    ),
-    "ragged, without the longest": (
-        MlaCase(name="", dtype=E4M3, heads=8, seq_lens=(9,) * 8, q_lens=(1,) * 5 + (0,) * 3),
-        {"q_len": 4, "tokens": 5, "max_seq_len": 8192, "dtype": E4M3},
-    ),
-}
-
-
-@pytest.mark.parametrize(("case", "sizes"), OTHER_TILES.values(), ids=OTHER_TILES)
-def test_the_size_covers_all_tiles(
-    case: MlaCase, sizes: dict[str, Any], monkeypatch: Patch
-) -> None:
-    """A call accepts a workspace of exactly this size, with any tile that it may take."""
-    choose("sm80", monkeypatch)
-    needed = mlagen.workspace_bytes(batch=len(case.seq_lens), heads=8, **sizes)
-    launches = record_launches(monkeypatch)
-    workspace = torch.zeros(needed, dtype=torch.uint8)
-    inputs = case.build("cpu").inputs(
-        max_seq_len=sizes["max_seq_len"], workspace_buffer=workspace, max_q_len=None
-    )
-
-    call, _, _ = launched(inputs, launches)
-
-    assert call.plan.workspace_bytes == needed
+            assert "few" not in name or call.plan.workspace_bytes == needed or kernel == "auto"
 
 
 @pytest.mark.parametrize("max_seq_len", [100, 5000])

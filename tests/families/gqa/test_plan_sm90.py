@@ -20,35 +20,37 @@ from tests.kernels import SM_COUNTS, gqa_sm90
 
 
 def plan(
-    shape: GqaProblemShape, rows: int = 8, sm_count: int = SMS, spec: GqaSm90Spec | None = None
+    shape: GqaProblemShape, sm_count: int = SMS, spec: GqaSm90Spec | None = None
 ) -> GqaSm90Plan:
     """Return the plan of a problem, by default of bf16."""
-    return plan_gqa_sm90(spec or gqa_sm90(rows=rows), shape, sm_count)
+    return plan_gqa_sm90(spec or gqa_sm90(rows=shape.rows), shape, sm_count)
 
 
 @pytest.mark.parametrize(
-    ("shape", "rows", "expected"),  # CTAs of a group, groups, tiles of a sequence
+    ("shape", "spec", "expected"),  # CTAs of a group, groups, tiles of a sequence
     [
         # Four KV heads of 256 bytes are 1024 bytes together.
-        (gqa_shape(128), 8, (4, 33, 2)),
+        (gqa_shape(128), None, (4, 33, 2)),
         # Whole sequences of 32 tiles: four more SMs would save 2 us and cost more.
-        (gqa_shape(128, kv_heads=1), 8, (1, 128, 1)),
-        (gqa_shape(128, kv_heads=3), 8, (3, 44, 1)),
-        (gqa_shape(128, kv_heads=48), 8, (4, 33, 12)),
+        (gqa_shape(128, kv_heads=1), None, (1, 128, 1)),
+        (gqa_shape(128, kv_heads=3), None, (3, 44, 1)),
+        (gqa_shape(128, kv_heads=48), None, (4, 33, 12)),
         # 64 rows are two tiles: two CTAs read the same tokens.
-        (gqa_shape(9, group=16, q_len=4), 64, (4, 33, 4)),
+        (gqa_shape(9, group=16, q_len=4), None, (4, 33, 4)),
         # Two work tiles of 16 KV tiles: 6.6 us to read by two groups, 2.5 by eight, 1.7 to combine.
-        (gqa_shape(1, 2048), 8, (4, 8, 2)),
+        (gqa_shape(1, 2048), None, (4, 8, 2)),
         # Eight work tiles of eight KV tiles: 32 SMs read as fast as 132.
-        (gqa_shape(4, 1024), 8, (4, 8, 2)),
-        (gqa_shape(0, 512), 8, (4, 0, 2)),
+        (gqa_shape(4, 1024), None, (4, 8, 2)),
+        (gqa_shape(0, 512), None, (4, 0, 2)),
+        # A sequence of 64 tiles: 12.6 us by 32 SMs, 7.6 us by 128, and 1.2 us more to combine.
+        (gqa_shape(1, 16384), gqa_sm90(kv_dtype=DType.E4M3), (8, 16, 1)),
     ],
 )
 def test_cta_groups_match_the_examples(
-    shape: GqaProblemShape, rows: int, expected: tuple[int, int, int]
+    shape: GqaProblemShape, spec: GqaSm90Spec | None, expected: tuple[int, int, int]
 ) -> None:
     """The group has the size with the best bandwidth, and the grid the lowest modeled time."""
-    found = plan(shape, rows)
+    found = plan(shape, spec=spec)
 
     assert (found.cta_group_size, found.num_cta_groups, found.num_tiles) == expected
 
@@ -74,11 +76,6 @@ def test_ctas_process_two_heads_if_nearly_every_sm_has_a_whole_work_tile(
     assert choose_heads_per_cta(gqa_sm90(), shape, SMS) == 1
 
 
-def test_a_converted_cache_uses_more_sms() -> None:
-    """A sequence of 64 tiles: 12.6 us by 32 SMs, 7.6 us by 128, and 1.2 us more to combine."""
-    assert plan(gqa_shape(1, 16384), spec=gqa_sm90(kv_dtype=DType.E4M3)).num_cta_groups == 16
-
-
 @pytest.mark.parametrize(
     ("spec", "batch", "num_tiles"),
     [(gqa_sm90(), 128, 2), (gqa_sm90(kv_dtype=DType.E4M3, heads_per_cta=2), 40, 1)],
@@ -98,7 +95,7 @@ def test_the_workspace_holds_two_splits_per_cta_and_head(
 
 def test_ragged_sequences_are_counted_by_their_tokens() -> None:
     """Each may begin one tile more than its rows fill; all SMs are used, since lengths differ."""
-    found = plan(gqa_shape(3, q_len=4, tokens=7), rows=32)
+    found = plan(gqa_shape(3, q_len=4, tokens=7))
 
     assert found.row_tiles == 0
     assert found.total_tiles == found.num_tiles * (3 + 7 * 8 // 32)
@@ -119,7 +116,7 @@ def test_cta_groups_cover_all_work_of_a_sequence(
     """No rank of a group is idle, and the groups fit the GPU up to one SM in 25."""
     batch = data.draw(st.integers(1, 500))
 
-    found = plan(gqa_shape(batch, 9000, kv_heads, group, q_len), group * q_len, sm_count)
+    found = plan(gqa_shape(batch, 9000, kv_heads, group, q_len), sm_count)
 
     assert found.num_tiles * found.cta_group_size == kv_heads * found.row_tiles
     assert found.total_tiles == batch * found.num_tiles

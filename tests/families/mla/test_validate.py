@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-import mlagen
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.families.mla.dispatch import run_mla
-from tests.families.rejections import MLA, XQA_MLA, Row, Rows, broken, check, displaced, padded
-from tests.problems.entry_points import decode, xqa_mla_arguments
+from tests.families.rejections import MLA, Row, Rows, broken, check, displaced, padded
+from tests.problems.entry_points import decode
 from tests.problems.mla import MlaCase
 from tests.problems.problem import E4M3, bf16, ints
 
@@ -89,6 +88,7 @@ ROWS: Rows = {
         ("q", lambda q: q[..., :512], ".shape[-1]: expected 576 (kv_lora_rank + qk_rope_head_dim"),
         ("q", lambda q: q[:, :, :0], ".shape[-2]: expected 1 to 256 heads, got 0"),
         ("k_cache", lambda kv: kv.bfloat16(), ".dtype: expected torch.float8_e4m3fn (that of q,"),
+        ("k_cache", PACKED, ".dtype: expected torch.float8_e4m3fn (that of q,"),
         ("k_cache", lambda kv: kv.flatten(0, 2), ".ndim: expected 3 or 4, got 2"),
         ("v_cache", lambda kv: kv.view(torch.uint8), ".dtype: expected torch.float8_e4m3fn (dty"),
         ("v_cache", lambda kv: kv[:2], ".shape[:-1]: expected [7, 64, 1], got [2, 64, 1]"),
@@ -211,12 +211,6 @@ def test_separate_value_pages_are_rejected_in_sparse_calls() -> None:
 
     with pytest.raises(UnsupportedError, match=r"^uses_shared_paged_kv_idx: not implemented with"):
         decode(problem, uses_shared_paged_kv_idx=False)
-
-
-def test_xqa_mla_rejects_fp8_ds_mla() -> None:
-    """A uint8 cache is rejected here, though another entry point supports it."""
-    with pytest.raises((ArgumentError, UnsupportedError), match=r"k_cache\.dtype"):
-        mlagen.xqa.xqa_mla(**xqa_mla_arguments(XQA_MLA.build("cpu"), k_cache=PACKED))
 
 
 def test_messages_have_the_names_of_the_entry_point() -> None:
