@@ -16,6 +16,8 @@ from tests.integrations.servers import Import, is_installed, modules_of
 from tests.integrations.vllm.stand_in import MODULES
 
 ImplOf = Callable[..., Any]
+# A layer with the scales of an FP8 checkpoint.
+LAYER = SimpleNamespace(_q_scale_float=0.5, _k_scale_float=0.25)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,12 +25,6 @@ def vllm() -> Iterator[Import]:
     """Return the import of a module of vLLM or of the plugin, by its name."""
     with modules_of("vllm", MODULES):
         yield import_module
-
-
-@pytest.fixture
-def layer() -> SimpleNamespace:
-    """Return a layer with the scales of an FP8 checkpoint."""
-    return SimpleNamespace(_q_scale_float=0.5, _k_scale_float=0.25)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 
 from tests.integrations.attended import Batch, assert_near
 from tests.integrations.servers import Import, is_installed
-from tests.integrations.vllm.conftest import ImplOf
+from tests.integrations.vllm.conftest import LAYER, ImplOf
 
 pytestmark = pytest.mark.skipif(not is_installed("vllm"), reason="needs vLLM: make test-vllm")
 
@@ -34,9 +34,7 @@ def common_metadata(vllm: Import, batch: Batch) -> Any:
 
 
 @pytest.mark.parametrize("q_lens", [(1, 1, 1), (3, 3, 3), (2, 1, 3)])
-def test_a_built_batch_is_decoded(
-    vllm: Import, impl_of: ImplOf, layer: Any, q_lens: tuple[int, ...]
-) -> None:
+def test_a_built_batch_is_decoded(vllm: Import, impl_of: ImplOf, q_lens: tuple[int, ...]) -> None:
     """Requests with drafts, of equal numbers or not, are decodes of one batch, not prefills."""
     dense = vllm("mlagen.integrations.vllm.dense")
     batch = Batch(576, q_lens, (40, 3, 64))
@@ -47,7 +45,7 @@ def test_a_built_batch_is_decoded(
     impl = impl_of(dense.MlagenMLAImpl)
 
     metadata = builder.build(0, common_metadata(vllm, batch))
-    out, _ = impl.forward_mqa(batch.query, batch.cache, metadata, layer)
+    out, _ = impl.forward_mqa(batch.query, batch.cache, metadata, LAYER)
 
     assert (metadata.num_decodes, metadata.num_prefills) == (3, 0)
     want, _ = batch.expected(batch.query, batch.cache, impl.scale)

@@ -12,7 +12,7 @@ import torch
 from tests.fixture_types import Patch
 from tests.integrations.attended import E4M3, HEADS, PAGE, Batch, assert_near
 from tests.integrations.servers import Import
-from tests.integrations.vllm.conftest import ImplOf, queries_of
+from tests.integrations.vllm.conftest import LAYER, ImplOf, queries_of
 
 
 def metadata_of(batch: Batch, dense: ModuleType, **fields: Any) -> Any:
@@ -46,41 +46,34 @@ def dense(vllm: Import) -> ModuleType:
     return vllm("mlagen.integrations.vllm.dense")
 
 
+# Query and KV lengths.
+LENGTHS = {
+    "one token, and an empty request of a padded graph": ((1, 1, 1), (1, 61, 0)),
+    "uniform drafts": ((3, 3), (40, 3)),
+    "ragged drafts": ((2, 1, 4), (17, 1, 60)),
+}
+
+
 @pytest.mark.parametrize(("rank", "rope"), [(512, 64), (256, 64), (512, 0)])
-@pytest.mark.parametrize(
-    ("q_lens", "seq_lens"),
-    [
-        pytest.param((1, 1, 1), (1, 61, 0), id="one token, and an empty request of a padded graph"),
-        pytest.param((3, 3), (40, 3), id="uniform drafts"),
-        pytest.param((2, 1, 4), (17, 1, 60), id="ragged drafts"),
-    ],
-)
+@pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("returns_lse", [False, True])
 def test_forward_mqa_is_attention(
-    dense: ModuleType,
-    impl_of: ImplOf,
-    layer: Any,
-    rank: int,
-    rope: int,
-    q_lens: tuple[int, ...],
-    seq_lens: tuple[int, ...],
-    returns_lse: bool,
+    dense: ModuleType, impl_of: ImplOf, rank: int, rope: int, lengths: str, returns_lse: bool
 ) -> None:
     """Outputs, and natural LSEs where DCP needs them, are those of each token's causal prefix."""
     impl = impl_of(dense.MlagenMLAImpl, rank, rope)
     impl.need_to_return_lse_for_decode = returns_lse
-    batch = Batch(rank + rope, q_lens, seq_lens)
+    batch = Batch(rank + rope, *LENGTHS[lengths])
     parts = (batch.query[..., :rank], batch.query[..., rank:])
 
-    out, lse = impl.forward_mqa(parts, batch.cache, metadata_of(batch, dense), layer)
+    out, lse = impl.forward_mqa(parts, batch.cache, metadata_of(batch, dense), LAYER)
 
     want, want_lse = batch.expected(batch.query, batch.cache, impl.scale, rank)
-    assert out.shape == (sum(q_lens), HEADS, rank)
+    assert out.shape == (len(batch.query), HEADS, rank)
     assert_near(out, want)
+    assert (lse is not None) is returns_lse
     if returns_lse:
         assert_near(lse, want_lse)
-    else:
-        assert lse is None
 
 
 @pytest.mark.parametrize(
@@ -88,12 +81,7 @@ def test_forward_mqa_is_attention(
     [pytest.param((1, 1), 4, id="one token"), pytest.param((2, 1), 3, id="drafts")],
 )
 def test_the_parts_of_a_query_are_not_copied(
-    dense: ModuleType,
-    impl_of: ImplOf,
-    layer: Any,
-    monkeypatch: Patch,
-    q_lens: tuple[int, ...],
-    axes: int,
+    dense: ModuleType, impl_of: ImplOf, monkeypatch: Patch, q_lens: tuple[int, ...], axes: int
 ) -> None:
     """A 16-bit query comes in two parts, which mlagen reads where vLLM has them."""
     calls = queries_of(dense, monkeypatch)
@@ -101,7 +89,7 @@ def test_the_parts_of_a_query_are_not_copied(
     q_pe = torch.zeros(sum(q_lens), HEADS, 192).bfloat16()[..., 128:]
     parts = (batch.query[..., :512].contiguous(), q_pe)
 
-    impl_of(dense.MlagenMLAImpl).forward_mqa(parts, batch.cache, metadata_of(batch, dense), layer)
+    impl_of(dense.MlagenMLAImpl).forward_mqa(parts, batch.cache, metadata_of(batch, dense), LAYER)
 
     ((latent, rope),) = calls
     assert latent.dim() == rope.dim() == axes
@@ -109,9 +97,7 @@ def test_the_parts_of_a_query_are_not_copied(
 
 
 @pytest.mark.parametrize("query_is_fp8", [False, True])
-def test_an_fp8_cache_is_scaled(
-    dense: ModuleType, impl_of: ImplOf, layer: Any, query_is_fp8: bool
-) -> None:
+def test_an_fp8_cache_is_scaled(dense: ModuleType, impl_of: ImplOf, query_is_fp8: bool) -> None:
     """The scales of a layer apply to the operands that are e4m3, to the cache twice."""
     impl = impl_of(dense.MlagenMLAImpl, kv_cache_dtype="fp8")
     batch = Batch(576, (1, 1), (33, 2))
@@ -119,7 +105,7 @@ def test_an_fp8_cache_is_scaled(
     query = batch.query.to(E4M3) if query_is_fp8 else batch.query
     given = query if query_is_fp8 else (query[..., :512], query[..., 512:])
 
-    out, _ = impl.forward_mqa(given, cache, metadata_of(batch, dense), layer)
+    out, _ = impl.forward_mqa(given, cache, metadata_of(batch, dense), LAYER)
 
     scale = impl.scale * 0.25 * (0.5 if query_is_fp8 else 1.0)
     want, _ = batch.expected(query.float(), cache.float(), scale)
@@ -127,7 +113,7 @@ def test_an_fp8_cache_is_scaled(
 
 
 def test_a_captured_batch_is_replayed_with_other_query_lengths(
-    dense: ModuleType, impl_of: ImplOf, layer: Any
+    dense: ModuleType, impl_of: ImplOf
 ) -> None:
     """The bound on query lengths makes a batch ragged, whatever lengths it has at capture."""
     impl = impl_of(dense.MlagenMLAImpl)
@@ -137,7 +123,7 @@ def test_a_captured_batch_is_replayed_with_other_query_lengths(
     metadata.decode.query_start_loc.copy_(torch.tensor([0, 2, 2]))
     batch.q_lens = (2, 0)
 
-    out, _ = impl.forward_mqa(batch.query, batch.cache, metadata, layer)
+    out, _ = impl.forward_mqa(batch.query, batch.cache, metadata, LAYER)
 
     want, _ = batch.expected(batch.query, batch.cache, impl.scale)
     assert_near(out, want)
@@ -145,7 +131,7 @@ def test_a_captured_batch_is_replayed_with_other_query_lengths(
 
 @pytest.mark.parametrize("q_lens", [(1, 1), (2, 3)], ids=["one token", "drafts"])
 def test_ranks_of_dcp_merge_to_one_gpu(
-    dense: ModuleType, impl_of: ImplOf, layer: Any, q_lens: tuple[int, ...]
+    dense: ModuleType, impl_of: ImplOf, q_lens: tuple[int, ...]
 ) -> None:
     """Each rank's output and LSE are of its own tokens, so that vLLM's merge gives all of them."""
     batch = Batch(576, q_lens, (50, 3))
@@ -163,7 +149,7 @@ def test_ranks_of_dcp_merge_to_one_gpu(
             padded[: len(rows)] = rows
             part.cache[pages.long()] = padded.view(4, PAGE, 576)
         metadata = metadata_of(part, dense, dcp_tot_seq_lens_device=lengths)
-        states.append(impl.forward_mqa(batch.query, part.cache, metadata, layer))
+        states.append(impl.forward_mqa(batch.query, part.cache, metadata, LAYER))
 
     assert impl.supports_dcp
     assert impl.lse_base_on_e

@@ -11,7 +11,7 @@ import torch
 from tests.fixture_types import Patch
 from tests.integrations.attended import E4M3, HEADS, assert_near, attended
 from tests.integrations.servers import Import
-from tests.integrations.vllm.conftest import ImplOf, queries_of
+from tests.integrations.vllm.conftest import LAYER, ImplOf, queries_of
 from tests.problems.mla_rows import store, viewed
 
 BLOCK, BLOCKS, TOP_K = 32, 3, 8
@@ -24,11 +24,11 @@ def sparse(vllm: Import) -> ModuleType:
     return vllm("mlagen.integrations.vllm.sparse")
 
 
-def attend(impl: Any, query: Any, cache: torch.Tensor, indices: torch.Tensor, layer: Any) -> Any:
+def attend(impl: Any, query: Any, cache: torch.Tensor, indices: torch.Tensor) -> Any:
     """Call the implementation as vLLM's common one does."""
     counts = torch.tensor(COUNTS).int()
     return impl._forward_mqa_kernel(
-        query, cache, indices, counts, layer=layer, block_size=BLOCK, is_decode=True
+        query, cache, indices, counts, layer=LAYER, block_size=BLOCK, is_decode=True
     )
 
 
@@ -51,13 +51,7 @@ def attend(impl: Any, query: Any, cache: torch.Tensor, indices: torch.Tensor, la
     ],
 )
 def test_each_token_attends_to_its_rows(
-    sparse: ModuleType,
-    impl_of: ImplOf,
-    layer: Any,
-    row_format: str,
-    query_format: str,
-    rope: int,
-    stride: int,
+    sparse: ModuleType, impl_of: ImplOf, row_format: str, query_format: str, rope: int, stride: int
 ) -> None:
     """A token sees the first valid count of its indices, which count rows of other layers too."""
     generator = torch.Generator().manual_seed(3)
@@ -73,7 +67,7 @@ def test_each_token_attends_to_its_rows(
     impl.need_to_return_lse_for_decode = True
     given = query if dtype != torch.bfloat16 else (query[..., :512], query[..., 512:])
 
-    out, lse = attend(impl, given, rows[:, :BLOCK], indices.int(), layer)
+    out, lse = attend(impl, given, rows[:, :BLOCK], indices.int())
 
     k_scale = 0.25 if row_format == "e4m3" else 1.0
     scale = impl.scale * k_scale * (0.5 if query_format == "e4m3" else 1.0)
@@ -86,7 +80,7 @@ def test_each_token_attends_to_its_rows(
 
 
 def test_the_parts_of_a_query_are_not_copied(
-    sparse: ModuleType, impl_of: ImplOf, layer: Any, monkeypatch: Patch
+    sparse: ModuleType, impl_of: ImplOf, monkeypatch: Patch
 ) -> None:
     """A 16-bit query comes in two parts, which mlagen reads where vLLM has them."""
     calls = queries_of(sparse, monkeypatch)
@@ -94,19 +88,19 @@ def test_the_parts_of_a_query_are_not_copied(
     parts = (torch.zeros(3, HEADS, 512).bfloat16(), q_pe)
     cache = torch.ones(1, BLOCK, 576).bfloat16()
 
-    attend(impl_of(sparse.MlagenSparseMLAImpl), parts, cache, torch.zeros(3, TOP_K).int(), layer)
+    attend(impl_of(sparse.MlagenSparseMLAImpl), parts, cache, torch.zeros(3, TOP_K).int())
 
     ((latent, rope),) = calls
     assert (latent.shape, rope.shape) == ((3, 1, HEADS, 512), (3, 1, HEADS, 64))
     assert [latent.data_ptr(), rope.data_ptr()] == [part.data_ptr() for part in parts]
 
 
-def test_no_lse_is_returned_to_one_gpu(sparse: ModuleType, impl_of: ImplOf, layer: Any) -> None:
+def test_no_lse_is_returned_to_one_gpu(sparse: ModuleType, impl_of: ImplOf) -> None:
     """Without DCP there is no LSE, which the kernel then need not write."""
     impl = impl_of(sparse.MlagenSparseMLAImpl)
     query, cache = torch.ones(3, HEADS, 576).bfloat16(), torch.ones(1, BLOCK, 576).bfloat16()
 
-    out, lse = attend(impl, query, cache, torch.zeros(3, TOP_K).int(), layer)
+    out, lse = attend(impl, query, cache, torch.zeros(3, TOP_K).int())
 
     assert lse is None
     assert_near(out[:2], torch.ones(2, HEADS, 512))
