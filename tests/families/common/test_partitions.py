@@ -107,15 +107,21 @@ def long_call(row: str = MLA) -> dict[str, Any]:
     return ROWS[row].build() | more | unlimited
 
 
-@pytest.mark.parametrize(
+families = pytest.mark.parametrize(
     ("entry_point", "row"), [(MLA, MLA), (GQA, GQA)], indirect=["entry_point"], ids=["mla", "gqa"]
 )
+
+
+@families
+@pytest.mark.parametrize("has_entry", [True, False], ids=["cached", "new"])
 def test_a_grid_is_as_large_as_its_context(
-    entry_point: EntryPoint, row: str, context: Context
+    entry_point: EntryPoint, row: str, context: Context, has_entry: bool
 ) -> None:
     """One launch is rejected and none after; calls on the whole GPU are unaffected."""
     arguments = long_call(row)
-    whole = [entry_point.outcome(arguments) for _ in range(3)]
+    whole = [entry_point.uncached_outcome(arguments)] * 3
+    if has_entry:  # for the whole GPU
+        assert [entry_point.outcome(arguments) for _ in range(3)] == whole
     context.enter(16)
 
     inside = [grid(entry_point, arguments) for _ in range(4)]
@@ -125,27 +131,12 @@ def test_a_grid_is_as_large_as_its_context(
     assert 0 < blocks <= 16
     assert inside == inside[:1] * 4
     assert context.rejections == 1
+    assert not entry_point.reads_signature(arguments)
     context.enter(GPU_SMS)
     assert [entry_point.outcome(arguments) for _ in range(3)] == whole
     context.enter(32)
     assert 16 < grid(entry_point, arguments)[1] <= 32
     assert context.rejections == 1
-
-
-def test_a_call_without_an_entry_for_the_whole_gpu(
-    entry_point: EntryPoint, context: Context
-) -> None:
-    """The first launch is rejected, and the call is cached for the context alone."""
-    arguments = long_call()
-    context.enter(16)
-
-    inside = [grid(entry_point, arguments) for _ in range(3)]
-
-    assert inside[0][1] <= 16
-    assert inside == inside[:1] * 3
-    assert not entry_point.reads_signature(arguments)
-    context.enter(GPU_SMS)
-    assert grid(entry_point, long_call())[1] > 16
 
 
 def test_a_driver_that_rejects_every_cooperative_grid(
@@ -178,9 +169,7 @@ def test_a_forced_kernel_does_not_fall_back(
     assert all(outcome.startswith(expected) for outcome in outcomes)
 
 
-@pytest.mark.parametrize(
-    ("entry_point", "row"), [(MLA, MLA), (GQA, GQA)], indirect=["entry_point"], ids=["mla", "gqa"]
-)
+@families
 def test_the_sm80_kernel_splits_for_its_context(
     entry_point: EntryPoint, row: str, context: Context, monkeypatch: Patch
 ) -> None:

@@ -91,38 +91,26 @@ def test_little_work_uses_smaller_tiles(
 
 
 @pytest.mark.parametrize(
-    ("spec", "batch", "heads", "max_kv_len", "is_small"),
+    ("spec", "rows", "sm_count", "batch", "kv_blocks"),
     [
         # The limit of bf16 is 256 KV blocks for 16 rows, 64 for up to 32, and zero for more.
-        (mla_sm90(rows=16), 2, 16, 1024, True),
-        (mla_sm90(rows=16), 16, 16, 1024, True),
-        (mla_sm90(rows=16), 16, 16, 1025, False),
-        (mla_sm90(rows=32), 4, 32, 1024, True),
-        (mla_sm90(rows=32), 4, 32, 1025, False),
-        (mla_sm90(rows=33), 1, 33, 64, False),
+        *((mla_sm90(rows=16), 16, SMS, batch, 256 // batch) for batch in (1, 2, 16)),
+        *((mla_sm90(rows=32), 32, SMS, 4, 16), (mla_sm90(rows=33), 33, SMS, 1, 0)),
         # With an FP8 query the sm80 kernel is rarely faster.
-        (mla_sm90_fp8(rows=16), 1, 16, 64 * 64, True),
-        (mla_sm90_fp8(rows=16), 1, 16, 64 * 65, False),
-        (mla_sm90_fp8(rows=17), 1, 17, 64, False),
-        (mla_sm90_fp8kv(rows=16), 1, 16, 64 * 128, True),
-        (mla_sm90_fp8kv(rows=16), 1, 16, 64 * 129, False),
-        (mla_sm90_fp8kv(rows=128), 1, 128, 64 * 16, True),
-        (mla_sm90_fp8kv(rows=128), 1, 128, 64 * 17, False),
-        (FP8KV_E4M3, 1, 16, 64 * 65, False),
+        *((mla_sm90_fp8(rows=16), 16, SMS, 1, 64), (mla_sm90_fp8(rows=17), 17, SMS, 1, 0)),
+        *((mla_sm90_fp8kv(rows=rows), rows, SMS, 1, 2048 // rows) for rows in (16, 128)),
+        (FP8KV_E4M3, 16, SMS, 1, 64),
+        # It grows with the SMs.
+        *((mla_sm90(rows=16), 16, sms, 1, 256 * sms // 132) for sms in (16, 78, 114, 144)),
     ],
 )
 def test_few_rows_and_tokens_are_small(
-    spec: MlaSm90Spec, batch: int, heads: int, max_kv_len: int, is_small: bool
+    spec: MlaSm90Spec, rows: int, sm_count: int, batch: int, kv_blocks: int
 ) -> None:
-    """Below a limit by dtype and rows, the sm80 kernel is faster."""
-    assert plan_mla_sm90(spec, mla_shape(batch, heads, max_kv_len), 1, SMS).is_small is is_small
-
-
-@pytest.mark.parametrize(("sm_count", "kv_blocks"), [(16, 31), (78, 151), (114, 221), (144, 279)])
-def test_the_limit_of_small_calls_grows_with_the_sms(sm_count: int, kv_blocks: int) -> None:
-    """It is 256 KV blocks on 132 SMs, for up to 16 rows."""
-    for blocks in (kv_blocks, kv_blocks + 1):
-        assert plan(mla_shape(1, 16, 64 * blocks), sm_count).is_small is (blocks == kv_blocks)
+    """Up to a limit by dtype, rows and SMs, the sm80 kernel is faster."""
+    for tokens in (64 * kv_blocks, 64 * kv_blocks + 1):
+        planned = plan_mla_sm90(spec, mla_shape(batch, rows, tokens), 1, sm_count)
+        assert planned.is_small is (0 < tokens <= 64 * kv_blocks)
 
 
 @pytest.mark.parametrize(
