@@ -12,7 +12,7 @@ import torch
 import mlagen
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.families import workspace
-from mlagen.families.common.plan_sm80 import MlaProblemShape, plan_mla_sm80
+from mlagen.families.common.plan_sm80 import plan_mla_sm80
 from mlagen.families.gqa import select as gqa_select
 from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
 from mlagen.families.mla import select as mla_plan
@@ -22,6 +22,7 @@ from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from tests.families.launches import H200, H200_FACTS, launched, record_launches
+from tests.families.shapes import mla_shape
 from tests.fixture_types import Patch
 from tests.kernels import SM_80, SM_90A, SM_COUNTS, mla_sm80
 from tests.problems.mla import MlaCase
@@ -81,13 +82,7 @@ def test_no_mask_needs_more_than_the_maximum(arch: Arch) -> None:
         for rows, dtype, mask in variants
     ]
     for (batch, q_len, heads, max_kv_len), spec in product(shapes, dict.fromkeys(specs)):
-        problem = MlaProblemShape(
-            batch=batch,
-            q_len=q_len,
-            heads=heads,
-            total_rows=batch * max(1, q_len) * heads,
-            max_kv_len=max_kv_len,
-        )
+        problem = mla_shape(batch, heads, max_kv_len, q_len, None if q_len else batch)
         needed |= {plan_mla_sm80(spec, problem, sms).workspace_bytes / sms for sms in SM_COUNTS}
 
     assert 0 < max(needed) <= _max_bytes_per_sm(arch)

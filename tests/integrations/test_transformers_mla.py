@@ -22,20 +22,17 @@ from tests.integrations.transformers_cases import (
     seen_tokens,
 )
 
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-def absorbed(integration: Any) -> Layer:
-    """Return a layer of a model that decodes by absorbed weights."""
+
+def absorbed_step(integration: Any, tokens: int = 64) -> tuple[Any, Inputs, Inputs]:
+    """Return a layer that decodes by absorbed weights, a step's inputs, and those expanded."""
     model = Model()
     integration.package.use_mla(model)
-    layer = model.layers[1]
-    assert isinstance(layer, Layer)
-    return layer
-
-
-def latent_inputs(tokens: int = 64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the query of a step, and the compressed cache."""
+    layer: Any = model.layers[1]
     query = random(BATCH, HEADS, 1, NOPE + ROPE)
-    return query, random(BATCH, 1, tokens, LATENT), random(BATCH, 1, tokens, ROPE)
+    latents, rope = (random(BATCH, 1, tokens, width) for width in (LATENT, ROPE))
+    return layer, (query, latents, rope), (query, *Layer.expand_kv(layer, latents, rope))
 
 
 @pytest.mark.parametrize(
@@ -47,17 +44,14 @@ def test_an_absorbed_step_equals_expanded_attention(
     integration: Any, padding: torch.Tensor | None, tokens: int
 ) -> None:
     """A step over latents equals attention over the keys and values that they stand for."""
-    layer = absorbed(integration)
-    query, latents, rope = latent_inputs(tokens)
-    keys, values = Layer.expand_kv(layer, latents, rope)
-    wanted = expected(query, keys, values, seen_tokens(tokens, padding))
-    kept = layer.expand_kv(latents, rope)
+    layer, (query, *cached), expanded = absorbed_step(integration, tokens)
+    kept = layer.expand_kv(*cached)
     mask = mask_of(integration, tokens, attention_mask=padding)
 
     out = attend(integration, query, *kept, mask, module=layer)
 
-    assert kept == (latents, rope)
-    assert_close(out, wanted)
+    assert kept == tuple(cached)
+    assert_close(out, expected(*expanded, seen_tokens(tokens, padding)))
     (served,) = integration.package.explain()
     assert served.startswith("mlagen MLA, pages of ")
 
@@ -65,48 +59,41 @@ def test_an_absorbed_step_equals_expanded_attention(
 @pytest.mark.parametrize("tokens", [64, 37], ids=["static", "dynamic"])
 def test_a_step_attends_to_the_tokens_of_the_indexer(integration: Any, tokens: int) -> None:
     """Only top-k tokens count, and of those only what the mask allows."""
-    layer = absorbed(integration)
-    query, latents, rope = latent_inputs(tokens)
-    keys, values = Layer.expand_kv(layer, latents, rope)
+    layer, inputs, expanded = absorbed_step(integration, tokens)
     sees = seen_tokens(tokens, PADDING)
     order = torch.rand(BATCH, tokens).add(sees[:, 0, 0].float()).argsort(descending=True)
     indices = order[:, None, :16].int()
     chosen = torch.zeros_like(sees).scatter_(-1, indices[:, None].long(), value=True)
 
-    out = attend(integration, query, latents, rope, sees, module=layer, indices=indices)
+    out = attend(integration, *inputs, sees, module=layer, indices=indices)
 
     assert int((chosen & sees).sum()) == 16 + 14  # of the second sequence there are no more
-    assert_close(out, expected(query, keys, values, chosen & sees))
+    assert_close(out, expected(*expanded, chosen & sees))
     assert integration.package.explain() == {"mlagen MLA, the top-k tokens of the indexer": 1}
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16], ids=str)
 def test_a_prompt_expands_the_cache(integration: Any, dtype: torch.dtype) -> None:
     """Two query tokens go to sdpa, over the tokens of the indexer alone."""
-    layer = absorbed(integration)
-    _, latents, rope = latent_inputs()
+    layer, (_, *cached), (_, *expanded) = absorbed_step(integration)
     query = random(BATCH, HEADS, 2, NOPE + ROPE)
     sees = seen_tokens(64).expand(-1, -1, 2, -1)
     indices = torch.arange(16, dtype=torch.int32).expand(BATCH, 2, 16)
     mask = sees if dtype == torch.bool else torch.zeros(sees.shape, dtype=dtype)
     mask = mask if dtype == torch.bool else mask.masked_fill(~sees, torch.finfo(dtype).min)
-    keys, values = Layer.expand_kv(layer, latents, rope)
 
-    out = attend(integration, query, latents, rope, mask, module=layer, indices=indices)
+    out = attend(integration, query, *cached, mask, module=layer, indices=indices)
 
-    sees = sees & (torch.arange(64) < 16)
-    assert_close(out, expected(query, keys, values, sees))
+    assert_close(out, expected(query, *expanded, sees & (torch.arange(64) < 16)))
 
 
 def test_a_step_without_bounds_expands_the_cache(integration: Any) -> None:
     """A cache that grows has no mask, and its step goes to sdpa."""
-    layer = absorbed(integration)
-    query, latents, rope = latent_inputs(21)
-    keys, values = Layer.expand_kv(layer, latents, rope)
+    layer, inputs, expanded = absorbed_step(integration, 21)
 
-    out = attend(integration, query, latents, rope, None, module=layer)
+    out = attend(integration, *inputs, None, module=layer)
 
-    assert_close(out, expected(query, keys, values, seen_tokens(21)))
+    assert_close(out, expected(*expanded, seen_tokens(21)))
     assert integration.package.explain() == {"sdpa: latents": 1}
 
 
@@ -122,14 +109,11 @@ def test_indices_without_a_mask_reach_sdpa(integration: Any) -> None:
 
 def test_another_implementation_restores_the_layers(integration: Any) -> None:
     """Layers expand the cache again once the implementation is another one."""
-    model = Model()
-    integration.package.use_mla(model)
-    _, latents, rope = latent_inputs()
+    layer, (_, *cached), _ = absorbed_step(integration)
 
-    model.set_attn_implementation("sdpa")
+    layer.config._attn_implementation = "sdpa"
 
-    layer: Any = model.layers[0]
-    keys, _ = layer.expand_kv(latents, rope)
+    keys, _ = layer.expand_kv(*cached)
     assert keys.shape == (BATCH, HEADS, 64, NOPE + ROPE)
 
 
