@@ -195,16 +195,6 @@ ROWS = {
 }
 
 
-def with_tensor(arguments: dict[str, Any], name: str, change: Callable[[Any], Any]) -> Any:
-    """Return the arguments with one tensor changed; ``name`` may be an element of a pair."""
-    whole, bracket, index = name.rstrip("]").partition("[")
-    if not bracket:
-        return arguments | {name: change(arguments[name])}
-    pair = list(arguments[whole])
-    pair[int(index)] = change(pair[int(index)])
-    return arguments | {whole: tuple(pair)}
-
-
 @dataclass(frozen=True, kw_only=True)
 class EntryPoint:
     """An entry point with an empty cache, and the launches and signatures of its calls."""

@@ -19,9 +19,9 @@ from tests.families.entry_points import (
     EntryPoint,
     make_entry_point,
     other_values,
-    with_tensor,
 )
 from tests.families.planned_runs import planned
+from tests.families.rejections import changed
 from tests.fixture_types import Patch
 
 PACKAGE = Path(mlagen.__file__).parent
@@ -30,7 +30,7 @@ PACKAGE = Path(mlagen.__file__).parent
 def test_other_addresses_need_no_signature(entry_point: EntryPoint) -> None:
     """Another layer's tensors hit the guarded entry, and launch with their own addresses."""
     arguments, name = entry_point.row.build(), entry_point.row.tensors.split()[0]
-    calls = [with_tensor(arguments, name, torch.clone) for _ in range(3)]
+    calls = [changed(arguments, name, torch.clone) for _ in range(3)]
     expected = [entry_point.uncached_outcome(call) for call in calls]
     entry_point.outcome(arguments)
     entry_point.signatures.clear()
@@ -130,7 +130,7 @@ def test_another_tensor_never_hits_the_cached_call(row: str, name: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             entry_point = make_entry_point(patch, ROWS[row])
             arguments = entry_point.row.build()
-            entry_point.require_independent(arguments, with_tensor(arguments, name, change))
+            entry_point.require_independent(arguments, changed(arguments, name, change))
 
 
 @pytest.mark.parametrize(("row", "name"), parameters("scalars"))
@@ -200,7 +200,7 @@ def test_a_tensor_that_changes_in_place(entry_point: EntryPoint) -> None:
     """A tensor resized in place does not hit its previous entry."""
     names = ("seq_lens", "cache_lengths", "q_nope", "q", "query")
     name = next(name for name in names if name in entry_point.row.tensors.split())
-    arguments = with_tensor(entry_point.row.build(), name, torch.clone)
+    arguments = changed(entry_point.row.build(), name, torch.clone)
     for _ in range(3):
         entry_point.outcome(arguments)
     arguments[name].resize_(1, *arguments[name].shape[1:])
@@ -212,7 +212,7 @@ def test_a_tensor_that_changes_in_place(entry_point: EntryPoint) -> None:
 def test_storage_that_is_freed(entry_point: EntryPoint) -> None:
     """A cached call with freed storage is rejected, though guards do not detect it."""
     name = entry_point.row.tensors.split()[0]
-    arguments = with_tensor(entry_point.row.build(), name, torch.clone)
+    arguments = changed(entry_point.row.build(), name, torch.clone)
     for _ in range(3):
         entry_point.call(arguments)
     whole, bracket, _ = name.partition("[")

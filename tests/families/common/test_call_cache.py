@@ -11,8 +11,9 @@ from mlagen.families.common import call_cache, tensor_guard
 from mlagen.families.common.call_cache import CallCache, Replay
 from mlagen.families.common.call_key import KeyKinds, compile_key, factors_of
 from mlagen.mla import BatchMLAPagedAttentionWrapper
-from tests.families.entry_points import ROWS, EntryPoint, make_entry_point, with_tensor
+from tests.families.entry_points import ROWS, EntryPoint, make_entry_point
 from tests.families.planned_runs import PLANNED_CASE
+from tests.families.rejections import changed
 from tests.fixture_types import Patch
 from tests.problems.batch_mla import plan_arguments, run_arguments
 
@@ -78,7 +79,7 @@ def test_alternating_kinds_of_tensors_have_a_guard_each(
     attempts = count_guards(monkeypatch)
     arguments = entry_point.row.build()
     with torch.inference_mode():
-        inference = with_tensor(arguments, entry_point.row.tensors.split()[0], torch.clone)
+        inference = changed(arguments, entry_point.row.tensors.split()[0], torch.clone)
     calls = (arguments, inference)
     expected = [entry_point.uncached_outcome(call) for call in calls]
     attempts.clear()
@@ -166,13 +167,13 @@ def test_one_tensor_as_two_arguments(name: str, monkeypatch: Patch) -> None:
     arguments = entry_point.row.build()
     given = arguments[first]
     tensor = given[0] if isinstance(given, tuple) else given
-    repeated = with_tensor(arguments, second, lambda _: tensor)
+    repeated = changed(arguments, second, lambda _: tensor)
 
     outcomes = [entry_point.outcome(repeated) for _ in range(9)]
 
     assert outcomes == [entry_point.uncached_outcome(repeated)] * 9
     assert not entry_point.reads_signature(repeated)
-    entry_point.require_independent(repeated, with_tensor(repeated, second, torch.clone))
+    entry_point.require_independent(repeated, changed(repeated, second, torch.clone))
 
 
 @pytest.mark.parametrize("name", ["trtllm", "xqa_batch"])

@@ -14,14 +14,14 @@ from mlagen.families.gqa import launch_sm80 as gqa_sm80_launcher
 from mlagen.families.gqa import launch_sm90 as gqa_sm90_launcher
 from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
 from mlagen.runtime import partition
-from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.partition import TooManyCtasError
 from mlagen.settings import current_settings
 from tests.families.entry_points import ROWS, EntryPoint, make_entry_point
+from tests.families.launches import H200_FACTS
 from tests.fixture_types import Patch
 
-GPU_SMS = 132
+GPU_SMS = H200_FACTS.sm_count
 # The device index of CPU tensors.
 DEVICE = -1
 # Entry points.
@@ -74,8 +74,7 @@ def context(entry_point: EntryPoint, monkeypatch: Patch) -> Context:
     """Return the simulated context of ``entry_point``'s launches."""
     assert entry_point.launches == []
     context = Context()
-    facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=GPU_SMS, memory_bytes=0)
-    monkeypatch.setattr(partition, "device_facts", lambda _: facts)
+    monkeypatch.setattr(partition, "device_facts", lambda _: H200_FACTS)
     monkeypatch.setattr(partition, "partitioned_gpus", set())
     monkeypatch.setattr(partition, "_rejected", set())
     monkeypatch.setattr(partition, "_current_sms", lambda _: context.sms % GPU_SMS)

@@ -9,6 +9,7 @@ import torch
 
 from mlagen.families.common import tensor_guard
 from mlagen.families.common.tensor_guard import make_guard
+from tests.families.entry_points import Named
 from tests.families.launches import PROPERTIES
 from tests.fixture_types import Patch
 
@@ -26,10 +27,6 @@ UNLIKE: dict[str, Callable[[torch.Tensor], object]] = {
     "none": lambda _: None,
     "a word": lambda _: "word",
 }
-
-
-class Named(torch.Tensor):
-    """A subclass of torch.Tensor."""
 
 
 @pytest.fixture(autouse=True)

@@ -9,18 +9,8 @@ import pytest
 import torch
 
 from mlagen.errors import UnsupportedError
-from tests.families.rejections import (
-    GQA,
-    GQA_CASES,
-    Row,
-    Rows,
-    broken,
-    check,
-    displaced,
-    padded,
-    valid_call,
-)
-from tests.problems.entry_points import decode_gqa, run_xqa
+from tests.families.rejections import GQA, Row, Rows, broken, check, displaced, padded, valid_call
+from tests.problems.entry_points import run_xqa
 from tests.problems.problem import E4M3, bf16
 
 POSITIVE = ": expected an int, 1 or more, got "
@@ -207,23 +197,6 @@ def test_head_dims_without_a_kernel_are_rejected_on_the_cpu_too(head_dim: int) -
         f"no GQA decode kernel for head_dim {head_dim}; supported: multiples of 16 up to 256, "
         "and 512"
     )
-
-
-def test_views_of_one_tensor_are_two_caches() -> None:
-    """Keys and values may be views of one buffer."""
-    function, problem, valid = valid_call("xqa_batch stacked")
-    both = valid["kv_cache"]
-
-    problem.check(function(**valid | {"kv_cache": (both[:, 0], both[:, 1])}))
-
-
-def test_nvfp4_rows_of_24_bytes_need_8_byte_alignment() -> None:
-    """NVFP4 rows of 24 bytes may have 8-byte alignment."""
-    problem = GQA_CASES["nvfp4 24 bytes"].build("cpu")
-
-    out = decode_gqa(problem, kv_cache=(displaced(problem.store.key, 8), problem.store.value))
-
-    problem.check(out)
 
 
 def test_one_token_on_an_axis_of_its_own() -> None:
