@@ -6,13 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlagen.codegen.includes import (
-    IncludeError,
-    Text,
-    flatten,
-    included_name,
-    transitive_includes,
-)
+from mlagen.codegen.includes import IncludeError, Text, flatten, included_name, transitive_includes
 from mlagen.codegen.linemap import plain_text
 
 KERNEL = "kernels/a/kernel.cu.j2"
@@ -86,20 +80,38 @@ def test_all_branches_count_for_the_key(tmp_path: Path) -> None:
     assert found == {KERNEL, "kernels/a/b.cuh", "kernels/a/c.cuh"}
 
 
-def test_a_cycle_is_an_error(tmp_path: Path) -> None:
-    """The message has the file and line of the directive that closes it, and the whole cycle."""
-    write(
-        tmp_path,
-        kernel='#include "common/b.cuh"\n',
-        common__b='// b\n#include "common/c.cuh"\n',
-        common__c='// c\n\n#include "common/b.cuh"\n',
-    )
+CYCLE = "common/b.cuh -> common/c.cuh -> common/b.cuh"
+ERRORS: dict[str, tuple[str, dict[str, str]]] = {
+    "a cycle, at the directive that closes it": (
+        f'common/c.cuh:3: #include "common/b.cuh": cycle: {CYCLE}',
+        {
+            "kernel": '#include "common/b.cuh"\n',
+            "common__b": '// b\n#include "common/c.cuh"\n',
+            "common__c": '// c\n\n#include "common/b.cuh"\n',
+        },
+    ),
+    "a file of the family in the place of a shared one": (
+        f'{KERNEL}:1: #include "common/b.cuh": ambiguous: kernels/a/common/b.cuh, common/b.cuh',
+        {
+            "kernel": '#include "common/b.cuh"\n',
+            "common__b": "int b;\n",
+            "kernels__a__common__b": "int b;\n",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("message", "texts"), ERRORS.values(), ids=ERRORS)
+def test_an_ambiguous_order_is_an_error(
+    message: str, texts: dict[str, str], tmp_path: Path
+) -> None:
+    """The message has the file and line of the directive, and all files that are concerned."""
+    write(tmp_path, **texts)
 
     with pytest.raises(IncludeError) as caught:
         flat(tmp_path)
 
-    cycle = "common/b.cuh -> common/c.cuh -> common/b.cuh"
-    assert str(caught.value) == f'common/c.cuh:3: #include "common/b.cuh": cycle: {cycle}'
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("name", ["none.cuh", "../secret.cuh", "/secret.cuh", "{{ spec.x }}.cuh"])
@@ -112,22 +124,6 @@ def test_a_missing_file_is_an_error(name: str, tmp_path: Path) -> None:
         with pytest.raises(IncludeError) as caught:
             resolve(root)
         assert str(caught.value).startswith(f'{KERNEL}:2: #include "{name}": expected a file in ')
-
-
-def test_two_candidates_are_an_error(tmp_path: Path) -> None:
-    """A family's file cannot silently take the place of a shared one."""
-    write(
-        tmp_path,
-        kernel='#include "common/b.cuh"\n',
-        common__b="int b;\n",
-        kernels__a__common__b="int b;\n",
-    )
-
-    with pytest.raises(IncludeError) as caught:
-        flat(tmp_path)
-
-    expected = "ambiguous: kernels/a/common/b.cuh, common/b.cuh"
-    assert str(caught.value) == f'{KERNEL}:1: #include "common/b.cuh": {expected}'
 
 
 @pytest.mark.parametrize("operand", ["<cuda.h>", "", '"a.cuh" "b.cuh"', "FILE"])

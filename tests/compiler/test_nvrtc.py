@@ -22,6 +22,7 @@ from mlagen.compiler.toolchain import Nvrtc, find_nvrtc
 from mlagen.errors import CompileError, ToolchainError
 from mlagen.spec.arch import ARCHS, Arch, parse_arch
 from tests.cache.builds import ROOT, together
+from tests.fixture_types import Log, Patch
 from tests.kernels import require_known
 
 KERNEL = 'extern "C" __global__ void probe(int* p) {\n  p[threadIdx.x] = 1;\n}\n'
@@ -144,9 +145,7 @@ def test_a_library_that_is_not_nvrtc_is_named() -> None:
 
 
 @pytest.mark.parametrize("compiled", WAYS)
-def test_another_compiler_than_expected_is_logged(
-    compiled: Way, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_compiler_than_expected_is_logged(compiled: Way, caplog: Log) -> None:
     """The cubin has the version that compiled it, and a warning names both."""
     nvrtc_module._warn.cache_clear()
     real = find_nvrtc()
@@ -164,7 +163,7 @@ def test_another_compiler_than_expected_is_logged(
 
 
 def test_sources_cannot_include_files_of_the_current_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: Patch, tmp_path: Path
 ) -> None:
     """Source, options and compiler are the whole input, whatever the current folder is."""
     (tmp_path / "local.cuh").write_text("#define LOCAL\n")  # would compile

@@ -12,19 +12,18 @@ from pathlib import Path
 import pytest
 
 from mlagen import fork_safety
-from mlagen.artifacts import Cubin, Source
+from mlagen.artifacts import Cubin
 from mlagen.compiler import nvrtc as nvrtc_module
 from mlagen.compiler import nvrtc_process
 from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.nvrtc_process import compile_anywhere, compile_in_process
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.errors import ToolchainError
-from mlagen.spec.arch import parse_arch
 from tests.cache.builds import in_child
+from tests.compiler.test_nvrtc import SM_100F, source
+from tests.fixture_types import Patch
 
-KERNEL = 'extern "C" __global__ void probe(int* p) {\n  p[threadIdx.x] = 1;\n}\n'
-SOURCE = Source(text=KERNEL, origins=("probe.cuh:10", "probe.cuh:20", "probe.cuh:30"))
-SM_100F = parse_arch("sm_100f")
+SOURCE = source()
 
 
 def test_a_fresh_process_compiles_the_same() -> None:
@@ -41,7 +40,7 @@ def test_a_fresh_process_compiles_the_same() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_startup_output_and_the_current_folder_are_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Output at interpreter startup is not the answer, and the current folder is not imported."""
     (tmp_path / "site").mkdir()
@@ -66,7 +65,7 @@ def test_startup_output_and_the_current_folder_are_ignored(
     ids=["none", "one that is gone", "one that fails", "one that does nothing"],
 )
 def test_without_a_python_to_start_the_error_is_a_toolchain_error(
-    executable: str, message: str, monkeypatch: pytest.MonkeyPatch
+    executable: str, message: str, monkeypatch: Patch
 ) -> None:
     """It is a ToolchainError, in one line."""
     monkeypatch.setattr(sys, "executable", executable)
@@ -84,7 +83,7 @@ def where() -> str:
 
 
 @pytest.fixture
-def places(monkeypatch: pytest.MonkeyPatch) -> None:
+def places(monkeypatch: Patch) -> None:
     """Make both ways of compiling record their name."""
     here = replace(_elsewhere(), code=b"here")
     monkeypatch.setattr(nvrtc_module, "compile_source", lambda *_: here)
@@ -104,9 +103,7 @@ def test_the_default_is_this_process() -> None:
 
 @pytest.mark.timeout(30)
 @pytest.mark.usefixtures("places")
-def test_a_child_forked_during_a_compile_uses_a_fresh_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_child_forked_during_a_compile_uses_a_fresh_process(monkeypatch: Patch) -> None:
     """Its own children do the same; the parent compiles as before."""
     inside, release = threading.Event(), threading.Event()
     here = replace(_elsewhere(), code=b"here")
@@ -133,7 +130,7 @@ def test_a_child_forked_during_a_compile_uses_a_fresh_process(
 
 
 @pytest.mark.usefixtures("places")
-def test_an_ending_process_uses_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ending_process_uses_a_fresh_process(monkeypatch: Patch) -> None:
     """A daemon thread would not finish in this process."""
     monkeypatch.setattr(fork_safety, "_is_exiting", True)
     assert where() == "elsewhere"

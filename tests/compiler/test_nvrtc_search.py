@@ -8,20 +8,26 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlagen.compiler import nvrtc_search
-from mlagen.compiler.nvrtc_search import Candidate, find_candidates, version_inside
+from mlagen.compiler.nvrtc_search import Candidate, find_candidates
 from mlagen.compiler.toolchain import find_nvrtc
 from tests.cache.builds import ROOT
-from tests.compiler.elf_files import elf_file
+from tests.fixture_types import Patch
 
 VARIABLES = ("CONDA_PREFIX", "LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME")
 BANNER = b"Cuda compilation tools, release %s, V%s"
+
+
+def elf_file(path: Path) -> Path:
+    """Create a file with the ELF header of a library for this machine."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(Path(sys.executable).resolve().read_bytes()[:64])
+    return path
 
 
 def make_library(folder: Path, version: str = "13.1.80") -> Path:
@@ -34,7 +40,7 @@ def make_library(folder: Path, version: str = "13.1.80") -> Path:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def machine(tmp_path: Path, monkeypatch: Patch) -> Path:
     """Return the root of a machine without NVRTC."""
     monkeypatch.setattr(nvrtc_search, "_ROOT", tmp_path)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
@@ -43,28 +49,38 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-PLACES = {
-    "the dynamic loader's folders": ({"LD_LIBRARY_PATH": "relative::{0}/a:{0}/b"}, "b"),
-    "CUDA_HOME": ({"CUDA_HOME": "{0}/cuda"}, "cuda/lib64"),
-    "CUDA_PATH": ({"CUDA_PATH": "{0}/cuda"}, "cuda/lib"),
-    "a target of a toolkit": ({"CUDA_HOME": "{0}/cuda"}, "cuda/targets/x86_64-linux/lib"),
-    "a target of an Arm server": ({"CUDA_HOME": "{0}/cuda"}, "cuda/targets/sbsa-linux/lib"),
-    "an active conda environment": ({"CONDA_PREFIX": "{0}/conda"}, "conda/lib"),
-    "its target": ({"CONDA_PREFIX": "{0}/conda"}, "conda/targets/x86_64-linux/lib"),
-    "a versioned toolkit": ({}, "usr/local/cuda-13.2/lib64"),
-    "the toolkit": ({}, "usr/local/cuda/targets/sbsa-linux/lib"),
-    "a distribution's folder": ({}, "usr/lib/aarch64-linux-gnu"),
-    "another distribution's": ({}, "usr/lib64"),
+# Variables, files with their content, and the folder of the library.
+PLACES: dict[str, tuple[dict[str, str], dict[str, str], str]] = {
+    "the dynamic loader's folders": ({"LD_LIBRARY_PATH": "relative::{0}/a:{0}/b"}, {}, "b"),
+    "a folder of its configuration": (
+        {},
+        {"etc/ld.so.conf.d/cuda.conf": "# CUDA\n{0}/opt/cuda\n"},
+        "opt/cuda",
+    ),
+    "CUDA_HOME": ({"CUDA_HOME": "{0}/cuda"}, {}, "cuda/lib64"),
+    "CUDA_PATH": ({"CUDA_PATH": "{0}/cuda"}, {}, "cuda/lib"),
+    "a target of a toolkit": ({"CUDA_HOME": "{0}/cuda"}, {}, "cuda/targets/x86_64-linux/lib"),
+    "a target of an Arm server": ({"CUDA_HOME": "{0}/cuda"}, {}, "cuda/targets/sbsa-linux/lib"),
+    "an active conda environment": ({"CONDA_PREFIX": "{0}/conda"}, {}, "conda/lib"),
+    "its target": ({"CONDA_PREFIX": "{0}/conda"}, {}, "conda/targets/x86_64-linux/lib"),
+    "the conda environment of this Python": ({}, {"env/conda-meta/history": ""}, "env/lib"),
+    "a versioned toolkit": ({}, {}, "usr/local/cuda-13.2/lib64"),
+    "the toolkit": ({}, {}, "usr/local/cuda/targets/sbsa-linux/lib"),
+    "a distribution's folder": ({}, {}, "usr/lib/aarch64-linux-gnu"),
+    "another distribution's": ({}, {}, "usr/lib64"),
 }
 
 
-@pytest.mark.parametrize(("environ", "folder"), PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize(("environ", "files", "folder"), PLACES.values(), ids=PLACES)
 def test_a_library_without_a_version_in_its_name_is_found(
-    environ: Mapping[str, str], folder: str, machine: Path, monkeypatch: pytest.MonkeyPatch
+    environ: dict[str, str], files: dict[str, str], folder: str, machine: Path, monkeypatch: Patch
 ) -> None:
     """The version of a plain libnvrtc.so.13 is read from the file."""
     for name, value in environ.items():
         monkeypatch.setenv(name, value.format(machine))
+    for name, content in files.items():
+        (machine / name).parent.mkdir(parents=True)
+        (machine / name).write_text(content.format(machine))
     path = make_library(machine / folder)
     (found,) = find_candidates(13, ())
     assert found == Candidate("13.1.80", path, "system")
@@ -73,7 +89,7 @@ def test_a_library_without_a_version_in_its_name_is_found(
 @pytest.mark.parametrize("variable", VARIABLES)
 @pytest.mark.parametrize("value", ["relative", ".", ""], ids=repr)
 def test_a_relative_folder_is_not_searched(
-    variable: str, value: str, machine: Path, monkeypatch: pytest.MonkeyPatch
+    variable: str, value: str, machine: Path, monkeypatch: Patch
 ) -> None:
     """A library of the current folder is not loaded, whatever a variable says."""
     for folder in ("relative", "relative/lib", "lib", "."):
@@ -83,22 +99,7 @@ def test_a_relative_folder_is_not_searched(
     assert list(find_candidates(13, ())) == []
 
 
-def test_a_conda_environment_need_not_be_active(machine: Path) -> None:
-    """The environment of the running Python counts too."""
-    (machine / "env/conda-meta").mkdir(parents=True)
-    path = make_library(machine / "env/lib")
-    assert [found.path for found in find_candidates(13, ())] == [path]
-
-
-def test_a_folder_of_the_loader_configuration_is_searched(machine: Path) -> None:
-    """Folders in /etc/ld.so.conf.d are searched."""
-    path = make_library(machine / "opt/cuda")
-    (machine / "etc/ld.so.conf.d").mkdir(parents=True)
-    (machine / "etc/ld.so.conf.d/cuda.conf").write_text(f"# CUDA\n{path.parent}\n")
-    assert [found.path for found in find_candidates(13, ())] == [path]
-
-
-def test_the_search_order(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_order(machine: Path, monkeypatch: Patch) -> None:
     """The order is Conda, folders of the loader, the configured toolkit, the newest one."""
     places = ("conda/lib", "ld", "cuda/lib64", "usr/local/cuda-13.10/lib64")
     paths = [make_library(machine / place) for place in (*places, "usr/local/cuda-13.2/lib64")]
@@ -108,7 +109,7 @@ def test_the_search_order(machine: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [found.path for found in find_candidates(13, ())] == paths
 
 
-def test_unloadable_files_are_skipped(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unloadable_files_are_skipped(machine: Path, monkeypatch: Patch) -> None:
     """Foreign or unversioned libraries, folders, link loops and empty files are skipped."""
     other = make_library(machine / "other")
     content = bytearray(other.read_bytes())
@@ -129,7 +130,7 @@ def test_unloadable_files_are_skipped(machine: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("variable", ["CUDA_HOME", "CONDA_PREFIX", "LD_LIBRARY_PATH"])
 def test_a_folder_that_cannot_be_searched_is_skipped(
-    variable: str, machine: Path, monkeypatch: pytest.MonkeyPatch
+    variable: str, machine: Path, monkeypatch: Patch
 ) -> None:
     """Any file-system error skips to the next folder."""
     valid = make_library(machine / "usr/lib64")
@@ -147,12 +148,6 @@ def test_a_folder_that_cannot_be_searched_is_skipped(
         monkeypatch.setenv(variable, str(place))
 
         assert [found.path for found in find_candidates(13, ())] == [valid]
-
-
-def test_the_version_inside_is_that_of_the_wheel() -> None:
-    """The version inside the installed library equals that of the wheel metadata."""
-    found = find_nvrtc()
-    assert version_inside(found.path) == found.version
 
 
 # argv: what hides the wheels. Compiles here and in a fresh process; prints what was found and
@@ -194,19 +189,25 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def report_of(code: str, **variables: str) -> Any:
+    """Return what a program prints as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **variables},
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    return json.loads(done.stdout)
+
+
 @pytest.mark.parametrize("variable", ["LD_LIBRARY_PATH", "CUDA_HOME"])
 def test_the_file_that_is_found_is_the_one_that_is_loaded(variable: str, copied: Path) -> None:
     """It is loaded with its own builtins and without another NVRTC, also in a fresh process."""
     value = copied if variable == "LD_LIBRARY_PATH" else copied.parent
-    environ = {**os.environ, variable: str(value)}
-    if variable == "CUDA_HOME":
-        environ["LD_LIBRARY_PATH"] = ""
 
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environ, cwd=ROOT, check=True, capture_output=True
-    )
+    report = report_of(COMPILE, **{"LD_LIBRARY_PATH": "", variable: str(value)})
 
-    report = json.loads(done.stdout)
     version = find_nvrtc().version
     assert report["found"] == [version, str(copied / f"libnvrtc.so.{find_nvrtc().release[0]}")]
     assert report["toolchains"] == [f"nvrtc-{version}"] * 2
@@ -218,14 +219,10 @@ def test_the_wheel_is_loaded_whatever_the_loader_would_find(copied: Path) -> Non
     """LD_LIBRARY_PATH overrides neither the NVRTC of the wheel nor its builtins."""
     if find_nvrtc().source == "system":
         pytest.skip("the installed NVRTC comes from no wheel")
-    code = COMPILE.replace('if "nvrtc" in name', "if False")
-    environ = {**os.environ, "LD_LIBRARY_PATH": str(copied)}
 
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, cwd=ROOT, check=True, capture_output=True
-    )
+    with_wheels = COMPILE.replace('if "nvrtc" in name', "if False")
+    report = report_of(with_wheels, LD_LIBRARY_PATH=str(copied))
 
-    report = json.loads(done.stdout)
     folder = find_nvrtc().path.parent
     assert report["found"][1] == str(find_nvrtc().path)
     assert {Path(path).parent for path in report["mapped"]} == {folder}

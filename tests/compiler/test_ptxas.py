@@ -66,10 +66,7 @@ def resources(symbol: str, registers: int, *sizes: int) -> Resources:
     [
         (LOG_12_8, (resources("combine", 32, 0, 0, 0, 2064),)),
         (LOG_13_0, (resources("mla_sm80", 249, 16, 12, 8, 0),)),
-        (
-            LOG_13_5,
-            (resources("narrow", 8, 0, 0, 0, 0), resources("wide", 32, 256, 0, 0, 400)),
-        ),
+        (LOG_13_5, (resources("narrow", 8, 0, 0, 0, 0), resources("wide", 32, 256, 0, 0, 400))),
         ("", ()),
     ],
     ids=["12.8", "13.0", "13.5 with two kernels and a function", "an empty log"],

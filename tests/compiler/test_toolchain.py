@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
@@ -15,8 +14,8 @@ from mlagen.compiler import nvrtc_search, toolchain
 from mlagen.compiler.toolchain import find_nvrtc, options_for, wanted_toolchain
 from mlagen.errors import ToolchainError
 from mlagen.spec.arch import parse_arch
-from tests.cache.builds import ROOT
-from tests.compiler.elf_files import elf_file
+from tests.compiler.test_nvrtc_search import elf_file
+from tests.fixture_types import Patch
 
 CU12, CU13 = "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"
 
@@ -40,7 +39,7 @@ class FakeDistribution:
 
 
 @pytest.fixture
-def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+def bare(monkeypatch: Patch) -> Iterator[Patch]:
     """Hide the NVRTC libraries of the system."""
     monkeypatch.setattr(nvrtc_search, "_system_folders", lambda _: iter(()))
     find_nvrtc.cache_clear()
@@ -51,7 +50,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def install(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, bindings: str | None, wheels: Mapping[str, str]
+    monkeypatch: Patch, folder: Path, bindings: str | None, wheels: Mapping[str, str]
 ) -> None:
     """Simulate a version of cuda-bindings, and NVRTC wheels by name and version."""
     known = {}
@@ -87,7 +86,7 @@ def install(
     ids=["CUDA 13", "CUDA 12", "a future major version", "a rebuilt wheel"],
 )
 def test_the_wheel_of_the_bindings_major_version_is_found(
-    bindings: str, name: str, declared: str, version: str, bare: pytest.MonkeyPatch, tmp_path: Path
+    bindings: str, name: str, declared: str, version: str, bare: Patch, tmp_path: Path
 ) -> None:
     """Version, file and origin come from the record of the wheel; nothing is loaded."""
     install(bare, tmp_path, bindings, {name: declared})
@@ -102,47 +101,36 @@ def test_the_wheel_of_the_bindings_major_version_is_found(
 NO_NVRTC = (
     "NVRTC: no libnvrtc.so.{0} found for cuda-bindings {0}; run: pip install nvidia-cuda-nvrtc"
 )
-
-
-@pytest.mark.parametrize(
-    ("bindings", "wheels", "message"),
-    [
-        (None, {CU13: "13.5.37"}, "cuda-bindings: not installed; run: pip install cuda-python"),
-        ("13.4.4", {}, NO_NVRTC.format(13)),
-        ("12.9.1", {}, f"{NO_NVRTC.format(12)}-cu12"),
-        ("13.4.4", {CU12: "12.9.86"}, NO_NVRTC.format(13)),
-    ],
-    ids=["no bindings", "CUDA 13", "CUDA 12", "NVRTC of another major version"],
+NO_BINDINGS = "cuda-bindings: not installed; run: pip install cuda-python"
+TOO_OLD = (
+    f"NVRTC: expected 12.8 or newer, got 12.6.85 in {{}}/{CU12}/nvidia/lib/libnvrtc.so.12; "
+    f"run: pip install -U {CU12}"
 )
+ERRORS: dict[str, tuple[str | None, dict[str, str], str]] = {
+    "no bindings": (None, {CU13: "13.5.37"}, NO_BINDINGS),
+    "CUDA 13": ("13.4.4", {}, NO_NVRTC.format(13)),
+    "CUDA 12": ("12.9.1", {}, f"{NO_NVRTC.format(12)}-cu12"),
+    "NVRTC of another major version": ("13.4.4", {CU12: "12.9.86"}, NO_NVRTC.format(13)),
+    "NVRTC that is too old": ("12.9.1", {CU12: "12.6.85"}, TOO_OLD),
+}
+
+
+@pytest.mark.parametrize(("bindings", "wheels", "message"), ERRORS.values(), ids=ERRORS)
 def test_without_nvrtc_the_message_has_the_command(
-    bindings: str | None,
-    wheels: dict[str, str],
-    message: str,
-    bare: pytest.MonkeyPatch,
-    tmp_path: Path,
+    bindings: str | None, wheels: dict[str, str], message: str, bare: Patch, tmp_path: Path
 ) -> None:
-    """The message names the wheel for the installed bindings."""
+    """The message names the wheel for the installed bindings, and an installed version."""
     install(bare, tmp_path, bindings, wheels)
-    with pytest.raises(ToolchainError) as caught:
-        find_nvrtc()
-    assert str(caught.value) == message
+    failing: list[Callable[[], object]] = [find_nvrtc, partial(wanted_toolchain, "exact")]
+    if bindings is None:
+        failing.append(partial(wanted_toolchain, "compatible"))
+    for find in failing:
+        with pytest.raises(ToolchainError) as caught:
+            find()
+        assert str(caught.value) == message.format(tmp_path.resolve())
 
 
-def test_an_nvrtc_that_is_too_old_is_rejected(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The message has the required version, the installed one, and the pip command."""
-    install(bare, tmp_path, "12.9.1", {CU12: "12.6.85"})
-    with pytest.raises(ToolchainError) as caught:
-        find_nvrtc()
-    library = (tmp_path / "nvidia-cuda-nvrtc-cu12/nvidia/lib/libnvrtc.so.12").resolve()
-    assert str(caught.value) == (
-        f"NVRTC: expected 12.8 or newer, got 12.6.85 in {library}; "
-        "run: pip install -U nvidia-cuda-nvrtc-cu12"
-    )
-
-
-def test_a_later_nvrtc_that_is_new_enough_is_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_later_nvrtc_that_is_new_enough_is_used(monkeypatch: Patch, tmp_path: Path) -> None:
     """The wheel of a newer toolkit is used beside the old wheel that torch pins."""
     install(monkeypatch, tmp_path, "12.9.1", {CU12: "12.4.127"})
     library = elf_file(tmp_path / "cuda/lib64/libnvrtc.so.12.9.86")
@@ -150,20 +138,6 @@ def test_a_later_nvrtc_that_is_new_enough_is_used(
     monkeypatch.setattr(nvrtc_search, "_system_folders", lambda _: iter([library.parent]))
     found = find_nvrtc.__wrapped__()
     assert (found.version, found.path) == ("12.9.86", library)
-
-
-def test_finding_nvrtc_loads_nothing() -> None:
-    """Neither the bindings nor the library are loaded afterwards."""
-    code = (
-        "import sys; before = set(sys.modules); "
-        "from mlagen.compiler.toolchain import find_nvrtc; find_nvrtc(); "
-        "print([name for name in {*sys.modules} - before if name.startswith('cuda')], "
-        "'libnvrtc' in open('/proc/self/maps').read())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "[] False\n"
 
 
 @pytest.mark.parametrize(
@@ -197,32 +171,19 @@ def test_options_of_a_version(arch: str, version: str, target: str, has_cache_op
     ],
 )
 def test_the_toolchain_of_a_policy(
-    policy: str, wheels: Mapping[str, str], toolchain: str, bare: pytest.MonkeyPatch, tmp_path: Path
+    policy: str, wheels: Mapping[str, str], toolchain: str, bare: Patch, tmp_path: Path
 ) -> None:
     """A policy selects the installed compiler, any of its major version, or a named one."""
     install(bare, tmp_path, "13.4.4", wheels)
     assert wanted_toolchain(policy) == toolchain
 
 
-def test_a_missing_compiler_is_searched_once(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_compiler_is_searched_once(bare: Patch, tmp_path: Path) -> None:
     """The second key of a process without a compiler reads no metadata."""
     install(bare, tmp_path, "13.4.4", {})
     first = wanted_toolchain("auto")
     bare.setattr(toolchain, "metadata", None)
     assert wanted_toolchain("auto") == first
-
-
-@pytest.mark.parametrize(
-    ("policy", "bindings", "text"),
-    [("exact", "13.4.4", "pip install nvidia-cuda-nvrtc$"), ("compatible", None, "cuda-python")],
-)
-def test_a_policy_without_a_toolchain_is_an_error(
-    policy: str, bindings: str | None, text: str, bare: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The message has the pip command."""
-    install(bare, tmp_path, bindings, {})
-    with pytest.raises(ToolchainError, match=text):
-        wanted_toolchain(policy)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100f"])

@@ -23,8 +23,9 @@ from mlagen.families.gqa.dispatch import GQA
 from mlagen.families.mla.dispatch import MLA
 from mlagen.mla import flare, flare_q
 from mlagen.settings import current_settings
-from tests.families.launches import GQA_PATHS, SM80_PATH, SM90_PATH, Launch, record_launches
+from tests.families.launches import GQA_PATHS, SM80_PATH, SM90_PATH, Case, Launches, record_launches
 from tests.families.planned_runs import planned, planned_packed, run_wrapper
+from tests.fixture_types import Patch
 from tests.problems import batch_decode
 from tests.problems.entry_points import ENTRY_POINTS
 from tests.problems.gqa import GqaCase
@@ -122,7 +123,7 @@ class Row:
         return [name for name in signature(self.run).parameters if name not in tensors]
 
 
-def _given(name: str, case: MlaCase | GqaCase) -> dict[str, Any]:
+def _given(name: str, case: Case) -> dict[str, Any]:
     entry, problem = ENTRY_POINTS[name], case.build("cpu")
     given = entry.arguments(problem) | {"workspace_buffer": torch.zeros(1 << 20)}
     return given | {entry.names["out"]: entry.new_out(problem, 0.0)}
@@ -194,22 +195,12 @@ ROWS = {
 }
 
 
-def with_tensor(arguments: dict[str, Any], name: str, change: Callable[[Any], Any]) -> Any:
-    """Return the arguments with one tensor changed; ``name`` may be an element of a pair."""
-    whole, bracket, index = name.rstrip("]").partition("[")
-    if not bracket:
-        return arguments | {name: change(arguments[name])}
-    pair = list(arguments[whole])
-    pair[int(index)] = change(pair[int(index)])
-    return arguments | {whole: tuple(pair)}
-
-
 @dataclass(frozen=True, kw_only=True)
 class EntryPoint:
     """An entry point with an empty cache, and the launches and signatures of its calls."""
 
     row: Row
-    launches: list[Launch]
+    launches: Launches
     signatures: list[object] = field(default_factory=list)  # read by calls
     runs: list[object] = field(default_factory=list)  # calls without a replay
 
@@ -254,7 +245,7 @@ class EntryPoint:
         return self.runs == []
 
 
-def make_entry_point(monkeypatch: pytest.MonkeyPatch, row: Row) -> EntryPoint:
+def make_entry_point(monkeypatch: Patch, row: Row) -> EntryPoint:
     """Return an entry point whose calls are planned for a GPU, with outputs on the CPU."""
     launches = record_launches(monkeypatch)
     calls = row.calls

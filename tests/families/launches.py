@@ -32,10 +32,12 @@ from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
 from mlagen.spec.kernel import KernelSpec, packing_of
+from tests.fixture_types import Patch
 from tests.problems.entry_points import ENTRY_POINTS
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase, MlaProblem
 
+Case = MlaCase | GqaCase
 H200 = Arch(90, "a")
 H200_FACTS = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
 
@@ -66,10 +68,13 @@ class Launch(NamedTuple):
     values: dict[str, Any]
 
 
+Launches = list[Launch]
+
+
 class _Replay(NamedTuple):
     """A recorded launch that can be enqueued again."""
 
-    recorded: list[Launch]
+    recorded: Launches
     launch: Launch
 
     def enqueue(self, enable_pdl: bool) -> None:
@@ -81,7 +86,7 @@ class Launched(NamedTuple):
 
     call: Any  # the launcher
     out: torch.Tensor
-    launches: list[Launch]
+    launches: Launches
 
     @property
     def families(self) -> list[str]:
@@ -99,13 +104,13 @@ GQA_PATHS = (
 
 
 def record_launches(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
     *,
     paths: tuple[tuple[ModuleType, ModuleType, str], ...] = SM80_PATH + SM90_PATH + GQA_PATHS,
     arch: Arch = H200,
-) -> list[Launch]:
+) -> Launches:
     """Simulate GPU 0 with 132 SMs, and record the launches of the modules of ``paths``."""
-    recorded: list[Launch] = []
+    recorded: Launches = []
 
     def record(kernel: LoadedKernel, blocks: int, enable_pdl: bool, *values: float) -> _Replay:
         fields = kernel.spec.parameters
@@ -149,7 +154,7 @@ def map_of(tensor: TiledTensor, address: int) -> bytes:
     return hashlib.sha512(repr((tensor, address)).encode()).digest() * 2
 
 
-def simulate_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def simulate_h200(monkeypatch: Patch) -> Iterator[None]:
     """Plan for an H200 as GPU 0, until the iterator goes on."""
     plans: Any = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_sm80_call)
     for module in (mla_plan, gqa_plan, workspace):
@@ -162,7 +167,7 @@ def simulate_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         plan.cache_clear()
 
 
-def args_of(case: MlaCase | GqaCase, entry: str = "xqa_batch", **changes: Any) -> Any:
+def args_of(case: Case, entry: str = "xqa_batch", **changes: Any) -> Any:
     """Return the arguments of a case, of GQA those that an entry point makes, some changed."""
     problem = case.build("cpu")
     if isinstance(problem, MlaProblem):
@@ -179,7 +184,7 @@ def args_of(case: MlaCase | GqaCase, entry: str = "xqa_batch", **changes: Any) -
     return seen[0]._replace(**changes)
 
 
-def launched(args: Any, launches: list[Launch], kernel: str = "sm80") -> Launched:
+def launched(args: Any, launches: Launches, kernel: str = "sm80") -> Launched:
     """Run a call on CPU tensors as if on the GPU, and return its part of the recorded launches."""
     is_mla = isinstance(args, MlaArgs)
     family: Any = mla_call if is_mla else gqa_call

@@ -132,7 +132,7 @@ def changed(arguments: dict[str, Any], argument: str, change: Any) -> dict[str, 
         return arguments | {name: value}
     items, index = list(arguments[name]), int(item.rstrip("]"))
     items[index] = change(items[index]) if callable(change) else change
-    return arguments | {name: items}
+    return arguments | {name: type(arguments[name])(items)}
 
 
 def check(row: Row, error: type[Exception] = ArgumentError) -> None:

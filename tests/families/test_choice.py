@@ -17,7 +17,8 @@ from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
 from mlagen.families.mla import tensor_maps as mla_maps
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
-from tests.families.launches import Launch, Launched, args_of, launched, record_launches
+from tests.families.launches import Case, Launched, Launches, args_of, launched, record_launches
+from tests.fixture_types import Log, Patch
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase, mla_case
 from tests.problems.problem import E4M3
@@ -67,16 +68,14 @@ UNSUPPORTED = [
 ]
 
 
-def choose(
-    case: MlaCase | GqaCase, launches: list[Launch], kernel: str, **changes: Any
-) -> Launched:
+def choose(case: Case, launches: Launches, kernel: str, **changes: Any) -> Launched:
     """Launch a case with a sufficient workspace."""
     workspace = torch.empty(1 << 22, dtype=torch.uint8)
     changes = {"workspace_buffer": workspace} | changes if isinstance(case, GqaCase) else changes
     return launched(args_of(case, **changes), launches, kernel)
 
 
-def reject_sm90(case: MlaCase | GqaCase, launches: list[Launch], message: str) -> str:
+def reject_sm90(case: Case, launches: Launches, message: str) -> str:
     """Require the sm80 kernel, and the rejection of a forced sm90 kernel before any launch."""
     family = "GQA" if isinstance(case, GqaCase) else "MLA"
     assert choose(case, launches, "auto").families[0] == f"{family.lower()}_sm80"
@@ -90,13 +89,11 @@ def reject_sm90(case: MlaCase | GqaCase, launches: list[Launch], message: str) -
 
 
 @pytest.mark.parametrize(
-    ("case", "sm90"),
-    [(case, sm90) for sm90, cases in SUPPORTED.items() for case in cases],
-    ids=str,
+    ("case", "sm90"), [(case, sm90) for sm90, cases in SUPPORTED.items() for case in cases], ids=str
 )
 @pytest.mark.parametrize("kernel", ["auto", "sm80", "sm90"])
 def test_calls_that_both_kernels_support_use_the_requested_one(
-    case: MlaCase | GqaCase, sm90: str, kernel: str, launches: list[Launch]
+    case: Case, sm90: str, kernel: str, launches: Launches
 ) -> None:
     """Without a request a long call uses the sm90 kernel."""
     call = choose(case, launches, kernel, max_seq_len=10_000)
@@ -112,9 +109,7 @@ def test_calls_that_both_kernels_support_use_the_requested_one(
     ],
     ids=str,
 )
-def test_a_small_call_uses_the_sm80_kernel(
-    case: MlaCase, sm90: str, launches: list[Launch]
-) -> None:
+def test_a_small_call_uses_the_sm80_kernel(case: MlaCase, sm90: str, launches: Launches) -> None:
     """A small call uses the sm80 kernel, unless the settings force the sm90 kernel."""
     assert choose(case, launches, "auto").families[0] == "mla_sm80"
     assert choose(case, launches, "sm90").families[0] == sm90
@@ -122,7 +117,7 @@ def test_a_small_call_uses_the_sm80_kernel(
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_fp16_p_selects_another_kernel_for_e4m3(
-    page_size: int, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+    page_size: int, launches: Launches, monkeypatch: Patch
 ) -> None:
     """``MLAGEN_MLA_P_DTYPE=fp16`` changes the kernel of calls with e4m3 query and cache only."""
     monkeypatch.setenv("MLAGEN_MLA_P_DTYPE", "fp16")
@@ -134,9 +129,7 @@ def test_fp16_p_selects_another_kernel_for_e4m3(
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED, ids=str)
-def test_unsupported_calls_use_the_sm80_kernel(
-    case: MlaCase | GqaCase, launches: list[Launch]
-) -> None:
+def test_unsupported_calls_use_the_sm80_kernel(case: Case, launches: Launches) -> None:
     """Calls that the sm90 kernel does not support are rejected only if the settings force it."""
     reject_sm90(case, launches, "no such kernel for sm_90a, query ")
 
@@ -161,11 +154,7 @@ GQA_COVERED = (
 @pytest.mark.parametrize(("case", "covered"), [(MLA, MLA_COVERED), (GQA, GQA_COVERED)], ids=str)
 @pytest.mark.parametrize("arch", [Arch(80, ""), Arch(100, "f")], ids=str)
 def test_another_gpu_uses_the_sm80_kernel(
-    arch: Arch,
-    case: MlaCase | GqaCase,
-    covered: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    arch: Arch, case: Case, covered: str, monkeypatch: Patch, caplog: Log
 ) -> None:
     """The log names the GPU; the message of a forced sm90 kernel also lists what it covers."""
     caplog.set_level(logging.DEBUG, logger="mlagen")
@@ -179,7 +168,7 @@ def test_another_gpu_uses_the_sm80_kernel(
 
 @pytest.mark.parametrize("case", [MLA, GQA], ids=["mla", "gqa"])
 def test_a_cache_whose_tensor_map_fails_uses_the_sm80_kernel(
-    case: MlaCase | GqaCase, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+    case: Case, launches: Launches, monkeypatch: Patch
 ) -> None:
     """If the sm90 kernel is forced, the message has the driver's error."""
 
@@ -194,7 +183,7 @@ def test_a_cache_whose_tensor_map_fails_uses_the_sm80_kernel(
 
 @pytest.mark.parametrize(("case", "tokens"), [(MLA, 64), (GQA, 128)], ids=["mla", "gqa"])
 def test_a_schedule_beyond_32_bits_uses_the_sm80_kernel(
-    case: MlaCase | GqaCase, tokens: int, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+    case: Case, tokens: int, launches: Launches, monkeypatch: Patch
 ) -> None:
     """A linear block index has 31 bits, so a longer schedule is rejected if forced."""
     for module in (mla_sm90_launcher, gqa_sm90_launcher):
@@ -206,7 +195,7 @@ def test_a_schedule_beyond_32_bits_uses_the_sm80_kernel(
 
 
 def test_a_cta_takes_one_head_if_tiles_of_several_heads_exceed_32_bits(
-    launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+    launches: Launches, monkeypatch: Patch
 ) -> None:
     """One head per CTA makes larger KV tiles, so that their number fits in 32 bits."""
     monkeypatch.setattr(gqa_plan, "choose_heads_per_cta", lambda *_: 2)
@@ -242,12 +231,7 @@ LONG_MLA = MlaCase(seq_lens=(70, 3), heads=128)
     ids=str,
 )
 def test_a_choice_is_logged(
-    case: MlaCase | GqaCase,
-    kernel: str,
-    max_len: int,
-    lines: list[str],
-    launches: list[Launch],
-    caplog: pytest.LogCaptureFixture,
+    case: Case, kernel: str, max_len: int, lines: list[str], launches: Launches, caplog: Log
 ) -> None:
     """A new signature logs the reason for its kernel, if any, and last its grid."""
     caplog.set_level(logging.DEBUG, logger="mlagen")

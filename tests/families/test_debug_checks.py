@@ -10,16 +10,17 @@ import torch
 from mlagen.errors import CaptureError
 from mlagen.families.mla.dispatch import run_mla
 from mlagen.settings import current_settings
+from tests.families.launches import Case
 from tests.families.rejections import MLA_CASES, Row, Rows, broken, check, put, valid_call
+from tests.fixture_types import Patch
 from tests.problems.entry_points import decode_gqa
-from tests.problems.gqa import GqaCase
 from tests.problems.gqa_cases import CASES
-from tests.problems.mla import MlaCase
+from tests.problems.mla import MlaProblem
 from tests.problems.problem import ints
 
 
 @pytest.fixture(autouse=True)
-def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def checked(monkeypatch: Patch) -> None:
     """Enable the content checks."""
     monkeypatch.setenv("MLAGEN_CHECK", "1")
     current_settings.cache_clear()
@@ -34,7 +35,7 @@ CONTENTS: Rows = {
         ("seq_lens", put(1, value=-1), "[1]: expected 0 or more, got -1"),
     ],
     "run_mla other pages": [
-        ("block_tables", put(1, 1, 0, value=10), "[1, 0]: expected 0 to 9 (pages of the cache), "),
+        ("block_tables", put(1, 1, 0, value=10), "[1, 0]: expected 0 to 9 (pages of the cache), ")
     ],
     "run_mla ragged": [
         ("cum_seq_lens_q", ints(0, 6, 5), "[2]: expected 6 or more (cum_seq_lens_q[1]), got 5"),
@@ -48,11 +49,9 @@ CONTENTS: Rows = {
         ("kv_indptr", put(0, value=-1), "[0]: expected 0 or more, got -1"),
         ("kv_indptr", put(1, value=4), "[2]: expected 4 or more (kv_indptr[1]), got 3"),
     ],
-    "run_mla sparse ragged": [
-        ("seq_lens", put(1, value=-1), "[1]: expected 0 or more, got -1"),
-    ],
+    "run_mla sparse ragged": [("seq_lens", put(1, value=-1), "[1]: expected 0 or more, got -1")],
     "run_mla biased": [
-        ("max(seq_lens)", {"seq_lens": put(0, value=76)}, ": expected 75 (bias) or less, got 76"),
+        ("max(seq_lens)", {"seq_lens": put(0, value=76)}, ": expected 75 (bias) or less, got 76")
     ],
     "xqa_batch": [
         ("seq_lens", put(1, value=-2), "[1]: expected 0 or more, got -2"),
@@ -61,7 +60,7 @@ CONTENTS: Rows = {
         ("block_tables", put(1, 0, value=-1), "[1, 0]: expected 0 to 9 (pages of the cache), got"),
     ],
     "xqa_batch drafts": [
-        ("seq_lens", put(1, value=1), "[1]: expected 0, or 2 (its query tokens) or more, got 1"),
+        ("seq_lens", put(1, value=1), "[1]: expected 0, or 2 (its query tokens) or more, got 1")
     ],
     "xqa_batch ragged": [
         ("q_cu_seq_lens", ints(1, 2, 5), "[0]: expected 0, got 1"),
@@ -90,30 +89,22 @@ VALID_MLA = [
 VALID_GQA = [
     case
     for case in CASES[::11]
-    if all(
-        length >= q_len or length == 0
-        for length, q_len in zip(case.seq_lens, case.lens, strict=True)
-    )
-    and max(case.seq_lens) <= 300
+    if max(case.seq_lens) <= 300
+    and all(n == 0 or n >= q_len for n, q_len in zip(case.seq_lens, case.lens, strict=True))
 ]
 
 
-@pytest.mark.parametrize("case", VALID_MLA, ids=str)
-def test_valid_contents_of_mla_pass(case: MlaCase) -> None:
-    """Elements that no kernel reads are not checked."""
+@pytest.mark.parametrize("case", [*VALID_MLA, *VALID_GQA], ids=str)
+def test_valid_contents_pass(case: Case) -> None:
+    """Elements that no kernel reads, past the end of a request or of an empty one, pass."""
     problem = case.build("cpu")
 
-    out, _ = run_mla(problem.inputs(), enable_pdl=True)
+    if isinstance(problem, MlaProblem):
+        out, _ = run_mla(problem.inputs(), enable_pdl=True)
+    else:
+        out = decode_gqa(problem)
 
     problem.check(out)
-
-
-@pytest.mark.parametrize("case", VALID_GQA, ids=str)
-def test_valid_contents_of_gqa_pass(case: GqaCase) -> None:
-    """Invalid ids past the end of a request, and empty requests, pass."""
-    problem = case.build("cpu")
-
-    problem.check(decode_gqa(problem))
 
 
 def test_unsigned_ids_and_lengths_pass() -> None:
@@ -136,9 +127,7 @@ def test_top_k_lengths_replace_sequence_lengths() -> None:
 
 
 @pytest.mark.parametrize("call", ["run_mla", "xqa_batch"])
-def test_a_checked_call_is_rejected_during_capture(
-    call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checked_call_is_rejected_during_capture(call: str, monkeypatch: Patch) -> None:
     """The checks would wait for the device of the query; nothing is written."""
     is_capturing = torch.device("cpu").__eq__
     monkeypatch.setattr("mlagen.families.common.device_checks.is_capturing", is_capturing)
@@ -159,7 +148,7 @@ def test_a_call_without_requests_passes(call: str) -> None:
     assert arguments["out"].shape[0] == 0
 
 
-def test_without_the_variable_contents_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_variable_contents_are_not_checked(monkeypatch: Patch) -> None:
     """Without ``MLAGEN_CHECK=1`` no content check runs."""
     monkeypatch.delenv("MLAGEN_CHECK")
     current_settings.cache_clear()

@@ -17,7 +17,8 @@ from mlagen.families.mla import tensor_maps as mla_maps
 from mlagen.families.mla.dispatch import MLA
 from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.settings import current_settings
-from tests.families.launches import SCHEDULE_ID, Launch, args_of, launched
+from tests.families.launches import SCHEDULE_ID, Case, Launches, args_of, launched
+from tests.fixture_types import Patch
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase
 from tests.problems.problem import E4M3
@@ -46,11 +47,7 @@ FAMILIES = pytest.mark.parametrize("case", [UNIFORM, RAGGED_GQA], ids=["mla", "g
 )
 @KERNELS
 def test_factors_of_scores_and_outputs(
-    entry: str,
-    changes: dict[str, Any],
-    factors: tuple[float, ...],
-    kernel: str,
-    launches: list[Launch],
+    entry: str, changes: dict[str, Any], factors: tuple[float, ...], kernel: str, launches: Launches
 ) -> None:
     """A GQA kernel gets the factors of the entry point."""
     if changes.get("kv") in {"int8", "nvfp4"}:
@@ -67,7 +64,7 @@ def test_factors_of_scores_and_outputs(
 @KERNELS
 @pytest.mark.parametrize(("base", "factor"), [("base2", 1.0), ("basee", math.log(2))])
 def test_an_lse_has_the_factor_of_its_base(
-    base: str, factor: float, kernel: str, launches: list[Launch]
+    base: str, factor: float, kernel: str, launches: Launches
 ) -> None:
     """Every kernel of a split call has it."""
     lse: dict[str, Any] = {"lse": torch.zeros(2, 16), "return_lse": True, "return_lse_base": base}
@@ -81,11 +78,7 @@ def test_an_lse_has_the_factor_of_its_base(
 
 @pytest.mark.parametrize(
     ("window", "pages", "expected"),
-    [
-        (2**31 - 1, 8, MAX_TOKENS),
-        (MAX_TOKENS, 2**23, MAX_TOKENS),
-        (0x7FFEFFFF, 2**23, 0x7FFEFFFF),
-    ],
+    [(2**31 - 1, 8, MAX_TOKENS), (MAX_TOKENS, 2**23, MAX_TOKENS), (0x7FFEFFFF, 2**23, 0x7FFEFFFF)],
 )
 def test_a_window_that_hides_no_token_is_the_maximum(
     window: int, pages: int, expected: int
@@ -99,7 +92,7 @@ def test_a_window_that_hides_no_token_is_the_maximum(
 
 @pytest.mark.parametrize(("requests", "schedule_id"), [(256, SCHEDULE_ID), (257, 0)])
 def test_schedules_are_cached_for_at_most_one_request_per_thread(
-    requests: int, schedule_id: int, launches: list[Launch]
+    requests: int, schedule_id: int, launches: Launches
 ) -> None:
     """A batch above the number of threads has schedule id 0, without cached metadata."""
     args = args_of(MlaCase(seq_lens=(3,) * requests))
@@ -108,7 +101,7 @@ def test_schedules_are_cached_for_at_most_one_request_per_thread(
 
 
 @pytest.mark.parametrize("kernel", ["sm80", "sm90"])
-def test_a_rank_of_context_parallel_has_its_parameters(kernel: str, launches: list[Launch]) -> None:
+def test_a_rank_of_context_parallel_has_its_parameters(kernel: str, launches: Launches) -> None:
     """The global lengths, the ranks and the rank; no schedule is cached, for it depends on them."""
     args = args_of(replace(UNIFORM, cp_world=4, cp_rank=3))
     lengths = args.causal_seqlens_kv_global
@@ -121,7 +114,7 @@ def test_a_rank_of_context_parallel_has_its_parameters(kernel: str, launches: li
     assert values.get("schedule_id", 0) == 0
 
 
-def test_parts_in_one_row_have_one_map(launches: list[Launch]) -> None:
+def test_parts_in_one_row_have_one_map(launches: Launches) -> None:
     """Views of one cache are detected by address, and separate tensors too."""
     args = args_of(UNIFORM)
     cache = args.kv_cache
@@ -139,9 +132,7 @@ def test_parts_in_one_row_have_one_map(launches: list[Launch]) -> None:
 
 @KERNELS
 @FAMILIES
-def test_a_query_of_no_tokens_launches_nothing(
-    case: MlaCase | GqaCase, kernel: str, launches: list[Launch]
-) -> None:
+def test_a_query_of_no_tokens_launches_nothing(case: Case, kernel: str, launches: Launches) -> None:
     """Requests without query tokens have an empty output, and need no workspace."""
     args = args_of(replace(case, q_lens=(1, 0)))
     ends, workspace = torch.zeros(3, dtype=torch.int32), args.workspace_buffer[:0]
@@ -156,7 +147,7 @@ def test_a_query_of_no_tokens_launches_nothing(
 @KERNELS
 @FAMILIES
 def test_a_workspace_too_small_is_rejected_with_both_sizes(
-    case: MlaCase | GqaCase, kernel: str, launches: list[Launch]
+    case: Case, kernel: str, launches: Launches
 ) -> None:
     """A workspace one byte below the plan's size is rejected."""
     workspace = torch.zeros(64 << 20, dtype=torch.uint8)
@@ -178,7 +169,7 @@ def test_a_workspace_too_small_is_rejected_with_both_sizes(
 )
 @FAMILIES
 def test_a_number_beyond_float32_is_rejected_at_a_cached_call(
-    case: MlaCase | GqaCase, scale: float, shown: str, launches: list[Launch]
+    case: Case, scale: float, shown: str, launches: Launches
 ) -> None:
     """A cached call rejects an invalid float too, though signatures contain no floats."""
     args, calls = args_of(case), MLA if isinstance(case, MlaCase) else GQA
@@ -193,7 +184,7 @@ def test_a_number_beyond_float32_is_rejected_at_a_cached_call(
 
 
 def test_a_cached_call_checks_pointers_and_encodes_maps_of_new_caches(
-    launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+    launches: Launches, monkeypatch: Patch
 ) -> None:
     """A pointer that is not aligned is rejected by name; a cache has its maps encoded once."""
     args = args_of(UNIFORM)
@@ -218,7 +209,7 @@ def test_a_cached_call_checks_pointers_and_encodes_maps_of_new_caches(
     assert encoded == [other.data_ptr(), other.data_ptr() + 1024, other.data_ptr()]
 
 
-def test_cpu_tensors_need_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_tensors_need_no_kernel(monkeypatch: Patch) -> None:
     """The requested kernel does not affect calls on CPU tensors."""
     problem = UNIFORM.build("cpu")
     monkeypatch.setenv("MLAGEN_MLA_KERNEL", "sm90")

@@ -165,6 +165,8 @@ ACCEPTED: dict[str, list[tuple[str, object]]] = {
         ("window_left", -(2**40)),
         ("window_left", 2**40),
     ],
+    "xqa_batch stacked": [("kv_cache", lambda both: (both[:, 0], both[:, 1]))],
+    "xqa_batch nvfp4 24 bytes": [("kv_cache[0]", lambda cache: displaced(cache, 8))],
     "xqa": [("num_kv_heads", Two()), ("sliding_win_size", 2**40)],
 }
 
@@ -176,7 +178,7 @@ ACCEPTED: dict[str, list[tuple[str, object]]] = {
 def test_an_equal_value_of_another_form_is_accepted(
     call: str, argument: str, value: object
 ) -> None:
-    """Integers of any type, numbers for scales, views and paddings give the same result."""
+    """Integers of any type, numbers for scales, views, paddings and whole rows give the result."""
     function, problem, valid = valid_call(call)
     arguments = changed(valid, argument, value)
 

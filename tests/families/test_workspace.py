@@ -12,7 +12,7 @@ import torch
 import mlagen
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.families import workspace
-from mlagen.families.common.plan_sm80 import MlaProblemShape, plan_mla_sm80
+from mlagen.families.common.plan_sm80 import plan_mla_sm80
 from mlagen.families.gqa import select as gqa_select
 from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
 from mlagen.families.mla import select as mla_plan
@@ -22,6 +22,8 @@ from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from tests.families.launches import H200, H200_FACTS, launched, record_launches
+from tests.families.shapes import mla_shape
+from tests.fixture_types import Patch
 from tests.kernels import SM_80, SM_90A, SM_COUNTS, mla_sm80
 from tests.problems.mla import MlaCase
 
@@ -30,7 +32,7 @@ E4M3 = torch.float8_e4m3fn
 pytestmark = pytest.mark.usefixtures("h200")
 
 
-def choose(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def choose(kernel: str, monkeypatch: Patch) -> None:
     """Set the requested kernel."""
     monkeypatch.setenv("MLAGEN_MLA_KERNEL", kernel)
     current_settings.cache_clear()
@@ -50,9 +52,7 @@ MAX_CALLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("call", MAX_CALLS.values(), ids=MAX_CALLS)
-def test_no_call_needs_more_than_the_maximum(
-    call: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_call_needs_more_than_the_maximum(call: dict[str, Any], monkeypatch: Patch) -> None:
     """The bound holds for all batch sizes, heads, lengths and GPUs, of every kernel."""
     gpus = [replace(H200_FACTS, sm_count=sm_count) for sm_count in SM_COUNTS]
     for module in (mla_plan, gqa_select, workspace):
@@ -82,13 +82,7 @@ def test_no_mask_needs_more_than_the_maximum(arch: Arch) -> None:
         for rows, dtype, mask in variants
     ]
     for (batch, q_len, heads, max_kv_len), spec in product(shapes, dict.fromkeys(specs)):
-        problem = MlaProblemShape(
-            batch=batch,
-            q_len=q_len,
-            heads=heads,
-            total_rows=batch * max(1, q_len) * heads,
-            max_kv_len=max_kv_len,
-        )
+        problem = mla_shape(batch, heads, max_kv_len, q_len, None if q_len else batch)
         needed |= {plan_mla_sm80(spec, problem, sms).workspace_bytes / sms for sms in SM_COUNTS}
 
     assert 0 < max(needed) <= _max_bytes_per_sm(arch)
@@ -107,6 +101,7 @@ def test_a_cpu_needs_no_workspace() -> None:
 LONG = MlaCase(name="", seq_lens=(70, 3), heads=24)
 SIZES: dict[str, Any] = {"batch": 2, "q_len": 1, "heads": 24, "max_seq_len": 50_000}
 RAGGED = {"q_len": 4, "tokens": 5}
+FEW = MlaCase(name="", dtype=E4M3, heads=8, seq_lens=(9,) * 8, q_lens=(1,) * 5 + (0,) * 3)
 CALLS: dict[str, tuple[MlaCase, dict[str, Any]]] = {
     "bf16": (LONG, {}),
     "rank 256": (replace(LONG, kv_lora_rank=256, page_size=1), {"kv_lora_rank": 256}),
@@ -117,6 +112,12 @@ CALLS: dict[str, tuple[MlaCase, dict[str, Any]]] = {
     "separate values": (replace(LONG, values="other pages"), {}),
     "ragged": (replace(LONG, q_lens=(1, 4)), RAGGED),
     "ragged, without the longest": (replace(LONG, q_lens=(1, 4)), RAGGED),
+    # The tiles of shared values, or of the longest query, need less.
+    "separate values of few heads": (
+        replace(LONG, heads=8, q_len=3, values="other pages"),
+        {"q_len": 3, "max_seq_len": 2000},
+    ),
+    "few ragged, without the longest": (FEW, RAGGED | {"max_seq_len": 8192, "dtype": E4M3}),
 }
 SUPPORTED_BY_SM90 = ("bf16", "ragged", "ragged, without the longest")
 
@@ -129,57 +130,27 @@ SUPPORTED_BY_SM90 = ("bf16", "ragged", "ragged, without the longest")
         if kernel != "sm90" or name in SUPPORTED_BY_SM90
     ],
 )
-def test_the_size_is_sufficient(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call accepts a workspace of exactly this size, with either kernel."""
+def test_the_size_is_sufficient(name: str, kernel: str, monkeypatch: Patch) -> None:
+    """A call accepts a workspace of exactly this size, with either kernel and any tile."""
     choose(kernel, monkeypatch)
     case, changes = CALLS[name]
-    needed = mlagen.workspace_bytes(page_size=case.page_size, **SIZES | changes)
+    sizes = SIZES | {"batch": len(case.seq_lens), "heads": case.heads} | changes
+    needed = mlagen.workspace_bytes(page_size=case.page_size, **sizes)
     launches = record_launches(monkeypatch)
-    inputs = case.build("cpu").inputs(
-        max_seq_len=50_000, workspace_buffer=torch.zeros(needed, dtype=torch.uint8)
-    )
-    if name == "ragged, without the longest":
+    workspace = torch.zeros(needed, dtype=torch.uint8)
+    inputs = case.build("cpu").inputs(max_seq_len=sizes["max_seq_len"], workspace_buffer=workspace)
+    if "without the longest" in name:
         inputs = inputs._replace(max_q_len=None)
 
     for taken in ("sm80", "sm90") if kernel == "auto" else (kernel,):
         if taken == "sm80" or name in SUPPORTED_BY_SM90:
             call, _, _ = launched(inputs, launches, taken)
             assert 0 < call.plan.workspace_bytes <= needed
-
-
-# The tiles of shared values, or of the longest query, need less.
-OTHER_TILES: dict[str, tuple[MlaCase, dict[str, Any]]] = {
-    "separate values": (
-        replace(LONG, heads=8, q_len=3, values="other pages"),
-        {"q_len": 3, "max_seq_len": 2000},
-    ),
-    "ragged, without the longest": (
-        MlaCase(name="", dtype=E4M3, heads=8, seq_lens=(9,) * 8, q_lens=(1,) * 5 + (0,) * 3),
-        {"q_len": 4, "tokens": 5, "max_seq_len": 8192, "dtype": E4M3},
-    ),
-}
-
-
-@pytest.mark.parametrize(("case", "sizes"), OTHER_TILES.values(), ids=OTHER_TILES)
-def test_the_size_covers_all_tiles(
-    case: MlaCase, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A call accepts a workspace of exactly this size, with any tile that it may take."""
-    choose("sm80", monkeypatch)
-    needed = mlagen.workspace_bytes(batch=len(case.seq_lens), heads=8, **sizes)
-    launches = record_launches(monkeypatch)
-    workspace = torch.zeros(needed, dtype=torch.uint8)
-    inputs = case.build("cpu").inputs(
-        max_seq_len=sizes["max_seq_len"], workspace_buffer=workspace, max_q_len=None
-    )
-
-    call, _, _ = launched(inputs, launches)
-
-    assert call.plan.workspace_bytes == needed
+            assert "few" not in name or call.plan.workspace_bytes == needed or kernel == "auto"
 
 
 @pytest.mark.parametrize("max_seq_len", [100, 5000])
-def test_the_size_covers_both_kernels(max_seq_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_covers_both_kernels(max_seq_len: int, monkeypatch: Patch) -> None:
     """With ``auto`` the size is the larger of both kernels."""
     sizes = {}
     for kernel in KERNELS:
@@ -244,7 +215,7 @@ def test_an_invalid_size_is_rejected(changes: dict[str, Any], message: str) -> N
     ],
 )
 def test_unsupported_calls_are_rejected(
-    changes: dict[str, Any], kernel: str, message: str, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], kernel: str, message: str, monkeypatch: Patch
 ) -> None:
     """Unsupported arguments are rejected as in the call."""
     monkeypatch.setattr(mla_sm90_launcher, "arch_of_device", lambda _: H200)
@@ -255,25 +226,19 @@ def test_unsupported_calls_are_rejected(
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), 0])
-def test_a_gpu_has_several_names(device: torch.device | int | str) -> None:
-    """A GPU may be given in all of torch's ways."""
-    assert mlagen.workspace_bytes(device=device, **SIZES) == mlagen.workspace_bytes(**SIZES) > 0
-
-
-@pytest.mark.parametrize("device", ["cuda:1", torch.device("cuda", 1), 1])
-def test_the_size_is_of_the_given_gpu(
-    device: torch.device | int | str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU with fewer SMs has fewer partial results."""
+@pytest.mark.parametrize("other", ["cuda:1", torch.device("cuda", 1), 1])
+def test_the_size_is_of_the_given_gpu(device: Any, other: Any, monkeypatch: Patch) -> None:
+    """A GPU may be given in all of torch's ways; one with fewer SMs has fewer partial results."""
     facts = [H200_FACTS, replace(H200_FACTS, index=1, sm_count=16)]
     monkeypatch.setattr(mla_plan, "device_facts", facts.__getitem__)
 
-    needed = mlagen.workspace_bytes(device=device, **SIZES)
+    whole = mlagen.workspace_bytes(**SIZES)
 
-    assert 0 < needed < mlagen.workspace_bytes(device=0, **SIZES)
+    assert mlagen.workspace_bytes(device=device, **SIZES) == whole
+    assert 0 < mlagen.workspace_bytes(device=other, **SIZES) < whole
 
 
-def test_a_missing_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_rejected(monkeypatch: Patch) -> None:
     """The message names the number of GPUs."""
     monkeypatch.setattr("mlagen.runtime.device.visible_devices", list)
     for name in ("arch_of_device", "device_facts"):

@@ -1,8 +1,12 @@
-"""Attention of one query token in float64, as the tests of the servers' plugins expect it."""
+"""Attention of query tokens in float64, as the tests of the servers' plugins expect it."""
 
 from __future__ import annotations
 
 import torch
+
+HEADS, PAGE = 3, 16
+E4M3 = torch.float8_e4m3fn
+_PAGES = 4
 
 
 def attended(
@@ -22,3 +26,31 @@ def assert_near(got: torch.Tensor | None, want: torch.Tensor) -> None:
     """Require a 16-bit result within its rounding of values of about one."""
     assert got is not None
     torch.testing.assert_close(got.double(), want.double(), atol=2e-2, rtol=2e-2)
+
+
+class Batch:
+    """A decode batch over a paged cache: the query tokens of each request are its last ones."""
+
+    def __init__(self, width: int, q_lens: tuple[int, ...], seq_lens: tuple[int, ...]) -> None:
+        generator = torch.Generator().manual_seed(7)
+        pages = len(seq_lens) * _PAGES
+        self.q_lens, self.seq_lens = q_lens, seq_lens
+        order = torch.randperm(pages, generator=generator)
+        self.table = order.view(len(seq_lens), _PAGES).int()
+        self.cache = torch.randn(pages, PAGE, width, generator=generator).bfloat16()
+        self.query = torch.randn(sum(q_lens), HEADS, width, generator=generator).bfloat16()
+
+    def expected(
+        self, query: torch.Tensor, cache: torch.Tensor, scale: float, dim_vo: int = 512
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the outputs and natural LSEs of all query tokens, over their causal prefixes."""
+        results, first = [], 0
+        for pages, q_len, seq_len in zip(self.table, self.q_lens, self.seq_lens, strict=True):
+            rows = cache.double()[pages.long()].flatten(0, 1)
+            results += [
+                attended(query[first + i].double(), rows[: max(end, 0)], scale, dim_vo)
+                for i, end in enumerate(range(seq_len - q_len + 1, seq_len + 1))
+            ]
+            first += q_len
+        outs, lses = zip(*results, strict=True)
+        return torch.stack(outs), torch.stack(lses)

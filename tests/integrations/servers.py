@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import Parameter, Signature
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from tests.fixture_types import Patch
+
+Import = Callable[[str], ModuleType]
+
 
 def named(*members: Any, **others: Any) -> dict[str, Any]:
     """Return classes and functions by their names, and other members of a module."""
     return {member.__name__: member for member in members} | others
+
+
+def stub(*names: str) -> Callable[..., Any]:
+    """Return a function with parameters of these names, that no test may reach."""
+
+    def function(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    vars(function)["__signature__"] = Signature(parameters)
+    return function
 
 
 def is_installed(server: str) -> bool:
@@ -51,7 +67,7 @@ def modules_of(server: str, stand_in: Mapping[str, Mapping[str, Any]]) -> Iterat
             del sys.modules[name]
 
 
-def _module(name: str, patch: pytest.MonkeyPatch) -> ModuleType:
+def _module(name: str, patch: Patch) -> ModuleType:
     """Return the module of a stand-in; its packages and itself are new where they are missing."""
     package, _, leaf = name.rpartition(".")
     if name not in sys.modules:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mlagen.errors import UnsupportedError
+from tests.fixture_types import Patch
 from tests.integrations.transformers_cases import (
     HEAD_DIM,
     KV_HEADS,
@@ -68,64 +69,61 @@ def paged_call(integration: Any, q_lens: list[int], seq_lens: list[int], **optio
     return out, torch.cat(wanted, dim=1)
 
 
-class TestContinuousBatching:
-    """Ragged calls over the paged cache of continuous batching."""
+@pytest.mark.parametrize(
+    ("q_lens", "seq_lens"),
+    [([3, 5], [3, 5]), ([1, 1, 1], [9, 30, 2]), ([4, 1, 7], [20, 33, 7])],
+    ids=["prompts", "decode", "both"],
+)
+def test_a_batch_of_requests_is_one_call(
+    integration: Any, q_lens: list[int], seq_lens: list[int]
+) -> None:
+    """Every request attends to its own tokens, the new ones included."""
+    out, wanted = paged_call(integration, q_lens, seq_lens)
 
-    @pytest.mark.parametrize(
-        ("q_lens", "seq_lens"),
-        [([3, 5], [3, 5]), ([1, 1, 1], [9, 30, 2]), ([4, 1, 7], [20, 33, 7])],
-        ids=["prompts", "decode", "both"],
-    )
-    def test_a_batch_of_requests_is_one_call(
-        self, integration: Any, q_lens: list[int], seq_lens: list[int]
-    ) -> None:
-        """Every request attends to its own tokens, the new ones included."""
-        out, wanted = paged_call(integration, q_lens, seq_lens)
+    assert_close(out, wanted)
+    assert integration.package.explain() == {"mlagen GQA, continuous batching": 1}
 
+
+def test_layers_share_the_tables_of_a_batch(integration: Any, monkeypatch: Patch) -> None:
+    """Tables are made once for a batch, and are as wide for a step as for the next."""
+    calls: list[tuple[Any, ...]] = []
+    attend = integration.continuous.xqa_batch_decode_with_kv_cache
+
+    def spy(*inputs: Any, **keywords: Any) -> Any:
+        calls.append((*inputs[3:5], keywords["q_cu_seq_lens"]))
+        return attend(*inputs, **keywords)
+
+    monkeypatch.setattr(integration.continuous, "xqa_batch_decode_with_kv_cache", spy)
+    for seq_lens in ([9, 30, 2], [10, 31, 3]):
+        out, wanted = paged_call(integration, [1, 1, 1], seq_lens, layers=2)
         assert_close(out, wanted)
-        assert integration.package.explain() == {"mlagen GQA, continuous batching": 1}
 
-    def test_layers_share_the_tables_of_a_batch(
-        self, integration: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Tables are made once for a batch, and are as wide for a step as for the next."""
-        calls: list[tuple[Any, ...]] = []
-        attend = integration.continuous.xqa_batch_decode_with_kv_cache
+    for first, second in (calls[:2], calls[2:]):
+        assert all(each is other for each, other in zip(first, second, strict=True))
+    assert calls[0][0].shape == calls[2][0].shape
 
-        def spy(*inputs: Any, **keywords: Any) -> Any:
-            calls.append((*inputs[3:5], keywords["q_cu_seq_lens"]))
-            return attend(*inputs, **keywords)
 
-        monkeypatch.setattr(integration.continuous, "xqa_batch_decode_with_kv_cache", spy)
-        for seq_lens in ([9, 30, 2], [10, 31, 3]):
-            out, wanted = paged_call(integration, [1, 1, 1], seq_lens, layers=2)
-            assert_close(out, wanted)
+def test_compiled_code_has_its_own_tables(integration: Any, monkeypatch: Patch) -> None:
+    """What a compiler or a graph computes for a layer stays in it."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    batch = {"cu_seq_lens_q": torch.arange(3), "cu_seq_lens_k": torch.tensor([0, 4, 9])}
 
-        for first, second in (calls[:2], calls[2:]):
-            assert all(each is other for each, other in zip(first, second, strict=True))
-        assert calls[0][0].shape == calls[2][0].shape
+    first, second = (
+        integration.continuous._tables_of(0, torch.arange(9), batch | {"max_seqlen_k": 5})
+        for _ in range(2)
+    )
 
-    def test_compiled_code_has_its_own_tables(
-        self, integration: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """What a compiler or a graph computes for a layer stays in it."""
-        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-        batch = {"cu_seq_lens_q": torch.arange(3), "cu_seq_lens_k": torch.tensor([0, 4, 9])}
+    assert first.seq_lens.tolist() == second.seq_lens.tolist() == [4, 5]
+    assert first.block_tables is not second.block_tables
 
-        first, second = (
-            integration.continuous._tables_of(0, torch.arange(9), batch | {"max_seqlen_k": 5})
-            for _ in range(2)
-        )
 
-        assert first.seq_lens.tolist() == second.seq_lens.tolist() == [4, 5]
-        assert first.block_tables is not second.block_tables
+def test_a_window_is_rejected(integration: Any) -> None:
+    """A layer with a sliding window is not computed without it."""
+    with pytest.raises(UnsupportedError, match="sliding window"):
+        paged_call(integration, [1], [9], cache=PagedCache(window=4))
 
-    def test_a_window_is_rejected(self, integration: Any) -> None:
-        """A layer with a sliding window is not computed without it."""
-        with pytest.raises(UnsupportedError, match="sliding window"):
-            paged_call(integration, [1], [9], cache=PagedCache(window=4))
 
-    def test_a_call_outside_of_continuous_batching_is_rejected(self, integration: Any) -> None:
-        """Without a paged cache there is nothing to attend to."""
-        with pytest.raises(UnsupportedError, match="paged cache"):
-            integration.continuous.paged_attention(MODULE, *qkv(64), None)
+def test_a_call_outside_of_continuous_batching_is_rejected(integration: Any) -> None:
+    """Without a paged cache there is nothing to attend to."""
+    with pytest.raises(UnsupportedError, match="paged cache"):
+        integration.continuous.paged_attention(MODULE, *qkv(64), None)

@@ -11,10 +11,9 @@ from mlagen.errors import UnsupportedError
 from tests.integrations.transformers_cases import (
     HEAD_DIM,
     LONG_PADDING,
-    MODULE,
     PADDING,
-    SCALE,
     assert_close,
+    attend,
     expected,
     mask_of,
     qkv,
@@ -22,122 +21,95 @@ from tests.integrations.transformers_cases import (
 )
 
 
-class TestGqa:
-    """Attention of one query token over a static cache."""
+@pytest.mark.parametrize(
+    ("tokens", "padding", "pages"),
+    [
+        (64, None, "pages of 64 tokens"),
+        (48, None, "pages of 16 tokens"),
+        (53, None, "pages of one token"),
+        (100, None, "pages of 64 tokens"),
+        (64, PADDING, "pages of one token"),
+        (100, PADDING, "pages of 64 tokens"),
+        (100, LONG_PADDING, "pages of 64 tokens"),
+    ],
+    ids=[
+        *("pages of 64", "pages of 16", "a short cache", "a cache of any length"),
+        *("padded", "padded, any length", "padded, a full page"),
+    ],
+)
+def test_a_step_is_served_in_place(
+    integration: Any, tokens: int, padding: torch.Tensor | None, pages: str
+) -> None:
+    """A step equals attention in float64 over the tokens that it sees, NaNs elsewhere."""
+    query, keys, values = qkv(tokens)
+    seen = 21 if padding is None else padding.shape[1]
+    sees = seen_tokens(tokens, padding, seen)
+    wanted = expected(query, keys, values, sees)
+    for cache in (keys, values):
+        cache.masked_fill_(~sees.transpose(2, 3), torch.nan)
+    mask = mask_of(integration, tokens, seen - 1, attention_mask=padding)
 
-    @pytest.mark.parametrize(
-        ("tokens", "padding", "pages"),
-        [
-            (64, None, "pages of 64 tokens"),
-            (48, None, "pages of 16 tokens"),
-            (53, None, "pages of one token"),
-            (100, None, "pages of 64 tokens"),
-            (64, PADDING, "pages of one token"),
-            (100, PADDING, "pages of 64 tokens"),
-            (100, LONG_PADDING, "pages of 64 tokens"),
-        ],
-        ids=[
-            *("pages of 64", "pages of 16", "a short cache", "a cache of any length"),
-            *("padded", "padded, any length", "padded, a full page"),
-        ],
-    )
-    def test_a_step_is_served_in_place(
-        self, integration: Any, tokens: int, padding: torch.Tensor | None, pages: str
-    ) -> None:
-        """A step equals attention in float64 over the tokens that it sees, NaNs elsewhere."""
-        query, keys, values = qkv(tokens)
-        seen = 21 if padding is None else padding.shape[1]
-        sees = seen_tokens(tokens, padding, seen)
-        wanted = expected(query, keys, values, sees)
-        for cache in (keys, values):
-            cache.masked_fill_(~sees.transpose(2, 3), torch.nan)
-        mask = mask_of(integration, tokens, seen - 1, attention_mask=padding)
+    assert_close(attend(integration, query, keys, values, mask), wanted)
+    assert integration.package.explain() == {f"mlagen GQA, {pages}": 1}
 
-        out, weights = integration.attention.attention(
-            MODULE, query, keys, values, mask, scaling=SCALE
-        )
 
-        assert weights is None
-        assert_close(out, wanted)
-        assert integration.package.explain() == {f"mlagen GQA, {pages}": 1}
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["plain", "padded"])
+def test_a_step_compiles_into_one_graph(integration: Any, padding: torch.Tensor | None) -> None:
+    """Compiled code keeps no record, and with a 2-D mask attends by sdpa to all that it allows."""
 
-    def test_a_step_compiles_into_one_graph(self, integration: Any) -> None:
-        """Compiled code equals eager code, and keeps no record."""
-        inputs = qkv(64)
+    def step(*inputs: torch.Tensor) -> Any:
+        return attend(integration, *inputs, mask_of(integration, 64, attention_mask=padding))
 
-        def step(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            mask = mask_of(integration, 64)
-            out: torch.Tensor = integration.attention.attention(
-                MODULE, query, keys, values, mask, scaling=SCALE
-            )[0]
-            return out
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(*qkv(64))
 
-        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert integration.package.explain() == {}
+    assert_close(got, expected(*qkv(64), seen_tokens(64, padding)))
+    assert padding is not None or torch.equal(got, step(*qkv(64)))
 
-        got = compiled(*inputs)
-        assert integration.package.explain() == {}
-        assert torch.equal(got, step(*inputs))
 
-    def test_compiled_code_cannot_tell_padding(self, integration: Any) -> None:
-        """With a 2-D attention mask, compiled code attends by sdpa to all that it allows."""
-        inputs = qkv(64)
+def test_a_scale_is_that_of_the_head_dim_by_default(integration: Any) -> None:
+    """Without ``scaling`` the scores have the usual factor."""
+    inputs, mask = qkv(64), mask_of(integration, 64)
 
-        def step(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            mask = mask_of(integration, 64, attention_mask=PADDING)
-            out: torch.Tensor = integration.attention.attention(
-                MODULE, query, keys, values, mask, scaling=SCALE
-            )[0]
-            return out
+    outs = [attend(integration, *inputs, mask, scaling=each) for each in (None, HEAD_DIM**-0.5)]
 
-        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(*outs)
 
-        assert_close(compiled(*inputs), expected(*inputs, seen_tokens(64, PADDING)))
 
-    def test_a_scale_is_that_of_the_head_dim_by_default(self, integration: Any) -> None:
-        """Without ``scaling`` the scores have the usual factor."""
-        inputs, mask = qkv(64), mask_of(integration, 64)
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda q, k, v: (q.float(), k.float(), v.float()), "dtype torch.float32"),
+        (lambda q, k, v: (q, k, v[..., :32]), "head dims"),
+        (lambda q, k, v: (q[..., :40], k[..., :40], v[..., :40]), "head dim 40"),
+        (lambda q, k, v: (q, *(x.mT.contiguous().mT for x in (k, v))), "contiguous"),
+    ],
+    ids=["fp32", "two head dims", "head dim", "strides"],
+)
+def test_bounds_serve_sdpa_too(integration: Any, change: Any, reason: str) -> None:
+    """A step that no kernel serves is computed by sdpa over the same tokens."""
+    inputs = change(*qkv(64))
 
-        outs = [
-            integration.attention.attention(MODULE, *inputs, mask, **given)[0]
-            for given in ({}, {"scaling": HEAD_DIM**-0.5})
-        ]
+    out = attend(integration, *inputs, mask_of(integration, 64, attention_mask=PADDING))
 
-        assert torch.equal(*outs)
+    assert_close(out, expected(*inputs, seen_tokens(64, PADDING)))
+    (served,) = integration.package.explain()
+    assert served.startswith("sdpa: ")
+    assert reason in served
 
-    @pytest.mark.parametrize(
-        ("change", "reason"),
-        [
-            (lambda q, k, v: (q.float(), k.float(), v.float()), "dtype torch.float32"),
-            (lambda q, k, v: (q, k, v[..., :32]), "head dims"),
-            (lambda q, k, v: (q[..., :40], k[..., :40], v[..., :40]), "head dim 40"),
-            (lambda q, k, v: (q, *(x.mT.contiguous().mT for x in (k, v))), "contiguous"),
-        ],
-        ids=["fp32", "two head dims", "head dim", "strides"],
-    )
-    def test_bounds_serve_sdpa_too(self, integration: Any, change: Any, reason: str) -> None:
-        """A step that no kernel serves is computed by sdpa over the same tokens."""
-        inputs = change(*qkv(64))
 
-        out, _ = integration.attention.attention(
-            MODULE, *inputs, mask_of(integration, 64, attention_mask=PADDING), scaling=SCALE
-        )
+def test_a_prompt_is_computed_by_sdpa(integration: Any) -> None:
+    """More than one query token goes to sdpa, with the mask as it is."""
+    inputs = qkv(64, q_len=3)
+    sees = seen_tokens(64).expand(-1, -1, 3, -1)
 
-        assert_close(out, expected(*inputs, seen_tokens(64, PADDING)))
-        (served,) = integration.package.explain()
-        assert served.startswith("sdpa: ")
-        assert reason in served
+    out = attend(integration, *inputs, sees)
 
-    def test_a_prompt_is_computed_by_sdpa(self, integration: Any) -> None:
-        """More than one query token goes to sdpa, with the mask as it is."""
-        inputs = qkv(64, q_len=3)
-        sees = seen_tokens(64).expand(-1, -1, 3, -1)
+    assert_close(out, expected(*inputs, sees))
+    assert integration.package.explain() == {"sdpa: more than one query token": 1}
 
-        out, _ = integration.attention.attention(MODULE, *inputs, sees, scaling=SCALE)
 
-        assert_close(out, expected(*inputs, sees))
-        assert integration.package.explain() == {"sdpa: more than one query token": 1}
-
-    def test_sinks_are_rejected(self, integration: Any) -> None:
-        """A layer with sinks is not computed without them."""
-        with pytest.raises(UnsupportedError, match="s_aux"):
-            integration.attention.attention(MODULE, *qkv(64), None, s_aux=torch.zeros(8))
+def test_sinks_are_rejected(integration: Any) -> None:
+    """A layer with sinks is not computed without them."""
+    with pytest.raises(UnsupportedError, match="s_aux"):
+        attend(integration, *qkv(64), None, s_aux=torch.zeros(8))

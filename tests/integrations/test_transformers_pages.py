@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fixture_types import Patch
+
 ROWS, HEADS = 2, 3
 
 
@@ -44,9 +46,7 @@ def test_a_row_has_the_tokens_that_its_sequence_sees(
         assert pages.size == (64 if columns != 3 and tokens >= 64 else size)
 
 
-def test_a_compiler_gets_pages_that_do_not_overlap(
-    integration: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiler_gets_pages_that_do_not_overlap(integration: Any, monkeypatch: Patch) -> None:
     """It may copy a view of the cache, and pages that overlap are many times the cache."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     for tokens, size in ((100, 1), (96, 32), (128, 64)):
@@ -103,7 +103,7 @@ def test_a_tensor_of_another_class_has_memory_of_its_own(integration: Any) -> No
     assert not integration.pages._kept.pages
 
 
-def test_few_shapes_are_kept(integration: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_shapes_are_kept(integration: Any, monkeypatch: Patch) -> None:
     """Caches of ever other lengths do not collect memory."""
     monkeypatch.setattr(integration.pages, "_MAX_KEPT", 2)
     for tokens in range(64, 80):

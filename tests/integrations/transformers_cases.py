@@ -41,6 +41,13 @@ def mask_of(integration: Any, tokens: int, seen: int = 20, **options: Any) -> An
     return integration.masks.decode_mask(**given | options)
 
 
+def attend(integration: Any, *inputs: Any, module: Any = MODULE, **options: Any) -> Any:
+    """Return the output of a call with query, keys, values and a mask."""
+    out, weights = integration.attention.attention(module, *inputs, **{"scaling": SCALE} | options)
+    assert weights is None
+    return out.detach()
+
+
 def expected(*inputs: torch.Tensor) -> torch.Tensor:
     """Return attention in float64 to what is seen, ``[batch, q_len, heads, head_dim]``."""
     query, keys, values, sees = inputs
@@ -48,7 +55,7 @@ def expected(*inputs: torch.Tensor) -> torch.Tensor:
     query, keys, values = (each.double() for each in (query, keys, values))
     keys, values = (each.repeat_interleave(group, dim=1) for each in (keys, values))
     scores = (query @ keys.transpose(2, 3) * SCALE).masked_fill(~sees, -torch.inf)
-    return (scores.softmax(-1) @ values).transpose(1, 2)
+    return (scores.softmax(-1) @ values).transpose(1, 2).detach()
 
 
 def seen_tokens(tokens: int, padding: torch.Tensor | None = None, seen: int = 21) -> torch.Tensor:

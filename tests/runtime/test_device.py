@@ -1,18 +1,23 @@
-"""Tests of driver queries, with and without GPUs."""
+"""Queries of the driver, with and without GPUs, and of the capture state of their streams."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mlagen.errors import ArgumentError, DriverError
 from mlagen.runtime import device
+from mlagen.runtime.capture import is_capturing
 from mlagen.runtime.device import (
     DeviceFacts,
     arch_of_device,
@@ -22,14 +27,13 @@ from mlagen.runtime.device import (
     visible_devices,
 )
 from tests.cache.builds import ROOT
+from tests.fixture_types import Patch
 
 FACTS = "from mlagen.runtime.device import *; print(visible_devices(), driver_version())"
 
 
 @pytest.mark.parametrize("is_there", [False, True], ids=["no driver", "a failing driver"])
-def test_without_a_working_driver_there_are_no_gpus(
-    is_there: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_working_driver_there_are_no_gpus(is_there: bool, monkeypatch: Patch) -> None:
     """The list of GPUs is empty and the version None; no error is raised."""
     driver = pytest.importorskip("cuda.bindings.driver")
 
@@ -54,15 +58,9 @@ def test_without_the_bindings_there_are_no_gpus(tmp_path: Path) -> None:
     assert done.stdout == "[] None\n"
 
 
-def test_device_facts_need_no_torch() -> None:
-    """Doctor and prewarming query the driver directly."""
-    code = (
-        f"import sys; {FACTS.rpartition(';')[0]}; visible_devices(); print('torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "False\n"
+H200 = DeviceFacts(
+    index=0, name="NVIDIA H200", major=9, minor=0, sm_count=132, memory_bytes=150_000_000_000
+)
 
 
 class FakeDriver(SimpleNamespace):
@@ -87,39 +85,24 @@ class FakeDriver(SimpleNamespace):
         return lambda *_: values[symbol]
 
 
-def test_device_facts_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_facts_of_a_gpu(monkeypatch: Patch) -> None:
     """Name, capability, SMs and memory of each GPU, and the newest supported CUDA, are reported."""
     monkeypatch.setattr(device, "_initialised_driver", FakeDriver)
 
-    found = visible_devices()
-
-    assert found == [
-        DeviceFacts(
-            index=0,
-            name="NVIDIA H200",
-            major=9,
-            minor=0,
-            sm_count=132,
-            memory_bytes=150_000_000_000,
-        )
-    ]
+    assert visible_devices() == [H200]
     assert driver_version() == "13.2"
 
 
-def test_the_arch_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_arch_of_a_gpu(monkeypatch: Patch) -> None:
     """The compute capability selects the target; a GPU without a target is rejected."""
-    h200 = DeviceFacts(index=0, name="H200", major=9, minor=0, sm_count=132, memory_bytes=1)
-    t4 = DeviceFacts(index=1, name="T4", major=7, minor=5, sm_count=40, memory_bytes=1)
-    monkeypatch.setattr(device, "device_facts", [h200, t4].__getitem__)
-    arch = arch_of_device.__wrapped__(0)
-    assert str(arch) == "sm_90a"
+    t4 = replace(H200, index=1, major=7, minor=5)
+    monkeypatch.setattr(device, "device_facts", [H200, t4].__getitem__)
+    assert str(arch_of_device.__wrapped__(0)) == "sm_90a"
     with pytest.raises(ArgumentError, match=r"^device: expected compute capability .*, got 7\.5$"):
         arch_of_device.__wrapped__(1)
 
 
-def test_a_failed_call_names_the_symbol_and_the_driver_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_failed_call_names_the_symbol_and_the_driver_error(monkeypatch: Patch) -> None:
     """The error has the symbol, and the message has the driver's text for the status."""
     driver = pytest.importorskip("cuda.bindings.driver")
     words = (driver.CUresult.CUDA_SUCCESS, b"device kernel image is invalid")
@@ -133,7 +116,7 @@ def test_a_failed_call_names_the_symbol_and_the_driver_error(
 
 
 @pytest.mark.parametrize("green", [0, 5], ids=["in another context", "in a green context"])
-def test_loading_bypasses_a_green_context(green: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_bypasses_a_green_context(green: int, monkeypatch: Patch) -> None:
     """The primary context is current during the load, and popped even if it fails."""
     driver = pytest.importorskip("cuda.bindings.driver")
     current = ["a context"]
@@ -165,3 +148,29 @@ def test_loading_bypasses_a_green_context(green: int, monkeypatch: pytest.Monkey
 
     assert inside == ["primary of 2" if green else "a context"]
     assert current == ["a context"]
+
+
+@pytest.fixture
+def current(monkeypatch: Patch) -> list[int]:
+    """Make GPU 0 current and the stream of GPU 1 capturing; record device switches."""
+    devices = [0]
+
+    @contextmanager
+    def switched(chosen: int) -> Iterator[None]:
+        devices.append(chosen)
+        yield
+        devices.append(0)
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: devices[-1], raising=False)
+    monkeypatch.setattr(torch.cuda, "device", switched)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: devices[-1] == 1)
+    return devices
+
+
+@pytest.mark.parametrize("kind", [int, lambda index: torch.device("cuda", index)])
+def test_each_gpu_has_a_current_stream(kind: type[int], current: list[int]) -> None:
+    """The query switches to the given GPU and back; a CPU never captures."""
+    assert is_capturing(kind(1))
+    assert not is_capturing(kind(0))
+    assert not is_capturing(torch.device("cpu"))
+    assert current == [0, 1, 0]

@@ -15,12 +15,12 @@ import torch
 
 from mlagen.errors import DriverError
 from mlagen.runtime import launch as launching
-from mlagen.runtime import launch_record
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.launch_record import record_launches
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.partition import TooManyCtasError
 from mlagen.spec.kernel import KernelSpec, pack_constants, packing_of
+from tests.fixture_types import Patch
 from tests.kernels import COMBINE, SM_80, gqa_sm90, mla_sm80, mla_sm90
 
 driver = pytest.importorskip("cuda.bindings.driver")
@@ -39,8 +39,7 @@ class RecordedLaunch:
     """Arguments of one launch."""
 
     def __init__(self, configuration: Any, function: Function, parameters: int) -> None:
-        self.grid = configuration.gridDimX
-        self.block = configuration.blockDimX
+        self.grid, self.block = configuration.gridDimX, configuration.blockDimX
         self.shared_bytes = configuration.sharedMemBytes
         self.stream = int(configuration.hStream)
         self.attributes = {attribute.id: attribute.value for attribute in configuration.attrs}
@@ -49,6 +48,9 @@ class RecordedLaunch:
         address = ctypes.c_void_p.from_address(parameters)
         assert address.value is not None
         self.bytes = ctypes.string_at(address.value, function.size)
+
+
+Launches = list[RecordedLaunch]
 
 
 def kernel_of(spec: KernelSpec) -> LoadedKernel:
@@ -70,8 +72,13 @@ def values_of(spec: KernelSpec) -> list[float | bytes]:
     ]
 
 
+def launched(spec: KernelSpec, num_ctas: int = 33, *, enable_pdl: bool = True) -> Launch:
+    """Launch a kernel."""
+    return launch(kernel_of(spec), num_ctas, enable_pdl, *values_of(spec))
+
+
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[RecordedLaunch]:
+def launches(monkeypatch: Patch) -> list[RecordedLaunch]:
     """Make GPU 0 current with stream 7, and record its launches."""
     recorded: list[RecordedLaunch] = []
 
@@ -83,33 +90,30 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[RecordedLaunch]:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
     monkeypatch.setattr(launching, "bind_context", lambda _: None)
     monkeypatch.setattr(launching, "_launch_kernel", lambda: record)
+    monkeypatch.setattr(Launch, "enqueue", Launch.enqueue)  # a record replaces it
     return recorded
 
 
-@pytest.mark.parametrize(
-    ("spec", "enable_pdl", "attributes"),
-    [
-        (mla_sm90(), True, {COOPERATIVE, PDL}),
-        (mla_sm90(), False, {COOPERATIVE}),
-        (mla_sm80(), True, {PDL}),
-        (mla_sm80(), False, set()),
-        (mla_sm80(arch=SM_80), True, set()),
-        (COMBINE, True, set()),
-    ],
-    ids=["sm90, PDL", "sm90", "PDL", "plain", "sm_80", "combine on sm_80"],
-)
-def test_launch_attributes(
-    spec: KernelSpec, enable_pdl: bool, attributes: set[Any], launches: list[RecordedLaunch]
+ATTRIBUTES: dict[str, tuple[KernelSpec, bool, set[Any]]] = {
+    "sm90, PDL": (mla_sm90(), True, {COOPERATIVE, PDL}),
+    "sm90": (mla_sm90(), False, {COOPERATIVE}),
+    "PDL": (mla_sm80(), True, {PDL}),
+    "plain": (mla_sm80(), False, set()),
+    "sm_80": (mla_sm80(arch=SM_80), True, set()),
+    "combine on sm_80": (COMBINE, True, set()),
+}
+
+
+@pytest.mark.parametrize(("spec", "enable_pdl", "attributes"), ATTRIBUTES.values(), ids=ATTRIBUTES)
+def test_a_launch_has_its_attributes_and_parameters(
+    spec: KernelSpec, enable_pdl: bool, attributes: set[Any], launches: Launches
 ) -> None:
-    """Cooperative kernels set the cooperative attribute, enable_pdl sets stream serialization."""
-    launch(kernel_of(spec), 33, enable_pdl, *values_of(spec))
+    """Cooperative and PDL launches have an attribute each; each field follows the previous one."""
+    launched(spec, enable_pdl=enable_pdl)
 
     (recorded,) = launches
-    assert (recorded.grid, recorded.block, recorded.shared_bytes) == (
-        33,
-        spec.threads,
-        spec.shared_bytes,
-    )
+    sizes = (recorded.grid, recorded.block, recorded.shared_bytes)
+    assert sizes == (33, spec.threads, spec.shared_bytes)
     assert (recorded.function, recorded.stream) == (Function(packing_of(spec).size), 7)
     assert set(recorded.attributes) == attributes
     assert recorded.count == len(attributes)
@@ -117,47 +121,36 @@ def test_launch_attributes(
         assert recorded.attributes[COOPERATIVE].cooperative == 1
     if PDL in attributes:
         assert recorded.attributes[PDL].programmaticStreamSerializationAllowed == 1
-
-
-@pytest.mark.parametrize("spec", [mla_sm90(), mla_sm80(), COMBINE], ids=lambda s: s.family)
-def test_a_kernel_reads_its_fields_in_order(
-    spec: KernelSpec, launches: list[RecordedLaunch]
-) -> None:
-    """Each field follows the previous one: joined values are neither longer nor shorter."""
-    launch(kernel_of(spec), 1, False, *values_of(spec))
     packing = struct.Struct("<" + "".join(field.code for field in spec.parameters))
-    found = packing.unpack(launches[0].bytes)
+    found = packing.unpack(recorded.bytes)  # joined values are neither longer nor shorter
     for i, (field, value) in enumerate(zip(spec.parameters, found, strict=True)):
         expected = {"128s": bytes([i % 256]) * 128, "Q": 1000 + i, "f": 0.5}.get(field.code, i)
         assert value == expected, field.name
 
 
 @pytest.mark.parametrize(
-    ("launched", "error"),
+    ("accepted", "error"),
     [(0, "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"), (1, "CUDA_ERROR_LAUNCH_FAILED")],
     ids=["the first launch", "a replay"],
 )
 def test_a_rejected_launch_is_an_error(
-    launched: int, error: str, launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
+    accepted: int, error: str, launches: Launches, monkeypatch: Patch
 ) -> None:
     """The message has the kernel, the grid size and the driver's error name."""
     result = driver.CUresult
-    results = [(result.CUDA_SUCCESS,)] * launched
+    results = [(result.CUDA_SUCCESS,)] * accepted
     results.append((getattr(result, error),))
     monkeypatch.setattr(launching, "_launch_kernel", lambda: lambda *_: results.pop(0))
-    spec = mla_sm90()
 
     with pytest.raises(DriverError) as caught:
-        launch(kernel_of(spec), 500, False, *values_of(spec)).enqueue(False)
+        launched(mla_sm90(), 500, enable_pdl=False).enqueue(False)
 
     assert str(caught.value) == f"mla_sm90: launch of 500 CTAs failed: {error}"
     assert launches == []
     assert results == []
 
 
-def test_a_driver_may_reject_two_attributes(
-    launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_may_reject_two_attributes(launches: Launches, monkeypatch: Patch) -> None:
     """Later launches are then cooperative without PDL, too."""
     record = launching._launch_kernel()
 
@@ -168,17 +161,13 @@ def test_a_driver_may_reject_two_attributes(
         return accepted
 
     monkeypatch.setattr(launching, "_launch_kernel", lambda: reject_two)
-    spec = mla_sm90()
-    made = launch(kernel_of(spec), 33, True, *values_of(spec))
-    made.enqueue(True)
+    launched(mla_sm90()).enqueue(True)
 
     assert [set(recorded.attributes) for recorded in launches] == [{COOPERATIVE}] * 2
     assert [recorded.grid for recorded in launches] == [33, 33]
 
 
-def test_a_replay_uses_the_current_stream(
-    launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replay_uses_the_current_stream(launches: Launches, monkeypatch: Patch) -> None:
     """A replay has its own kernel, grid and parameters, and the stream that is current then."""
     kernel = kernel_of(COMBINE)
     values = values_of(COMBINE)
@@ -189,20 +178,15 @@ def test_a_replay_uses_the_current_stream(
     for made in (first, second, first):
         made.enqueue(False)
 
-    assert [(recorded.grid, recorded.stream) for recorded in launches] == [
-        (33, 7),
-        (44, 7),
-        (33, 8),
-        (44, 8),
-        (33, 8),
-    ]
+    grids = [(recorded.grid, recorded.stream) for recorded in launches]
+    assert grids == [(33, 7), (44, 7), (33, 8), (44, 8), (33, 8)]
     once, other = launches[0].bytes, launches[1].bytes
     assert once != other
     assert [recorded.bytes for recorded in launches[2:]] == [once, other, once]
 
 
 def test_a_persistent_grid_fits_the_sms_of_each_stream(
-    launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
+    launches: Launches, monkeypatch: Patch
 ) -> None:
     """Nothing is launched on a stream with fewer SMs; the driver checks a cooperative grid."""
     streams = [7]
@@ -214,7 +198,7 @@ def test_a_persistent_grid_fits_the_sms_of_each_stream(
         return question[1] == 8
 
     monkeypatch.setattr(launching, "exceeds_sms", exceeds)
-    made = launch(kernel_of(gqa_sm90()), 132, True, *values_of(gqa_sm90()))
+    made = launched(gqa_sm90(), 132)
     made.enqueue(True)
     streams.append(8)
     for _ in range(2):
@@ -222,23 +206,21 @@ def test_a_persistent_grid_fits_the_sms_of_each_stream(
             made.enqueue(True)
         assert (caught.value.device, caught.value.num_ctas) == (0, 132)
     for spec in (mla_sm90(), mla_sm80(), COMBINE):
-        launch(kernel_of(spec), 500, True, *values_of(spec))
+        launched(spec, 500)
 
     assert asked == [(0, 7, 132), (0, 8, 132), (0, 8, 132)]
     assert [recorded.stream for recorded in launches] == [7, 7, 8, 8, 8]
 
 
-def test_each_replay_chooses_pdl(launches: list[RecordedLaunch]) -> None:
+def test_each_replay_chooses_pdl(launches: Launches) -> None:
     """A replay without PDL after one with it has no stream serialization, and vice versa."""
-    made = launch(kernel_of(mla_sm80()), 33, True, *values_of(mla_sm80()))
+    made = launched(mla_sm80())
     for enable_pdl in (False, True, False):
         made.enqueue(enable_pdl)
     assert [PDL in recorded.attributes for recorded in launches] == [True, False, True, False]
 
 
-def test_a_launch_is_on_the_gpu_of_its_kernel(
-    launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_is_on_the_gpu_of_its_kernel(launches: Launches, monkeypatch: Patch) -> None:
     """It makes that GPU current, takes its current stream, and switches back."""
     devices = [0]
 
@@ -258,13 +240,11 @@ def test_a_launch_is_on_the_gpu_of_its_kernel(
     assert devices == [0, 1, 0]
 
 
-def test_a_launch_can_be_replayed_by_another_thread(
-    launches: list[RecordedLaunch], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_can_be_replayed_by_another_thread(launches: Launches, monkeypatch: Patch) -> None:
     """The thread binds a context and has a configuration of its own."""
     bound: list[int] = []
     monkeypatch.setattr(launching, "bind_context", bound.append)
-    made = launch(kernel_of(mla_sm80()), 33, True, *values_of(mla_sm80()))
+    made = launched(mla_sm80())
     made.enqueue(True)
 
     thread = threading.Thread(target=made.enqueue, args=(True,))
@@ -276,37 +256,21 @@ def test_a_launch_can_be_replayed_by_another_thread(
     assert len(launches) == 3
 
 
-@pytest.fixture
-def enqueued(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Replace the driver; return the enqueued launches."""
-    launches: list[Launch] = []
-    monkeypatch.setattr(Launch, "enqueue", Launch.enqueue)  # undone after the test
-    monkeypatch.setattr(launch_record, "_enqueue", lambda launch, _: launches.append(launch))
-    return launches
-
-
-def launch_of(spec: KernelSpec) -> Launch:
-    """Return a launch without parameters."""
-    launch = Launch.__new__(Launch)
-    launch._kernel = LoadedKernel(spec, 0, packing_of(spec), None, None)
-    return launch
-
-
-def test_each_kernel_is_recorded_once_in_order(enqueued: list[Launch]) -> None:
+def test_each_kernel_is_recorded_once_in_order(launches: Launches) -> None:
     """A replayed launch counts like a first one, and every launch is enqueued."""
-    decode, combine = launch_of(mla_sm80()), launch_of(COMBINE)
+    decode, combine = launched(mla_sm80()), launched(COMBINE)
     with record_launches() as kernels:
-        for launch in (decode, combine, decode):
-            launch.enqueue(enable_pdl=True)
+        for made in (decode, combine, decode):
+            made.enqueue(enable_pdl=True)
     decode.enqueue(enable_pdl=True)
     assert kernels == [mla_sm80(), COMBINE]
-    assert enqueued == [decode, combine, decode, decode]
+    assert len(launches) == 2 + 4
 
 
-@pytest.mark.usefixtures("enqueued")
+@pytest.mark.usefixtures("launches")
 def test_a_record_has_the_launches_of_its_thread_and_of_inner_records() -> None:
     """A launch of another thread is not in it, one within an inner record is in both."""
-    combine, decode = launch_of(COMBINE), launch_of(mla_sm80())
+    combine, decode = launched(COMBINE), launched(mla_sm80())
     with record_launches() as kernels:
         thread = threading.Thread(target=decode.enqueue, args=(True,))
         thread.start()

@@ -15,6 +15,7 @@ from mlagen.errors import CaptureError
 from mlagen.runtime import loader
 from mlagen.runtime.loader import LoadedKernel, load
 from mlagen.spec.kernel import KernelSpec, packing_of
+from tests.fixture_types import Patch
 from tests.kernels import COMBINE, mla_sm80, mla_sm90
 
 driver = pytest.importorskip("cuda.bindings.driver")
@@ -29,7 +30,7 @@ CALLS = (
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+def calls(monkeypatch: Patch) -> list[tuple[Any, ...]]:
     """Let every driver call succeed and return its name; record calls and reservations."""
     recorded: list[tuple[Any, ...]] = []
 
@@ -73,7 +74,7 @@ def test_loading_reserves_semaphores(calls: list[tuple[Any, ...]]) -> None:
     assert calls[-1] == ("reserve", 3)
 
 
-def test_a_captured_call_loads_and_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_call_loads_and_compiles_nothing(monkeypatch: Patch) -> None:
     """A kernel that is not loaded yet is rejected before it is built; a loaded one is returned."""
     loaded = LoadedKernel.__new__(LoadedKernel)
     monkeypatch.setattr(engine, "_loaded", {(COMBINE, 0): loaded})

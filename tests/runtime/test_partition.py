@@ -17,6 +17,7 @@ from mlagen.runtime.partition import (
     partition_of,
     record_rejection,
 )
+from tests.fixture_types import Patch
 
 driver = pytest.importorskip("cuda.bindings.driver")
 
@@ -75,7 +76,7 @@ def rejection(blocks: int) -> TooManyCtasError:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(monkeypatch: Patch) -> Machine:
     """Install a driver on which no grid has been rejected."""
     made = Machine()
     facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
@@ -145,7 +146,7 @@ def test_a_grid_above_the_sms_of_its_stream_is_rejected_once(machine: Machine) -
 
 @pytest.mark.parametrize("error", [RuntimeError, AttributeError])
 def test_an_old_driver_reports_no_sms(
-    error: type[Exception], machine: Machine, monkeypatch: pytest.MonkeyPatch
+    error: type[Exception], machine: Machine, monkeypatch: Patch
 ) -> None:
     """Without the query, or if it fails, no cooperative grid is launched."""
     machine.context = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,26 +13,24 @@ from mlagen.runtime import semaphores
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.semaphores import new_schedule_id, reserve_semaphores, semaphores_of
 from mlagen.spec.mla.sm90 import semaphore_region_bytes
+from tests.fixture_types import Patch
 
 WORKSPACE = 1 << 44
 
 
 @pytest.fixture
-def slabs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def slabs(monkeypatch: Patch) -> list[int]:
     """Let two GPUs, of 132 and 78 SMs, use CPU memory; record the device of each slab."""
     made: list[int] = []
 
-    def facts(device: int) -> DeviceFacts:
-        sm_count = (132, 78)[device]
-        return DeviceFacts(
-            index=device, name="", major=9, minor=0, sm_count=sm_count, memory_bytes=0
-        )
+    facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=132, memory_bytes=0)
+    gpus = [facts, replace(facts, index=1, sm_count=78)]
 
     def zeros(size: int, device: int) -> torch.Tensor:
         made.append(device)
         return torch.zeros(size, dtype=torch.uint8)
 
-    monkeypatch.setattr(semaphores, "device_facts", facts)
+    monkeypatch.setattr(semaphores, "device_facts", gpus.__getitem__)
     monkeypatch.setattr(semaphores, "_zeros", zeros)
     monkeypatch.setattr(semaphores, "is_capturing", lambda _: False)
     for name, empty in (("_regions", {}), ("_free", {}), ("_slabs", [])):
@@ -39,7 +38,7 @@ def slabs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def capture(monkeypatch: Patch) -> None:
     """Make every stream capturing."""
     monkeypatch.setattr(semaphores, "is_capturing", lambda _: True)
 
@@ -74,9 +73,7 @@ def test_gpus_have_separate_semaphores(slabs: list[int]) -> None:
     assert slabs == [0, 1]
 
 
-def test_a_call_in_a_capture_allocates_nothing(
-    slabs: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_in_a_capture_allocates_nothing(slabs: list[int], monkeypatch: Patch) -> None:
     """The semaphores reserved by loading a kernel suffice for many new workspaces."""
     reserve_semaphores(0)
     capture(monkeypatch)
@@ -86,7 +83,7 @@ def test_a_call_in_a_capture_allocates_nothing(
 
 
 def test_semaphores_are_reserved_for_several_workspaces(
-    slabs: list[int], monkeypatch: pytest.MonkeyPatch
+    slabs: list[int], monkeypatch: Patch
 ) -> None:
     """Fewer free ones do not suffice, and stay in use."""
     for index in range(semaphores._REGIONS - 2):
@@ -103,9 +100,7 @@ def test_semaphores_are_reserved_for_several_workspaces(
     assert len(set(semaphores._regions.values())) == 2 * semaphores._REGIONS
 
 
-def test_running_out_in_a_capture_is_rejected(
-    slabs: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_running_out_in_a_capture_is_rejected(slabs: list[int], monkeypatch: Patch) -> None:
     """The message has the remedy; a workspace with semaphores still works."""
     semaphores_of(0, WORKSPACE)
     for index in range(1, semaphores._REGIONS):

@@ -11,6 +11,7 @@ import pytest
 from mlagen.errors import DriverError
 from mlagen.runtime.tensor_map import TiledTensor, encode
 from mlagen.spec.dtype import DType
+from tests.fixture_types import Patch
 
 driver = pytest.importorskip("cuda.bindings.driver")
 
@@ -19,7 +20,7 @@ TENSOR = TiledTensor(
 )
 
 
-def test_every_property_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_property_reaches_the_driver(monkeypatch: Patch) -> None:
     """Type, rank, address, sizes, strides and box are passed; element strides are 1."""
     passed: list[Any] = []
     made = ctypes.create_string_buffer(bytes(range(128)), 128)
@@ -51,7 +52,7 @@ def test_every_property_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-def test_a_rejected_layout_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rejected_layout_is_an_error(monkeypatch: Patch) -> None:
     """The message names the driver call."""
     rejected = (driver.CUresult.CUDA_ERROR_INVALID_VALUE, None)
     words = (driver.CUresult.CUDA_SUCCESS, b"invalid argument")

@@ -32,24 +32,20 @@ def test_an_unknown_arch_is_rejected(text: str) -> None:
     )
 
 
+CARD_NAMES = {
+    "sm_80": ("A100", "a30"),
+    "sm_86": ("A10", "RTX 3090"),
+    "sm_89": ("L4", "rtx-4090", "NVIDIA GeForce RTX 4090"),
+    "sm_90a": ("H100", "h200", "GH200"),
+    "sm_100f": ("b200",),
+    "sm_103f": ("GB300",),
+    "sm_120f": ("RTX 5090",),
+    "sm_121f": ("DGX Spark",),
+}
+
+
 @pytest.mark.parametrize(
-    ("card", "arch"),
-    [
-        ("A100", "sm_80"),
-        ("a30", "sm_80"),
-        ("A10", "sm_86"),
-        ("RTX 3090", "sm_86"),
-        ("L4", "sm_89"),
-        ("rtx-4090", "sm_89"),
-        ("NVIDIA GeForce RTX 4090", "sm_89"),
-        ("H100", "sm_90a"),
-        ("h200", "sm_90a"),
-        ("GH200", "sm_90a"),
-        ("b200", "sm_100f"),
-        ("GB300", "sm_103f"),
-        ("RTX 5090", "sm_120f"),
-        ("DGX Spark", "sm_121f"),
-    ],
+    ("card", "arch"), [(card, arch) for arch, cards in CARD_NAMES.items() for card in cards]
 )
 def test_a_card_name_selects_its_arch(card: str, arch: str) -> None:
     """Case, spaces, hyphens and the vendor prefix are ignored."""

@@ -15,6 +15,7 @@ from mlagen.spec.dtype import DType
 from mlagen.spec.families import specs_of
 from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.kernel import KernelSpec
+from mlagen.spec.mla.sm90_calls import mla_sm90_kernel
 from mlagen.spec.mla.variant import MlaVariant
 from tests.kernels import (
     COMBINE,
@@ -35,83 +36,78 @@ GQA = GqaVariant(query_dtype=DType.BF16, kv_dtype=DType.E4M3, out_dtype=DType.E4
 TO_E4M3: dict[str, Any] = {"kv_dtype": DType.E4M3, "out_dtype": DType.E4M3}
 
 
+FP8KV_OF_E4M3 = mla_sm90_fp8kv(**E4M3, lookup="paged", rows=16)
+
+
 def combine(arch: str = "sm_90a", dtype: DType = DType.BF16, dim: int = 512) -> CombineSpec:
     """Return a combine kernel."""
     return CombineSpec(arch=parse_arch(arch), dtype=dtype, head_dim_vo=dim)
 
 
+CANDIDATES: dict[str, tuple[Any, Arch, Any, int, list[KernelSpec]]] = {
+    # The sm90 tiles, the smaller one for little work too, and the sm80 kernel.
+    "bf16": (
+        *(mla_call_specs, SM_90A, BF16, 128),
+        [mla_sm90(rows=128), mla_sm90(rows=16), mla_sm80(rows=128), combine()],
+    ),
+    # The FP8 kernel, the one with P in 16 bits, and the sm80 kernel.
+    "e4m3": (
+        *(mla_call_specs, SM_90A, replace(BF16, **E4M3), 16),
+        [mla_sm90_fp8(), FP8KV_OF_E4M3, mla_sm80(**E4M3), combine()],
+    ),
+    "bf16 over e4m3": (
+        *(mla_call_specs, SM_90A, replace(BF16, **MIXED), 16),
+        [mla_sm90_fp8kv(**MIXED, lookup="paged", rows=16), mla_sm80(**MIXED), combine()],
+    ),
+    # Other architectures, and head dims that no sm90 kernel supports.
+    "sm_80": (mla_call_specs, SM_80, BF16, 16, [mla_sm80(arch=SM_80), combine("sm_80")]),
+    "rank 256": (
+        *(mla_call_specs, SM_90A, replace(BF16, kv_lora_rank=256), 16),
+        [mla_sm80(kv_lora_rank=256), combine(dim=256)],
+    ),
+    # One sm90 kernel per number of heads per CTA; a combine in the output dtype.
+    "GQA, e4m3": (
+        *(gqa_call_specs, SM_90A, GQA, 4),
+        [
+            *(gqa_sm90(**TO_E4M3), gqa_sm90(heads_per_cta=2, **TO_E4M3)),
+            *(gqa_sm80(**TO_E4M3), combine(dtype=DType.E4M3, dim=128)),
+        ],
+    ),
+    "GQA, int8": (
+        *(gqa_call_specs, SM_90A, replace(GQA, kv_dtype=DType.INT8, out_dtype=DType.BF16), 4),
+        [gqa_sm80(kv_dtype=DType.INT8), combine(dim=128)],
+    ),
+    "GQA, sm_80": (
+        *(gqa_call_specs, SM_80, replace(GQA, out_dtype=DType.BF16), 4),
+        [gqa_sm80(arch=SM_80, kv_dtype=DType.E4M3), combine("sm_80", dim=128)],
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("arch", "variant", "rows", "expected"),
-    [
-        # The sm90 tiles, the smaller one for little work too, and the sm80 kernel.
-        (SM_90A, BF16, 128, [mla_sm90(rows=128), mla_sm90(rows=16), mla_sm80(rows=128), combine()]),
-        # The FP8 kernel, the one with P in 16 bits, and the sm80 kernel.
-        (
-            SM_90A,
-            replace(BF16, **E4M3),
-            16,
-            [
-                mla_sm90_fp8(),
-                mla_sm90_fp8kv(**E4M3, lookup="paged", rows=16),
-                mla_sm80(**E4M3),
-                combine(),
-            ],
-        ),
-        (
-            SM_90A,
-            replace(BF16, **MIXED),
-            16,
-            [mla_sm90_fp8kv(**MIXED, lookup="paged", rows=16), mla_sm80(**MIXED), combine()],
-        ),
-        # Other architectures, and head dims that no sm90 kernel supports.
-        (SM_80, BF16, 16, [mla_sm80(arch=SM_80), combine("sm_80")]),
-        (
-            SM_90A,
-            replace(BF16, kv_lora_rank=256),
-            16,
-            [mla_sm80(kv_lora_rank=256), combine(dim=256)],
-        ),
-    ],
-    ids=["bf16", "e4m3", "bf16 over e4m3", "sm_80", "rank 256"],
+    ("specs_of_call", "arch", "variant", "rows", "expected"), CANDIDATES.values(), ids=CANDIDATES
 )
-def test_candidates_of_an_mla_call(
-    arch: Arch, variant: MlaVariant, rows: int, expected: list[KernelSpec]
+def test_candidates_of_a_call(
+    specs_of_call: Any, arch: Arch, variant: Any, rows: int, expected: list[KernelSpec]
 ) -> None:
     """The sm90 kernels come first if any, then the sm80 kernel and its combine."""
-    assert mla_call_specs(arch, variant, rows) == expected
+    assert specs_of_call(arch, variant, rows) == expected
 
 
 @pytest.mark.parametrize(
-    ("arch", "variant", "expected"),
+    ("changes", "p_dtype_choice", "expected"),
     [
-        (
-            SM_90A,
-            GQA,
-            [
-                gqa_sm90(**TO_E4M3),
-                gqa_sm90(heads_per_cta=2, **TO_E4M3),
-                gqa_sm80(**TO_E4M3),
-                combine(dtype=DType.E4M3, dim=128),
-            ],
-        ),
-        (
-            SM_90A,
-            replace(GQA, kv_dtype=DType.INT8, out_dtype=DType.BF16),
-            [gqa_sm80(kv_dtype=DType.INT8), combine(dim=128)],
-        ),
-        (
-            SM_80,
-            replace(GQA, out_dtype=DType.BF16),
-            [gqa_sm80(arch=SM_80, kv_dtype=DType.E4M3), combine("sm_80", dim=128)],
-        ),
+        *(({}, "auto", mla_sm90()), ({}, "fp16", mla_sm90())),
+        *((E4M3, "auto", mla_sm90_fp8()), (E4M3, "fp16", FP8KV_OF_E4M3)),
+        *(({"kv_lora_rank": 256}, choice, None) for choice in ("auto", "fp16")),
+        *((E4M3 | {"kv_lora_rank": 256}, choice, None) for choice in ("auto", "fp16")),
     ],
-    ids=["e4m3", "int8", "sm_80"],
 )
-def test_candidates_of_a_gqa_call(
-    arch: Arch, variant: GqaVariant, expected: list[KernelSpec]
+def test_a_call_uses_at_most_one_sm90_mla_kernel(
+    changes: dict[str, Any], p_dtype_choice: str, expected: KernelSpec | None
 ) -> None:
-    """On sm_90a one sm90 kernel per number of heads per CTA; a combine in the output dtype."""
-    assert gqa_call_specs(arch, variant, 4) == expected
+    """Its dtypes and p_dtype_choice select the kernel, if any covers it."""
+    assert mla_sm90_kernel(SM_90A, replace(BF16, **changes), 16, p_dtype_choice) == expected
 
 
 def test_an_unsupported_call_has_no_candidates() -> None:
@@ -141,20 +137,20 @@ def test_specs_of_a_variant_have_every_tile(spec: KernelSpec, sizes: set[int]) -
     assert len(set(specs)) == len(specs)
 
 
+ON_ANOTHER_ARCH: dict[str, tuple[KernelSpec, Arch, list[KernelSpec]]] = {
+    "sm80": (mla_sm80(), SM_80, [mla_sm80(arch=SM_80), combine("sm_80")]),
+    "from sm_90a": (mla_sm90(rows=32), SM_80, [mla_sm80(arch=SM_80, rows=32), combine("sm_80")]),
+    "to sm_90a": (mla_sm80(arch=SM_80), SM_90A, [mla_sm90(), mla_sm80(), combine()]),
+    "combine": (COMBINE, SM_90A, [combine()]),
+    "gqa": (
+        *(gqa_sm80(arch=SM_80, rows=32), SM_90A),
+        [gqa_sm90(rows=32), gqa_sm80(rows=32), combine(dim=128)],
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("spec", "arch", "expected"),
-    [
-        (mla_sm80(), SM_80, [mla_sm80(arch=SM_80), combine("sm_80")]),
-        (mla_sm90(rows=32), SM_80, [mla_sm80(arch=SM_80, rows=32), combine("sm_80")]),
-        (mla_sm80(arch=SM_80), SM_90A, [mla_sm90(), mla_sm80(), combine()]),
-        (COMBINE, SM_90A, [combine()]),
-        (
-            gqa_sm80(arch=SM_80, rows=32),
-            SM_90A,
-            [gqa_sm90(rows=32), gqa_sm80(rows=32), combine(dim=128)],
-        ),
-    ],
-    ids=["sm80", "from sm_90a", "to sm_90a", "combine", "gqa"],
+    ("spec", "arch", "expected"), ON_ANOTHER_ARCH.values(), ids=ON_ANOTHER_ARCH
 )
 def test_specs_on_another_arch(spec: KernelSpec, arch: Arch, expected: list[KernelSpec]) -> None:
     """The kernels are those that the calls use there, not the same tile compiled for it."""

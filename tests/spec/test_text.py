@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from mlagen.errors import ArgumentError
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.combine import CombineSpec
-from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES, specs_of
 from mlagen.spec.gqa.sm80 import gqa_sm80_spec
 from mlagen.spec.gqa.variant import SUPPORTED as GQA_SUPPORTED
-from mlagen.spec.gqa.variant import GqaSupport, GqaVariant
+from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.sm80 import mla_sm80_spec
 from mlagen.spec.mla.sm90 import mla_sm90_spec
-from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
+from mlagen.spec.mla.variant import SUPPORTED
 from mlagen.spec.text import parse_spec
 from tests.kernels import COMBINE, gqa_sm80, mla_sm80, mla_sm90
 
@@ -37,46 +36,37 @@ def test_every_kernel_parses_back(arch: Arch) -> None:
 archs = st.sampled_from(ARCHS)
 counts = st.integers(1, 300)
 page_sizes = st.integers(1, 2**31 - 1)
-
-
-@settings(deadline=None)
-@given(archs, st.sampled_from([v for row in SUPPORTED for v in row.variants()]), page_sizes, counts)
-def test_an_mla_kernel_of_any_page_size_parses_back(
-    arch: Arch, variant: MlaVariant, page_size: int, rows: int
-) -> None:
-    """Page sizes beyond the prewarmed ones parse back."""
-    variant = replace(variant, page_size=page_size)
-    made = [mla_sm80_spec(arch, variant, rows), mla_sm90_spec(arch, variant, rows)]
-    specs = [spec for spec in made if spec is not None]
-
-    assert [parse_spec(str(spec)) for spec in specs] == specs
-
-
-@settings(deadline=None)
-@given(
-    archs,
-    st.sampled_from([(row, out) for row in GQA_SUPPORTED for out in row.out_dtypes]),
-    st.sampled_from([*range(16, 257, 16), 512]),
-    page_sizes,
-    counts,
+head_dims = st.sampled_from([*range(16, 257, 16), 512])
+mla_variants = st.builds(
+    replace, st.sampled_from([v for row in SUPPORTED for v in row.variants()]), page_size=page_sizes
 )
-def test_a_gqa_kernel_of_any_size_parses_back(
-    arch: Arch, types: tuple[GqaSupport, DType], head_dim: int, page_size: int, rows: int
-) -> None:
-    """Any head dim and page size, and the combine kernel, parse back."""
-    row, out_dtype = types
-    variant = GqaVariant(
-        query_dtype=row.query_dtype,
-        kv_dtype=row.kv_dtype,
-        out_dtype=out_dtype,
-        head_dim=head_dim,
-        page_size=page_size,
-    )
-    spec = gqa_sm80_spec(arch, variant, rows)
-    combining = CombineSpec(arch=arch, dtype=out_dtype, head_dim_vo=head_dim)
+gqa_variants = st.builds(
+    replace,
+    st.sampled_from(
+        [
+            GqaVariant(query_dtype=row.query_dtype, kv_dtype=row.kv_dtype, out_dtype=out_dtype)
+            for row in GQA_SUPPORTED
+            for out_dtype in row.out_dtypes
+        ]
+    ),
+    head_dim=head_dims,
+    page_size=page_sizes,
+)
+out_dtypes = st.sampled_from([dtype for row in GQA_SUPPORTED for dtype in row.out_dtypes])
 
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.one_of(
+        st.builds(mla_sm80_spec, archs, mla_variants, counts),
+        st.builds(mla_sm90_spec, archs, mla_variants, counts).filter(bool),
+        st.builds(gqa_sm80_spec, archs, gqa_variants, counts),
+        st.builds(CombineSpec, arch=archs, dtype=out_dtypes, head_dim_vo=head_dims),
+    )
+)
+def test_a_kernel_of_any_size_parses_back(spec: KernelSpec) -> None:
+    """Page sizes and head dims beyond the prewarmed ones parse back."""
     assert parse_spec(str(spec)) == spec
-    assert parse_spec(str(combining)) == combining
 
 
 @pytest.mark.parametrize(
@@ -101,76 +91,50 @@ def text_with(spec: KernelSpec, **changes: str) -> str:
 
 FORM = "kernel: expected family(name=value, ...), got "
 NAMES = "combine: expected name=value with a name out of arch, dtype, head_dim_vo, got "
+NUMBER = f"mla_sm80.page_size: expected a whole number up to {2**31 - 1}, got "
+UNUSED = "expected a kernel that calls use"
+MALFORMED: list[tuple[str, str]] = [
+    ("", f"{FORM}''"),
+    ("combine", f"{FORM}'combine'"),
+    ("combine(arch=sm_80))", f"{FORM}'combine(arch=sm_80))'"),
+    ("combine_all(arch=sm_80)", f"kernel: expected a family out of {', '.join(FAMILIES)}, got "),
+    ("combine()", "combine: expected arch, dtype, head_dim_vo too, got ''"),
+    ("combine(arch=sm_80, dtype=bf16)", "combine: expected head_dim_vo too, got 'arch=sm_80"),
+    ("combine(arch=sm_80, page=1)", f"{NAMES}'page=1'"),
+    ("combine(arch=sm_80, dtype)", f"{NAMES}'dtype'"),
+    ("combine(arch=sm_80,, dtype=bf16)", f"{NAMES}''"),
+    ("combine(arch=sm_80, arch=sm_80)", "combine: expected arch once, got it twice"),
+]
+# Changes of a kernel: a number has one spelling, and only kernels that calls use are compiled.
+CHANGED: list[tuple[KernelSpec, dict[str, str], str]] = [
+    (COMBINE, {"dtype": "BF16"}, "combine.dtype: expected one of bf16, fp16, e4m3, int8"),
+    *(
+        (mla_sm80(), {"page_size": number}, NUMBER)
+        for number in ("-1", "+64", "6_4", "064", "64.0", "\u0666\u0664", "", str(2**31))
+    ),
+    (COMBINE, {"arch": "sm_70"}, "arch: expected one of sm_80, "),
+    (mla_sm80(), {"page_size": "0"}, "mla_sm80.page_size: expected 1 or more, got 0"),
+    (mla_sm80(), {"kv_lora_rank": "128"}, "mla_sm80: no MLA decode kernel for query bf16, ca"),
+    (mla_sm80(), {"lookup": "../x"}, "mla_sm80: no MLA decode kernel for query bf16"),
+    (mla_sm80(), {"kv_dtype": "int8"}, "mla_sm80: no MLA decode kernel for query "),
+    (mla_sm80(), {"block_n": "48"}, f"mla_sm80: {UNUSED}, the nearest {mla_sm80()}, got mla_"),
+    (mla_sm90(), {"block_m": "48"}, f"mla_sm90: {UNUSED}, the nearest mla_sm90("),
+    (mla_sm90(), {"arch": "sm_80"}, f"mla_sm90: {UNUSED}, got mla_sm90(arch=sm_80, "),
+    (gqa_sm80(), {"head_dim": "72"}, "gqa_sm80: no GQA decode kernel for head_dim 72"),
+    (gqa_sm80(), {"warps": "0"}, f"gqa_sm80: {UNUSED}, the nearest {gqa_sm80()}, got gqa_sm8"),
+    (COMBINE, {"head_dim_vo": "72"}, "combine: no GQA decode kernel for head_dim 72; support"),
+    (COMBINE, {"dtype": "int8"}, f"combine: {UNUSED}, the nearest {COMBINE}, got "),
+]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("", f"{FORM}''"),
-        ("combine", f"{FORM}'combine'"),
-        ("combine(arch=sm_80))", f"{FORM}'combine(arch=sm_80))'"),
-        (
-            "combine_all(arch=sm_80)",
-            f"kernel: expected a family out of {', '.join(FAMILIES)}, got ",
-        ),
-        ("combine()", "combine: expected arch, dtype, head_dim_vo too, got ''"),
-        (
-            "combine(arch=sm_80, dtype=bf16)",
-            "combine: expected head_dim_vo too, got 'arch=sm_80",
-        ),
-        ("combine(arch=sm_80, page=1)", f"{NAMES}'page=1'"),
-        ("combine(arch=sm_80, dtype)", f"{NAMES}'dtype'"),
-        ("combine(arch=sm_80,, dtype=bf16)", f"{NAMES}''"),
-        ("combine(arch=sm_80, arch=sm_80)", "combine: expected arch once, got it twice"),
-        (text_with(COMBINE, dtype="BF16"), "combine.dtype: expected one of bf16, fp16, e4m3, int8"),
-    ],
+    [*MALFORMED, *((text_with(spec, **change), message) for spec, change, message in CHANGED)],
 )
-def test_malformed_text_is_rejected_with_the_rule(text: str, message: str) -> None:
+def test_text_of_no_kernel_is_rejected_with_the_rule(text: str, message: str) -> None:
     """The message has the expected and the given text."""
     with pytest.raises(ArgumentError) as caught:
         parse_spec(text)
-
-    assert str(caught.value).startswith(message)
-
-
-@pytest.mark.parametrize(
-    "number", ["-1", "+64", "6_4", "064", "64.0", "\u0666\u0664", "", str(2**31)]
-)
-def test_a_number_has_one_spelling(number: str) -> None:
-    """Other spellings, and numbers beyond 32 bits, are rejected."""
-    rule = rf"^mla_sm80.page_size: expected a whole number up to {2**31 - 1}, got "
-
-    with pytest.raises(ArgumentError, match=rule):
-        parse_spec(text_with(mla_sm80(), page_size=number))
-
-
-UNUSED = "expected a kernel that calls use"
-
-
-@pytest.mark.parametrize(
-    ("spec", "change", "message"),
-    [
-        (COMBINE, {"arch": "sm_70"}, "arch: expected one of sm_80, "),
-        (mla_sm80(), {"page_size": "0"}, "mla_sm80.page_size: expected 1 or more, got 0"),
-        (mla_sm80(), {"kv_lora_rank": "128"}, "mla_sm80: no MLA decode kernel for query bf16, ca"),
-        (mla_sm80(), {"lookup": "../x"}, "mla_sm80: no MLA decode kernel for query bf16"),
-        (mla_sm80(), {"kv_dtype": "int8"}, "mla_sm80: no MLA decode kernel for query "),
-        (mla_sm80(), {"block_n": "48"}, f"mla_sm80: {UNUSED}, the nearest {mla_sm80()}, got mla_"),
-        (mla_sm90(), {"block_m": "48"}, f"mla_sm90: {UNUSED}, the nearest mla_sm90("),
-        (mla_sm90(), {"arch": "sm_80"}, f"mla_sm90: {UNUSED}, got mla_sm90(arch=sm_80, "),
-        (gqa_sm80(), {"head_dim": "72"}, "gqa_sm80: no GQA decode kernel for head_dim 72"),
-        (gqa_sm80(), {"warps": "0"}, f"gqa_sm80: {UNUSED}, the nearest {gqa_sm80()}, got gqa_sm8"),
-        (COMBINE, {"head_dim_vo": "72"}, "combine: no GQA decode kernel for head_dim 72; support"),
-        (COMBINE, {"dtype": "int8"}, f"combine: {UNUSED}, the nearest {COMBINE}, got "),
-    ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
-)
-def test_a_kernel_that_no_call_uses_is_rejected(
-    spec: KernelSpec, change: dict[str, str], message: str
-) -> None:
-    """Only kernels that calls use reach the compiler."""
-    with pytest.raises(ArgumentError) as caught:
-        parse_spec(text_with(spec, **change))
 
     assert str(caught.value).startswith(message)
 

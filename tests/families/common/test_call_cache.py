@@ -11,14 +11,16 @@ from mlagen.families.common import call_cache, tensor_guard
 from mlagen.families.common.call_cache import CallCache, Replay
 from mlagen.families.common.call_key import KeyKinds, compile_key, factors_of
 from mlagen.mla import BatchMLAPagedAttentionWrapper
-from tests.families.entry_points import ROWS, EntryPoint, make_entry_point, with_tensor
+from tests.families.entry_points import ROWS, EntryPoint, make_entry_point
 from tests.families.planned_runs import PLANNED_CASE
+from tests.families.rejections import changed
+from tests.fixture_types import Patch
 from tests.problems.batch_mla import plan_arguments, run_arguments
 
 TENSORS = (torch.ones(2), torch.zeros(3))
 
 
-def test_the_cache_has_a_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_has_a_capacity(monkeypatch: Patch) -> None:
     """A full table is cleared before the next entry, and ``clear`` drops both levels."""
     monkeypatch.setattr(call_cache, "_MAX_CALLS", 3)
     monkeypatch.setattr(call_cache, "_MAX_LAUNCHES", 3)
@@ -58,7 +60,7 @@ def test_factors_are_1_or_are_not() -> None:
     assert factors[0] == factors[1] != factors[2]
 
 
-def count_guards(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def count_guards(monkeypatch: Patch) -> list[object]:
     """Return a list that grows with each attempt to make a guard."""
     attempts: list[object] = []
 
@@ -71,13 +73,13 @@ def count_guards(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def test_alternating_kinds_of_tensors_have_a_guard_each(
-    entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
+    entry_point: EntryPoint, monkeypatch: Patch
 ) -> None:
     """Inference and normal tensors with one signature have one guard each."""
     attempts = count_guards(monkeypatch)
     arguments = entry_point.row.build()
     with torch.inference_mode():
-        inference = with_tensor(arguments, entry_point.row.tensors.split()[0], torch.clone)
+        inference = changed(arguments, entry_point.row.tensors.split()[0], torch.clone)
     calls = (arguments, inference)
     expected = [entry_point.uncached_outcome(call) for call in calls]
     attempts.clear()
@@ -91,7 +93,7 @@ def test_alternating_kinds_of_tensors_have_a_guard_each(
 
 @pytest.mark.parametrize(("widths", "signatures"), [(4, 4), (5, 15)])
 def test_alternating_signatures_have_a_guard_each(
-    widths: int, signatures: int, monkeypatch: pytest.MonkeyPatch
+    widths: int, signatures: int, monkeypatch: Patch
 ) -> None:
     """Signatures of one key have a guard each, even if the key has too few entries."""
     attempts = count_guards(monkeypatch)
@@ -106,9 +108,7 @@ def test_alternating_signatures_have_a_guard_each(
     assert len(entry_point.signatures) <= signatures
 
 
-def test_a_signature_has_few_guards(
-    entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signature_has_few_guards(entry_point: EntryPoint, monkeypatch: Patch) -> None:
     """A signature whose guards reject its tensors gets no guard at every call."""
     attempts: list[object] = []
 
@@ -127,7 +127,7 @@ def test_a_signature_has_few_guards(
 
 
 def test_without_torch_guards_calls_read_signatures(
-    entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
+    entry_point: EntryPoint, monkeypatch: Patch
 ) -> None:
     """A torch without guards has the same results, by signatures alone."""
     monkeypatch.setattr(tensor_guard, "_valid_guards", lambda: None)
@@ -140,7 +140,7 @@ def test_without_torch_guards_calls_read_signatures(
     assert entry_point.reads_signature(arguments)
 
 
-def test_lengths_with_equal_rounding_share_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_with_equal_rounding_share_a_replay(monkeypatch: Patch) -> None:
     """A length affects the scheduling only, by four significant bits."""
     entry_point = make_entry_point(monkeypatch, ROWS["trtllm"])
     arguments = entry_point.row.build()
@@ -161,23 +161,23 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_one_tensor_as_two_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_tensor_as_two_arguments(name: str, monkeypatch: Patch) -> None:
     """A repeated tensor hits its entry, and two distinct tensors do not."""
     entry_point, (first, second) = make_entry_point(monkeypatch, ROWS[name]), PAIRS[name]
     arguments = entry_point.row.build()
     given = arguments[first]
     tensor = given[0] if isinstance(given, tuple) else given
-    repeated = with_tensor(arguments, second, lambda _: tensor)
+    repeated = changed(arguments, second, lambda _: tensor)
 
     outcomes = [entry_point.outcome(repeated) for _ in range(9)]
 
     assert outcomes == [entry_point.uncached_outcome(repeated)] * 9
     assert not entry_point.reads_signature(repeated)
-    entry_point.require_independent(repeated, with_tensor(repeated, second, torch.clone))
+    entry_point.require_independent(repeated, changed(repeated, second, torch.clone))
 
 
 @pytest.mark.parametrize("name", ["trtllm", "xqa_batch"])
-def test_a_call_of_no_requests_launches_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_of_no_requests_launches_nothing(name: str, monkeypatch: Patch) -> None:
     """A call without requests launches nothing, cached or not."""
     entry_point = make_entry_point(monkeypatch, ROWS[name])
     arguments = entry_point.row.build()
@@ -187,7 +187,7 @@ def test_a_call_of_no_requests_launches_nothing(name: str, monkeypatch: pytest.M
     assert [entry_point.outcome(arguments) for _ in range(4)] == [""] * 4
 
 
-def test_another_plan_into_the_same_buffers_is_no_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_plan_into_the_same_buffers_is_no_replay(monkeypatch: Patch) -> None:
     """A run depends on all that its plan declares, also where the metadata has the same address."""
     entry_point = make_entry_point(monkeypatch, ROWS["wrapper"])
     problem = PLANNED_CASE.build("cpu")

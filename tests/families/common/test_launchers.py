@@ -1,4 +1,4 @@
-"""Rounded lengths, and the scratch of a call in its workspace."""
+"""Lengths of a call, and its scratch in the workspace."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mlagen.errors import ArgumentError
 from mlagen.families.common.launchers import rounded_up, scratch_offset
+from mlagen.families.common.xqa_arguments import flat_lengths, table_capacity
 
 
 @given(st.integers(min_value=0, max_value=2**31))
@@ -35,3 +36,22 @@ def test_a_workspace_that_is_too_small_is_rejected() -> None:
     """The message names both sizes."""
     with pytest.raises(ArgumentError, match="x: expected 9 bytes or more for this call, got 8"):
         scratch_offset(torch.empty(2), "x", 9)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)])
+def test_lengths_are_flattened_without_a_copy(shape: tuple[int, ...]) -> None:
+    """The trailing axis of size 1 is dropped as a view, so a CUDA graph reads new lengths."""
+    lengths = torch.tensor([3, 4], dtype=torch.int32).view(shape)
+
+    flat = flat_lengths(lengths)
+
+    assert flat.tolist() == [3, 4]
+    assert flat.data_ptr() == lengths.data_ptr()
+
+
+def test_the_capacity_of_a_table() -> None:
+    """The capacity is columns times page size, clamped to 32 bits."""
+    wide = torch.zeros(1, 1).expand(1, 2**29)
+
+    assert table_capacity(torch.zeros(2, 5), 16) == 80
+    assert table_capacity(wide, 16) == 2**31 - 1

@@ -14,13 +14,14 @@ from mlagen.families.gqa import launch_sm80 as gqa_sm80_launcher
 from mlagen.families.gqa import launch_sm90 as gqa_sm90_launcher
 from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
 from mlagen.runtime import partition
-from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.partition import TooManyCtasError
 from mlagen.settings import current_settings
 from tests.families.entry_points import ROWS, EntryPoint, make_entry_point
+from tests.families.launches import H200_FACTS
+from tests.fixture_types import Patch
 
-GPU_SMS = 132
+GPU_SMS = H200_FACTS.sm_count
 # The device index of CPU tensors.
 DEVICE = -1
 # Entry points.
@@ -63,18 +64,17 @@ class _Checked:
 
 
 @pytest.fixture
-def entry_point(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EntryPoint:
+def entry_point(request: pytest.FixtureRequest, monkeypatch: Patch) -> EntryPoint:
     """Return the entry point with an empty call cache: a parameter, or else one of MLA."""
     return make_entry_point(monkeypatch, ROWS[getattr(request, "param", MLA)])
 
 
 @pytest.fixture
-def context(entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch) -> Context:
+def context(entry_point: EntryPoint, monkeypatch: Patch) -> Context:
     """Return the simulated context of ``entry_point``'s launches."""
     assert entry_point.launches == []
     context = Context()
-    facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=GPU_SMS, memory_bytes=0)
-    monkeypatch.setattr(partition, "device_facts", lambda _: facts)
+    monkeypatch.setattr(partition, "device_facts", lambda _: H200_FACTS)
     monkeypatch.setattr(partition, "partitioned_gpus", set())
     monkeypatch.setattr(partition, "_rejected", set())
     monkeypatch.setattr(partition, "_current_sms", lambda _: context.sms % GPU_SMS)
@@ -87,6 +87,9 @@ def context(entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch) -> Context
     for launcher in (mla_sm90_launcher, gqa_sm90_launcher):
         monkeypatch.setattr(launcher, "launch", launch)
     return context
+
+
+TOO_SMALL = {"workspace_buffer": torch.zeros(1)}
 
 
 def grid(entry_point: EntryPoint, arguments: dict[str, Any]) -> tuple[str, int]:
@@ -103,15 +106,21 @@ def long_call(row: str = MLA) -> dict[str, Any]:
     return ROWS[row].build() | more | unlimited
 
 
-@pytest.mark.parametrize(
+families = pytest.mark.parametrize(
     ("entry_point", "row"), [(MLA, MLA), (GQA, GQA)], indirect=["entry_point"], ids=["mla", "gqa"]
 )
+
+
+@families
+@pytest.mark.parametrize("has_entry", [True, False], ids=["cached", "new"])
 def test_a_grid_is_as_large_as_its_context(
-    entry_point: EntryPoint, row: str, context: Context
+    entry_point: EntryPoint, row: str, context: Context, has_entry: bool
 ) -> None:
     """One launch is rejected and none after; calls on the whole GPU are unaffected."""
     arguments = long_call(row)
-    whole = [entry_point.outcome(arguments) for _ in range(3)]
+    whole = [entry_point.uncached_outcome(arguments)] * 3
+    if has_entry:  # for the whole GPU
+        assert [entry_point.outcome(arguments) for _ in range(3)] == whole
     context.enter(16)
 
     inside = [grid(entry_point, arguments) for _ in range(4)]
@@ -121,27 +130,12 @@ def test_a_grid_is_as_large_as_its_context(
     assert 0 < blocks <= 16
     assert inside == inside[:1] * 4
     assert context.rejections == 1
+    assert not entry_point.reads_signature(arguments)
     context.enter(GPU_SMS)
     assert [entry_point.outcome(arguments) for _ in range(3)] == whole
     context.enter(32)
     assert 16 < grid(entry_point, arguments)[1] <= 32
     assert context.rejections == 1
-
-
-def test_a_call_without_an_entry_for_the_whole_gpu(
-    entry_point: EntryPoint, context: Context
-) -> None:
-    """The first launch is rejected, and the call is cached for the context alone."""
-    arguments = long_call()
-    context.enter(16)
-
-    inside = [grid(entry_point, arguments) for _ in range(3)]
-
-    assert inside[0][1] <= 16
-    assert inside == inside[:1] * 3
-    assert not entry_point.reads_signature(arguments)
-    context.enter(GPU_SMS)
-    assert grid(entry_point, long_call())[1] > 16
 
 
 def test_a_driver_that_rejects_every_cooperative_grid(
@@ -161,7 +155,7 @@ def test_a_driver_that_rejects_every_cooperative_grid(
 
 
 def test_a_forced_kernel_does_not_fall_back(
-    entry_point: EntryPoint, context: Context, monkeypatch: pytest.MonkeyPatch
+    entry_point: EntryPoint, context: Context, monkeypatch: Patch
 ) -> None:
     """If the driver rejects all grids of a forced kernel, an error is raised."""
     monkeypatch.setenv("MLAGEN_MLA_KERNEL", "sm90")
@@ -174,28 +168,31 @@ def test_a_forced_kernel_does_not_fall_back(
     assert all(outcome.startswith(expected) for outcome in outcomes)
 
 
+@families
 def test_the_sm80_kernel_splits_for_its_context(
-    entry_point: EntryPoint, context: Context, monkeypatch: pytest.MonkeyPatch
+    entry_point: EntryPoint, row: str, context: Context, monkeypatch: Patch
 ) -> None:
-    """On 16 SMs a sequence has fewer splits, unless the workspace is too small for them."""
+    """On 16 SMs a sequence has fewer splits, once the sm90 kernel has found them."""
     context.enter(16)
-    entry_point.call(long_call())
-    monkeypatch.setenv("MLAGEN_MLA_KERNEL", "sm80")
+    entry_point.call(long_call(row))
+    family = entry_point.row.family
+    monkeypatch.setenv(f"MLAGEN_{family.upper()}_KERNEL", "sm80")
     current_settings.cache_clear()
-    too_small = long_call() | {"workspace_buffer": torch.zeros(1)}
 
-    inside = grid(entry_point, long_call())
-    inside_too_small = grid(entry_point, too_small)
+    inside = grid(entry_point, long_call(row))
+    too_small = grid(entry_point, long_call() | TOO_SMALL) if row == MLA else None
     context.enter(GPU_SMS)
-    whole = grid(entry_point, long_call())
+    whole = grid(entry_point, long_call(row))
 
-    assert {inside[0], whole[0]} == {"mla_sm80"}
-    assert inside[1] <= 4 * 16 < whole[1]
-    assert inside_too_small == whole
+    assert {inside[0], whole[0]} == {f"{family}_sm80"}
+    assert inside[1] < whole[1]
+    if row == MLA:  # unless the workspace is too small for the splits
+        assert inside[1] <= 4 * 16 < whole[1]
+        assert too_small == whole
 
 
 def test_a_workspace_for_the_whole_gpu_is_sufficient(
-    entry_point: EntryPoint, context: Context, monkeypatch: pytest.MonkeyPatch
+    entry_point: EntryPoint, context: Context, monkeypatch: Patch
 ) -> None:
     """If the plan of a context needs a larger workspace, the sm80 kernel is launched."""
     arguments = long_call()
@@ -212,7 +209,7 @@ def test_a_workspace_for_the_whole_gpu_is_sufficient(
 
 @pytest.mark.parametrize("entry_point", [GQA], indirect=True)
 def test_a_gqa_call_takes_the_plan_of_the_whole_gpu_if_its_workspace_is_small(
-    entry_point: EntryPoint, context: Context, monkeypatch: pytest.MonkeyPatch
+    entry_point: EntryPoint, context: Context, monkeypatch: Patch
 ) -> None:
     """A plan for 16 SMs that needs a larger workspace is not launched, of either kernel."""
     arguments = long_call(GQA)
@@ -241,21 +238,3 @@ def test_a_gqa_call_takes_the_plan_of_the_whole_gpu_if_its_workspace_is_small(
         context.enter(GPU_SMS)
         assert grid(entry_point, arguments) == inside
         context.enter(16)
-
-
-@pytest.mark.parametrize("entry_point", [GQA], indirect=True)
-def test_the_sm80_gqa_kernel_splits_for_its_context(
-    entry_point: EntryPoint, context: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On 16 SMs a sequence has fewer splits, once the sm90 kernel has found them."""
-    context.enter(16)
-    entry_point.call(long_call(GQA))
-    monkeypatch.setenv("MLAGEN_GQA_KERNEL", "sm80")
-    current_settings.cache_clear()
-
-    inside = grid(entry_point, long_call(GQA))
-    context.enter(GPU_SMS)
-    whole = grid(entry_point, long_call(GQA))
-
-    assert {inside[0], whole[0]} == {"gqa_sm80"}
-    assert inside[1] < whole[1]

@@ -6,30 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlagen.families.common.plan_sm80 import (
-    GqaProblemShape,
-    MlaProblemShape,
-    Sm80Plan,
-    plan_gqa_sm80,
-    plan_mla_sm80,
-)
+from mlagen.families.common.plan_sm80 import MlaProblemShape, Sm80Plan, plan_gqa_sm80, plan_mla_sm80
+from mlagen.families.gqa import select as gqa_select
+from mlagen.spec.dtype import DType
+from mlagen.spec.gqa.sm80 import GqaSm80Spec
+from mlagen.spec.gqa.variant import GqaVariant
+from tests.families.shapes import SMS, gqa_shape, mla_shape
 from tests.kernels import SM_COUNTS, gqa_sm80, mla_sm80
 
-H200_SMS = 132
 
-
-def problem(batch: int, max_kv_len: int, heads: int = 16, q_len: int = 1) -> MlaProblemShape:
-    """Return a problem of equal query lengths."""
-    return MlaProblemShape(
-        batch=batch,
-        q_len=q_len,
-        heads=heads,
-        total_rows=batch * q_len * heads,
-        max_kv_len=max_kv_len,
-    )
-
-
-def plan(shape: MlaProblemShape, sm_count: int = H200_SMS) -> Sm80Plan:
+def plan(shape: MlaProblemShape, sm_count: int = SMS) -> Sm80Plan:
     """Return the plan of a bf16 problem of DeepSeek-V3's dimensions."""
     return plan_mla_sm80(mla_sm80(rows=shape.heads * shape.q_len), shape, sm_count)
 
@@ -42,7 +28,7 @@ def tiles_of_split(split: int, tiles: int, splits: int) -> range:
 
 
 problems = st.builds(
-    problem,
+    mla_shape,
     batch=st.integers(0, 600),
     max_kv_len=st.integers(0, 200_000),
     heads=st.integers(1, 256),
@@ -89,11 +75,11 @@ def test_the_grid_covers_all_rows_and_bounds_the_workspace(
 @pytest.mark.parametrize(
     "shape",
     [
-        problem(264, 4096),
-        problem(132, 131072, heads=128, q_len=2),
-        problem(1, 32),
-        problem(1, 0),
-        problem(0, 4096),
+        mla_shape(264, 16, 4096),
+        mla_shape(132, 128, 131072, q_len=2),
+        mla_shape(1, 16, 32),
+        mla_shape(1, 16, 0),
+        mla_shape(0, 16, 4096),
     ],
     ids=["a full grid", "a full grid of wide tiles", "one tile", "no tokens", "no sequences"],
 )
@@ -108,7 +94,7 @@ def test_when_kv_is_not_split(shape: MlaProblemShape) -> None:
 @pytest.mark.parametrize("heads", [8, 16, 128])
 def test_one_long_sequence_fills_the_device(heads: int, sm_count: int) -> None:
     """A single sequence occupies at least half of the SMs."""
-    planned = plan(problem(1, 131072, heads=heads), sm_count)
+    planned = plan(mla_shape(1, heads, 131072), sm_count)
 
     assert planned.num_ctas >= sm_count / 2
 
@@ -117,13 +103,11 @@ def test_one_long_sequence_fills_the_device(heads: int, sm_count: int) -> None:
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=50), st.integers(1, 256))
 def test_ragged_sequences_have_a_tile_for_each_row(q_lens: list[int], heads: int) -> None:
     """The tiles of a sequence, computed as in common/ragged_tiles.cuh, hold all its rows."""
-    shape = MlaProblemShape(
-        batch=len(q_lens), q_len=0, heads=heads, total_rows=sum(q_lens) * heads, max_kv_len=100
-    )
+    shape = mla_shape(len(q_lens), heads, 100, tokens=sum(q_lens))
     rows = mla_sm80(rows=64).tile.block_m
     first = [sum(q_lens[:seq]) * heads // rows + seq for seq in range(len(q_lens) + 1)]
 
-    planned = plan_mla_sm80(mla_sm80(rows=64), shape, H200_SMS)
+    planned = plan_mla_sm80(mla_sm80(rows=64), shape, SMS)
 
     assert planned.row_tiles == first[-1]
     assert planned.num_ctas == first[-1] * planned.splits
@@ -132,25 +116,36 @@ def test_ragged_sequences_have_a_tile_for_each_row(q_lens: list[int], heads: int
 
 
 @pytest.mark.parametrize("head_dim", [64, 512])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(64, 8), (8, 8), (32, 1)])
+@pytest.mark.parametrize(("kv_heads", "group"), [(8, 8), (8, 1), (1, 32)])
+@pytest.mark.parametrize("tokens", [None, 7])
 def test_the_gqa_grid_covers_rows_kv_heads_and_slices(
-    heads: int, kv_heads: int, head_dim: int
+    kv_heads: int, group: int, head_dim: int, tokens: int | None
 ) -> None:
     """The grid has one CTA per sequence, row tile, KV head, slice and split."""
-    spec = gqa_sm80(rows=heads // kv_heads * 3, head_dim=head_dim)
-    shape = GqaProblemShape(
-        batch=5,
-        q_len=3,
-        max_q_len=3,
-        heads=heads,
-        kv_heads=kv_heads,
-        total_rows=15 * heads,
-        max_kv_len=9000,
-    )
+    spec = gqa_sm80(rows=group * 3, head_dim=head_dim)
+    shape = gqa_shape(5, 9000, kv_heads, group, 3, tokens)
 
-    planned = plan_gqa_sm80(spec, shape, H200_SMS)
+    planned = plan_gqa_sm80(spec, shape, SMS)
 
-    assert planned.row_tiles == -(-heads // kv_heads * 3 // spec.tile.block_m)
-    assert planned.num_ctas == 5 * planned.row_tiles * kv_heads * spec.slices * planned.splits
-    assert planned.partial_rows == (planned.splits > 1) * planned.splits * 15 * heads
+    of_batch = 5 * -(-group * 3 // spec.tile.block_m)
+    tiles = of_batch if tokens is None else 5 + tokens * group // spec.tile.block_m
+    assert planned.row_tiles == (tiles if tokens else of_batch // 5)
+    assert planned.num_ctas == tiles * kv_heads * spec.slices * planned.splits
+    rows = (tokens or 15) * kv_heads * group
+    assert planned.partial_rows == (planned.splits > 1) * planned.splits * rows
     assert planned.workspace_bytes == planned.partial_rows * (head_dim + 1) * 4
+
+
+@pytest.mark.usefixtures("h200")
+def test_a_gqa_call_is_planned_for_its_rows_and_window() -> None:
+    """Its tile holds the rows of a KV head; a window of 64 tokens has the splits of 64 tokens."""
+    variant = GqaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16, out_dtype=DType.BF16)
+
+    def plan_of(max_kv_len: int, window: int = 0, q_len: int = 1) -> tuple[GqaSm80Spec, Sm80Plan]:
+        attended = gqa_select.attended_tokens(max_kv_len, window, q_len)
+        return gqa_select.plan_gqa_sm80_call(0, variant, gqa_shape(4, attended, 2, 4, q_len))
+
+    assert [plan_of(1000, q_len=q_len)[0].tile.block_m for q_len in (4, 5)] == [16, 32]
+    assert plan_of(100_000, window=64) == plan_of(65)
+    assert plan_of(10, window=64) == plan_of(10)
+    assert plan_of(100_000)[1].splits > plan_of(65)[1].splits

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from mlagen.families.common import tensor_guard
 from mlagen.families.common.tensor_guard import make_guard
+from tests.families.entry_points import Named
 from tests.families.launches import PROPERTIES
+from tests.fixture_types import Patch
 
 guards = pytest.importorskip("torch._C._dynamo.guards")
 
@@ -26,10 +27,6 @@ UNLIKE: dict[str, Callable[[torch.Tensor], object]] = {
     "none": lambda _: None,
     "a word": lambda _: "word",
 }
-
-
-class Named(torch.Tensor):
-    """A subclass of torch.Tensor."""
 
 
 @pytest.fixture(autouse=True)
@@ -59,43 +56,34 @@ def test_a_subclass_is_not_guarded() -> None:
     assert make_guard((torch.ones(1), torch.ones(1).as_subclass(Named))) is None
 
 
-def test_a_torch_without_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_guards(monkeypatch: Patch) -> None:
     """Without torch's guards there is no guard."""
     monkeypatch.delattr(guards, "TensorGuards")
 
     assert make_guard((torch.ones(1), torch.zeros(1))) is None
 
 
-class Rejecting:
-    """Guards with another constructor."""
+def guards_with(check: Callable[..., bool]) -> type:
+    """Return guards that ignore what they are made of."""
 
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        """Accept no sizes."""
-
-
-class AcceptAll:
-    """Guards that accept everything."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def init(*_: object, **__: object) -> None:
         """Ignore all arguments."""
 
-    def check(self, *_: object) -> bool:
-        """Accept."""
-        return True
+    return type("TensorGuards", (), {"__init__": init, "check": lambda _, *given: check(*given)})
 
 
-class TypesOnly(AcceptAll):
-    """Guards that check types alone."""
+OTHERS = {
+    "another constructor": type("TensorGuards", (), {"__init__": lambda _, *__: None}),
+    "accept everything": guards_with(lambda *_: True),
+    "check types alone": guards_with(
+        lambda *tensors: all(isinstance(tensor, torch.Tensor) for tensor in tensors)
+    ),
+    "no check": object,
+}
 
-    def check(self, *tensors: object) -> bool:
-        """Accept tensors."""
-        return all(isinstance(tensor, torch.Tensor) for tensor in tensors)
 
-
-@pytest.mark.parametrize("other", [Rejecting, AcceptAll, TypesOnly, object])
-def test_guards_with_other_behaviour_are_not_used(
-    other: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_guards_with_other_behaviour_are_not_used(other: type, monkeypatch: Patch) -> None:
     """Torch's private guards are used only if they distinguish tensors as required."""
     monkeypatch.setattr(guards, "TensorGuards", other)
 

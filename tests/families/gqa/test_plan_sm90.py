@@ -15,61 +15,42 @@ from mlagen.families.gqa.plan_sm90 import (
 )
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
+from tests.families.shapes import SMS, gqa_shape
 from tests.kernels import SM_COUNTS, gqa_sm90
-
-SMS = 132
-
-
-def problem(
-    batch: int,
-    max_kv_len: int = 4096,
-    kv_heads: int = 8,
-    group: int = 8,
-    q_len: int = 1,
-    tokens: int | None = None,
-) -> GqaProblemShape:
-    """Return a problem; ``tokens`` are the query tokens of ragged sequences."""
-    return GqaProblemShape(
-        batch=batch,
-        q_len=q_len if tokens is None else 0,
-        max_q_len=q_len,
-        heads=kv_heads * group,
-        kv_heads=kv_heads,
-        total_rows=(batch * q_len if tokens is None else tokens) * kv_heads * group,
-        max_kv_len=max_kv_len,
-    )
 
 
 def plan(
-    shape: GqaProblemShape, rows: int = 8, sm_count: int = SMS, spec: GqaSm90Spec | None = None
+    shape: GqaProblemShape, sm_count: int = SMS, spec: GqaSm90Spec | None = None
 ) -> GqaSm90Plan:
     """Return the plan of a problem, by default of bf16."""
-    return plan_gqa_sm90(spec or gqa_sm90(rows=rows), shape, sm_count)
+    return plan_gqa_sm90(spec or gqa_sm90(rows=shape.rows), shape, sm_count)
 
 
 @pytest.mark.parametrize(
-    ("shape", "rows", "expected"),  # CTAs of a group, groups, tiles of a sequence
+    ("shape", "spec", "expected"),  # CTAs of a group, groups, tiles of a sequence
     [
         # Four KV heads of 256 bytes are 1024 bytes together.
-        (problem(128), 8, (4, 33, 2)),
+        (gqa_shape(128), None, (4, 33, 2)),
         # Whole sequences of 32 tiles: four more SMs would save 2 us and cost more.
-        (problem(128, kv_heads=1), 8, (1, 128, 1)),
-        (problem(128, kv_heads=3), 8, (3, 44, 1)),
-        (problem(128, kv_heads=48), 8, (4, 33, 12)),
+        (gqa_shape(128, kv_heads=1), None, (1, 128, 1)),
+        (gqa_shape(128, kv_heads=3), None, (3, 44, 1)),
+        (gqa_shape(128, kv_heads=48), None, (4, 33, 12)),
         # 64 rows are two tiles: two CTAs read the same tokens.
-        (problem(9, group=16, q_len=4), 64, (4, 33, 4)),
+        (gqa_shape(9, group=16, q_len=4), None, (4, 33, 4)),
         # Two work tiles of 16 KV tiles: 6.6 us to read by two groups, 2.5 by eight, 1.7 to combine.
-        (problem(1, 2048), 8, (4, 8, 2)),
+        (gqa_shape(1, 2048), None, (4, 8, 2)),
         # Eight work tiles of eight KV tiles: 32 SMs read as fast as 132.
-        (problem(4, 1024), 8, (4, 8, 2)),
-        (problem(0, 512), 8, (4, 0, 2)),
+        (gqa_shape(4, 1024), None, (4, 8, 2)),
+        (gqa_shape(0, 512), None, (4, 0, 2)),
+        # A sequence of 64 tiles: 12.6 us by 32 SMs, 7.6 us by 128, and 1.2 us more to combine.
+        (gqa_shape(1, 16384), gqa_sm90(kv_dtype=DType.E4M3), (8, 16, 1)),
     ],
 )
 def test_cta_groups_match_the_examples(
-    shape: GqaProblemShape, rows: int, expected: tuple[int, int, int]
+    shape: GqaProblemShape, spec: GqaSm90Spec | None, expected: tuple[int, int, int]
 ) -> None:
     """The group has the size with the best bandwidth, and the grid the lowest modeled time."""
-    found = plan(shape, rows)
+    found = plan(shape, spec=spec)
 
     assert (found.cta_group_size, found.num_cta_groups, found.num_tiles) == expected
 
@@ -89,15 +70,10 @@ def test_ctas_process_two_heads_if_nearly_every_sm_has_a_whole_work_tile(
     batch: int, kv_heads: int, heads: int
 ) -> None:
     """Otherwise work tiles would need more splits, or SMs would be idle."""
-    shape = problem(batch, kv_heads=kv_heads)
+    shape = gqa_shape(batch, kv_heads=kv_heads)
 
     assert choose_heads_per_cta(gqa_sm90(kv_dtype=DType.E4M3), shape, SMS) == heads
     assert choose_heads_per_cta(gqa_sm90(), shape, SMS) == 1
-
-
-def test_a_converted_cache_uses_more_sms() -> None:
-    """A sequence of 64 tiles: 12.6 us by 32 SMs, 7.6 us by 128, and 1.2 us more to combine."""
-    assert plan(problem(1, 16384), spec=gqa_sm90(kv_dtype=DType.E4M3)).num_cta_groups == 16
 
 
 @pytest.mark.parametrize(
@@ -109,7 +85,7 @@ def test_the_workspace_holds_two_splits_per_cta_and_head(
     spec: GqaSm90Spec, batch: int, num_tiles: int
 ) -> None:
     """Partial outputs in fp32 come first, then two numbers per row."""
-    found = plan(problem(batch), spec=spec)
+    found = plan(gqa_shape(batch), spec=spec)
 
     splits = 2 * 132 * spec.heads_per_cta
     assert (found.cta_group_size, found.num_tiles, found.num_ctas) == (4, num_tiles, 132)
@@ -119,7 +95,7 @@ def test_the_workspace_holds_two_splits_per_cta_and_head(
 
 def test_ragged_sequences_are_counted_by_their_tokens() -> None:
     """Each may begin one tile more than its rows fill; all SMs are used, since lengths differ."""
-    found = plan(problem(3, q_len=4, tokens=7), rows=32)
+    found = plan(gqa_shape(3, q_len=4, tokens=7))
 
     assert found.row_tiles == 0
     assert found.total_tiles == found.num_tiles * (3 + 7 * 8 // 32)
@@ -140,7 +116,7 @@ def test_cta_groups_cover_all_work_of_a_sequence(
     """No rank of a group is idle, and the groups fit the GPU up to one SM in 25."""
     batch = data.draw(st.integers(1, 500))
 
-    found = plan(problem(batch, 9000, kv_heads, group, q_len), group * q_len, sm_count)
+    found = plan(gqa_shape(batch, 9000, kv_heads, group, q_len), sm_count)
 
     assert found.num_tiles * found.cta_group_size == kv_heads * found.row_tiles
     assert found.total_tiles == batch * found.num_tiles
@@ -151,7 +127,7 @@ def test_cta_groups_cover_all_work_of_a_sequence(
 
 def test_a_schedule_beyond_32_bits_is_detected() -> None:
     """Work tiles times their length are at most 2^31 - 1."""
-    found = plan(problem(1 << 10), sm_count=128)  # 2^11 work tiles
+    found = plan(gqa_shape(1 << 10), sm_count=128)  # 2^11 work tiles
 
     assert fits_in_int32(gqa_sm90(), found, ((1 << 20) - 1) * 128)
     assert not fits_in_int32(gqa_sm90(), found, (1 << 20) * 128)

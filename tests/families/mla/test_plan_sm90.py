@@ -10,23 +10,10 @@ from mlagen.families.common.plan_sm80 import MlaProblemShape
 from mlagen.families.mla.plan_sm90 import MlaSm90Plan, choose_block_m, fits_in_int32, plan_mla_sm90
 from mlagen.spec.dtype import DType
 from mlagen.spec.mla.sm90 import MlaSm90Spec
+from tests.families.shapes import SMS, mla_shape
 from tests.kernels import SM_COUNTS, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv
 
-SMS = 132
 FP8KV_E4M3 = mla_sm90_fp8kv(rows=16, query_dtype=DType.E4M3, kv_dtype=DType.E4M3)
-
-
-def problem(
-    batch: int, heads: int, max_kv_len: int, q_len: int = 1, tokens: int | None = None
-) -> MlaProblemShape:
-    """Return a problem; ``tokens`` are the query tokens of ragged sequences."""
-    return MlaProblemShape(
-        batch=batch,
-        q_len=q_len if tokens is None else 0,
-        heads=heads,
-        total_rows=(batch * q_len if tokens is None else tokens) * heads,
-        max_kv_len=max_kv_len,
-    )
 
 
 def plan(shape: MlaProblemShape, sm_count: int = SMS, q_len: int | None = None) -> MlaSm90Plan:
@@ -40,31 +27,31 @@ def plan(shape: MlaProblemShape, sm_count: int = SMS, q_len: int | None = None) 
     [
         # One row tile: a group is one CTA; 2 sequences of 16 KV blocks, plus 2 of overhead: 18
         # ranges. Without swap-AB the overhead is 6: 44, so 22.
-        (problem(2, 16, 1024), SMS, (1, 18)),
-        (problem(2, 20, 1024), SMS, (1, 18)),
-        (problem(2, 64, 1024), SMS, (1, 22)),
+        (mla_shape(2, 16, 1024), SMS, (1, 18)),
+        (mla_shape(2, 20, 1024), SMS, (1, 18)),
+        (mla_shape(2, 64, 1024), SMS, (1, 22)),
         # Two tiles: 2 waves by one CTA, 1 wave by 66 groups of two, 44 of three or 33 of four.
-        (problem(80, 128, 4096), SMS, (2, 66)),
+        (mla_shape(80, 128, 4096), SMS, (2, 66)),
         # Three tiles: 3 / 132 and 1 / 44 are equal; the larger group wins.
-        (problem(80, 192, 4096), SMS, (3, 44)),
+        (mla_shape(80, 192, 4096), SMS, (3, 44)),
         # Four tiles: 4 / 132, 2 / 66 and 1 / 33 are equal.
-        (problem(80, 128, 4096, q_len=2), SMS, (4, 33)),
+        (mla_shape(80, 128, 4096, q_len=2), SMS, (4, 33)),
         # Five tiles: 5 / 132 is less than 3 / 66, 2 / 44 and 2 / 33.
-        (problem(80, 64, 4096, q_len=5), SMS, (1, 132)),
+        (mla_shape(80, 64, 4096, q_len=5), SMS, (1, 132)),
         # Of 131 SMs groups of three leave two idle, which is less than one in 25: 6 / 131 is equal
         # for one, two and three. The same for four of 78 and of 114, but not for four of 46.
-        (problem(80, 128, 4096, q_len=3), 131, (3, 43)),
-        (problem(80, 128, 4096, q_len=2), 78, (4, 19)),
-        (problem(80, 128, 4096, q_len=2), 114, (4, 28)),
-        (problem(80, 128, 4096, q_len=2), 46, (2, 23)),
+        (mla_shape(80, 128, 4096, q_len=3), 131, (3, 43)),
+        (mla_shape(80, 128, 4096, q_len=2), 78, (4, 19)),
+        (mla_shape(80, 128, 4096, q_len=2), 114, (4, 28)),
+        (mla_shape(80, 128, 4096, q_len=2), 46, (2, 23)),
         # A work tile without tokens is 2 of overhead: 1 range.
-        (problem(1, 16, 0), SMS, (1, 1)),
+        (mla_shape(1, 16, 0), SMS, (1, 1)),
         # Two groups of two tiles, of 2 blocks and 6 of overhead: 8 ranges.
-        (problem(2, 128, 65), SMS, (2, 8)),
+        (mla_shape(2, 128, 65), SMS, (2, 8)),
         # 10 query tokens of 128 heads are 10 groups of 128 rows, and 4 sequences may begin 4 more:
         # with 1 block and 6 of overhead each 98, which is 49 ranges.
-        (problem(4, 128, 64, tokens=10), SMS, (2, 49)),
-        (problem(9, 256, 4096), 2, (2, 1)),
+        (mla_shape(4, 128, 64, tokens=10), SMS, (2, 49)),
+        (mla_shape(9, 256, 4096), 2, (2, 1)),
     ],
 )
 def test_cta_groups_and_grid_match_the_examples(
@@ -81,19 +68,19 @@ def test_cta_groups_and_grid_match_the_examples(
 @pytest.mark.parametrize(
     ("spec", "shape", "block_m"),
     [
-        (mla_sm90(rows=128), problem(1, 128, 64 * 33), 16),
-        (mla_sm90(rows=128), problem(1, 128, 64 * 33 + 1), 64),
-        (mla_sm90(rows=128), problem(33, 128, 64), 16),
-        (mla_sm90(rows=128), problem(34, 128, 64), 64),
-        (mla_sm90(rows=17), problem(1, 17, 64), 16),
-        (mla_sm90(rows=16), problem(1, 16, 1), 16),
-        (mla_sm90_fp8(rows=128), problem(1, 128, 64 * 49), 16),
-        (mla_sm90_fp8(rows=128), problem(1, 128, 64 * 50), 32),
-        (mla_sm90_fp8(rows=128), problem(1, 128, 64 * 198), 32),
-        (mla_sm90_fp8(rows=128), problem(1, 128, 64 * 199), 64),
-        (mla_sm90_fp8kv(rows=128), problem(1, 128, 2048), 16),
-        (mla_sm90_fp8kv(rows=128), problem(4, 128, 2048), 32),
-        (mla_sm90_fp8kv(rows=128), problem(8, 128, 2048), 64),
+        (mla_sm90(rows=128), mla_shape(1, 128, 64 * 33), 16),
+        (mla_sm90(rows=128), mla_shape(1, 128, 64 * 33 + 1), 64),
+        (mla_sm90(rows=128), mla_shape(33, 128, 64), 16),
+        (mla_sm90(rows=128), mla_shape(34, 128, 64), 64),
+        (mla_sm90(rows=17), mla_shape(1, 17, 64), 16),
+        (mla_sm90(rows=16), mla_shape(1, 16, 1), 16),
+        (mla_sm90_fp8(rows=128), mla_shape(1, 128, 64 * 49), 16),
+        (mla_sm90_fp8(rows=128), mla_shape(1, 128, 64 * 50), 32),
+        (mla_sm90_fp8(rows=128), mla_shape(1, 128, 64 * 198), 32),
+        (mla_sm90_fp8(rows=128), mla_shape(1, 128, 64 * 199), 64),
+        (mla_sm90_fp8kv(rows=128), mla_shape(1, 128, 2048), 16),
+        (mla_sm90_fp8kv(rows=128), mla_shape(4, 128, 2048), 32),
+        (mla_sm90_fp8kv(rows=128), mla_shape(8, 128, 2048), 64),
     ],
 )
 def test_little_work_uses_smaller_tiles(
@@ -104,38 +91,26 @@ def test_little_work_uses_smaller_tiles(
 
 
 @pytest.mark.parametrize(
-    ("spec", "batch", "heads", "max_kv_len", "is_small"),
+    ("spec", "rows", "sm_count", "batch", "kv_blocks"),
     [
         # The limit of bf16 is 256 KV blocks for 16 rows, 64 for up to 32, and zero for more.
-        (mla_sm90(rows=16), 2, 16, 1024, True),
-        (mla_sm90(rows=16), 16, 16, 1024, True),
-        (mla_sm90(rows=16), 16, 16, 1025, False),
-        (mla_sm90(rows=32), 4, 32, 1024, True),
-        (mla_sm90(rows=32), 4, 32, 1025, False),
-        (mla_sm90(rows=33), 1, 33, 64, False),
+        *((mla_sm90(rows=16), 16, SMS, batch, 256 // batch) for batch in (1, 2, 16)),
+        *((mla_sm90(rows=32), 32, SMS, 4, 16), (mla_sm90(rows=33), 33, SMS, 1, 0)),
         # With an FP8 query the sm80 kernel is rarely faster.
-        (mla_sm90_fp8(rows=16), 1, 16, 64 * 64, True),
-        (mla_sm90_fp8(rows=16), 1, 16, 64 * 65, False),
-        (mla_sm90_fp8(rows=17), 1, 17, 64, False),
-        (mla_sm90_fp8kv(rows=16), 1, 16, 64 * 128, True),
-        (mla_sm90_fp8kv(rows=16), 1, 16, 64 * 129, False),
-        (mla_sm90_fp8kv(rows=128), 1, 128, 64 * 16, True),
-        (mla_sm90_fp8kv(rows=128), 1, 128, 64 * 17, False),
-        (FP8KV_E4M3, 1, 16, 64 * 65, False),
+        *((mla_sm90_fp8(rows=16), 16, SMS, 1, 64), (mla_sm90_fp8(rows=17), 17, SMS, 1, 0)),
+        *((mla_sm90_fp8kv(rows=rows), rows, SMS, 1, 2048 // rows) for rows in (16, 128)),
+        (FP8KV_E4M3, 16, SMS, 1, 64),
+        # It grows with the SMs.
+        *((mla_sm90(rows=16), 16, sms, 1, 256 * sms // 132) for sms in (16, 78, 114, 144)),
     ],
 )
 def test_few_rows_and_tokens_are_small(
-    spec: MlaSm90Spec, batch: int, heads: int, max_kv_len: int, is_small: bool
+    spec: MlaSm90Spec, rows: int, sm_count: int, batch: int, kv_blocks: int
 ) -> None:
-    """Below a limit by dtype and rows, the sm80 kernel is faster."""
-    assert plan_mla_sm90(spec, problem(batch, heads, max_kv_len), 1, SMS).is_small is is_small
-
-
-@pytest.mark.parametrize(("sm_count", "kv_blocks"), [(16, 31), (78, 151), (114, 221), (144, 279)])
-def test_the_limit_of_small_calls_grows_with_the_sms(sm_count: int, kv_blocks: int) -> None:
-    """It is 256 KV blocks on 132 SMs, for up to 16 rows."""
-    for blocks in (kv_blocks, kv_blocks + 1):
-        assert plan(problem(1, 16, 64 * blocks), sm_count).is_small is (blocks == kv_blocks)
+    """Up to a limit by dtype, rows and SMs, the sm80 kernel is faster."""
+    for tokens in (64 * kv_blocks, 64 * kv_blocks + 1):
+        planned = plan_mla_sm90(spec, mla_shape(batch, rows, tokens), 1, sm_count)
+        assert planned.is_small is (0 < tokens <= 64 * kv_blocks)
 
 
 @pytest.mark.parametrize(
@@ -145,21 +120,21 @@ def test_the_limit_of_small_calls_grows_with_the_sms(sm_count: int, kv_blocks: i
 )
 def test_linear_block_indices_fit_in_32_bits(batch: int, max_tokens: int, fits: bool) -> None:
     """Work tiles times their length are at most 2^31 - 1."""
-    planned = plan(problem(batch, 64, 1))
+    planned = plan(mla_shape(batch, 64, 1))
 
     assert fits_in_int32(mla_sm90(rows=64), planned, max_tokens) is fits
 
 
 def test_without_query_tokens_nothing_is_launched() -> None:
     """The grid and the workspace are empty."""
-    for empty in (plan(problem(0, 16, 100)), plan(problem(3, 16, 100, tokens=0))):
+    for empty in (plan(mla_shape(0, 16, 100)), plan(mla_shape(3, 16, 100, tokens=0))):
         assert (empty.num_ctas, empty.workspace_bytes) == (0, 0)
 
 
 @settings(deadline=None, max_examples=200)
 @given(
     shape=st.builds(
-        problem,
+        mla_shape,
         batch=st.integers(1, 600),
         heads=st.integers(1, 256),
         max_kv_len=st.integers(0, 200_000),
@@ -174,7 +149,7 @@ def test_the_grid_is_co_resident_and_whole_cta_groups(
     """CTAs wait for each other, so there are at most as many as SMs, which bounds the workspace."""
     q_len = shape.q_len
     if is_ragged:
-        shape = problem(shape.batch, shape.heads, shape.max_kv_len, tokens=shape.batch * q_len)
+        shape = mla_shape(shape.batch, shape.heads, shape.max_kv_len, tokens=shape.batch * q_len)
 
     planned = plan(shape, sm_count, q_len)
 

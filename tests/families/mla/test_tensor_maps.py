@@ -13,12 +13,13 @@ from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.spec.dtype import DType
 from mlagen.spec.mla.sm90 import MlaSm90Spec
 from tests.families.launches import map_of
+from tests.fixture_types import Patch
 from tests.kernels import mla_sm90
 
 CACHE = 0x70000000
 LATENT_END = CACHE + 1024
 
-Encoded = list[tuple[TiledTensor, int]]
+Encoded = list[tuple[TiledTensor, int]]  # with addresses
 
 
 def layout(spec: MlaSm90Spec) -> TensorMapLayout:
@@ -44,7 +45,7 @@ def tiles(spec: MlaSm90Spec, count: int, *, per_box: int) -> TiledTensor:
 
 
 @pytest.fixture
-def encoded(monkeypatch: pytest.MonkeyPatch) -> Encoded:
+def encoded(monkeypatch: Patch) -> Encoded:
     """Record the encoded maps."""
     seen: Encoded = []
 
@@ -56,77 +57,54 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> Encoded:
     return seen
 
 
-@pytest.mark.parametrize("page_size", [64, 16])
-@pytest.mark.parametrize(
-    ("rows", "group"), [(64, (8, 8)), (32, (9, 3)), (16, (9, 3))], ids=["64", "32", "16"]
-)
-def test_a_cache_in_one_tensor_has_three_maps(
-    rows: int, group: tuple[int, int], page_size: int, encoded: Encoded
-) -> None:
-    """The maps are of the latent tiles, the rope tile, and the tiles of one copy."""
+def in_one_tensor(rows: int, page_size: int, copied: int, per_box: int) -> tuple[Any, int, Encoded]:
+    """Return a cache with maps of the latent tiles, the rope tile, and the tiles of one copy."""
     spec = mla_sm90(rows=rows, page_size=page_size)
-
-    maps = CacheMaps(layout(spec))[CACHE, LATENT_END]
-
-    expected = [
-        (tiles(spec, 8, per_box=1), CACHE),
-        (tiles(spec, 1, per_box=1), LATENT_END),
-        (tiles(spec, group[0], per_box=group[1]), CACHE),
-    ]
-    assert encoded == expected
-    assert maps.packed == b"".join(map_of(*each) for each in expected)
-    assert not maps.separate_rope
+    latent, rope = (tiles(spec, 8, per_box=1), CACHE), (tiles(spec, 1, per_box=1), LATENT_END)
+    return layout(spec), LATENT_END, [latent, rope, (tiles(spec, copied, per_box=per_box), CACHE)]
 
 
-SEPARATE_ROPE = {
-    "elsewhere": (LATENT_END + 16, {}),
-    "in rows of another length": (LATENT_END, {"rope_token_stride": 128}),
-    "in pages of another length": (LATENT_END, {"rope_page_stride": 8192}),
+def with_separate_rope(rows: int, rope: int, **strides: Any) -> tuple[Any, int, Encoded]:
+    """Return one whose rope part has its own strides; with swap-AB no map has both parts."""
+    spec = mla_sm90(rows=rows)
+    cache, latent = replace(layout(spec), **strides), (tiles(spec, 8, per_box=1), CACHE)
+    own = (cache.rope_token_stride, 128, cache.rope_page_stride)
+    copied = (tiles(spec, 8, per_box=8), CACHE) if rows == 64 else latent
+    return cache, rope, [latent, (replace(tiles(spec, 1, per_box=1), strides=own), rope), copied]
+
+
+def without_rope(rows: int, per_box: int) -> tuple[Any, int, Encoded]:
+    """Return one whose maps never read past the latent part, whatever its rope strides are."""
+    spec = mla_sm90(rows=rows, qk_rope_head_dim=0)
+    latent, copied = ((tiles(spec, 8, per_box=size), CACHE) for size in (1, per_box))
+    return replace(layout(spec), rope_token_stride=2), LATENT_END + 16, [latent, latent, copied]
+
+
+CACHES: dict[str, tuple[Any, int, Encoded]] = {
+    **{f"64 rows, pages of {size}": in_one_tensor(64, size, 8, 8) for size in (64, 16)},
+    **{f"32 rows, pages of {size}": in_one_tensor(32, size, 9, 3) for size in (64, 16)},
+    **{f"16 rows, pages of {size}": in_one_tensor(16, size, 9, 3) for size in (64, 16)},
+    "rope elsewhere": with_separate_rope(16, LATENT_END + 16),
+    "rope in rows of another length": with_separate_rope(16, LATENT_END, rope_token_stride=128),
+    "rope in pages of another length": with_separate_rope(16, LATENT_END, rope_page_stride=8192),
+    "64 rows, rope elsewhere": with_separate_rope(64, LATENT_END + 4096),
+    **{
+        f"{rows} rows without rope": without_rope(rows, box)
+        for rows, box in ((64, 8), (32, 4), (16, 4))
+    },
 }
 
 
-@pytest.mark.parametrize(("rope", "strides"), SEPARATE_ROPE.values(), ids=SEPARATE_ROPE)
-def test_a_rope_part_elsewhere_is_separate(
-    rope: int, strides: dict[str, Any], encoded: Encoded
-) -> None:
-    """A separate rope part has its own strides, and there is no map of both parts."""
-    spec = mla_sm90(rows=16)
-    cache = replace(layout(spec), **strides)
+@pytest.mark.parametrize("name", CACHES)
+def test_maps_of_a_cache(name: str, encoded: Encoded) -> None:
+    """Maps of latent part, rope part and one copy are packed, and equal ones are encoded once."""
+    cache, rope, expected = CACHES[name]
 
     maps = CacheMaps(cache)[CACHE, rope]
 
-    latent, rope_tile = encoded
-    assert maps.separate_rope
-    assert latent == (tiles(spec, 8, per_box=1), CACHE)
-    own = (cache.rope_token_stride, 128, cache.rope_page_stride)
-    assert rope_tile == (replace(tiles(spec, 1, per_box=1), strides=own), rope)
-    assert maps.packed == map_of(*latent) + map_of(*rope_tile) + map_of(*latent)
-
-
-def test_the_group_map_without_swap_ab_has_the_latent_part(encoded: Encoded) -> None:
-    """It does not depend on the rope part."""
-    spec = mla_sm90(rows=64)
-
-    maps = CacheMaps(layout(spec))[CACHE, LATENT_END + 4096]
-
-    assert maps.separate_rope
-    assert encoded[2] == (tiles(spec, 8, per_box=8), CACHE)
-
-
-@pytest.mark.parametrize(("rows", "group"), [(64, 8), (32, 4), (16, 4)])
-def test_a_cache_without_rope_has_maps_of_its_latent_part(
-    rows: int, group: int, encoded: Encoded
-) -> None:
-    """Whatever its rope strides are, nothing is separate, and no map reads past the latent part."""
-    cache = replace(layout(mla_sm90(rows=rows, qk_rope_head_dim=0)), rope_token_stride=2)
-
-    maps = CacheMaps(cache)[CACHE, LATENT_END + 16]
-
-    latent, copied = encoded
-    assert not maps.separate_rope
-    assert latent == (tiles(cache.spec, 8, per_box=1), CACHE)
-    assert copied == (tiles(cache.spec, 8, per_box=group), CACHE)
-    assert maps.packed == map_of(*latent) + map_of(*latent) + map_of(*copied)
+    assert encoded == list(dict.fromkeys(expected))
+    assert maps.packed == b"".join(map_of(*each) for each in expected)
+    assert bool(maps.separate_rope) is ("rope elsewhere" in name or name.startswith("rope in"))
 
 
 def test_maps_are_cached_by_both_addresses_up_to_a_capacity(encoded: Encoded) -> None:

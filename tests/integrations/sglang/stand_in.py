@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.integrations.servers import named
+from tests.integrations.servers import named, stub
 
 ATTENTION_BACKENDS: dict[str, Callable[[Any], Any]] = {}
 
@@ -58,36 +58,17 @@ class TRTLLMMLABackend:
     qk_rope_head_dim: int
     data_type: torch.dtype
 
-    def __init__(
-        self,
-        model_runner: Any,
-        skip_prefill: bool = False,
-        kv_indptr_buf: torch.Tensor | None = None,
-        q_indptr_decode_buf: torch.Tensor | None = None,
-        backend: str = "trtllm-gen",
-    ) -> None:
-        del skip_prefill, kv_indptr_buf, q_indptr_decode_buf, backend
-        self.data_type = model_runner.kv_cache_dtype
+    def __init__(self, model_runner: Any, **_: Any) -> None:
+        raise NotImplementedError
 
     def _compute_decode_bmm1_scale(self, layer: Any) -> float:
         is_fp8 = self.data_type == torch.float8_e4m3fn
         return float(layer.scaling * (layer.k_scale_float if is_fp8 else 1.0))
 
-    def _run_decode_kernel(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        block_tables: torch.Tensor,
-        seq_lens: torch.Tensor,
-        max_seq_len: int,
-        layer: Any,
-        *,
-        causal_seqs: torch.Tensor | None = None,
-        cp_world: int = 1,
-        cp_rank: int = 0,
-        return_lse: bool = False,
-    ) -> Any:
-        raise NotImplementedError
+    _run_decode_kernel = stub(
+        *("self", "query", "kv_cache", "block_tables", "seq_lens", "max_seq_len", "layer"),
+        *("causal_seqs", "cp_world", "cp_rank", "return_lse"),
+    )
 
 
 class DeepseekSparseAttnBackend:
@@ -103,15 +84,7 @@ class DeepseekSparseAttnBackend:
     forward_metadata: Any
     token_to_kv_pool: Any
 
-    def __init__(
-        self,
-        model_runner: Any,
-        skip_prefill: bool = False,
-        speculative_step_id: int = 0,
-        topk: int = 0,
-        speculative_num_steps: int = 0,
-        seed_dsa_topk_from_draft_extend: bool = False,
-    ) -> None:
+    def __init__(self, model_runner: Any, **_: Any) -> None:
         raise NotImplementedError
 
     def forward_decode(
@@ -125,14 +98,10 @@ class DeepseekSparseAttnBackend:
         q_rope: torch.Tensor | None = None,
         k_rope: Any = None,
         topk_indices: torch.Tensor | None = None,
-        cos_sin_cache: Any = None,
-        is_neox: bool | None = False,
-        llama_4_scaling: Any = None,
-        attn_sink: Any = None,
+        **_: Any,
     ) -> Any:
         """Attend to slots that the indexer chose, where nothing is to be saved."""
         del k, v, forward_batch, save_kv_cache, k_rope
-        del cos_sin_cache, is_neox, llama_4_scaling, attn_sink
         assert (self.dsa_decode_impl, q_rope is None) == ("fa3", False)
         metadata = self.forward_metadata
         return self._forward_fa3(
@@ -150,22 +119,10 @@ class DeepseekSparseAttnBackend:
             page_size=1,
         )
 
-    def _forward_fa3(
-        self,
-        q_rope: Any,
-        kv_cache: Any,
-        v_head_dim: Any,
-        q_nope: Any,
-        page_table: Any,
-        cache_seqlens: Any,
-        cu_seqlens_q: Any,
-        cu_seqlens_k: Any,
-        max_seqlen_q: Any,
-        sm_scale: Any,
-        logit_cap: Any,
-        page_size: Any,
-    ) -> Any:
-        raise NotImplementedError
+    _forward_fa3 = stub(
+        *("self", "q_rope", "kv_cache", "v_head_dim", "q_nope", "page_table", "cache_seqlens"),
+        *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "sm_scale", "logit_cap", "page_size"),
+    )
 
 
 def get_parallel() -> Any:

@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from tests.integrations.attended import assert_near, attended
+from tests.integrations.attended import E4M3, HEADS, assert_near, attended
+from tests.integrations.sglang.conftest import runner
 from tests.problems.mla_rows import store, viewed
 
-NAME = "mlagen_dsa"
-HEADS, SLOTS, TOP_K = 3, 128, 8
+SLOTS, TOP_K = 128, 8
 COUNTS = (8, 3, 1)  # of a long request, a short one, and one that pads a CUDA graph
-E4M3 = torch.float8_e4m3fn
-
-
-@pytest.fixture
-def dsa(sglang: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return the module of the backend, whose base class needs no model runner of a server."""
-    module = sglang("mlagen.integrations.sglang.dsa")
-
-    def init(self: Any, model_runner: Any) -> None:
-        fields = {"dcp_size": 1, "dsa_decode_impl": "flashmla_kv", "dsa_index_kpool": 1}
-        dims = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "physical_page_size": 64}
-        vars(self).update(fields | dims | vars(model_runner))
-
-    monkeypatch.setattr(module.DeepseekSparseAttnBackend, "__init__", init)
-    return module
-
-
-def runner(**fields: Any) -> Any:
-    """Return a model runner, here with what the backend takes from it and from its server."""
-    return SimpleNamespace(**{"kv_cache_dtype": torch.bfloat16, "kv_cache_dim": 576} | fields)
 
 
 @pytest.mark.parametrize("row_format", ["bf16", "fp8_ds_mla"])
@@ -90,40 +68,3 @@ def test_a_soft_cap_is_refused(dsa: ModuleType) -> None:
     call = dict.fromkeys(names) | rest | {"page_size": 1, "logit_cap": 30.0}
     with pytest.raises(NotImplementedError, match="logit_cap"):
         dsa.MlagenDSABackend(runner())._forward_fa3(**call)
-
-
-@pytest.mark.parametrize("cache", [{}, {"kv_cache_dtype": E4M3, "kv_cache_dim": 656}])
-def test_a_model_runner_gets_the_backend(
-    sglang: Callable[[str], ModuleType], dsa: ModuleType, cache: dict[str, Any]
-) -> None:
-    """The registry makes the backend, which the models then treat as SGLang's own."""
-    registry = sglang("sglang.srt.layers.attention.attention_registry")
-    handlers = sglang("sglang.srt.models.deepseek_common.attention_backend_handler")
-    models = sglang("sglang.srt.models.deepseek_common.utils")
-    sglang("mlagen.integrations.sglang").register()
-
-    for _ in range(2):  # a draft model has a runner of its own
-        backend = registry.ATTENTION_BACKENDS[NAME](runner(**cache))
-
-    assert type(backend) is dsa.MlagenDSABackend
-    assert models.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.count(NAME) == 1
-    handler = handlers.AttentionBackendRegistry.get_handler(NAME)
-    assert handler is handlers.handle_attention_dsa
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"kv_cache_dtype": E4M3},
-            "mlagen_dsa: expected rows of 656 bytes in an FP8 cache, got 576",
-        ),
-        ({"dcp_size": 2}, "mlagen_dsa: expected --dcp-size 1, got 2"),
-    ],
-)
-def test_a_server_that_cannot_work_does_not_start(
-    dsa: ModuleType, fields: dict[str, Any], message: str
-) -> None:
-    """A cache that no kernel reads is refused, and so are tokens that are spread over ranks."""
-    with pytest.raises(ValueError, match=message):
-        dsa.backend_of(runner(**fields), NAME)

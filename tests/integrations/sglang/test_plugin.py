@@ -1,121 +1,96 @@
-"""What SGLang's registries and options say of the backend, and how a server gets it."""
+"""What SGLang's registries and options say of the backends, and how a server gets them."""
 
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.fixture_types import Log, Patch
+from tests.integrations.attended import E4M3
+from tests.integrations.servers import Import
+from tests.integrations.sglang.conftest import runner
+
 NAME = "mlagen_mla"
+ALONE = {"attention_backend": NAME, "prefill_attention_backend": None}
+# The class of each backend, and SGLang's handler of its models.
+MADE = {
+    NAME: ("MlagenMLABackend", "handle_attention_trtllm_mla"),
+    "mlagen_dsa": ("MlagenDSABackend", "handle_attention_dsa"),
+}
+FP8_DS_MLA = {"kv_cache_dtype": E4M3, "kv_cache_dim": 656}
 
 
 @pytest.fixture
-def mla(sglang: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return the module of the backend, whose base class needs no model runner of a server."""
-    module = sglang("mlagen.integrations.sglang.mla")
-
-    def init(self: Any, model_runner: Any) -> None:
-        self.data_type = model_runner.kv_cache_dtype
-
-    monkeypatch.setattr(module.TRTLLMMLABackend, "__init__", init)
-    monkeypatch.setattr(module, "resolved_view", lambda arguments: arguments)
-    monkeypatch.setattr(module, "get_platform", lambda: SimpleNamespace(is_blackwell=False))
-    return module
+def backends(mla: ModuleType, dsa: ModuleType) -> dict[str, ModuleType]:
+    """Return the module of each backend."""
+    return {NAME: mla, "mlagen_dsa": dsa}
 
 
-def runner(**fields: Any) -> Any:
-    """Return a model runner that decodes with mlagen and prefills with FlashAttention 3."""
-    arguments = {
-        "attention_backend": None,
-        "prefill_attention_backend": "fa3",
-        "decode_attention_backend": NAME,
-    }
-    common = {"use_mla_backend": True, "page_size": 64, "kv_cache_dtype": torch.bfloat16}
-    arguments |= {name: fields.pop(name) for name in list(fields) if name in arguments}
-    return SimpleNamespace(**common | fields, server_args=SimpleNamespace(**arguments))
-
-
-def test_the_name_is_a_choice_of_the_options(sglang: Callable[[str], ModuleType]) -> None:
-    """A server accepts the name once, however often the plugin is loaded."""
-    plugin = sglang("mlagen.integrations.sglang")
+def test_the_names_are_choices_of_the_options(sglang: Import) -> None:
+    """A server accepts each name once, however often the plugin is loaded."""
     choices = sglang("sglang.srt.arg_groups.choices")
 
-    plugin.register()
-    plugin.register()
+    for _ in range(2):
+        sglang("mlagen.integrations.sglang").register()
 
-    assert [choices.ATTENTION_BACKEND_CHOICES.count(name) for name in (NAME, "mlagen_dsa")] == [
-        1,
-        1,
-    ]
+    for name in (NAME, "mlagen_dsa"):
+        assert choices.ATTENTION_BACKEND_CHOICES.count(name) == 1
     assert choices.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS.count(NAME) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "cache"), [(NAME, {}), ("mlagen_dsa", {}), ("mlagen_dsa", FP8_DS_MLA)]
+)
 def test_a_model_runner_gets_the_backend(
-    sglang: Callable[[str], ModuleType], mla: ModuleType
+    sglang: Import, backends: dict[str, ModuleType], name: str, cache: dict[str, Any]
 ) -> None:
-    """The registry makes the backend, which the models then treat as TensorRT-LLM's."""
-    plugin = sglang("mlagen.integrations.sglang")
+    """The registry makes the backend, which the models then treat as SGLang's own."""
     registry = sglang("sglang.srt.layers.attention.attention_registry")
     models = sglang("sglang.srt.models.deepseek_common.utils")
-    plugin.register()
+    handlers = sglang("sglang.srt.models.deepseek_common.attention_backend_handler")
+    sglang("mlagen.integrations.sglang").register()
 
     for _ in range(2):  # a draft model has a runner of its own
-        backend = registry.ATTENTION_BACKENDS[NAME](runner())
+        backend = registry.ATTENTION_BACKENDS[name](runner(**cache))
 
-    assert type(backend) is mla.MlagenMLABackend
-    assert models.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.count(NAME) == 1
-    handler = mla.AttentionBackendRegistry.get_handler(NAME)
-    assert handler is mla.handle_attention_trtllm_mla
+    made, like = MADE[name]
+    assert type(backend) is getattr(backends[name], made)
+    assert models.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.count(name) == 1
+    assert handlers.AttentionBackendRegistry.get_handler(name) is getattr(handlers, like)
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("name", "fields", "message"),
     [
-        ({"use_mla_backend": False}, "mlagen_mla: expected an MLA model"),
-        (
-            {"attention_backend": NAME, "prefill_attention_backend": None},
-            "--prefill-attention-backend: expected another backend than mlagen_mla",
-        ),
+        (NAME, {"use_mla_backend": False}, "expected an MLA model"),
+        (NAME, ALONE, "--prefill-attention-backend: expected another backend than mlagen_mla"),
+        ("mlagen_dsa", {"kv_cache_dtype": E4M3}, "expected rows of 656 bytes in an FP8 cache, got"),
+        ("mlagen_dsa", {"dcp_size": 2}, "mlagen_dsa: expected --dcp-size 1, got 2"),
     ],
+    ids=["without MLA", "without a prefill", "rows without a kernel", "tokens over ranks"],
 )
 def test_a_server_that_cannot_work_does_not_start(
-    mla: ModuleType, fields: dict[str, Any], message: str
+    backends: dict[str, ModuleType], name: str, fields: dict[str, Any], message: str
 ) -> None:
-    """A model without MLA is refused, and so is TensorRT-LLM's prefill where it has no kernel."""
+    """What no kernel serves is refused, and so is TensorRT-LLM's prefill where it has none."""
     with pytest.raises(ValueError, match=message):
-        mla.backend_of(runner(**fields), NAME)
+        backends[name].backend_of(runner(**fields), name)
 
 
-def test_blackwell_has_a_kernel_for_prefill(
-    mla: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blackwell_has_a_kernel_for_prefill(mla: ModuleType, monkeypatch: Patch) -> None:
     """On Blackwell one name serves prefill and decode."""
     monkeypatch.setattr(mla, "get_platform", lambda: SimpleNamespace(is_blackwell=True))
-    fields = {"attention_backend": NAME, "prefill_attention_backend": None}
-    assert mla.backend_of(runner(**fields), NAME)
+    assert mla.backend_of(runner(**ALONE), NAME)
 
 
 @pytest.mark.parametrize(("page_size", "warns"), [(1, True), (64, False)])
 def test_a_page_size_of_the_sm80_kernel_is_reported(
-    mla: ModuleType, caplog: pytest.LogCaptureFixture, page_size: int, warns: bool
+    mla: ModuleType, caplog: Log, page_size: int, warns: bool
 ) -> None:
     """SGLang's default of one token to a page costs the fast kernels, and the log says so."""
     with caplog.at_level(logging.WARNING, logger="mlagen"):
         mla.backend_of(runner(page_size=page_size), NAME)
     assert ("pass --page-size 64" in caplog.text) is warns
-
-
-def test_finding_the_plugin_imports_no_kernel_and_no_torch() -> None:
-    """A process that loads the plugin and does not register it pays for two small modules."""
-    code = "import mlagen.integrations.sglang, sys; print('torch' in sys.modules)"
-    command = [sys.executable, "-B", "-c", code]
-    run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    assert run.stdout.strip() == "False"

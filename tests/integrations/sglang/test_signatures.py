@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from collections.abc import Callable
 from importlib import metadata
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tests.integrations.servers import is_installed
+from tests.integrations.servers import Import, is_installed
 from tests.integrations.sglang.stand_in import MODULES
 from tests.integrations.signatures import disagreements
 
@@ -28,7 +26,7 @@ needs_sglang = pytest.mark.skipif(
     ("module", "backend"), [("mla", "MlagenMLABackend"), ("dsa", "MlagenDSABackend")]
 )
 def test_the_override_has_the_parameters_of_the_overridden(
-    sglang: Callable[[str], ModuleType], module: str, backend: str
+    sglang: Import, module: str, backend: str
 ) -> None:
     """SGLang calls the decode kernel of the plugin as it calls its own."""
     package = "mlagen.integrations.sglang"
@@ -38,9 +36,7 @@ def test_the_override_has_the_parameters_of_the_overridden(
 
 @needs_sglang
 @pytest.mark.parametrize(("module", "name", "member"), MEMBERS)
-def test_a_stand_in_is_as_in_sglang(
-    sglang: Callable[[str], ModuleType], module: str, name: str, member: Any
-) -> None:
+def test_a_stand_in_is_as_in_sglang(sglang: Import, module: str, name: str, member: Any) -> None:
     """What stands in for SGLang has its names, signatures and kinds."""
     theirs = getattr(sglang(module), name)
     if isinstance(member, (dict, list)):
@@ -52,7 +48,7 @@ def test_a_stand_in_is_as_in_sglang(
 
 
 @needs_sglang
-def test_sglang_finds_the_plugin(sglang: Callable[[str], ModuleType]) -> None:
+def test_sglang_finds_the_plugin(sglang: Import) -> None:
     """With mlagen installed beside it, SGLang loads the plugin, and its options have the name."""
     if "mlagen" not in {each.name for each in metadata.entry_points(group="sglang.srt.plugins")}:
         pytest.skip("needs an installed mlagen: make test-sglang")

@@ -10,27 +10,25 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.servers import is_installed, modules_of
+from tests.fixture_types import Patch
+from tests.integrations.attended import HEADS
+from tests.integrations.servers import Import, is_installed, modules_of
 from tests.integrations.vllm.stand_in import MODULES
 
-HEADS = 3
+ImplOf = Callable[..., Any]
+# A layer with the scales of an FP8 checkpoint.
+LAYER = SimpleNamespace(_q_scale_float=0.5, _k_scale_float=0.25)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def vllm() -> Iterator[Callable[[str], ModuleType]]:
+def vllm() -> Iterator[Import]:
     """Return the import of a module of vLLM or of the plugin, by its name."""
     with modules_of("vllm", MODULES):
         yield import_module
 
 
 @pytest.fixture
-def layer() -> SimpleNamespace:
-    """Return a layer with the scales of an FP8 checkpoint."""
-    return SimpleNamespace(_q_scale_float=0.5, _k_scale_float=0.25)
-
-
-@pytest.fixture
-def impl_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def impl_of(monkeypatch: Patch) -> ImplOf:
     """Return the constructor of an implementation, called as a layer of a model calls it."""
 
     def make(impl_class: Any, kv_lora_rank: int = 512, rope: int = 64, **mla: Any) -> Any:
@@ -40,22 +38,19 @@ def impl_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         monkeypatch.setattr(base, "get_tensor_model_parallel_world_size", lambda: 1, raising=False)
         call = {
             "num_heads": HEADS,
+            "num_kv_heads": 1,
             "head_size": kv_lora_rank + rope,
             "scale": 192**-0.5,
-            "num_kv_heads": 1,
-            "alibi_slopes": None,
-            "sliding_window": None,
             "kv_cache_dtype": "auto",
-            "logits_soft_cap": None,
             "attn_type": "decoder",
-            "kv_sharing_target_layer_name": None,
-            "q_lora_rank": None,
             "kv_lora_rank": kv_lora_rank,
+            "q_lora_rank": None,
+            "v_head_dim": 128,
             "qk_nope_head_dim": 128,
             "qk_rope_head_dim": rope,
             "qk_head_dim": 128 + rope,
-            "v_head_dim": 128,
-            "kv_b_proj": None,
+            **dict.fromkeys(("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_b_proj")),
+            "kv_sharing_target_layer_name": None,
         }
         with _config():
             return impl_class(**call | mla)
@@ -67,8 +62,18 @@ def _config() -> AbstractContextManager[Any]:
     if not is_installed("vllm"):
         return nullcontext()
     config = import_module("vllm.config")
-    device = config.DeviceConfig(device="cpu")
-    context: AbstractContextManager[Any] = config.set_current_vllm_config(
-        config.VllmConfig(device_config=device)
-    )
+    on_cpu = config.VllmConfig(device_config=config.DeviceConfig(device="cpu"))
+    context: AbstractContextManager[Any] = config.set_current_vllm_config(on_cpu)
     return context
+
+
+def queries_of(module: ModuleType, monkeypatch: Patch) -> list[Any]:
+    """Return a list that gets the queries of mlagen's calls, in the place of the calls."""
+    queries: list[Any] = []
+
+    def decode(query: Any, *_: Any, **__: Any) -> Any:
+        queries.append(query)
+        return query[0]
+
+    monkeypatch.setattr(module, "decode", decode)
+    return queries

@@ -1,6 +1,6 @@
 """Modules in place of vLLM, with the names that the plugin and its tests take from it.
 
-``test_stand_in.py`` compares them with vLLM where it is installed.
+``test_signatures.py`` compares them with vLLM where it is installed.
 """
 
 from __future__ import annotations
@@ -15,32 +15,21 @@ from tests.integrations.vllm import stand_in_mla as mla
 # The modules of vLLM with the names that the plugin and its tests import.
 MODULES: dict[str, dict[str, Any]] = {
     "vllm.model_executor.layers.attention.mla_attention": named(
-        mla.MLACommonBackend,
-        mla.MLACommonDecodeMetadata,
-        mla.MLACommonImpl,
-        mla.MLACommonMetadata,
-        mla.MLACommonMetadataBuilder,
-        mla.QueryLenSupport,
+        *(mla.MLACommonBackend, mla.MLACommonDecodeMetadata, mla.MLACommonImpl),
+        *(mla.MLACommonMetadata, mla.MLACommonMetadataBuilder, mla.QueryLenSupport),
     ),
     "vllm.model_executor.layers.attention.sparse_mla_attention": named(
-        mla.SparseMLACommonImpl,
-        mla.SparseMLACommonMetadata,
+        *(mla.SparseMLACommonImpl, mla.SparseMLACommonMetadata),
         mla.SparseMLACommonMetadataBuilder,
     ),
     "vllm.platforms.interface": named(base.DeviceCapability),
     "vllm.v1.attention.backend": named(
-        base.AttentionBackend,
-        base.AttentionCGSupport,
-        base.AttentionMetadataBuilder,
-        base.AttentionType,
-        base.MultipleOf,
-        base.max_decode_query_len,
+        *(base.AttentionBackend, base.AttentionCGSupport, base.AttentionMetadataBuilder),
+        *(base.AttentionType, base.MultipleOf, base.max_decode_query_len),
     ),
     "vllm.v1.attention.backends.flashinfer": named(
-        flashinfer.FlashInferBackend,
-        flashinfer.FlashInferDecodeKernel,
-        flashinfer.FlashInferImpl,
-        flashinfer.FlashInferMetadata,
+        *(flashinfer.FlashInferBackend, flashinfer.FlashInferDecodeKernel),
+        *(flashinfer.FlashInferImpl, flashinfer.FlashInferMetadata),
         flashinfer.FlashInferTrtllmAPIDecode,
         flashinfer.flashinfer_xqa_batch_decode_with_kv_cache,
     ),

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 
+from tests.integrations.servers import stub
+
 Metadata = TypeVar("Metadata")
 
 
@@ -69,20 +71,7 @@ class AttentionBackend:
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
 
-    @staticmethod
-    def get_name() -> str:
-        """Return the name."""
-        raise NotImplementedError
-
-    @staticmethod
-    def get_impl_cls() -> Any:
-        """Return the class that computes attention."""
-        raise NotImplementedError
-
-    @staticmethod
-    def get_builder_cls() -> Any:
-        """Return the class that builds the metadata of a batch."""
-        raise NotImplementedError
+    get_name = get_impl_cls = get_builder_cls = staticmethod(stub())
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Generic
 
 import torch
 
+from tests.integrations.servers import stub
 from tests.integrations.vllm.stand_in_base import (
     AttentionBackend,
     AttentionMetadataBuilder,
@@ -77,18 +78,11 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[Metadata]):
         self.cp_kv_cache_interleave_size = vllm_config.parallel_config.cp_kv_cache_interleave_size
         self._init_reorder_batch_threshold(1, True, supports_dcp_with_varlen)
 
-    def _build_decode(
-        self,
-        block_table_tensor: torch.Tensor,
-        seq_lens_device: torch.Tensor,
-        max_seq_len: int,
-        query_start_loc_cpu: torch.Tensor,
-        query_start_loc_device: torch.Tensor,
-        num_decode_tokens: int,
-        max_query_len: int,
-        dcp_tot_seq_lens_device: torch.Tensor | None,
-    ) -> Any:
-        raise NotImplementedError
+    _build_decode = stub(
+        *("self", "block_table_tensor", "seq_lens_device", "max_seq_len", "query_start_loc_cpu"),
+        *("query_start_loc_device", "num_decode_tokens", "max_query_len"),
+        "dcp_tot_seq_lens_device",
+    )
 
 
 class SparseMLACommonMetadataBuilder(AttentionMetadataBuilder[Metadata]):
@@ -137,28 +131,16 @@ class _MlaImpl(Generic[Metadata]):
 class MLACommonImpl(_MlaImpl[Metadata]):
     """The implementation of dense MLA."""
 
-    def forward_mqa(
-        self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Decode."""
-        raise NotImplementedError
+    forward_mqa = stub("self", "q", "kv_c_and_k_pe_cache", "attn_metadata", "layer")
 
 
 class SparseMLACommonImpl(_MlaImpl[Metadata]):
     """The implementation of sparse MLA, after the conversion of indices."""
 
-    def _forward_mqa_kernel(
-        self,
-        q: Any,
-        kv_cache: torch.Tensor,
-        topk_indices: torch.Tensor,
-        valid_counts: torch.Tensor,
-        *,
-        layer: Any,
-        block_size: int,
-        is_decode: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        raise NotImplementedError
+    _forward_mqa_kernel = stub(
+        *("self", "q", "kv_cache", "topk_indices", "valid_counts", "layer", "block_size"),
+        "is_decode",
+    )
 
 
 class SparseMLACommonMetadata:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.integrations.attended import assert_near
-from tests.integrations.servers import is_installed
-from tests.integrations.vllm.test_dense import Batch
+from tests.integrations.attended import Batch, assert_near
+from tests.integrations.servers import Import, is_installed
+from tests.integrations.vllm.conftest import LAYER, ImplOf
 
 pytestmark = pytest.mark.skipif(not is_installed("vllm"), reason="needs vLLM: make test-vllm")
 
 
-def common_metadata(vllm: Callable[[str], ModuleType], batch: Batch) -> Any:
+def common_metadata(vllm: Import, batch: Batch) -> Any:
     """Return a batch as vLLM's model runner describes it to every builder."""
     starts = torch.tensor([0, *batch.q_lens]).cumsum(0).int()
     seq_lens = torch.tensor(batch.seq_lens).int()
@@ -35,12 +34,7 @@ def common_metadata(vllm: Callable[[str], ModuleType], batch: Batch) -> Any:
 
 
 @pytest.mark.parametrize("q_lens", [(1, 1, 1), (3, 3, 3), (2, 1, 3)])
-def test_a_built_batch_is_decoded(
-    vllm: Callable[[str], ModuleType],
-    impl_of: Callable[..., Any],
-    layer: SimpleNamespace,
-    q_lens: tuple[int, ...],
-) -> None:
+def test_a_built_batch_is_decoded(vllm: Import, impl_of: ImplOf, q_lens: tuple[int, ...]) -> None:
     """Requests with drafts, of equal numbers or not, are decodes of one batch, not prefills."""
     dense = vllm("mlagen.integrations.vllm.dense")
     batch = Batch(576, q_lens, (40, 3, 64))
@@ -51,8 +45,8 @@ def test_a_built_batch_is_decoded(
     impl = impl_of(dense.MlagenMLAImpl)
 
     metadata = builder.build(0, common_metadata(vllm, batch))
-    out, _ = impl.forward_mqa(batch.query, batch.cache, metadata, layer)
+    out, _ = impl.forward_mqa(batch.query, batch.cache, metadata, LAYER)
 
     assert (metadata.num_decodes, metadata.num_prefills) == (3, 0)
-    want, _ = batch.expected(batch.query, batch.cache, impl.scale, 1.0, 512)
+    want, _ = batch.expected(batch.query, batch.cache, impl.scale)
     assert_near(out, want)

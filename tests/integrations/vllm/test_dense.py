@@ -2,116 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from contextlib import nullcontext
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from tests.integrations.attended import assert_near, attended
-from tests.integrations.vllm.conftest import HEADS
+from tests.fixture_types import Patch
+from tests.integrations.attended import E4M3, HEADS, PAGE, Batch, assert_near
+from tests.integrations.servers import Import
+from tests.integrations.vllm.conftest import LAYER, ImplOf, queries_of
 
-PAGE = 16
-E4M3 = torch.float8_e4m3fn
 
-
-class Batch:
-    """A decode batch over a paged cache: the query tokens of each request are its last ones."""
-
-    def __init__(self, width: int, q_lens: tuple[int, ...], seq_lens: tuple[int, ...]) -> None:
-        generator = torch.Generator().manual_seed(7)
-        pages = len(seq_lens) * 4
-        self.q_lens, self.seq_lens = q_lens, seq_lens
-        order = torch.randperm(pages, generator=generator)
-        self.table = order.view(len(seq_lens), 4).int()
-        self.cache = torch.randn(pages, PAGE, width, generator=generator).bfloat16()
-        self.query = torch.randn(sum(q_lens), HEADS, width, generator=generator).bfloat16()
-
-    def metadata(self, dense: ModuleType, **fields: Any) -> Any:
-        """Return vLLM's metadata, its decode part made by the builder."""
-        starts = torch.tensor([0, *self.q_lens]).cumsum(0).int()
-        build = dense.MlagenMLAMetadataBuilder._build_decode
-        decode = build(
-            None,
-            block_table_tensor=self.table,
-            seq_lens_device=torch.tensor(self.seq_lens).int(),
-            max_seq_len=max(self.seq_lens),
-            query_start_loc_cpu=starts,
-            query_start_loc_device=starts,
-            num_decode_tokens=sum(self.q_lens),
-            max_query_len=fields.pop("max_query_len", max(self.q_lens)),
-            dcp_tot_seq_lens_device=fields.pop("dcp_tot_seq_lens", None),
-        )
-        return dense.MLACommonMetadata(
-            num_reqs=len(self.q_lens),
-            max_query_len=max(self.q_lens),
-            max_seq_len=max(self.seq_lens),
-            num_actual_tokens=sum(self.q_lens),
-            query_start_loc=starts,
-            slot_mapping=starts,
-            num_decodes=len(self.q_lens),
-            num_decode_tokens=sum(self.q_lens),
-            num_prefills=0,
-            decode=decode,
-        )
-
-    def expected(
-        self, query: torch.Tensor, cache: torch.Tensor, scale: float, v_scale: float, dim_vo: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the outputs and natural LSEs of all query tokens."""
-        results, token = [], 0
-        for request, (q_len, seq_len) in enumerate(zip(self.q_lens, self.seq_lens, strict=True)):
-            rows = cache.double()[self.table[request].long()].flatten(0, 1)
-            for i in range(q_len):
-                seen = rows[: max(seq_len - q_len + i + 1, 0)]
-                results.append(attended(query[token].double(), seen, scale, dim_vo))
-                token += 1
-        outs, lses = zip(*results, strict=True)
-        return torch.stack(outs) * v_scale, torch.stack(lses)
+def metadata_of(batch: Batch, dense: ModuleType, **fields: Any) -> Any:
+    """Return vLLM's metadata, its decode part made by the builder."""
+    starts = torch.tensor([0, *batch.q_lens]).cumsum(0).int()
+    longest = {"max_query_len": max(batch.q_lens), "max_seq_len": max(batch.seq_lens)}
+    counts = {"num_decode_tokens": sum(batch.q_lens)}
+    decode = dense.MlagenMLAMetadataBuilder._build_decode(
+        None,
+        block_table_tensor=batch.table,
+        seq_lens_device=torch.tensor(batch.seq_lens).int(),
+        query_start_loc_cpu=starts,
+        query_start_loc_device=starts,
+        **counts | longest | {"dcp_tot_seq_lens_device": None} | fields,
+    )
+    return dense.MLACommonMetadata(
+        num_reqs=len(batch.q_lens),
+        num_actual_tokens=sum(batch.q_lens),
+        query_start_loc=starts,
+        slot_mapping=starts,
+        num_decodes=len(batch.q_lens),
+        num_prefills=0,
+        decode=decode,
+        **counts | longest,
+    )
 
 
 @pytest.fixture
-def dense(vllm: Callable[[str], ModuleType]) -> ModuleType:
+def dense(vllm: Import) -> ModuleType:
     """Return the module of the dense backend."""
     return vllm("mlagen.integrations.vllm.dense")
 
 
+# Query and KV lengths.
+LENGTHS = {
+    "one token, and an empty request of a padded graph": ((1, 1, 1), (1, 61, 0)),
+    "uniform drafts": ((3, 3), (40, 3)),
+    "ragged drafts": ((2, 1, 4), (17, 1, 60)),
+}
+
+
 @pytest.mark.parametrize(("rank", "rope"), [(512, 64), (256, 64), (512, 0)])
-@pytest.mark.parametrize(
-    ("q_lens", "seq_lens"),
-    [
-        pytest.param((1, 1, 1), (1, 61, 0), id="one token, and an empty request of a padded graph"),
-        pytest.param((3, 3), (40, 3), id="uniform drafts"),
-        pytest.param((2, 1, 4), (17, 1, 60), id="ragged drafts"),
-    ],
-)
+@pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("returns_lse", [False, True])
 def test_forward_mqa_is_attention(
-    dense: ModuleType,
-    impl_of: Callable[..., Any],
-    layer: SimpleNamespace,
-    rank: int,
-    rope: int,
-    q_lens: tuple[int, ...],
-    seq_lens: tuple[int, ...],
-    returns_lse: bool,
+    dense: ModuleType, impl_of: ImplOf, rank: int, rope: int, lengths: str, returns_lse: bool
 ) -> None:
     """Outputs, and natural LSEs where DCP needs them, are those of each token's causal prefix."""
     impl = impl_of(dense.MlagenMLAImpl, rank, rope)
     impl.need_to_return_lse_for_decode = returns_lse
-    batch = Batch(rank + rope, q_lens, seq_lens)
+    batch = Batch(rank + rope, *LENGTHS[lengths])
     parts = (batch.query[..., :rank], batch.query[..., rank:])
 
-    out, lse = impl.forward_mqa(parts, batch.cache, batch.metadata(dense), layer)
+    out, lse = impl.forward_mqa(parts, batch.cache, metadata_of(batch, dense), LAYER)
 
-    want, want_lse = batch.expected(batch.query, batch.cache, impl.scale, 1.0, rank)
-    assert out.shape == (sum(q_lens), HEADS, rank)
+    want, want_lse = batch.expected(batch.query, batch.cache, impl.scale, rank)
+    assert out.shape == (len(batch.query), HEADS, rank)
     assert_near(out, want)
+    assert (lse is not None) is returns_lse
     if returns_lse:
         assert_near(lse, want_lse)
-    else:
-        assert lse is None
 
 
 @pytest.mark.parametrize(
@@ -119,26 +81,15 @@ def test_forward_mqa_is_attention(
     [pytest.param((1, 1), 4, id="one token"), pytest.param((2, 1), 3, id="drafts")],
 )
 def test_the_parts_of_a_query_are_not_copied(
-    dense: ModuleType,
-    impl_of: Callable[..., Any],
-    layer: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-    q_lens: tuple[int, ...],
-    axes: int,
+    dense: ModuleType, impl_of: ImplOf, monkeypatch: Patch, q_lens: tuple[int, ...], axes: int
 ) -> None:
     """A 16-bit query comes in two parts, which mlagen reads where vLLM has them."""
-    calls: list[Any] = []
-
-    def decode(query: Any, *_: Any, **__: Any) -> Any:
-        calls.append(query)
-        return query[0]
-
-    monkeypatch.setattr(dense, "decode", decode)
+    calls = queries_of(dense, monkeypatch)
     batch = Batch(576, q_lens, (9, 20))
     q_pe = torch.zeros(sum(q_lens), HEADS, 192).bfloat16()[..., 128:]
     parts = (batch.query[..., :512].contiguous(), q_pe)
 
-    impl_of(dense.MlagenMLAImpl).forward_mqa(parts, batch.cache, batch.metadata(dense), layer)
+    impl_of(dense.MlagenMLAImpl).forward_mqa(parts, batch.cache, metadata_of(batch, dense), LAYER)
 
     ((latent, rope),) = calls
     assert latent.dim() == rope.dim() == axes
@@ -146,9 +97,7 @@ def test_the_parts_of_a_query_are_not_copied(
 
 
 @pytest.mark.parametrize("query_is_fp8", [False, True])
-def test_an_fp8_cache_is_scaled(
-    dense: ModuleType, impl_of: Callable[..., Any], layer: SimpleNamespace, query_is_fp8: bool
-) -> None:
+def test_an_fp8_cache_is_scaled(dense: ModuleType, impl_of: ImplOf, query_is_fp8: bool) -> None:
     """The scales of a layer apply to the operands that are e4m3, to the cache twice."""
     impl = impl_of(dense.MlagenMLAImpl, kv_cache_dtype="fp8")
     batch = Batch(576, (1, 1), (33, 2))
@@ -156,40 +105,37 @@ def test_an_fp8_cache_is_scaled(
     query = batch.query.to(E4M3) if query_is_fp8 else batch.query
     given = query if query_is_fp8 else (query[..., :512], query[..., 512:])
 
-    out, _ = impl.forward_mqa(given, cache, batch.metadata(dense), layer)
+    out, _ = impl.forward_mqa(given, cache, metadata_of(batch, dense), LAYER)
 
     scale = impl.scale * 0.25 * (0.5 if query_is_fp8 else 1.0)
-    want, _ = batch.expected(query.float(), cache.float(), scale, 0.25, 512)
-    assert_near(out, want)
+    want, _ = batch.expected(query.float(), cache.float(), scale)
+    assert_near(out, want * 0.25)
 
 
 def test_a_captured_batch_is_replayed_with_other_query_lengths(
-    dense: ModuleType, impl_of: Callable[..., Any], layer: SimpleNamespace
+    dense: ModuleType, impl_of: ImplOf
 ) -> None:
     """The bound on query lengths makes a batch ragged, whatever lengths it has at capture."""
     impl = impl_of(dense.MlagenMLAImpl)
     batch = Batch(576, (1, 1), (9, 20))
-    metadata = batch.metadata(dense, max_query_len=2)
+    metadata = metadata_of(batch, dense, max_query_len=2)
     # As on replay: the first request has both tokens, the second is padding.
     metadata.decode.query_start_loc.copy_(torch.tensor([0, 2, 2]))
     batch.q_lens = (2, 0)
 
-    out, _ = impl.forward_mqa(batch.query, batch.cache, metadata, layer)
+    out, _ = impl.forward_mqa(batch.query, batch.cache, metadata, LAYER)
 
-    want, _ = batch.expected(batch.query, batch.cache, impl.scale, 1.0, 512)
+    want, _ = batch.expected(batch.query, batch.cache, impl.scale)
     assert_near(out, want)
 
 
 @pytest.mark.parametrize("q_lens", [(1, 1), (2, 3)], ids=["one token", "drafts"])
 def test_ranks_of_dcp_merge_to_one_gpu(
-    dense: ModuleType,
-    impl_of: Callable[..., Any],
-    layer: SimpleNamespace,
-    q_lens: tuple[int, ...],
+    dense: ModuleType, impl_of: ImplOf, q_lens: tuple[int, ...]
 ) -> None:
     """Each rank's output and LSE are of its own tokens, so that vLLM's merge gives all of them."""
     batch = Batch(576, q_lens, (50, 3))
-    want, want_lse = batch.expected(batch.query, batch.cache, 192**-0.5, 1.0, 512)
+    want, want_lse = batch.expected(batch.query, batch.cache, 192**-0.5)
     tokens = [batch.cache[pages.long()].flatten(0, 1) for pages in batch.table]
     lengths = torch.tensor(batch.seq_lens).int()
     states = []
@@ -202,8 +148,8 @@ def test_ranks_of_dcp_merge_to_one_gpu(
             padded = torch.zeros(4 * PAGE, 576).bfloat16()
             padded[: len(rows)] = rows
             part.cache[pages.long()] = padded.view(4, PAGE, 576)
-        metadata = part.metadata(dense, dcp_tot_seq_lens=lengths)
-        states.append(impl.forward_mqa(batch.query, part.cache, metadata, layer))
+        metadata = metadata_of(part, dense, dcp_tot_seq_lens_device=lengths)
+        states.append(impl.forward_mqa(batch.query, part.cache, metadata, LAYER))
 
     assert impl.supports_dcp
     assert impl.lse_base_on_e
@@ -213,24 +159,9 @@ def test_ranks_of_dcp_merge_to_one_gpu(
     assert_near((torch.stack([out.double() for out, _ in states]) * weights).sum(0), want)
 
 
-@pytest.mark.parametrize("feature", ["alibi_slopes", "sliding_window", "logits_soft_cap"])
-def test_a_feature_without_a_kernel_is_refused(
-    dense: ModuleType, impl_of: Callable[..., Any], feature: str
-) -> None:
-    """A layer with a feature that no kernel has fails at start-up, and says which."""
-    with pytest.raises(NotImplementedError, match=feature):
-        impl_of(dense.MlagenMLAImpl, **{feature: 128})
-
-
-@pytest.mark.parametrize("rope", [64, 0])
-def test_the_query_is_quantized(dense: ModuleType, impl_of: Callable[..., Any], rope: int) -> None:
-    """VLLM quantizes the query for an FP8 cache."""
-    assert impl_of(dense.MlagenMLAImpl, rope=rope).supports_quant_query_input
-
-
 @pytest.mark.parametrize(("drafts", "is_refused"), [(0, False), (2, True)])
 def test_drafts_need_tokens_that_alternate_between_dcp_ranks(
-    dense: ModuleType, monkeypatch: pytest.MonkeyPatch, drafts: int, is_refused: bool
+    dense: ModuleType, monkeypatch: Patch, drafts: int, is_refused: bool
 ) -> None:
     """Speculative tokens over DCP ranks that hold several tokens in turn fail at start-up."""
     base = dense.MLACommonMetadataBuilder
@@ -240,8 +171,6 @@ def test_drafts_need_tokens_that_alternate_between_dcp_ranks(
         self.reorder_batch_threshold = 1 + drafts
 
     monkeypatch.setattr(base, "__init__", common)
-    if is_refused:
-        with pytest.raises(ValueError, match="cp_kv_cache_interleave_size: expected 1"):
-            dense.MlagenMLAMetadataBuilder(None, ["layer"], None, torch.device("cpu"))
-    else:
+    message = "cp_kv_cache_interleave_size: expected 1"
+    with pytest.raises(ValueError, match=message) if is_refused else nullcontext():
         dense.MlagenMLAMetadataBuilder(None, ["layer"], None, torch.device("cpu"))

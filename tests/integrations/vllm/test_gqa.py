@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -10,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fixture_types import Patch
 from tests.integrations.attended import assert_near
-from tests.integrations.servers import is_installed
+from tests.integrations.servers import Import, is_installed
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, PAGES = 4, 2, 64, 16, 4
 SEQ_LENS = (33, 2)
 
 
 @pytest.fixture
-def gqa(vllm: Callable[[str], ModuleType]) -> ModuleType:
+def gqa(vllm: Import) -> ModuleType:
     """Return the module of the GQA backend."""
     if is_installed("vllm"):
         pytest.importorskip("flashinfer", reason="vLLM's FlashInfer backend needs flashinfer")
@@ -26,28 +26,17 @@ def gqa(vllm: Callable[[str], ModuleType]) -> ModuleType:
 
 
 @pytest.fixture
-def impl(gqa: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+def impl(gqa: ModuleType, monkeypatch: Patch) -> Any:
     """Return an implementation, with what vLLM sets at start-up on Hopper."""
     flashinfer = gqa.vllm_flashinfer
     space = torch.empty(1 << 20, dtype=torch.uint8)
     monkeypatch.setattr(flashinfer, "_get_trtllm_workspace_buffer", lambda: space, raising=False)
     made = object.__new__(gqa.MlagenGQAImpl)
-    fields = {
-        "num_heads": HEADS,
-        "num_kv_heads": KV_HEADS,
-        "head_size": HEAD_DIM,
-        "scale": HEAD_DIM**-0.5,
-        "bmm1_scale": None,
-        "bmm2_scale": None,
-        "o_sf_scale": None,
-        "window_left": -1,
-        "logits_soft_cap": None,
-        "sinks": None,
-        "dcp_world_size": 1,
-        "kv_cache_dtype": "auto",
-        "is_kvcache_nvfp4": False,
-    }
-    vars(made).update(fields)
+    sizes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": HEAD_DIM}
+    unset = dict.fromkeys(("bmm1_scale", "bmm2_scale", "o_sf_scale", "logits_soft_cap", "sinks"))
+    others = {"window_left": -1, "dcp_world_size": 1, "scale": HEAD_DIM**-0.5}
+    cache = {"kv_cache_dtype": "auto", "is_kvcache_nvfp4": False}
+    vars(made).update(sizes | unset | others | cache)
     return made
 
 
@@ -104,9 +93,7 @@ def test_the_xqa_call_of_vllm_is_served(gqa: ModuleType, impl: Any, q_len: int) 
         assert_near(out[token], torch.einsum("hn,nhd->hd", scores.softmax(-1), heads[1]))
 
 
-def test_another_backend_keeps_its_xqa(
-    gqa: ModuleType, impl: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_backend_keeps_its_xqa(gqa: ModuleType, impl: Any, monkeypatch: Patch) -> None:
     """Only calls of this backend reach mlagen, also after one of them has failed."""
     flashinfer = gqa.vllm_flashinfer
     xqa = flashinfer.flashinfer_xqa_batch_decode_with_kv_cache

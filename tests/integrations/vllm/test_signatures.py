@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import metadata
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tests.integrations.servers import is_installed
+from tests.integrations.servers import Import, is_installed
 from tests.integrations.signatures import disagreements
 from tests.integrations.vllm.stand_in import MODULES
 
@@ -34,7 +32,7 @@ needs_vllm = pytest.mark.skipif(not is_installed("vllm"), reason="needs vLLM: ma
     ],
 )
 def test_an_override_has_the_parameters_of_the_overridden(
-    vllm: Callable[[str], ModuleType], module: str, name: str, new: set[str]
+    vllm: Import, module: str, name: str, new: set[str]
 ) -> None:
     """VLLM calls every method of the plugin's classes as it calls its own."""
     if module == "gqa" and is_installed("vllm"):
@@ -51,9 +49,7 @@ def test_an_override_has_the_parameters_of_the_overridden(
 
 @needs_vllm
 @pytest.mark.parametrize(("module", "member"), MEMBERS)
-def test_a_stand_in_is_as_in_vllm(
-    vllm: Callable[[str], ModuleType], module: str, member: Any
-) -> None:
+def test_a_stand_in_is_as_in_vllm(vllm: Import, module: str, member: Any) -> None:
     """The classes that stand in for vLLM's have their signatures, fields and values."""
     if module.endswith("flashinfer"):
         pytest.importorskip("flashinfer", reason="vLLM's FlashInfer backend needs flashinfer")
@@ -62,7 +58,7 @@ def test_a_stand_in_is_as_in_vllm(
 
 
 @needs_vllm
-def test_vllm_finds_the_plugin(vllm: Callable[[str], ModuleType]) -> None:
+def test_vllm_finds_the_plugin(vllm: Import) -> None:
     """With mlagen installed beside it, vLLM loads the plugin, and its option has the names."""
     if "mlagen" not in {each.name for each in metadata.entry_points(group="vllm.general_plugins")}:
         pytest.skip("needs an installed mlagen: make test-vllm")

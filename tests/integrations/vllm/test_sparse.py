@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from tests.integrations.attended import assert_near, attended
-from tests.integrations.vllm.conftest import HEADS
+from tests.fixture_types import Patch
+from tests.integrations.attended import E4M3, HEADS, assert_near, attended
+from tests.integrations.servers import Import
+from tests.integrations.vllm.conftest import LAYER, ImplOf, queries_of
 from tests.problems.mla_rows import store, viewed
 
-BLOCK = 32
-BLOCKS = 3
-TOP_K = 8
+BLOCK, BLOCKS, TOP_K = 32, 3, 8
 COUNTS = (8, 3, 0)  # the last as of a token without one on this DCP rank
 
 
 @pytest.fixture
-def sparse(vllm: Callable[[str], ModuleType]) -> ModuleType:
+def sparse(vllm: Import) -> ModuleType:
     """Return the module of the sparse backend."""
     return vllm("mlagen.integrations.vllm.sparse")
 
 
-def attend(impl: Any, query: Any, cache: torch.Tensor, indices: torch.Tensor, layer: Any) -> Any:
+def attend(impl: Any, query: Any, cache: torch.Tensor, indices: torch.Tensor) -> Any:
     """Call the implementation as vLLM's common one does."""
     counts = torch.tensor(COUNTS).int()
     return impl._forward_mqa_kernel(
-        query, cache, indices, counts, layer=layer, block_size=BLOCK, is_decode=True
+        query, cache, indices, counts, layer=LAYER, block_size=BLOCK, is_decode=True
     )
 
 
@@ -52,20 +51,14 @@ def attend(impl: Any, query: Any, cache: torch.Tensor, indices: torch.Tensor, la
     ],
 )
 def test_each_token_attends_to_its_rows(
-    sparse: ModuleType,
-    impl_of: Callable[..., Any],
-    layer: SimpleNamespace,
-    row_format: str,
-    query_format: str,
-    rope: int,
-    stride: int,
+    sparse: ModuleType, impl_of: ImplOf, row_format: str, query_format: str, rope: int, stride: int
 ) -> None:
     """A token sees the first valid count of its indices, which count rows of other layers too."""
     generator = torch.Generator().manual_seed(3)
     content = torch.randn(BLOCKS * stride, 512 + rope, generator=generator)
     stored = store(content, 512, row_format)
     rows = viewed(stored.rows, row_format).view(BLOCKS, stride, -1)
-    dtype = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}[query_format]
+    dtype = {"bf16": torch.bfloat16, "e4m3": E4M3}[query_format]
     query = torch.randn(len(COUNTS), HEADS, 512 + rope, generator=generator).to(dtype)
     slots = torch.randint(BLOCKS * BLOCK, (len(COUNTS), TOP_K), generator=generator)
     indices = slots // BLOCK * stride + slots % BLOCK
@@ -74,7 +67,7 @@ def test_each_token_attends_to_its_rows(
     impl.need_to_return_lse_for_decode = True
     given = query if dtype != torch.bfloat16 else (query[..., :512], query[..., 512:])
 
-    out, lse = attend(impl, given, rows[:, :BLOCK], indices.int(), layer)
+    out, lse = attend(impl, given, rows[:, :BLOCK], indices.int())
 
     k_scale = 0.25 if row_format == "e4m3" else 1.0
     scale = impl.scale * k_scale * (0.5 if query_format == "e4m3" else 1.0)
@@ -87,70 +80,33 @@ def test_each_token_attends_to_its_rows(
 
 
 def test_the_parts_of_a_query_are_not_copied(
-    sparse: ModuleType,
-    impl_of: Callable[..., Any],
-    layer: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
+    sparse: ModuleType, impl_of: ImplOf, monkeypatch: Patch
 ) -> None:
     """A 16-bit query comes in two parts, which mlagen reads where vLLM has them."""
-    calls: list[Any] = []
-
-    def decode(query: Any, *_: Any, **__: Any) -> Any:
-        calls.append(query)
-        return query[0]
-
-    monkeypatch.setattr(sparse, "decode", decode)
+    calls = queries_of(sparse, monkeypatch)
     q_pe = torch.zeros(3, HEADS, 192).bfloat16()[..., 128:]
     parts = (torch.zeros(3, HEADS, 512).bfloat16(), q_pe)
     cache = torch.ones(1, BLOCK, 576).bfloat16()
 
-    attend(impl_of(sparse.MlagenSparseMLAImpl), parts, cache, torch.zeros(3, TOP_K).int(), layer)
+    attend(impl_of(sparse.MlagenSparseMLAImpl), parts, cache, torch.zeros(3, TOP_K).int())
 
     ((latent, rope),) = calls
     assert (latent.shape, rope.shape) == ((3, 1, HEADS, 512), (3, 1, HEADS, 64))
     assert [latent.data_ptr(), rope.data_ptr()] == [part.data_ptr() for part in parts]
 
 
-def test_no_lse_is_returned_to_one_gpu(
-    sparse: ModuleType, impl_of: Callable[..., Any], layer: SimpleNamespace
-) -> None:
+def test_no_lse_is_returned_to_one_gpu(sparse: ModuleType, impl_of: ImplOf) -> None:
     """Without DCP there is no LSE, which the kernel then need not write."""
     impl = impl_of(sparse.MlagenSparseMLAImpl)
     query, cache = torch.ones(3, HEADS, 576).bfloat16(), torch.ones(1, BLOCK, 576).bfloat16()
 
-    out, lse = attend(impl, query, cache, torch.zeros(3, TOP_K).int(), layer)
+    out, lse = attend(impl, query, cache, torch.zeros(3, TOP_K).int())
 
     assert lse is None
     assert_near(out[:2], torch.ones(2, HEADS, 512))
 
 
-@pytest.mark.parametrize(
-    ("kv_cache_dtype", "rope", "is_quantized"),
-    [("fp8", 64, True), ("fp8", 0, True), ("fp8_ds_mla", 64, False)],
-)
-def test_the_query_is_quantized_where_a_kernel_takes_it(
-    sparse: ModuleType,
-    impl_of: Callable[..., Any],
-    kv_cache_dtype: str,
-    rope: int,
-    is_quantized: bool,
-) -> None:
-    """VLLM leaves the query in 16 bits for packed rows."""
-    impl = impl_of(sparse.MlagenSparseMLAImpl, rope=rope, kv_cache_dtype=kv_cache_dtype)
-    assert impl.supports_quant_query_input is is_quantized
-
-
-def test_a_feature_without_a_kernel_is_refused(
-    sparse: ModuleType, impl_of: Callable[..., Any]
-) -> None:
-    """A layer with a feature that no kernel has fails at start-up, and says which."""
-    with pytest.raises(NotImplementedError, match="logits_soft_cap"):
-        impl_of(sparse.MlagenSparseMLAImpl, logits_soft_cap=30.0)
-
-
-def test_the_builder_takes_drafts_on_dcp_ranks_too(
-    sparse: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_builder_takes_drafts_on_dcp_ranks_too(sparse: ModuleType, monkeypatch: Patch) -> None:
     """Requests with drafts are decoded, not prefilled, whether or not there are DCP ranks."""
     thresholds: list[Any] = []
     base = sparse.SparseMLACommonMetadataBuilder
@@ -165,7 +121,7 @@ def test_the_builder_takes_drafts_on_dcp_ranks_too(
     assert thresholds == [((1,), keywords)]
 
 
-def test_blocks_are_whole_rows_apart(sparse: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_whole_rows_apart(sparse: ModuleType, monkeypatch: Patch) -> None:
     """The cache is laid out so that an index can count rows over the layers in between."""
     monkeypatch.setattr(sparse, "align_blocks_to_rows", lambda spec, rows: (spec, rows))
     assert sparse.MlagenSparseMLABackend.customize_spec("spec") == ("spec", 16)
