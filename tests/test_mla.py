@@ -34,8 +34,8 @@ class TestMla:
         )
 
         expected, expected_lse = decode_with_lse(full)
-        assert torch.equal(out[0], expected[0])
-        assert torch.equal(lse[0], expected_lse[0])
+        torch.testing.assert_close(out[0], expected[0], rtol=0, atol=0)
+        torch.testing.assert_close(lse[0], expected_lse[0], rtol=0, atol=0)
         assert (out[1] == 0).all()
         assert (lse[1] == -math.inf).all()
 
