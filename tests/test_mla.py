@@ -14,6 +14,7 @@ from mlagen.families.mla.dispatch import MLA
 from tests.families.launches import Launch, launched, record_launches
 from tests.problems.entry_points import compute, decode, decode_with_lse
 from tests.problems.mla import MlaCase, mla_case
+from tests.problems.problem import ints
 
 SMALL = MlaCase(seq_lens=(70, 3))
 # Kinds of query and cache whose query may have two parts.
@@ -25,17 +26,14 @@ class TestMla:
 
     def test_topk_lengths_are_clamped(self, device: str) -> None:
         """Lengths beyond topk mean all indices, and negative lengths mean none."""
-        problem = MlaCase(seq_lens=(300, 300), top_k=70, with_top_k_lens=True).build(device)
-        full = MlaCase(seq_lens=(300, 300), top_k=70).build(device)
-        lens = torch.tensor([1000, -3], dtype=torch.int32, device=device)
+        problem = MlaCase(seq_lens=(300, 300), top_k=70).build(device)
+        given, clamped = ints(1000, -3).to(device), ints(70, 0).to(device)
 
-        out, lse = decode_with_lse(
-            problem, block_tables=full.block_tables, sparse_mla_top_k_lens=lens
-        )
+        out, lse = decode_with_lse(problem, sparse_mla_top_k_lens=given)
 
-        expected, expected_lse = decode_with_lse(full)
-        torch.testing.assert_close(out[0], expected[0], rtol=0, atol=0)
-        torch.testing.assert_close(lse[0], expected_lse[0], rtol=0, atol=0)
+        expected, expected_lse = decode_with_lse(problem, sparse_mla_top_k_lens=clamped)
+        assert torch.equal(out, expected)
+        assert torch.equal(lse, expected_lse)
         assert (out[1] == 0).all()
         assert (lse[1] == -math.inf).all()
 
