@@ -88,7 +88,7 @@ def sdpa(
 
 def _stand_ins() -> dict[str, ModuleType]:
     contents: dict[str, dict[str, Any]] = {
-        "transformers": {"AttentionInterface": Attentions},
+        "transformers": {"AttentionInterface": Attentions, "__version__": "5.17.0"},
         "transformers.integrations": {},
         "transformers.integrations.sdpa_attention": {"sdpa_attention_forward": sdpa},
         "transformers.masking_utils": {

@@ -127,3 +127,15 @@ def test_a_call_outside_of_continuous_batching_is_rejected(integration: Any) -> 
     """Without a paged cache there is nothing to attend to."""
     with pytest.raises(UnsupportedError, match="paged cache"):
         integration.continuous.paged_attention(MODULE, *qkv(64), None)
+
+
+def test_the_paged_cache_of_another_version_is_rejected(integration: Any) -> None:
+    """One line names the version that works, before anything is written."""
+    cache = PagedCache()
+    del cache.sliding_windows
+    keys = cache.key_cache[0].clone()
+
+    with pytest.raises(UnsupportedError, match=r"^transformers: expected 5\.17 .*, got \S+$"):
+        paged_call(integration, [1], [9], cache=cache)
+
+    assert torch.equal(cache.key_cache[0], keys)
