@@ -9,7 +9,7 @@ import transformers
 
 from mlagen.decode import xqa_batch_decode_with_kv_cache
 from mlagen.errors import UnsupportedError
-from mlagen.integrations.transformers.pages import workspace_of
+from mlagen.integrations.transformers.pages import is_capturing, workspace_of
 from mlagen.integrations.transformers.record import record
 
 _TABLES = "_mlagen_tables"  # an attribute of the query offsets
@@ -102,9 +102,7 @@ def _tables_of(group: int, slots: torch.Tensor, kwargs: dict[str, Any]) -> _Tabl
     Every batch has a new tensor of query offsets, which all layers get; a graph computes its own.
     """
     starts: torch.Tensor = kwargs["cu_seq_lens_q"]
-    if torch.compiler.is_compiling() or (
-        starts.is_cuda and torch.cuda.is_current_stream_capturing()
-    ):
+    if torch.compiler.is_compiling() or is_capturing(starts):
         return _new_tables(slots, kwargs)
     known: dict[int, _Tables] = starts.__dict__.setdefault(_TABLES, {})
     if group not in known:

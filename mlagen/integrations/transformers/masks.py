@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from mlagen.integrations.transformers.pages import PAGE_SIZE
+from mlagen.integrations.transformers.pages import PAGE_SIZE, is_capturing
 from mlagen.integrations.transformers.record import record
 
 _TOP_K = "_mlagen_top_k"  # an attribute of the mask of sdpa
@@ -67,13 +67,13 @@ def top_k_of(mask: torch.Tensor, batch: int, tokens: int, top_k: int) -> TopK:
     top_k : int
         Tokens that an indexer chooses for each sequence.
     """
-    if torch.compiler.is_compiling() or mask.is_inference() or _is_capturing(mask):
+    if torch.compiler.is_compiling() or mask.is_inference() or is_capturing(mask):
         return _top_k_of(mask, batch, tokens, top_k)  # without a count of writes, or for one graph
-    known: dict[tuple[int, ...], TopK] = mask.__dict__.setdefault(_TOP_K, {})
     key = batch, tokens, top_k, mask._version  # noqa: SLF001
-    if key not in known:
-        known[key] = _top_k_of(mask, batch, tokens, top_k)
-    return known[key]
+    known: tuple[tuple[int, ...], TopK] | None = mask.__dict__.get(_TOP_K)
+    if known is None or known[0] != key:  # a mask that every step writes keeps the last one alone
+        known = mask.__dict__[_TOP_K] = key, _top_k_of(mask, batch, tokens, top_k)
+    return known[1]
 
 
 def _top_k_of(mask: torch.Tensor, batch: int, tokens: int, top_k: int) -> TopK:
@@ -117,7 +117,7 @@ def _padding_of(
     attention_mask: torch.Tensor, q_offset: torch.Tensor, kv_length: int
 ) -> tuple[str, _Padding | None]:
     """Return why padding is not served, empty if all of it is on the left; and it, if there is."""
-    if torch.compiler.is_compiling() or _is_capturing(attention_mask):
+    if torch.compiler.is_compiling() or is_capturing(attention_mask):
         return "a 2-D attention mask in compiled or captured code", None
     if bool(attention_mask.all()):
         return "", None
@@ -139,7 +139,3 @@ def _bounds(batch_size: int, q_offset: torch.Tensor, padding: _Padding | None) -
         marks = [torch.ones_like(ends)] * (2 if padding.is_before_page else 1)
         columns = [padding.first, ends - padding.first, *marks]
     return torch.stack(columns, dim=-1)[:, None, None]
-
-
-def _is_capturing(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -65,9 +65,7 @@ def pages_of(bounds: torch.Tensor, tokens: int, heads: int) -> Pages:
     """
     if torch.compiler.is_compiling():
         return _pages_of(bounds, tokens, heads, *_aligned(bounds, tokens))
-    if type(bounds) is not torch.Tensor or (
-        bounds.is_cuda and torch.cuda.is_current_stream_capturing()
-    ):
+    if type(bounds) is not torch.Tensor or is_capturing(bounds):
         return _pages_of(bounds, tokens, heads, *_layout(bounds, tokens))
     known: dict[tuple[int, int], Pages] = bounds.__dict__.setdefault(_PAGES, {})
     pages = known.get((tokens, heads))
@@ -75,6 +73,11 @@ def pages_of(bounds: torch.Tensor, tokens: int, heads: int) -> Pages:
     if pages is None or pages.bounds is not bounds:
         pages = known[tokens, heads] = _in_kept_memory(bounds, tokens, heads)
     return pages
+
+
+def is_capturing(tensor: torch.Tensor) -> bool:
+    """Return whether a graph captures what is computed from a tensor, which is of that graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _in_kept_memory(bounds: torch.Tensor, tokens: int, heads: int) -> Pages:
