@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,26 +148,13 @@ def test_loading_bypasses_a_green_context(green: int, monkeypatch: Patch) -> Non
     assert current == ["a context"]
 
 
-@pytest.fixture
-def current(monkeypatch: Patch) -> list[int]:
-    """Make GPU 0 current and the stream of GPU 1 capturing; record device switches."""
-    devices = [0]
-
-    @contextmanager
-    def switched(chosen: int) -> Iterator[None]:
-        devices.append(chosen)
-        yield
-        devices.append(0)
-
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: devices[-1], raising=False)
-    monkeypatch.setattr(torch.cuda, "device", switched)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: devices[-1] == 1)
-    return devices
-
-
 @pytest.mark.parametrize("kind", [int, lambda index: torch.device("cuda", index)])
-def test_each_gpu_has_a_current_stream(kind: type[int], current: list[int]) -> None:
+def test_each_gpu_has_a_current_stream(
+    kind: type[int], current: list[int], monkeypatch: Patch
+) -> None:
     """The query switches to the given GPU and back; a CPU never captures."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] == 1)
+
     assert is_capturing(kind(1))
     assert not is_capturing(kind(0))
     assert not is_capturing(torch.device("cpu"))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -220,24 +218,16 @@ def test_each_replay_chooses_pdl(launches: Launches) -> None:
     assert [PDL in recorded.attributes for recorded in launches] == [True, False, True, False]
 
 
-def test_a_launch_is_on_the_gpu_of_its_kernel(launches: Launches, monkeypatch: Patch) -> None:
+def test_a_launch_is_on_the_gpu_of_its_kernel(
+    launches: Launches, current: list[int], monkeypatch: Patch
+) -> None:
     """It makes that GPU current, takes its current stream, and switches back."""
-    devices = [0]
-
-    @contextmanager
-    def device(chosen: int) -> Iterator[None]:
-        devices.append(chosen)
-        yield
-        devices.append(0)
-
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: devices[-1])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7 + index)
-    monkeypatch.setattr(torch.cuda, "device", device)
 
     launch(replace(kernel_of(COMBINE), device=1), 33, False, *values_of(COMBINE))
 
     assert [recorded.stream for recorded in launches] == [8]
-    assert devices == [0, 1, 0]
+    assert current == [0, 1, 0]
 
 
 def test_a_launch_can_be_replayed_by_another_thread(launches: Launches, monkeypatch: Patch) -> None:
