@@ -81,12 +81,15 @@ def schedule_of(
         }
     else:
         row_tiles = -(-q_lens[0] * batch.heads // scheduler.spec.block_m)
+        num_tiles = 1 if batch.is_ragged() else row_tiles
+        total_tiles = len(batch.seqs) * num_tiles
         params |= {
             "kv_heads": batch.cta_group_size,
             "group_size": batch.heads,
             "tokens": ends[-1],
             "row_tiles": 0 if batch.is_ragged() else row_tiles,
-            "num_tiles": 1 if batch.is_ragged() else row_tiles,
+            "num_tiles": num_tiles,
+            "takes_whole_tiles": not batch.is_ragged() and total_tiles >= 2 * batch.num_cta_groups,
             "window": batch.window if batch.is_causal else MAX_TOKENS,
             "is_causal": batch.is_causal,
             "max_tokens": MAX_TOKENS,

@@ -6,7 +6,7 @@ The tile schedulers are those of the kernels, built for the CPU.
 from __future__ import annotations
 
 import ctypes
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -150,7 +150,9 @@ def test_a_cta_stores_at_most_two_splits(scheduler: TileScheduler, batch: Batch)
 def test_ranges_are_equally_long(scheduler: TileScheduler, batch: Batch) -> None:
     """The ranges of the CTA groups divide all work, and differ by one KV block at most."""
     spec = scheduler.spec
-    ranges = schedule_of(scheduler, batch).ranges
+    # Whole tiles differ by more.
+    changes = {} if isinstance(spec, MlaSm90Spec) else {"takes_whole_tiles": 0}
+    ranges = schedule_of(scheduler, batch, **changes).ranges
 
     edges = sorted({(one.begin, one.end) for one in ranges})
     assert [end for _, end in edges[:-1]] == [begin for begin, _ in edges[1:]]
@@ -234,6 +236,27 @@ def test_tiles_of_a_uniform_batch_have_equal_splits_if_ranges_are_aligned(
     assert {work.num_reducers for work in work_items} == {work.num_splits for work in work_items}
     if ranges[0].num_ranges >= num_tiles:
         assert {work.work_idx for work in work_items} == {0}
+
+
+@_settings
+@given(seq=st.builds(Seq, st.integers(0, 300 * 64), st.integers(1, 9)), count=st.integers(1, 140))
+@example(seq=Seq(4096), count=128)
+@pytest.mark.parametrize("num_cta_groups", [1, 33, 64])
+def test_no_tile_of_a_uniform_gqa_batch_is_split_if_ranges_have_several(
+    compiled: Compiled, seq: Seq, count: int, num_cta_groups: int
+) -> None:
+    """The host asks for whole tiles, and the lengths are equal."""
+    batch = Batch((seq,) * count, num_cta_groups=num_cta_groups, heads=8)
+    num_tiles = count * seq.q_len
+
+    work_items = schedule_of(compiled("gqa"), batch).work_items
+
+    if num_tiles < 2 * num_cta_groups:
+        return
+    assert {work.num_splits for work in work_items} == {1}
+    assert len(work_items) == num_tiles
+    counts = Counter(work.cta for work in work_items).values()
+    assert max(counts) <= -(-num_tiles // num_cta_groups)
 
 
 def test_ranges_are_aligned_if_few_cta_groups_stay_idle(compiled: Compiled) -> None:

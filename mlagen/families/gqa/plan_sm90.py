@@ -27,8 +27,14 @@ _UNEVEN_US = 2.0  # of CTAs whose range is neither whole work tiles nor equal sp
 _IDLE_LOSS = 0.012  # relative bandwidth loss if any SM is idle
 _SHARE_LOSS = 0.3  # relative bandwidth loss per share of idle SMs
 
-# Max share of SMs that stay idle in favour of a larger CTA group.
+# Max share of SMs that stay idle in favour of a larger CTA group, and of CTA groups that do so
+# while the others take their last work tile: these keep the memory busy.
 _MAX_IDLE = Fraction(1, 25)
+
+
+# Waves of work tiles from which on they are not split for an even end: loads are behind one
+# another then.
+_MIN_WAVES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +44,7 @@ class GqaSm90Plan:
     cta_group_size: int  # CTAs that process KV heads and row tiles of the same tokens together
     num_cta_groups: int
     num_ctas: int
+    takes_whole_tiles: bool  # of equal tiles, a range has whole ones
     row_tiles: int  # per KV head of a sequence; 0 if ragged
     num_tiles: int  # work tiles per sequence; per row tile of a KV head if ragged
     total_tiles: int  # of all sequences; an upper bound if ragged, for ascending offsets
@@ -71,11 +78,17 @@ def plan_gqa_sm90(spec: GqaSm90Spec, problem: GqaProblemShape, sm_count: int) ->
         else max_cta_groups
     )
     num_ctas = num_cta_groups * cta_group_size
+    waves = -(-total_tiles // num_cta_groups) if num_cta_groups else 0
     partial_values = num_ctas * _partial_rows(spec) * spec.variant.head_dim * 4
     return GqaSm90Plan(
         cta_group_size=cta_group_size,
         num_cta_groups=num_cta_groups,
         num_ctas=num_ctas,
+        takes_whole_tiles=(
+            is_uniform
+            and waves >= _MIN_WAVES
+            and waves * num_cta_groups * (1 - _MAX_IDLE) <= total_tiles
+        ),
         row_tiles=row_tiles,
         num_tiles=num_tiles,
         total_tiles=total_tiles,

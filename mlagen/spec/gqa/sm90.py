@@ -86,6 +86,7 @@ class GqaSm90Spec(GqaSpec):
         int32("num_tiles"),
         int32("num_cta_groups"),
         int32("cta_group_size"),
+        int32("takes_whole_tiles"),
         int32("max_tokens"),
         *SCALE_PARAMETERS,
     )

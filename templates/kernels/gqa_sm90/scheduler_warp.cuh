@@ -52,37 +52,60 @@ __device__ inline LaneSeqLens lane_seq_lens(const Params& params) {
   return LaneSeqLens(params, lane_index() * seqs_per_lane(params));
 }
 
-// Linear KV blocks of the sequences [first, end), which all have the same q_len.
-__device__ inline int uniform_kv_blocks(const Params& params, LaneSeqLens seq_lens, int first,
-                                        int end) {
+// KV blocks of the sequences of a lane.
+struct LaneBlocks {
+  int linear_blocks = 0;
+  int tile = 0;  // of the last work tile; 0 without any
+  bool has_equal_tiles = true;
+
+  __device__ void add(const SeqInfo& seq_info) {
+    const int blocks = tile_kv_blocks(seq_info, kFixedOverheadBlocks);
+    linear_blocks += seq_info.num_tiles * blocks;
+    has_equal_tiles &= tile == 0 || tile == blocks;
+    tile = blocks;
+  }
+};
+
+// Of the sequences [first, end), which all have the same q_len.
+__device__ inline LaneBlocks uniform_kv_blocks(const Params& params, LaneSeqLens seq_lens,
+                                               int first, int end) {
   SeqInfo seq_info;
   seq_info.q_len = params.q_len;
   seq_info.num_tiles = params.num_tiles;
-  int sum = 0;
+  LaneBlocks blocks;
 #pragma unroll 1
   while (true) {
 #pragma unroll
     for (int i = 0; i < kSeqsPerLane; ++i) {
       set_kv_blocks(params, seq_info, seq_lens.lens[i]);
-      sum += first + i < end ? linear_kv_blocks(seq_info, kFixedOverheadBlocks) : 0;
+      if (first + i < end) blocks.add(seq_info);
     }
     first += kSeqsPerLane;
-    if (first >= end) return sum;
+    if (first >= end) return blocks;
     seq_lens = LaneSeqLens(params, first);
   }
 }
 
 // The same for ragged q_len; also reports a sequence that ends before it begins.
-__device__ inline int ragged_kv_blocks(const Params& params, int first, int end,
-                                       bool& any_negative_q_len) {
-  int sum = 0;
+__device__ inline LaneBlocks ragged_kv_blocks(const Params& params, int first, int end,
+                                              bool& any_negative_q_len) {
+  LaneBlocks blocks;
 #pragma unroll 1
   for (; first < end; ++first) {
     const SeqInfo seq_info = seq_info_of(params, first, params.seq_lens[first]);
-    sum += linear_kv_blocks(seq_info, kFixedOverheadBlocks);
+    blocks.add(seq_info);
     any_negative_q_len |= has_negative_q_len(params, first);
   }
-  return sum;
+  return blocks;
+}
+
+// Rounds a range up to whole work tiles if all tiles have as many KV blocks, so that none is split.
+__device__ inline void align_with_tiles(const LaneBlocks& lane_blocks, ScheduleRange& range) {
+  const int tile = __reduce_max_sync(~0u, lane_blocks.tile);
+  const bool is_equal = lane_blocks.tile == 0 || lane_blocks.tile == tile;
+  if (!__all_sync(~0u, lane_blocks.has_equal_tiles && is_equal)) return;
+  range.begin = ceil_div(range.begin, tile) * tile;
+  range.end = ceil_div(range.end, tile) * tile;
 }
 
 // Computes the range of a CTA group and the work tile that it begins in, by a warp-wide prefix sum.
@@ -94,7 +117,7 @@ __device__ inline bool find_range(const Params& params, int cta_group, const Lan
   const int per_lane = seqs_per_lane(params);
   const int first = min(lane_index() * per_lane, params.num_seqs);
   const int end = min(first + per_lane, params.num_seqs);
-  int lane_blocks = 0;
+  LaneBlocks lane_blocks;
   bool is_invalid = false;
   if (params.cu_seqlens_q == nullptr) {
     lane_blocks = uniform_kv_blocks(params, seq_lens, first, end);
@@ -102,14 +125,15 @@ __device__ inline bool find_range(const Params& params, int cta_group, const Lan
     lane_blocks = ragged_kv_blocks(params, first, end, is_invalid);
   }
   if (__any_sync(~0u, is_invalid)) return false;
-  const int inclusive_sum = inclusive_sum_of_lanes(lane_blocks);
+  const int inclusive_sum = inclusive_sum_of_lanes(lane_blocks.linear_blocks);
   const int total_blocks = __shfl_sync(~0u, inclusive_sum, kWarpLanes - 1);
   const int num_ranges = min(params.num_cta_groups, total_blocks);
   if (cta_group >= num_ranges) return false;
   range = range_at(cta_group, num_ranges, total_blocks, kFixedOverheadBlocks);
+  if (params.takes_whole_tiles) align_with_tiles(lane_blocks, range);
 
   const int lane = __ffs(static_cast<int>(__ballot_sync(~0u, inclusive_sum > range.begin))) - 1;
-  int begin = __shfl_sync(~0u, inclusive_sum - lane_blocks, lane);
+  int begin = __shfl_sync(~0u, inclusive_sum - lane_blocks.linear_blocks, lane);
   state.seq_idx = lane * per_lane;
 #pragma unroll 1
   while (true) {

@@ -93,6 +93,22 @@ def test_the_workspace_holds_two_splits_per_cta_and_head(
     assert found.workspace_bytes == found.partial_rows_offset + splits * 8 * 8
 
 
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (128, True),  # 256 work tiles for 33 CTA groups: seven or eight
+        (64, True),
+        (52, False),  # 104: most groups would be idle while a few take a fourth
+        (16, False),  # one tile, or none
+        (0, False),
+    ],
+)
+def test_ranges_take_whole_tiles_if_few_cta_groups_end_early(batch: int, expected: bool) -> None:
+    """Groups that end early are few, so the others keep the memory busy."""
+    assert plan(gqa_shape(batch)).takes_whole_tiles == expected
+    assert not plan(gqa_shape(batch, q_len=4, tokens=4 * batch)).takes_whole_tiles  # ragged
+
+
 def test_ragged_sequences_are_counted_by_their_tokens() -> None:
     """Each may begin one tile more than its rows fill; all SMs are used, since lengths differ."""
     found = plan(gqa_shape(3, q_len=4, tokens=7))
