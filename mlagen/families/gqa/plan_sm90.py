@@ -32,9 +32,8 @@ _SHARE_LOSS = 0.3  # relative bandwidth loss per share of idle SMs
 _MAX_IDLE = Fraction(1, 25)
 
 
-# Waves of work tiles from which on they are not split for an even end: loads are behind one
-# another then.
-_MIN_WAVES = 2
+# Min work tiles of a range that takes whole ones, rounded up.
+_MIN_WHOLE_TILES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +77,7 @@ def plan_gqa_sm90(spec: GqaSm90Spec, problem: GqaProblemShape, sm_count: int) ->
         else max_cta_groups
     )
     num_ctas = num_cta_groups * cta_group_size
-    waves = -(-total_tiles // num_cta_groups) if num_cta_groups else 0
+    tiles_of_range = -(-total_tiles // num_cta_groups) if num_cta_groups else 0
     partial_values = num_ctas * _partial_rows(spec) * spec.variant.head_dim * 4
     return GqaSm90Plan(
         cta_group_size=cta_group_size,
@@ -86,8 +85,8 @@ def plan_gqa_sm90(spec: GqaSm90Spec, problem: GqaProblemShape, sm_count: int) ->
         num_ctas=num_ctas,
         takes_whole_tiles=(
             is_uniform
-            and waves >= _MIN_WAVES
-            and waves * num_cta_groups * (1 - _MAX_IDLE) <= total_tiles
+            and tiles_of_range >= _MIN_WHOLE_TILES
+            and tiles_of_range * num_cta_groups * (1 - _MAX_IDLE) <= total_tiles
         ),
         row_tiles=row_tiles,
         num_tiles=num_tiles,
