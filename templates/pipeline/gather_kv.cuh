@@ -8,7 +8,6 @@
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
-#include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "pipeline/load_q.cuh"
@@ -132,18 +131,6 @@ struct TokenStream {
     next_id = TokenIds(params, coord).read(kv_block + 2);
   }
 
-  // Copies kCount tiles, 128 bytes of every token each, from `row_ptr` on to `target`.
-  template <int kCount>
-  __device__ void copy_tiles(const unsigned char* row_ptr, u32 target) const {
-    constexpr int kTileChunks = kTileRowBytes / kChunkBytes;
-    const int first = producer_warp() * kTokensPerProducerWarp;
-    copy_chunks<kTileChunks, kCount * kTileChunks>(
-        row_ptr, token_address.invalid_bits, kv_cache_hint(params.cta_group_size),
-        [&](int token, int chunk) {
-          return target + swizzled_offset<kTileRowBytes>(first + token, chunk);
-        });
-  }
-
   // Loads Q of a work item, which is complete when the copies of all producer threads are.
   __device__ static void load_query(const Params& params, const WorkCoord& coord,
                                     SharedMemoryPlan& smem, int thread) {
@@ -192,7 +179,7 @@ __device__ inline void load_next_q(const Params& params, const WorkItem& work,
 }
 
 // `num_published` counts the work items that the scheduler warp has published. The kernel's
-// KvBlockStream is a TokenStream that copies KV blocks, and loads Q.
+// KvBlockStream is a TokenStream that loads Q, and KV blocks, one or two at a time.
 template <typename KvBlockStream>
 __device__ inline void load_kv_blocks(const Params& params, const WorkItem& work,
                                       SharedMemoryPlan& smem, PipelineState<kStages>& pipe,
@@ -201,7 +188,7 @@ __device__ inline void load_kv_blocks(const Params& params, const WorkItem& work
   // KV blocks that are loaded while Q of the preceding work item is still in use.
   const int num_before_q = min(work.num_kv_blocks, KvBlockStream::kBlocksBeforeQ);
 #pragma unroll 1
-  for (int num_loaded = 0;; ++num_loaded) {
+  for (int num_loaded = 0;;) {
     if (num_loaded == num_before_q) load_next_q<KvBlockStream>(params, work, smem);
     // Publishes the first work item once its first KV block is in flight, and the next one once all
     // KV blocks of this one are: loads go first.
@@ -211,7 +198,7 @@ __device__ inline void load_kv_blocks(const Params& params, const WorkItem& work
       publish_work(params, cta_rank_in_group(params), num_published++, smem);
     if (num_loaded == work.num_kv_blocks) return;
     if (work.work_idx == 0 && num_loaded == 1) KvBlockStream::wait_for_first(smem);
-    stream.load_kv_block(smem, pipe, work.first_kv_block + num_loaded);
+    num_loaded += stream.load_kv_blocks(smem, pipe, work.first_kv_block + num_loaded);
   }
 }
 
