@@ -16,6 +16,10 @@ __device__ inline u64 mov_b64(u32 low, u32 high) {
 // Makes a value opaque to the compiler.
 __device__ inline void mov_b32(u32& word) { asm volatile("mov.b32 %0, %0;" : "+r"(word)); }
 
+// mov.b64
+// The same.
+__device__ inline void mov_b64(u64& word) { asm volatile("mov.b64 %0, %0;" : "+l"(word)); }
+
 // mov.u32
 // Re-reads this thread's index in the CTA.
 __device__ inline u32 mov_tid_x() {

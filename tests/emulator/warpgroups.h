@@ -26,6 +26,7 @@ static int __float2int_rz(float value) { return static_cast<int>(value); }
 
 static u64 mov_b64(u32 low, u32 high) { return static_cast<u64>(high) << 32 | low; }
 static void mov_b32(u32&) {}
+static void mov_b64(u64&) {}
 static u32 mov_tid_x() { return threadIdx.x; }
 
 static void exit_if(u32 word) {
