@@ -135,9 +135,18 @@ struct Consumer {
     }
   }
 
-  // A pair in warpgroup 0: the even KV block, the odd one if it exists, S of the next even block.
-  __device__ void wg0_pair(int kv_block, bool is_last, bool has_odd) {
+  // A pair in warpgroup 0: S of the even KV block, its P, then the odd KV block if it exists, whose
+  // PV GEMM is in flight at the end: until the first tile of the next S, or until `finish_wg0`.
+  __device__ void wg0_pair(int kv_block, bool is_first, bool is_last, bool has_odd) {
     descriptors.opaque();
+    qk_gemm<0>(descriptors, smem, phase, scores, [&](int issued) {
+      if (issued != 0 || is_first) return;
+      wgmma_wait_group<1>();
+      release(smem.wg0_empty[1]);
+    });
+    wait_wgmma(accumulators);
+    wgmma_fence_operand(scores);
+    if (is_last) release_query();
     float alpha[kRowsPerThread];
     const bool needs_rescale = softmax_step<0, false>(kv_block, true, alpha);
     named_barrier_arrive(NamedBarrier::P0Ready, kPvThreads);
@@ -146,25 +155,12 @@ struct Consumer {
     pv_gemm_local_p<0, 0>(descriptors, probabilities, accumulators);
     wait_wgmma(accumulators);
     release(smem.wg0_empty[0]);
-    if (has_odd) {
-      named_barrier_sync(NamedBarrier::P1Ready, kPvThreads);
-      adopt_row_max(1);
-      wgmma_fence_operand(accumulators);
-      pv_gemm_remote_p<1, 0>(descriptors, accumulators);
-    }
     phase ^= 1;
-    if (is_last) {
-      wait_wgmma(accumulators);
-      if (has_odd) release(smem.wg0_empty[1]);
-      return;
-    }
-    qk_gemm<0>(descriptors, smem, phase, scores, [&](int issued) {
-      if (issued != 0) return;
-      wgmma_wait_group<1>();
-      release(smem.wg0_empty[1]);
-    });
-    wait_wgmma(accumulators);
-    wgmma_fence_operand(scores);
+    if (!has_odd) return;
+    named_barrier_sync(NamedBarrier::P1Ready, kPvThreads);
+    adopt_row_max(1);
+    wgmma_fence_operand(accumulators);
+    pv_gemm_remote_p<1, 0>(descriptors, accumulators);
   }
 
   // A pair in warpgroup 1: the even KV block, then the odd one.
@@ -209,13 +205,13 @@ struct Consumer {
     const int unmasked_end = work.first_kv_block + max(num_unmasked / 2 * 2, 0);
     int kv_block = work.first_kv_block;
     if (is_wg0()) {
-      qk_gemm_first<0>();
 #pragma unroll 1
       for (; kv_block < end; kv_block += 2) {
-        const bool is_last = kv_block + 2 >= end;
-        if (is_last) release_query();
-        wg0_pair(kv_block, is_last, kv_block + 1 < end);
+        wg0_pair(kv_block, kv_block == work.first_kv_block, kv_block + 2 >= end,
+                 kv_block + 1 < end);
       }
+      wait_wgmma(accumulators);
+      if (work.num_kv_blocks % 2 == 0) release(smem.wg0_empty[1]);
     } else {
 #pragma unroll 1
       for (; kv_block < end; kv_block += 2) {
