@@ -24,7 +24,7 @@
 #include "softmax/scores.cuh"
 #include "softmax/thread_rows.cuh"
 
-// A work item of so few KV blocks does not amortise fetching the code of the unmasked loop.
+// A work item of so few KV blocks does not amortise fetching the code of the unmasked path.
 constexpr int kShortWorkBlocks = 4;
 
 // Both warpgroups accumulate the even KV block of a pair before the odd one, so that the row max
@@ -87,25 +87,25 @@ struct Consumer {
     return first_token + kBlockN > work.unmasked_kv_end;
   }
 
-  // Online softmax of the KV block in `kStage`: computes P from S, stores it for the other
-  // warpgroup, whose barrier is left to the caller, and returns whether the row max has changed.
-  // Unless the block `exists`, S is undefined and dropped. `kIsUnmasked` states that all rows
-  // attend to the whole block.
-  template <int kStage, bool kIsUnmasked>
-  __device__ bool softmax_step(int kv_block, bool exists, float (&alpha)[kRowsPerThread]) {
+  // Computes P of a KV block with the stale row max; returns whether that failed. Issued beside
+  // MMAs, so no branch may come between.
+  __device__ bool try_softmax(bool needs_mask) {
+    return !softmax.update(scores, scale, probabilities, needs_mask);
+  }
+
+  // Computes P of the KV block in `kStage` with a new row max if try_softmax failed, and stores it
+  // for the other warpgroup, whose barrier is left to the caller.
+  template <int kStage>
+  __device__ void finish_softmax(int kv_block, bool needs_rescale, float (&alpha)[kRowsPerThread]) {
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) alpha[r] = 1.0f;
-    const int first_token = kv_block * kBlockN;
-    const bool needs_mask = !kIsUnmasked && (!exists || is_masked<kStage>(first_token));
-    // No branch before this: it overlaps with the MMAs issued before it.
-    const bool needs_rescale = !softmax.update(scores, scale, probabilities, needs_mask);
-    if (!kIsUnmasked && !exists) return false;
     if (needs_rescale) {
+      const int first_token = kv_block * kBlockN;
       scale_scores(scores, scale);
-      if constexpr (!kIsUnmasked) {
-        if (kIsSparse && needs_mask) {
+      if (is_masked<kStage>(first_token)) {
+        if constexpr (kIsSparse) {
           mask_invalid(scores, smem.invalid_mask[kStage].all());
-        } else if (needs_mask) {
+        } else {
           mask_scores(scores, work, first_token, [](int r) { return row_of(r); });
           clear_nonfinite_v<kStage>(first_token);
         }
@@ -114,7 +114,6 @@ struct Consumer {
     }
     softmax.publish(alpha, smem.row_max[kStage], smem.alpha[kStage]);
     store_p<kStage>();
-    return needs_rescale;
   }
 
   // The first barrier waits until all warps of the warpgroup have S: the QK GEMM reads V as K.
@@ -135,8 +134,8 @@ struct Consumer {
     }
   }
 
-  // A pair in warpgroup 0: S of the even KV block, its P, then the odd KV block if it exists, whose
-  // PV GEMM is in flight at the end: until the first tile of the next S, or until `finish_wg0`.
+  // A pair in warpgroup 0: the even KV block, then the odd one if it exists, whose PV GEMM is in
+  // flight when the next pair begins.
   __device__ void wg0_pair(int kv_block, bool is_first, bool is_last, bool has_odd) {
     descriptors.opaque();
     qk_gemm<0>(descriptors, smem, phase, scores, [&](int issued) {
@@ -147,8 +146,9 @@ struct Consumer {
     wait_wgmma(accumulators);
     wgmma_fence_operand(scores);
     if (is_last) release_query();
+    const bool needs_rescale = try_softmax(is_masked<0>(kv_block * kBlockN));
     float alpha[kRowsPerThread];
-    const bool needs_rescale = softmax_step<0, false>(kv_block, true, alpha);
+    finish_softmax<0>(kv_block, needs_rescale, alpha);
     named_barrier_arrive(NamedBarrier::P0Ready, kPvThreads);
     if (needs_rescale) rescale(accumulators, alpha[0], alpha[1]);
     wgmma_fence_operand(accumulators);
@@ -163,19 +163,33 @@ struct Consumer {
     pv_gemm_remote_p<1, 0>(descriptors, accumulators);
   }
 
-  // A pair in warpgroup 1: the even KV block, then the odd one.
+  // Issues the PV GEMM of the even KV block in warpgroup 1, and tries P of the odd one beside it;
+  // returns whether that failed. `kIsUnmasked` states that all rows attend to the whole odd block.
   template <bool kIsUnmasked>
-  __device__ void wg1_pair(int kv_block, bool has_odd) {
+  __device__ bool wg1_even(int kv_block, bool has_odd) {
+    wgmma_fence_operand(accumulators);
+    pv_gemm_remote_p<0, 1>(descriptors, accumulators);
+    // Without an odd block S is undefined and P is dropped.
+    return try_softmax(!kIsUnmasked && (!has_odd || is_masked<1>((kv_block + 1) * kBlockN)));
+  }
+
+  // A pair in warpgroup 1: the even KV block, then the odd one.
+  __device__ void wg1_pair(int kv_block, bool is_last, bool has_odd, bool is_unmasked) {
+    qk_gemm<1>(descriptors, smem, phase, scores, [](int) {});
+    wait_wgmma(scores);
+    if (is_last) release_query();
     descriptors.opaque();
     named_barrier_sync(NamedBarrier::P0Ready, kPvThreads);
     adopt_row_max(0);
-    wgmma_fence_operand(accumulators);
-    pv_gemm_remote_p<0, 1>(descriptors, accumulators);
+    // A masked and an unmasked copy of what follows until P is tried; the rest is common to both.
+    // The compiler places the masked one first; short work items fetch no other.
+    const bool needs_rescale = !kIsSparse && is_unmasked ? wg1_even<true>(kv_block, true)
+                                                         : wg1_even<false>(kv_block, has_odd);
     float alpha[kRowsPerThread];
-    const bool needs_rescale = softmax_step<1, kIsUnmasked>(kv_block + 1, has_odd, alpha);
+    if (has_odd) finish_softmax<1>(kv_block + 1, needs_rescale, alpha);
     wait_wgmma(accumulators);
     release(smem.wg1_empty[0]);
-    if (kIsUnmasked || has_odd) {
+    if (has_odd) {
       if (needs_rescale) rescale(accumulators, alpha[0], alpha[1]);
       wgmma_fence_operand(accumulators);
       pv_gemm_local_p<1, 1>(descriptors, probabilities, accumulators);
@@ -188,13 +202,6 @@ struct Consumer {
     }
     release(smem.wg1_empty[1]);
     phase ^= 1;
-  }
-
-  // S of the first KV block of a pair; waits for the MMAs.
-  template <int kStage>
-  __device__ void qk_gemm_first() {
-    qk_gemm<kStage>(descriptors, smem, phase, scores, [](int) {});
-    wait_wgmma(scores);
   }
 
   __device__ void process_work() {
@@ -215,14 +222,7 @@ struct Consumer {
     } else {
 #pragma unroll 1
       for (; kv_block < end; kv_block += 2) {
-        qk_gemm_first<1>();
-        // The compiler places the masked path first; short work items fetch no other.
-        if (!kIsSparse && kv_block < unmasked_end) {
-          wg1_pair<true>(kv_block, true);
-        } else {
-          if (kv_block + 2 >= end) release_query();
-          wg1_pair<false>(kv_block, kv_block + 1 < end);
-        }
+        wg1_pair(kv_block, kv_block + 2 >= end, kv_block + 1 < end, kv_block < unmasked_end);
       }
     }
   }
