@@ -23,7 +23,6 @@ from mlagen.families.common.arguments import (
     require_shape,
     require_tensor,
     require_whole_number,
-    shown,
 )
 from mlagen.families.common.memory import require_plain
 from mlagen.families.mla.args import MlaArgNames
@@ -59,12 +58,15 @@ def rare_keywords(
     )
     backend = require_choice(backend, "backend", (*_SYNONYMS, _SPARSE))
     require_choice(call["cute_dsl_impl"], "cute_dsl_impl", _IMPLEMENTATIONS)
-    _check_scale_format(call["kv_scale_format"])
+    scale_format = call["kv_scale_format"]
+    if isinstance(scale_format, str):  # in any case, as in FlashInfer
+        scale_format = str.lower(scale_format).replace("-", "_")
+    require_choice(scale_format, "kv_scale_format", _SCALE_FORMATS)
     if call["use_fp16_softmax"] is not None:
         require_flag(call["use_fp16_softmax"], "use_fp16_softmax")
     has_dcp = is_dcp(call)
-    names = ("query", "seq_lens", "sparse_mla_top_k", "cum_seq_lens_q")
-    query, seq_lens, top_k, cu_seqlens_q = (call[name] for name in names)
+    query, seq_lens, cu_seqlens_q = (call[k] for k in ("query", "seq_lens", "cum_seq_lens_q"))
+    top_k = require_whole_number(call["sparse_mla_top_k"], "sparse_mla_top_k")
     top_k_lens = call["sparse_mla_top_k_lens"]
     if backend == _SPARSE:
         others = {"sparse_mla_top_k_lens": top_k_lens, "cum_seq_lens_q": cu_seqlens_q}
@@ -145,14 +147,6 @@ def _check_counter_buffer(buffer: object, query: object) -> None:
         require_device(tensor, "multi_ctas_kv_counter_buffer", query.device)
 
 
-def _check_scale_format(given: object) -> None:
-    name = "kv_scale_format"
-    normalized = str.lower(given).replace("-", "_") if isinstance(given, str) else given
-    if isinstance(normalized, str) and normalized == "ue8m0_g32":
-        reject(name, "another: scales of fp8_ds_mla are fp32 numbers", shown(given))
-    require_choice(normalized, name, _SCALE_FORMATS)
-
-
 def unwrap_sinks(sinks: Any) -> Any:
     """Return the tensor in a list of one, in fp32; no tensor unchanged.
 
@@ -181,7 +175,7 @@ def fp16_target(query: object, out: torch.Tensor | None) -> torch.Tensor | None:
 def _default_seq_lens(
     query: torch.Tensor,
     seq_lens: torch.Tensor | None,
-    sparse_mla_top_k: object,
+    top_k: int,
     cum_seq_lens_q: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return ``seq_lens``, or if None lengths with which query tokens use all top-k indices.
@@ -193,7 +187,6 @@ def _default_seq_lens(
     """
     if seq_lens is not None:
         return seq_lens
-    top_k = require_whole_number(sparse_mla_top_k, "sparse_mla_top_k")
     if not top_k:
         reject("seq_lens", "a torch.Tensor (required without sparse_mla_top_k)", "None")
     shape = require_tensor(query, "query").shape
@@ -214,7 +207,7 @@ def _topk_lengths_of(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     seq_lens: torch.Tensor | None,
-    sparse_mla_top_k: object,
+    top_k: int,
     **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return ``seq_lens`` and ``sparse_mla_top_k_lens`` of a call with backend ``sparse``.
@@ -230,7 +223,7 @@ def _topk_lengths_of(
     name = "with backend 'sparse'"
     for argument, value in others.items():
         require(value is None, argument, f"None {name}", "a value")
-    require_whole_number(sparse_mla_top_k, "sparse_mla_top_k", min_value=1)
+    require_whole_number(top_k, "sparse_mla_top_k", min_value=1)
     require_dims(require_tensor(query, "query"), "query", (4,))
     cache = require_tensor(kv_cache, "kv_cache")
     require_dtype(cache, "kv_cache", (torch.uint8,), f"fp8_ds_mla, {name}")
@@ -243,4 +236,4 @@ def _topk_lengths_of(
             return flat, None
         if lengths.numel() == batch * q_len:
             return flat[:batch], flat
-    return _default_seq_lens(query, None, sparse_mla_top_k, None), None
+    return _default_seq_lens(query, None, top_k, None), None

@@ -43,6 +43,7 @@ __all__ = [
     "require_floats",
     "require_index",
     "require_ints",
+    "require_not_nested",
     "require_number",
     "require_scale",
     "require_shape",
@@ -96,10 +97,17 @@ def require_dtype(
         reject(f"{argument}.dtype", f"{rule} ({why})" if why else rule, tensor.dtype)
 
 
+def require_not_nested(tensor: torch.Tensor, argument: str) -> None:
+    """Reject a nested tensor, which has no shape."""
+    if tensor.is_nested:
+        reject(argument, "a dense tensor in memory", "a nested tensor")
+
+
 def require_shape(
     tensor: torch.Tensor, argument: str, allowed: Sequence[tuple[int, ...]], why: str = ""
 ) -> None:
     """Reject a tensor whose shape is not among ``allowed``."""
+    require_not_nested(tensor, argument)
     if tuple(tensor.shape) not in allowed:
         rule = " or ".join(str(list(shape)) for shape in dict.fromkeys(allowed))
         reject(f"{argument}.shape", f"{rule} ({why})" if why else rule, list(tensor.shape))
@@ -107,6 +115,7 @@ def require_shape(
 
 def require_dims(tensor: torch.Tensor, argument: str, allowed: Sequence[int]) -> None:
     """Reject a tensor with another number of dimensions."""
+    require_not_nested(tensor, argument)
     if tensor.dim() not in allowed:
         reject(f"{argument}.ndim", " or ".join(map(str, allowed)), tensor.dim())
 

@@ -127,9 +127,9 @@ def check_output(output: object) -> None:
 
 def flat_lengths(seq_lens: torch.Tensor) -> torch.Tensor:
     """Return ``[batch]`` for ``[batch, 1]``; anything else unchanged."""
-    if isinstance(seq_lens, torch.Tensor) and seq_lens.dim() == 2 and seq_lens.shape[1] == 1:
-        return seq_lens[:, 0]
-    return seq_lens
+    if not isinstance(seq_lens, torch.Tensor) or seq_lens.dim() != 2 or seq_lens.is_nested:
+        return seq_lens
+    return seq_lens[:, 0] if seq_lens.shape[1] == 1 else seq_lens
 
 
 def table_capacity(page_table: object, page_size: int) -> int:
@@ -141,7 +141,7 @@ def table_capacity(page_table: object, page_size: int) -> int:
         If the table is not two-dimensional.
     """
     table = require_tensor(page_table, "page_table")
-    if table.dim() != 2:
+    if table.dim() != 2 or table.is_nested:
         require_dims(table, "page_table", (2,))
     return min(table.shape[1] * page_size, INT32_MAX)
 

@@ -255,7 +255,7 @@ def _check_lse(
     args: GqaArgs, out_shape: tuple[int, ...], batch: int, tokens: int
 ) -> tuple[int, ...]:
     """Return the shape of the LSE: that of the output without its last dimension."""
-    if args.lse is None or not args.return_lse:
+    if args.lse is None:
         return out_shape[:-1]
     heads = args.query.shape[-2]
     allowed: tuple[tuple[int, ...], ...] = ((tokens, heads), tuple(args.query.shape[:-1]))
