@@ -25,7 +25,7 @@ from mlagen.families.gqa.plan_sm90 import GqaSm90Plan, gqa_sm90_bytes_per_cta
 from mlagen.families.gqa.select import attended_tokens, plan_gqa_sm80_call, plan_gqa_sm90_call
 from mlagen.families.mla.launch_sm90 import not_covered
 from mlagen.families.mla.plan_sm90 import MlaSm90Plan, mla_sm90_bytes_per_cta
-from mlagen.families.mla.select import plan_call, plan_mla_sm90_call
+from mlagen.families.mla.select import plan_mla_sm80_call, plan_mla_sm90_call
 from mlagen.families.mla.validate_query import QUERY_DTYPES
 from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.settings import current_settings
@@ -219,7 +219,7 @@ def _mla_plans(**call: Any) -> Iterator[Sm80Plan | MlaSm90Plan]:
         if planned is not None:
             yield planned[1]
     if settings.mla_kernel != "sm90":
-        yield plan_call(**call)[1]
+        yield plan_mla_sm80_call(**call)[1]
 
 
 def _gqa_plans(

@@ -9,12 +9,10 @@ import torch
 from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import (
     INT32_MAX,
-    canonical_sinks,
     reject,
     require,
     require_choice,
     require_contiguous,
-    require_device,
     require_dims,
     require_dtype,
     require_flag,
@@ -25,6 +23,7 @@ from mlagen.families.common.arguments import (
     require_whole_number,
 )
 from mlagen.families.common.memory import require_plain
+from mlagen.families.common.xqa_arguments import check_counter_buffer
 from mlagen.families.mla.args import MlaArgNames
 from mlagen.mla.dcp_keywords import is_dcp
 
@@ -51,8 +50,7 @@ def rare_keywords(
     ArgumentError
         If a keyword has a wrong type or an unknown name.
     """
-    if call["multi_ctas_kv_counter_buffer"] is not None:
-        _check_counter_buffer(call["multi_ctas_kv_counter_buffer"], call["query"])
+    check_counter_buffer(call)
     enable_pdl, backend = _in_order(
         call["skip_softmax_threshold_scale_factor"], call["enable_pdl"], call["backend"]
     )
@@ -138,28 +136,6 @@ def _in_order(factor: Any, enable_pdl: Any, backend: Any) -> tuple[bool | None, 
     if factor is not None:
         require_number(factor, "skip_softmax_threshold_scale_factor")
     return None if enable_pdl is None else require_flag(enable_pdl, "enable_pdl"), backend
-
-
-def _check_counter_buffer(buffer: object, query: object) -> None:
-    """Reject a counter buffer that is no tensor on the device of the query."""
-    tensor = require_tensor(buffer, "multi_ctas_kv_counter_buffer")
-    if isinstance(query, torch.Tensor):
-        require_device(tensor, "multi_ctas_kv_counter_buffer", query.device)
-
-
-def unwrap_sinks(sinks: Any) -> Any:
-    """Return the tensor in a list of one, in fp32; no tensor unchanged.
-
-    Raises
-    ------
-    ArgumentError
-        If a list does not have one element.
-    """
-    if isinstance(sinks, list):
-        if len(sinks) != 1:
-            reject("sinks", "a list of one tensor", f"{len(sinks)}")
-        (sinks,) = sinks
-    return canonical_sinks(sinks)
 
 
 def fp16_target(query: object, out: torch.Tensor | None) -> torch.Tensor | None:

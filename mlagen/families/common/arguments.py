@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -53,6 +54,7 @@ __all__ = [
     "require_workspace",
     "shown",
     "token_stride",
+    "unwrap_sinks",
 ]
 
 _SCALE = "a float or a torch.float32 tensor of one element"
@@ -133,19 +135,20 @@ def require_dense_last_dim(tensor: torch.Tensor, argument: str) -> None:
         reject(f"{argument}.stride(-1)", 1, tensor.stride(-1))
 
 
-def require_aligned(tensor: torch.Tensor, argument: str) -> None:
-    """Reject a tensor with a stride that breaks the 16-byte alignment of its rows."""
-    elements = ALIGNMENT_BYTES // tensor.element_size()
+def require_aligned(tensor: torch.Tensor, argument: str, alignment: int = ALIGNMENT_BYTES) -> None:
+    """Reject a tensor with a stride that breaks the alignment of its rows, in bytes."""
+    elements = alignment // tensor.element_size()
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if dim != tensor.dim() - 1 and size > 1 and stride % elements:
             reject(f"{argument}.stride({dim})", f"a multiple of {elements}", stride)
 
 
-def require_aligned_pointer(tensor: torch.Tensor, argument: str) -> None:
-    """Reject a tensor whose base address is not 16-byte aligned."""
-    if tensor.data_ptr() % ALIGNMENT_BYTES:
-        excess = f"{tensor.data_ptr() % ALIGNMENT_BYTES} more than one"
-        reject(f"{argument}.data_ptr()", f"a multiple of {ALIGNMENT_BYTES}", excess)
+def require_aligned_pointer(
+    tensor: torch.Tensor, argument: str, alignment: int = ALIGNMENT_BYTES
+) -> None:
+    """Reject a tensor whose base address breaks the alignment, in bytes."""
+    if excess := tensor.data_ptr() % alignment:
+        reject(f"{argument}.data_ptr()", f"a multiple of {alignment}", f"{excess} more than one")
 
 
 def require_strides(tensor: torch.Tensor, argument: str, other: torch.Tensor, of: str) -> None:
@@ -252,6 +255,21 @@ def canonical_sinks(sinks: torch.Tensor | None) -> torch.Tensor | None:
         return sinks
     require(sinks.numel() <= _MAX_SINKS, "sinks.shape", "one for each head", list(sinks.shape))
     return sinks.float()
+
+
+def unwrap_sinks(sinks: Any) -> Any:
+    """Return the tensor in a list of one, in fp32; no tensor unchanged.
+
+    Raises
+    ------
+    ArgumentError
+        If a list does not have one element.
+    """
+    if isinstance(sinks, list):
+        if len(sinks) != 1:
+            reject("sinks", "a list of one tensor", f"{len(sinks)}")
+        (sinks,) = sinks
+    return canonical_sinks(sinks)
 
 
 def is_pdl_enabled(enable_pdl: object) -> bool:

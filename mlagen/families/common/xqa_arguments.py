@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mlagen.families.common.arguments import (
@@ -38,6 +40,21 @@ def check_unused(query: object, semaphores: object, sm_count: object) -> None:
         require_dtype(tensor, "semaphores", _SEMAPHORE_DTYPES)
     if sm_count is not None:
         require_whole_number(sm_count, "sm_count", min_value=1)
+
+
+def check_counter_buffer(call: dict[str, Any]) -> None:
+    """Reject a ``multi_ctas_kv_counter_buffer`` that is no tensor on the device of the query.
+
+    Raises
+    ------
+    ArgumentError
+        If it is none.
+    """
+    name, query = "multi_ctas_kv_counter_buffer", call["query"]
+    if call[name] is not None:
+        buffer = require_tensor(call[name], name)
+        if isinstance(query, torch.Tensor):
+            require_device(buffer, name, query.device)
 
 
 def check_caches(
@@ -112,17 +129,6 @@ def check_mla_caches(q: object, k_cache: object, v_cache: object, *, page_size: 
         rule = f"{MLA_KV_LORA_RANK} to {keys.shape[-1]} (width of k_cache)"
         reject("v_cache.shape[-1]", rule, values.shape[-1])
     return False
-
-
-def check_output(output: object) -> None:
-    """Reject a call without an output tensor.
-
-    Raises
-    ------
-    ArgumentError
-        If it has none.
-    """
-    require_tensor(output, "output")
 
 
 def flat_lengths(seq_lens: torch.Tensor) -> torch.Tensor:
