@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import TextIOWrapper
+from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import IO, Any
 
 import click
@@ -127,12 +127,25 @@ for command in (prewarm, cache, kernel, resources, doctor, demo, bench, replay):
     cli.add_command(command)
 
 
+class _Stderr(FileIO):
+    """Stderr that its reader may close, as `head` does: the work goes on without progress."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return len(data)
+
+
 def main() -> None:
     """Run the command line of this process."""
     install_handlers()
     gc.set_threshold(100_000)  # thousands of listed kernels are live objects
     # torch warns of it in the middle of the output; no command uses NumPy.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    if isinstance(sys.stderr, TextIOWrapper):
+        stderr = BufferedWriter(_Stderr(sys.stderr.fileno(), "w", closefd=False))
+        sys.stderr = TextIOWrapper(stderr, sys.stderr.encoding, line_buffering=True)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             # The path of a cache may hold characters that the locale cannot print.

@@ -18,6 +18,7 @@ from mlagen.families.common.arguments import (
     require_shape,
     require_tensor,
 )
+from mlagen.families.common.memory import overlap, require_writable
 from mlagen.families.common.no_backward import wants_grad
 from mlagen.families.common.outputs import LSE_FACTORS
 from mlagen.families.states import (
@@ -119,9 +120,10 @@ def merge_state_in_place(
     s = check_lse(s, "s", v, "v")
     v_other = check_like(v_other, "v_other", v, "v")
     s_other = check_lse(s_other, "s_other", v, "v")
+    require_writable(v, "v")
+    require_writable(s, "s")
     for given, argument, other in ((v_other, "v_other", v), (s_other, "s_other", s)):
-        shares = other.numel() > 0 and given.data_ptr() == other.data_ptr()
-        require(not shares, argument, "other memory than the state's", "the same")
+        require(not overlap(given, other), argument, "other memory than the state's", "the same")
     if mask is not None:
         mask = require_tensor(mask, "mask")
         require_device(mask, "mask", v.device)

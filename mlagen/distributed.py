@@ -17,6 +17,7 @@ from mlagen.families.common.arguments import (
     require,
     require_dims,
     require_flag,
+    require_index,
     require_shape,
     require_tensor,
     require_whole_number,
@@ -39,7 +40,7 @@ def local_seq_lens(seq_lens: torch.Tensor, cp_world: int, cp_rank: int) -> torch
 
     Parameters
     ----------
-    seq_lens : int32 [batch]
+    seq_lens : int32 or uint32 [batch]
         Tokens of the requests.
     cp_world, cp_rank : int
         The number of ranks, and the rank.
@@ -48,8 +49,19 @@ def local_seq_lens(seq_lens: torch.Tensor, cp_world: int, cp_rank: int) -> torch
     -------
     torch.Tensor
         int32 ``[batch]``.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule.
     """
-    return (seq_lens + (cp_world - 1 - cp_rank)) // cp_world
+    world = require_whole_number(cp_world, "cp_world", min_value=1)
+    rank = require_whole_number(cp_rank, "cp_rank")
+    require(rank < world, "cp_rank", f"less than {world} (cp_world)", rank)
+    require_dims(require_tensor(seq_lens, "seq_lens"), "seq_lens", (1,))
+    require_index(seq_lens, "seq_lens", seq_lens.device)
+    lengths = seq_lens.view(torch.int32)
+    return lengths // world + (lengths % world > rank)
 
 
 def decode_cp(
@@ -129,29 +141,23 @@ def decode_cp(
     ArgumentError
         If an argument breaks a rule.
     """
-    query = require_tensor(query, "query")
-    require_dims(query, "query", (4,) if cum_seq_lens_q is None else (3,))
+    require_dims(require_tensor(query, "query"), "query", (4,) if cum_seq_lens_q is None else (3,))
     kv_lora_rank = require_whole_number(kv_lora_rank, "kv_lora_rank")
     is_whole = require_flag(query_has_all_heads, "query_has_all_heads")
+    return_lse = require_flag(return_lse, "return_lse")
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    require(
-        not is_whole or query.shape[-2] % world == 0,
-        "query.shape[-2]",
-        f"a multiple of {world} (ranks)",
-        query.shape[-2],
-    )
-    heads = query.shape[-2] // world if is_whole else query.shape[-2]
+    heads = query.shape[-2]
+    if is_whole:
+        require(heads % world == 0, "query.shape[-2]", f"a multiple of {world} (ranks)", heads)
+        heads //= world
     if sinks is not None:
         require_shape(require_tensor(sinks, "sinks"), "sinks", ((heads,),), "heads of this rank")
-    exchange = None
-    if world > 1:
-        width = 0 if is_whole else query.shape[-1]
-        exchange = _exchange_of(query, (heads, width, kv_lora_rank, world), group)
+    sizes = (heads, 0 if is_whole else query.shape[-1], kv_lora_rank, world)
+    exchange = _exchange_of(query, sizes, group) if world > 1 else None
     with torch.no_grad():
-        if exchange is not None and not is_whole:
-            query = exchange.gather(query, group)
-        if exchange is not None and sinks is not None:
-            sinks = _own_sinks(sinks, world, rank)
+        if exchange is not None:
+            query = query if is_whole else exchange.gather(query, group)
+            sinks = None if sinks is None else _own_sinks(sinks, world, rank)
         out, lse = trtllm_batch_decode_with_kv_cache_mla(
             query=query,
             kv_cache=kv_cache,
@@ -217,18 +223,14 @@ class _Exchange(NamedTuple):
         gather(self.gathered, own.view(torch.uint8), group=group)
         return self.query
 
-    def combine(
-        self, base: str, group: dist.ProcessGroup | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def combine(self, base: str, group: dist.ProcessGroup | None) -> States:
         """Send each rank the results of its heads, and return those of this rank, combined."""
-        by_kernel = not (is_compiling() or is_traced())
+        eager = not (is_compiling() or is_traced())
         # A copy: without other states the first one stays as it is.
-        combine_states(
-            self.computed, self.nothing, "base2", into=self.messages, by_kernel=by_kernel
-        )
+        combine_states(self.computed, self.nothing, "base2", into=self.messages, by_kernel=eager)
         dist.all_to_all_single(self.received, self.sent, group=group)
-        out, lse = combine_states(self.first, self.others, base, by_kernel=by_kernel)
-        return out.view(*self.out.shape[:-2], *out.shape[1:]), lse
+        out, lse = combine_states(self.first, self.others, base, by_kernel=eager)
+        return States(out.view(*self.out.shape[:-2], *out.shape[1:]), lse)
 
 
 def _exchange_of(

@@ -5,7 +5,7 @@
     MlagenError
     ├── ArgumentError(ValueError)               the caller's tensors or scalars are wrong
     ├── UnsupportedError(NotImplementedError)   a valid request that no kernel supports
-    ├── CaptureError(RuntimeError)              a kernel is not loaded during a CUDA graph capture
+    ├── CaptureError(RuntimeError)              the call cannot be captured in a CUDA graph
     ├── ToolchainError(RuntimeError)            no NVRTC, or one that does not know the architecture
     ├── MissError(RuntimeError)                 a kernel is not cached and may not be compiled here
     ├── CompileError(RuntimeError)              NVRTC rejected a kernel; ``.log``, ``.source``

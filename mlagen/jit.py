@@ -21,7 +21,7 @@ _SLOW_S = 2.0
 _logger = logging.getLogger("mlagen")
 
 _frozen = "on"
-_callbacks: list[Callable[[CompileEvent], object]] = []
+_callbacks: dict[object, Callable[[CompileEvent], object]] = {}  # by subscription
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +86,11 @@ def on_compile(callback: Callable[[CompileEvent], object]) -> Callable[[], None]
     ArgumentError
         If ``callback`` is not callable.
     """
-    require_callable(callback, "callback")
-    _callbacks.append(callback)
+    subscription = object()
+    _callbacks[subscription] = require_callable(callback, "callback")
 
     def end() -> None:
-        if callback in _callbacks:
-            _callbacks.remove(callback)
+        _callbacks.pop(subscription, None)
 
     return end
 
@@ -152,7 +151,7 @@ def _watch(kernel: str, start: float, ended: threading.Event, is_awaited: bool) 
 
 
 def _call(event: CompileEvent) -> None:
-    for callback in tuple(_callbacks):
+    for callback in tuple(_callbacks.values()):
         _call_one(callback, event)
 
 

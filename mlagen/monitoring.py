@@ -47,8 +47,9 @@ def metrics() -> dict[str, int]:
     Returns
     -------
     dict[str, int]
-        ``hits`` and ``misses`` with their parts (``misses.absent``, ``misses.other_toolchain``,
-        ``misses.damaged``, ``misses.unreadable``), ``compiles`` and ``compile_ms``, ``waits`` for
+        ``hits`` with its parts (``hits.cache``, ``hits.layer``, ``hits.memory``), ``misses`` with
+        its parts (``misses.absent``, ``misses.other_toolchain``, ``misses.damaged``,
+        ``misses.unreadable``), ``compiles``, ``compiles.failed`` and ``compile_ms``, ``waits`` for
         other processes and ``wait_ms``, ``lock_timeouts``, ``rejections``, ``publish_failures``,
         ``quarantined`` and ``evicted``.
     """

@@ -9,12 +9,12 @@ from mlagen.families.common.arguments import (
     is_pdl_enabled,
     require_choice,
     require_scale,
+    require_tensor,
     require_whole_number,
 )
 from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.common.xqa_arguments import (
     check_caches,
-    check_output,
     check_scale_caches,
     check_unused,
     table_capacity,
@@ -164,7 +164,7 @@ def xqa(
     page_size = require_whole_number(page_size, "page_size", min_value=1)
     kv_layout = require_choice(kv_layout, "kv_layout", LAYOUTS)
     check_unused(q, semaphores, sm_count)
-    check_output(output)
+    require_tensor(output, "output")
     # A launch over a 16-bit cache does not pass it.
     require_scale(kv_scale, "kv_scale", q.device)
     check_scale_caches(k_sf_cache, v_sf_cache)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from decimal import Decimal
 from enum import IntEnum
 from fractions import Fraction
@@ -75,3 +76,10 @@ ODD: tuple[Any, ...] = (
     *(torch.zeros(()).expand(2**20, 2**20), torch.zeros(3, dtype=torch.complex64)),
     *(torch.empty(2, device="meta"), torch.float32, torch.device("cpu"), torch.Size([1])),
 )
+
+
+def nested(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a nested tensor, of a dtype that torch can nest."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([tensor.bfloat16() if tensor.itemsize < 4 else tensor])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mlagen.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
+from tests.odd_values import nested
 from tests.problems.batch_mla import (
     SINGLE,
     SOME,
@@ -118,10 +119,13 @@ ROWS: dict[str, list[Row]] = {
         ("q_nope", bf16(6, 7, 512), ".shape[1]: expected 6 (num_heads of plan), got 7"),
         ("ckv_cache", bf16(9, 32, 512), ".shape[1]: expected 16 (page_size of plan), got 32"),
         ("q_nope", bf16(5, 6, 512), ".shape[0]: expected 6 (qo_indptr[-1]) or more, got 5"),
-        ("q_pe", bf16(6, 6, 32), ".shape[2]: expected 64 (head_dim_kpe of plan), got 32"),
-        ("q_pe", bf16(5, 6, 64), ".shape: expected [6, 6, 64], got [5, 6, 64]"),
+        *(
+            ("q_pe", bf16(*shape), f".shape: expected [6, 6, 64] (tokens, ...), got {[*shape]}")
+            for shape in ((6, 6, 32), (5, 6, 64), (12, 3, 64))
+        ),
         ("", {"out": torch.zeros(6, 6, 256)}, "Invalid shape of out: expected [6, 6, 512], ..."),
         ("", {"out": torch.zeros(6, 6, 512)}, "Invalid dtype of out: expected torch.bfloat16..."),
+        *((name, nested(torch.zeros(6, 6)), ": expected a dense...") for name in ("out", "lse")),
         ("", {"lse": torch.zeros(6, 5)}, "Invalid shape of lse: expected [6, 6], got [6, 5]"),
         ("", {"lse": torch.zeros(6, 6).half()}, "Invalid dtype of lse: expected torch.float32,..."),
         ("", {"lse": torch.zeros(6, 6, device="meta")}, "Invalid device of lse: expected cpu, ..."),

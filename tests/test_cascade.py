@@ -10,6 +10,7 @@ import torch
 
 from mlagen.cascade import merge_state, merge_state_in_place, merge_states
 from mlagen.families.states import States, combine_states
+from tests.odd_values import nested
 from tests.problems.problem import bf16
 from tests.rejected import rejections, rejects
 
@@ -170,13 +171,27 @@ class TestCascade:
         assert (out.shape, lse.shape) == ((0, 4, 64), (0, 4))
 
 
-V, S = bf16(3, 4, 64), torch.zeros(3, 4)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_state_may_interleave_with_the_other(dim: int) -> None:
+    """Both may be views of one tensor that share no element."""
+    both = torch.randn(3, 4, 64).repeat_interleave(2, dim)
+    v, v_other = both.view(*both.shape[:dim], -1, 2, *both.shape[dim + 1 :]).unbind(dim + 1)
+    expected = v.clone()
+
+    merge_state_in_place(v, torch.zeros(3, 4), v_other, torch.full((3, 4), -math.inf))
+
+    assert torch.equal(v, expected)
+
+
+V, S, LONG = bf16(3, 4, 64), torch.zeros(3, 4), torch.zeros(4, 4, 128)
 
 
 @rejections(
     [
         ("v", V.double(), ".dtype: expected torch.bfloat16 or torch.float16 or torch.float32, ..."),
         ("v", V[0], ".ndim: expected 3, got 2"),
+        ("v", nested(V), ": expected a dense tensor in memory, got a nested tensor"),
+        ("s", nested(S), ": expected a dense tensor in memory, got a nested tensor"),
         ("s", S.half(), ".dtype: expected torch.float32, got torch.float16"),
         ("s", S[:2], ".shape: expected [3, 4] (rows of v), got [2, 4]"),
         ("v_other", V.half(), ".dtype: expected torch.bfloat16 (dtype of v), got torch.float16"),
@@ -184,6 +199,18 @@ V, S = bf16(3, 4, 64), torch.zeros(3, 4)
         ("s_other", S.int(), ".dtype: expected torch.float32 or torch.bfloat16 or ..."),
         ("v_other", V, ": expected other memory than the state's, got the same"),
         ("s_other", S, ": expected other memory than the state's, got the same"),
+        *(
+            ("v_other", {"v": one, "v_other": other}, ": expected other memory than the ...")
+            for one, other in (
+                (LONG[:3, :, :64], LONG[1:, :, :64]),
+                (LONG[1:, :, :64], LONG[:3, :, :64]),
+                (LONG[:3, :, :64], LONG[:3, :, 63:127]),
+                (LONG[:3, :, ::2], LONG[:3, :, :64]),
+            )
+        ),
+        ("s_other", {"s": LONG[0, :3, :4], "s_other": LONG[0, 1:, :4]}, ": expected other ..."),
+        ("v", torch.nn.Parameter(V), ": expected a tensor that may be written in place, got a ..."),
+        ("s", S[:, :1].expand(3, 4), ": expected elements that do not overlap, got strides (4, 0)"),
         ("mask", torch.ones(3), ".dtype: expected torch.bool or torch.uint8, got torch.float32"),
         ("mask", torch.ones(2, dtype=torch.bool), ".shape: expected [3] (n), got [2]"),
         ("base", "10", ": expected one of base2, basee, got '10'"),

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from mlagen import distributed
 from mlagen.distributed import decode_cp, local_seq_lens
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla
+from mlagen.values import INT32_MAX
 from tests.dcp_ranks import check_heads, rank_arguments, run_ranks
 from tests.problems.mla import MlaCase, mla_case
+from tests.problems.problem import ints
 from tests.rejected import rejections, rejects
 
 RANKS = 4
@@ -101,6 +103,7 @@ def test_a_graph_has_memory_of_its_own(
 @rejections(
     [
         ("sinks", torch.zeros(4), ".shape: expected [2] (heads of this rank), got [4]"),
+        ("return_lse", "no", ": expected a bool, got 'no'"),
         ("kv_lora_rank", 1.5, ": expected an int, 0 or more, got 1.5"),
         ("query", torch.zeros(2, 576), ".ndim: expected 4, got 2"),
         (
@@ -119,12 +122,31 @@ def test_an_argument_is_rejected_before_an_exchange(
     assert not outputs
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint32])
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_local_lengths_are_those_of_every_worldth_token(world: int) -> None:
-    """For every rank and length."""
-    lengths = torch.arange(50, dtype=torch.int32)
+def test_local_lengths_are_those_of_every_worldth_token(world: int, dtype: torch.dtype) -> None:
+    """For every rank and length, also the largest."""
+    lengths = [*range(50), INT32_MAX]
     for rank in range(world):
-        local = local_seq_lens(lengths, world, rank)
+        local = local_seq_lens(torch.tensor(lengths, dtype=dtype), world, rank)
 
         assert local.dtype is torch.int32
-        assert local.tolist() == [len(range(rank, length, world)) for length in range(50)]
+        assert local.tolist() == [len(range(rank, length, world)) for length in lengths]
+
+
+@rejections(
+    [
+        ("seq_lens", [3], ": expected a torch.Tensor, got list"),
+        ("seq_lens", torch.zeros(2), ".dtype: expected torch.int32 or torch.uint32, got ..."),
+        ("seq_lens", ints(1)[None], ".ndim: expected 1, got 2"),
+        ("cp_world", 0, ": expected an int, 1 or more, got 0"),
+        ("cp_rank", -1, ": expected an int, 0 or more, got -1"),
+        ("cp_rank", 2, ": expected less than 2 (cp_world), got 2"),
+    ]
+)
+def test_local_lengths_are_rejected(changes: dict[str, Any], message: str) -> None:
+    """The message has the argument, the rule and the given value."""
+    given: dict[str, Any] = {"seq_lens": ints(1), "cp_world": 2, "cp_rank": 0}
+
+    with rejects(message):
+        local_seq_lens(**given | changes)

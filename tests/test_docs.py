@@ -79,6 +79,28 @@ def test_every_page_that_code_names_exists() -> None:
     assert {(path, page) for path, page in named if page not in PAGES} == set()
 
 
+def documented_parameters(docstring: str) -> list[str]:
+    """Return the names in the parameter section of a docstring."""
+    section = re.split(r"^Parameters\n-+\n", docstring + "\n", flags=re.MULTILINE)[1:]
+    lines = re.findall(r"^\S.*", re.split(r"\n\w+\n-+\n", "".join(section))[0], re.MULTILINE)
+    return [name.strip("* ") for line in lines for name in line.partition(" :")[0].split(",")]
+
+
+def test_documented_parameters_exist() -> None:
+    """The parameters of a docstring are those of the signature."""
+    unknown = {}
+    for path in SOURCES:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix != ".py" or "Parameters\n" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                names = {arg.arg for arg in ast.walk(node.args) if isinstance(arg, ast.arg)}
+                shown = documented_parameters(ast.get_docstring(node) or "")
+                unknown[f"{path}: {node.name}"] = set(shown) - names - {"..."}
+    assert {name: found for name, found in unknown.items() if found} == {}
+
+
 def api_names() -> list[str]:
     """Return the names whose docstrings the API page shows."""
     return re.findall(r"^::: (mlagen[\w.]+)$", text_of("docs/reference/api.md"), re.MULTILINE)
@@ -100,8 +122,10 @@ def test_documented_names_can_be_imported() -> None:
 
 
 def test_every_exception_has_a_section() -> None:
-    """docs/reference/errors.md explains each exception and its fix."""
+    """docs/reference/errors.md explains each exception and its fix, below the module's tree."""
     page = text_of("docs/reference/errors.md")
+    tree = [line.strip() for line in (errors.__doc__ or "").splitlines() if "──" in line]
+    assert "\n".join(tree).replace("``", "") in page
     assert [name for name in EXCEPTIONS if f"\n## `{name}`\n" not in page] == []
 
 

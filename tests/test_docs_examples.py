@@ -14,7 +14,10 @@ import pytest
 import torch
 
 from cache_tools.cli import cli
+from cache_tools.tools.kernel_specs import spec_named
+from mlagen.errors import ArgumentError
 from mlagen.integrations import sglang, vllm
+from mlagen.spec.text import parse_spec
 from tests.doc_text import PAGES, ROOT, blocks_of
 from tests.programs import run_program
 
@@ -111,10 +114,14 @@ def _problem_with_options(arguments: list[str]) -> str | None:
     above = click.Context(cli, info_name="mlagen", **cli.context_settings)
     while isinstance(command, click.Group) and arguments and arguments[0] in command.commands:
         command, arguments = command.commands[arguments[0]], arguments[1:]
-    try:
-        command.make_context("mlagen", list(arguments), parent=above)  # parses, and runs nothing
-    except click.UsageError as error:
-        return error.format_message()
+    try:  # parses, and runs nothing
+        given = command.make_context("mlagen", list(arguments), parent=above).params
+        for text in filter(None, map(given.get, ("spec", "first", "second"))):
+            spec_named(text)
+        for text in given.get("kernels", ()):
+            parse_spec(text)
+    except (click.UsageError, ArgumentError) as error:
+        return str(error)
     if isinstance(command, click.Group) and not arguments[0].startswith("-"):
         return f"no command {arguments[0]}"
     return None
@@ -122,6 +129,6 @@ def _problem_with_options(arguments: list[str]) -> str | None:
 
 @pytest.mark.parametrize("page", pages_with("sh"))
 def test_commands_that_pages_name_exist(page: str) -> None:
-    """Make targets, command options, pip extras and test folders of the pages exist."""
+    """Make targets, command options, kernels, pip extras and test folders of the pages exist."""
     problems = {" ".join(words): problem_with(words) for words in commands_of(page)}
     assert {words: problem for words, problem in problems.items() if problem} == {}

@@ -11,7 +11,6 @@ from itertools import groupby
 from typing import Any
 
 from mlagen.compiler.toolchain import OLDEST_NVRTC
-from mlagen.families.mla.validate_query import MAX_HEADS
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.families import FAMILIES, specs_of
 from mlagen.spec.gqa import sm90 as gqa_sm90
@@ -24,7 +23,7 @@ from mlagen.spec.mla import sm90_fp8 as mla_sm90_fp8
 from mlagen.spec.mla import sm90_fp8kv as mla_sm90_fp8kv
 from mlagen.spec.mla import variant as mla_support
 from mlagen.spec.mla.sm80 import MlaSm80Spec, mla_sm80_spec
-from mlagen.spec.mla.variant import MlaSupport, MlaVariant, output_dtype
+from mlagen.spec.mla.variant import MAX_HEADS, MlaSupport, MlaVariant, output_dtype
 from tests.doc_text import PAGES, table
 
 # GPUs where tests/gpu has passed.

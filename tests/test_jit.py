@@ -137,20 +137,23 @@ def test_warn_compiles_with_warnings(
 
 
 def test_the_hook_is_called_at_start_and_end() -> None:
-    """The hook receives kernel, reason and duration, in the compiling thread, until it ends."""
+    """The hook receives kernel, reason and duration, in the compiling thread, until it ends.
+
+    Each subscription ends on its own, also of a hook that has several.
+    """
     received: list[tuple[CompileEvent, int]] = []
-    ended: list[CompileEvent] = []
+    shared: list[CompileEvent] = []
     end = mlagen.on_compile(lambda event: received.append((event, threading.get_ident())))
-    end_other = on_compile(ended.append)
-    end_other()
-    end_other()  # a second call is a no-op
+    end_first, end_second = (on_compile(shared.append) for _ in range(2))
+    end_first()
+    end_first()  # a second call is a no-op
 
     find_or_build(COMBINE)
     find_or_build(COMBINE)
     end()
+    end_second()
 
-    assert ended == []
-
+    assert len(shared) == 2
     events = [event for event, _ in received]
     assert [(event.phase, event.kernel, event.reason) for event in events] == [
         ("started", str(COMBINE), "absent"),

@@ -76,6 +76,7 @@ CLOSED = {"mlagen/codegen/sources.py": {"jinja2"}}
 OPEN = {
     "cache_tools/commands/bench.py": {"torch"},
     "cache_tools/commands/demo.py": {"torch"},
+    "cache_tools/tools/demo_problem.py": {"torch"},
     "cache_tools/tools/disassembly.py": {"cuda"},  # cuda.pathfinder, which finds programs too
     "cache_tools/tools/remote.py": {"fsspec"},  # torch depends on it; only push and pull use it
     **{

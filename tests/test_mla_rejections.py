@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.problems.entry_points import decode
@@ -24,6 +25,7 @@ SKIP, LENS = "skip_softmax_threshold_scale_factor", "causal_seqlens_kv_global"
 COUNTERS = "multi_ctas_kv_counter_buffer"
 GIVEN, FOUR = ints(70, 3), ints(1, 1, 1, 1)
 RANK: dict[str, Any] = {"enable_dcp": True, "return_lse": True, LENS: GIVEN}
+NO_OFFSETS = {"query": NOPE[0], "cum_seq_lens_q": torch.tensor(0, dtype=torch.int32)}
 SPARSE = {"backend": "sparse"}
 ROWS: dict[str, list[Row]] = {
     "decode": [
@@ -53,6 +55,9 @@ ROWS: dict[str, list[Row]] = {
         ("cp_world", RANK | {"cp_world": True}, ": expected an int, 1 or more, got True"),
         ("cp_rank", RANK | {"cp_rank": -1}, ": expected an int, 0 or more, got -1"),
         ("cp_rank", RANK | {"cp_rank": 1}, ": expected less than 1 (cp_world), got 1"),
+        ("query", RANK | {"query": torch.zeros(())}, ".ndim: expected 4, got 0"),
+        ("cum_seq_lens_q", RANK | NO_OFFSETS, ".ndim: expected 1, got 0"),
+        ("sparse_mla_top_k", RANK | {"sparse_mla_top_k": np.zeros(2)}, ": expected an int, ..."),
         (LENS, RANK | {LENS: None}, ": expected a torch.Tensor, got NoneType"),
         (LENS, RANK | {LENS: GIVEN[:1]}, ".shape: expected [2] (requests), got [1]"),
         (LENS, RANK | {LENS: GIVEN.long()}, ".dtype: expected torch.int32 or ..., got torch.int64"),
@@ -68,8 +73,7 @@ ROWS: dict[str, list[Row]] = {
         (COUNTERS, 1, ": expected a torch.Tensor, got int"),
         (COUNTERS, torch.empty(1, device="meta"), ".device: expected cpu (of query), got meta"),
         ("cute_dsl_impl", "fast", ": expected one of auto, modular, monolithic, got 'fast'"),
-        ("kv_scale_format", "UE8M0-G32", ": expected another: ... fp32 numbers, got 'UE8M0-G32'"),
-        ("kv_scale_format", "e8m0", ": expected one of auto, pow2_fp32, ..., got 'e8m0'"),
+        ("kv_scale_format", "UE8M0-G32", ": expected one of auto, pow2_fp32, ... 'ue8m0_g32'"),
         ("", SPARSE, "sparse_mla_top_k: expected an int, 1 or more, got 0"),
         (
             "out",

@@ -34,6 +34,15 @@ def read_yaml(path: Path) -> Any:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
+def test_no_module_is_too_long() -> None:
+    """A module of the package or of the command has 300 lines at most."""
+    modules = [
+        path for folder in ("mlagen", "cache_tools") for path in (ROOT / folder).rglob("*.py")
+    ]
+    lengths = {str(path): len(path.read_text(encoding="utf-8").splitlines()) for path in modules}
+    assert {path for path, lines in lengths.items() if lines > 300} == set()
+
+
 @pytest.mark.parametrize("page", FILES, ids=lambda path: path.name)
 def test_commands_and_variables_that_a_form_names_exist(page: Path) -> None:
     """A command or variable in backticks is one of mlagen, of the Makefile or of pytest."""

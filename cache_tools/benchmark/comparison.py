@@ -79,7 +79,7 @@ def read_document(argument: str, path: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, KeyError):
         is_valid = False
     if not is_valid:
-        raise ArgumentError(f"{argument}: expected results of mlagen bench --json in {path}")
+        raise ArgumentError(f"{argument}: expected results of mlagen bench --json, got {path}")
     result: dict[str, Any] = document
     return result
 
@@ -101,7 +101,7 @@ def choose_rows(
         if (labels is None or row["case"] in labels) and (modes is None or row["mode"] in modes)
     ]
     if not rows:
-        raise ArgumentError("from_json: expected results of the chosen cases and modes, got none")
+        raise ArgumentError("from-json: expected results of the chosen cases and modes, got none")
     return {**document, "cases": rows}
 
 

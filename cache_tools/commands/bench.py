@@ -228,7 +228,7 @@ def _read_results(
 
     if compare is not None:
         raise ArgumentError("compare: expected a measurement with it, got --from-json")
-    return choose_rows(read_document("from_json", path), cases, modes)
+    return choose_rows(read_document("from-json", path), cases, modes)
 
 
 def _measure(

@@ -73,7 +73,8 @@ def explain(*, first: str, second: str, as_json: bool) -> None:
 
 def _headers(one: StoredEntry, other: StoredEntry) -> tuple[str, str]:
     if one.key == other.key:
-        return one.toolchain, other.toolchain
+        same = one.toolchain == other.toolchain  # the columns of a table need distinct names
+        return ("first", "second") if same else (one.toolchain, other.toolchain)
     digits = SHORT_KEY
     while one.key[:digits] == other.key[:digits]:
         digits += 4

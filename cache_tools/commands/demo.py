@@ -6,7 +6,6 @@ Times of a fresh process are measured in one: this module runs itself with ``--s
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -23,6 +22,16 @@ from ..options.exit_codes import DONE, FAILED
 from ..output.demo_report import print_demo
 from ..output.progress import prewarm_progress
 from ..output.report import console, count_text, json_option, print_json, resource_columns
+from ..tools.demo_problem import (
+    HEADS,
+    KV_LORA_RANK,
+    PAGE_SIZE,
+    QK_ROPE_HEAD_DIM,
+    SEQ_LENS,
+    decode,
+    problem_on,
+    result_of,
+)
 from ..tools.interrupts import summarized
 
 if TYPE_CHECKING:
@@ -30,14 +39,6 @@ if TYPE_CHECKING:
 
     from mlagen.prewarming import PrewarmReport
     from mlagen.spec.kernel import KernelSpec
-
-# DeepSeek-V3 with tensor parallelism 8, and requests of very different lengths.
-SEQ_LENS = (17, 64, 1000, 2500, 4099, 9001)
-HEADS = 16
-PAGE_SIZE = 64
-KV_LORA_RANK = 512
-QK_ROPE_HEAD_DIM = 64
-SCALE = 192**-0.5
 
 # Without a GPU: the target of H100 and H200, and the oldest one.
 CROSS_ARCHS = ("sm_90a", "sm_80")
@@ -102,9 +103,9 @@ def _without_gpu(announce: Callable[[str], None], kept: set[KernelSpec]) -> dict
     announce("looking them up in a new process")
     found = _in_new_process("look-up", {})
     announce("computing on the CPU")
-    problem = _problem("cpu")
+    problem = problem_on("cpu")
     start = time.perf_counter()
-    out = _decode(problem)
+    out = decode(problem)
     cpu_ms = (time.perf_counter() - start) * 1e3
     totals = report.totals()
     built = count_text(int(totals["built"]), "kernel")
@@ -113,7 +114,7 @@ def _without_gpu(announce: Callable[[str], None], kept: set[KernelSpec]) -> dict
         "looking up in a new process": (found["ms"], f"{found['found']} kernels, digests checked"),
         "the call on the CPU backend": (cpu_ms, "slow, with the same checks and results"),
     }
-    return _document(None, times, _result(problem, out), report)
+    return _document(None, times, result_of(problem, out), report)
 
 
 def _prewarm(archs: str, kept: set[KernelSpec]) -> PrewarmReport:
@@ -168,12 +169,12 @@ def _stage_call() -> dict[str, Any]:
     import torch
 
     import_module("mlagen.mla")  # keeps the import out of the first call
-    problem = _problem("cuda")
+    problem = problem_on("cuda")
 
     def timed() -> tuple[float, torch.Tensor]:
         torch.cuda.synchronize()
         start = time.perf_counter()
-        out = _decode(problem)
+        out = decode(problem)
         torch.cuda.synchronize()
         return (time.perf_counter() - start) * 1e3, out
 
@@ -183,8 +184,8 @@ def _stage_call() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(),
         "first_ms": first_ms,
         "second_ms": second_ms,
-        "steady_ms": median(_gpu_ms(lambda: _decode(problem), calls=20) for _ in range(10)),
-        "result": _result(problem, out),
+        "steady_ms": median(_gpu_ms(lambda: decode(problem), calls=20) for _ in range(10)),
+        "result": result_of(problem, out),
     }
 
 
@@ -198,76 +199,6 @@ def _gpu_ms(call: Callable[[], object], *, calls: int) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / calls
-
-
-def _problem(device: str) -> dict[str, Any]:
-    """Return the arguments of the call, and the tokens of each request for the reference."""
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    width = KV_LORA_RANK + QK_ROPE_HEAD_DIM
-    counts = [-(-length // PAGE_SIZE) for length in SEQ_LENS]
-    order = torch.randperm(sum(counts), generator=generator)
-    # Slots outside of all requests are NaN: a kernel that reads one fails the comparison.
-    cache = torch.full((sum(counts), PAGE_SIZE, width), torch.nan, dtype=torch.bfloat16)
-    tables = torch.full((len(SEQ_LENS), max(counts)), -1, dtype=torch.int32)
-    tokens = []
-    page_ids = torch.split(order, counts)
-    for request, (length, pages) in enumerate(zip(SEQ_LENS, page_ids, strict=True)):
-        slots = torch.full((len(pages) * PAGE_SIZE, width), torch.nan, dtype=torch.bfloat16)
-        slots[:length] = torch.randn(length, width, generator=generator)
-        cache[pages] = slots.view(len(pages), PAGE_SIZE, width)
-        tables[request, : len(pages)] = pages
-        tokens.append(slots[:length])
-    query = torch.randn(len(SEQ_LENS), 1, HEADS, width, generator=generator).bfloat16()
-    return {
-        "tokens": tokens,
-        "query": query.to(device),
-        "kv_cache": cache.to(device),
-        "block_tables": tables.to(device),
-        "seq_lens": torch.tensor(SEQ_LENS, dtype=torch.int32).to(device),
-        "workspace_buffer": torch.empty(64 << 20, dtype=torch.uint8, device=device),
-    }
-
-
-def _decode(problem: dict[str, Any]) -> torch.Tensor:
-    from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla
-
-    tensors = {name: value for name, value in problem.items() if name != "tokens"}
-    out = trtllm_batch_decode_with_kv_cache_mla(
-        **tensors,
-        qk_nope_head_dim=128,
-        kv_lora_rank=KV_LORA_RANK,
-        qk_rope_head_dim=QK_ROPE_HEAD_DIM,
-        max_seq_len=max(SEQ_LENS),
-        bmm1_scale=SCALE,
-    )
-    assert not isinstance(out, tuple)
-    return out
-
-
-def _result(problem: dict[str, Any], out: torch.Tensor) -> dict[str, Any]:
-    """Compare every element with float64, within its rounding bound.
-
-    With u = 2^-8 of bf16: 2 u of the result, for rounding it and for a single weight; 3.5 u of the
-    root of sum((P * V)^2), six standard deviations of independently rounded P; and 2^-13 of
-    sum(P * |V|) for the float32 intermediates.
-    """
-    import torch
-
-    largest, share = 0.0, 0.0
-    for request, tokens in enumerate(problem["tokens"]):
-        query = problem["query"][request, 0].cpu().double()
-        values = tokens[:, :KV_LORA_RANK].double()
-        weights = torch.softmax(query @ tokens.double().T * SCALE, dim=1)
-        expected = weights @ values
-        spread = (weights.square() @ values.square()).sqrt()
-        bound = 2**-8 * (2 * expected.abs() + 3.5 * spread) + 2**-13 * (weights @ values.abs())
-        error = (out[request, 0].cpu().double() - expected).abs()
-        error = torch.where(error.isnan(), math.inf, error)
-        largest = max(largest, error.max().item())
-        share = max(share, (error / bound).max().item())
-    return {"largest_error": largest, "share_of_bound": share, "is_right": share <= 1}
 
 
 def _document(

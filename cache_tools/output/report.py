@@ -36,9 +36,13 @@ def console(*, stderr: bool = False) -> Console:
     """Return a console that prints text unchanged."""
     from rich.console import Console
 
+    class PlainConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # that cli.py maps to an exit code; rich would exit with 1
+
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else _UNLIMITED
-    return Console(
+    return PlainConsole(
         stderr=stderr, width=width, color_system=None, highlight=False, markup=False, emoji=False
     )
 

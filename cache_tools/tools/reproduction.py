@@ -39,6 +39,10 @@ def checked(result):
     return values[0] if values else None
 
 
+try:
+    loaded = "%d.%d" % nvrtc.nvrtcVersion()[1:]
+except RuntimeError:  # of cuda.pathfinder
+    sys.exit("NVRTC: expected its library, got none; run: pip install nvidia-cuda-nvrtc")
 source = SOURCE.read_bytes()
 program = checked(nvrtc.nvrtcCreateProgram(source, NAME.encode(), 0, None, None))
 options = [option.encode() for option in OPTIONS]
@@ -51,7 +55,7 @@ code = bytes(checked(nvrtc.nvrtcGetCUBINSize(program)))
 checked(nvrtc.nvrtcGetCUBIN(program, code))
 
 release = re.search(rb"Cuda compilation tools, release [0-9.]+, V([0-9.]+)", code)
-version = release[1].decode() if release else "%d.%d" % nvrtc.nvrtcVersion()[1:]
+version = release[1].decode() if release else loaded
 compiler = f"nvrtc-{{version}}"
 digest = hashlib.sha256(code).hexdigest()
 print(f"{{KERNEL}} by {{compiler}}: sha256 {{digest}}")

@@ -26,19 +26,6 @@ class DamageError(Exception):
     """Something in the store differs from what was published; the message names it."""
 
 
-def read_regular(path: Path, *, max_bytes: int) -> bytes:
-    """Return the content of a regular file of at most ``max_bytes``.
-
-    Raises
-    ------
-    DamageError
-        If the path is anything else; FIFOs and devices are not read and do not block.
-    OSError
-        If this process cannot read it, which is no proof of damage.
-    """
-    return read_with_status(path, max_bytes=max_bytes)[0]
-
-
 def read_with_status(
     path: Path | str,
     *,
@@ -46,7 +33,7 @@ def read_with_status(
     folder: int | None = None,
     check: Callable[[os.stat_result], None] | None = None,
 ) -> tuple[bytes, os.stat_result]:
-    """Do the same, and return the file status too.
+    """Return the content of a regular file of at most ``max_bytes``, and its status.
 
     Parameters
     ----------
@@ -58,6 +45,13 @@ def read_with_status(
         Descriptor of the open folder that ``path`` is relative to.
     check : Callable[[os.stat_result], None], optional
         Raises if the opened file must not be read.
+
+    Raises
+    ------
+    DamageError
+        If the path is anything else; FIFOs and devices are not read and do not block.
+    OSError
+        If this process cannot read it, which is no proof of damage.
     """
     name = os.path.basename(path)  # noqa: PTH119 - a Path for each of thousands is slow
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -47,7 +47,7 @@ def open_layout(layout: Layout, *, create: bool = False) -> Folder:
     ----------
     layout : Layout
         The layout to open.
-    makes : bool
+    create : bool
         Whether to create missing folders.
 
     Raises

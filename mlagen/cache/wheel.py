@@ -44,6 +44,21 @@ def package_of(name: str) -> str:
     return package
 
 
+def normalised(version: str) -> str:
+    """Return a version as in file names and metadata: 1.0-1 is 1.0.post1.
+
+    Raises
+    ------
+    ArgumentError
+        If it is invalid.
+    """
+    try:
+        return str(Version(version))
+    except InvalidVersion:
+        rule = "expected one such as 1.0 or 1.0.post1"
+        raise ArgumentError(f"wheel-version: {rule}, got {version!r}") from None
+
+
 def export_wheel(
     stored: Sequence[StoredEntry],
     folder: Path,
@@ -79,15 +94,7 @@ def export_wheel(
     BundleError
         If an entry is damaged, or the wheel cannot be written.
     """
-    package = package_of(name)
-    try:
-        version = str(
-            Version(version)
-        )  # normalised, as in file names and metadata: 1.0-1 is 1.0.post1
-    except InvalidVersion:
-        raise ArgumentError(
-            f"version: expected one such as 1.0 or 1.0.post1, got {version!r}"
-        ) from None
+    package, version = package_of(name), normalised(version)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""ptxas output in the compile log: resource usage and warnings."""
+"""Resource usage in the compile log, as ptxas prints it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ _FRAME = re.compile(
 )
 _USED = re.compile(r"Used (?P<registers>\d+) registers(?P<rest>.*)")
 _SHARED = re.compile(r"(\d+) bytes smem")
-_WARNING = re.compile(r"\b(C7\d{3})\b")
 
 
 def parse_resources(log: str) -> tuple[Resources, ...]:
@@ -35,8 +34,3 @@ def parse_resources(log: str) -> tuple[Resources, ...]:
             )
         )
     return tuple(found)
-
-
-def parse_warnings(log: str) -> tuple[str, ...]:
-    """Return the performance warnings of ptxas (C75xx: wgmma serialised, setmaxnreg ignored)."""
-    return tuple(dict.fromkeys(_WARNING.findall(log)))

@@ -25,7 +25,7 @@ from mlagen.families.gqa.plan_sm90 import GqaSm90Plan, gqa_sm90_bytes_per_cta
 from mlagen.families.gqa.select import attended_tokens, plan_gqa_sm80_call, plan_gqa_sm90_call
 from mlagen.families.mla.launch_sm90 import not_covered
 from mlagen.families.mla.plan_sm90 import MlaSm90Plan, mla_sm90_bytes_per_cta
-from mlagen.families.mla.select import plan_call, plan_mla_sm90_call
+from mlagen.families.mla.select import plan_mla_sm80_call, plan_mla_sm90_call
 from mlagen.families.mla.validate_query import QUERY_DTYPES
 from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.settings import current_settings
@@ -93,7 +93,7 @@ def workspace_bytes(
     tokens : int
         The query tokens of all requests, for ragged queries.
     device : torch.device, int or str
-        The GPU that runs the call.
+        The GPU that runs the call; ``cuda`` is torch's current one.
 
     Raises
     ------
@@ -141,6 +141,9 @@ def workspace_bytes(
         if not plans:  # the settings force a kernel that does not support the call
             raise not_covered(index, shared)
     else:
+        required = {"kv_heads": (kv_heads, "head_dim"), "head_dim": (head_dim, "kv_heads")}
+        for name, (value, other) in required.items():
+            require(value is not None, name, f"an int, required with {other}", "None")
         kv_heads = require_whole_number(kv_heads, "kv_heads", min_value=1)
         require(heads % kv_heads == 0, "heads", f"a multiple of {kv_heads} (kv_heads)", heads)
         query_dtype = _named(dtype, "dtype", DTYPES)
@@ -176,7 +179,7 @@ def max_workspace_bytes(device: torch.device | int | str = 0) -> int:
     Parameters
     ----------
     device : torch.device, int or str
-        The GPU that runs the calls, or a CPU.
+        The GPU that runs the calls, or a CPU; ``cuda`` is torch's current GPU.
 
     Returns
     -------
@@ -188,7 +191,7 @@ def max_workspace_bytes(device: torch.device | int | str = 0) -> int:
     ArgumentError
         If there is no such GPU.
     """
-    if str(device).partition(":")[0] == "cpu":
+    if isinstance(device, (torch.device, str)) and _parsed(device).type == "cpu":
         return 0
     index = _gpu_index(device)
     return device_facts(index).sm_count * _max_bytes_per_sm(arch_of_device(index))
@@ -216,7 +219,7 @@ def _mla_plans(**call: Any) -> Iterator[Sm80Plan | MlaSm90Plan]:
         if planned is not None:
             yield planned[1]
     if settings.mla_kernel != "sm90":
-        yield plan_call(**call)[1]
+        yield plan_mla_sm80_call(**call)[1]
 
 
 def _gqa_plans(
@@ -236,13 +239,22 @@ def _named(dtype: torch.dtype, argument: str, known: dict[torch.dtype, DType]) -
     return known[dtype]
 
 
-def _gpu_index(device: torch.device | int | str) -> int:
-    if not isinstance(device, (torch.device, str)):
-        return require_whole_number(device, "device")
+def _parsed(device: torch.device | str) -> torch.device:
     try:
-        known = torch.device(device)
+        return torch.device(device)
     except (RuntimeError, ValueError):
         reject("device", "the index of a GPU or a torch.device", shown(device))
+
+
+def _gpu_index(device: torch.device | int | str) -> int:
+    """Return the index of a GPU, by default of torch's current one."""
+    if not isinstance(device, (torch.device, str)):
+        return require_whole_number(device, "device")
+    known = _parsed(device)
     if known.type != "cuda":
         reject("device", "a GPU: cuda", known)
-    return known.index or 0
+    index: int | None = known.index
+    if index is None:
+        is_initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return torch.cuda.current_device() if is_initialized else 0
+    return index

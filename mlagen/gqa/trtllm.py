@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mlagen.families.common.arguments import is_pdl_enabled, require_flag
+from mlagen.families.common.arguments import is_pdl_enabled, require_flag, unwrap_sinks
 from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.gqa.args import (
     GqaArgs,
@@ -17,12 +17,11 @@ from mlagen.families.gqa.dispatch import GQA
 from mlagen.gqa.trtllm_keywords import (
     NAMES,
     RAGGED_NAMES,
+    check_rare_keywords,
     natural_scale,
     output_dtype,
     query_length,
-    reject_unserved,
 )
-from mlagen.mla.trtllm_keywords import unwrap_sinks
 from mlagen.observe.observed import observable
 from mlagen.torch_ops.outputs import trtllm_gqa_outputs
 from mlagen.torch_ops.replayable import replayable
@@ -184,7 +183,7 @@ def trtllm_batch_decode_with_kv_cache(
     -----
     Signature of ``flashinfer.decode.trtllm_batch_decode_with_kv_cache``.
     """
-    reject_unserved(dict(locals()))
+    check_rare_keywords(dict(locals()))
     keys, cached_values = pair_of(kv_cache, "kv_cache")
     scales = (None, None) if kv_cache_sf is None else pair_of(kv_cache_sf, "kv_cache_sf")
     is_lse_returned = require_flag(return_lse, "return_lse")

@@ -11,7 +11,6 @@ from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import (
     reject,
     require_choice,
-    require_device,
     require_flag,
     require_number,
     require_scale,
@@ -19,7 +18,9 @@ from mlagen.families.common.arguments import (
     require_whole_number,
     shown,
 )
+from mlagen.families.common.xqa_arguments import check_counter_buffer
 from mlagen.families.gqa.args import GqaArgNames
+from mlagen.gqa.batch_settings import reject_unserved
 
 NAMES = GqaArgNames(cum_seq_lens_q="cum_seq_lens_q")
 RAGGED_NAMES = NAMES._replace(q_len="max_q_len")
@@ -42,7 +43,7 @@ _UNSERVED = {
 }
 
 
-def reject_unserved(call: dict[str, Any]) -> None:
+def check_rare_keywords(call: dict[str, Any]) -> None:
     """Reject what no kernel implements, and keywords of a wrong type.
 
     ``call`` has all arguments by name, as the caller passed them.
@@ -62,15 +63,11 @@ def reject_unserved(call: dict[str, Any]) -> None:
         require_tensor(call["out"], "out")
     for keyword, default in _UNSERVED.items():
         value = call[keyword]
-        if value is default:
-            continue
         if isinstance(default, bool):
             value = require_flag(value, keyword)
         elif default is not None:
             value = require_whole_number(value, keyword)
-        if default is None or value != default:
-            rule = f"not implemented, expected {default!r}"
-            raise UnsupportedError(f"{keyword}: {rule}, got {shown(value)}")
+        reject_unserved({keyword: (value, (default,))})
     _check_ignored(call)
 
 
@@ -82,10 +79,7 @@ def _check_ignored(call: dict[str, Any]) -> None:
     name = "bf16q_fp8kv_transform_mode"
     if call[name] is not None:
         require_choice(call[name], name, _TRANSFORM_MODES)
-    name = "multi_ctas_kv_counter_buffer"
-    if call[name] is not None:
-        query = require_tensor(call["query"], "query")
-        require_device(require_tensor(call[name], name), name, query.device)
+    check_counter_buffer(call)
 
 
 def output_dtype(query: torch.Tensor, out: torch.Tensor | None, out_dtype: object) -> torch.dtype:

@@ -13,6 +13,7 @@ from mlagen.families.common.arguments import (
     require,
     require_contiguous,
     require_float32,
+    require_not_nested,
     require_number,
     require_tensor,
     shown,
@@ -96,6 +97,7 @@ def require_tensor_spec(
 ) -> torch.Tensor:
     """Return a tensor with the given shape, dtype and device; messages are FlashInfer's."""
     known = require_tensor(tensor, name)
+    require_not_nested(known, name)
     require(known.shape == shape, f"Invalid shape of {name}", list(shape), list(known.shape))
     require(known.dtype is dtype, f"Invalid dtype of {name}", dtype, known.dtype)
     require(known.device == device, f"Invalid device of {name}", device, known.device)

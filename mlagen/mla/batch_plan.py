@@ -19,7 +19,7 @@ from mlagen.families.common.arguments import (
     shown,
 )
 from mlagen.families.mla.args import MlaArgNames
-from mlagen.families.mla.validate_query import MAX_HEADS, QUERY_DTYPES
+from mlagen.families.mla.validate_query import QUERY_DTYPES
 from mlagen.mla.batch_checks import FP8_DTYPES
 from mlagen.mla.batch_contract import MLAInputContract, given_metadata
 from mlagen.mla.batch_layout import (
@@ -33,7 +33,7 @@ from mlagen.mla.batch_layout import (
     read_in_place,
 )
 from mlagen.spec.dtype import DType
-from mlagen.spec.mla.variant import MlaVariant, require_supported
+from mlagen.spec.mla.variant import MAX_HEADS, MlaVariant, require_supported
 
 _NAMES = MlaArgNames(
     query_rope="q_pe",

@@ -220,16 +220,15 @@ def _check_as_planned(
     tokens, heads = q_nope.shape[:2]
     if heads != settings.num_heads:
         reject("q_nope.shape[1]", f"{settings.num_heads} (num_heads of plan)", heads)
-    if ckv_cache.shape[1] != settings.page_size:
-        rule = f"{settings.page_size} (page_size of plan)"
-        reject("ckv_cache.shape[1]", rule, ckv_cache.shape[1])
-    if q_pe.shape[2] != settings.head_dim_kpe:
-        reject("q_pe.shape[2]", f"{settings.head_dim_kpe} (head_dim_kpe of plan)", q_pe.shape[2])
-    if settings.head_dim_kpe == 0:
-        require_shape(q_pe, "q_pe", ((tokens, heads, 0),))
-        rule = "0 (head_dim_kpe of plan)"
-        require(kpe_cache.shape[2] == 0, "kpe_cache.shape[2]", rule, kpe_cache.shape[2])
     if metadata.tokens is not None and tokens < metadata.tokens:
         reject("q_nope.shape[0]", f"{metadata.tokens} (qo_indptr[-1]) or more", tokens)
     if plan.batch == 0:
         require(tokens == 0, "q_nope.shape[0]", "0 (no requests were planned)", tokens)
+    if ckv_cache.shape[1] != settings.page_size:
+        rule = f"{settings.page_size} (page_size of plan)"
+        reject("ckv_cache.shape[1]", rule, ckv_cache.shape[1])
+    rope_shape = (tokens, heads, settings.head_dim_kpe)
+    require_shape(q_pe, "q_pe", (rope_shape,), "tokens, num_heads, head_dim_kpe of plan")
+    if settings.head_dim_kpe == 0:
+        rule = "0 (head_dim_kpe of plan)"
+        require(kpe_cache.shape[2] == 0, "kpe_cache.shape[2]", rule, kpe_cache.shape[2])

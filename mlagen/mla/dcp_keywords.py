@@ -7,6 +7,7 @@ from typing import Any
 from mlagen.families.common.arguments import (
     reject,
     require,
+    require_dims,
     require_flag,
     require_ints,
     require_tensor,
@@ -38,10 +39,12 @@ def is_dcp(call: dict[str, Any]) -> bool:
     require(rank < world, "cp_rank", f"less than {world} (cp_world)", rank)
     if not require_flag(call["return_lse"], "return_lse"):
         reject("return_lse", "True with enable_dcp", "False")
-    query = require_tensor(call["query"], "query")
-    batch = len(query)
-    if call["cum_seq_lens_q"] is not None:
-        batch = len(require_tensor(call["cum_seq_lens_q"], "cum_seq_lens_q")) - 1
+    query, offsets = require_tensor(call["query"], "query"), call["cum_seq_lens_q"]
+    require_dims(query, "query", (4,) if offsets is None else (3,))
+    batch = query.shape[0]
+    if offsets is not None:
+        require_dims(require_tensor(offsets, "cum_seq_lens_q"), "cum_seq_lens_q", (1,))
+        batch = offsets.shape[0] - 1
     name = "causal_seqlens_kv_global"
     require_ints(call[name], name, query.device, ((batch,),), "requests")
     return True
@@ -52,7 +55,8 @@ def dcp_fields(call: dict[str, Any]) -> dict[str, Any]:
 
     The lists of a sparse call have this rank's tokens, and no causal mask.
     """
-    if not require_flag(call["enable_dcp"], "enable_dcp") or call["sparse_mla_top_k"]:
+    is_sparse = require_whole_number(call["sparse_mla_top_k"], "sparse_mla_top_k") > 0
+    if is_sparse or not require_flag(call["enable_dcp"], "enable_dcp"):
         return {}
     return {
         "causal_seqlens_kv_global": call["causal_seqlens_kv_global"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mlagen.families.common.arguments import is_pdl_enabled, require_flag
+from mlagen.families.common.arguments import is_pdl_enabled, require_flag, unwrap_sinks
 from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.dispatch import MLA
@@ -14,7 +14,6 @@ from mlagen.mla.trtllm_keywords import (
     query_parts,
     rare_keywords,
     separate_values,
-    unwrap_sinks,
 )
 from mlagen.observe.observed import observable
 from mlagen.torch_ops.outputs import mla_outputs

@@ -9,12 +9,10 @@ import torch
 from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import (
     INT32_MAX,
-    canonical_sinks,
     reject,
     require,
     require_choice,
     require_contiguous,
-    require_device,
     require_dims,
     require_dtype,
     require_flag,
@@ -23,9 +21,9 @@ from mlagen.families.common.arguments import (
     require_shape,
     require_tensor,
     require_whole_number,
-    shown,
 )
 from mlagen.families.common.memory import require_plain
+from mlagen.families.common.xqa_arguments import check_counter_buffer
 from mlagen.families.mla.args import MlaArgNames
 from mlagen.mla.dcp_keywords import is_dcp
 
@@ -52,19 +50,21 @@ def rare_keywords(
     ArgumentError
         If a keyword has a wrong type or an unknown name.
     """
-    if call["multi_ctas_kv_counter_buffer"] is not None:
-        _check_counter_buffer(call["multi_ctas_kv_counter_buffer"], call["query"])
+    check_counter_buffer(call)
     enable_pdl, backend = _in_order(
         call["skip_softmax_threshold_scale_factor"], call["enable_pdl"], call["backend"]
     )
     backend = require_choice(backend, "backend", (*_SYNONYMS, _SPARSE))
     require_choice(call["cute_dsl_impl"], "cute_dsl_impl", _IMPLEMENTATIONS)
-    _check_scale_format(call["kv_scale_format"])
+    scale_format = call["kv_scale_format"]
+    if isinstance(scale_format, str):  # in any case, as in FlashInfer
+        scale_format = str.lower(scale_format).replace("-", "_")
+    require_choice(scale_format, "kv_scale_format", _SCALE_FORMATS)
     if call["use_fp16_softmax"] is not None:
         require_flag(call["use_fp16_softmax"], "use_fp16_softmax")
     has_dcp = is_dcp(call)
-    names = ("query", "seq_lens", "sparse_mla_top_k", "cum_seq_lens_q")
-    query, seq_lens, top_k, cu_seqlens_q = (call[name] for name in names)
+    query, seq_lens, cu_seqlens_q = (call[k] for k in ("query", "seq_lens", "cum_seq_lens_q"))
+    top_k = require_whole_number(call["sparse_mla_top_k"], "sparse_mla_top_k")
     top_k_lens = call["sparse_mla_top_k_lens"]
     if backend == _SPARSE:
         others = {"sparse_mla_top_k_lens": top_k_lens, "cum_seq_lens_q": cu_seqlens_q}
@@ -138,36 +138,6 @@ def _in_order(factor: Any, enable_pdl: Any, backend: Any) -> tuple[bool | None, 
     return None if enable_pdl is None else require_flag(enable_pdl, "enable_pdl"), backend
 
 
-def _check_counter_buffer(buffer: object, query: object) -> None:
-    """Reject a counter buffer that is no tensor on the device of the query."""
-    tensor = require_tensor(buffer, "multi_ctas_kv_counter_buffer")
-    if isinstance(query, torch.Tensor):
-        require_device(tensor, "multi_ctas_kv_counter_buffer", query.device)
-
-
-def _check_scale_format(given: object) -> None:
-    name = "kv_scale_format"
-    normalized = str.lower(given).replace("-", "_") if isinstance(given, str) else given
-    if isinstance(normalized, str) and normalized == "ue8m0_g32":
-        reject(name, "another: scales of fp8_ds_mla are fp32 numbers", shown(given))
-    require_choice(normalized, name, _SCALE_FORMATS)
-
-
-def unwrap_sinks(sinks: Any) -> Any:
-    """Return the tensor in a list of one, in fp32; no tensor unchanged.
-
-    Raises
-    ------
-    ArgumentError
-        If a list does not have one element.
-    """
-    if isinstance(sinks, list):
-        if len(sinks) != 1:
-            reject("sinks", "a list of one tensor", f"{len(sinks)}")
-        (sinks,) = sinks
-    return canonical_sinks(sinks)
-
-
 def fp16_target(query: object, out: torch.Tensor | None) -> torch.Tensor | None:
     """Return the kernel's output: a new fp16 tensor for a bf16 ``out`` with an fp16 query."""
     if not isinstance(query, torch.Tensor) or not isinstance(out, torch.Tensor):
@@ -181,7 +151,7 @@ def fp16_target(query: object, out: torch.Tensor | None) -> torch.Tensor | None:
 def _default_seq_lens(
     query: torch.Tensor,
     seq_lens: torch.Tensor | None,
-    sparse_mla_top_k: object,
+    top_k: int,
     cum_seq_lens_q: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return ``seq_lens``, or if None lengths with which query tokens use all top-k indices.
@@ -193,7 +163,6 @@ def _default_seq_lens(
     """
     if seq_lens is not None:
         return seq_lens
-    top_k = require_whole_number(sparse_mla_top_k, "sparse_mla_top_k")
     if not top_k:
         reject("seq_lens", "a torch.Tensor (required without sparse_mla_top_k)", "None")
     shape = require_tensor(query, "query").shape
@@ -214,7 +183,7 @@ def _topk_lengths_of(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     seq_lens: torch.Tensor | None,
-    sparse_mla_top_k: object,
+    top_k: int,
     **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return ``seq_lens`` and ``sparse_mla_top_k_lens`` of a call with backend ``sparse``.
@@ -230,7 +199,7 @@ def _topk_lengths_of(
     name = "with backend 'sparse'"
     for argument, value in others.items():
         require(value is None, argument, f"None {name}", "a value")
-    require_whole_number(sparse_mla_top_k, "sparse_mla_top_k", min_value=1)
+    require_whole_number(top_k, "sparse_mla_top_k", min_value=1)
     require_dims(require_tensor(query, "query"), "query", (4,))
     cache = require_tensor(kv_cache, "kv_cache")
     require_dtype(cache, "kv_cache", (torch.uint8,), f"fp8_ds_mla, {name}")
@@ -243,4 +212,4 @@ def _topk_lengths_of(
             return flat, None
         if lengths.numel() == batch * q_len:
             return flat[:batch], flat
-    return _default_seq_lens(query, None, sparse_mla_top_k, None), None
+    return _default_seq_lens(query, None, top_k, None), None

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from mlagen.families.common.arguments import is_pdl_enabled
+from mlagen.families.common.arguments import is_pdl_enabled, unwrap_sinks
 from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.dispatch import MLA
-from mlagen.mla.trtllm_keywords import unwrap_sinks
 from mlagen.observe.observed import observable
 from mlagen.torch_ops.outputs import mla_outputs
 from mlagen.torch_ops.replayable import replayable

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from mlagen.families.common.arguments import is_pdl_enabled, require_whole_number
+from mlagen.families.common.arguments import is_pdl_enabled, require_tensor, require_whole_number
 from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.common.xqa_arguments import (
     MLA_KV_LORA_RANK,
     check_mla_caches,
-    check_output,
     check_unused,
     flat_lengths,
     table_capacity,
@@ -112,7 +111,7 @@ def xqa_mla(
     """
     page_size = require_whole_number(page_size, "page_size", min_value=1)
     check_unused(q, semaphores, sm_count)
-    check_output(output)
+    require_tensor(output, "output")
     is_separate = check_mla_caches(q, k_cache, v_cache, page_size=page_size)
     args = MlaArgs(
         query=q,

@@ -14,7 +14,8 @@ from mlagen.spec.calls import gqa_call_specs, mla_call_specs
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.kernel import KernelSpec
-from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
+from mlagen.spec.mla.variant import MAX_HEADS, SUPPORTED, MlaVariant
+from mlagen.values import reject
 
 # Default page sizes. FlashMLA supports pages of 64 tokens only, and servers of DeepSeek models use
 # them; for GQA, servers usually default to 16, and 64 is the largest that all decode kernels of
@@ -107,6 +108,8 @@ def _call_specs(
 def _mla_calls(model: MlaModel, use: ServingOptions) -> Iterator[tuple[MlaVariant, int]]:
     """Yield the variant of each call, with the query rows per sequence."""
     heads = [_per_gpu(model, "num_attention_heads", model.heads, tp) for tp in use.tp]
+    if max(heads) > MAX_HEADS:
+        reject(f"{model.name}: heads per GPU", f"{MAX_HEADS} or less for MLA kernels", max(heads))
     for query, kv in _mla_dtypes(model, use):
         for lookup, page_size in product(
             _lookups(model, query, kv, use), use.page_sizes or MLA_PAGE_SIZES

@@ -10,7 +10,7 @@ from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES, filter_specs, specs_of, values_of
 from mlagen.spec.kernel import CallShape, KernelSpec
-from mlagen.spec.mla.variant import output_dtype
+from mlagen.spec.mla.variant import MAX_HEADS, output_dtype
 from mlagen.values import as_list, as_str_list, reject, require_whole_number, shown
 
 # Filter names of the user, and the key fields they match in each family.
@@ -39,9 +39,10 @@ def select_specs(
     Raises
     ------
     ArgumentError
-        If a family, a key field or a value does not exist, or a number is below 1.
+        If a family, a key field or a value does not exist, or a number is out of range.
     """
     calls = _calls(heads, kv_heads, q_len)
+    unserved = set(calls)
     chosen = tuple(FAMILIES) if families is None else tuple(as_str_list(families, "family"))
     specs: dict[KernelSpec, None] = {}
     for arch in archs:
@@ -58,8 +59,13 @@ def select_specs(
             for label in {"kv_lora_rank", "head_dim"} - set(wanted):
                 filters["head_dim_vo"] += values_of(listed, label)  # all dims by default
         for spec in filter_specs(listed, filters):
-            if not calls or any(spec.serves(call) for call in calls):
+            served = {call for call in calls if spec.serves(call)}
+            if served or not calls:
                 specs[spec] = None
+            unserved -= served
+    count = max((call.heads for call in unserved), default=0)
+    if count > MAX_HEADS:
+        reject("heads", f"{MAX_HEADS} or less for MLA kernels", count)
     return list(specs)
 
 

@@ -23,10 +23,10 @@ from mlagen.spec.mla.sm90 import MlaSm90Spec
 from mlagen.spec.mla.sm90_fp8 import MlaSm90Fp8Spec
 from mlagen.spec.mla.sm90_fp8kv import MlaSm90Fp8KvSpec
 from mlagen.spec.mla.variant import SUPPORTED, output_dtype
+from mlagen.values import INT32_MAX
 
 _TEXT = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
-_MAX_INT32 = 2**31 - 1  # sizes are 4-byte integers in the kernels
 
 
 def parse_spec(text: str) -> KernelSpec:
@@ -130,8 +130,8 @@ def _parse_value(kind: type, name: str, text: str) -> object:
             raise ArgumentError(f"{name}: expected one of {', '.join(names)}, got {text!r}")
         return DType(text)
     if kind is int:
-        if not _NUMBER.fullmatch(text) or int(text) > _MAX_INT32:
-            raise ArgumentError(f"{name}: expected a whole number up to {_MAX_INT32}, got {text!r}")
+        if not _NUMBER.fullmatch(text) or int(text) > INT32_MAX:
+            raise ArgumentError(f"{name}: expected a whole number up to {INT32_MAX}, got {text!r}")
         return int(text)
     assert kind is str, kind
     return text
@@ -169,17 +169,8 @@ def _combine_specs(spec: CombineSpec) -> Sequence[KernelSpec]:
         ranks = [rank for rank, _ in row.head_dims]
         if spec.dtype is output_dtype(row.query_dtype) and spec.head_dim_vo in ranks:
             return [spec]
-    for gqa_row in gqa.SUPPORTED:
-        if spec.dtype in gqa_row.out_dtypes:
-            gqa.require_supported(
-                gqa.GqaVariant(
-                    query_dtype=gqa_row.query_dtype,
-                    kv_dtype=gqa_row.kv_dtype,
-                    out_dtype=spec.dtype,
-                    head_dim=spec.head_dim_vo,
-                )
-            )
-            return [spec]
+    if any(spec.dtype in row.out_dtypes for row in gqa.SUPPORTED) and gqa.has_dim(spec.head_dim_vo):
+        return [spec]
     return list(combine_specs(spec.arch))
 
 

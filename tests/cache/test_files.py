@@ -43,19 +43,19 @@ def _descriptors() -> set[str]:
 
 @pytest.mark.timeout(5)
 @pytest.mark.parametrize("make", NOT_FILES.values(), ids=NOT_FILES)
-def test_read_regular_rejects_anything_else(make: Callable[[Path], object], tmp_path: Path) -> None:
+def test_a_read_rejects_anything_else(make: Callable[[Path], object], tmp_path: Path) -> None:
     """Only regular files within the limit are read; anything else is damage, without blocking."""
     path = tmp_path / "kernel.cubin"
     make(path)
     open_before = _descriptors()
     with pytest.raises(DamageError, match=r"^kernel\.cubin: expected "):
-        files.read_regular(path, max_bytes=4)
+        files.read_with_status(path, max_bytes=4)
     assert _descriptors() == open_before
 
 
 @pytest.mark.parametrize("content", [b"", b"123", b"1234"], ids=["empty", "short", "at the limit"])
-def test_read_regular_returns_the_content(content: bytes, tmp_path: Path) -> None:
+def test_a_read_returns_the_content(content: bytes, tmp_path: Path) -> None:
     """A regular file up to the limit is read completely."""
     path = tmp_path / "file"
     path.write_bytes(content)
-    assert files.read_regular(path, max_bytes=4) == content
+    assert files.read_with_status(path, max_bytes=4)[0] == content

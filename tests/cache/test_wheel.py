@@ -118,7 +118,7 @@ def test_a_colliding_name_is_rejected(name: str) -> None:
 @pytest.mark.parametrize("version", ["", "one", "1.0-x", "1/0", "1.0\n2", "../1"])
 def test_an_invalid_version_is_rejected(version: str, store: KernelStore, tmp_path: Path) -> None:
     """An invalid version is rejected, as it is part of the file name."""
-    with pytest.raises(ArgumentError, match=r"^version: expected one such as 1.0"):
+    with pytest.raises(ArgumentError, match=r"^wheel-version: expected one such as 1.0"):
         export_wheel(list(store.entries()), tmp_path, "acme-kernels", version=version)
 
 

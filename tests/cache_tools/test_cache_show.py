@@ -135,6 +135,20 @@ def test_a_program_compiles_it_again_without_mlagen(cached: Cached, tmp_path: Pa
     assert "Traceback" not in failed.stderr
 
 
+def test_a_program_without_nvrtc_ends_in_one_line(cached: Cached) -> None:
+    """It names the package that has the library."""
+    missing = "def missing(): raise RuntimeError\n"
+    missing += "from cuda.bindings import nvrtc\nnvrtc.nvrtcVersion = missing\n"
+    program = missing + run("cache show", cached.keys[0], "--reproduce").stdout
+
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+
+    expected = "NVRTC: expected its library, got none; run: pip install nvidia-cuda-nvrtc\n"
+    assert (ran.returncode, ran.stderr) == (1, expected)
+
+
 def fields_of(document: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Return the differing key fields."""
     return {item["key_field"]: tuple(item.values())[1:] for item in document["differences"]}
@@ -217,7 +231,9 @@ def test_only_differences_are_explained(cached: Cached) -> None:
     assert fields_of(found) == {"spec.head_dim_vo": dims}
     assert facts["registers"] == tuple(unit.registers for unit in cached.units)
     assert run.json(*itself)["differences"] == []
-    assert "key_field" not in run(*itself).stdout
+    text = run(*itself).stdout
+    assert "key_field" not in text
+    assert re.search(r"^fact +first +second$", text, re.MULTILINE)
     assert snapshot(cached.root) == before
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -19,6 +20,7 @@ from cache_tools.cli import cli
 from cache_tools.options.entry_options import age
 from cache_tools.options.options import names, numbers
 from cache_tools.tools.completion import completer
+from mlagen.cache.default_store import kernel_store
 from tests.fixture_types import Patch
 from tests.kernels import COMBINE
 
@@ -183,6 +185,24 @@ def test_a_closed_pipe_is_no_error(arguments: tuple[str, ...], cache_dir: Path) 
     _, errors = process.communicate()
     assert process.returncode == 141
     assert errors in {"", "verifying 20 entries\n"}
+
+
+@pytest.mark.parametrize(
+    ("streams", "code"), [(("stderr",), 0), (("stdout", "stderr"), 141)], ids=["stderr", "both"]
+)
+@pytest.mark.usefixtures("cache_dir")
+def test_work_goes_on_without_a_reader(streams: tuple[str, ...], code: int) -> None:
+    """A closed stderr only silences progress: every kernel is compiled."""
+    reading, writing = os.pipe()
+    os.close(reading)
+
+    options = "--arch sm_80 --family combine --dtype bf16 --kv-lora-rank 256,512"
+    closed: dict[str, Any] = dict.fromkeys(streams, writing)
+    process = start("prewarm", *options.split(), **closed)
+    os.close(writing)
+    process.communicate()
+    assert process.returncode == code
+    assert len(list(kernel_store().entries())) == 2
 
 
 def test_the_first_line_of_a_long_list_can_be_taken(cache_dir: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cache_tools.commands import demo
+from cache_tools.tools.demo_problem import HEADS, KV_LORA_RANK, SEQ_LENS, problem_on, result_of
 from mlagen import engine
 from mlagen.cache.default_store import kernel_store
 from mlagen.errors import ToolchainError
@@ -59,14 +60,14 @@ def test_without_a_gpu_kernels_are_compiled_found_and_the_cpu_is_right(monkeypat
 
 def test_a_wrong_result_is_reported(monkeypatch: Patch) -> None:
     """An error beyond rounding exits with 1, and NaN, as of an invalid slot, is never right."""
-    problem = demo._problem("cpu")
-    out = torch.zeros(len(demo.SEQ_LENS), 1, demo.HEADS, demo.KV_LORA_RANK)
+    problem = problem_on("cpu")
+    out = torch.zeros(len(SEQ_LENS), 1, HEADS, KV_LORA_RANK)
     monkeypatch.setattr(demo, "CROSS_ARCHS", ("sm_90a", "sm_80"))  # as the new process has them
-    monkeypatch.setattr(demo, "_decode", lambda _: out)
+    monkeypatch.setattr(demo, "decode", lambda _: out)
     result = run("demo")
     assert result.exit_code == 1
     assert "WRONG: " in result.stdout
-    assert demo._result(problem, out * torch.nan)["is_right"] is False
+    assert result_of(problem, out * torch.nan)["is_right"] is False
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["fresh", "kept"])

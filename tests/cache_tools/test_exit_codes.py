@@ -54,6 +54,7 @@ BAD_USAGE = {
     "cache export k.tar.gz --toolchain nvrtc-1": "toolchain: expected a cached one (",
     "cache export k.tar.gz --wheel-version 1.5": "wheel-version: ",
     "cache export . --wheel mlagen": "wheel: expected a name of its own such as acme-",
+    "cache export . --wheel k --wheel-version abc": "wheel-version: expected one such as ",
     "cache import there.tar.gz --expect-sha256 abc": "expect-sha256: expected 64 hex digit",
     "cache import there.tar.gz --max-size much": "max-size: expected a size such as 500M ",
     f"{PULL} --expect-sha256 00": "expect-sha256: expected 64 hex digits, got '00'; see: ",

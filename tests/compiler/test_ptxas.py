@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlagen.artifacts import Resources
-from mlagen.compiler.ptxas import parse_resources, parse_warnings
+from mlagen.compiler.ptxas import parse_resources
 
 LOG_12_8 = """\
 ptxas info    : 32 bytes gmem, 64 bytes cmem[4]
@@ -76,24 +76,3 @@ def test_resources_of_every_kernel_in_a_log(log: str, expected: tuple[Resources,
     found = parse_resources(log)
     assert found == expected
     assert [one.has_spills for one in found] == [one.spill_store_bytes > 0 for one in expected]
-
-
-@pytest.mark.parametrize(
-    ("log", "expected"),
-    [
-        (LOG_13_5, ("C7517", "C7511")),
-        (
-            (
-                "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable "
-                "to determine register count at entry.\n"
-            ),
-            ("C7508",),
-        ),
-        (LOG_13_0, ()),
-    ],
-    ids=["serialised wgmma", "setmaxnreg ignored", "none"],
-)
-def test_performance_warnings_are_found_by_number(log: str, expected: tuple[str, ...]) -> None:
-    """Each number is named once, in the order of the log."""
-    found = parse_warnings(log)
-    assert found == expected

@@ -21,6 +21,7 @@ from tests.families.rejections import (
     strided,
     valid_call,
 )
+from tests.odd_values import nested
 
 INTS = "device dtype contiguous"
 # The rules of each argument: device, dtype, no gaps at all or in a row, 16-byte rows and address.
@@ -96,9 +97,11 @@ BREAKS = {
 
 
 def rows() -> Iterator[Row]:
-    """Return a row for each rule of each argument, and one that is no tensor."""
+    """Return a row for each rule of each argument, a nested tensor, and one that is none."""
     for call, arguments in RULES.items():
         for argument, rules in arguments.items():
+            if argument != "semaphores":  # of any size and content
+                yield Row(call, argument, nested, ": expected a dense tensor in memory, got a")
             if not argument.endswith("_scale"):  # which may be a number
                 yield Row(call, argument, 1.0, ": expected a torch.Tensor, got float")
             for rule in rules.split():

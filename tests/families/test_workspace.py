@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -194,7 +195,8 @@ DTYPES = ": expected torch.bfloat16 or torch.float16 or torch.float8_e4m3fn, got
         ({"dtype": [1]}, f"dtype{DTYPES}[1]"),
         ({"device": "cpu"}, "device: expected a GPU: cuda, got cpu"),
         ({"device": "gpu7"}, "device: expected the index of a GPU or a torch.device, got 'gpu7'"),
-        ({"kv_heads": 2}, "head_dim: expected an int, 1 or more, got None"),
+        ({"kv_heads": 2}, "head_dim: expected an int, required with kv_heads, got None"),
+        ({"head_dim": 64}, "kv_heads: expected an int, required with head_dim, got None"),
         ({"kv_heads": 3, "head_dim": 128}, "heads: expected a multiple of 3 (kv_heads), got 16"),
     ],
     ids=lambda value: value.partition(":")[0] if isinstance(value, str) else None,
@@ -236,6 +238,25 @@ def test_the_size_is_of_the_given_gpu(device: Any, other: Any, monkeypatch: Patc
 
     assert mlagen.workspace_bytes(device=device, **SIZES) == whole
     assert 0 < mlagen.workspace_bytes(device=other, **SIZES) < whole
+
+
+def test_cuda_is_the_current_gpu_of_torch(monkeypatch: Patch) -> None:
+    """As everywhere in torch."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    facts = [H200_FACTS, replace(H200_FACTS, index=1, sm_count=16)]
+    for module in (mla_plan, workspace):
+        monkeypatch.setattr(module, "device_facts", facts.__getitem__)
+
+    for size in (partial(mlagen.workspace_bytes, **SIZES), mlagen.max_workspace_bytes):
+        assert size(device="cuda") == size(device=1) < size(device=0)
+
+
+@pytest.mark.parametrize("device", ["cpu:junk", "gpu7", "mps"])
+def test_no_device_has_a_maximum_without_a_gpu(device: str) -> None:
+    """Only a CPU needs no workspace."""
+    with pytest.raises(ArgumentError, match=r"^device: expected .*, got "):
+        mlagen.max_workspace_bytes(device)
 
 
 def test_a_missing_gpu_is_rejected(monkeypatch: Patch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -132,11 +133,16 @@ NO_GQA, NO_MLA = "no GQA decode kernel for query", "no MLA decode kernel for que
     ("model", "use", "message"),
     [
         (V3, {"tp": (3,)}, "tp: expected a divisor of num_attention_heads 128, got 3"),
+        (
+            replace(V3, heads=512),
+            {},
+            "heads per GPU: expected 256 or less for MLA kernels, got 512",
+        ),
         (gqa(48, 8), {"tp": (6,)}, "tp: expected a divisor of num_key_value_heads 8, got 6"),
         (LLAMA, {"kv_dtypes": (FP8_DS_MLA,)}, f"{NO_GQA} bf16, cache fp8_ds_mla, output bf16; "),
         (V3, {"kv_dtypes": (DType.INT8,)}, f"{NO_MLA} bf16, cache int8; supported: "),
     ],
-    ids=["heads", "kv heads", "cache of GQA", "cache of MLA"],
+    ids=["heads", "more heads", "kv heads", "cache of GQA", "cache of MLA"],
 )
 def test_an_unsupported_use_names_the_model(
     model: MlaModel | GqaModel, use: dict[str, Any], message: str

@@ -128,7 +128,7 @@ def test_load_loads_each_kernel_on_each_gpu_of_its_target(
 
 
 TPS, Q_LENS, KV_DTYPES = (1, 2, 4, 8), (1, 2, 4), (DType.BF16, DType.E4M3)
-PLANS = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_sm80_call)
+PLANS = (mla_plan.plan_mla_sm80_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_sm80_call)
 
 
 @pytest.fixture(params=ARCHS, ids=str)
@@ -178,7 +178,7 @@ def _mla_calls(model: MlaModel) -> Iterator[object]:
         shape = {"batch": 4, "q_len": q_len, "tile_q_len": q_len, "tokens": 4 * q_len}
         heads = model.heads // tp
         call = {"device": 0, "variant": variant, "heads": heads, "max_kv_len": 100_000, **shape}
-        yield mla_plan.plan_call(**call)[0]
+        yield mla_plan.plan_mla_sm80_call(**call)[0]
         for p_dtype_choice in P_DTYPES:
             sm90 = mla_plan.plan_mla_sm90_call(**call, p_dtype_choice=p_dtype_choice)
             if sm90 is not None:

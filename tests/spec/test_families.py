@@ -127,6 +127,17 @@ def test_a_family_of_another_arch_selects_nothing() -> None:
     assert both == select_specs([SM_90A], families=["mla_sm90"], wanted=wanted)
 
 
+def test_only_other_kernels_serve_more_heads_than_mla() -> None:
+    """An MLA call has 256 heads at most."""
+    for heads, has_mla in ((256, True), (257, False)):
+        selected = select_specs([SM_90A], heads=heads, wanted={"dtype": "bf16", "page_size": 64})
+
+        families = {spec.family for spec in selected}
+        assert {"mla_sm80", "mla_sm90"} <= families or not has_mla
+        assert any("mla" in family for family in families) is has_mla
+        assert {"gqa_sm80", "gqa_sm90"} <= families
+
+
 def test_a_combine_kernel_matches_any_heads() -> None:
     """A combine kernel does not depend on the heads."""
     selected = select_specs([SM_80], families=["combine"], heads=16, wanted={})
@@ -147,6 +158,10 @@ REJECTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "q_len: expected heads beside it, got 2 alone": ({"q_len": 2}, {}),
     "kv_heads: expected heads beside it, got 2 alone": ({"kv_heads": 2}, {}),
     "heads: expected a multiple of kv_heads 2, got 3": ({"heads": 3, "kv_heads": 2}, {}),
+    "heads: expected 256 or less for MLA kernels, got 300": (
+        {"families": ["mla_sm80", "mla_sm90"], "heads": [16, 300]},
+        {},
+    ),
     "page_size: expected one of 1, 8, 16, 32, 64, 128, got '48'": ({}, {"page_size": 48}),
     f"filter: expected one of {CALL_FIELDS}, got 'batch'": (
         {"families": ["combine"]},

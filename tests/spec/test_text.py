@@ -122,7 +122,7 @@ CHANGED: list[tuple[KernelSpec, dict[str, str], str]] = [
     (mla_sm90(), {"arch": "sm_80"}, f"mla_sm90: {UNUSED}, got mla_sm90(arch=sm_80, "),
     (gqa_sm80(), {"head_dim": "72"}, "gqa_sm80: no GQA decode kernel for head_dim 72"),
     (gqa_sm80(), {"warps": "0"}, f"gqa_sm80: {UNUSED}, the nearest {gqa_sm80()}, got gqa_sm8"),
-    (COMBINE, {"head_dim_vo": "72"}, "combine: no GQA decode kernel for head_dim 72; support"),
+    (COMBINE, {"head_dim_vo": "72"}, f"combine: {UNUSED}, the nearest {COMBINE}, got "),
     (COMBINE, {"dtype": "int8"}, f"combine: {UNUSED}, the nearest {COMBINE}, got "),
 ]
 

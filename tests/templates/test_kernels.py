@@ -23,11 +23,11 @@ core.
 from __future__ import annotations
 
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mlagen.compiler.ptxas import parse_warnings
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.families import specs_of
 from mlagen.spec.gqa.sm80 import GqaTile
@@ -47,7 +47,9 @@ RESERVED_BYTES = 1024
 def problems_of(spec: KernelSpec) -> list[str]:
     """Compile a kernel and return what is wrong with it."""
     cubin = cubin_of(spec)
-    problems = [f"ptxas warns: {number}" for number in parse_warnings(cubin.log)]
+    # Performance warnings: wgmma serialised, setmaxnreg ignored.
+    warnings = dict.fromkeys(re.findall(r"\bC7\d{3}\b", cubin.log))
+    problems = [f"ptxas warns: {number}" for number in warnings]
     if [found.symbol for found in cubin.resources] != [spec.symbol]:
         return [*problems, f"expected one kernel, got {cubin.resources}"]
     (found,) = cubin.resources

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -43,6 +44,7 @@ __all__ = [
     "require_floats",
     "require_index",
     "require_ints",
+    "require_not_nested",
     "require_number",
     "require_scale",
     "require_shape",
@@ -52,6 +54,7 @@ __all__ = [
     "require_workspace",
     "shown",
     "token_stride",
+    "unwrap_sinks",
 ]
 
 _SCALE = "a float or a torch.float32 tensor of one element"
@@ -96,10 +99,17 @@ def require_dtype(
         reject(f"{argument}.dtype", f"{rule} ({why})" if why else rule, tensor.dtype)
 
 
+def require_not_nested(tensor: torch.Tensor, argument: str) -> None:
+    """Reject a nested tensor, which has no shape."""
+    if tensor.is_nested:
+        reject(argument, "a dense tensor in memory", "a nested tensor")
+
+
 def require_shape(
     tensor: torch.Tensor, argument: str, allowed: Sequence[tuple[int, ...]], why: str = ""
 ) -> None:
     """Reject a tensor whose shape is not among ``allowed``."""
+    require_not_nested(tensor, argument)
     if tuple(tensor.shape) not in allowed:
         rule = " or ".join(str(list(shape)) for shape in dict.fromkeys(allowed))
         reject(f"{argument}.shape", f"{rule} ({why})" if why else rule, list(tensor.shape))
@@ -107,6 +117,7 @@ def require_shape(
 
 def require_dims(tensor: torch.Tensor, argument: str, allowed: Sequence[int]) -> None:
     """Reject a tensor with another number of dimensions."""
+    require_not_nested(tensor, argument)
     if tensor.dim() not in allowed:
         reject(f"{argument}.ndim", " or ".join(map(str, allowed)), tensor.dim())
 
@@ -124,19 +135,20 @@ def require_dense_last_dim(tensor: torch.Tensor, argument: str) -> None:
         reject(f"{argument}.stride(-1)", 1, tensor.stride(-1))
 
 
-def require_aligned(tensor: torch.Tensor, argument: str) -> None:
-    """Reject a tensor with a stride that breaks the 16-byte alignment of its rows."""
-    elements = ALIGNMENT_BYTES // tensor.element_size()
+def require_aligned(tensor: torch.Tensor, argument: str, alignment: int = ALIGNMENT_BYTES) -> None:
+    """Reject a tensor with a stride that breaks the alignment of its rows, in bytes."""
+    elements = alignment // tensor.element_size()
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if dim != tensor.dim() - 1 and size > 1 and stride % elements:
             reject(f"{argument}.stride({dim})", f"a multiple of {elements}", stride)
 
 
-def require_aligned_pointer(tensor: torch.Tensor, argument: str) -> None:
-    """Reject a tensor whose base address is not 16-byte aligned."""
-    if tensor.data_ptr() % ALIGNMENT_BYTES:
-        excess = f"{tensor.data_ptr() % ALIGNMENT_BYTES} more than one"
-        reject(f"{argument}.data_ptr()", f"a multiple of {ALIGNMENT_BYTES}", excess)
+def require_aligned_pointer(
+    tensor: torch.Tensor, argument: str, alignment: int = ALIGNMENT_BYTES
+) -> None:
+    """Reject a tensor whose base address breaks the alignment, in bytes."""
+    if excess := tensor.data_ptr() % alignment:
+        reject(f"{argument}.data_ptr()", f"a multiple of {alignment}", f"{excess} more than one")
 
 
 def require_strides(tensor: torch.Tensor, argument: str, other: torch.Tensor, of: str) -> None:
@@ -243,6 +255,21 @@ def canonical_sinks(sinks: torch.Tensor | None) -> torch.Tensor | None:
         return sinks
     require(sinks.numel() <= _MAX_SINKS, "sinks.shape", "one for each head", list(sinks.shape))
     return sinks.float()
+
+
+def unwrap_sinks(sinks: Any) -> Any:
+    """Return the tensor in a list of one, in fp32; no tensor unchanged.
+
+    Raises
+    ------
+    ArgumentError
+        If a list does not have one element.
+    """
+    if isinstance(sinks, list):
+        if len(sinks) != 1:
+            reject("sinks", "a list of one tensor", f"{len(sinks)}")
+        (sinks,) = sinks
+    return canonical_sinks(sinks)
 
 
 def is_pdl_enabled(enable_pdl: object) -> bool:

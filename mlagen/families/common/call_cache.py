@@ -90,10 +90,10 @@ class CallCache(Generic[LauncherT]):
         ``new`` are its outputs and computed tensors, if one of them was allocated.
         """
         if new is None:
-            _store(self.replays, key, replay, _MAX_LAUNCHES)
+            store_bounded(self.replays, key, replay, _MAX_LAUNCHES)
             return
-        _store(self.replays, key, replay._replace(launches=None), _MAX_LAUNCHES)
-        _store(self.replays, (key, pointers_of(new)), replay, _MAX_LAUNCHES)
+        store_bounded(self.replays, key, replay._replace(launches=None), _MAX_LAUNCHES)
+        store_bounded(self.replays, (key, pointers_of(new)), replay, _MAX_LAUNCHES)
 
     def find(self, key: Hashable, tensors: Tensors) -> GuardedEntry[LauncherT] | None:
         """Return the entry of a key whose guard accepts the tensors, if there is one."""
@@ -104,10 +104,15 @@ class CallCache(Generic[LauncherT]):
 
     def store(self, signature: Hashable, launcher: LauncherT) -> None:
         """Cache a launcher by its signature."""
-        _store(self.launchers, signature, launcher, _MAX_CALLS)
+        store_bounded(self.launchers, signature, launcher, _MAX_CALLS)
 
     def add(
-        self, key: Hashable, tensors: Tensors, signature: Hashable, types: tuple[type, ...]
+        self,
+        key: Hashable,
+        tensors: Tensors,
+        signature: Hashable,
+        launcher: LauncherT,
+        types: tuple[type, ...],
     ) -> GuardedEntry[LauncherT] | None:
         """Make the launcher of a signature the first entry of a key, and return the entry.
 
@@ -117,16 +122,15 @@ class CallCache(Generic[LauncherT]):
         state = self._guards.get((signature, key))
         if state is None:
             state = _GuardState()
-            _store(self._guards, (signature, key), state, _MAX_CALLS)
+            store_bounded(self._guards, (signature, key), state, _MAX_CALLS)
         needs_guard = state.entry is None or state.entry in entries
         if needs_guard and state.num_attempts < _MAX_GUARDS:
             state.num_attempts += 1
             guard = make_guard(tensors)
-            launcher = self.launchers[signature]
             state.entry = None if guard is None else GuardedEntry(launcher, guard, types)
         if state.entry is not None and state.entry not in entries:
             updated = (state.entry, *entries[: _MAX_ENTRIES_PER_KEY - 1])
-            _store(self._entries, key, updated, _MAX_CALLS)
+            store_bounded(self._entries, key, updated, _MAX_CALLS)
         return state.entry
 
 
@@ -143,7 +147,12 @@ def has_memory(tensors: Tensors) -> bool:
         return False
 
 
-def _store(table: dict[KeyT, ValueT], key: KeyT, value: ValueT, max_entries: int) -> None:
-    if len(table) >= max_entries:
-        table.clear()
+def store_bounded(table: dict[KeyT, ValueT], key: KeyT, value: ValueT, max_entries: int) -> None:
+    """Add an entry to a table that other threads use too; a full one drops its oldest entries.
+
+    Not one at a time: the search of the first entry passes those that were dropped.
+    """
+    if len(table) >= max_entries and key not in table:
+        for oldest in list(table)[: 1 + max_entries // 8]:
+            table.pop(oldest, None)
     table[key] = value

@@ -205,7 +205,7 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
         if launcher is None:
             return stored(self.compute(args, problem), self.outputs_of(args, problem))
         if guarded is not None and signature is not None:
-            entry = self.cache.add(*guarded, signature, tuple(map(type, args)))
+            entry = self.cache.add(*guarded, signature, launcher, tuple(map(type, args)))
         return self.launch(launcher, args, enable_pdl, key, entry, computed)
 
     def _signature_of(self, args: ArgsT) -> Hashable:

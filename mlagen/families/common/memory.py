@@ -119,6 +119,37 @@ def require_writable(tensor: object, argument: str) -> None:
         reject(argument, "elements that do not overlap", f"strides {tensor.stride()}")
 
 
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape share memory.
+
+    Views that interleave do not; of tensors with other strides, the address ranges are compared.
+    """
+    if not one.numel():
+        return False
+    distance = other.data_ptr() - one.data_ptr()
+    if _axes(one) == _axes(other):
+        return _reaches(distance, _axes(one))
+    first = one if distance >= 0 else other
+    extent = first.element_size() + sum(step * (n - 1) for step, n in _axes(first))
+    return abs(distance) < extent
+
+
+def _axes(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Return stride in bytes and size of the axes that have a stride, the longest stride first."""
+    size = tensor.element_size()
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    return sorted(((step * size, n) for step, n in pairs if n > 1 and step), reverse=True)
+
+
+def _reaches(distance: int, axes: list[tuple[int, int]]) -> bool:
+    """Whether steps along the axes, the longest first, add up to a distance."""
+    if not axes:
+        return distance == 0
+    (stride, size), *inner = axes
+    steps = distance // stride
+    return any(abs(n) < size and _reaches(distance - n * stride, inner) for n in (steps, steps + 1))
+
+
 def check_memory(args: CallArgs) -> None:
     """Reject the first tensor of a call that kernels cannot read, or cannot write as an output.
 

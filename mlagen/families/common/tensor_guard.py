@@ -40,11 +40,6 @@ def make_guard(tensors: Sequence[torch.Tensor]) -> Guard | None:
     return guard if guard is not None and guard(*tensors) is True else None
 
 
-def can_guard() -> bool:
-    """Whether this torch has usable guards."""
-    return _valid_guards() is not None
-
-
 def _without_grad(guard: Guard) -> Guard:
     """Return a guard that rejects all tensors in grad mode, which torch's guards do not check."""
     is_grad_enabled = torch.is_grad_enabled

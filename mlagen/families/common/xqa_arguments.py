@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mlagen.families.common.arguments import (
@@ -38,6 +40,21 @@ def check_unused(query: object, semaphores: object, sm_count: object) -> None:
         require_dtype(tensor, "semaphores", _SEMAPHORE_DTYPES)
     if sm_count is not None:
         require_whole_number(sm_count, "sm_count", min_value=1)
+
+
+def check_counter_buffer(call: dict[str, Any]) -> None:
+    """Reject a ``multi_ctas_kv_counter_buffer`` that is no tensor on the device of the query.
+
+    Raises
+    ------
+    ArgumentError
+        If it is none.
+    """
+    name, query = "multi_ctas_kv_counter_buffer", call["query"]
+    if call[name] is not None:
+        buffer = require_tensor(call[name], name)
+        if isinstance(query, torch.Tensor):
+            require_device(buffer, name, query.device)
 
 
 def check_caches(
@@ -114,22 +131,11 @@ def check_mla_caches(q: object, k_cache: object, v_cache: object, *, page_size: 
     return False
 
 
-def check_output(output: object) -> None:
-    """Reject a call without an output tensor.
-
-    Raises
-    ------
-    ArgumentError
-        If it has none.
-    """
-    require_tensor(output, "output")
-
-
 def flat_lengths(seq_lens: torch.Tensor) -> torch.Tensor:
     """Return ``[batch]`` for ``[batch, 1]``; anything else unchanged."""
-    if isinstance(seq_lens, torch.Tensor) and seq_lens.dim() == 2 and seq_lens.shape[1] == 1:
-        return seq_lens[:, 0]
-    return seq_lens
+    if not isinstance(seq_lens, torch.Tensor) or seq_lens.dim() != 2 or seq_lens.is_nested:
+        return seq_lens
+    return seq_lens[:, 0] if seq_lens.shape[1] == 1 else seq_lens
 
 
 def table_capacity(page_table: object, page_size: int) -> int:
@@ -141,7 +147,7 @@ def table_capacity(page_table: object, page_size: int) -> int:
         If the table is not two-dimensional.
     """
     table = require_tensor(page_table, "page_table")
-    if table.dim() != 2:
+    if table.dim() != 2 or table.is_nested:
         require_dims(table, "page_table", (2,))
     return min(table.shape[1] * page_size, INT32_MAX)
 

@@ -8,9 +8,9 @@ from fractions import Fraction
 
 from mlagen.families.common.plan_sm80 import GqaProblemShape
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
+from mlagen.values import INT32_MAX
 
 # Linear block indices are 32-bit.
-_MAX_INT32 = 2**31 - 1
 
 # KV bytes of a token that a CTA group reads together. Contiguous reads of several heads raise the
 # memory bandwidth, up to this size.
@@ -120,7 +120,7 @@ def choose_heads_per_cta(spec: GqaSm90Spec, problem: GqaProblemShape, sm_count: 
 def fits_in_int32(spec: GqaSm90Spec, plan: GqaSm90Plan, max_tokens: int) -> bool:
     """Return whether linear block indices fit in 32 bits, for up to ``max_tokens`` a sequence."""
     kv_blocks = max(1, -(-max_tokens // spec.block_n))
-    return plan.total_tiles * kv_blocks <= _MAX_INT32
+    return plan.total_tiles * kv_blocks <= INT32_MAX
 
 
 def _num_cta_groups(

@@ -14,6 +14,7 @@ from mlagen.families.common.arguments import (
     DTYPES,
     reject,
     require,
+    require_aligned,
     require_contiguous,
     require_dense_last_dim,
     require_device,
@@ -32,11 +33,11 @@ from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.validate_kv import (
     QUANTISED,
     Pair,
+    alignment_of,
     cache_names,
     check_pointers,
     paged_caches,
     paged_scales,
-    require_aligned_strides,
 )
 from mlagen.families.gqa.validate_query import check_query, check_query_tokens
 from mlagen.spec.dtype import DType
@@ -177,7 +178,7 @@ def _check_caches(args: GqaArgs, caches: Pair) -> int:
     require(heads % kv_heads == 0, f"{args.names.query}.shape[-2]", multiple, heads)
     for cache, argument in zip(caches, cache_names(args), strict=True):
         require_dense_last_dim(cache, argument)
-        require_aligned_strides(cache, argument)
+        require_aligned(cache, argument, alignment_of(cache))
     return kv_heads
 
 
@@ -255,7 +256,7 @@ def _check_lse(
     args: GqaArgs, out_shape: tuple[int, ...], batch: int, tokens: int
 ) -> tuple[int, ...]:
     """Return the shape of the LSE: that of the output without its last dimension."""
-    if args.lse is None or not args.return_lse:
+    if args.lse is None:
         return out_shape[:-1]
     heads = args.query.shape[-2]
     allowed: tuple[tuple[int, ...], ...] = ((tokens, heads), tuple(args.query.shape[:-1]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from mlagen.families.common.call_cache import store_bounded
 from mlagen.runtime.tensor_map import TiledTensor, encode
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
 
@@ -37,9 +38,7 @@ class GqaCacheMaps(dict[tuple[int, int], bytes]):
         key, value = base_addresses
         maps = self._encode(key, self._layout.key_strides)
         maps += self._encode(value, self._layout.value_strides)
-        if len(self) >= _MAX_CACHES:
-            self.clear()
-        self[base_addresses] = maps
+        store_bounded(self, base_addresses, maps, _MAX_CACHES)
         return maps
 
     def _encode(self, address: int, strides: tuple[int, int, int]) -> bytes:

@@ -13,6 +13,7 @@ from mlagen.families.common.arguments import (
     ALIGNMENT_BYTES,
     reject,
     require,
+    require_aligned_pointer,
     require_dense_last_dim,
     require_device,
     require_dims,
@@ -146,14 +147,6 @@ def alignment_of(tensor: torch.Tensor) -> int:
     return ALIGNMENT_BYTES
 
 
-def require_aligned_strides(tensor: torch.Tensor, argument: str) -> None:
-    """Reject a tensor with a stride that breaks the alignment of its rows."""
-    elements = alignment_of(tensor) // tensor.element_size()
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if dim != tensor.dim() - 1 and size > 1 and stride % elements:
-            reject(f"{argument}.stride({dim})", f"a multiple of {elements}", stride)
-
-
 def check_pointers(args: GqaArgs) -> None:
     """Reject tensors with a misaligned base address.
 
@@ -165,17 +158,11 @@ def check_pointers(args: GqaArgs) -> None:
     names = args.names
     key, value = paged_caches(args)
     key_name, value_name = cache_names(args)
-    _check_pointer(args.query, names.query, ALIGNMENT_BYTES)
-    _check_pointer(key, key_name, alignment_of(key))
-    _check_pointer(value, value_name, alignment_of(key))
-    _check_pointer(args.workspace_buffer, names.workspace_buffer, ALIGNMENT_BYTES)
+    require_aligned_pointer(args.query, names.query)
+    require_aligned_pointer(key, key_name, alignment_of(key))
+    require_aligned_pointer(value, value_name, alignment_of(key))
+    require_aligned_pointer(args.workspace_buffer, names.workspace_buffer)
     if args.out is not None:
-        _check_pointer(args.out, names.out, ALIGNMENT_BYTES)
+        require_aligned_pointer(args.out, names.out)
     if args.mask is not None and args.q_len > 1:
-        _check_pointer(args.mask, names.mask, MASK_ALIGNMENT_BYTES)
-
-
-def _check_pointer(tensor: torch.Tensor, argument: str, alignment: int) -> None:
-    excess = tensor.data_ptr() % alignment
-    if excess:
-        reject(f"{argument}.data_ptr()", f"a multiple of {alignment}", f"{excess} more than one")
+        require_aligned_pointer(args.mask, names.mask, MASK_ALIGNMENT_BYTES)

@@ -9,6 +9,7 @@ from mlagen.families.common.arguments import (
     check_token_stride,
     reject,
     require,
+    require_aligned,
     require_contiguous,
     require_dense_last_dim,
     require_dims,
@@ -19,7 +20,6 @@ from mlagen.families.common.arguments import (
     require_tensor,
 )
 from mlagen.families.gqa.args import GqaArgs
-from mlagen.families.gqa.validate_kv import require_aligned_strides
 
 
 def check_query(args: GqaArgs) -> torch.Tensor:
@@ -40,7 +40,7 @@ def check_query(args: GqaArgs) -> torch.Tensor:
             require(q_len == args.q_len, f"{name}.shape[2]", expected, q_len)
     require_dtype(query, name, tuple(DTYPES))
     require_dense_last_dim(query, name)
-    require_aligned_strides(query, name)
+    require_aligned(query, name)
     require(query.shape[-2] >= 1, f"{name}.shape[-2]", "1 head or more", query.shape[-2])
     return query
 

@@ -21,7 +21,7 @@ from mlagen.families.common.outputs import LSE_FACTORS
 from mlagen.families.common.plan_sm80 import Sm80Plan
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.problem import MlaProblem, check_pointers
-from mlagen.families.mla.select import plan_call
+from mlagen.families.mla.select import plan_mla_sm80_call
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.partition import WHOLE_GPU
@@ -145,7 +145,7 @@ def make_sm80_launcher(
 ) -> MlaSm80Launcher:
     """Return the launcher for the signature of ``args`` on ``sms`` SMs of GPU ``index``."""
     plan_on = partial(
-        plan_call,
+        plan_mla_sm80_call,
         device=index,
         variant=problem.variant,
         batch=problem.batch,

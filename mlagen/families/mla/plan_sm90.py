@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from mlagen.families.common.plan_sm80 import MlaProblemShape
 from mlagen.spec.mla.sm90 import MlaSm90Spec
+from mlagen.values import INT32_MAX
 
 _MAX_CTA_GROUP_SIZE = 4
 
@@ -15,7 +16,6 @@ _MAX_CTA_GROUP_SIZE = 4
 _MAX_IDLE = Fraction(1, 25)
 
 # Linear block indices are 32-bit.
-_MAX_INT32 = 2**31 - 1
 
 # Whether small calls use the sm80 kernel: its prologue is shorter, which dominates the latency of
 # a few CTAs.
@@ -107,7 +107,7 @@ def _partial_rows(spec: MlaSm90Spec) -> int:
 def fits_in_int32(spec: MlaSm90Spec, plan: MlaSm90Plan, max_tokens: int) -> bool:
     """Return whether linear block indices fit in 32 bits, for up to ``max_tokens`` a sequence."""
     blocks_per_tile = _kv_blocks_of(spec, max_tokens) + spec.fixed_overhead_blocks
-    return plan.total_tiles * blocks_per_tile <= _MAX_INT32
+    return plan.total_tiles * blocks_per_tile <= INT32_MAX
 
 
 def _kv_blocks_of(spec: MlaSm90Spec, tokens: int) -> int:

@@ -27,14 +27,11 @@ from mlagen.families.common.arguments import (
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.validate_kv import check_cache, check_lengths, check_tables
 from mlagen.families.mla.validate_query import (
-    MAX_HEADS,
     QueryLayout,
     check_query,
     check_query_offsets,
 )
 from mlagen.spec.mla.variant import MlaVariant, require_supported
-
-__all__ = ["MAX_HEADS", "MlaProblem", "check_pointers", "check_problem"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +187,7 @@ def _check_out(args: MlaArgs, dtype: torch.dtype) -> tuple[int, ...]:
 
 def _check_lse(args: MlaArgs, query: QueryLayout) -> tuple[int, ...]:
     flat, name = (query.tokens, query.heads), args.names.lse
-    if args.lse is None or not args.return_lse:
+    if args.lse is None:
         return flat
     allowed = (flat, tuple(args.query.shape[:-1]))
     return tuple(require_floats(args.lse, name, args.query.device, allowed).shape)

@@ -20,7 +20,7 @@ from mlagen.spec.mla.variant import MlaVariant
 
 
 @lru_cache(maxsize=4096)
-def plan_call(
+def plan_mla_sm80_call(
     *,
     device: int,
     variant: MlaVariant,
@@ -60,8 +60,8 @@ def plan_mla_sm90_call(
 ) -> tuple[MlaSm90Spec, MlaSm90Plan] | None:
     """Return the sm90 kernel and its plan for a call on GPU ``device``; None if unsupported.
 
-    ``max_kv_len`` and ``sms`` are as for :func:`plan_call`; ``p_dtype_choice`` is the dtype of P
-    that the settings request.
+    ``max_kv_len`` and ``sms`` are as for :func:`plan_mla_sm80_call`; ``p_dtype_choice`` is the
+    dtype of P that the settings request.
     """
     if variant.lookup == "sparse":
         batch, q_len, tile_q_len = tokens, 1, 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from mlagen.families.common.call_cache import store_bounded
 from mlagen.runtime.tensor_map import TiledTensor, encode
 from mlagen.spec.mla.sm90 import MlaSm90Spec
 
@@ -43,9 +44,7 @@ class CacheMaps(dict[tuple[int, int], Maps]):
 
     def __missing__(self, base_addresses: tuple[int, int]) -> Maps:
         maps = self._encode(*base_addresses)
-        if len(self) >= _MAX_CACHES:
-            self.clear()
-        self[base_addresses] = maps
+        store_bounded(self, base_addresses, maps, _MAX_CACHES)
         return maps
 
     def _encode(self, cache: int, rope: int) -> Maps:

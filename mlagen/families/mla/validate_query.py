@@ -23,8 +23,8 @@ from mlagen.families.common.arguments import (
 )
 from mlagen.families.mla.args import MlaArgs
 from mlagen.spec.dtype import DType
+from mlagen.spec.mla.variant import MAX_HEADS
 
-MAX_HEADS = 256
 QUERY_DTYPES = {**DTYPES, torch.float8_e4m3fn: DType.E4M3}
 
 # Torch dtypes of fp8_per_token rows; :class:`DType` describes their bytes.

@@ -87,6 +87,11 @@ def gqa_variants() -> Iterator[GqaVariant]:
             )
 
 
+def has_dim(head_dim: int) -> bool:
+    """Whether there are kernels of a head dimension."""
+    return (head_dim % 16 == 0 and 16 <= head_dim <= SLICE_DIMS) or head_dim == _MAX_HEAD_DIM
+
+
 def require_supported(variant: GqaVariant) -> None:
     """Reject a variant that no row of :data:`SUPPORTED` covers.
 
@@ -95,11 +100,10 @@ def require_supported(variant: GqaVariant) -> None:
     UnsupportedError
         The message lists the supported values.
     """
-    head_dim = variant.head_dim
-    if not (head_dim % 16 == 0 and 16 <= head_dim <= SLICE_DIMS) and head_dim != _MAX_HEAD_DIM:
+    if not has_dim(variant.head_dim):
         raise UnsupportedError(
-            f"no GQA decode kernel for head_dim {head_dim}; supported: multiples of 16 up to "
-            f"{SLICE_DIMS}, and {_MAX_HEAD_DIM}"
+            f"no GQA decode kernel for head_dim {variant.head_dim}; supported: multiples of 16 up "
+            f"to {SLICE_DIMS}, and {_MAX_HEAD_DIM}"
         )
     dtypes = (variant.query_dtype, variant.kv_dtype, variant.out_dtype)
     known = [

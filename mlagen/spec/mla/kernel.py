@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlagen.spec.kernel import KernelSpec, Parameter, int32, int64, pointer
-from mlagen.spec.mla.variant import MlaVariant
+from mlagen.spec.kernel import CallShape, KernelSpec, Parameter, int32, int64, pointer
+from mlagen.spec.mla.variant import MAX_HEADS, MlaVariant
 
 # Of decode context parallel.
 _DCP_PARAMETERS = (
@@ -49,6 +49,11 @@ class MlaKernelSpec(KernelSpec):
     variant: MlaVariant
 
     @property
+    def is_sparse(self) -> bool:
+        """Whether every query token has top-k indices."""
+        return self.variant.lookup == "sparse"
+
+    @property
     def has_dcp(self) -> bool:
         """Whether the KV cache has the tokens of one rank of decode context parallel."""
         return self.variant.mask == "dcp"
@@ -59,3 +64,12 @@ class MlaKernelSpec(KernelSpec):
         if not self.has_dcp:
             return self.common_parameters
         return _in_order((*self.common_parameters, *_DCP_PARAMETERS))
+
+    def serves(self, call: CallShape) -> bool:
+        """Whether the call may use this tile of the variant."""
+        rows = call.heads * (1 if self.is_sparse else call.q_len)
+        return call.heads <= MAX_HEADS and self.serves_rows(rows)
+
+    def serves_rows(self, rows: int) -> bool:
+        """Whether calls with so many query rows per sequence may use this tile of the variant."""
+        raise NotImplementedError

@@ -9,7 +9,6 @@ from typing import ClassVar, NamedTuple
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import (
-    CallShape,
     Parameter,
     float32,
     int32,
@@ -133,11 +132,6 @@ class MlaSm80Spec(MlaKernelSpec):
         return not self.variant.query_dtype.is_16bit
 
     @property
-    def is_sparse(self) -> bool:
-        """Whether every query token has top-k indices."""
-        return self.variant.lookup == "sparse"
-
-    @property
     def has_separate_values(self) -> bool:
         """Whether V has a cache of its own."""
         return self.variant.values == "separate"
@@ -181,9 +175,8 @@ class MlaSm80Spec(MlaKernelSpec):
         """Threads per CTA."""
         return self.tile.row_warps * self.tile.token_warps * 32
 
-    def serves(self, call: CallShape) -> bool:
-        """Whether the call uses this tile of the variant."""
-        rows = call.heads if self.is_sparse else call.heads * call.q_len
+    def serves_rows(self, rows: int) -> bool:
+        """Whether calls with so many query rows per sequence use this tile of the variant."""
         return self == mla_sm80_spec(self.arch, self.variant, rows)
 
     @property

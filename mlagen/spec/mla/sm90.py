@@ -10,7 +10,6 @@ from typing import ClassVar, TypeVar
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import (
-    CallShape,
     Parameter,
     float32,
     int32,
@@ -150,11 +149,6 @@ class MlaSm90Spec(MlaKernelSpec):
         return self.math_dtype
 
     @property
-    def is_sparse(self) -> bool:
-        """Whether every query token has top-k indices."""
-        return self.variant.lookup == "sparse"
-
-    @property
     def uses_tma(self) -> bool:
         """Whether TMA loads the KV tiles; otherwise producer warps gather the tokens."""
         return not self.is_sparse
@@ -241,10 +235,9 @@ class MlaSm90Spec(MlaKernelSpec):
         """True: a CTA waits for the splits of its work tile that other CTAs compute."""
         return True
 
-    def serves(self, call: CallShape) -> bool:
-        """Whether the call may use this tile of the variant."""
-        q_len = 1 if self.is_sparse else call.q_len
-        return self.block_m in self.tiles_of(call.heads * q_len)
+    def serves_rows(self, rows: int) -> bool:
+        """Whether calls with so many query rows per sequence may use this tile of the variant."""
+        return self.block_m in self.tiles_of(rows)
 
     def tiles_of(self, rows: int) -> tuple[int, ...]:
         """Return the BLOCK_M of every tile for ``rows`` query rows per sequence."""

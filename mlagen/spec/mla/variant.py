@@ -41,6 +41,8 @@ class MlaVariant(Variant):
         return self.lookup, self.values, self.mask
 
 
+MAX_HEADS = 256  # query heads of a call
+
 # Page sizes that prewarming compiles; others are compiled on first use.
 PAGE_SIZES = (1, 8, 16, 32, 64, 128)
 

@@ -101,11 +101,12 @@ __device__ inline LaneBlocks ragged_kv_blocks(const Params& params, int first, i
 
 // Rounds a range up to whole work tiles if all tiles have as many KV blocks, so that none is split.
 __device__ inline void align_with_tiles(const LaneBlocks& lane_blocks, ScheduleRange& range) {
-  const int tile = __reduce_max_sync(~0u, lane_blocks.tile);
-  const bool is_equal = lane_blocks.tile == 0 || lane_blocks.tile == tile;
+  // Unsigned: a sum of two numbers of blocks may exceed int32.
+  const u32 tile = __reduce_max_sync(~0u, static_cast<u32>(lane_blocks.tile));
+  const bool is_equal = lane_blocks.tile == 0 || lane_blocks.tile == static_cast<int>(tile);
   if (!__all_sync(~0u, lane_blocks.has_equal_tiles && is_equal)) return;
-  range.begin = ceil_div(range.begin, tile) * tile;
-  range.end = ceil_div(range.end, tile) * tile;
+  range.begin = static_cast<int>((range.begin + tile - 1) / tile * tile);
+  range.end = static_cast<int>((range.end + tile - 1) / tile * tile);
 }
 
 // Computes the range of a CTA group and the work tile that it begins in, by a warp-wide prefix sum.

@@ -43,8 +43,8 @@ def test_another_file_is_rejected(text: str, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     path.write_text(text, encoding="latin-1")
     with pytest.raises(mlagen.ArgumentError) as caught:
-        read_document("from_json", path)
-    assert str(caught.value) == (f"from_json: expected results of mlagen bench --json in {path}")
+        read_document("from-json", path)
+    assert str(caught.value) == (f"from-json: expected results of mlagen bench --json, got {path}")
     with pytest.raises(mlagen.ArgumentError, match="baseline: expected a file of mlagen bench"):
         read_document("baseline", tmp_path)
 

@@ -21,27 +21,43 @@ TENSORS = (torch.ones(2), torch.zeros(3))
 
 
 def test_the_cache_has_a_capacity(monkeypatch: Patch) -> None:
-    """A full table is cleared before the next entry, and ``clear`` drops both levels."""
+    """A full table drops its oldest entry, and ``clear`` drops both levels."""
     monkeypatch.setattr(call_cache, "_MAX_CALLS", 3)
     monkeypatch.setattr(call_cache, "_MAX_LAUNCHES", 3)
     calls: CallCache[str] = CallCache()
 
     for number in range(7):
         calls.store(("signature", number), "call")
-        entry = calls.add(("key", number), TENSORS, ("signature", number), ())
+        entry = calls.add(("key", number), TENSORS, ("signature", number), "call", ())
         assert entry is not None
         replay = Replay(entry.guard, lambda _: TENSORS, lambda *_: (), (), enable_pdl=True)
         calls.store_replay(("key", number), replay, None)
         tables = (calls.launchers, calls._entries, calls._guards, calls.replays)
         assert all(len(table) <= 3 for table in tables)
 
-    found = calls.find(("key", 6), TENSORS)
+    kept = [("key", number) for number in (4, 5, 6)]
+    assert [*calls.replays] == [*calls._entries] == kept
+    found = calls.find(kept[0], TENSORS)
     assert found is not None
     assert found.launcher == "call"
-    assert calls.launchers.get(("signature", 5)) is None
+    calls.store(("signature", 4), "another")
+    assert [*calls.launchers] == [("signature", number) for number in (4, 5, 6)]
     calls.clear()
     assert calls.find(("key", 6), TENSORS) is None
     assert not any((calls.launchers, calls._entries, calls._guards, calls.replays))
+
+
+def test_a_launcher_that_another_thread_dropped_gets_its_entry() -> None:
+    """Threads with other settings, or a full table, drop it while its call runs."""
+    calls: CallCache[str] = CallCache()
+    calls.store("signature", "call")
+    calls.clear()
+
+    entry = calls.add("key", TENSORS, "signature", "call", ())
+
+    assert entry is not None
+    assert calls.find("key", TENSORS) is entry
+    assert entry.launcher == "call"
 
 
 KINDS = KeyKinds(tensors="query", optional="", outputs="", scales="scale", ints="rank", words="")

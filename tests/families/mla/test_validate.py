@@ -54,6 +54,7 @@ ROWS: Rows = {
         ("sinks", bf16(1).expand(1 << 30), ".shape: expected one for each head, got [1073741824]"),
         ("out", bf16(2, 16, 512), ".shape: expected [2, 2, 16, 512], got [2, 16, 512]"),
         ("lse", torch.zeros(3, 16), ".shape: expected [4, 16] or [2, 2, 16], got [3, 16]"),
+        ("lse", {"return_lse": False, "lse": "x"}, ": expected a torch.Tensor, got str"),
         ("return_lse_base", "base10", ": expected one of base2, basee, got 'base10'"),
     ],
     "trtllm ragged": [
