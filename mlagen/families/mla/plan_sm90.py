@@ -17,19 +17,12 @@ _MAX_IDLE = Fraction(1, 25)
 # Linear block indices are 32-bit.
 _MAX_INT32 = 2**31 - 1
 
-# Whether small calls use the sm80 kernel: its prologue is shorter, which dominates the latency of
-# a few CTAs.
-USES_SM80_FOR_SMALL_CALLS = True
-
 # Rows of a tile in the KV-block count of a small call.
 _SMALL_TILE_ROWS = 16
 
 # SM count that the limits of small calls are for. They grow with the SMs: the sm80 kernel saves a
 # fixed latency, and takes longer for each KV block of an SM.
 _SMALL_CALL_SMS = 132
-
-# Whether a call may use a tile with fewer rows than its sequences.
-USES_SMALLER_TILES = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +47,7 @@ def choose_block_m(
     """
     # Of one row tile per sequence.
     kv_blocks = problem.batch * _kv_blocks_of(spec, problem.max_kv_len)
-    for rows, kv_blocks_per_sm in spec.smaller_tiles if USES_SMALLER_TILES else ():
+    for rows, kv_blocks_per_sm in spec.smaller_tiles:
         tiles = -(-tile_q_len * problem.heads // rows)
         if rows < spec.block_m and tiles * kv_blocks <= kv_blocks_per_sm * sm_count:
             return rows
@@ -91,8 +84,20 @@ def plan_mla_sm90(
         total_tiles=total_tiles,
         partial_rows_offset=partial_values,
         workspace_bytes=num_ctas * mla_sm90_bytes_per_cta(spec),
-        is_small=_is_small(spec, tile_q_len * problem.heads, problem.batch * kv_blocks, sm_count),
+        is_small=is_small_call(
+            spec, tile_q_len * problem.heads, problem.batch * kv_blocks, sm_count
+        ),
     )
+
+
+def is_small_call(spec: MlaSm90Spec, rows: int, kv_blocks: int, sm_count: int) -> bool:
+    """Whether the sm80 kernel is faster, for ``rows`` query rows per sequence.
+
+    Its prologue is shorter, which dominates the latency of a few CTAs.
+    """
+    limit = next((blocks for max_rows, blocks in spec.small_calls if rows <= max_rows), -1)
+    tile_blocks = kv_blocks * -(-rows // _SMALL_TILE_ROWS)
+    return tile_blocks * _SMALL_CALL_SMS <= limit * sm_count
 
 
 def mla_sm90_bytes_per_cta(spec: MlaSm90Spec) -> int:
@@ -112,13 +117,6 @@ def fits_in_int32(spec: MlaSm90Spec, plan: MlaSm90Plan, max_tokens: int) -> bool
 
 def _kv_blocks_of(spec: MlaSm90Spec, tokens: int) -> int:
     return -(-tokens // spec.block_n)
-
-
-def _is_small(spec: MlaSm90Spec, rows: int, kv_blocks: int, sm_count: int) -> bool:
-    """Whether the sm80 kernel is faster, for ``rows`` query rows per sequence."""
-    limit = next((blocks for max_rows, blocks in spec.small_calls if rows <= max_rows), -1)
-    tile_blocks = kv_blocks * -(-rows // _SMALL_TILE_ROWS)
-    return USES_SM80_FOR_SMALL_CALLS and tile_blocks * _SMALL_CALL_SMS <= limit * sm_count
 
 
 def _cta_group_size(tiles: int, sm_count: int) -> int:
