@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from mlagen.families.common.plan_sm80 import GqaProblemShape
+from mlagen.families.common.problem import ProblemShape
 from mlagen.families.gqa import dispatch as gqa_call
 from mlagen.families.gqa import select as gqa_plan
 from mlagen.families.mla import dispatch as mla_call
@@ -51,7 +51,7 @@ def sm90_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def max_heads_per_cta(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make CTAs of GQA calls process the max number of KV heads."""
 
-    def max_heads(spec: GqaSm90Spec, problem: GqaProblemShape, _: int) -> int:
+    def max_heads(spec: GqaSm90Spec, problem: ProblemShape, _: int) -> int:
         return math.gcd(problem.kv_heads, spec.max_heads)
 
     monkeypatch.setattr(gqa_plan, "choose_heads_per_cta", max_heads)

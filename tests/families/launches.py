@@ -95,7 +95,7 @@ class Launched(NamedTuple):
 
 
 # The launcher module, the planning module and the planning function of each kernel.
-SM80_PATH = ((mla_sm80_launcher, mla_plan, "plan_call"),)
+SM80_PATH = ((mla_sm80_launcher, mla_plan, "plan_mla_sm80_call"),)
 SM90_PATH = ((mla_sm90_launcher, mla_plan, "plan_mla_sm90_call"),)
 GQA_PATHS = (
     (gqa_sm80_launcher, gqa_plan, "plan_gqa_sm80_call"),
@@ -156,7 +156,7 @@ def map_of(tensor: TiledTensor, address: int) -> bytes:
 
 def simulate_h200(monkeypatch: Patch) -> Iterator[None]:
     """Plan for an H200 as GPU 0, until the iterator goes on."""
-    plans: Any = (mla_plan.plan_call, mla_plan.plan_mla_sm90_call, gqa_plan.plan_gqa_sm80_call)
+    plans = [getattr(planning, name) for _, planning, name in SM80_PATH + SM90_PATH + GQA_PATHS]
     for module in (mla_plan, gqa_plan, workspace):
         monkeypatch.setattr(module, "arch_of_device", lambda _: H200)
         monkeypatch.setattr(module, "device_facts", lambda _: H200_FACTS)

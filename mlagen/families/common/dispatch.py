@@ -29,6 +29,7 @@ from mlagen.families.common.outputs import (
     new_outputs,
     stored,
 )
+from mlagen.families.common.problem import Problem
 from mlagen.families.common.tensor_guard import is_nested
 from mlagen.runtime import partition
 from mlagen.runtime.launch import Launch
@@ -60,18 +61,6 @@ def call_missed(
         return function(*args, **kwargs)
     finally:
         _missed.key = outer
-
-
-class Problem(Protocol):
-    """The problem of a valid call."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of all tensors."""
-
-    @property
-    def tokens(self) -> int:
-        """Query tokens of all requests."""
 
 
 class Launcher(Protocol):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from mlagen.families.common.outputs import LSE_FACTORS
 from mlagen.families.common.plan_sm80 import Sm80Plan
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.problem import MlaProblem, check_pointers
-from mlagen.families.mla.select import plan_call
+from mlagen.families.mla.select import plan_mla_sm80_call, shape_of
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.partition import WHOLE_GPU
@@ -144,21 +143,11 @@ def make_sm80_launcher(
     args: MlaArgs, problem: MlaProblem, index: int, sms: int = WHOLE_GPU
 ) -> MlaSm80Launcher:
     """Return the launcher for the signature of ``args`` on ``sms`` SMs of GPU ``index``."""
-    plan_on = partial(
-        plan_call,
-        device=index,
-        variant=problem.variant,
-        batch=problem.batch,
-        q_len=problem.q_len,
-        tile_q_len=problem.tile_q_len,
-        tokens=problem.tokens,
-        heads=problem.heads,
-        max_kv_len=problem.top_k or int(args.max_seq_len),
-    )
     workspace, name = args.workspace_buffer, args.names.workspace_buffer
-    spec, plan = plan_on(sms=sms)
+    shape = shape_of(args, problem)
+    spec, plan = plan_mla_sm80_call(index, problem.variant, shape, sms=sms)
     if plan.workspace_bytes > workspace.nbytes:  # one for the whole GPU must suffice
-        spec, plan = plan_on(sms=WHOLE_GPU)
+        spec, plan = plan_mla_sm80_call(index, problem.variant, shape)
     offset = scratch_offset(workspace, name, plan.workspace_bytes)
     combine_spec = CombineSpec(arch=spec.arch, dtype=spec.out_dtype, head_dim_vo=spec.head_dim_vo)
     return MlaSm80Launcher(

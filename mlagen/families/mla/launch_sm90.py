@@ -18,7 +18,7 @@ from mlagen.families.common.outputs import LSE_FACTORS
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.plan_sm90 import MlaSm90Plan, fits_in_int32
 from mlagen.families.mla.problem import MlaProblem, check_pointers
-from mlagen.families.mla.select import plan_mla_sm90_call, schedule_id_of
+from mlagen.families.mla.select import plan_mla_sm90_call, schedule_id_of, shape_of
 from mlagen.families.mla.tensor_maps import CacheMaps, TensorMapLayout, maps_of
 from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.launch import Launch, launch
@@ -140,17 +140,9 @@ def make_sm90_launcher(
         Instead of returning None, if the settings force the kernel.
     """
     is_forced = settings.mla_kernel == "sm90"
+    shape = shape_of(args, problem)
     planned = plan_mla_sm90_call(
-        device=index,
-        variant=problem.variant,
-        batch=problem.batch,
-        q_len=problem.q_len,
-        tile_q_len=problem.tile_q_len,
-        tokens=problem.tokens,
-        heads=problem.heads,
-        max_kv_len=problem.top_k or int(args.max_seq_len),
-        p_dtype_choice=settings.mla_p_dtype,
-        sms=sms,
+        index, problem.variant, shape, p_dtype_choice=settings.mla_p_dtype, sms=sms
     )
     if planned is None:
         decline(lambda: not_covered(index, problem.variant), is_forced=is_forced)

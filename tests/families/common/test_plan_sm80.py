@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlagen.families.common.plan_sm80 import MlaProblemShape, Sm80Plan, plan_gqa_sm80, plan_mla_sm80
+from mlagen.families.common.plan_sm80 import Sm80Plan, plan_gqa_sm80, plan_mla_sm80
+from mlagen.families.common.problem import ProblemShape
 from mlagen.families.gqa import select as gqa_select
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.sm80 import GqaSm80Spec
@@ -15,7 +16,7 @@ from tests.families.shapes import SMS, gqa_shape, mla_shape
 from tests.kernels import SM_COUNTS, gqa_sm80, mla_sm80
 
 
-def plan(shape: MlaProblemShape, sm_count: int = SMS) -> Sm80Plan:
+def plan(shape: ProblemShape, sm_count: int = SMS) -> Sm80Plan:
     """Return the plan of a bf16 problem of DeepSeek-V3's dimensions."""
     return plan_mla_sm80(mla_sm80(rows=shape.heads * shape.q_len), shape, sm_count)
 
@@ -38,7 +39,7 @@ problems = st.builds(
 
 @settings(deadline=None, max_examples=200)
 @given(problems, st.sampled_from(SM_COUNTS), st.integers(0, 200_000))
-def test_splits_cover_every_tile_once(shape: MlaProblemShape, sm_count: int, fewer: int) -> None:
+def test_splits_cover_every_tile_once(shape: ProblemShape, sm_count: int, fewer: int) -> None:
     """Splits cover the tiles of any sequence once, and none of the longest sequence is empty."""
     block_n = mla_sm80(rows=shape.heads * shape.q_len).tile.block_n
     planned = plan(shape, sm_count)
@@ -56,7 +57,7 @@ def test_splits_cover_every_tile_once(shape: MlaProblemShape, sm_count: int, few
 @settings(deadline=None, max_examples=200)
 @given(problems, st.sampled_from(SM_COUNTS))
 def test_the_grid_covers_all_rows_and_bounds_the_workspace(
-    shape: MlaProblemShape, sm_count: int
+    shape: ProblemShape, sm_count: int
 ) -> None:
     """A CTA has a row tile and a split, up to four waves; splits store fp32 rows and LSEs."""
     tile = mla_sm80(rows=shape.heads * shape.q_len).tile
@@ -83,7 +84,7 @@ def test_the_grid_covers_all_rows_and_bounds_the_workspace(
     ],
     ids=["a full grid", "a full grid of wide tiles", "one tile", "no tokens", "no sequences"],
 )
-def test_when_kv_is_not_split(shape: MlaProblemShape) -> None:
+def test_when_kv_is_not_split(shape: ProblemShape) -> None:
     """Work that fills the device, or has one tile, is not split."""
     planned = plan(shape)
 
