@@ -20,11 +20,11 @@ from mlagen.families.common.arguments import (
 from mlagen.families.common.launchers import rounded_up
 from mlagen.families.common.plan_sm80 import Sm80Plan, max_sm80_bytes_per_sm
 from mlagen.families.common.problem import ProblemShape
-from mlagen.families.gqa import launch_sm90 as gqa_sm90_launcher
+from mlagen.families.gqa import launch as gqa_launch
 from mlagen.families.gqa.args import window_of
 from mlagen.families.gqa.plan_sm90 import GqaSm90Plan, gqa_sm90_bytes_per_cta
 from mlagen.families.gqa.select import attended_tokens, plan_gqa_sm80_call, plan_gqa_sm90_call
-from mlagen.families.mla.launch_sm90 import not_covered
+from mlagen.families.mla.launch import not_covered
 from mlagen.families.mla.plan_sm90 import MlaSm90Plan, mla_sm90_bytes_per_cta
 from mlagen.families.mla.select import plan_mla_sm80_call, plan_mla_sm90_call
 from mlagen.families.mla.validate_query import QUERY_DTYPES
@@ -159,7 +159,7 @@ def workspace_bytes(
             of_heads = replace(shape, kv_heads=kv_heads, max_kv_len=attended)
             plans += _gqa_plans(index, gqa_variant, of_heads)
         if not plans:
-            raise gqa_sm90_launcher.not_covered(index, gqa_variant)
+            raise gqa_launch.not_covered(index, gqa_variant)
     return max(plan.workspace_bytes for plan in plans)
 
 

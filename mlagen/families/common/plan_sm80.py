@@ -27,9 +27,9 @@ class Sm80Plan:
     """Grid and workspace of one call."""
 
     row_tiles: int  # per sequence (and KV head); of all sequences if ragged
-    splits: int
+    num_splits: int
     num_ctas: int
-    partial_rows: int
+    partial_rows_offset: int  # bytes in the workspace, of the partial LSEs; partial outputs first
     workspace_bytes: int
 
 
@@ -77,9 +77,9 @@ def _plan(
     partial_rows = splits * shape.total_rows if splits > 1 else 0
     return Sm80Plan(
         row_tiles=row_tiles,
-        splits=splits,
+        num_splits=splits,
         num_ctas=num_ctas * splits,
-        partial_rows=partial_rows,
+        partial_rows_offset=partial_rows * head_dim * 4,
         workspace_bytes=partial_rows * _partial_row_bytes(head_dim),
     )
 

@@ -74,8 +74,7 @@ class GqaProblem(Problem):
     @property
     def constants(self) -> dict[str, object]:
         """Values of kernel parameters by name, among others."""
-        names = {"num_seqs": self.batch, "group_size": self.group_size}
-        return {**vars(self), **self.strides, **names}
+        return {**super().constants, "group_size": self.group_size}
 
 
 def check_problem(args: GqaArgs) -> GqaProblem:

@@ -48,10 +48,12 @@ def test_splits_cover_every_tile_once(shape: ProblemShape, sm_count: int, fewer:
         max(1, -(-shape.max_kv_len // block_n)),
         -(-max(0, shape.max_kv_len - fewer) // block_n),
     ):
-        shares = [tiles_of_split(split, tiles, planned.splits) for split in range(planned.splits)]
+        shares = [
+            tiles_of_split(split, tiles, planned.num_splits) for split in range(planned.num_splits)
+        ]
         assert [tile for share in shares for tile in share] == list(range(tiles))
     longest = max(1, -(-shape.max_kv_len // block_n))
-    assert tiles_of_split(planned.splits - 1, longest, planned.splits)
+    assert tiles_of_split(planned.num_splits - 1, longest, planned.num_splits)
 
 
 @settings(deadline=None, max_examples=200)
@@ -65,11 +67,12 @@ def test_the_grid_covers_all_rows_and_bounds_the_workspace(
 
     rows, most = shape.heads * shape.q_len, planned.row_tiles * tile.block_m
     assert most - tile.block_m < rows <= most
-    assert planned.num_ctas == shape.batch * planned.row_tiles * planned.splits
+    assert planned.num_ctas == shape.batch * planned.row_tiles * planned.num_splits
     max_ctas = 4 * sm_count * tile.ctas_per_sm
-    assert planned.splits == 1 or planned.num_ctas <= max_ctas
-    assert planned.partial_rows == (planned.splits > 1) * planned.splits * shape.total_rows
-    assert planned.workspace_bytes == planned.partial_rows * (512 + 1) * 4
+    assert planned.num_splits == 1 or planned.num_ctas <= max_ctas
+    partial_rows = (planned.num_splits > 1) * planned.num_splits * shape.total_rows
+    assert planned.partial_rows_offset == partial_rows * 512 * 4
+    assert planned.workspace_bytes == partial_rows * (512 + 1) * 4
     assert planned.workspace_bytes <= max_ctas * tile.block_m * (512 + 1) * 4
 
 
@@ -88,7 +91,7 @@ def test_when_kv_is_not_split(shape: ProblemShape) -> None:
     """Work that fills the device, or has one tile, is not split."""
     planned = plan(shape)
 
-    assert (planned.splits, planned.workspace_bytes) == (1, 0)
+    assert (planned.num_splits, planned.workspace_bytes) == (1, 0)
 
 
 @pytest.mark.parametrize("sm_count", SM_COUNTS)
@@ -111,7 +114,7 @@ def test_ragged_sequences_have_a_tile_for_each_row(q_lens: list[int], heads: int
     planned = plan_mla_sm80(mla_sm80(rows=64), shape, SMS)
 
     assert planned.row_tiles == first[-1]
-    assert planned.num_ctas == first[-1] * planned.splits
+    assert planned.num_ctas == first[-1] * planned.num_splits
     for seq, q_len in enumerate(q_lens):
         assert (first[seq + 1] - first[seq]) * rows >= q_len * heads
 
@@ -131,10 +134,11 @@ def test_the_gqa_grid_covers_rows_kv_heads_and_slices(
     of_batch = 5 * -(-group * 3 // spec.tile.block_m)
     tiles = of_batch if tokens is None else 5 + tokens * group // spec.tile.block_m
     assert planned.row_tiles == (tiles if tokens else of_batch // 5)
-    assert planned.num_ctas == tiles * kv_heads * spec.slices * planned.splits
+    assert planned.num_ctas == tiles * kv_heads * spec.slices * planned.num_splits
     rows = (tokens or 15) * kv_heads * group
-    assert planned.partial_rows == (planned.splits > 1) * planned.splits * rows
-    assert planned.workspace_bytes == planned.partial_rows * (head_dim + 1) * 4
+    partial_rows = (planned.num_splits > 1) * planned.num_splits * rows
+    assert planned.partial_rows_offset == partial_rows * head_dim * 4
+    assert planned.workspace_bytes == partial_rows * (head_dim + 1) * 4
 
 
 @pytest.mark.usefixtures("h200")
@@ -149,4 +153,4 @@ def test_a_gqa_call_is_planned_for_its_rows_and_window() -> None:
     assert [plan_of(1000, q_len=q_len)[0].tile.block_m for q_len in (4, 5)] == [16, 32]
     assert plan_of(100_000, window=64) == plan_of(65)
     assert plan_of(10, window=64) == plan_of(10)
-    assert plan_of(100_000)[1].splits > plan_of(65)[1].splits
+    assert plan_of(100_000)[1].num_splits > plan_of(65)[1].num_splits
