@@ -15,6 +15,7 @@ import torch
 
 from mlagen import jit
 from mlagen.families.mla import plan_sm90 as plan_mla_sm90
+from mlagen.families.mla import select as mla_plan
 from mlagen.settings import current_settings
 from tests.built_once import share_in
 from tests.kernels import clear_caches, copy_templates
@@ -119,8 +120,8 @@ def isolated_settings(
     folder = request.getfixturevalue("session_cache_dir") if is_gpu_test else cache_dir
     # Small calls use the sm90 kernel too, with the tiles of large ones.
     if os.environ.get("MLAGEN_TEST_HOPPER") == "1":
-        monkeypatch.setattr(plan_mla_sm90, "USES_SM80_FOR_SMALL_CALLS", False)
-        monkeypatch.setattr(plan_mla_sm90, "USES_SMALLER_TILES", False)
+        monkeypatch.setattr(plan_mla_sm90, "is_small_call", lambda *_: False)
+        monkeypatch.setattr(mla_plan, "choose_block_m", lambda spec, *_: spec.block_m)
     # A busy machine must not add a warning to those that a test counts.
     monkeypatch.setattr(jit, "_SLOW_S", 120.0)
     for name in OTHER_SETTINGS:

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from mlagen.families.common.plan_sm80 import GqaProblemShape
+from mlagen.families.common.problem import ProblemShape
 from mlagen.families.gqa import dispatch as gqa_call
 from mlagen.families.gqa import select as gqa_plan
 from mlagen.families.mla import dispatch as mla_call
-from mlagen.families.mla import plan_sm90 as plan_mla_sm90
 from mlagen.families.mla import select as mla_plan
+from mlagen.families.mla.plan_sm90 import choose_block_m
 from mlagen.settings import current_settings
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
 
@@ -25,7 +25,8 @@ needs_sm90 = pytest.mark.skipif(not IS_SM90, reason="needs an sm_90 GPU")
 @contextmanager
 def smaller_tiles(monkeypatch: pytest.MonkeyPatch, *, enabled: bool) -> Iterator[None]:
     """Enable or disable the smaller tiles of calls with little work."""
-    monkeypatch.setattr(plan_mla_sm90, "USES_SMALLER_TILES", enabled)
+    choose = choose_block_m if enabled else lambda spec, *_: spec.block_m
+    monkeypatch.setattr(mla_plan, "choose_block_m", choose)
     _clear_mla_caches()
     yield
     _clear_mla_caches()
@@ -50,7 +51,7 @@ def sm90_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def max_heads_per_cta(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make CTAs of GQA calls process the max number of KV heads."""
 
-    def max_heads(spec: GqaSm90Spec, problem: GqaProblemShape, _: int) -> int:
+    def max_heads(spec: GqaSm90Spec, problem: ProblemShape, _: int) -> int:
         return math.gcd(problem.kv_heads, spec.max_heads)
 
     monkeypatch.setattr(gqa_plan, "choose_heads_per_cta", max_heads)

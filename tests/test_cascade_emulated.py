@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from mlagen.families import states
@@ -24,7 +26,7 @@ class TestCascadeEmulated(test_cascade.TestCascade):
         """Return the CTAs of each launch."""
         recorded: list[int] = []
 
-        def launch(kernel: LoadedKernel, blocks: int, _: bool, *values: float | bytes) -> None:
+        def launch(kernel: LoadedKernel, blocks: int, _: bool, values: tuple[Any, ...]) -> None:
             recorded.append(blocks)
             _emulator.launch(kernel.spec, kernel.packing.pack(*values), blocks, 0)
 

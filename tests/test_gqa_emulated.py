@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from mlagen.families.common import launchers
 from mlagen.families.gqa import dispatch as gqa_call
-from mlagen.families.gqa import launch_sm90 as gqa_sm90_launcher
+from mlagen.families.gqa import launch as gqa_launch
 from mlagen.families.gqa import select as gqa_plan
 from mlagen.families.gqa import tensor_maps as gqa_maps
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.problem import check_problem
+from mlagen.settings import current_settings
 from tests.emulator.emulated import COMPILER, Emulated, Emulator, encode
-from tests.families.launches import GQA_PATHS, record_launches
+from tests.families.launches import record_launches
 from tests.problems.batch_decode import decode_planned
 from tests.problems.entry_points import decode_gqa_with_lse, not_written
 from tests.problems.gqa import GqaCase, GqaProblem
@@ -128,7 +130,7 @@ def emulator() -> Emulator:
 @pytest.fixture
 def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
     """Return what computes a problem by emulated launches, with as many SMs as are said."""
-    record_launches(monkeypatch, paths=GQA_PATHS)
+    record_launches(monkeypatch)
     counters = (ctypes.c_uint32 * (2 * _MAX_BLOCKS))()
 
     def run(
@@ -141,17 +143,12 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
         def run(inputs: GqaArgs, enable_pdl: bool, *_: object) -> tuple[torch.Tensor, ...]:
             request = check_problem(inputs)
             on_gpu = replace(request, device=torch.device("cuda", 0))
-            call = gqa_sm90_launcher.make_sm90_launcher(inputs, on_gpu, 0, is_forced=True)
-            assert call is not None
+            call = gqa_launch.make_sm90_launcher(inputs, on_gpu, current_settings())
             return gqa_call.GQA.launch(replace(call, problem=request), inputs, enable_pdl)
 
-        emulator.replace_launches(
-            monkeypatch, gqa_plan, gqa_sm90_launcher, sm_count=sm_count, seed=seed
-        )
+        emulator.replace_launches(monkeypatch, gqa_plan, sm_count=sm_count, seed=seed)
         monkeypatch.setattr(gqa_maps, "encode", encode)
-        monkeypatch.setattr(
-            gqa_sm90_launcher, "semaphores_of", lambda *_: ctypes.addressof(counters)
-        )
+        monkeypatch.setattr(launchers, "semaphores_of", lambda *_: ctypes.addressof(counters))
         monkeypatch.setattr(gqa_call.GQA, "run", run)
         workspace = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
         result = decode(problem, **not_written(problem, workspace) | changes)
@@ -213,14 +210,14 @@ def test_nothing_before_the_offsets_of_a_plan_is_read(
 ) -> None:
     """A CTA without another work item reads the page ids of none; a read there would crash."""
     problem = GqaCase(seq_lens=(300, 0, 129), head_dim=64).build("cpu")
-    launcher = gqa_sm90_launcher.make_sm90_launcher
+    launcher = gqa_launch.make_sm90_launcher
 
     def with_guard(inputs: GqaArgs, *others: Any, **options: Any) -> Any:
         assert inputs.kv_indptr is not None
         inputs.kv_indptr.data = after_a_guard_page(inputs.kv_indptr)
         return launcher(inputs, *others, **options)
 
-    monkeypatch.setattr(gqa_sm90_launcher, "make_sm90_launcher", with_guard)
+    monkeypatch.setattr(gqa_launch, "make_sm90_launcher", with_guard)
     problem.check(*decoded(problem, 5, 0, decode=decode_planned))
 
 

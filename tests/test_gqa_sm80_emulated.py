@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from mlagen.families.common import launchers as calls
 from mlagen.families.gqa import dispatch as gqa_call
-from mlagen.families.gqa import launch_sm80 as gqa_sm80_launcher
+from mlagen.families.gqa import launch as gqa_launch
 from mlagen.families.gqa import select as gqa_plan
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.problem import check_problem
 from tests.emulator.emulated import COMPILER, Emulator
-from tests.families.launches import GQA_PATHS, H200, record_launches
+from tests.families.launches import H200, record_launches
 from tests.kernels import SM_80
 from tests.problems.batch_decode import decode_planned
 from tests.problems.entry_points import decode_gqa_with_lse, not_written
@@ -87,17 +86,15 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
         **changes: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         arch = H200 if given.has_cvt_e4m3 else SM_80
-        record_launches(monkeypatch, paths=GQA_PATHS, arch=arch)
+        record_launches(monkeypatch, arch=arch)
 
         def run(inputs: GqaArgs, enable_pdl: bool, *_: object) -> tuple[torch.Tensor, ...]:
             request = check_problem(inputs)
             on_gpu = replace(request, device=torch.device("cuda", 0))
-            call = gqa_sm80_launcher.make_sm80_launcher(inputs, on_gpu, 0)
+            call = gqa_launch.make_sm80_launcher(inputs, on_gpu)
             return gqa_call.GQA.launch(replace(call, problem=request), inputs, enable_pdl)
 
-        emulator.replace_launches(
-            monkeypatch, gqa_plan, calls, gqa_sm80_launcher, sm_count=given.sm_count, seed=seed
-        )
+        emulator.replace_launches(monkeypatch, gqa_plan, sm_count=given.sm_count, seed=seed)
         monkeypatch.setattr(gqa_call.GQA, "run", run)
         workspace = torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
         return decode(problem, **not_written(problem, workspace) | changes)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from mlagen.families.common import launchers
 from mlagen.families.mla import dispatch as mla_call
-from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
+from mlagen.families.mla import launch as mla_launch
 from mlagen.families.mla import select as mla_plan
 from mlagen.families.mla import tensor_maps as mla_maps
 from mlagen.families.mla.args import MlaArgs
@@ -25,7 +26,7 @@ from mlagen.spec.mla.sm90 import (
     semaphore_region_bytes,
 )
 from tests.emulator.emulated import COMPILER, Emulated, Emulator, encode
-from tests.families.launches import SM90_PATH, record_launches
+from tests.families.launches import record_launches
 from tests.kernels import SM_90A
 from tests.launch_repeats import SEQ_WORD
 from tests.packed_rows import listed, widened, with_extreme_numbers
@@ -202,18 +203,16 @@ def decoded(
     emulator: Emulator, beside: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Decode]:
     """Return what computes a problem by emulated launches, with the tile for all of its rows."""
-    record_launches(monkeypatch, paths=SM90_PATH)
+    record_launches(monkeypatch)
     monkeypatch.setattr(mla_plan, "new_schedule_id", new_schedule_id)
 
     def run(
         given: Emulated[MlaCase], problem: MlaProblem, seed: int, **changes: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
 
-        emulator.replace_launches(
-            monkeypatch, mla_plan, mla_sm90_launcher, sm_count=given.sm_count, seed=seed
-        )
+        emulator.replace_launches(monkeypatch, mla_plan, sm_count=given.sm_count, seed=seed)
         monkeypatch.setattr(mla_maps, "encode", encode)
-        monkeypatch.setattr(mla_sm90_launcher, "semaphores_of", lambda *_: beside.data_ptr())
+        monkeypatch.setattr(launchers, "semaphores_of", lambda *_: beside.data_ptr())
         # What is right is to the rounding of the kernel that computes it.
         monkeypatch.setattr(MlaProblem, "_sm90_arch", SM_90A)
         workspace = torch.full((1 << 24,), 0xFF, dtype=torch.uint8)
@@ -266,10 +265,8 @@ def test_little_work_takes_tiles_of_few_rows(
 def _computed(inputs: MlaArgs) -> tuple[torch.Tensor, torch.Tensor]:
     request = check_problem(inputs)
     on_gpu = replace(request, device=torch.device("cuda", 0))
-    call = mla_sm90_launcher.make_sm90_launcher(
-        inputs, on_gpu, 0, replace(current_settings(), mla_kernel="sm90")
-    )
-    assert call is not None
+    settings = replace(current_settings(), mla_kernel="sm90")
+    call = mla_launch.make_sm90_launcher(inputs, on_gpu, settings)
     out, lse = mla_call.MLA.launch(replace(call, problem=request), inputs, enable_pdl=False)
     return out, lse
 

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from mlagen.families.common import launchers as calls
 from mlagen.families.mla import dispatch as mla_call
-from mlagen.families.mla import launch_sm80 as mla_sm80_launcher
+from mlagen.families.mla import launch as mla_launch
 from mlagen.families.mla import select as mla_plan
 from mlagen.families.mla.problem import check_problem
 from tests.emulator.emulated import COMPILER, Emulated, Emulator
-from tests.families.launches import SM80_PATH, record_launches
+from tests.families.launches import record_launches
 from tests.kernels import SM_80
 from tests.problems.mla import MlaCase, MlaProblem, mla_case
 
@@ -67,19 +66,17 @@ Decode = Callable[[Emulated[MlaCase], MlaProblem], tuple[torch.Tensor, torch.Ten
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> Decode:
     """Return what computes a problem by emulated launches."""
-    record_launches(monkeypatch, paths=SM80_PATH, arch=SM_80)
+    record_launches(monkeypatch, arch=SM_80)
     emulator = Emulator()
 
     def run(given: Emulated[MlaCase], problem: MlaProblem) -> tuple[torch.Tensor, torch.Tensor]:
 
-        emulator.replace_launches(
-            monkeypatch, mla_plan, calls, mla_sm80_launcher, sm_count=given.sm_count, seed=0
-        )
+        emulator.replace_launches(monkeypatch, mla_plan, sm_count=given.sm_count, seed=0)
         workspace = torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
         inputs = problem.inputs(return_lse=True, workspace_buffer=workspace)
         request = check_problem(inputs)
         on_gpu = replace(request, device=torch.device("cuda", 0))
-        call = mla_sm80_launcher.make_sm80_launcher(inputs, on_gpu, 0)
+        call = mla_launch.make_sm80_launcher(inputs, on_gpu)
         out, lse = mla_call.MLA.launch(replace(call, problem=request), inputs, enable_pdl=False)
         return out, lse
 

@@ -190,15 +190,17 @@ def _launch(
         kernel_for(plan.spec, first.out.device.index),
         plan.num_ctas,
         True,
-        first.out.data_ptr(),
-        first.lse.data_ptr(),
-        others.out.data_ptr(),
-        others.lse.data_ptr(),
-        0 if mask is None else mask.data_ptr(),
-        target.out.data_ptr(),
-        target.lse.data_ptr(),
-        plan.constants,
-        LSE_FACTORS[base],
+        (
+            first.out.data_ptr(),
+            first.lse.data_ptr(),
+            others.out.data_ptr(),
+            others.lse.data_ptr(),
+            0 if mask is None else mask.data_ptr(),
+            target.out.data_ptr(),
+            target.lse.data_ptr(),
+            plan.constants,
+            LSE_FACTORS[base],
+        ),
     )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from typing import Any
 
 import torch
 
@@ -18,12 +17,14 @@ from mlagen.families.common.arguments import (
     require_whole_number,
     shown,
 )
-from mlagen.families.common.plan_sm80 import GqaProblemShape, Sm80Plan, max_sm80_bytes_per_sm
-from mlagen.families.gqa import launch_sm90 as gqa_sm90_launcher
+from mlagen.families.common.launchers import rounded_up
+from mlagen.families.common.plan_sm80 import Sm80Plan, max_sm80_bytes_per_sm
+from mlagen.families.common.problem import ProblemShape
+from mlagen.families.gqa import launch as gqa_launch
 from mlagen.families.gqa.args import window_of
 from mlagen.families.gqa.plan_sm90 import GqaSm90Plan, gqa_sm90_bytes_per_cta
 from mlagen.families.gqa.select import attended_tokens, plan_gqa_sm80_call, plan_gqa_sm90_call
-from mlagen.families.mla.launch_sm90 import not_covered
+from mlagen.families.mla.launch import not_covered
 from mlagen.families.mla.plan_sm90 import MlaSm90Plan, mla_sm90_bytes_per_cta
 from mlagen.families.mla.select import plan_mla_sm80_call, plan_mla_sm90_call
 from mlagen.families.mla.validate_query import QUERY_DTYPES
@@ -115,6 +116,17 @@ def workspace_bytes(
     index = _gpu_index(device)
     # Both tile choices of a ragged call: with its maximum query length, and without one.
     lengths = {q_len} if tokens is None else {q_len, max(1, -(-total // max(1, batch)))}
+    shapes = [
+        ProblemShape(
+            batch=batch,
+            q_len=length if tokens is None else 0,
+            tile_q_len=length,
+            heads=heads,
+            total_rows=total * heads,
+            max_kv_len=rounded_up(top_k or max_seq_len),
+        )
+        for length in lengths
+    ]
     plans: list[Sm80Plan | MlaSm90Plan | GqaSm90Plan] = []
     if kv_heads is None and head_dim is None:
         shared = MlaVariant(
@@ -127,17 +139,8 @@ def workspace_bytes(
         )
         separate = replace(shared, values="separate")  # may have another tile
         is_known = any(row.covers(separate) for row in SUPPORTED)
-        for variant, length in product((shared, separate) if is_known else (shared,), lengths):
-            plans += _mla_plans(
-                device=index,
-                variant=variant,
-                batch=batch,
-                q_len=q_len if tokens is None else 0,
-                tile_q_len=length,
-                tokens=total,
-                heads=heads,
-                max_kv_len=top_k or max_seq_len,
-            )
+        for variant, shape in product((shared, separate) if is_known else (shared,), shapes):
+            plans += _mla_plans(index, variant, shape.per_token() if top_k else shape)
         if not plans:  # the settings force a kernel that does not support the call
             raise not_covered(index, shared)
     else:
@@ -154,19 +157,12 @@ def workspace_bytes(
             head_dim=require_whole_number(head_dim, "head_dim", min_value=1),
             page_size=page_size,
         )
-        for length in lengths:
-            shape = GqaProblemShape(
-                batch=batch,
-                q_len=length if tokens is None else 0,
-                max_q_len=length,
-                heads=heads,
-                kv_heads=kv_heads,
-                total_rows=total * heads,
-                max_kv_len=attended_tokens(max_seq_len, window, length),
-            )
-            plans += _gqa_plans(index, gqa_variant, shape)
+        for shape in shapes:
+            attended = attended_tokens(max_seq_len, window, shape.tile_q_len)
+            of_heads = replace(shape, kv_heads=kv_heads, max_kv_len=attended)
+            plans += _gqa_plans(index, gqa_variant, of_heads)
         if not plans:
-            raise gqa_sm90_launcher.not_covered(index, gqa_variant)
+            raise gqa_launch.not_covered(index, gqa_variant)
     return max(plan.workspace_bytes for plan in plans)
 
 
@@ -211,19 +207,21 @@ def _max_bytes_per_sm(arch: Arch) -> int:
     )
 
 
-def _mla_plans(**call: Any) -> Iterator[Sm80Plan | MlaSm90Plan]:
+def _mla_plans(
+    index: int, variant: MlaVariant, shape: ProblemShape
+) -> Iterator[Sm80Plan | MlaSm90Plan]:
     """Yield the possible plans of a call, for the kernels that the settings allow."""
     settings = current_settings()
     if settings.mla_kernel != "sm80":
-        planned = plan_mla_sm90_call(**call, p_dtype_choice=settings.mla_p_dtype)
+        planned = plan_mla_sm90_call(index, variant, shape, p_dtype_choice=settings.mla_p_dtype)
         if planned is not None:
             yield planned[1]
     if settings.mla_kernel != "sm90":
-        yield plan_mla_sm80_call(**call)[1]
+        yield plan_mla_sm80_call(index, variant, shape)[1]
 
 
 def _gqa_plans(
-    index: int, variant: GqaVariant, shape: GqaProblemShape
+    index: int, variant: GqaVariant, shape: ProblemShape
 ) -> Iterator[Sm80Plan | GqaSm90Plan]:
     """Yield the same for a call of grouped-query attention."""
     kernel = current_settings().gqa_kernel

@@ -102,7 +102,9 @@ def _error_of(status: Any, kernel: LoadedKernel, num_ctas: int) -> DriverError:
     return DriverError(message, symbol=symbol)
 
 
-def launch(kernel: LoadedKernel, num_ctas: int, enable_pdl: bool, *values: float | bytes) -> Launch:
+def launch(
+    kernel: LoadedKernel, num_ctas: int, enable_pdl: bool, values: tuple[float | bytes, ...]
+) -> Launch:
     """Enqueue a grid of ``num_ctas`` CTAs on torch's current stream of the kernel's device.
 
     ``values`` are the fields of ``kernel.spec.parameters``, in order, with all tensor maps joined

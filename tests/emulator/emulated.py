@@ -21,6 +21,7 @@ import pytest
 
 from mlagen.artifacts import Source
 from mlagen.codegen.render import render
+from mlagen.families.common import launchers
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.tensor_map import TiledTensor
@@ -71,17 +72,16 @@ class Emulator:
             raise AssertionError(f"{spec}: {complaint.decode()}")
 
     def replace_launches(
-        self, patch: pytest.MonkeyPatch, plan: Any, *modules: Any, sm_count: int, seed: int
+        self, patch: pytest.MonkeyPatch, plan: Any, *, sm_count: int, seed: int
     ) -> None:
-        """Make modules launch on this emulator, and ``plan`` see a GPU of ``sm_count`` SMs."""
+        """Make calls launch on this emulator, and ``plan`` see a GPU of ``sm_count`` SMs."""
         facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=sm_count, memory_bytes=0)
 
-        def launch(kernel: LoadedKernel, blocks: int, _: bool, *values: float | bytes) -> None:
+        def launch(kernel: LoadedKernel, blocks: int, _: bool, values: tuple[Any, ...]) -> None:
             self.launch(kernel.spec, kernel.packing.pack(*values), blocks, seed)
 
         patch.setattr(plan, "device_facts", lambda _: facts)
-        for module in modules:
-            patch.setattr(module, "launch", launch)
+        patch.setattr(launchers, "launch", launch)
 
     def _library(self, spec: KernelSpec) -> ctypes.CDLL:
         if spec not in self._libraries:

@@ -16,14 +16,14 @@ import torch
 
 import mlagen.mla
 from mlagen.errors import MlagenError
-from mlagen.families.common import outputs
+from mlagen.families.common import launchers, outputs
 from mlagen.families.common.call_cache import CallCache
 from mlagen.families.common.dispatch import DecodeCalls
 from mlagen.families.gqa.dispatch import GQA
 from mlagen.families.mla.dispatch import MLA
 from mlagen.mla import flare, flare_q
 from mlagen.settings import current_settings
-from tests.families.launches import GQA_PATHS, SM80_PATH, SM90_PATH, Case, Launches, record_launches
+from tests.families.launches import Case, Launches, record_launches
 from tests.families.planned_runs import planned, planned_packed, run_wrapper
 from tests.fixture_types import Patch
 from tests.problems import batch_decode
@@ -280,7 +280,6 @@ def make_entry_point(monkeypatch: Patch, row: Row) -> EntryPoint:
     monkeypatch.setattr(calls, "run", count_run)
     monkeypatch.setattr(calls, "cache", CallCache())
     monkeypatch.setattr(outputs, "new_output", new_output)
-    for path in (*SM80_PATH, *SM90_PATH, *GQA_PATHS):
-        monkeypatch.setattr(path[0], "scratch_offset", lambda *_: 0)
+    monkeypatch.setattr(launchers, "scratch_offset", lambda *_: 0)
     current_settings.cache_clear()
     return entry_point

@@ -6,7 +6,6 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,14 +14,12 @@ import torch
 from mlagen.families import workspace
 from mlagen.families.common import launchers as calls
 from mlagen.families.gqa import dispatch as gqa_call
-from mlagen.families.gqa import launch_sm80 as gqa_sm80_launcher
-from mlagen.families.gqa import launch_sm90 as gqa_sm90_launcher
+from mlagen.families.gqa import launch as gqa_launch
 from mlagen.families.gqa import select as gqa_plan
 from mlagen.families.gqa import tensor_maps as gqa_maps
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.mla import dispatch as mla_call
-from mlagen.families.mla import launch_sm80 as mla_sm80_launcher
-from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
+from mlagen.families.mla import launch as mla_launch
 from mlagen.families.mla import select as mla_plan
 from mlagen.families.mla import tensor_maps as mla_maps
 from mlagen.families.mla.args import MlaArgs
@@ -94,25 +91,18 @@ class Launched(NamedTuple):
         return [launch.family for launch in self.launches]
 
 
-# The launcher module, the planning module and the planning function of each kernel.
-SM80_PATH = ((mla_sm80_launcher, mla_plan, "plan_mla_sm80_call"),)
-SM90_PATH = ((mla_sm90_launcher, mla_plan, "plan_mla_sm90_call"),)
-GQA_PATHS = (
-    (gqa_sm80_launcher, gqa_plan, "plan_gqa_sm80_call"),
-    (gqa_sm90_launcher, gqa_plan, "plan_gqa_sm90_call"),
+# The launcher module, the planning module and the planning functions of each family.
+PATHS = (
+    (mla_launch, mla_plan, ("plan_mla_sm80_call", "plan_mla_sm90_call")),
+    (gqa_launch, gqa_plan, ("plan_gqa_sm80_call", "plan_gqa_sm90_call")),
 )
 
 
-def record_launches(
-    monkeypatch: Patch,
-    *,
-    paths: tuple[tuple[ModuleType, ModuleType, str], ...] = SM80_PATH + SM90_PATH + GQA_PATHS,
-    arch: Arch = H200,
-) -> Launches:
-    """Simulate GPU 0 with 132 SMs, and record the launches of the modules of ``paths``."""
+def record_launches(monkeypatch: Patch, *, arch: Arch = H200) -> Launches:
+    """Simulate GPU 0 with 132 SMs, and record the launches of calls."""
     recorded: Launches = []
 
-    def record(kernel: LoadedKernel, blocks: int, enable_pdl: bool, *values: float) -> _Replay:
+    def record(kernel: LoadedKernel, blocks: int, enable_pdl: bool, values: Any) -> _Replay:
         fields = kernel.spec.parameters
         packed = kernel.packing.pack(*values)  # as the driver gets them
         unpacked = struct.unpack("<" + "".join(field.code for field in fields), packed)
@@ -125,22 +115,20 @@ def record_launches(
     def loaded(spec: KernelSpec, _: int) -> LoadedKernel:
         return LoadedKernel(spec, 0, packing_of(spec), None, None)
 
-    for calling, planning, planner in paths:
-        monkeypatch.setattr(calling, planner, getattr(planning, planner).__wrapped__)
+    for calling, planning, planners in PATHS:
+        for planner in planners:
+            monkeypatch.setattr(calling, planner, getattr(planning, planner).__wrapped__)
         monkeypatch.setattr(planning, "arch_of_device", lambda _: arch)
         monkeypatch.setattr(planning, "device_facts", lambda _: H200_FACTS)
-        monkeypatch.setattr(calling, "kernel_for", loaded)
-        monkeypatch.setattr(calling, "launch", record)
+        monkeypatch.setattr(calling, "arch_of_device", lambda _: arch)
     monkeypatch.setattr(calls, "kernel_for", loaded)
     monkeypatch.setattr(calls, "launch", record)
-    for launcher in (mla_sm90_launcher, gqa_sm90_launcher):
-        monkeypatch.setattr(launcher, "arch_of_device", lambda _: arch)
-        monkeypatch.setattr(launcher, "semaphores_of", lambda _, workspace: workspace + SEMAPHORES)
+    monkeypatch.setattr(calls, "semaphores_of", lambda _, workspace: workspace + SEMAPHORES)
     monkeypatch.setattr(mla_plan, "new_schedule_id", lambda: SCHEDULE_ID)
     monkeypatch.setattr(mla_maps, "encode", map_of)
     monkeypatch.setattr(gqa_maps, "encode", map_of)
-    monkeypatch.setattr(mla_sm90_launcher, "maps_of", mla_maps.CacheMaps)
-    monkeypatch.setattr(gqa_sm90_launcher, "maps_of", gqa_maps.GqaCacheMaps)
+    monkeypatch.setattr(mla_launch, "maps_of", mla_maps.CacheMaps)
+    monkeypatch.setattr(gqa_launch, "maps_of", gqa_maps.GqaCacheMaps)
     return recorded
 
 
@@ -156,8 +144,7 @@ def map_of(tensor: TiledTensor, address: int) -> bytes:
 
 def simulate_h200(monkeypatch: Patch) -> Iterator[None]:
     """Plan for an H200 as GPU 0, until the iterator goes on."""
-    of_mla = (mla_plan.plan_mla_sm80_call, mla_plan.plan_mla_sm90_call)
-    plans: Any = (*of_mla, gqa_plan.plan_gqa_sm80_call)
+    plans = [getattr(planning, name) for _, planning, names in PATHS for name in names]
     for module in (mla_plan, gqa_plan, workspace):
         monkeypatch.setattr(module, "arch_of_device", lambda _: H200)
         monkeypatch.setattr(module, "device_facts", lambda _: H200_FACTS)
@@ -188,13 +175,12 @@ def args_of(case: Case, entry: str = "xqa_batch", **changes: Any) -> Any:
 def launched(args: Any, launches: Launches, kernel: str = "sm80") -> Launched:
     """Run a call on CPU tensors as if on the GPU, and return its part of the recorded launches."""
     is_mla = isinstance(args, MlaArgs)
-    family: Any = mla_call if is_mla else gqa_call
     calls: Any = mla_call.MLA if is_mla else gqa_call.GQA
     request = calls.validate(args)
     on_gpu = replace(request, device=torch.device("cuda", 0))
     setting = {"mla_kernel" if is_mla else "gqa_kernel": kernel}
     settings = replace(current_settings(), **setting)  # type: ignore[arg-type]
-    call = replace(family.plan_call(args, on_gpu, settings), problem=request)
+    call = replace(calls.plan(args, on_gpu, settings), problem=request)
     before = len(launches)
     outputs = calls.launch(call, args, enable_pdl=True)
     return Launched(call, outputs[0], launches[before:])

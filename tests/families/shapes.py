@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from mlagen.families.common.plan_sm80 import GqaProblemShape, MlaProblemShape
+from dataclasses import replace
+
+from mlagen.families.common.problem import ProblemShape
 
 SMS = 132
 
 
 def mla_shape(
     batch: int, heads: int, max_kv_len: int, q_len: int = 1, tokens: int | None = None
-) -> MlaProblemShape:
+) -> ProblemShape:
     """Return the shape of an MLA problem."""
-    return MlaProblemShape(
+    return ProblemShape(
         batch=batch,
         q_len=q_len if tokens is None else 0,
+        tile_q_len=q_len,
         heads=heads,
         total_rows=(batch * q_len if tokens is None else tokens) * heads,
         max_kv_len=max_kv_len,
@@ -27,7 +30,6 @@ def gqa_shape(
     group: int = 8,
     q_len: int = 1,
     tokens: int | None = None,
-) -> GqaProblemShape:
+) -> ProblemShape:
     """Return the shape of a GQA problem, of ``group`` query heads to a KV head."""
-    shape = mla_shape(batch, kv_heads * group, max_kv_len, q_len, tokens)
-    return GqaProblemShape(**vars(shape), max_q_len=q_len, kv_heads=kv_heads)
+    return replace(mla_shape(batch, kv_heads * group, max_kv_len, q_len, tokens), kv_heads=kv_heads)

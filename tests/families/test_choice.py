@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from mlagen.errors import DriverError, UnsupportedError
-from mlagen.families.gqa import launch_sm90 as gqa_sm90_launcher
+from mlagen.families.gqa import launch as gqa_launch
 from mlagen.families.gqa import select as gqa_plan
 from mlagen.families.gqa import tensor_maps as gqa_maps
-from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
+from mlagen.families.mla import launch as mla_launch
 from mlagen.families.mla import tensor_maps as mla_maps
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
@@ -186,7 +186,7 @@ def test_a_schedule_beyond_32_bits_uses_the_sm80_kernel(
     case: Case, tokens: int, launches: Launches, monkeypatch: Patch
 ) -> None:
     """A linear block index has 31 bits, so a longer schedule is rejected if forced."""
-    for module in (mla_sm90_launcher, gqa_sm90_launcher):
+    for module in (mla_launch, gqa_launch):
         monkeypatch.setattr(module, "fits_in_int32", lambda *_: False)
 
     message = reject_sm90(case, launches, "")
@@ -203,7 +203,7 @@ def test_a_cta_takes_one_head_if_tiles_of_several_heads_exceed_32_bits(
     heads = []
     for most in (2, 1):
         monkeypatch.setattr(
-            gqa_sm90_launcher,
+            gqa_launch,
             "fits_in_int32",
             lambda spec, *_, most=most: spec.heads_per_cta <= most,
         )

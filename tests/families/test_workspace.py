@@ -15,7 +15,7 @@ from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.families import workspace
 from mlagen.families.common.plan_sm80 import plan_mla_sm80
 from mlagen.families.gqa import select as gqa_select
-from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
+from mlagen.families.mla import launch as mla_launch
 from mlagen.families.mla import select as mla_plan
 from mlagen.families.workspace import _max_bytes_per_sm
 from mlagen.runtime import device
@@ -220,7 +220,7 @@ def test_unsupported_calls_are_rejected(
     changes: dict[str, Any], kernel: str, message: str, monkeypatch: Patch
 ) -> None:
     """Unsupported arguments are rejected as in the call."""
-    monkeypatch.setattr(mla_sm90_launcher, "arch_of_device", lambda _: H200)
+    monkeypatch.setattr(mla_launch, "arch_of_device", lambda _: H200)
     choose(kernel, monkeypatch)
 
     with pytest.raises(UnsupportedError, match=f"^{message}"):

@@ -10,6 +10,7 @@ import torch
 
 from mlagen.families.mla import dispatch as mla_dispatch
 from mlagen.families.mla import plan_sm90 as plan_mla_sm90
+from mlagen.families.mla.plan_sm90 import is_small_call
 from mlagen.settings import current_settings
 from mlagen.spec.mla.sm90_fp8kv import MlaSm90Fp8KvSpec
 from tests.gpu.test_sm90 import FP8_DS_MLA, FP8KV_HEADS, PAGES, repeat
@@ -80,7 +81,7 @@ def test_descending_offsets_write_nothing(entry: EntryPoint, facts: dict[str, An
 def test_a_small_call_uses_the_sm80_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default settings select the sm80 kernel."""
     choose_kernel(monkeypatch, "auto")
-    monkeypatch.setattr(plan_mla_sm90, "USES_SM80_FOR_SMALL_CALLS", True)
+    monkeypatch.setattr(plan_mla_sm90, "is_small_call", is_small_call)
     mla_dispatch.MLA.cache.clear()
 
     decode(mla_case(kind, seq_lens=(1024, 900)).build("cuda"))

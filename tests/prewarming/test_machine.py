@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import pytest
 
 import mlagen
-from mlagen.families.common.plan_sm80 import GqaProblemShape
 from mlagen.families.gqa import select as gqa_plan
 from mlagen.families.mla import select as mla_plan
 from mlagen.models.config import GqaModel, MlaModel, find_model, preset_names
@@ -25,6 +25,7 @@ from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
+from tests.families.shapes import mla_shape
 from tests.fixture_types import Patch
 
 CPUS, GIB, GROUP = 8, 1 << 30, "sys/fs/cgroup"
@@ -175,12 +176,11 @@ def _mla_calls(model: MlaModel) -> Iterator[object]:
         if not any(row.covers(variant) for row in SUPPORTED):
             assert (model.qk_rope_head_dim, query) == (0, DType.E4M3)  # no kernel supports that
             continue
-        shape = {"batch": 4, "q_len": q_len, "tile_q_len": q_len, "tokens": 4 * q_len}
-        heads = model.heads // tp
-        call = {"device": 0, "variant": variant, "heads": heads, "max_kv_len": 100_000, **shape}
-        yield mla_plan.plan_mla_sm80_call(**call)[0]
+        paged = mla_shape(4, model.heads // tp, 100_000, q_len)
+        shape = paged.per_token() if lookup == "sparse" else paged
+        yield mla_plan.plan_mla_sm80_call(0, variant, shape)[0]
         for p_dtype_choice in P_DTYPES:
-            sm90 = mla_plan.plan_mla_sm90_call(**call, p_dtype_choice=p_dtype_choice)
+            sm90 = mla_plan.plan_mla_sm90_call(0, variant, shape, p_dtype_choice=p_dtype_choice)
             if sm90 is not None:
                 yield sm90[0]
 
@@ -189,13 +189,6 @@ def _gqa_calls(model: GqaModel) -> Iterator[object]:
     dtypes = {"query_dtype": DType.BF16, "out_dtype": DType.BF16}
     for tp, q_len, kv, page_size in product(tps(model), Q_LENS, KV_DTYPES, (16, 64)):
         variant = GqaVariant(**dtypes, kv_dtype=kv, head_dim=model.head_dim, page_size=page_size)
-        shape = GqaProblemShape(
-            batch=4,
-            q_len=q_len,
-            max_q_len=q_len,
-            heads=model.heads // tp,
-            kv_heads=max(1, model.kv_heads // tp),
-            total_rows=4 * q_len * model.heads // tp,
-            max_kv_len=100_000,
-        )
+        kv_heads = max(1, model.kv_heads // tp)
+        shape = replace(mla_shape(4, model.heads // tp, 100_000, q_len), kv_heads=kv_heads)
         yield gqa_plan.plan_gqa_sm80_call(0, variant, shape)[0]

@@ -57,7 +57,7 @@ def kernel_of(spec: KernelSpec) -> LoadedKernel:
     return LoadedKernel(spec, 0, packing, Function(packing.size), "library")
 
 
-def values_of(spec: KernelSpec) -> list[float | bytes]:
+def values_of(spec: KernelSpec) -> tuple[float | bytes, ...]:
     """Return one value per packed parameter of the kernel."""
     values: list[float | bytes] = []
     if any(field.code == "128s" for field in spec.parameters):
@@ -65,14 +65,13 @@ def values_of(spec: KernelSpec) -> list[float | bytes]:
     values += [1000 + i for i, field in enumerate(spec.parameters) if field.code == "Q"]
     named = {field.name: i for i, field in enumerate(spec.parameters) if field.is_constant}
     values.append(pack_constants(spec, named))
-    return values + [
-        0.5 for field in spec.parameters if field.code == "f" and not field.is_constant
-    ]
+    floats = [field for field in spec.parameters if field.code == "f" and not field.is_constant]
+    return (*values, *[0.5] * len(floats))
 
 
 def launched(spec: KernelSpec, num_ctas: int = 33, *, enable_pdl: bool = True) -> Launch:
     """Launch a kernel."""
-    return launch(kernel_of(spec), num_ctas, enable_pdl, *values_of(spec))
+    return launch(kernel_of(spec), num_ctas, enable_pdl, values_of(spec))
 
 
 @pytest.fixture
@@ -169,8 +168,8 @@ def test_a_replay_uses_the_current_stream(launches: Launches, monkeypatch: Patch
     """A replay has its own kernel, grid and parameters, and the stream that is current then."""
     kernel = kernel_of(COMBINE)
     values = values_of(COMBINE)
-    first = launch(kernel, 33, False, *values)
-    second = launch(kernel, 44, False, *values[:-1], 0.25)
+    first = launch(kernel, 33, False, values)
+    second = launch(kernel, 44, False, (*values[:-1], 0.25))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 8)
 
     for made in (first, second, first):
@@ -224,7 +223,7 @@ def test_a_launch_is_on_the_gpu_of_its_kernel(
     """It makes that GPU current, takes its current stream, and switches back."""
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7 + index)
 
-    launch(replace(kernel_of(COMBINE), device=1), 33, False, *values_of(COMBINE))
+    launch(replace(kernel_of(COMBINE), device=1), 33, False, values_of(COMBINE))
 
     assert [recorded.stream for recorded in launches] == [8]
     assert current == [0, 1, 0]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from mlagen.families.common.plan_sm80 import MlaProblemShape
+from mlagen.families.common.problem import ProblemShape
 from mlagen.families.mla.plan_sm90 import plan_mla_sm90
 from mlagen.spec.mla.sm90 import MlaSm90Spec
 from tests.emulator.scheduled import Schedule, TileScheduler, WorkItem
@@ -101,14 +101,15 @@ def planned(batch: Batch, spec: MlaSm90Spec, sm_count: int) -> Batch:
     """Return the batch on the grid that the host plans for so many SMs."""
     tokens = sum(seq.q_len for seq in batch.seqs)
     q_len = 0 if batch.is_ragged() else batch.seqs[0].q_len
-    shape = MlaProblemShape(
+    shape = ProblemShape(
         batch=len(batch.seqs),
         q_len=q_len,
+        tile_q_len=q_len or -(-tokens // len(batch.seqs)),
         heads=batch.heads,
         total_rows=tokens * batch.heads,
         max_kv_len=max(seq.kv_len for seq in batch.seqs),
     )
-    plan = plan_mla_sm90(spec, shape, q_len or -(-tokens // len(batch.seqs)), sm_count)
+    plan = plan_mla_sm90(spec, shape, sm_count)
     return replace(batch, num_cta_groups=plan.num_cta_groups, cta_group_size=plan.cta_group_size)
 
 

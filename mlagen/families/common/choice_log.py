@@ -6,44 +6,35 @@ A call is planned, and logged, once for each signature.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from mlagen.errors import UnsupportedError
+from mlagen.families.common.problem import ProblemShape
 
 _logger = logging.getLogger("mlagen")
 
 
-def decline(why: Callable[[], UnsupportedError], *, is_forced: bool) -> None:
-    """Log why an sm90 kernel falls back to the sm80 kernel, or raise if it is forced."""
-    if is_forced:
-        raise why()
-    if _logger.isEnabledFor(logging.DEBUG):
-        _, _, reason = str(why()).partition("=sm90: ")
-        log_declined(reason)
-
-
-def log_declined(reason: str) -> None:
+def log_declined(why: UnsupportedError) -> None:
     """Log why a call takes the sm80 kernel."""
-    _logger.debug("planning: sm80 kernel: %s", reason)
+    if _logger.isEnabledFor(logging.DEBUG):
+        _logger.debug("planning: sm80 kernel: %s", str(why).rpartition("=sm90: ")[2])
 
 
-def log_choice(spec: Any, plan: Any, *, requests: int, rows: int, max_kv_len: int) -> None:
+def log_choice(spec: Any, plan: Any, shape: ProblemShape, max_seq_len: int) -> None:
     """Log the kernel, tile and grid of a call with their reasons.
 
     Parameters
     ----------
     spec, plan
         The kernel and its launch plan.
-    requests : int
-        Sequences; for sparse calls query tokens.
-    rows : int
-        Query tokens of a request, times the heads that share a KV head.
-    max_kv_len : int
-        Maximum number of tokens that a row attends to.
+    shape : ProblemShape
+        What the plan depends on; its longest sequence is rounded up.
+    max_seq_len : int
+        The longest sequence.
     """
     if not _logger.isEnabledFor(logging.DEBUG):
         return
+    rows = shape.rows
     block_m = spec.block_m if hasattr(spec, "block_m") else spec.tile.block_m
     if rows <= block_m:
         why = "they fit in one tile"
@@ -58,7 +49,7 @@ def log_choice(spec: Any, plan: Any, *, requests: int, rows: int, max_kv_len: in
     _logger.debug(
         "planning: grid of %d CTAs for %d requests of up to %d KV tokens: %s",
         plan.num_ctas,
-        requests,
-        max_kv_len,
+        shape.batch,
+        min(max_seq_len, shape.max_kv_len),
         details,
     )

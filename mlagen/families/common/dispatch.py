@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
+from mlagen.errors import UnsupportedError
 from mlagen.families.common.call_cache import (
     CallCache,
     GuardedEntry,
@@ -18,21 +19,21 @@ from mlagen.families.common.call_cache import (
     pointers_of,
 )
 from mlagen.families.common.call_key import CallKey, factors_of
-from mlagen.families.common.launchers import rounded_up
+from mlagen.families.common.choice_log import log_choice, log_declined
+from mlagen.families.common.launchers import Launcher, require_gpu, rounded_up
 from mlagen.families.common.memory import CallArgs, check_memory
 from mlagen.families.common.no_backward import record_output, record_write, tensors_of, wants_grad
 from mlagen.families.common.outputs import (
     NOTHING,
     Computed,
-    OutputSpec,
     getter_of,
     new_outputs,
+    output_specs,
     stored,
 )
+from mlagen.families.common.problem import Problem, ProblemShape
 from mlagen.families.common.tensor_guard import is_nested
 from mlagen.runtime import partition
-from mlagen.runtime.launch import Launch
-from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.partition import WHOLE_GPU, TooManyCtasError, partition_of, record_rejection
 from mlagen.settings import Settings, current_settings
 
@@ -62,38 +63,6 @@ def call_missed(
         _missed.key = outer
 
 
-class Problem(Protocol):
-    """The problem of a valid call."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of all tensors."""
-
-    @property
-    def tokens(self) -> int:
-        """Query tokens of all requests."""
-
-
-class Launcher(Protocol):
-    """A validated call signature with loaded kernels and a launch plan."""
-
-    @property
-    def problem(self) -> Any:
-        """The problem of the calls."""
-
-    @property
-    def plan(self) -> Any:
-        """The launch plan, with ``num_ctas``."""
-
-    @property
-    def decode(self) -> LoadedKernel:
-        """The kernel."""
-
-    @property
-    def launch(self) -> Callable[..., Sequence[Launch]]:
-        """Enqueue the kernels for arguments, ``enable_pdl`` and outputs."""
-
-
 ArgsT = TypeVar("ArgsT", bound=CallArgs)
 ProblemT = TypeVar("ProblemT", bound=Problem)
 
@@ -106,8 +75,10 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
     signature_of: Callable[[ArgsT], Hashable]  # all that a check or a plan may depend on
     validate: Callable[[ArgsT], ProblemT]
     check_contents: Callable[[ArgsT, ProblemT], None]  # with MLAGEN_CHECK=1
-    plan: Callable[[ArgsT, ProblemT, Settings, int], Launcher]  # for a context of so many SMs
-    outputs_of: Callable[[ArgsT, ProblemT], list[OutputSpec]]  # the requested ones
+    shape_of: Callable[[ArgsT, ProblemT], ProblemShape]  # that the plan depends on
+    kernel_of: Callable[[Settings], str]  # the kernel that the settings force, or auto
+    make_sm90_launcher: Callable[[ArgsT, ProblemT, Settings, int], Launcher]
+    make_sm80_launcher: Callable[[ArgsT, ProblemT, int], Launcher]
     compute: Callable[[ArgsT, ProblemT], Tensors]  # on the CPU: all outputs, in any shape
     cache: CallCache[Launcher] = field(default_factory=CallCache)
 
@@ -203,10 +174,26 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
         if current_settings().checks_contents:
             self.check_contents(args, problem)
         if launcher is None:
-            return stored(self.compute(args, problem), self.outputs_of(args, problem))
+            return stored(self.compute(args, problem), output_specs(args, problem))
         if guarded is not None and signature is not None:
             entry = self.cache.add(*guarded, signature, launcher, tuple(map(type, args)))
         return self.launch(launcher, args, enable_pdl, key, entry, computed)
+
+    def plan(
+        self, args: ArgsT, problem: ProblemT, settings: Settings, sms: int = WHOLE_GPU
+    ) -> Launcher:
+        """Choose the kernel for a context of ``sms`` SMs, and return its launcher."""
+        require_gpu(problem.device, args.names.query)
+        try:
+            launcher = self.make_sm90_launcher(args, problem, settings, sms)
+        except UnsupportedError as error:
+            if self.kernel_of(settings) == "sm90":
+                raise
+            log_declined(error)
+            launcher = self.make_sm80_launcher(args, problem, max(sms, WHOLE_GPU))
+        shape = self.shape_of(args, problem)
+        log_choice(launcher.decode.spec, launcher.plan, shape, args.max_seq_len)
+        return launcher
 
     def _signature_of(self, args: ArgsT) -> Hashable:
         """Return the signature of a call in its context; None if it cannot be a key."""
@@ -219,7 +206,7 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
 
     def _run_with_grad(self, args: ArgsT, enable_pdl: bool) -> Tensors:
         """Compute a call with a tensor that requires grad: its outputs require grad too."""
-        tensors, specs = tensors_of(args), self.outputs_of(args, self.validate(args))
+        tensors, specs = tensors_of(args), output_specs(args, self.validate(args))
         for spec in specs:
             if spec.given is not None:
                 record_write(spec.given, getattr(args.names, spec.name), tensors)
@@ -241,7 +228,7 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
     ) -> Tensors:
         """Launch a planned call, and cache its launches if it has a guarded entry."""
         problem = launcher.problem
-        specs = self.outputs_of(args, problem)
+        specs = output_specs(args, problem)
         outputs = new_outputs(tuple(spec.given for spec in specs), specs, problem.device)
         if launcher.plan.num_ctas == 0 or problem.tokens == 0:
             return outputs

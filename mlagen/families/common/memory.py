@@ -45,6 +45,10 @@ class CallArgs(Protocol):
         """The query."""
 
     @property
+    def max_seq_len(self) -> int:
+        """The longest sequence."""
+
+    @property
     def names(self) -> Any:
         """Parameter names by field."""
 

@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from mlagen.families.common.call_cache import Tensors, pointers_of
 from mlagen.families.common.call_key import CallKey
 from mlagen.families.common.memory import CallArgs
+from mlagen.families.common.problem import Problem
 
 # Factors that convert a base-2 LSE to the requested base.
 LSE_FACTORS = {"base2": 1.0, "basee": math.log(2)}
@@ -37,6 +38,14 @@ class Computed(NamedTuple):
 
 
 NOTHING = Computed((), lambda *_: ())
+
+
+def output_specs(args: Any, problem: Problem) -> list[OutputSpec]:
+    """Return the requested outputs."""
+    out = OutputSpec("out", args.out, problem.out_shape, problem.out_dtype)
+    if not args.return_lse:
+        return [out]
+    return [out, OutputSpec("lse", args.lse, problem.lse_shape, torch.float32)]
 
 
 def new_output(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from mlagen.families.common.problem import ProblemShape
 from mlagen.spec.gqa.sm80 import GqaSm80Spec, GqaTile
 from mlagen.spec.mla.sm80 import MlaSm80Spec, MlaTile
 
@@ -22,86 +23,24 @@ _MAX_SPLIT_WAVES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlaProblemShape:
-    """Shape of an MLA decode call, which determines its launch but not its cubin.
-
-    In a sparse call every query token is a sequence of its own, and ``max_kv_len`` is ``topk``.
-    """
-
-    batch: int
-    q_len: int  # per sequence; 0 if ragged
-    heads: int
-    total_rows: int  # query tokens of all sequences, times heads
-    max_kv_len: int  # upper bound, in tokens
-
-
-@dataclass(frozen=True, kw_only=True)
-class GqaProblemShape:
-    """Shape of a GQA decode call, which determines its launch but not its cubin."""
-
-    batch: int
-    q_len: int  # per sequence; 0 if ragged
-    max_q_len: int
-    heads: int
-    kv_heads: int
-    total_rows: int  # query tokens of all sequences, times heads
-    max_kv_len: int  # upper bound of the tokens that a row attends to
-
-    @property
-    def rows(self) -> int:
-        """Max query rows per sequence and KV head."""
-        return self.max_q_len * (self.heads // self.kv_heads)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Sm80Plan:
     """Grid and workspace of one call."""
 
     row_tiles: int  # per sequence (and KV head); of all sequences if ragged
-    splits: int
+    num_splits: int
     num_ctas: int
-    partial_rows: int
+    partial_rows_offset: int  # bytes in the workspace, of the partial LSEs; partial outputs first
     workspace_bytes: int
 
 
-def plan_mla_sm80(spec: MlaSm80Spec, problem: MlaProblemShape, sm_count: int) -> Sm80Plan:
+def plan_mla_sm80(spec: MlaSm80Spec, shape: ProblemShape, sm_count: int) -> Sm80Plan:
     """Return the plan with the lowest modeled time, from shapes; it does not read lengths."""
-    rows = spec.tile.block_m
-    if problem.q_len:
-        row_tiles = -(-problem.q_len * problem.heads // rows)
-        num_ctas = problem.batch * row_tiles
-    else:
-        num_ctas = row_tiles = _ragged_tiles(problem.total_rows, rows, problem.batch)
-    splits = _splits(
-        num_ctas,
-        sm_count=sm_count,
-        ctas_per_sm=spec.tile.ctas_per_sm,
-        tiles=-(-problem.max_kv_len // spec.tile.block_n),
-        head_dim=spec.head_dim_vo,
-    )
-    return _plan(row_tiles, splits, num_ctas, problem.total_rows, spec.head_dim_vo)
+    return _plan(shape, spec.tile, spec.tile.block_n, spec.head_dim_vo, sm_count)
 
 
-def plan_gqa_sm80(spec: GqaSm80Spec, problem: GqaProblemShape, sm_count: int) -> Sm80Plan:
+def plan_gqa_sm80(spec: GqaSm80Spec, shape: ProblemShape, sm_count: int) -> Sm80Plan:
     """Return the plan with the lowest modeled time, from shapes; it does not read lengths."""
-    rows = spec.tile.block_m
-    group = problem.heads // problem.kv_heads
-    if problem.q_len:
-        row_tiles = -(-problem.q_len * group // rows)
-        num_ctas = problem.batch * row_tiles
-    else:
-        num_ctas = row_tiles = _ragged_tiles(
-            problem.total_rows // problem.kv_heads, rows, problem.batch
-        )
-    num_ctas *= problem.kv_heads * spec.slices
-    splits = _splits(
-        num_ctas,
-        sm_count=sm_count,
-        ctas_per_sm=spec.tile.ctas_per_sm,
-        tiles=-(-problem.max_kv_len // spec.block_n),
-        head_dim=spec.variant.head_dim,
-    )
-    return _plan(row_tiles, splits, num_ctas, problem.total_rows, spec.variant.head_dim)
+    return _plan(shape, spec.tile, spec.block_n, spec.variant.head_dim, sm_count, spec.slices)
 
 
 def max_sm80_bytes_per_sm(tiles: Iterable[MlaTile | GqaTile], dims: int) -> int:
@@ -111,6 +50,38 @@ def max_sm80_bytes_per_sm(tiles: Iterable[MlaTile | GqaTile], dims: int) -> int:
     """
     rows = max(tile.block_m * tile.ctas_per_sm for tile in tiles)
     return _MAX_SPLIT_WAVES * rows * _partial_row_bytes(dims)
+
+
+def _plan(
+    shape: ProblemShape,
+    tile: MlaTile | GqaTile,
+    block_n: int,
+    head_dim: int,
+    sm_count: int,
+    slices: int = 1,
+) -> Sm80Plan:
+    if shape.q_len:
+        row_tiles = -(-shape.q_len * shape.group_size // tile.block_m)
+        num_ctas = shape.batch * row_tiles
+    else:
+        rows = shape.total_rows // shape.kv_heads
+        num_ctas = row_tiles = _ragged_tiles(rows, tile.block_m, shape.batch)
+    num_ctas *= shape.kv_heads * slices
+    splits = _splits(
+        num_ctas,
+        sm_count=sm_count,
+        ctas_per_sm=tile.ctas_per_sm,
+        tiles=max(1, -(-shape.max_kv_len // block_n)),
+        head_dim=head_dim,
+    )
+    partial_rows = splits * shape.total_rows if splits > 1 else 0
+    return Sm80Plan(
+        row_tiles=row_tiles,
+        num_splits=splits,
+        num_ctas=num_ctas * splits,
+        partial_rows_offset=partial_rows * head_dim * 4,
+        workspace_bytes=partial_rows * _partial_row_bytes(head_dim),
+    )
 
 
 def _ragged_tiles(total_rows: int, block_m: int, batch: int) -> int:
@@ -123,7 +94,6 @@ def _ragged_tiles(total_rows: int, block_m: int, batch: int) -> int:
 
 
 def _splits(num_ctas: int, *, sm_count: int, ctas_per_sm: int, tiles: int, head_dim: int) -> int:
-    tiles = max(1, tiles)
     slots = sm_count * ctas_per_sm
     max_splits = min(tiles, max(1, _MAX_SPLIT_WAVES * slots // max(1, num_ctas)))
 
@@ -140,17 +110,6 @@ def _splits(num_ctas: int, *, sm_count: int, ctas_per_sm: int, tiles: int, head_
 
     splits = min(range(1, max_splits + 1), key=cost)
     return -(-tiles // -(-tiles // splits))  # no empty split
-
-
-def _plan(row_tiles: int, splits: int, num_ctas: int, total_rows: int, head_dim: int) -> Sm80Plan:
-    partial_rows = splits * total_rows if splits > 1 else 0
-    return Sm80Plan(
-        row_tiles=row_tiles,
-        splits=splits,
-        num_ctas=num_ctas * splits,
-        partial_rows=partial_rows,
-        workspace_bytes=partial_rows * _partial_row_bytes(head_dim),
-    )
 
 
 def _partial_row_bytes(dims: int) -> int:

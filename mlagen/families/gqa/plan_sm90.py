@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from mlagen.families.common.plan_sm80 import GqaProblemShape
+from mlagen.families.common.problem import ProblemShape
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
 from mlagen.values import INT32_MAX
 
@@ -51,7 +51,7 @@ class GqaSm90Plan:
     workspace_bytes: int
 
 
-def plan_gqa_sm90(spec: GqaSm90Spec, problem: GqaProblemShape, sm_count: int) -> GqaSm90Plan:
+def plan_gqa_sm90(spec: GqaSm90Spec, problem: ProblemShape, sm_count: int) -> GqaSm90Plan:
     """Return the plan of a call.
 
     ``max_kv_len`` affects only the speed: CTAs derive their ranges from the lengths on the device.
@@ -105,7 +105,7 @@ def _partial_rows(spec: GqaSm90Spec) -> int:
     return 2 * spec.heads_per_cta * spec.block_m  # a CTA stores at most two splits
 
 
-def choose_heads_per_cta(spec: GqaSm90Spec, problem: GqaProblemShape, sm_count: int) -> int:
+def choose_heads_per_cta(spec: GqaSm90Spec, problem: ProblemShape, sm_count: int) -> int:
     """Return the number of KV heads per CTA.
 
     The maximum, if nearly every SM still gets a whole work tile: the memory bandwidth is higher,

@@ -29,6 +29,7 @@ from mlagen.families.common.arguments import (
     require_workspace,
 )
 from mlagen.families.common.outputs import LSE_FACTORS
+from mlagen.families.common.problem import Problem
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.validate_kv import (
     QUANTISED,
@@ -50,26 +51,15 @@ MAX_TOKENS = 0x7FFF0000  # of a request, as in templates/common/paged_kv.cuh
 
 
 @dataclass(frozen=True, kw_only=True)
-class GqaProblem:
+class GqaProblem(Problem):
     """The problem of a valid call: sizes, strides and kernel variant."""
 
-    device: torch.device
     variant: GqaVariant
-    out_dtype: torch.dtype
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    batch: int
-    q_len: int  # of every request; 0 where requests differ
     max_q_len: int
-    tokens: int  # query tokens of all requests
-    heads: int
     kv_heads: int
-    num_pages: int
-    max_pages: int  # of a request; with kv_indptr of all
     window: int  # MAX_TOKENS: no limit
     mask_words: int  # 32-bit words per row of the mask; 0: no mask
     is_causal: bool
-    strides: dict[str, int]  # by kernel parameter
     value_offset: int  # bytes from the first key to the first value in one tensor
     value_scale_offset: int
     score_factor: float
@@ -85,8 +75,7 @@ class GqaProblem:
     @property
     def constants(self) -> dict[str, object]:
         """Values of kernel parameters by name, among others."""
-        names = {"num_seqs": self.batch, "group_size": self.group_size}
-        return {**vars(self), **self.strides, **names}
+        return {**super().constants, "group_size": self.group_size}
 
 
 def check_problem(args: GqaArgs) -> GqaProblem:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from mlagen.families.common.launchers import rounded_up
-from mlagen.families.common.plan_sm80 import GqaProblemShape, Sm80Plan, plan_gqa_sm80
+from mlagen.families.common.plan_sm80 import Sm80Plan, plan_gqa_sm80
+from mlagen.families.common.problem import ProblemShape
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.plan_sm90 import GqaSm90Plan, choose_heads_per_cta, plan_gqa_sm90
 from mlagen.families.gqa.problem import GqaProblem
@@ -17,12 +18,12 @@ from mlagen.spec.gqa.sm90 import GqaSm90Spec, gqa_sm90_spec
 from mlagen.spec.gqa.variant import GqaVariant
 
 
-def shape_of(args: GqaArgs, problem: GqaProblem) -> GqaProblemShape:
+def shape_of(args: GqaArgs, problem: GqaProblem) -> ProblemShape:
     """Return what the plan of a call depends on."""
-    return GqaProblemShape(
+    return ProblemShape(
         batch=problem.batch,
         q_len=problem.q_len,
-        max_q_len=problem.max_q_len,
+        tile_q_len=problem.max_q_len,
         heads=problem.heads,
         kv_heads=problem.kv_heads,
         total_rows=problem.tokens * problem.heads,
@@ -38,7 +39,7 @@ def attended_tokens(max_seq_len: int, window: int, max_q_len: int) -> int:
 
 @lru_cache(maxsize=4096)
 def plan_gqa_sm80_call(
-    device: int, variant: GqaVariant, shape: GqaProblemShape, *, sms: int = WHOLE_GPU
+    device: int, variant: GqaVariant, shape: ProblemShape, *, sms: int = WHOLE_GPU
 ) -> tuple[GqaSm80Spec, Sm80Plan]:
     """Return the sm80 kernel and its plan for a call on GPU ``device``.
 
@@ -52,7 +53,7 @@ def plan_gqa_sm80_call(
 def plan_gqa_sm90_call(
     device: int,
     variant: GqaVariant,
-    shape: GqaProblemShape,
+    shape: ProblemShape,
     *,
     has_one_head: bool = False,
     sms: int = WHOLE_GPU,

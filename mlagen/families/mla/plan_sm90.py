@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from mlagen.families.common.plan_sm80 import MlaProblemShape
+from mlagen.families.common.problem import ProblemShape
 from mlagen.spec.mla.sm90 import MlaSm90Spec
 from mlagen.values import INT32_MAX
 
@@ -17,19 +17,12 @@ _MAX_IDLE = Fraction(1, 25)
 
 # Linear block indices are 32-bit.
 
-# Whether small calls use the sm80 kernel: its prologue is shorter, which dominates the latency of
-# a few CTAs.
-USES_SM80_FOR_SMALL_CALLS = True
-
 # Rows of a tile in the KV-block count of a small call.
 _SMALL_TILE_ROWS = 16
 
 # SM count that the limits of small calls are for. They grow with the SMs: the sm80 kernel saves a
 # fixed latency, and takes longer for each KV block of an SM.
 _SMALL_CALL_SMS = 132
-
-# Whether a call may use a tile with fewer rows than its sequences.
-USES_SMALLER_TILES = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,43 +38,37 @@ class MlaSm90Plan:
     is_small: bool  # the sm80 kernel is faster
 
 
-def choose_block_m(
-    spec: MlaSm90Spec, problem: MlaProblemShape, tile_q_len: int, sm_count: int
-) -> int:
+def choose_block_m(spec: MlaSm90Spec, shape: ProblemShape, sm_count: int) -> int:
     """Return the fastest BLOCK_M for a call; ``spec`` has the default one.
 
     Smaller tiles read the same tokens more often, but occupy more SMs.
     """
     # Of one row tile per sequence.
-    kv_blocks = problem.batch * _kv_blocks_of(spec, problem.max_kv_len)
-    for rows, kv_blocks_per_sm in spec.smaller_tiles if USES_SMALLER_TILES else ():
-        tiles = -(-tile_q_len * problem.heads // rows)
+    kv_blocks = shape.batch * _kv_blocks_of(spec, shape.max_kv_len)
+    for rows, kv_blocks_per_sm in spec.smaller_tiles:
+        tiles = -(-shape.rows // rows)
         if rows < spec.block_m and tiles * kv_blocks <= kv_blocks_per_sm * sm_count:
             return rows
     return spec.block_m
 
 
-def plan_mla_sm90(
-    spec: MlaSm90Spec, problem: MlaProblemShape, tile_q_len: int, sm_count: int
-) -> MlaSm90Plan:
+def plan_mla_sm90(spec: MlaSm90Spec, shape: ProblemShape, sm_count: int) -> MlaSm90Plan:
     """Return the plan of a call.
 
     ``max_kv_len`` and ``tile_q_len``, the typical query length, affect only the speed: CTAs derive
     their ranges from the lengths on the device.
     """
     rows = spec.block_m
-    tiles = -(-tile_q_len * problem.heads // rows)
+    tiles = -(-shape.rows // rows)
     cta_group_size = _cta_group_size(tiles, sm_count)
-    if problem.q_len:
-        total_tiles = problem.batch * -(-tiles // cta_group_size)
+    if shape.q_len:
+        total_tiles = shape.batch * -(-tiles // cta_group_size)
     else:
-        total_tiles = -(-problem.total_rows // (rows * cta_group_size)) + problem.batch
-    kv_blocks = _kv_blocks_of(spec, problem.max_kv_len)
+        total_tiles = -(-shape.total_rows // (rows * cta_group_size)) + shape.batch
+    kv_blocks = _kv_blocks_of(spec, shape.max_kv_len)
     total_blocks = total_tiles * (kv_blocks + spec.fixed_overhead_blocks)
     num_ranges = total_blocks // spec.min_blocks_per_range
-    num_cta_groups = (
-        min(sm_count // cta_group_size, max(1, num_ranges)) if problem.total_rows else 0
-    )
+    num_cta_groups = min(sm_count // cta_group_size, max(1, num_ranges)) if shape.total_rows else 0
     num_ctas = num_cta_groups * cta_group_size
     partial_values = num_ctas * _partial_rows(spec) * spec.head_dim_vo * 2
     return MlaSm90Plan(
@@ -91,8 +78,16 @@ def plan_mla_sm90(
         total_tiles=total_tiles,
         partial_rows_offset=partial_values,
         workspace_bytes=num_ctas * mla_sm90_bytes_per_cta(spec),
-        is_small=_is_small(spec, tile_q_len * problem.heads, problem.batch * kv_blocks, sm_count),
+        is_small=is_small_call(spec, shape, sm_count),
     )
+
+
+def is_small_call(spec: MlaSm90Spec, shape: ProblemShape, sm_count: int) -> bool:
+    """Whether the sm80 kernel is faster: its prologue is shorter, which dominates few CTAs."""
+    limit = next((blocks for max_rows, blocks in spec.small_calls if shape.rows <= max_rows), -1)
+    tiles = shape.batch * -(-shape.rows // _SMALL_TILE_ROWS)
+    tile_blocks = tiles * _kv_blocks_of(spec, shape.max_kv_len)
+    return tile_blocks * _SMALL_CALL_SMS <= limit * sm_count
 
 
 def mla_sm90_bytes_per_cta(spec: MlaSm90Spec) -> int:
@@ -112,13 +107,6 @@ def fits_in_int32(spec: MlaSm90Spec, plan: MlaSm90Plan, max_tokens: int) -> bool
 
 def _kv_blocks_of(spec: MlaSm90Spec, tokens: int) -> int:
     return -(-tokens // spec.block_n)
-
-
-def _is_small(spec: MlaSm90Spec, rows: int, kv_blocks: int, sm_count: int) -> bool:
-    """Whether the sm80 kernel is faster, for ``rows`` query rows per sequence."""
-    limit = next((blocks for max_rows, blocks in spec.small_calls if rows <= max_rows), -1)
-    tile_blocks = kv_blocks * -(-rows // _SMALL_TILE_ROWS)
-    return USES_SM80_FOR_SMALL_CALLS and tile_blocks * _SMALL_CALL_SMS <= limit * sm_count
 
 
 def _cta_group_size(tiles: int, sm_count: int) -> int:

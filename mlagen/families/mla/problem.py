@@ -24,6 +24,7 @@ from mlagen.families.common.arguments import (
     require_tensor,
     require_workspace,
 )
+from mlagen.families.common.problem import Problem
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.validate_kv import check_cache, check_lengths, check_tables
 from mlagen.families.mla.validate_query import (
@@ -35,26 +36,15 @@ from mlagen.spec.mla.variant import MlaVariant, require_supported
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlaProblem:
+class MlaProblem(Problem):
     """The problem of a valid call: sizes, strides and kernel variant."""
 
-    device: torch.device
     variant: MlaVariant
-    out_dtype: torch.dtype
-    batch: int
-    q_len: int  # of every request; 0 where requests differ
     tile_q_len: int  # that the tile is chosen for: q_len, or an estimate where requests differ
-    tokens: int  # query tokens of all requests
-    heads: int
-    num_pages: int
-    max_pages: int
     top_k: int
-    strides: dict[str, int]  # by kernel parameter
     query_rope_offset: int  # bytes from the latent to the rope part in one tensor
     rope_cache_offset: int
     value_tables_offset: int  # bytes from a request's block table of keys to that of values
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
 
 
 def check_problem(args: MlaArgs) -> MlaProblem:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from mlagen.families.common.launchers import rounded_up
-from mlagen.families.common.plan_sm80 import MlaProblemShape, Sm80Plan, plan_mla_sm80
+from mlagen.families.common.plan_sm80 import Sm80Plan, plan_mla_sm80
+from mlagen.families.common.problem import ProblemShape
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.plan_sm90 import MlaSm90Plan, choose_block_m, plan_mla_sm90
 from mlagen.families.mla.problem import MlaProblem
@@ -19,69 +20,51 @@ from mlagen.spec.mla.sm90_calls import mla_sm90_kernel
 from mlagen.spec.mla.variant import MlaVariant
 
 
+def shape_of(args: MlaArgs, problem: MlaProblem) -> ProblemShape:
+    """Return what the plan of a call depends on."""
+    shape = ProblemShape(
+        batch=problem.batch,
+        q_len=problem.q_len,
+        tile_q_len=problem.tile_q_len,
+        heads=problem.heads,
+        total_rows=problem.tokens * problem.heads,
+        max_kv_len=rounded_up(problem.top_k or args.max_seq_len),
+    )
+    return shape.per_token() if problem.top_k else shape
+
+
 @lru_cache(maxsize=4096)
 def plan_mla_sm80_call(
-    *,
-    device: int,
-    variant: MlaVariant,
-    batch: int,
-    q_len: int,
-    tile_q_len: int,
-    tokens: int,
-    heads: int,
-    max_kv_len: int,
-    sms: int = WHOLE_GPU,
+    device: int, variant: MlaVariant, shape: ProblemShape, *, sms: int = WHOLE_GPU
 ) -> tuple[MlaSm80Spec, Sm80Plan]:
     """Return the sm80 kernel and its plan for a call on GPU ``device``.
 
-    ``max_kv_len`` bounds the tokens that a query token attends to: ``max_seq_len``, or ``top_k``.
     ``sms`` is the number of SMs of the context.
     """
-    if variant.lookup == "sparse":  # every query token has its own top-k indices
-        batch, q_len, tile_q_len = tokens, 1, 1
-    spec = mla_sm80_spec(arch_of_device(device), variant, tile_q_len * heads)
-    problem = _problem(batch, q_len, tokens, heads, max_kv_len)
-    return spec, plan_mla_sm80(spec, problem, sms or device_facts(device).sm_count)
+    spec = mla_sm80_spec(arch_of_device(device), variant, shape.rows)
+    return spec, plan_mla_sm80(spec, shape, sms or device_facts(device).sm_count)
 
 
 @lru_cache(maxsize=4096)
 def plan_mla_sm90_call(
-    *,
     device: int,
     variant: MlaVariant,
-    batch: int,
-    q_len: int,
-    tile_q_len: int,
-    tokens: int,
-    heads: int,
-    max_kv_len: int,
+    shape: ProblemShape,
+    *,
     p_dtype_choice: str,
     sms: int = WHOLE_GPU,
 ) -> tuple[MlaSm90Spec, MlaSm90Plan] | None:
     """Return the sm90 kernel and its plan for a call on GPU ``device``; None if unsupported.
 
-    ``max_kv_len`` and ``sms`` are as for :func:`plan_mla_sm80_call`; ``p_dtype_choice`` is the
-    dtype of P that the settings request.
+    ``p_dtype_choice`` is the dtype of P that the settings request; ``sms`` is as for
+    :func:`plan_mla_sm80_call`.
     """
-    if variant.lookup == "sparse":
-        batch, q_len, tile_q_len = tokens, 1, 1
-    spec = mla_sm90_kernel(arch_of_device(device), variant, tile_q_len * heads, p_dtype_choice)
+    spec = mla_sm90_kernel(arch_of_device(device), variant, shape.rows, p_dtype_choice)
     if spec is None:
         return None
-    problem = _problem(batch, q_len, tokens, heads, max_kv_len)
     sm_count = sms or device_facts(device).sm_count
-    spec = replace(spec, block_m=choose_block_m(spec, problem, tile_q_len, sm_count))
-    return spec, plan_mla_sm90(spec, problem, tile_q_len, sm_count)
-
-
-def _problem(batch: int, q_len: int, tokens: int, heads: int, max_kv_len: int) -> MlaProblemShape:
-    return MlaProblemShape(
-        batch=batch,
-        q_len=q_len,
-        heads=heads,
-        total_rows=tokens * heads,
-        max_kv_len=rounded_up(max_kv_len),
-    )
+    spec = replace(spec, block_m=choose_block_m(spec, shape, sm_count))
+    return spec, plan_mla_sm90(spec, shape, sm_count)
 
 
 def schedule_id_of(args: MlaArgs, problem: MlaProblem, spec: MlaSm90Spec) -> int:

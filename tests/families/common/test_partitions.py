@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from mlagen.errors import ArgumentError
-from mlagen.families.common.call_cache import CallCache
-from mlagen.families.gqa import launch_sm80 as gqa_sm80_launcher
-from mlagen.families.gqa import launch_sm90 as gqa_sm90_launcher
-from mlagen.families.mla import launch_sm90 as mla_sm90_launcher
+from mlagen.families.common import launchers
+from mlagen.families.gqa import launch as gqa_launch
+from mlagen.families.mla import launch as mla_launch
 from mlagen.runtime import partition
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.partition import TooManyCtasError
@@ -78,14 +76,13 @@ def context(entry_point: EntryPoint, monkeypatch: Patch) -> Context:
     monkeypatch.setattr(partition, "partitioned_gpus", set())
     monkeypatch.setattr(partition, "_rejected", set())
     monkeypatch.setattr(partition, "_current_sms", lambda _: context.sms % GPU_SMS)
-    record = vars(mla_sm90_launcher)["launch"]
+    record = vars(launchers)["launch"]
 
     def launch(kernel: LoadedKernel, blocks: int, *values: Any) -> _Checked:
         context.check(kernel, blocks)
         return _Checked(context, kernel, blocks, record(kernel, blocks, *values))
 
-    for launcher in (mla_sm90_launcher, gqa_sm90_launcher):
-        monkeypatch.setattr(launcher, "launch", launch)
+    monkeypatch.setattr(launchers, "launch", launch)
     return context
 
 
@@ -191,50 +188,32 @@ def test_the_sm80_kernel_splits_for_its_context(
         assert too_small == whole
 
 
+@families
 def test_a_workspace_for_the_whole_gpu_is_sufficient(
-    entry_point: EntryPoint, context: Context, monkeypatch: Patch
-) -> None:
-    """If the plan of a context needs a larger workspace, the sm80 kernel is launched."""
-    arguments = long_call()
-    entry_point.call(arguments)
-
-    def reject(*_: object) -> int:
-        raise ArgumentError("workspace_buffer: too small")
-
-    monkeypatch.setattr(mla_sm90_launcher, "scratch_offset", reject)
-    context.enter(16)
-
-    assert grid(entry_point, arguments)[0] == "mla_sm80"
-
-
-@pytest.mark.parametrize("entry_point", [GQA], indirect=True)
-def test_a_gqa_call_takes_the_plan_of_the_whole_gpu_if_its_workspace_is_small(
-    entry_point: EntryPoint, context: Context, monkeypatch: Patch
+    entry_point: EntryPoint, row: str, context: Context, monkeypatch: Patch
 ) -> None:
     """A plan for 16 SMs that needs a larger workspace is not launched, of either kernel."""
-    arguments = long_call(GQA)
-    whole = grid(entry_point, arguments)
+    family, arguments = entry_point.row.family, long_call(row)
+
+    def grid_of(kernel: str) -> tuple[str, int]:
+        monkeypatch.setenv(f"MLAGEN_{family.upper()}_KERNEL", kernel)
+        current_settings.cache_clear()
+        return grid(entry_point, arguments)
+
+    whole = {kernel: grid_of(kernel) for kernel in ("sm80", "auto")}
     context.enter(16)
     assert grid(entry_point, arguments)[1] <= 16
 
-    for launcher, planner in (
-        (gqa_sm90_launcher, "plan_gqa_sm90_call"),
-        (gqa_sm80_launcher, "plan_gqa_sm80_call"),
-    ):
-        plan_on = getattr(launcher, planner)
+    launch = mla_launch if row == MLA else gqa_launch
+    for planner in (f"plan_{family}_sm80_call", f"plan_{family}_sm90_call"):
+        plan_on = getattr(launch, planner)
 
         def plan(*given: Any, sms: int = 0, plan_on: Any = plan_on, **others: Any) -> Any:
             spec, planned = plan_on(*given, sms=sms, **others)
             return spec, replace(planned, workspace_bytes=1 << 40) if sms else planned
 
-        monkeypatch.setattr(launcher, planner, plan)
-    monkeypatch.setattr(entry_point.row.calls, "cache", CallCache())
+        monkeypatch.setattr(launch, planner, plan)
 
-    assert grid(entry_point, arguments) == whole
-    for kernel in ("sm80", "auto"):
-        monkeypatch.setenv("MLAGEN_GQA_KERNEL", kernel)
-        current_settings.cache_clear()
-        inside = grid(entry_point, arguments)
-        context.enter(GPU_SMS)
-        assert grid(entry_point, arguments) == inside
-        context.enter(16)
+    if row == MLA:  # CTAs of the sm90 kernel would wait for those that have no SM
+        whole["auto"] = whole["sm80"]
+    assert {kernel: grid_of(kernel) for kernel in whole} == whole

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlagen.families.common.plan_sm80 import MlaProblemShape, Sm80Plan, plan_gqa_sm80, plan_mla_sm80
+from mlagen.families.common.plan_sm80 import Sm80Plan, plan_gqa_sm80, plan_mla_sm80
+from mlagen.families.common.problem import ProblemShape
 from mlagen.families.gqa import select as gqa_select
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.sm80 import GqaSm80Spec
@@ -15,7 +16,7 @@ from tests.families.shapes import SMS, gqa_shape, mla_shape
 from tests.kernels import SM_COUNTS, gqa_sm80, mla_sm80
 
 
-def plan(shape: MlaProblemShape, sm_count: int = SMS) -> Sm80Plan:
+def plan(shape: ProblemShape, sm_count: int = SMS) -> Sm80Plan:
     """Return the plan of a bf16 problem of DeepSeek-V3's dimensions."""
     return plan_mla_sm80(mla_sm80(rows=shape.heads * shape.q_len), shape, sm_count)
 
@@ -38,7 +39,7 @@ problems = st.builds(
 
 @settings(deadline=None, max_examples=200)
 @given(problems, st.sampled_from(SM_COUNTS), st.integers(0, 200_000))
-def test_splits_cover_every_tile_once(shape: MlaProblemShape, sm_count: int, fewer: int) -> None:
+def test_splits_cover_every_tile_once(shape: ProblemShape, sm_count: int, fewer: int) -> None:
     """Splits cover the tiles of any sequence once, and none of the longest sequence is empty."""
     block_n = mla_sm80(rows=shape.heads * shape.q_len).tile.block_n
     planned = plan(shape, sm_count)
@@ -47,16 +48,18 @@ def test_splits_cover_every_tile_once(shape: MlaProblemShape, sm_count: int, few
         max(1, -(-shape.max_kv_len // block_n)),
         -(-max(0, shape.max_kv_len - fewer) // block_n),
     ):
-        shares = [tiles_of_split(split, tiles, planned.splits) for split in range(planned.splits)]
+        shares = [
+            tiles_of_split(split, tiles, planned.num_splits) for split in range(planned.num_splits)
+        ]
         assert [tile for share in shares for tile in share] == list(range(tiles))
     longest = max(1, -(-shape.max_kv_len // block_n))
-    assert tiles_of_split(planned.splits - 1, longest, planned.splits)
+    assert tiles_of_split(planned.num_splits - 1, longest, planned.num_splits)
 
 
 @settings(deadline=None, max_examples=200)
 @given(problems, st.sampled_from(SM_COUNTS))
 def test_the_grid_covers_all_rows_and_bounds_the_workspace(
-    shape: MlaProblemShape, sm_count: int
+    shape: ProblemShape, sm_count: int
 ) -> None:
     """A CTA has a row tile and a split, up to four waves; splits store fp32 rows and LSEs."""
     tile = mla_sm80(rows=shape.heads * shape.q_len).tile
@@ -64,11 +67,12 @@ def test_the_grid_covers_all_rows_and_bounds_the_workspace(
 
     rows, most = shape.heads * shape.q_len, planned.row_tiles * tile.block_m
     assert most - tile.block_m < rows <= most
-    assert planned.num_ctas == shape.batch * planned.row_tiles * planned.splits
+    assert planned.num_ctas == shape.batch * planned.row_tiles * planned.num_splits
     max_ctas = 4 * sm_count * tile.ctas_per_sm
-    assert planned.splits == 1 or planned.num_ctas <= max_ctas
-    assert planned.partial_rows == (planned.splits > 1) * planned.splits * shape.total_rows
-    assert planned.workspace_bytes == planned.partial_rows * (512 + 1) * 4
+    assert planned.num_splits == 1 or planned.num_ctas <= max_ctas
+    partial_rows = (planned.num_splits > 1) * planned.num_splits * shape.total_rows
+    assert planned.partial_rows_offset == partial_rows * 512 * 4
+    assert planned.workspace_bytes == partial_rows * (512 + 1) * 4
     assert planned.workspace_bytes <= max_ctas * tile.block_m * (512 + 1) * 4
 
 
@@ -83,11 +87,11 @@ def test_the_grid_covers_all_rows_and_bounds_the_workspace(
     ],
     ids=["a full grid", "a full grid of wide tiles", "one tile", "no tokens", "no sequences"],
 )
-def test_when_kv_is_not_split(shape: MlaProblemShape) -> None:
+def test_when_kv_is_not_split(shape: ProblemShape) -> None:
     """Work that fills the device, or has one tile, is not split."""
     planned = plan(shape)
 
-    assert (planned.splits, planned.workspace_bytes) == (1, 0)
+    assert (planned.num_splits, planned.workspace_bytes) == (1, 0)
 
 
 @pytest.mark.parametrize("sm_count", SM_COUNTS)
@@ -110,7 +114,7 @@ def test_ragged_sequences_have_a_tile_for_each_row(q_lens: list[int], heads: int
     planned = plan_mla_sm80(mla_sm80(rows=64), shape, SMS)
 
     assert planned.row_tiles == first[-1]
-    assert planned.num_ctas == first[-1] * planned.splits
+    assert planned.num_ctas == first[-1] * planned.num_splits
     for seq, q_len in enumerate(q_lens):
         assert (first[seq + 1] - first[seq]) * rows >= q_len * heads
 
@@ -130,10 +134,11 @@ def test_the_gqa_grid_covers_rows_kv_heads_and_slices(
     of_batch = 5 * -(-group * 3 // spec.tile.block_m)
     tiles = of_batch if tokens is None else 5 + tokens * group // spec.tile.block_m
     assert planned.row_tiles == (tiles if tokens else of_batch // 5)
-    assert planned.num_ctas == tiles * kv_heads * spec.slices * planned.splits
+    assert planned.num_ctas == tiles * kv_heads * spec.slices * planned.num_splits
     rows = (tokens or 15) * kv_heads * group
-    assert planned.partial_rows == (planned.splits > 1) * planned.splits * rows
-    assert planned.workspace_bytes == planned.partial_rows * (head_dim + 1) * 4
+    partial_rows = (planned.num_splits > 1) * planned.num_splits * rows
+    assert planned.partial_rows_offset == partial_rows * head_dim * 4
+    assert planned.workspace_bytes == partial_rows * (head_dim + 1) * 4
 
 
 @pytest.mark.usefixtures("h200")
@@ -148,4 +153,4 @@ def test_a_gqa_call_is_planned_for_its_rows_and_window() -> None:
     assert [plan_of(1000, q_len=q_len)[0].tile.block_m for q_len in (4, 5)] == [16, 32]
     assert plan_of(100_000, window=64) == plan_of(65)
     assert plan_of(10, window=64) == plan_of(10)
-    assert plan_of(100_000)[1].splits > plan_of(65)[1].splits
+    assert plan_of(100_000)[1].num_splits > plan_of(65)[1].num_splits

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlagen.families.common.plan_sm80 import GqaProblemShape
+from mlagen.families.common.problem import ProblemShape
 from mlagen.families.gqa.plan_sm90 import (
     GqaSm90Plan,
     choose_heads_per_cta,
@@ -19,9 +19,7 @@ from tests.families.shapes import SMS, gqa_shape
 from tests.kernels import SM_COUNTS, gqa_sm90
 
 
-def plan(
-    shape: GqaProblemShape, sm_count: int = SMS, spec: GqaSm90Spec | None = None
-) -> GqaSm90Plan:
+def plan(shape: ProblemShape, sm_count: int = SMS, spec: GqaSm90Spec | None = None) -> GqaSm90Plan:
     """Return the plan of a problem, by default of bf16."""
     return plan_gqa_sm90(spec or gqa_sm90(rows=shape.rows), shape, sm_count)
 
@@ -47,7 +45,7 @@ def plan(
     ],
 )
 def test_cta_groups_match_the_examples(
-    shape: GqaProblemShape, spec: GqaSm90Spec | None, expected: tuple[int, int, int]
+    shape: ProblemShape, spec: GqaSm90Spec | None, expected: tuple[int, int, int]
 ) -> None:
     """The group has the size with the best bandwidth, and the grid the lowest modeled time."""
     found = plan(shape, spec=spec)

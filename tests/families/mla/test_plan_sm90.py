@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlagen.families.common.plan_sm80 import MlaProblemShape
+from mlagen.families.common.problem import ProblemShape
 from mlagen.families.mla.plan_sm90 import MlaSm90Plan, choose_block_m, fits_in_int32, plan_mla_sm90
 from mlagen.spec.dtype import DType
 from mlagen.spec.mla.sm90 import MlaSm90Spec
@@ -16,10 +18,9 @@ from tests.kernels import SM_COUNTS, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv
 FP8KV_E4M3 = mla_sm90_fp8kv(rows=16, query_dtype=DType.E4M3, kv_dtype=DType.E4M3)
 
 
-def plan(shape: MlaProblemShape, sm_count: int = SMS, q_len: int | None = None) -> MlaSm90Plan:
-    """Return the plan of a bf16 problem; ``q_len`` chooses the tile of ragged sequences."""
-    q_len = q_len or shape.q_len or 1
-    return plan_mla_sm90(mla_sm90(rows=shape.heads * q_len), shape, q_len, sm_count)
+def plan(shape: ProblemShape, sm_count: int = SMS) -> MlaSm90Plan:
+    """Return the plan of a bf16 problem."""
+    return plan_mla_sm90(mla_sm90(rows=shape.rows), shape, sm_count)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def plan(shape: MlaProblemShape, sm_count: int = SMS, q_len: int | None = None) 
     ],
 )
 def test_cta_groups_and_grid_match_the_examples(
-    shape: MlaProblemShape, sm_count: int, expected: tuple[int, int]
+    shape: ProblemShape, sm_count: int, expected: tuple[int, int]
 ) -> None:
     """The group size minimises waves; the grid has as many groups as ranges are worthwhile."""
     planned = plan(shape, sm_count)
@@ -84,10 +85,10 @@ def test_cta_groups_and_grid_match_the_examples(
     ],
 )
 def test_little_work_uses_smaller_tiles(
-    spec: MlaSm90Spec, shape: MlaProblemShape, block_m: int
+    spec: MlaSm90Spec, shape: ProblemShape, block_m: int
 ) -> None:
     """Smaller tiles give work to more SMs."""
-    assert choose_block_m(spec, shape, 1, SMS) == block_m
+    assert choose_block_m(spec, shape, SMS) == block_m
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_few_rows_and_tokens_are_small(
 ) -> None:
     """Up to a limit by dtype, rows and SMs, the sm80 kernel is faster."""
     for tokens in (64 * kv_blocks, 64 * kv_blocks + 1):
-        planned = plan_mla_sm90(spec, mla_shape(batch, rows, tokens), 1, sm_count)
+        planned = plan_mla_sm90(spec, mla_shape(batch, rows, tokens), sm_count)
         assert planned.is_small is (0 < tokens <= 64 * kv_blocks)
 
 
@@ -144,19 +145,18 @@ def test_without_query_tokens_nothing_is_launched() -> None:
     sm_count=st.one_of(st.integers(1, 160), st.sampled_from(SM_COUNTS)),
 )
 def test_the_grid_is_co_resident_and_whole_cta_groups(
-    shape: MlaProblemShape, is_ragged: bool, sm_count: int
+    shape: ProblemShape, is_ragged: bool, sm_count: int
 ) -> None:
     """CTAs wait for each other, so there are at most as many as SMs, which bounds the workspace."""
-    q_len = shape.q_len
     if is_ragged:
-        shape = mla_shape(shape.batch, shape.heads, shape.max_kv_len, tokens=shape.batch * q_len)
+        shape = replace(shape, q_len=0)
 
-    planned = plan(shape, sm_count, q_len)
+    planned = plan(shape, sm_count)
 
     assert 1 <= planned.cta_group_size <= 4
     assert planned.num_ctas == planned.num_cta_groups * planned.cta_group_size
     assert 1 <= planned.num_ctas <= sm_count
     # Two splits per CTA: partial outputs in fp16, and 16 bytes of state per row.
-    rows = 2 * planned.num_ctas * mla_sm90(rows=shape.heads * q_len).block_m
+    rows = 2 * planned.num_ctas * mla_sm90(rows=shape.rows).block_m
     assert planned.partial_rows_offset == rows * 512 * 2
     assert planned.workspace_bytes == rows * (512 * 2 + 16)

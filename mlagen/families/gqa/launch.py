@@ -1,0 +1,185 @@
+"""Launchers of the grouped-query kernels: sm80, for every signature on every GPU, and sm90."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mlagen.errors import DriverError, UnsupportedError
+from mlagen.families.common.arguments import ALIGNMENT_BYTES
+from mlagen.families.common.launchers import (
+    TENSORS,
+    Launcher,
+    Values,
+    make_launcher,
+    plan_within,
+)
+from mlagen.families.gqa.args import GqaArgs
+from mlagen.families.gqa.plan_sm90 import GqaSm90Plan, fits_in_int32
+from mlagen.families.gqa.problem import MAX_TOKENS, GqaProblem
+from mlagen.families.gqa.select import plan_gqa_sm80_call, plan_gqa_sm90_call, shape_of
+from mlagen.families.gqa.tensor_maps import GqaCacheMaps, GqaTensorMapLayout, maps_of
+from mlagen.families.gqa.validate_kv import MASK_ALIGNMENT_BYTES, alignment_of, check_pointers
+from mlagen.runtime.device import arch_of_device
+from mlagen.runtime.partition import WHOLE_GPU
+from mlagen.settings import Settings
+from mlagen.spec.combine import CombineSpec
+from mlagen.spec.dtype import DType
+from mlagen.spec.gqa.sm90 import GqaSm90Spec
+from mlagen.spec.gqa.variant import HEAD_DIMS, GqaVariant
+from mlagen.spec.kernel import KernelSpec
+
+_COVERED = (
+    f"covered: sm_90a, cache as the query or e4m3, head_dim {', '.join(map(str, HEAD_DIMS))}, "
+    f"page_size a multiple of 16, strides of the cache below 2^40 bytes"
+)
+
+_AXES = ("page", "token", "head")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GqaLauncher(Launcher):
+    """Launcher of grouped-query calls."""
+
+    maps: GqaCacheMaps | None = None  # None: a kernel without TMA
+    cache_alignment: int = ALIGNMENT_BYTES
+
+    def complete(self, args: GqaArgs, values: Values) -> None:
+        """Reject misaligned tensors, and add the tensor maps."""
+        key, value = values["key_cache"], values["value_cache"]
+        if (
+            (values["query"] | values["workspace"] | values["out"]) % ALIGNMENT_BYTES
+            or (key | value) % self.cache_alignment
+            or values["draft_mask"] % MASK_ALIGNMENT_BYTES
+        ):
+            check_pointers(args)
+        if self.maps is not None:
+            values["maps"] = self.maps[key, value]
+
+
+def make_sm80_launcher(args: GqaArgs, problem: GqaProblem, sms: int = WHOLE_GPU) -> GqaLauncher:
+    """Return the launcher of the sm80 kernel for the signature of ``args`` on ``sms`` SMs."""
+    index, variant, shape = problem.device.index, problem.variant, shape_of(args, problem)
+    spec, plan = plan_within(
+        args.workspace_buffer, sms, lambda sms: plan_gqa_sm80_call(index, variant, shape, sms=sms)
+    )
+    combine = CombineSpec(arch=spec.arch, dtype=variant.out_dtype, head_dim_vo=variant.head_dim)
+    return _make_launcher(
+        args,
+        problem,
+        plan,
+        spec,
+        combine=combine if plan.num_splits > 1 else None,
+        cache_alignment=alignment_of(args.key_cache),
+    )
+
+
+def make_sm90_launcher(
+    args: GqaArgs, problem: GqaProblem, settings: Settings, sms: int = WHOLE_GPU
+) -> GqaLauncher:
+    """Return the launcher of the sm90 kernel for the signature of ``args`` on ``sms`` SMs.
+
+    Raises
+    ------
+    UnsupportedError
+        If the settings force the sm80 kernel, the sm90 kernel does not support the call, or the
+        driver rejects the tensor map of the cache.
+    """
+    if settings.gqa_kernel == "sm80":
+        raise UnsupportedError("MLAGEN_GQA_KERNEL=sm80")
+    index, variant, shape = problem.device.index, problem.variant, shape_of(args, problem)
+    max_tokens = problem.max_pages * variant.page_size
+
+    def plan_on(sms: int) -> tuple[GqaSm90Spec, GqaSm90Plan] | None:
+        planned = plan_gqa_sm90_call(index, variant, shape, sms=sms)
+        if planned is None or fits_in_int32(*planned, max_tokens):
+            return planned
+        # KV tiles of one head have more tokens.
+        return plan_gqa_sm90_call(index, variant, shape, has_one_head=True, sms=sms)
+
+    sms = max(sms, WHOLE_GPU)  # it needs no cooperation
+    planned = plan_within(args.workspace_buffer, sms, plan_on)
+    if planned is None:
+        raise not_covered(index, variant)
+    spec, plan = planned
+    if not fits_in_int32(spec, plan, max_tokens):
+        raise UnsupportedError(
+            f"MLAGEN_GQA_KERNEL=sm90: expected fewer than 2^31 KV blocks of {spec.block_n} "
+            f"tokens in all work tiles, got {plan.total_tiles} of up to {max_tokens} tokens"
+        )
+    maps = maps_of(
+        GqaTensorMapLayout(
+            spec=spec,
+            num_pages=problem.num_pages,
+            kv_heads=problem.kv_heads,
+            key_strides=_cache_strides(problem, "key"),
+            value_strides=_cache_strides(problem, "value"),
+        )
+    )
+    try:
+        _ = maps[_base_addresses(args, problem)]
+    except DriverError as error:
+        raise UnsupportedError(f"MLAGEN_GQA_KERNEL=sm90: {error}; {_COVERED}") from error
+    return _make_launcher(args, problem, plan, spec, maps=maps)
+
+
+def _make_launcher(
+    args: GqaArgs, problem: GqaProblem, plan: Any, spec: KernelSpec, **others: Any
+) -> GqaLauncher:
+    max_tokens = min(problem.max_pages * problem.variant.page_size, MAX_TOKENS)
+    values: Values = {"lse_factor": problem.lse_factor}
+    tensors = {
+        **TENSORS,
+        **{name: name for name in ("key_cache", "value_cache", "key_scales", "value_scales")},
+        "draft_mask": "mask",
+    }
+    is_e4m3 = problem.variant.out_dtype is DType.E4M3
+    numbers = {
+        "bmm1_scale": "bmm1_scale",
+        "bmm2_scale": "bmm2_scale",
+        "output_factor": "out_e4m3_factor" if is_e4m3 else "out_16bit_factor",
+    }
+    if not problem.mask_words:
+        del tensors["draft_mask"]
+    if not problem.takes_bmm2:
+        del tensors["bmm2_scale_tensor"], numbers["bmm2_scale"]
+        values["bmm2_scale"] = 1.0
+    return make_launcher(
+        GqaLauncher,
+        args,
+        problem,
+        plan,
+        spec,
+        constants={**problem.constants, "max_tokens": max_tokens},
+        values=values,
+        tensors=tensors,
+        parts={
+            "value_cache": ("key_cache", problem.value_offset),
+            "value_scales": ("key_scales", problem.value_scale_offset),
+        },
+        numbers=numbers,
+        **others,
+    )
+
+
+def not_covered(index: int, variant: GqaVariant) -> UnsupportedError:
+    """Return the error where the settings force the kernel and it does not support the call."""
+    return UnsupportedError(
+        f"MLAGEN_GQA_KERNEL=sm90: no such kernel for {arch_of_device(index)}, "
+        f"query {variant.query_dtype}, cache {variant.kv_dtype}, head_dim {variant.head_dim}, "
+        f"page_size {variant.page_size}; {_COVERED}"
+    )
+
+
+def _base_addresses(args: GqaArgs, problem: GqaProblem) -> tuple[int, int]:
+    """Return the base addresses of keys and values."""
+    key = args.key_cache.data_ptr()
+    if args.value_cache is None:
+        return key, key + problem.value_offset
+    return key, args.value_cache.data_ptr()
+
+
+def _cache_strides(problem: GqaProblem, part: str) -> tuple[int, int, int]:
+    """Return the bytes between pages, tokens and heads of keys or values."""
+    page, token, head = (problem.strides[f"{part}_{axis}_stride"] for axis in _AXES)
+    return page, token, head

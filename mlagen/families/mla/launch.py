@@ -1,0 +1,243 @@
+"""Launchers of the MLA kernels: sm80, for every signature on every GPU, and sm90."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlagen.errors import DriverError, UnsupportedError
+from mlagen.families.common.arguments import ALIGNMENT_BYTES
+from mlagen.families.common.launchers import (
+    TENSORS,
+    Launcher,
+    Values,
+    make_launcher,
+    plan_within,
+)
+from mlagen.families.common.outputs import LSE_FACTORS
+from mlagen.families.mla.args import MlaArgs
+from mlagen.families.mla.plan_sm90 import fits_in_int32
+from mlagen.families.mla.problem import MlaProblem, check_pointers
+from mlagen.families.mla.select import (
+    plan_mla_sm80_call,
+    plan_mla_sm90_call,
+    schedule_id_of,
+    shape_of,
+)
+from mlagen.families.mla.tensor_maps import CacheMaps, TensorMapLayout, maps_of
+from mlagen.runtime.device import arch_of_device
+from mlagen.runtime.partition import NO_COOPERATION, WHOLE_GPU
+from mlagen.settings import Settings
+from mlagen.spec.combine import CombineSpec
+from mlagen.spec.kernel import KernelSpec, pack_constants
+from mlagen.spec.mla.sm90 import MlaSm90Spec
+from mlagen.spec.mla.variant import MlaVariant
+
+_COVERED = (
+    "covered: sm_90a, (kv_lora_rank, qk_rope_head_dim) (512, 64) or (512, 0), and of "
+    "(lookup, values, mask) (paged, shared, causal) with query and cache both bf16, fp16 or e4m3, "
+    "page_size a multiple of 16, strides of the cache below 2^40 bytes; (sparse, shared, causal) "
+    "with query and cache both bf16 or fp16; (paged or sparse, shared, causal) with a cache of "
+    "e4m3 or fp8_ds_mla under a query of bf16 or e4m3; (paged, shared, causal) with fp8_per_token; "
+    "mask dcp as causal where paged"
+)
+
+# The parameters that are addresses of arguments.
+_TENSORS = {
+    **TENSORS,
+    "query_rope": "query_rope",
+    "query_scales": "query_scales",
+    "cache": "kv_cache",
+    "rope_cache": "rope_cache",
+    "value_cache": "value_cache",
+    "kv_scales": "kv_scales",
+    "sparse_cu_seqlens_q": "cum_seq_lens_q",
+    "topk_length": "top_k_lens",
+    "bias": "bias",
+    "causal_seqlens_kv_global": "causal_seqlens_kv_global",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaLauncher(Launcher):
+    """Launcher of MLA calls."""
+
+    maps: CacheMaps | None = None  # None: a kernel without TMA
+    separate_constants: bytes = b""  # the constant parameters where the rope parts have a map
+
+    def complete(self, args: MlaArgs, values: Values) -> None:
+        """Reject misaligned tensors, and add the tensor maps."""
+        cache, rope_cache = values["cache"], values["rope_cache"]
+        pointers = values["query"] | values["query_rope"] | cache | rope_cache
+        pointers |= values["value_cache"] | values["workspace"] | values["out"]
+        if pointers % ALIGNMENT_BYTES:
+            check_pointers(args)
+        if self.maps is not None:
+            values["maps"], has_separate_rope = self.maps[cache, rope_cache]
+            if has_separate_rope:
+                values[self.decode.spec.symbol] = self.separate_constants
+
+
+def make_sm80_launcher(args: MlaArgs, problem: MlaProblem, sms: int = WHOLE_GPU) -> MlaLauncher:
+    """Return the launcher of the sm80 kernel for the signature of ``args`` on ``sms`` SMs."""
+    index, variant, shape = problem.device.index, problem.variant, shape_of(args, problem)
+    spec, plan = plan_within(
+        args.workspace_buffer, sms, lambda sms: plan_mla_sm80_call(index, variant, shape, sms=sms)
+    )
+    combine = CombineSpec(arch=spec.arch, dtype=spec.out_dtype, head_dim_vo=spec.head_dim_vo)
+    return _make_launcher(
+        args,
+        problem,
+        plan,
+        spec,
+        combine=combine if plan.num_splits > 1 else None,
+        constants=_constants(args, problem),
+    )
+
+
+def make_sm90_launcher(
+    args: MlaArgs, problem: MlaProblem, settings: Settings, sms: int = WHOLE_GPU
+) -> MlaLauncher:
+    """Return the launcher of an sm90 kernel for the signature of ``args`` on ``sms`` SMs.
+
+    Raises
+    ------
+    UnsupportedError
+        If the settings force the sm80 kernel, no sm90 kernel supports the call, or the driver
+        rejects its grids or the tensor map of the cache. Unless the settings force an sm90 kernel,
+        also if the call is so small that the sm80 kernel is faster, or the plan for a context of
+        fewer SMs needs a larger workspace.
+    """
+    is_forced = settings.mla_kernel == "sm90"
+    if settings.mla_kernel == "sm80":
+        raise UnsupportedError("MLAGEN_MLA_KERNEL=sm80")
+    if sms == NO_COOPERATION:
+        raise UnsupportedError(
+            "MLAGEN_MLA_KERNEL=sm90: expected a context whose SMs hold all CTAs at once, got one "
+            "in which the driver rejects them; unset it to take the sm80 kernel"
+        )
+    index, variant, shape = problem.device.index, problem.variant, shape_of(args, problem)
+    planned = plan_mla_sm90_call(
+        index, variant, shape, p_dtype_choice=settings.mla_p_dtype, sms=sms
+    )
+    if planned is None:
+        raise not_covered(index, variant)
+    spec, plan = planned
+    max_tokens = problem.top_k or problem.max_pages * variant.page_size
+    if not fits_in_int32(spec, plan, max_tokens):
+        raise UnsupportedError(
+            f"MLAGEN_MLA_KERNEL=sm90: expected fewer than 2^31 KV blocks of 64 tokens in all "
+            f"work tiles, got {plan.total_tiles} work tiles of up to {max_tokens} tokens"
+        )
+    if plan.is_small and not is_forced:
+        raise UnsupportedError("the call is so small that this kernel is faster")
+    maps = _maps_of_cache(args, problem, spec)
+    workspace, name = args.workspace_buffer, args.names.workspace_buffer
+    # A workspace sized for the whole GPU must suffice, and the grid for it would not fit.
+    if sms != WHOLE_GPU and plan.workspace_bytes > workspace.nbytes and not is_forced:
+        raise UnsupportedError(f"{name}: too small for the plan for {sms} SMs")
+    constants = {
+        **_constants(args, problem),
+        "sparse_num_seqs": problem.batch,
+        "sparse_q_len": problem.q_len,
+        "schedule_id": schedule_id_of(args, problem, spec),
+        "separate_rope": 0,
+    }
+    tensors = dict(_TENSORS)
+    if problem.top_k:  # every query token is a sequence, and its table is its top-k indices
+        constants |= {"num_seqs": problem.tokens, "q_len": 1, "max_pages": problem.top_k}
+        del tensors["cu_seqlens_q"]
+    separate = pack_constants(spec, {**constants, **vars(plan), "separate_rope": 1})
+    return _make_launcher(
+        args,
+        problem,
+        plan,
+        spec,
+        constants=constants,
+        tensors=tensors,
+        maps=maps,
+        separate_constants=separate,
+    )
+
+
+def _make_launcher(
+    args: MlaArgs,
+    problem: MlaProblem,
+    plan: Any,
+    spec: KernelSpec,
+    tensors: Mapping[str, str] = _TENSORS,
+    **others: Any,
+) -> MlaLauncher:
+    parts = {
+        "query_rope": ("query", problem.query_rope_offset),
+        "rope_cache": ("cache", problem.rope_cache_offset),
+    }
+    if args.value_cache is not None:
+        parts["value_tables"] = ("block_tables", problem.value_tables_offset)
+    numbers = ("bmm1_scale", "bmm2_scale", "latent_scale", "rope_scale")
+    return make_launcher(
+        MlaLauncher,
+        args,
+        problem,
+        plan,
+        spec,
+        values={"output_factor": 1.0, "lse_factor": LSE_FACTORS[args.return_lse_base]},
+        tensors=tensors,
+        parts=parts,
+        numbers={name: name for name in numbers},
+        **others,
+    )
+
+
+def not_covered(index: int, variant: MlaVariant) -> UnsupportedError:
+    """Return the error where the settings force the kernel and it does not support the call."""
+    dims = f"({variant.kv_lora_rank}, {variant.qk_rope_head_dim})"
+    mode = f"({variant.lookup}, {variant.values}, {variant.mask})"
+    return UnsupportedError(
+        f"MLAGEN_MLA_KERNEL=sm90: no such kernel for {arch_of_device(index)}, "
+        f"query {variant.query_dtype}, cache {variant.kv_dtype}, "
+        f"(kv_lora_rank, qk_rope_head_dim) {dims}, (lookup, values, mask) {mode}, "
+        f"page_size {variant.page_size}; {_COVERED}"
+    )
+
+
+def _maps_of_cache(args: MlaArgs, problem: MlaProblem, spec: MlaSm90Spec) -> CacheMaps | None:
+    """Return the tensor maps of caches with the signature; that of ``args`` is encoded.
+
+    Raises
+    ------
+    UnsupportedError
+        If the driver rejects it.
+    """
+    if not spec.uses_tma:
+        return None
+    strides = problem.strides
+    maps = maps_of(
+        TensorMapLayout(
+            spec=spec,
+            num_pages=problem.num_pages,
+            page_stride=strides["page_stride"],
+            token_stride=strides["token_stride"],
+            rope_page_stride=strides["rope_page_stride"],
+            rope_token_stride=strides["rope_token_stride"],
+        )
+    )
+    cache, rope = args.kv_cache.data_ptr(), args.rope_cache
+    try:
+        _ = maps[cache, cache + problem.rope_cache_offset if rope is None else rope.data_ptr()]
+    except DriverError as error:
+        raise UnsupportedError(f"MLAGEN_MLA_KERNEL=sm90: {error}; {_COVERED}") from error
+    return maps
+
+
+def _constants(args: MlaArgs, problem: MlaProblem) -> Values:
+    """Return the values of constant parameters that the sm80 and sm90 kernels share."""
+    return {
+        **problem.constants,
+        "topk": problem.top_k,
+        "is_causal": int(args.is_causal),
+        "cp_world": args.cp_world,
+        "cp_rank": args.cp_rank,
+        "bmm2_scales_scores": int(args.bmm2_scales_scores),
+    }
