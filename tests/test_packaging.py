@@ -126,7 +126,7 @@ def test_an_installation_is_whole(code: str, output: str, site: Path) -> None:
 
 
 def test_metadata_of_the_wheel(site: Path) -> None:
-    """They have Pythons, versions of CUDA, authors, version, licence, command and dependencies.
+    """They have Pythons, versions of CUDA, authors, version, license, command and dependencies.
 
     `make oldest` installs the lowest versions of these.
     """

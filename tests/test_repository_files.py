@@ -85,7 +85,7 @@ def test_the_workflow_runs_the_jobs_of_the_checkout() -> None:
 
 
 def test_the_citation_is_that_of_the_package() -> None:
-    """CITATION.cff has the required keys, and the version, licence and name of the package."""
+    """CITATION.cff has the required keys, and the version, license and name of the package."""
     text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 

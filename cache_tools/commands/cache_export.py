@@ -51,13 +51,13 @@ def export(
     from mlagen import __version__
     from mlagen.cache.bundle_writing import export_bundle
     from mlagen.cache.default_store import kernel_store
-    from mlagen.cache.wheel import export_wheel, normalised, package_of
+    from mlagen.cache.wheel import export_wheel, normalized, package_of
 
     if version is not None and name is None:
         raise ArgumentError("wheel-version: expected --wheel with it, got it alone")
     if name is not None:  # before the long work
         package_of(name)
-        normalised(version or __version__)
+        normalized(version or __version__)
     chosen = chosen_entries(kernel_store(), keys, Choice(**filters), layers=layers)
     with (
         summarized(lambda: f"{name or target} not written"),

@@ -1,4 +1,4 @@
-"""Cache key: labelled key fields and their digest, independent of templates and compiler."""
+"""Cache key: labeled key fields and their digest, independent of templates and compiler."""
 
 from __future__ import annotations
 

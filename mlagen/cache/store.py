@@ -136,7 +136,7 @@ class KernelStore:
 
         def find_or_build_alone() -> CacheEntry:
             lock = compile_lock(self._lock_dir / f"{name}.lock", timeout_s=self._lock_timeout_s)
-            # Without publishing, a lock would only serialise the compiles of the processes.
+            # Without publishing, a lock would only serialize the compiles of the processes.
             with lock if self._is_writable() else nullcontext():
                 if entry := self.look_up(key).entry:
                     return entry

@@ -44,7 +44,7 @@ def package_of(name: str) -> str:
     return package
 
 
-def normalised(version: str) -> str:
+def normalized(version: str) -> str:
     """Return a version as in file names and metadata: 1.0-1 is 1.0.post1.
 
     Raises
@@ -78,7 +78,7 @@ def export_wheel(
     name : str
         The distribution, such as ``acme-kernels``; the package is ``acme_kernels``.
     version : str
-        Its version; the wheel uses the normalised form.
+        Its version; the wheel uses the normalized form.
     on_progress : OnProgress, optional
         Called with the bytes done and the total bytes.
 
@@ -94,7 +94,7 @@ def export_wheel(
     BundleError
         If an entry is damaged, or the wheel cannot be written.
     """
-    package, version = package_of(name), normalised(version)
+    package, version = package_of(name), normalized(version)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

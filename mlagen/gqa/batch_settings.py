@@ -22,11 +22,11 @@ from mlagen.families.common.arguments import (
     shown,
 )
 from mlagen.families.gqa.args import window_of
-from mlagen.families.gqa.validate_kv import QUANTISED
+from mlagen.families.gqa.validate_kv import QUANTIZED
 
 _E4M3 = torch.float8_e4m3fn
 _Q_DTYPES = (*DTYPES, _E4M3)
-_KV_DTYPES = (*DTYPES, *QUANTISED)
+_KV_DTYPES = (*DTYPES, *QUANTIZED)
 
 # Keywords that no kernel implements, with the values that ask for nothing.
 _NOTHING: dict[str, tuple[object, ...]] = {

@@ -86,7 +86,7 @@ def batch_mla_run(
         metadata=HostMetadata(
             max_kv_len=max_kv_len, max_q_len=max_q_len, q_len=q_len, tokens=tokens
         ),
-        scales_cache=settings.is_dequantised and bmm1_scale is None,
+        scales_cache=settings.is_dequantized and bmm1_scale is None,
         enable_pdl=enable_pdl,
     )
     given: Any = (

@@ -92,7 +92,7 @@ class BatchSettings:
         require_supported(variant)
 
     @property
-    def is_dequantised(self) -> bool:
+    def is_dequantized(self) -> bool:
         """Whether the cache is e4m3 under a 16-bit query."""
         return self.kv_data_type is torch.float8_e4m3fn and self.q_data_type in DTYPES
 
@@ -235,7 +235,7 @@ def _contract_of(call: dict[str, Any], settings: BatchSettings) -> MLAInputContr
     lse_mode, scale_mode = call["lse_mode"], call["scale_mode"]
     if call["metadata"] is None and isinstance(lse_mode, str) and lse_mode == "none":
         lse_mode = None  # as before plans had a mode
-    if settings.is_dequantised and isinstance(scale_mode, str) and scale_mode == "default":
+    if settings.is_dequantized and isinstance(scale_mode, str) and scale_mode == "default":
         scale_mode = "kv-per-tensor"
     usual = settings.out_data_type
     output_dtype = usual if call["output_dtype"] is None else call["output_dtype"]
@@ -249,7 +249,7 @@ def _contract_of(call: dict[str, Any], settings: BatchSettings) -> MLAInputContr
         skip_softmax=call["skip_softmax"],
         use_sinks=call["use_sinks"],
     )
-    if contract.scale_mode == "kv-per-tensor" and not settings.is_dequantised:
+    if contract.scale_mode == "kv-per-tensor" and not settings.is_dequantized:
         got = settings.kv_data_type
         reject("scale_mode", "another for a cache of the query's dtype", f"{scale_mode!r}, {got}")
     allowed = FP8_DTYPES if contract.output_scale == "per-tensor" else (usual,)

@@ -175,7 +175,7 @@ def _mla_dtypes(model: MlaModel, use: ServingOptions) -> Iterator[tuple[DType, D
             yield kv, kv
             continue
         yield model.dtype, kv
-        if kv is DType.E4M3:  # some servers quantise the query, others do not
+        if kv is DType.E4M3:  # some servers quantize the query, others do not
             yield kv, kv
 
 

@@ -34,7 +34,7 @@ _ALIASES = {
     ),
     "qwen3-32b": ("qwen",),
 }
-# Suffixes of fine-tuned or quantised variants, which have the same attention.
+# Suffixes of fine-tuned or quantized variants, which have the same attention.
 _SUFFIX = re.compile(r"-(instruct|base|chat|thinking|fp8|bf16|hf|\d{4})$")
 
 

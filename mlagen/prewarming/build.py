@@ -72,7 +72,7 @@ def build_all(
         stop()
         raise
     finally:
-        # Also after Ctrl-C: running compilations finish, waiting ones are cancelled.
+        # Also after Ctrl-C: running compilations finish, waiting ones are canceled.
         pool.shutdown(cancel_futures=True)
         for future in pending:
             if future.done() and not future.cancelled() and future.exception() is None:

@@ -21,7 +21,7 @@ __device__ inline void store_pair(unsigned char* out, float low, float high) {
   *reinterpret_cast<u32*>(out) = cvt_rn_x2_f32(Element{}, high, low);
 }
 
-// Normalisation factors of this thread's rows. All warps hold all rows: every lane computes some
+// Normalization factors of this thread's rows. All warps hold all rows: every lane computes some
 // of the factors, and one warp also stores the LSE.
 __device__ inline void compute_row_factors(const Params& params, const WorkItem& work,
                                            const ThreadRows& rows,

@@ -119,7 +119,7 @@ __device__ __noinline__ inline void compute_schedule(const Params& params, int c
   __syncthreads();
 }
 
-// Called by all threads, after the barriers are initialised. Waits for the preceding kernel, whose
+// Called by all threads, after the barriers are initialized. Waits for the preceding kernel, whose
 // tail overlaps what comes before (PDL). Advances `scheduler` to the CTA's first work item and
 // returns that item.
 __device__ inline WorkCoord find_initial_work(const Params& params,

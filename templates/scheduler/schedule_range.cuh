@@ -8,16 +8,16 @@
 #include "config.cuh"
 #include "scheduler/seq_info.cuh"
 
-// A CTA group is a set of neighbouring CTAs that share KV through L2. The work tiles of all
-// sequences, laid end to end, make the linearised KV-block space: a tile occupies its KV blocks
+// A CTA group is a set of neighboring CTAs that share KV through L2. The work tiles of all
+// sequences, laid end to end, make the linearized KV-block space: a tile occupies its KV blocks
 // plus a fixed overhead in front of them. Each CTA group processes one contiguous range of that
 // space, all ranges being equally long. A tile that crosses range boundaries is split, one split
 // per range, and the splits are combined.
 
-// Range of a CTA group: linear block indices [begin, end). The host guarantees that the linearised
+// Range of a CTA group: linear block indices [begin, end). The host guarantees that the linearized
 // KV-block space fits in int32.
 struct ScheduleRange {
-  int total_blocks;  // of the linearised KV-block space
+  int total_blocks;  // of the linearized KV-block space
   int num_ranges;  // in use
   // In reverse order of CTA groups, so a pairwise combine waits for a CTA scheduled before it. With
   // more splits CTAs wait for each other, which the co-resident grid makes safe.

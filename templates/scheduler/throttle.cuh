@@ -21,7 +21,7 @@ constexpr u32 kReportInterval = 2;
 constexpr int kProgressOffset = kBlockM * kHeadDimVo * sizeof(u16);
 
 // Counts the KV blocks that all CTAs have requested in an otherwise unused word of the workspace.
-// The word is not initialised, so each CTA subtracts the value it reads before its first report. A
+// The word is not initialized, so each CTA subtracts the value it reads before its first report. A
 // CTA that starts late subtracts reports of others, too, and appears to be ahead; `num_polls`
 // bounds what that costs to one poll per requested KV block.
 struct CtaThrottle {

@@ -1,5 +1,5 @@
 // Softmax state (m, l) of a row: combination of the parts that splits or warps have of it, final
-// normalisation factor and LSE, attention sink included.
+// normalization factor and LSE, attention sink included.
 
 #pragma once
 

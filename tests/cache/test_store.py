@@ -157,7 +157,7 @@ def test_facts_that_are_not_json_are_an_internal_error(store: KernelStore) -> No
 def test_processes_that_cannot_publish_do_not_wait_for_each_other(
     store: KernelStore, tmp_path: Path
 ) -> None:
-    """If no entry can be published, the lock would only serialise the builds."""
+    """If no entry can be published, the lock would only serialize the builds."""
     (tmp_path / "cache").touch()
     store.find_or_build(KEY, make_build)
     assert not (tmp_path / "locks").exists()

@@ -133,7 +133,7 @@ def test_an_invalid_version_is_rejected(version: str, store: KernelStore, tmp_pa
     ],
     ids=["an epoch", "a post-release", "a v", "a local version", "capitals"],
 )
-def test_a_version_is_normalised(
+def test_a_version_is_normalized(
     version: str, normal: str, store: KernelStore, tmp_path: Path
 ) -> None:
     """Installers compare file name, dist-info folder and metadata."""

@@ -248,7 +248,7 @@ def test_any_path_can_be_printed_in_any_locale(
     [{"NO_COLOR": "1"}, {"FORCE_COLOR": "1", "TERM": "xterm-256color"}, {"TERM": "dumb"}],
     ids=["NO_COLOR", "FORCE_COLOR", "dumb terminal"],
 )
-def test_nothing_is_coloured(environment: dict[str, str], cache_dir: Path) -> None:
+def test_nothing_is_colored(environment: dict[str, str], cache_dir: Path) -> None:
     """The output has no escape sequences, on a terminal or elsewhere."""
     fill(cache_dir, 2)
     code, shown = on_a_terminal(*LISTS[0], **environment)

@@ -38,7 +38,7 @@ FAMILIES = pytest.mark.parametrize("case", [UNIFORM, RAGGED_GQA], ids=["mla", "g
         ("xqa_batch", {}, (1.0, 0, 2.0, 0.3)),
         ("xqa_batch", {"kv": "int8"}, (1.0, 0, 2.0, 0.3)),
         ("xqa_batch", TO_E4M3, (1.0, 0, 2.0, 1.0)),
-        # With xqa, scores have 1 / sqrt(head_dim), and kv_scale if the cache is quantised.
+        # With xqa, scores have 1 / sqrt(head_dim), and kv_scale if the cache is quantized.
         ("xqa", {}, (ROOT, 0, 1.0, 1.0)),
         ("xqa", {"kv": "int8"}, (ROOT, 1, 2.0, 1.0)),
         ("xqa", {"kv": "nvfp4"}, (ROOT, 1, 2.0, 1.0)),

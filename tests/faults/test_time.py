@@ -1,4 +1,4 @@
-"""Wrong, jumping and unsynchronised clocks: no kernel and no entry is lost."""
+"""Wrong, jumping and unsynchronized clocks: no kernel and no entry is lost."""
 
 from __future__ import annotations
 

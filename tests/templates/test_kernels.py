@@ -47,7 +47,7 @@ RESERVED_BYTES = 1024
 def problems_of(spec: KernelSpec) -> list[str]:
     """Compile a kernel and return what is wrong with it."""
     cubin = cubin_of(spec)
-    # Performance warnings: wgmma serialised, setmaxnreg ignored.
+    # Performance warnings: wgmma serialized, setmaxnreg ignored.
     warnings = dict.fromkeys(re.findall(r"\bC7\d{3}\b", cubin.log))
     problems = [f"ptxas warns: {number}" for number in warnings]
     if [found.symbol for found in cubin.resources] != [spec.symbol]:

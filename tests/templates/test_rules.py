@@ -40,7 +40,7 @@ FILES = {
 PLAIN = [name for name in FILES if name.endswith(".cuh")]
 JINJA = [name for name in FILES if name.endswith(".j2")]
 
-# A tag by its keyword, since {% and {{ are CUDA too: in the operands of PTX, in initialisers.
+# A tag by its keyword, since {% and {{ are CUDA too: in the operands of PTX, in initializers.
 _TAG = re.compile(r"\{%[-+]?\s*([a-z]+)")
 _OUTPUT = re.compile(r"\{\{[-+]?\s*([a-z_][\w.]*)[^{}]*\}\}")
 _KEYWORDS = {"macro", "endmacro", "if", "elif", "else", "endif", "for", "endfor"}

@@ -52,7 +52,7 @@ class KernelLauncher:
 
     @property
     def spec(self) -> KernelSpec:
-        """What the kernel is specialised for."""
+        """What the kernel is specialized for."""
         return self.kernel.spec
 
     def launch(self, enable_pdl: bool, values: Values) -> Launch:

@@ -27,7 +27,7 @@ _UNEVEN_US = 2.0  # of CTAs whose range is neither whole work tiles nor equal sp
 _IDLE_LOSS = 0.012  # relative bandwidth loss if any SM is idle
 _SHARE_LOSS = 0.3  # relative bandwidth loss per share of idle SMs
 
-# Max share of SMs that stay idle in favour of a larger CTA group, and of CTA groups that do so
+# Max share of SMs that stay idle in favor of a larger CTA group, and of CTA groups that do so
 # while the others take their last work tile: these keep the memory busy.
 _MAX_IDLE = Fraction(1, 25)
 

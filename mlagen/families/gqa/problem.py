@@ -32,7 +32,7 @@ from mlagen.families.common.outputs import LSE_FACTORS
 from mlagen.families.common.problem import Problem
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.validate_kv import (
-    QUANTISED,
+    QUANTIZED,
     Pair,
     alignment_of,
     cache_names,
@@ -101,7 +101,7 @@ def check_problem(args: GqaArgs) -> GqaProblem:
     require_scale(args.bmm2_scale, names.bmm2_scale, query.device)
     _check_sinks(args, kv_heads)
     mask_words = _check_mask(args, batch, tokens)
-    kv_dtype = QUANTISED.get(caches.key.dtype, DTYPES[query.dtype])
+    kv_dtype = QUANTIZED.get(caches.key.dtype, DTYPES[query.dtype])
     out_dtype, out_shape = _check_out(args, kv_dtype, batch)
     lse_shape = _check_lse(args, out_shape, batch, tokens)
     check_pointers(args)
@@ -115,7 +115,7 @@ def check_problem(args: GqaArgs) -> GqaProblem:
     require_supported(variant)
     # A window of the whole table masks nothing.
     covered = min(tables.shape[-1] * variant.page_size, MAX_TOKENS)
-    is_quantised = not kv_dtype.is_16bit
+    is_quantized = not kv_dtype.is_16bit
     return GqaProblem(
         device=query.device,
         variant=variant,
@@ -146,8 +146,8 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         value_scale_offset=_offset(args.key_scales) if args.value_scales is None else 0,
         score_factor=head_dim**-0.5 if args.scales_like_xqa else 1.0,
         lse_factor=LSE_FACTORS[args.return_lse_base],
-        bmm2_scales_scores=args.scales_like_xqa and is_quantised,
-        takes_bmm2=is_quantised or not args.scales_like_xqa,
+        bmm2_scales_scores=args.scales_like_xqa and is_quantized,
+        takes_bmm2=is_quantized or not args.scales_like_xqa,
     )
 
 

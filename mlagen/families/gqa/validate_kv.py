@@ -25,7 +25,7 @@ from mlagen.families.gqa.args import GqaArgs
 from mlagen.spec.dtype import DType
 
 # Cache dtypes besides the dtype of the query.
-QUANTISED = {
+QUANTIZED = {
     torch.float8_e4m3fn: DType.E4M3,
     torch.int8: DType.INT8,
     torch.uint8: DType.NVFP4,
@@ -62,7 +62,7 @@ def paged_caches(args: GqaArgs) -> Pair:
         (names.kv_cache, names.key_cache, names.value_cache),
         args,
     )
-    allowed = (args.query.dtype, *QUANTISED)
+    allowed = (args.query.dtype, *QUANTIZED)
     require_dtype(key, cache_names(args)[0], allowed, f"the first is that of {names.query}")
     if args.value_cache is not None:
         require_dtype(value, names.value_cache, (key.dtype,), f"dtype of {names.key_cache}")

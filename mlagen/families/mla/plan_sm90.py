@@ -11,7 +11,7 @@ from mlagen.values import INT32_MAX
 
 _MAX_CTA_GROUP_SIZE = 4
 
-# Max share of SMs that stay idle in favour of a larger CTA group, whose row tiles read the KV of a
+# Max share of SMs that stay idle in favor of a larger CTA group, whose row tiles read the KV of a
 # sequence once.
 _MAX_IDLE = Fraction(1, 25)
 

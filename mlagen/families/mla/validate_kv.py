@@ -152,22 +152,22 @@ def _check_scales(
     args: MlaArgs, cache: torch.Tensor, query_dtype: DType, dtype: DType
 ) -> dict[str, int]:
     """Return the strides of the scales, 0 where there are none."""
-    is_dequantised = dtype is DType.E4M3 and query_dtype.is_16bit
+    is_dequantized = dtype is DType.E4M3 and query_dtype.is_16bit
     for name in ("latent_scale", "rope_scale"):
         scale = getattr(args, name)
         require_float32(scale, name)
-        if not is_dequantised and scale != 1.0:
+        if not is_dequantized and scale != 1.0:
             reject(name, "1.0 unless the cache is e4m3 and the query is not", scale)
     name = args.names.kv_scales
     if args.kv_scales is None:
         return {"scale_page_stride": 0, "scale_token_stride": 0}
     scales = require_tensor(args.kv_scales, name)
-    is_valid = dtype is DType.FP8_PER_TOKEN or (is_dequantised and args.value_cache is None)
+    is_valid = dtype is DType.FP8_PER_TOKEN or (is_dequantized and args.value_cache is None)
     require(is_valid, name, f"None for query {query_dtype}, cache {dtype}", "a tensor")
     require_device(scales, name, args.query.device)
     require_dtype(scales, name, (torch.float32,))
     pages, page_size = cache.shape[:2]
-    if is_dequantised:
+    if is_dequantized:
         expected = (pages, page_size, SCALES_PER_TOKEN)
         require_shape(scales, name, (expected,), "pages, page_size, scales of a token")
         require_dense_last_dim(scales, name)

@@ -40,7 +40,7 @@ _MIN_BOX_TOKENS = 16
 _MAX_REGISTER_QUERY = 16 * 128  # rows times dims of Q that fit registers beside the accumulators
 _LINE_BYTES = 128  # width of the shared-memory swizzle
 _TOKEN_BYTES = 256  # max bytes per token that a CTA reads of several KV heads; more is no faster
-# By the bytes of a row. CTAs that read neighbouring heads drift apart by up to a ring, and the
+# By the bytes of a row. CTAs that read neighboring heads drift apart by up to a ring, and the
 # further they drift, the lower the memory bandwidth; the bytes in flight must cover the latency.
 _RING_BYTES = {64: 64 * 1024, 128: 96 * 1024, 256: 128 * 1024, 512: 192 * 1024}
 _WIDEST_RING_BYTES = {128: 80 * 1024}  # of the largest tiles, so that they combine in one pass

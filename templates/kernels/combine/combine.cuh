@@ -58,7 +58,7 @@ struct SplitPartials {
 #pragma unroll
     for (int i = 0; i < kSplitsPerStep; ++i) {
       if (lse[i] == -kInfinity) continue;
-      // O is normalised: the LSE is its row max, and the row sum is 1.
+      // O is normalized: the LSE is its row max, and the row sum is 1.
       total.add({lse[i], 1.0f}, values[i]);
     }
   }

@@ -1,4 +1,4 @@
-// Dequantisation of K and V blocks, stored in FP8 (e4m3), int8 or NVFP4 (e2m1), to the element type
+// Dequantization of K and V blocks, stored in FP8 (e4m3), int8 or NVFP4 (e2m1), to the element type
 // of the MMA.
 
 #pragma once
@@ -49,19 +49,19 @@ __device__ inline TokenScales scales_of(const Params& params, const WorkItem& wo
 }
 
 __device__ inline void dequant_elements(E4m3, const unsigned char* row, const TokenScales&, int,
-                                        int scale_group, Chunk (&dequantised)[2]) {
-  dequant_e4m3(Element{}, reinterpret_cast<const Chunk*>(row)[scale_group], dequantised);
+                                        int scale_group, Chunk (&dequantized)[2]) {
+  dequant_e4m3(Element{}, reinterpret_cast<const Chunk*>(row)[scale_group], dequantized);
 }
 
 __device__ inline void dequant_elements(Int8, const unsigned char* row, const TokenScales&, int,
-                                        int scale_group, Chunk (&dequantised)[2]) {
+                                        int scale_group, Chunk (&dequantized)[2]) {
   const Chunk stored = reinterpret_cast<const Chunk*>(row)[scale_group];
 #pragma unroll
   for (int pair = 0; pair < 8; ++pair) {
     const int bytes = static_cast<int>(stored.words[pair / 2]) >> pair % 2 * 16;
     const float low = static_cast<float>(static_cast<signed char>(bytes));
     const float high = static_cast<float>(static_cast<signed char>(bytes >> 8));
-    dequantised[pair / 4].words[pair % 4] = cvt_rn_x2_f32(Element{}, high, low);
+    dequantized[pair / 4].words[pair % 4] = cvt_rn_x2_f32(Element{}, high, low);
   }
 }
 
@@ -73,18 +73,18 @@ __device__ inline float float_of_e2m1(u32 nibble) {
 }
 
 __device__ inline void dequant_elements(Nvfp4, const unsigned char* row, const TokenScales& scales,
-                                        int token, int scale_group, Chunk (&dequantised)[2]) {
+                                        int token, int scale_group, Chunk (&dequantized)[2]) {
   const uint2 stored = reinterpret_cast<const uint2*>(row)[scale_group];
   const float scale = scales.scale_of(token, scale_group);
 #pragma unroll
   for (int pair = 0; pair < 8; ++pair) {
     const u32 byte = (pair < 4 ? stored.x : stored.y) >> pair % 4 * 8;
-    dequantised[pair / 4].words[pair % 4] =
+    dequantized[pair / 4].words[pair % 4] =
         cvt_rn_x2_f32(Element{}, float_of_e2m1(byte >> 4) * scale, float_of_e2m1(byte) * scale);
   }
 }
 
-// Dequantises the first `kDims` elements of every row, 16 at a time.
+// Dequantizes the first `kDims` elements of every row, 16 at a time.
 template <int kDims>
 __device__ inline void dequant_tokens(const unsigned char* stage, const TokenScales& scales,
                                       unsigned char* tokens) {
@@ -95,12 +95,12 @@ __device__ inline void dequant_tokens(const unsigned char* stage, const TokenSca
     const int token = group_idx / kScaleGroups;
     const int scale_group = group_idx % kScaleGroups;
     if (token >= kBlockN) continue;
-    Chunk dequantised[2];
+    Chunk dequantized[2];
     dequant_elements(StoredToken{}, stage + token * kStageRowBytes, scales, token, scale_group,
-                     dequantised);
+                     dequantized);
     Chunk* target =
         reinterpret_cast<Chunk*>(tokens + token * kRowBytes + scale_group * 2 * kChunkBytes);
-    target[0] = dequantised[0];
-    target[1] = dequantised[1];
+    target[0] = dequantized[0];
+    target[1] = dequantized[1];
   }
 }

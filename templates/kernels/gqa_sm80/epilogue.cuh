@@ -64,7 +64,7 @@ __device__ inline void combine_warps(SharedMemoryPlan& smem, const Output& outpu
   }
 }
 
-// Stores the normalisation factor of each row over the row sums of warp 0, and the LSE: of a split
+// Stores the normalization factor of each row over the row sums of warp 0, and the LSE: of a split
 // in base 2 and without the sink, of finished rows if the call requests it. An empty row of a split
 // has LSE minus infinity, and its partial O is never read.
 __device__ inline void finish_rows(const Params& params, const WorkItem& work,
@@ -97,7 +97,7 @@ __device__ inline void finish_rows(const Params& params, const WorkItem& work,
   __syncthreads();
 }
 
-// Stores normalised fp32 rows of one split, or final rows.
+// Stores normalized fp32 rows of one split, or final rows.
 __device__ inline void store_output(const Params& params, const WorkItem& work,
                                     const SharedMemoryPlan& smem) {
   constexpr int kQuads = kSliceDims / 4;

@@ -37,7 +37,7 @@ __device__ inline float4* partial_out_ptr(const Params& params, int slot, int ro
                                    (slot * kBlockM + row) * static_cast<i64>(kHeadDim) + dim);
 }
 
-// Normalises and stores four adjacent dims of a finished row; with the first ones, its LSE if the
+// Normalizes and stores four adjacent dims of a finished row; with the first ones, its LSE if the
 // call requests it.
 __device__ inline void store_finished(const Params& params, const WorkItem& work, int row, int dim,
                                       const RowPart& partial) {

@@ -1,5 +1,5 @@
 // Consumer warps: QK GEMM, online softmax and PV GEMM. Each warp takes its own tokens of every KV
-// block, and does not synchronise with the other consumers until the work item ends.
+// block, and does not synchronize with the other consumers until the work item ends.
 
 #pragma once
 

@@ -20,7 +20,7 @@ __device__ inline float total_row_sum(const SharedMemoryPlan& smem, int row) {
   return sum;
 }
 
-// One split of several: normalised fp32 rows and their base-2 LSE. An empty row has LSE minus
+// One split of several: normalized fp32 rows and their base-2 LSE. An empty row has LSE minus
 // infinity, and its values are never read.
 __device__ inline void store_partial(const Params& params, const SharedMemoryPlan& smem,
                                      const Output& output) {

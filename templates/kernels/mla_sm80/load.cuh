@@ -1,4 +1,4 @@
-// Loads of Q, and of KV blocks of the paged or sparse cache by cp.async, and their dequantisation.
+// Loads of Q, and of KV blocks of the paged or sparse cache by cp.async, and their dequantization.
 
 #pragma once
 
@@ -51,15 +51,15 @@ __device__ inline void dequant_query_row(const Params& params, i64 query, int he
   const float scale = params.query_scales == nullptr ? 1.0f : params.query_scales[query];
   constexpr int kLatentChunks = kLatentDim / 16;
   for (int chunk = lane; chunk < (kHasBf16QRope ? kLatentDim : kHeadDimQk) / 16; chunk += 8) {
-    Chunk dequantised[2];
+    Chunk dequantized[2];
     const Chunk stored = chunk < kLatentChunks ? latent[chunk] : rope[chunk - kLatentChunks];
     if constexpr (kHasBf16QRope) {
-      dequant_e4m3(Element{}, stored, scale, dequantised);
+      dequant_e4m3(Element{}, stored, scale, dequantized);
     } else {
-      dequant_e4m3(Element{}, stored, dequantised);
+      dequant_e4m3(Element{}, stored, dequantized);
     }
-    *query_chunk(smem, row, chunk * 2) = dequantised[0];
-    *query_chunk(smem, row, chunk * 2 + 1) = dequantised[1];
+    *query_chunk(smem, row, chunk * 2) = dequantized[0];
+    *query_chunk(smem, row, chunk * 2 + 1) = dequantized[1];
   }
   if constexpr (kHasBf16QRope) {
     *query_chunk(smem, row, kLatentDim / kChunkElements + lane) =
@@ -220,7 +220,7 @@ __device__ inline float chunk_scale(const Params& params, const unsigned char* r
   }
 }
 
-// Dequantises one KV block, eight lanes a token. Tokens that were not loaded are zero and stay
+// Dequantizes one KV block, eight lanes a token. Tokens that were not loaded are zero and stay
 // zero.
 __device__ inline void dequant_tokens(const Params& params, int stage_idx, SharedMemoryPlan& smem) {
   constexpr int kFp8Chunks = (kHasBf16Rope ? kLatentDim : kHeadDimQk) / 16;
@@ -235,14 +235,14 @@ __device__ inline void dequant_tokens(const Params& params, int stage_idx, Share
       const int chunk = first + lane;
       if (kFp8Chunks % 8 != 0 && chunk >= kFp8Chunks) continue;
       const Chunk stored = *reinterpret_cast<const Chunk*>(row + chunk * kChunkBytes);
-      Chunk dequantised[2];
+      Chunk dequantized[2];
       if constexpr (kIsScaled) {
-        dequant_e4m3(Element{}, stored, chunk_scale(params, row, chunk), dequantised);
+        dequant_e4m3(Element{}, stored, chunk_scale(params, row, chunk), dequantized);
       } else {
-        dequant_e4m3(Element{}, stored, dequantised);
+        dequant_e4m3(Element{}, stored, dequantized);
       }
-      *dequant_chunk(tokens, token, chunk * 2) = dequantised[0];
-      *dequant_chunk(tokens, token, chunk * 2 + 1) = dequantised[1];
+      *dequant_chunk(tokens, token, chunk * 2) = dequantized[0];
+      *dequant_chunk(tokens, token, chunk * 2 + 1) = dequantized[1];
     }
     if constexpr (kHasBf16Rope) {
       constexpr int kRopeOffset = kStoredBytes - kRopeDim * 2;

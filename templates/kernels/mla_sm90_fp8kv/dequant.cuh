@@ -1,5 +1,5 @@
-// Dequantisation: KV scales of a KV block, fp32 for K and fp16 with a shared scale for V, and V
-// fragments, dequantised to fp16 in registers.
+// Dequantization: KV scales of a KV block, fp32 for K and fp16 with a shared scale for V, and V
+// fragments, dequantized to fp16 in registers.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 #include "ptx/cvt.cuh"
 #include "ptx/warp_matrix.cuh"
 
-// V is dequantised to fp16 by scales in fp16. A shared scale, a power of two per work item, keeps
+// V is dequantized to fp16 by scales in fp16. A shared scale, a power of two per work item, keeps
 // them in range: the largest V scale times the shared scale is between 2^6 and 2^7 when the shared
 // scale is chosen, and times 448 it is below 65504. Scaled V below 2^-14 loses bits (subnormal
 // fp16): a token loses none if its scale is at least 2^-11 of the largest. The shared scale shrinks

@@ -20,7 +20,7 @@ struct StoredToken {
     return scales == nullptr ? latent_scale : scales[kHasPerTokenScale ? 0 : step];
   }
 
-  // A dequantised element of the latent part, rounded as the output is.
+  // A dequantized element of the latent part, rounded as the output is.
   __device__ float value(int dim) const {
     const float stored = cvt_f32(Fp16{}, static_cast<u16>(fp16x2_of_e4m3x2(row[dim])));
     const u32 rounded = cvt_rn_x2_f32(Element{}, 0.0f, stored * scale(dim / kScaledDims));

@@ -95,7 +95,7 @@ __device__ inline void clear_nonfinite(SharedMemoryPlan& smem, const WorkItem& w
   named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
 }
 
-// Double-buffered V fragments: dequantisation overlaps the MMAs in flight.
+// Double-buffered V fragments: dequantization overlaps the MMAs in flight.
 constexpr int kVBuffers = 2;
 
 struct PvWarpgroup {
@@ -135,7 +135,7 @@ struct PvWarpgroup {
     wgmma_commit_group();
   }
 
-  // Loads and dequantises the V fragments of a step while the preceding MMAs are in flight.
+  // Loads and dequantizes the V fragments of a step while the preceding MMAs are in flight.
   __device__ void pv_gemm(int stage) {
     const u32 p_desc = descriptor_low(shared_address(smem.probabilities[stage]), 16);
     const VLoader v_loader(smem.kv[stage]);

@@ -29,7 +29,7 @@ struct SharedMemoryPlan {
   unsigned char kv[kStages][kKvBlockBytes];
   unsigned char probabilities[kStages][kQueryTileBytes];
   unsigned char spare[kSpareBytes];  // for the split reduction only
-  float query_scale[kBlockM];  // dequantisation scale of the rows of Q
+  float query_scale[kBlockM];  // dequantization scale of the rows of Q
   alignas(kChunkBytes) SoftmaxRow rows[kBlockM];  // of the work item in the QK warpgroup
   float warp_row_max[kQkWarps][kBlockM];  // each warp's maximum of a row
   float alpha[kStages][kBlockM];  // alpha of the KV block, for O and l

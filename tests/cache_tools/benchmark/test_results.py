@@ -234,7 +234,7 @@ def test_wrong_and_missing_results_are_marked_and_named(
     assert list(problems_of(found)) == [f"{name}: {MLA}: {problems[name]}" for name in problems]
 
 
-def test_every_right_result_is_a_labelled_bar(tmp_path: Path) -> None:
+def test_every_right_result_is_a_labeled_bar(tmp_path: Path) -> None:
     """Bars have shares of the bound and ratios; the SVG files of equal results are equal."""
     pytest.importorskip("matplotlib", reason="needs matplotlib, of the extra `bench`")
     from matplotlib.patches import Rectangle

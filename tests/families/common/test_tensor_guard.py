@@ -83,7 +83,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_guards_with_other_behaviour_are_not_used(other: type, monkeypatch: Patch) -> None:
+def test_guards_with_other_behavior_are_not_used(other: type, monkeypatch: Patch) -> None:
     """Torch's private guards are used only if they distinguish tensors as required."""
     monkeypatch.setattr(guards, "TensorGuards", other)
 

@@ -58,7 +58,7 @@ def plan(shape: ProblemShape, sm_count: int = SMS) -> MlaSm90Plan:
 def test_cta_groups_and_grid_match_the_examples(
     shape: ProblemShape, sm_count: int, expected: tuple[int, int]
 ) -> None:
-    """The group size minimises waves; the grid has as many groups as ranges are worthwhile."""
+    """The group size minimizes waves; the grid has as many groups as ranges are worthwhile."""
     planned = plan(shape, sm_count)
 
     assert (planned.cta_group_size, planned.num_cta_groups) == expected

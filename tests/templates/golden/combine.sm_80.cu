@@ -131,7 +131,7 @@ __device__ inline u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
   return pair;
 }
 
-// Vectorised store of four output elements, in FP8 or in 16 bits, from float.
+// Vectorized store of four output elements, in FP8 or in 16 bits, from float.
 
 // `index` counts elements and is a multiple of 4.
 template <typename Target>
@@ -194,7 +194,7 @@ __device__ inline u32 mul_f16x2(u32 a, u32 b) {
 }
 
 // Softmax state (m, l) of a row: combination of the parts that splits or warps have of it, final
-// normalisation factor and LSE, attention sink included.
+// normalization factor and LSE, attention sink included.
 
 // Softmax state (m, l) of a row, or of a part of it.
 struct RowState {
@@ -346,7 +346,7 @@ struct SplitPartials {
 #pragma unroll
     for (int i = 0; i < kSplitsPerStep; ++i) {
       if (lse[i] == -kInfinity) continue;
-      // O is normalised: the LSE is its row max, and the row sum is 1.
+      // O is normalized: the LSE is its row max, and the row sum is 1.
       total.add({lse[i], 1.0f}, values[i]);
     }
   }

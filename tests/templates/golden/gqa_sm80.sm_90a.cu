@@ -79,7 +79,7 @@ constexpr int kStageRowBytes = kDequantsKv ? kStoredBytes : kRowBytes;
 constexpr int kStageBytes = kBlockN * kStageRowBytes;
 constexpr int kWarpBytes = kStages * kStageBytes + (kDequantsKv ? kBlockN * kRowBytes : 0);
 constexpr int kCombineFloats = kBlockM * (kSliceDims + 4);
-// Loads in flight while a stage is consumed. Dequantised blocks have a buffer of their own, which
+// Loads in flight while a stage is consumed. Dequantized blocks have a buffer of their own, which
 // frees their stage early.
 constexpr int kStagesAhead = kDequantsKv ? kStages : kStages - 1;
 
@@ -435,7 +435,7 @@ __device__ inline float value_of(const float* tensor, float value) {
 __device__ inline void pdl_wait() { griddepcontrol_wait(); }
 __device__ inline void pdl_launch_dependents() { griddepcontrol_launch_dependents(); }
 
-// Vectorised store of four output elements, in FP8 or in 16 bits, from float.
+// Vectorized store of four output elements, in FP8 or in 16 bits, from float.
 
 // `index` counts elements and is a multiple of 4.
 template <typename Target>
@@ -924,7 +924,7 @@ __device__ inline u32 mul_f16x2(u32 a, u32 b) {
 }
 
 // Softmax state (m, l) of a row: combination of the parts that splits or warps have of it, final
-// normalisation factor and LSE, attention sink included.
+// normalization factor and LSE, attention sink included.
 
 // Softmax state (m, l) of a row, or of a part of it.
 struct RowState {
@@ -1078,7 +1078,7 @@ __device__ inline void combine_warps(SharedMemoryPlan& smem, const Output& outpu
   }
 }
 
-// Stores the normalisation factor of each row over the row sums of warp 0, and the LSE: of a split
+// Stores the normalization factor of each row over the row sums of warp 0, and the LSE: of a split
 // in base 2 and without the sink, of finished rows if the call requests it. An empty row of a split
 // has LSE minus infinity, and its partial O is never read.
 __device__ inline void finish_rows(const Params& params, const WorkItem& work,
@@ -1111,7 +1111,7 @@ __device__ inline void finish_rows(const Params& params, const WorkItem& work,
   __syncthreads();
 }
 
-// Stores normalised fp32 rows of one split, or final rows.
+// Stores normalized fp32 rows of one split, or final rows.
 __device__ inline void store_output(const Params& params, const WorkItem& work,
                                     const SharedMemoryPlan& smem) {
   constexpr int kQuads = kSliceDims / 4;
@@ -1461,7 +1461,7 @@ struct Softmax {
 };
 
 // FP8 (e4m3): conversion of pairs, by instruction where the architecture has it, else in software;
-// NaN detection; dequantisation to the element type of the MMA.
+// NaN detection; dequantization to the element type of the MMA.
 
 __device__ inline u32 fp16x2_of_e4m3x2(u32 pair) {
   return cvt_rn_f16x2_e4m3x2(static_cast<u16>(pair));
@@ -1492,43 +1492,43 @@ __device__ inline u32 dequant_pair(const Chunk& stored, int pair) {
 // Sixteen elements times `scale`, with one rounding.
 template <typename Target>
 __device__ inline void dequant_e4m3(Target target, const Chunk& stored, float scale,
-                                    Chunk (&dequantised)[2]) {
+                                    Chunk (&dequantized)[2]) {
 #pragma unroll
   for (int pair = 0; pair < 8; ++pair) {
     const u32 fp16x2 = dequant_pair(stored, pair);
     const float low = cvt_f32(Fp16{}, static_cast<u16>(fp16x2));
     const float high = cvt_f32(Fp16{}, static_cast<u16>(fp16x2 >> 16));
-    dequantised[pair / 4].words[pair % 4] = cvt_rn_x2_f32(target, high * scale, low * scale);
+    dequantized[pair / 4].words[pair % 4] = cvt_rn_x2_f32(target, high * scale, low * scale);
   }
 }
 
 // Sixteen elements unscaled: fp16 and bf16 both represent every e4m3 value.
 template <typename Target>
-__device__ inline void dequant_e4m3(Target target, const Chunk& stored, Chunk (&dequantised)[2]) {
+__device__ inline void dequant_e4m3(Target target, const Chunk& stored, Chunk (&dequantized)[2]) {
   if constexpr (kIsSame<Target, Fp16>) {
 #pragma unroll
     for (int pair = 0; pair < 8; ++pair) {
-      dequantised[pair / 4].words[pair % 4] = dequant_pair(stored, pair);
+      dequantized[pair / 4].words[pair % 4] = dequant_pair(stored, pair);
     }
   } else {
-    dequant_e4m3(target, stored, 1.0f, dequantised);
+    dequant_e4m3(target, stored, 1.0f, dequantized);
   }
 }
 
 // Eight bf16 elements times `scale`.
 template <typename Target>
 __device__ inline Chunk scale_bf16(Target target, const Chunk& stored, float scale) {
-  Chunk dequantised;
+  Chunk dequantized;
 #pragma unroll
   for (int word = 0; word < 4; ++word) {
     const float low = cvt_f32(Bf16{}, static_cast<u16>(stored.words[word]));
     const float high = cvt_f32(Bf16{}, static_cast<u16>(stored.words[word] >> 16));
-    dequantised.words[word] = cvt_rn_x2_f32(target, high * scale, low * scale);
+    dequantized.words[word] = cvt_rn_x2_f32(target, high * scale, low * scale);
   }
-  return dequantised;
+  return dequantized;
 }
 
-// Dequantisation of K and V blocks, stored in FP8 (e4m3), int8 or NVFP4 (e2m1), to the element type
+// Dequantization of K and V blocks, stored in FP8 (e4m3), int8 or NVFP4 (e2m1), to the element type
 // of the MMA.
 
 // Reader of the block scales of a KV block: NVFP4 has an e4m3 scale for each 16 elements, the other
@@ -1569,19 +1569,19 @@ __device__ inline TokenScales scales_of(const Params& params, const WorkItem& wo
 }
 
 __device__ inline void dequant_elements(E4m3, const unsigned char* row, const TokenScales&, int,
-                                        int scale_group, Chunk (&dequantised)[2]) {
-  dequant_e4m3(Element{}, reinterpret_cast<const Chunk*>(row)[scale_group], dequantised);
+                                        int scale_group, Chunk (&dequantized)[2]) {
+  dequant_e4m3(Element{}, reinterpret_cast<const Chunk*>(row)[scale_group], dequantized);
 }
 
 __device__ inline void dequant_elements(Int8, const unsigned char* row, const TokenScales&, int,
-                                        int scale_group, Chunk (&dequantised)[2]) {
+                                        int scale_group, Chunk (&dequantized)[2]) {
   const Chunk stored = reinterpret_cast<const Chunk*>(row)[scale_group];
 #pragma unroll
   for (int pair = 0; pair < 8; ++pair) {
     const int bytes = static_cast<int>(stored.words[pair / 2]) >> pair % 2 * 16;
     const float low = static_cast<float>(static_cast<signed char>(bytes));
     const float high = static_cast<float>(static_cast<signed char>(bytes >> 8));
-    dequantised[pair / 4].words[pair % 4] = cvt_rn_x2_f32(Element{}, high, low);
+    dequantized[pair / 4].words[pair % 4] = cvt_rn_x2_f32(Element{}, high, low);
   }
 }
 
@@ -1593,18 +1593,18 @@ __device__ inline float float_of_e2m1(u32 nibble) {
 }
 
 __device__ inline void dequant_elements(Nvfp4, const unsigned char* row, const TokenScales& scales,
-                                        int token, int scale_group, Chunk (&dequantised)[2]) {
+                                        int token, int scale_group, Chunk (&dequantized)[2]) {
   const uint2 stored = reinterpret_cast<const uint2*>(row)[scale_group];
   const float scale = scales.scale_of(token, scale_group);
 #pragma unroll
   for (int pair = 0; pair < 8; ++pair) {
     const u32 byte = (pair < 4 ? stored.x : stored.y) >> pair % 4 * 8;
-    dequantised[pair / 4].words[pair % 4] =
+    dequantized[pair / 4].words[pair % 4] =
         cvt_rn_x2_f32(Element{}, float_of_e2m1(byte >> 4) * scale, float_of_e2m1(byte) * scale);
   }
 }
 
-// Dequantises the first `kDims` elements of every row, 16 at a time.
+// Dequantizes the first `kDims` elements of every row, 16 at a time.
 template <int kDims>
 __device__ inline void dequant_tokens(const unsigned char* stage, const TokenScales& scales,
                                       unsigned char* tokens) {
@@ -1615,17 +1615,17 @@ __device__ inline void dequant_tokens(const unsigned char* stage, const TokenSca
     const int token = group_idx / kScaleGroups;
     const int scale_group = group_idx % kScaleGroups;
     if (token >= kBlockN) continue;
-    Chunk dequantised[2];
+    Chunk dequantized[2];
     dequant_elements(StoredToken{}, stage + token * kStageRowBytes, scales, token, scale_group,
-                     dequantised);
+                     dequantized);
     Chunk* target =
         reinterpret_cast<Chunk*>(tokens + token * kRowBytes + scale_group * 2 * kChunkBytes);
-    target[0] = dequantised[0];
-    target[1] = dequantised[1];
+    target[0] = dequantized[0];
+    target[1] = dequantized[1];
   }
 }
 
-// Waits for the next stage of this warp, dequantises the first `kDims` elements of its rows if need
+// Waits for the next stage of this warp, dequantizes the first `kDims` elements of its rows if need
 // be, and issues the copy into the stage that is free by then.
 template <int kDims>
 __device__ inline unsigned char* next_kv(const Params& params, const WorkItem& work, int stage_idx,
@@ -1634,7 +1634,7 @@ __device__ inline unsigned char* next_kv(const Params& params, const WorkItem& w
   __syncwarp();  // the stage is visible to all lanes, and all are done with the previous one
   const TokenScales scales = scales_of(params, work, stage_idx, kv_block, loader.table);
   dequant_tokens<kDims>(stage_ptr(smem, stage_idx), scales, tokens_of(smem, stage_idx));
-  __syncwarp();  // the dequantised block is complete, and its stage is free
+  __syncwarp();  // the dequantized block is complete, and its stage is free
   loader.load_next(smem);
   return tokens_of(smem, stage_idx);
 }
