@@ -1,0 +1,87 @@
+"""One vLLM engine, in a process of its own: vLLM keeps state of its first engine.
+
+The arguments are a checkpoint, a backend, ``eager`` or ``graphs``, a file of prompts, and the file
+for what the engine did.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Tokens of a request, and of one whose kernels are counted. Prefill gives the first.
+NEW, COUNTED = 32, 9
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "bfloat16",
+    "max_model_len": 4096,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 2048,
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 1 << 30,
+    "enable_prefix_caching": False,  # a second run prefills again
+    "generation_config": "vllm",
+    "kernel_config": {"enable_flashinfer_autotune": False},
+}
+# Without torch.compile, whose compilation takes minutes.
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+
+
+def run(checkpoint: str, backend: str, mode: str, prompts: list[list[int]]) -> dict[str, Any]:
+    """Return the backends of the layers, and tokens, kernels and graph replays of requests."""
+    from vllm import LLM, SamplingParams
+
+    graphs = {"compilation_config": GRAPHS} if mode == "graphs" else {"enforce_eager": True}
+    llm = LLM(model=checkpoint, attention_backend=backend, **OPTIONS, **graphs)
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+
+    def generated(count: int, prompts: list[list[int]]) -> list[Any]:
+        greedy = SamplingParams(
+            temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False, logprobs=1
+        )
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [each.outputs[0] for each in llm.generate(requests, greedy, use_tqdm=False)]
+
+    first, second = generated(NEW, prompts), generated(NEW, prompts)
+    kernels, replays = launched(partial(generated, COUNTED, [prompts[-1][:300]] * 4))
+    return {
+        "backends": [layer.attn_backend.get_name() for layer in layers if hasattr(layer, "impl")],
+        "tokens": [list(each.token_ids) for each in first],
+        "repeated": [list(each.token_ids) for each in second],
+        "logprobs": [
+            [at[token].logprob for at, token in zip(each.logprobs, each.token_ids, strict=True)]
+            for each in first
+        ],
+        "kernels": kernels,
+        "replays": replays,
+    }
+
+
+def launched(call: partial[Any]) -> tuple[dict[str, int], int]:
+    """Return how often the GPU ran each kernel, graphs included, and how many graphs it ran."""
+    replay, replays = torch.cuda.CUDAGraph.replay, [0]
+
+    def counted(graph: Any) -> None:
+        replays[0] += 1
+        replay(graph)
+
+    torch.cuda.CUDAGraph.replay = counted  # type: ignore[assignment, method-assign]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    names = (each.name for each in profile.events() if str(each.device_type) == "DeviceType.CUDA")
+    return dict(Counter(names)), replays[0]
+
+
+if __name__ == "__main__":
+    checkpoint, backend, mode, prompts_file, result_file = sys.argv[1:]
+    did = run(checkpoint, backend, mode, json.loads(Path(prompts_file).read_text()))
+    Path(result_file).write_text(json.dumps(did))
+    os._exit(0)  # no thread of the engine is waited for
