@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import subprocess
 import sys
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def deepseek_v3() -> Any:
 
 
 def models_in(folder: Path, make: Any, device: str) -> tuple[Any, Any]:
-    """Return a model in bf16, saved in a folder, and its weights in fp32."""
+    """Return a model in bf16, saved in a folder, and the same in fp32."""
     torch.manual_seed(0)
     model = make()
     for name, weight in model.named_parameters():
@@ -64,11 +64,10 @@ def models_in(folder: Path, make: Any, device: str) -> tuple[Any, Any]:
             # Scores have a standard deviation of 2, so that attention decides tokens.
             std = 1.0 if "embed_tokens" in name else (2 / weight.shape[1]) ** 0.5
             torch.nn.init.normal_(weight, std=std)
-    model = model.bfloat16().eval()
-    model.set_attn_implementation("eager")
-    model.save_pretrained(folder)
-    model.to(device)
-    return model, copy.deepcopy(model).float()
+    model.bfloat16().save_pretrained(folder)
+    # Loaded, because a cast of the model rounds the frequencies of RoPE too.
+    load = partial(type(model).from_pretrained, folder, attn_implementation="eager")
+    return load(dtype=torch.bfloat16).to(device), load(dtype=torch.float32).to(device)
 
 
 def engine_over(folder: Path, backend: str, mode: str, prompts: list[list[int]]) -> dict[str, Any]:
