@@ -10,8 +10,6 @@ from mlagen.families.common.problem import ProblemShape
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
 from mlagen.values import INT32_MAX
 
-# Linear block indices are 32-bit.
-
 # KV bytes of a token that a CTA group reads together. Contiguous reads of several heads raise the
 # memory bandwidth, up to this size.
 _MAX_GROUP_TOKEN_BYTES = 1024
@@ -30,7 +28,6 @@ _SHARE_LOSS = 0.3  # relative bandwidth loss per share of idle SMs
 # Max share of SMs that stay idle in favor of a larger CTA group, and of CTA groups that do so
 # while the others take their last work tile: these keep the memory busy.
 _MAX_IDLE = Fraction(1, 25)
-
 
 # Min work tiles of a range that takes whole ones, rounded up.
 _MIN_WHOLE_TILES = 2

@@ -15,8 +15,6 @@ _MAX_CTA_GROUP_SIZE = 4
 # sequence once.
 _MAX_IDLE = Fraction(1, 25)
 
-# Linear block indices are 32-bit.
-
 # Rows of a tile in the KV-block count of a small call.
 _SMALL_TILE_ROWS = 16
 
