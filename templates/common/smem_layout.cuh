@@ -21,10 +21,11 @@ __device__ inline u32 swizzled_offset(int row, int chunk) {
 // A descriptor is assembled from two words where it is used: the lower holds the address and the
 // leading-dimension byte offset, the upper the stride between groups of eight rows and the swizzle
 // mode. Addresses count 16 bytes; adding to the lower word advances the operand.
+// Only MN-major operands of more than one tile have a leading dimension.
 constexpr u32 kDescHighSw128 = 1024 / 16 | 1u << 30;
 constexpr u32 kDescHighSw64 = 512 / 16 | 2u << 30;
 
-__device__ inline u32 descriptor_low(u32 address, u32 leading_bytes) {
+__device__ inline u32 descriptor_low(u32 address, u32 leading_bytes = 0) {
   return (address & 0x3ffff) >> 4 | leading_bytes / 16 << 16;
 }
 

@@ -7,28 +7,16 @@
 #include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "ptx/mov.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/wgmma.cuh"
 #include "shared_memory.cuh"
 #include "softmax/scores.cuh"
 
-// Lower words of the wgmma descriptors of K-major operands (Q, K, P) and of V, which is MN-major.
-// Both have the start of shared memory as address.
-struct Descriptors {
-  u32 k_major;
-  u32 mn_major;
-
-  __device__ explicit Descriptors(const SharedMemoryPlan& smem)
-      : k_major(descriptor_low(shared_address(&smem), 16)),
-        mn_major(descriptor_low(shared_address(&smem), kTileBytes)) {}
-
-  // Makes both opaque: otherwise the compiler hoists the descriptors of a whole loop and spills.
-  __device__ void opaque() {
-    mov_b32(k_major);
-    mov_b32(mn_major);
-  }
-};
+// Lower word of the wgmma descriptors of all operands: the start of shared memory. Only V, which is
+// MN-major, has a leading dimension.
+__device__ inline u32 smem_start_desc(const SharedMemoryPlan& smem) {
+  return descriptor_low(shared_address(&smem), kTileBytes);
+}
 
 constexpr u32 kKvOffset = kTiles * kQueryTileBytes;
 
@@ -44,8 +32,8 @@ __device__ constexpr u32 probabilities_offset(int stage) {
 // Issues the QK GEMM of the KV block in `kStage`: each tile as it arrives, in its own wgmma group,
 // and first those that this warpgroup itself has released.
 template <int kStage, typename AfterTile>
-__device__ inline void qk_gemm(const Descriptors& descriptors, const SharedMemoryPlan& smem,
-                               u32 phase, Scores& scores, AfterTile after_tile) {
+__device__ inline void qk_gemm(u32 start_desc, const SharedMemoryPlan& smem, u32 phase,
+                               Scores& scores, AfterTile after_tile) {
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
     const int tile = (i + kStage * kLatentTiles / 2) % kTiles;
@@ -56,8 +44,8 @@ __device__ inline void qk_gemm(const Descriptors& descriptors, const SharedMemor
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kTileElements / 16; ++k) {
-      const u32 q_desc = descriptors.k_major + descriptor_step(tile * kQueryTileBytes + k * 32);
-      const u32 k_desc = descriptors.k_major + descriptor_step(tile_offset(kStage, tile) + k * 32);
+      const u32 q_desc = start_desc + descriptor_step(tile * kQueryTileBytes + k * 32);
+      const u32 k_desc = start_desc + descriptor_step(tile_offset(kStage, tile) + k * 32);
       wgmma_mma(Element{}, scores, smem_desc_sw128(q_desc), smem_desc_sw128(k_desc), i + k > 0);
     }
     wgmma_commit_group();
@@ -67,14 +55,13 @@ __device__ inline void qk_gemm(const Descriptors& descriptors, const SharedMemor
 
 // PV GEMM with this warpgroup's own P, in registers.
 template <int kStage, int kHalf>
-__device__ inline void pv_gemm_local_p(const Descriptors& descriptors,
-                                       const Probabilities& probabilities,
+__device__ inline void pv_gemm_local_p(u32 start_desc, const Probabilities& probabilities,
                                        Accumulators& accumulators) {
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kBlockN / 16; ++k) {
-    const u32 v_desc = descriptors.mn_major +
-                       descriptor_step(tile_offset(kStage, kHalf * kLatentTiles / 2) + k * 2048);
+    const u32 v_desc =
+        start_desc + descriptor_step(tile_offset(kStage, kHalf * kLatentTiles / 2) + k * 2048);
     wgmma_mma_trans_b(Element{}, accumulators, probabilities + k * 4, smem_desc_sw128(v_desc), 1);
   }
   wgmma_commit_group();
@@ -82,15 +69,14 @@ __device__ inline void pv_gemm_local_p(const Descriptors& descriptors,
 
 // PV GEMM with the other warpgroup's P, in shared memory.
 template <int kStage, int kHalf>
-__device__ inline void pv_gemm_remote_p(const Descriptors& descriptors,
-                                        Accumulators& accumulators) {
+__device__ inline void pv_gemm_remote_p(u32 start_desc, Accumulators& accumulators) {
   if constexpr (kIsSparse) fence_proxy_async();  // V, which only the other warpgroup has awaited
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kBlockN / 16; ++k) {
-    const u32 p_desc = descriptors.k_major + descriptor_step(probabilities_offset(kStage) + k * 32);
-    const u32 v_desc = descriptors.mn_major +
-                       descriptor_step(tile_offset(kStage, kHalf * kLatentTiles / 2) + k * 2048);
+    const u32 p_desc = start_desc + descriptor_step(probabilities_offset(kStage) + k * 32);
+    const u32 v_desc =
+        start_desc + descriptor_step(tile_offset(kStage, kHalf * kLatentTiles / 2) + k * 2048);
     wgmma_mma_trans_b(Element{}, accumulators, smem_desc_sw128(p_desc), smem_desc_sw128(v_desc), 1);
   }
   wgmma_commit_group();

@@ -13,6 +13,7 @@
 #include "mask_v.cuh"
 #include "pipeline/load_q.cuh"
 #include "pipeline/work_pipeline.cuh"
+#include "ptx/mov.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/warp_matrix.cuh"
 #include "ptx/wgmma.cuh"
@@ -36,7 +37,9 @@ struct Consumer {
   const Params& params;
   SharedMemoryPlan& smem;
   const WorkItem& work;
-  Descriptors& descriptors;
+  // Made opaque before each GEMM of a loop: otherwise the compiler hoists the descriptors of the
+  // whole loop, and spills.
+  u32& start_desc;
   float scale;  // from scores to the log2 domain
   u32& phase;  // of the stages
   Accumulators accumulators;
@@ -45,13 +48,8 @@ struct Consumer {
   Softmax softmax;
 
   __device__ Consumer(const Params& params, SharedMemoryPlan& smem, const WorkItem& work,
-                      Descriptors& descriptors, float scale, u32& phase)
-      : params(params),
-        smem(smem),
-        work(work),
-        descriptors(descriptors),
-        scale(scale),
-        phase(phase) {
+                      u32& start_desc, float scale, u32& phase)
+      : params(params), smem(smem), work(work), start_desc(start_desc), scale(scale), phase(phase) {
 #pragma unroll
     for (int i = 0; i < kHalfDims / 2; ++i) accumulators[i] = 0.0f;
 #pragma unroll
@@ -137,8 +135,8 @@ struct Consumer {
   // A pair in warpgroup 0: the even KV block, then the odd one if it exists, whose PV GEMM is in
   // flight when the next pair begins.
   __device__ void wg0_pair(int kv_block, bool is_first, bool is_last, bool has_odd) {
-    descriptors.opaque();
-    qk_gemm<0>(descriptors, smem, phase, scores, [&](int issued) {
+    mov_b32(start_desc);
+    qk_gemm<0>(start_desc, smem, phase, scores, [&](int issued) {
       if (issued != 0 || is_first) return;
       wgmma_wait_group<1>();
       release(smem.wg0_empty[1]);
@@ -152,7 +150,7 @@ struct Consumer {
     named_barrier_arrive(NamedBarrier::P0Ready, kPvThreads);
     if (needs_rescale) rescale(accumulators, alpha[0], alpha[1]);
     wgmma_fence_operand(accumulators);
-    pv_gemm_local_p<0, 0>(descriptors, probabilities, accumulators);
+    pv_gemm_local_p<0, 0>(start_desc, probabilities, accumulators);
     wait_wgmma(accumulators);
     release(smem.wg0_empty[0]);
     phase ^= 1;
@@ -160,7 +158,7 @@ struct Consumer {
     named_barrier_sync(NamedBarrier::P1Ready, kPvThreads);
     adopt_row_max(1);
     wgmma_fence_operand(accumulators);
-    pv_gemm_remote_p<1, 0>(descriptors, accumulators);
+    pv_gemm_remote_p<1, 0>(start_desc, accumulators);
   }
 
   // Issues the PV GEMM of the even KV block in warpgroup 1, and tries P of the odd one beside it;
@@ -168,17 +166,17 @@ struct Consumer {
   template <bool kIsUnmasked>
   __device__ bool wg1_even(int kv_block, bool has_odd) {
     wgmma_fence_operand(accumulators);
-    pv_gemm_remote_p<0, 1>(descriptors, accumulators);
+    pv_gemm_remote_p<0, 1>(start_desc, accumulators);
     // Without an odd block S is undefined and P is dropped.
     return try_softmax(!kIsUnmasked && (!has_odd || is_masked<1>((kv_block + 1) * kBlockN)));
   }
 
   // A pair in warpgroup 1: the even KV block, then the odd one.
   __device__ void wg1_pair(int kv_block, bool is_last, bool has_odd, bool is_unmasked) {
-    qk_gemm<1>(descriptors, smem, phase, scores, [](int) {});
+    qk_gemm<1>(start_desc, smem, phase, scores, [](int) {});
     wait_wgmma(scores);
     if (is_last) release_query();
-    descriptors.opaque();
+    mov_b32(start_desc);
     named_barrier_sync(NamedBarrier::P0Ready, kPvThreads);
     adopt_row_max(0);
     // A masked and an unmasked copy of what follows until P is tried; the rest is common to both.
@@ -192,7 +190,7 @@ struct Consumer {
     if (has_odd) {
       if (needs_rescale) rescale(accumulators, alpha[0], alpha[1]);
       wgmma_fence_operand(accumulators);
-      pv_gemm_local_p<1, 1>(descriptors, probabilities, accumulators);
+      pv_gemm_local_p<1, 1>(start_desc, probabilities, accumulators);
       // Not before: the PV GEMM of warpgroup 0 would slow this one, whose V tiles the next S of
       // warpgroup 1 awaits, while warpgroup 0 has time.
       named_barrier_arrive(NamedBarrier::P1Ready, kPvThreads);
@@ -249,17 +247,17 @@ __device__ inline void reduce_row_sum(SharedMemoryPlan& smem, const Softmax& sof
 
 // State that persists across work items.
 struct ConsumerState {
-  Descriptors descriptors;
+  u32 start_desc;
   float scale;
   u32 phase = 0;
 
   __device__ ConsumerState(const Params& params, const SharedMemoryPlan& smem)
-      : descriptors(smem), scale(score_scale(params) * kLog2E) {}
+      : start_desc(smem_start_desc(smem)), scale(score_scale(params) * kLog2E) {}
 };
 
 __device__ inline void process_work(const Params& params, const WorkItem& work,
                                     SharedMemoryPlan& smem, ConsumerState& state) {
-  Consumer consumer(params, smem, work, state.descriptors, state.scale, state.phase);
+  Consumer consumer(params, smem, work, state.start_desc, state.scale, state.phase);
   if (work.num_kv_blocks > 0) {
     consumer.process_work();
   } else {

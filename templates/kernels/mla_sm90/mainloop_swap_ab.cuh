@@ -28,6 +28,12 @@
 // that few rows would leave a normal MMA mostly idle. A warp has 16 tokens of S^T.
 using Scores = float[kBlockM / 2];
 
+// Lower word of the descriptors of `tiles`, in a uniform register: otherwise each MMA moves its
+// descriptors there.
+__device__ inline u32 uniform_desc(const void* tiles) {
+  return warp_uniform(descriptor_low(shared_address(tiles)));
+}
+
 struct Consumer {
   const Params& params;
   SharedMemoryPlan& smem;
@@ -35,6 +41,8 @@ struct Consumer {
   float scale;  // from scores to the log2 domain
   PipelineState<kStages>& pipe;
   u32& p_buffer;  // of P
+  const u32 query_desc;
+  u32 stage_descs[kStagesPerBlock];  // of the current KV block
   Accumulators accumulators;
   Scores scores;
   float row_sum[kRowsPerThread];  // over this thread's tokens
@@ -42,7 +50,13 @@ struct Consumer {
 
   __device__ Consumer(const Params& params, SharedMemoryPlan& smem, const WorkItem& work,
                       float scale, PipelineState<kStages>& pipe, u32& p_buffer)
-      : params(params), smem(smem), work(work), scale(scale), pipe(pipe), p_buffer(p_buffer) {
+      : params(params),
+        smem(smem),
+        work(work),
+        scale(scale),
+        pipe(pipe),
+        p_buffer(p_buffer),
+        query_desc(uniform_desc(smem.query)) {
 #pragma unroll
     for (int i = 0; i < kAccumulators; ++i) {
       set_accumulator(accumulators, i, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
@@ -75,14 +89,14 @@ struct Consumer {
     for (int stage_in_block = 0; stage_in_block < kStagesPerBlock; ++stage_in_block) {
       wait(smem.kv_full[pipe.index], pipe.phase);
       if constexpr (kIsSparse) fence_proxy_async();  // wgmma reads what cp.async has written
-      const u32 stage_address = shared_address(smem.kv[pipe.index]);
+      stage_descs[stage_in_block] = uniform_desc(smem.kv[pipe.index]);
       pipe.advance();
       wgmma_fence();
 #pragma unroll
       for (int index = 0; index < kTilesPerStage; ++index) {
-        const u32 k_desc = descriptor_low(stage_address + index * kTileBytes, 16);
+        const u32 k_desc = stage_descs[stage_in_block] + descriptor_step(index * kTileBytes);
         const int tile = stage_in_block * kTilesPerStage + index;
-        const u32 q_desc = descriptor_low(shared_address(smem.query) + tile * kQueryTileBytes, 16);
+        const u32 q_desc = query_desc + descriptor_step(tile * kQueryTileBytes);
 #pragma unroll
         for (int k = 0; k < kTileElements / 16; ++k) {
           wgmma_mma(Element{}, scores, smem_desc_sw128(k_desc + k * 2),
@@ -220,14 +234,14 @@ struct Consumer {
   }
 
   __device__ void pv_gemm() {
-    const u32 p_desc =
-        descriptor_low(shared_address(smem.probabilities) + p_buffer * kQueryTileBytes, 16);
+    const u32 p_desc = uniform_desc(smem.probabilities[p_buffer]);
 #pragma unroll
     for (int index = 0; index < kLatentTiles; ++index) wgmma_fence_operand(accumulators[index]);
     wgmma_fence();
 #pragma unroll
     for (int index = 0; index < kLatentTiles; ++index) {
-      const u32 v_desc = descriptor_low(shared_address(tile(index)), kTileBytes);
+      const u32 v_desc = stage_descs[index / kTilesPerStage] +
+                         descriptor_step(index % kTilesPerStage * kTileBytes);
 #pragma unroll
       for (int k = 0; k < kBlockN / 16; ++k) {
         wgmma_mma_trans_a(Element{}, accumulators[index], smem_desc_sw128(v_desc + k * 128),
