@@ -39,7 +39,7 @@ from mlagen.torch_ops.replayable import replayable
         outputs="out lse",
         length="plan.metadata.max_kv_len",
         constants=("plan.key",),
-        words=(
+        options=(
             "return_lse return_lse_base_on_e ckv_scale kpe_scale o_scale "
             "skip_softmax_threshold_scale_factor bmm1_scale bmm2_scale"
         ),
