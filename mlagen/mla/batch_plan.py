@@ -10,6 +10,7 @@ import torch
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.families.common.arguments import (
     DTYPES,
+    is_pdl_enabled,
     reject,
     require,
     require_flag,
@@ -40,7 +41,6 @@ _NAMES = MlaArgNames(
     rope_cache="kpe_cache",
     kv_scales="ckv_scale_arr",
     workspace_buffer="float_workspace_buffer",
-    kv_indptr="kv_indptr",
     bmm1_scale="sm_scale",
 )
 
@@ -201,8 +201,7 @@ def plan_of(
         )
     given = given_metadata(call["metadata"], {name: call[name] for name in _METADATA})
     contract = _contract_of(call, settings)
-    enable_pdl = call["enable_pdl"]
-    enable_pdl = enable_pdl is None or require_flag(enable_pdl, "enable_pdl")
+    enable_pdl = is_pdl_enabled(call["enable_pdl"])
     csr, dense = layouts_of(given, device)
     requests = csr if dense is None or (is_graph and csr is not None and buffers) else dense
     assert requests is not None  # given_metadata requires a form

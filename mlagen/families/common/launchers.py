@@ -1,4 +1,4 @@
-"""Launchers of calls and of their kernels, and what their signatures and scratch have in common."""
+"""Launchers of calls, and what their signatures and scratch have in common."""
 
 from __future__ import annotations
 

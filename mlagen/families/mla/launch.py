@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from mlagen.errors import DriverError, UnsupportedError
@@ -62,11 +61,7 @@ class MlaLauncher(Launcher):
     """Launcher of MLA calls."""
 
     maps: CacheMaps | None = None  # None: a kernel without TMA
-
-    @cached_property
-    def separate_constants(self) -> bytes:
-        """The constant parameters where the rope parts have a map."""
-        return self.decode.packing.pack_constants({**self.constants, "separate_rope": 1})
+    separate_constants: bytes = b""  # where the rope parts have a map; packed on first use
 
     def complete(self, args: MlaArgs, values: Values) -> None:
         """Reject misaligned tensors, and add the tensor maps."""
@@ -78,6 +73,9 @@ class MlaLauncher(Launcher):
         if self.maps is not None:
             values["maps"], has_separate_rope = self.maps[cache, rope_cache]
             if has_separate_rope:
+                if not self.separate_constants:
+                    constants = {**self.constants, "separate_rope": 1}
+                    self.separate_constants = self.decode.packing.pack_constants(constants)
                 values[self.decode.spec.symbol] = self.separate_constants
 
 
@@ -167,10 +165,10 @@ def _make_launcher(
         spec,
         constants={
             "topk": problem.top_k,
-            "is_causal": int(args.is_causal),
+            "is_causal": args.is_causal,
             "cp_world": args.cp_world,
             "cp_rank": args.cp_rank,
-            "bmm2_scales_scores": int(args.bmm2_scales_scores),
+            "bmm2_scales_scores": args.bmm2_scales_scores,
             **constants,
         },
         values={"output_factor": 1.0, "lse_factor": LSE_FACTORS[args.return_lse_base]},

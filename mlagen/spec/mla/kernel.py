@@ -65,6 +65,11 @@ class MlaKernelSpec(KernelSpec):
         return self.variant.kv_lora_rank
 
     @property
+    def stored_bytes(self) -> int:
+        """Bytes of a cached token."""
+        return self.variant.kv_dtype.row_bytes(self.head_dim_qk)
+
+    @property
     def is_sparse(self) -> bool:
         """Whether every query token has top-k indices."""
         return self.variant.lookup == "sparse"

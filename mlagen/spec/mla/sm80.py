@@ -142,11 +142,6 @@ class MlaSm80Spec(MlaKernelSpec):
         return self.variant.mask == "bias"
 
     @property
-    def stored_bytes(self) -> int:
-        """Bytes of a cached token."""
-        return self.variant.kv_dtype.row_bytes(self.head_dim_qk)
-
-    @property
     def stage_row_bytes(self) -> int:
         """Bytes of a token in a stage: 16 more if its scales come from another tensor."""
         kv, query = self.variant.kv_dtype, self.variant.query_dtype
@@ -182,7 +177,7 @@ def mla_sm80_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm80Spec:
     Raises
     ------
     UnsupportedError
-        If no row of :data:`SUPPORTED` covers the variant; the message lists the nearest.
+        If no row of :data:`SUPPORTED` covers the variant.
     """
     require_supported(variant)
     return _smallest(_choices(arch, variant), rows)
