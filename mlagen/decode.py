@@ -47,7 +47,7 @@ __all__ = [
         scales="bmm1_scale bmm2_scale o_scale",
         length="max_seq_len",
         ints="window_left",
-        words="kv_layout enable_pdl q_len_per_req causal return_lse return_lse_base",
+        options="kv_layout enable_pdl q_len_per_req causal return_lse return_lse_base",
     ),
     returns="outputs if len(outputs) > 1 else outputs[0]",
 )

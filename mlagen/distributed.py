@@ -225,11 +225,11 @@ class _Exchange(NamedTuple):
 
     def combine(self, base: str, group: dist.ProcessGroup | None) -> States:
         """Send each rank the results of its heads, and return those of this rank, combined."""
-        eager = not (is_compiling() or is_traced())
+        is_eager = not (is_compiling() or is_traced())
         # A copy: without other states the first one stays as it is.
-        combine_states(self.computed, self.nothing, "base2", into=self.messages, by_kernel=eager)
+        combine_states(self.computed, self.nothing, "base2", into=self.messages, by_kernel=is_eager)
         dist.all_to_all_single(self.received, self.sent, group=group)
-        out, lse = combine_states(self.first, self.others, base, by_kernel=eager)
+        out, lse = combine_states(self.first, self.others, base, by_kernel=is_eager)
         return States(out.view(*self.out.shape[:-2], *out.shape[1:]), lse)
 
 

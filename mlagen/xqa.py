@@ -57,7 +57,7 @@ _XQA_NAMES = GqaArgNames(
         outputs="output lse",
         scales="q_scale kv_scale rcp_out_scale",
         ints="num_kv_heads page_size sliding_win_size",
-        words="kv_layout sm_count enable_pdl q_seq_len lse_base causal",
+        options="kv_layout sm_count enable_pdl q_seq_len lse_base causal",
     ),
     returns="None",
 )

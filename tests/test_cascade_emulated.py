@@ -8,7 +8,8 @@ import pytest
 
 from mlagen.families import states
 from mlagen.runtime.loader import LoadedKernel
-from mlagen.spec.kernel import KernelSpec, packing_of
+from mlagen.runtime.packing import ParameterPacking
+from mlagen.spec.kernel import KernelSpec
 from tests import test_cascade
 from tests.emulator.emulated import COMPILER, Emulator
 from tests.kernels import SM_80
@@ -28,10 +29,10 @@ class TestCascadeEmulated(test_cascade.TestCascade):
 
         def launch(kernel: LoadedKernel, blocks: int, _: bool, values: tuple[Any, ...]) -> None:
             recorded.append(blocks)
-            _emulator.launch(kernel.spec, kernel.packing.pack(*values), blocks, 0)
+            _emulator.launch(kernel.spec, kernel.packing.struct.pack(*values), blocks, 0)
 
         def loaded(spec: KernelSpec, _: int) -> LoadedKernel:
-            return LoadedKernel(spec, 0, packing_of(spec), None, None)
+            return LoadedKernel(spec, 0, ParameterPacking(spec), None, None)
 
         monkeypatch.setattr(states, "_gpu_of", lambda _: 0)
         monkeypatch.setattr(states, "arch_of_device", lambda _: SM_80)

@@ -7,6 +7,8 @@
 - `files`: the name of a file or folder, as a word plain English,
 - `part`: a part of an identifier, in snake or camel case,
 - `text`: a regular expression that matches anywhere in a line, in upper or lower case.
+
+In prose and examples, the rows of `all` and `text` hold.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 GLOSSARY = ROOT / "docs/reference/glossary.md"
 TREES = ("templates", "mlagen", "cache_tools")
+# In prose, a part of an identifier may be plain English: decodes, merge, Hopper.
+PROSE = ("docs", "examples", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 SUFFIXES = {".cuh", ".j2", ".md", ".py"}
 # Public functions with a part that is retired otherwise.
 FLASHINFER_NAMES = {"merge_state", "merge_states", "merge_state_in_place"}
@@ -85,7 +89,7 @@ def found_in_line(line: str, tree: str) -> Iterator[tuple[str, str]]:
             continue
         if match[0] in names:
             yield match[0], names[match[0]]
-        if part := retired_part(match[0]):
+        if tree not in PROSE and (part := retired_part(match[0])):
             yield part, retired()["part"][part]
     for match in TYPE.finditer(line):
         if match[1] in types:
@@ -97,22 +101,22 @@ def found_in_line(line: str, tree: str) -> Iterator[tuple[str, str]]:
 
 
 def found_in_tree(tree: str, root: Path) -> Iterator[str]:
-    """Yield each use of a retired name below a folder of ``root``, with file and line."""
-    for file in sorted((root / tree).rglob("*")):
+    """Yield each use of a retired name in a file or folder of ``root``, with file and line."""
+    for file in sorted((root / tree).rglob("*")) or [root / tree]:
         if file.suffix not in SUFFIXES:
             continue
         path = file.relative_to(root)
-        for word, instead in found_in_path(path):
+        for word, instead in [] if tree in PROSE else found_in_path(path):
             yield f"{path}: its name has {word!r}, use {instead!r}"
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
             for word, instead in found_in_line(line, tree):
                 yield f"{path}:{number}: {word!r}, use {instead!r}"
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", TREES + PROSE)
 def test_no_retired_name_is_used(tree: str) -> None:
     """Every file has the field's names."""
-    assert any((ROOT / tree).iterdir())
+    assert (ROOT / tree).exists()
     assert not (found := list(found_in_tree(tree, ROOT))), "\n".join(found)
 
 
@@ -133,6 +137,15 @@ def test_a_retired_name_is_found(tmp_path: Path) -> None:
         "2: 'Nobody', use 'no reader, no process'",
         "3: 'Sight', use 'KvRange'",
     }
+
+
+def test_prose_may_have_parts_in_plain_english(tmp_path: Path) -> None:
+    """A page may say Hopper, but no retired identifier or word."""
+    (tmp_path / "README.md").write_text("Nobody decodes spans on Hopper by `guard_of`.")
+
+    found = [line.partition(": ")[2] for line in found_in_tree("README.md", tmp_path)]
+
+    assert found == ["'guard_of', use 'make_guard'", "'Nobody', use 'no reader, no process'"]
 
 
 def test_what_to_use_instead_is_not_retired() -> None:

@@ -135,8 +135,8 @@ def _print_plan(
     """Print what is about to be compiled."""
     from mlagen.prewarming.jobs import usable_jobs
 
-    longest = max(compile_seconds([spec]) for spec in missing)
-    seconds = max(compile_seconds(missing) / (jobs or usable_jobs()), longest)
+    min_seconds = max(compile_seconds([spec]) for spec in missing)
+    seconds = max(compile_seconds(missing) / (jobs or usable_jobs()), min_seconds)
     kernels = count_text(len(missing), "kernel")
     output.print(f"compiling {kernels}, {cached} cached: {about_text(seconds)}", soft_wrap=True)
     if selects_all and len(missing) >= MANY:

@@ -109,8 +109,8 @@ class Geometry:
         table = next((self._tensors[key] for key in _TABLES if key in self._tensors), None)
         if table is not None and table.dim() and not self.top_k:
             capacity = table.shape[-1] * self.page_size
-        longest = self._number("max_seq_len", 0)
-        capacity = min(capacity, longest) if longest > 0 else capacity
+        max_seq_len = self._number("max_seq_len", 0)
+        capacity = min(capacity, max_seq_len) if max_seq_len > 0 else capacity
         low = min(self.q_len, capacity)
         lengths = self._random(count, low, capacity, generator)
         lengths[:1] = capacity

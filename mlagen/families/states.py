@@ -20,10 +20,10 @@ from mlagen.families.common.arguments import (
 from mlagen.families.common.outputs import LSE_FACTORS
 from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.launch import launch
+from mlagen.runtime.packing import ParameterPacking
 from mlagen.spec.arch import Arch
 from mlagen.spec.combine_states import LANE_DIMS, CombineStatesSpec, combine_states_spec
 from mlagen.spec.dtype import DType
-from mlagen.spec.kernel import pack_constants
 
 _LANE_BYTES = LANE_DIMS * 2
 
@@ -170,7 +170,8 @@ def _plan(
     names = ("first_out", "first_lse", "other_out", "other_lse", "out", "lse")
     for name, of_tensor in zip(names, strides, strict=True):
         values |= _strides(name, of_tensor)
-    return _Plan(spec, -(-n * heads * 32 // spec.threads), pack_constants(spec, values))
+    num_ctas = -(-n * heads * 32 // spec.threads)
+    return _Plan(spec, num_ctas, ParameterPacking(spec).pack_constants(values))
 
 
 def _gpu_of(tensor: torch.Tensor) -> int | None:

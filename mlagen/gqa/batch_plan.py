@@ -167,7 +167,7 @@ def plan_of(
     if seq_lens is not None:
         lengths = require_tensor(seq_lens, "seq_lens")
         require_ints(lengths, "seq_lens", lengths.device, ((given.batch,),), "batch")
-    longest = _max_length(given, seq_lens, settings.page_size)
+    max_kv_len = _max_length(given, seq_lens, settings.page_size)
     if buffers is None:
         starts, lens = _consistent_layout(given, seq_lens, settings.page_size, device)
         page_ids = private_copy(given.indices, device)
@@ -175,8 +175,8 @@ def plan_of(
     else:
         # Replays of a captured graph have other requests.
         layout, capacity = buffers.store(given, seq_lens, settings)
-        longest = max(longest, capacity)
-    return DecodePlan(settings=settings, layout=layout, max_kv_len=longest)
+        max_kv_len = max(max_kv_len, capacity)
+    return DecodePlan(settings=settings, layout=layout, max_kv_len=max_kv_len)
 
 
 def _max_length(given: PageMetadata, seq_lens: torch.Tensor | None, page_size: int) -> int:

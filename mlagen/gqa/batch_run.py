@@ -45,7 +45,7 @@ _NAMES = GqaArgNames(
         scales="bmm1_scale bmm2_scale",
         length="plan.max_kv_len",
         constants=("plan.key",),
-        words="return_lse enable_pdl",
+        options="return_lse enable_pdl",
     ),
     returns="outputs",
     has_op=False,

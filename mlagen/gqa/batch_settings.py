@@ -161,6 +161,8 @@ def reject_unserved(given: dict[str, tuple[object, tuple[object, ...]]]) -> None
         The message names the keyword.
     """
     for keyword, (value, nothing) in given.items():
+        if value is nothing[0]:
+            continue
         if not any(value is each or (_is_plain(value) and value == each) for each in nothing):
             rule = f"not implemented, expected {nothing[0]!r}"
             raise UnsupportedError(f"{keyword}: {rule}, got {shown(value)}")

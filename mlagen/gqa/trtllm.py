@@ -41,7 +41,7 @@ from mlagen.torch_ops.traced import traceable
         length="max_seq_len",
         ints="window_left",
         constants=("out_dtype",),
-        words=(
+        options=(
             "kv_layout enable_pdl backend q_len_per_req o_scale max_q_len return_lse "
             "skip_softmax_threshold_scale_factor uses_shared_paged_kv_idx "
             "o_sf_scale o_sf_vec_size enable_block_sparse_attention cp_world cp_rank "

@@ -193,7 +193,7 @@ def host_metadata(given: BatchLayout, page_size: int, max_q_len: object = None) 
         for field, tensor in given.tensors().items()
         if tensor.device.type == "cpu"
     }
-    longest = None if max_q_len is None else require_whole_number(max_q_len, "max_q_len")
+    bound = None if max_q_len is None else require_whole_number(max_q_len, "max_q_len")
     q_lens = None
     if "qo_indptr" in on_host:
         qo_indptr = on_host["qo_indptr"]
@@ -216,13 +216,13 @@ def host_metadata(given: BatchLayout, page_size: int, max_q_len: object = None) 
     else:
         max_kv_len = min(int(seq_lens.max()), INT32_MAX) if len(seq_lens) else 0
     if q_lens is None:
-        return HostMetadata(max_kv_len=max_kv_len, max_q_len=longest)
-    most = max(q_lens, default=0)
-    if longest is not None:
-        require(longest >= most, "max_q_len", f"{most} or more (cum_seq_lens_q)", longest)
+        return HostMetadata(max_kv_len=max_kv_len, max_q_len=bound)
+    needed = max(q_lens, default=0)
+    if bound is not None:
+        require(bound >= needed, "max_q_len", f"{needed} or more (cum_seq_lens_q)", bound)
     return HostMetadata(
         max_kv_len=max_kv_len,
-        max_q_len=most,
+        max_q_len=needed,
         q_len=q_lens[0] if len(set(q_lens)) == 1 else 0,
         tokens=sum(q_lens),
     )

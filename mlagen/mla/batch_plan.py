@@ -10,6 +10,7 @@ import torch
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.families.common.arguments import (
     DTYPES,
+    is_pdl_enabled,
     reject,
     require,
     require_flag,
@@ -40,7 +41,6 @@ _NAMES = MlaArgNames(
     rope_cache="kpe_cache",
     kv_scales="ckv_scale_arr",
     workspace_buffer="float_workspace_buffer",
-    kv_indptr="kv_indptr",
     bmm1_scale="sm_scale",
 )
 
@@ -158,8 +158,9 @@ class BatchPlan:
             kv_indices=require_tensor(page_table, "page_table"),
             kv_len_arr=require_tensor(kv_len, "kv_len"),
         )
-        longest = layout.mean_capacity(self.settings.page_size)
-        return replace(self, layout=layout, metadata=replace(self.metadata, max_kv_len=longest))
+        max_kv_len = layout.mean_capacity(self.settings.page_size)
+        metadata = replace(self.metadata, max_kv_len=max_kv_len)
+        return replace(self, layout=layout, metadata=metadata)
 
 
 def graph_buffers(given: dict[str, Any], device: torch.device) -> BatchLayout | None:
@@ -200,8 +201,7 @@ def plan_of(
         )
     given = given_metadata(call["metadata"], {name: call[name] for name in _METADATA})
     contract = _contract_of(call, settings)
-    enable_pdl = call["enable_pdl"]
-    enable_pdl = enable_pdl is None or require_flag(enable_pdl, "enable_pdl")
+    enable_pdl = is_pdl_enabled(call["enable_pdl"])
     csr, dense = layouts_of(given, device)
     requests = csr if dense is None or (is_graph and csr is not None and buffers) else dense
     assert requests is not None  # given_metadata requires a form
@@ -218,8 +218,8 @@ def plan_of(
         layout = buffers
     if is_graph:  # replays of a captured graph have other requests
         capacity = layout.mean_capacity(settings.page_size)
-        most = max(metadata.max_kv_len, capacity)
-        metadata = replace(metadata, max_kv_len=most, q_len=0)
+        max_kv_len = max(metadata.max_kv_len, capacity)
+        metadata = replace(metadata, max_kv_len=max_kv_len, q_len=0)
     return BatchPlan(
         settings=settings,
         layout=layout,
@@ -237,8 +237,8 @@ def _contract_of(call: dict[str, Any], settings: BatchSettings) -> MLAInputContr
         lse_mode = None  # as before plans had a mode
     if settings.is_dequantized and isinstance(scale_mode, str) and scale_mode == "default":
         scale_mode = "kv-per-tensor"
-    usual = settings.out_data_type
-    output_dtype = usual if call["output_dtype"] is None else call["output_dtype"]
+    default = settings.out_data_type
+    output_dtype = default if call["output_dtype"] is None else call["output_dtype"]
     contract = MLAInputContract(
         lse_mode=lse_mode,
         output_dtype=output_dtype,
@@ -252,7 +252,7 @@ def _contract_of(call: dict[str, Any], settings: BatchSettings) -> MLAInputContr
     if contract.scale_mode == "kv-per-tensor" and not settings.is_dequantized:
         got = settings.kv_data_type
         reject("scale_mode", "another for a cache of the query's dtype", f"{scale_mode!r}, {got}")
-    allowed = FP8_DTYPES if contract.output_scale == "per-tensor" else (usual,)
+    allowed = FP8_DTYPES if contract.output_scale == "per-tensor" else (default,)
     why = f"output_scale {contract.output_scale!r}"
     rule = f"{' or '.join(map(str, allowed))} ({why})"
     require(output_dtype in allowed, "output_dtype", rule, output_dtype)

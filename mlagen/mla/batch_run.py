@@ -39,7 +39,7 @@ from mlagen.torch_ops.replayable import replayable
         outputs="out lse",
         length="plan.metadata.max_kv_len",
         constants=("plan.key",),
-        words=(
+        options=(
             "return_lse return_lse_base_on_e ckv_scale kpe_scale o_scale "
             "skip_softmax_threshold_scale_factor bmm1_scale bmm2_scale"
         ),
@@ -80,7 +80,6 @@ def run_planned(
     settings, layout, metadata = plan.settings, plan.layout, plan.metadata
     return_lse = require_flag(return_lse, "return_lse")
     is_natural = require_flag(return_lse_base_on_e, "return_lse_base_on_e")
-    base = "basee" if is_natural else "base2"
     bmm_scales = (bmm1_scale, bmm2_scale)
     has_lse = return_lse or lse is not None
     threshold = skip_softmax_threshold_scale_factor
@@ -127,8 +126,8 @@ def run_planned(
         bmm2_scale=out_scale if o_scale is None else out_scale / o_scale,
         sinks=canonical_sinks(sinks),
         lse=lse,
-        return_lse=return_lse or lse is not None,
-        return_lse_base=base,
+        return_lse=has_lse,
+        return_lse_base="basee" if is_natural else "base2",
         cum_seq_lens_q=None if is_uniform else layout.qo_indptr,
         max_q_len=None if is_uniform else metadata.max_q_len,
         is_causal=settings.causal,

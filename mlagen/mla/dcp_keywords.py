@@ -53,7 +53,7 @@ def is_dcp(call: dict[str, Any]) -> bool:
 def dcp_fields(call: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of ``MlaArgs`` for decode context parallel; none without it.
 
-    The lists of a sparse call have this rank's tokens, and no causal mask.
+    The top-k indices of a sparse call name this rank's tokens, without a causal mask.
     """
     is_sparse = require_whole_number(call["sparse_mla_top_k"], "sparse_mla_top_k") > 0
     if is_sparse or not require_flag(call["enable_dcp"], "enable_dcp"):

@@ -153,7 +153,7 @@ def flare_mla_decoding(
         outputs="output",
         scales="scale",
         constants=("is_causal",),
-        words="ragged num_partitions per_token_scale_rope_aware",
+        options="ragged num_partitions per_token_scale_rope_aware",
     ),
     has_op=False,
 )

@@ -93,10 +93,8 @@ def paged_keys(k: PagedKVCache, kv_scales: torch.Tensor | None) -> Keys:
         blocks=blocks,
         block_table=table,
         cached=as_int32(lengths),
-        total=0,
         scales=None if k.scales is None else _squeezed_scales(k.scales, "k.scales"),
         width=table.shape[1] * pages_of(blocks).shape[1],
-        names=_PAGED_NAMES,
     )
 
 
@@ -151,7 +149,6 @@ def dense_keys(k: torch.Tensor, kv_scales: torch.Tensor | None, columns: int | N
     return Keys(
         blocks=blocks,
         block_table=rows.view(batch, columns),
-        cached=None,
         total=num_keys,
         scales=kv_scales,
         width=num_keys,

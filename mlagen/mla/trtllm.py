@@ -37,7 +37,7 @@ from mlagen.torch_ops.traced import traceable
         scales="bmm1_scale bmm2_scale",
         length="max_seq_len",
         ints="qk_nope_head_dim kv_lora_rank qk_rope_head_dim sparse_mla_top_k",
-        words=(
+        options=(
             "skip_softmax_threshold_scale_factor enable_pdl backend is_var_seq "
             "uses_shared_paged_kv_idx return_lse cute_dsl_impl kv_scale_format max_q_len "
             "enable_dcp cp_world cp_rank use_fp16_softmax return_lse_base"
@@ -177,8 +177,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         parallel: token ``k`` of its cache is token ``cp_world * k + cp_rank`` of the request.
         ``seq_lens``, ``max_seq_len`` and ``block_tables`` are of this rank's tokens. Requires
         ``return_lse``; :func:`mlagen.cascade.merge_states` combines the results of the ranks. One
-        rank only may pass ``sinks``. With ``sparse_mla_top_k`` the lists are of this rank's tokens,
-        without a causal mask, and ``seq_lens`` is not used.
+        rank only may pass ``sinks``. With ``sparse_mla_top_k`` the indices name this rank's
+        tokens, without a causal mask, and ``seq_lens`` is not used.
     cp_world : int
         Number of ranks, 1 or more.
     cp_rank : int

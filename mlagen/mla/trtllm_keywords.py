@@ -70,7 +70,7 @@ def rare_keywords(
         others = {"sparse_mla_top_k_lens": top_k_lens, "cum_seq_lens_q": cu_seqlens_q}
         lengths = _topk_lengths_of(query, call["kv_cache"], seq_lens, top_k, **others)
         return enable_pdl, *lengths
-    if has_dcp and top_k:  # the lists have this rank's tokens
+    if has_dcp and top_k:  # the top-k indices name this rank's tokens
         seq_lens = None
     return enable_pdl, _default_seq_lens(query, seq_lens, top_k, cu_seqlens_q), top_k_lens
 

@@ -26,7 +26,7 @@ from mlagen.torch_ops.traced import traceable
         scales="bmm1_scale bmm2_scale",
         length="max_seq_len",
         ints="qk_nope_head_dim kv_lora_rank qk_rope_head_dim",
-        words="enable_pdl",
+        options="enable_pdl",
     ),
 )
 def xqa_batch_decode_with_kv_cache_mla(

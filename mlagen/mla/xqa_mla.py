@@ -42,7 +42,7 @@ _NAMES = MlaArgNames(
         outputs="output",
         scales="q_scale kv_scale",
         ints="page_size",
-        words="sm_count enable_pdl",
+        options="sm_count enable_pdl",
     ),
     returns="None",
 )

@@ -15,54 +15,14 @@ _OVERRIDES = {"num_attention_heads", "num_key_value_heads", "head_dim", "v_head_
 _OVERRIDES |= {"true_head_dim", "num_attention_groups", "sliding_window", "attention_type"}
 # Classes of nested parts, by model_type, whose default head_dim is hidden_size / heads; and classes
 # whose default is multi-head attention, one kv head per query head (transformers 5.17).
-_HEAD_DIM_FROM_HIDDEN = {
-    "aria_text",
-    "cohere",
-    "cohere2",
-    "cohere_compass_text",
-    "deepseek_ocr2_text",
-}
-_HEAD_DIM_FROM_HIDDEN |= {
-    "emu3_text_model",
-    "ernie4_5_vl_moe_text",
-    "exaone4",
-    "glm4v_moe_text",
-    "glm4v_text",
-}
-_HEAD_DIM_FROM_HIDDEN |= {
-    "glm_image_text",
-    "glm_ocr_text",
-    "granite",
-    "hunyuan_vl_text",
-    "internlm2",
-    "lfm2",
-}
-_HEAD_DIM_FROM_HIDDEN |= {
-    "llama",
-    "ministral",
-    "mistral",
-    "mixtral",
-    "mllama_text_model",
-    "olmo2",
-    "opt",
-}
-_HEAD_DIM_FROM_HIDDEN |= {
-    "persimmon",
-    "phi",
-    "phi3",
-    "qwen",
-    "qwen2",
-    "qwen2_5_omni_text",
-    "qwen2_5_vl_text",
-}
-_HEAD_DIM_FROM_HIDDEN |= {
-    "qwen2_moe",
-    "qwen2_vl_text",
-    "qwen3_moe",
-    "qwen3_omni_moe_text",
-    "qwen3_vl_moe_text",
-}
-_HEAD_DIM_FROM_HIDDEN |= {"smollm3"}
+_HEAD_DIM_FROM_HIDDEN = {"aria_text", "cohere", "cohere2", "cohere_compass_text"}
+_HEAD_DIM_FROM_HIDDEN |= {"deepseek_ocr2_text", "emu3_text_model", "ernie4_5_vl_moe_text"}
+_HEAD_DIM_FROM_HIDDEN |= {"exaone4", "glm4v_moe_text", "glm4v_text", "glm_image_text"}
+_HEAD_DIM_FROM_HIDDEN |= {"glm_ocr_text", "granite", "hunyuan_vl_text", "internlm2", "lfm2"}
+_HEAD_DIM_FROM_HIDDEN |= {"llama", "ministral", "mistral", "mixtral", "mllama_text_model", "olmo2"}
+_HEAD_DIM_FROM_HIDDEN |= {"opt", "persimmon", "phi", "phi3", "qwen", "qwen2", "qwen2_5_omni_text"}
+_HEAD_DIM_FROM_HIDDEN |= {"qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3_moe"}
+_HEAD_DIM_FROM_HIDDEN |= {"qwen3_omni_moe_text", "qwen3_vl_moe_text", "smollm3"}
 _MHA_CLASSES = {"aria_text", "cohere", "cohere2", "cohere_compass_text", "deepseek_ocr2_text"}
 _MHA_CLASSES |= {"granite", "hunyuan_vl_text", "internlm2", "llama", "olmo2", "opt", "persimmon"}
 _MHA_CLASSES |= {"phi", "phi3", "qwen"}

@@ -37,14 +37,14 @@ def checked(result: tuple[Any, ...], symbol: str) -> Any:
         from cuda.bindings import driver
 
         _, text = driver.cuGetErrorString(status)
-        words = text.decode() if isinstance(text, bytes) else str(text)
-        raise DriverError(f"{symbol}: {words} ({status.name})", symbol=symbol)
+        reason = text.decode() if isinstance(text, bytes) else str(text)
+        raise DriverError(f"{symbol}: {reason} ({status.name})", symbol=symbol)
     return values[0] if len(values) == 1 else tuple(values)
 
 
 def visible_devices() -> list[DeviceFacts]:
     """Return the visible GPUs; none without a driver."""
-    driver = _initialised_driver()
+    driver = _initialized_driver()
     if driver is None:
         return []
     attribute = driver.CUdevice_attribute
@@ -71,7 +71,7 @@ def visible_devices() -> list[DeviceFacts]:
 
 def driver_version() -> str | None:
     """Return the newest CUDA version that the driver supports, such as ``13.0``, or None."""
-    driver = _initialised_driver()
+    driver = _initialized_driver()
     if driver is None:
         return None
     number = checked(driver.cuDriverGetVersion(), "cuDriverGetVersion")
@@ -153,7 +153,7 @@ def _is_in_green_context() -> bool:
     return int(status) == 0 and int(green) != 0
 
 
-def _initialised_driver() -> Any | None:
+def _initialized_driver() -> Any | None:
     try:
         from cuda.bindings import driver
     except ImportError:

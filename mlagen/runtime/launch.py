@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 import threading
 from functools import cache
 from typing import Any
@@ -13,12 +12,8 @@ import torch
 from mlagen.errors import DriverError
 from mlagen.runtime.device import bind_context
 from mlagen.runtime.loader import LoadedKernel
+from mlagen.runtime.packing import HEAD_BYTES
 from mlagen.runtime.partition import TooManyCtasError, exceeds_sms
-
-# kernelParams: an array with one pointer, since a kernel takes one struct, in front of that struct.
-# Eight bytes of padding keep the struct aligned as ctypes allocates it.
-_HEAD = struct.Struct("<Q8x")
-
 
 # Errors of a driver that rejects two launch attributes together.
 _ATTRIBUTE_ERRORS = ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_NOT_SUPPORTED")
@@ -38,10 +33,10 @@ class Launch:
         self, kernel: LoadedKernel, num_ctas: int, values: tuple[float | bytes, ...]
     ) -> None:
         """Pack ``values``, which are those of :func:`launch`."""
-        allocate, packing = _buffer_type(kernel.packing)
-        self._buffer = allocate()
+        packing = kernel.packing
+        self._buffer = packing.new_buffer()
         self._address = ctypes.addressof(self._buffer)
-        packing.pack_into(self._buffer, 0, self._address + _HEAD.size, *values)
+        packing.pack_into(self._buffer, 0, self._address + HEAD_BYTES, *values)
         self._kernel = kernel
         self._num_ctas = num_ctas
 
@@ -107,8 +102,7 @@ def launch(
 ) -> Launch:
     """Enqueue a grid of ``num_ctas`` CTAs on torch's current stream of the kernel's device.
 
-    ``values`` are the fields of ``kernel.spec.parameters``, in order, with all tensor maps joined
-    into one value and all integers into another; see :func:`mlagen.spec.kernel.packing_of`.
+    ``values`` are those of ``kernel.packing.names``.
 
     Raises
     ------
@@ -144,13 +138,6 @@ class _ThreadCache(threading.local):
 
 
 _thread_cache = _ThreadCache()
-
-
-@cache
-def _buffer_type(packing: struct.Struct) -> tuple[Any, struct.Struct]:
-    """Return the ctypes buffer for kernelParams and the parameter struct, and their packing."""
-    whole = struct.Struct(_HEAD.format + packing.format.removeprefix("<"))
-    return ctypes.c_char * whole.size, whole
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +10,9 @@ import torch
 from mlagen.errors import CaptureError
 from mlagen.runtime.capture import is_capturing
 from mlagen.runtime.device import checked, lasting_context
+from mlagen.runtime.packing import ParameterPacking
 from mlagen.runtime.semaphores import reserve_semaphores
-from mlagen.spec.kernel import KernelSpec, packing_of
+from mlagen.spec.kernel import KernelSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +24,7 @@ class LoadedKernel:
 
     spec: KernelSpec
     device: int
-    packing: struct.Struct  # of the kernel parameters
+    packing: ParameterPacking
     function: Any
     library: Any
 
@@ -68,4 +68,4 @@ def load(code: bytes, spec: KernelSpec, device: int) -> LoadedKernel:
         checked(driver.cuFuncLoad(function), spec.symbol)
     if spec.uses_semaphores:
         reserve_semaphores(device)
-    return LoadedKernel(spec, device, packing_of(spec), function, library)
+    return LoadedKernel(spec, device, ParameterPacking(spec), function, library)

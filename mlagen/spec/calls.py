@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mlagen.spec.arch import Arch
-from mlagen.spec.combine import CombineSpec
+from mlagen.spec.combine import CombineSpec, combine_spec
 from mlagen.spec.combine_states import CombineStatesSpec
 from mlagen.spec.gqa import sm80 as gqa
 from mlagen.spec.gqa import sm90 as gqa_sm90
@@ -19,7 +19,7 @@ from mlagen.spec.mla import sm90 as mla_sm90
 from mlagen.spec.mla.sm80 import MlaSm80Spec, mla_sm80_spec
 from mlagen.spec.mla.sm90 import MlaSm90Spec
 from mlagen.spec.mla.sm90_calls import mla_sm90_kernels
-from mlagen.spec.mla.variant import MlaVariant, output_dtype
+from mlagen.spec.mla.variant import MlaVariant
 
 # Row counts that together select every tile.
 _ROW_COUNTS = sorted(
@@ -38,16 +38,13 @@ def mla_call_specs(arch: Arch, variant: MlaVariant, rows: int) -> list[KernelSpe
     UnsupportedError
         If no kernel supports the variant.
     """
-    combine = CombineSpec(
-        arch=arch, dtype=output_dtype(variant.query_dtype), head_dim_vo=variant.kv_lora_rank
-    )
     sm80 = mla_sm80_spec(arch, variant, rows)
     sm90 = [
         replace(spec, block_m=tile)
         for spec in mla_sm90_kernels(arch, variant, rows)
         for tile in reversed(spec.tiles_of(rows))
     ]
-    return [*sm90, sm80, combine]
+    return [*sm90, sm80, combine_spec(sm80)]
 
 
 def gqa_call_specs(arch: Arch, variant: GqaVariant, rows: int) -> list[KernelSpec]:
@@ -61,11 +58,10 @@ def gqa_call_specs(arch: Arch, variant: GqaVariant, rows: int) -> list[KernelSpe
     UnsupportedError
         If no kernel supports the variant.
     """
-    combine = CombineSpec(arch=arch, dtype=variant.out_dtype, head_dim_vo=variant.head_dim)
     sm80 = gqa_sm80_spec(arch, variant, rows)
     sm90 = gqa_sm90_spec(arch, variant, rows)
     kernels = [] if sm90 is None else with_all_heads(sm90)
-    return [*kernels, sm80, combine]
+    return [*kernels, sm80, combine_spec(sm80)]
 
 
 def specs_of_variant(spec: KernelSpec) -> list[KernelSpec]:

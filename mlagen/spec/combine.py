@@ -9,7 +9,9 @@ from typing import ClassVar
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa import variant as gqa
+from mlagen.spec.gqa.variant import GqaSpec
 from mlagen.spec.kernel import KernelSpec, Parameter, float32, int32, int64, pointer
+from mlagen.spec.mla.kernel import MlaKernelSpec
 from mlagen.spec.mla.variant import SUPPORTED, output_dtype
 
 _SLICE_DIMS = 128
@@ -59,6 +61,11 @@ class CombineSpec(KernelSpec):
     def shared_bytes(self) -> int:
         """Dynamic shared memory per CTA: none, all of it is static."""
         return 0
+
+
+def combine_spec(spec: MlaKernelSpec | GqaSpec) -> CombineSpec:
+    """Return the kernel that combines the splits of another one."""
+    return CombineSpec(arch=spec.arch, dtype=spec.out_dtype, head_dim_vo=spec.head_dim_vo)
 
 
 def combine_specs(arch: Arch) -> Iterator[CombineSpec]:

@@ -1,15 +1,11 @@
-"""Base class of kernel specs, and the packing of kernel parameters."""
+"""Base class of kernel specs, and the parameters of kernels."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from itertools import groupby
 from typing import ClassVar
 
 from mlagen.spec.arch import Arch
-from mlagen.values import reject
 
 
 @dataclass(frozen=True)
@@ -129,42 +125,3 @@ class KernelSpec:
     def __str__(self) -> str:
         named = self.key_fields().items()
         return f"{self.family}({', '.join(f'{name}={value}' for name, value in named)})"
-
-
-def packing_of(spec: KernelSpec) -> struct.Struct:
-    """Return how a launch packs its values.
-
-    All tensor maps form one value and all constants another: both are the same across replays, so
-    they are packed once.
-    """
-    packing = "<"
-    for is_joined, run in groupby(spec.parameters, key=_is_joined):
-        codes = "".join(parameter.code for parameter in run)
-        packing += f"{struct.calcsize('<' + codes)}s" if is_joined else codes
-    return struct.Struct(packing)
-
-
-def _is_joined(parameter: Parameter) -> str:
-    """Return what the field is packed with: other maps, other constants, or nothing."""
-    if parameter.cuda_type == "TensorMap":
-        return "maps"
-    return "constants" if parameter.is_constant else ""
-
-
-def pack_constants(spec: KernelSpec, values: Mapping[str, object]) -> bytes:
-    """Return the packed constant parameters, from values by name; other names are ignored.
-
-    Raises
-    ------
-    ArgumentError
-        If a value overflows its field: a shape without memory behind it, such as an expanded view
-        of one element.
-    """
-    constants = [field for field in spec.parameters if field.is_constant]
-    packing = "<" + "".join(field.code for field in constants)
-    numbers = [values[field.name] for field in constants]
-    for field, number in zip(constants, numbers, strict=True):
-        bits = 8 * struct.calcsize(f"<{field.code}")
-        if isinstance(number, int) and number.bit_length() >= bits:
-            reject(field.name, f"an int of {bits} bits", number)
-    return struct.pack(packing, *numbers)

@@ -194,7 +194,7 @@ GCC = shutil.which("gcc")
 
 
 @pytest.mark.skipif(GCC is None, reason="needs gcc, to build a stub of libcuda")
-def test_compiling_never_initialises_the_driver(tmp_path: Path) -> None:
+def test_compiling_never_initializes_the_driver(tmp_path: Path) -> None:
     """A compilation does not use the GPU: neither it nor the cache of NVRTC calls cuInit."""
     library, calls = tmp_path / "libcuda.so.1", tmp_path / "calls"
     (tmp_path / "stub.c").write_text(STUB)

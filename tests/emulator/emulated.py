@@ -78,7 +78,7 @@ class Emulator:
         facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=sm_count, memory_bytes=0)
 
         def launch(kernel: LoadedKernel, blocks: int, _: bool, values: tuple[Any, ...]) -> None:
-            self.launch(kernel.spec, kernel.packing.pack(*values), blocks, seed)
+            self.launch(kernel.spec, kernel.packing.struct.pack(*values), blocks, seed)
 
         patch.setattr(plan, "device_facts", lambda _: facts)
         patch.setattr(launchers, "launch", launch)

@@ -25,10 +25,11 @@ from mlagen.families.mla import tensor_maps as mla_maps
 from mlagen.families.mla.args import MlaArgs
 from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
+from mlagen.runtime.packing import ParameterPacking
 from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
-from mlagen.spec.kernel import KernelSpec, packing_of
+from mlagen.spec.kernel import KernelSpec
 from tests.fixture_types import Patch
 from tests.problems.entry_points import ENTRY_POINTS
 from tests.problems.gqa import GqaCase
@@ -104,7 +105,7 @@ def record_launches(monkeypatch: Patch, *, arch: Arch = H200) -> Launches:
 
     def record(kernel: LoadedKernel, blocks: int, enable_pdl: bool, values: Any) -> _Replay:
         fields = kernel.spec.parameters
-        packed = kernel.packing.pack(*values)  # as the driver gets them
+        packed = kernel.packing.struct.pack(*values)  # as the driver gets them
         unpacked = struct.unpack("<" + "".join(field.code for field in fields), packed)
         named = dict(zip([field.name for field in fields], unpacked, strict=True))
         floats = [field.name for field in fields if field.code == "f" and not field.is_constant]
@@ -113,7 +114,7 @@ def record_launches(monkeypatch: Patch, *, arch: Arch = H200) -> Launches:
         return _Replay(recorded, recorded[-1])
 
     def loaded(spec: KernelSpec, _: int) -> LoadedKernel:
-        return LoadedKernel(spec, 0, packing_of(spec), None, None)
+        return LoadedKernel(spec, 0, ParameterPacking(spec), None, None)
 
     for calling, planning, planners in PATHS:
         for planner in planners:

@@ -85,7 +85,7 @@ class FakeDriver(SimpleNamespace):
 
 def test_device_facts_of_a_gpu(monkeypatch: Patch) -> None:
     """Name, capability, SMs and memory of each GPU, and the newest supported CUDA, are reported."""
-    monkeypatch.setattr(device, "_initialised_driver", FakeDriver)
+    monkeypatch.setattr(device, "_initialized_driver", FakeDriver)
 
     assert visible_devices() == [H200]
     assert driver_version() == "13.2"

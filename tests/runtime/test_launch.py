@@ -16,8 +16,9 @@ from mlagen.runtime import launch as launching
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.launch_record import record_launches
 from mlagen.runtime.loader import LoadedKernel
+from mlagen.runtime.packing import ParameterPacking
 from mlagen.runtime.partition import TooManyCtasError
-from mlagen.spec.kernel import KernelSpec, pack_constants, packing_of
+from mlagen.spec.kernel import KernelSpec
 from tests.fixture_types import Patch
 from tests.kernels import COMBINE, SM_80, gqa_sm90, mla_sm80, mla_sm90
 
@@ -53,8 +54,8 @@ Launches = list[RecordedLaunch]
 
 def kernel_of(spec: KernelSpec) -> LoadedKernel:
     """Return a kernel without loading it."""
-    packing = packing_of(spec)
-    return LoadedKernel(spec, 0, packing, Function(packing.size), "library")
+    packing = ParameterPacking(spec)
+    return LoadedKernel(spec, 0, packing, Function(packing.struct.size), "library")
 
 
 def values_of(spec: KernelSpec) -> tuple[float | bytes, ...]:
@@ -64,7 +65,7 @@ def values_of(spec: KernelSpec) -> tuple[float | bytes, ...]:
         values.append(bytes([0]) * 128 + bytes([1]) * 128 + bytes([2]) * 128)
     values += [1000 + i for i, field in enumerate(spec.parameters) if field.code == "Q"]
     named = {field.name: i for i, field in enumerate(spec.parameters) if field.is_constant}
-    values.append(pack_constants(spec, named))
+    values.append(ParameterPacking(spec).pack_constants(named))
     floats = [field for field in spec.parameters if field.code == "f" and not field.is_constant]
     return (*values, *[0.5] * len(floats))
 
@@ -111,7 +112,7 @@ def test_a_launch_has_its_attributes_and_parameters(
     (recorded,) = launches
     sizes = (recorded.grid, recorded.block, recorded.shared_bytes)
     assert sizes == (33, spec.threads, spec.shared_bytes)
-    assert (recorded.function, recorded.stream) == (Function(packing_of(spec).size), 7)
+    assert (recorded.function, recorded.stream) == (Function(ParameterPacking(spec).struct.size), 7)
     assert set(recorded.attributes) == attributes
     assert recorded.count == len(attributes)
     if COOPERATIVE in attributes:

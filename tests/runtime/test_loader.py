@@ -14,7 +14,8 @@ from mlagen.engine import kernel_for
 from mlagen.errors import CaptureError
 from mlagen.runtime import loader
 from mlagen.runtime.loader import LoadedKernel, load
-from mlagen.spec.kernel import KernelSpec, packing_of
+from mlagen.runtime.packing import ParameterPacking
+from mlagen.spec.kernel import KernelSpec
 from tests.fixture_types import Patch
 from tests.kernels import COMBINE, mla_sm80, mla_sm90
 
@@ -57,7 +58,7 @@ def test_a_kernel_is_loaded_eagerly(spec: KernelSpec, calls: list[tuple[Any, ...
     """The loader finds the symbol, raises the shared-memory limit and loads the code."""
     kernel = load(b"code", spec, 3)
     assert (kernel.spec, kernel.device) == (spec, 3)
-    assert kernel.packing.format == packing_of(spec).format
+    assert kernel.packing.struct.format == ParameterPacking(spec).struct.format
     assert (kernel.library, kernel.function) == ("cuLibraryLoadData", "cuKernelGetFunction")
     assert calls[0][:2] == ("cuLibraryLoadData", b"code")
     assert calls[1] == ("cuLibraryGetKernel", "cuLibraryLoadData", spec.symbol.encode())

@@ -7,12 +7,11 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
-from mlagen.errors import ArgumentError
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.combine import CombineSpec, combine_specs
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.sm80 import gqa_sm80_specs
-from mlagen.spec.kernel import KernelSpec, pack_constants, packing_of
+from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.sm80 import mla_sm80_specs
 from tests.kernels import COMBINE, gqa_sm80, gqa_sm90, mla_sm80, mla_sm90
 
@@ -31,33 +30,8 @@ def test_parameters_are_packed_without_padding(spec: KernelSpec) -> None:
 
     assert sizes == sorted(sizes, reverse=True)
     assert struct.calcsize(f"@{codes}") == struct.calcsize(f"<{codes}") == sum(sizes) <= 4096
-    assert packing_of(spec).size == sum(sizes)
     assert len({parameter.name for parameter in parameters}) == len(parameters)
     assert all(parameter.cuda_type.endswith(TYPES[parameter.code]) for parameter in parameters)
-
-
-def test_scalars_are_packed_by_name_in_order() -> None:
-    """Values of other fields are ignored, and a missing value is an error."""
-    values = {"num_splits": 3, "heads": 2, "total_rows": 1, "of another kernel": 4}
-
-    assert pack_constants(COMBINE, values) == struct.pack("<qii", 1, 2, 3)
-    with pytest.raises(KeyError):
-        pack_constants(COMBINE, {"heads": 2, "num_splits": 3})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"heads": 2**31}, "heads: expected an int of 32 bits, got 2147483648"),
-        ({"total_rows": 2**63}, "total_rows: expected an int of 64 bits, got 9223372036854775808"),
-    ],
-)
-def test_an_integer_overflow_is_rejected(change: dict[str, int], message: str) -> None:
-    """Expanded views of one element may have shapes that overflow a parameter."""
-    with pytest.raises(ArgumentError) as caught:
-        pack_constants(COMBINE, {"num_splits": 3, "heads": 2, "total_rows": 1} | change)
-
-    assert str(caught.value) == message
 
 
 @specs

@@ -62,8 +62,8 @@ def has_16bit_query(case: Case) -> bool:
 
 def with_lists_as_tables(inputs: Inputs) -> Inputs:
     """Return sparse inputs as dense ones: each query token a request with pages of one token."""
-    case, lists = inputs.case, inputs.topk_indices
-    if lists is None:
+    case, indices = inputs.case, inputs.topk_indices
+    if indices is None:
         return inputs
     tokens, top_k = case.batch * case.q_len, case.top_k
     rows = [
@@ -75,8 +75,8 @@ def with_lists_as_tables(inputs: Inputs) -> Inputs:
         queries=[query.view(tokens, 1, *query.shape[2:]) for query in inputs.queries],
         keys=rows,
         values=rows,
-        block_tables=lists.view(tokens, top_k),
-        seq_lens=torch.full((tokens,), top_k, dtype=torch.int32, device=lists.device),
+        block_tables=indices.view(tokens, top_k),
+        seq_lens=torch.full((tokens,), top_k, dtype=torch.int32, device=indices.device),
         topk_indices=None,
     )
 

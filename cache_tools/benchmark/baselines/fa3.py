@@ -81,12 +81,12 @@ def _attention(
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]:
     """Return the op with all arguments but the tensors; its schedule is made here, once."""
     case = inputs.case
-    cu_seqlens_q, longest = cu_seqlens_q_of(inputs), inputs.max_seq_len
+    cu_seqlens_q, max_seq_len = cu_seqlens_q_of(inputs), inputs.max_seq_len
     window = (case.window_left, 0 if case.window_left >= 0 else -1)
     schedule = ops.get_scheduler_metadata(
         case.batch,
         case.q_len,
-        longest,
+        max_seq_len,
         case.heads,
         case.kv_heads,
         head_dim,
@@ -125,7 +125,7 @@ def _attention(
             None,  # seqused_q
             inputs.seq_lens,
             case.q_len,
-            longest,
+            max_seq_len,
             inputs.block_tables,
             *(None,) * 5,  # kv_batch_idx, leftpad_k, rotary embeddings
             *(descale,) * 3,

@@ -74,7 +74,7 @@ def _serves(case: Case) -> bool:
 
 
 def _sglang_serves(case: Case) -> bool:
-    """Whether SGLang's build serves a case: also lists without a rope part, and over bf16 rows."""
+    """Whether SGLang's build serves a case: sparse ones also without rope, and over bf16 rows."""
     if case.family != "mla" or case.page_size != _PAGE_SIZE:
         return False
     if case.top_k:
@@ -157,10 +157,10 @@ def _sparse(op: Any, inputs: Inputs) -> Call:
             queries[index],
             caches[index],
             inputs.topk_indices,
-            None,  # lengths of the lists
+            None,  # top-k lengths
             None,  # sinks
             *metadata,
-            *(None,) * 3,  # a second cache with its lists and their lengths
+            *(None,) * 3,  # a second cache with its top-k indices and lengths
             KV_LORA_RANK,
             inputs.scale,
             kv_format,
@@ -176,11 +176,13 @@ def _sparse_16bit(op: Any, inputs: Inputs) -> Call:
     heads = inputs.case.heads
     queries = [query.flatten(0, 1) for query in _padded(inputs)]
     caches = [keys.data.flatten(0, 1) for keys in inputs.keys]
-    assert inputs.topk_indices is not None, "the case has lists"
-    lists = inputs.topk_indices.flatten(0, 1).unsqueeze(1)
+    assert inputs.topk_indices is not None, "the case is sparse"
+    indices = inputs.topk_indices.flatten(0, 1).unsqueeze(1)
 
     def call(index: int) -> torch.Tensor:
-        out: torch.Tensor = op(queries[index], caches[index], lists, inputs.scale, KV_LORA_RANK)[0]
+        out: torch.Tensor = op(queries[index], caches[index], indices, inputs.scale, KV_LORA_RANK)[
+            0
+        ]
         return out[..., :heads, :]
 
     return call

@@ -136,7 +136,7 @@ class CallCache(Generic[LauncherT]):
 
 def pointers_of(tensors: Tensors) -> tuple[int, ...]:
     """Return the base addresses of tensors."""
-    return tuple(tensor.data_ptr() for tensor in tensors)
+    return tuple(map(torch.Tensor.data_ptr, tensors))
 
 
 def has_memory(tensors: Tensors) -> bool:

@@ -20,7 +20,7 @@ Tensors = tuple[torch.Tensor, ...]
 # outputs that the caller gave. A plain tuple: it costs a third of an object.
 CallKey = tuple[tuple[Any, ...], int, Tensors, tuple[torch.Tensor | None, ...]]
 
-_WORD_TYPES = (int, bool, float, str, type(None))
+_OPTION_TYPES = (int, bool, float, str, type(None))
 
 # The format of marshal without references: equal bytes have equal values of equal types.
 _FORMAT = 2
@@ -31,35 +31,35 @@ def {name}({parameters}):
     return ({key}) if {has_key} else None
 """
 _STATEMENTS = """
-form, more = 0, ()
+given_bits, more = 0, ()
 {pairs}{optional}{scales}
 tensors = ({firsts}{tensors}*more,)
-words = b"" if {is_usual} else words_of({words})
+options = b"" if {are_default} else options_of({options})
 """
 _PAIR = """
 {name}_first = {name}
 if {name}.__class__ is tuple and len({name}) == 2:
-    form += {bit}
+    given_bits += {bit}
     {name}_first, {name}_second = {name}
     more += ({name}_second,)
 """
 _OPTIONAL = """
 if {name} is not None:
-    form += {bit}
+    given_bits += {bit}
     more += ({name},)
 """
 _GROUP = """
 if {name}.__class__ is tuple or {name}.__class__ is list:
-    form += {bit} * (2 if {name}.__class__ is tuple else 3)
+    given_bits += {bit} * (2 if {name}.__class__ is tuple else 3)
     more += (*{name},)
 elif {name} is not None:
-    form += {bit}
+    given_bits += {bit}
     more += ({name},)
 """
 _SCALE = """
 {name}_value = {name}
 if {name}.__class__ is not float:
-    form += {bit}
+    given_bits += {bit}
     more += ({name},)
     {name}_value = None
 """
@@ -75,7 +75,7 @@ class KeyKinds:
     tensors: str  # that every call has
     optional: str  # the outputs, and other optional tensors
     outputs: str  # those of ``optional`` that the call writes
-    words: str  # most calls leave them at their default
+    options: str  # most calls leave them at their default
     pairs: str = ""  # tensors, or pairs of them
     groups: str = ""  # tensors, or tuples or lists of them
     scales: str = ""  # floats that may be tensors
@@ -93,7 +93,7 @@ class KeyCode:
 
     @property
     def statements(self) -> str:
-        """The statements that set ``tensors`` and ``words``; they change no parameter."""
+        """The statements that set ``tensors`` and ``options``; they change no parameter."""
         kinds, bits = self.kinds, (4**number for number in range(100))
         return _STATEMENTS.format(
             pairs=_each(_PAIR, kinds.pairs, bits),
@@ -101,16 +101,17 @@ class KeyCode:
             tensors=_listed(kinds.tensors),
             optional=_each(_GROUP, kinds.groups, bits) + _each(_OPTIONAL, kinds.optional, bits),
             scales=_each(_SCALE, kinds.scales, bits),
-            is_usual=" and ".join(f"{name} is {name}_" for name in kinds.words.split()) or "True",
-            words=_listed(kinds.words),
+            are_default=" and ".join(f"{name} is {name}_" for name in kinds.options.split())
+            or "True",
+            options=_listed(kinds.options),
         )
 
     @property
     def has_key(self) -> str:
-        """The condition of a key: no length, int or word has another type."""
+        """The condition of a key: no length, int or option has another type."""
         names = [name for name in (*self.kinds.ints.split(), self.kinds.length) if name != "0"]
         classes = [f"{name}.__class__ is int" for name in names]
-        return " and ".join(("words is not None", *classes))
+        return " and ".join(("options is not None", *classes))
 
     @property
     def key(self) -> str:
@@ -119,7 +120,7 @@ class KeyCode:
         scales = "".join(f"{name}_value, " for name in kinds.scales.split())
         values = _listed(kinds.ints) + "".join(f"{value}, " for value in kinds.constants) + scales
         name = self.function.__name__
-        return f"('{name}', form, words, {values}), {kinds.length}, tensors, ({self.given})"
+        return f"('{name}', given_bits, options, {values}), {kinds.length}, tensors, ({self.given})"
 
     @property
     def given(self) -> str:
@@ -130,8 +131,10 @@ class KeyCode:
     def names(self) -> dict[str, Any]:
         """What the code refers to, by its name there."""
         parameters = inspect.signature(self.function).parameters
-        words = self.kinds.words.split()
-        return {"words_of": _words_of} | {f"{name}_": parameters[name].default for name in words}
+        options = self.kinds.options.split()
+        return {"options_of": _options_of} | {
+            f"{name}_": parameters[name].default for name in options
+        }
 
 
 def compile_key(function: Callable[..., Any], kinds: KeyKinds) -> Callable[..., CallKey | None]:
@@ -168,7 +171,7 @@ def _each(template: str, names: str, bits: Iterator[int]) -> str:
     return "".join(template.format(name=name, bit=next(bits)) for name in names.split())
 
 
-def _words_of(*words: Any) -> bytes | None:
-    if any(word.__class__ not in _WORD_TYPES for word in words):
+def _options_of(*options: Any) -> bytes | None:
+    if any(option.__class__ not in _OPTION_TYPES for option in options):
         return None
-    return dumps(words, _FORMAT)
+    return dumps(options, _FORMAT)

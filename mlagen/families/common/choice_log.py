@@ -14,9 +14,14 @@ from mlagen.families.common.problem import ProblemShape
 _logger = logging.getLogger("mlagen")
 
 
+def is_logged() -> bool:
+    """Whether plans are logged."""
+    return _logger.isEnabledFor(logging.DEBUG)
+
+
 def log_declined(why: UnsupportedError) -> None:
     """Log why a call takes the sm80 kernel."""
-    if _logger.isEnabledFor(logging.DEBUG):
+    if is_logged():
         _logger.debug("planning: sm80 kernel: %s", str(why).rpartition("=sm90: ")[2])
 
 
@@ -32,8 +37,6 @@ def log_choice(spec: Any, plan: Any, shape: ProblemShape, max_seq_len: int) -> N
     max_seq_len : int
         The longest sequence.
     """
-    if not _logger.isEnabledFor(logging.DEBUG):
-        return
     rows = shape.rows
     block_m = spec.block_m if hasattr(spec, "block_m") else spec.tile.block_m
     if rows <= block_m:

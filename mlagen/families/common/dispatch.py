@@ -19,7 +19,7 @@ from mlagen.families.common.call_cache import (
     pointers_of,
 )
 from mlagen.families.common.call_key import CallKey, factors_of
-from mlagen.families.common.choice_log import log_choice, log_declined
+from mlagen.families.common.choice_log import is_logged, log_choice, log_declined
 from mlagen.families.common.launchers import Launcher, require_gpu, rounded_up
 from mlagen.families.common.memory import CallArgs, check_memory
 from mlagen.families.common.no_backward import record_output, record_write, tensors_of, wants_grad
@@ -39,7 +39,7 @@ from mlagen.settings import Settings, current_settings
 
 ResultT = TypeVar("ResultT")
 
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _pointer_of = torch.Tensor.data_ptr
 
 
@@ -191,8 +191,9 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
                 raise
             log_declined(error)
             launcher = self.make_sm80_launcher(args, problem, max(sms, WHOLE_GPU))
-        shape = self.shape_of(args, problem)
-        log_choice(launcher.decode.spec, launcher.plan, shape, args.max_seq_len)
+        if is_logged():
+            shape = self.shape_of(args, problem)
+            log_choice(launcher.decode.spec, launcher.plan, shape, args.max_seq_len)
         return launcher
 
     def _signature_of(self, args: ArgsT) -> Hashable:
@@ -239,7 +240,8 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
             raise
         if key is None or entry is None or current_settings().checks_contents:
             return outputs
-        outputs_of = getter_of(key, args, specs, problem.device, computed)
+        inputs = launcher.inputs_of(args)
+        outputs_of = getter_of(key, inputs, specs, problem.device, computed)
         # Zeros of either sign compare equal, but kernels distinguish them.
         if outputs_of is not None and 0.0 not in [v for v in key[0] if v.__class__ is float]:
             values, length, tensors, _ = key
@@ -255,7 +257,7 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
 def _guarded_key(key: CallKey) -> tuple[Hashable, Tensors] | None:
     """Return everything but metadata that a signature depends on, and the tensors."""
     _, length, tensors, _ = key
-    if not tensors or any(tensor.__class__ not in _TENSORS for tensor in tensors):
+    if not tensors or not _TENSORS.issuperset(map(type, tensors)):
         return None
     sms = partition_of(tensors[0])
     return (factors_of(key), rounded_up(length), sms, len(tensors)), tensors

@@ -1,11 +1,11 @@
-"""Launchers of calls and of their kernels, and what their signatures and scratch have in common."""
+"""Launchers of calls, and what their signatures and scratch have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import itemgetter
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -18,8 +18,9 @@ from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.partition import WHOLE_GPU
 from mlagen.runtime.semaphores import semaphores_of
-from mlagen.spec.combine import CombineSpec
-from mlagen.spec.kernel import KernelSpec, Parameter, pack_constants
+from mlagen.spec.combine import combine_spec
+from mlagen.spec.gqa.variant import GqaSpec
+from mlagen.spec.mla.kernel import MlaKernelSpec
 
 LauncherT = TypeVar("LauncherT", bound="Launcher")
 PlannedT = TypeVar("PlannedT", bound="tuple[Any, Any] | None")
@@ -28,39 +29,8 @@ Values = dict[str, Any]  # by kernel parameter
 
 _LINE_BYTES = 128  # L2 cache line
 
-# The parameters of both families that are addresses of arguments.
-TENSORS = {
-    "workspace": "workspace_buffer",
-    "query": "query",
-    "block_tables": "block_tables",
-    "kv_indptr": "kv_indptr",
-    "seq_lens": "seq_lens",
-    "cu_seqlens_q": "cum_seq_lens_q",
-    "bmm1_scale_tensor": "bmm1_scale",
-    "bmm2_scale_tensor": "bmm2_scale",
-    "sinks": "sinks",
-}
 
-
-@dataclass(frozen=True, kw_only=True)
-class KernelLauncher:
-    """Launcher of one kernel for one signature."""
-
-    kernel: LoadedKernel
-    num_ctas: int
-    values_of: Callable[[Values], tuple[Any, ...]]  # in the order of the kernel
-
-    @property
-    def spec(self) -> KernelSpec:
-        """What the kernel is specialized for."""
-        return self.kernel.spec
-
-    def launch(self, enable_pdl: bool, values: Values) -> Launch:
-        """Enqueue the kernel."""
-        return launch(self.kernel, self.num_ctas, enable_pdl, self.values_of(values))
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Launcher:
     """A validated call signature with loaded kernels and a launch plan.
 
@@ -69,12 +39,21 @@ class Launcher:
 
     problem: Any  # of the family
     plan: Any  # of the family and the kernel
-    decode: KernelLauncher
-    combine: KernelLauncher | None
+    kernels: Sequence[tuple[LoadedKernel, int]]  # with their CTAs: decode, and combine if it splits
+    constants: Values
     values: Values  # that all calls share; 0 for the others, since a dict that grows costs more
     tensors: Sequence[tuple[str, int]]  # parameters, and the arguments whose addresses they are
     offsets: Sequence[tuple[str, str, int]]  # parameters, and their bytes from another one
     numbers: Sequence[tuple[str, int]]  # parameters, and the arguments that they are
+
+    @property
+    def decode(self) -> LoadedKernel:
+        """The kernel, besides that which combines its splits."""
+        return self.kernels[0][0]
+
+    def inputs_of(self, args: Any) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that the kernels read."""
+        return tuple([args[index] for _, index in self.tensors])
 
     def complete(self, args: Any, values: Values) -> None:
         """Reject misaligned tensors, and add the tensor maps."""
@@ -96,11 +75,11 @@ class Launcher:
             values["lse"] = lse.data_ptr()
         self.complete(args, values)
         if "semaphores" in values:
-            values["semaphores"] = semaphores_of(self.decode.kernel.device, values["workspace"])
-        decode_launch = self.decode.launch(enable_pdl, values)
-        if self.combine is None:
-            return (decode_launch,)
-        return decode_launch, self.combine.launch(enable_pdl, values)
+            values["semaphores"] = semaphores_of(self.decode.device, values["workspace"])
+        return [
+            launch(kernel, num_ctas, enable_pdl, kernel.packing.values_of(values))
+            for kernel, num_ctas in self.kernels
+        ]
 
 
 def make_launcher(
@@ -108,71 +87,76 @@ def make_launcher(
     args: Any,
     problem: Problem,
     plan: Any,
-    decode: KernelSpec,
-    combine: CombineSpec | None = None,
+    spec: MlaKernelSpec | GqaSpec,
     *,
     constants: Values,
     values: Values,
-    tensors: Mapping[str, str],
-    parts: Mapping[str, tuple[str, int]],
-    numbers: Mapping[str, str],
-    **maps: Any,
+    tensors: Mapping[str, int],
+    parts: dict[str, tuple[str, int]],
+    numbers: Mapping[str, int],
+    **others: Any,
 ) -> LauncherT:
-    """Return the launcher of ``decode``, and of ``combine`` if the plan has splits for it.
+    """Return the launcher of ``spec``, and of the combine kernel if the plan has splits for it.
 
-    ``tensors`` and ``numbers`` are arguments by parameter. A parameter of ``parts`` is at an offset
-    in the tensor of another one, unless it has a tensor of its own.
+    ``tensors`` and ``numbers`` are the indices of arguments, by parameter. A parameter of ``parts``
+    is at an offset in the tensor of another one, unless it has a tensor of its own.
     """
     workspace, name = args.workspace_buffer, args.names.workspace_buffer
     scratch = scratch_offset(workspace, name, plan.workspace_bytes)
-    partial_rows = scratch + plan.partial_rows_offset
-    given = {
-        name: args._fields.index(argument)
-        for name, argument in tensors.items()
-        if isinstance(getattr(args, argument), torch.Tensor)
+    kernels = [(kernel_for(spec, problem.device.index), plan.num_ctas)]
+    num_splits = getattr(plan, "num_splits", 0)  # 0: of a kernel that combines its splits itself
+    if num_splits > 1:
+        combine = combine_spec(spec)
+        num_ctas = problem.tokens * problem.heads * combine.slices
+        kernels.append((kernel_for(combine, problem.device.index), num_ctas))
+    parts |= {
+        "partial_out": ("workspace", scratch),
+        "partial_lse" if num_splits else "partial_states": (
+            "workspace",
+            scratch + plan.partial_rows_offset,
+        ),
     }
-    offsets = [
-        *((name, *part) for name, part in parts.items() if name not in given and part[0] in given),
-        ("partial_out", "workspace", scratch),
-        ("partial_lse", "workspace", partial_rows),
-        ("partial_states", "workspace", partial_rows),
-    ]
-    shared: Values = dict.fromkeys((*tensors, *(name for name, _, _ in offsets)), 0)
-    for spec in [decode] if combine is None else [decode, combine]:
-        shared |= dict.fromkeys(_names_of(spec), 0)
-        shared[spec.symbol] = pack_constants(spec, {**constants, **vars(plan)})
-    device, rows = problem.device.index, problem.tokens * problem.heads
+    given = {
+        name: index for name, index in tensors.items() if isinstance(args[index], torch.Tensor)
+    }
+    constants = {
+        **vars(problem),
+        **problem.strides,
+        "num_seqs": problem.batch,
+        "total_rows": problem.tokens * problem.heads,
+        **constants,
+        **vars(plan),
+    }
+    names = chain(tensors, parts, *(kernel.packing.names for kernel, _ in kernels))
+    shared: Values = dict.fromkeys(names, 0)
+    for kernel, _ in kernels:
+        shared[kernel.spec.symbol] = kernel.packing.pack_constants(constants)
     return launcher(
         problem=problem,
         plan=plan,
-        decode=_kernel_launcher(decode, device, plan.num_ctas),
-        combine=combine and _kernel_launcher(combine, device, rows * combine.slices),
+        kernels=kernels,
+        constants=constants,
         values=shared | values,
         tensors=list(given.items()),
-        offsets=offsets,
-        numbers=[
-            (name, args._fields.index(argument))
-            for name, argument in numbers.items()
-            if f"{name}_tensor" not in given
+        offsets=[
+            (name, *part) for name, part in parts.items() if name not in given and part[0] in given
         ],
-        **maps,
+        numbers=[number for number in numbers.items() if f"{number[0]}_tensor" not in given],
+        **others,
     )
 
 
-def _kernel_launcher(spec: KernelSpec, device: int, num_ctas: int) -> KernelLauncher:
-    values_of = itemgetter(*_names_of(spec))
-    return KernelLauncher(kernel=kernel_for(spec, device), num_ctas=num_ctas, values_of=values_of)
-
-
-def _names_of(spec: KernelSpec) -> list[str]:
-    """Return the names of what a launch packs: all maps, and under the symbol all constants."""
-    return list(dict.fromkeys(_name_of(spec, field) for field in spec.parameters))
-
-
-def _name_of(spec: KernelSpec, field: Parameter) -> str:
-    if field.cuda_type == "TensorMap":
-        return "maps"
-    return spec.symbol if field.is_constant else field.name
+def indices_of(args_type: Any, same_names: str, **arguments: str) -> dict[str, int]:
+    """Return the indices of the arguments whose addresses are kernel parameters, by parameter."""
+    arguments |= {
+        "workspace": "workspace_buffer",
+        "cu_seqlens_q": "cum_seq_lens_q",
+        "bmm1_scale_tensor": "bmm1_scale",
+        "bmm2_scale_tensor": "bmm2_scale",
+    }
+    names = f"query block_tables kv_indptr seq_lens sinks {same_names}".split()
+    arguments |= zip(names, names, strict=True)
+    return {name: args_type._fields.index(argument) for name, argument in arguments.items()}
 
 
 def plan_within(workspace: torch.Tensor, sms: int, plan_on: Callable[[int], PlannedT]) -> PlannedT:

@@ -65,14 +65,18 @@ def require_memory(tensor: object, argument: str) -> None:
     ArgumentError
         If the tensor is not in memory; the message names its kind.
     """
-    if tensor.__class__ is torch.Tensor:  # fast path: the dispatch keys passed before
-        plain: torch.Tensor = tensor
-        if _dispatch_keys(plain).raw_repr() in _accepted_keys and plain.data_ptr():
-            return
-    if isinstance(tensor, torch.Tensor):
+    if isinstance(tensor, torch.Tensor) and not _has_passed(tensor):
         # A subclass may intercept these queries.
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             _require_memory(tensor, argument)
+
+
+def _has_passed(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor has memory, and its dispatch keys passed before: the fast path."""
+    is_plain = tensor.__class__ is torch.Tensor
+    return (
+        is_plain and _dispatch_keys(tensor).raw_repr() in _accepted_keys and tensor.data_ptr() != 0
+    )
 
 
 def _require_memory(tensor: torch.Tensor, argument: str) -> None:
@@ -164,7 +168,7 @@ def check_memory(args: CallArgs) -> None:
     """
     values = args._asdict()
     for field, value in values.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not _has_passed(value):
             require_memory(value, _name_of(field, values))
     for field in ("out", "lse"):
         require_writable(values.get(field), _name_of(field, values))

@@ -12,7 +12,6 @@ import torch
 
 from mlagen.families.common.call_cache import Tensors, pointers_of
 from mlagen.families.common.call_key import CallKey
-from mlagen.families.common.memory import CallArgs
 from mlagen.families.common.problem import Problem
 
 # Factors that convert a base-2 LSE to the requested base.
@@ -61,20 +60,20 @@ def stored(results: Tensors, specs: list[OutputSpec]) -> Tensors:
 
 def getter_of(
     key: CallKey,
-    args: CallArgs,
+    inputs: Tensors,
     specs: list[OutputSpec],
     device: torch.device,
     computed: Computed,
 ) -> Getter | None:
     """Return a getter of the outputs of a replay from those that the caller gave.
 
-    None if the kernels read or write other memory than that of the arguments, such as a converted
-    tensor, or an output that is copied afterwards.
+    None if the kernels read ``inputs``, or write outputs, in other memory than that of the
+    arguments, such as a converted tensor, or an output that is copied afterwards.
     """
     _, _, tensors, given = key
-    used = {value.data_ptr() for value in args if isinstance(value, torch.Tensor)}
-    known = {*pointers_of(tensors), *pointers_of(computed.tensors)}
-    if not used <= known or len(given) < len(specs):
+    outputs = [spec.given for spec in specs if spec.given is not None]
+    used, known = {*pointers_of((*inputs, *outputs))}, pointers_of((*tensors, *computed.tensors))
+    if not used.issubset(known) or len(given) < len(specs):
         return None
     if any((old is None) != (spec.given is None) for old, spec in zip(given, specs, strict=False)):
         return None

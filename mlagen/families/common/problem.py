@@ -23,12 +23,6 @@ class Problem:
     max_pages: int  # of a request; with flat page ids of all
     strides: dict[str, int]  # by kernel parameter
 
-    @property
-    def constants(self) -> dict[str, object]:
-        """Values of kernel parameters by name, among others."""
-        rows = self.tokens * self.heads
-        return {**vars(self), **self.strides, "num_seqs": self.batch, "total_rows": rows}
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemShape:

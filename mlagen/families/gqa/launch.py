@@ -8,9 +8,9 @@ from typing import Any
 from mlagen.errors import DriverError, UnsupportedError
 from mlagen.families.common.arguments import ALIGNMENT_BYTES
 from mlagen.families.common.launchers import (
-    TENSORS,
     Launcher,
     Values,
+    indices_of,
     make_launcher,
     plan_within,
 )
@@ -23,11 +23,9 @@ from mlagen.families.gqa.validate_kv import MASK_ALIGNMENT_BYTES, alignment_of, 
 from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.partition import WHOLE_GPU
 from mlagen.settings import Settings
-from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
-from mlagen.spec.gqa.variant import HEAD_DIMS, GqaVariant
-from mlagen.spec.kernel import KernelSpec
+from mlagen.spec.gqa.variant import HEAD_DIMS, GqaSpec, GqaVariant
 
 _COVERED = (
     f"covered: sm_90a, cache as the query or e4m3, head_dim {', '.join(map(str, HEAD_DIMS))}, "
@@ -36,8 +34,11 @@ _COVERED = (
 
 _AXES = ("page", "token", "head")
 
+_TENSORS = indices_of(GqaArgs, "key_cache value_cache key_scales value_scales", draft_mask="mask")
+_SCALES = {name: GqaArgs._fields.index(name) for name in ("bmm1_scale", "bmm2_scale")}
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(kw_only=True, eq=False)
 class GqaLauncher(Launcher):
     """Launcher of grouped-query calls."""
 
@@ -63,15 +64,7 @@ def make_sm80_launcher(args: GqaArgs, problem: GqaProblem, sms: int = WHOLE_GPU)
     spec, plan = plan_within(
         args.workspace_buffer, sms, lambda sms: plan_gqa_sm80_call(index, variant, shape, sms=sms)
     )
-    combine = CombineSpec(arch=spec.arch, dtype=variant.out_dtype, head_dim_vo=variant.head_dim)
-    return _make_launcher(
-        args,
-        problem,
-        plan,
-        spec,
-        combine=combine if plan.num_splits > 1 else None,
-        cache_alignment=alignment_of(args.key_cache),
-    )
+    return _make_launcher(args, problem, plan, spec, cache_alignment=alignment_of(args.key_cache))
 
 
 def make_sm90_launcher(
@@ -124,21 +117,14 @@ def make_sm90_launcher(
 
 
 def _make_launcher(
-    args: GqaArgs, problem: GqaProblem, plan: Any, spec: KernelSpec, **others: Any
+    args: GqaArgs, problem: GqaProblem, plan: Any, spec: GqaSpec, **others: Any
 ) -> GqaLauncher:
     max_tokens = min(problem.max_pages * problem.variant.page_size, MAX_TOKENS)
     values: Values = {"lse_factor": problem.lse_factor}
-    tensors = {
-        **TENSORS,
-        **{name: name for name in ("key_cache", "value_cache", "key_scales", "value_scales")},
-        "draft_mask": "mask",
-    }
+    tensors = dict(_TENSORS)
     is_e4m3 = problem.variant.out_dtype is DType.E4M3
-    numbers = {
-        "bmm1_scale": "bmm1_scale",
-        "bmm2_scale": "bmm2_scale",
-        "output_factor": "out_e4m3_factor" if is_e4m3 else "out_16bit_factor",
-    }
+    factor = "out_e4m3_factor" if is_e4m3 else "out_16bit_factor"
+    numbers = {**_SCALES, "output_factor": GqaArgs._fields.index(factor)}
     if not problem.mask_words:
         del tensors["draft_mask"]
     if not problem.takes_bmm2:
@@ -150,7 +136,7 @@ def _make_launcher(
         problem,
         plan,
         spec,
-        constants={**problem.constants, "max_tokens": max_tokens},
+        constants={"group_size": problem.group_size, "max_tokens": max_tokens},
         values=values,
         tensors=tensors,
         parts={

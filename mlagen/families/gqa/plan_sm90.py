@@ -48,26 +48,26 @@ class GqaSm90Plan:
     workspace_bytes: int
 
 
-def plan_gqa_sm90(spec: GqaSm90Spec, problem: ProblemShape, sm_count: int) -> GqaSm90Plan:
+def plan_gqa_sm90(spec: GqaSm90Spec, shape: ProblemShape, sm_count: int) -> GqaSm90Plan:
     """Return the plan of a call.
 
     ``max_kv_len`` affects only the speed: CTAs derive their ranges from the lengths on the device.
     """
     rows = spec.block_m
-    row_tiles = -(-problem.q_len * (problem.heads // problem.kv_heads) // rows)
-    ctas = problem.kv_heads // spec.heads_per_cta * max(row_tiles, 1)
+    row_tiles = -(-shape.q_len * shape.group_size // rows)
+    ctas = shape.kv_heads // spec.heads_per_cta * max(row_tiles, 1)
     max_size = max(row_tiles, _MAX_GROUP_TOKEN_BYTES // spec.token_bytes)
     cta_group_size = _cta_group_size(ctas, max_size, sm_count)
     num_tiles = ctas // cta_group_size
-    total_tiles = problem.batch * num_tiles
-    if not problem.q_len:
-        total_tiles += problem.total_rows // (problem.kv_heads * rows) * num_tiles
-    tiles = max(1, -(-problem.max_kv_len // spec.block_n))
+    total_tiles = shape.batch * num_tiles
+    if not shape.q_len:
+        total_tiles += shape.total_rows // (shape.kv_heads * rows) * num_tiles
+    tiles = max(1, -(-shape.max_kv_len // spec.block_n))
     # A window that begins inside a tile covers one tile more.
     max_cta_groups = (
-        min(sm_count // cta_group_size, total_tiles * (tiles + 1)) if problem.total_rows else 0
+        min(sm_count // cta_group_size, total_tiles * (tiles + 1)) if shape.total_rows else 0
     )
-    is_uniform = problem.q_len > 0  # as far as the host knows; ragged sequences differ in rows
+    is_uniform = shape.q_len > 0  # as far as the host knows; ragged sequences differ in rows
     num_cta_groups = (
         _num_cta_groups(spec, total_tiles, tiles, cta_group_size, max_cta_groups)
         if is_uniform
@@ -75,7 +75,6 @@ def plan_gqa_sm90(spec: GqaSm90Spec, problem: ProblemShape, sm_count: int) -> Gq
     )
     num_ctas = num_cta_groups * cta_group_size
     tiles_of_range = -(-total_tiles // num_cta_groups) if num_cta_groups else 0
-    partial_values = num_ctas * _partial_rows(spec) * spec.variant.head_dim * 4
     return GqaSm90Plan(
         cta_group_size=cta_group_size,
         num_cta_groups=num_cta_groups,
@@ -88,7 +87,7 @@ def plan_gqa_sm90(spec: GqaSm90Spec, problem: ProblemShape, sm_count: int) -> Gq
         row_tiles=row_tiles,
         num_tiles=num_tiles,
         total_tiles=total_tiles,
-        partial_rows_offset=partial_values,
+        partial_rows_offset=num_ctas * _partial_rows(spec) * spec.variant.head_dim * 4,
         workspace_bytes=num_ctas * gqa_sm90_bytes_per_cta(spec),
     )
 
@@ -102,16 +101,16 @@ def _partial_rows(spec: GqaSm90Spec) -> int:
     return 2 * spec.heads_per_cta * spec.block_m  # a CTA stores at most two splits
 
 
-def choose_heads_per_cta(spec: GqaSm90Spec, problem: ProblemShape, sm_count: int) -> int:
+def choose_heads_per_cta(spec: GqaSm90Spec, shape: ProblemShape, sm_count: int) -> int:
     """Return the number of KV heads per CTA.
 
     The maximum, if nearly every SM still gets a whole work tile: the memory bandwidth is higher,
     and there are fewer epilogues. Otherwise one, since larger work tiles need more splits.
     """
-    heads = math.gcd(problem.kv_heads, spec.max_heads)
-    plan = plan_gqa_sm90(replace(spec, heads_per_cta=heads), problem, sm_count)
+    heads = math.gcd(shape.kv_heads, spec.max_heads)
+    plan = plan_gqa_sm90(replace(spec, heads_per_cta=heads), shape, sm_count)
     min_tiles = sm_count // plan.cta_group_size * (1 - _MAX_IDLE)
-    return heads if problem.batch * plan.num_tiles >= min_tiles else 1
+    return heads if shape.batch * plan.num_tiles >= min_tiles else 1
 
 
 def fits_in_int32(spec: GqaSm90Spec, plan: GqaSm90Plan, max_tokens: int) -> bool:

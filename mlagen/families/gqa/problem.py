@@ -72,11 +72,6 @@ class GqaProblem(Problem):
         """Query heads per KV head."""
         return self.heads // self.kv_heads
 
-    @property
-    def constants(self) -> dict[str, object]:
-        """Values of kernel parameters by name, among others."""
-        return {**super().constants, "group_size": self.group_size}
-
 
 def check_problem(args: GqaArgs) -> GqaProblem:
     """Return the problem of ``args``, whose numbers are canonical.

@@ -144,7 +144,7 @@ key_of_args = compile_key(
             "None if bias is None else max_seq_len",
             "out_shape",
         ),  # it must cover the length
-        words=(
+        options=(
             "return_lse return_lse_base max_q_len is_causal bmm2_scales_scores is_fp8_per_token "
             "cp_world cp_rank"
         ),

@@ -9,9 +9,9 @@ from typing import Any
 from mlagen.errors import DriverError, UnsupportedError
 from mlagen.families.common.arguments import ALIGNMENT_BYTES
 from mlagen.families.common.launchers import (
-    TENSORS,
     Launcher,
     Values,
+    indices_of,
     make_launcher,
     plan_within,
 )
@@ -29,8 +29,7 @@ from mlagen.families.mla.tensor_maps import CacheMaps, TensorMapLayout, maps_of
 from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.partition import NO_COOPERATION, WHOLE_GPU
 from mlagen.settings import Settings
-from mlagen.spec.combine import CombineSpec
-from mlagen.spec.kernel import KernelSpec, pack_constants
+from mlagen.spec.mla.kernel import MlaKernelSpec
 from mlagen.spec.mla.sm90 import MlaSm90Spec
 from mlagen.spec.mla.variant import MlaVariant
 
@@ -44,27 +43,25 @@ _COVERED = (
 )
 
 # The parameters that are addresses of arguments.
-_TENSORS = {
-    **TENSORS,
-    "query_rope": "query_rope",
-    "query_scales": "query_scales",
-    "cache": "kv_cache",
-    "rope_cache": "rope_cache",
-    "value_cache": "value_cache",
-    "kv_scales": "kv_scales",
-    "sparse_cu_seqlens_q": "cum_seq_lens_q",
-    "topk_length": "top_k_lens",
-    "bias": "bias",
-    "causal_seqlens_kv_global": "causal_seqlens_kv_global",
+_TENSORS = indices_of(
+    MlaArgs,
+    "query_rope query_scales rope_cache value_cache kv_scales bias causal_seqlens_kv_global",
+    cache="kv_cache",
+    sparse_cu_seqlens_q="cum_seq_lens_q",
+    topk_length="top_k_lens",
+)
+_NUMBERS = {
+    name: MlaArgs._fields.index(name)
+    for name in ("bmm1_scale", "bmm2_scale", "latent_scale", "rope_scale")
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class MlaLauncher(Launcher):
     """Launcher of MLA calls."""
 
     maps: CacheMaps | None = None  # None: a kernel without TMA
-    separate_constants: bytes = b""  # the constant parameters where the rope parts have a map
+    separate_constants: bytes = b""  # where the rope parts have a map; packed on first use
 
     def complete(self, args: MlaArgs, values: Values) -> None:
         """Reject misaligned tensors, and add the tensor maps."""
@@ -76,6 +73,9 @@ class MlaLauncher(Launcher):
         if self.maps is not None:
             values["maps"], has_separate_rope = self.maps[cache, rope_cache]
             if has_separate_rope:
+                if not self.separate_constants:
+                    constants = {**self.constants, "separate_rope": 1}
+                    self.separate_constants = self.decode.packing.pack_constants(constants)
                 values[self.decode.spec.symbol] = self.separate_constants
 
 
@@ -85,15 +85,7 @@ def make_sm80_launcher(args: MlaArgs, problem: MlaProblem, sms: int = WHOLE_GPU)
     spec, plan = plan_within(
         args.workspace_buffer, sms, lambda sms: plan_mla_sm80_call(index, variant, shape, sms=sms)
     )
-    combine = CombineSpec(arch=spec.arch, dtype=spec.out_dtype, head_dim_vo=spec.head_dim_vo)
-    return _make_launcher(
-        args,
-        problem,
-        plan,
-        spec,
-        combine=combine if plan.num_splits > 1 else None,
-        constants=_constants(args, problem),
-    )
+    return _make_launcher(args, problem, plan, spec)
 
 
 def make_sm90_launcher(
@@ -138,7 +130,6 @@ def make_sm90_launcher(
     if sms != WHOLE_GPU and plan.workspace_bytes > workspace.nbytes and not is_forced:
         raise UnsupportedError(f"{name}: too small for the plan for {sms} SMs")
     constants = {
-        **_constants(args, problem),
         "sparse_num_seqs": problem.batch,
         "sparse_q_len": problem.q_len,
         "schedule_id": schedule_id_of(args, problem, spec),
@@ -148,26 +139,17 @@ def make_sm90_launcher(
     if problem.top_k:  # every query token is a sequence, and its table is its top-k indices
         constants |= {"num_seqs": problem.tokens, "q_len": 1, "max_pages": problem.top_k}
         del tensors["cu_seqlens_q"]
-    separate = pack_constants(spec, {**constants, **vars(plan), "separate_rope": 1})
-    return _make_launcher(
-        args,
-        problem,
-        plan,
-        spec,
-        constants=constants,
-        tensors=tensors,
-        maps=maps,
-        separate_constants=separate,
-    )
+    return _make_launcher(args, problem, plan, spec, maps, tensors, **constants)
 
 
 def _make_launcher(
     args: MlaArgs,
     problem: MlaProblem,
     plan: Any,
-    spec: KernelSpec,
-    tensors: Mapping[str, str] = _TENSORS,
-    **others: Any,
+    spec: MlaKernelSpec,
+    maps: CacheMaps | None = None,
+    tensors: Mapping[str, int] = _TENSORS,
+    **constants: int,
 ) -> MlaLauncher:
     parts = {
         "query_rope": ("query", problem.query_rope_offset),
@@ -175,18 +157,25 @@ def _make_launcher(
     }
     if args.value_cache is not None:
         parts["value_tables"] = ("block_tables", problem.value_tables_offset)
-    numbers = ("bmm1_scale", "bmm2_scale", "latent_scale", "rope_scale")
     return make_launcher(
         MlaLauncher,
         args,
         problem,
         plan,
         spec,
+        constants={
+            "topk": problem.top_k,
+            "is_causal": args.is_causal,
+            "cp_world": args.cp_world,
+            "cp_rank": args.cp_rank,
+            "bmm2_scales_scores": args.bmm2_scales_scores,
+            **constants,
+        },
         values={"output_factor": 1.0, "lse_factor": LSE_FACTORS[args.return_lse_base]},
         tensors=tensors,
         parts=parts,
-        numbers={name: name for name in numbers},
-        **others,
+        numbers=_NUMBERS,
+        maps=maps,
     )
 
 
@@ -229,15 +218,3 @@ def _maps_of_cache(args: MlaArgs, problem: MlaProblem, spec: MlaSm90Spec) -> Cac
     except DriverError as error:
         raise UnsupportedError(f"MLAGEN_MLA_KERNEL=sm90: {error}; {_COVERED}") from error
     return maps
-
-
-def _constants(args: MlaArgs, problem: MlaProblem) -> Values:
-    """Return the values of constant parameters that the sm80 and sm90 kernels share."""
-    return {
-        **problem.constants,
-        "topk": problem.top_k,
-        "is_causal": int(args.is_causal),
-        "cp_world": args.cp_world,
-        "cp_rank": args.cp_rank,
-        "bmm2_scales_scores": int(args.bmm2_scales_scores),
-    }

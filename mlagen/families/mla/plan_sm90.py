@@ -68,13 +68,12 @@ def plan_mla_sm90(spec: MlaSm90Spec, shape: ProblemShape, sm_count: int) -> MlaS
     num_ranges = total_blocks // spec.min_blocks_per_range
     num_cta_groups = min(sm_count // cta_group_size, max(1, num_ranges)) if shape.total_rows else 0
     num_ctas = num_cta_groups * cta_group_size
-    partial_values = num_ctas * _partial_rows(spec) * spec.head_dim_vo * 2
     return MlaSm90Plan(
         cta_group_size=cta_group_size,
         num_cta_groups=num_cta_groups,
         num_ctas=num_ctas,
         total_tiles=total_tiles,
-        partial_rows_offset=partial_values,
+        partial_rows_offset=num_ctas * _partial_rows(spec) * spec.head_dim_vo * 2,
         workspace_bytes=num_ctas * mla_sm90_bytes_per_cta(spec),
         is_small=is_small_call(spec, shape, sm_count),
     )

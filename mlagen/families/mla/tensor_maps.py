@@ -19,7 +19,7 @@ _TILE_BYTES = 128  # of a row in shared memory; an e4m3 rope part has half of th
 class Maps(NamedTuple):
     """The maps of one cache, as kernel parameters."""
 
-    packed: bytes  # latent_map, rope_map and group_map
+    packed: bytes  # latent_map, rope_map and kv_map
     separate_rope: bool
 
 
@@ -64,17 +64,17 @@ class CacheMaps(dict[tuple[int, int], Maps]):
                 rope, rope_strides, tiles=1, tiles_per_box=1, width=rope_dim
             )
         if not spec.copies_tile_groups:  # mla_sm90_fp8 copies the latent part of whole rows
-            group_map = self._encode_part(
+            kv_map = self._encode_part(
                 cache, strides, tiles=latent_tiles, tiles_per_box=latent_tiles
             )
         elif separate_rope:  # the kernel does not read it
-            group_map = latent_map
+            kv_map = latent_map
         else:
             tiles = latent_tiles + (rope_dim > 0)
-            group_map = self._encode_part(
+            kv_map = self._encode_part(
                 cache, strides, tiles=tiles, tiles_per_box=spec.tiles_per_stage
             )
-        return Maps(latent_map + rope_map + group_map, separate_rope)
+        return Maps(latent_map + rope_map + kv_map, separate_rope)
 
     def _encode_part(
         self,

@@ -9,6 +9,7 @@ import torch
 from mlagen.families.common.arguments import (
     DTYPES,
     check_token_stride,
+    reject,
     require,
     require_aligned,
     require_dense_last_dim,
@@ -135,7 +136,7 @@ def _latent_width(args: MlaArgs) -> tuple[int, str]:
 
 def _check_row(query: torch.Tensor, argument: str, width: tuple[int, str] | None) -> None:
     if width is not None and query.shape[-1] != width[0]:
-        require(False, f"{argument}.shape[-1]", f"{width[0]} ({width[1]})", query.shape[-1])
+        reject(f"{argument}.shape[-1]", f"{width[0]} ({width[1]})", query.shape[-1])
     require_dense_last_dim(query, argument)
     require_aligned(query, argument)
 

@@ -1,4 +1,4 @@
-"""Spec of the sm80 GQA decode kernels, and the support table of all GQA kernels."""
+"""Spec of the sm80 GQA decode kernels."""
 
 from __future__ import annotations
 

@@ -126,6 +126,16 @@ class GqaSpec(KernelSpec):
     variant: GqaVariant
 
     @property
+    def out_dtype(self) -> DType:
+        """Element type of the output."""
+        return self.variant.out_dtype
+
+    @property
+    def head_dim_vo(self) -> int:
+        """Elements of an output row."""
+        return self.variant.head_dim
+
+    @property
     def dequants_kv(self) -> bool:
         """Whether the KV cache is converted to another type before the MMA."""
         return not self.variant.kv_dtype.is_16bit

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import CallShape, KernelSpec, Parameter, int32, int64, pointer
-from mlagen.spec.mla.variant import MAX_HEADS, MlaVariant
+from mlagen.spec.mla.variant import MAX_HEADS, MlaVariant, output_dtype
 
 # Of decode context parallel.
 _DCP_PARAMETERS = (
@@ -47,6 +48,26 @@ class MlaKernelSpec(KernelSpec):
     common_parameters: ClassVar[tuple[Parameter, ...]]  # of every variant
 
     variant: MlaVariant
+
+    @property
+    def out_dtype(self) -> DType:
+        """Element type of the output: bf16 for an FP8 query."""
+        return output_dtype(self.variant.query_dtype)
+
+    @property
+    def head_dim_qk(self) -> int:
+        """Elements of a query row and of a cached token."""
+        return self.variant.kv_lora_rank + self.variant.qk_rope_head_dim
+
+    @property
+    def head_dim_vo(self) -> int:
+        """Elements of an output row: the latent part of a cached token."""
+        return self.variant.kv_lora_rank
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of a cached token."""
+        return self.variant.kv_dtype.row_bytes(self.head_dim_qk)
 
     @property
     def is_sparse(self) -> bool:

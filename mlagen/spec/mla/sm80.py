@@ -16,7 +16,7 @@ from mlagen.spec.kernel import (
     pointer,
 )
 from mlagen.spec.mla.kernel import MlaKernelSpec
-from mlagen.spec.mla.variant import SUPPORTED, MlaVariant, output_dtype, require_supported
+from mlagen.spec.mla.variant import SUPPORTED, MlaVariant, require_supported
 
 
 class MlaTile(NamedTuple):
@@ -142,16 +142,6 @@ class MlaSm80Spec(MlaKernelSpec):
         return self.variant.mask == "bias"
 
     @property
-    def out_dtype(self) -> DType:
-        """Element type of the output: bf16 for an FP8 query."""
-        return output_dtype(self.variant.query_dtype)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of a cached token."""
-        return self.variant.kv_dtype.row_bytes(self.head_dim_qk)
-
-    @property
     def stage_row_bytes(self) -> int:
         """Bytes of a token in a stage: 16 more if its scales come from another tensor."""
         kv, query = self.variant.kv_dtype, self.variant.query_dtype
@@ -159,16 +149,6 @@ class MlaSm80Spec(MlaKernelSpec):
             kv is DType.E4M3 and query is not DType.E4M3
         )
         return self.stored_bytes + (16 if has_outer_scales else 0)
-
-    @property
-    def head_dim_qk(self) -> int:
-        """Elements of a query row and of a cached token."""
-        return self.variant.kv_lora_rank + self.variant.qk_rope_head_dim
-
-    @property
-    def head_dim_vo(self) -> int:
-        """Elements of an output row: the latent part of a cached token."""
-        return self.variant.kv_lora_rank
 
     @property
     def threads(self) -> int:
@@ -197,7 +177,7 @@ def mla_sm80_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm80Spec:
     Raises
     ------
     UnsupportedError
-        If no row of :data:`SUPPORTED` covers the variant; the message lists the nearest.
+        If no row of :data:`SUPPORTED` covers the variant.
     """
     require_supported(variant)
     return _smallest(_choices(arch, variant), rows)

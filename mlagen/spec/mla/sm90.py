@@ -129,16 +129,6 @@ class MlaSm90Spec(MlaKernelSpec):
         return 2 if self.swap_ab else 6
 
     @property
-    def head_dim_qk(self) -> int:
-        """Elements of a query row and of a cached token."""
-        return self.variant.kv_lora_rank + self.variant.qk_rope_head_dim
-
-    @property
-    def head_dim_vo(self) -> int:
-        """Elements of an output row: the latent part of a cached token."""
-        return self.variant.kv_lora_rank
-
-    @property
     def math_dtype(self) -> DType:
         """Element type of the MMA."""
         return self.variant.query_dtype

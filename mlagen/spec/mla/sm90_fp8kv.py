@@ -104,11 +104,6 @@ class MlaSm90Fp8KvSpec(MlaSm90Fp8Base):
         return self.variant.query_dtype.is_16bit
 
     @property
-    def stored_bytes(self) -> int:
-        """Bytes of a cached token."""
-        return self.variant.kv_dtype.row_bytes(self.head_dim_qk)
-
-    @property
     def uses_tma(self) -> bool:
         """False: producer warps gather the tokens by cp.async."""
         return False

@@ -60,7 +60,7 @@ def test_a_launcher_that_another_thread_dropped_gets_its_entry() -> None:
     assert entry.launcher == "call"
 
 
-KINDS = KeyKinds(tensors="query", optional="", outputs="", scales="scale", ints="rank", words="")
+KINDS = KeyKinds(tensors="query", optional="", outputs="", scales="scale", ints="rank", options="")
 
 
 def decode(query: Any, scale: Any, rank: Any) -> None:
