@@ -170,36 +170,31 @@ __device__ inline void sum_frags(const CombineSmem& combine_smem, int first, int
   }
 }
 
-// Reduces and stores the fragments of a sub-tile, four per warp and step.
+// Reduces and stores the fragments of a sub-tile, four per step of a warp, or of the
+// 2^`log2_sharers` warps that share them: the sub-tile is small then, and a warp has one step.
 __device__ inline void combine_frags(const Params& params, const WorkItem& work,
-                                     SharedMemoryPlan& smem, const CombineSmem& combine_smem) {
-#pragma unroll 1
-  for (int i = reload_warp() * kFragsPerStep; i < combine_smem.num_frags;
-       i += kPvWarps * kFragsPerStep) {
-    float4 totals[kFragsPerStep];
-    sum_frags(combine_smem, combine_smem.first_frag + i, 0, 0, totals);
-    store_frags<kFragsPerStep>(params, work, smem, combine_smem.first_frag + i, totals);
-  }
-}
-
-// The same for small sub-tiles: 2^`log2_sharers` warps share four fragments.
-__device__ inline void combine_shared_frags(const Params& params, const WorkItem& work,
-                                            SharedMemoryPlan& smem, const CombineSmem& combine_smem,
-                                            int log2_sharers) {
+                                     SharedMemoryPlan& smem, const CombineSmem& combine_smem,
+                                     int log2_sharers) {
   WarpPartials* warp_partials = reinterpret_cast<WarpPartials*>(
       combine_smem.bytes +
       warp_partials_offset(combine_smem.num_splits, combine_smem.rows, combine_smem.num_frags));
   const int lane = reload_lane();
   const int warp = reload_warp();
   const int sharers = 1 << log2_sharers;
-  const int own = (warp >> log2_sharers) * kFragsPerStep;
-  if (own < combine_smem.num_frags) {
+#pragma unroll 1
+  for (int i = (warp >> log2_sharers) * kFragsPerStep; i < combine_smem.num_frags;
+       i += kPvWarps * kFragsPerStep) {
     float4 totals[kFragsPerStep];
-    sum_frags(combine_smem, combine_smem.first_frag + own, warp & (sharers - 1), log2_sharers,
+    sum_frags(combine_smem, combine_smem.first_frag + i, warp & (sharers - 1), log2_sharers,
               totals);
+    if (log2_sharers == 0) {
+      store_frags<kFragsPerStep>(params, work, smem, combine_smem.first_frag + i, totals);
+      continue;
+    }
 #pragma unroll
     for (int n = 0; n < kFragsPerStep; ++n) warp_partials[warp][n][lane] = totals[n];
   }
+  if (log2_sharers == 0) return;
   named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
 #pragma unroll 1
   for (int i = warp; i < combine_smem.num_frags; i += kPvWarps) {
@@ -247,10 +242,6 @@ __device__ inline void combine_subtiles(const Params& params, const WorkItem& wo
   cp_async_wait_group<0>();
   named_barrier_sync(NamedBarrier::PvWarpsSynced, kPvThreads);
   const int num_groups = ceil_div(combine_smem.num_frags, kFragsPerStep);
-  if (num_groups * 2 > kPvWarps) {
-    combine_frags(params, work, smem, combine_smem);
-  } else {
-    combine_shared_frags(params, work, smem, combine_smem,
-                         __clz(num_groups * 2 - 1) - __clz(kPvWarps));
-  }
+  combine_frags(params, work, smem, combine_smem,
+                max(__clz(num_groups * 2 - 1) - __clz(kPvWarps), 0));
 }

@@ -71,10 +71,6 @@ __device__ inline const unsigned char* row_of_lane(const unsigned char* row_ptr,
       __shfl_sync(~0u, reinterpret_cast<u64>(row_ptr), lane));
 }
 
-// Unroll factor of the copy loop: complete, or smaller for sparse kernels, whose I-cache footprint
-// is larger.
-constexpr int kCopyUnroll = kIsSparse ? 2 : kTokensPerProducerWarp;
-
 // Copies kCount chunks of every token of the warp, kLanes of them at a time, to
 // `address_of(token, chunk)`. `row_ptr` is the source of this lane's token. Invalid tokens are
 // zero-filled.
@@ -84,7 +80,7 @@ __device__ inline void copy_chunks(const unsigned char* row_ptr, u32 invalid_bit
   constexpr int kTokens = kWarpLanes / kLanes;  // per iteration
   const int lane = reload_lane();
   const int chunk = lane % kLanes;
-#pragma unroll kCopyUnroll
+#pragma unroll 2  // I-cache misses cost more than the instructions of the loop
   for (int first = 0; first < kTokensPerProducerWarp; first += kTokens) {
     const int token = first + lane / kLanes;
     const unsigned char* source = row_of_lane(row_ptr, token) + chunk * kChunkBytes;

@@ -71,10 +71,12 @@ struct KScales {
     for (int half = 0; half < 2; ++half) {
       const float4 loaded =
           reinterpret_cast<const float4*>(stage + kScalesOffset)[qk_thread.token() + half * 8];
-      per_token[half][0] = loaded.x;
-      per_token[half][1] = loaded.y;
-      per_token[half][2] = loaded.z;
-      per_token[half][3] = loaded.w;
+      const float scales[kScaleGroups] = {loaded.x, loaded.y, loaded.z, loaded.w};
+#pragma unroll
+      for (int group = 0; group < kScaleGroups; ++group) {
+        // Equal scales take one register.
+        per_token[half][group] = scales[kHasPerTokenScale ? 0 : group];
+      }
     }
   }
 };

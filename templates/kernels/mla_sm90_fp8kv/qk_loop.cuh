@@ -115,26 +115,6 @@ struct QkWarpgroup {
     }
   }
 
-  // QK GEMM of the KV block in `stage`. Converts and stores its V scales while MMAs are in flight.
-  __device__ void qk_gemm(int stage, const QkThread& qk_thread, u32 k_desc, u32 q_desc) {
-    unsigned char* kv = smem.kv[stage];
-    GroupScores pending_scores[kGroupsInFlight];
-    if constexpr (kRopeDim > 0) qk_gemm_rope(k_desc, q_desc);
-#pragma unroll
-    for (int group = 0; group < kGroupsInFlight; ++group) {
-      qk_gemm_group(pending_scores[group], k_desc, q_desc, group);
-    }
-    const KScales scales(kv, qk_thread);
-    thread_scales.select(scales, qk_thread);
-    thread_scales.store(kv, qk_thread, smem.shared_scale);
-    softmax.publish_block_scale(qk_thread, stage, false);
-    if constexpr (kRopeDim > 0) {
-      wgmma_wait_group<kGroupsInFlight>();
-      scale_rope(scales);
-    }
-    add_groups<0>(pending_scores, scales, k_desc, q_desc);
-  }
-
   // Promotes the scale groups from `kGroup` on, and refills the MMAs in flight.
   template <int kGroup>
   __device__ void add_groups(GroupScores (&pending_scores)[kGroupsInFlight], const KScales& scales,
@@ -149,14 +129,14 @@ struct QkWarpgroup {
   }
 
   // Masks the scores of tokens g and g + 8 for which `is_masked(r, offset)`. A select, not an
-  // addition: a masked score may be NaN. The sign of the infinity is that of minus the row's score
-  // scale, so that the scaled score is minus infinity.
+  // addition: a masked score may be NaN. Times the score scale once more, the score is minus
+  // infinity, whatever the sign of the scale.
   template <typename IsMasked>
   __device__ void mask_scores(const QkThread& qk_thread, IsMasked is_masked) {
     const ThreadRowPairs rows(smem, qk_thread);
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
-      const float masked = copysignf(kInfinity, -rows.of_group(r / 2).score_scale(r % 2));
+      const float masked = rows.of_group(r / 2).score_scale(r % 2) * -kInfinity;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (is_masked(r, half * 8)) scores[r / 2 * 4 + half * 2 + r % 2] = masked;
@@ -175,33 +155,58 @@ struct QkWarpgroup {
     mask_scores(qk_thread, [&](int, int offset) { return (bits >> offset & 1) != 0; });
   }
 
-  __device__ void process_block(int kv_block) {
+  // Whether any token of the KV block in `stage` is masked for any row.
+  __device__ bool needs_mask(int stage, int first_token) const {
+    if constexpr (kIsSparse) return smem.invalid_mask[stage].all() != 0;
+    return first_token + kBlockN > work.unmasked_kv_end;
+  }
+
+  // `index` counts the KV blocks of the work item. What does not depend on the scores precedes the
+  // wait for the MMAs: the step from S to P is the critical path of the CTA.
+  __device__ void process_block(u32 index) {
     const int stage = stage_of<kStages>(blocks_done);
-    // Computed before the wait, off the critical path.
     const u32 k_desc = warp_uniform(descriptor_low(shared_address(smem.kv[stage]), 16));
     const u32 q_desc = warp_uniform(descriptor_low(shared_address(smem.query), 16));
     const QkThread qk_thread;
+    const int first_token = (work.first_kv_block + static_cast<int>(index)) * kBlockN;
     wait(smem.kv_full[stage], phase_of<kStages>(blocks_done));
     fence_proxy_async();  // wgmma reads what cp.async has written
-    qk_gemm(stage, qk_thread, k_desc, q_desc);
-    if (kDelaysPv && qk_thread.lane == 0) arrive(smem.scores_full[stage]);
-    const int first_token = kv_block * kBlockN;
-    if constexpr (kIsSparse) {
-      const u64 invalid_mask = smem.invalid_mask[stage].all();
-      if (__any_sync(~0u, invalid_mask != 0)) mask_invalid(invalid_mask, qk_thread);
-    } else if (__any_sync(~0u, first_token + kBlockN > work.unmasked_kv_end)) {
-      mask_by_kv_len(first_token, qk_thread);
+    GroupScores pending_scores[kGroupsInFlight];
+    if constexpr (kRopeDim > 0) qk_gemm_rope(k_desc, q_desc);
+#pragma unroll
+    for (int group = 0; group < kGroupsInFlight; ++group) {
+      qk_gemm_group(pending_scores[group], k_desc, q_desc, group);
     }
-    softmax.update(scores, thread_scales, qk_thread, stage, kv_block == work.first_kv_block);
+    const KScales scales(smem.kv[stage], qk_thread);
+    thread_scales.select(scales, qk_thread);
+    const float shared_scale = smem.shared_scale;
+    thread_scales.store(smem.kv[stage], qk_thread, shared_scale);
+    softmax.publish_block_scale(qk_thread, stage, false);
+    const bool exceeds_max_scaled = thread_scales.exceeds_max_scaled(shared_scale);
+    const bool is_masked = __any_sync(~0u, needs_mask(stage, first_token));
+    if constexpr (kRopeDim > 0) {
+      wgmma_wait_group<kGroupsInFlight>();
+      scale_rope(scales);
+    }
+    add_groups<0>(pending_scores, scales, k_desc, q_desc);
+    if (kDelaysPv && qk_thread.lane == 0) arrive(smem.scores_full[stage]);
+    if (is_masked) {
+      if constexpr (kIsSparse) {
+        mask_invalid(smem.invalid_mask[stage].all(), qk_thread);
+      } else {
+        mask_by_kv_len(first_token, qk_thread);
+      }
+    }
+    softmax.update(scores, thread_scales, qk_thread, stage, index == 0, exceeds_max_scaled);
     ++blocks_done;
   }
 
   __device__ void process_work() {
     softmax.begin(score_scale(params) * kLog2E);
-    const u32 end = blocks_done + warp_uniform(work.num_kv_blocks);
-    int kv_block = work.first_kv_block;
+    const u32 begin = blocks_done;
+    const u32 end = begin + warp_uniform(work.num_kv_blocks);
 #pragma unroll 1
-    while (__any_sync(~0u, blocks_done != end)) process_block(kv_block++);
+    while (__any_sync(~0u, blocks_done != end)) process_block(blocks_done - begin);
     // All warps are done with Q: they have met at a barrier since its last read, or never read it.
     if (reload_tid() % kQkThreads == 0) arrive(smem.query_empty);
     softmax.publish_row_max(work_slot(work.work_idx));

@@ -69,20 +69,24 @@ struct Softmax {
 
   // Softmax of a KV block: stores P for the PV warpgroups. The fast path uses the stale row max and
   // the stale shared scale of V. On the first KV block of a work item, or if a probability or a V
-  // scale exceeds its limit, the slow path updates both, and stores P and the V scales again.
+  // scale exceeds its limit, the slow path updates both, and stores the V scales and P again: a
+  // second iteration, so that there is one copy of the code that stores P.
   __device__ void update(const Scores& scores, const ThreadScales& scales,
-                         const QkThread& qk_thread, int stage, bool is_first) {
+                         const QkThread& qk_thread, int stage, bool is_first,
+                         bool exceeds_max_scaled) {
     bool needs_rescale = is_first;
-    if (!is_first) {
-      const bool is_exceeded = scales.exceeds_max_scaled(smem.shared_scale);
-      needs_rescale = store_probabilities(scores, qk_thread, stage) || is_exceeded;
-      needs_rescale = named_barrier_sync_or(NamedBarrier::QkSynced, kQkThreads, needs_rescale);
-    }
-    if (__any_sync(~0u, needs_rescale)) {
-      update_row_max(scores, scales, qk_thread, stage);
-      scales.store(smem.kv[stage], qk_thread, smem.shared_scale);
-      store_probabilities(scores, qk_thread, stage);
-      publish_block_scale(qk_thread, stage, !is_first);
+#pragma unroll 1
+    while (true) {
+      if (__any_sync(~0u, needs_rescale)) {
+        update_row_max(scores, scales, stage);
+        scales.store(smem.kv[stage], QkThread(), smem.shared_scale);
+        publish_block_scale(QkThread(), stage, !is_first);
+      }
+      const bool is_exceeded = store_probabilities(scores, qk_thread, stage);
+      if (__any_sync(~0u, needs_rescale)) break;
+      needs_rescale = named_barrier_sync_or(NamedBarrier::QkSynced, kQkThreads,
+                                            is_exceeded || exceeds_max_scaled);
+      if (!__any_sync(~0u, needs_rescale)) break;
     }
     __syncwarp();
     if (qk_thread.lane == 0) arrive(smem.probabilities_full[stage]);
@@ -132,8 +136,8 @@ struct Softmax {
 
   // Raises every row max to `kMaxOffset` below the maximum of the row's scores, and lowers the
   // shared scale to what the amax of the V scales requires.
-  __device__ void update_row_max(const Scores& scores, const ThreadScales& scales,
-                                 const QkThread& qk_thread, int stage) {
+  __device__ void update_row_max(const Scores& scores, const ThreadScales& scales, int stage) {
+    const QkThread qk_thread;
     const ThreadRowPairs rows(smem, qk_thread);
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
