@@ -36,6 +36,7 @@ _FOLDER = Path(__file__).parent
 _OPTIONS = (
     *("-std=c++20", "-O1", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing"),
     *("-w", "-fPIC", "-fno-exceptions", "-fvisibility=hidden", "-U_FORTIFY_SOURCE"),
+    *("-fno-tree-pta", "-fno-tree-dominator-opts"),  # which take longer than they save
     *(["-fuse-ld=gold"] if shutil.which("ld.gold") else []),  # in a third of the time of ld
 )
 _MAP_BYTES = 128
