@@ -6,9 +6,9 @@ struct ChunkWrite {
   unsigned when;  // 0 for none
   int thread;
 };
-static std::vector<ChunkWrite> chunk_writes;  // of the block that runs
-static std::vector<unsigned> fences;  // when each thread passed its last one
-static unsigned now;
+inline std::vector<ChunkWrite> chunk_writes;  // of the block that runs
+inline std::vector<unsigned> fences;  // when each thread passed its last one
+inline unsigned now;
 
 static void note_write(u32 address) { chunk_writes[address / 16] = {++now, current}; }
 static void fence_proxy_async() { fences[current] = ++now; }

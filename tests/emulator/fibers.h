@@ -1,17 +1,15 @@
-// The threads of a CTA on one thread of the CPU: every thread is a fiber, warps run in random order,
-// and lanes of a warp give way to each other wherever they work together. Precedes the kernel.
+// The threads of a CTA on one thread of the CPU: every thread is a fiber, warps run in random
+// order, and lanes of a warp give way to each other wherever they work together. Precedes the
+// kernel.
 #include <math.h>
 #include <setjmp.h>
 #include <ucontext.h>
 
-#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
-#include <random>
 #include <vector>
 
 #define __device__
@@ -50,8 +48,8 @@ static T min(T a, T b) {
 }
 
 // What is wrong with a kernel ends the launch, with a message.
-static char complaint[256];
-static jmp_buf launcher;
+inline char complaint[256];
+inline jmp_buf launcher;
 [[noreturn]] static void complain(const char* what, long number) {
   snprintf(complaint, sizeof complaint, "%s: %ld", what, number);
   longjmp(launcher, 1);
@@ -83,20 +81,21 @@ struct Fiber {
   std::vector<AsyncCopy> async_copies;  // under way
 };
 
-static Fiber* fibers;  // of the block that runs
-static jmp_buf scheduler;
-static int current;  // thread
-static bool has_progress;
-static std::mt19937 chance;
+inline Fiber* fibers;  // of the block that runs
+inline jmp_buf scheduler;
+inline int current;  // thread
+inline bool has_progress;
+unsigned chance();
 
 struct Index {
   unsigned x, y, z;
 };
-static Index blockIdx, gridDim;
+inline Index blockIdx, gridDim;
 #define threadIdx (Index{static_cast<unsigned>(current), 0, 0})
 
-// The dynamic shared memory of the block.
-alignas(1024) unsigned char bytes[232448];
+// The dynamic shared memory of the block that runs.
+constexpr unsigned kMaxSharedBytes = 232448;
+inline unsigned char* bytes;
 
 static void give_way() {
   if (_setjmp(fibers[current].place) == 0) _longjmp(scheduler, 1);
@@ -124,7 +123,7 @@ struct Meeting {
   int arrived;
   unsigned generation;
 };
-static Meeting meetings[kMaxThreads / kLanes];
+inline Meeting meetings[kMaxThreads / kLanes];
 
 static void meet() {
   Meeting& meeting = meetings[current / kLanes];
@@ -141,7 +140,7 @@ static void meet() {
 struct Shown {
   uint32_t words[8];
 };
-static Shown shown[kMaxThreads];
+inline Shown* shown;  // by each thread of the block that runs
 
 static int lane() { return current % kLanes; }
 static const Shown& shown_by(int other) { return shown[current / kLanes * kLanes + other]; }
@@ -207,3 +206,11 @@ static unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 static size_t __cvta_generic_to_shared(const void* pointer) {
   return static_cast<const unsigned char*>(pointer) - bytes;
 }
+
+// What grid.h has: compiled once, it shares the variables of these headers with each kernel.
+inline void (*run_kernel)();
+void run_warp(int warp);
+const char* launch(int blocks, int threads, int seed);
+
+// Nothing else is seen outside of its library, whose variables would be one for all libraries.
+#define CALLED_FROM_PYTHON extern "C" __attribute__((visibility("default")))

@@ -111,7 +111,7 @@ static u32 atom_add_acq_rel_gpu(u32* address, u32 value) {
 // Four matrices of 8 x 8: the rows of matrix i are where lanes 8 i and on point, in different
 // banks.
 static void load_matrices(u32 (&d)[4], u32 address, bool is_transposed) {
-  if (address % 16 != 0 || address >= sizeof bytes) complain("bad row of ldmatrix", address);
+  if (address % 16 != 0 || address >= kMaxSharedBytes) complain("bad row of ldmatrix", address);
   shown[current].words[0] = address;
   meet();
   for (int matrix = 0; matrix < 4; ++matrix) {
@@ -174,22 +174,13 @@ struct Mbarrier {
   long bytes;  // that have been announced and have not come
   unsigned phase;
 };
-static std::map<u32, Mbarrier> mbarriers;
-
-static Mbarrier& mbarrier_at(u32 address) {
-  const auto found = mbarriers.find(address);
-  if (found == mbarriers.end()) complain("no barrier was made", address);
-  return found->second;
-}
+Mbarrier& mbarrier_at(u32 address);
+void mbarrier_init(u32 address, u32 count);
 static void complete(Mbarrier& barrier) {
   if (barrier.pending > 0 || barrier.bytes > 0) return;
   ++barrier.phase;
   barrier.pending = barrier.count;
   has_progress = true;
-}
-static void mbarrier_init(u32 address, u32 count) {
-  const int arrivals = static_cast<int>(count);
-  mbarriers[address] = {arrivals, arrivals, 0, 0};
 }
 static void mbarrier_arrive_expect_tx(u32 address, u32 more) {
   Mbarrier& barrier = mbarrier_at(address);
@@ -206,7 +197,7 @@ static void mbarrier_wait(u32 address, u32 parity) {
 }
 
 // Barriers by number.
-static Meeting barriers[16];
+inline Meeting barriers[16];
 
 static bool arrive_at_barrier(int barrier, int threads) {
   Meeting& meeting = barriers[barrier];
@@ -236,7 +227,7 @@ struct Copy {
   u32 barrier;
   int at[5];
 };
-static std::vector<Copy> copies;  // under way
+inline std::vector<Copy> copies;  // under way
 
 // Copies a box, swizzled by its lines; or poisons its place, which must not be read meanwhile.
 static u32 copy_box(const Copy& copy, bool is_poison) {
@@ -282,7 +273,7 @@ static void cp_async_bulk_tensor(u32 target, const void* map, u32 barrier, u64 p
   cp_async_bulk_tensor(target, map, barrier, policy, x, y, z, w, 0);
 }
 
-static unsigned copy_rounds;  // of warps that a copy takes, on average
+inline unsigned copy_rounds;  // of warps that a copy takes, on average
 
 // Some of the copies under way may arrive, in any order.
 static void let_copies_arrive() {

@@ -27,11 +27,9 @@ static void schedule_ctas(const Params& params) {
 
 // Writes records from `ranges` and `work_items` on, and their numbers into `counts`. Returns what
 // is wrong, or an empty text.
-extern "C" const char* schedule(const void* params, int ctas, RangeRecord* ranges,
-                                WorkRecord* work_items, int* counts) {
-  static Params copy;
-  memcpy(static_cast<void*>(&copy), params, sizeof copy);
-  launched_params = &copy;
+CALLED_FROM_PYTHON const char* schedule(const void* params, int ctas, RangeRecord* ranges,
+                                        WorkRecord* work_items, int* counts) {
+  keep_params(params);
   gridDim = {static_cast<unsigned>(ctas), 1, 1};
   block_threads = kScheduleThreads;
   next_range = ranges;
@@ -44,7 +42,11 @@ extern "C" const char* schedule(const void* params, int ctas, RangeRecord* range
     threads[thread].stack = stacks.data() + thread * kStackBytes;
     threads[thread].has_waited = true;
   }
+  alignas(1024) static unsigned char shared[kMaxSharedBytes];
+  static Shown words[kScheduleThreads];
   fibers = threads;
+  bytes = shared;
+  shown = words;
   memset(barriers, 0, sizeof barriers);
   memset(meetings, 0, sizeof meetings);
   if (setjmp(launcher) == 0) {

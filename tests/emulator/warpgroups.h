@@ -1,7 +1,7 @@
 // More instructions: wgmma, copies by threads, and barriers of
 // the whole block. Follows instructions.h.
 
-static int block_threads;  // as the kernel was launched
+inline int block_threads;  // as the kernel was launched
 
 static void __syncthreads() { barrier_sync(0, block_threads); }
 static bool __all_sync(unsigned mask, bool vote) { return !__any_sync(mask, !vote); }
@@ -33,7 +33,7 @@ static void exit_if(u32 word) {
   if (word != 0) end_thread();
 }
 
-static u32 any_of_barrier[16];
+inline u32 any_of_barrier[16];
 static u32 barrier_red_or(int barrier, int threads, u32 value) {
   any_of_barrier[barrier] |= value != 0;
   barrier_sync(barrier, threads);
@@ -97,7 +97,7 @@ static void cp_async_mbarrier_arrive_noinc(u32 barrier) {
 
 // Four matrices of 8 x 8, whose rows go where lanes 8 i and on point.
 static void store_matrices(u32 address, const u32 (&d)[4], bool is_transposed) {
-  if (address % 16 != 0 || address >= sizeof bytes) complain("bad row of stmatrix", address);
+  if (address % 16 != 0 || address >= kMaxSharedBytes) complain("bad row of stmatrix", address);
   memcpy(shown[current].words, d, sizeof d);
   meet();
   note_write(address);
@@ -119,7 +119,7 @@ static void stmatrix_x4_trans(u32 address, u32 a, u32 b, u32 c, u32 d) {
 
 // A warpgroup multiplies when all its threads have come, and goes on when all have multiplied.
 constexpr int kGroupThreads = 128;
-static Meeting group_meetings[kMaxThreads / kGroupThreads];
+inline Meeting group_meetings[kMaxThreads / kGroupThreads];
 
 static void meet_group() {
   Meeting& meeting = group_meetings[current / kGroupThreads];
@@ -177,7 +177,7 @@ struct Operand {
     u32 address =
         base + line / 8 * group_distance + line % 8 * row_bytes + column * kElementBytes<T>;
     if (is_transposed) address += row / 64 * leading_bytes;
-    if (address >= sizeof bytes) complain("operand beyond shared memory", address);
+    if (address >= kMaxSharedBytes) complain("operand beyond shared memory", address);
     address ^= (address >> 7 & (row_bytes / 16 - 1)) << 4;
     if (is_transposed || address % 16 == 0) require_fence(address);  // once for its 16 bytes
     u16 bits = 0;
@@ -207,17 +207,20 @@ static float add_products(E4m3, const float* products, float before) {
 
 template <typename T, typename A>
 static void multiply(T type, float* d, int count, A a, const Operand& b, int accumulates) {
+  float own[2][kDepth<T>];
   for (int row = 0; row < 2; ++row) {
-    float own[kDepth<T>];
-    for (int k = 0; k < kDepth<T>; ++k) own[k] = a(lane() / 4 + row * 8, k);
-    for (int j = 0; j < count / 4; ++j) {
-      for (int column = 0; column < 2; ++column) {
-        float products[kDepth<T>];
-        for (int k = 0; k < kDepth<T>; ++k) {
-          products[k] = own[k] * b.at(type, j * 8 + lane() % 4 * 2 + column, k);
-        }
+    for (int k = 0; k < kDepth<T>; ++k) own[row][k] = a(lane() / 4 + row * 8, k);
+  }
+  for (int j = 0; j < count / 4; ++j) {
+    for (int column = 0; column < 2; ++column) {
+      float products[2][kDepth<T>];
+      for (int k = 0; k < kDepth<T>; ++k) {
+        const float factor = b.at(type, j * 8 + lane() % 4 * 2 + column, k);
+        for (int row = 0; row < 2; ++row) products[row][k] = own[row][k] * factor;
+      }
+      for (int row = 0; row < 2; ++row) {
         float& element = d[j * 4 + row * 2 + column];
-        element = add_products(type, products, accumulates ? element : 0.0f);
+        element = add_products(type, products[row], accumulates ? element : 0.0f);
       }
     }
   }
