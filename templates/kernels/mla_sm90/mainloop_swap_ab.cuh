@@ -41,8 +41,6 @@ struct Consumer {
   float scale;  // from scores to the log2 domain
   PipelineState<kStages>& pipe;
   u32& p_buffer;  // of P
-  const u32 query_desc;
-  u32 stage_descs[kStagesPerBlock];  // of the current KV block
   Accumulators accumulators;
   Scores scores;
   float row_sum[kRowsPerThread];  // over this thread's tokens
@@ -50,13 +48,7 @@ struct Consumer {
 
   __device__ Consumer(const Params& params, SharedMemoryPlan& smem, const WorkItem& work,
                       float scale, PipelineState<kStages>& pipe, u32& p_buffer)
-      : params(params),
-        smem(smem),
-        work(work),
-        scale(scale),
-        pipe(pipe),
-        p_buffer(p_buffer),
-        query_desc(uniform_desc(smem.query)) {
+      : params(params), smem(smem), work(work), scale(scale), pipe(pipe), p_buffer(p_buffer) {
 #pragma unroll
     for (int i = 0; i < kAccumulators; ++i) {
       set_accumulator(accumulators, i, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
@@ -89,12 +81,13 @@ struct Consumer {
     for (int stage_in_block = 0; stage_in_block < kStagesPerBlock; ++stage_in_block) {
       wait(smem.kv_full[pipe.index], pipe.phase);
       if constexpr (kIsSparse) fence_proxy_async();  // wgmma reads what cp.async has written
-      stage_descs[stage_in_block] = uniform_desc(smem.kv[pipe.index]);
+      const u32 query_desc = uniform_desc(smem.query);
+      const u32 stage_desc = uniform_desc(smem.kv[pipe.index]);
       pipe.advance();
       wgmma_fence();
 #pragma unroll
       for (int index = 0; index < kTilesPerStage; ++index) {
-        const u32 k_desc = stage_descs[stage_in_block] + descriptor_step(index * kTileBytes);
+        const u32 k_desc = stage_desc + descriptor_step(index * kTileBytes);
         const int tile = stage_in_block * kTilesPerStage + index;
         const u32 q_desc = query_desc + descriptor_step(tile * kQueryTileBytes);
 #pragma unroll
@@ -240,8 +233,7 @@ struct Consumer {
     wgmma_fence();
 #pragma unroll
     for (int index = 0; index < kLatentTiles; ++index) {
-      const u32 v_desc = stage_descs[index / kTilesPerStage] +
-                         descriptor_step(index % kTilesPerStage * kTileBytes);
+      const u32 v_desc = uniform_desc(tile(index));
 #pragma unroll
       for (int k = 0; k < kBlockN / 16; ++k) {
         wgmma_mma_trans_a(Element{}, accumulators[index], smem_desc_sw128(v_desc + k * 128),
