@@ -1,29 +1,21 @@
-"""One vLLM engine, in a process of its own: vLLM keeps state of its first engine.
-
-The arguments are a checkpoint, a backend, ``eager`` or ``graphs``, a file of prompts, and the file
-for what the engine did.
-"""
+"""One vLLM engine over a checkpoint."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-# Tokens of a request, and of one whose kernels are counted. Prefill gives the first.
-NEW, COUNTED = 32, 9
+from tests.integrations.engines import COUNTED, NEW, STEP, main
+
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "dtype": "bfloat16",
     "max_model_len": 4096,
     "max_num_seqs": 8,
-    "max_num_batched_tokens": 2048,
+    "max_num_batched_tokens": STEP,
     "gpu_memory_utilization": 0.1,
     "kv_cache_memory_bytes": 1 << 30,
     "enable_prefix_caching": False,  # a second run prefills again
@@ -81,7 +73,4 @@ def launched(call: partial[Any]) -> tuple[dict[str, int], int]:
 
 
 if __name__ == "__main__":
-    checkpoint, backend, mode, prompts_file, result_file = sys.argv[1:]
-    did = run(checkpoint, backend, mode, json.loads(Path(prompts_file).read_text()))
-    Path(result_file).write_text(json.dumps(did))
-    os._exit(0)  # no thread of the engine is waited for
+    main(run)

@@ -1,0 +1,147 @@
+"""Tiny models for engines of servers, what an engine did, and its bounds against transformers.
+
+The module of an engine calls :func:`main`. A test runs it in a process of its own, because
+servers keep state of their first engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS, VOCABULARY = 3, 8192
+# More tokens than a step of the engine takes: prefill splits a prompt.
+LENGTHS = (5, 17, 64, 65, 200, 511, 1000, 1800)
+STEP = 2048
+# Tokens of a request, and of one whose kernels are counted. Prefill gives the first.
+NEW, COUNTED = 32, 9
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": LAYERS,
+    "max_position_embeddings": 4096,
+}
+
+
+def llama() -> Any:
+    """Return a Llama of grouped-query attention."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    return LlamaForCausalLM(LlamaConfig(**SIZES | heads))
+
+
+def deepseek_v3() -> Any:
+    """Return a DeepSeek-V3 of dense layers: rounding may choose other experts."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 512}
+    dense = {"first_k_dense_replace": LAYERS, "mlp_layer_types": ["dense"] * LAYERS}
+    unused = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0}
+    unused |= {"moe_layer_freq": 1}  # transformers has no such field, and SGLang reads it
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**SIZES | heads | dense | unused))
+
+
+def models_in(folder: Path, make: Any, device: str) -> tuple[Any, Any]:
+    """Return a model in bf16, saved in a folder, and the same in fp32."""
+    torch.manual_seed(0)
+    model = make()
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2:
+            # Scores have a standard deviation of 2, so that attention decides tokens.
+            std = 1.0 if "embed_tokens" in name else (2 / weight.shape[1]) ** 0.5
+            torch.nn.init.normal_(weight, std=std)
+    model.bfloat16().save_pretrained(folder)
+    # Loaded, because a cast of the model rounds the frequencies of RoPE too.
+    load = partial(type(model).from_pretrained, folder, attn_implementation="eager")
+    return load(dtype=torch.bfloat16).to(device), load(dtype=torch.float32).to(device)
+
+
+def prompts() -> list[list[int]]:
+    """Return a prompt of random tokens of each length."""
+    return [torch.randint(VOCABULARY, (length,)).tolist() for length in LENGTHS]
+
+
+def main(run: Callable[[str, str, str, list[list[int]]], dict[str, Any]]) -> None:
+    """Run an engine as the arguments say, and write what it did.
+
+    They are a checkpoint, a backend, ``eager`` or ``graphs``, a file of prompts, and the file for
+    the result.
+    """
+    checkpoint, backend, mode, prompts_file, result_file = sys.argv[1:]
+    did = run(checkpoint, backend, mode, json.loads(Path(prompts_file).read_text()))
+    Path(result_file).write_text(json.dumps(did))
+    os._exit(0)  # no thread of the engine is waited for
+
+
+def engine_over(
+    module: str, environment: dict[str, str], folder: Path, backend: str, mode: str, given: Any
+) -> dict[str, Any]:
+    """Return what the engine of a module did over a checkpoint and prompts."""
+    asked, result, log = (folder / name for name in ("prompts", "result", "log"))
+    asked.write_text(json.dumps(given))
+    command = [sys.executable, "-m", module, *map(str, (folder, backend, mode, asked, result))]
+
+    with log.open("w") as output:
+        done = subprocess.run(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=240,
+            cwd=ROOT,
+            env=os.environ | environment,
+            check=False,
+        )
+
+    assert done.returncode == 0, log.read_text()[-8000:]
+    did: dict[str, Any] = json.loads(result.read_text())
+    return did
+
+
+@torch.no_grad()
+def logits_of(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Return the logits from which each of the tokens is chosen."""
+    ids = torch.tensor([prompt + tokens[:-1]], device=model.device)
+    logits: torch.Tensor = model(ids, logits_to_keep=len(tokens), use_cache=False).logits[0]
+    return logits.float()
+
+
+def assert_decodes_by(kernel: str, did: dict[str, Any], mode: str) -> None:
+    """Check that each layer of each decode step launched a kernel, by graphs if so asked."""
+    steps = COUNTED - 1
+    launches = sum(n for name, n in did["kernels"].items() if name.startswith(kernel))
+    assert launches == LAYERS * steps, did["kernels"]
+    assert did["replays"] == (steps if mode == "graphs" else 0)
+
+
+def assert_like_transformers(
+    rounded: Any, exact: Any, given: list[list[int]], did: dict[str, Any]
+) -> None:
+    """Check that the tokens repeat, and that the engine errs about as bf16 does elsewhere."""
+    assert did["repeated"] == did["tokens"]
+    rows = []
+    for prompt, tokens, logprobs in zip(given, did["tokens"], did["logprobs"], strict=True):
+        assert len(tokens) == NEW
+        chosen = torch.tensor(tokens, device=exact.device)[:, None]
+        got, wanted = (logits_of(model, prompt, tokens) for model in (rounded, exact))
+        gap = (wanted.amax(1, keepdim=True) - wanted.gather(1, chosen)).max()
+        error = (got - wanted).abs().max()
+        got, wanted = (each.log_softmax(1).gather(1, chosen)[:, 0] for each in (got, wanted))
+        drift = (torch.tensor(logprobs, device=exact.device) - wanted).abs().mean()
+        rows.append(torch.stack([gap, error, drift, (got - wanted).abs().mean()]))
+    gap, error, drift, usual = torch.stack(rows).T
+    # The bounds are errors of transformers in bf16 over the same tokens. An engine that errs as
+    # much in two logits chooses a token at most twice the largest error below the best one. Mean
+    # errors of two orders of rounding differ less than the largest.
+    assert gap.max() <= 2 * error.max()
+    assert drift.mean() <= 1.5 * usual.mean()
