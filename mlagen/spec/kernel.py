@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import ClassVar
 
 from mlagen.spec.arch import Arch
@@ -112,16 +113,21 @@ class KernelSpec:
 
     def key_fields(self) -> dict[str, str]:
         """Return the fields as stable text, with variant and tile flattened."""
-        named: dict[str, object] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            parts = getattr(value, "_asdict", None)  # a tile's fields
-            if isinstance(value, Variant):
-                named |= {part.name: getattr(value, part.name) for part in fields(value)}
-            else:
-                named |= parts() if parts else {field.name: value}
-        return {name: str(value) for name, value in named.items()}
+        return dict(_key_fields(self))
 
     def __str__(self) -> str:
         named = self.key_fields().items()
         return f"{self.family}({', '.join(f'{name}={value}' for name, value in named)})"
+
+
+@lru_cache(maxsize=1 << 14)  # filters read those of every kernel
+def _key_fields(spec: KernelSpec) -> dict[str, str]:
+    named: dict[str, object] = {}
+    for field in fields(spec):
+        value = getattr(spec, field.name)
+        parts = getattr(value, "_asdict", None)  # a tile's fields
+        if isinstance(value, Variant):
+            named |= {part.name: getattr(value, part.name) for part in fields(value)}
+        else:
+            named |= parts() if parts else {field.name: value}
+    return {name: str(value) for name, value in named.items()}
