@@ -180,9 +180,8 @@ def _sparse_16bit(op: Any, inputs: Inputs) -> Call:
     indices = inputs.topk_indices.flatten(0, 1).unsqueeze(1)
 
     def call(index: int) -> torch.Tensor:
-        out: torch.Tensor = op(queries[index], caches[index], indices, inputs.scale, KV_LORA_RANK)[
-            0
-        ]
+        results = op(queries[index], caches[index], indices, inputs.scale, KV_LORA_RANK)
+        out: torch.Tensor = results[0]
         return out[..., :heads, :]
 
     return call
