@@ -180,7 +180,7 @@ struct PvWarpgroup {
       clear_nan_v(v_loader, end - blocks_done);
       v_loader.load(v, 0);
     }
-    pv_gemm(v_loader, v, descriptor_low(address + kProbabilitiesOffset, 16), stage, rescale_flags);
+    pv_gemm(v_loader, v, descriptor_low(address + kProbabilitiesOffset), stage, rescale_flags);
     __syncwarp();
     if (reload_lane() == 0) arrive(smem.kv_empty[stage_of<kStages>(blocks_done)]);
     ++blocks_done;

@@ -29,7 +29,7 @@ struct QkMma {
   u32 k_desc;
 
   __device__ QkMma(const SharedMemoryPlan& smem, int stage)
-      : q_desc(descriptor_low(shared_address(&smem), 16)) {
+      : q_desc(descriptor_low(shared_address(&smem))) {
     // Opaque: compilers would hoist all descriptors out of the loop, and spill.
     mov_b32(q_desc);
     k_desc = q_desc + descriptor_step(kQueryBytes) + stage * descriptor_step(kKvStageBytes);

@@ -137,7 +137,7 @@ struct PvWarpgroup {
 
   // Loads and dequantizes the V fragments of a step while the preceding MMAs are in flight.
   __device__ void pv_gemm(int stage) {
-    const u32 p_desc = descriptor_low(shared_address(smem.probabilities[stage]), 16);
+    const u32 p_desc = descriptor_low(shared_address(smem.probabilities[stage]));
     const VLoader v_loader(smem.kv[stage]);
     StoredV stored;
     VFragments v[kVBuffers];

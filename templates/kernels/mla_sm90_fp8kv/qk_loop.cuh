@@ -165,8 +165,8 @@ struct QkWarpgroup {
   // wait for the MMAs: the step from S to P is the critical path of the CTA.
   __device__ void process_block(u32 index) {
     const int stage = stage_of<kStages>(blocks_done);
-    const u32 k_desc = warp_uniform(descriptor_low(shared_address(smem.kv[stage]), 16));
-    const u32 q_desc = warp_uniform(descriptor_low(shared_address(smem.query), 16));
+    const u32 k_desc = warp_uniform(descriptor_low(shared_address(smem.kv[stage])));
+    const u32 q_desc = warp_uniform(descriptor_low(shared_address(smem.query)));
     const QkThread qk_thread;
     const int first_token = (work.first_kv_block + static_cast<int>(index)) * kBlockN;
     wait(smem.kv_full[stage], phase_of<kStages>(blocks_done));
