@@ -1,7 +1,7 @@
 """Attention of Hugging Face transformers: decode steps by mlagen, everything else by sdpa.
 
 :func:`register` adds the attention implementations, and :func:`use_mla` makes an MLA model decode
-over its compressed cache. Needs transformers 5.17 or newer: ``pip install mlagen[transformers]``.
+over its compressed cache. Needs transformers 5.17 or newer: ``pip install '.[transformers]'``.
 """
 
 from __future__ import annotations
