@@ -48,13 +48,13 @@ def sm90_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @contextmanager
-def max_heads_per_cta(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def max_kv_heads_per_cta(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make CTAs of GQA calls process the max number of KV heads."""
 
     def max_heads(spec: GqaSm90Spec, problem: ProblemShape, _: int) -> int:
-        return math.gcd(problem.kv_heads, spec.max_heads)
+        return math.gcd(problem.kv_heads, spec.max_kv_heads_per_cta)
 
-    monkeypatch.setattr(gqa_plan, "choose_heads_per_cta", max_heads)
+    monkeypatch.setattr(gqa_plan, "choose_kv_heads_per_cta", max_heads)
     _clear_gqa_caches()
     yield
     _clear_gqa_caches()

@@ -27,7 +27,7 @@ from tests.problems.entry_points import decode_gqa_with_lse, not_written
 from tests.problems.gqa import GqaCase, GqaProblem
 from tests.problems.problem import E4M3
 from tests.sink_values import extreme_sinks
-from tests.sm90_tiles import max_heads_per_cta
+from tests.sm90_tiles import max_kv_heads_per_cta
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -175,7 +175,7 @@ def test_a_block_of_several_heads_is_right_too(
 ) -> None:
     """As many as there are kernels for, though there is too little work for them."""
     problem = given.case.build("cpu")
-    with max_heads_per_cta(monkeypatch):
+    with max_kv_heads_per_cta(monkeypatch):
         for seed in range(2):
             problem.check(*decoded(problem, given.sm_count, seed))
 

@@ -245,7 +245,7 @@ def test_little_work_takes_tiles_of_few_rows(
     decoded: Decode,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Several row tiles per sequence, in one CTA group or in several work tiles."""
+    """Several M tiles per sequence, in one CTA group or in several work tiles."""
     made = given(kind, "little work", 6, **facts)
     problem = made.case.build("cpu")
     taken: list[KernelSpec] = []

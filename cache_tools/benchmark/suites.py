@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 Facts: TypeAlias = dict[str, Any]
 
 _E4M3: Facts = {"dtype": "e4m3"}
-_LISTS: Facts = {"seq_len": 8192, "top_k": 2048}
-_DSA: Facts = {**_LISTS, "kv_dtype": "fp8_ds_mla"}
+_TOPK: Facts = {"seq_len": 8192, "top_k": 2048}
+_DSA: Facts = {**_TOPK, "kv_dtype": "fp8_ds_mla"}
 _NO_ROPE: Facts = {"qk_rope_head_dim": 0, "heads": 64}
 
 # DeepSeek-V3 with tensor parallelism 1, 2 and 8; one long request, which needs split-KV; requests
@@ -67,16 +67,16 @@ _FULL: tuple[tuple[str, Facts], ...] = (
     ("mla", {**_DSA, "batch": 1}),
     ("mla", {**_DSA, "dtype": "e4m3"}),
     ("mla", {**_DSA, "dtype": "e4m3", "heads": 64}),
-    ("mla", {**_LISTS, "batch": 64}),
-    ("mla", {**_LISTS, "heads": 32}),
-    ("mla", {**_LISTS, "heads": 8}),
+    ("mla", {**_TOPK, "batch": 64}),
+    ("mla", {**_TOPK, "heads": 32}),
+    ("mla", {**_TOPK, "heads": 8}),
     # MLA without rope, with tensor parallelism 1 and 8 of GLM-5.3: dense, then sparse.
     ("mla", _NO_ROPE),
     ("mla", {**_NO_ROPE, "heads": 8}),
     ("mla", {**_NO_ROPE, **_E4M3}),
-    ("mla", {**_NO_ROPE, **_LISTS}),
-    ("mla", {**_NO_ROPE, **_LISTS, "heads": 8}),
-    ("mla", {**_NO_ROPE, **_LISTS, "kv_dtype": "e4m3"}),
+    ("mla", {**_NO_ROPE, **_TOPK}),
+    ("mla", {**_NO_ROPE, **_TOPK, "heads": 8}),
+    ("mla", {**_NO_ROPE, **_TOPK, "kv_dtype": "e4m3"}),
     ("mla", {**_NO_ROPE, **_DSA}),
     ("mla", {**_NO_ROPE, **_DSA, "heads": 8}),
     # GQA in bf16.

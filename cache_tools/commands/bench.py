@@ -113,7 +113,7 @@ _ALL = "all"  # --compare without a value
     help="Also measure flashinfer, flashmla or fa3; without a name, all that are found.",
 )
 @click.option(
-    "--peers",
+    "--libraries",
     type=click.Path(path_type=Path),
     metavar="DIR",
     help="Folder of `pip install --target` with the libraries of --compare.",
@@ -154,7 +154,7 @@ def bench(
     ragged: bool,
     modes: list[str] | None,
     compare: list[str] | None,
-    peers: Path | None,
+    libraries: Path | None,
     from_json: Path | None,
     plot: Path | None,
     baseline: Path | None,
@@ -184,8 +184,8 @@ def bench(
     _require_known("compare", compare, (*LIBRARIES, _ALL))
     if suite is not None and (given or ragged):
         raise ArgumentError(f"suite: expected no case option with it, got {suite}")
-    if peers is not None and compare is None:
-        raise ArgumentError(f"peers: expected --compare with it, got {peers}")
+    if libraries is not None and compare is None:
+        raise ArgumentError(f"libraries: expected --compare with it, got {libraries}")
     cases = select_cases(families, given, is_ragged=ragged, suite=suite or "quick", pattern=pattern)
     allowed = parse_tolerance(tolerance)
     earlier = None if baseline is None else read_document("baseline", baseline)
@@ -195,7 +195,7 @@ def bench(
         is_chosen = suite or families is not None or given or ragged or pattern is not None
         document = _read_results(from_json, cases if is_chosen else None, modes, compare)
     else:
-        document = _measure(cases, modes or list(MODES[:1]), compare, peers)
+        document = _measure(cases, modes or list(MODES[:1]), compare, libraries)
     changes = None if earlier is None else changes_since(earlier, document)
     text = console(stderr=True)
     if as_json:
@@ -232,16 +232,16 @@ def _read_results(
 
 
 def _measure(
-    cases: list[Case], modes: list[str], compare: list[str] | None, peers: Path | None
+    cases: list[Case], modes: list[str], compare: list[str] | None, libraries: Path | None
 ) -> dict[str, Any]:
     from ..benchmark.run import run_cases
 
-    machine = _machine(compare, peers)
+    machine = _machine(compare, libraries)
     with bench_progress() as on_step:
         return run_cases(cases, machine, on_step, modes)
 
 
-def _machine(compare: list[str] | None, peers: Path | None) -> Machine:
+def _machine(compare: list[str] | None, libraries: Path | None) -> Machine:
     """Return the current GPU as the measuring machine.
 
     Raises
@@ -271,4 +271,4 @@ def _machine(compare: list[str] | None, peers: Path | None) -> Machine:
 
     if compare is None:
         return Gpu()
-    return Gpu(find_baselines([] if compare == [_ALL] else compare, peers))
+    return Gpu(find_baselines([] if compare == [_ALL] else compare, libraries))

@@ -151,8 +151,8 @@ def _variant(key_fields: Mapping[str, str]) -> str:
     out = key_fields.get("out_dtype")
     if out != key_fields.get("query_dtype") and out:
         words.append(f"{out} out")
-    if (heads := key_fields.get("heads_per_cta", "1")) != "1":
-        words.append(f"{heads} heads per CTA")
+    if (heads := key_fields.get("kv_heads_per_cta", "1")) != "1":
+        words.append(f"{heads} KV heads per CTA")
     return ", ".join(words)
 
 

@@ -242,7 +242,7 @@ _KERNEL: Part = {
     **_RESOURCES,
     "dynamic_shared_bytes": Field("integer", "dynamic shared memory of a CTA"),
     "max_active_ctas": Field("integer", "CTAs that an SM holds at once"),
-    "code_bytes": Field("integer", "size of the machine code"),
+    "code_bytes": Field("integer", "size of the SASS"),
     "template": Field("text", "the template that it is rendered from"),
     "includes": Field(
         "list of text",

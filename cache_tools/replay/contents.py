@@ -28,9 +28,9 @@ _SCORE_SCALE = 192**-0.5
 _TOKEN_SCALES = ("k.scales", "kv_scales", "ckv_scale_arr", "q_scale", "bmm2_scale", "kv_scale")
 _BLOCK_SCALES = ("kv_cache_sf", "k_sf_cache", "v_sf_cache")
 
-# Widths of packed rows: 512 e4m3, then four scales of fp8_ds_mla, then 64 bf16 with a rope part.
+# Widths of FP8 rows: 512 e4m3, then four scales of fp8_ds_mla, then 64 bf16 with a rope part.
 _FP8_DS_MLA, _FP8_DS_MLA_WITHOUT_ROPE, _FP8_PER_TOKEN = 656, 528, 640
-_PACKED_WIDTHS = {_FP8_DS_MLA, _FP8_DS_MLA_WITHOUT_ROPE, _FP8_PER_TOKEN}
+_FP8_ROW_WIDTHS = {_FP8_DS_MLA, _FP8_DS_MLA_WITHOUT_ROPE, _FP8_PER_TOKEN}
 
 # Of `kv_layout`, which a dump omits.
 _DEFAULT_LAYOUTS = {"trtllm_batch_decode_with_kv_cache": "HND"}
@@ -157,7 +157,7 @@ def _random(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.
     made = _Random(like, generator)
     if name in _SCORE_SCALES and like.numel() == 1:
         return torch.full_like(like, _SCORE_SCALE)
-    if like.element_size() == 1 and like.dim() and like.shape[-1] in _PACKED_WIDTHS:
+    if like.element_size() == 1 and like.dim() and like.shape[-1] in _FP8_ROW_WIDTHS:
         return made.packed_rows()
     if name.startswith(_BLOCK_SCALES):
         return made.bytes(0x30, 0x40)  # e4m3 from 0.5 to 1.9

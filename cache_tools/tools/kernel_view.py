@@ -161,7 +161,7 @@ def tile_of(spec: KernelSpec) -> dict[str, int]:
 
 
 def code_bytes(cubin: bytes) -> int:
-    """Return the size of the machine code: of the ``.text`` sections of an ELF file."""
+    """Return the size of the SASS: of the ``.text`` sections of an ELF file."""
     (table,) = struct.unpack_from("<Q", cubin, 40)
     header_bytes, count, names_index = struct.unpack_from("<HHH", cubin, 58)
     headers = [struct.unpack_from("<IIQQQQ", cubin, table + header_bytes * i) for i in range(count)]

@@ -108,7 +108,7 @@ class KernelSpec:
         return self.is_cooperative
 
     def serves(self, call: CallShape) -> bool:  # noqa: ARG002 - for the families that depend on it
-        """Whether the call uses this tile and these heads per CTA of the variant."""
+        """Whether the call uses this tile and these KV heads per CTA of the variant."""
         return True
 
     def key_fields(self) -> dict[str, str]:

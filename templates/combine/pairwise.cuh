@@ -22,7 +22,8 @@ struct PairWeights {
 };
 
 // Adds the state of the other split of a row to that of this one.
-__device__ inline PairWeights combine_states(RowState& own, const PartialState& other, int scale) {
+__device__ inline PairWeights combine_pair_states(RowState& own, const PartialState& other,
+                                                  int scale) {
   const RowState states[2] = {own, other};
   float weights[2];
   own.row_max = max_of(states);
@@ -44,7 +45,7 @@ struct RowPairs {
     if (row < kBlockM) {
       PartialState& state = combine_smem.state(0, row);
       RowState own = rows.state(row);
-      const PairWeights weights = combine_states(own, state, 0);
+      const PairWeights weights = combine_pair_states(own, state, 0);
       rows.set_state(row, own);
       state.row_max = weights.own;
       state.row_sum = weights.other;
@@ -68,7 +69,7 @@ struct RowPairs<RowState[kCount]> {
     const int scale = scale_of_warp(reload_warp());
 #pragma unroll
     for (int r = 0; r < kCount; ++r) {
-      weights[r] = combine_states(rows[r], combine_smem.state(0, row_of(r)), scale);
+      weights[r] = combine_pair_states(rows[r], combine_smem.state(0, row_of(r)), scale);
     }
   }
 

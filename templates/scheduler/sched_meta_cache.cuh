@@ -119,9 +119,8 @@ __device__ __noinline__ inline void compute_schedule(const Params& params, int c
   __syncthreads();
 }
 
-// Called by all threads, after the barriers are initialized. Waits for the preceding kernel, whose
-// tail overlaps what comes before (PDL). Advances `scheduler` to the CTA's first work item and
-// returns that item.
+// Called by all threads, after the barriers are initialized. Waits for the preceding kernel
+// (PDL). Advances `scheduler` to the CTA's first work item and returns that item.
 __device__ inline WorkCoord find_initial_work(const Params& params,
                                               SchedulerStorage& scheduler_storage,
                                               TileScheduler& scheduler) {

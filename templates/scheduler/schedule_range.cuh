@@ -147,8 +147,8 @@ struct SchedulerState {
 struct WorkCoord {
   decltype(SeqInfo::first_query) first_query;  // index of the sequence's first query token
   int seq_idx;  // -1 after the last work item
-  int first_row;  // of the row tile, among the sequence's rows
-  int rows;  // of the row tile; the other rows up to kBlockM are padding
+  int first_row;  // of the M tile, among the sequence's rows
+  int rows;  // of the M tile; the other rows up to kBlockM are padding
   int first_kv_block;
   int num_kv_blocks;  // of this split
   int kv_end;  // end of the tokens that any row of the tile attends to

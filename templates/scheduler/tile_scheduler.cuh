@@ -1,5 +1,5 @@
 // Stream-K tile scheduler: iterates over the work items of a CTA's range. A work item is one split
-// of one work tile, for the row tile of this CTA's rank in its CTA group.
+// of one work tile, for the M tile of this CTA's rank in its CTA group.
 
 #pragma once
 

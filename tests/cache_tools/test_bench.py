@@ -32,8 +32,8 @@ def use(monkeypatch: Patch) -> Use:
     def use_it(machine: FakeMachine) -> list[object]:
         compared: list[object] = []
 
-        def make(compare: list[str] | None, peers: Path | None) -> FakeMachine:
-            compared.append((compare, peers))
+        def make(compare: list[str] | None, libraries: Path | None) -> FakeMachine:
+            compared.append((compare, libraries))
             return machine
 
         monkeypatch.setattr(bench, "_machine", make)
@@ -60,7 +60,7 @@ BOTH = ["flashmla", "fa3"]
             (["all"], None),
         ),
         (
-            "bench --suite full --filter ^gqa.*int8 --compare flashmla,fa3 --peers site",
+            "bench --suite full --filter ^gqa.*int8 --compare flashmla,fa3 --libraries site",
             ["gqa bf16/int8, 128 x 4096, 64/8 heads, fresh"],
             (BOTH, Path("site")),
         ),

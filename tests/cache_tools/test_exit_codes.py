@@ -107,7 +107,7 @@ BAD_USAGE = {
     "bench --filter none": "filter: expected a part of a case's name, got none",
     "bench --mode hot": "mode: expected one of fresh, sustained, model, got hot",
     "bench --compare cutlass": "compare: expected one of flashinfer, flashmla, fa3, all, ",
-    "bench --peers site": "peers: expected --compare with it, got site",
+    "bench --libraries site": "libraries: expected --compare with it, got site",
     "bench --suite full --heads 8": "suite: expected no case option with it, got full",
     "bench --tolerance 3": "tolerance: expected a percentage such as 3%, got 3",
     "bench --baseline none": "baseline: expected a file of mlagen bench --json, got none",

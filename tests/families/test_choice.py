@@ -198,17 +198,17 @@ def test_a_cta_takes_one_head_if_tiles_of_several_heads_exceed_32_bits(
     launches: Launches, monkeypatch: Patch
 ) -> None:
     """One head per CTA makes larger KV tiles, so that their number fits in 32 bits."""
-    monkeypatch.setattr(gqa_plan, "choose_heads_per_cta", lambda *_: 2)
+    monkeypatch.setattr(gqa_plan, "choose_kv_heads_per_cta", lambda *_: 2)
     gqa_plan.plan_gqa_sm90_call.cache_clear()
     heads = []
     for most in (2, 1):
         monkeypatch.setattr(
             gqa_launch,
             "fits_in_int32",
-            lambda spec, *_, most=most: spec.heads_per_cta <= most,
+            lambda spec, *_, most=most: spec.kv_heads_per_cta <= most,
         )
         call = choose(replace(GQA, kv="e4m3", page_size=64), launches, "auto").call
-        heads.append(call.decode.spec.heads_per_cta)
+        heads.append(call.decode.spec.kv_heads_per_cta)
     gqa_plan.plan_gqa_sm90_call.cache_clear()
 
     assert heads == [2, 1]

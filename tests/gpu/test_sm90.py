@@ -27,7 +27,7 @@ from tests.problems.gqa import GqaCase
 from tests.problems.mla import KINDS, MlaCase, mla_case
 from tests.problems.problem import E4M3, Problem
 from tests.problems.zero_rope import assert_zero_rope_changes_nothing, latent_part
-from tests.sm90_tiles import choose_kernel, max_heads_per_cta, needs_sm90
+from tests.sm90_tiles import choose_kernel, max_kv_heads_per_cta, needs_sm90
 from tests.uneven_scales import SCALE_STEPS, with_scale_steps
 
 pytestmark = [needs_sm90, pytest.mark.usefixtures("sm90", "_heads")]
@@ -78,8 +78,8 @@ GQA_TILES: dict[str, dict[str, Any]] = {
     "two tiles": {"group": 16, "q_len": 3},
     "a CTA group of one": {"group": 3, "kv_heads": 1},
     "a CTA group of 8": {"group": 2, "kv_heads": 8},
-    "two heads per CTA": {"group": 3, "kv_heads": 6, "kv": "e4m3"},
-    "four heads per CTA": {"group": 2, "kv_heads": 8, "kv": "e4m3", "head_dim": 64},
+    "two KV heads per CTA": {"group": 3, "kv_heads": 6, "kv": "e4m3"},
+    "four KV heads per CTA": {"group": 2, "kv_heads": 8, "kv": "e4m3", "head_dim": 64},
 }
 GQA_LENGTHS = {
     "many splits": (20000,),
@@ -160,7 +160,7 @@ DELAYED = [
 @pytest.fixture
 def _heads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make CTAs of GQA calls process the max number of heads."""
-    with max_heads_per_cta(monkeypatch):
+    with max_kv_heads_per_cta(monkeypatch):
         yield
 
 

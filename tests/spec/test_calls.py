@@ -65,11 +65,11 @@ CANDIDATES: dict[str, tuple[Any, Arch, Any, int, list[KernelSpec]]] = {
         *(mla_call_specs, SM_90A, replace(BF16, kv_lora_rank=256), 16),
         [mla_sm80(kv_lora_rank=256), combine(dim=256)],
     ),
-    # One sm90 kernel per number of heads per CTA; a combine in the output dtype.
+    # One sm90 kernel per number of KV heads per CTA; a combine in the output dtype.
     "GQA, e4m3": (
         *(gqa_call_specs, SM_90A, GQA, 4),
         [
-            *(gqa_sm90(**TO_E4M3), gqa_sm90(heads_per_cta=2, **TO_E4M3)),
+            *(gqa_sm90(**TO_E4M3), gqa_sm90(kv_heads_per_cta=2, **TO_E4M3)),
             *(gqa_sm80(**TO_E4M3), combine(dtype=DType.E4M3, dim=128)),
         ],
     ),

@@ -44,7 +44,7 @@ _MLA_KERNELS = 2 * 2 * 3 * (2 * 4 + len(PAGE_SIZES))
 # Four dtype pairs have two dims and three modes, fp8_per_token has one; three tiles each.
 _FP8KV_KERNELS = (4 * 2 * 3 + 1) * 3 * len(PAGE_SIZES)
 # Query and cache of one dtype, or e4m3 with either output; four page sizes; tiles of three head
-# dims, the smallest of them for one, two or four heads per CTA.
+# dims, the smallest of them for one, two or four KV heads per CTA.
 _GQA_KERNELS = 2 * 4 * ((4 + 3 + 2) + 2 * (5 + 4 + 2))
 MLA_FAMILIES = {
     "mla_sm90": Family(BF16, mla_sm90_spec, mla_sm90_specs, _MLA_KERNELS, mla_sm90),
@@ -229,8 +229,8 @@ def test_a_cta_processes_one_head_or_the_max_that_divides_the_heads(
     call = CallShape(heads=24, kv_heads=kv_heads, q_len=1)
     kernels = gqa.with_all_heads(gqa_sm90(kv_dtype=DType.E4M3, head_dim=64))
 
-    assert [spec.heads_per_cta for spec in kernels] == [1, 2, 4]
-    assert [spec.heads_per_cta for spec in kernels if spec.serves(call)] == serving
+    assert [spec.kv_heads_per_cta for spec in kernels] == [1, 2, 4]
+    assert [spec.kv_heads_per_cta for spec in kernels if spec.serves(call)] == serving
 
 
 @pytest.mark.parametrize(
@@ -246,9 +246,9 @@ def test_heads_of_a_cta_are_256_bytes_of_a_token(
 ) -> None:
     """Only tiles of eight rows have several heads; tile and ring sizes are those of one head."""
     one = gqa_sm90(kv_dtype=kv_dtype, head_dim=head_dim, rows=rows)
-    all_heads = replace(one, heads_per_cta=heads)
+    all_heads = replace(one, kv_heads_per_cta=heads)
 
-    assert one.max_heads == heads
+    assert one.max_kv_heads_per_cta == heads
     assert all_heads.block_n * heads == one.block_n
     assert all_heads.block_n * all_heads.token_bytes == one.block_n * one.row_bytes
     assert all_heads.stages == one.stages

@@ -42,7 +42,7 @@ class Batch:
 
 
 class Tile(NamedTuple):
-    """A row tile of a sequence, of one KV head."""
+    """An M tile of a sequence, of one KV head."""
 
     seq_idx: int
     kv_head: int
@@ -80,14 +80,14 @@ def schedule_of(
             "is_causal": batch.is_causal,
         }
     else:
-        row_tiles = -(-q_lens[0] * batch.heads // scheduler.spec.block_m)
-        num_tiles = 1 if batch.is_ragged() else row_tiles
+        m_tiles = -(-q_lens[0] * batch.heads // scheduler.spec.block_m)
+        num_tiles = 1 if batch.is_ragged() else m_tiles
         total_tiles = len(batch.seqs) * num_tiles
         params |= {
             "kv_heads": batch.cta_group_size,
             "group_size": batch.heads,
             "tokens": ends[-1],
-            "row_tiles": 0 if batch.is_ragged() else row_tiles,
+            "m_tiles": 0 if batch.is_ragged() else m_tiles,
             "num_tiles": num_tiles,
             "takes_whole_tiles": not batch.is_ragged() and total_tiles >= 2 * batch.num_cta_groups,
             "window": batch.window if batch.is_causal else MAX_TOKENS,
@@ -122,7 +122,7 @@ class Attended(NamedTuple):
 
 
 def tiles_of(scheduler: TileScheduler, batch: Batch) -> dict[Tile, Attended]:
-    """Return all row tiles, and what their rows attend to."""
+    """Return all M tiles, and what their rows attend to."""
     spec = scheduler.spec
     is_mla = isinstance(spec, MlaSm90Spec)
     found = {}

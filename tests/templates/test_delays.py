@@ -18,7 +18,7 @@ from tests.launch_repeats import delayed_source
 KERNELS: dict[str, tuple[KernelSpec, Mapping[str, int], str]] = {
     "gqa_sm90": (gqa_sm90(), GQA, "  __syncwarp();\n"),
     "gqa_sm90, several heads": (
-        gqa_sm90(kv_dtype=DType.E4M3, heads_per_cta=2),
+        gqa_sm90(kv_dtype=DType.E4M3, kv_heads_per_cta=2),
         GQA,
         "  __syncwarp();\n",
     ),

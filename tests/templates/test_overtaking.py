@@ -30,7 +30,7 @@ KERNELS: list[KernelSpec] = [
     if rows * head_dim <= 32 * 128
 ]
 KERNELS += [
-    gqa_sm90(kv_dtype=DType.E4M3, heads_per_cta=2),
+    gqa_sm90(kv_dtype=DType.E4M3, kv_heads_per_cta=2),
     mla_sm90(rows=16),
     mla_sm90(rows=64),
     mla_sm90(rows=64, lookup="sparse"),

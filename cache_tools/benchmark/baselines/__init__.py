@@ -36,7 +36,7 @@ def find_baselines(libraries: Iterable[str], folder: Path | None = None) -> list
     wanted = list(dict.fromkeys(libraries))
     if folder is not None:
         if not folder.is_dir():
-            raise ArgumentError(f"peers: expected a folder of packages, got {folder}")
+            raise ArgumentError(f"libraries: expected a folder of packages, got {folder}")
         sys.path.insert(0, os.fspath(folder.resolve()))
     found = []
     for name in wanted or LIBRARIES:

@@ -60,7 +60,7 @@ def has_16bit_query(case: Case) -> bool:
     return case.family == "gqa" and case.kv_dtype is DType.E4M3
 
 
-def with_lists_as_tables(inputs: Inputs) -> Inputs:
+def with_topk_as_tables(inputs: Inputs) -> Inputs:
     """Return sparse inputs as dense ones: each query token a request with pages of one token."""
     case, indices = inputs.case, inputs.topk_indices
     if indices is None:

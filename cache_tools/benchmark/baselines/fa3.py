@@ -17,11 +17,11 @@ from .baseline import (
     cu_seqlens_q_of,
     has_16bit_query,
     shared_library,
-    with_lists_as_tables,
+    with_topk_as_tables,
 )
 
 PACKAGES = "vllm"
-INSTALL = "pip install --no-deps --target DIR vllm, and pass --peers DIR"
+INSTALL = "pip install --no-deps --target DIR vllm, and pass --libraries DIR"
 
 
 def find() -> list[Baseline]:
@@ -45,7 +45,7 @@ def _mla_call(ops: Any, inputs: Inputs) -> Call:
     The kernel has keys of 64 elements. Without a rope part, as in vLLM, they are the first latent
     ones, under a query of zeros that is made here, once.
     """
-    inputs = with_lists_as_tables(inputs)
+    inputs = with_topk_as_tables(inputs)
     queries = [query.flatten(0, 1) for query in inputs.queries]
     attend = _attention(ops, inputs, QK_ROPE_HEAD_DIM, KV_LORA_RANK, None)
     has_rope = inputs.case.qk_rope_head_dim > 0

@@ -17,7 +17,7 @@ from .baseline import (
     block_table_of,
     cu_seqlens_q_of,
     has_16bit_query,
-    with_lists_as_tables,
+    with_topk_as_tables,
 )
 
 PACKAGES = "flashinfer-python"
@@ -54,7 +54,7 @@ def flashinfer_call(inputs: Inputs) -> Call:
 def _mla_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
-    inputs = with_lists_as_tables(inputs)
+    inputs = with_topk_as_tables(inputs)
     case, device = inputs.case, inputs.seq_lens.device
     wrapper = BatchMLAPagedAttentionWrapper(workspace, backend="auto")
     wrapper.plan(

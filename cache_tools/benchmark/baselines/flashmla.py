@@ -16,7 +16,7 @@ from ..inputs import Inputs
 from .baseline import Baseline, SharedLibrary, shared_library
 
 PACKAGES = "vllm or sgl-flash-mla"
-INSTALL = "pip install --no-deps --target DIR vllm sgl-flash-mla, and pass --peers DIR"
+INSTALL = "pip install --no-deps --target DIR vllm sgl-flash-mla, and pass --libraries DIR"
 
 # The kernels take pages of this many tokens only.
 _PAGE_SIZE = 64
@@ -146,7 +146,7 @@ def _dense_fp8(ops: Any, inputs: Inputs) -> Call:
 
 
 def _sparse(op: Any, inputs: Inputs) -> Call:
-    """Return the call over packed rows; without a rope part their size does not name them."""
+    """Return the call over `fp8_ds_mla` rows; without a rope part their size does not name them."""
     heads, queries = inputs.case.heads, _padded(inputs)
     caches = [keys.data.view(torch.float8_e4m3fn) for keys in inputs.keys]
     kv_format = None if inputs.case.qk_rope_head_dim else "V32_NO_ROPE"

@@ -9,13 +9,13 @@ from mlagen.families.common.problem import ProblemShape
 from mlagen.spec.gqa.sm80 import GqaSm80Spec, GqaTile
 from mlagen.spec.mla.sm80 import MlaSm80Spec, MlaTile
 
-# Cost model, in the time of a tile whose CTA has an SM of its own. Fitted to sweeps of num_splits
-# on an H200, see docs/explanation/performance.md; the SM count enters by the waves alone.
-_CTA_OVERHEAD_TILES = 3  # of a CTA, besides its tiles
-_SHARED_TILE = 1.7  # of a tile, where CTAs share an SM
+# Cost model, in the time of a KV block whose CTA has an SM of its own. Fitted to sweeps of
+# num_splits on an H200 (docs/explanation/performance.md); the SM count enters by the waves alone.
+_CTA_OVERHEAD_BLOCKS = 3  # of a CTA, besides its KV blocks
+_SHARED_BLOCK = 1.7  # of a KV block, where CTAs share an SM
 _SHARED_CTA_OVERHEAD_PER_DIM = 1 / 256  # more overhead of such a CTA, per output dim
-_COMBINE_TILES = 1  # of the combine kernel
-_COMBINE_TILES_PER_PASS = 1 / 2  # of each of its passes
+_COMBINE_BLOCKS = 1  # of the combine kernel
+_COMBINE_BLOCKS_PER_PASS = 1 / 2  # of each of its passes
 _SPLITS_PER_PASS = 32  # kSplitsPerStep of each of 4 warps in kernels/combine/combine.cuh
 
 # Max waves of CTAs when KV is split.
@@ -26,7 +26,7 @@ _MAX_SPLIT_WAVES = 4
 class Sm80Plan:
     """Grid and workspace of one call."""
 
-    row_tiles: int  # per sequence (and KV head); of all sequences if ragged
+    m_tiles: int  # per sequence (and KV head); of all sequences if ragged
     num_splits: int
     num_ctas: int
     partial_rows_offset: int  # bytes in the workspace, of the partial LSEs; partial outputs first
@@ -61,22 +61,22 @@ def _plan(
     slices: int = 1,
 ) -> Sm80Plan:
     if shape.q_len:
-        row_tiles = -(-shape.q_len * shape.group_size // tile.block_m)
-        num_ctas = shape.batch * row_tiles
+        m_tiles = -(-shape.q_len * shape.group_size // tile.block_m)
+        num_ctas = shape.batch * m_tiles
     else:
         rows = shape.total_rows // shape.kv_heads
-        num_ctas = row_tiles = _ragged_tiles(rows, tile.block_m, shape.batch)
+        num_ctas = m_tiles = _ragged_tiles(rows, tile.block_m, shape.batch)
     num_ctas *= shape.kv_heads * slices
     splits = _splits(
         num_ctas,
         sm_count=sm_count,
         ctas_per_sm=tile.ctas_per_sm,
-        tiles=max(1, -(-shape.max_kv_len // block_n)),
+        kv_blocks=max(1, -(-shape.max_kv_len // block_n)),
         head_dim=head_dim,
     )
     partial_rows = splits * shape.total_rows if splits > 1 else 0
     return Sm80Plan(
-        row_tiles=row_tiles,
+        m_tiles=m_tiles,
         num_splits=splits,
         num_ctas=num_ctas * splits,
         partial_rows_offset=partial_rows * head_dim * 4,
@@ -85,7 +85,7 @@ def _plan(
 
 
 def _ragged_tiles(total_rows: int, block_m: int, batch: int) -> int:
-    """Return the row tiles of ragged sequences, whose query lengths are on the device.
+    """Return the M tiles of ragged sequences, whose query lengths are on the device.
 
     A tile holds rows of one sequence. Sequence b owns the tiles from ``floor(its first row /
     block_m) + b`` on: as many as its rows need, or one more.
@@ -93,23 +93,25 @@ def _ragged_tiles(total_rows: int, block_m: int, batch: int) -> int:
     return total_rows // block_m + batch
 
 
-def _splits(num_ctas: int, *, sm_count: int, ctas_per_sm: int, tiles: int, head_dim: int) -> int:
+def _splits(
+    num_ctas: int, *, sm_count: int, ctas_per_sm: int, kv_blocks: int, head_dim: int
+) -> int:
     slots = sm_count * ctas_per_sm
-    max_splits = min(tiles, max(1, _MAX_SPLIT_WAVES * slots // max(1, num_ctas)))
+    max_splits = min(kv_blocks, max(1, _MAX_SPLIT_WAVES * slots // max(1, num_ctas)))
 
     def cost(splits: int) -> tuple[float, int]:
         waves = -(-num_ctas * splits // slots)
-        tiles_per_split = -(-tiles // splits)
-        cta: float = _CTA_OVERHEAD_TILES + tiles_per_split
+        blocks_per_split = -(-kv_blocks // splits)
+        cta: float = _CTA_OVERHEAD_BLOCKS + blocks_per_split
         if ctas_per_sm > 1 and num_ctas * splits > sm_count:
-            cta = _CTA_OVERHEAD_TILES + _SHARED_TILE * tiles_per_split
+            cta = _CTA_OVERHEAD_BLOCKS + _SHARED_BLOCK * blocks_per_split
             cta += _SHARED_CTA_OVERHEAD_PER_DIM * head_dim
         passes = -(-splits // _SPLITS_PER_PASS)
-        combine = _COMBINE_TILES + _COMBINE_TILES_PER_PASS * passes if splits > 1 else 0
+        combine = _COMBINE_BLOCKS + _COMBINE_BLOCKS_PER_PASS * passes if splits > 1 else 0
         return waves * cta + combine, splits
 
     splits = min(range(1, max_splits + 1), key=cost)
-    return -(-tiles // -(-tiles // splits))  # no empty split
+    return -(-kv_blocks // -(-kv_blocks // splits))  # no empty split
 
 
 def _partial_row_bytes(dims: int) -> int:

@@ -18,7 +18,7 @@ _MAX_GROUP_TOKEN_BYTES = 1024
 # counts.
 _BYTES_PER_US = 4_500_000  # of HBM, which 28 SMs saturate
 _BYTES_PER_US_OF_SM = 160_000  # of one SM
-_DECODED_PER_US_OF_SM = 85_000  # of one SM that converts the KV cache
+_DEQUANT_BYTES_PER_US_OF_SM = 85_000  # of one SM that dequantizes the KV cache
 _COMBINE_US = 1.3  # fixed cost of a combine
 _SPLIT_US = 0.1  # cost per split
 _UNEVEN_US = 2.0  # of CTAs whose range is neither whole work tiles nor equal splits
@@ -37,12 +37,12 @@ _MIN_WHOLE_TILES = 2
 class GqaSm90Plan:
     """Grid and workspace of one call."""
 
-    cta_group_size: int  # CTAs that process KV heads and row tiles of the same tokens together
+    cta_group_size: int  # CTAs that process KV heads and M tiles of the same tokens together
     num_cta_groups: int
     num_ctas: int
     takes_whole_tiles: bool  # of equal tiles, a range has whole ones
-    row_tiles: int  # per KV head of a sequence; 0 if ragged
-    num_tiles: int  # work tiles per sequence; per row tile of a KV head if ragged
+    m_tiles: int  # per KV head of a sequence; 0 if ragged
+    num_tiles: int  # work tiles per sequence; per M tile of a KV head if ragged
     total_tiles: int  # of all sequences; an upper bound if ragged, for ascending offsets
     partial_rows_offset: int  # bytes in the workspace; the partial outputs come first
     workspace_bytes: int
@@ -54,22 +54,22 @@ def plan_gqa_sm90(spec: GqaSm90Spec, shape: ProblemShape, sm_count: int) -> GqaS
     ``max_kv_len`` affects only the speed: CTAs derive their ranges from the lengths on the device.
     """
     rows = spec.block_m
-    row_tiles = -(-shape.q_len * shape.group_size // rows)
-    ctas = shape.kv_heads // spec.heads_per_cta * max(row_tiles, 1)
-    max_size = max(row_tiles, _MAX_GROUP_TOKEN_BYTES // spec.token_bytes)
+    m_tiles = -(-shape.q_len * shape.group_size // rows)
+    ctas = shape.kv_heads // spec.kv_heads_per_cta * max(m_tiles, 1)
+    max_size = max(m_tiles, _MAX_GROUP_TOKEN_BYTES // spec.token_bytes)
     cta_group_size = _cta_group_size(ctas, max_size, sm_count)
     num_tiles = ctas // cta_group_size
     total_tiles = shape.batch * num_tiles
     if not shape.q_len:
         total_tiles += shape.total_rows // (shape.kv_heads * rows) * num_tiles
-    tiles = max(1, -(-shape.max_kv_len // spec.block_n))
-    # A window that begins inside a tile covers one tile more.
+    kv_blocks = max(1, -(-shape.max_kv_len // spec.block_n))
+    # A window that begins inside a KV block covers one block more.
     max_cta_groups = (
-        min(sm_count // cta_group_size, total_tiles * (tiles + 1)) if shape.total_rows else 0
+        min(sm_count // cta_group_size, total_tiles * (kv_blocks + 1)) if shape.total_rows else 0
     )
     is_uniform = shape.q_len > 0  # as far as the host knows; ragged sequences differ in rows
     num_cta_groups = (
-        _num_cta_groups(spec, total_tiles, tiles, cta_group_size, max_cta_groups)
+        _num_cta_groups(spec, total_tiles, kv_blocks, cta_group_size, max_cta_groups)
         if is_uniform
         else max_cta_groups
     )
@@ -84,7 +84,7 @@ def plan_gqa_sm90(spec: GqaSm90Spec, shape: ProblemShape, sm_count: int) -> GqaS
             and tiles_of_range >= _MIN_WHOLE_TILES
             and tiles_of_range * num_cta_groups * (1 - _MAX_IDLE) <= total_tiles
         ),
-        row_tiles=row_tiles,
+        m_tiles=m_tiles,
         num_tiles=num_tiles,
         total_tiles=total_tiles,
         partial_rows_offset=num_ctas * _partial_rows(spec) * spec.variant.head_dim * 4,
@@ -98,17 +98,17 @@ def gqa_sm90_bytes_per_cta(spec: GqaSm90Spec) -> int:
 
 
 def _partial_rows(spec: GqaSm90Spec) -> int:
-    return 2 * spec.heads_per_cta * spec.block_m  # a CTA stores at most two splits
+    return 2 * spec.kv_heads_per_cta * spec.block_m  # a CTA stores at most two splits
 
 
-def choose_heads_per_cta(spec: GqaSm90Spec, shape: ProblemShape, sm_count: int) -> int:
+def choose_kv_heads_per_cta(spec: GqaSm90Spec, shape: ProblemShape, sm_count: int) -> int:
     """Return the number of KV heads per CTA.
 
     The maximum, if nearly every SM still gets a whole work tile: the memory bandwidth is higher,
     and there are fewer epilogues. Otherwise one, since larger work tiles need more splits.
     """
-    heads = math.gcd(shape.kv_heads, spec.max_heads)
-    plan = plan_gqa_sm90(replace(spec, heads_per_cta=heads), shape, sm_count)
+    heads = math.gcd(shape.kv_heads, spec.max_kv_heads_per_cta)
+    plan = plan_gqa_sm90(replace(spec, kv_heads_per_cta=heads), shape, sm_count)
     min_tiles = sm_count // plan.cta_group_size * (1 - _MAX_IDLE)
     return heads if shape.batch * plan.num_tiles >= min_tiles else 1
 
@@ -120,7 +120,7 @@ def fits_in_int32(spec: GqaSm90Spec, plan: GqaSm90Plan, max_tokens: int) -> bool
 
 
 def _num_cta_groups(
-    spec: GqaSm90Spec, num_tiles: int, tiles: int, cta_group_size: int, max_cta_groups: int
+    spec: GqaSm90Spec, num_tiles: int, kv_blocks: int, cta_group_size: int, max_cta_groups: int
 ) -> int:
     """Return the number of CTA groups with the lowest modeled time, all sequences at max length.
 
@@ -138,8 +138,8 @@ def _num_cta_groups(
                 if num_tiles % num_cta_groups == 0
             )
         ]
-    tile_bytes = 2 * spec.block_n * spec.token_bytes
-    rate_of_sm = _DECODED_PER_US_OF_SM if spec.dequants_kv else _BYTES_PER_US_OF_SM
+    kv_block_bytes = 2 * spec.block_n * spec.token_bytes
+    rate_of_sm = _DEQUANT_BYTES_PER_US_OF_SM if spec.dequants_kv else _BYTES_PER_US_OF_SM
 
     def microseconds(num_cta_groups: int) -> float:
         idle = 1 - num_cta_groups / max_cta_groups
@@ -149,7 +149,7 @@ def _num_cta_groups(
         is_even = num_cta_groups in even
         splits = -(-num_cta_groups // num_tiles) + (0 if is_even else 1)
         combine = _COMBINE_US + _SPLIT_US * splits if splits > 1 else 0.0
-        reading = -(-num_tiles * tiles // num_cta_groups) * num_ctas * tile_bytes / rate
+        reading = -(-num_tiles * kv_blocks // num_cta_groups) * num_ctas * kv_block_bytes / rate
         return reading + combine + (0.0 if is_even else _UNEVEN_US)
 
     return min(

@@ -9,7 +9,7 @@ from mlagen.families.common.launchers import rounded_up
 from mlagen.families.common.plan_sm80 import Sm80Plan, plan_gqa_sm80
 from mlagen.families.common.problem import ProblemShape
 from mlagen.families.gqa.args import GqaArgs
-from mlagen.families.gqa.plan_sm90 import GqaSm90Plan, choose_heads_per_cta, plan_gqa_sm90
+from mlagen.families.gqa.plan_sm90 import GqaSm90Plan, choose_kv_heads_per_cta, plan_gqa_sm90
 from mlagen.families.gqa.problem import GqaProblem
 from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.runtime.partition import WHOLE_GPU
@@ -68,5 +68,5 @@ def plan_gqa_sm90_call(
         return None
     sm_count = sms or device_facts(device).sm_count
     if not has_one_head:
-        spec = replace(spec, heads_per_cta=choose_heads_per_cta(spec, shape, sm_count))
+        spec = replace(spec, kv_heads_per_cta=choose_kv_heads_per_cta(spec, shape, sm_count))
     return spec, plan_gqa_sm90(spec, shape, sm_count)

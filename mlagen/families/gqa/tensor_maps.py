@@ -58,7 +58,7 @@ class GqaCacheMaps(dict[tuple[int, int], bytes]):
                 head_stride if layout.kv_heads > 1 else spec.row_bytes,
                 page_stride if layout.num_pages > 1 else spec.row_bytes,
             ),
-            box=(elements, spec.box_tokens, columns, spec.heads_per_cta, 1),
+            box=(elements, spec.box_tokens, columns, spec.kv_heads_per_cta, 1),
         )
         return encode(tensor, address)
 

@@ -11,7 +11,7 @@ from mlagen.values import INT32_MAX
 
 _MAX_CTA_GROUP_SIZE = 4
 
-# Max share of SMs that stay idle in favor of a larger CTA group, whose row tiles read the KV of a
+# Max share of SMs that stay idle in favor of a larger CTA group, whose M tiles read the KV of a
 # sequence once.
 _MAX_IDLE = Fraction(1, 25)
 
@@ -27,7 +27,7 @@ _SMALL_CALL_SMS = 132
 class MlaSm90Plan:
     """Grid and workspace of one call."""
 
-    cta_group_size: int  # CTAs that process row tiles of one sequence together
+    cta_group_size: int  # CTAs that process M tiles of one sequence together
     num_cta_groups: int
     num_ctas: int
     total_tiles: int  # work tiles of all sequences; an upper bound if ragged
@@ -41,7 +41,7 @@ def choose_block_m(spec: MlaSm90Spec, shape: ProblemShape, sm_count: int) -> int
 
     Smaller tiles read the same tokens more often, but occupy more SMs.
     """
-    # Of one row tile per sequence.
+    # Of one M tile per sequence.
     kv_blocks = shape.batch * _kv_blocks_of(spec, shape.max_kv_len)
     for rows, kv_blocks_per_sm in spec.smaller_tiles:
         tiles = -(-shape.rows // rows)

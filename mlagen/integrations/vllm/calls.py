@@ -10,7 +10,7 @@ from vllm.v1.attention.backend import AttentionType
 
 from mlagen import max_workspace_bytes
 
-PACKED = "fp8_ds_mla"  # a dtype of a KV cache
+FP8_DS_MLA = "fp8_ds_mla"  # a dtype of a KV cache
 
 
 @cache
@@ -63,8 +63,8 @@ class DecodeImpl:
             kv_sharing_target_layer_name,
             **mla_args,
         )
-        # Packed rows keep the precision of a 16-bit query, as in vLLM's own backends.
-        self.supports_quant_query_input = kv_cache_dtype != PACKED
+        # Rows of fp8_ds_mla keep the precision of a 16-bit query, as in vLLM's own backends.
+        self.supports_quant_query_input = kv_cache_dtype != FP8_DS_MLA
 
 
 # ``[tokens, heads, head_dim_qk]``, or its latent and its RoPE part, which the kernels read apart.

@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, max_decode_query_len
 from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, flat_kv_row_view
 
 from mlagen.integrations.vllm.calls import (
-    PACKED,
+    FP8_DS_MLA,
     DecodeImpl,
     Query,
     latent_of,
@@ -33,7 +33,7 @@ class MlagenSparseMLABackend(MlagenMLABackend):
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = [
         *MlagenMLABackend.supported_kv_cache_dtypes,
-        PACKED,
+        FP8_DS_MLA,
     ]
 
     @staticmethod
@@ -81,8 +81,8 @@ class MlagenSparseMLABackend(MlagenMLABackend):
     ) -> str | None:
         """Return why the combination is not supported, if so."""
         del dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix, device_capability
-        if kv_cache_dtype == PACKED and head_size != 576:
-            return f"{PACKED} has rows of head size 576, not {head_size}"
+        if kv_cache_dtype == FP8_DS_MLA and head_size != 576:
+            return f"{FP8_DS_MLA} has rows of head size 576, not {head_size}"
         return None
 
 

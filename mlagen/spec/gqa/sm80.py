@@ -97,7 +97,7 @@ class GqaSm80Spec(GqaSpec):
         int64("value_scale_head_stride"),
         int64("total_rows"),
         *PROBLEM_PARAMETERS,
-        int32("row_tiles"),
+        int32("m_tiles"),
         int32("num_splits"),
         *SCALE_PARAMETERS,
     )

@@ -82,7 +82,7 @@ class GqaSm90Spec(GqaSpec):
         int64("value_head_stride"),
         *PROBLEM_PARAMETERS,
         int32("tokens"),
-        int32("row_tiles"),
+        int32("m_tiles"),
         int32("num_tiles"),
         int32("num_cta_groups"),
         int32("cta_group_size"),
@@ -95,7 +95,7 @@ class GqaSm90Spec(GqaSpec):
     row_state_bytes: ClassVar[int] = 8  # per partial row
 
     block_m: int
-    heads_per_cta: int = 1  # KV heads that a CTA processes at a time
+    kv_heads_per_cta: int = 1  # KV heads that a CTA processes at a time
 
     @property
     def element(self) -> DType:
@@ -110,10 +110,10 @@ class GqaSm90Spec(GqaSpec):
     @property
     def token_bytes(self) -> int:
         """Bytes of a cached token of all KV heads of a CTA."""
-        return self.row_bytes * self.heads_per_cta
+        return self.row_bytes * self.kv_heads_per_cta
 
     @property
-    def max_heads(self) -> int:
+    def max_kv_heads_per_cta(self) -> int:
         """Max KV heads per CTA, for calls with a multiple of them.
 
         More than one only with the smallest tile, which fills a single MMA.
@@ -131,7 +131,7 @@ class GqaSm90Spec(GqaSpec):
         """KV tokens per CTA and step."""
         is_light = self.block_m * self.variant.head_dim <= _MAX_TWO_STEP_ACCUMULATORS
         steps = 2 if self.dequants_kv and is_light else 1
-        return _CONSUMER_WARPS // self.heads_per_cta * steps * _STEP_TOKENS
+        return _CONSUMER_WARPS // self.kv_heads_per_cta * steps * _STEP_TOKENS
 
     @property
     def box_tokens(self) -> int:
@@ -204,12 +204,15 @@ class GqaSm90Spec(GqaSpec):
         return True
 
     def serves(self, call: CallShape) -> bool:
-        """Whether the call uses this tile and these heads per CTA of the variant."""
+        """Whether the call uses this tile and these KV heads per CTA of the variant."""
         if call.kv_heads is None:
             return True
         rows = call.heads // call.kv_heads * call.q_len
         is_tile = self.block_m == block_m_for(self.variant.head_dim, rows)
-        return is_tile and self.heads_per_cta in (1, math.gcd(call.kv_heads, self.max_heads))
+        return is_tile and self.kv_heads_per_cta in (
+            1,
+            math.gcd(call.kv_heads, self.max_kv_heads_per_cta),
+        )
 
 
 def block_m_for(head_dim: int, rows: int) -> int:
@@ -237,8 +240,12 @@ def gqa_sm90_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaSm90Spec | N
 
 def with_all_heads(spec: GqaSm90Spec) -> list[GqaSm90Spec]:
     """Return the kernels for every number of KV heads per CTA, including ``spec``."""
-    known = range(1, spec.max_heads + 1)
-    return [replace(spec, heads_per_cta=heads) for heads in known if spec.max_heads % heads == 0]
+    known = range(1, spec.max_kv_heads_per_cta + 1)
+    return [
+        replace(spec, kv_heads_per_cta=heads)
+        for heads in known
+        if spec.max_kv_heads_per_cta % heads == 0
+    ]
 
 
 def gqa_sm90_specs(arch: Arch) -> Iterator[GqaSm90Spec]:

@@ -96,7 +96,7 @@ class MlaSm80Spec(MlaKernelSpec):
         int32("max_pages"),
         int32("block_tables_stride"),
         int32("num_pages"),
-        int32("row_tiles"),
+        int32("m_tiles"),
         int32("num_splits"),
         int32("topk"),
         int32("is_causal"),

@@ -68,8 +68,8 @@ struct alignas(16) WorkItem {
 __device__ inline WorkItem find_work_item(const Params& params) {
   WorkItem work;
   int cta = static_cast<int>(blockIdx.x);
-  const int m_tile = cta % params.row_tiles;
-  cta /= params.row_tiles;
+  const int m_tile = cta % params.m_tiles;
+  cta /= params.m_tiles;
   work.slice = cta % kSlices;
   cta /= kSlices;
   work.kv_head = cta % params.kv_heads;

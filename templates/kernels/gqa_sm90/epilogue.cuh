@@ -24,7 +24,7 @@
 __device__ inline int partial_slot(const Params& params, const WorkItem& work, int split_idx) {
   const int slot =
       (work.first_split_cta + split_idx * params.cta_group_size) * 2 + (split_idx == 0 ? 1 : 0);
-  return slot * kHeadsPerCta + work.kv_head % kHeadsPerCta;
+  return slot * kKvHeadsPerCta + work.kv_head % kKvHeadsPerCta;
 }
 
 __device__ inline RowState* partial_states(const Params& params, int slot) {
@@ -105,11 +105,11 @@ __device__ inline RowPart combined_row(const SharedMemoryPlan& smem, int head, i
   RowState states[kWarpsPerHead];
 #pragma unroll
   for (int rank = 0; rank < kWarpsPerHead; ++rank) {
-    states[rank] = smem.states[rank * kHeadsPerCta + head][row / 8][row % 8];
+    states[rank] = smem.states[rank * kKvHeadsPerCta + head][row / 8][row % 8];
   }
   return combine_parts(states, kWarpsPerHead, [&](int rank) {
     return *reinterpret_cast<const float4*>(
-        &smem.combine_buffer[rank * kHeadsPerCta + head][row / 8][row % 8][dim]);
+        &smem.combine_buffer[rank * kKvHeadsPerCta + head][row / 8][row % 8][dim]);
   });
 }
 
@@ -152,7 +152,8 @@ __device__ inline void combine_partials(const Params& params, const WorkItem& wo
     if (row >= work.rows) break;
     const int dim_in_buffer = vec_idx % kQuads * 4;
     const int dim = first_dim + dim_in_buffer;
-    RowPart partial = combined_row(smem, work.kv_head % kHeadsPerCta, row_in_buffer, dim_in_buffer);
+    RowPart partial =
+        combined_row(smem, work.kv_head % kKvHeadsPerCta, row_in_buffer, dim_in_buffer);
     if (smem.nonfinite_work[work_idx % 2] == work_idx) {
       partial.out = restore_nonfinite(params, work, row, dim, partial.out);
     }
@@ -223,7 +224,7 @@ __device__ inline void epilogue_loop(const Params& params, SharedMemoryPlan& sme
     if (uses_epilogue_warps(work_pipeline.at(work_idx, 0), has_next)) {
       named_barrier_sync(NamedBarrier::PartialsReady, kConsumerThreads + kEpilogueThreads);
 #pragma unroll 1
-      for (int head = 0; head < kHeadsPerCta; ++head) {
+      for (int head = 0; head < kKvHeadsPerCta; ++head) {
         combine_partials(params, work_pipeline.at(work_idx, head), work_idx, 0, 0, thread,
                          kEpilogueThreads, smem);
       }

@@ -7,14 +7,14 @@
 
 // Swap-AB: tokens (QK GEMM) or output dims (PV GEMM) are M, and query rows are N, so that eight
 // query rows fill an MMA.
-using QueryRow = uint2[kDimTiles];  // a lane's fragment of a row
+using QFragment = uint2[kDimTiles];  // a lane's fragment of a row
 using Scores = float[kSteps][kRowGroups][4];
 using Probabilities = u32[kSteps][kRowGroups][2];
 using Output = float[kDimTiles][kRowGroups][4];
 
 // Query row of column `r` of a lane's accumulators; query row of a lane's Q fragment.
 __device__ inline int row_of(int group, int r) { return group * 8 + lane_index() % 4 * 2 + r; }
-__device__ inline int query_row(int group) { return group * 8 + lane_index() / 4; }
+__device__ inline int q_fragment_row(int group) { return group * 8 + lane_index() / 4; }
 
 // Token of accumulators `half * 2` and `half * 2 + 1`, relative to the warp's first token.
 __device__ inline int token_of_lane(int step, int half) {
@@ -22,8 +22,8 @@ __device__ inline int token_of_lane(int step, int half) {
 }
 
 // kv head of a warp among those of the CTA, and rank of the warp among the warps of that head.
-__device__ inline int head_of_warp(int warp) { return warp % kHeadsPerCta; }
-__device__ inline int rank_of_warp(int warp) { return warp / kHeadsPerCta; }
+__device__ inline int head_of_warp(int warp) { return warp % kKvHeadsPerCta; }
+__device__ inline int rank_of_warp(int warp) { return warp / kKvHeadsPerCta; }
 
 // First token of a warp in a KV block.
 __device__ inline int first_token_of_warp(int warp) { return rank_of_warp(warp) * kWarpTokens; }

@@ -20,8 +20,8 @@
 // registers is prefetched before its work item begins, because latency is high while memory is
 // busy.
 __device__ inline void load_q_row(const Params& params, const WorkItem& work, int group,
-                                  QueryRow& fragment) {
-  const int row = query_row(group);
+                                  QFragment& fragment) {
+  const int row = q_fragment_row(group);
   const bool is_row = row < work.rows;
   const i64 token = work.first_query + (is_row ? work.query_of(params, row) : 0);
   const int head = is_row ? work.head_of(params, row) : 0;
@@ -35,8 +35,8 @@ __device__ inline void load_q_row(const Params& params, const WorkItem& work, in
 struct QueryFragments {
   static constexpr bool kPrefetchesQ = true;
 
-  QueryRow rows[kRowGroups];
-  QueryRow next_rows[kRowGroups];  // of the next item, in flight
+  QFragment rows[kRowGroups];
+  QFragment next_rows[kRowGroups];  // of the next item, in flight
   float inverse_scale[kRowGroups];  // of this lane's row of each group
 
   __device__ explicit QueryFragments(const SharedMemoryPlan&) {}
@@ -81,10 +81,10 @@ struct SharedQuery {
     if constexpr (kUsesEpilogueWarps)
       named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
     if (warp < kRowGroups) {
-      QueryRow fragment;
+      QFragment fragment;
       load_q_row(params, work, warp, fragment);
       const float inverse_scale = convert_q_row(fragment);
-      if (lane_index() % 4 == 0) target.query_inverse_scales[query_row(warp)] = inverse_scale;
+      if (lane_index() % 4 == 0) target.query_inverse_scales[q_fragment_row(warp)] = inverse_scale;
 #pragma unroll
       for (int k = 0; k < kDimTiles; ++k) target.query[warp][k][lane_index()] = fragment[k];
     }
@@ -154,7 +154,7 @@ __device__ inline void load_work(const Params& params, const WorkItem& work, KvT
   const int end = work.first_kv_block + work.num_kv_blocks;
   const int lane_block = lane_index() / kBoxesPerKvBlock;
   const u32 box_offset = lane_index() % kBoxesPerKvBlock * kBoxBytes;
-  const u64 cache_hint = kv_cache_hint(params.row_tiles);
+  const u64 cache_hint = kv_cache_hint(params.m_tiles);
 #pragma unroll 1
   for (int kv_block = work.first_kv_block, in_window = 0; kv_block < end; ++kv_block) {
     const bool issues_copy = lane_block == in_window && boxes.is_inside(boxes.box);

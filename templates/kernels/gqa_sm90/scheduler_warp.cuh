@@ -55,14 +55,14 @@ __device__ inline LaneSeqLens lane_seq_lens(const Params& params) {
 // KV blocks of the sequences of a lane.
 struct LaneBlocks {
   int linear_blocks = 0;
-  int tile = 0;  // of the last work tile; 0 without any
+  int blocks_per_tile = 0;  // of the last work tile; 0 without any
   bool has_equal_tiles = true;
 
   __device__ void add(const SeqInfo& seq_info) {
     const int blocks = tile_kv_blocks(seq_info, kFixedOverheadBlocks);
     linear_blocks += seq_info.num_tiles * blocks;
-    has_equal_tiles &= tile == 0 || tile == blocks;
-    tile = blocks;
+    has_equal_tiles &= blocks_per_tile == 0 || blocks_per_tile == blocks;
+    blocks_per_tile = blocks;
   }
 };
 
@@ -102,11 +102,12 @@ __device__ inline LaneBlocks ragged_kv_blocks(const Params& params, int first, i
 // Rounds a range up to whole work tiles if all tiles have as many KV blocks, so that none is split.
 __device__ inline void align_with_tiles(const LaneBlocks& lane_blocks, ScheduleRange& range) {
   // Unsigned: a sum of two numbers of blocks may exceed int32.
-  const u32 tile = __reduce_max_sync(~0u, static_cast<u32>(lane_blocks.tile));
-  const bool is_equal = lane_blocks.tile == 0 || lane_blocks.tile == static_cast<int>(tile);
+  const u32 blocks = __reduce_max_sync(~0u, static_cast<u32>(lane_blocks.blocks_per_tile));
+  const bool is_equal =
+      lane_blocks.blocks_per_tile == 0 || lane_blocks.blocks_per_tile == static_cast<int>(blocks);
   if (!__all_sync(~0u, lane_blocks.has_equal_tiles && is_equal)) return;
-  range.begin = static_cast<int>((range.begin + tile - 1) / tile * tile);
-  range.end = static_cast<int>((range.end + tile - 1) / tile * tile);
+  range.begin = static_cast<int>((range.begin + blocks - 1) / blocks * blocks);
+  range.end = static_cast<int>((range.end + blocks - 1) / blocks * blocks);
 }
 
 // Computes the range of a CTA group and the work tile that it begins in, by a warp-wide prefix sum.

@@ -11,8 +11,8 @@ struct SeqInfo {
   int first_query;  // index of the sequence's first query token among all
   int q_len;
   int kv_len;  // tokens in the cache, the new ones included
-  int row_tiles;  // of one kv head; 0 if cu_seqlens_q points outside the query tensor
-  int num_tiles;  // work tiles: one row tile of kHeadsPerCta kv heads for each CTA of a group
+  int m_tiles;  // of one kv head; 0 if cu_seqlens_q points outside the query tensor
+  int num_tiles;  // work tiles: one M tile of kKvHeadsPerCta kv heads for each CTA of a group
   int first_kv_block;  // that any row attends to
   int num_kv_blocks;  // from first_kv_block on
 };
@@ -33,7 +33,7 @@ __device__ inline void set_kv_blocks(const Params& params, SeqInfo& seq_info, in
 __device__ inline SeqInfo seq_info_of(const Params& params, int seq_idx, int seq_len) {
   SeqInfo seq_info;
   seq_info.q_len = params.q_len;
-  seq_info.row_tiles = params.row_tiles;
+  seq_info.m_tiles = params.m_tiles;
   seq_info.num_tiles = params.num_tiles;
   seq_info.first_query = seq_idx * params.q_len;
   if (params.cu_seqlens_q != nullptr) {
@@ -42,8 +42,8 @@ __device__ inline SeqInfo seq_info_of(const Params& params, int seq_idx, int seq
     const bool is_inside = first >= 0 && first <= end && end <= params.tokens;
     seq_info.first_query = first;
     seq_info.q_len = is_inside ? end - first : 0;
-    seq_info.row_tiles = ceil_div(seq_info.q_len * params.group_size, kBlockM);
-    seq_info.num_tiles = seq_info.row_tiles * params.num_tiles;  // params.num_tiles is per row tile
+    seq_info.m_tiles = ceil_div(seq_info.q_len * params.group_size, kBlockM);
+    seq_info.num_tiles = seq_info.m_tiles * params.num_tiles;  // params.num_tiles is per M tile
   }
   set_kv_blocks(params, seq_info, seq_len);
   return seq_info;

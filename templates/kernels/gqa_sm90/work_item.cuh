@@ -103,9 +103,9 @@ __device__ inline WorkItem work_at(const Params& params, const ScheduleRange& ra
   work.q_len = seq_info.q_len;
   work.kv_len = seq_info.kv_len;
   const int head_tile = state.tile * params.cta_group_size + rank_in_group;
-  const int head_group = seq_info.row_tiles == 1 ? head_tile : head_tile / seq_info.row_tiles;
-  work.kv_head = head_group * kHeadsPerCta;
-  work.first_row = (head_tile - head_group * seq_info.row_tiles) * kBlockM;
+  const int head_group = seq_info.m_tiles == 1 ? head_tile : head_tile / seq_info.m_tiles;
+  work.kv_head = head_group * kKvHeadsPerCta;
+  work.first_row = (head_tile - head_group * seq_info.m_tiles) * kBlockM;
   work.rows = min(seq_info.q_len * params.group_size - work.first_row, kBlockM);
 
   const int first = work.query_of(params, 0);

@@ -16,7 +16,7 @@ struct WorkPipeline {
   static constexpr int kEmptyArrivals =
       kThreads / kWarpLanes - 1 - (kUsesEpilogueWarps ? 0 : kEpilogueWarps);
 
-  WorkItem work_items[kWorkStages][kHeadsPerCta];
+  WorkItem work_items[kWorkStages][kKvHeadsPerCta];
   Barrier full[kWorkStages];
   Barrier empty[kWorkStages];
 
@@ -52,7 +52,7 @@ struct WorkPipeline {
 
   // Called by the scheduler warp: writes the entries of all kv heads.
   __device__ void write(u32 work_idx, const WorkItem& first_head) {
-    if (lane_index() < kHeadsPerCta) {
+    if (lane_index() < kKvHeadsPerCta) {
       WorkItem& target = work_items[work_idx % kWorkStages][lane_index()];
       target = first_head;
       target.kv_head += lane_index();

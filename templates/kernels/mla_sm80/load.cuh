@@ -88,9 +88,9 @@ __device__ inline void load_q(const Params& params, const WorkItem& work, Shared
 }
 
 // Bytes of a stored token before its rope part, if that part may be a separate tensor.
-constexpr bool kHasPackedRows = kIsSame<StoredToken, Fp8DsMla> || kIsSame<StoredToken, Fp8PerToken>;
-constexpr bool kHasBf16Rope = kHasPackedRows && kRopeDim > 0;
-constexpr int kStoredRopeBytes = kHasPackedRows ? 0 : kStoredBytes / kHeadDimQk * kRopeDim;
+constexpr bool kHasFp8Rows = kIsSame<StoredToken, Fp8DsMla> || kIsSame<StoredToken, Fp8PerToken>;
+constexpr bool kHasBf16Rope = kHasFp8Rows && kRopeDim > 0;
+constexpr int kStoredRopeBytes = kHasFp8Rows ? 0 : kStoredBytes / kHeadDimQk * kRopeDim;
 constexpr int kStoredLatentBytes = kStoredBytes - kStoredRopeBytes;
 
 // Scales of a token outside its row; the stage holds them behind it.

@@ -17,11 +17,11 @@ using Scores = float[kScoreRowGroups][kScoreTokenGroups][4];
 
 // kDimWarps adjacent token warps cooperate: each takes the tokens of all of them and a part of the
 // dims, which reads shared memory less often than a narrow MMA over all dims.
-constexpr int kProductTokenGroups = kScoreTokenGroups * kDimWarps;
-using PartialScores = float[kScoreRowGroups][kProductTokenGroups][4];
+constexpr int kGemmTokenGroups = kScoreTokenGroups * kDimWarps;
+using PartialScores = float[kScoreRowGroups][kGemmTokenGroups][4];
 
 // Steps of 16 dims whose K fragments are loaded together.
-constexpr int kKeySteps = kProductTokenGroups % 2 == 0 ? 1 : 2;
+constexpr int kKeySteps = kGemmTokenGroups % 2 == 0 ? 1 : 2;
 
 __device__ inline int token_warp() { return warp_index() % kTokenWarps; }
 __device__ inline int dim_warp() { return warp_index() % kDimWarps; }
@@ -42,7 +42,7 @@ __device__ inline void qk_gemm_dims(const SharedMemoryPlan& smem, const unsigned
   const u32 query = shared_address(smem.query);
   const u32 keys = shared_address(tokens);
   const int query_row = warp_index() / kTokenWarps * kScoreRowGroups * 16 + lane % 16;
-  const int key_row = token_warp() / kDimWarps * kProductTokenGroups * 8 + lane % 8;
+  const int key_row = token_warp() / kDimWarps * kGemmTokenGroups * 8 + lane % 8;
 
   clear_fragments(partial_scores);
   // Not unrolled: the addresses of all steps at once would spill.
@@ -52,9 +52,9 @@ __device__ inline void qk_gemm_dims(const SharedMemoryPlan& smem, const unsigned
     for (int step = 0; step < 4 / kDimWarps; step += kKeySteps) {
       const int first_chunk = dim_warp() * 4 + step * 2;
       // One ldmatrix loads two fragments: of two token groups, or of two steps of a single one.
-      u32 k[kProductTokenGroups * kKeySteps / 2][4];
+      u32 k[kGemmTokenGroups * kKeySteps / 2][4];
 #pragma unroll
-      for (int load = 0; load < kProductTokenGroups * kKeySteps / 2; ++load) {
+      for (int load = 0; load < kGemmTokenGroups * kKeySteps / 2; ++load) {
         const int fragment = load * 2 + lane / 16;
         const int chunk = first_chunk + fragment % kKeySteps * 2 + lane / 8 % 2;
         ldmatrix_x4(k[load],
@@ -69,7 +69,7 @@ __device__ inline void qk_gemm_dims(const SharedMemoryPlan& smem, const unsigned
           const int chunk = first_chunk + half * 2 + lane / 16;
           ldmatrix_x4(q, query + column + swizzled_offset<kTokenBytes>(query_row + m * 16, chunk));
 #pragma unroll
-          for (int n = 0; n < kProductTokenGroups; ++n) {
+          for (int n = 0; n < kGemmTokenGroups; ++n) {
             const int fragment = n * kKeySteps + half;
             mma_m16n8k16(Element{}, partial_scores[m][n], q, k[fragment / 2][fragment % 2 * 2],
                          k[fragment / 2][fragment % 2 * 2 + 1]);

@@ -45,13 +45,13 @@ struct alignas(64) WorkItem {
 __device__ inline WorkItem find_work_item(const Params& params) {
   WorkItem work;
   const int cta = static_cast<int>(blockIdx.x);
-  const int m_tile = cta % params.row_tiles;
+  const int m_tile = cta % params.m_tiles;
   const int* cu_seqlens_q = kIsSparse ? nullptr : params.cu_seqlens_q;
   const TileRows found = rows_of_tile(cu_seqlens_q, params.num_seqs, kIsSparse ? 1 : params.q_len,
                                       params.heads, params.total_rows / params.heads,
-                                      cta / params.row_tiles / params.num_splits, m_tile);
+                                      cta / params.m_tiles / params.num_splits, m_tile);
   work.seq_idx = found.seq_idx;
-  work.split_idx = cta / params.row_tiles % params.num_splits;
+  work.split_idx = cta / params.m_tiles % params.num_splits;
   work.heads = params.heads;
   work.q_len = found.q_len;
   work.first_query = found.first_query;

@@ -24,7 +24,9 @@ __device__ constexpr u32 tile_offset(int stage, int tile) {
   return kKvOffset + (stage * kStageTiles + tile) * kTileBytes;
 }
 
-// P of a stage overwrites its rope tile, if any: only the QK GEMM reads that.
+// P of a stage overwrites its rope tile, if any: only the QK GEMM reads that. No barrier joins the
+// four warps of warpgroup 0 before: they complete an MMA closer together than the time one of them
+// takes to compute P.
 __device__ constexpr u32 probabilities_offset(int stage) {
   return tile_offset(stage, kLatentTiles);
 }

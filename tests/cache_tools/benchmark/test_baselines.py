@@ -21,10 +21,10 @@ from cache_tools.benchmark.selection import case_of
 from tests.fixture_types import Patch
 
 Cases = list[tuple[str, dict[str, Any]]]
-LISTS: dict[str, Any] = {"top_k": 40, "is_ragged": False}
+TOPK: dict[str, Any] = {"top_k": 40, "is_ragged": False}
 NO_ROPE = {"qk_rope_head_dim": 0}
 MLA: Cases = [("mla", {}), ("mla", {"q_len": 3})]
-BF16_LISTS: Cases = [("mla", {**LISTS, "q_len": 2}), ("mla", {**LISTS, **NO_ROPE})]
+BF16_TOPK: Cases = [("mla", {**TOPK, "q_len": 2}), ("mla", {**TOPK, **NO_ROPE})]
 GQA: Cases = [
     ("gqa", {}),
     ("gqa", {"q_len": 3, "kv_dtype": "e4m3", "head_dim": 64}),
@@ -32,18 +32,18 @@ GQA: Cases = [
 ]
 FLASHMLA: Cases = [
     *MLA,
-    *BF16_LISTS,
+    *BF16_TOPK,
     ("mla", {"dtype": "e4m3"}),
-    ("mla", {**LISTS, "kv_dtype": "fp8_ds_mla"}),
-    ("mla", {**LISTS, **NO_ROPE, "kv_dtype": "fp8_ds_mla"}),
+    ("mla", {**TOPK, "kv_dtype": "fp8_ds_mla"}),
+    ("mla", {**TOPK, **NO_ROPE, "kv_dtype": "fp8_ds_mla"}),
 ]
-FA3: Cases = [*MLA, *BF16_LISTS, *GQA, ("mla", {**NO_ROPE, "q_len": 3})]
+FA3: Cases = [*MLA, *BF16_TOPK, *GQA, ("mla", {**NO_ROPE, "q_len": 3})]
 FLASHINFER: Cases = [
     *FA3,
     ("gqa", {"q_len": 18}),  # more drafts than a word of the mask has bits
     ("mla", {"dtype": "fp16", "page_size": 16}),
     ("mla", {"kv_dtype": "e4m3"}),
-    ("mla", {**LISTS, **NO_ROPE, "kv_dtype": "e4m3"}),
+    ("mla", {**TOPK, **NO_ROPE, "kv_dtype": "e4m3"}),
 ]
 
 
@@ -246,12 +246,14 @@ def test_a_library_is_measured_where_it_has_a_kernel(
 
 
 def test_a_missing_library_is_named_with_its_installation(tmp_path: Path) -> None:
-    """The message has the command that installs it; the folder of --peers has to exist."""
+    """The message has the command that installs it; the folder of --libraries has to exist."""
     with pytest.raises(mlagen.UnsupportedError) as caught:
         find_baselines(["fa3"], tmp_path)
     assert str(caught.value) == (
         "compare: expected vllm for fa3, got none; run: pip install --no-deps --target DIR vllm, "
-        "and pass --peers DIR, or omit fa3"
+        "and pass --libraries DIR, or omit fa3"
     )
-    with pytest.raises(mlagen.ArgumentError, match="peers: expected a folder of packages, got "):
+    with pytest.raises(
+        mlagen.ArgumentError, match="libraries: expected a folder of packages, got "
+    ):
         find_baselines([], tmp_path / "none")

@@ -135,7 +135,7 @@ def test_a_label_has_the_non_default_values_and_fp8_a_wider_bound(
     assert (case.label, case.error_bound) == (f"{family} {label}", bound)
 
 
-E4M3_LISTS = {"dtype": "e4m3", "kv_dtype": "fp8_ds_mla", "seq_len": 8192, "top_k": 2048}
+E4M3_TOPK = {"dtype": "e4m3", "kv_dtype": "fp8_ds_mla", "seq_len": 8192, "top_k": 2048}
 CEILINGS = Ceilings(read_gb_s=4000.0, bf16_tflop_s=800.0, fp8_tflop_s=1600.0)
 
 
@@ -146,7 +146,7 @@ CEILINGS = Ceilings(read_gb_s=4000.0, bf16_tflop_s=800.0, fp8_tflop_s=1600.0)
         ("gqa", {}, CEILINGS, 2_151_677_952 / 4e12, "memory"),  # 8 heads share a token
         ("mla", {"dtype": "e4m3"}, CEILINGS, 146_028_888_064 / 1600e12, "math"),
         # 73 GFLOP, at the rate of bf16 above the time of memory; packed rows are e4m3 as well.
-        ("mla", E4M3_LISTS, CEILINGS, 198_180_864 / 4e12, "memory"),
+        ("mla", E4M3_TOPK, CEILINGS, 198_180_864 / 4e12, "memory"),
         # Without the FP8 rate it is that of bf16, and an e4m3 cache alone is multiplied as bf16.
         ("mla", {"dtype": "e4m3"}, replace(CEILINGS, fp8_tflop_s=None), 1.82536e-4, "math"),
         ("mla", {"kv_dtype": "e4m3"}, CEILINGS, 146_028_888_064 / 800e12, "math"),

@@ -61,13 +61,13 @@ def test_splits_cover_every_tile_once(shape: ProblemShape, sm_count: int, fewer:
 def test_the_grid_covers_all_rows_and_bounds_the_workspace(
     shape: ProblemShape, sm_count: int
 ) -> None:
-    """A CTA has a row tile and a split, up to four waves; splits store fp32 rows and LSEs."""
+    """A CTA has an M tile and a split, up to four waves; splits store fp32 rows and LSEs."""
     tile = mla_sm80(rows=shape.heads * shape.q_len).tile
     planned = plan(shape, sm_count)
 
-    rows, most = shape.heads * shape.q_len, planned.row_tiles * tile.block_m
+    rows, most = shape.heads * shape.q_len, planned.m_tiles * tile.block_m
     assert most - tile.block_m < rows <= most
-    assert planned.num_ctas == shape.batch * planned.row_tiles * planned.num_splits
+    assert planned.num_ctas == shape.batch * planned.m_tiles * planned.num_splits
     max_ctas = 4 * sm_count * tile.ctas_per_sm
     assert planned.num_splits == 1 or planned.num_ctas <= max_ctas
     partial_rows = (planned.num_splits > 1) * planned.num_splits * shape.total_rows
@@ -113,7 +113,7 @@ def test_ragged_sequences_have_a_tile_for_each_row(q_lens: list[int], heads: int
 
     planned = plan_mla_sm80(mla_sm80(rows=64), shape, SMS)
 
-    assert planned.row_tiles == first[-1]
+    assert planned.m_tiles == first[-1]
     assert planned.num_ctas == first[-1] * planned.num_splits
     for seq, q_len in enumerate(q_lens):
         assert (first[seq + 1] - first[seq]) * rows >= q_len * heads
@@ -125,7 +125,7 @@ def test_ragged_sequences_have_a_tile_for_each_row(q_lens: list[int], heads: int
 def test_the_gqa_grid_covers_rows_kv_heads_and_slices(
     kv_heads: int, group: int, head_dim: int, tokens: int | None
 ) -> None:
-    """The grid has one CTA per sequence, row tile, KV head, slice and split."""
+    """The grid has one CTA per sequence, M tile, KV head, slice and split."""
     spec = gqa_sm80(rows=group * 3, head_dim=head_dim)
     shape = gqa_shape(5, 9000, kv_heads, group, 3, tokens)
 
@@ -133,7 +133,7 @@ def test_the_gqa_grid_covers_rows_kv_heads_and_slices(
 
     of_batch = 5 * -(-group * 3 // spec.tile.block_m)
     tiles = of_batch if tokens is None else 5 + tokens * group // spec.tile.block_m
-    assert planned.row_tiles == (tiles if tokens else of_batch // 5)
+    assert planned.m_tiles == (tiles if tokens else of_batch // 5)
     assert planned.num_ctas == tiles * kv_heads * spec.slices * planned.num_splits
     rows = (tokens or 15) * kv_heads * group
     partial_rows = (planned.num_splits > 1) * planned.num_splits * rows

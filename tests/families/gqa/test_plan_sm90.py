@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mlagen.families.common.problem import ProblemShape
 from mlagen.families.gqa.plan_sm90 import (
     GqaSm90Plan,
-    choose_heads_per_cta,
+    choose_kv_heads_per_cta,
     fits_in_int32,
     plan_gqa_sm90,
 )
@@ -70,13 +70,13 @@ def test_ctas_process_two_heads_if_nearly_every_sm_has_a_whole_work_tile(
     """Otherwise work tiles would need more splits, or SMs would be idle."""
     shape = gqa_shape(batch, kv_heads=kv_heads)
 
-    assert choose_heads_per_cta(gqa_sm90(kv_dtype=DType.E4M3), shape, SMS) == heads
-    assert choose_heads_per_cta(gqa_sm90(), shape, SMS) == 1
+    assert choose_kv_heads_per_cta(gqa_sm90(kv_dtype=DType.E4M3), shape, SMS) == heads
+    assert choose_kv_heads_per_cta(gqa_sm90(), shape, SMS) == 1
 
 
 @pytest.mark.parametrize(
     ("spec", "batch", "num_tiles"),
-    [(gqa_sm90(), 128, 2), (gqa_sm90(kv_dtype=DType.E4M3, heads_per_cta=2), 40, 1)],
+    [(gqa_sm90(), 128, 2), (gqa_sm90(kv_dtype=DType.E4M3, kv_heads_per_cta=2), 40, 1)],
     ids=["one head", "two heads"],
 )
 def test_the_workspace_holds_two_splits_per_cta_and_head(
@@ -85,7 +85,7 @@ def test_the_workspace_holds_two_splits_per_cta_and_head(
     """Partial outputs in fp32 come first, then two numbers per row."""
     found = plan(gqa_shape(batch), spec=spec)
 
-    splits = 2 * 132 * spec.heads_per_cta
+    splits = 2 * 132 * spec.kv_heads_per_cta
     assert (found.cta_group_size, found.num_tiles, found.num_ctas) == (4, num_tiles, 132)
     assert found.partial_rows_offset == splits * 8 * 128 * 4
     assert found.workspace_bytes == found.partial_rows_offset + splits * 8 * 8
@@ -111,7 +111,7 @@ def test_ragged_sequences_are_counted_by_their_tokens() -> None:
     """Each may begin one tile more than its rows fill; all SMs are used, since lengths differ."""
     found = plan(gqa_shape(3, q_len=4, tokens=7))
 
-    assert found.row_tiles == 0
+    assert found.m_tiles == 0
     assert found.total_tiles == found.num_tiles * (3 + 7 * 8 // 32)
     assert found.num_ctas == 132
 
@@ -132,7 +132,7 @@ def test_cta_groups_cover_all_work_of_a_sequence(
 
     found = plan(gqa_shape(batch, 9000, kv_heads, group, q_len), sm_count)
 
-    assert found.num_tiles * found.cta_group_size == kv_heads * found.row_tiles
+    assert found.num_tiles * found.cta_group_size == kv_heads * found.m_tiles
     assert found.total_tiles == batch * found.num_tiles
     assert found.num_ctas == found.cta_group_size * found.num_cta_groups
     assert 1 <= found.num_ctas <= sm_count

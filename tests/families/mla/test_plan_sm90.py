@@ -26,7 +26,7 @@ def plan(shape: ProblemShape, sm_count: int = SMS) -> MlaSm90Plan:
 @pytest.mark.parametrize(
     ("shape", "sm_count", "expected"),  # CTAs of a group, and groups
     [
-        # One row tile: a group is one CTA; 2 sequences of 16 KV blocks, plus 2 of overhead: 18
+        # One M tile: a group is one CTA; 2 sequences of 16 KV blocks, plus 2 of overhead: 18
         # ranges. Without swap-AB the overhead is 6: 44, so 22.
         (mla_shape(2, 16, 1024), SMS, (1, 18)),
         (mla_shape(2, 20, 1024), SMS, (1, 18)),

@@ -143,7 +143,7 @@ __device__ inline void store_x4(Target target, unsigned char* out, i64 index, fl
   *reinterpret_cast<uint2*>(out + index * 2) = packed;
 }
 
-// Config of the combine kernel: facts of the spec as constants.
+// Kernel configuration: the numbers of the spec as constants.
 
 using OutElement = Bf16;
 constexpr int kHeadDimVo = 512;

@@ -51,7 +51,7 @@ __device__ inline int warp_index() { return static_cast<int>(threadIdx.x) / kWar
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Config of gqa_sm80: facts of the spec as constants.
+// Kernel configuration: the numbers of the spec as constants.
 
 using Element = Bf16;
 using StoredToken = E4m3;
@@ -419,7 +419,7 @@ struct Params {
   int bmm2_scales_scores;
   float score_factor;
   float lse_factor;
-  int row_tiles;
+  int m_tiles;
   int num_splits;
   float bmm1_scale;
   float bmm2_scale;
@@ -715,8 +715,8 @@ struct alignas(16) WorkItem {
 __device__ inline WorkItem find_work_item(const Params& params) {
   WorkItem work;
   int cta = static_cast<int>(blockIdx.x);
-  const int m_tile = cta % params.row_tiles;
-  cta /= params.row_tiles;
+  const int m_tile = cta % params.m_tiles;
+  cta /= params.m_tiles;
   work.slice = cta % kSlices;
   cta /= kSlices;
   work.kv_head = cta % params.kv_heads;
