@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -84,6 +86,7 @@ def snapshot(folder: Path) -> list[tuple[str, int, int]]:
 
 _SIZES = dict.fromkeys(("stack_bytes", "spill_store_bytes", "spill_load_bytes"), 0)
 _RESOURCES = Resources(symbol="combine", registers=32, static_shared_bytes=2064, **_SIZES)
+_HEAD_DIM = "HEAD DIM"  # replaced by that of each kernel
 _OPTIONS = {"gpu-architecture": "sm_90a", "no-cache": "", "std": "c++17", "fmad": "true"}
 
 
@@ -95,30 +98,44 @@ def fill(root: Path, count: int) -> list[str]:
     source = Source(text="// a kernel\n" * 200, origins=("kernel.cuh:1",) * 200)
     code = b"\x7fELF" + bytes(4096)
     cubin = Cubin(code=code, log="", resources=(_RESOURCES,), toolchain=TOOLCHAIN, compile_ms=97.7)
-    build = build_of(source, cubin, spec={}, symbol="combine", shared_bytes=0)
+    build = build_of(source, cubin, spec=_spec_of(_HEAD_DIM), symbol="combine", shared_bytes=0)
+    sample = _key_of(_HEAD_DIM)
+    # Of thousands, only the texts differ: the manifest, and the one that its seal is a digest of.
+    manifest = Manifest.of(sample, build, created_by="prewarm").to_json().decode()
+    body = json.loads(manifest)
+    seal, sealed = body.pop("seal"), json.dumps(body, sort_keys=True)
     root.mkdir(mode=0o700)
     for name, content in build.files.items():
         (root / name).write_bytes(content)
-    sample, keys = None, []
+    layout, keys = Layout(root), []
     for number in range(count):
-        spec = {"arch": "sm_90a", "dtype": "bf16", "head_dim_vo": str(number)}
-        key = CacheKey(
-            (
-                ("family", "combine"),
-                *((f"spec.{name}", value) for name, value in spec.items()),
-                *((f"option.{name}", value) for name, value in _OPTIONS.items()),
-                ("templates", "0" * 64),
-            ),
-            TOOLCHAIN,
-        )
-        sample = sample or Manifest.of(key, build, created_by="prewarm")
-        facts = {**sample.facts, "kernel": {**sample.facts["kernel"], "spec": spec}}
-        manifest = replace(sample, key=key.digest, key_fields=key.key_fields, facts=facts)
-        folder = os.fspath(Layout(root).entry(key.digest, TOOLCHAIN))
+        key = _key_of(str(number)).digest
+        own = [
+            text.replace(sample.digest, key).replace(_HEAD_DIM, str(number))
+            for text in (sealed, manifest)
+        ]
+        own_seal = hashlib.sha256(own[0].encode()).hexdigest()
+        folder = os.fspath(layout.entry(key, TOOLCHAIN))
         os.makedirs(folder, mode=0o700)  # noqa: PTH103 - of thousands, no path for each
-        with open(f"{folder}/manifest.json", "wb") as file:  # noqa: PTH123
-            file.write(manifest.to_json())
+        with open(f"{folder}/manifest.json", "w", encoding="utf-8") as file:  # noqa: PTH123
+            file.write(own[1].replace(seal, own_seal))
         for name in build.files:
             os.link(f"{root}/{name}", f"{folder}/{name}")
-        keys.append(key.digest)
+        keys.append(key)
     return keys
+
+
+def _key_of(head_dim: str) -> CacheKey:
+    return CacheKey(
+        (
+            ("family", "combine"),
+            *((f"spec.{name}", value) for name, value in _spec_of(head_dim).items()),
+            *((f"option.{name}", value) for name, value in _OPTIONS.items()),
+            ("templates", "0" * 64),
+        ),
+        TOOLCHAIN,
+    )
+
+
+def _spec_of(head_dim: str) -> dict[str, str]:
+    return {"arch": "sm_90a", "dtype": "bf16", "head_dim_vo": head_dim}

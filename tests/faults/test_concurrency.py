@@ -26,7 +26,7 @@ from tests.cache.builds import CountedBuild, make_build, make_key, tree, wait_fo
 from tests.faults.crowds import crowd, received, send
 from tests.faults.steps import KEY, store_in, warnings_in, whole_entries
 from tests.fixture_types import Log, Patch
-from tests.kernels import COMBINE, WIDE_DECODE
+from tests.kernels import COMBINE, DECODE
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -67,13 +67,13 @@ def test_killing_the_compiling_process_lets_the_others_finish(
             os.kill(received(tmp_path)[0][1], signal.SIGKILL)
             return
         on_compile(lambda event: send(tmp_path, [event.phase, os.getpid()]))
-        assert find_or_build(WIDE_DECODE).entry.path is not None
+        assert find_or_build(DECODE).entry.path is not None
 
     statuses = crowd(5, work)
 
     assert sorted(statuses) == [-signal.SIGKILL, 0, 0, 0, 0]
     assert [phase for phase, _ in received(tmp_path)] == ["started", "started", "finished"]
-    assert not find_or_build(WIDE_DECODE).built
+    assert not find_or_build(DECODE).built
     assert len(list(cache_dir.glob("v1/e/*/*/*/manifest.json"))) == 1
 
 

@@ -24,7 +24,7 @@ from tests.cache.builds import ROOT, in_child, tree, wait_for
 from tests.faults.crowds import crowd, received, send
 from tests.faults.steps import whole_entries
 from tests.fixture_types import Patch
-from tests.kernels import COMBINE, SM_80, WIDE_DECODE, complaints
+from tests.kernels import COMBINE, DECODE, SM_80, complaints
 
 PROBE = Source(text='extern "C" __global__ void probe() {}\n', origins=("probe.cuh:1",))
 
@@ -48,7 +48,7 @@ def test_a_child_forked_after_a_compilation_hits_and_compiles() -> None:
 @pytest.mark.timeout(90)
 def test_children_forked_during_a_compilation_compile_and_do_not_hang(tmp_path: Path) -> None:
     """Twenty children at any moment of it: each gets the right kernel, and so does the parent."""
-    nvrtc, wide = find_nvrtc(), render(WIDE_DECODE)
+    nvrtc, decode = find_nvrtc(), render(DECODE)
     right = compile_anywhere(PROBE, SM_80, nvrtc).code
 
     def work(_: int) -> None:
@@ -58,9 +58,9 @@ def test_children_forked_during_a_compilation_compile_and_do_not_hang(tmp_path: 
     statuses, codes = [], set()
     with ThreadPoolExecutor(1) as pool:
         for moment in range(5):
-            parent = pool.submit(compile_anywhere, wide, WIDE_DECODE.arch, nvrtc)
+            parent = pool.submit(compile_anywhere, decode, DECODE.arch, nvrtc)
             wait_for(lambda: nvrtc_process._active_compiles)
-            time.sleep(0.15 * moment)
+            time.sleep(0.1 * moment)
             statuses += crowd(4, work, seconds=20)
             codes.add(parent.result().code)
 
@@ -103,7 +103,7 @@ def test_a_child_forgets_what_its_parent_loaded_and_was_loading(monkeypatch: Pat
         monkeypatch.setattr("mlagen.runtime.loader.load", lambda *_: other)
         assert kernel_for(COMBINE, 0) is other
 
-    monkeypatch.setattr(engine, "_loaded", {(WIDE_DECODE, 0): kernel})
+    monkeypatch.setattr(engine, "_loaded", {(DECODE, 0): kernel})
     monkeypatch.setattr("mlagen.runtime.loader.load", load)
     monkeypatch.setattr("mlagen.runtime.loader.require_no_capture", lambda *_: None)
     with ThreadPoolExecutor(1) as pool:
@@ -114,7 +114,7 @@ def test_a_child_forgets_what_its_parent_loaded_and_was_loading(monkeypatch: Pat
 
     assert status == 0
     assert parent.result() is kernel
-    assert engine._loaded[WIDE_DECODE, 0] is kernel
+    assert engine._loaded[DECODE, 0] is kernel
 
 
 # A program that ends while a daemon or non-daemon thread compiles.
@@ -122,11 +122,11 @@ ENDING = """
 import sys, threading, time
 from mlagen.engine import find_or_build
 from mlagen.jit import on_compile
-from tests.kernels import WIDE_DECODE
+from tests.kernels import DECODE
 begun = threading.Event()
 on_compile(lambda _: begun.set())
 kinds = {"daemon": True, "thread": False}
-threading.Thread(target=find_or_build, args=(WIDE_DECODE,), daemon=kinds[sys.argv[1]]).start()
+threading.Thread(target=find_or_build, args=(DECODE,), daemon=kinds[sys.argv[1]]).start()
 begun.wait(60)
 time.sleep(float(sys.argv[2]))
 """
@@ -135,7 +135,7 @@ time.sleep(float(sys.argv[2]))
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("kind", "moment"),
-    [("daemon", "0"), ("daemon", "0.4"), ("daemon", "0.7"), ("thread", "0.1")],
+    [("daemon", "0"), ("daemon", "0.2"), ("daemon", "0.4"), ("thread", "0.1")],
 )
 def test_a_process_that_ends_while_it_compiles_ends_well(
     kind: str, moment: str, cache_dir: Path
@@ -148,7 +148,7 @@ def test_a_process_that_ends_while_it_compiles_ends_well(
     assert (done.returncode, complaints(done.stderr)) == (0, [])
     assert len(list(cache_dir.glob("v1/e/*/*/*/manifest.json"))) == 1
     assert tree(cache_dir / "v1/staging") == []
-    assert not find_or_build(WIDE_DECODE).built
+    assert not find_or_build(DECODE).built
 
 
 SUBINTERPRETER = """
