@@ -30,6 +30,10 @@ SOURCES = [
 # Home and work folders of a real machine; examples use fictitious names.
 A_MACHINE = re.compile(r"(?<![\w~.])/(?:home|root|Users|work|tmp)/\S+")
 
+FAULT = re.compile(
+    r"^\| (\d+) \| .+ \| .+ \| (not covered.*|`[^`]+`(?:, `[^`]+`)*) \|$", re.MULTILINE
+)
+
 
 def text_of(page: str) -> str:
     """Return the text of a page."""
@@ -174,3 +178,23 @@ def test_a_line_of_prose_is_one_sentence(page: str) -> None:
     """Diffs of pages are diffs of sentences; shown output has no path of a real machine."""
     assert badly_broken_lines(text_of(page)) == []
     assert A_MACHINE.findall(text_of(page)) == []
+
+
+def test_every_row_of_the_page_of_faults_names_tests() -> None:
+    """Rows are numbered, each names tests that exist, and every file of fault tests occurs."""
+    page = text_of("docs/explanation/faults.md")
+    rows = FAULT.findall(page)
+    named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", page)
+    known = {
+        (file, node.name)
+        for file in {file for file, _ in named}
+        if (ROOT / file).is_file()
+        for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef)
+    }
+
+    assert [int(number) for number, _ in rows] == list(range(1, page.count("\n| ")))
+    assert [name for name in named if name not in known] == []
+    assert all("::test_" in tests or tests.startswith("not covered") for _, tests in rows)
+    files = {f"tests/faults/{path.name}" for path in (ROOT / "tests/faults").glob("test_*.py")}
+    assert files <= {file for file, _ in named}

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.problems.entry_points import ENTRY_POINTS, EntryPoint
+from tests.problems.extremes import extreme_sinks
 from tests.problems.problem import ints
-from tests.sink_values import extreme_sinks
 
 WHOLE_AND_SPLIT = pytest.mark.parametrize("lens", [(70, 3), (5000, 3)], ids=["whole", "split"])
 DECODES = ["trtllm", "xqa_batch"]

@@ -24,9 +24,9 @@ from tests.emulator.emulated import COMPILER, Emulated, Emulator, encode
 from tests.families.launches import record_launches
 from tests.problems.batch_decode import decode_planned
 from tests.problems.entry_points import decode_gqa_with_lse, not_written
+from tests.problems.extremes import extreme_sinks
 from tests.problems.gqa import GqaCase, GqaProblem
 from tests.problems.problem import E4M3
-from tests.sink_values import extreme_sinks
 from tests.sm90_tiles import max_kv_heads_per_cta
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")

@@ -1,4 +1,4 @@
-"""The import table of our own modules and of third parties, and the cost of `import mlagen`."""
+"""The import table of our own modules and of third parties, and what processes load."""
 
 from __future__ import annotations
 
@@ -225,3 +225,31 @@ def test_importing_mlagen_starts_and_loads_nothing(bare_import: dict[str, list[s
     effects = ("ctypes.dlopen", "os.mkdir", "os.rename", "os.system", "socket.", "subprocess.")
 
     assert [event for event in bare_import["events"] if event.startswith(effects)] == []
+
+
+# What a process does, and a package or library that it leaves alone.
+PROCESSES = {
+    "the digest of a kernel": (
+        "from mlagen.codegen.sources import template_digest as digest; "
+        "digest('kernels/combine/kernel.cu.j2')"
+    ),
+    "finding NVRTC": "from mlagen.compiler.toolchain import find_nvrtc; find_nvrtc()",
+    "facts of GPUs": "from mlagen.runtime.device import *; visible_devices(), driver_version()",
+    "the plugin of SGLang": "import mlagen.integrations.sglang",
+    "the plugin of vLLM": "import mlagen.integrations.vllm",
+}
+UNUSED = {"the digest of a kernel": "jinja2", "finding NVRTC": "cuda, libnvrtc"}
+LOADED = """
+maps = open("/proc/self/maps").read()
+print([name for name in {!r}.split(", ") if name in sys.modules or f"/{{name}}" in maps])
+"""
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_a_process_loads_no_package_that_it_does_not_need(process: str) -> None:
+    """Warm calls, commands without a GPU and servers with other backends start fast."""
+    code = f"import sys; {PROCESSES[process]}{LOADED.format(UNUSED.get(process, 'torch'))}"
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"

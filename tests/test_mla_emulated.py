@@ -29,13 +29,18 @@ from tests.emulator.emulated import COMPILER, Emulated, Emulator, encode
 from tests.families.launches import record_launches
 from tests.kernels import SM_90A
 from tests.launch_repeats import SEQ_WORD
-from tests.packed_rows import listed, widened, with_extreme_numbers
+from tests.problems.extremes import (
+    SCALE_STEPS,
+    extreme_sinks,
+    listed,
+    widened,
+    with_extreme_numbers,
+    with_scale_steps,
+)
 from tests.problems.mla import MlaCase, MlaProblem, mla_case
 from tests.problems.problem import POISON
 from tests.problems.zero_rope import assert_zero_rope_changes_nothing, latent_part
-from tests.sink_values import extreme_sinks
 from tests.sm90_tiles import smaller_tiles
-from tests.uneven_scales import SCALE_STEPS, with_scale_steps
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 

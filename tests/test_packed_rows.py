@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.packed_rows import listed, widened, with_extreme_numbers
 from tests.problems.entry_points import decode, decode_with_lse
+from tests.problems.extremes import listed, widened, with_extreme_numbers
 from tests.problems.mla import mla_case
 from tests.problems.problem import E4M3
 

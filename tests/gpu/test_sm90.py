@@ -23,12 +23,12 @@ from tests.launch_repeats import (
     with_delays,
 )
 from tests.problems.entry_points import ENTRY_POINTS, compute, decode_gqa, decode_gqa_with_lse
+from tests.problems.extremes import SCALE_STEPS, with_scale_steps
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import KINDS, MlaCase, mla_case
 from tests.problems.problem import E4M3, Problem
 from tests.problems.zero_rope import assert_zero_rope_changes_nothing, latent_part
 from tests.sm90_tiles import choose_kernel, max_kv_heads_per_cta, needs_sm90
-from tests.uneven_scales import SCALE_STEPS, with_scale_steps
 
 pytestmark = [needs_sm90, pytest.mark.usefixtures("sm90", "_heads")]
 

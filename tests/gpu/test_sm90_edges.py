@@ -15,9 +15,9 @@ from mlagen.settings import current_settings
 from mlagen.spec.mla.sm90_fp8kv import MlaSm90Fp8KvSpec
 from tests.gpu.test_sm90 import FP8_DS_MLA, FP8KV_HEADS, PAGES, repeat
 from tests.problems.entry_points import ENTRY_POINTS, EntryPoint, compute, decode, decode_gqa
+from tests.problems.extremes import extreme_sinks
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import KINDS, MlaCase, mla_case
-from tests.sink_values import extreme_sinks
 from tests.sm90_tiles import choose_kernel, needs_sm90, smaller_tiles
 
 pytestmark = [needs_sm90, pytest.mark.usefixtures("sm90")]
