@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlagen.cache.bundle import INDEX
+from mlagen.cache.bundle_reading import import_bundle, verify_bundle
 from mlagen.cache.bundle_writing import write_bundle
 from mlagen.cache.entry import Manifest
 from mlagen.cache.key import CacheKey
@@ -48,6 +49,11 @@ def bundle_bytes(store: KernelStore) -> bytes:
     file = io.BytesIO()
     write_bundle(list(store.entries()), file)
     return file.getvalue()
+
+
+def import_(bundle: bytes, store: KernelStore, *, dry_run: bool = False) -> list[str]:
+    """Verify and import a bundle."""
+    return import_bundle(verify_bundle(io.BytesIO(bundle), "it"), store, dry_run=dry_run)
 
 
 def members_of(bundle: bytes) -> list[Member]:

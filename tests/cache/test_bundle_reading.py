@@ -13,7 +13,7 @@ from mlagen.cache.bundle_reading import import_bundle, open_bundle, verify_bundl
 from mlagen.cache.store import KernelStore
 from mlagen.errors import CacheError
 from tests.cache.builds import CUBIN, entry_folder, make_build, make_store, tree
-from tests.cache.bundle_cases import FAMILIES, bundle_bytes, filled_store, key_for
+from tests.cache.bundle_cases import FAMILIES, bundle_bytes, filled_store, import_, key_for
 
 
 @pytest.fixture
@@ -26,11 +26,6 @@ def bundle(tmp_path: Path) -> bytes:
 def store(tmp_path: Path) -> KernelStore:
     """Return an empty store."""
     return make_store(tmp_path / "here")
-
-
-def import_(bundle: bytes, store: KernelStore, *, dry_run: bool = False) -> list[str]:
-    """Verify and import a bundle."""
-    return import_bundle(verify_bundle(io.BytesIO(bundle), "it"), store, dry_run=dry_run)
 
 
 def test_exported_entries_are_found_after_import(

@@ -14,7 +14,7 @@ from mlagen.cache.store import KernelStore
 from tests.cache import bundle_cases as cases
 from tests.cache.builds import make_store, tree
 from tests.cache.bundle_attacks import ATTACKS, Attack, flipped_cubin
-from tests.cache.bundle_cases import Member
+from tests.cache.bundle_cases import Member, import_
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +29,6 @@ def members(tmp_path_factory: pytest.TempPathFactory) -> list[Member]:
 def store(tmp_path: Path) -> KernelStore:
     """Return a store with another kernel."""
     return cases.filled_store(tmp_path, "other")
-
-
-def import_(bundle: bytes, store: KernelStore) -> list[str]:
-    """Verify and import a bundle."""
-    return import_bundle(verify_bundle(io.BytesIO(bundle), "it"), store)
 
 
 def content_of(folder: Path) -> dict[str, bytes | None]:

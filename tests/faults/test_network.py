@@ -178,22 +178,30 @@ def _replace(folder: Path) -> None:
     make_store(folder).find_or_build(KEY, lambda: make_build(OTHER_CUBIN))
 
 
+@contextmanager
+def _between(act: Callable[[Path], None], folder: Path) -> Iterator[None]:
+    """Act once, between the reads of a manifest and of its cubin."""
+    acts = [act]
+
+    def read(path: Path) -> None:
+        if path.name == "kernel.cubin" and acts:
+            acts.pop()(folder)
+
+    with before_reading(read):
+        yield
+    assert acts == []
+
+
 @pytest.mark.parametrize("act", [_evict, _replace], ids=["removed", "replaced"])
 def test_an_entry_removed_between_manifest_and_cubin_is_not_damaged(
     act: Callable[[Path], None], tmp_path: Path, caplog: Log
 ) -> None:
     """A concurrent reader gets a complete kernel, old or new, and quarantines nothing."""
     ask(tmp_path)
-    acts: list[Callable[[Path], None]] = [act]
 
-    def between(path: Path) -> None:
-        if path.name == "kernel.cubin" and acts:
-            acts.pop()(tmp_path)
-
-    with before_reading(between):
+    with _between(act, tmp_path):
         entry = ask(tmp_path)
 
-    assert acts == []
     assert entry.cubin == (builds.CUBIN if act is _evict else OTHER_CUBIN)
     assert entry.path == entry_folder(tmp_path, KEY)
     assert whole_entries(tmp_path) == 1
@@ -208,13 +216,8 @@ def test_an_entry_removed_from_a_layer_while_it_is_read_is_absent(
     """A layer that another machine cleans up is not called damaged."""
     ask(tmp_path)
     store = store_in(tmp_path / "above", layers=[tmp_path / "cache"])
-    acts = [_evict]
 
-    def between(path: Path) -> None:
-        if path.name == "kernel.cubin" and acts:
-            acts.pop()(tmp_path)
-
-    with before_reading(between):
+    with _between(_evict, tmp_path):
         found = store.look_up(KEY, is_dry=is_dry)
 
     assert (found.entry, found.reason, found.problem) == (None, "absent", None)
