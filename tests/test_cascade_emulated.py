@@ -11,12 +11,11 @@ from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.packing import ParameterPacking
 from mlagen.spec.kernel import KernelSpec
 from tests import test_cascade
-from tests.emulator.emulated import COMPILER, Emulator
+from tests.emulator.emulated import COMPILER
+from tests.emulator.emulated import launch as emulate
 from tests.kernels import SM_80
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-
-_emulator = Emulator()  # compiles each kernel once
 
 
 class TestCascadeEmulated(test_cascade.TestCascade):
@@ -29,7 +28,7 @@ class TestCascadeEmulated(test_cascade.TestCascade):
 
         def launch(kernel: LoadedKernel, blocks: int, _: bool, values: tuple[Any, ...]) -> None:
             recorded.append(blocks)
-            _emulator.launch(kernel.spec, kernel.packing.struct.pack(*values), blocks, 0)
+            emulate(kernel.spec, kernel.packing.struct.pack(*values), blocks, 0)
 
         def loaded(spec: KernelSpec, _: int) -> LoadedKernel:
             return LoadedKernel(spec, 0, ParameterPacking(spec), None, None)

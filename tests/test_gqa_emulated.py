@@ -20,7 +20,7 @@ from mlagen.families.gqa import tensor_maps as gqa_maps
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.problem import check_problem
 from mlagen.settings import current_settings
-from tests.emulator.emulated import COMPILER, Emulated, Emulator, encode
+from tests.emulator.emulated import COMPILER, Emulated, encode, replace_launches
 from tests.families.launches import record_launches
 from tests.problems.batch_decode import decode_planned
 from tests.problems.entry_points import decode_gqa_with_lse, not_written
@@ -121,14 +121,8 @@ TOGETHER = [
 Decode = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-@pytest.fixture(scope="module")
-def emulator() -> Emulator:
-    """Return what runs kernels, and keeps them for all tests of the module."""
-    return Emulator()
-
-
 @pytest.fixture
-def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
+def decoded(monkeypatch: pytest.MonkeyPatch) -> Decode:
     """Return what computes a problem by emulated launches, with as many SMs as are said."""
     record_launches(monkeypatch)
     counters = (ctypes.c_uint32 * (2 * _MAX_BLOCKS))()
@@ -146,7 +140,7 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
             call = gqa_launch.make_sm90_launcher(inputs, on_gpu, current_settings())
             return gqa_call.GQA.launch(replace(call, problem=request), inputs, enable_pdl)
 
-        emulator.replace_launches(monkeypatch, gqa_plan, sm_count=sm_count, seed=seed)
+        replace_launches(monkeypatch, gqa_plan, sm_count=sm_count, seed=seed)
         monkeypatch.setattr(gqa_maps, "encode", encode)
         monkeypatch.setattr(launchers, "semaphores_of", lambda *_: ctypes.addressof(counters))
         monkeypatch.setattr(gqa_call.GQA, "run", run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from mlagen.families.gqa import launch as gqa_launch
 from mlagen.families.gqa import select as gqa_plan
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.problem import check_problem
-from tests.emulator.emulated import COMPILER, Emulator
+from tests.emulator.emulated import COMPILER, Emulated, replace_launches
 from tests.families.launches import H200, record_launches
 from tests.kernels import SM_80
 from tests.problems.batch_decode import decode_planned
@@ -25,18 +25,12 @@ from tests.problems.problem import E4M3
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
-class Emulated(NamedTuple):
-    """A case, how many SMs there are, and their architecture."""
-
-    case: GqaCase
-    sm_count: int = 1
-    has_cvt_e4m3: bool = False
-
-
 FP16 = torch.float16
 
 
-def given(name: str, sm_count: int = 1, has_cvt_e4m3: bool = False, **facts: Any) -> Emulated:
+def given(
+    name: str, sm_count: int = 1, has_cvt_e4m3: bool = False, **facts: Any
+) -> Emulated[GqaCase]:
     """Return a case on so many SMs."""
     return Emulated(GqaCase(name=name, **facts), sm_count, has_cvt_e4m3)
 
@@ -68,19 +62,13 @@ CASES = [
 Decode = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-@pytest.fixture(scope="module")
-def emulator() -> Emulator:
-    """Return what runs kernels, and keeps them for all tests of the module."""
-    return Emulator()
-
-
 @pytest.fixture
-def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
+def decoded(monkeypatch: pytest.MonkeyPatch) -> Decode:
     """Return what computes a problem by emulated launches."""
 
     def run(
         problem: GqaProblem,
-        given: Emulated,
+        given: Emulated[GqaCase],
         seed: int,
         decode: Decode = decode_gqa_with_lse,
         **changes: Any,
@@ -94,7 +82,7 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
             call = gqa_launch.make_sm80_launcher(inputs, on_gpu)
             return gqa_call.GQA.launch(replace(call, problem=request), inputs, enable_pdl)
 
-        emulator.replace_launches(monkeypatch, gqa_plan, sm_count=given.sm_count, seed=seed)
+        replace_launches(monkeypatch, gqa_plan, sm_count=given.sm_count, seed=seed)
         monkeypatch.setattr(gqa_call.GQA, "run", run)
         workspace = torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
         return decode(problem, **not_written(problem, workspace) | changes)
@@ -103,7 +91,9 @@ def decoded(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Decode:
 
 
 @pytest.mark.parametrize("given", CASES, ids=lambda given: given.case.name)
-def test_a_kernel_is_right_in_whatever_order_warps_come(given: Emulated, decoded: Decode) -> None:
+def test_a_kernel_is_right_in_whatever_order_warps_come(
+    given: Emulated[GqaCase], decoded: Decode
+) -> None:
     """Within the tolerance of float64, and no copy is read before its thread has waited for it."""
     problem = given.case.build("cpu")
     for seed in range(2):

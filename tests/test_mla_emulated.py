@@ -25,7 +25,8 @@ from mlagen.spec.mla.sm90 import (
     SEMAPHORE_BYTES,
     semaphore_region_bytes,
 )
-from tests.emulator.emulated import COMPILER, Emulated, Emulator, encode
+from tests.emulator import emulated
+from tests.emulator.emulated import COMPILER, Emulated, encode, replace_launches
 from tests.families.launches import record_launches
 from tests.kernels import SM_90A
 from tests.launch_repeats import SEQ_WORD
@@ -189,12 +190,6 @@ CASES = [
 Decode = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-@pytest.fixture(scope="module")
-def emulator() -> Emulator:
-    """Return what runs kernels, and keeps them for all tests of the module."""
-    return Emulator()
-
-
 @pytest.fixture
 def beside() -> torch.Tensor:
     """Return the words that belong to the workspace, aligned as on a GPU."""
@@ -204,9 +199,7 @@ def beside() -> torch.Tensor:
 
 
 @pytest.fixture
-def decoded(
-    emulator: Emulator, beside: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Decode]:
+def decoded(beside: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Iterator[Decode]:
     """Return what computes a problem by emulated launches, with the tile for all of its rows."""
     record_launches(monkeypatch)
     monkeypatch.setattr(mla_plan, "new_schedule_id", new_schedule_id)
@@ -215,7 +208,7 @@ def decoded(
         given: Emulated[MlaCase], problem: MlaProblem, seed: int, **changes: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
 
-        emulator.replace_launches(monkeypatch, mla_plan, sm_count=given.sm_count, seed=seed)
+        replace_launches(monkeypatch, mla_plan, sm_count=given.sm_count, seed=seed)
         monkeypatch.setattr(mla_maps, "encode", encode)
         monkeypatch.setattr(launchers, "semaphores_of", lambda *_: beside.data_ptr())
         # What is right is to the rounding of the kernel that computes it.
@@ -254,13 +247,13 @@ def test_little_work_takes_tiles_of_few_rows(
     made = given(kind, "little work", 6, **facts)
     problem = made.case.build("cpu")
     taken: list[KernelSpec] = []
-    launch = Emulator.launch
+    launch = emulated.launch
 
-    def noticed(emulator: Emulator, spec: KernelSpec, *others: Any) -> None:
+    def noticed(spec: KernelSpec, *others: Any) -> None:
         taken.append(spec)
-        launch(emulator, spec, *others)
+        launch(spec, *others)
 
-    monkeypatch.setattr(Emulator, "launch", noticed)
+    monkeypatch.setattr(emulated, "launch", noticed)
     with smaller_tiles(monkeypatch, enabled=True):
         problem.check(*decoded(made, problem, 0))
 

@@ -13,21 +13,15 @@ from mlagen.families.mla import dispatch as mla_call
 from mlagen.families.mla import launch as mla_launch
 from mlagen.families.mla import select as mla_plan
 from mlagen.families.mla.problem import check_problem
-from tests.emulator.emulated import COMPILER, Emulated, Emulator
+from tests.emulator.emulated import COMPILER, Emulated, replace_launches
 from tests.families.launches import record_launches
 from tests.kernels import SM_80
-from tests.problems.mla import MlaCase, MlaProblem, mla_case
+from tests.problems.mla import MlaCase, MlaProblem
+from tests.test_mla_emulated import RANK, given
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
-def given(kind: str, name: str, sm_count: int = 1, **facts: Any) -> Emulated[MlaCase]:
-    """Return a case of one of the kinds of rows."""
-    return Emulated(mla_case(kind, name=f"{kind}, {name}", **facts), sm_count)
-
-
-# A rank that has more tokens than its causal lengths have.
-RANK = {"cp_world": 3, "cp_rank": 1, "tokens_ahead": 2}
 _FEW: dict[str, Any] = {"heads": 4, "seq_lens": (70, 3)}
 CASES = [
     given("bf16", "ragged", heads=5, seq_lens=(100, 9, 0), q_lens=(3, 1, 2), with_sinks=True),
@@ -67,11 +61,10 @@ Decode = Callable[[Emulated[MlaCase], MlaProblem], tuple[torch.Tensor, torch.Ten
 def decoded(monkeypatch: pytest.MonkeyPatch) -> Decode:
     """Return what computes a problem by emulated launches."""
     record_launches(monkeypatch, arch=SM_80)
-    emulator = Emulator()
 
     def run(given: Emulated[MlaCase], problem: MlaProblem) -> tuple[torch.Tensor, torch.Tensor]:
 
-        emulator.replace_launches(monkeypatch, mla_plan, sm_count=given.sm_count, seed=0)
+        replace_launches(monkeypatch, mla_plan, sm_count=given.sm_count, seed=0)
         workspace = torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
         inputs = problem.inputs(return_lse=True, workspace_buffer=workspace)
         request = check_problem(inputs)

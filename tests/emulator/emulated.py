@@ -14,6 +14,7 @@ import shutil
 import struct
 import subprocess
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -51,48 +52,42 @@ Case = TypeVar("Case")
 
 @dataclass(frozen=True)
 class Emulated(Generic[Case]):
-    """A case, and how many SMs there are."""
+    """A case, how many SMs there are, and whether an sm80 kernel may convert e4m3 in hardware."""
 
     case: Case
     sm_count: int = 1
+    has_cvt_e4m3: bool = False
 
 
-class Emulator:
-    """Compiles each kernel once."""
+def launch(spec: KernelSpec, params: bytes, blocks: int, seed: int) -> None:
+    """Run a grid.
 
-    def __init__(self) -> None:
-        self._libraries: dict[KernelSpec, ctypes.CDLL] = {}
+    Raises
+    ------
+    AssertionError
+        If the kernel does something that is not allowed.
+    """
+    complaint = _library(spec).launch_emulated(params, blocks, spec.threads, seed)
+    if complaint:
+        raise AssertionError(f"{spec}: {complaint.decode()}")
 
-    def launch(self, spec: KernelSpec, params: bytes, blocks: int, seed: int) -> None:
-        """Run a grid.
 
-        Raises
-        ------
-        AssertionError
-            If the kernel does something that is not allowed.
-        """
-        complaint = self._library(spec).launch_emulated(params, blocks, spec.threads, seed)
-        if complaint:
-            raise AssertionError(f"{spec}: {complaint.decode()}")
+def replace_launches(patch: pytest.MonkeyPatch, plan: Any, *, sm_count: int, seed: int) -> None:
+    """Emulate the launches of calls, and let ``plan`` see a GPU of ``sm_count`` SMs."""
+    facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=sm_count, memory_bytes=0)
 
-    def replace_launches(
-        self, patch: pytest.MonkeyPatch, plan: Any, *, sm_count: int, seed: int
-    ) -> None:
-        """Make calls launch on this emulator, and ``plan`` see a GPU of ``sm_count`` SMs."""
-        facts = DeviceFacts(index=0, name="", major=9, minor=0, sm_count=sm_count, memory_bytes=0)
+    def emulate(kernel: LoadedKernel, blocks: int, _: bool, values: tuple[Any, ...]) -> None:
+        launch(kernel.spec, kernel.packing.struct.pack(*values), blocks, seed)
 
-        def launch(kernel: LoadedKernel, blocks: int, _: bool, values: tuple[Any, ...]) -> None:
-            self.launch(kernel.spec, kernel.packing.struct.pack(*values), blocks, seed)
+    patch.setattr(plan, "device_facts", lambda _: facts)
+    patch.setattr(launchers, "launch", emulate)
 
-        patch.setattr(plan, "device_facts", lambda _: facts)
-        patch.setattr(launchers, "launch", launch)
 
-    def _library(self, spec: KernelSpec) -> ctypes.CDLL:
-        if spec not in self._libraries:
-            library = compile_host(source_of(spec))
-            library.launch_emulated.restype = ctypes.c_char_p
-            self._libraries[spec] = library
-        return self._libraries[spec]
+@cache
+def _library(spec: KernelSpec) -> ctypes.CDLL:
+    library = compile_host(source_of(spec))
+    library.launch_emulated.restype = ctypes.c_char_p
+    return library
 
 
 def compile_host(source: str) -> ctypes.CDLL:
