@@ -74,8 +74,8 @@ struct QkWarpgroup {
   }
 
   // Issues the QK GEMM of a KV block, interleaved with the row sums of the preceding one: a word of
-  // P after each of the first `kPWords` MMAs. The tensor cores accept an MMA only when they have done most of the previous
-  // one, and a warp that waits for that issues nothing else.
+  // P after each of the first `kPWords` MMAs. The tensor cores accept an MMA only when they have
+  // done most of the previous one, and a warp that waits for that issues nothing else.
   __device__ void qk_gemm(Scores& scores, const Probabilities& previous, int stage) {
     const QkMma qk_mma(smem, stage);
     ProbabilitySums sums;
