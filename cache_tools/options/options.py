@@ -7,6 +7,8 @@ from typing import TypeAlias
 
 import click
 
+from mlagen.values import INT32_MAX, shown
+
 Callback: TypeAlias = Callable[[click.Context, click.Parameter, str | None], list[int] | None]
 
 
@@ -16,16 +18,20 @@ def names(_ctx: click.Context, _param: click.Parameter, value: str | None) -> li
 
 
 def numbers(minimum: int) -> Callback:
-    """Return a callback that parses comma-separated numbers of ``minimum`` or more."""
+    """Return a callback that parses comma-separated numbers from ``minimum`` to int32's last."""
+
+    def is_valid(item: str) -> bool:
+        # Python does not parse thousands of digits.
+        is_short = len(item) <= len(str(INT32_MAX))
+        return item.isdecimal() and is_short and minimum <= int(item) <= INT32_MAX
 
     def read(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
         items = names(ctx, param, value)
         if items is None:
             return None
-        if not all(item.isdecimal() and int(item) >= minimum for item in items):
-            raise click.BadParameter(
-                f"expected numbers from {minimum} on, with commas, got {value!r}"
-            )
+        if not all(map(is_valid, items)):
+            rule = f"numbers from {minimum} to {INT32_MAX}, with commas"
+            raise click.BadParameter(f"expected {rule}, got {shown(value)}")
         return [int(item) for item in items]
 
     return read

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
 from mlagen.spec.kernel import KernelSpec
 from mlagen.values import (
+    INT32_MAX,
     reject,
     require_callable,
     require_flag,
@@ -34,6 +34,7 @@ from mlagen.values import (
 )
 
 DEFAULT_TIMEOUT_S = 600.0
+_MAX_TIMEOUT_S = INT32_MAX // 1000  # 24 days: poll, which waits for a process, counts int32 ms
 
 
 def prewarm(
@@ -173,7 +174,7 @@ def _timeout(timeout_s: float | None, *, isolate: bool) -> float | None:
         reject("timeout_s", "isolate beside it", f"{shown(timeout_s)} alone")
     if not 0 < seconds < float("inf"):
         reject("timeout_s", "more than 0 seconds", shown(timeout_s))
-    return min(seconds, threading.TIMEOUT_MAX)  # larger values are an error in Python
+    return min(seconds, _MAX_TIMEOUT_S)
 
 
 @dataclass(frozen=True, kw_only=True)

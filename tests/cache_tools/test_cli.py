@@ -21,6 +21,7 @@ from cache_tools.options.entry_options import age
 from cache_tools.options.options import names, numbers
 from cache_tools.tools.completion import completer
 from mlagen.cache.default_store import kernel_store
+from mlagen.values import INT32_MAX, shown
 from tests.fixture_types import Patch
 from tests.kernels import COMBINE
 
@@ -47,18 +48,19 @@ def test_the_module_is_the_command(words: str, begin: str) -> None:
 
 
 AGES = {"90s": 90, "1.5 min": 90, "12h": 43_200, " 30d": 2_592_000, "2w": 1_209_600}
-AGE, NUMBERS = "expected an age such as 90min", "expected numbers from 1 on, with commas"
+AGE, NUMBERS = "expected an age such as 90min", "expected numbers from 1 to 2147483647, with commas"
 
 
 @pytest.mark.parametrize(
     ("parse", "parsed", "invalid", "message"),
     [
         (age, AGES, ["", "30", "d", "-1d", "1e3s", "1 month", "1d 2h"], AGE),
-        (numbers(1), {"1,64": [1, 64]}, ["0", "1,big", "-1", ""], NUMBERS),
+        (numbers(1), {"1,2147483647": [1, INT32_MAX]}, ["0", "1,big", "-1", ""], NUMBERS),
+        (numbers(1), {}, ["2147483648", "64," + "9" * 5000], NUMBERS),
         (numbers(0), {"0,64": [0, 64]}, [], ""),
         (names, {"bf16, fp16": ["bf16", "fp16"]}, [], ""),
     ],
-    ids=["ages", "numbers", "with zero", "names"],
+    ids=["ages", "numbers", "large numbers", "with zero", "names"],
 )
 def test_values_are_parsed_or_rejected(
     parse: Callable[..., object], parsed: dict[str, object], invalid: list[str], message: str
@@ -71,7 +73,7 @@ def test_values_are_parsed_or_rejected(
         with pytest.raises(click.BadParameter) as caught:
             parse(context, option, text)
         assert caught.value.message.startswith(message)
-        assert caught.value.message.endswith(f"got {text!r}")
+        assert caught.value.message.endswith(f"got {shown(text)}")
 
 
 def test_options_of_the_whole_command_override_variables(monkeypatch: Patch) -> None:

@@ -29,7 +29,7 @@ PULL = "cache pull there.tar.gz"
 FAMILY = f"kernel: expected a family out of {', '.join(FAMILIES)}"
 NEAREST = "mla_sm90: expected a kernel that calls use, the nearest"
 OF_MLA = "no MLA decode kernel for query bf16,"
-NUMBERS = "expected numbers from 1 on, with commas, got "
+NUMBERS = "expected numbers from 1 to 2147483647, with commas, got "
 
 # Words of a command line in a folder with a bundle, and the start of the last line on stderr.
 BAD_USAGE = {
@@ -77,6 +77,7 @@ BAD_USAGE = {
     "prewarm --arch sm_80 -j 0": "jobs: expected an int, 1 or more, got 0",
     "prewarm --arch sm_80 --q-len 2": "q_len: expected heads beside it, got [2]",
     "prewarm --heads 16,x": f"heads: {NUMBERS}'16,x'",
+    f"bench --batch {'9' * 5000}": f"batch: {NUMBERS}'999",
     "prewarm --page-size 64,big": f"page-size: {NUMBERS}'64,big'",
     "prewarm extra": "file: expected one that ends with .toml or .json, got 'extra'",
     "prewarm --arch sm_80 --tp 8": "tp: expected none without models, got [8]",

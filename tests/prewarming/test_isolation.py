@@ -63,6 +63,12 @@ def test_a_kernel_is_built_in_its_process_and_found_here(monkeypatch: Patch, cap
     assert prewarm()[COMBINE].status == "hit"
 
 
+@pytest.mark.parametrize("timeout_s", [2_147_484, 1e10, 1e300])
+def test_a_timeout_may_be_longer_than_the_system_waits(timeout_s: float) -> None:
+    """Limits of more than 24 days, which poll does not count in milliseconds, build the kernel."""
+    assert prewarm(timeout_s=timeout_s)[COMBINE].status == "built"
+
+
 @pytest.mark.parametrize(
     "error",
     [
