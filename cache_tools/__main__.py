@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from .tools.interrupts import install_handlers
+from .tools.streams import open_streams
 
 
 def main() -> None:
-    """Run the command; the Ctrl-C handler is installed before the slow imports."""
+    """Run the command; streams and Ctrl-C handler are in place before the slow imports."""
+    open_streams()
     install_handlers()
     from .cli import main as run
 

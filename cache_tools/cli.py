@@ -8,10 +8,10 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import IO, Any
 
 import click
+from click.exceptions import Exit
 
 from mlagen import __version__
 from mlagen.errors import MlagenError
@@ -33,30 +33,36 @@ _NO_SUBCOMMAND = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 class _CatchingGroup(click.Group):
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        with _usage_in_one_line():
+        with _exit_codes(), _usage_in_one_line():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> None:
-        try:
-            with interruptible(), _usage_in_one_line():
-                super().invoke(ctx)
-        except MlagenError as error:
-            click.echo(f"mlagen: {error}", err=True)
-            ctx.exit(exit_code_of(error))
-        except (KeyboardInterrupt, click.Abort) as interrupt:
-            words = filter(None, ("mlagen: interrupted", str(interrupt)))
-            click.echo(", ".join(words), err=True)
-            ctx.exit(INTERRUPTED)
-        except BrokenPipeError:
-            # The reader, such as `head`, has closed the pipe: nothing more may be flushed into it.
-            devnull = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(devnull, sys.stdout.fileno())
-            ctx.exit(PIPE_CLOSED)
-        except OSError as error:
-            # A file vanished or the disk filled up meanwhile; expected failures are MlagenErrors.
-            where = f": {error.filename}" if error.filename else ""
-            click.echo(f"mlagen: {error.strerror or error}{where}", err=True)
-            ctx.exit(FAILED)
+        with _exit_codes(), interruptible(), _usage_in_one_line():
+            super().invoke(ctx)
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Exit with the code of an exception, after one line."""
+    try:
+        yield
+    except MlagenError as error:
+        click.echo(f"mlagen: {error}", err=True)
+        raise Exit(exit_code_of(error)) from error
+    except (KeyboardInterrupt, click.Abort) as interrupt:
+        words = filter(None, ("mlagen: interrupted", str(interrupt)))
+        click.echo(", ".join(words), err=True)
+        raise Exit(INTERRUPTED) from interrupt
+    except BrokenPipeError as error:
+        # The reader, such as `head`, has closed the pipe: nothing more may be flushed into it.
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+        raise Exit(PIPE_CLOSED) from error
+    except OSError as error:
+        # A file vanished or the disk filled up meanwhile; expected failures are MlagenErrors.
+        where = f": {error.filename}" if error.filename else ""
+        click.echo(f"mlagen: {error.strerror or error}{where}", err=True)
+        raise Exit(FAILED) from error
 
 
 class _OneLineError(click.UsageError):
@@ -127,27 +133,10 @@ for command in (prewarm, cache, kernel, resources, doctor, demo, bench, replay):
     cli.add_command(command)
 
 
-class _Stderr(FileIO):
-    """Stderr that its reader may close, as `head` does: the work goes on without progress."""
-
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except BrokenPipeError:
-            return len(data)
-
-
 def main() -> None:
     """Run the command line of this process."""
     install_handlers()
     gc.set_threshold(100_000)  # thousands of listed kernels are live objects
     # torch warns of it in the middle of the output; no command uses NumPy.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-    if isinstance(sys.stderr, TextIOWrapper):
-        stderr = BufferedWriter(_Stderr(sys.stderr.fileno(), "w", closefd=False))
-        sys.stderr = TextIOWrapper(stderr, sys.stderr.encoding, line_buffering=True)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            # The path of a cache may hold characters that the locale cannot print.
-            stream.reconfigure(errors="backslashreplace")
     cli(prog_name="mlagen")

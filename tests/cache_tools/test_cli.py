@@ -175,7 +175,10 @@ def test_a_completion_never_raises(monkeypatch: Patch) -> None:
 LISTS = [("cache", "ls"), ("cache", "ls", "--json"), ("resources",), ("cache", "stats")]
 
 
-@pytest.mark.parametrize("arguments", [*LISTS, ("cache", "verify")], ids=" ".join)
+HELPS = [("--help",), ("--version",), ("cache", "-h")]
+
+
+@pytest.mark.parametrize("arguments", [*LISTS, ("cache", "verify"), *HELPS], ids=" ".join)
 def test_a_closed_pipe_is_no_error(arguments: tuple[str, ...], cache_dir: Path) -> None:
     """A pipe closed before the first byte ends the command silently, as SIGPIPE does."""
     fill(cache_dir, 20)
@@ -205,6 +208,48 @@ def test_work_goes_on_without_a_reader(streams: tuple[str, ...], code: int) -> N
     process.communicate()
     assert process.returncode == code
     assert len(list(kernel_store().entries())) == 2
+
+
+PREWARM = f"prewarm --kernel '{COMBINE}'"
+NO_ANSWER = "no answer, nothing removed; --yes skips the question"
+NO_TEXT, UTF_8 = r"printf '\377\n'", "PYTHONIOENCODING=utf-8:strict"
+NO_SPACE = "mlagen: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "output", "error"),
+    [
+        (f"mlagen {PREWARM} 2>&-", 0, "1 kernel: 1 built", ""),
+        (f"mlagen {PREWARM} 2>/dev/full", 0, "1 kernel: 1 built", ""),
+        ("mlagen cache export k.tar.gz 2>&-", 0, "exported 2 kernels", ""),
+        ("mlagen cache show abc 2>/dev/full", 2, "", ""),
+        *((f"mlagen {' '.join(words)} >&-", 141, "", "") for words in (*LISTS, *HELPS)),
+        *((f"mlagen {' '.join(words)} >/dev/full", 1, "", NO_SPACE) for words in HELPS),
+        ("mlagen doctor >&- 2>&- <&-", 141, "", ""),
+        ("mlagen cache clear <&-", 130, NO_ANSWER, "mlagen: interrupted\n"),
+        ("mlagen prewarm - <&-", 2, "", "mlagen: -: expected a list of tables"),
+        (f"{NO_TEXT} | {UTF_8} mlagen cache clear", 1, "nothing removed", ""),
+    ],
+    ids=lambda value: value.replace(PREWARM, "prewarm") if isinstance(value, str) else "",
+)
+def test_a_stream_that_is_closed_or_full_has_an_exit_code(
+    line: str, code: int, output: str, error: str, cache_dir: Path, tmp_path: Path
+) -> None:
+    """Without stderr the work goes on, without a reader of stdout it ends as by SIGPIPE."""
+    fill(cache_dir, 2)
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    shell = f"mlagen() {{ '{sys.executable}' -m cache_tools \"$@\"; }}; {line}"
+    ran = subprocess.run(
+        ["/bin/sh", "-c", shell],
+        check=False,
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+    )
+    assert (ran.returncode, output in ran.stdout) == (code, True)
+    assert ran.stderr.startswith(error) if error else ran.stderr == ""
+    assert ran.stderr.count("\n") <= 1
 
 
 def test_the_first_line_of_a_long_list_can_be_taken(cache_dir: Path) -> None:
