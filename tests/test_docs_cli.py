@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-from cache_tools.benchmark.outcomes import FIELDS
+from cache_tools.benchmark.outcomes import BENCH
 from cache_tools.cli import cli
 from cache_tools.output.schemas import DOCUMENT, SCHEMAS, Schema
 from cache_tools.output.transfer_schemas import TRANSFER_SCHEMAS
@@ -73,16 +73,9 @@ def schema_sections(schemas: Mapping[str, Schema]) -> Iterator[tuple[str, tuple[
 # Commands with the tables of their documents.
 DOCUMENTS = {
     command: sections
-    for schemas in (SCHEMAS, TRANSFER_SCHEMAS, {"replay": REPLAY})
+    for schemas in (SCHEMAS, TRANSFER_SCHEMAS, {"bench": BENCH}, {"replay": REPLAY})
     for command, sections in schema_sections(schemas)
 }
-DOCUMENTS["mlagen bench"] = (
-    INTRODUCTION,
-    *(
-        "\n".join(table([{f"in {part}": f"`{name}`", "meaning": of[name]} for name in of]))
-        for part, of in FIELDS.items()
-    ),
-)
 
 
 def test_the_page_on_the_command_is_up_to_date() -> None:

@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from mlagen.errors import ArgumentError
-from mlagen.paths import is_regular
+from mlagen.paths import is_regular, read_named
+from mlagen.values import reject, shown
 
+from ..output.schemas import DOCUMENT
+from ..output.validation import require_type
 from .cases import Case
-from .outcomes import FIELDS
+from .outcomes import BENCH
+
+_NUMBERS = ("us", "tflop_s", "gb_s", "roofline_share", "error")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,21 +72,38 @@ def read_document(argument: str, path: Path) -> dict[str, Any]:
     Raises
     ------
     ArgumentError
-        If the file is no such document.
+        If the file is no such document; the message has the place in it.
     """
     if not is_regular(path):
         raise ArgumentError(f"{argument}: expected a file of mlagen bench --json, got {path}")
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        is_valid = set(document) == set(FIELDS["the document"]) and all(
-            set(case) == set(FIELDS["each of `cases`"]) for case in document["cases"]
-        )
-    except (OSError, ValueError, TypeError, KeyError):
-        is_valid = False
-    if not is_valid:
+        document = json.loads(read_named(path))
+    except (OSError, ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict) or document.keys() != BENCH[DOCUMENT].keys():
         raise ArgumentError(f"{argument}: expected results of mlagen bench --json, got {path}")
-    result: dict[str, Any] = document
-    return result
+    where = f"{argument}: {path}"
+    require_type(document, DOCUMENT, BENCH, where)
+    for number, case in enumerate(document["cases"]):
+        _require_results(case, f"{where}.cases[{number}]")
+    return document
+
+
+def _require_results(case: Mapping[str, Any], where: str) -> None:
+    """Require results as they are measured: above 0, and with a problem where they are missing."""
+    best = case["best_baseline"]
+    if best is not None and best not in case["baselines"]:
+        reject(f"{where}.best_baseline", "one of `baselines`", shown(best))
+    if case["ratio"] is not None and case["ratio"] <= 0:
+        reject(f"{where}.ratio", "more than 0", case["ratio"])
+    results = {f"baselines[{name}]": each for name, each in case["baselines"].items()}
+    for library, result in {"mlagen": case["mlagen"], **results}.items():
+        if result["us"] is not None and result["us"] <= 0:
+            reject(f"{where}.{library}.us", "more than 0", result["us"])
+        missing = [name for name in _NUMBERS if result[name] is None]
+        if missing and (result["is_right"] or result["problem"] is None):
+            place = f"{where}.{library}.{missing[0]}"
+            reject(place, "a number of a result without a problem", None)
 
 
 def choose_rows(

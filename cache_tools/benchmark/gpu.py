@@ -148,7 +148,10 @@ def _timed_outcome(first: Outcome, replays: Timed, mode: str, times: list[float]
         times.append(replays.median_us(mode))
     except Exception as error:  # noqa: BLE001 - the same
         return Outcome(problem=_problem_of(error))
-    return replace(first, us=mean(times))
+    us = mean(times)
+    if us <= 0:  # the projection in front of a small call, which is subtracted, took longer
+        return Outcome(problem=f"time: expected more than 0 us, got {us:.1f}")
+    return replace(first, us=us)
 
 
 def smi_facts(index: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from mlagen import __version__
 
+from ..output.schemas import DOCUMENT, Field, Schema
 from .cases import Case
 from .roofline import Ceilings
 
@@ -37,67 +38,90 @@ class Measured:
 
 
 # Schema of `mlagen bench --json`; docs/reference/cli.md shows it.
-FIELDS: dict[str, dict[str, str]] = {
-    "the document": {
-        "mlagen": "version of mlagen",
-        "commit": "commit of a checkout, with `-dirty` if files differ from it; null if there is "
-        "none",
-        "gpu": "name of the GPU",
-        "driver": "version of the driver, null if unknown",
-        "power_limit_w": "power cap in watts, null if unknown",
-        "max_sm_mhz": "highest SM clock, null if unknown",
-        "max_memory_mhz": "highest memory clock, null if unknown",
-        "torch": "version of torch",
-        "nvrtc": "version of NVRTC, null if unknown",
-        "baselines": "package and version by baseline, empty without `--compare`",
-        "ceilings": "peak rates of the GPU, measured in the same run",
-        "cases": "one object per case and mode, in the order of the table",
+BENCH: Schema = {
+    DOCUMENT: {
+        "mlagen": Field("text", "version of mlagen"),
+        "commit": Field(
+            "text or null",
+            "commit of a checkout, with `-dirty` if files differ from it; null if there is none",
+        ),
+        "gpu": Field("text", "name of the GPU"),
+        "driver": Field("text or null", "version of the driver, null if unknown"),
+        "power_limit_w": Field("number or null", "power cap in watts, null if unknown"),
+        "max_sm_mhz": Field("number or null", "highest SM clock, null if unknown"),
+        "max_memory_mhz": Field("number or null", "highest memory clock, null if unknown"),
+        "torch": Field("text", "version of torch"),
+        "nvrtc": Field("text or null", "version of NVRTC, null if unknown"),
+        "baselines": Field(
+            "map of text", "package and version by baseline, empty without `--compare`"
+        ),
+        "ceilings": Field("`ceilings`", "peak rates of the GPU, measured in the same run"),
+        "cases": Field("list of `case`", "one object per case and mode, in the order of the table"),
     },
     "`ceilings`": {
-        "read_gb_s": "read-only bandwidth of a tensor larger than L2, 10^9 bytes a second",
-        "bf16_tflop_s": "bf16 GEMM of 8192 x 8192 x 8192, 10^12 operations a second",
-        "fp8_tflop_s": "the same in e4m3; null if no case has an e4m3 query, or the GPU has no FP8 "
-        "MMA",
+        "read_gb_s": Field(
+            "number", "read-only bandwidth of a tensor larger than L2, 10^9 bytes a second"
+        ),
+        "bf16_tflop_s": Field(
+            "number", "bf16 GEMM of 8192 x 8192 x 8192, 10^12 operations a second"
+        ),
+        "fp8_tflop_s": Field(
+            "number or null",
+            "the same in e4m3; null if no case has an e4m3 query, or the GPU has no FP8 MMA",
+        ),
     },
-    "each of `cases`": {
-        "case": "the case in words",
-        "mode": "`fresh`, `sustained` or `model`",
-        "family": "`mla` or `gqa`",
-        "batch": "requests",
-        "seq_len": "tokens per request, the mean if `is_ragged`",
-        "is_ragged": "whether requests differ in length",
-        "tokens": "cached tokens of all requests",
-        "q_len": "query tokens per request",
-        "heads": "query heads",
-        "kv_heads": "KV heads, 1 for MLA",
-        "head_dim_qk": "head dim of query and key",
-        "head_dim_vo": "head dim of value and output",
-        "page_size": "tokens per page",
-        "top_k": "indices per query token of sparse MLA, 0 for dense",
-        "window_left": "tokens before its own that a row attends to, -1 for all",
-        "dtype": "element type of the query",
-        "kv_dtype": "element type of the cache",
-        "flop": "multiplications and additions of the QK and PV GEMMs",
-        "bytes": "bytes to read each attended token once, read the query and write the output",
-        "flop_per_byte": "`flop` over `bytes`",
-        "roofline_us": "roofline bound: the larger of bytes over `read_gb_s` and FLOP over GEMM "
-        "rate",
-        "bound_by": "the larger of the two, `memory` or `math`",
-        "error_bound": "largest `error` that counts as right",
-        "input_sets": "number of input sets that the timed calls rotate through",
-        "mlagen": "result of mlagen",
-        "baselines": "result by baseline, of those that serve the case",
-        "best_baseline": "the fastest right baseline, null if there is none",
-        "ratio": "its time over mlagen's, above 1 if mlagen is faster; null unless both are right",
+    "`case`": {
+        "case": Field("text", "the case in words"),
+        "mode": Field("text", "`fresh`, `sustained` or `model`"),
+        "family": Field("text", "`mla` or `gqa`"),
+        "batch": Field("integer", "requests"),
+        "seq_len": Field("integer", "tokens per request, the mean if `is_ragged`"),
+        "is_ragged": Field("boolean", "whether requests differ in length"),
+        "tokens": Field("integer", "cached tokens of all requests"),
+        "q_len": Field("integer", "query tokens per request"),
+        "heads": Field("integer", "query heads"),
+        "kv_heads": Field("integer", "KV heads, 1 for MLA"),
+        "head_dim_qk": Field("integer", "head dim of query and key"),
+        "head_dim_vo": Field("integer", "head dim of value and output"),
+        "page_size": Field("integer", "tokens per page"),
+        "top_k": Field("integer", "indices per query token of sparse MLA, 0 for dense"),
+        "window_left": Field("integer", "tokens before its own that a row attends to, -1 for all"),
+        "dtype": Field("text", "element type of the query"),
+        "kv_dtype": Field("text", "element type of the cache"),
+        "flop": Field("integer", "multiplications and additions of the QK and PV GEMMs"),
+        "bytes": Field(
+            "integer", "bytes to read each attended token once, read the query and write the output"
+        ),
+        "flop_per_byte": Field("number", "`flop` over `bytes`"),
+        "roofline_us": Field(
+            "number", "roofline bound: the larger of bytes over `read_gb_s` and FLOP over GEMM rate"
+        ),
+        "bound_by": Field("text", "the larger of the two, `memory` or `math`"),
+        "error_bound": Field("number", "largest `error` that counts as right"),
+        "input_sets": Field("integer", "number of input sets that the timed calls rotate through"),
+        "mlagen": Field("`result`", "result of mlagen"),
+        "baselines": Field("map of `result`", "result by baseline, of those that serve the case"),
+        "best_baseline": Field("text or null", "the fastest right baseline, null if there is none"),
+        "ratio": Field(
+            "number or null",
+            "its time over mlagen's, above 1 if mlagen is faster; null unless both are right",
+        ),
     },
-    "`mlagen` and each of `baselines` of a case": {
-        "us": "median time of a whole call in microseconds, null if there is none",
-        "tflop_s": "`flop` over that time",
-        "gb_s": "`bytes` over that time",
-        "roofline_share": "`roofline_us` over that time: 1 is the roofline bound",
-        "error": "relative error of the first call, in the Frobenius norm, against fp32",
-        "is_right": "whether `error` is within `error_bound`",
-        "problem": "why there is no result, null if there is one",
+    "`result`": {
+        "us": Field(
+            "number or null", "median time of a whole call in microseconds, null if there is none"
+        ),
+        "tflop_s": Field("number or null", "`flop` over that time"),
+        "gb_s": Field("number or null", "`bytes` over that time"),
+        "roofline_share": Field(
+            "number or null", "`roofline_us` over that time: 1 is the roofline bound"
+        ),
+        "error": Field(
+            "number or null",
+            "relative error of the first call, in the Frobenius norm, against fp32",
+        ),
+        "is_right": Field("boolean", "whether `error` is within `error_bound`"),
+        "problem": Field("text or null", "why there is no result, null if there is one"),
     },
 }
 
@@ -105,7 +129,7 @@ FIELDS: dict[str, dict[str, str]] = {
 def document_of(
     facts: Mapping[str, Any], ceilings: Ceilings, measured: Sequence[Measured]
 ) -> dict[str, Any]:
-    """Return the benchmark as JSON data; :data:`FIELDS` documents its names."""
+    """Return the benchmark as JSON data; :data:`BENCH` documents its names."""
     return {
         "mlagen": __version__,
         **facts,

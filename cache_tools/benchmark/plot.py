@@ -20,11 +20,13 @@ _SUFFIXES = (".svg", ".png")
 _MLAGEN, _BASELINE = "#1f5fa8", "#c2c9d1"
 _BAR, _ROW_INCHES = 0.38, 0.36
 
-# Text stays text, so that it can be searched, and equal results give equal files.
+# Text stays text, so that it can be searched, without formulas, which a $ of a file would begin;
+# equal results give equal files.
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "mlagen",
     "font.family": "DejaVu Sans",
+    "text.parse_math": False,
 }
 
 

@@ -23,6 +23,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import mlagen
+from cache_tools.benchmark.outcomes import BENCH
 from cache_tools.cli import cli
 from cache_tools.output.schemas import DOCUMENT, SCHEMAS, Schema
 from cache_tools.output.transfer_schemas import TRANSFER_SCHEMAS
@@ -34,7 +35,7 @@ from mlagen.settings import current_settings
 from tests.built_once import compiled
 from tests.fixture_types import Patch
 
-SCHEMA_OF: dict[str, Schema] = {**SCHEMAS, **TRANSFER_SCHEMAS, "replay": REPLAY}
+SCHEMA_OF: dict[str, Schema] = {**SCHEMAS, **TRANSFER_SCHEMAS, "bench": BENCH, "replay": REPLAY}
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "text": (str,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.runtime import device
 from mlagen.spec.families import FAMILIES
 from tests.cache.bundle_cases import bundle_bytes, filled_store, key_for
+from tests.fake_machine import results
 from tests.fixture_types import Patch
 from tests.kernels import COMBINE, mla_sm90
 
@@ -112,6 +114,9 @@ BAD_USAGE = {
     "bench --suite full --heads 8": "suite: expected no case option with it, got full",
     "bench --tolerance 3": "tolerance: expected a percentage such as 3%, got 3",
     "bench --baseline none": "baseline: expected a file of mlagen bench --json, got none",
+    "bench --from-json deep.json --json": "from-json: expected results of mlagen bench --json, ",
+    "bench --from-json nan.json --json": "from-json: nan.json.cases[0].mlagen.us: expected a fin",
+    "bench --baseline nan.json": "baseline: nan.json.cases[0].mlagen.us: expected a finite numb",
     "bench --from-json none --compare": "compare: expected a measurement with it, got --fr",
     "bench --plot a.pdf": "plot: expected a name that ends in .svg or .png, got a.pdf",
     "bench --plot .svg/": "plot: expected a name that ends in .svg or .png, got .svg",
@@ -164,6 +169,9 @@ def test_what_cannot_be_done_is_one_line_and_changes_nothing(
     """Errors have one format on stderr, whether of click, a command, a cache or a compiler."""
     (tmp_path / "there.tar.gz").write_bytes(bundle_bytes(filled_store(tmp_path)))
     (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "deep.json").write_text("[" * 200_000)
+    times = json.dumps(results()).replace('"us": 1000.0', '"us": NaN')
+    (tmp_path / "nan.json").write_text(times)
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "endless.toml").symlink_to("/dev/zero")
     monkeypatch.chdir(tmp_path)

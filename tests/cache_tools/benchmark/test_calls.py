@@ -233,6 +233,13 @@ def test_a_failure_while_timed_or_nan_has_no_time(inputs: Inputs, monkeypatch: P
     assert Times.taken == []
 
 
+def test_a_time_of_0_or_less_is_no_result(inputs: Inputs, monkeypatch: Patch) -> None:
+    """The difference of two times may be below 0; a rate or a ratio of it means nothing."""
+    monkeypatch.setattr(Times, "median_us", lambda *_: -0.25)
+    problem = "time: expected more than 0 us, got -0.2"
+    assert measure(inputs, a=mlagen_call) == {"a": Outcome(problem=problem)}
+
+
 FACTS = ("driver", "power_limit_w", "max_sm_mhz", "max_memory_mhz")
 
 

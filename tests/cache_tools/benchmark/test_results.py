@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from cache_tools.benchmark.comparison import (
     parse_tolerance,
     read_document,
 )
-from cache_tools.benchmark.outcomes import FIELDS, Outcome
+from cache_tools.benchmark.outcomes import BENCH, Outcome
 from cache_tools.benchmark.plot import draw, write_plot
 from cache_tools.benchmark.run import Step, run_cases
 from cache_tools.benchmark.selection import case_of
@@ -36,7 +37,7 @@ def document(
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"cases": 3}', "\xff", json.dumps({**document(), "cases": [{}]})]
+    "text", ["", "[]", "{}", '{"cases": 3}', "\xff", "[" * 200_000, "9" * 5000], ids=repr
 )
 def test_another_file_is_rejected(text: str, tmp_path: Path) -> None:
     """The message has the option and the file; a folder is no file."""
@@ -47,6 +48,60 @@ def test_another_file_is_rejected(text: str, tmp_path: Path) -> None:
     assert str(caught.value) == (f"from-json: expected results of mlagen bench --json, got {path}")
     with pytest.raises(mlagen.ArgumentError, match="baseline: expected a file of mlagen bench"):
         read_document("baseline", tmp_path)
+
+
+NESTED: list[Any] = []
+for _ in range(500):
+    NESTED = [NESTED]
+NO_NUMBER = "expected a finite number"
+OF_NO_PROBLEM = "expected a number of a result without a problem, got None"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("gpu", {}, "expected a text, got dict"),
+        ("power_limit_w", "700", f"{NO_NUMBER} or null, got '700'"),
+        ("max_sm_mhz", True, f"{NO_NUMBER} or null, got True"),
+        ("ceilings", None, "expected the fields of `ceilings`, got None"),
+        ("ceilings.read_gb_s", float("inf"), f"{NO_NUMBER}, got inf"),
+        ("baselines", 5, "expected a map, got 5"),
+        ("baselines.fa3", NESTED, "expected a text, got [["),
+        ("cases", {}, "expected a list, got dict"),
+        ("cases.0", {}, "expected the fields of `case`, got dict"),
+        ("cases.0.case", ["a"], "expected a text, got ['a']"),
+        ("cases.0.batch", 1.5, "expected an integer, got 1.5"),
+        ("cases.0.roofline_us", "x", f"{NO_NUMBER}, got 'x'"),
+        ("cases.0.ratio", 0.0, "expected more than 0, got 0.0"),
+        ("cases.0.best_baseline", "fa2", "expected one of `baselines`, got 'fa2'"),
+        ("cases.0.mlagen", [1], "expected the fields of `result`, got [1]"),
+        ("cases.0.mlagen.us", None, OF_NO_PROBLEM),
+        ("cases.0.mlagen.us", 0, "expected more than 0, got 0"),
+        ("cases.0.mlagen.us", float("nan"), f"{NO_NUMBER} or null, got nan"),
+        ("cases.0.mlagen.us", 10**400, f"{NO_NUMBER} or null, got an int of 1329 bits"),
+        ("cases.0.mlagen.is_right", 1, "expected a boolean, got 1"),
+        ("cases.0.baselines", [1], "expected a map, got [1]"),
+        ("cases.0.baselines.fa3.us", -1.0, "expected more than 0, got -1.0"),
+        ("cases.0.baselines.fa3.error", None, OF_NO_PROBLEM),
+    ],
+)
+def test_a_value_that_no_benchmark_has_is_rejected(
+    place: str, value: object, message: str, tmp_path: Path
+) -> None:
+    """The message has the option, the file, the place in it and the rule."""
+    found = results(fa3=RIGHT)
+    *outer, last = [int(name) if name.isdecimal() else name for name in place.split(".")]
+    inner: Any = found
+    for name in outer:
+        inner = inner[name]
+    inner[last] = value
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(found))
+
+    with pytest.raises(mlagen.ArgumentError) as caught:
+        read_document("baseline", path)
+    shown = re.sub(r"(?<=cases)\.0|(?<=baselines)\.fa3", lambda name: f"[{name[0][1:]}]", place)
+    assert str(caught.value).startswith(f"baseline: {path}.{shown}: {message}")
 
 
 def test_rows_are_chosen_by_case_and_mode() -> None:
@@ -140,7 +195,7 @@ def test_the_document_has_the_documented_names() -> None:
     found = results(fa3=RIGHT)
     (case,) = found["cases"]
     objects = (found, found["ceilings"], case, case["mlagen"])
-    assert [list(each) for each in objects] == [list(names) for names in FIELDS.values()]
+    assert [list(each) for each in objects] == [list(names) for names in BENCH.values()]
     assert list(case["baselines"]["fa3"]) == list(case["mlagen"])
 
 
@@ -244,6 +299,7 @@ def test_every_right_result_is_a_labeled_bar(tmp_path: Path) -> None:
     theirs = dict(zip(cases, (Outcome(us=1500.0, error=1e-3), RIGHT, FAILED), strict=True))
     machine = FakeMachine(ours.__getitem__, theirs.__getitem__)
     found = run_cases(cases, machine, lambda _: None)
+    found["cases"][2]["case"] = r"a name with $\frac$"
     png, *svg = (tmp_path / name for name in ("bars.png", "one.svg", "other.svg"))
     for path in (png, *svg):
         write_plot(found, path)
@@ -251,6 +307,7 @@ def test_every_right_result_is_a_labeled_bar(tmp_path: Path) -> None:
     assert png.stat().st_size > 10_000
     assert svg[0].read_bytes() == svg[1].read_bytes()
     assert ">mla bf16, 128 x 4096, 16 heads</text>" in svg[0].read_text()
+    assert r">a name with $\frac$</text>" in svg[0].read_text()
     (axes,) = draw(found).axes
     bars = [bar for bar in axes.patches if isinstance(bar, Rectangle)]
     texts = ["0.18, 1.50x", "0.12, fa3", "0.15, fa3", "0.09"]
