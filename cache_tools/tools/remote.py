@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
+from urllib.parse import unquote
 
 from mlagen.errors import ArgumentError, MlagenError, UnsupportedError
 from mlagen.paths import require_regular
@@ -26,9 +27,17 @@ class RemoteError(MlagenError, OSError):
     """A transfer failed."""
 
 
+# A user and a password, which may itself hold each of /?#@, or a port and an @ behind it.
+_USER = re.compile(r"//(?=[^/?#]*[:@]).*@", re.DOTALL)
+_PLAIN_USER = re.compile(r"//[^/?#@]*@")
+
+
 def redacted(url: str) -> str:
-    """Return a URL without its secrets: a user's password, a signed query."""
-    return re.sub(r"//[^/@]*@", "//", url).partition("?")[0]
+    """Return a URL without its secrets: user and password, a signed query, a fragment."""
+    if user := _USER.search(url):
+        rest = url[user.end() :] if _PLAIN_USER.fullmatch(user[0]) else "..."
+        url = f"{url[: user.start()]}//{rest}"
+    return re.split("[?#]", url, maxsplit=1)[0]
 
 
 def upload(file: BinaryIO, size_bytes: int, url: str, on_progress: OnProgress) -> None:
@@ -99,6 +108,9 @@ def _opened_http(url: str) -> HTTPResponse:
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen
 
+    if re.match("[^/]*//[^/?#]*@", url):  # Python's client takes them for a part of the host
+        rule, got = "one without user and password", f"one with them: {redacted(url)}"
+        raise ArgumentError(f"url: expected {rule}, got {got}; use a signed URL")
     request = Request(url, headers={"User-Agent": "mlagen"})  # noqa: S310 - _is_http checked it
     try:
         response: HTTPResponse = urlopen(request, timeout=_TIMEOUT_S)  # noqa: S310 - the same
@@ -147,8 +159,19 @@ def _failures(url: str) -> Iterator[None]:
     except MlagenError:
         raise
     except Exception as error:
-        message = " ".join(_message_of(error).split())
-        raise RemoteError(f"url: {message.replace(url, redacted(url))}: {redacted(url)}") from error
+        message = " ".join(_without_secrets(_message_of(error), url).split())
+        raise RemoteError(f"url: {message}: {redacted(url)}") from error
+
+
+def _without_secrets(message: str, url: str) -> str:
+    """Return a message without the secrets of a URL, which parsers split, quote and escape."""
+    user = _USER.search(url)
+    hidden = "/".join([user[0] if user else "", *re.split("[?#]", url, maxsplit=1)[1:]])
+    parts = {*re.split(r"[/?#@:\x00-\x20]", f"{hidden}/{unquote(hidden)}")} - {""}
+    message = message.replace(url, redacted(url))
+    for part in sorted(parts, key=len, reverse=True):
+        message = re.sub(rf"(?<!\w){re.escape(part)}(?!\w)", "...", message)
+    return message
 
 
 def _message_of(error: Exception) -> str:

@@ -19,7 +19,7 @@ from tests.cache.builds import entry_folder, tree
 from tests.cache.bundle_cases import FAMILIES, bundle_bytes, filled_store, key_for, members_of
 from tests.fixture_types import Patch
 
-from .conftest import Serve, run, start, without
+from .conftest import Serve, raising, run, start, without
 
 KEYS = {family: key_for(family).digest for family in FAMILIES}
 MLA = KEYS["mla_sm80"]
@@ -250,7 +250,15 @@ def test_a_protocol_that_cannot_be_used_is_named(monkeypatch: Patch, tmp_path: P
     [
         ("s3://bucket/kernels.tar.gz", "s3://bucket/kernels.tar.gz"),
         ("sftp://me:secret@host/kernels.tar.gz", "sftp://host/kernels.tar.gz"),
+        ("sftp://secret@host/kernels.tar.gz", "sftp://host/kernels.tar.gz"),
+        ("sftp://me:a/secret@host/kernels.tar.gz", "sftp://..."),
+        ("sftp://me:a@secret@host/kernels.tar.gz", "sftp://..."),
+        ("sftp://me:a?b#secret@host/kernels.tar.gz", "sftp://..."),
+        ("zip://a/b::sftp://me:secret@host/k.zip", "zip://a/b::sftp://host/k.zip"),
         ("https://host/kernels.tar.gz?X-Amz-Signature=secret", "https://host/kernels.tar.gz"),
+        ("https://host:80/kernels.tar.gz?Signature=a@secret", "https://..."),
+        ("https://host/kernels.tar.gz#token=secret", "https://host/kernels.tar.gz"),
+        ("s3://bucket/kernels@v1.tar.gz", "s3://bucket/kernels@v1.tar.gz"),
     ],
 )
 def test_secrets_are_not_shown(url: str, expected: str, monkeypatch: Patch) -> None:
@@ -268,3 +276,25 @@ def test_secrets_are_not_shown(url: str, expected: str, monkeypatch: Patch) -> N
         with pytest.raises(MlagenError) as caught:
             transfer()
         assert str(caught.value) == f"url: cannot reach {shown}: {shown}"
+
+
+@pytest.mark.parametrize(
+    ("url", "quoted", "shown"),
+    [
+        ("sftp://me:secret/x@host/k", "no port 'secret'", "no port '...'"),
+        ("sftp://me:secret@more@host/k", "no port 'secret@more@host'", "no port '...@...@host'"),
+        ("sftp://me:%73ecret@host/k", "no port 'secret'", "no port '...'"),
+        ("sftp://secret@host/k", "no user secret, some other", "no user ..., some other"),
+        ("https://host/k?s=secret 1", "no blanks in '/k?s=secret 1'", "no blanks in '/k?... ...'"),
+        ("https://host/k#secret", "no host 'host#secret'", "no host 'host#...'"),
+    ],
+)
+def test_a_secret_that_a_message_quotes_is_hidden(
+    url: str, quoted: str, shown: str, monkeypatch: Patch
+) -> None:
+    """A parser splits a URL, and its message has only a part of it."""
+    monkeypatch.setattr("cache_tools.tools.remote._resolve", raising(ValueError(quoted)))
+    with pytest.raises(RemoteError) as caught:
+        fetched(url.replace("https:", "memory:"))
+    assert str(caught.value).startswith(f"url: {shown}: ")
+    assert "secret" not in str(caught.value)
