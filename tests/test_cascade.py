@@ -76,6 +76,25 @@ class TestCascade:
         assert torch.equal(out, merged[0])
         assert torch.equal(lse, merged[1])
 
+    @pytest.mark.parametrize("count", [0, 1, 3])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+    def test_an_lse_of_another_dtype_is_converted(
+        self, dtype: torch.dtype, count: int, device: str
+    ) -> None:
+        """Each function merges as if the caller had converted it to fp32."""
+        v, s = states(count, torch.bfloat16, device)
+        s = (s + 100.0).to(dtype)
+        converted, first = s.float(), states(1, torch.bfloat16, device)
+
+        check_merged(merge_states(v, s), v, converted)
+        for index in range(count):
+            state, (out, lse) = (v[:, index], s[:, index]), (part[:, 0] for part in first)
+            both = torch.stack((out, state[0]), dim=1), torch.stack((lse, converted[:, index]), 1)
+            check_merged(merge_state(*state, out, lse), *both)
+            check_merged(merge_state(out, lse, *state), *both)
+            merge_state_in_place(out, lse, *state)
+            check_merged((out, lse), *both)
+
     @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
     def test_a_mask_chooses_the_rows_that_merge(self, dtype: torch.dtype, device: str) -> None:
         """Other rows keep every bit."""

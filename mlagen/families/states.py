@@ -71,7 +71,7 @@ def check_lse(value: object, argument: str, values: torch.Tensor, of: str) -> to
     require_device(lse, argument, values.device)
     require_dtype(lse, argument, (torch.float32, *DTYPES, torch.float64))
     require_shape(lse, argument, (tuple(values.shape[:-1]),), f"rows of {of}")
-    return lse
+    return lse.float()
 
 
 class States(NamedTuple):
