@@ -28,7 +28,7 @@ from mlagen.families.states import (
     check_values,
     combine_states,
 )
-from mlagen.torch_ops.traced import is_compiling, is_traced
+from mlagen.torch_ops.traced import is_compiling, is_traced, require_eager_memory
 from mlagen.values import require_choice
 
 __all__ = ["merge_state", "merge_state_in_place", "merge_states"]
@@ -72,6 +72,7 @@ def merge_state(
     Signature of ``flashinfer.cascade.merge_state``, with ``base``.
     """
     require_choice(base, "base", LSE_FACTORS)
+    require_eager_memory(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
     v_a = check_values(v_a, "v_a", 3)
     v_b = check_like(v_b, "v_b", v_a, "v_a")
     s_a, s_b = check_lse(s_a, "s_a", v_a, "v_a"), check_lse(s_b, "s_b", v_a, "v_a")
@@ -115,6 +116,7 @@ def merge_state_in_place(
     ``s`` of another dtype, and leaves the caller's unchanged.
     """
     require_choice(base, "base", LSE_FACTORS)
+    require_eager_memory(v=v, s=s, v_other=v_other, s_other=s_other, mask=mask)
     v = check_values(v, "v", 3)
     require_dtype(require_tensor(s, "s"), "s", (torch.float32,))
     s = check_lse(s, "s", v, "v")
@@ -169,6 +171,7 @@ def merge_states(
     Signature of ``flashinfer.cascade.merge_states``, with ``base``.
     """
     require_choice(base, "base", LSE_FACTORS)
+    require_eager_memory(v=v, s=s)
     v = check_values(v, "v", 4)
     s = check_lse(s, "s", v, "v")
     if not v.shape[1]:

@@ -25,7 +25,7 @@ from mlagen.families.common.arguments import (
 from mlagen.families.states import States, combine_states
 from mlagen.mla.trtllm import trtllm_batch_decode_with_kv_cache_mla
 from mlagen.runtime.capture import is_capturing
-from mlagen.torch_ops.traced import is_compiling, is_traced
+from mlagen.torch_ops.traced import is_compiling, is_traced, require_eager_memory
 
 __all__ = ["decode_cp", "local_seq_lens"]
 
@@ -58,6 +58,7 @@ def local_seq_lens(seq_lens: torch.Tensor, cp_world: int, cp_rank: int) -> torch
     world = require_whole_number(cp_world, "cp_world", min_value=1)
     rank = require_whole_number(cp_rank, "cp_rank")
     require(rank < world, "cp_rank", f"less than {world} (cp_world)", rank)
+    require_eager_memory(seq_lens=seq_lens)
     require_dims(require_tensor(seq_lens, "seq_lens"), "seq_lens", (1,))
     require_index(seq_lens, "seq_lens", seq_lens.device)
     lengths = seq_lens.view(torch.int32)
@@ -141,6 +142,7 @@ def decode_cp(
     ArgumentError
         If an argument breaks a rule.
     """
+    require_eager_memory(query=query, sinks=sinks)
     require_dims(require_tensor(query, "query"), "query", (4,) if cum_seq_lens_q is None else (3,))
     kv_lora_rank = require_whole_number(kv_lora_rank, "kv_lora_rank")
     is_whole = require_flag(query_has_all_heads, "query_has_all_heads")
@@ -157,7 +159,9 @@ def decode_cp(
     with torch.no_grad():
         if exchange is not None:
             query = query if is_whole else exchange.gather(query, group)
-            sinks = None if sinks is None else _own_sinks(sinks, world, rank)
+            if sinks is not None:  # minus infinity for heads of other ranks: each counts once
+                others = (rank * heads, (world - 1 - rank) * heads)
+                sinks = torch.nn.functional.pad(sinks, others, value=-math.inf)
         out, lse = trtllm_batch_decode_with_kv_cache_mla(
             query=query,
             kv_cache=kv_cache,
@@ -188,13 +192,6 @@ def decode_cp(
         if exchange is not None:
             out, lse = exchange.combine(return_lse_base, group)
     return (out, lse) if return_lse else out
-
-
-def _own_sinks(sinks: torch.Tensor, world: int, rank: int) -> torch.Tensor:
-    """Return sinks of all heads, minus infinity for those of other ranks: each counts once."""
-    by_rank = sinks.new_full((world, len(sinks)), -math.inf)
-    by_rank[rank] = sinks
-    return by_rank.view(-1)
 
 
 class _Exchange(NamedTuple):

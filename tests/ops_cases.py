@@ -93,7 +93,8 @@ def gqa(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
     )
 
 
-def _trtllm_gqa(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
+def trtllm_gqa(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
+    """Call the GQA entry point with TensorRT-LLM's signature."""
     call = {"bmm1_scale": GQA_SCALE, "q_len_per_req": 2, "kv_layout": "NHD", **others}
     caches = (of.keys, of.values)
     return trtllm_batch_decode_with_kv_cache(
@@ -119,12 +120,14 @@ def _xqa(of: Tensors, query: torch.Tensor) -> Any:
     return _into(xqa, *tensors, of.workspace, of.ones, 2, 16, like=query, width=64)
 
 
-def _xqa_mla(of: Tensors, query: torch.Tensor) -> Any:
-    tensors = (of.cache, of.cache, of.table, of.lengths)
+def xqa_mla_of(of: Tensors, query: torch.Tensor, lengths: torch.Tensor | None = None) -> Any:
+    """Call ``xqa_mla``."""
+    tensors = (of.cache, of.cache, of.table, of.lengths if lengths is None else lengths)
     return _into(xqa_mla, *tensors, of.workspace, of.ones, 64, MLA_SCALE, like=query, width=512)
 
 
-def _flare(of: Tensors, query: torch.Tensor, mask: Any) -> Any:
+def flare(of: Tensors, query: torch.Tensor, mask: Any) -> Any:
+    """Call ``flare_mla_decoding`` over a paged cache."""
     paged = mlagen.PagedKVCache(of.cache, of.table, of.lengths - 1)
     return flare_mla_decoding(query, paged, mask, of.ones, scale=MLA_SCALE)
 
@@ -161,12 +164,13 @@ def declared(of: Tensors) -> BatchMLAPagedAttentionWrapper:
     return wrapper
 
 
-def planned_gqa(of: Tensors) -> BatchDecodeWithPagedKVCacheWrapper:
+def planned_gqa(of: Tensors, **others: Any) -> BatchDecodeWithPagedKVCacheWrapper:
     """Return a wrapper with a plan of the GQA tensors."""
     wrapper = BatchDecodeWithPagedKVCacheWrapper(of.workspace)
     ends = torch.arange(BATCH + 1, dtype=torch.int32)
     tails = (of.lengths.cpu() - 1) % 16 + 1
-    wrapper.plan(ends * 4, of.table.flatten(), tails, HEADS, 2, 64, 16, q_data_type=torch.bfloat16)
+    call = {"q_data_type": torch.bfloat16, **others}
+    wrapper.plan(ends * 4, of.table.flatten(), tails, HEADS, 2, 64, 16, **call)
     return wrapper
 
 
@@ -203,19 +207,19 @@ CALLS: dict[str, Call] = {
     "grouped queries, lse": lambda of, q: gqa(
         of, q.flatten().view(-1, 16, 64)[: 2 * BATCH], q_len_per_req=2, return_lse=True
     ),
-    "trtllm_batch_decode_with_kv_cache": lambda of, q: _trtllm_gqa(
+    "trtllm_batch_decode_with_kv_cache": lambda of, q: trtllm_gqa(
         of, q.flatten().view(-1, 16, 64)[: 2 * BATCH], out_dtype=torch.bfloat16
     ),
-    "trtllm_batch_decode_with_kv_cache, lse": lambda of, q: _trtllm_gqa(
+    "trtllm_batch_decode_with_kv_cache, lse": lambda of, q: trtllm_gqa(
         of, q.flatten().view(-1, 16, 64)[: 2 * BATCH], sinks=[of.sinks], return_lse=True
     ),
     "xqa": lambda of, q: _xqa(of, q[..., :64].reshape(BATCH, HEADS, 64)),
-    "xqa_mla": _xqa_mla,
-    "flare, window": lambda of, q: _flare(of, q, SlidingWindowCausalMask(9)),
-    "flare, combined": lambda of, q: _flare(
+    "xqa_mla": xqa_mla_of,
+    "flare, window": lambda of, q: flare(of, q, SlidingWindowCausalMask(9)),
+    "flare, combined": lambda of, q: flare(
         of, q, OrMask(ChunkedMask(16), CausalPaddingMask(of.lengths))
     ),
-    "flare, materialized": lambda of, q: _flare(of, q, MaterializedMask(of.bias)),
+    "flare, materialized": lambda of, q: flare(of, q, MaterializedMask(of.bias)),
     "flare, dense": lambda of, q: flare_mla_decoding(
         q, of.dense_keys, ChunkedMask(16), None, MLA_SCALE
     ),

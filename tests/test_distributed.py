@@ -103,6 +103,14 @@ def test_a_graph_has_memory_of_its_own(
 @rejections(
     [
         ("sinks", torch.zeros(4), ".shape: expected [2] (heads of this rank), got [4]"),
+        *(
+            (
+                name,
+                torch._neg_view(torch.ones(shape)),
+                ": expected a dense tensor in memory, got ...",
+            )
+            for name, shape in {"query": (2, 1, 2, 576), "sinks": (2,)}.items()
+        ),
         ("return_lse", "no", ": expected a bool, got 'no'"),
         ("kv_lora_rank", 1.5, ": expected an int, 0 or more, got 1.5"),
         ("query", torch.zeros(2, 576), ".ndim: expected 4, got 2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,10 +11,23 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mlagen import ArgumentError
+from mlagen.cascade import merge_state, merge_state_in_place, merge_states
+from mlagen.distributed import local_seq_lens
 from mlagen.families.common.tensor_guard import make_guard
-from mlagen.mla import CausalPaddingMask
+from mlagen.mla import CausalPaddingMask, MaterializedMask, NullMask, OrMask
 from tests.families.entry_points import ROWS, make_entry_point
-from tests.ops_cases import Tensors, gqa, mla, parts, planless, planned
+from tests.ops_cases import (
+    Tensors,
+    flare,
+    gqa,
+    mla,
+    parts,
+    planless,
+    planned,
+    planned_gqa,
+    trtllm_gqa,
+    xqa_mla_of,
+)
 from tests.problems.entry_points import ENTRY_POINTS
 
 
@@ -110,6 +124,71 @@ class ValidCall:
         return self.function(**given)
 
 
+# Arguments that an entry point uses before the check of its call: a valid tensor, and the call.
+USES: dict[str, tuple[Callable[[Tensors], torch.Tensor], Callable[[Tensors, Any], Any]]] = {
+    "trtllm: out": (
+        lambda of: of.query[..., :512].clone(),
+        lambda of, t: mla_of_fp16(of, of.query, out=t),
+    ),
+    "trtllm: sinks": (lambda of: of.sinks.half(), lambda of, t: mla(of, of.query, sinks=t)),
+    "xqa_batch: sinks": (lambda of: of.sinks.half(), lambda of, t: gqa(of, of.gqa_query, sinks=t)),
+    "trtllm_gqa: bmm1_scale_log2": (
+        lambda of: of.scale.clone(),
+        lambda of, t: trtllm_gqa(of, of.gqa_query, q_len_per_req=1, bmm1_scale_log2=t),
+    ),
+    "xqa_mla: seq_lens": (
+        lambda of: of.lengths[:, None],
+        lambda of, t: xqa_mla_of(of, of.query, t),
+    ),
+    "flare: mask.a.valid_lengths": (
+        lambda of: of.lengths.clone(),
+        lambda of, t: flare(of, of.query, OrMask(CausalPaddingMask(t), NullMask())),
+    ),
+    "flare: mask.b.tensor": (
+        lambda of: of.bias.clone(),
+        lambda of, t: flare(of, of.query, OrMask(NullMask(), MaterializedMask(t))),
+    ),
+    "plan: seq_lens": (lambda of: of.lengths.clone(), lambda of, t: planned_gqa(of, seq_lens=t)),
+    "run: q_scale": (lambda of: of.scale.clone(), lambda of, t: run_gqa(of, q_scale=t)),
+    "run: k_scale": (lambda of: of.scale.clone(), lambda of, t: run_gqa(of, k_scale=t)),
+    "run: sinks": (lambda of: of.sinks.half(), lambda of, t: run_gqa(of, sinks=t)),
+    "local_seq_lens: seq_lens": (
+        lambda of: of.lengths.clone(),
+        lambda _, t: local_seq_lens(t, 2, 0),
+    ),
+}
+MERGES: dict[Callable[..., object], str] = {
+    merge_state: "v_a s_a v_b s_b",
+    merge_state_in_place: "v s v_other s_other mask",
+    merge_states: "v s",
+}
+
+
+def mla_of_fp16(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
+    """Call an entry point whose fp16 result is copied to a bf16 output."""
+    fp16 = Tensors(of.device)
+    fp16.made["cache"] = of.cache.half()
+    return mla(fp16, query.half(), **others)
+
+
+def run_gqa(of: Tensors, **others: Any) -> Any:
+    """Plan and run grouped-query decode."""
+    return planned_gqa(of).run(of.gqa_query, (of.keys, of.values), **others)
+
+
+def check_rejected(name: str, tensor: torch.Tensor, call: Callable[[torch.Tensor], Any]) -> None:
+    """Fail unless a call takes a tensor, and rejects in one line each kind without memory."""
+    call(tensor)
+    for kind, made in KINDS.items():
+        with pytest.raises(ArgumentError) as caught:
+            call(made(tensor))
+
+        message = str(caught.value)
+        assert message.startswith(f"{name}: expected a dense tensor")
+        assert kind in message
+        assert "\n" not in message
+
+
 class TestMemory:
     """Rejection of tensors without memory, on the device of the fixture."""
 
@@ -124,17 +203,29 @@ class TestMemory:
     ) -> None:
         """Each kind is rejected in one line for any argument, also after a valid call."""
         call = ValidCall(entry, device)
-        tensor = call.tensor(argument)
-        call(argument, tensor)
         _, name = FLARE.get(argument, ("", argument))
-        for kind, made in KINDS.items():
-            with pytest.raises(ArgumentError) as caught:
-                call(argument, made(tensor))
+        check_rejected(name, call.tensor(argument), lambda tensor: call(argument, tensor))
 
-            message = str(caught.value)
-            assert message.startswith(f"{name}: expected a dense tensor")
-            assert kind in message
-            assert "\n" not in message
+    @pytest.mark.parametrize("use", USES)
+    def test_a_tensor_without_memory_is_rejected_before_it_is_used(
+        self, use: str, of: Tensors
+    ) -> None:
+        """Also where an entry point converts, multiplies or copies it."""
+        tensor_of, call = USES[use]
+        check_rejected(use.partition(": ")[2], tensor_of(of), partial(call, of))
+
+    @pytest.mark.parametrize(
+        ("merge", "argument"), [(each, name) for each in MERGES for name in MERGES[each].split()]
+    )
+    def test_a_merge_rejects_a_tensor_without_memory(
+        self, merge: Callable[..., object], argument: str, device: str
+    ) -> None:
+        """Any tensor of a state, also an LSE that is converted, and a mask."""
+        shape = (3, 4, 64) if merge is not merge_states else (3, 2, 4, 64)
+        states = {"v": torch.zeros(shape), "s": torch.zeros(shape[:-1]), "m": torch.ones(3).byte()}
+        given = {name: states[name[0]].to(device).clone() for name in MERGES[merge].split()}
+
+        check_rejected(argument, given[argument], lambda t: merge(**given | {argument: t}))
 
     @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
     @pytest.mark.parametrize("entry", ["trtllm", "xqa_mla", "flare", "wrapper"])
@@ -163,7 +254,9 @@ class TestMemory:
         ):
             assert torch.equal(torch.Tensor(mla(of, query)), torch.Tensor(expected))
 
-    @pytest.mark.parametrize("entry", ["mla", "gqa", "lse", "wrapper", "plan", "plan, gaps"])
+    @pytest.mark.parametrize(
+        "entry", ["mla", "copied", "gqa", "lse", "wrapper", "plan", "plan, gaps"]
+    )
     def test_an_inference_output_is_rejected_before_it_is_written(
         self, of: Tensors, entry: str, device: str
     ) -> None:
@@ -176,6 +269,7 @@ class TestMemory:
         plain = torch.zeros_like(wide)
         calls: dict[str, Callable[[], Any]] = {
             "mla": lambda: mla(of, of.query, out=wide),
+            "copied": lambda: mla_of_fp16(of, of.query, out=wide),
             "gqa": lambda: gqa(of, of.gqa_query, out=grouped),
             "lse": lambda: mla(of, of.query, out=plain, lse=lse, return_lse=True),
             "wrapper": lambda: planless(of, of.query, out=wide[:, 0]),
@@ -197,10 +291,11 @@ class TestMemory:
             view = torch.zeros(2, *leaf.shape, dtype=leaf.dtype, device=device)[0]
         trained = of.query.clone().requires_grad_()
         for query, out in ((of.query, leaf), (of.query, leaf[:]), (trained, view)):
-            with pytest.raises(ArgumentError, match=r"^out: expected .* written in place, got"):
-                mla(of, query, out=out)
+            for call in (mla, mla_of_fp16):
+                with pytest.raises(ArgumentError, match=r"^out: expected .* written in place, got"):
+                    call(of, query, out=out)
 
-            assert not out.any()
+                assert not out.any()
 
     def test_a_self_overlapping_output_is_rejected(self, of: Tensors, device: str) -> None:
         """Gaps are allowed, expanded elements are not."""

@@ -166,6 +166,7 @@ def plan_of(
     given.check(_GIVEN, device)
     if seq_lens is not None:
         lengths = require_tensor(seq_lens, "seq_lens")
+        require_memory(lengths, "seq_lens")
         require_ints(lengths, "seq_lens", lengths.device, ((given.batch,),), "batch")
     max_kv_len = _max_length(given, seq_lens, settings.page_size)
     if buffers is None:

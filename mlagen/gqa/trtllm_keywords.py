@@ -18,6 +18,7 @@ from mlagen.families.common.arguments import (
     require_whole_number,
     shown,
 )
+from mlagen.families.common.memory import require_memory
 from mlagen.families.common.xqa_arguments import check_counter_buffer
 from mlagen.families.gqa.args import GqaArgNames
 from mlagen.gqa.batch_settings import reject_unserved
@@ -128,10 +129,11 @@ def natural_scale(
     Raises
     ------
     ArgumentError
-        If ``bmm1_scale_log2`` is no tensor of one fp32 element on the device of the query.
+        If ``bmm1_scale_log2`` is no tensor of one fp32 element in memory on the query's device.
     """
     if bmm1_scale_log2 is None:
         return bmm1_scale
     scale = require_tensor(bmm1_scale_log2, "bmm1_scale_log2")
     require_scale(scale, "bmm1_scale_log2", require_tensor(query, "query").device)
+    require_memory(scale, "bmm1_scale_log2")
     return scale * math.log(2)

@@ -24,7 +24,7 @@ from mlagen.gqa.batch_run import run_planned
 from mlagen.gqa.batch_settings import reject_unserved, settings_of
 from mlagen.observe.observed import observable
 from mlagen.runtime.capture import is_capturing
-from mlagen.torch_ops.traced import is_compiling, is_traced
+from mlagen.torch_ops.traced import is_compiling, is_traced, require_eager_memory
 
 _BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen", "cute-dsl", "cudnn")
 _CAPTURE = (
@@ -276,6 +276,8 @@ class BatchDecodeWithPagedKVCacheWrapper(DecodeAliases):
         for name, scale in (("q_scale", q_scale), ("k_scale", k_scale)):
             if scale is not None:
                 require_scale(number := canonical_scale(scale, name), name, workspace.device)
+                if isinstance(number, torch.Tensor):
+                    require_eager_memory(**{name: number})
                 factor = factor * number
         given = (
             *(plan, workspace, q, paged_kv_cache, kv_cache_sf, factor),

@@ -216,7 +216,7 @@ def _args_of(
     ragged = require_flag(ragged, "ragged")
     is_fp8_per_token = require_flag(per_token_scale_rope_aware, "per_token_scale_rope_aware")
     others = {"valid_length": valid_length, "output": output}
-    _check_memory(q, k, mask, **others, q_scale=q_scale, kv_scales=kv_scales)
+    _check_memory(q=q, k=k, mask=mask, **others, q_scale=q_scale, kv_scales=kv_scales)
     require_dims(require_tensor(q, "q"), "q", (3,) if ragged else (4,))
     require(isinstance(mask, Mask), "mask", "a mask of mlagen.mla", type(mask).__name__)
     if num_partitions is not None:
@@ -265,19 +265,12 @@ def _args_of(
     return args_of(keys, is_layout_check=False)
 
 
-def _check_memory(q: object, k: object, mask: object, **others: object) -> None:
-    """Reject tensors that are not in memory, before any computation."""
-    require_memory(q, "q")
-    for name, argument in (("k", k), ("mask", mask)):
-        if isinstance(argument, torch.Tensor):
-            require_memory(argument, name)
-        elif isinstance(argument, (PagedKVCache, Mask)):
-            for field, tensor in vars(argument).items():
-                if isinstance(tensor, torch.Tensor):
-                    require_memory(tensor, f"{name}.{field}")
-    for name, other in others.items():
-        if other is not None:
-            require_memory(other, name)
+def _check_memory(**arguments: object) -> None:
+    """Reject tensors that are not in memory, also in caches and masks, before any computation."""
+    for name, argument in arguments.items():
+        require_memory(argument, name)
+        if isinstance(argument, (PagedKVCache, Mask)):
+            _check_memory(**{f"{name}.{field}": part for field, part in vars(argument).items()})
 
 
 def _flat_scales(q_scale: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from mlagen.families.common.arguments import (
     require_tensor,
     require_whole_number,
 )
-from mlagen.families.common.memory import require_plain
+from mlagen.families.common.memory import require_memory, require_plain, require_writable
 from mlagen.families.common.xqa_arguments import check_counter_buffer
 from mlagen.families.mla.args import MlaArgNames
 from mlagen.mla.dcp_keywords import is_dcp
@@ -139,11 +139,19 @@ def _in_order(factor: Any, enable_pdl: Any, backend: Any) -> tuple[bool | None, 
 
 
 def fp16_target(query: object, out: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the kernel's output: a new fp16 tensor for a bf16 ``out`` with an fp16 query."""
+    """Return the kernel's output: a new fp16 tensor for a bf16 ``out`` with an fp16 query.
+
+    Raises
+    ------
+    ArgumentError
+        If the result cannot be copied to a bf16 ``out``, which the call itself does not check.
+    """
     if not isinstance(query, torch.Tensor) or not isinstance(out, torch.Tensor):
         return out
     if query.dtype is not torch.float16 or out.dtype is not torch.bfloat16:
         return out
+    require_memory(out, "out")
+    require_writable(out, "out")
     require_contiguous(out, "out")  # an expanded view would make the copy larger than its memory
     return torch.empty_like(out, dtype=torch.float16)
 

@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from mlagen.families.common.memory import require_memory
 from mlagen.torch_ops.library import EntryOp, Shape, define
 from mlagen.torch_ops.schema import arguments_of, flatten_args
 
-__all__ = ["as_op", "is_compiling", "is_traced", "traceable"]
+__all__ = ["as_op", "is_compiling", "is_traced", "require_eager_memory", "traceable"]
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -28,6 +29,19 @@ is_traced = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 
 _ops: dict[str, EntryOp] = {}
 _parameters: dict[str, tuple[str, ...]] = {}
+
+
+def require_eager_memory(**tensors: object) -> None:
+    """Reject arguments that are not in memory, before torch ops use them; tracing uses none.
+
+    Raises
+    ------
+    ArgumentError
+        If there is one; the message names it and its kind.
+    """
+    if not (is_compiling() or is_traced()):
+        for name, tensor in tensors.items():
+            require_memory(tensor, name)
 
 
 def traceable(

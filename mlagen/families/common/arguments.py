@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mlagen.families.common.memory import require_memory
 from mlagen.spec.dtype import DType
 from mlagen.values import (
     INT32_MAX,
@@ -250,9 +251,16 @@ def canonical_scale(scale: object, argument: str) -> float | torch.Tensor:
 
 
 def canonical_sinks(sinks: torch.Tensor | None) -> torch.Tensor | None:
-    """Return 16-bit sinks as fp32, which launches one small kernel; others unchanged."""
+    """Return 16-bit sinks as fp32, which launches one small kernel; others unchanged.
+
+    Raises
+    ------
+    ArgumentError
+        If 16-bit sinks are not in memory, or are far too many.
+    """
     if not isinstance(sinks, torch.Tensor) or sinks.dtype not in DTYPES:
         return sinks
+    require_memory(sinks, "sinks")
     require(sinks.numel() <= _MAX_SINKS, "sinks.shape", "one for each head", list(sinks.shape))
     return sinks.float()
 
@@ -263,7 +271,7 @@ def unwrap_sinks(sinks: Any) -> Any:
     Raises
     ------
     ArgumentError
-        If a list does not have one element.
+        If a list does not have one element, or 16-bit sinks are not in memory.
     """
     if isinstance(sinks, list):
         if len(sinks) != 1:

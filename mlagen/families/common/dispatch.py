@@ -135,7 +135,7 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
         """
         key, _missed.key = _missed.key, None
         try:
-            outputs = self.run(args, enable_pdl, key, computed)
+            outputs = self.run(args, enable_pdl, key, computed, out)
         except TooManyCtasError as error:
             record_rejection(error)
             # Planned for the available SMs, or for the sm80 kernel.
@@ -152,8 +152,12 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
         enable_pdl: bool,
         key: CallKey | None = None,
         computed: Computed = NOTHING,
+        copied_to: torch.Tensor | None = None,
     ) -> Tensors:
-        """Compute a call by its launcher, or validate and plan it first."""
+        """Compute a call by its launcher, or validate and plan it first.
+
+        The caller copies the output to ``copied_to``, if it is given and another tensor.
+        """
         guarded = None if key is None else _guarded_key(key)
         entry = None if guarded is None else self.cache.find(*guarded)
         if entry is not None and entry.types == tuple(map(type, args)):
@@ -163,7 +167,7 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
             entry, args = None, self.canonical(args)
             check_memory(args)
             if wants_grad(args):
-                return self._run_with_grad(args, enable_pdl)
+                return self._run_with_grad(args, enable_pdl, copied_to)
             signature = self._signature_of(args)
             launcher = self.cache.launchers.get(signature)
         problem = self.validate(args) if launcher is None else launcher.problem
@@ -205,12 +209,17 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
             return None  # a value of another type, such as a list, which a check rejects
         return signature
 
-    def _run_with_grad(self, args: ArgsT, enable_pdl: bool) -> Tensors:
+    def _run_with_grad(
+        self, args: ArgsT, enable_pdl: bool, copied_to: torch.Tensor | None
+    ) -> Tensors:
         """Compute a call with a tensor that requires grad: its outputs require grad too."""
         tensors, specs = tensors_of(args), output_specs(args, self.validate(args))
         for spec in specs:
             if spec.given is not None:
                 record_write(spec.given, getattr(args.names, spec.name), tensors)
+        given = [spec.given.data_ptr() for spec in specs if spec.given is not None]
+        if copied_to is not None and copied_to.data_ptr() not in given:
+            record_write(copied_to, args.names.out, tensors)
         with torch.no_grad():
             outputs = self.run(args, enable_pdl)
         return tuple(

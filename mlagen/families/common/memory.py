@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mlagen.families.common.arguments import reject
+from mlagen.values import reject
 
 _dispatch_keys = torch._C._dispatch_keys  # noqa: SLF001
 

@@ -132,9 +132,16 @@ def check_mla_caches(q: object, k_cache: object, v_cache: object, *, page_size: 
 
 
 def flat_lengths(seq_lens: torch.Tensor) -> torch.Tensor:
-    """Return ``[batch]`` for ``[batch, 1]``; anything else unchanged."""
-    if not isinstance(seq_lens, torch.Tensor) or seq_lens.dim() != 2 or seq_lens.is_nested:
+    """Return ``[batch]`` for ``[batch, 1]``; anything else unchanged.
+
+    Raises
+    ------
+    ArgumentError
+        If a tensor of two dimensions is not in memory.
+    """
+    if not isinstance(seq_lens, torch.Tensor) or seq_lens.dim() != 2:
         return seq_lens
+    require_memory(seq_lens, "seq_lens")
     return seq_lens[:, 0] if seq_lens.shape[1] == 1 else seq_lens
 
 
