@@ -131,6 +131,25 @@ class TestOps:
         assert all(map(torch.equal, (part.float() for part in got), expected))
         assert expected[0].any()
 
+    @pytest.mark.parametrize("entry", ["planned", "planless"])
+    def test_an_output_with_gaps_is_written_in_one_graph(self, of: Tensors, entry: str) -> None:
+        """A run compiles into any strides that it takes, and leaves the gaps as they are."""
+        wide = torch.zeros(4, 16, 576, device=of.device)
+        wide = wide.bfloat16() if entry == "planned" else wide.to(torch.float8_e4m3fn)
+        wrapper, expected = ops_cases.planned(of), wide.clone()
+
+        def run(query: torch.Tensor, wide: torch.Tensor) -> Any:
+            if entry == "planless":
+                return ops_cases.planless(of, query, out=wide[..., :512], o_scale=0.01)
+            return wrapper.run(*parts(query[:, 0]), *parts(of.cache), out=wide[..., :512])
+
+        result = run(of.query, expected)
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(of.query, wide)
+
+        assert torch.equal(compiled.float(), result.float())
+        assert torch.equal(wide.float(), expected.float())
+        assert wide.float().any()
+
     def test_a_planned_gqa_run_is_part_of_one_graph(self, of: Tensors) -> None:
         """A run of batch decode compiles with an LSE, and into an output."""
         wrapper, caches = ops_cases.planned_gqa(of), (of.keys, of.values)

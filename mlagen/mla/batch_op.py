@@ -150,7 +150,7 @@ def call_planned(
         ckv_cache, kpe_cache = split_packed(ckv_cache, settings, "kv_cache", has_memory=False)
     tensors = (q_nope, q_pe, ckv_cache, kpe_cache)
     _check_heads(settings, tensors)
-    has_lse = return_lse or lse is not None
+    has_lse, target = return_lse or lse is not None, _without_gaps(out)
     result: Any = as_op(
         "batch_mla_run",
         workspace,
@@ -166,14 +166,15 @@ def call_planned(
         metadata.max_q_len,
         metadata.q_len,
         metadata.tokens,
-        out,
+        target,
         lse,
         has_lse,
         is_natural,
         *scales,
         plan.enable_pdl,
     )
-    return result if has_lse else (result,)
+    result, *others = result if has_lse else (result,)
+    return (result if out is None or out is target else out.copy_(result), *others)
 
 
 def call_planless(
@@ -191,10 +192,18 @@ def call_planless(
             raise ArgumentError(f"{name} does not support cutlass backend, expected none")
     if o_scale is not None and out is None:
         raise ArgumentError("out tensor must be provided when o_scale is given, got None")
+    target = out if o_scale is None else _without_gaps(out)
     result: torch.Tensor = as_op(
-        "batch_mla_run_planless", workspace, *tensors, kv_len, page_table, o_scale, out
+        "batch_mla_run_planless", workspace, *tensors, kv_len, page_table, o_scale, target
     )
-    return result
+    return result if out is None or out is target else out.copy_(result)
+
+
+def _without_gaps(out: torch.Tensor | None) -> torch.Tensor | None:
+    """Return an output that the op may write: Dynamo traces no op into another."""
+    if out is None or out.is_contiguous():
+        return out
+    return torch.empty_like(out, memory_format=torch.contiguous_format)
 
 
 def _check_heads(settings: BatchSettings, tensors: tuple[torch.Tensor, ...]) -> None:
