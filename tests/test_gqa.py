@@ -57,6 +57,27 @@ class TestGqa:
 
         problem.check(out)
 
+    @pytest.mark.parametrize("q_lens", [None, (2, 3)], ids=["uniform", "ragged"])
+    @pytest.mark.parametrize("entry", ["xqa_batch", "trtllm_gqa", "xqa"])
+    @pytest.mark.parametrize("mask", [None, "random"])
+    def test_no_query_tokens(
+        self, mask: str | None, entry: str, q_lens: tuple[int, ...] | None, device: str
+    ) -> None:
+        """Neither requests nor rows of a mask, or ragged requests without tokens: empty outputs."""
+        case = GqaCase(seq_lens=(70, 3), q_len=1 if q_lens else 2, q_lens=q_lens, mask=mask)
+        arguments = ENTRY_POINTS[entry].arguments(case.build(device))
+        tokens, requests = "query q output mask", "block_tables page_table seq_lens"
+        for name in f"{tokens} {requests if q_lens is None else ''}".split():
+            if arguments.get(name) is not None:
+                arguments[name] = arguments[name][:0]
+        if q_lens is not None:
+            offsets = ENTRY_POINTS[entry].names["offsets"]
+            arguments[offsets] = torch.zeros_like(arguments[offsets])
+
+        out = ENTRY_POINTS[entry].function(**arguments)
+
+        assert out is None or (out.numel(), out.shape[-1]) == (0, 128)
+
     def test_an_e4m3_output_saturates(self, device: str) -> None:
         """Values beyond e4m3 become 448, not NaN."""
         case = GqaCase(seq_lens=(70, 3), kv="e4m3", out_dtype=E4M3, output_scale=1e6)

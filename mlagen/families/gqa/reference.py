@@ -57,9 +57,9 @@ def _mask_bits(args: GqaArgs, problem: GqaProblem) -> torch.Tensor | None:
     """Return the drafts visible to each query token, as bools ``[tokens, 32 * mask_words]``."""
     if args.mask is None or not problem.mask_words:
         return None
-    rows = args.mask.reshape(problem.tokens, -1).view(torch.uint8)
+    rows = args.mask.flatten(0, -2).view(torch.uint8)
     bits = rows[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
-    return bits.bool().reshape(problem.tokens, -1)
+    return bits.bool().flatten(1)
 
 
 def _unmasked(
