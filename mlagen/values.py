@@ -95,6 +95,11 @@ def require_choice(value: object, argument: str, names: Collection[str]) -> str:
     return text
 
 
+def is_scalar(value: object) -> bool:
+    """Whether a value is a str, or a number or flag of Python or numpy, not an array."""
+    return isinstance(value, (int, float, str, _of("numpy", "generic")))
+
+
 def require_callable(value: CallableT, argument: str) -> CallableT:
     """Return a callable."""
     if not callable(value):

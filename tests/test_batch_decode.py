@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -163,12 +165,16 @@ def test_lengths_and_offsets_stay_within_the_page_ids() -> None:
     assert lengths.tolist() == [32, 0, 37]
 
 
-def test_what_asks_for_nothing_is_accepted() -> None:
-    """Keywords that ask for nothing change no bit."""
+@pytest.mark.parametrize("number", [int, np.int64, np.float32], ids=lambda of: of.__name__)
+def test_what_asks_for_nothing_is_accepted(number: Callable[[int], Any]) -> None:
+    """Keywords that ask for nothing change no bit, whether they are Python's or numpy scalars."""
     problem = SMALL.build("cpu")
     nothing: dict[str, Any] = {
-        "logits_soft_cap": 0,
-        "fixed_split_size": -1,
+        "logits_soft_cap": number(0),
+        "fixed_split_size": number(-1),
+        "window_right": number(0),
+        "disable_split_kv": False if number is int else np.False_,
+        "pos_encoding_mode": np.str_("NONE"),
         "rope_scale": 1.0,
         "rope_theta": 1e4,
         "non_blocking": False,

@@ -23,6 +23,7 @@ from mlagen.families.common.arguments import (
 )
 from mlagen.families.gqa.args import window_of
 from mlagen.families.gqa.validate_kv import QUANTIZED
+from mlagen.values import is_scalar
 
 _E4M3 = torch.float8_e4m3fn
 _Q_DTYPES = (*DTYPES, _E4M3)
@@ -163,14 +164,10 @@ def reject_unserved(given: dict[str, tuple[object, tuple[object, ...]]]) -> None
     for keyword, (value, nothing) in given.items():
         if value is nothing[0]:
             continue
-        if not any(value is each or (_is_plain(value) and value == each) for each in nothing):
+        if not any(value is each or (is_scalar(value) and value == each) for each in nothing):
             rule = f"not implemented, expected {nothing[0]!r}"
             raise UnsupportedError(f"{keyword}: {rule}, got {shown(value)}")
 
 
 def _window(window_left: object) -> int:
     return min(window_of(window_left, "window_left"), INT32_MAX)
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
