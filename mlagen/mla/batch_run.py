@@ -138,6 +138,7 @@ def run_planned(
         rope_scale=rope_scale,
         kv_indptr=layout.kv_indptr,
         out_shape=tuple(shape),
+        is_planned=True,
         names=plan.names._replace(
             query="q_nope" if packed_query is None else "query",
             kv_cache="ckv_cache" if packed_cache is None else "kv_cache",

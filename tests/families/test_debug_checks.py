@@ -9,11 +9,15 @@ import torch
 
 from mlagen.errors import CaptureError
 from mlagen.families.mla.dispatch import run_mla
+from mlagen.mla import MLAPlanMetadata
 from mlagen.settings import current_settings
 from tests.families.launches import Case
 from tests.families.rejections import MLA_CASES, Row, Rows, broken, check, put, valid_call
 from tests.fixture_types import Patch
+from tests.problems import batch_decode
+from tests.problems.batch_mla import batch_case, new_wrapper, plan_arguments, run_arguments
 from tests.problems.entry_points import decode_gqa
+from tests.problems.gqa import GqaCase
 from tests.problems.gqa_cases import CASES
 from tests.problems.mla import MlaProblem
 from tests.problems.problem import ints
@@ -105,6 +109,36 @@ def test_valid_contents_pass(case: Case) -> None:
         out = decode_gqa(problem)
 
     problem.check(out)
+
+
+@pytest.mark.parametrize("form", ["csr", "dense", "tables"])
+@pytest.mark.parametrize("q_lens", [(1, 2), (2, 2), (0, 3)], ids=str)
+def test_padded_and_short_requests_of_a_plan_pass(form: str, q_lens: tuple[int, int]) -> None:
+    """Query tokens before the first key, and those beyond the plan, in any form of metadata."""
+    problem = batch_case(tuple(zip(q_lens, (9, 1), strict=True)), page_size=8).build("cpu")
+    plan, given = plan_arguments(problem), run_arguments(problem)
+    if form != "csr":
+        tables = torch.stack((plan["kv_indices"][:2], plan["kv_indices"][1:3].flip(0)))
+        others = {"page_table": tables, "kv_len": problem.seq_lens}
+        plan["metadata"] = MLAPlanMetadata.dense(plan["qo_indptr"], tables, problem.seq_lens)
+        plan |= dict.fromkeys(("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"))
+        given |= others if form == "tables" else {}
+    wrapper = new_wrapper("cpu")
+    wrapper.plan(**plan)
+    padded = {name: torch.cat((given[name], given[name][:1])) for name in ("q_nope", "q_pe")}
+
+    for query in ({}, padded):
+        out = wrapper.run(**given | query)
+        assert isinstance(out, torch.Tensor)
+        problem.check(out[: sum(q_lens)])
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_short_requests_of_a_batch_decode_plan_pass(q_len: int) -> None:
+    """A plan accepts requests of fewer tokens than queries, and so do its runs."""
+    problem = GqaCase(seq_lens=(2, 0, 40), q_len=q_len).build("cpu")
+
+    problem.check(batch_decode.run(batch_decode.wrapper_of(problem), problem))
 
 
 def test_unsigned_ids_and_lengths_pass() -> None:

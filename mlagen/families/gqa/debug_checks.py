@@ -45,7 +45,7 @@ def check_contents(args: GqaArgs, problem: GqaProblem) -> None:
         args.seq_lens.flatten(),
         names.seq_lens,
         capacity=capacity,
-        q_lens=q_lens if args.is_causal else None,
+        q_lens=q_lens if args.is_causal and args.kv_indptr is None else None,
     )
     if args.kv_indptr is not None:
         check_flat_page_ids(

@@ -80,6 +80,7 @@ class MlaArgs(NamedTuple):
     bias: torch.Tensor | None = None  # fp32 [tokens, heads or 1, positions], added to the scores
     is_fp8_per_token: bool = False  # 640-byte rows in query and cache
     out_shape: tuple[int, ...] | None = None  # of a new output, if it is not that of the query
+    is_planned: bool = False  # query tokens need neither keys nor a request
     causal_seqlens_kv_global: torch.Tensor | None = None  # int32 [batch], in context parallel
     cp_world: int = 1
     cp_rank: int = 0
@@ -146,7 +147,7 @@ key_of_args = compile_key(
         ),  # it must cover the length
         options=(
             "return_lse return_lse_base max_q_len is_causal bmm2_scales_scores is_fp8_per_token "
-            "cp_world cp_rank"
+            "is_planned cp_world cp_rank"
         ),
     ),
 )

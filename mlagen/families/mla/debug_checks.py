@@ -29,16 +29,13 @@ def check_contents(args: MlaArgs, problem: MlaProblem) -> None:
     """
     require_no_capture(args.query)
     names, page_size = args.names, problem.variant.page_size
-    # Only FlashInfer's wrapper passes flat page ids. It has query tokens without keys, and in CUDA
-    # graphs tokens without a request.
-    is_planned = args.kv_indptr is not None
     q_lens = torch.full((problem.batch,), problem.q_len)
     if args.cum_seq_lens_q is not None:
         q_lens = query_lengths(
             args.cum_seq_lens_q,
             names.cum_seq_lens_q,
             problem.tokens,
-            may_have_more=is_planned,
+            may_have_more=args.is_planned,
         )
     if args.top_k_lens is not None:  # the kernels do not read seq_lens then
         return
@@ -59,7 +56,7 @@ def check_contents(args: MlaArgs, problem: MlaProblem) -> None:
             capacity=None,
             q_lens=q_lens,
         )
-    has_all_tokens = not is_planned and args.causal_seqlens_kv_global is None
+    has_all_tokens = not args.is_planned and args.causal_seqlens_kv_global is None
     seq_lens = check_seq_lens(
         args.seq_lens,
         names.seq_lens,
