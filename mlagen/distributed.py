@@ -147,6 +147,8 @@ def decode_cp(
     kv_lora_rank = require_whole_number(kv_lora_rank, "kv_lora_rank")
     is_whole = require_flag(query_has_all_heads, "query_has_all_heads")
     return_lse = require_flag(return_lse, "return_lse")
+    is_group = group is None or isinstance(group, dist.ProcessGroup)
+    require(is_group, "group", "a torch.distributed.ProcessGroup", type(group).__name__)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     heads = query.shape[-2]
     if is_whole:

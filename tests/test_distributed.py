@@ -112,6 +112,7 @@ def test_a_graph_has_memory_of_its_own(
             for name, shape in {"query": (2, 1, 2, 576), "sinks": (2,)}.items()
         ),
         ("return_lse", "no", ": expected a bool, got 'no'"),
+        ("group", 5, ": expected a torch.distributed.ProcessGroup, got int"),
         ("kv_lora_rank", 1.5, ": expected an int, 0 or more, got 1.5"),
         ("query", torch.zeros(2, 576), ".ndim: expected 4, got 2"),
         (
