@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 import secrets
@@ -133,40 +134,56 @@ def bundle_summary(file: BinaryIO, entries: Sequence[BundledEntry]) -> BundleSum
 def atomic_file(target: Path) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces ``target`` at the end; an error deletes it.
 
+    A symbolic link stays: the file that it leads to is replaced.
+
     Raises
     ------
     BundleError
         If writing fails, or ``target`` is not a regular file.
     """
-    part = target.parent / f".{target.name[:200]}.{os.getpid()}.{secrets.token_hex(4)}.part"
-    try:
-        _require_replaceable(target)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(
-            os.open(part, flags, 0o666), "w+b"
-        ) as file:  # not 0o600: a bundle is meant for sharing
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        part.rename(target)
-        with suppress(OSError):  # visible already; the sync guards against power failure only
-            sync_folder(target.parent)
-    except MlagenError:
-        raise
-    except OSError as error:
-        message = f"bundle: expected a writable file, got {error.strerror or error}: {target}"
-        raise BundleError(message, path=target) from error
-    finally:
-        with suppress(OSError):  # already renamed on success
-            part.unlink()
+    with _as_bundle_error(target):
+        place = _replaceable(target)
+        part = place.parent / f".mlagen.{os.getpid()}.{secrets.token_hex(4)}.part"
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with os.fdopen(
+                os.open(part, flags, 0o666), "w+b"
+            ) as file:  # not 0o600: a bundle is meant for sharing
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            part.rename(place)
+            with suppress(OSError):  # visible already; the sync guards against power failure only
+                sync_folder(place.parent)
+        finally:
+            with suppress(OSError):  # already renamed on success
+                part.unlink()
 
 
-def _require_replaceable(target: Path) -> None:
-    if not target.parent.exists():
+def require_target(target: Path) -> None:
+    """Reject a target that :func:`atomic_file` cannot write, before long work.
+
+    Raises
+    ------
+    BundleError
+        If ``target`` is not a regular file in a writable folder.
+    """
+    with _as_bundle_error(target):
+        folder = _replaceable(target).parent
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+
+def _replaceable(target: Path) -> Path:
+    """Return the path to replace for ``target``: where a symbolic link leads to."""
+    place = Path(os.path.realpath(target))
+    if not place.parent.exists():
         rule = "expected a file in a folder that exists"
         raise BundleError(f"bundle: {rule}, got {target}", path=target)
-    if target.exists() and not stat.S_ISREG(target.stat().st_mode):
-        raise BundleError(f"bundle: expected a file, got another kind: {target}", path=target)
+    with suppress(FileNotFoundError):  # not `exists`, to which a loop of links is absent
+        if not stat.S_ISREG(target.stat().st_mode):
+            raise BundleError(f"bundle: expected a file, got another kind: {target}", path=target)
+    return place
 
 
 def _index(entries: Sequence[BundledEntry]) -> bytes:
@@ -205,3 +222,14 @@ def _damage_as_bundle_error(folder: Path) -> Iterator[None]:
     except (DamageError, OSError) as error:
         message = f"bundle: expected a valid entry, got a damaged one: {error}: {folder}"
         raise BundleError(message, path=folder) from error
+
+
+@contextmanager
+def _as_bundle_error(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except MlagenError:
+        raise
+    except OSError as error:
+        message = f"bundle: expected a writable file, got {error.strerror or error}: {target}"
+        raise BundleError(message, path=target) from error

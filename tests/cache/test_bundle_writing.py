@@ -14,7 +14,7 @@ import pytest
 
 from mlagen.cache import bundle_writing
 from mlagen.cache.bundle import BundleError
-from mlagen.cache.bundle_writing import export_bundle, write_bundle
+from mlagen.cache.bundle_writing import export_bundle, require_target, write_bundle
 from mlagen.cache.entry import Manifest
 from mlagen.cache.layout import Layout
 from mlagen.cache.publish import publish
@@ -122,6 +122,50 @@ def test_an_existing_bundle_is_replaced(store: KernelStore, tmp_path: Path) -> N
     export_bundle(list(store.entries()), target)
     assert target.read_bytes() == bundle_bytes(store)
     assert tree(target.parent) == [target.name]
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["dangling", "of an old bundle"])
+def test_a_link_stays(is_new: bool, store: KernelStore, tmp_path: Path) -> None:
+    """The bundle is written to where a link leads, and the link remains one."""
+    place = out(tmp_path) / "kernels.tar.gz"
+    link = tmp_path / "latest.tar.gz"
+    link.symlink_to(place.relative_to(tmp_path))
+    if not is_new:
+        place.write_bytes(b"the old one")
+    export_bundle(list(store.entries()), link)
+    assert link.readlink() == place.relative_to(tmp_path)
+    assert place.read_bytes() == bundle_bytes(store)
+    assert tree(place.parent) == [place.name]
+
+
+LINKS = {"latest": "a link to itself", "fifo": "a link to a FIFO"}
+
+
+@pytest.mark.parametrize("leads_to", LINKS, ids=LINKS.get)
+def test_a_link_without_a_file_is_not_replaced(
+    leads_to: str, store: KernelStore, tmp_path: Path
+) -> None:
+    """A link that leads to no regular file is rejected in one line, and stays."""
+    folder = out(tmp_path)
+    os.mkfifo(folder / "fifo")
+    link = folder / "latest"
+    link.symlink_to(leads_to)
+    for write in (require_target, lambda path: export_bundle(list(store.entries()), path)):
+        with pytest.raises(BundleError, match=f"^bundle: expected a .*file, got .*: {link}$"):
+            write(link)
+    assert link.is_symlink()
+    assert tree(folder) == ["fifo", "latest"]
+
+
+@pytest.mark.parametrize("name", ["k" * 255, "\N{GREEK SMALL LETTER KAPPA}" * 127])
+def test_a_name_of_any_length_that_the_disk_takes_is_written(
+    name: str, store: KernelStore, tmp_path: Path
+) -> None:
+    """The temporary file has a short name of its own."""
+    target = out(tmp_path) / name
+    require_target(target)
+    export_bundle(list(store.entries()), target)
+    assert tree(target.parent) == [name]
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077], ids="{:03o}".format)
