@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -82,14 +81,9 @@ def prewarm(
     GPU. Ctrl-C keeps finished kernels.
     """
     from mlagen import prewarming
+    from mlagen.errors import CacheError
 
-    if bundle is not None and dry_run:
-        raise click.UsageError("bundle: expected none with --dry-run, got one")
-    if bundle is not None and not os.access(bundle.parent, os.W_OK):
-        # Before the long work, not after it.
-        raise click.UsageError(f"bundle: expected a writable folder, got {bundle.parent}")
-    if options["timeout_s"] is not None and not options["isolate"]:
-        raise click.UsageError("timeout: expected --isolate with it, got it alone")
+    _require_usable(bundle, dry_run=dry_run, options=options)
     if kernels and archs and not (files or logs or options["models"]):
         raise click.UsageError("arch: expected none with --kernel, whose text names it, got one")
     kept: set[KernelSpec] = set()
@@ -112,17 +106,34 @@ def prewarm(
             )
         left_out |= dict.fromkeys(report.left_out)
         report = replace(report, left_out=tuple(left_out))
-        status, packed = _exit_code(report), None
+        status, packed, failure = _exit_code(report), None, None
         if bundle is not None and status == DONE:
-            packed = _bundled(report, bundle)
+            try:
+                packed = _bundled(report, bundle)
+            except CacheError as error:  # raised below the report, which would be lost
+                failure = error
     if dry_run and not quiet:
         for line in _assumptions(options):
             click.echo(line, err=as_json)
     print_report(report, bundle, packed, dry_run=dry_run, quiet=quiet, as_json=as_json)
+    if failure is not None:
+        raise failure
     missing = sum(unit.status == "missing" for unit in report.units)
     if missing and not quiet:  # in a dry run
         click.echo(f"exit code {status}: {count_text(missing, 'kernel')} missing", err=as_json)
     ctx.exit(status)
+
+
+def _require_usable(bundle: Path | None, *, dry_run: bool, options: Mapping[str, Any]) -> None:
+    """Reject options that cannot be followed, before the long work."""
+    from mlagen.cache.bundle_writing import require_target
+
+    if bundle is not None and dry_run:
+        raise click.UsageError("bundle: expected none with --dry-run, got one")
+    if options["timeout_s"] is not None and not options["isolate"]:
+        raise click.UsageError("timeout: expected --isolate with it, got it alone")
+    if bundle is not None:
+        require_target(bundle)
 
 
 def _assumptions(options: Mapping[str, Any]) -> list[str]:

@@ -91,7 +91,6 @@ BAD_USAGE = {
     "prewarm --kernel x --arch sm_80": "arch: expected none with --kernel, whose",
     "prewarm --kernel COMBINE --dry-run --bundle x": "bundle: expected none with --dry-run",
     "prewarm --from-log empty.jsonl --bundle x": "bundle: expected kernels, got none for x",
-    "prewarm --kernel COMBINE --bundle no/x": "bundle: expected a writable folder, got no",
     "prewarm none.toml": "none.toml: expected a readable file, got No such file or dir",
     "prewarm endless.toml": "endless.toml: expected a readable file, got a device",
     "prewarm --from-log none": "none: expected a readable file, got No such file or dir",
@@ -124,6 +123,9 @@ BAD_USAGE = {
     "bench --plot none/a.svg": "plot: expected a file in a writable folder, got none/a.svg",
 }
 FAILURES = {
+    "prewarm --kernel COMBINE --bundle no/x": "bundle: expected a file in a folder that exists",
+    "prewarm --kernel COMBINE --bundle fifo": "bundle: expected a file, got another kind: fifo",
+    f"prewarm --kernel COMBINE --bundle {'x' * 300}": "bundle: expected a writable file, got F",
     "cache export none/k.tar.gz": "bundle: expected a file in a folder that exists, got n",
     "cache export there.tar.gz --wheel acme": "wheel: expected a folder, got File exists",
     "cache import none.tar.gz": "bundle: expected a file, got No such file or directory: ",

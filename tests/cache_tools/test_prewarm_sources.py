@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from cache_tools.options.selection_options import selection_options
 from mlagen.cache.bundle_reading import open_bundle, verify_bundle
 from mlagen.paths import MAX_NAMED_BYTES
 from mlagen.prewarming.spec_file import KEYS
+from tests.cache.builds import failing
+from tests.fixture_types import Patch
 from tests.kernels import COMBINE
 
 from .conftest import Cached, Setting, run
@@ -121,3 +125,22 @@ def test_a_failure_writes_no_bundle(cached: Cached, tmp_path: Path, setting: Set
     assert result.stderr.splitlines()[-1] == message
     assert failed["bundle"] is None
     assert not path.exists()
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "JSON"])
+def test_a_bundle_that_fails_last_costs_no_report(
+    as_json: bool, cached: Cached, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """If the disk fills up after the work, the report is printed and the error follows it."""
+    monkeypatch.setattr(os, "fsync", failing(errno.ENOSPC))
+    bundle = tmp_path / "kernels.tar.gz"
+    options = ("--json",) if as_json else ()
+    result = run("prewarm --kernel", str(cached.units[0].spec), "--bundle", str(bundle), *options)
+    error = f"mlagen: bundle: expected a writable file, got {os.strerror(errno.ENOSPC)}: {bundle}"
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, error)
+    if as_json:
+        document = json.loads(result.stdout)
+        assert (document["totals"]["hit"], document["bundle"]) == (1, None)
+    else:
+        assert result.stdout.startswith("1 kernel: 0 built, 1 hit, ")
+    assert not bundle.exists()
