@@ -111,21 +111,29 @@ def evict(layout: Layout, max_bytes: int) -> list[EntryUsage]:
     ------
     UntrustedError
         If other users can change a folder of the store; nothing is removed then.
+    OSError
+        If entries that cannot be removed take more than the limit; the others are removed.
     """
     usages = sorted(entry_usages(layout), key=lambda usage: usage.used)
     remaining_bytes = sum(usage.size_bytes for usage in usages)
     evicted: list[EntryUsage] = []
+    failure: OSError | None = None
     if remaining_bytes > max_bytes:
         recent = time.time() - RECENT_USE_S
         for usage in usages:
             if remaining_bytes <= max_bytes * _TARGET_FRACTION or usage.used > recent:
                 break
-            with suppress(OSError):
+            try:
                 remove_entry(layout, usage.path)
-                remaining_bytes -= usage.size_bytes
-                evicted.append(usage)
+            except OSError as error:
+                failure = failure or error
+                continue
+            remaining_bytes -= usage.size_bytes
+            evicted.append(usage)
         count("evicted", len(evicted))
     _write_size_file(layout, remaining_bytes, time.time())
+    if failure is not None and remaining_bytes > max_bytes:
+        raise failure
     return evicted
 
 

@@ -138,7 +138,7 @@ def limit_quarantine(layout: Layout) -> int:
                 size += cells.size_of(name)
                 if number and (number >= QUARANTINE_MAX_CELLS or size > QUARANTINE_MAX_BYTES):
                     cells.delete(name)
-                    deleted += 1
+                    deleted += cells.identity_of(name) is None  # it may not be deletable
     except UntrustedError:
         raise
     except OSError:

@@ -120,6 +120,17 @@ def test_an_entry_that_cannot_be_moved_is_skipped(
     assert remaining(tmp_path) == [0, 7, 8, 9]
 
 
+def test_a_limit_that_cannot_be_met_is_an_error(
+    layout: Layout, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """If nothing can be removed, eviction raises; below the limit it does not try."""
+    monkeypatch.setattr(os, "rename", failing(errno.EROFS))
+    evict(layout, size_of(layout))
+    with pytest.raises(OSError, match=os.strerror(errno.EROFS)):
+        evict(layout, size_of(layout) // 2)
+    assert remaining(tmp_path) == list(range(10))
+
+
 @pytest.mark.parametrize(
     ("age_s", "is_renewed"),
     [(10.0, False), (HOUR_S - 60, False), (HOUR_S + 60, True), (-HOUR_S - 60, True)],

@@ -169,6 +169,31 @@ def test_a_read_only_cache_can_be_listed(cache_dir: Path) -> None:
     assert snapshot(cache_dir) == before
 
 
+def test_gc_of_a_read_only_cache_does_not_claim_to_delete(
+    cache_dir: Path, setting: Setting
+) -> None:
+    """Kernels that stay above the limit are an error; quarantined ones that stay do not count."""
+    fill(cache_dir, 3)
+    quarantine = cache_dir / "v1" / "quarantine"
+    for moment in range(100, 125):
+        (quarantine / f"{'0' * 64}.{moment}.1").mkdir(parents=True, mode=0o700)
+    for path in (cache_dir, *cache_dir.rglob("*")):
+        if path.name == "manifest.json":
+            os.utime(path, (1e9, 1e9))
+        elif path.is_dir():
+            path.chmod(0o500)
+    before = snapshot(cache_dir)
+
+    (below,) = run_all(["cache gc"], "", "--json").values()
+    setting("MLAGEN_CACHE_MAX_SIZE", "1")
+    (above,) = run_all(["cache gc"], "", "--json").values()
+
+    assert (below[0], json.loads(below[1])["quarantined"]) == (DONE, 0)
+    error = f"mlagen: cache: expected a writable folder, got Permission denied: {cache_dir}\n"
+    assert above == (CACHE_UNUSABLE, "", error)
+    assert snapshot(cache_dir) == before
+
+
 def test_a_cache_that_cannot_be_read_is_an_error(cache_dir: Path) -> None:
     """An unreadable cache is an error, not an empty cache."""
     key, *_ = fill(cache_dir, 1)
