@@ -70,20 +70,21 @@ def ls(*, sort: str, layers: bool, as_json: bool, **chosen: Any) -> None:
 
 
 class _Line(NamedTuple):
-    """An entry as JSON data, and its kernel columns: none if it has a problem."""
+    """An entry as JSON data, and its kernel columns: none if it has a problem, of that kind."""
 
     entry: dict[str, Any]
     columns: dict[str, str]
+    kind: str
 
 
 def _line(stored: StoredEntry) -> _Line:
     entry = document_of(stored)
     if entry["problem"] is not None:
-        return _Line(entry, {})
+        return _Line(entry, {}, "damaged" if stored.is_damaged else "unreadable")
     columns = kernel_columns(entry["family"], entry["spec"])
     if entry["line_info"] is not None:
         columns["variant"] = ", ".join(filter(None, (columns["variant"], "line info")))
-    return _Line(entry, columns)
+    return _Line(entry, columns, "valid")
 
 
 def _name(line: _Line) -> list[tuple[int, int, str]]:
@@ -111,9 +112,9 @@ def _print(lines: Sequence[_Line], cache_dir: Path) -> None:
                 del row[name]  # the last line has it
     if rows:
         print_table(rows)
-    for entry in entries:
+    for entry, _, kind in lines:
         if entry["problem"] is not None:
-            click.echo(f"damaged: {entry['key'][:SHORT_KEY]}: {entry['problem']}")
+            click.echo(f"{kind}: {entry['key'][:SHORT_KEY]}: {entry['problem']}")
     kernels = count_text(len(entries), "kernel")
     toolchains = sorted({entry["toolchain"] for entry in entries})
     by = f" by {', '.join(toolchains)}" if toolchains else ""

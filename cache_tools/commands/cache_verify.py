@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
 
 from ..options.entry_options import layers_option
-from ..options.exit_codes import FAILED
+from ..options.exit_codes import CACHE_UNUSABLE, FAILED
 from ..output.byte_progress import byte_progress
 from ..output.report import SHORT_KEY, count_text, json_option, print_json
 from ..tools.entries import document_of
@@ -26,14 +25,17 @@ if TYPE_CHECKING:
 def verify(ctx: click.Context, /, *, quarantine: bool, layers: bool, as_json: bool) -> None:
     """Compare every file of every entry with its digest.
 
-    Exits with 1 if an entry is bad, quarantined or not. Bad entries of a read-only layer stay.
+    Exits with 1 if an entry is bad, quarantined or not. Bad entries of a read-only layer stay, and
+    so do those that cannot be read, which may be valid: if no other is bad, it exits with 4.
     """
     from mlagen.cache.default_store import kernel_store
+    from mlagen.cache.errors import UnreadableError
 
     store = kernel_store()
     entries = list(store.entries(layers=layers))
     counted = count_text(len(entries), "entry", "entries")
     problems: list[tuple[StoredEntry, str]] = []
+    unreadable: list[tuple[StoredEntry, str]] = []
     verified = done = 0
     total = sum(stored.size_bytes for stored in entries)
     with (
@@ -41,10 +43,14 @@ def verify(ctx: click.Context, /, *, quarantine: bool, layers: bool, as_json: bo
         byte_progress(f"verifying {counted}") as on_progress,
     ):
         for stored in entries:
-            with suppress(FileNotFoundError):  # removed after it was listed
-                problem = stored.problem or store.verify(stored)
+            try:
+                problem = store.verify(stored)
                 verified += 1
                 problems += [(stored, problem)] if problem else []
+            except UnreadableError as error:
+                unreadable.append((stored, str(error).removeprefix("cache: ")))
+            except FileNotFoundError:
+                pass  # removed after it was listed
             done += stored.size_bytes
             on_progress(done, total)
     bad = []
@@ -60,9 +66,14 @@ def verify(ctx: click.Context, /, *, quarantine: bool, layers: bool, as_json: bo
         click.echo(f"bad: {found['key'][:SHORT_KEY]}: {found['problem']}", err=as_json)
         if found["moved_to"]:
             click.echo(f"moved to {found['moved_to']}", err=as_json)
+    stay = [{**document_of(stored), "problem": problem} for stored, problem in unreadable]
+    for found in stay:
+        click.echo(f"unreadable: {found['key'][:SHORT_KEY]}: {found['problem']}", err=as_json)
     if as_json:
-        print_json({"cache_dir": str(store.root), "verified": verified, "bad": bad})
-    counted = count_text(verified, "entry", "entries")
-    click.echo(f"{counted}: {verified - len(bad)} valid, {len(bad)} bad", err=as_json)
-    if bad:
-        ctx.exit(FAILED)
+        document = {"cache_dir": str(store.root), "verified": verified}
+        print_json({**document, "bad": bad, "unreadable": stay})
+    suffix = f", {len(stay)} unreadable" if stay else ""
+    text = f"{verified - len(bad)} valid, {len(bad)} bad{suffix}"
+    click.echo(f"{count_text(verified + len(stay), 'entry', 'entries')}: {text}", err=as_json)
+    if bad or stay:
+        ctx.exit(FAILED if bad else CACHE_UNUSABLE)

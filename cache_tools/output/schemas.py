@@ -158,12 +158,14 @@ VERIFY: Schema = {
         "cache_dir": CACHE_DIR,
         "verified": Field("integer", "entries read"),
         "bad": Field("list of `bad`", "entries that do not match their digests"),
+        "unreadable": Field("list of `unreadable`", "entries that cannot be read, and stay"),
     },
     "`bad`": {
         **_ENTRY,
         "problem": Field("text", "its damage"),
         "moved_to": Field("text or null", "its folder in the quarantine"),
     },
+    "`unreadable`": {**_ENTRY, "problem": Field("text", "why it cannot be read")},
     "`resources`": _RESOURCES,
     "`created`": _CREATED,
 }

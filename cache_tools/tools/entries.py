@@ -69,7 +69,7 @@ def require_valid(store: KernelStore, stored: StoredEntry) -> dict[str, Any]:
     """
     document = document_of(stored)
     try:
-        problem = document["problem"] or store.verify(stored)
+        problem = store.verify(stored) or document["problem"]
     except FileNotFoundError:
         problem = "expected a kernel, got one that was removed meanwhile"
     if problem:

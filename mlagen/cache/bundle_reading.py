@@ -135,7 +135,7 @@ def import_bundle(
     BundleError
         If the file has changed since it was verified.
     CacheError
-        If the store cannot be read or written.
+        If the store cannot be read or written; an entry that cannot be read stays.
     """
     if dry_run:
         return [_import_outcome(store, entry)[0] for entry in bundle.entries]
@@ -196,7 +196,7 @@ def _import_outcome(
     for stored in store.entries(prefix=entry.key):
         if stored.toolchain == entry.toolchain:
             with suppress(FileNotFoundError):  # removed since listing
-                problem = stored.problem or store.verify(stored)
+                problem = store.verify(stored)
                 return ("replaced", (stored, problem)) if problem else ("kept", None)
     return "added", None
 

@@ -30,7 +30,7 @@ from mlagen.cache.catalog import StoredEntry, read_stored
 from mlagen.cache.entry import CUBIN, MANIFEST, Manifest, read_file, read_manifest, require_cubin
 from mlagen.cache.files import DamageError, sync_folder
 from mlagen.cache.folder import Folder
-from mlagen.errors import CacheError, MlagenError
+from mlagen.errors import MlagenError
 
 _SPOOLED_BYTES = 64 << 20  # in memory; larger bundles spool to a temporary file
 
@@ -217,9 +217,7 @@ def _member_bytes(size: int) -> int:
 def _damage_as_bundle_error(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (FileNotFoundError, CacheError):  # CacheError is an OSError too
-        raise
-    except (DamageError, OSError) as error:
+    except DamageError as error:
         message = f"bundle: expected a valid entry, got a damaged one: {error}: {folder}"
         raise BundleError(message, path=folder) from error
 

@@ -22,7 +22,7 @@ from mlagen.cache.entry import (
     read_manifest,
     require_matching_key,
 )
-from mlagen.cache.errors import cache_error
+from mlagen.cache.errors import UnreadableError, cache_error, unreadable_text
 from mlagen.cache.files import DamageError, Identity, is_gone
 from mlagen.cache.folder import Folder, open_below
 from mlagen.cache.layout import Layout, is_digest
@@ -37,10 +37,11 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True)
 class StoredEntry:
-    """One entry on the disk, valid or damaged.
+    """One entry on the disk: valid, damaged or unreadable.
 
-    ``problem`` is the reason why there is no ``manifest``. A manifest that is set was parsed, not
-    verified: only :func:`verify` checks its seal, and the digests of the other files.
+    ``problem`` is the reason why there is no ``manifest``; ``is_damaged`` is False if this process
+    may not read it. A manifest that is set was parsed, not verified: only :func:`verify` checks its
+    seal, and the digests of the other files.
     """
 
     path: Path
@@ -48,6 +49,7 @@ class StoredEntry:
     toolchain: str
     manifest: Manifest | None
     problem: str | None
+    is_damaged: bool
     size_bytes: int  # from the manifest; measured for a damaged entry
     used: float  # last use, in seconds since 1970; 0 if unknown
     layout: Layout  # the store that contains it
@@ -101,15 +103,20 @@ def read_stored(stored: StoredEntry, read: Callable[[Folder], Read]) -> Read:
         If the entry is gone.
     DamageError
         If it is damaged.
+    UnreadableError
+        If it cannot be read.
     CacheError
         If other users can change it.
-    OSError
-        If it cannot be read.
     """
     try:
         return _read_in_place(stored.layout, str(stored.path), read)
     except UntrustedError as error:
         raise cache_error(error, stored.path) from error
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        text = f"cache: {unreadable_text(error)}: {error.filename or stored.path}"
+        raise UnreadableError(text, path=stored.path) from error
 
 
 def verify(stored: StoredEntry) -> str | None:
@@ -119,6 +126,8 @@ def verify(stored: StoredEntry) -> str | None:
     ------
     FileNotFoundError
         If it is gone.
+    UnreadableError
+        If this process cannot read it.
     CacheError
         If other users can change it.
     """
@@ -131,9 +140,7 @@ def verify(stored: StoredEntry) -> str | None:
 
     try:
         read_stored(stored, read_all)
-    except (FileNotFoundError, CacheError):  # CacheError is an OSError too
-        raise
-    except (DamageError, OSError) as error:
+    except DamageError as error:
         return str(error)
     return None
 
@@ -196,13 +203,17 @@ def _read_once(key: Folder, toolchain: str, read: Callable[[Folder], Read]) -> R
 def _stored_entry(key: Folder, toolchain: str, *, is_read_only: bool) -> StoredEntry | None:
     path, used = f"{key.path}/{toolchain}", 0.0
     manifest: Manifest | None = None
-    problem: str | None = None
+    problem, is_damaged = None, False
     seen: Identity | None = None
 
     def read(folder: Folder) -> tuple[Manifest, int]:
         nonlocal seen, used
         seen = folder.identity
-        text, status = folder.read_with_status(MANIFEST, max_bytes=MANIFEST_MAX_BYTES)
+        try:
+            text, status = folder.read_with_status(MANIFEST, max_bytes=MANIFEST_MAX_BYTES)
+        except OSError:  # otherwise it would count as never used, and be removed for its age
+            used = min(folder.status_of(MANIFEST).st_mtime, time.time())
+            raise
         used = min(status.st_mtime, time.time())
         found = parse_manifest(text, key=key.name, toolchain=toolchain, checks_seal=False)
         return found, len(text) + sum([file.size for file in found.files.values()])
@@ -213,8 +224,10 @@ def _stored_entry(key: Folder, toolchain: str, *, is_read_only: bool) -> StoredE
         return None
     except UntrustedError:
         raise
-    except (DamageError, OSError, TypeError) as error:
-        problem, size_bytes = str(error), key.size_of(toolchain)
+    except (DamageError, OSError) as error:
+        is_damaged = isinstance(error, DamageError)
+        problem = unreadable_text(error) if isinstance(error, OSError) else str(error)
+        size_bytes = key.size_of(toolchain)
         seen = seen or key.identity_of(toolchain)  # not set if it is not a folder
     return StoredEntry(
         path=Path(path),
@@ -222,6 +235,7 @@ def _stored_entry(key: Folder, toolchain: str, *, is_read_only: bool) -> StoredE
         toolchain=toolchain,
         manifest=manifest,
         problem=problem,
+        is_damaged=is_damaged,
         size_bytes=size_bytes,
         used=used,
         layout=key.layout,

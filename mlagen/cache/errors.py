@@ -15,6 +15,10 @@ from mlagen.errors import CacheError
 _AVOIDABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
 
 
+class UnreadableError(CacheError):
+    """An entry that this process cannot read, which is no proof of damage."""
+
+
 @contextmanager
 def raising_cache_errors(
     path: Path, *, expected: str = "writable", suggests_folder: bool = False
@@ -39,6 +43,11 @@ def cache_error(
     rule = "trusted" if isinstance(error, UntrustedError) else expected
     got = f"{error.strerror or error}{advice_for(error) if suggests_folder else ''}"
     return CacheError(f"cache: expected a {rule} folder, got {got}: {path}", path=path)
+
+
+def unreadable_text(error: OSError) -> str:
+    """Return the problem of an entry that this process cannot read."""
+    return f"expected a readable entry, got {error.strerror or error}"
 
 
 def advice_for(error: OSError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 from pathlib import Path
@@ -14,6 +15,7 @@ from mlagen.cache.store import KernelStore
 from mlagen.errors import CacheError
 from tests.cache.builds import CUBIN, entry_folder, make_build, make_store, tree
 from tests.cache.bundle_cases import FAMILIES, bundle_bytes, filled_store, import_, key_for
+from tests.fixture_types import Patch
 
 
 @pytest.fixture
@@ -81,6 +83,27 @@ def test_damaged_entries_are_replaced(
     assert sorted(outcomes) == ["kept", "replaced"]
     assert [store.verify(stored) for stored in store.entries()] == [None, None]
     assert len(list((tmp_path / "here/cache/v1/quarantine").iterdir())) == 1
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_an_entry_that_cannot_be_read_is_not_replaced(
+    dry_run: bool, bundle: bytes, store: KernelStore, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """It may be valid: the import ends with one line that names it."""
+    import_(bundle, store)
+    before = tree(tmp_path)
+    open_ = os.open
+
+    def reject(path: str, flags: int, *rest: int, dir_fd: int | None = None) -> int:
+        if path == "kernel.cubin":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return open_(path, flags, *rest, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", reject)
+    expected = "^cache: expected a readable entry, got Permission denied: .*/kernel.cubin$"
+    with pytest.raises(CacheError, match=expected):
+        import_(bundle, store, dry_run=dry_run)
+    assert tree(tmp_path) == before
 
 
 def test_a_dry_run_reports_the_outcome(bundle: bytes, store: KernelStore, tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mlagen.cache.catalog import stored_entries, verify
+from mlagen.cache.bundle_writing import export_bundle
+from mlagen.cache.catalog import read_content, stored_entries, verify
 from mlagen.cache.entry import Manifest
+from mlagen.cache.errors import UnreadableError
 from mlagen.cache.layout import Layout
 from mlagen.errors import CacheError
 from tests.cache.builds import (
@@ -119,6 +121,37 @@ def test_verify_reads_every_file(name: str, damage: str, layout: Layout, tmp_pat
         file.write_bytes(b"!" * max(1, len(content)))
 
     assert str(verify(stored)).startswith(f"{name}: expected ")
+
+
+@pytest.mark.parametrize("name", ["kernel.cubin", "kernel.cu", "manifest.json"])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE], ids=errno.errorcode.__getitem__)
+def test_an_entry_that_cannot_be_read_is_not_damaged(
+    code: int, name: str, layout: Layout, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Listing, verification, content and export say so, and it keeps its last use."""
+    before = next(stored_entries(layout, KEYS[0].digest))
+    path, opened = entry_folder(tmp_path, KEYS[0]) / name, os.open
+
+    def reject(path: str, flags: int, *rest: int, dir_fd: int | None = None) -> int:
+        if path == name:
+            raise OSError(code, os.strerror(code))
+        return opened(path, flags, *rest, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", reject)
+    (stored,) = stored_entries(layout, KEYS[0].digest)
+
+    text = f"expected a readable entry, got {os.strerror(code)}"
+    assert (stored.problem, stored.is_damaged) == (text if name == "manifest.json" else None, False)
+    assert (stored.used, stored.size_bytes) == (before.used, before.size_bytes)
+    target = tmp_path / "kernels.tar.gz"
+    for read in (
+        verify,
+        lambda stored: read_content(stored, name),
+        lambda stored: export_bundle([stored], target),
+    ):
+        with pytest.raises(UnreadableError, match=f"^cache: {text}: {path}$"):
+            read(stored)
+    assert not target.exists()
 
 
 def test_verify_compares_the_key_with_the_key_fields(layout: Layout, tmp_path: Path) -> None:

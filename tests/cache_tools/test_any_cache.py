@@ -206,6 +206,41 @@ def test_a_cache_that_cannot_be_read_is_an_error(cache_dir: Path) -> None:
         assert err.startswith(rule) == is_rejected, line
 
 
+@pytest.mark.parametrize("name", ["kernel.cubin", "kernel.cu", "manifest.json"])
+def test_a_kernel_that_cannot_be_read_is_not_moved(name: str, cache_dir: Path) -> None:
+    """`verify` reports it with code 4, or with 1 if another is bad, and quarantines only that."""
+    key, bad, *_ = fill(cache_dir, 3)
+    folder, other = (next((cache_dir / "v1" / "e" / one[:2] / one).iterdir()) for one in (key, bad))
+    hidden = folder / name
+    content = hidden.read_bytes()
+    hidden.unlink()  # the kernels share their files
+    hidden.write_bytes(content)
+    hidden.chmod(0o000)
+    before = snapshot(cache_dir)
+
+    options = ("cache verify --quarantine", "cache prune --older-than 1h")
+    lines = [*options, "cache ls", "cache show KEY"]
+    found = run_all(lines, key)
+    same = snapshot(cache_dir) == before
+    (other / "manifest.json").write_text("{")
+    (both,) = run_all(lines[:1], key, "--json").values()
+
+    reason = "expected a readable entry, got Permission denied"
+    code, text, _ = found[lines[0]]
+    assert (code, same) == (CACHE_UNUSABLE, True)
+    assert text.startswith(f"unreadable: {key[:8]}: {reason}: {hidden}\n")
+    assert text.endswith("3 entries: 2 valid, 0 bad, 1 unreadable\n")
+    listed = f"unreadable: {key[:8]}: {reason}" in found["cache ls"][1]
+    assert listed == (name == "manifest.json")
+    shown = (CACHE_UNUSABLE, "", f"mlagen: cache: {reason}: {hidden}\n")
+    assert found["cache show KEY"] == shown
+    document = json.loads(both[1])
+    assert both[0] == FAILED
+    assert [row["key"] for row in document["bad"]] == [bad]
+    assert [row["key"] for row in document["unreadable"]] == [key]
+    assert (folder.is_dir(), other.exists()) == (True, False)
+
+
 COUNT = 10_000
 
 

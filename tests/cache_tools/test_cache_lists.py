@@ -175,7 +175,8 @@ def test_a_damaged_kernel_is_found_and_moved_on_request(cached: Cached) -> None:
     assert bad["problem"].startswith("kernel.cubin: expected sha256 ")
     assert (Path(bad["moved_to"]) / "entry" / "kernel.cubin").is_file()
     assert not cubin.exists()
-    assert run.json("cache verify") == {"cache_dir": str(cached.root), "verified": 1, "bad": []}
+    clean = {"cache_dir": str(cached.root), "verified": 1, "bad": [], "unreadable": []}
+    assert run.json("cache verify") == clean
     counted = run.json("cache stats")
     assert counted["quarantine"]["entries"] == 1
     assert counted["quarantine"]["size_bytes"] > (cached.units[0].cubin_bytes or 0)
