@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -166,9 +166,11 @@ def kernel_text(family: str, key_fields: Mapping[str, str]) -> str:
 _NAMED = ("kv_dtype", "dims", "variant", "page_size", "block_m")
 
 
-def natural_order(texts: Iterable[str]) -> list[tuple[int, int, str]]:
+def natural_order(texts: Sequence[str]) -> list[tuple[int, int, str]]:
     """Return a sort key that orders decimal texts as numbers."""
-    return [(1, int(text), "") if text.isdecimal() else (0, 0, text) for text in texts]
+    # Longer digits are no number of a kernel, and Python reads at most some thousand of them.
+    numbers = {text for text in texts if text.isdecimal() and len(text) < 20}
+    return [(1, int(text), "") if text in numbers else (0, 0, text) for text in texts]
 
 
 def resource_columns(

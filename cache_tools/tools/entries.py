@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -98,59 +97,26 @@ def document_of(stored: StoredEntry) -> dict[str, Any]:
 
 
 def manifest_fields(stored: StoredEntry) -> dict[str, Any]:
-    """Return the fields of an entry's manifest; an incomplete one raises ``DamageError``.
-
-    Every value is converted to its schema type: no digest has verified the manifest yet.
-    """
+    """Return the fields of an entry's manifest, or raise ``DamageError`` if it has none."""
     manifest = stored.manifest
     if manifest is None:
         raise DamageError(stored.problem or "")
-    try:
-        facts, created = manifest.facts, manifest.created
-        kernel, because = facts["kernel"], created.get("because")
-        return {
-            "family": dict(manifest.key_fields)["family"],
-            "spec": {name: str(value) for name, value in kernel["spec"].items()},
-            "resources": resources_of(facts["resources"]),
-            "dynamic_shared_bytes": int(kernel["dynamic_shared_bytes"]),
-            "line_info": dict(manifest.key_fields).get("line_info"),
-            "compile_ms": _finite(float(facts["compile_ms"])),
-            "created": {
-                "because": None if because is None else str(because),
-                "time": str(created["time"]),
-                "host": str(created["host"]),
-                "pid": int(created["pid"]),
-                "python": str(created["python"]),
-                "mlagen": str(created["mlagen"]),
-            },
-            "created_by": str(manifest.created_by),
-        }
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        message = f"manifest.json: expected the facts of a kernel, got {error!r}"
-        raise DamageError(message) from error
-
-
-def _finite(number: float) -> float:
-    if not math.isfinite(number):
-        raise ValueError(f"compile_ms {number}")
-    return number
+    facts, created, key_fields = manifest.facts, manifest.created, dict(manifest.key_fields)
+    return {
+        "family": key_fields["family"],
+        "spec": facts["kernel"]["spec"],
+        "resources": resources_of(facts["resources"]),
+        "dynamic_shared_bytes": facts["kernel"]["dynamic_shared_bytes"],
+        "line_info": key_fields.get("line_info"),
+        "compile_ms": facts["compile_ms"],
+        "created": {name: created.get(name) for name in _CREATED},
+        "created_by": manifest.created_by,
+    }
 
 
 def resources_of(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the resources of a manifest, in the order of the schema."""
-    if not kernels:
-        raise ValueError("no kernel")
-    return [
-        {
-            "symbol": str(kernel["symbol"]),
-            "registers": int(kernel["registers"]),
-            "stack_bytes": int(kernel["stack_bytes"]),
-            "spill_store_bytes": int(kernel["spill_store_bytes"]),
-            "spill_load_bytes": int(kernel["spill_load_bytes"]),
-            "static_shared_bytes": int(kernel["static_shared_bytes"]),
-        }
-        for kernel in kernels
-    ]
+    return [{name: kernel[name] for name in _RESOURCES} for kernel in kernels]
 
 
 def iso_time(seconds: float) -> str | None:
@@ -163,6 +129,17 @@ def iso_time(seconds: float) -> str | None:
         return None
     return moment.isoformat(timespec="seconds")
 
+
+# Fields in the order of the schema; a manifest, which sorts them, may have further ones.
+_CREATED = ("because", "time", "host", "pid", "python", "mlagen")
+_RESOURCES = (
+    "symbol",
+    "registers",
+    "stack_bytes",
+    "spill_store_bytes",
+    "spill_load_bytes",
+    "static_shared_bytes",
+)
 
 # Fields that only a manifest holds.
 _MANIFEST_FIELDS = (

@@ -91,7 +91,7 @@ class KernelView:
 
     def document(self) -> dict[str, Any]:
         """Return the kernel as JSON data."""
-        spec, (kernel,) = self.spec, self.resources
+        spec, kernel = self.spec, self.resources[0]
         return {
             "kernel": str(spec),
             "family": spec.family,

@@ -35,7 +35,7 @@ def ctas_per_sm(arch: Arch, *, threads: int, registers: int, shared_bytes: int) 
         Static and dynamic shared memory of a CTA.
     """
     warps = -(-threads // 32)
-    warp_registers = -(-registers * 32 // _REGISTER_UNIT) * _REGISTER_UNIT
+    warp_registers = max(1, -(-registers * 32 // _REGISTER_UNIT)) * _REGISTER_UNIT
     per_sub_partition = _REGISTERS // _SUB_PARTITIONS // warp_registers
     by_registers = per_sub_partition * _SUB_PARTITIONS // warps
     by_warps = _MAX_WARPS.get(arch.number, 64) // warps

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from mlagen import __version__
-from mlagen.artifacts import Build
+from mlagen.artifacts import Build, Resources
 from mlagen.cache.files import DamageError
 from mlagen.cache.folder import Folder
 from mlagen.cache.key import SCHEMA, CacheKey
@@ -108,7 +109,7 @@ class Manifest:
         """
         try:
             _require_printable(text)
-            body = json.loads(text)
+            body = _DECODER.decode(text.decode("ascii"))
             seal = body.pop("seal")
             is_other = body["schema"] != SCHEMA
             if (checks_seal or is_other) and seal != _seal(body):
@@ -120,7 +121,8 @@ class Manifest:
                 raise OtherSchemaError(f"{expected}, got {body['schema']!r}")
             pairs = [(label, value) for label, value in body.pop("key_fields")]
             files = {name: FileDigest(**facts) for name, facts in body.pop("files").items()}
-            _require_valid_fields(pairs, files, body)
+            _require_valid_fields(pairs, files)
+            _require_facts(**body)
             return cls(key_fields=tuple(pairs), files=files, **body)
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise DamageError(f"{MANIFEST}: expected a manifest, got {error!r}") from error
@@ -202,19 +204,59 @@ def _require_printable(text: bytes) -> None:
         raise ValueError("characters that control a terminal")
 
 
+def _finite(text: str) -> float:
+    """Return a number, or raise for one that JSON does not have: commands would print it."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"number {text}")
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
+
+
 def _require_valid_fields(
-    pairs: Sequence[tuple[Any, Any]], files: Mapping[str, FileDigest], body: Mapping[str, Any]
+    pairs: Sequence[tuple[Any, Any]], files: Mapping[str, FileDigest]
 ) -> None:
-    """Raise unless labels are unique, key fields are strings, and the rest has its types."""
+    """Raise unless labels are unique, key fields are strings, and files have sizes."""
     # A set of types takes half the time of a loop, for listings of thousands of manifests.
     if len(dict(pairs)) < len(pairs) or {type(text) for pair in pairs for text in pair} - {str}:
         raise ValueError(f"key_fields {pairs}")
+    if not any(label == "family" for label, _ in pairs):
+        raise LookupError("key_fields without a family")
     for name, file in files.items():
         if type(file.size) is not int or not 0 <= file.size < _MAX_BYTES:
             raise ValueError(f"size of {name} {file.size!r}")
-    for name in ("facts", "created"):
-        if type(body[name]) is not dict:
-            raise TypeError(f"{name} {body[name]!r}")
+
+
+# Fields of a kernel's resources that are numbers.
+_RESOURCES = [field.name for field in fields(Resources) if field.name != "symbol"]
+_PROVENANCE = ("time", "host", "python", "mlagen")
+
+
+def _require_facts(
+    *, facts: Mapping[str, Any], created: Mapping[str, Any], created_by: str, **_: object
+) -> None:
+    """Raise unless facts and provenance have what calls and commands read, and its types."""
+    kernel, resources = facts["kernel"], facts["resources"]
+    if not resources:
+        raise ValueError("resources of no kernel")
+    texts = [*kernel["spec"].items(), ("created_by", created_by)]
+    texts += [(name, created[name]) for name in _PROVENANCE]
+    texts += [("because", created["because"])] if created.get("because") is not None else []
+    numbers = [("pid", created["pid"])]
+    numbers += [("dynamic_shared_bytes", kernel["dynamic_shared_bytes"])]
+    for one in resources:
+        texts += [("symbol", one["symbol"])]
+        numbers += [(name, one[name]) for name in _RESOURCES]
+    for name, text in texts:
+        if type(text) is not str:
+            raise TypeError(f"{name} {text!r}")
+    for name, number in numbers:
+        if type(number) is not int or not 0 <= number < _MAX_BYTES:
+            raise ValueError(f"{name} {number!r}")
+    if type(facts["compile_ms"]) not in (int, float) or not 0 <= facts["compile_ms"] < _MAX_BYTES:
+        raise ValueError(f"compile_ms {facts['compile_ms']!r}")
 
 
 def _seal(body: Mapping[str, Any]) -> str:

@@ -10,10 +10,11 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlagen.artifacts import Build
+from mlagen.artifacts import Build, Resources
 from mlagen.cache.entry import CacheEntry, read_entry
 from mlagen.cache.folder import Folder, open_below
 from mlagen.cache.key import CacheKey
@@ -23,6 +24,14 @@ from mlagen.cache.store import KernelStore
 ROOT = Path(__file__).resolve().parents[2]
 TOOLCHAIN = "nvrtc-13.5.37"
 Result = TypeVar("Result")
+RESOURCES = Resources(
+    symbol="mla_sm80",
+    registers=168,
+    stack_bytes=0,
+    spill_store_bytes=0,
+    spill_load_bytes=0,
+    static_shared_bytes=0,
+)
 CUBIN = b"\x7fELF" + bytes(range(256)) * 4
 
 
@@ -35,7 +44,11 @@ def make_build(cubin: bytes = CUBIN, *, toolchain: str = TOOLCHAIN) -> Build:
     """Return a finished build around some bytes."""
     return Build(
         files={"kernel.cubin": cubin, "kernel.cu": b"// source\n", "build.log": b""},
-        facts={"kernel": {"symbol": "mla_sm80"}, "compile_ms": 1.5},
+        facts={
+            "kernel": {"symbol": "mla_sm80", "spec": {}, "dynamic_shared_bytes": 0},
+            "resources": [asdict(RESOURCES)],
+            "compile_ms": 1.5,
+        },
         toolchain=toolchain,
     )
 

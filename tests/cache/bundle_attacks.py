@@ -12,6 +12,7 @@ from typing import Any
 from mlagen.cache.bundle import INDEX, INDEX_MAX_BYTES
 from mlagen.cache.entry import MANIFEST_MAX_BYTES, FileDigest
 from tests.cache import bundle_cases as cases
+from tests.cache.builds import make_build
 from tests.cache.bundle_cases import Member, bundle_of
 
 Attack = Callable[[list[Member]], bytes]
@@ -270,6 +271,11 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     ),
     "key fields that are not strings": (manifest(key_fields=(("family", 1),)), WRONG),
     "facts that are a list": (manifest(facts=[]), WRONG),
+    "facts without resources": (manifest(facts={"kernel": {}, "compile_ms": 1.5}), WRONG),
+    "facts with a number that JSON lacks": (
+        manifest(facts={**make_build().facts, "compile_ms": float("nan")}),
+        WRONG,
+    ),
     "a manifest of another schema": (manifest(schema=0), "expected schema 1, got 0"),
     "a manifest edited after it was sealed": (
         edited(without_seal),

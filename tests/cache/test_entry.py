@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import json
 import os
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +60,8 @@ def test_manifest_has_key_files_and_provenance() -> None:
 
 def test_manifest_survives_the_round_trip() -> None:
     """A later reader gets values equal to those of the builder, including tuples in the facts."""
-    build = replace(BUILD, facts={"resources": ({"registers": 168},), "compile_ms": 0.1})
+    facts = {**BUILD.facts, "resources": (*BUILD.facts["resources"],), "compile_ms": 0.1}
+    build = replace(BUILD, facts=facts)
     manifest = Manifest.of(KEY, build, created_by="jit")
     assert Manifest.from_json(manifest.to_json()) == manifest
 
@@ -109,6 +113,68 @@ def test_manifest_has_its_types_even_where_no_seal_is_checked(changes: dict[str,
     body = json.loads(Manifest.of(KEY, BUILD, created_by="jit").to_json()) | changes
     with pytest.raises(DamageError, match=r"^manifest\.json: expected a manifest, got "):
         Manifest.from_json(json.dumps(body).encode(), checks_seal=False)
+
+
+def altered(facts: Mapping[str, Any], name: str, value: object) -> dict[str, Any]:
+    """Return facts in which one value, of the kernel or of its resources, is another."""
+    made = copy.deepcopy({**facts})
+    (kernel,) = made["resources"]
+    place = next((each for each in (kernel, made["kernel"]) if name in each), made)
+    place[name] = value
+    return made
+
+
+UNUSABLE: list[tuple[str, object]] = [
+    ("kernel", {}),
+    ("kernel", None),
+    ("spec", []),
+    ("spec", {"arch": 90}),
+    ("spec", {"time": float("nan")}),
+    ("dynamic_shared_bytes", "0"),
+    ("resources", []),
+    ("resources", None),
+    ("resources", [{}]),
+    ("resources", "text"),
+    ("symbol", None),
+    *((name, value) for name in ("registers", "stack_bytes") for value in (-1, True, 0.5, 1 << 40)),
+    *((name, float("nan")) for name in ("registers", "compile_ms", "a note")),
+    *((name, float("inf")) for name in ("spill_load_bytes", "compile_ms", "a note")),
+    ("compile_ms", "long"),
+    ("compile_ms", 10**400),
+]
+NO_ORIGIN: list[tuple[str, object]] = [
+    *((name, 1) for name in ("time", "host", "python", "mlagen", "because")),
+    *(("pid", value) for value in ("1", None, float("nan"))),
+]
+
+
+@pytest.mark.parametrize("checks_seal", [True, False], ids=["to be served", "to be listed"])
+@pytest.mark.parametrize(("name", "value"), [*UNUSABLE, *NO_ORIGIN], ids=str)
+def test_a_sealed_manifest_with_unusable_facts_is_damage(
+    name: str, value: object, checks_seal: bool
+) -> None:
+    """A seal says who wrote it last, not that calls and commands can use it."""
+    manifest = Manifest.of(KEY, BUILD, created_by="jit")
+    if (name, value) in NO_ORIGIN:
+        sealed = replace(manifest, created={**manifest.created, name: value}).to_json()
+    else:
+        sealed = replace(manifest, facts=altered(manifest.facts, name, value)).to_json()
+    with pytest.raises(DamageError, match=r"^manifest\.json: expected a manifest, got .*$"):
+        Manifest.from_json(sealed, checks_seal=checks_seal)
+
+
+@pytest.mark.parametrize("name", ["facts", "created", "created_by", "family"])
+def test_a_sealed_manifest_that_lacks_a_part_is_damage(name: str) -> None:
+    """Every reader may rely on all parts."""
+    body = json.loads(Manifest.of(KEY, BUILD, created_by="jit").to_json())
+    del body["seal"]
+    if name == "family":
+        body["key_fields"] = body["key_fields"][1:]
+    else:
+        del body[name]
+    seal = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    with pytest.raises(DamageError, match=r"^manifest\.json: expected a manifest, got "):
+        Manifest.from_json(json.dumps({**body, "seal": seal}).encode())
 
 
 @pytest.mark.parametrize("checks_seal", [True, False], ids=["to be served", "to be listed"])

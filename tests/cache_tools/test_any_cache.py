@@ -8,11 +8,13 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cache_tools.options.exit_codes import CACHE_UNUSABLE, DONE, FAILED, USAGE
+from mlagen.cache.entry import Manifest
 from mlagen.settings import current_settings
 from tests.built_once import built_once
 
@@ -81,6 +83,12 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "invalid JSON": lambda manifest: manifest.write_text("{"),
     "other types, and no valid seal": lambda manifest: manifest.write_text(
         json.dumps({**json.loads(manifest.read_text()), "facts": FACTS})
+    ),
+    "other facts, and a valid seal": lambda manifest: manifest.write_bytes(
+        replace(Manifest.from_json(manifest.read_bytes()), facts=FACTS).to_json()
+    ),
+    "a number that JSON lacks": lambda manifest: manifest.write_bytes(
+        manifest.read_bytes().replace(b'"registers": 32', b'"registers": NaN')
     ),
     "few names": lambda manifest: manifest.write_text(json.dumps({"schema": 1, "seal": ""})),
     "none": lambda manifest: manifest.unlink(),

@@ -253,3 +253,23 @@ def test_a_compile_time_that_is_not_finite_is_damage(value: str, cached: Cached)
     manifest.write_text(re.sub(r'"compile_ms": [^,}]+', f'"compile_ms": {value}', text))
     listed = run.json("cache ls")["entries"]
     assert sum(entry["problem"] is not None for entry in listed) == 1
+
+
+def test_facts_of_no_kernel_stop_no_command(cached: Cached) -> None:
+    """A sealed manifest may have any texts and sizes: every command ends with 0."""
+    (resources,) = json.loads((cached.folders[0] / "manifest.json").read_text())["facts"][
+        "resources"
+    ]
+    nothing = dict.fromkeys(resources, 0) | {"symbol": ""}
+    spec = {"arch": "sm_80", "head_dim_vo": "9" * 5000}
+    kernel = {"symbol": "", "spec": spec, "dynamic_shared_bytes": 0}
+    recast(cached.folders[0], facts={"kernel": kernel, "resources": [nothing, nothing]})
+    lists = ("cache ls", "cache ls --sort spills", "resources", "cache stats", "cache verify")
+    for words in (
+        *([*line.split()] for line in (*lists, f"cache show {cached.keys[0]}")),
+        ["kernel", "show", str(cached.units[0].spec)],
+        ["prewarm", "--kernel", str(cached.units[0].spec)],
+    ):
+        for option in ((), ("--json",)):
+            result = run(*words, *option)
+            assert result.exit_code == 0, (words, result.output)

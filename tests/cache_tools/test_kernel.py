@@ -191,6 +191,7 @@ def test_a_target_replaces_that_of_the_text() -> None:
         ("sm_89", 1024, 32, 0, 1),
         ("sm_80", 32, 16, 0, 32),  # CTAs
         ("sm_86", 32, 16, 0, 16),
+        ("sm_80", 32, 0, 0, 32),  # none reported
         ("sm_80", 1024, 128, 0, 0),  # too large for any SM
     ],
 )

@@ -132,6 +132,10 @@ DAMAGES: dict[str, Damage] = {
     "another architecture, and its key": claim(seals=True, key_fields=ARCH, key=ELSEWHERE.digest),
     "another compiler": claim(seals=True, toolchain="nvrtc-12.8.1"),
     "other facts": claim(seals=False, facts={"kernel": {"symbol": "other"}}),
+    "facts without resources": claim(seals=True, facts={"kernel": {}, "compile_ms": 1.5}),
+    "a time that JSON lacks": claim(
+        seals=True, facts={**builds.make_build().facts, "compile_ms": float("nan")}
+    ),
     "another schema without its seal": claim(seals=False, schema=2),
     "another size": claim(seals=False, files={}),
     "no files": claim(seals=True, files={}),
