@@ -21,7 +21,7 @@ def read_record(path: Path, *, archs: str | Iterable[str] | None = None) -> list
     """Return the kernels of a record, without duplicates.
 
     With ``archs``, return the kernels that the same calls take on these architectures instead. An
-    incomplete last line, from a run that ended while writing it, is skipped with a warning.
+    incomplete line, from a run that ended while writing it, is skipped with a warning.
 
     Raises
     ------
@@ -32,22 +32,33 @@ def read_record(path: Path, *, archs: str | Iterable[str] | None = None) -> list
     """
     content = read_input_file(path)
     specs: dict[KernelSpec, None] = {}
-    lines = content.split(b"\n")
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
+            continue
+        if _is_incomplete(line):
+            _logger.warning("%s:%d: skipped a line without its end", path, number)
             continue
         try:
             specs[_kernel_of(line)] = None
         except ValueError as error:
-            if number == len(lines) and not line.endswith(b"}"):  # neither brace nor newline
-                _logger.warning("%s:%d: skipped a line without its end", path, number)
-                continue
             raise ArgumentError(f"{path}:{number}: {error}") from error
     if archs is None:
         return list(specs)
     wanted = parse_archs(archs)
     elsewhere = (other for spec in specs for arch in wanted for other in specs_on_arch(spec, arch))
     return list(dict.fromkeys(elsewhere))
+
+
+def _is_incomplete(line: bytes) -> bool:
+    """Whether a line begins as a record and is none, maybe with a later record behind its half."""
+    if line.startswith(b"{"):
+        try:
+            json.loads(line)
+        except json.JSONDecodeError:
+            return True
+        except (ValueError, RecursionError):  # complete; the caller rejects it
+            pass
+    return False
 
 
 def _kernel_of(line: bytes) -> KernelSpec:

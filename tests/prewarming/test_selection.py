@@ -135,21 +135,24 @@ def test_each_kernel_of_a_record_is_selected_once(log: Path) -> None:
     assert {spec.arch for spec in specs} == {SM_80}
 
 
+@pytest.mark.parametrize("rest", ["", "\n", f"\n{line_of(mla_sm90())}", line_of(mla_sm90())])
 @pytest.mark.parametrize("end", [1, 30, -1])
-def test_an_incomplete_last_line_is_skipped(end: int, log: Path, caplog: Log) -> None:
-    """The run ended while writing it; the warning has the line number."""
-    log.write_text(line_of(COMBINE) + line_of(gqa_sm80()).rstrip("\n")[:end])
+def test_an_incomplete_line_is_skipped(end: int, rest: str, log: Path, caplog: Log) -> None:
+    """A run ended while writing it; the warning has its number, and later lines are read."""
+    log.write_text(line_of(COMBINE) + line_of(gqa_sm80()).rstrip("\n")[:end] + rest)
     with caplog.at_level(logging.WARNING, "mlagen"):
-        assert read_record(log) == [COMBINE]
+        assert read_record(log) == ([COMBINE, mla_sm90()] if rest[1:2] == "{" else [COMBINE])
     assert caplog.messages == [f"{log}:2: skipped a line without its end"]
 
 
 def test_a_record_of_the_engine_is_read(log: Path, monkeypatch: Patch) -> None:
-    """A record written by a run can be prewarmed."""
+    """A record written by a run can be prewarmed, below the half line of a run that was killed."""
     monkeypatch.setenv("MLAGEN_RECORD", str(log))
     current_settings.cache_clear()
+    log.write_text(line_of(gqa_sm80())[:40])
     engine.find_or_build(COMBINE)
     assert read_record(log) == [COMBINE]
+    assert log.read_text().count("\n") == 2
 
 
 SERVED: dict[str, Any] = {"models": "deepseek-v3"}
@@ -250,7 +253,6 @@ TEXT = "kernel: expected family(name=value, ...), got 'x'"
         ('{"kernel": 1}\n', f"{RECORD}'{{\"kernel\": 1}}'"),
         ('{"kernel": "x"}\n', TEXT),
         ('{"kernel": "x"}', TEXT),
-        ('{"kernel": "comb\n', f'{RECORD}\'{{"kernel": "comb\''),
         ("ÿ" * 61 + "\n", f"{RECORD}'{'ÿ' * 60}...'"),
     ],
 )
