@@ -253,6 +253,8 @@ TEXT = "kernel: expected family(name=value, ...), got 'x'"
         ('{"kernel": 1}\n', f"{RECORD}'{{\"kernel\": 1}}'"),
         ('{"kernel": "x"}\n', TEXT),
         ('{"kernel": "x"}', TEXT),
+        ('{"kernel":' * 100_000 + "\n", f"{RECORD}'" + '{"kernel":' * 6 + "...'"),
+        ('{"kernel": ' + "9" * 5000 + "}\n", f"{RECORD}'{{\"kernel\": {'9' * 49}...'"),
         ("ÿ" * 61 + "\n", f"{RECORD}'{'ÿ' * 60}...'"),
     ],
 )
