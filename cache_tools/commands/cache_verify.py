@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
@@ -44,13 +45,12 @@ def verify(ctx: click.Context, /, *, quarantine: bool, layers: bool, as_json: bo
     ):
         for stored in entries:
             try:
-                problem = store.verify(stored)
-                verified += 1
-                problems += [(stored, problem)] if problem else []
+                with suppress(FileNotFoundError):  # removed after it was listed
+                    problem = store.verify(stored)
+                    verified += 1
+                    problems += [(stored, problem)] if problem else []
             except UnreadableError as error:
                 unreadable.append((stored, str(error).removeprefix("cache: ")))
-            except FileNotFoundError:
-                pass  # removed after it was listed
             done += stored.size_bytes
             on_progress(done, total)
     bad = []

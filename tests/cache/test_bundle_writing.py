@@ -168,6 +168,17 @@ def test_a_name_of_any_length_that_the_disk_takes_is_written(
     assert tree(target.parent) == [name]
 
 
+def test_a_folder_that_cannot_be_written_is_rejected_before_the_work(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """The error names the target and leaves nothing."""
+    target = out(tmp_path) / "kernels.tar.gz"
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(BundleError, match=f"writable file, got Permission denied: {target}$"):
+        require_target(target)
+    assert tree(target.parent) == []
+
+
 @pytest.mark.parametrize("umask", [0o022, 0o077], ids="{:03o}".format)
 def test_a_bundle_has_the_mode_of_the_umask(umask: int, store: KernelStore, tmp_path: Path) -> None:
     """A bundle has the mode of the umask, unlike the private files of the cache."""
