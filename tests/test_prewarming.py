@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,21 @@ def test_an_exception_in_the_callback_cancels_the_rest(monkeypatch: pytest.Monke
 
     assert [unit.status for unit in report.units] == ["built"] * 2
     assert 2 + 1 <= len(builds) < 2 + 8
+
+
+def test_a_kernel_built_before_an_interrupt_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the interrupt comes while its build is being submitted."""
+    submit, kept = ThreadPoolExecutor.submit, []
+
+    def interrupted(*args: Any) -> None:
+        submit(*args).result()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mlagen.prewarm(**SMALL, on_event=lambda event: kept.append(event.unit))
+
+    assert [unit.status for unit in kept if unit is not None] == ["built"]
 
 
 def test_a_read_only_cache_is_rejected_before_compiling(

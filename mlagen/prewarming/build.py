@@ -43,29 +43,32 @@ def build_all(
     ``on_late_unit`` with each finished unit that was not yielded.
     """
     events: SimpleQueue[KernelSpec | Future[PrewarmUnit]] = SimpleQueue()
+    finished: dict[KernelSpec, PrewarmUnit] = {}  # not yielded yet
     has_failed = threading.Event()
 
     def begin(spec: KernelSpec) -> PrewarmUnit:
         if fail_fast and has_failed.is_set():
-            return unit_of(spec, key_of(spec), "skipped", time.perf_counter())
-        events.put(spec)
-        unit = build(spec)
-        if unit.error is not None:
-            has_failed.set()
+            unit = unit_of(spec, key_of(spec), "skipped", time.perf_counter())
+        else:
+            events.put(spec)
+            unit = build(spec)
+            if unit.error is not None:
+                has_failed.set()
+        finished[spec] = unit
         return unit
 
     pool = ThreadPoolExecutor(jobs, thread_name_prefix="mlagen-prewarm")
-    pending: set[Future[PrewarmUnit]] = set()
     try:
         for spec in specs:
-            pending.add(future := pool.submit(begin, spec))
-            future.add_done_callback(events.put)
-        while pending:
+            pool.submit(begin, spec).add_done_callback(events.put)
+        num_pending = len(specs)
+        while num_pending:
             event = events.get()
             if isinstance(event, Future):
                 unit = event.result()
                 yield "finished", unit.spec, unit
-                pending.discard(event)
+                del finished[unit.spec]
+                num_pending -= 1
             else:
                 yield "started", event, None
     except BaseException:
@@ -74,9 +77,8 @@ def build_all(
     finally:
         # Also after Ctrl-C: running compilations finish, waiting ones are canceled.
         pool.shutdown(cancel_futures=True)
-        for future in pending:
-            if future.done() and not future.cancelled() and future.exception() is None:
-                on_late_unit(future.result())
+        for unit in finished.values():
+            on_late_unit(unit)
 
 
 def build_in_process(spec: KernelSpec, *, may_stay_in_memory: bool = False) -> PrewarmUnit:
