@@ -86,8 +86,6 @@ def read_named(path: Path, *, max_bytes: int = MAX_NAMED_BYTES) -> bytes:
 def append_named(path: Path, line: bytes) -> None:
     """Append a line to a user-named regular file in one write; create it if it does not exist.
 
-    If the file ends within a line, of a process that was killed, the new one starts below it.
-
     Raises
     ------
     OSError
@@ -97,8 +95,6 @@ def append_named(path: Path, line: bytes) -> None:
     """
     with suppress(FileNotFoundError):  # open creates the file, or raises for a missing folder
         require_regular(path)
-    if _ends_within_line(path):
-        line = b"\n" + line
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _FLAGS, 0o644)
     try:
         _require_regular(path, os.fstat(descriptor))
@@ -108,17 +104,6 @@ def append_named(path: Path, line: bytes) -> None:
             pass
     finally:
         os.close(descriptor)
-
-
-def _ends_within_line(path: Path) -> bool:
-    with suppress(OSError):  # absent, or without the permission to read
-        descriptor = os.open(path, os.O_RDONLY | _FLAGS)
-        try:
-            size = os.fstat(descriptor).st_size
-            return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        finally:
-            os.close(descriptor)
-    return False
 
 
 def _require_regular(path: Path, status: os.stat_result) -> None:

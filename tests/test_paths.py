@@ -97,35 +97,6 @@ def test_a_file_is_read_and_appended_to(tmp_path: Path) -> None:
     assert read_named(tmp_path / "file") == b"one\ntwo\n"
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [(b"", b"new\n"), (b"old\n", b"old\nnew\n"), (b"ha", b"ha\nnew\n"), (b"\n", b"\nnew\n")],
-)
-def test_an_append_starts_a_line(before: bytes, after: bytes, tmp_path: Path) -> None:
-    """The half line of a process that was killed stays alone."""
-    (tmp_path / "file").write_bytes(before)
-    append_named(tmp_path / "file", b"new\n")
-    assert (tmp_path / "file").read_bytes() == after
-
-
-def test_an_append_needs_no_permission_to_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file that may only be written is appended to as it is."""
-    (tmp_path / "file").write_bytes(b"ha")
-    open_ = os.open
-
-    def reject(path: object, flags: int, *rest: int) -> int:
-        if flags & os.O_ACCMODE == os.O_RDONLY:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return open_(os.fspath(path), flags, *rest)  # type: ignore[call-overload]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", reject)
-        append_named(tmp_path / "file", b"lf\n")
-    assert (tmp_path / "file").read_bytes() == b"half\n"
-
-
 @pytest.mark.parametrize("code", [None, errno.ENOSPC])
 def test_a_short_write_is_finished_or_raises(
     code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

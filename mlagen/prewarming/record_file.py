@@ -37,7 +37,9 @@ def read_record(path: Path, *, archs: str | Iterable[str] | None = None) -> list
             continue
         if _is_incomplete(line):
             _logger.warning("%s:%d: skipped a line without its end", path, number)
-            continue
+            line = line[max(line.rfind(b'{"'), 0) :]  # noqa: PLW2901 - of a later run, behind it
+            if _is_incomplete(line):
+                continue
         try:
             specs[_kernel_of(line)] = None
         except ValueError as error:

@@ -141,18 +141,17 @@ def test_an_incomplete_line_is_skipped(end: int, rest: str, log: Path, caplog: L
     """A run ended while writing it; the warning has its number, and later lines are read."""
     log.write_text(line_of(COMBINE) + line_of(gqa_sm80()).rstrip("\n")[:end] + rest)
     with caplog.at_level(logging.WARNING, "mlagen"):
-        assert read_record(log) == ([COMBINE, mla_sm90()] if rest[1:2] == "{" else [COMBINE])
+        assert read_record(log) == ([COMBINE, mla_sm90()] if rest.strip() else [COMBINE])
     assert caplog.messages == [f"{log}:2: skipped a line without its end"]
 
 
 def test_a_record_of_the_engine_is_read(log: Path, monkeypatch: Patch) -> None:
-    """A record written by a run can be prewarmed, below the half line of a run that was killed."""
+    """A record written by a run can be prewarmed, behind the half line of a run that was killed."""
     monkeypatch.setenv("MLAGEN_RECORD", str(log))
     current_settings.cache_clear()
     log.write_text(line_of(gqa_sm80())[:40])
     engine.find_or_build(COMBINE)
     assert read_record(log) == [COMBINE]
-    assert log.read_text().count("\n") == 2
 
 
 SERVED: dict[str, Any] = {"models": "deepseek-v3"}
