@@ -285,14 +285,15 @@ def processor_s(*arguments: str) -> float:
 
 @pytest.mark.timeout(120)
 def test_a_list_takes_less_than_a_second(many: Path) -> None:
-    """On a busy machine the limit is five times the time to parse the manifests."""
-    parse_s = processor_s("-c", LEAST, str(many))
+    """On a busy machine the limit is five times the time to parse the manifests, just before."""
     for option in ((), ("--json",)):
-        least_s, runs = float("inf"), 0
-        while least_s > max(1.0, 5 * parse_s) and runs < 3:  # other load only makes runs longer
-            least_s = min(least_s, processor_s("-m", "cache_tools", "cache", "ls", *option))
-            runs += 1
-        assert least_s < max(1.0, 5 * parse_s), option
+        times = []
+        for _ in range(3):  # other load only makes runs longer
+            limit_s = max(1.0, 5 * processor_s("-c", LEAST, str(many)))
+            times.append((processor_s("-m", "cache_tools", "cache", "ls", *option), limit_s))
+            if times[-1][0] < limit_s:
+                break
+        assert times[-1][0] < limit_s, (option, times)
 
 
 @pytest.mark.timeout(60)
