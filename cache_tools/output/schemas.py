@@ -46,7 +46,7 @@ _ENTRY: Part = {
     "created": Field("`created` or null", "when and where it was compiled"),
     "created_by": Field("text or null", "`jit` or `prewarm`"),
 }
-_RESOURCES: Part = {
+RESOURCE_FIELDS: Part = {
     "symbol": Field("text", "name of the kernel in the cubin"),
     "registers": Field("integer", "registers per thread"),
     "stack_bytes": Field("integer", "stack per thread"),
@@ -54,7 +54,7 @@ _RESOURCES: Part = {
     "spill_load_bytes": Field("integer", "registers read from local memory"),
     "static_shared_bytes": Field("integer", "static shared memory of a CTA"),
 }
-_CREATED: Part = {
+CREATED_FIELDS: Part = {
     "because": Field("text or null", "why the lookup missed: `absent`, `other toolchain`, ..."),
     "time": Field("text", "ISO 8601"),
     "host": Field("text", "name of the machine"),
@@ -62,7 +62,11 @@ _CREATED: Part = {
     "python": Field("text", "version of Python"),
     "mlagen": Field("text", "version of mlagen"),
 }
-_ENTRY_PARTS: Schema = {"`entry`": _ENTRY, "`resources`": _RESOURCES, "`created`": _CREATED}
+_ENTRY_PARTS: Schema = {
+    "`entry`": _ENTRY,
+    "`resources`": RESOURCE_FIELDS,
+    "`created`": CREATED_FIELDS,
+}
 _DIFFERENCE = Field("text or null", "its value, null if it has none")
 
 LS: Schema = {
@@ -166,8 +170,8 @@ VERIFY: Schema = {
         "moved_to": Field("text or null", "its folder in the quarantine"),
     },
     "`unreadable`": {**_ENTRY, "problem": Field("text", "why it cannot be read")},
-    "`resources`": _RESOURCES,
-    "`created`": _CREATED,
+    "`resources`": RESOURCE_FIELDS,
+    "`created`": CREATED_FIELDS,
 }
 PRUNE: Schema = {
     DOCUMENT: {
@@ -182,8 +186,8 @@ PRUNE: Schema = {
         **_ENTRY,
         "why": Field("text", "`unused`, `other toolchain`, `other version`, `named` or `size`"),
     },
-    "`resources`": _RESOURCES,
-    "`created`": _CREATED,
+    "`resources`": RESOURCE_FIELDS,
+    "`created`": CREATED_FIELDS,
 }
 GC: Schema = {
     DOCUMENT: {
@@ -241,7 +245,7 @@ _KERNEL: Part = {
     "toolchain": Field("text", "its compiler"),
     "is_cached": Field("boolean", "whether it was read from the cache"),
     "threads": Field("integer", "threads of a CTA"),
-    **_RESOURCES,
+    **RESOURCE_FIELDS,
     "dynamic_shared_bytes": Field("integer", "dynamic shared memory of a CTA"),
     "max_active_ctas": Field("integer", "CTAs that an SM holds at once"),
     "code_bytes": Field("integer", "size of the SASS"),

@@ -9,6 +9,7 @@ from mlagen.cache.files import DamageError
 from mlagen.errors import ArgumentError, CacheError
 
 from ..output.report import SHORT_KEY
+from ..output.schemas import CREATED_FIELDS, RESOURCE_FIELDS
 
 if TYPE_CHECKING:
     from mlagen.cache.catalog import StoredEntry
@@ -109,14 +110,14 @@ def manifest_fields(stored: StoredEntry) -> dict[str, Any]:
         "dynamic_shared_bytes": facts["kernel"]["dynamic_shared_bytes"],
         "line_info": key_fields.get("line_info"),
         "compile_ms": facts["compile_ms"],
-        "created": {name: created.get(name) for name in _CREATED},
+        "created": {name: created.get(name) for name in CREATED_FIELDS},
         "created_by": manifest.created_by,
     }
 
 
 def resources_of(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the resources of a manifest, in the order of the schema."""
-    return [{name: kernel[name] for name in _RESOURCES} for kernel in kernels]
+    """Return the resources of a manifest, which may have further ones, in the schema's order."""
+    return [{name: kernel[name] for name in RESOURCE_FIELDS} for kernel in kernels]
 
 
 def iso_time(seconds: float) -> str | None:
@@ -129,17 +130,6 @@ def iso_time(seconds: float) -> str | None:
         return None
     return moment.isoformat(timespec="seconds")
 
-
-# Fields in the order of the schema; a manifest, which sorts them, may have further ones.
-_CREATED = ("because", "time", "host", "pid", "python", "mlagen")
-_RESOURCES = (
-    "symbol",
-    "registers",
-    "stack_bytes",
-    "spill_store_bytes",
-    "spill_load_bytes",
-    "static_shared_bytes",
-)
 
 # Fields that only a manifest holds.
 _MANIFEST_FIELDS = (
