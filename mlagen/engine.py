@@ -14,6 +14,7 @@ from mlagen.cache.default_store import kernel_store
 from mlagen.cache.entry import CacheEntry
 from mlagen.cache.key import CacheKey
 from mlagen.cache.layers import LookUp
+from mlagen.cache.lock import import_filelock
 from mlagen.cache.store import KernelStore
 from mlagen.codegen.sources import template_digest, template_root
 from mlagen.compiler.toolchain import Nvrtc, find_nvrtc, options_for, wanted_toolchain
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 _loaded: dict[tuple[KernelSpec, int], LoadedKernel] = {}
 _loading = threading.Lock()
+
+import_filelock()
 
 
 @dataclass(frozen=True, kw_only=True)

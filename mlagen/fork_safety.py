@@ -3,16 +3,24 @@
 A forked child has one thread. A lock that another thread of its parent holds stays locked in the
 child for ever, including hidden locks, such as that of a module during import. Process exit stops
 daemon threads at any point.
+
+No package that registers at-fork handlers with locks of its own is imported inside a section: its
+handler would run before the one below, and each would wait for the other. What a thread of the
+parent was importing outside of sections, a child imports again.
 """
 
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 - its handlers wait too, so they come first
+import logging  # noqa: F401 - the same
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import _bootstrap
 
 # A fork proceeds after this: a child that may hang is better than a parent that hangs.
 _MAX_FORK_WAIT_S = 10.0
@@ -74,6 +82,19 @@ def _after_fork_in_child() -> None:
     else:
         _fork_lock = threading.RLock()
     _unfinished.clear()
+    _drop_half_imported()
+
+
+def _drop_half_imported() -> None:
+    """Let this child import again what another thread of its parent was importing."""
+    locks = getattr(_bootstrap, "_module_locks", {})  # private: weak references by module name
+    for name, reference in tuple(locks.items()):
+        lock = reference()
+        if getattr(lock, "owner", None) not in {None, threading.get_ident()}:
+            del locks[name]
+            for module in tuple(sys.modules):
+                if f"{module}.".startswith(f"{name}."):
+                    del sys.modules[module]
 
 
 atexit.register(_before_exit)

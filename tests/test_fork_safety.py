@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -9,12 +10,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 from mlagen import fork_safety
 from mlagen.fork_safety import defer_exit, defer_forks
-from tests.cache.builds import ROOT, in_child
+from tests.cache.builds import ROOT, fork, in_child
 
 
 @contextmanager
@@ -87,6 +90,82 @@ def test_a_thread_may_fork_inside_its_own_critical_section() -> None:
         status = in_child(enter)
     assert status == 0
     assert in_another_thread() == "in"
+
+
+REACHED, RELEASE, PARENT = threading.Event(), threading.Event(), os.getpid()
+
+
+def import_slowly() -> None:
+    """Be half-way through an import until the test says so; a child goes on at once."""
+    REACHED.set()
+    assert os.getpid() != PARENT or RELEASE.wait(20)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("slow", ["__init__", "part"])
+def test_a_child_imports_what_another_thread_was_importing(
+    slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A half-imported package or part of one is imported again; its lock is not waited for."""
+    (tmp_path / "half").mkdir()
+    for name in ("__init__", "part"):
+        (tmp_path / f"half/{name}.py").touch()
+    (tmp_path / f"half/{slow}.py").write_text(
+        f"from {__name__} import import_slowly\nimport_slowly()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    REACHED.clear()
+    RELEASE.clear()
+    with ThreadPoolExecutor(1) as pool:
+        importing = pool.submit(import_module, "half.part")
+        REACHED.wait(20)
+        status = in_child(lambda: import_module("half.part"))
+        RELEASE.set()
+        assert importing.result(20) is sys.modules["half.part"]
+
+    del sys.modules["half"], sys.modules["half.part"]
+    assert status == 0
+
+
+def test_a_fork_inside_an_import_keeps_the_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module that forks while it is imported goes on in the child."""
+    (tmp_path / "forks.py").write_text(f"from {fork.__module__} import fork\nchild = fork()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    module = import_module("forks")
+    if module.child == 0:
+        os._exit(0 if sys.modules["forks"] is module else 1)
+
+    del sys.modules["forks"]
+    assert os.waitpid(module.child, 0)[1] == 0
+
+
+# Prints the at-fork handlers that the first build registers in critical sections.
+REGISTERED = """
+import os
+from mlagen import fork_safety
+from mlagen.engine import find_or_build
+from mlagen.spec.arch import Arch
+from mlagen.spec.combine import CombineSpec
+from mlagen.spec.dtype import DType
+def register(**handlers):
+    if "before" in handlers and fork_safety._fork_lock._is_owned():
+        print(handlers)
+    register_anyhow(**handlers)
+register_anyhow, os.register_at_fork = os.register_at_fork, register
+assert find_or_build(CombineSpec(arch=Arch(80), dtype=DType.BF16, head_dim_vo=512)).built
+with fork_safety.defer_forks():
+    import mlagen.runtime.loader
+"""
+
+
+def test_critical_sections_register_no_handler_that_waits_before_a_fork() -> None:
+    """Such a handler would run before ours, and each would wait for the other."""
+    command = [sys.executable, "-c", REGISTERED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 ENDING = """

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from mlagen.cache.files import make_folder
 from mlagen.cache.trust import require_own_folder
-from mlagen.fork_safety import defer_forks
 from mlagen.monitoring import count
 
 if TYPE_CHECKING:
@@ -29,6 +28,15 @@ _RESOURCE_ERRORS = {
 }
 
 _logger = logging.getLogger("mlagen")
+
+
+def import_filelock() -> None:
+    """Import filelock, which takes 40 ms, where no thread compiles yet.
+
+    It registers at-fork handlers meanwhile, so that its import cannot defer forks.
+    """
+    with suppress(ImportError):  # inspecting a cache works without
+        import filelock  # noqa: F401
 
 
 @contextmanager
@@ -50,8 +58,8 @@ def compile_lock(path: Path, *, timeout_s: float) -> Iterator[None]:
 def _acquire(path: Path, timeout_s: float) -> BaseFileLock | None:
     start = time.monotonic()
     try:
-        with defer_forks():
-            from filelock import Timeout  # lazy: importing takes 40 ms, which a cache hit saves
+        from filelock import Timeout
+
         if not _is_usable(path.parent):
             return None
         lock = _new_lock(path)

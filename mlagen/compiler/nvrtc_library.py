@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from mlagen.errors import ToolchainError
+from mlagen.fork_safety import defer_forks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,8 @@ def load_nvrtc(path: Path) -> NvrtcLibrary:
         If it cannot be loaded.
     """
     try:
-        return NvrtcLibrary(path)
+        with defer_forks():  # a child cannot load a library that another thread was loading
+            return NvrtcLibrary(path)
     except (OSError, AttributeError) as error:  # AttributeError: a function is missing
         raise ToolchainError(f"NVRTC: cannot load {path}: {error}") from error
 

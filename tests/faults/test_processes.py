@@ -70,6 +70,73 @@ def test_children_forked_during_a_compilation_compile_and_do_not_hang(tmp_path: 
     assert received(tmp_path).count(True) >= 4
 
 
+# Forks at moments of a thread's first build, which imports what it needs. A moment is a number of
+# audit events, so that load moves none. Prints the status of each child, and the longest fork.
+FORKING = """
+import os, signal, sys, threading, time, traceback
+from mlagen.engine import find_or_build
+from mlagen.spec.arch import Arch
+from mlagen.spec.combine import CombineSpec
+from mlagen.spec.dtype import DType
+
+COMBINE = CombineSpec(arch=Arch(80), dtype=DType.BF16, head_dim_vo=512)
+SPACING, FORKS = 80, 5
+moment = threading.Semaphore(0)
+events = 0
+
+def watch(*_):
+    global events
+    if os.getpid() == own_id and threading.current_thread() is builder:
+        events += 1
+        if events % SPACING == first:
+            moment.release()
+            time.sleep(0.005)
+
+def child_of(work):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    return child
+
+def build_and_fork():
+    global own_id, builder
+    os.environ["MLAGEN_CACHE_DIR"] += f"/{first}"
+    own_id, builder = os.getpid(), threading.Thread(target=find_or_build, args=(COMBINE,))
+    sys.addaudithook(watch)
+    builder.start()
+    children, longest_s = [], 0.0
+    for _ in range(FORKS):
+        while builder.is_alive() and not moment.acquire(timeout=0.1):
+            pass
+        start = time.monotonic()
+        children.append(child_of(lambda: find_or_build(COMBINE)))
+        longest_s = max(longest_s, time.monotonic() - start)
+    builder.join()
+    print(*(os.waitpid(child, 0)[1] for child in children), longest_s, flush=True)
+
+for first in range(5, SPACING, 13):
+    os.waitpid(child_of(build_and_fork), 0)
+"""
+
+
+@pytest.mark.timeout(90)
+def test_forks_at_thirty_moments_of_a_first_build_stall_and_hang_no_process() -> None:
+    """Each takes the parent less than 2 s, and the child builds or finds the kernel within 20 s."""
+    command = [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", FORKING]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert (done.returncode, complaints(done.stderr)) == (0, [])
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [statuses for *statuses, _ in lines] == [["0"] * 5] * 6
+    assert max(float(longest_s) for *_, longest_s in lines) < 2
+
+
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork", "exec"])
 def test_processes_of_any_start_method_share_a_cache(method: str, tmp_path: Path) -> None:
