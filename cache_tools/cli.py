@@ -15,6 +15,7 @@ from click.exceptions import Exit
 
 from mlagen import __version__
 from mlagen.errors import MlagenError
+from mlagen.logs import visible
 
 from .commands.bench import bench
 from .commands.cache import cache
@@ -26,12 +27,17 @@ from .commands.replay import replay
 from .commands.resources import resources
 from .options.exit_codes import FAILED, INTERRUPTED, PIPE_CLOSED, exit_code_of
 from .tools.interrupts import install_handlers, interruptible
+from .tools.streams import visible_streams
 
 # Raised by a group without a subcommand, and handled by printing its help; click 8.2 and later.
 _NO_SUBCOMMAND = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 
 class _CatchingGroup(click.Group):
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        with visible_streams():
+            return super().main(*args, **kwargs)
+
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         with _exit_codes(), _usage_in_one_line():
             return super().make_context(*args, **kwargs)
@@ -61,13 +67,17 @@ def _exit_codes() -> Iterator[None]:
     except OSError as error:
         # A file vanished or the disk filled up meanwhile; expected failures are MlagenErrors.
         where = f": {error.filename}" if error.filename else ""
-        click.echo(f"mlagen: {error.strerror or error}{where}", err=True)
+        _print_error(f"{error.strerror or error}{where}")
         raise Exit(FAILED) from error
+
+
+def _print_error(message: str, file: IO[Any] | None = None) -> None:
+    click.echo(f"mlagen: {visible(message, kept='')}", file=file, err=True)
 
 
 class _OneLineError(click.UsageError):
     def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(f"mlagen: {self.message}", file=file, err=True)
+        _print_error(self.message, file)
 
 
 @contextmanager
@@ -104,7 +114,11 @@ def _set_variable(name: str, value: str | None) -> None:
         current_settings.cache_clear()
 
 
-@click.group(cls=_CatchingGroup, context_settings={"help_option_names": ["-h", "--help"]})
+# Of colors, or click deletes their escape sequences from a text, instead of showing them.
+_CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "color": True}
+
+
+@click.group(cls=_CatchingGroup, context_settings=_CONTEXT)
 @click.option(
     "--cache-dir",
     metavar="DIR",

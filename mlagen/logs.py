@@ -1,8 +1,9 @@
-"""The handler and level of the ``mlagen`` logger for ``MLAGEN_LOG``."""
+"""The handler and level of the ``mlagen`` logger for ``MLAGEN_LOG``, and what stderr gets."""
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 
 LOG_LEVELS = {
@@ -13,6 +14,22 @@ LOG_LEVELS = {
     "api": logging.INFO,  # with a line for each call, in the logger mlagen.api
 }
 _FORMAT = "%(asctime)s %(levelname)s mlagen[%(process)d]: %(message)s"
+_RARE = re.compile(r"[^ -~]")
+
+
+def visible(text: str, *, kept: str = "\n\t") -> str:
+    """Return a text with its control characters escaped, except those in ``kept``.
+
+    A text from a file or another process would otherwise control the terminal.
+    """
+    if text.isprintable():
+        return text
+
+    def escaped(rare: re.Match[str]) -> str:
+        is_safe = rare[0].isprintable() or rare[0] in kept
+        return rare[0] if is_safe else rare[0].encode("unicode_escape").decode()
+
+    return _RARE.sub(escaped, text)
 
 
 class StderrHandler(logging.Handler):
@@ -27,7 +44,7 @@ class StderrHandler(logging.Handler):
         if self._has_others(record.name) or sys.stderr is None:
             return
         try:
-            sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.write(f"{visible(self.format(record))}\n")
             sys.stderr.flush()
         except Exception:  # noqa: BLE001 - as logging's own handlers
             self.handleError(record)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.logs import visible
 
 from ..benchmark.choices import LIBRARIES, MODES
 from ..benchmark.suites import SUITES
@@ -205,13 +206,14 @@ def bench(
     else:
         print_changes(changes, allowed)
     for problem in problems_of(document):
-        text.print(problem, soft_wrap=True)
+        text.print(visible(problem, kept=""), soft_wrap=True)
     if plot is not None:
         write_plot(document, plot)
         text.print(f"plot: {plot}", soft_wrap=True)
     worse = [c for c in changes or () if c.verdict(allowed) in {"slower", "missing"}]
     for change in worse:
-        text.print(f"{change.verdict(allowed)}: {change}", soft_wrap=True)
+        line = visible(f"{change.verdict(allowed)}: {change}", kept="")
+        text.print(line, soft_wrap=True)
     ctx.exit(DONE if all_right(document) and not worse else FAILED)
 
 

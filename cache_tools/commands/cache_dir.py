@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import click
 
@@ -20,4 +21,5 @@ def dir_(*, as_json: bool) -> None:
     if as_json:
         print_json({"cache_dir": str(path), "exists": is_folder(path)})
     else:
-        click.echo(os.fsencode(path))  # raw bytes, for any locale
+        # For programs the bytes of the path, which no locale needs to have.
+        click.echo(str(path) if sys.stdout.isatty() else os.fsencode(path))

@@ -56,7 +56,7 @@ def show(*, key: str, as_json: bool, **parts: bool) -> None:
         print_json({"entries": [document | _part(stored, part) for stored, document in found]})
     elif part is not None:
         for stored, _ in found:
-            click.echo(_content(stored, part), nl=False)
+            click.echo(_content(stored, part).decode(errors="backslashreplace"), nl=False)
     else:
         for stored, document in found:
             print_facts(_facts(stored, document))

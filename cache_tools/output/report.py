@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from mlagen.logs import visible
+
+from ..tools.streams import Visible
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -33,17 +37,23 @@ def json_option(command: Command) -> Command:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console that prints text unchanged."""
+    """Return a console that prints visible text."""
     from rich.console import Console
 
     class PlainConsole(Console):
+        def print(self, *objects: Any, **options: Any) -> None:
+            texts = (visible(each) if isinstance(each, str) else each for each in objects)
+            super().print(*texts, **options)
+
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError  # that cli.py maps to an exit code; rich would exit with 1
 
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else _UNLIMITED
+    # A bar does control the terminal.
+    file = stream.unescaped if isinstance(stream, Visible) else stream
     return PlainConsole(
-        stderr=stderr, width=width, color_system=None, highlight=False, markup=False, emoji=False
+        file=file, width=width, color_system=None, highlight=False, markup=False, emoji=False
     )
 
 
@@ -66,7 +76,7 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     A field that is empty in all rows has no column.
     """
     names = [name for name in rows[0] if any(row[name] not in ("", None) for row in rows)]
-    columns = [[_cell(row[name]) for row in rows] for name in names]
+    columns = [[visible(_cell(row[name]), kept="") for row in rows] for name in names]
     widths = [max(map(len, column)) for column in columns]
     headers, gap = [[name] for name in names], 2
     if sum(map(max, widths, map(len, names))) + gap * len(names) > line_width():
@@ -92,8 +102,9 @@ def print_facts(facts: Mapping[str, Any]) -> None:
     width = max(line_width() - indent, _MIN_VALUE_WIDTH)
     lines = []
     for name, value in facts.items():
-        folded = [part for line in _cell(value).split("\n") for part in _fold(line, width)]
-        heads = [name, *[""] * (len(folded) - 1)]
+        text = visible(_cell(value))
+        folded = [part for line in text.split("\n") for part in _fold(line, width)]
+        heads = [visible(name, kept=""), *[""] * (len(folded) - 1)]
         lines += [f"{head:{indent}}{part}" for head, part in zip(heads, folded, strict=True)]
     click.echo("\n".join(line.rstrip() for line in lines))
 

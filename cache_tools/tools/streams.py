@@ -1,11 +1,19 @@
-"""Standard streams of a command: usable where they are closed, full, or of another locale."""
+"""Standard streams of a command: usable where they are closed, full, or of another locale.
+
+Commands print texts of bundles, dumps and other processes. What they print passes :class:`Visible`,
+so that none of them controls the terminal.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import BufferedWriter, FileIO, TextIOWrapper
-from typing import Any
+from typing import IO, Any, cast
+
+from mlagen.logs import visible
 
 
 class _Stderr(FileIO):
@@ -16,6 +24,31 @@ class _Stderr(FileIO):
             return super().write(data)
         except OSError:
             return len(data)
+
+
+class Visible:
+    """A text stream that escapes control characters."""
+
+    # click writes around a stream in ASCII, whose wrapper escapes what the locale lacks.
+    encoding = "utf-8"
+
+    def __init__(self, stream: IO[str]) -> None:
+        self.unescaped = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unescaped, name)
+
+    def write(self, text: str) -> int:
+        """Write the visible text."""
+        return self.unescaped.write(visible(text))
+
+
+@contextmanager
+def visible_streams() -> Iterator[None]:
+    """Escape control characters in what this process prints."""
+    out, err = (cast("IO[str]", Visible(stream)) for stream in (sys.stdout, sys.stderr))
+    with redirect_stdout(out), redirect_stderr(err):
+        yield
 
 
 def open_streams() -> None:
