@@ -103,7 +103,7 @@ def jit_mode() -> str:
 def compile_forbidden_by() -> str:
     """Return the setting that forbids compilation, for a message."""
     mode = current_settings().jit
-    return f"MLAGEN_JIT={mode}" if mode in {"error", "off"} else "mlagen.freeze()"
+    return f"MLAGEN_JIT={mode}" if mode in {"freeze", "error", "off"} else "mlagen.freeze()"
 
 
 @contextmanager

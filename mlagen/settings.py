@@ -19,7 +19,7 @@ DEFAULT_LOCK_TIMEOUT_S = 300.0
 DEFAULT_CACHE_MAX_BYTES = 1 << 30
 KERNELS = ("auto", "sm80", "sm90")
 P_DTYPES = ("auto", "fp16")
-JIT_MODES = ("on", "warn", "error", "off")  # in order of strictness
+JIT_MODES = ("on", "freeze", "warn", "error", "off")  # in order of strictness
 TOOLCHAIN_POLICIES = ("auto", "exact", "compatible")
 
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)

@@ -49,7 +49,8 @@ LAYERS = {
     "xqa": ENGINE | CALL | {"mla"},
     "distributed": ENGINE | CALL | {"cascade", "mla"},  # decode, exchange and merge
     "ops": ENGINE | API_MODULES | CALL,
-    "integrations": API_MODULES | {"errors", "mlagen", "ops"},  # as a user's own code has them
+    # Calls as a user's own code has them; a warm-up compiles and loads as prewarming does.
+    "integrations": ENGINE | API_MODULES | {"mlagen", "models", "ops", "prewarming"},
     "mlagen": ENGINE | API_MODULES | CALL | {"ops", "prewarming"},
     "cache_tools": ENGINE | API_MODULES | CALL | {"models", "prewarming"},
 }
@@ -61,7 +62,7 @@ FENCES = {
     "filelock": {"cache"},
     "huggingface_hub": {"models"},
     "jinja2": {"codegen"},
-    "packaging": {"cache", "compiler"},
+    "packaging": {"cache", "compiler", "integrations"},
     "rich": {"cache_tools"},
     "sglang": {"integrations"},
     "tomli": {"prewarming"},  # stands in for tomllib, which Python has from 3.11 on

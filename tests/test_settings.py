@@ -32,7 +32,7 @@ WORDS = {
     "MLAGEN_GQA_KERNEL": ("gqa_kernel", "auto", ("sm80", "sm90")),
     "MLAGEN_MLA_P_DTYPE": ("mla_p_dtype", "auto", ("fp16",)),
     "MLAGEN_TOOLCHAIN": ("toolchain", "auto", ("exact", "compatible", "nvrtc-13.0.88")),
-    "MLAGEN_JIT": ("jit", "on", ("warn", "error", "off")),
+    "MLAGEN_JIT": ("jit", "on", ("freeze", "warn", "error", "off")),
 }
 SIZES = {"": 1 << 30, "0": None, "4096": 4096, "500M": 500 << 20, "2GiB": 2 << 30, "1.5 kb": 1536}
 
@@ -98,7 +98,7 @@ INVALID: dict[str, tuple[str, list[str]]] = {
     "MLAGEN_LOG": ("off or warn or info or debug or api", ["INFO", "warning", "2", "on"]),
     "MLAGEN_CACHE_MAX_SIZE": (SIZE, ["-1", "much", "1X", "1 G 2", "inf", "9" * 400]),
     "MLAGEN_TOOLCHAIN": (COMPILERS, ["nvrtc", "nvrtc-13.0", "13.0.88", "newest"]),
-    "MLAGEN_JIT": ("on or warn or error or off", ["never"]),
+    "MLAGEN_JIT": ("on or freeze or warn or error or off", ["never"]),
 }
 
 

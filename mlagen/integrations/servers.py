@@ -1,0 +1,71 @@
+"""What the plugins of servers share: the tested versions, and a registration that never raises."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from importlib import metadata
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
+
+# The versions that the plugins are tested with; the extras of pyproject.toml repeat them.
+TESTED = {"vllm": "<0.34,>=0.33", "sglang": "<0.5.24,>=0.5.23"}
+
+_logger = logging.getLogger("mlagen")
+
+
+@contextmanager
+def registration(server: str, expected: str) -> Iterator[ExitStack]:
+    """Turn any exception of a registration into one warning, since it would end the server.
+
+    The body pushes to the stack what undoes each of its steps: after an exception nothing stays
+    registered. A server of an untested version is tried, with a warning.
+
+    Parameters
+    ----------
+    server : str
+        The name of the server's package, a key of :data:`TESTED`.
+    expected : str
+        What the body needs of the server, for the warning.
+    """
+    with ExitStack() as undo:
+        version = version_of(server)
+        try:
+            yield undo
+        except Exception as error:  # noqa: BLE001 - of a server that is not known
+            _logger.warning(
+                "%s %s: expected %s, got %s: %s; no backend of mlagen is registered, which is "
+                "tested with %s %s",
+                *(server, version, expected, type(error).__name__, _line_of(error)),
+                *(server, TESTED[server]),
+            )
+            return
+        undo.pop_all()
+        if not is_tested(server, version):
+            _logger.warning(
+                "%s: expected a version %s, which the backends of mlagen are tested with, got %s",
+                *(server, TESTED[server], version),
+            )
+
+
+def version_of(server: str) -> str:
+    """Return the version of an imported or installed server; ``unknown`` without one."""
+    version = getattr(sys.modules.get(server), "__version__", None)
+    with suppress(metadata.PackageNotFoundError):
+        version = version or metadata.version(server)
+    return str(version or "unknown")
+
+
+def is_tested(server: str, version: str) -> bool:
+    """Return whether the plugin of a server is tested with a version."""
+    try:
+        return SpecifierSet(TESTED[server]).contains(version, prereleases=True)
+    except InvalidVersion:
+        return False
+
+
+def _line_of(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,150 @@
+"""Warm-up of a server's worker: its kernels are compiled and loaded before the first request."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+
+from mlagen.engine import kernel_for
+from mlagen.errors import UnsupportedError
+from mlagen.jit import freeze
+from mlagen.prewarming.build import build_all, build_in_process, look_up_all
+from mlagen.prewarming.jobs import usable_jobs
+from mlagen.prewarming.report import PrewarmUnit
+from mlagen.runtime.device import arch_of_device
+from mlagen.settings import current_settings
+from mlagen.spec.arch import Arch
+from mlagen.spec.calls import gqa_call_specs, mla_call_specs
+from mlagen.spec.dtype import DType
+from mlagen.spec.gqa.variant import GqaVariant
+from mlagen.spec.kernel import KernelSpec
+from mlagen.spec.mla.variant import MlaVariant
+
+# A variant, and the query rows of a sequence and KV head that a tile is chosen for.
+Calls = tuple[MlaVariant | GqaVariant, int]
+
+_DTYPES = {
+    torch.bfloat16: DType.BF16,
+    torch.float16: DType.FP16,
+    torch.float8_e4m3fn: DType.E4M3,
+    torch.uint8: DType.FP8_DS_MLA,
+}
+_logger = logging.getLogger("mlagen")
+
+
+def mla_calls(
+    *,
+    heads: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    page_size: int,
+    query_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    max_q_len: int = 1,
+    is_sparse: bool = False,
+    dcp_size: int = 1,
+) -> list[tuple[MlaVariant, int]]:
+    """Return the decode calls of MLA layers, by what a server knows of them.
+
+    ``heads`` are those of a call, of all ranks if decode context parallel gathers the query;
+    ``kv_dtype`` is that of the cache, uint8 for rows of ``fp8_ds_mla``; ``max_q_len`` is the most
+    query tokens of a request.
+    """
+    # One query token of a rank sees all its tokens; several need the causal mask of all ranks.
+    masks = ("causal", "dcp") if dcp_size > 1 and not is_sparse else ("causal",)
+    # Every query token has its own top-k indices, and so is its own sequence.
+    q_lens = range(1, (1 if is_sparse else max_q_len) + 1)
+    variants = [
+        MlaVariant(
+            query_dtype=_DTYPES[query_dtype],
+            kv_dtype=_DTYPES[kv_dtype],
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            page_size=page_size,
+            lookup="sparse" if is_sparse else "paged",
+            mask=mask,
+        )
+        for mask in masks
+    ]
+    return [(variant, heads * q_len) for variant in variants for q_len in q_lens]
+
+
+def gqa_calls(
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    query_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    max_q_len: int = 1,
+) -> list[tuple[GqaVariant, int]]:
+    """Return the decode calls of layers of grouped-query attention, as :func:`mla_calls`."""
+    variant = GqaVariant(
+        query_dtype=_DTYPES[query_dtype],
+        kv_dtype=_DTYPES[kv_dtype],
+        out_dtype=_DTYPES[query_dtype],
+        head_dim=head_dim,
+        page_size=page_size,
+    )
+    return [(variant, heads // kv_heads * q_len) for q_len in range(1, max_q_len + 1)]
+
+
+def warm_up(
+    calls: Iterable[Calls], device: int, log: Callable[[str], object] = _logger.info
+) -> None:
+    """Compile and load the kernels that these calls may take on a GPU, then freeze if asked.
+
+    ``MLAGEN_JIT=freeze`` makes later compilations of calls errors; a later warm-up, of another
+    model of the process, may still compile. With ``MLAGEN_JIT=error`` or ``off`` only cached
+    kernels are loaded. A kernel that cannot be had is a warning, as the server may not need it.
+    ``log`` receives one line, which the server's own logger shows.
+    """
+    start = time.perf_counter()
+    specs = _specs_of(calls, arch_of_device(device))
+    units = {spec: unit for _, spec, unit in look_up_all(specs, is_dry=False)}
+    mode = current_settings().jit
+    missing = [spec for spec, unit in units.items() if unit.status == "missing"]
+    if missing and mode not in {"error", "off"}:
+        build = partial(build_in_process, may_stay_in_memory=True)
+        events = build_all(missing, usable_jobs(), build)
+        units |= {spec: unit for _, spec, unit in events if unit is not None}
+    loaded = 0
+    for spec, unit in units.items():
+        if unit.status in {"hit", "built"}:
+            kernel_for(spec, device)
+            loaded += 1
+        else:
+            _logger.warning("warm-up: %s: %s", spec, unit.error or "not in the cache")
+    if mode == "freeze":
+        freeze()
+    log(_line(loaded, list(units.values()), time.perf_counter() - start, mode))
+
+
+def _specs_of(calls: Iterable[Calls], arch: Arch) -> list[KernelSpec]:
+    found = [_specs_of_call(arch, *call) for call in dict.fromkeys(calls)]
+    return list(dict.fromkeys(spec for specs in found for spec in specs))
+
+
+def _specs_of_call(arch: Arch, variant: MlaVariant | GqaVariant, rows: int) -> list[KernelSpec]:
+    try:
+        if isinstance(variant, MlaVariant):
+            return mla_call_specs(arch, variant, rows)
+        return gqa_call_specs(arch, variant, rows)
+    except UnsupportedError as error:
+        _logger.warning("warm-up: %s", error)
+        return []
+
+
+def _line(loaded: int, units: list[PrewarmUnit], seconds: float, mode: str) -> str:
+    built = sum(unit.status == "built" for unit in units)
+    missing = f", {len(units) - loaded} missing" if loaded < len(units) else ""
+    frozen = "frozen" if mode in {"freeze", "error", "off"} else "not frozen"
+    return (
+        f"mlagen: warm-up of {seconds:.1f} s: {loaded} kernels loaded, {built} of them compiled"
+        f"{missing}; {frozen}"
+    )
