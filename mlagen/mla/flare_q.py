@@ -104,7 +104,7 @@ def compute_padded(
     seq_lens = _total(keys, new)
     rows = None
     if needs_rows:
-        tokens = torch.arange(batch * q_len, device=q.device)
+        tokens = torch.arange(batch * q_len, dtype=torch.int64, device=q.device)
         requests = tokens // q_len
         rows = _rows(requests, (seq_lens - new)[requests] + tokens % q_len, q, keys)
     if given is None:

@@ -46,7 +46,8 @@ class Mask:
         ArgumentError
             If a tensor of the mask breaks a rule.
         """
-        is_attended = self.attends(rows, torch.arange(rows.width, device=rows.positions.device))
+        keys = torch.arange(rows.width, dtype=torch.int64, device=rows.positions.device)
+        is_attended = self.attends(rows, keys)
         bias = torch.zeros_like(is_attended, dtype=torch.float32)
         return bias.masked_fill_(~is_attended, -math.inf)[:, None]
 

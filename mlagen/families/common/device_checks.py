@@ -71,7 +71,7 @@ def check_seq_lens(
     if (index := _first_true(lengths < 0)) is not None:
         reject(f"{argument}[{index}]", "0 or more", int(lengths[index]))
     if capacity is not None:
-        max_lengths = torch.as_tensor(capacity).expand_as(lengths)
+        max_lengths = torch.as_tensor(capacity, dtype=torch.int64, device="cpu").expand_as(lengths)
         if (index := _first_true(lengths > max_lengths)) is not None:
             rule = f"{int(max_lengths[index])} (capacity of its block table) or less"
             reject(f"{argument}[{index}]", rule, int(lengths[index]))
@@ -100,7 +100,8 @@ def check_page_ids(
     """
     on_host = block_tables.cpu().long()
     used_pages = -(-seq_lens // page_size)
-    is_used = torch.arange(on_host.shape[1]) < used_pages[:, None]
+    columns = torch.arange(on_host.shape[1], dtype=torch.int64, device="cpu")
+    is_used = columns < used_pages[:, None]
     is_invalid = is_used & ((on_host < 0) | (on_host >= num_pages))
     if (index := _first_true(is_invalid)) is not None:
         request, column = divmod(index, on_host.shape[1])

@@ -188,9 +188,9 @@ def _name_of(field: str, values: dict[str, Any]) -> str:
 def _plain_keys(device_type: str) -> frozenset[int]:
     """Return the dispatch keys of plain tensors on a device, with and without inference mode."""
     with torch.inference_mode(mode=False):
-        plain = torch.empty(0, device=device_type)
+        plain = torch.empty(0, dtype=torch.uint8, device=device_type)
     with torch.inference_mode():
-        inference = torch.empty(0, device=device_type)
+        inference = torch.empty(0, dtype=torch.uint8, device=device_type)
     return frozenset(_dispatch_keys(tensor).raw_repr() for tensor in (plain, inference))
 
 

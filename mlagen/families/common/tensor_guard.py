@@ -86,17 +86,17 @@ def _valid_guards() -> Any | None:
         from torch._C._dynamo.guards import TensorGuards
     except ImportError:
         return None
-    first, second = torch.zeros((2, 3), device="cpu"), torch.zeros((2, 3), device="cpu")
+    first, second = (torch.zeros((2, 3), dtype=torch.uint8, device="cpu") for _ in range(2))
     guard = _build(TensorGuards, (first, second))
     if guard is None:
         return None
     different = (
         None,
-        torch.zeros((2, 4), device="cpu"),
-        torch.zeros((2, 3, 1), device="cpu"),
-        torch.zeros((3, 2), device="cpu").t(),
-        torch.zeros((2, 3), device="cpu", dtype=torch.int32),
-        torch.zeros((2, 3), device="meta"),
+        torch.zeros((2, 4), dtype=torch.uint8, device="cpu"),
+        torch.zeros((2, 3, 1), dtype=torch.uint8, device="cpu"),
+        torch.zeros((3, 2), dtype=torch.uint8, device="cpu").t(),
+        torch.zeros((2, 3), dtype=torch.int32, device="cpu"),
+        torch.zeros((2, 3), dtype=torch.uint8, device="meta"),
     )
     try:
         accepts_equal = guard(first, second) is True and guard(second, first) is True

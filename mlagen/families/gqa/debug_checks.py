@@ -29,7 +29,7 @@ def check_contents(args: GqaArgs, problem: GqaProblem) -> None:
     """
     require_no_capture(args.query)
     names, page_size = args.names, problem.variant.page_size
-    q_lens = torch.full((problem.batch,), problem.max_q_len)
+    q_lens = torch.full((problem.batch,), problem.max_q_len, dtype=torch.int64, device="cpu")
     if args.cum_seq_lens_q is not None:
         q_lens = query_lengths(args.cum_seq_lens_q, names.cum_seq_lens_q, problem.tokens)
         for request, q_len in enumerate(q_lens.tolist()):

@@ -16,7 +16,10 @@ from mlagen.families.gqa.problem import GqaProblem
 from mlagen.families.gqa.validate_kv import NVFP4_BLOCK, paged_caches, paged_scales
 from mlagen.spec.dtype import DType
 
-_E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+_MAGNITUDES = torch.tensor(
+    (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.float32, device="cpu"
+)
+_E2M1 = torch.cat([_MAGNITUDES, -_MAGNITUDES])
 _E4M3_MAX = 448.0
 
 
@@ -28,7 +31,7 @@ def decode_gqa(args: GqaArgs, problem: GqaProblem) -> tuple[torch.Tensor, torch.
     key_scales, value_scales = scales or (None, None)
     mask = _mask_bits(args, problem)
     out = torch.zeros_like(query)
-    lse = torch.full(query.shape[:-1], -math.inf)
+    lse = query.new_full(query.shape[:-1], -math.inf)
     offsets = query_offsets(args.cum_seq_lens_q, problem.batch, problem.max_q_len)
     for index, (start, end) in enumerate(pairwise(offsets)):
         if not 0 <= start <= end <= problem.tokens:
@@ -40,7 +43,7 @@ def decode_gqa(args: GqaArgs, problem: GqaProblem) -> tuple[torch.Tensor, torch.
         values = _gather(args, caches.value, value_scales, index, seq_len)
         for token in range(start, end):
             draft = token - start
-            positions = torch.arange(seq_len)
+            positions = torch.arange(seq_len, dtype=torch.int64, device="cpu")
             if problem.is_causal:
                 positions = _unmasked(seq_len, q_len, draft, problem.window, mask, token)
             out[token], lse[token] = _attend(
@@ -58,7 +61,7 @@ def _mask_bits(args: GqaArgs, problem: GqaProblem) -> torch.Tensor | None:
     if args.mask is None or not problem.mask_words:
         return None
     rows = args.mask.flatten(0, -2).view(torch.uint8)
-    bits = rows[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    bits = rows[:, :, None] >> torch.arange(8, dtype=torch.uint8, device="cpu") & 1
     return bits.bool().flatten(1)
 
 
@@ -67,7 +70,7 @@ def _unmasked(
 ) -> torch.Tensor:
     """Return the KV positions that draft ``draft``, query token ``token``, attends to."""
     first_draft = seq_len - q_len
-    position = torch.arange(seq_len)
+    position = torch.arange(seq_len, dtype=torch.int64, device="cpu")
     if mask is None:
         is_unmasked = position <= first_draft + draft
     else:
@@ -99,7 +102,7 @@ def _gather(
     is_valid = (ids >= 0) & (ids < num_pages)
     stored = _pages(cache, ids[is_valid])
     pages = _decoded(stored, _pages(scales, ids[is_valid]) if scales is not None else None)
-    rows = torch.zeros(used_pages, *pages.shape[1:])
+    rows = torch.zeros(used_pages, *pages.shape[1:], dtype=torch.float32, device="cpu")
     rows[is_valid] = pages
     return rows.flatten(0, 1)[:seq_len]
 
@@ -113,9 +116,8 @@ def _decoded(stored: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     if scales is None:
         return stored.float()
     nibbles = torch.stack([stored & 15, stored >> 4], dim=-1).flatten(-2).long()
-    signs = 1.0 - 2.0 * (nibbles >> 3)
     factors = scales.contiguous().view(torch.float8_e4m3fn).float()
-    return signs * _E2M1[nibbles & 7] * factors.repeat_interleave(NVFP4_BLOCK, dim=-1)
+    return _E2M1[nibbles] * factors.repeat_interleave(NVFP4_BLOCK, dim=-1)
 
 
 def _attend(

@@ -27,8 +27,8 @@ from mlagen.spec.dtype import DType
 def decode_mla(args: MlaArgs, problem: MlaProblem) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output ``[tokens, heads, kv_lora_rank]`` and the LSE ``[tokens, heads]``."""
     query = _decoded_query(args, problem)
-    out = torch.zeros(problem.tokens, problem.heads, problem.variant.kv_lora_rank)
-    lse = torch.full((problem.tokens, problem.heads), -math.inf)
+    out = query.new_zeros(problem.tokens, problem.heads, problem.variant.kv_lora_rank)
+    lse = query.new_full((problem.tokens, problem.heads), -math.inf)
     is_causal = args.is_causal or problem.top_k > 0
     offsets = query_offsets(args.cum_seq_lens_q, problem.batch, problem.q_len)
     for index, (start, end) in enumerate(pairwise(offsets)):
@@ -82,7 +82,8 @@ def _request_rows(
         pages = tables[max(0, start) : max(0, end)].long()
     else:
         pages = (tables if tables.dim() == 2 else tables[:, 0])[index].long()
-    positions = torch.arange(min(seq_len, len(pages) * problem.variant.page_size))
+    count = min(seq_len, len(pages) * problem.variant.page_size)
+    positions = torch.arange(count, dtype=torch.int64, device="cpu")
     columns = positions // problem.variant.page_size
     slots = positions % problem.variant.page_size
     keys = _rows(args, problem, pages[columns], slots)
@@ -112,11 +113,12 @@ def _rows(
 ) -> torch.Tensor:
     """Return tokens ``[n, head_dim_qk]`` of the cache; zeros for an invalid page."""
     variant = problem.variant
-    rows = torch.zeros(len(pages), variant.kv_lora_rank + variant.qk_rope_head_dim)
+    width = variant.kv_lora_rank + variant.qk_rope_head_dim
+    rows = torch.zeros(len(pages), width, dtype=torch.float32, device="cpu")
     is_valid = (pages >= 0) & (pages < problem.num_pages)
     pages, slots = pages[is_valid], slots[is_valid]
     stored = stored_rows(pages_of(args.kv_cache), pages, slots)
-    row_bytes = variant.kv_dtype.row_bytes(rows.shape[1])  # others may be reserved
+    row_bytes = variant.kv_dtype.row_bytes(width)  # others may be reserved
     latent = decoded(stored[:, :row_bytes], variant.kv_dtype)
     rope = latent[:, variant.kv_lora_rank :]
     latent = latent[:, : variant.kv_lora_rank]

@@ -114,7 +114,8 @@ def _new_tables(slots: torch.Tensor, kwargs: dict[str, Any]) -> _Tables:
     ends = _full_attention(kwargs["cu_seq_lens_k"])
     # Steps with tables of one width have one call signature; entries past a request are not read.
     max_seq_len = -(-max(1, int(_full_attention(kwargs["max_seqlen_k"]))) // _WIDTH) * _WIDTH
-    slot = ends[:-1, None] + torch.arange(max_seq_len, device=slots.device)
+    positions = torch.arange(max_seq_len, dtype=torch.int64, device=slots.device)
+    slot = ends[:-1, None] + positions
     return _Tables(
         slots[slot.clamp(max=slots.numel() - 1)].int(),
         (ends[1:] - ends[:-1]).int(),
