@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlagen.cache.entry import CUBIN
+from mlagen.cache.entry import CUBIN, CacheEntry
+from mlagen.cache.files import DamageError
+from mlagen.errors import CacheError
 
 from .entries import resources_of
 from .occupancy import ctas_per_sm
@@ -37,6 +39,7 @@ class KernelView:
     toolchain: str
     is_cached: bool
     cubin: bytes
+    code_bytes: int
     resources: Sequence[Mapping[str, Any]]  # of its one symbol, as in a manifest
 
     @classmethod
@@ -49,6 +52,8 @@ class KernelView:
             If it is not cached and NVRTC is missing or another one than the settings want.
         CompileError
             If NVRTC rejects the kernel.
+        CacheError
+            If its cached cubin, as that of a bundle may be, is no whole ELF file.
         """
         from mlagen.cache.default_store import kernel_store
         from mlagen.engine import build_spec, key_of
@@ -57,17 +62,20 @@ class KernelView:
         entry = kernel_store().look_up(key, is_dry=True).entry
         if entry is not None:
             facts, toolchain, cubin = entry.manifest.facts, entry.manifest.toolchain, entry.cubin
+            size = _cached_code_bytes(entry)
         else:
             nvrtc = _compiler_for(key.toolchain)
             click.echo(f"compiling {spec.family} for {spec.arch} with {nvrtc}", err=True)
             build = build_spec(spec, nvrtc)
             facts, toolchain, cubin = build.facts, build.toolchain, build.files[CUBIN]
+            size = code_bytes(cubin)
         return cls(
             spec=spec,
             key=key.digest,
             toolchain=toolchain,
             is_cached=entry is not None,
             cubin=cubin,
+            code_bytes=size,
             resources=resources_of(facts["resources"]),
         )
 
@@ -108,7 +116,7 @@ class KernelView:
                 registers=kernel["registers"],
                 shared_bytes=kernel["static_shared_bytes"] + spec.shared_bytes,
             ),
-            "code_bytes": code_bytes(self.cubin),
+            "code_bytes": self.code_bytes,
             "template": spec.template,
             "includes": includes_of(spec),
         }
@@ -161,12 +169,34 @@ def tile_of(spec: KernelSpec) -> dict[str, int]:
 
 
 def code_bytes(cubin: bytes) -> int:
-    """Return the size of the SASS: of the ``.text`` sections of an ELF file."""
-    (table,) = struct.unpack_from("<Q", cubin, 40)
-    header_bytes, count, names_index = struct.unpack_from("<HHH", cubin, 58)
-    headers = [struct.unpack_from("<IIQQQQ", cubin, table + header_bytes * i) for i in range(count)]
-    names = headers[names_index][4]
-    return sum(size for name, *_, size in headers if cubin.startswith(b".text.", names + name))
+    """Return the size of the SASS: of the ``.text`` sections of an ELF file.
+
+    Raises
+    ------
+    DamageError
+        If the bytes are no such file.
+    """
+    try:
+        (table,) = struct.unpack_from("<Q", cubin, 40)
+        header_bytes, count, names_index = struct.unpack_from("<HHH", cubin, 58)
+        places = [table + header_bytes * index for index in range(count)]
+        headers = [struct.unpack_from("<IIQQQQ", cubin, place) for place in places]
+        names = headers[names_index][4]
+        code = [header for header in headers if cubin.startswith(b".text.", names + header[0])]
+        is_whole = bool(code) and all(start + size <= len(cubin) for *_, start, size in code)
+    except Exception:  # noqa: BLE001 - wild numbers raise one of several
+        is_whole = False
+    if not is_whole:
+        raise DamageError(f"{CUBIN}: expected an ELF file with its sections inside, got another")
+    return sum(size for *_, size in code)
+
+
+def _cached_code_bytes(entry: CacheEntry) -> int:
+    assert entry.path is not None, entry
+    try:
+        return code_bytes(entry.cubin)
+    except DamageError as error:
+        raise CacheError(f"cache: {error}: {entry.path}", path=entry.path) from error
 
 
 def _compiler_for(wanted: str) -> Nvrtc:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import struct
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cache_tools.options.exit_codes import CACHE_UNUSABLE
 from cache_tools.tools import disassembly
 from cache_tools.tools.kernel_specs import spec_named
-from cache_tools.tools.kernel_view import KernelView, tile_of
+from cache_tools.tools.kernel_view import KernelView, code_bytes, tile_of
 from cache_tools.tools.occupancy import ctas_per_sm
+from mlagen.cache.default_store import kernel_store
 from mlagen.codegen.render import render
-from mlagen.engine import find_or_build
+from mlagen.engine import find_or_build, key_of
 from mlagen.errors import ToolchainError
 from mlagen.prewarming import gpus
 from mlagen.spec.arch import Arch, parse_arch
 from mlagen.spec.families import FAMILIES
+from tests.cache.builds import make_build
 from tests.fixture_types import Patch
 from tests.kernels import COMBINE, SM_80, gqa_sm80
 from tests.sass import nvdisasm_is_missing
@@ -145,6 +149,42 @@ def test_one_spec_is_compared_on_two_targets() -> None:
     code = found["diff"][[line.endswith(" sass") for line in found["diff"]].index(True) :]
     assert sum(line.startswith("+") for line in code[2:]) == found["added"] > 0
     assert not any("/*00" in line for line in code)
+
+
+def altered_elf(place: int, word: bytes) -> bytes:
+    """Return an ELF file of one section ``.text.k``, with other bytes at a place of its headers."""
+    header = bytearray(64)
+    header[:4], header[40:48] = b"\x7fELF", (64).to_bytes(8, "little")
+    header[58:64] = struct.pack("<HHH", 64, 1, 0)
+    section = struct.pack("<IIQQQQ", 0, 1, 0, 0, 128, 8).ljust(64, b"\0")
+    content = bytearray(header + section + b".text.k\0")
+    content[place : place + len(word)] = word
+    return bytes(content)
+
+
+WILD = b"\xff" * 8
+NO_CUBINS = {
+    "four bytes": b"\x7fELF",
+    "half a header": b"\x7fELF" + bytes(50),
+    "a wild table": altered_elf(40, WILD),
+    "wild counts": altered_elf(58, WILD[:6]),
+    "wild names": altered_elf(62, WILD[:2]),
+    "a wild section": altered_elf(64 + 24, WILD),
+    "a wild size": altered_elf(64 + 32, WILD),
+}
+
+
+@pytest.mark.parametrize("cubin", NO_CUBINS.values(), ids=NO_CUBINS)
+def test_a_cubin_of_a_bundle_that_is_no_elf_file_is_one_line(cubin: bytes) -> None:
+    """A bundle may hold any bytes; show and diff end with the code of a damaged entry."""
+    assert code_bytes(altered_elf(0, b"")) == 8
+    build = make_build(cubin)
+    entry = kernel_store().build(key_of(COMBINE), lambda: build, created_by="", because="")
+    message = "cache: kernel.cubin: expected an ELF file with its sections inside, got another"
+    for command in ("show", "show --resources", "diff combine(arch=sm_80,dtype=fp16)"):
+        result = run(f"kernel {command}", str(COMBINE))
+        assert (result.exit_code, result.stdout) == (CACHE_UNUSABLE, "")
+        assert result.stderr.endswith(f"mlagen: {message}: {entry.path}\n")
 
 
 WITHOUT_A_GPU = [(family, None, {"arch": "sm_90a"}) for family in FAMILIES]

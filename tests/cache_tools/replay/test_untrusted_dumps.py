@@ -138,6 +138,19 @@ def compress(path: Path, _planted: Planted) -> None:
         archive.infolist()[0].file_size = 1 << 40
 
 
+def unpickle(program: bytes) -> Callable[[Path, Planted], object]:
+    """Return a function that writes an archive with another pickle program."""
+
+    def write(path: Path, _planted: Planted) -> None:
+        with zipfile.ZipFile(path) as archive:
+            contents = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, content in contents.items():
+                archive.writestr(name, program if name.endswith(".pkl") else content)
+
+    return write
+
+
 # What replaces the file of the tensors, or a planted object that does, and a part of the message.
 REPLACEMENTS: dict[str, tuple[Callable[[Path, Planted], object], str]] = {
     "zip": (lambda path, planted: torch.save({"call:query": planted}, path), ""),
@@ -146,6 +159,12 @@ REPLACEMENTS: dict[str, tuple[Callable[[Path, Planted], object], str]] = {
     "missing": (lambda path, _: path.unlink(), ""),
     "a list": (lambda path, _: torch.save([1], path), ""),
     "other bytes": (lambda path, _: torch.save({"call:query": torch.zeros(3).byte()}, path), ""),
+    "an empty stack": (unpickle(b"\x80\x02."), "expected a file of tensors, got "),
+    "a cut number": (unpickle(b"\x80\x02J\x01"), "expected a file of tensors, got "),
+    "a missing argument": (
+        unpickle(b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)R."),
+        "expected a file of tensors, got ",
+    ),
     "compressed": (compress, "bytes or less, got 1099511627776"),
 }
 
