@@ -22,6 +22,13 @@ MODULES: dict[str, dict[str, Any]] = {
         *(mla.SparseMLACommonImpl, mla.SparseMLACommonMetadata),
         mla.SparseMLACommonMetadataBuilder,
     ),
+    "vllm.model_executor.models.config": named(
+        base.VerifyAndUpdateConfig,
+        MODELS_CONFIG_MAP=dict.fromkeys(
+            ("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV41ForCausalLM"),
+            base.VerifyAndUpdateConfig,
+        ),
+    ),
     "vllm.platforms.interface": named(base.DeviceCapability),
     "vllm.v1.attention.backend": named(
         *(base.AttentionBackend, base.AttentionCGSupport, base.AttentionMetadataBuilder),

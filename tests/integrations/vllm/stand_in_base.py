@@ -178,3 +178,15 @@ class AttentionMetadataBuilder(Generic[Metadata]):
 def max_decode_query_len(vllm_config: Any) -> int:
     """Return the query tokens of a request with drafts."""
     return 1 + int(vllm_config.speculative_config.num_speculative_tokens)
+
+
+class VerifyAndUpdateConfig:
+    """The check of a model's configuration."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        """Check a configuration."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: Any) -> None:
+        """Check the part of the model."""

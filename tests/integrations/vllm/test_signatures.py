@@ -15,6 +15,7 @@ MEMBERS = [
     pytest.param(module, member, id=f"{module}.{name}")
     for module, members in MODULES.items()
     for name, member in members.items()
+    if hasattr(member, "__name__")  # a class or a function
 ]
 needs_vllm = pytest.mark.skipif(not is_installed("vllm"), reason="needs vLLM: make test-vllm")
 
