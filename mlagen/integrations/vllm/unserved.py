@@ -15,20 +15,21 @@ _logger = logging.getLogger("mlagen")
 def warn_of_deepseek_v4() -> None:
     """Warn when DeepSeek-V4 or V4.1 is served and a backend of mlagen is asked for."""
     for architecture, config in list(MODELS_CONFIG_MAP.items()):
-        is_known = issubclass(config, _WarningConfig)
-        if architecture.startswith("DeepseekV4") and not is_known:
+        if architecture.startswith("DeepseekV4") and not hasattr(config, "checked_by_vllm"):
             bases = (_WarningConfig, config)
-            MODELS_CONFIG_MAP[architecture] = type(config.__name__, bases, {"checked": config})
+            MODELS_CONFIG_MAP[architecture] = type(
+                config.__name__, bases, {"checked_by_vllm": config}
+            )
 
 
 class _WarningConfig(VerifyAndUpdateConfig):
     """vLLM's check of a model's configuration, with a warning after it."""
 
-    checked: type[VerifyAndUpdateConfig]
+    checked_by_vllm: type[VerifyAndUpdateConfig]
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: Any) -> None:
-        cls.checked.verify_and_update_config(vllm_config)
+        cls.checked_by_vllm.verify_and_update_config(vllm_config)
         attention = vllm_config.attention_config
         asked = [attention.backend, *getattr(attention, "backend_per_kind", {}).values()]
         for name in dict.fromkeys(getattr(backend, "name", None) for backend in asked):
