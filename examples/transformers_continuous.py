@@ -4,17 +4,20 @@ Weights are random; nothing is downloaded. It needs transformers 5.17, psutil wi
 
 Run it:     python3 examples/transformers_continuous.py
 Prints:     the device, the tokens a second of both, and what served the attention calls.
-Exits with: 1 if a request has other tokens than with sdpa.
+Exits with: 1 if a request has other tokens than with sdpa, or what it needs is missing.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from time import perf_counter
 
 import torch
+import transformers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mlagen.integrations.transformers import explain, register
 
@@ -40,6 +43,12 @@ def generate(model: LlamaForCausalLM, row: list[int], name: str) -> list[list[in
     return sorted([*output.prompt_ids, *output.generated_tokens] for output in outputs)
 
 
+register()
+if "paged|mlagen" not in ALL_ATTENTION_FUNCTIONS:
+    sys.exit(f"transformers: expected 5.17 for paged|mlagen, got {transformers.__version__}")
+if not ON_GPU and find_spec("psutil") is None:
+    sys.exit("psutil: expected an installed package without a GPU, got none")
+
 torch.manual_seed(15)
 config = LlamaConfig(
     hidden_size=256,
@@ -53,7 +62,6 @@ config = LlamaConfig(
 )
 model = LlamaForCausalLM(config).to(DEVICE, torch.bfloat16).eval()
 row = torch.randint(1, 64, (2, 21), generator=torch.Generator().manual_seed(0))[0].tolist()
-register()
 print("device:", torch.cuda.get_device_name() if ON_GPU else "CPU, plain PyTorch")
 sdpa, mlagen = (generate(model, row, name) for name in ("paged|sdpa", "paged|mlagen"))
 print("calls:", explain())

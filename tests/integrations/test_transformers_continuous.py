@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +23,8 @@ from tests.integrations.transformers_cases import (
     qkv,
     random,
 )
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "transformers_continuous.py"
 
 
 class PagedCache:
@@ -139,3 +144,30 @@ def test_the_paged_cache_of_another_version_is_rejected(integration: Any) -> Non
         paged_call(integration, [1], [9], cache=cache)
 
     assert torch.equal(cache.key_cache[0], keys)
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        ("5.24.0", "transformers: expected 5.17 for paged|mlagen, got 5.24.0"),
+        ("5.17.1", "psutil: expected an installed package without a GPU, got none"),
+    ],
+)
+def test_the_example_says_first_what_is_missing(
+    integration: Any, monkeypatch: Patch, version: str, message: str
+) -> None:
+    """It makes no model where continuous batching cannot run."""
+    module = integration.continuous.transformers
+    names = ("GenerationConfig", "LlamaConfig", "LlamaForCausalLM", "ContinuousBatchingConfig")
+    for name in names:
+        monkeypatch.setattr(module, name, lambda **_: None, raising=False)
+    for path in ("transformers.generation", "transformers.generation.configuration_utils"):
+        monkeypatch.setitem(sys.modules, path, module)
+    monkeypatch.setattr(module, "__version__", version)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLE))
+
+    assert ended.value.code == message

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from mlagen.errors import UnsupportedError
+from tests.fixture_types import Log
 from tests.integrations.transformers_cases import (
+    BATCH,
     HEAD_DIM,
     LONG_PADDING,
     PADDING,
@@ -86,8 +88,8 @@ def test_a_scale_is_that_of_the_head_dim_by_default(integration: Any) -> None:
     ],
     ids=["fp32", "two head dims", "head dim", "strides"],
 )
-def test_bounds_serve_sdpa_too(integration: Any, change: Any, reason: str) -> None:
-    """A step that no kernel serves is computed by sdpa over the same tokens."""
+def test_bounds_serve_sdpa_too(integration: Any, caplog: Log, change: Any, reason: str) -> None:
+    """A step that no kernel serves is computed by sdpa over the same tokens, with a warning."""
     inputs = change(*qkv(64))
 
     out = attend(integration, *inputs, mask_of(integration, 64, attention_mask=PADDING))
@@ -96,17 +98,35 @@ def test_bounds_serve_sdpa_too(integration: Any, change: Any, reason: str) -> No
     (served,) = integration.package.explain()
     assert served.startswith("sdpa: ")
     assert reason in served
+    assert [served in message for message in caplog.messages] == [True]
 
 
-def test_a_prompt_is_computed_by_sdpa(integration: Any) -> None:
-    """More than one query token goes to sdpa, with the mask as it is."""
-    inputs = qkv(64, q_len=3)
-    sees = seen_tokens(64).expand(-1, -1, 3, -1)
+@pytest.mark.parametrize(("q_len", "reason"), [(3, "more than one query token"), (1, "a mask")])
+def test_a_prompt_is_computed_by_sdpa(
+    integration: Any, caplog: Log, q_len: int, reason: str
+) -> None:
+    """A call with a mask of sdpa keeps it, and no second warning follows that of the mask."""
+    inputs = qkv(64, q_len=q_len)
+    sees = seen_tokens(64).expand(-1, -1, q_len, -1)
 
     out = attend(integration, *inputs, sees)
 
     assert_close(out, expected(*inputs, sees))
-    assert integration.package.explain() == {"sdpa: more than one query token": 1}
+    (served,) = integration.package.explain()
+    assert reason in served
+    assert caplog.messages == []
+
+
+def test_an_indexer_without_use_mla_is_a_warning(integration: Any, caplog: Log) -> None:
+    """Its tokens are computed by sdpa, which the mask cannot know."""
+    chosen = torch.tensor([[[3, 5, 7]]]).expand(BATCH, 1, 3)
+    sees = torch.zeros(BATCH, 1, 1, 64, dtype=torch.bool).index_fill_(-1, chosen[0, 0], value=True)
+
+    out = attend(integration, *qkv(64), seen_tokens(64), indices=chosen)
+
+    assert_close(out, expected(*qkv(64), sees))
+    (message,) = caplog.messages
+    assert "without use_mla" in message
 
 
 def test_sinks_are_rejected(integration: Any) -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mlagen.integrations.transformers.attention import attention
-from mlagen.integrations.transformers.continuous import paged_attention
+from mlagen.integrations.transformers.continuous import is_paged_cache_known, paged_attention
 from mlagen.integrations.transformers.latent import absorb, mla_layers
 from mlagen.integrations.transformers.masks import decode_mask
 from mlagen.integrations.transformers.record import explain
@@ -31,7 +30,7 @@ def register() -> None:
     """
     AttentionInterface.register("mlagen", attention)
     AttentionMaskInterface.register("mlagen", decode_mask)
-    if "paged|sdpa" in ALL_ATTENTION_FUNCTIONS:
+    if is_paged_cache_known():
         AttentionInterface.register("paged|mlagen", paged_attention)
 
 

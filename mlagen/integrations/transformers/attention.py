@@ -14,6 +14,7 @@ from mlagen.integrations.transformers.masks import bool_mask, is_bounds
 from mlagen.integrations.transformers.pages import pages_of
 from mlagen.integrations.transformers.record import record
 
+_INDEXER = "the tokens of an indexer, without use_mla"
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -69,7 +70,9 @@ def attention(
     else:
         reason = _unserved(query, key, value, attention_mask, dropout, kwargs)
     if reason:
-        record(f"sdpa: {reason}")
+        # A step without bounds is in the record already, with the reason of its mask.
+        has_other_reason = is_bounds(attention_mask) or reason == _INDEXER
+        record(f"sdpa: {reason}", is_missed=query.shape[2] == 1 and has_other_reason)
         mask = _sdpa_mask(attention_mask, key.shape[2], kwargs.pop("indices", None))
         kwargs |= {"scaling": scaling, "dropout": dropout}
         attended: tuple[torch.Tensor, None] = sdpa_attention_forward(
@@ -95,6 +98,7 @@ def _unserved(
     have_others = kwargs.get("softcap") is not None or kwargs.get("position_bias") is not None
     rules = (
         (q_len == 1, "more than one query token"),
+        (kwargs.get("indices") is None, _INDEXER),
         (is_bounds(mask), "a mask of sdpa"),
         (dtype in _DTYPES and key.dtype == value.dtype == dtype, "dtype {dtype}"),
         (key.shape[-1] == value.shape[-1] == head_dim, "head dims of keys and values differ"),

@@ -13,7 +13,13 @@ from mlagen.integrations.transformers.pages import is_capturing, workspace_of
 from mlagen.integrations.transformers.record import record
 
 _TABLES = "_mlagen_tables"  # an attribute of the query offsets
+_SERVED = "5.17."  # 5.18 has another cache, and 5.19 admits no names but its own
 _WIDTH = 64  # block tables have a multiple of so many tokens
+
+
+def is_paged_cache_known() -> bool:
+    """Return whether continuous batching of the installed transformers can call this module."""
+    return transformers.__version__.startswith(_SERVED)
 
 
 class _Tables(NamedTuple):

@@ -17,6 +17,7 @@ from mlagen.integrations.transformers.pages import PAGE_SIZE, is_capturing
 from mlagen.integrations.transformers.record import record
 
 _TOP_K = "_mlagen_top_k"  # an attribute of the mask of sdpa
+_INDEXER = "the indexer of the model reads it"
 _MIN_TOKENS = 16  # of a cache: more than bounds have columns
 
 
@@ -45,7 +46,8 @@ def decode_mask(**arguments: Any) -> torch.Tensor | None:
             )
         if not reason:
             return _bounds(arguments["batch_size"], arguments["q_offset"], padding)
-        record(f"mask of sdpa: {reason}")
+        # The layers of a model with an indexer say themselves what serves them.
+        record(f"mask of sdpa: {reason}", is_missed=reason != _INDEXER)
     mask: torch.Tensor | None = sdpa_mask(**arguments)
     return mask
 
@@ -102,14 +104,14 @@ def _unserved(
     """Return why a step of one query token has no bounds, empty if it has."""
     rules = (
         (kv_offset == 0 and mask_function is causal_mask_function, "not causal, or a window"),
-        (getattr(config, "index_topk", None) is None, "the indexer of the model reads it"),
+        (getattr(config, "index_topk", None) is None, _INDEXER),
         (kv_length >= _MIN_TOKENS, f"a cache of fewer than {_MIN_TOKENS} tokens"),
     )
     for is_met, reason in rules:
         if not is_met:
             return reason
     if not isinstance(q_offset, torch.Tensor):  # a static layer counts its tokens on the device
-        return "the cache has no fixed length, as cache_implementation='static' has"
+        return "the cache has no fixed length"
     return ""
 
 

@@ -7,15 +7,23 @@ import logging
 import torch
 
 _logger = logging.getLogger("mlagen")
+_HINT = (
+    "; kernels serve decode steps over a static cache (cache_implementation='static'), and "
+    "mlagen.integrations.transformers.explain() counts the calls"
+)
 _calls: dict[str, int] = {}
 
 
-def record(served_by: str) -> None:
-    """Count a call, and log the first one of its kind; compiled code is neither."""
+def record(served_by: str, *, is_missed: bool = False) -> None:
+    """Count a call, and log the first one of its kind; compiled code is neither.
+
+    A decode step that kernels could serve with other options, and sdpa does, is a warning.
+    """
     if torch.compiler.is_compiling():
         return
     if served_by not in _calls:
-        _logger.info("transformers: attention by %s", served_by)
+        level = logging.WARNING if is_missed else logging.INFO
+        _logger.log(level, "transformers: attention by %s%s", served_by, _HINT if is_missed else "")
     _calls[served_by] = _calls.get(served_by, 0) + 1
 
 
