@@ -182,9 +182,13 @@ def test_what_asks_for_nothing_is_accepted(number: Callable[[int], Any]) -> None
         "q_data_type": None,
         "data_type": "bfloat16",
         "kv_data_type": None,
+        "use_token_head_sf": False,
     }
+    scratch, layout = workspace_for(problem), problem.case.layout
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(scratch, layout, jit_args=None, jit_kwargs={})
+    wrapper.plan(**plan_arguments(problem, **nothing))
 
-    out = run(wrapper_of(problem, **nothing), problem)
+    out = run(wrapper, problem)
 
     assert torch.equal(out, decode_planned(problem)[0])
 

@@ -49,12 +49,25 @@ cum_seq_lens_q=None skip_softmax_threshold_scale_factor=None kv_cache_sf=None
 uses_shared_paged_kv_idx=True lse=None return_lse=False bmm1_scale_log2=None
 multi_ctas_kv_counter_buffer=None enable_block_sparse_attention=False cp_world=1 cp_rank=0
 causal_seqlens_kv_global=None bf16q_fp8kv_transform_mode=None request_order=None
-request_order_plan=None
+request_order_plan=None sparse_top_k=0 length_aware_schedule=False
 
 decode.BatchDecodeWithPagedKVCacheWrapper.__init__
 self float_workspace_buffer kv_layout='NHD' use_cuda_graph=False use_tensor_cores=False
 paged_kv_indptr_buffer=None paged_kv_indices_buffer=None paged_kv_last_page_len_buffer=None
-backend='auto' jit_args=None
+backend='auto' jit_args=None jit_kwargs=None
+
+decode.BatchDecodeWithPagedKVCacheWrapper.plan
+self indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size
+pos_encoding_mode='NONE' window_left=-1 logits_soft_cap=None q_data_type='float16' kv_data_type=None
+o_data_type=None data_type=None sm_scale=None rope_scale=None rope_theta=None non_blocking=True
+block_tables=None seq_lens=None fixed_split_size=None disable_split_kv=False q_len_per_req=1
+* window_right=0 is_causal=None use_token_head_sf=False
+
+decode.BatchDecodeWithPagedKVCacheWrapper.run
+self q paged_kv_cache *args
+q_scale=None k_scale=None v_scale=None out=None lse=None return_lse=False enable_pdl=None
+window_left=None sinks=None q_len_per_req=None skip_softmax_threshold_scale_factor=None
+kv_cache_sf=None
 
 decode.BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer
 self float_workspace_buffer int_workspace_buffer

@@ -47,8 +47,8 @@ WRAPPERS = {
 }
 wrappers = pytest.mark.parametrize("of", WRAPPERS.values(), ids=WRAPPERS)
 BACKENDS = {
-    "MLA": "auto fa2 fa3 cutlass cutile trtllm-gen xqa cute-dsl cute-dsl-modular "
-    "cute-dsl-monolithic",
+    "MLA": "auto autotune fa2 fa3 cutlass cutile trtllm-gen xqa cute-dsl cute-dsl-modular "
+    "cute-dsl-monolithic cute-dsl-rubin-mtp",
     "batch decode": "auto fa2 fa3 trtllm-gen cute-dsl cudnn",
 }
 NAMED = [(name, backend) for name, names in BACKENDS.items() for backend in names.split()]

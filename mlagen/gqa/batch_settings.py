@@ -36,6 +36,7 @@ _NOTHING: dict[str, tuple[object, ...]] = {
     "fixed_split_size": (None, -1),
     "disable_split_kv": (False,),
     "window_right": (0,),
+    "use_token_head_sf": (False,),
 }
 
 

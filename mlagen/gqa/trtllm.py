@@ -35,7 +35,9 @@ from mlagen.torch_ops.traced import traceable
     KeyKinds(
         tensors="query workspace_buffer block_tables seq_lens",
         groups="kv_cache kv_cache_sf sinks",
-        optional="out lse mask cum_seq_lens_q bmm1_scale_log2 multi_ctas_kv_counter_buffer",
+        optional=(
+            "out lse mask cum_seq_lens_q bmm1_scale_log2 multi_ctas_kv_counter_buffer request_order"
+        ),
         outputs="out lse",
         scales="bmm1_scale bmm2_scale",
         length="max_seq_len",
@@ -45,7 +47,7 @@ from mlagen.torch_ops.traced import traceable
             "kv_layout enable_pdl backend q_len_per_req o_scale max_q_len return_lse "
             "skip_softmax_threshold_scale_factor uses_shared_paged_kv_idx "
             "o_sf_scale o_sf_vec_size enable_block_sparse_attention cp_world cp_rank "
-            "causal_seqlens_kv_global bf16q_fp8kv_transform_mode request_order request_order_plan"
+            "causal_seqlens_kv_global bf16q_fp8kv_transform_mode sparse_top_k length_aware_schedule"
         ),
     ),
     returns="outputs if return_lse else outputs[0]",
@@ -89,7 +91,9 @@ def trtllm_batch_decode_with_kv_cache(
     causal_seqlens_kv_global: torch.Tensor | None = None,
     bf16q_fp8kv_transform_mode: str | None = None,
     request_order: torch.Tensor | None = None,
-    request_order_plan: torch.Tensor | None = None,
+    request_order_plan: object = None,
+    sparse_top_k: int = 0,
+    length_aware_schedule: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Decode one or more tokens of each request by grouped-query attention over a paged KV cache.
 
@@ -128,7 +132,7 @@ def trtllm_batch_decode_with_kv_cache(
     enable_pdl : bool
         Whether to use programmatic dependent launch; None means yes where the GPU supports it.
     backend : str
-        ``auto``, ``xqa`` and ``trtllm-gen`` are equivalent.
+        ``auto``, ``xqa``, ``trtllm-gen`` and ``cake`` are equivalent.
     q_len_per_req : int
         Query tokens of every request, 1 if None; ignored with ``cum_seq_lens_q``.
     o_scale : float
@@ -162,8 +166,14 @@ def trtllm_batch_decode_with_kv_cache(
         See ``cp_world``.
     bf16q_fp8kv_transform_mode : str
         ``k_only`` or ``separate_kv``; ignored.
-    request_order, request_order_plan : None
-        The kernels order requests themselves.
+    request_order : torch.Tensor
+        Ignored: the order in which requests are computed changes no result.
+    request_order_plan : object
+        Ignored, like ``request_order``.
+    sparse_top_k : int
+        0: lists of tokens of a single KV head are not implemented.
+    length_aware_schedule : bool
+        Ignored: every schedule follows ``seq_lens``.
 
     Returns
     -------

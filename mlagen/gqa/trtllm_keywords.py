@@ -19,14 +19,14 @@ from mlagen.families.common.arguments import (
     shown,
 )
 from mlagen.families.common.memory import require_memory
-from mlagen.families.common.xqa_arguments import check_counter_buffer
+from mlagen.families.common.xqa_arguments import check_unread_buffer
 from mlagen.families.gqa.args import GqaArgNames
 from mlagen.gqa.batch_settings import reject_unserved
 
 NAMES = GqaArgNames(cum_seq_lens_q="cum_seq_lens_q")
 RAGGED_NAMES = NAMES._replace(q_len="max_q_len")
 
-_BACKENDS = ("auto", "xqa", "trtllm-gen")
+_BACKENDS = ("auto", "xqa", "trtllm-gen", "cake")
 _TRANSFORM_MODES = ("k_only", "separate_kv")
 _NVFP4 = "nvfp4"
 
@@ -39,8 +39,7 @@ _UNSERVED = {
     "cp_world": 1,
     "cp_rank": 0,
     "causal_seqlens_kv_global": None,
-    "request_order": None,
-    "request_order_plan": None,
+    "sparse_top_k": 0,
 }
 
 
@@ -80,7 +79,9 @@ def _check_ignored(call: dict[str, Any]) -> None:
     name = "bf16q_fp8kv_transform_mode"
     if call[name] is not None:
         require_choice(call[name], name, _TRANSFORM_MODES)
-    check_counter_buffer(call)
+    require_flag(call["length_aware_schedule"], "length_aware_schedule")
+    for name in ("multi_ctas_kv_counter_buffer", "request_order"):
+        check_unread_buffer(call, name)
 
 
 def output_dtype(query: torch.Tensor, out: torch.Tensor | None, out_dtype: object) -> torch.dtype:

@@ -59,15 +59,15 @@ class BatchDecodeWithPagedKVCacheWrapper(DecodeAliases):
         that a plan makes.
     backend : str
         ``auto``, ``fa2``, ``fa3``, ``trtllm-gen``, ``cute-dsl`` and ``cudnn`` are equivalent.
-    jit_args : None
-        Customized kernels are not implemented.
+    jit_args, jit_kwargs : None
+        Customized kernels are not implemented; ``jit_kwargs`` may be empty.
 
     Raises
     ------
     ArgumentError
         If an argument breaks a rule.
     UnsupportedError
-        With ``jit_args``.
+        With ``jit_args`` or ``jit_kwargs``.
 
     Notes
     -----
@@ -85,12 +85,14 @@ class BatchDecodeWithPagedKVCacheWrapper(DecodeAliases):
         paged_kv_last_page_len_buffer: torch.Tensor | None = None,
         backend: str = "auto",
         jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
         self._workspace = require_tensor(float_workspace_buffer, "float_workspace_buffer")
         self._kv_layout = require_choice(kv_layout, "kv_layout", LAYOUTS)
         require_flag(use_tensor_cores, "use_tensor_cores")
         require_choice(backend, "backend", _BACKENDS)
         reject_unserved({"jit_args": (jit_args, (None,))})
+        reject_unserved({"jit_kwargs": (None if jit_kwargs == {} else jit_kwargs, (None,))})
         self._plan: DecodePlan | None = None
         self._buffers: GraphBuffers | None = None
         self._paged_kv_indices_buf = paged_kv_indices_buffer  # SGLang writes page ids there
@@ -133,6 +135,7 @@ class BatchDecodeWithPagedKVCacheWrapper(DecodeAliases):
         *,
         window_right: int = 0,
         is_causal: bool | None = None,
+        use_token_head_sf: bool = False,
     ) -> None:
         """Set the requests of the following runs.
 
@@ -178,6 +181,8 @@ class BatchDecodeWithPagedKVCacheWrapper(DecodeAliases):
             0.
         is_causal : bool
             Whether the tokens after a query token are masked; None means yes.
+        use_token_head_sf : bool
+            False: a scale of each token and head is not implemented.
 
         Raises
         ------

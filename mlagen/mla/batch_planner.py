@@ -10,8 +10,8 @@ from mlagen.mla.batch_layout import BatchLayout
 from mlagen.mla.batch_plan import BatchPlan, graph_buffers, plan_of
 
 _BACKENDS = (
-    *("auto", "fa2", "fa3", "cutlass", "cutile", "trtllm-gen", "xqa"),
-    *("cute-dsl", "cute-dsl-modular", "cute-dsl-monolithic"),
+    *("auto", "autotune", "fa2", "fa3", "cutlass", "cutile", "trtllm-gen", "xqa"),
+    *("cute-dsl", "cute-dsl-modular", "cute-dsl-monolithic", "cute-dsl-rubin-mtp"),
 )
 
 

@@ -23,7 +23,7 @@ from mlagen.families.common.arguments import (
     require_whole_number,
 )
 from mlagen.families.common.memory import require_memory, require_plain, require_writable
-from mlagen.families.common.xqa_arguments import check_counter_buffer
+from mlagen.families.common.xqa_arguments import check_unread_buffer
 from mlagen.families.mla.args import MlaArgNames
 from mlagen.mla.dcp_keywords import is_dcp
 
@@ -50,7 +50,7 @@ def rare_keywords(
     ArgumentError
         If a keyword has a wrong type or an unknown name.
     """
-    check_counter_buffer(call)
+    check_unread_buffer(call, "multi_ctas_kv_counter_buffer")
     enable_pdl, backend = _in_order(
         call["skip_softmax_threshold_scale_factor"], call["enable_pdl"], call["backend"]
     )

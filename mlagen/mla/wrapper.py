@@ -52,8 +52,9 @@ class BatchMLAPagedAttentionWrapper(BatchPlanner):
         The buffers, shaped as in :meth:`plan`, or none for plans of block tables; ``kv_indices``
         may be longer than any plan needs.
     backend : str
-        FlashInfer's names, ``auto``, ``fa2``, ``fa3``, ``cutlass``, ``cutile``, ``trtllm-gen``,
-        ``xqa``, ``cute-dsl``, ``cute-dsl-modular`` and ``cute-dsl-monolithic``, are equivalent.
+        FlashInfer's names, ``auto``, ``autotune``, ``fa2``, ``fa3``, ``cutlass``, ``cutile``,
+        ``trtllm-gen``, ``xqa``, ``cute-dsl``, ``cute-dsl-modular``, ``cute-dsl-monolithic`` and
+        ``cute-dsl-rubin-mtp``, are equivalent.
 
     Raises
     ------

@@ -24,7 +24,7 @@ ALIGNMENT = 256
 # Arguments whose content does not affect the result.
 SCRATCH = (
     *("workspace_buffer", "float_workspace_buffer", "semaphores", "multi_ctas_kv_counter_buffer"),
-    *("out", "output", "lse"),
+    *("out", "output", "lse", "request_order"),
 )
 
 # Lengths, offsets and page ids.

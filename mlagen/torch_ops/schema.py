@@ -10,8 +10,9 @@ import torch
 
 from mlagen.families.common.arguments import reject
 
-# Parameters that no op has: it allocates its scratch, and its out variant takes the outputs.
-_OMITTED = {"workspace_buffer", "semaphores", "out", "output", "lse"}
+# Parameters that no op has: it allocates its scratch, its out variant takes the outputs, and an
+# object of any class has no type there.
+_OMITTED = {"workspace_buffer", "semaphores", "out", "output", "lse", "request_order_plan"}
 
 _SINGLE = {"float": "float", "bool": "bool", "int": "SymInt", "SupportsIndex": "SymInt"}
 

@@ -66,6 +66,7 @@ REPLAYED: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "trtllm_gqa": (
         *({"lse": torch.zeros(2, 8), "sinks": [torch.zeros(8)]}, {"out_dtype": torch.bfloat16}),
+        {"request_order": torch.arange(2, dtype=torch.int32), "length_aware_schedule": True},
     ),
     "batch_decode": ({"out": None}, {"lse": torch.zeros(2, 8)}, {"v_scale": torch.ones(1)}),
     "wrapper": ({"out": None}, {"return_lse": True}, {"lse": torch.zeros(2, 16)}),

@@ -42,15 +42,15 @@ def check_unused(query: object, semaphores: object, sm_count: object) -> None:
         require_whole_number(sm_count, "sm_count", min_value=1)
 
 
-def check_counter_buffer(call: dict[str, Any]) -> None:
-    """Reject a ``multi_ctas_kv_counter_buffer`` that is no tensor on the device of the query.
+def check_unread_buffer(call: dict[str, Any], name: str) -> None:
+    """Reject an optional tensor that no kernel reads, unless it is on the device of the query.
 
     Raises
     ------
     ArgumentError
         If it is none.
     """
-    name, query = "multi_ctas_kv_counter_buffer", call["query"]
+    query = call["query"]
     if call[name] is not None:
         buffer = require_tensor(call[name], name)
         if isinstance(query, torch.Tensor):
