@@ -13,12 +13,12 @@ from ..options.chosen import choice_options, chosen_entries
 from ..options.entry_options import Choice
 from ..output.byte_progress import byte_progress
 from ..output.report import count_text, json_option
-from ..tools.bundles import report_written
+from ..tools.bundles import report_written, require_path
 from ..tools.interrupts import summarized
 
 
 @click.command("export")
-@click.argument("target", metavar="FILE", type=click.Path(path_type=Path))
+@click.argument("target", metavar="FILE", type=click.Path(path_type=Path), callback=require_path)
 @choice_options
 @click.option(
     "--wheel",

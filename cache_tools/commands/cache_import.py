@@ -8,11 +8,11 @@ from typing import Any
 import click
 
 from ..output.report import json_option
-from ..tools.bundles import import_and_report, import_options
+from ..tools.bundles import import_and_report, import_options, require_path
 
 
 @click.command("import")
-@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path), callback=require_path)
 @import_options
 @json_option
 def import_(*, file: Path, **options: Any) -> None:

@@ -16,6 +16,7 @@ from ..options.selection_options import selection_options
 from ..output.prewarm_report import print_report
 from ..output.progress import prewarm_progress
 from ..output.report import count_text, json_option
+from ..tools.bundles import require_path
 from ..tools.interrupts import summarized, terminated_as_interrupted
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 @click.option(
     "--bundle",
     type=click.Path(path_type=Path),
+    callback=require_path,
     metavar="FILE",
     help="Write exactly these kernels into a bundle for mlagen cache import.",
 )

@@ -14,11 +14,14 @@ from ..output.report import console, count_text, print_json, size_text
 from .interrupts import summarized
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mlagen.cache.bundle import BundledEntry, BundleSummary
 
     from ..output.report import Command
 
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
+_URL = re.compile(r"[a-zA-Z][\w+.-]+:/")  # a Path has one slash of two
 
 
 def _sha256(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
@@ -31,6 +34,13 @@ def _size(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
     from mlagen.settings import read_size
 
     return read_size("max-size", value)
+
+
+def require_path(_ctx: click.Context, _param: click.Parameter, value: Path | None) -> Path | None:
+    """Reject a URL, whose secrets the messages about a file would show."""
+    if value is not None and _URL.match(str(value)):
+        raise click.BadParameter("expected a path, got a URL, which cache push and pull take")
+    return value
 
 
 def import_options(command: Command) -> Command:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
-from urllib.parse import unquote
+from urllib.parse import quote, unquote, urljoin
 
 from mlagen.errors import ArgumentError, MlagenError, UnsupportedError
 from mlagen.paths import require_regular
@@ -27,17 +27,36 @@ class RemoteError(MlagenError, OSError):
     """A transfer failed."""
 
 
-# A user and a password, which may itself hold each of /?#@, or a port and an @ behind it.
-_USER = re.compile(r"//(?=[^/?#]*[:@]).*@", re.DOTALL)
-_PLAIN_USER = re.compile(r"//[^/?#@]*@")
+# File systems around the one of a URL, its scheme, and the rest.
+_CHAINED = r"(?:(?:zip|tar|dir|\w*cache|cached)(?:://[^:@?#]*)?::)*"
+_URL = re.compile(rf"({_CHAINED}(?:([\w+.-]*):(?=/))?/*)(.*)", re.DOTALL)
+# Schemes without a user, of paths that may have an @.
+_OF_PATHS = {None, "file", "local", "memory", "s3", "s3a", "gs", "gcs", "hf"}
+_NO_PORT = re.compile(r"(\[[^/?#]*\]|(?!\[)[^/?#:]*):(?!\d*([/?#]|$))", re.DOTALL)
 
 
 def redacted(url: str) -> str:
     """Return a URL without its secrets: user and password, a signed query, a fragment."""
-    if user := _USER.search(url):
-        rest = url[user.end() :] if _PLAIN_USER.fullmatch(user[0]) else "..."
-        url = f"{url[: user.start()]}//{rest}"
-    return re.split("[?#]", url, maxsplit=1)[0]
+    return _split(url)[0]
+
+
+def _split(url: str) -> tuple[str, str]:
+    """Return the public part of a URL, and its secrets.
+
+    A password may itself hold each of ``/?#@:``, so with an @ only the part behind the last one may
+    be public, and that only behind a plain user. A port that is no number is a password, too.
+    """
+    found = _URL.fullmatch(url)
+    assert found is not None, url
+    head, scheme, body = found.groups()
+    user, _, place = body.rpartition("@")
+    if scheme in _OF_PATHS and not re.match(r"[^/?#]*@|[^@]*:.*@", body, re.DOTALL):
+        user, place = "", body
+    public, *query = re.split("[?#]", place, maxsplit=1)
+    if scheme and not head.endswith("///") and _NO_PORT.match(place):
+        user = f"{user}/{public}"
+    secrets = "/".join([user, *query])
+    return f"{head}{'...' if re.search('[/?#@]', user) else public}", secrets
 
 
 def upload(file: BinaryIO, size_bytes: int, url: str, on_progress: OnProgress) -> None:
@@ -100,20 +119,40 @@ def _is_http(url: str) -> bool:
     return url.partition("://")[0].lower() in {"http", "https"}
 
 
+def _require_http(url: str) -> None:
+    if not _is_http(url):
+        raise ValueError(url)
+
+
 def _is_local(fs: Any) -> bool:
     return "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
 
 
 def _opened_http(url: str) -> HTTPResponse:
+    from http.client import HTTPException
     from urllib.error import HTTPError
-    from urllib.request import Request, urlopen
+    from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+    class Redirects(HTTPRedirectHandler):
+        """Follows redirects; a target may be signed, so no message has a part of it."""
+
+        def http_error_302(self, req: Request, fp: Any, code: int, msg: str, headers: Any) -> Any:
+            try:
+                _require_http(urljoin(req.full_url, headers.get("location") or ""))
+                return super().http_error_302(req, fp, code, msg, headers)
+            except (HTTPException, ValueError) as error:
+                kind = type(error).__name__
+                rule = "expected a redirect to a valid http or https URL"
+                raise RemoteError(f"url: {rule}, got another, {kind}: {redacted(url)}") from None
+
+        http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
 
     if re.match("[^/]*//[^/?#]*@", url):  # Python's client takes them for a part of the host
         rule, got = "one without user and password", f"one with them: {redacted(url)}"
         raise ArgumentError(f"url: expected {rule}, got {got}; use a signed URL")
     request = Request(url, headers={"User-Agent": "mlagen"})  # noqa: S310 - _is_http checked it
     try:
-        response: HTTPResponse = urlopen(request, timeout=_TIMEOUT_S)  # noqa: S310 - the same
+        response: HTTPResponse = build_opener(Redirects).open(request, timeout=_TIMEOUT_S)
     except HTTPError as error:
         error.close()  # it holds the connection
         raise
@@ -136,7 +175,7 @@ def _resolve(url: str) -> tuple[Any, str]:
         if "rotocol not known" not in str(error):
             raise
         raise ArgumentError(
-            f"url: expected a protocol that fsspec knows, got {protocol!r}"
+            f"url: expected a protocol that fsspec knows, got {redacted(protocol)!r}"
         ) from error
 
 
@@ -156,7 +195,8 @@ def _failures(url: str) -> Iterator[None]:
     """Raise any failure as one line; each file system has its own exceptions."""
     try:
         yield
-    except MlagenError:
+    except MlagenError as error:
+        error.args = (_without_secrets(str(error), url),)
         raise
     except Exception as error:
         message = " ".join(_without_secrets(_message_of(error), url).split())
@@ -165,12 +205,15 @@ def _failures(url: str) -> Iterator[None]:
 
 def _without_secrets(message: str, url: str) -> str:
     """Return a message without the secrets of a URL, which parsers split, quote and escape."""
-    user = _USER.search(url)
-    hidden = "/".join([user[0] if user else "", *re.split("[?#]", url, maxsplit=1)[1:]])
-    parts = {*re.split(r"[/?#@:\x00-\x20]", f"{hidden}/{unquote(hidden)}")} - {""}
-    message = message.replace(url, redacted(url))
+    public, hidden = _split(url)
+    forms = "/".join([hidden, unquote(hidden), quote(hidden), repr(hidden)[1:-1]])
+    parts = {*re.split(r"[/?#@:\x00-\x20]", forms)} - {""}
+    message = message.replace(url, public)
     for part in sorted(parts, key=len, reverse=True):
-        message = re.sub(rf"(?<!\w){re.escape(part)}(?!\w)", "...", message)
+        # A short one may be a part of a word.
+        end = r"(?!\w)" if len(part) < 4 else ""
+        start = r"(?<!\w)" if len(part) < 4 else ""
+        message = re.sub(f"{start}{re.escape(part)}{end}", "...", message, flags=re.IGNORECASE)
     return message
 
 

@@ -199,14 +199,32 @@ class _CutShort(_Files):
         super().send_header(keyword, str(int(value) + more) if more else value)
 
 
+class _Redirecting(_Files):
+    """Redirects every name but one to the location that it is started with."""
+
+    def __init__(self, *given: Any, location: str, **options: Any) -> None:
+        self._location = location
+        super().__init__(*given, **options)
+
+    def do_GET(self) -> None:
+        if self.path == "/there":
+            super().do_GET()
+        else:
+            self.send_response(302)
+            self.send_header("Location", self._location.encode().decode("latin-1"))
+            self.end_headers()
+
+
 @pytest.fixture
 def serve(monkeypatch: Patch) -> Serve:
     """Return a context of the URL of a web server for a folder, which no proxy is asked for."""
     monkeypatch.setenv("no_proxy", "*")
 
     @contextmanager
-    def serve_it(folder: Path, *, cuts_short: bool = False) -> Iterator[str]:
-        handler = partial(_CutShort if cuts_short else _Files, directory=str(folder))
+    def serve_it(folder: Path, *, cuts_short: bool = False, location: str = "") -> Iterator[str]:
+        options: Any = {"directory": str(folder)} | ({"location": location} if location else {})
+        kind = _Redirecting if location else _CutShort if cuts_short else _Files
+        handler: Any = partial(kind, **options)
         with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
             server.daemon_threads = True
             thread = threading.Thread(target=server.serve_forever, args=(0.01,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import sys
 import tempfile
 from itertools import product
@@ -259,6 +260,22 @@ def test_a_protocol_that_cannot_be_used_is_named(monkeypatch: Patch, tmp_path: P
         ("https://host:80/kernels.tar.gz?Signature=a@secret", "https://..."),
         ("https://host/kernels.tar.gz#token=secret", "https://host/kernels.tar.gz"),
         ("s3://bucket/kernels@v1.tar.gz", "s3://bucket/kernels@v1.tar.gz"),
+        ("hf://datasets/a/b@main/k?v=1@secret", "hf://datasets/a/b@main/k"),
+        ("s3://key:secret@bucket/kernels.tar.gz", "s3://bucket/kernels.tar.gz"),
+        ("s3://key:se/secret@bucket/kernels.tar.gz", "s3://..."),
+        ("ftp://us/er:secret@host/k", "ftp://..."),
+        ("ftp://secret/token@host/k", "ftp://..."),
+        ("ftp://secret?token@host/k", "ftp://..."),
+        ("ftp://me:se::secret@host/k", "ftp://host/k"),
+        ("HTTPS://me:secret@host/k", "HTTPS://host/k"),
+        ("https:/me:secret@host/k", "https:/host/k"),
+        ("ftp:me:secret@host/k", "host/k"),
+        ("me:secret@host:/k", "host:/k"),
+        ("//me:secret@host/k", "//host/k"),
+        ("sftp://me:secret/k", "sftp://..."),
+        ("https://[::1]:secret/k", "https://..."),
+        ("https://[::1]:80/k", "https://[::1]:80/k"),
+        ("https://host:80/k?t=secret", "https://host:80/k"),
     ],
 )
 def test_secrets_are_not_shown(url: str, expected: str, monkeypatch: Patch) -> None:
@@ -268,10 +285,11 @@ def test_secrets_are_not_shown(url: str, expected: str, monkeypatch: Patch) -> N
         raise RuntimeError(f"cannot reach\n{given}")
 
     monkeypatch.setattr("cache_tools.tools.remote._resolve", fail)
-    writable = url.replace("https:", "memory:")
-    shown = expected.replace("https:", "memory:")
+    writable = re.sub("https:", "sftp:", url, flags=re.IGNORECASE)
+    shown = re.sub("https:", "sftp:", expected, flags=re.IGNORECASE)
 
     assert redacted(url) == expected
+    assert "secret" not in expected
     for transfer in (lambda: upload(io.BytesIO(), 0, writable, quiet), lambda: fetched(writable)):
         with pytest.raises(MlagenError) as caught:
             transfer()
@@ -287,6 +305,8 @@ def test_secrets_are_not_shown(url: str, expected: str, monkeypatch: Patch) -> N
         ("sftp://secret@host/k", "no user secret, some other", "no user ..., some other"),
         ("https://host/k?s=secret 1", "no blanks in '/k?s=secret 1'", "no blanks in '/k?... ...'"),
         ("https://host/k#secret", "no host 'host#secret'", "no host 'host#...'"),
+        ("ftp://us/er:secret@host/k", "no host 'us', no path '/er:SECRET@host'", "no host '"),
+        ("sftp://me:sec%2Fret@host/k", "no user me%3Asec%2Fret", "no user ...%3A..."),
     ],
 )
 def test_a_secret_that_a_message_quotes_is_hidden(
@@ -296,5 +316,63 @@ def test_a_secret_that_a_message_quotes_is_hidden(
     monkeypatch.setattr("cache_tools.tools.remote._resolve", raising(ValueError(quoted)))
     with pytest.raises(RemoteError) as caught:
         fetched(url.replace("https:", "memory:"))
-    assert str(caught.value).startswith(f"url: {shown}: ")
-    assert "secret" not in str(caught.value)
+    assert str(caught.value).startswith(f"url: {shown}")
+    assert re.search("secret|ret", str(caught.value), re.IGNORECASE) is None
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        "gopher://x?sig=secret",
+        "ftp://me:secret@127.0.0.1/k",
+        "file:///secret",
+        "http://127.0.0.1:secret/",
+        "http://me:secret@127.0.0.1/",
+        "https://me:se/secret@127.0.0.1:9/",
+        "http://secret host/k",
+        "http://secret]/k",
+        "http://secret\u2100/k",
+        "http://[secret/k",
+        "//127.0.0.1:secret/k",
+        f"http://{'secret' * 20}/k",
+        "http://.secret./k",
+        "http://127.0.0.1:9/k?sig=secret",
+        "http://127.0.0.1:99999/secret",
+        "http:secret",
+        "secret",
+        "http://127.0.0.1:9/\x01secret",
+    ],
+)
+def test_the_target_of_a_redirect_is_not_shown(location: str, tmp_path: Path, serve: Serve) -> None:
+    """A signed URL may redirect to another one; the message has the first one only."""
+    with serve(tmp_path, location=location) as server:
+        result = run("cache pull", f"{server}/k?sig=first")
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 2
+    assert result.stderr.endswith(f": {server}/k\n")
+    assert re.search("secret|first", result.stderr) is None
+
+
+def test_a_redirect_is_followed(tmp_path: Path, serve: Serve) -> None:
+    """So is one to a relative URL."""
+    (tmp_path / "there").write_bytes(b"content")
+    with serve(tmp_path, location="/there") as server:
+        assert fetched(f"{server}/k") == b"content"
+
+
+@pytest.mark.parametrize("command", ["cache import", "cache export", "prewarm --bundle"])
+def test_a_url_in_the_place_of_a_file_is_not_shown(command: str) -> None:
+    """The message says which commands take a URL."""
+    result = run(command, "https://me:secret@host/k?sig=secret")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "expected a path, got a URL, which cache push and pull take" in result.stderr
+    assert "secret" not in result.stderr
+
+
+@pytest.mark.parametrize("url", ["file://me:secret@none/k", "me:secret@x://k", "a:secret@b/k"])
+def test_a_local_path_is_redacted_too(url: str) -> None:
+    """A failure of a local file has its path without what may be a password."""
+    for command in ("pull", "push"):
+        result = run(f"cache {command}", url)
+        assert result.exit_code in {1, 2}
+        assert "secret" not in result.stdout + result.stderr
