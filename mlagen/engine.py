@@ -100,9 +100,16 @@ def find_or_build(spec: KernelSpec, *, created_by: str = "jit") -> Outcome:
                 return build_spec(spec, nvrtc)
 
         entry = store.build(key, build, created_by=created_by, because=reason)
-    if path := current_settings().record:
-        toolchain, result = entry.manifest.toolchain, "built" if built else "hit"
-        record(path, kernel=str(spec), key=key.digest, toolchain=toolchain, found=result)
+    settings = current_settings()
+    if settings.record:
+        record(
+            settings.record,
+            kernel=str(spec),
+            key=key.digest,
+            toolchain=entry.manifest.toolchain,
+            found="built" if built else "hit",
+            is_shared=settings.trusts_shared,
+        )
     return Outcome(entry=entry, built=built, ms=(time.perf_counter() - start) * 1e3)
 
 

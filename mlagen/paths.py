@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -83,8 +84,12 @@ def read_named(path: Path, *, max_bytes: int = MAX_NAMED_BYTES) -> bytes:
     return content
 
 
-def append_named(path: Path, line: bytes) -> None:
+def append_named(
+    path: Path, line: bytes, *, check: Callable[[os.stat_result], None] = lambda _: None
+) -> None:
     """Append a line to a user-named regular file in one write; create it if it does not exist.
+
+    ``check`` gets the status of the open file, and raises for one that must not be written.
 
     Raises
     ------
@@ -97,7 +102,9 @@ def append_named(path: Path, line: bytes) -> None:
         require_regular(path)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _FLAGS, 0o644)
     try:
-        _require_regular(path, os.fstat(descriptor))
+        status = os.fstat(descriptor)
+        _require_regular(path, status)
+        check(status)
         # One write: lines of several processes do not mix. On a full disk it may be a short one,
         # and the next one raises.
         while line := line[os.write(descriptor, line) :]:

@@ -4,20 +4,40 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import stat
 from pathlib import Path
 
+from mlagen.cache.trust import require_own
 from mlagen.paths import append_named, reason_of
+
+_ADVICE = "choose another MLAGEN_RECORD, or set MLAGEN_TRUST_SHARED=1"
 
 _logger = logging.getLogger("mlagen")
 
 _warned: set[Path] = set()
 
 
-def record(path: Path, *, kernel: str, key: str, toolchain: str, found: str) -> None:
-    """Append a kernel to the record file; warn once if it is not writable."""
+def record(
+    path: Path, *, kernel: str, key: str, toolchain: str, found: str, is_shared: bool = False
+) -> None:
+    """Append a kernel to the record file; warn once if it is not writable.
+
+    Unless ``is_shared``, no other user may be able to change it: a record decides what another
+    process compiles.
+    """
     line = {"kernel": kernel, "key": key, "toolchain": toolchain, "found": found}
+
+    def check(status: os.stat_result) -> None:
+        if not is_shared:
+            require_own(status, str(path), advice=_ADVICE)
+
     try:
-        append_named(path, json.dumps(line).encode() + b"\n")
+        folder = path.parent.stat()
+        # With the sticky bit, as in /tmp, others cannot replace the file.
+        if folder.st_mode & stat.S_IWOTH and not folder.st_mode & stat.S_ISVTX and not is_shared:
+            require_own(folder, str(path.parent), advice=_ADVICE)
+        append_named(path, json.dumps(line).encode() + b"\n", check=check)
     except (OSError, ValueError) as error:
         if path not in _warned:
             _warned.add(path)

@@ -35,7 +35,7 @@ LAYERS = {
     "spec": {"errors", "values"},
     **dict.fromkeys(STAGES, DATA),
     "jit": GROUND,  # whether a process may compile, and reports of compilations
-    "recording": {"paths"},
+    "recording": {"cache", "paths"},
     "engine": DATA | STAGES | {"jit", "recording"},
     "families": ENGINE,
     "torch_ops": ENGINE | {"families"},

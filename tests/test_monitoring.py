@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,8 @@ from mlagen.recording import record
 from mlagen.settings import current_settings
 from mlagen.spec.text import parse_spec
 from tests.cache.builds import ROOT, in_child, together
+from tests.faults.strangers import give_away
+from tests.fixture_types import Patch
 from tests.kernels import COMBINE
 
 # argv: when the application configures its logging
@@ -153,7 +156,12 @@ def test_a_run_is_recorded_kernel_by_kernel(
 def test_concurrent_lines_stay_complete(tmp_path: Path) -> None:
     """Eight threads that append over their own descriptors write only complete lines."""
     path = tmp_path / "run.jsonl"
-    line = {"kernel": "k" * 300, "key": "0" * 64, "toolchain": "nvrtc-1", "found": "hit"}
+    line: dict[str, Any] = {
+        "kernel": "k" * 300,
+        "key": "0" * 64,
+        "toolchain": "nvrtc-1",
+        "found": "hit",
+    }
 
     def record_fifty() -> None:
         for _ in range(50):
@@ -161,6 +169,54 @@ def test_concurrent_lines_stay_complete(tmp_path: Path) -> None:
 
     together([record_fifty] * 8)
     assert [json.loads(text) for text in path.read_text().splitlines()] == [line] * 400
+
+
+def give_file_away(path: Path, patch: Patch) -> None:
+    """Make an empty file of another user."""
+    path.touch()
+    give_away(path, patch)
+
+
+def open_file(path: Path, _patch: Patch) -> None:
+    """Make an empty file that others may write."""
+    path.touch()
+    path.chmod(0o666)
+
+
+STRANGERS: dict[str, Callable[[Path, Patch], object]] = {
+    "a folder of all": lambda path, _: path.parent.chmod(0o777),
+    "a file of all": open_file,
+    "another's file": give_file_away,
+}
+
+
+@pytest.mark.parametrize("spoil", STRANGERS.values(), ids=STRANGERS)
+def test_a_record_that_others_can_change_is_not_written(
+    spoil: Callable[[Path, Patch], object],
+    monkeypatch: Patch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is one warning, unless others are trusted; a folder such as /tmp is no risk."""
+    path = tmp_path / "record/run.jsonl"
+    path.parent.mkdir()
+    spoil(path, monkeypatch)
+    line: dict[str, Any] = {"kernel": "k", "key": "0" * 64, "toolchain": "nvrtc-1", "found": "hit"}
+
+    for _ in range(2):
+        record(path, **line)
+    is_empty = not path.exists() or not path.read_text()
+    record(path, **line, is_shared=True)
+
+    assert is_empty
+    assert path.read_text()
+    (warning,) = caplog.messages
+    assert warning.startswith("MLAGEN_RECORD: expected a file that can be written, got ")
+    assert "MLAGEN_TRUST_SHARED=1" in warning
+    path.unlink()
+    path.parent.chmod(0o1777)
+    record(path, **line)
+    assert path.read_text()
 
 
 @pytest.mark.timeout(30)

@@ -30,7 +30,7 @@ def require_trusted(status: os.stat_result, path: str, layout: Layout) -> None:
     if not layout.is_shared:
         root = layout.root
         advice = f"chmod -R go-w {root}, choose another folder, or set MLAGEN_TRUST_SHARED=1"
-        _require_own(status, path, advice)
+        require_own(status, path, advice=advice)
 
 
 def require_trusted_link(status: os.stat_result, path: str, layout: Layout) -> None:
@@ -46,17 +46,8 @@ def untrusted_link(path: str) -> UntrustedError:
     return UntrustedError(f"a symbolic link at {path}", path, "remove it, or choose another folder")
 
 
-def require_own_folder(folder: Path, *, advice: str) -> None:
-    """Raise :class:`PermissionError` if users other than this one and root can write a folder."""
-    status, path = folder.lstat(), str(folder)
-    if stat.S_ISLNK(status.st_mode):
-        raise UntrustedError(f"a symbolic link at {path}", path, advice)
-    if not stat.S_ISDIR(status.st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-    _require_own(status, path, advice)
-
-
-def _require_own(status: os.stat_result, path: str, advice: str) -> None:
+def require_own(status: os.stat_result, path: str, *, advice: str) -> None:
+    """Raise :class:`UntrustedError` if users other than this one and root can write a file."""
     if status.st_uid not in {os.geteuid(), 0}:
         kind = "folder" if stat.S_ISDIR(status.st_mode) else "file"
         text = f"a {kind} of user {status.st_uid} at {path}"
@@ -65,3 +56,13 @@ def _require_own(status: os.stat_result, path: str, advice: str) -> None:
     else:
         return
     raise UntrustedError(text, path, advice)
+
+
+def require_own_folder(folder: Path, *, advice: str) -> None:
+    """Raise :class:`PermissionError` if users other than this one and root can write a folder."""
+    status, path = folder.lstat(), str(folder)
+    if stat.S_ISLNK(status.st_mode):
+        raise UntrustedError(f"a symbolic link at {path}", path, advice)
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+    require_own(status, path, advice=advice)

@@ -11,14 +11,18 @@ from itertools import count
 from pathlib import Path
 from typing import IO
 
+from mlagen.cache.files import make_folder
+from mlagen.cache.trust import require_own
+
+_ADVICE = "choose another MLAGEN_DUMP, or set MLAGEN_TRUST_SHARED=1"
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class DumpFolder:
     """The folder of ``MLAGEN_DUMP``, with names that no two processes share."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, is_shared: bool = False) -> None:
+        self.path, self._is_shared = path, is_shared  # shared with users that are trusted
         self._names = (0, "", count(1))  # pid, token, numbers
 
     def new_name(self, entry: str) -> str:
@@ -34,7 +38,8 @@ class DumpFolder:
         Raises
         ------
         OSError
-            If the folder is a symbolic link, or cannot be written; no part of the file remains.
+            If the folder is a symbolic link, others can change it, or it cannot be written; no
+            part of the file remains.
         """
         temporary = f".{name}.{secrets.token_hex(4)}"
         with self._opened() as folder:
@@ -52,12 +57,13 @@ class DumpFolder:
         path = self.path
         if path.is_symlink():
             raise OSError(errno.ELOOP, "a symbolic link", str(path))
-        path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
-            path.mkdir(mode=0o700)
+            make_folder(path)
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags)
         try:
+            if not self._is_shared:
+                require_own(os.fstat(descriptor), str(path), advice=f"chmod go-w {path}, {_ADVICE}")
             yield descriptor
         finally:
             os.close(descriptor)

@@ -90,7 +90,8 @@ def dumper() -> Dumper | None:
     settings = current_settings()
     if settings.dump is None:
         return None
-    return Dumper(DumpFolder(settings.dump), has_tensors=settings.dumps_tensors)
+    folder = DumpFolder(settings.dump, is_shared=settings.trusts_shared)
+    return Dumper(folder, has_tensors=settings.dumps_tensors)
 
 
 def _begin(

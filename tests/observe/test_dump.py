@@ -15,6 +15,7 @@ import torch
 
 from mlagen.errors import ArgumentError
 from mlagen.observe import dump, dump_files, observed
+from tests.faults.strangers import STRANGER, give_away
 from tests.fixture_types import Log, Patch
 from tests.observed_calls import built, dumps_in, observe
 
@@ -157,13 +158,40 @@ def test_files_are_private_and_have_names_of_their_own(folder: Path, monkeypatch
     function(**arguments)
 
     (path,) = folder.iterdir()
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (folder.parent, folder)] == [0o700] * 2
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert path.name.startswith(f"xqa_mla-{os.getpid()}-")
     folders = [dump_files.DumpFolder(folder) for _ in range(2)]
     names = {each.new_name("xqa") for each in (*folders, *folders)}
     monkeypatch.setattr(os, "getpid", lambda: 1)
     assert len(names | {each.new_name("xqa") for each in (*folders, *folders)}) == 8
+
+
+@pytest.mark.parametrize("trust", ["", "1"], ids=["own", "shared"])
+@pytest.mark.parametrize("whose", ["all", "group", "another"])
+def test_a_folder_that_others_can_change_stays_empty(
+    whose: str, trust: str, monkeypatch: Patch, tmp_path: Path, caplog: Log
+) -> None:
+    """It is one warning that says how to go on; with trust in others it is filled."""
+    path = tmp_path / "dumps"
+    path.mkdir(mode=0o700)
+    observe(monkeypatch, MLAGEN_DUMP=str(path), MLAGEN_TRUST_SHARED=trust)
+    if whose == "another":
+        give_away(path, monkeypatch)
+    else:
+        path.chmod(0o777 if whose == "all" else 0o770)
+    function, arguments = built("trtllm")
+    caplog.set_level(logging.WARNING, logger="mlagen")
+
+    for length in (7, 70):
+        function(**{**arguments, "max_seq_len": length})
+
+    assert bool(list(path.iterdir())) == bool(trust)
+    if not trust:
+        (message,) = caplog.messages
+        got = f"a folder of user {STRANGER} at" if whose == "another" else "mode 07"
+        assert message.startswith(f"MLAGEN_DUMP: expected calls that can be dumped, got {got}")
+        assert f"(chmod go-w {path}, choose another MLAGEN_DUMP, or set" in message
 
 
 @pytest.mark.parametrize("kind", ["a symbolic link", "Not a directory"])
