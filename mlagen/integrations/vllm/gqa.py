@@ -1,21 +1,65 @@
 """GQA decode in vLLM on sm_90a: the backend ``MLAGEN_GQA``.
 
-It is vLLM's FlashInfer backend, whose call of XQA goes to mlagen. Prefill, and the decode of a
-layer that XQA does not serve, stay with FlashInfer.
+It is vLLM's FlashInfer backend, which decodes by XQA on Hopper, with mlagen in the place of XQA.
+Prefill, and the decode of a layer that XQA does not serve, stay with FlashInfer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
+from vllm import envs
+from vllm.utils.flashinfer import force_use_trtllm_attention
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backends import flashinfer as vllm_flashinfer
+from vllm.v1.attention.backends.utils import get_flashinfer_layout_string
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from mlagen.decode import xqa_batch_decode_with_kv_cache
+from mlagen.decode import xqa_batch_decode_with_kv_cache as decode
+from mlagen.integrations.vllm.calls import workspace
+from mlagen.models.pages import PAGE_SIZES
 
-_XQA = "flashinfer_xqa_batch_decode_with_kv_cache"
+
+def supports_trtllm_attention(is_prefill: bool = False) -> bool:
+    """Return whether a decode on Hopper takes the place of XQA, which here needs no cubins.
+
+    vLLM's function of that name asks NVIDIA's repository of cubins, for 5 s without a network.
+    """
+    return not is_prefill and not envs.VLLM_BATCH_INVARIANT
+
+
+def can_use_trtllm_attention(
+    num_qo_heads: int, num_kv_heads: int, is_prefill: bool = False
+) -> bool:
+    """Return the same for the heads of a layer, where no option excludes it."""
+    return (
+        force_use_trtllm_attention() is not False
+        and supports_trtllm_attention(is_prefill)
+        and num_qo_heads % num_kv_heads == 0
+    )
+
+
+def _by_own_gate(function: Any, **names: Any) -> Callable[..., Any]:
+    """Return a function of vLLM's module that asks the functions above instead of vLLM's.
+
+    Its globals are a copy: other backends of the process keep the module's own.
+    """
+    names |= {
+        "can_use_trtllm_attention": can_use_trtllm_attention,
+        "supports_trtllm_attention": supports_trtllm_attention,
+    }
+    return FunctionType(
+        function.__code__,
+        function.__globals__ | names,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
 
 
 class MlagenGQABackend(vllm_flashinfer.FlashInferBackend):
@@ -24,6 +68,7 @@ class MlagenGQABackend(vllm_flashinfer.FlashInferBackend):
     supported_kv_cache_dtypes: ClassVar[list[str]] = [
         *("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
     ]
+    supports_sink = classmethod(_by_own_gate(vllm_flashinfer.FlashInferBackend.supports_sink))
 
     @staticmethod
     def get_name() -> str:
@@ -34,6 +79,17 @@ class MlagenGQABackend(vllm_flashinfer.FlashInferBackend):
     def get_impl_cls() -> type[MlagenGQAImpl]:
         """Return the class that computes attention."""
         return MlagenGQAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[MlagenGQAMetadataBuilder]:
+        """Return the class that builds the metadata of a batch."""
+        return MlagenGQAMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        """Return the page sizes that prewarming compiles, into which vLLM splits larger blocks."""
+        del kv_cache_spec
+        return list(PAGE_SIZES)
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
@@ -46,22 +102,91 @@ class MlagenGQABackend(vllm_flashinfer.FlashInferBackend):
         return (capability.major, capability.minor) == (9, 0)
 
 
+class MlagenGQAMetadataBuilder(vllm_flashinfer.FlashInferMetadataBuilder):
+    """FlashInfer's builder, which chooses XQA for decode also without cubins and a network."""
+
+    _init = _by_own_gate(
+        vllm_flashinfer.FlashInferMetadataBuilder.__init__, FlashInferBackend=MlagenGQABackend
+    )
+    get_cudagraph_support = classmethod(
+        _by_own_gate(vllm_flashinfer.FlashInferMetadataBuilder.get_cudagraph_support)
+    )
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        self._init(kv_cache_spec, layer_names, vllm_config, device)
+        # Prefill on Hopper has no such kernel, and each batch would ask vLLM's own gate for it.
+        self.attention_config: Any = copy(vllm_config.attention_config)
+        self.attention_config.use_trtllm_attention = False
+
+
 class MlagenGQAImpl(vllm_flashinfer.FlashInferImpl):
-    """FlashInfer's implementation with mlagen's decode in the place of XQA."""
+    """FlashInfer's implementation, with a decode of its own where FlashInfer's has XQA."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Attend as the base class does; its XQA call is mlagen's."""
-        with _mlagen_for_xqa():
-            out: torch.Tensor = super().forward(*args, **kwargs)
-        return out
+    _init = _by_own_gate(vllm_flashinfer.FlashInferImpl.__init__)
 
+    def __init__(self, *args: Any, **layer: Any) -> None:
+        self._init(*args, **layer)
 
-@contextmanager
-def _mlagen_for_xqa() -> Iterator[None]:
-    # vLLM names the function in its module alone; another backend of the process keeps its own.
-    before = getattr(vllm_flashinfer, _XQA)
-    setattr(vllm_flashinfer, _XQA, xqa_batch_decode_with_kv_cache)
-    try:
-        yield
-    finally:
-        setattr(vllm_flashinfer, _XQA, before)
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend to the cache: the decodes, which come first, by mlagen, the rest as the base."""
+        kernel = getattr(getattr(attn_metadata, "decode", None), "kernel", None)
+        if kernel is not vllm_flashinfer.FlashInferDecodeKernel.XQA:  # or a profiling run
+            scales = (output_scale, output_block_scale)
+            out: torch.Tensor = super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, *scales
+            )
+            return out
+        if attn_metadata.num_prefills:
+            first = attn_metadata.num_decode_tokens
+            prefills = replace(
+                attn_metadata,
+                num_actual_tokens=attn_metadata.num_actual_tokens - first,
+                num_decodes=0,
+                num_decode_tokens=0,
+                decode=None,
+            )
+            super().forward(layer, query[first:], key, value, kv_cache, prefills, output[first:])
+        self._decode(layer, query, kv_cache, attn_metadata, output)
+        return output
+
+    def _decode(
+        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, batch: Any, out: torch.Tensor
+    ) -> None:
+        """Write the output of the query tokens of all decodes."""
+        part, layout = batch.decode, batch.kv_cache_layout
+        # A request of one token that pads a captured batch has a row too.
+        tokens = batch.num_decodes if part.q_len_per_req == 1 else batch.num_decode_tokens
+        if kv_cache.dtype == torch.uint8:  # as vLLM stores FP8
+            kv_cache = kv_cache.view(torch.float8_e4m3fn)
+        pages = canonicalize_singleton_dim_strides(kv_cache.permute(*layout.layer_view_order))
+        is_quantized = is_quantized_kv_cache(self.kv_cache_dtype)
+        decode(
+            query[:tokens],
+            pages.split(self.head_size, dim=-1),
+            workspace(query.device),
+            part.block_tables,
+            part.seq_lens,
+            part.max_seq_len,
+            bmm1_scale=self.get_xqa_bmm1_scale(layer, batch.q_data_type_decode),
+            bmm2_scale=layer._v_scale_float if is_quantized else 1.0,  # noqa: SLF001
+            window_left=self.window_left,
+            out=out[:tokens],
+            sinks=self.sinks,
+            kv_layout=get_flashinfer_layout_string(layout),
+            q_len_per_req=part.q_len_per_req,
+            mask=part.mask,
+            q_cu_seq_lens=part.q_cu_seq_lens,
+        )

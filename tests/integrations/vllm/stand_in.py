@@ -14,6 +14,7 @@ from tests.integrations.vllm import stand_in_mla as mla
 
 # The modules of vLLM with the names that the plugin and its tests import.
 MODULES: dict[str, dict[str, Any]] = {
+    "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
     "vllm.model_executor.layers.attention.mla_attention": named(
         *(mla.MLACommonBackend, mla.MLACommonDecodeMetadata, mla.MLACommonImpl),
         *(mla.MLACommonMetadata, mla.MLACommonMetadataBuilder, mla.QueryLenSupport),
@@ -30,6 +31,11 @@ MODULES: dict[str, dict[str, Any]] = {
         ),
     ),
     "vllm.platforms.interface": named(base.DeviceCapability),
+    "vllm.utils.flashinfer": named(
+        *(flashinfer.can_use_trtllm_attention, flashinfer.force_use_trtllm_attention),
+        flashinfer.supports_trtllm_attention,
+    ),
+    "vllm.utils.torch_utils": named(flashinfer.canonicalize_singleton_dim_strides),
     "vllm.v1.attention.backend": named(
         *(base.AttentionBackend, base.AttentionCGSupport, base.AttentionMetadataBuilder),
         *(base.AttentionType, base.MultipleOf, base.max_decode_query_len),
@@ -37,12 +43,15 @@ MODULES: dict[str, dict[str, Any]] = {
     "vllm.v1.attention.backends.flashinfer": named(
         *(flashinfer.FlashInferBackend, flashinfer.FlashInferDecodeKernel),
         *(flashinfer.FlashInferImpl, flashinfer.FlashInferMetadata),
-        flashinfer.FlashInferTrtllmAPIDecode,
-        flashinfer.flashinfer_xqa_batch_decode_with_kv_cache,
+        *(flashinfer.FlashInferMetadataBuilder, flashinfer.FlashInferTrtllmAPIDecode),
     ),
     "vllm.v1.attention.backends.mla.sparse_utils": named(
         mla.align_blocks_to_rows, mla.flat_kv_row_view
     ),
     "vllm.v1.attention.backends.registry": named(base.AttentionBackendEnum),
-    "vllm.v1.kv_cache_interface": named(flashinfer.KVCacheLayout),
+    "vllm.v1.attention.ops.flashmla": named(
+        mla.flash_mla_sparse_fwd, mla.is_flashmla_sparse_supported
+    ),
+    "vllm.v1.attention.backends.utils": named(flashinfer.get_flashinfer_layout_string),
+    "vllm.v1.kv_cache_interface": named(flashinfer.KVCacheLayout, flashinfer.is_quantized_kv_cache),
 }

@@ -136,7 +136,7 @@ class AttentionBackend:
         names = ["has_sink", "use_mm_prefix", "block_size", "use_mla", "use_sparse", "dtype"]
         names += ["head_size", "kv_cache_dtype", "device_capability"]
         combination = cls.supports_combination(**{name: call[name] for name in names})
-        sizes = [size.base for size in cls.get_supported_kernel_block_sizes()]
+        sizes = [getattr(size, "base", size) for size in cls.get_supported_kernel_block_sizes()]
         checks = {
             "head_size not supported": call["head_size"] in cls.get_supported_head_sizes(),
             "dtype not supported": call["dtype"] in cls.supported_dtypes,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from importlib import import_module
 from typing import Any
 
 import torch
 
-from tests.integrations.vllm.stand_in_base import AttentionBackend, MultipleOf
+from tests.integrations.vllm.stand_in_base import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+)
 
 
 class FlashInferDecodeKernel(Enum):
@@ -56,6 +59,45 @@ class KVCacheLayout(Enum):
 
     LBHNC = (0, 1, 2, 3, 4)
 
+    @property
+    def layer_view_order(self) -> tuple[int, ...]:
+        """The order of the axes of a layer's view."""
+        return (0, 1, 2, 3)
+
+
+def get_flashinfer_layout_string(layout: KVCacheLayout) -> str:
+    """Return the layout in FlashInfer's words."""
+    return {"LBHNC": "HND"}[layout.name]
+
+
+def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
+    """Return whether a cache has scales."""
+    return kv_cache_dtype.startswith("fp8")
+
+
+def canonicalize_singleton_dim_strides(t: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that has no degenerate strides."""
+    return t
+
+
+def force_use_trtllm_attention() -> bool | None:
+    """Return the option of the engine."""
+    return None
+
+
+def supports_trtllm_attention(is_prefill: bool = False) -> bool:
+    """Fail, as a look-up of cubins does without a network."""
+    del is_prefill
+    raise OSError("the network was asked")
+
+
+def can_use_trtllm_attention(
+    num_qo_heads: int, num_kv_heads: int, is_prefill: bool = False
+) -> bool:
+    """Fail, as a look-up of cubins does without a network."""
+    del num_qo_heads, num_kv_heads
+    return supports_trtllm_attention(is_prefill)
+
 
 class FlashInferBackend(AttentionBackend):
     """The GQA backend of FlashInfer."""
@@ -64,21 +106,67 @@ class FlashInferBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         """Return page sizes."""
         del kv_cache_spec
-        return [MultipleOf(16)]
+        return [16, 32, 64]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """Return head sizes."""
         return [64, 128, 256, 512]
 
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Return whether it serves sinks."""
+        return supports_trtllm_attention(is_prefill=False)
+
+
+class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
+    """The builder of FlashInfer batches, with its choice of XQA."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        del layer_names, device
+        self.vllm_config = vllm_config
+        self.attention_config = vllm_config.attention_config
+        self.use_xqa = can_use_trtllm_attention(8, kv_cache_spec.num_kv_heads, is_prefill=False)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Return which batches a CUDA graph may hold."""
+        del vllm_config
+        if can_use_trtllm_attention(num_qo_heads=8, num_kv_heads=kv_cache_spec.num_kv_heads):
+            return AttentionCGSupport.UNIFORM_BATCH
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
 
 class FlashInferImpl:
-    """The implementation of GQA; its XQA call is vLLM's, with what start-up sets."""
+    """The implementation of GQA, of which the plugin takes prefill and scales."""
 
-    head_size: int
-    scale: float
-    sinks: torch.Tensor | None
-    window_left: int
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        del alibi_slopes, logits_soft_cap, attn_type, kv_sharing_target_layer_name
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
+        self.scale, self.kv_cache_dtype, self.sinks = scale, kv_cache_dtype, sinks
+        self.window_left = -1 if sliding_window is None else sliding_window - 1
+        self.supports_xqa_or_trtllm_gen_decode = can_use_trtllm_attention(num_heads, num_kv_heads)
+
+    def get_xqa_bmm1_scale(self, layer: Any, q_data_type: torch.dtype) -> float:
+        """Return the scale of the scores."""
+        del q_data_type
+        is_quantized = is_quantized_kv_cache(self.kv_cache_dtype)
+        return float(self.scale * (layer._k_scale_float if is_quantized else 1.0))
 
     def forward(
         self,
@@ -92,31 +180,10 @@ class FlashInferImpl:
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Call XQA by the name that the module has now."""
-        del layer, key, value, output_scale, output_block_scale
-        module = import_module("vllm.v1.attention.backends.flashinfer")
-        tokens = attn_metadata.num_decode_tokens
-        module.flashinfer_xqa_batch_decode_with_kv_cache(
-            query=query[:tokens],
-            kv_cache=kv_cache.chunk(2, dim=-1),
-            kv_cache_sf=None,
-            workspace_buffer=torch.empty(1 << 20, dtype=torch.uint8),
-            block_tables=attn_metadata.decode.block_tables,
-            seq_lens=attn_metadata.decode.seq_lens,
-            max_seq_len=attn_metadata.decode.max_seq_len,
-            bmm1_scale=self.scale,
-            bmm2_scale=1.0,
-            window_left=self.window_left,
-            out=output[:tokens],
-            sinks=self.sinks,
-            kv_layout="HND",
-            q_len_per_req=attn_metadata.decode.q_len_per_req,
-            mask=attn_metadata.decode.mask,
-            q_cu_seq_lens=attn_metadata.decode.q_cu_seq_lens,
-        )
-        return output
-
-
-def flashinfer_xqa_batch_decode_with_kv_cache(**_: Any) -> None:
-    """Fail, as XQA does without a GPU."""
-    raise RuntimeError("XQA was called")
+        """Write zeros for a profiling run, and ones for prefills, which need a GPU."""
+        del layer, query, key, value, kv_cache, output_scale, output_block_scale
+        if attn_metadata is None:
+            return output.fill_(0)
+        assert attn_metadata.decode is None, "XQA was called"
+        assert len(output) == attn_metadata.num_actual_tokens == attn_metadata.num_prefill_tokens
+        return output.fill_(1)

@@ -102,6 +102,7 @@ class _MlaImpl(Generic[Metadata]):
     lse_base_on_e: bool = True
     supports_dcp: bool = False
     need_to_return_lse_for_decode: bool = False
+    supports_dense_mha_prefill: bool = True
     supports_quant_query_input: bool = False
 
     def __init__(
@@ -118,9 +119,10 @@ class _MlaImpl(Generic[Metadata]):
         kv_sharing_target_layer_name: str | None,
         **mla_args: Any,
     ) -> None:
-        del num_heads, head_size, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype
+        del head_size, alibi_slopes, sliding_window
         del logits_soft_cap, attn_type, kv_sharing_target_layer_name
-        self.scale = scale
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.scale, self.kv_cache_dtype = scale, kv_cache_dtype
         self.kv_lora_rank = mla_args["kv_lora_rank"]
         self.qk_nope_head_dim = mla_args["qk_nope_head_dim"]
         self.qk_rope_head_dim = mla_args["qk_rope_head_dim"]
@@ -158,3 +160,13 @@ def flat_kv_row_view(kv_cache: torch.Tensor, block_size: int) -> tuple[torch.Ten
     rows_per_block = kv_cache.stride(0) // width
     shape = ((blocks - 1) * rows_per_block + block_size, width)
     return kv_cache.as_strided(shape, (width, 1)), rows_per_block
+
+
+def flash_mla_sparse_fwd(*_: Any, **__: Any) -> Any:
+    """Fail, as FlashMLA does without a GPU."""
+    raise RuntimeError("FlashMLA was called")
+
+
+def is_flashmla_sparse_supported() -> tuple[bool, str | None]:
+    """Return that it needs a GPU."""
+    return False, "FlashMLA Sparse is only supported on Hopper devices."

@@ -1,8 +1,10 @@
-"""The GQA backend: vLLM's FlashInfer implementation with mlagen's decode in the place of XQA."""
+"""The GQA backend: vLLM's FlashInfer backend with mlagen's decode in the place of XQA."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
+from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,16 @@ from tests.integrations.servers import Import, is_installed
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, PAGES = 4, 2, 64, 16, 4
 SEQ_LENS = (33, 2)
+LAYER = SimpleNamespace(_q_scale=None, _q_scale_float=1.0, _k_scale_float=0.5, _v_scale_float=0.25)
+
+
+def cache_spec() -> Any:
+    """Return the cache of a layer, as vLLM's builder sees it."""
+    fields: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": HEAD_DIM}
+    if not is_installed("vllm"):
+        return SimpleNamespace(**fields)
+    spec = import_module("vllm.v1.kv_cache_interface").FullAttentionSpec
+    return spec(**fields, dtype=torch.bfloat16)
 
 
 @pytest.fixture
@@ -26,17 +38,12 @@ def gqa(vllm: Import) -> ModuleType:
 
 
 @pytest.fixture
-def impl(gqa: ModuleType, monkeypatch: Patch) -> Any:
+def impl(gqa: ModuleType) -> Any:
     """Return an implementation, with what vLLM sets at start-up on Hopper."""
-    flashinfer = gqa.vllm_flashinfer
-    space = torch.empty(1 << 20, dtype=torch.uint8)
-    monkeypatch.setattr(flashinfer, "_get_trtllm_workspace_buffer", lambda: space, raising=False)
     made = object.__new__(gqa.MlagenGQAImpl)
     sizes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": HEAD_DIM}
-    unset = dict.fromkeys(("bmm1_scale", "bmm2_scale", "o_sf_scale", "logits_soft_cap", "sinks"))
-    others = {"window_left": -1, "dcp_world_size": 1, "scale": HEAD_DIM**-0.5}
-    cache = {"kv_cache_dtype": "auto", "is_kvcache_nvfp4": False}
-    vars(made).update(sizes | unset | others | cache)
+    others = {"window_left": -1, "scale": HEAD_DIM**-0.5, "sinks": None, "kv_cache_dtype": "auto"}
+    vars(made).update(sizes | others)
     return made
 
 
@@ -72,46 +79,249 @@ def batch(gqa: ModuleType, q_len: int) -> tuple[torch.Tensor, torch.Tensor, Any]
     return query, cache.bfloat16(), metadata
 
 
-@pytest.mark.parametrize("q_len", [1, 2])
-def test_the_xqa_call_of_vllm_is_served(gqa: ModuleType, impl: Any, q_len: int) -> None:
-    """Each query token attends to its causal prefix, where XQA itself has no GPU to run on."""
-    query, cache, metadata = batch(gqa, q_len)
-    out = torch.full_like(query, torch.nan)
-    layer = SimpleNamespace(_q_scale=None, _q_scale_float=1.0, _k_scale_float=1.0)
-
-    impl.forward(layer, query, None, None, cache, metadata, out)
-
+def expected(
+    query: torch.Tensor, cache: torch.Tensor, q_len: int, sinks: torch.Tensor, window: int
+) -> torch.Tensor:
+    """Return the attention of each query token to the window before it, in float64."""
     keys, values = cache.double().chunk(2, dim=-1)
+    rows = []
     for token, seq_len in enumerate(n for n in SEQ_LENS for _ in range(q_len)):
-        request, seen = token // q_len, seq_len - q_len + token % q_len + 1
+        request, end = token // q_len, seq_len - q_len + token % q_len + 1
         pages = slice(request * PAGES, (request + 1) * PAGES)
+        seen = slice(max(0, end - window - 1) if window >= 0 else 0, end)
         heads = [
-            kv[pages].transpose(1, 2).flatten(0, 1)[:seen].repeat_interleave(HEADS // KV_HEADS, 1)
+            kv[pages].transpose(1, 2).flatten(0, 1)[seen].repeat_interleave(HEADS // KV_HEADS, 1)
             for kv in (keys, values)
         ]
         scores = torch.einsum("hd,nhd->hn", query[token].double(), heads[0]) * HEAD_DIM**-0.5
-        assert_near(out[token], torch.einsum("hn,nhd->hd", scores.softmax(-1), heads[1]))
+        scores = torch.cat([scores, sinks[:, None].double()], dim=1)
+        rows.append(torch.einsum("hn,nhd->hd", scores.softmax(-1)[:, :-1], heads[1]))
+    return torch.stack(rows)
 
 
-def test_another_backend_keeps_its_xqa(gqa: ModuleType, impl: Any, monkeypatch: Patch) -> None:
-    """Only calls of this backend reach mlagen, also after one of them has failed."""
-    flashinfer = gqa.vllm_flashinfer
-    xqa = flashinfer.flashinfer_xqa_batch_decode_with_kv_cache
+@pytest.mark.parametrize("q_len", [1, 2])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [-1, 7])
+def test_a_decode_is_mlagens(
+    gqa: ModuleType, impl: Any, q_len: int, has_sinks: bool, window: int
+) -> None:
+    """Each query token attends to its causal prefix, with sinks and windows as gpt-oss has them."""
+    query, cache, metadata = batch(gqa, q_len)
+    sinks = torch.tensor([1.0, -1.0, 0.5, 2.0]) if has_sinks else None
+    impl.sinks, impl.window_left = sinks, window
+    out = torch.full_like(query, torch.nan)
+
+    returned = impl.forward(LAYER, query, None, None, cache, metadata, out)
+
+    assert returned is out
+    absent = torch.full((HEADS,), -torch.inf)
+    assert_near(out, expected(query, cache, q_len, absent if sinks is None else sinks, window))
+
+
+def test_an_fp8_cache_is_scaled(gqa: ModuleType, impl: Any) -> None:
+    """VLLM stores FP8 as bytes, and the scales of the layer apply."""
+    query, cache, metadata = batch(gqa, 1)
+    impl.kv_cache_dtype = "fp8"
+    stored = cache.to(torch.float8_e4m3fn)
+    out = torch.full_like(query, torch.nan)
+
+    impl.forward(LAYER, query, None, None, stored.view(torch.uint8), metadata, out)
+
+    scaled = stored.double() * torch.tensor([0.5, 0.25]).repeat_interleave(HEAD_DIM).double()
+    assert_near(out, expected(query, scaled, 1, torch.full((HEADS,), -torch.inf), -1))
+
+
+def test_ragged_drafts_are_decoded(gqa: ModuleType, impl: Any) -> None:
+    """Requests with different numbers of speculative tokens are one call."""
+    query, cache, metadata = batch(gqa, 2)
+    offsets = torch.tensor([0, 2, 3]).int()
+    parts = replace(metadata.decode, q_cu_seq_lens=offsets, q_len_per_req=2)
+    ragged = replace(metadata, decode=parts, num_decode_tokens=3, num_actual_tokens=3)
+    out = torch.full_like(query, torch.nan)
+
+    impl.forward(LAYER, query, None, None, cache, ragged, out)
+
+    absent = torch.full((HEADS,), -torch.inf)
+    want = expected(query[[0, 1, 2, 2]], cache, 2, absent, -1)
+    assert_near(out[:3], want[[0, 1, 3]])
+    assert out[3].isnan().all()
+
+
+def test_requests_that_pad_a_graph_have_rows(gqa: ModuleType, impl: Any) -> None:
+    """A captured batch of more requests than tokens writes a row for each request."""
+    query, cache, metadata = batch(gqa, 1)
+    metadata = replace(metadata, num_actual_tokens=1, num_decode_tokens=1)
+    out = torch.full_like(query, torch.nan)
+    impl.forward(LAYER, query, None, None, cache, metadata, out)
+    assert_near(out, expected(query, cache, 1, torch.full((HEADS,), -torch.inf), -1))
+
+
+def test_prefills_behind_the_decodes_are_flashinfers(
+    gqa: ModuleType, impl: Any, monkeypatch: Patch
+) -> None:
+    """FlashInfer gets the rest of a mixed batch, as a batch of prefills alone."""
     seen: list[Any] = []
 
-    def fail(*_: Any, **__: Any) -> None:
-        seen.append(flashinfer.flashinfer_xqa_batch_decode_with_kv_cache)
-        raise RuntimeError("failed")
+    def forward(_: Any, *call: Any) -> torch.Tensor:
+        seen.append(call)
+        out: torch.Tensor = call[-1]
+        return out.fill_(1)
 
-    monkeypatch.setattr(flashinfer.FlashInferImpl, "forward", fail)
-    with pytest.raises(RuntimeError, match="failed"):
-        impl.forward()
+    monkeypatch.setattr(gqa.vllm_flashinfer.FlashInferImpl, "forward", forward)
+    query, cache, metadata = batch(gqa, 1)
+    both = torch.cat([query, torch.ones(3, HEADS, HEAD_DIM).bfloat16()])
+    mixed = replace(
+        metadata, num_actual_tokens=5, num_prefills=1, num_prefill_tokens=3, prefill="prefill"
+    )
+    out = torch.full_like(both, torch.nan)
 
-    assert seen == [gqa.xqa_batch_decode_with_kv_cache]
-    assert flashinfer.flashinfer_xqa_batch_decode_with_kv_cache is xqa
+    impl.forward(LAYER, both, None, None, cache, mixed, out)
+
+    assert_near(out[:2], expected(query, cache, 1, torch.full((HEADS,), -torch.inf), -1))
+    assert (out[2:] == 1).all()
+    ((_, rest, _, _, _, prefills, _),) = seen
+    assert len(rest) == prefills.num_actual_tokens == prefills.num_prefill_tokens == 3
+    assert (prefills.num_decodes, prefills.decode, prefills.prefill) == (0, None, "prefill")
 
 
-def test_the_implementation_is_of_that_backend(gqa: ModuleType) -> None:
-    """VLLM builds layers of this class, and still finds FlashInfer's in it."""
-    assert gqa.MlagenGQABackend.get_impl_cls() is gqa.MlagenGQAImpl
-    assert issubclass(gqa.MlagenGQAImpl, gqa.vllm_flashinfer.FlashInferImpl)
+@pytest.mark.parametrize("metadata", [None, SimpleNamespace(decode=SimpleNamespace(wrapper=1))])
+def test_other_batches_are_flashinfers(
+    gqa: ModuleType, impl: Any, metadata: Any, monkeypatch: Patch
+) -> None:
+    """A profiling run, and a layer that XQA does not serve, stay with the base class."""
+    calls: list[Any] = []
+    monkeypatch.setattr(
+        gqa.vllm_flashinfer.FlashInferImpl, "forward", lambda _, *call: calls.append(call)
+    )
+    call = ("layer", "query", "key", "value", "cache", metadata, "out", "scale", "block scale")
+    impl.forward(*call)
+    assert calls == [call]
+
+
+@pytest.fixture
+def hopper(gqa: ModuleType, vllm: Import, monkeypatch: Patch) -> list[str]:
+    """Return what an air-gapped Hopper is asked: vLLM's own gate, which reaches for the network."""
+    asked: list[str] = []
+
+    def ask(*_: Any, **__: Any) -> bool:
+        asked.append("network")
+        return False
+
+    names = ("has_nvidia_artifactory", "supports_trtllm_attention", "can_use_trtllm_attention")
+    utils = vllm("vllm.utils.flashinfer")
+    for module, name in product((utils, gqa.vllm_flashinfer), names):
+        monkeypatch.setattr(module, name, ask, raising=False)
+    monkeypatch.setattr(gqa, "force_use_trtllm_attention", lambda: None)
+    if is_installed("vllm"):
+        for module in (utils, gqa.vllm_flashinfer):
+            monkeypatch.setattr(module, "force_use_trtllm_attention", lambda: None)
+        platform = type(vllm("vllm.platforms").current_platform)
+        ninety = {"is_device_capability": 90, "is_device_capability_family": 90}
+        for name, value in ninety.items():
+            method = classmethod(lambda _, asked, *__, value=value: asked == value)
+            monkeypatch.setattr(platform, name, method)
+        has = classmethod(lambda _, asked, *__: asked <= 90)
+        monkeypatch.setattr(platform, "has_device_capability", has)
+    return asked
+
+
+def test_the_gate_is_open_without_cubins_and_a_network(gqa: ModuleType, hopper: list[str]) -> None:
+    """Decode on Hopper is mlagen's, sinks included, and nobody waits for a repository of cubins."""
+    backend = gqa.MlagenGQABackend
+    assert backend.supports_sink()
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        model_config=SimpleNamespace(get_num_attention_heads=lambda _: 8),
+        attention_config=SimpleNamespace(use_non_causal=False),
+    )
+    builder = backend.get_builder_cls()
+    support = builder.get_cudagraph_support(config, cache_spec())
+    assert support.name == "UNIFORM_BATCH"
+    assert hopper == []
+
+
+@pytest.mark.parametrize(
+    ("heads", "forced", "is_invariant", "is_open"),
+    [
+        ((8, 2), None, False, True),
+        ((8, 2), True, False, True),
+        ((8, 3), None, False, False),
+        ((8, 2), False, False, False),
+        ((8, 2), None, True, False),
+    ],
+    ids=["default", "forced", "uneven heads", "switched off", "batch invariant"],
+)
+def test_what_closes_the_gate(
+    gqa: ModuleType,
+    heads: tuple[int, int],
+    forced: bool | None,
+    is_invariant: bool,
+    is_open: bool,
+    monkeypatch: Patch,
+) -> None:
+    """An option of vLLM, batch invariance, and heads without a group leave decode to FlashInfer."""
+    monkeypatch.setattr(gqa, "force_use_trtllm_attention", lambda: forced)
+    monkeypatch.setattr(gqa.envs, "VLLM_BATCH_INVARIANT", is_invariant, raising=False)
+    assert gqa.can_use_trtllm_attention(*heads) is is_open
+    assert not gqa.can_use_trtllm_attention(*heads, is_prefill=True)
+
+
+def test_another_backend_keeps_its_gate(gqa: ModuleType) -> None:
+    """FLASHINFER in the same process asks vLLM's gate, as without mlagen."""
+    name = "supports_trtllm_attention"
+    theirs = gqa.vllm_flashinfer.FlashInferBackend.supports_sink.__globals__[name]
+    ours = gqa.MlagenGQABackend.supports_sink.__globals__[name]
+    assert ours is gqa.supports_trtllm_attention
+    assert theirs is not ours
+
+
+def test_a_layer_and_its_builder_ask_no_network(
+    gqa: ModuleType, vllm: Import, hopper: list[str], monkeypatch: Patch
+) -> None:
+    """A layer with sinks is built for XQA, and no batch of prefills asks for other kernels."""
+    call: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": HEAD_DIM, "scale": 1.0}
+    call |= dict.fromkeys(("alibi_slopes", "sliding_window"))
+    layer = gqa.MlagenGQAImpl(**call, kv_cache_dtype="auto", sinks=torch.zeros(8))
+    attention = SimpleNamespace(
+        use_trtllm_attention=None, disable_flashinfer_q_quantization=False, use_non_causal=False
+    )
+    model = SimpleNamespace(
+        max_model_len=64, dtype=torch.bfloat16, get_num_attention_heads=lambda _: 8
+    )
+    mode = SimpleNamespace(decode_mode=lambda: None)
+    config = SimpleNamespace(
+        attention_config=attention,
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=2),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, cp_kv_cache_interleave_size=1
+        ),
+        compilation_config=SimpleNamespace(cudagraph_mode=mode, static_forward_context={}),
+        num_speculative_tokens=0,
+        speculative_config=None,
+    )
+    if is_installed("vllm"):
+        own = gqa.MlagenGQAMetadataBuilder._init.__globals__
+        utils = vllm("vllm.v1.attention.backends.utils")
+        same = utils.PerLayerParameters(-1, None, 1.0, has_sinks=True)
+        monkeypatch.setitem(own, "get_per_layer_parameters", lambda *_: {"layer": same})
+        monkeypatch.setitem(own, "get_num_attention_heads_from_layers", lambda *_: 8)
+        monkeypatch.setitem(own, "get_dcp_world_size_and_rank", lambda _: (1, 0))
+
+    builder = gqa.MlagenGQAMetadataBuilder(cache_spec(), ["layer"], config, torch.device("cpu"))
+
+    assert layer.supports_xqa_or_trtllm_gen_decode
+    assert builder.use_xqa
+    assert builder.attention_config.use_trtllm_attention is False
+    assert attention.use_trtllm_attention is None
+    assert hopper == []
+
+
+def test_the_classes_are_of_that_backend(gqa: ModuleType) -> None:
+    """VLLM builds layers of these classes, and still finds FlashInfer's in them."""
+    backend, flashinfer = gqa.MlagenGQABackend, gqa.vllm_flashinfer
+    assert backend.get_impl_cls() is gqa.MlagenGQAImpl
+    assert backend.get_builder_cls() is gqa.MlagenGQAMetadataBuilder
+    assert issubclass(gqa.MlagenGQAImpl, flashinfer.FlashInferImpl)
+    assert issubclass(gqa.MlagenGQAMetadataBuilder, flashinfer.FlashInferMetadataBuilder)

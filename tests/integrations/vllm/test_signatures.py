@@ -28,8 +28,10 @@ needs_vllm = pytest.mark.skipif(not is_installed("vllm"), reason="needs vLLM: ma
         ("dense", "MlagenMLAImpl", {"_dcp_keywords"}),
         ("sparse", "MlagenSparseMLABackend", set()),
         ("sparse", "MlagenSparseMLAMetadataBuilder", {"metadata_cls"}),
-        ("sparse", "MlagenSparseMLAImpl", set()),
+        ("sparse", "MlagenSparseMLAImpl", {"_prefills_by_flashmla", "_flashmla_prefill"}),
         ("gqa", "MlagenGQABackend", set()),
+        ("gqa", "MlagenGQAMetadataBuilder", {"_init"}),
+        ("gqa", "MlagenGQAImpl", {"__init__", "_init", "_decode"}),
     ],
 )
 def test_an_override_has_the_parameters_of_the_overridden(
