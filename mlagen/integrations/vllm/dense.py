@@ -30,6 +30,7 @@ from mlagen.integrations.vllm.calls import (
     workspace,
 )
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
+from mlagen.models.pages import PAGE_SIZES
 
 
 class MlagenMLABackend(MLACommonBackend):
@@ -57,15 +58,15 @@ class MlagenMLABackend(MLACommonBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Return the page sizes that the sm90 kernels have."""
+        """Return the page sizes that prewarming compiles, into which vLLM splits larger blocks."""
         del kv_cache_spec
-        return [MultipleOf(16)]
+        return list(PAGE_SIZES)
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """Return the tokens of a KV block of the kernels, where the user names no page size."""
         del default_block_size
-        return 64
+        return max(PAGE_SIZES)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

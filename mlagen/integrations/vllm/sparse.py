@@ -11,8 +11,9 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonMetadata,
     SparseMLACommonMetadataBuilder,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, max_decode_query_len
+from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf, max_decode_query_len
 from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, flat_kv_row_view
+from vllm.v1.attention.ops.flashmla import flash_mla_sparse_fwd, is_flashmla_sparse_supported
 
 from mlagen.integrations.vllm.calls import (
     FP8_DS_MLA,
@@ -26,6 +27,12 @@ from mlagen.integrations.vllm.calls import (
 )
 from mlagen.integrations.vllm.dense import MlagenMLABackend
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
+from mlagen.models.pages import PAGE_SIZES, page_size_of
+from mlagen.spec.dtype import DType
+
+# Query tokens of a call with prefill from which FlashMLA's prefill kernel is faster on Hopper.
+FLASHMLA_PREFILL_TOKENS = math.inf
+_FLASHMLA_HEADS = 64  # of a tile of that kernel
 
 
 class MlagenSparseMLABackend(MlagenMLABackend):
@@ -51,6 +58,15 @@ class MlagenSparseMLABackend(MlagenMLABackend):
         """Return the class that builds the metadata of a batch."""
         return MlagenSparseMLAMetadataBuilder
 
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Return any block size, which :func:`pages_of` splits into pages.
+
+        vLLM cannot split blocks among those of other layers, as models with an indexer have them.
+        """
+        del kv_cache_spec
+        return [MultipleOf(min(PAGE_SIZES))]
+
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """Return ``kv_lora_rank + qk_rope_head_dim`` of models with an indexer."""
@@ -63,27 +79,8 @@ class MlagenSparseMLABackend(MlagenMLABackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Return the cache spec with blocks that are whole rows apart, as the indices count."""
-        return align_blocks_to_rows(spec, 16)
-
-    @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: str | None,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: Any,
-    ) -> str | None:
-        """Return why the combination is not supported, if so."""
-        del dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix, device_capability
-        if kv_cache_dtype == FP8_DS_MLA and head_size != 576:
-            return f"{FP8_DS_MLA} has rows of head size 576, not {head_size}"
-        return None
+        """Return the cache spec with blocks whole pages apart, as the indices count rows."""
+        return align_blocks_to_rows(spec, page_size_of(spec.block_size))
 
 
 class MlagenSparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLACommonMetadata]):
@@ -111,6 +108,15 @@ class MlagenSparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLACom
 class MlagenSparseMLAImpl(DecodeImpl, SparseMLACommonImpl[SparseMLACommonMetadata]):
     """Every query token attends to the tokens of its top-k indices."""
 
+    def __init__(self, *args: Any, **mla_args: Any) -> None:
+        super().__init__(*args, **mla_args)
+        # vLLM's rows of fp8_ds_mla have RoPE elements, of zeros without RoPE.
+        self.row_elements: int | None = None
+        if self.kv_cache_dtype == FP8_DS_MLA and self.qk_rope_head_dim == 0:
+            self.row_elements = DType.FP8_DS_MLA.row_bytes(self.kv_lora_rank)
+            # That prefill gathers whole rows into a workspace without RoPE.
+            self.supports_dense_mha_prefill = False
+
     def _forward_mqa_kernel(
         self,
         q: Query,
@@ -127,17 +133,17 @@ class MlagenSparseMLAImpl(DecodeImpl, SparseMLACommonImpl[SparseMLACommonMetadat
         Returns the output of each query token, and its LSE, a natural logarithm, where decode
         context parallel needs it.
         """
-        del is_decode
-        bmm1_scale, bmm2_scale = scales(self, layer, q, kv_cache)
         # An index counts rows from the start of the cache, those of other layers between two
-        # blocks of this one included; pages of the common divisor have no row between them.
+        # blocks of this one included.
         rows, rows_per_block = flat_kv_row_view(kv_cache, block_size)
-        pages = rows.view(-1, math.gcd(rows_per_block, block_size), rows.shape[-1])
+        if not is_decode and self._prefills_by_flashmla(q, rows):
+            return self._flashmla_prefill(q, rows, topk_indices, valid_counts), None
+        bmm1_scale, bmm2_scale = scales(self, layer, q, kv_cache)
         width = topk_indices.shape[-1]
         return per_token(
             decode(
                 one_token_each(q),
-                pages,
+                pages_of(rows, rows_per_block, block_size)[..., : self.row_elements],
                 workspace(latent_of(q).device),
                 self.qk_nope_head_dim,
                 self.kv_lora_rank,
@@ -152,3 +158,41 @@ class MlagenSparseMLAImpl(DecodeImpl, SparseMLACommonImpl[SparseMLACommonMetadat
                 return_lse_base="basee",
             )
         )
+
+    def _prefills_by_flashmla(self, q: Query, rows: torch.Tensor) -> bool:
+        latent = latent_of(q)
+        return (
+            len(latent) >= FLASHMLA_PREFILL_TOKENS
+            and latent.dtype == rows.dtype == torch.bfloat16
+            and self.kv_lora_rank == 512
+            and not self.need_to_return_lse_for_decode
+            and is_flashmla_sparse_supported()[0]
+        )
+
+    def _flashmla_prefill(
+        self,
+        q: Query,
+        rows: torch.Tensor,
+        topk_indices: torch.Tensor,
+        valid_counts: torch.Tensor,
+    ) -> torch.Tensor:
+        parts = q if isinstance(q, tuple) else (q,)
+        tokens, heads = parts[0].shape[:2]
+        query = rows.new_empty(
+            tokens, -(-heads // _FLASHMLA_HEADS) * _FLASHMLA_HEADS, rows.shape[-1]
+        )
+        torch.cat(parts, -1, out=query[:, :heads])
+        query[:, heads:] = 0
+        out: torch.Tensor = flash_mla_sparse_fwd(
+            query,
+            rows.unsqueeze(1),
+            topk_indices.unsqueeze(1),
+            self.scale,
+            topk_length=valid_counts,
+        )[0]
+        return out[:, :heads]
+
+
+def pages_of(rows: torch.Tensor, rows_per_block: int, block_size: int) -> torch.Tensor:
+    """Return the rows of a cache as pages without a row between them."""
+    return rows.view(-1, page_size_of(math.gcd(rows_per_block, block_size)), rows.shape[-1])

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.servers import Import
+from mlagen.models.pages import PAGE_SIZES, page_size_of
+from tests.integrations.servers import Import, is_installed
 from tests.integrations.vllm.conftest import ImplOf
 
 Backends = dict[str, Any]
@@ -62,7 +63,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ),
     *(
         ("MLAGEN_MLA_SPARSE", {"head_size": size, "kv_cache_dtype": dtype})
-        for size, dtypes in ((576, ("auto", "fp8", "fp8_ds_mla")), (512, ("bfloat16", "fp8")))
+        for size, dtypes in product((576, 512), [("auto", "bfloat16", "fp8", "fp8_ds_mla")])
         for dtype in dtypes
     ),
 ]
@@ -75,10 +76,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("MLAGEN_MLA", {"device_capability": (7, 5)}, "compute capability not supported"),
     ("MLAGEN_MLA_SPARSE", {"head_size": 320}, "head_size not supported"),
     ("MLAGEN_MLA_SPARSE", {"use_sparse": False}, "non-sparse not supported"),
-    (
-        *("MLAGEN_MLA_SPARSE", {"head_size": 512, "kv_cache_dtype": "fp8_ds_mla"}),
-        "fp8_ds_mla has rows of head size 576, not 512",
-    ),
 ]
 
 
@@ -152,3 +149,20 @@ def test_a_cuda_graph_holds_uniform_and_ragged_drafts(
 def test_pages_have_64_tokens_where_the_user_names_no_size(backends: Backends) -> None:
     """The page size of the kernels' KV blocks is preferred over vLLM's default of 16."""
     assert backends["MLAGEN_MLA"].get_preferred_block_size(16) == 64
+
+
+@pytest.mark.skipif(not is_installed("vllm"), reason="needs vLLM: make test-vllm")
+@pytest.mark.parametrize("name", ["MLAGEN_MLA", "MLAGEN_GQA"])
+@pytest.mark.parametrize("block_size", [16, 64, 128, 528, 544, 1152])
+def test_vllm_splits_inflated_blocks_into_pages(
+    vllm: Import, backends: Backends, name: str, block_size: int
+) -> None:
+    """A block of a hybrid model, of a size by its recurrent state, has pages that are prewarmed."""
+    select = vllm("vllm.v1.worker.utils").select_common_block_size
+    assert select(block_size, [backends[name]]) == page_size_of(block_size)
+
+
+@pytest.mark.parametrize("name", ["MLAGEN_MLA", "MLAGEN_GQA"])
+def test_the_page_sizes_are_those_that_prewarming_compiles(backends: Backends, name: str) -> None:
+    """No size is a multiple of another number, which would make a whole block a page."""
+    assert backends[name].get_supported_kernel_block_sizes() == list(PAGE_SIZES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +24,11 @@ def sparse(vllm: Import) -> ModuleType:
     return vllm("mlagen.integrations.vllm.sparse")
 
 
-def attend(impl: Any, query: Any, cache: torch.Tensor, indices: torch.Tensor) -> Any:
+def attend(impl: Any, query: Any, cache: torch.Tensor, indices: torch.Tensor, **call: Any) -> Any:
     """Call the implementation as vLLM's common one does."""
     counts = torch.tensor(COUNTS).int()
-    return impl._forward_mqa_kernel(
-        query, cache, indices, counts, layer=LAYER, block_size=BLOCK, is_decode=True
-    )
+    call = {"block_size": cache.shape[1], "is_decode": True} | call
+    return impl._forward_mqa_kernel(query, cache, indices, counts, layer=LAYER, **call)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +39,7 @@ def attend(impl: Any, query: Any, cache: torch.Tensor, indices: torch.Tensor) ->
         ("e4m3", "bf16", 0),
         ("e4m3", "e4m3", 64),
         ("fp8_ds_mla", "bf16", 64),
+        pytest.param("fp8_ds_mla", "bf16", 0, id="GLM-5.3-Flash: RoPE elements of zeros"),
     ],
 )
 @pytest.mark.parametrize(
@@ -56,6 +56,8 @@ def test_each_token_attends_to_its_rows(
     """A token sees the first valid count of its indices, which count rows of other layers too."""
     generator = torch.Generator().manual_seed(3)
     content = torch.randn(BLOCKS * stride, 512 + rope, generator=generator)
+    if row_format == "fp8_ds_mla":
+        content = torch.nn.functional.pad(content, (0, 64 - rope))
     stored = store(content, 512, row_format)
     rows = viewed(stored.rows, row_format).view(BLOCKS, stride, -1)
     dtype = {"bf16": torch.bfloat16, "e4m3": E4M3}[query_format]
@@ -71,7 +73,7 @@ def test_each_token_attends_to_its_rows(
 
     k_scale = 0.25 if row_format == "e4m3" else 1.0
     scale = impl.scale * k_scale * (0.5 if query_format == "e4m3" else 1.0)
-    elements = stored.elements
+    elements = stored.elements[:, : 512 + rope]
     for token, count in enumerate(COUNTS):
         seen = elements[indices[token, :count]]
         want, want_lse = attended(query[token].double(), seen, scale, 512)
@@ -121,7 +123,102 @@ def test_the_builder_takes_drafts_on_dcp_ranks_too(sparse: ModuleType, monkeypat
     assert thresholds == [((1,), keywords)]
 
 
-def test_blocks_are_whole_rows_apart(sparse: ModuleType, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(("block_size", "rows"), [(64, 64), (1152, 64), (48, 16), (1, 1)])
+def test_blocks_are_whole_pages_apart(
+    sparse: ModuleType, block_size: int, rows: int, monkeypatch: Patch
+) -> None:
     """The cache is laid out so that an index can count rows over the layers in between."""
-    monkeypatch.setattr(sparse, "align_blocks_to_rows", lambda spec, rows: (spec, rows))
-    assert sparse.MlagenSparseMLABackend.customize_spec("spec") == ("spec", 16)
+    monkeypatch.setattr(sparse, "align_blocks_to_rows", lambda _, rows: rows)
+    spec = SimpleNamespace(block_size=block_size)
+    assert sparse.MlagenSparseMLABackend.customize_spec(spec) == rows
+
+
+@pytest.mark.parametrize(
+    ("block_size", "stride", "page"),
+    [(64, 64, 64), (1152, 1152, 64), (128, 320, 64), (96, 96, 32), (64, 80, 16)],
+)
+def test_an_inflated_block_is_read_in_pages(
+    sparse: ModuleType,
+    impl_of: ImplOf,
+    block_size: int,
+    stride: int,
+    page: int,
+    monkeypatch: Patch,
+) -> None:
+    """A KV block of a hybrid model, among those of other layers, has pages that are prewarmed."""
+    pages: list[tuple[int, ...]] = []
+
+    def decode(query: torch.Tensor, cache: torch.Tensor, *_: Any, **__: Any) -> Any:
+        pages.append(tuple(cache.shape[1:]))
+        return query
+
+    monkeypatch.setattr(sparse, "decode", decode)
+    cache = torch.ones(2, stride, 576).bfloat16()[:, :block_size]
+    query = torch.ones(3, HEADS, 576).bfloat16()
+    attend(impl_of(sparse.MlagenSparseMLAImpl), query, cache, torch.zeros(3, TOP_K).int())
+    assert pages == [(page, 576)]
+
+
+@pytest.mark.parametrize("rope", [64, 0])
+@pytest.mark.parametrize("is_parted", [True, False])
+def test_a_long_prefill_takes_flashmla(
+    sparse: ModuleType, impl_of: ImplOf, rope: int, is_parted: bool, monkeypatch: Patch
+) -> None:
+    """Above the measured threshold FlashMLA's prefill kernel attends, with padded heads."""
+    heads: list[int] = []
+
+    def flashmla(q: Any, kv: Any, indices: Any, sm_scale: float, *, topk_length: Any) -> Any:
+        heads.append(q.shape[1])
+        results = [
+            attended(row, kv[index[0, :count].long(), 0], sm_scale, 512)
+            for row, index, count in zip(q, indices, topk_length, strict=True)
+        ]
+        out, lse = (torch.stack(each) for each in zip(*results, strict=True))
+        return out.bfloat16(), None, lse
+
+    monkeypatch.setattr(sparse, "FLASHMLA_PREFILL_TOKENS", 3)
+    monkeypatch.setattr(sparse, "is_flashmla_sparse_supported", lambda: (True, None))
+    monkeypatch.setattr(sparse, "flash_mla_sparse_fwd", flashmla)
+    generator = torch.Generator().manual_seed(5)
+    cache = torch.randn(BLOCKS, BLOCK, 512 + rope, generator=generator).bfloat16()
+    query = torch.randn(3, HEADS, 512 + rope, generator=generator).bfloat16()
+    indices = torch.randint(BLOCKS * BLOCK, (3, TOP_K), generator=generator).int()
+    impl = impl_of(sparse.MlagenSparseMLAImpl, rope=rope)
+    given = (query[..., :512], query[..., 512:]) if is_parted else query
+
+    out, lse = attend(impl, given, cache, indices, is_decode=False)
+    decoded, _ = attend(impl, given, cache, indices)
+
+    assert heads == [64]
+    assert lse is None
+    assert out.shape == decoded.shape == (3, HEADS, 512)
+    assert_near(out, decoded)
+
+
+@pytest.mark.parametrize("case", ["short", "decode", "FP8", "DCP", "another GPU"])
+def test_other_calls_stay_with_mlagen(
+    sparse: ModuleType, impl_of: ImplOf, case: str, monkeypatch: Patch
+) -> None:
+    """FlashMLA's prefill kernel has no FP8 cache, and its LSE is not used."""
+    monkeypatch.setattr(sparse, "FLASHMLA_PREFILL_TOKENS", 4 if case == "short" else 3)
+    supported = case != "another GPU"
+    monkeypatch.setattr(sparse, "is_flashmla_sparse_supported", lambda: (supported, None))
+    impl = impl_of(sparse.MlagenSparseMLAImpl, kv_cache_dtype="fp8" if case == "FP8" else "auto")
+    impl.need_to_return_lse_for_decode = case == "DCP"
+    dtype = E4M3 if case == "FP8" else torch.bfloat16
+    query, cache = torch.ones(3, HEADS, 576).to(dtype), torch.ones(1, BLOCK, 576).to(dtype)
+
+    out, lse = attend(impl, query, cache, torch.zeros(3, TOP_K).int(), is_decode=case == "decode")
+
+    assert (lse is not None) is (case == "DCP")
+    assert out[:2].isfinite().all()
+
+
+def test_rows_without_rope_are_not_gathered_for_a_dense_prefill(
+    sparse: ModuleType, impl_of: ImplOf
+) -> None:
+    """VLLM's dense prefill of a short prompt would write whole rows to a narrower workspace."""
+    cls = sparse.MlagenSparseMLAImpl
+    assert not impl_of(cls, rope=0, kv_cache_dtype="fp8_ds_mla").supports_dense_mha_prefill
+    assert impl_of(cls, rope=64, kv_cache_dtype="fp8_ds_mla").supports_dense_mha_prefill
+    assert impl_of(cls, rope=0).supports_dense_mha_prefill
