@@ -9,6 +9,7 @@ import torch
 from vllm.v1.attention.backend import AttentionType
 
 from mlagen import max_workspace_bytes
+from mlagen.integrations.vllm.warm_up import WARM_UP
 
 FP8_DS_MLA = "fp8_ds_mla"  # a dtype of a KV cache
 
@@ -63,6 +64,7 @@ class DecodeImpl:
             kv_sharing_target_layer_name,
             **mla_args,
         )
+        WARM_UP.register_warmup()
         # Rows of fp8_ds_mla keep the precision of a 16-bit query, as in vLLM's own backends.
         self.supports_quant_query_input = kv_cache_dtype != FP8_DS_MLA
 

@@ -29,6 +29,7 @@ from mlagen.integrations.vllm.calls import (
     scales,
     workspace,
 )
+from mlagen.integrations.vllm.warm_up import WARM_UP, MlaGroup
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
 from mlagen.models.pages import PAGE_SIZES
 
@@ -87,9 +88,10 @@ class MlagenDecodeMetadata(MLACommonDecodeMetadata):
     max_query_len: int
 
 
-class MlagenMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
+class MlagenMLAMetadataBuilder(MlaGroup, MLACommonMetadataBuilder[MLACommonMetadata]):
     """The metadata of a batch. There is no host schedule: CTAs read the lengths on the device."""
 
+    is_sparse = False
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
 
@@ -106,6 +108,7 @@ class MlagenMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
                 "cp_kv_cache_interleave_size: expected 1 for speculative tokens with decode "
                 f"context parallel, got {interleave}"
             )
+        WARM_UP.add(self)
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:

@@ -6,7 +6,7 @@ Prefill, and the decode of a layer that XQA does not serve, stay with FlashInfer
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import replace
 from types import FunctionType
@@ -16,12 +16,15 @@ import torch
 from vllm import envs
 from vllm.utils.flashinfer import force_use_trtllm_attention
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import flashinfer as vllm_flashinfer
 from vllm.v1.attention.backends.utils import get_flashinfer_layout_string
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from mlagen.decode import xqa_batch_decode_with_kv_cache as decode
 from mlagen.integrations.vllm.calls import workspace
+from mlagen.integrations.vllm.warm_up import WARM_UP
+from mlagen.integrations.warm_up import Calls, gqa_calls
 from mlagen.models.pages import PAGE_SIZES
 
 
@@ -119,6 +122,44 @@ class MlagenGQAMetadataBuilder(vllm_flashinfer.FlashInferMetadataBuilder):
         # Prefill on Hopper has no such kernel, and each batch would ask vLLM's own gate for it.
         self.attention_config: Any = copy(vllm_config.attention_config)
         self.attention_config.use_trtllm_attention = False
+        WARM_UP.add(self)
+
+    def decode_calls(self) -> Iterable[Calls]:
+        """Return the calls of mlagen that decode the batches of the group, if any."""
+        if not self.use_xqa:
+            return []
+        return gqa_calls(
+            heads=self.num_qo_heads,
+            kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            page_size=self.page_size,
+            query_dtype=self.q_data_type_decode,
+            kv_dtype=self.kv_cache_dtype,
+            max_q_len=self.reorder_batch_threshold,
+        )
+
+    def warm_up_prefill(self) -> None:
+        """Plan a prefill, for which FlashInfer compiles; vLLM does it for FLASHINFER alone."""
+        if self.use_dcp:
+            return
+        tokens = self.reorder_batch_threshold + 1  # more than a decode has
+        starts, lengths = torch.tensor([0, tokens]).int(), torch.tensor([tokens]).int()
+        pages = -(-tokens // self.page_size)
+        self.build(
+            0,
+            CommonAttentionMetadata(
+                query_start_loc=starts.to(self.device),
+                query_start_loc_cpu=starts,
+                seq_lens=lengths.to(self.device),
+                seq_lens_cpu_upper_bound=lengths,
+                num_reqs=1,
+                num_actual_tokens=tokens,
+                max_query_len=tokens,
+                max_seq_len=tokens,
+                block_table_tensor=torch.zeros(1, pages, dtype=torch.int32, device=self.device),
+                slot_mapping=torch.zeros(tokens, dtype=torch.int64, device=self.device),
+            ),
+        )
 
 
 class MlagenGQAImpl(vllm_flashinfer.FlashInferImpl):
@@ -128,6 +169,7 @@ class MlagenGQAImpl(vllm_flashinfer.FlashInferImpl):
 
     def __init__(self, *args: Any, **layer: Any) -> None:
         self._init(*args, **layer)
+        WARM_UP.register_warmup()
 
     def forward(
         self,

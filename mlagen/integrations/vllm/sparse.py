@@ -26,6 +26,7 @@ from mlagen.integrations.vllm.calls import (
     workspace,
 )
 from mlagen.integrations.vllm.dense import MlagenMLABackend
+from mlagen.integrations.vllm.warm_up import WARM_UP, MlaGroup
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
 from mlagen.models.pages import PAGE_SIZES, page_size_of
 from mlagen.spec.dtype import DType
@@ -83,9 +84,12 @@ class MlagenSparseMLABackend(MlagenMLABackend):
         return align_blocks_to_rows(spec, page_size_of(spec.block_size))
 
 
-class MlagenSparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLACommonMetadata]):
+class MlagenSparseMLAMetadataBuilder(
+    MlaGroup, SparseMLACommonMetadataBuilder[SparseMLACommonMetadata]
+):
     """The metadata of a batch. There is no host schedule: CTAs read the lengths on the device."""
 
+    is_sparse = True
     metadata_cls = SparseMLACommonMetadata
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
@@ -97,6 +101,11 @@ class MlagenSparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLACom
         self._init_reorder_batch_threshold(
             1, supports_spec_as_decode=True, supports_dcp_with_varlen=True
         )
+        WARM_UP.add(self)
+
+    def page_size(self) -> int:
+        """Return the tokens of the pages that :func:`pages_of` makes of a block."""
+        return page_size_of(self.kv_cache_spec.block_size)
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:

@@ -23,6 +23,8 @@ MODULES: dict[str, dict[str, Any]] = {
         *(mla.SparseMLACommonImpl, mla.SparseMLACommonMetadata),
         mla.SparseMLACommonMetadataBuilder,
     ),
+    "vllm.logger": named(base.init_logger),
+    "vllm.model_executor.warmup.jit_warmup": named(base.VllmJitKernel),
     "vllm.model_executor.models.config": named(
         base.VerifyAndUpdateConfig,
         MODELS_CONFIG_MAP=dict.fromkeys(
@@ -38,7 +40,8 @@ MODULES: dict[str, dict[str, Any]] = {
     "vllm.utils.torch_utils": named(flashinfer.canonicalize_singleton_dim_strides),
     "vllm.v1.attention.backend": named(
         *(base.AttentionBackend, base.AttentionCGSupport, base.AttentionMetadataBuilder),
-        *(base.AttentionType, base.MultipleOf, base.max_decode_query_len),
+        *(base.AttentionType, base.CommonAttentionMetadata, base.MultipleOf),
+        base.max_decode_query_len,
     ),
     "vllm.v1.attention.backends.flashinfer": named(
         *(flashinfer.FlashInferBackend, flashinfer.FlashInferDecodeKernel),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
@@ -12,6 +13,7 @@ import torch
 from tests.integrations.servers import stub
 
 Metadata = TypeVar("Metadata")
+CompileKey = TypeVar("CompileKey")
 
 
 class AttentionCGSupport(Enum):
@@ -175,6 +177,22 @@ class AttentionMetadataBuilder(Generic[Metadata]):
     vllm_config: Any
 
 
+@dataclass
+class CommonAttentionMetadata:
+    """A batch as the model runner describes it to every builder."""
+
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: torch.Tensor
+    slot_mapping: torch.Tensor
+    seq_lens_cpu_upper_bound: torch.Tensor | None = None
+
+
 def max_decode_query_len(vllm_config: Any) -> int:
     """Return the query tokens of a request with drafts."""
     return 1 + int(vllm_config.speculative_config.num_speculative_tokens)
@@ -190,3 +208,24 @@ class VerifyAndUpdateConfig:
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
         """Check the part of the model."""
+
+
+class VllmJitKernel(Generic[CompileKey]):
+    """A kernel with a warm-up."""
+
+    def __init__(self) -> None:
+        self.registered = 0
+
+    def register_warmup(self, *args: Any, **kwargs: Any) -> None:
+        """Register it with the warm-up of the active runner; here there is none."""
+        del args, kwargs
+        self.registered += 1
+
+    get_warmup_keys = stub("self", "args", "kwargs")
+    compile = stub("self", "compile_key")
+    compile_many = stub("self", "compile_keys")
+
+
+def init_logger(name: str) -> logging.Logger:
+    """Return a logger of vLLM's."""
+    return logging.getLogger(name)

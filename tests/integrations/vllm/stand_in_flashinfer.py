@@ -128,6 +128,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         del layer_names, device
         self.vllm_config = vllm_config
         self.attention_config = vllm_config.attention_config
+        self.use_dcp = False
         self.use_xqa = can_use_trtllm_attention(8, kv_cache_spec.num_kv_heads, is_prefill=False)
 
     @classmethod

@@ -171,6 +171,7 @@ def test_drafts_need_tokens_that_alternate_between_dcp_ranks(
         self.reorder_batch_threshold = 1 + drafts
 
     monkeypatch.setattr(base, "__init__", common)
+    monkeypatch.setattr(dense.WARM_UP, "add", lambda _: None)
     message = "cp_kv_cache_interleave_size: expected 1"
     with pytest.raises(ValueError, match=message) if is_refused else nullcontext():
         dense.MlagenMLAMetadataBuilder(None, ["layer"], None, torch.device("cpu"))

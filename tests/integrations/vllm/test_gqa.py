@@ -298,6 +298,7 @@ def test_a_layer_and_its_builder_ask_no_network(
             decode_context_parallel_size=1, cp_kv_cache_interleave_size=1
         ),
         compilation_config=SimpleNamespace(cudagraph_mode=mode, static_forward_context={}),
+        kernel_config=SimpleNamespace(enable_jit_warmup=True),
         num_speculative_tokens=0,
         speculative_config=None,
     )

@@ -17,6 +17,8 @@ MEMBERS = [
     for name, member in members.items()
     if hasattr(member, "__name__")  # a class or a function
 ]
+# What the warm-up takes from a builder.
+GROUP = {"decode_calls", "warm_up_prefill", "page_size", "is_sparse", "_dtypes_of"}
 needs_vllm = pytest.mark.skipif(not is_installed("vllm"), reason="needs vLLM: make test-vllm")
 
 
@@ -24,13 +26,13 @@ needs_vllm = pytest.mark.skipif(not is_installed("vllm"), reason="needs vLLM: ma
     ("module", "name", "new"),
     [
         ("dense", "MlagenMLABackend", set()),
-        ("dense", "MlagenMLAMetadataBuilder", {"__init__"}),  # as all builders are called
+        ("dense", "MlagenMLAMetadataBuilder", {"__init__", *GROUP}),  # as all builders are called
         ("dense", "MlagenMLAImpl", {"_dcp_keywords"}),
         ("sparse", "MlagenSparseMLABackend", set()),
-        ("sparse", "MlagenSparseMLAMetadataBuilder", {"metadata_cls"}),
+        ("sparse", "MlagenSparseMLAMetadataBuilder", {"metadata_cls", *GROUP}),
         ("sparse", "MlagenSparseMLAImpl", {"_prefills_by_flashmla", "_flashmla_prefill"}),
         ("gqa", "MlagenGQABackend", set()),
-        ("gqa", "MlagenGQAMetadataBuilder", {"_init"}),
+        ("gqa", "MlagenGQAMetadataBuilder", {"_init", *GROUP}),
         ("gqa", "MlagenGQAImpl", {"__init__", "_init", "_decode"}),
     ],
 )

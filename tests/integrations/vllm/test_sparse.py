@@ -111,6 +111,7 @@ def test_no_lse_is_returned_to_one_gpu(sparse: ModuleType, impl_of: ImplOf) -> N
 def test_the_builder_takes_drafts_on_dcp_ranks_too(sparse: ModuleType, monkeypatch: Patch) -> None:
     """Requests with drafts are decoded, not prefilled, whether or not there are DCP ranks."""
     thresholds: list[Any] = []
+    monkeypatch.setattr(sparse.WARM_UP, "add", lambda _: None)
     base = sparse.SparseMLACommonMetadataBuilder
     monkeypatch.setattr(base, "__init__", lambda *_: None)
     monkeypatch.setattr(

@@ -1,0 +1,110 @@
+"""Warm-up of a vLLM worker: its layers' kernels are compiled and loaded before the first request.
+
+vLLM runs what is registered with its JIT warm-up once all layers and caches are built, before it
+captures graphs. Without that warm-up, as with ``--enforce-eager``, each group of layers warms up as
+soon as it is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
+
+from mlagen.integrations.warm_up import Calls, mla_calls, warm_up
+
+_logger = init_logger("vllm.mlagen")  # of vLLM's loggers, which show INFO
+
+
+class Group(Protocol):
+    """The builder of a group of layers, which share a KV cache."""
+
+    vllm_config: Any
+
+    def decode_calls(self) -> Iterable[Calls]:
+        """Return the calls of mlagen that decode the batches of the group."""
+
+    def warm_up_prefill(self) -> None:
+        """Compile what another library prefills with, if vLLM does not."""
+
+
+class WarmUp(VllmJitKernel[Calls]):
+    """The kernels of the groups of layers of this process, as vLLM's registry has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: WeakSet[Group] = WeakSet()  # also of drafts; not those of a profiling run
+
+    def add(self, group: Group) -> None:
+        """Add a group, and warm it up at once if vLLM runs no warm-up."""
+        self.groups.add(group)
+        if not group.vllm_config.kernel_config.enable_jit_warmup:
+            self._warm_up(group.decode_calls(), [group])
+
+    def get_warmup_keys(self) -> list[Calls]:
+        """Return the calls of all groups."""
+        return list(dict.fromkeys(call for group in self.groups for call in group.decode_calls()))
+
+    def compile(self, compile_key: Calls) -> None:
+        """Compile and load the kernels of one call."""
+        self.compile_many([compile_key])
+
+    def compile_many(self, compile_keys: Iterable[Calls]) -> None:
+        """Compile and load the kernels of calls, and say so in one line."""
+        self._warm_up(compile_keys, list(self.groups))
+
+    def _warm_up(self, calls: Iterable[Calls], groups: list[Group]) -> None:
+        for group in groups:
+            group.warm_up_prefill()
+        warm_up(calls, torch.cuda.current_device(), _logger.info)
+
+
+WARM_UP = WarmUp()
+
+
+class MlaGroup:
+    """Beside a builder of MLA batches: the calls of its layers."""
+
+    kv_cache_spec: Any
+    vllm_config: Any
+    layer_names: list[str]
+    reorder_batch_threshold: int
+    dcp_world_size: int
+    is_sparse: bool
+
+    def decode_calls(self) -> Iterable[Calls]:
+        """Return the calls of mlagen that decode the batches of the group."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for impl in (layers[name].impl for name in self.layer_names):
+            query_dtype, kv_dtype = self._dtypes_of(impl)
+            yield from mla_calls(
+                heads=impl.num_heads * self.dcp_world_size,  # the query is gathered
+                kv_lora_rank=impl.kv_lora_rank,
+                qk_rope_head_dim=impl.qk_rope_head_dim,
+                page_size=self.page_size(),
+                query_dtype=query_dtype,
+                kv_dtype=kv_dtype,
+                max_q_len=self.reorder_batch_threshold,
+                is_sparse=self.is_sparse,
+                dcp_size=self.dcp_world_size,
+            )
+
+    def page_size(self) -> int:
+        """Return the tokens of the pages that the kernels read."""
+        return int(self.kv_cache_spec.block_size)
+
+    def warm_up_prefill(self) -> None:
+        """Leave the prefill of MLA to vLLM."""
+
+    def _dtypes_of(self, impl: Any) -> tuple[torch.dtype, torch.dtype]:
+        model_dtype = self.vllm_config.model_config.dtype
+        if impl.kv_cache_dtype == "fp8_ds_mla":
+            return model_dtype, torch.uint8
+        if impl.kv_cache_dtype.startswith("fp8"):
+            is_quantized = impl.supports_quant_query_input
+            return (torch.float8_e4m3fn if is_quantized else model_dtype), torch.float8_e4m3fn
+        return model_dtype, self.kv_cache_spec.dtype
