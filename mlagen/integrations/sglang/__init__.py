@@ -1,4 +1,4 @@
-"""The attention backends ``mlagen_mla`` and ``mlagen_dsa`` of SGLang, whose decode calls mlagen.
+"""Attention backends of SGLang whose decode calls mlagen: the names of :data:`BACKENDS`.
 
 SGLang finds :func:`register` by the entry point ``sglang.srt.plugins`` and uses a backend only
 where ``--decode-attention-backend`` or ``--attention-backend`` names it. Written for SGLang 0.5.23.
@@ -6,36 +6,101 @@ where ``--decode-attention-backend`` or ``--attention-backend`` names it. Writte
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial, wraps
+from importlib import import_module
 from typing import Any
 
+from mlagen.integrations.servers import registration
+
+MHA = "mlagen_mha"
 MLA = "mlagen_mla"
 DSA = "mlagen_dsa"
+BACKENDS = {MHA: "mha", MLA: "mla", DSA: "dsa"}  # the module of each
+
+# What the checks of a model's options call the backend.
+_CHECKED_AS = {MHA: "trtllm_mha"}
+_OPTIONS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+_EXPECTED = (
+    "sglang.srt.arg_groups (choices, model_hook.attention_backends_of, model_override_base."
+    "register_model_override_predicate) and sglang.srt.layers.attention.attention_registry"
+)
+_logger = logging.getLogger("mlagen")
 
 
 def register() -> None:
     """Add the backends to SGLang's registry and to the choices of its options.
 
     SGLang calls it in every process; a backend itself is imported when a model runner needs it.
+    Where SGLang has other registries, there is one warning, and nothing is registered.
     """
-    from sglang.srt.arg_groups import choices
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    with registration("sglang", _EXPECTED) as undo:
+        from sglang.srt.arg_groups import choices, model_hook
+        from sglang.srt.arg_groups.model_override_base import register_model_override_predicate
+        from sglang.srt.layers.attention import attention_registry as registry
 
-    register_attention_backend(MLA)(create_mla)
-    register_attention_backend(DSA)(create_dsa)
-    if MLA not in choices.ATTENTION_BACKEND_CHOICES:
-        choices.add_attention_backend_choices([MLA, DSA])
+        if MLA in choices.ATTENTION_BACKEND_CHOICES:
+            return
+        for name in BACKENDS:
+            undo.callback(registry.ATTENTION_BACKENDS.pop, name, None)
+            registry.register_attention_backend(name)(partial(create, name))
+            undo.callback(_discard, choices.ATTENTION_BACKEND_CHOICES, name)
+        choices.add_attention_backend_choices(list(BACKENDS))
+        undo.callback(_discard, choices.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS, MLA)
         choices.add_chunked_prefix_cache_attention_backend(MLA)
+        theirs = model_hook.attention_backends_of
+        undo.callback(setattr, model_hook, "attention_backends_of", theirs)
+        model_hook.attention_backends_of = _checked(theirs)
+        missing = [
+            name
+            for names in (registry.ATTENTION_BACKENDS, choices.ATTENTION_BACKEND_CHOICES)
+            for name in BACKENDS
+            if name not in names
+        ]
+        if missing:
+            raise LookupError(f"lists without {', '.join(missing)}")
+        register_model_override_predicate(is_deepseek_v4)(warn_of_deepseek_v4)
 
 
-def create_mla(runner: Any) -> Any:
-    """Return the backend of a model runner with MLA over block tables."""
-    from mlagen.integrations.sglang.mla import backend_of
-
-    return backend_of(runner, MLA)
+def create(name: str, runner: Any) -> Any:
+    """Return the backend of a model runner."""
+    return import_module(f"{__name__}.{BACKENDS[name]}").backend_of(runner, name)
 
 
-def create_dsa(runner: Any) -> Any:
-    """Return the backend of a model runner with MLA over top-k indices (DSA)."""
-    from mlagen.integrations.sglang.dsa import backend_of
+def is_deepseek_v4(architecture: str) -> bool:
+    """Return whether a model is a DeepSeek-V4 or V4.1, which SGLang serves by its ``dsv4``."""
+    return architecture.startswith("DeepseekV4")
 
-    return backend_of(runner, DSA)
+
+def warn_of_deepseek_v4(server_args: Any, hf_config: Any) -> dict[str, Any]:
+    """Warn where an option names a backend of mlagen, which SGLang overrides without a word."""
+    del hf_config
+    for option in _OPTIONS:
+        name = getattr(server_args, option, None)
+        if name in BACKENDS:
+            _logger.warning(
+                "--%s: expected no backend of mlagen for DeepSeek-V4 and V4.1, whose attention is "
+                "SGLang's dsv4, got %s",
+                *(option.replace("_", "-"), name),
+            )
+    return {}
+
+
+def _checked(attention_backends_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function of SGLang with names that its lists of backends for a model have.
+
+    gpt-oss and Gemma 4 accept the backends of a list.
+    """
+
+    @wraps(attention_backends_of)
+    def checked(cfg: Any) -> tuple[Any, ...]:
+        return tuple(_CHECKED_AS.get(name, name) for name in attention_backends_of(cfg))
+
+    return checked
+
+
+def _discard(names: list[str], name: str) -> None:
+    with suppress(ValueError):
+        names.remove(name)

@@ -9,7 +9,10 @@ from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 from sglang.srt.models.deepseek_common.attention_backend_handler import handle_attention_dsa
 from torch.nn.functional import pad
 
-from mlagen.integrations.sglang.mla import introduce, workspace
+from mlagen.integrations.sglang.drafts import serve_drafts
+from mlagen.integrations.sglang.mla import introduce
+from mlagen.integrations.sglang.runner import check, mla_layers_of, warm_up, workspace
+from mlagen.integrations.warm_up import mla_calls
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
 
 _ROW_BYTES = 656  # fp8_ds_mla, as FlashMLA reads it
@@ -18,13 +21,17 @@ _ROW_BYTES = 656  # fp8_ds_mla, as FlashMLA reads it
 def backend_of(runner: Any, name: str) -> MlagenDSABackend:
     """Return the backend of a model runner, and make SGLang's models treat it as ``dsa``.
 
+    Its kernels are warmed up.
+
     Raises
     ------
     ValueError
-        If no kernel serves the cache, or the tokens are spread over ranks.
+        If no kernel serves the model, its cache or the options.
     """
+    check(runner, name, MlagenDSABackend)
     backend = MlagenDSABackend(runner)
-    if backend.kv_cache_dtype == torch.float8_e4m3fn and backend.kv_cache_dim != _ROW_BYTES:
+    is_fp8 = backend.kv_cache_dtype == torch.float8_e4m3fn
+    if is_fp8 and backend.kv_cache_dim != _ROW_BYTES:
         raise ValueError(
             f"{name}: expected rows of {_ROW_BYTES} bytes in an FP8 cache, got "
             f"{backend.kv_cache_dim}; pass --kv-cache-dtype bfloat16 or --dsa-prefill-backend "
@@ -33,16 +40,30 @@ def backend_of(runner: Any, name: str) -> MlagenDSABackend:
     if backend.dcp_size > 1:
         raise ValueError(f"{name}: expected --dcp-size 1, got {backend.dcp_size}")
     introduce(name, handle_attention_dsa)
+    serve_drafts(name, "dsa", MlagenDSABackend)
+    rank, rope = backend.kv_lora_rank, backend.qk_rope_head_dim
+    warm_up(
+        call
+        for layer in mla_layers_of(runner, rank, rope)
+        for call in mla_calls(
+            heads=layer.tp_q_head_num,
+            kv_lora_rank=rank,
+            qk_rope_head_dim=rope,
+            page_size=backend.physical_page_size,
+            query_dtype=runner.dtype,
+            kv_dtype=torch.uint8 if is_fp8 else backend.kv_cache_dtype,
+            is_sparse=True,
+        )
+    )
     return backend
 
 
 class MlagenDSABackend(DeepseekSparseAttnBackend):
     """SGLang's DSA backend; decode steps and the verification of drafts run mlagen's kernels."""
 
-    def __init__(self, model_runner: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(model_runner, *args, **kwargs)
-        # Of the implementations, fa3 gets the query in two parts and plans nothing on the host.
-        self.dsa_decode_impl = "fa3"
+    # Of the implementations, fa3 gets the query in two parts and plans nothing on the host. The
+    # constructor of SGLang sets it by an option.
+    dsa_decode_impl = property(lambda _: "fa3", lambda _, __: None)
 
     def _forward_fa3(
         self,

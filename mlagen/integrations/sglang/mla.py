@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from typing import Any
 
 import torch
-from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 from sglang.srt.layers.attention.trtllm_mla_backend import TRTLLMMLABackend
 from sglang.srt.models.deepseek_common import utils as models
 from sglang.srt.models.deepseek_common.attention_backend_handler import (
@@ -16,42 +13,58 @@ from sglang.srt.models.deepseek_common.attention_backend_handler import (
 )
 from sglang.srt.runtime_context import get_parallel, get_platform
 
-from mlagen import max_workspace_bytes
+from mlagen.integrations.sglang.drafts import serve_drafts
+from mlagen.integrations.sglang.runner import (
+    check,
+    max_q_len,
+    mla_layers_of,
+    prefill_name,
+    warm_up,
+    workspace,
+)
+from mlagen.integrations.warm_up import mla_calls
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
-
-_logger = logging.getLogger("mlagen")
-
-
-@cache
-def workspace(device: torch.device) -> torch.Tensor:
-    """Return the scratch of all layers on ``device``, whose calls follow each other on a stream."""
-    # Not the backend's own: trtllm-gen kernels have semaphores in that one, which must stay zero.
-    return torch.empty(max_workspace_bytes(device), dtype=torch.uint8, device=device)
 
 
 def backend_of(runner: Any, name: str) -> MlagenMLABackend:
     """Return the backend of a model runner, and make SGLang's models treat it as ``trtllm_mla``.
 
+    Its kernels are warmed up.
+
     Raises
     ------
     ValueError
-        If the model has no MLA, or prefill would take TensorRT-LLM's kernels without Blackwell.
+        If the model has no MLA, no kernel serves it or the options, or prefill would take
+        TensorRT-LLM's kernels without Blackwell.
     """
     if not runner.use_mla_backend:
         raise ValueError(f"{name}: expected an MLA model")
-    prefill, _ = attention_backends_of(resolved_view(runner.server_args))
-    if prefill == name and not get_platform().is_blackwell:
+    if prefill_name(runner) == name and not get_platform().is_blackwell:
         raise ValueError(
             f"--prefill-attention-backend: expected another backend than {name} on a GPU other "
             "than Blackwell, such as fa3"
         )
-    if runner.page_size % 16:
-        _logger.warning(
-            "page_size: the sm90 kernels need a multiple of 16, got %d; pass --page-size 64",
-            runner.page_size,
-        )
+    check(runner, name, MlagenMLABackend)
     introduce(name, handle_attention_trtllm_mla)
-    return MlagenMLABackend(runner)
+    serve_drafts(name, "trtllm_mla", MlagenMLABackend)
+    backend = MlagenMLABackend(runner)
+    is_fp8 = backend.data_type == torch.float8_e4m3fn  # SGLang quantizes the query then
+    rank, rope = backend.kv_lora_rank, backend.qk_rope_head_dim
+    warm_up(
+        call
+        for layer in mla_layers_of(runner, rank, rope)
+        for call in mla_calls(
+            heads=layer.tp_q_head_num,
+            kv_lora_rank=rank,
+            qk_rope_head_dim=rope,
+            page_size=runner.page_size,
+            query_dtype=backend.data_type if is_fp8 else runner.dtype,
+            kv_dtype=backend.data_type,
+            max_q_len=max_q_len(runner, name),
+            dcp_size=get_parallel().attn_dcp_size,
+        )
+    )
+    return backend
 
 
 def introduce(name: str, handler: Any) -> None:

@@ -19,7 +19,8 @@ _WIDTH = 64  # block tables have a multiple of so many tokens
 
 def is_paged_cache_known() -> bool:
     """Return whether continuous batching of the installed transformers can call this module."""
-    return transformers.__version__.startswith(_SERVED)
+    version: str = transformers.__version__
+    return version.startswith(_SERVED)
 
 
 class _Tables(NamedTuple):

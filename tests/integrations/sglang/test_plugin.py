@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.fixture_types import Log, Patch
 from tests.integrations.attended import E4M3
-from tests.integrations.servers import Import
+from tests.integrations.servers import Import, stub
 from tests.integrations.sglang.conftest import runner
 
 NAME = "mlagen_mla"
@@ -19,14 +21,16 @@ ALONE = {"attention_backend": NAME, "prefill_attention_backend": None}
 MADE = {
     NAME: ("MlagenMLABackend", "handle_attention_trtllm_mla"),
     "mlagen_dsa": ("MlagenDSABackend", "handle_attention_dsa"),
+    "mlagen_mha": ("MlagenMHABackend", None),
 }
+GQA: dict[str, Any] = {"use_mla_backend": False}
 FP8_DS_MLA = {"kv_cache_dtype": E4M3, "kv_cache_dim": 656}
 
 
 @pytest.fixture
-def backends(mla: ModuleType, dsa: ModuleType) -> dict[str, ModuleType]:
+def backends(mla: ModuleType, dsa: ModuleType, mha: ModuleType) -> dict[str, ModuleType]:
     """Return the module of each backend."""
-    return {NAME: mla, "mlagen_dsa": dsa}
+    return {NAME: mla, "mlagen_dsa": dsa, "mlagen_mha": mha}
 
 
 def test_the_names_are_choices_of_the_options(sglang: Import) -> None:
@@ -36,16 +40,17 @@ def test_the_names_are_choices_of_the_options(sglang: Import) -> None:
     for _ in range(2):
         sglang("mlagen.integrations.sglang").register()
 
-    for name in (NAME, "mlagen_dsa"):
+    for name in MADE:
         assert choices.ATTENTION_BACKEND_CHOICES.count(name) == 1
     assert choices.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS.count(NAME) == 1
 
 
 @pytest.mark.parametrize(
-    ("name", "cache"), [(NAME, {}), ("mlagen_dsa", {}), ("mlagen_dsa", FP8_DS_MLA)]
+    ("name", "fields"),
+    [(NAME, {}), ("mlagen_dsa", {}), ("mlagen_dsa", FP8_DS_MLA), ("mlagen_mha", GQA)],
 )
 def test_a_model_runner_gets_the_backend(
-    sglang: Import, backends: dict[str, ModuleType], name: str, cache: dict[str, Any]
+    sglang: Import, backends: dict[str, ModuleType], name: str, fields: dict[str, Any]
 ) -> None:
     """The registry makes the backend, which the models then treat as SGLang's own."""
     registry = sglang("sglang.srt.layers.attention.attention_registry")
@@ -54,12 +59,13 @@ def test_a_model_runner_gets_the_backend(
     sglang("mlagen.integrations.sglang").register()
 
     for _ in range(2):  # a draft model has a runner of its own
-        backend = registry.ATTENTION_BACKENDS[name](runner(**cache))
+        backend = registry.ATTENTION_BACKENDS[name](runner(**fields))
 
     made, like = MADE[name]
     assert type(backend) is getattr(backends[name], made)
-    assert models.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.count(name) == 1
-    assert handlers.AttentionBackendRegistry.get_handler(name) is getattr(handlers, like)
+    if like:
+        assert models.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.count(name) == 1
+        assert handlers.AttentionBackendRegistry.get_handler(name) is getattr(handlers, like)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +75,29 @@ def test_a_model_runner_gets_the_backend(
         (NAME, ALONE, "--prefill-attention-backend: expected another backend than mlagen_mla"),
         ("mlagen_dsa", {"kv_cache_dtype": E4M3}, "expected rows of 656 bytes in an FP8 cache, got"),
         ("mlagen_dsa", {"dcp_size": 2}, "mlagen_dsa: expected --dcp-size 1, got 2"),
+        ("mlagen_mha", {}, "mlagen_mha: expected a model without MLA"),
+        (
+            "mlagen_mha",
+            GQA | {"attention_backend": "mlagen_mha", "prefill_attention_backend": None},
+            "--prefill-attention-backend: expected another backend than mlagen_mha",
+        ),
+        ("mlagen_mha", GQA | {"kv_cache_dtype": torch.float8_e5m2}, "^kv_cache_dtype: expected"),
+        ("mlagen_mha", GQA | {"kv_cache_dtype": torch.uint8}, "^kv_cache_dtype: expected"),
+        ("mlagen_mha", GQA | {"dtype": torch.float32}, "^dtype: expected"),
+        (
+            "mlagen_mha",
+            GQA | {"layers": [((8, 192, 8), {"v_head_dim": 128})]},
+            "keys and values of one head dim, got 192 and 128",
+        ),
+        ("mlagen_mha", GQA | {"layers": [((8, 64), {"logit_cap": 30.0})]}, "without logit_cap"),
+        (NAME, {"architecture": "DeepseekV4ForCausalLM"}, "SGLang's dsv4, got DeepseekV4For"),
+        ("mlagen_dsa", {"architecture": "DeepseekV4ForCausalLM"}, "SGLang's dsv4, got Deepseek"),
     ],
-    ids=["without MLA", "without a prefill", "rows without a kernel", "tokens over ranks"],
+    ids=[
+        *("without MLA", "without a prefill", "rows without a kernel", "tokens over ranks"),
+        *("with MLA", "no prefill of GQA", "e5m2", "nvfp4", "fp32", "two head dims", "a soft cap"),
+        *("V4", "sparse V4"),
+    ],
 )
 def test_a_server_that_cannot_work_does_not_start(
     backends: dict[str, ModuleType], name: str, fields: dict[str, Any], message: str
@@ -94,3 +121,43 @@ def test_a_page_size_of_the_sm80_kernel_is_reported(
     with caplog.at_level(logging.WARNING, logger="mlagen"):
         mla.backend_of(runner(page_size=page_size), NAME)
     assert ("pass --page-size 64" in caplog.text) is warns
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_tree_of_drafts_is_refused(
+    backends: dict[str, ModuleType], monkeypatch: Patch, name: str
+) -> None:
+    """The kernels would take it for a chain, without a word."""
+    spec = SimpleNamespace(speculative_eagle_topk=4)
+    monkeypatch.setattr(sys.modules["mlagen.integrations.sglang.runner"], "get_spec", lambda: spec)
+    fields = GQA if name == "mlagen_mha" else {}
+
+    with pytest.raises(ValueError, match=f"^--speculative-eagle-topk: expected 1 with {name}.*4$"):
+        backends[name].backend_of(runner(**fields), name)
+
+
+def test_decode_context_parallel_of_gqa_is_refused(mha: ModuleType, monkeypatch: Patch) -> None:
+    """The backend returns no LSE, which ranks are merged by."""
+    parallel = SimpleNamespace(dcp_enabled=True, attn_dcp_size=4)
+    monkeypatch.setattr(mha, "get_parallel", lambda: parallel)
+
+    with pytest.raises(ValueError, match="mlagen_mha: expected --dcp-size 1, got 4"):
+        mha.backend_of(runner(**GQA), "mlagen_mha")
+
+
+@pytest.mark.parametrize(
+    ("method", "other", "got"),
+    [
+        ("_run_decode_kernel", None, "got no method"),
+        ("_run_decode_kernel", stub("self", "query", "scale"), r"got \(self, query, scale\)"),
+    ],
+    ids=["missing", "changed"],
+)
+def test_another_sglang_with_another_kernel_is_refused(
+    mla: ModuleType, monkeypatch: Patch, method: str, other: Any, got: str
+) -> None:
+    """An override that SGLang does not call, or calls otherwise, does not go without a word."""
+    monkeypatch.setattr(mla.TRTLLMMLABackend, method, other)
+
+    with pytest.raises(ValueError, match=rf"SGLang's TRTLLMMLABackend.{method}\(self.*{got}$"):
+        mla.backend_of(runner(), NAME)

@@ -23,15 +23,23 @@ needs_sglang = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("module", "backend"), [("mla", "MlagenMLABackend"), ("dsa", "MlagenDSABackend")]
+    ("module", "backend", "attributes"),
+    [
+        ("mla", "MlagenMLABackend", []),
+        ("dsa", "MlagenDSABackend", ["dsa_decode_impl"]),
+        ("mha", "MlagenMHABackend", ["is_xqa_impl"]),
+    ],
 )
 def test_the_override_has_the_parameters_of_the_overridden(
-    sglang: Import, module: str, backend: str
+    sglang: Import, module: str, backend: str, attributes: list[str]
 ) -> None:
-    """SGLang calls the decode kernel of the plugin as it calls its own."""
+    """SGLang calls the decode kernel of the plugin as it calls its own, and sets attributes."""
     package = "mlagen.integrations.sglang"
     ours = getattr(sglang(f"{package}.{module}"), backend)
-    assert list(disagreements(ours, ours.__base__, package)) == []
+    differences = list(disagreements(ours, ours.__base__, package))
+    assert differences == [f"{name}: missing" for name in attributes]
+    if is_installed("sglang"):
+        assert set(attributes) <= set(ours.__base__.__init__.__code__.co_names)
 
 
 @needs_sglang
@@ -55,7 +63,7 @@ def test_sglang_finds_the_plugin(sglang: Import) -> None:
     sglang("sglang.srt.plugins").load_plugins()
 
     registry = sglang("sglang.srt.layers.attention.attention_registry")
-    assert "mlagen_mla" in registry.ATTENTION_BACKENDS
+    assert {"mlagen_dsa", "mlagen_mha", "mlagen_mla"} <= set(registry.ATTENTION_BACKENDS)
     parser = ArgumentParser()
     sglang("sglang.srt.server_args").ServerArgs.add_cli_args(parser)
     options = "--model-path model --page-size 64 --prefill-attention-backend fa3"

@@ -1,0 +1,116 @@
+"""GQA decode in SGLang: the TensorRT-LLM backend with mlagen's kernels for its decode kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
+from sglang.srt.runtime_context import get_parallel
+
+from mlagen.decode import trtllm_batch_decode_with_kv_cache as decode
+from mlagen.integrations.sglang.drafts import serve_drafts
+from mlagen.integrations.sglang.runner import (
+    check,
+    layers_of,
+    max_q_len,
+    prefill_name,
+    warm_up,
+    workspace,
+)
+from mlagen.integrations.warm_up import gqa_calls
+
+_QUERY_DTYPES = (torch.bfloat16, torch.float16)
+_CACHE_DTYPES = (*_QUERY_DTYPES, torch.float8_e4m3fn)
+
+
+def backend_of(runner: Any, name: str) -> MlagenMHABackend:
+    """Return the backend of a model runner, and warm up its kernels.
+
+    Raises
+    ------
+    ValueError
+        If no kernel serves the model, its cache or the options.
+    """
+    if runner.use_mla_backend:
+        raise ValueError(f"{name}: expected a model without MLA")
+    if prefill_name(runner) == name:
+        raise ValueError(
+            f"--prefill-attention-backend: expected another backend than {name}, which is for "
+            "decode only, such as fa3"
+        )
+    if get_parallel().dcp_enabled:
+        raise ValueError(f"{name}: expected --dcp-size 1, got {get_parallel().attn_dcp_size}")
+    for field, dtypes in (("dtype", _QUERY_DTYPES), ("kv_cache_dtype", _CACHE_DTYPES)):
+        if getattr(runner, field) not in dtypes:
+            raise ValueError(f"{field}: expected one of {dtypes}, got {getattr(runner, field)}")
+    layers = layers_of(runner)
+    for layer in layers:
+        if layer.head_dim != layer.v_head_dim:
+            raise ValueError(
+                f"{name}: expected keys and values of one head dim, got {layer.head_dim} and "
+                f"{layer.v_head_dim}"
+            )
+    check(runner, name, MlagenMHABackend)
+    serve_drafts(name, "trtllm_mha", MlagenMHABackend)
+    backend = MlagenMHABackend(runner)
+    warm_up(
+        call
+        for layer in layers
+        for call in gqa_calls(
+            heads=layer.tp_q_head_num,
+            kv_heads=layer.tp_k_head_num,
+            head_dim=layer.head_dim,
+            page_size=runner.page_size,
+            query_dtype=runner.dtype,
+            kv_dtype=runner.kv_cache_dtype,
+            max_q_len=max_q_len(runner, name),
+        )
+    )
+    return backend
+
+
+class MlagenMHABackend(TRTLLMHAAttnBackend):
+    """SGLang's TensorRT-LLM backend; decode steps and drafts run mlagen's kernels."""
+
+    # The query stays in 16 bits over an FP8 cache, and pages have any size, as with XQA. The
+    # constructor of SGLang sets it by the GPU.
+    is_xqa_impl = property(lambda _: True, lambda _, __: None)
+
+    def _run_fixed_q_len_decode(
+        self,
+        query: torch.Tensor,
+        kv_cache: Any,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        bmm1_scale: float | torch.Tensor,
+        bmm2_scale: float | torch.Tensor,
+        window_left: int,
+        sinks: torch.Tensor | None,
+        q_len_per_req: int = 1,
+        kv_cache_sf: Any = None,
+        out: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend to the cached tokens; among the drafts of a request causally."""
+        del mask  # of a chain of drafts, which is causal
+        result = decode(
+            query,
+            kv_cache,
+            workspace(query.device),
+            block_tables,
+            seq_lens,
+            self.max_context_len,
+            bmm1_scale,
+            bmm2_scale,
+            window_left,
+            out,
+            out_dtype or (self.q_data_type if out is None else out.dtype),
+            sinks=sinks,
+            q_len_per_req=q_len_per_req,
+            kv_cache_sf=kv_cache_sf,
+        )
+        assert isinstance(result, torch.Tensor)
+        return result

@@ -1,0 +1,111 @@
+"""The decode kernel of ``mlagen_mha``, called as SGLang's forward methods call it."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fixture_types import Patch
+from tests.integrations.attended import E4M3, PAGE, assert_near
+from tests.integrations.sglang.conftest import layer, runner
+
+HEADS, KV_HEADS, DIM, SLOTS = 8, 2, 64, 160
+SCALE = DIM**-0.5
+SEQ_LENS = (61, 3, 40)
+
+
+def expected(
+    query: torch.Tensor, cached: list[torch.Tensor], window: int, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Return attention in float64 of ``query [q_len, heads, dim]``, the last of the tokens."""
+    rows = []
+    for i, each in enumerate(query.double()):
+        end = len(cached[0]) - len(query) + i + 1
+        seen = slice(0 if window < 0 else max(0, end - 1 - window), end)
+        own = [part[seen].double().repeat_interleave(4, dim=1) for part in cached]
+        scores = torch.einsum("hd,thd->ht", each, own[0]) * SCALE
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
+        weights = scores.softmax(-1)[:, : own[0].shape[0]]
+        rows.append(torch.einsum("ht,thd->hd", weights, own[1]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, E4M3])
+@pytest.mark.parametrize(
+    ("q_len", "window", "sinks"),
+    [
+        pytest.param(1, -1, None, id="decode"),
+        pytest.param(1, 7, torch.bfloat16, id="window and sinks"),
+        pytest.param(1, -1, torch.float32, id="sinks"),
+        pytest.param(3, -1, None, id="verification"),
+        pytest.param(3, 7, torch.bfloat16, id="all"),
+    ],
+)
+def test_a_step_is_attention(
+    mha: ModuleType, cache: torch.dtype, q_len: int, window: int, sinks: torch.dtype | None
+) -> None:
+    """Steps and the verification of drafts see each token's causal prefix, or its window."""
+    generator = torch.Generator().manual_seed(5)
+    backend = mha.MlagenMHABackend(runner(use_mla_backend=False, page_size=PAGE))
+    attention = layer(HEADS, DIM, KV_HEADS, sliding_window_size=window)
+    slots = [torch.randn(2 * SLOTS, KV_HEADS, DIM, generator=generator) for _ in range(2)]
+    keys, values = (each.to(cache) for each in slots)
+    table = torch.randperm(2 * SLOTS // PAGE, generator=generator)[:12].view(3, 4).int()
+    query = torch.randn(3 * q_len, HEADS, DIM, generator=generator).bfloat16()
+    logits = None if sinks is None else torch.randn(HEADS, generator=generator).to(sinks)
+    # SGLang has a mask of drafts where XQA decodes.
+    mask = torch.ones(3, q_len, 2, dtype=torch.uint16) if q_len > 1 else None
+
+    out = backend._run_fixed_q_len_decode(
+        query,
+        backend._reshape_paged_kv_cache(keys, values, attention, DIM),
+        table,
+        torch.tensor(SEQ_LENS).int(),
+        bmm1_scale=torch.tensor([SCALE]) if cache == E4M3 else SCALE,
+        bmm2_scale=1.0,
+        window_left=attention.sliding_window_size,
+        sinks=logits,
+        out_dtype=torch.bfloat16,
+        q_len_per_req=q_len,
+        mask=mask,
+    )
+
+    assert out.dtype == torch.bfloat16
+    for i, seq_len in enumerate(SEQ_LENS):
+        own = [
+            part.view(-1, PAGE, KV_HEADS, DIM)[table[i].long()].flatten(0, 1)[:seq_len]
+            for part in (keys.float(), values.float())
+        ]
+        tokens = slice(i * q_len, (i + 1) * q_len)
+        assert_near(out[tokens], expected(query[tokens], own, window, logits))
+
+
+def test_the_query_stays_in_16_bits_on_any_gpu(mha: ModuleType) -> None:
+    """SGLang's constructor says by the GPU whether the query is converted to FP8, and cannot."""
+    backend = mha.MlagenMHABackend(runner(use_mla_backend=False))
+    backend.is_xqa_impl = False
+    assert backend.is_xqa_impl
+
+
+def test_an_output_is_written_in_place(mha: ModuleType, monkeypatch: Patch) -> None:
+    """Where SGLang passes an output, its dtype is that of the call."""
+    given: list[Any] = []
+    result = torch.zeros(2)
+
+    def spy(*inputs: Any, **_: Any) -> torch.Tensor:
+        given.extend(inputs[9:11])
+        return result
+
+    monkeypatch.setattr(mha, "decode", spy)
+    backend = mha.MlagenMHABackend(runner(use_mla_backend=False))
+    scales = {"bmm1_scale": 1.0, "bmm2_scale": 1.0, "window_left": -1, "sinks": None}
+    out = torch.zeros(1, dtype=torch.float16)
+
+    for each in (None, out):
+        backend._run_fixed_q_len_decode(torch.zeros(1), None, None, None, **scales, out=each)
+
+    assert given == [None, torch.bfloat16, out, torch.float16]

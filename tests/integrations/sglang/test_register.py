@@ -1,0 +1,248 @@
+"""``register`` with SGLang's registries, and with versions that lack a part of them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.fixture_types import Log, Patch
+from tests.integrations.servers import Import
+
+NAMES = ("mlagen_mha", "mlagen_mla", "mlagen_dsa")
+SRT = "sglang.srt"
+CHOICES = f"{SRT}.arg_groups.choices"
+CHECKS = f"{SRT}.arg_groups.model_hook"
+OVERRIDES = f"{SRT}.arg_groups.model_override_base"
+REGISTRY = f"{SRT}.layers.attention.attention_registry"
+NEEDED = {
+    CHOICES: (
+        "ATTENTION_BACKEND_CHOICES",
+        "CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS",
+        "add_attention_backend_choices",
+        "add_chunked_prefix_cache_attention_backend",
+    ),
+    CHECKS: ("attention_backends_of",),
+    OVERRIDES: ("register_model_override_predicate",),
+    REGISTRY: ("ATTENTION_BACKENDS", "register_attention_backend"),
+}
+FUNCTIONS = [(module, name) for module, names in NEEDED.items() for name in names if name.islower()]
+
+
+def lists_of(sglang: Import) -> dict[str, Any]:
+    """Return what SGLang has of backends, in copies."""
+    choices, registry = sglang(CHOICES), sglang(REGISTRY)
+    return {
+        "choices": list(choices.ATTENTION_BACKEND_CHOICES),
+        "chunked": list(choices.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS),
+        "backends": dict(registry.ATTENTION_BACKENDS),
+        "checked": sglang(CHECKS).attention_backends_of,
+        "providers": list(sglang(OVERRIDES)._PREDICATE_OVERRIDE_FNS),
+    }
+
+
+def is_provider(entry: Any) -> bool:
+    """Return whether an entry of a list decides options for models, and is ours."""
+    return isinstance(entry, tuple) and entry[1].__module__.startswith("mlagen.")
+
+
+@pytest.fixture
+def register(sglang: Import, monkeypatch: Patch) -> Iterator[Callable[[], None]]:
+    """Return the registration, in a process that has not registered yet."""
+    choices, registry, checks = (sglang(each) for each in (CHOICES, REGISTRY, CHECKS))
+    lists = (
+        choices.ATTENTION_BACKEND_CHOICES,
+        choices.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS,
+        sglang(OVERRIDES)._PREDICATE_OVERRIDE_FNS,
+    )
+    kept, backends = [list(each) for each in lists], dict(registry.ATTENTION_BACKENDS)
+    for each in lists:
+        each[:] = [name for name in each if name not in NAMES and not is_provider(name)]
+    for name in NAMES:
+        registry.ATTENTION_BACKENDS.pop(name, None)
+    theirs = getattr(checks.attention_backends_of, "__wrapped__", checks.attention_backends_of)
+    monkeypatch.setattr(checks, "attention_backends_of", theirs)
+    servers = sglang("mlagen.integrations.servers")
+    monkeypatch.setattr(servers, "version_of", lambda _: "0.5.23")
+    yield sglang("mlagen.integrations.sglang").register
+    for each, old in zip(lists, kept, strict=True):
+        each[:] = old
+    registry.ATTENTION_BACKENDS.clear()
+    registry.ATTENTION_BACKENDS.update(backends)
+
+
+def test_the_backends_are_registered_without_a_word(
+    sglang: Import, register: Callable[[], None], caplog: Log
+) -> None:
+    """However often SGLang loads the plugin in a process, each name is there once."""
+    with caplog.at_level(logging.WARNING, logger="mlagen"):
+        for _ in range(2):
+            register()
+
+    has = lists_of(sglang)
+    assert [has["choices"].count(name) for name in NAMES] == [1, 1, 1]
+    assert set(NAMES) <= set(has["backends"])
+    assert has["chunked"].count("mlagen_mla") == 1
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("module", NEEDED)
+def test_a_missing_module_is_a_warning(
+    sglang: Import, register: Callable[[], None], caplog: Log, monkeypatch: Patch, module: str
+) -> None:
+    """An SGLang without one of the modules starts, and has no backend of mlagen."""
+    package, _, leaf = module.rpartition(".")
+    before = lists_of(sglang)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, module, None)
+        patch.delattr(sys.modules[package], leaf)
+        with caplog.at_level(logging.WARNING, logger="mlagen"):
+            register()
+    assert_unchanged(sglang, before, caplog, "Error: ")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module, names in NEEDED.items() for name in names]
+)
+def test_a_missing_name_is_a_warning(
+    sglang: Import,
+    register: Callable[[], None],
+    caplog: Log,
+    monkeypatch: Patch,
+    module: str,
+    name: str,
+) -> None:
+    """So does one without a name in them."""
+    before = lists_of(sglang)
+    with monkeypatch.context() as patch:
+        patch.delattr(sys.modules[module], name)
+        with caplog.at_level(logging.WARNING, logger="mlagen"):
+            register()
+    assert_unchanged(sglang, before, caplog, name)
+
+
+@pytest.mark.parametrize(("module", "name"), [each for each in FUNCTIONS if each[0] != CHECKS])
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        pytest.param(lambda: None, "TypeError", id="no argument"),
+        pytest.param(lambda *_, kind: kind, "TypeError", id="one more argument"),
+    ],
+)
+def test_another_signature_is_a_warning(
+    sglang: Import,
+    register: Callable[[], None],
+    caplog: Log,
+    monkeypatch: Patch,
+    module: str,
+    name: str,
+    other: Any,
+    reason: str,
+) -> None:
+    """What was registered before the call that fails is withdrawn."""
+    before = lists_of(sglang)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[module], name, other)
+        with caplog.at_level(logging.WARNING, logger="mlagen"):
+            register()
+    assert_unchanged(sglang, before, caplog, reason)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "other"),
+    [
+        (CHOICES, "add_attention_backend_choices", lambda *_: None),
+        (REGISTRY, "register_attention_backend", lambda _: lambda _: None),
+    ],
+)
+def test_a_registry_that_keeps_no_name_is_a_warning(
+    sglang: Import,
+    register: Callable[[], None],
+    caplog: Log,
+    monkeypatch: Patch,
+    module: str,
+    name: str,
+    other: Any,
+) -> None:
+    """A call that raises nothing may have another meaning."""
+    before = lists_of(sglang)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[module], name, other)
+        with caplog.at_level(logging.WARNING, logger="mlagen"):
+            register()
+    assert_unchanged(sglang, before, caplog, "lists without mlagen_mha, mlagen_mla, mlagen_dsa")
+
+
+def assert_unchanged(sglang: Import, before: dict[str, Any], caplog: Log, reason: str) -> None:
+    """Require one warning, with its reason, and SGLang's lists as they were."""
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert message.startswith("sglang 0.5.23: expected sglang.srt.arg_groups (choices, ")
+    assert reason in message
+    assert lists_of(sglang) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ({"attention_backend": "mlagen_dsa"}, ["--attention-backend: ", "got mlagen_dsa"]),
+        (
+            {"decode_attention_backend": "mlagen_mla"},
+            ["--decode-attention-backend: ", "mlagen_mla"],
+        ),
+        ({"attention_backend": "dsv4", "decode_attention_backend": None}, []),
+        ({}, []),
+    ],
+)
+@pytest.mark.parametrize("architecture", ["DeepseekV4ForCausalLM", "DeepseekV4ForCausalLMNextN"])
+def test_deepseek_v4_with_a_backend_of_mlagen_is_a_warning(
+    sglang: Import,
+    register: Callable[[], None],
+    caplog: Log,
+    architecture: str,
+    options: dict[str, Any],
+    warned: list[str],
+) -> None:
+    """SGLang overrides the option there, so the log says who does not decode."""
+    register()
+    providers = sglang(OVERRIDES)._PREDICATE_OVERRIDE_FNS
+    config = SimpleNamespace(architectures=[architecture])
+
+    given = [
+        provider(SimpleNamespace(**options), config)
+        for predicate, provider in filter(is_provider, providers)
+        if predicate(architecture)
+    ]
+
+    assert given == [{}]
+    assert len(caplog.messages) == bool(warned)
+    assert all(each in caplog.text for each in [*warned, "dsv4" if warned else ""])
+
+
+def test_other_models_have_no_such_warning(sglang: Import, register: Callable[[], None]) -> None:
+    """DeepSeek-V3.2 is served."""
+    register()
+    providers = sglang(OVERRIDES)._PREDICATE_OVERRIDE_FNS
+    ours = filter(is_provider, providers)
+    assert [predicate("DeepseekV32ForCausalLM") for predicate, _ in ours] == [False]
+
+
+def test_models_with_a_list_of_backends_take_the_gqa_backend(
+    sglang: Import, register: Callable[[], None]
+) -> None:
+    """gpt-oss and Gemma 4 accept ``trtllm_mha``, which ``mlagen_mha`` is for their checks."""
+    register()
+    options = dict.fromkeys(("attention_backend", "prefill_attention_backend"), "fa3")
+    checked = sglang(CHECKS).attention_backends_of
+
+    backends = [
+        checked(SimpleNamespace(**options, decode_attention_backend=name))
+        for name in (*NAMES, "triton", None)
+    ]
+
+    decoded = ["trtllm_mha", "mlagen_mla", "mlagen_dsa", "triton", "fa3"]
+    assert backends == [("fa3", name) for name in decoded]
