@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from tests.integrations import engines
 from tests.integrations.servers import is_installed
 from tests.integrations.sglang import engine
 
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1"}
+# Behind the warm-up nothing is compiled.
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "MLAGEN_JIT": "freeze"}
 
 
 @pytest.mark.skipif(
@@ -20,16 +22,30 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1"}
     reason="needs SGLang, and mlagen installed beside it",
 )
 @pytest.mark.parametrize("mode", ["eager", "graphs"])
-def test_tokens_are_those_of_transformers(mode: str, device: str, tmp_path: Path) -> None:
-    """Each decode step launches mlagen's kernels, and errs about as bf16 does elsewhere."""
+@pytest.mark.parametrize(
+    ("make", "backend", "kernel"),
+    [
+        (engines.deepseek_v3, "mlagen_mla", "mla_sm"),
+        (engines.llama, "mlagen_mha", "gqa_sm"),
+        (engines.gpt_oss, "mlagen_mha", "gqa_sm"),
+    ],
+    ids=["deepseek_v3", "llama", "gpt_oss"],
+)
+def test_tokens_are_those_of_transformers(
+    make: Any, backend: str, kernel: str, mode: str, device: str, tmp_path: Path
+) -> None:
+    """Each decode step launches kernels of the warm-up, and errs about as bf16 does elsewhere."""
     pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17")
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("FlashAttention 3, which prefills, needs a GPU of compute capability 9.0")
-    rounded, exact = engines.models_in(tmp_path, engines.deepseek_v3, device)
+    rounded, exact = engines.models_in(tmp_path, make, device)
     prompts = engines.prompts()
 
-    did = engines.engine_over(engine.__name__, ENVIRONMENT, tmp_path, "mlagen_mla", mode, prompts)
+    did = engines.engine_over(engine.__name__, ENVIRONMENT, tmp_path, backend, mode, prompts)
 
-    assert did["backends"] == ["mlagen_mla"]
-    engines.assert_decodes_by("mla_sm", did, mode)
+    assert did["backends"] == [backend]
+    (line,) = [each for each in did["log"].splitlines() if "mlagen: warm-up of" in each]
+    assert line.endswith("; frozen")
+    assert "missing" not in line
+    engines.assert_decodes_by(kernel, did, mode)
     engines.assert_like_transformers(rounded, exact, prompts, did)

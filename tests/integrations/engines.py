@@ -41,6 +41,20 @@ def llama() -> Any:
     return LlamaForCausalLM(LlamaConfig(**SIZES | heads))
 
 
+def gpt_oss() -> Any:
+    """Return a gpt-oss, of layers with sinks, every other one with a sliding window."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
+    # Of all experts rounding chooses no others.
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 4}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    model = GptOssForCausalLM(GptOssConfig(**SIZES | heads | experts | rope, sliding_window=128))
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, mean=3.0)
+    return model
+
+
 def deepseek_v3() -> Any:
     """Return a DeepSeek-V3 of dense layers: rounding may choose other experts."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
@@ -105,7 +119,7 @@ def engine_over(
 
     assert done.returncode == 0, log.read_text()[-8000:]
     did: dict[str, Any] = json.loads(result.read_text())
-    return did
+    return did | {"log": log.read_text()}
 
 
 @torch.no_grad()
