@@ -104,7 +104,7 @@ def problem_with(words: list[str]) -> str | None:
 
 def _problem_with_backend(arguments: list[str]) -> str | None:
     backends = [word for word in arguments if word.lower().startswith("mlagen")]
-    known = {*vllm.BACKENDS, sglang.MLA, sglang.DSA}
+    known = {*vllm.BACKENDS, *sglang.BACKENDS}
     return next((f"no backend {word}" for word in backends if word not in known), None)
 
 
