@@ -22,6 +22,7 @@ from .commands.cache import cache
 from .commands.demo import demo
 from .commands.doctor import doctor
 from .commands.kernel import kernel
+from .commands.models import models
 from .commands.prewarm import prewarm
 from .commands.replay import replay
 from .commands.resources import resources
@@ -143,7 +144,7 @@ def cli() -> None:
     """
 
 
-for command in (prewarm, cache, kernel, resources, doctor, demo, bench, replay):
+for command in (prewarm, models, cache, kernel, resources, doctor, demo, bench, replay):
     cli.add_command(command)
 
 

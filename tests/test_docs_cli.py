@@ -12,6 +12,7 @@ import pytest
 
 from cache_tools.benchmark.outcomes import BENCH
 from cache_tools.cli import cli
+from cache_tools.commands.models import MODELS
 from cache_tools.output.schemas import DOCUMENT, SCHEMAS, Schema
 from cache_tools.output.transfer_schemas import TRANSFER_SCHEMAS
 from cache_tools.replay.outcome import REPLAY
@@ -73,7 +74,13 @@ def schema_sections(schemas: Mapping[str, Schema]) -> Iterator[tuple[str, tuple[
 # Commands with the tables of their documents.
 DOCUMENTS = {
     command: sections
-    for schemas in (SCHEMAS, TRANSFER_SCHEMAS, {"bench": BENCH}, {"replay": REPLAY})
+    for schemas in (
+        SCHEMAS,
+        TRANSFER_SCHEMAS,
+        {"bench": BENCH},
+        {"models": MODELS},
+        {"replay": REPLAY},
+    )
     for command, sections in schema_sections(schemas)
 }
 

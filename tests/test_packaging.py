@@ -18,7 +18,7 @@ import mlagen
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"mlagen": "mlagen", "cache_tools": "mlagen/cache_tools", "templates": "mlagen/templates"}
-SHIPPED = {".py", ".typed", ".json", ".cuh", ".j2"}
+SHIPPED = {".py", ".typed", ".tsv", ".cuh", ".j2"}
 
 # Files that tools write into a checkout.
 TOOL_FILES = (

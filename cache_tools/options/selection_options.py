@@ -74,7 +74,7 @@ _OPTIONS = (
         "--page-size",
         callback=numbers(1),
         metavar="N,...",
-        help="Tokens per page of the KV cache; default of a model: 64, for GQA 16 and 64.",
+        help="Tokens per page of the KV cache; default of a model: see mlagen models.",
     ),
     click.option(
         "--kv-lora-rank",

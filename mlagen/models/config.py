@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from mlagen.errors import ArgumentError, UnsupportedError
-from mlagen.models.attention_keys import reject_unknown
 from mlagen.models.fields import Fields
 from mlagen.models.heads import GqaHeads, gqa_heads, reject_other_values
 from mlagen.models.hub_cache import cached_config, is_hub_id
-from mlagen.models.layers import layers_left_out
-from mlagen.models.names import known_names, preset_names, preset_of
-from mlagen.models.unserved import reject_unserved
+from mlagen.models.layers import layers_left_out, window_of
+from mlagen.models.names import known_model, similar_names
+from mlagen.models.rejections import reject_type, reject_unknown, reject_unserved
 from mlagen.paths import is_folder, is_regular, read_named, reason_of
 from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.variant import GqaVariant, require_supported
 from mlagen.spec.mla.variant import SUPPORTED
 
-__all__ = ["GqaModel", "MlaModel", "find_model", "preset_names", "read_model"]
+__all__ = ["GqaModel", "MlaModel", "find_model", "read_model"]
 
 # Keys of the text decoder in models with several parts.
 _NESTED = ("thinker_config", "text_config", "language_config", "llm_config")
 _CONFIG = "config.json"
+# Keys beside those of the latent, which describe projections and the indexer.
+_MLA_PROJECTIONS = (
+    *("q_lora_rank", "qk_nope_head_dim", "qk_head_dim", "v_head_dim", "head_dim"),
+    "num_key_value_heads",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,7 @@ class Model:
     dtype: DType  # of queries, and of the KV cache by default
     heads: int
     left_out: tuple[str, ...] = ()  # a sentence for each kind of layer without a kernel
+    is_hybrid: bool = False  # some layers have a recurrent state, which inflates a server's blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +60,7 @@ class GqaModel(Model):
     kv_heads: int
     head_dim: int
     others: tuple[GqaHeads, ...] = ()  # of layers with other heads
+    window: int | None = None  # tokens that sliding layers attend to: an argument of the call
 
     def heads_of_layers(self) -> tuple[GqaHeads, ...]:
         """Return the head configurations of the layers, without duplicates."""
@@ -72,20 +78,19 @@ def find_model(name: str) -> MlaModel | GqaModel:
         If there is no such model, or mlagen does not support its configuration.
     """
     path = Path(name).expanduser()
-    preset = preset_of(name)
+    known = known_model(name)
     try:
         path = path / _CONFIG if is_folder(path) else path
         is_path = "/" in name and is_regular(path)
         if not is_path and current_settings().reads_hub_cache and (found := cached_config(name)):
-            path, preset = found, None
-        if preset is not None and not is_path:
-            file = resources.files("mlagen.models") / f"{preset}.json"
-            return read_model(name, file.read_bytes())
+            path, known = found, None
+        if known is not None and not is_path:
+            return _model_of(name, dict(known.config))
         return read_model(name, read_named(path))
     except FileNotFoundError as error:
         raise ArgumentError(
-            f"model: expected one of {', '.join(known_names())}, or the path of a {_CONFIG} or of "
-            f"its folder, got {name!r}{_remedy(name)}"
+            f"model: expected the path of a {_CONFIG} or of its folder, or a name that "
+            f"`mlagen models` lists, got {name!r}{_remedy(name)}"
         ) from error
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
         if isinstance(error, ArgumentError):
@@ -96,12 +101,14 @@ def find_model(name: str) -> MlaModel | GqaModel:
 
 
 def _remedy(name: str) -> str:
-    """Return the advice for a Hub id that is not found."""
+    """Return the advice for a name or Hub id that is not found."""
+    names = similar_names(name) if "/" not in name or is_hub_id(name) else []
+    guess = f"; did you mean {' or '.join(names)}?" if names else ""
     if not is_hub_id(name):
-        return ""
+        return guess
     if not current_settings().reads_hub_cache:
-        return "; MLAGEN_HF=1 looks for a Hub id in the Hub's local cache"
-    return f"; run: hf download {name} {_CONFIG}"
+        return f"{guess}; MLAGEN_HF=1 looks for a Hub id in the Hub's local cache"
+    return f"{guess}; run: hf download {name} {_CONFIG}"
 
 
 def read_model(name: str, content: bytes) -> MlaModel | GqaModel:
@@ -129,12 +136,14 @@ def _model_of(name: str, config: dict[str, Any]) -> MlaModel | GqaModel:
     is_mla = bool(fields.value("kv_lora_rank")) and fields.value("use_mla") is not False
     if not is_mla:
         reject_other_values(fields)
+    reject_type(fields)
     reject_unserved(fields)
     return _mla(fields) if is_mla else _gqa(fields)
 
 
 def _text_part(fields: Fields) -> Fields:
     """Return the innermost text decoder that has heads, or else the innermost part."""
+    reject_type(fields)
     for label in _NESTED:
         inner = fields.value(label)
         if isinstance(inner, dict):
@@ -148,27 +157,39 @@ def _text_part(fields: Fields) -> Fields:
 
 def _mla(fields: Fields) -> MlaModel:
     heads = fields.count("num_attention_heads")
-    left_out = layers_left_out(fields, is_mla=True)
-    reject_unknown(fields, is_mla=True)
+    left_out, is_hybrid = layers_left_out(fields, is_mla=True)
+    _read_all(fields, _MLA_PROJECTIONS)
+    if window_of(fields) is not None and not any("sliding" in sentence for sentence in left_out):
+        raise fields.rejection("sliding_window", "MLA without a window", window_of(fields))
+    is_sparse = fields.count("index_topk", default=0) != 0
     rank, rope = fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim", minimum=0)
     known = dict.fromkeys(dims for row in SUPPORTED for dims in row.head_dims)
     if (rank, rope) not in known:
         rule = " or ".join(map(str, known))
         raise fields.rejection("kv_lora_rank, qk_rope_head_dim", rule, (rank, rope))
+    reject_unknown(fields, is_mla=True)
     return MlaModel(
         name=fields.name,
         dtype=fields.dtype(),
         heads=heads,
         left_out=left_out,
+        is_hybrid=is_hybrid,
         kv_lora_rank=rank,
         qk_rope_head_dim=rope,
-        is_sparse=fields.count("index_topk", default=0) != 0,
+        is_sparse=is_sparse,
     )
 
 
+def _read_all(fields: Fields, labels: Iterable[str]) -> None:
+    for label in labels:
+        fields.value(label)
+
+
 def _gqa(fields: Fields) -> GqaModel:
-    left_out = layers_left_out(fields, is_mla=False)
-    layers = gqa_heads(fields)
+    left_out, is_hybrid = layers_left_out(fields, is_mla=False)
+    if fields.value("use_mla") is False:  # keys of MLA stay in the configuration then
+        _read_all(fields, (*_MLA_PROJECTIONS, "kv_lora_rank", "qk_rope_head_dim"))
+    layers, window = gqa_heads(fields), window_of(fields)
     reject_unknown(fields, is_mla=False)
     rejections = {heads: _rejection_of(heads) for heads in layers}
     left_out += tuple(f"{fields.name}: head_dim: {why}" for why in rejections.values() if why)
@@ -180,6 +201,8 @@ def _gqa(fields: Fields) -> GqaModel:
         name=fields.name,
         dtype=fields.dtype(),
         left_out=left_out,
+        is_hybrid=is_hybrid,
+        window=window,
         **first._asdict(),
         others=tuple(others),
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mlagen.errors import ArgumentError
+from mlagen.models.model_types import model_type
 from mlagen.spec.dtype import DType
 
 _DTYPES = {"bfloat16": DType.BF16, "float16": DType.FP16}
@@ -18,18 +19,33 @@ _OTHER_PARTS = re.compile(r"(?<!attn)(?<!attention)_config$|^rope|^id2label$|^la
 class Fields:
     """The fields of the text decoder in a ``config.json``.
 
-    ``part`` is its key if it is nested: there, transformers omits fields that equal the default of
-    the class, so that a missing field is not unset.
+    ``part`` is its key if it is nested: there, transformers may omit fields that equal the default
+    of the class, so that a missing field is not unset. ``read`` has the labels that were read.
     """
 
     def __init__(self, name: str, config: Mapping[str, Any], part: str | None = None) -> None:
         self.name = name
         self.config = config
         self.part = part
+        self.type = model_type(config.get("model_type"))
+        self.read: set[str] = set()
 
     def value(self, label: str) -> Any:
-        """Return the value of a field, or None if it is missing."""
-        return self.config.get(label)
+        """Return the value of a field, or what it stands for if it is missing, or else None."""
+        self.read.add(label)
+        table, _, inner = label.partition(".")
+        if inner:
+            inside = self.config.get(table)
+            return inside.get(inner) if isinstance(inside, dict) else None
+        if label in self.config:
+            return self.config[label]
+        source = self.type.sources.get(label) if self.type else None
+        return self.value(source) if isinstance(source, str) else source
+
+    def omits(self, label: str) -> bool:
+        """Whether a nested part omits a field whose default is unknown."""
+        is_absent = self.part is not None and label not in self.config
+        return is_absent and self.type is None and self.config.get("model_type") is not None
 
     def set_items(self) -> Iterator[tuple[str, Any]]:
         """Yield the fields that are set, including nested ones such as ``attn_config.alibi``."""
@@ -37,7 +53,7 @@ class Fields:
 
     def count(self, label: str, *, default: int | None = None, minimum: int = 1) -> int:
         """Return a number, or the default if it is missing or null."""
-        value = self.config.get(label)
+        value = self.value(label)
         if value is None and default is not None:
             return default
         return self.checked(label, value, minimum=minimum)
@@ -50,12 +66,16 @@ class Fields:
 
     def count_of(self, labels: Sequence[str]) -> int | None:
         """Return a number that has several labels; None if none of them is set."""
+        ignored = self.type.ignored if self.type else ()
+        labels = [label for label in labels if label not in ignored]
         found = {label: self.count(label) for label in labels if self.config.get(label)}
         for label, count in found.items():
             first = next(iter(found))
             if count != found[first]:
                 raise self.rejection(label, f"{first} {found[first]}", count)
-        return next(iter(found.values()), None)
+        if found or self.value(labels[0]) is None:
+            return next(iter(found.values()), None)
+        return self.count(labels[0])
 
     def dtype(self) -> DType:
         """Return the element type of the activations; the default is bf16."""

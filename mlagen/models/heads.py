@@ -7,25 +7,15 @@ from typing import Any, NamedTuple
 
 from mlagen.models.fields import Fields
 
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_groups", "num_query_groups")
+_KV_HEADS = (
+    *("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv"),
+    *("num_attention_groups", "num_query_groups"),
+)
 # Aliases of num_attention_heads; alone they may belong to linear-attention layers.
 _HEADS = ("num_heads", "n_heads", "n_head")
-_HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels", "head_size")
+_HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels", "head_size", "hidden_size_per_head")
 _OVERRIDES = {"num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"}
 _OVERRIDES |= {"true_head_dim", "num_attention_groups", "sliding_window", "attention_type"}
-# Classes of nested parts, by model_type, whose default head_dim is hidden_size / heads; and classes
-# whose default is multi-head attention, one kv head per query head (transformers 5.17).
-_HEAD_DIM_FROM_HIDDEN = {"aria_text", "cohere", "cohere2", "cohere_compass_text"}
-_HEAD_DIM_FROM_HIDDEN |= {"deepseek_ocr2_text", "emu3_text_model", "ernie4_5_vl_moe_text"}
-_HEAD_DIM_FROM_HIDDEN |= {"exaone4", "glm4v_moe_text", "glm4v_text", "glm_image_text"}
-_HEAD_DIM_FROM_HIDDEN |= {"glm_ocr_text", "granite", "hunyuan_vl_text", "internlm2", "lfm2"}
-_HEAD_DIM_FROM_HIDDEN |= {"llama", "ministral", "mistral", "mixtral", "mllama_text_model", "olmo2"}
-_HEAD_DIM_FROM_HIDDEN |= {"opt", "persimmon", "phi", "phi3", "qwen", "qwen2", "qwen2_5_omni_text"}
-_HEAD_DIM_FROM_HIDDEN |= {"qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3_moe"}
-_HEAD_DIM_FROM_HIDDEN |= {"qwen3_omni_moe_text", "qwen3_vl_moe_text", "smollm3"}
-_MHA_CLASSES = {"aria_text", "cohere", "cohere2", "cohere_compass_text", "deepseek_ocr2_text"}
-_MHA_CLASSES |= {"granite", "hunyuan_vl_text", "internlm2", "llama", "olmo2", "opt", "persimmon"}
-_MHA_CLASSES |= {"phi", "phi3", "qwen"}
 
 
 class GqaHeads(NamedTuple):
@@ -101,6 +91,8 @@ def _several(fields: Fields, label: str, value: object) -> list[int]:
 
 
 def _kv_heads(fields: Fields, heads: int) -> int:
+    for label in (*_KV_HEADS, "multi_query_group_num"):
+        fields.value(label)  # whether it is used or not
     shared = fields.value("multi_query") and not fields.value("new_decoder_architecture")
     if shared:  # Falcon then has one kv head, and ignores num_kv_heads
         kv_heads = fields.count("num_key_value_heads", default=1)
@@ -112,7 +104,7 @@ def _kv_heads(fields: Fields, heads: int) -> int:
     found = fields.count_of(_KV_HEADS)
     if found is None and fields.value("num_key_value_heads") is not None:
         return fields.count("num_key_value_heads")  # raises
-    if found is None and _is_omitted(fields, "num_key_value_heads", _MHA_CLASSES):
+    if found is None and fields.omits("num_key_value_heads"):
         raise fields.rejection("num_key_value_heads", f"it in {fields.part}", None)
     if found is not None and found > heads:
         rule = f"a divisor of num_attention_heads {heads}"
@@ -123,7 +115,7 @@ def _kv_heads(fields: Fields, heads: int) -> int:
 def _head_dim(fields: Fields, heads: int) -> int:
     head_dim = fields.count_of(_HEAD_DIM)
     if head_dim is None:
-        if _is_omitted(fields, "head_dim", _HEAD_DIM_FROM_HIDDEN):
+        if fields.omits("head_dim"):
             raise fields.rejection("head_dim", f"it in {fields.part}", None)
         hidden = fields.count("hidden_size")
         if hidden % heads:
@@ -132,12 +124,6 @@ def _head_dim(fields: Fields, heads: int) -> int:
         head_dim = hidden // heads
     reject_other_values(fields, head_dim)
     return head_dim
-
-
-def _is_omitted(fields: Fields, label: str, classes: set[str]) -> bool:
-    """Whether a nested part omits a field whose class default is unknown here."""
-    is_absent = fields.part is not None and label not in fields.config
-    return is_absent and fields.value("model_type") not in (*classes, None)
 
 
 def _other_heads(fields: Fields, base: GqaHeads) -> Iterator[GqaHeads]:
@@ -152,10 +138,9 @@ def _other_heads(fields: Fields, base: GqaHeads) -> Iterator[GqaHeads]:
     kv_heads = fields.value("num_global_key_value_heads")
     if fields.value("attention_k_eq_v") is False:
         kv_heads = None  # Gemma-4 uses them only if K equals V
-    head_dim = fields.value("global_head_dim")
-    has_layer_heads = "per_layer_config" in fields.config or head_dim is not None
-    if str(fields.value("model_type")).startswith("gemma4") and not has_layer_heads:
-        raise fields.rejection("global_head_dim", "it, or a per_layer_config", None)
+    # Where transformers 5.24 saved the heads of single layers, they have replaced this key.
+    is_replaced = "per_layer_config" in fields.config and "global_head_dim" not in fields.config
+    head_dim = None if is_replaced else fields.value("global_head_dim")
     changes = {"num_key_value_heads": kv_heads, "head_dim": head_dim}
     yield _override(fields, "global_", base, changes)
     for label in ("attention_other_setting", "per_layer_config"):

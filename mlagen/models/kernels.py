@@ -9,6 +9,7 @@ from itertools import product
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.models.config import GqaModel, MlaModel
 from mlagen.models.heads import GqaHeads
+from mlagen.models.pages import served_page_sizes
 from mlagen.spec.arch import Arch
 from mlagen.spec.calls import gqa_call_specs, mla_call_specs
 from mlagen.spec.dtype import DType
@@ -16,12 +17,6 @@ from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.variant import MAX_HEADS, SUPPORTED, MlaVariant
 from mlagen.values import reject
-
-# Default page sizes. FlashMLA supports pages of 64 tokens only, and servers of DeepSeek models use
-# them; for GQA, servers usually default to 16, and 64 is the largest that all decode kernels of
-# FlashInfer support.
-MLA_PAGE_SIZES = (64,)
-GQA_PAGE_SIZES = (16, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,18 +65,34 @@ def model_specs(
     return list(specs)
 
 
+def page_sizes_of(model: MlaModel | GqaModel, use: ServingOptions) -> Sequence[int]:
+    """Return the page sizes of the calls: those of the servers by default."""
+    return use.page_sizes or served_page_sizes(
+        is_mla=isinstance(model, MlaModel), is_hybrid=model.is_hybrid
+    )
+
+
+def attention_text(model: MlaModel | GqaModel) -> str:
+    """Return heads, dims and window of the layers of ``model`` on one line."""
+    if isinstance(model, MlaModel):
+        dims = f"{model.kv_lora_rank}+{model.qk_rope_head_dim}"
+        return f"MLA, {model.heads} heads of {dims}{', sparse' if model.is_sparse else ''}"
+    layers = (f"{heads}/{kv} heads of {dim}" for heads, kv, dim in model.heads_of_layers())
+    window = f", window {model.window}" if model.window else ""
+    return f"GQA, {' and '.join(layers)}{window}"
+
+
 def serving_text(model: MlaModel | GqaModel, use: ServingOptions) -> str:
     """Return how ``model`` is served, defaults included, on one line."""
     heads = [_per_gpu(model, "num_attention_heads", model.heads, tp) for tp in use.tp]
     if isinstance(model, MlaModel):
-        page_sizes: Sequence[int] = MLA_PAGE_SIZES
         pairs = list(_mla_dtypes(model, use))
         lookups = [lookup for pair in pairs for lookup in _lookups(model, *pair, use)]
     else:
-        page_sizes, pairs, lookups = GQA_PAGE_SIZES, list(_gqa_dtypes(model, use)), []
+        pairs, lookups = list(_gqa_dtypes(model, use)), []
     parts = [
         f"{_joined(heads)} heads",
-        f"page size {_joined(use.page_sizes or page_sizes)}",
+        f"page size {_joined(page_sizes_of(model, use))}",
         f"q_len {_joined(use.q_lens)}",
         f"query/cache {_joined(f'{query}/{kv}' for query, kv in pairs)}",
         *([_joined(lookups)] if lookups else []),
@@ -112,7 +123,7 @@ def _mla_calls(model: MlaModel, use: ServingOptions) -> Iterator[tuple[MlaVarian
         reject(f"{model.name}: heads per GPU", f"{MAX_HEADS} or less for MLA kernels", max(heads))
     for query, kv in _mla_dtypes(model, use):
         for lookup, page_size in product(
-            _lookups(model, query, kv, use), use.page_sizes or MLA_PAGE_SIZES
+            _lookups(model, query, kv, use), page_sizes_of(model, use)
         ):
             variant = MlaVariant(
                 query_dtype=query,
@@ -135,7 +146,7 @@ def _gqa_calls(model: GqaModel, use: ServingOptions) -> Iterator[tuple[GqaVarian
         for heads in model.heads_of_layers()
     ]
     for (query, kv), (head_dim, groups) in product(_gqa_dtypes(model, use), layers):
-        for page_size in use.page_sizes or GQA_PAGE_SIZES:
+        for page_size in page_sizes_of(model, use):
             variant = GqaVariant(
                 query_dtype=query,
                 kv_dtype=kv,

@@ -1,69 +1,66 @@
-"""Model presets: names, aliases and Hub ids."""
+"""Models that are known by name: aliases, Hub ids, and the keys of their configurations."""
 
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from functools import cache
-from importlib import resources
+from typing import NamedTuple
 
-# Models with the attention of a preset, by Hub name without the suffixes below. The first string is
-# their owner on the Hub.
-_ALIASES = {
-    "deepseek-v2": ("deepseek-ai", "deepseek-v2.5", "deepseek-coder-v2"),
-    "deepseek-v2-lite": ("deepseek-ai", "deepseek-coder-v2-lite"),
-    "deepseek-v3": (
-        "deepseek-ai",
-        "deepseek-r1",
-        "deepseek-r1-zero",
-        "deepseek-v3.1",
-        "deepseek-v3.1-terminus",
-    ),
-    "deepseek-v3.2": ("deepseek-ai", "deepseek-v3.2-exp", "deepseek-v3.2-speciale"),
-    "glm-4.7-flash": ("zai-org",),
-    "glm-5": ("zai-org", "glm-5.1"),
-    "glm-5.3-flash": ("zai-org",),
-    "gpt-oss-120b": ("openai", "gpt-oss-20b"),
-    "kimi-k2": ("moonshotai", "kimi-k2.5"),
-    "llama-3-8b": ("meta-llama", "llama-3.1-8b", "meta-llama-3-8b", "meta-llama-3.1-8b"),
-    "llama-3-70b": (
-        "meta-llama",
-        "llama-3.1-70b",
-        "llama-3.3-70b",
-        "meta-llama-3-70b",
-        "meta-llama-3.1-70b",
-    ),
-    "qwen3-32b": ("qwen",),
-}
+from mlagen.models.model_types import Value, table_rows, values_of
+
 # Suffixes of fine-tuned or quantized variants, which have the same attention.
-_SUFFIX = re.compile(r"-(instruct|base|chat|thinking|fp8|bf16|hf|\d{4})$")
+_SUFFIX = re.compile(
+    r"-(instruct|it|base|chat|thinking|fp8|bf16|nvfp4|int4|awq|gptq|hf|original|\d{4})$"
+)
+_MAX_SUGGESTIONS = 5
+
+
+class KnownModel(NamedTuple):
+    """A model that is known by name."""
+
+    name: str
+    owner: str  # on the Hub
+    aliases: tuple[str, ...]  # models with the same attention
+    config: dict[str, Value]
 
 
 @cache
-def preset_names() -> tuple[str, ...]:
-    """Return the names of the presets."""
-    files = resources.files("mlagen.models").iterdir()
-    return tuple(sorted(file.name[:-5] for file in files if file.name.endswith(".json")))
+def known_models() -> dict[str, KnownModel]:
+    """Return the known models by their name."""
+    rows = table_rows("known_models.tsv")
+    return {
+        name: KnownModel(name, owner, tuple(aliases.split()), values_of(config))
+        for name, owner, aliases, config in rows
+    }
 
 
 @cache
 def known_names() -> tuple[str, ...]:
-    """Return the names and aliases of the presets."""
-    aliases = {alias for _, *others in _ALIASES.values() for alias in others}
-    return tuple(sorted({*preset_names(), *aliases}))
+    """Return the names and aliases of the known models."""
+    return tuple(
+        sorted(n for known in known_models().values() for n in (known.name, *known.aliases))
+    )
 
 
-def preset_of(name: str) -> str | None:
-    """Return the preset of a name, an alias or a Hub id, or None.
+def known_model(name: str) -> KnownModel | None:
+    """Return the model of a name, an alias or a Hub id, or None.
 
     The match ignores case and suffixes such as ``-Instruct``, ``-FP8`` and ``-0528``.
     """
     owner, slash, model = name.lower().rpartition("/")
     while True:
-        for preset in preset_names():
-            preset_owner, *others = _ALIASES[preset]
-            if model in (preset, *others) and (not slash or owner == preset_owner):
-                return preset
+        for known in known_models().values():
+            if model in (known.name, *known.aliases) and (not slash or owner == known.owner):
+                return known
         shorter = _SUFFIX.sub("", model)
         if shorter == model:
             return None
         model = shorter
+
+
+def similar_names(name: str) -> list[str]:
+    """Return known names that begin like a name, or else are spelled like it."""
+    model = name.lower().rpartition("/")[2]
+    names = [known for known in known_names() if model and known.startswith(model)]
+    return (names or get_close_matches(model, known_names(), cutoff=0.75))[:_MAX_SUGGESTIONS]

@@ -73,9 +73,9 @@ def prewarm(
         ``deepseek-v3``, or paths of a ``config.json`` or of its folder. ``dtype``, ``kv_dtype``,
         ``page_size``, ``lookup`` and ``q_len`` select how the models are served. Defaults: the
         model's dtype for Q and KV, and both BF16 and FP8 queries for an FP8 MLA cache; page size
-        64 for MLA, 16 and 64 for GQA; sparse and dense kernels for models with sparse attention.
-        A pair of dtypes or a kind of layer without a kernel is omitted and named in the report; a
-        model without any kernel is rejected.
+        64 for MLA, 16 and 64 for GQA, 32 too if some layers have a recurrent state; sparse and
+        dense kernels for models with sparse attention. A pair of dtypes or a kind of layer without
+        a kernel is omitted and named in the report; a model without any kernel is rejected.
     tp : int or iterable of int
         Tensor-parallel size: the number of GPUs that share the heads; 1 if None.
     kernels : str, KernelSpec or iterable of them

@@ -25,6 +25,7 @@ from click.testing import CliRunner, Result
 import mlagen
 from cache_tools.benchmark.outcomes import BENCH
 from cache_tools.cli import cli
+from cache_tools.commands.models import MODELS
 from cache_tools.output.schemas import DOCUMENT, SCHEMAS, Schema
 from cache_tools.output.transfer_schemas import TRANSFER_SCHEMAS
 from cache_tools.replay.outcome import REPLAY
@@ -35,7 +36,13 @@ from mlagen.settings import current_settings
 from tests.built_once import compiled
 from tests.fixture_types import Patch
 
-SCHEMA_OF: dict[str, Schema] = {**SCHEMAS, **TRANSFER_SCHEMAS, "bench": BENCH, "replay": REPLAY}
+SCHEMA_OF: dict[str, Schema] = {
+    **SCHEMAS,
+    **TRANSFER_SCHEMAS,
+    "bench": BENCH,
+    "models": MODELS,
+    "replay": REPLAY,
+}
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "text": (str,),

@@ -127,7 +127,7 @@ def completed(args: str, typed: str) -> dict[str, str | None]:
     ("args", "typed", "expected"),
     [
         ("prewarm --model", "deepseek-r1", ["deepseek-r1", "deepseek-r1-zero"]),
-        ("prewarm --model", "llama-3-8b,Kimi", ["llama-3-8b,kimi-k2", "llama-3-8b,kimi-k2.5"]),
+        ("prewarm --model", "llama-3-8b,Kimi-K2", ["llama-3-8b,kimi-k2", "llama-3-8b,kimi-k2.5"]),
         ("prewarm --arch", "h1", ["H100"]),
         ("prewarm --arch", "sm_80,sm_90", ["sm_80,sm_90a"]),
         ("prewarm --arch", "na", ["native"]),

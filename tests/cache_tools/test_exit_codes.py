@@ -84,7 +84,7 @@ BAD_USAGE = {
     "prewarm --page-size 64,big": f"page-size: {NUMBERS}'64,big'",
     "prewarm extra": "file: expected one that ends with .toml or .json, got 'extra'",
     "prewarm --arch sm_80 --tp 8": "tp: expected none without models, got [8]",
-    "prewarm --model gpt-5 --arch sm_80": "model: expected one of ",
+    "prewarm --model gpt-5 --arch sm_80": "model: expected the path of a config.json or ",
     "prewarm --model deepseek-v3 --kv-dtype int8 --arch sm_90a": "deepseek-v3: no MLA dec",
     "prewarm --kernel x": "kernel: expected family(name=value, ...), got 'x'",
     "prewarm --timeout 9": "timeout: expected --isolate with it, got it alone",

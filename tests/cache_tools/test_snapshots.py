@@ -52,6 +52,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "cache pull": ("there.tar.gz",),
     "resources": (),
     "doctor": (),
+    "models": (),
     "kernel show": (str(COMBINE),),
     "kernel diff": (str(COMBINE), "combine(arch=sm_80)"),
     "prewarm": (*BOTH, "-j", "1"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlagen.errors import ArgumentError
-from mlagen.models.config import GqaModel, MlaModel, find_model, preset_names, read_model
-from mlagen.models.names import known_names
+from mlagen.models.config import GqaModel, MlaModel, find_model, read_model
 from mlagen.spec.dtype import DType
 
 MLA: dict[str, Any] = {"num_attention_heads": 64, "hidden_size": 4096, "v_head_dim": 128}
@@ -25,42 +23,6 @@ GQA: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 8, "hid
 def read(config: object) -> MlaModel | GqaModel:
     """Return the model of a configuration."""
     return read_model("m", json.dumps(config).encode())
-
-
-def mla_model(name: str, heads: int, rope: int = 64, *, is_sparse: bool = False) -> MlaModel:
-    """Return a preset with latent attention."""
-    dims: Any = {"kv_lora_rank": 512, "qk_rope_head_dim": rope}
-    return MlaModel(name=name, dtype=DType.BF16, heads=heads, is_sparse=is_sparse, **dims)
-
-
-def gqa_model(name: str, heads: int, kv_heads: int, head_dim: int) -> GqaModel:
-    """Return a preset with grouped queries."""
-    dims: Any = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    return GqaModel(name=name, dtype=DType.BF16, **dims)
-
-
-PRESETS = [
-    mla_model("deepseek-v2", 128),
-    mla_model("deepseek-v2-lite", 16),
-    mla_model("deepseek-v3", 128),
-    mla_model("deepseek-v3.2", 128, is_sparse=True),
-    mla_model("glm-4.7-flash", 20),
-    mla_model("glm-5", 64, is_sparse=True),
-    mla_model("glm-5.3-flash", 64, 0, is_sparse=True),
-    mla_model("kimi-k2", 64),
-    gqa_model("llama-3-8b", 32, 8, 128),
-    gqa_model("llama-3-70b", 64, 8, 128),
-    gqa_model("qwen3-32b", 64, 8, 128),
-    gqa_model("gpt-oss-120b", 64, 8, 64),
-]
-
-
-def test_every_preset_is_as_it_was_published() -> None:
-    """Heads, dims and sparse attention are those of the published file; names have any case."""
-    assert sorted(preset_names()) == sorted(preset.name for preset in PRESETS)
-    for preset in PRESETS:
-        assert find_model(preset.name) == preset
-        assert find_model(preset.name.upper()) == replace(preset, name=preset.name.upper())
 
 
 def test_any_other_model_is_found_by_its_path(tmp_path: Path) -> None:
@@ -121,12 +83,8 @@ def test_the_dtype_is_that_of_the_activations(changes: dict[str, Any], dtype: DT
     assert read(MLA | changes).dtype is dtype
 
 
-def test_an_unknown_name_lists_the_known_ones() -> None:
-    """The message lists the known names, and mentions a path; JSON errors have their position."""
-    known = f"{', '.join(known_names())}, or the path of a config.json or of its folder"
-    with pytest.raises(ArgumentError) as caught:
-        find_model("gpt-5")
-    assert str(caught.value) == f"model: expected one of {known}, got 'gpt-5'"
+def test_content_that_is_no_json_has_its_position() -> None:
+    """The message has the position of the mistake."""
     with pytest.raises(ArgumentError, match=r"^m: expected JSON, got Expecting value: line 1"):
         read_model("m", b"\x7b\x22a\x22: }")
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from mlagen.errors import ArgumentError
-from mlagen.models.config import find_model, preset_names
-from mlagen.models.names import known_names, preset_of
+from mlagen.models.config import find_model
+from mlagen.models.names import known_model, known_models, known_names
 from mlagen.settings import current_settings
 
 CONFIG = {"num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 64}
@@ -51,6 +51,10 @@ NAMES: dict[str | None, str] = {
     "llama-3-8b": "meta-llama/Meta-Llama-3-8B-Instruct",
     "llama-3-70b": "meta-llama/Llama-3.3-70B-Instruct",
     "qwen3-32b": "Qwen/Qwen3-32B-FP8",
+    "qwen3-8b": "Qwen/Qwen3-4B-Instruct-2507",
+    "gemma-4-31b": "google/gemma-4-31B-it",
+    "llama-4-scout": "meta-llama/Llama-4-Maverick-17B-128E-Instruct-FP8",
+    "deepseek-v4": "deepseek-ai/DeepSeek-V4-Flash",
     "gpt-oss-120b": "openai/gpt-oss-20b",
     None: "deepseek-ai/DeepSeek-R1-Distill-Llama-8B someone/DeepSeek-V3 glm-6",
 }
@@ -63,9 +67,42 @@ def test_a_name_resolves_to_the_preset_with_the_same_attention(
     name: str, preset: str | None
 ) -> None:
     """A model with other heads, or of another owner, has no preset; known names are valid."""
-    assert preset_of(name) == preset
-    assert preset_of("") is None
-    assert {preset_of(name) for name in known_names()} == set(preset_names())
+    known = known_model(name)
+    assert (known and known.name) == preset
+    assert known_model("") is None
+
+
+def test_every_known_name_has_one_model() -> None:
+    """No two models share a name or alias, and each known name is its model's."""
+    assert len(set(known_names())) == len(known_names())
+    assert {known.name for name in known_names() if (known := known_model(name))} == {
+        *known_models()
+    }
+
+
+LISTS = "expected the path of a config.json or of its folder, or a name that `mlagen models` lists"
+
+
+@pytest.mark.parametrize(
+    ("name", "guess"),
+    [
+        ("gpt-5", ""),
+        ("", ""),
+        ("qwen3-14", "; did you mean qwen3-14b?"),
+        ("llama-3-8", "; did you mean llama-3-8b?"),
+        ("kimi-k4", "; did you mean kimi-k3 or kimi-k2 or kimi-k2.5?"),
+        (
+            "gemma-4",
+            "; did you mean gemma-4-26b-a4b or gemma-4-31b or gemma-4-e2b or gemma-4-e4b?",
+        ),
+        ("./deepseek-v", ""),
+    ],
+)
+def test_an_unknown_name_has_a_hint_and_similar_names(name: str, guess: str) -> None:
+    """The path of a config.json comes first, then names that begin like it or are spelled so."""
+    with pytest.raises(ArgumentError) as caught:
+        find_model(name)
+    assert str(caught.value) == f"model: {LISTS}, got {name!r}{guess}"
 
 
 def test_a_folder_comes_before_the_model_of_the_same_name(

@@ -13,7 +13,7 @@ from tests.models.test_config import GQA as BARE_GQA
 from tests.models.test_config import MLA, read
 
 GQA = BARE_GQA | {"head_dim": 128}
-V4: dict[str, Any] = {"model_type": "deepseek_v4", "num_attention_heads": 64, "head_dim": 512}
+V4: dict[str, Any] = {"num_attention_heads": 64, "head_dim": 512}
 V4 |= {"num_key_value_heads": 1}
 FALCON: dict[str, Any] = {"num_attention_heads": 64, "hidden_size": 4096, "num_kv_heads": 8}
 CHATGLM: dict[str, Any] = {"num_attention_heads": 32, "hidden_size": 4096, "kv_channels": 128}
@@ -41,6 +41,7 @@ def heads_of(config: object) -> list[tuple[int, int, int]]:
     return [(made.heads, made.kv_heads, made.head_dim) for made in model.heads_of_layers()]
 
 
+DBRX = {"d_model": 6144, "n_heads": 48, "attn_config": {"kv_n_heads": 8, "clip_qkv": 8}}
 STEP = {"num_attention_heads": 64, "num_attention_groups": 8, "head_dim": 128}
 STEP_OTHERS = {"num_attention_heads": 96, "num_attention_groups": 8}
 SWA = {"swa_num_attention_heads": 64, "swa_num_key_value_heads": 16, "swa_head_dim": 64}
@@ -53,6 +54,11 @@ LAYERS = {"5": {"head_dim": 512}, "11": {"head_dim": 512}}
     [
         (gqa(global_head_dim=512), [(32, 8, 128), (32, 8, 512)]),
         (gqa(**GLOBAL), [(32, 8, 128), (32, 2, 256)]),
+        (gqa(model_type="gemma4_text"), [(32, 8, 128), (32, 8, 512)]),
+        (gqa(model_type="gemma4_text", per_layer_config={}), [(32, 8, 128)]),
+        ({"model_type": "llama"}, [(32, 32, 128)]),
+        ({"model_type": "gpt2", "n_head": 20, "n_embd": 1280}, [(20, 20, 64)]),
+        ({"model_type": "dbrx", **DBRX}, [(48, 8, 128)]),
         (gqa(**GLOBAL, attention_k_eq_v=False), [(32, 8, 128), (32, 8, 256)]),
         (gqa(per_layer_config=LAYERS), [(32, 8, 128), (32, 8, 512)]),
         (gqa(per_layer_config={"5": {"num_attention_heads": 64}}), [(32, 8, 128), (64, 8, 128)]),
@@ -74,6 +80,7 @@ def test_heads_are_those_of_every_layer(config: object, heads: list[tuple[int, i
     assert heads_of(config) == heads
 
 
+BLOCKS = "expected attention over all tokens or chosen tokens, not over chosen blocks, got"
 NO_KEY = "expected no such key, as mlagen does not know"
 RANKS = "(512, 64) or (256, 64) or (512, 0)"
 HEADS, OF_32 = "num_attention_heads: expected 1 or more, got", "num_attention_heads 32, got"
@@ -97,8 +104,11 @@ V_HEADS = {"head_dim": 192, "v_head_dim": 128}
         (BARE_GQA | {"hidden_size": 4097}, f"head_dim: expected it, or a {MULTIPLE} {OF_32} 4097"),
         (BARE_GQA | {"hidden_size": None}, "hidden_size: expected 1 or more, got none"),
         (gqa(head_dim=72), "head_dim: no GQA decode kernel for head_dim 72; supported: "),
-        (v4(compress_rates={"a": 4}), "compress_rates: expected a KV cache of all tokens, got"),
+        (v4(compress_rates={"a": 4}), "compress_rates: expected a KV cache of all tokens, not "),
         (v4(compress_ratios=[0, 4]), "compress_ratios: expected a KV cache of all tokens"),
+        (v4(model_type="deepseek_v4"), "model_type: expected a KV cache of all tokens, not "),
+        ({"model_type": "minimax_m3_vl"}, f"model_type: {BLOCKS} 'minimax_m3_vl'"),
+        (v4(layer_types=["minimax_m3_sparse"]), "layer_types: expected full_attention or "),
         (v4(o_lora_rank=1024), f"o_lora_rank: {NO_KEY}"),
         (v4(layer_types=["compressed_sparse_attention"]), "layer_types: expected full_attention o"),
         (gqa(**V_HEADS), "v_head_dim: expected head_dim 192, got 128"),
@@ -113,12 +123,23 @@ V_HEADS = {"head_dim": 192, "v_head_dim": 128}
         (gqa(position_embedding_type="alibi"), "position_embedding_type: expected rope or "),
         (gqa(attn_logit_softcapping=50.0), "attn_logit_softcapping: expected scores that are not "),
         (gqa(attention_chunk_size=8192), "attention_chunk_size: expected attention that is not ch"),
-        (gqa(layer_types=["chunked_attention"]), "layer_types: expected full_attention or "),
-        (mla(layer_types=["sliding_attention"]), "layer_types: expected full_attention or "),
-        (mla(sliding_window=128), f"sliding_window: {NO_KEY}"),
-        (gqa(index_topk_blocks=16), f"index_topk_blocks: {NO_KEY}"),
-        (mla(index_topk=1, index_block_size=4), f"index_block_size: {NO_KEY}"),
-        (gqa(sparse_attention_config={"a": 1}), f"sparse_attention_config: {NO_KEY}"),
+        (gqa(layer_types=["chunked_attention"]), "layer_types: expected some layers of full_at"),
+        (mla(layer_types=["sliding_attention"]), "layer_types: expected some layers of full_"),
+        (gqa(layer_types=["indexed_attention"]), "layer_types: expected full_attention or "),
+        (mla(sliding_window=128), "sliding_window: expected MLA without a window, got 128"),
+        (gqa(index_topk_blocks=16), f"index_topk_blocks: {BLOCKS} 16"),
+        (gqa(index_topk=16), f"index_topk: {NO_KEY}"),
+        (mla(index_topk=1, index_block_size=4), f"index_block_size: {BLOCKS} 4"),
+        (gqa(sparse_attention_config={"a": 1}), f"sparse_attention_config: {BLOCKS}"),
+        (gqa(sparse_config={"topk": 64}), f"sparse_config: {BLOCKS}"),
+        (gqa(mixer_types=["minicpm4", "lightning"]), f"mixer_types: {NO_KEY}"),
+        (gqa(kv_compression_dim=64), "kv_compression_dim: expected a KV cache of all tokens"),
+        (gqa(d_rel=16), "d_rel: expected attention without relative positions, got 16"),
+        (gqa(keep_window_size=16), f"keep_window_size: {NO_KEY}"),
+        (gqa(attn_block_skip=2), f"attn_block_skip: {NO_KEY}"),
+        (gqa(shared_kv_heads=2), f"shared_kv_heads: {NO_KEY}"),
+        (gqa(model_type="hubert"), "model_type: expected a model that generates text, got "),
+        ({"model_type": "mamba"}, "model_type: expected layers that attend over a KV cache, got"),
         (gqa(block_configs=[{"attention": {"n": 8}}]), f"block_configs.attention: {NO_KEY}"),
         (gqa(layer_types=["mamba"]), "layer_types: expected some layers of full_attention"),
         (gqa(layer_types="full_attention"), "layer_types: expected a list of kinds of layers"),
@@ -131,7 +152,6 @@ V_HEADS = {"head_dim": 192, "v_head_dim": 128}
         (gqa(kv_channels=64), "kv_channels: expected head_dim 128, got 64"),
         (gqa(num_heads=16), "num_heads: expected num_attention_heads 32, got 16"),
         (gqa(multi_query=True), "num_key_value_heads: expected 1 beside multi_query, got 8"),
-        (gqa(model_type="gemma4_text"), "global_head_dim: expected it, or a per_layer_config"),
     ],
 )
 def test_a_configuration_is_rejected_by_key(config: object, message: str) -> None:
@@ -144,12 +164,14 @@ def test_a_configuration_is_rejected_by_key(config: object, message: str) -> Non
 
 @pytest.mark.parametrize("label", ["head_dim", "num_key_value_heads"])
 def test_a_nested_part_omits_class_defaults(label: str) -> None:
-    """A missing number of a nested part is not guessed, unless its class has no default."""
+    """A missing number of a nested part is the default of its type, and else is not guessed."""
     part = {key: value for key, value in GQA.items() if key != label}
     with pytest.raises(ArgumentError, match=f"^m: {label}: expected it in text_config, got none$"):
-        read({"text_config": part | {"model_type": "gemma3_text"}})
-    heads = (32, 32, 128) if label == "num_key_value_heads" else (32, 8, 128)
-    assert heads_of({"text_config": part | {"model_type": "llama"}}) == [heads]
+        read({"text_config": part | {"model_type": "future"}})
+    of_llama = (32, 32, 128) if label == "num_key_value_heads" else (32, 8, 128)
+    assert heads_of({"text_config": part | {"model_type": "llama"}}) == [of_llama]
+    of_gemma = (32, 4, 128) if label == "num_key_value_heads" else (32, 8, 256)
+    assert heads_of({"text_config": part | {"model_type": "gemma3_text"}}) == [of_gemma]
     config = {"num_attention_heads": 4, "thinker_config": {"alibi": 1, "text_config": GQA}}
     for whole in (config, gqa(text_config={"vocab_size": 8})):  # at any depth
         assert heads_of(whole) == [(32, 8, 128)]
@@ -167,9 +189,15 @@ def test_a_nested_part_omits_class_defaults(label: str) -> None:
         {"v_head_dim": 128, "num_heads": 32, "kv_channels": 128, "o_lora_rank": None},
         {"quantization_config": {"kv_cache_scheme": {"a": 1}, "ignore": ["head"]}},
         {"vision_config": {"num_heads": 16, "compress_ratio": 2}, "rope_scaling": {"full": 1}},
+        {"position_embedding_type": "rope_gptj", "is_hybrid_swa": True, "swa_rope_theta": 1e4},
+        {"qk_norm_type": "per_layer", "attn_type_list": [1, 1], "layer_group_size": 1},
+        {"first_layers_types": ["full_attention", "sliding_attention"], "sliding_layers": [1]},
         {"position_embedding_type": "rope", "architectures": ["LlamaForCausalLM"]},
         mla(index_topk=2048, index_n_heads=32, index_head_dim=128, index_kpool=4),
         mla(indexer_types=["full", "shared"], layer_types=["deepseek_sparse_attention"]),
+        mla(layer_types=["indexed_attention"], index_kpool_always_select_tail=True),
+        mla(gated_attention_proj_granularity_type="head_wise", max_window_layers=20),
+        mla(mla_use_output_gate=True, mla_use_nope=True, use_sliding_window=False, window_size=4),
         mla(head_dim=64, qk_head_dim=192, num_key_value_heads=64, attention_bias=False),
     ],
 )
@@ -187,12 +215,17 @@ def test_keys_that_change_no_kernel_are_ignored(change: dict[str, Any]) -> None:
     ("config", "kind"),
     [
         (mla(layer_types=["full_attention", "linear_attention"]), "layers of linear_att"),
-        (mla(linear_attn_config={"num_heads": 32}), "layers of linear_attn_config: they"),
+        (mla(linear_attn_config={"num_heads": 32}), "layers of linear_attention: they have a rec"),
+        (mla(layer_group_size=8, max_window_layers=28), "layers of linear_attention: they"),
+        (mla(model_type="bailing_hybrid", layer_types=None), "layers of linear_attention: they"),
+        (mla(layer_types=["indexed_attention", "sliding_attention"]), "layers of sliding_attent"),
+        (gqa(model_type="llama4_text", attention_chunk_size=8192), "layers of chunked_attention"),
+        (gqa(layer_types=["hybrid"]), "layers of hybrid: beside the KV cache they have a rec"),
         (gqa(layer_types=["mamba", "attention"], mamba_n_heads=8), "layers of mamba:"),
         (gqa(layers_block_type=["mlp", "mamba", "attention"]), "layers of mamba:"),
         (gqa(hybrid_override_pattern="M-M*-"), "layers of mamba:"),
-        (gqa(full_attention_interval=4), "layers of full_attention_interval: they"),
-        (gqa(attn_type_list=[0, 1]), "layers of attn_type_list"),
+        (gqa(full_attention_interval=4), "layers of linear_attention: they"),
+        (gqa(attn_type_list=[0, 1]), "layers of linear_attention: they"),
         (gqa(global_head_dim=272), "head_dim: no GQA decode kernel for head_dim 272"),
         (gqa(head_dim=272, global_head_dim=256), "head_dim: no GQA decode kernel for"),
     ],

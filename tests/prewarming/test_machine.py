@@ -14,7 +14,7 @@ import pytest
 import mlagen
 from mlagen.families.gqa import select as gqa_plan
 from mlagen.families.mla import select as mla_plan
-from mlagen.models.config import GqaModel, MlaModel, find_model, preset_names
+from mlagen.models.config import GqaModel, MlaModel, find_model
 from mlagen.models.kernels import ServingOptions, model_specs
 from mlagen.prewarming import gpus, run
 from mlagen.prewarming.jobs import usable_jobs
@@ -153,7 +153,15 @@ def tps(model: MlaModel | GqaModel) -> list[int]:
     return [tp for tp in TPS if model.heads % tp == 0]
 
 
-@pytest.mark.parametrize("name", preset_names())
+# Models of each kind of attention: latent, sparse, without rope, hybrid, and with several heads.
+MODELS = (
+    *("deepseek-v2-lite", "deepseek-v3", "deepseek-v3.2", "glm-4.7-flash", "glm-5.3-flash"),
+    *("kimi-k2", "kimi-k3", "gpt-oss-120b", "llama-3-70b", "gemma-4-31b", "qwen3.5-27b"),
+    "step-3.5-flash",
+)
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_every_call_finds_its_kernel(name: str, arch: Arch) -> None:
     """The kernel of every call is among those of its model."""
     model = find_model(name)
@@ -187,8 +195,10 @@ def _mla_calls(model: MlaModel) -> Iterator[object]:
 
 def _gqa_calls(model: GqaModel) -> Iterator[object]:
     dtypes = {"query_dtype": DType.BF16, "out_dtype": DType.BF16}
-    for tp, q_len, kv, page_size in product(tps(model), Q_LENS, KV_DTYPES, (16, 64)):
-        variant = GqaVariant(**dtypes, kv_dtype=kv, head_dim=model.head_dim, page_size=page_size)
-        kv_heads = max(1, model.kv_heads // tp)
-        shape = replace(mla_shape(4, model.heads // tp, 100_000, q_len), kv_heads=kv_heads)
+    pages = (16, 32, 64) if model.is_hybrid else (16, 64)
+    calls = product(model.heads_of_layers(), tps(model), Q_LENS, KV_DTYPES, pages)
+    for layer, tp, q_len, kv, page_size in calls:
+        variant = GqaVariant(**dtypes, kv_dtype=kv, head_dim=layer.head_dim, page_size=page_size)
+        shape = mla_shape(4, layer.heads // tp, 100_000, q_len)
+        shape = replace(shape, kv_heads=max(1, layer.kv_heads // tp))
         yield gqa_plan.plan_gqa_sm80_call(0, variant, shape)[0]

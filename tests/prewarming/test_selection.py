@@ -226,7 +226,7 @@ NUMBER = "expected a number or a list of them, got"
         ("[[kernel]]\npage_size = '64'", f"kernel 1: page_size: {NUMBER} '64'"),
         ("[[kernel]]\ntp = true", f"kernel 1: tp: {NUMBER} True"),
         ("[[kernel]]\ndtype = [16]", "kernel 1: dtype: expected a text or a list of them, got [1"),
-        ("[[kernel]]\nmodel = 'gpt-5'", "kernel 1: model: expected one of "),
+        ("[[kernel]]\nmodel = 'gpt-5'", "kernel 1: model: expected the path of a config.json "),
         ("[[kernel]]\nmodel = 'kimi-k2'\ntp = 0", f"kernel 1: tp: {INT}"),
         ("[[kernel]]\narch = 'sm_70'", "kernel 1: arch: expected one of sm_80, "),
         ("[[kernel]]\nkernel = 'x'", "kernel 1: kernel: expected family(name=value, ...), got"),

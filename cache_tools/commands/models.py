@@ -1,0 +1,75 @@
+"""`mlagen models`: the models that are known by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..output.report import count_text, json_option, print_facts, print_json
+from ..output.schemas import DOCUMENT, Field, Schema
+
+if TYPE_CHECKING:
+    from mlagen.models.names import KnownModel
+
+MODELS: Schema = {
+    DOCUMENT: {"models": Field("list of `model`", "in the order of the table")},
+    "`model`": {
+        "name": Field("text", "the name that `--model` takes"),
+        "owner": Field("text", "its owner on the Hub"),
+        "aliases": Field("list of text", "models with the same attention"),
+        "attention": Field("text or null", "heads and dims on one GPU; null if `reason` is set"),
+        "page_sizes": Field("list of integer", "those that servers use by default"),
+        "left_out": Field("list of text", "parts of it without a kernel"),
+        "reason": Field("text or null", "why no kernel serves it"),
+    },
+}
+
+
+@click.command()
+@json_option
+def models(*, as_json: bool) -> None:
+    """List the models that prewarm --model knows by name.
+
+    With heads, dims and pages on one GPU, or why no kernel serves the model. Any other model is
+    read from its config.json.
+    """
+    from mlagen.models.names import known_models
+
+    found = [_document(known) for known in known_models().values()]
+    if as_json:
+        print_json({"models": found})
+    else:
+        print_facts({document["name"]: _text(document) for document in found})
+    served = sum(document["reason"] is None for document in found)
+    click.echo(f"{count_text(len(found), 'model')}, {served} with kernels", err=as_json)
+
+
+def _document(known: KnownModel) -> dict[str, Any]:
+    from mlagen.errors import ArgumentError
+    from mlagen.models.config import find_model
+    from mlagen.models.kernels import ServingOptions, attention_text, page_sizes_of
+
+    document = {"name": known.name, "owner": known.owner, "aliases": list(known.aliases)}
+    start = f"{known.name}: "
+    try:
+        model = find_model(known.name)
+    except ArgumentError as error:
+        none: dict[str, Any] = {"attention": None, "page_sizes": [], "left_out": []}
+        return {**document, **none, "reason": str(error).removeprefix(start)}
+    return {
+        **document,
+        "attention": attention_text(model),
+        "page_sizes": list(page_sizes_of(model, ServingOptions())),
+        "left_out": [sentence.removeprefix(start) for sentence in model.left_out],
+        "reason": None,
+    }
+
+
+def _text(document: dict[str, Any]) -> str:
+    also = [f"also {', '.join(document['aliases'])}"] if document["aliases"] else []
+    if document["reason"] is not None:
+        return "\n".join([f"no kernels: {document['reason']}", *also])
+    pages = ", ".join(map(str, document["page_sizes"]))
+    left_out = (f"without {sentence}" for sentence in document["left_out"])
+    return "\n".join([f"{document['attention']}, page size {pages}", *left_out, *also])

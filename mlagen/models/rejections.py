@@ -1,0 +1,179 @@
+"""Rejection of configurations with attention that no kernel has, or that mlagen does not know.
+
+A new kind of attention adds keys to its configuration; a reader that ignores them mistakes it for a
+known kind. So every key about attention is either read, known to change no decode kernel, or
+rejected by name.
+"""
+
+from __future__ import annotations
+
+import re
+
+from mlagen.models.fields import Fields
+from mlagen.models.layers import ALIASES, GQA_KINDS, MLA_KINDS
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Words of keys, between underscores: of keys about attention,
+_ATTENTION = _words(
+    "head heads headdim att attn attention kv q qk qkv query queries mla swa lora sliding window "
+    "alibi rel hybrid kda index indexer"
+)
+# of keys about other layers and parts,
+_OTHER_PARTS = _words(
+    "linear mamba conv ssm kda lightning gdn delta mtp nextn ngram lm mlp moe router experts "
+    "vision vit audio speech image video resampler aligner projector"
+)
+# of what is before or after a decode kernel, or an argument of its call: projections, norms, rotary
+# embedding, scaling, gates; sinks, which every family supports,
+_OUTSIDE = _words(
+    "dropout pdrop prob bias norm layernorm rope nope rotary interleave sink sinks scale scalar "
+    "scaling rescale multiplier temperature factor fp32 upcast dtype fuse fused fusion flash "
+    "implementation impl parallel gate gated gating clip logn cache init initializer"
+)
+# and of shapes, which matter whatever the other words are.
+_SHAPES = _words(
+    "dim dims heads headdim rank size sizes layers block blocks group groups ratio topk index "
+    "config"
+)
+# Keys that name the kinds of layers.
+_LAYERS = re.compile(r"(^|_)(layers?|blocks?|mixers?)_(\w+_)?types?|^per_layer_config$")
+# Keys that no supported model sets, with the expected property.
+_UNSERVED = (
+    (re.compile(r"^is_encoder_decoder$"), "a decoder alone"),
+    (re.compile(r"^type_vocab_size$"), "a decoder, not an encoder"),
+    (
+        re.compile(r"(^|_)compress(?!$|ion_ratio$)"),
+        "a KV cache of all tokens, not of compressed ones",
+    ),
+    (re.compile("alibi"), "attention without ALiBi"),
+    (re.compile(r"(^|_)rel(ative)?(_|$)"), "attention without relative positions"),
+    (re.compile(r"(attn|attention)\w*(softcap|logit_cap)"), "scores that are not capped"),
+    (re.compile(r"attention_chunk|chunk\w*_attention"), "attention that is not chunked"),
+    (
+        re.compile(r"sparse_(attn|attention|block|topk|config)|^index(er)?_\w*block"),
+        "attention over all tokens or chosen tokens, not over chosen blocks",
+    ),
+)
+_POSITIONS = ("rope", "rotary", "nope", "absolute", "learned")
+_TEXT = "a model that generates text"
+_NOT_GENERATING = re.compile(
+    r"For(CTC|MaskedLM|\w*Classification|\w*Segmentation|\w*Detection|QuestionAnswering"
+    r"|MultipleChoice|PreTraining)$"
+)
+_PICTURES = ("image_size", "patch_size", "num_mel_bins", "feat_extract_norm")
+_BAICHUAN_7B = 4096  # its hidden_size
+
+
+def reject_unserved(fields: Fields) -> None:
+    """Reject a model that no kernel supports.
+
+    Raises
+    ------
+    ArgumentError
+        Names the key, the rule and the value.
+    """
+    for label, rule in _broken_rules(fields).items():
+        raise fields.rejection(label, rule, fields.value(label))
+    items = [item for item in fields.set_items() if not _is_ignored(fields, item[0])]
+    for pattern, rule in _UNSERVED:
+        for label, value in items:
+            if pattern.search(label.rsplit(".", 1)[-1]):
+                raise fields.rejection(label, rule, value)
+
+
+def reject_type(fields: Fields) -> None:
+    """Reject a model type that no kernel supports, whatever its keys are.
+
+    Raises
+    ------
+    ArgumentError
+        Has the property that the type lacks.
+    """
+    if fields.type is not None and fields.type.expected:
+        raise fields.rejection("model_type", fields.type.expected, fields.value("model_type"))
+
+
+def reject_unknown(fields: Fields, *, is_mla: bool) -> None:
+    """Reject keys about attention that were not read and are not known, after all were read.
+
+    Raises
+    ------
+    ArgumentError
+        Names the key and its value.
+    """
+    kind = "MLA" if is_mla else "GQA"
+    sources = {str(source) for source in fields.type.sources.values()} if fields.type else set()
+    known = fields.read | sources | {source.partition(".")[0] for source in sources}
+    for label, value in fields.set_items():
+        # Keys inside a table that was read are read with it.
+        is_read = label in known or label.split(".")[0] in fields.read
+        is_read |= is_mla and label.startswith(("index_", "indexer_"))  # it chooses the tokens
+        is_read |= _are_known_kinds(value, is_mla=is_mla)
+        if not is_read and not _is_ignored(fields, label) and _may_matter(label, is_mla=is_mla):
+            rule = f"no such key, as mlagen does not know its effect on {kind}"
+            raise fields.rejection(label, rule, value)
+
+
+def _are_known_kinds(value: object, *, is_mla: bool) -> bool:
+    """Whether a value is a list of kinds of layers that attend."""
+    known = {*(MLA_KINDS if is_mla else GQA_KINDS), *ALIASES}
+    return isinstance(value, list) and all(
+        isinstance(kind, str) and kind in known for kind in value
+    )
+
+
+def _is_ignored(fields: Fields, label: str) -> bool:
+    return fields.type is not None and label in fields.type.ignored
+
+
+def _may_matter(label: str, *, is_mla: bool) -> bool:
+    """Whether a key may change the decode kernels, by its words."""
+    last = label.rsplit(".", 1)[-1].lower()
+    words = last.strip("_").split("_")
+    if set(words) & _OTHER_PARTS:
+        return False
+    if _LAYERS.search(last):
+        return True
+    if not set(words) & _ATTENTION:
+        return False
+    if "index" in words and words[0] != "index":  # an index of something
+        return bool(set(words) & (_ATTENTION - {"index"}))
+    if (
+        not is_mla
+        and {"sliding", "swa"} & set(words)
+        and not set(words) & (_SHAPES - {"size", "layers"})
+    ):
+        return False  # the window is an argument of the call
+    return not set(words) & _OUTSIDE or bool(set(words) & _SHAPES)
+
+
+def _broken_rules(fields: Fields) -> dict[str, str]:
+    """Return the rules that the configuration breaks, by key."""
+    get = fields.value
+    classes = get("architectures")
+    classes = classes if isinstance(classes, list) else []
+    position = str(get("position_embedding_type") or "rope").split("_")[0]
+    broken = {
+        "architectures": (
+            _TEXT,
+            bool(classes) and all(_NOT_GENERATING.search(str(name)) for name in classes),
+        ),
+        "position_embedding_type": (" or ".join(_POSITIONS), position not in _POSITIONS),
+        "use_bidirectional_attention": (
+            "causal attention",
+            get("use_bidirectional_attention") in (True, "all"),
+        ),
+        "is_causal": ("causal attention", get("is_causal") is False),
+        "hidden_size": (  # the larger model has no key for it
+            "4096, as larger ones of baichuan have ALiBi",
+            get("model_type") == "baichuan" and get("hidden_size") != _BAICHUAN_7B,
+        ),
+    }
+    # Only text decoders have a vocabulary.
+    for label in _PICTURES:
+        broken[label] = (_TEXT, get("vocab_size") is None and get(label) is not None)
+    return {label: rule for label, (rule, is_broken) in broken.items() if is_broken}
