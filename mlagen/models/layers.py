@@ -52,7 +52,7 @@ _PATTERNS = (
     *("use_sliding_window", "max_window_layers", "sliding_window_pattern"),
     *("_sliding_window_pattern", "prefix_dense_sliding_window_pattern", "local_attention"),
     *("global_attn_every_n_layers", "hybrid_layer_pattern", "attention_layers", "attention_types"),
-    *("attn_layer_offset", "full_attn_idxs"),
+    *("attn_layer_offset", "full_attn_idxs", "full_attention_idx"),
 )
 
 

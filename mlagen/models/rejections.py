@@ -19,8 +19,12 @@ def _words(text: str) -> frozenset[str]:
 
 # Words of keys, between underscores: of keys about attention,
 _ATTENTION = _words(
-    "head heads headdim att attn attention kv q qk qkv query queries mla swa lora sliding window "
-    "alibi rel hybrid kda index indexer"
+    "head heads headdim att attn attention kv q qk qkv query queries mha mqa gqa mla lora index "
+    "indexer dsa nsa csa msa moba swa sliding window windows hybrid kda softcap"
+)
+# of windows, which are arguments of the call,
+_WINDOWS = _words(
+    "sliding swa window windows size sizes layers attn attention local global pattern interleaved"
 )
 # of keys about other layers and parts,
 _OTHER_PARTS = _words(
@@ -40,7 +44,7 @@ _SHAPES = _words(
     "config"
 )
 # Keys that name the kinds of layers.
-_LAYERS = re.compile(r"(^|_)(layers?|blocks?|mixers?)_(\w+_)?types?|^per_layer_config$")
+_LAYERS = re.compile(r"(^|_)(layers?|blocks?|mixers?)_(\w+_)?(types?|pattern)|^per_layer_config$")
 # Keys that no supported model sets, with the expected property.
 _UNSERVED = (
     (re.compile(r"^is_encoder_decoder$"), "a decoder alone"),
@@ -49,8 +53,9 @@ _UNSERVED = (
         re.compile(r"(^|_)compress(?!$|ion_ratio$)"),
         "a KV cache of all tokens, not of compressed ones",
     ),
+    (re.compile(r"^(is_|use_)?bidirectional$"), "causal attention"),
     (re.compile("alibi"), "attention without ALiBi"),
-    (re.compile(r"(^|_)rel(ative)?(_|$)"), "attention without relative positions"),
+    (re.compile(r"(^|_)rel(ative)?(_|$)|^position_bias"), "attention without relative positions"),
     (re.compile(r"(attn|attention)\w*(softcap|logit_cap)"), "scores that are not capped"),
     (re.compile(r"attention_chunk|chunk\w*_attention"), "attention that is not chunked"),
     (
@@ -142,13 +147,16 @@ def _may_matter(label: str, *, is_mla: bool) -> bool:
         return False
     if "index" in words and words[0] != "index":  # an index of something
         return bool(set(words) & (_ATTENTION - {"index"}))
-    if (
-        not is_mla
-        and {"sliding", "swa"} & set(words)
-        and not set(words) & (_SHAPES - {"size", "layers"})
-    ):
-        return False  # the window is an argument of the call
+    if not is_mla and _is_of_window(set(words)):
+        return False
     return not set(words) & _OUTSIDE or bool(set(words) & _SHAPES)
+
+
+def _is_of_window(words: set[str]) -> bool:
+    """Whether the words are about windows only."""
+    if {"sliding", "swa"} & words and not words & _SHAPES:
+        return True
+    return bool({"window", "windows", "sliding"} & words) and words <= _WINDOWS
 
 
 def _broken_rules(fields: Fields) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -234,3 +235,38 @@ def test_layers_without_a_kernel_are_left_out_and_named(config: object, kind: st
     """Recurrent layers have no kernel here; the other layers have theirs."""
     (sentence,) = read(config).left_out
     assert sentence.startswith(f"m: {kind}")
+
+
+# Keys of no known model. The first ones may mean another kind of attention, the others do not.
+MEANINGFUL = (
+    "attn_top_k attention_sparsity kv_group_dim q_heads_per_kv qk_dim d_kv use_mqa gqa_ratio "
+    "nsa_block_size moba_chunk_size dsa_topk kv_latent_dim block_sparse_attention bidirectional "
+    "softcap position_bias layer_pattern differential_attention cross_layer_kv value_head_dim "
+    "local_attention_block_size attention_type attn_block_size num_landmark_heads keep_window_size "
+    "compress_ratio kv_compression_ratio o_lora_rank attention_chunk attn_hop_size sparse_topk"
+)
+MEANINGLESS = (
+    "attention_bias attn_pdrop qk_norm_eps qkv_bias attention_scaling use_flash_attention theta "
+    "kv_cache_dtype attn_output_gate query_scale sink_bias attn_sink swa_rope_theta lm_head_dim "
+    "mamba_heads linear_num_heads vision_heads mtp_num_heads moe_heads attn_softmax_in_fp32 "
+    "gated_attention use_parallel_attention router_heads qk_norm_type mla_use_nope num_experts"
+)
+
+
+@pytest.mark.parametrize("config", [gqa(), mla()], ids=["gqa", "mla"])
+def test_the_words_of_an_unknown_key_tell_whether_it_may_matter(config: dict[str, Any]) -> None:
+    """A key about attention is rejected by name; of norms, gates and other layers it is not."""
+    for key in MEANINGFUL.split():
+        with pytest.raises(ArgumentError, match=f"^m: {key}: expected "):
+            read(config | {key: 2})
+    plain = read(config)
+    for key in MEANINGLESS.split():
+        assert (key, replace(read(config | {key: 2}), left_out=(), is_hybrid=False)) == (key, plain)
+
+
+@pytest.mark.parametrize("key", ["sliding_window_layers", "window_sizes", "attn_window_pattern"])
+def test_unknown_keys_about_windows_are_those_of_the_call(key: str) -> None:
+    """GQA kernels take any window as an argument; MLA kernels have none."""
+    assert heads_of(gqa(**{key: [128]})) == [(32, 8, 128)]
+    with pytest.raises(ArgumentError, match=f"^m: {key}: {NO_KEY}"):
+        read(mla(**{key: [128]}))
