@@ -1,16 +1,24 @@
-"""Hooks of mkdocs: the site has the tree of the checkout, and roles of docstrings are links.
+"""Hooks of mkdocs: the site has the tree of the checkout, and loads nothing from another host.
 
 Pages link to each other by their paths in the checkout, as a code-hosting site follows them. mkdocs
 reads one folder alone, so this hook passes it the files of ``docs`` by those paths, and the pages
 and files outside of it that pages link to. No link is rewritten.
+
+Diagrams are drawn here, as the theme would load Mermaid from another host. A page or a style that
+loads something from there gives a warning, which fails a strict build.
 """
 
 from __future__ import annotations
 
+import base64
+import html
+import logging
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import mermaidx
 from griffe import Extension, Object
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -20,6 +28,7 @@ SHOWN = (
     "*.md",
     "CITATION.cff",
     "LICENSE",
+    "docs/iframe-worker.js",
     "docs/site.css",
     "docs/**/*.md",
     "docs/**/*.svg",
@@ -51,6 +60,69 @@ SHOWN = (
     "mlagen/prewarming/run.py",
     "mlagen/xqa.py",
 )
+
+# Flowcharts that are narrow enough to be read in a column, and a grid behind the bars.
+_DIAGRAM = {
+    "flowchart": {"nodeSpacing": 30, "padding": 10, "rankSpacing": 30, "wrappingWidth": 150}
+}
+_GRID = ".grid .tick line { stroke: lightgrey; }"
+_CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
+_HYPHENATED = re.compile(r"[\w./-]*-[\w./-]+")
+_PARTS = re.compile(r"(?<=\w_)(?=\w)|(?<=[a-z])(?=[A-Z])(?![^<]*>)")
+_MERMAID = re.compile(r'<pre class="mermaid"><code>(.*?)</code></pre>', re.DOTALL)
+_URL = r"""\s*["']?\s*(?:https?:)?//[^"'\s)>]+"""
+# Tags and rules that load what they name; a link that a reader follows is none.
+_LOADS = re.compile(
+    rf"<(?!a\b)[a-z]+\b[^>]*?\s(?:src|srcset|data|poster)={_URL}"
+    rf"|<link\b(?![^>]*\brel=[\"']?(?:canonical|next|prev)\b)[^>]*?\shref={_URL}"
+    rf"|<(?:image|use)\b[^>]*?href={_URL}|\burl\({_URL}|@import{_URL}",
+    re.IGNORECASE,
+)
+_log = logging.getLogger("mkdocs.hooks")
+
+
+def on_page_content(content: str, *, page: Any, **_: Any) -> str:
+    """Return the HTML of a page with its diagrams drawn, and names broken in the contents alone."""
+    _break_names(page.toc)
+    return _CODE.sub(_with_whole_words, _MERMAID.sub(_drawn, content))
+
+
+def _with_whole_words(code: re.Match[str]) -> str:
+    return _HYPHENATED.sub(r'<span class="word">\g<0></span>', code[0])
+
+
+def _break_names(items: Iterable[Any]) -> None:
+    for item in items:
+        item.title = _PARTS.sub("<wbr>", item.title)
+        _break_names(item.children)
+
+
+def _drawn(block: re.Match[str]) -> str:
+    """Return the image of a Mermaid block."""
+    svg = mermaidx.render(html.unescape(block[1]), config=_DIAGRAM, css=_GRID).svg()
+    data = base64.b64encode(svg.encode()).decode()
+    return f'<p><img class="diagram" alt="diagram" src="data:image/svg+xml;base64,{data}"></p>'
+
+
+def on_post_page(output: str, *, page: Any, **_: Any) -> None:
+    """Warn of what a page loads from another host."""
+    _warn_of_loads(output, page.file.src_uri)
+
+
+def on_post_build(*, config: MkDocsConfig) -> None:
+    """Warn of what a style loads from another host."""
+    for path in sorted(Path(config.site_dir).rglob("*.css")):
+        _warn_of_loads(path.read_text(encoding="utf-8"), path.name)
+
+
+def _warn_of_loads(text: str, name: str) -> None:
+    for found in loads_in(text):
+        _log.warning("%s loads from another host: %s", name, found)
+
+
+def loads_in(text: str) -> list[str]:
+    """Return what HTML or CSS loads from another host."""
+    return [found[0] for found in _LOADS.finditer(text)]
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:

@@ -52,6 +52,22 @@ def test_every_link_resolves(page: str) -> None:
     assert broken == []
 
 
+@pytest.mark.parametrize("name", ["mkdocs.yml", "docs/hooks.py", "docs/*.css", "docs/*.js"])
+def test_the_site_loads_nothing_from_another_host(name: str) -> None:
+    """Its settings, styles and scripts name no URL; `make docs` reads the pages that it builds."""
+    for path in (files := list(ROOT.glob(name))):
+        assert re.findall(r"https?://[\w-]+\.\S*", path.read_text("utf-8")) == []
+    assert files
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_embeds_nothing_from_another_host(page: str) -> None:
+    """An image, and what HTML in a page loads, is a file of the checkout."""
+    markdown, tag = r"!\[[^\]]*\]\(\s*<?", r"<(?!a\b)[a-z]+\b[^>]*?\b(?:src|srcset|href)=[\"']?"
+
+    assert re.findall(rf"(?:{markdown}|{tag})\s*(?:https?:)?//\S*", text_of(page)) == []
+
+
 def test_every_page_can_be_reached_from_the_readme() -> None:
     """Links lead from the README to every page."""
     seen, left = set(), ["README.md"]
