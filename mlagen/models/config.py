@@ -136,7 +136,6 @@ def _model_of(name: str, config: dict[str, Any]) -> MlaModel | GqaModel:
     is_mla = bool(fields.value("kv_lora_rank")) and fields.value("use_mla") is not False
     if not is_mla:
         reject_other_values(fields)
-    reject_type(fields)
     reject_unserved(fields)
     return _mla(fields) if is_mla else _gqa(fields)
 
@@ -149,7 +148,7 @@ def _text_part(fields: Fields) -> Fields:
         if isinstance(inner, dict):
             # Outer keys belong to other parts, except for the dtype, which may be on either level.
             around = {key: fields.value(key) for key in ("dtype", "torch_dtype")}
-            found = _text_part(Fields(fields.name, around | inner, label))
+            found = _text_part(Fields(fields.name, around | inner, label, fields.type))
             if found.value("num_attention_heads") or not fields.value("num_attention_heads"):
                 return found
     return fields
@@ -159,7 +158,7 @@ def _mla(fields: Fields) -> MlaModel:
     heads = fields.count("num_attention_heads")
     left_out, is_hybrid = layers_left_out(fields, is_mla=True)
     _read_all(fields, _MLA_PROJECTIONS)
-    if window_of(fields) is not None and not any("sliding" in sentence for sentence in left_out):
+    if window_of(fields) is not None and not any("layers of sliding_" in text for text in left_out):
         raise fields.rejection("sliding_window", "MLA without a window", window_of(fields))
     is_sparse = fields.count("index_topk", default=0) != 0
     rank, rope = fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim", minimum=0)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mlagen.errors import ArgumentError
-from mlagen.models.model_types import model_type
+from mlagen.models.model_types import ModelType, model_type
 from mlagen.spec.dtype import DType
 
 _DTYPES = {"bfloat16": DType.BF16, "float16": DType.FP16}
@@ -20,14 +20,22 @@ class Fields:
     """The fields of the text decoder in a ``config.json``.
 
     ``part`` is its key if it is nested: there, transformers may omit fields that equal the default
-    of the class, so that a missing field is not unset. ``read`` has the labels that were read.
+    of the class, so that a missing field is not unset. ``whole`` is the type around it, for a part
+    without one. ``read`` has the labels that were read.
     """
 
-    def __init__(self, name: str, config: Mapping[str, Any], part: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: Mapping[str, Any],
+        part: str | None = None,
+        whole: ModelType | None = None,
+    ) -> None:
         self.name = name
         self.config = config
         self.part = part
-        self.type = model_type(config.get("model_type"))
+        kind = config.get("model_type")
+        self.type = whole if kind is None else model_type(kind)
         self.read: set[str] = set()
 
     def value(self, label: str) -> Any:
@@ -91,8 +99,10 @@ class Fields:
     def rejection(self, label: str, rule: str, value: object) -> ArgumentError:
         """Return the error for a field that breaks its rule."""
         shown = "none" if value is None else repr(value)
-        if len(shown) > _MAX_SHOWN:
-            shown = f"{shown[:_MAX_SHOWN]}..."
+        label = label if label.isprintable() else ascii(label)
+        label, shown = (
+            f"{text[:_MAX_SHOWN]}..." if len(text) > _MAX_SHOWN else text for text in (label, shown)
+        )
         return ArgumentError(f"{self.name}: {label}: expected {rule}, got {shown}")
 
 

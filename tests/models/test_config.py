@@ -89,6 +89,15 @@ def test_content_that_is_no_json_has_its_position() -> None:
         read_model("m", b"\x7b\x22a\x22: }")
 
 
+@pytest.mark.parametrize("key", ["attn\n\x1b[31m", "attn" * 50, "attn_config.\x07"])
+def test_a_key_of_any_text_is_named_on_one_line(key: str) -> None:
+    """Control characters of a foreign file do not reach the terminal, and a long key is cut."""
+    with pytest.raises(ArgumentError) as caught:
+        read(GQA | {f"{key}_heads": 1})
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 200
+
+
 KEYS = (
     *("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim", "v_head_dim"),
     *("kv_lora_rank", "qk_rope_head_dim", "index_topk", "layer_types", "per_layer_config"),

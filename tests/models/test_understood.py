@@ -173,6 +173,8 @@ def test_a_nested_part_omits_class_defaults(label: str) -> None:
     assert heads_of({"text_config": part | {"model_type": "llama"}}) == [of_llama]
     of_gemma = (32, 4, 128) if label == "num_key_value_heads" else (32, 8, 256)
     assert heads_of({"text_config": part | {"model_type": "gemma3_text"}}) == [of_gemma]
+    inner = {"num_attention_heads": 32, "kv_lora_rank": 512, "attn_res_block_size": 12}
+    assert read({"model_type": "kimi_k3", "text_config": inner}).left_out  # of the type around it
     config = {"num_attention_heads": 4, "thinker_config": {"alibi": 1, "text_config": GQA}}
     for whole in (config, gqa(text_config={"vocab_size": 8})):  # at any depth
         assert heads_of(whole) == [(32, 8, 128)]
