@@ -102,8 +102,6 @@ def _kv_heads(fields: Fields, heads: int) -> int:
     if fields.value("multi_query_attention"):
         return fields.count("multi_query_group_num")
     found = fields.count_of(_KV_HEADS)
-    if found is None and fields.value("num_key_value_heads") is not None:
-        return fields.count("num_key_value_heads")  # raises
     if found is None and fields.omits("num_key_value_heads"):
         raise fields.rejection("num_key_value_heads", f"it in {fields.part}", None)
     if found is not None and found > heads:

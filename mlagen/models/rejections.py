@@ -19,7 +19,7 @@ def _words(text: str) -> frozenset[str]:
 
 # Words of keys, between underscores: of keys about attention,
 _ATTENTION = _words(
-    "head heads headdim att attn attention kv q qk qkv query queries mha mqa gqa mla lora index "
+    "head heads headdim att attn attention kv q qk qkv query queries mha mqa gqa mla lora "
     "indexer dsa nsa csa msa moba swa sliding window windows hybrid kda softcap"
 )
 # of windows, which are arguments of the call,
@@ -143,10 +143,8 @@ def _may_matter(label: str, *, is_mla: bool) -> bool:
         return False
     if _LAYERS.search(last):
         return True
-    if not set(words) & _ATTENTION:
+    if not set(words) & _ATTENTION and words[0] != "index":  # at the end it is that of a token
         return False
-    if "index" in words and words[0] != "index":  # an index of something
-        return bool(set(words) & (_ATTENTION - {"index"}))
     if not is_mla and _is_of_window(set(words)):
         return False
     return not set(words) & _OUTSIDE or bool(set(words) & _SHAPES)
