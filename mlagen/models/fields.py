@@ -13,7 +13,10 @@ from mlagen.spec.dtype import DType
 _DTYPES = {"bfloat16": DType.BF16, "float16": DType.FP16}
 _MAX_SHOWN = 60
 # Tables of a configuration that are not about text layers.
-_OTHER_PARTS = re.compile(r"(?<!attn)(?<!attention)_config$|^rope|^id2label$|^label2id$|^auto_map$")
+_OTHER_PARTS = re.compile(
+    r"(?<!attn)(?<!attention)_config$|^rope|^id2label$|^label2id$|^auto_map$"
+    r"|(^|_)(vision|visual|audio|speech|image|img|video)(_|$)"
+)
 
 
 class Fields:

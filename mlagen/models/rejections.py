@@ -29,7 +29,7 @@ _WINDOWS = _words(
 # of keys about other layers and parts,
 _OTHER_PARTS = _words(
     "linear mamba conv ssm kda lightning gdn delta mtp nextn ngram lm mlp moe router experts "
-    "vision vit audio speech image video resampler aligner projector"
+    "vision visual vit audio speech image img video resampler aligner projector"
 )
 # of what is before or after a decode kernel, or an argument of its call: projections, norms, rotary
 # embedding, scaling, gates; sinks, which every family supports,
@@ -50,7 +50,7 @@ _UNSERVED = (
     (re.compile(r"^is_encoder_decoder$"), "a decoder alone"),
     (re.compile(r"^type_vocab_size$"), "a decoder, not an encoder"),
     (
-        re.compile(r"(^|_)compress(?!$|ion_ratio$)"),
+        re.compile(r"(^|_)compress(?!$|ion_(ratio|config)$)"),
         "a KV cache of all tokens, not of compressed ones",
     ),
     (re.compile(r"^(is_|use_)?bidirectional$"), "causal attention"),
@@ -83,7 +83,11 @@ def reject_unserved(fields: Fields) -> None:
     """
     for label, rule in _broken_rules(fields).items():
         raise fields.rejection(label, rule, fields.value(label))
-    items = [item for item in fields.set_items() if not _is_ignored(fields, item[0])]
+    items = [
+        (label, value)
+        for label, value in fields.set_items()
+        if not _is_ignored(fields, label) and not set(_words_of(label)) & _OTHER_PARTS
+    ]
     for pattern, rule in _UNSERVED:
         for label, value in items:
             if pattern.search(label.rsplit(".", 1)[-1]):
@@ -137,8 +141,7 @@ def _is_ignored(fields: Fields, label: str) -> bool:
 
 def _may_matter(label: str, *, is_mla: bool) -> bool:
     """Whether a key may change the decode kernels, by its words."""
-    last = label.rsplit(".", 1)[-1].lower()
-    words = last.strip("_").split("_")
+    last, words = label.rsplit(".", 1)[-1], _words_of(label)
     if set(words) & _OTHER_PARTS:
         return False
     if _LAYERS.search(last):
@@ -148,6 +151,10 @@ def _may_matter(label: str, *, is_mla: bool) -> bool:
     if not is_mla and _is_of_window(set(words)):
         return False
     return not set(words) & _OUTSIDE or bool(set(words) & _SHAPES)
+
+
+def _words_of(label: str) -> list[str]:
+    return label.rsplit(".", 1)[-1].lower().strip("_").split("_")
 
 
 def _is_of_window(words: set[str]) -> bool:
