@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 
 from mlagen import decode, mla, xqa
+from mlagen.families.common.arguments import require_choice, require_flag
 
 __all__ = ["NAMES", "op"]
 
@@ -47,8 +48,13 @@ def op(name: str, *, writes: bool = False) -> torch._ops.OpOverload:
     -------
     torch._ops.OpOverload
         ``torch.ops.mlagen.NAME.default``, or ``NAME_out``.
+
+    Raises
+    ------
+    ArgumentError
+        If ``name`` is none of them, or ``writes`` is no bool.
     """
-    found: torch._ops.OpOverload = getattr(
-        torch.ops.mlagen, f"{name}_out" if writes else name
-    ).default
+    known = require_choice(name, "name", NAMES)
+    suffix = "_out" if require_flag(writes, "writes") else ""
+    found: torch._ops.OpOverload = getattr(torch.ops.mlagen, f"{known}{suffix}").default
     return found

@@ -25,6 +25,9 @@ _XQA_MLA = MlaCase(seq_lens=(7, 3), page_size=16, heads=2)
 _PLANNED = batch_case(((1, 7), (2, 3)), page_size=8, heads=2)
 _TABLE = torch.zeros(2, 1, dtype=torch.int32)
 _COUNTS = torch.ones(2, dtype=torch.int32)
+_V, _S = torch.zeros(2, 3, 8), torch.zeros(2, 3)
+_STATES = {"v_a": _V, "s_a": _S, "v_b": _V, "s_b": _S, "v": _V, "s": _S}
+_STATES |= {"v_other": _V.clone(), "s_other": _S.clone()}
 _KERNEL = "combine(arch=sm_80, dtype=bf16, head_dim_vo=512)"
 _SIZES = {"batch": 2, "q_len": 1, "heads": 16, "max_seq_len": 100, "device": 0}
 
@@ -115,6 +118,11 @@ def _planless() -> Call:
     return wrapper.run, {**tensors, **out, "return_lse": False}
 
 
+def _local_seq_lens() -> Call:
+    of_rank = {"seq_lens": _COUNTS, "cp_world": 2, "cp_rank": 1}
+    return mlagen.distributed.local_seq_lens, of_rank
+
+
 def _workspace(**of_gqa: int) -> Call:
     function, arguments = _call(mlagen.workspace_bytes, **_SIZES)
     others = {} if of_gqa else dict.fromkeys(("kv_heads", "head_dim"))
@@ -180,6 +188,12 @@ CALLS = ENTRY_CALLS | {
     "prewarm": _prewarm,
     "prewarm_families": _prewarm_families,
     "prewarm_models": _prewarm_models,
+    "op": lambda: (mlagen.ops.op, {"name": mlagen.ops.NAMES[0], "writes": False}),
+    "merge_state": lambda: _call(mlagen.cascade.merge_state, **_STATES),
+    "merge_state_in_place": lambda: _call(mlagen.cascade.merge_state_in_place, **_STATES),
+    "merge_states": lambda: _call(mlagen.cascade.merge_states, v=_V[:, None], s=_S[:, None]),
+    "local_seq_lens": _local_seq_lens,
+    "max_workspace": lambda: (mlagen.max_workspace_bytes, {"device": 0}),
     "freeze": lambda: (mlagen.freeze, {"mode": "on"}),
     "on_compile": lambda: (lambda callback: mlagen.on_compile(callback)(), {"callback": print}),
 }

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from mlagen import ArgumentError
 from mlagen.cascade import merge_state, merge_state_in_place, merge_states
@@ -59,6 +60,12 @@ def without_storage(tensor: torch.Tensor) -> torch.Tensor:
     return freed
 
 
+def lazy(kind: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a parameter or a buffer of a lazy module before its first call."""
+    made: torch.Tensor = kind(requires_grad=False, device=tensor.device, dtype=tensor.dtype)
+    return made
+
+
 KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a FakeTensor": lambda t: FakeTensorMode().from_tensor(t),
     "a Holder": Holder,
@@ -66,6 +73,8 @@ KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a functional tensor": torch._to_functional_tensor,
     "negative bit": torch._neg_view,
     "without storage": without_storage,
+    "an uninitialized UninitializedParameter": partial(lazy, UninitializedParameter),
+    "an uninitialized UninitializedBuffer": partial(lazy, UninitializedBuffer),
 }
 
 

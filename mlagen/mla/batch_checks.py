@@ -13,12 +13,16 @@ from mlagen.families.common.arguments import (
     require,
     require_contiguous,
     require_float32,
-    require_not_nested,
     require_number,
     require_tensor,
     shown,
 )
-from mlagen.families.common.memory import require_memory, require_plain, require_writable
+from mlagen.families.common.memory import (
+    require_memory,
+    require_plain,
+    require_shaped,
+    require_writable,
+)
 from mlagen.mla.batch_contract import MLAInputContract
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -97,7 +101,7 @@ def require_tensor_spec(
 ) -> torch.Tensor:
     """Return a tensor with the given shape, dtype and device; messages are FlashInfer's."""
     known = require_tensor(tensor, name)
-    require_not_nested(known, name)
+    require_shaped(known, name)
     require(known.shape == shape, f"Invalid shape of {name}", list(shape), list(known.shape))
     require(known.dtype is dtype, f"Invalid dtype of {name}", dtype, known.dtype)
     require(known.device == device, f"Invalid device of {name}", device, known.device)

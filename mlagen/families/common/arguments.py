@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mlagen.families.common.memory import require_memory
+from mlagen.families.common.memory import require_memory, require_shaped
 from mlagen.spec.dtype import DType
 from mlagen.values import (
     INT32_MAX,
@@ -45,7 +45,6 @@ __all__ = [
     "require_floats",
     "require_index",
     "require_ints",
-    "require_not_nested",
     "require_number",
     "require_scale",
     "require_shape",
@@ -100,17 +99,11 @@ def require_dtype(
         reject(f"{argument}.dtype", f"{rule} ({why})" if why else rule, tensor.dtype)
 
 
-def require_not_nested(tensor: torch.Tensor, argument: str) -> None:
-    """Reject a nested tensor, which has no shape."""
-    if tensor.is_nested:
-        reject(argument, "a dense tensor in memory", "a nested tensor")
-
-
 def require_shape(
     tensor: torch.Tensor, argument: str, allowed: Sequence[tuple[int, ...]], why: str = ""
 ) -> None:
     """Reject a tensor whose shape is not among ``allowed``."""
-    require_not_nested(tensor, argument)
+    require_shaped(tensor, argument)
     if tuple(tensor.shape) not in allowed:
         rule = " or ".join(str(list(shape)) for shape in dict.fromkeys(allowed))
         reject(f"{argument}.shape", f"{rule} ({why})" if why else rule, list(tensor.shape))
@@ -118,7 +111,7 @@ def require_shape(
 
 def require_dims(tensor: torch.Tensor, argument: str, allowed: Sequence[int]) -> None:
     """Reject a tensor with another number of dimensions."""
-    require_not_nested(tensor, argument)
+    require_shaped(tensor, argument)
     if tensor.dim() not in allowed:
         reject(f"{argument}.ndim", " or ".join(map(str, allowed)), tensor.dim())
 
@@ -238,6 +231,7 @@ def require_scale(scale: object, argument: str, device: torch.device) -> None:
     if isinstance(scale, torch.Tensor):
         require_device(scale, argument, device)
         require_dtype(scale, argument, (torch.float32,))
+        require_shaped(scale, argument)
         require(scale.numel() == 1, f"{argument}.numel()", 1, scale.numel())
     else:
         require_float32(scale, argument, _SCALE)

@@ -103,8 +103,8 @@ class DecodeCalls(Generic[ArgsT, ProblemT]):
             guard, outputs_of, computed_of, launches, enable_pdl = replay
             if any(map(is_nested, tensors)) or not guard(*tensors):
                 return None
-        except (IndexError, RuntimeError, TypeError, UserWarning):
-            return None  # no tensor, or one without an address
+        except Exception:  # noqa: BLE001 - no tensor, or any kind without an address: checked later
+            return None
         outputs = outputs_of(given)
         if launches is None:
             computed = computed_of(*tensors)  # in memory until the launches are enqueued

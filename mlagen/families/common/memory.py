@@ -18,6 +18,7 @@ from mlagen.values import reject
 _dispatch_keys = torch._C._dispatch_keys  # noqa: SLF001
 
 _DEVICES = ("cpu", "cuda")
+_UNINITIALIZED = (torch.nn.parameter.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)
 _RULE = "a dense tensor in memory"
 
 # Descriptions for messages by substring of a dispatch key; the first match counts.
@@ -25,7 +26,6 @@ _KINDS = {
     "FuncTorchBatched": "a batched tensor of vmap",
     "FuncTorchGradWrapper": "a tensor of a torch.func transform",
     "Functionalize": "a functional tensor",
-    "Nested": "a nested tensor",
     "Sparse": "a sparse tensor",
     "Mkldnn": "an MKLDNN tensor",
     "Quantized": "a quantized tensor",
@@ -80,16 +80,29 @@ def _has_passed(tensor: torch.Tensor) -> bool:
 
 
 def _require_memory(tensor: torch.Tensor, argument: str) -> None:
+    require_shaped(tensor, argument)
     # The device checks reject other devices.
     if tensor.device.type not in _DEVICES:
         return
-    if torch.nn.parameter.is_lazy(tensor):
-        reject(argument, _RULE, f"an uninitialized {type(tensor).__name__}")
     if _dispatch_keys(tensor).raw_repr() not in _plain_keys(tensor.device.type):
         reject(argument, _RULE, _kind_of(tensor))
     _accepted_keys.add(_dispatch_keys(tensor).raw_repr())
     if tensor.numel() and not tensor.data_ptr():
         reject(argument, _RULE, "a tensor without storage")
+
+
+def require_shaped(tensor: torch.Tensor, argument: str) -> None:
+    """Reject a tensor without a shape; a compiler's tensors pass.
+
+    Raises
+    ------
+    ArgumentError
+        If it is a nested tensor, or of a lazy module.
+    """
+    if tensor.is_nested:
+        reject(argument, _RULE, "a nested tensor")
+    if isinstance(tensor, _UNINITIALIZED):
+        reject(argument, _RULE, f"an uninitialized {type(tensor).__name__}")
 
 
 def require_plain(tensor: torch.Tensor, argument: str) -> None:

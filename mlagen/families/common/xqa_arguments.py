@@ -69,8 +69,7 @@ def check_caches(
     """
     keys = require_tensor(k_cache, "k_cache")
     require_tensor(v_cache, "v_cache")
-    if keys.dim() != 4:
-        require_dims(keys, "k_cache", (4,))
+    require_dims(keys, "k_cache", (4,))
     tokens, heads = (2, 1) if kv_layout == "HND" else (1, 2)
     _require_size(num_kv_heads, "num_kv_heads", keys.shape[heads])
     _require_size(page_size, "page_size", keys.shape[tokens])
@@ -102,24 +101,16 @@ def check_mla_caches(q: object, k_cache: object, v_cache: object, *, page_size: 
     require_dims(query, "q", (4,))
     require(query.shape[1] == 1, "q.shape[1]", 1, query.shape[1])
     keys, values = require_tensor(k_cache, "k_cache"), require_tensor(v_cache, "v_cache")
-    require_plain(keys, "k_cache")
-    require_plain(values, "v_cache")
+    require_memory(keys, "k_cache")
+    require_memory(values, "v_cache")
     require_dims(keys, "k_cache", (3, 4))
     allowed = (query.dtype, torch.float8_e4m3fn)
     if keys.dtype not in allowed:
         require_dtype(keys, "k_cache", tuple(dict.fromkeys(allowed)), "that of q, or e4m3")
     # The product covers the axis of size 1 both before and after the tokens.
     _require_size(page_size, "page_size", keys.shape[1] * (keys.shape[2] if keys.dim() == 4 else 1))
-    try:
-        is_separate = values.data_ptr() != keys.data_ptr() or values.device != keys.device
-    except RuntimeError:  # a tensor without an address
-        require_memory(keys, "k_cache")
-        require_memory(values, "v_cache")
-        raise
-    if is_separate:
+    if values.data_ptr() != keys.data_ptr() or values.device != keys.device:
         return True
-    if values is not keys:
-        require_memory(values, "v_cache")
     # The same memory; values may be a view of the first elements of each token.
     require_dtype(values, "v_cache", (keys.dtype,), "dtype of k_cache")
     if values.shape[:-1] != keys.shape[:-1]:
@@ -137,11 +128,11 @@ def flat_lengths(seq_lens: torch.Tensor) -> torch.Tensor:
     Raises
     ------
     ArgumentError
-        If a tensor of two dimensions is not in memory.
+        If it is a tensor that is not in memory.
     """
+    require_memory(seq_lens, "seq_lens")
     if not isinstance(seq_lens, torch.Tensor) or seq_lens.dim() != 2:
         return seq_lens
-    require_memory(seq_lens, "seq_lens")
     return seq_lens[:, 0] if seq_lens.shape[1] == 1 else seq_lens
 
 
@@ -154,8 +145,7 @@ def table_capacity(page_table: object, page_size: int) -> int:
         If the table is not two-dimensional.
     """
     table = require_tensor(page_table, "page_table")
-    if table.dim() != 2 or table.is_nested:
-        require_dims(table, "page_table", (2,))
+    require_dims(table, "page_table", (2,))
     return min(table.shape[1] * page_size, INT32_MAX)
 
 
