@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,16 @@ P_DTYPES = ("auto", "fp16")
 JIT_MODES = ("on", "freeze", "warn", "error", "off")  # in order of strictness
 TOOLCHAIN_POLICIES = ("auto", "exact", "compatible")
 
+_PREFIX = "MLAGEN_"
+# Variables of the tests of a checkout, and those that Kubernetes makes of a service named mlagen.
+_OF_OTHERS = re.compile(
+    r"MLAGEN_(ACCEPT|TEST_.*|SHIM_.*|(.*_)?SERVICE_(HOST|PORT).*|(.*_)?PORT(_\d+_(TCP|UDP).*)?)"
+)
+
+_logger = logging.getLogger("mlagen")
+
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+_URL = re.compile(r"(^|:)[a-zA-Z][\w+.-]*://")  # in a list of folders, too
 _TOOLCHAIN = re.compile(r"nvrtc-\d+\.\d+\.\d+")
 
 
@@ -107,9 +117,65 @@ def read_size(name: str, text: str) -> int:
 @cache
 def current_settings() -> Settings:
     """Return the settings of this process; the first call reads the environment."""
-    settings = read_settings(os.environ)
+    asked = _Asked(os.environ)
+    settings = read_settings(asked)
     set_up_logging(settings.log)
+    for name, nearest in _unread(asked).items():
+        hint = f"; did you mean {nearest}?" if nearest else ""
+        _logger.warning("%s: expected a variable that mlagen reads, got another%s", name, hint)
     return settings
+
+
+class _Asked(Mapping[str, str]):
+    """An environment that remembers the names that it is asked for."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ, self.names = environ, set[str]()
+
+    def __getitem__(self, name: str) -> str:
+        self.names.add(name)
+        return self._environ[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._environ)
+
+    def __len__(self) -> int:
+        return len(self._environ)
+
+
+def set_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return the names of mlagen's variables in ``environ``, sorted."""
+    own = (name for name in environ if name.startswith(_PREFIX))
+    return sorted(name for name in own if not _OF_OTHERS.fullmatch(name))
+
+
+def unread_variables(environ: Mapping[str, str]) -> dict[str, str | None]:
+    """Return those of them that mlagen does not read, each with the most similar name that it does.
+
+    Raises
+    ------
+    ArgumentError
+        If the value of a variable breaks its rule.
+    """
+    asked = _Asked(environ)
+    read_settings(asked)
+    return _unread(asked)
+
+
+def _unread(asked: _Asked) -> dict[str, str | None]:
+    unread = [name for name in set_variables(asked) if name not in asked.names]
+    return {name: _nearest(name, asked.names) for name in unread}
+
+
+def _nearest(name: str, names: Iterable[str]) -> str | None:
+    from difflib import get_close_matches
+
+    typed = name.removeprefix(_PREFIX)
+    known = sorted(each.removeprefix(_PREFIX) for each in names if each.startswith(_PREFIX))
+    similar = get_close_matches(typed, known, n=1, cutoff=0.8)  # before LOG for LOG_LEVEL
+    similar = similar or [each for each in known if typed.startswith(f"{each}_")]
+    similar = similar or get_close_matches(typed, known, n=1)
+    return f"{_PREFIX}{max(similar, key=len)}" if similar else None
 
 
 def _cache_dir(environ: Mapping[str, str]) -> Path:
@@ -141,7 +207,9 @@ def _user() -> str:
 
 
 def _folders(environ: Mapping[str, str], name: str) -> tuple[Path, ...]:
-    named = environ.get(name, "").split(os.pathsep)
+    text = environ.get(name, "")
+    _reject_url(name, text)
+    named = text.split(os.pathsep)
     return tuple(_place(name, folder) for folder in named if folder)
 
 
@@ -150,7 +218,13 @@ def _named(environ: Mapping[str, str], name: str) -> Path | None:
     return _place(name, text) if text else None
 
 
+def _reject_url(name: str, text: str) -> None:
+    if _URL.search(text):  # it may hold a password, which messages would show
+        raise ArgumentError(f"{name}: expected a path, got a URL")
+
+
 def _place(name: str, text: str) -> Path:
+    _reject_url(name, text)
     if "\0" in text:
         raise ArgumentError(f"{name}: expected a path without a null character, got {text!r}")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ from mlagen.settings import (
     current_settings,
     observes_calls,
     read_settings,
+    unread_variables,
 )
+
+ROOT = Path(__file__).resolve().parents[1]
 
 TEMPORARY = Path(tempfile.gettempdir()) / f"mlagen-{os.getuid()}"
 
@@ -152,6 +156,54 @@ def test_locks_do_not_follow_the_cache_to_a_network(runtime: str) -> None:
 def test_calls_are_observed_on_request_only(environ: dict[str, str], observes: bool) -> None:
     """Entry points are wrapped for the log or the dumps of calls, and for nothing else."""
     assert observes_calls(environ) is observes
+
+
+NO_SUCH = "expected a variable that mlagen reads, got another"
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("MLAGEN_LOGS", "MLAGEN_LOG"),
+        ("MLAGEN_LOG_LEVEL", "MLAGEN_LOG"),
+        ("MLAGEN_CACHEDIR", "MLAGEN_CACHE_DIR"),
+        ("MLAGEN_DUMPS", "MLAGEN_DUMP"),
+        ("MLAGEN_CACHE_SIZE", "MLAGEN_CACHE_MAX_SIZE"),
+        ("MLAGEN_JIT_MODE", "MLAGEN_JIT"),
+        ("MLAGEN_X", None),
+    ],
+)
+def test_a_variable_that_is_not_read_is_one_warning(
+    name: str,
+    nearest: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It has the most similar name, and no value; names of Kubernetes and of tests are skipped."""
+    for other in ("MLAGEN_ACCEPT", "MLAGEN_SERVICE_HOST", "MLAGEN_PORT", "MLAGEN_KV_PORT_80_TCP"):
+        monkeypatch.setenv(other, "secret")
+    monkeypatch.setenv(name, "secret")
+    assert current_settings() is current_settings()
+    hint = f"; did you mean {nearest}?" if nearest else ""
+    assert caplog.messages == [f"{name}: {NO_SUCH}{hint}"]
+
+
+def test_the_page_has_every_variable() -> None:
+    """The table of the page, and what the settings read, have the same names."""
+    page = (ROOT / "docs/reference/environment.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^\| `(MLAGEN_\w+)` \|", page, re.MULTILINE)
+    table = dict.fromkeys(documented[: documented.index("MLAGEN_GQA_KERNEL") + 1], "")
+    assert unread_variables(table) == {}
+    assert set(unread_variables({f"{name}S": "" for name in table}).values()) == {*table}
+
+
+@pytest.mark.parametrize("name", ["MLAGEN_CACHE_DIR", "MLAGEN_CACHE_RO", "MLAGEN_DUMP"])
+def test_a_url_is_no_folder(name: str) -> None:
+    """A message does not show it, as it may hold a password."""
+    for url in ("s3://key:secret@bucket/k", "/a:https://me:secret@host"):
+        with pytest.raises(ArgumentError, match=f"^{name}: expected a path, got a URL$"):
+            read_settings({name: url})
+    assert read_settings({"MLAGEN_CACHE_RO": "/a://b"}).cache_layers == (Path("/a"), Path("//b"))
 
 
 def test_the_environment_is_read_once(

@@ -141,7 +141,11 @@ _KERNELS: dict[str, Any] = {
 def _in_new_process(stage: str, changes: dict[str, str]) -> dict[str, Any]:
     package = __package__.rpartition(".commands")[0]
     command = [sys.executable, "-m", package, "demo", "--stage", stage]
+    from mlagen.settings import unread_variables
+
     environment = {**os.environ, **changes, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    for name in unread_variables(os.environ):  # this process has warned of it
+        del environment[name]
     # In its own session: Ctrl-C reaches only this process, which ends the other one.
     ran = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, check=False, start_new_session=True

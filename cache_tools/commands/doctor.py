@@ -22,6 +22,8 @@ _REQUIRED = (
     *("torch", "cuda-bindings", "cuda-pathfinder", "jinja2", "filelock", "packaging"),
     *("click", "rich"),
 )
+# Packages that call mlagen, or whose calls it takes.
+_CALLERS = ("vllm", "sglang", "transformers", "flashinfer-python")
 _WITHOUT_GPU = "so calls on GPU tensors fail"
 
 
@@ -40,11 +42,13 @@ def doctor(ctx: click.Context, /, *, as_json: bool) -> None:
         "mlagen": __version__,
         "python": platform.python_version(),
         "packages": _packages(problems),
+        "callers": {name: _version_of(name) for name in _CALLERS},
         "nvrtc": _nvrtc(problems),
         **_gpus(problems),
         "cache": _cache(problems),
         "layers": _layers(problems),
         "locks": _locks(problems),
+        "variables": _variables(),
     }
     document["problems"] = problems
     if as_json:
@@ -176,6 +180,15 @@ def _locks(problems: list[str]) -> dict[str, Any]:
     return {**folder, "timeout_s": settings.lock_timeout_s}
 
 
+def _variables() -> dict[str, str | None]:
+    """Return the variables of mlagen that are set; one that it does not read may be a secret."""
+    from mlagen.settings import set_variables, unread_variables
+
+    unread = unread_variables(os.environ)
+    names = set_variables(os.environ)
+    return {name: None if name in unread else os.environ[name] for name in names}
+
+
 def _folder(path: Path, name: str, problems: list[str]) -> dict[str, Any]:
     # Creates nothing: if the folder is missing, the check applies to its nearest ancestor.
     existing, problem = path, folder_problem(path)
@@ -192,6 +205,9 @@ def _facts(document: dict[str, Any]) -> dict[str, str]:
     nvrtc, cache, locks = document["nvrtc"], document["cache"], document["locks"]
     facts = {name: str(document[name]) for name in ("mlagen", "python")}
     facts |= {name: version or "missing" for name, version in document["packages"].items()}
+    callers = document["callers"].items()
+    facts["callers"] = ", ".join(f"{name} {version}" for name, version in callers if version)
+    facts["callers"] = facts["callers"] or "none"
     facts["NVRTC"] = "missing"
     if nvrtc["version"]:
         facts["NVRTC"] = f"{nvrtc['version']} from {nvrtc['source']}: {nvrtc['path']}"
@@ -208,6 +224,9 @@ def _facts(document: dict[str, Any]) -> dict[str, str]:
     layers = [f"{layer['path']}: {_content_text(layer)}" for layer in document["layers"]]
     facts["layers"] = "\n".join(layers) or "none"
     facts["locks"] = f"{locks['path']}: {_state(locks)}, wait at most {locks['timeout_s']:g} s"
+    variables = document["variables"].items()
+    lines = [f"{name} (not read)" if text is None else f"{name}={text}" for name, text in variables]
+    facts["variables"] = "\n".join(lines) or "none"
     problems = document["problems"]
     missing = "" if document["gpus"] else f"; no {'GPU' if driver else 'driver'}, {_WITHOUT_GPU}"
     facts["problems"] = "\n".join(problems) or f"none{missing}"

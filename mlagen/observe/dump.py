@@ -21,6 +21,7 @@ from mlagen.observe.document import CallDocument
 from mlagen.observe.dump_files import DumpFolder
 from mlagen.paths import reason_of
 from mlagen.runtime.device import device_facts, driver_version
+from mlagen.settings import set_variables, unread_variables
 
 _logger = logging.getLogger("mlagen")
 
@@ -158,5 +159,6 @@ def _versions(gpu: int | None) -> dict[str, str | None]:
 
 
 def _environment() -> dict[str, str]:
-    names = sorted(name for name in os.environ if name.startswith("MLAGEN_"))
+    unread = unread_variables(os.environ)  # one of another program may be a secret
+    names = [name for name in set_variables(os.environ) if name not in unread]
     return {name: os.environ[name] for name in names}

@@ -23,7 +23,7 @@ from mlagen.cache.quarantine import discard_staged
 from mlagen.engine import key_of
 from mlagen.errors import CompileError, MlagenError
 from mlagen.prewarming.report import PrewarmUnit, ms_since, unit_of
-from mlagen.settings import current_settings
+from mlagen.settings import current_settings, unread_variables
 from mlagen.spec.kernel import KernelSpec
 
 # Sets sys.path to that of this process first, without the current folder.
@@ -127,8 +127,10 @@ def worker_command(spec: KernelSpec) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    # Every line on the stderr of a worker becomes a warning here, so it must log warnings only.
-    return {name: value for name, value in os.environ.items() if name != "MLAGEN_LOG"}
+    # Every line on the stderr of a worker becomes a warning here, so it must log warnings only, and
+    # not repeat those of this process.
+    left_out = {"MLAGEN_LOG", *unread_variables(os.environ)}
+    return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
 def unit_to_json(unit: PrewarmUnit) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,37 @@ def test_versions_and_paths_are_reported(cache_dir: Path) -> None:
     assert found["locks"]["timeout_s"] == 300.0
     nothing = dict.fromkeys(("entries", "damaged", "size_bytes"), 0)
     assert found["cache"] == {"path": str(cache_dir), "exists": False, "writable": True, **nothing}
+
+
+def test_callers_and_variables_are_reported(setting: Setting, monkeypatch: Patch) -> None:
+    """Only the name of a variable that mlagen does not read is shown: it may be a secret."""
+    versions = {"vllm": "0.33.0", "flashinfer-python": "0.7.4"}
+    found_version = doctor._version_of
+    monkeypatch.setattr(
+        doctor,
+        "_version_of",
+        lambda name: versions.get(name) if name in doctor._CALLERS else found_version(name),
+    )
+    setting("MLAGEN_JIT", "warn")
+    setting("MLAGEN_HF", "")
+    setting("MLAGEN_HUB_TOKEN", "secret")
+    setting("MLAGEN_ACCEPT", "1")
+    setting("MLAGEN_PORT_80_TCP_ADDR", "10.0.0.1")
+
+    found, text = run.json("doctor"), run("doctor")
+
+    assert found["callers"] == {"sglang": None, "transformers": None, **versions}
+    assert found["variables"] == {
+        "MLAGEN_CACHE_DIR": os.environ["MLAGEN_CACHE_DIR"],
+        "MLAGEN_HF": "",
+        "MLAGEN_HUB_TOKEN": None,
+        "MLAGEN_JIT": "warn",
+        "MLAGEN_LOCK_DIR": os.environ["MLAGEN_LOCK_DIR"],
+    }
+    lines = [" ".join(line.split()) for line in text.stdout.splitlines()]
+    assert "callers vllm 0.33.0, flashinfer-python 0.7.4" in lines
+    assert {"MLAGEN_HUB_TOKEN (not read)", "MLAGEN_JIT=warn"} <= set(lines)
+    assert "secret" not in text.stdout + text.stderr
 
 
 @pytest.mark.parametrize("is_layer", [False, True], ids=["the cache", "a layer"])

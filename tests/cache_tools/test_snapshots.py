@@ -75,7 +75,11 @@ MASKS = {
 OWN_MASKS = {
     "kernel show": {r"\b\d+\b(?= (bytes|per|templates|of))|(?<=SM  )\d+": "N"},
     "prewarm": {r"\d+(?= registers)": "N"},
-    "doctor": {r"(NVRTC  VERSION).*": r"\1 PATH", r"\b\d+\.\d+\b": "VERSION"},
+    "doctor": {
+        r"(callers  ).*": r"\1VERSIONS",
+        r"(NVRTC  VERSION).*": r"\1 PATH",
+        r"\b\d+\.\d+\b": "VERSION",
+    },
 }
 
 
