@@ -15,6 +15,7 @@ from ..output.report import SHORT_KEY, json_option, print_json
 from ..tools.completion import complete_spec_or_key
 from ..tools.differences import Difference, kernel_of, nearest_entry, own_key, print_differences
 from ..tools.entries import document_of, entry_of, require_valid
+from ..tools.kernel_specs import spec_named
 
 if TYPE_CHECKING:
     from mlagen.cache.catalog import StoredEntry
@@ -43,8 +44,9 @@ def why(ctx: click.Context, /, *, kernel: str, as_json: bool) -> None:
     """Explain why a kernel is not found, or why it was compiled.
 
     SPEC is a kernel as in messages and logs, such as 'combine(arch=sm_90a, dtype=bf16,
-    head_dim_vo=512)'. If it is not found, its key fields are compared with those of the nearest
-    cached kernel, and the exit code is 1.
+    head_dim_vo=512)'; names that it leaves out have the defaults of `mlagen kernel show`. If it is
+    not found, its key fields are compared with those of the nearest cached kernel, and the exit
+    code is 1.
 
     KEY is six hex digits or more of a cached kernel, which is compared with the nearest one that
     was cached before it. Changes nothing; a damaged kernel stays in place.
@@ -66,9 +68,8 @@ def why(ctx: click.Context, /, *, kernel: str, as_json: bool) -> None:
 def _of_spec(store: KernelStore, text: str) -> _Answer:
     from mlagen.cache.trust import UntrustedError
     from mlagen.engine import key_of
-    from mlagen.spec.text import parse_spec
 
-    key = key_of(parse_spec(text))
+    key = key_of(spec_named(text))
     found = store.look_up(key, is_dry=True)
     if found.entry is not None:
         candidates = store.select(key.digest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,22 +30,58 @@ def spec_named(text: str, arch: Arch | None = None) -> KernelSpec:
     Raises
     ------
     ArgumentError
-        If the text is malformed, or no call uses such a kernel; the message has the nearest one.
+        If the text is malformed, or no call uses such a kernel; the message has the nearest one,
+        and the other families that have it.
     """
+    from mlagen.errors import ArgumentError
+
+    family, given = _split(f"{text}()" if text.isidentifier() else text)
+    try:
+        return _filled(family, given, arch)
+    except ArgumentError as error:
+        others = _others_with(family, given, arch)
+        if not others:
+            raise
+        has = "has" if len(others) == 1 else "have"
+        raise ArgumentError(f"{error}; {', '.join(others)} {has} it") from None
+
+
+def _filled(family: str, given: dict[str, str], arch: Arch | None) -> KernelSpec:
+    """Return the kernel with the given values, and default values otherwise."""
     from mlagen.spec.arch import parse_arch
     from mlagen.spec.text import key_field_names, parse_spec
 
-    family, given = _split(f"{text}()" if text.isidentifier() else text)
-    if set(given) == set(key_field_names(family)):
-        spec = parse_spec(text)
-        return spec if arch in {None, spec.arch} else _on_arch(spec, arch)
+    if given.keys() == set(key_field_names(family)):
+        spec = parse_spec(_text(family, given))
+        return spec if arch is None or arch == spec.arch else _on_arch(spec, arch)
     if arch is None and "arch" in given:
         arch = parse_arch(given["arch"])
     known = _listed(family, arch)
-    given["arch"] = str(known[0].arch)
+    given = {**given, "arch": str(known[0].arch)}
     fields = _nearest(known, given).key_fields() | given
     # Beyond the kernels of prewarming there are others: with another page size, for one.
-    return parse_spec(f"{family}({', '.join(f'{name}={value}' for name, value in fields.items())})")
+    return parse_spec(_text(family, fields))
+
+
+def _others_with(family: str, given: Mapping[str, str], arch: Arch | None) -> list[str]:
+    """Return the families with a kernel for the same calls, unless ``family`` has one itself."""
+    from mlagen.errors import ArgumentError
+    from mlagen.spec.families import FAMILIES
+    from mlagen.spec.text import key_field_names
+
+    alike = [name for name in FAMILIES if name.partition("_")[0] == family.partition("_")[0]]
+    shared = set.intersection(*(set(key_field_names(name)) for name in alike)) - {"block_m"}
+    variant = {name: value for name, value in given.items() if name in shared}
+    found = []
+    for name in alike:
+        with suppress(ArgumentError):
+            _filled(name, variant, arch)
+            found.append(name)
+    return [] if family in found else found
+
+
+def _text(family: str, fields: Mapping[str, str]) -> str:
+    return f"{family}({', '.join(f'{name}={value}' for name, value in fields.items())})"
 
 
 def arch_named(text: str | None) -> Arch | None:

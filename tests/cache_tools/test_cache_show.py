@@ -188,6 +188,14 @@ def test_a_missing_kernel_is_compared_with_the_nearest(
     assert [(name, theirs) for name, (_, theirs) in fields_of(found).items()] == [(field, nearest)]
 
 
+@pytest.mark.parametrize("text", ["combine", "combine(head_dim_vo=512)", "combine(dtype=bf16)"])
+def test_names_that_are_left_out_are_filled_in(text: str) -> None:
+    """The default kernel of `mlagen kernel show` is looked up."""
+    kernel = run.json("kernel show", text)["kernel"]
+    assert run.json("cache why", text, code=1)["kernel"] == kernel
+    assert run.json("cache why", kernel, code=1)["kernel"] == kernel
+
+
 def test_a_damaged_kernel_is_the_reason_and_stays(cached: Cached) -> None:
     """It is not quarantined, unlike in a call; a folder that others may write in is another."""
     cubin, spec = damage(cached.folders[0]), str(cached.units[0].spec)

@@ -43,7 +43,7 @@ BAD_USAGE = {
     "cache show 123456": f"{NOT_CACHED}123456",
     "cache show 123456 --source --log": "part: expected one, got --source and --log; see: ",
     "cache why abcdef": f"{NOT_CACHED}abcdef",
-    "cache why abc": "kernel: expected family(name=value, ...), got 'abc'",
+    "cache why abc": "kernel: expected a family out of mla_sm80, mla_sm90, ",
     f"cache explain {KEY} 123456": f"{NOT_CACHED}123456",
     f"cache rm {KEY} 123456": f"{NOT_CACHED}123456",
     "cache rm": "Missing argument 'KEY...'; see: mlagen cache rm --help",
