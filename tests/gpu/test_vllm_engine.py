@@ -18,7 +18,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is compiled for minutes
-    "VLLM_HAS_FLASHINFER_CUBIN": "1",  # or vLLM does not call XQA, which is mlagen here
+    "MLAGEN_JIT": "freeze",  # a kernel that the warm-up has not compiled ends the engine
 }
 
 
@@ -28,12 +28,17 @@ ENVIRONMENT = {
 )
 @pytest.mark.parametrize("mode", ["eager", "graphs"])
 @pytest.mark.parametrize(
-    ("make", "backend"), [(engines.llama, "MLAGEN_GQA"), (engines.deepseek_v3, "MLAGEN_MLA")]
+    ("make", "backend"),
+    [
+        (engines.llama, "MLAGEN_GQA"),
+        (engines.gpt_oss, "MLAGEN_GQA"),
+        (engines.deepseek_v3, "MLAGEN_MLA"),
+    ],
 )
 def test_tokens_are_those_of_transformers(
     make: Any, backend: str, mode: str, device: str, tmp_path: Path
 ) -> None:
-    """Each decode step launches mlagen's kernels, and errs about as bf16 does elsewhere."""
+    """Each decode step launches mlagen's kernels, warmed up, and errs as bf16 does elsewhere."""
     pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17")
     is_hopper = torch.cuda.get_device_capability() == (9, 0)
     if backend == "MLAGEN_GQA" and not (is_hopper and is_installed("flashinfer")):
@@ -47,3 +52,11 @@ def test_tokens_are_those_of_transformers(
     kernel = f"{backend.removeprefix('MLAGEN_').lower()}_sm"
     engines.assert_decodes_by(kernel, did, mode)
     engines.assert_like_transformers(rounded, exact, prompts, did)
+    assert did["jit"] == "error"
+    log = (tmp_path / "log").read_text()
+    warm_ups = [line for line in log.splitlines() if "mlagen: warm-up of" in line]
+    assert warm_ups
+    assert all(line.endswith("; frozen") for line in warm_ups)
+    if mode == "graphs":  # without vLLM's warm-up, each group of layers has its own
+        assert len(warm_ups) == 1
+    assert "NVIDIA artifactory" not in log  # nobody asks the network for cubins

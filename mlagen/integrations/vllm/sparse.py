@@ -13,7 +13,6 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf, max_decode_query_len
 from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, flat_kv_row_view
-from vllm.v1.attention.ops.flashmla import flash_mla_sparse_fwd, is_flashmla_sparse_supported
 
 from mlagen.integrations.vllm.calls import (
     FP8_DS_MLA,
@@ -30,10 +29,6 @@ from mlagen.integrations.vllm.warm_up import WARM_UP, MlaGroup
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
 from mlagen.models.pages import PAGE_SIZES, page_size_of
 from mlagen.spec.dtype import DType
-
-# Query tokens of a call with prefill from which FlashMLA's prefill kernel is faster on Hopper.
-FLASHMLA_PREFILL_TOKENS = math.inf
-_FLASHMLA_HEADS = 64  # of a tile of that kernel
 
 
 class MlagenSparseMLABackend(MlagenMLABackend):
@@ -142,11 +137,11 @@ class MlagenSparseMLAImpl(DecodeImpl, SparseMLACommonImpl[SparseMLACommonMetadat
         Returns the output of each query token, and its LSE, a natural logarithm, where decode
         context parallel needs it.
         """
+        # Prefill too: on an H200 this takes less time than FlashMLA's prefill kernel (docs).
+        del is_decode
         # An index counts rows from the start of the cache, those of other layers between two
         # blocks of this one included.
         rows, rows_per_block = flat_kv_row_view(kv_cache, block_size)
-        if not is_decode and self._prefills_by_flashmla(q, rows):
-            return self._flashmla_prefill(q, rows, topk_indices, valid_counts), None
         bmm1_scale, bmm2_scale = scales(self, layer, q, kv_cache)
         width = topk_indices.shape[-1]
         return per_token(
@@ -167,39 +162,6 @@ class MlagenSparseMLAImpl(DecodeImpl, SparseMLACommonImpl[SparseMLACommonMetadat
                 return_lse_base="basee",
             )
         )
-
-    def _prefills_by_flashmla(self, q: Query, rows: torch.Tensor) -> bool:
-        latent = latent_of(q)
-        return (
-            len(latent) >= FLASHMLA_PREFILL_TOKENS
-            and latent.dtype == rows.dtype == torch.bfloat16
-            and self.kv_lora_rank == 512
-            and not self.need_to_return_lse_for_decode
-            and is_flashmla_sparse_supported()[0]
-        )
-
-    def _flashmla_prefill(
-        self,
-        q: Query,
-        rows: torch.Tensor,
-        topk_indices: torch.Tensor,
-        valid_counts: torch.Tensor,
-    ) -> torch.Tensor:
-        parts = q if isinstance(q, tuple) else (q,)
-        tokens, heads = parts[0].shape[:2]
-        query = rows.new_empty(
-            tokens, -(-heads // _FLASHMLA_HEADS) * _FLASHMLA_HEADS, rows.shape[-1]
-        )
-        torch.cat(parts, -1, out=query[:, :heads])
-        query[:, heads:] = 0
-        out: torch.Tensor = flash_mla_sparse_fwd(
-            query,
-            rows.unsqueeze(1),
-            topk_indices.unsqueeze(1),
-            self.scale,
-            topk_length=valid_counts,
-        )[0]
-        return out[:, :heads]
 
 
 def pages_of(rows: torch.Tensor, rows_per_block: int, block_size: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mlagen.jit import jit_mode
 from tests.integrations.engines import COUNTED, NEW, STEP, main
 
 OPTIONS: dict[str, Any] = {
@@ -52,6 +53,7 @@ def run(checkpoint: str, backend: str, mode: str, prompts: list[list[int]]) -> d
             for each in first
         ],
         "kernels": kernels,
+        "jit": jit_mode(),
         "replays": replays,
     }
 

@@ -52,9 +52,6 @@ MODULES: dict[str, dict[str, Any]] = {
         mla.align_blocks_to_rows, mla.flat_kv_row_view
     ),
     "vllm.v1.attention.backends.registry": named(base.AttentionBackendEnum),
-    "vllm.v1.attention.ops.flashmla": named(
-        mla.flash_mla_sparse_fwd, mla.is_flashmla_sparse_supported
-    ),
     "vllm.v1.attention.backends.utils": named(flashinfer.get_flashinfer_layout_string),
     "vllm.v1.kv_cache_interface": named(flashinfer.KVCacheLayout, flashinfer.is_quantized_kv_cache),
 }

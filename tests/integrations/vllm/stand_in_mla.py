@@ -160,13 +160,3 @@ def flat_kv_row_view(kv_cache: torch.Tensor, block_size: int) -> tuple[torch.Ten
     rows_per_block = kv_cache.stride(0) // width
     shape = ((blocks - 1) * rows_per_block + block_size, width)
     return kv_cache.as_strided(shape, (width, 1)), rows_per_block
-
-
-def flash_mla_sparse_fwd(*_: Any, **__: Any) -> Any:
-    """Fail, as FlashMLA does without a GPU."""
-    raise RuntimeError("FlashMLA was called")
-
-
-def is_flashmla_sparse_supported() -> tuple[bool, str | None]:
-    """Return that it needs a GPU."""
-    return False, "FlashMLA Sparse is only supported on Hopper devices."

@@ -160,61 +160,6 @@ def test_an_inflated_block_is_read_in_pages(
     assert pages == [(page, 576)]
 
 
-@pytest.mark.parametrize("rope", [64, 0])
-@pytest.mark.parametrize("is_parted", [True, False])
-def test_a_long_prefill_takes_flashmla(
-    sparse: ModuleType, impl_of: ImplOf, rope: int, is_parted: bool, monkeypatch: Patch
-) -> None:
-    """Above the measured threshold FlashMLA's prefill kernel attends, with padded heads."""
-    heads: list[int] = []
-
-    def flashmla(q: Any, kv: Any, indices: Any, sm_scale: float, *, topk_length: Any) -> Any:
-        heads.append(q.shape[1])
-        results = [
-            attended(row, kv[index[0, :count].long(), 0], sm_scale, 512)
-            for row, index, count in zip(q, indices, topk_length, strict=True)
-        ]
-        out, lse = (torch.stack(each) for each in zip(*results, strict=True))
-        return out.bfloat16(), None, lse
-
-    monkeypatch.setattr(sparse, "FLASHMLA_PREFILL_TOKENS", 3)
-    monkeypatch.setattr(sparse, "is_flashmla_sparse_supported", lambda: (True, None))
-    monkeypatch.setattr(sparse, "flash_mla_sparse_fwd", flashmla)
-    generator = torch.Generator().manual_seed(5)
-    cache = torch.randn(BLOCKS, BLOCK, 512 + rope, generator=generator).bfloat16()
-    query = torch.randn(3, HEADS, 512 + rope, generator=generator).bfloat16()
-    indices = torch.randint(BLOCKS * BLOCK, (3, TOP_K), generator=generator).int()
-    impl = impl_of(sparse.MlagenSparseMLAImpl, rope=rope)
-    given = (query[..., :512], query[..., 512:]) if is_parted else query
-
-    out, lse = attend(impl, given, cache, indices, is_decode=False)
-    decoded, _ = attend(impl, given, cache, indices)
-
-    assert heads == [64]
-    assert lse is None
-    assert out.shape == decoded.shape == (3, HEADS, 512)
-    assert_near(out, decoded)
-
-
-@pytest.mark.parametrize("case", ["short", "decode", "FP8", "DCP", "another GPU"])
-def test_other_calls_stay_with_mlagen(
-    sparse: ModuleType, impl_of: ImplOf, case: str, monkeypatch: Patch
-) -> None:
-    """FlashMLA's prefill kernel has no FP8 cache, and its LSE is not used."""
-    monkeypatch.setattr(sparse, "FLASHMLA_PREFILL_TOKENS", 4 if case == "short" else 3)
-    supported = case != "another GPU"
-    monkeypatch.setattr(sparse, "is_flashmla_sparse_supported", lambda: (supported, None))
-    impl = impl_of(sparse.MlagenSparseMLAImpl, kv_cache_dtype="fp8" if case == "FP8" else "auto")
-    impl.need_to_return_lse_for_decode = case == "DCP"
-    dtype = E4M3 if case == "FP8" else torch.bfloat16
-    query, cache = torch.ones(3, HEADS, 576).to(dtype), torch.ones(1, BLOCK, 576).to(dtype)
-
-    out, lse = attend(impl, query, cache, torch.zeros(3, TOP_K).int(), is_decode=case == "decode")
-
-    assert (lse is not None) is (case == "DCP")
-    assert out[:2].isfinite().all()
-
-
 def test_rows_without_rope_are_not_gathered_for_a_dense_prefill(
     sparse: ModuleType, impl_of: ImplOf
 ) -> None:
