@@ -1,6 +1,6 @@
 """GQA decode in vLLM on sm_90a: the backend ``MLAGEN_GQA``.
 
-It is vLLM's FlashInfer backend, which decodes by XQA on Hopper, with mlagen in the place of XQA.
+It is vLLM's FlashInfer backend, whose decode on sm_90 is XQA, with mlagen in the place of XQA.
 Prefill, and the decode of a layer that XQA does not serve, stay with FlashInfer.
 """
 
@@ -29,7 +29,7 @@ from mlagen.models.pages import PAGE_SIZES
 
 
 def supports_trtllm_attention(is_prefill: bool = False) -> bool:
-    """Return whether a decode on Hopper takes the place of XQA, which here needs no cubins.
+    """Return whether a decode on sm_90 takes the place of XQA, which here needs no cubins.
 
     vLLM's function of that name asks NVIDIA's repository of cubins, for 5 s without a network.
     """
@@ -119,7 +119,7 @@ class MlagenGQAMetadataBuilder(vllm_flashinfer.FlashInferMetadataBuilder):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         self._init(kv_cache_spec, layer_names, vllm_config, device)
-        # Prefill on Hopper has no such kernel, and each batch would ask vLLM's own gate for it.
+        # Prefill on sm_90 has no such kernel, and each batch would ask vLLM's own gate for it.
         self.attention_config: Any = copy(vllm_config.attention_config)
         self.attention_config.use_trtllm_attention = False
         WARM_UP.add(self)
@@ -183,7 +183,7 @@ class MlagenGQAImpl(vllm_flashinfer.FlashInferImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend to the cache: the decodes, which come first, by mlagen, the rest as the base."""
+        """Attend to the cache: decode, which comes first, by mlagen, and the rest as the base."""
         kernel = getattr(getattr(attn_metadata, "decode", None), "kernel", None)
         if kernel is not vllm_flashinfer.FlashInferDecodeKernel.XQA:  # or a profiling run
             scales = (output_scale, output_block_scale)
@@ -196,7 +196,6 @@ class MlagenGQAImpl(vllm_flashinfer.FlashInferImpl):
             prefills = replace(
                 attn_metadata,
                 num_actual_tokens=attn_metadata.num_actual_tokens - first,
-                num_decodes=0,
                 num_decode_tokens=0,
                 decode=None,
             )
@@ -207,10 +206,10 @@ class MlagenGQAImpl(vllm_flashinfer.FlashInferImpl):
     def _decode(
         self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, batch: Any, out: torch.Tensor
     ) -> None:
-        """Write the output of the query tokens of all decodes."""
+        """Write the output of the query tokens that are decoded."""
         part, layout = batch.decode, batch.kv_cache_layout
         # A request of one token that pads a captured batch has a row too.
-        tokens = batch.num_decodes if part.q_len_per_req == 1 else batch.num_decode_tokens
+        tokens = len(part.seq_lens) if part.q_len_per_req == 1 else batch.num_decode_tokens
         if kv_cache.dtype == torch.uint8:  # as vLLM stores FP8
             kv_cache = kv_cache.view(torch.float8_e4m3fn)
         pages = canonicalize_singleton_dim_strides(kv_cache.permute(*layout.layer_view_order))

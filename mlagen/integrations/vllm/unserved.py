@@ -36,6 +36,6 @@ class _WarningConfig(VerifyAndUpdateConfig):
             if name in BACKENDS:
                 _logger.warning(
                     "--attention-backend %s: %s has an attention of its own, which vLLM chooses by "
-                    "the GPU; mlagen decodes no part of DeepSeek-V4 and V4.1",
+                    "the GPU; mlagen has no part in DeepSeek-V4 and V4.1",
                     *(name, vllm_config.model_config.architecture),
                 )

@@ -181,7 +181,7 @@ def test_prefills_behind_the_decodes_are_flashinfers(
     assert (out[2:] == 1).all()
     ((_, rest, _, _, _, prefills, _),) = seen
     assert len(rest) == prefills.num_actual_tokens == prefills.num_prefill_tokens == 3
-    assert (prefills.num_decodes, prefills.decode, prefills.prefill) == (0, None, "prefill")
+    assert (prefills.num_decode_tokens, prefills.decode, prefills.prefill) == (0, None, "prefill")
 
 
 @pytest.mark.parametrize("metadata", [None, SimpleNamespace(decode=SimpleNamespace(wrapper=1))])

@@ -157,7 +157,7 @@ def test_deepseek_v4_with_a_backend_of_mlagen_is_a_warning(
 
     assert [each.getMessage() for each in caplog.records] == [
         f"--attention-backend {name}: {architecture} has an attention of its own, which vLLM "
-        "chooses by the GPU; mlagen decodes no part of DeepSeek-V4 and V4.1"
+        "chooses by the GPU; mlagen has no part in DeepSeek-V4 and V4.1"
         for name in warned
     ]
 
