@@ -102,5 +102,5 @@ def _checked(attention_backends_of: Callable[[Any], Any]) -> Callable[[Any], Any
 
 
 def _discard(names: list[str], name: str) -> None:
-    with suppress(ValueError):
+    with suppress(AttributeError, LookupError, ValueError):  # of a set or a tuple too
         names.remove(name)

@@ -20,9 +20,6 @@ from mlagen.integrations.sglang.runner import (
 )
 from mlagen.integrations.warm_up import gqa_calls
 
-_QUERY_DTYPES = (torch.bfloat16, torch.float16)
-_CACHE_DTYPES = (*_QUERY_DTYPES, torch.float8_e4m3fn)
-
 
 def backend_of(runner: Any, name: str) -> MlagenMHABackend:
     """Return the backend of a model runner, and warm up its kernels.
@@ -41,9 +38,6 @@ def backend_of(runner: Any, name: str) -> MlagenMHABackend:
         )
     if get_parallel().dcp_enabled:
         raise ValueError(f"{name}: expected --dcp-size 1, got {get_parallel().attn_dcp_size}")
-    for field, dtypes in (("dtype", _QUERY_DTYPES), ("kv_cache_dtype", _CACHE_DTYPES)):
-        if getattr(runner, field) not in dtypes:
-            raise ValueError(f"{field}: expected one of {dtypes}, got {getattr(runner, field)}")
     layers = layers_of(runner)
     for layer in layers:
         if layer.head_dim != layer.v_head_dim:

@@ -18,6 +18,10 @@ from mlagen.integrations.sglang import is_deepseek_v4
 from mlagen.integrations.warm_up import Calls
 from mlagen.integrations.warm_up import warm_up as warm_up_on
 
+_DTYPES = {
+    "dtype": (torch.bfloat16, torch.float16),
+    "kv_cache_dtype": (torch.bfloat16, torch.float16, torch.float8_e4m3fn),
+}
 _logger = logging.getLogger("mlagen")
 
 
@@ -49,6 +53,10 @@ def check(runner: Any, name: str, backend: type) -> None:
             f"--speculative-eagle-topk: expected 1 with {name}, whose drafts have no tree mask, "
             f"got {get_spec().speculative_eagle_topk}"
         )
+    for field, dtypes in _DTYPES.items():
+        dtype = getattr(runner, field)
+        if dtype not in dtypes:
+            raise ValueError(f"{field}: expected one of {dtypes} with {name}, got {dtype}")
     for layer in layers_of(runner):
         if layer.logit_cap:
             raise ValueError(f"{name}: expected layers without logit_cap, got {layer.logit_cap}")

@@ -90,13 +90,19 @@ def test_a_model_runner_gets_the_backend(
             "keys and values of one head dim, got 192 and 128",
         ),
         ("mlagen_mha", GQA | {"layers": [((8, 64), {"logit_cap": 30.0})]}, "without logit_cap"),
+        (
+            NAME,
+            {"kv_cache_dtype": torch.float8_e5m2},
+            "^kv_cache_dtype: expected .* mlagen_mla, got",
+        ),
+        ("mlagen_dsa", {"dtype": torch.float32}, "^dtype: expected .* mlagen_dsa, got torch.float"),
         (NAME, {"architecture": "DeepseekV4ForCausalLM"}, "SGLang's dsv4, got DeepseekV4For"),
         ("mlagen_dsa", {"architecture": "DeepseekV4ForCausalLM"}, "SGLang's dsv4, got Deepseek"),
     ],
     ids=[
         *("without MLA", "without a prefill", "rows without a kernel", "tokens over ranks"),
         *("with MLA", "no prefill of GQA", "e5m2", "nvfp4", "fp32", "two head dims", "a soft cap"),
-        *("V4", "sparse V4"),
+        *("e5m2 of MLA", "fp32 of DSA", "V4", "sparse V4"),
     ],
 )
 def test_a_server_that_cannot_work_does_not_start(

@@ -177,6 +177,20 @@ def test_a_registry_that_keeps_no_name_is_a_warning(
     assert_unchanged(sglang, before, caplog, "lists without mlagen_mha, mlagen_mla, mlagen_dsa")
 
 
+@pytest.mark.parametrize("kind", [tuple, set, frozenset])
+def test_choices_of_another_kind_are_a_warning(
+    sglang: Import, register: Callable[[], None], caplog: Log, monkeypatch: Patch, kind: type
+) -> None:
+    """What cannot be withdrawn does not end the server either."""
+    before = lists_of(sglang)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[CHOICES], "ATTENTION_BACKEND_CHOICES", kind(["triton"]))
+        patch.setattr(sys.modules[CHOICES], "add_attention_backend_choices", lambda _: None)
+        with caplog.at_level(logging.WARNING, logger="mlagen"):
+            register()
+    assert_unchanged(sglang, before, caplog, "lists without mlagen_mha")
+
+
 def assert_unchanged(sglang: Import, before: dict[str, Any], caplog: Log, reason: str) -> None:
     """Require one warning, with its reason, and SGLang's lists as they were."""
     (record,) = caplog.records
