@@ -8,6 +8,7 @@ import shlex
 import sys
 from importlib.util import find_spec
 from itertools import dropwhile, takewhile
+from typing import Any
 
 import click
 import pytest
@@ -22,6 +23,7 @@ from tests.doc_text import PAGES, ROOT, blocks_of
 from tests.programs import run_program
 
 NEEDS_A_GPU = "# needs a GPU\n"
+_CACHES = ("MLAGEN_CACHE_DIR", "MLAGEN_CACHE_RO")
 
 BLOCKS = {page: blocks_of(path.read_text(encoding="utf-8")) for page, path in PAGES.items()}
 
@@ -125,6 +127,43 @@ def _problem_with_options(arguments: list[str]) -> str | None:
     if isinstance(command, click.Group) and not arguments[0].startswith("-"):
         return f"no command {arguments[0]}"
     return None
+
+
+def pods_of(page: str) -> list[dict[str, Any]]:
+    """Return the specs of the pods in the manifests of a page."""
+    yaml = pytest.importorskip("yaml", reason="needs pip install 'mlagen[test]'")
+    texts = [block.text for block in BLOCKS[page] if block.language == "yaml"]
+    manifests = [manifest for text in texts for manifest in yaml.safe_load_all(text)]
+    assert all({"apiVersion", "kind", "metadata"} <= manifest.keys() for manifest in manifests)
+    specs = [manifest["spec"] for manifest in manifests]
+    pods = [spec["template"]["spec"] if "template" in spec else spec for spec in specs]
+    return [pod for pod in pods if "containers" in pod]
+
+
+@pytest.mark.parametrize("page", pages_with("yaml"))
+def test_manifests_of_a_page_are_consistent(page: str) -> None:
+    """Commands and variables exist, and a cache lies below the mount point of a declared volume."""
+    known = set(
+        re.findall(r"`(MLAGEN_\w+)`", PAGES["docs/reference/environment.md"].read_text("utf-8"))
+    )
+    for pod in pods_of(page):
+        volumes = {volume["name"] for volume in pod.get("volumes", ())}
+        containers = pod.get("initContainers", []) + pod["containers"]
+        caches = [_cache_of(container, known, volumes) for container in containers]
+        assert len(set(caches)) == 1
+        for container in containers:
+            assert problem_with(container["command"]) is None
+
+
+def _cache_of(container: dict[str, Any], known: set[str], volumes: set[str]) -> str:
+    """Return the folder that a container of a manifest names as its cache or its layer."""
+    variables = {variable["name"]: variable["value"] for variable in container["env"]}
+    mounts = {mount["mountPath"]: mount["name"] for mount in container.get("volumeMounts", ())}
+    assert variables.keys() <= known
+    assert set(mounts.values()) <= volumes
+    (cache,) = (variables[name] for name in _CACHES if name in variables)
+    assert not mounts or any(cache.startswith(f"{path}/") for path in mounts)
+    return str(cache)
 
 
 @pytest.mark.parametrize("page", pages_with("sh"))
