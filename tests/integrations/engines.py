@@ -66,18 +66,6 @@ def deepseek_v3() -> Any:
     return DeepseekV3ForCausalLM(DeepseekV3Config(**SIZES | heads | dense | unused))
 
 
-def gpt_oss() -> Any:
-    """Return a gpt-oss with sinks and windows, whose tokens take all experts, never others."""
-    from transformers import GptOssConfig, GptOssForCausalLM
-
-    kinds = ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(LAYERS)]
-    experts = {"num_local_experts": 2, "num_experts_per_tok": 2}
-    model = GptOssForCausalLM(GptOssConfig(**SIZES | experts, layer_types=kinds))
-    for layer in model.model.layers:
-        torch.nn.init.normal_(layer.self_attn.sinks)
-    return model
-
-
 def models_in(folder: Path, make: Any, device: str) -> tuple[Any, Any]:
     """Return a model in bf16, saved in a folder, and the same in fp32."""
     torch.manual_seed(0)
