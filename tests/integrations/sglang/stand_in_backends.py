@@ -118,6 +118,9 @@ class TRTLLMHAAttnBackend:
     max_context_len: int
     q_data_type: torch.dtype
     page_size: int
+    forward_metadata: Any
+    token_to_kv_pool: Any
+    _xqa_spec_dec_mask: torch.Tensor | None
 
     def __init__(self, model_runner: Any, **_: Any) -> None:
         raise NotImplementedError
@@ -131,10 +134,60 @@ class TRTLLMHAAttnBackend:
 
         return paged(k_cache), paged(v_cache)
 
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Attend with one query token of each request, where nothing is to be saved."""
+        del k, v, forward_batch, save_kv_cache
+        return _attend(self, q, layer, kwargs["sinks"], q_len_per_req=1)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Verify drafts, where nothing is to be saved."""
+        del k, v, save_kv_cache
+        assert forward_batch.forward_mode.is_target_verify()
+        options = {"q_len_per_req": self.forward_metadata.max_seq_len_q}
+        options |= {"mask": self._xqa_spec_dec_mask}
+        return _attend(self, q, layer, kwargs["sinks"], **options)
+
     _run_fixed_q_len_decode = stub(
         *("self", "query", "kv_cache", "block_tables", "seq_lens", "bmm1_scale", "bmm2_scale"),
         *("window_left", "sinks", "q_len_per_req", "kv_cache_sf", "out", "out_dtype", "mask"),
     )
+
+
+def _attend(
+    backend: TRTLLMHAAttnBackend, q: torch.Tensor, layer: Any, sinks: Any, **options: Any
+) -> Any:
+    keys, values = backend.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+    out = backend._run_fixed_q_len_decode(
+        q.view(-1, layer.tp_q_head_num, layer.head_dim),
+        backend._reshape_paged_kv_cache(keys, values, layer, layer.head_dim),
+        backend.forward_metadata.page_table,
+        backend.forward_metadata.cache_seqlens_int32,
+        bmm1_scale=layer.scaling,
+        bmm2_scale=1.0,
+        window_left=layer.sliding_window_size,
+        sinks=sinks,
+        out_dtype=backend.q_data_type,
+        **options,
+    )
+    return out.view(-1, layer.tp_q_head_num * layer.head_dim)
 
 
 class HookType(Enum):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +13,10 @@ from tests.integrations.attended import E4M3, PAGE, assert_near
 from tests.integrations.sglang.conftest import layer, runner
 
 HEADS, KV_HEADS, DIM, SLOTS = 8, 2, 64, 160
-SCALE = DIM**-0.5
+SCALE = 0.1  # of the layer
+NO_NVFP4 = dict.fromkeys(
+    ("decode_uses_native_fp4", "is_nvfp4_kvcache", "uses_trtllm_gen_native_fp4"), False
+) | {"_swa_kv_pool": None, "use_fmha_v2": True, "decode_seq_len_splits": 1}
 SEQ_LENS = (61, 3, 40)
 
 
@@ -50,31 +53,34 @@ def test_a_step_is_attention(
 ) -> None:
     """Steps and the verification of drafts see each token's causal prefix, or its window."""
     generator = torch.Generator().manual_seed(5)
-    backend = mha.MlagenMHABackend(runner(use_mla_backend=False, page_size=PAGE))
     attention = layer(HEADS, DIM, KV_HEADS, sliding_window_size=window)
     slots = [torch.randn(2 * SLOTS, KV_HEADS, DIM, generator=generator) for _ in range(2)]
     keys, values = (each.to(cache) for each in slots)
     table = torch.randperm(2 * SLOTS // PAGE, generator=generator)[:12].view(3, 4).int()
     query = torch.randn(3 * q_len, HEADS, DIM, generator=generator).bfloat16()
     logits = None if sinks is None else torch.randn(HEADS, generator=generator).to(sinks)
-    # SGLang has a mask of drafts where XQA decodes.
-    mask = torch.ones(3, q_len, 2, dtype=torch.uint16) if q_len > 1 else None
-
-    out = backend._run_fixed_q_len_decode(
-        query,
-        backend._reshape_paged_kv_cache(keys, values, attention, DIM),
-        table,
-        torch.tensor(SEQ_LENS).int(),
-        bmm1_scale=torch.tensor([SCALE]) if cache == E4M3 else SCALE,
-        bmm2_scale=1.0,
-        window_left=attention.sliding_window_size,
-        sinks=logits,
-        out_dtype=torch.bfloat16,
-        q_len_per_req=q_len,
-        mask=mask,
+    metadata: dict[str, Any] = {"page_table": table}
+    metadata |= {"cache_seqlens_int32": torch.tensor(SEQ_LENS).int()}
+    metadata |= {"max_seq_len_q": q_len, "is_ragged_verify": False, "swa_page_table": None}
+    backend = mha.MlagenMHABackend(runner(use_mla_backend=False, page_size=PAGE))
+    vars(backend).update(
+        NO_NVFP4,
+        data_type=cache,
+        forward_metadata=SimpleNamespace(**metadata),
+        token_to_kv_pool=SimpleNamespace(get_kv_buffer=lambda _: (keys, values)),
+        # SGLang has a mask of drafts where XQA decodes; it sets more bits than are drafts.
+        _xqa_spec_dec_mask=torch.full((4, q_len, 2), 0xFFFF, dtype=torch.uint16),
     )
+    mode = {"is_target_verify": q_len > 1, "is_draft_extend_v2": False}
+    mode |= {"is_context_parallel_extend": False}
+    facts = {name: (lambda value=value: value) for name, value in mode.items()}
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(**facts))
+
+    forward = backend.forward_extend if q_len > 1 else backend.forward_decode
+    out = forward(query.flatten(1), None, None, attention, batch, sinks=logits)
 
     assert out.dtype == torch.bfloat16
+    out = out.view(-1, HEADS, DIM)
     for i, seq_len in enumerate(SEQ_LENS):
         own = [
             part.view(-1, PAGE, KV_HEADS, DIM)[table[i].long()].flatten(0, 1)[:seq_len]
