@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,20 +16,20 @@ import torch.distributed as dist
 from mlagen.families.common.arguments import (
     require,
     require_dims,
+    require_dtype,
     require_flag,
     require_index,
     require_shape,
     require_tensor,
     require_whole_number,
 )
-from mlagen.families.states import States, combine_states
+from mlagen.families.mla.validate_query import QUERY_DTYPES
+from mlagen.mla.dcp_exchange import Exchange, new_exchange
 from mlagen.mla.trtllm import trtllm_batch_decode_with_kv_cache_mla
 from mlagen.runtime.capture import is_capturing
 from mlagen.torch_ops.traced import is_compiling, is_traced, require_eager_memory
 
 __all__ = ["decode_cp", "local_seq_lens"]
-
-_LSE_BYTES = 16  # of a row in a message; keeps outputs aligned
 
 # Shapes whose buffers are cached; those of one decode step are equal in all layers.
 _CACHED_SHAPES = 4
@@ -140,13 +140,15 @@ def decode_cp(
     Raises
     ------
     ArgumentError
-        If an argument breaks a rule.
+        If an argument breaks a rule. What the sizes of messages follow from is rejected before an
+        exchange: ``query``, ``kv_lora_rank``, ``qk_rope_head_dim``, ``query_has_all_heads`` and
+        ``group``. Of any other error of a rank the messages tell the others, so that the next calls
+        pair: they raise on the CPU and with ``MLAGEN_CHECK=1``, and otherwise return NaN.
     """
-    require_eager_memory(query=query, sinks=sinks)
+    require_eager_memory(query=query)
     require_dims(require_tensor(query, "query"), "query", (4,) if cum_seq_lens_q is None else (3,))
     kv_lora_rank = require_whole_number(kv_lora_rank, "kv_lora_rank")
     is_whole = require_flag(query_has_all_heads, "query_has_all_heads")
-    return_lse = require_flag(return_lse, "return_lse")
     is_group = group is None or isinstance(group, dist.ProcessGroup)
     require(is_group, "group", "a torch.distributed.ProcessGroup", type(group).__name__)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -154,87 +156,69 @@ def decode_cp(
     if is_whole:
         require(heads % world == 0, "query.shape[-2]", f"a multiple of {world} (ranks)", heads)
         heads //= world
-    if sinks is not None:
-        require_shape(require_tensor(sinks, "sinks"), "sinks", ((heads,),), "heads of this rank")
-    sizes = (heads, 0 if is_whole else query.shape[-1], kv_lora_rank, world)
+    width = kv_lora_rank + require_whole_number(qk_rope_head_dim, "qk_rope_head_dim")
+    rule = f"{width} (kv_lora_rank + qk_rope_head_dim)"
+    require(query.shape[-1] == width, "query.shape[-1]", rule, query.shape[-1])
+    require_dtype(query, "query", tuple(QUERY_DTYPES))
+    sizes = (heads, 0 if is_whole else width, kv_lora_rank, world)
     exchange = _exchange_of(query, sizes, group) if world > 1 else None
     with torch.no_grad():
-        if exchange is not None:
-            query = query if is_whole else exchange.gather(query, group)
-            if sinks is not None:  # minus infinity for heads of other ranks: each counts once
-                others = (rank * heads, (world - 1 - rank) * heads)
-                sinks = torch.nn.functional.pad(sinks, others, value=-math.inf)
-        out, lse = trtllm_batch_decode_with_kv_cache_mla(
-            query=query,
-            kv_cache=kv_cache,
-            workspace_buffer=workspace_buffer,
-            qk_nope_head_dim=qk_nope_head_dim,
-            kv_lora_rank=kv_lora_rank,
-            qk_rope_head_dim=qk_rope_head_dim,
-            block_tables=block_tables,
-            seq_lens=seq_lens,
-            max_seq_len=max_seq_len,
-            sparse_mla_top_k=sparse_mla_top_k,
-            out=None if exchange is None else exchange.out,
-            bmm1_scale=bmm1_scale,
-            bmm2_scale=bmm2_scale,
-            sinks=sinks,
-            sparse_mla_top_k_lens=sparse_mla_top_k_lens,
-            lse=None if exchange is None else exchange.lse,
-            cum_seq_lens_q=cum_seq_lens_q,
-            max_q_len=max_q_len,
-            enable_pdl=enable_pdl,
-            return_lse=True,
-            return_lse_base=return_lse_base,
-            enable_dcp=True,
-            cp_world=world,
-            cp_rank=rank,
-            causal_seqlens_kv_global=causal_seqlens_kv_global,
-        )
+        if exchange is not None and not is_whole:
+            query = exchange.gather(query, group)
+        try:
+            return_lse = require_flag(return_lse, "return_lse")
+            if sinks is not None:
+                sinks = _sinks_of_all(sinks, heads, world, rank)
+            out, lse = trtllm_batch_decode_with_kv_cache_mla(
+                query=query,
+                kv_cache=kv_cache,
+                workspace_buffer=workspace_buffer,
+                qk_nope_head_dim=qk_nope_head_dim,
+                kv_lora_rank=kv_lora_rank,
+                qk_rope_head_dim=qk_rope_head_dim,
+                block_tables=block_tables,
+                seq_lens=seq_lens,
+                max_seq_len=max_seq_len,
+                sparse_mla_top_k=sparse_mla_top_k,
+                out=None if exchange is None else exchange.out,
+                bmm1_scale=bmm1_scale,
+                bmm2_scale=bmm2_scale,
+                sinks=sinks,
+                sparse_mla_top_k_lens=sparse_mla_top_k_lens,
+                lse=None if exchange is None else exchange.lse,
+                cum_seq_lens_q=cum_seq_lens_q,
+                max_q_len=max_q_len,
+                enable_pdl=enable_pdl,
+                return_lse=True,
+                return_lse_base=return_lse_base,
+                enable_dcp=True,
+                cp_world=world,
+                cp_rank=rank,
+                causal_seqlens_kv_global=causal_seqlens_kv_global,
+            )
+            if exchange is not None:
+                exchange.pack()
+        except Exception:
+            if exchange is not None:
+                exchange.reject(group)
+            raise
         if exchange is not None:
             out, lse = exchange.combine(return_lse_base, group)
     return (out, lse) if return_lse else out
 
 
-class _Exchange(NamedTuple):
-    """What the ranks exchange in a call, and views of it in the layouts of the kernels.
-
-    Its memory is rank by rank and head by head, so that a message to a rank is contiguous.
-    """
-
-    gathered: torch.Tensor  # bytes [world * heads, ..., row], of all ranks; none if they are given
-    query: torch.Tensor  # its view [..., world * heads, head_dim_qk]
-    out: torch.Tensor  # [..., world * heads, kv_lora_rank], over the tokens of this rank
-    lse: torch.Tensor  # [tokens, world * heads]
-    sent: torch.Tensor  # bytes [world * heads, tokens, row]: an output row, and its LSE
-    received: torch.Tensor  # the same of this rank's heads
-    computed: States  # views of out and lse
-    nothing: States
-    messages: States  # views of sent
-    first: States  # views of received: of rank 0
-    others: States  # of the other ranks, [tokens, world - 1, heads, ...]
-
-    def gather(self, query: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        """Return the queries of the heads of all ranks."""
-        own = query.movedim(-2, 0).contiguous()
-        # As bytes, since no backend has collectives of every dtype. The newer name of the same one.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(self.gathered, own.view(torch.uint8), group=group)
-        return self.query
-
-    def combine(self, base: str, group: dist.ProcessGroup | None) -> States:
-        """Send each rank the results of its heads, and return those of this rank, combined."""
-        is_eager = not (is_compiling() or is_traced())
-        # A copy: without other states the first one stays as it is.
-        combine_states(self.computed, self.nothing, "base2", into=self.messages, by_kernel=is_eager)
-        dist.all_to_all_single(self.received, self.sent, group=group)
-        out, lse = combine_states(self.first, self.others, base, by_kernel=is_eager)
-        return States(out.view(*self.out.shape[:-2], *out.shape[1:]), lse)
+def _sinks_of_all(sinks: object, heads: int, world: int, rank: int) -> torch.Tensor:
+    """Return sinks of the heads of all ranks: minus infinity for others, as each counts once."""
+    require_eager_memory(sinks=sinks)
+    own = require_tensor(sinks, "sinks")
+    require_shape(own, "sinks", ((heads,),), "heads of this rank")
+    others = (rank * heads, (world - 1 - rank) * heads)
+    return torch.nn.functional.pad(own, others, value=-math.inf)
 
 
 def _exchange_of(
     query: torch.Tensor, sizes: tuple[int, int, int, int], group: dist.ProcessGroup | None
-) -> _Exchange:
+) -> Exchange:
     """Return memory that no other call uses at the same time.
 
     Calls of one group and stream follow each other. A graph has memory of its own, in its pool.
@@ -242,7 +226,7 @@ def _exchange_of(
     rows, device = tuple(query.shape[:-2]), query.device
     facts = (rows, sizes, query.dtype, device)
     is_cached = not (is_compiling() or is_traced() or is_capturing(device))
-    return _cached_exchange(facts, _user_of(device, group)) if is_cached else _new_exchange(*facts)
+    return _cached_exchange(facts, _user_of(device, group)) if is_cached else new_exchange(*facts)
 
 
 def _user_of(device: torch.device, group: dist.ProcessGroup | None) -> tuple[str, int]:
@@ -253,47 +237,7 @@ def _user_of(device: torch.device, group: dist.ProcessGroup | None) -> tuple[str
 
 
 @lru_cache(maxsize=_CACHED_SHAPES)
-def _cached_exchange(facts: tuple[Any, ...], _user: tuple[str, int]) -> _Exchange:
+def _cached_exchange(facts: tuple[Any, ...], _user: tuple[str, int]) -> Exchange:
     """Return the memory of a group and stream; a call at known addresses is a replay."""
     with torch.inference_mode(mode=False):
-        return _new_exchange(*facts)
-
-
-def _new_exchange(
-    rows: tuple[int, ...],
-    sizes: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> _Exchange:
-    heads, head_dim_qk, kv_lora_rank, world = sizes
-    tokens, all_heads = math.prod(rows), world * heads
-    out_dtype = dtype if dtype.itemsize == 2 else torch.bfloat16
-    out_bytes = kv_lora_rank * out_dtype.itemsize
-    lse_offset = -(-out_bytes // _LSE_BYTES) * _LSE_BYTES
-
-    def empty(*shape: int, of: torch.dtype = torch.uint8) -> torch.Tensor:
-        return torch.empty(shape, dtype=of, device=device)
-
-    def states(rows: torch.Tensor) -> States:
-        lse = rows[..., lse_offset:].view(torch.float32)[..., 0]
-        return States(rows[..., :out_bytes].view(out_dtype), lse)
-
-    query = empty(all_heads, *rows, head_dim_qk, of=dtype)
-    out = empty(*rows, all_heads, kv_lora_rank, of=out_dtype)
-    lse = empty(tokens, all_heads, of=torch.float32)
-    sent, received = (empty(all_heads, tokens, lse_offset + _LSE_BYTES) for _ in range(2))
-    by_rank = received.view(world, heads, *received.shape[1:]).permute(2, 0, 1, 3)
-    computed = States(out.view(tokens, all_heads, kv_lora_rank), lse)
-    return _Exchange(
-        gathered=query.view(torch.uint8),
-        query=query.movedim(0, -2),
-        out=out,
-        lse=lse,
-        sent=sent,
-        received=received,
-        computed=computed,
-        nothing=States(computed.out[:, None][:, :0], lse[:, None][:, :0]),
-        messages=states(sent.transpose(0, 1)),
-        first=states(by_rank[:, 0]),
-        others=states(by_rank[:, 1:]),
-    )
+        return new_exchange(*facts)

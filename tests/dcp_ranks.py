@@ -22,6 +22,7 @@ from tests.problems.reference import (
     output_tolerance,
 )
 from tests.programs import METHOD, preload_torch
+from tests.rejected import rejects
 
 Check = Callable[[MlaCase, str, int, int], None]
 
@@ -65,6 +66,46 @@ def check_heads(case: MlaCase, device: str, world: int, rank: int) -> None:
     of_all = decode_cp(**rank_arguments(own) | {"query": own.query, "query_has_all_heads": True})
 
     _check(whole, own, results, of_all)
+
+
+_ERROR_OF_ANOTHER = "group: expected results of every rank, got an error on ranks [1]"
+
+# What one rank may get wrong, and the error; each is found before or in its decode.
+WRONG: dict[str, dict[str, Any]] = {
+    "kv_cache.dtype": {"kv_cache": torch.zeros(3, 64, 576)},
+    "seq_lens": {"seq_lens": [1, 2]},
+    "sinks.shape": {"sinks": torch.zeros(99)},
+    "max_seq_len": {"max_seq_len": -1},
+    "return_lse": {"return_lse": "no"},
+    "return_lse_base": {"return_lse_base": "base3"},
+    "causal_seqlens_kv_global": {"causal_seqlens_kv_global": None},
+}
+
+
+def check_errors(case: MlaCase, device: str, world: int, rank: int) -> None:
+    """Fail unless all ranks learn of the error of one, and their next calls are right.
+
+    They return NaN where reading a message would wait for a GPU.
+    """
+    own = replace(case, cp_world=world, cp_rank=rank).build(device)
+    whole, valid = case.build(device), rank_arguments(own)
+    of_all = {"query": own.query, "query_has_all_heads": True}
+    for name, changes in WRONG.items():
+        for others in ({}, of_all):
+            wrong = {
+                key: value.to(device) if isinstance(value, torch.Tensor) else value
+                for key, value in changes.items()
+            }
+            given = valid | others | (wrong if rank == 1 else {})
+            if rank != 1 and device != "cpu":
+                out, lse = decode_cp(**given)
+                assert out.isnan().all()
+                assert lse.isnan().all()
+            else:
+                message = f"{name}..." if rank == 1 else _ERROR_OF_ANOTHER
+                with rejects(message):
+                    decode_cp(**given)
+            _check(whole, own, decode_cp(**valid | others))
 
 
 def check_replays(case: MlaCase, device: str, world: int, rank: int) -> None:

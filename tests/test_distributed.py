@@ -15,7 +15,7 @@ from mlagen import distributed
 from mlagen.distributed import decode_cp, local_seq_lens
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla
 from mlagen.values import INT32_MAX
-from tests.dcp_ranks import check_heads, rank_arguments, run_ranks
+from tests.dcp_ranks import check_errors, check_heads, rank_arguments, run_ranks
 from tests.problems.mla import MlaCase, mla_case
 from tests.problems.problem import ints
 from tests.rejected import rejections, rejects
@@ -32,6 +32,13 @@ CASES = (
 def test_every_rank_has_its_heads_over_all_tokens(tmp_path: Path) -> None:
     """Four ranks of one or two heads each, with ragged and empty requests and a sink."""
     run_ranks(check_heads, RANKS, "gloo", tmp_path, CASES)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch has no distributed package")
+@pytest.mark.timeout(60)
+def test_an_error_of_a_rank_is_one_of_all(tmp_path: Path) -> None:
+    """None waits for another, and their next calls pair; a query of all heads or of some."""
+    run_ranks(check_errors, 2, "gloo", tmp_path, CASES[:1])
 
 
 @pytest.fixture
@@ -115,6 +122,12 @@ def test_a_graph_has_memory_of_its_own(
         ("group", 5, ": expected a torch.distributed.ProcessGroup, got int"),
         ("kv_lora_rank", 1.5, ": expected an int, 0 or more, got 1.5"),
         ("query", torch.zeros(2, 576), ".ndim: expected 4, got 2"),
+        ("query", torch.zeros(2, 1, 2, 576), ".dtype: expected torch.bfloat16 or ..."),
+        (
+            *("query", torch.zeros(2, 1, 2, 512, dtype=torch.bfloat16)),
+            ".shape[-1]: expected 576 (kv_lora_rank + qk_rope_head_dim), got 512",
+        ),
+        ("qk_rope_head_dim", "64", ": expected an int, 0 or more, got '64'"),
         (
             *("query", {"query": torch.zeros(2, 1, 3, 576), "query_has_all_heads": True}),
             ".shape[-2]: expected a multiple of 2 (ranks), got 3",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mlagen.distributed import decode_cp
-from tests.dcp_ranks import check_heads, check_replays, rank_arguments, run_ranks
+from tests.dcp_ranks import check_errors, check_heads, check_replays, rank_arguments, run_ranks
 from tests.problems.mla import MlaCase, mla_case
 from tests.test_dcp import KINDS
 
@@ -32,6 +32,11 @@ pytestmark = [
 def test_every_rank_has_its_heads_over_all_tokens(tmp_path: Path) -> None:
     """Each GPU's results are those of one call over all tokens."""
     run_ranks(check_heads, RANKS, "nccl", tmp_path, CASES)
+
+
+def test_an_error_of_a_rank_is_known_to_all(tmp_path: Path) -> None:
+    """The other ranks get NaN and wait for nothing, and the next calls pair."""
+    run_ranks(check_errors, RANKS, "nccl", tmp_path, CASES[:1])
 
 
 def test_a_replay_follows_all_content_of_the_tensors(tmp_path: Path) -> None:
