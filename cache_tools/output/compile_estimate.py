@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,6 +24,16 @@ SECONDS = {
 def compile_seconds(specs: Iterable[KernelSpec]) -> float:
     """Return the estimated time to compile these kernels on one core."""
     return sum(SECONDS[spec.family] for spec in specs)
+
+
+def prewarm_seconds(specs: Sequence[KernelSpec], jobs: int | None) -> float:
+    """Return the estimated time to compile these kernels here and now, by at most ``jobs``."""
+    from mlagen.prewarming.jobs import free_share, usable_cpus, usable_jobs
+
+    parallel = min(jobs or usable_jobs(), usable_cpus(), len(specs))
+    longest = max(compile_seconds([spec]) for spec in specs)
+    seconds = max(compile_seconds(specs) / parallel, longest / min(parallel, 1))
+    return seconds / free_share(parallel)
 
 
 def about_text(seconds: float) -> str:

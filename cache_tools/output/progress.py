@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..tools.interrupts import summarized
 from .bars import transient_bar
-from .compile_estimate import about_text, compile_seconds
+from .compile_estimate import about_text, compile_seconds, prewarm_seconds
 from .report import console, count_text, kernel_text, time_text
 
 if TYPE_CHECKING:
@@ -133,10 +133,7 @@ def _print_plan(
     selects_all: bool,
 ) -> None:
     """Print what is about to be compiled."""
-    from mlagen.prewarming.jobs import usable_jobs
-
-    min_seconds = max(compile_seconds([spec]) for spec in missing)
-    seconds = max(compile_seconds(missing) / (jobs or usable_jobs()), min_seconds)
+    seconds = prewarm_seconds(missing, jobs)
     kernels = count_text(len(missing), "kernel")
     output.print(f"compiling {kernels}, {cached} cached: {about_text(seconds)}", soft_wrap=True)
     if selects_all and len(missing) >= MANY:

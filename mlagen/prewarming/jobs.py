@@ -11,22 +11,33 @@ from pathlib import Path
 _BYTES_PER_JOB = 256 << 20
 
 # Container limits of Linux: cgroup v2 and v1.
+_GROUPS = "sys/fs/cgroup"
 _QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
 _LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 
 
 def usable_jobs(root: Path = Path("/")) -> int:
     """Return one job per usable CPU, limited by memory; ``root`` is for tests."""
-    groups = root / "sys/fs/cgroup"
-    jobs = [float(len(os.sched_getaffinity(0)))]  # may be fewer than os.cpu_count()
-    for names in _QUOTAS:
-        quota = [number for name in names for number in _numbers(groups / name)]
-        if len(quota) == 2 and min(quota) > 0:
-            jobs.append(math.ceil(quota[0] / quota[1]))
-    free = [number for name in _LIMITS for number in _numbers(groups / name)]
+    free = [number for name in _LIMITS for number in _numbers(root / _GROUPS / name)]
     free += _available(root / "proc/meminfo")
-    jobs += [number / _BYTES_PER_JOB for number in free]
+    jobs = [math.ceil(usable_cpus(root)), *(number / _BYTES_PER_JOB for number in free)]
     return max(1, int(min(jobs)))
+
+
+def usable_cpus(root: Path = Path("/")) -> float:
+    """Return the CPUs that this process may use, a fraction if a container has a quota."""
+    cpus = [float(len(os.sched_getaffinity(0)))]  # may be fewer than os.cpu_count()
+    for names in _QUOTAS:
+        quota = [number for name in names for number in _numbers(root / _GROUPS / name)]
+        if len(quota) == 2 and min(quota) > 0:
+            cpus.append(quota[0] / quota[1])
+    return min(cpus)
+
+
+def free_share(jobs: float) -> float:
+    """Return the share of a CPU that each of so many more jobs gets, beside the current load."""
+    load = os.getloadavg()[0]
+    return min(1.0, (os.cpu_count() or 1) / (jobs + load))
 
 
 def _numbers(path: Path) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from typing import Any
 
@@ -26,6 +27,7 @@ from cache_tools.output.report import (
 )
 from cache_tools.tools.interrupts import Interrupted
 from mlagen.prewarming import PrewarmEvent, PrewarmUnit
+from mlagen.prewarming import jobs as prewarming_jobs
 from mlagen.spec.arch import parse_arch
 from mlagen.spec.families import FAMILIES, specs_of
 from mlagen.spec.kernel import KernelSpec
@@ -133,21 +135,37 @@ FORTY = specs_of(parse_arch("sm_80"), ["mla_sm80"])[:40]
 
 
 @pytest.mark.parametrize(
-    ("specs", "jobs", "time"),
-    [([FIRST, SECOND], None, "1 s"), (FORTY, 4, "6 s")],
-    ids=["two", "forty"],
+    ("specs", "jobs", "cpus", "load", "time"),
+    [
+        ([FIRST, SECOND], None, 8, 0.0, "1 s"),
+        (FORTY, 4, 8, 0.0, "6 s"),
+        (FORTY, 4, 8, 4.0, "6 s"),  # the other four are busy
+        (FORTY, 4, 8, 12.0, "12 s"),  # half a CPU for each
+        (FORTY, 64, 8, 0.0, "3 s"),  # more jobs are not faster
+        (FORTY, 4, 0.5, 0.0, "48 s"),  # the quota of a container
+        (FORTY[:1], None, 8, 72.0, "5 s"),  # one kernel is one job
+    ],
 )
 def test_the_plan_is_one_line_before_the_first_kernel(
-    specs: list[KernelSpec], jobs: int | None, time: str, capsys: Capsys
+    specs: list[KernelSpec],
+    jobs: int | None,
+    cpus: float,
+    load: float,
+    time: str,
+    capsys: Capsys,
+    monkeypatch: Patch,
 ) -> None:
-    """It counts missing and cached kernels, and estimates the time by family and jobs."""
+    """It counts kernels, and estimates the time by family, jobs, CPUs and their load."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 99.0, 99.0))
+    monkeypatch.setattr(prewarming_jobs, "usable_cpus", lambda *_: cpus)
     with prewarm_progress(set(), jobs=jobs) as on_event:
         for spec in specs:
             on_event(event("missing", spec=spec, done=3))
         assert capsys.readouterr().err == ""
         for spec in specs[:2]:
             on_event(event("started", spec=spec, done=3))
-    plan = f"compiling {len(specs)} kernels, 3 cached: about {time}\n"
+    plan = f"compiling {count_text(len(specs), 'kernel')}, 3 cached: about {time}\n"
     assert capsys.readouterr().err == plan
 
 
