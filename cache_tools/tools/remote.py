@@ -167,6 +167,7 @@ def _resolve(url: str) -> tuple[Any, str]:
 
         return url_to_fs(url)  # type: ignore[no-any-return]
     except ImportError as error:
+        _reject_registry(protocol)
         cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
         package = (cause.name or protocol).partition(".")[0]
         rule = f"expected a package for {protocol}://, got none"
@@ -174,9 +175,20 @@ def _resolve(url: str) -> tuple[Any, str]:
     except ValueError as error:
         if "rotocol not known" not in str(error):
             raise
+        _reject_registry(protocol)
         raise ArgumentError(
             f"url: expected a protocol that fsspec knows, got {redacted(protocol)!r}"
         ) from error
+
+
+def _reject_registry(protocol: str) -> None:
+    """Reject the URL of an image registry; to fsspec ``oci`` is an object storage."""
+    if protocol in {"oci", "oras", "docker"}:
+        rule = "expected http, https or a protocol of fsspec, such as s3, gs, hf or sftp"
+        raise ArgumentError(
+            f"url: {rule}, got {protocol}://; for a registry, run: mlagen cache export FILE, and "
+            "oras push REGISTRY FILE"
+        )
 
 
 def _copy(source: Any, target: Any, length: int, max_bytes: int, on_progress: OnProgress) -> int:

@@ -238,6 +238,12 @@ def test_a_protocol_that_cannot_be_used_is_named(monkeypatch: Patch, tmp_path: P
 
     with pytest.raises(ArgumentError, match="expected a protocol that fsspec knows, got 's4'"):
         fetched("s4://bucket/kernels.tar.gz")
+    for scheme in ("oci", "oras", "docker"):
+        to_registry = f"such as s3, gs, hf or sftp, got {scheme}://; for a registry, run: mlagen "
+        with pytest.raises(ArgumentError, match=to_registry):
+            fetched(f"{scheme}://registry/kernels:v1")
+        with pytest.raises(ArgumentError, match=to_registry):
+            upload(io.BytesIO(CONTENT), len(CONTENT), f"{scheme}://registry/kernels:v1", quiet)
     with pytest.raises(UnsupportedError, match=rule):
         fetched("mlagentest://bucket/kernels.tar.gz")
     for name in ("fsspec", "fsspec.core"):
