@@ -39,10 +39,12 @@ def json_option(command: Command) -> Command:
 def console(*, stderr: bool = False) -> Console:
     """Return a console that prints visible text."""
     from rich.console import Console
+    from rich.text import Text
 
     class PlainConsole(Console):
         def print(self, *objects: Any, **options: Any) -> None:
-            texts = (visible(each) if isinstance(each, str) else each for each in objects)
+            # A Text is what another part of the process writes to a stream beside a bar.
+            texts = (Text(visible(str(o))) if isinstance(o, str | Text) else o for o in objects)
             super().print(*texts, **options)
 
         def on_broken_pipe(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shlex
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 import cuda.pathfinder
 import pytest
 from click.testing import Result
+from rich.text import Text
 
+from cache_tools.output.report import console
 from mlagen.logs import StderrHandler, visible
 from tests.cache.builds import make_build, make_store
 from tests.cache.bundle_cases import bundle_bytes, key_for
@@ -186,6 +189,21 @@ def test_a_terminal_is_controlled_by_the_bar_only(bundle: Path) -> None:
     assert code == 0
     assert visible(NAME) in output
     assert re.findall(r"\x07|\x1b\]|\x1b\[31m", output) == []
+
+
+def test_a_folder_is_bytes_for_programs_only(setting: Setting, tmp_path: Path) -> None:
+    """`cache dir` prints the path as it is, except to a terminal."""
+    setting("MLAGEN_CACHE_DIR", tmp_path / NAME)
+    assert run("cache dir").stdout_bytes == os.fsencode(tmp_path / NAME) + b"\n"
+    assert on_a_terminal("cache", "dir") == (0, f"{tmp_path}/{visible(NAME)}\r\n")
+
+
+def test_a_line_beside_a_bar_is_visible(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rich prints a warning of a library while it draws a bar."""
+    console().print(Text(f"warning {EVIL}"), soft_wrap=True)
+    written = capsys.readouterr().out
+    assert _CONTROL.search(written) is None
+    assert r"\x9b2J" in written
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
