@@ -78,6 +78,13 @@ def latent_of(query: Query) -> torch.Tensor:
     return query[0] if isinstance(query, tuple) else query
 
 
+def part_of(query: Query, tokens: slice) -> Query:
+    """Return some tokens of a query."""
+    if isinstance(query, tuple):
+        return query[0][tokens], query[1][tokens]
+    return query[tokens]
+
+
 def one_token_each(query: Query) -> Query:
     """Return a query ``[tokens, 1, heads, ...]``, of requests that have one token each."""
     if isinstance(query, tuple):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,15 +22,23 @@ from mlagen.integrations.vllm.calls import (
     Query,
     latent_of,
     one_token_each,
+    part_of,
     per_token,
     scales,
     workspace,
 )
 from mlagen.integrations.vllm.dense import MlagenMLABackend
+from mlagen.integrations.vllm.sparse_prefill import (
+    PAGE_SIZE,
+    Conversion,
+    can_convert,
+    conversion_of,
+)
 from mlagen.integrations.vllm.warm_up import WARM_UP, MlaGroup
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
 from mlagen.models.pages import PAGE_SIZES, page_size_of
 from mlagen.spec.dtype import DType
+from mlagen.spec.mla.variant import MlaVariant
 
 
 class MlagenSparseMLABackend(MlagenMLABackend):
@@ -79,13 +89,20 @@ class MlagenSparseMLABackend(MlagenMLABackend):
         return align_blocks_to_rows(spec, page_size_of(spec.block_size))
 
 
+@dataclass(kw_only=True)
+class MlagenSparseMLAMetadata(SparseMLACommonMetadata):
+    """A batch, with the conversion of its prefills to bf16, if it pays."""
+
+    conversion: Conversion | None = None
+
+
 class MlagenSparseMLAMetadataBuilder(
-    MlaGroup, SparseMLACommonMetadataBuilder[SparseMLACommonMetadata]
+    MlaGroup, SparseMLACommonMetadataBuilder[MlagenSparseMLAMetadata]
 ):
     """The metadata of a batch. There is no host schedule: CTAs read the lengths on the device."""
 
     is_sparse = True
-    metadata_cls = SparseMLACommonMetadata
+    metadata_cls = MlagenSparseMLAMetadata
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(
@@ -96,7 +113,28 @@ class MlagenSparseMLAMetadataBuilder(
         self._init_reorder_batch_threshold(
             1, supports_spec_as_decode=True, supports_dcp_with_varlen=True
         )
+        layers = vllm_config.compilation_config.static_forward_context
+        impl = layers[layer_names[0]].impl
+        self.converts = can_convert(self, impl.num_heads, impl.kv_cache_dtype)
         WARM_UP.add(self)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> MlagenSparseMLAMetadata:
+        """Return the metadata of a batch."""
+        metadata: MlagenSparseMLAMetadata = super().build(
+            common_prefix_len, common_attn_metadata, fast_build
+        )
+        if self.converts:
+            metadata.conversion = conversion_of(self, common_attn_metadata, metadata)
+        return metadata
+
+    def decode_calls(self) -> Iterable[tuple[MlaVariant, int]]:
+        """Return the calls of mlagen for the batches of the group, converted ones too."""
+        for variant, rows in super().decode_calls():
+            yield variant, rows
+            if self.converts:
+                yield replace(variant, kv_dtype=DType.BF16, page_size=PAGE_SIZE), rows
 
     def page_size(self) -> int:
         """Return the tokens of the pages that :func:`pages_of` makes of a block."""
@@ -109,7 +147,7 @@ class MlagenSparseMLAMetadataBuilder(
         return int(max_decode_query_len(vllm_config))
 
 
-class MlagenSparseMLAImpl(DecodeImpl, SparseMLACommonImpl[SparseMLACommonMetadata]):
+class MlagenSparseMLAImpl(DecodeImpl, SparseMLACommonImpl[MlagenSparseMLAMetadata]):
     """Every query token attends to the tokens of its top-k indices."""
 
     def __init__(self, *args: Any, **mla_args: Any) -> None:
@@ -120,6 +158,31 @@ class MlagenSparseMLAImpl(DecodeImpl, SparseMLACommonImpl[SparseMLACommonMetadat
             self.row_elements = DType.FP8_DS_MLA.row_bytes(self.kv_lora_rank)
             # That prefill gathers whole rows into a workspace without RoPE.
             self.supports_dense_mha_prefill = False
+
+    def forward_mqa(
+        self, q: Query, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend to the rows of top-k indices, of a long prefill after their conversion."""
+        latent, first = latent_of(q), attn_metadata.num_decode_tokens
+        conversion = attn_metadata.conversion
+        if conversion is None or len(latent) <= first:
+            result: tuple[torch.Tensor, torch.Tensor | None] = super().forward_mqa(
+                q, kv_c_and_k_pe_cache, attn_metadata, layer
+            )
+            return result
+        out = latent.new_empty(*latent.shape[:2], self.kv_lora_rank)
+        if first:
+            front = part_of(q, slice(first))
+            out[:first] = super().forward_mqa(front, kv_c_and_k_pe_cache, attn_metadata, layer)[0]
+        conversion.attend(
+            self,
+            part_of(q, slice(first, None)),
+            kv_c_and_k_pe_cache,
+            self.topk_indices_buffer[first : len(latent)],
+            attn_metadata.block_size,
+            out[first:],
+        )
+        return out, None
 
     def _forward_mqa_kernel(
         self,
@@ -137,7 +200,6 @@ class MlagenSparseMLAImpl(DecodeImpl, SparseMLACommonImpl[SparseMLACommonMetadat
         Returns the output of each query token, and its LSE, a natural logarithm, where decode
         context parallel needs it.
         """
-        # Prefill too: on an H200 this takes less time than FlashMLA's prefill kernel (docs).
         del is_decode
         # An index counts rows from the start of the cache, those of other layers between two
         # blocks of this one included.

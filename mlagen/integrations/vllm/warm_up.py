@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 
 from mlagen.integrations.warm_up import Calls, mla_calls, warm_up
+from mlagen.spec.mla.variant import MlaVariant
 
 _logger = init_logger("vllm.mlagen")  # of vLLM's loggers, which show INFO
 
@@ -76,7 +77,7 @@ class MlaGroup:
     dcp_world_size: int
     is_sparse: bool
 
-    def decode_calls(self) -> Iterable[Calls]:
+    def decode_calls(self) -> Iterable[tuple[MlaVariant, int]]:
         """Return the calls of mlagen that decode the batches of the group."""
         layers = self.vllm_config.compilation_config.static_forward_context
         for impl in (layers[name].impl for name in self.layer_names):

@@ -14,6 +14,7 @@ from tests.integrations.vllm import stand_in_mla as mla
 
 # The modules of vLLM with the names that the plugin and its tests import.
 MODULES: dict[str, dict[str, Any]] = {
+    "vllm._custom_ops": named(mla.cp_gather_and_upconvert_fp8_kv_cache),
     "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
     "vllm.model_executor.layers.attention.mla_attention": named(
         *(mla.MLACommonBackend, mla.MLACommonDecodeMetadata, mla.MLACommonImpl),
@@ -49,7 +50,8 @@ MODULES: dict[str, dict[str, Any]] = {
         *(flashinfer.FlashInferMetadataBuilder, flashinfer.FlashInferTrtllmAPIDecode),
     ),
     "vllm.v1.attention.backends.mla.sparse_utils": named(
-        mla.align_blocks_to_rows, mla.flat_kv_row_view
+        *(mla.align_blocks_to_rows, mla.flat_kv_row_view),
+        mla.triton_convert_req_index_to_global_index,
     ),
     "vllm.v1.attention.backends.registry": named(base.AttentionBackendEnum),
     "vllm.v1.attention.backends.utils": named(flashinfer.get_flashinfer_layout_string),

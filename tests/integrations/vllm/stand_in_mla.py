@@ -94,6 +94,8 @@ class SparseMLACommonMetadataBuilder(AttentionMetadataBuilder[Metadata]):
         del kv_cache_spec, layer_names, device
         self.vllm_config = vllm_config
 
+    build = stub("self", "common_prefix_len", "common_attn_metadata", "fast_build")
+
 
 class _MlaImpl(Generic[Metadata]):
     """What both MLA implementations set."""
@@ -137,16 +139,45 @@ class MLACommonImpl(_MlaImpl[Metadata]):
 
 
 class SparseMLACommonImpl(_MlaImpl[Metadata]):
-    """The implementation of sparse MLA, after the conversion of indices."""
+    """The implementation of sparse MLA, with a conversion of indices before it."""
 
+    topk_indices_buffer: torch.Tensor | None = None
+
+    forward_mqa = stub("self", "q", "kv_c_and_k_pe_cache", "attn_metadata", "layer")
     _forward_mqa_kernel = stub(
         *("self", "q", "kv_cache", "topk_indices", "valid_counts", "layer", "block_size"),
         "is_decode",
     )
 
 
-class SparseMLACommonMetadata:
+@dataclass(kw_only=True)
+class SparseMLACommonMetadata(MLACommonMetadata[Any]):
     """A sparse batch."""
+
+    block_table: torch.Tensor
+    req_id_per_token: torch.Tensor
+    seq_lens: torch.Tensor | None = None
+    block_size: int = 64
+    prefill: Any = None
+
+
+def cp_gather_and_upconvert_fp8_kv_cache(
+    src_cache: torch.Tensor,
+    dst: torch.Tensor,
+    block_table: torch.Tensor,
+    workspace_starts: torch.Tensor,
+    batch_size: int,
+    **_: Any,
+) -> None:
+    """Fail, as it does without a GPU."""
+    raise NotImplementedError
+
+
+def triton_convert_req_index_to_global_index(
+    req_id: torch.Tensor, block_table: torch.Tensor, token_indices: torch.Tensor, **_: Any
+) -> Any:
+    """Fail, as it does without a GPU."""
+    raise NotImplementedError
 
 
 def align_blocks_to_rows(spec: Any, rows: int = 1) -> Any:

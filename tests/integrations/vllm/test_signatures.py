@@ -30,6 +30,7 @@ needs_vllm = pytest.mark.skipif(not is_installed("vllm"), reason="needs vLLM: ma
         ("dense", "MlagenMLAImpl", {"_dcp_keywords"}),
         ("sparse", "MlagenSparseMLABackend", set()),
         ("sparse", "MlagenSparseMLAMetadataBuilder", {"metadata_cls", *GROUP}),
+        ("sparse", "MlagenSparseMLAMetadata", {"conversion"}),
         ("sparse", "MlagenSparseMLAImpl", {"__init__"}),
         ("gqa", "MlagenGQABackend", set()),
         ("gqa", "MlagenGQAMetadataBuilder", {"_init", *GROUP}),

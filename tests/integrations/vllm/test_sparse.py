@@ -118,7 +118,13 @@ def test_the_builder_takes_drafts_on_dcp_ranks_too(sparse: ModuleType, monkeypat
         base, "_init_reorder_batch_threshold", lambda _, *args, **kw: thresholds.append((args, kw))
     )
 
-    sparse.MlagenSparseMLAMetadataBuilder(None, ["layer"], None, torch.device("cpu"))
+    monkeypatch.setattr(sparse, "can_convert", lambda *_: False)
+    layer = SimpleNamespace(impl=SimpleNamespace(num_heads=64, kv_cache_dtype="auto"))
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={"layer": layer})
+    )
+
+    sparse.MlagenSparseMLAMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
 
     keywords = {"supports_spec_as_decode": True, "supports_dcp_with_varlen": True}
     assert thresholds == [((1,), keywords)]

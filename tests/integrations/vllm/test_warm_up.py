@@ -142,7 +142,7 @@ def test_the_calls_are_those_of_the_built_layers(
     )
     builder.kv_cache_spec = SimpleNamespace(block_size=block_size, dtype=BF16)
     builder.layer_names, builder.dcp_world_size = ["layer"], dcp_size
-    builder.reorder_batch_threshold = 2
+    builder.reorder_batch_threshold, builder.converts = 2, False
 
     found = list(builder.decode_calls())
 
@@ -152,6 +152,26 @@ def test_the_calls_are_those_of_the_built_layers(
         rope = variant.qk_rope_head_dim
         assert (variant.query_dtype, variant.kv_dtype, rope) == expected
         assert (variant.kv_lora_rank, variant.page_size) == (512, page_size)
+
+
+def test_converted_prefills_are_warmed_up(vllm: Import, impl_of: ImplOf) -> None:
+    """A long prefill over fp8_ds_mla rows runs the kernel of bf16 rows."""
+    sparse = vllm("mlagen.integrations.vllm.sparse")
+    builder = object.__new__(sparse.MlagenSparseMLAMetadataBuilder)
+    impl = impl_of(sparse.MlagenSparseMLAImpl, kv_cache_dtype="fp8_ds_mla")
+    builder.vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=BF16),
+        compilation_config=SimpleNamespace(
+            static_forward_context={"layer": SimpleNamespace(impl=impl)}
+        ),
+    )
+    builder.kv_cache_spec = SimpleNamespace(block_size=16)
+    builder.layer_names, builder.dcp_world_size = ["layer"], 1
+    builder.reorder_batch_threshold, builder.converts = 1, True
+    assert [(v.kv_dtype, v.page_size) for v, _ in builder.decode_calls()] == [
+        (DType.FP8_DS_MLA, 16),
+        (DType.BF16, 64),
+    ]
 
 
 @pytest.fixture
