@@ -237,6 +237,13 @@ def test_the_gate_is_open_without_cubins_and_a_network(gqa: ModuleType, hopper: 
     builder = backend.get_builder_cls()
     support = builder.get_cudagraph_support(config, cache_spec())
     assert support.name == "UNIFORM_BATCH"
+    if is_installed("vllm"):
+        gpt_oss = {"head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": "auto"}
+        gpt_oss |= {"block_size": 16, "has_sink": True, "attn_type": "decoder"}
+        gpt_oss |= dict.fromkeys(("use_mla", "use_sparse", "use_mm_prefix"), False)
+        gpt_oss |= {"use_per_head_quant_scales": False}
+        nine = import_module("vllm.platforms.interface").DeviceCapability(9, 0)
+        assert backend.validate_configuration(**gpt_oss, device_capability=nine) == []
     assert hopper == []
 
 
