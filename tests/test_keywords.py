@@ -46,7 +46,7 @@ UNUSED: list[tuple[str, dict[str, Any], str, tuple[Any, ...]]] = [
     ("trtllm_gqa", DRAFTS, "multi_ctas_kv_counter_buffer", (torch.zeros(3, dtype=torch.uint8),)),
     ("trtllm_gqa", DRAFTS, "max_q_len", (9,)),
     ("trtllm_gqa", DRAFTS, "request_order", (torch.tensor([1, 0], dtype=torch.int32),)),
-    ("trtllm_gqa", DRAFTS, "request_order_plan", (object(),)),
+    ("trtllm_gqa", DRAFTS, "request_order_plan", ("LPT plan",)),
     ("trtllm_gqa", DRAFTS, "length_aware_schedule", (True, 0)),
     ("trtllm_gqa", DRAFTS, "sparse_top_k", (0,)),
     ("trtllm_gqa", DRAFTS, "o_scale", (None,)),
