@@ -16,9 +16,15 @@ from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
-from mlagen.errors import ArgumentError
+from mlagen.errors import ArgumentError, UnsupportedError
 
 INT32_MAX = 2**31 - 1  # of integer kernel parameters, token counts and page ids
+
+# Formats of caches and outputs elsewhere, of 8 bits or fewer, that no kernel reads or writes.
+_UNSERVED = frozenset(
+    f"torch.float{name}"
+    for name in ("8_e5m2", "8_e4m3fnuz", "8_e5m2fnuz", "8_e8m0fnu", "4_e2m1fn_x2")
+)
 
 _FLOAT32 = "a number that float32 can hold"
 _MAX_SHOWN = 120
@@ -35,6 +41,13 @@ def reject(argument: str, expected: object, got: object) -> NoReturn:
     """
     value = got if isinstance(got, str) else shown(got)
     raise ArgumentError(f"{argument}: expected {expected}, got {value}")
+
+
+def reject_dtype(argument: str, expected: object, dtype: object) -> NoReturn:
+    """Raise as :func:`reject` does, or :class:`UnsupportedError` for a format without a kernel."""
+    if isinstance(dtype, _of("torch", "dtype")) and str(dtype) in _UNSERVED:
+        raise UnsupportedError(f"{argument}: not implemented, expected {expected}, got {dtype}")
+    reject(argument, expected, shown(dtype))
 
 
 def require_whole_number(

@@ -29,7 +29,7 @@ from mlagen.values import (
     shown,
 )
 from tests.families.launches import simulate_h200
-from tests.odd_calls import CALLS, Call
+from tests.odd_calls import CALLS, ENTRY_CALLS, Call
 from tests.odd_values import ODD, NamedInt, UnequalStr
 
 _choice = partial(require_choice, names=("auto", "fast"))
@@ -154,6 +154,48 @@ def test_an_odd_value_is_used_or_rejected(name: str) -> None:
     assert time.process_time() - start < 20
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 200 << 10  # KiB
+
+
+UNSERVED = [
+    dtype
+    for name in ("8_e5m2", "8_e4m3fnuz", "8_e5m2fnuz", "8_e8m0fnu", "4_e2m1fn_x2")
+    if (dtype := getattr(torch, f"float{name}", None)) is not None  # torch 2.8 lacks one
+]
+# Arguments that may have any dtype, or e5m2.
+OF_ANY_DTYPE = {("constructor", "float_workspace_buffer"), ("planless", "out")}
+# Of other arguments, what a call ignores.
+UNREAD = {("plan_decode", "data_type")}
+OF_FORMATS = ENTRY_CALLS.keys() - {"constructor", "masks"}  # which have none
+OF_FORMATS |= {"workspace", "workspace_of_gqa", "merge_states"}
+
+
+def in_dtype(value: Any, dtype: torch.dtype) -> Iterator[Any]:
+    """Yield an argument with each of its floating-point tensors, or itself, in another dtype."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        bytes_of_one = value.new_zeros(value.shape, dtype=torch.uint8)
+        yield bytes_of_one.view(dtype)
+    elif isinstance(value, (tuple, list)):
+        for index, part in enumerate(value):
+            for other in in_dtype(part, dtype):
+                yield type(value)([*value[:index], other, *value[index + 1 :]])
+
+
+@pytest.mark.usefixtures("_h200")
+@pytest.mark.parametrize("dtype", UNSERVED, ids=str)
+@pytest.mark.parametrize("name", sorted(OF_FORMATS))
+def test_a_format_without_a_kernel_is_unsupported(name: str, dtype: torch.dtype) -> None:
+    """Each dtype, and each tensor of floats, of a call in a format that servers have elsewhere."""
+    function, given = CALLS[name]()
+    tried = 0
+    for argument, value in given.items():
+        changed = list(in_dtype(value, dtype)) if (name, argument) not in OF_ANY_DTYPE else []
+        if argument.endswith(("dtype", "data_type")) and (name, argument) not in UNREAD:
+            changed.append(dtype)
+        tried += len(changed)
+        for other in changed:
+            with pytest.raises(UnsupportedError, match=f"not implemented, .* got {dtype}"):
+                function(**{**given, argument: other})
+    assert tried
 
 
 @pytest.mark.parametrize(

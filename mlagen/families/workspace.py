@@ -13,6 +13,7 @@ from mlagen.families.common.arguments import (
     DTYPES,
     INT32_MAX,
     reject,
+    reject_dtype,
     require,
     require_whole_number,
     shown,
@@ -233,7 +234,7 @@ def _gqa_plans(
 
 def _named(dtype: torch.dtype, argument: str, known: dict[torch.dtype, DType]) -> DType:
     if not isinstance(dtype, torch.dtype) or dtype not in known:
-        reject(argument, " or ".join(map(str, known)), shown(dtype))
+        reject_dtype(argument, " or ".join(map(str, known)), dtype)
     return known[dtype]
 
 

@@ -9,7 +9,7 @@ import torch
 from mlagen.families.common.arguments import (
     canonical_sinks,
     is_pdl_enabled,
-    reject,
+    reject_dtype,
     require,
     require_flag,
     require_tensor,
@@ -115,7 +115,7 @@ def _check_as_planned(plan: DecodePlan, q: object, keys: object, out: object) ->
         ("out", out, settings.o_data_type, "o_data_type"),
     ):
         if isinstance(tensor, torch.Tensor) and tensor.dtype is not dtype:
-            reject(f"{name}.dtype", f"{dtype} ({planned} of plan)", tensor.dtype)
+            reject_dtype(f"{name}.dtype", f"{dtype} ({planned} of plan)", tensor.dtype)
     tokens, q_len = plan.layout.seq_lens.shape[0] * settings.q_len, settings.q_len
     expected = (tokens, settings.num_qo_heads, settings.head_dim)
     why = f"batch * q_len_per_req of {q_len}, num_qo_heads and head_dim of plan"

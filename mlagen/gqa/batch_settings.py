@@ -12,7 +12,7 @@ from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import (
     DTYPES,
     INT32_MAX,
-    reject,
+    reject_dtype,
     require,
     require_flag,
     require_float32,
@@ -129,7 +129,8 @@ def _dtype_of(given: object, argument: str, allowed: tuple[torch.dtype, ...]) ->
     """
     dtype = getattr(torch, given, given) if isinstance(given, str) else given
     if not isinstance(dtype, torch.dtype) or dtype not in allowed:
-        reject(argument, " or ".join(map(str, allowed)), shown(given))
+        known = dtype if isinstance(dtype, torch.dtype) else given
+        reject_dtype(argument, " or ".join(map(str, allowed)), known)
     return dtype
 
 

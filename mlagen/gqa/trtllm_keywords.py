@@ -10,6 +10,7 @@ import torch
 from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import (
     reject,
+    reject_dtype,
     require_choice,
     require_flag,
     require_number,
@@ -98,7 +99,7 @@ def output_dtype(query: torch.Tensor, out: torch.Tensor | None, out_dtype: objec
     if not isinstance(out_dtype, torch.dtype):
         reject("out_dtype", "a torch.dtype", shown(out_dtype))
     if out is not None and out.dtype is not out_dtype:
-        reject("out.dtype", f"{out_dtype} (out_dtype)", out.dtype)
+        reject_dtype("out.dtype", f"{out_dtype} (out_dtype)", out.dtype)
     return out_dtype
 
 

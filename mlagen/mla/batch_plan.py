@@ -12,6 +12,7 @@ from mlagen.families.common.arguments import (
     DTYPES,
     is_pdl_enabled,
     reject,
+    reject_dtype,
     require,
     require_flag,
     require_float32,
@@ -255,24 +256,26 @@ def _contract_of(call: dict[str, Any], settings: BatchSettings) -> MLAInputContr
     allowed = FP8_DTYPES if contract.output_scale == "per-tensor" else (default,)
     why = f"output_scale {contract.output_scale!r}"
     rule = f"{' or '.join(map(str, allowed))} ({why})"
-    require(output_dtype in allowed, "output_dtype", rule, output_dtype)
+    if output_dtype not in allowed:
+        reject_dtype("output_dtype", rule, output_dtype)
     return contract
 
 
 def _check_dtypes(settings: BatchSettings) -> None:
     q_dtype, kv_dtype = settings.q_data_type, settings.kv_data_type
     if not isinstance(kv_dtype, torch.dtype) or kv_dtype not in KV_DTYPES:
-        reject("MLA kv_data_type", " or ".join(map(str, KV_DTYPES)), shown(kv_dtype))
+        reject_dtype("MLA kv_data_type", " or ".join(map(str, KV_DTYPES)), kv_dtype)
     rope_dim = require_whole_number(settings.head_dim_kpe, "head_dim_kpe", min_value=None)
     if rope_dim < 0:
         raise ArgumentError(f"head_dim_kpe must be >= 0, got {shown(rope_dim)}")
     if q_dtype is torch.float8_e4m3fn is kv_dtype:
         return
     if kv_dtype is not torch.float8_e4m3fn:
-        require(q_dtype is kv_dtype, "q_data_type", f"{kv_dtype} (kv_data_type)", shown(q_dtype))
+        if q_dtype is not kv_dtype:
+            reject_dtype("q_data_type", f"{kv_dtype} (kv_data_type)", q_dtype)
         return
     if q_dtype is not torch.bfloat16:
-        reject("q_data_type", "q_data_type=torch.bfloat16 for an e4m3 cache", shown(q_dtype))
+        reject_dtype("q_data_type", "q_data_type=torch.bfloat16 for an e4m3 cache", q_dtype)
     head_dims = (require_whole_number(settings.head_dim_ckv, "head_dim_ckv", min_value=1), rope_dim)
     if head_dims not in _E4M3_HEAD_DIMS:
         rule = "head_dim_ckv=512 and head_dim_kpe in (0, 64) for an e4m3 cache"

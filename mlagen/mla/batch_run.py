@@ -9,6 +9,7 @@ import torch
 from mlagen.families.common.arguments import (
     canonical_sinks,
     reject,
+    reject_dtype,
     require,
     require_dims,
     require_flag,
@@ -214,7 +215,7 @@ def _check_as_planned(
         if is_plain and tensor.dtype is dtype and tensor.dim() == 3:  # skips formatting a message
             continue
         if require_tensor(tensor, name).dtype is not dtype:
-            reject(f"{name}.dtype", f"{dtype} ({planned} of plan)", tensor.dtype)
+            reject_dtype(f"{name}.dtype", f"{dtype} ({planned} of plan)", tensor.dtype)
         require_plain(tensor, name)
         require_dims(tensor, name, (3,))
     tokens, heads = q_nope.shape[:2]

@@ -12,6 +12,7 @@ from mlagen.spec.dtype import DType
 from mlagen.values import (
     INT32_MAX,
     reject,
+    reject_dtype,
     require_choice,
     require_flag,
     require_float32,
@@ -31,6 +32,7 @@ __all__ = [
     "check_token_stride",
     "is_pdl_enabled",
     "reject",
+    "reject_dtype",
     "require",
     "require_aligned",
     "require_aligned_pointer",
@@ -96,7 +98,8 @@ def require_dtype(
     """Reject a tensor whose dtype is not among ``allowed``."""
     if tensor.dtype not in allowed:
         rule = " or ".join(map(str, allowed))
-        reject(f"{argument}.dtype", f"{rule} ({why})" if why else rule, tensor.dtype)
+        rejection = reject_dtype if any(each.is_floating_point for each in allowed) else reject
+        rejection(f"{argument}.dtype", f"{rule} ({why})" if why else rule, tensor.dtype)
 
 
 def require_shape(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mlagen.families.common.arguments import (
+    DTYPES,
     INT32_MAX,
     reject,
     require,
@@ -99,6 +100,7 @@ def check_mla_caches(q: object, k_cache: object, v_cache: object, *, page_size: 
     query = require_tensor(q, "q")
     require_plain(query, "q")
     require_dims(query, "q", (4,))
+    require_dtype(query, "q", (*DTYPES, torch.float8_e4m3fn))
     require(query.shape[1] == 1, "q.shape[1]", 1, query.shape[1])
     keys, values = require_tensor(k_cache, "k_cache"), require_tensor(v_cache, "v_cache")
     require_memory(keys, "k_cache")

@@ -12,7 +12,7 @@ import torch
 
 from mlagen.families.common.arguments import (
     DTYPES,
-    reject,
+    reject_dtype,
     require,
     require_aligned,
     require_contiguous,
@@ -224,7 +224,7 @@ def _check_out(args: GqaArgs, kv_dtype: DType, batch: int) -> tuple[torch.dtype,
     if args.out is None:
         dtype = args.out_dtype or query.dtype
         if dtype not in allowed:
-            reject("out_dtype", f"{' or '.join(map(str, allowed))} ({why})", dtype)
+            reject_dtype("out_dtype", f"{' or '.join(map(str, allowed))} ({why})", dtype)
         has_split = is_uniform and args.q_len > 1 and not args.is_out_like_query
         return dtype, split if has_split else tuple(query.shape)
     out = require_tensor(args.out, name)
