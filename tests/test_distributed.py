@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from mlagen import distributed
 from mlagen.distributed import decode_cp, local_seq_lens
-from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla
+from mlagen.mla import dcp_exchange, trtllm_batch_decode_with_kv_cache_mla
 from mlagen.values import INT32_MAX
 from tests.dcp_ranks import check_errors, check_heads, rank_arguments, run_ranks
 from tests.problems.mla import MlaCase, mla_case
@@ -74,10 +74,24 @@ def test_one_rank_exchanges_nothing() -> None:
     dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=1)
     try:
         out, lse = decode_cp(**rank_arguments(problem))
+        with rejects("max_seq_len: expected an int, 0 or more, got -1"):
+            decode_cp(**rank_arguments(problem) | {"max_seq_len": -1})
     finally:
         dist.destroy_process_group()
 
     problem.check(out, lse)
+
+
+@pytest.mark.usefixtures("_second_of_two")
+def test_a_call_of_no_requests_is_no_error() -> None:
+    """Its messages are empty."""
+    arguments = rank_arguments(RANK.build("cpu"))
+    for name in ("query", "block_tables", "seq_lens", "causal_seqlens_kv_global"):
+        arguments[name] = arguments[name][:0]
+
+    out, lse = decode_cp(**arguments)
+
+    assert (len(out), len(lse)) == (0, 0)
 
 
 @pytest.mark.usefixtures("_second_of_two")
@@ -99,7 +113,8 @@ def test_a_graph_has_memory_of_its_own(
     """Whether a CUDA graph captures the call or a compiler traces it."""
     arguments = rank_arguments(RANK.build("cpu"))
     decode_cp(**arguments)
-    monkeypatch.setattr(distributed, reason, lambda *_: True)
+    for module in (distributed, dcp_exchange):
+        monkeypatch.setattr(module, reason, lambda *_: True, raising=False)
 
     decode_cp(**arguments)
 

@@ -77,10 +77,11 @@ class Exchange(NamedTuple):
             dist.all_to_all_single(self.received, self.sent.fill_(_REJECTED), group=group)
 
     def _require_results(self) -> None:
-        messages = self.received.flatten().view(1 + self.others.out.shape[1], -1)
-        if messages.numel():
-            rejected = (messages == _REJECTED).all(dim=1).nonzero()[:, 0].tolist()
-            require(not rejected, "group", "results of every rank", f"an error on ranks {rejected}")
+        world = 1 + self.others.out.shape[1]
+        messages = self.received.view(world, self.received.numel() // world)
+        rejected = (messages == _REJECTED).all(dim=1).nonzero()[:, 0].tolist()
+        is_valid = not rejected or not messages.numel()  # a call of no tokens has empty messages
+        require(is_valid, "group", "results of every rank", f"an error on ranks {rejected}")
 
 
 def new_exchange(
