@@ -46,6 +46,16 @@ def untrusted_link(path: str) -> UntrustedError:
     return UntrustedError(f"a symbolic link at {path}", path, "remove it, or choose another folder")
 
 
+def require_own_folder(folder: Path, *, advice: str) -> None:
+    """Raise :class:`PermissionError` if users other than this one and root can write a folder."""
+    status, path = folder.lstat(), str(folder)
+    if stat.S_ISLNK(status.st_mode):
+        raise UntrustedError(f"a symbolic link at {path}", path, advice)
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+    require_own(status, path, advice=advice)
+
+
 def require_own(status: os.stat_result, path: str, *, advice: str) -> None:
     """Raise :class:`UntrustedError` if users other than this one and root can write a file."""
     if status.st_uid not in {os.geteuid(), 0}:
@@ -56,13 +66,3 @@ def require_own(status: os.stat_result, path: str, *, advice: str) -> None:
     else:
         return
     raise UntrustedError(text, path, advice)
-
-
-def require_own_folder(folder: Path, *, advice: str) -> None:
-    """Raise :class:`PermissionError` if users other than this one and root can write a folder."""
-    status, path = folder.lstat(), str(folder)
-    if stat.S_ISLNK(status.st_mode):
-        raise UntrustedError(f"a symbolic link at {path}", path, advice)
-    if not stat.S_ISDIR(status.st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-    require_own(status, path, advice=advice)
