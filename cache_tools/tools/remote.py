@@ -130,16 +130,22 @@ def _is_local(fs: Any) -> bool:
 
 def _opened_http(url: str) -> HTTPResponse:
     from http.client import HTTPException
-    from urllib.error import HTTPError
+    from urllib.error import HTTPError, URLError
     from urllib.request import HTTPRedirectHandler, Request, build_opener
 
     class Redirects(HTTPRedirectHandler):
-        """Follows redirects; a target may be signed, so no message has a part of it."""
+        """Follows redirects; a target may be signed, so messages have no part of it."""
 
         def http_error_302(self, req: Request, fp: Any, code: int, msg: str, headers: Any) -> Any:
+            target = headers.get("location") or ""
             try:
-                _require_http(urljoin(req.full_url, headers.get("location") or ""))
+                _require_http(urljoin(req.full_url, target))
                 return super().http_error_302(req, fp, code, msg, headers)
+            except URLError as error:
+                if isinstance(error, HTTPError):
+                    error.close()  # it holds the connection
+                message = _without(_message_of(error), target)
+                raise RemoteError(f"url: {message}: {redacted(url)}") from None
             except (HTTPException, ValueError) as error:
                 kind = type(error).__name__
                 rule = "expected a redirect to a valid http or https URL"
@@ -216,11 +222,15 @@ def _failures(url: str) -> Iterator[None]:
 
 
 def _without_secrets(message: str, url: str) -> str:
-    """Return a message without the secrets of a URL, which parsers split, quote and escape."""
+    """Return a message without the secrets of a URL."""
     public, hidden = _split(url)
+    return _without(message.replace(url, public), hidden)
+
+
+def _without(message: str, hidden: str) -> str:
+    """Return a message without the parts of a text, which parsers split, quote and escape."""
     forms = "/".join([hidden, unquote(hidden), quote(hidden), repr(hidden)[1:-1]])
     parts = {*re.split(r"[/?#@:\x00-\x20]", forms)} - {""}
-    message = message.replace(url, public)
     for part in sorted(parts, key=len, reverse=True):
         # A short one may be a part of a word.
         end = r"(?!\w)" if len(part) < 4 else ""

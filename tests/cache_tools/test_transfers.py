@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+import socket
 import sys
 import tempfile
 from itertools import product
@@ -345,12 +346,23 @@ def test_a_secret_that_a_message_quotes_is_hidden(
         "http://127.0.0.1:9/k?sig=secret",
         "http://127.0.0.1:99999/secret",
         "http:secret",
+        "/again?sig=secret",
         "secret",
         "http://127.0.0.1:9/\x01secret",
     ],
 )
-def test_the_target_of_a_redirect_is_not_shown(location: str, tmp_path: Path, serve: Serve) -> None:
+def test_the_target_of_a_redirect_is_not_shown(
+    location: str, tmp_path: Path, serve: Serve, monkeypatch: Patch
+) -> None:
     """A signed URL may redirect to another one; the message has the first one only."""
+    look_up = socket.getaddrinfo
+
+    def look_up_here(host: str, *rest: Any, **options: Any) -> Any:
+        if host != "127.0.0.1":  # a name server may take long
+            raise socket.gaierror(socket.EAI_NONAME, f"no {host}")
+        return look_up(host, *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up_here)
     with serve(tmp_path, location=location) as server:
         result = run("cache pull", f"{server}/k?sig=first")
     assert result.exit_code == 1
@@ -360,9 +372,10 @@ def test_the_target_of_a_redirect_is_not_shown(location: str, tmp_path: Path, se
 
 
 def test_a_redirect_is_followed(tmp_path: Path, serve: Serve) -> None:
-    """So is one to a relative URL."""
-    (tmp_path / "there").write_bytes(b"content")
+    """So is one to a relative URL; a missing file is that of the first one."""
     with serve(tmp_path, location="/there") as server:
+        require_error(f"{server}/k", f"HTTP Error 404: File not found: {server}/k$")
+        (tmp_path / "there").write_bytes(b"content")
         assert fetched(f"{server}/k") == b"content"
 
 
