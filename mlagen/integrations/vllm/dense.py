@@ -29,7 +29,7 @@ from mlagen.integrations.vllm.calls import (
     scales,
     workspace,
 )
-from mlagen.integrations.vllm.warm_up import WARM_UP, MlaGroup
+from mlagen.integrations.vllm.warm_up import MlaGroup
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
 from mlagen.models.pages import PAGE_SIZES
 
@@ -108,7 +108,7 @@ class MlagenMLAMetadataBuilder(MlaGroup, MLACommonMetadataBuilder[MLACommonMetad
                 "cp_kv_cache_interleave_size: expected 1 for speculative tokens with decode "
                 f"context parallel, got {interleave}"
             )
-        WARM_UP.add(self)
+        self.add_to_warm_up(layer_names, kv_cache_spec.block_size)
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:

@@ -34,7 +34,7 @@ from mlagen.integrations.vllm.sparse_prefill import (
     can_convert,
     conversion_of,
 )
-from mlagen.integrations.vllm.warm_up import WARM_UP, MlaGroup
+from mlagen.integrations.vllm.warm_up import MlaGroup, impls_of
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
 from mlagen.models.pages import PAGE_SIZES, page_size_of
 from mlagen.spec.dtype import DType
@@ -113,10 +113,9 @@ class MlagenSparseMLAMetadataBuilder(
         self._init_reorder_batch_threshold(
             1, supports_spec_as_decode=True, supports_dcp_with_varlen=True
         )
-        layers = vllm_config.compilation_config.static_forward_context
-        impl = layers[layer_names[0]].impl
+        impl = impls_of(vllm_config, layer_names)[0]
         self.converts = can_convert(self, impl.num_heads, impl.kv_cache_dtype)
-        WARM_UP.add(self)
+        self.add_to_warm_up(layer_names, page_size_of(kv_cache_spec.block_size))
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -135,10 +134,6 @@ class MlagenSparseMLAMetadataBuilder(
             yield variant, rows
             if self.converts:
                 yield replace(variant, kv_dtype=DType.BF16, page_size=PAGE_SIZE), rows
-
-    def page_size(self) -> int:
-        """Return the tokens of the pages that :func:`pages_of` makes of a block."""
-        return page_size_of(self.kv_cache_spec.block_size)
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:

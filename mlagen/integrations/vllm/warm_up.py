@@ -72,31 +72,33 @@ class MlaGroup:
 
     kv_cache_spec: Any
     vllm_config: Any
-    layer_names: list[str]
     reorder_batch_threshold: int
     dcp_world_size: int
     is_sparse: bool
+    impls: list[Any]
+    kernel_page_size: int
+
+    def add_to_warm_up(self, layer_names: list[str], kernel_page_size: int) -> None:
+        """Add the group to the warm-up; the kernels read pages of so many tokens."""
+        self.impls = impls_of(self.vllm_config, layer_names)
+        self.kernel_page_size = kernel_page_size
+        WARM_UP.add(self)
 
     def decode_calls(self) -> Iterable[tuple[MlaVariant, int]]:
         """Return the calls of mlagen that decode the batches of the group."""
-        layers = self.vllm_config.compilation_config.static_forward_context
-        for impl in (layers[name].impl for name in self.layer_names):
+        for impl in self.impls:
             query_dtype, kv_dtype = self._dtypes_of(impl)
             yield from mla_calls(
                 heads=impl.num_heads * self.dcp_world_size,  # the query is gathered
                 kv_lora_rank=impl.kv_lora_rank,
                 qk_rope_head_dim=impl.qk_rope_head_dim,
-                page_size=self.page_size(),
+                page_size=self.kernel_page_size,
                 query_dtype=query_dtype,
                 kv_dtype=kv_dtype,
                 max_q_len=self.reorder_batch_threshold,
                 is_sparse=self.is_sparse,
                 dcp_size=self.dcp_world_size,
             )
-
-    def page_size(self) -> int:
-        """Return the tokens of the pages that the kernels read."""
-        return int(self.kv_cache_spec.block_size)
 
     def warm_up_prefill(self) -> None:
         """Leave the prefill of MLA to vLLM."""
@@ -109,3 +111,9 @@ class MlaGroup:
             is_quantized = impl.supports_quant_query_input
             return (torch.float8_e4m3fn if is_quantized else model_dtype), torch.float8_e4m3fn
         return model_dtype, self.kv_cache_spec.dtype
+
+
+def impls_of(vllm_config: Any, layer_names: list[str]) -> list[Any]:
+    """Return the implementations of layers."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return [layers[name].impl for name in layer_names]

@@ -72,8 +72,8 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[Metadata]):
         metadata_cls: Any = None,
         supports_dcp_with_varlen: bool = False,
     ) -> None:
-        del kv_cache_spec, layer_names, device, metadata_cls
-        self.vllm_config = vllm_config
+        del layer_names, device, metadata_cls
+        self.vllm_config, self.kv_cache_spec = vllm_config, kv_cache_spec
         self.dcp_world_size = vllm_config.parallel_config.decode_context_parallel_size
         self.cp_kv_cache_interleave_size = vllm_config.parallel_config.cp_kv_cache_interleave_size
         self._init_reorder_batch_threshold(1, True, supports_dcp_with_varlen)
@@ -91,8 +91,10 @@ class SparseMLACommonMetadataBuilder(AttentionMetadataBuilder[Metadata]):
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
-        del kv_cache_spec, layer_names, device
-        self.vllm_config = vllm_config
+        del layer_names, device
+        self.vllm_config, self.kv_cache_spec = vllm_config, kv_cache_spec
+        self.dcp_world_size = vllm_config.parallel_config.decode_context_parallel_size
+        self.chunked_prefill_workspace = torch.empty(128, 576, dtype=torch.bfloat16)
 
     build = stub("self", "common_prefix_len", "common_attn_metadata", "fast_build")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,7 +171,8 @@ def test_drafts_need_tokens_that_alternate_between_dcp_ranks(
         self.reorder_batch_threshold = 1 + drafts
 
     monkeypatch.setattr(base, "__init__", common)
-    monkeypatch.setattr(dense.WARM_UP, "add", lambda _: None)
+    monkeypatch.setattr(dense.MlagenMLAMetadataBuilder, "add_to_warm_up", lambda *_: None)
     message = "cp_kv_cache_interleave_size: expected 1"
     with pytest.raises(ValueError, match=message) if is_refused else nullcontext():
-        dense.MlagenMLAMetadataBuilder(None, ["layer"], None, torch.device("cpu"))
+        spec = SimpleNamespace(block_size=64)
+        dense.MlagenMLAMetadataBuilder(spec, ["layer"], None, torch.device("cpu"))

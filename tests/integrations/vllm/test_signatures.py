@@ -18,7 +18,7 @@ MEMBERS = [
     if hasattr(member, "__name__")  # a class or a function
 ]
 # What the warm-up takes from a builder.
-GROUP = {"decode_calls", "warm_up_prefill", "page_size", "is_sparse", "_dtypes_of"}
+GROUP = {"add_to_warm_up", "decode_calls", "warm_up_prefill", "is_sparse", "_dtypes_of"}
 needs_vllm = pytest.mark.skipif(not is_installed("vllm"), reason="needs vLLM: make test-vllm")
 
 

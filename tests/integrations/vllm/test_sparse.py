@@ -111,7 +111,6 @@ def test_no_lse_is_returned_to_one_gpu(sparse: ModuleType, impl_of: ImplOf) -> N
 def test_the_builder_takes_drafts_on_dcp_ranks_too(sparse: ModuleType, monkeypatch: Patch) -> None:
     """Requests with drafts are decoded, not prefilled, whether or not there are DCP ranks."""
     thresholds: list[Any] = []
-    monkeypatch.setattr(sparse.WARM_UP, "add", lambda _: None)
     base = sparse.SparseMLACommonMetadataBuilder
     monkeypatch.setattr(base, "__init__", lambda *_: None)
     monkeypatch.setattr(
@@ -119,12 +118,13 @@ def test_the_builder_takes_drafts_on_dcp_ranks_too(sparse: ModuleType, monkeypat
     )
 
     monkeypatch.setattr(sparse, "can_convert", lambda *_: False)
-    layer = SimpleNamespace(impl=SimpleNamespace(num_heads=64, kv_cache_dtype="auto"))
-    config = SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context={"layer": layer})
+    monkeypatch.setattr(
+        sparse, "impls_of", lambda *_: [SimpleNamespace(num_heads=1, kv_cache_dtype="auto")]
     )
+    builder = sparse.MlagenSparseMLAMetadataBuilder
+    monkeypatch.setattr(builder, "add_to_warm_up", lambda *_: None)
 
-    sparse.MlagenSparseMLAMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
+    builder(SimpleNamespace(block_size=64), ["layer"], None, torch.device("cpu"))
 
     keywords = {"supports_spec_as_decode": True, "supports_dcp_with_varlen": True}
     assert thresholds == [((1,), keywords)]

@@ -114,14 +114,65 @@ LAYERS: list[tuple[str, dict[str, Any], tuple[DType, DType, int]]] = [
     ("sparse", {"kv_cache_dtype": "fp8_ds_mla"}, (DType.BF16, DType.FP8_DS_MLA, 64)),
     ("sparse", {"kv_cache_dtype": "fp8_ds_mla", "rope": 0}, (DType.BF16, DType.FP8_DS_MLA, 0)),
 ]
+BUILDERS = {"dense": "MlagenMLA", "sparse": "MlagenSparseMLA"}
+
+
+@pytest.fixture
+def build(vllm: Import, impl_of: ImplOf, module: ModuleType, monkeypatch: Patch) -> Any:
+    """Return the constructor of a builder, called as vLLM calls it."""
+    assert module
+
+    def make(name: str, layer: dict[str, Any], block_size: int, drafts: int) -> Any:
+        of = vllm(f"mlagen.integrations.vllm.{name}")
+        impl = impl_of(getattr(of, f"{BUILDERS[name]}Impl"), **layer)
+        dtype = layer.get("kv_cache_dtype", "auto")
+        rope = layer.get("rope", 64)
+        dims = {"q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128}
+        dims |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": rope}
+        prefill = SimpleNamespace(clone=lambda: SimpleNamespace(get_name=lambda: "prefill"))
+        layers = {"layer": SimpleNamespace(impl=impl, prefill_backend=prefill, **dims)}
+        text = SimpleNamespace(index_topk=2048, compress_ratios=None, **dims)
+        model = SimpleNamespace(
+            dtype=BF16,
+            max_model_len=256,
+            hf_text_config=text,
+            model_arch_config=SimpleNamespace(total_num_attention_heads=HEADS),
+            get_num_attention_heads=lambda _: HEADS,
+        )
+        parallel = {"prefill_context_parallel_size": 1, "decode_context_parallel_size": 1}
+        speculative = SimpleNamespace(
+            num_speculative_tokens=drafts, parallel_drafting=False, use_dspark=lambda: False
+        )
+        config = SimpleNamespace(
+            model_config=model,
+            parallel_config=SimpleNamespace(**parallel, cp_kv_cache_interleave_size=1),
+            compilation_config=SimpleNamespace(static_forward_context=layers),
+            cache_config=SimpleNamespace(cache_dtype=dtype, block_size=block_size),
+            scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=64),
+            attention_config=SimpleNamespace(
+                hisparse_config=None, use_prefill_query_quantization=False
+            ),
+            kernel_config=SimpleNamespace(enable_jit_warmup=True),
+            speculative_config=speculative,
+        )
+        spec = SimpleNamespace(block_size=block_size, dtype=BF16)
+        if is_installed("vllm"):
+            base = next(each for each in impl.__class__.__mro__ if "vllm.model" in each.__module__)
+            heads = "get_num_attention_heads_from_layers"
+            monkeypatch.setattr(f"{base.__module__}.{heads}", lambda *_: HEADS, raising=False)
+            monkeypatch.setattr(f"{base.__module__}.PIN_MEMORY", False, raising=False)
+        cls = getattr(of, f"{BUILDERS[name]}MetadataBuilder")
+        return cls(spec, ["layer"], config, torch.device("cpu"))
+
+    return make
 
 
 @pytest.mark.parametrize(("name", "layer", "expected"), LAYERS)
 @pytest.mark.parametrize("dcp_size", [1, 2])
 @pytest.mark.parametrize(("block_size", "page_size"), [(64, 64), (1152, 64)])
 def test_the_calls_are_those_of_the_built_layers(
-    vllm: Import,
-    impl_of: ImplOf,
+    build: Any,
+    module: ModuleType,
     name: str,
     layer: dict[str, Any],
     expected: tuple[DType, DType, int],
@@ -130,19 +181,11 @@ def test_the_calls_are_those_of_the_built_layers(
     page_size: int,
 ) -> None:
     """Heads, dims, dtypes, pages and query lengths are exact; a DCP rank has the query of all."""
-    of = vllm(f"mlagen.integrations.vllm.{name}")
-    prefix = {"dense": "MlagenMLA", "sparse": "MlagenSparseMLA"}[name]
     if name == "dense":
         block_size = page_size  # vLLM splits it
-    builder = object.__new__(getattr(of, f"{prefix}MetadataBuilder"))
-    layers = {"layer": SimpleNamespace(impl=impl_of(getattr(of, f"{prefix}Impl"), **layer))}
-    builder.vllm_config = SimpleNamespace(
-        model_config=SimpleNamespace(dtype=BF16),
-        compilation_config=SimpleNamespace(static_forward_context=layers),
-    )
-    builder.kv_cache_spec = SimpleNamespace(block_size=block_size, dtype=BF16)
-    builder.layer_names, builder.dcp_world_size = ["layer"], dcp_size
-    builder.reorder_batch_threshold, builder.converts = 2, False
+    builder = build(name, layer, block_size, drafts=1)
+    assert builder in module.WARM_UP.groups
+    builder.dcp_world_size = dcp_size
 
     found = list(builder.decode_calls())
 
@@ -154,20 +197,11 @@ def test_the_calls_are_those_of_the_built_layers(
         assert (variant.kv_lora_rank, variant.page_size) == (512, page_size)
 
 
-def test_converted_prefills_are_warmed_up(vllm: Import, impl_of: ImplOf) -> None:
+def test_converted_prefills_are_warmed_up(build: Any) -> None:
     """A long prefill over fp8_ds_mla rows runs the kernel of bf16 rows."""
-    sparse = vllm("mlagen.integrations.vllm.sparse")
-    builder = object.__new__(sparse.MlagenSparseMLAMetadataBuilder)
-    impl = impl_of(sparse.MlagenSparseMLAImpl, kv_cache_dtype="fp8_ds_mla")
-    builder.vllm_config = SimpleNamespace(
-        model_config=SimpleNamespace(dtype=BF16),
-        compilation_config=SimpleNamespace(
-            static_forward_context={"layer": SimpleNamespace(impl=impl)}
-        ),
-    )
-    builder.kv_cache_spec = SimpleNamespace(block_size=16)
-    builder.layer_names, builder.dcp_world_size = ["layer"], 1
-    builder.reorder_batch_threshold, builder.converts = 1, True
+    builder = build("sparse", {"kv_cache_dtype": "fp8_ds_mla"}, 16, drafts=0)
+    assert not builder.converts  # too few heads
+    builder.converts = True
     assert [(v.kv_dtype, v.page_size) for v, _ in builder.decode_calls()] == [
         (DType.FP8_DS_MLA, 16),
         (DType.BF16, 64),
