@@ -282,6 +282,26 @@ def test_another_backend_keeps_its_gate(gqa: ModuleType) -> None:
     assert theirs is not ours
 
 
+def assert_plans_a_prefill(gqa: ModuleType, builder: Any, monkeypatch: Patch) -> None:
+    """Check that the warm-up of a builder of vLLM's reaches FlashInfer's plan, and no decode."""
+    flashinfer = gqa.vllm_flashinfer
+    plans: list[Any] = []
+
+    class Wrapper(flashinfer.BatchPrefillWithPagedKVCacheWrapper):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            """Allocate nothing."""
+
+        def plan(self, **keywords: Any) -> None:
+            plans.append(keywords["qo_indptr"].tolist())
+
+    monkeypatch.setattr(flashinfer, "PIN_MEMORY", False)
+    monkeypatch.setattr(builder, "_get_prefill_wrapper", lambda **_: Wrapper())
+    monkeypatch.setattr(builder, "_compute_flashinfer_kv_metadata", lambda *_: None)
+    monkeypatch.setattr(type(builder), "kv_cache_layout", None)
+    builder.warm_up_prefill()
+    assert plans == [[0, 2]]
+
+
 def test_a_layer_and_its_builder_ask_no_network(
     gqa: ModuleType, vllm: Import, hopper: list[str], monkeypatch: Patch
 ) -> None:
@@ -319,6 +339,9 @@ def test_a_layer_and_its_builder_ask_no_network(
 
     builder = gqa.MlagenGQAMetadataBuilder(cache_spec(), ["layer"], config, torch.device("cpu"))
 
+    if is_installed("vllm"):
+        assert [rows for _, rows in builder.decode_calls()] == [4]
+        assert_plans_a_prefill(gqa, builder, monkeypatch)
     assert layer.supports_xqa_or_trtllm_gen_decode
     assert builder.use_xqa
     assert builder.attention_config.use_trtllm_attention is False
