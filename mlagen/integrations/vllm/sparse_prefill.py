@@ -23,7 +23,7 @@ from mlagen.integrations.vllm.calls import (
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
 from mlagen.models.pages import PAGE_SIZES
 
-# From these on the conversion pays, on an H200: docs/how-to/vllm.md.
+# From these on the conversion pays, on an H200: docs/explanation/performance.md.
 MIN_HEADS, MIN_TOKENS = 64, 1024
 PAGE_SIZE = max(PAGE_SIZES)
 _WIDTH = 576  # of a converted row
