@@ -43,7 +43,7 @@ THREE_SEQUENCES = {"kv_len_arr": ints(1, 2, 3), "qo_indptr": ints(0, 2, 3, 6)}
 THREE_SEQUENCES |= {"kv_indptr": ints(0, 3, 4, 11)}
 NO_TABLES = MLAPlanMetadata(*(ints(0),) * 4, max_q_len=3)
 ROWS: dict[str, list[Row]] = {
-    "init": [("backend", "fa4", ": expected one of auto, fa2, fa3, cutlass...")],
+    "init": [("backend", "fa4", ": expected one of auto, autotune, fa2, fa3...")],
     "plan": [
         ("", {"kv_data_type": torch.float32}, "MLA kv_data_type: expected torch.bfloat16 or ..."),
         ("", {"kv_data_type": [1]}, "MLA kv_data_type: expected torch.bfloat16 or ..., got [1]"),

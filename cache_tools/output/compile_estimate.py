@@ -31,8 +31,8 @@ def prewarm_seconds(specs: Sequence[KernelSpec], jobs: int | None) -> float:
     from mlagen.prewarming.jobs import free_share, usable_cpus, usable_jobs
 
     parallel = min(jobs or usable_jobs(), usable_cpus(), len(specs))
-    longest = max(compile_seconds([spec]) for spec in specs)
-    seconds = max(compile_seconds(specs) / parallel, longest / min(parallel, 1))
+    slowest = max(compile_seconds([spec]) for spec in specs)
+    seconds = max(compile_seconds(specs) / parallel, slowest / min(parallel, 1))
     return seconds / free_share(parallel)
 
 

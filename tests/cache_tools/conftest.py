@@ -114,7 +114,7 @@ def without(*packages: str) -> str:
 def on_a_terminal(*arguments: str, interrupt_at: str = "", **environ: str) -> tuple[int, str]:
     """Return exit code and output of the command on a terminal, and press Ctrl-C after a text."""
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 160, 0, 0))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 400, 0, 0))
     process = start(
         *arguments,
         before="import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);",  # as a shell does

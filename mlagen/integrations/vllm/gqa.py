@@ -143,7 +143,8 @@ class MlagenGQAMetadataBuilder(vllm_flashinfer.FlashInferMetadataBuilder):
         if self.use_dcp:
             return
         tokens = self.reorder_batch_threshold + 1  # more than a decode has
-        starts, lengths = torch.tensor([0, tokens]).int(), torch.tensor([tokens]).int()
+        starts = torch.tensor([0, tokens], dtype=torch.int32, device="cpu")
+        lengths = starts[1:]
         pages = -(-tokens // self.page_size)
         self.build(
             0,
