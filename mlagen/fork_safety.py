@@ -5,8 +5,8 @@ child for ever, including hidden locks, such as that of a module during import. 
 daemon threads at any point.
 
 No package that registers at-fork handlers with locks of its own is imported inside a section: its
-handler would run before the one below, and each would wait for the other. What a thread of the
-parent was importing outside of sections, a child imports again.
+handler would run before the one below, and each would wait for the other. What another thread was
+importing outside of sections, a child imports again or rejects, but never waits for.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ _MAX_FORK_WAIT_S = 10.0
 
 # The process exits after this; the work that it waits for takes a few seconds.
 _MAX_EXIT_WAIT_S = 30.0
+
+# What a child imports again. Other packages may have libraries that cannot be initialized twice.
+_REIMPORTED = sys.stdlib_module_names | {"filelock", "jinja2", "markupsafe", "mlagen"}
 
 _fork_lock = threading.RLock()
 _forking = threading.local()
@@ -86,7 +89,10 @@ def _after_fork_in_child() -> None:
 
 
 def _drop_half_imported() -> None:
-    """Let this child import again what another thread of its parent was importing."""
+    """Unlock what another thread of the parent was importing.
+
+    This child imports it again, or fails to: initializing libraries such as torch's twice crashes.
+    """
     locks = getattr(_bootstrap, "_module_locks", {})  # private: weak references by module name
     for name, reference in tuple(locks.items()):
         lock = reference()
@@ -95,6 +101,8 @@ def _drop_half_imported() -> None:
             for module in tuple(sys.modules):
                 if f"{module}.".startswith(f"{name}."):
                     del sys.modules[module]
+            if name.partition(".")[0] not in _REIMPORTED:
+                sys.modules[name] = None  # type: ignore[assignment]  # an ImportError
 
 
 atexit.register(_before_exit)

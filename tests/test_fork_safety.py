@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 
@@ -102,11 +102,19 @@ def import_slowly() -> None:
 
 
 @pytest.mark.timeout(30)
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "unknown"])
 @pytest.mark.parametrize("slow", ["__init__", "part"])
-def test_a_child_imports_what_another_thread_was_importing(
-    slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_child_does_not_wait_for_an_import_of_another_thread(
+    slow: str, is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A half-imported package or part of one is imported again; its lock is not waited for."""
+    """It imports a half-imported package or part of one again, or raises ImportError at once."""
+
+    def work() -> None:
+        with nullcontext() if is_known else pytest.raises(ImportError, match="half"):
+            import_module("half.part")
+
+    names = {"half"} if is_known else set()
+    monkeypatch.setattr(fork_safety, "_REIMPORTED", fork_safety._REIMPORTED | names)
     (tmp_path / "half").mkdir()
     for name in ("__init__", "part"):
         (tmp_path / f"half/{name}.py").touch()
@@ -119,7 +127,7 @@ def test_a_child_imports_what_another_thread_was_importing(
     with ThreadPoolExecutor(1) as pool:
         importing = pool.submit(import_module, "half.part")
         REACHED.wait(20)
-        status = in_child(lambda: import_module("half.part"))
+        status = in_child(work)
         RELEASE.set()
         assert importing.result(20) is sys.modules["half.part"]
 
