@@ -17,6 +17,7 @@ SEQ_LENS, Q_LENS = (5000, 2500), (300, 200)
 
 
 @pytest.mark.skipif(not is_installed("vllm"), reason="needs vLLM with its kernels")
+@pytest.mark.filterwarnings("ignore")  # of vLLM's imports
 @pytest.mark.parametrize("layers", [1, 3], ids=["a layer alone", "blocks of three layers in turn"])
 def test_each_token_attends_to_its_converted_rows(layers: int, device: str) -> None:
     """The tokens of two requests see their top-k tokens, in a bf16 copy of the rows."""
