@@ -67,6 +67,10 @@ def test_that_finds_the_gpu_full():
 
 def test_that_cannot_make_a_context():
     raise RuntimeError("CUDA error: out of memory")
+
+
+def test_that_finds_the_gpu_full_as_it_compares():
+    raise RuntimeError("Comparing") from RuntimeError("CUDA out of memory.")
 """
 GRID = """
 import pytest
@@ -126,7 +130,7 @@ def test_the_runner_counts_each_kind(tmp_path: Path) -> None:
     status, lines = run(tmp_path, "--verbose", test_deepseek_mla=TESTS)
 
     assert status == 1
-    counts = "1 failed, 1 left out, 2 out of memory, 1 passed"
+    counts = "1 failed, 1 left out, 3 out of memory, 1 passed"
     assert f"test_deepseek_mla.py as 9.0: {counts}" in lines
     assert lines[0].startswith("failed\ttest_deepseek_mla.py::test_that_fails")
     assert "mlagen.errors.ArgumentError: ckv_cache" in lines[0]
