@@ -16,7 +16,7 @@ from mlagen.spec.mla.variant import output_dtype
 FAMILIES = ("mla", "gqa")
 
 # DeepSeek-V3: the latent part of a cached token, which is also its value, and the rope part.
-# GLM-5.3 has the same latent part and no rope part.
+# GLM-5.3-Flash has the same latent part and no rope part.
 KV_LORA_RANK = 512
 QK_ROPE_HEAD_DIM = 64
 

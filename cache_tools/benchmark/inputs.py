@@ -12,7 +12,7 @@ from .cases import QK_ROPE_HEAD_DIM, Case
 from .formats import TORCH_DTYPES, Stored, random_cache
 
 # Softmax scales by rope part, from the head dim before weight absorption: 128 + 64 in DeepSeek-V3,
-# 256 in GLM-5.3.
+# 256 in GLM-5.3-Flash.
 _MLA_SCALES = {QK_ROPE_HEAD_DIM: 192**-0.5, 0: 256**-0.5}
 
 # FlashInfer's XQA requires block tables that cover a multiple of this many tokens; the other

@@ -70,7 +70,7 @@ _FULL: tuple[tuple[str, Facts], ...] = (
     ("mla", {**_TOPK, "batch": 64}),
     ("mla", {**_TOPK, "heads": 32}),
     ("mla", {**_TOPK, "heads": 8}),
-    # MLA without rope, with tensor parallelism 1 and 8 of GLM-5.3: dense, then sparse.
+    # MLA without rope, with tensor parallelism 1 and 8 of GLM-5.3-Flash: dense, then sparse.
     ("mla", _NO_ROPE),
     ("mla", {**_NO_ROPE, "heads": 8}),
     ("mla", {**_NO_ROPE, **_E4M3}),
