@@ -134,7 +134,17 @@ def _prewarming(**given: Any) -> Call:
 
 
 def _prewarm() -> Call:
-    names = ("models", "tp", "families", "heads", "kv_heads", "q_len", "timeout_s", "on_event")
+    names = (
+        "models",
+        "tp",
+        "dcp",
+        "families",
+        "heads",
+        "kv_heads",
+        "q_len",
+        "timeout_s",
+        "on_event",
+    )
     flags = {"isolate": False, "fail_fast": False, "load": False}
     kernel = {"archs": "sm_80", "kernels": _KERNEL, "jobs": 1}
     return _prewarming(**kernel, **dict.fromkeys(names), **flags)
@@ -146,7 +156,14 @@ def _prewarm_families() -> Call:
 
 
 def _prewarm_models() -> Call:
-    arguments = {"models": "deepseek-v3", "tp": 8, "q_len": 1, "dtype": "bf16", "page_size": 64}
+    arguments = {
+        "models": "deepseek-v3",
+        "tp": 8,
+        "dcp": 1,
+        "q_len": 1,
+        "dtype": "bf16",
+        "page_size": 64,
+    }
     words = {"kv_dtype": "bf16", "lookup": "paged", "families": ["combine"]}
     return lambda **given: mlagen.prewarm("sm_80", dry_run=True, **given), {**arguments, **words}
 

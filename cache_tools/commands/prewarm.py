@@ -144,7 +144,7 @@ def _assumptions(options: Mapping[str, Any]) -> list[str]:
         return []
     from mlagen.prewarming.selection import MODEL_OPTIONS, serving_texts
 
-    names = ("models", "tp", "q_len", *MODEL_OPTIONS)
+    names = ("models", "tp", "dcp", "q_len", *MODEL_OPTIONS)
     return serving_texts(**{name: options[name] for name in names if options[name] is not None})
 
 

@@ -36,6 +36,12 @@ _OPTIONS = (
         help="Tensor-parallel size of a model; default: 1.",
     ),
     click.option(
+        "--dcp",
+        callback=numbers(1),
+        metavar="N,...",
+        help="Decode-context-parallel size of an MLA model, a divisor of --tp; default: 1.",
+    ),
+    click.option(
         "--kernel",
         "kernels",
         multiple=True,

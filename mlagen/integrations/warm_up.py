@@ -12,6 +12,7 @@ import torch
 from mlagen.engine import kernel_for
 from mlagen.errors import UnsupportedError
 from mlagen.jit import freeze
+from mlagen.models.pages import dcp_masks
 from mlagen.prewarming.build import build_all, build_in_process, look_up_all
 from mlagen.prewarming.jobs import usable_jobs
 from mlagen.prewarming.report import PrewarmUnit
@@ -54,8 +55,6 @@ def mla_calls(
     ``kv_dtype`` is that of the cache, uint8 for rows of ``fp8_ds_mla``; ``max_q_len`` is the most
     query tokens of a request.
     """
-    # One query token of a rank sees all its tokens; several need the causal mask of all ranks.
-    masks = ("causal", "dcp") if dcp_size > 1 and not is_sparse else ("causal",)
     # Every query token has its own top-k indices, and so is its own sequence.
     q_lens = range(1, (1 if is_sparse else max_q_len) + 1)
     variants = [
@@ -68,7 +67,7 @@ def mla_calls(
             lookup="sparse" if is_sparse else "paged",
             mask=mask,
         )
-        for mask in masks
+        for mask in dcp_masks(dcp_size, is_sparse=is_sparse)
     ]
     return [(variant, heads * q_len) for variant in variants for q_len in q_lens]
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.models.config import GqaModel, MlaModel
 from mlagen.models.heads import GqaHeads
-from mlagen.models.pages import served_page_sizes
+from mlagen.models.pages import (
+    CONVERSION_MIN_HEADS,
+    PAGE_SIZES,
+    dcp_masks,
+    served_page_sizes,
+)
 from mlagen.spec.arch import Arch
 from mlagen.spec.calls import gqa_call_specs, mla_call_specs
 from mlagen.spec.dtype import DType
@@ -24,6 +29,7 @@ class ServingOptions:
     """How a model is served: each combination of the values; None selects the defaults."""
 
     tp: Sequence[int] = (1,)  # GPUs that share the heads
+    dcp: Sequence[int] = (1,)  # those of them that share the KV cache, and gather the query heads
     q_lens: Sequence[int] = (1,)
     page_sizes: Sequence[int] | None = None
     dtypes: Sequence[DType] | None = None  # of the queries
@@ -84,9 +90,12 @@ def attention_text(model: MlaModel | GqaModel) -> str:
 
 def serving_text(model: MlaModel | GqaModel, use: ServingOptions) -> str:
     """Return how ``model`` is served, defaults included, on one line."""
-    heads = [_per_gpu(model, "num_attention_heads", model.heads, tp) for tp in use.tp]
+    heads = [count for count, _ in _call_heads(model, use)]
+    prefill: list[str] = []
     if isinstance(model, MlaModel):
         pairs = list(_mla_dtypes(model, use))
+        called = {(variant.query_dtype, variant.kv_dtype) for variant, _ in _mla_calls(model, use)}
+        prefill = [f"{query}/{kv} for sparse prefill" for query, kv in called - set(pairs)]
         lookups = [lookup for pair in pairs for lookup in _lookups(model, *pair, use)]
     else:
         pairs, lookups = list(_gqa_dtypes(model, use)), []
@@ -96,8 +105,10 @@ def serving_text(model: MlaModel | GqaModel, use: ServingOptions) -> str:
         f"q_len {_joined(use.q_lens)}",
         f"query/cache {_joined(f'{query}/{kv}' for query, kv in pairs)}",
         *([_joined(lookups)] if lookups else []),
+        *prefill,
     ]
-    return f"{model.name}, tp {_joined(use.tp)}: {', '.join(parts)}"
+    ranks = f", dcp {_joined(use.dcp)}" if max(use.dcp) > 1 else ""
+    return f"{model.name}, tp {_joined(use.tp)}{ranks}: {', '.join(parts)}"
 
 
 def _joined(values: Iterable[object]) -> str:
@@ -118,9 +129,9 @@ def _call_specs(
 
 def _mla_calls(model: MlaModel, use: ServingOptions) -> Iterator[tuple[MlaVariant, int]]:
     """Yield the variant of each call, with the query rows per sequence."""
-    heads = [_per_gpu(model, "num_attention_heads", model.heads, tp) for tp in use.tp]
-    if max(heads) > MAX_HEADS:
-        reject(f"{model.name}: heads per GPU", f"{MAX_HEADS} or less for MLA kernels", max(heads))
+    heads = list(_call_heads(model, use))
+    if (most := max(heads)[0]) > MAX_HEADS:
+        reject(f"{model.name}: heads per GPU", f"{MAX_HEADS} or less for MLA kernels", most)
     for query, kv in _mla_dtypes(model, use):
         for lookup, page_size in product(
             _lookups(model, query, kv, use), page_sizes_of(model, use)
@@ -134,13 +145,20 @@ def _mla_calls(model: MlaModel, use: ServingOptions) -> Iterator[tuple[MlaVarian
                 lookup=lookup,
             )
             # Every query token has its own top-k indices, and so is its own sequence.
-            q_lens = [1] if lookup == "sparse" else use.q_lens
-            for count, q_len in product(heads, q_lens):
-                yield variant, count * q_len
+            is_sparse = lookup == "sparse"
+            q_lens = [1] if is_sparse else use.q_lens
+            for (count, dcp), q_len in product(heads, q_lens):
+                for mask in dcp_masks(dcp, is_sparse=is_sparse):
+                    yield replace(variant, mask=mask), count * q_len
+                if _is_converted(variant, count, dcp):
+                    bf16 = replace(variant, kv_dtype=DType.BF16, page_size=max(PAGE_SIZES))
+                    yield bf16, count
 
 
 def _gqa_calls(model: GqaModel, use: ServingOptions) -> Iterator[tuple[GqaVariant, int]]:
     """Yield the variant of each call, with the query rows per sequence and kv head."""
+    if max(use.dcp) > 1:
+        reject(f"{model.name}: dcp", "1 for GQA kernels", max(use.dcp))
     layers = [
         (heads.head_dim, [_group_size(model, heads, tp) for tp in use.tp])
         for heads in model.heads_of_layers()
@@ -156,6 +174,20 @@ def _gqa_calls(model: GqaModel, use: ServingOptions) -> Iterator[tuple[GqaVarian
             )
             for group, q_len in product(groups, use.q_lens):
                 yield variant, group * q_len
+
+
+def _is_converted(variant: MlaVariant, heads: int, dcp: int) -> bool:
+    """Whether a long sparse prefill in vLLM takes the kernel of bf16 rows."""
+    is_fp8 = variant.lookup == "sparse" and variant.kv_dtype is DType.FP8_DS_MLA
+    return is_fp8 and heads >= CONVERSION_MIN_HEADS and dcp == 1
+
+
+def _call_heads(model: MlaModel | GqaModel, use: ServingOptions) -> Iterator[tuple[int, int]]:
+    """Yield the heads of a call, and the size of decode context parallel."""
+    for tp, dcp in product(use.tp, use.dcp):
+        if tp % dcp:
+            raise ArgumentError(f"{model.name}: dcp: expected a divisor of tp {tp}, got {dcp}")
+        yield _per_gpu(model, "num_attention_heads", model.heads, tp) * dcp, dcp
 
 
 def _per_gpu(model: MlaModel | GqaModel, label: str, count: int, tp: int) -> int:

@@ -42,6 +42,7 @@ def prewarm(
     *,
     models: str | Iterable[str] | None = None,
     tp: int | Iterable[int] | None = None,
+    dcp: int | Iterable[int] | None = None,
     kernels: str | KernelSpec | Iterable[str | KernelSpec] | None = None,
     families: Iterable[str] | None = None,
     heads: int | Iterable[int] | None = None,
@@ -78,6 +79,9 @@ def prewarm(
         a kernel is omitted and named in the report; a model without any kernel is rejected.
     tp : int or iterable of int
         Tensor-parallel size: the number of GPUs that share the heads; 1 if None.
+    dcp : int or iterable of int
+        Decode-context-parallel size of an MLA model, a divisor of ``tp``: the number of these GPUs
+        that share the KV cache and gather their heads; 1 if None.
     kernels : str, KernelSpec or iterable of them
         Kernels by their text in a :class:`mlagen.MissError` or an ``MLAGEN_RECORD`` file; ``archs``
         does not apply to them.
@@ -146,6 +150,7 @@ def prewarm(
         archs,
         models=models,
         tp=tp,
+        dcp=dcp,
         kernels=kernels,
         families=families,
         wanted=wanted,

@@ -36,6 +36,7 @@ def selected_specs(
     *,
     models: str | Iterable[str] | None = None,
     tp: Counts = None,
+    dcp: Counts = None,
     kernels: Kernels | None = None,
     families: Iterable[str] | None = None,
     heads: Counts = None,
@@ -66,14 +67,14 @@ def selected_specs(
         _reject({"heads": heads, "kv_heads": kv_heads}, "beside models, which define it")
         _reject({k: v for k, v in wanted.items() if k not in MODEL_OPTIONS}, "beside models")
         names = as_str_list(models, "model")
-        use = _use(1 if tp is None else tp, 1 if q_len is None else q_len, wanted)
+        use = _use(tp, dcp, q_len, wanted)
         known = _families(families)
         found = [find_model(name.strip()) for name in names]
         for arch in parse_archs(archs):
             made = (spec for model in found for spec in model_specs(arch, model, use, on_left_out))
             specs |= {spec: None for spec in made if spec.family in known}
         return list(specs)
-    _reject({"tp": tp}, "without models")
+    _reject({"tp": tp, "dcp": dcp}, "without models")
     if kernels is not None:
         _reject({"families": families, **shape, **wanted}, "beside kernels, without models")
         return list(specs)
@@ -81,7 +82,12 @@ def selected_specs(
 
 
 def serving_texts(
-    models: str | Iterable[str], *, tp: Counts = None, q_len: Counts = None, **wanted: Wanted
+    models: str | Iterable[str],
+    *,
+    tp: Counts = None,
+    dcp: Counts = None,
+    q_len: Counts = None,
+    **wanted: Wanted,
 ) -> list[str]:
     """Return how :func:`selected_specs` takes each model to be served, defaults included.
 
@@ -90,7 +96,7 @@ def serving_texts(
     ArgumentError
         If an argument breaks its rule, or names an unknown value.
     """
-    use = _use(1 if tp is None else tp, 1 if q_len is None else q_len, wanted)
+    use = _use(tp, dcp, q_len, wanted)
     return [serving_text(find_model(name.strip()), use) for name in as_str_list(models, "model")]
 
 
@@ -106,12 +112,13 @@ def _families(families: Iterable[str] | None) -> set[str]:
     return set(chosen)
 
 
-def _use(tp: Counts, q_len: Counts, wanted: Mapping[str, Wanted]) -> ServingOptions:
+def _use(tp: Counts, dcp: Counts, q_len: Counts, wanted: Mapping[str, Wanted]) -> ServingOptions:
     page_sizes = wanted.get("page_size")
     lookups = wanted.get("lookup")
     return ServingOptions(
-        tp=_counts("tp", tp),
-        q_lens=_counts("q_len", q_len),
+        tp=_counts("tp", 1 if tp is None else tp),
+        dcp=_counts("dcp", 1 if dcp is None else dcp),
+        q_lens=_counts("q_len", 1 if q_len is None else q_len),
         page_sizes=None if page_sizes is None else _counts("page_size", page_sizes),
         dtypes=_dtypes("dtype", wanted),
         kv_dtypes=_dtypes("kv_dtype", wanted),

@@ -21,8 +21,8 @@ else:
 _TABLE = "kernel"
 
 # The options of `mlagen prewarm` that select kernels, with the type of their values.
-_ARGUMENTS = {"arch": str, "model": str, "tp": int, "kernel": str, "family": str}
-_ARGUMENTS |= {"heads": int, "kv_heads": int, "q_len": int}
+_ARGUMENTS = {"arch": str, "model": str, "tp": int, "dcp": int, "kernel": str}
+_ARGUMENTS |= {"family": str, "heads": int, "kv_heads": int, "q_len": int}
 _WANTED = {"dtype": str, "kv_dtype": str, "page_size": int, "kv_lora_rank": int, "head_dim": int}
 _WANTED |= {"qk_rope_head_dim": int, "lookup": str, "values": str, "mask": str}
 KEYS = _ARGUMENTS | _WANTED

@@ -12,9 +12,11 @@ from mlagen.models.config import GqaModel, MlaModel, find_model
 from mlagen.models.heads import GqaHeads
 from mlagen.models.kernels import ServingOptions, model_specs
 from mlagen.spec.arch import Arch, parse_arch
+from mlagen.spec.calls import mla_call_specs
 from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
+from mlagen.spec.mla.variant import MlaVariant
 from tests.kernels import (
     SM_80,
     SM_90A,
@@ -43,6 +45,12 @@ def values(specs: list[KernelSpec], name: str) -> set[str]:
 FP16 = DType.FP16
 OF_FP16 = {"query_dtype": FP16, "kv_dtype": FP16, "out_dtype": FP16, "page_size": 48}
 COMBINE = combine("sm_90a", 512)
+
+
+def sparse_specs(rows: int, kv_dtype: DType) -> list[KernelSpec]:
+    """Return the kernels of sparse calls with bf16 queries."""
+    variant = MlaVariant(query_dtype=DType.BF16, kv_dtype=kv_dtype, lookup="sparse")
+    return list(mla_call_specs(SM_90A, variant, rows))
 
 
 FP8KV: dict[str, Any] = {"kv_dtype": E4M3, "lookup": "paged", "rows": 16}
@@ -74,6 +82,25 @@ SPECS: dict[str, tuple[Arch, MlaModel | GqaModel, dict[str, Any], list[KernelSpe
     "in sparse calls each query token is a sequence": (
         *(SM_80, V32, {"tp": (8,), "q_lens": (1, 4), "lookups": ("sparse",)}),
         [mla_sm80(arch=SM_80, lookup="sparse"), combine("sm_80", 512)],
+    ),
+    "long sparse prefills over fp8_ds_mla with 64 heads or more take bf16 rows": (
+        *(SM_90A, V32, {"tp": (2, 4), "kv_dtypes": (FP8_DS_MLA,), "lookups": ("sparse",)}),
+        list(
+            dict.fromkeys(
+                [
+                    *sparse_specs(64, FP8_DS_MLA),
+                    *sparse_specs(64, DType.BF16),
+                    *sparse_specs(32, FP8_DS_MLA),
+                ]
+            )
+        ),
+    ),
+    "ranks of decode context parallel gather the heads, and have a mask of all ranks": (
+        *(SM_80, V3, {"tp": (8,), "dcp": (8,)}),
+        [
+            *(mla_sm80(arch=SM_80, rows=128), combine("sm_80", 512)),
+            mla_sm80(arch=SM_80, rows=128, mask="dcp"),
+        ],
     ),
     "grouped queries have pages of 16 and of 64 tokens": (
         *(SM_90A, LLAMA, {"tp": (1, 2)}),
@@ -114,7 +141,7 @@ def test_a_scaled_fp8_cache_has_one_query_dtype(
     kv_dtype: DType, query_dtype: str, lookups: set[str]
 ) -> None:
     """It is that of its calls; a cache layout without sparse kernels is served dense."""
-    specs = model_specs(SM_90A, V32, ServingOptions(kv_dtypes=(kv_dtype,)))
+    specs = model_specs(SM_90A, V32, ServingOptions(tp=(4,), kv_dtypes=(kv_dtype,)))
     assert values(specs, "query_dtype") == {query_dtype}
     assert values(specs, "kv_dtype") == {str(kv_dtype)}
     assert values(specs, "lookup") == lookups
@@ -146,11 +173,21 @@ NO_GQA, NO_MLA = "no GQA decode kernel for query", "no MLA decode kernel for que
             {},
             "heads per GPU: expected 256 or less for MLA kernels, got 512",
         ),
+        (V3, {"tp": (8,), "dcp": (3,)}, "dcp: expected a divisor of tp 8, got 3"),
+        (gqa(48, 8), {"tp": (8,), "dcp": (2,)}, "dcp: expected 1 for GQA kernels, got 2"),
         (gqa(48, 8), {"tp": (6,)}, "tp: expected a divisor of num_key_value_heads 8, got 6"),
         (LLAMA, {"kv_dtypes": (FP8_DS_MLA,)}, f"{NO_GQA} bf16, cache fp8_ds_mla, output bf16; "),
         (V3, {"kv_dtypes": (DType.INT8,)}, f"{NO_MLA} bf16, cache int8; supported: "),
     ],
-    ids=["heads", "more heads", "kv heads", "cache of GQA", "cache of MLA"],
+    ids=[
+        "heads",
+        "more heads",
+        "ranks",
+        "ranks of GQA",
+        "kv heads",
+        "cache of GQA",
+        "cache of MLA",
+    ],
 )
 def test_an_unsupported_use_names_the_model(
     model: MlaModel | GqaModel, use: dict[str, Any], message: str

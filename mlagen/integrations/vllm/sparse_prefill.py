@@ -21,10 +21,10 @@ from mlagen.integrations.vllm.calls import (
     workspace,
 )
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
-from mlagen.models.pages import PAGE_SIZES
+from mlagen.models.pages import CONVERSION_MIN_HEADS, PAGE_SIZES
 
-# From these on the conversion pays, on an H200: docs/explanation/performance.md.
-MIN_HEADS, MIN_TOKENS = 64, 1024
+# From these query tokens on the conversion pays, on an H200: docs/explanation/performance.md.
+MIN_TOKENS = 1024
 PAGE_SIZE = max(PAGE_SIZES)
 _WIDTH = 576  # of a converted row
 
@@ -90,7 +90,7 @@ def can_convert(builder: Any, heads: int, kv_cache_dtype: str) -> bool:
     space = builder.chunked_prefill_workspace
     return (
         kv_cache_dtype == FP8_DS_MLA
-        and heads >= MIN_HEADS
+        and heads >= CONVERSION_MIN_HEADS
         and builder.dcp_world_size == 1
         and space.dtype == torch.bfloat16
         and space.shape[-1] == _WIDTH
