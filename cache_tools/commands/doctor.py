@@ -202,6 +202,8 @@ def _folder(path: Path, name: str, problems: list[str]) -> dict[str, Any]:
 
 
 def _facts(document: dict[str, Any]) -> dict[str, str]:
+    from mlagen.compiler.toolchain import is_installed
+
     nvrtc, cache, locks = document["nvrtc"], document["cache"], document["locks"]
     facts = {name: str(document[name]) for name in ("mlagen", "python")}
     facts |= {name: version or "missing" for name, version in document["packages"].items()}
@@ -229,6 +231,9 @@ def _facts(document: dict[str, Any]) -> dict[str, str]:
     facts["variables"] = "\n".join(lines) or "none"
     problems = document["problems"]
     missing = "" if document["gpus"] else f"; no {'GPU' if driver else 'driver'}, {_WITHOUT_GPU}"
+    wanted = document["variables"].get("MLAGEN_TOOLCHAIN")
+    if nvrtc["version"] and wanted and not is_installed(wanted):
+        missing += f"; no NVRTC for MLAGEN_TOOLCHAIN={wanted}, so missing kernels are not compiled"
     facts["problems"] = "\n".join(problems) or f"none{missing}"
     return facts
 

@@ -132,9 +132,15 @@ def _print_plan(
     *,
     selects_all: bool,
 ) -> None:
-    """Print what is about to be compiled."""
+    """Print what is about to be compiled, or that it is missing where nothing may be compiled."""
+    from mlagen.compiler.toolchain import is_installed
+    from mlagen.settings import current_settings
+
+    kernels, settings = count_text(len(missing), "kernel"), current_settings()
+    if settings.jit == "off" or not is_installed(settings.toolchain):
+        output.print(f"{kernels} missing, {cached} cached", soft_wrap=True)
+        return
     seconds = prewarm_seconds(missing, jobs)
-    kernels = count_text(len(missing), "kernel")
     output.print(f"compiling {kernels}, {cached} cached: {about_text(seconds)}", soft_wrap=True)
     if selects_all and len(missing) >= MANY:
         output.print(_FEWER, soft_wrap=True)

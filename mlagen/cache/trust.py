@@ -28,14 +28,21 @@ def require_trusted(status: os.stat_result, path: str, layout: Layout) -> None:
     if stat.S_ISLNK(status.st_mode):
         raise untrusted_link(path)
     if not layout.is_shared:
-        root = layout.root
-        advice = f"chmod -R go-w {root}, choose another folder, or set MLAGEN_TRUST_SHARED=1"
+        remedy = remedy_for(status, layout.root)
+        advice = f"{remedy}, choose another folder, or set MLAGEN_TRUST_SHARED=1"
         require_own(status, path, advice=advice)
+
+
+def remedy_for(status: os.stat_result, folder: Path) -> str:
+    """Return the command that makes a folder and what is in it this user's own."""
+    if _is_foreign(status):
+        return f"sudo chown -R {os.geteuid()} {folder}"
+    return f"chmod -R go-w {folder}"
 
 
 def require_trusted_link(status: os.stat_result, path: str, layout: Layout) -> None:
     """Raise :class:`UntrustedError` if the root is a link of another user."""
-    if not layout.is_shared and status.st_uid not in {os.geteuid(), 0}:
+    if not layout.is_shared and _is_foreign(status):
         raise UntrustedError(
             f"a symbolic link of user {status.st_uid} at {path}", path, "choose another folder"
         )
@@ -58,7 +65,7 @@ def require_own_folder(folder: Path, *, advice: str) -> None:
 
 def require_own(status: os.stat_result, path: str, *, advice: str) -> None:
     """Raise :class:`UntrustedError` if users other than this one and root can write a file."""
-    if status.st_uid not in {os.geteuid(), 0}:
+    if _is_foreign(status):
         kind = "folder" if stat.S_ISDIR(status.st_mode) else "file"
         text = f"a {kind} of user {status.st_uid} at {path}"
     elif status.st_mode & _OTHERS_MAY_WRITE:
@@ -66,3 +73,8 @@ def require_own(status: os.stat_result, path: str, *, advice: str) -> None:
     else:
         return
     raise UntrustedError(text, path, advice)
+
+
+def _is_foreign(status: os.stat_result) -> bool:
+    """Whether a file belongs to a user other than this one and root."""
+    return status.st_uid not in {os.geteuid(), 0}

@@ -102,6 +102,11 @@ def wanted_toolchain(policy: str) -> str:
         return f"nvrtc-{_bindings_major()}"
 
 
+def is_installed(policy: str) -> bool:
+    """Whether the installed NVRTC, which there is, compiles what the policy wants."""
+    return policy in TOOLCHAIN_POLICIES or policy == str(find_nvrtc())
+
+
 def options_for(arch: Arch, toolchain: str, *, line_info: bool = False) -> tuple[str, ...]:
     """Return the compiler options for a target, in order."""
     is_old = _release_of(toolchain) < (12, 9)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from mlagen.cache.files import make_folder
-from mlagen.cache.trust import require_own
+from mlagen.cache.trust import remedy_for, require_own
 
 _ADVICE = "choose another MLAGEN_DUMP, or set MLAGEN_TRUST_SHARED=1"
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -63,7 +63,9 @@ class DumpFolder:
         descriptor = os.open(path, flags)
         try:
             if not self._is_shared:
-                require_own(os.fstat(descriptor), str(path), advice=f"chmod go-w {path}, {_ADVICE}")
+                status = os.fstat(descriptor)
+                advice = f"{remedy_for(status, path)}, {_ADVICE}"
+                require_own(status, str(path), advice=advice)
             yield descriptor
         finally:
             os.close(descriptor)

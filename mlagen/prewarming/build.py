@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -15,15 +16,22 @@ from mlagen.prewarming.report import PrewarmUnit, RawEvent, unit_of
 from mlagen.settings import current_settings
 from mlagen.spec.kernel import KernelSpec
 
+_logger = logging.getLogger("mlagen")
+
 
 def look_up_all(
     specs: Sequence[KernelSpec], *, is_dry: bool
 ) -> Generator[tuple[str, KernelSpec, PrewarmUnit], None, None]:
-    """Yield a hit or missing unit for each kernel; if ``is_dry``, change nothing."""
+    """Yield a hit or missing unit for each kernel; if ``is_dry``, change nothing but warn too."""
+    problems: dict[str, None] = {}
     for spec in specs:
         start = time.perf_counter()
         key = key_of(spec)
-        entry = kernel_store().look_up(key, is_dry=is_dry).entry
+        found = kernel_store().look_up(key, is_dry=is_dry)
+        entry = found.entry
+        if is_dry and found.problem and found.problem not in problems:
+            problems[found.problem] = None
+            _logger.warning("cache: %s, so missing: %s: %s", found.reason, spec, found.problem)
         status = "hit" if entry else "missing"
         yield "finished", spec, unit_of(spec, key, status, start, entry=entry)
 

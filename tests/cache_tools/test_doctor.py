@@ -87,6 +87,15 @@ def test_a_cache_is_measured(is_layer: bool, cached: Cached, monkeypatch: Patch)
     assert found["problems"] == []
 
 
+def test_a_toolchain_that_is_not_installed_is_named(setting: Setting) -> None:
+    """It is no problem, as its cached kernels are used."""
+    setting("MLAGEN_TOOLCHAIN", "nvrtc-12.8.93")
+    result = run("doctor")
+    assert result.exit_code == 0
+    end = "; no NVRTC for MLAGEN_TOOLCHAIN=nvrtc-12.8.93, so missing kernels are not compiled\n"
+    assert result.stdout.endswith(end)
+
+
 FACTS = {"sm_count": 132, "memory_bytes": 150_121_000_000}
 GPUS = [
     DeviceFacts(index=0, name="NVIDIA H200", major=9, minor=0, **FACTS),

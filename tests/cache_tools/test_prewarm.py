@@ -13,10 +13,11 @@ from cache_tools.output import progress
 from mlagen import engine, prewarming
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.prewarming import PrewarmReport, isolation
-from tests.fixture_types import Patch
+from tests.faults.steps import warnings_in
+from tests.fixture_types import Log, Patch
 from tests.kernels import COMBINE
 
-from .conftest import Cached, raising, run
+from .conftest import Cached, Setting, raising, run
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 OPTIONS = "--arch sm_80 --family combine --dtype bf16 --kv-lora-rank 256,512"
@@ -77,6 +78,30 @@ def test_a_dry_run_lists_missing_kernels(cached: Cached) -> None:
     assert last == "exit code 1: 2 kernels missing"
     assert found.exit_code == 0
     assert found.stdout.splitlines()[-1].startswith("2 kernels: 2 hit, 0 missing, in ")
+
+
+@pytest.mark.parametrize("variable", ["MLAGEN_JIT=off", "MLAGEN_TOOLCHAIN=nvrtc-12.8.93"])
+def test_what_may_not_be_compiled_has_no_estimate(variable: str, setting: Setting) -> None:
+    """Each missing kernel fails with the variable's name."""
+    setting(*variable.split("="))
+    first, *lines = run(*SMALL).stderr.splitlines()
+    assert first == "2 kernels missing, 0 cached"
+    assert [line.split()[0] for line in lines] == ["failed", "failed"]
+    assert all(variable.partition("=")[0] in line for line in lines)
+
+
+def test_a_dry_run_says_why_cached_kernels_are_missing(cached: Cached, caplog: Log) -> None:
+    """An untrusted cache is named once, and a damaged kernel with its damage."""
+    (cached.folders[0] / "kernel.cubin").write_bytes(b"cut off")
+    run(*SMALL, "--dry-run")
+    (damaged,) = warnings_in(caplog)
+    assert damaged.startswith("cache: damaged, so missing: combine(")
+    cached.root.chmod(0o777)
+    caplog.clear()
+    run(*SMALL, "--dry-run")
+    (unreadable,) = warnings_in(caplog)
+    assert unreadable.startswith("cache: unreadable, so missing: combine(")
+    assert f"(chmod -R go-w {cached.root}, " in unreadable
 
 
 @pytest.mark.parametrize("is_file", [False, True], ids=["option", "file"])

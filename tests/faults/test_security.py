@@ -96,7 +96,8 @@ def test_a_folder_that_others_may_write_is_rejected(
     root = tmp_path / "cache"
     # For another user, the root is the first untrusted folder.
     assert f" at {spoiled if is_own else root} (" in warning
-    advice = f"chmod -R go-w {root}, choose another folder, or set MLAGEN_TRUST_SHARED=1"
+    command = f"sudo chown -R {os.geteuid()}" if "user" in word else "chmod -R go-w"
+    advice = f"{command} {root}, choose another folder, or set MLAGEN_TRUST_SHARED=1"
     assert f"({advice}), storing kernels in memory: {root}" in warning
 
 
