@@ -142,11 +142,12 @@ def decode_cp(
     ArgumentError
         If an argument breaks a rule. What the sizes of messages follow from is rejected before an
         exchange: ``query``, ``kv_lora_rank``, ``qk_rope_head_dim``, ``query_has_all_heads`` and
-        ``group``. Of any other error of a rank the messages tell the others, so that the next calls
+        ``group``; the other ranks wait until this one calls again, or for the timeout of the group.
+        Of any other error of a rank the messages tell the others, so that the next calls
         pair: they raise on the CPU and with ``MLAGEN_CHECK=1``, and otherwise return NaN.
     """
     require_eager_memory(query=query)
-    require_dims(require_tensor(query, "query"), "query", (4,) if cum_seq_lens_q is None else (3,))
+    require_dims(require_tensor(query, "query"), "query", (3, 4))
     kv_lora_rank = require_whole_number(kv_lora_rank, "kv_lora_rank")
     is_whole = require_flag(query_has_all_heads, "query_has_all_heads")
     is_group = group is None or isinstance(group, dist.ProcessGroup)
@@ -167,6 +168,7 @@ def decode_cp(
             query = exchange.gather(query, group)
         try:
             return_lse = require_flag(return_lse, "return_lse")
+            require_dims(query, "query", (4,) if cum_seq_lens_q is None else (3,))
             if sinks is not None:
                 sinks = _sinks_of_all(sinks, heads, world, rank)
             out, lse = trtllm_batch_decode_with_kv_cache_mla(

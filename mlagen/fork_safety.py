@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import _bootstrap
+from importlib.machinery import EXTENSION_SUFFIXES
 
 # A fork proceeds after this: a child that may hang is better than a parent that hangs.
 _MAX_FORK_WAIT_S = 10.0
@@ -28,8 +29,8 @@ _MAX_FORK_WAIT_S = 10.0
 # The process exits after this; the work that it waits for takes a few seconds.
 _MAX_EXIT_WAIT_S = 30.0
 
-# What a child imports again. Other packages may have libraries that cannot be initialized twice.
-_REIMPORTED = sys.stdlib_module_names | {"filelock", "jinja2", "markupsafe", "mlagen"}
+# Packages whose extension modules a child can initialize again.
+_REINITIALIZED = sys.stdlib_module_names | {"markupsafe"}
 
 _fork_lock = threading.RLock()
 _forking = threading.local()
@@ -93,16 +94,48 @@ def _drop_half_imported() -> None:
 
     This child imports it again, or fails to: initializing libraries such as torch's twice crashes.
     """
+    halted = set()
     locks = getattr(_bootstrap, "_module_locks", {})  # private: weak references by module name
     for name, reference in tuple(locks.items()):
         lock = reference()
         if getattr(lock, "owner", None) not in {None, threading.get_ident()}:
             del locks[name]
+            if _has_extension(name.partition(".")[0]):
+                halted.add(name)
             for module in tuple(sys.modules):
                 if f"{module}.".startswith(f"{name}."):
                     del sys.modules[module]
-            if name.partition(".")[0] not in _REIMPORTED:
-                sys.modules[name] = None  # type: ignore[assignment]  # an ImportError
+    if halted:
+        sys.meta_path.insert(0, _Halted(halted))
+
+
+def _has_extension(package: str) -> bool:
+    """Whether a package has loaded an extension module, which may initialize a library."""
+    files = (
+        getattr(module, "__file__", None) or ""
+        for name, module in tuple(sys.modules.items())
+        if name.partition(".")[0] == package
+    )
+    return package not in _REINITIALIZED and any(
+        file.endswith(tuple(EXTENSION_SUFFIXES)) for file in files
+    )
+
+
+class _Halted:
+    """The finder of modules that a child cannot import."""
+
+    def __init__(self, names: set[str]) -> None:
+        self._names = names
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Raise ImportError for such a module."""
+        del path, target
+        if name in self._names:
+            raise ImportError(
+                f"{name}: another thread was importing it when this process was forked; import it "
+                "before forks",
+                name=name,
+            )
 
 
 atexit.register(_before_exit)

@@ -74,6 +74,7 @@ _ERROR_OF_ANOTHER = "group: expected results of every rank, got an error on rank
 WRONG: dict[str, dict[str, Any]] = {
     "kv_cache.dtype": {"kv_cache": torch.zeros(3, 64, 576)},
     "seq_lens": {"seq_lens": [1, 2]},
+    "query.ndim": {"cum_seq_lens_q": torch.tensor([0, 1, 2], dtype=torch.int32)},
     "sinks.shape": {"sinks": torch.zeros(99)},
     "max_seq_len": {"max_seq_len": -1},
     "return_lse": {"return_lse": "no"},

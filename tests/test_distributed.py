@@ -136,7 +136,7 @@ def test_a_graph_has_memory_of_its_own(
         ("return_lse", "no", ": expected a bool, got 'no'"),
         ("group", 5, ": expected a torch.distributed.ProcessGroup, got int"),
         ("kv_lora_rank", 1.5, ": expected an int, 0 or more, got 1.5"),
-        ("query", torch.zeros(2, 576), ".ndim: expected 4, got 2"),
+        ("query", torch.zeros(2, 576), ".ndim: expected 3 or 4, got 2"),
         ("query", torch.zeros(2, 1, 2, 576), ".dtype: expected torch.bfloat16 or ..."),
         (
             *("query", torch.zeros(2, 1, 2, 512, dtype=torch.bfloat16)),

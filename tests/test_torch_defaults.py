@@ -23,7 +23,7 @@ from tests.problems.entry_points import ENTRY_POINTS
 from tests.programs import run_program
 
 FACTORIES = {factory.__name__ for factory in _device_constructors()} | {"Tensor"}
-DEFAULTS = [torch.bfloat16, torch.float16, torch.float64, "meta", "cuda"]
+DEFAULTS = [torch.bfloat16, torch.float16, torch.float64, "meta", "cuda", "autocast"]
 MAKES_TENSORS = {"paged_flare", "masks"}  # their calls, not only their arguments
 
 
@@ -92,10 +92,11 @@ def default(given: torch.dtype | str) -> Iterator[None]:
     before = torch.get_default_dtype()
     if isinstance(given, torch.dtype):
         torch.set_default_dtype(given)
-    else:
+    elif given != "autocast":
         torch.set_default_device(given)
     try:
-        yield
+        with torch.autocast("cpu", torch.bfloat16, enabled=given == "autocast"):
+            yield
     finally:
         torch.set_default_dtype(before)
         torch.set_default_device(None)
@@ -106,7 +107,7 @@ def default(given: torch.dtype | str) -> Iterator[None]:
 def test_calls_have_the_same_bits(
     given: torch.dtype | str, checks: str, monkeypatch: Patch
 ) -> None:
-    """With any default dtype or device, checks of contents or none, and of the same dtypes."""
+    """With any default dtype or device, autocast, checks of contents or none; and the dtypes."""
     monkeypatch.setenv("MLAGEN_CHECK", checks)
     for name, call in calls().items():
         expected = results_of(call)

@@ -144,6 +144,8 @@ def _data_types(
     ArgumentError
         If one is unknown.
     """
+    if data_type is not None:
+        data_type = _dtype_of(data_type, "data_type", _KV_DTYPES)
     query = _dtype_of(data_type if q_data_type is None else q_data_type, "q_data_type", _Q_DTYPES)
     kv = data_type if kv_data_type is None else kv_data_type
     cached = query if kv is None else _dtype_of(kv, "kv_data_type", _KV_DTYPES)

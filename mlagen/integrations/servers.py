@@ -31,32 +31,33 @@ def registration(server: str, expected: str) -> Iterator[ExitStack]:
     expected : str
         What the body needs of the server, for the warning.
     """
-    with ExitStack() as undo:
-        version = version_of(server)
-        try:
-            yield undo
-        except Exception as error:  # noqa: BLE001 - of a server that is not known
-            _logger.warning(
-                "%s %s: expected %s, got %s: %s; no backend of mlagen is registered, which is "
-                "tested with %s %s",
-                *(server, version, expected, type(error).__name__, _line_of(error)),
-                *(server, TESTED[server]),
-            )
-            return
-        undo.pop_all()
-        if not is_tested(server, version):
-            _logger.warning(
-                "%s: expected a version %s, which the backends of mlagen are tested with, got %s",
-                *(server, TESTED[server], version),
-            )
+    undo, version = ExitStack(), version_of(server)
+    try:
+        yield undo
+    except Exception as error:  # noqa: BLE001 - of a server that is not known
+        with suppress(Exception):  # all steps are undone, whichever of them fails
+            undo.close()
+        _logger.warning(
+            "%s %s: expected %s, got %s: %s; no backend of mlagen is registered, which is "
+            "tested with %s %s",
+            *(server, version, expected, type(error).__name__, _line_of(error)),
+            *(server, TESTED[server]),
+        )
+        return
+    if not is_tested(server, version):
+        _logger.warning(
+            "%s: expected a version %s, which the backends of mlagen are tested with, got %s",
+            *(server, TESTED[server], version),
+        )
 
 
 def version_of(server: str) -> str:
     """Return the version of an imported or installed server; ``unknown`` without one."""
-    version = getattr(sys.modules.get(server), "__version__", None)
-    with suppress(metadata.PackageNotFoundError):
-        version = version or metadata.version(server)
-    return str(version or "unknown")
+    with suppress(Exception):  # of a module that is not known, or without a distribution
+        return str(
+            getattr(sys.modules.get(server), "__version__", None) or metadata.version(server)
+        )
+    return "unknown"
 
 
 def is_tested(server: str, version: str) -> bool:

@@ -102,3 +102,15 @@ def test_the_version_is_that_of_the_imported_server(monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(metadata, "version", missing)
     assert version_of("vllm") == "unknown"
+
+
+def test_a_server_without_a_readable_version_is_tried(monkeypatch: Patch) -> None:
+    """A module that raises something else for a missing name ends no registration."""
+    module = ModuleType("vllm")
+
+    def fail(name: str) -> None:
+        raise RuntimeError(name)
+
+    vars(module)["__getattr__"] = fail
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    assert version_of("vllm") == "unknown"

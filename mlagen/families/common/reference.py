@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,11 +15,19 @@ _LATENT_BYTES = 512
 _SCALES_BYTES = 16
 _SCALE_ELEMENTS = 128
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 _TORCH_DTYPES = {
     DType.BF16: torch.bfloat16,
     DType.FP16: torch.float16,
     DType.E4M3: torch.float8_e4m3fn,
 }
+
+
+def without_autocast(function: Function) -> Function:
+    """Return a function whose GEMMs keep the dtype of their operands, under autocast too."""
+    kept: Function = torch.autocast("cpu", enabled=False)(function)
+    return kept
 
 
 def query_offsets(cu_seqlens_q: torch.Tensor | None, batch: int, q_len: int) -> list[int]:

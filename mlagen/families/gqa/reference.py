@@ -10,7 +10,11 @@ from itertools import pairwise
 
 import torch
 
-from mlagen.families.common.reference import query_offsets, softmax_with_sinks
+from mlagen.families.common.reference import (
+    query_offsets,
+    softmax_with_sinks,
+    without_autocast,
+)
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.problem import GqaProblem
 from mlagen.families.gqa.validate_kv import NVFP4_BLOCK, paged_caches, paged_scales
@@ -23,6 +27,7 @@ _E2M1 = torch.cat([_MAGNITUDES, -_MAGNITUDES])
 _E4M3_MAX = 448.0
 
 
+@without_autocast
 def decode_gqa(args: GqaArgs, problem: GqaProblem) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output ``[tokens, heads, head_dim]``, and the LSE ``[tokens, heads]``."""
     query = args.query.reshape(problem.tokens, *args.query.shape[-2:]).float()

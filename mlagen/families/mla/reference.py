@@ -17,6 +17,7 @@ from mlagen.families.common.reference import (
     scaled_groups,
     softmax_with_sinks,
     stored_rows,
+    without_autocast,
 )
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.problem import MlaProblem
@@ -24,6 +25,7 @@ from mlagen.families.mla.validate_kv import pages_of
 from mlagen.spec.dtype import DType
 
 
+@without_autocast
 def decode_mla(args: MlaArgs, problem: MlaProblem) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output ``[tokens, heads, kv_lora_rank]`` and the LSE ``[tokens, heads]``."""
     query = _decoded_query(args, problem)

@@ -88,15 +88,20 @@ def warn_of_deepseek_v4(server_args: Any, hf_config: Any) -> dict[str, Any]:
     return {}
 
 
-def _checked(attention_backends_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _checked(attention_backends_of: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of SGLang with names that its lists of backends for a model have.
 
     gpt-oss and Gemma 4 accept the backends of a list.
     """
+    if not callable(attention_backends_of):
+        raise TypeError("attention_backends_of is not callable")
 
     @wraps(attention_backends_of)
-    def checked(cfg: Any) -> tuple[Any, ...]:
-        return tuple(_CHECKED_AS.get(name, name) for name in attention_backends_of(cfg))
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        names = attention_backends_of(*args, **kwargs)
+        if not isinstance(names, tuple):
+            return names
+        return tuple(_CHECKED_AS.get(name, name) for name in names)
 
     return checked
 

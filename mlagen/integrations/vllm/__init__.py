@@ -35,6 +35,8 @@ def register() -> None:
         for name, path in new.items():
             undo.callback(_withdraw, Registry, name)
             Registry.register(name, path)
+        if missing := [name for name in new if name not in Registry.__members__]:
+            raise LookupError(f"a registry without {', '.join(missing)}")
         with suppress(Exception):  # a missing warning is no reason to serve no model
             from mlagen.integrations.vllm.unserved import warn_of_deepseek_v4
 

@@ -120,7 +120,7 @@ def test_every_request_has_pages_of_its_own() -> None:
 
 
 def test_scales_are_those_of_models_and_tables_cover_a_multiple_of_128_tokens() -> None:
-    """Before weight absorption DeepSeek-V3 has 192 dims, GLM-5.3-Flash 256; XQA requires such tables."""
+    """Before absorption DeepSeek-V3 has 192 dims, GLM-5.3-Flash 256; XQA requires such tables."""
     assert inputs_of("mla", 1).scale == 192**-0.5
     assert inputs_of("mla", 1, qk_rope_head_dim=0).scale == 1 / 16
     assert inputs_of("gqa", 1, head_dim=64).scale == 1 / 8

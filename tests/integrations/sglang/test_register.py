@@ -158,6 +158,7 @@ def test_another_signature_is_a_warning(
         (CHOICES, "add_attention_backend_choices", lambda *_: None),
         (REGISTRY, "register_attention_backend", lambda _: lambda _: None),
     ],
+    ids=["choices", "registry"],
 )
 def test_a_registry_that_keeps_no_name_is_a_warning(
     sglang: Import,
@@ -175,6 +176,41 @@ def test_a_registry_that_keeps_no_name_is_a_warning(
         with caplog.at_level(logging.WARNING, logger="mlagen"):
             register()
     assert_unchanged(sglang, before, caplog, "lists without mlagen_mha, mlagen_mla, mlagen_dsa")
+
+
+@pytest.mark.parametrize(
+    ("module", "others"),
+    [
+        (CHECKS, {"attention_backends_of": None}),
+        (REGISTRY, {"ATTENTION_BACKENDS": [], "register_attention_backend": lambda _: id}),
+    ],
+    ids=["no function", "a list of backends"],
+)
+def test_a_name_for_something_else_is_a_warning(
+    sglang: Import,
+    register: Callable[[], None],
+    caplog: Log,
+    monkeypatch: Patch,
+    module: str,
+    others: dict[str, Any],
+) -> None:
+    """An undo that fails ends no server, and the others are done."""
+    before = lists_of(sglang)
+    with monkeypatch.context() as patch:
+        for name, other in others.items():
+            patch.setattr(sys.modules[module], name, other)
+        with caplog.at_level(logging.WARNING, logger="mlagen"):
+            register()
+    assert_unchanged(sglang, before, caplog, "Error: ")
+
+
+def test_a_later_check_of_backends_is_passed_on(
+    sglang: Import, register: Callable[[], None], monkeypatch: Patch
+) -> None:
+    """Its arguments and results may be others."""
+    monkeypatch.setattr(sglang(CHECKS), "attention_backends_of", lambda cfg, *, kind: {cfg: kind})
+    register()
+    assert sglang(CHECKS).attention_backends_of("cfg", kind=1) == {"cfg": 1}
 
 
 @pytest.mark.parametrize("kind", [tuple, set, frozenset])

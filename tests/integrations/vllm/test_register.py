@@ -56,6 +56,11 @@ def takes_a_class(cls: Any, value: type) -> None:
     cls.add(value.__name__, value)
 
 
+def keeps_nothing(_cls: Any, _name: str, _value: str) -> Callable[[Any], Any]:
+    """Return a decorator, as of a version whose names are given to classes."""
+    return lambda decorated: decorated
+
+
 OTHER_VERSIONS: dict[str, tuple[Callable[[], Any] | None, str]] = {
     "no module": (None, "ModuleNotFoundError: "),
     "no registry": (lambda: None, "ImportError: cannot import name 'AttentionBackendEnum'"),
@@ -65,6 +70,10 @@ OTHER_VERSIONS: dict[str, tuple[Callable[[], Any] | None, str]] = {
     "a failure at the last name": (
         lambda: registry_of(fails_late),
         "ValueError: Invalid or reserved backend name: MLAGEN_GQA",
+    ),
+    "a registry that keeps nothing": (
+        lambda: registry_of(keeps_nothing),
+        "LookupError: a registry without MLAGEN_MLA, MLAGEN_MLA_SPARSE, MLAGEN_GQA",
     ),
     "no enum": (dict, "AttributeError: "),
 }
