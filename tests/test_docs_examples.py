@@ -159,10 +159,11 @@ def _cache_of(container: dict[str, Any], known: set[str], volumes: set[str]) -> 
     """Return the folder that a container of a manifest names as its cache or its layer."""
     variables = {variable["name"]: variable["value"] for variable in container["env"]}
     mounts = {mount["mountPath"]: mount["name"] for mount in container.get("volumeMounts", ())}
-    assert variables.keys() <= known
+    assert {name for name in variables if name.startswith("MLAGEN_")} <= known
     assert set(mounts.values()) <= volumes
     (cache,) = (variables[name] for name in _CACHES if name in variables)
-    assert not mounts or any(cache.startswith(f"{path}/") for path in mounts)
+    is_below = any(cache.startswith(f"{path}/") for path in mounts if mounts[path] == "kernels")
+    assert is_below == ("kernels" in volumes)  # else the image has it
     return str(cache)
 
 
