@@ -171,7 +171,7 @@ def trtllm_batch_decode_with_kv_cache(
     request_order_plan : object
         Ignored, like ``request_order``.
     sparse_top_k : int
-        0: lists of tokens of a single KV head are not implemented.
+        0: top-k indices of a single KV head are not implemented.
     length_aware_schedule : bool
         Ignored: every schedule follows ``seq_lens``.
 

@@ -75,7 +75,7 @@ def is_deepseek_v4(architecture: str) -> bool:
 
 
 def warn_of_deepseek_v4(server_args: Any, hf_config: Any) -> dict[str, Any]:
-    """Warn where an option names a backend of mlagen, which SGLang overrides without a word."""
+    """Warn where an option names a backend of mlagen, which SGLang overrides silently."""
     del hf_config
     for option in _OPTIONS:
         name = getattr(server_args, option, None)

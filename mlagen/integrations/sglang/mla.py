@@ -93,9 +93,9 @@ class MlagenMLABackend(TRTLLMMLABackend):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend to the cached tokens, those of this rank under decode context parallel (DCP).
 
-        One query token of a DCP rank sees all tokens of the rank. Several see those before them,
-        by the lengths on all ranks in ``causal_seqs``. The LSE is a base-2 logarithm, which SGLang
-        takes for a backend of a name that it does not know.
+        One query token of a DCP rank attends to all tokens of the rank, several to those before
+        them, by the lengths on all ranks in ``causal_seqs``. The LSE is a base-2 logarithm, which
+        SGLang takes for a backend of a name that it does not know.
         """
         dcp: dict[str, Any] = {}
         if cp_world > 1 and causal_seqs is not None:

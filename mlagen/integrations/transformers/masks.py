@@ -29,7 +29,7 @@ class _Padding(NamedTuple):
 
 
 class TopK(NamedTuple):
-    """Where an indexer's tokens are, and how many of them a sequence sees."""
+    """Where an indexer's tokens are, and how many of them a sequence attends to."""
 
     rows: torch.Tensor  # int32 [batch, 1, 1]: the first token of a sequence, of those of a cache
     bounds: torch.Tensor  # int32 [batch, 1, 1, 2]: masked tokens come last

@@ -126,8 +126,8 @@ def _block_tables(
     """Return the page ids of each row, a KV head of a sequence.
 
     Pages that overlap begin at any token. All of them must lie in the cache, although the last page
-    of a sequence is not full. One query token sees its tokens in any order, so that page has the
-    first tokens of the sequence, and the full pages before it have the others.
+    of a sequence is not full. One query token attends to its tokens in any order, so that page has
+    the first tokens of the sequence, and the full pages before it have the others.
     """
     batch, columns, device = bounds.shape[0], bounds.shape[-1], bounds.device
     rows = torch.arange(0, batch * heads * tokens, tokens, dtype=torch.int32, device=device)

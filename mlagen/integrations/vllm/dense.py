@@ -183,7 +183,7 @@ class MlagenMLAImpl(DecodeImpl, MLACommonImpl[MLACommonMetadata]):
         )
 
     def _dcp_keywords(self, meta: MlagenDecodeMetadata) -> dict[str, Any]:
-        # One query token sees all tokens of its rank; several need the causal mask of all ranks.
+        # One query token attends to all tokens of its rank; several need the causal mask of all.
         if self.dcp_world_size == 1:
             return {}
         return {

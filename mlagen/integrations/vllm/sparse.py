@@ -109,7 +109,7 @@ class MlagenSparseMLAMetadataBuilder(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # The indices of a query token say all that it sees, on a DCP rank too.
+        # The indices of a query token name all that it attends to, on a DCP rank too.
         self._init_reorder_batch_threshold(
             1, supports_spec_as_decode=True, supports_dcp_with_varlen=True
         )
