@@ -123,7 +123,7 @@ _ALL = "all"  # --compare without a value
     "--from-json",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Show earlier results, of --suite, --filter and --mode if given; needs no GPU.",
+    help="Show earlier results, of the chosen cases and --mode if given; needs no GPU.",
 )
 @click.option(
     "--plot",
