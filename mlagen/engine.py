@@ -149,8 +149,7 @@ def _count(found: LookUp, store: KernelStore) -> None:
 def _compiler_of(spec: KernelSpec, key: CacheKey, reason: str, created_by: str) -> Nvrtc:
     """Return the compiler for a missing kernel, if this process may compile it."""
     mode = jit_mode()
-    command = f"mlagen prewarm --kernel '{spec}'"
-    advice = f"run: MLAGEN_JIT=on {command}" if mode == "off" else f"run: {command}"
+    advice = prewarm_advice(spec)
     if mode == "off" or (mode == "error" and created_by == "jit"):
         count("rejections")
         raise MissError(
@@ -172,6 +171,12 @@ def _compiler_of(spec: KernelSpec, key: CacheKey, reason: str, created_by: str) 
             f"but {nvrtc} is installed; where that one is, {advice}"
         )
     return nvrtc
+
+
+def prewarm_advice(spec: KernelSpec) -> str:
+    """Return the advice to compile a missing kernel."""
+    setting = "MLAGEN_JIT=on " if jit_mode() == "off" else ""
+    return f"run: {setting}mlagen prewarm --kernel '{spec}'"
 
 
 def build_spec(spec: KernelSpec, nvrtc: Nvrtc) -> Build:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,8 @@ def read_document(argument: str, path: Path) -> dict[str, Any]:
         If the file is no such document; the message has the place in it.
     """
     if not is_regular(path):
-        raise ArgumentError(f"{argument}: expected a file of mlagen bench --json, got {path}")
+        got = path if os.path.lexists(path) else f"none: {path}"
+        raise ArgumentError(f"{argument}: expected a file of mlagen bench --json, got {got}")
     try:
         document = json.loads(read_named(path))
     except (OSError, ValueError, RecursionError):

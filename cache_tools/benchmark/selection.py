@@ -81,7 +81,10 @@ def select_cases(
     except re.error as error:
         raise ArgumentError(f"filter: expected a regular expression, got {pattern}") from error
     if not chosen:
-        raise ArgumentError(f"filter: expected a part of a case's name, got {pattern}")
+        raise ArgumentError(
+            f"filter: expected a regular expression that matches a name such as "
+            f"'{cases[0].label}', got {pattern}"
+        )
     return chosen
 
 

@@ -125,8 +125,18 @@ def _print_search(answer: _Answer) -> None:
     problem = f": {answer.problem}" if answer.problem else ""
     click.echo(f"not found: {answer.reason}{problem}")
     click.echo(f"{kernel}, key {key.digest[:SHORT_KEY]}, by {key.toolchain}")
-    _print_nearest(answer, "wanted")
-    click.echo(f"run: mlagen prewarm --kernel '{kernel}'")
+    command = f"run: mlagen prewarm --kernel '{kernel}'"
+    if answer.problem is None:
+        _print_nearest(answer, "wanted")
+    elif answer.reason == "damaged":
+        stored = answer.nearest[0] if answer.nearest and not answer.nearest[1] else None
+        if stored is not None:
+            click.echo(f"damaged: {stored.path}")
+        if stored is not None and stored.is_read_only:
+            command = "build this layer again: prewarm writes into the cache folder only"
+    else:
+        command = "mend this folder: prewarm does not"
+    click.echo(command)
 
 
 def _print_origin(answer: _Answer) -> None:

@@ -8,6 +8,7 @@ import click
 
 from ..output.report import count_text, json_option, print_facts, print_json
 from ..output.schemas import DOCUMENT, Field, Schema
+from ..tools.completion import completer, model_names
 
 if TYPE_CHECKING:
     from mlagen.models.names import KnownModel
@@ -16,7 +17,7 @@ MODELS: Schema = {
     DOCUMENT: {"models": Field("list of `model`", "in the order of the table")},
     "`model`": {
         "name": Field("text", "the name that `--model` takes"),
-        "owner": Field("text", "its owner on the Hub"),
+        "owner": Field("text", "its owner on the Hub; empty for a path"),
         "aliases": Field("list of text", "models with the same attention"),
         "attention": Field("text or null", "heads and dims on one GPU; null if `reason` is set"),
         "page_sizes": Field("list of integer", "those that servers use by default"),
@@ -27,22 +28,34 @@ MODELS: Schema = {
 
 
 @click.command()
+@click.argument("names", nargs=-1, metavar="[NAME|PATH]...", shell_complete=completer(model_names))
 @json_option
-def models(*, as_json: bool) -> None:
-    """List the models that prewarm --model knows by name.
+def models(*, names: tuple[str, ...], as_json: bool) -> None:
+    """List the models that prewarm --model knows by name, or describe the given ones.
 
     With heads, dims and pages on one GPU, or why no kernel serves the model. Any other model is
     read from its config.json.
     """
     from mlagen.models.names import known_models
 
-    found = [_document(known) for known in known_models().values()]
+    chosen = map(_known, names) if names else known_models().values()
+    found = [_document(known) for known in chosen]
     if as_json:
         print_json({"models": found})
     else:
         print_facts({document["name"]: _text(document) for document in found})
     served = sum(document["reason"] is None for document in found)
     click.echo(f"{count_text(len(found), 'model')}, {served} with kernels", err=as_json)
+
+
+def _known(name: str) -> KnownModel:
+    """Return the known model of a name, or one with the name of a configuration that is read."""
+    from mlagen.models.config import find_model
+    from mlagen.models.names import KnownModel, known_model
+
+    if known := known_model(name):
+        return known
+    return KnownModel(find_model(name).name, "", (), {})
 
 
 def _document(known: KnownModel) -> dict[str, Any]:

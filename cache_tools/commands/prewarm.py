@@ -122,7 +122,9 @@ def prewarm(
         raise failure
     missing = sum(unit.status == "missing" for unit in report.units)
     if missing and not quiet:  # in a dry run
-        click.echo(f"exit code {status}: {count_text(missing, 'kernel')} missing", err=as_json)
+        kernels = count_text(missing, "kernel")
+        advice = "without --dry-run, prewarm compiles them"
+        click.echo(f"exit code {status}: {kernels} missing; {advice}", err=as_json)
     ctx.exit(status)
 
 

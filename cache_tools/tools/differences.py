@@ -76,7 +76,8 @@ def print_differences(found: list[Difference], one: str, other: str) -> None:
             for label, mine, theirs in found
         ]
     )
-    if any(label == "templates" for label, _, _ in found):
+    labels = {label for label, _, _ in found}
+    if "templates" in labels and "family" not in labels:
         click.echo("templates: the kernel sources differ, as between two versions of mlagen")
 
 

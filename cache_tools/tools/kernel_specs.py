@@ -48,8 +48,9 @@ def spec_named(text: str, arch: Arch | None = None) -> KernelSpec:
 
 def _filled(family: str, given: dict[str, str], arch: Arch | None) -> KernelSpec:
     """Return the kernel with the given values, and default values otherwise."""
+    from mlagen.errors import ArgumentError
     from mlagen.spec.arch import parse_arch
-    from mlagen.spec.text import key_field_names, parse_spec
+    from mlagen.spec.text import key_field_names, parse_spec, specs_like
 
     if given.keys() == set(key_field_names(family)):
         spec = parse_spec(_text(family, given))
@@ -60,7 +61,15 @@ def _filled(family: str, given: dict[str, str], arch: Arch | None) -> KernelSpec
     given = {**given, "arch": str(known[0].arch)}
     fields = _nearest(known, given).key_fields() | given
     # Beyond the kernels of prewarming there are others: with another page size, for one.
-    return parse_spec(_text(family, fields))
+    text = _text(family, fields)
+    try:
+        return parse_spec(text)
+    except ArgumentError:
+        # The nearest kernel may have the tile of another head dim.
+        of_calls = [spec for spec in specs_like(text) if given.items() <= spec.key_fields().items()]
+        if not of_calls:
+            raise
+        return _nearest(of_calls, given)
 
 
 def _others_with(family: str, given: Mapping[str, str], arch: Arch | None) -> list[str]:

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from mlagen.engine import kernel_for
+from mlagen.engine import kernel_for, prewarm_advice
 from mlagen.errors import UnsupportedError
 from mlagen.jit import freeze
 from mlagen.models.pages import dcp_masks
@@ -118,7 +118,8 @@ def warm_up(
             kernel_for(spec, device)
             loaded += 1
         else:
-            _logger.warning("warm-up: %s: %s", spec, unit.error or "not in the cache")
+            problem = unit.error or f"not in the cache; {prewarm_advice(spec)}"
+            _logger.warning("warm-up: %s: %s", spec, problem)
     if mode == "freeze":
         freeze()
     log(_line(loaded, list(units.values()), time.perf_counter() - start, mode))

@@ -88,6 +88,10 @@ def find_model(name: str) -> MlaModel | GqaModel:
             return _model_of(name, dict(known.config))
         return read_model(name, read_named(path))
     except FileNotFoundError as error:
+        if "/" in name and not is_hub_id(name):
+            raise ArgumentError(
+                f"model: expected a {_CONFIG} or its folder, got none: {path}"
+            ) from error
         raise ArgumentError(
             f"model: expected the path of a {_CONFIG} or of its folder, or a name that "
             f"`mlagen models` lists, got {name!r}{_remedy(name)}"

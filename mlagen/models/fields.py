@@ -12,6 +12,7 @@ from mlagen.spec.dtype import DType
 
 _DTYPES = {"bfloat16": DType.BF16, "float16": DType.FP16}
 _MAX_SHOWN = 60
+_OF_SERVERS = "; servers decode it with a backend of their own: leave out --attention-backend"
 # Tables of a configuration that are not about text layers.
 _OTHER_PARTS = re.compile(
     r"(?<!attn)(?<!attention)_config$|^rope|^id2label$|^label2id$|^auto_map$"
@@ -98,6 +99,10 @@ class Fields:
                     raise self.rejection(label, " or ".join(_DTYPES), value)
                 return known
         return DType.BF16
+
+    def unserved(self, label: str, rule: str, value: object) -> ArgumentError:
+        """Return the error for a field of attention that no kernel has."""
+        return ArgumentError(f"{self.rejection(label, rule, value)}{_OF_SERVERS}")
 
     def rejection(self, label: str, rule: str, value: object) -> ArgumentError:
         """Return the error for a field that breaks its rule."""

@@ -62,7 +62,7 @@ def reject_other_values(fields: Fields, head_dim: int | None = None) -> None:
         wanted = fields.value("swa_head_dim") or head_dim if label.startswith("swa") else head_dim
         value = fields.value(label)
         if value and value != wanted:
-            raise fields.rejection(label, f"head_dim {wanted}", value)
+            raise fields.unserved(label, f"head_dim {wanted}", value)
 
 
 def _base_heads(fields: Fields) -> list[GqaHeads]:

@@ -51,7 +51,7 @@ _UNSERVED = (
     (re.compile(r"^type_vocab_size$"), "a decoder, not an encoder"),
     (
         re.compile(r"(^|_)compress(?!$|ion_(ratio|config)$)"),
-        "a KV cache of all tokens, not of compressed ones",
+        "a KV cache of all tokens, not a compressed one",
     ),
     (re.compile(r"^(is_|use_)?bidirectional$"), "causal attention"),
     (re.compile("alibi"), "attention without ALiBi"),
@@ -60,7 +60,7 @@ _UNSERVED = (
     (re.compile(r"attention_chunk|chunk\w*_attention"), "attention that is not chunked"),
     (
         re.compile(r"sparse_(attn|attention|block|topk|config)|^index(er)?_\w*block"),
-        "attention over all tokens or chosen tokens, not over chosen blocks",
+        "dense or top-k sparse (DSA) attention, not block-sparse attention",
     ),
 )
 _POSITIONS = ("rope", "rotary", "nope", "absolute", "learned")
@@ -91,7 +91,7 @@ def reject_unserved(fields: Fields) -> None:
     for pattern, rule in _UNSERVED:
         for label, value in items:
             if pattern.search(label.rsplit(".", 1)[-1]):
-                raise fields.rejection(label, rule, value)
+                raise fields.unserved(label, rule, value)
 
 
 def reject_type(fields: Fields) -> None:
@@ -103,7 +103,10 @@ def reject_type(fields: Fields) -> None:
         Has the property that the type lacks.
     """
     if fields.type is not None and fields.type.expected:
-        raise fields.rejection("model_type", fields.type.expected, fields.value("model_type"))
+        expected, name = fields.type.expected, fields.value("model_type")
+        raise (fields.rejection if expected == _TEXT else fields.unserved)(
+            "model_type", expected, name
+        )
 
 
 def reject_unknown(fields: Fields, *, is_mla: bool) -> None:

@@ -27,6 +27,9 @@ Counts: TypeAlias = int | Iterable[int] | None
 Wanted: TypeAlias = str | int | Iterable[str | int]
 Kernels: TypeAlias = str | KernelSpec | Iterable[str | KernelSpec]
 
+# Dtypes as servers and frameworks spell them.
+_DTYPE_NAMES = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "bfloat16": "bf16"}
+_DTYPE_NAMES |= {"float16": "fp16", "half": "fp16"}
 # Fields that can be combined with models; the model determines the others.
 MODEL_OPTIONS = ("dtype", "kv_dtype", "page_size", "lookup")
 
@@ -78,7 +81,8 @@ def selected_specs(
     if kernels is not None:
         _reject({"families": families, **shape, **wanted}, "beside kernels, without models")
         return list(specs)
-    return select_specs(parse_archs(archs), families=families, wanted=dict(wanted), **shape)
+    named = {label: _renamed(label, values) for label, values in wanted.items()}
+    return select_specs(parse_archs(archs), families=families, wanted=named, **shape)
 
 
 def serving_texts(
@@ -136,8 +140,18 @@ def _dtypes(name: str, wanted: Mapping[str, Wanted]) -> list[DType] | None:
     if name not in wanted:
         return None
     known = [str(dtype) for dtype in DType]
-    values = _require_values(wanted[name], name)
+    values = _require_values(_renamed(name, wanted[name]), name)
     return [DType(require_choice(value, name, known)) for value in values]
+
+
+def _renamed(label: str, values: Wanted) -> Wanted:
+    """Return the dtypes of a label as mlagen spells them, and other values as they are."""
+    if not label.endswith("dtype"):
+        return values
+    return [
+        _DTYPE_NAMES.get(value, value) if isinstance(value, str) else value
+        for value in as_list(values, label)
+    ]
 
 
 def _lookups(values: object) -> list[str]:

@@ -40,13 +40,34 @@ def parse_spec(text: str) -> KernelSpec:
     ArgumentError
         If the text is malformed, or no call uses the kernel.
     """
+    spec = _spec_of(text)
+    _require_used(spec)
+    return spec
+
+
+def specs_like(text: str) -> list[KernelSpec]:
+    """Return the kernels of the family that calls of the variant of ``text`` use, with any tile.
+
+    Raises
+    ------
+    ArgumentError
+        If the text is malformed, or the family does not support the variant.
+    """
+    spec = _spec_of(text)
+    try:
+        return [other for other in _specs_like(spec) if other.family == spec.family]
+    except UnsupportedError as error:
+        raise ArgumentError(f"{spec.family}: {error}") from error
+
+
+def _spec_of(text: str) -> KernelSpec:
+    """Return the kernel of a whole text, whether a call uses it or not."""
     family, values = split_spec(text)
     if missing := [name for name in key_field_names(family) if name not in values]:
         inside = text[text.index("(") + 1 : text.rindex(")")]
         raise ArgumentError(f"{family}: expected {', '.join(missing)} too, got {inside!r}")
     spec = _construct(_FAMILIES[family], family, values)
     assert isinstance(spec, KernelSpec)
-    _require_used(spec)
     return spec
 
 

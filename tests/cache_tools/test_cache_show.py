@@ -15,7 +15,13 @@ from typing import Any
 import cuda.pathfinder
 import pytest
 
-from cache_tools.tools.differences import differences, key_of_entry, nearest_entry
+from cache_tools.tools.differences import (
+    Difference,
+    differences,
+    key_of_entry,
+    nearest_entry,
+    print_differences,
+)
 from cache_tools.tools.disassembly import find_nvdisasm, sass_of
 from cache_tools.tools.entries import entries_of
 from mlagen.cache.default_store import kernel_store
@@ -207,7 +213,7 @@ def test_a_damaged_kernel_is_the_reason_and_stays(cached: Cached) -> None:
     assert found["reason"] == "damaged"
     assert found["problem"].startswith("kernel.cubin: expected sha256 ")
     assert text.startswith("not found: damaged: kernel.cubin: expected sha256 ")
-    assert f"nearest {cached.keys[0][:8]} has no differences: " in text
+    assert f"\ndamaged: {cached.folders[0]}\nrun: mlagen prewarm --kernel '" in text
     assert unreadable.exit_code == 1
     assert unreadable.stdout.startswith("not found: unreadable: ")
     assert "MLAGEN_TRUST_SHARED=1" in unreadable.stdout
@@ -243,6 +249,30 @@ def test_only_differences_are_explained(cached: Cached) -> None:
     assert "key_field" not in text
     assert re.search(r"^fact +first +second$", text, re.MULTILINE)
     assert snapshot(cached.root) == before
+
+
+@pytest.mark.parametrize("families", [[], [("family", "mla_sm80", "mla_sm90")]], ids=len)
+def test_other_families_have_other_templates(
+    families: list[Difference], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only of one family do the templates differ as between two versions."""
+    print_differences([*families, ("templates", "0" * 64, "1" * 64)], "one", "other")
+    assert ("two versions of mlagen" in capsys.readouterr().out) == (not families)
+
+
+def test_what_cannot_be_read_is_mended_and_not_only_compiled_again(
+    cached: Cached, monkeypatch: Patch
+) -> None:
+    """A damaged or untrusted layer stays as it is, which the last line says."""
+    layer = move_to_layer(cached.root, monkeypatch)
+    entry = layer / cached.folders[0].relative_to(cached.root)
+    damage(entry)
+    damaged = run("cache why", str(cached.units[0].spec)).stdout
+    layer.chmod(0o777)
+    untrusted = run("cache why", str(cached.units[0].spec)).stdout
+    assert "no differences" not in damaged + untrusted
+    assert damaged.endswith("build this layer again: prewarm writes into the cache folder only\n")
+    assert untrusted.endswith("mend this folder: prewarm does not\n")
 
 
 def test_one_kernel_by_two_compilers(cached: Cached) -> None:

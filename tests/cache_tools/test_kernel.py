@@ -222,6 +222,7 @@ WHOLE = (
     ("text", "others"),
     [
         ("gqa_sm90(head_dim=96)", "gqa_sm80 has it"),
+        ("gqa_sm90(head_dim=512)", "gqa_sm80 has it"),
         ("gqa_sm90(kv_dtype=int8)", "gqa_sm80 has it"),
         ("gqa_sm90(arch=sm_80)", "gqa_sm80 has it"),
         (WHOLE, "gqa_sm80 has it"),

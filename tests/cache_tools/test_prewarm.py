@@ -75,7 +75,7 @@ def test_a_dry_run_lists_missing_kernels(cached: Cached) -> None:
     assert [row.split()[0] for row in rows] == ["hit", "hit", "missing", "missing"]
     assert rows[0].split()[1] == cached.keys[0][:8]
     assert count.startswith("4 kernels: 2 hit, 2 missing, in ")
-    assert last == "exit code 1: 2 kernels missing"
+    assert last == "exit code 1: 2 kernels missing; without --dry-run, prewarm compiles them"
     assert found.exit_code == 0
     assert found.stdout.splitlines()[-1].startswith("2 kernels: 2 hit, 0 missing, in ")
 

@@ -49,13 +49,27 @@ def test_sources_are_prewarmed_for_their_own_architecture_or_for_others(tmp_path
     assert [name.partition("(")[0] for name in together] == ["combine", "mla_sm80"]
 
 
+def test_given_models_are_described_alone(tmp_path: Path) -> None:
+    """Names, Hub ids and paths, as --model takes them; an unknown one is rejected."""
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "llama"}')
+    names = ("minimax-m3", "deepseek-ai/DeepSeek-V3-0324", str(path))
+    found = run.json("models", *names)["models"]
+    assert [model["name"] for model in found] == ["minimax-m3", "deepseek-v3", str(path)]
+    assert found[0]["reason"].endswith(
+        "; servers decode it with a backend of their own: leave out --attention-backend"
+    )
+    assert run("models gpt-5").exit_code == 2
+
+
 V3 = "deepseek-v3, tp 8: 16 heads, page size 64, q_len 1, query/cache bf16/bf16, paged"
 SPARSE = "deepseek-v3.2, tp 1: 128 heads, page size 64, q_len 1 and 4"
 SERVED = {
     "deepseek-v3 --tp 8": [V3],
     "deepseek-v3.2 --kv-dtype fp8_ds_mla --q-len 1,4": [
-        f"{SPARSE}, query/cache bf16/fp8_ds_mla, paged and sparse"
+        f"{SPARSE}, query/cache bf16/fp8_ds_mla, paged and sparse, bf16/bf16 for sparse prefill"
     ],
+    "deepseek-v3 --tp 8 --dcp 8": [V3.replace("tp 8: 16", "tp 8, dcp 8: 128")],
     "llama-3-8b,qwen3-32b --tp 1,2": [
         f"{name}, tp 1 and 2: {heads} heads, page size 16 and 64, q_len 1, query/cache bf16/bf16"
         for name, heads in (("llama-3-8b", "32 and 16"), ("qwen3-32b", "64 and 32"))

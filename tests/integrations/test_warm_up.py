@@ -93,7 +93,8 @@ def test_a_worker_that_may_not_compile_loads_what_is_cached(
 
     assert loaded == [(KERNELS[0], 0)]
     assert lines[0].endswith("1 kernels loaded, 0 of them compiled, 1 missing; frozen")
-    assert f"warm-up: {KERNELS[1]}: not in the cache" in caplog.text
+    command = f"{'MLAGEN_JIT=on ' * (mode == 'off')}mlagen prewarm --kernel '{KERNELS[1]}'"
+    assert f"warm-up: {KERNELS[1]}: not in the cache; run: {command}" in caplog.text
 
 
 def test_a_layer_without_a_kernel_is_a_warning(monkeypatch: Patch, caplog: Log) -> None:

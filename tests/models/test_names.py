@@ -95,7 +95,6 @@ LISTS = "expected the path of a config.json or of its folder, or a name that `ml
             "gemma-4",
             "; did you mean gemma-4-26b-a4b or gemma-4-31b or gemma-4-e2b or gemma-4-e4b?",
         ),
-        ("./deepseek-v", ""),
     ],
 )
 def test_an_unknown_name_has_a_hint_and_similar_names(name: str, guess: str) -> None:
@@ -103,6 +102,14 @@ def test_an_unknown_name_has_a_hint_and_similar_names(name: str, guess: str) -> 
     with pytest.raises(ArgumentError) as caught:
         find_model(name)
     assert str(caught.value) == f"model: {LISTS}, got {name!r}{guess}"
+
+
+def test_a_missing_path_is_called_missing() -> None:
+    """Not a name that is unknown."""
+    with pytest.raises(ArgumentError) as caught:
+        find_model("/no/such/config.json")
+    expected = "model: expected a config.json or its folder, got none: /no/such/config.json"
+    assert str(caught.value) == expected
 
 
 def test_a_folder_comes_before_the_model_of_the_same_name(

@@ -81,7 +81,7 @@ def test_heads_are_those_of_every_layer(config: object, heads: list[tuple[int, i
     assert heads_of(config) == heads
 
 
-BLOCKS = "expected attention over all tokens or chosen tokens, not over chosen blocks, got"
+BLOCKS = "expected dense or top-k sparse (DSA) attention, not block-sparse attention, got"
 NO_KEY = "expected no such key, as mlagen does not know"
 RANKS = "(512, 64) or (256, 64) or (512, 0)"
 HEADS, OF_32 = "num_attention_heads: expected 1 or more, got", "num_attention_heads 32, got"

@@ -54,6 +54,18 @@ def test_models_are_selected_on_every_architecture() -> None:
     assert selected("sm_90a", models="deepseek-v3", tp=8, families=["mla_sm80"]) == [mla_sm80()]
 
 
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [("fp8", "e4m3"), ("fp8_e4m3", "e4m3"), ("bfloat16", "bf16"), ("float16", "fp16")],
+)
+def test_dtypes_are_read_as_servers_spell_them(name: str, own: str) -> None:
+    """With and without a model, alone and in a list."""
+    for arguments in ({"models": "llama-3-8b"}, {"families": ["gqa_sm80"]}):
+        found = selected(**arguments, wanted={"kv_dtype": [name, "int8"]})
+        assert found == selected(**arguments, wanted={"kv_dtype": [own, "int8"]})
+    assert selected(families=["gqa_sm80"], wanted={"kv_dtype": name})
+
+
 def test_kernels_and_models_are_combined() -> None:
     """Specs and texts alone are the whole selection; without both, kernels are filtered."""
     for kernels in (COMBINE, str(COMBINE), [COMBINE, str(COMBINE)]):
@@ -175,8 +187,8 @@ INT = "expected an int, 1 or more, got"
         (SERVED | {"wanted": {"mask": "bias"}}, "mask: expected none beside models, got 'bi"),
         (SERVED | {"wanted": {"page_size": "64"}}, f"page_size: {INT} "),
         (
-            SERVED | {"wanted": {"kv_dtype": "fp8"}},
-            f"kv_dtype: expected one of {DTYPES}, got 'fp8'",
+            SERVED | {"wanted": {"kv_dtype": "fp9"}},
+            f"kv_dtype: expected one of {DTYPES}, got 'fp9'",
         ),
         (SERVED | {"wanted": {"lookup": "dense"}}, "lookup: expected one of paged, sparse, got "),
         (SERVED | {"families": ["mla"]}, f"family: expected one of {FAMILIES}, got 'mla'"),
