@@ -122,9 +122,9 @@ def prewarm(
         raise failure
     missing = sum(unit.status == "missing" for unit in report.units)
     if missing and not quiet:  # in a dry run
-        kernels = count_text(missing, "kernel")
+        counted = f"{count_text(missing, 'kernel')} missing"
         advice = "without --dry-run, prewarm compiles them"
-        click.echo(f"exit code {status}: {kernels} missing; {advice}", err=as_json)
+        click.echo(f"exit code {status}: {counted}; {advice}", err=as_json)
     ctx.exit(status)
 
 
