@@ -137,7 +137,8 @@ def _opened_http(url: str) -> HTTPResponse:
         """Follows redirects; a target may be signed, so messages have no part of it."""
 
         def http_error_302(self, req: Request, fp: Any, code: int, msg: str, headers: Any) -> Any:
-            target = headers.get("location") or ""
+            # Python's handler takes the other one, too.
+            target = headers.get("location", headers.get("uri", ""))
             try:
                 _require_http(urljoin(req.full_url, target))
                 return super().http_error_302(req, fp, code, msg, headers)

@@ -209,8 +209,8 @@ class _CutShort(_Files):
 class _Redirecting(_Files):
     """Redirects every name but one to the location that it is started with."""
 
-    def __init__(self, *given: Any, location: str, **options: Any) -> None:
-        self._location = location
+    def __init__(self, *given: Any, location: str, header: str, **options: Any) -> None:
+        self._location, self._header = location, header
         super().__init__(*given, **options)
 
     def do_GET(self) -> None:
@@ -218,7 +218,7 @@ class _Redirecting(_Files):
             super().do_GET()
         else:
             self.send_response(302)
-            self.send_header("Location", self._location.encode().decode("latin-1"))
+            self.send_header(self._header, self._location.encode().decode("latin-1"))
             self.end_headers()
 
 
@@ -228,8 +228,11 @@ def serve(monkeypatch: Patch) -> Serve:
     monkeypatch.setenv("no_proxy", "*")
 
     @contextmanager
-    def serve_it(folder: Path, *, cuts_short: bool = False, location: str = "") -> Iterator[str]:
-        options: Any = {"directory": str(folder)} | ({"location": location} if location else {})
+    def serve_it(
+        folder: Path, *, cuts_short: bool = False, location: str = "", header: str = "Location"
+    ) -> Iterator[str]:
+        options: Any = {"directory": str(folder)}
+        options |= {"location": location, "header": header} if location else {}
         kind = _Redirecting if location else _CutShort if cuts_short else _Files
         handler: Any = partial(kind, **options)
         with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

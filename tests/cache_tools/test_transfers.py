@@ -327,6 +327,7 @@ def test_a_secret_that_a_message_quotes_is_hidden(
     assert re.search("secret|ret", str(caught.value), re.IGNORECASE) is None
 
 
+@pytest.mark.parametrize("header", ["Location", "URI"])
 @pytest.mark.parametrize(
     "location",
     [
@@ -352,7 +353,7 @@ def test_a_secret_that_a_message_quotes_is_hidden(
     ],
 )
 def test_the_target_of_a_redirect_is_not_shown(
-    location: str, tmp_path: Path, serve: Serve, monkeypatch: Patch
+    location: str, header: str, tmp_path: Path, serve: Serve, monkeypatch: Patch
 ) -> None:
     """A signed URL may redirect to another one; the message has the first one only."""
     look_up = socket.getaddrinfo
@@ -363,7 +364,7 @@ def test_the_target_of_a_redirect_is_not_shown(
         return look_up(host, *rest, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up_here)
-    with serve(tmp_path, location=location) as server:
+    with serve(tmp_path, location=location, header=header) as server:
         result = run("cache pull", f"{server}/k?sig=first")
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 2
