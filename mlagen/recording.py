@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import stat
 from pathlib import Path
 
-from mlagen.cache.trust import require_own
+from mlagen.cache.trust import require_own, require_own_place
 from mlagen.paths import append_named, reason_of
 
 _ADVICE = "choose another MLAGEN_RECORD, or set MLAGEN_TRUST_SHARED=1"
@@ -33,10 +32,8 @@ def record(
             require_own(status, str(path), advice=_ADVICE)
 
     try:
-        folder = path.parent.stat()
-        # With the sticky bit, as in /tmp, others cannot replace the file.
-        if folder.st_mode & stat.S_IWOTH and not folder.st_mode & stat.S_ISVTX and not is_shared:
-            require_own(folder, str(path.parent), advice=_ADVICE)
+        if not is_shared:
+            require_own_place(path, advice=_ADVICE)
         append_named(path, json.dumps(line).encode() + b"\n", check=check)
     except (OSError, ValueError) as error:
         if path not in _warned:

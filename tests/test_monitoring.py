@@ -22,7 +22,7 @@ from mlagen.recording import record
 from mlagen.settings import current_settings
 from mlagen.spec.text import parse_spec
 from tests.cache.builds import ROOT, in_child, together
-from tests.faults.strangers import give_away
+from tests.faults.strangers import STRANGER, give_away
 from tests.fixture_types import Patch
 from tests.kernels import COMBINE
 
@@ -183,8 +183,49 @@ def open_file(path: Path, _patch: Patch) -> None:
     path.chmod(0o666)
 
 
+def give_folder_away(path: Path, patch: Patch, mode: int = 0o755) -> None:
+    """Give the folder to another user."""
+    path.parent.chmod(mode)
+    give_away(path.parent, patch)
+
+
+def link_to_own(path: Path, _patch: Patch, folder: str) -> None:
+    """Link to a file of this user in another folder."""
+    other = path.parents[1] / folder
+    other.mkdir()
+    (other / "victim").touch()
+    path.symlink_to(other / "victim")
+
+
+def link_of_another(path: Path, patch: Patch) -> None:
+    """Make a link of another user to a file of this one, as in a folder such as /tmp."""
+    link_to_own(path, patch, "own")
+    path.parent.chmod(0o1777)
+    if os.geteuid() == 0:
+        os.chown(path, STRANGER, -1, follow_symlinks=False)
+    else:
+        give_away(path, patch)
+
+
+def link_into_a_folder_of_all(path: Path, patch: Patch) -> None:
+    """Make a link of this user to a file in a folder where all may write."""
+    link_to_own(path, patch, "all")
+    path.resolve().parent.chmod(0o777)
+
+
+def open_to_another_group(path: Path, patch: Patch) -> None:
+    """Let a group that is not the one of this process write in the folder."""
+    path.parent.chmod(0o770)
+    patch.setattr(os, "getegid", lambda: STRANGER)
+
+
 STRANGERS: dict[str, Callable[[Path, Patch], object]] = {
     "a folder of all": lambda path, _: path.parent.chmod(0o777),
+    "a folder of another group": open_to_another_group,
+    "another's folder": give_folder_away,
+    "another's folder like /tmp": lambda path, patch: give_folder_away(path, patch, 0o1777),
+    "another's link": link_of_another,
+    "a link into a folder of all": link_into_a_folder_of_all,
     "a file of all": open_file,
     "another's file": give_file_away,
 }
@@ -197,7 +238,7 @@ def test_a_record_that_others_can_change_is_not_written(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It is one warning, unless others are trusted; a folder such as /tmp is no risk."""
+    """It is one warning, unless others are trusted."""
     path = tmp_path / "record/run.jsonl"
     path.parent.mkdir()
     spoil(path, monkeypatch)
@@ -213,10 +254,21 @@ def test_a_record_that_others_can_change_is_not_written(
     (warning,) = caplog.messages
     assert warning.startswith("MLAGEN_RECORD: expected a file that can be written, got ")
     assert "MLAGEN_TRUST_SHARED=1" in warning
-    path.unlink()
-    path.parent.chmod(0o1777)
-    record(path, **line)
-    assert path.read_text()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o775, 0o1777], ids=oct)
+@pytest.mark.parametrize("is_link", [False, True], ids=["file", "link"])
+def test_a_record_is_written_where_others_cannot_replace_it(
+    mode: int, is_link: bool, tmp_path: Path
+) -> None:
+    """So it is in a folder such as /tmp, in one of the user's own group, and by the user's link."""
+    path = tmp_path / "record/run.jsonl"
+    path.parent.mkdir()
+    path.parent.chmod(mode)
+    if is_link:
+        path.symlink_to(tmp_path / "elsewhere")
+    record(path, kernel="k", key="0" * 64, toolchain="nvrtc-1", found="hit")
+    assert json.loads(path.read_text())["kernel"] == "k"
 
 
 @pytest.mark.timeout(30)

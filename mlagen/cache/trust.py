@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from mlagen.cache.layout import Layout
@@ -63,12 +64,33 @@ def require_own_folder(folder: Path, *, advice: str) -> None:
     require_own(status, path, advice=advice)
 
 
-def require_own(status: os.stat_result, path: str, *, advice: str) -> None:
-    """Raise :class:`UntrustedError` if users other than this one and root can write a file."""
+def require_own_place(file: Path, *, advice: str) -> None:
+    """Raise :class:`UntrustedError` if other users can replace a file, or the link to it.
+
+    With the sticky bit, as in ``/tmp``, its folder may be writable for all: only the owners of the
+    folder and of the file can replace it. The group of this process may write in the folder.
+    """
+    with suppress(FileNotFoundError):
+        status = file.lstat()
+        if stat.S_ISLNK(status.st_mode) and _is_foreign(status):
+            raise UntrustedError(f"a link of user {status.st_uid} at {file}", str(file), advice)
+        file.stat()  # an OSError for a loop of links, for which resolve has another
+    for folder in dict.fromkeys([file.parent, file.resolve().parent]):
+        status = folder.stat()
+        allowed = stat.S_IWGRP if status.st_gid == os.getegid() else 0
+        allowed |= _OTHERS_MAY_WRITE if status.st_mode & stat.S_ISVTX else 0
+        require_own(status, str(folder), advice=advice, allowed=allowed)
+
+
+def require_own(status: os.stat_result, path: str, *, advice: str, allowed: int = 0) -> None:
+    """Raise :class:`UntrustedError` if users other than this one and root can write a file.
+
+    ``allowed`` has the bits of its mode that are no reason.
+    """
     if _is_foreign(status):
         kind = "folder" if stat.S_ISDIR(status.st_mode) else "file"
         text = f"a {kind} of user {status.st_uid} at {path}"
-    elif status.st_mode & _OTHERS_MAY_WRITE:
+    elif status.st_mode & _OTHERS_MAY_WRITE & ~allowed:
         text = f"mode {stat.S_IMODE(status.st_mode):04o}, which lets others write, at {path}"
     else:
         return
