@@ -164,6 +164,9 @@ def _mla(fields: Fields) -> MlaModel:
     _read_all(fields, _MLA_PROJECTIONS)
     if window_of(fields) is not None and not any("layers of sliding_" in text for text in left_out):
         raise fields.rejection("sliding_window", "MLA without a window", window_of(fields))
+    kv_heads = fields.value("num_key_value_heads")
+    if fields.type is None and kv_heads not in (None, 1, heads):
+        raise fields.rejection("num_key_value_heads", f"num_attention_heads {heads}", kv_heads)
     is_sparse = fields.count("index_topk", default=0) != 0
     rank, rope = fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim", minimum=0)
     known = dict.fromkeys(dims for row in SUPPORTED for dims in row.head_dims)

@@ -13,6 +13,7 @@ from mlagen.spec.dtype import DType
 _DTYPES = {"bfloat16": DType.BF16, "float16": DType.FP16}
 _MAX_SHOWN = 60
 _OF_SERVERS = "; servers decode it with a backend of their own: leave out --attention-backend"
+_MAX_COUNT = 2**31 - 1
 # Tables of a configuration that are not about text layers.
 _OTHER_PARTS = re.compile(
     r"(?<!attn)(?<!attention)_config$|^rope|^id2label$|^label2id$|^auto_map$"
@@ -74,6 +75,8 @@ class Fields:
         """Return the number ``value`` of ``label``, checked."""
         if type(value) is not int or value < minimum:
             raise self.rejection(label, f"{minimum} or more", value)
+        if value > _MAX_COUNT:
+            raise self.rejection(label, f"at most {_MAX_COUNT}", value)
         return value
 
     def count_of(self, labels: Sequence[str]) -> int | None:

@@ -29,7 +29,7 @@ _WINDOWS = _words(
 # of keys about other layers and parts,
 _OTHER_PARTS = _words(
     "linear mamba conv ssm kda lightning gdn delta mtp nextn ngram lm mlp moe router experts "
-    "vision visual vit audio speech image img video resampler aligner projector"
+    "vision visual vit audio speech image img video resampler aligner projector protein"
 )
 # of what is before or after a decode kernel, or an argument of its call: projections, norms, rotary
 # embedding, scaling, gates; sinks, which every family supports,
@@ -42,6 +42,36 @@ _OUTSIDE = _words(
 _SHAPES = _words(
     "dim dims heads headdim rank size sizes layers block blocks group groups ratio topk index "
     "config"
+)
+# In a type that the table does not have, more words matter: of scores, masks, chosen tokens, states
+# and positions,
+_KINDS = _words(
+    "softmax entmax sparsemax score scores tanh cap capped clip lambda differential polynomial "
+    "forget decay retention retnet rwkv rnn hyena lru recurrent state latent latents compress "
+    "compressed feature mixer mixers kinds prefix encoder noncausal non mask masks lookahead "
+    "sparse sparsity seer selector select selected selection retrieval evict eviction budget "
+    "merging pruning pool pooling pooled downsample top topk tokens stride dilation dilated band "
+    "recent local global context lookback attend attends distance radius neighborhood hitter "
+    "hitters landmark landmarks anchor anchors memory mem segment segments chunk chunks lsh hash "
+    "hashes buckets cluster clusters page pages pos pe rpe cope kerple position positions "
+    "positional encoding d"
+)
+# and of shapes;
+_MORE_SHAPES = _SHAPES - {"config", "layers", "index"} | _words("width type types")
+# but not beside words of the vocabulary, of feed-forward parts, precision, inputs and training,
+_HARMLESS = _words(
+    "vocab embedding embeddings embed embd emb word hidden intermediate inner ffn ff feed model "
+    "original id ids per special added code codebook batch ep tp pp parallel act activation "
+    "residual logit logits output problem summary weight weights loss task fp32 upcast dropout "
+    "prob norm layernorm rotary yarn dtype version adapter frame input patch mm conv1d expert "
+    "configs beam beams suppress spatial"
+)
+# or in keys of routing, generation, projections, recurrent layers, and the number of positions.
+_HARMLESS_KEYS = _words(
+    "base_width n_group n_groups num_group topk_group topk_method score_function score_func top_k "
+    "top_p decoder_sparse_step max_new_tokens clip_qkv pool_type pooling_type "
+    "short_conv_kernel_size lm_head_dim n_positions max_positions context_length "
+    "max_context_length context_len"
 )
 # Keys that name the kinds of layers.
 _LAYERS = re.compile(r"(^|_)(layers?|blocks?|mixers?)_(\w+_)?(types?|pattern)|^per_layer_config$")
@@ -124,8 +154,9 @@ def reject_unknown(fields: Fields, *, is_mla: bool) -> None:
         # Keys inside a table that was read are read with it.
         is_read = label in known or label.split(".")[0] in fields.read
         is_read |= is_mla and label.startswith(("index_", "indexer_"))  # it chooses the tokens
-        is_read |= _are_known_kinds(value, is_mla=is_mla)
-        if not is_read and not _is_ignored(fields, label) and _may_matter(label, is_mla=is_mla):
+        is_read |= _are_known_kinds(value, is_mla=is_mla) or _is_known_position(label, value)
+        matters = _may_matter(label, is_mla=is_mla, is_new=fields.type is None)
+        if not is_read and not _is_ignored(fields, label) and matters:
             rule = f"no such key, as mlagen does not know its effect on {kind}"
             raise fields.rejection(label, rule, value)
 
@@ -138,13 +169,21 @@ def _are_known_kinds(value: object, *, is_mla: bool) -> bool:
     )
 
 
+def _is_known_position(label: str, value: object) -> bool:
+    """Whether a key names an encoding of positions that kernels need not know."""
+    is_of_positions = {"pos", "pe", "position", "positional"} & set(_words_of(label))
+    return bool(is_of_positions and isinstance(value, str) and value.startswith(_POSITIONS))
+
+
 def _is_ignored(fields: Fields, label: str) -> bool:
     return fields.type is not None and label in fields.type.ignored
 
 
-def _may_matter(label: str, *, is_mla: bool) -> bool:
-    """Whether a key may change the decode kernels, by its words."""
+def _may_matter(label: str, *, is_mla: bool, is_new: bool) -> bool:
+    """Whether a key may change the decode kernels, by its words; more do in a new model type."""
     last, words = label.rsplit(".", 1)[-1], _words_of(label)
+    if is_new and _may_be_new(label, is_mla=is_mla):
+        return True
     if set(words) & _OTHER_PARTS:
         return False
     if _LAYERS.search(last):
@@ -154,6 +193,18 @@ def _may_matter(label: str, *, is_mla: bool) -> bool:
     if not is_mla and _is_of_window(set(words)):
         return False
     return not set(words) & _OUTSIDE or bool(set(words) & _SHAPES)
+
+
+def _may_be_new(label: str, *, is_mla: bool) -> bool:
+    """Whether a key may be one of a new kind of attention."""
+    table, _, key = label.rpartition(".")
+    words = set(_words_of(key))
+    of_others = (words | set(re.split("[._]", table))) & (_OTHER_PARTS - {"conv", "lm"})
+    if of_others or words & _HARMLESS or key in _HARMLESS_KEYS:
+        return False
+    if not is_mla and _is_of_window(words):
+        return False
+    return bool(words & _KINDS or (words & _MORE_SHAPES and not words & _OUTSIDE))
 
 
 def _words_of(label: str) -> list[str]:
@@ -183,12 +234,14 @@ def _broken_rules(fields: Fields) -> dict[str, str]:
             "causal attention",
             get("use_bidirectional_attention") in (True, "all"),
         ),
-        "is_causal": ("causal attention", get("is_causal") is False),
         "hidden_size": (  # the larger model has no key for it
             "4096, as larger ones of baichuan have ALiBi",
             get("model_type") == "baichuan" and get("hidden_size") != _BAICHUAN_7B,
         ),
     }
+    for label, value in fields.config.items():
+        if "causal" in _words_of(label) and not set(_words_of(label)) & _OTHER_PARTS:
+            broken[label] = ("causal attention", value not in (True, None))
     # Only text decoders have a vocabulary.
     for label in _PICTURES:
         broken[label] = (_TEXT, get("vocab_size") is None and get(label) is not None)

@@ -148,6 +148,10 @@ V_HEADS = {"head_dim": 192, "v_head_dim": 128}
         (gqa(type_vocab_size=2), "type_vocab_size: expected a decoder, not an encoder, got 2"),
         (gqa(architectures=["BertForMaskedLM"]), "architectures: expected a model that gen"),
         (gqa(model_type="diffllama"), "model_type: expected attention without differences"),
+        (gqa(is_causal=False), "is_causal: expected causal attention, got False"),
+        (gqa(causal=False), "causal: expected causal attention, got False"),
+        (mla(num_attention_heads=10**400), "num_attention_heads: expected at most 2147483647, got"),
+        (mla(num_key_value_heads=8), "num_key_value_heads: expected num_attention_heads 64, got 8"),
         (gqa(use_bidirectional_attention=True), "use_bidirectional_attention: expected caus"),
         (gqa(num_kv_heads=4), "num_kv_heads: expected num_key_value_heads 8, got 4"),
         (gqa(kv_channels=64), "kv_channels: expected head_dim 128, got 64"),
@@ -239,7 +243,8 @@ def test_layers_without_a_kernel_are_left_out_and_named(config: object, kind: st
     assert sentence.startswith(f"m: {kind}")
 
 
-# Keys of no known model. The first ones may mean another kind of attention, the others do not.
+# Keys of no known model. The first ones may mean another kind of attention, the new ones too in an
+# unknown model type, the others do not.
 MEANINGFUL = (
     "attn_top_k attention_sparsity kv_group_dim q_heads_per_kv qk_dim d_kv use_mqa gqa_ratio "
     "nsa_block_size moba_chunk_size dsa_topk kv_latent_dim block_sparse_attention bidirectional "
@@ -247,23 +252,48 @@ MEANINGFUL = (
     "local_attention_block_size attention_type attn_block_size num_landmark_heads keep_window_size "
     "compress_ratio kv_compression_ratio o_lora_rank attention_chunk attn_hop_size sparse_topk"
 )
+NEW = (
+    "softmax_type entmax_alpha lambda_init attn_forget_gate forget_gate value_dim d_v latent_dim "
+    "d_c d_rope mfa_rank num_latents hca_compress latent_conv_kernel layer_kinds mixer mixers "
+    "token_mixer causal noncausal prefix_lm encoder_layers page_topk top_k_tokens seer_gate "
+    "dilation token_stride band_width recent_tokens local_context max_attend_distance "
+    "heavy_hitter_size landmark_every positional_encoding pos_bias pe_type "
+    "contextual_position_encoding score_cap score_tanh_scale qk_clip block_size mem_len lsh_hashes "
+    "num_buckets eviction_policy token_merging score_fn state_size retention_layers kv_pool "
+    "pool_stride chunk_size cope_max mask_type"
+)
 MEANINGLESS = (
     "attention_bias attn_pdrop qk_norm_eps qkv_bias attention_scaling use_flash_attention theta "
     "kv_cache_dtype attn_output_gate query_scale sink_bias attn_sink swa_rope_theta lm_head_dim "
     "mamba_heads linear_num_heads vision_heads mtp_num_heads moe_heads attn_softmax_in_fp32 "
-    "gated_attention use_parallel_attention router_heads qk_norm_type mla_use_nope num_experts"
+    "gated_attention use_parallel_attention router_heads qk_norm_type mla_use_nope num_experts "
+    "intermediate_size vocab_size topk_group topk_method n_group top_k top_p num_beam_groups "
+    "ep_size max_position_embeddings n_positions context_length d_model ffn_dim moe_topk "
+    "rope_ratio dim_model_base hidden_act embedding_size chunk_size_feed_forward bos_token_id "
+    "pool_type decoder_sparse_step score_function norm_softmax first_k_dense_replace scale_emb "
+    "moe_latent_size attention_probs_dropout_prob mlp_layer_types no_rope_layers clip_qkv "
+    "rotary_dim loss_type"
 )
 
 
 @pytest.mark.parametrize("config", [gqa(), mla()], ids=["gqa", "mla"])
 def test_the_words_of_an_unknown_key_tell_whether_it_may_matter(config: dict[str, Any]) -> None:
     """A key about attention is rejected by name; of norms, gates and other layers it is not."""
-    for key in MEANINGFUL.split():
+    for key in (*MEANINGFUL.split(), *NEW.split()):
         with pytest.raises(ArgumentError, match=f"^m: {key}: expected "):
             read(config | {key: 2})
     plain = read(config)
     for key in MEANINGLESS.split():
         assert (key, replace(read(config | {key: 2}), left_out=(), is_hybrid=False)) == (key, plain)
+    assert read(config | {"moe": {"topk": 2}, "pos_encoding": "rope", "causal": True}) == plain
+
+
+def test_the_new_words_are_those_of_unknown_types() -> None:
+    """The keys of a known type are known: what is none about attention changes nothing."""
+    for config in (gqa(model_type="llama"), mla(model_type="deepseek_v3")):
+        plain = read(config)
+        for key in ("prefix_lm", "chunk_size", "pos_bias", "state_size", "band_width"):
+            assert read(config | {key: 2}) == plain
 
 
 @pytest.mark.parametrize("key", ["sliding_window_layers", "window_sizes", "attn_window_pattern"])
