@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from mlagen.errors import ArgumentError
-from mlagen.logs import LOG_LEVELS, set_up_logging
+from mlagen.logs import LOG_LEVELS, set_up_logging, visible
 from mlagen.paths import is_folder
 
 DEFAULT_LOCK_TIMEOUT_S = 300.0
@@ -32,7 +32,8 @@ _OF_OTHERS = re.compile(
 _logger = logging.getLogger("mlagen")
 
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
-_URL = re.compile(r"(^|:)[a-zA-Z][\w+.-]*://")  # in a list of folders, too
+# In a list of folders, too; and user:password@ of one with less than two slashes.
+_URL = re.compile(r"(^|:)[a-zA-Z][\w+.-]*://|^([a-zA-Z][\w+.-]*:/)?[^/:@]+:[^/@]+@")
 _TOOLCHAIN = re.compile(r"nvrtc-\d+\.\d+\.\d+")
 
 
@@ -110,7 +111,7 @@ def read_size(name: str, text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ArgumentError(f"{name}: expected a size such as 500M or 2GiB, got {text!r}")
+        raise ArgumentError(f"{name}: expected a size such as 500M or 2GiB, got {_shown(text)}")
     return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
 
 
@@ -122,7 +123,8 @@ def current_settings() -> Settings:
     set_up_logging(settings.log)
     for name, nearest in _unread(asked).items():
         hint = f"; did you mean {nearest}?" if nearest else ""
-        _logger.warning("%s: expected a variable that mlagen reads, got another%s", name, hint)
+        shown = visible(name, kept="")
+        _logger.warning("%s: expected a variable that mlagen reads, got another%s", shown, hint)
     return settings
 
 
@@ -175,6 +177,8 @@ def _nearest(name: str, names: Iterable[str]) -> str | None:
     similar = get_close_matches(typed, known, n=1, cutoff=0.8)  # before LOG for LOG_LEVEL
     similar = similar or [each for each in known if typed.startswith(f"{each}_")]
     similar = similar or get_close_matches(typed, known, n=1)
+    if not similar and (longer := [each for each in known if each.startswith(f"{typed}_")]):
+        similar = [min(longer, key=len)]  # MLA_KERNEL for MLA
     return f"{_PREFIX}{max(similar, key=len)}" if similar else None
 
 
@@ -223,6 +227,11 @@ def _reject_url(name: str, text: str) -> None:
         raise ArgumentError(f"{name}: expected a path, got a URL")
 
 
+def _shown(text: str) -> str:
+    """Return a value for a message; a URL may hold a password."""
+    return "a URL" if _URL.search(text) else repr(text)
+
+
 def _place(name: str, text: str) -> Path:
     _reject_url(name, text)
     if "\0" in text:
@@ -255,7 +264,7 @@ def _toolchain(environ: Mapping[str, str]) -> str:
         return text
     if text and text not in TOOLCHAIN_POLICIES:
         allowed = f"{', '.join(TOOLCHAIN_POLICIES)} or one such as nvrtc-13.0.88"
-        raise ArgumentError(f"{name}: expected {allowed}, got {text!r}")
+        raise ArgumentError(f"{name}: expected {allowed}, got {_shown(text)}")
     return text or TOOLCHAIN_POLICIES[0]
 
 
@@ -268,14 +277,16 @@ def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise ArgumentError(f"{name}: expected a finite number of seconds, 0 or more, got {text!r}")
+        raise ArgumentError(
+            f"{name}: expected a finite number of seconds, 0 or more, got {_shown(text)}"
+        )
     return seconds
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool:
     text = environ.get(name, "")
     if text not in {"", "0", "1"}:
-        raise ArgumentError(f"{name}: expected 0 or 1, got {text!r}")
+        raise ArgumentError(f"{name}: expected 0 or 1, got {_shown(text)}")
     return text == "1"
 
 
@@ -283,5 +294,5 @@ def _word(environ: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> st
     """Return the value of a variable out of ``allowed``, the first if it is not set."""
     text = environ.get(name) or allowed[0]
     if text not in allowed:
-        raise ArgumentError(f"{name}: expected {' or '.join(allowed)}, got {text!r}")
+        raise ArgumentError(f"{name}: expected {' or '.join(allowed)}, got {_shown(text)}")
     return text

@@ -170,6 +170,9 @@ NO_SUCH = "expected a variable that mlagen reads, got another"
         ("MLAGEN_DUMPS", "MLAGEN_DUMP"),
         ("MLAGEN_CACHE_SIZE", "MLAGEN_CACHE_MAX_SIZE"),
         ("MLAGEN_JIT_MODE", "MLAGEN_JIT"),
+        ("MLAGEN_GQA", "MLAGEN_GQA_KERNEL"),
+        ("MLAGEN_MLA", "MLAGEN_MLA_KERNEL"),
+        ("MLAGEN_X\ny", None),
         ("MLAGEN_X", None),
     ],
 )
@@ -185,7 +188,7 @@ def test_a_variable_that_is_not_read_is_one_warning(
     monkeypatch.setenv(name, "secret")
     assert current_settings() is current_settings()
     hint = f"; did you mean {nearest}?" if nearest else ""
-    assert caplog.messages == [f"{name}: {NO_SUCH}{hint}"]
+    assert caplog.messages == [name.replace("\n", "\\n") + f": {NO_SUCH}{hint}"]
 
 
 def test_the_page_has_every_variable() -> None:
@@ -200,10 +203,20 @@ def test_the_page_has_every_variable() -> None:
 @pytest.mark.parametrize("name", ["MLAGEN_CACHE_DIR", "MLAGEN_CACHE_RO", "MLAGEN_DUMP"])
 def test_a_url_is_no_folder(name: str) -> None:
     """A message does not show it, as it may hold a password."""
-    for url in ("s3://key:secret@bucket/k", "/a:https://me:secret@host"):
+    urls = ("s3://key:secret@bucket/k", "/a:https://me:secret@host")
+    for url in (*urls, "me:secret@host:/k", "https:/me:secret@host/k"):
         with pytest.raises(ArgumentError, match=f"^{name}: expected a path, got a URL$"):
             read_settings({name: url})
     assert read_settings({"MLAGEN_CACHE_RO": "/a://b"}).cache_layers == (Path("/a"), Path("//b"))
+    layers = read_settings({"MLAGEN_CACHE_RO": "/a/b:/c@v1/d"}).cache_layers
+    assert layers == (Path("/a/b"), Path("/c@v1/d"))
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_a_url_is_no_other_value(name: str) -> None:
+    """A message does not show it."""
+    with pytest.raises(ArgumentError, match=f"^{name}: expected .*, got a URL$"):
+        read_settings({name: "s3://key:secret@bucket"})
 
 
 def test_the_environment_is_read_once(

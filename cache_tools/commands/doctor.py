@@ -12,6 +12,7 @@ import click
 
 from mlagen import __version__
 from mlagen.errors import MlagenError
+from mlagen.logs import visible
 from mlagen.paths import folder_problem, is_folder, reason_of
 
 from ..options.exit_codes import FAILED
@@ -228,7 +229,7 @@ def _facts(document: dict[str, Any]) -> dict[str, str]:
     facts["locks"] = f"{locks['path']}: {_state(locks)}, wait at most {locks['timeout_s']:g} s"
     variables = document["variables"].items()
     lines = [f"{name} (not read)" if text is None else f"{name}={text}" for name, text in variables]
-    facts["variables"] = "\n".join(lines) or "none"
+    facts["variables"] = "\n".join(visible(line, kept="") for line in lines) or "none"
     problems = document["problems"]
     missing = "" if document["gpus"] else f"; no {'GPU' if driver else 'driver'}, {_WITHOUT_GPU}"
     wanted = document["variables"].get("MLAGEN_TOOLCHAIN")

@@ -32,6 +32,8 @@ _CHAINED = r"(?:(?:zip|tar|dir|\w*cache|cached)(?:://[^:@?#]*)?::)*"
 _URL = re.compile(rf"({_CHAINED}(?:([\w+.-]*):(?=/))?/*)(.*)", re.DOTALL)
 # Schemes without a user, of paths that may have an @.
 _OF_PATHS = {None, "file", "local", "memory", "s3", "s3a", "gs", "gcs", "hf"}
+# Where a query or a fragment begins, also an escaped one, or one that has lost its question mark.
+_QUERY = re.compile(r"[?#]|%3F|%23|[&;](?=[^/&;]*=)", re.IGNORECASE)
 _NO_PORT = re.compile(r"(\[[^/?#]*\]|(?!\[)[^/?#:]*):(?!\d*([/?#]|$))", re.DOTALL)
 
 
@@ -52,11 +54,12 @@ def _split(url: str) -> tuple[str, str]:
     user, _, place = body.rpartition("@")
     if scheme in _OF_PATHS and not re.match(r"[^/?#]*@|[^@]*:.*@", body, re.DOTALL):
         user, place = "", body
-    public, *query = re.split("[?#]", place, maxsplit=1)
+    public, *query = _QUERY.split(place, maxsplit=1)
     if scheme and not head.endswith("///") and _NO_PORT.match(place):
         user = f"{user}/{public}"
     secrets = "/".join([user, *query])
-    return f"{head}{'...' if re.search('[/?#@]', user) else public}", secrets
+    is_unclear = re.search(r"[/?#@\\]", user)
+    return f"{head}{'...' if is_unclear else public}", secrets
 
 
 def upload(file: BinaryIO, size_bytes: int, url: str, on_progress: OnProgress) -> None:

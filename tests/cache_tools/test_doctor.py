@@ -55,6 +55,7 @@ def test_callers_and_variables_are_reported(setting: Setting, monkeypatch: Patch
     setting("MLAGEN_JIT", "warn")
     setting("MLAGEN_HF", "")
     setting("MLAGEN_HUB_TOKEN", "secret")
+    setting("MLAGEN_A\nB", "secret")
     setting("MLAGEN_ACCEPT", "1")
     setting("MLAGEN_PORT_80_TCP_ADDR", "10.0.0.1")
 
@@ -62,6 +63,7 @@ def test_callers_and_variables_are_reported(setting: Setting, monkeypatch: Patch
 
     assert found["callers"] == {"sglang": None, "transformers": None, **versions}
     assert found["variables"] == {
+        "MLAGEN_A\nB": None,
         "MLAGEN_CACHE_DIR": os.environ["MLAGEN_CACHE_DIR"],
         "MLAGEN_HF": "",
         "MLAGEN_HUB_TOKEN": None,
@@ -70,6 +72,7 @@ def test_callers_and_variables_are_reported(setting: Setting, monkeypatch: Patch
     }
     lines = [" ".join(line.split()) for line in text.stdout.splitlines()]
     assert "callers vllm 0.33.0, flashinfer-python 0.7.4" in lines
+    assert "variables MLAGEN_A\\nB (not read)" in lines
     assert {"MLAGEN_HUB_TOKEN (not read)", "MLAGEN_JIT=warn"} <= set(lines)
     assert "secret" not in text.stdout + text.stderr
 

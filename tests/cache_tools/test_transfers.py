@@ -283,6 +283,11 @@ def test_a_protocol_that_cannot_be_used_is_named(monkeypatch: Patch, tmp_path: P
         ("https://[::1]:secret/k", "https://..."),
         ("https://[::1]:80/k", "https://[::1]:80/k"),
         ("https://host:80/k?t=secret", "https://host:80/k"),
+        ("https://host\\@secret/k", "https://..."),
+        ("https://host/k&sig=secret", "https://host/k"),
+        ("https://host/k;sig=secret", "https://host/k"),
+        ("https://host/k%3fsig=secret", "https://host/k"),
+        ("s3://bucket/a&b;c/k.tar.gz", "s3://bucket/a&b;c/k.tar.gz"),
     ],
 )
 def test_secrets_are_not_shown(url: str, expected: str, monkeypatch: Patch) -> None:
