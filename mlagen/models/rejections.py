@@ -54,7 +54,7 @@ _KINDS = _words(
     "recent local global context lookback attend attends distance radius neighborhood hitter "
     "hitters landmark landmarks anchor anchors memory mem segment segments chunk chunks lsh hash "
     "hashes buckets cluster clusters page pages pos pe rpe cope kerple position positions "
-    "positional encoding d"
+    "positional encoding slot slots bidir gla gta tpa mfa hca ttt d"
 )
 # and of shapes;
 _MORE_SHAPES = _SHAPES - {"config", "layers", "index"} | _words("width type types")

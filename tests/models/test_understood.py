@@ -260,7 +260,7 @@ NEW = (
     "heavy_hitter_size landmark_every positional_encoding pos_bias pe_type "
     "contextual_position_encoding score_cap score_tanh_scale qk_clip block_size mem_len lsh_hashes "
     "num_buckets eviction_policy token_merging score_fn state_size retention_layers kv_pool "
-    "pool_stride chunk_size cope_max mask_type"
+    "pool_stride chunk_size cope_max mask_type use_tpa"
 )
 MEANINGLESS = (
     "attention_bias attn_pdrop qk_norm_eps qkv_bias attention_scaling use_flash_attention theta "
