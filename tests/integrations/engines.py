@@ -47,7 +47,8 @@ def gpt_oss() -> Any:
 
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
     # Of all experts rounding chooses no others.
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 4}
+    experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 4}
+    experts |= {"swiglu_limit": 7.0}  # as in its checkpoints; SGLang reads it
     model = GptOssForCausalLM(GptOssConfig(**SIZES | heads | experts, sliding_window=128))
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.self_attn.sinks, mean=3.0)
