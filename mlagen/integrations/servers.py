@@ -35,7 +35,7 @@ def registration(server: str, expected: str) -> Iterator[ExitStack]:
     try:
         yield undo
     except Exception as error:  # noqa: BLE001 - of a server that is not known
-        with suppress(Exception):  # all steps are undone, whichever of them fails
+        with suppress(Exception):  # every step is withdrawn, whichever fails
             undo.close()
         _logger.warning(
             "%s %s: expected %s, got %s: %s; no backend of mlagen is registered, which is "
