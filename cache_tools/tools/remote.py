@@ -146,11 +146,13 @@ def _opened_http(url: str) -> HTTPResponse:
                 _require_http(urljoin(req.full_url, target))
                 return super().http_error_302(req, fp, code, msg, headers)
             except URLError as error:
+                fp.close()  # each response holds its connection
                 if isinstance(error, HTTPError):
-                    error.close()  # it holds the connection
+                    error.close()
                 message = _without(_message_of(error), target)
                 raise RemoteError(f"url: {message}: {redacted(url)}") from None
             except (HTTPException, ValueError) as error:
+                fp.close()
                 kind = type(error).__name__
                 rule = "expected a redirect to a valid http or https URL"
                 raise RemoteError(f"url: {rule}, got another, {kind}: {redacted(url)}") from None

@@ -178,8 +178,9 @@ NO_CUBINS = {
 def test_a_cubin_of_a_bundle_that_is_no_elf_file_is_one_line(cubin: bytes) -> None:
     """A bundle may hold any bytes; show and diff end with the code of a damaged entry."""
     assert code_bytes(altered_elf(0, b"")) == 8
-    build = make_build(cubin)
-    entry = kernel_store().build(key_of(COMBINE), lambda: build, created_by="", because="")
+    key = key_of(COMBINE)
+    build = make_build(cubin, toolchain=key.toolchain)
+    entry = kernel_store().build(key, lambda: build, created_by="", because="")
     message = "cache: kernel.cubin: expected an ELF file with its sections inside, got another"
     for command in ("show", "show --resources", "diff combine(arch=sm_80,dtype=fp16)"):
         result = run(f"kernel {command}", str(COMBINE))
