@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
+import tokenize
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +37,48 @@ def read_yaml(path: Path) -> Any:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
+def code_lines(text: str) -> int:
+    """Return the number of lines without blank lines, comments and docstrings."""
+    tokens = tokenize.generate_tokens(StringIO(text).readline)
+    lines = {
+        line
+        for token in tokens
+        if token.type not in {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.DEDENT}
+        and token.string.strip()
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if ast.get_docstring(node, clean=False) is not None else None
+            if first is not None and first.end_lineno is not None:
+                lines -= set(range(first.lineno, first.end_lineno + 1))
+    return len(lines)
+
+
+def test_only_code_counts() -> None:
+    """Blank lines, comments and docstrings do not, a string over three lines does."""
+    text = '''"""A module."""
+
+def f():
+    """Return a text.
+
+    It has three lines.
+    """
+    # A comment.
+    return """
+a
+"""
+'''
+    assert code_lines(text) == 4
+
+
 def test_no_module_is_too_long() -> None:
-    """A module of the package or of the command has 300 lines at most."""
+    """A module of the package or of the command has 400 lines of code at most."""
     modules = [
         path for folder in ("mlagen", "cache_tools") for path in (ROOT / folder).rglob("*.py")
     ]
-    lengths = {str(path): len(path.read_text(encoding="utf-8").splitlines()) for path in modules}
-    assert {path for path, lines in lengths.items() if lines > 300} == set()
+    lengths = {str(path): code_lines(path.read_text(encoding="utf-8")) for path in modules}
+    assert {path: lines for path, lines in lengths.items() if lines > 400} == {}
 
 
 @pytest.mark.parametrize("page", FILES, ids=lambda path: path.name)
