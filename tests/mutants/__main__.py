@@ -1,4 +1,4 @@
-"""Runs the mutants of this folder: each breaks one line, and a named test has to fail.
+"""Runs the mutants of the kernels: each breaks one line, and a named test has to fail.
 
     python3 -m tests.mutants [NAME ...] [--jobs N]
 

@@ -1,4 +1,4 @@
-"""A mutant: one line of the project, broken, and the tests that have to notice it."""
+"""A mutant: one line of a kernel, broken, and the tests that have to notice it."""
 
 from __future__ import annotations
 
