@@ -58,16 +58,16 @@ test-sglang: ## the tests of the SGLang plugin over SGLang 0.5.23, in .envs/sgla
 	@set -eu; python=$$(.ci/server sglang); "$$python" -m pytest tests/integrations/sglang
 
 # A worker or a command that a test starts is measured too.
-coverage: ## line and branch coverage of each module, none below tests/coverage.tsv
+coverage: ## line and branch coverage, with the least share that pyproject.toml names
 	@$(call setup,dev); "$$python" -m coverage erase; \
 	"$$python" -m coverage run -m pytest -q -m "not gpu" $(call with,xdist,-n auto --dist worksteal); \
 	"$$python" -m coverage combine -q; \
-	"$$python" -m tests.coverage_table $(if $(MLAGEN_ACCEPT),--write)
+	"$$python" -m coverage report
 
 docs: ## the documentation site, in build/site
 	@$(call setup,docs); NO_MKDOCS_2_WARNING=1 "$$python" -m mkdocs build --strict
 
-mutants: ## break one line at a time, and require that a named test fails
+mutants: ## break one line of a kernel at a time, and require that a named test fails
 	@$(call setup,test); "$$python" -m tests.mutants
 
 compile_commands.json: ## the input of clangd for templates/, rendered into build/clangd

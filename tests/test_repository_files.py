@@ -1,4 +1,4 @@
-"""Files for the forge, for tools and for readers: workflow, forms, record of coverage, pages."""
+"""Files for the forge, for tools and for readers: workflow, forms, lengths of modules, pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 
 import mlagen
 from mlagen.spec.families import FAMILIES
-from tests.coverage_table import Coverage, fallen_modules, read_record
 from tests.doc_text import PAGES, blocks_of, without_blocks
 from tests.test_docs_examples import problem_with
 
@@ -135,26 +134,6 @@ def test_the_citation_is_that_of_the_package() -> None:
     assert re.findall(r"- name: (.+)", text) == re.findall(
         r'authors = \[{ name = "(.+?)" }', project
     )
-
-
-def test_every_module_has_a_row() -> None:
-    """A new module is recorded, and a deleted one is not."""
-    folders = (ROOT / "mlagen", ROOT / "cache_tools")
-    files = {str(path.relative_to(ROOT)) for folder in folders for path in folder.rglob("*.py")}
-
-    assert set(read_record()) == files
-
-
-def test_a_module_falls_by_lines_branches_or_absence() -> None:
-    """Lower lines, lower branches and a missing module are named; a higher coverage is not."""
-    was = dict.fromkeys("abcd", Coverage(90, 80))
-    now = {"a": Coverage(89.9, 80), "b": Coverage(90, 79), "c": Coverage(91, 80)}
-
-    assert fallen_modules(was, now) == [
-        "a: 89.9 % of the lines, recorded 90 %",
-        "b: 79 % of the branches, recorded 80 %",
-        "d: recorded, but not measured",
-    ]
 
 
 def test_every_decode_kernel_has_a_page() -> None:
