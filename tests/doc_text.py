@@ -47,6 +47,12 @@ def blocks_of(text: str) -> list[Block]:
     ]
 
 
+def pages_with(language: str) -> list[str]:
+    """Return the pages with a block of ``language``."""
+    texts = {page: path.read_text(encoding="utf-8") for page, path in PAGES.items()}
+    return [page for page in PAGES if language in {b.language for b in blocks_of(texts[page])}]
+
+
 def without_blocks(text: str) -> str:
     """Return a page with its fenced blocks emptied; line numbers do not change."""
     return FENCE.sub(lambda match: "\n" * match[0].count("\n"), text)

@@ -19,18 +19,13 @@ from cache_tools.tools.kernel_specs import spec_named
 from mlagen.errors import ArgumentError
 from mlagen.integrations import sglang, vllm
 from mlagen.spec.text import parse_spec
-from tests.doc_text import PAGES, ROOT, blocks_of
+from tests.doc_text import PAGES, ROOT, blocks_of, pages_with
 from tests.programs import run_program
 
 NEEDS_A_GPU = "# needs a GPU\n"
 _CACHES = ("MLAGEN_CACHE_DIR", "MLAGEN_CACHE_RO")
 
 BLOCKS = {page: blocks_of(path.read_text(encoding="utf-8")) for page, path in PAGES.items()}
-
-
-def pages_with(language: str) -> list[str]:
-    """Return the pages with a block of ``language``."""
-    return [page for page, blocks in BLOCKS.items() if language in {b.language for b in blocks}]
 
 
 def python_of(page: str, *, with_gpu: bool) -> str:
