@@ -25,7 +25,6 @@ from .commands.kernel import kernel
 from .commands.models import models
 from .commands.prewarm import prewarm
 from .commands.replay import replay
-from .commands.resources import resources
 from .options.exit_codes import FAILED, INTERRUPTED, PIPE_CLOSED, exit_code_of
 from .tools.interrupts import install_handlers, interruptible
 from .tools.streams import visible_streams
@@ -144,7 +143,7 @@ def cli() -> None:
     """
 
 
-for command in (prewarm, models, cache, kernel, resources, doctor, demo, bench, replay):
+for command in (prewarm, models, cache, kernel, doctor, demo, bench, replay):
     cli.add_command(command)
 
 

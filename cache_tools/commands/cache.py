@@ -6,7 +6,6 @@ import click
 
 from .cache_clear import clear
 from .cache_dir import dir_
-from .cache_explain import explain
 from .cache_export import export
 from .cache_gc import gc
 from .cache_import import import_
@@ -35,7 +34,6 @@ for command in (
     stats,
     show,
     why,
-    explain,
     verify,
     prune,
     gc,

@@ -1,16 +1,15 @@
-"""`mlagen kernel`: subcommands that show a kernel without a call."""
+"""`mlagen kernel`: kernels without a call."""
 
 from __future__ import annotations
 
 import click
 
-from .kernel_diff import diff
 from .kernel_show import show
 
 
 @click.group()
 def kernel() -> None:
-    """Show and compare kernels, without a call and without a GPU.
+    """Show a kernel, without a call and without a GPU.
 
     SPEC is a kernel as in messages, logs and the output of other commands, such as
     'combine(arch=sm_90a, dtype=bf16, head_dim_vo=512)'. Names may be left out: `mla_sm90` and
@@ -18,5 +17,4 @@ def kernel() -> None:
     """
 
 
-for command in (show, diff):
-    kernel.add_command(command)
+kernel.add_command(show)

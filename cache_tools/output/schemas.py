@@ -138,25 +138,6 @@ WHY: Schema = {
     },
     **_ENTRY_PARTS,
 }
-EXPLAIN: Schema = {
-    DOCUMENT: {
-        "first": Field("`entry`", "the first KEY"),
-        "second": Field("`entry`", "the second KEY"),
-        "differences": Field("list of `difference`", "their differing key fields"),
-        "facts": Field("list of `fact`", "the measurements of both, equal or not"),
-    },
-    "`difference`": {
-        "key_field": Field("text", "its label; `templates` is the digest of the kernel sources"),
-        "first": _DIFFERENCE,
-        "second": _DIFFERENCE,
-    },
-    "`fact`": {
-        "fact": Field("text", "such as `registers`"),
-        "first": Field("text or number", "of the first KEY"),
-        "second": Field("text or number", "of the second KEY"),
-    },
-    **_ENTRY_PARTS,
-}
 VERIFY: Schema = {
     DOCUMENT: {
         "cache_dir": CACHE_DIR,
@@ -213,30 +194,6 @@ CLEAR: Schema = {
 DIR: Schema = {
     DOCUMENT: {"cache_dir": CACHE_DIR, "exists": Field("boolean", "whether it exists")},
 }
-RESOURCES: Schema = {
-    DOCUMENT: {
-        "cache_dir": CACHE_DIR,
-        "kernels": Field("list of `kernel`", "in the order of the table"),
-        "spilling": Field("integer", "number of kernels that spill registers"),
-        "damaged": Field("integer", "entries without a readable manifest"),
-    },
-    "`kernel`": {
-        "key": Field("text", "64 hex digits"),
-        "toolchain": Field("text", "its compiler"),
-        "symbol": Field("text", "name of the kernel in the cubin"),
-        "family": Field("text", "kernel family"),
-        "spec": Field("map of text", "the fields that select its code"),
-        "registers": Field("integer", "registers per thread"),
-        "spill_bytes": Field("integer", "sum of the two below"),
-        "spill_store_bytes": Field("integer", "registers written to local memory"),
-        "spill_load_bytes": Field("integer", "registers read from local memory"),
-        "stack_bytes": Field("integer", "stack per thread"),
-        "shared_bytes": Field("integer", "sum of the two below"),
-        "static_shared_bytes": Field("integer", "static shared memory of a CTA"),
-        "dynamic_shared_bytes": Field("integer", "dynamic shared memory of a CTA"),
-    },
-}
-
 _KERNEL: Part = {
     "kernel": Field("text", "the kernel, as in messages"),
     "family": Field("text", "kernel family"),
@@ -257,23 +214,6 @@ _KERNEL: Part = {
     ),
 }
 KERNEL_SHOW: Schema = {DOCUMENT: _KERNEL}
-KERNEL_DIFF: Schema = {
-    DOCUMENT: {
-        "first": Field("`kernel`", "the first kernel"),
-        "second": Field("`kernel`", "the second kernel"),
-        "facts": Field("list of `difference`", "the fields and resources that differ"),
-        "part": Field("text", "`source`, `sass` or `instructions`"),
-        "removed": Field("integer", "lines of that part that the second kernel lacks"),
-        "added": Field("integer", "lines of that part that the first kernel lacks"),
-        "diff": Field("list of text", "the lines of the unified diff"),
-    },
-    "`kernel`": {**_KERNEL, "includes": Field("list of text", "the templates that it includes")},
-    "`difference`": {
-        "fact": Field("text", "such as `registers`"),
-        "first": Field("text or integer or null", "of the first kernel, null if it has none"),
-        "second": Field("text or integer or null", "of the second kernel, null if it has none"),
-    },
-}
 
 SCHEMAS: dict[str, Schema] = {
     "cache dir": DIR,
@@ -281,13 +221,10 @@ SCHEMAS: dict[str, Schema] = {
     "cache stats": STATS,
     "cache show": SHOW,
     "cache why": WHY,
-    "cache explain": EXPLAIN,
     "cache verify": VERIFY,
     "cache prune": PRUNE,
     "cache gc": GC,
     "cache rm": RM,
     "cache clear": CLEAR,
-    "resources": RESOURCES,
     "kernel show": KERNEL_SHOW,
-    "kernel diff": KERNEL_DIFF,
 }

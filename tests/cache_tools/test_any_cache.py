@@ -30,10 +30,8 @@ LOOKING = {
     "cache show KEY": USAGE,
     "cache why SPEC": FAILED,
     "cache why KEY": USAGE,
-    "cache explain KEY KEY": USAGE,
     "cache verify": DONE,
     "cache prune --max-size 0 --dry-run": DONE,
-    "resources --fail-on-spill": DONE,
 }
 REMOVING = {
     "cache prune --max-size 0": DONE,
@@ -305,7 +303,6 @@ def test_a_list_takes_less_than_a_second(many: Path) -> None:
         ("cache stats", DONE, "kernels          10000, "),
         ("cache prune --max-size 0 --dry-run", DONE, "would remove 10000 kernels"),
         ("cache why combine(arch=sm_90a,dtype=bf16,head_dim_vo=512)", FAILED, "not found"),
-        ("resources", DONE, "10000 kernels, 0 with spills"),
     ],
 )
 def test_every_command_handles_them(words: str, code: int, output: str) -> None:

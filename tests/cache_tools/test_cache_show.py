@@ -1,4 +1,4 @@
-"""`mlagen cache show`, `why` and `explain`: a kernel and its parts, and two by key fields."""
+"""`mlagen cache show` and `why`: a kernel and its parts, and the nearest by key fields."""
 
 from __future__ import annotations
 
@@ -232,25 +232,6 @@ def test_a_cached_key_has_its_reason(cached: Cached) -> None:
     assert "no other combine is cached to compare with" in text
 
 
-def test_only_differences_are_explained(cached: Cached) -> None:
-    """Equal key fields are omitted; measurements are shown for both kernels."""
-    before = snapshot(cached.root)
-
-    found = run.json("cache explain", *cached.keys)
-    itself = ("cache", "explain", *cached.keys[:1] * 2)
-
-    facts = {item["fact"]: (item["first"], item["second"]) for item in found["facts"]}
-    dims = tuple(unit.spec.key_fields()["head_dim_vo"] for unit in cached.units)
-    assert [found[name]["key"] for name in ("first", "second")] == cached.keys
-    assert fields_of(found) == {"spec.head_dim_vo": dims}
-    assert facts["registers"] == tuple(unit.registers for unit in cached.units)
-    assert run.json(*itself)["differences"] == []
-    text = run(*itself).stdout
-    assert "key_field" not in text
-    assert re.search(r"^fact +first +second$", text, re.MULTILINE)
-    assert snapshot(cached.root) == before
-
-
 @pytest.mark.parametrize("families", [[], [("family", "mla_sm80", "mla_sm90")]], ids=len)
 def test_other_families_have_other_templates(
     families: list[Difference], capsys: pytest.CaptureFixture[str]
@@ -282,16 +263,12 @@ def test_one_kernel_by_two_compilers(cached: Cached) -> None:
     every = run.json("cache show", key)["entries"]
     assert tuple(entry["toolchain"] for entry in every) == toolchains
     assert run.json("cache show", f"{key}/{OLD}")["entries"] == every[:1]
-    found = run.json("cache explain", *(f"{key}/{name}" for name in toolchains))
-    rejected = run("cache explain", key, key)
-    assert fields_of(found) == {"toolchain": toolchains}
+    rejected = run("cache why", key)
     rule = f"expected {key}/TOOLCHAIN, got no toolchain out of {', '.join(toolchains)}"
     assert (rejected.exit_code, rejected.stderr) == (2, f"mlagen: key: {rule}\n")
 
 
-@pytest.mark.parametrize(
-    "which", ["explain {} {}", "explain {1} {0}", "show {}", "show {} --source"]
-)
+@pytest.mark.parametrize("which", ["why {}", "show {}", "show {} --source"])
 def test_a_damaged_kernel_is_not_shown(which: str, cached: Cached) -> None:
     """Damage is an error with the reason and the path, wherever the kernel stands."""
     cubin = damage(cached.folders[0])

@@ -144,18 +144,14 @@ def test_values_are_completed_one_by_one(args: str, typed: str, expected: list[s
     assert list(completed(args, typed)) == expected
 
 
-@pytest.mark.parametrize(
-    "args", ["kernel show", "kernel diff combine", "cache why", "prewarm --kernel"]
-)
+@pytest.mark.parametrize("args", ["kernel show", "cache why", "prewarm --kernel"])
 def test_a_spec_is_completed_in_two_steps(args: str) -> None:
     """The family comes first, and behind its opening bracket every spec that begins so."""
     assert list(completed(args, "mla_sm90_")) == ["mla_sm90_fp8", "mla_sm90_fp8kv"]
     assert str(COMBINE).replace("sm_80", "sm_90a") in completed(args, "combine(arch=sm_90a, d")
 
 
-@pytest.mark.parametrize(
-    "words", ["show", "why", "explain 123456", "rm 123456", "push URL", "export FILE"]
-)
+@pytest.mark.parametrize("words", ["show", "why", "rm 123456", "push URL", "export FILE"])
 def test_a_key_is_completed_from_the_cache(words: str, cached: Cached) -> None:
     """A key is completed to eight digits, or one more than are typed, with its kernel as help."""
     (first, second), args = cached.keys, f"cache {words}"
@@ -172,7 +168,7 @@ def test_a_completion_never_raises(monkeypatch: Patch) -> None:
     assert completer(raising(OSError()))(context, parameter, "") == []
 
 
-LISTS = [("cache", "ls"), ("cache", "ls", "--json"), ("resources",), ("cache", "stats")]
+LISTS = [("cache", "ls"), ("cache", "ls", "--json"), ("cache", "stats")]
 
 
 HELPS = [("--help",), ("--version",), ("cache", "-h")]

@@ -109,48 +109,6 @@ def test_sass_and_the_counts_of_its_instructions_are_printed() -> None:
     assert int(facts["BAR"]) == shown.stdout.count(" BAR.")
 
 
-def test_a_diff_has_spec_and_source() -> None:
-    """The exit code is 1, and the summary counts what the unified diff has."""
-    result = run("kernel diff", str(COMBINE), "combine(arch=sm_80, dtype=fp16)")
-    *lines, last = result.stdout.splitlines()
-    assert result.exit_code == 1
-    expected = {"-dtype bf16", "+dtype fp16"}
-    expected |= {"-using OutElement = Bf16;", "+using OutElement = Fp16;"}
-    expected |= {f"--- {COMBINE} spec and resources", f"--- {COMBINE} source"}
-    assert expected <= set(lines)
-    assert last == "differences: 1 in spec and resources, source 1 line removed, 1 added"
-
-
-@needs_nvdisasm
-def test_a_diff_names_resources_as_show_does() -> None:
-    """Lines of `kernel show`, and of --resources its counts, are lines of the diff."""
-    command = ("kernel", "diff", "combine", "--arch", "sm_80,sm_90a")
-    shown = [run(f"kernel show {option}", str(COMBINE)).stdout for option in ("", "--resources")]
-    known = [{" ".join(line.split()) for line in text.split("\n")} for text in shown]
-
-    facts, _, _ = run(*command).stdout.partition(" source\n")
-    *_, counts = run(*command, "--resources").stdout.partition(" instructions\n")
-
-    removed = {line[1:] for line in facts.splitlines() if line.startswith("-")}
-    removed -= {"arch sm_80", f"-- {COMBINE} spec and resources", f"-- {COMBINE}"}
-    assert removed
-    assert removed <= known[0]
-    assert known[1] & {line[1:] for line in counts.splitlines() if line.startswith("-")}
-    assert ", instructions " in counts.splitlines()[-1]
-
-
-@needs_nvdisasm
-def test_one_spec_is_compared_on_two_targets() -> None:
-    """With --sass, the code is SASS without the offsets of its instructions."""
-    found = run.json("kernel diff combine --arch sm_80,sm_86 --sass", code=1)
-    facts = {fact["fact"]: (fact["first"], fact["second"]) for fact in found["facts"]}
-    assert facts["arch"] == ("sm_80", "sm_86")
-    assert (found["part"], found["first"]["kernel"]) == ("sass", str(COMBINE))
-    code = found["diff"][[line.endswith(" sass") for line in found["diff"]].index(True) :]
-    assert sum(line.startswith("+") for line in code[2:]) == found["added"] > 0
-    assert not any("/*00" in line for line in code)
-
-
 def altered_elf(place: int, word: bytes) -> bytes:
     """Return an ELF file of one section ``.text.k``, with other bytes at a place of its headers."""
     header = bytearray(64)
@@ -176,14 +134,14 @@ NO_CUBINS = {
 
 @pytest.mark.parametrize("cubin", NO_CUBINS.values(), ids=NO_CUBINS)
 def test_a_cubin_of_a_bundle_that_is_no_elf_file_is_one_line(cubin: bytes) -> None:
-    """A bundle may hold any bytes; show and diff end with the code of a damaged entry."""
+    """A bundle may hold any bytes; the command ends with the code of a damaged entry."""
     assert code_bytes(altered_elf(0, b"")) == 8
     key = key_of(COMBINE)
     build = make_build(cubin, toolchain=key.toolchain)
     entry = kernel_store().build(key, lambda: build, created_by="", because="")
     message = "cache: kernel.cubin: expected an ELF file with its sections inside, got another"
-    for command in ("show", "show --resources", "diff combine(arch=sm_80,dtype=fp16)"):
-        result = run(f"kernel {command}", str(COMBINE))
+    for part in ("", "--resources"):
+        result = run(f"kernel show {part}", str(COMBINE))
         assert (result.exit_code, result.stdout) == (CACHE_UNUSABLE, "")
         assert result.stderr.endswith(f"mlagen: {message}: {entry.path}\n")
 
