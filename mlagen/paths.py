@@ -12,6 +12,7 @@ import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 # Above the size of any configuration, table of kernels or record file.
 MAX_NAMED_BYTES = 64 << 20
@@ -65,6 +66,26 @@ def require_regular(path: Path) -> None:
     _require_regular(path, path.stat())
 
 
+def open_named(path: Path) -> IO[bytes]:
+    """Open a user-named regular file for reading.
+
+    Raises
+    ------
+    OSError
+        If it is no regular file, or is unreadable.
+    ValueError
+        If the path contains a null character.
+    """
+    require_regular(path)
+    file = os.fdopen(os.open(path, os.O_RDONLY | _FLAGS), "rb")
+    try:
+        _require_regular(path, os.fstat(file.fileno()))
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
 def read_named(path: Path, *, max_bytes: int = MAX_NAMED_BYTES) -> bytes:
     """Return the content of a user-named regular file.
 
@@ -75,9 +96,7 @@ def read_named(path: Path, *, max_bytes: int = MAX_NAMED_BYTES) -> bytes:
     ValueError
         If the path contains a null character.
     """
-    require_regular(path)
-    with os.fdopen(os.open(path, os.O_RDONLY | _FLAGS), "rb") as file:
-        _require_regular(path, os.fstat(file.fileno()))
+    with open_named(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"more than {max_bytes >> 20} MiB", str(path))

@@ -15,7 +15,7 @@ from cache_tools.cli import cli
 from cache_tools.commands.models import MODELS
 from cache_tools.output.schemas import DOCUMENT, SCHEMAS, Schema
 from cache_tools.output.transfer_schemas import TRANSFER_SCHEMAS
-from cache_tools.replay.outcome import REPLAY
+from cache_tools.replay.run import REPLAY
 from tests.doc_text import table
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -91,7 +91,7 @@ OPEN = {
     "cache_tools/benchmark/plot.py": {"matplotlib"},
     **{
         f"cache_tools/replay/{name}.py": {"torch"}
-        for name in ("contents", "geometry", "rebuild", "run")
+        for name in ("dump", "run")
     },
 }
 

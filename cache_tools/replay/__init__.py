@@ -1,1 +1,1 @@
-"""`mlagen replay`: the call of a dump, rebuilt from its metadata or its tensors."""
+"""`mlagen replay`: the call of a dump, from its arguments and the contents of its tensors."""

@@ -1,7 +1,7 @@
-"""A call as JSON data: its arguments, and how its tensors share memory.
+"""A call as JSON data, and the memory that its tensors view.
 
-Contents of tensors are no part of it, except lengths, offsets and page ids on the CPU: they decide
-the launch, and reading them does not synchronize.
+The data has no contents of tensors: a tensor is a view of one of the call's storages, by offset,
+shape and strides. Tensors whose bytes overlap share a storage, so aliasing is part of the data.
 """
 
 from __future__ import annotations
@@ -15,28 +15,11 @@ from typing import Any
 
 import torch
 
-from mlagen.families.common.arguments import INDEX_DTYPES
 from mlagen.families.common.launchers import rounded_up
 
 # Base addresses keep their alignment up to this many bytes.
 ALIGNMENT = 256
 
-# Arguments whose content does not affect the result.
-SCRATCH = (
-    *("workspace_buffer", "float_workspace_buffer", "semaphores", "multi_ctas_kv_counter_buffer"),
-    *("out", "output", "lse", "request_order"),
-)
-
-# Lengths, offsets and page ids.
-INDICES = (
-    *("seq_lens", "block_tables", "page_table", "cum_seq_lens_q", "q_cu_seq_lens", "valid_length"),
-    *("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "kv_len", "sparse_mla_top_k_lens"),
-    *("k.block_table", "k.cache_lengths", "causal_seqlens_kv_global"),
-    *("indptr", "indices", "last_page_len"),
-)
-# Before the names of tensors of a plan's metadata object.
-OBJECT = "metadata."
-_MAX_VALUES = 4096
 _MAX_TEXT = 200
 
 # Nested values below are not described.
@@ -45,10 +28,13 @@ MAX_DEPTH = 32
 
 @dataclass
 class CallDocument:
-    """The arguments of a call: ``data`` for JSON, and the tensors by name."""
+    """The arguments of a call: ``data`` for JSON, and the bytes of its storages by index.
+
+    Storages of workspaces alone, whose contents have no effect, are not among the bytes.
+    """
 
     data: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
+    contents: dict[int, torch.Tensor]
 
     def signature(self) -> Hashable:
         """Return a value that is equal for calls that probably take one plan."""
@@ -59,50 +45,60 @@ def describe_call(arguments: Mapping[str, object]) -> CallDocument:
     """Return the document of a call; a tensor without memory or strides is named only."""
     encoder = _Encoder()
     values = {name: encoder.encode(argument, name) for name, argument in arguments.items()}
-    data = {"arguments": values, "storages": encoder.storages.finish()}
-    return CallDocument(data, encoder.tensors)
+    sizes, contents = _storages(encoder.views)
+    return CallDocument({"arguments": values, "storages": sizes}, contents)
 
 
-class _Storages:
-    """The memory that the tensors of a call use, by storage."""
+def is_workspace(name: str) -> bool:
+    """Whether an argument is memory whose contents do not affect a call."""
+    return name.endswith("workspace_buffer")
 
-    def __init__(self) -> None:
-        self._indices: dict[tuple[str, int], int] = {}
-        self._tensors: list[list[tuple[dict[str, Any], int, int]]] = []
 
-    def add(self, entry: dict[str, Any], tensor: torch.Tensor) -> None:
-        """Add a tensor; its entry gets the index of its storage and its offset."""
-        key = str(tensor.device), tensor.untyped_storage().data_ptr()
-        index = self._indices.setdefault(key, len(self._indices))
-        if index == len(self._tensors):
-            self._tensors.append([])
-        size = tensor.element_size()
-        start = int(tensor.storage_offset()) * size
-        reach = sum(
-            (length - 1) * stride
-            for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        )
-        end = start + (reach + 1) * size if tensor.numel() else start
-        entry["storage"] = index
-        self._tensors[index].append((entry, start, end))
+@dataclass
+class _View:
+    """A tensor of a call, with the range of bytes that it reaches in its storage."""
 
-    def finish(self) -> list[int]:
-        """Return the bytes of each storage that are used; offsets count from the first of them."""
-        sizes = []
-        for tensors in self._tensors:
-            base = min(start for _, start, _ in tensors) // ALIGNMENT * ALIGNMENT
-            for entry, start, _ in tensors:
-                entry["offset"] = start - base
-            sizes.append(max(end for _, _, end in tensors) - base)
-        return sizes
+    name: str
+    tensor: torch.Tensor
+    entry: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        tensor, size = self.tensor, self.tensor.element_size()
+        axes = zip(tensor.shape, tensor.stride(), strict=True)
+        reach = 1 + sum((length - 1) * stride for length, stride in axes) if tensor.numel() else 0
+        self.start = int(tensor.storage_offset()) * size
+        self.end = self.start + reach * size
+        self.memory = str(tensor.device), tensor.untyped_storage().data_ptr()
+
+
+def _storages(views: list[_View]) -> tuple[list[int], dict[int, torch.Tensor]]:
+    """Return the size of each storage, and its bytes; write index and offset into the entries."""
+    groups: list[list[_View]] = []
+    for view in sorted(views, key=lambda view: (view.memory, view.start)):
+        last = groups[-1] if groups else []
+        shares = bool(last) and last[0].memory == view.memory
+        if shares and view.start < max(each.end for each in last):
+            last.append(view)
+        else:
+            groups.append([view])
+    sizes, contents = [], {}
+    for index, group in enumerate(groups):
+        base = group[0].start // ALIGNMENT * ALIGNMENT
+        size = max(view.end for view in group) - base
+        for view in group:
+            view.entry |= {"storage": index, "offset": view.start - base}
+        sizes.append(size)
+        if not all(is_workspace(view.name) for view in group):
+            whole = torch.empty(0, dtype=torch.uint8, device=group[0].tensor.device)
+            contents[index] = whole.set_(group[0].tensor.untyped_storage(), base, (size,), (1,))
+    return sizes, contents
 
 
 class _Encoder:
     """The JSON data of arguments, with the tensors among them."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.storages = _Storages()
+        self.views: list[_View] = []
 
     def encode(self, value: object, name: str, depth: int = 0) -> Any:
         """Return the data of an argument, or of a part of one."""
@@ -128,15 +124,10 @@ class _Encoder:
         }
         if tensor.requires_grad:
             entry["requires_grad"] = True
-        self.storages.add(entry, tensor)
-        if tensor.numel() and not tensor.untyped_storage().nbytes():
-            entry["is_freed"] = True
-            return {"tensor": entry}
-        is_index = name.removeprefix(OBJECT) in INDICES and tensor.dtype in INDEX_DTYPES
-        if is_index and tensor.device.type == "cpu" and tensor.numel() <= _MAX_VALUES:
-            entry["values"] = tensor.detach().view(torch.int32).flatten().tolist()
-        if name not in SCRATCH:
-            self.tensors[name] = tensor
+        view = _View(name, tensor, entry)
+        if view.end > tensor.untyped_storage().nbytes():
+            return {"other": "a tensor without storage"}
+        self.views.append(view)
         return {"tensor": entry}
 
 

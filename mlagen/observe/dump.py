@@ -1,7 +1,8 @@
 """Dumps of calls, ``MLAGEN_DUMP``, for bug reports and ``mlagen replay``.
 
-The first call of each signature is dumped, and every call that raises. A dump is written before the
-call and again with its outcome: after a crash its last file names the call.
+A dump is a JSON file, and with ``MLAGEN_DUMP_TENSORS=1`` a file of contents beside it. The first
+call of each signature is dumped, and every call that raises. A dump is written before the call, and
+its JSON again with the outcome: after a crash the last file names the call.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ import torch
 from mlagen import __version__
 from mlagen.observe.document import CallDocument
 from mlagen.observe.dump_files import DumpFolder
+from mlagen.observe.tensor_file import write_tensors
 from mlagen.paths import reason_of
 from mlagen.runtime.device import device_facts, driver_version
 from mlagen.settings import set_variables, unread_variables
 
 _logger = logging.getLogger("mlagen")
 
-FORMAT = 1
+FORMAT = 2
+
+# Of the contents, beside the JSON file.
+TENSOR_SUFFIX = ".safetensors"
 
 # Limits of a process.
 MAX_CALLS = 256
@@ -88,10 +93,8 @@ class Dumper:
 
     def _write(self, call: DumpedCall) -> None:
         name = self._folder.new_name(call.entry)
-        tensors: dict[str, torch.Tensor] = {}
-        left_out: list[str] = []
-        if self.has_tensors and not call.is_captured:
-            tensors, left_out = self._contents_of(call)
+        wants_tensors = self.has_tensors and not call.is_captured
+        tensors = self._contents_of(call) if wants_tensors else {}
         call.document = {
             "mlagen_dump": FORMAT,
             "entry": call.entry,
@@ -100,13 +103,12 @@ class Dumper:
             "environment": _environment(),
             "is_captured": call.is_captured,
             **{part: None if of is None else of.data for part, of in call.parts.items()},
-            "tensors": f"{name}.pt" if tensors else None,
-            "left_out": left_out,
+            "has_tensors": bool(tensors),
             "outcome": None,
         }
         call.name = name
         if tensors:
-            self._folder.write(f"{name}.pt", lambda file: torch.save(tensors, file))
+            self._folder.write(f"{name}{TENSOR_SUFFIX}", lambda file: write_tensors(file, tensors))
         self._write_json(call)
 
     def _write_json(self, call: DumpedCall) -> None:
@@ -115,32 +117,23 @@ class Dumper:
             raise ValueError(f"{len(content)} bytes of metadata")
         self._folder.write(f"{call.name}.json", lambda file: file.write(content))
 
-    def _contents_of(self, call: DumpedCall) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """Return the bytes of the tensors by part and name, and the names of those left out."""
-        contents, left_out, total = {}, [], 0
-        for part, described in call.parts.items():
-            for name, tensor in ({} if described is None else described.tensors).items():
-                size = tensor.numel() * tensor.element_size()
-                is_above = total + size > MAX_TENSOR_BYTES
-                if is_above or self._tensor_bytes + size > MAX_ALL_TENSOR_BYTES:
-                    left_out.append(f"{part}:{name}")
-                    continue
-                total += size
-                self._tensor_bytes += size
-                contents[f"{part}:{name}"] = bytes_of(tensor)
-        return contents, left_out
+    def _contents_of(self, call: DumpedCall) -> dict[str, torch.Tensor]:
+        """Return the storages of a call by part and index; none if they are above a limit."""
+        contents = {
+            f"{part}:{index}": content
+            for part, described in call.parts.items()
+            for index, content in ({} if described is None else described.contents).items()
+        }
+        size = sum(content.numel() for content in contents.values())
+        if size > min(MAX_TENSOR_BYTES, MAX_ALL_TENSOR_BYTES - self._tensor_bytes):
+            return {}
+        self._tensor_bytes += size
+        return contents
 
     def _warn_once(self, text: str) -> None:
         if not self._has_warned:
             self._has_warned = True
             _logger.warning("MLAGEN_DUMP: %s", text)
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor's elements on the CPU, in order, as uint8."""
-    with torch.no_grad():
-        flat = tensor.detach().contiguous().flatten()
-        return flat.view(torch.uint8).to("cpu", copy=True)
 
 
 def _signature_of(part: CallDocument | None) -> Hashable:

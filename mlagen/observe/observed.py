@@ -201,10 +201,10 @@ class _Observation:
         part = _SETUP.get(self._name)
         if part is None or self._owner is None or self._described is None:
             return
-        tensors: dict[str, torch.Tensor] = {}
+        contents: dict[int, torch.Tensor] = {}
         if to.has_tensors and not self._is_captured:  # the caller may overwrite them
-            tensors = {name: tensor.clone() for name, tensor in self._described.tensors.items()}
-        _setups.setdefault(self._owner, {})[part] = CallDocument(self._described.data, tensors)
+            contents = {index: whole.clone() for index, whole in self._described.contents.items()}
+        _setups.setdefault(self._owner, {})[part] = CallDocument(self._described.data, contents)
 
 
 def _equals(value: object, default: object) -> bool:

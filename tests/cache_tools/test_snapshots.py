@@ -133,10 +133,11 @@ def test_the_text_of_a_command(
 ) -> None:
     """Both streams and the exit code are those of the snapshot."""
     if command == "replay":
-        observe(monkeypatch, MLAGEN_DUMP=str(tmp_path / "dumps"))
+        observe(monkeypatch, MLAGEN_DUMP=str(tmp_path / "dumps"), MLAGEN_DUMP_TENSORS="1")
         function, values = built("trtllm")
         function(**values)
-        next((tmp_path / "dumps").glob("*.json")).rename("dump.json")
+        for file in (tmp_path / "dumps").iterdir():
+            file.rename(f"dump{file.suffix}")
     named = dict(zip(("KEY", "OTHER"), keys, strict=True))
     arguments = [named.get(word, word) for word in COMMANDS[command]]
 

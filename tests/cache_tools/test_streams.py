@@ -44,7 +44,7 @@ def evil(value: Any) -> Any:
 @pytest.fixture
 def dump(monkeypatch: Patch, tmp_path: Path) -> Path:
     """Return a dump with control characters in what `replay` prints."""
-    observe(monkeypatch, MLAGEN_DUMP=str(tmp_path / "dumps"))
+    observe(monkeypatch, MLAGEN_DUMP=str(tmp_path / "dumps"), MLAGEN_DUMP_TENSORS="1")
     function, arguments = built("xqa_batch_mla")
     function(**arguments)
     (path,) = (tmp_path / "dumps").glob("*.json")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mlagen.errors import ArgumentError
-from mlagen.observe import dump, dump_files, observed
+from mlagen.observe import dump, dump_files, observed, tensor_file
 from tests.faults.strangers import STRANGER, give_away
 from tests.fixture_types import Log, Patch
 from tests.observed_calls import built, dumps_in, observe
@@ -29,7 +29,7 @@ def folder(monkeypatch: Patch, tmp_path: Path) -> Path:
 
 
 def test_a_tensor_is_described_with_its_place_in_memory(folder: Path) -> None:
-    """Views of one tensor share a storage; lengths and page ids on the CPU have values."""
+    """Its storage has the bytes that the call reaches, from an aligned address."""
     function, arguments = built("trtllm")
     whole = torch.zeros(2, 1, 2, 1152, dtype=torch.bfloat16)
 
@@ -42,13 +42,11 @@ def test_a_tensor_is_described_with_its_place_in_memory(folder: Path) -> None:
             "shape": [2, 1, 2, 576],
             "strides": [2304, 2304, 1152, 1],
             "device": "cpu",
-            "storage": 0,
+            "storage": (index := call["arguments"]["query"]["tensor"]["storage"]),
             "offset": 128,  # 1152 bytes from the start, less four times 256
         }
     }
-    assert call["storages"][0] == whole.nbytes - 1024
-    assert call["arguments"]["seq_lens"]["tensor"]["values"] == [7, 3]
-    assert "values" not in call["arguments"]["kv_cache"]["tensor"]
+    assert call["storages"][index] == whole.nbytes - 1024
     assert "out" not in call["arguments"]
 
 
@@ -109,32 +107,58 @@ def test_a_run_has_the_construction_and_the_plan_of_its_wrapper(folder: Path) ->
     last = dumps_in(folder)[-1]
     assert last["entry"] == "BatchMLAPagedAttentionWrapper.run"
     assert list(last["init"]["arguments"]) == ["float_workspace_buffer"]
-    assert last["plan"]["arguments"]["kv_len_arr"]["tensor"]["values"] == [7, 3]
     assert last["plan"]["arguments"]["q_data_type"] == {"dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize("kind", ["small", "large", "captured"])
 def test_contents_are_written_on_request(kind: str, monkeypatch: Patch, tmp_path: Path) -> None:
-    """A file of bytes by part and name is added, without outputs and those above the limit."""
+    """A file has the bytes of all storages but workspaces, unless they are above the limit."""
     observe(monkeypatch, MLAGEN_DUMP=str(tmp_path), MLAGEN_DUMP_TENSORS="1")
     monkeypatch.setattr(observed, "is_capturing", lambda _: kind == "captured")
     function, arguments = built("trtllm")
-    names = ["query", "kv_cache", "block_tables", "seq_lens"]
-    left_out = names[1:2] if kind == "large" else []
-    if left_out:
+    if kind == "large":
         monkeypatch.setattr(dump, "MAX_TENSOR_BYTES", arguments["query"].nbytes + 40)
 
     function(**arguments)
 
     (call,) = dumps_in(tmp_path)
-    assert call["left_out"] == [f"call:{name}" for name in left_out]
-    assert (call["is_captured"], call["tensors"] is None) == ((kind == "captured"),) * 2
-    if call["tensors"] is not None:
-        tensors = torch.load(tmp_path / call["tensors"], weights_only=True)
-        assert list(tensors) == [f"call:{name}" for name in names if name not in left_out]
-        for name in tensors:
-            expected = dump.bytes_of(arguments[name.removeprefix("call:")])
-            assert torch.equal(tensors[name], expected)
+    assert call["is_captured"] == (kind == "captured")
+    assert call["has_tensors"] == (kind == "small")
+    files = list(tmp_path.glob("*.safetensors"))
+    assert len(files) == call["has_tensors"]
+    if files:
+        contents = tensor_file.read_tensors(files[0], 1 << 30)
+        assert len(contents) == len(call["call"]["storages"]) - 1
+        for name in ("query", "kv_cache", "block_tables", "seq_lens"):
+            index = call["call"]["arguments"][name]["tensor"]["storage"]
+            expected = arguments[name].contiguous().view(torch.uint8).flatten()
+            assert torch.equal(contents[f"call:{index}"], expected)
+
+
+def test_other_programs_read_the_contents(tmp_path: Path) -> None:
+    """The format is that of safetensors; files that it writes are read."""
+    library: Any = pytest.importorskip("safetensors.torch", reason="needs safetensors")
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    tensors = {"a": torch.arange(9, dtype=torch.uint8), "b": torch.empty(0, dtype=torch.uint8)}
+    with ours.open("wb") as file:
+        tensor_file.write_tensors(file, tensors)
+    library.save_file(tensors, theirs, metadata={"format": "pt"})
+    for found in (library.load_file(ours), tensor_file.read_tensors(theirs, 9)):
+        assert {name: each.tolist() for name, each in found.items()} == {
+            name: each.tolist() for name, each in tensors.items()
+        }
+
+
+def test_a_tensor_without_storage_is_named_only(folder: Path) -> None:
+    """Neither memory outside of a storage is read, nor the storage grown."""
+    function, arguments = built("trtllm")
+    cache = arguments["kv_cache"]
+    cache.untyped_storage().resize_(100)
+    with pytest.raises(ArgumentError):
+        function(**{**arguments, "query": arguments["query"][..., :100]})
+    (call,) = dumps_in(folder)
+    assert call["call"]["arguments"]["kv_cache"] == {"other": "a tensor without storage"}
+    assert cache.untyped_storage().nbytes() == 100
 
 
 def test_the_number_of_dumps_is_bounded(folder: Path, monkeypatch: Patch, caplog: Log) -> None:
