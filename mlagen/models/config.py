@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.models.fields import Fields
-from mlagen.models.heads import GqaHeads, gqa_heads, reject_other_values
-from mlagen.models.hub_cache import cached_config, is_hub_id
-from mlagen.models.layers import layers_left_out, window_of
-from mlagen.models.names import known_model, similar_names
-from mlagen.models.rejections import reject_type, reject_unknown, reject_unserved
+from mlagen.models.keys import reject_type, reject_unknown, reject_unserved
+from mlagen.models.layers import GqaHeads, gqa_heads, layers_left_out, reject_v_head_dim, window_of
+from mlagen.models.names import cached_config, is_hub_id, known_model, similar_names
 from mlagen.paths import is_folder, is_regular, read_named, reason_of
 from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
@@ -138,9 +135,9 @@ def read_model(name: str, content: bytes) -> MlaModel | GqaModel:
 def _model_of(name: str, config: dict[str, Any]) -> MlaModel | GqaModel:
     fields = _text_part(Fields(name, config))
     is_mla = bool(fields.value("kv_lora_rank")) and fields.value("use_mla") is not False
-    if not is_mla:
-        reject_other_values(fields)
     reject_unserved(fields)
+    if not is_mla:
+        reject_v_head_dim(fields)
     return _mla(fields) if is_mla else _gqa(fields)
 
 
@@ -152,7 +149,7 @@ def _text_part(fields: Fields) -> Fields:
         if isinstance(inner, dict):
             # Outer keys belong to other parts, except for the dtype, which may be on either level.
             around = {key: fields.value(key) for key in ("dtype", "torch_dtype")}
-            found = _text_part(Fields(fields.name, around | inner, label, fields.type))
+            found = _text_part(Fields(fields.name, around | inner, fields.type))
             if found.value("num_attention_heads") or not fields.value("num_attention_heads"):
                 return found
     return fields
@@ -161,12 +158,9 @@ def _text_part(fields: Fields) -> Fields:
 def _mla(fields: Fields) -> MlaModel:
     heads = fields.count("num_attention_heads")
     left_out, is_hybrid = layers_left_out(fields, is_mla=True)
-    _read_all(fields, _MLA_PROJECTIONS)
+    fields.read.update(_MLA_PROJECTIONS)
     if window_of(fields) is not None and not any("layers of sliding_" in text for text in left_out):
         raise fields.rejection("sliding_window", "MLA without a window", window_of(fields))
-    kv_heads = fields.value("num_key_value_heads")
-    if fields.type is None and kv_heads not in (None, 1, heads):
-        raise fields.rejection("num_key_value_heads", f"num_attention_heads {heads}", kv_heads)
     is_sparse = fields.count("index_topk", default=0) != 0
     rank, rope = fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim", minimum=0)
     known = dict.fromkeys(dims for row in SUPPORTED for dims in row.head_dims)
@@ -186,15 +180,10 @@ def _mla(fields: Fields) -> MlaModel:
     )
 
 
-def _read_all(fields: Fields, labels: Iterable[str]) -> None:
-    for label in labels:
-        fields.value(label)
-
-
 def _gqa(fields: Fields) -> GqaModel:
     left_out, is_hybrid = layers_left_out(fields, is_mla=False)
     if fields.value("use_mla") is False:  # keys of MLA stay in the configuration then
-        _read_all(fields, (*_MLA_PROJECTIONS, "kv_lora_rank", "qk_rope_head_dim"))
+        fields.read |= {*_MLA_PROJECTIONS, "kv_lora_rank", "qk_rope_head_dim"}
     layers, window = gqa_heads(fields), window_of(fields)
     reject_unknown(fields, is_mla=False)
     rejections = {heads: _rejection_of(heads) for heads in layers}

@@ -1,17 +1,23 @@
-"""Configuration fields, checked when they are read."""
+"""The fields of a configuration, by the table of model types, and checked when they are read."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from functools import cache
+from importlib import resources
+from typing import Any, NamedTuple, TypeAlias
 
 from mlagen.errors import ArgumentError
-from mlagen.models.model_types import ModelType, model_type
 from mlagen.spec.dtype import DType
 
+Value: TypeAlias = int | str | list[str]
+_NUM_COLUMNS = 4
+_WORDS = {"true": True, "false": False}
 _DTYPES = {"bfloat16": DType.BF16, "float16": DType.FP16}
 _MAX_SHOWN = 60
+ANY = "*"  # the row of the keys that any type may have
 _OF_SERVERS = "; servers decode it with a backend of their own: leave out --attention-backend"
 _MAX_COUNT = 2**31 - 1
 # Tables of a configuration that are not about text layers.
@@ -21,26 +27,66 @@ _OTHER_PARTS = re.compile(
 )
 
 
+class ModelType(NamedTuple):
+    """How the configurations of a model type are read: a row of the table."""
+
+    sources: Mapping[str, Value]  # what a missing key stands for; a text is the key that has it
+    ignored: frozenset[str]  # keys about attention that change no decode kernel
+    expected: str  # the property that the type lacks, or ""
+
+
+@cache
+def model_types() -> dict[str, ModelType]:
+    """Return the table of model types."""
+    table: dict[str, ModelType] = {}
+    for names, sources, ignored, expected in table_rows("model_types.tsv"):
+        row = ModelType(values_of(sources), frozenset(ignored.split()), expected)
+        table |= dict.fromkeys(names.split(), row)
+    return table
+
+
+def table_rows(name: str) -> Iterator[list[str]]:
+    """Yield the four columns of each row of a table of this package."""
+    text = (resources.files("mlagen.models") / name).read_text(encoding="utf-8")
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            columns = line.split("\t")
+            yield columns + [""] * (_NUM_COLUMNS - len(columns))
+
+
+def values_of(text: str) -> dict[str, Value]:
+    """Return the values of a column such as ``head_dim=128 layer_types=mamba|attention``."""
+    pairs = (pair.split("=") for pair in text.split())
+    return {key: _value(value) for key, value in pairs}
+
+
+def _value(text: str) -> Value:
+    if "|" in text:
+        return text.split("|")
+    return int(text) if text.isdecimal() else _WORDS.get(text, text)
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """Return a question that has the known names that are spelled like ``name``, or nothing."""
+    found = get_close_matches(str(name)[:_MAX_SHOWN], list(known), cutoff=0.75)
+    return f"; did you mean {' or '.join(found)}?" if found else ""
+
+
 class Fields:
     """The fields of the text decoder in a ``config.json``.
 
-    ``part`` is its key if it is nested: there, transformers may omit fields that equal the default
-    of the class, so that a missing field is not unset. ``whole`` is the type around it, for a part
-    without one. ``read`` has the labels that were read.
+    ``whole`` is the type around a part of it, for a part without one. ``read`` has the labels that
+    were read.
     """
 
     def __init__(
-        self,
-        name: str,
-        config: Mapping[str, Any],
-        part: str | None = None,
-        whole: ModelType | None = None,
+        self, name: str, config: Mapping[str, Any], whole: ModelType | None = None
     ) -> None:
         self.name = name
         self.config = config
-        self.part = part
         kind = config.get("model_type")
-        self.type = whole if kind is None else model_type(kind)
+        known = model_types().get(kind) if isinstance(kind, str) and kind != ANY else None
+        self.type = whole if kind is None else known
         self.read: set[str] = set()
 
     def value(self, label: str) -> Any:
@@ -54,11 +100,6 @@ class Fields:
             return self.config[label]
         source = self.type.sources.get(label) if self.type else None
         return self.value(source) if isinstance(source, str) else source
-
-    def omits(self, label: str) -> bool:
-        """Whether a nested part omits a field whose default is unknown."""
-        is_absent = self.part is not None and label not in self.config
-        return is_absent and self.type is None and self.config.get("model_type") is not None
 
     def set_items(self) -> Iterator[tuple[str, Any]]:
         """Yield the fields that are set, including nested ones such as ``attn_config.alibi``."""
@@ -78,19 +119,6 @@ class Fields:
         if value > _MAX_COUNT:
             raise self.rejection(label, f"at most {_MAX_COUNT}", value)
         return value
-
-    def count_of(self, labels: Sequence[str]) -> int | None:
-        """Return a number that has several labels; None if none of them is set."""
-        ignored = self.type.ignored if self.type else ()
-        labels = [label for label in labels if label not in ignored]
-        found = {label: self.count(label) for label in labels if self.config.get(label)}
-        for label, count in found.items():
-            first = next(iter(found))
-            if count != found[first]:
-                raise self.rejection(label, f"{first} {found[first]}", count)
-        if found or self.value(labels[0]) is None:
-            return next(iter(found.values()), None)
-        return self.count(labels[0])
 
     def dtype(self) -> DType:
         """Return the element type of the activations; the default is bf16."""

@@ -8,7 +8,7 @@ from itertools import product
 
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.models.config import GqaModel, MlaModel
-from mlagen.models.heads import GqaHeads
+from mlagen.models.layers import GqaHeads
 from mlagen.models.pages import (
     CONVERSION_MIN_HEADS,
     PAGE_SIZES,

@@ -1,6 +1,9 @@
-"""Layer kinds of a model: which ones attend over a KV cache, and which keys name them."""
+"""Layers of a model: which kinds attend over a KV cache, their windows, and the heads of each."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from mlagen.models.fields import Fields
 
@@ -52,8 +55,22 @@ _PATTERNS = (
     *("use_sliding_window", "max_window_layers", "sliding_window_pattern"),
     *("_sliding_window_pattern", "prefix_dense_sliding_window_pattern", "local_attention"),
     *("global_attn_every_n_layers", "hybrid_layer_pattern", "attention_layers", "attention_types"),
-    *("attn_layer_offset", "full_attn_idxs", "full_attention_idx"),
+    *("attn_layer_offset", "full_attn_idxs", "full_attention_idx", "first_layers_types"),
+    *("sliding_layers", "use_rope_layers"),
 )
+_LABELS = ("num_attention_heads", "num_key_value_heads", "head_dim")
+# Other keys of single layers.
+_OF_LAYERS = (
+    *("attention_type", "num_attention_groups", "sliding_window", "true_head_dim", "v_head_dim"),
+)
+
+
+class GqaHeads(NamedTuple):
+    """Head configuration of one or more GQA layers."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
 
 
 def layers_left_out(fields: Fields, *, is_mla: bool) -> tuple[tuple[str, ...], bool]:
@@ -67,21 +84,16 @@ def layers_left_out(fields: Fields, *, is_mla: bool) -> tuple[tuple[str, ...], b
     implied = _implied_kinds(fields)
     attending, left_out = (MLA_KINDS, _MLA_LEFT_OUT) if is_mla else (GQA_KINDS, LEFT_OUT)
     for label in _KINDS:
-        written = _kinds(fields, label)
-        kinds = [ALIASES.get(kind, kind) for kind in written]
-        if not kinds:
+        written = {name: ALIASES.get(name, name) for name in _kinds(fields, label)}
+        if not written:
             continue
-        for name, kind in zip(written, kinds, strict=True):
+        for name, kind in written.items():
             if kind not in (*attending, *left_out, *_FEED_FORWARD):
                 rule = " or ".join(dict.fromkeys((*attending, *left_out)))
                 raise fields.rejection(label, rule, name)
-        if not set(kinds) & set(attending):
-            raise fields.rejection(label, f"some layers of {' or '.join(attending)}", written)
-        found = {
-            name: left_out[kind]
-            for name, kind in zip(written, kinds, strict=True)
-            if kind in left_out
-        }
+        if not {*written.values()} & {*attending}:
+            raise fields.rejection(label, f"some layers of {' or '.join(attending)}", [*written])
+        found = {name: left_out[kind] for name, kind in written.items() if kind in left_out}
         break
     else:
         found = dict.fromkeys(implied[:1], _STATE)
@@ -121,3 +133,140 @@ def _kinds(fields: Fields, label: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(kind, str) for kind in value):
         raise fields.rejection(label, "a list of kinds of layers", value)
     return list(dict.fromkeys(value))
+
+
+def gqa_heads(fields: Fields) -> list[GqaHeads]:
+    """Return the head configurations of the layers, the default one first, without duplicates.
+
+    Raises
+    ------
+    ArgumentError
+        If a number is missing, or conflicts with the others.
+    """
+    base = _base_heads(fields)
+    found = dict.fromkeys([*base, *_other_heads(fields, base[0])])
+    for heads in found:
+        if heads.heads % heads.kv_heads:
+            rule = f"a divisor of num_attention_heads {heads.heads}"
+            raise fields.rejection("num_key_value_heads", rule, heads.kv_heads)
+    return list(found)
+
+
+def reject_v_head_dim(fields: Fields, head_dim: int | None = None) -> None:
+    """Reject a V head dim that differs from the K head dim; ``head_dim`` is read if None.
+
+    Raises
+    ------
+    ArgumentError
+        Names the key, the rule and the value.
+    """
+    head_dim = head_dim or fields.value("head_dim")
+    for label, wanted in (
+        ("v_head_dim", head_dim),
+        ("swa_v_head_dim", fields.value("swa_head_dim") or head_dim),
+    ):
+        value = fields.value(label)
+        if value and wanted and value != wanted:
+            raise fields.unserved(label, f"head_dim {wanted}", value)
+
+
+def _base_heads(fields: Fields) -> list[GqaHeads]:
+    """Return the default head configuration; several if the fields are per-layer lists."""
+    heads = _per_layer(fields, "num_attention_heads")
+    kv_heads = _per_layer(fields, "num_key_value_heads")
+    if not isinstance(heads, list):
+        heads = [fields.checked("num_attention_heads", heads)]
+    if not isinstance(kv_heads, list):
+        kv_heads = [_kv_heads(fields, count) for count in heads]
+    heads = heads * len(kv_heads) if len(heads) == 1 else heads
+    if len(heads) != len(kv_heads):
+        rule = f"one for each of {len(heads)} layers"
+        raise fields.rejection("num_key_value_heads", rule, kv_heads)
+    # The head dim follows from the hidden size, also for layers with fewer heads.
+    first = fields.value("num_attention_heads")
+    head_dim = _head_dim(fields, first if isinstance(first, int) else heads[0])
+    return [GqaHeads(*pair, head_dim) for pair in zip(heads, kv_heads, strict=True)]
+
+
+def _per_layer(fields: Fields, label: str) -> Any:
+    """Return the value of a field, or a checked list of those of each layer."""
+    value = fields.value(label)
+    value = fields.value(f"{label}_per_layer") or value
+    if isinstance(value, list) and value:
+        return [fields.checked(label, one) for one in value]
+    return value
+
+
+def _kv_heads(fields: Fields, heads: int) -> int:
+    own_keys = fields.type.sources if fields.type else {}
+    is_grouped = fields.value("new_decoder_architecture")  # of Falcon
+    if "multi_query" in own_keys and fields.value("multi_query") and not is_grouped:
+        return 1
+    if "multi_query_attention" in own_keys and not fields.value("multi_query_attention"):
+        return heads  # of ChatGLM
+    kv_heads = fields.count("num_key_value_heads", default=heads)
+    if kv_heads > heads:
+        rule = f"a divisor of num_attention_heads {heads}"
+        raise fields.rejection("num_key_value_heads", rule, kv_heads)
+    return kv_heads
+
+
+def _head_dim(fields: Fields, heads: int) -> int:
+    if fields.value("head_dim"):
+        head_dim = fields.count("head_dim")
+    else:
+        hidden = fields.count("hidden_size")
+        if hidden % heads:
+            rule = f"it, or a hidden_size that is a multiple of num_attention_heads {heads}"
+            raise fields.rejection("head_dim", rule, hidden)
+        head_dim = hidden // heads
+    reject_v_head_dim(fields, head_dim)
+    return head_dim
+
+
+def _other_heads(fields: Fields, base: GqaHeads) -> Iterator[GqaHeads]:
+    """Yield the head configurations of sliding-window, global and individual layers."""
+    swa = {label: fields.value(f"swa_{label}") for label in _LABELS}
+    swa["num_attention_heads"] = swa["num_attention_heads"] or fields.value(
+        "num_sliding_attention_heads"
+    )
+    yield _override(fields, "swa_", base, swa)
+    kv_heads = fields.value("num_global_key_value_heads")
+    if fields.value("attention_k_eq_v") is False:
+        kv_heads = None  # Gemma-4 uses them only if K equals V
+    # Where transformers 5.24 saved the heads of single layers, they have replaced this key.
+    is_replaced = "per_layer_config" in fields.config and "global_head_dim" not in fields.config
+    head_dim = None if is_replaced else fields.value("global_head_dim")
+    yield _override(
+        fields, "global_", base, {"num_key_value_heads": kv_heads, "head_dim": head_dim}
+    )
+    for label in ("attention_other_setting", "per_layer_config"):
+        value = fields.value(label)
+        if not value:
+            continue
+        if not isinstance(value, dict):
+            raise fields.rejection(label, "a table", value)
+        for one in [value] if label == "attention_other_setting" else value.values():
+            if not isinstance(one, dict):
+                raise fields.rejection(label, "a table for each layer", value)
+            yield _override(fields, f"{label}.", base, one)
+
+
+def _override(fields: Fields, where: str, base: GqaHeads, changes: Mapping[str, Any]) -> GqaHeads:
+    """Return heads with the changes of some layers."""
+    for key, value in changes.items():
+        if key not in (*_LABELS, *_OF_LAYERS) and value is not None:
+            rule = f"one of {', '.join(sorted((*_LABELS, *_OF_LAYERS)))}"
+            raise fields.rejection(f"{where}{key}", rule, value)
+    changes = {"num_key_value_heads": changes.get("num_attention_groups")} | {
+        key: value for key, value in changes.items() if value is not None
+    }
+    values = [
+        known if changes.get(label) is None else fields.checked(f"{where}{label}", changes[label])
+        for label, known in zip(_LABELS, base, strict=True)
+    ]
+    made = GqaHeads(*values)
+    v_head_dim = changes.get("v_head_dim")
+    if v_head_dim and v_head_dim != made.head_dim:
+        raise fields.rejection(f"{where}v_head_dim", f"head_dim {made.head_dim}", v_head_dim)
+    return made

@@ -1,19 +1,22 @@
-"""Models that are known by name: aliases, Hub ids, and the keys of their configurations."""
+"""Models by name: aliases, Hub ids, their configurations here, and those in the local Hub cache."""
 
 from __future__ import annotations
 
 import re
 from difflib import get_close_matches
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
-from mlagen.models.model_types import Value, table_rows, values_of
+from mlagen.errors import ArgumentError
+from mlagen.models.fields import Value, table_rows, values_of
 
 # Suffixes of fine-tuned or quantized variants, which have the same attention.
 _SUFFIX = re.compile(
     r"-(instruct|it|base|chat|thinking|fp8|bf16|nvfp4|int4|awq|gptq|hf|original|\d{4})$"
 )
 _MAX_SUGGESTIONS = 5
+_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
 class KnownModel(NamedTuple):
@@ -64,3 +67,33 @@ def similar_names(name: str) -> list[str]:
     model = name.lower().rpartition("/")[2]
     names = [known for known in known_names() if model and known.startswith(model)]
     return (names or get_close_matches(model, known_names(), cutoff=0.75))[:_MAX_SUGGESTIONS]
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name is a syntactically valid Hub id, such as ``deepseek-ai/DeepSeek-V3``."""
+    return _ID.fullmatch(name) is not None
+
+
+def cached_config(name: str) -> Path | None:
+    """Return the ``config.json`` of a Hub id in the local cache, or None if it is missing.
+
+    Raises
+    ------
+    ArgumentError
+        If huggingface_hub is not installed.
+    """
+    if not is_hub_id(name):
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ImportError as error:
+        raise ArgumentError(
+            "MLAGEN_HF: expected huggingface_hub to be installed, got none; "
+            "run: pip install huggingface-hub, or give the path of a config.json"
+        ) from error
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # not a valid id
+        return None
+    return Path(found) if isinstance(found, str) else None

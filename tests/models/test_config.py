@@ -15,9 +15,11 @@ from mlagen.errors import ArgumentError
 from mlagen.models.config import GqaModel, MlaModel, find_model, read_model
 from mlagen.spec.dtype import DType
 
-MLA: dict[str, Any] = {"num_attention_heads": 64, "hidden_size": 4096, "v_head_dim": 128}
+MLA: dict[str, Any] = {"model_type": "deepseek_v3", "num_attention_heads": 64, "v_head_dim": 128}
+MLA |= {"hidden_size": 4096}
 MLA |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1536, "qk_nope_head_dim": 128}
-GQA: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+GQA: dict[str, Any] = {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8}
+GQA |= {"hidden_size": 4096}
 
 
 def read(config: object) -> MlaModel | GqaModel:

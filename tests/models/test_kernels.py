@@ -9,8 +9,8 @@ import pytest
 
 from mlagen.errors import ArgumentError
 from mlagen.models.config import GqaModel, MlaModel, find_model
-from mlagen.models.heads import GqaHeads
 from mlagen.models.kernels import ServingOptions, model_specs
+from mlagen.models.layers import GqaHeads
 from mlagen.spec.arch import Arch, parse_arch
 from mlagen.spec.calls import mla_call_specs
 from mlagen.spec.combine import CombineSpec

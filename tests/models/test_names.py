@@ -16,7 +16,7 @@ from mlagen.models.config import find_model
 from mlagen.models.names import known_model, known_models, known_names
 from mlagen.settings import current_settings
 
-CONFIG = {"num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 64}
+CONFIG = {"model_type": "llama", "num_attention_heads": 24, "head_dim": 64}
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from packaging.version import Version
 
 from mlagen.errors import ArgumentError
 from mlagen.models.config import MlaModel, read_model
+from mlagen.models.fields import model_types
 from mlagen.models.layers import ALIASES, GQA_KINDS, LEFT_OUT, MLA_KINDS
-from mlagen.models.model_types import model_type
 
 TABLE = Path(__file__).parent / "public_configs.tsv"
 needs_transformers = pytest.mark.skipif(
@@ -100,8 +100,7 @@ def test_what_a_missing_key_stands_for_is_the_default_of_transformers(name: str)
     """A missing number is the default of the class, by its own name for it."""
     from transformers import CONFIG_MAPPING
 
-    row, made = model_type(name), CONFIG_MAPPING[name]
-    assert row is not None
+    row, made = model_types()[name], CONFIG_MAPPING[name]
     aliases: dict[str, Any] = made.attribute_map
     for label, source in row.sources.items():
         if isinstance(source, int):

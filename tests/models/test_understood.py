@@ -1,4 +1,4 @@
-"""Attention keys of configurations: each is known, or rejected by name."""
+"""Model types and attention keys of configurations: each is known, or rejected by name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from tests.models.test_config import GQA as BARE_GQA
 from tests.models.test_config import MLA, read
 
 GQA = BARE_GQA | {"head_dim": 128}
-V4: dict[str, Any] = {"num_attention_heads": 64, "head_dim": 512}
-V4 |= {"num_key_value_heads": 1}
-FALCON: dict[str, Any] = {"num_attention_heads": 64, "hidden_size": 4096, "num_kv_heads": 8}
-CHATGLM: dict[str, Any] = {"num_attention_heads": 32, "hidden_size": 4096, "kv_channels": 128}
-CHATGLM |= dict.fromkeys(("apply_query_key_layer_scaling", "attention_softmax_in_fp32"), True)
-CHATGLM |= {"multi_query_group_num": 2, "add_qkv_bias": True}
+FALCON = {"model_type": "falcon", "num_attention_heads": 64, "hidden_size": 4096, "num_kv_heads": 8}
+CHATGLM: dict[str, Any] = {"model_type": "chatglm", "num_attention_heads": 32, "kv_channels": 128}
+CHATGLM |= {"hidden_size": 4096, "multi_query_group_num": 2}
 
 
 def changed(config: dict[str, Any]) -> Callable[..., dict[str, Any]]:
@@ -27,7 +24,7 @@ def changed(config: dict[str, Any]) -> Callable[..., dict[str, Any]]:
     return lambda **changes: config | changes
 
 
-gqa, mla, v4 = changed(GQA), changed(MLA), changed(V4)
+gqa, mla = changed(GQA), changed(MLA)
 
 
 def layers(**changes: object) -> dict[str, Any]:
@@ -43,7 +40,12 @@ def heads_of(config: object) -> list[tuple[int, int, int]]:
 
 
 DBRX = {"d_model": 6144, "n_heads": 48, "attn_config": {"kv_n_heads": 8, "clip_qkv": 8}}
-STEP = {"num_attention_heads": 64, "num_attention_groups": 8, "head_dim": 128}
+STEP = {
+    "model_type": "step3p5",
+    "num_attention_heads": 64,
+    "num_attention_groups": 8,
+    "head_dim": 128,
+}
 STEP_OTHERS = {"num_attention_heads": 96, "num_attention_groups": 8}
 SWA = {"swa_num_attention_heads": 64, "swa_num_key_value_heads": 16, "swa_head_dim": 64}
 GLOBAL = {"global_head_dim": 256, "num_global_key_value_heads": 2}
@@ -83,6 +85,7 @@ def test_heads_are_those_of_every_layer(config: object, heads: list[tuple[int, i
 
 BLOCKS = "expected dense or top-k sparse (DSA) attention, not block-sparse attention, got"
 NO_KEY = "expected no such key, as mlagen does not know"
+NO_TYPE = "model_type: expected a type of decoder that mlagen knows, got"
 RANKS = "(512, 64) or (256, 64) or (512, 0)"
 HEADS, OF_32 = "num_attention_heads: expected 1 or more, got", "num_attention_heads 32, got"
 MULTIPLE = "hidden_size that is a multiple of"
@@ -93,27 +96,39 @@ V_HEADS = {"head_dim": 192, "v_head_dim": 128}
     ("config", "message"),
     [
         ([], "expected a JSON object, got list"),
-        ({}, f"{HEADS} none"),
+        ({}, f"{NO_TYPE} none"),
+        (gqa(model_type=5), f"{NO_TYPE} 5"),
+        (gqa(model_type="hubert"), f"{NO_TYPE} 'hubert'"),
+        (gqa(model_type="minimax_m4"), f"{NO_TYPE} 'minimax_m4'; did you mean minimax_m2 or mini"),
+        ({"text_config": GQA | {"model_type": "future"}}, f"{NO_TYPE} 'future'"),
         (mla(num_attention_heads=0), f"{HEADS} 0"),
         (mla(num_attention_heads=True), f"{HEADS} True"),
         (mla(num_attention_heads="16"), f"{HEADS} '16'"),
+        (mla(num_attention_heads=10**400), "num_attention_heads: expected at most 2147483647, got"),
         (mla(qk_rope_head_dim=None), "qk_rope_head_dim: expected 0 or more, got none"),
         (mla(kv_lora_rank=128), f"kv_lora_rank, qk_rope_head_dim: expected {RANKS}, got"),
         (mla(index_topk=-1), "index_topk: expected 1 or more, got -1"),
         (mla(dtype="float32"), "dtype: expected bfloat16 or float16, got 'float32'"),
         (gqa(num_key_value_heads=5), f"num_key_value_heads: expected a divisor of {OF_32} 5"),
+        (
+            gqa(num_key_value_heads=[8, 4], num_attention_heads=[8] * 3),
+            "num_key_value_heads: expected",
+        ),
         (BARE_GQA | {"hidden_size": 4097}, f"head_dim: expected it, or a {MULTIPLE} {OF_32} 4097"),
         (BARE_GQA | {"hidden_size": None}, "hidden_size: expected 1 or more, got none"),
         (gqa(head_dim=72), "head_dim: no GQA decode kernel for head_dim 72; supported: "),
-        (v4(compress_rates={"a": 4}), "compress_rates: expected a KV cache of all tokens, not "),
-        (v4(compress_ratios=[0, 4]), "compress_ratios: expected a KV cache of all tokens"),
-        (v4(model_type="deepseek_v4"), "model_type: expected a KV cache of all tokens, not "),
+        (gqa(compress_rates={"a": 4}), "compress_rates: expected a KV cache of all tokens, not "),
+        (gqa(model_type="deepseek_v4"), "model_type: expected a KV cache of all tokens, not "),
         ({"model_type": "minimax_m3_vl"}, f"model_type: {BLOCKS} 'minimax_m3_vl'"),
-        (v4(layer_types=["minimax_m3_sparse"]), "layer_types: expected full_attention or "),
-        (v4(o_lora_rank=1024), f"o_lora_rank: {NO_KEY}"),
-        (v4(layer_types=["compressed_sparse_attention"]), "layer_types: expected full_attention o"),
+        ({"model_type": "mamba"}, "model_type: expected layers that attend over a KV cache, got"),
+        (gqa(model_type="diffllama"), "model_type: expected attention without differences"),
+        (gqa(layer_types=["minimax_m3_sparse"]), "layer_types: expected full_attention or "),
+        (gqa(layer_types=["mamba"]), "layer_types: expected some layers of full_attention"),
+        (gqa(layer_types="full_attention"), "layer_types: expected a list of kinds of layers"),
+        (gqa(layer_types=["indexed_attention"]), "layer_types: expected full_attention or "),
+        (mla(layer_types=["sliding_attention"]), "layer_types: expected some layers of full_"),
+        (mla(sliding_window=128), "sliding_window: expected MLA without a window, got 128"),
         (gqa(**V_HEADS), "v_head_dim: expected head_dim 192, got 128"),
-        (gqa(**V_HEADS, attention_chunk_size=128), "v_head_dim: expected head_dim 192, got 128"),
         (gqa(swa_head_dim=192, swa_v_head_dim=128), "swa_v_head_dim: expected head_dim 192, got 1"),
         (layers(v_head_dim=64), "per_layer_config.v_head_dim: expected head_dim 128, got 64"),
         (layers(latent_dim=64), "per_layer_config.latent_dim: expected one of "),
@@ -124,39 +139,15 @@ V_HEADS = {"head_dim": 192, "v_head_dim": 128}
         (gqa(position_embedding_type="alibi"), "position_embedding_type: expected rope or "),
         (gqa(attn_logit_softcapping=50.0), "attn_logit_softcapping: expected scores that are not "),
         (gqa(attention_chunk_size=8192), "attention_chunk_size: expected attention that is not ch"),
-        (gqa(layer_types=["chunked_attention"]), "layer_types: expected some layers of full_at"),
-        (mla(layer_types=["sliding_attention"]), "layer_types: expected some layers of full_"),
-        (gqa(layer_types=["indexed_attention"]), "layer_types: expected full_attention or "),
-        (mla(sliding_window=128), "sliding_window: expected MLA without a window, got 128"),
         (gqa(index_topk_blocks=16), f"index_topk_blocks: {BLOCKS} 16"),
-        (gqa(index_topk=16), f"index_topk: {NO_KEY}"),
         (mla(index_topk=1, index_block_size=4), f"index_block_size: {BLOCKS} 4"),
-        (gqa(sparse_attention_config={"a": 1}), f"sparse_attention_config: {BLOCKS}"),
         (gqa(sparse_config={"topk": 64}), f"sparse_config: {BLOCKS}"),
-        (gqa(mixer_types=["minicpm4", "lightning"]), f"mixer_types: {NO_KEY}"),
-        (gqa(kv_compression_dim=64), "kv_compression_dim: expected a KV cache of all tokens"),
         (gqa(d_rel=16), "d_rel: expected attention without relative positions, got 16"),
-        (gqa(keep_window_size=16), f"keep_window_size: {NO_KEY}"),
-        (gqa(attn_block_skip=2), f"attn_block_skip: {NO_KEY}"),
-        (gqa(shared_kv_heads=2), f"shared_kv_heads: {NO_KEY}"),
-        (gqa(model_type="hubert"), "model_type: expected a model that generates text, got "),
-        ({"model_type": "mamba"}, "model_type: expected layers that attend over a KV cache, got"),
-        (gqa(block_configs=[{"attention": {"n": 8}}]), f"block_configs.attention: {NO_KEY}"),
-        (gqa(layer_types=["mamba"]), "layer_types: expected some layers of full_attention"),
-        (gqa(layer_types="full_attention"), "layer_types: expected a list of kinds of layers"),
         (gqa(is_encoder_decoder=True), "is_encoder_decoder: expected a decoder alone, got"),
-        (gqa(type_vocab_size=2), "type_vocab_size: expected a decoder, not an encoder, got 2"),
-        (gqa(architectures=["BertForMaskedLM"]), "architectures: expected a model that gen"),
-        (gqa(model_type="diffllama"), "model_type: expected attention without differences"),
         (gqa(is_causal=False), "is_causal: expected causal attention, got False"),
-        (gqa(causal=False), "causal: expected causal attention, got False"),
-        (mla(num_attention_heads=10**400), "num_attention_heads: expected at most 2147483647, got"),
-        (mla(num_key_value_heads=8), "num_key_value_heads: expected num_attention_heads 64, got 8"),
         (gqa(use_bidirectional_attention=True), "use_bidirectional_attention: expected caus"),
-        (gqa(num_kv_heads=4), "num_kv_heads: expected num_key_value_heads 8, got 4"),
-        (gqa(kv_channels=64), "kv_channels: expected head_dim 128, got 64"),
-        (gqa(num_heads=16), "num_heads: expected num_attention_heads 32, got 16"),
-        (gqa(multi_query=True), "num_key_value_heads: expected 1 beside multi_query, got 8"),
+        (gqa(block_configs=[{"attention": {"n": 8}}]), f"block_configs.attention: {NO_KEY}"),
+        (gqa(num_kv_heads=4), f"num_kv_heads: {NO_KEY} its effect on GQA, got 4; did you mean num"),
     ],
 )
 def test_a_configuration_is_rejected_by_key(config: object, message: str) -> None:
@@ -167,21 +158,50 @@ def test_a_configuration_is_rejected_by_key(config: object, message: str) -> Non
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("label", ["head_dim", "num_key_value_heads"])
-def test_a_nested_part_omits_class_defaults(label: str) -> None:
-    """A missing number of a nested part is the default of its type, and else is not guessed."""
-    part = {key: value for key, value in GQA.items() if key != label}
-    with pytest.raises(ArgumentError, match=f"^m: {label}: expected it in text_config, got none$"):
-        read({"text_config": part | {"model_type": "future"}})
-    of_llama = (32, 32, 128) if label == "num_key_value_heads" else (32, 8, 128)
-    assert heads_of({"text_config": part | {"model_type": "llama"}}) == [of_llama]
-    of_gemma = (32, 4, 128) if label == "num_key_value_heads" else (32, 8, 256)
-    assert heads_of({"text_config": part | {"model_type": "gemma3_text"}}) == [of_gemma]
+# A key about attention that no model has is rejected, in any known type.
+UNKNOWN = (
+    "attn_top_k attention_sparsity kv_group_dim q_heads_per_kv qk_dim d_kv use_mqa gqa_ratio "
+    "nsa_block_size moba_chunk_size dsa_topk kv_latent_dim block_sparse_attention bidirectional "
+    "softcap position_bias layer_pattern differential_attention cross_layer_kv value_head_dim "
+    "local_attention_block_size attention_type attn_block_size num_landmark_heads keep_window_size "
+    "compress_ratio kv_compression_ratio o_lora_rank attention_chunk attn_hop_size sparse_topk "
+    "mixer_types shared_kv_heads num_heads kv_channels multi_query noncausal attn_forget_gate "
+    "window_sizes use_tpa_attention qk_clip index_heads"
+)
+# A key of other layers, of norms, gates and positions, or of no attention, is not.
+HARMLESS = (
+    "attention_bias attn_pdrop qk_norm_eps qkv_bias attention_scaling use_flash_attention theta "
+    "kv_cache_dtype attn_output_gate swa_rope_theta lm_head_dim mamba_heads linear_num_heads "
+    "vision_heads mtp_num_heads moe_heads attn_softmax_in_fp32 mla_use_nope num_experts "
+    "intermediate_size vocab_size topk_group n_positions max_position_embeddings prefix_lm"
+)
+
+
+@pytest.mark.parametrize("config", [gqa(), mla()], ids=["gqa", "mla"])
+def test_an_unknown_key_about_attention_is_rejected(config: dict[str, Any]) -> None:
+    """A key that nobody thought of is one of another kind of attention, if it is about any."""
+    for key in UNKNOWN.split():
+        if not (key == "index_heads" and "kv_lora_rank" in config):  # it chooses the tokens
+            with pytest.raises(ArgumentError, match=f"^m: {key}: expected "):
+                read(config | {key: 2})
+    plain = read(config)
+    for key in HARMLESS.split():
+        assert (key, replace(read(config | {key: 2}), left_out=(), is_hybrid=False)) == (key, plain)
+
+
+def test_a_nested_part_omits_class_defaults() -> None:
+    """A missing number is the default of the type, or of the type around a part without one."""
+    for label, llama, gemma in (
+        ("head_dim", (32, 8, 128), (32, 8, 256)),
+        ("num_key_value_heads", (32, 32, 128), (32, 4, 128)),
+    ):
+        part = {key: value for key, value in GQA.items() if key != label}
+        assert heads_of({"text_config": part}) == [llama]
+        assert heads_of({"text_config": part | {"model_type": "gemma3_text"}}) == [gemma]
     inner = {"num_attention_heads": 32, "kv_lora_rank": 512, "attn_res_block_size": 12}
-    assert read({"model_type": "kimi_k3", "text_config": inner}).left_out  # of the type around it
+    assert read({"model_type": "kimi_k3", "text_config": inner}).left_out
     config = {"num_attention_heads": 4, "thinker_config": {"alibi": 1, "text_config": GQA}}
-    for whole in (config, gqa(text_config={"vocab_size": 8})):  # at any depth
-        assert heads_of(whole) == [(32, 8, 128)]
+    assert heads_of(config) == [(32, 8, 128)]  # at any depth
 
 
 @pytest.mark.parametrize(
@@ -189,27 +209,21 @@ def test_a_nested_part_omits_class_defaults(label: str) -> None:
     [
         {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 4},
         {"layer_types": ["full_attention", "sliding_attention"], "sliding_window_pattern": "LG"},
-        {"use_qk_norm": True, "attention_bias": True, "attention_dropout": 0.1, "qkv_bias": True},
-        {"attention_multiplier": 0.5, "query_pre_attn_scalar": 256, "attn_temperature_tuning": 4},
-        {"add_swa_attention_sink_bias": True, "final_logit_softcapping": 30.0},
         {"attn_logit_softcapping": None, "alibi": False, "attention_chunk_size": None},
-        {"v_head_dim": 128, "num_heads": 32, "kv_channels": 128, "o_lora_rank": None},
+        {"v_head_dim": 128, "o_lora_rank": None, "position_embedding_type": "rope_gptj"},
         {"quantization_config": {"kv_cache_scheme": {"a": 1}, "ignore": ["head"]}},
         {"vision_config": {"num_heads": 16, "compress_ratio": 2}, "rope_scaling": {"full": 1}},
-        {"position_embedding_type": "rope_gptj", "is_hybrid_swa": True, "swa_rope_theta": 1e4},
-        {"qk_norm_type": "per_layer", "attn_type_list": [1, 1], "layer_group_size": 1},
+        {"attn_type_list": [1, 1], "layer_group_size": 1, "moe": {"attn_topk": 2}, "causal": True},
         {"first_layers_types": ["full_attention", "sliding_attention"], "sliding_layers": [1]},
-        {"position_embedding_type": "rope", "architectures": ["LlamaForCausalLM"]},
         mla(index_topk=2048, index_n_heads=32, index_head_dim=128, index_kpool=4),
         mla(indexer_types=["full", "shared"], layer_types=["deepseek_sparse_attention"]),
         mla(layer_types=["indexed_attention"], index_kpool_always_select_tail=True),
-        mla(gated_attention_proj_granularity_type="head_wise", max_window_layers=20),
-        mla(mla_use_output_gate=True, mla_use_nope=True, use_sliding_window=False, window_size=4),
+        mla(mla_use_output_gate=True, use_sliding_window=False, window_size=4),
         mla(head_dim=64, qk_head_dim=192, num_key_value_heads=64, attention_bias=False),
     ],
 )
 def test_keys_that_change_no_kernel_are_ignored(change: dict[str, Any]) -> None:
-    """Windows are arguments; norms, biases, scales and the indexer are outside of the kernel."""
+    """Windows are arguments; unset keys and those of other parts and the indexer do not matter."""
     if "kv_lora_rank" not in change:
         assert heads_of(GQA | change) == [(32, 8, 128)]
     else:
@@ -241,64 +255,3 @@ def test_layers_without_a_kernel_are_left_out_and_named(config: object, kind: st
     """Recurrent layers have no kernel here; the other layers have theirs."""
     (sentence,) = read(config).left_out
     assert sentence.startswith(f"m: {kind}")
-
-
-# Keys of no known model. The first ones may mean another kind of attention, the new ones too in an
-# unknown model type, the others do not.
-MEANINGFUL = (
-    "attn_top_k attention_sparsity kv_group_dim q_heads_per_kv qk_dim d_kv use_mqa gqa_ratio "
-    "nsa_block_size moba_chunk_size dsa_topk kv_latent_dim block_sparse_attention bidirectional "
-    "softcap position_bias layer_pattern differential_attention cross_layer_kv value_head_dim "
-    "local_attention_block_size attention_type attn_block_size num_landmark_heads keep_window_size "
-    "compress_ratio kv_compression_ratio o_lora_rank attention_chunk attn_hop_size sparse_topk"
-)
-NEW = (
-    "softmax_type entmax_alpha lambda_init attn_forget_gate forget_gate value_dim d_v latent_dim "
-    "d_c d_rope mfa_rank num_latents hca_compress latent_conv_kernel layer_kinds mixer mixers "
-    "token_mixer causal noncausal prefix_lm encoder_layers page_topk top_k_tokens seer_gate "
-    "dilation token_stride band_width recent_tokens local_context max_attend_distance "
-    "heavy_hitter_size landmark_every positional_encoding pos_bias pe_type "
-    "contextual_position_encoding score_cap score_tanh_scale qk_clip block_size mem_len lsh_hashes "
-    "num_buckets eviction_policy token_merging score_fn state_size retention_layers kv_pool "
-    "pool_stride chunk_size cope_max mask_type use_tpa"
-)
-MEANINGLESS = (
-    "attention_bias attn_pdrop qk_norm_eps qkv_bias attention_scaling use_flash_attention theta "
-    "kv_cache_dtype attn_output_gate query_scale sink_bias attn_sink swa_rope_theta lm_head_dim "
-    "mamba_heads linear_num_heads vision_heads mtp_num_heads moe_heads attn_softmax_in_fp32 "
-    "gated_attention use_parallel_attention router_heads qk_norm_type mla_use_nope num_experts "
-    "intermediate_size vocab_size topk_group topk_method n_group top_k top_p num_beam_groups "
-    "ep_size max_position_embeddings n_positions context_length d_model ffn_dim moe_topk "
-    "rope_ratio dim_model_base hidden_act embedding_size chunk_size_feed_forward bos_token_id "
-    "pool_type decoder_sparse_step score_function norm_softmax first_k_dense_replace scale_emb "
-    "moe_latent_size attention_probs_dropout_prob mlp_layer_types no_rope_layers clip_qkv "
-    "rotary_dim loss_type"
-)
-
-
-@pytest.mark.parametrize("config", [gqa(), mla()], ids=["gqa", "mla"])
-def test_the_words_of_an_unknown_key_tell_whether_it_may_matter(config: dict[str, Any]) -> None:
-    """A key about attention is rejected by name; of norms, gates and other layers it is not."""
-    for key in (*MEANINGFUL.split(), *NEW.split()):
-        with pytest.raises(ArgumentError, match=f"^m: {key}: expected "):
-            read(config | {key: 2})
-    plain = read(config)
-    for key in MEANINGLESS.split():
-        assert (key, replace(read(config | {key: 2}), left_out=(), is_hybrid=False)) == (key, plain)
-    assert read(config | {"moe": {"topk": 2}, "pos_encoding": "rope", "causal": True}) == plain
-
-
-def test_the_new_words_are_those_of_unknown_types() -> None:
-    """The keys of a known type are known: what is none about attention changes nothing."""
-    for config in (gqa(model_type="llama"), mla(model_type="deepseek_v3")):
-        plain = read(config)
-        for key in ("prefix_lm", "chunk_size", "pos_bias", "state_size", "band_width"):
-            assert read(config | {key: 2}) == plain
-
-
-@pytest.mark.parametrize("key", ["sliding_window_layers", "window_sizes", "attn_window_pattern"])
-def test_unknown_keys_about_windows_are_those_of_the_call(key: str) -> None:
-    """GQA kernels take any window as an argument; MLA kernels have none."""
-    assert heads_of(gqa(**{key: [128]})) == [(32, 8, 128)]
-    with pytest.raises(ArgumentError, match=f"^m: {key}: {NO_KEY}"):
-        read(mla(**{key: [128]}))
