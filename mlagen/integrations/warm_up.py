@@ -1,14 +1,15 @@
-"""Warm-up of a server's worker: its kernels are compiled and loaded before the first request."""
+"""What a server's worker has before the first request: scratch, and kernels compiled and loaded."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 
 import torch
 
+from mlagen import max_workspace_bytes
 from mlagen.engine import kernel_for, prewarm_advice
 from mlagen.errors import UnsupportedError
 from mlagen.jit import freeze
@@ -35,6 +36,13 @@ _DTYPES = {
     torch.uint8: DType.FP8_DS_MLA,
 }
 _logger = logging.getLogger("mlagen")
+
+
+@cache
+def workspace(device: torch.device) -> torch.Tensor:
+    """Return the scratch of all layers on ``device``, whose calls follow each other on a stream."""
+    # Not the server's own: trtllm-gen kernels have semaphores in that one, which must stay zero.
+    return torch.empty(max_workspace_bytes(device), dtype=torch.uint8, device=device)
 
 
 def mla_calls(

@@ -9,10 +9,9 @@ from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 from sglang.srt.models.deepseek_common.attention_backend_handler import handle_attention_dsa
 from torch.nn.functional import pad
 
-from mlagen.integrations.sglang.drafts import serve_drafts
 from mlagen.integrations.sglang.mla import introduce
-from mlagen.integrations.sglang.runner import check, mla_layers_of, warm_up, workspace
-from mlagen.integrations.warm_up import mla_calls
+from mlagen.integrations.sglang.runner import check, serve_drafts, warm_up_mla
+from mlagen.integrations.warm_up import workspace
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
 
 _ROW_BYTES = 656  # fp8_ds_mla, as FlashMLA reads it
@@ -41,19 +40,13 @@ def backend_of(runner: Any, name: str) -> MlagenDSABackend:
         raise ValueError(f"{name}: expected --dcp-size 1, got {backend.dcp_size}")
     introduce(name, handle_attention_dsa)
     serve_drafts(name, "dsa", MlagenDSABackend)
-    rank, rope = backend.kv_lora_rank, backend.qk_rope_head_dim
-    warm_up(
-        call
-        for layer in mla_layers_of(runner, rank, rope)
-        for call in mla_calls(
-            heads=layer.tp_q_head_num,
-            kv_lora_rank=rank,
-            qk_rope_head_dim=rope,
-            page_size=backend.physical_page_size,
-            query_dtype=runner.dtype,
-            kv_dtype=torch.uint8 if is_fp8 else backend.kv_cache_dtype,
-            is_sparse=True,
-        )
+    warm_up_mla(
+        runner,
+        backend,
+        page_size=backend.physical_page_size,
+        query_dtype=runner.dtype,
+        kv_dtype=torch.uint8 if is_fp8 else backend.kv_cache_dtype,
+        is_sparse=True,
     )
     return backend
 

@@ -9,16 +9,15 @@ from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
 from sglang.srt.runtime_context import get_parallel
 
 from mlagen.decode import trtllm_batch_decode_with_kv_cache as decode
-from mlagen.integrations.sglang.drafts import serve_drafts
 from mlagen.integrations.sglang.runner import (
     check,
     layers_of,
     max_q_len,
     prefill_name,
+    serve_drafts,
     warm_up,
-    workspace,
 )
-from mlagen.integrations.warm_up import gqa_calls
+from mlagen.integrations.warm_up import gqa_calls, workspace
 
 
 def backend_of(runner: Any, name: str) -> MlagenMHABackend:

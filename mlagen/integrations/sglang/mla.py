@@ -13,16 +13,14 @@ from sglang.srt.models.deepseek_common.attention_backend_handler import (
 )
 from sglang.srt.runtime_context import get_parallel, get_platform
 
-from mlagen.integrations.sglang.drafts import serve_drafts
 from mlagen.integrations.sglang.runner import (
     check,
     max_q_len,
-    mla_layers_of,
     prefill_name,
-    warm_up,
-    workspace,
+    serve_drafts,
+    warm_up_mla,
 )
-from mlagen.integrations.warm_up import mla_calls
+from mlagen.integrations.warm_up import workspace
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
 
 
@@ -49,20 +47,14 @@ def backend_of(runner: Any, name: str) -> MlagenMLABackend:
     serve_drafts(name, "trtllm_mla", MlagenMLABackend)
     backend = MlagenMLABackend(runner)
     is_fp8 = backend.data_type == torch.float8_e4m3fn  # SGLang quantizes the query then
-    rank, rope = backend.kv_lora_rank, backend.qk_rope_head_dim
-    warm_up(
-        call
-        for layer in mla_layers_of(runner, rank, rope)
-        for call in mla_calls(
-            heads=layer.tp_q_head_num,
-            kv_lora_rank=rank,
-            qk_rope_head_dim=rope,
-            page_size=runner.page_size,
-            query_dtype=backend.data_type if is_fp8 else runner.dtype,
-            kv_dtype=backend.data_type,
-            max_q_len=max_q_len(runner, name),
-            dcp_size=get_parallel().attn_dcp_size,
-        )
+    warm_up_mla(
+        runner,
+        backend,
+        page_size=runner.page_size,
+        query_dtype=backend.data_type if is_fp8 else runner.dtype,
+        kv_dtype=backend.data_type,
+        max_q_len=max_q_len(runner, name),
+        dcp_size=get_parallel().attn_dcp_size,
     )
     return backend
 

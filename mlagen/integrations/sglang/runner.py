@@ -1,35 +1,31 @@
-"""What the backends have in common: checks of a model runner, its layers, and their warm-up."""
+"""What the backends have in common: checks of a model runner, its warm-up, and draft models."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel, get_spec, max_speculative_num_draft_tokens
 
-from mlagen import max_workspace_bytes
 from mlagen.integrations.sglang import is_deepseek_v4
-from mlagen.integrations.warm_up import Calls
+from mlagen.integrations.warm_up import Calls, mla_calls
 from mlagen.integrations.warm_up import warm_up as warm_up_on
 
 _DTYPES = {
     "dtype": (torch.bfloat16, torch.float16),
     "kv_cache_dtype": (torch.bfloat16, torch.float16, torch.float8_e4m3fn),
 }
+_FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 _logger = logging.getLogger("mlagen")
-
-
-@cache
-def workspace(device: torch.device) -> torch.Tensor:
-    """Return the scratch of all layers on ``device``, whose calls follow each other on a stream."""
-    # Not the backend's own: trtllm-gen kernels have semaphores in that one, which must stay zero.
-    return torch.empty(max_workspace_bytes(device), dtype=torch.uint8, device=device)
+# The draft backends of SGLang, by name, that take the class of ours.
+_served: dict[str, tuple[str, type]] = {}
 
 
 def check(runner: Any, name: str, backend: type) -> None:
@@ -85,19 +81,63 @@ def max_q_len(runner: Any, name: str) -> int:
     return (max_speculative_num_draft_tokens() or 1) if verifies else 1
 
 
-def mla_layers_of(runner: Any, kv_lora_rank: int, qk_rope_head_dim: int) -> list[Any]:
-    """Return the layers that attend to latents; with DCP those of the heads of all ranks."""
-    dims = (kv_lora_rank + qk_rope_head_dim, kv_lora_rank)
-    layers = [each for each in layers_of(runner) if (each.head_dim, each.v_head_dim) == dims]
-    if get_parallel().dcp_enabled:
-        heads = max((each.tp_q_head_num for each in layers), default=0)
-        layers = [each for each in layers if each.tp_q_head_num == heads]
-    return layers
-
-
 def warm_up(calls: Iterable[Calls]) -> None:
     """Compile and load the kernels of calls in this worker, before it captures graphs."""
     warm_up_on(calls, torch.cuda.current_device())
+
+
+def warm_up_mla(runner: Any, backend: Any, **calls: Any) -> None:
+    """Warm up the layers that attend to latents; with DCP those of the heads of all ranks.
+
+    ``calls`` is what :func:`mla_calls` takes beside their heads and dims.
+    """
+    rank, rope = backend.kv_lora_rank, backend.qk_rope_head_dim
+    dims = (rank + rope, rank)
+    heads = [
+        each.tp_q_head_num for each in layers_of(runner) if (each.head_dim, each.v_head_dim) == dims
+    ]
+    if get_parallel().dcp_enabled:
+        heads = sorted(heads)[-1:]
+    warm_up(
+        call
+        for count in dict.fromkeys(heads)
+        for call in mla_calls(heads=count, kv_lora_rank=rank, qk_rope_head_dim=rope, **calls)
+    )
+
+
+def serve_drafts(name: str, like: str, backend: type) -> None:
+    """Make SGLang accept a backend for draft models, where ``like`` is its own one."""
+    if not _served:
+        HookRegistry.register(_FACTORY, create_backend, HookType.AROUND)
+        HookRegistry.apply_hooks()
+    _served[name] = (like, backend)
+
+
+def create_backend(
+    theirs: Callable[..., Any],
+    factory: Any,
+    backend_name: str,
+    backend_map: dict[str, Callable[[], Any]],
+    *args: Any,
+    **keywords: Any,
+) -> Any:
+    """Call a method of SGLang's factory with our names in ``backend_map``, its list of names."""
+    ours = {
+        name: partial(_create, name, backend, backend_map[like])
+        for name, (like, backend) in _served.items()
+    }
+    return theirs(factory, backend_name, backend_map | ours, *args, **keywords)
+
+
+def _create(name: str, backend: type, create: Callable[[], Any]) -> tuple[str, Any]:
+    """Return what SGLang creates, with our kernels in it, or in each of its steps.
+
+    Its constructors of the steps name their class.
+    """
+    _, made = create()
+    for each in getattr(made, "attn_backends", [made]):
+        each.__class__ = backend
+    return name, made
 
 
 def _changed_methods(backend: type) -> Iterator[tuple[str, str, str]]:

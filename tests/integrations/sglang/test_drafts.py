@@ -18,7 +18,7 @@ def factory(sglang: Import, calls: list[Any], monkeypatch: Patch) -> Any:
     """Return SGLang's factory, in a process where no backend of mlagen was made."""
     del calls
     module = sglang("sglang.srt.speculative.draft_utils")
-    drafts = sglang("mlagen.integrations.sglang.drafts")
+    drafts = sglang("mlagen.integrations.sglang.runner")
     hooks = sglang("sglang.srt.plugins.hook_registry").HookRegistry
     monkeypatch.setattr(hooks, "_hooks", defaultdict(list))
     monkeypatch.setattr(hooks, "_patched", set())

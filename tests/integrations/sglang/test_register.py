@@ -90,118 +90,68 @@ def test_the_backends_are_registered_without_a_word(
     assert caplog.records == []
 
 
-@pytest.mark.parametrize("module", NEEDED)
-def test_a_missing_module_is_a_warning(
-    sglang: Import, register: Callable[[], None], caplog: Log, monkeypatch: Patch, module: str
-) -> None:
-    """An SGLang without one of the modules starts, and has no backend of mlagen."""
-    package, _, leaf = module.rpartition(".")
-    before = lists_of(sglang)
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, module, None)
-        patch.delattr(sys.modules[package], leaf)
-        with caplog.at_level(logging.WARNING, logger="mlagen"):
-            register()
-    assert_unchanged(sglang, before, caplog, "Error: ")
-
-
-@pytest.mark.parametrize(
-    ("module", "name"), [(module, name) for module, names in NEEDED.items() for name in names]
+MISSING, NONE_KEPT = object(), "lists without mlagen_mha, mlagen_mla, mlagen_dsa"
+# What another SGLang has under names of the one that is known, and a word of the warning. A call
+# that fails or keeps nothing, or an undo that fails, ends no server.
+OTHERS: dict[str, tuple[dict[tuple[str, str], Any], str]] = {
+    f"without {module}.{name}": ({(module, name): MISSING}, name)
+    for module, names in NEEDED.items()
+    for name in names
+}
+for module, name in FUNCTIONS:
+    if module != CHECKS:
+        OTHERS[f"{name} without an argument"] = {(module, name): lambda: None}, "TypeError"
+        OTHERS[f"{name} with another"] = {(module, name): lambda *_, kind: kind}, "TypeError"
+OTHERS["choices that keep no name"] = (
+    {(CHOICES, "add_attention_backend_choices"): lambda *_: None},
+    NONE_KEPT,
 )
-def test_a_missing_name_is_a_warning(
-    sglang: Import,
-    register: Callable[[], None],
-    caplog: Log,
-    monkeypatch: Patch,
-    module: str,
-    name: str,
-) -> None:
-    """So does one without a name in them."""
-    before = lists_of(sglang)
-    with monkeypatch.context() as patch:
-        patch.delattr(sys.modules[module], name)
-        with caplog.at_level(logging.WARNING, logger="mlagen"):
-            register()
-    assert_unchanged(sglang, before, caplog, name)
-
-
-@pytest.mark.parametrize(("module", "name"), [each for each in FUNCTIONS if each[0] != CHECKS])
-@pytest.mark.parametrize(
-    ("other", "reason"),
-    [
-        pytest.param(lambda: None, "TypeError", id="no argument"),
-        pytest.param(lambda *_, kind: kind, "TypeError", id="one more argument"),
-    ],
+OTHERS["a registry that keeps no name"] = (
+    {(REGISTRY, "register_attention_backend"): lambda _: lambda _: None},
+    NONE_KEPT,
 )
-def test_another_signature_is_a_warning(
-    sglang: Import,
-    register: Callable[[], None],
-    caplog: Log,
-    monkeypatch: Patch,
-    module: str,
-    name: str,
-    other: Any,
-    reason: str,
-) -> None:
-    """What was registered before the call that fails is withdrawn."""
-    before = lists_of(sglang)
-    with monkeypatch.context() as patch:
-        patch.setattr(sys.modules[module], name, other)
-        with caplog.at_level(logging.WARNING, logger="mlagen"):
-            register()
-    assert_unchanged(sglang, before, caplog, reason)
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "other"),
-    [
-        (CHOICES, "add_attention_backend_choices", lambda *_: None),
-        (REGISTRY, "register_attention_backend", lambda _: lambda _: None),
-    ],
-    ids=["choices", "registry"],
+OTHERS["no function that checks"] = {(CHECKS, "attention_backends_of"): None}, "Error: "
+OTHERS["a list of backends"] = (
+    {
+        (REGISTRY, "ATTENTION_BACKENDS"): [],
+        (REGISTRY, "register_attention_backend"): lambda _: id,
+    },
+    "Error: ",
 )
-def test_a_registry_that_keeps_no_name_is_a_warning(
-    sglang: Import,
-    register: Callable[[], None],
-    caplog: Log,
-    monkeypatch: Patch,
-    module: str,
-    name: str,
-    other: Any,
-) -> None:
-    """A call that raises nothing may have another meaning."""
-    before = lists_of(sglang)
-    with monkeypatch.context() as patch:
-        patch.setattr(sys.modules[module], name, other)
-        with caplog.at_level(logging.WARNING, logger="mlagen"):
-            register()
-    assert_unchanged(sglang, before, caplog, "lists without mlagen_mha, mlagen_mla, mlagen_dsa")
+for kind in (tuple, set, frozenset):
+    OTHERS[f"a {kind.__name__} of choices"] = (
+        {
+            (CHOICES, "ATTENTION_BACKEND_CHOICES"): kind(["triton"]),
+            (CHOICES, "add_attention_backend_choices"): lambda _: None,
+        },
+        NONE_KEPT,
+    )
 
 
-@pytest.mark.parametrize(
-    ("module", "others"),
-    [
-        (CHECKS, {"attention_backends_of": None}),
-        (REGISTRY, {"ATTENTION_BACKENDS": [], "register_attention_backend": lambda _: id}),
-    ],
-    ids=["no function", "a list of backends"],
-)
-def test_a_name_for_something_else_is_a_warning(
-    sglang: Import,
-    register: Callable[[], None],
-    caplog: Log,
-    monkeypatch: Patch,
-    module: str,
-    others: dict[str, Any],
+@pytest.mark.parametrize("other", [*NEEDED, *OTHERS])
+def test_another_sglang_is_one_warning(
+    sglang: Import, register: Callable[[], None], caplog: Log, monkeypatch: Patch, other: str
 ) -> None:
-    """An undo that fails ends no server, and the others are done."""
+    """Where a module or a name is missing or another, the server starts without our backends."""
     before = lists_of(sglang)
+    changes, reason = OTHERS.get(other, ({}, "Error: "))
     with monkeypatch.context() as patch:
-        for name, other in others.items():
-            patch.setattr(sys.modules[module], name, other)
+        for (module, name), value in changes.items():
+            if value is MISSING:
+                patch.delattr(sys.modules[module], name)
+            else:
+                patch.setattr(sys.modules[module], name, value)
+        if other in NEEDED:
+            package, _, leaf = other.rpartition(".")
+            patch.setitem(sys.modules, other, None)
+            patch.delattr(sys.modules[package], leaf)
         with caplog.at_level(logging.WARNING, logger="mlagen"):
             register()
-    assert_unchanged(sglang, before, caplog, "Error: ")
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert message.startswith("sglang 0.5.23: expected sglang.srt.arg_groups (choices, ")
+    assert reason in message
+    assert lists_of(sglang) == before
 
 
 def test_a_later_check_of_backends_is_passed_on(
@@ -211,29 +161,6 @@ def test_a_later_check_of_backends_is_passed_on(
     monkeypatch.setattr(sglang(CHECKS), "attention_backends_of", lambda cfg, *, kind: {cfg: kind})
     register()
     assert sglang(CHECKS).attention_backends_of("cfg", kind=1) == {"cfg": 1}
-
-
-@pytest.mark.parametrize("kind", [tuple, set, frozenset])
-def test_choices_of_another_kind_are_a_warning(
-    sglang: Import, register: Callable[[], None], caplog: Log, monkeypatch: Patch, kind: type
-) -> None:
-    """What cannot be withdrawn does not end the server either."""
-    before = lists_of(sglang)
-    with monkeypatch.context() as patch:
-        patch.setattr(sys.modules[CHOICES], "ATTENTION_BACKEND_CHOICES", kind(["triton"]))
-        patch.setattr(sys.modules[CHOICES], "add_attention_backend_choices", lambda _: None)
-        with caplog.at_level(logging.WARNING, logger="mlagen"):
-            register()
-    assert_unchanged(sglang, before, caplog, "lists without mlagen_mha")
-
-
-def assert_unchanged(sglang: Import, before: dict[str, Any], caplog: Log, reason: str) -> None:
-    """Require one warning, with its reason, and SGLang's lists as they were."""
-    (record,) = caplog.records
-    message = record.getMessage()
-    assert message.startswith("sglang 0.5.23: expected sglang.srt.arg_groups (choices, ")
-    assert reason in message
-    assert lists_of(sglang) == before
 
 
 @pytest.mark.parametrize(
