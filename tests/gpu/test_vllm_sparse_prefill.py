@@ -21,7 +21,7 @@ SEQ_LENS, Q_LENS = (5000, 2500), (300, 200)
 @pytest.mark.parametrize("layers", [1, 3], ids=["a layer alone", "blocks of three layers in turn"])
 def test_each_token_attends_to_its_converted_rows(layers: int, device: str) -> None:
     """The tokens of two requests see their top-k tokens, in a bf16 copy of the rows."""
-    module = import_module("mlagen.integrations.vllm.sparse_prefill")
+    module = import_module("mlagen.integrations.vllm.sparse")
     generator = torch.Generator().manual_seed(4)
     num_blocks = [-(-seq_len // BLOCK) for seq_len in SEQ_LENS]
     blocks = sum(num_blocks)

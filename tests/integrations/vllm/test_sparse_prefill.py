@@ -20,18 +20,11 @@ DECODES = 2
 
 
 @pytest.fixture
-def module(vllm: Import, monkeypatch: Patch) -> ModuleType:
-    """Return the module of the conversion, for any number of query tokens."""
-    module = vllm("mlagen.integrations.vllm.sparse_prefill")
+def sparse(vllm: Import, monkeypatch: Patch) -> ModuleType:
+    """Return the module of the sparse backend, which converts any number of query tokens."""
+    module = vllm("mlagen.integrations.vllm.sparse")
     monkeypatch.setattr(module, "MIN_TOKENS", 1)
     return module
-
-
-@pytest.fixture
-def sparse(vllm: Import, module: ModuleType) -> ModuleType:
-    """Return the module of the sparse backend, over that one."""
-    assert module
-    return vllm("mlagen.integrations.vllm.sparse")
 
 
 def elements_of(rows: torch.Tensor) -> torch.Tensor:
@@ -42,7 +35,7 @@ def elements_of(rows: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture
-def on_cpu(module: ModuleType, monkeypatch: Patch) -> None:
+def on_cpu(sparse: ModuleType, monkeypatch: Patch) -> None:
     """Put torch in the place of vLLM's two kernels, which need a GPU."""
 
     def gather(cache: Any, dst: Any, table: Any, starts: Any, count: int) -> None:
@@ -61,8 +54,8 @@ def on_cpu(module: ModuleType, monkeypatch: Patch) -> None:
         is_valid = indices >= 0
         return torch.where(is_valid, indices + offsets, -1), is_valid.sum(1).int()
 
-    monkeypatch.setattr(module.ops, "cp_gather_and_upconvert_fp8_kv_cache", gather)
-    monkeypatch.setattr(module, "triton_convert_req_index_to_global_index", convert)
+    monkeypatch.setattr(sparse.ops, "cp_gather_and_upconvert_fp8_kv_cache", gather)
+    monkeypatch.setattr(sparse, "triton_convert_req_index_to_global_index", convert)
 
 
 def builder_of(rows: int = 4 * BLOCK, **fields: Any) -> Any:
@@ -107,7 +100,6 @@ def batch_of(metadata: Any) -> Any:
 @pytest.mark.parametrize("decodes", [0, DECODES])
 @pytest.mark.parametrize("is_parted", [True, False])
 def test_prefills_attend_to_converted_rows(
-    module: ModuleType,
     sparse: ModuleType,
     impl_of: ImplOf,
     decodes: int,
@@ -116,7 +108,7 @@ def test_prefills_attend_to_converted_rows(
 ) -> None:
     """Each query token sees its top-k tokens; decodes before them take the common path."""
     metadata = metadata_of(sparse, decodes=decodes)
-    metadata.conversion = module.conversion_of(builder_of(), batch_of(metadata), metadata)
+    metadata.conversion = sparse.conversion_of(builder_of(), batch_of(metadata), metadata)
     generator = torch.Generator().manual_seed(9)
     blocks = metadata.block_table.numel()
     stored = store(torch.randn(blocks * BLOCK, 576, generator=generator), 512, "fp8_ds_mla")
@@ -182,7 +174,6 @@ def test_other_batches_take_the_common_path(
     ids=["long", "short", "too many rows", "exact", "no prefill", "dense", "no dense prefill"],
 )
 def test_a_long_sparse_prefill_that_fits_is_converted(
-    module: ModuleType,
     sparse: ModuleType,
     fields: dict[str, Any],
     rows: int,
@@ -191,9 +182,9 @@ def test_a_long_sparse_prefill_that_fits_is_converted(
     monkeypatch: Patch,
 ) -> None:
     """The rows of all prefills fit into the workspace, whole pages of it."""
-    monkeypatch.setattr(module, "MIN_TOKENS", min_tokens)
+    monkeypatch.setattr(sparse, "MIN_TOKENS", min_tokens)
     metadata = metadata_of(sparse, **fields)
-    found = module.conversion_of(builder_of(rows), batch_of(metadata), metadata)
+    found = sparse.conversion_of(builder_of(rows), batch_of(metadata), metadata)
     assert (found is not None) is converts
     if found is not None:
         assert found.num_rows == sum(SEQ_LENS)
@@ -214,10 +205,10 @@ def test_a_long_sparse_prefill_that_fits_is_converted(
     ids=["64 heads", "16 heads", "another cache", "DCP", "fp16", "without RoPE"],
 )
 def test_which_layers_convert(
-    module: ModuleType, heads: int, dtype: str, fields: dict[str, Any], can: bool
+    sparse: ModuleType, heads: int, dtype: str, fields: dict[str, Any], can: bool
 ) -> None:
     """With few heads the kernel of FP8 rows is faster."""
-    assert module.can_convert(builder_of(**fields), heads, dtype) is can
+    assert sparse.can_convert(builder_of(**fields), heads, dtype) is can
 
 
 @pytest.mark.parametrize("converts", [True, False])
