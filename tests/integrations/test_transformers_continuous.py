@@ -108,20 +108,6 @@ def test_layers_share_the_tables_of_a_batch(integration: Any, monkeypatch: Patch
     assert calls[0][0].shape == calls[2][0].shape
 
 
-def test_compiled_code_has_its_own_tables(integration: Any, monkeypatch: Patch) -> None:
-    """What a compiler or a graph computes for a layer stays in it."""
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    batch = {"cu_seq_lens_q": torch.arange(3), "cu_seq_lens_k": torch.tensor([0, 4, 9])}
-
-    first, second = (
-        integration.continuous._tables_of(0, torch.arange(9), batch | {"max_seqlen_k": 5})
-        for _ in range(2)
-    )
-
-    assert first.seq_lens.tolist() == second.seq_lens.tolist() == [4, 5]
-    assert first.block_tables is not second.block_tables
-
-
 def test_a_window_is_rejected(integration: Any) -> None:
     """A layer with a sliding window is not computed without it."""
     with pytest.raises(UnsupportedError, match="sliding window"):

@@ -74,7 +74,7 @@ def test_a_step_attends_to_the_tokens_of_the_indexer(integration: Any, tokens: i
 
 def test_layers_of_a_step_share_what_its_mask_says(integration: Any) -> None:
     """Layers have the same counts of visible tokens, until the mask is written."""
-    top_k_of, mask = integration.masks.top_k_of, seen_tokens(64, PADDING)
+    top_k_of, mask = integration.steps.top_k_of, seen_tokens(64, PADDING)
     known = top_k_of(mask, BATCH, 64, 16)
 
     assert top_k_of(mask, BATCH, 64, 16) is known

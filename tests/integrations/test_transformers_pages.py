@@ -1,8 +1,7 @@
-"""Pages of a static cache: which tokens they hold, and the memory of their tables."""
+"""Pages of a static cache: which tokens they hold, and which layers share them."""
 
 from __future__ import annotations
 
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ def test_a_row_has_the_tokens_that_its_sequence_sees(
     integration: Any, tokens: int, first: int
 ) -> None:
     """Pages hold each seen token once, and lie in the cache, however few tokens or many."""
-    pages_of = integration.pages.pages_of
+    pages_of = integration.steps.pages_of
     for count in range(1, tokens - first + 1):
         columns = (4 if first + 64 <= tokens else 3) if first else 2
 
@@ -50,62 +49,29 @@ def test_a_compiler_gets_pages_that_do_not_overlap(integration: Any, monkeypatch
     """It may copy a view of the cache, and pages that overlap are many times the cache."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     for tokens, size in ((100, 1), (96, 32), (128, 64)):
-        pages = integration.pages.pages_of(bounds_of(0, 90), tokens, HEADS)
+        pages = integration.steps.pages_of(bounds_of(0, 90), tokens, HEADS)
         assert (pages.size, pages.stride) == (size, size)
 
 
-@pytest.mark.parametrize("tokens", [100, 128], ids=["overlap", "aligned"])
-def test_steps_have_their_tables_in_the_same_memory(integration: Any, tokens: int) -> None:
-    """A launch is replayed by its addresses, and layers of two steps may take turns."""
-    first, second = bounds_of(0, 70), bounds_of(0, 99)
-    addresses = set()
+def test_layers_of_a_step_share_their_pages(integration: Any) -> None:
+    """Tables are made once for the layers of each shape, until the bounds are written."""
+    pages_of, bounds = integration.steps.pages_of, bounds_of(0, 70)
+    with torch.inference_mode():
+        assert pages_of(bounds_of(0, 70), 100, 1).seq_lens.tolist() == [70] * ROWS
+    made = [pages_of(bounds, 100, heads) for heads in (HEADS, 1, HEADS, 1)]
 
-    for bounds, count in ((first, 70), (second, 99), (first, 70), (first, 70)):
-        pages = integration.pages.pages_of(bounds, tokens, HEADS)
-        addresses.add((pages.block_tables.data_ptr(), pages.seq_lens.data_ptr()))
-        assert sorted(tokens_of(pages, tokens)[-1]) == list(range(count))
-
-    assert len(addresses) == 1
+    assert made[0] is made[2] is not made[1] is made[3]
+    bounds[..., 1] += 1
+    assert pages_of(bounds, 100, HEADS).seq_lens.tolist() == [71] * (ROWS * HEADS)
 
 
-def test_a_thread_has_memory_of_its_own(integration: Any) -> None:
-    """Steps of two threads do not write over each other's tables."""
-    made: list[Any] = []
-
-    def step() -> None:
-        made.append(integration.pages.pages_of(bounds_of(0, 70), 100, HEADS))
-
-    step()
-    thread = Thread(target=step)
-    thread.start()
-    thread.join()
-
-    assert made[0].seq_lens.data_ptr() != made[1].seq_lens.data_ptr()
-
-
-def test_inference_mode_has_memory_of_its_own(integration: Any) -> None:
-    """Outside of inference mode torch rejects a write to a tensor that was made in it."""
-    for count in (70, 71, 72):
-        with torch.inference_mode(count == 70):
-            pages = integration.pages.pages_of(bounds_of(0, count), 100, HEADS)
-        assert pages.seq_lens.tolist() == [count] * (ROWS * HEADS)
-
-
-def test_a_tensor_of_another_class_has_memory_of_its_own(integration: Any) -> None:
+def test_a_tensor_of_another_class_keeps_nothing(integration: Any) -> None:
     """A fake tensor, whose tables are fake too, leaves none to a step."""
 
     class Other(torch.Tensor):
         """Stand-in for it."""
 
-    pages = integration.pages.pages_of(bounds_of(0, 70).as_subclass(Other), 100, HEADS)
+    bounds = bounds_of(0, 70).as_subclass(Other)
+    made = [integration.steps.pages_of(bounds, 100, HEADS) for _ in range(2)]
 
-    assert pages.seq_lens.tolist() == [70] * (ROWS * HEADS)
-    assert not integration.pages._kept.pages
-
-
-def test_few_shapes_are_kept(integration: Any, monkeypatch: Patch) -> None:
-    """Caches of ever other lengths do not collect memory."""
-    monkeypatch.setattr(integration.pages, "_MAX_KEPT", 2)
-    for tokens in range(64, 80):
-        integration.pages.pages_of(bounds_of(0, 60), tokens, HEADS)
-        assert len(integration.pages._kept.pages) <= 2
+    assert made[0] is not made[1]

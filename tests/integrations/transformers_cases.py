@@ -36,9 +36,9 @@ def mask_of(integration: Any, tokens: int, seen: int = 20, **options: Any) -> An
     given = {"batch_size": BATCH, "q_length": 1, "kv_length": tokens, "device": "cpu"}
     given |= {
         "q_offset": torch.tensor(seen),
-        "mask_function": integration.masks.causal_mask_function,
+        "mask_function": integration.steps.causal_mask_function,
     }
-    return integration.masks.decode_mask(**given | options)
+    return integration.steps.decode_mask(**given | options)
 
 
 def attend(integration: Any, *inputs: Any, module: Any = MODULE, **options: Any) -> Any:

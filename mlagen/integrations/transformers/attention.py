@@ -10,9 +10,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from mlagen.decode import xqa_batch_decode_with_kv_cache
 from mlagen.errors import UnsupportedError
 from mlagen.integrations.transformers.latent import expanded, is_absorbed, latent_step
-from mlagen.integrations.transformers.masks import bool_mask, is_bounds
-from mlagen.integrations.transformers.pages import pages_of
 from mlagen.integrations.transformers.record import record
+from mlagen.integrations.transformers.steps import bool_mask, is_bounds, pages_of, workspace_of
 
 _INDEXER = "the tokens of an indexer, without use_mla"
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -30,28 +29,10 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend as ``sdpa`` does, by a kernel where there is one.
 
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The attention layer.
-    query : torch.Tensor
-        ``[batch, heads, q_len, head_dim]``.
-    key, value : torch.Tensor
-        ``[batch, kv_heads, tokens, head_dim]``, a static cache whole; of an absorbed MLA layer its
-        latents and RoPE keys.
-    attention_mask : torch.Tensor
-        Of :func:`mlagen.integrations.transformers.masks.decode_mask`, or a mask of ``sdpa``.
-    scaling : float
-        Of the scores.
-    dropout : float
-        Of the weights.
-    **kwargs
-        What the model passes besides.
-
-    Returns
-    -------
-    tuple of torch.Tensor and None
-        ``[batch, q_len, heads, head_dim]``, and no attention weights.
+    ``query`` is ``[batch, heads, q_len, head_dim]``; ``key`` and ``value`` are ``[batch, kv_heads,
+    tokens, head_dim]``, a static cache whole, or of an absorbed MLA layer its latents and RoPE
+    keys; ``attention_mask`` is that of :func:`mlagen.integrations.transformers.steps.decode_mask`,
+    or one of ``sdpa``. Returns ``[batch, q_len, heads, head_dim]``, and no attention weights.
 
     Raises
     ------
@@ -128,7 +109,7 @@ def _attend(
     out = xqa_batch_decode_with_kv_cache(
         query.reshape(batch * kv_heads, heads // kv_heads, head_dim),
         (pages.of(key), pages.of(value)),
-        pages.workspace,
+        workspace_of(query),
         pages.block_tables,
         pages.seq_lens,
         tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -9,10 +10,9 @@ import transformers
 
 from mlagen.decode import xqa_batch_decode_with_kv_cache
 from mlagen.errors import UnsupportedError
-from mlagen.integrations.transformers.pages import is_capturing, workspace_of
 from mlagen.integrations.transformers.record import record
+from mlagen.integrations.transformers.steps import once_a_step, workspace_of
 
-_TABLES = "_mlagen_tables"  # an attribute of the query offsets
 _SERVED = "5.17."  # 5.18 has another cache, and 5.19 admits no names but its own
 _WIDTH = 64  # block tables have a multiple of so many tokens
 
@@ -41,28 +41,12 @@ def paged_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend with all requests of a batch in one ragged call.
+    """Attend with all requests of a batch in one ragged call, each of them causal.
 
     Block tables are filled for flash attention alone. Other implementations get the position of
-    each token in the cache, which is a block table of pages of one token.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The attention layer.
-    query, key, value : torch.Tensor
-        ``[1, heads, tokens, head_dim]``, the new tokens of all requests.
-    attention_mask : torch.Tensor
-        Ignored: every request is causal.
-    scaling : float
-        Of the scores.
-    **kwargs
-        The paged cache, and which tokens of it belong to which request.
-
-    Returns
-    -------
-    tuple of torch.Tensor and None
-        ``[1, tokens, heads, head_dim]``, and no attention weights.
+    each token in the cache, which is a block table of pages of one token. ``query``, ``key`` and
+    ``value`` are ``[1, heads, tokens, head_dim]``, the new tokens of all requests; the keywords
+    have the paged cache, and which tokens of it belong to which request.
 
     Raises
     ------
@@ -86,7 +70,9 @@ def paged_attention(
     keys.index_copy_(0, write, key.transpose(1, 2).squeeze(0))
     values.index_copy_(0, write, value.transpose(1, 2).squeeze(0))
     # A batch of whole prompts reads nothing back: its new tokens are all that it attends to.
-    tables = _tables_of(group, read if read.numel() else write, kwargs)
+    # Every batch has a new tensor of query offsets, which all layers of a group share.
+    slots = read if read.numel() else write
+    tables = once_a_step(kwargs["cu_seq_lens_q"], (group,), partial(_tables_of, slots, kwargs))
     record("mlagen GQA, continuous batching")
     out = xqa_batch_decode_with_kv_cache(
         query.squeeze(0).transpose(0, 1).contiguous(),
@@ -103,21 +89,7 @@ def paged_attention(
     return out.unsqueeze(0), None
 
 
-def _tables_of(group: int, slots: torch.Tensor, kwargs: dict[str, Any]) -> _Tables:
-    """Return the tables of a batch for a group of layers.
-
-    Every batch has a new tensor of query offsets, which all layers get; a graph computes its own.
-    """
-    starts: torch.Tensor = kwargs["cu_seq_lens_q"]
-    if torch.compiler.is_compiling() or is_capturing(starts):
-        return _new_tables(slots, kwargs)
-    known: dict[int, _Tables] = starts.__dict__.setdefault(_TABLES, {})
-    if group not in known:
-        known[group] = _new_tables(slots, kwargs)
-    return known[group]
-
-
-def _new_tables(slots: torch.Tensor, kwargs: dict[str, Any]) -> _Tables:
+def _tables_of(slots: torch.Tensor, kwargs: dict[str, Any]) -> _Tables:
     ends = _full_attention(kwargs["cu_seq_lens_k"])
     # Steps with tables of one width have one call signature; entries past a request are not read.
     max_seq_len = -(-max(1, int(_full_attention(kwargs["max_seqlen_k"]))) // _WIDTH) * _WIDTH

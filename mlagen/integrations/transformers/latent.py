@@ -9,9 +9,14 @@ from typing import Any
 import torch
 
 from mlagen.errors import UnsupportedError
-from mlagen.integrations.transformers.masks import is_bounds, top_k_of
-from mlagen.integrations.transformers.pages import Pages, pages_of
 from mlagen.integrations.transformers.record import record
+from mlagen.integrations.transformers.steps import (
+    Pages,
+    is_bounds,
+    pages_of,
+    top_k_of,
+    workspace_of,
+)
 from mlagen.mla import BatchMLAPagedAttentionWrapper
 
 _DIMS = (512, 64)  # latent and RoPE, of runs without a plan
@@ -72,20 +77,9 @@ def latent_step(
 ) -> torch.Tensor | None:
     """Return ``[batch, 1, heads, v_head_dim]`` of a decode step, None if no kernel serves it.
 
-    Parameters
-    ----------
-    module : torch.nn.Module
-        An absorbed layer.
-    query : torch.Tensor
-        ``[batch, heads, q_len, qk_nope_head_dim + 64]``.
-    latents, rope : torch.Tensor
-        The cache, ``[batch, 1, tokens, 512]`` and ``[batch, 1, tokens, 64]``.
-    mask : torch.Tensor
-        Bounds, or a mask of ``sdpa``.
-    scaling : float
-        Of the scores.
-    indices : torch.Tensor
-        An indexer's tokens, int32 ``[batch, q_len, top_k]``, masked ones last.
+    ``query`` is ``[batch, heads, q_len, qk_nope_head_dim + 64]``; ``latents`` and ``rope`` are the
+    cache, ``[batch, 1, tokens, 512 or 64]``; ``mask`` is bounds, or a mask of ``sdpa``; ``indices``
+    are an indexer's tokens, int32 ``[batch, q_len, top_k]``, masked ones last.
     """
     if query.shape[2] != 1 or query.dtype not in _DTYPES or latents.dtype != query.dtype:
         return None
@@ -116,7 +110,7 @@ def _attend(
     factor = scaling / _RUN_SCALE
     query = query if isclose(factor, 1.0) else query * factor
     q_latent, q_rope, value_weight = _absorbed(module, query)
-    out = BatchMLAPagedAttentionWrapper(pages.workspace, backend="cutlass").run(
+    out = BatchMLAPagedAttentionWrapper(workspace_of(query), backend="cutlass").run(
         q_latent,
         q_rope,
         pages.of(latents).squeeze(1),
