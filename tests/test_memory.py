@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,21 +15,11 @@ from mlagen import ArgumentError
 from mlagen.cascade import merge_state, merge_state_in_place, merge_states
 from mlagen.distributed import local_seq_lens
 from mlagen.families.common.tensor_guard import make_guard
-from mlagen.mla import CausalPaddingMask, MaterializedMask, NullMask, OrMask
+from mlagen.mla import CausalPaddingMask, MaterializedMask, OrMask
 from tests.families.entry_points import ROWS, make_entry_point
-from tests.ops_cases import (
-    Tensors,
-    flare,
-    gqa,
-    mla,
-    parts,
-    planless,
-    planned,
-    planned_gqa,
-    trtllm_gqa,
-    xqa_mla_of,
-)
-from tests.problems.entry_points import ENTRY_POINTS
+from tests.odd_values import nested
+from tests.ops_cases import Tensors, flare, gqa, mla, parts, planless, planned, planned_gqa
+from tests.problems.entry_points import ENTRY_POINTS, EntryPoint
 
 
 class Holder(torch.Tensor):
@@ -75,102 +65,41 @@ KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "without storage": without_storage,
     "an uninitialized UninitializedParameter": partial(lazy, UninitializedParameter),
     "an uninitialized UninitializedBuffer": partial(lazy, UninitializedBuffer),
+    "a sparse tensor": torch.Tensor.to_sparse,
+    "a nested tensor": nested,
 }
+LAYOUTS = ("a sparse tensor", "a nested tensor")  # a guard compares strided tensors alone
 
 
-# Each entry point with its tensor arguments, by the name of its test.
-ENTRIES = {
-    "trtllm": "query kv_cache workspace_buffer block_tables seq_lens out sinks bmm1_scale "
-    "bmm2_scale",
-    "grouped queries": "query out sinks bmm1_scale",
-    "xqa": "q k_cache v_cache page_table seq_lens output workspace_buffer",
-    "xqa_mla": "q k_cache v_cache page_table output",
-    "wrapper": "q_nope kpe_cache kv_len page_table out",
-    "plan": "qo_indptr kv_indices kv_len_arr",
-    "flare": "q blocks table cached new valid output",
+Call = tuple[Callable[..., Any], dict[str, Any]]
+
+# Facts of a problem whose call has sinks.
+WITH_SINKS: dict[str, dict[str, Any]] = {
+    "trtllm": {"with_sinks": True},
+    **{name: {"sink": 1.0} for name in ("xqa_batch", "trtllm_gqa", "xqa")},
 }
-PLACES = [(entry, argument) for entry, names in ENTRIES.items() for argument in names.split()]
-ADAPTERS = {"grouped queries": "xqa_batch", "wrapper": "planless", "plan": "wrapper"}
-# The arguments of flare_mla_decoding, and their names in messages.
-FLARE = {
-    "blocks": ("blocks", "k.blocks"),
-    "table": ("block_table", "k.block_table"),
-    "cached": ("cache_lengths", "k.cache_lengths"),
-    "new": ("valid_length", "valid_length"),
-    "valid": ("mask", "mask.valid_lengths"),
-}
+# Arguments of adapters, and their names in messages.
+SHOWN = {name: f"k.{name}" for name in ("blocks", "block_table", "cache_lengths")}
+SHOWN |= {"valid_lengths": "mask.a.valid_lengths", "tensor": "mask.b.tensor"}
 
 
-class ValidCall:
-    """A call of an entry point with all its tensors."""
-
-    def __init__(self, entry: str, device: str) -> None:
-        """Build the arguments of a small problem."""
-        adapter = ENTRY_POINTS[ADAPTERS.get(entry, entry)]
-        sinks: dict[str, Any] = {"trtllm": {"with_sinks": True}, "grouped queries": {"sink": 1.0}}
-        problem = adapter.build(device, seq_lens=(40, 7), **sinks.get(entry, {}))
-        given = adapter.arguments(problem)
-        if "out" in adapter.names:
-            given[adapter.names["out"]] = adapter.new_out(problem, 0.0)
-        scales = {name: torch.ones(1, device=device) for name in given if name.startswith("bmm")}
-        self.function = adapter.function
-        self.arguments = given | scales
-        self.lengths = problem.seq_lens
-
-    def tensor(self, argument: str) -> torch.Tensor:
-        """Return the valid tensor of an argument."""
-        name, _ = FLARE.get(argument, (argument, ""))
-        found = self.arguments.get("plan", {}).get(name, self.arguments.get(name))
-        return found if isinstance(found, torch.Tensor) else self.lengths
-
-    def __call__(self, argument: str, tensor: torch.Tensor) -> Any:
-        """Call with another tensor for an argument."""
-        name, _ = FLARE.get(argument, (argument, ""))
-        value: Any = CausalPaddingMask(tensor) if argument == "valid" else tensor
-        given = self.arguments | {name: value}
-        if "plan" in given:
-            given["plan"] = dict(given["plan"])  # which the adapter changes
-        return self.function(**given)
+def adapted(entry: EntryPoint, device: str) -> Call:
+    """Return a call of an entry point with its output, and with its scales in tensors."""
+    problem = entry.build(device, seq_lens=(40, 7), **WITH_SINKS.get(entry.name, {}))
+    given = entry.arguments(problem)
+    if "out" in entry.names:
+        given[entry.names["out"]] = entry.new_out(problem, 0.0)
+    given |= {name: torch.ones(1, device=device) for name in given if name.startswith("bmm")}
+    if entry.name == "trtllm_gqa":
+        scale, given["bmm1_scale"] = given["bmm1_scale"], 1.0
+        given |= {"bmm1_scale_log2": scale, "sinks": given["sinks"].half()}
+    return entry.function, given
 
 
-# Arguments that an entry point uses before the check of its call: a valid tensor, and the call.
-USES: dict[str, tuple[Callable[[Tensors], torch.Tensor], Callable[[Tensors, Any], Any]]] = {
-    "trtllm: out": (
-        lambda of: of.query[..., :512].clone(),
-        lambda of, t: mla_of_fp16(of, of.query, out=t),
-    ),
-    "trtllm: sinks": (lambda of: of.sinks.half(), lambda of, t: mla(of, of.query, sinks=t)),
-    "xqa_batch: sinks": (lambda of: of.sinks.half(), lambda of, t: gqa(of, of.gqa_query, sinks=t)),
-    "trtllm_gqa: bmm1_scale_log2": (
-        lambda of: of.scale.clone(),
-        lambda of, t: trtllm_gqa(of, of.gqa_query, q_len_per_req=1, bmm1_scale_log2=t),
-    ),
-    "xqa_mla: seq_lens": (
-        lambda of: of.lengths[:, None],
-        lambda of, t: xqa_mla_of(of, of.query, t),
-    ),
-    "flare: mask.a.valid_lengths": (
-        lambda of: of.lengths.clone(),
-        lambda of, t: flare(of, of.query, OrMask(CausalPaddingMask(t), NullMask())),
-    ),
-    "flare: mask.b.tensor": (
-        lambda of: of.bias.clone(),
-        lambda of, t: flare(of, of.query, OrMask(NullMask(), MaterializedMask(t))),
-    ),
-    "plan: seq_lens": (lambda of: of.lengths.clone(), lambda of, t: planned_gqa(of, seq_lens=t)),
-    "run: q_scale": (lambda of: of.scale.clone(), lambda of, t: run_gqa(of, q_scale=t)),
-    "run: k_scale": (lambda of: of.scale.clone(), lambda of, t: run_gqa(of, k_scale=t)),
-    "run: sinks": (lambda of: of.sinks.half(), lambda of, t: run_gqa(of, sinks=t)),
-    "local_seq_lens: seq_lens": (
-        lambda of: of.lengths.clone(),
-        lambda _, t: local_seq_lens(t, 2, 0),
-    ),
-}
-MERGES: dict[Callable[..., object], str] = {
-    merge_state: "v_a s_a v_b s_b",
-    merge_state_in_place: "v s v_other s_other mask",
-    merge_states: "v s",
-}
+def masked_flare(of: Tensors, valid_lengths: torch.Tensor, tensor: torch.Tensor) -> Any:
+    """Call an entry point with tensors in its mask."""
+    mask = OrMask(CausalPaddingMask(valid_lengths), MaterializedMask(tensor))
+    return flare(of, of.query, mask)
 
 
 def mla_of_fp16(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
@@ -180,22 +109,66 @@ def mla_of_fp16(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
     return mla(fp16, query.half(), **others)
 
 
-def run_gqa(of: Tensors, **others: Any) -> Any:
-    """Plan and run grouped-query decode."""
-    return planned_gqa(of).run(of.gqa_query, (of.keys, of.values), **others)
+def merge(function: Callable[..., object], names: str, *count: int) -> Callable[[Tensors], Call]:
+    """Return what builds a merge of states, each argument by its name."""
+
+    def build(of: Tensors) -> Call:
+        shape = (3, *count, 4, 64)
+        states = {"v": torch.zeros(shape), "s": torch.zeros(shape[:-1]), "m": torch.ones(3).byte()}
+        return function, {name: states[name[0]].to(of.device).clone() for name in names.split()}
+
+    return build
 
 
-def check_rejected(name: str, tensor: torch.Tensor, call: Callable[[torch.Tensor], Any]) -> None:
-    """Fail unless a call takes a tensor, and rejects in one line each kind without memory."""
-    call(tensor)
-    for kind, made in KINDS.items():
-        with pytest.raises(ArgumentError) as caught:
-            call(made(tensor))
+# Calls with every tensor that is read, converted, multiplied or copied.
+CALLS: dict[str, Callable[[Tensors], Call]] = {
+    **{
+        name: lambda of, entry=entry: adapted(entry, of.device)  # type: ignore[misc]
+        for name, entry in ENTRY_POINTS.items()
+        if name != "flare, padded"  # whose adapter copies the query
+    },
+    "masks of flare": lambda of: (
+        partial(masked_flare, of),
+        {"valid_lengths": of.lengths.clone(), "tensor": of.bias.clone()},
+    ),
+    "a copied output": lambda of: (
+        partial(mla_of_fp16, of, of.query),
+        {"out": of.query[..., :512].clone(), "sinks": of.sinks.half()},
+    ),
+    "plan of batch decode": lambda of: (
+        partial(planned_gqa, of),
+        {"seq_lens": of.lengths.clone()},
+    ),
+    "run of batch decode": lambda of: (
+        partial(planned_gqa(of).run, of.gqa_query, (of.keys, of.values)),
+        {"q_scale": of.scale.clone(), "k_scale": of.scale.clone(), "sinks": of.sinks.half()},
+    ),
+    "local_seq_lens": lambda of: (
+        partial(local_seq_lens, cp_world=2, cp_rank=0),
+        {"seq_lens": of.lengths.clone()},
+    ),
+    "merge_state": merge(merge_state, "v_a s_a v_b s_b"),
+    "merge_state_in_place": merge(merge_state_in_place, "v s v_other s_other mask"),
+    "merge_states": merge(merge_states, "v s", 2),
+}
 
-        message = str(caught.value)
-        assert message.startswith(f"{name}: expected a dense tensor")
-        assert kind in message
-        assert "\n" not in message
+
+def tensors_in(given: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a call by name; a plan has its arguments apart."""
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) and name != "semaphores":  # which no call reads
+            yield name, value
+        elif isinstance(value, dict):
+            yield from tensors_in(value)
+
+
+def changed(given: dict[str, Any], name: str, tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the arguments with another tensor."""
+    plan = {"plan": {**given["plan"]}} if "plan" in given else {}  # which the adapter changes
+    if name in plan.get("plan", {}):
+        plan["plan"][name] = tensor
+        return given | plan
+    return given | plan | {name: tensor}
 
 
 class TestMemory:
@@ -206,52 +179,32 @@ class TestMemory:
         """Return the tensors of the calls."""
         return Tensors(device)
 
-    @pytest.mark.parametrize(("entry", "argument"), PLACES)
-    def test_a_tensor_without_memory_is_rejected_by_name(
-        self, entry: str, argument: str, device: str
-    ) -> None:
+    @pytest.mark.parametrize("name", CALLS)
+    def test_a_tensor_without_memory_is_rejected_by_name(self, name: str, of: Tensors) -> None:
         """Each kind is rejected in one line for any argument, also after a valid call."""
-        call = ValidCall(entry, device)
-        _, name = FLARE.get(argument, ("", argument))
-        check_rejected(name, call.tensor(argument), lambda tensor: call(argument, tensor))
+        function, given = CALLS[name](of)
+        tensors = dict(tensors_in(given))
+        for argument, tensor in tensors.items():
+            function(**changed(given, argument, tensor))
+            for kind, made in KINDS.items():
+                with pytest.raises(ArgumentError) as caught:
+                    function(**changed(given, argument, made(tensor)))
 
-    @pytest.mark.parametrize("use", USES)
-    def test_a_tensor_without_memory_is_rejected_before_it_is_used(
-        self, use: str, of: Tensors
-    ) -> None:
-        """Also where an entry point converts, multiplies or copies it."""
-        tensor_of, call = USES[use]
-        check_rejected(use.partition(": ")[2], tensor_of(of), partial(call, of))
+                message = str(caught.value)
+                shown = SHOWN.get(argument, argument)
+                assert message.startswith(f"{shown}: expected a dense tensor"), (kind, argument)
+                assert kind in message
+                assert "\n" not in message
+        assert tensors
 
-    @pytest.mark.parametrize(
-        ("merge", "argument"), [(each, name) for each in MERGES for name in MERGES[each].split()]
-    )
-    def test_a_merge_rejects_a_tensor_without_memory(
-        self, merge: Callable[..., object], argument: str, device: str
-    ) -> None:
-        """Any tensor of a state, also an LSE that is converted, and a mask."""
-        shape = (3, 4, 64) if merge is not merge_states else (3, 2, 4, 64)
-        states = {"v": torch.zeros(shape), "s": torch.zeros(shape[:-1]), "m": torch.ones(3).byte()}
-        given = {name: states[name[0]].to(device).clone() for name in MERGES[merge].split()}
+    @pytest.mark.parametrize("name", ["trtllm", "xqa_mla", "flare", "planless"])
+    def test_a_tensor_of_vmap_is_rejected_by_name(self, name: str, of: Tensors) -> None:
+        """A batched tensor has no strides and no address."""
+        function, given = CALLS[name](of)
+        argument, tensor = next(tensors_in(given))
 
-        check_rejected(argument, given[argument], lambda t: merge(**given | {argument: t}))
-
-    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-    @pytest.mark.parametrize("entry", ["trtllm", "xqa_mla", "flare", "wrapper"])
-    def test_unsupported_layouts_are_rejected_by_name(self, entry: str, device: str) -> None:
-        """Sparse, nested and batched tensors, without strides or an address, are rejected."""
-        call, name = ValidCall(entry, device), ENTRIES[entry].split()[0]
-        query = call.tensor(name)
-        call(name, query)
-        for kind, tensor in {
-            "sparse": query.to_sparse(),
-            "nested": torch.nested.nested_tensor(list(query)),
-        }.items():
-            with pytest.raises(ArgumentError, match=f"^{name}: expected .* got a {kind} tensor"):
-                call(name, tensor)
-
-        with pytest.raises(ArgumentError, match=f"^{name}: expected .* of vmap"):
-            torch.func.vmap(lambda one: call(name, one))(query[None])
+        with pytest.raises(ArgumentError, match=f"^{argument}: expected .* of vmap"):
+            torch.func.vmap(lambda one: function(**changed(given, argument, one)))(tensor[None])
 
     def test_ordinary_subclasses_are_accepted(self, of: Tensors) -> None:
         """Parameters, buffers and subclasses with memory give the same results."""
@@ -320,7 +273,7 @@ def _run_into(of: Tensors, out: torch.Tensor) -> None:
     planned(of).run(*parts(of.query[:, 0]), *parts(of.cache), out=out)
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"without storage"}))
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"without storage", *LAYOUTS}))
 def test_no_guard_accepts_it(kind: str) -> None:
     """The fast path never receives a tensor without memory."""
     tensors = (torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(4))
@@ -349,7 +302,7 @@ def test_a_guard_checks_requires_grad() -> None:
 
 
 def test_a_tensor_without_an_address_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor of vmap, or a sparse one, is rejected by its check, not by torch's data_ptr."""
+    """A tensor of vmap is rejected by its check, not by torch's data_ptr."""
     entry_point = make_entry_point(monkeypatch, ROWS["trtllm"])
     arguments = entry_point.row.build()
     entry_point.call(arguments)
@@ -360,8 +313,6 @@ def test_a_tensor_without_an_address_is_not_replayed(monkeypatch: pytest.MonkeyP
         return batched
 
     torch.func.vmap(launched)(arguments["query"][None])
-    sparse = entry_point.outcome(arguments | {"query": arguments["query"].to_sparse()})
-    assert "query: expected a dense tensor in memory, got a sparse tensor" in sparse
 
 
 @pytest.mark.parametrize("kind", KINDS)
