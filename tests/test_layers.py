@@ -89,10 +89,7 @@ OPEN = {
     },
     "cache_tools/benchmark/baselines/flashinfer.py": {"flashinfer", "torch"},
     "cache_tools/benchmark/plot.py": {"matplotlib"},
-    **{
-        f"cache_tools/replay/{name}.py": {"torch"}
-        for name in ("dump", "run")
-    },
+    **{f"cache_tools/replay/{name}.py": {"torch"} for name in ("dump", "run")},
 }
 
 FILES = {
