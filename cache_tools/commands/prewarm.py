@@ -162,8 +162,7 @@ def _named_kernels(
         return None
     from mlagen.errors import ArgumentError
     from mlagen.paths import MAX_NAMED_BYTES
-    from mlagen.prewarming.record_file import read_record
-    from mlagen.prewarming.spec_file import read_spec_file, specs_of_file
+    from mlagen.prewarming.files import read_record, read_spec_file
     from mlagen.spec.text import parse_spec
 
     specs = [parse_spec(text) for text in kernels]
@@ -174,9 +173,9 @@ def _named_kernels(
             if len(content) > MAX_NAMED_BYTES:
                 rule = f"at most {MAX_NAMED_BYTES >> 20} MiB"
                 raise ArgumentError(f"-: expected {rule}, got more")
-            specs += specs_of_file("-", content, archs=default, on_left_out=on_left_out)
+            specs += read_spec_file("-", content, archs=default, on_left_out=on_left_out)
         elif file.endswith((".toml", ".json")):
-            specs += read_spec_file(Path(file), archs=default, on_left_out=on_left_out)
+            specs += read_spec_file(file, archs=default, on_left_out=on_left_out)
         else:
             raise ArgumentError(f"file: expected one that ends with .toml or .json, got {file!r}")
     for log in logs:

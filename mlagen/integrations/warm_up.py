@@ -13,14 +13,13 @@ from mlagen import max_workspace_bytes
 from mlagen.engine import kernel_for, prewarm_advice
 from mlagen.errors import UnsupportedError
 from mlagen.jit import freeze
-from mlagen.models.pages import dcp_masks
+from mlagen.models.kernels import call_specs, dcp_masks
 from mlagen.prewarming.build import build_all, build_in_process, look_up_all
 from mlagen.prewarming.jobs import usable_jobs
 from mlagen.prewarming.report import PrewarmUnit
 from mlagen.runtime.device import arch_of_device
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
-from mlagen.spec.calls import gqa_call_specs, mla_call_specs
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.kernel import KernelSpec
@@ -134,18 +133,14 @@ def warm_up(
 
 
 def _specs_of(calls: Iterable[Calls], arch: Arch) -> list[KernelSpec]:
-    found = [_specs_of_call(arch, *call) for call in dict.fromkeys(calls)]
-    return list(dict.fromkeys(spec for specs in found for spec in specs))
-
-
-def _specs_of_call(arch: Arch, variant: MlaVariant | GqaVariant, rows: int) -> list[KernelSpec]:
-    try:
-        if isinstance(variant, MlaVariant):
-            return mla_call_specs(arch, variant, rows)
-        return gqa_call_specs(arch, variant, rows)
-    except UnsupportedError as error:
-        _logger.warning("warm-up: %s", error)
-        return []
+    specs: dict[KernelSpec, None] = {}
+    for call in dict.fromkeys(calls):
+        made = call_specs(arch, *call)
+        if isinstance(made, UnsupportedError):
+            _logger.warning("warm-up: %s", made)
+        else:
+            specs |= dict.fromkeys(made)
+    return list(specs)
 
 
 def _line(loaded: int, units: list[PrewarmUnit], seconds: float, mode: str) -> str:

@@ -1,20 +1,15 @@
-"""Kernels of a model on one GPU of a tensor-parallel group."""
+"""Kernels of a model on one GPU of a tensor-parallel group, by the rules of servers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import gcd
 
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.models.config import GqaModel, MlaModel
 from mlagen.models.layers import GqaHeads
-from mlagen.models.pages import (
-    CONVERSION_MIN_HEADS,
-    PAGE_SIZES,
-    dcp_masks,
-    served_page_sizes,
-)
 from mlagen.spec.arch import Arch
 from mlagen.spec.calls import gqa_call_specs, mla_call_specs
 from mlagen.spec.dtype import DType
@@ -22,6 +17,13 @@ from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.variant import MAX_HEADS, SUPPORTED, MlaVariant
 from mlagen.values import reject
+
+# Pages of a server's KV block. The sm90 kernels need a multiple of 16 tokens, and FlashMLA and
+# FlashInfer's decode kernels have no larger pages than 64.
+PAGE_SIZES = (16, 32, 64)
+# Heads on a GPU from which on vLLM's plugin converts fp8_ds_mla rows to bf16 for a long sparse
+# prefill, which pays on an H200: docs/explanation/performance.md.
+CONVERSION_MIN_HEADS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,34 @@ class ServingOptions:
     dtypes: Sequence[DType] | None = None  # of the queries
     kv_dtypes: Sequence[DType] | None = None
     lookups: Sequence[str] | None = None
+
+
+def page_size_of(block_size: int) -> int:
+    """Return the tokens of a page where a server's KV block has ``block_size``.
+
+    Blocks of a hybrid model are inflated to the size of a recurrent state, and split into pages.
+    """
+    return gcd(block_size, max(PAGE_SIZES))
+
+
+def dcp_masks(dcp_size: int, *, is_sparse: bool) -> tuple[str, ...]:
+    """Return the masks of MLA calls on a rank of decode context parallel.
+
+    One query token attends to all tokens of its rank; several need the causal mask of all ranks.
+    """
+    return ("causal", "dcp") if dcp_size > 1 and not is_sparse else ("causal",)
+
+
+def served_page_sizes(*, is_mla: bool, is_hybrid: bool) -> tuple[int, ...]:
+    """Return the page sizes that servers of a model use by default.
+
+    ``is_hybrid`` is whether some of its layers have a recurrent state.
+    """
+    if is_mla:
+        return (64,)  # FlashMLA's; blocks of hybrid models are multiples of 128
+    # Servers usually default to 16, and 64 is the largest that all decode kernels of FlashInfer
+    # support; blocks of hybrid models are any multiple of 16.
+    return PAGE_SIZES if is_hybrid else (16, 64)
 
 
 def model_specs(
@@ -59,7 +89,7 @@ def model_specs(
     )
     specs: dict[KernelSpec, None] = {}
     for variant, rows in calls:
-        made = _call_specs(arch, variant, rows)
+        made = call_specs(arch, variant, rows)
         if isinstance(made, UnsupportedError):
             left_out.append(f"{model.name}: {made}")
         else:
@@ -115,7 +145,7 @@ def _joined(values: Iterable[object]) -> str:
     return " and ".join(dict.fromkeys(map(str, values)))
 
 
-def _call_specs(
+def call_specs(
     arch: Arch, variant: MlaVariant | GqaVariant, rows: int
 ) -> list[KernelSpec] | UnsupportedError:
     """Return the kernels of such calls, or the error if there are none."""

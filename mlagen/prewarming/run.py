@@ -14,11 +14,16 @@ from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.engine import kernel_for
 from mlagen.errors import ToolchainError
 from mlagen.prewarming.build import build_all, build_in_process, look_up_all
-from mlagen.prewarming.events import EventDispatcher
 from mlagen.prewarming.gpus import devices_for
 from mlagen.prewarming.isolation import worker_pool
 from mlagen.prewarming.jobs import usable_jobs
-from mlagen.prewarming.report import PrewarmEvent, PrewarmReport, PrewarmUnit, RawEvent
+from mlagen.prewarming.report import (
+    EventDispatcher,
+    PrewarmEvent,
+    PrewarmReport,
+    PrewarmUnit,
+    RawEvent,
+)
 from mlagen.prewarming.selection import selected_specs
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch

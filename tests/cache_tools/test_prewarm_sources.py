@@ -13,7 +13,7 @@ import pytest
 from cache_tools.options.selection_options import selection_options
 from mlagen.cache.bundle_reading import open_bundle, verify_bundle
 from mlagen.paths import MAX_NAMED_BYTES
-from mlagen.prewarming.spec_file import KEYS
+from mlagen.prewarming.files import KEYS
 from tests.cache.builds import failing
 from tests.fixture_types import Patch
 from tests.kernels import COMBINE

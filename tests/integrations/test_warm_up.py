@@ -35,7 +35,7 @@ def loaded(monkeypatch: Patch) -> list[tuple[KernelSpec, int]]:
     """Return the kernels that are loaded on a GPU, which has two kernels for any call."""
     loaded: list[tuple[KernelSpec, int]] = []
     monkeypatch.setattr(module, "arch_of_device", lambda _: SM_80)
-    monkeypatch.setattr(module, "mla_call_specs", lambda *_: KERNELS)
+    monkeypatch.setattr(module, "call_specs", lambda *_: KERNELS)
     monkeypatch.setattr(module, "kernel_for", lambda *kernel: loaded.append(kernel))
     monkeypatch.setattr("mlagen.jit._frozen", "on")
     return loaded

@@ -15,9 +15,8 @@ from mlagen import engine
 from mlagen.errors import ArgumentError
 from mlagen.models.config import find_model
 from mlagen.models.kernels import ServingOptions, model_specs
-from mlagen.prewarming.record_file import read_record
+from mlagen.prewarming.files import KEYS, read_record, read_spec_file
 from mlagen.prewarming.selection import selected_specs
-from mlagen.prewarming.spec_file import KEYS, read_spec_file, specs_of_file
 from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
@@ -112,8 +111,8 @@ def test_a_table_is_the_product_of_its_lists(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     model = selected(models="deepseek-v3", tp=[1, 8], wanted={"kv_dtype": KV_DTYPES})
     table = selected("sm_80,sm_86", families=["combine"], wanted=COMBINES)
-    specs = read_spec_file(path, archs="sm_80")
-    assert specs == specs_of_file("-", text.encode(), archs="sm_80") == unique([*model, *table])
+    specs = read_spec_file(str(path), archs="sm_80")
+    assert specs == read_spec_file("-", text.encode(), archs="sm_80") == unique([*model, *table])
 
 
 def line_of(spec: KernelSpec) -> str:
@@ -247,7 +246,7 @@ NUMBER = "expected a number or a list of them, got"
 def test_a_mistake_in_a_spec_file_is_rejected(text: str, message: str) -> None:
     """The message has file, table, key, rule and value."""
     with pytest.raises(ArgumentError) as caught:
-        specs_of_file("a", text.encode("latin-1"), archs="sm_80")
+        read_spec_file("a", text.encode("latin-1"), archs="sm_80")
     assert str(caught.value).startswith(f"a: {message}")
 
 

@@ -173,9 +173,9 @@ def _bounds_of(
             width = attention_mask.shape[1]
             first = attention_mask.int().argmax(-1).int()
             # What follows the padding reaches the end, and the end is the token of this step.
-            is_left = (attention_mask.sum(-1) + first == width).all() & (ends == width).all()
+            reaches_end = (attention_mask.sum(-1) + first == width).all() & (ends == width).all()
             is_before_page = (first + PAGE_SIZE <= kv_length).all()
-            are = torch.stack([is_left, is_before_page]).tolist()
+            are = torch.stack([reaches_end, is_before_page]).tolist()
             if not are[0]:
                 return "padding that is not left"
             columns = [first, ends - first, *[torch.ones_like(ends)] * (2 if are[1] else 1)]

@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import (
 from mlagen.integrations.vllm.warm_up import WARM_UP, MlaGroup
 from mlagen.integrations.warm_up import workspace
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
-from mlagen.models.pages import PAGE_SIZES
+from mlagen.models.kernels import PAGE_SIZES
 
 FP8_DS_MLA = "fp8_ds_mla"  # a dtype of a KV cache
 

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from mlagen.decode import xqa_batch_decode_with_kv_cache as decode
 from mlagen.integrations.vllm.warm_up import WARM_UP
 from mlagen.integrations.warm_up import Calls, gqa_calls, workspace
-from mlagen.models.pages import PAGE_SIZES
+from mlagen.models.kernels import PAGE_SIZES
 
 
 def supports_trtllm_attention(is_prefill: bool = False) -> bool:

@@ -39,7 +39,7 @@ from mlagen.integrations.vllm.dense import (
 from mlagen.integrations.vllm.warm_up import MlaGroup, impls_of
 from mlagen.integrations.warm_up import workspace
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
-from mlagen.models.pages import CONVERSION_MIN_HEADS, PAGE_SIZES, page_size_of
+from mlagen.models.kernels import CONVERSION_MIN_HEADS, PAGE_SIZES, page_size_of
 from mlagen.spec.dtype import DType
 from mlagen.spec.mla.variant import MlaVariant
 

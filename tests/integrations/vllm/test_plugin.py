@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mlagen.models.pages import PAGE_SIZES, page_size_of
+from mlagen.models.kernels import PAGE_SIZES, page_size_of
 from tests.integrations.servers import Import, is_installed
 from tests.integrations.vllm.conftest import ImplOf
 
