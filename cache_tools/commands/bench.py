@@ -14,105 +14,94 @@ from mlagen.logs import visible
 from ..benchmark.choices import LIBRARIES, MODES
 from ..benchmark.suites import SUITES
 from ..options.exit_codes import DONE, FAILED
-from ..options.options import names, numbers
+from ..options.options import names, numbers, values_option
 from ..output.progress import bench_progress
 from ..output.report import console, json_option, print_json
 
 if TYPE_CHECKING:
     from ..benchmark.cases import Case
     from ..benchmark.run import Machine
+    from ..output.report import Command
 
 _ALL = "all"  # --compare without a value
 
 
+# Options that choose cases by their values.
+_CASE_OPTIONS = (
+    values_option(
+        "family",
+        names,
+        "NAME",
+        "mla or gqa; default: both, or mla with any case option.",
+        parameter="families",
+    ),
+    click.option(
+        "--filter",
+        "pattern",
+        metavar="REGEX",
+        help="Only cases whose name this regular expression matches, such as 'top-k|512\\+0'.",
+    ),
+    values_option("batch", numbers(1), "N", "Requests; default: 128."),
+    values_option("seq-len", numbers(1), "N", "Cached tokens per request; default: 4096."),
+    values_option("heads", numbers(1), "N", "Query heads; default: 128, for GQA 64."),
+    values_option("kv-heads", numbers(1), "N", "KV heads, for GQA; default: 8."),
+    values_option("head-dim", numbers(1), "N", "Head dim, for GQA; default: 128."),
+    values_option("q-len", numbers(1), "N", "Query tokens per request; default: 1."),
+    values_option("page-size", numbers(1), "N", "Tokens per page; default: 64."),
+    values_option(
+        "qk-rope-head-dim",
+        numbers(0),
+        "N",
+        "For MLA, rope elements of a token, 64 or 0; default: 64.",
+    ),
+    values_option(
+        "top-k", numbers(0), "N", "Sparse MLA: indices per query token; 0 is dense; default: 0."
+    ),
+    values_option(
+        "window-left",
+        numbers(0),
+        "N",
+        "For GQA, tokens before its own that a row attends to; default: all.",
+    ),
+    values_option(
+        "dtype", names, "DTYPE", "Dtype of the query, bf16, fp16 or e4m3; default: bf16."
+    ),
+    values_option(
+        "kv-dtype",
+        names,
+        "DTYPE",
+        "Dtype of the KV cache, also fp8_ds_mla, int8 or nvfp4; default: that of the query.",
+    ),
+    click.option(
+        "--ragged", is_flag=True, help="Random lengths with mean --seq-len, equal in every run."
+    ),
+    values_option(
+        "mode",
+        names,
+        "MODE",
+        f"State of the GPU: {', '.join(MODES)}; default: {MODES[0]}.",
+        parameter="modes",
+    ),
+    click.option(
+        "--compare",
+        callback=names,
+        is_flag=False,
+        flag_value=_ALL,
+        metavar="[NAME,...]",
+        help="Also measure flashinfer, flashmla or fa3; without a name, all that are found.",
+    ),
+)
+
+
+def _case_options(command: Command) -> Command:
+    for option in reversed(_CASE_OPTIONS):
+        command = option(command)
+    return command
+
+
 @click.command()
 @click.option("--suite", type=click.Choice(list(SUITES)), help="Cases to measure; default: quick.")
-@click.option(
-    "--family",
-    "families",
-    callback=names,
-    metavar="NAME,...",
-    help="mla or gqa; default: both, or mla with any case option.",
-)
-@click.option(
-    "--filter",
-    "pattern",
-    metavar="REGEX",
-    help="Only cases whose name this regular expression matches, such as 'top-k|512\\+0'.",
-)
-@click.option("--batch", callback=numbers(1), metavar="N,...", help="Requests; default: 128.")
-@click.option(
-    "--seq-len",
-    callback=numbers(1),
-    metavar="N,...",
-    help="Cached tokens per request; default: 4096.",
-)
-@click.option(
-    "--heads", callback=numbers(1), metavar="N,...", help="Query heads; default: 128, for GQA 64."
-)
-@click.option(
-    "--kv-heads", callback=numbers(1), metavar="N,...", help="KV heads, for GQA; default: 8."
-)
-@click.option(
-    "--head-dim",
-    callback=numbers(1),
-    metavar="N,...",
-    help="Head dim, for GQA; default: 128.",
-)
-@click.option(
-    "--q-len", callback=numbers(1), metavar="N,...", help="Query tokens per request; default: 1."
-)
-@click.option(
-    "--page-size", callback=numbers(1), metavar="N,...", help="Tokens per page; default: 64."
-)
-@click.option(
-    "--qk-rope-head-dim",
-    callback=numbers(0),
-    metavar="N,...",
-    help="For MLA, rope elements of a token, 64 or 0; default: 64.",
-)
-@click.option(
-    "--top-k",
-    callback=numbers(0),
-    metavar="N,...",
-    help="Sparse MLA: indices per query token; 0 is dense; default: 0.",
-)
-@click.option(
-    "--window-left",
-    callback=numbers(0),
-    metavar="N,...",
-    help="For GQA, tokens before its own that a row attends to; default: all.",
-)
-@click.option(
-    "--dtype",
-    callback=names,
-    metavar="DTYPE,...",
-    help="Dtype of the query, bf16, fp16 or e4m3; default: bf16.",
-)
-@click.option(
-    "--kv-dtype",
-    callback=names,
-    metavar="DTYPE,...",
-    help="Dtype of the KV cache, also fp8_ds_mla, int8 or nvfp4; default: that of the query.",
-)
-@click.option(
-    "--ragged", is_flag=True, help="Random lengths with mean --seq-len, equal in every run."
-)
-@click.option(
-    "--mode",
-    "modes",
-    callback=names,
-    metavar="MODE,...",
-    help=f"State of the GPU: {', '.join(MODES)}; default: {MODES[0]}.",
-)
-@click.option(
-    "--compare",
-    callback=names,
-    is_flag=False,
-    flag_value=_ALL,
-    metavar="[NAME,...]",
-    help="Also measure flashinfer, flashmla or fa3; without a name, all that are found.",
-)
+@_case_options
 @click.option(
     "--libraries",
     type=click.Path(path_type=Path),

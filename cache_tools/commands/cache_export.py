@@ -9,9 +9,8 @@ import click
 
 from mlagen.errors import ArgumentError
 
-from ..options.chosen import choice_options, chosen_entries
-from ..options.entry_options import Choice
-from ..output.byte_progress import byte_progress
+from ..options.entry_options import Choice, choice_options, chosen_entries
+from ..output.progress import byte_progress
 from ..output.report import count_text, json_option
 from ..tools.bundles import report_written, require_path
 from ..tools.interrupts import summarized

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ..output.byte_progress import byte_progress
+from ..output.progress import byte_progress
 from ..output.report import json_option
 from ..tools.bundles import import_and_report, import_options
 from ..tools.interrupts import summarized

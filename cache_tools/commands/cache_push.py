@@ -7,9 +7,8 @@ from typing import Any
 
 import click
 
-from ..options.chosen import choice_options, chosen_entries
-from ..options.entry_options import Choice
-from ..output.byte_progress import byte_progress
+from ..options.entry_options import Choice, choice_options, chosen_entries
+from ..output.progress import byte_progress
 from ..output.report import count_text, json_option
 from ..tools.bundles import report_written
 from ..tools.interrupts import summarized

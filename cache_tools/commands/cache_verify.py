@@ -9,7 +9,7 @@ import click
 
 from ..options.entry_options import layers_option
 from ..options.exit_codes import CACHE_UNUSABLE, FAILED
-from ..output.byte_progress import byte_progress
+from ..output.progress import byte_progress
 from ..output.report import SHORT_KEY, count_text, json_option, print_json
 from ..tools.entries import document_of
 from ..tools.interrupts import summarized

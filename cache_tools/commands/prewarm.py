@@ -94,7 +94,6 @@ def prewarm(
         named = _named_kernels(files, kernels, logs, archs, left_out.setdefault)
         progress = prewarm_progress(
             kept,
-            jobs=options["jobs"],
             selects_all=named is None and options["models"] is None,
             is_quiet=quiet,
         )

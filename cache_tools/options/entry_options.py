@@ -1,20 +1,24 @@
-"""Filter options shared by the commands that select entries."""
+"""Options of the commands that select entries: by key, target, family, compiler and age."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
 
-from ..tools.completion import arch_names, completer, family_names
-from .options import names
+from mlagen.errors import ArgumentError
+
+from ..tools.completion import arch_names, complete_key, completer, family_names
+from ..tools.entries import entries_of
+from .options import names, values_option
 
 if TYPE_CHECKING:
     from mlagen.cache.catalog import StoredEntry
+    from mlagen.cache.store import KernelStore
 
     from ..output.report import Command
 
@@ -61,57 +65,6 @@ def is_older(stored: StoredEntry, age_s: float) -> bool:
     return time.time() - stored.used > age_s
 
 
-def arch_option(command: Command) -> Command:
-    """Add ``--arch``."""
-    return click.option(
-        "--arch",
-        "archs",
-        callback=_archs,
-        metavar="ARCH,...",
-        shell_complete=completer(arch_names),
-        help="Targets, such as sm_90a.",
-    )(command)
-
-
-def family_option(command: Command) -> Command:
-    """Add ``--family``."""
-    return click.option(
-        "--family",
-        "families",
-        callback=_families,
-        metavar="NAME,...",
-        shell_complete=completer(family_names),
-        help="Kernel families, such as mla_sm80.",
-    )(command)
-
-
-def toolchain_option(command: Command) -> Command:
-    """Add ``--toolchain``."""
-    return click.option(
-        "--toolchain",
-        "toolchains",
-        callback=names,
-        metavar="NAME,...",
-        help="Compilers, such as nvrtc-13.0.88; nvrtc-13 matches any 13.x.",
-    )(command)
-
-
-def age_option(command: Command) -> Command:
-    """Add ``--older-than``."""
-    return click.option(
-        "--older-than",
-        "age_s",
-        callback=age,
-        metavar="AGE",
-        help="Last used longer ago than this, such as 12h or 30d.",
-    )(command)
-
-
-def layers_option(command: Command) -> Command:
-    """Add ``--layers``."""
-    return click.option("--layers", is_flag=True, help="Read-only layers too.")(command)
-
-
 def age(_ctx: click.Context, _param: click.Parameter, value: str | None) -> float | None:
     """Parse an age; return seconds."""
     if value is None:
@@ -139,3 +92,85 @@ def _families(ctx: click.Context, param: click.Parameter, value: str | None) -> 
 
     require_families(given)
     return given
+
+
+arch_option = values_option(
+    "arch",
+    _archs,
+    "ARCH",
+    "Targets, such as sm_90a.",
+    parameter="archs",
+    shell_complete=completer(arch_names),
+)
+family_option = values_option(
+    "family",
+    _families,
+    "NAME",
+    "Kernel families, such as mla_sm80.",
+    parameter="families",
+    shell_complete=completer(family_names),
+)
+toolchain_option = values_option(
+    "toolchain",
+    names,
+    "NAME",
+    "Compilers, such as nvrtc-13.0.88; nvrtc-13 matches any 13.x.",
+    parameter="toolchains",
+)
+age_option = click.option(
+    "--older-than",
+    "age_s",
+    callback=age,
+    metavar="AGE",
+    help="Last used longer ago than this, such as 12h or 30d.",
+)
+layers_option = click.option("--layers", is_flag=True, help="Read-only layers too.")
+
+
+def choice_options(command: Command) -> Command:
+    """Add the arguments of :func:`chosen_entries`: ``KEY...`` and the filters."""
+    argument = click.argument("keys", metavar="[KEY]...", nargs=-1, shell_complete=complete_key)
+    for decorate in (layers_option, toolchain_option, family_option, arch_option, argument):
+        command = decorate(command)
+    return command
+
+
+def chosen_entries(
+    store: KernelStore, keys: Sequence[str], choice: Choice | None = None, *, layers: bool = False
+) -> list[StoredEntry]:
+    """Return the named entries that match the filters, each kernel once, sorted by key.
+
+    A damaged entry without a readable manifest matches every target and family: it may be a
+    requested one, and its damage shows when it is read.
+
+    Raises
+    ------
+    ArgumentError
+        If a key names no entry, a filter value matches none, or the selection is empty.
+    """
+    found = list(_named(store, keys, layers=layers))
+    for label, values in (choice or Choice()).requested().items():
+        present = set().union(*(names_of(stored, label) for stored in found))
+        for value in values:
+            if value not in present:
+                cached = ", ".join(sorted(present)) or "nothing"
+                raise ArgumentError(f"{label}: expected a cached one ({cached}), got {value!r}")
+        found = [stored for stored in found if _may_match(names_of(stored, label), values)]
+    if not found:
+        rule = "matching ones" if layers else "matching ones (--layers: read-only layers too)"
+        raise ArgumentError(f"kernels: expected {rule}, got none in {store.root}")
+    unique: dict[tuple[str, str], StoredEntry] = {}
+    for stored in found:  # entries of the cache folder precede those of a layer
+        unique.setdefault((stored.key, stored.toolchain), stored)
+    return [stored for _, stored in sorted(unique.items())]
+
+
+def _named(store: KernelStore, keys: Sequence[str], *, layers: bool) -> Iterable[StoredEntry]:
+    if not keys:
+        return store.entries(layers=layers)
+    named = (stored for key in keys for stored in entries_of(store, key))
+    return (stored for stored in named if layers or not stored.is_read_only)
+
+
+def _may_match(names: set[str], values: Collection[str]) -> bool:
+    return not names or not names.isdisjoint(values)

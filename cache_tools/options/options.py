@@ -1,9 +1,9 @@
-"""Callbacks for options with comma-separated values."""
+"""Options with comma-separated values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import click
 
@@ -35,3 +35,12 @@ def numbers(minimum: int) -> Callback:
         return [int(item) for item in items]
 
     return read
+
+
+def values_option(
+    name: str, callback: Callable[..., Any], metavar: str, text: str, **options: Any
+) -> Callable[[Any], Any]:
+    """Return the decorator of ``--name``; ``parameter`` is its name in the function, if another."""
+    parameter = options.pop("parameter", None)
+    flags = [f"--{name}"] if parameter is None else [f"--{name}", parameter]
+    return click.option(*flags, callback=callback, metavar=f"{metavar},...", help=text, **options)

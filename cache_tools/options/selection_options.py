@@ -7,39 +7,34 @@ from typing import TYPE_CHECKING
 import click
 
 from ..tools.completion import arch_names, complete_spec, completer, family_names, model_names
-from .options import names, numbers
+from .options import names, numbers, values_option
 
 if TYPE_CHECKING:
     from ..output.report import Command
 
 _OPTIONS = (
-    click.option(
-        "--arch",
-        "archs",
-        callback=names,
-        metavar="ARCH,...",
+    values_option(
+        "arch",
+        names,
+        "ARCH",
+        "Targets such as sm_90a, or GPUs such as H100; native: the visible GPUs (default).",
+        parameter="archs",
         shell_complete=completer(lambda: ["native", *arch_names()]),
-        help="Targets such as sm_90a, or GPUs such as H100; native: the visible GPUs (default).",
     ),
-    click.option(
-        "--model",
-        "models",
-        callback=names,
-        metavar="NAME|PATH,...",
+    values_option(
+        "model",
+        names,
+        "NAME|PATH",
+        "Kernels of these models: names such as deepseek-v3, Hub ids or config.json paths.",
+        parameter="models",
         shell_complete=completer(model_names),
-        help="Kernels of these models: names such as deepseek-v3, Hub ids or config.json paths.",
     ),
-    click.option(
-        "--tp",
-        callback=numbers(1),
-        metavar="N,...",
-        help="Tensor-parallel size of a model; default: 1.",
-    ),
-    click.option(
-        "--dcp",
-        callback=numbers(1),
-        metavar="N,...",
-        help="Decode-context-parallel size of an MLA model, a divisor of --tp; default: 1.",
+    values_option("tp", numbers(1), "N", "Tensor-parallel size of a model; default: 1."),
+    values_option(
+        "dcp",
+        numbers(1),
+        "N",
+        "Decode-context-parallel size of an MLA model, a divisor of --tp; default: 1.",
     ),
     click.option(
         "--kernel",
@@ -56,80 +51,34 @@ _OPTIONS = (
         metavar="FILE",
         help="Kernels that runs requested, from a file of MLAGEN_RECORD; may be repeated.",
     ),
-    click.option(
-        "--family",
-        "families",
-        callback=names,
-        metavar="NAME,...",
+    values_option(
+        "family",
+        names,
+        "NAME",
+        "Kernel families, such as mla_sm80.",
+        parameter="families",
         shell_complete=completer(family_names),
-        help="Kernel families, such as mla_sm80.",
     ),
-    click.option(
-        "--dtype",
-        callback=names,
-        metavar="DTYPE,...",
-        help="Element types of the queries, such as bf16.",
+    values_option("dtype", names, "DTYPE", "Element types of the queries, such as bf16."),
+    values_option("kv-dtype", names, "DTYPE", "Element types of the KV cache, such as e4m3."),
+    values_option(
+        "page-size",
+        numbers(1),
+        "N",
+        "Tokens per page of the KV cache; default of a model: see mlagen models.",
     ),
-    click.option(
-        "--kv-dtype",
-        callback=names,
-        metavar="DTYPE,...",
-        help="Element types of the KV cache, such as e4m3.",
+    values_option("kv-lora-rank", numbers(1), "N", "Latent dims (ckv) of a cached token."),
+    values_option("head-dim", numbers(1), "N", "Head dim, for GQA."),
+    values_option("lookup", names, "HOW", "paged (the default) or sparse, for MLA."),
+    values_option("values", names, "HOW", "shared (the default) or separate, for MLA."),
+    values_option("mask", names, "HOW", "causal (the default), dcp or bias, for MLA."),
+    values_option("qk-rope-head-dim", numbers(0), "N", "Rope dims (kpe) of a cached token."),
+    values_option(
+        "heads", numbers(1), "N", "Query heads per GPU: only the tile sizes of such calls."
     ),
-    click.option(
-        "--page-size",
-        callback=numbers(1),
-        metavar="N,...",
-        help="Tokens per page of the KV cache; default of a model: see mlagen models.",
-    ),
-    click.option(
-        "--kv-lora-rank",
-        callback=numbers(1),
-        metavar="N,...",
-        help="Latent dims (ckv) of a cached token.",
-    ),
-    click.option("--head-dim", callback=numbers(1), metavar="N,...", help="Head dim, for GQA."),
-    click.option(
-        "--lookup",
-        callback=names,
-        metavar="HOW,...",
-        help="paged (the default) or sparse, for MLA.",
-    ),
-    click.option(
-        "--values",
-        callback=names,
-        metavar="HOW,...",
-        help="shared (the default) or separate, for MLA.",
-    ),
-    click.option(
-        "--mask",
-        callback=names,
-        metavar="HOW,...",
-        help="causal (the default), dcp or bias, for MLA.",
-    ),
-    click.option(
-        "--qk-rope-head-dim",
-        callback=numbers(0),
-        metavar="N,...",
-        help="Rope dims (kpe) of a cached token.",
-    ),
-    click.option(
-        "--heads",
-        callback=numbers(1),
-        metavar="N,...",
-        help="Query heads per GPU: only the tile sizes of such calls.",
-    ),
-    click.option(
-        "--kv-heads",
-        callback=numbers(1),
-        metavar="N,...",
-        help="KV heads per GPU, with --heads, for GQA.",
-    ),
-    click.option(
-        "--q-len",
-        callback=numbers(1),
-        metavar="N,...",
-        help="Query tokens per request, with --model or --heads; default: 1.",
+    values_option("kv-heads", numbers(1), "N", "KV heads per GPU, with --heads, for GQA."),
+    values_option(
+        "q-len", numbers(1), "N", "Query tokens per request, with --model or --heads; default: 1."
     ),
 )
 

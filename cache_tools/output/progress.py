@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from mlagen.logs import visible
+
 from ..tools.interrupts import summarized
-from .bars import transient_bar
-from .compile_estimate import about_text, compile_seconds, prewarm_seconds
-from .report import console, count_text, kernel_text, time_text
+from .report import age_text, console, count_text, kernel_text, time_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
+    from rich.progress import Progress, ProgressColumn
 
     from mlagen.prewarming import PrewarmEvent, PrewarmUnit
     from mlagen.spec.kernel import KernelSpec
@@ -36,46 +37,41 @@ Show = Callable[[str, str, float, "float | None"], None]
 def prewarm_progress(
     kept: set[KernelSpec],
     *,
-    jobs: int | None = None,
     selects_all: bool = False,
     is_quiet: bool = False,
 ) -> Iterator[Callable[[PrewarmEvent], None]]:
     """Yield a callback for :func:`mlagen.prewarm` that prints on stderr; if quiet, failures.
 
-    It adds the compiled kernels to ``kept``. ``jobs`` is that of the prewarm, and ``selects_all``
-    whether it names neither models nor kernels.
+    It adds the compiled kernels to ``kept``; ``selects_all`` is whether the prewarm names neither
+    models nor kernels.
     """
     output = console(stderr=True)
     compiling: dict[KernelSpec, str] = {}
-    missing: dict[KernelSpec, float] = {}  # with the estimated time
+    missing: set[KernelSpec] = set()
     finished = 0
-    finished_s = total_s = 0.0
     with _bar(output, is_quiet=is_quiet) as show:
 
         def on_event(event: PrewarmEvent) -> None:
-            nonlocal finished, finished_s, total_s
+            nonlocal finished
             if event.unit is not None and event.unit.status == "built":
                 kept.add(event.spec)
             if event.kind == "missing":
-                missing[event.spec] = compile_seconds([event.spec])
-                total_s += missing[event.spec]
+                missing.add(event.spec)
             elif event.kind == "started":
                 if not is_quiet and not compiling and not finished:
-                    _print_plan(output, event.done, list(missing), jobs, selects_all=selects_all)
+                    _print_plan(output, event.done, len(missing), selects_all=selects_all)
                 compiling[event.spec] = _name(event.spec)
             elif event.kind == "finished" and event.spec in missing:
                 compiling.pop(event.spec, None)
                 finished += 1
-                finished_s += missing[event.spec]
             if not is_quiet or (event.unit is not None and event.unit.error is not None):
                 _print_line(output, event)
             waiting = f"compiling {next(iter(compiling.values()))}" if compiling else ""
             if len(compiling) > 1:
                 waiting += f", and {len(compiling) - 1} more"
             # A running kernel counts as half compiled.
-            done_s = finished_s + sum(missing[spec] for spec in compiling) / 2
-            counted = f"{finished}/{len(missing)}"
-            show(waiting, counted, done_s if finished else 0.0, total_s or None)
+            done = finished + len(compiling) / 2 if finished else 0.0
+            show(waiting, f"{finished}/{len(missing)}", done, len(missing) or None)
 
         yield on_event
 
@@ -117,32 +113,24 @@ def _bar(output: Console, *, is_quiet: bool = False) -> Iterator[Show]:
         def show(waiting: str, counted: str, done: float, total: float | None) -> None:
             # Not rich's estimate: parallel kernels finish in bursts, which it takes for the speed.
             seconds = (time.monotonic() - start) * ((total or 0.0) / done - 1) if done else 0.0
-            left = f"{about_text(seconds)} left" if seconds else ""
+            left = f"about {age_text(seconds).removesuffix(' ago')} left" if seconds else ""
             progress.update(task, total=total, completed=done, description=waiting)
             progress.update(task, counted=counted, left=left)
 
         yield show
 
 
-def _print_plan(
-    output: Console,
-    cached: int,
-    missing: list[KernelSpec],
-    jobs: int | None,
-    *,
-    selects_all: bool,
-) -> None:
+def _print_plan(output: Console, cached: int, missing: int, *, selects_all: bool) -> None:
     """Print what is about to be compiled, or that it is missing where nothing may be compiled."""
     from mlagen.compiler.toolchain import is_installed
     from mlagen.settings import current_settings
 
-    kernels, settings = count_text(len(missing), "kernel"), current_settings()
+    kernels, settings = count_text(missing, "kernel"), current_settings()
     if settings.jit == "off" or not is_installed(settings.toolchain):
         output.print(f"{kernels} missing, {cached} cached", soft_wrap=True)
         return
-    seconds = prewarm_seconds(missing, jobs)
-    output.print(f"compiling {kernels}, {cached} cached: {about_text(seconds)}", soft_wrap=True)
-    if selects_all and len(missing) >= MANY:
+    output.print(f"compiling {kernels}, {cached} cached", soft_wrap=True)
+    if selects_all and missing >= MANY:
         output.print(_FEWER, soft_wrap=True)
 
 
@@ -166,3 +154,53 @@ def _line(unit: PrewarmUnit) -> str:
     if unit.spill_bytes:
         text += f", {unit.spill_bytes} bytes spilled"
     return text
+
+
+@contextmanager
+def byte_progress(doing: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a callback for the bytes done and the total bytes, 0 if the total is unknown."""
+    output = console(stderr=True)
+    if not output.is_terminal:
+        output.print(doing, soft_wrap=True)
+        yield lambda _done, _total: None
+        return
+    from rich.progress import DownloadColumn, TransferSpeedColumn
+
+    columns = (DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with transient_bar(output, *columns) as progress:
+        task = progress.add_task(doing, total=None)
+
+        def show(done: int, total: int) -> None:
+            progress.update(task, total=total or None, completed=done)
+
+        yield show
+
+
+# The terminal echoes Ctrl-C as ``^C`` behind the bar. A bar of full width would be moved to the
+# line above by it, and stay on the screen.
+_FREE_COLUMNS = 8
+
+
+@contextmanager
+def transient_bar(output: Console, *columns: ProgressColumn) -> Iterator[Progress]:
+    """Yield a bar with these columns, and a last one that shortens the task's description."""
+    from rich.constrain import Constrain
+    from rich.progress import BarColumn, Progress, Task, TextColumn
+    from rich.table import Column
+    from rich.text import Text
+
+    class Bar(Progress):
+        def get_renderable(self) -> RenderableType:
+            return Constrain(super().get_renderable(), max(output.width - _FREE_COLUMNS, 1))
+
+    class Description(TextColumn):
+        def render(self, task: Task) -> Text:
+            return Text(visible(task.description, kept=""))
+
+    description = Description("", table_column=Column(no_wrap=True, ratio=1))
+    parts = (BarColumn(bar_width=16), *columns, description)
+    try:
+        with Bar(*parts, console=output, transient=True, expand=True) as progress:
+            yield progress
+    finally:
+        output.show_cursor()  # an interrupt may come while the bar hides it

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from ..output.byte_progress import byte_progress
+from ..output.progress import byte_progress
 from ..output.report import console, count_text, print_json, size_text
 from .interrupts import summarized
 

@@ -34,12 +34,6 @@ def usable_cpus(root: Path = Path("/")) -> float:
     return min(cpus)
 
 
-def free_share(jobs: float) -> float:
-    """Return the share of a CPU that each of so many more jobs gets, beside the current load."""
-    load = os.getloadavg()[0]
-    return min(1.0, (os.cpu_count() or 1) / (jobs + load))
-
-
 def _numbers(path: Path) -> list[int]:
     """Return the numbers in a file; none if it is missing or has no limit (``max``)."""
     try:

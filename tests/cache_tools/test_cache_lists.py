@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from cache_tools.options.chosen import chosen_entries
-from cache_tools.options.entry_options import Choice, is_older, names_of
+from cache_tools.options.entry_options import Choice, chosen_entries, is_older, names_of
 from cache_tools.tools.entries import iso_time
 from mlagen.cache.default_store import kernel_store
 from tests.fixture_types import Patch

@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 
 from cache_tools.commands import cache_export, cache_pull, cache_push, cache_verify
-from cache_tools.output.byte_progress import byte_progress
+from cache_tools.output.progress import byte_progress
 from cache_tools.output.report import count_text
 from cache_tools.tools import bundles
 from mlagen.cache.default_store import kernel_store
