@@ -7,10 +7,11 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from mlagen.errors import ArgumentError
 from mlagen.logs import LOG_LEVELS, set_up_logging, visible
@@ -44,21 +45,21 @@ class Settings:
     cache_dir: Path
     lock_dir: Path
     lock_timeout_s: float
-    checks_contents: bool = False  # of tensors, at every call; synchronizes with the device
-    mla_kernel: str = "auto"  # one of KERNELS, for MLA calls
-    mla_p_dtype: str = "auto"  # one of P_DTYPES, the dtype of P in MLA calls
-    gqa_kernel: str = "auto"  # one of KERNELS, for grouped-query calls
-    cache_layers: tuple[Path, ...] = ()  # read-only, searched after cache_dir
-    trusts_shared: bool = False  # trusts cache folders that other users may write
-    cache_max_bytes: int | None = DEFAULT_CACHE_MAX_BYTES  # None: no limit
-    toolchain: str = "auto"  # one of TOOLCHAIN_POLICIES, or a toolchain such as nvrtc-13.0.88
-    jit: str = "on"  # one of JIT_MODES: whether a call may compile
-    log: str | None = None  # one of LOG_LEVELS; None: the application configures logging
-    reads_hub_cache: bool = False  # for model configurations by Hub id; downloads nothing
-    record: Path | None = None  # the file that gets a line for each kernel look-up
-    line_info: bool = False  # compiles with line info, for profilers; other keys
-    dump: Path | None = None  # the folder that gets a file for each distinct call
-    dumps_tensors: bool = False  # with dump: also the contents of tensors; synchronizes
+    checks_contents: bool  # of tensors, at every call; synchronizes with the device
+    mla_kernel: str  # one of KERNELS, for MLA calls
+    mla_p_dtype: str  # one of P_DTYPES, the dtype of P in MLA calls
+    gqa_kernel: str  # one of KERNELS, for grouped-query calls
+    cache_layers: tuple[Path, ...]  # read-only, searched after cache_dir
+    trusts_shared: bool  # trusts cache folders that other users may write
+    cache_max_bytes: int | None  # None: no limit
+    toolchain: str  # one of TOOLCHAIN_POLICIES, or a toolchain such as nvrtc-13.0.88
+    jit: str  # one of JIT_MODES: whether a call may compile
+    log: str | None  # one of LOG_LEVELS; None: the application configures logging
+    reads_hub_cache: bool  # for model configurations by Hub id; downloads nothing
+    record: Path | None  # the file that gets a line for each kernel look-up
+    line_info: bool  # compiles with line info, for profilers; other keys
+    dump: Path | None  # the folder that gets a file for each distinct call
+    dumps_tensors: bool  # with dump: also the contents of tensors; synchronizes
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
@@ -69,27 +70,12 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     ArgumentError
         If the value of a variable breaks its rule.
     """
-    cache_dir = _cache_dir(environ)
-    return Settings(
-        cache_dir=cache_dir,
-        lock_dir=_lock_dir(environ),
-        lock_timeout_s=_seconds(environ, "MLAGEN_LOCK_TIMEOUT", DEFAULT_LOCK_TIMEOUT_S),
-        checks_contents=_switch(environ, "MLAGEN_CHECK"),
-        mla_kernel=_word(environ, "MLAGEN_MLA_KERNEL", KERNELS),
-        mla_p_dtype=_word(environ, "MLAGEN_MLA_P_DTYPE", P_DTYPES),
-        gqa_kernel=_word(environ, "MLAGEN_GQA_KERNEL", KERNELS),
-        cache_layers=_folders(environ, "MLAGEN_CACHE_RO"),
-        trusts_shared=_switch(environ, "MLAGEN_TRUST_SHARED"),
-        cache_max_bytes=_cache_max_bytes(environ),
-        toolchain=_toolchain(environ),
-        jit=_word(environ, "MLAGEN_JIT", JIT_MODES),
-        log=_word(environ, "MLAGEN_LOG", tuple(LOG_LEVELS)) if environ.get("MLAGEN_LOG") else None,
-        reads_hub_cache=_switch(environ, "MLAGEN_HF"),
-        record=_named(environ, "MLAGEN_RECORD"),
-        line_info=_switch(environ, "MLAGEN_LINEINFO"),
-        dump=_named(environ, "MLAGEN_DUMP"),
-        dumps_tensors=_switch(environ, "MLAGEN_DUMP_TENSORS"),
-    )
+    read = {
+        field: reader(name, environ.get(name, "")) for field, (name, reader) in _VARIABLES.items()
+    }
+    read["cache_dir"] = read["cache_dir"] or _default_cache_dir(environ)
+    read["lock_dir"] = read["lock_dir"] or _default_lock_dir(environ)
+    return Settings(**read)
 
 
 def observes_calls(environ: Mapping[str, str]) -> bool:
@@ -118,31 +104,13 @@ def read_size(name: str, text: str) -> int:
 @cache
 def current_settings() -> Settings:
     """Return the settings of this process; the first call reads the environment."""
-    asked = _Asked(os.environ)
-    settings = read_settings(asked)
+    settings = read_settings(os.environ)
     set_up_logging(settings.log)
-    for name, nearest in _unread(asked).items():
+    for name, nearest in unread_variables(os.environ).items():
         hint = f"; did you mean {nearest}?" if nearest else ""
         shown = visible(name, kept="")
         _logger.warning("%s: expected a variable that mlagen reads, got another%s", shown, hint)
     return settings
-
-
-class _Asked(Mapping[str, str]):
-    """An environment that remembers the names that it is asked for."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ, self.names = environ, set[str]()
-
-    def __getitem__(self, name: str) -> str:
-        self.names.add(name)
-        return self._environ[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._environ)
-
-    def __len__(self) -> int:
-        return len(self._environ)
 
 
 def set_variables(environ: Mapping[str, str]) -> list[str]:
@@ -154,26 +122,17 @@ def set_variables(environ: Mapping[str, str]) -> list[str]:
 def unread_variables(environ: Mapping[str, str]) -> dict[str, str | None]:
     """Return those of them that mlagen does not read, each with the most similar name that it does.
 
-    Raises
-    ------
-    ArgumentError
-        If the value of a variable breaks its rule.
+    They may be secrets of another program.
     """
-    asked = _Asked(environ)
-    read_settings(asked)
-    return _unread(asked)
+    read = {name for name, _ in _VARIABLES.values()}
+    return {name: _nearest(name) for name in set_variables(environ) if name not in read}
 
 
-def _unread(asked: _Asked) -> dict[str, str | None]:
-    unread = [name for name in set_variables(asked) if name not in asked.names]
-    return {name: _nearest(name, asked.names) for name in unread}
-
-
-def _nearest(name: str, names: Iterable[str]) -> str | None:
+def _nearest(name: str) -> str | None:
     from difflib import get_close_matches
 
     typed = name.removeprefix(_PREFIX)
-    known = sorted(each.removeprefix(_PREFIX) for each in names if each.startswith(_PREFIX))
+    known = sorted(each.removeprefix(_PREFIX) for each, _ in _VARIABLES.values())
     similar = get_close_matches(typed, known, n=1, cutoff=0.8)  # before LOG for LOG_LEVEL
     similar = similar or [each for each in known if typed.startswith(f"{each}_")]
     similar = similar or get_close_matches(typed, known, n=1)
@@ -182,9 +141,7 @@ def _nearest(name: str, names: Iterable[str]) -> str | None:
     return f"{_PREFIX}{max(similar, key=len)}" if similar else None
 
 
-def _cache_dir(environ: Mapping[str, str]) -> Path:
-    if chosen := environ.get("MLAGEN_CACHE_DIR"):
-        return _place("MLAGEN_CACHE_DIR", chosen)
+def _default_cache_dir(environ: Mapping[str, str]) -> Path:
     xdg = Path(environ.get("XDG_CACHE_HOME") or "relative")
     if xdg.is_absolute():  # the XDG specification requires ignoring a relative path
         return xdg / "mlagen"
@@ -194,10 +151,8 @@ def _cache_dir(environ: Mapping[str, str]) -> Path:
     return _temporary() / f"mlagen-{_user()}"
 
 
-def _lock_dir(environ: Mapping[str, str]) -> Path:
+def _default_lock_dir(environ: Mapping[str, str]) -> Path:
     # Locks are on a local file system: flock on a network folder may bind one node only, or hang.
-    if chosen := environ.get("MLAGEN_LOCK_DIR"):
-        return _place("MLAGEN_LOCK_DIR", chosen)
     runtime = Path(environ.get("XDG_RUNTIME_DIR") or "relative")
     if runtime.is_absolute() and os.access(runtime, os.W_OK):
         return runtime / "mlagen"
@@ -210,16 +165,13 @@ def _user() -> str:
     return str(os.getuid()) if sys.platform != "win32" else os.environ.get("USERNAME", "user")
 
 
-def _folders(environ: Mapping[str, str], name: str) -> tuple[Path, ...]:
-    text = environ.get(name, "")
+def _folders(name: str, text: str) -> tuple[Path, ...]:
     _reject_url(name, text)
-    named = text.split(os.pathsep)
-    return tuple(_place(name, folder) for folder in named if folder)
+    return tuple(_folder(name, folder) for folder in text.split(os.pathsep) if folder)
 
 
-def _named(environ: Mapping[str, str], name: str) -> Path | None:
-    text = environ.get(name)
-    return _place(name, text) if text else None
+def _path(name: str, text: str) -> Path | None:
+    return _folder(name, text) if text else None
 
 
 def _reject_url(name: str, text: str) -> None:
@@ -232,7 +184,7 @@ def _shown(text: str) -> str:
     return "a URL" if _URL.search(text) else repr(text)
 
 
-def _place(name: str, text: str) -> Path:
+def _folder(name: str, text: str) -> Path:
     _reject_url(name, text)
     if "\0" in text:
         raise ArgumentError(f"{name}: expected a path without a null character, got {text!r}")
@@ -249,50 +201,67 @@ def _temporary() -> Path:
         return Path("/tmp")
 
 
-def _cache_max_bytes(environ: Mapping[str, str]) -> int | None:
-    name = "MLAGEN_CACHE_MAX_SIZE"
-    text = environ.get(name)
-    if not text:
-        return DEFAULT_CACHE_MAX_BYTES
-    return read_size(name, text) or None  # 0 is no limit
+def _max_bytes(name: str, text: str) -> int | None:
+    return (read_size(name, text) or None) if text else DEFAULT_CACHE_MAX_BYTES  # 0 is no limit
 
 
-def _toolchain(environ: Mapping[str, str]) -> str:
-    name = "MLAGEN_TOOLCHAIN"
-    text = environ.get(name, "")
-    if _TOOLCHAIN.fullmatch(text):
-        return text
-    if text and text not in TOOLCHAIN_POLICIES:
+def _toolchain(name: str, text: str) -> str:
+    if text and text not in TOOLCHAIN_POLICIES and not _TOOLCHAIN.fullmatch(text):
         allowed = f"{', '.join(TOOLCHAIN_POLICIES)} or one such as nvrtc-13.0.88"
         raise ArgumentError(f"{name}: expected {allowed}, got {_shown(text)}")
     return text or TOOLCHAIN_POLICIES[0]
 
 
-def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
-    text = environ.get(name)
-    if not text:
-        return default
+def _seconds(name: str, text: str) -> float:
     try:
-        seconds = float(text)
+        seconds = float(text) if text else DEFAULT_LOCK_TIMEOUT_S
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise ArgumentError(
-            f"{name}: expected a finite number of seconds, 0 or more, got {_shown(text)}"
-        )
+        rule = "a finite number of seconds, 0 or more"
+        raise ArgumentError(f"{name}: expected {rule}, got {_shown(text)}")
     return seconds
 
 
-def _switch(environ: Mapping[str, str], name: str) -> bool:
-    text = environ.get(name, "")
+def _switch(name: str, text: str) -> bool:
     if text not in {"", "0", "1"}:
         raise ArgumentError(f"{name}: expected 0 or 1, got {_shown(text)}")
     return text == "1"
 
 
-def _word(environ: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
-    """Return the value of a variable out of ``allowed``, the first if it is not set."""
-    text = environ.get(name) or allowed[0]
-    if text not in allowed:
-        raise ArgumentError(f"{name}: expected {' or '.join(allowed)}, got {_shown(text)}")
-    return text
+def _word(*allowed: str) -> Callable[[str, str], str]:
+    """Return a reader of one of the words, the first if the variable is not set."""
+
+    def read(name: str, text: str) -> str:
+        if text and text not in allowed:
+            raise ArgumentError(f"{name}: expected {' or '.join(allowed)}, got {_shown(text)}")
+        return text or allowed[0]
+
+    return read
+
+
+def _log_level(name: str, text: str) -> str | None:
+    return _word(*LOG_LEVELS)(name, text) if text else None
+
+
+# The variable of each field, and what reads its text, which is empty where it is not set.
+_VARIABLES: dict[str, tuple[str, Callable[[str, str], Any]]] = {
+    "cache_dir": ("MLAGEN_CACHE_DIR", _path),
+    "lock_dir": ("MLAGEN_LOCK_DIR", _path),
+    "lock_timeout_s": ("MLAGEN_LOCK_TIMEOUT", _seconds),
+    "checks_contents": ("MLAGEN_CHECK", _switch),
+    "mla_kernel": ("MLAGEN_MLA_KERNEL", _word(*KERNELS)),
+    "mla_p_dtype": ("MLAGEN_MLA_P_DTYPE", _word(*P_DTYPES)),
+    "gqa_kernel": ("MLAGEN_GQA_KERNEL", _word(*KERNELS)),
+    "cache_layers": ("MLAGEN_CACHE_RO", _folders),
+    "trusts_shared": ("MLAGEN_TRUST_SHARED", _switch),
+    "cache_max_bytes": ("MLAGEN_CACHE_MAX_SIZE", _max_bytes),
+    "toolchain": ("MLAGEN_TOOLCHAIN", _toolchain),
+    "jit": ("MLAGEN_JIT", _word(*JIT_MODES)),
+    "log": ("MLAGEN_LOG", _log_level),
+    "reads_hub_cache": ("MLAGEN_HF", _switch),
+    "record": ("MLAGEN_RECORD", _path),
+    "line_info": ("MLAGEN_LINEINFO", _switch),
+    "dump": ("MLAGEN_DUMP", _path),
+    "dumps_tensors": ("MLAGEN_DUMP_TENSORS", _switch),
+}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import operator
-import reprlib
 import struct
 import sys
 from collections.abc import Callable, Collection, Iterable
@@ -28,6 +27,8 @@ _UNSERVED = frozenset(
 
 _FLOAT32 = "a number that float32 can hold"
 _MAX_SHOWN = 120
+_MAX_ITEMS = 12
+_SCALARS = {int, float, bool, type(None), complex, range}
 _MAX_SHOWN_BITS = 128
 _MAX_SEVERAL = 4096
 
@@ -150,49 +151,29 @@ def shown(value: object) -> str:
     It does not read a tensor, which would synchronize with the device.
     """
     try:
-        line = _line.repr(value)
-        line = "".join(letter if letter.isprintable() else " " for letter in line)
+        line = "".join(letter if letter.isprintable() else " " for letter in _text(value))
     except Exception:  # noqa: BLE001 - a __repr__ may raise anything
         line = "a value that cannot be shown"
     return line if len(line) <= _MAX_SHOWN else f"{line[:_MAX_SHOWN]} ..."
 
 
-class _Line(reprlib.Repr):
-    """Representations that read no tensor, and of other values only what they show."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlist = self.maxtuple = 12
-        self.maxstring = self.maxother = _MAX_SHOWN
-
-    def repr1(self, value: Any, level: int) -> str:
-        """Return the items of a list or a tuple, and any other value as a whole."""
-        if type(value) in {list, tuple, str, int}:
-            return super().repr1(value, level)
-        return self.repr_instance(value, level)
-
-    def repr_int(self, value: int, _level: int) -> str:
-        """Return the digits of an int, or its size if it is large."""
-        bits = value.bit_length()
-        return repr(value) if bits <= _MAX_SHOWN_BITS else f"an int of {bits} bits"
-
-    def repr_instance(self, value: Any, level: int) -> str:
-        """Return the value of a scalar, and the type name of any other object."""
-        kind = type(value)
-        if isinstance(value, _of("torch", "Tensor")):
-            return "a tensor"
-        if isinstance(value, _of("torch", "device")):
-            return str(value)
-        if kind is bytes:
-            return repr(value[: self.maxstring])
-        is_scalar = kind in {float, bool, type(None), complex, range}
-        is_known = kind.__module__.partition(".")[0] in {"numpy", "torch", "pathlib", "fractions"}
-        if is_scalar or (is_known and not _is_array(value)):
-            return super().repr_instance(value, level)
-        return kind.__qualname__
-
-
-_line = _Line()
+def _text(value: Any, depth: int = 0) -> str:
+    """Return the value of a scalar, the items of a list or tuple, the type name of another."""
+    kind = type(value)
+    if kind in {list, tuple}:
+        items = [_text(item, depth + 1) for item in value[:_MAX_ITEMS]] if depth < 3 else ["..."]
+        text = ", ".join(items + ["..."] * (len(value) > _MAX_ITEMS))
+        return f"[{text}]" if kind is list else f"({text}{',' * (len(value) == 1)})"
+    if kind is int and value.bit_length() > _MAX_SHOWN_BITS:
+        return f"an int of {value.bit_length()} bits"
+    if kind in {str, bytes}:
+        return repr(value[:_MAX_SHOWN])
+    if isinstance(value, _of("torch", "Tensor")):
+        return "a tensor"
+    is_known = kind.__module__.partition(".")[0] in {"numpy", "torch", "pathlib", "fractions"}
+    is_scalar = kind in _SCALARS or (is_known and not _is_array(value))
+    form = str if isinstance(value, _of("torch", "device")) else repr
+    return form(value) if is_scalar else kind.__qualname__
 
 
 def _of(module: str, name: str) -> Any:

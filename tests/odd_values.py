@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from decimal import Decimal
 from enum import IntEnum
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -60,21 +58,14 @@ class NamedInt(IntEnum):
     FOUR = 4
 
 
+# Four of each kind of parameter: numbers, flags, words and tensors; and what is none of them.
 ODD: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -1, 2**31 - 1, 2**31, 2**63, -(2**63), 10**30, 10**5000),
-    *(0.0, -0.0, 1.5, 1e39, math.inf, -math.inf, math.nan, 1j),
-    *("", "auto", "AUTO", "3", "a\nb\u2028c", "x" * 100_000, UnequalStr("auto"), b"\n" * 1000),
-    *([], [1], [[None]], (1, 2), {"a": 1}, {1}, range(10**9)),
-    *(object(), type("a\nb", (), {})(), Unshowable(), MultilineRepr(), NamedInt.FOUR),
-    *(Decimal(1), Fraction(1, 2), Path("a"), lambda *_: None),
-    *(np.True_, np.int8(16), np.uint8(64), np.uint8(200), np.uint64(2**63), np.int64(1)),
-    *(np.int64(-1), np.float16(0.5), np.float32(0.5), np.float64(2.0), np.longdouble("1e400")),
-    *(np.str_("auto"), np.timedelta64(1, "s"), np.datetime64("2026-01-01")),
-    *(np.array(64), np.array([64]), np.array([True, False]), np.zeros((1000, 1000))),
-    *(np.array("auto"), np.array([None], dtype=object)),
-    *(torch.tensor(1), torch.tensor(1.0), torch.tensor([True]), torch.zeros(2, 3)),
-    *(torch.zeros(()).expand(2**20, 2**20), torch.zeros(3, dtype=torch.complex64)),
-    *(torch.empty(2, device="meta"), torch.float32, torch.device("cpu"), torch.Size([1])),
+    *(None, True, -1, 2**31, 10**400, 0.0, 1e39, math.nan, NamedInt.FOUR),
+    *("", "auto", UnequalStr("auto"), "a\nb\u2028c" * 10_000, b"\n" * 1000),
+    *([], [1], [[None]], {"a": 1}, range(10**9), Unshowable(), MultilineRepr(), Fraction(1, 2)),
+    *(np.True_, np.uint64(2**63), np.int64(1), np.longdouble("1e400"), np.str_("auto")),
+    *(np.array(64), np.array([True, False]), torch.tensor(1), torch.zeros(2, 3)),
+    *(torch.zeros(()).expand(2**20, 2**20), torch.empty(2, device="meta"), torch.float32),
 )
 
 
