@@ -11,12 +11,12 @@ from mlagen.families.common.arguments import canonical_sinks, is_pdl_enabled
 from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.gqa.args import GqaArgs, pair_of, positive_factor, window_of
 from mlagen.families.gqa.dispatch import GQA
-from mlagen.gqa.graph_decode import (
+from mlagen.gqa.trtllm import trtllm_batch_decode_with_kv_cache
+from mlagen.gqa.wrapper import (
+    BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
 )
-from mlagen.gqa.trtllm import trtllm_batch_decode_with_kv_cache
-from mlagen.gqa.wrapper import BatchDecodeWithPagedKVCacheWrapper
 from mlagen.mla.trtllm import trtllm_batch_decode_with_kv_cache_mla
 from mlagen.mla.xqa_decode import xqa_batch_decode_with_kv_cache_mla
 from mlagen.observe.observed import observable

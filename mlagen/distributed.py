@@ -23,7 +23,7 @@ from mlagen.families.common.arguments import (
     require_tensor,
     require_whole_number,
 )
-from mlagen.families.mla.validate_query import QUERY_DTYPES
+from mlagen.families.mla.problem import QUERY_DTYPES
 from mlagen.mla.dcp_exchange import Exchange, new_exchange
 from mlagen.mla.trtllm import trtllm_batch_decode_with_kv_cache_mla
 from mlagen.runtime.capture import is_capturing

@@ -29,7 +29,6 @@ NAMES = (
     xqa.xqa_mla.__name__,
     mla.flare_mla_decoding.__name__,
     "batch_mla_run",
-    "batch_mla_run_planless",
     "batch_decode_run",
 )
 

@@ -16,7 +16,8 @@ from mlagen.decode import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
 )
-from mlagen.gqa.batch_plan import PageMetadata, _consistent_layout
+from mlagen.gqa.planned_run import within_page_ids
+from mlagen.planned.metadata import Requests
 from tests.problems.batch_decode import (
     decode_planned,
     forward_arguments,
@@ -153,13 +154,13 @@ class TestBatchDecode:
 
 def test_lengths_and_offsets_stay_within_the_page_ids() -> None:
     """Whatever a device holds, a plan gives the kernels offsets and lengths that cannot fault."""
-    given = PageMetadata(
-        indptr=ints(-5, 2, 1, 1 << 30),
-        indices=torch.arange(4, dtype=torch.int32),
-        last_page_len=ints(1 << 30, 3, 5),
+    given = Requests(
+        kv_indptr=ints(-5, 2, 1, 1 << 30),
+        kv_indices=torch.arange(4, dtype=torch.int32),
+        kv_len_arr=ints(1 << 30, 3, 5),
     )
 
-    offsets, lengths = _consistent_layout(given, None, 16, torch.device("cpu"))
+    offsets, lengths = within_page_ids(given, None, 16, torch.device("cpu"))
 
     assert offsets.tolist() == [0, 2, 1, 4]
     assert lengths.tolist() == [32, 0, 37]

@@ -33,7 +33,7 @@ ROWS: dict[str, list[Row]] = {
             ": not implemented, expected...",
         ),
         ("paged_kv_indptr_buffer", None, ": expected a torch.Tensor, got NoneType"),
-        ("paged_kv_indptr_buffer", ints(*[0] * 9), ".shape: expected [5] (batch of ..."),
+        ("paged_kv_indptr_buffer", ints(0), ".shape: expected [5] or longer (ba..."),
         ("paged_kv_indices_buffer", torch.zeros(9), ".dtype: expected torch.int32 or ..."),
         ("backend", "prims-ts", ": expected one of auto, fa2, fa3, trtllm-gen, cute-dsl, ..."),
         ("kv_layout", "nhd", ": expected one of NHD, HND, got 'nhd'"),
@@ -45,7 +45,11 @@ ROWS: dict[str, list[Row]] = {
         ("disable_split_kv", True, ": not implemented, expected False, got True"),
         ("window_right", 3, ": not implemented, expected 0, got 3"),
         ("use_token_head_sf", True, ": not implemented, expected False, got True"),
-        ("indptr", ints(0, 0, 0), ".shape: expected [5] (batch of last_page_len + 1), got [3]"),
+        (
+            "indptr",
+            ints(0, 0, 0),
+            ".shape: expected [5] or longer (batch of last_page_len + 1), ...",
+        ),
         ("indices", torch.zeros(9), ".dtype: expected torch.int32 or torch.uint32, got ..."),
         ("last_page_len", ints(*[17] * 4), ": expected 0 to 16 (page_size), got [17, 17, 17, 17]"),
         ("indptr", ints(0, 99, 99, 99, 99), "[-1]: expected 11 (page ids) or less, got 99"),
@@ -63,7 +67,7 @@ ROWS: dict[str, list[Row]] = {
     ],
     "graph plan": [
         ("indices", ints(*[0] * 99), ".shape[0]: expected 14 (its buffer) or less, got 99"),
-        ("last_page_len", THREE_SEQUENCES, ".shape[0]: expected 4 (requests of the buffers), ..."),
+        ("last_page_len", THREE_SEQUENCES, ".shape: expected [4] (its buffer of the ..."),
         ("q_len_per_req", 2, ": expected 1 (of the first plan), got 2"),
     ],
     "run": [

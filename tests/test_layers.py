@@ -42,10 +42,10 @@ LAYERS = {
     "observe": ENGINE | {"families", "torch_ops"},
     "models": {"errors", "paths", "settings", "spec", "values"},
     "prewarming": ENGINE | {"models"},
-    **dict.fromkeys(API_MODULES, ENGINE | CALL),
+    "planned": ENGINE | CALL,
+    **dict.fromkeys(API_MODULES, ENGINE | CALL | {"planned"}),
     # FlashInfer has some names in two modules.
     "decode": ENGINE | CALL | {"gqa", "mla"},
-    "gqa": ENGINE | CALL | {"mla"},
     "xqa": ENGINE | CALL | {"mla"},
     "distributed": ENGINE | CALL | {"cascade", "mla"},  # decode, exchange and merge
     "ops": ENGINE | API_MODULES | CALL,
@@ -67,7 +67,7 @@ FENCES = {
     "sglang": {"integrations"},
     "tomli": {"prewarming"},  # stands in for tomllib, which Python has from 3.11 on
     "tomllib": {"prewarming"},
-    "torch": {"integrations", "ops", "runtime"} | API_MODULES | CALL,
+    "torch": {"integrations", "ops", "runtime"} | API_MODULES | CALL | {"planned"},
     "transformers": {"integrations"},
     "vllm": {"integrations"},
 }

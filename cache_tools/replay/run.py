@@ -12,8 +12,8 @@ import torch
 
 from mlagen import __version__, decode, mla, xqa
 from mlagen.errors import ArgumentError
-from mlagen.gqa.batch_op import batch_decode_run
-from mlagen.mla import batch_op
+from mlagen.gqa.planned_run import batch_decode_run
+from mlagen.mla.planned_run import batch_mla_run
 from mlagen.observe.document import is_workspace
 from mlagen.observe.observed import CPU_BACKEND
 from mlagen.runtime.launch_record import record_launches
@@ -32,8 +32,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
         decode.trtllm_batch_decode_with_kv_cache,
         xqa.xqa,
         xqa.xqa_mla,
-        batch_op.batch_mla_run,
-        batch_op.batch_mla_run_planless,
+        batch_mla_run,
         batch_decode_run,
     )
 }

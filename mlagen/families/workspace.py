@@ -27,8 +27,8 @@ from mlagen.families.gqa.plan_sm90 import GqaSm90Plan, gqa_sm90_bytes_per_cta
 from mlagen.families.gqa.select import attended_tokens, plan_gqa_sm80_call, plan_gqa_sm90_call
 from mlagen.families.mla.launch import not_covered
 from mlagen.families.mla.plan_sm90 import MlaSm90Plan, mla_sm90_bytes_per_cta
+from mlagen.families.mla.problem import QUERY_DTYPES
 from mlagen.families.mla.select import plan_mla_sm80_call, plan_mla_sm90_call
-from mlagen.families.mla.validate_query import QUERY_DTYPES
 from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch

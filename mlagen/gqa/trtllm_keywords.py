@@ -11,6 +11,7 @@ from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import (
     reject,
     reject_dtype,
+    reject_unserved,
     require_choice,
     require_flag,
     require_number,
@@ -22,7 +23,6 @@ from mlagen.families.common.arguments import (
 from mlagen.families.common.memory import require_memory
 from mlagen.families.common.xqa_arguments import check_unread_buffer
 from mlagen.families.gqa.args import GqaArgNames
-from mlagen.gqa.batch_settings import reject_unserved
 
 NAMES = GqaArgNames(cum_seq_lens_q="cum_seq_lens_q")
 RAGGED_NAMES = NAMES._replace(q_len="max_q_len")
@@ -68,7 +68,7 @@ def check_rare_keywords(call: dict[str, Any]) -> None:
             value = require_flag(value, keyword)
         elif default is not None:
             value = require_whole_number(value, keyword)
-        reject_unserved({keyword: (value, (default,))})
+        reject_unserved(keyword, value, default)
     _check_ignored(call)
 
 
@@ -86,13 +86,7 @@ def _check_ignored(call: dict[str, Any]) -> None:
 
 
 def output_dtype(query: torch.Tensor, out: torch.Tensor | None, out_dtype: object) -> torch.dtype:
-    """Return the dtype of the output, by default that of the query.
-
-    Raises
-    ------
-    ArgumentError
-        If it is no dtype, or not that of ``out``, or the query is no tensor.
-    """
+    """Return the dtype of the output, by default that of the query."""
     query = require_tensor(query, "query")
     if out_dtype is None:
         return query.dtype if out is None else out.dtype
@@ -104,13 +98,7 @@ def output_dtype(query: torch.Tensor, out: torch.Tensor | None, out_dtype: objec
 
 
 def query_length(q_len_per_req: object, max_q_len: object, cum_seq_lens_q: object) -> int:
-    """Return the query tokens of every request, or their maximum with ``cum_seq_lens_q``.
-
-    Raises
-    ------
-    ArgumentError
-        If a number has a wrong type, or the maximum is missing.
-    """
+    """Return the query tokens of every request, or their maximum with ``cum_seq_lens_q``."""
     if cum_seq_lens_q is None:
         if max_q_len is not None:
             require_whole_number(max_q_len, "max_q_len")
@@ -126,13 +114,7 @@ def query_length(q_len_per_req: object, max_q_len: object, cum_seq_lens_q: objec
 def natural_scale(
     bmm1_scale: float | torch.Tensor, bmm1_scale_log2: object, query: torch.Tensor
 ) -> float | torch.Tensor:
-    """Return the factor of the scores in the natural domain.
-
-    Raises
-    ------
-    ArgumentError
-        If ``bmm1_scale_log2`` is no tensor of one fp32 element in memory on the query's device.
-    """
+    """Return the factor of the scores in the natural domain."""
     if bmm1_scale_log2 is None:
         return bmm1_scale
     scale = require_tensor(bmm1_scale_log2, "bmm1_scale_log2")

@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 
 from mlagen.errors import ArgumentError, CaptureError, UnsupportedError
 from mlagen.families.common.arguments import (
+    INT32_MAX,
     canonical_scale,
+    reject_unserved,
+    require,
     require_choice,
     require_flag,
+    require_float32,
     require_number,
     require_scale,
     require_tensor,
+    require_whole_number,
     shown,
 )
-from mlagen.families.gqa.args import LAYOUTS
-from mlagen.gqa.aliases import DecodeAliases
-from mlagen.gqa.batch_op import call_planned
-from mlagen.gqa.batch_plan import DecodePlan, GraphBuffers, PageMetadata, plan_of
-from mlagen.gqa.batch_run import run_planned
-from mlagen.gqa.batch_settings import reject_unserved, settings_of
+from mlagen.families.gqa.args import LAYOUTS, window_of
+from mlagen.gqa.planned_run import (
+    BUFFER_NAMES,
+    NAMES,
+    OP,
+    DecodeSettings,
+    GraphBuffers,
+    data_types,
+    plan_of,
+    run_planned,
+)
 from mlagen.observe.observed import observable
+from mlagen.planned.metadata import Requests
+from mlagen.planned.plan import NO_CAPTURE, Plan, text_of
 from mlagen.runtime.capture import is_capturing
 from mlagen.torch_ops.traced import is_compiling, is_traced, require_eager_memory
 
 _BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen", "cute-dsl", "cudnn")
-_CAPTURE = (
-    "use_cuda_graph: expected True with its three buffers while a CUDA graph is captured, "
-    "since replays read metadata that the next plan frees, got False"
-)
+
+Both = tuple[torch.Tensor, torch.Tensor]
 
 
 @observable
-class BatchDecodeWithPagedKVCacheWrapper(DecodeAliases):
+class BatchDecodeWithPagedKVCacheWrapper:
     """Grouped-query decode over a paged KV cache, by one plan and many runs.
 
     :meth:`plan` sets the requests, and every :meth:`run` until the next plan computes them. A row
@@ -91,21 +102,54 @@ class BatchDecodeWithPagedKVCacheWrapper(DecodeAliases):
         self._kv_layout = require_choice(kv_layout, "kv_layout", LAYOUTS)
         require_flag(use_tensor_cores, "use_tensor_cores")
         require_choice(backend, "backend", _BACKENDS)
-        reject_unserved({"jit_args": (jit_args, (None,))})
-        reject_unserved({"jit_kwargs": (None if jit_kwargs == {} else jit_kwargs, (None,))})
-        self._plan: DecodePlan | None = None
+        reject_unserved("jit_args", jit_args, None)
+        reject_unserved("jit_kwargs", jit_kwargs or None, None)
+        self._plan: Plan[DecodeSettings] | None = None
+        self._plans_of_runs: dict[tuple[int, int], Plan[DecodeSettings]] = {}
         self._buffers: GraphBuffers | None = None
         self._paged_kv_indices_buf = paged_kv_indices_buffer  # SGLang writes page ids there
         if require_flag(use_cuda_graph, "use_cuda_graph"):
-            names = (
-                ("indptr", paged_kv_indptr_buffer),
-                ("indices", paged_kv_indices_buffer),
-                ("last_page_len", paged_kv_last_page_len_buffer),
+            names = BUFFER_NAMES
+            buffers = Requests(
+                kv_indptr=require_tensor(paged_kv_indptr_buffer, names["kv_indptr"]),
+                kv_indices=require_tensor(paged_kv_indices_buffer, names["kv_indices"]),
+                kv_len_arr=require_tensor(paged_kv_last_page_len_buffer, names["kv_len_arr"]),
+                names=names,
             )
-            buffers = {
-                name: require_tensor(buffer, f"paged_kv_{name}_buffer") for name, buffer in names
-            }
-            self._buffers = GraphBuffers(PageMetadata(**buffers), self._workspace.device)
+            self._buffers = GraphBuffers(buffers, self._workspace.device)
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether plans copy their metadata into the buffers of a captured graph."""
+        return self._buffers is not None
+
+    @property
+    def use_tensor_cores(self) -> bool:
+        """True: every kernel uses them."""
+        return True
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        """Replace the scratch of later runs; the plan stays.
+
+        Parameters
+        ----------
+        float_workspace_buffer : any dtype, contiguous
+            The scratch, on the device of the one before. A captured graph keeps its own.
+        int_workspace_buffer : any dtype
+            Ignored: a plan has no schedule to store.
+
+        Raises
+        ------
+        ArgumentError
+            If one is no tensor, or the first is on another device.
+        """
+        given = require_tensor(float_workspace_buffer, "float_workspace_buffer")
+        require_tensor(int_workspace_buffer, "int_workspace_buffer")
+        device = self._workspace.device
+        require(given.device == device, "float_workspace_buffer.device", device, given.device)
+        self._workspace = given
 
     def plan(
         self,
@@ -139,11 +183,13 @@ class BatchDecodeWithPagedKVCacheWrapper(DecodeAliases):
     ) -> None:
         """Set the requests of the following runs.
 
-        The metadata is copied, from the CPU or from the device of the workspace, without
-        synchronization. Metadata on the CPU is checked here; offsets and lengths on the device are
-        clamped to the page ids. Split-KV scheduling uses the lengths on the CPU. Without them it
-        assumes that requests share ``indices`` equally, and also for CUDA graphs if that is longer.
-        The splits affect results by rounding only.
+        The metadata is copied, from the CPU or from the device of the workspace. Metadata on the
+        CPU is checked here; offsets and lengths on the device are clamped to the page ids. Split-KV
+        scheduling uses the longest sequence, so that a run has the bits of a call of
+        :func:`mlagen.decode.trtllm_batch_decode_with_kv_cache` with that ``max_seq_len``. A plan
+        whose offsets and lengths are all on the device waits for it, to read the longest back; no
+        other plan does. Plans for CUDA graphs never wait: they assume that requests share
+        ``indices`` equally, if that is longer than the lengths on the CPU.
 
         Parameters
         ----------
@@ -191,9 +237,53 @@ class BatchDecodeWithPagedKVCacheWrapper(DecodeAliases):
         UnsupportedError
             If a keyword requests what no kernel implements.
         """
-        settings = settings_of(dict(locals()), self._kv_layout)
-        given = PageMetadata(indptr=indptr, indices=indices, last_page_len=last_page_len)
-        self._plan = plan_of(given, seq_lens, settings, self._workspace.device, self._buffers)
+        unserved = {
+            "pos_encoding_mode": (pos_encoding_mode, "NONE"),
+            "logits_soft_cap": (logits_soft_cap, None, 0.0),
+            "fixed_split_size": (fixed_split_size, None, -1),
+            "disable_split_kv": (disable_split_kv, False),
+            "window_right": (window_right, 0),
+            "use_token_head_sf": (use_token_head_sf, False),
+        }
+        for keyword, (value, *nothing) in unserved.items():
+            reject_unserved(keyword, value, *nothing)
+        require_flag(non_blocking, "non_blocking")
+        for keyword, value in (("rope_scale", rope_scale), ("rope_theta", rope_theta)):
+            if value is not None:
+                require_number(value, keyword)
+        if block_tables is not None:
+            require_tensor(block_tables, "block_tables")
+        sizes = {
+            "num_qo_heads": num_qo_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "page_size": page_size,
+        }
+        whole: Any = {name: require_whole_number(n, name, min_value=1) for name, n in sizes.items()}
+        q_len = require_whole_number(q_len_per_req, "q_len_per_req", min_value=1)
+        heads, kv_heads = whole["num_qo_heads"], whole["num_kv_heads"]
+        require(
+            heads % kv_heads == 0, "num_qo_heads", f"a multiple of {kv_heads} (num_kv_heads)", heads
+        )
+        scale = whole["head_dim"] ** -0.5 if sm_scale is None else sm_scale
+        dtypes: Any = data_types(q_data_type, kv_data_type, o_data_type, data_type)
+        settings = DecodeSettings(
+            **whole,
+            **dtypes,
+            is_causal=True if is_causal is None else require_flag(is_causal, "is_causal"),
+            window=_window(window_left),
+            sm_scale=require_float32(scale, "sm_scale"),
+            kv_layout=self._kv_layout,
+        )
+        given = Requests(
+            kv_indptr=require_tensor(indptr, "indptr"),
+            kv_indices=require_tensor(indices, "indices"),
+            kv_len_arr=require_tensor(last_page_len, "last_page_len"),
+            names=NAMES,
+        )
+        device = self._workspace.device
+        self._plan = plan_of(given, seq_lens, settings, q_len, device, self._buffers)
+        self._plans_of_runs = {}
 
     def run(
         self,
@@ -273,7 +363,7 @@ class BatchDecodeWithPagedKVCacheWrapper(DecodeAliases):
         if args:
             raise UnsupportedError(f"args: not implemented, expected none, got {shown(args)}")
         if window_left is not None or q_len_per_req is not None:
-            plan = plan.of_run(window_left, q_len_per_req)
+            plan = self._plan_of_run(plan, window_left, q_len_per_req)
         if skip_softmax_threshold_scale_factor is not None:
             name = "skip_softmax_threshold_scale_factor"
             require_number(skip_softmax_threshold_scale_factor, name)
@@ -284,15 +374,196 @@ class BatchDecodeWithPagedKVCacheWrapper(DecodeAliases):
                 if isinstance(number, torch.Tensor):
                     require_eager_memory(**{name: number})
                 factor = factor * number
-        given = (
-            *(plan, workspace, q, paged_kv_cache, kv_cache_sf, factor),
-            1.0 if v_scale is None else v_scale,
+        output_factor = 1.0 if v_scale is None else v_scale
+        run = (
+            *(q, paged_kv_cache, kv_cache_sf, factor, output_factor),
             *(out, lse, sinks, return_lse, enable_pdl),
         )
-        if is_compiling() or is_traced() > 0:
-            outputs = call_planned(*given)
+        if is_compiling() or is_traced():
+            outputs = OP.call(plan, workspace, run)
         else:
             if self._buffers is None and is_capturing(workspace.device):
-                raise CaptureError(_CAPTURE)
-            outputs = run_planned(*given)
+                raise CaptureError(NO_CAPTURE)
+            outputs = run_planned(plan, workspace, *run)
         return (outputs[0], outputs[1]) if return_lse else outputs[0]
+
+    def _plan_of_run(
+        self, plan: Plan[DecodeSettings], window_left: object, q_len_per_req: object
+    ) -> Plan[DecodeSettings]:
+        """Return the plan of a run that has a window or a number of query tokens of its own."""
+        window, q_len = plan.settings.window, plan.q_len
+        if window_left is not None:
+            window = _window(window_left)
+        if q_len_per_req is not None:
+            q_len = require_whole_number(q_len_per_req, "q_len_per_req", min_value=1)
+        if (window, q_len) == (plan.settings.window, plan.q_len):
+            return plan
+        known = self._plans_of_runs.get((window, q_len))
+        if known is None:
+            settings, tokens = replace(plan.settings, window=window), plan.requests.batch * q_len
+            text = text_of(settings)
+            known = replace(plan, settings=settings, text=text, q_len=q_len, tokens=tokens)
+            self._plans_of_runs[window, q_len] = known
+        return known
+
+    def begin_forward(self, *args: Any, **kwargs: Any) -> None:
+        """Do what :meth:`plan` does."""
+        self.plan(*args, **kwargs)
+
+    def run_return_lse(self, q: torch.Tensor, paged_kv_cache: Any, **kwargs: Any) -> Both:
+        """Do what :meth:`run` does with ``return_lse``."""
+        return cast("Both", self.run(q, paged_kv_cache, return_lse=True, **kwargs))
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Any,
+        pos_encoding_mode: str = "NONE",
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> torch.Tensor | Both:
+        """Do what :meth:`run` does, with a softmax scale and a window of this run.
+
+        ``sm_scale`` is ``head_dim ** -0.5`` if None, and the window unlimited if ``window_left`` is
+        negative, whatever the plan says. ``rope_scale`` and ``rope_theta`` are ignored.
+
+        Raises
+        ------
+        ArgumentError
+            If an argument breaks a rule.
+        UnsupportedError
+            If a keyword requests what no kernel implements.
+        """
+        del rope_scale, rope_theta
+        reject_unserved("pos_encoding_mode", pos_encoding_mode, "NONE")
+        reject_unserved("logits_soft_cap", logits_soft_cap, None, 0.0)
+        if self._plan is not None:
+            planned = self._plan.settings
+            given = planned.head_dim**-0.5 if sm_scale is None else sm_scale
+            scale = require_float32(given, "sm_scale")
+            if scale != planned.sm_scale:
+                require(planned.sm_scale != 0, "sm_scale", "0 (of plan)", scale)
+                number = 1.0 if q_scale is None else canonical_scale(q_scale, "q_scale")
+                q_scale = scale / planned.sm_scale * number
+        scales: Any = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        result: torch.Tensor | Both = self.run(
+            q, paged_kv_cache, **scales, return_lse=return_lse, window_left=window_left
+        )
+        return result
+
+    def forward_return_lse(
+        self, q: torch.Tensor, paged_kv_cache: Any, *args: Any, **kwargs: Any
+    ) -> Both:
+        """Do what :meth:`forward` does with ``return_lse``."""
+        both = self.forward(q, paged_kv_cache, *args, return_lse=True, **kwargs)
+        return cast("Both", both)
+
+
+def _window(window_left: object) -> int:
+    return min(window_of(window_left, "window_left"), INT32_MAX)
+
+
+def CUDAGraphBatchDecodeWithPagedKVCacheWrapper(  # noqa: N802 - FlashInfer's name of a class
+    workspace_buffer: torch.Tensor,
+    indptr_buffer: torch.Tensor,
+    indices_buffer: torch.Tensor,
+    last_page_len_buffer: torch.Tensor,
+    kv_layout: str = "NHD",
+    use_tensor_cores: bool = False,
+) -> BatchDecodeWithPagedKVCacheWrapper:
+    """Return a :class:`mlagen.decode.BatchDecodeWithPagedKVCacheWrapper` with its three buffers.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule.
+    """
+    return BatchDecodeWithPagedKVCacheWrapper(
+        workspace_buffer,
+        kv_layout,
+        use_cuda_graph=True,
+        use_tensor_cores=use_tensor_cores,
+        paged_kv_indptr_buffer=indptr_buffer,
+        paged_kv_indices_buffer=indices_buffer,
+        paged_kv_last_page_len_buffer=last_page_len_buffer,
+    )
+
+
+def fast_decode_plan(
+    self: BatchDecodeWithPagedKVCacheWrapper,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    last_page_len: torch.Tensor,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    pos_encoding_mode: str = "NONE",
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    q_data_type: str | torch.dtype | None = None,
+    kv_data_type: str | torch.dtype | None = None,
+    data_type: str | torch.dtype | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    non_blocking: bool = True,
+    fixed_split_size: int | None = None,
+    disable_split_kv: bool = False,
+    q_len_per_req: int = 1,
+    global_override_indptr_cpu: torch.Tensor | None = None,
+) -> None:
+    """Plan a wrapper by the offsets that the host has; otherwise what its ``plan`` does.
+
+    No plan waits for the device. This one may replace the ``plan`` of a wrapper.
+
+    Parameters
+    ----------
+    self : BatchDecodeWithPagedKVCacheWrapper
+        The wrapper.
+    indptr, indices, last_page_len, ... : as in :meth:`BatchDecodeWithPagedKVCacheWrapper.plan`
+        ``q_data_type`` is ``data_type`` if None, and fp16 without both. The dtype of the output is
+        that of the plan before.
+    global_override_indptr_cpu : int32 or uint32 [batch + 1]
+        ``indptr`` on the CPU, which is read instead.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule; the previous plan stays valid then.
+    UnsupportedError
+        If a keyword requests what no kernel implements.
+    """
+    before = self._plan
+    BatchDecodeWithPagedKVCacheWrapper.plan(
+        self,
+        indptr if global_override_indptr_cpu is None else global_override_indptr_cpu,
+        indices,
+        last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        pos_encoding_mode=pos_encoding_mode,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        q_data_type=q_data_type or data_type or "float16",
+        kv_data_type=kv_data_type,
+        o_data_type=None if before is None else before.settings.o_data_type,
+        data_type=data_type,
+        sm_scale=sm_scale,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+        non_blocking=non_blocking,
+        fixed_split_size=fixed_split_size,
+        disable_split_kv=disable_split_kv,
+        q_len_per_req=q_len_per_req,
+    )

@@ -1,6 +1,6 @@
 """Multi-head latent attention: the entry points of ``flashinfer.mla``, and Modular's."""
 
-from mlagen.mla.batch_contract import MLAInputContract, MLAPlanMetadata
+from mlagen.mla.contract import MLAInputContract, MLAPlanMetadata
 from mlagen.mla.flare import PagedKVCache, flare_mla_decoding
 from mlagen.mla.masks import (
     AndMask,

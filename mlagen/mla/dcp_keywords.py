@@ -22,11 +22,6 @@ def is_dcp(call: dict[str, Any]) -> bool:
     """Return ``enable_dcp`` of a call, after checking the keywords that depend on it.
 
     ``call`` has all arguments by name, as the caller passed them.
-
-    Raises
-    ------
-    ArgumentError
-        If a keyword breaks a rule, or differs from its default without ``enable_dcp``.
     """
     world = require_whole_number(call["cp_world"], "cp_world", min_value=1)
     rank = require_whole_number(call["cp_rank"], "cp_rank")

@@ -16,7 +16,7 @@ from mlagen.families.common.arguments import (
     require_tensor,
 )
 from mlagen.families.mla.args import MlaArgNames
-from mlagen.families.mla.validate_kv import pages_of
+from mlagen.families.mla.problem import pages_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,13 +71,7 @@ class Keys(NamedTuple):
 
 
 def paged_keys(k: PagedKVCache, kv_scales: torch.Tensor | None) -> Keys:
-    """Return the KV operands of a paged cache.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument breaks a rule.
-    """
+    """Return the KV operands of a paged cache."""
     blocks = require_tensor(k.blocks, "k.blocks")
     require_dims(blocks, "k.blocks", (3, 4))
     table = require_tensor(k.block_table, "k.block_table")
@@ -108,13 +102,7 @@ def positions_of(k: object) -> int:
 
 
 def keys_without_table(k: torch.Tensor | PagedKVCache, kv_scales: torch.Tensor | None) -> Keys:
-    """Return KV operands with an empty block table, for a cheap check of the call.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument breaks a rule.
-    """
+    """Return KV operands with an empty block table, for a cheap check of the call."""
     if isinstance(k, PagedKVCache):
         keys = paged_keys(k, kv_scales)
         return keys._replace(block_table=keys.block_table[:, :0])
@@ -125,11 +113,6 @@ def dense_keys(k: torch.Tensor, kv_scales: torch.Tensor | None, columns: int | N
     """Return dense keys as pages of one token, so that the kernel does not depend on ``num_keys``.
 
     The block table has ``columns`` columns; ``num_keys`` if None.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument breaks a rule.
     """
     require_dims(require_tensor(k, "k"), "k", (4,))
     batch, num_keys, kv_heads, _ = k.shape

@@ -9,8 +9,7 @@ import torch
 
 from mlagen.families.common.arguments import reject
 from mlagen.mla.flare_kv import PagedKVCache
-from mlagen.mla.mask_codes import code_of, mask_of
-from mlagen.mla.masks import Mask
+from mlagen.mla.masks import Mask, code_of, mask_of
 from mlagen.torch_ops.outputs import mla_dtype
 from mlagen.torch_ops.traced import as_op, traceable
 

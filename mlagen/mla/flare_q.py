@@ -37,13 +37,7 @@ class Queries(NamedTuple):
 def ragged_queries(
     q: torch.Tensor, keys: Keys, valid_length: torch.Tensor | None, *, needs_rows: bool
 ) -> Queries:
-    """Return ragged queries; ``valid_length`` has the offsets of the requests.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument breaks a rule.
-    """
+    """Return ragged queries; ``valid_length`` has the offsets of the requests."""
     batch, tokens = keys.block_table.shape[0], q.shape[0]
     offsets = _checked_lengths(valid_length, q, batch + 1, "batch of k + 1")
     if current_settings().checks_contents:
@@ -74,13 +68,7 @@ def compute_ragged(
 def padded_queries(
     q: torch.Tensor, keys: Keys, valid_length: torch.Tensor | None, *, needs_rows: bool
 ) -> Queries:
-    """Return queries padded to ``q_len`` tokens; ``valid_length`` has the valid ones.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument breaks a rule.
-    """
+    """Return queries padded to ``q_len`` tokens; ``valid_length`` has the valid ones."""
     batch, q_len = keys.block_table.shape[0], q.shape[1]
     require(q.shape[0] == batch, "q.shape[0]", f"{batch} (batch of k)", q.shape[0])
     given = None

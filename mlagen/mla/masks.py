@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import (
     reject,
     require,
@@ -37,6 +38,8 @@ class QueryRows(NamedTuple):
 
 class Mask:
     """The tokens of its request that a query token attends to."""
+
+    parts: ClassVar[tuple[str, ...]] = ()  # fields, for an op: numbers, tensors and masks
 
     def bias(self, rows: QueryRows) -> torch.Tensor:
         """Return the bias of the scores, fp32 ``[tokens, heads or 1, width]``.
@@ -83,6 +86,7 @@ class CausalMask(Mask):
 class SlidingWindowCausalMask(Mask):
     """The last ``window`` tokens up to and including ``Q`` are unmasked."""
 
+    parts = ("window",)
     window: int
 
     def __post_init__(self) -> None:
@@ -99,6 +103,7 @@ class SlidingWindowCausalMask(Mask):
 class SlidingWindowNonCausalMask(Mask):
     """The tokens after ``Q - window`` are unmasked, including those after ``Q``."""
 
+    parts = ("window",)
     window: int
 
     def __post_init__(self) -> None:
@@ -114,6 +119,7 @@ class SlidingWindowNonCausalMask(Mask):
 class ChunkedMask(Mask):
     """The tokens in the chunk of ``size`` of ``Q`` are unmasked, including those after ``Q``."""
 
+    parts = ("size",)
     size: int
 
     def __post_init__(self) -> None:
@@ -141,6 +147,7 @@ class CausalPaddingMask(Mask):
     ``valid_lengths`` is int32 or uint32 ``[batch]``.
     """
 
+    parts = ("valid_lengths",)
     valid_lengths: torch.Tensor
 
     def attends(self, rows: QueryRows, keys: torch.Tensor) -> torch.Tensor:
@@ -162,6 +169,7 @@ class MaterializedMask(Mask):
     None means ``keys - queries``. Minus infinity masks a position.
     """
 
+    parts = ("tensor", "start_pos")
     tensor: torch.Tensor
     start_pos: int | torch.Tensor | None = None
 
@@ -202,6 +210,7 @@ class MaterializedMask(Mask):
 class OrMask(Mask):
     """A token is masked if either mask masks it; finite biases add up."""
 
+    parts = ("a", "b")
     a: Mask
     b: Mask
 
@@ -216,6 +225,7 @@ class OrMask(Mask):
 class AndMask(Mask):
     """A token is masked if both masks mask it; the larger of both biases counts."""
 
+    parts = ("a", "b")
     a: Mask
     b: Mask
 
@@ -250,3 +260,56 @@ def empty_bias(mask: Mask, q: torch.Tensor, batch: int) -> torch.Tensor:
     mask.bias(QueryRows(requests=none, positions=none, batch=batch, heads=heads, width=0))
     tokens = q.shape[0] if q.dim() == 3 else q.shape[0] * q.shape[1]
     return torch.empty((tokens, 1, 0), dtype=torch.float32, device=q.device)
+
+
+_KINDS: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        *(NullMask, CausalMask, SlidingWindowCausalMask, SlidingWindowNonCausalMask, ChunkedMask),
+        *(ChunkedCausalMask, CausalPaddingMask, MaterializedMask, OrMask, AndMask),
+    )
+}
+_TENSOR = "tensor"
+
+
+def code_of(mask: Mask, tensors: list[torch.Tensor]) -> str:
+    """Return the words of a mask in prefix order, and append its tensors.
+
+    A compiler traces this.
+
+    Raises
+    ------
+    UnsupportedError
+        If the mask is none of :mod:`mlagen.mla`.
+    """
+    name = type(mask).__name__
+    if _KINDS.get(name) is not type(mask):
+        rule = "one of mlagen.mla in compiled code"
+        raise UnsupportedError(f"mask: expected {rule}, got {name}")
+    words = [name]
+    for part in mask.parts:
+        value = getattr(mask, part)
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            words.append(_TENSOR)
+        else:
+            words.append(code_of(value, tensors) if isinstance(value, Mask) else str(value))
+    return " ".join(words)
+
+
+def mask_of(code: str, tensors: list[torch.Tensor]) -> Mask:
+    """Return the mask of a code from :func:`code_of`."""
+    return _next_mask(code.split(), list(tensors))
+
+
+def _next_mask(words: list[str], tensors: list[torch.Tensor]) -> Mask:
+    kind, values = _KINDS[words.pop(0)], list[Any]()
+    for _ in kind.parts:
+        if words[0] in _KINDS:
+            values.append(_next_mask(words, tensors))
+            continue
+        word = words.pop(0)
+        number = None if word == "None" else word
+        values.append(tensors.pop(0) if word == _TENSOR else number and int(number))
+    mask: Mask = kind(*values)
+    return mask

@@ -44,11 +44,6 @@ def rare_keywords(
     """Return ``enable_pdl``, ``seq_lens`` and ``sparse_mla_top_k_lens`` of a call.
 
     ``call`` has all arguments by name, as the caller passed them.
-
-    Raises
-    ------
-    ArgumentError
-        If a keyword has a wrong type or an unknown name.
     """
     check_unread_buffer(call, "multi_ctas_kv_counter_buffer")
     enable_pdl, backend = _in_order(
@@ -76,13 +71,7 @@ def rare_keywords(
 
 
 def query_parts(query: Any, qk_rope_head_dim: object) -> tuple[Any, Any, MlaArgNames]:
-    """Return the query, or its latent part with its rope part, and their names.
-
-    Raises
-    ------
-    ArgumentError
-        If a pair does not have two tensors, or a rope part without rope dims is not empty.
-    """
+    """Return the query, or its latent part with its rope part, and their names."""
     if not isinstance(query, (tuple, list)):
         return query, None, _JOINED
     if len(query) != 2:
@@ -122,11 +111,6 @@ def _in_order(factor: Any, enable_pdl: Any, backend: Any) -> tuple[bool | None, 
     """Return ``enable_pdl`` and ``backend``, in the older or the newer positional order.
 
     The factor, ``skip_softmax_threshold_scale_factor``, is checked and ignored.
-
-    Raises
-    ------
-    ArgumentError
-        If the first two are invalid in both orders.
     """
     # The older order has no factor: the others are one position earlier.
     if isinstance(enable_pdl, str):
@@ -139,13 +123,7 @@ def _in_order(factor: Any, enable_pdl: Any, backend: Any) -> tuple[bool | None, 
 
 
 def fp16_target(query: object, out: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the kernel's output: a new fp16 tensor for a bf16 ``out`` with an fp16 query.
-
-    Raises
-    ------
-    ArgumentError
-        If the result cannot be copied to a bf16 ``out``, which the call itself does not check.
-    """
+    """Return the kernel's output: a new fp16 tensor for a bf16 ``out`` with an fp16 query."""
     if not isinstance(query, torch.Tensor) or not isinstance(out, torch.Tensor):
         return out
     if query.dtype is not torch.float16 or out.dtype is not torch.bfloat16:
@@ -162,13 +140,7 @@ def _default_seq_lens(
     top_k: int,
     cum_seq_lens_q: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return ``seq_lens``, or if None lengths with which query tokens use all top-k indices.
-
-    Raises
-    ------
-    ArgumentError
-        If ``seq_lens`` is None in a dense call.
-    """
+    """Return ``seq_lens``, or if None lengths with which query tokens use all top-k indices."""
     if seq_lens is not None:
         return seq_lens
     if not top_k:
@@ -198,11 +170,6 @@ def _topk_lengths_of(
 
     Its ``seq_lens`` are top-k lengths: ``[batch, q_len]`` or ``[batch * q_len]``. None, and
     ``[batch]`` with several query tokens, mean all indices.
-
-    Raises
-    ------
-    ArgumentError
-        If an argument breaks a rule of that backend; all ``others`` must be None.
     """
     name = "with backend 'sparse'"
     for argument, value in others.items():

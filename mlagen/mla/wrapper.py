@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from mlagen.errors import ArgumentError, CaptureError, UnsupportedError
-from mlagen.families.common.arguments import require, require_flag, shown
-from mlagen.mla.batch_checks import checked_fp8_out, require_positive, saturated_into
-from mlagen.mla.batch_op import call_planless, call_planned
-from mlagen.mla.batch_planner import BatchPlanner
-from mlagen.mla.batch_run import parts_of, run_planned
-from mlagen.mla.planless import run_planless
+from mlagen.families.common.arguments import (
+    is_pdl_enabled,
+    require,
+    require_choice,
+    require_flag,
+    require_tensor,
+    shown,
+)
+from mlagen.mla.contract import MLAInputContract, MLAPlanMetadata, given_metadata
+from mlagen.mla.planned_run import (
+    OP,
+    MlaRun,
+    MlaSettings,
+    checked_fp8_out,
+    parts_of,
+    plan_of,
+    planless,
+    require_positive,
+    run_planned,
+    saturated_into,
+    with_tables,
+)
 from mlagen.observe.observed import observable
+from mlagen.planned.metadata import Requests, checked_buffers
+from mlagen.planned.plan import NO_CAPTURE, Plan
 from mlagen.runtime.capture import is_capturing
 from mlagen.torch_ops.traced import is_compiling, is_traced
 
-_CAPTURE = (
-    "use_cuda_graph: expected True with its four buffers while a CUDA graph is captured, "
-    "since replays read metadata that the next plan frees, got False"
-)
-
-# Arguments that a run without a plan rejects.
-_PLANNED = (
-    *("return_lse", "lse", "profiler_buffer", "ckv_scale", "ckv_scale_arr", "kpe_scale", "sinks"),
-    *("skip_softmax_threshold_scale_factor", "bmm1_scale", "bmm2_scale"),
+_BACKENDS = (
+    *("auto", "autotune", "fa2", "fa3", "cutlass", "cutile", "trtllm-gen", "xqa"),
+    *("cute-dsl", "cute-dsl-modular", "cute-dsl-monolithic", "cute-dsl-rubin-mtp"),
 )
 
 
 @observable
-class BatchMLAPagedAttentionWrapper(BatchPlanner):
+class BatchMLAPagedAttentionWrapper:
     """Multi-head latent attention over a paged KV cache, for requests of any lengths.
 
     :meth:`plan` sets the requests, and every :meth:`run` until the next plan computes them. Query
@@ -65,6 +78,182 @@ class BatchMLAPagedAttentionWrapper(BatchPlanner):
     -----
     Signature of ``flashinfer.mla.BatchMLAPagedAttentionWrapper``.
     """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        use_cuda_graph: bool = False,
+        qo_indptr: torch.Tensor | None = None,
+        kv_indptr: torch.Tensor | None = None,
+        kv_indices: torch.Tensor | None = None,
+        kv_len_arr: torch.Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        self._backend = require_choice(backend, "backend", _BACKENDS)
+        self._workspace = require_tensor(float_workspace_buffer, "float_workspace_buffer")
+        self._plan: Plan[MlaSettings] | None = None
+        self._buffers: Requests | None = None
+        self._is_graph = require_flag(use_cuda_graph, "use_cuda_graph")
+        given = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        if self._is_graph and any(buffer is not None for buffer in given):
+            buffers = Requests(
+                qo_indptr=require_tensor(qo_indptr, "qo_indptr"),
+                kv_indptr=require_tensor(kv_indptr, "kv_indptr"),
+                kv_indices=require_tensor(kv_indices, "kv_indices"),
+                kv_len_arr=require_tensor(kv_len_arr, "kv_len_arr"),
+            )
+            self._buffers = checked_buffers(buffers, self._workspace.device)
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor | None = None,
+        kv_indptr: torch.Tensor | None = None,
+        kv_indices: torch.Tensor | None = None,
+        kv_len_arr: torch.Tensor | None = None,
+        num_heads: int | None = None,
+        head_dim_ckv: int | None = None,
+        head_dim_kpe: int | None = None,
+        page_size: int | None = None,
+        causal: bool | None = None,
+        sm_scale: float | None = None,
+        q_data_type: torch.dtype | None = None,
+        kv_data_type: torch.dtype | None = None,
+        use_profiler: bool = False,
+        *,
+        metadata: MLAPlanMetadata | None = None,
+        cum_seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        max_q_len: int | None = None,
+        query_layout: str | None = None,
+        kv_cache_layout: str | None = None,
+        lse_mode: str = "none",
+        output_dtype: torch.dtype | None = None,
+        output_scale: str = "none",
+        scale_mode: str = "default",
+        skip_softmax: bool = False,
+        enable_pdl: bool | None = None,
+        use_sinks: bool = False,
+    ) -> None:
+        """Set the requests of the following runs, and what the runs may ask for.
+
+        The metadata is one of two forms, in ``metadata`` or by name: flat page ids (CSR), or block
+        tables (dense). It is copied, from the CPU or from the device of the workspace, without
+        synchronization. Metadata on the CPU is checked here; metadata on the device is trusted, or
+        checked by the runs with ``MLAGEN_CHECK=1``. Split-KV scheduling uses the lengths on the
+        CPU. Without them it assumes that requests share the page ids equally, and also for CUDA
+        graphs if that is longer, as a graph keeps the splits of its capture. The splits affect
+        results by rounding only.
+
+        Parameters
+        ----------
+        qo_indptr : int32 or uint32 [batch + 1], or longer
+            Offsets of the requests' query tokens; further elements are ignored, as in
+            ``kv_indptr``.
+        kv_indptr : int32 or uint32 [batch + 1], or longer
+            Offsets of the requests' page ids in ``kv_indices``.
+        kv_indices : int32 or uint32 [at least kv_indptr[-1]]
+            Page ids. The result of a request with an id out of range is unspecified.
+        kv_len_arr : int32 or uint32 [batch]
+            Tokens in the cache, including the new ones. Its length is the number of requests.
+        num_heads : int
+            1 to 256. It and the next seven are required.
+        head_dim_ckv, head_dim_kpe : int
+            Latent and rope elements of a token: (512, 64), (256, 64) or (512, 0); for e4m3 caches
+            under a bf16 query the first or the last.
+        page_size : int
+            Tokens per page, any number.
+        causal : bool
+            Whether the tokens after a query token are masked.
+        sm_scale : float
+            Multiplies the scores before softmax; no other factor applies. Natural domain.
+        q_data_type : torch.dtype
+            bf16, fp16 if the cache is, or e4m3 if the cache is.
+        kv_data_type : torch.dtype
+            ``q_data_type``, or e4m3 under a bf16 query.
+        use_profiler : bool
+            False; there is none.
+        metadata : MLAPlanMetadata
+            The metadata as one object, of the CSR form, the dense form, or both.
+        cum_seq_lens_q, block_tables, seq_lens : int32 or uint32
+            The dense form, as :class:`MLAPlanMetadata` has it, instead of the first four.
+        max_q_len : int
+            The most query tokens of a request, a scheduling hint of the dense form.
+        query_layout, kv_cache_layout : str
+            ``packed`` or ``split``; ignored: a run may pass either.
+        lse_mode : str
+            ``none``, ``base2`` or ``basee``: the LSE that each run asks for. With metadata by name
+            ``none`` leaves it to the runs.
+        output_dtype : torch.dtype
+            None, the dtype of the query, or bf16 for an e4m3 one; e4m3 or e5m2 with
+            ``output_scale``.
+        output_scale : str
+            ``none``, or ``per-tensor``: each run has an ``o_scale``.
+        scale_mode : str
+            ``default``; ``kv-per-tensor``, which ``default`` means for an e4m3 cache under a bf16
+            query: each run has the scales of the cache; or ``bmm-scalar``: each run has
+            ``bmm1_scale`` and ``bmm2_scale``.
+        skip_softmax : bool
+            Whether each run has a ``skip_softmax_threshold_scale_factor``.
+        enable_pdl : bool
+            Whether runs use programmatic dependent launch; None means yes.
+        use_sinks : bool
+            Whether each run has ``sinks``.
+
+        Raises
+        ------
+        ArgumentError
+            If an argument breaks a rule; the previous plan stays valid then.
+        UnsupportedError
+            If no kernel supports the head dimensions, or with ``use_profiler``.
+        """
+        sizes: Any = {
+            "num_heads": num_heads,
+            "head_dim_ckv": head_dim_ckv,
+            "head_dim_kpe": head_dim_kpe,
+            "page_size": page_size,
+            "causal": causal,
+            "sm_scale": sm_scale,
+            "q_data_type": q_data_type,
+            "kv_data_type": kv_data_type,
+        }
+        settings = MlaSettings(**sizes)
+        if require_flag(use_profiler, "use_profiler"):
+            raise UnsupportedError(
+                "use_profiler: Profiler is enabled, but not implemented, expected False, got True"
+            )
+        flat = {
+            "qo_indptr": qo_indptr,
+            "kv_indptr": kv_indptr,
+            "kv_indices": kv_indices,
+            "kv_len_arr": kv_len_arr,
+            "cum_seq_lens_q": cum_seq_lens_q,
+            "block_tables": block_tables,
+            "seq_lens": seq_lens,
+            "max_q_len": max_q_len,
+        }
+        given = given_metadata(metadata, flat)
+        contract = MLAInputContract.declared(
+            by_name=metadata is None,
+            is_dequantized=settings.is_dequantized,
+            kernel_dtype=settings.kernel_dtype,
+            lse_mode=lse_mode,
+            output_dtype=output_dtype,
+            output_scale=output_scale,
+            scale_mode=scale_mode,
+            query_layout=query_layout,
+            kv_cache_layout=kv_cache_layout,
+            skip_softmax=skip_softmax,
+            use_sinks=use_sinks,
+        )
+        self._plan = plan_of(
+            replace(settings, contract=contract, enable_pdl=is_pdl_enabled(enable_pdl)),
+            given,
+            self._workspace.device,
+            is_graph=self._is_graph,
+            buffers=self._buffers,
+            before=self._plan,
+        )
 
     def run(
         self,
@@ -154,82 +343,59 @@ class BatchMLAPagedAttentionWrapper(BatchPlanner):
             During CUDA graph capture, if the kernel is not loaded yet, or there is a plan without
             ``use_cuda_graph``.
         """
-        plan, workspace = self._plan, self._workspace
-        if query is not None or kv_cache is not None:
+        if query is not None:
             q_nope, q_pe = parts_of(query, "query", q_nope, q_pe)
+        elif q_pe is None:
+            require_tensor(q_pe, "q_pe")
+        if kv_cache is not None:
             ckv_cache, kpe_cache = parts_of(kv_cache, "kv_cache", ckv_cache, kpe_cache)
-        given: Any = (
-            q_nope,
-            q_pe,
-            ckv_cache,
-            kpe_cache,
-            out,
-            lse,
-            return_lse,
-            return_lse_base_on_e,
-            ckv_scale,
-            ckv_scale_arr,
-            kpe_scale,
-            o_scale,
-            sinks,
-            skip_softmax_threshold_scale_factor,
-            bmm1_scale,
-            bmm2_scale,
+        elif kpe_cache is None:
+            require_tensor(kpe_cache, "kpe_cache")
+        run: Any = (
+            *(q_nope, q_pe, ckv_cache, kpe_cache, out, lse, return_lse, return_lse_base_on_e),
+            *(ckv_scale, ckv_scale_arr, kpe_scale, o_scale, sinks),
+            *(skip_softmax_threshold_scale_factor, bmm1_scale, bmm2_scale),
         )
-        is_plain = profiler_buffer is None and kv_len is None and page_table is None
-        if plan is None or not is_plain or o_scale is not None or is_compiling() or is_traced():
-            outputs = self._run_rare(given, profiler_buffer, kv_len, page_table)
+        run, plan, workspace, fp8_out = MlaRun(*run), self._plan, self._workspace, None
+        tables = kv_len is not None or page_table is not None
+        if plan is None or tables or profiler_buffer is not None or o_scale is not None:
+            plan, run, fp8_out = self._prepared(run, kv_len, page_table, profiler_buffer)
+        is_graph = self._is_graph or not plan.text  # a run without a plan reads the caller's tables
+        if is_compiling() or is_traced():
+            outputs = OP.call(plan, workspace, run)
         else:
-            if not self._is_graph and is_capturing(workspace.device):
-                raise CaptureError(_CAPTURE)
-            outputs = run_planned(plan, workspace, *given)
+            if not is_graph and is_capturing(workspace.device):
+                raise CaptureError(NO_CAPTURE)
+            outputs = run_planned(plan, workspace, *run)
+        if fp8_out is not None:
+            outputs = (saturated_into(fp8_out, outputs[0]), *outputs[1:])
         return (outputs[0], outputs[1]) if return_lse else outputs[0]
 
-    def _run_rare(
-        self, given: tuple[Any, ...], profiler_buffer: object, kv_len: Any, page_table: Any
-    ) -> tuple[torch.Tensor, ...]:
-        """Return the outputs of a traced run, or of one with rare arguments or without a plan."""
-        plan, workspace = self._plan, self._workspace
+    def _prepared(
+        self, run: MlaRun, kv_len: object, page_table: object, profiler_buffer: object
+    ) -> tuple[Plan[Any], MlaRun, torch.Tensor | None]:
+        """Return plan, arguments and FP8 output of a run with rare arguments or without a plan."""
+        plan, scale = self._plan, run.o_scale
         is_op = is_compiling() or is_traced() > 0
-        *tensors, out, lse, return_lse, is_natural = given[:8]
-        *kv_scales, o_scale, sinks = given[8:13]
-        if plan is None and (
-            self._backend == "cutlass" or (kv_len is not None and page_table is not None)
-        ):
-            require_flag(is_natural, "return_lse_base_on_e")
-            unplanned = (require_flag(return_lse, "return_lse") or None, lse, profiler_buffer)
-            rejected = (*unplanned, *kv_scales, sinks, *given[13:])
-            result = (call_planless if is_op else run_planless)(
-                workspace,
-                *tensors,
-                out=out,
-                kv_len=kv_len,
-                page_table=page_table,
-                o_scale=o_scale,
-                rejected=dict(zip(_PLANNED, rejected, strict=True)),
-            )
-            return (result,)
-        if o_scale is not None and (plan is None or not plan.has_fp8_output):
+        has_tables = kv_len is not None and page_table is not None
+        if plan is None and (self._backend == "cutlass" or has_tables):
+            plan = planless(run, kv_len, page_table, profiler_buffer, is_traced=is_op)
+        elif scale is not None and (plan is None or not plan.settings.has_fp8_output):
             raise ArgumentError(
                 "o_scale is only supported with the cutlass backend for now, or with output_scale "
-                f"'per-tensor' of a plan, got {shown(o_scale)}"
+                f"'per-tensor' of a plan, got {shown(scale)}"
             )
-        if plan is None:
+        elif plan is None:
             raise ArgumentError("run: expected plan() to be called first, got no plan")
-        if profiler_buffer is not None:
+        elif profiler_buffer is not None:
             raise UnsupportedError("profiler_buffer: not implemented, expected None, got a tensor")
-        if kv_len is not None or page_table is not None:
-            plan = plan.with_tables(kv_len, page_table)
-        fp8_out = None
-        if o_scale is not None:
-            o_scale = require_positive(o_scale, "o_scale")
-            width = plan.settings.head_dim_ckv
-            fp8_out = checked_fp8_out(out, tensors[0], width, has_memory=not is_op)
-            require(fp8_out.dtype is plan.out_dtype, "out.dtype", plan.out_dtype, fp8_out.dtype)
-            given = (*given[:4], None, *given[5:11], o_scale, *given[12:])
-        if not is_op and not self._is_graph and is_capturing(workspace.device):
-            raise CaptureError(_CAPTURE)
-        outputs = (call_planned if is_op else run_planned)(plan, workspace, *given)
-        if fp8_out is None:
-            return outputs
-        return (saturated_into(fp8_out, outputs[0]), *outputs[1:])
+        elif kv_len is not None or page_table is not None:
+            plan = with_tables(plan, kv_len, page_table)
+        if scale is None:
+            return plan, run, None
+        scale, settings = require_positive(scale, "o_scale"), plan.settings
+        out = checked_fp8_out(run.out, run.q_nope, settings.head_dim_ckv, has_memory=not is_op)
+        if settings.contract is not None:
+            dtype = settings.contract.output_dtype
+            require(out.dtype is dtype, "out.dtype", dtype, out.dtype)
+        return plan, run._replace(out=None, o_scale=scale), out

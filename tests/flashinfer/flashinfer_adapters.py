@@ -7,28 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-import mlagen.decode
 import mlagen.mla
 
 _V32_DIM = 576  # of queries over rows of fp8_ds_mla
-
-
-class TrtllmGenWrapper(mlagen.decode.BatchDecodeWithPagedKVCacheWrapper):
-    """The wrapper where tests compare its bits with those of the entry point, which knows lengths.
-
-    Splits follow from what is on the host, and FlashInfer's plan reads its metadata back.
-    """
-
-    def plan(
-        self,
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """Plan with offsets and lengths on the CPU."""
-        super().plan(indptr.cpu(), indices, last_page_len.cpu(), *args, **kwargs)
 
 
 class BatchMlaWrapper(mlagen.mla.BatchMLAPagedAttentionWrapper):

@@ -112,9 +112,7 @@ _IS_OF_WRAPPER = os.environ.get("MLAGEN_SHIM_WRAPPER") == "mlagen"
 
 def _decode_wrapper(*args: Any, **kwargs: Any) -> Any:
     """Return mlagen's wrapper where a file tests it, else what the file compares with."""
-    if kwargs.get("backend") == "trtllm-gen" and not _IS_OF_WRAPPER:
-        return adapters.TrtllmGenWrapper(*args, **kwargs)
-    if _IS_OF_WRAPPER or kwargs.get("backend") == "cute-dsl":
+    if _IS_OF_WRAPPER or kwargs.get("backend") in {"cute-dsl", "trtllm-gen"}:
         return mlagen.decode.BatchDecodeWithPagedKVCacheWrapper(*args, **kwargs)
     return references.PagedDecode(*args, **kwargs)
 

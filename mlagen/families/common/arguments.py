@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from mlagen.errors import UnsupportedError
 from mlagen.families.common.memory import require_memory, require_shaped
 from mlagen.spec.dtype import DType
 from mlagen.values import (
     INT32_MAX,
+    is_scalar,
     reject,
     reject_dtype,
     require_choice,
@@ -33,6 +35,7 @@ __all__ = [
     "is_pdl_enabled",
     "reject",
     "reject_dtype",
+    "reject_unserved",
     "require",
     "require_aligned",
     "require_aligned_pointer",
@@ -78,6 +81,21 @@ def require(condition: bool, argument: str, expected: object, got: object) -> No
     """Raise :class:`ArgumentError` naming the argument, the rule and the value."""
     if not condition:
         reject(argument, expected, got)
+
+
+def reject_unserved(keyword: str, value: object, *nothing: object) -> None:
+    """Reject a keyword that no kernel implements, unless it has one of the other values.
+
+    Raises
+    ------
+    UnsupportedError
+        The message names the keyword.
+    """
+    if value is nothing[0]:
+        return
+    if not any(value is each or (is_scalar(value) and value == each) for each in nothing):
+        rule = f"not implemented, expected {nothing[0]!r}"
+        raise UnsupportedError(f"{keyword}: {rule}, got {shown(value)}")
 
 
 def require_tensor(value: object, argument: str) -> torch.Tensor:

@@ -6,10 +6,13 @@ the block tables, cumulative query lengths that decrease.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mlagen.errors import CaptureError
 from mlagen.families.common.arguments import reject
+from mlagen.families.common.problem import Problem
 from mlagen.runtime.capture import is_capturing
 
 
@@ -83,55 +86,30 @@ def check_seq_lens(
     return lengths
 
 
-def check_page_ids(
-    block_tables: torch.Tensor,
-    argument: str,
-    *,
-    seq_lens: torch.Tensor,
-    page_size: int,
-    num_pages: int,
-) -> None:
-    """Reject used ids in ``block_tables[batch, max_pages]`` that are out of range.
+def check_tables(args: Any, problem: Problem, seq_lens: torch.Tensor, page_size: int) -> None:
+    """Reject used page ids that are out of range, in block tables or flat.
 
     Raises
     ------
     ArgumentError
-        If there is one; the message names its request and its column.
+        If there is one; the message names its request and its column, or its page.
     """
-    on_host = block_tables.cpu().long()
-    used_pages = -(-seq_lens // page_size)
-    columns = torch.arange(on_host.shape[1], dtype=torch.int64, device="cpu")
+    name, pages = args.names.block_tables, problem.num_pages
+    on_host, used_pages = args.block_tables.cpu().long(), -(-seq_lens // page_size)
+    if args.kv_indptr is not None:
+        starts = args.kv_indptr.cpu().tolist()
+        for request, (first, count) in enumerate(zip(starts, used_pages.tolist(), strict=False)):
+            ids = on_host[first : first + count]
+            if (page := _first_true((ids < 0) | (ids >= pages))) is not None:
+                where = f"{name}[{first + page}] (request {request}, page {page})"
+                _reject_page(where, pages, int(ids[page]))
+        return
+    columns = torch.arange(on_host.shape[-1], dtype=torch.int64, device="cpu")
     is_used = columns < used_pages[:, None]
-    is_invalid = is_used & ((on_host < 0) | (on_host >= num_pages))
-    if (index := _first_true(is_invalid)) is not None:
-        request, column = divmod(index, on_host.shape[1])
-        _reject_page(f"{argument}[{request}, {column}]", num_pages, int(on_host[request, column]))
-
-
-def check_flat_page_ids(
-    page_ids: torch.Tensor,
-    argument: str,
-    *,
-    kv_indptr: torch.Tensor,
-    seq_lens: torch.Tensor,
-    page_size: int,
-    num_pages: int,
-) -> None:
-    """Reject used ids in the flat ``page_ids`` that are out of range.
-
-    Raises
-    ------
-    ArgumentError
-        If there is one; the message names its request and its page.
-    """
-    on_host = page_ids.cpu().long()
-    indptr = kv_indptr.cpu().long()
-    for request, length in enumerate(seq_lens.tolist()):
-        first = int(indptr[request])
-        ids = on_host[first : first - (-length // page_size)]
-        if (page := _first_true((ids < 0) | (ids >= num_pages))) is not None:
-            where = f"{argument}[{first + page}] (request {request}, page {page})"
-            _reject_page(where, num_pages, int(ids[page]))
+    for part in (on_host,) if on_host.dim() == 2 else on_host.unbind(1):
+        if (index := _first_true(is_used & ((part < 0) | (part >= pages)))) is not None:
+            request, column = divmod(index, part.shape[1])
+            _reject_page(f"{name}[{request}, {column}]", pages, int(part[request, column]))
 
 
 def table_capacity(

@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+
+from mlagen.families.common.arguments import (
+    require,
+    require_contiguous,
+    require_dense_last_dim,
+    require_dims,
+    require_index,
+    require_ints,
+    require_scale,
+    require_tensor,
+    require_workspace,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,3 +62,27 @@ class ProblemShape:
     def per_token(self) -> ProblemShape:
         """Return the shape of a sparse call, in which every query token is a sequence."""
         return replace(self, batch=self.total_rows // self.heads, q_len=1, tile_q_len=1)
+
+
+def require_scratch_and_scales(args: Any) -> None:
+    """Reject a workspace or a scale of the call that breaks a rule."""
+    names, device = args.names, args.query.device
+    require_workspace(args.workspace_buffer, names.workspace_buffer, device)
+    require_scale(args.bmm1_scale, names.bmm1_scale, device)
+    require_scale(args.bmm2_scale, names.bmm2_scale, device)
+
+
+def checked_tables(args: Any, batch: int, dims: tuple[int, ...]) -> torch.Tensor:
+    """Return block tables of one of these dimensions, or flat page ids with ``kv_indptr``."""
+    name, device = args.names.block_tables, args.query.device
+    tables = require_tensor(args.block_tables, name)
+    require_index(tables, name, device)
+    if args.kv_indptr is not None:
+        require_ints(args.kv_indptr, args.names.kv_indptr, device, ((batch + 1,),), "batch + 1")
+        require_dims(tables, name, (1,))
+        require_contiguous(tables, name)
+    else:
+        require_dims(tables, name, dims)
+        require(tables.shape[0] == batch, f"{name}.shape[0]", f"{batch} (batch)", tables.shape[0])
+        require_dense_last_dim(tables, name)
+    return tables

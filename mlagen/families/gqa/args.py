@@ -96,11 +96,6 @@ def canonical_numbers(args: GqaArgs) -> GqaArgs:
     """Return the arguments with built-in Python numbers.
 
     Window and output factors are canonical already: the entry points compute them.
-
-    Raises
-    ------
-    ArgumentError
-        If one has the wrong type, or exceeds 32 bits.
     """
     names = args.names
     return args._replace(
@@ -131,13 +126,7 @@ def signature_of(args: GqaArgs) -> Hashable:
 def pair_of(
     kv: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor], argument: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return keys and values; the values are None where one tensor holds both.
-
-    Raises
-    ------
-    ArgumentError
-        If a tuple or list holds anything but two tensors.
-    """
+    """Return keys and values; the values are None where one tensor holds both."""
     if not isinstance(kv, (tuple, list)):
         return kv, None
     if len(kv) != 2:
@@ -152,11 +141,6 @@ def converted_query(query: torch.Tensor, argument: str, out_dtype: torch.dtype) 
     """Return an e4m3 query in 16 bits, which launches one small kernel; others unchanged.
 
     Both dtypes hold every e4m3 number, so a 16-bit output chooses.
-
-    Raises
-    ------
-    ArgumentError
-        If an e4m3 query is not in memory.
     """
     if query.dtype is not torch.float8_e4m3fn:
         return query
@@ -168,24 +152,13 @@ def window_of(window: object, argument: str, *, has_own: bool = False) -> int:
     """Return the window: tokens that a row attends to, including itself; 0 is no limit.
 
     The argument is their number, or without ``has_own`` that of the tokens before the row.
-
-    Raises
-    ------
-    ArgumentError
-        If it is no whole number.
     """
     number = require_whole_number(window, argument, min_value=None, max_value=None)
     return max(0, number if has_own else number + 1)
 
 
 def positive_factor(number: object, argument: str) -> float:
-    """Return a positive factor in the range of float32.
-
-    Raises
-    ------
-    ArgumentError
-        If it is not a finite number above 0.
-    """
+    """Return a positive factor in the range of float32."""
     if number.__class__ is float and 1e-30 < number < 1e30:
         return number
     factor = require_float32(number, argument)

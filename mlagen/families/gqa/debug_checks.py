@@ -6,9 +6,8 @@ import torch
 
 from mlagen.families.common.arguments import reject
 from mlagen.families.common.device_checks import (
-    check_flat_page_ids,
-    check_page_ids,
     check_seq_lens,
+    check_tables,
     query_lengths,
     require_no_capture,
     table_capacity,
@@ -47,20 +46,4 @@ def check_contents(args: GqaArgs, problem: GqaProblem) -> None:
         capacity=capacity,
         q_lens=q_lens if args.is_causal and args.kv_indptr is None else None,
     )
-    if args.kv_indptr is not None:
-        check_flat_page_ids(
-            args.block_tables,
-            names.block_tables,
-            kv_indptr=args.kv_indptr,
-            seq_lens=seq_lens,
-            page_size=page_size,
-            num_pages=problem.num_pages,
-        )
-        return
-    check_page_ids(
-        args.block_tables,
-        names.block_tables,
-        seq_lens=seq_lens,
-        page_size=page_size,
-        num_pages=problem.num_pages,
-    )
+    check_tables(args, problem, seq_lens, page_size)

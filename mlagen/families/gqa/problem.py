@@ -1,20 +1,27 @@
 """Validation of one grouped-query decode call, and the problem that it describes.
 
 No check reads the contents of a tensor, so a result holds for every call with the same shapes,
-strides, dtypes and devices.
+strides, dtypes and devices. Every check raises :class:`ArgumentError`, whose message has the
+caller's name of the argument. K and V pages are two tensors or one, with heads after the tokens of
+a page (NHD) or before (HND).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from mlagen.families.common.arguments import (
+    ALIGNMENT_BYTES,
     DTYPES,
+    check_token_stride,
+    reject,
     reject_dtype,
     require,
     require_aligned,
+    require_aligned_pointer,
     require_contiguous,
     require_dense_last_dim,
     require_device,
@@ -23,31 +30,34 @@ from mlagen.families.common.arguments import (
     require_floats,
     require_index,
     require_ints,
-    require_scale,
     require_shape,
     require_tensor,
-    require_workspace,
 )
 from mlagen.families.common.outputs import LSE_FACTORS
-from mlagen.families.common.problem import Problem
+from mlagen.families.common.problem import Problem, checked_tables, require_scratch_and_scales
 from mlagen.families.gqa.args import GqaArgs
-from mlagen.families.gqa.validate_kv import (
-    QUANTIZED,
-    Pair,
-    alignment_of,
-    cache_names,
-    check_pointers,
-    paged_caches,
-    paged_scales,
-)
-from mlagen.families.gqa.validate_query import check_query, check_query_tokens
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.variant import GqaVariant, require_supported
 
+# Cache dtypes besides the dtype of the query.
+QUANTIZED = {
+    torch.float8_e4m3fn: DType.E4M3,
+    torch.int8: DType.INT8,
+    torch.uint8: DType.NVFP4,
+}
+SCALE_DTYPES = (torch.uint8, torch.float8_e4m3fn)
 MASK_DTYPES = (torch.uint16, torch.uint32, torch.int32)
 
-_OUT_E4M3 = torch.float8_e4m3fn
+# NVFP4 elements per e4m3 scale; a byte holds two elements.
+NVFP4_BLOCK = 16
+
+# cp.async copies NVFP4 rows that are no multiple of 16 bytes 8 bytes at a time.
+NVFP4_ALIGNMENT_BYTES = 8
+MASK_ALIGNMENT_BYTES = 4
+
 MAX_TOKENS = 0x7FFF0000  # of a request, as in templates/common/paged_kv.cuh
+
+_OUT_E4M3 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +83,13 @@ class GqaProblem(Problem):
         return self.heads // self.kv_heads
 
 
+class Pair(NamedTuple):
+    """Keys and values, or their scales, as ``[pages, page_size, kv_heads, elements]``."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
 def check_problem(args: GqaArgs) -> GqaProblem:
     """Return the problem of ``args``, whose numbers are canonical.
 
@@ -83,22 +100,26 @@ def check_problem(args: GqaArgs) -> GqaProblem:
     UnsupportedError
         If no kernel supports the dtypes or head dimension on any device.
     """
-    names = args.names
-    query = check_query(args)
+    query = _checked_query(args)
     heads, head_dim = query.shape[-2:]
     caches = paged_caches(args)
     kv_heads = _check_caches(args, caches)
     scales = paged_scales(args, caches)
-    batch, tokens, query_stride = check_query_tokens(args)
-    tables = _check_tables(args, batch)
-    require_workspace(args.workspace_buffer, names.workspace_buffer, query.device)
-    require_scale(args.bmm1_scale, names.bmm1_scale, query.device)
-    require_scale(args.bmm2_scale, names.bmm2_scale, query.device)
-    _check_sinks(args, kv_heads)
+    batch, tokens, query_stride = _check_tokens(args)
+    tables = checked_tables(args, batch, (2,))
+    require_scratch_and_scales(args)
+    if args.sinks is not None:
+        allowed, why = ((heads,), (kv_heads, heads // kv_heads)), f"heads of {args.names.query}"
+        require_floats(args.sinks, args.names.sinks, query.device, allowed, why)
     mask_words = _check_mask(args, batch, tokens)
     kv_dtype = QUANTIZED.get(caches.key.dtype, DTYPES[query.dtype])
     out_dtype, out_shape = _check_out(args, kv_dtype, batch)
-    lse_shape = _check_lse(args, out_shape, batch, tokens)
+    lse_shape = out_shape[:-1]
+    if args.lse is not None:
+        shapes: tuple[tuple[int, ...], ...] = ((tokens, heads), tuple(query.shape[:-1]))
+        if args.cum_seq_lens_q is None:
+            shapes = (*shapes, (batch, args.q_len, heads))
+        lse_shape = tuple(require_floats(args.lse, args.names.lse, query.device, shapes).shape)
     check_pointers(args)
     variant = GqaVariant(
         query_dtype=DTYPES[query.dtype],
@@ -146,49 +167,161 @@ def check_problem(args: GqaArgs) -> GqaProblem:
     )
 
 
+def check_pointers(args: GqaArgs) -> None:
+    """Reject tensors with a misaligned base address."""
+    names = args.names
+    key, value = paged_caches(args)
+    key_name, value_name = _cache_names(args)
+    require_aligned_pointer(args.query, names.query)
+    require_aligned_pointer(key, key_name, alignment_of(key))
+    require_aligned_pointer(value, value_name, alignment_of(key))
+    require_aligned_pointer(args.workspace_buffer, names.workspace_buffer)
+    if args.out is not None:
+        require_aligned_pointer(args.out, names.out)
+    if args.mask is not None and args.q_len > 1:
+        require_aligned_pointer(args.mask, names.mask, MASK_ALIGNMENT_BYTES)
+
+
+def alignment_of(tensor: torch.Tensor) -> int:
+    """Return the required alignment of every row of a cache, in bytes."""
+    if tensor.dtype is torch.uint8 and tensor.shape[-1] % ALIGNMENT_BYTES:
+        return NVFP4_ALIGNMENT_BYTES
+    return ALIGNMENT_BYTES
+
+
+def paged_caches(args: GqaArgs) -> Pair:
+    """Return views of keys and values, without copying."""
+    names, name = args.names, _cache_names(args)[0]
+    given = (names.kv_cache, names.key_cache, names.value_cache)
+    key, value = _split(args.key_cache, args.value_cache, given, args)
+    allowed = (args.query.dtype, *QUANTIZED)
+    require_dtype(key, name, allowed, f"the first is that of {names.query}")
+    if args.value_cache is not None:
+        require_dtype(value, names.value_cache, (key.dtype,), f"dtype of {names.key_cache}")
+        require_shape(value, names.value_cache, (tuple(key.shape),), f"shape of {names.key_cache}")
+    return Pair(_swapped(key, args.kv_layout), _swapped(value, args.kv_layout))
+
+
+def paged_scales(args: GqaArgs, caches: Pair) -> Pair | None:
+    """Return views of the scales of keys and values; None where the cache has none."""
+    names, is_pair = args.names, args.value_scales is not None
+    name = names.key_scales if is_pair else names.kv_scales
+    if caches.key.dtype is not torch.uint8:
+        rule = f"None for a cache of {caches.key.dtype}"
+        require(args.key_scales is None, name, rule, "a tensor")
+        require(not is_pair, names.value_scales, rule, "a tensor")
+        return None
+    given = (names.kv_scales, names.key_scales, names.value_scales)
+    pair = _split(args.key_scales, args.value_scales, given, args)
+    *leading, packed = _swapped(caches.key, args.kv_layout).shape
+    shape = (*leading, packed * 2 // NVFP4_BLOCK)
+    for scale, part in zip(pair, (name, names.value_scales if is_pair else name), strict=True):
+        require_dtype(scale, part, SCALE_DTYPES)
+        require_shape(scale, part, (shape,), f"one for {NVFP4_BLOCK} elements of the cache")
+        require_dense_last_dim(scale, part)
+    return Pair(*(_swapped(scale, args.kv_layout) for scale in pair))
+
+
+def _cache_names(args: GqaArgs) -> tuple[str, str]:
+    """Return the parameter names of keys and values."""
+    names = args.names
+    if args.value_cache is None:
+        return names.kv_cache, names.kv_cache
+    return names.key_cache, names.value_cache
+
+
+def _split(
+    first: object, second: object, names: tuple[str, str, str], args: GqaArgs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values in the caller's layout."""
+    kv_name, key_name, value_name = names
+    if second is None:
+        kv = require_tensor(first, kv_name)
+        require_device(kv, kv_name, args.query.device)
+        require_dims(kv, kv_name, (5,))
+        require(kv.shape[1] in {1, 2}, f"{kv_name}.shape[1]", "2, or 1 where K is V", kv.shape[1])
+        return kv[:, 0], kv[:, -1]
+    key, value = require_tensor(first, key_name), require_tensor(second, value_name)
+    for tensor, name in ((key, key_name), (value, value_name)):
+        require_device(tensor, name, args.query.device)
+        require_dims(tensor, name, (4,))
+    return key, value
+
+
+def _swapped(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """Return a view with heads and tokens swapped, if the layout is HND."""
+    return tensor if layout == "NHD" else tensor.transpose(1, 2)
+
+
+def _checked_query(args: GqaArgs) -> torch.Tensor:
+    """Return the query, if its layout matches ``q_len`` and ragged lengths."""
+    name = args.names.query
+    query = require_tensor(args.query, name)
+    is_ragged = args.cum_seq_lens_q is not None
+    if is_ragged and args.q_len == 1:
+        reject(args.names.q_len, "2 or more with " + args.names.cum_seq_lens_q, 1)
+    if is_ragged or not args.with_beam_axis:
+        require_dims(query, name, (3,))
+    else:
+        require_dims(query, name, (5,) if args.q_len > 1 else (4, 5))
+        require(query.shape[1] == 1, f"{name}.shape[1]", 1, query.shape[1])
+        if query.dim() == 5:
+            q_len = query.shape[2]
+            expected = f"{args.q_len} ({args.names.q_len})"
+            require(q_len == args.q_len, f"{name}.shape[2]", expected, q_len)
+    require_dtype(query, name, tuple(DTYPES))
+    require_dense_last_dim(query, name)
+    require_aligned(query, name)
+    require(query.shape[-2] >= 1, f"{name}.shape[-2]", "1 head or more", query.shape[-2])
+    return query
+
+
+def _check_tokens(args: GqaArgs) -> tuple[int, int, int]:
+    """Return the batch size, the query tokens, and the stride between query tokens."""
+    names, query, q_len = args.names, args.query, args.q_len
+    seq_lens = require_tensor(args.seq_lens, names.seq_lens)
+    require_index(seq_lens, names.seq_lens, query.device)
+    require_dims(seq_lens, names.seq_lens, (1, 2))
+    require_contiguous(seq_lens, names.seq_lens)
+    if args.cum_seq_lens_q is not None:
+        batch, tokens = seq_lens.shape[0], query.shape[0]
+        name, shape = names.cum_seq_lens_q, (batch + 1,)
+        require_ints(args.cum_seq_lens_q, name, query.device, (shape,), "batch + 1")
+        rule = f"{batch * q_len} or less (batch * {names.q_len})"
+        require(tokens <= batch * q_len, f"{names.query}.shape[0]", rule, tokens)
+    elif args.with_beam_axis:
+        batch = query.shape[0]
+        tokens = batch * q_len
+    else:
+        tokens = query.shape[0]
+        multiple = f"a multiple of {q_len} ({names.q_len})"
+        require(tokens % q_len == 0, f"{names.query}.shape[0]", multiple, tokens)
+        batch = tokens // q_len
+    require_shape(seq_lens, names.seq_lens, ((batch,), (batch, 1)), f"batch of {names.query}")
+    if query.dim() != 5 or q_len == 1:
+        return batch, tokens, query.stride(0)
+    check_token_stride(query[:, 0], names.query)
+    return batch, tokens, query.stride(2)
+
+
 def _check_caches(args: GqaArgs, caches: Pair) -> int:
     """Check sizes and strides of the caches, and return the number of KV heads."""
     heads, head_dim = args.query.shape[-2:]
     is_nvfp4 = caches.key.dtype is torch.uint8
-    name = cache_names(args)[0]
+    names = _cache_names(args)
+    name = names[0]
     _, page_size, kv_heads, width = caches.key.shape
     expected = head_dim // 2 if is_nvfp4 else head_dim
-    why = f"head_dim of {args.names.query}"
-    why += " / 2" if is_nvfp4 else ""
+    why = f"head_dim of {args.names.query}" + (" / 2" if is_nvfp4 else "")
     require(width == expected, f"{name}.shape[-1]", f"{expected} ({why})", width)
     require(page_size >= 1, name, "1 token or more in a page", page_size)
     require(kv_heads >= 1, name, "1 head or more", kv_heads)
     multiple = f"a multiple of {kv_heads} (heads of {name})"
     require(heads % kv_heads == 0, f"{args.names.query}.shape[-2]", multiple, heads)
-    for cache, argument in zip(caches, cache_names(args), strict=True):
+    for cache, argument in zip(caches, names, strict=True):
         require_dense_last_dim(cache, argument)
         require_aligned(cache, argument, alignment_of(cache))
     return kv_heads
-
-
-def _check_tables(args: GqaArgs, batch: int) -> torch.Tensor:
-    name = args.names.block_tables
-    tables = require_tensor(args.block_tables, name)
-    require_index(tables, name, args.query.device)
-    if args.kv_indptr is not None:
-        require_dims(tables, name, (1,))
-        require_dense_last_dim(tables, name)
-        shape = (batch + 1,)
-        require_ints(args.kv_indptr, args.names.kv_indptr, args.query.device, (shape,), "batch + 1")
-        return tables
-    require_dims(tables, name, (2,))
-    require_dense_last_dim(tables, name)
-    require(tables.shape[0] == batch, f"{name}.shape[0]", f"{batch} (batch)", tables.shape[0])
-    return tables
-
-
-def _check_sinks(args: GqaArgs, kv_heads: int) -> None:
-    if args.sinks is None:
-        return
-    name, heads = args.names.sinks, args.query.shape[-2]
-    allowed = ((heads,), (kv_heads, heads // kv_heads))
-    why = f"heads of {args.names.query}"
-    require_floats(args.sinks, name, args.query.device, allowed, why)
 
 
 def _check_mask(args: GqaArgs, batch: int, tokens: int) -> int:
@@ -230,34 +363,17 @@ def _check_out(args: GqaArgs, kv_dtype: DType, batch: int) -> tuple[torch.dtype,
     out = require_tensor(args.out, name)
     require_device(out, name, query.device)
     require_dtype(out, name, allowed, why)
-    shapes = (tuple(query.shape), split) if is_uniform else (tuple(query.shape),)
-    require_shape(out, name, shapes)
+    require_shape(out, name, (tuple(query.shape), split) if is_uniform else (tuple(query.shape),))
     require_contiguous(out, name)
     return out.dtype, tuple(out.shape)
 
 
-def _check_lse(
-    args: GqaArgs, out_shape: tuple[int, ...], batch: int, tokens: int
-) -> tuple[int, ...]:
-    """Return the shape of the LSE: that of the output without its last dimension."""
-    if args.lse is None:
-        return out_shape[:-1]
-    heads = args.query.shape[-2]
-    allowed: tuple[tuple[int, ...], ...] = ((tokens, heads), tuple(args.query.shape[:-1]))
-    if args.cum_seq_lens_q is None:
-        allowed = (*allowed, (batch, args.q_len, heads))
-    return tuple(require_floats(args.lse, args.names.lse, args.query.device, allowed).shape)
-
-
 def _byte_strides(part: str, tensor: torch.Tensor | None) -> dict[str, int]:
     """Return the strides of pages, tokens and heads in bytes; 0 without a tensor."""
-    names = [f"{part}_{axis}_stride" for axis in ("page", "token", "head")]
-    if tensor is None:
-        return dict.fromkeys(names, 0)
-    bytes_of = tensor.element_size()
-    return {
-        name: stride * bytes_of for name, stride in zip(names, tensor.stride()[:3], strict=True)
-    }
+    strides = (0, 0, 0) if tensor is None else tensor.stride()[:3]
+    size = 0 if tensor is None else tensor.element_size()
+    axes = zip(("page", "token", "head"), strides, strict=True)
+    return {f"{part}_{axis}_stride": stride * size for axis, stride in axes}
 
 
 def _offset(kv: torch.Tensor | None) -> int:

@@ -16,8 +16,7 @@ from mlagen.families.common.reference import (
     without_autocast,
 )
 from mlagen.families.gqa.args import GqaArgs
-from mlagen.families.gqa.problem import GqaProblem
-from mlagen.families.gqa.validate_kv import NVFP4_BLOCK, paged_caches, paged_scales
+from mlagen.families.gqa.problem import NVFP4_BLOCK, GqaProblem, paged_caches, paged_scales
 from mlagen.spec.dtype import DType
 
 _MAGNITUDES = torch.tensor(

@@ -27,7 +27,8 @@ def shape_of(args: GqaArgs, problem: GqaProblem) -> ProblemShape:
         heads=problem.heads,
         kv_heads=problem.kv_heads,
         total_rows=problem.tokens * problem.heads,
-        max_kv_len=attended_tokens(args.max_seq_len, problem.window, problem.max_q_len),
+        # The window of the arguments: that of a problem depends on the width of its table.
+        max_kv_len=attended_tokens(args.max_seq_len, args.window, problem.max_q_len),
     )
 
 

@@ -88,13 +88,7 @@ class MlaArgs(NamedTuple):
 
 
 def canonical_numbers(args: MlaArgs) -> MlaArgs:
-    """Return the arguments with built-in Python numbers.
-
-    Raises
-    ------
-    ArgumentError
-        If one has the wrong type, or exceeds 32 bits.
-    """
+    """Return the arguments with built-in Python numbers."""
     names, max_q_len = args.names, args.max_q_len
     return args._replace(
         kv_lora_rank=require_whole_number(args.kv_lora_rank, "kv_lora_rank"),

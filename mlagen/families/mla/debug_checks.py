@@ -6,9 +6,8 @@ import torch
 
 from mlagen.families.common.arguments import reject
 from mlagen.families.common.device_checks import (
-    check_flat_page_ids,
-    check_page_ids,
     check_seq_lens,
+    check_tables,
     query_lengths,
     require_no_capture,
     table_capacity,
@@ -69,22 +68,4 @@ def check_contents(args: MlaArgs, problem: MlaProblem) -> None:
         reject(
             f"max({names.seq_lens})", f"{args.bias.shape[2]} (bias) or less", int(seq_lens.max())
         )
-    if args.kv_indptr is not None:
-        check_flat_page_ids(
-            args.block_tables,
-            names.block_tables,
-            kv_indptr=args.kv_indptr,
-            seq_lens=seq_lens,
-            page_size=page_size,
-            num_pages=problem.num_pages,
-        )
-        return
-    tables = args.block_tables
-    for part in (tables,) if tables.dim() == 2 else tables.unbind(1):
-        check_page_ids(
-            part,
-            names.block_tables,
-            seq_lens=seq_lens,
-            page_size=page_size,
-            num_pages=problem.num_pages,
-        )
+    check_tables(args, problem, seq_lens, page_size)

@@ -20,8 +20,7 @@ from mlagen.families.common.reference import (
     without_autocast,
 )
 from mlagen.families.mla.args import MlaArgs
-from mlagen.families.mla.problem import MlaProblem
-from mlagen.families.mla.validate_kv import pages_of
+from mlagen.families.mla.problem import MlaProblem, pages_of
 from mlagen.spec.dtype import DType
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from mlagen.errors import UnsupportedError
+from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.families.common.arguments import (
     reject,
+    reject_dtype,
     require,
     require_choice,
     require_flag,
     shown,
 )
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _CSR = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 _DENSE = ("cum_seq_lens_q", "block_tables", "seq_lens")
@@ -122,6 +125,89 @@ class MLAInputContract:
         require_choice(self.kv_cache_layout, "kv_cache_layout", _LAYOUTS)
         for name in ("skip_softmax", "use_sinks"):
             object.__setattr__(self, name, require_flag(getattr(self, name), name))
+
+    @classmethod
+    def declared(
+        cls,
+        *,
+        by_name: bool,
+        is_dequantized: bool,
+        kernel_dtype: torch.dtype,
+        lse_mode: Any,
+        output_dtype: Any,
+        scale_mode: Any,
+        query_layout: Any,
+        kv_cache_layout: Any,
+        **others: Any,
+    ) -> MLAInputContract:
+        """Return what the keywords of a plan declare; ``by_name`` is the form of its metadata.
+
+        Raises
+        ------
+        ArgumentError
+            If a keyword has a wrong type or value.
+        UnsupportedError
+            If a keyword requests what no kernel implements.
+        """
+        if by_name and isinstance(lse_mode, str) and lse_mode == "none":
+            lse_mode = None  # as before plans had a mode
+        if is_dequantized and isinstance(scale_mode, str) and scale_mode == "default":
+            scale_mode = "kv-per-tensor"
+        contract = cls(
+            lse_mode=lse_mode,
+            output_dtype=kernel_dtype if output_dtype is None else output_dtype,
+            scale_mode=scale_mode,
+            query_layout="packed" if query_layout is None else query_layout,
+            kv_cache_layout="packed" if kv_cache_layout is None else kv_cache_layout,
+            **others,
+        )
+        if contract.scale_mode == "kv-per-tensor" and not is_dequantized:
+            reject("scale_mode", "another for a cache of the query's dtype", repr(scale_mode))
+        allowed = FP8_DTYPES if contract.output_scale == "per-tensor" else (kernel_dtype,)
+        if contract.output_dtype not in allowed:
+            rule = " or ".join(map(str, allowed))
+            why = f"output_scale {contract.output_scale!r}"
+            reject_dtype("output_dtype", f"{rule} ({why})", contract.output_dtype)
+        return contract
+
+    @property
+    def has_fp8_output(self) -> bool:
+        """Whether runs divide their results by a scale, and write them to an FP8 output."""
+        return self.output_scale == "per-tensor"
+
+    def check(self, run: Any) -> None:
+        """Reject a run that is not as its plan declares, in FlashInfer's words.
+
+        Raises
+        ------
+        ArgumentError
+            The message names the difference.
+        """
+        has_lse, is_natural = run.return_lse or run.lse is not None, run.return_lse_base_on_e
+        lse_mode = ("basee" if is_natural else "base2") if has_lse or is_natural else "none"
+        if self.lse_mode is not None and lse_mode != self.lse_mode:
+            _mismatch("LSE mode", self.lse_mode, lse_mode)
+        if (run.o_scale is not None) != self.has_fp8_output:
+            _mismatch("o_scale", self.output_scale, shown(run.o_scale))
+        if (run.sinks is not None) != self.use_sinks:
+            got = "none" if run.sinks is None else "some"
+            _mismatch("sinks", f"use_sinks={self.use_sinks}", got)
+        threshold = run.skip_softmax_threshold_scale_factor
+        if (threshold is not None) != self.skip_softmax:
+            _mismatch("skip_softmax", self.skip_softmax, shown(threshold))
+        has_scales = [scale is not None for scale in (run.bmm1_scale, run.bmm2_scale)]
+        if any(has_scales) and not all(has_scales):
+            reject("bmm1_scale and bmm2_scale must be provided together", "both or none", "one")
+        if any(has_scales) and self.scale_mode != "bmm-scalar":
+            _mismatch("scale mode", self.scale_mode, "bmm-scalar")
+        if self.scale_mode == "bmm-scalar" and not all(has_scales):
+            _mismatch("scale mode", self.scale_mode, "no bmm1_scale and bmm2_scale")
+
+
+def _mismatch(name: str, planned: object, got: object) -> NoReturn:
+    raise ArgumentError(
+        f"MLA planned run argument {name} mismatch: expected {planned} (of plan), got {got}"
+    )
 
 
 def given_metadata(metadata: object, flat: dict[str, Any]) -> MLAPlanMetadata:

@@ -1,0 +1,305 @@
+"""Plans of batch decode and their runs: settings, requests, and the arguments of the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mlagen.families.common.arguments import (
+    DTYPES,
+    INT32_MAX,
+    canonical_sinks,
+    is_pdl_enabled,
+    reject,
+    reject_dtype,
+    require,
+    require_flag,
+    require_ints,
+    require_tensor,
+)
+from mlagen.families.common.call_key import KeyKinds
+from mlagen.families.common.memory import require_memory, require_plain
+from mlagen.families.gqa.args import GqaArgNames, GqaArgs, converted_query, pair_of
+from mlagen.families.gqa.dispatch import GQA
+from mlagen.families.gqa.problem import QUANTIZED
+from mlagen.planned.metadata import (
+    Requests,
+    checked,
+    checked_buffers,
+    copy_into,
+    lengths_on_host,
+    longest,
+    on_device,
+    private_copy,
+)
+from mlagen.planned.op import PlannedOp
+from mlagen.planned.plan import Plan, settings_of, text_of
+from mlagen.runtime.capture import is_capturing
+from mlagen.torch_ops.replayable import replayable
+
+NAMES = {"kv_indptr": "indptr", "kv_indices": "indices", "kv_len_arr": "last_page_len"}
+BUFFER_NAMES = {part: f"paged_kv_{name}_buffer" for part, name in NAMES.items()}
+_RUN_NAMES = GqaArgNames(
+    query="q",
+    kv_cache="paged_kv_cache",
+    key_cache="paged_kv_cache[0]",
+    value_cache="paged_kv_cache[1]",
+    workspace_buffer="float_workspace_buffer",
+    block_tables="indices",
+    kv_indptr="indptr",
+    seq_lens="last_page_len",
+    bmm1_scale="sm_scale * q_scale * k_scale",
+    bmm2_scale="v_scale",
+)
+
+_E4M3 = torch.float8_e4m3fn
+_Q_DTYPES = (*DTYPES, _E4M3)
+_KV_DTYPES = (*DTYPES, *QUANTIZED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSettings:
+    """The scalar arguments of a plan, checked."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    is_causal: bool
+    window: int  # tokens that a row attends to, including itself; 0: no limit
+    sm_scale: float
+    kv_layout: str
+    q_data_type: torch.dtype
+    kv_data_type: torch.dtype
+    o_data_type: torch.dtype
+
+
+class GraphBuffers:
+    """The buffers of a captured graph, and memory for offsets and lengths within the page ids."""
+
+    def __init__(self, buffers: Requests, device: torch.device) -> None:
+        self._given = checked_buffers(buffers, device)
+        self._q_len = 0
+        self._offsets = torch.zeros(buffers.batch + 1, dtype=torch.int32, device=device)
+        self._lengths = torch.zeros(buffers.batch, dtype=torch.int32, device=device)
+
+    def store(
+        self, given: Requests, q_len: int, offsets: torch.Tensor, lengths: torch.Tensor
+    ) -> Requests:
+        """Copy metadata into the buffers, and offsets and lengths within the page ids."""
+        if self._q_len not in {0, q_len}:
+            reject("q_len_per_req", f"{self._q_len} (of the first plan)", q_len)
+        copy_into(self._given, given)
+        self._q_len = q_len
+        return Requests(
+            kv_indptr=self._offsets.copy_(offsets, non_blocking=True),
+            kv_indices=self._given.kv_indices.view(torch.int32),
+            kv_len_arr=self._lengths.copy_(lengths, non_blocking=True),
+        )
+
+
+def plan_of(
+    given: Requests,
+    seq_lens: torch.Tensor | None,
+    settings: DecodeSettings,
+    q_len: int,
+    device: torch.device,
+    buffers: GraphBuffers | None,
+) -> Plan[DecodeSettings]:
+    """Return the plan of the given requests, whose metadata is copied.
+
+    The longest sequence is exact: calls of one problem have equal splits, and equal bits, by every
+    entry point. It is read back where only the device has lengths, but not for CUDA graphs.
+    """
+    given, page_size = checked(given, device), settings.page_size
+    if seq_lens is not None:
+        require_memory(require_tensor(seq_lens, "seq_lens"), "seq_lens")
+        require_ints(seq_lens, "seq_lens", seq_lens.device, ((given.batch,),), "batch")
+    _check_tails(given.kv_len_arr, page_size)
+    offsets, lengths = within_page_ids(given, seq_lens, page_size, device)
+    known = {"kv_len_arr": lengths if seq_lens is None else seq_lens}
+    names = {**given.names, "kv_len_arr": "seq_lens"}
+    on_host = lengths_on_host(replace(given.with_tensors(known), names=names), page_size)
+    if on_host is not None:
+        max_kv_len = longest(on_host)
+    elif buffers is None and not is_capturing(device):
+        max_kv_len = longest(lengths)
+    else:
+        max_kv_len = given.mean_capacity(page_size)
+    if buffers is not None:
+        requests = buffers.store(given, q_len, offsets, lengths)
+        # Replays of a captured graph have other requests.
+        max_kv_len = max(max_kv_len, requests.mean_capacity(page_size))
+    else:
+        requests = Requests(
+            kv_indptr=on_device(offsets, device),
+            kv_indices=private_copy(given.kv_indices, device),
+            kv_len_arr=on_device(lengths, device),
+        )
+    return Plan(
+        settings=settings,
+        text=text_of(settings),
+        requests=requests,
+        max_kv_len=max_kv_len,
+        q_len=q_len,
+        tokens=given.batch * q_len,
+    )
+
+
+def within_page_ids(
+    given: Requests, seq_lens: torch.Tensor | None, page_size: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return offsets and lengths that lie within the page ids, whatever was given.
+
+    The kernels rely on that; nothing synchronizes. The result is on the CPU if the metadata is.
+    """
+    assert given.kv_indptr is not None
+    given_lengths = given.kv_len_arr if seq_lens is None else seq_lens
+    places = {given.kv_indptr.device.type, given_lengths.device.type}
+    place = torch.device("cpu") if places == {"cpu"} else device
+    indptr = on_device(given.kv_indptr, place).long().clamp(0, given.kv_indices.shape[0])
+    pages = (indptr[1:] - indptr[:-1]).clamp(min=0)
+    lengths = on_device(given_lengths, place).long()
+    if seq_lens is None:
+        lengths = (pages - 1) * page_size + lengths
+    lengths = torch.minimum(lengths.clamp(0, INT32_MAX), pages * page_size)
+    return indptr.to(torch.int32), lengths.to(torch.int32)
+
+
+def _check_tails(last_page_len: torch.Tensor, page_size: int) -> None:
+    if last_page_len.device.type == "cpu" and len(last_page_len):
+        tails = last_page_len.view(torch.int32)
+        if not 0 <= int(tails.min()) <= int(tails.max()) <= page_size:
+            reject("last_page_len", f"0 to {page_size} (page_size)", f"{tails.tolist()[:9]}")
+
+
+def data_types(
+    q_data_type: object, kv_data_type: object, o_data_type: object, data_type: object
+) -> dict[str, torch.dtype]:
+    """Return the dtypes of query, cache and output, by the fields of the settings."""
+    if data_type is not None:
+        data_type = _dtype_of(data_type, "data_type", _KV_DTYPES)
+    query = _dtype_of(data_type if q_data_type is None else q_data_type, "q_data_type", _Q_DTYPES)
+    kv = data_type if kv_data_type is None else kv_data_type
+    cached = query if kv is None else _dtype_of(kv, "kv_data_type", _KV_DTYPES)
+    allowed = (query, _E4M3) if query in DTYPES else (_E4M3, *DTYPES)
+    out = query if o_data_type is None else _dtype_of(o_data_type, "o_data_type", allowed)
+    return {"q_data_type": query, "kv_data_type": cached, "o_data_type": out}
+
+
+def _dtype_of(given: object, argument: str, allowed: tuple[torch.dtype, ...]) -> torch.dtype:
+    """Return a dtype that may be given by its name."""
+    dtype = getattr(torch, given, given) if isinstance(given, str) else given
+    if not isinstance(dtype, torch.dtype) or dtype not in allowed:
+        known = dtype if isinstance(dtype, torch.dtype) else given
+        reject_dtype(argument, " or ".join(map(str, allowed)), known)
+    return dtype
+
+
+@replayable(
+    GQA,
+    KeyKinds(
+        tensors="float_workspace_buffer q *plan.tensors",
+        groups="paged_kv_cache kv_cache_sf",
+        optional="out lse sinks",
+        outputs="out lse",
+        scales="bmm1_scale bmm2_scale",
+        length="plan.max_kv_len",
+        constants=("plan.key",),
+        options="return_lse enable_pdl",
+    ),
+    returns="outputs",
+    has_op=False,
+)
+def run_planned(
+    plan: Plan[DecodeSettings],
+    float_workspace_buffer: torch.Tensor,
+    q: torch.Tensor,
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor],
+    kv_cache_sf: torch.Tensor
+    | tuple[torch.Tensor, torch.Tensor]
+    | list[torch.Tensor]
+    | None = None,
+    bmm1_scale: float | torch.Tensor = 1.0,
+    bmm2_scale: float | torch.Tensor = 1.0,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    enable_pdl: bool | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Compute a run, whose tensors are checked against its plan; returns the requested outputs."""
+    settings, requests = plan.settings, plan.requests
+    keys, cached_values = pair_of(paged_kv_cache, "paged_kv_cache")
+    scales = (None, None) if kv_cache_sf is None else pair_of(kv_cache_sf, "kv_cache_sf")
+    _check_as_planned(plan, q, keys, out)
+    args = GqaArgs(
+        query=converted_query(q, "q", settings.o_data_type),
+        key_cache=keys,
+        value_cache=cached_values,
+        workspace_buffer=float_workspace_buffer,
+        block_tables=requests.kv_indices,
+        kv_indptr=requests.kv_indptr,
+        seq_lens=requests.kv_len_arr,
+        max_seq_len=plan.max_kv_len,
+        q_len=plan.q_len,
+        kv_layout=settings.kv_layout,
+        window=settings.window,
+        is_causal=settings.is_causal,
+        out=out,
+        out_dtype=settings.o_data_type,
+        is_out_like_query=True,
+        lse=lse,
+        return_lse=require_flag(return_lse, "return_lse") or lse is not None,
+        bmm1_scale=bmm1_scale,
+        bmm2_scale=bmm2_scale,
+        sinks=canonical_sinks(sinks),
+        key_scales=scales[0],
+        value_scales=scales[1],
+        names=_RUN_NAMES,
+    )
+    return GQA.dispatch(args, is_pdl_enabled(enable_pdl), out)
+
+
+def _check_as_planned(plan: Plan[DecodeSettings], q: object, keys: object, out: object) -> None:
+    """Reject tensors that differ from the plan."""
+    settings, q_len = plan.settings, plan.q_len
+    query, cache = require_tensor(q, "q"), require_tensor(keys, "paged_kv_cache")
+    require_plain(query, "q")
+    require_plain(cache, "paged_kv_cache")
+    for name, tensor, dtype, planned in (
+        ("q", query, settings.q_data_type, "q_data_type"),
+        ("paged_kv_cache", cache, settings.kv_data_type, "kv_data_type"),
+        ("out", out, settings.o_data_type, "o_data_type"),
+    ):
+        if isinstance(tensor, torch.Tensor) and tensor.dtype is not dtype:
+            reject_dtype(f"{name}.dtype", f"{dtype} ({planned} of plan)", tensor.dtype)
+    expected = (plan.requests.batch * q_len, settings.num_qo_heads, settings.head_dim)
+    why = f"batch * q_len_per_req of {q_len}, num_qo_heads and head_dim of plan"
+    require(tuple(query.shape) == expected, "q.shape", f"{list(expected)} ({why})", query.shape)
+    if cache.dim() in {4, 5}:
+        sizes = (settings.page_size, settings.num_kv_heads)
+        axes = (-3, -2) if settings.kv_layout == "NHD" else (-2, -3)
+        given = tuple(cache.shape[axis] for axis in axes)
+        rule = f"{list(sizes)} (of plan)"
+        require(given == sizes, "paged_kv_cache: page_size and num_kv_heads", rule, list(given))
+
+
+def _settings_of(text: str, _: dict[str, Any]) -> DecodeSettings:
+    settings: DecodeSettings = settings_of(DecodeSettings, text)
+    return settings
+
+
+def _outputs(given: dict[str, Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    query = given["q"]
+    lse = tuple(query.shape[:2]) if given["return_lse"] else (0,)
+    dtype = _settings_of(given["plan"], given).o_data_type
+    return [(tuple(query.shape), dtype), (lse, torch.float32)]
+
+
+OP = PlannedOp(
+    "batch_decode_run", run_planned, settings_of=_settings_of, outputs=_outputs, names=NAMES
+)
+batch_decode_run = OP.entry

@@ -1,0 +1,667 @@
+"""Plans of BatchMLA and their runs: settings, requests, and the arguments of the kernels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from mlagen.errors import ArgumentError
+from mlagen.families.common.arguments import (
+    DTYPES,
+    INT32_MAX,
+    canonical_sinks,
+    reject,
+    reject_dtype,
+    require,
+    require_contiguous,
+    require_dims,
+    require_flag,
+    require_float32,
+    require_number,
+    require_shape,
+    require_tensor,
+    require_whole_number,
+    shown,
+)
+from mlagen.families.common.call_key import KeyKinds
+from mlagen.families.common.device_checks import query_lengths
+from mlagen.families.common.memory import (
+    require_memory,
+    require_plain,
+    require_shaped,
+    require_writable,
+)
+from mlagen.families.mla.args import MlaArgNames, MlaArgs
+from mlagen.families.mla.dispatch import MLA
+from mlagen.families.mla.problem import QUERY_DTYPES
+from mlagen.mla.contract import FP8_DTYPES, MLAInputContract, MLAPlanMetadata
+from mlagen.planned.metadata import (
+    Requests,
+    checked,
+    copied,
+    copy_into,
+    lengths_on_host,
+    longest,
+)
+from mlagen.planned.op import PlannedOp
+from mlagen.planned.plan import Plan, settings_of, text_of
+from mlagen.spec.dtype import DType
+from mlagen.spec.mla.variant import MAX_HEADS, MlaVariant, require_supported
+from mlagen.torch_ops.outputs import mla_dtype
+from mlagen.torch_ops.replayable import replayable
+
+_NAMES = MlaArgNames(
+    query_rope="q_pe",
+    rope_cache="kpe_cache",
+    kv_scales="ckv_scale_arr",
+    workspace_buffer="float_workspace_buffer",
+    bmm1_scale="sm_scale",
+)
+_DENSE_NAMES = {
+    "qo_indptr": "cum_seq_lens_q",
+    "kv_indices": "block_tables",
+    "kv_len_arr": "seq_lens",
+}
+_RUN_NAMES = {"kv_indices": "page_table", "kv_len_arr": "kv_len"}
+
+_KV_DTYPES = {**DTYPES, torch.float8_e4m3fn: DType.E4M3}
+
+# (head_dim_ckv, head_dim_kpe) of e4m3 caches under 16-bit queries that FlashInfer supports.
+_E4M3_HEAD_DIMS = ((512, 0), (512, 64))
+
+# Arguments that a run without a plan rejects.
+_PLANNED = (
+    *("return_lse", "lse", "profiler_buffer", "ckv_scale", "ckv_scale_arr", "kpe_scale", "sinks"),
+    *("skip_softmax_threshold_scale_factor", "bmm1_scale", "bmm2_scale"),
+)
+_RANK, _ROPE_DIM = 512, 64  # of runs without a plan
+_SOFTMAX_SCALE = 192**-0.5  # of DeepSeek's heads before absorption: 128 + 64 elements
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaSettings:
+    """The scalar arguments of a plan, checked."""
+
+    num_heads: int
+    head_dim_ckv: int
+    head_dim_kpe: int
+    page_size: int
+    causal: bool
+    sm_scale: float
+    q_data_type: torch.dtype
+    kv_data_type: torch.dtype
+    contract: MLAInputContract | None = None  # None: of a run without a plan
+    enable_pdl: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the settings in FlashInfer's order, with its messages where it has any."""
+        declared: Any = self.contract
+        if isinstance(declared, dict):  # of a text
+            object.__setattr__(self, "contract", MLAInputContract(**declared))
+        self._check_dtypes()
+        converted = {
+            "num_heads": require_whole_number(self.num_heads, "num_heads", min_value=1),
+            "head_dim_ckv": require_whole_number(self.head_dim_ckv, "head_dim_ckv", min_value=1),
+            "head_dim_kpe": require_whole_number(self.head_dim_kpe, "head_dim_kpe"),
+            "page_size": require_whole_number(self.page_size, "page_size", min_value=1),
+            "causal": require_flag(self.causal, "causal"),
+            "sm_scale": require_float32(self.sm_scale, "sm_scale"),
+        }
+        for name, value in converted.items():
+            object.__setattr__(self, name, value)  # runs use the checked values
+        require(self.num_heads <= MAX_HEADS, "num_heads", f"{MAX_HEADS} or less", self.num_heads)
+        variant = MlaVariant(
+            query_dtype=QUERY_DTYPES[self.q_data_type],
+            kv_dtype=_KV_DTYPES[self.kv_data_type],
+            kv_lora_rank=self.head_dim_ckv,
+            qk_rope_head_dim=self.head_dim_kpe,
+            page_size=self.page_size,
+        )
+        require_supported(variant)
+
+    def _check_dtypes(self) -> None:
+        q_dtype, kv_dtype = self.q_data_type, self.kv_data_type
+        if not isinstance(kv_dtype, torch.dtype) or kv_dtype not in _KV_DTYPES:
+            reject_dtype("MLA kv_data_type", " or ".join(map(str, _KV_DTYPES)), kv_dtype)
+        rope_dim = require_whole_number(self.head_dim_kpe, "head_dim_kpe", min_value=None)
+        if rope_dim < 0:
+            raise ArgumentError(f"head_dim_kpe must be >= 0, got {shown(rope_dim)}")
+        if q_dtype is torch.float8_e4m3fn is kv_dtype:
+            return
+        if kv_dtype is not torch.float8_e4m3fn:
+            if q_dtype is not kv_dtype:
+                reject_dtype("q_data_type", f"{kv_dtype} (kv_data_type)", q_dtype)
+            return
+        if q_dtype is not torch.bfloat16:
+            reject_dtype("q_data_type", "q_data_type=torch.bfloat16 for an e4m3 cache", q_dtype)
+        head_dims = (require_whole_number(self.head_dim_ckv, "head_dim_ckv", min_value=1), rope_dim)
+        if head_dims not in _E4M3_HEAD_DIMS:
+            rule = "head_dim_ckv=512 and head_dim_kpe in (0, 64) for an e4m3 cache"
+            reject("(head_dim_ckv, head_dim_kpe)", rule, head_dims)
+
+    @property
+    def is_dequantized(self) -> bool:
+        """Whether the cache is e4m3 under a 16-bit query."""
+        return self.kv_data_type is torch.float8_e4m3fn and self.q_data_type in DTYPES
+
+    @property
+    def kernel_dtype(self) -> torch.dtype:
+        """The dtype of the kernel's output."""
+        return self.q_data_type if self.q_data_type in DTYPES else torch.bfloat16
+
+    @property
+    def has_fp8_output(self) -> bool:
+        """Whether a run may divide its results by a scale, and write them to an FP8 output."""
+        return self.contract is None or self.contract.has_fp8_output
+
+
+class MlaRun(NamedTuple):
+    """The arguments of a run, as those of :func:`run_planned`."""
+
+    q_nope: torch.Tensor
+    q_pe: torch.Tensor | None
+    ckv_cache: torch.Tensor
+    kpe_cache: torch.Tensor | None
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    return_lse: bool = False
+    return_lse_base_on_e: bool = False
+    ckv_scale: float | None = None
+    ckv_scale_arr: torch.Tensor | None = None
+    kpe_scale: float | None = None
+    o_scale: float | None = None
+    sinks: torch.Tensor | None = None
+    skip_softmax_threshold_scale_factor: float | None = None
+    bmm1_scale: float | None = None
+    bmm2_scale: float | None = None
+
+
+def requests_of(
+    given: MLAPlanMetadata, device: torch.device
+) -> tuple[Requests | None, Requests | None]:
+    """Return the checked requests of a plan in the CSR form and in the dense form."""
+    csr = dense = None
+    if given.kv_indices is not None:
+        csr = Requests(
+            kv_indices=require_tensor(given.kv_indices, "kv_indices"),
+            kv_len_arr=require_tensor(given.kv_len_arr, "kv_len_arr"),
+            kv_indptr=require_tensor(given.kv_indptr, "kv_indptr"),
+            qo_indptr=require_tensor(given.qo_indptr, "qo_indptr"),
+        )
+        csr = checked(csr, device)
+    if given.block_tables is not None:
+        dense = Requests(
+            kv_indices=require_tensor(given.block_tables, "block_tables"),
+            kv_len_arr=require_tensor(given.seq_lens, "seq_lens"),
+            qo_indptr=require_tensor(given.cum_seq_lens_q, "cum_seq_lens_q"),
+            names=_DENSE_NAMES,
+        )
+        dense = checked(dense, device)
+    if csr is not None and dense is not None:
+        for part in ("qo_indptr", "kv_len_arr"):
+            one, other, name = getattr(csr, part), getattr(dense, part), dense.name_of(part)
+            rule = f"{list(one.shape)} ({part})"
+            require(one.shape == other.shape, f"{name}.shape", rule, list(other.shape))
+            if one.device.type == other.device.type == "cpu":
+                is_equal = torch.equal(one.view(torch.int32), other.view(torch.int32))
+                rule = f"{part}, as both forms describe the same requests"
+                require(is_equal, name, rule, "others")
+    return csr, dense
+
+
+def plan_of(
+    settings: MlaSettings,
+    given: MLAPlanMetadata,
+    device: torch.device,
+    *,
+    is_graph: bool,
+    buffers: Requests | None,
+    before: Plan[MlaSettings] | None,
+) -> Plan[MlaSettings]:
+    """Return the plan of checked settings, whose metadata is copied."""
+    csr, dense = requests_of(given, device)
+    requests = csr if dense is None or (is_graph and csr is not None and buffers) else dense
+    assert requests is not None  # given_metadata requires a form
+    sizes = _sizes_of(requests, settings.page_size, given.max_q_len)
+    if not is_graph:
+        requests = copied(requests, device)
+    elif requests.is_dense:
+        _check_in_place(requests, None if before is None else before.requests, device)
+    else:
+        if buffers is None:
+            rule = "a buffer of the constructor, for CUDA graphs of page ids in one dimension"
+            reject("qo_indptr", rule, "NoneType")
+        copy_into(buffers, requests)
+        requests = buffers
+    if is_graph:  # replays of a captured graph have other requests
+        capacity = requests.mean_capacity(settings.page_size)
+        sizes |= {"max_kv_len": max(sizes["max_kv_len"], capacity), "q_len": 0}
+    return Plan(settings=settings, text=text_of(settings), requests=requests, **sizes)
+
+
+def _sizes_of(given: Requests, page_size: int, max_q_len: object) -> dict[str, Any]:
+    """Return the sizes of a plan, from the metadata on the CPU."""
+    assert given.qo_indptr is not None
+    bound = None if max_q_len is None else require_whole_number(max_q_len, "max_q_len")
+    q_lens, name = None, given.name_of("qo_indptr")
+    if given.qo_indptr.device.type == "cpu":
+        offsets = given.qo_indptr.view(torch.int32)
+        q_lens = query_lengths(offsets, name, int(offsets[-1])).tolist()
+    lengths = lengths_on_host(given, page_size)
+    max_kv_len = given.mean_capacity(page_size) if lengths is None else longest(lengths)
+    if q_lens is None:
+        return {"max_kv_len": max_kv_len, "max_q_len": bound}
+    needed = max(q_lens, default=0)
+    if bound is not None:
+        require(bound >= needed, "max_q_len", f"{needed} or more (cum_seq_lens_q)", bound)
+    return {
+        "max_kv_len": max_kv_len,
+        "max_q_len": needed,
+        "q_len": q_lens[0] if len(set(q_lens)) == 1 else 0,
+        "tokens": sum(q_lens),
+    }
+
+
+def _check_in_place(given: Requests, before: Requests | None, device: torch.device) -> None:
+    """Reject block tables that a captured graph cannot read where they are."""
+    for part, tensor in given.tensors().items():
+        name = given.name_of(part)
+        why = f"{device}, where a captured graph reads it"
+        require(tensor.device == device, f"{name}.device", why, tensor.device)
+        if before is not None and before.is_dense:
+            old = before.tensors()[part]
+            is_same = tensor.data_ptr() == old.data_ptr() and tensor.shape == old.shape
+            rule = "the tensor of the plan before, which captured graphs read"
+            require(is_same, name, rule, "another")
+
+
+def with_tables(plan: Plan[MlaSettings], kv_len: object, page_table: object) -> Plan[MlaSettings]:
+    """Return a plan with other lengths and block tables."""
+    requests = _tables_of(kv_len, page_table, plan.requests.qo_indptr)
+    max_kv_len = requests.mean_capacity(plan.settings.page_size)
+    return replace(plan, requests=requests, max_kv_len=max_kv_len)
+
+
+def _tables_of(
+    kv_len: object, page_table: object, qo_indptr: torch.Tensor | None = None
+) -> Requests:
+    """Return lengths and block tables of a run, which are read in place."""
+    tables, lengths = require_tensor(page_table, "page_table"), require_tensor(kv_len, "kv_len")
+    require_dims(lengths, "kv_len", (1,))
+    require_dims(tables, "page_table", (2,))
+    return Requests(kv_indices=tables, kv_len_arr=lengths, qo_indptr=qo_indptr, names=_RUN_NAMES)
+
+
+def planless(
+    run: MlaRun, kv_len: object, page_table: object, profiler: object, *, is_traced: bool
+) -> Plan[Any]:
+    """Return the plan of a run without one: block tables, and one query token each."""
+    given: dict[str, Any] = run._asdict() | {"profiler_buffer": profiler}
+    given["return_lse"] = require_flag(run.return_lse, "return_lse") or None
+    for name in _PLANNED:
+        if given[name] is not None:
+            rule = "does not support cutlass backend, expected none"
+            raise ArgumentError(f"{name} {rule}, got {shown(given[name])}")
+    requests = _tables_of(kv_len, page_table)
+    settings = _TRACED if is_traced else _settings_of("", given)
+    capacity = requests.kv_indices.shape[1] * run.ckv_cache.shape[1]
+    return Plan(
+        settings=settings,
+        text="",
+        requests=requests,
+        max_kv_len=min(capacity, INT32_MAX),
+        q_len=1,
+        tokens=run.q_nope.shape[0],
+    )
+
+
+def _settings_of(text: str, given: dict[str, Any]) -> MlaSettings:
+    """Return the settings of a plan's text, or if it is empty those of a run without a plan."""
+    if text:
+        settings: MlaSettings = settings_of(MlaSettings, text)
+        return settings
+    for name in ("q_nope", "ckv_cache"):
+        require_plain(require_tensor(given[name], name), name)
+        require_dims(given[name], name, (3,))
+    query, cache = given["q_nope"], given["ckv_cache"]
+    return _planless_settings(query.shape[1], cache.shape[1], query.dtype, cache.dtype)
+
+
+@lru_cache(maxsize=256)
+def _planless_settings(
+    num_heads: int, page_size: int, q_data_type: torch.dtype, kv_data_type: torch.dtype
+) -> MlaSettings:
+    return MlaSettings(
+        num_heads=num_heads,
+        head_dim_ckv=_RANK,
+        head_dim_kpe=_ROPE_DIM,
+        page_size=page_size,
+        causal=True,
+        sm_scale=_SOFTMAX_SCALE,
+        q_data_type=q_data_type,
+        kv_data_type=kv_data_type,
+    )
+
+
+# Of a run without a plan that a compiler traces: its op has the settings of its tensors.
+_TRACED = _planless_settings(1, 1, torch.bfloat16, torch.bfloat16)
+
+
+@replayable(
+    MLA,
+    KeyKinds(
+        tensors="float_workspace_buffer q_nope ckv_cache *plan.tensors",
+        optional="q_pe kpe_cache out lse ckv_scale_arr sinks",
+        outputs="out lse",
+        length="plan.max_kv_len",
+        constants=("plan.key",),
+        options=(
+            "return_lse return_lse_base_on_e ckv_scale kpe_scale o_scale "
+            "skip_softmax_threshold_scale_factor bmm1_scale bmm2_scale"
+        ),
+    ),
+    returns="outputs",
+    has_op=False,
+)
+def run_planned(
+    plan: Plan[MlaSettings],
+    float_workspace_buffer: torch.Tensor,
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor | None,
+    ckv_cache: torch.Tensor,
+    kpe_cache: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    return_lse_base_on_e: bool = False,
+    ckv_scale: float | None = None,
+    ckv_scale_arr: torch.Tensor | None = None,
+    kpe_scale: float | None = None,
+    o_scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    bmm1_scale: float | None = None,
+    bmm2_scale: float | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Compute a run, whose tensors are checked against its plan; returns the requested outputs.
+
+    A query in one tensor is ``q_nope`` without ``q_pe``, and a cache likewise. The output is
+    divided by ``o_scale``.
+    """
+    return_lse = require_flag(return_lse, "return_lse")
+    is_natural = require_flag(return_lse_base_on_e, "return_lse_base_on_e")
+    run = MlaRun(
+        q_nope,
+        q_pe,
+        ckv_cache,
+        kpe_cache,
+        out,
+        lse,
+        return_lse,
+        is_natural,
+        ckv_scale,
+        ckv_scale_arr,
+        kpe_scale,
+        o_scale,
+        sinks,
+        skip_softmax_threshold_scale_factor,
+        bmm1_scale,
+        bmm2_scale,
+    )
+    args = _args_of(plan, float_workspace_buffer, run)
+    return MLA.dispatch(args, plan.settings.enable_pdl, out)
+
+
+def _args_of(plan: Plan[MlaSettings], workspace: torch.Tensor, run: MlaRun) -> MlaArgs:
+    """Return the arguments of the kernels for those of a run, which are checked."""
+    settings, requests, out = plan.settings, plan.requests, run.out
+    if settings.contract is not None:
+        settings.contract.check(run)
+    if run.skip_softmax_threshold_scale_factor is not None:
+        name = "skip_softmax_threshold_scale_factor"
+        require_number(run.skip_softmax_threshold_scale_factor, name)
+    score_scale, out_scale = settings.sm_scale, 1.0
+    if run.bmm1_scale is not None:
+        score_scale = require_float32(run.bmm1_scale, "bmm1_scale")
+        out_scale = require_float32(run.bmm2_scale, "bmm2_scale")
+    query, rope, cache, rope_cache = run.q_nope, run.q_pe, run.ckv_cache, run.kpe_cache
+    if rope is None:
+        query, rope = _split(query, settings, "query")
+    if rope_cache is None:
+        cache, rope_cache = _split(cache, settings, "kv_cache")
+    _check_as_planned(plan, query, rope, cache, rope_cache)
+    latent_scale, rope_scale = _kv_scales(settings, run, cache)
+    shape = tuple(query.shape)
+    _check_outputs(out, run.lse, query, settings.kernel_dtype)
+    has_rope = settings.head_dim_kpe > 0
+    if run.q_pe is None:
+        query = run.q_nope
+    is_uniform = plan.q_len > 0 and plan.tokens == shape[0]
+    if is_uniform:  # CTAs need no search for the request of a token
+        grouped = (shape[0] // plan.q_len, plan.q_len, shape[1])
+        try:
+            query, rope = (part.view(*grouped, part.shape[-1]) for part in (query, rope))
+        except RuntimeError:  # freed storage
+            require_memory(run.q_nope, "q_nope")
+            require_memory(run.q_pe, "q_pe")
+            raise
+    is_written = out is not None and out.is_contiguous()  # the kernels write contiguous rows
+    return MlaArgs(
+        query=query,
+        kv_cache=run.ckv_cache,
+        workspace_buffer=workspace,
+        kv_lora_rank=settings.head_dim_ckv,
+        qk_rope_head_dim=settings.head_dim_kpe,
+        block_tables=requests.kv_indices,
+        seq_lens=requests.kv_len_arr,
+        max_seq_len=plan.max_kv_len,
+        out=out.view(*query.shape[:-1], settings.head_dim_ckv)
+        if out is not None and is_written
+        else None,
+        bmm1_scale=score_scale,
+        bmm2_scale=out_scale if run.o_scale is None else out_scale / run.o_scale,
+        sinks=canonical_sinks(run.sinks),
+        lse=run.lse,
+        return_lse=run.return_lse or run.lse is not None,
+        return_lse_base="basee" if run.return_lse_base_on_e else "base2",
+        cum_seq_lens_q=None if is_uniform else requests.qo_indptr,
+        max_q_len=None if is_uniform else plan.max_q_len,
+        is_causal=settings.causal,
+        query_rope=rope if has_rope and run.q_pe is not None else None,
+        rope_cache=rope_cache if has_rope and run.kpe_cache is not None else None,
+        kv_scales=run.ckv_scale_arr,
+        latent_scale=latent_scale,
+        rope_scale=rope_scale,
+        kv_indptr=requests.kv_indptr,
+        out_shape=(*shape[:2], settings.head_dim_ckv),
+        is_planned=settings.contract is not None,
+        names=_NAMES._replace(
+            query="query" if run.q_pe is None else "q_nope",
+            kv_cache="kv_cache" if run.kpe_cache is None else "ckv_cache",
+            block_tables=requests.name_of("kv_indices"),
+            seq_lens=requests.name_of("kv_len_arr"),
+            cum_seq_lens_q=requests.name_of("qo_indptr"),
+        ),
+    )
+
+
+def _outputs(given: dict[str, Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    query, text = given["q_nope"], given["plan"]
+    width = settings_of(MlaSettings, text).head_dim_ckv if text else _RANK
+    lse = tuple(query.shape[:2]) if given["return_lse"] else (0,)
+    shape = (*query.shape[:2], width)
+    return [(shape, mla_dtype(query)), (lse, torch.float32)]
+
+
+OP = PlannedOp(
+    "batch_mla_run",
+    run_planned,
+    settings_of=_settings_of,
+    outputs=_outputs,
+    names=_DENSE_NAMES,
+)
+batch_mla_run = OP.entry
+
+
+def parts_of(value: Any, name: str, *parts: Any) -> tuple[Any, Any]:
+    """Return the two parts of a query or a cache; one tensor has no second part."""
+    if any(part is not None for part in parts):
+        reject(name, "None with its parts", "both")
+    if isinstance(value, torch.Tensor):
+        return value, None
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        whole = [part for part in value if not isinstance(part, (tuple, list))]
+        if len(whole) == 2:
+            return value[0], require_tensor(value[1], f"{name}[1]")
+        if len(whole) == 1:  # FlashInfer's form of both
+            return whole[0], None
+    return reject(name, "a torch.Tensor, a pair of its parts, or a pair of both", shown(value))
+
+
+def _split(
+    packed: torch.Tensor, settings: MlaSettings, name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the latent and the rope part of a query or a cache in one tensor, as views."""
+    require_plain(require_tensor(packed, name), name)
+    require_dims(packed, name, (3,))
+    latent, rope = settings.head_dim_ckv, settings.head_dim_kpe
+    rule = f"{latent + rope} (head_dim_ckv + head_dim_kpe of plan)"
+    require(packed.shape[-1] == latent + rope, f"{name}.shape[-1]", rule, packed.shape[-1])
+    try:
+        return packed[..., :latent], packed[..., latent:]
+    except RuntimeError:  # freed storage
+        require_memory(packed, name)
+        raise
+
+
+def _check_as_planned(
+    plan: Plan[MlaSettings],
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    ckv_cache: torch.Tensor,
+    kpe_cache: torch.Tensor,
+) -> None:
+    """Reject tensors that differ from the plan."""
+    settings = plan.settings
+    parts = (
+        ("q_nope", q_nope, "q_data_type", settings.q_data_type),
+        ("q_pe", q_pe, "q_data_type", settings.q_data_type),
+        ("ckv_cache", ckv_cache, "kv_data_type", settings.kv_data_type),
+        ("kpe_cache", kpe_cache, "kv_data_type", settings.kv_data_type),
+    )
+    for name, tensor, planned, dtype in parts:
+        is_plain = tensor.__class__ is torch.Tensor and not tensor.is_nested
+        if is_plain and tensor.dtype is dtype and tensor.dim() == 3:  # skips formatting a message
+            continue
+        if require_tensor(tensor, name).dtype is not dtype:
+            reject_dtype(f"{name}.dtype", f"{dtype} ({planned} of plan)", tensor.dtype)
+        require_plain(tensor, name)
+        require_dims(tensor, name, (3,))
+    tokens, heads = q_nope.shape[:2]
+    if heads != settings.num_heads:
+        reject("q_nope.shape[1]", f"{settings.num_heads} (num_heads of plan)", heads)
+    if plan.tokens is not None and tokens < plan.tokens:
+        reject("q_nope.shape[0]", f"{plan.tokens} (qo_indptr[-1]) or more", tokens)
+    if plan.requests.batch == 0:
+        require(tokens == 0, "q_nope.shape[0]", "0 (no requests were planned)", tokens)
+    if ckv_cache.shape[1] != settings.page_size:
+        rule = f"{settings.page_size} (page_size of plan)"
+        reject("ckv_cache.shape[1]", rule, ckv_cache.shape[1])
+    rope_shape = (tokens, heads, settings.head_dim_kpe)
+    require_shape(q_pe, "q_pe", (rope_shape,), "tokens, num_heads, head_dim_kpe of plan")
+    if settings.head_dim_kpe == 0:
+        rule = "0 (head_dim_kpe of plan)"
+        require(kpe_cache.shape[2] == 0, "kpe_cache.shape[2]", rule, kpe_cache.shape[2])
+
+
+def _check_outputs(
+    out: torch.Tensor | None, lse: torch.Tensor | None, q_nope: torch.Tensor, dtype: torch.dtype
+) -> None:
+    """Reject outputs of a run that differ from its query in shape or device."""
+    shape, device = tuple(q_nope.shape), q_nope.device
+    if out is not None:
+        _require_tensor_spec(out, "out", shape, dtype, device)
+        # The MLA call checks a plain contiguous output itself, as a view.
+        if out.__class__ is not torch.Tensor or out.requires_grad or not out.is_contiguous():
+            require_memory(out, "out")
+            require_writable(out, "out")
+    if lse is not None:
+        _require_tensor_spec(lse, "lse", shape[:2], torch.float32, device)
+
+
+def _require_tensor_spec(
+    tensor: object, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return a tensor with the given shape, dtype and device; messages are FlashInfer's."""
+    known = require_tensor(tensor, name)
+    require_shaped(known, name)
+    require(known.shape == shape, f"Invalid shape of {name}", list(shape), list(known.shape))
+    require(known.dtype is dtype, f"Invalid dtype of {name}", dtype, known.dtype)
+    require(known.device == device, f"Invalid device of {name}", device, known.device)
+    return known
+
+
+def require_positive(scale: object, argument: str) -> float:
+    """Return ``scale`` if it is a finite float32 number above 0."""
+    subject, rule = f"{argument} must be a finite positive value", "a float above 0"
+    number = require_float32(scale, subject, rule)
+    if not 0 < number < math.inf:
+        reject(subject, rule, number)
+    return number
+
+
+def _kv_scales(settings: MlaSettings, run: MlaRun, ckv_cache: torch.Tensor) -> tuple[float, float]:
+    """Return the scales of latent and rope elements; the former is 1 with ``ckv_scale_arr``."""
+    has = [scale is not None for scale in (run.ckv_scale, run.ckv_scale_arr, run.kpe_scale)]
+    contract = settings.contract
+    if contract is None or contract.scale_mode != "kv-per-tensor":
+        if any(has):
+            raise ArgumentError(
+                "ckv_scale, ckv_scale_arr, kpe_scale: only valid when kv_data_type is "
+                f"torch.float8_e4m3fn, expected None, got a cache of {ckv_cache.dtype}"
+            )
+        return 1.0, 1.0
+    if has[0] == has[1]:
+        raise ArgumentError(
+            "Exactly one of ckv_scale or ckv_scale_arr: expected for an e4m3 cache, got "
+            f"{'both' if has[0] else 'none'}"
+        )
+    if run.kpe_scale is None:
+        raise ArgumentError("kpe_scale is required: expected a float for an e4m3 cache, got None")
+    rope_scale = require_positive(run.kpe_scale, "kpe_scale")
+    if run.ckv_scale_arr is None:
+        return require_positive(run.ckv_scale, "ckv_scale"), rope_scale
+    shape, device = (*ckv_cache.shape[:-1], 4), ckv_cache.device
+    scales = _require_tensor_spec(run.ckv_scale_arr, "ckv_scale_arr", shape, torch.float32, device)
+    require_contiguous(scales, "ckv_scale_arr")
+    return 1.0, rope_scale
+
+
+def checked_fp8_out(
+    out: torch.Tensor | None, q_nope: torch.Tensor, width: int, *, has_memory: bool
+) -> torch.Tensor:
+    """Return an output for results that are divided by a scale."""
+    require_tensor(q_nope, "q_nope")
+    if has_memory:
+        require_plain(q_nope, "q_nope")
+    if out is None:
+        raise ArgumentError("out tensor must be provided when o_scale is given, got None")
+    if require_tensor(out, "out").dtype not in FP8_DTYPES:
+        rule = " or ".join(map(str, FP8_DTYPES))
+        raise ArgumentError(
+            f"out must be an FP8 tensor when o_scale is given, expected {rule}, got {out.dtype}"
+        )
+    if has_memory:
+        require_memory(out, "out")
+        require_writable(out, "out")
+    return _require_tensor_spec(out, "out", (*q_nope.shape[:2], width), out.dtype, q_nope.device)
+
+
+def saturated_into(out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Copy results to an FP8 output, the nearest number of its dtype for each, and return it."""
+    limit = torch.finfo(out.dtype).max  # larger values convert to NaN or infinity
+    return out.copy_(result.clamp(-limit, limit))
