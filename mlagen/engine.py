@@ -65,7 +65,7 @@ def _key_of(spec: KernelSpec, toolchain: str, line_info: bool = False) -> CacheK
         key_fields.append((f"option.{name.lstrip('-')}", value))
     if line_info:  # the cubin has the paths of the templates
         key_fields.append(("line_info", str(template_root())))
-    key_fields.append(("templates", template_digest(spec.template)))
+    key_fields.append(("templates", template_digest(spec.folder)))
     return CacheKey(key_fields=tuple(key_fields), toolchain=toolchain)
 
 

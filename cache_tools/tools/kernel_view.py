@@ -117,7 +117,7 @@ class KernelView:
                 shared_bytes=kernel["static_shared_bytes"] + spec.shared_bytes,
             ),
             "code_bytes": self.code_bytes,
-            "template": spec.template,
+            "template": files_of(spec)[-1],
             "includes": includes_of(spec),
         }
 
@@ -158,8 +158,13 @@ def ptx_of(spec: KernelSpec) -> str:
 
 def includes_of(spec: KernelSpec) -> list[str]:
     """Return the templates that a kernel includes, in the order of their first line."""
+    return files_of(spec)[:-1]
+
+
+def files_of(spec: KernelSpec) -> list[str]:
+    """Return the templates that a kernel is made of; its own comes last."""
     files = (origin.rpartition(":")[0] for origin in source_of(spec).origins if origin)
-    return [name for name in dict.fromkeys(files) if name != spec.template]
+    return list(dict.fromkeys(files))
 
 
 def tile_of(spec: KernelSpec) -> dict[str, int]:

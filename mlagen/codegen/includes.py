@@ -1,7 +1,8 @@
 """The include graph of the templates: names resolved, each file once, in dependency order.
 
-A name is looked for in the folder of the kernel, then at the root of the templates, so that a
-shared file gets the ``config.cuh`` of the family it is compiled for. ``x.cuh`` may be ``x.cuh.j2``.
+A name is looked for in the folder of the kernel, then in the folders above it, up to the root of the
+templates, so that a shared file gets the ``config.cuh`` of the family it is compiled for. ``x.cuh``
+may be ``x.cuh.j2``.
 Imports no Jinja: the key of a kernel needs the include graph, and a warm process never renders.
 """
 
@@ -16,6 +17,7 @@ from mlagen.errors import CompileError
 
 _DIRECTIVE = re.compile(r"[ \t]*#[ \t]*include\b(.*)")
 _ONCE = "#pragma once"  # for editors; here each file comes once anyway
+MAIN = "kernel.cu"  # the name of the file with the kernel function
 _OPERAND = re.compile(r'[ \t]*"([^"]+)"[ \t]*')
 
 
@@ -53,9 +55,9 @@ def included_name(line: str, origin: str) -> str | None:
 class Resolver:
     """Finds the files that the files of one kernel include."""
 
-    def __init__(self, root: Path, kernel: str) -> None:
+    def __init__(self, root: Path, folder: str) -> None:
         self._root = root
-        self._folder = Path(kernel).parent.as_posix()
+        self._folder = folder
         self._found: dict[str, list[str]] = {}
 
     def resolve(self, name: str, origin: str) -> str:
@@ -70,7 +72,7 @@ class Resolver:
             self._found[name] = self._candidates(name)
         found = self._found[name]
         if not found:
-            places = f"{self._folder}/ and the root of the templates"
+            places = f"{self._folder}/ and the folders above"
             raise IncludeError(origin, f'#include "{name}": expected a file in {places}, got none')
         if len(found) > 1:
             raise IncludeError(origin, f'#include "{name}": ambiguous: {", ".join(found)}')
@@ -79,13 +81,14 @@ class Resolver:
     def _candidates(self, name: str) -> list[str]:
         if name.startswith("/") or ".." in name.split("/"):
             return []
-        places = (f"{folder}{name}" for folder in (f"{self._folder}/", ""))
+        folder = Path(self._folder)
+        places = ((place / name).as_posix() for place in (folder, *folder.parents))
         files = (f"{place}{suffix}" for place in places for suffix in ("", ".j2"))
         return [file for file in files if (self._root / file).is_file()]
 
 
-def transitive_includes(root: Path, kernel: str) -> frozenset[str]:
-    """Return every template that some spec's kernel is made of, ``kernel`` among them.
+def transitive_includes(root: Path, folder: str) -> frozenset[str]:
+    """Return every template that some spec's kernel is made of, of those with a ``folder``.
 
     Jinja's choices are not looked at: an ``#include`` counts on whatever branch it stands.
 
@@ -94,7 +97,8 @@ def transitive_includes(root: Path, kernel: str) -> frozenset[str]:
     IncludeError
         If an ``#include`` cannot be resolved.
     """
-    resolver = Resolver(root, kernel)
+    resolver = Resolver(root, folder)
+    kernel = resolver.resolve(MAIN, folder)
     found, unread = {kernel}, [kernel]
     while unread:
         file = unread.pop()
@@ -108,11 +112,17 @@ def transitive_includes(root: Path, kernel: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def flatten(root: Path, kernel: str, read: Callable[[str], Text]) -> Text:
+def flatten(
+    root: Path, folder: str, read: Callable[[str], Text], kernel: str | None = None
+) -> Text:
     """Return a kernel as one text that includes nothing: each file once, after those it includes.
 
     Parameters
     ----------
+    folder
+        Where the names of its files are looked for first.
+    kernel
+        Its own file; :data:`MAIN` as found from the folder by default.
     read
         Returns a template as rendered for the spec.
 
@@ -121,7 +131,7 @@ def flatten(root: Path, kernel: str, read: Callable[[str], Text]) -> Text:
     IncludeError
         If an ``#include`` cannot be resolved, or files include each other.
     """
-    resolver = Resolver(root, kernel)
+    resolver = Resolver(root, folder)
     whole = Text([], [])
     finished: set[str] = set()
     unfinished: list[str] = []
@@ -151,7 +161,7 @@ def flatten(root: Path, kernel: str, read: Callable[[str], Text]) -> Text:
             for line, origin in zip(*body, strict=True):
                 _append(whole, line, origin)
 
-    visit(kernel)
+    visit(kernel or resolver.resolve(MAIN, folder))
     _trim(whole)
     return whole
 

@@ -22,7 +22,7 @@ def render(spec: KernelSpec, *, line_info: bool = False) -> Source:
     jinja2.UndefinedError
         If a template asks for a fact that the spec does not have.
     """
-    text = flatten(template_root(), spec.template, lambda name: rendered_file(name, spec))
+    text = flatten(template_root(), spec.folder, lambda name: rendered_file(name, spec))
     if line_info:
         text = with_line_directives(text, template_root())
     return Source(

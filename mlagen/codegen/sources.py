@@ -37,11 +37,11 @@ def template_root() -> Path:
 
 
 @cache
-def template_digest(kernel: str) -> str:
-    """Return the SHA-256 of all that the kernels of one template are rendered from.
+def template_digest(folder: str) -> str:
+    """Return the SHA-256 of all that the kernels with a ``folder`` are rendered from.
 
-    These are the template ``kernel`` with every file that it may include, the code that renders,
-    and the specs. An edit of a file that only other kernels include does not change it.
+    These are every file that such a kernel may include, the code that renders, and the specs. An
+    edit of a file that only other kernels include does not change it.
 
     Raises
     ------
@@ -49,15 +49,21 @@ def template_digest(kernel: str) -> str:
         If an ``#include`` cannot be resolved.
     """
     root = template_root()
-    files = {name: root / name for name in transitive_includes(root, kernel)}
-    return _digest_of(files, kernel, _code_digest())
+    files = {name: root / name for name in transitive_includes(root, folder)}
+    return _digest_of(files, folder, _code_digest())
 
 
 def template_digests() -> frozenset[str]:
     """Return the digest of every kernel template that is installed."""
     root = template_root()
-    kernels = root.glob("kernels/*/kernel.cu.j2")
-    return frozenset(template_digest(path.relative_to(root).as_posix()) for path in kernels)
+    return frozenset(template_digest(folder) for folder in kernel_folders(root))
+
+
+def kernel_folders(root: Path) -> list[str]:
+    """Return the folder of every kernel, relative to ``root``: those that no other is in."""
+    folders = [path for path in sorted(root.glob("kernels/**/")) if path != root / "kernels"]
+    inner = {path.parent for path in folders}
+    return [path.relative_to(root).as_posix() for path in folders if path not in inner]
 
 
 @cache

@@ -23,7 +23,6 @@ class CombineSpec(KernelSpec):
 
     family: ClassVar[str] = "combine"
     symbol: ClassVar[str] = "combine"
-    template: ClassVar[str] = "kernels/combine/kernel.cu.j2"
     parameters: ClassVar[tuple[Parameter, ...]] = (
         pointer("partial_out", "const float"),
         pointer("partial_lse", "const float"),

@@ -20,7 +20,6 @@ class CombineStatesSpec(KernelSpec):
 
     family: ClassVar[str] = "combine_states"
     symbol: ClassVar[str] = "combine_states"
-    template: ClassVar[str] = "kernels/combine_states/kernel.cu.j2"
     parameters: ClassVar[tuple[Parameter, ...]] = (
         pointer("first_out", "const unsigned char"),
         pointer("first_lse", "const float"),

@@ -73,9 +73,13 @@ class KernelSpec:
 
     family: ClassVar[str]
     symbol: ClassVar[str]
-    template: ClassVar[str]
 
     arch: Arch
+
+    @property
+    def folder(self) -> str:
+        """Folder of the kernel's own templates; those of the folders above it are shared."""
+        return f"kernels/{self.family}"
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:

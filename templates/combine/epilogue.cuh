@@ -3,12 +3,11 @@
 
 #pragma once
 
+#include "accumulators.cuh"
 #include "combine/pairwise.cuh"
 #include "combine/partial.cuh"
 #include "combine/reduce_group.cuh"
-#include "combine/store_rows.cuh"
 #include "combine/subtiles.cuh"
-#include "common/accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/block_table.cuh"
 #include "common/paged_kv.cuh"
@@ -21,7 +20,9 @@
 #include "ptx/exit.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
-#include "softmax/thread_rows.cuh"
+#include "softmax/work_rows.cuh"
+#include "store_rows.cuh"
+#include "thread_rows.cuh"
 
 // The main loop zeroes non-finite V elements so that masked tokens cannot poison a row (0 x NaN).
 // Rows that do attend to one are patched after the store, off the fast path.

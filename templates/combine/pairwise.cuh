@@ -2,9 +2,9 @@
 
 #pragma once
 
+#include "accumulators.cuh"
 #include "combine/partial.cuh"
 #include "combine/reduce_group.cuh"
-#include "common/accumulators.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
 #include "common/types.cuh"
@@ -13,7 +13,7 @@
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax/row_state.cuh"
-#include "softmax/thread_rows.cuh"
+#include "thread_rows.cuh"
 
 // Weights of a row: of this CTA's split, and of the other one as it is stored, in fp16.
 struct PairWeights {

@@ -3,8 +3,8 @@
 
 #pragma once
 
+#include "accumulators.cuh"
 #include "combine/reduce_group.cuh"
-#include "common/accumulators.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
 #include "common/types.cuh"

@@ -3,9 +3,9 @@
 
 #pragma once
 
+#include "accumulators.cuh"
 #include "combine/partial.cuh"
 #include "combine/reduce_group.cuh"
-#include "common/accumulators.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
 #include "common/types.cuh"
@@ -14,7 +14,8 @@
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax/row_state.cuh"
-#include "softmax/thread_rows.cuh"
+#include "softmax/work_rows.cuh"
+#include "thread_rows.cuh"
 
 // Two adjacent dims of a row; eight lanes write 32 bytes.
 __device__ inline void store_pair(unsigned char* out, float low, float high) {
@@ -101,5 +102,7 @@ __device__ inline void store_partial_states(PartialState* target, const ReduceGr
   target[row] = {
       state.row_max, state.row_sum, {inverse_of_pow2(rows.smem.row_scale[rows.stage][row])}};
 }
+static_assert(kIsSame<decltype(SharedMemoryPlan::row_scale), float[2][kBlockM]>,
+              "fp16 scale of each row of partial O");
 static_assert(kNumScales == 1 && kBlockM <= kPvThreads / 2,
               "a reduce group has a thread for each row");

@@ -2,10 +2,9 @@
 
 #pragma once
 
+#include "accumulators.cuh"
 #include "combine/partial.cuh"
 #include "combine/reduce_group.cuh"
-#include "combine/store_rows.cuh"
-#include "common/accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
@@ -15,7 +14,8 @@
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax/row_state.cuh"
-#include "softmax/thread_rows.cuh"
+#include "softmax/work_rows.cuh"
+#include "store_rows.cuh"
 
 // Over the adjacent lanes that share a row.
 template <typename Op>

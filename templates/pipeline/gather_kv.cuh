@@ -15,13 +15,15 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/mov.cuh"
 #include "scheduler/schedule_range.cuh"
-#include "scheduler/seq_info.cuh"
 #include "scheduler/tile_scheduler.cuh"
+#include "seq_info.cuh"
 #include "shared_memory.cuh"
 
 // Tokens of a KV block that each producer warp loads.
 constexpr int kTokensPerProducerWarp = kBlockN / kProducerWarps;
 static_assert(kTokensPerProducerWarp * 2 == kWarpLanes, "two lanes share a token");
+static_assert(kQueryWriters == kProducerThreads || kQueryWriters == kProducerWarps,
+              "each producer thread or warp arrives when its part of Q is complete");
 static_assert(sizeof(InvalidMask::bits) * 8 == kBlockN, "a bit per token");
 
 // Number of this warp among the producer warps.

@@ -57,6 +57,8 @@ struct BlockTableReader {
   }
 };
 
+static_assert(kBoxes * kBoxTokens == kBlockN, "TMA boxes fill a tile");
+
 // TMA boxes of a KV block: as many tokens per copy as lie in one page. Boxes past the last token
 // are not copied.
 struct KvTileBoxes {

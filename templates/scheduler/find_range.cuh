@@ -6,7 +6,7 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "scheduler/schedule_range.cuh"
-#include "scheduler/seq_info.cuh"
+#include "seq_info.cuh"
 
 // Whether `a` is a multiple of `b`; may return false for numbers that a float does not represent.
 __device__ inline bool is_multiple(int a, int b) {

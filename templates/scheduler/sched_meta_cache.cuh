@@ -13,8 +13,8 @@
 #include "ptx/sync.cuh"
 #include "scheduler/find_range.cuh"
 #include "scheduler/schedule_range.cuh"
-#include "scheduler/seq_info.cuh"
 #include "scheduler/tile_scheduler.cuh"
+#include "seq_info.cuh"
 
 // Padded to whole L2 cache lines, so that no two CTAs write the same line.
 struct alignas(kSchedMetaBytes) CachedSchedMeta {

@@ -6,7 +6,7 @@
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "scheduler/seq_info.cuh"
+#include "seq_info.cuh"
 
 // A CTA group is a set of neighboring CTAs that share KV through L2. The work tiles of all
 // sequences, laid end to end, make the linearized KV-block space: a tile occupies its KV blocks

@@ -31,7 +31,7 @@ def test_ptx_has_the_lines_of_the_templates() -> None:
 
     files = dict(re.findall(r'\.file\s+(\d+) "(.*)"', ptx))
     places = set(re.findall(r"\.loc\s+(\d+) (\d+) ", ptx))
-    assert str(template_root() / COMBINE.template) in files.values()
+    assert str(template_root() / "kernels/combine/kernel.cu.j2") in files.values()
     assert len(places) > 50
     for file, line in places:
         path = Path(files[file])

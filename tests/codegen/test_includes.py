@@ -9,6 +9,7 @@ import pytest
 from mlagen.codegen.includes import IncludeError, Text, flatten, included_name, transitive_includes
 from mlagen.codegen.linemap import plain_text
 
+FOLDER = "kernels/a"
 KERNEL = "kernels/a/kernel.cu.j2"
 
 
@@ -23,7 +24,7 @@ def write(root: Path, **texts: str) -> None:
 
 def flat(root: Path) -> Text:
     """Return the kernel of ``root`` as one text."""
-    return flatten(root, KERNEL, lambda name: plain_text((root / name).read_text(), name))
+    return flatten(root, FOLDER, lambda name: plain_text((root / name).read_text(), name))
 
 
 def test_each_file_comes_once_after_those_it_includes(tmp_path: Path) -> None:
@@ -52,9 +53,26 @@ def test_the_folder_of_the_kernel_comes_first(tmp_path: Path) -> None:
         common__b='#include "config.cuh"\nint b;\n',
     )
     (tmp_path / "kernels/a/config.cuh.j2").write_text("int config;\n")
-    found = transitive_includes(tmp_path, KERNEL)
+    found = transitive_includes(tmp_path, FOLDER)
     assert found == {KERNEL, "common/b.cuh", "kernels/a/config.cuh.j2"}
     assert flat(tmp_path).lines[0] == "int config;"
+
+
+def test_kernels_of_a_family_share_the_folder_above(tmp_path: Path) -> None:
+    """Each finds its own files, those beside its folder, and the shared ones."""
+    write(
+        tmp_path,
+        kernel='#include "one.cuh"\nint k;\n',
+        kernels__a__one='#include "two.cuh"\nint one;\n',
+        kernels__a__b__two='#include "common/c.cuh"\nint b;\n',
+        kernels__a__d__two="int d;\n",
+        common__c="int c;\n",
+    )
+    for folder, first in (("kernels/a/b", "int c;"), ("kernels/a/d", "int d;")):
+        text = flatten(
+            tmp_path, folder, lambda name: plain_text((tmp_path / name).read_text(), name)
+        )
+        assert (text.lines[0], text.lines[-1]) == (first, "int k;")
 
 
 def test_a_file_that_only_chooses_leaves_no_trace(tmp_path: Path) -> None:
@@ -76,7 +94,7 @@ def test_all_branches_count_for_the_key(tmp_path: Path) -> None:
         kernels__a__b="int b;\n",
         kernels__a__c="int c;\n",
     )
-    found = transitive_includes(tmp_path, KERNEL)
+    found = transitive_includes(tmp_path, FOLDER)
     assert found == {KERNEL, "kernels/a/b.cuh", "kernels/a/c.cuh"}
 
 
@@ -120,7 +138,7 @@ def test_a_missing_file_is_an_error(name: str, tmp_path: Path) -> None:
     root = tmp_path / "templates"
     write(root, kernel=f'// k\n#include "{name}"\n')
     (tmp_path / "secret.cuh").write_text("int a;\n")
-    for resolve in (flat, lambda root: transitive_includes(root, KERNEL)):
+    for resolve in (flat, lambda root: transitive_includes(root, FOLDER)):
         with pytest.raises(IncludeError) as caught:
             resolve(root)
         assert str(caught.value).startswith(f'{KERNEL}:2: #include "{name}": expected a file in ')

@@ -9,9 +9,10 @@ import pytest
 
 from mlagen.codegen import sources
 from mlagen.codegen.sources import template_digest, template_digests, template_root
+from mlagen.spec.families import specs_of
 from tests.cache.builds import ROOT
 from tests.fixture_types import Patch
-from tests.kernels import COMBINE, clear_caches
+from tests.kernels import COMBINE, SM_90A, clear_caches
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def package(tmp_path: Path, monkeypatch: Patch) -> Path:
 def digest(kernel: str = "mla_sm80") -> str:
     """Return the digest of a kernel as a new process would compute it."""
     sources._code_digest.cache_clear()
-    return template_digest.__wrapped__(f"kernels/{kernel}/kernel.cu.j2")
+    return template_digest.__wrapped__(f"kernels/{kernel}")
 
 
 # Plain CUDA, Jinja, the code that renders and the specs it reads.
@@ -66,10 +67,10 @@ def test_renaming_a_template_changes_the_digest(package: Path) -> None:
     assert digest() != before
 
 
-def test_every_kernel_has_a_digest_of_its_own(package: Path) -> None:
+def test_every_kernel_has_a_digest_of_its_own() -> None:
     """The digests of an installation are those of its kernels, one each."""
     clear_caches()
-    kernels = [path.parent.name for path in package.parent.glob("templates/kernels/*/*.cu.j2")]
+    kernels = {spec.folder.removeprefix("kernels/") for spec in specs_of(SM_90A)}
     digests = template_digests()
     assert len(digests) == len(kernels) > 5
     assert digests == {digest(kernel) for kernel in kernels}
@@ -85,6 +86,6 @@ def test_an_installed_package_has_the_digest_of_its_checkout(package: Path) -> N
 def test_the_digest_is_computed_once(monkeypatch: Patch) -> None:
     """A process reads the templates for its first key only."""
     clear_caches()
-    first = template_digest(COMBINE.template)
+    first = template_digest(COMBINE.folder)
     monkeypatch.setattr(sources, "transitive_includes", None)
-    assert template_digest(COMBINE.template) == first
+    assert template_digest(COMBINE.folder) == first

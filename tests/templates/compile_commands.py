@@ -18,7 +18,7 @@ from mlagen.codegen.sources import template_root
 from mlagen.spec.kernel import KernelSpec
 from tests.kernels import SM_90A
 
-from .headers import Variant, variants
+from .headers import Variant, own_name, variants
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 BUILTINS = Path(__file__).with_name("nvrtc_builtins.h")
@@ -28,7 +28,7 @@ def write_database(folder: Path) -> list[dict[str, Any]]:
     """Write the rendered templates and ``compile_commands.json`` into ``folder``."""
     database = []
     for number, (variant, names) in enumerate(_shares()):
-        rendered = folder / f"build/clangd/{_family(variant.spec)}-{number}"
+        rendered = folder / f"build/clangd/{variant.spec.family}-{number}"
         _render(variant, rendered)
         database += [_command(name, variant.spec, rendered) for name in names]
     database.sort(key=lambda entry: str(entry["file"]))
@@ -50,17 +50,17 @@ def _shares() -> list[tuple[Variant, list[str]]]:
 
 def _render(variant: Variant, folder: Path) -> None:
     """Write what the templates with Jinja are for a variant, by the names that are included."""
-    own = f"kernels/{_family(variant.spec)}/"
     for name in variant.headers:
         if name.endswith(".j2"):
-            file = folder / name.removeprefix(own).removesuffix(".j2")
+            file = folder / own_name(name, variant.spec)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text("\n".join(rendered_file(name, variant.spec).lines))
 
 
 def _command(name: str, spec: KernelSpec, rendered: Path) -> dict[str, Any]:
     root = template_root()
-    folders = (rendered, root / "kernels" / _family(spec), root)
+    folder = Path(spec.folder)
+    folders = (rendered, root / folder, *(root / above for above in folder.parents))
     arguments = [
         *("clang++", "-x", "cuda", "-std=c++17", "--cuda-device-only", "-nocudainc", "-nocudalib"),
         f"--cuda-gpu-arch={spec.arch}",
@@ -70,10 +70,6 @@ def _command(name: str, spec: KernelSpec, rendered: Path) -> dict[str, Any]:
     ]
     file = str(root / name)
     return {"directory": str(root.parent), "file": file, "arguments": [*arguments, file]}
-
-
-def _family(spec: KernelSpec) -> str:
-    return Path(spec.template).parent.name
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 from mlagen.artifacts import Source
-from mlagen.codegen.includes import Resolver, Text, flatten, included_name
+from mlagen.codegen.includes import MAIN, Resolver, Text, flatten, included_name
 from mlagen.codegen.render import rendered_file
 from mlagen.codegen.sources import template_root
 from mlagen.spec.arch import ARCHS
@@ -39,7 +40,7 @@ def variants() -> tuple[Variant, ...]:
 
 def kernel_files(spec: KernelSpec) -> tuple[str, ...]:
     """Return every template that the kernel of ``spec`` is made of."""
-    found = [spec.template]
+    found = [_resolver(spec.folder).resolve(MAIN, spec.folder)]
     for name in found:
         found += [file for _, file in includes_of(name, spec) if file not in found]
     return tuple(found)
@@ -47,7 +48,7 @@ def kernel_files(spec: KernelSpec) -> tuple[str, ...]:
 
 def includes_of(name: str, spec: KernelSpec) -> list[tuple[str, str]]:
     """Return what a template includes itself, as ``spec`` has it: name and file."""
-    resolver = _resolver(spec.template)
+    resolver = _resolver(spec.folder)
     return [
         (included, resolver.resolve(included, name)) for included in _included_names(name, spec)
     ]
@@ -55,27 +56,33 @@ def includes_of(name: str, spec: KernelSpec) -> list[tuple[str, str]]:
 
 def compiled_alone(name: str, spec: KernelSpec) -> Source:
     """Return a text that includes one template, flattened as the kernel of ``spec`` would be."""
-    folder = spec.template.rpartition("/")[0]
-    own_name = name.removeprefix(f"{folder}/").removesuffix(".j2")
-    return flattened([f'#include "{own_name}"'], spec)
+    return flattened([f'#include "{own_name(name, spec)}"'], spec)
+
+
+def own_name(name: str, spec: KernelSpec) -> str:
+    """Return the name by which the kernel of ``spec`` includes a template."""
+    folder = Path(spec.folder)
+    above = [f"{place}/" for place in (folder, *folder.parents) if place != Path()]
+    found = next((place for place in above if name.startswith(place)), "")
+    return name.removeprefix(found).removesuffix(".j2")
 
 
 def flattened(lines: list[str], spec: KernelSpec) -> Source:
     """Return ``lines``, which may include templates, as one text, as if a kernel of ``spec``."""
-    probe = f"{spec.template.rpartition('/')[0]}/probe.cu"
+    probe = f"{spec.folder}/probe.cu"
 
     def read(name: str) -> Text:
         return (
             Text(lines, [f"{name}:1"] * len(lines)) if name == probe else rendered_file(name, spec)
         )
 
-    text = flatten(template_root(), probe, read)
+    text = flatten(template_root(), spec.folder, read, probe)
     return Source(text="\n".join([*text.lines, ""]), origins=tuple(text.origins))
 
 
 @cache
-def _resolver(kernel: str) -> Resolver:
-    return Resolver(template_root(), kernel)
+def _resolver(folder: str) -> Resolver:
+    return Resolver(template_root(), folder)
 
 
 @cache

@@ -76,9 +76,12 @@ class Names:
         return self.files[name][1]
 
     def provided(self, name: str) -> frozenset[str]:
-        """Return the names that an include of a file gives: its own, or if it only chooses, all."""
+        """Return the names that an include of a file gives.
+
+        Those are its own; of a file that only chooses, and of the constants, with all it includes.
+        """
         defined, _, has_code = self.files[name]
-        if has_code:
+        if has_code and not name.endswith("/config.cuh.j2"):
             return defined
         return defined.union(*(self.provided(file) for _, file in includes_of(name, self.spec)))
 
@@ -99,7 +102,8 @@ def unused_includes(found: list[Names]) -> set[tuple[str, str]]:
     for names in found:
         for file, (_, used, has_code) in names.files.items():
             for included, target in includes_of(file, names.spec):
-                is_needed = not has_code or used & names.provided(target)
+                given = names.provided(target)  # nothing by a file of assertions
+                is_needed = not has_code or not given or used & given
                 (needed if is_needed else unused).add((file, included))
     return unused - needed
 

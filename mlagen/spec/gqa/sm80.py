@@ -62,7 +62,6 @@ class GqaSm80Spec(GqaSpec):
 
     family: ClassVar[str] = "gqa_sm80"
     symbol: ClassVar[str] = "gqa_sm80"
-    template: ClassVar[str] = "kernels/gqa_sm80/kernel.cu.j2"
     parameters: ClassVar[tuple[Parameter, ...]] = (
         pointer("query", "const u16"),
         pointer("key_cache", "const unsigned char"),

@@ -56,7 +56,6 @@ class GqaSm90Spec(GqaSpec):
 
     family: ClassVar[str] = "gqa_sm90"
     symbol: ClassVar[str] = "gqa_sm90"
-    template: ClassVar[str] = "kernels/gqa_sm90/kernel.cu.j2"
     parameters: ClassVar[tuple[Parameter, ...]] = (
         tensor_map("key_map"),
         tensor_map("value_map"),

@@ -54,7 +54,6 @@ class MlaSm80Spec(MlaKernelSpec):
 
     family: ClassVar[str] = "mla_sm80"
     symbol: ClassVar[str] = "mla_sm80"
-    template: ClassVar[str] = "kernels/mla_sm80/kernel.cu.j2"
     common_parameters: ClassVar[tuple[Parameter, ...]] = (
         pointer("query", "const unsigned char"),
         pointer("query_rope", "const unsigned char"),

@@ -46,7 +46,6 @@ class MlaSm90Spec(MlaKernelSpec):
 
     family: ClassVar[str] = "mla_sm90"
     symbol: ClassVar[str] = "mla_sm90"
-    template: ClassVar[str] = "kernels/mla_sm90/kernel.cu.j2"
     common_parameters: ClassVar[tuple[Parameter, ...]] = (
         tensor_map("latent_map"),
         tensor_map("rope_map"),
@@ -119,9 +118,9 @@ class MlaSm90Spec(MlaKernelSpec):
         return self.block_m <= _MAX_SWAP_AB_ROWS
 
     @property
-    def has_qk_warpgroup(self) -> bool:
-        """Whether one warpgroup has the QK GEMM and the softmax, and others the PV GEMM."""
-        return False
+    def folder(self) -> str:
+        """Folder of one of the two kernels."""
+        return f"kernels/mla_sm90/{'swap_ab' if self.swap_ab else 'seesaw'}"
 
     @property
     def fixed_overhead_blocks(self) -> int:
@@ -160,17 +159,19 @@ class MlaSm90Spec(MlaKernelSpec):
         """Producer warps that load KV; beside TMA the others are scheduler warps."""
         if not self.uses_tma:
             return 4
-        return 1 if self.swap_ab or self.has_qk_warpgroup else 2
+        return 1 if self.swap_ab else 2
 
     @property
     def consumer_registers(self) -> int:
-        """Registers per consumer thread without swap-AB."""
+        """Registers per consumer thread; with swap-AB the 128 of the launch suffice for all."""
+        if self.swap_ab:
+            return 128
         return 216 if self.is_sparse else 224
 
     @property
     def producer_registers(self) -> int:
-        """Registers per producer thread without swap-AB."""
-        return 3 * 168 - 2 * self.consumer_registers
+        """Registers per producer thread, which gives most of the 168 of the launch away."""
+        return 128 if self.swap_ab else 3 * 168 - 2 * self.consumer_registers
 
     @property
     def box_tokens(self) -> int:

@@ -19,9 +19,14 @@ class MlaSm90Fp8Base(MlaSm90Spec):
     smaller_tiles: ClassVar[tuple[tuple[int, int], ...]] = ((16, 3), (32, 6))
 
     @property
-    def has_qk_warpgroup(self) -> bool:
-        """True: the PV warpgroups read P and the row states from shared memory."""
-        return True
+    def folder(self) -> str:
+        """Folder of the kernel's own templates."""
+        return f"kernels/{self.family}"
+
+    @property
+    def loading_warps(self) -> int:
+        """Producer warps that load KV; beside TMA the others are scheduler warps."""
+        return 1 if self.uses_tma else 4
 
     @property
     def pv_warps(self) -> int:
@@ -40,7 +45,6 @@ class MlaSm90Fp8Spec(MlaSm90Fp8Base):
 
     family: ClassVar[str] = "mla_sm90_fp8"
     symbol: ClassVar[str] = "mla_sm90_fp8"
-    template: ClassVar[str] = "kernels/mla_sm90_fp8/kernel.cu.j2"
 
     @property
     def small_calls(self) -> tuple[tuple[int, int], ...]:

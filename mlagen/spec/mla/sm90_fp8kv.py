@@ -29,7 +29,6 @@ class MlaSm90Fp8KvSpec(MlaSm90Fp8Base):
 
     family: ClassVar[str] = "mla_sm90_fp8kv"
     symbol: ClassVar[str] = "mla_sm90_fp8kv"
-    template: ClassVar[str] = "kernels/mla_sm90_fp8kv/kernel.cu.j2"
     common_parameters: ClassVar[tuple[Parameter, ...]] = (
         pointer("query", "const unsigned char"),
         pointer("query_rope", "const unsigned char"),

@@ -2,8 +2,8 @@
 
 #pragma once
 
+#include "accumulators.cuh"
 #include "combine/epilogue.cuh"
-#include "common/accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/fp8.cuh"
 #include "common/params.cuh"
@@ -19,7 +19,7 @@
 #include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
-#include "softmax/thread_rows.cuh"
+#include "thread_rows.cuh"
 
 // V fragments: the A operand, transposed from shared memory into registers.
 constexpr int kPvSteps = kBlockN / kStepElements;  // MMAs per KV block and tile of dims

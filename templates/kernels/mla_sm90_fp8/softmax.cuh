@@ -11,7 +11,7 @@
 #include "ptx/mov.cuh"
 #include "softmax/online_softmax.cuh"
 #include "softmax/scores.cuh"
-#include "softmax/thread_rows.cuh"
+#include "softmax/work_rows.cuh"
 
 // A word of P holds four of 16 tokens, in the order of the V fragments: 2c, 2c + 8, 2c + 1, 2c + 9
 // with c = lane % 4.

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "common/accumulators.cuh"
+#include "accumulators.cuh"
 #include "common/fp8.cuh"
 #include "common/registers.cuh"
 #include "common/smem_layout.cuh"

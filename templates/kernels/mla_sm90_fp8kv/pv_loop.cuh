@@ -2,9 +2,9 @@
 
 #pragma once
 
+#include "accumulators.cuh"
 #include "combine/epilogue.cuh"
 #include "combine/partial.cuh"
-#include "common/accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/fp8.cuh"
 #include "common/params.cuh"
@@ -20,7 +20,7 @@
 #include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
-#include "softmax/thread_rows.cuh"
+#include "thread_rows.cuh"
 
 // Row sum l, computed by the PV warpgroups, which are less loaded than the QK warpgroup: every
 // thread sums some tokens of one row of P.

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "common/accumulators.cuh"
+#include "accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "common/accumulators.cuh"
+#include "accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/registers.cuh"
 #include "common/smem_layout.cuh"

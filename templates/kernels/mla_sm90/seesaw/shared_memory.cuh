@@ -1,4 +1,4 @@
-// Shared memory plan of the CTA.
+// Shared memory plan of the CTA, seesaw: two stages, a KV block each.
 
 #pragma once
 
@@ -8,44 +8,27 @@
 #include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 
-{% if spec.swap_ab %}
-// A KV stage is a third of the tiles of a KV block, or half of them without rope.
-constexpr int kStages = (kBlockM == 16 ? 24 : 21) / kTilesPerStage;  // as many as fit
-{% else %}
 // A KV stage is a KV block: stage 0 for even ones, stage 1 for odd ones. Its last tile has the rope
 // part of K, if there is one, and then P.
 constexpr int kStages = 2;
 constexpr int kStageTiles = kLatentTiles + 1;
 // Tiles that arrive together, from every such tile on: a gather copies the half of a warpgroup.
 constexpr int kTilesPerArrival = kIsSparse ? kLatentTiles / 2 : 1;
-{% endif %}
 constexpr int kStagesPerBlock = kTiles / kTilesPerStage;
 
 struct SharedMemoryPlan {
   unsigned char query[kTiles * kQueryTileBytes];
-{% if spec.swap_ab %}
-  unsigned char kv[kStages][kTilesPerStage * kTileBytes];
-  unsigned char probabilities[2][kQueryTileBytes];  // P, double-buffered
-  unsigned char staging[kPvWarps][1024];  // of the output
-  float warp_rows[kPvWarps][kBlockM];  // each warp's maximum, or sum, of a row
-{% else %}
   unsigned char kv[kStages][kStageTiles * kTileBytes];  // P overwrites the rope tile
   unsigned char staging[kPvWarps][1024];  // of the output
   float row_max[kStages][kBlockM];  // as updated by the stage's warpgroup, log2 domain
   float alpha[kStages][kBlockM];  // alpha of that update, for l and O
   float row_sum[kStages][kBlockM];  // over each warpgroup's tokens
-{% endif %}
   WorkItem work_items[2];
   SchedulerStorage scheduler_storage;
-{% if spec.swap_ab %}
-  Barrier kv_full[kStages];
-  Barrier kv_empty[kStages];
-{% else %}
   Barrier tile_full[kStages][kTiles];  // every kTilesPerArrival-th is used
   // The V tiles of a warpgroup's half of the output dims, and the other warpgroup's P.
   Barrier wg0_empty[kStages];
   Barrier wg1_empty[kStages];
-{% endif %}
   Barrier first_query_full;
   Barrier query_full;
   Barrier query_empty;
@@ -70,14 +53,9 @@ constexpr int kCopyArrivals = kIsSparse ? kProducerThreads + kProducerWarps : 1;
 // Called by one thread.
 __device__ inline void init_kv_barriers(const SharedMemoryPlan& smem) {
   for (int stage = 0; stage < kStages; ++stage) {
-{% if spec.swap_ab %}
-    init_barrier(smem.kv_full[stage], kCopyArrivals);
-    init_barrier(smem.kv_empty[stage], 1);
-{% else %}
     for (int tile = 0; tile < kTiles; tile += kTilesPerArrival)
       init_barrier(smem.tile_full[stage][tile], kCopyArrivals);
     init_barrier(smem.wg0_empty[stage], 1);
     init_barrier(smem.wg1_empty[stage], 1);
-{% endif %}
   }
 }

@@ -1,39 +1,36 @@
-// Sequences of a call, as the schedule sees them: lengths, work tiles and KV blocks of each.
+// Sequences of an MLA call: lengths, work tiles and KV blocks of each. A CTA group has all rows of
+// a work tile, those of every head and query token.
 
 #pragma once
 
-{% if spec.family == "gqa_sm90" %}
-#include "kernels/gqa_sm90/seq_info.cuh"
-{% else %}
+#include "common/block_table.cuh"
+#include "common/paged_kv.cuh"
 #include "common/params.cuh"
+#include "common/ragged_tiles.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-{% if spec.is_sparse %}
-#include "common/ragged_tiles.cuh"
 
-// Every query token is a sequence of its own, and its length is its `topk_length`.
-__device__ inline int seq_len_of(const Params& params, int seq_idx) {
+// In a sparse call every query token is a sequence of its own, and its length is its `topk_length`.
+// A template: dense kernels lack these parameters.
+template <typename SparseParams>
+__device__ inline int sparse_seq_len_of(const SparseParams& params, int seq_idx) {
   const TopkIndices topk_indices{
       params.seq_lens,        params.topk_length,  params.sparse_cu_seqlens_q,
       params.sparse_num_seqs, params.sparse_q_len, params.topk};
   return topk_length_of(topk_indices, seq_idx);
 }
 
-__device__ inline int kv_len_of(const Params&, int, int seq_len) { return seq_len; }
-{% else %}
-#include "common/block_table.cuh"
-#include "common/paged_kv.cuh"
-
 __device__ inline int seq_len_of(const Params& params, int seq_idx) {
+  if constexpr (kIsSparse) return sparse_seq_len_of(params, seq_idx);
   return params.seq_lens[seq_idx];
 }
 
 // `seq_len` is seq_len_of(seq_idx). The same clamp as clamp_kv_len, in fewer instructions.
 __device__ inline int kv_len_of(const Params& params, int seq_idx, int seq_len) {
+  if constexpr (kIsSparse) return seq_len;
   const int num_pages = min(block_table_row(params, seq_idx).num_pages, kMaxKvLen / kPageSize);
   return max(0, min(seq_len, num_pages * kPageSize));
 }
-{% endif %}
 
 // The CTAs of a group each take another M tile of a sequence; a work tile is one sequence and one
 // such group of M tiles.
@@ -78,4 +75,3 @@ __device__ inline SeqInfo seq_info_of(const Params& params, int seq_idx, int seq
 __device__ inline SeqInfo seq_info_of(const Params& params, int seq_idx) {
   return seq_info_of(params, seq_idx, seq_len_of(params, seq_idx));
 }
-{% endif %}

@@ -1,37 +1,12 @@
-// Softmax rows of a thread: their state, in registers or in shared memory; the update of a row max;
-// the place and the result of a row.
+// Rows of a work item: the update of a row max; the place, the sink and the result of a row.
 
 #pragma once
 
-#include "common/accumulators.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "ptx/arithmetic.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "softmax/row_state.cuh"
-{% if spec.has_qk_warpgroup %}
-#include "shared_memory.cuh"
-
-// A thread of a PV warpgroup holds a quarter of all rows and has no registers for their state.
-struct ThreadRows {
-  SharedMemoryPlan& smem;
-  int stage;  // of the work pipeline
-
-  // State of row `r` of this thread.
-  __device__ RowState operator[](int r) const { return state(row_of(r)); }
-
-  __device__ RowState state(int row) const {
-    return {smem.row_max[stage][row], smem.row_sum[stage][row]};
-  }
-  __device__ void set_state(int row, RowState state) {
-    smem.row_max[stage][row] = state.row_max;
-    smem.row_sum[stage][row] = state.row_sum;
-  }
-};
-{% else %}
-
-using ThreadRows = RowState[kRowsPerThread];
-{% endif %}
 
 // P is relative to a stale row max. The max is not recomputed while no element of P exceeds this,
 // so that rescales are rare.

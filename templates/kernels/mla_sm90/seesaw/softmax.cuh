@@ -2,14 +2,14 @@
 
 #pragma once
 
-#include "common/accumulators.cuh"
+#include "accumulators.cuh"
 #include "common/registers.cuh"
 #include "config.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
 #include "softmax/online_softmax.cuh"
 #include "softmax/scores.cuh"
-#include "softmax/thread_rows.cuh"
+#include "softmax/work_rows.cuh"
 
 struct Softmax {
   float row_sum[kRowsPerThread];  // over this thread's tokens

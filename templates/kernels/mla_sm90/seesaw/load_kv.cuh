@@ -1,5 +1,5 @@
-// KV producer by TMA: loads the KV blocks of all work items. With swap-AB, one warp loads stages of
-// some tiles; otherwise two warps load even blocks into stage 0 and odd blocks into stage 1.
+// KV producer by TMA, seesaw: two warps load the KV blocks of all work items, even ones into stage
+// 0 and odd ones into stage 1.
 
 #pragma once
 
@@ -9,59 +9,11 @@
 #include "config.cuh"
 #include "pipeline/kv_tma.cuh"
 #include "pipeline/work_pipeline.cuh"
-{% if spec.swap_ab %}
-#include "common/paged_kv.cuh"
-#include "ptx/cp_async.cuh"
-{% else %}
 #include "ptx/load.cuh"
-{% endif %}
 #include "ptx/sync.cuh"
 #include "scheduler/schedule_range.cuh"
 #include "shared_memory.cuh"
 
-{% if spec.swap_ab %}
-// A stage is one TMA copy of three tiles if pages hold whole KV blocks and the rope dims are not a
-// separate tensor, and one copy per tile and TMA box otherwise.
-__device__ inline void copy_stage(const Params& params, const KvTileBoxes& boxes, int first_tile,
-                                  u32 target, u32 full, u64 cache_hint) {
-  mbarrier_arrive_expect_tx(full, kTilesPerStage * boxes.tile_bytes());
-  if (kBoxes == 1 && !params.separate_rope) {
-    cp_async_bulk_tensor(target, &params.kv_map, full, cache_hint, 0, boxes.slot[0], first_tile,
-                         boxes.page[0]);
-    return;
-  }
-#pragma unroll
-  for (int tile = 0; tile < kTilesPerStage; ++tile) {
-    const bool is_rope = first_tile + tile == kLatentTiles;
-    boxes.copy_tile(is_rope ? &params.rope_map : &params.latent_map,
-                    is_rope ? 0 : first_tile + tile, target + tile * kTileBytes, full, cache_hint);
-  }
-}
-
-// `coord` is the first work item.
-__device__ inline void producer_loop(const Params& params, int, WorkCoord coord,
-                                     SharedMemoryPlan& smem) {
-  const u64 cache_hint = kv_cache_hint(params.cta_group_size);
-  PipelineState<kStages> pipe;
-  for (u32 work_idx = 0; coord.seq_idx >= 0; coord = next_work_coord(smem, work_idx)) {
-    const int end = coord.first_kv_block + coord.num_kv_blocks;
-    BlockTableReader block_table(params, coord);
-    for (int kv_block = coord.first_kv_block; kv_block < end; ++kv_block) {
-      const KvTileBoxes boxes(block_table, kv_block, coord.kv_end);
-#pragma unroll
-      for (int stage = 0; stage < kStagesPerBlock; ++stage) {
-        wait(smem.kv_empty[pipe.index], pipe.phase ^ 1);
-        if (lane_index() == 0) {
-          copy_stage(params, boxes, stage * kTilesPerStage, shared_address(smem.kv[pipe.index]),
-                     shared_address(&smem.kv_full[pipe.index]), cache_hint);
-        }
-        __syncwarp();
-        pipe.advance();
-      }
-    }
-  }
-}
-{% else %}
 // Copies tiles of KV blocks into stages.
 struct KvTileCopy {
   const Params& params;
@@ -122,4 +74,3 @@ __device__ inline void producer_loop(const Params& params, int warp, WorkCoord c
     }
   }
 }
-{% endif %}

@@ -2,8 +2,8 @@
 
 #pragma once
 
+#include "accumulators.cuh"
 #include "combine/epilogue.cuh"
-#include "common/accumulators.cuh"
 #include "common/barriers.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
@@ -11,18 +11,16 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "mask_v.cuh"
-#include "pipeline/load_q.cuh"
-#include "pipeline/work_pipeline.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/warp_matrix.cuh"
 #include "ptx/wgmma.cuh"
-#include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "softmax/online_softmax.cuh"
-#include "softmax/thread_rows.cuh"
+#include "softmax/work_rows.cuh"
+#include "thread_rows.cuh"
 
 // M of the MMAs is tokens (S^T) or output dims (O^T), and N is query rows: M is 64 at least, so
 // that few rows would leave a normal MMA mostly idle. A warp has 16 tokens of S^T.
@@ -298,17 +296,4 @@ __device__ inline void process_work(const Params& params, const WorkItem& work,
   ThreadRows rows;
   reduce_row_sum(smem, consumer, rows);
   epilogue(params, work, smem, consumer.accumulators, rows);
-}
-
-// Consumer warps load the first Q themselves: they have no other work before it arrives.
-__device__ inline void consumer_loop(const Params& params, const WorkCoord& first_work,
-                                     SharedMemoryPlan& smem) {
-  load_q_async(params, first_work, smem, static_cast<int>(threadIdx.x), kPvThreads);
-  ConsumerState state(params, smem);
-  finish_q_load(smem.first_query_full);
-  work_loop(smem, [&](const WorkItem& work, u32 work_idx) {
-    wait_query(smem, work_idx);
-    if constexpr (kIsSparse) fence_proxy_async();  // wgmma reads what cp.async has written
-    process_work(params, work, smem, state);
-  });
 }

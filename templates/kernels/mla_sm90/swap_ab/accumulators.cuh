@@ -1,0 +1,5 @@
+// Accumulators of O^T.
+
+#pragma once
+
+#include "common/accumulators_swap_ab.cuh"
