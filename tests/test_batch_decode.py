@@ -16,7 +16,7 @@ from mlagen.decode import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
 )
-from mlagen.gqa.planned_run import within_page_ids
+from mlagen.gqa.plan import within_page_ids
 from mlagen.planned.metadata import Requests
 from tests.problems.batch_decode import (
     decode_planned,

@@ -12,8 +12,8 @@ import torch
 
 from mlagen import __version__, decode, mla, xqa
 from mlagen.errors import ArgumentError
-from mlagen.gqa.planned_run import batch_decode_run
-from mlagen.mla.planned_run import batch_mla_run
+from mlagen.gqa.plan import batch_decode_run
+from mlagen.mla.run import batch_mla_run
 from mlagen.observe.document import is_workspace
 from mlagen.observe.observed import CPU_BACKEND
 from mlagen.runtime.launch_record import record_launches

@@ -17,10 +17,11 @@ from mlagen.families.gqa.dispatch import GQA
 from mlagen.gqa.trtllm_keywords import (
     NAMES,
     RAGGED_NAMES,
-    check_rare_keywords,
+    check_ignored_keywords,
     natural_scale,
     output_dtype,
     query_length,
+    reject_unserved_keywords,
 )
 from mlagen.observe.observed import observable
 from mlagen.torch_ops.outputs import trtllm_gqa_outputs
@@ -91,7 +92,7 @@ def trtllm_batch_decode_with_kv_cache(
     causal_seqlens_kv_global: torch.Tensor | None = None,
     bf16q_fp8kv_transform_mode: str | None = None,
     request_order: torch.Tensor | None = None,
-    request_order_plan: object = None,
+    request_order_plan: object = None,  # noqa: ARG001 - of any class
     sparse_top_k: int = 0,
     length_aware_schedule: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -193,11 +194,29 @@ def trtllm_batch_decode_with_kv_cache(
     -----
     Signature of ``flashinfer.decode.trtllm_batch_decode_with_kv_cache``.
     """
-    check_rare_keywords(dict(locals()))
+    check_ignored_keywords(
+        backend,
+        skip_softmax_threshold_scale_factor,
+        bf16q_fp8kv_transform_mode,
+        length_aware_schedule,
+        query=query,
+        multi_ctas_kv_counter_buffer=multi_ctas_kv_counter_buffer,
+        request_order=request_order,
+    )
+    dtype = output_dtype(query, out, out_dtype)
+    reject_unserved_keywords(
+        o_sf_scale=o_sf_scale,
+        o_sf_vec_size=o_sf_vec_size,
+        uses_shared_paged_kv_idx=uses_shared_paged_kv_idx,
+        enable_block_sparse_attention=enable_block_sparse_attention,
+        cp_world=cp_world,
+        cp_rank=cp_rank,
+        causal_seqlens_kv_global=causal_seqlens_kv_global,
+        sparse_top_k=sparse_top_k,
+    )
     keys, cached_values = pair_of(kv_cache, "kv_cache")
     scales = (None, None) if kv_cache_sf is None else pair_of(kv_cache_sf, "kv_cache_sf")
     is_lse_returned = require_flag(return_lse, "return_lse")
-    dtype = output_dtype(query, out, out_dtype)
     args = GqaArgs(
         query=converted_query(query, "query", dtype),
         key_cache=keys,

@@ -32,7 +32,7 @@ _TRANSFORM_MODES = ("k_only", "separate_kv")
 _NVFP4 = "nvfp4"
 
 # Keywords that no kernel implements, with the value that asks for nothing.
-_UNSERVED = {
+_NOTHING: dict[str, Any] = {
     "o_sf_scale": None,
     "o_sf_vec_size": None,
     "uses_shared_paged_kv_idx": True,
@@ -44,49 +44,43 @@ _UNSERVED = {
 }
 
 
-def check_rare_keywords(call: dict[str, Any]) -> None:
-    """Reject what no kernel implements, and keywords of a wrong type.
-
-    ``call`` has all arguments by name, as the caller passed them.
-
-    Raises
-    ------
-    ArgumentError
-        If a keyword has a wrong type or an unknown name.
-    UnsupportedError
-        If a keyword requests what no kernel implements.
-    """
-    require_choice(call["backend"], "backend", _BACKENDS)
-    if isinstance(call["out_dtype"], str) and call["out_dtype"] == _NVFP4:
-        rule = "not implemented, expected a torch.dtype"
-        raise UnsupportedError(f"out_dtype: {rule}, got {shown(_NVFP4)}")
-    if call["out"] is not None:
-        require_tensor(call["out"], "out")
-    for keyword, default in _UNSERVED.items():
-        value = call[keyword]
-        if isinstance(default, bool):
+def reject_unserved_keywords(**given: object) -> None:
+    """Reject keywords that request what no kernel implements, and those of a wrong type."""
+    for keyword, nothing in _NOTHING.items():
+        value = given[keyword]
+        if isinstance(nothing, bool):
             value = require_flag(value, keyword)
-        elif default is not None:
+        elif nothing is not None:
             value = require_whole_number(value, keyword)
-        reject_unserved(keyword, value, default)
-    _check_ignored(call)
+        reject_unserved(keyword, value, nothing)
 
 
-def _check_ignored(call: dict[str, Any]) -> None:
+def check_ignored_keywords(
+    backend: object,
+    threshold: object,
+    transform_mode: object,
+    length_aware_schedule: object,
+    **unread_buffers: object,
+) -> None:
     """Reject keywords of a wrong type that change no result."""
-    name = "skip_softmax_threshold_scale_factor"
-    if call[name] is not None:
-        require_number(call[name], name)
-    name = "bf16q_fp8kv_transform_mode"
-    if call[name] is not None:
-        require_choice(call[name], name, _TRANSFORM_MODES)
-    require_flag(call["length_aware_schedule"], "length_aware_schedule")
-    for name in ("multi_ctas_kv_counter_buffer", "request_order"):
-        check_unread_buffer(call, name)
+    require_choice(backend, "backend", _BACKENDS)
+    if threshold is not None:
+        require_number(threshold, "skip_softmax_threshold_scale_factor")
+    if transform_mode is not None:
+        require_choice(transform_mode, "bf16q_fp8kv_transform_mode", _TRANSFORM_MODES)
+    require_flag(length_aware_schedule, "length_aware_schedule")
+    query = unread_buffers.pop("query")
+    for name, buffer in unread_buffers.items():
+        check_unread_buffer(name, buffer, query)
 
 
 def output_dtype(query: torch.Tensor, out: torch.Tensor | None, out_dtype: object) -> torch.dtype:
     """Return the dtype of the output, by default that of the query."""
+    if isinstance(out_dtype, str) and out_dtype == _NVFP4:
+        rule = "not implemented, expected a torch.dtype"
+        raise UnsupportedError(f"out_dtype: {rule}, got {shown(_NVFP4)}")
+    if out is not None:
+        require_tensor(out, "out")
     query = require_tensor(query, "query")
     if out_dtype is None:
         return query.dtype if out is None else out.dtype

@@ -23,7 +23,7 @@ from mlagen.families.common.arguments import (
     shown,
 )
 from mlagen.families.gqa.args import LAYOUTS, window_of
-from mlagen.gqa.planned_run import (
+from mlagen.gqa.plan import (
     BUFFER_NAMES,
     NAMES,
     OP,

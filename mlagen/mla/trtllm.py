@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from mlagen.families.common.arguments import is_pdl_enabled, require_flag, unwrap_sinks
+from mlagen.families.common.arguments import (
+    is_pdl_enabled,
+    require_whole_number,
+    unwrap_sinks,
+)
 from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.dispatch import MLA
-from mlagen.mla.dcp_keywords import dcp_fields, lse_base
 from mlagen.mla.trtllm_keywords import (
+    checked_backend,
+    dcp_fields,
     fp16_target,
+    in_order,
+    lengths_of,
     query_parts,
-    rare_keywords,
     separate_values,
 )
 from mlagen.observe.observed import observable
@@ -49,7 +55,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     kv_cache: torch.Tensor,
     workspace_buffer: torch.Tensor,
-    qk_nope_head_dim: int,
+    qk_nope_head_dim: int,  # noqa: ARG001 - any dimension before absorption
     kv_lora_rank: int,
     qk_rope_head_dim: int,
     block_tables: torch.Tensor,
@@ -63,7 +69,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     skip_softmax_threshold_scale_factor: float | None = None,
     enable_pdl: bool | None = None,
     backend: str = "auto",
-    is_var_seq: bool = True,
+    is_var_seq: bool = True,  # noqa: ARG001 - a hint of FlashInfer
     uses_shared_paged_kv_idx: bool = True,
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -211,9 +217,25 @@ def trtllm_batch_decode_with_kv_cache_mla(
     Signature of ``flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla``, in both of its positional
     orders of ``enable_pdl`` and ``backend``. Pass everything after ``sinks`` by keyword.
     """
-    call = dict(locals())
     latent, rope, names = query_parts(query, qk_rope_head_dim)
-    pdl, lengths, top_k_lens = rare_keywords(call | {"query": latent})
+    pdl, backend = in_order(skip_softmax_threshold_scale_factor, enable_pdl, backend)
+    words = (cute_dsl_impl, kv_scale_format, use_fp16_softmax, multi_ctas_kv_counter_buffer)
+    is_sparse = checked_backend(latent, backend, *words)
+    top_k = require_whole_number(sparse_mla_top_k, "sparse_mla_top_k")
+    fields = dcp_fields(
+        latent,
+        cum_seq_lens_q,
+        enable_dcp=enable_dcp,
+        return_lse=return_lse,
+        return_lse_base=return_lse_base,
+        cp_world=cp_world,
+        cp_rank=cp_rank,
+        causal_seqlens_kv_global=causal_seqlens_kv_global,
+    )
+    given = (latent, kv_cache, seq_lens, cum_seq_lens_q, top_k, sparse_mla_top_k_lens)
+    lengths, top_k_lens = lengths_of(*given, is_sparse=is_sparse, has_dcp=bool(enable_dcp))
+    if top_k:  # the top-k indices name this rank's tokens, without a causal mask
+        fields = {name: fields[name] for name in ("return_lse", "return_lse_base")}
     args = MlaArgs(
         query=latent,
         kv_cache=kv_cache,
@@ -228,18 +250,14 @@ def trtllm_batch_decode_with_kv_cache_mla(
         bmm2_scale=bmm2_scale,
         sinks=unwrap_sinks(sinks),
         lse=lse,
-        return_lse=require_flag(return_lse, "return_lse"),
-        return_lse_base=lse_base(return_lse_base, enable_dcp),
         cum_seq_lens_q=cum_seq_lens_q,
         max_q_len=max_q_len,
-        top_k=sparse_mla_top_k,
+        top_k=top_k,
         top_k_lens=top_k_lens,
         query_rope=rope,
-        value_cache=separate_values(
-            kv_cache, block_tables, uses_shared_paged_kv_idx, sparse_mla_top_k
-        ),
+        value_cache=separate_values(kv_cache, block_tables, uses_shared_paged_kv_idx, top_k),
         names=names,
-        **dcp_fields(call),
+        **fields,
     )
     outputs = MLA.dispatch(args, is_pdl_enabled(pdl), out)
     return (outputs[0], outputs[1]) if len(outputs) > 1 else outputs[0]

@@ -21,11 +21,11 @@ from mlagen.families.common.arguments import (
     require_shape,
     require_tensor,
     require_whole_number,
+    shown,
 )
 from mlagen.families.common.memory import require_memory, require_plain, require_writable
 from mlagen.families.common.xqa_arguments import check_unread_buffer
 from mlagen.families.mla.args import MlaArgNames
-from mlagen.mla.dcp_keywords import is_dcp
 
 _JOINED = MlaArgNames()
 _IN_PARTS = MlaArgNames(query="query[0]", query_rope="query[1]")
@@ -35,39 +35,91 @@ _SYNONYMS = (_AUTO, "xqa", "trtllm-gen", "cute-dsl")
 
 _SPARSE = "sparse"
 _IMPLEMENTATIONS = (_AUTO, "modular", "monolithic")
+_WITHOUT_DCP = {"cp_world": 1, "cp_rank": 0, "causal_seqlens_kv_global": None}
 _SCALE_FORMATS = (_AUTO, "pow2_fp32", "arbitrary_fp32")
 
 
-def rare_keywords(
-    call: dict[str, Any],
-) -> tuple[bool | None, torch.Tensor, torch.Tensor | None]:
-    """Return ``enable_pdl``, ``seq_lens`` and ``sparse_mla_top_k_lens`` of a call.
+def checked_backend(
+    query: object,
+    backend: object,
+    cute_dsl_impl: object,
+    kv_scale_format: object,
+    use_fp16_softmax: object,
+    counter_buffer: object,
+) -> bool:
+    """Return whether the backend is ``sparse``, after checking keywords that change no result."""
+    check_unread_buffer("multi_ctas_kv_counter_buffer", counter_buffer, query)
+    word = require_choice(backend, "backend", (*_SYNONYMS, _SPARSE))
+    require_choice(cute_dsl_impl, "cute_dsl_impl", _IMPLEMENTATIONS)
+    if isinstance(kv_scale_format, str):  # in any case, as in FlashInfer
+        kv_scale_format = str.lower(kv_scale_format).replace("-", "_")
+    require_choice(kv_scale_format, "kv_scale_format", _SCALE_FORMATS)
+    if use_fp16_softmax is not None:
+        require_flag(use_fp16_softmax, "use_fp16_softmax")
+    return word == _SPARSE
 
-    ``call`` has all arguments by name, as the caller passed them.
+
+def dcp_fields(
+    query: Any,
+    cum_seq_lens_q: Any,
+    *,
+    enable_dcp: object,
+    return_lse: object,
+    return_lse_base: object,
+    **ranks: Any,
+) -> dict[str, Any]:
+    """Return the fields of ``MlaArgs`` that depend on decode context parallel (DCP).
+
+    ``ranks`` are the keywords ``cp_world``, ``cp_rank`` and ``causal_seqlens_kv_global``.
     """
-    check_unread_buffer(call, "multi_ctas_kv_counter_buffer")
-    enable_pdl, backend = _in_order(
-        call["skip_softmax_threshold_scale_factor"], call["enable_pdl"], call["backend"]
+    world = require_whole_number(ranks["cp_world"], "cp_world", min_value=1)
+    rank = require_whole_number(ranks["cp_rank"], "cp_rank")
+    has_dcp, has_lse = (
+        require_flag(enable_dcp, "enable_dcp"),
+        require_flag(return_lse, "return_lse"),
     )
-    backend = require_choice(backend, "backend", (*_SYNONYMS, _SPARSE))
-    require_choice(call["cute_dsl_impl"], "cute_dsl_impl", _IMPLEMENTATIONS)
-    scale_format = call["kv_scale_format"]
-    if isinstance(scale_format, str):  # in any case, as in FlashInfer
-        scale_format = str.lower(scale_format).replace("-", "_")
-    require_choice(scale_format, "kv_scale_format", _SCALE_FORMATS)
-    if call["use_fp16_softmax"] is not None:
-        require_flag(call["use_fp16_softmax"], "use_fp16_softmax")
-    has_dcp = is_dcp(call)
-    query, seq_lens, cu_seqlens_q = (call[k] for k in ("query", "seq_lens", "cum_seq_lens_q"))
-    top_k = require_whole_number(call["sparse_mla_top_k"], "sparse_mla_top_k")
-    top_k_lens = call["sparse_mla_top_k_lens"]
-    if backend == _SPARSE:
-        others = {"sparse_mla_top_k_lens": top_k_lens, "cum_seq_lens_q": cu_seqlens_q}
-        lengths = _topk_lengths_of(query, call["kv_cache"], seq_lens, top_k, **others)
-        return enable_pdl, *lengths
+    default = "basee" if has_dcp else "base2"  # of FlashInfer
+    fields = {
+        "return_lse": has_lse,
+        "return_lse_base": default if return_lse_base is None else return_lse_base,
+    }
+    if not has_dcp:
+        for keyword, nothing in _WITHOUT_DCP.items():
+            value = ranks[keyword]
+            if value is not nothing and (nothing is None or value != nothing):
+                reject(keyword, f"{nothing} without enable_dcp", shown(value))
+        return fields
+    require(rank < world, "cp_rank", f"less than {world} (cp_world)", rank)
+    require(has_lse, "return_lse", "True with enable_dcp", "False")
+    require_dims(require_tensor(query, "query"), "query", (4,) if cum_seq_lens_q is None else (3,))
+    batch = query.shape[0]
+    if cum_seq_lens_q is not None:
+        offsets = require_tensor(cum_seq_lens_q, "cum_seq_lens_q")
+        require_dims(offsets, "cum_seq_lens_q", (1,))
+        batch = offsets.shape[0] - 1
+    name = "causal_seqlens_kv_global"
+    tokens = require_ints(ranks[name], name, query.device, ((batch,),), "requests")
+    return {**fields, name: tokens, "cp_world": world, "cp_rank": rank}
+
+
+def lengths_of(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    seq_lens: torch.Tensor | None,
+    cum_seq_lens_q: torch.Tensor | None,
+    top_k: int,
+    top_k_lens: torch.Tensor | None,
+    *,
+    is_sparse: bool,
+    has_dcp: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return ``seq_lens`` and ``sparse_mla_top_k_lens`` of a call."""
+    if is_sparse:
+        others = {"sparse_mla_top_k_lens": top_k_lens, "cum_seq_lens_q": cum_seq_lens_q}
+        return _topk_lengths_of(query, kv_cache, seq_lens, top_k, **others)
     if has_dcp and top_k:  # the top-k indices name this rank's tokens
         seq_lens = None
-    return enable_pdl, _default_seq_lens(query, seq_lens, top_k, cu_seqlens_q), top_k_lens
+    return _default_seq_lens(query, seq_lens, top_k, cum_seq_lens_q), top_k_lens
 
 
 def query_parts(query: Any, qk_rope_head_dim: object) -> tuple[Any, Any, MlaArgNames]:
@@ -86,7 +138,7 @@ def query_parts(query: Any, qk_rope_head_dim: object) -> tuple[Any, Any, MlaArgN
 
 
 def separate_values(
-    kv_cache: torch.Tensor, block_tables: object, is_shared: object, sparse_mla_top_k: object
+    kv_cache: torch.Tensor, block_tables: object, is_shared: object, top_k: int
 ) -> torch.Tensor | None:
     """Return the cache as value cache if keys and values have separate page ids, else None.
 
@@ -100,14 +152,14 @@ def separate_values(
     name = "uses_shared_paged_kv_idx"
     if require_flag(is_shared, name):
         return None
-    if require_whole_number(sparse_mla_top_k, "sparse_mla_top_k"):
+    if top_k:
         rule = "not implemented with sparse_mla_top_k, expected True"
         raise UnsupportedError(f"{name}: {rule}, got False")
     require_dims(require_tensor(block_tables, "block_tables"), "block_tables", (3,))
     return kv_cache
 
 
-def _in_order(factor: Any, enable_pdl: Any, backend: Any) -> tuple[bool | None, Any]:
+def in_order(factor: Any, enable_pdl: Any, backend: Any) -> tuple[bool | None, Any]:
     """Return ``enable_pdl`` and ``backend``, in the older or the newer positional order.
 
     The factor, ``skip_softmax_threshold_scale_factor``, is checked and ignored.
@@ -174,7 +226,7 @@ def _topk_lengths_of(
     name = "with backend 'sparse'"
     for argument, value in others.items():
         require(value is None, argument, f"None {name}", "a value")
-    require_whole_number(top_k, "sparse_mla_top_k", min_value=1)
+    require(top_k >= 1, "sparse_mla_top_k", "an int, 1 or more", top_k)
     require_dims(require_tensor(query, "query"), "query", (4,))
     cache = require_tensor(kv_cache, "kv_cache")
     require_dtype(cache, "kv_cache", (torch.uint8,), f"fp8_ds_mla, {name}")

@@ -17,18 +17,15 @@ from mlagen.families.common.arguments import (
     shown,
 )
 from mlagen.mla.contract import MLAInputContract, MLAPlanMetadata, given_metadata
-from mlagen.mla.planned_run import (
+from mlagen.mla.plan import MlaSettings, plan_of, planless, with_tables
+from mlagen.mla.run import (
     OP,
     MlaRun,
-    MlaSettings,
     checked_fp8_out,
     parts_of,
-    plan_of,
-    planless,
     require_positive,
     run_planned,
     saturated_into,
-    with_tables,
 )
 from mlagen.observe.observed import observable
 from mlagen.planned.metadata import Requests, checked_buffers

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from mlagen.families.common.arguments import (
@@ -43,7 +41,7 @@ def check_unused(query: object, semaphores: object, sm_count: object) -> None:
         require_whole_number(sm_count, "sm_count", min_value=1)
 
 
-def check_unread_buffer(call: dict[str, Any], name: str) -> None:
+def check_unread_buffer(name: str, buffer: object, query: object) -> None:
     """Reject an optional tensor that no kernel reads, unless it is on the device of the query.
 
     Raises
@@ -51,11 +49,10 @@ def check_unread_buffer(call: dict[str, Any], name: str) -> None:
     ArgumentError
         If it is none.
     """
-    query = call["query"]
-    if call[name] is not None:
-        buffer = require_tensor(call[name], name)
+    if buffer is not None:
+        tensor = require_tensor(buffer, name)
         if isinstance(query, torch.Tensor):
-            require_device(buffer, name, query.device)
+            require_device(tensor, name, query.device)
 
 
 def check_caches(
