@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from mlagen.entry_point import OUT_AND_LSE, entry_point
 from mlagen.families.common.arguments import canonical_sinks, is_pdl_enabled
-from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.gqa.args import GqaArgs, pair_of, positive_factor, window_of
 from mlagen.families.gqa.dispatch import GQA
 from mlagen.gqa.trtllm import trtllm_batch_decode_with_kv_cache
@@ -19,10 +19,8 @@ from mlagen.gqa.wrapper import (
 )
 from mlagen.mla.trtllm import trtllm_batch_decode_with_kv_cache_mla
 from mlagen.mla.xqa_decode import xqa_batch_decode_with_kv_cache_mla
-from mlagen.observe.observed import observable
 from mlagen.torch_ops.outputs import gqa_outputs
-from mlagen.torch_ops.replayable import replayable
-from mlagen.torch_ops.traced import traceable
+from mlagen.torch_ops.traced import Op
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -35,21 +33,12 @@ __all__ = [
 ]
 
 
-@traceable(gqa_outputs, has_lse=True)
-@observable
-@replayable(
+@entry_point(
     GQA,
-    KeyKinds(
-        tensors="query workspace_buffer block_tables seq_lens",
-        groups="kv_cache kv_cache_sf",
-        optional="out lse sinks mask q_cu_seq_lens",
-        outputs="out lse",
-        scales="bmm1_scale bmm2_scale o_scale",
-        length="max_seq_len",
-        ints="window_left",
-        options="kv_layout enable_pdl q_len_per_req causal return_lse return_lse_base",
-    ),
-    returns="outputs if len(outputs) > 1 else outputs[0]",
+    outputs="out lse",
+    returns=OUT_AND_LSE,
+    length="max_seq_len",
+    op=Op(outputs=gqa_outputs, has_lse=True),
 )
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor,
@@ -78,7 +67,7 @@ def xqa_batch_decode_with_kv_cache(
     return_lse: bool = False,
     return_lse_base: str = "base2",
     causal: bool = True,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> GqaArgs:
     """Decode one or more tokens of each request by grouped-query attention over a paged KV cache.
 
     The first call compiles the kernel, and later calls and processes load it from the on-disk
@@ -176,7 +165,7 @@ def xqa_batch_decode_with_kv_cache(
     """
     keys, cached_values = pair_of(kv_cache, "kv_cache")
     scales = (None, None) if kv_cache_sf is None else pair_of(kv_cache_sf, "kv_cache_sf")
-    args = GqaArgs(
+    return GqaArgs(
         query=query,
         key_cache=keys,
         value_cache=cached_values,
@@ -200,6 +189,5 @@ def xqa_batch_decode_with_kv_cache(
         cum_seq_lens_q=q_cu_seq_lens,
         key_scales=scales[0],
         value_scales=scales[1],
+        enable_pdl=is_pdl_enabled(enable_pdl),
     )
-    outputs = GQA.dispatch(args, is_pdl_enabled(enable_pdl), out)
-    return (outputs[0], outputs[1]) if len(outputs) > 1 else outputs[0]

@@ -60,6 +60,7 @@ class Settings:
     line_info: bool  # compiles with line info, for profilers; other keys
     dump: Path | None  # the folder that gets a file for each distinct call
     dumps_tensors: bool  # with dump: also the contents of tensors; synchronizes
+    observes_calls: bool  # whether there is a log or a dump of calls
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
@@ -75,16 +76,8 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     }
     read["cache_dir"] = read["cache_dir"] or _default_cache_dir(environ)
     read["lock_dir"] = read["lock_dir"] or _default_lock_dir(environ)
+    read["observes_calls"] = read["log"] == "api" or read["dump"] is not None
     return Settings(**read)
-
-
-def observes_calls(environ: Mapping[str, str]) -> bool:
-    """Whether ``environ`` requests the log or the dumps of calls.
-
-    Entry points are wrapped when they are imported, so that the other calls cost nothing more. No
-    other variable is read that early.
-    """
-    return environ.get("MLAGEN_LOG") == "api" or bool(environ.get("MLAGEN_DUMP"))
 
 
 def read_size(name: str, text: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mlagen.entry_point import NOTHING, entry_point
 from mlagen.families.common.arguments import (
     canonical_sinks,
     is_pdl_enabled,
@@ -12,7 +13,6 @@ from mlagen.families.common.arguments import (
     require_tensor,
     require_whole_number,
 )
-from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.common.xqa_arguments import (
     check_caches,
     check_scale_caches,
@@ -22,10 +22,8 @@ from mlagen.families.common.xqa_arguments import (
 from mlagen.families.gqa.args import LAYOUTS, GqaArgNames, GqaArgs, positive_factor, window_of
 from mlagen.families.gqa.dispatch import GQA
 from mlagen.mla.xqa_mla import xqa_mla
-from mlagen.observe.observed import observable
 from mlagen.torch_ops.outputs import unused_by_xqa, xqa_outputs
-from mlagen.torch_ops.replayable import replayable
-from mlagen.torch_ops.traced import traceable
+from mlagen.torch_ops.traced import Op
 
 __all__ = ["xqa", "xqa_mla"]
 
@@ -47,19 +45,11 @@ _XQA_NAMES = GqaArgNames(
 )
 
 
-@traceable(xqa_outputs, has_lse=True, constants=unused_by_xqa)
-@observable
-@replayable(
+@entry_point(
     GQA,
-    KeyKinds(
-        tensors="q k_cache v_cache workspace_buffer page_table seq_lens semaphores",
-        optional="output lse sinks mask q_cu_seq_lens k_sf_cache v_sf_cache",
-        outputs="output lse",
-        scales="q_scale kv_scale rcp_out_scale",
-        ints="num_kv_heads page_size sliding_win_size",
-        options="kv_layout sm_count enable_pdl q_seq_len lse_base causal",
-    ),
-    returns="None",
+    outputs="output lse",
+    returns=NOTHING,
+    op=Op(outputs=xqa_outputs, has_lse=True, constants=unused_by_xqa),
 )
 def xqa(
     q: torch.Tensor,
@@ -89,7 +79,7 @@ def xqa(
     lse: torch.Tensor | None = None,
     lse_base: str = "base2",
     causal: bool = True,
-) -> None:
+) -> GqaArgs:
     """Decode one or more tokens of each request by grouped-query attention, into ``output``.
 
     The scores are ``q_scale * kv_scale / sqrt(head_dim) * (Q K^T)``, and the output is
@@ -170,7 +160,7 @@ def xqa(
     check_scale_caches(k_sf_cache, v_sf_cache)
     sizes = {"num_kv_heads": num_kv_heads, "page_size": page_size}
     check_caches(k_cache, v_cache, kv_layout=kv_layout, **sizes)
-    args = GqaArgs(
+    return GqaArgs(
         query=q,
         key_cache=k_cache,
         value_cache=v_cache,
@@ -196,6 +186,6 @@ def xqa(
         value_scales=v_sf_cache,
         with_beam_axis=True,
         scales_like_xqa=True,
+        enable_pdl=is_pdl_enabled(enable_pdl),
         names=_XQA_NAMES,
     )
-    GQA.dispatch(args, is_pdl_enabled(enable_pdl), output)

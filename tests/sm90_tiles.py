@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
+from mlagen.families.common.dispatch import Dispatcher
+from mlagen.families.common.launchers import Launcher
 from mlagen.families.common.problem import ProblemShape
 from mlagen.families.gqa import dispatch as gqa_call
 from mlagen.families.gqa import select as gqa_plan
@@ -20,6 +23,11 @@ from mlagen.spec.gqa.sm90 import GqaSm90Spec
 
 IS_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_sm90 = pytest.mark.skipif(not IS_SM90, reason="needs an sm_90 GPU")
+
+
+def launchers_of(calls: Dispatcher[Any, Any]) -> list[Launcher]:
+    """Return the launchers of the calls that are cached."""
+    return [each.launcher for entries in calls._guarded.values() for each in entries]
 
 
 @contextmanager
@@ -62,9 +70,9 @@ def max_kv_heads_per_cta(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _clear_gqa_caches() -> None:
     gqa_plan.plan_gqa_sm90_call.cache_clear()
-    gqa_call.GQA.cache.clear()
+    gqa_call.GQA.clear()
 
 
 def _clear_mla_caches() -> None:
     mla_plan.plan_mla_sm90_call.cache_clear()
-    mla_call.MLA.cache.clear()
+    mla_call.MLA.clear()

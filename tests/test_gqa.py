@@ -242,9 +242,9 @@ def test_pdl_is_used_unless_disabled(
 
     run = GQA.run
 
-    def record(inputs: GqaArgs, enable_pdl: bool, *rest: Any) -> tuple[torch.Tensor, ...]:
-        seen.append(enable_pdl)
-        return run(inputs, enable_pdl, *rest)
+    def record(inputs: GqaArgs, *rest: Any) -> tuple[torch.Tensor, ...]:
+        seen.append(inputs.enable_pdl)
+        return run(inputs, *rest)
 
     monkeypatch.setattr(GQA, "run", record)
 

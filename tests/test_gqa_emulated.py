@@ -134,11 +134,11 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Decode:
         decode: Decode = decode_gqa_with_lse,
         **changes: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        def run(inputs: GqaArgs, enable_pdl: bool, *_: object) -> tuple[torch.Tensor, ...]:
+        def run(inputs: GqaArgs, *_: object) -> tuple[torch.Tensor, ...]:
             request = check_problem(inputs)
             on_gpu = replace(request, device=torch.device("cuda", 0))
             call = gqa_launch.make_sm90_launcher(inputs, on_gpu, current_settings())
-            return gqa_call.GQA.launch(replace(call, problem=request), inputs, enable_pdl)
+            return gqa_call.GQA.launch(replace(call, problem=request), inputs)
 
         replace_launches(monkeypatch, gqa_plan, sm_count=sm_count, seed=seed)
         monkeypatch.setattr(gqa_maps, "encode", encode)

@@ -76,11 +76,11 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Decode:
         arch = H200 if given.has_cvt_e4m3 else SM_80
         record_launches(monkeypatch, arch=arch)
 
-        def run(inputs: GqaArgs, enable_pdl: bool, *_: object) -> tuple[torch.Tensor, ...]:
+        def run(inputs: GqaArgs, *_: object) -> tuple[torch.Tensor, ...]:
             request = check_problem(inputs)
             on_gpu = replace(request, device=torch.device("cuda", 0))
             call = gqa_launch.make_sm80_launcher(inputs, on_gpu)
-            return gqa_call.GQA.launch(replace(call, problem=request), inputs, enable_pdl)
+            return gqa_call.GQA.launch(replace(call, problem=request), inputs)
 
         replace_launches(monkeypatch, gqa_plan, sm_count=given.sm_count, seed=seed)
         monkeypatch.setattr(gqa_call.GQA, "run", run)

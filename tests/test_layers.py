@@ -22,7 +22,7 @@ DATA = GROUND | {"artifacts", "spec"}
 STAGES = {"codegen", "compiler", "cache", "runtime"}
 ENGINE = DATA | STAGES | {"engine", "jit", "recording"}
 API_MODULES = {"cascade", "decode", "distributed", "gqa", "mla", "xqa"}
-CALL = {"families", "observe", "torch_ops"}
+CALL = {"entry_point", "families", "observe", "torch_ops"}
 LAYERS = {
     "errors": set[str](),
     "fork_safety": set[str](),
@@ -40,6 +40,7 @@ LAYERS = {
     "families": ENGINE,
     "torch_ops": ENGINE | {"families"},
     "observe": ENGINE | {"families", "torch_ops"},
+    "entry_point": ENGINE | {"families", "torch_ops", "observe"},
     "models": {"errors", "paths", "settings", "spec", "values"},
     "prewarming": ENGINE | {"models"},
     "planned": ENGINE | CALL,

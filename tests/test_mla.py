@@ -140,9 +140,9 @@ def test_both_positional_orders_mean_the_same(
 
     run = MLA.run
 
-    def record(inputs: MlaArgs, enable_pdl: bool, *rest: Any) -> tuple[torch.Tensor, ...]:
-        seen.append(enable_pdl)
-        return run(inputs, enable_pdl, *rest)
+    def record(inputs: MlaArgs, *rest: Any) -> tuple[torch.Tensor, ...]:
+        seen.append(inputs.enable_pdl)
+        return run(inputs, *rest)
 
     monkeypatch.setattr(MLA, "run", record)
     entry_point: Any = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla

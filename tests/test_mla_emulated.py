@@ -265,7 +265,7 @@ def _computed(inputs: MlaArgs) -> tuple[torch.Tensor, torch.Tensor]:
     on_gpu = replace(request, device=torch.device("cuda", 0))
     settings = replace(current_settings(), mla_kernel="sm90")
     call = mla_launch.make_sm90_launcher(inputs, on_gpu, settings)
-    out, lse = mla_call.MLA.launch(replace(call, problem=request), inputs, enable_pdl=False)
+    out, lse = mla_call.MLA.launch(replace(call, problem=request), inputs)
     return out, lse
 
 

@@ -70,7 +70,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Decode:
         request = check_problem(inputs)
         on_gpu = replace(request, device=torch.device("cuda", 0))
         call = mla_launch.make_sm80_launcher(inputs, on_gpu)
-        out, lse = mla_call.MLA.launch(replace(call, problem=request), inputs, enable_pdl=False)
+        out, lse = mla_call.MLA.launch(replace(call, problem=request), inputs)
         return out, lse
 
     return run

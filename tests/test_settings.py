@@ -14,7 +14,6 @@ from mlagen.errors import ArgumentError
 from mlagen.settings import (
     DEFAULT_LOCK_TIMEOUT_S,
     current_settings,
-    observes_calls,
     read_settings,
     unread_variables,
 )
@@ -154,8 +153,8 @@ def test_locks_do_not_follow_the_cache_to_a_network(runtime: str) -> None:
     ids=str,
 )
 def test_calls_are_observed_on_request_only(environ: dict[str, str], observes: bool) -> None:
-    """Entry points are wrapped for the log or the dumps of calls, and for nothing else."""
-    assert observes_calls(environ) is observes
+    """Entry points observe calls for the log or the dumps of calls, and for nothing else."""
+    assert read_settings(environ).observes_calls is observes
 
 
 NO_SUCH = "expected a variable that mlagen reads, got another"

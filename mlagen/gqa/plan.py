@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mlagen.entry_point import ALL, entry_point
 from mlagen.families.common.arguments import (
     DTYPES,
     INT32_MAX,
@@ -19,7 +20,6 @@ from mlagen.families.common.arguments import (
     require_ints,
     require_tensor,
 )
-from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.common.memory import require_memory, require_plain
 from mlagen.families.gqa.args import GqaArgNames, GqaArgs, converted_query, pair_of
 from mlagen.families.gqa.dispatch import GQA
@@ -37,7 +37,6 @@ from mlagen.planned.metadata import (
 from mlagen.planned.op import PlannedOp
 from mlagen.planned.plan import Plan, settings_of, text_of
 from mlagen.runtime.capture import is_capturing
-from mlagen.torch_ops.replayable import replayable
 
 NAMES = {"kv_indptr": "indptr", "kv_indices": "indices", "kv_len_arr": "last_page_len"}
 BUFFER_NAMES = {part: f"paged_kv_{name}_buffer" for part, name in NAMES.items()}
@@ -198,21 +197,7 @@ def _dtype_of(given: object, argument: str, allowed: tuple[torch.dtype, ...]) ->
     return dtype
 
 
-@replayable(
-    GQA,
-    KeyKinds(
-        tensors="float_workspace_buffer q *plan.tensors",
-        groups="paged_kv_cache kv_cache_sf",
-        optional="out lse sinks",
-        outputs="out lse",
-        scales="bmm1_scale bmm2_scale",
-        length="plan.max_kv_len",
-        constants=("plan.key",),
-        options="return_lse enable_pdl",
-    ),
-    returns="outputs",
-    has_op=False,
-)
+@entry_point(GQA, outputs="out lse", returns=ALL, plan="plan")
 def run_planned(
     plan: Plan[DecodeSettings],
     float_workspace_buffer: torch.Tensor,
@@ -229,13 +214,13 @@ def run_planned(
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     enable_pdl: bool | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """Compute a run, whose tensors are checked against its plan; returns the requested outputs."""
+) -> GqaArgs:
+    """Return the arguments of a run, whose tensors are checked against its plan."""
     settings, requests = plan.settings, plan.requests
     keys, cached_values = pair_of(paged_kv_cache, "paged_kv_cache")
     scales = (None, None) if kv_cache_sf is None else pair_of(kv_cache_sf, "kv_cache_sf")
     _check_as_planned(plan, q, keys, out)
-    args = GqaArgs(
+    return GqaArgs(
         query=converted_query(q, "q", settings.o_data_type),
         key_cache=keys,
         value_cache=cached_values,
@@ -258,9 +243,9 @@ def run_planned(
         sinks=canonical_sinks(sinks),
         key_scales=scales[0],
         value_scales=scales[1],
+        enable_pdl=is_pdl_enabled(enable_pdl),
         names=_RUN_NAMES,
     )
-    return GQA.dispatch(args, is_pdl_enabled(enable_pdl), out)
 
 
 def _check_as_planned(plan: Plan[DecodeSettings], q: object, keys: object, out: object) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from mlagen.entry_point import OUT_AND_LSE, entry_point
 from mlagen.families.common.arguments import is_pdl_enabled, require_flag, unwrap_sinks
-from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.gqa.args import (
     GqaArgs,
     converted_query,
@@ -23,35 +23,17 @@ from mlagen.gqa.trtllm_keywords import (
     query_length,
     reject_unserved_keywords,
 )
-from mlagen.observe.observed import observable
 from mlagen.torch_ops.outputs import trtllm_gqa_outputs
-from mlagen.torch_ops.replayable import replayable
-from mlagen.torch_ops.traced import traceable
+from mlagen.torch_ops.traced import Op
 
 
-@traceable(trtllm_gqa_outputs, has_lse=True, fills_lse=True)
-@observable
-@replayable(
+@entry_point(
     GQA,
-    KeyKinds(
-        tensors="query workspace_buffer block_tables seq_lens",
-        groups="kv_cache kv_cache_sf sinks",
-        optional=(
-            "out lse mask cum_seq_lens_q bmm1_scale_log2 multi_ctas_kv_counter_buffer request_order"
-        ),
-        outputs="out lse",
-        scales="bmm1_scale bmm2_scale",
-        length="max_seq_len",
-        ints="window_left",
-        constants=("out_dtype",),
-        options=(
-            "kv_layout enable_pdl backend q_len_per_req o_scale max_q_len return_lse "
-            "skip_softmax_threshold_scale_factor uses_shared_paged_kv_idx "
-            "o_sf_scale o_sf_vec_size enable_block_sparse_attention cp_world cp_rank "
-            "causal_seqlens_kv_global bf16q_fp8kv_transform_mode sparse_top_k length_aware_schedule"
-        ),
-    ),
-    returns="outputs if return_lse else outputs[0]",
+    outputs="out lse",
+    returns=OUT_AND_LSE,
+    ignored="request_order_plan",
+    length="max_seq_len",
+    op=Op(outputs=trtllm_gqa_outputs, has_lse=True, fills_lse=True),
 )
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
@@ -95,7 +77,7 @@ def trtllm_batch_decode_with_kv_cache(
     request_order_plan: object = None,  # noqa: ARG001 - of any class
     sparse_top_k: int = 0,
     length_aware_schedule: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> GqaArgs:
     """Decode one or more tokens of each request by grouped-query attention over a paged KV cache.
 
     The kernels, and all that is not documented here, are those of
@@ -216,8 +198,7 @@ def trtllm_batch_decode_with_kv_cache(
     )
     keys, cached_values = pair_of(kv_cache, "kv_cache")
     scales = (None, None) if kv_cache_sf is None else pair_of(kv_cache_sf, "kv_cache_sf")
-    is_lse_returned = require_flag(return_lse, "return_lse")
-    args = GqaArgs(
+    return GqaArgs(
         query=converted_query(query, "query", dtype),
         key_cache=keys,
         value_cache=cached_values,
@@ -232,7 +213,7 @@ def trtllm_batch_decode_with_kv_cache(
         out_dtype=dtype,
         is_out_like_query=True,
         lse=lse,
-        return_lse=is_lse_returned or lse is not None,
+        return_lse=require_flag(return_lse, "return_lse") or lse is not None,
         bmm1_scale=natural_scale(bmm1_scale, bmm1_scale_log2, query),
         bmm2_scale=bmm2_scale,
         out_16bit_factor=1.0 if o_scale is None else positive_factor(o_scale, "o_scale"),
@@ -241,7 +222,6 @@ def trtllm_batch_decode_with_kv_cache(
         cum_seq_lens_q=cum_seq_lens_q,
         key_scales=scales[0],
         value_scales=scales[1],
+        enable_pdl=is_pdl_enabled(enable_pdl),
         names=NAMES if cum_seq_lens_q is None else RAGGED_NAMES,
     )
-    outputs = GQA.dispatch(args, is_pdl_enabled(enable_pdl), out)
-    return (outputs[0], outputs[1]) if is_lse_returned else outputs[0]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
+from mlagen.entry_point import OUT, entry_point
 from mlagen.families.common.arguments import (
     INT32_MAX,
     reject,
@@ -17,13 +20,13 @@ from mlagen.families.common.arguments import (
     require_tensor,
     require_whole_number,
 )
-from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.common.memory import require_memory
 from mlagen.families.common.outputs import Computed
 from mlagen.families.mla.args import MlaArgs, canonical_numbers
-from mlagen.families.mla.dispatch import MLA, run_mla
+from mlagen.families.mla.dispatch import MLA
 from mlagen.families.mla.problem import check_problem
 from mlagen.families.workspace import max_workspace_bytes
+from mlagen.mla.direct import run_mla
 from mlagen.mla.flare_kv import (
     Keys,
     PagedKVCache,
@@ -42,8 +45,8 @@ from mlagen.mla.flare_q import (
     ragged_queries,
 )
 from mlagen.mla.masks import CausalMask, Mask, NullMask, empty_bias
-from mlagen.observe.observed import observable
-from mlagen.torch_ops.replayable import replayable
+from mlagen.observe.observed import is_observed, observe
+from mlagen.settings import current_settings
 from mlagen.torch_ops.traced import is_compiling, is_traced
 
 __all__ = ["PagedKVCache", "flare_mla_decoding"]
@@ -58,7 +61,6 @@ _UNBIASED = (NullMask, CausalMask)
 _MAX_UNCHECKED = 1 << 16
 
 
-@observable
 def flare_mla_decoding(
     q: torch.Tensor,
     k: torch.Tensor | PagedKVCache,
@@ -134,6 +136,21 @@ def flare_mla_decoding(
     others = (q_scale, per_token_scale_rope_aware, kv_scales)
     if is_compiling() or is_traced():
         return call_op(q, k, mask, valid_length, scale, output, ragged, num_partitions, *others)
+    if current_settings().observes_calls and not is_observed():
+        given = {
+            "q": q,
+            "k": k,
+            "mask": mask,
+            "valid_length": valid_length,
+            "scale": scale,
+            "output": output,
+            "ragged": ragged,
+            "num_partitions": num_partitions,
+            "q_scale": q_scale,
+            "per_token_scale_rope_aware": per_token_scale_rope_aware,
+            "kv_scales": kv_scales,
+        }
+        return cast("torch.Tensor", observe(flare_mla_decoding, given))
     if isinstance(k, PagedKVCache) and mask.__class__ in _UNBIASED:
         is_causal = mask.__class__ is CausalMask
         cache = (k.blocks, k.block_table, k.cache_lengths, k.scales)
@@ -141,22 +158,11 @@ def flare_mla_decoding(
             q, *cache, is_causal, valid_length, scale, output, ragged, num_partitions, *others
         )
     args, _ = _args_of(q, k, mask, valid_length, scale, output, ragged, num_partitions, *others)
-    result, _ = run_mla(args, enable_pdl=True)
+    (result,) = run_mla(*args)
     return result if output is None else output
 
 
-@replayable(
-    MLA,
-    KeyKinds(
-        tensors="q blocks block_table cache_lengths valid_length",
-        optional="scales output q_scale kv_scales",
-        outputs="output",
-        scales="scale",
-        constants=("is_causal",),
-        options="ragged num_partitions per_token_scale_rope_aware",
-    ),
-    has_op=False,
-)
+@entry_point(MLA, outputs="output", returns=OUT)
 def _decode_paged(
     q: torch.Tensor,
     blocks: torch.Tensor,
@@ -165,15 +171,15 @@ def _decode_paged(
     scales: torch.Tensor | None,
     is_causal: bool,
     valid_length: torch.Tensor | None,
-    scale: float,
+    scale: float | torch.Tensor,
     output: torch.Tensor | None = None,
     ragged: bool = False,
     num_partitions: int | None = None,
     q_scale: torch.Tensor | None = None,
     per_token_scale_rope_aware: bool = False,
     kv_scales: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Decode over a paged cache with a mask that is not materialized."""
+) -> MlaArgs:
+    """Return the arguments of a call over a paged cache with a mask that is not materialized."""
     k, mask = PagedKVCache(blocks, block_table, cache_lengths, scales), _UNBIASED[is_causal]()
     others = (q_scale, per_token_scale_rope_aware, kv_scales)
     args, queries = _args_of(
@@ -193,7 +199,7 @@ def _decode_paged(
         return (*compute(q, keys, as_int32(valid)).computed, _workspace(q.device))
 
     computed = Computed((*queries.computed, args.workspace_buffer), computed_of)
-    return MLA.dispatch(args, True, output, computed)[0]
+    return args._replace(computed=computed)
 
 
 define_op(flare_mla_decoding)
@@ -204,7 +210,7 @@ def _args_of(
     k: torch.Tensor | PagedKVCache,
     mask: Mask,
     valid_length: torch.Tensor | None,
-    scale: float,
+    scale: float | torch.Tensor,
     output: torch.Tensor | None,
     ragged: bool,
     num_partitions: int | None,

@@ -11,7 +11,7 @@ from mlagen.families.common.arguments import reject
 from mlagen.mla.flare_kv import PagedKVCache
 from mlagen.mla.masks import Mask, code_of, mask_of
 from mlagen.torch_ops.outputs import mla_dtype
-from mlagen.torch_ops.traced import as_op, traceable
+from mlagen.torch_ops.traced import Op, as_op, define_ops
 
 
 def define_op(decode: Callable[..., torch.Tensor]) -> None:
@@ -51,7 +51,7 @@ def define_op(decode: Callable[..., torch.Tensor]) -> None:
             kv_scales=kv_scales,
         )
 
-    traceable(_outputs)(flare_mla_decoding)
+    define_ops(flare_mla_decoding, Op(outputs=_outputs))
 
 
 def call_op(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mlagen.entry_point import ALL, entry_point
 from mlagen.errors import ArgumentError
 from mlagen.families.common.arguments import (
     canonical_sinks,
@@ -22,7 +23,6 @@ from mlagen.families.common.arguments import (
     require_tensor,
     shown,
 )
-from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.common.memory import (
     require_memory,
     require_plain,
@@ -36,7 +36,6 @@ from mlagen.mla.plan import DENSE_NAMES, RANK, MlaSettings, settings_of_run
 from mlagen.planned.op import PlannedOp
 from mlagen.planned.plan import Plan, settings_of
 from mlagen.torch_ops.outputs import mla_dtype
-from mlagen.torch_ops.replayable import replayable
 
 _NAMES = MlaArgNames(
     query_rope="q_pe",
@@ -68,22 +67,7 @@ class MlaRun(NamedTuple):
     bmm2_scale: float | None = None
 
 
-@replayable(
-    MLA,
-    KeyKinds(
-        tensors="float_workspace_buffer q_nope ckv_cache *plan.tensors",
-        optional="q_pe kpe_cache out lse ckv_scale_arr sinks",
-        outputs="out lse",
-        length="plan.max_kv_len",
-        constants=("plan.key",),
-        options=(
-            "return_lse return_lse_base_on_e ckv_scale kpe_scale o_scale "
-            "skip_softmax_threshold_scale_factor bmm1_scale bmm2_scale"
-        ),
-    ),
-    returns="outputs",
-    has_op=False,
-)
+@entry_point(MLA, outputs="out lse", returns=ALL, plan="plan")
 def run_planned(
     plan: Plan[MlaSettings],
     float_workspace_buffer: torch.Tensor,
@@ -103,8 +87,8 @@ def run_planned(
     skip_softmax_threshold_scale_factor: float | None = None,
     bmm1_scale: float | None = None,
     bmm2_scale: float | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """Compute a run, whose tensors are checked against its plan; returns the requested outputs.
+) -> MlaArgs:
+    """Return the arguments of a run, whose tensors are checked against its plan.
 
     A query in one tensor is ``q_nope`` without ``q_pe``, and a cache likewise. The output is
     divided by ``o_scale``.
@@ -129,8 +113,7 @@ def run_planned(
         bmm1_scale,
         bmm2_scale,
     )
-    args = _args_of(plan, float_workspace_buffer, run)
-    return MLA.dispatch(args, plan.settings.enable_pdl, out)
+    return _args_of(plan, float_workspace_buffer, run)
 
 
 def _args_of(plan: Plan[MlaSettings], workspace: torch.Tensor, run: MlaRun) -> MlaArgs:
@@ -196,6 +179,7 @@ def _args_of(plan: Plan[MlaSettings], workspace: torch.Tensor, run: MlaRun) -> M
         kv_indptr=requests.kv_indptr,
         out_shape=(*shape[:2], settings.head_dim_ckv),
         is_planned=settings.contract is not None,
+        enable_pdl=settings.enable_pdl,
         names=_NAMES._replace(
             query="query" if run.q_pe is None else "q_nope",
             kv_cache="kv_cache" if run.kpe_cache is None else "ckv_cache",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from mlagen.entry_point import OUT_AND_LSE, entry_point
 from mlagen.families.common.arguments import (
     is_pdl_enabled,
     require_whole_number,
     unwrap_sinks,
 )
-from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.dispatch import MLA
 from mlagen.mla.trtllm_keywords import (
@@ -21,35 +21,17 @@ from mlagen.mla.trtllm_keywords import (
     query_parts,
     separate_values,
 )
-from mlagen.observe.observed import observable
 from mlagen.torch_ops.outputs import mla_outputs
-from mlagen.torch_ops.replayable import replayable
-from mlagen.torch_ops.traced import traceable
+from mlagen.torch_ops.traced import Op
 
 
-@traceable(mla_outputs, has_lse=True)
-@observable
-@replayable(
+@entry_point(
     MLA,
-    KeyKinds(
-        pairs="query",
-        tensors="kv_cache workspace_buffer block_tables",
-        groups="sinks",
-        optional=(
-            "seq_lens out lse cum_seq_lens_q sparse_mla_top_k_lens multi_ctas_kv_counter_buffer "
-            "causal_seqlens_kv_global"
-        ),
-        outputs="out lse",
-        scales="bmm1_scale bmm2_scale",
-        length="max_seq_len",
-        ints="qk_nope_head_dim kv_lora_rank qk_rope_head_dim sparse_mla_top_k",
-        options=(
-            "skip_softmax_threshold_scale_factor enable_pdl backend is_var_seq "
-            "uses_shared_paged_kv_idx return_lse cute_dsl_impl kv_scale_format max_q_len "
-            "enable_dcp cp_world cp_rank use_fp16_softmax return_lse_base"
-        ),
-    ),
-    returns="outputs if len(outputs) > 1 else outputs[0]",
+    outputs="out lse",
+    returns=OUT_AND_LSE,
+    ignored="qk_nope_head_dim is_var_seq",
+    length="max_seq_len",
+    op=Op(outputs=mla_outputs, has_lse=True),
 )
 def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -85,7 +67,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     causal_seqlens_kv_global: torch.Tensor | None = None,
     use_fp16_softmax: bool | None = None,
     return_lse_base: str | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> MlaArgs:
     """Decode one step of multi-head latent attention over a paged KV cache.
 
     The first call compiles the kernel, and later calls and processes load it from the on-disk
@@ -236,7 +218,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     lengths, top_k_lens = lengths_of(*given, is_sparse=is_sparse, has_dcp=bool(enable_dcp))
     if top_k:  # the top-k indices name this rank's tokens, without a causal mask
         fields = {name: fields[name] for name in ("return_lse", "return_lse_base")}
-    args = MlaArgs(
+    return MlaArgs(
         query=latent,
         kv_cache=kv_cache,
         workspace_buffer=workspace_buffer,
@@ -256,8 +238,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         top_k_lens=top_k_lens,
         query_rope=rope,
         value_cache=separate_values(kv_cache, block_tables, uses_shared_paged_kv_idx, top_k),
+        enable_pdl=is_pdl_enabled(pdl),
         names=names,
         **fields,
     )
-    outputs = MLA.dispatch(args, is_pdl_enabled(pdl), out)
-    return (outputs[0], outputs[1]) if len(outputs) > 1 else outputs[0]

@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from mlagen.entry_point import OUT, entry_point
 from mlagen.families.common.arguments import is_pdl_enabled, unwrap_sinks
-from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.dispatch import MLA
-from mlagen.observe.observed import observable
 from mlagen.torch_ops.outputs import mla_outputs
-from mlagen.torch_ops.replayable import replayable
-from mlagen.torch_ops.traced import traceable
+from mlagen.torch_ops.traced import Op
 
 
-@traceable(lambda given: mla_outputs(given)[:1])
-@observable
-@replayable(
+@entry_point(
     MLA,
-    KeyKinds(
-        tensors="query kv_cache workspace_buffer block_tables seq_lens",
-        groups="sinks",
-        optional="out",
-        outputs="out",
-        scales="bmm1_scale bmm2_scale",
-        length="max_seq_len",
-        ints="qk_nope_head_dim kv_lora_rank qk_rope_head_dim",
-        options="enable_pdl",
-    ),
+    outputs="out",
+    returns=OUT,
+    ignored="qk_nope_head_dim",
+    length="max_seq_len",
+    op=Op(outputs=lambda given: mla_outputs(given)[:1]),
 )
 def xqa_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
@@ -44,7 +35,7 @@ def xqa_batch_decode_with_kv_cache_mla(
     bmm2_scale: float | torch.Tensor = 1.0,
     sinks: torch.Tensor | list[torch.Tensor] | None = None,
     enable_pdl: bool | None = None,
-) -> torch.Tensor:
+) -> MlaArgs:
     """Decode one step of multi-head latent attention over a paged KV cache.
 
     As :func:`mlagen.mla.trtllm_batch_decode_with_kv_cache_mla`, which documents the arguments; only
@@ -90,7 +81,7 @@ def xqa_batch_decode_with_kv_cache_mla(
     Signature of ``flashinfer.decode.xqa_batch_decode_with_kv_cache_mla``, which multiplies the
     scores by ``bmm1_scale * bmm2_scale``.
     """
-    args = MlaArgs(
+    return MlaArgs(
         query=query,
         kv_cache=kv_cache,
         workspace_buffer=workspace_buffer,
@@ -103,6 +94,5 @@ def xqa_batch_decode_with_kv_cache_mla(
         bmm1_scale=bmm1_scale,
         bmm2_scale=bmm2_scale,
         sinks=unwrap_sinks(sinks),
+        enable_pdl=is_pdl_enabled(enable_pdl),
     )
-    outputs = MLA.dispatch(args, is_pdl_enabled(enable_pdl), out)
-    return outputs[0]

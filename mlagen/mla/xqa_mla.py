@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from mlagen.entry_point import NOTHING, entry_point
 from mlagen.families.common.arguments import is_pdl_enabled, require_tensor, require_whole_number
-from mlagen.families.common.call_key import KeyKinds
 from mlagen.families.common.xqa_arguments import (
     MLA_KV_LORA_RANK,
     check_mla_caches,
@@ -15,10 +15,8 @@ from mlagen.families.common.xqa_arguments import (
 )
 from mlagen.families.mla.args import MlaArgNames, MlaArgs
 from mlagen.families.mla.dispatch import MLA
-from mlagen.observe.observed import observable
 from mlagen.torch_ops.outputs import unused_by_xqa, xqa_mla_outputs
-from mlagen.torch_ops.replayable import replayable
-from mlagen.torch_ops.traced import traceable
+from mlagen.torch_ops.traced import Op
 
 _NAMES = MlaArgNames(
     query="q",
@@ -32,19 +30,11 @@ _NAMES = MlaArgNames(
 )
 
 
-@traceable(xqa_mla_outputs, constants=unused_by_xqa)
-@observable
-@replayable(
+@entry_point(
     MLA,
-    KeyKinds(
-        tensors="q k_cache v_cache workspace_buffer page_table seq_lens semaphores",
-        optional="output",
-        outputs="output",
-        scales="q_scale kv_scale",
-        ints="page_size",
-        options="sm_count enable_pdl",
-    ),
-    returns="None",
+    outputs="output",
+    returns=NOTHING,
+    op=Op(outputs=xqa_mla_outputs, constants=unused_by_xqa),
 )
 def xqa_mla(
     q: torch.Tensor,
@@ -60,7 +50,7 @@ def xqa_mla(
     kv_scale: float | torch.Tensor = 1.0,
     sm_count: int | None = None,
     enable_pdl: bool | None = None,
-) -> None:
+) -> MlaArgs:
     """Decode one token of each request by multi-head latent attention, into ``output``.
 
     The scores are ``q_scale * kv_scale * (Q K^T)``, without a factor of the head dimension, and the
@@ -113,7 +103,7 @@ def xqa_mla(
     check_unused(q, semaphores, sm_count)
     require_tensor(output, "output")
     is_separate = check_mla_caches(q, k_cache, v_cache, page_size=page_size)
-    args = MlaArgs(
+    return MlaArgs(
         query=q,
         kv_cache=k_cache,
         workspace_buffer=workspace_buffer,
@@ -127,6 +117,6 @@ def xqa_mla(
         bmm2_scale=kv_scale,
         bmm2_scales_scores=True,
         value_cache=v_cache if is_separate else None,
+        enable_pdl=is_pdl_enabled(enable_pdl),
         names=_NAMES,
     )
-    MLA.dispatch(args, is_pdl_enabled(enable_pdl), output)

@@ -1,6 +1,6 @@
-"""Entry points with a log and dumps of their calls: ``MLAGEN_LOG=api`` and ``MLAGEN_DUMP``.
+"""Log and dumps of calls: ``MLAGEN_LOG=api`` and ``MLAGEN_DUMP``.
 
-An entry point is wrapped at its import if a variable requests it, and is itself otherwise.
+Every entry point reads at each call whether the settings request them.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import os
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,7 +23,7 @@ from mlagen.observe.dump_files import DumpFolder
 from mlagen.observe.log import log_call
 from mlagen.runtime.capture import is_capturing
 from mlagen.runtime.launch_record import record_launches
-from mlagen.settings import current_settings, observes_calls
+from mlagen.settings import current_settings
 from mlagen.spec.kernel import KernelSpec
 from mlagen.torch_ops.traced import is_compiling, is_traced
 
@@ -33,50 +34,80 @@ NO_KERNEL = "no kernel"
 
 # Methods that set what the runs of a wrapper depend on, with their part of a dump.
 _SETUP = {"__init__": "init", "plan": "plan"}
-METHODS = (*_SETUP, "run")
 
 _logger = logging.getLogger("mlagen")
 
 _setups: weakref.WeakKeyDictionary[object, dict[str, CallDocument]] = weakref.WeakKeyDictionary()
 
 
-def observable(entry: FunctionT) -> FunctionT:
-    """Return an entry point or wrapper, with the log and dumps that the environment requests."""
-    if not observes_calls(os.environ):
-        return entry
-    if isinstance(entry, type):
-        for name in METHODS:
-            setattr(entry, name, observed(getattr(entry, name)))
-        return entry
-    return observed(entry)
+class _Thread(threading.local):
+    """Whether the call of this thread is observed already, as part of another one."""
+
+    is_observed = False
+
+
+_thread = _Thread()
+
+
+def is_observed() -> bool:
+    """Whether this call is part of one that is observed."""
+    return _thread.is_observed
+
+
+def observable(wrapper: type) -> type:
+    """Return a wrapper class whose construction, plans and runs are observed.
+
+    Construction decides whether the instance observes its runs, so that others cost nothing more.
+    """
+    construct = wrapper.__init__  # type: ignore[misc]
+
+    @functools.wraps(construct)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        if not is_compiling() and current_settings().observes_calls:
+            self.run = MethodType(observed(type(self).run), self)
+
+    setattr(wrapper, "__init__", observed(init))  # noqa: B010 - for mypy
+    setattr(wrapper, "plan", observed(wrapper.plan))  # type: ignore[attr-defined] # noqa: B010
+    return wrapper
 
 
 def observed(function: FunctionT) -> FunctionT:
-    """Return a function that logs and dumps its calls, except those that a compiler traces."""
+    """Return a function whose calls are observed, except those that a compiler traces."""
 
     # A compiler reads what it closes over, and knows functions only.
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or is_traced():
+        if is_compiling() or is_traced() or not current_settings().observes_calls:
             return function(*args, **kwargs)
-        return _observe(function, args, kwargs)
+        if is_observed():
+            return function(*args, **kwargs)
+        try:
+            arguments = _signature_of(function).bind(*args, **kwargs).arguments
+        except TypeError:
+            return function(*args, **kwargs)  # raises it under the function's own name
+        return observe(function, arguments, lambda: function(*args, **kwargs))
 
     return cast("FunctionT", call)
 
 
-def _observe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    signature = _signature_of(function)
+def observe(
+    function: Callable[..., Any],
+    arguments: Mapping[str, object],
+    compute: Callable[[], Any] | None = None,
+) -> Any:
+    """Return the result of a function, whose call is logged and dumped."""
+    observation = _begin(function.__name__, dict(arguments), _signature_of(function))
+    _thread.is_observed = True
     try:
-        arguments = dict(signature.bind(*args, **kwargs).arguments)
-    except TypeError:
-        return function(*args, **kwargs)  # raises it under the function's own name
-    observation = _begin(function.__name__, arguments, signature)
-    with record_launches() as launched:
-        try:
-            result = function(*args, **kwargs)
-        except Exception as error:
-            _end(observation, launched, error=error)
-            raise
+        with record_launches() as launched:
+            try:
+                result = function(**arguments) if compute is None else compute()
+            except Exception as error:
+                _end(observation, launched, error=error)
+                raise
+    finally:
+        _thread.is_observed = False
     _end(observation, launched, result=result)
     return result
 

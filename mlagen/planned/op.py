@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from mlagen.families.common.arguments import require_flag
-from mlagen.observe.observed import observable
+from mlagen.observe.observed import observed
 from mlagen.planned.metadata import Requests
 from mlagen.planned.plan import Plan
 from mlagen.torch_ops.library import Shape
-from mlagen.torch_ops.traced import as_op, traceable
+from mlagen.torch_ops.traced import Op, as_op, traceable
 
 # The parts of a plan: the text of its settings, its tensors, and the sizes of its requests, which
 # are symbols in a graph that serves several plans.
@@ -77,7 +77,8 @@ class PlannedOp:
         others = [parameter for parameter in own if parameter.default is not Parameter.empty]
         vars(entry)["__signature__"] = inspect.Signature([workspace, *required, *parts, *others])
         entry.__name__ = name
-        self.entry = traceable(outputs, has_lse=True, fills_lse=True)(observable(entry))
+        op = Op(outputs=outputs, has_lse=True, fills_lse=True)
+        self.entry = traceable(op)(observed(entry))
         self._order = (*(p.name for p in required), *_PARTS, *(p.name for p in others))
 
     def call(

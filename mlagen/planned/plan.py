@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from mlagen.families.common.call_cache import store_bounded
+from mlagen.families.common.launchers import store_bounded
 from mlagen.planned.metadata import Requests
 
 SettingsT = TypeVar("SettingsT")

@@ -11,6 +11,7 @@ import torch
 
 from mlagen.errors import DriverError
 from mlagen.runtime.device import bind_context
+from mlagen.runtime.launch_record import records, report
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.packing import HEAD_BYTES
 from mlagen.runtime.partition import TooManyCtasError, exceeds_sms
@@ -111,6 +112,8 @@ def launch(
     """
     packed = Launch(kernel, num_ctas, values)
     packed.enqueue(enable_pdl)
+    if records:
+        report([kernel.spec])
     return packed
 
 

@@ -1,49 +1,39 @@
-"""Record of the kernels that a call launches, for the log and the dumps of calls.
+"""Record of the kernels that the calls of a thread launch, for the log and the dumps of calls.
 
-The first record replaces :meth:`Launch.enqueue`, so that a process without one pays nothing.
+What enqueues launches reports their kernels to the open records: ``if records: report(...)``.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from mlagen.runtime.launch import Launch
 from mlagen.spec.kernel import KernelSpec
 
-
-class _Thread(threading.local):
-    """The record in progress of one thread."""
-
-    def __init__(self) -> None:
-        self.kernels: list[KernelSpec] | None = None
-
-
-_thread = _Thread()
-_enqueue = Launch.enqueue
+records: dict[int, list[KernelSpec]] = {}  # by thread; empty while no call is recorded
 
 
 @contextmanager
 def record_launches() -> Iterator[list[KernelSpec]]:
     """Yield a list that gets each kernel that this thread launches, once; records may nest."""
-    Launch.enqueue = _recorded_enqueue  # type: ignore[method-assign,assignment]
-    outer = _thread.kernels
-    kernels: list[KernelSpec] = []
-    _thread.kernels = kernels
+    thread = threading.get_ident()
+    outer = records.get(thread)
+    kernels = records[thread] = []
     try:
         yield kernels
     finally:
-        _thread.kernels = outer
-        for spec in kernels:
-            _add(outer, spec)
+        del records[thread]
+        if outer is not None:
+            records[thread] = outer
+            _add(outer, kernels)
 
 
-def _recorded_enqueue(launch: Launch, enable_pdl: bool) -> None:
-    _enqueue(launch, enable_pdl)
-    _add(_thread.kernels, launch.kernel.spec)
+def report(specs: Sequence[KernelSpec]) -> None:
+    """Add kernels whose launches are enqueued to the record of this thread, if it has one."""
+    if (kernels := records.get(threading.get_ident())) is not None:
+        _add(kernels, specs)
 
 
-def _add(kernels: list[KernelSpec] | None, spec: KernelSpec) -> None:
-    if kernels is not None and spec not in kernels:
-        kernels.append(spec)
+def _add(kernels: list[KernelSpec], specs: Sequence[KernelSpec]) -> None:
+    kernels.extend(spec for spec in dict.fromkeys(specs) if spec not in kernels)

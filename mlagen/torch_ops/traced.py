@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from mlagen.families.common.memory import require_memory
 from mlagen.torch_ops.library import EntryOp, Shape, define
 from mlagen.torch_ops.schema import arguments_of, flatten_args
 
-__all__ = ["as_op", "is_compiling", "is_traced", "require_eager_memory", "traceable"]
+__all__ = ["Op", "as_op", "define_ops", "is_compiling", "is_traced", "require_eager_memory"]
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -44,44 +45,48 @@ def require_eager_memory(**tensors: object) -> None:
             require_memory(tensor, name)
 
 
-def traceable(
-    outputs: Callable[[dict[str, Any]], Sequence[Shape]],
-    *,
-    has_lse: bool = False,
-    fills_lse: bool = False,
-    constants: Callable[[torch.Tensor], dict[str, Any]] | None = None,
-) -> Callable[[FunctionT], FunctionT]:
-    """Return a decorator that defines the ops of an entry point, and returns it unchanged.
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """What the ops of an entry point need to know."""
 
-    ``outputs`` maps its arguments to its outputs, and ``constants`` maps the workspace to further
-    arguments.
-    """
+    outputs: Callable[[dict[str, Any]], Sequence[Shape]]  # of the entry point's arguments
+    has_lse: bool = False
+    fills_lse: bool = False  # a given LSE is written, requested or not
+    constants: Callable[[torch.Tensor], dict[str, Any]] | None = None  # arguments, of the workspace
+
+
+def traceable(op: Op) -> Callable[[FunctionT], FunctionT]:
+    """Return a decorator that defines the ops of a function, and returns it unchanged."""
 
     def decorate(function: FunctionT) -> FunctionT:
-        name = function.__name__
-        parameters = tuple(inspect.signature(function).parameters)
-        out_name = "output" if "output" in parameters else "out"
-
-        def compute(
-            given: dict[str, Any],
-            workspace: torch.Tensor,
-            out: torch.Tensor,
-            lse: torch.Tensor | None = None,
-        ) -> None:
-            others = {} if constants is None else constants(workspace)
-            if lse is not None and given.get("return_lse", True):
-                others["lse"] = lse
-            if "workspace_buffer" in parameters:
-                others["workspace_buffer"] = workspace
-            function(**given, **others, **{out_name: out})
-
-        _ops[name] = define(
-            EntryOp(name, arguments_of(function), outputs, compute, has_lse, fills_lse)
-        )
-        _parameters[name] = parameters
+        define_ops(function, op)
         return function
 
     return decorate
+
+
+def define_ops(function: Callable[..., Any], op: Op) -> None:
+    """Define the ops of an entry point, by its name."""
+    name = function.__name__
+    parameters = tuple(inspect.signature(function).parameters)
+    out_name = "output" if "output" in parameters else "out"
+
+    def compute(
+        given: dict[str, Any],
+        workspace: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        others = {} if op.constants is None else op.constants(workspace)
+        if lse is not None and given.get("return_lse", True):
+            others["lse"] = lse
+        if "workspace_buffer" in parameters:
+            others["workspace_buffer"] = workspace
+        function(**given, **others, **{out_name: out})
+
+    arguments = arguments_of(function)
+    _ops[name] = define(EntryOp(name, arguments, op.outputs, compute, op.has_lse, op.fills_lse))
+    _parameters[name] = parameters
 
 
 def as_op(name: str, *values: Any) -> Any:

@@ -17,8 +17,7 @@ import torch
 import mlagen.mla
 from mlagen.errors import MlagenError
 from mlagen.families.common import launchers, outputs
-from mlagen.families.common.call_cache import CallCache
-from mlagen.families.common.dispatch import DecodeCalls
+from mlagen.families.common.dispatch import Dispatcher
 from mlagen.families.gqa.dispatch import GQA
 from mlagen.families.mla.dispatch import MLA
 from mlagen.mla import flare, flare_q
@@ -97,7 +96,7 @@ class Row:
     """An entry point, with a call of few launches."""
 
     run: Callable[..., object]
-    calls: DecodeCalls[Any, Any]
+    calls: Dispatcher[Any, Any]
     build: Callable[[], dict[str, Any]]  # the arguments
     tensors: str  # the tensor arguments, which checks and launches depend on
     max_files: int = 5  # of a replay
@@ -169,7 +168,7 @@ _GQA_TENSORS = "query kv_cache[0] kv_cache[1] workspace_buffer block_tables seq_
 _FLARE_TENSORS = "q blocks block_table cache_lengths valid_length output"
 
 
-def _row(name: str, calls: DecodeCalls[Any, Any], tensors: str) -> Row:
+def _row(name: str, calls: Dispatcher[Any, Any], tensors: str) -> Row:
     case = MLA_CASE if calls is MLA else GQA_CASE
     return Row(ENTRY_POINTS[name].function, calls, lambda: _given(name, case), tensors)
 
@@ -201,8 +200,8 @@ class EntryPoint:
 
     row: Row
     launches: Launches
-    signatures: list[object] = field(default_factory=list)  # read by calls
-    runs: list[object] = field(default_factory=list)  # calls without a replay
+    plans: list[object] = field(default_factory=list)  # made by calls
+    dispatches: list[object] = field(default_factory=list)  # calls without a replay
 
     def call(self, arguments: dict[str, Any]) -> object:
         """Compute a call."""
@@ -220,7 +219,8 @@ class EntryPoint:
     def uncached_outcome(self, arguments: dict[str, Any]) -> str:
         """Return the same with an empty call cache; the present cache is unchanged."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.row.calls, "cache", CallCache())
+            patch.setattr(self.row.calls, "_replays", {})
+            patch.setattr(self.row.calls, "_guarded", {})
             return self.outcome(arguments)
 
     def require_independent(self, one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -232,17 +232,17 @@ class EntryPoint:
             assert self.outcome(other) == different
             assert self.outcome(one) == first
 
-    def reads_signature(self, arguments: dict[str, Any]) -> bool:
-        """Whether a call reads the signature of its arguments."""
-        self.signatures.clear()
+    def is_planned(self, arguments: dict[str, Any]) -> bool:
+        """Whether a call is validated and planned."""
+        self.plans.clear()
         self.row.run(**arguments)
-        return self.signatures != []
+        return self.plans != []
 
     def is_replayed(self, arguments: dict[str, Any]) -> bool:
         """Whether a call is replayed."""
-        self.runs.clear()
+        self.dispatches.clear()
         self.row.run(**arguments)
-        return self.runs == []
+        return self.dispatches == []
 
 
 def make_entry_point(monkeypatch: Patch, row: Row) -> EntryPoint:
@@ -250,17 +250,18 @@ def make_entry_point(monkeypatch: Patch, row: Row) -> EntryPoint:
     launches = record_launches(monkeypatch)
     calls = row.calls
     entry_point = EntryPoint(row=row, launches=launches)
-    validate, signature_of, run = calls.validate, calls.signature_of, calls.run
+    validate, plan, run = calls.family.validate, calls.plan, calls.run
 
     def on_gpu(args: Any) -> Any:
-        return replace(validate(args), device=torch.device("cuda", 0))
+        args, problem = validate(args)
+        return args, replace(problem, device=torch.device("cuda", 0))
 
-    def read_signature(args: Any) -> Any:
-        entry_point.signatures.append(signature_of(args))
-        return entry_point.signatures[-1]
+    def count_plan(*given: Any) -> Any:
+        entry_point.plans.append(None)
+        return plan(*given)
 
     def count_run(*given: Any) -> Any:
-        entry_point.runs.append(None)  # tensors of the call may be freed
+        entry_point.dispatches.append(None)  # tensors of the call may be freed
         return run(*given)
 
     def new_output(shape: tuple[int, ...], dtype: torch.dtype, _: object) -> torch.Tensor:
@@ -275,10 +276,11 @@ def make_entry_point(monkeypatch: Patch, row: Row) -> EntryPoint:
 
     for module in (flare, flare_q):
         monkeypatch.setattr(module, "compute_padded", compute_padded)
-    monkeypatch.setattr(calls, "validate", on_gpu)
-    monkeypatch.setattr(calls, "signature_of", read_signature)
+    monkeypatch.setattr(calls.family, "validate", on_gpu)
+    monkeypatch.setattr(calls, "plan", count_plan)
     monkeypatch.setattr(calls, "run", count_run)
-    monkeypatch.setattr(calls, "cache", CallCache())
+    monkeypatch.setattr(calls, "_replays", {})
+    monkeypatch.setattr(calls, "_guarded", {})
     monkeypatch.setattr(outputs, "new_output", new_output)
     monkeypatch.setattr(launchers, "scratch_offset", lambda *_: 0)
     current_settings.cache_clear()

@@ -74,6 +74,7 @@ class _Replay(NamedTuple):
 
     recorded: Launches
     launch: Launch
+    kernel: LoadedKernel
 
     def enqueue(self, enable_pdl: bool) -> None:
         self.recorded.append(self.launch._replace(enable_pdl=enable_pdl))
@@ -111,7 +112,7 @@ def record_launches(monkeypatch: Patch, *, arch: Arch = H200) -> Launches:
         floats = [field.name for field in fields if field.code == "f" and not field.is_constant]
         named |= zip(floats, values[-len(floats) :], strict=True)  # before rounding to float32
         recorded.append(Launch(kernel.spec.family, blocks, enable_pdl, named))
-        return _Replay(recorded, recorded[-1])
+        return _Replay(recorded, recorded[-1], kernel)
 
     def loaded(spec: KernelSpec, _: int) -> LoadedKernel:
         return LoadedKernel(spec, 0, ParameterPacking(spec), None, None)
@@ -177,11 +178,12 @@ def launched(args: Any, launches: Launches, kernel: str = "sm80") -> Launched:
     """Run a call on CPU tensors as if on the GPU, and return its part of the recorded launches."""
     is_mla = isinstance(args, MlaArgs)
     calls: Any = mla_call.MLA if is_mla else gqa_call.GQA
-    request = calls.validate(args)
+    args, request = calls.family.validate(args)
     on_gpu = replace(request, device=torch.device("cuda", 0))
     setting = {"mla_kernel" if is_mla else "gqa_kernel": kernel}
     settings = replace(current_settings(), **setting)  # type: ignore[arg-type]
+    args = args._replace(enable_pdl=True)
     call = replace(calls.plan(args, on_gpu, settings), problem=request)
     before = len(launches)
-    outputs = calls.launch(call, args, enable_pdl=True)
+    outputs = calls.launch(call, args)
     return Launched(call, outputs[0], launches[before:])

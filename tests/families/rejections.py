@@ -13,7 +13,7 @@ import torch
 
 from mlagen.errors import ArgumentError
 from mlagen.families.mla.args import MlaArgNames, MlaArgs
-from mlagen.families.mla.dispatch import run_mla
+from mlagen.mla.direct import run_mla
 from tests.problems.entry_points import ENTRY_POINTS
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase
@@ -69,7 +69,7 @@ FORMAT = re.compile(r"\w[^\n]*: expected [^\n]+, got [^\n]+")
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "run_mla": lambda **args: run_mla(MlaArgs(**args), enable_pdl=True),
+    "run_mla": lambda **args: run_mla(*MlaArgs(**args)),
     **{name: entry.function for name, entry in ENTRY_POINTS.items()},
 }
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mlagen.errors import CaptureError
-from mlagen.families.mla.dispatch import run_mla
 from mlagen.mla import MLAPlanMetadata
+from mlagen.mla.direct import run_mla
 from mlagen.settings import current_settings
 from tests.families.launches import Case
 from tests.families.rejections import MLA_CASES, Row, Rows, broken, check, put, valid_call
@@ -104,7 +104,7 @@ def test_valid_contents_pass(case: Case) -> None:
     problem = case.build("cpu")
 
     if isinstance(problem, MlaProblem):
-        out, _ = run_mla(problem.inputs(), enable_pdl=True)
+        (out,) = run_mla(*problem.inputs())
     else:
         out = decode_gqa(problem)
 
@@ -155,7 +155,7 @@ def test_top_k_lengths_replace_sequence_lengths() -> None:
     """With top-k lengths, sequence lengths are neither read nor checked."""
     problem = MLA_CASES["sparse"].build("cpu")
 
-    out, _ = run_mla(problem.inputs(seq_lens=ints(-5, 2**31 - 1)), enable_pdl=True)
+    (out,) = run_mla(*problem.inputs(seq_lens=ints(-5, 2**31 - 1)))
 
     problem.check(out)
 

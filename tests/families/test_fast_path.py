@@ -33,11 +33,11 @@ def test_other_addresses_need_no_signature(entry_point: EntryPoint) -> None:
     calls = [changed(arguments, name, torch.clone) for _ in range(3)]
     expected = [entry_point.uncached_outcome(call) for call in calls]
     entry_point.outcome(arguments)
-    entry_point.signatures.clear()
+    entry_point.plans.clear()
 
     outcomes = [[entry_point.outcome(call) for call in calls] for _ in range(3)]
 
-    assert entry_point.signatures == []
+    assert entry_point.plans == []
     assert len(set(expected)) == 3
     assert outcomes == [expected] * 3
 
@@ -109,8 +109,8 @@ def test_which_calls_have_a_replay(
     first = entry_point.outcome(arguments)
 
     assert (entry_point.row.family if changes else entry_point.row.kernel) in first
-    assert len(entry_point.signatures) == len(entry_point.runs) == 1
-    assert not entry_point.reads_signature(arguments)
+    assert len(entry_point.plans) == len(entry_point.dispatches) == 1
+    assert not entry_point.is_planned(arguments)
     assert entry_point.is_replayed(arguments) is has_replay
     assert not has_replay or entry_point.outcome(arguments) == first
 

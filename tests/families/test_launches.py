@@ -171,13 +171,13 @@ def test_a_workspace_too_small_is_rejected_with_both_sizes(
 def test_a_number_beyond_float32_is_rejected_at_a_cached_call(
     case: Case, scale: float, shown: str, launches: Launches
 ) -> None:
-    """A cached call rejects an invalid float too, though signatures contain no floats."""
+    """A cached call rejects an invalid float too, though launchers fix no floats."""
     args, calls = args_of(case), MLA if isinstance(case, MlaCase) else GQA
     call: Any = launched(args, launches).call
     launches.clear()
 
     with pytest.raises(ArgumentError) as caught:
-        calls.launch(call, args._replace(bmm1_scale=scale), enable_pdl=True)
+        calls.launch(call, args._replace(bmm1_scale=scale))
 
     assert str(caught.value) == f"bmm1_scale: expected a number that float32 can hold, got {shown}"
     assert launches == []
@@ -199,12 +199,12 @@ def test_a_cached_call_checks_pointers_and_encodes_maps_of_new_caches(
     shifted = torch.zeros(args.kv_cache.numel() + 1, dtype=torch.bfloat16)[1:]
     launches.clear()
     with pytest.raises(ArgumentError, match=r"^kv_cache"):
-        call.launch(args._replace(kv_cache=shifted.view_as(args.kv_cache)), False, out)
+        call.launch(args._replace(kv_cache=shifted.view_as(args.kv_cache)), out)
     assert launches == []
 
     other = args.kv_cache.clone()
     for cache in (args.kv_cache, other, other):
-        call.launch(args._replace(kv_cache=cache), False, out)
+        call.launch(args._replace(kv_cache=cache), out)
 
     assert encoded == [other.data_ptr(), other.data_ptr() + 1024, other.data_ptr()]
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from mlagen.families.gqa.dispatch import GQA
-from mlagen.families.mla.dispatch import run_mla
+from mlagen.mla.direct import run_mla
 from mlagen.runtime import partition
 from mlagen.runtime.device import checked
 from tests.problems.entry_points import decode, decode_gqa
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaProblem, mla_case
-from tests.sm90_tiles import needs_sm90, sm90_kernels
+from tests.sm90_tiles import launchers_of, needs_sm90, sm90_kernels
 
 driver = pytest.importorskip("cuda.bindings.driver")
 
@@ -71,7 +71,7 @@ def inside(stream: torch.cuda.Stream, call: Callable[[], Any]) -> Any:
 
 def compute(problem: MlaProblem) -> tuple[torch.Tensor, torch.Tensor]:
     """Return output and LSE."""
-    out, lse = run_mla(problem.inputs(return_lse=True), enable_pdl=True)
+    out, lse = run_mla(*problem.inputs(return_lse=True))
     assert lse is not None
     return out, lse
 
@@ -117,12 +117,12 @@ def test_a_graph(stream: torch.cuda.Stream) -> None:
     problem = CASES["e4m3"].build("cuda")
     out, lse = inside(stream, lambda: compute(problem))
     inputs = problem.inputs(return_lse=True, out=out, lse=lse)
-    inside(stream, lambda: run_mla(inputs, enable_pdl=True))
+    inside(stream, lambda: run_mla(*inputs))
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(3):
-            run_mla(inputs, enable_pdl=True)
+            run_mla(*inputs)
     for tensor in (out, lse):
         tensor.fill_(float("nan"))
 
@@ -139,7 +139,7 @@ def test_gqa(
     """GQA grids, which the driver would accept, are planned for the SMs of their context."""
     monkeypatch.setattr(partition, "partitioned_gpus", set())
     monkeypatch.setattr(partition, "_whole_streams", set())
-    GQA.cache.clear()
+    GQA.clear()
     problem = GqaCase(seq_lens=(9000, 70, 0), group=group, page_size=64, kv=kv).build("cuda")
     before = decode_gqa(problem)
 
@@ -148,10 +148,9 @@ def test_gqa(
 
     problem.check(before)
     assert torch.equal(before, decode_gqa(problem))
-    launchers: Any = GQA.cache.launchers
-    grids = {sms: launcher.plan.num_ctas for (sms, _), launcher in launchers.items()}
-    (sms,) = set(grids) - {partition.WHOLE_GPU}
-    assert grids[sms] <= sms < grids[partition.WHOLE_GPU]
+    sms = inside(stream, lambda: partition.partition_of(problem.query))
+    in_context, whole = sorted(launcher.plan.num_ctas for launcher in launchers_of(GQA))
+    assert in_context <= sms < whole
 
 
 def test_a_graph_of_gqa(stream: torch.cuda.Stream) -> None:

@@ -14,6 +14,7 @@ from tests.problems.entry_points import ENTRY_POINTS, compute, decode
 from tests.problems.gqa import KINDS as GQA_KINDS
 from tests.problems.gqa import SOME_KINDS
 from tests.problems.mla import KINDS, MlaCase, mla_case
+from tests.sm90_tiles import launchers_of
 
 _FAR_BACK = -20_000_000
 
@@ -53,7 +54,7 @@ DESCENDING: list[tuple[str, dict[str, Any]]] = [
 def test_descending_offsets(length: int, name: str, facts: dict[str, Any]) -> None:
     """A sequence that ends before it begins affects no other; sm90 kernels write nothing then."""
     entry = ENTRY_POINTS[name]
-    calls = (mla_dispatch.MLA if name == "trtllm" else gqa_dispatch.GQA).cache
+    calls: Any = mla_dispatch.MLA if name == "trtllm" else gqa_dispatch.GQA
     problem = entry.build("cuda", seq_lens=(length, 100, 70), q_lens=(2, 0, 1), **facts)
     calls.clear()
     right = entry.run(problem)
@@ -63,7 +64,7 @@ def test_descending_offsets(length: int, name: str, facts: dict[str, Any]) -> No
         entry.run(problem, offsets=torch.tensor(ends, dtype=torch.int32, device="cuda"), out=out)
 
         # In sparse calls every query token is a sequence; offsets only select its length.
-        newest: Any = list(calls.launchers.values())[-1]
+        newest = launchers_of(calls)[-1]
         is_left = not facts.get("top_k") and "sm90" in newest.decode.spec.family
         assert (out == 7.0).all() if is_left else torch.equal(out[:2], right[:2]), ends
 

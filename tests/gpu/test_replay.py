@@ -16,7 +16,6 @@ from mlagen.mla import (
     BatchMLAPagedAttentionWrapper,
     trtllm_batch_decode_with_kv_cache_mla,
 )
-from mlagen.observe.observed import observed
 from tests.device_sync import no_device_sync
 from tests.observed_calls import dumps_in, observe
 from tests.problems.batch_mla import batch_case, plan_arguments, run_arguments, wrapper_of
@@ -56,7 +55,7 @@ def require_right(folder: Path) -> None:
 @pytest.mark.parametrize("name", MLA)
 def test_an_mla_call_is_replayed_within_the_bound(name: str, folder: Path) -> None:
     """By the same kernel, with the contents of the GPU."""
-    observed(trtllm_batch_decode_with_kv_cache_mla)(**MLA[name].build("cuda").arguments())
+    trtllm_batch_decode_with_kv_cache_mla(**MLA[name].build("cuda").arguments())
 
     require_right(folder)
 
@@ -65,7 +64,7 @@ def test_an_mla_call_is_replayed_within_the_bound(name: str, folder: Path) -> No
 def test_a_gqa_call_is_replayed_within_the_bound(kv: str, folder: Path) -> None:
     """Likewise for each kind of cache."""
     case = GqaCase(seq_lens=(700, 70, 1), kv=kv)
-    observed(xqa_batch_decode_with_kv_cache)(**case.build("cuda").arguments())
+    xqa_batch_decode_with_kv_cache(**case.build("cuda").arguments())
 
     require_right(folder)
 
@@ -83,7 +82,7 @@ def test_a_planned_run_is_replayed_within_the_bound(folder: Path) -> None:
 
 def test_a_replayed_launch_names_its_kernel(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The first call, a cached one and a replayed one are logged with the same kernel."""
-    call = observed(trtllm_batch_decode_with_kv_cache_mla)
+    call = trtllm_batch_decode_with_kv_cache_mla
     arguments = MLA["bf16"].build("cuda").arguments()
     out = call(**arguments)
     assert isinstance(out, torch.Tensor)
@@ -108,7 +107,7 @@ def test_a_captured_call_is_dumped_without_a_sync(
     graph = torch.cuda.CUDAGraph()
 
     with no_device_sync(), torch.cuda.graph(graph):
-        observed(trtllm_batch_decode_with_kv_cache_mla)(**arguments)
+        trtllm_batch_decode_with_kv_cache_mla(**arguments)
 
     (dump,) = dumps_in(folder)
     assert (dump["is_captured"], dump["has_tensors"]) == (True, False)

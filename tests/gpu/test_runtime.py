@@ -178,7 +178,7 @@ def test_a_call_of_another_signature_reuses_the_kernel(monkeypatch: pytest.Monke
     lookups: list[str] = []
     monkeypatch.setattr(engine, "find_or_build", lambda *_, **__: lookups.append("store"))
     monkeypatch.setattr("mlagen.runtime.loader.load", lambda *_: lookups.append("driver"))
-    mla_call.MLA.cache.clear()
+    mla_call.MLA.clear()
 
     again = decode(**arguments)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mlagen import engine
+from mlagen.families.common.dispatch import Dispatcher
 from mlagen.families.gqa import dispatch as gqa_dispatch
 from mlagen.families.mla import dispatch as mla_dispatch
 from tests.graph_replay import captured
@@ -28,7 +29,7 @@ from tests.problems.gqa import GqaCase
 from tests.problems.mla import KINDS, MlaCase, mla_case
 from tests.problems.problem import E4M3, Problem
 from tests.problems.zero_rope import assert_zero_rope_changes_nothing, latent_part
-from tests.sm90_tiles import choose_kernel, max_kv_heads_per_cta, needs_sm90
+from tests.sm90_tiles import choose_kernel, launchers_of, max_kv_heads_per_cta, needs_sm90
 
 pytestmark = [needs_sm90, pytest.mark.usefixtures("sm90", "_heads")]
 
@@ -38,14 +39,14 @@ FP8_DS_MLA = "bf16 over fp8_ds_mla"
 class Family(NamedTuple):
     """What the tests need to know of a family's calls."""
 
-    cache: Any  # of calls
+    calls: Dispatcher[Any, Any]
     run: Callable[[Any], torch.Tensor]
     delays: dict[str, int]
     after: str  # each delay
 
 
-MLA = Family(mla_dispatch.MLA.cache, lambda problem: compute(problem)[0], MLA_DELAYS, "")
-GQA = Family(gqa_dispatch.GQA.cache, decode_gqa, GQA_DELAYS, "  __syncwarp();\n")
+MLA = Family(mla_dispatch.MLA, lambda problem: compute(problem)[0], MLA_DELAYS, "")
+GQA = Family(gqa_dispatch.GQA, decode_gqa, GQA_DELAYS, "  __syncwarp();\n")
 
 
 def family_of(problem: Problem) -> Family:
@@ -167,15 +168,15 @@ def _heads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def check_both_kernels(case: MlaCase | GqaCase, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Fail unless the sm90 and the sm80 kernel are right; return their families."""
     problem: Any = case.build("cuda")
-    cache = family_of(problem).cache
+    calls = family_of(problem).calls
     families = []
     for kernel in ("sm90", "sm80"):
         choose_kernel(monkeypatch, kernel)
-        cache.clear()
+        calls.clear()
 
         run = decode_gqa_with_lse if isinstance(case, GqaCase) else compute
         problem.check(*run(problem))
-        families += [call.decode.spec.family for call in cache.launchers.values()]
+        families += [call.decode.spec.family for call in launchers_of(calls)]
 
     return families
 
@@ -249,15 +250,15 @@ def test_repeated_launches_give_the_same_bits(case: MlaCase | GqaCase) -> None:
 
 def slow_down(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """Make later calls of a problem sleep at random; return the result without delays."""
-    cache, run, delays, after = family_of(problem)
-    cache.clear()
+    calls, run, delays, after = family_of(problem)
+    calls.clear()
     expected = run(problem).clone()
-    (call,) = cache.launchers.values()
+    (call,) = launchers_of(calls)
     spec = call.decode.spec
     assert "sm90" in spec.family
     assert (spec, 0) in engine._loaded
     monkeypatch.setitem(engine._loaded, (spec, 0), with_delays(spec, delays, after=after))
-    cache.clear()
+    calls.clear()
     return expected
 
 
@@ -273,7 +274,7 @@ def test_delays_change_no_bit(case: MlaCase | GqaCase, monkeypatch: pytest.Monke
     differing = repeat(problem, delayed_launches(others))
     result = family_of(problem).run(problem)
 
-    family_of(problem).cache.clear()
+    family_of(problem).calls.clear()
     assert differing == 0
     assert torch.equal(result, expected)
 
@@ -290,7 +291,7 @@ def test_no_copy_overwrites_a_stage_in_use(monkeypatch: pytest.MonkeyPatch) -> N
     differing = repeat(problem, 60_000)
     result = decode_gqa(problem)
 
-    GQA.cache.clear()
+    GQA.calls.clear()
     assert differing == 0
     assert torch.equal(result, expected)
 

@@ -18,14 +18,14 @@ from tests.problems.entry_points import ENTRY_POINTS, EntryPoint, compute, decod
 from tests.problems.extremes import extreme_sinks
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import KINDS, MlaCase, mla_case
-from tests.sm90_tiles import choose_kernel, needs_sm90, smaller_tiles
+from tests.sm90_tiles import choose_kernel, launchers_of, needs_sm90, smaller_tiles
 
 pytestmark = [needs_sm90, pytest.mark.usefixtures("sm90")]
 
 
 def _only_spec() -> Any:
     """Return the spec of the one MLA call that is cached."""
-    (call,) = mla_dispatch.MLA.cache.launchers.values()
+    (call,) = launchers_of(mla_dispatch.MLA)
     return call.decode.spec
 
 
@@ -82,7 +82,7 @@ def test_a_small_call_uses_the_sm80_kernel(kind: str, monkeypatch: pytest.Monkey
     """The default settings select the sm80 kernel."""
     choose_kernel(monkeypatch, "auto")
     monkeypatch.setattr(plan_mla_sm90, "is_small_call", is_small_call)
-    mla_dispatch.MLA.cache.clear()
+    mla_dispatch.MLA.clear()
 
     decode(mla_case(kind, seq_lens=(1024, 900)).build("cuda"))
 
@@ -122,7 +122,7 @@ def test_p_may_stay_in_16_bits(
     monkeypatch.setenv("MLAGEN_MLA_P_DTYPE", "fp16")
     current_settings.cache_clear()
     problem = mla_case("e4m3", heads=heads, **facts).build("cuda")
-    mla_dispatch.MLA.cache.clear()
+    mla_dispatch.MLA.clear()
 
     problem.check(*compute(problem))
 

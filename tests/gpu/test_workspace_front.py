@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mlagen
-from mlagen.families.mla.dispatch import run_mla
+from mlagen.mla.direct import run_mla
 from tests.problems.entry_points import decode, decode_gqa
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase, mla_case
@@ -48,7 +48,7 @@ def test_mla(kind: str, seq_lens: tuple[int, ...], workspace: torch.Tensor) -> N
     """Calls have the max number of rows per sequence."""
     problem = mla_case(kind, seq_lens=seq_lens, heads=128).build("cuda")
 
-    out, lse = run_mla(problem.inputs(workspace_buffer=workspace, return_lse=True), True)
+    out, lse = run_mla(*problem.inputs(workspace_buffer=workspace, return_lse=True))
 
     problem.check(out, lse)
 

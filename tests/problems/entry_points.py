@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import mlagen
-from mlagen.families.mla.dispatch import run_mla
+from mlagen.mla.direct import run_mla
 from tests.problems.batch_mla import (
     batch_case,
     new_wrapper,
@@ -82,7 +82,7 @@ def compute(problem: MlaProblem, **changes: Any) -> tuple[torch.Tensor, torch.Te
     """Return output and LSE through an entry point that has arguments for the problem."""
     if problem.case.has_trtllm_entry_point and not changes:
         return decode_with_lse(problem)
-    out, lse = run_mla(problem.inputs(return_lse=True, **changes), enable_pdl=True)
+    out, lse = run_mla(*problem.inputs(return_lse=True, **changes))
     assert lse is not None
     return out, lse
 

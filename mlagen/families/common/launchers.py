@@ -1,18 +1,19 @@
-"""Launchers of calls, and what their signatures and scratch have in common."""
+"""Launchers: a valid call with loaded kernels, a launch plan and the sources of its parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
-from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from mlagen.engine import kernel_for
 from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import INT32_MAX, require
+from mlagen.families.common.outputs import Computed
 from mlagen.families.common.problem import Problem
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
@@ -23,28 +24,86 @@ from mlagen.spec.gqa.variant import GqaSpec
 from mlagen.spec.mla.kernel import MlaKernelSpec
 
 LauncherT = TypeVar("LauncherT", bound="Launcher")
+KeyT = TypeVar("KeyT")
+ValueT = TypeVar("ValueT")
 PlannedT = TypeVar("PlannedT", bound="tuple[Any, Any] | None")
-ScaleT = TypeVar("ScaleT", float, "float | torch.Tensor")
-Values = dict[str, Any]  # by kernel parameter
 
 _LINE_BYTES = 128  # L2 cache line
+_TENSORS = (torch.Tensor, Computed)
+
+
+class Address(NamedTuple):
+    """A kernel parameter that is the address of a tensor argument; null without it."""
+
+    argument: str
+
+
+class Part(NamedTuple):
+    """A kernel parameter that is in the tensor of another one, unless it has one of its own."""
+
+    whole: str
+    offset: int  # bytes
+    argument: str = ""
+
+
+class Number(NamedTuple):
+    """A kernel parameter that is a number of the call; unused if that is a tensor."""
+
+    argument: str
+
+
+class _Of(Enum):
+    """What a kernel parameter is that the launch itself determines."""
+
+    LAUNCH = 0
+
+
+LAUNCH = _Of.LAUNCH
+
+# What each parameter of the kernels is: an int or a float is the same for all calls of a launcher.
+Source = Address | Part | Number | _Of | float
+Sources = Mapping[str, Source]
+
+
+def joined(*parts: Sources) -> dict[str, Source]:
+    """Return the sources of all parts.
+
+    Raises
+    ------
+    ValueError
+        If two parts define a parameter.
+    """
+    sources: dict[str, Source] = {}
+    for part in parts:
+        if twice := sources.keys() & part.keys():
+            raise ValueError(f"{min(twice)}: expected one source of a kernel parameter, got two")
+        sources |= part
+    return sources
+
+
+def named(facts: object, names: str) -> dict[str, Source]:
+    """Return attributes of a plan or a problem as parameters of the same names."""
+    return {name: getattr(facts, name) for name in names.split()}
 
 
 @dataclass(kw_only=True, eq=False)
 class Launcher:
-    """A validated call signature with loaded kernels and a launch plan.
+    """A valid call with loaded kernels and a launch plan.
 
-    Calls of a signature have the same tensors at other addresses, and other numbers.
+    Its calls have tensors of the same metadata at other addresses, and other numbers.
     """
 
     problem: Any  # of the family
     plan: Any  # of the family and the kernel
     kernels: Sequence[tuple[LoadedKernel, int]]  # with their CTAs: decode, and combine if it splits
-    constants: Values
-    values: Values  # that all calls share; 0 for the others, since a dict that grows costs more
-    tensors: Sequence[tuple[str, int]]  # parameters, and the arguments whose addresses they are
+    constants: Mapping[str, Any]  # parameters that all calls share
+    values: dict[
+        str, Any
+    ]  # the same as they are packed; 0 for the others, since a dict that grows costs more
+    addresses: Sequence[tuple[str, int]]  # parameters, and the arguments whose addresses they are
     offsets: Sequence[tuple[str, str, int]]  # parameters, and their bytes from another one
     numbers: Sequence[tuple[str, int]]  # parameters, and the arguments that they are
+    lengths: Sequence[int]  # arguments that affect the scheduling only
 
     @property
     def decode(self) -> LoadedKernel:
@@ -53,18 +112,31 @@ class Launcher:
 
     def inputs_of(self, args: Any) -> tuple[torch.Tensor, ...]:
         """Return the tensors that the kernels read."""
-        return tuple([args[index] for _, index in self.tensors])
+        return tuple([args[index] for _, index in self.addresses])
 
-    def complete(self, args: Any, values: Values) -> None:
+    def fixed_of(self, args: Any) -> tuple[Any, ...]:
+        """Return what the arguments of all calls of this launcher share, besides tensors.
+
+        A new argument is part of it, unless the kernels get it at each launch. Of a number, checks
+        depend on whether it is 1.
+        """
+        facts = [None if isinstance(value, _TENSORS) else value for value in args]
+        for _, index in self.numbers:
+            facts[index] = facts[index] == 1.0
+        for index in self.lengths:
+            facts[index] = None
+        return tuple(facts)
+
+    def complete(self, args: Any, values: dict[str, Any]) -> None:
         """Reject misaligned tensors, and add the tensor maps."""
         raise NotImplementedError
 
     def launch(
-        self, args: Any, enable_pdl: bool, out: torch.Tensor, lse: torch.Tensor | None = None
+        self, args: Any, out: torch.Tensor, lse: torch.Tensor | None = None
     ) -> Sequence[Launch]:
-        """Enqueue the kernels of one call with this signature."""
+        """Enqueue the kernels of one call."""
         values = self.values.copy()
-        for name, index in self.tensors:
+        for name, index in self.addresses:
             values[name] = args[index].data_ptr()
         for name, base, offset in self.offsets:
             values[name] = values[base] + offset
@@ -77,7 +149,7 @@ class Launcher:
         if "semaphores" in values:
             values["semaphores"] = semaphores_of(self.decode.device, values["workspace"])
         return [
-            launch(kernel, num_ctas, enable_pdl, kernel.packing.values_of(values))
+            launch(kernel, num_ctas, args.enable_pdl, kernel.packing.values_of(values))
             for kernel, num_ctas in self.kernels
         ]
 
@@ -88,18 +160,17 @@ def make_launcher(
     problem: Problem,
     plan: Any,
     spec: MlaKernelSpec | GqaSpec,
-    *,
-    constants: Values,
-    values: Values,
-    tensors: Mapping[str, int],
-    parts: dict[str, tuple[str, int]],
-    numbers: Mapping[str, int],
+    sources: Sources,
+    known: Container[str],
     **others: Any,
 ) -> LauncherT:
     """Return the launcher of ``spec``, and of the combine kernel if the plan has splits for it.
 
-    ``tensors`` and ``numbers`` are the indices of arguments, by parameter. A parameter of ``parts``
-    is at an offset in the tensor of another one, unless it has a tensor of its own.
+    Raises
+    ------
+    ValueError
+        If a parameter of a kernel has no source, or a source is not ``known``: no kernel of the
+        family has such a parameter.
     """
     workspace, name = args.workspace_buffer, args.names.workspace_buffer
     scratch = scratch_offset(workspace, name, plan.workspace_bytes)
@@ -109,54 +180,66 @@ def make_launcher(
         combine = combine_spec(spec)
         num_ctas = problem.tokens * problem.heads * combine.slices
         kernels.append((kernel_for(combine, problem.device.index), num_ctas))
-    parts |= {
-        "partial_out": ("workspace", scratch),
-        "partial_lse" if num_splits else "partial_states": (
-            "workspace",
-            scratch + plan.partial_rows_offset,
-        ),
+    states = "partial_lse" if num_splits else "partial_states"
+    sources = joined(
+        sources,
+        {
+            "heads": problem.heads,
+            "total_rows": problem.tokens * problem.heads,
+            "partial_out": Part("workspace", scratch),
+            states: Part("workspace", scratch + plan.partial_rows_offset),
+            **dict.fromkeys(("out", "lse", "semaphores"), LAUNCH),
+        },
+    )
+    wanted = {field.name for kernel, _ in kernels for field in kernel.spec.parameters}
+    if unknown := [name for name in sources if name not in known]:
+        raise ValueError(f"{unknown[0]}: expected a parameter of a kernel, got another name")
+    if missing := wanted - sources.keys():
+        raise ValueError(f"{min(missing)}: expected a source of this kernel parameter, got none")
+    fields = type(args)._fields
+    addresses, offsets = _addresses(sources, args)
+    constants = {name: value for name, value in sources.items() if isinstance(value, (int, float))}
+    numbers = {
+        name: source.argument
+        for name, source in sources.items()
+        if isinstance(source, Number)
+        and name in wanted
+        and not isinstance(getattr(args, source.argument), torch.Tensor)
     }
-    given = {
-        name: index for name, index in tensors.items() if isinstance(args[index], torch.Tensor)
+    values: dict[str, Any] = {
+        name: 0 for name, source in sources.items() if isinstance(source, (Address, Part))
     }
-    constants = {
-        **vars(problem),
-        **problem.strides,
-        "num_seqs": problem.batch,
-        "total_rows": problem.tokens * problem.heads,
-        **constants,
-        **vars(plan),
-    }
-    names = chain(tensors, parts, *(kernel.packing.names for kernel, _ in kernels))
-    shared: Values = dict.fromkeys(names, 0)
     for kernel, _ in kernels:
-        shared[kernel.spec.symbol] = kernel.packing.pack_constants(constants)
+        values |= {name: constants.get(name, 0) for name in kernel.packing.names}
+    for kernel, _ in kernels:
+        values[kernel.spec.symbol] = kernel.packing.pack_constants(constants)
+    # A bias must cover the exact length.
+    lengths = [] if getattr(args, "bias", None) is not None else ["max_seq_len"]
     return launcher(
         problem=problem,
         plan=plan,
         kernels=kernels,
         constants=constants,
-        values=shared | values,
-        tensors=list(given.items()),
-        offsets=[
-            (name, *part) for name, part in parts.items() if name not in given and part[0] in given
-        ],
-        numbers=[number for number in numbers.items() if f"{number[0]}_tensor" not in given],
+        values=values,
+        addresses=[(name, fields.index(argument)) for name, argument in addresses.items()],
+        offsets=[offset for offset in offsets if offset[1] in addresses],
+        numbers=[(name, fields.index(argument)) for name, argument in numbers.items()],
+        lengths=[fields.index(name) for name in lengths],
         **others,
     )
 
 
-def indices_of(args_type: Any, same_names: str, **arguments: str) -> dict[str, int]:
-    """Return the indices of the arguments whose addresses are kernel parameters, by parameter."""
-    arguments |= {
-        "workspace": "workspace_buffer",
-        "cu_seqlens_q": "cum_seq_lens_q",
-        "bmm1_scale_tensor": "bmm1_scale",
-        "bmm2_scale_tensor": "bmm2_scale",
-    }
-    names = f"query block_tables kv_indptr seq_lens sinks {same_names}".split()
-    arguments |= zip(names, names, strict=True)
-    return {name: args_type._fields.index(argument) for name, argument in arguments.items()}
+def _addresses(sources: Sources, args: Any) -> tuple[dict[str, str], list[tuple[str, str, int]]]:
+    """Return the arguments of parameters with tensors, and the parameters that are parts."""
+    addresses, offsets = {"workspace": "workspace_buffer"}, []
+    for name, source in sources.items():
+        if isinstance(source, (Address, Part)):
+            argument = source.argument
+            if argument and isinstance(getattr(args, argument), torch.Tensor):
+                addresses[name] = argument
+            elif isinstance(source, Part):
+                offsets.append((name, source.whole, source.offset))
+    return addresses, offsets
 
 
 def plan_within(workspace: torch.Tensor, sms: int, plan_on: Callable[[int], PlannedT]) -> PlannedT:
@@ -201,18 +284,6 @@ def scratch_offset(workspace: torch.Tensor, argument: str, needed: int) -> int:
     return (given - needed) // _LINE_BYTES * _LINE_BYTES
 
 
-def value_signature(value: object) -> Hashable:
-    """Return all that a check or a plan may depend on: of a tensor, its metadata."""
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.get_device()
-    return value, value.__class__  # the type too: a float or a bool may equal an int
-
-
-def any_scale(scale: ScaleT) -> ScaleT:
-    """Return a scale as a signature has it: calls of one signature differ in the number."""
-    return 0.0 if isinstance(scale, float) else scale
-
-
 @lru_cache(maxsize=1 << 14)
 def rounded_up(length: int) -> int:
     """Return ``length`` rounded up to four significant bits.
@@ -224,3 +295,14 @@ def rounded_up(length: int) -> int:
     step = 1 << (length.bit_length() - 4)
     up = -(-length // step) * step
     return min(up, INT32_MAX) if length <= INT32_MAX else up  # longer ones are rejected
+
+
+def store_bounded(table: dict[KeyT, ValueT], key: KeyT, value: ValueT, max_entries: int) -> None:
+    """Add an entry to a table that other threads use too; a full one drops its oldest entries.
+
+    Not one at a time: the search of the first entry passes those that were dropped.
+    """
+    if len(table) >= max_entries and key not in table:
+        for oldest in list(table)[: 1 + max_entries // 8]:
+            table.pop(oldest, None)
+    table[key] = value

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 
-from mlagen.families.common.call_cache import Tensors, pointers_of
-from mlagen.families.common.call_key import CallKey
 from mlagen.families.common.problem import Problem
+
+Tensors = tuple[torch.Tensor, ...]
 
 # Factors that convert a base-2 LSE to the requested base.
 LSE_FACTORS = {"base2": 1.0, "basee": math.log(2)}
-
-Getter = Callable[[tuple[torch.Tensor | None, ...]], Tensors]
 
 
 class OutputSpec(NamedTuple):
@@ -34,9 +30,6 @@ class Computed(NamedTuple):
 
     tensors: Tensors
     computed_of: Callable[..., Tensors]  # compute them from the tensors of the key
-
-
-NOTHING = Computed((), lambda *_: ())
 
 
 def output_specs(args: Any, problem: Problem) -> list[OutputSpec]:
@@ -56,30 +49,6 @@ def stored(results: Tensors, specs: list[OutputSpec]) -> Tensors:
     """Return the requested results, in the outputs that the caller gave."""
     shaped = [(result.view(spec.shape), spec) for result, spec in zip(results, specs, strict=False)]
     return tuple(new if spec.given is None else spec.given.copy_(new) for new, spec in shaped)
-
-
-def getter_of(
-    key: CallKey,
-    inputs: Tensors,
-    specs: list[OutputSpec],
-    device: torch.device,
-    computed: Computed,
-) -> Getter | None:
-    """Return a getter of the outputs of a replay from those that the caller gave.
-
-    None if the kernels read ``inputs``, or write outputs, in other memory than that of the
-    arguments, such as a converted tensor, or an output that is copied afterwards.
-    """
-    _, _, tensors, given = key
-    outputs = [spec.given for spec in specs if spec.given is not None]
-    used, known = {*pointers_of((*inputs, *outputs))}, pointers_of((*tensors, *computed.tensors))
-    if not used.issubset(known) or len(given) < len(specs):
-        return None
-    if any((old is None) != (spec.given is None) for old, spec in zip(given, specs, strict=False)):
-        return None
-    if all(spec.given is not None for spec in specs):
-        return itemgetter(slice(len(specs)))
-    return partial(new_outputs, specs=[spec._replace(given=None) for spec in specs], device=device)
 
 
 def new_outputs(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -17,9 +16,8 @@ from mlagen.families.common.arguments import (
     require_tensor,
     require_whole_number,
 )
-from mlagen.families.common.launchers import any_scale, rounded_up, value_signature
 from mlagen.families.common.memory import require_memory
-from mlagen.families.common.outputs import LSE_FACTORS
+from mlagen.families.common.outputs import LSE_FACTORS, Computed
 
 LAYOUTS = ("NHD", "HND")
 
@@ -89,6 +87,8 @@ class GqaArgs(NamedTuple):
     # bmm2_scale multiplies the scores too, and is ignored with a 16-bit cache; the scores are
     # multiplied by 1 / sqrt(head_dim).
     scales_like_xqa: bool = False
+    enable_pdl: bool = True
+    computed: Computed | None = None  # by the entry point at every call
     names: GqaArgNames = GqaArgNames()
 
 
@@ -108,19 +108,6 @@ def canonical_numbers(args: GqaArgs) -> GqaArgs:
         bmm1_scale=canonical_scale(args.bmm1_scale, names.bmm1_scale),
         bmm2_scale=canonical_scale(args.bmm2_scale, names.bmm2_scale),
     )
-
-
-def signature_of(args: GqaArgs) -> Hashable:
-    """Return everything about canonical arguments that a check or a plan may depend on."""
-    others = args._replace(
-        max_seq_len=rounded_up(args.max_seq_len),
-        bmm1_scale=any_scale(args.bmm1_scale),
-        bmm2_scale=any_scale(args.bmm2_scale),
-        out_16bit_factor=any_scale(args.out_16bit_factor),
-        out_e4m3_factor=any_scale(args.out_e4m3_factor),
-        names=GqaArgNames(),
-    )
-    return tuple(map(value_signature, others))
 
 
 def pair_of(

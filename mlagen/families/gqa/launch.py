@@ -8,10 +8,15 @@ from typing import Any
 from mlagen.errors import DriverError, UnsupportedError
 from mlagen.families.common.arguments import ALIGNMENT_BYTES
 from mlagen.families.common.launchers import (
+    LAUNCH,
+    Address,
     Launcher,
-    Values,
-    indices_of,
+    Number,
+    Part,
+    Sources,
+    joined,
     make_launcher,
+    named,
     plan_within,
 )
 from mlagen.families.gqa.args import GqaArgs
@@ -28,7 +33,9 @@ from mlagen.families.gqa.tensor_maps import GqaCacheMaps, GqaTensorMapLayout, ma
 from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.partition import WHOLE_GPU
 from mlagen.settings import Settings
+from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
+from mlagen.spec.gqa.sm80 import GqaSm80Spec
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
 from mlagen.spec.gqa.variant import HEAD_DIMS, GqaSpec, GqaVariant
 
@@ -39,8 +46,29 @@ _COVERED = (
 
 _AXES = ("page", "token", "head")
 
-_TENSORS = indices_of(GqaArgs, "key_cache value_cache key_scales value_scales", draft_mask="mask")
-_SCALES = {name: GqaArgs._fields.index(name) for name in ("bmm1_scale", "bmm2_scale")}
+_SOURCES = joined(
+    {
+        name: Address(name)
+        for name in ("query", "key_cache", "key_scales", "block_tables", "seq_lens", "sinks")
+    },
+    {
+        "kv_indptr": Address("kv_indptr"),
+        "cu_seqlens_q": Address("cum_seq_lens_q"),
+        "bmm1_scale_tensor": Address("bmm1_scale"),
+        "bmm1_scale": Number("bmm1_scale"),
+        "key_map": LAUNCH,
+        "value_map": LAUNCH,
+    },
+)
+
+_KNOWN = frozenset(
+    parameter.name
+    for spec in (GqaSm80Spec, GqaSm90Spec, CombineSpec)
+    for parameter in spec.parameters
+)
+
+_SM80 = "m_tiles num_splits"
+_SM90 = "m_tiles num_tiles num_cta_groups cta_group_size takes_whole_tiles"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -50,7 +78,7 @@ class GqaLauncher(Launcher):
     maps: GqaCacheMaps | None = None  # None: a kernel without TMA
     cache_alignment: int = ALIGNMENT_BYTES
 
-    def complete(self, args: GqaArgs, values: Values) -> None:
+    def complete(self, args: GqaArgs, values: dict[str, Any]) -> None:
         """Reject misaligned tensors, and add the tensor maps."""
         key, value = values["key_cache"], values["value_cache"]
         if (
@@ -69,7 +97,8 @@ def make_sm80_launcher(args: GqaArgs, problem: GqaProblem, sms: int = WHOLE_GPU)
     spec, plan = plan_within(
         args.workspace_buffer, sms, lambda sms: plan_gqa_sm80_call(index, variant, shape, sms=sms)
     )
-    return _make_launcher(args, problem, plan, spec, cache_alignment=alignment_of(args.key_cache))
+    alignment = alignment_of(args.key_cache)
+    return _make_launcher(args, problem, plan, spec, named(plan, _SM80), cache_alignment=alignment)
 
 
 def make_sm90_launcher(
@@ -118,39 +147,31 @@ def make_sm90_launcher(
         _ = maps[_base_addresses(args, problem)]
     except DriverError as error:
         raise UnsupportedError(f"MLAGEN_GQA_KERNEL=sm90: {error}; {_COVERED}") from error
-    return _make_launcher(args, problem, plan, spec, maps=maps)
+    return _make_launcher(args, problem, plan, spec, named(plan, _SM90), maps=maps)
 
 
 def _make_launcher(
-    args: GqaArgs, problem: GqaProblem, plan: Any, spec: GqaSpec, **others: Any
+    args: GqaArgs, problem: GqaProblem, plan: Any, spec: GqaSpec, planned: Sources, **others: Any
 ) -> GqaLauncher:
-    max_tokens = min(problem.max_pages * problem.variant.page_size, MAX_TOKENS)
-    values: Values = {"lse_factor": problem.lse_factor}
-    tensors = dict(_TENSORS)
     is_e4m3 = problem.variant.out_dtype is DType.E4M3
-    factor = "out_e4m3_factor" if is_e4m3 else "out_16bit_factor"
-    numbers = {**_SCALES, "output_factor": GqaArgs._fields.index(factor)}
-    if not problem.mask_words:
-        del tensors["draft_mask"]
-    if not problem.takes_bmm2:
-        del tensors["bmm2_scale_tensor"], numbers["bmm2_scale"]
-        values["bmm2_scale"] = 1.0
-    return make_launcher(
-        GqaLauncher,
-        args,
-        problem,
-        plan,
-        spec,
-        constants={"group_size": problem.group_size, "max_tokens": max_tokens},
-        values=values,
-        tensors=tensors,
-        parts={
-            "value_cache": ("key_cache", problem.value_offset),
-            "value_scales": ("key_scales", problem.value_scale_offset),
+    sources = joined(
+        _SOURCES,
+        problem.strides,
+        planned,
+        {
+            "value_cache": Part("key_cache", problem.value_offset, "value_cache"),
+            "value_scales": Part("key_scales", problem.value_scale_offset, "value_scales"),
+            "draft_mask": Address("mask") if problem.mask_words else 0,
+            "bmm2_scale_tensor": Address("bmm2_scale") if problem.takes_bmm2 else 0,
+            "bmm2_scale": Number("bmm2_scale") if problem.takes_bmm2 else 1.0,
+            "output_factor": Number("out_e4m3_factor" if is_e4m3 else "out_16bit_factor"),
+            "num_seqs": problem.batch,
+            "max_tokens": min(problem.max_pages * problem.variant.page_size, MAX_TOKENS),
         },
-        numbers=numbers,
-        **others,
+        named(problem, "kv_heads group_size q_len mask_words window max_pages num_pages tokens"),
+        named(problem, "is_causal bmm2_scales_scores score_factor lse_factor"),
     )
+    return make_launcher(GqaLauncher, args, problem, plan, spec, sources, _KNOWN, **others)
 
 
 def not_covered(index: int, variant: GqaVariant) -> UnsupportedError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mlagen.families.common.call_cache import store_bounded
+from mlagen.families.common.launchers import store_bounded
 from mlagen.runtime.tensor_map import TiledTensor, encode
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
 

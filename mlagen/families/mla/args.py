@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -13,9 +12,7 @@ from mlagen.families.common.arguments import (
     require_flag,
     require_whole_number,
 )
-from mlagen.families.common.call_key import KeyKinds, compile_key
-from mlagen.families.common.launchers import any_scale, rounded_up, value_signature
-from mlagen.families.common.outputs import LSE_FACTORS
+from mlagen.families.common.outputs import LSE_FACTORS, Computed
 
 
 class MlaArgNames(NamedTuple):
@@ -84,6 +81,8 @@ class MlaArgs(NamedTuple):
     causal_seqlens_kv_global: torch.Tensor | None = None  # int32 [batch], in context parallel
     cp_world: int = 1
     cp_rank: int = 0
+    enable_pdl: bool = True
+    computed: Computed | None = None  # by the entry point at every call
     names: MlaArgNames = MlaArgNames()
 
 
@@ -101,47 +100,3 @@ def canonical_numbers(args: MlaArgs) -> MlaArgs:
         max_q_len=None if max_q_len is None else require_whole_number(max_q_len, "max_q_len"),
         top_k=require_whole_number(args.top_k, "sparse_mla_top_k"),
     )
-
-
-def signature_of(args: MlaArgs) -> Hashable:
-    """Return everything about canonical arguments that a check or a plan may depend on."""
-    length = rounded_up(args.max_seq_len) if args.bias is None else args.max_seq_len
-    others = args._replace(
-        max_seq_len=length,
-        bmm1_scale=any_scale(args.bmm1_scale),
-        bmm2_scale=any_scale(args.bmm2_scale),
-        # Few dtypes support other factors than 1.
-        latent_scale=_any_factor(args.latent_scale),
-        rope_scale=_any_factor(args.rope_scale),
-        names=MlaArgNames(),
-    )
-    return tuple(map(value_signature, others))
-
-
-def _any_factor(factor: float) -> float:
-    return 0.0 if isinstance(factor, float) and factor != 1.0 else factor
-
-
-# Of a call whose arguments another module made, by their fields in order.
-key_of_args = compile_key(
-    MlaArgs,
-    KeyKinds(
-        tensors="query kv_cache workspace_buffer block_tables seq_lens",
-        optional=(
-            "out lse sinks cum_seq_lens_q top_k_lens query_rope query_scales rope_cache "
-            "value_cache kv_scales kv_indptr bias causal_seqlens_kv_global"
-        ),
-        outputs="out lse",
-        scales="bmm1_scale bmm2_scale latent_scale rope_scale",
-        length="max_seq_len",
-        ints="kv_lora_rank qk_rope_head_dim top_k",
-        constants=(
-            "None if bias is None else max_seq_len",
-            "out_shape",
-        ),  # it must cover the length
-        options=(
-            "return_lse return_lse_base max_q_len is_causal bmm2_scales_scores is_fp8_per_token "
-            "is_planned cp_world cp_rank"
-        ),
-    ),
-)

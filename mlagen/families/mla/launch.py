@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mlagen.errors import DriverError, UnsupportedError
 from mlagen.families.common.arguments import ALIGNMENT_BYTES
 from mlagen.families.common.launchers import (
+    LAUNCH,
+    Address,
     Launcher,
-    Values,
-    indices_of,
+    Number,
+    Part,
+    Source,
+    Sources,
+    joined,
     make_launcher,
+    named,
     plan_within,
 )
 from mlagen.families.common.outputs import LSE_FACTORS
@@ -29,8 +34,11 @@ from mlagen.families.mla.tensor_maps import CacheMaps, TensorMapLayout, maps_of
 from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.partition import NO_COOPERATION, WHOLE_GPU
 from mlagen.settings import Settings
-from mlagen.spec.mla.kernel import MlaKernelSpec
+from mlagen.spec.combine import CombineSpec
+from mlagen.spec.mla.kernel import DCP_PARAMETERS, GATHER_PARAMETERS, MlaKernelSpec
+from mlagen.spec.mla.sm80 import MlaSm80Spec
 from mlagen.spec.mla.sm90 import MlaSm90Spec
+from mlagen.spec.mla.sm90_fp8kv import MlaSm90Fp8KvSpec
 from mlagen.spec.mla.variant import MlaVariant
 
 _COVERED = (
@@ -42,18 +50,32 @@ _COVERED = (
     "mask dcp as causal where paged"
 )
 
-# The parameters that are addresses of arguments.
-_TENSORS = indices_of(
-    MlaArgs,
-    "query_rope query_scales rope_cache value_cache kv_scales bias causal_seqlens_kv_global",
-    cache="kv_cache",
-    sparse_cu_seqlens_q="cum_seq_lens_q",
-    topk_length="top_k_lens",
+_SOURCES = joined(
+    {
+        name: Address(name)
+        for name in (
+            *("query_scales", "value_cache", "kv_scales", "block_tables", "kv_indptr", "seq_lens"),
+            *("bias", "sinks", "causal_seqlens_kv_global"),
+        )
+    },
+    {
+        "query": Address("query"),
+        "cache": Address("kv_cache"),
+        "topk_length": Address("top_k_lens"),
+        "sparse_cu_seqlens_q": Address("cum_seq_lens_q"),
+        "bmm1_scale_tensor": Address("bmm1_scale"),
+        "bmm2_scale_tensor": Address("bmm2_scale"),
+        "output_factor": 1.0,
+    },
+    {name: Number(name) for name in ("bmm1_scale", "bmm2_scale", "latent_scale", "rope_scale")},
+    dict.fromkeys(("latent_map", "rope_map", "kv_map"), LAUNCH),
 )
-_NUMBERS = {
-    name: MlaArgs._fields.index(name)
-    for name in ("bmm1_scale", "bmm2_scale", "latent_scale", "rope_scale")
-}
+
+_KNOWN = frozenset(
+    parameter.name
+    for spec in (MlaSm80Spec, MlaSm90Spec, MlaSm90Fp8KvSpec)
+    for parameter in (*spec.common_parameters, *DCP_PARAMETERS, *GATHER_PARAMETERS)
+) | {parameter.name for parameter in CombineSpec.parameters}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -61,9 +83,15 @@ class MlaLauncher(Launcher):
     """Launcher of MLA calls."""
 
     maps: CacheMaps | None = None  # None: a kernel without TMA
-    separate_constants: bytes = b""  # where the rope parts have a map; packed on first use
+    separate_constants: bytes = b""  # of a rope part with a map of its own
 
-    def complete(self, args: MlaArgs, values: Values) -> None:
+    def __post_init__(self) -> None:
+        """Pack the constants of both kinds of rope parts."""
+        if self.maps is not None:
+            constants = {**self.constants, "separate_rope": 1}
+            self.separate_constants = self.decode.packing.pack_constants(constants)
+
+    def complete(self, args: MlaArgs, values: dict[str, Any]) -> None:
         """Reject misaligned tensors, and add the tensor maps."""
         cache, rope_cache = values["cache"], values["rope_cache"]
         pointers = values["query"] | values["query_rope"] | cache | rope_cache
@@ -73,9 +101,6 @@ class MlaLauncher(Launcher):
         if self.maps is not None:
             values["maps"], has_separate_rope = self.maps[cache, rope_cache]
             if has_separate_rope:
-                if not self.separate_constants:
-                    constants = {**self.constants, "separate_rope": 1}
-                    self.separate_constants = self.decode.packing.pack_constants(constants)
                 values[self.decode.spec.symbol] = self.separate_constants
 
 
@@ -85,7 +110,7 @@ def make_sm80_launcher(args: MlaArgs, problem: MlaProblem, sms: int = WHOLE_GPU)
     spec, plan = plan_within(
         args.workspace_buffer, sms, lambda sms: plan_mla_sm80_call(index, variant, shape, sms=sms)
     )
-    return _make_launcher(args, problem, plan, spec)
+    return _make_launcher(args, problem, plan, spec, named(plan, "m_tiles num_splits"))
 
 
 def make_sm90_launcher(
@@ -129,17 +154,9 @@ def make_sm90_launcher(
     # A workspace sized for the whole GPU must suffice, and the grid for it would not fit.
     if sms != WHOLE_GPU and plan.workspace_bytes > workspace.nbytes and not is_forced:
         raise UnsupportedError(f"{name}: too small for the plan for {sms} SMs")
-    constants = {
-        "sparse_num_seqs": problem.batch,
-        "sparse_q_len": problem.q_len,
-        "schedule_id": schedule_id_of(args, problem, spec),
-        "separate_rope": 0,
-    }
-    tensors = dict(_TENSORS)
-    if problem.top_k:  # every query token is a sequence, and its table is its top-k indices
-        constants |= {"num_seqs": problem.tokens, "q_len": 1, "max_pages": problem.top_k}
-        del tensors["cu_seqlens_q"]
-    return _make_launcher(args, problem, plan, spec, maps, tensors, **constants)
+    facts = named(plan, "num_cta_groups cta_group_size")
+    facts["schedule_id"] = schedule_id_of(args, problem, spec)
+    return _make_launcher(args, problem, plan, spec, facts, maps)
 
 
 def _make_launcher(
@@ -147,36 +164,37 @@ def _make_launcher(
     problem: MlaProblem,
     plan: Any,
     spec: MlaKernelSpec,
+    planned: Sources,
     maps: CacheMaps | None = None,
-    tensors: Mapping[str, int] = _TENSORS,
-    **constants: int,
 ) -> MlaLauncher:
-    parts = {
-        "query_rope": ("query", problem.query_rope_offset),
-        "rope_cache": ("cache", problem.rope_cache_offset),
-    }
+    # To an sm90 kernel every query token of a sparse call is a sequence, with its top-k indices as
+    # its table.
+    is_per_token = isinstance(spec, MlaSm90Spec) and problem.top_k > 0
+    value_tables: Source = 0
     if args.value_cache is not None:
-        parts["value_tables"] = ("block_tables", problem.value_tables_offset)
-    return make_launcher(
-        MlaLauncher,
-        args,
-        problem,
-        plan,
-        spec,
-        constants={
+        value_tables = Part("block_tables", problem.value_tables_offset)
+    sources = joined(
+        _SOURCES,
+        problem.strides,
+        planned,
+        {
+            "query_rope": Part("query", problem.query_rope_offset, "query_rope"),
+            "rope_cache": Part("cache", problem.rope_cache_offset, "rope_cache"),
+            "value_tables": value_tables,
+            "cu_seqlens_q": 0 if is_per_token else Address("cum_seq_lens_q"),
+            "num_seqs": problem.tokens if is_per_token else problem.batch,
+            "q_len": 1 if is_per_token else problem.q_len,
+            "max_pages": problem.top_k if is_per_token else problem.max_pages,
+            "num_pages": problem.num_pages,
+            "sparse_num_seqs": problem.batch,
+            "sparse_q_len": problem.q_len,
             "topk": problem.top_k,
-            "is_causal": args.is_causal,
-            "cp_world": args.cp_world,
-            "cp_rank": args.cp_rank,
-            "bmm2_scales_scores": args.bmm2_scales_scores,
-            **constants,
+            "separate_rope": 0,
+            "lse_factor": LSE_FACTORS[args.return_lse_base],
         },
-        values={"output_factor": 1.0, "lse_factor": LSE_FACTORS[args.return_lse_base]},
-        tensors=tensors,
-        parts=parts,
-        numbers=_NUMBERS,
-        maps=maps,
+        named(args, "is_causal cp_world cp_rank bmm2_scales_scores"),
     )
+    return make_launcher(MlaLauncher, args, problem, plan, spec, sources, _KNOWN, maps=maps)
 
 
 def not_covered(index: int, variant: MlaVariant) -> UnsupportedError:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from mlagen.families.common.call_cache import store_bounded
+from mlagen.families.common.launchers import store_bounded
 from mlagen.runtime.tensor_map import TiledTensor, encode
 from mlagen.spec.mla.sm90 import MlaSm90Spec
 

@@ -11,13 +11,13 @@ from mlagen.spec.kernel import CallShape, KernelSpec, Parameter, int32, int64, p
 from mlagen.spec.mla.variant import MAX_HEADS, MlaVariant, output_dtype
 
 # Of decode context parallel.
-_DCP_PARAMETERS = (
+DCP_PARAMETERS = (
     pointer("causal_seqlens_kv_global", "const int"),
     int32("cp_world"),
     int32("cp_rank"),
 )
 # Of a kernel that gathers the tokens of top-k indices, and of one that loads pages by TMA.
-_GATHER_PARAMETERS = (
+GATHER_PARAMETERS = (
     pointer("rope_cache", "const unsigned char"),
     pointer("sparse_cu_seqlens_q", "const int"),
     pointer("topk_length", "const int"),
@@ -34,7 +34,7 @@ _ORDER = ("128s", "Q", "q", "i", "f")  # of codes
 def gather_parameters(common: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
     """Return the parameters of a kernel over top-k indices, from those over a block table."""
     kept = [one for one in common if one.name not in _TMA_PARAMETERS]
-    return _in_order(kept + [one for one in _GATHER_PARAMETERS if one not in kept])
+    return _in_order(kept + [one for one in GATHER_PARAMETERS if one not in kept])
 
 
 def _in_order(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
@@ -84,7 +84,7 @@ class MlaKernelSpec(KernelSpec):
         """The parameters of every variant, and those of this one."""
         if not self.has_dcp:
             return self.common_parameters
-        return _in_order((*self.common_parameters, *_DCP_PARAMETERS))
+        return _in_order((*self.common_parameters, *DCP_PARAMETERS))
 
     def serves(self, call: CallShape) -> bool:
         """Whether the call may use this tile of the variant."""

@@ -14,7 +14,6 @@ import mlagen
 from cache_tools.replay import run as replaying
 from cache_tools.replay.dump import read_dump, rebuilt
 from mlagen.errors import ArgumentError
-from mlagen.observe.observed import observed
 from tests.cache_tools.conftest import run, start, without
 from tests.fixture_types import Patch
 from tests.observed_calls import BUILDERS, built, observe
@@ -75,7 +74,7 @@ def named_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
         return built(name)
     entry = ENTRY_POINTS[name.removesuffix(" of a case")]
     arguments = entry.arguments(CASES[name.removesuffix(" of a case")].build("cpu"))
-    return observed(entry.function), arguments
+    return entry.function, arguments
 
 
 @pytest.mark.parametrize("name", [*BUILDERS, *(f"{name} of a case" for name in CASES)])
@@ -201,7 +200,7 @@ def test_the_bound_is_that_of_the_dtypes(dtype: torch.dtype, bound: float, folde
     """An 8-bit call may have larger errors; a workspace of bytes does not make it one."""
     arguments = MlaCase(name="", seq_lens=(9,), heads=2, dtype=dtype).build("cpu").arguments()
     arguments["workspace_buffer"] = torch.zeros(16, dtype=torch.uint8)
-    observed(mlagen.mla.trtllm_batch_decode_with_kv_cache_mla)(**arguments)
+    mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**arguments)
     assert replaying._bound_of(read_dump(last_of(folder))) == bound
 
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlagen.errors import ArgumentError
-from mlagen.families.common.launchers import rounded_up, scratch_offset
+from mlagen.families.common.launchers import (
+    Address,
+    joined,
+    rounded_up,
+    scratch_offset,
+)
 from mlagen.families.common.xqa_arguments import flat_lengths, table_capacity
+from mlagen.families.mla import launch as mla_launch
+from tests.families.launches import Launches, args_of, launched
+from tests.fixture_types import Patch
+from tests.problems.mla import MlaCase
 
 
 @given(st.integers(min_value=0, max_value=2**31))
@@ -55,3 +66,30 @@ def test_the_capacity_of_a_table() -> None:
 
     assert table_capacity(torch.zeros(2, 5), 16) == 80
     assert table_capacity(wide, 16) == 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quer": Address("query")}, "quer: expected a parameter of a kernel, got another name"),
+        ({"sinks": None}, "sinks: expected a source of this kernel parameter, got none"),
+        ({"heads": 16}, "heads: expected one source of a kernel parameter, got two"),
+    ],
+)
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+def test_the_sources_of_kernel_parameters(
+    changes: dict[str, Any], message: str, kernel: str, launches: Launches, monkeypatch: Patch
+) -> None:
+    """A misspelt, a missing or a doubly defined parameter is an error of the launcher."""
+    sources = {**mla_launch._SOURCES, **changes}
+    kept = {name: source for name, source in sources.items() if source is not None}
+    monkeypatch.setattr(mla_launch, "_SOURCES", kept)
+
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        launched(args_of(MlaCase(seq_lens=(70,))), launches, kernel)
+
+
+def test_parts_of_sources_are_disjoint() -> None:
+    """Two sources of one parameter are an error, whatever they are."""
+    with pytest.raises(ValueError, match=r"^lse: expected one source"):
+        joined({"lse": 1, "out": 2}, {"lse": 1})

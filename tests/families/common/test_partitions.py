@@ -127,7 +127,7 @@ def test_a_grid_is_as_large_as_its_context(
     assert 0 < blocks <= 16
     assert inside == inside[:1] * 4
     assert context.rejections == 1
-    assert not entry_point.reads_signature(arguments)
+    assert not entry_point.is_planned(arguments)
     context.enter(GPU_SMS)
     assert [entry_point.outcome(arguments) for _ in range(3)] == whole
     context.enter(32)

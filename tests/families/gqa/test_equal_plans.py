@@ -40,11 +40,11 @@ def test_both_entry_points_have_one_plan(
     batch, q_len, page_size, kv_heads, group, head_dim, longest, window = shape
     seen: list[Any] = []
 
-    def dispatch(args: Any, *_: object) -> tuple[torch.Tensor, ...]:
+    def run(args: Any, *_: object) -> tuple[torch.Tensor, ...]:
         seen.append(args)
         return (args.query,)
 
-    monkeypatch.setattr(GQA, "dispatch", dispatch)
+    monkeypatch.setattr(GQA, "run", run)
     if place == "on the device":
         monkeypatch.setattr(plan, "lengths_on_host", lambda *_: None)
     generator = torch.Generator().manual_seed(0)
@@ -80,7 +80,7 @@ def test_both_entry_points_have_one_plan(
     )
     wrapper.run(query, caches, q_len_per_req=q_len)
 
-    one, other = ((GQA.validate(args), args) for args in seen)
+    one, other = ((GQA.family.validate(args)[1], args) for args in seen)
     assert one[0].variant == other[0].variant
     assert shape_of(one[1], one[0]) == shape_of(other[1], other[0])
     assert seen[1].max_seq_len == int(lengths.max())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mlagen.errors import ArgumentError, UnsupportedError
-from mlagen.families.mla.dispatch import run_mla
+from mlagen.mla.direct import run_mla
 from tests.families.rejections import MLA, Row, Rows, broken, check, displaced, padded
 from tests.problems.entry_points import decode
 from tests.problems.mla import MlaCase
@@ -200,7 +200,7 @@ def test_unsupported_calls_are_rejected_on_the_cpu_too(
     problem = MlaCase(seq_lens=(70, 3), **changes).build("cpu")
 
     with pytest.raises(UnsupportedError) as caught:
-        run_mla(problem.inputs(), enable_pdl=True)
+        run_mla(*problem.inputs())
 
     assert str(caught.value).startswith("no MLA decode kernel for " + message)
     assert "supported there: (512, 64)" in str(caught.value)
@@ -220,4 +220,4 @@ def test_messages_have_the_names_of_the_entry_point() -> None:
 
     names = inputs.names._replace(seq_lens="kv_len_arr")
     with pytest.raises(ArgumentError, match=r"^kv_len_arr: expected a torch\.Tensor, got NoneType"):
-        run_mla(inputs._replace(names=names), enable_pdl=True)
+        run_mla(*inputs._replace(names=names))

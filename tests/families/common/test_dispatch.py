@@ -1,4 +1,4 @@
-"""Capacity of the call cache, its guards, and the keys of calls."""
+"""What is cached of calls: replays, and launchers with the guards of their tensors."""
 
 from __future__ import annotations
 
@@ -7,73 +7,97 @@ from typing import Any
 import pytest
 import torch
 
-from mlagen.families.common import call_cache, tensor_guard
-from mlagen.families.common.call_cache import CallCache, Replay
-from mlagen.families.common.call_key import KeyKinds, compile_key, factors_of
+from mlagen.families.common import dispatch, tensor_guard
 from mlagen.mla import BatchMLAPagedAttentionWrapper
 from tests.families.entry_points import ROWS, EntryPoint, make_entry_point
+from tests.families.launches import Launches, args_of, launched
 from tests.families.planned_runs import PLANNED_CASE
 from tests.families.rejections import changed
 from tests.fixture_types import Patch
 from tests.problems.batch_mla import plan_arguments, run_arguments
+from tests.problems.gqa import GqaCase
+from tests.problems.mla import MlaCase
 
-TENSORS = (torch.ones(2), torch.zeros(3))
+ARGS = {
+    "mla": args_of(MlaCase(seq_lens=(70, 3), heads=16, with_sinks=True)),
+    "gqa": args_of(GqaCase(seq_lens=(70, 3), q_len=2, mask="random", sink=3.0, window=50)),
+}
+# Numbers that the kernels get at each launch.
+NUMBERS = {
+    "mla": ("bmm1_scale", "bmm2_scale", "latent_scale", "rope_scale"),
+    "gqa": ("bmm1_scale", "bmm2_scale", "out_16bit_factor"),
+}
+
+
+def fields(of: str) -> list[tuple[str, str]]:
+    """Return each family with each of the fields that are tensors, or that are not."""
+    return [
+        (family, name)
+        for family, args in ARGS.items()
+        for name in args._fields
+        if (isinstance(getattr(args, name), torch.Tensor)) is (of == "tensors")
+    ]
+
+
+@pytest.mark.parametrize(("family", "name"), fields("others"))
+def test_a_launcher_takes_no_call_with_another_argument(
+    family: str, name: str, launches: Launches
+) -> None:
+    """Whatever is no tensor is a fact of a launcher; a number only whether it is 1."""
+    args = ARGS[family]
+    launcher = launched(args, launches).call
+    number, other = object(), args._replace(**{name: object()})
+
+    if name in {"max_seq_len", "computed"}:
+        other = args._replace(**{name: None})
+        assert launcher.fixed_of(other) == launcher.fixed_of(args)
+    elif name in NUMBERS[family]:
+        facts = [launcher.fixed_of(args._replace(**{name: one})) for one in (0.5, 0.25, 1.0)]
+        assert facts[0] == facts[1] != facts[2]
+    else:
+        assert launcher.fixed_of(other) != launcher.fixed_of(args)
+    assert number not in launcher.fixed_of(args)
+
+
+@pytest.mark.parametrize(("family", "name"), fields("tensors"))
+def test_tensors_are_no_facts(family: str, name: str, launches: Launches) -> None:
+    """A guard checks them."""
+    args = ARGS[family]
+    launcher = launched(args, launches).call
+    other = args._replace(**{name: torch.ones(3)})
+
+    assert launcher.fixed_of(other) == launcher.fixed_of(args)
+
+
+def test_a_bias_must_cover_the_length_exactly(launches: Launches) -> None:
+    """With a bias the length is a fact."""
+    args = args_of(MlaCase(seq_lens=(70, 3), bias="for each head"))
+    launcher = launched(args, launches).call
+
+    longer = args._replace(max_seq_len=args.max_seq_len + 1)
+    assert launcher.fixed_of(longer) != launcher.fixed_of(args)
 
 
 def test_the_cache_has_a_capacity(monkeypatch: Patch) -> None:
-    """A full table drops its oldest entry, and ``clear`` drops both levels."""
-    monkeypatch.setattr(call_cache, "_MAX_CALLS", 3)
-    monkeypatch.setattr(call_cache, "_MAX_LAUNCHES", 3)
-    calls: CallCache[str] = CallCache()
+    """Full tables drop their oldest entries, and a key has a few launchers."""
+    for name, limit in (("_MAX_KEYS", 3), ("_MAX_LAUNCHES", 3), ("_MAX_LAUNCHERS_PER_KEY", 2)):
+        monkeypatch.setattr(dispatch, name, limit)
+    entry_point = make_entry_point(monkeypatch, ROWS["trtllm"])
+    calls, arguments = entry_point.row.calls, entry_point.row.build()
+    table = arguments["block_tables"]
+    strided = [torch.zeros(2, table.shape[1] + more, dtype=torch.int32) for more in range(1, 5)]
 
-    for number in range(7):
-        calls.store(("signature", number), "call")
-        entry = calls.add(("key", number), TENSORS, ("signature", number), "call", ())
-        assert entry is not None
-        replay = Replay(entry.guard, lambda _: TENSORS, lambda *_: (), (), enable_pdl=True)
-        calls.store_replay(("key", number), replay, None)
-        tables = (calls.launchers, calls._entries, calls._guards, calls.replays)
-        assert all(len(table) <= 3 for table in tables)
-
-    kept = [("key", number) for number in (4, 5, 6)]
-    assert [*calls.replays] == [*calls._entries] == kept
-    found = calls.find(kept[0], TENSORS)
-    assert found is not None
-    assert found.launcher == "call"
-    calls.store(("signature", 4), "another")
-    assert [*calls.launchers] == [("signature", number) for number in (4, 5, 6)]
+    for each in strided:
+        entry_point.call(arguments | {"block_tables": each[:, : table.shape[1]]})
+    (entries,) = calls._guarded.values()
+    assert len(entries) == 2
+    for heads in range(1, 9):
+        query = torch.zeros(2, 1, heads, 576, dtype=torch.bfloat16)
+        entry_point.call(arguments | {"query": query, "out": None})
+        assert max(len(calls._guarded), len(calls._replays)) <= 3
     calls.clear()
-    assert calls.find(("key", 6), TENSORS) is None
-    assert not any((calls.launchers, calls._entries, calls._guards, calls.replays))
-
-
-def test_a_launcher_that_another_thread_dropped_gets_its_entry() -> None:
-    """Threads with other settings, or a full table, drop it while its call runs."""
-    calls: CallCache[str] = CallCache()
-    calls.store("signature", "call")
-    calls.clear()
-
-    entry = calls.add("key", TENSORS, "signature", "call", ())
-
-    assert entry is not None
-    assert calls.find("key", TENSORS) is entry
-    assert entry.launcher == "call"
-
-
-KINDS = KeyKinds(tensors="query", optional="", outputs="", scales="scale", ints="rank", options="")
-
-
-def decode(query: Any, scale: Any, rank: Any) -> None:
-    """Stand for an entry point."""
-
-
-def test_factors_are_1_or_are_not() -> None:
-    """A signature depends on floats only as far as they are 1."""
-    key_of = compile_key(decode, KINDS)
-    keys = [key_of(torch.zeros(1), scale, 512) for scale in (0.5, 0.25, 1.0)]
-    factors = [factors_of(key) for key in keys if key is not None]
-
-    assert factors[0] == factors[1] != factors[2]
+    assert not calls._guarded
+    assert not calls._replays
 
 
 def count_guards(monkeypatch: Patch) -> list[object]:
@@ -84,14 +108,14 @@ def count_guards(monkeypatch: Patch) -> list[object]:
         attempts.append(len(tensors))
         return tensor_guard.make_guard(tensors)
 
-    monkeypatch.setattr(call_cache, "make_guard", count)
+    monkeypatch.setattr(dispatch, "make_guard", count)
     return attempts
 
 
 def test_alternating_kinds_of_tensors_have_a_guard_each(
     entry_point: EntryPoint, monkeypatch: Patch
 ) -> None:
-    """Inference and normal tensors with one signature have one guard each."""
+    """Inference and normal tensors with one shape have one guard each."""
     attempts = count_guards(monkeypatch)
     arguments = entry_point.row.build()
     with torch.inference_mode():
@@ -99,53 +123,31 @@ def test_alternating_kinds_of_tensors_have_a_guard_each(
     calls = (arguments, inference)
     expected = [entry_point.uncached_outcome(call) for call in calls]
     attempts.clear()
-    entry_point.signatures.clear()
+    entry_point.plans.clear()
 
     outcomes = [[entry_point.outcome(call) for call in calls] for _ in range(9)]
 
     assert outcomes == [expected] * 9
-    assert len(attempts) == len(entry_point.signatures) == 2
+    assert len(attempts) == len(entry_point.plans) == 2
 
 
-@pytest.mark.parametrize(("widths", "signatures"), [(4, 4), (5, 15)])
-def test_alternating_signatures_have_a_guard_each(
-    widths: int, signatures: int, monkeypatch: Patch
-) -> None:
-    """Signatures of one key have a guard each, even if the key has too few entries."""
+def test_alternating_shapes_have_a_launcher_each(monkeypatch: Patch) -> None:
+    """A server whose batches alternate plans each once."""
     attempts = count_guards(monkeypatch)
     entry_point = make_entry_point(monkeypatch, ROWS["trtllm"])
-    arguments, table = entry_point.row.build(), torch.zeros(2, 20, dtype=torch.int32)
+    arguments, table = entry_point.row.build(), torch.zeros(2, 40, dtype=torch.int32)
 
     for _ in range(3):
-        for width in range(1, widths + 1):
+        for width in range(1, 20):
             entry_point.call(arguments | {"block_tables": table[:, :-width].clone()})
 
-    assert len(attempts) == widths
-    assert len(entry_point.signatures) <= signatures
+    assert len(attempts) == len(entry_point.plans) == 19
 
 
-def test_a_signature_has_few_guards(entry_point: EntryPoint, monkeypatch: Patch) -> None:
-    """A signature whose guards reject its tensors gets no guard at every call."""
-    attempts: list[object] = []
-
-    def make_rejecting_guard(tensors: tuple[torch.Tensor, ...]) -> Any:
-        attempts.append(len(tensors))
-        return lambda *_: False
-
-    monkeypatch.setattr(call_cache, "make_guard", make_rejecting_guard)
-    arguments = entry_point.row.build()
-
-    for _ in range(9):
-        entry_point.call(arguments)
-
-    assert len(attempts) == call_cache._MAX_GUARDS
-    assert len(entry_point.signatures) == 9
-
-
-def test_without_torch_guards_calls_read_signatures(
+def test_without_torch_guards_calls_are_planned_again(
     entry_point: EntryPoint, monkeypatch: Patch
 ) -> None:
-    """A torch without guards has the same results, by signatures alone."""
+    """A torch without guards has the same results, and caches nothing."""
     monkeypatch.setattr(tensor_guard, "_valid_guards", lambda: None)
     arguments = entry_point.row.build()
     expected = entry_point.uncached_outcome(arguments)
@@ -153,7 +155,7 @@ def test_without_torch_guards_calls_read_signatures(
     outcomes = [entry_point.outcome(arguments) for _ in range(3)]
 
     assert outcomes == [expected] * 3
-    assert entry_point.reads_signature(arguments)
+    assert entry_point.is_planned(arguments)
 
 
 def test_lengths_with_equal_rounding_share_a_replay(monkeypatch: Patch) -> None:
@@ -188,7 +190,7 @@ def test_one_tensor_as_two_arguments(name: str, monkeypatch: Patch) -> None:
     outcomes = [entry_point.outcome(repeated) for _ in range(9)]
 
     assert outcomes == [entry_point.uncached_outcome(repeated)] * 9
-    assert not entry_point.reads_signature(repeated)
+    assert not entry_point.is_planned(repeated)
     entry_point.require_independent(repeated, changed(repeated, second, torch.clone))
 
 
