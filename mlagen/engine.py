@@ -16,7 +16,7 @@ from mlagen.cache.key import CacheKey
 from mlagen.cache.layers import LookUp
 from mlagen.cache.lock import import_filelock
 from mlagen.cache.store import KernelStore
-from mlagen.codegen.sources import template_digest, template_root
+from mlagen.codegen.sources import CODEGEN, key_facts, template_inputs, template_root
 from mlagen.compiler.toolchain import Nvrtc, find_nvrtc, options_for, wanted_toolchain
 from mlagen.errors import MissError, ToolchainError
 from mlagen.fork_safety import defer_forks
@@ -60,12 +60,14 @@ def key_of(spec: KernelSpec) -> CacheKey:
 def _key_of(spec: KernelSpec, toolchain: str, line_info: bool = False) -> CacheKey:
     key_fields = [("family", spec.family)]
     key_fields += [(f"spec.{name}", value) for name, value in spec.key_fields().items()]
+    key_fields += [(f"fact.{name}", text) for name, text in key_facts(spec).items()]
     for option in options_for(spec.arch, toolchain, line_info=line_info):
         name, _, value = option.partition("=")
         key_fields.append((f"option.{name.lstrip('-')}", value))
     if line_info:  # the cubin has the paths of the templates
         key_fields.append(("line_info", str(template_root())))
-    key_fields.append(("templates", template_digest(spec.folder)))
+    key_fields.append(("codegen", CODEGEN))
+    key_fields.append(("templates", template_inputs(spec.folder).digest))
     return CacheKey(key_fields=tuple(key_fields), toolchain=toolchain)
 
 

@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 
 from mlagen import engine
-from mlagen.codegen import environment, render, sources
+from mlagen.codegen import render, sources
 from mlagen.compiler.nvrtc_library import load_nvrtc
 from mlagen.compiler.toolchain import find_nvrtc, wanted_toolchain
 from mlagen.spec.arch import Arch, parse_arch
 from mlagen.spec.combine import CombineSpec
+from mlagen.spec.combine_states import CombineStatesSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.sm80 import GqaSm80Spec, gqa_sm80_spec
 from mlagen.spec.gqa.sm90 import GqaSm90Spec, gqa_sm90_spec
 from mlagen.spec.gqa.variant import GqaVariant
+from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.sm80 import MlaSm80Spec, mla_sm80_spec
 from mlagen.spec.mla.sm90 import MlaSm90Spec, mla_sm90_spec
 from mlagen.spec.mla.sm90_fp8 import MlaSm90Fp8Spec, mla_sm90_fp8_spec
@@ -79,6 +81,21 @@ def gqa_sm90(*, rows: int = 8, kv_heads_per_cta: int = 1, **changes: Any) -> Gqa
 DECODE = mla_sm80()  # compiles for a second, in which tests interfere
 WIDE_DECODE = mla_sm80(rows=128)
 COMBINE = CombineSpec(arch=SM_80, dtype=DType.BF16, head_dim_vo=512)
+COMBINE_STATES = CombineStatesSpec(arch=SM_80, dtype=DType.BF16, head_dim_vo=512)
+# One kernel of each family.
+KERNELS: dict[str, KernelSpec] = {
+    spec.family: spec
+    for spec in (
+        WIDE_DECODE,
+        mla_sm90(),
+        mla_sm90_fp8(rows=64),
+        mla_sm90_fp8kv(),
+        gqa_sm80(kv_dtype=DType.E4M3),
+        gqa_sm90(),
+        COMBINE,
+        COMBINE_STATES,
+    )
+}
 
 
 def require_known(arch: Arch) -> None:
@@ -99,16 +116,15 @@ def copy_templates(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make mlagen read its templates from a copy in ``folder``; ``clear_caches`` after an edit."""
     copy = folder / "templates"
     shutil.copytree(sources.template_root(), copy)
-    for module in (sources, environment, render, engine):
+    for module in (sources, render, engine):
         monkeypatch.setattr(module, "template_root", lambda: copy)
     return copy
 
 
 def clear_caches() -> None:
     """Clear the caches of templates and toolchain."""
-    environment.environment.cache_clear()
-    sources.template_digest.cache_clear()
-    sources._code_digest.cache_clear()
+    render.environment.cache_clear()
+    sources.template_inputs.cache_clear()
     find_nvrtc.cache_clear()
     wanted_toolchain.cache_clear()
     wanted_toolchain.cache_clear()

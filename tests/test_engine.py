@@ -14,6 +14,7 @@ import pytest
 
 from mlagen import engine
 from mlagen.cache.default_store import kernel_store
+from mlagen.codegen.sources import key_facts
 from mlagen.compiler.toolchain import find_nvrtc, options_for
 from mlagen.engine import find_or_build, kernel_for, key_of
 from mlagen.errors import CompileError
@@ -70,7 +71,9 @@ def test_every_key_field_has_a_label() -> None:
     assert labels == [
         "family",
         *(f"spec.{name}" for name in spec.key_fields()),
+        *(f"fact.{name}" for name in key_facts(spec)),
         *(f"option.{name}" for name in options),
+        "codegen",
         "templates",
     ]
     assert len(set(labels)) == len(labels)
@@ -79,6 +82,7 @@ def test_every_key_field_has_a_label() -> None:
         ("spec.arch", "sm_90a"),
         ("spec.query_dtype", "bf16"),
         ("spec.page_size", "64"),
+        ("fact.shared_bytes", str(spec.shared_bytes)),
         ("option.gpu-architecture", "sm_90a"),
         ("option.std", "c++17"),
         ("option.fmad", "true"),

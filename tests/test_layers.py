@@ -229,8 +229,8 @@ def test_importing_mlagen_starts_and_loads_nothing(bare_import: dict[str, list[s
 # What a process does, and a package or library that it leaves alone.
 PROCESSES = {
     "the digest of a kernel": (
-        "from mlagen.codegen.sources import template_digest as digest; "
-        "digest('kernels/combine/kernel.cu.j2')"
+        "from mlagen.codegen.sources import template_inputs; "
+        "template_inputs('kernels/combine/kernel.cu.j2')"
     ),
     "finding NVRTC": "from mlagen.compiler.toolchain import find_nvrtc; find_nvrtc()",
     "facts of GPUs": "from mlagen.runtime.device import *; visible_devices(), driver_version()",

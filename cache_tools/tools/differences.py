@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # Label and the two values; None for a key without the label.
 Difference: TypeAlias = tuple[str, str | None, str | None]
 
+_DIGESTS = ("fact.declarations", "templates")  # labels of values that are a SHA-256
+
 
 def key_of_entry(stored: StoredEntry) -> CacheKey | None:
     """Return the key of an entry, or None if its manifest does not hold it."""
@@ -45,8 +47,13 @@ def kernel_of(key: CacheKey) -> str:
 
 
 def differences(wanted: CacheKey, other: CacheKey) -> list[Difference]:
-    """Return the differences of two keys; an accepted toolchain is no difference."""
+    """Return the differences of two keys; an accepted toolchain is no difference.
+
+    Other fields of the spec have other facts, which then say nothing new.
+    """
     found = wanted.differences(other)
+    if any(label.startswith("spec.") for label, _, _ in found):
+        found = [difference for difference in found if not difference[0].startswith("fact.")]
     if wanted.accepts(other.toolchain):
         found = [difference for difference in found if difference[0] != "toolchain"]
     return found
@@ -84,4 +91,4 @@ def print_differences(found: list[Difference], one: str, other: str) -> None:
 def _text(label: str, value: str | None) -> str:
     if value is None:
         return "(none)"
-    return value[:SHORT_KEY] if label == "templates" else value or "(empty)"
+    return value[:SHORT_KEY] if label in _DIGESTS else value or "(empty)"

@@ -33,9 +33,12 @@ def required_line_info() -> str | None:
 
 def matches_sources(stored: StoredEntry, digests: Collection[str]) -> bool:
     """Whether an entry was rendered from sources with one of ``digests``; False if damaged."""
-    return stored.manifest is not None and (
-        dict(stored.manifest.key_fields).get("templates") in digests
-    )
+    from mlagen.codegen.sources import CODEGEN
+
+    if stored.manifest is None:
+        return False
+    fields = dict(stored.manifest.key_fields)
+    return fields.get("templates") in digests and fields.get("codegen") == CODEGEN
 
 
 def matches_toolchain(stored: StoredEntry, toolchain: str | None) -> bool:

@@ -1,20 +1,37 @@
-"""Where the templates are, and the digests that stand for everything rendering depends on.
+"""What a kernel is rendered from: the files of its template, and the facts of its spec.
 
-Imports no Jinja: a warm process needs a digest and never renders.
+A template sees the facts alone, so that both together are all that its text depends on. Imports no
+Jinja: a warm process needs them for a key and never renders.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import re
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 from mlagen.codegen.includes import transitive_includes
 from mlagen.errors import ToolchainError
 from mlagen.paths import is_folder
+from mlagen.spec.kernel import KernelSpec
+
+# Increases when other text is rendered from the same templates and facts; a test demands it.
+CODEGEN = "1"
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+_FACT = re.compile(r"\bspec((?:\.\w+)+)")
+
+Fact: TypeAlias = bool | int | str | tuple[bool | int | str, ...]
+
+
+class TemplateInputs(NamedTuple):
+    """What the kernels of one folder are rendered from."""
+
+    digest: str  # SHA-256 of every file that such a kernel may include
+    facts: tuple[str, ...]  # dotted names of what these files read of a spec
 
 
 @cache
@@ -37,11 +54,10 @@ def template_root() -> Path:
 
 
 @cache
-def template_digest(folder: str) -> str:
-    """Return the SHA-256 of all that the kernels with a ``folder`` are rendered from.
+def template_inputs(folder: str) -> TemplateInputs:
+    """Return what the kernels with a ``folder`` are rendered from.
 
-    These are every file that such a kernel may include, the code that renders, and the specs. An
-    edit of a file that only other kernels include does not change it.
+    An edit of a file that only other kernels include does not change them.
 
     Raises
     ------
@@ -49,14 +65,21 @@ def template_digest(folder: str) -> str:
         If an ``#include`` cannot be resolved.
     """
     root = template_root()
-    files = {name: root / name for name in transitive_includes(root, folder)}
-    return _digest_of(files, folder, _code_digest())
+    digest = hashlib.sha256(folder.encode())
+    facts: set[str] = set()
+    for name in sorted(transitive_includes(root, folder)):
+        content = (root / name).read_bytes()
+        digest.update(f"\0{name}\0{len(content)}\0".encode())
+        digest.update(content)
+        if name.endswith(".j2"):
+            facts |= {found[1:] for found in _FACT.findall(content.decode())}
+    return TemplateInputs(digest.hexdigest(), tuple(sorted(facts)))
 
 
 def template_digests() -> frozenset[str]:
     """Return the digest of every kernel template that is installed."""
     root = template_root()
-    return frozenset(template_digest(folder) for folder in kernel_folders(root))
+    return frozenset(template_inputs(folder).digest for folder in kernel_folders(root))
 
 
 def kernel_folders(root: Path) -> list[str]:
@@ -66,17 +89,36 @@ def kernel_folders(root: Path) -> list[str]:
     return [path.relative_to(root).as_posix() for path in folders if path not in inner]
 
 
-@cache
-def _code_digest() -> str:
-    folders = (_PACKAGE / "codegen", _PACKAGE / "spec")
-    paths = [path for folder in folders for path in folder.rglob("*.py")]
-    return _digest_of({path.relative_to(_PACKAGE).as_posix(): path for path in paths})
+def spec_facts(spec: KernelSpec) -> dict[str, Fact]:
+    """Return what the templates of ``spec`` read of it, by dotted name.
+
+    A shared template may read what a family lacks, on a branch that this family does not take.
+
+    Raises
+    ------
+    TypeError
+        If a template reads what is no plain data, such as a method.
+    """
+    facts: dict[str, Fact] = {}
+    for name in template_inputs(spec.folder).facts:
+        try:
+            value = attrgetter(name)(spec)
+        except AttributeError:
+            continue
+        parts = value if type(value) is tuple else (value,)
+        if not all(isinstance(part, (bool, int, str)) for part in parts):
+            raise TypeError(f"spec.{name}: expected a number, a text or a tuple, got {value!r}")
+        facts[name] = value
+    return facts
 
 
-def _digest_of(files: Mapping[str, Path], *facts: str) -> str:
-    digest = hashlib.sha256("\0".join(facts).encode())
-    for name, path in sorted(files.items()):
-        content = path.read_bytes()
-        digest.update(f"{name}\0{len(content)}\0".encode())
-        digest.update(content)
-    return digest.hexdigest()
+def key_facts(spec: KernelSpec) -> dict[str, str]:
+    """Return the facts as text, a list as its SHA-256, without those that the spec's text has."""
+    named = spec.key_fields()
+    texts = {}
+    for name, fact in spec_facts(spec).items():
+        if isinstance(fact, tuple):
+            texts[name] = hashlib.sha256("\n".join(map(str, fact)).encode()).hexdigest()
+        elif named.get(name.rpartition(".")[2]) != str(fact):
+            texts[name] = str(fact)
+    return texts

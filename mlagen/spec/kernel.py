@@ -87,6 +87,11 @@ class KernelSpec:
         raise NotImplementedError
 
     @property
+    def declarations(self) -> tuple[str, ...]:
+        """Members of the kernel's parameter struct, in order."""
+        return tuple(f"{one.cuda_type} {one.name}" for one in self.parameters)
+
+    @property
     def threads(self) -> int:
         """Threads per CTA."""
         raise NotImplementedError

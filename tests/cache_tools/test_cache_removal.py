@@ -107,6 +107,7 @@ def test_only_selected_kernels_are_pruned(
     [
         ({"toolchain": "nvrtc-12.8.1"}, "--other-toolchains", "other toolchain"),
         ({"key_fields": {"templates": "0" * 64}}, "--other-versions", "other version"),
+        ({"key_fields": {"codegen": "0"}}, "--other-versions", "other version"),
     ],
 )
 def test_kernels_of_another_installation_are_pruned(

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from mlagen.codegen.includes import IncludeError, Text, flatten, included_name, transitive_includes
-from mlagen.codegen.linemap import plain_text
 
 FOLDER = "kernels/a"
 KERNEL = "kernels/a/kernel.cu.j2"
@@ -22,9 +21,15 @@ def write(root: Path, **texts: str) -> None:
         path.write_text(text)
 
 
+def plain_text(root: Path, name: str) -> Text:
+    """Return a file without Jinja: every line came from itself."""
+    lines = (root / name).read_text().split("\n")
+    return Text(lines, [f"{name}:{number}" for number in range(1, len(lines) + 1)])
+
+
 def flat(root: Path) -> Text:
     """Return the kernel of ``root`` as one text."""
-    return flatten(root, FOLDER, lambda name: plain_text((root / name).read_text(), name))
+    return flatten(root, FOLDER, lambda name: plain_text(root, name))
 
 
 def test_each_file_comes_once_after_those_it_includes(tmp_path: Path) -> None:
@@ -69,9 +74,7 @@ def test_kernels_of_a_family_share_the_folder_above(tmp_path: Path) -> None:
         common__c="int c;\n",
     )
     for folder, first in (("kernels/a/b", "int c;"), ("kernels/a/d", "int d;")):
-        text = flatten(
-            tmp_path, folder, lambda name: plain_text((tmp_path / name).read_text(), name)
-        )
+        text = flatten(tmp_path, folder, lambda name: plain_text(tmp_path, name))
         assert (text.lines[0], text.lines[-1]) == (first, "int k;")
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from jinja2 import TemplateRuntimeError, UndefinedError
 
-from mlagen.codegen.environment import environment
 from mlagen.codegen.includes import Text
-from mlagen.codegen.linemap import split_marks, with_line_directives
-from mlagen.codegen.render import render
+from mlagen.codegen.render import render, rendered, split_marks, with_line_directives
+from mlagen.codegen.sources import Fact
 from mlagen.compiler.nvrtc import compile_source
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.errors import CompileError
@@ -20,10 +19,10 @@ from tests.cache.builds import ROOT
 from tests.kernels import COMBINE, mla_sm80
 
 
-def rendered(text: str, templates: Path, **context: object) -> tuple[list[str], list[str]]:
-    """Return the lines of a template's text, rendered as a kernel's would be, and their origins."""
+def probe(text: str, templates: Path, **facts: Fact) -> Text:
+    """Return a template's text, rendered as a kernel's would be."""
     (templates / "probe.cuh.j2").write_text(text)
-    return split_marks(environment().get_template("probe.cuh.j2").render(**context))
+    return rendered("probe.cuh.j2", facts)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +33,7 @@ def rendered(text: str, templates: Path, **context: object) -> tuple[list[str], 
 def test_an_unknown_name_is_an_error(text: str, templates: Path) -> None:
     """Nothing renders as a silent blank."""
     with pytest.raises(UndefinedError):
-        rendered(text, templates, spec=object())
+        probe(text, templates)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +49,7 @@ def test_jinja_takes_nothing_from_other_files(tag: str, templates: Path) -> None
     """A key is of the files that `#include` names: what Jinja included would not change it."""
     (templates / "a.cuh").write_text("{% macro f() %}{% endmacro %}\n")
     with pytest.raises(TemplateRuntimeError, match=r'probe\.cuh\.j2: expected #include "a\.cuh"'):
-        rendered(tag, templates)
+        probe(tag, templates)
 
 
 TEMPLATES: dict[str, tuple[str, dict[str, int]]] = {
@@ -59,7 +58,7 @@ TEMPLATES: dict[str, tuple[str, dict[str, int]]] = {
         {"int a;": 3, "int b;": 6, "int c;": 8},
     ),
     "every round of a loop is of one line": (
-        "{% for value in spec %}\n  int a{{ value }};\n{% endfor %}\n",
+        "{% for value in spec.words %}\n  int a{{ value }};\n{% endfor %}\n",
         {"  int a1;": 2, "  int a2;": 2},
     ),
     "a line that a macro wrote is the macro's": (
@@ -74,7 +73,7 @@ def test_lines_of_a_template(text: str, numbers: dict[str, int], templates: Path
     """Each rendered line has the template line that it came from."""
     expected = {(line, f"probe.cuh.j2:{number}") for line, number in numbers.items()}
 
-    lines, origins = rendered(text, templates, spec=(1, 2))
+    lines, origins = probe(text, templates, words=("1", "2"))
 
     assert set(zip(lines, origins, strict=True)) >= expected
     assert not {"\x01", "\x02"} & set("".join(lines))

@@ -47,7 +47,7 @@ _KEYWORDS = {"macro", "endmacro", "if", "elif", "else", "endif", "for", "endfor"
 _OPENING, _CLOSING = {"if", "for", "macro"}, {"endif", "endfor", "endmacro"}
 
 # What a file other than config.cuh.j2 may write of a spec: names and choices, no sizes.
-_OUTPUTS = {"spec.symbol", "parameter.cuda_type", "parameter.name"}
+_OUTPUTS = {"spec.symbol", "declaration"}
 
 
 @pytest.mark.parametrize("name", PLAIN)

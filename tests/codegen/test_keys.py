@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from jinja2 import UndefinedError
 
 import mlagen
 from mlagen import engine
+from mlagen.cache.key import CacheKey
+from mlagen.codegen.render import render
 from mlagen.codegen.sources import template_root
 from mlagen.compiler import nvrtc as nvrtc_module
 from mlagen.compiler import toolchain as toolchain_module
@@ -24,21 +27,23 @@ from mlagen.compiler.nvrtc_library import Compiled, NvrtcLibrary
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.engine import find_or_build, key_of
 from mlagen.settings import current_settings
+from mlagen.spec.combine import CombineSpec
+from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES, specs_of
+from mlagen.spec.mla.sm90 import MlaSm90Spec
 from tests.cache.builds import ROOT
 from tests.fixture_types import Patch
 from tests.kernels import (
     COMBINE,
+    KERNELS,
     SM_80,
     SM_90A,
     clear_caches,
     complaints,
 )
 
-# Of COMBINE for this compiler. A version of mlagen with another key recompiles every kernel,
-# so a change of this line must be intended.
-GOLDEN = "b38176135aa2303a9f9a090fa16a86427d4f10b313053a482c4b5044e34c5bba"
 FIXED = "nvrtc-13.5.37"
+RELATIVES = ["mla_sm90", "mla_sm90_fp8", "mla_sm90_fp8kv"]
 
 
 # Runs in a fresh interpreter: the keys of a few kernels, and the cubins of two, compiled by
@@ -51,6 +56,8 @@ from dataclasses import replace
 import mlagen
 from mlagen.engine import find_or_build, key_of
 from mlagen.spec.arch import Arch
+from mlagen.spec.combine import CombineSpec
+from mlagen.spec.dtype import DType
 from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.families import specs_of
@@ -103,20 +110,156 @@ def test_keys_and_code_are_the_same_in_every_process_and_place(tmp_path: Path) -
     assert reports[0]["codes"][0] == code
 
 
-def test_a_key_never_changes(monkeypatch: Patch) -> None:
-    """With the same templates, the next version of mlagen finds the kernels."""
-    monkeypatch.setattr(engine, "template_digest", lambda _: "0" * 64)
-    key = engine._key_of.__wrapped__(COMBINE, FIXED)
-    assert key.digest == GOLDEN
+def keys_now() -> dict[str, CacheKey]:
+    """Return the key of one kernel of each family, made anew."""
+    clear_caches()
+    return {name: engine._key_of.__wrapped__(spec, FIXED) for name, spec in KERNELS.items()}
 
 
-def test_no_two_kernels_share_a_key(monkeypatch: Patch) -> None:
+def test_no_two_kernels_share_a_key() -> None:
     """The kernels of one architecture, and some of another, have different keys."""
     specs = [spec for arch in (SM_80, SM_90A) for spec in specs_of(arch)]
-    monkeypatch.setattr(engine, "template_digest", lambda _: "0" * 64)
     digests = {engine._key_of.__wrapped__(spec, FIXED).digest for spec in specs}
     assert len(digests) == len(set(specs)) == len(specs)
-    assert {spec.family for spec in specs} == set(FAMILIES)
+    assert {spec.family for spec in specs} == set(FAMILIES) == set(KERNELS)
+
+
+# Prints the keys of a package whose specs and code have no docstring and no comment.
+BARE = """
+import ast, json, pathlib, sys
+package = pathlib.Path(sys.argv[1], "mlagen")
+for path in [*package.glob("spec/**/*.py"), *package.glob("codegen/*.py")]:
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        if isinstance(node, kinds) and ast.get_docstring(node):
+            node.body[0] = ast.Pass()
+            if isinstance(node, ast.Module):
+                del node.body[0]
+    path.write_text(ast.unparse(tree))
+sys.path[:0] = [sys.argv[1]]
+from mlagen import engine
+from mlagen.spec.text import parse_spec
+assert engine.__file__.startswith(sys.argv[1])
+keys = [engine._key_of(parse_spec(kernel), sys.argv[2]).digest for kernel in sys.argv[3:]]
+print(json.dumps(keys))
+"""
+
+
+def test_docstrings_and_comments_of_the_package_are_not_part_of_a_key(tmp_path: Path) -> None:
+    """A key is made of facts, so only those of a template's files and specs recompile it."""
+    for name in ("mlagen", "templates"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-c", BARE, str(tmp_path), FIXED, *map(str, KERNELS.values())]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == [key.digest for key in keys_now().values()]
+
+
+def _template(name: str, line: str = "// edited") -> Callable[[Path, Patch], object]:
+    def edit(templates: Path, _: Patch) -> None:
+        with (templates / name).open("a") as file:
+            file.write(f"{line}\n")
+
+    return edit
+
+
+def _attribute(owner: object, name: str, value: object) -> Callable[[Path, Patch], object]:
+    return lambda _, patch: patch.setattr(owner, name, value)
+
+
+# What is changed, the label of the key field that says so, and the families that depend on it.
+CHANGES: dict[str, tuple[Callable[[Path, Patch], object], str, list[str]]] = {
+    "a fact": (_attribute(MlaSm90Spec, "max_ranges", 132), "fact.max_ranges", RELATIVES),
+    "a name in CUDA": (
+        _attribute(DType, "cuda_name", property(lambda dtype: dtype.value)),
+        "fact.",
+        sorted(FAMILIES),
+    ),
+    "a parameter": (
+        _attribute(CombineSpec, "parameters", CombineSpec.parameters[1:]),
+        "fact.declarations",
+        ["combine"],
+    ),
+    "what only a launch reads": (_attribute(MlaSm90Spec, "small_calls", ()), "", []),
+    "whether a parameter is constant": (
+        _attribute(
+            CombineSpec,
+            "parameters",
+            tuple(replace(one, is_constant=True) for one in CombineSpec.parameters),
+        ),
+        "",
+        [],
+    ),
+    "what codegen emits": (_attribute(engine, "CODEGEN", "0"), "codegen", sorted(FAMILIES)),
+    "an option": (_attribute(toolchain_module, "_OPTIONS", ()), "option.", sorted(FAMILIES)),
+    "a template of one": (_template("kernels/combine/combine.cuh"), "templates", ["combine"]),
+    "a template with Jinja": (
+        _template("kernels/mla_sm80/config.cuh.j2"),
+        "templates",
+        ["mla_sm80"],
+    ),
+    "a template of several": (
+        _template("scheduler/tile_scheduler.cuh"),
+        "templates",
+        RELATIVES,
+    ),
+    "a template of all": (_template("common/types.cuh"), "templates", sorted(FAMILIES)),
+    "an include on another branch": (
+        _template("common/fp8.cuh.j2"),
+        "templates",
+        sorted(FAMILIES.keys() - {"mla_sm90"}),
+    ),
+    "an include of an include": (
+        _template("softmax/row_state.cuh", '#include "ptx/atomic.cuh"'),
+        "templates",
+        sorted(FAMILIES),
+    ),
+    "a template renamed": (
+        lambda root, _: (root / "common/types.cuh").rename(root / "common/types.cuh.j2"),
+        "templates",
+        sorted(FAMILIES),
+    ),
+    "another file": (_template("README.md"), "", []),
+}
+
+
+@pytest.mark.parametrize(("change", "label", "families"), CHANGES.values(), ids=CHANGES)
+def test_what_a_kernel_is_made_of_is_in_its_key(
+    change: Callable[[Path, Patch], object],
+    label: str,
+    families: list[str],
+    templates: Path,
+    monkeypatch: Patch,
+) -> None:
+    """A change compiles the kernels that depend on it, and no other; the key says what it was."""
+    before = keys_now()
+    with monkeypatch.context() as patch:
+        change(templates, patch)
+        after = keys_now()
+    changed = {
+        name: [row[0] for row in key.differences(before[name])]
+        for name, key in after.items()
+        if key.digest != before[name].digest
+    }
+    assert sorted(changed) == families
+    assert all(row.startswith(label) for rows in changed.values() for row in rows)
+
+
+def test_a_template_reads_plain_data_alone(templates: Path) -> None:
+    """A method, an object or another name of the spec is an error, never part of a kernel."""
+    config = templates / "kernels/combine/config.cuh.j2"
+    text = config.read_text()
+    for tag, error in {
+        "{{ spec.serves }}": TypeError,
+        "{{ spec.arch }}": TypeError,
+        "{% set alias = spec %}{{ alias.threads_of }}": UndefinedError,
+        "{% set alias = spec %}{{ alias.arch.number }}": UndefinedError,
+    }.items():
+        config.write_text(text + tag)
+        clear_caches()
+        with pytest.raises(error):
+            render(COMBINE)
 
 
 @pytest.mark.parametrize("number", range(len(toolchain_module._OPTIONS)))
@@ -136,37 +279,6 @@ def test_every_compiler_option_is_part_of_the_key(number: int, monkeypatch: Patc
     assert len({before.digest, *(key.digest for key in changed)}) == 3
     label = f"option.{name.lstrip('-')}"
     assert [[row[0] for row in key.differences(before)] for key in changed] == [[label]] * 2
-
-
-def _include(root: Path) -> None:
-    file = root / "softmax/row_state.cuh"
-    file.write_text(file.read_text() + '\n#include "ptx/atomic.cuh"\n')
-
-
-EDITS: dict[str, Callable[[Path], object]] = {
-    "a template edited": lambda root: (root / "common/types.cuh").write_text("// edited\n"),
-    "an unselected include edited": lambda root: (root / "common/fp8.cuh.j2").write_text(
-        "// edited\n"
-    ),
-    "a template included": _include,
-    "an include removed": lambda root: (root / "common/store_vec4.cuh.j2").write_text(
-        '#include "ptx/cvt.cuh"\n'
-    ),
-    "a template renamed to Jinja": lambda root: (root / "common/types.cuh").rename(
-        root / "common/types.cuh.j2"
-    ),
-}
-
-
-@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_every_template_is_part_of_the_key(edit: Callable[[Path], object], templates: Path) -> None:
-    """All templates and rendering code are one key field."""
-    before = key_of(COMBINE)
-    edit(templates)
-    clear_caches()
-    after = key_of(COMBINE)
-    assert after.digest != before.digest
-    assert [label for label, _, _ in after.differences(before)] == ["templates"]
 
 
 def _touch(templates: Path, _: Patch) -> None:
