@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from mlagen.artifacts import Build, build_of
+from mlagen.artifacts import Build, Cubin, Source, build_of
 from mlagen.cache.default_store import kernel_store
 from mlagen.cache.entry import CacheEntry
 from mlagen.cache.key import CacheKey
-from mlagen.cache.layers import LookUp
 from mlagen.cache.lock import import_filelock
-from mlagen.cache.store import KernelStore
 from mlagen.codegen.sources import CODEGEN, key_facts, template_inputs, template_root
 from mlagen.compiler.toolchain import Nvrtc, find_nvrtc, options_for, wanted_toolchain
 from mlagen.errors import MissError, ToolchainError
@@ -24,10 +23,13 @@ from mlagen.jit import compile_forbidden_by, jit_mode, report_compilation
 from mlagen.monitoring import count
 from mlagen.recording import record
 from mlagen.settings import current_settings
+from mlagen.spec.arch import Arch
 from mlagen.spec.kernel import KernelSpec
 
 if TYPE_CHECKING:
     from mlagen.runtime.loader import LoadedKernel
+
+Compiler: TypeAlias = Callable[[Source, Arch, Nvrtc], Cubin]
 
 _loaded: dict[tuple[KernelSpec, int], LoadedKernel] = {}
 _loading = threading.Lock()
@@ -85,29 +87,57 @@ def find_or_build(spec: KernelSpec, *, created_by: str = "jit") -> Outcome:
     """
     start = time.perf_counter()
     key, store = key_of(spec), kernel_store()
-    built = False
     found = store.look_up(key)
-    _count(found, store)
-    entry = found.entry
-    if entry is None:
-        reason = found.reason or "absent"
-        nvrtc = _compiler_of(spec, key, reason, created_by)
+    if found.entry is None:
+        return build_missing(spec, found.reason or "absent", created_by=created_by)
+    source = {None: "memory", store.root: "cache"}.get(found.layer, "layer")
+    count("hits")
+    count(f"hits.{source}")
+    return _outcome(spec, found.entry, start, built=False)
 
-        def build() -> Build:
-            nonlocal built
-            built = True
-            is_awaited = created_by == "jit"
-            compiler = str(nvrtc)
-            with report_compilation(str(spec), reason, compiler, store.root, is_awaited=is_awaited):
-                return build_spec(spec, nvrtc)
 
-        entry = store.build(key, build, created_by=created_by, because=reason)
+def build_missing(
+    spec: KernelSpec, reason: str, *, created_by: str, compiler: Compiler | None = None
+) -> Outcome:
+    """Return the cache entry of ``spec`` after a look-up that missed for a reason.
+
+    Under its lock, the kernel is looked up once more. ``compiler`` compiles in place of NVRTC in
+    this process.
+
+    Raises
+    ------
+    MissError
+        If this process may not compile, or has no NVRTC.
+    ToolchainError
+        If NVRTC does not know the architecture.
+    CompileError
+        If NVRTC rejects the kernel.
+    """
+    start = time.perf_counter()
+    key, store = key_of(spec), kernel_store()
+    count("misses")
+    count(f"misses.{reason}".replace(" ", "_"))
+    nvrtc = _compiler_of(spec, key, reason, created_by)
+    built = False
+
+    def build() -> Build:
+        nonlocal built
+        built = True
+        is_awaited = created_by == "jit"
+        with report_compilation(str(spec), reason, str(nvrtc), store.root, is_awaited=is_awaited):
+            return build_spec(spec, nvrtc, compiler)
+
+    entry = store.build(key, build, created_by=created_by, because=reason)
+    return _outcome(spec, entry, start, built=built)
+
+
+def _outcome(spec: KernelSpec, entry: CacheEntry, start: float, *, built: bool) -> Outcome:
     settings = current_settings()
     if settings.record:
         record(
             settings.record,
             kernel=str(spec),
-            key=key.digest,
+            key=entry.manifest.key,
             toolchain=entry.manifest.toolchain,
             found="built" if built else "hit",
             is_shared=settings.trusts_shared,
@@ -138,41 +168,24 @@ def kernel_for(spec: KernelSpec, device: int) -> LoadedKernel:
     return kernel
 
 
-def _count(found: LookUp, store: KernelStore) -> None:
-    if found.entry is None:
-        count("misses")
-        count(f"misses.{found.reason}".replace(" ", "_"))
-    else:
-        source = {None: "memory", store.root: "cache"}.get(found.layer, "layer")
-        count("hits")
-        count(f"hits.{source}")
-
-
 def _compiler_of(spec: KernelSpec, key: CacheKey, reason: str, created_by: str) -> Nvrtc:
     """Return the compiler for a missing kernel, if this process may compile it."""
-    mode = jit_mode()
-    advice = prewarm_advice(spec)
+    mode, where, cause = jit_mode(), "", None
     if mode == "off" or (mode == "error" and created_by == "jit"):
-        count("rejections")
-        raise MissError(
-            f"{spec}: {reason} in the cache, and {compile_forbidden_by()} forbids to compile; "
-            f"{advice}"
-        )
-    try:
-        nvrtc = find_nvrtc()
-    except ToolchainError as error:
-        count("rejections")
-        where = "where NVRTC is installed, "
-        raise MissError(
-            f"{spec}: {reason} in the cache, and there is no compiler ({error}); {where}{advice}"
-        ) from error
-    if not key.accepts(str(nvrtc)):
-        count("rejections")
-        raise MissError(
-            f"{spec}: {reason} in the cache, and MLAGEN_TOOLCHAIN wants {key.toolchain}, "
-            f"but {nvrtc} is installed; where that one is, {advice}"
-        )
-    return nvrtc
+        why = f"{compile_forbidden_by()} forbids to compile"
+    else:
+        try:
+            nvrtc = find_nvrtc()
+            if key.accepts(str(nvrtc)):
+                return nvrtc
+            why = f"MLAGEN_TOOLCHAIN wants {key.toolchain}, but {nvrtc} is installed"
+            where = "where that one is, "
+        except ToolchainError as error:
+            why, cause = f"there is no compiler ({error})", error
+            where = "where NVRTC is installed, "
+    count("rejections")
+    message = f"{spec}: {reason} in the cache, and {why}; {where}{prewarm_advice(spec)}"
+    raise MissError(message) from cause
 
 
 def prewarm_advice(spec: KernelSpec) -> str:
@@ -181,7 +194,7 @@ def prewarm_advice(spec: KernelSpec) -> str:
     return f"run: {setting}mlagen prewarm --kernel '{spec}'"
 
 
-def build_spec(spec: KernelSpec, nvrtc: Nvrtc) -> Build:
+def build_spec(spec: KernelSpec, nvrtc: Nvrtc, compiler: Compiler | None = None) -> Build:
     """Render and compile ``spec`` as the settings say; looks into no cache.
 
     Raises
@@ -195,10 +208,10 @@ def build_spec(spec: KernelSpec, nvrtc: Nvrtc) -> Build:
     # during an import or a template load would wait for its lock for ever.
     with defer_forks():
         from mlagen.codegen.render import render
-        from mlagen.compiler.nvrtc_process import compile_anywhere
+        from mlagen.compiler.process import compile_anywhere
 
         source = render(spec, line_info=current_settings().line_info)
-    cubin = compile_anywhere(source, spec.arch, nvrtc)
+    cubin = (compiler or compile_anywhere)(source, spec.arch, nvrtc)
     return build_of(
         source,
         cubin,

@@ -11,7 +11,7 @@ import pytest
 
 from mlagen import engine
 from mlagen.codegen import render, sources
-from mlagen.compiler.nvrtc_library import load_nvrtc
+from mlagen.compiler.nvrtc import supported_archs
 from mlagen.compiler.toolchain import find_nvrtc, wanted_toolchain
 from mlagen.spec.arch import Arch, parse_arch
 from mlagen.spec.combine import CombineSpec
@@ -100,7 +100,7 @@ KERNELS: dict[str, KernelSpec] = {
 
 def require_known(arch: Arch) -> None:
     """Skip the test if the installed NVRTC does not support ``arch``."""
-    if arch.number not in load_nvrtc(find_nvrtc().path).supported_archs():
+    if arch.number not in supported_archs(find_nvrtc()):
         pytest.skip(f"NVRTC {find_nvrtc().version} does not know {arch}")
 
 

@@ -32,7 +32,8 @@ from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
 spec = CombineSpec(arch=Arch(80), dtype=DType.BF16, head_dim_vo=512)
 outcome = getattr(mlagen.engine, sys.argv[1])(spec)
-heavy = ("jinja2", "cuda.bindings.driver", "cuda.bindings.nvrtc", "torch", "numpy")
+heavy = ("jinja2", "cuda.bindings.driver", "cuda.bindings.nvrtc", "cuda.pathfinder")
+heavy += ("torch", "numpy")
 built = getattr(outcome, "built", None)
 print(json.dumps({"built": built, "loaded": [name for name in heavy if name in sys.modules]}))
 """

@@ -245,7 +245,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "_SLOW_S", 0.05)
     real = engine.build_spec
 
-    def build(spec: KernelSpec, nvrtc: Nvrtc) -> Build:
+    def build(spec: KernelSpec, nvrtc: Nvrtc, *_: object) -> Build:
         time.sleep(0.5)
         return real(spec, nvrtc)
 

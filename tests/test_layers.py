@@ -59,7 +59,7 @@ LAYERS = {
 # Each third party with the layers that may import it.
 FENCES = {
     "click": {"cache_tools"},
-    "cuda": {"runtime"},
+    "cuda": {"compiler", "runtime"},
     "filelock": {"cache"},
     "huggingface_hub": {"models"},
     "jinja2": {"codegen"},
@@ -72,9 +72,13 @@ FENCES = {
     "transformers": {"integrations"},
     "vllm": {"integrations"},
 }
-# A cache hit digests the templates without importing Jinja. The demo and the benchmark create
-# tensors, and the benchmark uses optional packages.
-CLOSED = {"mlagen/codegen/sources.py": {"jinja2"}}
+# A cache hit digests the templates without importing Jinja, and names NVRTC without loading it. The
+# demo and the benchmark create tensors, and the benchmark uses optional packages.
+CLOSED = {
+    "mlagen/codegen/sources.py": {"jinja2"},
+    "mlagen/compiler/process.py": {"cuda"},
+    "mlagen/compiler/toolchain.py": {"cuda"},
+}
 OPEN = {
     "cache_tools/commands/bench.py": {"torch"},
     "cache_tools/commands/demo.py": {"torch"},

@@ -88,7 +88,7 @@ def test_events_come_in_the_calling_thread_and_in_order() -> None:
 def test_a_failing_kernel_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report has its error; an exception that is no MlagenError is a bug, and is raised."""
 
-    def fail_at_512(spec: KernelSpec, nvrtc: Any) -> Build:
+    def fail_at_512(spec: KernelSpec, nvrtc: Any, *_: object) -> Build:
         if spec.key_fields()["head_dim_vo"] == "512":
             raise mlagen.CompileError("NVRTC: no such thing", log="", source="")
         return build(spec, nvrtc)
@@ -109,7 +109,7 @@ def test_an_exception_in_the_callback_cancels_the_rest(monkeypatch: pytest.Monke
     """With one job, compilations do not overlap, and those that have not started never do."""
     compiling, builds = threading.Lock(), []
 
-    def alone(spec: KernelSpec, nvrtc: Any) -> Build:
+    def alone(spec: KernelSpec, nvrtc: Any, *_: object) -> Build:
         assert compiling.acquire(blocking=False)
         builds.append(spec)
         try:

@@ -14,7 +14,7 @@ from mlagen.engine import kernel_for, prewarm_advice
 from mlagen.errors import UnsupportedError
 from mlagen.jit import freeze
 from mlagen.models.kernels import call_specs, dcp_masks
-from mlagen.prewarming.build import build_all, build_in_process, look_up_all
+from mlagen.prewarming.build import build_all, build_unit, look_up_all
 from mlagen.prewarming.jobs import usable_jobs
 from mlagen.prewarming.report import PrewarmUnit
 from mlagen.runtime.device import arch_of_device
@@ -114,9 +114,9 @@ def warm_up(
     specs = _specs_of(calls, arch_of_device(device))
     units = {spec: unit for _, spec, unit in look_up_all(specs, is_dry=False)}
     mode = current_settings().jit
-    missing = [spec for spec, unit in units.items() if unit.status == "missing"]
+    missing = [unit for unit in units.values() if unit.status == "missing"]
     if missing and mode not in {"error", "off"}:
-        build = partial(build_in_process, may_stay_in_memory=True)
+        build = partial(build_unit, may_stay_in_memory=True)
         events = build_all(missing, usable_jobs(), build)
         units |= {spec: unit for _, spec, unit in events if unit is not None}
     loaded = 0

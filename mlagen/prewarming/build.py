@@ -1,4 +1,4 @@
-"""Prewarm builds: sequential look-ups, then parallel compilation."""
+"""Prewarm builds: sequential look-ups, then parallel compilation of what is missing."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from queue import SimpleQueue
 
 from mlagen.cache.default_store import kernel_store
-from mlagen.engine import find_or_build, key_of
+from mlagen.compiler.process import CompileProcesses, CompileTimeoutError
+from mlagen.engine import build_missing, key_of
 from mlagen.errors import CacheError, MlagenError
 from mlagen.prewarming.report import PrewarmUnit, RawEvent, unit_of
 from mlagen.settings import current_settings
@@ -33,19 +35,19 @@ def look_up_all(
             problems[found.problem] = None
             _logger.warning("cache: %s, so missing: %s: %s", found.reason, spec, found.problem)
         status = "hit" if entry else "missing"
-        yield "finished", spec, unit_of(spec, key, status, start, entry=entry)
+        yield "finished", spec, unit_of(spec, key, status, start, entry=entry, reason=found.reason)
 
 
 def build_all(
-    specs: Sequence[KernelSpec],
+    missing: Sequence[PrewarmUnit],
     jobs: int,
-    build: Callable[[KernelSpec], PrewarmUnit],
+    build: Callable[[PrewarmUnit], PrewarmUnit],
     *,
     fail_fast: bool = False,
     stop: Callable[[], None] = lambda: None,
     on_late_unit: Callable[[PrewarmUnit], object] = lambda _: None,
 ) -> Generator[RawEvent, None, None]:
-    """Yield an event for each start and each end, in order of occurrence.
+    """Yield an event for each start and each end of a build, in order of occurrence.
 
     If the caller stops early, by Ctrl-C for instance, ``stop`` is called, and then
     ``on_late_unit`` with each finished unit that was not yielded.
@@ -54,22 +56,22 @@ def build_all(
     finished: dict[KernelSpec, PrewarmUnit] = {}  # not yielded yet
     has_failed = threading.Event()
 
-    def begin(spec: KernelSpec) -> PrewarmUnit:
+    def begin(unit: PrewarmUnit) -> PrewarmUnit:
         if fail_fast and has_failed.is_set():
-            unit = unit_of(spec, key_of(spec), "skipped", time.perf_counter())
+            unit = replace(unit, status="skipped")
         else:
-            events.put(spec)
-            unit = build(spec)
+            events.put(unit.spec)
+            unit = build(unit)
             if unit.error is not None:
                 has_failed.set()
-        finished[spec] = unit
+        finished[unit.spec] = unit
         return unit
 
     pool = ThreadPoolExecutor(jobs, thread_name_prefix="mlagen-prewarm")
     try:
-        for spec in specs:
-            pool.submit(begin, spec).add_done_callback(events.put)
-        num_pending = len(specs)
+        for unit in missing:
+            pool.submit(begin, unit).add_done_callback(events.put)
+        num_pending = len(missing)
         while num_pending:
             event = events.get()
             if isinstance(event, Future):
@@ -89,15 +91,24 @@ def build_all(
             on_late_unit(unit)
 
 
-def build_in_process(spec: KernelSpec, *, may_stay_in_memory: bool = False) -> PrewarmUnit:
-    """Compile a kernel in this process, unless it is cached."""
-    start = time.perf_counter()
-    key = key_of(spec)
+def build_unit(
+    missing: PrewarmUnit,
+    *,
+    processes: CompileProcesses | None = None,
+    may_stay_in_memory: bool = False,
+) -> PrewarmUnit:
+    """Compile a missing kernel, with ``processes`` in one of its own."""
+    start, spec = time.perf_counter(), missing.spec
+    compiler = processes.compile if processes else None
     try:
-        outcome = find_or_build(spec, created_by="prewarm")
+        outcome = build_missing(
+            spec, missing.reason or "absent", created_by="prewarm", compiler=compiler
+        )
         if outcome.entry.path is None and not may_stay_in_memory:
             path = current_settings().cache_dir
             raise CacheError(f"cache: expected an entry on the disk, got none: {path}", path=path)
     except MlagenError as error:
-        return unit_of(spec, key, "failed", start, error=error)
-    return unit_of(spec, key, "built" if outcome.built else "hit", start, entry=outcome.entry)
+        status = "timeout" if isinstance(error, CompileTimeoutError) else "failed"
+        return unit_of(spec, key_of(spec), status, start, error=error)
+    status = "built" if outcome.built else "hit"
+    return unit_of(spec, key_of(spec), status, start, entry=outcome.entry)

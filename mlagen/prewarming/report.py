@@ -33,6 +33,8 @@ class PrewarmUnit:
         ``fail_fast``; in a dry run ``hit`` or ``missing``.
     ms : float
         Milliseconds that it took.
+    reason : str
+        Why the cache has no entry, if it is ``missing``, otherwise None.
     registers, spill_bytes, cubin_bytes : int
         Resources of the kernel; None if the cache has no entry.
     error : MlagenError
@@ -44,6 +46,7 @@ class PrewarmUnit:
     toolchain: str
     status: str
     ms: float
+    reason: str | None = None
     registers: int | None = None
     spill_bytes: int | None = None
     cubin_bytes: int | None = None
@@ -114,6 +117,7 @@ def unit_of(
     *,
     entry: CacheEntry | None = None,
     error: MlagenError | None = None,
+    reason: str | None = None,
 ) -> PrewarmUnit:
     """Return the unit of a kernel whose work began at ``start``, by :func:`time.perf_counter`."""
     fields: dict[str, Any] = {}
@@ -130,6 +134,7 @@ def unit_of(
         toolchain=entry.manifest.toolchain if entry else key.toolchain,
         status=status,
         ms=ms_since(start),
+        reason=reason,
         error=error,
         **fields,
     )

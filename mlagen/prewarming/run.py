@@ -10,12 +10,12 @@ from functools import partial
 from mlagen.cache.errors import raising_cache_errors
 from mlagen.cache.layout import Layout
 from mlagen.cache.publish import require_writable
+from mlagen.compiler.process import DEFAULT_TIME_LIMIT_S, CompileProcesses
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.engine import kernel_for
 from mlagen.errors import ToolchainError
-from mlagen.prewarming.build import build_all, build_in_process, look_up_all
+from mlagen.prewarming.build import build_all, build_unit, look_up_all
 from mlagen.prewarming.gpus import devices_for
-from mlagen.prewarming.isolation import worker_pool
 from mlagen.prewarming.jobs import usable_jobs
 from mlagen.prewarming.report import (
     EventDispatcher,
@@ -29,7 +29,6 @@ from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
 from mlagen.spec.kernel import KernelSpec
 from mlagen.values import (
-    INT32_MAX,
     reject,
     require_callable,
     require_flag,
@@ -37,9 +36,6 @@ from mlagen.values import (
     require_whole_number,
     shown,
 )
-
-DEFAULT_TIMEOUT_S = 600.0
-_MAX_TIMEOUT_S = INT32_MAX // 1000  # 24 days: poll, which waits for a process, counts int32 ms
 
 
 def prewarm(
@@ -178,13 +174,13 @@ def prewarm(
 def _timeout(timeout_s: float | None, *, isolate: bool) -> float | None:
     """Return the time limit of each process; None without isolation."""
     if timeout_s is None:
-        return DEFAULT_TIMEOUT_S if isolate else None
+        return DEFAULT_TIME_LIMIT_S if isolate else None
     seconds = require_number(timeout_s, "timeout_s")
     if not isolate:
         reject("timeout_s", "isolate beside it", f"{shown(timeout_s)} alone")
     if not 0 < seconds < float("inf"):
         reject("timeout_s", "more than 0 seconds", shown(timeout_s))
-    return min(seconds, _MAX_TIMEOUT_S)
+    return seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +212,7 @@ def _prewarm_all(
         except ToolchainError:
             yield from (("finished", spec, unit) for spec, unit in missing.items())
             raise
-        yield from _build_missing(list(missing), options, may_stay_in_memory=bool(devices))
+        yield from _build_missing(list(missing.values()), options, may_stay_in_memory=bool(devices))
     for spec in specs:
         for device, arch in devices.items():
             if spec.arch == arch and finished[spec].status in {"hit", "built"}:
@@ -225,33 +221,18 @@ def _prewarm_all(
 
 
 def _build_missing(
-    missing: Sequence[KernelSpec], options: _BuildOptions, *, may_stay_in_memory: bool
+    missing: Sequence[PrewarmUnit], options: _BuildOptions, *, may_stay_in_memory: bool
 ) -> Generator[RawEvent, None, None]:
-    if options.timeout_s is None:
-        if not may_stay_in_memory:
-            _require_writable_cache()
-        build = partial(build_in_process, may_stay_in_memory=may_stay_in_memory)
-        yield from build_all(
-            missing,
-            options.jobs,
-            build,
-            fail_fast=options.fail_fast,
-            on_late_unit=options.on_late_unit,
-        )
-        return
-    _require_writable_cache()  # processes exchange kernels on the disk only
-    with worker_pool(options.timeout_s) as pool:
-        yield from build_all(
-            missing,
-            options.jobs,
-            pool.build,
-            fail_fast=options.fail_fast,
-            stop=pool.stop,
-            on_late_unit=options.on_late_unit,
-        )
-
-
-def _require_writable_cache() -> None:
-    settings = current_settings()
-    with raising_cache_errors(settings.cache_dir, suggests_folder=True):
-        require_writable(Layout(settings.cache_dir, settings.trusts_shared))
+    if not may_stay_in_memory:
+        settings = current_settings()
+        with raising_cache_errors(settings.cache_dir, suggests_folder=True):
+            require_writable(Layout(settings.cache_dir, settings.trusts_shared))
+    processes = None if options.timeout_s is None else CompileProcesses(options.timeout_s)
+    yield from build_all(
+        missing,
+        options.jobs,
+        partial(build_unit, processes=processes, may_stay_in_memory=may_stay_in_memory),
+        fail_fast=options.fail_fast,
+        stop=processes.stop if processes else lambda: None,
+        on_late_unit=options.on_late_unit,
+    )

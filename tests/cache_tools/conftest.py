@@ -30,7 +30,7 @@ from cache_tools.output.schemas import DOCUMENT, SCHEMAS, Schema
 from cache_tools.output.transfer_schemas import TRANSFER_SCHEMAS
 from cache_tools.replay.run import REPLAY
 from mlagen.cache.layout import Layout
-from mlagen.compiler import nvrtc_process
+from mlagen.compiler import process
 from mlagen.prewarming import PrewarmUnit
 from mlagen.settings import current_settings
 from tests.built_once import compiled
@@ -251,9 +251,7 @@ def serve(monkeypatch: Patch) -> Serve:
 @pytest.fixture
 def compiled_once(monkeypatch: Patch) -> None:
     """Compile each kernel once for all tests of a run."""
-    monkeypatch.setattr(
-        nvrtc_process, "compile_anywhere", lambda source, arch, _: compiled(source, arch)
-    )
+    monkeypatch.setattr(process, "compile_anywhere", lambda source, arch, _: compiled(source, arch))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from mlagen.codegen.render import render
 from mlagen.codegen.sources import template_root
 from mlagen.compiler.nvrtc import compile_to_ptx
-from mlagen.compiler.nvrtc_process import compile_in_process
+from mlagen.compiler.process import CompileProcesses
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.engine import find_or_build, key_of
 from mlagen.errors import CompileError
@@ -49,7 +49,7 @@ def test_the_code_is_that_of_the_normal_kernel(spec: KernelSpec) -> None:
     assert str(template_root()).encode() in with_lines.code
     assert str(template_root()).encode() not in plain.code
     if spec == COMBINE:
-        assert compile_in_process(source, spec.arch, find_nvrtc()).code == with_lines.code
+        assert CompileProcesses().compile(source, spec.arch, find_nvrtc()).code == with_lines.code
 
 
 def test_the_key_names_what_is_different(setting: Setting, request: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 import mlagen
 from cache_tools.output import progress
 from mlagen import engine, prewarming
+from mlagen.compiler import process
 from mlagen.compiler.toolchain import find_nvrtc
-from mlagen.prewarming import PrewarmReport, isolation
+from mlagen.prewarming import PrewarmReport
 from tests.faults.steps import warnings_in
 from tests.fixture_types import Log, Patch
 from tests.kernels import COMBINE
@@ -209,7 +211,7 @@ def test_failures_decide_the_exit_code(
     assert {*ends} == {f"failed {str(error).removeprefix('NVRTC: ')}" for error in errors}
 
 
-HANGS, DIES = ["sleep", "600"], ["false"]
+HANGS, DIES = "import time; time.sleep(600)", "raise SystemExit(1)"
 
 
 @pytest.mark.parametrize(
@@ -223,11 +225,19 @@ HANGS, DIES = ["sleep", "600"], ["false"]
     ids=["timeouts", "one of each", "deaths", "the first failure"],
 )
 def test_timeouts_have_an_exit_code(
-    commands: list[list[str]], options: str, code: int, counts: str, monkeypatch: Any
+    commands: list[str], options: str, code: int, counts: str, monkeypatch: Any
 ) -> None:
     """Timeouts alone exit with 5; kernels that --fail-fast never starts are skipped."""
     left = iter(commands)
-    monkeypatch.setattr(isolation, "worker_command", lambda _spec: next(left))
+    hello = process._BOOT.partition("sys.path[:]")[0]
+    start, turn = process.CompileProcesses._start, threading.Lock()
+
+    def start_next(*arguments: Any) -> Any:
+        with turn:
+            monkeypatch.setattr(process, "_BOOT", hello + next(left))
+            return start(*arguments)
+
+    monkeypatch.setattr(process.CompileProcesses, "_start", start_next)
     result = run(*SMALL, "--isolate", *options.split())
     _plan, *lines = result.stderr.splitlines()
     assert result.exit_code == code

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,6 @@ from mlagen.codegen.render import render
 from mlagen.codegen.sources import template_root
 from mlagen.compiler import nvrtc as nvrtc_module
 from mlagen.compiler import toolchain as toolchain_module
-from mlagen.compiler.nvrtc_library import Compiled, NvrtcLibrary
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.engine import find_or_build, key_of
 from mlagen.settings import current_settings
@@ -327,16 +326,21 @@ def test_unrelated_changes_are_not_part_of_the_key(
 
 def test_the_input_of_the_compiler_is_in_the_key(monkeypatch: Patch) -> None:
     """Source, options and a constant name are the whole input of NVRTC."""
-    given: list[tuple[str, str, Sequence[str]]] = []
-    real = NvrtcLibrary.compile
+    given: list[tuple[str, str, list[str]]] = []
+    bindings = nvrtc_module.load_nvrtc(find_nvrtc())
+    create, compile_program = bindings.nvrtcCreateProgram, bindings.nvrtcCompileProgram
 
-    def note(
-        self: NvrtcLibrary, text: str, name: str, options: Sequence[str], *, result: str
-    ) -> Compiled:
-        given.append((text, name, options))
-        return real(self, text, name, options, result=result)
+    def note_source(text: bytes, name: bytes, *headers: object) -> Any:
+        assert headers == (0, [], [])
+        given.append((text.decode(), name.decode(), []))
+        return create(text, name, *headers)
 
-    monkeypatch.setattr(NvrtcLibrary, "compile", note)
+    def note_options(program: object, count: int, options: list[bytes]) -> Any:
+        given[-1][2].extend(option.decode() for option in options)
+        return compile_program(program, count, options)
+
+    monkeypatch.setattr(bindings, "nvrtcCreateProgram", note_source)
+    monkeypatch.setattr(bindings, "nvrtcCompileProgram", note_options)
 
     outcome = find_or_build(replace(COMBINE, head_dim_vo=256))
 

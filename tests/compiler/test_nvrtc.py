@@ -13,11 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from mlagen.artifacts import Cubin, Source
+from mlagen.artifacts import Cubin, Resources, Source
 from mlagen.compiler import nvrtc as nvrtc_module
-from mlagen.compiler.nvrtc import compile_source, rewrite_positions
-from mlagen.compiler.nvrtc_library import load_nvrtc
-from mlagen.compiler.nvrtc_process import compile_in_process
+from mlagen.compiler.nvrtc import (
+    compile_source,
+    load_nvrtc,
+    parse_resources,
+    rewrite_positions,
+    supported_archs,
+)
+from mlagen.compiler.process import CompileProcesses
 from mlagen.compiler.toolchain import Nvrtc, find_nvrtc
 from mlagen.errors import CompileError, ToolchainError
 from mlagen.spec.arch import ARCHS, Arch, parse_arch
@@ -29,7 +34,7 @@ KERNEL = 'extern "C" __global__ void probe(int* p) {\n  p[threadIdx.x] = 1;\n}\n
 # Every NVRTC from 12.8 on writes its version into the cubin of this one.
 SM_100F = parse_arch("sm_100f")
 Way = Callable[[Source, Arch, Nvrtc], Cubin]
-WAYS: list[Way] = [compile_source, compile_in_process]
+WAYS: dict[str, Way] = {"here": compile_source, "its process": CompileProcesses().compile}
 
 
 def source(text: str = KERNEL) -> Source:
@@ -64,7 +69,7 @@ def test_compiling_is_repeatable_and_runs_in_threads() -> None:
     assert len({cubin.code for cubin in cubins}) == 1
 
 
-@pytest.mark.parametrize("compiled", WAYS)
+@pytest.mark.parametrize("compiled", WAYS.values(), ids=WAYS)
 def test_an_error_is_reported_in_the_template(compiled: Way) -> None:
     """The message is one line with the template position; log and source are attributes."""
     text = KERNEL.replace("p[threadIdx.x] = 1;", "undefined_name();")
@@ -111,11 +116,11 @@ def test_positions_become_those_of_the_template(log: str, expected: str) -> None
     assert rewritten == expected
 
 
-@pytest.mark.parametrize("compiled", WAYS)
+@pytest.mark.parametrize("compiled", WAYS.values(), ids=WAYS)
 def test_an_unknown_architecture_is_rejected(compiled: Way) -> None:
     """The message lists the supported architectures."""
     nvrtc = find_nvrtc()
-    known = ", ".join(f"sm_{number}" for number in load_nvrtc(nvrtc.path).supported_archs())
+    known = ", ".join(f"sm_{number}" for number in supported_archs(nvrtc))
     with pytest.raises(ToolchainError) as caught:
         compiled(source(), Arch(42), nvrtc)
     assert str(caught.value) == f"arch: NVRTC {nvrtc.version} compiles for {known}, got sm_42"
@@ -141,10 +146,10 @@ def test_a_library_that_is_not_nvrtc_is_named() -> None:
     """A missing function is reported like a load failure."""
     library = Path(sys.modules["_ctypes"].__file__ or "")
     with pytest.raises(ToolchainError, match=rf"^NVRTC: cannot load {library}: .*nvrtc"):
-        load_nvrtc(library)
+        load_nvrtc(replace(find_nvrtc(), path=library))
 
 
-@pytest.mark.parametrize("compiled", WAYS)
+@pytest.mark.parametrize("compiled", WAYS.values(), ids=WAYS)
 def test_another_compiler_than_expected_is_logged(compiled: Way, caplog: Log) -> None:
     """The cubin has the version that compiled it, and a warning names both."""
     nvrtc_module._warn.cache_clear()
@@ -209,3 +214,74 @@ def test_compiling_never_initializes_the_driver(tmp_path: Path) -> None:
 
     assert not called_by_build
     assert calls.read_text() == "cuInit 0\n"
+
+
+LOG_12_8 = """\
+ptxas info    : 32 bytes gmem, 64 bytes cmem[4]
+ptxas info    : Compiling entry function 'combine' for 'sm_80'
+ptxas info    : Function properties for combine
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 32 registers, used 1 barriers, 2064 bytes smem, 424 bytes cmem[0]
+ptxas info    : Compile time = 24.113 ms
+"""
+
+LOG_13_0 = """\
+ptxas info    : 120 bytes gmem, 240 bytes cmem[4]
+ptxas info    : Compiling entry function 'mla_sm80' for 'sm_80'
+ptxas info    : Function properties for mla_sm80
+ptxas         .     16 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 249 registers, used 1 barriers, 528 bytes cmem[0], 32 bytes cmem[2]
+ptxas info    : Compile time = 326.021 ms
+"""
+
+LOG_13_5 = """\
+ptxas info    : (C7517) wgmma.wait_group is injected in around line 36 by compiler to allow use \
+of registers defined by GMMA in function 'wide'
+ptxas info    : (C7511) Potential Performance Loss: wgmma.mma_async instructions are serialized \
+due to insufficient register resources for the wgmma pipeline in the function 'wide' in line 34
+ptxas info    : (C7511) Potential Performance Loss: wgmma.mma_async instructions are serialized \
+due to insufficient register resources for the wgmma pipeline in the function 'wide' in line 58
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'narrow' for 'sm_90a'
+ptxas info    : Function properties for narrow
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 8 registers, used 0 barriers
+ptxas info    : Compile time = 1.447 ms
+ptxas info    : Compiling entry function 'wide' for 'sm_90a'
+ptxas info    : Function properties for wide
+ptxas         .     256 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 32 registers, used 1 barriers, 256 bytes cumulative stack size, 400 bytes smem
+ptxas info    : Compile time = 5.755 ms
+ptxas info    : Function properties for _Z1fPii
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+"""
+
+
+def resources(symbol: str, registers: int, *sizes: int) -> Resources:
+    """Return resources with the sizes in the order of the log: stack, stores, loads, shared."""
+    stack_bytes, store_bytes, load_bytes, shared_bytes = sizes
+    return Resources(
+        symbol=symbol,
+        registers=registers,
+        stack_bytes=stack_bytes,
+        spill_store_bytes=store_bytes,
+        spill_load_bytes=load_bytes,
+        static_shared_bytes=shared_bytes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        (LOG_12_8, (resources("combine", 32, 0, 0, 0, 2064),)),
+        (LOG_13_0, (resources("mla_sm80", 249, 16, 12, 8, 0),)),
+        (LOG_13_5, (resources("narrow", 8, 0, 0, 0, 0), resources("wide", 32, 256, 0, 0, 400))),
+        ("", ()),
+    ],
+    ids=["12.8", "13.0", "13.5 with two kernels and a function", "an empty log"],
+)
+def test_resources_of_every_kernel_in_a_log(log: str, expected: tuple[Resources, ...]) -> None:
+    """Registers, stack, spills and static shared memory, for entry functions only."""
+    found = parse_resources(log)
+    assert found == expected
+    assert [one.has_spills for one in found] == [one.spill_store_bytes > 0 for one in expected]

@@ -2,20 +2,161 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 
-from mlagen.compiler import nvrtc_search, toolchain
-from mlagen.compiler.toolchain import find_nvrtc, options_for, wanted_toolchain
+from mlagen.compiler import toolchain
+from mlagen.compiler.toolchain import (
+    Nvrtc,
+    _candidates,
+    find_nvrtc,
+    options_for,
+    wanted_toolchain,
+)
 from mlagen.errors import ToolchainError
 from mlagen.spec.arch import parse_arch
-from tests.compiler.test_nvrtc_search import elf_file
 from tests.fixture_types import Patch
+
+VARIABLES = ("CONDA_PREFIX", "LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME")
+BANNER = b"Cuda compilation tools, release %s, V%s"
+
+
+def elf_file(path: Path) -> Path:
+    """Create a file with the ELF header of a library for this machine."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(Path(sys.executable).resolve().read_bytes()[:64])
+    return path
+
+
+def make_library(folder: Path, version: str = "13.1.80") -> Path:
+    """Create a libnvrtc.so.13 whose version is inside the file only."""
+    path = elf_file(folder / "libnvrtc.so.13")
+    release = version.rpartition(".")[0].encode()
+    header = path.read_bytes()
+    path.write_bytes(header + BANNER % (b"%d.%d", b"") + BANNER % (release, version.encode()))
+    return path
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: Patch) -> Path:
+    """Return the root of a machine without NVRTC."""
+    monkeypatch.setattr(toolchain, "_WHEEL", "no-wheel")
+    monkeypatch.setattr(toolchain, "_ROOT", tmp_path)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+# Variables, files with their content, and the folder of the library.
+PLACES: dict[str, tuple[dict[str, str], dict[str, str], str]] = {
+    "the dynamic loader's folders": ({"LD_LIBRARY_PATH": "relative::{0}/a:{0}/b"}, {}, "b"),
+    "a folder of its configuration": (
+        {},
+        {"etc/ld.so.conf.d/cuda.conf": "# CUDA\n{0}/opt/cuda\n"},
+        "opt/cuda",
+    ),
+    "CUDA_HOME": ({"CUDA_HOME": "{0}/cuda"}, {}, "cuda/lib64"),
+    "CUDA_PATH": ({"CUDA_PATH": "{0}/cuda"}, {}, "cuda/lib"),
+    "a target of a toolkit": ({"CUDA_HOME": "{0}/cuda"}, {}, "cuda/targets/x86_64-linux/lib"),
+    "a target of an Arm server": ({"CUDA_HOME": "{0}/cuda"}, {}, "cuda/targets/sbsa-linux/lib"),
+    "an active conda environment": ({"CONDA_PREFIX": "{0}/conda"}, {}, "conda/lib"),
+    "its target": ({"CONDA_PREFIX": "{0}/conda"}, {}, "conda/targets/x86_64-linux/lib"),
+    "the conda environment of this Python": ({}, {"env/conda-meta/history": ""}, "env/lib"),
+    "a versioned toolkit": ({}, {}, "usr/local/cuda-13.2/lib64"),
+    "the toolkit": ({}, {}, "usr/local/cuda/targets/sbsa-linux/lib"),
+    "a distribution's folder": ({}, {}, "usr/lib/aarch64-linux-gnu"),
+    "another distribution's": ({}, {}, "usr/lib64"),
+}
+
+
+@pytest.mark.parametrize(("environ", "files", "folder"), PLACES.values(), ids=PLACES)
+def test_a_library_without_a_version_in_its_name_is_found(
+    environ: dict[str, str], files: dict[str, str], folder: str, machine: Path, monkeypatch: Patch
+) -> None:
+    """The version of a plain libnvrtc.so.13 is read from the file."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value.format(machine))
+    for name, content in files.items():
+        (machine / name).parent.mkdir(parents=True)
+        (machine / name).write_text(content.format(machine))
+    path = make_library(machine / folder)
+    (found,) = _candidates(13)
+    assert found == Nvrtc(version="13.1.80", path=path, source="system")
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+@pytest.mark.parametrize("value", ["relative", ".", ""], ids=repr)
+def test_a_relative_folder_is_not_searched(
+    variable: str, value: str, machine: Path, monkeypatch: Patch
+) -> None:
+    """A library of the current folder is not loaded, whatever a variable says."""
+    for folder in ("relative", "relative/lib", "lib", "."):
+        make_library(machine / folder)
+    monkeypatch.chdir(machine)
+    monkeypatch.setenv(variable, value)
+    assert list(_candidates(13)) == []
+
+
+def test_the_search_order(machine: Path, monkeypatch: Patch) -> None:
+    """The order is Conda, folders of the loader, the configured toolkit, the newest one."""
+    places = ("conda/lib", "ld", "cuda/lib64", "usr/local/cuda-13.10/lib64")
+    paths = [make_library(machine / place) for place in (*places, "usr/local/cuda-13.2/lib64")]
+    monkeypatch.setenv("CONDA_PREFIX", str(machine / "conda"))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(machine / "ld"))
+    monkeypatch.setenv("CUDA_HOME", str(machine / "cuda"))
+    assert [found.path for found in _candidates(13)] == paths
+
+
+def test_unloadable_files_are_skipped(machine: Path, monkeypatch: Patch) -> None:
+    """Foreign or unversioned libraries, folders, link loops and empty files are skipped."""
+    other = make_library(machine / "other")
+    content = bytearray(other.read_bytes())
+    content[18] ^= 0xFF  # the machine field of an ELF header
+    other.write_bytes(content)
+    (machine / "folder/libnvrtc.so.13").mkdir(parents=True)
+    for name in ("loop", "empty"):
+        (machine / name).mkdir()
+    (machine / "loop/libnvrtc.so.13").symlink_to("libnvrtc.so.13")
+    (machine / "empty/libnvrtc.so.13").touch()
+    elf_file(machine / "unknown/libnvrtc.so.13")
+    valid = make_library(machine / "valid")
+    names = ("other", "folder", "loop", "empty", "unknown", "gone", "valid")
+    monkeypatch.setenv("LD_LIBRARY_PATH", ":".join(str(machine / name) for name in names))
+
+    assert [found.path for found in _candidates(13)] == [valid]
+
+
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CONDA_PREFIX", "LD_LIBRARY_PATH"])
+def test_a_folder_that_cannot_be_searched_is_skipped(
+    variable: str, machine: Path, monkeypatch: Patch
+) -> None:
+    """Any file-system error skips to the next folder."""
+    valid = make_library(machine / "usr/lib64")
+    (machine / "file").touch()
+    real = Path.open
+
+    def reject(self: Path, *arguments: Any, **options: Any) -> Any:
+        if self.is_relative_to("/nowhere"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", reject)
+
+    for place in (machine / "file", "/" + "x" * 300, "/nowhere"):
+        monkeypatch.setenv(variable, str(place))
+
+        assert [found.path for found in _candidates(13)] == [valid]
+
 
 CU12, CU13 = "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"
 
@@ -41,7 +182,7 @@ class FakeDistribution:
 @pytest.fixture
 def bare(monkeypatch: Patch) -> Iterator[Patch]:
     """Hide the NVRTC libraries of the system."""
-    monkeypatch.setattr(nvrtc_search, "_system_folders", lambda _: iter(()))
+    monkeypatch.setattr(toolchain, "_system_folders", lambda _: iter(()))
     find_nvrtc.cache_clear()
     wanted_toolchain.cache_clear()
     yield monkeypatch
@@ -135,7 +276,7 @@ def test_a_later_nvrtc_that_is_new_enough_is_used(monkeypatch: Patch, tmp_path: 
     install(monkeypatch, tmp_path, "12.9.1", {CU12: "12.4.127"})
     library = elf_file(tmp_path / "cuda/lib64/libnvrtc.so.12.9.86")
     library.with_name("libnvrtc.so.12").symlink_to(library.name)
-    monkeypatch.setattr(nvrtc_search, "_system_folders", lambda _: iter([library.parent]))
+    monkeypatch.setattr(toolchain, "_system_folders", lambda _: iter([library.parent]))
     found = find_nvrtc.__wrapped__()
     assert (found.version, found.path) == ("12.9.86", library)
 

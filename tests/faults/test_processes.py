@@ -15,8 +15,8 @@ import pytest
 from mlagen import engine
 from mlagen.artifacts import Source
 from mlagen.codegen.render import render
-from mlagen.compiler import nvrtc_process
-from mlagen.compiler.nvrtc_process import compile_anywhere
+from mlagen.compiler import process
+from mlagen.compiler.process import compile_anywhere
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.engine import find_or_build, kernel_for
 from mlagen.runtime.loader import LoadedKernel
@@ -39,7 +39,7 @@ def test_a_child_forked_after_a_compilation_hits_and_compiles() -> None:
         hit, made = find_or_build(COMBINE), find_or_build(other)
         assert (hit.built, made.built) == (False, True)
         assert hit.entry == built.entry
-        assert not nvrtc_process._forked_mid_compile
+        assert not process._forked_mid_compile
 
     assert in_child(work) == 0
     assert not find_or_build(other).built
@@ -52,14 +52,14 @@ def test_children_forked_during_a_compilation_compile_and_do_not_hang(tmp_path: 
     right = compile_anywhere(PROBE, SM_80, nvrtc).code
 
     def work(_: int) -> None:
-        send(tmp_path, nvrtc_process._forked_mid_compile)
+        send(tmp_path, process._forked_mid_compile)
         assert compile_anywhere(PROBE, SM_80, nvrtc).code == right
 
     statuses, codes = [], set()
     with ThreadPoolExecutor(1) as pool:
         for moment in range(5):
             parent = pool.submit(compile_anywhere, decode, DECODE.arch, nvrtc)
-            wait_for(lambda: nvrtc_process._active_compiles)
+            wait_for(lambda: process._active_compiles)
             time.sleep(0.1 * moment)
             statuses += crowd(4, work, seconds=20)
             codes.add(parent.result().code)
