@@ -13,9 +13,11 @@ from mlagen.families.mla import dispatch as mla_call
 from mlagen.families.mla import launch as mla_launch
 from mlagen.families.mla import select as mla_plan
 from mlagen.families.mla.problem import check_problem
+from mlagen.spec.dtype import ROW_FORMATS, DType
 from tests.emulator.emulated import COMPILER, Emulated, replace_launches
 from tests.families.launches import record_launches
 from tests.kernels import SM_80
+from tests.problems.entry_points import decode_with_lse
 from tests.problems.mla import MlaCase, MlaProblem
 from tests.test_mla_emulated import RANK, given
 
@@ -83,3 +85,19 @@ def test_a_kernel_is_right_in_whatever_order_warps_come(
     """Within the tolerance of float64, and no copy is read before its thread has waited for it."""
     problem = given.case.build("cpu")
     problem.check(*decoded(given, problem))
+
+
+@pytest.mark.parametrize("rope", [64, 0])
+def test_a_row_format_is_the_fields_of_its_description(
+    rope: int, decoded: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a scale per 64 elements, checks, CPU backend and sm80 kernel follow, unedited."""
+    row = replace(ROW_FORMATS[DType.FP8_DS_MLA], scaled_elements=64)
+    monkeypatch.setitem(ROW_FORMATS, DType.FP8_DS_MLA, row)
+    facts = {**_FEW, "qk_rope_head_dim": rope, "page_size": 8}  # no other test has these pages
+    planted = given("bf16 over fp8_ds_mla", "64 per scale", **facts)
+    problem = planted.case.build("cpu")
+
+    assert problem.kv_cache.shape[-1] == 512 + 8 * 4 + rope * 2
+    problem.check(*decode_with_lse(problem))
+    problem.check(*decoded(planted, problem))

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mlagen.spec.dtype import DType
+from mlagen.spec.dtype import DType, RowFormat
 
-from .cases import KV_LORA_RANK, NVFP4_BLOCK
+from .cases import NVFP4_BLOCK
 
 TORCH_DTYPES = {
     DType.BF16: torch.bfloat16,
@@ -18,9 +18,6 @@ TORCH_DTYPES = {
 
 # An int8 element is 32 times its value, so that four standard deviations fit.
 INT8_SCALE = 1 / 32
-
-# Latent elements of an fp8_ds_mla row that share an fp32 scale.
-_FP8_DS_MLA_BLOCK = 128
 
 _E4M3_MAX = 448.0
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -53,16 +50,16 @@ def random_cache(dtype: DType, shape: tuple[int, ...], generator: torch.Generato
     numbers = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
     if dtype is DType.INT8:
         return Stored(data=(numbers / INT8_SCALE).round().clamp(-127, 127).to(torch.int8))
-    if dtype is DType.FP8_DS_MLA:
-        return Stored(data=_fp8_ds_mla(numbers))
+    if dtype.row is not None:
+        return Stored(data=_packed(numbers, dtype.row))
     return Stored(data=numbers.to(TORCH_DTYPES[dtype]))
 
 
 def dequantize(dtype: DType, rows: Stored) -> torch.Tensor:
     """Return the fp32 values of rows, without the scales of the call."""
     data = rows.data
-    if dtype is DType.FP8_DS_MLA:
-        return _fp8_ds_mla_values(data)
+    if dtype.row is not None:
+        return _unpacked(data, dtype.row)
     if dtype is not DType.NVFP4:
         return data.float() * element_scale(dtype)
     assert rows.block_scales is not None, "NVFP4 has block scales"
@@ -74,21 +71,20 @@ def dequantize(dtype: DType, rows: Stored) -> torch.Tensor:
     return (blocks * rows.block_scales.float().unsqueeze(-1)).flatten(-2)
 
 
-def _fp8_ds_mla(numbers: torch.Tensor) -> torch.Tensor:
-    """Pack bf16 elements into e4m3 latent, fp32 scales and bf16 rope: 656 bytes, or 528."""
-    latent = _in_blocks(numbers[..., :KV_LORA_RANK].float(), _FP8_DS_MLA_BLOCK)
+def _packed(numbers: torch.Tensor, row: RowFormat) -> torch.Tensor:
+    """Pack bf16 elements into rows with inline scales."""
+    latent = _in_blocks(numbers[..., : row.latent_elements].float(), row.scaled_elements)
     scales = latent.abs().amax(-1).clamp_min(1e-8) / _E4M3_MAX
     quantized = (latent / scales.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2)
-    rope = numbers[..., KV_LORA_RANK:].contiguous()
+    rope = numbers[..., row.latent_elements :].contiguous()
     return torch.cat([part.view(torch.uint8) for part in (quantized, scales, rope)], dim=-1)
 
 
-def _fp8_ds_mla_values(data: torch.Tensor) -> torch.Tensor:
-    rope_at = KV_LORA_RANK + 4 * KV_LORA_RANK // _FP8_DS_MLA_BLOCK  # after the scales
-    latent = data[..., :KV_LORA_RANK].contiguous().view(torch.float8_e4m3fn).float()
-    scales = data[..., KV_LORA_RANK:rope_at].contiguous().view(torch.float32).unsqueeze(-1)
-    rope = data[..., rope_at:].contiguous().view(torch.bfloat16).float()
-    blocks = _in_blocks(latent, _FP8_DS_MLA_BLOCK) * scales
+def _unpacked(data: torch.Tensor, row: RowFormat) -> torch.Tensor:
+    latent = data[..., : row.latent_elements].contiguous().view(torch.float8_e4m3fn).float()
+    scales = data[..., row.latent_elements : row.rope_offset].contiguous().view(torch.float32)
+    rope = data[..., row.rope_offset :].contiguous().view(torch.bfloat16).float()
+    blocks = _in_blocks(latent, row.scaled_elements) * scales.unsqueeze(-1)
     return torch.cat([blocks.flatten(-2), rope], dim=-1)
 
 

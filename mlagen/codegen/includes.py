@@ -1,8 +1,8 @@
 """The include graph of the templates: names resolved, each file once, in dependency order.
 
-A name is looked for in the folder of the kernel, then in the folders above it, up to the root of the
-templates, so that a shared file gets the ``config.cuh`` of the family it is compiled for. ``x.cuh``
-may be ``x.cuh.j2``.
+A name is looked for in the folder of the kernel, then in the folders above it, up to the root of
+the templates, so that a shared file gets the ``config.cuh`` of the family it is compiled for.
+``x.cuh`` may be ``x.cuh.j2``.
 Imports no Jinja: the key of a kernel needs the include graph, and a warm process never renders.
 """
 

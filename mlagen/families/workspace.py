@@ -27,7 +27,7 @@ from mlagen.families.gqa.plan_sm90 import GqaSm90Plan, gqa_sm90_bytes_per_cta
 from mlagen.families.gqa.select import attended_tokens, plan_gqa_sm80_call, plan_gqa_sm90_call
 from mlagen.families.mla.launch import not_covered
 from mlagen.families.mla.plan_sm90 import MlaSm90Plan, mla_sm90_bytes_per_cta
-from mlagen.families.mla.problem import QUERY_DTYPES
+from mlagen.families.mla.problem import KV_DTYPES, QUERY_DTYPES
 from mlagen.families.mla.select import plan_mla_sm80_call, plan_mla_sm90_call
 from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.settings import current_settings
@@ -42,7 +42,6 @@ from mlagen.spec.mla.sm90_fp8 import mla_sm90_fp8_specs
 from mlagen.spec.mla.sm90_fp8kv import mla_sm90_fp8kv_specs
 from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
 
-_MLA_KV_DTYPES = {**QUERY_DTYPES, torch.uint8: DType.FP8_DS_MLA}
 _GQA_KV_DTYPES = {**QUERY_DTYPES, torch.int8: DType.INT8, torch.uint8: DType.NVFP4}
 
 
@@ -132,7 +131,7 @@ def workspace_bytes(
     if kv_heads is None and head_dim is None:
         shared = MlaVariant(
             query_dtype=_named(dtype, "dtype", QUERY_DTYPES),
-            kv_dtype=_named(dtype if kv_dtype is None else kv_dtype, "kv_dtype", _MLA_KV_DTYPES),
+            kv_dtype=_named(dtype if kv_dtype is None else kv_dtype, "kv_dtype", KV_DTYPES),
             kv_lora_rank=require_whole_number(kv_lora_rank, "kv_lora_rank"),
             qk_rope_head_dim=require_whole_number(qk_rope_head_dim, "qk_rope_head_dim"),
             page_size=page_size,

@@ -244,7 +244,7 @@ def _mla_dtypes(model: MlaModel, use: ServingOptions) -> Iterator[tuple[DType, D
         yield from _dtype_pairs(use.dtypes, use)
         return
     for kv in use.kv_dtypes or (model.dtype,):
-        if kv is DType.FP8_PER_TOKEN:
+        if kv.row is not None and kv.row.holds_queries:
             yield kv, kv
             continue
         yield model.dtype, kv

@@ -2,28 +2,59 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 
-class DType(Enum):
-    """Storage format of a tensor; ``str(dtype)`` is its stable name.
+@dataclass(frozen=True, kw_only=True)
+class RowFormat:
+    """How a token of an FP8 KV cache is packed into one row of bytes.
 
-    Two FP8 KV cache formats hold 512 e4m3 latent elements and 64 bf16 rope elements per token:
-    ``FP8_DS_MLA`` with a scale per 128 latent elements in between (DeepSeek-V3.2, FlashMLA),
-    ``FP8_PER_TOKEN`` with one scale per token in a tensor of its own (Modular). ``FP8_DS_MLA``
-    exists without the rope elements too.
+    A row has e4m3 latent elements, their fp32 scales, unless those are a tensor of their own, and
+    bf16 rope elements. Checks, kernels, the CPU backend and the benchmark follow these fields.
     """
+
+    latent_elements: int = 512
+    scaled_elements: int  # latent elements for each scale
+    has_inline_scales: bool = False  # between the latent and the rope elements
+    scales_rope: bool = False  # whether the scale of a token multiplies its rope elements, too
+    rope_sizes: tuple[int, ...] = (64,)  # rope elements that rows may have
+    holds_queries: bool = False  # a call names the format, and its query has such rows, too
+
+    @property
+    def scales(self) -> int:
+        """Scales of a token."""
+        return self.latent_elements // self.scaled_elements
+
+    @property
+    def rope_offset(self) -> int:
+        """Bytes of a row before its rope elements."""
+        return self.latent_elements + (4 * self.scales if self.has_inline_scales else 0)
+
+    def row_bytes(self, rope_elements: int) -> int:
+        """Bytes of a row; of a row with rope elements, if none has so many."""
+        is_known = rope_elements in self.rope_sizes
+        return self.rope_offset + 2 * (rope_elements if is_known else max(self.rope_sizes))
+
+
+class DType(Enum):
+    """Storage format of a tensor; ``str(dtype)`` is its stable name."""
 
     BF16 = "bf16"
     FP16 = "fp16"
     E4M3 = "e4m3"
     INT8 = "int8"
     NVFP4 = "nvfp4"  # two e2m1 per byte; an e4m3 scale per 16 elements in a separate tensor
-    FP8_DS_MLA = "fp8_ds_mla"
-    FP8_PER_TOKEN = "fp8_per_token"  # noqa: S105 - not a password
+    FP8_DS_MLA = "fp8_ds_mla"  # DeepSeek-V3.2, FlashMLA
+    FP8_PER_TOKEN = "fp8_per_token"  # noqa: S105 - Modular's, not a password
 
     def __str__(self) -> str:
         return self.value
+
+    @property
+    def row(self) -> RowFormat | None:
+        """The format of a row with parts of their own types; None for a row of equal elements."""
+        return ROW_FORMATS.get(self)
 
     @property
     def is_16bit(self) -> bool:
@@ -32,15 +63,31 @@ class DType(Enum):
 
     def row_bytes(self, elements: int) -> int:
         """Bytes of a row of ``elements`` elements, inline scales included."""
-        if self is DType.FP8_DS_MLA:
-            return 656 if elements > 512 else 528  # with rope elements, or without
-        if self is DType.FP8_PER_TOKEN:
-            return 640
+        if self.row is not None:
+            return self.row.row_bytes(elements - self.row.latent_elements)
         if self is DType.NVFP4:
             return elements // 2
         return elements * (2 if self.is_16bit else 1)
 
     @property
     def cuda_name(self) -> str:
-        """Tag type of the format in the templates."""
-        return "".join(word[0].upper() + word[1:] for word in self.value.split("_"))
+        """Tag type of the elements in the templates; of a packed row, those of its latent part."""
+        name = DType.E4M3.value if self.row is not None else self.value
+        return name.capitalize()
+
+
+ROW_FORMATS = {
+    DType.FP8_DS_MLA: RowFormat(scaled_elements=128, has_inline_scales=True, rope_sizes=(64, 0)),
+    DType.FP8_PER_TOKEN: RowFormat(scaled_elements=512, scales_rope=True, holds_queries=True),
+}
+
+
+def row_dtype_of(width: int, rope_elements: int) -> DType:
+    """Return the packed format of uint8 rows, by their width; the first if none has it."""
+    formats = [dtype for dtype, row in ROW_FORMATS.items() if not row.holds_queries]
+    fitting = [
+        dtype
+        for dtype in formats
+        if dtype.row_bytes(ROW_FORMATS[dtype].latent_elements + rope_elements) == width
+    ]
+    return (fitting or formats)[0]

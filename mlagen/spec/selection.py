@@ -7,10 +7,9 @@ from itertools import product
 
 from mlagen.errors import ArgumentError
 from mlagen.spec.arch import Arch
-from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES, filter_specs, specs_of, values_of
 from mlagen.spec.kernel import CallShape, KernelSpec
-from mlagen.spec.mla.variant import MAX_HEADS, output_dtype
+from mlagen.spec.mla.variant import MAX_HEADS, SUPPORTED, output_dtype
 from mlagen.values import as_list, as_str_list, reject, require_whole_number, shown
 
 # Filter names of the user, and the key fields they match in each family.
@@ -73,8 +72,8 @@ def _text(field: str, value: str | int) -> str:
     """Return a value as the key field spells it: ``dtype`` of a combine kernel is the output's."""
     if not isinstance(value, str):
         value = str(require_whole_number(value, field))
-    outputs = {str(dtype): str(output_dtype(dtype)) for dtype in (DType.E4M3, DType.FP8_PER_TOKEN)}
-    return outputs.get(str(value), str(value)) if field == "dtype" else str(value)
+    outputs = {str(row.query_dtype): str(output_dtype(row.query_dtype)) for row in SUPPORTED}
+    return outputs.get(value, value) if field == "dtype" else value
 
 
 def _key_fields_of(label: str, known: set[str]) -> list[str]:

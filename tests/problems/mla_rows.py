@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from mlagen.spec.dtype import DType, RowFormat
 from tests.problems.problem import E4M3
 
-PACKED_BYTES = {("fp8_ds_mla", 576): 656, ("fp8_ds_mla", 512): 528, ("fp8_per_token", 576): 640}
 _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": E4M3}
 
 
@@ -23,15 +23,14 @@ class Stored:
 
 def row_bytes(row_format: str, elements: int) -> int:
     """Return the size of a row."""
-    size = PACKED_BYTES.get((row_format, elements))
-    return size or elements * _TORCH_DTYPES[row_format].itemsize
+    return DType(row_format).row_bytes(elements)
 
 
 def viewed(rows: torch.Tensor, row_format: str) -> torch.Tensor:
     """Return bytes as the tensor of a caller."""
-    if row_format == "fp8_ds_mla":
-        return rows
-    return rows.view(_TORCH_DTYPES.get(row_format, E4M3))
+    row = DType(row_format).row
+    is_bytes = row is not None and not row.holds_queries
+    return rows if is_bytes else rows.view(_TORCH_DTYPES.get(row_format, E4M3))
 
 
 def format_of(dtype: torch.dtype) -> str:
@@ -53,11 +52,8 @@ def store(
     ``scales`` are one per row, or one per 128 latent elements of it.
     """
     latent, rope = content[:, :rank].float(), content[:, rank:].float()
-    if row_format == "fp8_ds_mla":
-        return _fp8_ds_mla(latent, rope)
-    if row_format == "fp8_per_token":
-        assert scales is not None
-        return _fp8_per_token(latent, rope, scales)
+    if (row := DType(row_format).row) is not None:
+        return _packed(row, latent, rope, scales)
     dtype = _TORCH_DTYPES[row_format]
     factors = torch.tensor(latent_scale).expand_as(latent)
     if scales is not None:
@@ -70,23 +66,25 @@ def store(
     return Stored(rows=stored.view(torch.uint8), elements=elements, scales=scales)
 
 
-def _fp8_ds_mla(latent: torch.Tensor, rope: torch.Tensor) -> Stored:
-    groups = latent.view(-1, 4, 128)
-    scales = (groups.abs().amax(dim=2) / 448).clamp(min=1e-4)
-    stored = (groups / scales[:, :, None]).to(E4M3)
-    rope = rope.to(torch.bfloat16)
-    elements = stored.double() * scales.double()[:, :, None]
-    parts = (stored.view(-1, 512), scales, rope)
+def _packed(
+    row: RowFormat, latent: torch.Tensor, rope: torch.Tensor, outer: torch.Tensor | None
+) -> Stored:
+    """Return rows of a format: with the ``outer`` scales of each token, or inline ones of its amax."""
+    groups = latent.view(len(latent), row.scales, row.scaled_elements)
+    if row.has_inline_scales:
+        scales = (groups.abs().amax(dim=2) / 448).clamp(min=1e-4)
+    else:
+        assert outer is not None
+        scales = outer.view(len(latent), row.scales)
+    largest = torch.finfo(E4M3).max  # as in store()
+    stored = (groups / scales[:, :, None]).clamp(-largest, largest).to(E4M3)
+    factors = scales[:, :1] if row.scales_rope else torch.ones(len(latent), 1)
+    rope = (rope / factors).to(torch.bfloat16)
+    inline = (scales,) if row.has_inline_scales else ()
+    parts = (stored.flatten(1), *inline, rope)
+    elements = (stored.double() * scales.double()[:, :, None]).flatten(1)
     return Stored(
         rows=torch.cat([part.view(torch.uint8) for part in parts], dim=1),
-        elements=torch.cat([elements.view(-1, 512), rope.double()], dim=1),
+        elements=torch.cat([elements, rope.double() * factors.double()], dim=1),
+        scales=None if row.has_inline_scales else outer,
     )
-
-
-def _fp8_per_token(latent: torch.Tensor, rope: torch.Tensor, scales: torch.Tensor) -> Stored:
-    largest = torch.finfo(E4M3).max  # as in store()
-    stored = (latent / scales[:, None]).clamp(-largest, largest).to(E4M3)
-    rope = (rope / scales[:, None]).to(torch.bfloat16)
-    elements = torch.cat([stored.double(), rope.double()], dim=1) * scales.double()[:, None]
-    rows = torch.cat([stored.view(torch.uint8), rope.view(torch.uint8)], dim=1)
-    return Stored(rows=rows, elements=elements, scales=scales)

@@ -80,11 +80,12 @@ def test_every_decode_output_has_one_combine_kernel(arch: Arch) -> None:
         (DType.E4M3, "E4m3", 576, 576),
         (DType.INT8, "Int8", 128, 128),
         (DType.NVFP4, "Nvfp4", 128, 64),
-        (DType.FP8_DS_MLA, "Fp8DsMla", 576, 656),
-        (DType.FP8_PER_TOKEN, "Fp8PerToken", 576, 640),
+        (DType.FP8_DS_MLA, "E4m3", 576, 656),
+        (DType.FP8_DS_MLA, "E4m3", 512, 528),
+        (DType.FP8_PER_TOKEN, "E4m3", 576, 640),
     ],
     ids=str,
 )
 def test_rows_and_tags_of_a_dtype(dtype: DType, cuda_name: str, elements: int, size: int) -> None:
-    """A row has the size of its elements, or with inline scales a fixed one; tags are types."""
+    """A row has the size of its parts; tags are types, of a packed row that of its latent part."""
     assert (dtype.cuda_name, dtype.row_bytes(elements)) == (cuda_name, size)

@@ -10,11 +10,6 @@ import torch
 
 from mlagen.spec.dtype import DType
 
-# The layout of fp8_ds_mla and fp8_per_token rows; see :class:`DType`.
-_LATENT_BYTES = 512
-_SCALES_BYTES = 16
-_SCALE_ELEMENTS = 128
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _TORCH_DTYPES = {
@@ -45,23 +40,22 @@ def stored_rows(cache: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -
 def decoded(rows: torch.Tensor, dtype: DType) -> torch.Tensor:
     """Return the elements ``[n, d]`` of the stored bytes ``rows[n, row bytes]``.
 
-    Scales in other tensors, of fp8_per_token and e4m3, are not applied.
+    Scales in other tensors are not applied.
     """
-    if dtype is DType.FP8_DS_MLA:
-        scales = _part(rows, _LATENT_BYTES, _LATENT_BYTES + _SCALES_BYTES, torch.float32)
-        latent = scaled_groups(_part(rows, 0, _LATENT_BYTES, torch.float8_e4m3fn), scales)
-        rope = _part(rows, _LATENT_BYTES + _SCALES_BYTES, rows.shape[-1], torch.bfloat16)
-        return torch.cat([latent, rope.float()], dim=-1)
-    if dtype is DType.FP8_PER_TOKEN:
-        latent = _part(rows, 0, _LATENT_BYTES, torch.float8_e4m3fn).float()
-        rope = _part(rows, _LATENT_BYTES, rows.shape[-1], torch.bfloat16).float()
-        return torch.cat([latent, rope], dim=-1)
-    return rows.view(_TORCH_DTYPES[dtype]).float()
+    row = dtype.row
+    if row is None:
+        return rows.view(_TORCH_DTYPES[dtype]).float()
+    latent = _part(rows, 0, row.latent_elements, torch.float8_e4m3fn)
+    if row.has_inline_scales:
+        scales = _part(rows, row.latent_elements, row.rope_offset, torch.float32)
+        latent = scaled_groups(latent, scales, row.scaled_elements)
+    rope = _part(rows, row.rope_offset, rows.shape[-1], torch.bfloat16)
+    return torch.cat([latent.float(), rope.float()], dim=-1)
 
 
-def scaled_groups(latent: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return ``latent[n, d]`` times ``scales[n, 4]``, one for each group of 128 elements."""
-    return latent.float() * scales.repeat_interleave(_SCALE_ELEMENTS, dim=-1)[:, : latent.shape[1]]
+def scaled_groups(latent: torch.Tensor, scales: torch.Tensor, size: int = 128) -> torch.Tensor:
+    """Return ``latent[n, d]`` times ``scales[n, k]``, one for each group of ``size`` elements."""
+    return latent.float() * scales.repeat_interleave(size, dim=-1)[..., : latent.shape[-1]]
 
 
 def softmax_with_sinks(

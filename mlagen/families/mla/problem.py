@@ -34,18 +34,15 @@ from mlagen.families.common.arguments import (
 )
 from mlagen.families.common.problem import Problem, checked_tables, require_scratch_and_scales
 from mlagen.families.mla.args import MlaArgs
-from mlagen.spec.dtype import DType
-from mlagen.spec.mla.variant import MAX_HEADS, MlaVariant, require_supported
+from mlagen.spec.dtype import DType, row_dtype_of
+from mlagen.spec.mla.variant import E4M3_SCALES, MAX_HEADS, MlaVariant, require_supported
 
 QUERY_DTYPES = {**DTYPES, torch.float8_e4m3fn: DType.E4M3}
 
-# Torch dtypes of fp8_per_token rows; :class:`DType` describes their bytes.
-FP8_PER_TOKEN_DTYPES = (torch.float8_e4m3fn, torch.uint8)
-FP8_LATENT_ELEMENTS = 512  # of a row of fp8_ds_mla or fp8_per_token
-
-# Scales of a token in a cache with one scale per 128 latent elements; a shorter latent part does
-# not use the last ones.
-SCALES_PER_TOKEN = 4
+# Of rows with the width of DeepSeek-V3.2's; :func:`row_dtype_of` knows the others.
+KV_DTYPES = {**QUERY_DTYPES, torch.uint8: DType.FP8_DS_MLA}
+# Torch dtypes of rows whose format the call names.
+PACKED_DTYPES = (torch.float8_e4m3fn, torch.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +91,6 @@ def check_problem(args: MlaArgs) -> MlaProblem:
         allowed = (lse_shape, tuple(query.shape[:-1]))
         lse_shape = tuple(require_floats(args.lse, args.names.lse, query.device, allowed).shape)
     check_pointers(args)
-    has_packed_rope = kv_dtype in (DType.FP8_PER_TOKEN, DType.FP8_DS_MLA)
     mask = "causal" if args.bias is None else "bias"
     variant = MlaVariant(
         query_dtype=query_dtype,
@@ -107,7 +103,8 @@ def check_problem(args: MlaArgs) -> MlaProblem:
         mask=mask if args.causal_seqlens_kv_global is None else "dcp",
     )
     require_supported(variant)
-    latent = FP8_LATENT_ELEMENTS if args.is_fp8_per_token else args.kv_lora_rank
+    rank, packed_query = args.kv_lora_rank, query_dtype.row
+    query_latent = rank if packed_query is None else packed_query.rope_offset
     return MlaProblem(
         device=query.device,
         variant=variant,
@@ -126,8 +123,8 @@ def check_problem(args: MlaArgs) -> MlaProblem:
             **bias_strides,
             "block_tables_stride": tables_stride,
         },
-        query_rope_offset=latent * query.element_size(),
-        rope_cache_offset=0 if has_packed_rope else args.kv_lora_rank * cache.element_size(),
+        query_rope_offset=query_latent * query.element_size(),
+        rope_cache_offset=rank * cache.element_size() if kv_dtype.row is None else 0,
         value_tables_offset=values_offset,
         out_shape=out_shape,
         lse_shape=lse_shape,
@@ -157,7 +154,7 @@ def _check_query(args: MlaArgs) -> tuple[DType, dict[str, int]]:
     require_dims(query, names.query, (3,) if is_ragged else (4,))
     if args.is_fp8_per_token:
         dtype = DType.FP8_PER_TOKEN
-        require_dtype(query, names.query, FP8_PER_TOKEN_DTYPES, "640-byte rows")
+        require_dtype(query, names.query, PACKED_DTYPES, "640-byte rows")
         width, why = dtype.row_bytes(0), f"bytes of a row of {dtype}"
     else:
         require_dtype(query, names.query, tuple(QUERY_DTYPES))
@@ -266,23 +263,23 @@ def _checked_pages(value: object, argument: str, device: torch.device) -> torch.
 def _cache_dtype(cache: torch.Tensor, args: MlaArgs) -> DType:
     name, query = args.names.kv_cache, args.query
     if args.is_fp8_per_token:
-        require_dtype(cache, name, FP8_PER_TOKEN_DTYPES, "640-byte rows")
+        require_dtype(cache, name, PACKED_DTYPES, "640-byte rows")
         return DType.FP8_PER_TOKEN
     allowed = tuple(dict.fromkeys((query.dtype, torch.float8_e4m3fn, torch.uint8)))
     require_dtype(cache, name, allowed, f"query {query.dtype}; uint8 for fp8_ds_mla")
     if cache.dtype is torch.uint8:
-        return DType.FP8_DS_MLA
+        return row_dtype_of(cache.shape[-1], args.qk_rope_head_dim)
     return DTYPES.get(cache.dtype, DType.E4M3)
 
 
 def _check_width(cache: torch.Tensor, args: MlaArgs, dtype: DType) -> None:
     rank, rope = args.kv_lora_rank, args.qk_rope_head_dim
     argument, width = f"{args.names.kv_cache}.shape[-1]", cache.shape[-1]
-    if dtype in (DType.FP8_PER_TOKEN, DType.FP8_DS_MLA):
-        expected = dtype.row_bytes(FP8_LATENT_ELEMENTS + rope)
+    if dtype.row is not None:
+        expected = dtype.row.row_bytes(rope)
         why = f"bytes of a row of {dtype}"
         require(args.rope_cache is None, args.names.rope_cache, f"None for {dtype}", "a tensor")
-        if dtype is DType.FP8_DS_MLA and rope == 0:
+        if rope == 0 and rope in dtype.row.rope_sizes:
             require(width >= expected, argument, f"{expected} or more ({why} without rope)", width)
             return
     elif args.rope_cache is not None:
@@ -306,13 +303,15 @@ def _check_scales(
     if args.kv_scales is None:
         return {"scale_page_stride": 0, "scale_token_stride": 0}
     scales = require_tensor(args.kv_scales, name)
-    is_valid = dtype is DType.FP8_PER_TOKEN or (is_dequantized and args.value_cache is None)
+    has_outer_scales = dtype.row is not None and not dtype.row.has_inline_scales
+    is_valid = has_outer_scales or (is_dequantized and args.value_cache is None)
     require(is_valid, name, f"None for query {query_dtype}, cache {dtype}", "a tensor")
     require_device(scales, name, args.query.device)
     require_dtype(scales, name, (torch.float32,))
     pages, page_size = cache.shape[:2]
-    if is_dequantized:
-        expected = (pages, page_size, SCALES_PER_TOKEN)
+    count = E4M3_SCALES if dtype.row is None else dtype.row.scales
+    if count > 1:
+        expected = (pages, page_size, count)
         require_shape(scales, name, (expected,), "pages, page_size, scales of a token")
         require_dense_last_dim(scales, name)
     else:

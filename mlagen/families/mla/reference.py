@@ -21,7 +21,6 @@ from mlagen.families.common.reference import (
 )
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.problem import MlaProblem, pages_of
-from mlagen.spec.dtype import DType
 
 
 @without_autocast
@@ -126,9 +125,11 @@ def _rows(
     if args.rope_cache is not None:
         stored = stored_rows(pages_of(args.rope_cache), pages, slots)
         rope = decoded(stored, variant.kv_dtype)
-    if args.kv_scales is not None and variant.kv_dtype is DType.FP8_PER_TOKEN:
-        scales = args.kv_scales[pages, slots][:, None]
-        latent, rope = latent * scales, rope * scales
+    row = variant.kv_dtype.row
+    if args.kv_scales is not None and row is not None:
+        scales = args.kv_scales[pages, slots].reshape(len(pages), row.scales)
+        latent = scaled_groups(latent, scales, row.scaled_elements)
+        rope = rope * scales[:, :1] if row.scales_rope else rope
     elif args.kv_scales is not None:
         latent = scaled_groups(latent, args.kv_scales[pages, slots])
         rope = rope * args.rope_scale

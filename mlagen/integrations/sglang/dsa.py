@@ -13,8 +13,9 @@ from mlagen.integrations.sglang.mla import introduce
 from mlagen.integrations.sglang.runner import check, serve_drafts, warm_up_mla
 from mlagen.integrations.warm_up import workspace
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
+from mlagen.spec.dtype import DType
 
-_ROW_BYTES = 656  # fp8_ds_mla, as FlashMLA reads it
+_ROW_BYTES = DType.FP8_DS_MLA.row_bytes(576)  # as FlashMLA reads it
 
 
 def backend_of(runner: Any, name: str) -> MlagenDSABackend:

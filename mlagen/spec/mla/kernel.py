@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import CallShape, KernelSpec, Parameter, int32, int64, pointer
-from mlagen.spec.mla.variant import MAX_HEADS, MlaVariant, output_dtype
+from mlagen.spec.mla.variant import E4M3_SCALES, MAX_HEADS, MlaVariant, output_dtype
 
 # Of decode context parallel.
 DCP_PARAMETERS = (
@@ -68,6 +68,37 @@ class MlaKernelSpec(KernelSpec):
     def stored_bytes(self) -> int:
         """Bytes of a cached token."""
         return self.variant.kv_dtype.row_bytes(self.head_dim_qk)
+
+    @property
+    def has_packed_rows(self) -> bool:
+        """Whether a cached token is a packed row, with its own :class:`RowFormat`."""
+        return self.variant.kv_dtype.row is not None
+
+    @property
+    def has_packed_query(self) -> bool:
+        """Whether a query row is packed, too."""
+        return self.variant.query_dtype.row is not None
+
+    @property
+    def has_inline_scales(self) -> bool:
+        """Whether a packed row has its scales, between latent and rope elements."""
+        row = self.variant.kv_dtype.row
+        return row is not None and row.has_inline_scales
+
+    @property
+    def scales_rope(self) -> bool:
+        """Whether the scale of a token multiplies its bf16 rope elements."""
+        row = self.variant.kv_dtype.row
+        return row is not None and row.scales_rope
+
+    @property
+    def scales(self) -> int:
+        """fp32 scales of a token, in its row or in a tensor of their own; 0 if it has none."""
+        row = self.variant.kv_dtype.row
+        if row is not None:
+            return row.scales
+        is_dequantized = self.variant.kv_dtype is DType.E4M3 and self.variant.query_dtype.is_16bit
+        return E4M3_SCALES if is_dequantized else 0
 
     @property
     def is_sparse(self) -> bool:

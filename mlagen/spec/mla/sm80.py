@@ -142,12 +142,9 @@ class MlaSm80Spec(MlaKernelSpec):
 
     @property
     def stage_row_bytes(self) -> int:
-        """Bytes of a token in a stage: 16 more if its scales come from another tensor."""
-        kv, query = self.variant.kv_dtype, self.variant.query_dtype
-        has_outer_scales = kv is DType.FP8_PER_TOKEN or (
-            kv is DType.E4M3 and query is not DType.E4M3
-        )
-        return self.stored_bytes + (16 if has_outer_scales else 0)
+        """Bytes of a token in a stage: whole chunks of 16 more if its scales are another tensor."""
+        outer_scales = 0 if self.has_inline_scales else self.scales
+        return self.stored_bytes + -(-outer_scales * 4 // 16) * 16
 
     @property
     def threads(self) -> int:
@@ -210,9 +207,7 @@ def _is_valid(spec: MlaSm80Spec) -> bool:
     tile = spec.tile
     has_extras = spec.is_sparse or spec.has_bias or spec.has_separate_values
     # Tiles of 64 rows have registers for the plain main loop only.
-    kv = spec.variant.kv_dtype
-    scales_kv = kv is DType.FP8_DS_MLA or (spec.dequants_kv and not spec.dequants_query)
-    if (has_extras or scales_kv) and tile.block_m > 32:
+    if (has_extras or spec.scales > 1) and tile.block_m > 32:
         return False
     if (has_extras or spec.dequants_kv) and (tile.block_m, spec.threads) == (32, 128):
         return False

@@ -13,7 +13,7 @@ from mlagen.spec.mla.sm90 import block_m_for, has_sm90_kernels, supported_specs
 from mlagen.spec.mla.sm90_fp8 import MlaSm90Fp8Base
 from mlagen.spec.mla.variant import DCP, PLAIN, SPARSE, MlaVariant
 
-# Query and KV cache.
+# Query and KV cache. The kernel has four scales of a token, or one.
 _DTYPES = (
     (DType.BF16, DType.E4M3),
     (DType.BF16, DType.FP8_DS_MLA),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from mlagen.errors import UnsupportedError
-from mlagen.spec.dtype import DType
+from mlagen.spec.dtype import ROW_FORMATS, DType
 from mlagen.spec.kernel import Variant
 
 
@@ -42,6 +42,10 @@ class MlaVariant(Variant):
 
 
 MAX_HEADS = 256  # query heads of a call
+
+# Scales of a token in an e4m3 cache that a 16-bit query attends to, one per 128 latent elements; a
+# shorter latent part does not use the last ones.
+E4M3_SCALES = 4
 
 # Page sizes that prewarming compiles; others are compiled on first use.
 PAGE_SIZES = (1, 8, 16, 32, 64, 128)
@@ -115,18 +119,13 @@ SUPPORTED = (
     ),
     *(
         MlaSupport(
-            query_dtype=dtype,
-            kv_dtype=DType.FP8_DS_MLA,
-            head_dims=((512, 64), (512, 0)),
-            modes=(PLAIN, SPARSE, DCP),
+            query_dtype=query,
+            kv_dtype=dtype,
+            head_dims=tuple((row.latent_elements, rope) for rope in row.rope_sizes),
+            modes=(PLAIN, BIAS) if row.holds_queries else (PLAIN, SPARSE, DCP),
         )
-        for dtype in (*_16BIT_DTYPES, DType.E4M3)
-    ),
-    MlaSupport(
-        query_dtype=DType.FP8_PER_TOKEN,
-        kv_dtype=DType.FP8_PER_TOKEN,
-        head_dims=((512, 64),),
-        modes=(PLAIN, BIAS),
+        for dtype, row in ROW_FORMATS.items()
+        for query in ((dtype,) if row.holds_queries else (*_16BIT_DTYPES, DType.E4M3))
     ),
 )
 

@@ -41,19 +41,17 @@ __device__ inline void copy_query_row(const Params& params, i64 query, int head,
   }
 }
 
-// In FP8 rows with a bf16 rope part, the scale of the query token applies to both parts.
-constexpr bool kHasBf16QRope = kIsSame<StoredQuery, Fp8PerToken>;
-
+// The scale of a packed query token applies to both parts.
 __device__ inline void dequant_query_row(const Params& params, i64 query, int head, int row,
                                          int lane, SharedMemoryPlan& smem) {
   const Chunk* latent = reinterpret_cast<const Chunk*>(latent_q(params, query, head));
   const Chunk* rope = reinterpret_cast<const Chunk*>(rope_q(params, query, head));
   const float scale = params.query_scales == nullptr ? 1.0f : params.query_scales[query];
   constexpr int kLatentChunks = kLatentDim / 16;
-  for (int chunk = lane; chunk < (kHasBf16QRope ? kLatentDim : kHeadDimQk) / 16; chunk += 8) {
+  for (int chunk = lane; chunk < (kHasPackedQuery ? kLatentDim : kHeadDimQk) / 16; chunk += 8) {
     Chunk dequantized[2];
     const Chunk stored = chunk < kLatentChunks ? latent[chunk] : rope[chunk - kLatentChunks];
-    if constexpr (kHasBf16QRope) {
+    if constexpr (kHasPackedQuery) {
       dequant_e4m3(Element{}, stored, scale, dequantized);
     } else {
       dequant_e4m3(Element{}, stored, dequantized);
@@ -61,7 +59,7 @@ __device__ inline void dequant_query_row(const Params& params, i64 query, int he
     *query_chunk(smem, row, chunk * 2) = dequantized[0];
     *query_chunk(smem, row, chunk * 2 + 1) = dequantized[1];
   }
-  if constexpr (kHasBf16QRope) {
+  if constexpr (kHasPackedQuery) {
     *query_chunk(smem, row, kLatentDim / kChunkElements + lane) =
         scale_bf16(Element{}, rope[lane], scale);
   }
@@ -88,15 +86,12 @@ __device__ inline void load_q(const Params& params, const WorkItem& work, Shared
 }
 
 // Bytes of a stored token before its rope part, if that part may be a separate tensor.
-constexpr bool kHasFp8Rows = kIsSame<StoredToken, Fp8DsMla> || kIsSame<StoredToken, Fp8PerToken>;
-constexpr bool kHasBf16Rope = kHasFp8Rows && kRopeDim > 0;
-constexpr int kStoredRopeBytes = kHasFp8Rows ? 0 : kStoredBytes / kHeadDimQk * kRopeDim;
+constexpr bool kHasBf16Rope = kHasPackedRows && kRopeDim > 0;
+constexpr int kStoredRopeBytes = kHasPackedRows ? 0 : kStoredBytes / kHeadDimQk * kRopeDim;
 constexpr int kStoredLatentBytes = kStoredBytes - kStoredRopeBytes;
 
 // Scales of a token outside its row; the stage holds them behind it.
-constexpr int kOuterScales = kStageRowBytes == kStoredBytes      ? 0
-                             : kIsSame<StoredToken, Fp8PerToken> ? 1
-                                                                 : 4;
+constexpr int kOuterScales = kHasInlineScales ? 0 : kScales;
 
 // Reads page ids, or top-k indices, one stage ahead, so that no copy waits for them.
 struct KvLoader {
@@ -208,15 +203,14 @@ __device__ inline Chunk* dequant_chunk(unsigned char* tokens, int token, int chu
 
 // Scale of 16 e4m3 elements of a token; `chunk` counts such groups.
 __device__ inline float chunk_scale(const Params& params, const unsigned char* row, int chunk) {
-  const bool is_rope = chunk >= kLatentDim / 16;
-  if constexpr (kIsSame<StoredToken, Fp8DsMla>) {
-    return reinterpret_cast<const float*>(row + kLatentDim)[chunk / 8];
-  } else if constexpr (kIsSame<StoredToken, Fp8PerToken>) {
-    return params.kv_scales == nullptr ? 1.0f : *reinterpret_cast<const float*>(row + kStoredBytes);
+  constexpr int kScaleChunks = kHasPackedRows ? kLatentDim / kScales / 16 : 8;
+  const int index = kScales == 1 ? 0 : chunk / kScaleChunks;
+  if constexpr (kHasInlineScales) {
+    return reinterpret_cast<const float*>(row + kLatentDim)[index];
   } else {
-    if (is_rope) return params.rope_scale;
-    if (params.kv_scales == nullptr) return params.latent_scale;
-    return reinterpret_cast<const float*>(row + kStoredBytes)[chunk / 8];
+    if (!kHasPackedRows && chunk >= kLatentDim / 16) return params.rope_scale;
+    if (params.kv_scales == nullptr) return kHasPackedRows ? 1.0f : params.latent_scale;
+    return reinterpret_cast<const float*>(row + kStoredBytes)[index];
   }
 }
 
@@ -224,7 +218,7 @@ __device__ inline float chunk_scale(const Params& params, const unsigned char* r
 // zero.
 __device__ inline void dequant_tokens(const Params& params, int stage_idx, SharedMemoryPlan& smem) {
   constexpr int kFp8Chunks = (kHasBf16Rope ? kLatentDim : kHeadDimQk) / 16;
-  constexpr bool kIsScaled = !kIsSame<StoredQuery, E4m3> || !kIsSame<StoredToken, E4m3>;
+  constexpr bool kIsScaled = kScales > 0;
   const int lane = lane_index() % 8;
   unsigned char* tokens = tokens_of(smem, stage_idx);
 #pragma unroll 1
@@ -247,7 +241,7 @@ __device__ inline void dequant_tokens(const Params& params, int stage_idx, Share
     if constexpr (kHasBf16Rope) {
       constexpr int kRopeOffset = kStoredBytes - kRopeDim * 2;
       const Chunk stored = *reinterpret_cast<const Chunk*>(row + kRopeOffset + lane * kChunkBytes);
-      const float scale = kIsSame<StoredToken, Fp8PerToken> ? chunk_scale(params, row, 0) : 1.0f;
+      const float scale = kScalesRope ? chunk_scale(params, row, 0) : 1.0f;
       *dequant_chunk(tokens, token, kLatentDim / kChunkElements + lane) =
           scale_bf16(Element{}, stored, scale);
     }
