@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import make_dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import Parameter, Signature
@@ -24,15 +25,31 @@ def named(*members: Any, **others: Any) -> dict[str, Any]:
     return {member.__name__: member for member in members} | others
 
 
-def stub(*names: str) -> Callable[..., Any]:
-    """Return a function with parameters of these names, that no test may reach."""
+def stub(parameters: str = "", result: Any = NotImplementedError) -> Any:
+    """Return a function with parameters of these names, which returns or raises its result."""
 
     def function(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError
+        if isinstance(result, type) and issubclass(result, Exception):
+            raise result
+        return result
 
-    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
-    vars(function)["__signature__"] = Signature(parameters)
+    named_parameters = [
+        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in parameters.split()
+    ]
+    vars(function)["__signature__"] = Signature(named_parameters)
     return function
+
+
+def method(parameters: str, result: Any = NotImplementedError) -> Any:
+    """Return :func:`stub` as a method of a class."""
+    return classmethod(stub(f"cls {parameters}", result))
+
+
+def fields_of(name: str, fields: str, **defaults: Any) -> Any:
+    """Return a dataclass with fields of these names, and others with defaults."""
+    known: list[Any] = [*fields.split()]
+    known += [(field, Any, default) for field, default in defaults.items()]
+    return make_dataclass(name, known)
 
 
 def is_installed(server: str) -> bool:

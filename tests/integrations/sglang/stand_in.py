@@ -6,11 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
+from functools import partial, partialmethod
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
-from tests.integrations.servers import named
-from tests.integrations.sglang import stand_in_backends as backends
+import torch
+
+from tests.integrations.servers import named, stub
 
 ATTENTION_BACKENDS: dict[str, Callable[[Any], Any]] = {}
 
@@ -41,22 +45,11 @@ class AttentionBackendRegistry:
         return cls._handlers[backend_name]
 
 
-def handle_attention_trtllm_mla(attn: Any, forward_batch: Any) -> None:
-    """Choose between absorbed and expanded MLA."""
-
-
-def handle_attention_dsa(attn: Any, forward_batch: Any) -> None:
-    """Choose between absorbed and expanded MLA, as the backend decided for the batch."""
-
-
-def get_parallel() -> Any:
-    """Return the ranks of the process."""
-    return SimpleNamespace(dcp_enabled=False, attn_dcp_size=1)
-
-
-def get_platform() -> Any:
-    """Return the facts of the machine."""
-    return SimpleNamespace(is_blackwell=False)
+def _function(name: str, parameters: str, result: Any = None) -> Any:
+    """Return a function of SGLang, by its name."""
+    function = stub(parameters, result)
+    function.__name__ = name
+    return function
 
 
 def attention_backends_of(cfg: Any) -> tuple[str | None, str | None]:
@@ -65,19 +58,273 @@ def attention_backends_of(cfg: Any) -> tuple[str | None, str | None]:
     return cfg.prefill_attention_backend or base, cfg.decode_attention_backend or base
 
 
-def resolved_view(server_args: Any) -> Any:
-    """Return the arguments of a server after their resolution."""
-    return server_args
+class TRTLLMMLABackend:
+    """The backend whose decode kernel the plugin replaces."""
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    data_type: torch.dtype
+
+    def __init__(self, model_runner: Any, **_: Any) -> None:
+        raise NotImplementedError
+
+    def _compute_decode_bmm1_scale(self, layer: Any) -> float:
+        is_fp8 = self.data_type == torch.float8_e4m3fn
+        return float(layer.scaling * (layer.k_scale_float if is_fp8 else 1.0))
+
+    _run_decode_kernel = stub(
+        "self query kv_cache block_tables seq_lens max_seq_len layer causal_seqs cp_world "
+        "cp_rank return_lse"
+    )
 
 
-def get_spec() -> Any:
-    """Return the options of speculative decoding."""
-    return SimpleNamespace()
+class DeepseekSparseAttnBackend:
+    """The backend of models with an indexer, which has a method for each kernel of decode."""
+
+    kv_cache_dim: int
+    kv_cache_dtype: torch.dtype
+    dcp_size: int
+    physical_page_size: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    dsa_decode_impl: str
+    forward_metadata: Any
+    token_to_kv_pool: Any
+
+    def __init__(self, model_runner: Any, **_: Any) -> None:
+        raise NotImplementedError
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        q_rope: torch.Tensor | None = None,
+        k_rope: Any = None,
+        topk_indices: torch.Tensor | None = None,
+        **_: Any,
+    ) -> Any:
+        """Attend to slots that the indexer chose, where nothing is to be saved."""
+        del k, v, forward_batch, save_kv_cache, k_rope
+        assert (self.dsa_decode_impl, q_rope is None) == ("fa3", False)
+        metadata = self.forward_metadata
+        return self._forward_fa3(
+            q_rope=q_rope,
+            kv_cache=self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+            v_head_dim=layer.v_head_dim,
+            q_nope=q.view(-1, layer.tp_q_head_num, layer.v_head_dim),
+            page_table=topk_indices,
+            cache_seqlens=metadata.dsa_cache_seqlens_int32,
+            cu_seqlens_q=metadata.dsa_cu_seqlens_q,
+            cu_seqlens_k=metadata.dsa_cu_seqlens_k,
+            max_seqlen_q=metadata.dsa_max_seqlen_q,
+            sm_scale=layer.scaling,
+            logit_cap=layer.logit_cap,
+            page_size=1,
+        )
+
+    _forward_fa3 = stub(
+        "self q_rope kv_cache v_head_dim q_nope page_table cache_seqlens cu_seqlens_q "
+        "cu_seqlens_k max_seqlen_q sm_scale logit_cap page_size"
+    )
 
 
-def max_speculative_num_draft_tokens() -> int | None:
-    """Return the most query tokens of a request in a verification."""
-    return None
+class RadixAttention(torch.nn.Module):
+    """An attention layer, which knows its heads on a rank."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        scaling: float,
+        num_kv_heads: int,
+        layer_id: int,
+        logit_cap: float = 0.0,
+        v_head_dim: int = -1,
+        sliding_window_size: int = -1,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.tp_q_head_num, self.tp_k_head_num = num_heads, num_kv_heads
+        self.tp_v_head_num = num_kv_heads
+        self.head_dim, self.v_head_dim = head_dim, head_dim if v_head_dim == -1 else v_head_dim
+        self.scaling, self.layer_id, self.logit_cap = scaling, layer_id, logit_cap
+        self.sliding_window_size = sliding_window_size
+
+
+class TRTLLMHAAttnBackend:
+    """The backend of GQA models whose decode kernel the plugin replaces."""
+
+    is_xqa_impl: bool
+    max_context_len: int
+    q_data_type: torch.dtype
+    page_size: int
+    forward_metadata: Any
+    token_to_kv_pool: Any
+    _xqa_spec_dec_mask: torch.Tensor | None
+
+    def __init__(self, model_runner: Any, **_: Any) -> None:
+        raise NotImplementedError
+
+    def _reshape_paged_kv_cache(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, layer: Any, head_dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        def paged(cache: torch.Tensor) -> torch.Tensor:
+            pages = cache.view(-1, self.page_size, layer.tp_k_head_num, head_dim)
+            return pages.permute(0, 2, 1, 3)
+
+        return paged(k_cache), paged(v_cache)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Attend with one query token of each request, where nothing is to be saved."""
+        del k, v, forward_batch, save_kv_cache
+        return _attend(self, q, layer, kwargs["sinks"], q_len_per_req=1)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Verify drafts, where nothing is to be saved."""
+        del k, v, save_kv_cache
+        assert forward_batch.forward_mode.is_target_verify()
+        options = {"q_len_per_req": self.forward_metadata.max_seq_len_q}
+        options |= {"mask": self._xqa_spec_dec_mask}
+        return _attend(self, q, layer, kwargs["sinks"], **options)
+
+    _run_fixed_q_len_decode = stub(
+        "self query kv_cache block_tables seq_lens bmm1_scale bmm2_scale window_left "
+        "sinks q_len_per_req kv_cache_sf out out_dtype mask"
+    )
+
+
+def _attend(
+    backend: TRTLLMHAAttnBackend, q: torch.Tensor, layer: Any, sinks: Any, **options: Any
+) -> Any:
+    keys, values = backend.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+    out = backend._run_fixed_q_len_decode(
+        q.view(-1, layer.tp_q_head_num, layer.head_dim),
+        backend._reshape_paged_kv_cache(keys, values, layer, layer.head_dim),
+        backend.forward_metadata.page_table,
+        backend.forward_metadata.cache_seqlens_int32,
+        bmm1_scale=layer.scaling,
+        bmm2_scale=1.0,
+        window_left=layer.sliding_window_size,
+        sinks=sinks,
+        out_dtype=backend.q_data_type,
+        **options,
+    )
+    return out.view(-1, layer.tp_q_head_num * layer.head_dim)
+
+
+class HookType(Enum):
+    """How a hook of a plugin is called."""
+
+    AROUND = "around"
+
+
+class HookRegistry:
+    """What plugins put around functions of SGLang."""
+
+    _hooks: dict[str, Any] = {}  # noqa: RUF012
+    _patched: set[str] = set()  # noqa: RUF012
+
+    @classmethod
+    def register(cls, target: str, hook: Any, hook_type: Any, **_: Any) -> None:
+        """Add a hook."""
+        assert hook_type is HookType.AROUND
+        cls._hooks[target] = hook
+
+    @classmethod
+    def apply_hooks(cls) -> None:
+        """Replace the functions that have hooks."""
+        for target, hook in cls._hooks.items():
+            if target not in cls._patched:
+                owner, _, name = target.rpartition(".")
+                owner = resolve_name(owner)
+                setattr(owner, name, partialmethod(_hooked, hook, getattr(owner, name)))
+                cls._patched.add(target)
+
+
+def _hooked(self: Any, hook: Any, theirs: Any, *args: Any, **keywords: Any) -> Any:
+    return hook(theirs, self, *args, **keywords)
+
+
+class DraftBackendFactory:
+    """The backends of a draft model, by the names of the target's."""
+
+    def __init__(
+        self, draft_model_runner: Any, topk: int, speculative_num_steps: int, **_: Any
+    ) -> None:
+        assert topk == 1
+        self.draft_model_runner = draft_model_runner
+        self.speculative_num_steps = speculative_num_steps
+        self.draft_attn_backend = draft_model_runner.draft_attention_backend
+
+    def _create_backend(
+        self,
+        backend_name: str,
+        backend_map: Any,
+        error_template: str,
+        stamps_children: bool = False,
+    ) -> Any:
+        del backend_name
+        name = self.draft_attn_backend
+        if name not in backend_map:
+            raise ValueError(error_template.format(backend_type=name))
+        stamp, backend = backend_map[name]()
+        for each in (backend, *(backend.attn_backends if stamps_children else ())):
+            each.prefill_attention_backend_str = stamp
+            each.decode_attention_backend_str = stamp
+        return backend
+
+    def create_decode_backend(self) -> Any:
+        """Return the backends of the steps of a draft model."""
+        known = {name: partial(_steps_of, self, name) for name in DRAFTED}
+        template = "EAGLE is not supported in decode attention backend {backend_type}"
+        return self._create_backend(
+            "decode_attention_backend", known, template, stamps_children=True
+        )
+
+    def create_draft_extend_backend(self) -> Any:
+        """Return the backend that appends the accepted tokens."""
+        known = {name: partial(_step_of, self, name) for name in DRAFTED}
+        template = "EAGLE is not supported in attention backend {backend_type}"
+        return self._create_backend("prefill_attention_backend", known, template)
+
+
+def _step_of(factory: DraftBackendFactory, name: str) -> tuple[str, Any]:
+    return name, DRAFTED[name](factory.draft_model_runner)
+
+
+def _steps_of(factory: DraftBackendFactory, name: str) -> tuple[str, Any]:
+    steps = [_step_of(factory, name)[1] for _ in range(factory.speculative_num_steps - 1)]
+    return name, SimpleNamespace(attn_backends=steps)
+
+
+DRAFTED: dict[str, Any] = {
+    "trtllm_mha": TRTLLMHAAttnBackend,
+    "trtllm_mla": TRTLLMMLABackend,
+    "dsa": DeepseekSparseAttnBackend,
+}
 
 
 PREDICATES: list[tuple[Callable[[str], bool], Callable[..., dict[str, Any]]]] = []
@@ -107,23 +354,30 @@ MODULES: dict[str, dict[str, Any]] = {
     "sglang.srt.arg_groups.model_override_base": named(
         register_model_override_predicate, _PREDICATE_OVERRIDE_FNS=PREDICATES
     ),
-    "sglang.srt.arg_groups.overrides": named(attention_backends_of, resolved_view),
+    "sglang.srt.arg_groups.overrides": named(
+        attention_backends_of, _function("resolved_view", "server_args")
+    ),
     "sglang.srt.layers.attention.attention_registry": named(
         register_attention_backend, ATTENTION_BACKENDS=ATTENTION_BACKENDS
     ),
-    "sglang.srt.layers.attention.dsa_backend": named(backends.DeepseekSparseAttnBackend),
-    "sglang.srt.layers.attention.trtllm_mha_backend": named(backends.TRTLLMHAAttnBackend),
-    "sglang.srt.layers.attention.trtllm_mla_backend": named(backends.TRTLLMMLABackend),
-    "sglang.srt.layers.radix_attention": named(backends.RadixAttention),
+    "sglang.srt.layers.attention.dsa_backend": named(DeepseekSparseAttnBackend),
+    "sglang.srt.layers.attention.trtllm_mha_backend": named(TRTLLMHAAttnBackend),
+    "sglang.srt.layers.attention.trtllm_mla_backend": named(TRTLLMMLABackend),
+    "sglang.srt.layers.radix_attention": named(RadixAttention),
     "sglang.srt.models.deepseek_common.attention_backend_handler": named(
-        AttentionBackendRegistry, handle_attention_dsa, handle_attention_trtllm_mla
+        AttentionBackendRegistry,
+        _function("handle_attention_dsa", "attn forward_batch"),
+        _function("handle_attention_trtllm_mla", "attn forward_batch"),
     ),
     "sglang.srt.models.deepseek_common.utils": {
         "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": ["trtllm_mla"]
     },
-    "sglang.srt.plugins.hook_registry": named(backends.HookRegistry, backends.HookType),
+    "sglang.srt.plugins.hook_registry": named(HookRegistry, HookType),
     "sglang.srt.runtime_context": named(
-        get_parallel, get_platform, get_spec, max_speculative_num_draft_tokens
+        _function("get_parallel", "", SimpleNamespace(dcp_enabled=False, attn_dcp_size=1)),
+        _function("get_platform", "", SimpleNamespace(is_blackwell=False)),
+        _function("get_spec", "", SimpleNamespace()),
+        _function("max_speculative_num_draft_tokens", ""),
     ),
-    "sglang.srt.speculative.draft_utils": named(backends.DraftBackendFactory),
+    "sglang.srt.speculative.draft_utils": named(DraftBackendFactory),
 }

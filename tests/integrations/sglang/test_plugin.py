@@ -155,7 +155,7 @@ def test_decode_context_parallel_of_gqa_is_refused(mha: ModuleType, monkeypatch:
     ("method", "other", "got"),
     [
         ("_run_decode_kernel", None, "got no method"),
-        ("_run_decode_kernel", stub("self", "query", "scale"), r"got \(self, query, scale\)"),
+        ("_run_decode_kernel", stub("self query scale"), r"got \(self, query, scale\)"),
     ],
     ids=["missing", "changed"],
 )

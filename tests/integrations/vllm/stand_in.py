@@ -5,55 +5,480 @@
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from dataclasses import dataclass
+from enum import Enum
+from importlib import import_module
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from tests.integrations.servers import named
-from tests.integrations.vllm import stand_in_base as base
-from tests.integrations.vllm import stand_in_flashinfer as flashinfer
-from tests.integrations.vllm import stand_in_mla as mla
+import torch
+
+from tests.integrations.servers import fields_of, method, named, stub
+
+T = TypeVar("T")
+AttentionCGSupport = Enum(
+    "AttentionCGSupport",
+    {"ALWAYS": 3, "UNIFORM_BATCH": 2, "UNIFORM_SINGLE_TOKEN_DECODE": 1, "NEVER": 0},
+)
+AttentionType = Enum(
+    "AttentionType", {"DECODER": "decoder", "ENCODER_ONLY": "encoder_only"}, type=str
+)
+QueryLenSupport = Enum(
+    "QueryLenSupport", {"SINGLE_ONLY": "single_only", "UNIFORM": "uniform", "VARLEN": "varlen"}
+)
+FlashInferDecodeKernel = Enum("FlashInferDecodeKernel", {"XQA": "xqa", "TRTLLM_GEN": "trtllm-gen"})
+
+
+class DeviceCapability(NamedTuple):
+    """A compute capability."""
+
+    major: int
+    minor: int
+
+
+@dataclass(frozen=True)
+class MultipleOf:
+    """Any page size that is a multiple of a number."""
+
+    base: int
+
+
+class KVCacheLayout(Enum):
+    """The order of the axes of a cache: layers, blocks, heads, tokens, elements."""
+
+    LBHNC = (0, 1, 2, 3, 4)
+
+    @property
+    def layer_view_order(self) -> tuple[int, ...]:
+        """The order of the axes of a layer's view."""
+        return (0, 1, 2, 3)
+
+
+class AttentionBackendEnum:
+    """The registry of backends, with the part of an enum's interface that the plugin uses."""
+
+    __members__: ClassVar[dict[str, AttentionBackendEnum]] = {}
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @classmethod
+    def register(cls, name: str, value: str) -> AttentionBackendEnum:
+        """Add a backend; a name may be added once."""
+        if name in cls.__members__:
+            raise ValueError(name)
+        return cls.__members__.setdefault(name, cls(value))
+
+    def get_class(self) -> Any:
+        """Import the class of a backend."""
+        module, _, name = self.path.rpartition(".")
+        return getattr(import_module(module), name)
+
+
+class AttentionBackend:
+    """The base class of backends."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+
+    get_name = get_impl_cls = get_builder_cls = staticmethod(stub())
+    get_supported_kernel_block_sizes = staticmethod(stub("kv_cache_spec", [MultipleOf(1)]))
+    get_preferred_block_size = method("default_block_size")
+    get_supported_head_sizes = method("", [])
+    is_mla = method("", result=False)
+    is_sparse = method("", result=False)
+    customize_spec = method("spec")
+    supports_compute_capability = method("capability", result=True)
+    supports_combination = method(
+        "head_size dtype kv_cache_dtype block_size use_mla has_sink use_sparse use_mm_prefix "
+        "device_capability",
+        None,
+    )
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        """Return whether it serves a cache."""
+        return kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
+
+    @classmethod
+    def validate_configuration(cls, **call: Any) -> list[str]:
+        """Return the reasons against a configuration, those that the tests provoke."""
+        sizes = [getattr(size, "base", size) for size in cls.get_supported_kernel_block_sizes()]
+        checks = {
+            "head_size": call["head_size"] in cls.get_supported_head_sizes(),
+            "dtype": call["dtype"] in cls.supported_dtypes,
+            "kv_cache_dtype": cls.supports_kv_cache_dtype(call["kv_cache_dtype"]),
+            "block_size": any(call["block_size"] % size == 0 for size in sizes),
+            "compute capability": cls.supports_compute_capability(call["device_capability"]),
+            "sparse": cls.is_sparse() or not call["use_sparse"],
+            "non-sparse": call["use_sparse"] or not cls.is_sparse(),
+        }
+        return [f"{name} not supported" for name, holds in checks.items() if not holds]
+
+
+class AttentionMetadataBuilder(Generic[T]):
+    """The base class of builders."""
+
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.NEVER
+    reorder_batch_threshold: int = 1
+    vllm_config: Any
+
+    def _init_reorder_batch_threshold(
+        self,
+        reorder_batch_threshold: int | None = 1,
+        supports_spec_as_decode: bool = False,
+        supports_dcp_with_varlen: bool = False,
+    ) -> None:
+        self.reorder_batch_threshold = reorder_batch_threshold or 1
+        if supports_spec_as_decode and supports_dcp_with_varlen:
+            self.reorder_batch_threshold = max_decode_query_len(self.vllm_config)
+
+    get_varlen_cudagraph_max_query_len = method("vllm_config kv_cache_spec", None)
+
+
+def max_decode_query_len(vllm_config: Any) -> int:
+    """Return the query tokens of a request with drafts."""
+    return 1 + int(vllm_config.speculative_config.num_speculative_tokens)
+
+
+CommonAttentionMetadata = fields_of(
+    "CommonAttentionMetadata",
+    "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len "
+    "max_seq_len block_table_tensor slot_mapping",
+    seq_lens_cpu_upper_bound=None,
+)
+
+
+class VerifyAndUpdateConfig:
+    """The check of a model's configuration."""
+
+    verify_and_update_config = staticmethod(stub("vllm_config", None))
+    verify_and_update_model_config = staticmethod(stub("model_config", None))
+
+
+class VllmJitKernel(Generic[T]):
+    """A kernel with a warm-up."""
+
+    def __init__(self) -> None:
+        self.registered = 0
+
+    def register_warmup(self, *args: Any, **kwargs: Any) -> None:
+        """Register it with the warm-up of the active runner; here there is none."""
+        del args, kwargs
+        self.registered += 1
+
+    get_warmup_keys = stub("self args kwargs")
+    compile = stub("self compile_key")
+    compile_many = stub("self compile_keys")
+
+
+def init_logger(name: str) -> logging.Logger:
+    """Return a logger of vLLM's."""
+    return logging.getLogger(name)
+
+
+class MLACommonBackend(AttentionBackend):
+    """The base class of MLA backends."""
+
+    is_mla = method("", result=True)
+
+
+MLACommonDecodeMetadata = fields_of(
+    "MLACommonDecodeMetadata", "block_table seq_lens dcp_tot_seq_lens"
+)
+
+
+@dataclass
+class MLACommonMetadata(Generic[T]):
+    """A batch."""
+
+    num_reqs: int
+    max_query_len: int
+    max_seq_len: int
+    num_actual_tokens: int
+    query_start_loc: torch.Tensor
+    slot_mapping: torch.Tensor
+    num_decodes: int
+    num_decode_tokens: int
+    num_prefills: int
+    decode: Any = None
+
+
+@dataclass(kw_only=True)
+class SparseMLACommonMetadata(MLACommonMetadata[Any]):
+    """A sparse batch."""
+
+    block_table: torch.Tensor
+    req_id_per_token: torch.Tensor
+    seq_lens: torch.Tensor | None = None
+    block_size: int = 64
+    prefill: Any = None
+
+
+class MLACommonMetadataBuilder(AttentionMetadataBuilder[T]):
+    """The builder of dense MLA batches."""
+
+    query_len_support: ClassVar[Any] = QueryLenSupport.SINGLE_ONLY
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+        metadata_cls: Any = None,
+        supports_dcp_with_varlen: bool = False,
+    ) -> None:
+        del layer_names, device, metadata_cls
+        self.vllm_config, self.kv_cache_spec = vllm_config, kv_cache_spec
+        self.dcp_world_size = vllm_config.parallel_config.decode_context_parallel_size
+        self.cp_kv_cache_interleave_size = vllm_config.parallel_config.cp_kv_cache_interleave_size
+        self._init_reorder_batch_threshold(1, True, supports_dcp_with_varlen)
+
+    _build_decode = stub(
+        "self block_table_tensor seq_lens_device max_seq_len query_start_loc_cpu "
+        "query_start_loc_device num_decode_tokens max_query_len dcp_tot_seq_lens_device"
+    )
+
+
+class SparseMLACommonMetadataBuilder(AttentionMetadataBuilder[T]):
+    """The builder of sparse MLA batches."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        del layer_names, device
+        self.vllm_config, self.kv_cache_spec = vllm_config, kv_cache_spec
+        self.dcp_world_size = vllm_config.parallel_config.decode_context_parallel_size
+        self.chunked_prefill_workspace = torch.empty(128, 576, dtype=torch.bfloat16)
+
+    build = stub("self common_prefix_len common_attn_metadata fast_build")
+
+
+class MLACommonImpl(Generic[T]):
+    """The implementation of MLA, of which the plugin takes what it sets."""
+
+    can_return_lse_for_decode: bool = False
+    lse_base_on_e: bool = True
+    supports_dcp: bool = False
+    need_to_return_lse_for_decode: bool = False
+    supports_dense_mha_prefill: bool = True
+    supports_quant_query_input: bool = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **mla_args: Any,
+    ) -> None:
+        del head_size, alibi_slopes, sliding_window
+        del logits_soft_cap, attn_type, kv_sharing_target_layer_name
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.scale, self.kv_cache_dtype = scale, kv_cache_dtype
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"):
+            setattr(self, name, mla_args[name])
+        self.dcp_world_size, self.dcp_rank = 1, 0
+        self.supports_quant_query_input = True
+
+    forward_mqa = stub("self q kv_c_and_k_pe_cache attn_metadata layer")
+
+
+class SparseMLACommonImpl(MLACommonImpl[T]):
+    """The implementation of sparse MLA, with a conversion of indices before it."""
+
+    topk_indices_buffer: torch.Tensor | None = None
+    _forward_mqa_kernel = stub(
+        "self q kv_cache topk_indices valid_counts layer block_size is_decode"
+    )
+
+
+def cp_gather_and_upconvert_fp8_kv_cache(
+    src_cache: Any, dst: Any, block_table: Any, workspace_starts: Any, batch_size: int, **_: Any
+) -> None:
+    """Fail, as it does without a GPU."""
+    raise NotImplementedError
+
+
+def triton_convert_req_index_to_global_index(
+    req_id: Any, block_table: Any, token_indices: Any, **_: Any
+) -> Any:
+    """Fail, as it does without a GPU."""
+    raise NotImplementedError
+
+
+def align_blocks_to_rows(spec: Any, rows: int = 1) -> Any:
+    """Return the spec, as vLLM's, with an alignment; here a pair."""
+    return spec, rows
+
+
+def flat_kv_row_view(kv_cache: torch.Tensor, block_size: int) -> tuple[torch.Tensor, int]:
+    """Return the rows of a cache, and how many lie between the starts of two blocks."""
+    blocks, _, width = kv_cache.shape
+    rows_per_block = kv_cache.stride(0) // width
+    shape = ((blocks - 1) * rows_per_block + block_size, width)
+    return kv_cache.as_strided(shape, (width, 1)), rows_per_block
+
+
+FlashInferTrtllmAPIDecode = fields_of(
+    "FlashInferTrtllmAPIDecode",
+    "kernel block_tables seq_lens max_seq_len",
+    q_len_per_req=1,
+    q_cu_seq_lens=None,
+    mask=None,
+    dcp_query_start_loc=None,
+)
+FlashInferMetadata = fields_of(
+    "FlashInferMetadata",
+    "kv_cache_layout num_actual_tokens slot_mapping q_data_type_prefill q_data_type_decode "
+    "num_decodes num_decode_tokens num_prefills num_prefill_tokens causal prefill decode",
+)
+
+
+def get_flashinfer_layout_string(layout: KVCacheLayout) -> str:
+    """Return the layout in FlashInfer's words."""
+    return {"LBHNC": "HND"}[layout.name]
+
+
+def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
+    """Return whether a cache has scales."""
+    return kv_cache_dtype.startswith("fp8")
+
+
+def canonicalize_singleton_dim_strides(t: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that has no degenerate strides."""
+    return t
+
+
+def force_use_trtllm_attention() -> bool | None:
+    """Return the option of the engine."""
+    return None
+
+
+def supports_trtllm_attention(is_prefill: bool = False) -> bool:
+    """Fail, as a look-up of cubins does without a network."""
+    del is_prefill
+    raise OSError("the network was asked")
+
+
+def can_use_trtllm_attention(
+    num_qo_heads: int, num_kv_heads: int, is_prefill: bool = False
+) -> bool:
+    """Fail, as a look-up of cubins does without a network."""
+    del num_qo_heads, num_kv_heads
+    return supports_trtllm_attention(is_prefill)
+
+
+class FlashInferBackend(AttentionBackend):
+    """The GQA backend of FlashInfer."""
+
+    get_supported_kernel_block_sizes = staticmethod(stub("kv_cache_spec", [16, 32, 64]))
+    get_supported_head_sizes = method("", [64, 128, 256, 512])
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Return whether it serves sinks."""
+        return supports_trtllm_attention(is_prefill=False)
+
+
+class FlashInferMetadataBuilder(AttentionMetadataBuilder[Any]):
+    """The builder of FlashInfer batches, with its choice of XQA."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        del layer_names, device
+        self.vllm_config = vllm_config
+        self.attention_config = vllm_config.attention_config
+        self.use_dcp = False
+        self.use_xqa = can_use_trtllm_attention(8, kv_cache_spec.num_kv_heads, is_prefill=False)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """Return which batches a CUDA graph may hold."""
+        del vllm_config
+        if can_use_trtllm_attention(num_qo_heads=8, num_kv_heads=kv_cache_spec.num_kv_heads):
+            return AttentionCGSupport.UNIFORM_BATCH
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+
+class FlashInferImpl:
+    """The implementation of GQA, of which the plugin takes prefill and scales."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        del alibi_slopes, sliding_window, logits_soft_cap, attn_type, kv_sharing_target_layer_name
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
+        self.scale, self.kv_cache_dtype, self.sinks = scale, kv_cache_dtype, sinks
+        self.supports_xqa_or_trtllm_gen_decode = can_use_trtllm_attention(num_heads, num_kv_heads)
+
+    def get_xqa_bmm1_scale(self, layer: Any, q_data_type: torch.dtype) -> float:
+        """Return the scale of the scores."""
+        del q_data_type
+        is_quantized = is_quantized_kv_cache(self.kv_cache_dtype)
+        return float(self.scale * (layer._k_scale_float if is_quantized else 1.0))
+
+    forward = stub(
+        "self layer query key value kv_cache attn_metadata output output_scale output_block_scale"
+    )
+
 
 # The modules of vLLM with the names that the plugin and its tests import.
 MODULES: dict[str, dict[str, Any]] = {
-    "vllm._custom_ops": named(mla.cp_gather_and_upconvert_fp8_kv_cache),
+    "vllm._custom_ops": named(cp_gather_and_upconvert_fp8_kv_cache),
     "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
     "vllm.model_executor.layers.attention.mla_attention": named(
-        *(mla.MLACommonBackend, mla.MLACommonDecodeMetadata, mla.MLACommonImpl),
-        *(mla.MLACommonMetadata, mla.MLACommonMetadataBuilder, mla.QueryLenSupport),
+        *(MLACommonBackend, MLACommonDecodeMetadata, MLACommonImpl, MLACommonMetadata),
+        *(MLACommonMetadataBuilder, QueryLenSupport),
     ),
     "vllm.model_executor.layers.attention.sparse_mla_attention": named(
-        *(mla.SparseMLACommonImpl, mla.SparseMLACommonMetadata),
-        mla.SparseMLACommonMetadataBuilder,
+        SparseMLACommonImpl, SparseMLACommonMetadata, SparseMLACommonMetadataBuilder
     ),
-    "vllm.logger": named(base.init_logger),
-    "vllm.model_executor.warmup.jit_warmup": named(base.VllmJitKernel),
+    "vllm.logger": named(init_logger),
+    "vllm.model_executor.warmup.jit_warmup": named(VllmJitKernel),
     "vllm.model_executor.models.config": named(
-        base.VerifyAndUpdateConfig,
+        VerifyAndUpdateConfig,
         MODELS_CONFIG_MAP=dict.fromkeys(
             ("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV41ForCausalLM"),
-            base.VerifyAndUpdateConfig,
+            VerifyAndUpdateConfig,
         ),
     ),
-    "vllm.platforms.interface": named(base.DeviceCapability),
+    "vllm.platforms.interface": named(DeviceCapability),
     "vllm.utils.flashinfer": named(
-        *(flashinfer.can_use_trtllm_attention, flashinfer.force_use_trtllm_attention),
-        flashinfer.supports_trtllm_attention,
+        can_use_trtllm_attention, force_use_trtllm_attention, supports_trtllm_attention
     ),
-    "vllm.utils.torch_utils": named(flashinfer.canonicalize_singleton_dim_strides),
+    "vllm.utils.torch_utils": named(canonicalize_singleton_dim_strides),
     "vllm.v1.attention.backend": named(
-        *(base.AttentionBackend, base.AttentionCGSupport, base.AttentionMetadataBuilder),
-        *(base.AttentionType, base.CommonAttentionMetadata, base.MultipleOf),
-        base.max_decode_query_len,
+        *(AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, AttentionType),
+        *(CommonAttentionMetadata, MultipleOf, max_decode_query_len),
     ),
     "vllm.v1.attention.backends.flashinfer": named(
-        *(flashinfer.FlashInferBackend, flashinfer.FlashInferDecodeKernel),
-        *(flashinfer.FlashInferImpl, flashinfer.FlashInferMetadata),
-        *(flashinfer.FlashInferMetadataBuilder, flashinfer.FlashInferTrtllmAPIDecode),
+        *(FlashInferBackend, FlashInferDecodeKernel, FlashInferImpl, FlashInferMetadata),
+        *(FlashInferMetadataBuilder, FlashInferTrtllmAPIDecode),
     ),
     "vllm.v1.attention.backends.mla.sparse_utils": named(
-        *(mla.align_blocks_to_rows, mla.flat_kv_row_view),
-        mla.triton_convert_req_index_to_global_index,
+        align_blocks_to_rows, flat_kv_row_view, triton_convert_req_index_to_global_index
     ),
-    "vllm.v1.attention.backends.registry": named(base.AttentionBackendEnum),
-    "vllm.v1.attention.backends.utils": named(flashinfer.get_flashinfer_layout_string),
-    "vllm.v1.kv_cache_interface": named(flashinfer.KVCacheLayout, flashinfer.is_quantized_kv_cache),
+    "vllm.v1.attention.backends.registry": named(AttentionBackendEnum),
+    "vllm.v1.attention.backends.utils": named(get_flashinfer_layout_string),
+    "vllm.v1.kv_cache_interface": named(KVCacheLayout, is_quantized_kv_cache),
 }
