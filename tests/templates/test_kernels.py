@@ -11,8 +11,8 @@ Of mla_sm90_fp8kv with FP8 queries the largest tile is compiled, which has 128 r
 take 117 at most. A head dim of 64 of gqa_sm80 takes 206 of 255, and is compiled over bf16 alone.
 
 - sm_80: the sm80 kernels. Its ISA does not convert e4m3, so its kernels need the most registers.
-- sm_120f, which has the least shared memory: the plain ones, with the largest accumulators.
-- sm_90a: the sm90 kernels, and the sm80 kernels that most calls take, over each cache dtype.
+- sm_90a: the sm90 kernels; of gqa_sm90 no tile between the smallest and the largest.
+- sm_90a, and sm_120f, which has the least shared memory: the largest sm80 kernel of each dtype.
 - sm_86, which has the instructions of sm_80 and the memory of sm_120f: these, over bf16 and e4m3.
 - The others, which have the limits and the instructions of one of these: the largest, over bf16.
 
@@ -85,8 +85,9 @@ FILTERS = {
     "sm_80": SAMPLE,
     "sm_86": {**FEW, "query_dtype": ("bf16",), "kv_dtype": ("bf16", "e4m3")},
     "sm_90a": USUAL,
-    "sm_120f": {**USUAL, "head_dim": ("64", "128", "256")},
+    "sm_120f": {**USUAL, "head_dim": ("256",)},
 }
+WHOLE = {"sm_80", "sm_86"}  # of which every tile of the sm80 kernels is compiled
 # The choices that hardly change the registers of a kernel, as a plain kernel has them.
 PLAIN = {
     "kv_lora_rank": "512",
@@ -116,9 +117,13 @@ def sample_of(arch: Arch) -> list[KernelSpec]:
         if kind not in largest or size_of(spec) > size_of(largest[kind]):
             largest[kind] = spec
     few = set(largest.values())
-    if str(arch) not in FILTERS:
-        return [spec for spec in sample if spec in few]
-    return [s for s in sample if is_needed(s) or (s in few and stands_for_a_choice(s))]
+    chosen = {spec for spec in sample if str(arch) in WHOLE or spec.family in HOPPER}
+    return [
+        spec
+        for spec in sample
+        if (spec in few and (changes_of(spec) == 0 or stands_for_a_choice(spec)))
+        or (spec in chosen and is_needed(spec))
+    ]
 
 
 def size_of(spec: KernelSpec) -> tuple[int, ...]:
@@ -132,8 +137,10 @@ def is_needed(spec: KernelSpec) -> bool:
     fields = spec.key_fields()
     if changes_of(spec) == 0:
         is_narrow = fields.get("head_dim") == "64" and spec.family == "gqa_sm80"
+        is_between = spec.family == "gqa_sm90" and fields["block_m"] == "16"
+        is_between &= fields.get("head_dim") != "256"  # which has no tile of 32 rows
         is_fp8 = spec.family == "mla_sm90_fp8kv" and fields["query_dtype"] != "bf16"
-        return not (
+        return not is_between and not (
             (is_narrow and fields["kv_dtype"] != "bf16") or (is_fp8 and fields["block_m"] != "64")
         )
     # Of the sm90 kernels the register budget of the smallest tile is as tight.
