@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
-from itertools import groupby
 from typing import Any
 
 from mlagen.compiler.toolchain import OLDEST_NVRTC
@@ -15,15 +13,11 @@ from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.families import FAMILIES, specs_of
 from mlagen.spec.gqa import sm90 as gqa_sm90
 from mlagen.spec.gqa import variant as gqa
-from mlagen.spec.gqa.sm80 import TILES, GqaSm80Spec, gqa_sm80_spec
-from mlagen.spec.gqa.variant import GqaVariant
-from mlagen.spec.mla import sm80 as mla
 from mlagen.spec.mla import sm90 as mla_sm90
 from mlagen.spec.mla import sm90_fp8 as mla_sm90_fp8
 from mlagen.spec.mla import sm90_fp8kv as mla_sm90_fp8kv
 from mlagen.spec.mla import variant as mla_support
-from mlagen.spec.mla.sm80 import MlaSm80Spec, mla_sm80_spec
-from mlagen.spec.mla.variant import MAX_HEADS, MlaSupport, MlaVariant, output_dtype
+from mlagen.spec.mla.variant import MAX_HEADS, MlaSupport, output_dtype
 from tests.doc_text import PAGES, table
 
 # GPUs where tests/gpu has passed.
@@ -75,8 +69,6 @@ def support_page(page: str) -> str:
         list(_sm90_rows()),
         [_gqa_row(row) for row in gqa.SUPPORTED],
         [_arch_row(arch) for arch in ARCHS],
-        list(_mla_tile_rows()),
-        list(_gqa_tile_rows()),
     )
     first, *_ = written = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)
     texts = [first, *("\n".join(table(rows)) for rows in made)]
@@ -142,89 +134,3 @@ def _arch_row(arch: Arch) -> dict[str, Any]:
         **{f"`{family}`": len(specs_of(arch, [family])) for family in FAMILIES},
         "has run on": HAS_RUN_ON.get(arch, ""),
     }
-
-
-def _mla_tile_rows() -> Iterator[dict[str, str]]:
-    head_dims = dict.fromkeys(dims for row in mla_support.SUPPORTED for dims in row.head_dims)
-    for dims in head_dims:
-        for name, mode in MODES.items():
-            rows = [r for r in mla_support.SUPPORTED if dims in r.head_dims and mode in r.modes]
-            for pairs, tiles in _by_tiles(rows, partial(_mla_tiles, mode=mode, dims=dims)):
-                yield {"dims": str(dims), "mode": name, "query over cache": pairs, **tiles}
-
-
-def _gqa_tile_rows() -> Iterator[dict[str, str]]:
-    for head_dim in (*gqa.HEAD_DIMS, 512):
-        for pairs, tiles in _by_tiles(gqa.SUPPORTED, partial(_gqa_tiles, head_dim=head_dim)):
-            yield {"head dim": str(head_dim), "query over cache": pairs, **tiles}
-
-
-def _by_tiles(
-    rows: Iterable[Any], tiles_of: Callable[[Any], dict[str, str]]
-) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the pairs of dtypes with equal tiles, with those tiles."""
-    pairs: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for row in rows:
-        pair = f"`{row.query_dtype}` over `{row.kv_dtype}`"
-        pairs.setdefault(tuple(tiles_of(row).items()), []).append(pair)
-    for tiles, those in pairs.items():
-        yield ", ".join(those), dict(tiles)
-
-
-def _by_shared_memory(tiles_of: Callable[[Arch], str]) -> dict[str, str]:
-    """Return the tiles for each size of shared memory, the only relevant property of an arch.
-
-    Architectures of one size have one column.
-    """
-    by_size = sorted(ARCHS, key=lambda arch: arch.shared_bytes)
-    return {
-        f"{size // 1024} KiB": tiles_of(next(archs))
-        for size, archs in groupby(by_size, lambda arch: arch.shared_bytes)
-    }
-
-
-def _mla_tiles(
-    row: MlaSupport, mode: tuple[str, str, str], dims: tuple[int, int]
-) -> dict[str, str]:
-    lookup, values, mask = mode
-    variant = MlaVariant(
-        query_dtype=row.query_dtype,
-        kv_dtype=row.kv_dtype,
-        kv_lora_rank=dims[0],
-        qk_rope_head_dim=dims[1],
-        lookup=lookup,
-        values=values,
-        mask=mask,
-    )
-
-    def text(spec: MlaSm80Spec) -> str:
-        return f"{spec.tile.block_m} x {spec.tile.block_n}{_per_sm(spec.tile.ctas_per_sm)}"
-
-    def tiles(arch: Arch) -> str:
-        specs = [mla_sm80_spec(arch, variant, tile.block_m) for tile in reversed(mla.TILES)]
-        return ", ".join(map(text, dict.fromkeys(specs)))
-
-    return _by_shared_memory(tiles)
-
-
-def _gqa_tiles(row: gqa.GqaSupport, head_dim: int) -> dict[str, str]:
-    variant = GqaVariant(
-        query_dtype=row.query_dtype,
-        kv_dtype=row.kv_dtype,
-        out_dtype=row.query_dtype,
-        head_dim=head_dim,
-    )
-
-    def text(spec: GqaSm80Spec) -> str:
-        rows, warps, stages, ctas_per_sm = spec.tile
-        return f"{rows} x {warps} x {stages}{_per_sm(ctas_per_sm)}"
-
-    def tiles(arch: Arch) -> str:
-        specs = [gqa_sm80_spec(arch, variant, tile.block_m) for tile in reversed(TILES)]
-        return ", ".join(map(text, dict.fromkeys(specs)))
-
-    return _by_shared_memory(tiles)
-
-
-def _per_sm(ctas: int) -> str:
-    return f" ({ctas} per SM)" if ctas > 1 else ""
