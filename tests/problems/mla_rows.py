@@ -69,7 +69,7 @@ def store(
 def _packed(
     row: RowFormat, latent: torch.Tensor, rope: torch.Tensor, outer: torch.Tensor | None
 ) -> Stored:
-    """Return rows of a format: with the ``outer`` scales of each token, or inline ones of its amax."""
+    """Return rows of a format, with the ``outer`` scales of each token or inline ones."""
     groups = latent.view(len(latent), row.scales, row.scaled_elements)
     if row.has_inline_scales:
         scales = (groups.abs().amax(dim=2) / 448).clamp(min=1e-4)
