@@ -18,9 +18,9 @@ from mlagen.families.common.arguments import (
     require_shape,
     require_tensor,
 )
+from mlagen.families.common.launchers import LSE_FACTORS
 from mlagen.families.common.memory import overlap, require_writable
 from mlagen.families.common.no_backward import wants_grad
-from mlagen.families.common.outputs import LSE_FACTORS
 from mlagen.families.states import (
     States,
     check_like,

@@ -17,7 +17,7 @@ from mlagen.families.common.arguments import (
     require_shape,
     require_tensor,
 )
-from mlagen.families.common.outputs import LSE_FACTORS
+from mlagen.families.common.launchers import LSE_FACTORS
 from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.launch import launch
 from mlagen.runtime.packing import ParameterPacking

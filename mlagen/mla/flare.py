@@ -20,8 +20,8 @@ from mlagen.families.common.arguments import (
     require_tensor,
     require_whole_number,
 )
+from mlagen.families.common.launchers import Computed
 from mlagen.families.common.memory import require_memory
-from mlagen.families.common.outputs import Computed
 from mlagen.families.mla.args import MlaArgs, canonical_numbers
 from mlagen.families.mla.dispatch import MLA
 from mlagen.families.mla.problem import check_problem

@@ -16,7 +16,7 @@ import torch
 
 import mlagen.mla
 from mlagen.errors import MlagenError
-from mlagen.families.common import launchers, outputs
+from mlagen.families.common import launchers
 from mlagen.families.common.dispatch import Dispatcher
 from mlagen.families.gqa.dispatch import GQA
 from mlagen.families.mla.dispatch import MLA
@@ -281,7 +281,7 @@ def make_entry_point(monkeypatch: Patch, row: Row) -> EntryPoint:
     monkeypatch.setattr(calls, "run", count_run)
     monkeypatch.setattr(calls, "_replays", {})
     monkeypatch.setattr(calls, "_guarded", {})
-    monkeypatch.setattr(outputs, "new_output", new_output)
+    monkeypatch.setattr(launchers, "new_output", new_output)
     monkeypatch.setattr(launchers, "scratch_offset", lambda *_: 0)
     current_settings.cache_clear()
     return entry_point

@@ -10,7 +10,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -18,20 +19,19 @@ import torch
 from mlagen.errors import UnsupportedError
 from mlagen.families.common.choice_log import is_logged, log_choice, log_declined
 from mlagen.families.common.launchers import (
+    Computed,
     Launcher,
-    require_gpu,
-    rounded_up,
-    store_bounded,
-)
-from mlagen.families.common.memory import CallArgs
-from mlagen.families.common.no_backward import record_output, record_write, tensors_of, wants_grad
-from mlagen.families.common.outputs import (
     OutputSpec,
     Tensors,
     new_outputs,
     output_specs,
+    require_gpu,
+    rounded_up,
+    store_bounded,
     stored,
 )
+from mlagen.families.common.memory import CallArgs
+from mlagen.families.common.no_backward import record_output, record_write, tensors_of, wants_grad
 from mlagen.families.common.problem import Problem, ProblemShape
 from mlagen.families.common.tensor_guard import Guard, is_nested, make_guard
 from mlagen.runtime import partition
@@ -50,7 +50,8 @@ _MAX_KEYS = 8192
 _MAX_LAUNCHERS_PER_KEY = 4
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-_pointer_of = torch.Tensor.data_ptr
+_pointer_of, _shape_of = torch.Tensor.data_ptr, attrgetter("shape")
+_NOTHING = Computed((), lambda *_: ())
 
 Given = tuple[torch.Tensor | None, ...]  # the outputs that the caller gave
 
@@ -107,7 +108,7 @@ class _Replay(NamedTuple):
 
     guard: Guard
     outputs_of: Callable[[Given], Tensors]  # given or new
-    computed_of: Callable[..., Tensors] | None  # what the kernels read besides the tensors
+    computed_of: Callable[..., Tensors]  # what the kernels read besides the tensors
     launches: Sequence[Launch] | None  # None: by the addresses of new outputs and computed tensors
     enable_pdl: bool
 
@@ -155,8 +156,8 @@ class Dispatcher(Generic[ArgsT, ProblemT]):
         outputs = outputs_of(given)
         if launches is None:
             # In memory until the launches are enqueued.
-            computed = () if computed_of is None else computed_of(*tensors)
-            replay = replays.get((launch_key, pointers_of((*outputs, *computed))))
+            computed = computed_of(*tensors)
+            replay = replays.get((launch_key, *map(_pointer_of, (*outputs, *computed))))
             if replay is None or replay.launches is None:
                 return None
             launches = replay.launches
@@ -192,7 +193,9 @@ class Dispatcher(Generic[ArgsT, ProblemT]):
         """Compute a call by a guarded launcher, or validate and plan it first."""
         settings = current_settings()
         guarded_key = None if key is None else _guarded_key(key)
-        entry = None if key is None else self._find(guarded_key, key.tensors, args)
+        entry = None
+        if key is not None and guarded_key in self._guarded:
+            entry = self._find(guarded_key, key.tensors, args)
         if entry is not None:
             problem = entry.launcher.problem
             if settings.checks_contents:
@@ -232,11 +235,10 @@ class Dispatcher(Generic[ArgsT, ProblemT]):
             log_choice(launcher.decode.spec, launcher.plan, shape, args.max_seq_len)
         return launcher
 
-    def _find(self, key: Hashable | None, tensors: Tensors, args: ArgsT) -> _Guarded | None:
+    def _find(self, key: Hashable, tensors: Tensors, args: ArgsT) -> _Guarded | None:
         """Return the launcher of a key that takes the tensors and the other arguments, if any."""
-        entries = None if key is None else self._guarded.get(key)
-        if entries and has_memory(tensors):
-            for entry in entries:
+        if _have_memory(tensors):
+            for entry in self._guarded.get(key, ()):
                 if entry.guard(*tensors) and entry.fixed == entry.launcher.fixed_of(args):
                     return entry
         return None
@@ -296,32 +298,28 @@ class Dispatcher(Generic[ArgsT, ProblemT]):
         Kernels may read a converted tensor, or write an output that is copied afterwards.
         """
         values, _, length, tensors = key
-        computed = args.computed
-        new = tuple(out for out, spec in zip(outputs, specs, strict=True) if spec.given is None)
-        known = {*pointers_of((*tensors, *new, *(computed.tensors if computed else ())))}
-        if not known.issuperset(pointers_of((*launcher.inputs_of(args), *outputs))):
-            return
-        if any(
-            (old is None) != (spec.given is None) for old, spec in zip(given, specs, strict=False)
-        ):
-            return
+        computed: Computed = args.computed or _NOTHING
+        new = [out for out, spec in zip(outputs, specs, strict=True) if spec.given is None]
+        known = map(_pointer_of, (*tensors, *new, *computed.tensors))
+        used = map(_pointer_of, (*launcher.inputs_of(args), *outputs))
+        # The outputs that the caller gave are those that the kernels write.
+        is_given = [
+            (old is None) == (spec.given is None) for old, spec in zip(given, specs, strict=False)
+        ]
         # Zeros of either sign compare equal, but kernels distinguish them.
-        if 0.0 in [value for value in values if value.__class__ is float]:
+        has_zero = 0.0 in [value for value in values if value.__class__ is float]
+        if has_zero or not all(is_given) or not {*known}.issuperset(used):
             return
-        launch_key = (*values, rounded_up(length), partition_of(tensors[0]), *pointers_of(tensors))
+        sms = partition_of(tensors[0]) if partition.partitioned_gpus else WHOLE_GPU
+        launch_key = (*values, rounded_up(length), sms, *map(_pointer_of, tensors))
+        blank = [spec._replace(given=None) for spec in specs]
         outputs_of: Callable[[Given], Tensors] = itemgetter(slice(len(specs)))
         if new:
-            blank = [spec._replace(given=None) for spec in specs]
-            device = launcher.problem.device
-
-            def outputs_of(given: Given) -> Tensors:
-                return new_outputs(given, blank, device)
-
-        computed_of = None if computed is None else computed.computed_of
-        replay = _Replay(guard, outputs_of, computed_of, launches, args.enable_pdl)
-        if new or computed is not None:
-            addresses = pointers_of((*outputs, *(computed.tensors if computed else ())))
-            store_bounded(self._replays, (launch_key, addresses), replay, _MAX_LAUNCHES)
+            outputs_of = partial(new_outputs, specs=blank, device=launcher.problem.device)
+        replay = _Replay(guard, outputs_of, computed.computed_of, launches, args.enable_pdl)
+        if new or computed is not _NOTHING:
+            addresses = map(_pointer_of, (*outputs, *computed.tensors))
+            store_bounded(self._replays, (launch_key, *addresses), replay, _MAX_LAUNCHES)
             replay = replay._replace(launches=None)
         store_bounded(self._replays, launch_key, replay, _MAX_LAUNCHES)
 
@@ -332,19 +330,16 @@ def _guarded_key(key: CallKey) -> Hashable | None:
     if not tensors or not _PLAIN.issuperset(map(type, tensors)) or any(map(is_nested, tensors)):
         return None
     fixed = len(values) - scales
-    are_one = [value == 1.0 for value in values[fixed:]]
-    shapes = [tensor.shape for tensor in tensors]
-    return (*values[:fixed], *are_one, rounded_up(length), partition_of(tensors[0]), *shapes)
+    are_one = map((1.0).__eq__, values[fixed:])
+    sms = partition_of(tensors[0]) if partition.partitioned_gpus else WHOLE_GPU
+    return (*values[:fixed], *are_one, rounded_up(length), sms, *map(_shape_of, tensors))
 
 
-def pointers_of(tensors: Tensors) -> tuple[int, ...]:
-    """Return the base addresses of tensors."""
-    return tuple(map(_pointer_of, tensors))
-
-
-def has_memory(tensors: Tensors) -> bool:
+def _have_memory(tensors: Tensors) -> bool:
     """Whether all tensors have storage, which a guard does not check; empty ones need none."""
     try:
-        return all(tensor.data_ptr() or not tensor.numel() for tensor in tensors)
+        return all(map(_pointer_of, tensors)) or all(
+            tensor.data_ptr() or not tensor.numel() for tensor in tensors
+        )
     except Exception:  # noqa: BLE001 - any kind without an address, such as one of vmap
         return False

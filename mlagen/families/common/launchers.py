@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -13,7 +14,6 @@ import torch
 from mlagen.engine import kernel_for
 from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import INT32_MAX, require
-from mlagen.families.common.outputs import Computed
 from mlagen.families.common.problem import Problem
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
@@ -29,6 +29,30 @@ ValueT = TypeVar("ValueT")
 PlannedT = TypeVar("PlannedT", bound="tuple[Any, Any] | None")
 
 _LINE_BYTES = 128  # L2 cache line
+
+
+Tensors = tuple[torch.Tensor, ...]
+
+# Factors that convert a base-2 LSE to the requested base.
+LSE_FACTORS = {"base2": 1.0, "basee": math.log(2)}
+
+
+class OutputSpec(NamedTuple):
+    """An output of a call, and the tensor that the caller gave for it."""
+
+    name: str
+    given: torch.Tensor | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Computed(NamedTuple):
+    """Tensors that an entry point computes for the kernels at every call."""
+
+    tensors: Tensors
+    computed_of: Callable[..., Tensors]  # compute them from the tensors of the key
+
+
 _TENSORS = (torch.Tensor, Computed)
 
 
@@ -240,6 +264,37 @@ def _addresses(sources: Sources, args: Any) -> tuple[dict[str, str], list[tuple[
             elif isinstance(source, Part):
                 offsets.append((name, source.whole, source.offset))
     return addresses, offsets
+
+
+def output_specs(args: Any, problem: Problem) -> list[OutputSpec]:
+    """Return the requested outputs."""
+    out = OutputSpec("out", args.out, problem.out_shape, problem.out_dtype)
+    if not args.return_lse:
+        return [out]
+    return [out, OutputSpec("lse", args.lse, problem.lse_shape, torch.float32)]
+
+
+def new_output(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return an uninitialized output."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def stored(results: Tensors, specs: list[OutputSpec]) -> Tensors:
+    """Return the requested results, in the outputs that the caller gave."""
+    shaped = [(result.view(spec.shape), spec) for result, spec in zip(results, specs, strict=False)]
+    return tuple([new if spec.given is None else spec.given.copy_(new) for new, spec in shaped])
+
+
+def new_outputs(
+    given: tuple[torch.Tensor | None, ...], specs: list[OutputSpec], device: torch.device
+) -> Tensors:
+    """Return the outputs of a call, with new ones for those that are None."""
+    return tuple(
+        [
+            new_output(spec.shape, spec.dtype, device) if old is None else old
+            for old, spec in zip(given, specs, strict=False)
+        ]
+    )
 
 
 def plan_within(workspace: torch.Tensor, sms: int, plan_on: Callable[[int], PlannedT]) -> PlannedT:

@@ -16,8 +16,8 @@ from mlagen.families.common.arguments import (
     require_tensor,
     require_whole_number,
 )
+from mlagen.families.common.launchers import LSE_FACTORS, Computed
 from mlagen.families.common.memory import require_memory
-from mlagen.families.common.outputs import LSE_FACTORS, Computed
 
 LAYOUTS = ("NHD", "HND")
 

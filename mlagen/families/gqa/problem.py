@@ -33,7 +33,7 @@ from mlagen.families.common.arguments import (
     require_shape,
     require_tensor,
 )
-from mlagen.families.common.outputs import LSE_FACTORS
+from mlagen.families.common.launchers import LSE_FACTORS
 from mlagen.families.common.problem import Problem, checked_tables, require_scratch_and_scales
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.spec.dtype import DType

@@ -12,7 +12,7 @@ from mlagen.families.common.arguments import (
     require_flag,
     require_whole_number,
 )
-from mlagen.families.common.outputs import LSE_FACTORS, Computed
+from mlagen.families.common.launchers import LSE_FACTORS, Computed
 
 
 class MlaArgNames(NamedTuple):

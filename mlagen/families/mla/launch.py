@@ -9,6 +9,7 @@ from mlagen.errors import DriverError, UnsupportedError
 from mlagen.families.common.arguments import ALIGNMENT_BYTES
 from mlagen.families.common.launchers import (
     LAUNCH,
+    LSE_FACTORS,
     Address,
     Launcher,
     Number,
@@ -20,7 +21,6 @@ from mlagen.families.common.launchers import (
     named,
     plan_within,
 )
-from mlagen.families.common.outputs import LSE_FACTORS
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.plan_sm90 import fits_in_int32
 from mlagen.families.mla.problem import MlaProblem, check_pointers
