@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cache_tools.benchmark.cases import Case
-from cache_tools.benchmark.outcomes import Measured, Outcome, document_of
-from cache_tools.benchmark.roofline import Ceilings
+from cache_tools.benchmark.outcomes import Ceilings, Measured, Outcome, document_of
 from cache_tools.benchmark.selection import case_of
 
 RIGHT = Outcome(us=1000.0, error=1.7e-3)

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from cache_tools.benchmark.choices import MODES
 from cache_tools.benchmark.comparison import choose_rows, read_document
 from cache_tools.benchmark.plot import write_plot
 from cache_tools.benchmark.selection import select_cases
+from cache_tools.benchmark.suites import MODES
 from cache_tools.benchmark.table import summaries_of
 from tests.doc_text import table
 

@@ -82,13 +82,12 @@ CLOSED = {
 OPEN = {
     "cache_tools/commands/bench.py": {"torch"},
     "cache_tools/commands/demo.py": {"torch"},
-    "cache_tools/tools/demo_problem.py": {"torch"},
     "cache_tools/tools/disassembly.py": {"cuda"},  # cuda.pathfinder, which finds programs too
     "cache_tools/tools/remote.py": {"fsspec"},  # torch depends on it; only push and pull use it
     **{
         f"cache_tools/benchmark/{name}.py": {"torch"}
         for name in (
-            *("calls", "formats", "gpu", "inputs", "reference", "timing"),
+            *("calls", "gpu", "inputs", "timing"),
             *(f"baselines/{name}" for name in ("baseline", "fa3", "flashmla")),
         )
     },

@@ -13,8 +13,7 @@ from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla
 from mlagen.spec.mla.variant import output_dtype
 
 from .cases import KV_LORA_RANK
-from .formats import TORCH_DTYPES, element_scale
-from .inputs import Inputs
+from .inputs import TORCH_DTYPES, Inputs, element_scale
 
 # Runs the input set of that index and returns the output.
 Call: TypeAlias = Callable[[int], torch.Tensor]

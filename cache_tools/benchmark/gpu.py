@@ -18,10 +18,8 @@ from mlagen.errors import MlagenError
 from .baselines.baseline import Baseline
 from .calls import Call, mlagen_call
 from .cases import Case
-from .inputs import Inputs, make_inputs
-from .outcomes import Measured, Outcome
-from .reference import attend, relative_error
-from .roofline import Ceilings
+from .inputs import Inputs, attend, make_inputs, relative_error
+from .outcomes import Ceilings, Measured, Outcome
 from .timing import Replays
 
 # Much larger than any L2 cache.

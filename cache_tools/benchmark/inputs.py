@@ -1,4 +1,4 @@
-"""Input tensors of a case: several sets of equal shapes that the calls rotate through."""
+"""Inputs of a case in every stored format, and reference attention over them in fp32."""
 
 from __future__ import annotations
 
@@ -6,10 +6,91 @@ from dataclasses import dataclass
 
 import torch
 
-from mlagen.spec.dtype import DType
+from mlagen.spec.dtype import DType, RowFormat
 
-from .cases import QK_ROPE_HEAD_DIM, Case
-from .formats import TORCH_DTYPES, Stored, random_cache
+from .cases import NVFP4_BLOCK, QK_ROPE_HEAD_DIM, Case
+
+TORCH_DTYPES = {
+    DType.BF16: torch.bfloat16,
+    DType.FP16: torch.float16,
+    DType.E4M3: torch.float8_e4m3fn,
+}
+
+# An int8 element is 32 times its value, so that four standard deviations fit.
+INT8_SCALE = 1 / 32
+
+_E4M3_MAX = 448.0
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """Stored elements, and the block scales of an NVFP4 cache."""
+
+    data: torch.Tensor
+    block_scales: torch.Tensor | None = None
+
+
+def element_scale(dtype: DType) -> float:
+    """Return the factor of stored elements that the scales of a call apply."""
+    return INT8_SCALE if dtype is DType.INT8 else 1.0
+
+
+def random_cache(dtype: DType, shape: tuple[int, ...], generator: torch.Generator) -> Stored:
+    """Return a cache of about unit variance; the last size of ``shape`` is the head dim."""
+    device = generator.device
+    if dtype is DType.NVFP4:
+        *rows, head_dim = shape
+        data = torch.randint(
+            256, (*rows, head_dim // 2), generator=generator, device=device, dtype=torch.uint8
+        )
+        blocks = torch.rand((*rows, head_dim // NVFP4_BLOCK), generator=generator, device=device)
+        # The root mean square of e2m1 numbers is 2.9.
+        return Stored(data=data, block_scales=(blocks * 0.2 + 0.25).to(torch.float8_e4m3fn))
+    numbers = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+    if dtype is DType.INT8:
+        return Stored(data=(numbers / INT8_SCALE).round().clamp(-127, 127).to(torch.int8))
+    if dtype.row is not None:
+        return Stored(data=_packed(numbers, dtype.row))
+    return Stored(data=numbers.to(TORCH_DTYPES[dtype]))
+
+
+def dequantize(dtype: DType, rows: Stored) -> torch.Tensor:
+    """Return the fp32 values of rows, without the scales of the call."""
+    data = rows.data
+    if dtype.row is not None:
+        return _unpacked(data, dtype.row)
+    if dtype is not DType.NVFP4:
+        return data.float() * element_scale(dtype)
+    assert rows.block_scales is not None, "NVFP4 has block scales"
+    magnitudes = torch.tensor(_E2M1, device=data.device)
+    values = torch.cat([magnitudes, -magnitudes])
+    # The lower half of a byte is the first element.
+    pairs = torch.stack([data & 15, data >> 4], dim=-1).flatten(-2)
+    blocks = _in_blocks(values[pairs.int()], NVFP4_BLOCK)
+    return (blocks * rows.block_scales.float().unsqueeze(-1)).flatten(-2)
+
+
+def _packed(numbers: torch.Tensor, row: RowFormat) -> torch.Tensor:
+    """Pack bf16 elements into rows with inline scales."""
+    latent = _in_blocks(numbers[..., : row.latent_elements].float(), row.scaled_elements)
+    scales = latent.abs().amax(-1).clamp_min(1e-8) / _E4M3_MAX
+    quantized = (latent / scales.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2)
+    rope = numbers[..., row.latent_elements :].contiguous()
+    return torch.cat([part.view(torch.uint8) for part in (quantized, scales, rope)], dim=-1)
+
+
+def _unpacked(data: torch.Tensor, row: RowFormat) -> torch.Tensor:
+    latent = data[..., : row.latent_elements].contiguous().view(torch.float8_e4m3fn).float()
+    scales = data[..., row.latent_elements : row.rope_offset].contiguous().view(torch.float32)
+    rope = data[..., row.rope_offset :].contiguous().view(torch.bfloat16).float()
+    blocks = _in_blocks(latent, row.scaled_elements) * scales.unsqueeze(-1)
+    return torch.cat([blocks.flatten(-2), rope], dim=-1)
+
+
+def _in_blocks(numbers: torch.Tensor, size: int) -> torch.Tensor:
+    return numbers.reshape(*numbers.shape[:-1], -1, size)
+
 
 # Softmax scales by rope part, from the head dim before weight absorption: 128 + 64 in DeepSeek-V3,
 # 256 in GLM-5.3-Flash.
@@ -100,3 +181,66 @@ def _topk_indices(case: Case, tables: torch.Tensor, generator: torch.Generator) 
             pages = tables[request, tokens // case.page_size]
             rows.append(pages * case.page_size + tokens % case.page_size)
     return torch.stack(rows).int().view(case.batch, case.q_len, case.top_k)
+
+
+def attend(inputs: Inputs) -> torch.Tensor:
+    """Return the output of the first set, fp32 ``[batch, q_len, heads, head_dim_vo]``.
+
+    One request and KV head at a time, to hold the scores of one in memory.
+    """
+    case = inputs.case
+    shape = (case.batch, case.q_len, case.heads, case.head_dim_vo)
+    out = torch.empty(shape, dtype=torch.float32, device=inputs.seq_lens.device)
+    group = case.heads // case.kv_heads
+    for request, seq_len in enumerate(case.seq_lens):
+        slots = _slots(inputs, request)
+        mask = None if case.top_k else _mask(seq_len, case.q_len, case.window_left, out.device)
+        for kv_head in range(case.kv_heads):
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            query = inputs.queries[0][request, :, heads].float() * inputs.scale
+            keys = _rows(inputs, inputs.keys[0], slots, kv_head)
+            values = (
+                keys if case.family == "mla" else _rows(inputs, inputs.values[0], slots, kv_head)
+            )
+            scores = query @ keys.mT
+            if mask is not None:
+                scores = scores.masked_fill(mask, -torch.inf)
+            out[request, :, heads] = torch.softmax(scores, dim=-1) @ values[..., : shape[-1]]
+    return out
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the Frobenius norm of the difference over that of ``expected``."""
+    difference = out.float().reshape(expected.shape) - expected
+    return float(difference.norm() / expected.norm())
+
+
+def _slots(inputs: Inputs, request: int) -> torch.Tensor:
+    """Return the slots of a request's tokens, or those of each of its query tokens."""
+    if inputs.topk_indices is not None:
+        return inputs.topk_indices[request].long()
+    seq_len, page_size = inputs.case.seq_lens[request], inputs.case.page_size
+    tokens = torch.arange(seq_len, device=inputs.block_tables.device)
+    pages = inputs.block_tables[request, tokens // page_size].long()
+    return pages * page_size + tokens % page_size
+
+
+def _rows(inputs: Inputs, cache: Stored, slots: torch.Tensor, kv_head: int) -> torch.Tensor:
+    def gather(stored: torch.Tensor) -> torch.Tensor:
+        # As bytes: not every version of torch can index e4m3.
+        rows = stored[:, :, kv_head].flatten(0, 1).view(torch.uint8)
+        return rows[slots].view(stored.dtype)
+
+    scales = None if cache.block_scales is None else gather(cache.block_scales)
+    rows = Stored(data=gather(cache.data), block_scales=scales)
+    return dequantize(inputs.case.kv_dtype, rows)
+
+
+def _mask(seq_len: int, q_len: int, window_left: int, device: torch.device) -> torch.Tensor | None:
+    """Return where a row of the last ``q_len`` tokens does not attend, ``[q_len, 1, seq_len]``."""
+    if q_len == 1 and window_left < 0:
+        return None
+    tokens = torch.arange(seq_len, device=device)
+    own = torch.arange(seq_len - q_len, seq_len, device=device)[:, None, None]
+    mask = tokens > own
+    return mask if window_left < 0 else mask | (tokens < own - window_left)

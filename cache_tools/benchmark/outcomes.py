@@ -1,16 +1,45 @@
-"""Measurements of cases, and the JSON document of a benchmark."""
+"""Measurements of cases against the roofline bound, and the JSON document of a benchmark."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from itertools import product
+from typing import Any, Protocol
 
 from mlagen import __version__
 
 from ..output.schemas import DOCUMENT, Field, Schema
 from .cases import Case
-from .roofline import Ceilings
+from .suites import MODES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """Measured peak rates of a GPU; ``fp8_tflop_s`` is None if not measured."""
+
+    read_gb_s: float
+    bf16_tflop_s: float
+    fp8_tflop_s: float | None = None
+
+    def read_us(self, case: Case) -> float:
+        """Return the time to move the bytes of a case."""
+        return case.moved_bytes / self.read_gb_s / 1e3
+
+    def math_us(self, case: Case) -> float:
+        """Return the time to compute the GEMMs of a case."""
+        rate = self.bf16_tflop_s
+        if case.is_fp8_math and self.fp8_tflop_s is not None:
+            rate = self.fp8_tflop_s
+        return case.flop / rate / 1e6
+
+    def bound_us(self, case: Case) -> float:
+        """Return the roofline bound, the larger of the two times."""
+        return max(self.read_us(case), self.math_us(case))
+
+    def bound_by(self, case: Case) -> str:
+        """Return the larger of the two, ``memory`` or ``math``."""
+        return "memory" if self.read_us(case) >= self.math_us(case) else "math"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,3 +225,63 @@ def _outcome_document(outcome: Outcome, case: Case, ceilings: Ceilings) -> dict[
 
 def _ratio(best_us: float | None, us: float | None) -> float | None:
     return None if best_us is None or us is None else best_us / us
+
+
+class Machine(Protocol):
+    """A device that measures: a GPU, or a fake in tests."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return the GPU with its limits, and the versions of the software."""
+
+    def ceilings(self, *, with_fp8: bool) -> Ceilings:
+        """Measure the peak rates of the GPU; the FP8 rate only on request."""
+
+    def measure(self, case: Case, mode: str) -> Measured:
+        """Measure a case in a state of the GPU; a failure is part of the result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A part that starts, or, with a ``line``, has finished."""
+
+    name: str
+    done: int
+    total: int
+    line: str | None = None
+
+
+def run_cases(
+    cases: Sequence[Case],
+    machine: Machine,
+    on_step: Callable[[Step], None],
+    modes: Sequence[str] = MODES[:1],
+) -> dict[str, Any]:
+    """Measure the ceilings, then each case in each mode, and return the document."""
+    total = 1 + len(cases) * len(modes)
+    on_step(Step(name="ceilings", done=0, total=total))
+    ceilings = machine.ceilings(with_fp8=any(case.is_fp8_math for case in cases))
+    on_step(Step(name="ceilings", done=1, total=total, line=ceilings_text(ceilings)))
+    measured = []
+    for done, (mode, case) in enumerate(product(modes, cases), start=1):
+        name = case.label if len(modes) == 1 else f"{case.label}, {mode}"
+        on_step(Step(name=name, done=done, total=total))
+        measured.append(machine.measure(case, mode))
+        line = f"{_verdict(measured[-1])}  {name}"
+        on_step(Step(name=name, done=done + 1, total=total, line=line))
+    return document_of(machine.facts(), ceilings, measured)
+
+
+def ceilings_text(ceilings: Ceilings) -> str:
+    """Return the ceilings on one line."""
+    fp8 = ceilings.fp8_tflop_s
+    return (
+        f"read {ceilings.read_gb_s:.0f} GB/s, GEMM bf16 {ceilings.bf16_tflop_s:.0f}"
+        f"{'' if fp8 is None else f' and e4m3 {fp8:.0f}'} TFLOP/s"
+    )
+
+
+def _verdict(measured: Measured) -> str:
+    us = measured.mlagen.us
+    if us is None:
+        return f"{'failed':>12}"
+    return f"{us:9.1f} us{'' if measured.mlagen.is_right(measured.case) else ', WRONG'}"

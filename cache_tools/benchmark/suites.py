@@ -1,8 +1,15 @@
-"""Named sets of benchmark cases; what a case does not name has the default of its family."""
+"""Named sets of benchmark cases, states of the GPU, and libraries to compare with."""
 
 from __future__ import annotations
 
 from typing import Any, TypeAlias
+
+# fresh: the clock of an idle GPU. sustained: after half a second of the same calls, when power
+# decides the clock. model: behind the projection of a decode layer, whose own time is subtracted.
+MODES = ("fresh", "sustained", "model")
+
+LIBRARIES = ("flashinfer", "flashmla", "fa3")
+
 
 Facts: TypeAlias = dict[str, Any]
 

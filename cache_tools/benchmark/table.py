@@ -11,8 +11,7 @@ import click
 
 from ..output.report import count_text, print_facts, print_table
 from .comparison import Change
-from .roofline import Ceilings
-from .run import ceilings_text
+from .outcomes import Ceilings, ceilings_text
 
 # Two times that differ by less are equal: runs of one kernel differ as much.
 _NOISE = 0.01

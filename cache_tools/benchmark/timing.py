@@ -37,7 +37,7 @@ class Replays:
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
 
     def median_us(self, mode: str = "fresh") -> float:
-        """Return the median microseconds of a whole call; see :data:`~.choices.MODES`."""
+        """Return the median microseconds of a whole call; see :data:`~.suites.MODES`."""
         if mode == "model":
             return self._us_in_model()
         graph = self._graph("calls", lambda index: self._call(index % self._sets))

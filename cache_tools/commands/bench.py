@@ -11,8 +11,7 @@ import click
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.logs import visible
 
-from ..benchmark.choices import LIBRARIES, MODES
-from ..benchmark.suites import SUITES
+from ..benchmark.suites import LIBRARIES, MODES, SUITES
 from ..options.exit_codes import DONE, FAILED
 from ..options.options import names, numbers, values_option
 from ..output.progress import bench_progress
@@ -20,7 +19,7 @@ from ..output.report import console, json_option, print_json
 
 if TYPE_CHECKING:
     from ..benchmark.cases import Case
-    from ..benchmark.run import Machine
+    from ..benchmark.outcomes import Machine
     from ..output.report import Command
 
 _ALL = "all"  # --compare without a value
@@ -225,7 +224,7 @@ def _read_results(
 def _measure(
     cases: list[Case], modes: list[str], compare: list[str] | None, libraries: Path | None
 ) -> dict[str, Any]:
-    from ..benchmark.run import run_cases
+    from ..benchmark.outcomes import run_cases
 
     machine = _machine(compare, libraries)
     with bench_progress() as on_step:

@@ -6,6 +6,7 @@ Times of a fresh process are measured in one: this module runs itself with ``--s
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -19,18 +20,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..options.exit_codes import DONE, FAILED
-from ..output.demo_report import print_demo
 from ..output.progress import prewarm_progress
-from ..output.report import console, count_text, json_option, print_json, resource_columns
-from ..tools.demo_problem import (
-    HEADS,
-    KV_LORA_RANK,
-    PAGE_SIZE,
-    QK_ROPE_HEAD_DIM,
-    SEQ_LENS,
-    decode,
-    problem_on,
-    result_of,
+from ..output.report import (
+    SHORT_KEY,
+    console,
+    count_text,
+    json_option,
+    kernel_columns,
+    print_facts,
+    print_json,
+    print_table,
+    resource_columns,
+    size_text,
+    time_text,
 )
 from ..tools.interrupts import summarized
 
@@ -39,6 +41,125 @@ if TYPE_CHECKING:
 
     from mlagen.prewarming import PrewarmReport
     from mlagen.spec.kernel import KernelSpec
+
+
+# DeepSeek-V3 with tensor parallelism 8, and requests of very different lengths.
+SEQ_LENS = (17, 64, 1000, 2500, 4099, 9001)
+HEADS = 16
+PAGE_SIZE = 64
+KV_LORA_RANK = 512
+QK_ROPE_HEAD_DIM = 64
+SCALE = 192**-0.5
+
+
+def problem_on(device: str) -> dict[str, Any]:
+    """Return the arguments of the call, and the tokens of each request for the reference."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    width = KV_LORA_RANK + QK_ROPE_HEAD_DIM
+    counts = [-(-length // PAGE_SIZE) for length in SEQ_LENS]
+    order = torch.randperm(sum(counts), generator=generator)
+    # Slots outside of all requests are NaN: a kernel that reads one fails the comparison.
+    cache = torch.full((sum(counts), PAGE_SIZE, width), torch.nan, dtype=torch.bfloat16)
+    tables = torch.full((len(SEQ_LENS), max(counts)), -1, dtype=torch.int32)
+    tokens = []
+    page_ids = torch.split(order, counts)
+    for request, (length, pages) in enumerate(zip(SEQ_LENS, page_ids, strict=True)):
+        slots = torch.full((len(pages) * PAGE_SIZE, width), torch.nan, dtype=torch.bfloat16)
+        slots[:length] = torch.randn(length, width, generator=generator)
+        cache[pages] = slots.view(len(pages), PAGE_SIZE, width)
+        tables[request, : len(pages)] = pages
+        tokens.append(slots[:length])
+    query = torch.randn(len(SEQ_LENS), 1, HEADS, width, generator=generator).bfloat16()
+    return {
+        "tokens": tokens,
+        "query": query.to(device),
+        "kv_cache": cache.to(device),
+        "block_tables": tables.to(device),
+        "seq_lens": torch.tensor(SEQ_LENS, dtype=torch.int32).to(device),
+        "workspace_buffer": torch.empty(64 << 20, dtype=torch.uint8, device=device),
+    }
+
+
+def decode(problem: dict[str, Any]) -> torch.Tensor:
+    """Return the output of the call."""
+    from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla
+
+    tensors = {name: value for name, value in problem.items() if name != "tokens"}
+    out = trtllm_batch_decode_with_kv_cache_mla(
+        **tensors,
+        qk_nope_head_dim=128,
+        kv_lora_rank=KV_LORA_RANK,
+        qk_rope_head_dim=QK_ROPE_HEAD_DIM,
+        max_seq_len=max(SEQ_LENS),
+        bmm1_scale=SCALE,
+    )
+    assert not isinstance(out, tuple)
+    return out
+
+
+def result_of(problem: dict[str, Any], out: torch.Tensor) -> dict[str, Any]:
+    """Compare every element with float64, within its rounding bound.
+
+    With u = 2^-8 of bf16: 2 u of the result, for rounding it and for a single weight; 3.5 u of the
+    root of sum((P * V)^2), six standard deviations of independently rounded P; and 2^-13 of
+    sum(P * |V|) for the float32 intermediates.
+    """
+    import torch
+
+    largest, share = 0.0, 0.0
+    for request, tokens in enumerate(problem["tokens"]):
+        query = problem["query"][request, 0].cpu().double()
+        values = tokens[:, :KV_LORA_RANK].double()
+        weights = torch.softmax(query @ tokens.double().T * SCALE, dim=1)
+        expected = weights @ values
+        spread = (weights.square() @ values.square()).sqrt()
+        bound = 2**-8 * (2 * expected.abs() + 3.5 * spread) + 2**-13 * (weights @ values.abs())
+        error = (out[request, 0].cpu().double() - expected).abs()
+        error = torch.where(error.isnan(), math.inf, error)
+        largest = max(largest, error.max().item())
+        share = max(share, (error / bound).max().item())
+    return {"largest_error": largest, "share_of_bound": share, "is_right": share <= 1}
+
+
+def print_demo(document: dict[str, Any]) -> None:
+    """Print the problem, the time of each step, the error and the kernels."""
+    result, kernels, text = document["result"], document["kernels"], console()
+    problem = document["problem"]
+    lengths = problem["seq_lens"]
+    text.print(
+        f"MLA decode on {document['gpu'] or 'the CPU'}: {len(lengths)} requests of "
+        f"{min(lengths)} to {max(lengths)} tokens, {problem['heads']} heads, "
+        f"{problem['kv_lora_rank']} + {problem['qk_rope_head_dim']}, {problem['dtype']}, "
+        f"page_size {problem['page_size']}\n",
+        soft_wrap=True,
+    )
+    facts = {row["name"]: f"{time_text(row['ms']):>8}  {row['note']}" for row in document["times"]}
+    verdict = "right" if result["is_right"] else "WRONG"
+    facts["largest error to float64"] = (
+        f"{result['largest_error']:8.5f}  {verdict}: "
+        f"{result['share_of_bound']:.0%} of the {problem['dtype']} rounding bound"
+    )
+    print_facts(facts)
+    text.print()
+    print_table([_row(kernel) for kernel in kernels])
+    text.print(f"\n{kernels[0]['path']}", soft_wrap=True)
+    text.print(f"Read it: mlagen cache show {kernels[0]['key'][:SHORT_KEY]} --source")
+
+
+def _row(kernel: dict[str, Any]) -> dict[str, Any]:
+    columns = kernel_columns(kernel["family"], kernel["spec"])
+    names = ("registers", "spill_bytes", "shared_bytes")
+    return {
+        "key": kernel["key"][:SHORT_KEY],
+        "kernel": columns["kernel"],
+        "arch": columns["arch"],
+        "compiled in": time_text(kernel["compile_ms"]),
+        **{name: kernel[name] for name in names},
+        "cubin": size_text(kernel["cubin_bytes"]),
+    }
+
 
 # Without a GPU: the target of H100 and H200, and the oldest one.
 CROSS_ARCHS = ("sm_90a", "sm_80")

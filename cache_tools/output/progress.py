@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mlagen.prewarming import PrewarmEvent, PrewarmUnit
     from mlagen.spec.kernel import KernelSpec
 
-    from ..benchmark.run import Step
+    from ..benchmark.outcomes import Step
 
 # Kernels of a prewarm from which on a line says how to select fewer.
 MANY = 200

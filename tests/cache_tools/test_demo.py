@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cache_tools.commands import demo
-from cache_tools.tools.demo_problem import HEADS, KV_LORA_RANK, SEQ_LENS, problem_on, result_of
+from cache_tools.commands.demo import HEADS, KV_LORA_RANK, SEQ_LENS, problem_on, result_of
 from mlagen import engine
 from mlagen.cache.default_store import kernel_store
 from mlagen.errors import ToolchainError

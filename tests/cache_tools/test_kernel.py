@@ -12,8 +12,7 @@ import pytest
 from cache_tools.options.exit_codes import CACHE_UNUSABLE
 from cache_tools.tools import disassembly
 from cache_tools.tools.kernel_specs import spec_named
-from cache_tools.tools.kernel_view import KernelView, code_bytes, tile_of
-from cache_tools.tools.occupancy import ctas_per_sm
+from cache_tools.tools.kernel_view import KernelView, code_bytes, ctas_per_sm, tile_of
 from mlagen.cache.default_store import kernel_store
 from mlagen.codegen.render import render
 from mlagen.engine import find_or_build, key_of

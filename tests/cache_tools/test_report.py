@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 import mlagen
-from cache_tools.benchmark.run import Step
+from cache_tools.benchmark.outcomes import Step
 from cache_tools.output import progress, report
 from cache_tools.output.progress import bench_progress, byte_progress, prewarm_progress
 from cache_tools.output.report import (

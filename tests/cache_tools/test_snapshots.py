@@ -15,7 +15,7 @@ from cache_tools.benchmark.cases import Case
 from cache_tools.benchmark.outcomes import Outcome
 from cache_tools.cli import cli
 from cache_tools.commands import bench
-from cache_tools.output.demo_report import print_demo
+from cache_tools.commands.demo import print_demo
 from cache_tools.output.schemas import DOCUMENT, Schema
 from mlagen.runtime import device
 from tests.cache.builds import TOOLCHAIN

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mlagen.errors import ArgumentError, UnsupportedError
 
-from ..choices import LIBRARIES
+from ..suites import LIBRARIES
 from . import fa3, flashinfer, flashmla
 from .baseline import Baseline
 
@@ -22,7 +22,7 @@ def find_baselines(libraries: Iterable[str], folder: Path | None = None) -> list
     Parameters
     ----------
     libraries : iterable of str
-        Names of :data:`~..choices.LIBRARIES`; if empty, all that are found.
+        Names of :data:`~..suites.LIBRARIES`; if empty, all that are found.
     folder : Path, optional
         What ``pip install --target`` filled; it comes before the installed packages.
 

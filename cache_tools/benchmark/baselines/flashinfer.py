@@ -10,8 +10,7 @@ from mlagen.spec.dtype import DType
 
 from ..calls import Call
 from ..cases import KV_LORA_RANK, Case
-from ..formats import TORCH_DTYPES
-from ..inputs import Inputs
+from ..inputs import TORCH_DTYPES, Inputs
 from .baseline import (
     Baseline,
     block_table_of,

@@ -15,8 +15,7 @@ import torch
 import mlagen
 from cache_tools.benchmark.baselines import fa3, find_baselines, flashinfer, flashmla
 from cache_tools.benchmark.calls import Call
-from cache_tools.benchmark.inputs import Inputs, make_inputs
-from cache_tools.benchmark.reference import attend, relative_error
+from cache_tools.benchmark.inputs import Inputs, attend, make_inputs, relative_error
 from cache_tools.benchmark.selection import case_of
 from tests.fixture_types import Patch
 

@@ -12,11 +12,16 @@ import torch
 import mlagen
 import tests.problems.reference
 from cache_tools.benchmark.calls import Call, mlagen_call
-from cache_tools.benchmark.formats import dequantize, random_cache
 from cache_tools.benchmark.gpu import outcomes_of, smi_facts
-from cache_tools.benchmark.inputs import Inputs, make_inputs
+from cache_tools.benchmark.inputs import (
+    Inputs,
+    attend,
+    dequantize,
+    make_inputs,
+    random_cache,
+    relative_error,
+)
 from cache_tools.benchmark.outcomes import Outcome
-from cache_tools.benchmark.reference import attend, relative_error
 from cache_tools.benchmark.selection import case_of
 from mlagen.spec.dtype import DType
 from tests.cache_tools.conftest import raising

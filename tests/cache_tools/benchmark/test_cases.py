@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cache_tools.benchmark.roofline import Ceilings
+from cache_tools.benchmark.outcomes import Ceilings
 from cache_tools.benchmark.selection import case_of, select_cases
 
 

@@ -19,9 +19,8 @@ from cache_tools.benchmark.comparison import (
     parse_tolerance,
     read_document,
 )
-from cache_tools.benchmark.outcomes import BENCH, Outcome
+from cache_tools.benchmark.outcomes import BENCH, Outcome, Step, run_cases
 from cache_tools.benchmark.plot import draw, write_plot
-from cache_tools.benchmark.run import Step, run_cases
 from cache_tools.benchmark.selection import case_of
 from cache_tools.benchmark.table import print_changes, print_results, problems_of
 from tests.fake_machine import FAILED, RIGHT, WRONG, FakeMachine, results
