@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
 
-from cache_tools.benchmark.outcomes import BENCH
 from cache_tools.cli import cli
-from cache_tools.commands.models import MODELS
-from cache_tools.output.schemas import DOCUMENT, SCHEMAS, Schema
-from cache_tools.output.transfer_schemas import TRANSFER_SCHEMAS
-from cache_tools.replay.run import REPLAY
+from cache_tools.output.schemas import DOCUMENTS, Field, schema_of
 from tests.doc_text import table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,47 +38,38 @@ def render_page(page: str) -> str:
     for name, command, context in commands():
         depth = "#" * (1 + len(name.split()))
         sections.append(f"{depth} `{name}`\n\n```text\n{command.get_help(context)}\n```\n")
-        sections.extend(DOCUMENTS.get(name, ()))
+        sections.extend(SECTIONS.get(name, ()))
     return "\n".join(sections)
 
 
 INTRODUCTION = "With `--json`, the fields of one document, in order:\n"
 
 
-def schema_sections(schemas: Mapping[str, Schema]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield each command with the tables of its document; equal parts are shown once."""
-    shown: dict[str, tuple[str, object]] = {}
-    for command, schema in schemas.items():
-        sections = [INTRODUCTION]
+def sections_of_documents() -> dict[str, list[str]]:
+    """Return the tables of each command's document; an object that is known is shown once."""
+    shown: dict[str, tuple[str, list[Field]]] = {}
+    sections = {}
+    for command, document in DOCUMENTS.items():
+        texts = [INTRODUCTION]
         again: dict[str, list[str]] = {}
-        for part, fields in schema.items():
+        for part, fields in schema_of(document):
             first, known = shown.setdefault(part, (command, fields))
-            if part != DOCUMENT and first != command and known == fields:
+            if part != "the document" and first != command and known == fields:
                 again.setdefault(first, []).append(part)
                 continue
             rows = [
-                {f"in {part}": f"`{name}`", "type": field.type, "meaning": field.meaning}
-                for name, field in fields.items()
+                {f"in {part}": f"`{name}`", "type": kind, "meaning": meaning}
+                for name, kind, meaning in fields
             ]
-            sections.append("\n".join(table(rows)))
+            texts.append("\n".join(table(rows)))
         for first, parts in again.items():
             link = f"[`mlagen {first}`](#mlagen-{first.replace(' ', '-')})"
-            sections.append(f"{', '.join(parts)}: see {link}.\n")
-        yield f"mlagen {command}", tuple(sections)
+            texts.append(f"{', '.join(parts)}: see {link}.\n")
+        sections[f"mlagen {command}"] = texts
+    return sections
 
 
-# Commands with the tables of their documents.
-DOCUMENTS = {
-    command: sections
-    for schemas in (
-        SCHEMAS,
-        TRANSFER_SCHEMAS,
-        {"bench": BENCH},
-        {"models": MODELS},
-        {"replay": REPLAY},
-    )
-    for command, sections in schema_sections(schemas)
-}
+SECTIONS = sections_of_documents()
 
 
 def test_the_page_on_the_command_is_up_to_date() -> None:

@@ -14,10 +14,8 @@ from mlagen.errors import ArgumentError
 from mlagen.paths import is_regular, read_named
 from mlagen.values import reject, shown
 
-from ..output.schemas import DOCUMENT
-from ..output.validation import require_type
+from ..output.schemas import Bench, require_document
 from .cases import Case
-from .outcomes import BENCH
 
 _NUMBERS = ("us", "tflop_s", "gb_s", "roofline_share", "error")
 
@@ -82,10 +80,10 @@ def read_document(argument: str, path: Path) -> dict[str, Any]:
         document = json.loads(read_named(path))
     except (OSError, ValueError, RecursionError):
         document = None
-    if not isinstance(document, dict) or document.keys() != BENCH[DOCUMENT].keys():
+    if not isinstance(document, dict) or document.keys() != Bench.__annotations__.keys():
         raise ArgumentError(f"{argument}: expected results of mlagen bench --json, got {path}")
     where = f"{argument}: {path}"
-    require_type(document, DOCUMENT, BENCH, where)
+    require_document(document, Bench, where)
     for number, case in enumerate(document["cases"]):
         _require_results(case, f"{where}.cases[{number}]")
     return document

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from mlagen import __version__
 
-from ..output.schemas import DOCUMENT, Field, Schema
 from .cases import Case
 from .suites import MODES
 
@@ -66,99 +65,10 @@ class Measured:
     baselines: Mapping[str, Outcome] = field(default_factory=dict)
 
 
-# Schema of `mlagen bench --json`; docs/reference/cli.md shows it.
-BENCH: Schema = {
-    DOCUMENT: {
-        "mlagen": Field("text", "version of mlagen"),
-        "commit": Field(
-            "text or null",
-            "commit of a checkout, with `-dirty` if files differ from it; null if there is none",
-        ),
-        "gpu": Field("text", "name of the GPU"),
-        "driver": Field("text or null", "version of the driver, null if unknown"),
-        "power_limit_w": Field("number or null", "power cap in watts, null if unknown"),
-        "max_sm_mhz": Field("number or null", "highest SM clock, null if unknown"),
-        "max_memory_mhz": Field("number or null", "highest memory clock, null if unknown"),
-        "torch": Field("text", "version of torch"),
-        "nvrtc": Field("text or null", "version of NVRTC, null if unknown"),
-        "baselines": Field(
-            "map of text", "package and version by baseline, empty without `--compare`"
-        ),
-        "ceilings": Field("`ceilings`", "peak rates of the GPU, measured in the same run"),
-        "cases": Field("list of `case`", "one object per case and mode, in the order of the table"),
-    },
-    "`ceilings`": {
-        "read_gb_s": Field(
-            "number", "read-only bandwidth of a tensor larger than L2, 10^9 bytes a second"
-        ),
-        "bf16_tflop_s": Field(
-            "number", "bf16 GEMM of 8192 x 8192 x 8192, 10^12 operations a second"
-        ),
-        "fp8_tflop_s": Field(
-            "number or null",
-            "the same in e4m3; null if no case has an e4m3 query, or the GPU has no FP8 MMA",
-        ),
-    },
-    "`case`": {
-        "case": Field("text", "the case in words"),
-        "mode": Field("text", "`fresh`, `sustained` or `model`"),
-        "family": Field("text", "`mla` or `gqa`"),
-        "batch": Field("integer", "requests"),
-        "seq_len": Field("integer", "tokens per request, the mean if `is_ragged`"),
-        "is_ragged": Field("boolean", "whether requests differ in length"),
-        "tokens": Field("integer", "cached tokens of all requests"),
-        "q_len": Field("integer", "query tokens per request"),
-        "heads": Field("integer", "query heads"),
-        "kv_heads": Field("integer", "KV heads, 1 for MLA"),
-        "head_dim_qk": Field("integer", "head dim of query and key"),
-        "head_dim_vo": Field("integer", "head dim of value and output"),
-        "page_size": Field("integer", "tokens per page"),
-        "top_k": Field("integer", "indices per query token of sparse MLA, 0 for dense"),
-        "window_left": Field("integer", "tokens before its own that a row attends to, -1 for all"),
-        "dtype": Field("text", "element type of the query"),
-        "kv_dtype": Field("text", "element type of the cache"),
-        "flop": Field("integer", "multiplications and additions of the QK and PV GEMMs"),
-        "bytes": Field(
-            "integer", "bytes to read each attended token once, read the query and write the output"
-        ),
-        "flop_per_byte": Field("number", "`flop` over `bytes`"),
-        "roofline_us": Field(
-            "number", "roofline bound: the larger of bytes over `read_gb_s` and FLOP over GEMM rate"
-        ),
-        "bound_by": Field("text", "the larger of the two, `memory` or `math`"),
-        "error_bound": Field("number", "largest `error` that counts as right"),
-        "input_sets": Field("integer", "number of input sets that the timed calls rotate through"),
-        "mlagen": Field("`result`", "result of mlagen"),
-        "baselines": Field("map of `result`", "result by baseline, of those that serve the case"),
-        "best_baseline": Field("text or null", "the fastest right baseline, null if there is none"),
-        "ratio": Field(
-            "number or null",
-            "its time over mlagen's, above 1 if mlagen is faster; null unless both are right",
-        ),
-    },
-    "`result`": {
-        "us": Field(
-            "number or null", "median time of a whole call in microseconds, null if there is none"
-        ),
-        "tflop_s": Field("number or null", "`flop` over that time"),
-        "gb_s": Field("number or null", "`bytes` over that time"),
-        "roofline_share": Field(
-            "number or null", "`roofline_us` over that time: 1 is the roofline bound"
-        ),
-        "error": Field(
-            "number or null",
-            "relative error of the first call, in the Frobenius norm, against fp32",
-        ),
-        "is_right": Field("boolean", "whether `error` is within `error_bound`"),
-        "problem": Field("text or null", "why there is no result, null if there is one"),
-    },
-}
-
-
 def document_of(
     facts: Mapping[str, Any], ceilings: Ceilings, measured: Sequence[Measured]
 ) -> dict[str, Any]:
-    """Return the benchmark as JSON data; :data:`BENCH` documents its names."""
+    """Return the benchmark as JSON data."""
     return {
         "mlagen": __version__,
         **facts,

@@ -7,24 +7,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..output.report import count_text, json_option, print_facts, print_json
-from ..output.schemas import DOCUMENT, Field, Schema
 from ..tools.completion import completer, model_names
 
 if TYPE_CHECKING:
     from mlagen.models.names import KnownModel
-
-MODELS: Schema = {
-    DOCUMENT: {"models": Field("list of `model`", "in the order of the table")},
-    "`model`": {
-        "name": Field("text", "the name that `--model` takes"),
-        "owner": Field("text", "its owner on the Hub; empty for a path"),
-        "aliases": Field("list of text", "models with the same attention"),
-        "attention": Field("text or null", "heads and dims on one GPU; null if `reason` is set"),
-        "page_sizes": Field("list of integer", "those that servers use by default"),
-        "left_out": Field("list of text", "parts of it without a kernel"),
-        "reason": Field("text or null", "why no kernel serves it"),
-    },
-}
 
 
 @click.command()

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeGuard
 import torch
 
 from mlagen.errors import ArgumentError
-from mlagen.mla import contract, flare_kv, masks
+from mlagen.mla import MLAPlanMetadata, PagedKVCache, masks
 from mlagen.observe.document import is_workspace
 from mlagen.observe.dump import FORMAT, MAX_JSON_BYTES, MAX_TENSOR_BYTES, TENSOR_SUFFIX
 from mlagen.observe.tensor_file import read_tensors
@@ -42,7 +42,7 @@ _SCALARS: dict[str, dict[str, Any]] = {
 }
 _OBJECTS: dict[str, Any] = {
     kind.__name__: kind
-    for kind in (contract.MLAPlanMetadata, flare_kv.PagedKVCache, *vars(masks).values())
+    for kind in (MLAPlanMetadata, PagedKVCache, *vars(masks).values())
     if isinstance(kind, type) and is_dataclass(kind)
 }
 

@@ -19,7 +19,6 @@ from mlagen.observe.observed import CPU_BACKEND
 from mlagen.runtime.launch_record import record_launches
 from mlagen.settings import current_settings
 
-from ..output.schemas import DOCUMENT, Field, Schema
 from .dump import Dump, rebuilt, was_on_gpu
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -54,40 +53,6 @@ _KERNEL_SETTINGS = ("MLAGEN_MLA_KERNEL", "MLAGEN_MLA_P_DTYPE", "MLAGEN_GQA_KERNE
 _BOUND, _FP8_BOUND = 4e-3, 5e-2
 
 NOTHING_COMPARED = "nothing compared: the call was on a GPU"
-
-
-REPLAY: Schema = {
-    DOCUMENT: {
-        "file": Field("text", "the dump"),
-        "entry": Field("text", "the entry point"),
-        "mlagen": Field("text", "version of mlagen here"),
-        "dumped": Field("`dumped`", "what the dump says of the call"),
-        "device": Field("text", "name of the GPU, or `cpu`"),
-        "served_by": Field("list of text", "the kernels, or `CPU backend`"),
-        "error": Field("text or null", "what the call raised"),
-        "relative_error": Field(
-            "number or null",
-            "in the Frobenius norm, against the CPU backend in fp32; null where that served the "
-            "call, or the call raised",
-        ),
-        "error_bound": Field("number", "largest `relative_error` that counts as right"),
-        "is_right": Field(
-            "boolean or null",
-            "whether the call returned, within the bound; null if a call of a GPU returned on CPU "
-            "tensors",
-        ),
-    },
-    "`dumped`": {
-        "mlagen": Field("text or null", "version of mlagen"),
-        "torch": Field("text or null", "version of torch"),
-        "cuda": Field("text or null", "CUDA version of torch"),
-        "driver": Field("text or null", "CUDA version of the driver"),
-        "gpu": Field("text or null", "name of the GPU"),
-        "is_captured": Field("boolean", "whether a CUDA graph was captured"),
-        "served_by": Field("list of text", "the kernels, or `CPU backend`"),
-        "error": Field("text or null", "what the call raised"),
-    },
-}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,18 +17,15 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import UnionType
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import pytest
 from click.testing import CliRunner, Result
 
 import mlagen
-from cache_tools.benchmark.outcomes import BENCH
 from cache_tools.cli import cli
-from cache_tools.commands.models import MODELS
-from cache_tools.output.schemas import DOCUMENT, SCHEMAS, Schema
-from cache_tools.output.transfer_schemas import TRANSFER_SCHEMAS
-from cache_tools.replay.run import REPLAY
+from cache_tools.output.schemas import DOCUMENTS, require_document
 from mlagen.cache.layout import Layout
 from mlagen.compiler import process
 from mlagen.prewarming import PrewarmUnit
@@ -36,45 +33,20 @@ from mlagen.settings import current_settings
 from tests.built_once import compiled
 from tests.fixture_types import Patch
 
-SCHEMA_OF: dict[str, Schema] = {
-    **SCHEMAS,
-    **TRANSFER_SCHEMAS,
-    "bench": BENCH,
-    "models": MODELS,
-    "replay": REPLAY,
-}
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "text": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-}
-
-
-def require_part(value: Any, part: str, schema: Schema, where: str = "document") -> None:
-    """Fail unless an object has exactly the names and types of a part of the schema, in order."""
-    assert isinstance(value, dict), where
-    assert list(value) == list(schema[part]), where
-    for name, field in schema[part].items():
-        _require_type(value[name], field.type, schema, f"{where}.{name}")
-
-
-def _require_type(value: Any, kind: str, schema: Schema, where: str) -> None:
-    required, is_nullable, _ = kind.partition(" or null")
-    if value is None and is_nullable:
-        return
-    whole, _, element = required.partition(" of ")
-    if element:
-        assert isinstance(value, list if whole == "list" else dict), where
-        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-            _require_type(item, element, schema, f"{where}[{name}]")
-    elif kind.startswith("`"):
-        require_part(value, required, schema, where)
-    else:
-        allowed = tuple(each for name in required.split(" or ") for each in _TYPES[name])
-        assert isinstance(value, allowed), f"{where}: expected {kind}, got {value!r}"
-        assert isinstance(value, bool) == (required == "boolean"), where
+def require_in_order(value: Any, kind: Any) -> None:
+    """Fail unless the names of each object are those of its type, in order."""
+    of = get_args(kind)
+    if isinstance(kind, UnionType):
+        require_in_order(value, of[0])
+    elif isinstance(value, (list, dict)) and of:
+        for item in value.values() if isinstance(value, dict) else value:
+            require_in_order(item, of[-1])
+    elif isinstance(value, dict):
+        hints = get_type_hints(kind)
+        assert list(value) == list(hints)
+        for name, hint in hints.items():
+            require_in_order(value[name], hint)
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
@@ -173,9 +145,10 @@ class Run:
         assert result.exit_code == code, result.stderr
         parsed: dict[str, Any] = json.loads(result.stdout, parse_constant=pytest.fail)
         first, second, *_ = [*" ".join(words).split(), ""]
-        schema = SCHEMA_OF.get(f"{first} {second}") or SCHEMA_OF.get(first)
-        if schema is not None:
-            require_part(parsed, DOCUMENT, schema)
+        document = DOCUMENTS.get(f"{first} {second}") or DOCUMENTS.get(first)
+        if document is not None:
+            require_document(parsed, document, "document")
+            require_in_order(parsed, document)
         return parsed
 
 

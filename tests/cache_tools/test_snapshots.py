@@ -16,7 +16,7 @@ from cache_tools.benchmark.outcomes import Outcome
 from cache_tools.cli import cli
 from cache_tools.commands import bench
 from cache_tools.commands.demo import print_demo
-from cache_tools.output.schemas import DOCUMENT, Schema
+from cache_tools.output.schemas import DOCUMENTS
 from mlagen.runtime import device
 from tests.cache.builds import TOOLCHAIN
 from tests.fake_machine import FAILED, FakeMachine
@@ -25,7 +25,7 @@ from tests.kernels import COMBINE
 from tests.observed_calls import built, observe
 
 from .altered import fill, use
-from .conftest import SCHEMA_OF, Setting, run
+from .conftest import Setting, run
 
 FILE = Path(__file__).parent / "snapshots.txt"
 PROMPT = "$ mlagen "
@@ -161,7 +161,7 @@ def test_every_command_has_a_snapshot() -> None:
     assert list(snapshots()) == sorted(names(cli))
 
 
-@pytest.mark.parametrize("command", sorted(SCHEMA_OF.keys() - {"replay"}))
+@pytest.mark.parametrize("command", sorted(DOCUMENTS.keys() - {"replay"}))
 def test_the_document_of_a_command_fits_its_schema(
     command: str, keys: list[str], cache_dir: Path
 ) -> None:
@@ -172,13 +172,6 @@ def test_the_document_of_a_command_fits_its_schema(
         words.append(keys[0])
     fails = {"cache verify", "cache why"}
     run.json(*command.split(), *words, code=int(command in fails), answer="y\n")
-
-
-@pytest.mark.parametrize("schema", SCHEMA_OF.values(), ids=SCHEMA_OF)
-def test_every_part_of_a_schema_is_known_and_used(schema: Schema) -> None:
-    """A part in backquotes is in the same schema."""
-    types = " ".join(field.type for part in schema.values() for field in part.values())
-    assert {f"`{word}`" for word in types.split("`")[1::2]} == set(schema) - {DOCUMENT}
 
 
 def demo_document(*, is_right: bool) -> dict[str, object]:
