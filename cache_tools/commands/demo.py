@@ -166,19 +166,18 @@ CROSS_ARCHS = ("sm_90a", "sm_80")
 
 
 @click.command()
-@click.option("--keep-cache", is_flag=True, help="Time with the present cache, not an empty one.")
-@click.option("--stage", type=click.Choice(["call", "look-up"]), hidden=True)
+@click.option("--stage", is_flag=True, hidden=True)
 @json_option
 @click.pass_context
-def demo(ctx: click.Context, /, *, keep_cache: bool, stage: str | None, as_json: bool) -> None:
+def demo(ctx: click.Context, /, *, stage: bool, as_json: bool) -> None:
     """Run one MLA decode from first call to cached kernels.
 
     With a GPU: times of a first call, a second one, and the first of a new process. Without a GPU:
     the kernels are compiled, and the CPU backend computes. The result is compared with float64,
     and the kernels stay in the cache. Exits with 1 if it is wrong.
     """
-    if stage is not None:
-        print_json({"call": _stage_call, "look-up": _stage_look_up}[stage]())
+    if stage:
+        print_json(_stage())
         return
     import torch
 
@@ -188,7 +187,7 @@ def demo(ctx: click.Context, /, *, keep_cache: bool, stage: str | None, as_json:
     kept: set[KernelSpec] = set()
     with summarized(lambda: f"{count_text(len(kept), 'kernel')} kept"):
         if torch.cuda.is_available():
-            document = _with_gpu(announce, kept, keep_cache=keep_cache)
+            document = _with_gpu(announce, kept)
         else:
             document = _without_gpu(announce, kept)
     if as_json:
@@ -198,19 +197,15 @@ def demo(ctx: click.Context, /, *, keep_cache: bool, stage: str | None, as_json:
     ctx.exit(DONE if document["result"]["is_right"] else FAILED)
 
 
-def _with_gpu(
-    announce: Callable[[str], None], kept: set[KernelSpec], *, keep_cache: bool
-) -> dict[str, Any]:
+def _with_gpu(announce: Callable[[str], None], kept: set[KernelSpec]) -> dict[str, Any]:
     with TemporaryDirectory(prefix="mlagen-demo-") as empty:
-        changes = {} if keep_cache else {"MLAGEN_CACHE_DIR": empty}
         announce("first process")
-        first = _in_new_process("call", changes)
+        first = _in_new_process(empty)
         announce("second process, same cache")
-        second = _in_new_process("call", changes)
+        second = _in_new_process(empty)
     report = _prewarm("native", kept)
-    before = "present cache" if keep_cache else "empty cache"
     times = {
-        f"first call, {before}": (first["first_ms"], "after imports and CUDA initialization"),
+        "first call, empty cache": (first["first_ms"], "after imports and CUDA initialization"),
         "second call": (first["second_ms"], "until the GPU finishes"),
         "one of many calls": (first["steady_ms"], "on the GPU, by CUDA events"),
         "first call of a new process": (second["first_ms"], "kernels loaded from the cache"),
@@ -221,8 +216,6 @@ def _with_gpu(
 def _without_gpu(announce: Callable[[str], None], kept: set[KernelSpec]) -> dict[str, Any]:
     announce(f"no GPU: compiling for {' and '.join(CROSS_ARCHS)}")
     report = _prewarm(",".join(CROSS_ARCHS), kept)
-    announce("looking them up in a new process")
-    found = _in_new_process("look-up", {})
     announce("computing on the CPU")
     problem = problem_on("cpu")
     start = time.perf_counter()
@@ -232,7 +225,6 @@ def _without_gpu(announce: Callable[[str], None], kept: set[KernelSpec]) -> dict
     built = count_text(int(totals["built"]), "kernel")
     times = {
         "compiling": (report.ms, f"{built}; {totals['hit']} in the cache before"),
-        "looking up in a new process": (found["ms"], f"{found['found']} kernels, digests checked"),
         "the call on the CPU backend": (cpu_ms, "slow, with the same checks and results"),
     }
     return _document(None, times, result_of(problem, out), report)
@@ -259,12 +251,16 @@ _KERNELS: dict[str, Any] = {
 }
 
 
-def _in_new_process(stage: str, changes: dict[str, str]) -> dict[str, Any]:
+def _in_new_process(cache_dir: str) -> dict[str, Any]:
     package = __package__.rpartition(".commands")[0]
-    command = [sys.executable, "-m", package, "demo", "--stage", stage]
+    command = [sys.executable, "-m", package, "demo", "--stage"]
     from mlagen.settings import unread_variables
 
-    environment = {**os.environ, **changes, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {
+        **os.environ,
+        "MLAGEN_CACHE_DIR": cache_dir,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
     for name in unread_variables(os.environ):  # this process has warned of it
         del environment[name]
     # In its own session: Ctrl-C reaches only this process, which ends the other one.
@@ -276,21 +272,7 @@ def _in_new_process(stage: str, changes: dict[str, str]) -> dict[str, Any]:
     return dict(json.loads(ran.stdout))
 
 
-def _stage_look_up() -> dict[str, Any]:
-    from mlagen.engine import find_or_build
-    from mlagen.spec.arch import parse_arch
-    from mlagen.spec.selection import select_specs
-
-    start = time.perf_counter()
-    specs = select_specs(
-        map(parse_arch, CROSS_ARCHS), families=_FAMILIES, heads=HEADS, wanted=dict(_KERNELS)
-    )
-    found = [find_or_build(spec) for spec in specs]
-    ms = (time.perf_counter() - start) * 1e3
-    return {"ms": ms, "found": sum(not outcome.built for outcome in found)}
-
-
-def _stage_call() -> dict[str, Any]:
+def _stage() -> dict[str, Any]:
     import torch
 
     import_module("mlagen.mla")  # keeps the import out of the first call

@@ -18,8 +18,7 @@ import torch
 
 from mlagen.errors import MlagenError
 from mlagen.observe.document import MAX_DEPTH, CallDocument, describe_call, parts_of
-from mlagen.observe.dump import DumpedCall, Dumper
-from mlagen.observe.dump_files import DumpFolder
+from mlagen.observe.dump import DumpedCall, Dumper, DumpFolder
 from mlagen.observe.log import log_call
 from mlagen.runtime.capture import is_capturing
 from mlagen.runtime.launch_record import record_launches

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mlagen.errors import ArgumentError
-from mlagen.observe import dump, dump_files, observed, tensor_file
+from mlagen.observe import dump, observed, tensor_file
 from tests.faults.strangers import STRANGER, give_away
 from tests.fixture_types import Log, Patch
 from tests.observed_calls import built, dumps_in, observe
@@ -185,7 +185,7 @@ def test_files_are_private_and_have_names_of_their_own(folder: Path, monkeypatch
     assert [stat.S_IMODE(each.stat().st_mode) for each in (folder.parent, folder)] == [0o700] * 2
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert path.name.startswith(f"xqa_mla-{os.getpid()}-")
-    folders = [dump_files.DumpFolder(folder) for _ in range(2)]
+    folders = [dump.DumpFolder(folder) for _ in range(2)]
     names = {each.new_name("xqa") for each in (*folders, *folders)}
     monkeypatch.setattr(os, "getpid", lambda: 1)
     assert len(names | {each.new_name("xqa") for each in (*folders, *folders)}) == 8
@@ -249,6 +249,6 @@ def test_a_file_that_cannot_be_completed_is_removed(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        dump_files.DumpFolder(tmp_path).write("a.json", fail)
+        dump.DumpFolder(tmp_path).write("a.json", fail)
 
     assert list(tmp_path.iterdir()) == []
