@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from mlagen import __version__
 
+from ..output import schemas
 from .cases import Case
 from .suites import MODES
 
@@ -85,30 +86,14 @@ def _case_document(measured: Measured, ceilings: Ceilings) -> dict[str, Any]:
         if outcome.us is not None and outcome.is_right(case)
     ]
     best_us, best = min(right) if right else (None, None)
-    return {
+    made = {
         "case": case.label,
         "mode": measured.mode,
-        "family": case.family,
-        "batch": case.batch,
-        "seq_len": case.seq_len,
-        "is_ragged": case.is_ragged,
-        "tokens": case.tokens,
-        "q_len": case.q_len,
-        "heads": case.heads,
-        "kv_heads": case.kv_heads,
-        "head_dim_qk": case.head_dim_qk,
-        "head_dim_vo": case.head_dim_vo,
-        "page_size": case.page_size,
-        "top_k": case.top_k,
-        "window_left": case.window_left,
         "dtype": str(case.dtype),
         "kv_dtype": str(case.kv_dtype),
-        "flop": case.flop,
         "bytes": case.moved_bytes,
-        "flop_per_byte": case.flop_per_byte,
         "roofline_us": ceilings.bound_us(case),
         "bound_by": ceilings.bound_by(case),
-        "error_bound": case.error_bound,
         "input_sets": measured.input_sets,
         "mlagen": _outcome_document(ours, case, ceilings),
         "baselines": {
@@ -116,8 +101,11 @@ def _case_document(measured: Measured, ceilings: Ceilings) -> dict[str, Any]:
             for name, outcome in measured.baselines.items()
         },
         "best_baseline": best,
-        "ratio": _ratio(best_us, ours.us) if ours.is_right(case) else None,
+        "ratio": best_us / ours.us if ours.is_right(case) and best_us and ours.us else None,
     }
+    # The other fields are properties of the case.
+    names = schemas.Case.__annotations__
+    return {name: made[name] if name in made else getattr(case, name) for name in names}
 
 
 def _outcome_document(outcome: Outcome, case: Case, ceilings: Ceilings) -> dict[str, Any]:
@@ -131,10 +119,6 @@ def _outcome_document(outcome: Outcome, case: Case, ceilings: Ceilings) -> dict[
         "is_right": outcome.is_right(case),
         "problem": outcome.problem,
     }
-
-
-def _ratio(best_us: float | None, us: float | None) -> float | None:
-    return None if best_us is None or us is None else best_us / us
 
 
 class Machine(Protocol):

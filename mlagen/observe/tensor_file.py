@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -59,23 +60,21 @@ def _read(file: IO[bytes], max_bytes: int) -> dict[str, torch.Tensor]:
         raise ValueError
     header: dict[str, Any] = json.loads(file.read(header_bytes))
     header.pop("__metadata__", None)
-    places = {}
+    begin, file_bytes = 8 + header_bytes, os.fstat(file.fileno()).st_size
+    total, tensors = 0, {}
     for name, entry in header.items():
         start, end = map(int, entry["data_offsets"])
-        if entry["dtype"] != "U8" or entry["shape"] != [end - start] or start < 0:
+        size = end - start
+        total += size
+        if total > max_bytes:
+            raise OSError(0, f"more than {max_bytes >> 30} GiB of contents")
+        # Before any memory is taken for it.
+        if entry["dtype"] != "U8" or entry["shape"] != [size] or not 0 <= start <= end:
             raise ValueError
-        places[name] = start, end - start
-    total = sum(size for _, size in places.values())
-    if total > max_bytes:
-        raise OSError(0, f"{total} bytes of contents")
-    tensors = {}
-    for name, (start, size) in places.items():
-        file.seek(8 + header_bytes + start)
-        tensors[name] = torch.empty(size, dtype=torch.uint8)
-        # No larger than the file, whatever the header says: memory is taken as it is read.
-        for place in range(0, size, _CHUNK):
-            part = file.read(min(_CHUNK, size - place))
-            if len(part) != min(_CHUNK, size - place):
-                raise ValueError
-            ctypes.memmove(tensors[name].data_ptr() + place, part, len(part))
+        if begin + end > file_bytes:
+            raise ValueError
+        file.seek(begin + start)
+        content = bytearray(max(size, 1))
+        file.readinto(memoryview(content)[:size])  # type: ignore[attr-defined]
+        tensors[name] = torch.frombuffer(content, dtype=torch.uint8)[:size]
     return tensors
