@@ -181,7 +181,7 @@ class _Builder:
         index, sizes = entry.get("storage"), self._dump.storages[self._part]
         if not isinstance(index, int) or not 0 <= index < len(sizes):
             _reject(f"{name}.storage", f"an index below {len(sizes)}", index)
-        device = self._gpu if _is_on_gpu(entry) else None
+        device = (self._gpu if _is_on_gpu(entry) else None) or "cpu"
         if index not in self._made:
             content = self._dump.contents.get(f"{self._part}:{index}")
             if content is None and is_workspace(name):
@@ -189,7 +189,7 @@ class _Builder:
             elif content is None:
                 _reject(name, "contents in the dump (MLAGEN_DUMP_TENSORS=1)", "none")
             else:
-                self._made[index] = content.to(device or "cpu", copy=True)
+                self._made[index] = content.to(device, copy=True)
         return self._made[index]
 
 
