@@ -47,22 +47,6 @@ def test_tensors_are_made_with_a_dtype_and_on_a_device() -> None:
     assert {file: calls for file, calls in found.items() if calls} == {}
 
 
-def test_a_factory_without_a_dtype_or_a_device_is_found(tmp_path: Path) -> None:
-    """In any place of a file, by any import."""
-    lines = (
-        "from torch import zeros, Tensor as T, nn",
-        "X = torch.tensor([1.0], device='cpu')",
-        "def f(): return [torch.arange(8, dtype=torch.uint8)]",
-        "Y = torch.empty(0, dtype=torch.int8, device='cpu')",
-    )
-    (tmp_path / "file.py").write_text("\n".join(lines))
-
-    found = [*factories_of(tmp_path / "file.py")]
-
-    assert found[:2] == ["import zeros", "import Tensor"]
-    assert [line.partition(":")[0] for line in found[2:]] == ["line 2", "line 3"]
-
-
 @cache
 def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """Return calls of every entry point, with formats that the CPU backend decodes by itself."""
