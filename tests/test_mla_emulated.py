@@ -32,7 +32,9 @@ from tests.kernels import SM_90A
 from tests.launch_repeats import SEQ_WORD
 from tests.problems.extremes import (
     SCALE_STEPS,
+    assert_zero_rope_changes_nothing,
     extreme_sinks,
+    latent_part,
     listed,
     widened,
     with_extreme_numbers,
@@ -40,7 +42,6 @@ from tests.problems.extremes import (
 )
 from tests.problems.mla import MlaCase, MlaProblem, mla_case
 from tests.problems.problem import POISON
-from tests.problems.zero_rope import assert_zero_rope_changes_nothing, latent_part
 from tests.sm90_tiles import smaller_tiles
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")

@@ -24,11 +24,15 @@ from tests.launch_repeats import (
     with_delays,
 )
 from tests.problems.entry_points import ENTRY_POINTS, compute, decode_gqa, decode_gqa_with_lse
-from tests.problems.extremes import SCALE_STEPS, with_scale_steps
+from tests.problems.extremes import (
+    SCALE_STEPS,
+    assert_zero_rope_changes_nothing,
+    latent_part,
+    with_scale_steps,
+)
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import KINDS, MlaCase, mla_case
 from tests.problems.problem import E4M3, Problem
-from tests.problems.zero_rope import assert_zero_rope_changes_nothing, latent_part
 from tests.sm90_tiles import choose_kernel, launchers_of, max_kv_heads_per_cta, needs_sm90
 
 pytestmark = [needs_sm90, pytest.mark.usefixtures("sm90", "_heads")]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from tests.problems.mla import MlaProblem
 from tests.problems.problem import E4M3
 
+_E4M3_TOLERANCE = 2**-4  # of outputs and LSE of about 1
 # Sinks of 16 heads. Times log2(e), the first six overflow float32.
 _SINKS = (
     *(3.4028235e38, -3.4028235e38, 3e38, -3e38, 2.4e38, -2.4e38),
@@ -147,3 +149,19 @@ def with_scale_steps(problem: MlaProblem, steps: str) -> MlaProblem:
     if steps == "tiny":
         case = replace(case, output_scale=2.0**80)
     return replace(problem, case=case, query=query, kv_cache=cache, visible=visible)
+
+
+def latent_part(problem: MlaProblem) -> dict[str, Any]:
+    """Return the arguments that leave the rope part of a problem out: views of its tensors."""
+    rank = problem.case.kv_lora_rank
+    query, kv_cache = problem.query[..., :rank], problem.kv_cache[..., :rank]
+    return {"query": query, "kv_cache": kv_cache, "qk_rope_head_dim": 0}
+
+
+def assert_zero_rope_changes_nothing(
+    kind: str, result: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, ...]
+) -> None:
+    """Fail unless output and LSE are those of the zero rope part: of 16 bits, in every bit."""
+    for ours, theirs in zip(result, expected, strict=True):
+        atol = _E4M3_TOLERANCE if kind == "e4m3" else 0.0
+        torch.testing.assert_close(ours, theirs, rtol=0.0, atol=atol)

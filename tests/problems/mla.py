@@ -100,8 +100,7 @@ class MlaCase(Case):
 
     def build(self, device: str) -> MlaProblem:
         """Return the tensors on ``device`` and the data for checking a result."""
-        from tests.problems.dcp import shard
-        from tests.problems.mla_build import build
+        from tests.problems.mla_build import build, shard
 
         problem = build(self, device)
         return shard(problem, self) if self.cp_world else problem
