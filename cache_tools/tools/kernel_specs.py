@@ -129,7 +129,7 @@ def _split(text: str) -> tuple[str, dict[str, str]]:
 def _listed(family: str, arch: Arch | None) -> list[KernelSpec]:
     """Return the kernels of a family that prewarming compiles for ``arch``, at least one."""
     from mlagen.errors import ArgumentError
-    from mlagen.prewarming.gpus import visible_archs
+    from mlagen.prewarming.machine import visible_archs
     from mlagen.spec.arch import ARCHS, parse_arch
     from mlagen.spec.families import FAMILIES, require_families
 

@@ -15,7 +15,7 @@ from mlagen.errors import UnsupportedError
 from mlagen.jit import freeze
 from mlagen.models.kernels import call_specs, dcp_masks
 from mlagen.prewarming.build import build_all, build_unit, look_up_all
-from mlagen.prewarming.jobs import usable_jobs
+from mlagen.prewarming.machine import usable_jobs
 from mlagen.prewarming.report import PrewarmUnit
 from mlagen.runtime.device import arch_of_device
 from mlagen.settings import current_settings

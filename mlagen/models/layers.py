@@ -33,30 +33,10 @@ _FEED_FORWARD = ("mlp", "moe")
 _KINDS = ("layer_types", "layers_block_type", "block_types", "hybrid_override_pattern")
 # Letters of Nemotron-H.
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-# Keys that imply recurrent layers where no key names the kinds, with their kind.
-_STATE_FIELDS = {
-    "linear_attn_config": "linear_attention",
-    "layer_group_size": "linear_attention",  # the last layer of each group attends
-    "full_attention_interval": "linear_attention",
-    "full_attention_layers": "linear_attention",
-    "linear_num_value_heads": "linear_attention",
-    "linear_num_heads": "linear_attention",
-    "attn_type_list": "linear_attention",  # 0 for each layer that is one
-    "attn_layer_period": "mamba",
-    "attn_layer_indices": "mamba",
-    "mamba_d_state": "mamba",
-}
-# Windows of sliding layers, and which layers they are: arguments of the call.
+# Windows of sliding layers: arguments of the call.
 _WINDOWS = (
     *("sliding_window", "sliding_window_size", "window_size", "attention_window_size"),
     "attn_window_size",
-)
-_PATTERNS = (
-    *("use_sliding_window", "max_window_layers", "sliding_window_pattern"),
-    *("_sliding_window_pattern", "prefix_dense_sliding_window_pattern", "local_attention"),
-    *("global_attn_every_n_layers", "hybrid_layer_pattern", "attention_layers", "attention_types"),
-    *("attn_layer_offset", "full_attn_idxs", "full_attention_idx", "first_layers_types"),
-    *("sliding_layers", "use_rope_layers"),
 )
 _LABELS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 # Other keys of single layers.
@@ -81,22 +61,19 @@ def layers_left_out(fields: Fields, *, is_mla: bool) -> tuple[tuple[str, ...], b
     ArgumentError
         If a kind is unknown, or none attends over a KV cache.
     """
-    implied = _implied_kinds(fields)
     attending, left_out = (MLA_KINDS, _MLA_LEFT_OUT) if is_mla else (GQA_KINDS, LEFT_OUT)
+    found: dict[str, str] = {}
     for label in _KINDS:
         written = {name: ALIASES.get(name, name) for name in _kinds(fields, label)}
-        if not written:
-            continue
         for name, kind in written.items():
             if kind not in (*attending, *left_out, *_FEED_FORWARD):
                 rule = " or ".join(dict.fromkeys((*attending, *left_out)))
                 raise fields.rejection(label, rule, name)
-        if not {*written.values()} & {*attending}:
+        if written and not {*written.values()} & {*attending}:
             raise fields.rejection(label, f"some layers of {' or '.join(attending)}", [*written])
-        found = {name: left_out[kind] for name, kind in written.items() if kind in left_out}
-        break
-    else:
-        found = dict.fromkeys(implied[:1], _STATE)
+        if written:
+            found = {name: left_out[kind] for name, kind in written.items() if kind in left_out}
+            break
     has_state = any(why in (_STATE, _BESIDE) for why in found.values())
     sentences = (f"{fields.name}: layers of {kind}: {why}" for kind, why in found.items())
     return tuple(sentences), has_state
@@ -104,22 +81,10 @@ def layers_left_out(fields: Fields, *, is_mla: bool) -> tuple[tuple[str, ...], b
 
 def window_of(fields: Fields) -> int | None:
     """Return the tokens of the window that some or all layers have, or None."""
-    for label in _PATTERNS:
-        fields.value(label)
     values = [fields.value(label) for label in _WINDOWS]
     if fields.value("use_sliding_window") is False:
         return None
     return next((value for value in values if type(value) is int and value > 0), None)
-
-
-def _implied_kinds(fields: Fields) -> list[str]:
-    """Return the kinds of recurrent layers that keys imply."""
-    return [
-        kind
-        for label, kind in _STATE_FIELDS.items()
-        if (value := fields.value(label)) not in (None, False, 0, 1)
-        and (label != "attn_type_list" or (isinstance(value, list) and 0 in value))
-    ]
 
 
 def _kinds(fields: Fields, label: str) -> list[str]:

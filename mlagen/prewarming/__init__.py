@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlagen.prewarming.gpus import visible_archs
+from mlagen.prewarming.machine import visible_archs
 from mlagen.prewarming.report import PrewarmEvent, PrewarmReport, PrewarmUnit
 from mlagen.prewarming.run import prewarm
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlagen.errors import ArgumentError
 from mlagen.paths import read_named, reason_of
-from mlagen.prewarming.gpus import parse_archs
+from mlagen.prewarming.machine import parse_archs
 from mlagen.prewarming.selection import selected_specs
 from mlagen.spec.calls import specs_on_arch
 from mlagen.spec.kernel import KernelSpec

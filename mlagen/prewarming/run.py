@@ -15,8 +15,7 @@ from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.engine import kernel_for
 from mlagen.errors import ToolchainError
 from mlagen.prewarming.build import build_all, build_unit, look_up_all
-from mlagen.prewarming.gpus import devices_for
-from mlagen.prewarming.jobs import usable_jobs
+from mlagen.prewarming.machine import devices_for, usable_jobs
 from mlagen.prewarming.report import (
     EventDispatcher,
     PrewarmEvent,

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from mlagen.models.config import find_model
 from mlagen.models.kernels import ServingOptions, model_specs, serving_text
-from mlagen.prewarming.gpus import parse_archs
+from mlagen.prewarming.machine import parse_archs
 from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES, require_families
 from mlagen.spec.kernel import KernelSpec

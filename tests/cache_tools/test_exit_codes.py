@@ -179,7 +179,7 @@ def test_what_cannot_be_done_is_one_line_and_changes_nothing(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(device, "visible_devices", list)
-    monkeypatch.setattr("mlagen.prewarming.gpus.visible_devices", list)
+    monkeypatch.setattr("mlagen.prewarming.machine.visible_devices", list)
     before = snapshot(tmp_path)
 
     named = {"COMBINE": str(COMBINE), "MLA": str(mla_sm90())}

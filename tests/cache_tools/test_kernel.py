@@ -17,7 +17,7 @@ from mlagen.cache.default_store import kernel_store
 from mlagen.codegen.render import render
 from mlagen.engine import find_or_build, key_of
 from mlagen.errors import ToolchainError
-from mlagen.prewarming import gpus
+from mlagen.prewarming import machine
 from mlagen.spec.arch import Arch, parse_arch
 from mlagen.spec.families import FAMILIES
 from tests.cache.builds import make_build
@@ -168,7 +168,7 @@ def test_names_that_are_left_out_have_defaults(
     text: str, gpu: Arch | None, expected: dict[str, str], monkeypatch: Patch
 ) -> None:
     """Given values are kept; the target is the visible GPU, or the next one with the family."""
-    monkeypatch.setattr(gpus, "visible_archs", lambda: {} if gpu is None else {0: gpu})
+    monkeypatch.setattr(machine, "visible_archs", lambda: {} if gpu is None else {0: gpu})
     assert expected.items() <= spec_named(text).key_fields().items()
 
 

@@ -16,8 +16,8 @@ from mlagen.families.gqa import select as gqa_plan
 from mlagen.families.mla import select as mla_plan
 from mlagen.models.config import GqaModel, MlaModel, find_model
 from mlagen.models.kernels import ServingOptions, model_specs
-from mlagen.prewarming import gpus, run
-from mlagen.prewarming.jobs import usable_jobs
+from mlagen.prewarming import machine, run
+from mlagen.prewarming.machine import usable_jobs
 from mlagen.runtime.device import DeviceFacts
 from mlagen.settings import P_DTYPES
 from mlagen.spec.arch import ARCHS, Arch
@@ -78,7 +78,7 @@ NATIVE = "arch: expected a supported GPU for native, got"
 def seen(monkeypatch: Patch) -> list[DeviceFacts]:
     """Return the GPUs that the driver reports."""
     seen: list[DeviceFacts] = []
-    monkeypatch.setattr(gpus, "visible_devices", lambda: seen)
+    monkeypatch.setattr(machine, "visible_devices", lambda: seen)
     return seen
 
 
