@@ -14,7 +14,7 @@ import torch
 from tests.fixture_types import Patch
 
 _OURS = "mlagen.integrations.transformers"
-_PARTS = ("attention", "continuous", "latent", "record", "steps")
+_PARTS = ("attention", "continuous", "latent", "steps")
 
 
 class Interface:

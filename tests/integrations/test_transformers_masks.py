@@ -104,7 +104,7 @@ def test_the_first_call_of_a_kind_is_logged(integration: Any, caplog: Log) -> No
     caplog.set_level("INFO", logger="mlagen")
 
     for _ in range(3):
-        integration.record.record("sdpa: a reason")
+        integration.steps.record("sdpa: a reason")
 
     assert caplog.messages == ["transformers: attention by sdpa: a reason"]
     assert integration.package.explain() == {"sdpa: a reason": 3}

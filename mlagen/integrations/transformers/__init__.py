@@ -12,8 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from mlagen.integrations.transformers.attention import attention
 from mlagen.integrations.transformers.continuous import is_paged_cache_known, paged_attention
 from mlagen.integrations.transformers.latent import absorb, mla_layers
-from mlagen.integrations.transformers.record import explain
-from mlagen.integrations.transformers.steps import decode_mask
+from mlagen.integrations.transformers.steps import decode_mask, explain
 
 __all__ = ["explain", "register", "use_mla"]
 

@@ -10,8 +10,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from mlagen.decode import xqa_batch_decode_with_kv_cache
 from mlagen.errors import UnsupportedError
 from mlagen.integrations.transformers.latent import expanded, is_absorbed, latent_step
-from mlagen.integrations.transformers.record import record
-from mlagen.integrations.transformers.steps import bool_mask, is_bounds, pages_of, workspace_of
+from mlagen.integrations.transformers.steps import (
+    bool_mask,
+    is_bounds,
+    pages_of,
+    record,
+    workspace_of,
+)
 
 _INDEXER = "the tokens of an indexer, without use_mla"
 _DTYPES = (torch.bfloat16, torch.float16)

@@ -10,8 +10,7 @@ import transformers
 
 from mlagen.decode import xqa_batch_decode_with_kv_cache
 from mlagen.errors import UnsupportedError
-from mlagen.integrations.transformers.record import record
-from mlagen.integrations.transformers.steps import once_a_step, workspace_of
+from mlagen.integrations.transformers.steps import once_a_step, record, workspace_of
 
 _SERVED = "5.17."  # 5.18 has another cache, and 5.19 admits no names but its own
 _WIDTH = 64  # block tables have a multiple of so many tokens

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from mlagen.errors import UnsupportedError
-from mlagen.integrations.transformers.record import record
 from mlagen.integrations.transformers.steps import (
     Pages,
     is_bounds,
     pages_of,
+    record,
     top_k_of,
     workspace_of,
 )

@@ -1,5 +1,7 @@
 """A decode step over a static cache: its bounds, in place of a mask, and the cache as pages.
 
+The record of what served each call is here too.
+
 Bounds are int32 ``[batch, 1, 1, 2]``, the first token and the number of tokens. A third column
 marks left padding, and a fourth that a whole page lies behind it, so that a shape alone chooses the
 pages, also in compiled code. No such shape broadcasts against scores: a model that adds to its mask
@@ -8,6 +10,7 @@ fails, and is not silently wrong.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from math import gcd
@@ -17,7 +20,6 @@ import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from mlagen import max_workspace_bytes
-from mlagen.integrations.transformers.record import record
 
 PAGE_SIZE = 64  # the KV block of the sm90 kernels
 _MIN_PAGE_SIZE = 16  # smaller pages take the sm80 kernels, which read pages of one token as well
@@ -25,8 +27,39 @@ _MIN_TOKENS = 16  # of a cache: more than bounds have columns
 _INDEXER = "the indexer of the model reads it"
 _OF_STEP = "_mlagen_of_step"  # an attribute of a tensor that all layers of a step get
 
+_HINT = (
+    "; kernels serve decode steps over a static cache (cache_implementation='static'), and "
+    "mlagen.integrations.transformers.explain() counts the calls"
+)
+_calls: dict[str, int] = {}
+_logger = logging.getLogger("mlagen")
 _workspaces: dict[tuple[torch.device, int], torch.Tensor] = {}
 _T = TypeVar("_T")
+
+
+def record(served_by: str, *, is_missed: bool = False) -> None:
+    """Count a call, and log the first one of its kind; compiled code is neither.
+
+    A decode step that kernels could serve with other options, and sdpa does, is a warning.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if served_by not in _calls:
+        level = logging.WARNING if is_missed else logging.INFO
+        _logger.log(level, "transformers: attention by %s%s", served_by, _HINT if is_missed else "")
+    _calls[served_by] = _calls.get(served_by, 0) + 1
+
+
+def explain() -> dict[str, int]:
+    """Return how many attention calls each kernel served, and why ``sdpa`` served the others.
+
+    Returns
+    -------
+    dict of str to int
+        Calls outside of compiled code since the process began, such as ``{"mlagen GQA, pages of 64
+        tokens": 64, "sdpa: more than one query token": 2}``. A model's layer is one call.
+    """
+    return dict(_calls)
 
 
 class TopK(NamedTuple):
