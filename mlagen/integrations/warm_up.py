@@ -13,7 +13,8 @@ from mlagen import max_workspace_bytes
 from mlagen.engine import kernel_for, prewarm_advice
 from mlagen.errors import UnsupportedError
 from mlagen.jit import freeze
-from mlagen.models.kernels import call_specs, dcp_masks
+from mlagen.models import kernels
+from mlagen.models.kernels import call_specs
 from mlagen.prewarming.build import build_all, build_unit, look_up_all
 from mlagen.prewarming.machine import usable_jobs
 from mlagen.prewarming.report import PrewarmUnit
@@ -62,21 +63,15 @@ def mla_calls(
     ``kv_dtype`` is that of the cache, uint8 for rows of ``fp8_ds_mla``; ``max_q_len`` is the most
     query tokens of a request.
     """
-    # Every query token has its own top-k indices, and so is its own sequence.
-    q_lens = range(1, (1 if is_sparse else max_q_len) + 1)
-    variants = [
-        MlaVariant(
-            query_dtype=_DTYPES[query_dtype],
-            kv_dtype=_DTYPES[kv_dtype],
-            kv_lora_rank=kv_lora_rank,
-            qk_rope_head_dim=qk_rope_head_dim,
-            page_size=page_size,
-            lookup="sparse" if is_sparse else "paged",
-            mask=mask,
-        )
-        for mask in dcp_masks(dcp_size, is_sparse=is_sparse)
-    ]
-    return [(variant, heads * q_len) for variant in variants for q_len in q_lens]
+    variant = MlaVariant(
+        query_dtype=_DTYPES[query_dtype],
+        kv_dtype=_DTYPES[kv_dtype],
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
+        page_size=page_size,
+        lookup="sparse" if is_sparse else "paged",
+    )
+    return list(kernels.mla_calls(variant, heads, range(1, max_q_len + 1), dcp_size))
 
 
 def gqa_calls(

@@ -47,12 +47,17 @@ def page_size_of(block_size: int) -> int:
     return gcd(block_size, max(PAGE_SIZES))
 
 
-def dcp_masks(dcp_size: int, *, is_sparse: bool) -> tuple[str, ...]:
-    """Return the masks of MLA calls on a rank of decode context parallel.
-
-    One query token attends to all tokens of its rank; several need the causal mask of all ranks.
-    """
-    return ("causal", "dcp") if dcp_size > 1 and not is_sparse else ("causal",)
+def mla_calls(
+    variant: MlaVariant, heads: int, q_lens: Iterable[int], dcp_size: int = 1
+) -> Iterator[tuple[MlaVariant, int]]:
+    """Yield the calls of MLA layers on a rank of decode context parallel, with their query rows."""
+    if variant.lookup == "sparse":  # every query token has its own top-k indices: a sequence
+        yield variant, heads
+        return
+    # One query token attends to all tokens of its rank; several need the causal mask of all ranks.
+    masks = ("causal", "dcp") if dcp_size > 1 else ("causal",)
+    for mask, q_len in product(masks, q_lens):
+        yield replace(variant, mask=mask), heads * q_len
 
 
 def served_page_sizes(*, is_mla: bool, is_hybrid: bool) -> tuple[int, ...]:
@@ -174,12 +179,8 @@ def _mla_calls(model: MlaModel, use: ServingOptions) -> Iterator[tuple[MlaVarian
                 page_size=page_size,
                 lookup=lookup,
             )
-            # Every query token has its own top-k indices, and so is its own sequence.
-            is_sparse = lookup == "sparse"
-            q_lens = [1] if is_sparse else use.q_lens
-            for (count, dcp), q_len in product(heads, q_lens):
-                for mask in dcp_masks(dcp, is_sparse=is_sparse):
-                    yield replace(variant, mask=mask), count * q_len
+            for count, dcp in heads:
+                yield from mla_calls(variant, count, use.q_lens, dcp)
                 if _is_converted(variant, count, dcp):
                     bf16 = replace(variant, kv_dtype=DType.BF16, page_size=max(PAGE_SIZES))
                     yield bf16, count
