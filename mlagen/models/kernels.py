@@ -126,14 +126,11 @@ def attention_text(model: MlaModel | GqaModel) -> str:
 def serving_text(model: MlaModel | GqaModel, use: ServingOptions) -> str:
     """Return how ``model`` is served, defaults included, on one line."""
     heads = [count for count, _ in _call_heads(model, use)]
-    prefill: list[str] = []
+    pairs, lookups, prefill = list(_dtypes(model, use)), [], []
     if isinstance(model, MlaModel):
-        pairs = list(_mla_dtypes(model, use))
         called = {(variant.query_dtype, variant.kv_dtype) for variant, _ in _mla_calls(model, use)}
         prefill = [f"{query}/{kv} for sparse prefill" for query, kv in called - set(pairs)]
         lookups = [lookup for pair in pairs for lookup in _lookups(model, *pair, use)]
-    else:
-        pairs, lookups = list(_gqa_dtypes(model, use)), []
     parts = [
         f"{_joined(heads)} heads",
         f"page size {_joined(page_sizes_of(model, use))}",
@@ -167,7 +164,7 @@ def _mla_calls(model: MlaModel, use: ServingOptions) -> Iterator[tuple[MlaVarian
     heads = list(_call_heads(model, use))
     if (most := max(heads)[0]) > MAX_HEADS:
         reject(f"{model.name}: heads per GPU", f"{MAX_HEADS} or less for MLA kernels", most)
-    for query, kv in _mla_dtypes(model, use):
+    for query, kv in _dtypes(model, use):
         for lookup, page_size in product(
             _lookups(model, query, kv, use), page_sizes_of(model, use)
         ):
@@ -194,7 +191,7 @@ def _gqa_calls(model: GqaModel, use: ServingOptions) -> Iterator[tuple[GqaVarian
         (heads.head_dim, [_group_size(model, heads, tp) for tp in use.tp])
         for heads in model.heads_of_layers()
     ]
-    for (query, kv), (head_dim, groups) in product(_gqa_dtypes(model, use), layers):
+    for (query, kv), (head_dim, groups) in product(_dtypes(model, use), layers):
         for page_size in page_sizes_of(model, use):
             variant = GqaVariant(
                 query_dtype=query,
@@ -240,27 +237,18 @@ def _group_size(model: GqaModel, layer: GqaHeads, tp: int) -> int:
     return heads // kv_heads
 
 
-def _mla_dtypes(model: MlaModel, use: ServingOptions) -> Iterator[tuple[DType, DType]]:
-    if use.dtypes is not None:
-        yield from _dtype_pairs(use.dtypes, use)
+def _dtypes(model: MlaModel | GqaModel, use: ServingOptions) -> Iterator[tuple[DType, DType]]:
+    """Yield the dtypes of query and cache of each call."""
+    if use.dtypes is not None or isinstance(model, GqaModel):
+        for query in use.dtypes or (model.dtype,):
+            yield from ((query, kv) for kv in use.kv_dtypes or (query,))
         return
     for kv in use.kv_dtypes or (model.dtype,):
-        if kv.row is not None and kv.row.holds_queries:
+        holds_queries = kv.row is not None and kv.row.holds_queries
+        if not holds_queries:
+            yield model.dtype, kv
+        if holds_queries or kv is DType.E4M3:  # some servers quantize the query of e4m3
             yield kv, kv
-            continue
-        yield model.dtype, kv
-        if kv is DType.E4M3:  # some servers quantize the query, others do not
-            yield kv, kv
-
-
-def _gqa_dtypes(model: GqaModel, use: ServingOptions) -> Iterator[tuple[DType, DType]]:
-    yield from _dtype_pairs(use.dtypes or (model.dtype,), use)
-
-
-def _dtype_pairs(dtypes: Sequence[DType], use: ServingOptions) -> Iterator[tuple[DType, DType]]:
-    for query in dtypes:
-        for kv in use.kv_dtypes or (query,):
-            yield query, kv
 
 
 def _lookups(model: MlaModel, query: DType, kv: DType, use: ServingOptions) -> Sequence[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -37,45 +38,16 @@ class DecodeImpl:
     supports_dcp: bool = True
     supports_quant_query_input: bool
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        **mla_args: Any,
-    ) -> None:
-        features = {
-            "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window,
-            "logits_soft_cap": logits_soft_cap,
-            "attn_type": attn_type if attn_type != AttentionType.DECODER else None,
-        }
-        for name, value in features.items():
-            if value:
+    def __init__(self, *args: Any, **layer: Any) -> None:
+        given = inspect.signature(super().__init__).bind(*args, **layer).arguments
+        for name in ("alibi_slopes", "sliding_window", "logits_soft_cap", "attn_type"):
+            value = given.get(name)
+            if value and (name, value) != ("attn_type", AttentionType.DECODER):
                 raise NotImplementedError(f"mlagen: {name} is not supported by MLA, got {value!r}")
-        super().__init__(  # type: ignore[call-arg]
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-            **mla_args,
-        )
+        super().__init__(*args, **layer)
         WARM_UP.register_warmup()
         # Rows of fp8_ds_mla keep the precision of a 16-bit query, as in vLLM's own backends.
-        self.supports_quant_query_input = kv_cache_dtype != FP8_DS_MLA
+        self.supports_quant_query_input = given["kv_cache_dtype"] != FP8_DS_MLA
 
 
 # ``[tokens, heads, head_dim_qk]``, or its latent and its RoPE part, which the kernels read apart.
