@@ -22,6 +22,28 @@ def attended(
     return scores.softmax(-1) @ rows[:, :dim_vo].double(), scores.logsumexp(-1)
 
 
+def gqa_attended(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    window: int = -1,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return attention of ``query [q_len, heads, dim]``, the last of ``keys [tokens, ...]``."""
+    group, rows = query.shape[1] // keys.shape[1], []
+    keys, values = (each.double().repeat_interleave(group, dim=1) for each in (keys, values))
+    for token, each in enumerate(query.double()):
+        end = len(keys) - len(query) + token + 1
+        seen = slice(0 if window < 0 else max(0, end - 1 - window), end)
+        scores = torch.einsum("hd,thd->ht", each, keys[seen]) * scale
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
+        weights = scores.softmax(-1)[:, : len(keys[seen])]
+        rows.append(torch.einsum("ht,thd->hd", weights, values[seen]))
+    return torch.stack(rows)
+
+
 def assert_near(got: torch.Tensor | None, want: torch.Tensor) -> None:
     """Require a 16-bit result within its rounding of values of about one."""
     assert got is not None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.fixture_types import Patch
-from tests.integrations.attended import E4M3, PAGE, assert_near
+from tests.integrations.attended import E4M3, PAGE, assert_near, gqa_attended
 from tests.integrations.sglang.conftest import layer, runner
 
 HEADS, KV_HEADS, DIM, SLOTS = 8, 2, 64, 160
@@ -18,23 +18,6 @@ NO_NVFP4 = dict.fromkeys(
     ("decode_uses_native_fp4", "is_nvfp4_kvcache", "uses_trtllm_gen_native_fp4"), False
 ) | {"_swa_kv_pool": None, "use_fmha_v2": True, "decode_seq_len_splits": 1}
 SEQ_LENS = (61, 3, 40)
-
-
-def expected(
-    query: torch.Tensor, cached: list[torch.Tensor], window: int, sinks: torch.Tensor | None
-) -> torch.Tensor:
-    """Return attention in float64 of ``query [q_len, heads, dim]``, the last of the tokens."""
-    rows = []
-    for i, each in enumerate(query.double()):
-        end = len(cached[0]) - len(query) + i + 1
-        seen = slice(0 if window < 0 else max(0, end - 1 - window), end)
-        own = [part[seen].double().repeat_interleave(4, dim=1) for part in cached]
-        scores = torch.einsum("hd,thd->ht", each, own[0]) * SCALE
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
-        weights = scores.softmax(-1)[:, : own[0].shape[0]]
-        rows.append(torch.einsum("ht,thd->hd", weights, own[1]))
-    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("cache", [torch.bfloat16, E4M3])
@@ -82,12 +65,14 @@ def test_a_step_is_attention(
     assert out.dtype == torch.bfloat16
     out = out.view(-1, HEADS, DIM)
     for i, seq_len in enumerate(SEQ_LENS):
-        own = [
+        own_keys, own_values = [
             part.view(-1, PAGE, KV_HEADS, DIM)[table[i].long()].flatten(0, 1)[:seq_len]
             for part in (keys.float(), values.float())
         ]
         tokens = slice(i * q_len, (i + 1) * q_len)
-        assert_near(out[tokens], expected(query[tokens], own, window, logits))
+        assert_near(
+            out[tokens], gqa_attended(query[tokens], own_keys, own_values, SCALE, window, logits)
+        )
 
 
 def test_the_query_stays_in_16_bits_on_any_gpu(mha: ModuleType) -> None:

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.fixture_types import Patch
 from tests.integrations.attended import HEADS
@@ -77,3 +78,46 @@ def queries_of(module: ModuleType, monkeypatch: Patch) -> list[Any]:
 
     monkeypatch.setattr(module, "decode", decode)
     return queries
+
+
+@pytest.fixture
+def gqa(vllm: Import) -> ModuleType:
+    """Return the module of the GQA backend."""
+    if is_installed("vllm"):
+        pytest.importorskip("flashinfer", reason="vLLM's FlashInfer backend needs flashinfer")
+    return vllm("mlagen.integrations.vllm.gqa")
+
+
+def config_of(heads: int, *, drafts: int | None = None, **fields: Any) -> Any:
+    """Return what builders of vLLM read of its configuration; ``fields`` are those of a model."""
+    speculative = SimpleNamespace(
+        num_speculative_tokens=drafts, parallel_drafting=False, use_dspark=lambda: False
+    )
+    return SimpleNamespace(
+        attention_config=SimpleNamespace(
+            **dict.fromkeys(("use_trtllm_attention", "hisparse_config")),
+            disable_flashinfer_q_quantization=False,
+            use_non_causal=False,
+            use_prefill_query_quantization=False,
+        ),
+        model_config=SimpleNamespace(
+            max_model_len=256,
+            dtype=torch.bfloat16,
+            get_num_attention_heads=lambda _: heads,
+            model_arch_config=SimpleNamespace(total_num_attention_heads=heads),
+            **fields,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=64),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=2),
+        parallel_config=SimpleNamespace(
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+            cp_kv_cache_interleave_size=1,
+        ),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=SimpleNamespace(decode_mode=lambda: None), static_forward_context={}
+        ),
+        kernel_config=SimpleNamespace(enable_jit_warmup=True),
+        num_speculative_tokens=drafts or 0,
+        speculative_config=None if drafts is None else speculative,
+    )

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from tests.fixture_types import Patch
-from tests.integrations.attended import assert_near
+from tests.integrations.attended import assert_near, gqa_attended
 from tests.integrations.servers import Import, is_installed
+from tests.integrations.vllm.conftest import config_of
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, PAGES = 4, 2, 64, 16, 4
 SEQ_LENS = (33, 2)
@@ -27,14 +28,6 @@ def cache_spec() -> Any:
         return SimpleNamespace(**fields)
     spec = import_module("vllm.v1.kv_cache_interface").FullAttentionSpec
     return spec(**fields, dtype=torch.bfloat16)
-
-
-@pytest.fixture
-def gqa(vllm: Import) -> ModuleType:
-    """Return the module of the GQA backend."""
-    if is_installed("vllm"):
-        pytest.importorskip("flashinfer", reason="vLLM's FlashInfer backend needs flashinfer")
-    return vllm("mlagen.integrations.vllm.gqa")
 
 
 @pytest.fixture
@@ -80,23 +73,20 @@ def batch(gqa: ModuleType, q_len: int) -> tuple[torch.Tensor, torch.Tensor, Any]
 
 
 def expected(
-    query: torch.Tensor, cache: torch.Tensor, q_len: int, sinks: torch.Tensor, window: int
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    q_len: int,
+    sinks: torch.Tensor | None = None,
+    window: int = -1,
 ) -> torch.Tensor:
-    """Return the attention of each query token to the window before it, in float64."""
-    keys, values = cache.double().chunk(2, dim=-1)
-    rows = []
-    for token, seq_len in enumerate(n for n in SEQ_LENS for _ in range(q_len)):
-        request, end = token // q_len, seq_len - q_len + token % q_len + 1
-        pages = slice(request * PAGES, (request + 1) * PAGES)
-        seen = slice(max(0, end - window - 1) if window >= 0 else 0, end)
-        heads = [
-            kv[pages].transpose(1, 2).flatten(0, 1)[seen].repeat_interleave(HEADS // KV_HEADS, 1)
-            for kv in (keys, values)
-        ]
-        scores = torch.einsum("hd,nhd->hn", query[token].double(), heads[0]) * HEAD_DIM**-0.5
-        scores = torch.cat([scores, sinks[:, None].double()], dim=1)
-        rows.append(torch.einsum("hn,nhd->hd", scores.softmax(-1)[:, :-1], heads[1]))
-    return torch.stack(rows)
+    """Return the attention of the query tokens of each request, in float64."""
+    outs = []
+    for request, seq_len in enumerate(SEQ_LENS):
+        own = cache[request * PAGES : (request + 1) * PAGES].transpose(1, 2).flatten(0, 1)
+        tokens = query[request * q_len : (request + 1) * q_len]
+        keys, values = own[:seq_len].chunk(2, dim=-1)
+        outs.append(gqa_attended(tokens, keys, values, HEAD_DIM**-0.5, window, sinks))
+    return torch.cat(outs)
 
 
 @pytest.mark.parametrize("q_len", [1, 2])
@@ -114,8 +104,7 @@ def test_a_decode_is_mlagens(
     returned = impl.forward(LAYER, query, None, None, cache, metadata, out)
 
     assert returned is out
-    absent = torch.full((HEADS,), -torch.inf)
-    assert_near(out, expected(query, cache, q_len, absent if sinks is None else sinks, window))
+    assert_near(out, expected(query, cache, q_len, sinks, window))
 
 
 def test_an_fp8_cache_is_scaled(gqa: ModuleType, impl: Any) -> None:
@@ -128,7 +117,7 @@ def test_an_fp8_cache_is_scaled(gqa: ModuleType, impl: Any) -> None:
     impl.forward(LAYER, query, None, None, stored.view(torch.uint8), metadata, out)
 
     scaled = stored.double() * torch.tensor([0.5, 0.25]).repeat_interleave(HEAD_DIM).double()
-    assert_near(out, expected(query, scaled, 1, torch.full((HEADS,), -torch.inf), -1))
+    assert_near(out, expected(query, scaled, 1))
 
 
 def test_ragged_drafts_are_decoded(gqa: ModuleType, impl: Any) -> None:
@@ -141,8 +130,7 @@ def test_ragged_drafts_are_decoded(gqa: ModuleType, impl: Any) -> None:
 
     impl.forward(LAYER, query, None, None, cache, ragged, out)
 
-    absent = torch.full((HEADS,), -torch.inf)
-    want = expected(query[[0, 1, 2, 2]], cache, 2, absent, -1)
+    want = expected(query[[0, 1, 2, 2]], cache, 2)
     assert_near(out[:3], want[[0, 1, 3]])
     assert out[3].isnan().all()
 
@@ -153,7 +141,7 @@ def test_requests_that_pad_a_graph_have_rows(gqa: ModuleType, impl: Any) -> None
     metadata = replace(metadata, num_actual_tokens=1, num_decode_tokens=1)
     out = torch.full_like(query, torch.nan)
     impl.forward(LAYER, query, None, None, cache, metadata, out)
-    assert_near(out, expected(query, cache, 1, torch.full((HEADS,), -torch.inf), -1))
+    assert_near(out, expected(query, cache, 1))
 
 
 def test_prefills_behind_the_decodes_are_flashinfers(
@@ -177,7 +165,7 @@ def test_prefills_behind_the_decodes_are_flashinfers(
 
     impl.forward(LAYER, both, None, None, cache, mixed, out)
 
-    assert_near(out[:2], expected(query, cache, 1, torch.full((HEADS,), -torch.inf), -1))
+    assert_near(out[:2], expected(query, cache, 1))
     assert (out[2:] == 1).all()
     ((_, rest, _, _, _, prefills, _),) = seen
     assert len(rest) == prefills.num_actual_tokens == prefills.num_prefill_tokens == 3
@@ -229,13 +217,8 @@ def test_the_gate_is_open_without_cubins_and_a_network(gqa: ModuleType, hopper: 
     """Decode on Hopper is mlagen's, sinks included, and nobody waits for a repository of cubins."""
     backend = gqa.MlagenGQABackend
     assert backend.supports_sink()
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-        model_config=SimpleNamespace(get_num_attention_heads=lambda _: 8),
-        attention_config=SimpleNamespace(use_non_causal=False),
-    )
     builder = backend.get_builder_cls()
-    support = builder.get_cudagraph_support(config, cache_spec())
+    support = builder.get_cudagraph_support(config_of(8), cache_spec())
     assert support.name == "UNIFORM_BATCH"
     if is_installed("vllm"):
         gpt_oss = {"head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": "auto"}
@@ -309,26 +292,7 @@ def test_a_layer_and_its_builder_ask_no_network(
     call: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": HEAD_DIM, "scale": 1.0}
     call |= dict.fromkeys(("alibi_slopes", "sliding_window"))
     layer = gqa.MlagenGQAImpl(**call, kv_cache_dtype="auto", sinks=torch.zeros(8))
-    attention = SimpleNamespace(
-        use_trtllm_attention=None, disable_flashinfer_q_quantization=False, use_non_causal=False
-    )
-    model = SimpleNamespace(
-        max_model_len=64, dtype=torch.bfloat16, get_num_attention_heads=lambda _: 8
-    )
-    mode = SimpleNamespace(decode_mode=lambda: None)
-    config = SimpleNamespace(
-        attention_config=attention,
-        model_config=model,
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=2),
-        parallel_config=SimpleNamespace(
-            decode_context_parallel_size=1, cp_kv_cache_interleave_size=1
-        ),
-        compilation_config=SimpleNamespace(cudagraph_mode=mode, static_forward_context={}),
-        kernel_config=SimpleNamespace(enable_jit_warmup=True),
-        num_speculative_tokens=0,
-        speculative_config=None,
-    )
+    config = config_of(8)
     if is_installed("vllm"):
         own = gqa.MlagenGQAMetadataBuilder._init.__globals__
         utils = vllm("vllm.v1.attention.backends.utils")
@@ -345,7 +309,7 @@ def test_a_layer_and_its_builder_ask_no_network(
     assert layer.supports_xqa_or_trtllm_gen_decode
     assert builder.use_xqa
     assert builder.attention_config.use_trtllm_attention is False
-    assert attention.use_trtllm_attention is None
+    assert config.attention_config.use_trtllm_attention is None
     assert hopper == []
 
 

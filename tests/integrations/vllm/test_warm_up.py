@@ -13,7 +13,7 @@ from mlagen.spec.dtype import DType
 from tests.fixture_types import Patch
 from tests.integrations.attended import HEADS
 from tests.integrations.servers import Import, is_installed
-from tests.integrations.vllm.conftest import ImplOf
+from tests.integrations.vllm.conftest import ImplOf, config_of
 
 BF16 = torch.bfloat16
 
@@ -132,29 +132,9 @@ def build(vllm: Import, impl_of: ImplOf, module: ModuleType, monkeypatch: Patch)
         prefill = SimpleNamespace(clone=lambda: SimpleNamespace(get_name=lambda: "prefill"))
         layers = {"layer": SimpleNamespace(impl=impl, prefill_backend=prefill, **dims)}
         text = SimpleNamespace(index_topk=2048, compress_ratios=None, **dims)
-        model = SimpleNamespace(
-            dtype=BF16,
-            max_model_len=256,
-            hf_text_config=text,
-            model_arch_config=SimpleNamespace(total_num_attention_heads=HEADS),
-            get_num_attention_heads=lambda _: HEADS,
-        )
-        parallel = {"prefill_context_parallel_size": 1, "decode_context_parallel_size": 1}
-        speculative = SimpleNamespace(
-            num_speculative_tokens=drafts, parallel_drafting=False, use_dspark=lambda: False
-        )
-        config = SimpleNamespace(
-            model_config=model,
-            parallel_config=SimpleNamespace(**parallel, cp_kv_cache_interleave_size=1),
-            compilation_config=SimpleNamespace(static_forward_context=layers),
-            cache_config=SimpleNamespace(cache_dtype=dtype, block_size=block_size),
-            scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=64),
-            attention_config=SimpleNamespace(
-                hisparse_config=None, use_prefill_query_quantization=False
-            ),
-            kernel_config=SimpleNamespace(enable_jit_warmup=True),
-            speculative_config=speculative,
-        )
+        config = config_of(HEADS, drafts=drafts, hf_text_config=text)
+        config.cache_config = SimpleNamespace(cache_dtype=dtype, block_size=block_size)
+        config.compilation_config.static_forward_context.update(layers)
         spec = SimpleNamespace(block_size=block_size, dtype=BF16)
         if is_installed("vllm"):
             base = next(each for each in impl.__class__.__mro__ if "vllm.model" in each.__module__)
@@ -206,14 +186,6 @@ def test_converted_prefills_are_warmed_up(build: Any) -> None:
         (DType.FP8_DS_MLA, 16),
         (DType.BF16, 64),
     ]
-
-
-@pytest.fixture
-def gqa(vllm: Import) -> ModuleType:
-    """Return the module of the GQA backend."""
-    if is_installed("vllm"):
-        pytest.importorskip("flashinfer", reason="vLLM's FlashInfer backend needs flashinfer")
-    return vllm("mlagen.integrations.vllm.gqa")
 
 
 def gqa_builder(gqa: ModuleType, **fields: Any) -> Any:
