@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from mlagen.models.config import find_model
 from mlagen.models.kernels import ServingOptions, model_specs, serving_text
@@ -23,6 +23,7 @@ from mlagen.values import (
     shown,
 )
 
+_T = TypeVar("_T")
 Counts: TypeAlias = int | Iterable[int] | None
 Wanted: TypeAlias = str | int | Iterable[str | int]
 Kernels: TypeAlias = str | KernelSpec | Iterable[str | KernelSpec]
@@ -117,34 +118,40 @@ def _families(families: Iterable[str] | None) -> set[str]:
 
 
 def _use(tp: Counts, dcp: Counts, q_len: Counts, wanted: Mapping[str, Wanted]) -> ServingOptions:
-    page_sizes = wanted.get("page_size")
-    lookups = wanted.get("lookup")
     return ServingOptions(
-        tp=_counts("tp", 1 if tp is None else tp),
-        dcp=_counts("dcp", 1 if dcp is None else dcp),
-        q_lens=_counts("q_len", 1 if q_len is None else q_len),
-        page_sizes=None if page_sizes is None else _counts("page_size", page_sizes),
-        dtypes=_dtypes("dtype", wanted),
-        kv_dtypes=_dtypes("kv_dtype", wanted),
-        lookups=None if lookups is None else _lookups(lookups),
+        tp=_values("tp", tp, _count) or (1,),
+        dcp=_values("dcp", dcp, _count) or (1,),
+        q_lens=_values("q_len", q_len, _count) or (1,),
+        page_sizes=_values("page_size", wanted.get("page_size"), _count),
+        dtypes=_values("dtype", wanted.get("dtype"), _dtype),
+        kv_dtypes=_values("kv_dtype", wanted.get("kv_dtype"), _dtype),
+        lookups=_values("lookup", wanted.get("lookup"), _lookup),
     )
 
 
-def _counts(name: str, values: object) -> list[int]:
-    return [
-        require_whole_number(value, name, min_value=1) for value in _require_values(values, name)
-    ]
-
-
-def _dtypes(name: str, wanted: Mapping[str, Wanted]) -> list[DType] | None:
-    if name not in wanted:
+def _values(name: str, values: object, check: Callable[[object, str], _T]) -> list[_T] | None:
+    """Return the checked values of an argument that selects how a model is served."""
+    if values is None:
         return None
-    known = [str(dtype) for dtype in DType]
-    values = _require_values(_renamed(name, wanted[name]), name)
-    return [DType(require_choice(value, name, known)) for value in values]
+    found = as_list(_renamed(name, values), name)
+    if not found:
+        reject(name, "one or more beside models", "none")
+    return [check(value, name) for value in found]
 
 
-def _renamed(label: str, values: Wanted) -> Wanted:
+def _count(value: object, name: str) -> int:
+    return require_whole_number(value, name, min_value=1)
+
+
+def _dtype(value: object, name: str) -> DType:
+    return DType(require_choice(value, name, [str(dtype) for dtype in DType]))
+
+
+def _lookup(value: object, name: str) -> str:
+    return require_choice(value, name, ("paged", "sparse"))
+
+
+def _renamed(label: str, values: Any) -> Any:
     """Return the dtypes of a label as mlagen spells them, and other values as they are."""
     if not label.endswith("dtype"):
         return values
@@ -152,16 +159,3 @@ def _renamed(label: str, values: Wanted) -> Wanted:
         _DTYPE_NAMES.get(value, value) if isinstance(value, str) else value
         for value in as_list(values, label)
     ]
-
-
-def _lookups(values: object) -> list[str]:
-    known = ("paged", "sparse")
-    return [require_choice(value, "lookup", known) for value in _require_values(values, "lookup")]
-
-
-def _require_values(values: object, name: str) -> list[object]:
-    """Return the values of an argument that selects how a model is served."""
-    found = list(as_list(values, name))
-    if not found:
-        reject(name, "one or more beside models", "none")
-    return found

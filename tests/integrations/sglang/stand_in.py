@@ -61,9 +61,6 @@ def attention_backends_of(cfg: Any) -> tuple[str | None, str | None]:
 class TRTLLMMLABackend:
     """The backend whose decode kernel the plugin replaces."""
 
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
     data_type: torch.dtype
 
     def __init__(self, model_runner: Any, **_: Any) -> None:
@@ -96,28 +93,18 @@ class DeepseekSparseAttnBackend:
         raise NotImplementedError
 
     def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: Any,
-        v: Any,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        q_rope: torch.Tensor | None = None,
-        k_rope: Any = None,
-        topk_indices: torch.Tensor | None = None,
-        **_: Any,
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, **kwargs: Any
     ) -> Any:
         """Attend to slots that the indexer chose, where nothing is to be saved."""
-        del k, v, forward_batch, save_kv_cache, k_rope
-        assert (self.dsa_decode_impl, q_rope is None) == ("fa3", False)
+        del k, v, forward_batch
+        assert self.dsa_decode_impl == "fa3"
         metadata = self.forward_metadata
         return self._forward_fa3(
-            q_rope=q_rope,
+            q_rope=kwargs["q_rope"],
             kv_cache=self.token_to_kv_pool.get_key_buffer(layer.layer_id),
             v_head_dim=layer.v_head_dim,
             q_nope=q.view(-1, layer.tp_q_head_num, layer.v_head_dim),
-            page_table=topk_indices,
+            page_table=kwargs["topk_indices"],
             cache_seqlens=metadata.dsa_cache_seqlens_int32,
             cu_seqlens_q=metadata.dsa_cu_seqlens_q,
             cu_seqlens_k=metadata.dsa_cu_seqlens_k,
@@ -180,31 +167,17 @@ class TRTLLMHAAttnBackend:
         return paged(k_cache), paged(v_cache)
 
     def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: Any,
-        v: Any,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, **kwargs: Any
     ) -> Any:
         """Attend with one query token of each request, where nothing is to be saved."""
-        del k, v, forward_batch, save_kv_cache
+        del k, v, forward_batch
         return _attend(self, q, layer, kwargs["sinks"], q_len_per_req=1)
 
     def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: Any,
-        v: Any,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, **kwargs: Any
     ) -> Any:
         """Verify drafts, where nothing is to be saved."""
-        del k, v, save_kv_cache
+        del k, v
         assert forward_batch.forward_mode.is_target_verify()
         options = {"q_len_per_req": self.forward_metadata.max_seq_len_q}
         options |= {"mask": self._xqa_spec_dec_mask}

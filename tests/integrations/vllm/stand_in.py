@@ -413,22 +413,10 @@ class FlashInferImpl:
     """The implementation of GQA, of which the plugin takes prefill and scales."""
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None = None,
-        attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, **layer: Any
     ) -> None:
-        del alibi_slopes, sliding_window, logits_soft_cap, attn_type, kv_sharing_target_layer_name
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
-        self.scale, self.kv_cache_dtype, self.sinks = scale, kv_cache_dtype, sinks
+        self.scale, self.kv_cache_dtype = scale, layer["kv_cache_dtype"]
         self.supports_xqa_or_trtllm_gen_decode = can_use_trtllm_attention(num_heads, num_kv_heads)
 
     def get_xqa_bmm1_scale(self, layer: Any, q_data_type: torch.dtype) -> float:
