@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.combine import CombineSpec, combine_specs
-from mlagen.spec.dtype import DType
+from mlagen.spec.dtype import ROW_FORMATS, DType, row_dtype_of
 from mlagen.spec.gqa.sm80 import gqa_sm80_specs
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.sm80 import mla_sm80_specs
@@ -89,3 +89,18 @@ def test_every_decode_output_has_one_combine_kernel(arch: Arch) -> None:
 def test_rows_and_tags_of_a_dtype(dtype: DType, cuda_name: str, elements: int, size: int) -> None:
     """A row has the size of its parts; tags are types, of a packed row that of its latent part."""
     assert (dtype.cuda_name, dtype.row_bytes(elements)) == (cuda_name, size)
+
+
+@pytest.mark.parametrize(("width", "rope"), [(656, 64), (528, 0), (544, 0), (1, 64)])
+def test_bytes_are_rows_of_deepseek_unless_another_format_has_their_width(
+    width: int, rope: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A format that a call names is never that of a width."""
+    assert row_dtype_of(width, rope) is DType.FP8_DS_MLA
+
+    other = replace(ROW_FORMATS[DType.FP8_DS_MLA], scaled_elements=64)
+    monkeypatch.setitem(ROW_FORMATS, DType.INT8, other)
+
+    assert row_dtype_of(width, rope) is (DType.INT8 if width == 544 else DType.FP8_DS_MLA)
+    assert row_dtype_of(640, 64) is DType.FP8_DS_MLA
+    assert row_dtype_of(672, 64) is DType.INT8

@@ -11,8 +11,6 @@ struct Fp16 {};
 struct E4m3 {};
 struct Int8 {};
 struct Nvfp4 {};
-struct Fp8DsMla {};
-struct Fp8PerToken {};
 
 template <typename A, typename B>
 constexpr bool kIsSame = false;
