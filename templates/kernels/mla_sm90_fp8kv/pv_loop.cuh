@@ -13,7 +13,7 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "dequant.cuh"
-#include "load.cuh"
+#include "load_query.cuh"
 #include "pipeline/work_pipeline.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/wgmma.cuh"

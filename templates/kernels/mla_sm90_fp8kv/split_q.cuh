@@ -1,27 +1,22 @@
-// Loads: 16-bit query rows, split into two FP8 terms, or FP8 ones with their scales; the stored
-// tokens of a KV block.
+// Loads of 16-bit query rows, split into two FP8 terms.
 
 #pragma once
 
 #include "common/barriers.cuh"
 #include "common/fp8.cuh"
-#include "common/paged_kv.cuh"
 #include "common/params.cuh"
 #include "common/registers.cuh"
 #include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "kv_token.cuh"
-#include "pipeline/gather_kv.cuh"
 #include "pipeline/load_q.cuh"
-#include "ptx/cp_async.cuh"
-#include "scheduler/schedule_range.cuh"
-#include "shared_memory.cuh"
-
-{% if spec.splits_query %}
+#include "pipeline/work_pipeline.cuh"
 #include "ptx/arithmetic.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/sync.cuh"
+#include "scheduler/schedule_range.cuh"
+#include "shared_memory.cuh"
 
 // The QK GEMM takes K as stored, in e4m3, so Q must be e4m3 too. bf16 has twice the significant
 // bits of e4m3, so hi + lo is exact for elements down to 2^-9 of the largest of their row. The
@@ -167,125 +162,3 @@ __device__ inline void finish_q_load(SharedMemoryPlan& smem, const Barrier& full
   __syncwarp();
   if (reload_lane() == 0) arrive(full);
 }
-{% else %}
-// Issues the copies of Q of a work item, by `threads` threads of which this is number `thread`. The
-// QK GEMM takes Q as loaded, and multiplies the scores by its scales.
-__device__ inline void load_q(const Params& params, const WorkCoord& coord, SharedMemoryPlan& smem,
-                              int thread, int threads) {
-  load_q_async(params, coord, smem, thread, threads,
-               [&](int row, bool is_row, i64 query, int lane) {
-                 if (lane != 0) return;
-                 const bool is_scaled = is_row && params.query_scales != nullptr;
-                 smem.query_scale[row] = is_scaled ? params.query_scales[query] : 1.0f;
-               });
-}
-
-// Converts the e4m3 rope part of Q in place to the bf16 of the stored one, which is exact. A lane
-// converts the chunk that it has copied, so no barrier is needed before it reads; the lanes of a
-// row overwrite each other's chunks, so all are read before any is written.
-__device__ inline void convert_q_rope(SharedMemoryPlan& smem, int thread, int num_threads) {
-  const int lane = thread % 8;
-  unsigned char* rope = smem.query + kLatentTiles * kQueryTileBytes;
-  cp_async_wait_group<0>();
-#pragma unroll 1
-  for (int row = thread / 8; row < kBlockM; row += num_threads / 8) {
-    const auto chunk = [&](int i) {
-      return reinterpret_cast<Chunk*>(rope + swizzled_offset<kQueryRopeRowBytes>(row, i));
-    };
-    const bool has_chunk = lane < kQueryRopeBytes / kChunkBytes;
-    Chunk converted[2];
-    if (has_chunk) dequant_e4m3(Bf16{}, *chunk(lane), converted);
-    __syncwarp();  // all lanes have read their chunks
-    if (!has_chunk) continue;
-    *chunk(lane * 2) = converted[0];
-    *chunk(lane * 2 + 1) = converted[1];
-  }
-}
-
-// Waits for the copies of Q and arrives at `full`. Called by the threads that issued them.
-template <int>
-__device__ inline void finish_q_load(SharedMemoryPlan& smem, const Barrier& full, int thread,
-                                     int num_threads) {
-  if constexpr (kConvertsQRope) convert_q_rope(smem, thread, num_threads);
-  finish_q_load(full);
-}
-{% endif %}
-
-// Streams the KV blocks of a work item into their stages.
-struct KvBlockStream : TokenStream {
-  using TokenStream::TokenStream;
-
-  static constexpr int kBlocksBeforeQ = kStages - 1;
-
-  // Otherwise the first loads of the last CTAs queue behind all loads of the others.
-  __device__ static void wait_for_first(const SharedMemoryPlan& smem) { wait(smem.kv_full[0], 0); }
-
-  // Splits a 16-bit Q, so it is complete when the producer warps have waited for it.
-  __device__ static void load_query(const Params& params, const WorkCoord& coord,
-                                    SharedMemoryPlan& smem, int thread) {
-    load_q(params, coord, smem, thread, kProducerThreads);
-    finish_q_load<2>(smem, smem.query_full, thread, kProducerThreads);
-  }
-
-  __device__ int load_kv_blocks(SharedMemoryPlan& smem, PipelineState<kStages>& pipe,
-                                int kv_block) {
-    const int stage = pipe.index;
-    wait(smem.kv_empty[stage], pipe.phase ^ 1);
-    copy_rows(smem, stage);
-    arrive_after_copies(smem.kv_full[stage]);
-    pipe.advance();
-    advance(kv_block);
-    return 1;
-  }
-
-  __device__ void copy_rows(SharedMemoryPlan& smem, int stage) const {
-    const int warp = producer_warp();
-    const int first = warp * kTokensPerProducerWarp;
-    const u32 target = shared_address(smem.kv[stage]);
-    const StoredToken stored = stored_token(params, token_address.page, token_address.slot);
-    const u64 cache_hint = kv_cache_hint(params.cta_group_size);
-    const auto latent_address = [&](int token, int chunk) {
-      return target + chunk / 8 * kTileBytes + swizzled_offset<128>(first + token, chunk % 8);
-    };
-    copy_chunks<16, kLatentDim / kChunkBytes>(stored.row, token_address.invalid_bits, cache_hint,
-                                              latent_address);
-    if constexpr (kRopeDim > 0) {
-      const unsigned char* rope = kHasBf16Rope
-                                      ? stored.row + kRopeOffset
-                                      : stored_rope(params, token_address.page, token_address.slot);
-      const auto rope_address = [&](int token, int chunk) {
-        return target + kRopeTileOffset + swizzled_offset<kRopeBytes>(first + token, chunk);
-      };
-      copy_chunks<kRopeChunks, kRopeChunks>(rope, token_address.invalid_bits, cache_hint,
-                                            rope_address);
-    }
-    copy_scales(stored, smem.kv[stage] + kScalesOffset + first * kChunkBytes, cache_hint);
-    store_invalid_bits(smem.invalid_mask[stage], warp);
-  }
-
-  // Copies the scales of the warp's tokens to `target`; a lane copies those of its own token.
-  __device__ void copy_scales(const StoredToken& stored, unsigned char* target,
-                              u64 cache_hint) const {
-    const int token = reload_lane();
-    if (token >= kTokensPerProducerWarp) return;
-    target += token * kChunkBytes;
-    const bool exists = (token_address.invalid_bits >> token & 1) == 0;
-    if constexpr (kHasInlineScales) {
-      cp_async_cg_16(shared_address(target), stored.row + kLatentDim, exists ? kChunkBytes : 0,
-                     cache_hint);
-    } else {
-      if (stored.scales == nullptr) {
-        const float scale = exists ? stored.latent_scale : 0.0f;
-        *reinterpret_cast<float4*>(target) = {scale, scale, scale, scale};
-        return;
-      }
-#pragma unroll
-      for (int group = 0; group < kScaleGroups; ++group) {
-        const float* source = stored.scales + (kHasPerTokenScale ? 0 : group);
-        cp_async_ca_4(shared_address(target + group * sizeof(float)), source,
-                      exists ? sizeof(float) : 0);
-      }
-    }
-  }
-};
-static_assert(kLatentDim / kChunkBytes % 16 == 0, "lanes copy the same number of chunks");
