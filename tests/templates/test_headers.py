@@ -30,15 +30,13 @@ def compile_error(source: Source, arch: Arch) -> str | None:
 
 
 def test_every_header_compiles_alone() -> None:
-    """A header declares all that it uses by its includes, in each family and choice of files."""
+    """A header declares all that it uses by its includes; the scans below know all choices."""
     require_known(SM_90A)
-    alone: dict[tuple[str, frozenset[str]], tuple[Source, Arch]] = {}
+    alone: dict[str, tuple[Source, Arch]] = {}
     for spec, files in variants():
         if spec.arch in {SM_80, SM_90A}:
             for name in files[1:]:
-                source = compiled_alone(name, spec)
-                made_of = frozenset(origin.rpartition(":")[0] for origin in source.origins)
-                alone[name, made_of] = source, spec.arch
+                alone[name] = compiled_alone(name, spec), spec.arch
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC lets go of the interpreter lock
         errors = list(pool.map(lambda header: compile_error(*header), alone.values()))
@@ -108,16 +106,22 @@ def unused_includes(found: list[Names]) -> set[tuple[str, str]]:
     return unused - needed
 
 
+@cache
+def names_of_all() -> list[Names]:
+    """Return the names of a kernel of every choice of files."""
+    return [Names(variant) for variant in variants()]
+
+
 def test_no_include_is_unused() -> None:
     """Every `#include` names a file of which some kernel's code uses a name."""
-    assert unused_includes([Names(variant) for variant in variants()]) == set()
+    assert unused_includes(names_of_all()) == set()
 
 
 def test_no_include_is_missing() -> None:
     """A name is used only where a file that defines it is included, not by way of another file."""
     missing = {
         (name, symbol)
-        for names in map(Names, variants())
+        for names in names_of_all()
         for name in names.files
         for symbol in names.missing(name)
     }
