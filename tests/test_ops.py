@@ -18,7 +18,7 @@ import mlagen.ops
 from mlagen import UnsupportedError
 from mlagen.families import workspace
 from mlagen.runtime.device import DeviceFacts
-from mlagen.torch_ops import library as op_library
+from mlagen.torch_ops import traced as op_library
 from tests import ops_cases
 from tests.kernels import SM_90A
 from tests.ops_cases import CALLS, MLA_SCALE, Tensors, gqa, mla, parts

@@ -11,6 +11,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, TypeVar, cast
 
@@ -23,7 +24,6 @@ from mlagen.observe.log import log_call
 from mlagen.runtime.capture import is_capturing
 from mlagen.runtime.launch_record import record_launches
 from mlagen.settings import current_settings
-from mlagen.spec.kernel import KernelSpec
 from mlagen.torch_ops.traced import is_compiling, is_traced
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -96,18 +96,25 @@ def observe(
     compute: Callable[[], Any] | None = None,
 ) -> Any:
     """Return the result of a function, whose call is logged and dumped."""
-    observation = _begin(function.__name__, dict(arguments), _signature_of(function))
+    observation: _Observation | None = None
+    with _warned_of(_warn_of):
+        observation = _Observation(function.__name__, arguments, _signature_of(function))
+
+    def end(result: object, error: Exception | None) -> None:
+        if observation is not None:
+            with _warned_of(_warn_of):
+                observation.end(list(map(str, launched)), result=result, error=error)
+
     _thread.is_observed = True
     try:
         with record_launches() as launched:
-            try:
-                result = function(**arguments) if compute is None else compute()
-            except Exception as error:
-                _end(observation, launched, error=error)
-                raise
+            result = function(**arguments) if compute is None else compute()
+    except Exception as error:
+        end(None, error)
+        raise
     finally:
         _thread.is_observed = False
-    _end(observation, launched, result=result)
+    end(result, None)
     return result
 
 
@@ -124,33 +131,6 @@ def dumper() -> Dumper | None:
     return Dumper(folder, has_tensors=settings.dumps_tensors)
 
 
-def _begin(
-    name: str, arguments: dict[str, object], signature: inspect.Signature
-) -> _Observation | None:
-    try:
-        return _Observation(name, arguments, signature)
-    except MlagenError:  # of the settings; the call raises it
-        return None
-    except Exception as error:  # noqa: BLE001 - the call must not fail
-        _warn_of(error)
-        return None
-
-
-def _end(
-    observation: _Observation | None,
-    launched: list[KernelSpec],
-    *,
-    result: object = None,
-    error: Exception | None = None,
-) -> None:
-    if observation is None:
-        return
-    try:
-        observation.end(list(map(str, launched)), result=result, error=error)
-    except Exception as problem:  # noqa: BLE001 - likewise
-        _warn_of(problem)
-
-
 @functools.cache
 def _warn_of_kind(kind: str, text: str) -> None:
     _logger.warning("MLAGEN_LOG: expected a call that can be logged, got %s: %s", kind, text)
@@ -160,19 +140,30 @@ def _warn_of(error: Exception) -> None:
     _warn_of_kind(type(error).__name__, str(error)[:200])
 
 
+@contextmanager
+def _warned_of(warn: Callable[[Exception], None]) -> Iterator[None]:
+    """Warn of an exception, which must not fail the call that is observed."""
+    try:
+        yield
+    except MlagenError:  # of the settings; the call raises it
+        pass
+    except Exception as error:  # noqa: BLE001 - any
+        warn(error)
+
+
 class _Observation:
     """One call, from its arguments to its outcome; a failing dump is a warning."""
 
     def __init__(
-        self, name: str, arguments: dict[str, object], signature: inspect.Signature
+        self, name: str, arguments: Mapping[str, object], signature: inspect.Signature
     ) -> None:
-        owner = arguments.pop("self", None)
+        owner = arguments.get("self")
         self._name = name
         self._entry = name if owner is None else f"{type(owner).__name__}.{name}"
         self._arguments = {
             key: value
             for key, value in arguments.items()
-            if not _equals(value, signature.parameters[key].default)
+            if key != "self" and not _equals(value, signature.parameters[key].default)
         }
         self._devices = {tensor.device for tensor in _tensors_in(self._arguments.values())}
         self._is_captured = any(map(is_capturing, self._devices))
@@ -181,10 +172,8 @@ class _Observation:
         self._dumped: DumpedCall | None = None
         self._dumper = dumper()
         if self._dumper is not None:
-            try:
+            with _warned_of(self._dumper.warn_of):
                 self._begin_dump(self._dumper)
-            except Exception as error:  # noqa: BLE001 - a dump must not fail the call
-                self._dumper.warn_of(error)
 
     def end(
         self, kernels: list[str], *, result: object = None, error: Exception | None = None
@@ -194,12 +183,10 @@ class _Observation:
             is_on_cpu = {device.type for device in self._devices} == {"cpu"}
             kernels = [CPU_BACKEND if is_on_cpu else NO_KERNEL]
         if self._dumper is not None and self._dumped is not None:
-            try:
+            with _warned_of(self._dumper.warn_of):
                 self._dumper.end(self._dumped, served_by=kernels, error=error)
                 if error is None:
                     self._keep_setup(self._dumper)
-            except Exception as problem:  # noqa: BLE001 - likewise
-                self._dumper.warn_of(problem)
         if current_settings().log == "api":
             log_call(
                 self._entry,

@@ -13,8 +13,7 @@ from mlagen.families.common.arguments import require_flag
 from mlagen.observe.observed import observed
 from mlagen.planned.metadata import Requests
 from mlagen.planned.plan import Plan
-from mlagen.torch_ops.library import Shape
-from mlagen.torch_ops.traced import Op, as_op, traceable
+from mlagen.torch_ops.traced import Op, Shape, as_op, traceable
 
 # The parts of a plan: the text of its settings, its tensors, and the sizes of its requests, which
 # are symbols in a graph that serves several plans.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mlagen.families.common.arguments import DTYPES
-from mlagen.torch_ops.library import Shape
+from mlagen.torch_ops.traced import Shape
 
 _XQA_MLA_RANK = 512
 

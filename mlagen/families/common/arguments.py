@@ -84,13 +84,7 @@ def require(condition: bool, argument: str, expected: object, got: object) -> No
 
 
 def reject_unserved(keyword: str, value: object, *nothing: object) -> None:
-    """Reject a keyword that no kernel implements, unless it has one of the other values.
-
-    Raises
-    ------
-    UnsupportedError
-        The message names the keyword.
-    """
+    """Reject a keyword that no kernel implements, unless it has one of the other values."""
     if value is nothing[0]:
         return
     if not any(value is each or (is_scalar(value) and value == each) for each in nothing):
@@ -182,13 +176,7 @@ def token_stride(tensor: torch.Tensor, q_len: int) -> int:
 
 
 def check_token_stride(tensor: torch.Tensor, argument: str) -> None:
-    """Reject ``[batch, q_len, ...]`` whose query tokens have no uniform stride.
-
-    Raises
-    ------
-    ArgumentError
-        If the stride differs between batch entries.
-    """
+    """Reject ``[batch, q_len, ...]`` whose query tokens have no uniform stride."""
     batch, q_len = tensor.shape[:2]
     if batch > 1 and q_len > 1:
         expected = q_len * tensor.stride(1)
@@ -266,13 +254,7 @@ def canonical_scale(scale: object, argument: str) -> float | torch.Tensor:
 
 
 def canonical_sinks(sinks: torch.Tensor | None) -> torch.Tensor | None:
-    """Return 16-bit sinks as fp32, which launches one small kernel; others unchanged.
-
-    Raises
-    ------
-    ArgumentError
-        If 16-bit sinks are not in memory, or are far too many.
-    """
+    """Return 16-bit sinks as fp32, which launches one small kernel; others unchanged."""
     if not isinstance(sinks, torch.Tensor) or sinks.dtype not in DTYPES:
         return sinks
     require_memory(sinks, "sinks")
@@ -281,13 +263,7 @@ def canonical_sinks(sinks: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def unwrap_sinks(sinks: Any) -> Any:
-    """Return the tensor in a list of one, in fp32; no tensor unchanged.
-
-    Raises
-    ------
-    ArgumentError
-        If a list does not have one element, or 16-bit sinks are not in memory.
-    """
+    """Return the tensor in a list of one, in fp32; no tensor unchanged."""
     if isinstance(sinks, list):
         if len(sinks) != 1:
             reject("sinks", "a list of one tensor", f"{len(sinks)}")

@@ -17,13 +17,7 @@ from mlagen.runtime.capture import is_capturing
 
 
 def require_no_capture(tensor: torch.Tensor) -> None:
-    """Reject a synchronizing check during CUDA graph capture.
-
-    Raises
-    ------
-    CaptureError
-        If the device's current stream is captured.
-    """
+    """Reject a synchronizing check during CUDA graph capture."""
     if is_capturing(tensor.device):
         raise CaptureError(
             "MLAGEN_CHECK: expected 0 while a CUDA graph is captured, got 1; its checks would wait "
@@ -37,11 +31,6 @@ def query_lengths(
     """Return the query tokens of each request, on the CPU.
 
     The query has ``tokens`` of them. If it ``may_have_more``, some belong to no request.
-
-    Raises
-    ------
-    ArgumentError
-        If ``cu_seqlens[batch + 1]`` does not split the query's tokens among the requests.
     """
     on_host = cu_seqlens.cpu().long()
     first, last = int(on_host[0]), int(on_host[-1])
@@ -64,11 +53,6 @@ def check_seq_lens(
 
     ``capacity`` is the tokens that the block table of every request, or of each, covers. ``q_lens``
     are the new tokens that each length includes. An empty request with new tokens is padding.
-
-    Raises
-    ------
-    ArgumentError
-        If a length is out of range.
     """
     lengths = seq_lens.cpu().long()
     if (index := _first_true(lengths < 0)) is not None:
@@ -87,13 +71,7 @@ def check_seq_lens(
 
 
 def check_tables(args: Any, problem: Problem, seq_lens: torch.Tensor, page_size: int) -> None:
-    """Reject used page ids that are out of range, in block tables or flat.
-
-    Raises
-    ------
-    ArgumentError
-        If there is one; the message names its request and its column, or its page.
-    """
+    """Reject used page ids that are out of range, in block tables or flat."""
     name, pages = args.names.block_tables, problem.num_pages
     on_host, used_pages = args.block_tables.cpu().long(), -(-seq_lens // page_size)
     if args.kv_indptr is not None:
@@ -115,13 +93,7 @@ def check_tables(args: Any, problem: Problem, seq_lens: torch.Tensor, page_size:
 def table_capacity(
     kv_indptr: torch.Tensor, argument: str, *, page_ids: int, page_size: int
 ) -> torch.Tensor:
-    """Return the capacity of each request's flat page table in tokens, on the CPU.
-
-    Raises
-    ------
-    ArgumentError
-        If ``kv_indptr[batch + 1]`` decreases, or exceeds the number of ``page_ids``.
-    """
+    """Return the capacity of each request's flat page table in tokens, on the CPU."""
     on_host = kv_indptr.cpu().long()
     if int(on_host[0]) < 0:
         reject(f"{argument}[0]", "0 or more", int(on_host[0]))

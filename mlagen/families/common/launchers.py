@@ -90,13 +90,7 @@ Sources = Mapping[str, Source]
 
 
 def joined(*parts: Sources) -> dict[str, Source]:
-    """Return the sources of all parts.
-
-    Raises
-    ------
-    ValueError
-        If two parts define a parameter.
-    """
+    """Return the sources of all parts."""
     sources: dict[str, Source] = {}
     for part in parts:
         if twice := sources.keys() & part.keys():
@@ -188,14 +182,7 @@ def make_launcher(
     known: Container[str],
     **others: Any,
 ) -> LauncherT:
-    """Return the launcher of ``spec``, and of the combine kernel if the plan has splits for it.
-
-    Raises
-    ------
-    ValueError
-        If a parameter of a kernel has no source, or a source is not ``known``: no kernel of the
-        family has such a parameter.
-    """
+    """Return the launcher of ``spec``, and of the combine kernel if the plan has splits for it."""
     workspace, name = args.workspace_buffer, args.names.workspace_buffer
     scratch = scratch_offset(workspace, name, plan.workspace_bytes)
     kernels = [(kernel_for(spec, problem.device.index), plan.num_ctas)]
@@ -310,13 +297,7 @@ def plan_within(workspace: torch.Tensor, sms: int, plan_on: Callable[[int], Plan
 
 
 def require_gpu(device: torch.device, query: str) -> None:
-    """Reject other devices than GPUs.
-
-    Raises
-    ------
-    UnsupportedError
-        If ``device`` is no CUDA device.
-    """
+    """Reject other devices than GPUs."""
     if device.type != "cuda":
         raise UnsupportedError(f"{query}.device: expected cuda or cpu, got {device}")
 
@@ -326,11 +307,6 @@ def scratch_offset(workspace: torch.Tensor, argument: str, needed: int) -> int:
 
     The scratch is at the end: callers share one buffer with FlashInfer, whose semaphores are in
     front and must stay zero.
-
-    Raises
-    ------
-    ArgumentError
-        If the workspace is smaller; the message names both sizes.
     """
     given = workspace.numel() * workspace.element_size()
     rule = f"{needed} bytes or more for this call"

@@ -58,13 +58,7 @@ class CallArgs(Protocol):
 
 
 def require_memory(tensor: object, argument: str) -> None:
-    """Reject a tensor whose elements are not in memory at its address; other values pass.
-
-    Raises
-    ------
-    ArgumentError
-        If the tensor is not in memory; the message names its kind.
-    """
+    """Reject a tensor whose elements are not in memory at its address; other values pass."""
     if isinstance(tensor, torch.Tensor) and not _has_passed(tensor):
         # A subclass may intercept these queries.
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
@@ -92,13 +86,7 @@ def _require_memory(tensor: torch.Tensor, argument: str) -> None:
 
 
 def require_shaped(tensor: torch.Tensor, argument: str) -> None:
-    """Reject a tensor without a shape; a compiler's tensors pass.
-
-    Raises
-    ------
-    ArgumentError
-        If it is a nested tensor, or of a lazy module.
-    """
+    """Reject a tensor without a shape; a compiler's tensors pass."""
     if tensor.is_nested:
         reject(argument, _RULE, "a nested tensor")
     if isinstance(tensor, _UNINITIALIZED):
@@ -106,25 +94,13 @@ def require_shaped(tensor: torch.Tensor, argument: str) -> None:
 
 
 def require_plain(tensor: torch.Tensor, argument: str) -> None:
-    """Reject a tensor without readable shape or views; cheap for plain tensors.
-
-    Raises
-    ------
-    ArgumentError
-        If the tensor is not in memory.
-    """
+    """Reject a tensor without readable shape or views; cheap for plain tensors."""
     if tensor.__class__ is not torch.Tensor or tensor.is_nested:
         require_memory(tensor, argument)
 
 
 def require_writable(tensor: object, argument: str) -> None:
-    """Reject an output that torch does not write in place.
-
-    Raises
-    ------
-    ArgumentError
-        If torch's own in-place ops would fail.
-    """
+    """Reject an output that torch does not write in place."""
     if not isinstance(tensor, torch.Tensor):
         return
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
@@ -172,13 +148,7 @@ def _reaches(distance: int, axes: list[tuple[int, int]]) -> bool:
 
 
 def check_memory(args: CallArgs) -> None:
-    """Reject the first tensor of a call that kernels cannot read, or cannot write as an output.
-
-    Raises
-    ------
-    ArgumentError
-        If there is one; the message names it.
-    """
+    """Reject the first tensor of a call that kernels cannot read, or cannot write as an output."""
     values = args._asdict()
     for field, value in values.items():
         if isinstance(value, torch.Tensor) and not _has_passed(value):

@@ -14,13 +14,7 @@ _MESSAGE = "backward: not implemented for decode kernels, expected no gradient t
 
 
 def reject_backward() -> NoReturn:
-    """Raise the error for a backward.
-
-    Raises
-    ------
-    UnsupportedError
-        Always.
-    """
+    """Raise the error for a backward."""
     raise UnsupportedError(_MESSAGE)
 
 
@@ -48,13 +42,7 @@ def record_output(output: torch.Tensor, tensors: tuple[torch.Tensor, ...]) -> to
 
 
 def record_write(output: torch.Tensor, argument: str, tensors: tuple[torch.Tensor, ...]) -> None:
-    """Record an in-place write of ``output`` that depends on ``tensors``, before the write.
-
-    Raises
-    ------
-    ArgumentError
-        If torch rejects an in-place write of it.
-    """
+    """Record an in-place write of ``output`` that depends on ``tensors``, before the write."""
     try:
         others = (tensor for tensor in tensors if tensor is not output)
         _InPlaceOutput.apply(output, *others)  # type: ignore[no-untyped-call]

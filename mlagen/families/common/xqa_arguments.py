@@ -24,13 +24,7 @@ _SEMAPHORE_DTYPES = (torch.uint32, torch.int32)
 
 
 def check_unused(query: object, semaphores: object, sm_count: object) -> None:
-    """Reject invalid values of arguments that are accepted for compatibility and ignored.
-
-    Raises
-    ------
-    ArgumentError
-        If one is invalid.
-    """
+    """Reject invalid values of arguments that are accepted for compatibility and ignored."""
     device = require_tensor(query, "q").device
     tensor = require_tensor(semaphores, "semaphores")
     if tensor.device != device:  # here and below, formatting the message costs more than the test
@@ -42,13 +36,7 @@ def check_unused(query: object, semaphores: object, sm_count: object) -> None:
 
 
 def check_unread_buffer(name: str, buffer: object, query: object) -> None:
-    """Reject an optional tensor that no kernel reads, unless it is on the device of the query.
-
-    Raises
-    ------
-    ArgumentError
-        If it is none.
-    """
+    """Reject an optional tensor that no kernel reads, unless it is on the device of the query."""
     if buffer is not None:
         tensor = require_tensor(buffer, name)
         if isinstance(query, torch.Tensor):
@@ -58,13 +46,7 @@ def check_unread_buffer(name: str, buffer: object, query: object) -> None:
 def check_caches(
     k_cache: object, v_cache: object, *, num_kv_heads: object, page_size: object, kv_layout: object
 ) -> None:
-    """Reject caches whose sizes differ from ``num_kv_heads`` and ``page_size``.
-
-    Raises
-    ------
-    ArgumentError
-        If they differ.
-    """
+    """Reject caches whose sizes differ from ``num_kv_heads`` and ``page_size``."""
     keys = require_tensor(k_cache, "k_cache")
     require_tensor(v_cache, "v_cache")
     require_dims(keys, "k_cache", (4,))
@@ -74,26 +56,14 @@ def check_caches(
 
 
 def check_scale_caches(k_sf_cache: object, v_sf_cache: object) -> None:
-    """Reject scales of keys without scales of values, and vice versa.
-
-    Raises
-    ------
-    ArgumentError
-        If one of the two is missing.
-    """
+    """Reject scales of keys without scales of values, and vice versa."""
     if k_sf_cache is not None or v_sf_cache is not None:
         require_tensor(k_sf_cache, "k_sf_cache")
         require_tensor(v_sf_cache, "v_sf_cache")
 
 
 def check_mla_caches(q: object, k_cache: object, v_cache: object, *, page_size: object) -> bool:
-    """Return whether keys and values are separate in memory.
-
-    Raises
-    ------
-    ArgumentError
-        If the query has more than one token, or the caches break a rule.
-    """
+    """Return whether keys and values are separate in memory."""
     query = require_tensor(q, "q")
     require_plain(query, "q")
     require_dims(query, "q", (4,))
@@ -122,13 +92,7 @@ def check_mla_caches(q: object, k_cache: object, v_cache: object, *, page_size: 
 
 
 def flat_lengths(seq_lens: torch.Tensor) -> torch.Tensor:
-    """Return ``[batch]`` for ``[batch, 1]``; anything else unchanged.
-
-    Raises
-    ------
-    ArgumentError
-        If it is a tensor that is not in memory.
-    """
+    """Return ``[batch]`` for ``[batch, 1]``; anything else unchanged."""
     require_memory(seq_lens, "seq_lens")
     if not isinstance(seq_lens, torch.Tensor) or seq_lens.dim() != 2:
         return seq_lens
@@ -136,13 +100,7 @@ def flat_lengths(seq_lens: torch.Tensor) -> torch.Tensor:
 
 
 def table_capacity(page_table: object, page_size: int) -> int:
-    """Return the capacity of a row of the block table, in tokens.
-
-    Raises
-    ------
-    ArgumentError
-        If the table is not two-dimensional.
-    """
+    """Return the capacity of a row of the block table, in tokens."""
     table = require_tensor(page_table, "page_table")
     require_dims(table, "page_table", (2,))
     return min(table.shape[1] * page_size, INT32_MAX)
