@@ -9,6 +9,7 @@ import torch
 
 from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import (
+    check_unread_buffer,
     reject,
     reject_dtype,
     reject_unserved,
@@ -21,7 +22,6 @@ from mlagen.families.common.arguments import (
     shown,
 )
 from mlagen.families.common.memory import require_memory
-from mlagen.families.common.xqa_arguments import check_unread_buffer
 from mlagen.families.gqa.args import GqaArgNames
 
 NAMES = GqaArgNames(cum_seq_lens_q="cum_seq_lens_q")

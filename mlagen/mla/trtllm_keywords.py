@@ -9,6 +9,7 @@ import torch
 from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import (
     INT32_MAX,
+    check_unread_buffer,
     reject,
     require,
     require_choice,
@@ -24,7 +25,6 @@ from mlagen.families.common.arguments import (
     shown,
 )
 from mlagen.families.common.memory import require_memory, require_plain, require_writable
-from mlagen.families.common.xqa_arguments import check_unread_buffer
 from mlagen.families.mla.args import MlaArgNames
 
 _JOINED = MlaArgNames()

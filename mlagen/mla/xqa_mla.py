@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 
 from mlagen.entry_point import NOTHING, entry_point
-from mlagen.families.common.arguments import is_pdl_enabled, require_tensor, require_whole_number
+from mlagen.families.common.arguments import (
+    is_pdl_enabled,
+    require_tensor,
+    require_whole_number,
+)
 from mlagen.families.common.xqa_arguments import (
     MLA_KV_LORA_RANK,
     check_mla_caches,

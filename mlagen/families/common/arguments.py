@@ -32,6 +32,7 @@ __all__ = [
     "canonical_scale",
     "canonical_sinks",
     "check_token_stride",
+    "check_unread_buffer",
     "is_pdl_enabled",
     "reject",
     "reject_dtype",
@@ -274,3 +275,11 @@ def unwrap_sinks(sinks: Any) -> Any:
 def is_pdl_enabled(enable_pdl: object) -> bool:
     """Return whether a launch uses programmatic dependent launch (PDL); None means yes."""
     return enable_pdl is None or require_flag(enable_pdl, "enable_pdl")
+
+
+def check_unread_buffer(name: str, buffer: object, query: object) -> None:
+    """Reject an optional tensor that no kernel reads, unless it is on the device of the query."""
+    if buffer is not None:
+        tensor = require_tensor(buffer, name)
+        if isinstance(query, torch.Tensor):
+            require_device(tensor, name, query.device)

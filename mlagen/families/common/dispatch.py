@@ -270,7 +270,7 @@ class Dispatcher(Generic[ArgsT, ProblemT]):
         """Launch a planned call, and cache its launches if it has a guard."""
         problem = launcher.problem
         specs = output_specs(args, problem)
-        outputs = new_outputs(tuple(spec.given for spec in specs), specs, problem.device)
+        outputs = new_outputs(tuple([spec.given for spec in specs]), specs, problem.device)
         if launcher.plan.num_ctas == 0 or problem.tokens == 0:
             return outputs
         try:

@@ -35,14 +35,6 @@ def check_unused(query: object, semaphores: object, sm_count: object) -> None:
         require_whole_number(sm_count, "sm_count", min_value=1)
 
 
-def check_unread_buffer(name: str, buffer: object, query: object) -> None:
-    """Reject an optional tensor that no kernel reads, unless it is on the device of the query."""
-    if buffer is not None:
-        tensor = require_tensor(buffer, name)
-        if isinstance(query, torch.Tensor):
-            require_device(tensor, name, query.device)
-
-
 def check_caches(
     k_cache: object, v_cache: object, *, num_kv_heads: object, page_size: object, kv_layout: object
 ) -> None:

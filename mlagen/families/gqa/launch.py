@@ -37,7 +37,7 @@ from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.sm80 import GqaSm80Spec
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
-from mlagen.spec.gqa.variant import HEAD_DIMS, GqaSpec, GqaVariant
+from mlagen.spec.gqa.variant import HEAD_DIMS, PROBLEM_PARAMETERS, GqaSpec, GqaVariant
 
 _COVERED = (
     f"covered: sm_90a, cache as the query or e4m3, head_dim {', '.join(map(str, HEAD_DIMS))}, "
@@ -67,6 +67,11 @@ _KNOWN = frozenset(
     for parameter in spec.parameters
 )
 
+_OF_PROBLEM = " ".join(
+    parameter.name
+    for parameter in PROBLEM_PARAMETERS
+    if parameter.name not in {"num_seqs", "block_tables_stride"}  # its batch, among its strides
+)
 _SM80 = "m_tiles num_splits"
 _SM90 = "m_tiles num_tiles num_cta_groups cta_group_size takes_whole_tiles"
 
@@ -165,11 +170,10 @@ def _make_launcher(
             "bmm2_scale_tensor": Address("bmm2_scale") if problem.takes_bmm2 else 0,
             "bmm2_scale": Number("bmm2_scale") if problem.takes_bmm2 else 1.0,
             "output_factor": Number("out_e4m3_factor" if is_e4m3 else "out_16bit_factor"),
-            "num_seqs": problem.batch,
             "max_tokens": min(problem.max_pages * problem.variant.page_size, MAX_TOKENS),
         },
-        named(problem, "kv_heads group_size q_len mask_words window max_pages num_pages tokens"),
-        named(problem, "is_causal bmm2_scales_scores score_factor lse_factor"),
+        {"num_seqs": problem.batch, "tokens": problem.tokens},
+        named(problem, _OF_PROBLEM),
     )
     return make_launcher(GqaLauncher, args, problem, plan, spec, sources, _KNOWN, **others)
 
