@@ -126,12 +126,10 @@ def _nearest(name: str) -> str | None:
 
     typed = name.removeprefix(_PREFIX)
     known = sorted(each.removeprefix(_PREFIX) for each, _ in _VARIABLES.values())
-    similar = get_close_matches(typed, known, n=1, cutoff=0.8)  # before LOG for LOG_LEVEL
+    similar = get_close_matches(typed, known, n=1)
+    similar = similar or [each for each in known if f"{each}_".startswith(f"{typed}_")]
     similar = similar or [each for each in known if typed.startswith(f"{each}_")]
-    similar = similar or get_close_matches(typed, known, n=1)
-    if not similar and (longer := [each for each in known if each.startswith(f"{typed}_")]):
-        similar = [min(longer, key=len)]  # MLA_KERNEL for MLA
-    return f"{_PREFIX}{max(similar, key=len)}" if similar else None
+    return f"{_PREFIX}{min(similar, key=len)}" if similar else None
 
 
 def _default_cache_dir(environ: Mapping[str, str]) -> Path:

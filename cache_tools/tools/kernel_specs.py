@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,20 +29,10 @@ def spec_named(text: str, arch: Arch | None = None) -> KernelSpec:
     Raises
     ------
     ArgumentError
-        If the text is malformed, or no call uses such a kernel; the message has the nearest one,
-        and the other families that have it.
+        If the text is malformed, or no call uses such a kernel; the message has the nearest one.
     """
-    from mlagen.errors import ArgumentError
-
     family, given = _split(f"{text}()" if text.isidentifier() else text)
-    try:
-        return _filled(family, given, arch)
-    except ArgumentError as error:
-        others = _others_with(family, given, arch)
-        if not others:
-            raise
-        has = "has" if len(others) == 1 else "have"
-        raise ArgumentError(f"{error}; {', '.join(others)} {has} it") from None
+    return _filled(family, given, arch)
 
 
 def _filled(family: str, given: dict[str, str], arch: Arch | None) -> KernelSpec:
@@ -70,23 +59,6 @@ def _filled(family: str, given: dict[str, str], arch: Arch | None) -> KernelSpec
         if not of_calls:
             raise
         return _nearest(of_calls, given)
-
-
-def _others_with(family: str, given: Mapping[str, str], arch: Arch | None) -> list[str]:
-    """Return the families with a kernel for the same calls, unless ``family`` has one itself."""
-    from mlagen.errors import ArgumentError
-    from mlagen.spec.families import FAMILIES
-    from mlagen.spec.text import key_field_names
-
-    alike = [name for name in FAMILIES if name.partition("_")[0] == family.partition("_")[0]]
-    shared = set.intersection(*(set(key_field_names(name)) for name in alike)) - {"block_m"}
-    variant = {name: value for name, value in given.items() if name in shared}
-    found = []
-    for name in alike:
-        with suppress(ArgumentError):
-            _filled(name, variant, arch)
-            found.append(name)
-    return [] if family in found else found
 
 
 def _text(family: str, fields: Mapping[str, str]) -> str:

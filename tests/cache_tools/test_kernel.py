@@ -172,36 +172,6 @@ def test_names_that_are_left_out_have_defaults(
     assert expected.items() <= spec_named(text).key_fields().items()
 
 
-WHOLE = (
-    "gqa_sm90(arch=sm_90a, query_dtype=bf16, kv_dtype=bf16, out_dtype=bf16, head_dim=96, "
-    "page_size=64, block_m=32, kv_heads_per_cta=1)"
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "others"),
-    [
-        ("gqa_sm90(head_dim=96)", "gqa_sm80 has it"),
-        ("gqa_sm90(head_dim=512)", "gqa_sm80 has it"),
-        ("gqa_sm90(kv_dtype=int8)", "gqa_sm80 has it"),
-        ("gqa_sm90(arch=sm_80)", "gqa_sm80 has it"),
-        (WHOLE, "gqa_sm80 has it"),
-        ("mla_sm90(kv_lora_rank=256)", "mla_sm80 has it"),
-        ("mla_sm90(query_dtype=e4m3)", "mla_sm80, mla_sm90_fp8, mla_sm90_fp8kv have it"),
-        ("gqa_sm90(head_dim=97)", None),
-        ("mla_sm90(block_m=3)", None),
-        ("combine(head_dim_vo=3)", None),
-    ],
-)
-def test_another_family_that_has_the_kernel_is_named(text: str, others: str | None) -> None:
-    """Both commands that fill in names say so, unless no family has it, or the own one has."""
-    for command in ("kernel show", "cache why"):
-        result = run(command, text)
-        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-        assert result.stderr.partition("; ")[2].endswith(f"{others}\n") == bool(others)
-        assert " it\n" in result.stderr or others is None
-
-
 def test_a_target_replaces_that_of_the_text() -> None:
     """A whole spec becomes the kernel that the same calls use on the other target."""
     other = gqa_sm80(arch=SM_80)

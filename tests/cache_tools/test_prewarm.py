@@ -83,7 +83,7 @@ def test_a_dry_run_lists_missing_kernels(cached: Cached) -> None:
 
 
 @pytest.mark.parametrize("variable", ["MLAGEN_JIT=off", "MLAGEN_TOOLCHAIN=nvrtc-12.8.93"])
-def test_what_may_not_be_compiled_has_no_estimate(variable: str, setting: Setting) -> None:
+def test_what_may_not_be_compiled_is_missing(variable: str, setting: Setting) -> None:
     """Each missing kernel fails with the variable's name."""
     setting(*variable.split("="))
     first, *lines = run(*SMALL).stderr.splitlines()
