@@ -11,8 +11,7 @@ import click
 import pytest
 
 from cache_tools.cli import cli
-from cache_tools.output.schemas import DOCUMENTS, Field, schema_of
-from tests.doc_text import table
+from tests.cli_documents import DOCUMENTS, sections_of
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference"
@@ -33,47 +32,30 @@ def commands(
 
 
 def render_page(page: str) -> str:
-    """Return the page on the command: a head, and a section for each command."""
+    """Return the page on the command: a head, and for each command its help and its tables."""
     sections = [page.partition("## `mlagen`\n")[0].removesuffix("\n")]
+    written = sections_of(page)
     for name, command, context in commands():
         depth = "#" * (1 + len(name.split()))
-        sections.append(f"{depth} `{name}`\n\n```text\n{command.get_help(context)}\n```\n")
-        sections.extend(SECTIONS.get(name, ()))
+        text = written.get(name.removeprefix("mlagen").strip(), "")
+        _, _, tables = text.partition("\n```\n")
+        help_text = f"{depth} `{name}`\n\n```text\n{command.get_help(context)}\n```\n"
+        sections.append(f"{help_text}{tables.rstrip()}\n" if tables.strip() else help_text)
     return "\n".join(sections)
 
 
-INTRODUCTION = "With `--json`, the fields of one document, in order:\n"
-
-
-def sections_of_documents() -> dict[str, list[str]]:
-    """Return the tables of each command's document; an object that is known is shown once."""
-    shown: dict[str, tuple[str, list[Field]]] = {}
-    sections = {}
-    for command, document in DOCUMENTS.items():
-        texts = [INTRODUCTION]
-        again: dict[str, list[str]] = {}
-        for part, fields in schema_of(document):
-            first, known = shown.setdefault(part, (command, fields))
-            if part != "the document" and first != command and known == fields:
-                again.setdefault(first, []).append(part)
-                continue
-            rows = [
-                {f"in {part}": f"`{name}`", "type": kind, "meaning": meaning}
-                for name, kind, meaning in fields
-            ]
-            texts.append("\n".join(table(rows)))
-        for first, parts in again.items():
-            link = f"[`mlagen {first}`](#mlagen-{first.replace(' ', '-')})"
-            texts.append(f"{', '.join(parts)}: see {link}.\n")
-        sections[f"mlagen {command}"] = texts
-    return sections
-
-
-SECTIONS = sections_of_documents()
+def test_every_document_has_a_schema() -> None:
+    """Each command with --json has tables; each part that a type names is one of them."""
+    with_json = {name.removeprefix("mlagen ") for name, command, _ in commands() if command.params}
+    groups = {"mlagen", "cache", "kernel"}
+    assert DOCUMENTS.keys() == with_json - groups - {"doctor", "demo"}
+    for schema in DOCUMENTS.values():
+        types = " ".join(kind for part in schema.values() for kind in part.values())
+        assert {f"`{word}`" for word in types.split("`")[1::2]} == schema.keys() - {"the document"}
 
 
 def test_the_page_on_the_command_is_up_to_date() -> None:
-    """docs/reference/cli.md is generated; MLAGEN_ACCEPT=1 renews it."""
+    """Help texts in docs/reference/cli.md are generated; MLAGEN_ACCEPT=1 renews them."""
     page = REFERENCE / "cli.md"
     expected = render_page(page.read_text(encoding="utf-8"))
     if os.environ.get("MLAGEN_ACCEPT"):

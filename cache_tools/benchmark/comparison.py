@@ -8,15 +8,16 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from mlagen.errors import ArgumentError
 from mlagen.paths import is_regular, read_named
 from mlagen.values import reject, shown
 
-from ..output.schemas import Bench, require_document
 from .cases import Case
+from .outcomes import BENCH
 
+_SCALARS = {str: "a text", int: "an integer", float: "a finite number", bool: "a boolean"}
 _NUMBERS = ("us", "tflop_s", "gb_s", "roofline_share", "error")
 
 
@@ -80,13 +81,41 @@ def read_document(argument: str, path: Path) -> dict[str, Any]:
         document = json.loads(read_named(path))
     except (OSError, ValueError, RecursionError):
         document = None
-    if not isinstance(document, dict) or document.keys() != Bench.__annotations__.keys():
+    if not isinstance(document, dict) or document.keys() != BENCH.keys():
         raise ArgumentError(f"{argument}: expected results of mlagen bench --json, got {path}")
     where = f"{argument}: {path}"
-    require_document(document, Bench, where)
+    _require(document, BENCH, where)
     for number, case in enumerate(document["cases"]):
         _require_results(case, f"{where}.cases[{number}]")
     return document
+
+
+def _require(value: Any, kind: Any, where: str) -> None:
+    """Require a type of the document, with finite numbers."""
+    if isinstance(kind, list) or (isinstance(kind, dict) and ... in kind):
+        if not isinstance(value, type(kind)):
+            reject(where, "a list" if isinstance(kind, list) else "a map", shown(value))
+        (item_kind,) = kind if isinstance(kind, list) else kind.values()
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _require(item, item_kind, f"{where}[{key}]")
+    elif isinstance(kind, dict):
+        if not isinstance(value, dict) or value.keys() != kind.keys():
+            reject(where, f"fields {next(iter(kind))} to {list(kind)[-1]}", shown(value))
+        for name, field_kind in kind.items():
+            _require(value[name], field_kind, f"{where}.{name}")
+    elif not _is_scalar(value, kind):
+        plain, *null = get_args(kind) or (kind,)
+        reject(where, f"{_SCALARS[plain]}{' or null' if null else ''}", shown(value))
+
+
+def _is_scalar(value: object, kind: Any) -> bool:
+    of = (kind | int) if kind in {float, float | None} else kind
+    if not isinstance(value, of) or (isinstance(value, bool) and kind is not bool):
+        return False
+    try:
+        return not isinstance(value, (int, float)) or math.isfinite(value)
+    except OverflowError:  # an int that no float can hold
+        return False
 
 
 def _require_results(case: Mapping[str, Any], where: str) -> None:

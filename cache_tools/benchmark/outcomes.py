@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from mlagen import __version__
 
-from ..output import schemas
 from .cases import Case
 from .suites import MODES
 
@@ -66,6 +65,44 @@ class Measured:
     baselines: Mapping[str, Outcome] = field(default_factory=dict)
 
 
+# Objects of the document, with their fields in order; docs/reference/cli.md has their meaning. A
+# list has items of one type, and a dict of the name ``...`` values of one type.
+RESULT: dict[Any, Any] = {
+    **dict.fromkeys(("us", "tflop_s", "gb_s", "roofline_share", "error"), float | None),
+    "is_right": bool,
+    "problem": str | None,
+}
+CASE: dict[Any, Any] = {
+    **dict.fromkeys(("case", "mode", "family"), str),
+    **dict.fromkeys(("batch", "seq_len"), int),
+    "is_ragged": bool,
+    **dict.fromkeys(("tokens", "q_len", "heads", "kv_heads", "head_dim_qk", "head_dim_vo"), int),
+    **dict.fromkeys(("page_size", "top_k", "window_left"), int),
+    **dict.fromkeys(("dtype", "kv_dtype"), str),
+    **dict.fromkeys(("flop", "bytes"), int),
+    **dict.fromkeys(("flop_per_byte", "roofline_us"), float),
+    "bound_by": str,
+    "error_bound": float,
+    "input_sets": int,
+    "mlagen": RESULT,
+    "baselines": {...: RESULT},
+    "best_baseline": str | None,
+    "ratio": float | None,
+}
+BENCH: dict[Any, Any] = {
+    "mlagen": str,
+    "commit": str | None,
+    "gpu": str,
+    "driver": str | None,
+    **dict.fromkeys(("power_limit_w", "max_sm_mhz", "max_memory_mhz"), float | None),
+    "torch": str,
+    "nvrtc": str | None,
+    "baselines": {...: str},
+    "ceilings": {"read_gb_s": float, "bf16_tflop_s": float, "fp8_tflop_s": float | None},
+    "cases": [CASE],
+}
+
+
 def document_of(
     facts: Mapping[str, Any], ceilings: Ceilings, measured: Sequence[Measured]
 ) -> dict[str, Any]:
@@ -104,8 +141,7 @@ def _case_document(measured: Measured, ceilings: Ceilings) -> dict[str, Any]:
         "ratio": best_us / ours.us if ours.is_right(case) and best_us and ours.us else None,
     }
     # The other fields are properties of the case.
-    names = schemas.Case.__annotations__
-    return {name: made[name] if name in made else getattr(case, name) for name in names}
+    return {name: made[name] if name in made else getattr(case, name) for name in CASE}
 
 
 def _outcome_document(outcome: Outcome, case: Case, ceilings: Ceilings) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from mlagen.cache.files import DamageError
 from mlagen.errors import ArgumentError, CacheError
 
 from ..output.report import SHORT_KEY
-from ..output.schemas import Created, Resources
 
 if TYPE_CHECKING:
     from mlagen.cache.catalog import StoredEntry
@@ -110,14 +109,14 @@ def manifest_fields(stored: StoredEntry) -> dict[str, Any]:
         "dynamic_shared_bytes": facts["kernel"]["dynamic_shared_bytes"],
         "line_info": key_fields.get("line_info"),
         "compile_ms": facts["compile_ms"],
-        "created": {name: created.get(name) for name in Created.__annotations__},
+        "created": {name: created.get(name) for name in _CREATED_FIELDS},
         "created_by": manifest.created_by,
     }
 
 
 def resources_of(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the resources of a manifest, which may have further ones, in the schema's order."""
-    return [{name: kernel[name] for name in Resources.__annotations__} for kernel in kernels]
+    return [{name: kernel[name] for name in _RESOURCE_FIELDS} for kernel in kernels]
 
 
 def iso_time(seconds: float) -> str | None:
@@ -141,4 +140,9 @@ _MANIFEST_FIELDS = (
     "compile_ms",
     "created",
     "created_by",
+)
+_CREATED_FIELDS = ("because", "time", "host", "pid", "python", "mlagen")
+_RESOURCE_FIELDS = (
+    *("symbol", "registers", "stack_bytes", "spill_store_bytes", "spill_load_bytes"),
+    "static_shared_bytes",
 )

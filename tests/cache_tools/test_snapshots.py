@@ -16,9 +16,9 @@ from cache_tools.benchmark.outcomes import Outcome
 from cache_tools.cli import cli
 from cache_tools.commands import bench
 from cache_tools.commands.demo import print_demo
-from cache_tools.output.schemas import DOCUMENTS
 from mlagen.runtime import device
 from tests.cache.builds import TOOLCHAIN
+from tests.cli_documents import DOCUMENTS
 from tests.fake_machine import FAILED, FakeMachine
 from tests.fixture_types import Patch
 from tests.kernels import COMBINE
