@@ -1,4 +1,4 @@
-"""Merges of attention states against float64, and what they reject."""
+"""Merges of attention states against float64, emulated too, and what they reject."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from mlagen.cascade import merge_state, merge_state_in_place, merge_states
+from mlagen.families import states as family
 from mlagen.families.states import States, combine_states
+from mlagen.runtime.loader import LoadedKernel
+from mlagen.runtime.packing import ParameterPacking
+from mlagen.spec.kernel import KernelSpec
+from tests.emulator.emulated import COMPILER
+from tests.emulator.emulated import launch as emulate
+from tests.kernels import SM_80
 from tests.odd_values import nested
 from tests.problems.problem import bf16
 from tests.rejected import rejections, rejects
@@ -242,3 +249,32 @@ def test_a_merge_is_rejected(changes: dict[str, Any], message: str) -> None:
 
     with rejects(message):
         merge_state_in_place(**given | changes)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+class TestCascadeEmulated(TestCascade):
+    """Every merge, by emulated launches where a GPU would launch the kernel."""
+
+    @pytest.fixture(autouse=True)
+    def launches(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Return the CTAs of each launch."""
+        recorded: list[int] = []
+
+        def launch(kernel: LoadedKernel, blocks: int, _: bool, values: tuple[Any, ...]) -> None:
+            recorded.append(blocks)
+            emulate(kernel.spec, kernel.packing.struct.pack(*values), blocks, 0)
+
+        def loaded(spec: KernelSpec, _: int) -> LoadedKernel:
+            return LoadedKernel(spec, 0, ParameterPacking(spec), None, None)
+
+        monkeypatch.setattr(family, "_gpu_of", lambda _: 0)
+        monkeypatch.setattr(family, "arch_of_device", lambda _: SM_80)
+        monkeypatch.setattr(family, "kernel_for", loaded)
+        monkeypatch.setattr(family, "launch", launch)
+        return recorded
+
+    def test_rows_that_are_aligned_take_the_kernel(self, launches: list[int]) -> None:
+        """Also strided ones; four rows for a CTA."""
+        self.test_rows_do_not_depend_on_strides("cpu")
+
+        assert launches == [3, 3]

@@ -1,4 +1,4 @@
-"""The sm90 grouped-query kernel on the CPU: its own source, with fibers for threads."""
+"""The grouped-query kernels on the CPU: their own source, with fibers for threads."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from mlagen.families.gqa import tensor_maps as gqa_maps
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.problem import check_problem
 from mlagen.settings import current_settings
+from mlagen.spec.arch import Arch
 from tests.emulator.emulated import COMPILER, Emulated, encode, replace_launches
 from tests.families.launches import record_launches
+from tests.kernels import SM_80, SM_90A
 from tests.problems.batch_decode import decode_planned
 from tests.problems.entry_points import decode_gqa_with_lse, not_written
 from tests.problems.extremes import extreme_sinks
@@ -41,9 +43,11 @@ MANY = tuple(i * 37 % 300 for i in range(36))
 EIGHT = (300, 0, 17, 129, 256, 1, 700, 90)
 
 
-def given(name: str, sm_count: int, **facts: Any) -> Emulated[GqaCase]:
+def given(
+    name: str, sm_count: int = 1, *, has_cvt_e4m3: bool = False, **facts: Any
+) -> Emulated[GqaCase]:
     """Return a case on so many SMs."""
-    return Emulated(GqaCase(name=name, **facts), sm_count)
+    return Emulated(GqaCase(name=name, **facts), sm_count, has_cvt_e4m3)
 
 
 CASES = [
@@ -118,13 +122,35 @@ TOGETHER = [
     ),
 ]
 
+_MASKED: dict[str, Any] = {"mask": "random", "window": 40}
+_RAGGED: dict[str, Any] = {"seq_lens": (70, 50, 0, 33), "q_lens": (5, 0, 2, 3)}
+SM80_CASES = [
+    given("ragged lengths", seq_lens=(100, 17, 0), kv_heads=1, page_size=64),
+    given("splits", 16, seq_lens=(300, 40, 0), kv_heads=1, group=2, sink=2.0),
+    given("ragged queries", group=4, head_dim=64, dtype=FP16, layout="HND", **_RAGGED),
+    given(
+        "a draft mask and a window",
+        seq_lens=(130, 60),
+        kv_heads=1,
+        q_len=5,
+        head_dim=64,
+        **_MASKED,
+    ),
+    given("not causal", 9, seq_lens=(300, 3), q_len=9, head_dim=64, causal=False, sink=2.0),
+    given("e4m3 in software", seq_lens=(100,), kv="e4m3", kv_heads=1, head_dim=64),
+    given("e4m3 in and out", seq_lens=(100,), head_dim=64, **E4M3_OUT),
+    given("int8", seq_lens=(100,), kv="int8", output_scale=0.02, head_dim=64),
+    given("stacked", seq_lens=(70, 3), cache_layout="stacked", layout="HND", head_dim=64),
+    given("nvfp4 stacked", seq_lens=(70,), kv="nvfp4", cache_layout="stacked", head_dim=64),
+    given("nvfp4", 1, has_cvt_e4m3=True, seq_lens=(100, 30), kv="nvfp4", o_scale=0.5, head_dim=64),
+]
+
 Decode = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> Decode:
-    """Return what computes a problem by emulated launches, with as many SMs as are said."""
-    record_launches(monkeypatch)
+    """Return what computes a problem by emulated launches, of the sm80 kernel for its ``arch``."""
     counters = (ctypes.c_uint32 * (2 * _MAX_BLOCKS))()
 
     def run(
@@ -132,12 +158,18 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Decode:
         sm_count: int,
         seed: int,
         decode: Decode = decode_gqa_with_lse,
+        sm80_on: Arch | None = None,
         **changes: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        record_launches(monkeypatch, arch=sm80_on or SM_90A)
+
         def run(inputs: GqaArgs, *_: object) -> tuple[torch.Tensor, ...]:
             request = check_problem(inputs)
             on_gpu = replace(request, device=torch.device("cuda", 0))
-            call = gqa_launch.make_sm90_launcher(inputs, on_gpu, current_settings())
+            if sm80_on is None:
+                call = gqa_launch.make_sm90_launcher(inputs, on_gpu, current_settings())
+            else:
+                call = gqa_launch.make_sm80_launcher(inputs, on_gpu)
             return gqa_call.GQA.launch(replace(call, problem=request), inputs)
 
         replace_launches(monkeypatch, gqa_plan, sm_count=sm_count, seed=seed)
@@ -269,3 +301,34 @@ def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(
     out, _ = decoded(problem, 1, 1)
     assert out[0, 3].isnan().all()
     assert torch.equal(out[0, :3], expected[0, :3])
+
+
+@pytest.mark.parametrize("given", SM80_CASES, ids=lambda given: given.case.name)
+def test_an_sm80_kernel_is_right_in_whatever_order_warps_come(
+    given: Emulated[GqaCase], decoded: Decode
+) -> None:
+    """Within the tolerance of float64, and no copy is read before its thread has waited for it."""
+    problem = given.case.build("cpu")
+    for seed in range(2):
+        arch = SM_90A if given.has_cvt_e4m3 else SM_80
+        problem.check(*decoded(problem, given.sm_count, seed, sm80_on=arch))
+
+
+@pytest.mark.parametrize("sm_count", [1, 16], ids=["whole", "split"])
+def test_an_lse_of_sm80_may_be_natural(sm_count: int, decoded: Decode) -> None:
+    """The LSE of whole sequences and of splits is in the base of the call, sinks included."""
+    case = GqaCase(seq_lens=(300, 0), kv_heads=1, group=8, head_dim=64, sink=3.0)
+    problem = case.build("cpu")
+
+    result = decoded(problem, sm_count, 0, sm80_on=SM_80, return_lse_base="basee")
+    problem.check(*result, natural=True)
+
+
+@pytest.mark.parametrize("kv", ["16-bit", "nvfp4"])
+def test_page_ids_of_a_plan_are_flat_for_sm80(kv: str, decoded: Decode) -> None:
+    """Each request reads its own page ids, for its rows and for their scales."""
+    case = GqaCase(seq_lens=(100, 0, 40), kv=kv, head_dim=64, kv_heads=1)
+
+    problem = case.build("cpu")
+
+    problem.check(*decoded(problem, 8, 0, decode=decode_planned, sm80_on=SM_80))
