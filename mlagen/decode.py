@@ -18,7 +18,7 @@ from mlagen.gqa.wrapper import (
     fast_decode_plan,
 )
 from mlagen.mla.trtllm import trtllm_batch_decode_with_kv_cache_mla
-from mlagen.mla.xqa_decode import xqa_batch_decode_with_kv_cache_mla
+from mlagen.mla.xqa import xqa_batch_decode_with_kv_cache_mla
 from mlagen.torch_ops.outputs import gqa_outputs
 from mlagen.torch_ops.traced import Op
 

@@ -21,7 +21,7 @@ from mlagen.families.common.xqa_arguments import (
 )
 from mlagen.families.gqa.args import LAYOUTS, GqaArgNames, GqaArgs, positive_factor, window_of
 from mlagen.families.gqa.dispatch import GQA
-from mlagen.mla.xqa_mla import xqa_mla
+from mlagen.mla.xqa import xqa_mla
 from mlagen.torch_ops.outputs import unused_by_xqa, xqa_outputs
 from mlagen.torch_ops.traced import Op
 

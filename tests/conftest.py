@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from mlagen import jit
-from mlagen.families.mla import plan_sm90 as plan_mla_sm90
-from mlagen.families.mla import select as mla_plan
+from mlagen.families.mla import plan as mla_plan
+from mlagen.families.mla import plan as plan_mla_sm90
 from mlagen.settings import current_settings
 from tests.built_once import share_in
 from tests.kernels import clear_caches, copy_templates

@@ -14,10 +14,10 @@ from mlagen.families.common.dispatch import Dispatcher
 from mlagen.families.common.launchers import Launcher
 from mlagen.families.common.problem import ProblemShape
 from mlagen.families.gqa import dispatch as gqa_call
-from mlagen.families.gqa import select as gqa_plan
+from mlagen.families.gqa import plan as gqa_plan
 from mlagen.families.mla import dispatch as mla_call
-from mlagen.families.mla import select as mla_plan
-from mlagen.families.mla.plan_sm90 import choose_block_m
+from mlagen.families.mla import plan as mla_plan
+from mlagen.families.mla.plan import choose_block_m
 from mlagen.settings import current_settings
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
 

@@ -15,7 +15,7 @@ from mlagen.entry_point import OUT, entry_point
 from mlagen.errors import ArgumentError
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.dispatch import MLA
-from mlagen.mla import trtllm, xqa_decode
+from mlagen.mla import trtllm, xqa
 from tests.families.entry_points import ROWS, make_entry_point
 from tests.fixture_types import Patch
 
@@ -98,7 +98,7 @@ def test_the_text_of_an_entry_point_can_be_read() -> None:
     assert frames[1].line.startswith("outputs = dispatch(")
 
 
-@pytest.mark.parametrize("module", [trtllm, xqa_decode])
+@pytest.mark.parametrize("module", [trtllm, xqa])
 def test_an_entry_point_has_the_signature_of_its_function(module: Any) -> None:
     """Parameters, defaults, annotations and the docstring; and the type of its result."""
     (function,) = [

@@ -15,7 +15,7 @@ import torch
 from mlagen.families.common import launchers
 from mlagen.families.gqa import dispatch as gqa_call
 from mlagen.families.gqa import launch as gqa_launch
-from mlagen.families.gqa import select as gqa_plan
+from mlagen.families.gqa import plan as gqa_plan
 from mlagen.families.gqa import tensor_maps as gqa_maps
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.problem import check_problem

@@ -12,7 +12,7 @@ import torch
 from mlagen.families.common import launchers
 from mlagen.families.mla import dispatch as mla_call
 from mlagen.families.mla import launch as mla_launch
-from mlagen.families.mla import select as mla_plan
+from mlagen.families.mla import plan as mla_plan
 from mlagen.families.mla import tensor_maps as mla_maps
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.problem import check_problem

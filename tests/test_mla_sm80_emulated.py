@@ -11,7 +11,7 @@ import torch
 
 from mlagen.families.mla import dispatch as mla_call
 from mlagen.families.mla import launch as mla_launch
-from mlagen.families.mla import select as mla_plan
+from mlagen.families.mla import plan as mla_plan
 from mlagen.families.mla.problem import check_problem
 from mlagen.spec.dtype import ROW_FORMATS, DType
 from tests.emulator.emulated import COMPILER, Emulated, replace_launches

@@ -23,12 +23,21 @@ from mlagen.families.common.plan_sm80 import Sm80Plan, max_sm80_bytes_per_sm
 from mlagen.families.common.problem import ProblemShape
 from mlagen.families.gqa import launch as gqa_launch
 from mlagen.families.gqa.args import window_of
-from mlagen.families.gqa.plan_sm90 import GqaSm90Plan, gqa_sm90_bytes_per_cta
-from mlagen.families.gqa.select import attended_tokens, plan_gqa_sm80_call, plan_gqa_sm90_call
+from mlagen.families.gqa.plan import (
+    GqaSm90Plan,
+    attended_tokens,
+    gqa_sm90_bytes_per_cta,
+    plan_gqa_sm80_call,
+    plan_gqa_sm90_call,
+)
 from mlagen.families.mla.launch import not_covered
-from mlagen.families.mla.plan_sm90 import MlaSm90Plan, mla_sm90_bytes_per_cta
+from mlagen.families.mla.plan import (
+    MlaSm90Plan,
+    mla_sm90_bytes_per_cta,
+    plan_mla_sm80_call,
+    plan_mla_sm90_call,
+)
 from mlagen.families.mla.problem import KV_DTYPES, QUERY_DTYPES
-from mlagen.families.mla.select import plan_mla_sm80_call, plan_mla_sm90_call
 from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch

@@ -16,7 +16,7 @@ from mlagen.mla.masks import (
 )
 from mlagen.mla.trtllm import trtllm_batch_decode_with_kv_cache_mla
 from mlagen.mla.wrapper import BatchMLAPagedAttentionWrapper
-from mlagen.mla.xqa_decode import xqa_batch_decode_with_kv_cache_mla
+from mlagen.mla.xqa import xqa_batch_decode_with_kv_cache_mla
 
 __all__ = [
     "AndMask",

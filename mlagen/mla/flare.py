@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+import inspect
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -27,31 +28,31 @@ from mlagen.families.mla.dispatch import MLA
 from mlagen.families.mla.problem import check_problem
 from mlagen.families.workspace import max_workspace_bytes
 from mlagen.mla.direct import run_mla
-from mlagen.mla.flare_kv import (
+from mlagen.mla.flare_operands import (
     Keys,
     PagedKVCache,
-    as_int32,
-    dense_keys,
-    keys_without_table,
-    paged_keys,
-    positions_of,
-)
-from mlagen.mla.flare_op import call_op, define_op
-from mlagen.mla.flare_q import (
     Queries,
+    as_int32,
     compute_padded,
     compute_ragged,
+    dense_keys,
+    keys_without_table,
     padded_queries,
+    paged_keys,
+    positions_of,
     ragged_queries,
 )
-from mlagen.mla.masks import CausalMask, Mask, NullMask, empty_bias
+from mlagen.mla.masks import CausalMask, Mask, NullMask, code_of, empty_bias, mask_of
 from mlagen.observe.observed import is_observed, observe
 from mlagen.settings import current_settings
-from mlagen.torch_ops.traced import is_compiling, is_traced
+from mlagen.torch_ops.outputs import mla_dtype
+from mlagen.torch_ops.traced import Op, as_op, define_ops, is_compiling, is_traced
 
 __all__ = ["PagedKVCache", "flare_mla_decoding"]
 
 _LATENT_DIM, _ROPE_DIM = 512, 64
+
+_CACHE = ("block_table", "cache_lengths", "k_scales")  # of a paged cache, in the op
 
 # The masks that are not materialized, by whether they are causal.
 _UNBIASED = (NullMask, CausalMask)
@@ -59,6 +60,22 @@ _UNBIASED = (NullMask, CausalMask)
 # Larger block tables and masks cost more than a separate check of the call without them, which
 # comes first then.
 _MAX_UNCHECKED = 1 << 16
+
+
+class FlareCall(NamedTuple):
+    """The arguments of a call."""
+
+    q: torch.Tensor
+    k: torch.Tensor | PagedKVCache
+    mask: Mask
+    valid_length: torch.Tensor | None
+    scale: float | torch.Tensor
+    output: torch.Tensor | None
+    ragged: bool
+    num_partitions: int | None
+    q_scale: torch.Tensor | None
+    per_token_scale_rope_aware: bool
+    kv_scales: torch.Tensor | None
 
 
 def flare_mla_decoding(
@@ -133,31 +150,16 @@ def flare_mla_decoding(
     Signature of ``flare_mla_decoding`` in Modular's ``nn.mla``, without its context, scalar buffer
     and unused offsets.
     """
-    others = (q_scale, per_token_scale_rope_aware, kv_scales)
+    others: Any = (output, ragged, num_partitions, q_scale, per_token_scale_rope_aware, kv_scales)
     if is_compiling() or is_traced():
-        return call_op(q, k, mask, valid_length, scale, output, ragged, num_partitions, *others)
+        return _call_op(q, k, mask, valid_length, scale, *others)
     if current_settings().observes_calls and not is_observed():
-        given = {
-            "q": q,
-            "k": k,
-            "mask": mask,
-            "valid_length": valid_length,
-            "scale": scale,
-            "output": output,
-            "ragged": ragged,
-            "num_partitions": num_partitions,
-            "q_scale": q_scale,
-            "per_token_scale_rope_aware": per_token_scale_rope_aware,
-            "kv_scales": kv_scales,
-        }
+        given = FlareCall(q, k, mask, valid_length, scale, *others)._asdict()
         return cast("torch.Tensor", observe(flare_mla_decoding, given))
     if isinstance(k, PagedKVCache) and mask.__class__ in _UNBIASED:
-        is_causal = mask.__class__ is CausalMask
         cache = (k.blocks, k.block_table, k.cache_lengths, k.scales)
-        return _decode_paged(
-            q, *cache, is_causal, valid_length, scale, output, ragged, num_partitions, *others
-        )
-    args, _ = _args_of(q, k, mask, valid_length, scale, output, ragged, num_partitions, *others)
+        return _decode_paged(q, *cache, mask.__class__ is CausalMask, valid_length, scale, *others)
+    args, _ = _args_of(FlareCall(q, k, mask, valid_length, scale, *others))
     (result,) = run_mla(*args)
     return result if output is None else output
 
@@ -181,10 +183,8 @@ def _decode_paged(
 ) -> MlaArgs:
     """Return the arguments of a call over a paged cache with a mask that is not materialized."""
     k, mask = PagedKVCache(blocks, block_table, cache_lengths, scales), _UNBIASED[is_causal]()
-    others = (q_scale, per_token_scale_rope_aware, kv_scales)
-    args, queries = _args_of(
-        q, k, mask, valid_length, scale, output, ragged, num_partitions, *others
-    )
+    others = (output, ragged, num_partitions, q_scale, per_token_scale_rope_aware, kv_scales)
+    args, queries = _args_of(FlareCall(q, k, mask, valid_length, scale, *others))
     compute = compute_ragged if ragged else compute_padded
 
     def computed_of(
@@ -202,31 +202,61 @@ def _decode_paged(
     return args._replace(computed=computed)
 
 
-define_op(flare_mla_decoding)
+def _define_op() -> None:
+    """Define the op of the entry point, with cache and mask as tensors and a word."""
+
+    def entry(**given: Any) -> torch.Tensor:
+        k, table, lengths, scales = (given.pop(name) for name in ("k", *_CACHE))
+        tensors = given.pop("mask_tensors")
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        given["mask"] = mask_of(given["mask"], tensors)
+        keys = k if table is None else PagedKVCache(k, table, lengths, scales)
+        return flare_mla_decoding(k=keys, **given)
+
+    own = inspect.signature(flare_mla_decoding).parameters
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    types = {"k": "torch.Tensor", **dict.fromkeys(_CACHE, "torch.Tensor | None"), "mask": "str"}
+    parts = {"q": "torch.Tensor", **types, "mask_tensors": "list[torch.Tensor]"}
+    parameters = [inspect.Parameter(name, kind, annotation=part) for name, part in parts.items()]
+    others = [parameter.replace(kind=kind) for name, parameter in own.items() if name not in parts]
+    vars(entry)["__signature__"] = inspect.Signature([*parameters, *others])
+    entry.__name__ = flare_mla_decoding.__name__
+    define_ops(entry, Op(outputs=_outputs))
 
 
-def _args_of(
-    q: torch.Tensor,
-    k: torch.Tensor | PagedKVCache,
-    mask: Mask,
-    valid_length: torch.Tensor | None,
-    scale: float | torch.Tensor,
-    output: torch.Tensor | None,
-    ragged: bool,
-    num_partitions: int | None,
-    q_scale: torch.Tensor | None,
-    per_token_scale_rope_aware: bool,
-    kv_scales: torch.Tensor | None,
-) -> tuple[MlaArgs, Queries]:
+def _outputs(given: dict[str, Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    query = given["q"]
+    return [((*query.shape[:-1], _LATENT_DIM), mla_dtype(query))]
+
+
+def _call_op(
+    q: torch.Tensor, k: torch.Tensor | PagedKVCache, mask: Mask, *others: Any
+) -> torch.Tensor:
+    """Return the result of the entry point, computed by its op; a compiler traces this."""
+    tensors: list[torch.Tensor] = []
+    if not isinstance(mask, Mask):
+        reject("mask", "a mask of mlagen.mla", type(mask).__name__)
+    code = code_of(mask, tensors)
+    parts: tuple[Any, ...] = (k, None, None, None)
+    if isinstance(k, PagedKVCache):
+        parts = (k.blocks, k.block_table, k.cache_lengths, k.scales)
+    result: torch.Tensor = as_op("flare_mla_decoding", q, *parts, code, tensors, *others)
+    return result
+
+
+_define_op()
+
+
+def _args_of(call: FlareCall) -> tuple[MlaArgs, Queries]:
     """Return the arguments of a call, after the checks that are not those of all MLA calls."""
-    ragged = require_flag(ragged, "ragged")
-    is_fp8_per_token = require_flag(per_token_scale_rope_aware, "per_token_scale_rope_aware")
-    others = {"valid_length": valid_length, "output": output}
-    _check_memory(q=q, k=k, mask=mask, **others, q_scale=q_scale, kv_scales=kv_scales)
+    q, k, mask, output = call.q, call.k, call.mask, call.output
+    ragged, name = require_flag(call.ragged, "ragged"), "per_token_scale_rope_aware"
+    is_fp8_per_token = require_flag(call.per_token_scale_rope_aware, name)
+    _check_memory(**call._asdict())
     require_dims(require_tensor(q, "q"), "q", (3,) if ragged else (4,))
     require(isinstance(mask, Mask), "mask", "a mask of mlagen.mla", type(mask).__name__)
-    if num_partitions is not None:
-        require_whole_number(num_partitions, "num_partitions", min_value=1)
+    if call.num_partitions is not None:
+        require_whole_number(call.num_partitions, "num_partitions", min_value=1)
     if output is not None:
         require_shape(require_tensor(output, "output"), "output", ((*q.shape[:-1], _LATENT_DIM),))
         require_contiguous(output, "output")
@@ -237,7 +267,8 @@ def _args_of(
             reject(keys.names.kv_scales, "a tensor with per_token_scale_rope_aware", None)
         needs_rows = not isinstance(mask, _UNBIASED)
         make_queries = ragged_queries if ragged else padded_queries
-        queries = make_queries(q, keys, valid_length, needs_rows=needs_rows and not is_layout_check)
+        has_rows = needs_rows and not is_layout_check
+        queries = make_queries(q, keys, call.valid_length, needs_rows=has_rows)
         bias = None if queries.rows is None else mask.bias(queries.rows)
         if needs_rows and is_layout_check:
             bias = empty_bias(mask, q, keys.block_table.shape[0])
@@ -251,11 +282,11 @@ def _args_of(
             seq_lens=queries.seq_lens,
             max_seq_len=0 if is_layout_check else min(keys.width, INT32_MAX),
             out=None if output is None else output.view(*queries.query.shape[:-1], _LATENT_DIM),
-            bmm1_scale=scale,
+            bmm1_scale=call.scale,
             cum_seq_lens_q=queries.cu_seqlens_q,
             max_q_len=queries.max_q_len,
             is_causal=isinstance(mask, CausalMask),
-            query_scales=None if q_scale is None else _flat_scales(q_scale),
+            query_scales=None if call.q_scale is None else _flat_scales(call.q_scale),
             kv_scales=keys.scales,
             bias=bias,
             is_fp8_per_token=is_fp8_per_token,
@@ -265,9 +296,10 @@ def _args_of(
         return args, queries
 
     if positions_of(k) > _MAX_UNCHECKED:
-        args_to_check, _ = args_of(keys_without_table(k, kv_scales), is_layout_check=True)
+        args_to_check, _ = args_of(keys_without_table(k, call.kv_scales), is_layout_check=True)
         check_problem(canonical_numbers(args_to_check))
-    keys = paged_keys(k, kv_scales) if isinstance(k, PagedKVCache) else dense_keys(k, kv_scales)
+    keys_of: Any = paged_keys if isinstance(k, PagedKVCache) else dense_keys
+    keys = keys_of(k, call.kv_scales)
     return args_of(keys, is_layout_check=False)
 
 

@@ -34,7 +34,7 @@ from mlagen.families.mla.dispatch import MLA
 from mlagen.mla.contract import FP8_DTYPES
 from mlagen.mla.plan import DENSE_NAMES, RANK, MlaSettings, settings_of_run
 from mlagen.planned.op import PlannedOp
-from mlagen.planned.plan import Plan, settings_of
+from mlagen.planned.plan import Plan, settings_of, with_fields
 from mlagen.torch_ops.outputs import mla_dtype
 
 _NAMES = MlaArgNames(
@@ -47,7 +47,7 @@ _NAMES = MlaArgNames(
 
 
 class MlaRun(NamedTuple):
-    """The arguments of a run, as those of :func:`run_planned`."""
+    """The arguments of a run."""
 
     q_nope: torch.Tensor
     q_pe: torch.Tensor | None
@@ -68,56 +68,19 @@ class MlaRun(NamedTuple):
 
 
 @entry_point(MLA, outputs="out lse", returns=ALL, plan="plan")
+@with_fields(MlaRun)
 def run_planned(
-    plan: Plan[MlaSettings],
-    float_workspace_buffer: torch.Tensor,
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor | None,
-    ckv_cache: torch.Tensor,
-    kpe_cache: torch.Tensor | None,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    return_lse: bool = False,
-    return_lse_base_on_e: bool = False,
-    ckv_scale: float | None = None,
-    ckv_scale_arr: torch.Tensor | None = None,
-    kpe_scale: float | None = None,
-    o_scale: float | None = None,
-    sinks: torch.Tensor | None = None,
-    skip_softmax_threshold_scale_factor: float | None = None,
-    bmm1_scale: float | None = None,
-    bmm2_scale: float | None = None,
+    plan: Plan[MlaSettings], float_workspace_buffer: torch.Tensor, run: MlaRun
 ) -> MlaArgs:
     """Return the arguments of a run, whose tensors are checked against its plan.
 
     A query in one tensor is ``q_nope`` without ``q_pe``, and a cache likewise. The output is
     divided by ``o_scale``.
     """
-    return_lse = require_flag(return_lse, "return_lse")
-    is_natural = require_flag(return_lse_base_on_e, "return_lse_base_on_e")
-    run = MlaRun(
-        q_nope,
-        q_pe,
-        ckv_cache,
-        kpe_cache,
-        out,
-        lse,
-        return_lse,
-        is_natural,
-        ckv_scale,
-        ckv_scale_arr,
-        kpe_scale,
-        o_scale,
-        sinks,
-        skip_softmax_threshold_scale_factor,
-        bmm1_scale,
-        bmm2_scale,
+    run = run._replace(
+        return_lse=require_flag(run.return_lse, "return_lse"),
+        return_lse_base_on_e=require_flag(run.return_lse_base_on_e, "return_lse_base_on_e"),
     )
-    return _args_of(plan, float_workspace_buffer, run)
-
-
-def _args_of(plan: Plan[MlaSettings], workspace: torch.Tensor, run: MlaRun) -> MlaArgs:
-    """Return the arguments of the kernels for those of a run, which are checked."""
     settings, requests, out = plan.settings, plan.requests, run.out
     if settings.contract is not None:
         settings.contract.check(run)
@@ -153,7 +116,7 @@ def _args_of(plan: Plan[MlaSettings], workspace: torch.Tensor, run: MlaRun) -> M
     return MlaArgs(
         query=query,
         kv_cache=run.ckv_cache,
-        workspace_buffer=workspace,
+        workspace_buffer=float_workspace_buffer,
         kv_lora_rank=settings.head_dim_ckv,
         qk_rope_head_dim=settings.head_dim_kpe,
         block_tables=requests.kv_indices,

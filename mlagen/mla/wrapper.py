@@ -353,10 +353,10 @@ class BatchMLAPagedAttentionWrapper:
             *(ckv_scale, ckv_scale_arr, kpe_scale, o_scale, sinks),
             *(skip_softmax_threshold_scale_factor, bmm1_scale, bmm2_scale),
         )
-        run, plan, workspace, fp8_out = MlaRun(*run), self._plan, self._workspace, None
+        plan, workspace, fp8_out = self._plan, self._workspace, None
         tables = kv_len is not None or page_table is not None
         if plan is None or tables or profiler_buffer is not None or o_scale is not None:
-            plan, run, fp8_out = self._prepared(run, kv_len, page_table, profiler_buffer)
+            plan, run, fp8_out = self._prepared(MlaRun(*run), kv_len, page_table, profiler_buffer)
         is_graph = self._is_graph or not plan.text  # a run without a plan reads the caller's tables
         if is_compiling() or is_traced():
             outputs = OP.call(plan, workspace, run)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
@@ -73,3 +74,20 @@ def _with_dtypes(values: dict[str, Any]) -> dict[str, Any]:
         else value
         for name, value in values.items()
     }
+
+
+def with_fields(kind: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator: the last parameter, a named tuple, becomes one for each of its fields."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        def spread(plan: Plan[Any], workspace: torch.Tensor, *run: Any) -> Any:
+            return function(plan, workspace, kind(*run))
+
+        own = tuple(inspect.signature(function).parameters.values())[:2]
+        fields = inspect.signature(kind).parameters.values()
+        vars(spread)["__signature__"] = inspect.Signature([*own, *fields])
+        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+            setattr(spread, name, getattr(function, name))
+        return spread
+
+    return decorate

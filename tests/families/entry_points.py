@@ -20,7 +20,7 @@ from mlagen.families.common import launchers
 from mlagen.families.common.dispatch import Dispatcher
 from mlagen.families.gqa.dispatch import GQA
 from mlagen.families.mla.dispatch import MLA
-from mlagen.mla import flare, flare_q
+from mlagen.mla import flare, flare_operands
 from mlagen.settings import current_settings
 from tests.families.launches import Case, Launches, record_launches
 from tests.families.planned_runs import planned, planned_packed, run_wrapper
@@ -267,14 +267,14 @@ def make_entry_point(monkeypatch: Patch, row: Row) -> EntryPoint:
     def new_output(shape: tuple[int, ...], dtype: torch.dtype, _: object) -> torch.Tensor:
         return _OUT.flatten().view(dtype)[: math.prod(shape)].view(shape)
 
-    compute: Any = flare_q.compute_padded
+    compute: Any = flare_operands.compute_padded
 
     def compute_padded(*given: Any, **needs: bool) -> Any:
         queries = compute(*given, **needs)
         lengths = LENGTHS[: queries.seq_lens.numel()].copy_(queries.seq_lens)
         return queries._replace(seq_lens=lengths)
 
-    for module in (flare, flare_q):
+    for module in (flare, flare_operands):
         monkeypatch.setattr(module, "compute_padded", compute_padded)
     monkeypatch.setattr(calls.family, "validate", on_gpu)
     monkeypatch.setattr(calls, "plan", count_plan)

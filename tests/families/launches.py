@@ -15,12 +15,12 @@ from mlagen.families import workspace
 from mlagen.families.common import launchers as calls
 from mlagen.families.gqa import dispatch as gqa_call
 from mlagen.families.gqa import launch as gqa_launch
-from mlagen.families.gqa import select as gqa_plan
+from mlagen.families.gqa import plan as gqa_plan
 from mlagen.families.gqa import tensor_maps as gqa_maps
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.mla import dispatch as mla_call
 from mlagen.families.mla import launch as mla_launch
-from mlagen.families.mla import select as mla_plan
+from mlagen.families.mla import plan as mla_plan
 from mlagen.families.mla import tensor_maps as mla_maps
 from mlagen.families.mla.args import MlaArgs
 from mlagen.runtime.device import DeviceFacts

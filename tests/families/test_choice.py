@@ -11,7 +11,7 @@ import torch
 
 from mlagen.errors import DriverError, UnsupportedError
 from mlagen.families.gqa import launch as gqa_launch
-from mlagen.families.gqa import select as gqa_plan
+from mlagen.families.gqa import plan as gqa_plan
 from mlagen.families.gqa import tensor_maps as gqa_maps
 from mlagen.families.mla import launch as mla_launch
 from mlagen.families.mla import tensor_maps as mla_maps

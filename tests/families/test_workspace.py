@@ -14,9 +14,9 @@ import mlagen
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.families import workspace
 from mlagen.families.common.plan_sm80 import plan_mla_sm80
-from mlagen.families.gqa import select as gqa_select
+from mlagen.families.gqa import plan as gqa_select
 from mlagen.families.mla import launch as mla_launch
-from mlagen.families.mla import select as mla_plan
+from mlagen.families.mla import plan as mla_plan
 from mlagen.families.workspace import _max_bytes_per_sm
 from mlagen.runtime import device
 from mlagen.settings import current_settings

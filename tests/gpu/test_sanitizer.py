@@ -20,11 +20,11 @@ _SANITIZER = shutil.which("compute-sanitizer")
 # ragged.
 _MLA_CASES = """
 import torch
-from mlagen.families.mla import plan_sm90, select
+from mlagen.families.mla import plan
 from tests.problems.mla import MlaCase
 from tests.problems.entry_points import compute
-plan_sm90.is_small_call = lambda *_: False
-select.choose_block_m = lambda spec, *_: spec.block_m
+plan.is_small_call = lambda *_: False
+plan.choose_block_m = lambda spec, *_: spec.block_m
 fp16, e4m3 = torch.float16, torch.float8_e4m3fn
 for case in (
     MlaCase(name="16 rows", seq_lens=(0, 5, 70), heads=16, page_size=16),

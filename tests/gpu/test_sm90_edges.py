@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mlagen.families.mla import dispatch as mla_dispatch
-from mlagen.families.mla import plan_sm90 as plan_mla_sm90
-from mlagen.families.mla.plan_sm90 import is_small_call
+from mlagen.families.mla import plan as plan_mla_sm90
+from mlagen.families.mla.plan import is_small_call
 from mlagen.settings import current_settings
 from mlagen.spec.mla.sm90_fp8kv import MlaSm90Fp8KvSpec
 from tests.gpu.test_sm90 import FP8_DS_MLA, FP8KV_HEADS, PAGES, repeat

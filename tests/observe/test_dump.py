@@ -87,7 +87,7 @@ def test_a_process_that_ends_in_a_call_has_dumped_it(folder: Path, monkeypatch: 
     def end(*_: Any, **__: Any) -> None:
         raise EndError
 
-    monkeypatch.setattr("mlagen.mla.xqa_decode.MLA.run", end)
+    monkeypatch.setattr("mlagen.mla.xqa.MLA.run", end)
     function, arguments = built("xqa_batch_mla")
     with pytest.raises(EndError):
         function(**arguments)

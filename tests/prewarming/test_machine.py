@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import mlagen
-from mlagen.families.gqa import select as gqa_plan
-from mlagen.families.mla import select as mla_plan
+from mlagen.families.gqa import plan as gqa_plan
+from mlagen.families.mla import plan as mla_plan
 from mlagen.models.config import GqaModel, MlaModel, find_model
 from mlagen.models.kernels import ServingOptions, model_specs
 from mlagen.prewarming import machine, run

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mlagen.families.common.problem import ProblemShape
-from mlagen.families.mla.plan_sm90 import plan_mla_sm90
+from mlagen.families.mla.plan import plan_mla_sm90
 from mlagen.spec.mla.sm90 import MlaSm90Spec
 from tests.emulator.scheduled import Schedule, TileScheduler, WorkItem
 

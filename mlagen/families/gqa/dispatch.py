@@ -7,11 +7,10 @@ from operator import attrgetter
 from mlagen.families.common.dispatch import Dispatcher
 from mlagen.families.common.memory import check_memory
 from mlagen.families.gqa.args import GqaArgs, canonical_numbers
-from mlagen.families.gqa.debug_checks import check_contents
 from mlagen.families.gqa.launch import make_sm80_launcher, make_sm90_launcher
-from mlagen.families.gqa.problem import GqaProblem, check_problem
+from mlagen.families.gqa.plan import shape_of
+from mlagen.families.gqa.problem import GqaProblem, check_contents, check_problem
 from mlagen.families.gqa.reference import decode_gqa
-from mlagen.families.gqa.select import shape_of
 
 
 class GqaFamily:

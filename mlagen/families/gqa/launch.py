@@ -20,7 +20,13 @@ from mlagen.families.common.launchers import (
     plan_within,
 )
 from mlagen.families.gqa.args import GqaArgs
-from mlagen.families.gqa.plan_sm90 import GqaSm90Plan, fits_in_int32
+from mlagen.families.gqa.plan import (
+    GqaSm90Plan,
+    fits_in_int32,
+    plan_gqa_sm80_call,
+    plan_gqa_sm90_call,
+    shape_of,
+)
 from mlagen.families.gqa.problem import (
     MASK_ALIGNMENT_BYTES,
     MAX_TOKENS,
@@ -28,7 +34,6 @@ from mlagen.families.gqa.problem import (
     alignment_of,
     check_pointers,
 )
-from mlagen.families.gqa.select import plan_gqa_sm80_call, plan_gqa_sm90_call, shape_of
 from mlagen.families.gqa.tensor_maps import GqaCacheMaps, GqaTensorMapLayout, maps_of
 from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.partition import WHOLE_GPU

@@ -33,6 +33,13 @@ from mlagen.families.common.arguments import (
     require_shape,
     require_tensor,
 )
+from mlagen.families.common.device_checks import (
+    check_seq_lens,
+    check_tables,
+    query_lengths,
+    require_no_capture,
+    table_capacity,
+)
 from mlagen.families.common.launchers import LSE_FACTORS
 from mlagen.families.common.problem import Problem, checked_tables, require_scratch_and_scales
 from mlagen.families.gqa.args import GqaArgs
@@ -380,3 +387,36 @@ def _offset(kv: torch.Tensor | None) -> int:
     if kv is None or kv.shape[1] == 1:
         return 0
     return kv.stride(1) * kv.element_size()
+
+
+def check_contents(args: GqaArgs, problem: GqaProblem) -> None:
+    """Reject inconsistent lengths, tables and offsets; synchronizes with the device.
+
+    Raises
+    ------
+    ArgumentError
+        If a value is inconsistent; the message names request and index.
+    CaptureError
+        If a CUDA graph is being captured.
+    """
+    require_no_capture(args.query)
+    names, page_size = args.names, problem.variant.page_size
+    q_lens = torch.full((problem.batch,), problem.max_q_len, dtype=torch.int64, device="cpu")
+    if args.cum_seq_lens_q is not None:
+        q_lens = query_lengths(args.cum_seq_lens_q, names.cum_seq_lens_q, problem.tokens)
+        for request, q_len in enumerate(q_lens.tolist()):
+            if q_len > problem.max_q_len:
+                rule = f"{problem.max_q_len} ({names.q_len}) or less"
+                reject(f"{names.cum_seq_lens_q}.diff()[{request}]", rule, q_len)
+    capacity: int | torch.Tensor = problem.max_pages * page_size
+    if args.kv_indptr is not None:
+        capacity = table_capacity(
+            args.kv_indptr, names.kv_indptr, page_ids=problem.max_pages, page_size=page_size
+        )
+    seq_lens = check_seq_lens(
+        args.seq_lens.flatten(),
+        names.seq_lens,
+        capacity=capacity,
+        q_lens=q_lens if args.is_causal and args.kv_indptr is None else None,
+    )
+    check_tables(args, problem, seq_lens, page_size)

@@ -7,11 +7,10 @@ from operator import attrgetter
 from mlagen.families.common.dispatch import Dispatcher
 from mlagen.families.common.memory import check_memory
 from mlagen.families.mla.args import MlaArgs, canonical_numbers
-from mlagen.families.mla.debug_checks import check_contents
 from mlagen.families.mla.launch import make_sm80_launcher, make_sm90_launcher
-from mlagen.families.mla.problem import MlaProblem, check_problem
+from mlagen.families.mla.plan import shape_of
+from mlagen.families.mla.problem import MlaProblem, check_contents, check_problem
 from mlagen.families.mla.reference import decode_mla
-from mlagen.families.mla.select import shape_of
 
 
 class MlaFamily:

@@ -22,14 +22,14 @@ from mlagen.families.common.launchers import (
     plan_within,
 )
 from mlagen.families.mla.args import MlaArgs
-from mlagen.families.mla.plan_sm90 import fits_in_int32
-from mlagen.families.mla.problem import MlaProblem, check_pointers
-from mlagen.families.mla.select import (
+from mlagen.families.mla.plan import (
+    fits_in_int32,
     plan_mla_sm80_call,
     plan_mla_sm90_call,
     schedule_id_of,
     shape_of,
 )
+from mlagen.families.mla.problem import MlaProblem, check_pointers
 from mlagen.families.mla.tensor_maps import CacheMaps, TensorMapLayout, maps_of
 from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.partition import NO_COOPERATION, WHOLE_GPU

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlagen.families.common.plan_sm80 import Sm80Plan, plan_gqa_sm80, plan_mla_sm80
 from mlagen.families.common.problem import ProblemShape
-from mlagen.families.gqa import select as gqa_select
+from mlagen.families.gqa import plan as gqa_select
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.sm80 import GqaSm80Spec
 from mlagen.spec.gqa.variant import GqaVariant

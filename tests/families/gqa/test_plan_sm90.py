@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlagen.families.common.problem import ProblemShape
-from mlagen.families.gqa.plan_sm90 import (
+from mlagen.families.gqa.plan import (
     GqaSm90Plan,
     choose_kv_heads_per_cta,
     fits_in_int32,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlagen.families.common.problem import ProblemShape
-from mlagen.families.mla.plan_sm90 import MlaSm90Plan, choose_block_m, fits_in_int32, plan_mla_sm90
+from mlagen.families.mla.plan import MlaSm90Plan, choose_block_m, fits_in_int32, plan_mla_sm90
 from mlagen.spec.dtype import DType
 from mlagen.spec.mla.sm90 import MlaSm90Spec
 from tests.families.shapes import SMS, mla_shape
