@@ -138,12 +138,20 @@ def _is_ours(file: File) -> bool:
 
 
 class Roles(Extension):
-    """Makes ``:func:`name``` of a docstring a link to what it names, where that has a section."""
+    """Makes ``:func:`name``` of a docstring a link to what it names, where that has a section.
+
+    The decorated functions of entry points return the arguments of a family; what their callers get
+    is in the docstring.
+    """
+
+    _ARGUMENTS = ("GqaArgs", "MlaArgs")
 
     _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):`([\w.]+)`")
     _LINK = r'<autoref optional identifier="\1"><code>\1</code></autoref>'
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
         """Rewrite the docstring of a function, class or module."""
+        if obj.is_function and str(obj.returns) in self._ARGUMENTS:
+            obj.returns = None
         if obj.docstring:
             obj.docstring.value = self._ROLE.sub(self._LINK, obj.docstring.value)
