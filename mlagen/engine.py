@@ -11,10 +11,10 @@ from functools import cache
 from typing import TYPE_CHECKING, TypeAlias
 
 from mlagen.artifacts import Build, Cubin, Source, build_of
-from mlagen.cache.default_store import kernel_store
-from mlagen.cache.entry import CacheEntry
+from mlagen.cache.file import CacheEntry
 from mlagen.cache.key import CacheKey
 from mlagen.cache.lock import import_filelock
+from mlagen.cache.store import kernel_store
 from mlagen.codegen.sources import CODEGEN, key_facts, template_inputs, template_root
 from mlagen.compiler.toolchain import Nvrtc, find_nvrtc, options_for, wanted_toolchain
 from mlagen.errors import MissError, ToolchainError

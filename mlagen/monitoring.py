@@ -24,7 +24,6 @@ _NAMES = (
     "lock_timeouts",
     "rejections",  # a kernel is not cached and this process may not compile
     "publish_failures",
-    "quarantined",
     "evicted",
 )
 
@@ -50,8 +49,8 @@ def metrics() -> dict[str, int]:
         ``hits`` with its parts (``hits.cache``, ``hits.layer``, ``hits.memory``), ``misses`` with
         its parts (``misses.absent``, ``misses.other_toolchain``, ``misses.damaged``,
         ``misses.unreadable``), ``compiles``, ``compiles.failed`` and ``compile_ms``, ``waits`` for
-        other processes and ``wait_ms``, ``lock_timeouts``, ``rejections``, ``publish_failures``,
-        ``quarantined`` and ``evicted``.
+        other processes and ``wait_ms``, ``lock_timeouts``, ``rejections``, ``publish_failures``
+        and ``evicted``.
     """
     return {name: round(_counts[name]) for name in _NAMES}
 

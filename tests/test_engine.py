@@ -13,7 +13,8 @@ from typing import Any, cast
 import pytest
 
 from mlagen import engine
-from mlagen.cache.default_store import kernel_store
+from mlagen.cache.file import decode_all
+from mlagen.cache.store import kernel_store
 from mlagen.codegen.sources import key_facts
 from mlagen.compiler.toolchain import find_nvrtc, options_for
 from mlagen.engine import find_or_build, kernel_for, key_of
@@ -108,8 +109,8 @@ def test_an_entry_describes_its_kernel(cache_dir: Path) -> None:
         "spec": COMBINE.key_fields(),
         "dynamic_shared_bytes": 0,
     }
-    source = (entry.path / "kernel.cu").read_text()
-    origins = (entry.path / "kernel.map").read_text().splitlines()
+    _, files = decode_all(entry.path.read_bytes())
+    source, origins = files["kernel.cu"].decode(), files["kernel.map"].decode().splitlines()
     assert len(origins) == source.count("\n")
     assert origins[-1].startswith("kernels/combine/kernel.cu.j2:")
     (resources,) = facts["resources"]

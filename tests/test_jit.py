@@ -13,7 +13,7 @@ import pytest
 import mlagen
 from mlagen import engine, jit
 from mlagen.artifacts import Build
-from mlagen.cache.default_store import kernel_store
+from mlagen.cache.store import kernel_store
 from mlagen.compiler.toolchain import Nvrtc, find_nvrtc
 from mlagen.engine import find_or_build
 from mlagen.errors import ArgumentError, CompileError, MissError

@@ -48,21 +48,19 @@ def test_each_kernel_is_built_once_and_found_after() -> None:
 
 
 def test_a_dry_run_compiles_and_creates_nothing(cache_dir: Path) -> None:
-    """It reports missing kernels and damaged ones, which only a build quarantines."""
+    """It reports missing kernels and damaged ones, which only a build deletes."""
     report = mlagen.prewarm(**SMALL, dry_run=True)
     is_created = cache_dir.exists() or current_settings().lock_dir.exists()
     (built, *_) = mlagen.prewarm(**SMALL).units
     found = engine.find_or_build(built.spec).entry
     assert found.path is not None
-    cubin = found.path / "kernel.cubin"
-    cubin.chmod(0o600)
-    cubin.write_bytes(b"damaged")
+    found.path.write_bytes(b"damaged")
 
     again = mlagen.prewarm(**SMALL, dry_run=True)
 
     assert ([unit.status for unit in report.units], is_created) == (["missing", "missing"], False)
     assert again.units[0].status == "missing"
-    assert cubin.read_bytes() == b"damaged"
+    assert found.path.read_bytes() == b"damaged"
 
 
 def test_events_come_in_the_calling_thread_and_in_order() -> None:
@@ -162,10 +160,10 @@ def test_an_entry_that_could_not_be_published_is_a_failure(
 ) -> None:
     """A disk that fills up fails the kernels one by one."""
 
-    def reject(*_: object) -> Path:
+    def reject(*_: object, **__: object) -> bool:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("mlagen.cache.store.publish", reject)
+    monkeypatch.setattr("mlagen.cache.folder.Folder.publish", reject)
 
     report = mlagen.prewarm(**{**SMALL, "kv_lora_rank": 512})
 

@@ -15,8 +15,8 @@ from ..output.report import count_text, json_option, print_json, size_text
 @json_option
 @click.pass_context
 def clear(ctx: click.Context, /, *, yes: bool, as_json: bool) -> None:
-    """Remove every cached kernel and everything in quarantine."""
-    from mlagen.cache.default_store import kernel_store
+    """Remove every cached kernel."""
+    from mlagen.cache.store import kernel_store
 
     store = kernel_store()
     entries = list(store.entries())

@@ -48,8 +48,8 @@ def export(
     With --wheel, the result is a wheel: mlagen finds the kernels of an installed one.
     """
     from mlagen import __version__
-    from mlagen.cache.bundle_writing import export_bundle
-    from mlagen.cache.default_store import kernel_store
+    from mlagen.cache.bundle import export_bundle
+    from mlagen.cache.store import kernel_store
     from mlagen.cache.wheel import export_wheel, normalized, package_of
 
     if version is not None and name is None:

@@ -13,11 +13,10 @@ from ..tools.entries import iso_time
 def gc(*, as_json: bool) -> None:
     """Delete abandoned files and evict kernels.
 
-    Deletes unfinished folders of dead processes, quarantined kernels beyond the newest few, and
-    the least recently used kernels above MLAGEN_CACHE_MAX_SIZE. Each process does the same
-    periodically, after a compilation.
+    Deletes unfinished files of dead processes, and the least recently used kernels above
+    MLAGEN_CACHE_MAX_SIZE. Each process does the same after a compilation.
     """
-    from mlagen.cache.default_store import kernel_store
+    from mlagen.cache.store import kernel_store
 
     store = kernel_store()
     collected = store.collect()
@@ -34,16 +33,14 @@ def gc(*, as_json: bool) -> None:
         print_json(
             {
                 "cache_dir": str(store.root),
-                "abandoned": collected.staging,
-                "quarantined": collected.quarantined,
+                "abandoned": collected.abandoned,
                 "evicted": evicted,
                 "freed_bytes": freed,
             }
         )
-    abandoned = count_text(collected.staging, "abandoned folder")
+    abandoned = count_text(collected.abandoned, "abandoned file")
     kernels = count_text(len(collected.evicted), "kernel")
     click.echo(
-        f"deleted {abandoned}, {collected.quarantined} in quarantine, "
-        f"{kernels} of {size_text(freed)}, from {store.root}",
+        f"deleted {abandoned}, {kernels} of {size_text(freed)}, from {store.root}",
         err=as_json,
     )

@@ -19,11 +19,11 @@ def import_(*, file: Path, **options: Any) -> None:
     """Add the kernels of a bundle to the cache.
 
     `mlagen cache export` or `mlagen prewarm --bundle` wrote FILE. The whole file is checked
-    before the first kernel is added. Present kernels stay; a damaged one moves to the
-    quarantine. Kernels run on the GPU with the rights of the process: import only trusted files,
-    and pin them with --expect-sha256.
+    before the first kernel is added. Present kernels stay; a damaged one is replaced. Kernels run
+    on the GPU with the rights of the process: import only trusted files, and pin them with
+    --expect-sha256.
     """
-    from mlagen.cache.bundle_reading import open_bundle
+    from mlagen.cache.bundle import open_bundle
 
     with open_bundle(file) as opened:
         import_and_report(opened, str(file), **options)

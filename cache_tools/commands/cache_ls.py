@@ -33,7 +33,7 @@ from ..output.report import (
 from ..tools.entries import document_of
 
 if TYPE_CHECKING:
-    from mlagen.cache.catalog import StoredEntry
+    from mlagen.cache.store import StoredEntry
 
 
 @click.command()
@@ -55,7 +55,7 @@ def ls(*, sort: str, layers: bool, as_json: bool, **chosen: Any) -> None:
 
     Manifests are read but not verified: mlagen cache verify detects changes.
     """
-    from mlagen.cache.default_store import kernel_store
+    from mlagen.cache.store import kernel_store
 
     store, choice = kernel_store(), Choice(**chosen)
     # One at a time, so that the rest of each manifest is freed at once.

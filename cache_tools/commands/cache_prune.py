@@ -15,7 +15,7 @@ from ..tools.entries import document_of
 from ..tools.installation import matches_sources
 
 if TYPE_CHECKING:
-    from mlagen.cache.catalog import StoredEntry
+    from mlagen.cache.store import StoredEntry
 
 # Reason of a removal, and its condition.
 _Rule: TypeAlias = "tuple[str, Callable[[StoredEntry], bool]]"
@@ -31,7 +31,11 @@ _Rule: TypeAlias = "tuple[str, Callable[[StoredEntry], bool]]"
 @click.option(
     "--other-toolchains", is_flag=True, help="Remove those not compiled by the installed NVRTC."
 )
-@click.option("--other-versions", is_flag=True, help="Remove those of other kernel sources.")
+@click.option(
+    "--other-versions",
+    is_flag=True,
+    help="Remove those of other kernel sources, and older layouts of the cache.",
+)
 @arch_option
 @family_option
 @click.option("--dry-run", is_flag=True, help="Report what would be removed; remove nothing.")
@@ -54,7 +58,7 @@ def prune(
     removal to the kernels they name; alone, they remove all of these. Never prompts, and never
     changes read-only layers.
     """
-    from mlagen.cache.default_store import kernel_store
+    from mlagen.cache.store import kernel_store
     from mlagen.settings import read_size
 
     max_bytes = None if max_size is None else read_size("max-size", max_size)
@@ -73,16 +77,21 @@ def prune(
             store.remove(stored)
         size = size_text(stored.size_bytes)
         click.echo(f"{stored.key[:SHORT_KEY]} by {stored.toolchain}, {size}: {why}", err=as_json)
-    freed = sum(stored.size_bytes for stored, _ in removals)
+    removed = sum(stored.size_bytes for stored, _ in removals)
+    old = store.remove_old_layouts(dry_run=dry_run) if other_versions else 0
+    freed = removed + old
+    if old:
+        click.echo(f"v1, the folder of an older layout, {size_text(old)}", err=as_json)
     if as_json:
         print_json(
             {
                 "cache_dir": str(store.root),
                 "dry_run": dry_run,
                 "removed": [{**document_of(stored), "why": why} for stored, why in removals],
+                "old_layout_bytes": old,
                 "freed_bytes": freed,
                 "kept": len(entries) - len(removals),
-                "kept_bytes": sum(stored.size_bytes for stored in entries) - freed,
+                "kept_bytes": sum(stored.size_bytes for stored in entries) - removed,
             }
         )
     kernels, done = count_text(len(removals), "kernel"), "would remove" if dry_run else "removed"
@@ -102,7 +111,7 @@ def _rules(age_s: float | None, *, other_toolchains: bool, other_versions: bool)
         rules.append(("other toolchain", lambda stored: stored.toolchain != installed))
     if other_versions:
         digests = template_digests()
-        # The version of a damaged one is unknown; age, size or `verify --quarantine` remove it.
+        # The version of a damaged one is unknown; age, size or `verify --remove` remove it.
         rules.append(
             (
                 "other version",

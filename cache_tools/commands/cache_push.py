@@ -26,8 +26,8 @@ def push(*, url: str, keys: tuple[str, ...], layers: bool, as_json: bool, **filt
     writes, such as s3://bucket/kernels.tar.gz; its package must be installed, and finds its own
     credentials.
     """
-    from mlagen.cache.bundle_writing import write_bundle
-    from mlagen.cache.default_store import kernel_store
+    from mlagen.cache.bundle import write_bundle
+    from mlagen.cache.store import kernel_store
 
     chosen = chosen_entries(kernel_store(), keys, Choice(**filters), layers=layers)
     with summarized(lambda: f"{redacted(url)} not written"), tempfile.TemporaryFile() as file:

@@ -13,7 +13,7 @@ from ..tools.completion import complete_key
 from ..tools.entries import document_of, entries_of
 
 if TYPE_CHECKING:
-    from mlagen.cache.catalog import StoredEntry
+    from mlagen.cache.store import StoredEntry
 
 
 @click.command()
@@ -25,7 +25,7 @@ def rm(*, keys: tuple[str, ...], as_json: bool) -> None:
     Six hex digits or more of each; KEY/TOOLCHAIN selects the entry of one compiler. Nothing is
     removed unless every KEY matches exactly one kernel outside of read-only layers.
     """
-    from mlagen.cache.default_store import kernel_store
+    from mlagen.cache.store import kernel_store
 
     store = kernel_store()
     found = {stored.path: stored for key in keys for stored in entries_of(store, key)}

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlagen.errors import CacheError
+
 from ..output.report import (
     json_option,
     kernel_text,
@@ -20,10 +22,10 @@ from ..tools.completion import complete_key
 from ..tools.entries import entries_of, require_valid
 
 if TYPE_CHECKING:
-    from mlagen.cache.catalog import StoredEntry
+    from mlagen.cache.store import StoredEntry
 
-_FILES = {"source": "kernel.cu", "log": "build.log", "manifest": "manifest.json"}
-_PARTS = (*_FILES, "sass", "reproduce")
+_FILES = {"source": "kernel.cu", "log": "build.log"}
+_PARTS = (*_FILES, "manifest", "sass", "reproduce")
 
 
 @click.command()
@@ -44,14 +46,14 @@ def show(*, key: str, as_json: bool, **parts: bool) -> None:
     Six hex digits or more; if several compilers built it, all are shown, or only
     KEY/TOOLCHAIN. Every file is checked against its digest first.
     """
-    from mlagen.cache.default_store import kernel_store
+    from mlagen.cache.store import kernel_store
 
     chosen = [name for name in _PARTS if parts[name]]
     if len(chosen) > 1:
         raise click.UsageError(f"part: expected one, got --{' and --'.join(chosen)}")
     part = chosen[0] if chosen else None
     store = kernel_store()
-    found = [(stored, require_valid(store, stored)) for stored in entries_of(store, key)]
+    found = [(stored, require_valid(stored)) for stored in entries_of(store, key)]
     if as_json:
         print_json({"entries": [document | _part(stored, part) for stored, document in found]})
     elif part is not None:
@@ -71,18 +73,23 @@ def _part(stored: StoredEntry, part: str | None) -> dict[str, Any]:
 
 def _content(stored: StoredEntry, part: str) -> bytes:
     """Return the requested part; files are returned byte for byte."""
-    from mlagen.cache.catalog import read_content
-    from mlagen.cache.entry import CUBIN
+    from mlagen.cache.file import CUBIN, DamageError
+    from mlagen.cache.store import read_stored
 
     from ..tools.disassembly import sass_of
     from ..tools.reproduction import program_of
 
+    assert stored.manifest is not None
     if part == "reproduce":
-        assert stored.manifest is not None
         return program_of(stored.manifest, stored.path).encode()
-    if part != "sass":
-        return read_content(stored, _FILES[part])
-    return sass_of(read_content(stored, CUBIN), str(stored.path)).encode()
+    if part == "manifest":
+        return json.dumps(json.loads(stored.manifest.to_json()), indent=1).encode() + b"\n"
+    try:
+        _, _, files = read_stored(stored)
+        content = files[_FILES.get(part, CUBIN)]
+    except (DamageError, FileNotFoundError, KeyError) as error:
+        raise CacheError(f"cache: {error}: {stored.path}", path=stored.path) from error
+    return sass_of(content, str(stored.path)).encode() if part == "sass" else content
 
 
 def _facts(stored: StoredEntry, document: dict[str, Any]) -> dict[str, str]:
@@ -90,7 +97,7 @@ def _facts(stored: StoredEntry, document: dict[str, Any]) -> dict[str, str]:
     facts = {
         "kernel": kernel_text(document["family"], document["spec"]),
         "key": stored.key,
-        "folder": str(stored.path),
+        "file": str(stored.path),
     }
     facts |= {f"  {name}": value for name, value in document["spec"].items()}
     if document["line_info"] is not None:

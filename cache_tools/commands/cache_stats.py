@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -19,9 +19,6 @@ from ..output.report import (
 from ..output.tally import GROUPS, Tally
 from ..tools.installation import required_line_info, required_toolchain
 
-if TYPE_CHECKING:
-    from mlagen.cache.layout import Layout
-
 
 @click.command()
 @json_option
@@ -31,16 +28,15 @@ def stats(*, as_json: bool) -> None:
     The counts include read-only layers. Ages and sizes outside of the table are of the cache
     folder alone.
     """
-    from mlagen.cache.default_store import kernel_store
-    from mlagen.cache.layout import Layout
+    from mlagen.cache.store import kernel_store
     from mlagen.codegen.sources import template_digests
     from mlagen.settings import current_settings
 
-    store, settings = kernel_store(), current_settings()
-    max_bytes = settings.cache_max_bytes
+    store, max_bytes = kernel_store(), current_settings().cache_max_bytes
     tally = Tally(template_digests(), required_toolchain(), required_line_info())
     for stored in store.entries(layers=True):
         tally.add(stored)
+    abandoned = store.abandoned()
     document = {
         "cache_dir": str(store.root),
         "entries": tally.entries,
@@ -53,7 +49,7 @@ def stats(*, as_json: bool) -> None:
         "toolchain": tally.toolchain,
         "templates": hashlib.sha256("".join(sorted(tally.templates)).encode()).hexdigest(),
         **{name: _seen(tally.ends.get(name)) for name in ("oldest", "newest", "longest_unused")},
-        **_non_entries(Layout(store.root, settings.trusts_shared)),
+        "abandoned": {"files": len(abandoned), "size_bytes": sum(abandoned)},
         "groups": [
             {"by": by, "name": name, "entries": count, "size_bytes": size}
             for by in GROUPS
@@ -70,23 +66,10 @@ def _seen(end: tuple[str, str] | None) -> dict[str, str] | None:
     return {"key": end[1], "time": end[0]} if end else None
 
 
-def _non_entries(layout: Layout) -> dict[str, dict[str, int]]:
-    """Return the quarantined and abandoned contents of the cache folder."""
-    from mlagen.cache.errors import raising_cache_errors
-    from mlagen.cache.quarantine import leftovers
-
-    with raising_cache_errors(layout.root):
-        found = leftovers(layout)
-    return {
-        "quarantine": {"entries": len(found.quarantined), "size_bytes": sum(found.quarantined)},
-        "abandoned": {"folders": len(found.abandoned), "size_bytes": sum(found.abandoned)},
-    }
-
-
 def _print(document: dict[str, Any]) -> None:
     size, max_bytes = size_text(document["size_bytes"]), document["max_bytes"]
     limit = f"{document['share_of_max']:.1%} of {size_text(max_bytes)}" if max_bytes else "no limit"
-    quarantine, abandoned = document["quarantine"], document["abandoned"]
+    abandoned = document["abandoned"]
     facts = {
         "cache": f"{document['cache_dir']}",
         "kernels": f"{document['entries']}, {size}, {limit}",
@@ -94,9 +77,7 @@ def _print(document: dict[str, Any]) -> None:
         f"templates {document['templates'][:SHORT_KEY]}",
         "not usable here": document["unusable"],
         "damaged": document["damaged"],
-        "quarantine": f"{count_text(quarantine['entries'], 'entry', 'entries')}, "
-        f"{size_text(quarantine['size_bytes'])}",
-        "abandoned": f"{count_text(abandoned['folders'], 'folder')}, "
+        "abandoned": f"{count_text(abandoned['files'], 'file')}, "
         f"{size_text(abandoned['size_bytes'])}",
     }
     for name in ("oldest", "newest", "longest_unused"):

@@ -15,22 +15,22 @@ from ..tools.entries import document_of
 from ..tools.interrupts import summarized
 
 if TYPE_CHECKING:
-    from mlagen.cache.catalog import StoredEntry
+    from mlagen.cache.store import StoredEntry
 
 
 @click.command()
-@click.option("--quarantine", is_flag=True, help="Move bad entries to the quarantine.")
+@click.option("--remove", is_flag=True, help="Remove bad entries.")
 @layers_option
 @json_option
 @click.pass_context
-def verify(ctx: click.Context, /, *, quarantine: bool, layers: bool, as_json: bool) -> None:
+def verify(ctx: click.Context, /, *, remove: bool, layers: bool, as_json: bool) -> None:
     """Compare every file of every entry with its digest.
 
-    Exits with 1 if an entry is bad, quarantined or not. Bad entries of a read-only layer stay, and
-    so do those that cannot be read, which may be valid: if no other is bad, it exits with 4.
+    Exits with 1 if an entry is bad, removed or not. Bad entries of a read-only layer stay, and so
+    do those that cannot be read, which may be valid: if no other is bad, it exits with 4.
     """
-    from mlagen.cache.default_store import kernel_store
-    from mlagen.cache.errors import UnreadableError
+    from mlagen.cache.store import UnreadableError, kernel_store
+    from mlagen.cache.store import verify as problem_of
 
     store = kernel_store()
     entries = list(store.entries(layers=layers))
@@ -40,13 +40,13 @@ def verify(ctx: click.Context, /, *, quarantine: bool, layers: bool, as_json: bo
     verified = done = 0
     total = sum(stored.size_bytes for stored in entries)
     with (
-        summarized(lambda: f"{verified} of {counted} verified, {len(problems)} bad, none moved"),
+        summarized(lambda: f"{verified} of {counted} verified, {len(problems)} bad, none removed"),
         byte_progress(f"verifying {counted}") as on_progress,
     ):
         for stored in entries:
             try:
                 with suppress(FileNotFoundError):  # removed after it was listed
-                    problem = store.verify(stored)
+                    problem = problem_of(stored)
                     verified += 1
                     problems += [(stored, problem)] if problem else []
             except UnreadableError as error:
@@ -54,18 +54,12 @@ def verify(ctx: click.Context, /, *, quarantine: bool, layers: bool, as_json: bo
             done += stored.size_bytes
             on_progress(done, total)
     bad = []
-    for (
-        stored,
-        problem,
-    ) in problems:  # after all reads: an untrusted cache raises first, and nothing moves
-        is_moved = quarantine and not stored.is_read_only
-        cell = store.quarantine(stored, problem) if is_moved else None
-        moved_to = str(cell) if cell else None
-        bad.append({**document_of(stored), "problem": problem, "moved_to": moved_to})
+    for stored, problem in problems:  # after all reads: an untrusted cache raises first
+        is_removed = remove and not stored.is_read_only and store.remove(stored, if_unchanged=True)
+        bad.append({**document_of(stored), "problem": problem, "is_removed": is_removed})
     for found in bad:
-        click.echo(f"bad: {found['key'][:SHORT_KEY]}: {found['problem']}", err=as_json)
-        if found["moved_to"]:
-            click.echo(f"moved to {found['moved_to']}", err=as_json)
+        kind = "bad, removed" if found["is_removed"] else "bad"
+        click.echo(f"{kind}: {found['key'][:SHORT_KEY]}: {found['problem']}", err=as_json)
     stay = [{**document_of(stored), "problem": problem} for stored, problem in unreadable]
     for found in stay:
         click.echo(f"unreadable: {found['key'][:SHORT_KEY]}: {found['problem']}", err=as_json)

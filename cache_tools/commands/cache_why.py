@@ -18,9 +18,8 @@ from ..tools.entries import document_of, entry_of, require_valid
 from ..tools.kernel_specs import spec_named
 
 if TYPE_CHECKING:
-    from mlagen.cache.catalog import StoredEntry
     from mlagen.cache.key import CacheKey
-    from mlagen.cache.store import KernelStore
+    from mlagen.cache.store import KernelStore, StoredEntry
 
 _KEY = re.compile(r"[0-9a-fA-F]{6,64}(/.*)?")
 
@@ -51,7 +50,7 @@ def why(ctx: click.Context, /, *, kernel: str, as_json: bool) -> None:
     KEY is six hex digits or more of a cached kernel, which is compared with the nearest one that
     was cached before it. Changes nothing; a damaged kernel stays in place.
     """
-    from mlagen.cache.default_store import kernel_store
+    from mlagen.cache.store import kernel_store
 
     store = kernel_store()
     is_key = _KEY.fullmatch(kernel) is not None
@@ -86,7 +85,7 @@ def _of_spec(store: KernelStore, text: str) -> _Answer:
 
 def _of_key(store: KernelStore, name: str) -> _Answer:
     stored = entry_of(store, name)
-    created = require_valid(store, stored)["created"]
+    created = require_valid(stored)["created"]
     before = (
         other
         for other in store.entries(layers=True)

@@ -314,7 +314,7 @@ def _document(
     result: dict[str, Any],
     report: PrewarmReport,
 ) -> dict[str, Any]:
-    from mlagen.cache.default_store import kernel_store
+    from mlagen.cache.store import kernel_store
     from mlagen.engine import key_of
 
     kernels = []

@@ -128,7 +128,7 @@ def _cache(problems: list[str]) -> dict[str, Any]:
 
 def _layers(problems: list[str]) -> list[dict[str, Any]]:
     """Return the read-only layers; calls skip a missing or unreadable one."""
-    from mlagen.cache.default_store import packaged_layers
+    from mlagen.cache.store import packaged_layers
     from mlagen.settings import current_settings
 
     settings = current_settings()
@@ -150,14 +150,13 @@ def _layers(problems: list[str]) -> list[dict[str, Any]]:
 
 
 def _kernels(path: Path, name: str, problems: list[str], *, is_shared: bool) -> dict[str, int]:
-    from mlagen.cache.catalog import stored_entries
-    from mlagen.cache.folder import require_trusted_layout
-    from mlagen.cache.layout import Layout
+    from mlagen.cache.folder import Folder
+    from mlagen.cache.store import stored_entries
 
-    layout, entries = Layout(path, is_shared), []
+    folder, entries = Folder(path, is_shared=is_shared), []
     try:
-        require_trusted_layout(layout)
-        entries = list(stored_entries(layout))
+        folder.require_usable()
+        entries = list(stored_entries(folder))
     except MlagenError as error:
         problems.append(str(error))
     except OSError as error:

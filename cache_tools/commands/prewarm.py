@@ -138,7 +138,7 @@ def prewarm(
 
 def _require_usable(bundle: Path | None, *, dry_run: bool, options: Mapping[str, Any]) -> None:
     """Reject options that cannot be followed, before the long work."""
-    from mlagen.cache.bundle_writing import require_target
+    from mlagen.cache.bundle import require_target
 
     if bundle is not None and dry_run:
         raise click.UsageError("bundle: expected none with --dry-run, got one")
@@ -193,8 +193,8 @@ def _named_kernels(
 
 def _bundled(report: PrewarmReport, target: Path) -> BundleSummary:
     """Write exactly the kernels of a report into a bundle."""
-    from mlagen.cache.bundle_writing import export_bundle
-    from mlagen.cache.default_store import kernel_store
+    from mlagen.cache.bundle import export_bundle
+    from mlagen.cache.store import kernel_store
     from mlagen.errors import ArgumentError, CacheError
 
     if not report.units:

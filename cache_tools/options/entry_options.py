@@ -17,8 +17,7 @@ from ..tools.entries import entries_of
 from .options import names, values_option
 
 if TYPE_CHECKING:
-    from mlagen.cache.catalog import StoredEntry
-    from mlagen.cache.store import KernelStore
+    from mlagen.cache.store import KernelStore, StoredEntry
 
     from ..output.report import Command
 

@@ -10,7 +10,7 @@ from ..tools.entries import iso_time
 from ..tools.installation import matches_sources, matches_toolchain
 
 if TYPE_CHECKING:
-    from mlagen.cache.catalog import StoredEntry
+    from mlagen.cache.store import StoredEntry
 
 # Criteria by which entries are grouped.
 GROUPS = ("layer", "family", "arch", "toolchain", "mlagen")

@@ -79,8 +79,8 @@ def import_and_report(
     as_json: bool,
 ) -> None:
     """Verify a bundle, publish what is new, and report it."""
-    from mlagen.cache.bundle_reading import import_bundle, verify_bundle
-    from mlagen.cache.default_store import kernel_store
+    from mlagen.cache.bundle import import_bundle, verify_bundle
+    from mlagen.cache.store import kernel_store
 
     with (
         summarized(lambda: "nothing imported"),

@@ -43,7 +43,7 @@ def complete_key(_ctx: click.Context, _param: click.Parameter, typed: str) -> li
     """Complete the key of a cached kernel, with the kernel as help."""
     found: dict[str, CompletionItem] = {}
     with suppress(Exception):
-        from mlagen.cache.default_store import kernel_store
+        from mlagen.cache.store import kernel_store
 
         from ..output.report import SHORT_KEY, kernel_text
 

@@ -12,7 +12,7 @@ from mlagen.cache.key import CacheKey
 from ..output.report import SHORT_KEY, print_table
 
 if TYPE_CHECKING:
-    from mlagen.cache.catalog import StoredEntry
+    from mlagen.cache.store import StoredEntry
 
 # Label and the two values; None for a key without the label.
 Difference: TypeAlias = tuple[str, str | None, str | None]

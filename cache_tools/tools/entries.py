@@ -5,14 +5,13 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from mlagen.cache.files import DamageError
+from mlagen.cache.file import DamageError
 from mlagen.errors import ArgumentError, CacheError
 
 from ..output.report import SHORT_KEY
 
 if TYPE_CHECKING:
-    from mlagen.cache.catalog import StoredEntry
-    from mlagen.cache.store import KernelStore
+    from mlagen.cache.store import KernelStore, StoredEntry
 
 
 def entries_of(store: KernelStore, name: str) -> list[StoredEntry]:
@@ -58,7 +57,7 @@ def entry_of(store: KernelStore, name: str) -> StoredEntry:
     return found[0]
 
 
-def require_valid(store: KernelStore, stored: StoredEntry) -> dict[str, Any]:
+def require_valid(stored: StoredEntry) -> dict[str, Any]:
     """Return an entry as JSON data after every file matches its digest.
 
     Raises
@@ -66,9 +65,11 @@ def require_valid(store: KernelStore, stored: StoredEntry) -> dict[str, Any]:
     CacheError
         If a file does not match, or the manifest does not describe a kernel.
     """
+    from mlagen.cache.store import verify
+
     document = document_of(stored)
     try:
-        problem = store.verify(stored) or document["problem"]
+        problem = verify(stored) or document["problem"]
     except FileNotFoundError:
         problem = "expected a kernel, got one that was removed meanwhile"
     if problem:

@@ -9,7 +9,7 @@ from mlagen.cache.key import CacheKey
 from mlagen.errors import ToolchainError
 
 if TYPE_CHECKING:
-    from mlagen.cache.catalog import StoredEntry
+    from mlagen.cache.store import StoredEntry
 
 
 def required_toolchain() -> str | None:

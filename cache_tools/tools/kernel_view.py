@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlagen.cache.entry import CUBIN, CacheEntry
-from mlagen.cache.files import DamageError
+from mlagen.cache.file import CUBIN, CacheEntry, DamageError
 from mlagen.errors import CacheError
 
 from .entries import resources_of
@@ -89,7 +88,7 @@ class KernelView:
         CacheError
             If its cached cubin, as that of a bundle may be, is no whole ELF file.
         """
-        from mlagen.cache.default_store import kernel_store
+        from mlagen.cache.store import kernel_store
         from mlagen.engine import build_spec, key_of
 
         key = key_of(spec)

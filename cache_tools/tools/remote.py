@@ -81,7 +81,7 @@ def upload(file: BinaryIO, size_bytes: int, url: str, on_progress: OnProgress) -
         file.seek(0)
         if _is_local(fs):
             # fsspec would write to the temporary folder and copy it.
-            from mlagen.cache.bundle_writing import atomic_file
+            from mlagen.cache.bundle import atomic_file
 
             with atomic_file(Path(path)) as target:
                 _copy(file, target, size_bytes, size_bytes, on_progress)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mlagen.cache.entry import CUBIN
+from mlagen.cache.file import CUBIN, HEAD_BYTES
 from mlagen.cache.key import CacheKey
 
 from .differences import kernel_of
@@ -12,20 +12,22 @@ from .differences import kernel_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mlagen.cache.entry import Manifest
+    from mlagen.cache.file import Manifest
 
 _PROGRAM = '''\
 """Compile a kernel as mlagen did, and compare the cubin with the cached one."""
 
 import hashlib
+import json
 import re
 import sys
+import zlib
 from pathlib import Path
 
 from cuda.bindings import nvrtc
 
 KERNEL = {kernel!r}
-SOURCE = Path({source!r})
+ENTRY = Path({entry!r})
 NAME = {name!r}
 OPTIONS = {options}
 TOOLCHAIN = {toolchain!r}
@@ -43,7 +45,11 @@ try:
     loaded = "%d.%d" % nvrtc.nvrtcVersion()[1:]
 except RuntimeError:  # of cuda.pathfinder
     sys.exit("NVRTC: expected its library, got none; run: pip install nvidia-cuda-nvrtc")
-source = SOURCE.read_bytes()
+entry = ENTRY.read_bytes()  # head, manifest, cubin, compressed files with the source first
+start = {head_bytes} + int.from_bytes(entry[8:12], "little")
+files = json.loads(entry[{head_bytes}:start])["files"]
+others = zlib.decompress(entry[start + files["kernel.cubin"]["size"] :])
+source = others[: files["kernel.cu"]["size"]]
 program = checked(nvrtc.nvrtcCreateProgram(source, NAME.encode(), 0, None, None))
 options = [option.encode() for option in OPTIONS]
 (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
@@ -64,7 +70,7 @@ if digest != SHA256:
 '''
 
 
-def program_of(manifest: Manifest, folder: Path) -> str:
+def program_of(manifest: Manifest, path: Path) -> str:
     """Return the text of the program; it needs cuda-bindings and NVRTC, not mlagen."""
     from mlagen.compiler.nvrtc import PROGRAM_NAME
 
@@ -76,7 +82,8 @@ def program_of(manifest: Manifest, folder: Path) -> str:
     lines = "".join(f"    {option!r},\n" for option in options)
     return _PROGRAM.format(
         kernel=kernel_of(CacheKey(manifest.key_fields, manifest.toolchain)),
-        source=str(folder / PROGRAM_NAME),
+        entry=str(path),
+        head_bytes=HEAD_BYTES,
         name=PROGRAM_NAME,
         options=f"[\n{lines}]",
         toolchain=manifest.toolchain,

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from mlagen.cache import eviction, quarantine
-from mlagen.cache.entry import CacheEntry, OtherSchemaError, read_entry
-from mlagen.cache.errors import advice_for
-from mlagen.cache.files import DamageError, Identity, is_gone
-from mlagen.cache.folder import open_below
+from mlagen.cache import eviction
+from mlagen.cache.file import CacheEntry, DamageError, OtherSchemaError, decode, entry_name
+from mlagen.cache.folder import Folder, Identity, Opened, identity_of, is_entry
 from mlagen.cache.key import CacheKey
-from mlagen.cache.layout import Layout, is_toolchain
+from mlagen.cache.trust import advice_for, is_gone
 
 # Miss reasons, from the most common to the most informative.
 REASONS = ("absent", "other toolchain", "unreadable", "damaged")
@@ -48,108 +47,133 @@ class Layers:
     """The layers of a look-up; only the first is writable."""
 
     def __init__(
-        self, own: Layout, read_only: Sequence[Layout], packaged: Callable[[], Sequence[Path]]
+        self, own: Folder, read_only: Sequence[Folder], packaged: Callable[[], Sequence[Path]]
     ) -> None:
         self._own = own
         self._read_only = read_only
         self._packaged = packaged
+        self._installed: dict[Path, Folder] = {}
         self._warned: dict[Path, object] = {}
 
-    def read_only(self) -> Iterator[Layout]:
+    def read_only(self) -> Iterator[Folder]:
         """Yield the read-only layers; those of installed packages come last."""
         yield from self._read_only
-        yield from (Layout(path, is_shared=True) for path in self._packaged())
+        for path in self._packaged():
+            yield self._installed.setdefault(path, Folder(path, is_shared=True))
 
     def look_up(self, key: CacheKey, *, is_dry: bool = False) -> LookUp:
         """Return the verified entry for ``key`` and its layer, or the reason of the miss.
 
-        If ``is_dry``, nothing is moved, marked as used or logged.
+        If ``is_dry``, nothing is deleted, marked as used or logged.
         """
         misses = []
-        for layout in chain((self._own,), self.read_only()):
-            found = self._look_up_in(layout, key, is_dry=is_dry)
+        for folder in chain((self._own,), self.read_only()):
+            found = self._look_up_in(folder, key, is_dry=is_dry)
             if found.entry is not None:
                 return found
             misses.append(found)
-        return _strongest_miss(misses)
+        return _strongest(misses)
 
-    def _look_up_in(self, layout: Layout, key: CacheKey, *, is_dry: bool) -> LookUp:
-        misses = [LookUp(reason="absent")]
-        try:
-            for toolchain in _toolchains_of(layout, key):
-                found = self._read(layout, layout.entry(key.digest, toolchain), is_dry=is_dry)
-                if found.entry is not None:
-                    return found
-                misses.append(found)
-            if set(_stored_toolchains(layout, key)) - {key.toolchain}:
-                misses.append(LookUp(reason="other toolchain"))
-        except OSError as error:  # the list of compilers cannot be read
-            misses.append(self._unreadable(layout, error, is_dry=is_dry))
-        return _strongest_miss(misses)
-
-    def warn_once(self, layout: Layout, error: OSError) -> None:
-        """Warn that a layer cannot be used, once."""
-        if not self._is_first(layout.root):
+    def warn_once(self, folder: Folder, error: OSError) -> None:
+        """Log that a layer is not usable, once a process."""
+        if not self._is_first(folder.root):
             return
         got = error.strerror or error
-        if layout is self._own:
+        if folder is self._own:
             message = "cache: expected a usable folder, got %s, storing kernels in memory: %s"
             got = f"{got}{advice_for(error)}"
         else:
             message = "cache: expected a readable layer, got %s, ignoring it: %s"
-        _logger.warning(message, got, layout.root)
+        _logger.warning(message, got, folder.root)
 
-    def _read(self, layout: Layout, folder: Path, *, is_dry: bool) -> LookUp:
-        """Return the entry in a folder, or the reason why it cannot be used."""
-        *above, toolchain = folder.relative_to(layout.version).parts
-        seen = None
+    def _look_up_in(self, folder: Folder, key: CacheKey, *, is_dry: bool) -> LookUp:
         try:
-            with open_below(layout, *above) as key_folder:
-                if seen := key_folder.identity_of(toolchain):
-                    with key_folder.entry(toolchain) as opened:
-                        entry = read_entry(opened, key=key_folder.name, toolchain=toolchain)
-                        if layout is self._own and not is_dry:
-                            eviction.mark_used(opened)
-                        return LookUp(entry=entry, layer=layout.root)
-        except OtherSchemaError as other:
-            # The schema is part of the digest, so no other version has entries of this key.
-            # One that claims to is foreign: it is neither read nor removed.
-            return LookUp(reason="unreadable", problem=str(other))
-        except DamageError as damage:
-            is_damage = _identity_now(layout, folder) == seen  # otherwise it was removed meanwhile
-            if is_damage and (is_dry or self._quarantine_damaged(layout, folder, damage, seen)):
-                return LookUp(reason="damaged", problem=str(damage))
+            found = self._find(folder, key, is_dry=is_dry)
+            if found.reason == "absent" and folder.has_moved():
+                found = self._find(folder, key, is_dry=is_dry)
+        except OSError as error:
+            return self._unreadable(folder, error, is_dry=is_dry)
+        return found
+
+    def _find(self, folder: Folder, key: CacheKey, *, is_dry: bool) -> LookUp:
+        misses = [LookUp(reason="absent")]
+        try:
+            with folder.shard(key.digest) as shard:
+                names = [entry_name(key.digest, key.toolchain)]
+                if not key.is_exact:
+                    names = [name for name in _stored(shard, key) if key.accepts(_toolchain(name))]
+                    names.sort(key=_version, reverse=True)
+                for name in names:
+                    found = self._read(folder, shard, name, is_dry=is_dry)
+                    if found.entry is not None:
+                        return found
+                    misses.append(found)
+                if set(_stored(shard, key)) - set(names):
+                    misses.append(LookUp(reason="other toolchain"))
         except OSError as error:
             if not is_gone(error):
-                return self._unreadable(layout, error, is_dry=is_dry)
+                raise
+        return _strongest(misses)
+
+    def _read(self, folder: Folder, shard: Opened, name: str, *, is_dry: bool) -> LookUp:
+        """Return the entry of a name, or the reason why it cannot be used."""
+        try:
+            with suppress(DamageError):
+                return self._load(folder, shard, name, is_dry=is_dry)
+            # What is deleted is the file that was read: the identity comes first, and a second read
+            # finds what another process has put in its place.
+            seen = identity_of(shard.status_of(name))
+            try:
+                return self._load(folder, shard, name, is_dry=is_dry)
+            except OtherSchemaError as other:
+                # The schema is part of the digest, so no other version has entries of this key.
+                # One that claims to is foreign: it is neither read nor removed.
+                return LookUp(reason="unreadable", problem=str(other))
+            except DamageError as damage:
+                if is_dry or self._remove(folder, shard, name, damage, seen):
+                    return LookUp(reason="damaged", problem=str(damage))
+        except OSError as error:
+            if not is_gone(error):
+                return self._unreadable(folder, error, is_dry=is_dry)
         return LookUp(reason="absent")
 
-    def _unreadable(self, layout: Layout, error: OSError, *, is_dry: bool) -> LookUp:
+    def _load(self, folder: Folder, shard: Opened, name: str, *, is_dry: bool) -> LookUp:
+        content, status = shard.read(name)
+        manifest, cubin = decode(content)
+        manifest.require(name)
+        if folder is self._own and not is_dry:
+            eviction.mark_used(shard, name, status)
+        entry = CacheEntry(manifest, cubin, Path(f"{shard.path}/{name}"))
+        return LookUp(entry=entry, layer=folder.root)
+
+    def _unreadable(self, folder: Folder, error: OSError, *, is_dry: bool) -> LookUp:
         if not is_dry:
-            self.warn_once(layout, error)
-        problem = f"{error.strerror or error}: {error.filename or layout.root}"
+            self.warn_once(folder, error)
+        problem = f"{error.strerror or error}: {error.filename or folder.root}"
         return LookUp(reason="unreadable", problem=problem)
 
-    def _quarantine_damaged(
-        self, layout: Layout, folder: Path, damage: DamageError, seen: Identity | None
+    def _remove(
+        self, folder: Folder, shard: Opened, name: str, damage: DamageError, seen: Identity
     ) -> bool:
-        """Move a damaged entry away; return False if it was already gone."""
-        if layout is not self._own:
-            if self._is_first(folder):
-                _logger.warning("cache: damaged entry ignored in %s: %s", folder, damage)
+        """Delete a damaged entry, where possible; return False if it was already gone."""
+        path = Path(f"{shard.path}/{name}")
+        if folder is not self._own:
+            if self._is_first(path):
+                _logger.warning("cache: damaged entry ignored in %s: %s", path, damage)
             return True
         try:
-            cell = quarantine.quarantine_entry(layout, folder, str(damage), seen=seen)
+            if identity_of(shard.status_of(name)) != seen:
+                return False
+            shard.unlink(name)
         except OSError as error:
-            if is_gone(error) and _identity_now(layout, folder) != seen:
-                return False  # another process is clearing the cache
-            if self._is_first(folder):
+            if is_gone(error):
+                return False
+            if self._is_first(path):
                 message = "cache: damaged entry stays at %s, %s: %s"
-                _logger.warning(message, folder, error.strerror, damage)
-            return True
-        if cell is not None:
-            _logger.warning("cache: damaged entry moved to %s: %s", cell, damage)
-        return cell is not None
+                _logger.warning(message, path, error.strerror, damage)
+        else:
+            _logger.warning("cache: damaged entry removed from %s: %s", path, damage)
+        return True
 
     def _is_first(self, subject: Path) -> bool:
         """Whether this is the first call for a subject, across threads and in a forked child."""
@@ -157,41 +181,19 @@ class Layers:
         return self._warned.setdefault(subject, mine) is mine
 
 
-def _strongest_miss(misses: Sequence[LookUp]) -> LookUp:
+def _strongest(misses: Sequence[LookUp]) -> LookUp:
     return max(misses, key=lambda miss: REASONS.index(miss.reason or ""))
 
 
-def _toolchains_of(layout: Layout, key: CacheKey) -> list[str]:
-    """Return the toolchains whose entry satisfies ``key``, the newest first."""
-    if key.is_exact:
-        return [key.toolchain]
-    found = [name for name in _stored_toolchains(layout, key) if key.accepts(name)]
-    return sorted(found, key=_version, reverse=True)
+def _stored(shard: Opened, key: CacheKey) -> list[str]:
+    """Return the names of the entries of a key, of any toolchain."""
+    return [name for name in shard.names() if is_entry(name, f"{key.digest}.")]
 
 
-def _stored_toolchains(layout: Layout, key: CacheKey) -> list[str]:
-    """Return the toolchains for which a layer stores an entry of a key."""
-    try:
-        with open_below(
-            layout, *layout.key_folder(key.digest).relative_to(layout.version).parts
-        ) as folder:
-            return sorted(filter(is_toolchain, folder.names()))
-    except OSError as error:
-        if is_gone(error):
-            return []
-        raise
+def _toolchain(name: str) -> str:
+    return name.partition(".")[2]
 
 
-def _identity_now(layout: Layout, folder: Path) -> Identity | None:
-    """Return the current identity of the folder of an entry, or None if there is none."""
-    *above, toolchain = folder.relative_to(layout.version).parts
-    try:
-        with open_below(layout, *above) as key_folder:
-            return key_folder.identity_of(toolchain)
-    except OSError:
-        return None
-
-
-def _version(toolchain: str) -> list[int]:
-    numbers = toolchain.rpartition("-")[2].split(".")
+def _version(name: str) -> list[int]:
+    numbers = name.rpartition("-")[2].split(".")
     return [int(number) if number.isdecimal() else -1 for number in numbers]

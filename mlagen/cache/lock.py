@@ -1,23 +1,29 @@
-"""Compile lock between processes: avoids duplicate compiles; correctness does not depend on it."""
+"""One compile a kernel: a lock between processes, and single flight between threads.
+
+Both avoid duplicate compiles; correctness does not depend on them.
+"""
 
 from __future__ import annotations
 
 import errno
 import logging
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from mlagen.cache.files import make_folder
-from mlagen.cache.trust import require_own_folder
+from mlagen.cache.trust import make_folder, require_own_folder
 from mlagen.monitoring import count
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
+
+Result = TypeVar("Result")
 
 _PROGRESS_S = 10.0
 
@@ -120,3 +126,40 @@ def _new_lock(path: Path) -> BaseFileLock:
     from filelock import FileLock
 
     return FileLock(path, fallback_to_soft=False)
+
+
+class SingleFlight(Generic[Result]):
+    """Active calls, by key.
+
+    There is no mutex that a fork could copy locked: ``dict.setdefault`` elects the worker. The
+    process id is part of the key, since a forked child has none of its parent's threads and would
+    wait for their results for ever.
+    """
+
+    def __init__(self) -> None:
+        self._flights: dict[tuple[int, str], tuple[Future[Result], int]] = {}
+
+    def run(self, key: str, work: Callable[[], Result]) -> Result:
+        """Return or raise the result of ``work``, which runs once for concurrent calls of a key.
+
+        Raises
+        ------
+        RuntimeError
+            If ``work`` requests its own key, which would deadlock.
+        """
+        mine: Future[Result] = Future()
+        place = (os.getpid(), key)
+        flight, thread = self._flights.setdefault(place, (mine, threading.get_ident()))
+        if flight is not mine:
+            if thread == threading.get_ident():
+                raise RuntimeError(f"kernel {key}: expected no request while building it, got one")
+            return flight.result()
+        try:
+            result = work()
+        except BaseException as error:
+            del self._flights[place]
+            mine.set_exception(error)
+            raise
+        del self._flights[place]
+        mine.set_result(result)
+        return result

@@ -12,17 +12,20 @@ import keyword
 import sys
 import zipfile
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from packaging.utils import InvalidName, canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from mlagen import __version__
-from mlagen.cache.bundle import BundleError, BundleSummary
-from mlagen.cache.bundle_writing import OnProgress, atomic_file, bundle_summary, verified_entries
-from mlagen.cache.catalog import StoredEntry
-from mlagen.cache.default_store import ENTRY_POINT_GROUP
-from mlagen.cache.layout import Layout
+from mlagen.cache.bundle import (
+    BundleError,
+    BundleSummary,
+    OnProgress,
+    atomic_file,
+    verified_entries,
+)
+from mlagen.cache.store import ENTRY_POINT_GROUP, StoredEntry
 from mlagen.errors import ArgumentError
 
 
@@ -101,23 +104,16 @@ def export_wheel(
         message = f"wheel: expected a folder, got {error.strerror}: {folder}"
         raise BundleError(message, path=folder) from error
     entries = []
-    done, total = 0, sum(one.size_bytes for one in stored)
     target = folder / f"{package}-{version}-py3-none-any.whl"
-    layout = Layout(Path(package))  # relative: paths in the wheel
     with atomic_file(target) as file:
         with zipfile.ZipFile(file, "w") as archive:
             wheel = _Wheel(archive)
             wheel.write(f"{package}/__init__.py", b'"""Kernels for mlagen; there is no code."""\n')
-            for entry, contents in verified_entries(stored):
+            for entry, content in verified_entries(stored, on_progress):
                 entries.append(entry)
-                place = PurePosixPath(layout.entry(entry.key, entry.toolchain))
-                for file_name, content in contents.items():
-                    wheel.write(f"{place}/{file_name}", content)
-                done += entry.size_bytes
-                if on_progress is not None:
-                    on_progress(done, total)
+                wheel.write(f"{package}/{entry.member}", content)
             wheel.finish(package, name, version)
-        return target, bundle_summary(file, entries)
+        return target, BundleSummary.of(file, entries)
 
 
 class _Wheel:

@@ -23,8 +23,7 @@ from typing import IO, Any
 import torch
 
 from mlagen import __version__
-from mlagen.cache.files import make_folder
-from mlagen.cache.trust import remedy_for, require_own
+from mlagen.cache.trust import make_folder, remedy_for, require_own
 from mlagen.observe.document import CallDocument
 from mlagen.observe.tensor_file import write_tensors
 from mlagen.paths import reason_of

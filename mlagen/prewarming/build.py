@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
 
-from mlagen.cache.default_store import kernel_store
+from mlagen.cache.store import kernel_store
 from mlagen.compiler.process import CompileProcesses, CompileTimeoutError
 from mlagen.engine import build_missing, key_of
 from mlagen.errors import CacheError, MlagenError

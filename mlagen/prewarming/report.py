@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from mlagen.cache.entry import CacheEntry
+from mlagen.cache.file import CacheEntry
 from mlagen.cache.key import CacheKey
 from mlagen.errors import MlagenError
 from mlagen.spec.kernel import KernelSpec

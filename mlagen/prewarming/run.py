@@ -7,9 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from mlagen.cache.errors import raising_cache_errors
-from mlagen.cache.layout import Layout
-from mlagen.cache.publish import require_writable
+from mlagen.cache.store import kernel_store
 from mlagen.compiler.process import DEFAULT_TIME_LIMIT_S, CompileProcesses
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.engine import kernel_for
@@ -24,7 +22,6 @@ from mlagen.prewarming.report import (
     RawEvent,
 )
 from mlagen.prewarming.selection import selected_specs
-from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
 from mlagen.spec.kernel import KernelSpec
 from mlagen.values import (
@@ -223,9 +220,7 @@ def _build_missing(
     missing: Sequence[PrewarmUnit], options: _BuildOptions, *, may_stay_in_memory: bool
 ) -> Generator[RawEvent, None, None]:
     if not may_stay_in_memory:
-        settings = current_settings()
-        with raising_cache_errors(settings.cache_dir, suggests_folder=True):
-            require_writable(Layout(settings.cache_dir, settings.trusts_shared))
+        kernel_store().require_writable()
     processes = None if options.timeout_s is None else CompileProcesses(options.timeout_s)
     yield from build_all(
         missing,

@@ -10,15 +10,13 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from mlagen.artifacts import Build, Resources
-from mlagen.cache.entry import CacheEntry, read_entry
-from mlagen.cache.folder import Folder, open_below
+from mlagen.cache.file import HEAD_BYTES, Manifest, encode, entry_name, file_of, manifest_bytes
 from mlagen.cache.key import CacheKey
-from mlagen.cache.layout import Layout
 from mlagen.cache.store import KernelStore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,21 +56,48 @@ def make_store(folder: Path, *, lock_timeout_s: float = 60.0) -> KernelStore:
     return KernelStore(folder / "cache", lock_dir=folder / "locks", lock_timeout_s=lock_timeout_s)
 
 
-def entry_folder(folder: Path, key: CacheKey) -> Path:
+def entry_path(folder: Path, key: CacheKey) -> Path:
     """Return where ``make_store(folder)`` keeps the entry of ``key``."""
-    return folder / "cache/v1/e" / key.digest[:2] / key.digest / key.toolchain
+    return folder / "cache/v2" / key.digest[:2] / entry_name(key.digest, key.toolchain)
 
 
-def read_at(folder: Path, *, key: str, toolchain: str) -> CacheEntry:
-    """Return the entry in a folder, verified, as a store reads it."""
-    with opened(folder) as entry:
-        return read_entry(entry, key=key, toolchain=toolchain)
+def make_file(key: CacheKey | None = None, build: Build | None = None) -> bytes:
+    """Return the file of an entry."""
+    return encode(key or make_key(), build or make_build(), created_by="jit")[1]
 
 
-def opened(folder: Path) -> Folder:
-    """Return the folder of an entry, open."""
-    layout = Layout(folder.parents[4])
-    return open_below(layout, *folder.relative_to(layout.version).parts)
+class Parts(NamedTuple):
+    """The parts of the file of an entry behind its head."""
+
+    manifest: bytes
+    cubin: bytes
+    packed: bytes
+
+    @classmethod
+    def of(cls, file: bytes) -> Parts:
+        """Return the parts of a whole file."""
+        start = HEAD_BYTES + manifest_bytes(file)
+        manifest = Manifest.from_json(file[HEAD_BYTES:start])
+        end = start + manifest.files["kernel.cubin"].size
+        return cls(file[HEAD_BYTES:start], file[start:end], file[end:])
+
+    def sealed(self, **changes: object) -> bytes:
+        """Return a file of these parts, its manifest changed, under a valid digest."""
+        text = self.manifest
+        if changes:
+            text = replace(Manifest.from_json(text), **changes).to_json()  # type: ignore[arg-type]
+        return file_of(text, self.cubin, self.packed)
+
+
+def edit(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """Change the content of a file in place."""
+    content = change(path.read_bytes())
+    path.write_bytes(content)
+
+
+def cut(path: Path, size: int = 100) -> None:
+    """Truncate a file."""
+    os.truncate(path, size)
 
 
 def full_path(name: object, folder: int | None = None) -> Path:

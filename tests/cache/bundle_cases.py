@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import copy
 import gzip
-import hashlib
 import io
-import json
 import tarfile
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlagen.cache.bundle import INDEX
-from mlagen.cache.bundle_reading import import_bundle, verify_bundle
-from mlagen.cache.bundle_writing import write_bundle
-from mlagen.cache.entry import Manifest
+from mlagen.cache.bundle import import_bundle, verify_bundle, write_bundle
 from mlagen.cache.key import CacheKey
 from mlagen.cache.store import KernelStore
-from tests.cache.builds import CUBIN, TOOLCHAIN, make_build, make_store
+from tests.cache.builds import CUBIN, TOOLCHAIN, Parts, make_build, make_store
 
 FAMILIES = ("mla_sm80", "combine")
 
@@ -92,51 +86,14 @@ def with_content(member: Member, content: bytes) -> Member:
     return Member(info, content)
 
 
-def index_in(members: Sequence[Member]) -> dict[str, Any]:
-    """Return the table of contents."""
-    assert members[0].info.name == INDEX
-    index: dict[str, Any] = json.loads(members[0].content)
-    return index
+def with_parts(member: Member, change: Callable[[Parts], bytes]) -> Member:
+    """Return a member with a changed entry."""
+    return with_content(member, change(Parts.of(member.content)))
 
 
-def with_index(members: Sequence[Member], index: object) -> list[Member]:
-    """Return the members under another table of contents."""
-    return [with_content(members[0], json.dumps(index).encode()), *members[1:]]
-
-
-def reindexed(members: Sequence[Member]) -> list[Member]:
-    """Return the members with a table of contents that matches them."""
-    index = index_in(members)
-    contents = {member.info.name: member.content for member in members}
-    for row in index["entries"]:
-        for name, facts in row["files"].items():
-            content = contents[f"e/{row['key']}/{row['toolchain']}/{name}"]
-            facts |= {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    sizes = [facts["size"] for row in index["entries"] for facts in row["files"].values()]
-    return with_index(members, {**index, "total_bytes": sum(sizes)})
-
-
-def place_of(members: Sequence[Member], name: str, nth: int = 0) -> int:
-    """Return the index of the ``nth`` member whose file has that name."""
-    places = [at for at, member in enumerate(members) if member.info.name.endswith(f"/{name}")]
-    return places[nth]
-
-
-def swapped(members: Sequence[Member], name: str) -> list[Member]:
-    """Return the members with one file swapped between the two entries."""
-    here, there = place_of(members, name, 0), place_of(members, name, 1)
-    changed = list(members)
-    changed[here] = with_content(members[here], members[there].content)
-    changed[there] = with_content(members[there], members[here].content)
-    return changed
-
-
-def with_manifest(members: Sequence[Member], **changes: Any) -> list[Member]:
-    """Return the members with a changed first manifest, resealed and listed with its new digest."""
-    at = place_of(members, "manifest.json")
-    manifest = replace(Manifest.from_json(members[at].content), **changes)
-    changed = [*members[:at], with_content(members[at], manifest.to_json()), *members[at + 1 :]]
-    return reindexed(changed)
+def with_manifest(member: Member, **changes: Any) -> Member:
+    """Return a member with a changed manifest, under a valid digest."""
+    return with_parts(member, lambda parts: parts.sealed(**changes))
 
 
 def _read(tar: tarfile.TarFile, info: tarfile.TarInfo) -> bytes:

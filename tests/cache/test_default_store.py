@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlagen.cache.default_store import kernel_store, packaged_layers
+from mlagen.cache.store import kernel_store, packaged_layers
 from mlagen.settings import current_settings
 from tests.cache import builds
 from tests.cache.builds import make_build, make_key, make_store
@@ -108,6 +108,6 @@ def test_broken_metadata_is_reported_once(
 def test_a_package_without_kernels_is_no_layer(monkeypatch: Patch, tmp_path: Path) -> None:
     """An entry point whose distribution lists no such files is ignored."""
     folder = install(tmp_path / "site", "some_kernels")
-    (folder.parent / "some_kernels-1.dist-info/RECORD").write_text("other/v1/e,,\n")
+    (folder.parent / "some_kernels-1.dist-info/RECORD").write_text("other/v2/ab,,\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
     assert packaged_layers() == ()

@@ -13,7 +13,7 @@ from mlagen.cache.key import CacheKey
 from mlagen.cache.layers import REASONS
 from mlagen.cache.store import KernelStore
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, make_store, tree
+from tests.cache.builds import CountedBuild, cut, entry_path, make_build, make_key, make_store, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
 from tests.fixture_types import Log
 
@@ -60,16 +60,16 @@ def test_the_first_layer_with_the_kernel_serves_it(tmp_path: Path) -> None:
 def test_a_hit_in_a_layer_writes_nothing_anywhere(tmp_path: Path) -> None:
     """A hit in a layer makes no copy, takes no lock, records no use: a layer may be read-only."""
     layer = fill(tmp_path, "layer")
-    manifest = entry_folder(tmp_path / "layer", KEY) / "manifest.json"
-    os.utime(manifest, (1, 1))
+    path = entry_path(tmp_path / "layer", KEY)
+    os.utime(path, (1, 1))
     before = tree(tmp_path)
     build = CountedBuild()
 
     entry = store_over(tmp_path, layer).find_or_build(KEY, build)
 
     assert build.calls == 0
-    assert entry.path == manifest.parent
-    assert manifest.stat().st_mtime == 1
+    assert entry.path == path
+    assert path.stat().st_mtime == 1
     assert tree(tmp_path) == before
 
 
@@ -79,7 +79,7 @@ def _nothing(_: Path) -> None:
 
 def _damage(folder: Path) -> None:
     fill(folder, "layer")
-    os.truncate(entry_folder(folder / "layer", KEY) / "kernel.cubin", 3)
+    cut(entry_path(folder / "layer", KEY))
 
 
 def _open_to_all(folder: Path) -> None:
@@ -118,22 +118,22 @@ def test_of_several_toolchains_the_newest_serves(order: tuple[str, str], tmp_pat
 def test_a_damaged_newest_entry_falls_back_to_the_next(tmp_path: Path) -> None:
     """If any toolchain is accepted, an older valid entry replaces a damaged newer one."""
     layer = fill(tmp_path, "layer", OLDER, NEWER)
-    os.truncate(entry_folder(tmp_path / "layer", make_key(toolchain=NEWER)) / "kernel.cubin", 3)
+    cut(entry_path(tmp_path / "layer", make_key(toolchain=NEWER)))
     found = store_over(tmp_path, layer).look_up(CacheKey(KEY.key_fields, "nvrtc-13"))
     assert found.entry is not None
     assert found.entry.manifest.toolchain == OLDER
 
 
 def test_a_damaged_entry_does_not_shadow_a_valid_layer(tmp_path: Path, caplog: Log) -> None:
-    """A damaged entry in the own folder is quarantined, and the layer serves without a build."""
+    """A damaged entry in the own folder is deleted, and the layer serves without a build."""
     store_over(tmp_path).find_or_build(KEY, make_build)
-    os.truncate(entry_folder(tmp_path, KEY) / "manifest.json", 3)
+    cut(entry_path(tmp_path, KEY))
     layer, build = fill(tmp_path, "layer"), CountedBuild()
     entry = store_over(tmp_path, layer).find_or_build(KEY, build)
     assert build.calls == 0
-    assert entry.path == entry_folder(tmp_path / "layer", KEY)
+    assert entry.path == entry_path(tmp_path / "layer", KEY)
     assert len(warnings_in(caplog)) == 1
-    assert len(list((tmp_path / "cache/v1/quarantine").iterdir())) == 1
+    assert not entry_path(tmp_path, KEY).exists()
 
 
 def test_packages_are_trusted_like_their_code(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 def layer_with(damage: Callable[[Path], object], folder: Path) -> Path:
     """Create a layer whose only entry is damaged, and return its root."""
     ask(folder)
-    damage(entry_folder(folder, KEY))
+    damage(entry_path(folder, KEY))
     return folder / "cache"
 
 
@@ -173,14 +173,13 @@ def become(kind: Callable[[Path], object], path: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "code cut off": lambda entry: os.truncate(entry / "kernel.cubin", 63),
-    "code missing": lambda entry: (entry / "kernel.cubin").rename(entry / "aside"),
-    "manifest empty": lambda entry: os.truncate(entry / "manifest.json", 0),
-    "manifest a FIFO": lambda entry: become(os.mkfifo, entry / "manifest.json"),
-    "entry empty": lambda entry: become(Path.mkdir, entry),
-    "entry a file": lambda entry: become(Path.touch, entry),
+    "cut off": cut,
+    "empty": lambda entry: os.truncate(entry, 0),
+    "a FIFO": lambda entry: become(os.mkfifo, entry),
+    "a link": lambda entry: become(lambda path: path.symlink_to("nowhere"), entry),
+    "a folder": lambda entry: become(Path.mkdir, entry),
     "folder of the key a file": lambda entry: become(Path.touch, entry.parent),
-    "folder of entries a file": lambda entry: become(Path.touch, entry.parents[2]),
+    "folder of the layout a file": lambda entry: become(Path.touch, entry.parents[1]),
 }
 
 
@@ -191,7 +190,7 @@ def test_a_damaged_layer_is_ignored(
 ) -> None:
     """The kernel is built into the cache, the layer is unchanged, and one warning names it."""
     layer = layer_with(damage, tmp_path / "layer")
-    is_entry = entry_folder(tmp_path / "layer", KEY).exists()
+    is_entry = os.path.lexists(entry_path(tmp_path / "layer", KEY))
     before = contents(layer)
     store, build = store_in(tmp_path, layers=[layer]), CountedBuild()
     caplog.clear()
@@ -201,7 +200,7 @@ def test_a_damaged_layer_is_ignored(
 
     assert [look.entry for look in looks] == [None] * 3
     assert entry.cubin == builds.CUBIN
-    assert entry.path == entry_folder(tmp_path, KEY)
+    assert entry.path == entry_path(tmp_path, KEY)
     assert build.calls == 1
     warnings = warnings_in(caplog)
     assert len(warnings) == (1 if is_entry else 0)

@@ -15,11 +15,10 @@ import pytest
 from packaging.utils import parse_wheel_filename
 
 from mlagen.cache.bundle import BundleError
-from mlagen.cache.default_store import packaged_layers
-from mlagen.cache.store import KernelStore
+from mlagen.cache.store import KernelStore, packaged_layers
 from mlagen.cache.wheel import export_wheel, package_of
 from mlagen.errors import ArgumentError
-from tests.cache.builds import CUBIN, entry_folder, tree
+from tests.cache.builds import CUBIN, entry_path, tree
 from tests.cache.bundle_cases import FAMILIES, filled_store, key_for
 from tests.fixture_types import Patch
 
@@ -147,10 +146,10 @@ def test_a_version_is_normalized(
 
 def test_a_damaged_entry_stops_the_export(store: KernelStore, tmp_path: Path) -> None:
     """No wheel remains, not even a partial one."""
-    (entry_folder(tmp_path, key_for("mla_sm80")) / "kernel.cubin").write_bytes(b"")
+    entry_path(tmp_path, key_for("mla_sm80")).write_bytes(b"")
     folder = tmp_path / "dist"
     folder.mkdir()
-    with pytest.raises(BundleError, match=r"kernel.cubin: expected"):
+    with pytest.raises(BundleError, match=r"expected a valid entry"):
         export_wheel(list(store.entries()), folder, "acme-kernels")
     assert tree(folder) == []
 

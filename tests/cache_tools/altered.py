@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from mlagen.artifacts import Cubin, Resources, Source, build_of
-from mlagen.cache.entry import Manifest
+from mlagen.cache.file import Manifest, encode, file_of
+from mlagen.cache.folder import Folder
 from mlagen.cache.key import CacheKey
-from mlagen.cache.layout import Layout
 from mlagen.settings import current_settings
-from tests.cache.builds import TOOLCHAIN
+from tests.cache.builds import TOOLCHAIN, Parts, edit
 from tests.fixture_types import Patch
 
 
-def damage(folder: Path) -> Path:
-    """Flip a bit of a cached cubin and return its path."""
-    path = folder / "kernel.cubin"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+def damage(path: Path) -> Path:
+    """Flip a bit of a cached cubin and return the path of its entry."""
+    edit(path, _flipped)
     return path
 
 
+def _flipped(file: bytes) -> bytes:
+    parts = Parts.of(file)
+    middle = file.index(parts.cubin) + len(parts.cubin) // 2
+    return file[:middle] + bytes([file[middle] ^ 1]) + file[middle + 1 :]
+
+
 def recast(
-    folder: Path,
+    path: Path,
     *,
     toolchain: str | None = None,
     key_fields: Mapping[str, str] | None = None,
@@ -37,35 +36,38 @@ def recast(
     facts: Mapping[str, object] | None = None,
     keeps: bool = False,
 ) -> Path:
-    """Turn an entry into another one with the key of its changed fields; return its folder.
+    """Turn an entry into another one with the key of its changed fields; return its path.
 
     The original is removed unless ``keeps`` is true.
     """
-    manifest = Manifest.from_json((folder / "manifest.json").read_bytes())
+    parts = Parts.of(path.read_bytes())
+    manifest = Manifest.from_json(parts.manifest)
     changed = dict(manifest.key_fields) | dict(key_fields or {})
     key = CacheKey(tuple(changed.items()), toolchain or manifest.toolchain)
-    manifest = replace(
-        manifest,
+    file = parts.sealed(
         key=key.digest,
         toolchain=key.toolchain,
         key_fields=key.key_fields,
         created={**manifest.created, **(created or {})},
         facts={**manifest.facts, **(facts or {})},
     )
-    place = Layout(folder.parents[4]).entry(key.digest, key.toolchain)
-    moved = folder.parents[4] / "aside"
-    shutil.copytree(folder, moved)
     if not keeps:
-        shutil.rmtree(folder)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    moved.rename(place)
-    (place / "manifest.json").write_bytes(manifest.to_json())
+        path.unlink()
+    place = Folder(path.parents[2]).path_of(key.digest, key.toolchain)
+    place.parent.mkdir(mode=0o700, exist_ok=True)
+    place.write_bytes(file)
+    place.chmod(0o600)
     return place
 
 
-def use(folder: Path, *, age_s: float, now: float) -> None:
+def manifest_of(path: Path) -> Manifest:
+    """Return the manifest of an entry."""
+    return Manifest.from_json(Parts.of(path.read_bytes()).manifest)
+
+
+def use(path: Path, *, age_s: float, now: float) -> None:
     """Set the last use of an entry to this many seconds ago."""
-    os.utime(folder / "manifest.json", (now - age_s, now - age_s))
+    os.utime(path, (now - age_s, now - age_s))
 
 
 def move_to_layer(cache_dir: Path, monkeypatch: Patch) -> Path:
@@ -93,34 +95,22 @@ _OPTIONS = {"gpu-architecture": "sm_90a", "no-cache": "", "std": "c++17", "fmad"
 def fill(root: Path, count: int) -> list[str]:
     """Fill a new cache folder with ``count`` valid kernels; return their keys.
 
-    They differ in the head dim, and share their files by hard links.
+    They differ in the head dim.
     """
     source = Source(text="// a kernel\n" * 200, origins=("kernel.cuh:1",) * 200)
     code = b"\x7fELF" + bytes(4096)
     cubin = Cubin(code=code, log="", resources=(_RESOURCES,), toolchain=TOOLCHAIN, compile_ms=97.7)
     build = build_of(source, cubin, spec=_spec_of(_HEAD_DIM), symbol="combine", shared_bytes=0)
-    sample = _key_of(_HEAD_DIM)
-    # Of thousands, only the texts differ: the manifest, and the one that its seal is a digest of.
-    manifest = Manifest.of(sample, build, created_by="prewarm").to_json().decode()
-    body = json.loads(manifest)
-    seal, sealed = body.pop("seal"), json.dumps(body, sort_keys=True)
-    root.mkdir(mode=0o700)
-    for name, content in build.files.items():
-        (root / name).write_bytes(content)
-    layout, keys = Layout(root), []
+    sample, folder, keys = _key_of(_HEAD_DIM), Folder(root), []
+    # Of thousands, only the texts of the manifests differ.
+    text, _, packed = Parts.of(encode(sample, build, created_by="prewarm")[1])
     for number in range(count):
-        key = _key_of(str(number)).digest
-        own = [
-            text.replace(sample.digest, key).replace(_HEAD_DIM, str(number))
-            for text in (sealed, manifest)
-        ]
-        own_seal = hashlib.sha256(own[0].encode()).hexdigest()
-        folder = os.fspath(layout.entry(key, TOOLCHAIN))
-        os.makedirs(folder, mode=0o700)  # noqa: PTH103 - of thousands, no path for each
-        with open(f"{folder}/manifest.json", "w", encoding="utf-8") as file:  # noqa: PTH123
-            file.write(own[1].replace(seal, own_seal))
-        for name in build.files:
-            os.link(f"{root}/{name}", f"{folder}/{name}")
+        key, head_dim = _key_of(str(number)).digest, str(number).encode()
+        own = text.replace(sample.digest.encode(), key.encode())
+        path = os.fspath(folder.path_of(key, TOOLCHAIN))
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)  # noqa: PTH103, PTH120
+        with open(path, "wb") as file:  # noqa: PTH123 - of thousands, no path for each
+            file.write(file_of(own.replace(_HEAD_DIM.encode(), head_dim), code, packed))
         keys.append(key)
     return keys
 

@@ -24,7 +24,8 @@ from click.testing import CliRunner, Result
 
 import mlagen
 from cache_tools.cli import cli
-from mlagen.cache.layout import Layout
+from mlagen.cache import store
+from mlagen.cache.folder import Folder
 from mlagen.compiler import process
 from mlagen.prewarming import PrewarmUnit
 from mlagen.settings import current_settings
@@ -102,9 +103,9 @@ class Cached(NamedTuple):
         return [unit.key for unit in self.units]
 
     @property
-    def folders(self) -> list[Path]:
-        """Return the folders of their entries."""
-        return [Layout(self.root).entry(unit.key, unit.toolchain) for unit in self.units]
+    def paths(self) -> list[Path]:
+        """Return the files of their entries."""
+        return [Folder(self.root).path_of(unit.key, unit.toolchain) for unit in self.units]
 
 
 class Run:
@@ -118,6 +119,7 @@ class Run:
 
     def __call__(self, line: str, *words: str, answer: str | None = None) -> Result:
         """Return the result; ``answer`` is the input."""
+        store._stores.clear()  # as in a process of its own
         result = self._runner.invoke(cli, [*line.split(), *words], input=answer, prog_name="mlagen")
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception

@@ -8,15 +8,15 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cache_tools.options.exit_codes import CACHE_UNUSABLE, DONE, FAILED, USAGE
-from mlagen.cache.entry import Manifest
+from mlagen.cache.file import file_of
 from mlagen.settings import current_settings
 from tests.built_once import built_once
+from tests.cache.builds import TOOLCHAIN, Parts, edit
 
 from .altered import fill, snapshot
 from .conftest import HEAVY, ROOT, Setting, run
@@ -43,6 +43,12 @@ EVERY = {**LOOKING, **REMOVING}
 OTHERS = {"--version": DONE, "-h": DONE, "doctor": DONE, "prewarm --dry-run --arch sm_90a": FAILED}
 SPEC = "combine(arch=sm_90a, dtype=bf16, head_dim_vo=512)"
 
+
+def path_of(cache_dir: Path, key: str) -> Path:
+    """Return the file of an entry."""
+    return cache_dir / "v2" / key[:2] / f"{key}.{TOOLCHAIN}"
+
+
 every_command = pytest.mark.parametrize("line", EVERY)
 
 
@@ -52,7 +58,7 @@ def typed(line: str, key: str = "abcdef") -> list[str]:
 
 
 @every_command
-@pytest.mark.parametrize("folders", [None, "", "v1/e", "v1/e/ab"])
+@pytest.mark.parametrize("folders", [None, "", "v2", "v2/ab"])
 def test_an_empty_cache_has_no_kernels(folders: str | None, line: str, cache_dir: Path) -> None:
     """No command creates an absent cache, and any subset of its folders counts as empty."""
     if folders is not None:
@@ -77,22 +83,34 @@ def test_a_file_in_place_of_the_cache_is_no_cache(line: str, cache_dir: Path) ->
 
 
 FACTS: dict[str, object] = {"kernel": {"spec": []}, "resources": None, "compile_ms": "long"}
+
+
+def sealed(path: Path, *, change: Callable[[bytes], bytes]) -> None:
+    """Change the manifest of an entry, under a valid digest."""
+    own = Parts.of(path.read_bytes())
+    path.write_bytes(file_of(change(own.manifest), own.cubin, own.packed))
+
+
+def become_a_fifo(path: Path) -> None:
+    """Replace an entry by a FIFO."""
+    path.unlink()
+    os.mkfifo(path)
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "invalid JSON": lambda manifest: manifest.write_text("{"),
-    "other types, and no valid seal": lambda manifest: manifest.write_text(
-        json.dumps({**json.loads(manifest.read_text()), "facts": FACTS})
+    "no entry": lambda path: path.write_text("{"),
+    "no JSON": lambda path: sealed(path, change=lambda _: b"{"),
+    "other facts": lambda path: sealed(
+        path, change=lambda text: json.dumps({**json.loads(text), "facts": FACTS}).encode()
     ),
-    "other facts, and a valid seal": lambda manifest: manifest.write_bytes(
-        replace(Manifest.from_json(manifest.read_bytes()), facts=FACTS).to_json()
+    "a number that JSON lacks": lambda path: sealed(
+        path, change=lambda text: text.replace(b'"registers":32', b'"registers":NaN')
     ),
-    "a number that JSON lacks": lambda manifest: manifest.write_bytes(
-        manifest.read_bytes().replace(b'"registers": 32', b'"registers": NaN')
+    "another content than its digest": lambda path: edit(
+        path, lambda file: file.replace(b'"registers":32', b'"registers":33')
     ),
-    "few names": lambda manifest: manifest.write_text(json.dumps({"schema": 1, "seal": ""})),
-    "none": lambda manifest: manifest.unlink(),
-    "a link": lambda manifest: manifest.symlink_to(
-        manifest.rename(manifest.with_name("elsewhere.json")).name
-    ),
+    "a link": lambda path: path.symlink_to(path.rename(path.with_name("elsewhere")).name),
+    "a FIFO": become_a_fifo,
 }
 
 
@@ -103,7 +121,7 @@ def test_damage_is_reported_and_hides_nothing_else(
 ) -> None:
     """A list continues after a damaged kernel, and a command for that kernel reports its damage."""
     key, *_ = fill(cache_dir, 3)
-    damage(next((cache_dir / "v1" / "e" / key[:2] / key).glob("*/manifest.json")))
+    damage(path_of(cache_dir, key))
 
     result = run(*typed(line, key))
 
@@ -178,15 +196,14 @@ def test_a_read_only_cache_can_be_listed(cache_dir: Path) -> None:
 def test_gc_of_a_read_only_cache_does_not_claim_to_delete(
     cache_dir: Path, setting: Setting
 ) -> None:
-    """Kernels that stay above the limit are an error; quarantined ones that stay do not count."""
+    """Kernels that stay above the limit are an error, abandoned files that stay are not."""
     fill(cache_dir, 3)
-    quarantine = cache_dir / "v1" / "quarantine"
-    for moment in range(100, 125):
-        (quarantine / f"{'0' * 64}.{moment}.1").mkdir(parents=True, mode=0o700)
     for path in (cache_dir, *cache_dir.rglob("*")):
-        if path.name == "manifest.json":
+        if path.is_file():
             os.utime(path, (1e9, 1e9))
-        elif path.is_dir():
+        else:
+            (path / f".{'a' * 16}.part").touch()
+            os.utime(path / f".{'a' * 16}.part", (1e9, 1e9))
             path.chmod(0o500)
     before = snapshot(cache_dir)
 
@@ -194,7 +211,7 @@ def test_gc_of_a_read_only_cache_does_not_claim_to_delete(
     setting("MLAGEN_CACHE_MAX_SIZE", "1")
     (above,) = run_all(["cache gc"], "", "--json").values()
 
-    assert (below[0], json.loads(below[1])["quarantined"]) == (DONE, 0)
+    assert (below[0], json.loads(below[1])["abandoned"]) == (DONE, 0)
     error = f"mlagen: cache: expected a writable folder, got Permission denied: {cache_dir}\n"
     assert above == (CACHE_UNUSABLE, "", error)
     assert snapshot(cache_dir) == before
@@ -203,32 +220,30 @@ def test_gc_of_a_read_only_cache_does_not_claim_to_delete(
 def test_a_cache_that_cannot_be_read_is_an_error(cache_dir: Path) -> None:
     """An unreadable cache is an error, not an empty cache."""
     key, *_ = fill(cache_dir, 1)
-    (cache_dir / "v1" / "e").chmod(0o000)
+    (cache_dir / "v2").chmod(0o000)
     found = run_all(EVERY, key)
-    rule = "mlagen: cache: expected a readable folder, got Permission "
+    rules = [
+        f"mlagen: cache: expected a {kind} folder, got Permission "
+        for kind in ("readable", "writable")
+    ]
     for line, (code, _, err) in found.items():
-        is_rejected = line not in {"cache dir", "cache gc"}
+        is_rejected = line != "cache dir"
         assert code == (CACHE_UNUSABLE if is_rejected else DONE), (line, err)
-        assert err.startswith(rule) == is_rejected, line
+        assert err.startswith(tuple(rules)) == is_rejected, line
 
 
-@pytest.mark.parametrize("name", ["kernel.cubin", "kernel.cu", "manifest.json"])
-def test_a_kernel_that_cannot_be_read_is_not_moved(name: str, cache_dir: Path) -> None:
-    """`verify` reports it with code 4, or with 1 if another is bad, and quarantines only that."""
+def test_a_kernel_that_cannot_be_read_is_not_removed(cache_dir: Path) -> None:
+    """`verify` reports it with code 4, or with 1 if another is bad, and removes only that."""
     key, bad, *_ = fill(cache_dir, 3)
-    folder, other = (next((cache_dir / "v1" / "e" / one[:2] / one).iterdir()) for one in (key, bad))
-    hidden = folder / name
-    content = hidden.read_bytes()
-    hidden.unlink()  # the kernels share their files
-    hidden.write_bytes(content)
+    hidden, other = path_of(cache_dir, key), path_of(cache_dir, bad)
     hidden.chmod(0o000)
     before = snapshot(cache_dir)
 
-    options = ("cache verify --quarantine", "cache prune --older-than 1h")
+    options = ("cache verify --remove", "cache prune --older-than 1h")
     lines = [*options, "cache ls", "cache show KEY"]
     found = run_all(lines, key)
     same = snapshot(cache_dir) == before
-    (other / "manifest.json").write_text("{")
+    other.write_text("{")
     (both,) = run_all(lines[:1], key, "--json").values()
 
     reason = "expected a readable entry, got Permission denied"
@@ -236,15 +251,14 @@ def test_a_kernel_that_cannot_be_read_is_not_moved(name: str, cache_dir: Path) -
     assert (code, same) == (CACHE_UNUSABLE, True)
     assert text.startswith(f"unreadable: {key[:8]}: {reason}: {hidden}\n")
     assert text.endswith("3 entries: 2 valid, 0 bad, 1 unreadable\n")
-    listed = f"unreadable: {key[:8]}: {reason}" in found["cache ls"][1]
-    assert listed == (name == "manifest.json")
+    assert f"unreadable: {key[:8]}: {reason}" in found["cache ls"][1]
     shown = (CACHE_UNUSABLE, "", f"mlagen: cache: {reason}: {hidden}\n")
     assert found["cache show KEY"] == shown
     document = json.loads(both[1])
     assert both[0] == FAILED
     assert [row["key"] for row in document["bad"]] == [bad]
     assert [row["key"] for row in document["unreadable"]] == [key]
-    assert (folder.is_dir(), other.exists()) == (True, False)
+    assert (hidden.exists(), other.exists()) == (True, False)
 
 
 COUNT = 10_000
@@ -261,12 +275,11 @@ def many(setting: Setting) -> Path:
 # Lower bound of every list: find, read and parse the manifests.
 LEAST = """
 import json, os, sys
-shards = [f"{sys.argv[1]}/v1/e/{shard}" for shard in os.listdir(f"{sys.argv[1]}/v1/e")]
-keys = [f"{shard}/{key}" for shard in shards for key in os.listdir(shard)]
-folders = [f"{key}/{toolchain}" for key in keys for toolchain in os.listdir(key)]
-for folder in folders:
-    with open(f"{folder}/manifest.json", "rb") as file:
-        print(json.loads(file.read())["key"])
+for shard in os.listdir(f"{sys.argv[1]}/v2"):
+    for name in os.listdir(f"{sys.argv[1]}/v2/{shard}"):
+        with open(f"{sys.argv[1]}/v2/{shard}/{name}", "rb") as file:
+            start = file.read(8192)
+        print(json.loads(start[44 : 44 + int.from_bytes(start[8:12], "little")])["key"])
 """
 
 
@@ -324,4 +337,4 @@ def test_a_thousand_can_be_verified_and_removed(cache_dir: Path) -> None:
     assert verified.stdout == "1000 entries: 1000 valid, 0 bad\n"
     assert f"removed {1000 - kept} kernels, " in pruned.stdout
     assert 0 < kept < 200
-    assert not (cache_dir / "v1" / "e").exists()
+    assert list(cache_dir.glob("v2/*/*")) == []

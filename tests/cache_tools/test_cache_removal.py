@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cache_tools.tools.installation import matches_sources, matches_toolchain, required_toolchain
-from mlagen.cache.default_store import kernel_store
+from mlagen.cache.store import kernel_store
 from mlagen.codegen.sources import template_digests
 from mlagen.engine import find_or_build
 from tests.fixture_types import Patch
@@ -21,18 +21,18 @@ from .conftest import Cached, Setting, raising, run
 
 
 def kept_in(cache_dir: Path) -> set[Path]:
-    """Return the folders of the remaining entries."""
-    return set((cache_dir / "v1" / "e").glob("*/*/*"))
+    """Return the remaining entries."""
+    return set((cache_dir / "v2").glob("*/*"))
 
 
-def size_of(*folders: Path) -> int:
-    """Return the size of the files in these folders."""
-    return sum(file.stat().st_size for folder in folders for file in folder.iterdir())
+def size_of(*paths: Path) -> int:
+    """Return the size of these entries."""
+    return sum(path.stat().st_size for path in paths)
 
 
 def test_a_key_given_twice_is_removed_once(cached: Cached) -> None:
     """`rm` removes the entries of all compilers once, and the other kernels stay."""
-    gone, kept = cached.folders
+    gone, kept = cached.paths
     other = recast(gone, toolchain="nvrtc-12.8.1", keeps=True)
     removed = run.json("cache rm", cached.keys[0], cached.keys[0][:6])["removed"]
     assert [entry["path"] for entry in removed] == [str(other), str(gone)]
@@ -81,7 +81,7 @@ def test_only_selected_kernels_are_pruned(
     options: str, gone: int, why: str | None, cached: Cached
 ) -> None:
     """Age and size count from the last use; a dry run prints the same, and changes nothing."""
-    old, young = cached.folders
+    old, young = cached.paths
     use(old, age_s=7200, now=time.time())
     before = snapshot(cached.root)
     words = ("cache", "prune", *options.replace("SIZE", str(size_of(young))).split())
@@ -114,11 +114,11 @@ def test_kernels_of_another_installation_are_pruned(
     changes: dict[str, Any], option: str, why: str, cached: Cached
 ) -> None:
     """Those of the installed NVRTC and sources stay, and a damaged one, which has no version."""
-    other = recast(cached.folders[0], keeps=True, **changes)
-    (cached.folders[1] / "manifest.json").write_text("{")
+    other = recast(cached.paths[0], keeps=True, **changes)
+    cached.paths[1].write_text("{")
     found = run.json("cache prune", option)
     assert [(entry["path"], entry["why"]) for entry in found["removed"]] == [(str(other), why)]
-    assert kept_in(cached.root) == set(cached.folders)
+    assert kept_in(cached.root) == set(cached.paths)
 
 
 @pytest.mark.usefixtures("cached")
@@ -131,7 +131,7 @@ def test_entries_match_this_installation_or_do_not(setting: Setting, monkeypatch
     assert not matches_sources(valid, {"0" * 64})
     toolchains = (own, own.partition(".")[0], "nvrtc-12.8.1", None)
     assert [matches_toolchain(valid, each) for each in toolchains] == [True, True, False, False]
-    (valid.path / "manifest.json").write_text("{")
+    valid.path.write_text("{")
     (damaged,) = [each for each in kernel_store().entries() if each.key == valid.key]
     assert not matches_sources(damaged, template_digests())
     setting("MLAGEN_TOOLCHAIN", "compatible")
@@ -148,41 +148,53 @@ def test_a_pruned_kernel_is_compiled_again(cached: Cached, monkeypatch: Patch) -
     before = snapshot(layer)
     found = run.json("cache prune --max-size 0")
     assert outcome.built
-    assert kept == {cached.folders[0]} == {outcome.entry.path}
+    assert kept == {cached.paths[0]} == {outcome.entry.path}
     assert (found["removed"], found["kept"]) == ([], 0)
     assert snapshot(layer) == before
 
 
 def test_gc_evicts_the_least_recently_used_above_a_limit(cached: Cached, setting: Setting) -> None:
     """Below the limit nothing changes; a recently used kernel stays, even above it."""
-    old, young = cached.folders
+    old, young = cached.paths
     use(old, age_s=7200, now=time.time())
-    before, size = snapshot(cached.root / "v1" / "e"), size_of(old)
+    before, size = snapshot(cached.root / "v2"), size_of(old)
 
     clean = run.json("cache gc")
-    after = snapshot(cached.root / "v1" / "e")
+    after = snapshot(cached.root / "v2")
     setting("MLAGEN_CACHE_MAX_SIZE", "1")
     found = run.json("cache gc")
     kept = kept_in(cached.root)
     use(young, age_s=7200, now=time.time())
     last = run.json("cache gc")
 
-    counts = {"abandoned": 0, "quarantined": 0, "evicted": [], "freed_bytes": 0}
+    counts = {"abandoned": 0, "evicted": [], "freed_bytes": 0}
     assert (clean, after) == ({"cache_dir": str(cached.root), **counts}, before)
     gone = [[Path(each["path"]) for each in result["evicted"]] for result in (found, last)]
     assert (gone, kept) == ([[old], [young]], {young})
     assert found["freed_bytes"] == size
 
 
-def test_gc_deletes_abandoned_folders(cache_dir: Path) -> None:
-    """The folder of a live process, and the newest twenty quarantined kernels, stay."""
-    staging, quarantine = (cache_dir / "v1" / name for name in ("staging", "quarantine"))
-    dead, alive = (staging / f"{name}.elsewhere.1.abcdef01" for name in ("dead", "alive"))
-    moved = [quarantine / f"{'0' * 64}.{moment}.1" for moment in range(100, 125)]
-    for folder in (dead, alive, *moved):
-        folder.mkdir(parents=True, mode=0o700)
+def test_gc_deletes_abandoned_files(cached: Cached) -> None:
+    """The file of a live process stays."""
+    dead, alive = (cached.paths[0].with_name(f".{name * 16}.part") for name in "da")
+    for path in (dead, alive):
+        path.write_bytes(bytes(100))
     os.utime(dead, (time.time() - 7200,) * 2)
-    found = run.json("cache gc")
-    assert (found["abandoned"], found["quarantined"]) == (1, 5)
-    assert list(staging.iterdir()) == [alive]
-    assert sorted(quarantine.iterdir()) == moved[5:]
+    assert run.json("cache stats")["abandoned"] == {"files": 1, "size_bytes": 100}
+    assert run.json("cache gc")["abandoned"] == 1
+    assert kept_in(cached.root) == {*cached.paths, alive}
+
+
+def test_an_older_layout_is_pruned_with_other_versions(cached: Cached) -> None:
+    """No other command touches it."""
+    old = cached.root / "v1/e/ab"
+    old.mkdir(parents=True, mode=0o700)
+    (old / "kernel.cubin").write_bytes(bytes(5000))
+    for words in ("cache gc", "cache prune --max-size 1G", "cache verify --remove"):
+        assert run(words).exit_code == 0
+    dry = run.json("cache prune --other-versions --dry-run")
+    assert (dry["old_layout_bytes"], dry["freed_bytes"], old.exists()) == (5000, 5000, True)
+    text = run("cache prune --other-versions").stdout
+    assert text.startswith("v1, the folder of an older layout, 5 KiB\nremoved 0 kernels, 5 KiB")
+    assert not (cached.root / "v1").exists()
+    assert kept_in(cached.root) == set(cached.paths)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ from cache_tools.tools.differences import (
 )
 from cache_tools.tools.disassembly import find_nvdisasm, sass_of
 from cache_tools.tools.entries import entries_of
-from mlagen.cache.default_store import kernel_store
+from mlagen.cache.file import FileDigest, decode_all
 from mlagen.cache.key import CacheKey
+from mlagen.cache.store import kernel_store
 from mlagen.errors import ArgumentError, ToolchainError
-from tests.cache.builds import entry_folder, make_build, make_store
+from tests.cache.builds import Parts, cut, entry_path, make_build, make_store
 from tests.fixture_types import Patch
 
 from .altered import damage, move_to_layer, recast, snapshot, use
@@ -35,7 +36,7 @@ from .conftest import Cached, run
 
 OLD, NEWEST = "nvrtc-12.8.1", "nvrtc-13.5.37"
 TIME = {"time": "2020-01-01T00:00:00+00:00"}
-PARTS = {"source": "kernel.cu", "log": "build.log", "manifest": "manifest.json"}
+PARTS = {"source": "kernel.cu", "log": "build.log"}
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -43,7 +44,7 @@ def test_a_part_is_printed_byte_for_byte(part: str, cached: Cached) -> None:
     """It can be redirected to a file, and has its own name in the document."""
     command = ("cache", "show", cached.keys[0], f"--{part}")
     text, document = run(*command), run(*command, "--json")
-    content = (cached.folders[0] / PARTS[part]).read_text(encoding="utf-8")
+    content = decode_all(cached.paths[0].read_bytes())[1][PARTS[part]].decode()
     assert (text.exit_code, text.stdout) == (0, content)
     assert json.loads(document.stdout)["entries"][0][part]
 
@@ -118,8 +119,9 @@ def test_a_rejected_cubin_is_an_error(
 
 def test_a_program_compiles_it_again_without_mlagen(cached: Cached, tmp_path: Path) -> None:
     """It prints kernel, compiler and digest of the cubin; another cubin is exit code 1."""
-    unit, source = cached.units[0], cached.folders[0] / "kernel.cu"
-    digest = hashlib.sha256((cached.folders[0] / "kernel.cubin").read_bytes()).hexdigest()
+    unit, path = cached.units[0], cached.paths[0]
+    manifest, files = decode_all(path.read_bytes())
+    source, digest = files["kernel.cu"].decode(), manifest.files["kernel.cubin"].sha256
     # NVRTC 12.8 omits its patch level.
     compiler = re.sub(r"^(nvrtc-12\.8)\.\d+$", r"\1", str(unit.toolchain))
     program = run("cache show", cached.keys[0], "--reproduce").stdout
@@ -127,8 +129,14 @@ def test_a_program_compiles_it_again_without_mlagen(cached: Cached, tmp_path: Pa
     script.write_text(f"import sys; sys.modules['mlagen'] = None\n{program}")
     wrong = "int f() { return nothing; }\n"
     ran = []
-    for text in (source.read_text(), source.read_text().replace("combine(", "combine_2("), wrong):
-        source.write_text(text)
+    for text in (source, source.replace("combine(", "combine_2("), wrong):
+        digests = {**manifest.files, "kernel.cu": FileDigest.of(text.encode())}
+        rest = b"".join(
+            files[name] for name in manifest.files if name.startswith(("kernel.m", "b"))
+        )
+        packed = zlib.compress(text.encode() + rest)
+        own = Parts.of(path.read_bytes())._replace(packed=packed)
+        path.write_bytes(own.sealed(files=digests, packed_bytes=len(packed)))
         command = [sys.executable, str(script)]
         ran.append(subprocess.run(command, capture_output=True, text=True, check=False))
 
@@ -186,7 +194,7 @@ def test_a_missing_kernel_is_compared_with_the_nearest(
     changes: Any, reason: str, field: str, nearest: str, cached: Cached
 ) -> None:
     """Only the differing key fields are shown, and the last line compiles it."""
-    recast(cached.folders[0], **changes)
+    recast(cached.paths[0], **changes)
     spec = str(cached.units[0].spec).replace("=512", "=512" if changes else "=128")
     found, text = run.json("cache why", spec, code=1), run("cache why", spec).stdout
     assert (found["reason"], found["is_found"]) == (reason, False)
@@ -203,8 +211,8 @@ def test_names_that_are_left_out_are_filled_in(text: str) -> None:
 
 
 def test_a_damaged_kernel_is_the_reason_and_stays(cached: Cached) -> None:
-    """It is not quarantined, unlike in a call; a folder that others may write in is another."""
-    cubin, spec = damage(cached.folders[0]), str(cached.units[0].spec)
+    """It is not removed, unlike in a call; a folder that others may write in is another."""
+    cubin, spec = damage(cached.paths[0]), str(cached.units[0].spec)
 
     found, text = run.json("cache why", spec, code=1), run("cache why", spec).stdout
     cached.root.chmod(0o777)
@@ -213,7 +221,7 @@ def test_a_damaged_kernel_is_the_reason_and_stays(cached: Cached) -> None:
     assert found["reason"] == "damaged"
     assert found["problem"].startswith("kernel.cubin: expected sha256 ")
     assert text.startswith("not found: damaged: kernel.cubin: expected sha256 ")
-    assert f"\ndamaged: {cached.folders[0]}\nrun: mlagen prewarm --kernel '" in text
+    assert f"\ndamaged: {cached.paths[0]}\nrun: mlagen prewarm --kernel '" in text
     assert unreadable.exit_code == 1
     assert unreadable.stdout.startswith("not found: unreadable: ")
     assert "MLAGEN_TRUST_SHARED=1" in unreadable.stdout
@@ -222,8 +230,8 @@ def test_a_damaged_kernel_is_the_reason_and_stays(cached: Cached) -> None:
 
 def test_a_cached_key_has_its_reason(cached: Cached) -> None:
     """It is compared with the nearest earlier kernel; the first of a family with none."""
-    recast(cached.folders[0], created={**TIME, "because": None})
-    recast(cached.folders[1], created={"because": "other toolchain"})
+    recast(cached.paths[0], created={**TIME, "because": None})
+    recast(cached.paths[1], created={"because": "other toolchain"})
     found, first = (run.json("cache why", key) for key in cached.keys[::-1])
     text = run("cache why", cached.keys[0][:8]).stdout
     assert (found["reason"], list(fields_of(found))) == ("other toolchain", ["spec.head_dim_vo"])
@@ -246,7 +254,7 @@ def test_what_cannot_be_read_is_mended_and_not_only_compiled_again(
 ) -> None:
     """A damaged or untrusted layer stays as it is, which the last line says."""
     layer = move_to_layer(cached.root, monkeypatch)
-    entry = layer / cached.folders[0].relative_to(cached.root)
+    entry = layer / cached.paths[0].relative_to(cached.root)
     damage(entry)
     damaged = run("cache why", str(cached.units[0].spec)).stdout
     layer.chmod(0o777)
@@ -258,7 +266,7 @@ def test_what_cannot_be_read_is_mended_and_not_only_compiled_again(
 
 def test_one_kernel_by_two_compilers(cached: Cached) -> None:
     """Both are shown, or the one that is named; a key alone is ambiguous where one is compared."""
-    recast(cached.folders[0], toolchain=OLD, keeps=True)
+    recast(cached.paths[0], toolchain=OLD, keeps=True)
     toolchains, key = (OLD, str(cached.units[0].toolchain)), cached.keys[0][:8]
     every = run.json("cache show", key)["entries"]
     assert tuple(entry["toolchain"] for entry in every) == toolchains
@@ -271,11 +279,11 @@ def test_one_kernel_by_two_compilers(cached: Cached) -> None:
 @pytest.mark.parametrize("which", ["why {}", "show {}", "show {} --source"])
 def test_a_damaged_kernel_is_not_shown(which: str, cached: Cached) -> None:
     """Damage is an error with the reason and the path, wherever the kernel stands."""
-    cubin = damage(cached.folders[0])
+    cubin = damage(cached.paths[0])
     result = run("cache", *which.format(*cached.keys).split())
     assert (result.exit_code, result.stdout) == (4, "")
     assert result.stderr.startswith("mlagen: cache: kernel.cubin: expected sha256 ")
-    assert result.stderr.endswith(f": {cubin.parent}\n")
+    assert result.stderr.endswith(f": {cubin}\n")
 
 
 def make_key(toolchain: str = NEWEST, **key_fields: str) -> CacheKey:
@@ -292,14 +300,14 @@ def test_the_nearest_has_the_fewest_differences_and_was_used_last(tmp_path: Path
     store = make_store(tmp_path)
     for age_s, key in ((0, far), (0, other), (7200, old), (3600, young)):
         store.find_or_build(key, lambda: make_build(toolchain=NEWEST))
-        use(entry_folder(tmp_path, key), age_s=age_s, now=time.time())
+        use(entry_path(tmp_path, key), age_s=age_s, now=time.time())
 
     found = nearest_entry(make_key(), store.entries())
 
     assert found is not None
     assert (found[0].key, found[1]) == (young.digest, [("spec.page_size", "64", "32")])
     assert nearest_entry(make_key(family="nothing like it"), store.entries()) is None
-    (entry_folder(tmp_path, young) / "manifest.json").unlink()
+    cut(entry_path(tmp_path, young))
     (again,) = [each for each in store.entries() if each.key == young.digest]
     assert key_of_entry(again) is None
     # The toolchain counts only if the key does not accept the other one.

@@ -20,7 +20,7 @@ from cache_tools.cli import cli
 from cache_tools.options.entry_options import age
 from cache_tools.options.options import names, numbers
 from cache_tools.tools.completion import completer
-from mlagen.cache.default_store import kernel_store
+from mlagen.cache.store import kernel_store
 from mlagen.values import INT32_MAX, shown
 from tests.fixture_types import Patch
 from tests.kernels import COMBINE

@@ -80,7 +80,7 @@ def test_callers_and_variables_are_reported(setting: Setting, monkeypatch: Patch
 @pytest.mark.parametrize("is_layer", [False, True], ids=["the cache", "a layer"])
 def test_a_cache_is_measured(is_layer: bool, cached: Cached, monkeypatch: Patch) -> None:
     """Each layer has its own count of kernels and of damaged ones."""
-    (cached.folders[0] / "manifest.json").write_text("{")
+    cached.paths[0].write_text("{")
     root = move_to_layer(cached.root, monkeypatch) if is_layer else cached.root
     found = run.json("doctor")
     measured = found["layers"][0] if is_layer else found["cache"]

@@ -19,7 +19,7 @@ from cache_tools.commands import cache_export, cache_pull, cache_push, cache_ver
 from cache_tools.output.progress import byte_progress
 from cache_tools.output.report import count_text
 from cache_tools.tools import bundles
-from mlagen.cache.default_store import kernel_store
+from mlagen.cache.store import kernel_store, verify
 from tests.cache.bundle_cases import bundle_bytes, filled_store
 from tests.fixture_types import Patch
 
@@ -38,7 +38,7 @@ KERNELS = ("prewarm", *OPTIONS.split())
 def test_repeated_interrupts_count_as_one(
     after_s: float, isolate: tuple[str, ...], cache_dir: Path
 ) -> None:
-    """Kept kernels are counted, and no traceback, process or staging folder remains."""
+    """Kept kernels are counted, and no traceback, process or temporary file remains."""
     process = start(*KERNELS, "-j", "2", *isolate, before=BEGIN, start_new_session=True)
     assert process.stdout is not None
     process.stdout.readline()
@@ -55,7 +55,7 @@ def test_repeated_interrupts_count_as_one(
     match = re.fullmatch(r"mlagen: interrupted(?:, (\d+) kernels? kept)?", errors.splitlines()[-1])
     assert match is not None
     assert int(match[1] or 0) == len(entries)
-    assert list(cache_dir.glob("v1/staging/*")) == []
+    assert list(cache_dir.glob("v2/*/.*")) == []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             assert str(cache_dir).encode() not in (folder / "environ").read_bytes(), folder
@@ -66,7 +66,7 @@ def test_repeated_interrupts_count_as_one(
 def test_a_signal_keeps_only_finished_kernels(
     number: signal.Signals, isolate: tuple[str, ...], cache_dir: Path
 ) -> None:
-    """It exits with 130; each entry is valid, and the staging folder empty."""
+    """It exits with 130; each entry is valid, and nothing else remains."""
     # Sequential: the first kernel is small, and many follow.
     process = start(*KERNELS, "--arch", "sm_80,sm_86,sm_90a", "-j", "1", *isolate)
     assert process.stderr is not None
@@ -75,15 +75,14 @@ def test_a_signal_keeps_only_finished_kernels(
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
 
-    store = kernel_store()
-    entries = list(store.entries())
+    entries = list(kernel_store().entries())
     assert first.startswith("built ")
     assert process.returncode == 130
     kept = count_text(len(entries), "kernel")
     assert err.splitlines()[-1] == f"mlagen: interrupted, {kept} kept"
     assert entries
-    assert [store.verify(entry) for entry in entries] == [None] * len(entries)
-    assert list((cache_dir / "v1" / "staging").iterdir()) == []
+    assert [verify(entry) for entry in entries] == [None] * len(entries)
+    assert list(cache_dir.glob("v2/*/.*")) == []
 
 
 # A line with what erases it, or one that is left and then erased; and the cursor's own sequences.
@@ -105,7 +104,7 @@ def test_ctrl_c_clears_the_bar() -> None:
 @pytest.mark.parametrize(
     ("arguments", "module", "step", "summary"),
     [
-        ("verify", cache_verify, "", "1 of 2 entries verified, 0 bad, none moved"),
+        ("verify", cache_verify, "", "1 of 2 entries verified, 0 bad, none removed"),
         ("export k.tar.gz", cache_export, "", "k.tar.gz not written"),
         ("export . --wheel k", cache_export, "", "k not written"),
         ("push file://k.tar.gz", cache_push, "", "file://k.tar.gz not written"),

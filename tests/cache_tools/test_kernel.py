@@ -13,7 +13,8 @@ from cache_tools.options.exit_codes import CACHE_UNUSABLE
 from cache_tools.tools import disassembly
 from cache_tools.tools.kernel_specs import spec_named
 from cache_tools.tools.kernel_view import KernelView, code_bytes, ctas_per_sm, tile_of
-from mlagen.cache.default_store import kernel_store
+from mlagen.cache.file import decode_all
+from mlagen.cache.store import kernel_store
 from mlagen.codegen.render import render
 from mlagen.engine import find_or_build, key_of
 from mlagen.errors import ToolchainError
@@ -81,7 +82,7 @@ def test_a_part_is_printed_and_named_in_the_document(setting: Setting, cache_dir
         path = find_or_build(COMBINE).entry.path
         assert path is not None
         source = run(*show, "--source").stdout
-        assert source == (path / "kernel.cu").read_text()
+        assert source == decode_all(path.read_bytes())[1]["kernel.cu"].decode()
         assert source == json.loads(run(*show, "--source", "--json").stdout)["source"]
         assert (source == render(COMBINE).text) == (not wants_lines)
 

@@ -94,7 +94,7 @@ def test_what_may_not_be_compiled_is_missing(variable: str, setting: Setting) ->
 
 def test_a_dry_run_says_why_cached_kernels_are_missing(cached: Cached, caplog: Log) -> None:
     """An untrusted cache is named once, and a damaged kernel with its damage."""
-    (cached.folders[0] / "kernel.cubin").write_bytes(b"cut off")
+    cached.paths[0].write_bytes(b"cut off")
     run(*SMALL, "--dry-run")
     (damaged,) = warnings_in(caplog)
     assert damaged.startswith("cache: damaged, so missing: combine(")

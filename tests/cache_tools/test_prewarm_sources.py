@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cache_tools.options.selection_options import selection_options
-from mlagen.cache.bundle_reading import open_bundle, verify_bundle
+from mlagen.cache.bundle import open_bundle, verify_bundle
 from mlagen.paths import MAX_NAMED_BYTES
 from mlagen.prewarming.files import KEYS
 from tests.cache.builds import failing

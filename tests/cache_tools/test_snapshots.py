@@ -116,7 +116,7 @@ def of_fa3(case: Case) -> Outcome:
 def keys(cache_dir: Path, tmp_path: Path, monkeypatch: Patch, setting: Setting) -> list[str]:
     """Cache and bundle two kernels of fixed keys, one of them unused, on a machine without GPU."""
     keys = fill(cache_dir, 2)
-    use(next(cache_dir.glob(f"v1/e/*/{keys[0]}/*")), age_s=7200, now=time.time())
+    use(next(cache_dir.glob(f"v2/*/{keys[0]}.*")), age_s=7200, now=time.time())
     setting("MLAGEN_TOOLCHAIN", TOOLCHAIN)
     monkeypatch.chdir(tmp_path)
     run("cache export there.tar.gz")
@@ -166,7 +166,7 @@ def test_the_document_of_a_command_fits_its_schema(
     command: str, keys: list[str], cache_dir: Path
 ) -> None:
     """The names and types are exactly those of the schema, in order, beside damage too."""
-    next(cache_dir.glob(f"v1/e/*/{keys[1]}/*/manifest.json")).write_text("{")
+    next(cache_dir.glob(f"v2/*/{keys[1]}.*")).write_text("{")
     words = [keys[0] if word in {"KEY", "OTHER"} else word for word in COMMANDS[command]]
     if command in {"cache export", "cache push"}:
         words.append(keys[0])

@@ -7,12 +7,12 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, final
+from typing import Any
 
 from mlagen.artifacts import Build
-from mlagen.cache.entry import CacheEntry
+from mlagen.cache.file import CacheEntry
 from mlagen.cache.key import CacheKey
-from mlagen.cache.store import KernelStore
+from mlagen.cache.store import KernelStore, verify
 from tests.cache.builds import make_build, make_key
 from tests.fixture_types import Log, Patch
 
@@ -23,7 +23,7 @@ _WRITING = os.O_CREAT | os.O_WRONLY | os.O_RDWR
 
 
 def store_in(folder: Path, **options: Any) -> KernelStore:
-    """Return a store with everything that a publication can write, including the size file."""
+    """Return a store with a limit, so that a publication cleans up too."""
     options = {"lock_timeout_s": 60.0, "max_bytes": 1 << 30, **options}
     return KernelStore(folder / "cache", lock_dir=folder / "locks", **options)
 
@@ -35,15 +35,19 @@ def ask(folder: Path, key: CacheKey = KEY, build: Callable[[], Build] = make_bui
 
 def whole_entries(folder: Path) -> int:
     """Return the number of entries in ``folder``; a partial entry is an error."""
-    store = store_in(folder)
-    stored = list(store.entries())
-    assert [store.verify(entry) for entry in stored] == [None] * len(stored)
+    stored = list(store_in(folder).entries())
+    assert [verify(entry) for entry in stored] == [None] * len(stored)
     return len(stored)
 
 
 def warnings_in(caplog: Log) -> list[str]:
     """Return the logged warnings."""
     return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def parts(folder: Path) -> list[Path]:
+    """Return the temporary files in the cache in ``folder``."""
+    return list((folder / "cache").glob("v2/*/.*"))
 
 
 def watch(
@@ -74,58 +78,19 @@ def watch(
         name = "open" if flags & _WRITING else "look"
         return int(around(name, real_open)(path, flags, *args, **kwargs))
 
-    def fdopen(descriptor: int, mode: str) -> _File:
-        assert mode == "wb"
-        return _File(real_fdopen(descriptor, "wb"), before, after)
+    def write(descriptor: int, content: Any) -> int:
+        try:
+            before("write")
+        except OSError:
+            real_write(descriptor, content[: len(content) // 2])
+            raise
+        written = real_write(descriptor, content)
+        after("write")
+        return written
 
-    real_open, real_fdopen = os.open, os.fdopen
-    for owner, name in (
-        (os, "mkdir"),
-        (os, "rename"),
-        (os, "utime"),
-        (os, "unlink"),
-        (os, "rmdir"),
-    ):
-        patch.setattr(owner, name, around(name, getattr(owner, name)))
+    real_open, real_write = os.open, os.write
+    for name in ("mkdir", "link", "rename", "utime", "unlink", "rmdir"):
+        patch.setattr(os, name, around(name, getattr(os, name)))
     patch.setattr(os, "fsync", around("fsync", sync))
     patch.setattr(os, "open", open_)
-    patch.setattr(os, "fdopen", fdopen)
-
-
-@final
-class _File:
-    """A file whose write, flush and close are steps."""
-
-    def __init__(self, file: IO[bytes], before: Act, after: Act) -> None:
-        self._file, self._before, self._after = file, before, after
-
-    def __enter__(self) -> _File:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self._before("close")
-        finally:
-            self._file.close()
-        self._after("close")
-
-    def write(self, content: bytes) -> None:
-        """Write all of the content, or half of it."""
-        try:
-            self._before("write")
-        except OSError:
-            self._file.write(content[: len(content) // 2])
-            self._file.flush()
-            raise
-        self._file.write(content)
-        self._after("write")
-
-    def flush(self) -> None:
-        """Flush the content to the system."""
-        self._before("flush")
-        self._file.flush()
-        self._after("flush")
-
-    def fileno(self) -> int:
-        """Return the descriptor."""
-        return self._file.fileno()
+    patch.setattr(os, "write", write)

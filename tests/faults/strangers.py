@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.cache.builds import entry_folder
+from tests.cache.builds import entry_path
 from tests.faults.steps import KEY
 from tests.fixture_types import Patch
 
 STRANGER = 65534
 
-# Every folder between the root and the files of an entry, by its name in `folder_of`.
-FOLDERS = ["cache", "cache/v1", "cache/v1/e", "shard", "key", "entry"]
-FOLDERS += ["cache/v1/staging", "cache/v1/quarantine"]
+# Every folder between the root and an entry, by its name in `folder_of`.
+FOLDERS = ["cache", "cache/v2", "shard"]
 
 
 def give_away(path: Path, patch: Patch) -> None:
@@ -26,8 +25,4 @@ def give_away(path: Path, patch: Patch) -> None:
 
 def folder_of(folder: Path, name: str) -> Path:
     """Return a folder of the cache in ``folder`` by its name."""
-    entry = entry_folder(folder, KEY)
-    named = {"shard": entry.parents[1], "key": entry.parent, "entry": entry}
-    found = named.get(name, folder / name)
-    found.mkdir(mode=0o700, exist_ok=True)  # a quarantine is made on demand
-    return found
+    return entry_path(folder, KEY).parent if name == "shard" else folder / name

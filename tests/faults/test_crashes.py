@@ -13,13 +13,18 @@ import pytest
 
 from mlagen.artifacts import Build
 from mlagen.cache.key import CacheKey
-from mlagen.cache.layout import Layout
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_key, tree
-from tests.faults.steps import KEY, ask, store_in, warnings_in, watch, whole_entries
-from tests.fixture_types import Log, Patch
+from tests.cache.builds import CountedBuild, cut, entry_path, make_key
+from tests.faults.steps import KEY, ask, parts, store_in, warnings_in, watch, whole_entries
+from tests.fixture_types import Log
 
-OTHER, LATER = make_key("another kernel"), make_key("a later kernel")
+OTHER = make_key("another kernel")
+# In the folder of the kernel that was not finished.
+LATER = next(
+    key
+    for number in range(10**5)
+    if (key := make_key(f"a later kernel {number}")).digest[:2] == KEY.digest[:2]
+)
 
 
 def crashes(folder: Path, work: Callable[[Path], object]) -> Iterator[Path]:
@@ -54,11 +59,10 @@ def crashes(folder: Path, work: Callable[[Path], object]) -> Iterator[Path]:
 
 def remains_later(folder: Path) -> list[str]:
     """Publish another kernel as if hours had passed, and return what remains of dead processes."""
-    staging = folder / "cache/v1/staging"
-    for staged in staging.iterdir():
-        os.utime(staged, (0, 0))
+    for part in parts(folder):
+        os.utime(part, (0, 0))
     ask(folder, LATER)
-    return tree(staging)
+    return [part.name for part in parts(folder)]
 
 
 @pytest.mark.timeout(60)
@@ -77,17 +81,16 @@ def test_killed_at_any_moment_of_a_build_a_process_leaves_nothing_or_everything(
         entry = ask(folder, build=build)
 
         assert entry.cubin == builds.CUBIN
-        assert entry.path == entry_folder(folder, KEY)
+        assert entry.path == entry_path(folder, KEY)
         assert remaining + build.calls == 1
         assert whole_entries(folder) == len(others) + 1
         assert remains_later(folder) == []
-        assert not (folder / "cache/v1/quarantine").exists()
         found.append(remaining == 1)
 
-    # Before the rename nothing is visible, after it the whole entry.
+    # Before the link nothing is visible, after it the whole entry.
     assert found == sorted(found)
     assert set(found) == {False, True}
-    assert len(found) > 30
+    assert len(found) > 10
 
 
 def remove(folder: Path) -> None:
@@ -99,8 +102,8 @@ def remove(folder: Path) -> None:
 
 def evict(folder: Path) -> None:
     """Evict everything."""
-    for manifest in (folder / "cache").rglob("manifest.json"):
-        os.utime(manifest, (0, 0))
+    for path in (folder / "cache").glob("v2/*/*"):
+        os.utime(path, (0, 0))
     store_in(folder, max_bytes=1).collect()
 
 
@@ -109,27 +112,19 @@ def clear(folder: Path) -> None:
     store_in(folder).clear()
 
 
-def is_in_place(folder: Path) -> bool:
-    """Whether the entry of ``KEY`` is in place; a partial entry is an error."""
-    path = entry_folder(folder, KEY)
-    if path.exists():
-        builds.read_at(path, key=KEY.digest, toolchain=KEY.toolchain)
-    return path.exists()
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("act", [remove, evict, clear], ids=lambda act: act.__name__)
 def test_killed_at_any_moment_of_a_removal_a_process_leaves_nothing_or_everything(
     act: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    """An entry that is being removed is complete until it is gone, and the trash is swept."""
+    """An entry is complete until it is gone."""
     ask(tmp_path / "valid")
     ask(tmp_path / "valid", OTHER)
     found = []
     for folder in crashes(tmp_path / "valid", act):
         whole_entries(folder)
-        found.append(is_in_place(folder))
-        assert ask(folder).path == entry_folder(folder, KEY)
+        found.append(entry_path(folder, KEY).exists())
+        assert ask(folder).path == entry_path(folder, KEY)
         assert remains_later(folder) == []
 
     assert found == sorted(found, reverse=True)
@@ -137,53 +132,20 @@ def test_killed_at_any_moment_of_a_removal_a_process_leaves_nothing_or_everythin
 
 
 @pytest.mark.timeout(60)
-def test_killed_at_any_moment_of_a_quarantine_a_process_serves_no_damage(
+def test_killed_at_any_moment_of_finding_damage_a_process_serves_none(
     tmp_path: Path, caplog: Log
 ) -> None:
-    """A damaged entry is in place or in the quarantine; either way the kernel is right."""
+    """A damaged entry is in place or gone; either way the kernel is right."""
     ask(tmp_path / "damaged")
-    (entry_folder(tmp_path / "damaged", KEY) / "kernel.cubin").write_bytes(b"\x7fELF damaged")
-    moved = []
+    cut(entry_path(tmp_path / "damaged", KEY))
+    gone = []
     for folder in crashes(tmp_path / "damaged", lambda folder: store_in(folder).look_up(KEY)):
-        moved.append(not entry_folder(folder, KEY).exists())
+        gone.append(not entry_path(folder, KEY).exists())
         caplog.clear()
-
-        entry = ask(folder)
-
-        assert entry.cubin == builds.CUBIN
-        assert entry.path == entry_folder(folder, KEY)
-        assert len(warnings_in(caplog)) == (0 if moved[-1] else 1)
+        assert ask(folder).cubin == builds.CUBIN
+        assert len(warnings_in(caplog)) == (not gone[-1])
         assert whole_entries(folder) == 1
-
-    assert moved == sorted(moved)
-    assert set(moved) == {False, True}
-
-
-def test_a_sweep_deletes_all_of_a_staging_folder_or_nothing(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
-    """A builder whose staging is swept because of a wrong clock publishes all of it or nothing."""
-    layout = Layout(tmp_path / "cache")
-    staged = layout.staging / f"{KEY.digest}.elsewhere.1.00"
-    staged.mkdir(parents=True)
-    (staged / "kernel.cubin").write_bytes(builds.CUBIN)
-    os.utime(staged, (0, 0))
-    published = layout.entry(KEY.digest, KEY.toolchain)
-    published.parent.mkdir(parents=True)
-    unlink = os.unlink
-
-    def publish_first(*args: object, **kwargs: object) -> None:
-        if staged.exists():
-            staged.rename(published)
-        unlink(*args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(os, "unlink", publish_first)
-
-    swept = store_in(tmp_path).sweep()
-
-    assert swept == 1
-    assert tree(layout.staging) == []
-    assert not published.exists()
+    assert set(gone) == {False, True}
 
 
 @pytest.mark.timeout(30)
@@ -219,5 +181,5 @@ def test_a_lock_is_free_when_its_holder_is_killed_though_its_child_lives(
         os.kill(child, signal.SIGKILL)
 
     assert build.calls == 1
-    assert entry.path == entry_folder(tmp_path, KEY)
+    assert entry.path == entry_path(tmp_path, KEY)
     assert caplog.messages == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
 import resource
 from collections.abc import Iterator
@@ -14,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, tree
-from tests.faults.steps import KEY, ask, store_in, warnings_in, watch, whole_entries
+from tests.cache.builds import CountedBuild, cut, entry_path, make_build, make_key
+from tests.faults.steps import KEY, ask, parts, store_in, warnings_in, watch, whole_entries
 from tests.fixture_types import Log
 
 OTHER = make_key("another kernel")
@@ -77,22 +76,21 @@ def test_an_error_at_any_step_costs_no_kernel(
         assert len(warnings) == 1 if in_memory else len(warnings) <= 1
         assert all(os.strerror(code) in warning for warning in warnings)
         assert whole_entries(folder) == len({entry.path for entry in entries} - {None})
-        assert not (folder / "cache/v1/quarantine").exists()
-        assert ask(folder).path == entry_folder(folder, KEY)
+        assert ask(folder).path == entry_path(folder, KEY)
         published.append(entries[0].path is not None)
 
-    assert len(published) > 30
+    assert len(published) > 10
     assert set(published) == {False, True}
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.__getitem__)
-def test_an_error_at_any_step_of_a_quarantine_costs_no_kernel(code: int, tmp_path: Path) -> None:
-    """A damaged entry that cannot be moved is not loaded, and the kernel is built."""
+def test_an_error_at_any_step_beside_damage_costs_no_kernel(code: int, tmp_path: Path) -> None:
+    """A damaged entry that cannot be deleted is not loaded, and the kernel is built."""
     for number in itertools.count(1):
         folder, fault = tmp_path / str(number), Fault(code, number, lasting=True)
         ask(folder)
-        (entry_folder(folder, KEY) / "kernel.cubin").write_bytes(b"\x7fELF damaged")
+        cut(entry_path(folder, KEY))
         with pytest.MonkeyPatch.context() as patch:
             watch(patch, before=fault)
             entry = ask(folder)
@@ -102,7 +100,7 @@ def test_an_error_at_any_step_of_a_quarantine_costs_no_kernel(code: int, tmp_pat
         assert entry.cubin == builds.CUBIN
         again = ask(folder)
         assert again.cubin == builds.CUBIN
-        assert again.path == entry_folder(folder, KEY)
+        assert again.path == entry_path(folder, KEY)
         assert whole_entries(folder) == 1
 
 
@@ -129,8 +127,8 @@ def test_a_limit_on_the_size_of_files_costs_no_kernel(size: int, tmp_path: Path)
 
     assert builds.in_child(work) == 0
     assert whole_entries(tmp_path) == 0
-    assert tree(tmp_path / "cache/v1/staging") == []
-    assert ask(tmp_path).path == entry_folder(tmp_path, KEY)
+    assert parts(tmp_path) == []
+    assert ask(tmp_path).path == entry_path(tmp_path, KEY)
 
 
 def test_without_file_descriptors_a_kernel_stays_in_memory(tmp_path: Path) -> None:
@@ -150,29 +148,4 @@ def test_without_file_descriptors_a_kernel_stays_in_memory(tmp_path: Path) -> No
     assert entry.cubin == builds.CUBIN
     assert entry.path is None
     assert store.find(KEY) is entry
-    assert ask(tmp_path).path == entry_folder(tmp_path, KEY)
-
-
-NOTES = {
-    "empty": b"",
-    "no JSON": b"{",
-    "no numbers": b'{"bytes": "many", "counted": []}',
-    "endless": b'{"bytes": Infinity, "counted": 0}',
-    "not a number": b'{"bytes": 0, "counted": NaN}',
-    "brackets without end": b"[" * 4000,
-    "too long": b" " * 5000,
-    "less than nothing": b'{"bytes": -1e15, "counted": 0}',
-}
-
-
-@pytest.mark.parametrize("note", NOTES.values(), ids=NOTES)
-def test_a_damaged_size_file_is_measured_again(note: bytes, tmp_path: Path, caplog: Log) -> None:
-    """A kernel is returned for any content, and the size file is right afterwards."""
-    ask(tmp_path)
-    path = tmp_path / "cache/v1/size.json"
-    path.write_bytes(note)
-    entry = ask(tmp_path, OTHER)
-    assert entry.path == entry_folder(tmp_path, OTHER)
-    files = [file for file in (tmp_path / "cache/v1/e").rglob("*") if file.is_file()]
-    assert json.loads(path.read_bytes())["bytes"] == sum(file.stat().st_size for file in files)
-    assert warnings_in(caplog) == []
+    assert ask(tmp_path).path == entry_path(tmp_path, KEY)

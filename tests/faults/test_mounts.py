@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from mlagen.cache.store import KernelStore
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, tree
-from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
+from tests.cache.builds import CountedBuild, cut, entry_path, make_build, make_key, tree
+from tests.faults.steps import KEY, ask, parts, store_in, warnings_in, whole_entries
 from tests.fixture_types import Log
 
 pytestmark = pytest.mark.timeout(60)
@@ -45,14 +46,19 @@ def mount(folder: Path, options: str, flags: int = 0) -> None:
     call("mount", b"none", os.fsencode(folder), b"tmpfs", flags, options.encode())
 
 
-def in_mount_namespace(work: Callable[[], object]) -> None:
-    """Run ``work`` in a child with its own mount namespace."""
+def in_mount_namespace_status(work: Callable[[], object]) -> int:
+    """Run ``work`` in a child with its own mount namespace, and return its exit status."""
 
     def work_apart() -> None:
         leave_the_mounts()
         work()
 
-    assert builds.in_child(work_apart) == 0
+    return builds.in_child(work_apart)
+
+
+def in_mount_namespace(work: Callable[[], object]) -> None:
+    """Do the same; the work must succeed."""
+    assert in_mount_namespace_status(work) == 0
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -99,11 +105,11 @@ def test_a_disk_that_is_full_costs_no_kernel(cubin: bytes, tmp_path: Path, caplo
             assert [entry.cubin for entry in entries] == [cubin] * 2
             assert len(warnings) == min(in_memory, 1)
             assert all(os.strerror(28) in warning for warning in warnings)
-            assert later.path == entry_folder(folder, KEY)
+            assert later.path == entry_path(folder, KEY)
             assert whole_entries(folder) == len(
                 {entry.path for entry in [*entries, later]} - {None}
             )
-            assert tree(folder / "cache/v1/staging") == []
+            assert parts(folder) == []
             published.append(entries[0].path is not None)
         assert set(published) == {False, True}
 
@@ -123,13 +129,13 @@ def test_a_disk_that_is_mounted_read_only_serves_hits(tmp_path: Path, caplog: Lo
 
         entries = [store.find_or_build(key, build) for key in (KEY, OTHER, OTHER)]
 
-        assert [entry.path for entry in entries] == [entry_folder(tmp_path, KEY), None, None]
+        assert [entry.path for entry in entries] == [entry_path(tmp_path, KEY), None, None]
         assert {entry.cubin for entry in entries} == {builds.CUBIN}
         assert build.calls == 1
         assert len(warnings_in(caplog)) == 1
         assert tree(tmp_path / "cache") == before
         mount(tmp_path / "cache", "", _AGAIN)
-        assert ask(tmp_path, OTHER).path == entry_folder(tmp_path, OTHER)
+        assert ask(tmp_path, OTHER).path == entry_path(tmp_path, OTHER)
 
     in_mount_namespace(work)
 
@@ -143,7 +149,7 @@ def test_an_entry_that_is_damaged_on_a_read_only_disk_is_not_served(
         (tmp_path / "cache").mkdir()
         mount(tmp_path / "cache", "mode=700")
         ask(tmp_path)
-        os.truncate(entry_folder(tmp_path, KEY) / "kernel.cubin", 100)
+        cut(entry_path(tmp_path, KEY))
         mount(tmp_path / "cache", "", _AGAIN | _READ_ONLY)
         store, build = store_in(tmp_path), CountedBuild()
 
@@ -157,3 +163,49 @@ def test_an_entry_that_is_damaged_on_a_read_only_disk_is_not_served(
         assert second.startswith("cache: expected a usable folder, got ")
 
     in_mount_namespace(work)
+
+
+VERBS: dict[str, Callable[[KernelStore], object]] = {
+    "rm": lambda store: [store.remove(stored) for stored in store.entries()],
+    "clear": KernelStore.clear,
+    "gc": KernelStore.collect,
+    "prune": KernelStore.remove_old_layouts,
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_entries_of_a_lower_layer_can_be_removed(verb: str, tmp_path: Path) -> None:
+    """A container starts with kernels of its image: overlayfs renames none of its folders."""
+    lower = tmp_path / "lower"
+    ask(lower)
+    (lower / "cache/v1/e/ab").mkdir(parents=True, mode=0o700)
+    (lower / "cache/v1/e/ab/kernel.cubin").touch()
+    os.utime(entry_path(lower, KEY), (1, 1))
+
+    def work() -> None:
+        (tmp_path / "overlay").mkdir()
+        mount(tmp_path / "overlay", "mode=700")
+        folders = {name: tmp_path / name for name in ("lower", "overlay/upper", "overlay/work")}
+        for name in ("overlay/upper", "overlay/work", "merged"):
+            (tmp_path / name).mkdir()
+        lowerdir, upperdir, workdir = folders.values()
+        options = f"lowerdir={lowerdir},upperdir={upperdir},workdir={workdir},userxattr"
+        merged = os.fsencode(tmp_path / "merged")
+        try:
+            call("mount", b"overlay", merged, b"overlay", 0, options.encode())
+        except OSError:
+            os._exit(77)
+        store = store_in(tmp_path / "merged", max_bytes=1)
+        assert store.find(KEY) is not None
+        assert store.find_or_build(OTHER, make_build).path == entry_path(tmp_path / "merged", OTHER)
+        os.utime(entry_path(tmp_path / "merged", KEY), (1, 1))
+        VERBS[verb](store)
+        assert (tmp_path / "merged/cache/v1").exists() is (verb != "prune")
+        assert entry_path(tmp_path / "merged", KEY).exists() is (verb == "prune")
+        assert ask(tmp_path / "merged").path == entry_path(tmp_path / "merged", KEY)
+
+    status = in_mount_namespace_status(work)
+    if status == 77:
+        pytest.skip("this machine does not let a process mount an overlay")
+    assert status == 0
+    assert entry_path(lower, KEY).exists()

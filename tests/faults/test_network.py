@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 
 from mlagen.artifacts import Build
-from mlagen.cache.eviction import evict
-from mlagen.cache.layout import Layout
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, failing, make_build, make_store, tree
+from tests.cache.builds import CountedBuild, entry_path, failing, make_build, make_store
 from tests.faults.crowds import crowd, received, send
-from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
+from tests.faults.steps import KEY, ask, parts, store_in, warnings_in, whole_entries
 from tests.fixture_types import Log, Patch
 
 OTHER_CUBIN = builds.CUBIN + b"of another build"
@@ -50,10 +48,10 @@ def test_a_publication_that_is_not_seen_for_a_while_costs_no_kernel(
 ) -> None:
     """A publisher that does not see its entry yet has its bytes, and builds again on request."""
     store, build = store_in(tmp_path), CountedBuild()
-    entries = tmp_path / "cache/v1/e"
+    target = entry_path(tmp_path, KEY)
 
     def remember_nothing(path: Path) -> None:
-        if path.is_relative_to(entries) and len(path.relative_to(entries).parts) > 2:
+        if path == target:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
     with before_reading(remember_nothing):
@@ -62,86 +60,50 @@ def test_a_publication_that_is_not_seen_for_a_while_costs_no_kernel(
 
     assert build.calls == 2
     assert {entry.cubin for entry in [*built, later]} == {builds.CUBIN}
-    assert {entry.path for entry in [*built, later]} == {entry_folder(tmp_path, KEY)}
+    assert {entry.path for entry in [*built, later]} == {entry_path(tmp_path, KEY)}
     assert whole_entries(tmp_path) == 1
     assert warnings_in(caplog) == []
 
 
-@pytest.mark.parametrize("code", [errno.EEXIST, errno.ENOTEMPTY], ids=errno.errorcode.__getitem__)
+@pytest.mark.parametrize("has_links", [True, False], ids=["with links", "without links"])
 def test_the_second_publisher_keeps_its_bytes_and_leaves_no_trace(
-    code: int, tmp_path: Path, monkeypatch: Patch, caplog: Log
+    has_links: bool, tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
-    """For any error of the rename, the first entry stays."""
-    target = entry_folder(tmp_path, KEY)
-    real, rejected = os.rename, []
-
-    def rename(path: str, new: str, **folders: int) -> None:
-        if builds.full_path(new, folders.get("dst_dir_fd")) == target and target.exists():
-            rejected.append(path)
-            raise OSError(code, os.strerror(code))
-        real(path, new, **folders)
-
-    monkeypatch.setattr(os, "rename", rename)
+    """The first entry stays."""
+    target = entry_path(tmp_path, KEY)
+    if not has_links:
+        monkeypatch.setattr(os, "link", failing(errno.EPERM))
 
     def build() -> Build:
         rival = make_store(tmp_path / "rival")
         rival.find_or_build(KEY, lambda: make_build(OTHER_CUBIN))
-        shutil.copytree(entry_folder(tmp_path / "rival", KEY), target)
+        shutil.copytree(tmp_path / "rival/cache", tmp_path / "cache", dirs_exist_ok=True)
         return make_build()
 
     entry = store_in(tmp_path).find_or_build(KEY, build)
 
-    assert len(rejected) == 1
     assert (entry.cubin, entry.path) == (builds.CUBIN, target)
     assert ask(tmp_path).cubin == OTHER_CUBIN
-    assert tree(tmp_path / "cache/v1/staging") == []
+    assert parts(tmp_path) == []
     assert warnings_in(caplog) == []
 
 
-def test_a_rename_whose_answer_was_lost_is_a_publication(
+def test_a_link_whose_answer_was_lost_is_a_publication(
     tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
-    """A retried rename fails because the first one succeeded; the entry exists."""
-    real = os.rename
+    """A retried call fails because the first one succeeded; the entry exists."""
+    real = os.link
 
-    def rename_twice(path: str, new: str, **folders: int) -> None:
-        real(path, new, **folders)
-        real(path, new, **folders)
+    def link_twice(*args: Any, **kwargs: Any) -> None:
+        real(*args, **kwargs)
+        real(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", rename_twice)
+        patch.setattr(os, "link", link_twice)
         entry = ask(tmp_path)
 
-    assert entry.path == entry_folder(tmp_path, KEY)
+    assert entry.path == entry_path(tmp_path, KEY)
     assert whole_entries(tmp_path) == 1
-    assert warnings_in(caplog) == []
-
-
-@pytest.mark.parametrize("code", [errno.EBUSY, errno.ENOTEMPTY], ids=errno.errorcode.__getitem__)
-def test_files_that_others_have_open_delay_deletion_and_nothing_else(
-    code: int, tmp_path: Path, monkeypatch: Patch, caplog: Log
-) -> None:
-    """Entries that a client keeps for open files are invisible at once, and swept later."""
-    store = store_in(tmp_path)
-    ask(tmp_path)
-    (stored,) = store.entries()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rmdir", failing(code))
-        store.remove(stored)
-        absent = store.find(KEY)
-        entry = ask(tmp_path)
-    staging = tmp_path / "cache/v1/staging"
-    remaining = list(staging.iterdir())
-    for trash in remaining:
-        os.utime(trash, (0, 0))
-        trash.rename(trash.with_name("trash.elsewhere.1.00"))
-    store.sweep()
-
-    assert absent is None
-    assert entry.path == entry_folder(tmp_path, KEY)
-    assert len(remaining) == 1
-    assert tree(staging) == []
     assert warnings_in(caplog) == []
 
 
@@ -168,56 +130,34 @@ def test_a_lock_folder_without_locks_costs_builds_only(code: int, tmp_path: Path
     assert whole_entries(tmp_path) == 1
 
 
-def _evict(folder: Path) -> None:
-    os.utime(entry_folder(folder, KEY) / "manifest.json", (1, 1))
-    assert len(evict(Layout(folder / "cache"), 1)) == 1
-
-
-def _replace(folder: Path) -> None:
-    _evict(folder)
-    make_store(folder).find_or_build(KEY, lambda: make_build(OTHER_CUBIN))
-
-
-@contextmanager
-def _between(act: Callable[[Path], None], folder: Path) -> Iterator[None]:
-    """Act once, between the reads of a manifest and of its cubin."""
-    acts = [act]
-
-    def read(path: Path) -> None:
-        if path.name == "kernel.cubin" and acts:
-            acts.pop()(folder)
-
-    with before_reading(read):
-        yield
-    assert acts == []
-
-
-@pytest.mark.parametrize("act", [_evict, _replace], ids=["removed", "replaced"])
-def test_an_entry_removed_between_manifest_and_cubin_is_not_damaged(
-    act: Callable[[Path], None], tmp_path: Path, caplog: Log
-) -> None:
-    """A concurrent reader gets a complete kernel, old or new, and quarantines nothing."""
+def test_an_entry_that_is_removed_while_it_is_read_is_served(tmp_path: Path, caplog: Log) -> None:
+    """One open file is the whole entry."""
     ask(tmp_path)
+    path, real = entry_path(tmp_path, KEY), os.read
 
-    with _between(act, tmp_path):
-        entry = ask(tmp_path)
+    def read(descriptor: int, size: int) -> bytes:
+        path.unlink(missing_ok=True)
+        return real(descriptor, size)
 
-    assert entry.cubin == (builds.CUBIN if act is _evict else OTHER_CUBIN)
-    assert entry.path == entry_folder(tmp_path, KEY)
-    assert whole_entries(tmp_path) == 1
-    assert tree(tmp_path / "cache/v1/quarantine") == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "read", read)
+        found = store_in(tmp_path).find(KEY)
+
+    assert found is not None
+    assert found.cubin == builds.CUBIN
     assert warnings_in(caplog) == []
 
 
 @pytest.mark.parametrize("is_dry", [False, True], ids=["look-up", "dry look-up"])
-def test_an_entry_removed_from_a_layer_while_it_is_read_is_absent(
+def test_an_entry_removed_before_it_is_read_is_absent(
     is_dry: bool, tmp_path: Path, caplog: Log
 ) -> None:
     """A layer that another machine cleans up is not called damaged."""
     ask(tmp_path)
+    path = entry_path(tmp_path, KEY)
     store = store_in(tmp_path / "above", layers=[tmp_path / "cache"])
 
-    with _between(_evict, tmp_path):
+    with before_reading(lambda read: path.unlink(missing_ok=True) if read == path else None):
         found = store.look_up(KEY, is_dry=is_dry)
 
     assert (found.entry, found.reason, found.problem) == (None, "absent", None)

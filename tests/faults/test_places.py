@@ -8,13 +8,14 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mlagen.cache.default_store import kernel_store
+from mlagen.cache.store import kernel_store
 from mlagen.settings import current_settings
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, tree
+from tests.cache.builds import CountedBuild, entry_path, make_build, make_key, tree
 from tests.faults.privileges import give_up_capabilities
 from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
 from tests.fixture_types import Log, Patch
@@ -39,7 +40,7 @@ def test_a_read_only_cache_serves_hits_and_builds_in_memory(tmp_path: Path) -> N
         store, build = store_in(tmp_path), CountedBuild()
         hit = store.find_or_build(KEY, build)
         misses = [store.find_or_build(OTHER, build) for _ in range(2)]
-        assert hit.path == entry_folder(tmp_path, KEY)
+        assert hit.path == entry_path(tmp_path, KEY)
         assert [entry.path for entry in misses] == [None, None]
         assert build.calls == 1
 
@@ -148,15 +149,10 @@ def test_an_odd_but_writable_folder_is_used(
 NAME = f"{KEY.digest}.{KEY.toolchain}"
 SPOTS = {
     "the cache": "cache",
-    "the layout": "cache/v1",
-    "the entries": "cache/v1/e",
-    "the first digits of the key": f"cache/v1/e/{KEY.digest[:2]}",
-    "the key": f"cache/v1/e/{KEY.digest[:2]}/{KEY.digest}",
-    "the entry": f"cache/v1/e/{KEY.digest[:2]}/{KEY.digest}/{KEY.toolchain}",
-    "the staging folder": "cache/v1/staging",
-    "the quarantine": "cache/v1/quarantine",
-    "the note of the size": "cache/v1/size.json",
-    "the tag": "cache/v1/CACHEDIR.TAG",
+    "the layout": "cache/v2",
+    "the first digits of the key": f"cache/v2/{KEY.digest[:2]}",
+    "the entry": f"cache/v2/{KEY.digest[:2]}/{NAME}",
+    "the tag": "cache/v2/CACHEDIR.TAG",
     "the folder of locks": "locks",
     "the lock": f"locks/{NAME}.lock",
 }
@@ -189,7 +185,7 @@ def test_an_obstacle_costs_no_kernel(
         assert warnings_in(caplog) != []
         assert store_in(tmp_path).find(KEY) is None
     else:
-        assert entries[0].path == entry_folder(tmp_path, KEY)
+        assert entries[0].path == entry_path(tmp_path, KEY)
         assert store_in(tmp_path).find(KEY) == entries[0]
 
 
@@ -199,27 +195,26 @@ def test_a_cache_that_is_deleted_in_use_is_recreated(tmp_path: Path) -> None:
     store.find_or_build(KEY, make_build)
     shutil.rmtree(tmp_path / "cache")
     entry = store.find_or_build(KEY, make_build)
-    assert entry.path == entry_folder(tmp_path, KEY)
+    assert entry.path == entry_path(tmp_path, KEY)
     assert whole_entries(tmp_path) == 1
 
 
 def test_a_folder_that_vanishes_while_publishing_is_recreated(
     tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
-    """Evicting the last entry of a key deletes its folder under a concurrent builder."""
-    rename, vanished = os.rename, list[str]()
+    """Another program may delete the cache under a builder."""
+    link, vanished = os.link, list[str]()
 
-    def vanish_first(name: str, new: str, **folders: int) -> None:
-        target = builds.full_path(new, folders.get("dst_dir_fd"))
-        if target == entry_folder(tmp_path, KEY) and len(vanished) < 3:
-            shutil.rmtree(tmp_path / "cache/v1/e")
+    def vanish_first(name: str, new: str, **options: Any) -> None:
+        if len(vanished) < 3:
+            shutil.rmtree(tmp_path / "cache")
             vanished.append(name)
-        rename(name, new, **folders)
+        link(name, new, **options)
 
-    monkeypatch.setattr(os, "rename", vanish_first)
+    monkeypatch.setattr(os, "link", vanish_first)
 
     entry = store_in(tmp_path).find_or_build(KEY, make_build)
 
     assert len(vanished) == 3
-    assert entry.path == entry_folder(tmp_path, KEY)
+    assert entry.path == entry_path(tmp_path, KEY)
     assert warnings_in(caplog) == []

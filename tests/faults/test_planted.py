@@ -14,17 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from mlagen.cache.layout import Layout
 from mlagen.errors import CacheError
 from tests.cache import builds
-from tests.cache.builds import ROOT, CountedBuild, entry_folder, make_key, tree
-from tests.faults.steps import KEY, ask, store_in, warnings_in, whole_entries
+from tests.cache.builds import ROOT, CountedBuild, entry_path, make_key, tree
+from tests.faults.steps import KEY, ask, parts, store_in, warnings_in, watch, whole_entries
 from tests.faults.strangers import STRANGER, folder_of
 from tests.fixture_types import Log, Patch
 
 OTHER = make_key("another kernel")
-INSIDE = ["cache/v1", "cache/v1/e", "cache/v1/staging", "shard", "key", "entry"]
-LED_HOME = ["cache/v1", "cache/v1/e", "cache/v1/staging", "cache/v1/quarantine"]
+SHARD = KEY.digest[:2]
+INSIDE = ["cache/v2", "shard"]
 
 
 def test_a_root_behind_a_link_is_used(tmp_path: Path, caplog: Log) -> None:
@@ -33,7 +32,7 @@ def test_a_root_behind_a_link_is_used(tmp_path: Path, caplog: Log) -> None:
     (tmp_path / "cache").symlink_to("other disk")
     made = ask(tmp_path)
     found = store_in(tmp_path).find(KEY)
-    assert made.path == entry_folder(tmp_path, KEY)
+    assert made.path == entry_path(tmp_path, KEY)
     assert found == made
     assert warnings_in(caplog) == []
 
@@ -66,19 +65,15 @@ def test_a_link_inside_the_cache_is_not_followed(folder: str, tmp_path: Path, ca
     assert build.calls == 1
     assert tree(target) == before
     assert len(warnings_in(caplog)) == 1
-    if folder == "entry":  # the only folder that can be quarantined
-        assert entries[1].path == entry_folder(tmp_path, KEY)
-        assert whole_entries(tmp_path) == 1
-    else:
-        assert "a symbolic link at " in warnings_in(caplog)[0]
-        assert store.look_up(KEY).layer is None
+    assert "a symbolic link at " in warnings_in(caplog)[0]
+    assert store.look_up(KEY).layer is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two other users")
 @pytest.mark.parametrize(
     ("place", "is_shared"),
     # With trusted users, they may choose the root.
-    [("cache", False), *itertools.product(LED_HOME, [False, True])],
+    [("cache", False), *itertools.product(INSIDE, [False, True])],
 )
 def test_a_cache_created_by_another_user_deletes_nothing(place: str, is_shared: bool) -> None:
     """A link from a well-known folder to the home of the user is not followed."""
@@ -86,12 +81,13 @@ def test_a_cache_created_by_another_user_deletes_nothing(place: str, is_shared: 
         folder, user = Path(name), 1
         folder.chmod(0o755)
         home = folder / "home"
-        for inside in ("photos/one", "e/photos/one", "staging/photos/one", "v1/staging/one/two"):
+        for inside in ("photos/one", f"{SHARD}/photos", f"v2/{SHARD}/photos"):
             (home / inside).mkdir(parents=True)
         for path in (home, *home.rglob("*")):
             os.chown(path, user, user)
             os.utime(path, (0, 0))
-        link = folder / place
+        link = folder / ("cache/v2" if place == "shard" else place)
+        link = link / SHARD if place == "shard" else link
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(home)
         for path in folder.rglob("*"):
@@ -114,15 +110,14 @@ def test_a_cache_created_by_another_user_deletes_nothing(place: str, is_shared: 
 
 
 @pytest.mark.parametrize("what", ["a link to a file", "a link to a folder", "a folder", "a FIFO"])
-def test_what_is_planted_at_a_staging_name_is_not_used(
+def test_what_is_planted_at_a_temporary_name_is_not_used(
     what: str, tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     """Even for a known name, it is neither written through nor blocking."""
-    monkeypatch.setattr(secrets, "token_hex", lambda _: "0" * 8)
-    place = Layout(tmp_path / "cache").new_staging(KEY.digest)
-    place.parent.mkdir(parents=True)
-    for folder in (tmp_path / "cache", tmp_path / "cache/v1", place.parent):
-        folder.chmod(0o700)
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "0" * 16)
+    place = entry_path(tmp_path, KEY).with_name(f".{'0' * 16}.part")
+    for folder in (tmp_path / "cache", tmp_path / "cache/v2", place.parent):
+        folder.mkdir(mode=0o700)
     (tmp_path / "precious").mkdir()
     (tmp_path / "file").write_bytes(b"precious")
     plant: dict[str, Callable[[], None]] = {
@@ -142,54 +137,61 @@ def test_what_is_planted_at_a_staging_name_is_not_used(
     assert len(warnings_in(caplog)) == 1
 
 
-@pytest.mark.parametrize("name", ["size.json", "CACHEDIR.TAG"])
-def test_a_link_in_place_of_a_file_is_not_written_through(name: str, tmp_path: Path) -> None:
+def test_a_link_in_place_of_the_tag_is_not_written_through(tmp_path: Path) -> None:
     """The target of the link is unchanged."""
     ask(tmp_path)
-    note = tmp_path / "cache/v1" / name
+    tag = tmp_path / "cache/v2/CACHEDIR.TAG"
     (tmp_path / "file").write_bytes(b"precious")
-    note.unlink()
-    note.symlink_to(tmp_path / "file")
-    entry = ask(tmp_path, OTHER)
-    assert entry.path == entry_folder(tmp_path, OTHER)
+    tag.unlink()
+    tag.symlink_to(tmp_path / "file")
+    assert ask(tmp_path, OTHER).path == entry_path(tmp_path, OTHER)
     assert (tmp_path / "file").read_bytes() == b"precious"
 
 
-@pytest.mark.parametrize("verb", ["quarantine", "remove", "evict"])
+@pytest.mark.parametrize("verb", ["damage", "remove", "evict"])
 def test_a_hard_link_to_another_file_is_not_changed(verb: str, tmp_path: Path) -> None:
     """Its content decides whether it is loaded; the other file keeps content and mode."""
     ask(tmp_path)
-    cubin = entry_folder(tmp_path, KEY) / "kernel.cubin"
-    other = tmp_path / "other.cubin"
-    other.write_bytes(builds.CUBIN)
+    path, other = entry_path(tmp_path, KEY), tmp_path / "other"
+    other.write_bytes(path.read_bytes())
     other.chmod(0o640)
-    cubin.unlink()
-    cubin.hardlink_to(other)
+    path.unlink()
+    path.hardlink_to(other)
     store = store_in(tmp_path, max_bytes=1)
 
     served = store.find(KEY)
-    if verb == "quarantine":
-        other.write_bytes(b"\x7fELF changed from outside")
+    content = other.read_bytes()
+    if verb == "damage":
+        content = b"changed from outside"
+        other.write_bytes(content)
         assert store.find(KEY) is None
     elif verb == "remove":
         store.remove(*store.entries())
     else:
-        os.utime(cubin.parent / "manifest.json", (1, 1))
+        os.utime(path, (1, 1))
         assert len(store.collect().evicted) == 1
 
     assert served is not None
     assert whole_entries(tmp_path) == 0
-    assert other.read_bytes()[:4] == b"\x7fELF"
+    assert other.read_bytes() == content
     assert other.stat().st_mode & 0o777 == 0o640
 
 
-def test_staging_names_cannot_be_guessed(tmp_path: Path) -> None:
-    """Their last part has at least 32 random bits of the system, new each time."""
-    layout = Layout(tmp_path)
-    parts = [layout.new_staging("ab").name.rpartition(".")[2] for _ in range(1000)]
-    assert all(re.fullmatch(r"[0-9a-f]{8,}", part) for part in parts)
-    assert len(set(parts)) > 990
-    assert len({part[-1] for part in parts}) == 16
+def test_temporary_names_cannot_be_guessed(tmp_path: Path) -> None:
+    """They have 64 random bits of the system, new each time."""
+    names: list[str] = []
+
+    def look(name: str) -> None:
+        if name == "link":
+            names.extend(part.name for part in parts(tmp_path))
+
+    with pytest.MonkeyPatch.context() as patch:
+        watch(patch, before=look)
+        for number in range(50):
+            ask(tmp_path, make_key(f"family {number}"))
+    assert all(re.fullmatch(r"\.[0-9a-f]{16}\.part", name) for name in names)
+    assert len(set(names)) == 50
+    assert len({name[-6] for name in names}) > 8
 
 
 # Runs in a fresh interpreter, on a cache full of files that Python might execute.
@@ -205,13 +207,14 @@ def watch(event, arguments):
     if event in EVENTS:
         events.append((event, str(arguments)))
 import mlagen.cache.wheel, filelock
+from mlagen.cache.store import verify
 os.chdir(root + "/cache")
 sys.addaudithook(watch)
 store = store_in(Path(root))
 assert store.find(make_key()) is not None
 assert store.find(make_key("another kernel")) is None
 (stored,) = [stored for stored in store.entries() if stored.problem is None]
-assert store.verify(stored) is None
+assert verify(stored) is None
 store.collect()
 bad = [event for event in events if root in event[1] or event[0].startswith(("pickle", "marshal"))]
 assert bad == [], bad

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder
+from tests.cache.builds import CountedBuild, entry_path
 from tests.faults.steps import KEY, ask, warnings_in, watch, whole_entries
 from tests.fixture_types import Log
 
@@ -81,7 +81,7 @@ def test_a_power_failure_at_any_step_leaves_no_partial_entry(
         entry = ask(folder, build=build)
 
         assert entry.cubin == builds.CUBIN
-        assert entry.path == entry_folder(folder, KEY)
+        assert entry.path == entry_path(folder, KEY)
         assert visible[-1] + build.calls == 1
         assert warnings_in(caplog) == []
 
@@ -91,7 +91,7 @@ def test_a_power_failure_at_any_step_leaves_no_partial_entry(
 
 
 def test_names_are_flushed_before_and_after_they_change(tmp_path: Path) -> None:
-    """Staged files are synced before the rename, the entry after it."""
+    """The file is synced before it has its name, the folder afterwards."""
     done: list[str | Path] = []
 
     def sync(descriptor: int) -> None:
@@ -101,10 +101,8 @@ def test_names_are_flushed_before_and_after_they_change(tmp_path: Path) -> None:
         watch(patch, before=lambda _: None, after=done.append, sync=sync)
         ask(tmp_path)
 
-    folder = entry_folder(tmp_path, KEY)
-    renamed = done.index("rename")
-    synced = [path for path in done[:renamed] if isinstance(path, Path)]
-    (staged,) = [path for path in synced if path.parent == tmp_path / "cache/v1/staging"]
-    names = {path.name for path in synced if path.parent == staged}
-    assert names == {path.name for path in folder.iterdir()}
-    assert folder.parent in done[renamed:]
+    folder = entry_path(tmp_path, KEY).parent
+    linked = done.index("link")
+    (part,) = [path for path in done[:linked] if isinstance(path, Path)]
+    assert (part.parent, part.suffix) == (folder, ".part")
+    assert folder in done[linked:]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from mlagen.cache.file import decode_all
 from mlagen.cache.lock import _warn
 from mlagen.cache.store import KernelStore
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_build, make_key, tree
+from tests.cache.builds import CountedBuild, entry_path, make_build, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in
 from tests.faults.strangers import FOLDERS, folder_of, give_away
 from tests.fixture_types import Log, Patch
@@ -30,11 +30,11 @@ def modes_below(folder: Path) -> dict[str, set[int]]:
 
 
 def _use_all_of_it(folder: Path, *, is_shared: bool) -> None:
-    """Publish, record the size, lock, and quarantine an entry."""
+    """Publish, lock, and find damage."""
     store = store_in(folder, is_shared=is_shared)
     for key in (KEY, OTHER):
         store.find_or_build(key, make_build)
-    (entry_folder(folder, KEY) / "kernel.cubin").write_bytes(b"damaged")
+    entry_path(folder, KEY).write_bytes(b"damaged")
     assert store.find(KEY) is None
 
 
@@ -43,7 +43,7 @@ def _use_all_of_it(folder: Path, *, is_shared: bool) -> None:
 def test_all_is_private_or_in_a_shared_cache_of_the_umask(
     umask: int, is_shared: bool, tmp_path: Path
 ) -> None:
-    """Entries, size file and quarantine have these modes; the folder of locks is private."""
+    """Entries and folders have these modes; the folder of locks is private."""
     before = os.umask(umask)
     try:
         _use_all_of_it(tmp_path, is_shared=is_shared)
@@ -54,7 +54,6 @@ def test_all_is_private_or_in_a_shared_cache_of_the_umask(
     expected = {"folders": {0o777 & ~masked}, "files": {0o666 & ~masked}}
     assert modes_below(tmp_path / "cache") == expected
     assert (tmp_path / "locks").stat().st_mode & 0o777 == 0o700
-    assert len(tree(tmp_path / "cache/v1/quarantine")) > 1
 
 
 # Problem of a folder, and its name in the warning.
@@ -120,8 +119,8 @@ def test_a_folder_that_others_may_write_is_used_with_trust(
     made = store.find_or_build(OTHER, build)
 
     assert build.calls == 1
-    assert found.path == entry_folder(tmp_path, KEY)
-    assert made.path == entry_folder(tmp_path, OTHER)
+    assert found.path == entry_path(tmp_path, KEY)
+    assert made.path == entry_path(tmp_path, OTHER)
     assert warnings_in(caplog) == []
 
 
@@ -144,7 +143,7 @@ def test_a_layer_that_others_may_write_is_ignored(
     entry = store_in(tmp_path, layers=[layer]).find_or_build(KEY, build)
 
     assert build.calls == 1
-    assert entry.path == entry_folder(tmp_path, KEY)
+    assert entry.path == entry_path(tmp_path, KEY)
     (warning,) = warnings_in(caplog)
     assert warning.startswith(f"cache: expected a readable layer, got {word}")
     assert "ignoring it" in warning
@@ -172,8 +171,8 @@ def test_a_lock_folder_of_another_user_is_not_used(
     entries = [store.find_or_build(key, make_build) for key in (KEY, OTHER)]
 
     assert [entry.path for entry in entries] == [
-        entry_folder(tmp_path, KEY),
-        entry_folder(tmp_path, OTHER),
+        entry_path(tmp_path, KEY),
+        entry_path(tmp_path, OTHER),
     ]
     assert list(locks.iterdir()) == []
     (warning,) = warnings_in(caplog)
@@ -187,7 +186,7 @@ def test_a_manifest_holds_no_environment(tmp_path: Path, monkeypatch: Patch) -> 
     _use_all_of_it(tmp_path, is_shared=False)
     files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert [path for path in files if b"do-not-publish" in path.read_bytes()] == []
-    text = (entry_folder(tmp_path, OTHER) / "manifest.json").read_text()
-    created = json.loads(text)["created"]
+    manifest, _ = decode_all(entry_path(tmp_path, OTHER).read_bytes())
+    created = manifest.created
     assert set(created) == {"because", "host", "mlagen", "pid", "python", "time"}
     assert isinstance(store_in(tmp_path), KernelStore)

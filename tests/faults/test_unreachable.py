@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from mlagen.cache.default_store import kernel_store
+from mlagen.cache.store import kernel_store
 from mlagen.settings import current_settings
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_folder, make_key
+from tests.cache.builds import CountedBuild, entry_path, make_key
 from tests.cache_tools.test_any_cache import EVERY, run_all
 from tests.faults.privileges import give_up_capabilities
 from tests.faults.steps import KEY, ask, warnings_in
@@ -116,7 +116,7 @@ def test_a_layer_below_a_folder_without_search_permission_is_ignored(
         assert builds.in_child(work) == 0
     finally:
         (tmp_path / "far").chmod(0o700)
-    assert entry_folder(tmp_path, KEY).exists()
+    assert entry_path(tmp_path, KEY).exists()
 
 
 def lock_away(tmp_path: Path) -> Path:

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from mlagen import engine
-from mlagen.cache import entry as entry_module
+from mlagen.cache import file as file_module
+from mlagen.cache import folder as folder_module
 from mlagen.cache import key as key_module
-from mlagen.cache.default_store import kernel_store
-from mlagen.cache.entry import Manifest
 from mlagen.cache.key import SCHEMA
-from mlagen.cache.layout import Layout
+from mlagen.cache.store import kernel_store, verify
 from mlagen.compiler import nvrtc as nvrtc_module
 from mlagen.compiler.toolchain import Nvrtc, find_nvrtc, wanted_toolchain
 from mlagen.engine import find_or_build
@@ -27,7 +26,8 @@ from mlagen.spec.kernel import KernelSpec
 from tests.cache import builds
 from tests.cache.builds import (
     CountedBuild,
-    entry_folder,
+    Parts,
+    entry_path,
     make_build,
     make_key,
     make_store,
@@ -46,9 +46,9 @@ def next_version(change: str) -> Iterator[None]:
     """Simulate the next version of mlagen, with another layout or another schema."""
     with pytest.MonkeyPatch.context() as patch:
         if change == "layout":
-            patch.setattr(Layout, "version", property(lambda layout: layout.root / "v2"))
+            patch.setattr(folder_module, "VERSION", "v3")
         else:
-            for module in (key_module, entry_module):
+            for module in (key_module, file_module):
                 patch.setattr(module, "SCHEMA", SCHEMA + 1)
         yield
 
@@ -67,7 +67,7 @@ def test_two_versions_of_mlagen_share_a_folder(change: str, tmp_path: Path, capl
     with next_version(change):
         store = store_in(tmp_path)
         theirs = {stored.key for stored in store.entries()}
-        found = [store.verify(stored) for stored in store.entries()]
+        found = [verify(stored) for stored in store.entries()]
         store.collect()
     ours = {stored.key for stored in store_in(tmp_path).entries()}
     store_in(tmp_path).collect()
@@ -77,16 +77,14 @@ def test_two_versions_of_mlagen_share_a_folder(change: str, tmp_path: Path, capl
     assert (ours == theirs) is (change == "layout")
     assert found == [None] * 3
     assert whole_entries(tmp_path) == 3
-    assert {path for path in tree(tmp_path / "cache") if "size.json" not in path} == {
-        path for path in before if "size.json" not in path
-    }
+    assert tree(tmp_path / "cache") == before
     assert warnings_in(caplog) == []
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("change", ["layout", "schema"])
 def test_two_concurrent_versions_do_not_affect_each_other(change: str, tmp_path: Path) -> None:
-    """Four processes of each build, quarantine, evict and clean up in one folder."""
+    """Four processes of each build, evict and clean up in one folder."""
     keys = [f"family {number}" for number in range(8)]
 
     def work(number: int) -> None:
@@ -111,7 +109,7 @@ def test_two_concurrent_versions_do_not_affect_each_other(change: str, tmp_path:
     assert whole_entries(tmp_path) == 8
     with next_version(change):
         assert whole_entries(tmp_path) == 8
-    assert list(tmp_path.rglob("quarantine/*")) == list(tmp_path.rglob("staging/*")) == []
+    assert list(tmp_path.glob("cache/*/*/.*")) == []
 
 
 def test_clearing_one_layout_keeps_the_other(tmp_path: Path) -> None:
@@ -129,8 +127,8 @@ def test_an_entry_of_a_newer_schema_is_ignored_and_stays(tmp_path: Path, caplog:
     """If a key led to it, the kernel is built, and the entry stays."""
     key = make_key()
     make_store(tmp_path).find_or_build(key, make_build)
-    path = entry_folder(tmp_path, key) / "manifest.json"
-    newer = replace(Manifest.from_json(path.read_bytes()), schema=SCHEMA + 1).to_json()
+    path = entry_path(tmp_path, key)
+    newer = Parts.of(path.read_bytes()).sealed(schema=SCHEMA + 1)
     path.write_bytes(newer)
     store, build = store_in(tmp_path), CountedBuild()
 
@@ -144,7 +142,6 @@ def test_an_entry_of_a_newer_schema_is_ignored_and_stays(tmp_path: Path, caplog:
     assert [(entry.cubin, entry.path) for entry in entries] == [(builds.CUBIN, None)] * 2
     assert listed == []
     assert path.read_bytes() == newer
-    assert tree(tmp_path / "cache/v1/quarantine") == []
     assert warnings_in(caplog) == []
 
 
@@ -229,11 +226,11 @@ def test_a_library_that_differs_from_its_metadata_is_reported_once(caplog: Log) 
 
 
 def test_an_unknown_architecture_leaves_nothing(cache_dir: Path) -> None:
-    """One message lists the supported ones; no entry or staging remains, and other kernels work."""
+    """One message lists the supported ones; nothing remains, and other kernels work."""
     unknown = replace(COMBINE, arch=Arch(42))
     for _ in range(2):
         with pytest.raises(ToolchainError, match=r"^arch: NVRTC .* compiles for sm_.*, got sm_42$"):
             find_or_build(unknown)
     assert list(kernel_store().entries()) == []
-    assert tree(cache_dir / "v1/staging") == []
+    assert list(cache_dir.glob("v2/*/*")) == []
     assert find_or_build(COMBINE).built

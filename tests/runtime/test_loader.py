@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mlagen import engine
-from mlagen.cache.default_store import kernel_store
+from mlagen.cache.store import kernel_store
 from mlagen.engine import kernel_for
 from mlagen.errors import CaptureError
 from mlagen.runtime import loader
