@@ -14,17 +14,21 @@ from mlagen.codegen import render, sources
 from mlagen.compiler.nvrtc import supported_archs
 from mlagen.compiler.toolchain import find_nvrtc, wanted_toolchain
 from mlagen.spec.arch import Arch, parse_arch
-from mlagen.spec.combine import CombineSpec
-from mlagen.spec.combine_states import CombineStatesSpec
+from mlagen.spec.combine import CombineSpec, CombineStatesSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.sm80 import GqaSm80Spec, gqa_sm80_spec
 from mlagen.spec.gqa.sm90 import GqaSm90Spec, gqa_sm90_spec
 from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.sm80 import MlaSm80Spec, mla_sm80_spec
-from mlagen.spec.mla.sm90 import MlaSm90Spec, mla_sm90_spec
-from mlagen.spec.mla.sm90_fp8 import MlaSm90Fp8Spec, mla_sm90_fp8_spec
-from mlagen.spec.mla.sm90_fp8kv import MlaSm90Fp8KvSpec, mla_sm90_fp8kv_spec
+from mlagen.spec.mla.sm90 import (
+    MlaSm90Fp8KvSpec,
+    MlaSm90Fp8Spec,
+    MlaSm90Spec,
+    mla_sm90_fp8_spec,
+    mla_sm90_fp8kv_spec,
+    mla_sm90_spec,
+)
 from mlagen.spec.mla.variant import MlaVariant
 
 SM_80 = parse_arch("sm_80")

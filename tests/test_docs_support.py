@@ -14,8 +14,6 @@ from mlagen.spec.families import FAMILIES, specs_of
 from mlagen.spec.gqa import sm90 as gqa_sm90
 from mlagen.spec.gqa import variant as gqa
 from mlagen.spec.mla import sm90 as mla_sm90
-from mlagen.spec.mla import sm90_fp8 as mla_sm90_fp8
-from mlagen.spec.mla import sm90_fp8kv as mla_sm90_fp8kv
 from mlagen.spec.mla import variant as mla_support
 from mlagen.spec.mla.variant import MAX_HEADS, MlaSupport, output_dtype
 from tests.doc_text import PAGES, table
@@ -92,8 +90,8 @@ def _sm90_rows() -> Iterator[dict[str, str]]:
     arch = Arch(90, "a")
     specs: list[mla_sm90.MlaSm90Spec] = [
         *mla_sm90.mla_sm90_specs(arch),
-        *mla_sm90_fp8.mla_sm90_fp8_specs(arch),
-        *mla_sm90_fp8kv.mla_sm90_fp8kv_specs(arch),
+        *mla_sm90.mla_sm90_fp8_specs(arch),
+        *mla_sm90.mla_sm90_fp8kv_specs(arch),
     ]
     covered = dict.fromkeys((spec.family, replace(spec.variant, page_size=64)) for spec in specs)
     modes: dict[tuple[str, ...], list[str]] = {}

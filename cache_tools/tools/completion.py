@@ -65,8 +65,7 @@ def complete_spec_or_key(
 
 def arch_names() -> list[str]:
     """Return the targets, and the GPU names that map to them."""
-    from mlagen.spec.arch import ARCHS
-    from mlagen.spec.cards import CARDS
+    from mlagen.spec.arch import ARCHS, CARDS
 
     return [*map(str, ARCHS), *CARDS]
 

@@ -22,7 +22,7 @@ from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.launch import launch
 from mlagen.runtime.packing import ParameterPacking
 from mlagen.spec.arch import Arch
-from mlagen.spec.combine_states import LANE_DIMS, CombineStatesSpec, combine_states_spec
+from mlagen.spec.combine import LANE_DIMS, CombineStatesSpec, combine_states_spec
 from mlagen.spec.dtype import DType
 
 _LANE_BYTES = LANE_DIMS * 2

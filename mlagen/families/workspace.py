@@ -46,9 +46,7 @@ from mlagen.spec.gqa.sm80 import TILES as GQA_TILES
 from mlagen.spec.gqa.sm90 import gqa_sm90_specs
 from mlagen.spec.gqa.variant import SLICE_DIMS, GqaVariant
 from mlagen.spec.mla.sm80 import TILES as MLA_TILES
-from mlagen.spec.mla.sm90 import mla_sm90_specs
-from mlagen.spec.mla.sm90_fp8 import mla_sm90_fp8_specs
-from mlagen.spec.mla.sm90_fp8kv import mla_sm90_fp8kv_specs
+from mlagen.spec.mla.sm90 import mla_sm90_fp8_specs, mla_sm90_fp8kv_specs, mla_sm90_specs
 from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
 
 _GQA_KV_DTYPES = {**QUERY_DTYPES, torch.int8: DType.INT8, torch.uint8: DType.NVFP4}

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mlagen.spec.arch import Arch
-from mlagen.spec.combine import CombineSpec, combine_spec
-from mlagen.spec.combine_states import CombineStatesSpec
+from mlagen.spec.combine import CombineSpec, CombineStatesSpec, combine_spec
 from mlagen.spec.gqa import sm80 as gqa
 from mlagen.spec.gqa import sm90 as gqa_sm90
 from mlagen.spec.gqa.sm80 import GqaSm80Spec, gqa_sm80_spec
@@ -17,8 +16,7 @@ from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla import sm80 as mla
 from mlagen.spec.mla import sm90 as mla_sm90
 from mlagen.spec.mla.sm80 import MlaSm80Spec, mla_sm80_spec
-from mlagen.spec.mla.sm90 import MlaSm90Spec
-from mlagen.spec.mla.sm90_calls import mla_sm90_kernels
+from mlagen.spec.mla.sm90 import MlaSm90Spec, mla_sm90_kernels
 from mlagen.spec.mla.variant import MlaVariant
 
 # Row counts that together select every tile.

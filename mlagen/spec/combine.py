@@ -1,4 +1,4 @@
-"""Spec of the combine kernel, which reduces the split-KV partials of the sm80 kernels."""
+"""Specs of the kernels that combine: split-KV partials of sm80 kernels, and attention states."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa import variant as gqa
 from mlagen.spec.gqa.variant import GqaSpec
-from mlagen.spec.kernel import KernelSpec, Parameter, float32, int32, int64, pointer
-from mlagen.spec.mla.kernel import MlaKernelSpec
-from mlagen.spec.mla.variant import SUPPORTED, output_dtype
+from mlagen.spec.kernel import KernelSpec, Parameter, parameters
+from mlagen.spec.mla.variant import SUPPORTED, MlaKernelSpec, output_dtype
 
 _SLICE_DIMS = 128
+LANE_DIMS = 4  # that a lane loads at a time, of attention states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,21 +22,19 @@ class CombineSpec(KernelSpec):
     """Everything that determines the cubin of a combine kernel."""
 
     family: ClassVar[str] = "combine"
-    symbol: ClassVar[str] = "combine"
-    parameters: ClassVar[tuple[Parameter, ...]] = (
-        pointer("partial_out", "const float"),
-        pointer("partial_lse", "const float"),
-        pointer("bmm2_scale_tensor", "const float"),
-        pointer("sinks", "const float"),
-        pointer("out", "unsigned char"),
-        pointer("lse", "float"),
-        int64("total_rows"),
-        int32("heads"),
-        int32("num_splits"),
-        float32("bmm2_scale"),
-        float32("output_factor"),
-        float32("lse_factor"),
+    parameters: ClassVar[tuple[Parameter, ...]] = parameters(
+        """
+        const float*: partial_out partial_lse bmm2_scale_tensor sinks
+        unsigned char*: out
+        float*: lse
+        i64: total_rows
+        int: heads num_splits
+        float: bmm2_scale output_factor lse_factor
+        """
     )
+
+    threads: ClassVar[int] = 128  # per CTA
+    shared_bytes: ClassVar[int] = 0  # all of it is static
 
     dtype: DType  # of the output
     head_dim_vo: int
@@ -51,15 +49,36 @@ class CombineSpec(KernelSpec):
         """CTAs per output row."""
         return -(-self.head_dim_vo // _SLICE_DIMS)
 
-    @property
-    def threads(self) -> int:
-        """Threads per CTA."""
-        return 128
 
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory per CTA: none, all of it is static."""
-        return 0
+@dataclass(frozen=True, kw_only=True)
+class CombineStatesSpec(KernelSpec):
+    """Everything that determines the cubin of a kernel that combines states of disjoint keys."""
+
+    family: ClassVar[str] = "combine_states"
+    parameters: ClassVar[tuple[Parameter, ...]] = parameters(
+        """
+        const unsigned char*: first_out
+        const float*: first_lse
+        const unsigned char*: other_out
+        const float*: other_lse
+        const unsigned char*: mask
+        unsigned char*: out
+        float*: lse
+        i64: total_rows first_out_stride first_out_head_stride first_lse_stride
+            first_lse_head_stride other_out_stride other_out_state_stride other_out_head_stride
+            other_lse_stride other_lse_state_stride other_lse_head_stride out_stride
+            out_head_stride lse_stride lse_head_stride
+        int: heads num_others
+        float: lse_factor
+        """
+    )
+
+    threads: ClassVar[int] = 128  # per CTA; a warp takes a row
+    shared_bytes: ClassVar[int] = 0
+    stores_e4m3: ClassVar[bool] = False  # e4m3 is no dtype of an output with LSE
+
+    dtype: DType  # of all outputs
+    head_dim_vo: int
 
 
 def combine_spec(spec: MlaKernelSpec | GqaSpec) -> CombineSpec:
@@ -82,3 +101,18 @@ def combine_specs(arch: Arch) -> Iterator[CombineSpec]:
     }
     for dtype, head_dim in outputs:
         yield CombineSpec(arch=arch, dtype=dtype, head_dim_vo=head_dim)
+
+
+def combine_states_spec(arch: Arch, dtype: DType, head_dim_vo: int) -> CombineStatesSpec | None:
+    """Return the kernel for states of a dtype, or None if unsupported."""
+    if not dtype.is_16bit or head_dim_vo % LANE_DIMS:
+        return None
+    return CombineStatesSpec(arch=arch, dtype=dtype, head_dim_vo=head_dim_vo)
+
+
+def combine_states_specs(arch: Arch) -> Iterator[CombineStatesSpec]:
+    """Yield every kernel of this family that prewarming covers for ``arch``, each once."""
+    for combine in combine_specs(arch):
+        spec = combine_states_spec(arch, combine.dtype, combine.head_dim_vo)
+        if spec is not None:
+            yield spec

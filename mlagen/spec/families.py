@@ -7,15 +7,12 @@ from functools import lru_cache
 
 from mlagen.errors import ArgumentError
 from mlagen.spec.arch import Arch
-from mlagen.spec.combine import combine_specs
-from mlagen.spec.combine_states import combine_states_specs
+from mlagen.spec.combine import combine_specs, combine_states_specs
 from mlagen.spec.gqa.sm80 import gqa_sm80_specs
 from mlagen.spec.gqa.sm90 import gqa_sm90_specs
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.sm80 import mla_sm80_specs
-from mlagen.spec.mla.sm90 import mla_sm90_specs
-from mlagen.spec.mla.sm90_fp8 import mla_sm90_fp8_specs
-from mlagen.spec.mla.sm90_fp8kv import mla_sm90_fp8kv_specs
+from mlagen.spec.mla.sm90 import mla_sm90_fp8_specs, mla_sm90_fp8kv_specs, mla_sm90_specs
 
 FAMILIES: dict[str, Callable[[Arch], Iterator[KernelSpec]]] = {
     "mla_sm80": mla_sm80_specs,

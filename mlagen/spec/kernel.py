@@ -19,34 +19,26 @@ class Parameter:
     is_constant: bool = False  # of all calls with one signature
 
 
-def pointer(name: str, element: str) -> Parameter:
-    """Return an 8-byte pointer field."""
-    return Parameter(name, f"{element}*", "Q")
+# Codes of the types; a pointer's is "Q". A float may differ between calls of one signature.
+_CODES = {"TensorMap": "128s", "i64": "q", "int": "i", "float": "f", "const float": "f"}
 
 
-def tensor_map(name: str) -> Parameter:
-    """Return a 128-byte TMA descriptor field (``CUtensorMap``)."""
-    return Parameter(name, "TensorMap", "128s")
+def parameters(text: str) -> tuple[Parameter, ...]:
+    """Return the parameters of a text such as ``const int*: seq_lens cu_seqlens_q``.
 
-
-def int64(name: str) -> Parameter:
-    """Return a signed 8-byte field."""
-    return Parameter(name, "i64", "q", is_constant=True)
-
-
-def int32(name: str) -> Parameter:
-    """Return a signed 4-byte field."""
-    return Parameter(name, "int", "i", is_constant=True)
-
-
-def float32(name: str) -> Parameter:
-    """Return a 4-byte floating-point field, which calls of one signature may differ in."""
-    return Parameter(name, "float", "f")
-
-
-def constant_float32(name: str) -> Parameter:
-    """Return a 4-byte floating-point field that the signature of a call determines."""
-    return Parameter(name, "float", "f", is_constant=True)
+    Each type is followed by its names, which may continue on the next lines. The signature of a
+    call determines an ``i64``, an ``int`` and a ``const float``.
+    """
+    found: list[Parameter] = []
+    kind = ""
+    for line in text.strip().splitlines():
+        before, colon, names = line.rpartition(":")
+        kind = before.strip() if colon else kind
+        code = "Q" if kind.endswith("*") else _CODES[kind]
+        is_constant = code in "qi" or kind == "const float"
+        cuda_type = "float" if code == "f" else kind
+        found += [Parameter(name, cuda_type, code, is_constant) for name in names.split()]
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +63,21 @@ class KernelSpec:
     CUDA struct nor the packed bytes contain padding.
     """
 
-    family: ClassVar[str]
-    symbol: ClassVar[str]
+    family: ClassVar[str]  # also the symbol of the kernel
+
+    # Whether CTAs wait for each other, so that all of them must be co-resident; whether a grid has
+    # at most one CTA for each SM that it is planned for; and whether CTAs arrive on semaphores,
+    # which persist with the workspace.
+    is_cooperative: ClassVar[bool] = False
+    is_persistent: ClassVar[bool] = False
+    uses_semaphores: ClassVar[bool] = False
 
     arch: Arch
+
+    @property
+    def symbol(self) -> str:
+        """Name of the kernel in its cubin."""
+        return self.family
 
     @property
     def folder(self) -> str:
@@ -100,21 +103,6 @@ class KernelSpec:
     def shared_bytes(self) -> int:
         """Dynamic shared memory per CTA."""
         raise NotImplementedError
-
-    @property
-    def is_cooperative(self) -> bool:
-        """Whether CTAs wait for each other, so that all of them must be co-resident."""
-        return False
-
-    @property
-    def is_persistent(self) -> bool:
-        """Whether a grid has at most one CTA for each SM that it is planned for."""
-        return self.is_cooperative
-
-    @property
-    def uses_semaphores(self) -> bool:
-        """Whether CTAs arrive on semaphores, which persist with the workspace."""
-        return self.is_cooperative
 
     def serves(self, call: CallShape) -> bool:  # noqa: ARG002 - for the families that depend on it
         """Whether the call uses this tile and these KV heads per CTA of the variant."""

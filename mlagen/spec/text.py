@@ -10,8 +10,7 @@ from typing import ClassVar, get_origin, get_type_hints
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.spec.arch import Arch, parse_arch
 from mlagen.spec.calls import specs_of_variant
-from mlagen.spec.combine import CombineSpec, combine_specs
-from mlagen.spec.combine_states import CombineStatesSpec, combine_states_spec
+from mlagen.spec.combine import CombineSpec, CombineStatesSpec, combine_specs, combine_states_spec
 from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES
 from mlagen.spec.gqa import variant as gqa
@@ -19,9 +18,7 @@ from mlagen.spec.gqa.sm80 import GqaSm80Spec
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
 from mlagen.spec.kernel import KernelSpec, Variant
 from mlagen.spec.mla.sm80 import MlaSm80Spec
-from mlagen.spec.mla.sm90 import MlaSm90Spec
-from mlagen.spec.mla.sm90_fp8 import MlaSm90Fp8Spec
-from mlagen.spec.mla.sm90_fp8kv import MlaSm90Fp8KvSpec
+from mlagen.spec.mla.sm90 import MlaSm90Fp8KvSpec, MlaSm90Fp8Spec, MlaSm90Spec
 from mlagen.spec.mla.variant import SUPPORTED, output_dtype
 from mlagen.values import INT32_MAX
 

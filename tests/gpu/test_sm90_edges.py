@@ -12,7 +12,7 @@ from mlagen.families.mla import dispatch as mla_dispatch
 from mlagen.families.mla import plan as plan_mla_sm90
 from mlagen.families.mla.plan import is_small_call
 from mlagen.settings import current_settings
-from mlagen.spec.mla.sm90_fp8kv import MlaSm90Fp8KvSpec
+from mlagen.spec.mla.sm90 import MlaSm90Fp8KvSpec
 from tests.gpu.test_sm90 import FP8_DS_MLA, FP8KV_HEADS, PAGES, repeat
 from tests.problems.entry_points import ENTRY_POINTS, EntryPoint, compute, decode, decode_gqa
 from tests.problems.extremes import extreme_sinks

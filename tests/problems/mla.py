@@ -12,9 +12,7 @@ from mlagen.runtime.device import arch_of_device
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.mla.sm90 import MlaSm90Spec
-from mlagen.spec.mla.sm90_calls import mla_sm90_kernel
-from mlagen.spec.mla.sm90_fp8kv import MlaSm90Fp8KvSpec
+from mlagen.spec.mla.sm90 import MlaSm90Fp8KvSpec, MlaSm90Spec, mla_sm90_kernel
 from mlagen.spec.mla.variant import MlaVariant
 from tests.problems.problem import E4M3, POISON, Case, Problem
 from tests.problems.reference import Attention, attend, joined

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlagen.errors import ArgumentError
-from mlagen.spec.arch import ARCHS, Arch, arch_of_capability, parse_arch
-from mlagen.spec.cards import CARDS
+from mlagen.spec.arch import ARCHS, CARDS, Arch, arch_of_capability, parse_arch
 
 KNOWN = "sm_80, sm_86, sm_87, sm_89, sm_90a, sm_100f, sm_103f, sm_110f, sm_120f, sm_121f"
 UNKNOWN = ("sm_75", "sm_90f", "sm_100a", "sm_80a", "90a", "SM_90a", "sm_90a ", "native", "")

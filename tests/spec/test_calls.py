@@ -15,7 +15,7 @@ from mlagen.spec.dtype import DType
 from mlagen.spec.families import specs_of
 from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.kernel import KernelSpec
-from mlagen.spec.mla.sm90_calls import mla_sm90_kernel
+from mlagen.spec.mla.sm90 import mla_sm90_kernel
 from mlagen.spec.mla.variant import MlaVariant
 from tests.kernels import (
     COMBINE,

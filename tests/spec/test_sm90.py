@@ -15,9 +15,15 @@ from mlagen.spec.dtype import DType
 from mlagen.spec.gqa import sm90 as gqa
 from mlagen.spec.gqa.variant import HEAD_DIMS, GqaVariant
 from mlagen.spec.kernel import CallShape
-from mlagen.spec.mla.sm90 import block_m_for, mla_sm90_spec, mla_sm90_specs
-from mlagen.spec.mla.sm90_fp8 import mla_sm90_fp8_spec, mla_sm90_fp8_specs
-from mlagen.spec.mla.sm90_fp8kv import mla_sm90_fp8kv_spec, mla_sm90_fp8kv_specs
+from mlagen.spec.mla.sm90 import (
+    block_m_for,
+    mla_sm90_fp8_spec,
+    mla_sm90_fp8_specs,
+    mla_sm90_fp8kv_spec,
+    mla_sm90_fp8kv_specs,
+    mla_sm90_spec,
+    mla_sm90_specs,
+)
 from mlagen.spec.mla.variant import PAGE_SIZES, MlaVariant
 from tests.kernels import SM_90A, gqa_sm90, mla_sm80, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv
 

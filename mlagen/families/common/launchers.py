@@ -21,7 +21,7 @@ from mlagen.runtime.partition import WHOLE_GPU
 from mlagen.runtime.semaphores import semaphores_of
 from mlagen.spec.combine import combine_spec
 from mlagen.spec.gqa.variant import GqaSpec
-from mlagen.spec.mla.kernel import MlaKernelSpec
+from mlagen.spec.mla.variant import MlaKernelSpec
 
 LauncherT = TypeVar("LauncherT", bound="Launcher")
 KeyT = TypeVar("KeyT")

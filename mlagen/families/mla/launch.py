@@ -35,11 +35,9 @@ from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.partition import NO_COOPERATION, WHOLE_GPU
 from mlagen.settings import Settings
 from mlagen.spec.combine import CombineSpec
-from mlagen.spec.mla.kernel import DCP_PARAMETERS, GATHER_PARAMETERS, MlaKernelSpec
 from mlagen.spec.mla.sm80 import MlaSm80Spec
-from mlagen.spec.mla.sm90 import MlaSm90Spec
-from mlagen.spec.mla.sm90_fp8kv import MlaSm90Fp8KvSpec
-from mlagen.spec.mla.variant import MlaVariant
+from mlagen.spec.mla.sm90 import MlaSm90Fp8KvSpec, MlaSm90Spec
+from mlagen.spec.mla.variant import DCP_PARAMETERS, GATHER_PARAMETERS, MlaKernelSpec, MlaVariant
 
 _COVERED = (
     "covered: sm_90a, (kv_lora_rank, qk_rope_head_dim) (512, 64) or (512, 0), and of "

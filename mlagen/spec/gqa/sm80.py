@@ -16,13 +16,7 @@ from mlagen.spec.gqa.variant import (
     gqa_variants,
     require_supported,
 )
-from mlagen.spec.kernel import (
-    CallShape,
-    Parameter,
-    int32,
-    int64,
-    pointer,
-)
+from mlagen.spec.kernel import CallShape, Parameter, parameters
 
 # KV tokens per warp and step.
 WARP_TOKENS = 16
@@ -61,52 +55,30 @@ class GqaSm80Spec(GqaSpec):
     """Everything that determines the cubin of an sm80 GQA decode kernel."""
 
     family: ClassVar[str] = "gqa_sm80"
-    symbol: ClassVar[str] = "gqa_sm80"
     parameters: ClassVar[tuple[Parameter, ...]] = (
-        pointer("query", "const u16"),
-        pointer("key_cache", "const unsigned char"),
-        pointer("value_cache", "const unsigned char"),
-        pointer("key_scales", "const unsigned char"),
-        pointer("value_scales", "const unsigned char"),
-        pointer("block_tables", "const int"),
-        pointer("seq_lens", "const int"),
-        pointer("cu_seqlens_q", "const int"),
-        pointer("kv_indptr", "const int"),
-        pointer("draft_mask", "const u32"),
-        pointer("bmm1_scale_tensor", "const float"),
-        pointer("bmm2_scale_tensor", "const float"),
-        pointer("sinks", "const float"),
-        pointer("out", "unsigned char"),
-        pointer("lse", "float"),
-        pointer("partial_out", "float"),
-        pointer("partial_lse", "float"),
-        int64("query_stride"),
-        int64("query_head_stride"),
-        int64("key_page_stride"),
-        int64("key_token_stride"),
-        int64("key_head_stride"),
-        int64("value_page_stride"),
-        int64("value_token_stride"),
-        int64("value_head_stride"),
-        int64("key_scale_page_stride"),
-        int64("key_scale_token_stride"),
-        int64("key_scale_head_stride"),
-        int64("value_scale_page_stride"),
-        int64("value_scale_token_stride"),
-        int64("value_scale_head_stride"),
-        int64("total_rows"),
+        *parameters(
+            """
+            const u16*: query
+            const unsigned char*: key_cache value_cache key_scales value_scales
+            const int*: block_tables seq_lens cu_seqlens_q kv_indptr
+            const u32*: draft_mask
+            const float*: bmm1_scale_tensor bmm2_scale_tensor sinks
+            unsigned char*: out
+            float*: lse partial_out partial_lse
+            i64: query_stride query_head_stride key_page_stride key_token_stride key_head_stride
+                value_page_stride value_token_stride value_head_stride key_scale_page_stride
+                key_scale_token_stride key_scale_head_stride value_scale_page_stride
+                value_scale_token_stride value_scale_head_stride total_rows
+            """
+        ),
         *PROBLEM_PARAMETERS,
-        int32("m_tiles"),
-        int32("num_splits"),
+        *parameters("int: m_tiles num_splits"),
         *SCALE_PARAMETERS,
     )
 
-    tile: GqaTile
+    warp_tokens: ClassVar[int] = WARP_TOKENS
 
-    @property
-    def warp_tokens(self) -> int:
-        """KV tokens per warp and step."""
-        return WARP_TOKENS
+    tile: GqaTile
 
     @property
     def stored_bytes(self) -> int:

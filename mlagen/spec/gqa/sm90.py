@@ -17,14 +17,7 @@ from mlagen.spec.gqa.variant import (
     GqaVariant,
     gqa_variants,
 )
-from mlagen.spec.kernel import (
-    CallShape,
-    Parameter,
-    int32,
-    int64,
-    pointer,
-    tensor_map,
-)
+from mlagen.spec.kernel import CallShape, Parameter, parameters
 
 # BLOCK_M of the tiles, largest first. A call uses the smallest tile that holds the rows of a
 # sequence and KV head, or else the largest whose accumulators fit the registers.
@@ -55,43 +48,41 @@ class GqaSm90Spec(GqaSpec):
     """Everything that determines the cubin of an sm90 GQA decode kernel."""
 
     family: ClassVar[str] = "gqa_sm90"
-    symbol: ClassVar[str] = "gqa_sm90"
     parameters: ClassVar[tuple[Parameter, ...]] = (
-        tensor_map("key_map"),
-        tensor_map("value_map"),
-        pointer("query", "const u16"),
-        pointer("value_cache", "const unsigned char"),
-        pointer("block_tables", "const int"),
-        pointer("seq_lens", "const int"),
-        pointer("cu_seqlens_q", "const int"),
-        pointer("kv_indptr", "const int"),
-        pointer("draft_mask", "const u32"),
-        pointer("bmm1_scale_tensor", "const float"),
-        pointer("bmm2_scale_tensor", "const float"),
-        pointer("sinks", "const float"),
-        pointer("out", "unsigned char"),
-        pointer("lse", "float"),
-        pointer("partial_out", "float"),
-        pointer("partial_states", "unsigned char"),
-        pointer("semaphores", "u32"),
-        int64("query_stride"),
-        int64("query_head_stride"),
-        int64("value_page_stride"),
-        int64("value_token_stride"),
-        int64("value_head_stride"),
+        *parameters(
+            """
+            TensorMap: key_map value_map
+            const u16*: query
+            const unsigned char*: value_cache
+            const int*: block_tables seq_lens cu_seqlens_q kv_indptr
+            const u32*: draft_mask
+            const float*: bmm1_scale_tensor bmm2_scale_tensor sinks
+            unsigned char*: out
+            float*: lse partial_out
+            unsigned char*: partial_states
+            u32*: semaphores
+            i64: query_stride query_head_stride value_page_stride value_token_stride
+                value_head_stride
+            """
+        ),
         *PROBLEM_PARAMETERS,
-        int32("tokens"),
-        int32("m_tiles"),
-        int32("num_tiles"),
-        int32("num_cta_groups"),
-        int32("cta_group_size"),
-        int32("takes_whole_tiles"),
-        int32("max_tokens"),
+        *parameters(
+            """
+            int: tokens m_tiles num_tiles num_cta_groups cta_group_size takes_whole_tiles
+                max_tokens
+            """
+        ),
         *SCALE_PARAMETERS,
     )
 
     fixed_overhead_blocks: ClassVar[int] = 0  # of a work tile in the schedule, in KV blocks
     row_state_bytes: ClassVar[int] = 8  # per partial row
+    consumer_warps: ClassVar[int] = _CONSUMER_WARPS
+    threads: ClassVar[int] = (_CONSUMER_WARPS + 4) * 32  # per CTA
+    # CTAs that share a work tile count arrivals, but none waits for another; a CTA takes an SM, and
+    # proceeds through its range of the KV blocks.
+    uses_semaphores: ClassVar[bool] = True
+    is_persistent: ClassVar[bool] = True
 
     block_m: int
     kv_heads_per_cta: int = 1  # KV heads that a CTA processes at a time
@@ -178,29 +169,9 @@ class GqaSm90Spec(GqaSpec):
         )
 
     @property
-    def consumer_warps(self) -> int:
-        """Warps that execute MMAs."""
-        return _CONSUMER_WARPS
-
-    @property
-    def threads(self) -> int:
-        """Threads per CTA."""
-        return (_CONSUMER_WARPS + 4) * 32
-
-    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory per CTA: the architecture's limit."""
         return self.arch.shared_bytes
-
-    @property
-    def uses_semaphores(self) -> bool:
-        """True: CTAs that share a work tile count arrivals; no CTA waits for another."""
-        return True
-
-    @property
-    def is_persistent(self) -> bool:
-        """True: a CTA takes an SM, and proceeds through its range of the KV blocks."""
-        return True
 
     def serves(self, call: CallShape) -> bool:
         """Whether the call uses this tile and these KV heads per CTA of the variant."""

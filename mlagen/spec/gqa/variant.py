@@ -8,7 +8,7 @@ from itertools import product
 
 from mlagen.errors import UnsupportedError
 from mlagen.spec.dtype import DType
-from mlagen.spec.kernel import KernelSpec, Variant, constant_float32, float32, int32
+from mlagen.spec.kernel import KernelSpec, Variant, parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,27 +51,15 @@ SLICE_DIMS = 256
 
 # What every GQA kernel takes besides its pointers, strides and plan: the launch reads the values
 # from `GqaProblem`, by name.
-PROBLEM_PARAMETERS = (
-    int32("num_seqs"),
-    int32("kv_heads"),
-    int32("group_size"),
-    int32("q_len"),
-    int32("mask_words"),
-    int32("window"),
-    int32("max_pages"),
-    int32("block_tables_stride"),
-    int32("num_pages"),
-    int32("is_causal"),
-    int32("bmm2_scales_scores"),
-    constant_float32("score_factor"),
-    constant_float32("lse_factor"),
+PROBLEM_PARAMETERS = parameters(
+    """
+    int: num_seqs kv_heads group_size q_len mask_words window max_pages block_tables_stride
+        num_pages is_causal bmm2_scales_scores
+    const float: score_factor lse_factor
+    """
 )
 # Scales of one call: no part of its plan.
-SCALE_PARAMETERS = (
-    float32("bmm1_scale"),
-    float32("bmm2_scale"),
-    float32("output_factor"),
-)
+SCALE_PARAMETERS = parameters("float: bmm1_scale bmm2_scale output_factor")
 
 
 def gqa_variants() -> Iterator[GqaVariant]:

@@ -8,15 +8,8 @@ from typing import ClassVar, NamedTuple
 
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.kernel import (
-    Parameter,
-    float32,
-    int32,
-    int64,
-    pointer,
-)
-from mlagen.spec.mla.kernel import MlaKernelSpec
-from mlagen.spec.mla.variant import SUPPORTED, MlaVariant, require_supported
+from mlagen.spec.kernel import Parameter, parameters
+from mlagen.spec.mla.variant import SUPPORTED, MlaKernelSpec, MlaVariant, require_supported
 
 
 class MlaTile(NamedTuple):
@@ -53,58 +46,23 @@ class MlaSm80Spec(MlaKernelSpec):
     """Everything that determines the cubin of an sm80 MLA decode kernel."""
 
     family: ClassVar[str] = "mla_sm80"
-    symbol: ClassVar[str] = "mla_sm80"
-    common_parameters: ClassVar[tuple[Parameter, ...]] = (
-        pointer("query", "const unsigned char"),
-        pointer("query_rope", "const unsigned char"),
-        pointer("query_scales", "const float"),
-        pointer("cache", "const unsigned char"),
-        pointer("rope_cache", "const unsigned char"),
-        pointer("value_cache", "const unsigned char"),
-        pointer("kv_scales", "const float"),
-        pointer("block_tables", "const int"),
-        pointer("value_tables", "const int"),
-        pointer("kv_indptr", "const int"),
-        pointer("seq_lens", "const int"),
-        pointer("cu_seqlens_q", "const int"),
-        pointer("topk_length", "const int"),
-        pointer("bias", "const float"),
-        pointer("bmm1_scale_tensor", "const float"),
-        pointer("bmm2_scale_tensor", "const float"),
-        pointer("sinks", "const float"),
-        pointer("out", "u16"),
-        pointer("lse", "float"),
-        pointer("partial_out", "float"),
-        pointer("partial_lse", "float"),
-        int64("query_stride"),
-        int64("query_head_stride"),
-        int64("query_rope_stride"),
-        int64("query_rope_head_stride"),
-        int64("page_stride"),
-        int64("token_stride"),
-        int64("rope_page_stride"),
-        int64("rope_token_stride"),
-        int64("scale_page_stride"),
-        int64("scale_token_stride"),
-        int64("bias_stride"),
-        int64("bias_head_stride"),
-        int64("total_rows"),
-        int32("num_seqs"),
-        int32("heads"),
-        int32("q_len"),
-        int32("max_pages"),
-        int32("block_tables_stride"),
-        int32("num_pages"),
-        int32("m_tiles"),
-        int32("num_splits"),
-        int32("topk"),
-        int32("is_causal"),
-        int32("bmm2_scales_scores"),
-        float32("bmm1_scale"),
-        float32("bmm2_scale"),
-        float32("latent_scale"),
-        float32("rope_scale"),
-        float32("lse_factor"),
+    common_parameters: ClassVar[tuple[Parameter, ...]] = parameters(
+        """
+        const unsigned char*: query query_rope
+        const float*: query_scales
+        const unsigned char*: cache rope_cache value_cache
+        const float*: kv_scales
+        const int*: block_tables value_tables kv_indptr seq_lens cu_seqlens_q topk_length
+        const float*: bias bmm1_scale_tensor bmm2_scale_tensor sinks
+        u16*: out
+        float*: lse partial_out partial_lse
+        i64: query_stride query_head_stride query_rope_stride query_rope_head_stride page_stride
+            token_stride rope_page_stride rope_token_stride scale_page_stride scale_token_stride
+            bias_stride bias_head_stride total_rows
+        int: num_seqs heads q_len max_pages block_tables_stride num_pages m_tiles num_splits
+            topk is_causal bmm2_scales_scores
+        float: bmm1_scale bmm2_scale latent_scale rope_scale lse_factor
+        """
     )
 
     tile: MlaTile

@@ -1,4 +1,4 @@
-"""Spec of the sm90 MLA decode kernels in bf16 and fp16, and the base of all sm90 MLA specs."""
+"""Specs of the sm90 MLA decode kernels: 16-bit, FP8, and over an FP8 KV cache."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import ClassVar, TypeVar
 
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.kernel import (
-    Parameter,
-    float32,
-    int32,
-    int64,
-    pointer,
-    tensor_map,
+from mlagen.spec.kernel import Parameter, parameters
+from mlagen.spec.mla.variant import (
+    DCP,
+    PLAIN,
+    SPARSE,
+    SUPPORTED,
+    MlaKernelSpec,
+    MlaVariant,
+    gather_parameters,
 )
-from mlagen.spec.mla.kernel import MlaKernelSpec, gather_parameters
-from mlagen.spec.mla.variant import DCP, PLAIN, SPARSE, SUPPORTED, MlaVariant
 
 SpecT = TypeVar("SpecT")
 
@@ -38,56 +38,43 @@ HEAD_DIMS = ((512, 64), (512, 0))  # kv_lora_rank, qk_rope_head_dim
 _MAX_SWAP_AB_ROWS = 32
 _TILE_ELEMENTS = 64  # of a row of 16-bit elements, 128 bytes
 _MIN_BOX_TOKENS = 16
+# Query and KV cache of the kernels over an FP8 KV cache.
+_FP8KV_DTYPES = (
+    (DType.BF16, DType.E4M3),
+    (DType.BF16, DType.FP8_DS_MLA),
+    (DType.E4M3, DType.E4M3),
+    (DType.E4M3, DType.FP8_DS_MLA),
+    (DType.FP8_PER_TOKEN, DType.FP8_PER_TOKEN),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlaSm90Spec(MlaKernelSpec):
-    """Everything that determines the cubin of an sm90 MLA decode kernel."""
+    """Everything that determines the cubin of an sm90 MLA decode kernel in bf16 or fp16."""
 
     family: ClassVar[str] = "mla_sm90"
-    symbol: ClassVar[str] = "mla_sm90"
-    common_parameters: ClassVar[tuple[Parameter, ...]] = (
-        tensor_map("latent_map"),
-        tensor_map("rope_map"),
-        tensor_map("kv_map"),
-        pointer("query", "const unsigned char"),
-        pointer("query_rope", "const unsigned char"),
-        pointer("cache", "const unsigned char"),
-        pointer("block_tables", "const int"),
-        pointer("kv_indptr", "const int"),
-        pointer("seq_lens", "const int"),
-        pointer("cu_seqlens_q", "const int"),
-        pointer("bmm1_scale_tensor", "const float"),
-        pointer("bmm2_scale_tensor", "const float"),
-        pointer("sinks", "const float"),
-        pointer("out", "u16"),
-        pointer("lse", "float"),
-        pointer("partial_out", "unsigned char"),
-        pointer("partial_states", "unsigned char"),
-        pointer("semaphores", "u32"),
-        int64("query_stride"),
-        int64("query_head_stride"),
-        int64("query_rope_stride"),
-        int64("query_rope_head_stride"),
-        int64("page_stride"),
-        int64("token_stride"),
-        int64("total_rows"),
-        int32("num_seqs"),
-        int32("heads"),
-        int32("q_len"),
-        int32("max_pages"),
-        int32("block_tables_stride"),
-        int32("num_pages"),
-        int32("num_cta_groups"),
-        int32("cta_group_size"),
-        int32("separate_rope"),
-        int32("is_causal"),
-        int32("bmm2_scales_scores"),
-        int32("schedule_id"),
-        float32("bmm1_scale"),
-        float32("bmm2_scale"),
-        float32("lse_factor"),
+    common_parameters: ClassVar[tuple[Parameter, ...]] = parameters(
+        """
+        TensorMap: latent_map rope_map kv_map
+        const unsigned char*: query query_rope cache
+        const int*: block_tables kv_indptr seq_lens cu_seqlens_q
+        const float*: bmm1_scale_tensor bmm2_scale_tensor sinks
+        u16*: out
+        float*: lse
+        unsigned char*: partial_out partial_states
+        u32*: semaphores
+        i64: query_stride query_head_stride query_rope_stride query_rope_head_stride page_stride
+            token_stride total_rows
+        int: num_seqs heads q_len max_pages block_tables_stride num_pages num_cta_groups
+            cta_group_size separate_rope is_causal bmm2_scales_scores schedule_id
+        float: bmm1_scale bmm2_scale lse_factor
+        """
     )
+
+    # A CTA waits for the splits of its work tile that other CTAs compute.
+    is_cooperative: ClassVar[bool] = True
+    is_persistent: ClassVar[bool] = True
+    uses_semaphores: ClassVar[bool] = True
 
     # (BLOCK_M, KV blocks per SM): calls with more rows use the smaller tile while the KV blocks of
     # all its tiles do not exceed the limit.
@@ -101,6 +88,12 @@ class MlaSm90Spec(MlaKernelSpec):
     # The SMs of a full GH100: shared memory holds the partial states of as many splits.
     max_ranges: ClassVar[int] = 144
     partial_state_bytes: ClassVar[int] = 16  # per row of a split
+    semaphore_bytes: ClassVar[int] = SEMAPHORE_BYTES  # the cached scheduler metadata follows them
+    cached_seq_lens: ClassVar[int] = CACHED_SEQ_LENS
+    sched_meta_bytes: ClassVar[int] = SCHED_META_BYTES  # of one CTA
+
+    # Warps of the producer warpgroup, and of a QK warpgroup.
+    producer_warps: ClassVar[int] = 4
 
     block_m: int
 
@@ -148,11 +141,6 @@ class MlaSm90Spec(MlaKernelSpec):
         if not self.is_sparse:
             return super().parameters
         return gather_parameters(self.common_parameters)
-
-    @property
-    def producer_warps(self) -> int:
-        """Warps of the producer warpgroup."""
-        return 4
 
     @property
     def loading_warps(self) -> int:
@@ -206,26 +194,6 @@ class MlaSm90Spec(MlaKernelSpec):
         """Dynamic shared memory per CTA: the architecture's limit."""
         return self.arch.shared_bytes
 
-    @property
-    def semaphore_bytes(self) -> int:
-        """Bytes of a workspace's semaphores; the cached scheduler metadata follows them."""
-        return SEMAPHORE_BYTES
-
-    @property
-    def cached_seq_lens(self) -> int:
-        """Max sequence lengths in the cached scheduler metadata."""
-        return CACHED_SEQ_LENS
-
-    @property
-    def sched_meta_bytes(self) -> int:
-        """Bytes of the cached scheduler metadata of one CTA."""
-        return SCHED_META_BYTES
-
-    @property
-    def is_cooperative(self) -> bool:
-        """True: a CTA waits for the splits of its work tile that other CTAs compute."""
-        return True
-
     def serves_rows(self, rows: int) -> bool:
         """Whether calls with so many query rows per sequence may use this tile of the variant."""
         return self.block_m in self.tiles_of(rows)
@@ -234,6 +202,97 @@ class MlaSm90Spec(MlaKernelSpec):
         """Return the BLOCK_M of every tile for ``rows`` query rows per sequence."""
         default = block_m_for(rows)
         return (*(tile for tile, _ in self.smaller_tiles if tile < default), default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fp8Spec(MlaSm90Spec):
+    """Base of the FP8 families, whose QK GEMM and softmax have a warpgroup of their own."""
+
+    smaller_tiles: ClassVar[tuple[tuple[int, int], ...]] = ((16, 3), (32, 6))
+    producer_warps: ClassVar[int] = 8
+
+    @property
+    def folder(self) -> str:
+        """Folder of the kernel's own templates."""
+        return f"kernels/{self.family}"
+
+    @property
+    def loading_warps(self) -> int:
+        """Producer warps that load KV; beside TMA the others are scheduler warps."""
+        return 1 if self.uses_tma else 4
+
+    @property
+    def pv_warps(self) -> int:
+        """Warps of the PV warpgroups."""
+        return 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaSm90Fp8Spec(_Fp8Spec):
+    """Everything that determines the cubin of a kernel with query and KV cache in e4m3."""
+
+    family: ClassVar[str] = "mla_sm90_fp8"
+
+    @property
+    def small_calls(self) -> tuple[tuple[int, int], ...]:
+        """(max rows per sequence, max KV blocks) of calls that sm80 runs faster on 132 SMs."""
+        return ((16, 64),)
+
+    @property
+    def copies_tile_groups(self) -> bool:
+        """Whether one TMA copy loads a part of a KV block: never, but all tiles or one."""
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaSm90Fp8KvSpec(_Fp8Spec):
+    """Everything that determines the cubin of a kernel over an FP8 KV cache, with PV in fp16."""
+
+    family: ClassVar[str] = "mla_sm90_fp8kv"
+    common_parameters: ClassVar[tuple[Parameter, ...]] = parameters(
+        """
+        const unsigned char*: query query_rope cache rope_cache
+        const float*: query_scales kv_scales
+        const int*: block_tables kv_indptr seq_lens cu_seqlens_q sparse_cu_seqlens_q topk_length
+        const float*: bmm1_scale_tensor bmm2_scale_tensor sinks
+        u16*: out
+        float*: lse
+        unsigned char*: partial_out partial_states
+        u32*: semaphores
+        i64: query_stride query_head_stride query_rope_stride query_rope_head_stride page_stride
+            token_stride rope_page_stride rope_token_stride scale_page_stride scale_token_stride
+            total_rows
+        int: num_seqs heads q_len max_pages block_tables_stride num_pages sparse_num_seqs
+            sparse_q_len topk num_cta_groups cta_group_size is_causal bmm2_scales_scores
+            schedule_id
+        float: bmm1_scale bmm2_scale latent_scale rope_scale lse_factor
+        """
+    )
+
+    @property
+    def math_dtype(self) -> DType:
+        """Element type of the unquantized data: bf16 rope elements, and the output."""
+        return DType.BF16
+
+    @property
+    def p_dtype(self) -> DType:
+        """Element type of P and of the converted V in the PV GEMM."""
+        return DType.FP16
+
+    @property
+    def small_calls(self) -> tuple[tuple[int, int], ...]:
+        """(max rows per sequence, max KV blocks) of calls that sm80 runs faster on 132 SMs."""
+        return ((128, 128),) if self.splits_query else ((16, 64),)
+
+    @property
+    def splits_query(self) -> bool:
+        """Whether a bf16 query is split into two FP8 terms, high and low."""
+        return self.variant.query_dtype.is_16bit
+
+    @property
+    def uses_tma(self) -> bool:
+        """False: producer warps gather the tokens by cp.async."""
+        return False
 
 
 def semaphore_region_bytes(sm_count: int) -> int:
@@ -267,9 +326,47 @@ def mla_sm90_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm90Spec | N
     return MlaSm90Spec(arch=arch, variant=variant, block_m=block_m_for(rows))
 
 
-def mla_sm90_specs(arch: Arch) -> Iterator[MlaSm90Spec]:
-    """Yield every kernel of this family that ``arch`` supports, each once."""
-    return supported_specs(arch, mla_sm90_spec)
+def mla_sm90_fp8_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm90Fp8Spec | None:
+    """Return the kernel for ``rows`` query rows per sequence, or None if unsupported."""
+    is_e4m3 = (variant.query_dtype, variant.kv_dtype) == (DType.E4M3, DType.E4M3)
+    if not (is_e4m3 and supports_tma(arch, variant)):
+        return None
+    return MlaSm90Fp8Spec(arch=arch, variant=variant, block_m=block_m_for(rows))
+
+
+def mla_sm90_fp8kv_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm90Fp8KvSpec | None:
+    """Return the kernel for ``rows`` query rows per sequence, or None if unsupported.
+
+    In a sparse call every query token is a sequence of its own.
+    """
+    has_dtypes = (variant.query_dtype, variant.kv_dtype) in _FP8KV_DTYPES
+    if not (has_dtypes and has_sm90_kernels(arch, variant, PLAIN, SPARSE, DCP)):
+        return None
+    return MlaSm90Fp8KvSpec(arch=arch, variant=variant, block_m=block_m_for(rows))
+
+
+def mla_sm90_kernels(arch: Arch, variant: MlaVariant, rows: int) -> Iterator[MlaSm90Spec]:
+    """Yield the sm90 kernels for ``rows`` query rows per sequence, the fastest first.
+
+    In a sparse call every query token is a sequence of its own.
+    """
+    for make_spec in (mla_sm90_spec, mla_sm90_fp8_spec, mla_sm90_fp8kv_spec):
+        spec = make_spec(arch, variant, rows)
+        if spec is not None:
+            yield spec
+
+
+def mla_sm90_kernel(
+    arch: Arch, variant: MlaVariant, rows: int, p_dtype_choice: str
+) -> MlaSm90Spec | None:
+    """Return the sm90 kernel of a call, or None if unsupported.
+
+    ``p_dtype_choice`` is the setting: ``fp16`` excludes the kernels that round P to FP8.
+    """
+    for spec in mla_sm90_kernels(arch, variant, rows):
+        if p_dtype_choice == "auto" or spec.p_dtype.is_16bit:
+            return spec
+    return None
 
 
 def supported_specs(
@@ -282,3 +379,18 @@ def supported_specs(
                 spec = make_spec(arch, variant, rows)
                 if spec is not None:
                     yield spec
+
+
+def mla_sm90_specs(arch: Arch) -> Iterator[MlaSm90Spec]:
+    """Yield every kernel in 16 bits that ``arch`` supports, each once."""
+    return supported_specs(arch, mla_sm90_spec)
+
+
+def mla_sm90_fp8_specs(arch: Arch) -> Iterator[MlaSm90Fp8Spec]:
+    """Yield every kernel in e4m3 that ``arch`` supports, each once."""
+    return supported_specs(arch, mla_sm90_fp8_spec)
+
+
+def mla_sm90_fp8kv_specs(arch: Arch) -> Iterator[MlaSm90Fp8KvSpec]:
+    """Yield every kernel over an FP8 KV cache that ``arch`` supports, each once."""
+    return supported_specs(arch, mla_sm90_fp8kv_spec)
