@@ -157,7 +157,7 @@ def kernel_columns(family: str, key_fields: Mapping[str, str]) -> dict[str, str]
 
 def _variant(key_fields: Mapping[str, str]) -> str:
     """Return the fields in which a kernel differs from its family's default."""
-    from mlagen.spec.selection import DEFAULT_FILTERS
+    from mlagen.spec.families import DEFAULT_FILTERS
 
     given = [(key_fields.get(name, ""), defaults) for name, defaults in DEFAULT_FILTERS.items()]
     words = [value for value, defaults in given if value and value not in defaults]

@@ -117,7 +117,7 @@ def _listed(family: str, arch: Arch | None) -> list[KernelSpec]:
 
 def _nearest(specs: Iterable[KernelSpec], given: Mapping[str, str]) -> KernelSpec:
     """Return the kernel with the most given values; of several, that with the most defaults."""
-    from mlagen.spec.selection import DEFAULT_FILTERS
+    from mlagen.spec.families import DEFAULT_FILTERS
 
     defaults = _DEFAULTS | {name: values[0] for name, values in DEFAULT_FILTERS.items()}
     in_order = (given.items(), defaults.items())
@@ -128,7 +128,7 @@ def _nearest(specs: Iterable[KernelSpec], given: Mapping[str, str]) -> KernelSpe
 
 def _on_arch(spec: KernelSpec, arch: Arch) -> KernelSpec:
     """Return the kernel that calls of ``spec`` use on another target; the tile may differ."""
-    from mlagen.spec.calls import specs_on_arch
+    from mlagen.spec.families import specs_on_arch
 
     _listed(spec.family, arch)  # raises if there is none
     found = [other for other in specs_on_arch(spec, arch) if other.family == spec.family]

@@ -11,8 +11,8 @@ from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.models.config import GqaModel, MlaModel
 from mlagen.models.layers import GqaHeads
 from mlagen.spec.arch import Arch
-from mlagen.spec.calls import gqa_call_specs, mla_call_specs
 from mlagen.spec.dtype import DType
+from mlagen.spec.families import gqa_call_specs, mla_call_specs
 from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.variant import MAX_HEADS, SUPPORTED, MlaVariant

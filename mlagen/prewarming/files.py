@@ -13,7 +13,7 @@ from mlagen.errors import ArgumentError
 from mlagen.paths import read_named, reason_of
 from mlagen.prewarming.machine import parse_archs
 from mlagen.prewarming.selection import selected_specs
-from mlagen.spec.calls import specs_on_arch
+from mlagen.spec.families import specs_on_arch
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.text import parse_spec
 

@@ -9,9 +9,8 @@ from mlagen.models.config import find_model
 from mlagen.models.kernels import ServingOptions, model_specs, serving_text
 from mlagen.prewarming.machine import parse_archs
 from mlagen.spec.dtype import DType
-from mlagen.spec.families import FAMILIES, require_families
+from mlagen.spec.families import FAMILIES, require_families, select_specs
 from mlagen.spec.kernel import KernelSpec
-from mlagen.spec.selection import select_specs
 from mlagen.spec.text import parse_spec
 from mlagen.values import (
     as_list,

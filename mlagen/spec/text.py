@@ -9,16 +9,11 @@ from typing import ClassVar, get_origin, get_type_hints
 
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.spec.arch import Arch, parse_arch
-from mlagen.spec.calls import specs_of_variant
 from mlagen.spec.combine import CombineSpec, CombineStatesSpec, combine_specs, combine_states_spec
 from mlagen.spec.dtype import DType
-from mlagen.spec.families import FAMILIES
+from mlagen.spec.families import FAMILIES, SPEC_CLASSES, specs_of_variant
 from mlagen.spec.gqa import variant as gqa
-from mlagen.spec.gqa.sm80 import GqaSm80Spec
-from mlagen.spec.gqa.sm90 import GqaSm90Spec
 from mlagen.spec.kernel import KernelSpec, Variant
-from mlagen.spec.mla.sm80 import MlaSm80Spec
-from mlagen.spec.mla.sm90 import MlaSm90Fp8KvSpec, MlaSm90Fp8Spec, MlaSm90Spec
 from mlagen.spec.mla.variant import SUPPORTED, output_dtype
 from mlagen.values import INT32_MAX
 
@@ -63,7 +58,7 @@ def _spec_of(text: str) -> KernelSpec:
     if missing := [name for name in key_field_names(family) if name not in values]:
         inside = text[text.index("(") + 1 : text.rindex(")")]
         raise ArgumentError(f"{family}: expected {', '.join(missing)} too, got {inside!r}")
-    spec = _construct(_FAMILIES[family], family, values)
+    spec = _construct(SPEC_CLASSES[family], family, values)
     assert isinstance(spec, KernelSpec)
     return spec
 
@@ -80,21 +75,21 @@ def split_spec(text: str) -> tuple[str, dict[str, str]]:
     if match is None:
         raise ArgumentError(f"kernel: expected family(name=value, ...), got {text!r}")
     family, inside = match[1], match[2]
-    if family not in _FAMILIES:
+    if family not in SPEC_CLASSES:
         raise ArgumentError(
-            f"kernel: expected a family out of {', '.join(_FAMILIES)}, got {family!r}"
+            f"kernel: expected a family out of {', '.join(SPEC_CLASSES)}, got {family!r}"
         )
     return family, _parse_values(family, inside)
 
 
 def key_field_names(family: str) -> list[str]:
     """Return the names of the key fields of a family, in the order of the text."""
-    return list(_types_of(_FAMILIES[family]))
+    return list(_types_of(SPEC_CLASSES[family]))
 
 
 def _parse_values(family: str, inside: str) -> dict[str, str]:
     """Return the text of each value by name."""
-    types = _types_of(_FAMILIES[family])
+    types = _types_of(SPEC_CLASSES[family])
     values: dict[str, str] = {}
     for item in inside.split(",") if inside.strip() else ():
         name, equals, value = (part.strip() for part in item.partition("="))
@@ -190,18 +185,3 @@ def _combine_specs(spec: CombineSpec) -> Sequence[KernelSpec]:
     if any(spec.dtype in row.out_dtypes for row in gqa.SUPPORTED) and gqa.has_dim(spec.head_dim_vo):
         return [spec]
     return list(combine_specs(spec.arch))
-
-
-_FAMILIES: dict[str, type[KernelSpec]] = {
-    cls.family: cls
-    for cls in (
-        MlaSm80Spec,
-        MlaSm90Spec,
-        MlaSm90Fp8Spec,
-        MlaSm90Fp8KvSpec,
-        GqaSm80Spec,
-        GqaSm90Spec,
-        CombineSpec,
-        CombineStatesSpec,
-    )
-}

@@ -16,8 +16,8 @@ from mlagen.integrations import warm_up as module
 from mlagen.integrations.warm_up import gqa_calls, mla_calls, warm_up
 from mlagen.jit import freeze, jit_mode
 from mlagen.settings import current_settings
-from mlagen.spec.calls import gqa_call_specs, mla_call_specs
 from mlagen.spec.dtype import DType
+from mlagen.spec.families import gqa_call_specs, mla_call_specs
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.variant import require_supported
 from tests.fixture_types import Log, Patch

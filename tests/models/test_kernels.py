@@ -18,9 +18,9 @@ from mlagen.models.kernels import (
 )
 from mlagen.models.layers import GqaHeads
 from mlagen.spec.arch import Arch, parse_arch
-from mlagen.spec.calls import mla_call_specs
 from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
+from mlagen.spec.families import mla_call_specs
 from mlagen.spec.gqa.variant import PAGE_SIZES as GQA_PAGE_SIZES
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.variant import PAGE_SIZES as MLA_PAGE_SIZES

@@ -19,8 +19,8 @@ from mlagen.prewarming.files import KEYS, read_record, read_spec_file
 from mlagen.prewarming.selection import selected_specs
 from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
+from mlagen.spec.families import select_specs
 from mlagen.spec.kernel import KernelSpec
-from mlagen.spec.selection import select_specs
 from tests.fixture_types import Log, Patch
 from tests.kernels import COMBINE, SM_80, SM_90A, gqa_sm80, mla_sm80, mla_sm90
 

@@ -9,10 +9,15 @@ import pytest
 
 from mlagen.errors import UnsupportedError
 from mlagen.spec.arch import ARCHS, Arch, parse_arch
-from mlagen.spec.calls import gqa_call_specs, mla_call_specs, specs_of_variant, specs_on_arch
 from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
-from mlagen.spec.families import specs_of
+from mlagen.spec.families import (
+    gqa_call_specs,
+    mla_call_specs,
+    specs_of,
+    specs_of_variant,
+    specs_on_arch,
+)
 from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.sm90 import mla_sm90_kernel

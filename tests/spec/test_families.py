@@ -8,9 +8,8 @@ import pytest
 
 from mlagen.errors import ArgumentError
 from mlagen.spec.arch import Arch
-from mlagen.spec.families import FAMILIES, specs_of
+from mlagen.spec.families import FAMILIES, select_specs, specs_of
 from mlagen.spec.kernel import KernelSpec
-from mlagen.spec.selection import select_specs
 from tests.kernels import SM_80, SM_90A, mla_sm80, mla_sm90
 
 
