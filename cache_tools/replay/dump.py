@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
@@ -21,6 +21,7 @@ from mlagen.observe.document import is_workspace
 from mlagen.observe.dump import FORMAT, MAX_JSON_BYTES, MAX_TENSOR_BYTES, TENSOR_SUFFIX
 from mlagen.observe.tensor_file import read_tensors
 from mlagen.paths import read_named, reason_of
+from mlagen.values import reject, shown
 
 from ..output.report import size_text
 
@@ -89,7 +90,7 @@ def read_dump(path: Path) -> Dump:
     if not isinstance(data, dict) or "mlagen_dump" not in data:
         raise ArgumentError(f"{path}: expected a file of MLAGEN_DUMP, got another")
     if data["mlagen_dump"] != FORMAT:
-        _reject(f"{path}", f"a dump of format {FORMAT}", data["mlagen_dump"])
+        reject(str(path), f"a dump of format {FORMAT}", shown(data["mlagen_dump"]))
     try:
         return _dump_of(path, data)
     except RecursionError:
@@ -104,6 +105,9 @@ def rebuilt(dump: Dump, gpu: torch.device | None) -> dict[str, dict[str, Any]]:
     ArgumentError
         If they are not those of a call, or do not fit into memory.
     """
+    if not dump.contents and any(not is_workspace(name) for name, _ in dump.tensors()):
+        rule = "contents (MLAGEN_DUMP_TENSORS=1, at most 4 GiB, outside of a capture)"
+        reject(str(dump.path), rule, "none")
     _require_memory(dump, gpu)
     made = {}
     for part, arguments in dump.arguments.items():
@@ -124,7 +128,7 @@ class _Builder:
         if not isinstance(value, (dict, list)):
             return value
         if isinstance(value, list) or not value:
-            _reject(name, "an argument", value)
+            reject(name, "an argument", shown(value))
         kind, inner = next(iter(value.items()))
         known = _SCALARS.get(kind, {})
         if kind == "tensor" and isinstance(inner, dict):
@@ -137,30 +141,30 @@ class _Builder:
         elif kind == "object" and isinstance(inner, str) and inner in _OBJECTS:
             result = self._object(_OBJECTS[inner], value.get("fields"), name)
         else:
-            _reject(name, "an argument that a dump can hold", inner)
+            reject(name, "an argument that a dump can hold", shown(inner))
         return result
 
     def _object(self, kind: Any, given: Any, name: str) -> object:
         if not isinstance(given, dict) or not set(given) <= {each.name for each in fields(kind)}:
-            _reject(name, f"fields of {kind.__name__}", given)
+            reject(name, f"fields of {kind.__name__}", given)
         values = {key: self.decode(value, f"{name}.{key}") for key, value in given.items()}
         try:
             return kind(**values)
         except TypeError:  # a field without a default is missing
-            _reject(name, f"all fields of {kind.__name__}", list(given))
+            reject(name, f"all fields of {kind.__name__}", list(given))
 
     def _tensor(self, entry: dict[str, Any], name: str) -> torch.Tensor:
         dtype, shape, strides = entry.get("dtype"), entry.get("shape"), entry.get("strides")
         offset: Any = entry.get("offset")
         if not isinstance(dtype, str) or dtype not in _DTYPES:
-            _reject(f"{name}.dtype", "a dtype", dtype)
+            reject(f"{name}.dtype", "a dtype", shown(dtype))
         kind = _DTYPES[dtype]
         if not (_are_sizes(shape) and _are_sizes(strides) and _are_sizes([offset])):
-            _reject(name, "shape, strides and offset", [shape, strides, offset])
+            reject(name, "shape, strides and offset", [shape, strides, offset])
         start = int(offset)
         limit = _MAX_REPEATS * sum(map(len, self._dump.contents.values())) + _FEW_BYTES
         if not is_workspace(name) and math.prod(shape) * kind.itemsize > limit:
-            _reject(f"{name}.shape", f"at most {limit} bytes for these contents", shape)
+            reject(f"{name}.shape", f"at most {limit} bytes for these contents", shape)
         storage = self._storage(entry, name)
         try:
             whole = storage[: len(storage) // kind.itemsize * kind.itemsize].view(kind)
@@ -171,7 +175,7 @@ class _Builder:
                 f"{name}: expected a tensor in its storage, got {reason}"
             ) from error
         if start % kind.itemsize:
-            _reject(f"{name}.offset", f"a multiple of {kind.itemsize}", start)
+            reject(f"{name}.offset", f"a multiple of {kind.itemsize}", start)
         if entry.get("requires_grad") and kind.is_floating_point:
             tensor.requires_grad_()
         return tensor
@@ -180,14 +184,14 @@ class _Builder:
         """Return the bytes of a tensor's storage; those of a workspace are not set."""
         index, sizes = entry.get("storage"), self._dump.storages[self._part]
         if not isinstance(index, int) or not 0 <= index < len(sizes):
-            _reject(f"{name}.storage", f"an index below {len(sizes)}", index)
+            reject(f"{name}.storage", f"an index below {len(sizes)}", shown(index))
         device = (self._gpu if _is_on_gpu(entry) else None) or "cpu"
         if index not in self._made:
             content = self._dump.contents.get(f"{self._part}:{index}")
             if content is None and is_workspace(name):
                 self._made[index] = torch.empty(sizes[index], dtype=torch.uint8, device=device)
             elif content is None:
-                _reject(name, "contents in the dump (MLAGEN_DUMP_TENSORS=1)", "none")
+                reject(name, "contents in the dump", "none")
             else:
                 self._made[index] = content.to(device, copy=True)
         return self._made[index]
@@ -197,12 +201,12 @@ def _require_memory(dump: Dump, gpu: torch.device | None) -> None:
     dumped = sum(map(len, dump.contents.values()))
     needed = sum(map(sum, dump.storages.values()))
     if needed - dumped > _MAX_WORKSPACE_BYTES:
-        _reject("storages", f"workspaces of at most {size_text(_MAX_WORKSPACE_BYTES)}", needed)
+        reject("storages", f"workspaces of at most {size_text(_MAX_WORKSPACE_BYTES)}", needed)
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     if gpu is not None:
         limit = min(limit, torch.cuda.mem_get_info(gpu)[0])
     if needed > limit:
-        _reject("storages", f"tensors of at most {size_text(limit)} to replay here", needed)
+        reject("storages", f"tensors of at most {size_text(limit)} to replay here", needed)
 
 
 def _dump_of(path: Path, data: dict[str, Any]) -> Dump:
@@ -211,7 +215,7 @@ def _dump_of(path: Path, data: dict[str, Any]) -> Dump:
         if value is None and default is not ...:
             return default
         if not isinstance(value, kind):
-            _reject(f"{path}: {name}", f"a value of type {kind.__name__}", value)
+            reject(f"{path}: {name}", f"a value of type {kind.__name__}", shown(value))
         return value
 
     outcome = typed(data, "outcome", dict, {})
@@ -220,7 +224,7 @@ def _dump_of(path: Path, data: dict[str, Any]) -> Dump:
     storages = {name: typed(part, "storages", list) for name, part in parts.items()}
     for name, sizes in storages.items():
         if not _are_sizes(sizes, len(sizes)):
-            _reject(f"{path}: {name}.storages", "sizes in bytes", sizes)
+            reject(f"{path}: {name}.storages", "sizes in bytes", sizes)
     has_tensors = typed(data, "has_tensors", bool)
     beside = path.with_suffix(TENSOR_SUFFIX)
     contents = read_tensors(beside, MAX_TENSOR_BYTES) if has_tensors else {}
@@ -228,7 +232,7 @@ def _dump_of(path: Path, data: dict[str, Any]) -> Dump:
         for index, size in enumerate(sizes):
             content = contents.get(f"{name}:{index}")
             if content is not None and len(content) != size:
-                _reject(f"{beside}: {name}:{index}", f"{size} bytes", len(content))
+                reject(f"{beside}: {name}:{index}", f"{size} bytes", len(content))
     names = ("mlagen", "torch", "cuda", "driver")
     return Dump(
         path=path,
@@ -271,9 +275,3 @@ def _are_sizes(values: Any, most: int = 16) -> TypeGuard[list[int]]:
         and len(values) <= most
         and all(value.__class__ is int and 0 <= value < 1 << 48 for value in values)
     )
-
-
-def _reject(where: str, rule: str, got: object) -> NoReturn:
-    text = got if isinstance(got, str) and got == "none" else repr(got)
-    text = text if len(text) <= 60 else f"{text[:60]}..."
-    raise ArgumentError(f"{where}: expected {rule}, got {text}")

@@ -97,7 +97,7 @@ CHANGES: list[tuple[str, Any, str]] = [
     ("query", {"list": {"list": 1}}, "query: expected "),
     ("entry", "os.system", "entry: expected one of trtllm_batch_decode_with_kv_cache_mla, "),
     ("storages", 1 << 47, "storages: expected workspaces of at most 2.0 GiB, got "),
-    ("has_tensors", False, ": expected contents in the dump (MLAGEN_DUMP_TENSORS=1), got none"),
+    ("has_tensors", False, ".json: expected contents (MLAGEN_DUMP_TENSORS=1, at most 4 GiB, "),
 ]
 
 
