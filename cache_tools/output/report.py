@@ -78,23 +78,16 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     A field that is empty in all rows has no column.
     """
     names = [name for name in rows[0] if any(row[name] not in ("", None) for row in rows)]
-    columns = [[visible(_cell(row[name]), kept="") for row in rows] for name in names]
+    columns = [[name, *(visible(_cell(row[name]), kept="") for row in rows)] for name in names]
     widths = [max(map(len, column)) for column in columns]
-    headers, gap = [[name] for name in names], 2
-    if sum(map(max, widths, map(len, names))) + gap * len(names) > line_width():
-        headers, gap = [name.replace("_", "_\n").split("\n") for name in names], 1
-    widths = [max(width, *map(len, header)) for width, header in zip(widths, headers, strict=True)]
-    height = max(map(len, headers))
     number = int | float | Decimal | None
     numbers = [all(isinstance(row[name], number) for row in rows) for name in names]
-    tops = [[""] * (height - len(header)) + header for header in headers]
-    columns = [[*top, *column] for top, column in zip(tops, columns, strict=True)]
     # Column by column: for thousands of rows faster than formatting each row.
     padded = [
         [cell.rjust(width) if is_number else cell.ljust(width) for cell in column]
         for column, width, is_number in zip(columns, widths, numbers, strict=True)
     ]
-    lines = map((" " * gap).join, zip(*padded, strict=True))
+    lines = map("  ".join, zip(*padded, strict=True))
     click.echo("\n".join(line.rstrip() for line in lines))
 
 
