@@ -17,7 +17,7 @@ from mlagen.models import kernels
 from mlagen.models.kernels import call_specs
 from mlagen.prewarming.build import build_all, build_unit, look_up_all
 from mlagen.prewarming.machine import usable_jobs
-from mlagen.prewarming.report import PrewarmUnit
+from mlagen.prewarming.report import PrewarmUnit, Progress
 from mlagen.runtime.device import arch_of_device
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
@@ -107,13 +107,12 @@ def warm_up(
     """
     start = time.perf_counter()
     specs = _specs_of(calls, arch_of_device(device))
-    units = {spec: unit for _, spec, unit in look_up_all(specs, is_dry=False)}
-    mode = current_settings().jit
+    progress = Progress(None, len(specs))
+    progress.finished = {unit.spec: unit for unit in look_up_all(specs, is_dry=False)}
+    mode, units = current_settings().jit, progress.finished
     missing = [unit for unit in units.values() if unit.status == "missing"]
     if missing and mode not in {"error", "off"}:
-        build = partial(build_unit, may_stay_in_memory=True)
-        events = build_all(missing, usable_jobs(), build)
-        units |= {spec: unit for _, spec, unit in events if unit is not None}
+        build_all(missing, usable_jobs(), partial(build_unit, may_stay_in_memory=True), progress)
     loaded = 0
     for spec, unit in units.items():
         if unit.status in {"hit", "built"}:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
@@ -14,16 +14,14 @@ from mlagen.cache.store import kernel_store
 from mlagen.compiler.process import CompileProcesses, CompileTimeoutError
 from mlagen.engine import build_missing, key_of
 from mlagen.errors import CacheError, MlagenError
-from mlagen.prewarming.report import PrewarmUnit, RawEvent, unit_of
+from mlagen.prewarming.report import PrewarmUnit, Progress, unit_of
 from mlagen.settings import current_settings
 from mlagen.spec.kernel import KernelSpec
 
 _logger = logging.getLogger("mlagen")
 
 
-def look_up_all(
-    specs: Sequence[KernelSpec], *, is_dry: bool
-) -> Generator[tuple[str, KernelSpec, PrewarmUnit], None, None]:
+def look_up_all(specs: Sequence[KernelSpec], *, is_dry: bool) -> Iterator[PrewarmUnit]:
     """Yield a hit or missing unit for each kernel; if ``is_dry``, change nothing but warn too."""
     problems: dict[str, None] = {}
     for spec in specs:
@@ -35,36 +33,36 @@ def look_up_all(
             problems[found.problem] = None
             _logger.warning("cache: %s, so missing: %s: %s", found.reason, spec, found.problem)
         status = "hit" if entry else "missing"
-        yield "finished", spec, unit_of(spec, key, status, start, entry=entry, reason=found.reason)
+        yield unit_of(spec, key, status, start, entry=entry, reason=found.reason)
 
 
 def build_all(
     missing: Sequence[PrewarmUnit],
     jobs: int,
     build: Callable[[PrewarmUnit], PrewarmUnit],
+    progress: Progress,
     *,
     fail_fast: bool = False,
     stop: Callable[[], None] = lambda: None,
-    on_late_unit: Callable[[PrewarmUnit], object] = lambda _: None,
-) -> Generator[RawEvent, None, None]:
-    """Yield an event for each start and each end of a build, in order of occurrence.
+) -> None:
+    """Build kernels in threads, and report each start and each end in order of occurrence.
 
-    If the caller stops early, by Ctrl-C for instance, ``stop`` is called, and then
-    ``on_late_unit`` with each finished unit that was not yielded.
+    If an exception interrupts it, ``stop`` is called. After Ctrl-C, the kernels that were built
+    meanwhile are reported too.
     """
     events: SimpleQueue[KernelSpec | Future[PrewarmUnit]] = SimpleQueue()
-    finished: dict[KernelSpec, PrewarmUnit] = {}  # not yielded yet
+    built: dict[KernelSpec, PrewarmUnit] = {}  # not reported yet
     has_failed = threading.Event()
 
     def begin(unit: PrewarmUnit) -> PrewarmUnit:
         if fail_fast and has_failed.is_set():
-            unit = replace(unit, status="skipped")
+            return replace(unit, status="skipped")
+        events.put(unit.spec)
+        unit = build(unit)
+        if unit.error is None:
+            built[unit.spec] = unit
         else:
-            events.put(unit.spec)
-            unit = build(unit)
-            if unit.error is not None:
-                has_failed.set()
-        finished[unit.spec] = unit
+            has_failed.set()
         return unit
 
     pool = ThreadPoolExecutor(jobs, thread_name_prefix="mlagen-prewarm")
@@ -76,19 +74,20 @@ def build_all(
             event = events.get()
             if isinstance(event, Future):
                 unit = event.result()
-                yield "finished", unit.spec, unit
-                del finished[unit.spec]
+                built.pop(unit.spec, None)
+                progress.report("finished", unit.spec, unit)
                 num_pending -= 1
             else:
-                yield "started", event, None
-    except BaseException:
+                progress.report("started", event)
+    except BaseException as error:
         stop()
+        pool.shutdown(cancel_futures=True)  # running compilations finish
+        if isinstance(error, KeyboardInterrupt):
+            for unit in built.values():
+                progress.report("finished", unit.spec, unit)
         raise
     finally:
-        # Also after Ctrl-C: running compilations finish, waiting ones are canceled.
         pool.shutdown(cancel_futures=True)
-        for unit in finished.values():
-            on_late_unit(unit)
 
 
 def build_unit(

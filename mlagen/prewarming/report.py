@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from mlagen.cache.file import CacheEntry
 from mlagen.cache.key import CacheKey
@@ -77,10 +76,6 @@ class PrewarmEvent:
     total: int
 
 
-# Kind, spec and unit of an event, before the dispatcher adds the counts.
-RawEvent: TypeAlias = tuple[str, KernelSpec, PrewarmUnit | None]
-
-
 @dataclass(frozen=True, kw_only=True)
 class PrewarmReport:
     """Result of a prewarm.
@@ -145,37 +140,17 @@ def ms_since(start: float) -> float:
     return round((time.perf_counter() - start) * 1e3, 3)
 
 
-class EventDispatcher:
-    """Records events and passes them to the callback.
+class Progress:
+    """Keeps what finished, and passes each event to the caller of a prewarm."""
 
-    The builder appends units that finish after an interrupt to ``late_units``.
-    """
-
-    def __init__(
-        self,
-        on_event: Callable[[PrewarmEvent], None] | None,
-        total: int,
-        late_units: list[PrewarmUnit],
-    ) -> None:
+    def __init__(self, on_event: Callable[[PrewarmEvent], None] | None, total: int) -> None:
         self._on_event = on_event
         self._total = total
         self.finished: dict[KernelSpec, PrewarmUnit] = {}
-        self._late_units = late_units  # finished after an interrupt
         self.loaded = 0
 
-    def dispatch_all(self, raw_events: Generator[RawEvent, None, None]) -> None:
-        """Dispatch all events; an interrupt is raised after the late units are dispatched."""
-        try:
-            with closing(raw_events):  # otherwise an exception in the callback leaks threads
-                for raw_event in raw_events:
-                    self._dispatch(*raw_event)
-        except KeyboardInterrupt:
-            for unit in self._late_units:
-                if unit.error is None and unit.spec not in self.finished:
-                    self._dispatch("finished", unit.spec, unit)
-            raise
-
-    def _dispatch(self, kind: str, spec: KernelSpec, unit: PrewarmUnit | None) -> None:
+    def report(self, kind: str, spec: KernelSpec, unit: PrewarmUnit | None = None) -> None:
+        """Take an event; ``unit`` is the outcome of a kernel that finished."""
         self.loaded += kind == "loaded"
         if unit is not None:
             self.finished[spec] = unit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,13 +14,7 @@ from mlagen.engine import kernel_for
 from mlagen.errors import ToolchainError
 from mlagen.prewarming.build import build_all, build_unit, look_up_all
 from mlagen.prewarming.machine import devices_for, usable_jobs
-from mlagen.prewarming.report import (
-    EventDispatcher,
-    PrewarmEvent,
-    PrewarmReport,
-    PrewarmUnit,
-    RawEvent,
-)
+from mlagen.prewarming.report import PrewarmEvent, PrewarmReport, PrewarmUnit, Progress
 from mlagen.prewarming.selection import selected_specs
 from mlagen.spec.arch import Arch
 from mlagen.spec.kernel import KernelSpec
@@ -131,12 +125,10 @@ def prewarm(
     start = time.perf_counter()
     if jobs is not None:
         jobs = require_whole_number(jobs, "jobs", min_value=1)
-    late_units: list[PrewarmUnit] = []
     options = _BuildOptions(
         jobs=jobs or usable_jobs(),
         timeout_s=_timeout(timeout_s, isolate=require_flag(isolate, "isolate")),
         fail_fast=require_flag(fail_fast, "fail_fast"),
-        on_late_unit=late_units.append,
     )
     dry_run, load = require_flag(dry_run, "dry_run"), require_flag(load, "load")
     if on_event is not None:
@@ -155,15 +147,16 @@ def prewarm(
         **shape,
     )
     devices = devices_for(specs) if load else {}
-    events = EventDispatcher(on_event, len(specs), late_units)
-    raw_events: Generator[RawEvent, None, None] = look_up_all(specs, is_dry=True)
-    if not dry_run:
-        raw_events = _prewarm_all(specs, options, devices, events.finished)
-    events.dispatch_all(raw_events)
-    units = tuple(events.finished[spec] for spec in specs)
+    progress = Progress(on_event, len(specs))
+    if dry_run:
+        for unit in look_up_all(specs, is_dry=True):
+            progress.report("finished", unit.spec, unit)
+    else:
+        _prewarm_all(specs, options, devices, progress)
+    units = tuple(progress.finished[spec] for spec in specs)
     ms = (time.perf_counter() - start) * 1e3
     return PrewarmReport(
-        units=units, loaded=events.loaded, ms=round(ms, 1), left_out=tuple(left_out)
+        units=units, loaded=progress.loaded, ms=round(ms, 1), left_out=tuple(left_out)
     )
 
 
@@ -186,47 +179,51 @@ class _BuildOptions:
     jobs: int
     timeout_s: float | None  # of the process of each kernel; None: in this process
     fail_fast: bool
-    on_late_unit: Callable[[PrewarmUnit], object]  # called with units finished after an interrupt
 
 
 def _prewarm_all(
     specs: Sequence[KernelSpec],
     options: _BuildOptions,
     devices: dict[int, Arch],
-    finished: dict[KernelSpec, PrewarmUnit],
-) -> Generator[RawEvent, None, None]:
-    missing: dict[KernelSpec, PrewarmUnit] = {}
-    for kind, spec, unit in look_up_all(specs, is_dry=False):
+    progress: Progress,
+) -> None:
+    missing = []
+    for unit in look_up_all(specs, is_dry=False):
         if unit.status == "missing":
-            missing[spec] = unit
-            yield "missing", spec, None
+            missing.append(unit)
+            progress.report("missing", unit.spec)
         else:
-            yield kind, spec, unit
+            progress.report("finished", unit.spec, unit)
     if missing:
         try:
             find_nvrtc()  # fail before the first build
         except ToolchainError:
-            yield from (("finished", spec, unit) for spec, unit in missing.items())
+            for unit in missing:
+                progress.report("finished", unit.spec, unit)
             raise
-        yield from _build_missing(list(missing.values()), options, may_stay_in_memory=bool(devices))
+        _build_missing(missing, options, progress, may_stay_in_memory=bool(devices))
     for spec in specs:
         for device, arch in devices.items():
-            if spec.arch == arch and finished[spec].status in {"hit", "built"}:
+            if spec.arch == arch and progress.finished[spec].status in {"hit", "built"}:
                 kernel_for(spec, device)
-                yield "loaded", spec, None
+                progress.report("loaded", spec)
 
 
 def _build_missing(
-    missing: Sequence[PrewarmUnit], options: _BuildOptions, *, may_stay_in_memory: bool
-) -> Generator[RawEvent, None, None]:
+    missing: Sequence[PrewarmUnit],
+    options: _BuildOptions,
+    progress: Progress,
+    *,
+    may_stay_in_memory: bool,
+) -> None:
     if not may_stay_in_memory:
         kernel_store().require_writable()
     processes = None if options.timeout_s is None else CompileProcesses(options.timeout_s)
-    yield from build_all(
+    build_all(
         missing,
         options.jobs,
         partial(build_unit, processes=processes, may_stay_in_memory=may_stay_in_memory),
+        progress,
         fail_fast=options.fail_fast,
         stop=processes.stop if processes else lambda: None,
-        on_late_unit=options.on_late_unit,
     )
