@@ -15,8 +15,7 @@ from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.runtime.partition import WHOLE_GPU
 from mlagen.runtime.semaphores import new_schedule_id
 from mlagen.spec.mla.sm80 import MlaSm80Spec, mla_sm80_spec
-from mlagen.spec.mla.sm90 import MlaSm90Spec
-from mlagen.spec.mla.sm90 import mla_sm90_kernel
+from mlagen.spec.mla.sm90 import MlaSm90Spec, mla_sm90_kernel
 from mlagen.spec.mla.variant import MlaVariant
 from mlagen.values import INT32_MAX
 
