@@ -13,7 +13,7 @@ import click
 from mlagen import __version__
 from mlagen.errors import MlagenError
 from mlagen.logs import visible
-from mlagen.paths import folder_problem, is_folder, reason_of
+from mlagen.paths import folder_problem, is_folder
 
 from ..options.exit_codes import FAILED
 from ..output.report import count_text, json_option, print_facts, print_json, size_text
@@ -153,18 +153,12 @@ def _kernels(path: Path, name: str, problems: list[str], *, is_shared: bool) -> 
     from mlagen.cache.folder import Folder
     from mlagen.cache.store import stored_entries
 
-    folder, entries = Folder(path, is_shared=is_shared), []
+    entries = []
     try:
-        folder.require_usable()
-        entries = list(stored_entries(folder))
+        entries = list(stored_entries(Folder(path, is_shared=is_shared)))
     except MlagenError as error:
-        problems.append(str(error))
-    except OSError as error:
-        got = reason_of(error)
-        if got != os.strerror(error.errno or 0):  # raised by the trust check, not by the disk
-            problems.append(f"{name}: expected a folder that no other user can change, got {got}")
-        elif is_folder(path):  # otherwise already reported
-            problems.append(f"{name}: expected a readable folder, got {got}: {path}")
+        if is_folder(path):  # otherwise already reported
+            problems.append(str(error).replace("cache:", f"{name}:", 1))
     return {
         "entries": len(entries),
         "damaged": sum(stored.problem is not None for stored in entries),

@@ -20,7 +20,7 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias, final
 
@@ -297,27 +297,18 @@ class Opened:
                         self.unlink(name)
         return freed
 
-    def _listing(self) -> _Listing:
-        return _Listing(self._descriptor, self.path)
-
-
-@final
-class _Listing:
-    """The descriptor of an open folder for listing it, which needs a permission of its own."""
-
-    def __init__(self, folder: int, path: str) -> None:
-        self._folder, self._path = folder, path
-
-    def __enter__(self) -> int:
+    @contextmanager
+    def _listing(self) -> Iterator[int]:
+        """Open this folder for listing, which needs a permission of its own."""
         try:
-            self._descriptor = os.open(".", _LIST, dir_fd=self._folder)
+            descriptor = os.open(".", _LIST, dir_fd=self._descriptor)
         except OSError as error:
-            error.filename = self._path
+            error.filename = self.path
             raise
-        return self._descriptor
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
 
 @final
@@ -335,11 +326,6 @@ class Folder:
     def path_of(self, key: str, toolchain: str) -> Path:
         """Return the path of an entry."""
         return self.root / VERSION / key[:2] / entry_name(key, toolchain)
-
-    def require_usable(self) -> None:
-        """Raise :class:`OSError` if it exists, and is not trusted or cannot be opened."""
-        with suppress(FileNotFoundError):
-            self._open()
 
     def require_writable(self) -> None:
         """Raise :class:`OSError` if publishing cannot succeed; passing does not guarantee it."""

@@ -264,16 +264,16 @@ class KernelStore:
         Raises
         ------
         CacheError
-            If something cannot be deleted.
+            If something cannot be deleted; everything else is.
         """
         with raising_cache_errors(self.root):  # trust is checked before anything is deleted
             names = [name for shard in self._folder.shards() for name in shard.names()]
-        removed = 0
-        for key, toolchain in filter(None, map(parse_name, names)):
-            with raising_cache_errors(self._folder.path_of(key, toolchain)):
-                removed += self._folder.remove(key, toolchain)
+        found = list(filter(None, map(parse_name, names)))
+        failures = [error for each in found if (error := self._failure_to_remove(*each))]
         self.sweep()
-        return removed
+        if failures:
+            raise failures[0]
+        return len(found)
 
     def collect(self) -> Collected:
         """Delete abandoned files, and entries above the size limit.
@@ -320,6 +320,14 @@ class KernelStore:
         """
         with raising_cache_errors(self.root):
             return self._folder.remove_old_layouts(dry_run=dry_run)
+
+    def _failure_to_remove(self, key: str, toolchain: str) -> CacheError | None:
+        try:
+            with raising_cache_errors(self._folder.path_of(key, toolchain)):
+                self._folder.remove(key, toolchain)
+        except CacheError as error:
+            return error
+        return None
 
     def _publish(self, key: CacheKey, build: Build, created_by: str, because: str) -> CacheEntry:
         if not key.accepts(build.toolchain):

@@ -175,6 +175,19 @@ def test_clear_deletes_all_entries(filled: KernelStore, tmp_path: Path) -> None:
     assert filled.find_or_build(KEY, make_build).path is not None
 
 
+def test_clear_deletes_the_rest_of_what_it_cannot_delete(
+    filled: KernelStore, tmp_path: Path
+) -> None:
+    """A folder in the place of an entry is the error, and stays."""
+    path = entry_path(tmp_path, KEYS[0])
+    path.unlink()
+    (path / "inside").mkdir(parents=True)
+    with pytest.raises(CacheError, match="directory") as caught:
+        filled.clear()
+    assert caught.value.path == path
+    assert [stored.path for stored in filled.entries()] == [path]
+
+
 def test_facts_that_are_not_json_are_an_internal_error(store: KernelStore) -> None:
     """A manifest that cannot be read back is not written."""
     build = replace(make_build(), facts={"path": object()})

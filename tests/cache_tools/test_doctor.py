@@ -124,7 +124,7 @@ PROBLEMS: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "a cache of others": (
         ("MLAGEN_CACHE_DIR", "open"),
-        "cache: expected a folder that no other user can change, got mode 0777",
+        "cache: expected a trusted folder, got mode 0777",
     ),
     "no layer": (("MLAGEN_CACHE_RO", "nowhere"), "layer: expected a cache folder, got none: "),
 }
