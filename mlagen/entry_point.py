@@ -129,19 +129,17 @@ def make(function, replay, dispatch, current_settings, is_observed, observe, is_
 {traced}\
         settings = current_settings()
 {observed}\
-        given, bits, more = ({outputs}), 0, ()
+        bits, more = 0, ()
 {statements}\
-        options = () if {are_default} else ({options})
-        if options:
-            options = dumps(options, {format}) if is_known(map(type, options)) else None
+        options = b"" if {are_default} else (
+            dumps(others, {format}) if is_known(map(type, others := ({options}))) else None)
         key = None
         if {has_key}:
-            values, tensors = ({place!r}, bits, options, {values}), ({tensors} *more,)
-            outputs = replay(settings, values, {length}, tensors, given)
+            outputs = replay(settings, {values}, {length}, {tensors}, {outputs})
             if outputs is not None:
                 return {returns}
-            key = CallKey(values, {scales}, {length}, tensors)
-        outputs = dispatch(function({arguments}), key, given)
+            key = CallKey({values}, {scales}, {length}, {tensors})
+        outputs = dispatch(function({arguments}), key, {outputs})
         return {returns}
     return {name}
 """
@@ -158,12 +156,22 @@ _OPTIONAL = """\
             bits += {bit}
             more += ({name},)
 """
+_PAIR = """\
+        {name}_first = {name}
+        if {name}.__class__ is tuple and len({name}) == 2:
+            bits += {bit}
+            {name}_first, {name}_second = {name}
+            more += ({name}_second,)
+"""
 _SEQUENCE = """\
-        if {name}.__class__ is tuple or {name}.__class__ is list:
-            bits += {bit} * (2 * len({name}) + ({name}.__class__ is list))
+        if {name}.__class__ is tuple:
+            bits += {bit} * len({name})
+            more += {name}
+        elif {name}.__class__ is list:
+            bits += {bit} * (len({name}) + {list_bit})
             more += (*{name},)
         elif {name} is not None:
-            bits += {bit}
+            bits += {bit} * {list_bit}
             more += ({name},)
 """
 _SCALE = """\
@@ -196,14 +204,15 @@ def _text_of(
         return [name for name, kind in kinds.items() if kind in wanted]
 
     statements, bit = "", 1
-    for template, kind in ((_SCALE, "scale"), (_OPTIONAL, "optional"), (_SEQUENCE, "sequence")):
+    for kind, (template, size) in _TEMPLATES.items():
         for each in named(kind):
-            statements += template.format(name=each, bit=bit)
-            bit *= _MAX_ITEMS if kind == "sequence" else 2
+            statements += template.format(name=each, bit=bit, list_bit=_MAX_ITEMS)
+            bit *= size
     values = named("int", "bool", "float", "dtype") + [f"{name}_value" for name in named("scale")]
     conditions = [f"{name}.__class__ is {kinds[name]}" for name in named("int", "bool", "float")]
     conditions += [f"({x} is None or {x}.__class__ is dtype)" for x in named("dtype")]
-    tensors, options = named("tensor"), named("option")
+    tensors = named("tensor") + [f"{each}_first" for each in named("pair")]
+    options = named("option")
     if plan:
         values.append(f"{plan}.key")
         tensors.append(f"*{plan}.tensors")
@@ -212,10 +221,9 @@ def _text_of(
         conditions.append(f"{length}.__class__ is int")
     keywords = [name for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY]
     others = [name for name in parameters if name not in keywords]
-    name = function.__name__
+    name, place = function.__name__, f"{function.__module__}.{function.__qualname__}"
     return _TEXT.format(
         name=name,
-        place=f"{function.__module__}.{function.__qualname__}",
         defaults=", ".join(f"{each}_" for each in parameters),
         parameters=", ".join((*others, *["*"][: len(keywords)], *keywords)),
         traced="" if op is None else _TRACED.format(name=name, values=", ".join(parameters)),
@@ -224,14 +232,14 @@ def _text_of(
         else _OBSERVED.format(
             name=name, named=f"{{{', '.join(f'{each!r}: {each}' for each in parameters)}}}"
         ),
-        outputs=_listed(outputs.split()),
+        outputs=f"({_listed(outputs.split())})",
         statements=statements,
         are_default=" and ".join(f"{each} is {each}_" for each in options) or "True",
         options=_listed(options),
         format=_FORMAT,
         has_key=" and ".join(("options is not None", *conditions)),
-        values=_listed(values),
-        tensors=_listed(tensors),
+        values=f"({place!r}, bits, options, {_listed(values)})",
+        tensors=f"({_listed(tensors)}*more,)",
         length=length or "0",
         returns=returns,
         scales=len(named("scale")),
@@ -246,6 +254,8 @@ def _kind_of(parameter: inspect.Parameter) -> str:
     """
     annotation = _text(parameter.annotation)
     parts = {part.strip() for part in annotation.split("|")}
+    if parts == {"torch.Tensor", "tuple[torch.Tensor, torch.Tensor]"}:
+        return "pair"
     if any(part.startswith(("tuple[torch.Tensor", "list[torch.Tensor")) for part in parts):
         return "sequence"
     if "torch.Tensor" in parts:
@@ -263,7 +273,15 @@ _FORMAT = 2
 _is_known = frozenset((int, bool, float, str, tuple, type(None))).issuperset
 
 # More than the tensors of any call, so that the numbers of items of two sequences stay apart.
-_MAX_ITEMS = 1 << 6
+_MAX_ITEMS = 1 << 5
+
+# The statements of each kind of parameter with tensors, and the number of its forms.
+_TEMPLATES = {
+    "scale": (_SCALE, 2),
+    "optional": (_OPTIONAL, 2),
+    "pair": (_PAIR, 2),
+    "sequence": (_SEQUENCE, 2 * _MAX_ITEMS),
+}
 
 
 def _listed(names: list[str]) -> str:

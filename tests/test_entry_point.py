@@ -90,7 +90,7 @@ def test_the_text_of_an_entry_point_can_be_read() -> None:
     text = inspect.getsource(function)
 
     assert text.lstrip().startswith(f"def {function.__name__}(query, kv_cache, ")
-    assert "outputs = replay(settings, values, max_seq_len, tensors, given)" in text
+    assert "outputs = replay(settings, (" in text
     with pytest.raises(ArgumentError) as caught:
         function(*[TENSOR] * 3, 128, 512, 64, TENSOR, TENSOR, "long")
     frames = traceback.extract_tb(caught.value.__traceback__)
