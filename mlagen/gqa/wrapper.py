@@ -374,11 +374,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
                 if isinstance(number, torch.Tensor):
                     require_eager_memory(**{name: number})
                 factor = factor * number
-        output_factor = 1.0 if v_scale is None else v_scale
-        run = (
-            *(q, paged_kv_cache, kv_cache_sf, factor, output_factor),
-            *(out, lse, sinks, return_lse, enable_pdl),
-        )
+        v_scale, sf = 1.0 if v_scale is None else v_scale, kv_cache_sf
+        run = (q, paged_kv_cache, sf, factor, v_scale, out, lse, sinks, return_lse, enable_pdl)
         if is_compiling() or is_traced():
             outputs = OP.call(plan, workspace, run)
         else:

@@ -349,19 +349,32 @@ class BatchMLAPagedAttentionWrapper:
         elif kpe_cache is None:
             require_tensor(kpe_cache, "kpe_cache")
         run: Any = (
-            *(q_nope, q_pe, ckv_cache, kpe_cache, out, lse, return_lse, return_lse_base_on_e),
-            *(ckv_scale, ckv_scale_arr, kpe_scale, o_scale, sinks),
-            *(skip_softmax_threshold_scale_factor, bmm1_scale, bmm2_scale),
+            q_nope,
+            q_pe,
+            ckv_cache,
+            kpe_cache,
+            out,
+            lse,
+            return_lse,
+            return_lse_base_on_e,
+            ckv_scale,
+            ckv_scale_arr,
+            kpe_scale,
+            o_scale,
+            sinks,
+            skip_softmax_threshold_scale_factor,
+            bmm1_scale,
+            bmm2_scale,
         )
         plan, workspace, fp8_out = self._plan, self._workspace, None
         tables = kv_len is not None or page_table is not None
         if plan is None or tables or profiler_buffer is not None or o_scale is not None:
             plan, run, fp8_out = self._prepared(MlaRun(*run), kv_len, page_table, profiler_buffer)
-        is_graph = self._is_graph or not plan.text  # a run without a plan reads the caller's tables
         if is_compiling() or is_traced():
             outputs = OP.call(plan, workspace, run)
         else:
-            if not is_graph and is_capturing(workspace.device):
+            # A run without a plan, which has no text, reads the caller's tables.
+            if not self._is_graph and is_capturing(workspace.device) and plan.text:
                 raise CaptureError(NO_CAPTURE)
             outputs = run_planned(plan, workspace, *run)
         if fp8_out is not None:

@@ -390,15 +390,7 @@ def _offset(kv: torch.Tensor | None) -> int:
 
 
 def check_contents(args: GqaArgs, problem: GqaProblem) -> None:
-    """Reject inconsistent lengths, tables and offsets; synchronizes with the device.
-
-    Raises
-    ------
-    ArgumentError
-        If a value is inconsistent; the message names request and index.
-    CaptureError
-        If a CUDA graph is being captured.
-    """
+    """Reject inconsistent lengths, tables and offsets; synchronizes with the device."""
     require_no_capture(args.query)
     names, page_size = args.names, problem.variant.page_size
     q_lens = torch.full((problem.batch,), problem.max_q_len, dtype=torch.int64, device="cpu")
