@@ -134,8 +134,9 @@ def read_model(name: str, content: bytes) -> MlaModel | GqaModel:
 
 def _model_of(name: str, config: dict[str, Any]) -> MlaModel | GqaModel:
     fields = _text_part(Fields(name, config))
-    is_mla = bool(fields.value("kv_lora_rank")) and fields.value("use_mla") is not False
-    reject_unserved(fields)
+    kind = reject_unserved(fields)
+    is_latent = "kv_lora_rank" in kind.sources and bool(fields.value("kv_lora_rank"))
+    is_mla = is_latent and fields.value("use_mla") is not False
     if not is_mla:
         reject_v_head_dim(fields)
     return _mla(fields) if is_mla else _gqa(fields)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from mlagen.errors import ArgumentError
-from mlagen.models.fields import ANY, Fields, model_types, nearest
+from mlagen.models.fields import ANY, Fields, ModelType, model_types, nearest
 
 # Keys about attention,
 _ATTENTION = re.compile(
@@ -55,8 +55,8 @@ def reject_type(fields: Fields) -> None:
         raise error("model_type", expected, fields.value("model_type"))
 
 
-def reject_unserved(fields: Fields) -> None:
-    """Reject a model of an unknown type, or one that no kernel supports.
+def reject_unserved(fields: Fields) -> ModelType:
+    """Return the type of a model; reject an unknown one, or a model that no kernel supports.
 
     Raises
     ------
@@ -86,6 +86,7 @@ def reject_unserved(fields: Fields) -> None:
         for label, value in items:
             if label not in fields.type.ignored and re.search(pattern, label.rsplit(".", 1)[-1]):
                 raise fields.unserved(label, rule, value)
+    return fields.type
 
 
 def reject_unknown(fields: Fields, *, is_mla: bool) -> None:

@@ -75,7 +75,7 @@ LAYERS = {"5": {"head_dim": 512}, "11": {"head_dim": 512}}
         (FALCON | {"multi_query": True, "new_decoder_architecture": True}, [(64, 8, 64)]),
         (CHATGLM | {"multi_query_attention": True}, [(32, 2, 128)]),
         (CHATGLM | {"multi_query_attention": False}, [(32, 32, 128)]),
-        (gqa(kv_lora_rank=512, use_mla=False, qk_nope_head_dim=64), [(32, 8, 128)]),
+        (gqa(model_type="deepseek_v2", use_mla=False, qk_nope_head_dim=64), [(32, 8, 128)]),
     ],
 )
 def test_heads_are_those_of_every_layer(config: object, heads: list[tuple[int, int, int]]) -> None:
@@ -147,6 +147,7 @@ V_HEADS = {"head_dim": 192, "v_head_dim": 128}
         (gqa(is_causal=False), "is_causal: expected causal attention, got False"),
         (gqa(use_bidirectional_attention=True), "use_bidirectional_attention: expected caus"),
         (gqa(block_configs=[{"attention": {"n": 8}}]), f"block_configs.attention: {NO_KEY}"),
+        (gqa(kv_lora_rank=512), f"kv_lora_rank: {NO_KEY} its effect on GQA, got 512"),
         (gqa(num_kv_heads=4), f"num_kv_heads: {NO_KEY} its effect on GQA, got 4; did you mean num"),
     ],
 )
