@@ -14,8 +14,8 @@ from mlagen.models.fields import ANY, Fields, ModelType, model_types, nearest
 
 # Keys about attention,
 _ATTENTION = re.compile(
-    r"(^|_)(attn|attention|att|heads?|headdim|d_[kqv]|[kqv]_dim|kv|qk|qkv|quer(y|ies)|m[hq]a|gqa|mla|lora"
-    r"|indexer|[cdmn]sa|moba|swa|sliding|windows?|hybrid|kda|softcap|(non)?causal"
+    r"(^|_)(attn|attention|att|heads?|headdim|d_[kqv]|[kqv]_dim|kv|qk|qkv|quer(y|ies)|m[hq]a|gqa"
+    r"|mla|lora|indexer|[cdmn]sa|moba|swa|sliding|windows?|hybrid|kda|softcap|(non)?causal"
     r"|(layers?|blocks?|mixers?)_(\w+_)?(types?|pattern))(_|$)|^index_|^per_layer_config$"
 )
 # and of other layers and parts.

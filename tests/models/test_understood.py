@@ -167,7 +167,7 @@ UNKNOWN = (
     "local_attention_block_size attention_type attn_block_size num_landmark_heads keep_window_size "
     "compress_ratio kv_compression_ratio o_lora_rank attention_chunk attn_hop_size sparse_topk "
     "mixer_types shared_kv_heads num_heads kv_channels multi_query noncausal attn_forget_gate "
-    "window_sizes use_tpa_attention qk_clip index_heads"
+    "window_sizes sliding_windows sliding_layers use_tpa_attention qk_clip index_heads"
 )
 # A key of other layers, of norms, gates and positions, or of no attention, is not.
 HARMLESS = (
@@ -215,7 +215,6 @@ def test_a_nested_part_omits_class_defaults() -> None:
         {"quantization_config": {"kv_cache_scheme": {"a": 1}, "ignore": ["head"]}},
         {"vision_config": {"num_heads": 16, "compress_ratio": 2}, "rope_scaling": {"full": 1}},
         {"layer_group_size": 1, "moe": {"attn_topk": 2}, "causal": True},
-        {"first_layers_types": ["full_attention", "sliding_attention"], "sliding_layers": [1]},
         mla(index_topk=2048, index_n_heads=32, index_head_dim=128, index_kpool=4),
         mla(indexer_types=["full", "shared"], layer_types=["deepseek_sparse_attention"]),
         mla(layer_types=["indexed_attention"], index_kpool_always_select_tail=True),
