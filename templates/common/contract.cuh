@@ -13,6 +13,7 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "kv_token.cuh"
+#include "scheduler/contract.cuh"
 #include "scheduler/schedule_range.cuh"
 #include "scheduler/tile_scheduler.cuh"
 #include "seq_info.cuh"
@@ -22,8 +23,6 @@
 
 // config.cuh: Element, of the output; the threads of a CTA, PV warps first; arrivals; Q; barriers.
 static_assert(kIsSame<Element, Bf16> || kIsSame<Element, Fp16>, "O is stored in 16 bits");
-static_assert(kThreads % kWarpLanes == 0 && kThreads < kWarpLanes * kWarpLanes,
-              "find_range has a lane for each warp of the CTA");
 static_assert(kProducerThreads % 128 == 0 && kPvThreads + kProducerThreads <= kThreads,
               "the producer warpgroup follows the PV warps: producer warps, then scheduler warps");
 static_assert(kWorkReaders >= kProducerWarps + kPvWarps,
@@ -55,11 +54,8 @@ static_assert(kCombineSmemBytes >= sizeof(SharedMemoryPlan::query) + sizeof(Shar
 static_assert(kIsSame<decltype(nonfinite_flag), int&(SharedMemoryPlan&, const WorkItem&)>,
               "whether a row of the work item attends to a cleared element of V");
 
-// seq_info.cuh: a sequence as the schedule sees it; its length as stored, and clamped.
-static_assert(kIsSame<decltype(SeqInfo::num_kv_blocks), int> &&
-                  kIsSame<decltype(SeqInfo::num_tiles), int> &&
-                  kIsSame<decltype(SeqInfo::kv_len), int> && kIsSame<decltype(SeqInfo::rows), int>,
-              "KV blocks, work tiles, KV tokens and query rows");
+// seq_info.cuh, beside scheduler/contract.cuh.
+static_assert(kIsSame<decltype(SeqInfo::rows), int>, "query rows: those of its M tiles");
 static_assert(kIsSame<decltype(seq_len_of), int(const Params&, int)>, "its unchecked KV length");
 
 // kv_token.cuh: a stored token, whose page exists.

@@ -9,12 +9,13 @@ from functools import cache
 import pytest
 
 from mlagen.artifacts import Source
-from mlagen.codegen.render import rendered_file
+from mlagen.codegen.render import render, rendered_file
 from mlagen.compiler.nvrtc import compile_to_ptx
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.errors import CompileError
 from mlagen.spec.arch import Arch
-from tests.kernels import COMBINE, SM_80, SM_90A, require_known
+from mlagen.spec.kernel import KernelSpec
+from tests.kernels import COMBINE, SM_80, SM_90A, gqa_sm90, mla_sm90, mla_sm90_fp8, require_known
 
 from .headers import Variant, compiled_alone, flattened, includes_of, variants
 from .symbols import defined_names, used_names
@@ -50,6 +51,41 @@ def test_a_header_without_its_includes_does_not_compile() -> None:
     source = flattened(["__device__ inline u32 one() { return 1; }"], COMBINE)
     with pytest.raises(CompileError, match="u32"):
         compile_to_ptx(source, COMBINE.arch, find_nvrtc())
+
+
+BREACHES: dict[str, tuple[KernelSpec, str, str, str]] = {
+    "slots of the work pipeline": (
+        mla_sm90(),
+        "  Barrier work_full[2];",
+        "  Barrier work_full[3];",
+        "common/contract.cuh",
+    ),
+    "a parameter of a store": (
+        mla_sm90_fp8(),
+        "store_rows(const Params& params, const WorkItem& work, SharedMemoryPlan&,",
+        "store_rows(const Params& params, const WorkItem& work, const SharedMemoryPlan&,",
+        "common/contract.cuh",
+    ),
+    "a type of a sequence": (
+        gqa_sm90(),
+        "  int num_tiles;  // work tiles",
+        "  i64 num_tiles;  // work tiles",
+        "scheduler/contract.cuh",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spec", "old", "new", "file"), BREACHES.values(), ids=BREACHES)
+def test_a_family_that_breaks_the_contract_is_an_error_there(
+    spec: KernelSpec, old: str, new: str, file: str
+) -> None:
+    """The first error is an assertion with the meaning of what shared templates take."""
+    source = render(spec)
+    assert source.text.count(old) == 1
+    broken = Source(text=source.text.replace(old, new), origins=source.origins)
+
+    with pytest.raises(CompileError, match=rf"{file}:\d+ .*: static assertion failed with"):
+        compile_to_ptx(broken, spec.arch, find_nvrtc())
 
 
 @cache
