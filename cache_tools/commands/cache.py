@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import click
 
-from .cache_clear import clear
-from .cache_dir import dir_
-from .cache_export import export
-from .cache_gc import gc
-from .cache_import import import_
-from .cache_ls import ls
-from .cache_prune import prune
-from .cache_pull import pull
-from .cache_push import push
-from .cache_rm import rm
+from .cache_lists import dir_, ls, stats, verify
+from .cache_removal import clear, gc, prune, rm
 from .cache_show import show
-from .cache_stats import stats
-from .cache_verify import verify
+from .cache_transfers import export, import_, pull, push
 from .cache_why import why
 
 

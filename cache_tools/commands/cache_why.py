@@ -13,8 +13,16 @@ from mlagen.errors import CacheError
 from ..options.exit_codes import DONE, FAILED
 from ..output.report import SHORT_KEY, json_option, print_json
 from ..tools.completion import complete_spec_or_key
-from ..tools.differences import Difference, kernel_of, nearest_entry, own_key, print_differences
-from ..tools.entries import document_of, entry_of, require_valid
+from ..tools.entries import (
+    Difference,
+    document_of,
+    entry_of,
+    kernel_of,
+    nearest_entry,
+    own_key,
+    print_differences,
+    require_valid,
+)
 from ..tools.kernel_specs import spec_named
 
 if TYPE_CHECKING:

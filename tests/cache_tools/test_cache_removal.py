@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cache_tools.tools.installation import matches_sources, matches_toolchain, required_toolchain
+from cache_tools.tools.entries import matches_sources, matches_toolchain, required_toolchain
 from mlagen.cache.store import kernel_store
 from mlagen.codegen.sources import template_digests
 from mlagen.engine import find_or_build

@@ -15,15 +15,15 @@ from typing import Any
 import cuda.pathfinder
 import pytest
 
-from cache_tools.tools.differences import (
+from cache_tools.tools.disassembly import find_nvdisasm, sass_of
+from cache_tools.tools.entries import (
     Difference,
     differences,
+    entries_of,
     key_of_entry,
     nearest_entry,
     print_differences,
 )
-from cache_tools.tools.disassembly import find_nvdisasm, sass_of
-from cache_tools.tools.entries import entries_of
 from mlagen.cache.file import FileDigest, decode_all
 from mlagen.cache.key import CacheKey
 from mlagen.cache.store import kernel_store

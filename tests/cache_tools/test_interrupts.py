@@ -15,7 +15,7 @@ from types import ModuleType
 
 import pytest
 
-from cache_tools.commands import cache_export, cache_pull, cache_push, cache_verify
+from cache_tools.commands import cache_lists, cache_transfers
 from cache_tools.output.progress import byte_progress
 from cache_tools.output.report import count_text
 from cache_tools.tools import bundles
@@ -104,11 +104,11 @@ def test_ctrl_c_clears_the_bar() -> None:
 @pytest.mark.parametrize(
     ("arguments", "module", "step", "summary"),
     [
-        ("verify", cache_verify, "", "1 of 2 entries verified, 0 bad, none removed"),
-        ("export k.tar.gz", cache_export, "", "k.tar.gz not written"),
-        ("export . --wheel k", cache_export, "", "k not written"),
-        ("push file://k.tar.gz", cache_push, "", "file://k.tar.gz not written"),
-        ("pull there.tar.gz", cache_pull, "", "nothing imported"),
+        ("verify", cache_lists, "", "1 of 2 entries verified, 0 bad, none removed"),
+        ("export k.tar.gz", cache_transfers, "", "k.tar.gz not written"),
+        ("export . --wheel k", cache_transfers, "", "k not written"),
+        ("push file://k.tar.gz", cache_transfers, "", "file://k.tar.gz not written"),
+        ("pull there.tar.gz", cache_transfers, "", "nothing imported"),
         ("import there.tar.gz", bundles, "", "nothing imported"),
         ("import there.tar.gz", bundles, "publishing", "1 of 2 kernels kept"),
     ],

@@ -1,7 +1,8 @@
-"""`mlagen cache prune`: remove kernels by age, size, compiler or version."""
+"""`mlagen cache prune`, `gc`, `rm` and `clear`: removal of cached kernels."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -10,12 +11,14 @@ import click
 from mlagen.errors import ArgumentError
 
 from ..options.entry_options import Choice, age_option, arch_option, family_option, is_older
+from ..options.exit_codes import FAILED
 from ..output.report import SHORT_KEY, count_text, json_option, print_json, size_text
-from ..tools.entries import document_of
-from ..tools.installation import matches_sources
+from ..tools.completion import complete_key
+from ..tools.entries import document_of, entries_of, iso_time, matches_sources
 
 if TYPE_CHECKING:
     from mlagen.cache.store import StoredEntry
+
 
 # Reason of a removal, and its condition.
 _Rule: TypeAlias = "tuple[str, Callable[[StoredEntry], bool]]"
@@ -146,3 +149,103 @@ def _above(
         if choice.matches(stored):
             remaining -= stored.size_bytes
             yield stored, "size"
+
+
+@click.command()
+@json_option
+def gc(*, as_json: bool) -> None:
+    """Delete abandoned files and evict kernels.
+
+    Deletes unfinished files of dead processes, and the least recently used kernels above
+    MLAGEN_CACHE_MAX_SIZE. Each process does the same after a compilation.
+    """
+    from mlagen.cache.store import kernel_store
+
+    store = kernel_store()
+    collected = store.collect()
+    freed = sum(weight.size_bytes for weight in collected.evicted)
+    if as_json:
+        evicted = [
+            {
+                "path": str(weight.path),
+                "size_bytes": weight.size_bytes,
+                "used": iso_time(weight.used),
+            }
+            for weight in collected.evicted
+        ]
+        print_json(
+            {
+                "cache_dir": str(store.root),
+                "abandoned": collected.abandoned,
+                "evicted": evicted,
+                "freed_bytes": freed,
+            }
+        )
+    abandoned = count_text(collected.abandoned, "abandoned file")
+    kernels = count_text(len(collected.evicted), "kernel")
+    click.echo(
+        f"deleted {abandoned}, {kernels} of {size_text(freed)}, from {store.root}",
+        err=as_json,
+    )
+
+
+@click.command()
+@click.argument("keys", metavar="KEY...", nargs=-1, required=True, shell_complete=complete_key)
+@json_option
+def rm(*, keys: tuple[str, ...], as_json: bool) -> None:
+    """Remove the kernels whose keys begin with KEY.
+
+    Six hex digits or more of each; KEY/TOOLCHAIN selects the entry of one compiler. Nothing is
+    removed unless every KEY matches exactly one kernel outside of read-only layers.
+    """
+    from mlagen.cache.store import kernel_store
+
+    store = kernel_store()
+    found = {stored.path: stored for key in keys for stored in entries_of(store, key)}
+    for stored in found.values():
+        _require_writable(stored)
+    for stored in found.values():
+        store.remove(stored)
+        size = size_text(stored.size_bytes)
+        text = f"removed {stored.key[:SHORT_KEY]} by {stored.toolchain}, {size}"
+        click.echo(text, err=as_json)
+    if as_json:
+        print_json({"removed": [document_of(stored) for stored in found.values()]})
+
+
+def _require_writable(stored: StoredEntry) -> None:
+    if stored.is_read_only:
+        short, layer = stored.key[:SHORT_KEY], stored.layer
+        raise ArgumentError(f"key: expected a kernel of the cache folder, got {short} in {layer}")
+
+
+@click.command()
+@click.option("--yes", is_flag=True, help="Do not prompt.")
+@json_option
+@click.pass_context
+def clear(ctx: click.Context, /, *, yes: bool, as_json: bool) -> None:
+    """Remove every cached kernel."""
+    from mlagen.cache.store import kernel_store
+
+    store = kernel_store()
+    entries = list(store.entries())
+    if entries and not yes:
+        kernels = count_text(len(entries), "kernel")
+        size = size_text(sum(stored.size_bytes for stored in entries))
+        if not _confirm(f"Remove {kernels}, {size}, from {store.root}?", stderr=as_json):
+            click.echo("nothing removed", err=as_json)
+            ctx.exit(FAILED)
+    removed = store.clear()
+    if as_json:
+        print_json({"cache_dir": str(store.root), "removed": removed})
+    click.echo(f"removed {count_text(removed, 'kernel')} from {store.root}", err=as_json)
+
+
+def _confirm(question: str, *, stderr: bool) -> bool:
+    # Not click.confirm: before click 8.2 it ignores `err` and writes to stdout.
+    click.echo(f"{question} [y/N] ", nl=False, err=stderr)
+    answer = sys.stdin.readline()
+    if not answer:
+        click.echo("no answer, nothing removed; --yes skips the question", err=stderr)
+        raise click.Abort
+    return answer.strip().lower() in {"y", "yes"}
