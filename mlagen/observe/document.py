@@ -35,10 +35,7 @@ class CallDocument:
 
     data: dict[str, Any]
     contents: dict[int, torch.Tensor]
-
-    def signature(self) -> Hashable:
-        """Return a value that is equal for calls that probably take one plan."""
-        return tuple((name, _signature(value)) for name, value in self.data["arguments"].items())
+    signature: Hashable  # equal for calls that probably take one plan
 
 
 def describe_call(arguments: Mapping[str, object]) -> CallDocument:
@@ -46,7 +43,8 @@ def describe_call(arguments: Mapping[str, object]) -> CallDocument:
     encoder = _Encoder()
     values = {name: encoder.encode(argument, name) for name, argument in arguments.items()}
     sizes, contents = _storages(encoder.views)
-    return CallDocument({"arguments": values, "storages": sizes}, contents)
+    data = {"arguments": values, "storages": sizes}
+    return CallDocument(data, contents, tuple(encoder.signature))
 
 
 def is_workspace(name: str) -> bool:
@@ -99,6 +97,7 @@ class _Encoder:
 
     def __init__(self) -> None:
         self.views: list[_View] = []
+        self.signature: list[Hashable] = []
 
     def encode(self, value: object, name: str, depth: int = 0) -> Any:
         """Return the data of an argument, or of a part of one."""
@@ -106,7 +105,10 @@ class _Encoder:
             return self._tensor(value, name)
         parts = parts_of(value)
         if parts is None or depth > MAX_DEPTH:
-            return _scalar(value)
+            data = _scalar(value)
+            number = rounded_up(data) if data.__class__ is int else str(data)
+            self.signature.append((name, number if data.__class__ is not float else float))
+            return data
         if isinstance(value, (tuple, list)):
             items = [self.encode(part, f"{name}[{key}]", depth + 1) for key, part in parts]
             return {value.__class__.__name__: items}
@@ -128,6 +130,9 @@ class _Encoder:
         if view.end > tensor.untyped_storage().nbytes():
             return {"other": "a tensor without storage"}
         self.views.append(view)
+        # Page ids of all requests together have another length at every step.
+        shape = tuple(tensor.shape) if tensor.dim() != 1 else rounded_up(len(tensor))
+        self.signature.append((name, shape, tensor.stride(), tensor.dtype, tensor.device))
         return {"tensor": entry}
 
 
@@ -156,21 +161,3 @@ def _scalar(value: object) -> Any:
 def _other(value: object) -> dict[str, str]:
     kind = type(value)
     return {"other": f"{kind.__module__}.{kind.__qualname__}"[:_MAX_TEXT]}
-
-
-def _signature(value: Any) -> Hashable:
-    if isinstance(value, list):
-        return tuple(map(_signature, value))
-    if not isinstance(value, dict):
-        kept = rounded_up(value) if value.__class__ is int else value
-        return value.__class__, None if value.__class__ is float else kept
-    if "fields" in value:
-        fields = value["fields"].items()
-        return value["object"], tuple((key, _signature(inner)) for key, inner in fields)
-    if "tensor" not in value:
-        return tuple((key, _signature(inner)) for key, inner in value.items())
-    entry = value["tensor"]
-    shape = tuple(entry["shape"])
-    if len(shape) == 1:  # page ids of all requests together have another length at every step
-        shape = (rounded_up(shape[0]),)
-    return shape, tuple(entry["strides"]), entry["dtype"], entry["device"]

@@ -129,7 +129,8 @@ class Dumper:
 
     def begin(self, call: DumpedCall) -> None:
         """Dump a call with a new signature, before it runs."""
-        signature = (call.entry, call.is_captured, *map(_signature_of, call.parts.values()))
+        parts = (of and of.signature for of in call.parts.values())
+        signature = (call.entry, call.is_captured, *parts)
         if signature in self._signatures or len(self._signatures) >= MAX_CALLS:
             return
         self._signatures.add(signature)
@@ -196,10 +197,6 @@ class Dumper:
         if not self._has_warned:
             self._has_warned = True
             _logger.warning("MLAGEN_DUMP: %s", text)
-
-
-def _signature_of(part: CallDocument | None) -> Hashable:
-    return None if part is None else part.signature()
 
 
 def _versions(gpu: int | None) -> dict[str, str | None]:

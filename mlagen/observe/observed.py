@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MethodType
 from typing import Any, TypeVar, cast
 
@@ -221,7 +222,7 @@ class _Observation:
         contents: dict[int, torch.Tensor] = {}
         if to.has_tensors and not self._is_captured:  # the caller may overwrite them
             contents = {index: whole.clone() for index, whole in self._described.contents.items()}
-        _setups.setdefault(self._owner, {})[part] = CallDocument(self._described.data, contents)
+        _setups.setdefault(self._owner, {})[part] = replace(self._described, contents=contents)
 
 
 def _equals(value: object, default: object) -> bool:
