@@ -85,7 +85,7 @@ def session_cache_dir(
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_builds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Share what is built once among the workers of a run."""
+    """Share what is built once among the workers of a run, and with later runs."""
     folder = tmp_path_factory.getbasetemp()
     is_worker = hasattr(request.config, "workerinput")
     share_in((folder.parent if is_worker else folder) / "built_once")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cache_tools.tools.disassembly import find_nvdisasm
 from mlagen.errors import ToolchainError
-from tests.built_once import built_once, digest
+from tests.built_once import built_once
 
 _NONE = 7  # no scoreboard
 _FIRST_WORD = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/")
@@ -105,7 +105,8 @@ def _disassembly(cubin: bytes) -> str:
         with file.open("w", encoding="utf-8") as output:
             subprocess.run([find_nvdisasm(), *options, kernel], stdout=output, check=True)
 
-    return built_once(f"{digest(cubin.hex())}.sass", build).read_text(encoding="utf-8")
+    made_of = (cubin, str(find_nvdisasm()))
+    return built_once("kernel.sass", build, made_of=made_of).read_text(encoding="utf-8")
 
 
 def _instructions(cubin: bytes) -> list[Instruction]:

@@ -28,7 +28,7 @@ from mlagen.runtime.device import DeviceFacts
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.spec.kernel import KernelSpec
-from tests.built_once import built_once, digest
+from tests.built_once import built_once
 
 COMPILER = shutil.which("g++")
 
@@ -90,18 +90,32 @@ def _library(spec: KernelSpec) -> ctypes.CDLL:
     return library
 
 
+@cache
+def _toolchain() -> tuple[str | bytes, ...]:
+    """Return all that a library is made of besides its source."""
+    assert COMPILER is not None
+    version = subprocess.run([COMPILER, "--version"], check=True, capture_output=True).stdout
+    cpu = re.findall(r"^flags.*", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[:1]
+    headers = [file.read_bytes() for file in sorted(_FOLDER.glob("*.h"))]
+    return (version, *cpu, *_OPTIONS, _types(), *headers)
+
+
 def compile_host(source: str) -> ctypes.CDLL:
     """Compile C++ that begins with fibers.h into a library, and load it."""
+    # The compiler reads it in place of fibers.h, for a third less time.
+    header = built_once("fibers.h.gch", _precompile, made_of=_toolchain())
+    grid = built_once("grid.o", _compile_grid, made_of=_toolchain())
 
     def build(library: Path) -> None:
         file = library.with_suffix(".cpp")
         file.write_text(source)
-        _compile("-shared", str(file), str(grid), "-o", str(library))
+        _compile("-shared", str(file), str(grid), "-o", str(library), "-I", str(header.parent))
 
-    # Beside the file: the compiler reads it in place of fibers.h, for a third less time.
-    built_once("fibers.h.gch", _precompile)
-    grid = built_once("grid.o", _compile_grid)
-    return ctypes.CDLL(str(built_once(f"{digest(source)}.so", build)))
+    return ctypes.CDLL(str(built_once("kernel.so", build, made_of=(*_toolchain(), source))))
+
+
+def _types() -> str:
+    return (template_root() / "common/types.cuh").read_text().replace(_DYNAMIC_SHARED, "")
 
 
 def _precompile(header: Path) -> None:
@@ -109,15 +123,14 @@ def _precompile(header: Path) -> None:
 
 
 def _compile_grid(output: Path) -> None:
-    types = (template_root() / "common/types.cuh").read_text().replace(_DYNAMIC_SHARED, "")
     file = output.with_suffix(".cpp")
-    file.write_text(f'#include "fibers.h"\n{types}\n#include "grid.h"\n')
+    file.write_text(f'#include "fibers.h"\n{_types()}\n#include "grid.h"\n')
     _compile("-c", str(file), "-o", str(output))
 
 
 def _compile(*arguments: str) -> None:
     assert COMPILER is not None
-    subprocess.run([COMPILER, *_OPTIONS, "-I", str(_FOLDER), *arguments], check=True)
+    subprocess.run([COMPILER, *_OPTIONS, *arguments, "-I", str(_FOLDER)], check=True)
 
 
 def is_of_types(origin: str) -> bool:
