@@ -12,9 +12,12 @@ from typing import Any, cast
 
 import pytest
 
+import mlagen
 from mlagen import engine
 from mlagen.cache.file import decode_all
-from mlagen.cache.store import kernel_store
+from mlagen.cache.key import CacheKey
+from mlagen.cache.layers import LookUp
+from mlagen.cache.store import KernelStore, kernel_store
 from mlagen.codegen.sources import key_facts
 from mlagen.compiler.toolchain import find_nvrtc, options_for
 from mlagen.engine import find_or_build, kernel_for, key_of
@@ -22,7 +25,7 @@ from mlagen.errors import CompileError
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.spec.kernel import KernelSpec
 from tests.cache.builds import ROOT, together, tree
-from tests.kernels import COMBINE, clear_caches, mla_sm80
+from tests.kernels import COMBINE, COMBINE_STATES, clear_caches, mla_sm80
 
 # Runs in a fresh interpreter on COMBINE; a warm process must not load the named modules.
 LOADED = """
@@ -117,6 +120,25 @@ def test_an_entry_describes_its_kernel(cache_dir: Path) -> None:
     assert resources["symbol"] == "combine"
     assert resources["registers"] > 0
     assert resources["static_shared_bytes"] == 4 * 4 + 4 * 32 * 16  # the struct of combine.cuh
+
+
+def test_a_kernel_is_looked_up_before_its_lock_and_under_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A miss takes two look-ups, in a call and in a prewarm, and a hit takes one."""
+    found: list[bool] = []
+    look_up = KernelStore.look_up
+
+    def count(self: KernelStore, key: CacheKey, *, is_dry: bool = False) -> LookUp:
+        answer = look_up(self, key, is_dry=is_dry)
+        found.append(answer.entry is not None)
+        return answer
+
+    monkeypatch.setattr(KernelStore, "look_up", count)
+    find_or_build(COMBINE)
+    mlagen.prewarm(kernels=COMBINE_STATES)
+    find_or_build(COMBINE)
+    assert found == [False, False, False, False, True]
 
 
 def test_building_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

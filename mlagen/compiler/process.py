@@ -30,7 +30,7 @@ from mlagen.spec.arch import Arch
 
 DEFAULT_TIME_LIMIT_S = 600.0
 _START_S = 60.0  # until an interpreter runs; an executable that is none may run for ever
-_MAX_TIME_LIMIT_S = 2_000_000  # 23 days: poll counts milliseconds in an int32
+_LOOK_S = 1.0  # between looks at a silent process
 _MAX_MESSAGES = 1 << 16  # bytes of stderr that are kept
 
 # Says first that it is a Python, and imports nothing from the current folder.
@@ -91,7 +91,7 @@ class CompileProcesses:
     """
 
     def __init__(self, time_limit_s: float = DEFAULT_TIME_LIMIT_S) -> None:
-        self._time_limit_s = min(time_limit_s, _MAX_TIME_LIMIT_S)
+        self._time_limit_s = time_limit_s
         self._lock = threading.Lock()
         self._running: set[subprocess.Popen[bytes]] = set()
         self._is_stopped = False
@@ -184,10 +184,13 @@ def _received(
         is_open = True
         while True:
             limit_s = time_limit_s if received[answer] else min(time_limit_s, _START_S)
-            remaining_s = max(0.0, start + limit_s - time.monotonic()) if is_open else 0.0
-            ready = poll.poll(remaining_s * 1e3)
-            if not ready:
+            remaining_s = start + limit_s - time.monotonic()
+            wait_s = max(0.0, min(remaining_s, _LOOK_S)) if is_open else 0.0
+            ready = poll.poll(wait_s * 1e3)
+            if remaining_s <= 0 or not (ready or is_open):
                 break
+            # A child that this process forked meanwhile may keep the pipes open.
+            is_open = is_open and (bool(ready) or process.poll() is None)
             for end, _ in ready:
                 data = os.read(end, 1 << 16)
                 received[end] += data
