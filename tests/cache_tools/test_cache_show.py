@@ -186,9 +186,10 @@ def test_a_cached_kernel_is_found(is_layer: bool, cached: Cached, monkeypatch: P
     [
         ({}, "absent", "spec.head_dim_vo", "512"),
         ({"key_fields": {"templates": "0" * 64}}, "absent", "templates", "0" * 64),
+        ({"key_fields": {"fact.slices": "9"}}, "absent", "fact.slices", "9"),
         ({"toolchain": OLD}, "other toolchain", "toolchain", OLD),
     ],
-    ids=["spec", "sources", "compiler"],
+    ids=["spec", "sources", "facts", "compiler"],
 )
 def test_a_missing_kernel_is_compared_with_the_nearest(
     changes: Any, reason: str, field: str, nearest: str, cached: Cached
