@@ -49,7 +49,7 @@ NOTHING: Returns[None] = Returns("None", "None")
 
 
 def entry_point(
-    calls: Dispatcher[Any, Any],
+    calls: Dispatcher,
     *,
     outputs: str,
     returns: Returns[ResultT],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ IS_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9
 needs_sm90 = pytest.mark.skipif(not IS_SM90, reason="needs an sm_90 GPU")
 
 
-def launchers_of(calls: Dispatcher[Any, Any]) -> list[Launcher]:
+def launchers_of(calls: Dispatcher) -> list[Launcher]:
     """Return the launchers of the calls that are cached."""
     return [each.launcher for entries in calls._guarded.values() for each in entries]
 

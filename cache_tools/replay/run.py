@@ -16,7 +16,7 @@ from mlagen.gqa.plan import batch_decode_run
 from mlagen.mla.run import batch_mla_run
 from mlagen.observe.document import is_workspace
 from mlagen.observe.observed import CPU_BACKEND
-from mlagen.runtime.launch_record import record_launches
+from mlagen.runtime.launch import record_launches
 from mlagen.settings import current_settings
 
 from .dump import Dump, rebuilt, was_on_gpu

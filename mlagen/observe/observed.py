@@ -23,7 +23,7 @@ from mlagen.observe.document import MAX_DEPTH, CallDocument, describe_call, part
 from mlagen.observe.dump import DumpedCall, Dumper, DumpFolder
 from mlagen.observe.log import log_call
 from mlagen.runtime.capture import is_capturing
-from mlagen.runtime.launch_record import record_launches
+from mlagen.runtime.launch import record_launches
 from mlagen.settings import current_settings
 from mlagen.torch_ops.traced import is_compiling, is_traced
 

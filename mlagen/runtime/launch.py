@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -11,15 +13,44 @@ import torch
 
 from mlagen.errors import DriverError
 from mlagen.runtime.device import bind_context
-from mlagen.runtime.launch_record import records, report
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.packing import HEAD_BYTES
 from mlagen.runtime.partition import TooManyCtasError, exceeds_sms
+from mlagen.spec.kernel import KernelSpec
 
 # Errors of a driver that rejects two launch attributes together.
 _ATTRIBUTE_ERRORS = ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_NOT_SUPPORTED")
 # Error of a cooperative grid that exceeds the co-resident capacity of the context's SMs.
 _TOO_MANY_CTAS = "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"
+
+# The kernels that calls launch, for their log and dumps, by thread; empty while none is recorded.
+# What enqueues launches reports them: ``if records: report(...)``.
+records: dict[int, list[KernelSpec]] = {}
+
+
+@contextmanager
+def record_launches() -> Iterator[list[KernelSpec]]:
+    """Yield a list that gets each kernel that this thread launches, once; records may nest."""
+    thread = threading.get_ident()
+    outer = records.get(thread)
+    kernels = records[thread] = []
+    try:
+        yield kernels
+    finally:
+        del records[thread]
+        if outer is not None:
+            records[thread] = outer
+            _add(outer, kernels)
+
+
+def report(specs: Sequence[KernelSpec]) -> None:
+    """Add kernels whose launches are enqueued to the record of this thread, if it has one."""
+    if (kernels := records.get(threading.get_ident())) is not None:
+        _add(kernels, specs)
+
+
+def _add(kernels: list[KernelSpec], specs: Sequence[KernelSpec]) -> None:
+    kernels.extend(spec for spec in dict.fromkeys(specs) if spec not in kernels)
 
 
 class Launch:

@@ -96,7 +96,7 @@ class Row:
     """An entry point, with a call of few launches."""
 
     run: Callable[..., object]
-    calls: Dispatcher[Any, Any]
+    calls: Dispatcher
     build: Callable[[], dict[str, Any]]  # the arguments
     tensors: str  # the tensor arguments, which checks and launches depend on
     max_files: int = 5  # of a replay
@@ -168,7 +168,7 @@ _GQA_TENSORS = "query kv_cache[0] kv_cache[1] workspace_buffer block_tables seq_
 _FLARE_TENSORS = "q blocks block_table cache_lengths valid_length output"
 
 
-def _row(name: str, calls: Dispatcher[Any, Any], tensors: str) -> Row:
+def _row(name: str, calls: Dispatcher, tensors: str) -> Row:
     case = MLA_CASE if calls is MLA else GQA_CASE
     return Row(ENTRY_POINTS[name].function, calls, lambda: _given(name, case), tensors)
 

@@ -129,8 +129,8 @@ def record_launches(monkeypatch: Patch, *, arch: Arch = H200) -> Launches:
     monkeypatch.setattr(mla_plan, "new_schedule_id", lambda: SCHEDULE_ID)
     monkeypatch.setattr(mla_maps, "encode", map_of)
     monkeypatch.setattr(gqa_maps, "encode", map_of)
-    monkeypatch.setattr(mla_launch, "maps_of", mla_maps.CacheMaps)
-    monkeypatch.setattr(gqa_launch, "maps_of", gqa_maps.GqaCacheMaps)
+    monkeypatch.setattr(mla_launch, "maps_of", mla_maps.maps_of.__wrapped__)
+    monkeypatch.setattr(gqa_launch, "maps_of", gqa_maps.maps_of.__wrapped__)
     return recorded
 
 

@@ -43,7 +43,7 @@ FP8_DS_MLA = "bf16 over fp8_ds_mla"
 class Family(NamedTuple):
     """What the tests need to know of a family's calls."""
 
-    calls: Dispatcher[Any, Any]
+    calls: Dispatcher
     run: Callable[[Any], torch.Tensor]
     delays: dict[str, int]
     after: str  # each delay

@@ -13,8 +13,7 @@ import torch
 
 from mlagen.errors import DriverError
 from mlagen.runtime import launch as launching
-from mlagen.runtime.launch import Launch, launch
-from mlagen.runtime.launch_record import record_launches
+from mlagen.runtime.launch import Launch, launch, record_launches
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.packing import ParameterPacking
 from mlagen.runtime.partition import TooManyCtasError

@@ -201,10 +201,12 @@ def require_ints(
     device: torch.device,
     allowed: Sequence[tuple[int, ...]],
     why: str = "",
+    dtypes: Sequence[torch.dtype] = INDEX_DTYPES,
 ) -> torch.Tensor:
     """Return ``value`` if it is a contiguous int32 tensor on ``device`` with an allowed shape."""
     tensor = require_tensor(value, argument)
-    require_index(tensor, argument, device)
+    require_device(tensor, argument, device)
+    require_dtype(tensor, argument, dtypes)
     require_shape(tensor, argument, allowed, why)
     require_contiguous(tensor, argument)
     return tensor
@@ -218,12 +220,7 @@ def require_floats(
     why: str = "",
 ) -> torch.Tensor:
     """Return ``value`` if it is a contiguous fp32 tensor on ``device`` with an allowed shape."""
-    tensor = require_tensor(value, argument)
-    require_device(tensor, argument, device)
-    require_dtype(tensor, argument, (torch.float32,))
-    require_shape(tensor, argument, allowed, why)
-    require_contiguous(tensor, argument)
-    return tensor
+    return require_ints(value, argument, device, allowed, why, (torch.float32,))
 
 
 def require_workspace(value: object, argument: str, device: torch.device) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, itemgetter
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -30,13 +30,11 @@ from mlagen.families.common.launchers import (
     store_bounded,
     stored,
 )
-from mlagen.families.common.memory import CallArgs
 from mlagen.families.common.no_backward import record_output, record_write, tensors_of, wants_grad
-from mlagen.families.common.problem import Problem, ProblemShape
+from mlagen.families.common.problem import ProblemShape
 from mlagen.families.common.tensor_guard import Guard, is_nested, make_guard
 from mlagen.runtime import partition
-from mlagen.runtime.launch import Launch
-from mlagen.runtime.launch_record import records, report
+from mlagen.runtime.launch import Launch, records, report
 from mlagen.runtime.partition import WHOLE_GPU, TooManyCtasError, partition_of, record_rejection
 from mlagen.settings import Settings, current_settings
 
@@ -55,9 +53,6 @@ _NOTHING = Computed((), lambda *_: ())
 
 Given = tuple[torch.Tensor | None, ...]  # the outputs that the caller gave
 
-ArgsT = TypeVar("ArgsT", bound=CallArgs)
-ProblemT = TypeVar("ProblemT", bound=Problem)
-
 
 class CallKey(NamedTuple):
     """Everything that a call depends on but the metadata and addresses of its tensors."""
@@ -68,30 +63,28 @@ class CallKey(NamedTuple):
     tensors: Tensors
 
 
-class Family(Protocol[ArgsT, ProblemT]):
-    """The steps of a call that depend on its family."""
+class Family(Protocol):
+    """The steps of a call that depend on its family, with its arguments and its problem."""
 
-    def validate(self, args: ArgsT) -> tuple[ArgsT, ProblemT]:
+    def validate(self, args: Any) -> tuple[Any, Any]:
         """Return the arguments with built-in Python numbers, and the problem."""
 
-    def check_contents(self, args: ArgsT, problem: ProblemT) -> None:
+    def check_contents(self, args: Any, problem: Any) -> None:
         """Reject contents of tensors that break a rule, with MLAGEN_CHECK=1."""
 
-    def shape_of(self, args: ArgsT, problem: ProblemT) -> ProblemShape:
+    def shape_of(self, args: Any, problem: Any) -> ProblemShape:
         """Return what the plan depends on."""
 
     def kernel_of(self, settings: Settings) -> str:
         """Return the kernel that the settings force, or ``auto``."""
 
-    def sm90_launcher(
-        self, args: ArgsT, problem: ProblemT, settings: Settings, sms: int
-    ) -> Launcher:
+    def sm90_launcher(self, args: Any, problem: Any, settings: Settings, sms: int) -> Launcher:
         """Return the launcher of an sm90 kernel; UnsupportedError where none serves the call."""
 
-    def sm80_launcher(self, args: ArgsT, problem: ProblemT, sms: int) -> Launcher:
+    def sm80_launcher(self, args: Any, problem: Any, sms: int) -> Launcher:
         """Return the launcher of the sm80 kernel."""
 
-    def compute(self, args: ArgsT, problem: ProblemT) -> Tensors:
+    def compute(self, args: Any, problem: Any) -> Tensors:
         """Return all outputs, in any shape, of a call on the CPU."""
 
 
@@ -114,10 +107,10 @@ class _Replay(NamedTuple):
 
 
 @dataclass(eq=False)
-class Dispatcher(Generic[ArgsT, ProblemT]):
+class Dispatcher:
     """The calls of a family, from all of its entry points, and what is cached of them."""
 
-    family: Family[ArgsT, ProblemT]
+    family: Family
 
     def __post_init__(self) -> None:
         """Begin without cached calls."""
@@ -171,7 +164,7 @@ class Dispatcher(Generic[ArgsT, ProblemT]):
             report([launch.kernel.spec for launch in launches])
         return outputs
 
-    def dispatch(self, args: ArgsT, key: CallKey | None, given: Given) -> Tensors:
+    def dispatch(self, args: Any, key: CallKey | None, given: Given) -> Tensors:
         """Compute a call, and return its requested outputs.
 
         Its launches are cached under ``key``, if there is one. The result is copied to the output
@@ -189,7 +182,7 @@ class Dispatcher(Generic[ArgsT, ProblemT]):
             out.copy_(outputs[0].view(out.shape))
         return (out, *outputs[1:])
 
-    def run(self, args: ArgsT, key: CallKey | None, given: Given) -> Tensors:
+    def run(self, args: Any, key: CallKey | None, given: Given) -> Tensors:
         """Compute a call by a guarded launcher, or validate and plan it first."""
         settings = current_settings()
         guarded_key = None if key is None else _guarded_key(key)
@@ -218,9 +211,7 @@ class Dispatcher(Generic[ArgsT, ProblemT]):
                 store_bounded(self._guarded, guarded_key, (entry, *others), _MAX_KEYS)
         return self.launch(launcher, args, key, guard, given)
 
-    def plan(
-        self, args: ArgsT, problem: ProblemT, settings: Settings, sms: int = WHOLE_GPU
-    ) -> Launcher:
+    def plan(self, args: Any, problem: Any, settings: Settings, sms: int = WHOLE_GPU) -> Launcher:
         """Choose the kernel for a context of ``sms`` SMs, and return its launcher."""
         require_gpu(problem.device, args.names.query)
         try:
@@ -235,7 +226,7 @@ class Dispatcher(Generic[ArgsT, ProblemT]):
             log_choice(launcher.decode.spec, launcher.plan, shape, args.max_seq_len)
         return launcher
 
-    def _find(self, key: Hashable, tensors: Tensors, args: ArgsT) -> _Guarded | None:
+    def _find(self, key: Hashable, tensors: Tensors, args: Any) -> _Guarded | None:
         """Return the launcher of a key that takes the tensors and the other arguments, if any."""
         if _have_memory(tensors):
             for entry in self._guarded.get(key, ()):
@@ -243,7 +234,7 @@ class Dispatcher(Generic[ArgsT, ProblemT]):
                     return entry
         return None
 
-    def _run_with_grad(self, args: ArgsT, problem: ProblemT, given: Given) -> Tensors:
+    def _run_with_grad(self, args: Any, problem: Any, given: Given) -> Tensors:
         """Compute a call with a tensor that requires grad: its outputs require grad too."""
         tensors, specs = tensors_of(args), output_specs(args, problem)
         for spec in specs:
@@ -262,7 +253,7 @@ class Dispatcher(Generic[ArgsT, ProblemT]):
     def launch(
         self,
         launcher: Launcher,
-        args: ArgsT,
+        args: Any,
         key: CallKey | None = None,
         guard: Guard | None = None,
         given: Given = (),

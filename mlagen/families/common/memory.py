@@ -7,9 +7,8 @@ distinguish all of them from plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -35,26 +34,6 @@ _KINDS = {
 }
 
 _accepted_keys: set[int] = set()  # dispatch keys of plain tensors that passed the check
-
-
-class CallArgs(Protocol):
-    """The arguments of a call, with their parameter names."""
-
-    @property
-    def query(self) -> torch.Tensor:
-        """The query."""
-
-    @property
-    def max_seq_len(self) -> int:
-        """The longest sequence."""
-
-    @property
-    def names(self) -> Any:
-        """Parameter names by field."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def _asdict(self) -> dict[str, Any]: ...
 
 
 def require_memory(tensor: object, argument: str) -> None:
@@ -147,7 +126,7 @@ def _reaches(distance: int, axes: list[tuple[int, int]]) -> bool:
     return any(abs(n) < size and _reaches(distance - n * stride, inner) for n in (steps, steps + 1))
 
 
-def check_memory(args: CallArgs) -> None:
+def check_memory(args: Any) -> None:
     """Reject the first tensor of a call that kernels cannot read, or cannot write as an output."""
     values = args._asdict()
     for field, value in values.items():

@@ -31,4 +31,4 @@ class GqaFamily:
         return args, check_problem(args)
 
 
-GQA: Dispatcher[GqaArgs, GqaProblem] = Dispatcher(GqaFamily())
+GQA = Dispatcher(GqaFamily())

@@ -98,7 +98,7 @@ class GqaLauncher(Launcher):
         ):
             check_pointers(args)
         if self.maps is not None:
-            values["maps"] = self.maps[key, value]
+            values["maps"] = self.maps(key, value)
 
 
 def make_sm80_launcher(args: GqaArgs, problem: GqaProblem, sms: int = WHOLE_GPU) -> GqaLauncher:
@@ -154,7 +154,7 @@ def make_sm90_launcher(
         )
     )
     try:
-        _ = maps[_base_addresses(args, problem)]
+        maps(*_base_addresses(args, problem))
     except DriverError as error:
         raise UnsupportedError(f"MLAGEN_GQA_KERNEL=sm90: {error}; {_COVERED}") from error
     return _make_launcher(args, problem, plan, spec, named(plan, _SM90), maps=maps)

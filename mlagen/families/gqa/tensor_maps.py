@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
-from mlagen.families.common.launchers import store_bounded
 from mlagen.runtime.tensor_map import TiledTensor, encode
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
 
 # Cached maps for each layout; a model has one cache for each layer.
 _MAX_CACHES = 4096
+
+
+GqaCacheMaps = Callable[[int, int], bytes]  # by the base addresses of keys and values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,43 +30,34 @@ class GqaTensorMapLayout:
     value_strides: tuple[int, int, int]
 
 
-class GqaCacheMaps(dict[tuple[int, int], bytes]):
-    """The maps of keys and of values for caches of one layout, by base addresses."""
+def encoded_maps(layout: GqaTensorMapLayout, key: int, value: int) -> bytes:
+    """Return the maps of keys and of values by their base addresses."""
+    return _encoded(layout, key, layout.key_strides) + _encoded(layout, value, layout.value_strides)
 
-    def __init__(self, layout: GqaTensorMapLayout) -> None:
-        super().__init__()
-        self._layout = layout
 
-    def __missing__(self, base_addresses: tuple[int, int]) -> bytes:
-        key, value = base_addresses
-        maps = self._encode(key, self._layout.key_strides)
-        maps += self._encode(value, self._layout.value_strides)
-        store_bounded(self, base_addresses, maps, _MAX_CACHES)
-        return maps
-
-    def _encode(self, address: int, strides: tuple[int, int, int]) -> bytes:
-        """Return the map of keys or values with dimensions element, token, column, head, page."""
-        layout, spec = self._layout, self._layout.spec
-        columns = spec.row_bytes // spec.line_bytes
-        elements = spec.variant.head_dim // columns
-        page_size = spec.variant.page_size
-        page_stride, token_stride, head_stride = strides
-        tensor = TiledTensor(
-            dtype=spec.variant.kv_dtype,
-            sizes=(elements, page_size, columns, layout.kv_heads, layout.num_pages),
-            strides=(
-                token_stride,
-                spec.line_bytes,
-                # The stride of an axis of size 1 is arbitrary and unused.
-                head_stride if layout.kv_heads > 1 else spec.row_bytes,
-                page_stride if layout.num_pages > 1 else spec.row_bytes,
-            ),
-            box=(elements, spec.box_tokens, columns, spec.kv_heads_per_cta, 1),
-        )
-        return encode(tensor, address)
+def _encoded(layout: GqaTensorMapLayout, address: int, strides: tuple[int, int, int]) -> bytes:
+    """Return the map of keys or values with dimensions element, token, column, head, page."""
+    spec = layout.spec
+    columns = spec.row_bytes // spec.line_bytes
+    elements = spec.variant.head_dim // columns
+    page_size = spec.variant.page_size
+    page_stride, token_stride, head_stride = strides
+    tensor = TiledTensor(
+        dtype=spec.variant.kv_dtype,
+        sizes=(elements, page_size, columns, layout.kv_heads, layout.num_pages),
+        strides=(
+            token_stride,
+            spec.line_bytes,
+            # The stride of an axis of size 1 is arbitrary and unused.
+            head_stride if layout.kv_heads > 1 else spec.row_bytes,
+            page_stride if layout.num_pages > 1 else spec.row_bytes,
+        ),
+        box=(elements, spec.box_tokens, columns, spec.kv_heads_per_cta, 1),
+    )
+    return encode(tensor, address)
 
 
 @lru_cache(maxsize=256)
 def maps_of(layout: GqaTensorMapLayout) -> GqaCacheMaps:
     """Return the maps of all caches of a layout, shared by calls of any batch."""
-    return GqaCacheMaps(layout)
+    return lru_cache(maxsize=_MAX_CACHES)(partial(encoded_maps, layout))

@@ -31,4 +31,4 @@ class MlaFamily:
         return args, check_problem(args)
 
 
-MLA: Dispatcher[MlaArgs, MlaProblem] = Dispatcher(MlaFamily())
+MLA = Dispatcher(MlaFamily())

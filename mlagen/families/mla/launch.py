@@ -97,7 +97,7 @@ class MlaLauncher(Launcher):
         if pointers % ALIGNMENT_BYTES:
             check_pointers(args)
         if self.maps is not None:
-            values["maps"], has_separate_rope = self.maps[cache, rope_cache]
+            values["maps"], has_separate_rope = self.maps(cache, rope_cache)
             if has_separate_rope:
                 values[self.decode.spec.symbol] = self.separate_constants
 
@@ -230,7 +230,7 @@ def _maps_of_cache(args: MlaArgs, problem: MlaProblem, spec: MlaSm90Spec) -> Cac
     )
     cache, rope = args.kv_cache.data_ptr(), args.rope_cache
     try:
-        _ = maps[cache, cache + problem.rope_cache_offset if rope is None else rope.data_ptr()]
+        maps(cache, cache + problem.rope_cache_offset if rope is None else rope.data_ptr())
     except DriverError as error:
         raise UnsupportedError(f"MLAGEN_MLA_KERNEL=sm90: {error}; {_COVERED}") from error
     return maps

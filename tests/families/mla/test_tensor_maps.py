@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlagen.families.mla import tensor_maps as mla_maps
-from mlagen.families.mla.tensor_maps import CacheMaps, TensorMapLayout, maps_of
+from mlagen.families.mla.tensor_maps import TensorMapLayout, maps_of
 from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.spec.dtype import DType
 from mlagen.spec.mla.sm90 import MlaSm90Spec
@@ -100,26 +100,22 @@ def test_maps_of_a_cache(name: str, encoded: Encoded) -> None:
     """Maps of latent part, rope part and one copy are packed, and equal ones are encoded once."""
     cache, rope, expected = CACHES[name]
 
-    maps = CacheMaps(cache)[CACHE, rope]
+    maps = mla_maps.encoded_maps(cache, CACHE, rope)
 
     assert encoded == list(dict.fromkeys(expected))
     assert maps.packed == b"".join(map_of(*each) for each in expected)
     assert bool(maps.separate_rope) is ("rope elsewhere" in name or name.startswith("rope in"))
 
 
-def test_maps_are_cached_by_both_addresses_up_to_a_capacity(encoded: Encoded) -> None:
-    """The same addresses encode nothing, others encode theirs, and dropped maps are made again."""
-    maps = CacheMaps(layout(mla_sm90()))
-    first = maps[CACHE, LATENT_END]
+def test_maps_are_cached_by_both_addresses(encoded: Encoded) -> None:
+    """The same addresses encode nothing, and others encode theirs."""
+    maps = maps_of.__wrapped__(layout(mla_sm90()))
+    first = maps(CACHE, LATENT_END)
 
-    assert maps[CACHE, LATENT_END] is first
+    assert maps(CACHE, LATENT_END) is first
     assert len(encoded) == 3
     for other in ((CACHE + 16, LATENT_END + 16), (CACHE, LATENT_END + 16)):
-        assert maps[other].packed != first.packed
-    for index in range(mla_maps._MAX_CACHES + 1):
-        _ = maps[CACHE + index * 16, LATENT_END + index * 16]
-    assert len(maps) <= mla_maps._MAX_CACHES
-    assert maps[CACHE, LATENT_END].packed == first.packed
+        assert maps(*other).packed != first.packed
 
 
 def test_calls_of_one_layout_share_their_maps() -> None:
