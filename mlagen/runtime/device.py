@@ -25,13 +25,7 @@ class DeviceFacts:
 
 
 def checked(result: tuple[Any, ...], symbol: str) -> Any:
-    """Return the values of a driver call.
-
-    Raises
-    ------
-    DriverError
-        If the call failed; the message has ``symbol`` and the driver's error text.
-    """
+    """Return the values of a driver call."""
     status, *values = result
     if int(status) != 0:
         from cuda.bindings import driver
@@ -80,13 +74,7 @@ def driver_version() -> str | None:
 
 @cache
 def device_facts(index: int) -> DeviceFacts:
-    """Return the properties of GPU ``index``; they are constant within a process.
-
-    Raises
-    ------
-    ArgumentError
-        If there is no such GPU.
-    """
+    """Return the properties of GPU ``index``; they are constant within a process."""
     devices = visible_devices()
     if not 0 <= index < len(devices):
         raise ArgumentError(f"device: expected one of {len(devices)} visible GPUs, got {index}")
@@ -95,13 +83,7 @@ def device_facts(index: int) -> DeviceFacts:
 
 @cache
 def arch_of_device(index: int) -> Arch:
-    """Return the compilation target for GPU ``index``.
-
-    Raises
-    ------
-    ArgumentError
-        If no target matches it.
-    """
+    """Return the compilation target for GPU ``index``."""
     facts = device_facts(index)
     return arch_of_capability(facts.major, facts.minor)
 

@@ -40,13 +40,7 @@ def require_no_capture(spec: KernelSpec, device: int) -> None:
 
 
 def load(code: bytes, spec: KernelSpec, device: int) -> LoadedKernel:
-    """Load the cubin ``code`` on ``device`` eagerly, not at the first launch.
-
-    Raises
-    ------
-    DriverError
-        If the driver rejects the cubin.
-    """
+    """Load the cubin ``code`` on ``device`` eagerly, not at the first launch."""
     from cuda.bindings import driver
 
     attributes = driver.CUfunction_attribute

@@ -46,18 +46,11 @@ class ParameterPacking:
         self._pack_constants = struct.Struct(f"<{constants}").pack
 
     def pack_constants(self, values: Mapping[str, object]) -> bytes:
-        """Return the packed constant parameters, from values by name; other names are ignored.
-
-        Raises
-        ------
-        ArgumentError
-            If a value overflows its field: a shape without memory behind it, such as an expanded
-            view of one element.
-        """
+        """Return the packed constant parameters, from values by name; other names are ignored."""
         numbers = [values[name] for name in self._constants]
         try:
             return self._pack_constants(*numbers)
-        except struct.error:
+        except struct.error:  # of a shape without memory, such as an expanded view of one element
             for (name, code), number in zip(self._constants.items(), numbers, strict=True):
                 bits = 8 * _size(code)
                 if isinstance(number, int) and number.bit_length() >= bits:

@@ -33,13 +33,7 @@ _lock = threading.Lock()
 
 
 def semaphores_of(device: int, workspace: int) -> int:
-    """Return the address of a workspace's semaphores, one per SM, and scheduler metadata.
-
-    Raises
-    ------
-    CaptureError
-        If all are in use and a CUDA graph is being captured.
-    """
+    """Return the address of a workspace's semaphores, one per SM, and scheduler metadata."""
     return _regions.get((device, workspace)) or _take_region(device, workspace)
 
 

@@ -27,12 +27,8 @@ class TiledTensor:
 def encode(tensor: TiledTensor, address: int) -> bytes:
     """Return the TMA descriptor of a tensor at ``address``.
 
-    Box rows are 128 or 64 bytes and swizzled in shared memory.
-
-    Raises
-    ------
-    DriverError
-        If the driver rejects the tensor: strides must be multiples of 16 bytes below 2^40.
+    Box rows are 128 or 64 bytes and swizzled in shared memory. Strides must be multiples of 16
+    bytes below 2^40, or the driver rejects the tensor.
     """
     from cuda.bindings import driver
 
