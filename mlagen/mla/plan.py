@@ -138,7 +138,7 @@ class MlaSettings:
         return self.contract is None or self.contract.has_fp8_output
 
 
-def requests_of(
+def checked_requests(
     given: MLAPlanMetadata, device: torch.device
 ) -> tuple[Requests | None, Requests | None]:
     """Return the checked requests of a plan in the CSR form and in the dense form."""
@@ -181,7 +181,7 @@ def plan_of(
     before: Plan[MlaSettings] | None,
 ) -> Plan[MlaSettings]:
     """Return the plan of checked settings, whose metadata is copied."""
-    csr, dense = requests_of(given, device)
+    csr, dense = checked_requests(given, device)
     requests = csr if dense is None or (is_graph and csr is not None and buffers) else dense
     assert requests is not None  # given_metadata requires a form
     sizes = _sizes_of(requests, settings.page_size, given.max_q_len)

@@ -63,7 +63,7 @@ class PlannedOp:
             text, layout = given.pop("plan"), given.pop("layout")
             sizes = {size: given.pop(size) for size in _SIZES}
             settings = settings_of(text, given)
-            requests = self._requests_of(layout)
+            requests = self._bound_requests(layout)
             plan = Plan(settings=settings, text=text, requests=requests, **sizes)
             result = launch(plan, workspace_buffer, **given)
             return result[0], result[1] if len(result) > 1 else None
@@ -96,7 +96,7 @@ class PlannedOp:
         result, *others = result if given["return_lse"] else (result,)
         return (result if out is given["out"] else out.copy_(result), *others)
 
-    def _requests_of(self, layout: Sequence[torch.Tensor]) -> Requests:
+    def _bound_requests(self, layout: Sequence[torch.Tensor]) -> Requests:
         *offsets, ids, lengths = layout
         is_dense = ids.dim() == 2
         return Requests(
