@@ -76,33 +76,46 @@ class Conversion:
             self.starts,
             len(self.block_table),
         )
-        width = topk_indices.shape[-1]
         indices, valid_counts = triton_convert_req_index_to_global_index(
             self.request_ids,
             self.block_table,
             topk_indices,
             BLOCK_SIZE=block_size,
-            NUM_TOPK_TOKENS=width,
+            NUM_TOPK_TOKENS=topk_indices.shape[-1],
             HAS_PREFILL_WORKSPACE=True,
             prefill_workspace_request_ids=self.request_ids,
             prefill_workspace_starts=self.starts,
             return_valid_counts=True,
         )
         num_pages = -(-self.num_rows // PAGE_SIZE)
-        decode(
-            one_token_each(q),
-            self.workspace[: num_pages * PAGE_SIZE].view(num_pages, PAGE_SIZE, _WIDTH),
-            workspace(latent_of(q).device),
-            impl.qk_nope_head_dim,
-            impl.kv_lora_rank,
-            impl.qk_rope_head_dim,
-            indices.unsqueeze(1),
-            valid_counts,
-            width,
-            sparse_mla_top_k=width,
-            bmm1_scale=impl.scale,
-            out=out.unsqueeze(1),
-        )
+        pages = self.workspace[: num_pages * PAGE_SIZE].view(num_pages, PAGE_SIZE, _WIDTH)
+        keywords = {"bmm1_scale": impl.scale, "out": out.unsqueeze(1)}
+        attend(impl, q, pages, indices, valid_counts, **keywords)
+
+
+def attend(
+    impl: Any,
+    q: Query,
+    pages: torch.Tensor,
+    indices: torch.Tensor,
+    valid_counts: torch.Tensor,
+    **keywords: Any,
+) -> Any:
+    """Attend to rows of pages: the first ``valid_counts`` of each row of ``indices``."""
+    width = indices.shape[-1]
+    return decode(
+        one_token_each(q),
+        pages,
+        workspace(latent_of(q).device),
+        impl.qk_nope_head_dim,
+        impl.kv_lora_rank,
+        impl.qk_rope_head_dim,
+        indices.unsqueeze(1),
+        valid_counts,
+        width,
+        sparse_mla_top_k=width,
+        **keywords,
+    )
 
 
 def can_convert(builder: Any, heads: int, kv_cache_dtype: str) -> bool:
@@ -303,25 +316,10 @@ class MlagenSparseMLAImpl(DecodeImpl, SparseMLACommonImpl[MlagenSparseMLAMetadat
         # blocks of this one included.
         rows, rows_per_block = flat_kv_row_view(kv_cache, block_size)
         bmm1_scale, bmm2_scale = scales(self, layer, q, kv_cache)
-        width = topk_indices.shape[-1]
-        return per_token(
-            decode(
-                one_token_each(q),
-                pages_of(rows, rows_per_block, block_size)[..., : self.row_elements],
-                workspace(latent_of(q).device),
-                self.qk_nope_head_dim,
-                self.kv_lora_rank,
-                self.qk_rope_head_dim,
-                topk_indices.unsqueeze(1),
-                valid_counts,
-                width,
-                sparse_mla_top_k=width,
-                bmm1_scale=bmm1_scale,
-                bmm2_scale=bmm2_scale,
-                return_lse=self.need_to_return_lse_for_decode,
-                return_lse_base="basee",
-            )
-        )
+        pages = pages_of(rows, rows_per_block, block_size)[..., : self.row_elements]
+        keywords: dict[str, Any] = {"bmm1_scale": bmm1_scale, "bmm2_scale": bmm2_scale}
+        keywords |= {"return_lse": self.need_to_return_lse_for_decode, "return_lse_base": "basee"}
+        return per_token(attend(self, q, pages, topk_indices, valid_counts, **keywords))
 
 
 def pages_of(rows: torch.Tensor, rows_per_block: int, block_size: int) -> torch.Tensor:
