@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 from mlagen.logs import visible
 
 from ..tools.interrupts import summarized
-from .report import age_text, console, count_text, kernel_text, time_text
+from .report import age_text, console, count_text, kernel_text, size_text, time_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.progress import Progress, ProgressColumn
 
     from mlagen.prewarming import PrewarmEvent, PrewarmUnit
     from mlagen.spec.kernel import KernelSpec
@@ -31,6 +30,11 @@ _FEWER = (
 
 # What the bar shows: the current work, the counted parts, and the work done and in all.
 Show = Callable[[str, str, float, "float | None"], None]
+
+
+# The terminal echoes Ctrl-C as ``^C`` behind the bar. A bar of full width would be moved to the
+# line above by it, and stay on the screen.
+_FREE_COLUMNS = 8
 
 
 @contextmanager
@@ -98,26 +102,62 @@ def bench_progress() -> Iterator[Callable[[Step], None]]:
 
 
 @contextmanager
+def byte_progress(doing: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a callback for the bytes done and the total bytes, 0 if the total is unknown."""
+    output = console(stderr=True)
+    if not output.is_terminal:
+        output.print(doing, soft_wrap=True)
+    with _bar(output) as show:
+
+        def on_progress(done: int, total: int) -> None:
+            of_total = f" of {size_text(total)}" if total else ""
+            show(doing, f"{size_text(done)}{of_total}", done, total or None)
+
+        on_progress(0, 0)
+        yield on_progress
+
+
+@contextmanager
 def _bar(output: Console, *, is_quiet: bool = False) -> Iterator[Show]:
-    """Yield a callback that shows the current work, the part that is done and the time left."""
+    """Yield a callback of a bar that disappears at the end of the work, and at Ctrl-C.
+
+    It shows the part that is done, the time left and the current work.
+    """
     if is_quiet or not output.is_terminal:
         yield lambda _waiting, _counted, _done, _total: None
         return
-    from rich.progress import TextColumn, TimeElapsedColumn
+    from rich.constrain import Constrain
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Column
 
-    counts, time_left = TextColumn("{task.fields[counted]}"), TextColumn("{task.fields[left]}")
-    with transient_bar(output, counts, TimeElapsedColumn(), time_left) as progress:
-        task = progress.add_task("", total=None, counted="", left="")
-        start = time.monotonic()
+    class Bar(Progress):
+        def get_renderable(self) -> RenderableType:
+            return Constrain(super().get_renderable(), max(output.width - _FREE_COLUMNS, 1))
 
-        def show(waiting: str, counted: str, done: float, total: float | None) -> None:
-            # Not rich's estimate: parallel kernels finish in bursts, which it takes for the speed.
-            seconds = (time.monotonic() - start) * ((total or 0.0) / done - 1) if done else 0.0
-            left = f"about {age_text(seconds).removesuffix(' ago')} left" if seconds else ""
-            progress.update(task, total=total, completed=done, description=waiting)
-            progress.update(task, counted=counted, left=left)
+    columns = (
+        BarColumn(bar_width=16),
+        TextColumn("{task.fields[counted]}"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
+    )
+    try:
+        with Bar(*columns, console=output, transient=True, expand=True) as progress:
+            task = progress.add_task("", total=None, counted="", left="")
+            start = time.monotonic()
 
-        yield show
+            def show(waiting: str, counted: str, done: float, total: float | None) -> None:
+                # Not rich's estimate: parallel kernels finish in bursts, which it takes for speed.
+                elapsed = time.monotonic() - start
+                seconds = elapsed * (total / done - 1) if done and total else 0.0
+                left = f"about {age_text(seconds).removesuffix(' ago')} left" if seconds else ""
+                text = visible(waiting, kept="")
+                progress.update(task, total=total, completed=done, description=text)
+                progress.update(task, counted=counted, left=left)
+
+            yield show
+    finally:
+        output.show_cursor()  # an interrupt may come while the bar hides it
 
 
 def _print_plan(output: Console, cached: int, missing: int, *, selects_all: bool) -> None:
@@ -154,53 +194,3 @@ def _line(unit: PrewarmUnit) -> str:
     if unit.spill_bytes:
         text += f", {unit.spill_bytes} bytes spilled"
     return text
-
-
-@contextmanager
-def byte_progress(doing: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a callback for the bytes done and the total bytes, 0 if the total is unknown."""
-    output = console(stderr=True)
-    if not output.is_terminal:
-        output.print(doing, soft_wrap=True)
-        yield lambda _done, _total: None
-        return
-    from rich.progress import DownloadColumn, TransferSpeedColumn
-
-    columns = (DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with transient_bar(output, *columns) as progress:
-        task = progress.add_task(doing, total=None)
-
-        def show(done: int, total: int) -> None:
-            progress.update(task, total=total or None, completed=done)
-
-        yield show
-
-
-# The terminal echoes Ctrl-C as ``^C`` behind the bar. A bar of full width would be moved to the
-# line above by it, and stay on the screen.
-_FREE_COLUMNS = 8
-
-
-@contextmanager
-def transient_bar(output: Console, *columns: ProgressColumn) -> Iterator[Progress]:
-    """Yield a bar with these columns, and a last one that shortens the task's description."""
-    from rich.constrain import Constrain
-    from rich.progress import BarColumn, Progress, Task, TextColumn
-    from rich.table import Column
-    from rich.text import Text
-
-    class Bar(Progress):
-        def get_renderable(self) -> RenderableType:
-            return Constrain(super().get_renderable(), max(output.width - _FREE_COLUMNS, 1))
-
-    class Description(TextColumn):
-        def render(self, task: Task) -> Text:
-            return Text(visible(task.description, kept=""))
-
-    description = Description("", table_column=Column(no_wrap=True, ratio=1))
-    parts = (BarColumn(bar_width=16), *columns, description)
-    try:
-        with Bar(*parts, console=output, transient=True, expand=True) as progress:
-            yield progress
-    finally:
-        output.show_cursor()  # an interrupt may come while the bar hides it

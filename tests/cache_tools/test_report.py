@@ -195,5 +195,5 @@ def test_a_step_of_bytes_is_one_line_or_a_bar(is_terminal: bool, monkeypatch: Pa
         on_progress(1 << 19, 0)
         on_progress(1 << 20, 2 << 20)
     shown = stream.getvalue()
-    assert "1.0/2.0 MiB" in shown if is_terminal else shown == "uploading to memory://x\n"
+    assert "1.0 MiB of 2.0 MiB" in shown if is_terminal else shown == "uploading to memory://x\n"
     assert "uploading to memory://x" in shown
