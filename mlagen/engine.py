@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from mlagen.artifacts import Build, Cubin, Source, build_of
 from mlagen.cache.file import CacheEntry
 from mlagen.cache.key import CacheKey
+from mlagen.cache.lock import import_filelock
 from mlagen.cache.store import kernel_store
 from mlagen.codegen.sources import CODEGEN, key_facts, template_inputs, template_root
 from mlagen.compiler.toolchain import Nvrtc, find_nvrtc, options_for, wanted_toolchain
@@ -32,6 +33,8 @@ Compiler: TypeAlias = Callable[[Source, Arch, Nvrtc], Cubin]
 
 _loaded: dict[tuple[KernelSpec, int], LoadedKernel] = {}
 _loading = threading.Lock()
+
+import_filelock()
 
 
 @dataclass(frozen=True, kw_only=True)

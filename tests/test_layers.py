@@ -60,6 +60,7 @@ LAYERS = {
 FENCES = {
     "click": {"cache_tools"},
     "cuda": {"compiler", "runtime"},
+    "filelock": {"cache"},
     "huggingface_hub": {"models"},
     "jinja2": {"codegen"},
     "packaging": {"cache", "compiler", "integrations"},

@@ -20,7 +20,7 @@ from ..output.report import count_text, json_option, print_facts, print_json, si
 
 # Packages that calls, compiling, caching and this command need. Only their metadata is read.
 _REQUIRED = (
-    *("torch", "cuda-bindings", "cuda-pathfinder", "jinja2", "packaging"),
+    *("torch", "cuda-bindings", "cuda-pathfinder", "jinja2", "filelock", "packaging"),
     *("click", "rich"),
 )
 # Packages that call mlagen, or whose calls it takes.

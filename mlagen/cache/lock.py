@@ -6,24 +6,25 @@ Both avoid duplicate compiles; correctness does not depend on them.
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from mlagen.cache.trust import make_folder, require_own_folder
 from mlagen.monitoring import count
 
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
 Result = TypeVar("Result")
 
-_POLL_S = 0.05
 _PROGRESS_S = 10.0
 
 # A full disk or exhausted process limits; publishing warns of them later.
@@ -35,20 +36,13 @@ _RESOURCE_ERRORS = {
 _logger = logging.getLogger("mlagen")
 
 
-class _Held:
-    """The open file of a lock; the lock is free once every copy of its descriptor is closed."""
+def import_filelock() -> None:
+    """Import filelock, which takes 40 ms, where no thread compiles yet.
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def close(self) -> None:
-        """Close it, once."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-
-_held: set[_Held] = set()
+    It registers at-fork handlers meanwhile, so that its import cannot defer forks.
+    """
+    with suppress(ImportError):  # inspecting a cache works without
+        import filelock  # noqa: F401
 
 
 @contextmanager
@@ -63,61 +57,29 @@ def compile_lock(path: Path, *, timeout_s: float) -> Iterator[None]:
         yield
     finally:
         if lock is not None:
-            _held.discard(lock)
-            lock.close()
+            with suppress(OSError):
+                lock.release()
 
 
-def _acquire(path: Path, timeout_s: float) -> _Held | None:
+def _acquire(path: Path, timeout_s: float) -> BaseFileLock | None:
+    start = time.monotonic()
     try:
+        from filelock import Timeout
+
         if not _is_usable(path.parent):
             return None
-        if lock := _try_lock(path):
+        lock = _new_lock(path)
+        with suppress(Timeout):
+            lock.acquire(timeout=0)
             return lock
-        start = time.monotonic()
         count("waits")
         try:
-            return _wait(path, start, timeout_s)
+            return lock if _wait(lock, path, start, timeout_s) else None
         finally:
             count("wait_ms", (time.monotonic() - start) * 1e3)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         _logger.info("lock: expected to work, got %s, compiling without: %s", error, path)
         return None
-
-
-def _try_lock(path: Path) -> _Held | None:
-    """Return the lock of a file, created if it is missing, or None if another process has it."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_deleted = not os.fstat(descriptor).st_nlink  # others lock its successor
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    except BaseException:
-        os.close(descriptor)
-        raise
-    if is_deleted:
-        os.close(descriptor)
-        return None
-    lock = _Held(descriptor)
-    _held.add(lock)
-    return lock
-
-
-def _wait(path: Path, start: float, timeout_s: float) -> _Held | None:
-    progress_s = _PROGRESS_S
-    while (waited_s := time.monotonic() - start) < timeout_s:
-        if waited_s >= progress_s:
-            progress_s += _PROGRESS_S
-            _logger.info("waiting %.0f s for another process to compile: %s", waited_s, path)
-        time.sleep(min(_POLL_S, timeout_s - waited_s))
-        if lock := _try_lock(path):
-            return lock
-    count("lock_timeouts")
-    message = "lock: expected within %g s, got none, compiling without: %s"
-    _logger.warning(message, timeout_s, path)
-    return None
 
 
 def _is_usable(folder: Path) -> bool:
@@ -138,6 +100,32 @@ def _is_usable(folder: Path) -> bool:
 def _warn(folder: Path, why: str) -> None:
     message = "lock: expected a folder of this user, got %s, compiling without: %s"
     _logger.warning(message, why, folder)
+
+
+def _wait(lock: BaseFileLock, path: Path, start: float, timeout_s: float) -> bool:
+    from filelock import Timeout
+
+    while True:
+        remaining_s = timeout_s - (time.monotonic() - start)
+        try:
+            lock.acquire(timeout=max(0.0, min(_PROGRESS_S, remaining_s)))
+        except Timeout:
+            waited_s = time.monotonic() - start
+            if waited_s >= timeout_s:
+                count("lock_timeouts")
+                message = "lock: expected within %g s, got none, compiling without: %s"
+                _logger.warning(message, timeout_s, path)
+                return False
+            _logger.info("waiting %.0f s for another process to compile: %s", waited_s, path)
+        else:
+            return True
+
+
+def _new_lock(path: Path) -> BaseFileLock:
+    # A new object per call: one object shared by two threads admits both, or neither.
+    from filelock import FileLock
+
+    return FileLock(path, fallback_to_soft=False)
 
 
 class SingleFlight(Generic[Result]):
@@ -175,13 +163,3 @@ class SingleFlight(Generic[Result]):
         del self._flights[place]
         mine.set_result(result)
         return result
-
-
-def _after_fork() -> None:
-    # A child has copies of the descriptors, which would keep the locks of a parent that dies.
-    for lock in _held:
-        lock.close()
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)

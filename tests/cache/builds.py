@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -151,14 +149,6 @@ def together(calls: Sequence[Callable[[], Result]]) -> list[Result]:
 
     with ThreadPoolExecutor(len(calls)) as pool:
         return list(pool.map(run, calls))
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock like another process; it must be free."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
 
 
 def fork() -> int:

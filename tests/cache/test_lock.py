@@ -10,11 +10,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import filelock
 import pytest
 
 from mlagen.cache import lock as lock_module
 from mlagen.cache.lock import SingleFlight, compile_lock
-from tests.cache.builds import in_child, locked
+from tests.cache.builds import failing, in_child
 from tests.faults.privileges import give_up_capabilities
 from tests.fixture_types import Log, Patch
 
@@ -52,7 +53,7 @@ def test_timeout_continues_without_the_lock(
     """A waiting process logs repeatedly, and compiles after the timeout."""
     monkeypatch.setattr(lock_module, "_PROGRESS_S", 0.05)
     path = tmp_path / "a.lock"
-    with locked(path), compile_lock(path, timeout_s=0.3):
+    with filelock.FileLock(path), compile_lock(path, timeout_s=0.3):
         lines = [record.message for record in messages.records]
     assert lines[-1] == f"lock: expected within 0.3 s, got none, compiling without: {path}"
     assert len(lines) > 2
@@ -63,8 +64,8 @@ def test_timeout_continues_without_the_lock(
 def test_timeout_of_zero_tries_once(tmp_path: Path) -> None:
     """A timeout of zero still takes a free lock."""
     path = tmp_path / "a.lock"
-    with compile_lock(path, timeout_s=0), pytest.raises(BlockingIOError), locked(path):
-        pass
+    with compile_lock(path, timeout_s=0), pytest.raises(filelock.Timeout):
+        filelock.FileLock(path).acquire(timeout=0)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,8 @@ def test_timeout_of_zero_tries_once(tmp_path: Path) -> None:
         OSError(errno.ENOLCK, os.strerror(errno.ENOLCK)),
         OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)),
         PermissionError(errno.EACCES, os.strerror(errno.EACCES)),
+        RuntimeError("forked in the middle"),
+        NotImplementedError("no flock here"),
     ],
     ids=repr,
 )
@@ -84,12 +87,23 @@ def test_broken_locks_are_skipped(
     def reject(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(fcntl, "flock", reject)
+    monkeypatch.setattr(filelock.FileLock, "acquire", reject)
     with compile_lock(tmp_path / "a.lock", timeout_s=1):
         lines = [record.message for record in messages.records]
     assert lines == [
         f"lock: expected to work, got {error}, compiling without: {tmp_path / 'a.lock'}"
     ]
+
+
+def test_a_file_system_without_locks_gets_no_substitute(
+    tmp_path: Path, messages: Log, monkeypatch: Patch
+) -> None:
+    """A file whose existence is the lock would outlive a process that dies."""
+    (tmp_path / "a.lock").touch()
+    monkeypatch.setattr(fcntl, "flock", failing(errno.ENOSYS))
+    with compile_lock(tmp_path / "a.lock", timeout_s=0.5):
+        (line,) = [record.message for record in messages.records]
+    assert line.startswith("lock: expected to work, got ")
 
 
 @pytest.mark.parametrize("mode", [0o500, 0o600, 0o000], ids=oct)
@@ -121,8 +135,8 @@ def test_an_error_inside_frees_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     with pytest.raises(LookupError), compile_lock(path, timeout_s=1):
         raise LookupError
-    with locked(path):
-        pass
+    with filelock.FileLock(path, timeout=0) as held:
+        assert held.is_locked
 
 
 def test_lock_file_stays(tmp_path: Path) -> None:

@@ -105,11 +105,12 @@ assert store.find(key) and store.find_or_build(key, None)
 assert store.find(make_key("another")) is None
 assert len(list(store.entries())) == 1 and verify(store.select(key.digest)[0]) is None
 assert effects == [], effects
+assert "filelock" not in sys.modules
 """
 
 
 def test_reading_writes_nothing_and_takes_no_lock(store: KernelStore, tmp_path: Path) -> None:
-    """Hits, misses and listings open files for reading only."""
+    """Hits, misses and listings open files for reading only, and do not import filelock."""
     store.find_or_build(KEY, make_build)
     before = tree(tmp_path)
     command = [sys.executable, "-B", "-c", READ_ONLY_HIT, str(tmp_path)]

@@ -45,7 +45,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 ROOT = Path(__file__).resolve().parents[2]
 # Packages that no quick command imports.
-HEAVY = ("torch", "jinja2", "cuda.bindings.driver")
+HEAVY = ("torch", "jinja2", "cuda.bindings.driver", "filelock")
 
 SCREEN = ("COLUMNS", "LINES", "NO_COLOR")
 

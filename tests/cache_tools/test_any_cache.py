@@ -169,7 +169,7 @@ def run_all(
 
 
 def test_inspection_needs_no_package_and_creates_nothing(cache_dir: Path) -> None:
-    """It works without torch, Jinja and CUDA bindings, and without a cache."""
+    """It works without torch, Jinja, CUDA bindings and filelock, and without a cache."""
     every = EVERY | OTHERS
     found = run_all(every, absent=HEAVY)
     assert {line: code for line, (code, *_) in found.items()} == every

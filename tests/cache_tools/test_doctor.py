@@ -33,7 +33,7 @@ def test_versions_and_paths_are_reported(cache_dir: Path) -> None:
     found = run.json("doctor")
 
     assert found["mlagen"] == mlagen.__version__
-    for name in ("torch", "jinja2"):
+    for name in ("torch", "filelock"):
         assert found["packages"][name] == metadata.version(name)
     assert found["nvrtc"]["version"] == find_nvrtc().version
     assert Path(found["nvrtc"]["path"]).is_file()

@@ -133,6 +133,8 @@ def test_a_limit_on_the_size_of_files_costs_no_kernel(size: int, tmp_path: Path)
 
 def test_without_file_descriptors_a_kernel_stays_in_memory(tmp_path: Path) -> None:
     """Without file descriptors a process builds, and publishes when it has some again."""
+    import filelock  # noqa: F401 - what is imported later needs descriptors
+
     store = store_in(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)

@@ -206,7 +206,7 @@ events = []
 def watch(event, arguments):
     if event in EVENTS:
         events.append((event, str(arguments)))
-import mlagen.cache.wheel
+import mlagen.cache.wheel, filelock
 from mlagen.cache.store import verify
 os.chdir(root + "/cache")
 sys.addaudithook(watch)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cache import builds
-from tests.cache.builds import CountedBuild, entry_path, locked, make_build, make_key
+from tests.cache.builds import CountedBuild, entry_path, make_build, make_key
 from tests.faults.steps import KEY, ask, parts, store_in, warnings_in, whole_entries
 from tests.fixture_types import Log, Patch
 
@@ -127,12 +127,14 @@ def test_a_clock_that_jumps_while_waiting_for_a_lock_does_not_count(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """The wait for another process uses the monotonic clock."""
+    import filelock
+
     (tmp_path / "locks").mkdir()
-    lock = tmp_path / f"locks/{KEY.digest}.{KEY.toolchain}.lock"
+    lock = filelock.FileLock(tmp_path / f"locks/{KEY.digest}.{KEY.toolchain}.lock")
     jumps = iter(range(10**9))
     monkeypatch.setattr(time, "time", lambda: REAL_TIME() + YEAR_S * next(jumps))
 
-    with locked(lock):
+    with lock:
         start = time.monotonic()
         entry = store_in(tmp_path, lock_timeout_s=0.4).find_or_build(KEY, make_build)
         waited_s = time.monotonic() - start
