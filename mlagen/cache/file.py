@@ -30,7 +30,7 @@ from typing import Any
 
 from mlagen import __version__
 from mlagen.artifacts import Build, Resources
-from mlagen.cache.key import SCHEMA, CacheKey
+from mlagen.cache.key import CacheKey
 
 CUBIN = "kernel.cubin"
 ELF_MAGIC = b"\x7fELF"
@@ -38,6 +38,7 @@ ELF_MAGIC = b"\x7fELF"
 # Of a file, and of its content unpacked; kernels have a few hundred KiB.
 ENTRY_MAX_BYTES = 64 << 20
 
+# Changes with the layout, and so with every change of a manifest.
 _MARK = b"mlagen2\n"
 _HEAD = struct.Struct("<8sI32s")
 HEAD_BYTES = _HEAD.size
@@ -53,10 +54,6 @@ _CONTROL_CHARACTERS = re.compile(rb"\\u00(?:[01]|7f|[89])|\x7f", re.IGNORECASE)
 
 class DamageError(Exception):
     """Something in the store differs from what was published; the message names it."""
-
-
-class OtherSchemaError(DamageError):
-    """A manifest of another version of mlagen whose digest is valid."""
 
 
 def entry_name(key: str, toolchain: str) -> str:
@@ -100,7 +97,6 @@ class Manifest:
     ``files`` begins with the cubin; ``packed_bytes`` is the size of the others, compressed.
     """
 
-    schema: int
     key: str
     toolchain: str
     key_fields: tuple[tuple[str, str], ...]
@@ -120,9 +116,6 @@ class Manifest:
         try:
             _require_printable(text)
             body = _DECODER.decode(text.decode("ascii"))
-            if body["schema"] != SCHEMA:
-                expected = f"manifest: expected schema {SCHEMA}"
-                raise OtherSchemaError(f"{expected}, got {body['schema']!r}")
             pairs = tuple((label, value) for label, value in body.pop("key_fields"))
             files = {name: FileDigest(**digest) for name, digest in body.pop("files").items()}
             manifest = cls(key_fields=pairs, files=files, **body)
@@ -209,7 +202,6 @@ def encode(
     names = [CUBIN, *(name for name in build.files if name != CUBIN)]
     packed = zlib.compress(b"".join(build.files[name] for name in names[1:]))
     manifest = Manifest(
-        schema=SCHEMA,
         key=key.digest,
         toolchain=build.toolchain,
         key_fields=key.key_fields,

@@ -40,6 +40,8 @@ from mlagen.cache.trust import (
     make_folder,
 )
 
+# Each change of the layout, of the file of an entry or of its manifest is another version: an older
+# mlagen would take it for damage.
 VERSION = "v2"
 _OLD_VERSIONS = ("v1",)
 

@@ -6,7 +6,8 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 
-# Increases when the meaning of a key field, of the digest, or of the manifest changes.
+# Increases when the meaning of a key field or of the digest changes; then the version of the layout
+# changes too.
 SCHEMA = 1
 
 
@@ -20,8 +21,8 @@ class CacheKey:
         Labels and values, in order; everything that can change the cubin, except the compiler
         itself.
     toolchain : str
-        The compiler, ``nvrtc-13.5.37``, or ``nvrtc-13`` for any of that major version. It names a
-        folder below the digest and is not part of the digest, so that a kernel can be cached for
+        The compiler, ``nvrtc-13.5.37``, or ``nvrtc-13`` for any of that major version. It is the
+        end of the name of an entry and not part of the digest, so that a kernel can be cached for
         several compilers.
     digest : str
         SHA-256 of the schema and the key fields, as 64 hex digits.

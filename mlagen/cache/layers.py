@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from mlagen.cache import eviction
-from mlagen.cache.file import CacheEntry, DamageError, OtherSchemaError, decode, entry_name
+from mlagen.cache.file import CacheEntry, DamageError, decode, entry_name
 from mlagen.cache.folder import Folder, Identity, Opened, identity_of, is_entry
 from mlagen.cache.key import CacheKey
 from mlagen.cache.trust import advice_for, is_gone
@@ -125,10 +125,6 @@ class Layers:
             seen = identity_of(shard.status_of(name))
             try:
                 return self._load(folder, shard, name, is_dry=is_dry)
-            except OtherSchemaError as other:
-                # The schema is part of the digest, so no other version has entries of this key.
-                # One that claims to is foreign: it is neither read nor removed.
-                return LookUp(reason="unreadable", problem=str(other))
             except DamageError as damage:
                 if is_dry or self._remove(folder, shard, name, damage, seen):
                     return LookUp(reason="damaged", problem=str(damage))

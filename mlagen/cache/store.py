@@ -19,7 +19,6 @@ from mlagen.cache.file import (
     CacheEntry,
     DamageError,
     Manifest,
-    OtherSchemaError,
     decode_all,
     decode_manifest,
     encode,
@@ -212,8 +211,6 @@ class KernelStore:
     def entries(self, *, layers: bool = False, prefix: str = "") -> Iterator[StoredEntry]:
         """Yield every entry, including damaged ones, in the order of their keys.
 
-        Entries with another schema, from another version of mlagen, are skipped.
-
         Parameters
         ----------
         layers : bool
@@ -376,7 +373,7 @@ def stored_entries(
         for shard in folder.shards(prefix):
             for name in shard.names():
                 if is_entry(name, prefix):
-                    with suppress(FileNotFoundError, OtherSchemaError):
+                    with suppress(FileNotFoundError):
                         yield _stored_entry(folder, shard, name, is_read_only=is_read_only)
     except OSError as error:
         # The error of trust names its own path.
@@ -437,7 +434,7 @@ def _stored_entry(folder: Folder, shard: Opened, name: str, *, is_read_only: boo
         start, status = shard.read(name, start_only=True)
         manifest, _ = decode_manifest(start, status.st_size)
         manifest.require(name)
-    except (UntrustedError, FileNotFoundError, OtherSchemaError):
+    except (UntrustedError, FileNotFoundError):
         raise
     except (DamageError, OSError) as error:
         is_damaged, manifest = isinstance(error, DamageError), None

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlagen.cache.file import CUBIN, ENTRY_MAX_BYTES, FileDigest
-from mlagen.cache.key import SCHEMA
 from tests.cache import bundle_cases as cases
 from tests.cache.builds import Parts, make_build
 from tests.cache.bundle_cases import Member, bundle_of
@@ -158,7 +157,6 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     ),
     "facts of no kernel": (manifest(facts={"kernel": {}, "compile_ms": 1.5}), WRONG),
     "a number that JSON lacks": (manifest(facts={**FACTS, "compile_ms": float("nan")}), WRONG),
-    "a manifest of another schema": (manifest(schema=99), f"expected schema {SCHEMA}, got 99"),
     "a kernel that is not ELF": (parts(no_elf), r"kernel.cubin: expected an ELF .* b'#!/b'"),
     "a bomb": (
         parts(

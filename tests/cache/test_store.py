@@ -16,16 +16,14 @@ import pytest
 
 from mlagen.cache.bundle import export_bundle
 from mlagen.cache.folder import Opened
-from mlagen.cache.key import SCHEMA, CacheKey
+from mlagen.cache.key import CacheKey
 from mlagen.cache.store import KernelStore, UnreadableError, read_stored, verify
 from mlagen.errors import ArgumentError, CacheError
 from tests.cache import builds
 from tests.cache.builds import (
     TOOLCHAIN,
     CountedBuild,
-    Parts,
     cut,
-    edit,
     entry_path,
     failing,
     make_build,
@@ -353,12 +351,6 @@ STATES: dict[str, tuple[str, Callable[[Path], object], CacheKey, str | None]] = 
     "cut off": (NEWEST, cut, make_key(), "manifest: expected the content of its digest"),
     "others may write": (NEWEST, lambda path: path.chmod(0o666), make_key(), "mode 0666, which"),
     "a folder": (NEWEST, become_a_folder, make_key(), "expected a regular file, got another kind"),
-    "another schema": (
-        NEWEST,
-        lambda path: edit(path, lambda file: Parts.of(file).sealed(schema=99)),
-        make_key(),
-        f"expected schema {SCHEMA}, got 99",
-    ),
 }
 
 

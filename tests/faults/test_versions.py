@@ -11,10 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlagen import engine
-from mlagen.cache import file as file_module
 from mlagen.cache import folder as folder_module
-from mlagen.cache import key as key_module
-from mlagen.cache.key import SCHEMA
 from mlagen.cache.store import kernel_store, verify
 from mlagen.compiler import nvrtc as nvrtc_module
 from mlagen.compiler.toolchain import Nvrtc, find_nvrtc, wanted_toolchain
@@ -26,8 +23,6 @@ from mlagen.spec.kernel import KernelSpec
 from tests.cache import builds
 from tests.cache.builds import (
     CountedBuild,
-    Parts,
-    entry_path,
     make_build,
     make_key,
     make_store,
@@ -42,29 +37,24 @@ NAMES = ("mla_sm80", "another", "a third")
 
 
 @contextmanager
-def next_version(change: str) -> Iterator[None]:
-    """Simulate the next version of mlagen, with another layout or another schema."""
+def next_version() -> Iterator[None]:
+    """Simulate the next version of mlagen, which has another layout."""
     with pytest.MonkeyPatch.context() as patch:
-        if change == "layout":
-            patch.setattr(folder_module, "VERSION", "v3")
-        else:
-            for module in (key_module, file_module):
-                patch.setattr(module, "SCHEMA", SCHEMA + 1)
+        patch.setattr(folder_module, "VERSION", "v3")
         yield
 
 
-@pytest.mark.parametrize("change", ["layout", "schema"])
-def test_two_versions_of_mlagen_share_a_folder(change: str, tmp_path: Path, caplog: Log) -> None:
+def test_two_versions_of_mlagen_share_a_folder(tmp_path: Path, caplog: Log) -> None:
     """Each builds, finds, lists and cleans up its own kernels, in any order."""
     now, later = CountedBuild(), CountedBuild()
     for _ in range(2):
         for name in NAMES:
             make_store(tmp_path).find_or_build(make_key(name), now)
-            with next_version(change):
+            with next_version():
                 make_store(tmp_path).find_or_build(make_key(name), later)
     before = tree(tmp_path / "cache")
 
-    with next_version(change):
+    with next_version():
         store = store_in(tmp_path)
         theirs = {stored.key for stored in store.entries()}
         found = [verify(stored) for stored in store.entries()]
@@ -73,17 +63,14 @@ def test_two_versions_of_mlagen_share_a_folder(change: str, tmp_path: Path, capl
     store_in(tmp_path).collect()
 
     assert (now.calls, later.calls) == (3, 3)
-    assert (len(ours), len(theirs)) == (3, 3)
-    assert (ours == theirs) is (change == "layout")
-    assert found == [None] * 3
-    assert whole_entries(tmp_path) == 3
+    assert ours == theirs
+    assert (len(ours), found) == (3, [None] * 3)
     assert tree(tmp_path / "cache") == before
     assert warnings_in(caplog) == []
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("change", ["layout", "schema"])
-def test_two_concurrent_versions_do_not_affect_each_other(change: str, tmp_path: Path) -> None:
+def test_two_concurrent_versions_do_not_affect_each_other(tmp_path: Path) -> None:
     """Four processes of each build, evict and clean up in one folder."""
     keys = [f"family {number}" for number in range(8)]
 
@@ -98,7 +85,7 @@ def test_two_concurrent_versions_do_not_affect_each_other(change: str, tmp_path:
 
     def work_as_a_version(number: int) -> None:
         if number % 2:
-            with next_version(change):
+            with next_version():
                 work(number)
         else:
             work(number)
@@ -107,7 +94,7 @@ def test_two_concurrent_versions_do_not_affect_each_other(change: str, tmp_path:
 
     assert statuses == [0] * 8
     assert whole_entries(tmp_path) == 8
-    with next_version(change):
+    with next_version():
         assert whole_entries(tmp_path) == 8
     assert list(tmp_path.glob("cache/*/*/.*")) == []
 
@@ -115,34 +102,12 @@ def test_two_concurrent_versions_do_not_affect_each_other(change: str, tmp_path:
 def test_clearing_one_layout_keeps_the_other(tmp_path: Path) -> None:
     """Clearing removes the entries of this version only."""
     make_store(tmp_path).find_or_build(make_key(), make_build)
-    with next_version("layout"):
+    with next_version():
         make_store(tmp_path).find_or_build(make_key(), make_build)
     store_in(tmp_path).clear()
     assert whole_entries(tmp_path) == 0
-    with next_version("layout"):
+    with next_version():
         assert whole_entries(tmp_path) == 1
-
-
-def test_an_entry_of_a_newer_schema_is_ignored_and_stays(tmp_path: Path, caplog: Log) -> None:
-    """If a key led to it, the kernel is built, and the entry stays."""
-    key = make_key()
-    make_store(tmp_path).find_or_build(key, make_build)
-    path = entry_path(tmp_path, key)
-    newer = Parts.of(path.read_bytes()).sealed(schema=SCHEMA + 1)
-    path.write_bytes(newer)
-    store, build = store_in(tmp_path), CountedBuild()
-
-    found = store.look_up(key)
-    entries = [store.find_or_build(key, build) for _ in range(2)]
-    listed = list(store.entries())
-    store.collect()
-
-    assert (found.entry, found.reason) == (None, "unreadable")
-    assert build.calls == 1
-    assert [(entry.cubin, entry.path) for entry in entries] == [(builds.CUBIN, None)] * 2
-    assert listed == []
-    assert path.read_bytes() == newer
-    assert warnings_in(caplog) == []
 
 
 class Upgraded:
