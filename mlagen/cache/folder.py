@@ -44,6 +44,7 @@ from mlagen.cache.trust import (
 # mlagen would take it for damage.
 VERSION = "v2"
 _OLD_VERSIONS = ("v1",)
+_OLD_DEPTH = 12  # twice that of their deepest file
 
 # A writer needs milliseconds; its temporary file is abandoned after this.
 _ABANDONED_AFTER_S = 3600.0
@@ -282,15 +283,23 @@ class Opened:
         """Delete an empty subfolder."""
         os.rmdir(name, dir_fd=self._descriptor)
 
-    def delete_tree(self, *, dry_run: bool) -> int:
-        """Delete all that is in this folder, without following links; return the size of files."""
+    def delete_tree(self, *, dry_run: bool, depth: int = _OLD_DEPTH) -> int:
+        """Delete all that is in this folder, without following links; return the size of files.
+
+        Raises
+        ------
+        OSError
+            If something cannot be deleted, or folders are nested deeper than ``depth``.
+        """
+        if not depth:
+            raise OSError(errno.ELOOP, "folders nested deeper than any of mlagen", self.path)
         freed = 0
         for name in self.names():
             with suppress(FileNotFoundError):
                 status = self.status_of(name)
                 if stat.S_ISDIR(status.st_mode):
                     with self.child(name) as child:
-                        freed += child.delete_tree(dry_run=dry_run)
+                        freed += child.delete_tree(dry_run=dry_run, depth=depth - 1)
                     if not dry_run:
                         self.remove_folder(name)
                 else:

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -367,6 +368,20 @@ def test_an_old_layout_that_is_not_trusted_stays(kind: str, folder: Folder, tmp_
     with pytest.raises(UntrustedError):
         folder.remove_old_layouts()
     assert tree(tmp_path) == before
+
+
+def test_an_old_layout_of_endless_depth_ends_in_an_error(folder: Folder) -> None:
+    """Where other users are trusted, they may nest folders deeper than a program can follow."""
+    descriptor = os.open(folder.root, os.O_RDONLY)
+    for name in ("v1", *("d" for _ in range(1500))):
+        os.mkdir(name, 0o700, dir_fd=descriptor)
+        inner = os.open(name, os.O_RDONLY, dir_fd=descriptor)
+        os.close(descriptor)
+        descriptor = inner
+    os.close(descriptor)
+    with pytest.raises(OSError, match="nested deeper"):
+        folder.remove_old_layouts()
+    subprocess.run(["/bin/rm", "-rf", str(folder.root / "v1")], check=True)  # pytest cannot
 
 
 def test_an_error_of_a_write_leaves_nothing(folder: Folder, monkeypatch: Patch) -> None:
