@@ -25,9 +25,6 @@ from mlagen.spec.mla.sm90 import (
     MlaSm90Fp8KvSpec,
     MlaSm90Fp8Spec,
     MlaSm90Spec,
-    mla_sm90_fp8_spec,
-    mla_sm90_fp8kv_spec,
-    mla_sm90_spec,
 )
 from mlagen.spec.mla.variant import MlaVariant
 
@@ -47,7 +44,7 @@ def mla_sm80(*, arch: Arch = SM_90A, rows: int = 16, **changes: Any) -> MlaSm80S
 def mla_sm90(*, rows: int = 16, **changes: Any) -> MlaSm90Spec:
     """Return the sm90 bf16 kernel of DeepSeek-V3 for ``rows`` rows, with some fields replaced."""
     variant = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16)
-    spec = mla_sm90_spec(SM_90A, replace(variant, **changes), rows)
+    spec = MlaSm90Spec.of(SM_90A, replace(variant, **changes), rows)
     assert spec is not None
     return spec
 
@@ -55,7 +52,7 @@ def mla_sm90(*, rows: int = 16, **changes: Any) -> MlaSm90Spec:
 def mla_sm90_fp8(*, rows: int = 16, **changes: Any) -> MlaSm90Fp8Spec:
     """Return the sm90 e4m3 kernel of DeepSeek-V3 for ``rows`` rows, with some fields replaced."""
     variant = MlaVariant(query_dtype=DType.E4M3, kv_dtype=DType.E4M3)
-    spec = mla_sm90_fp8_spec(SM_90A, replace(variant, **changes), rows)
+    spec = MlaSm90Fp8Spec.of(SM_90A, replace(variant, **changes), rows)
     assert spec is not None
     return spec
 
@@ -63,7 +60,7 @@ def mla_sm90_fp8(*, rows: int = 16, **changes: Any) -> MlaSm90Fp8Spec:
 def mla_sm90_fp8kv(*, rows: int = 64, **changes: Any) -> MlaSm90Fp8KvSpec:
     """Return the sm90 sparse fp8_ds_mla kernel for ``rows`` rows, with some fields replaced."""
     variant = MlaVariant(query_dtype=DType.BF16, kv_dtype=DType.FP8_DS_MLA, lookup="sparse")
-    spec = mla_sm90_fp8kv_spec(SM_90A, replace(variant, **changes), rows)
+    spec = MlaSm90Fp8KvSpec.of(SM_90A, replace(variant, **changes), rows)
     assert spec is not None
     return spec
 

@@ -88,11 +88,7 @@ def _mla_row(row: MlaSupport) -> dict[str, Any]:
 def _sm90_rows() -> Iterator[dict[str, str]]:
     """Yield the rows of the MLA support table that the sm90 kernels cover."""
     arch = Arch(90, "a")
-    specs: list[mla_sm90.MlaSm90Spec] = [
-        *mla_sm90.mla_sm90_specs(arch),
-        *mla_sm90.mla_sm90_fp8_specs(arch),
-        *mla_sm90.mla_sm90_fp8kv_specs(arch),
-    ]
+    specs: list[Any] = specs_of(arch, [family.family for family in mla_sm90.MLA_SM90])
     covered = dict.fromkeys((spec.family, replace(spec.variant, page_size=64)) for spec in specs)
     modes: dict[tuple[str, ...], list[str]] = {}
     for family, variant in covered:

@@ -42,11 +42,12 @@ from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
+from mlagen.spec.families import specs_of
 from mlagen.spec.gqa.sm80 import TILES as GQA_TILES
-from mlagen.spec.gqa.sm90 import gqa_sm90_specs
+from mlagen.spec.gqa.sm90 import GqaSm90Spec
 from mlagen.spec.gqa.variant import SLICE_DIMS, GqaVariant
 from mlagen.spec.mla.sm80 import TILES as MLA_TILES
-from mlagen.spec.mla.sm90 import mla_sm90_fp8_specs, mla_sm90_fp8kv_specs, mla_sm90_specs
+from mlagen.spec.mla.sm90 import MLA_SM90, MlaSm90Spec
 from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
 
 _GQA_KV_DTYPES = {**QUERY_DTYPES, torch.int8: DType.INT8, torch.uint8: DType.NVFP4}
@@ -204,13 +205,13 @@ def max_workspace_bytes(device: torch.device | int | str = 0) -> int:
 def _max_bytes_per_sm(arch: Arch) -> int:
     """Return the most bytes of any plan for each SM."""
     rank = max(rank for row in SUPPORTED for rank, _ in row.head_dims)
-    mla_sm90 = (mla_sm90_specs, mla_sm90_fp8_specs, mla_sm90_fp8kv_specs)
+    sm90 = specs_of(arch, [spec.family for spec in (*MLA_SM90, GqaSm90Spec)])
     return max(
         max_sm80_bytes_per_sm(MLA_TILES, rank),
         max_sm80_bytes_per_sm(GQA_TILES, SLICE_DIMS),
         # CTAs of the sm90 kernels have an SM of their own.
-        *(mla_sm90_bytes_per_cta(spec) for specs in mla_sm90 for spec in specs(arch)),
-        *(gqa_sm90_bytes_per_cta(spec) for spec in gqa_sm90_specs(arch)),
+        *(mla_sm90_bytes_per_cta(spec) for spec in sm90 if isinstance(spec, MlaSm90Spec)),
+        *(gqa_sm90_bytes_per_cta(spec) for spec in sm90 if isinstance(spec, GqaSm90Spec)),
     )
 
 

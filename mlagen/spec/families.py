@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
+from typing import TypeVar
 
 from mlagen.errors import ArgumentError
 from mlagen.spec.arch import Arch
@@ -20,22 +21,50 @@ from mlagen.spec.gqa import sm80 as gqa_sm80
 from mlagen.spec.gqa import sm90 as gqa_sm90
 from mlagen.spec.gqa.sm80 import GqaSm80Spec
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
-from mlagen.spec.gqa.variant import GqaVariant
+from mlagen.spec.gqa.variant import GqaVariant, gqa_variants
 from mlagen.spec.kernel import CallShape, KernelSpec
 from mlagen.spec.mla import sm80 as mla_sm80
 from mlagen.spec.mla import sm90 as mla_sm90
 from mlagen.spec.mla.sm80 import MlaSm80Spec
 from mlagen.spec.mla.sm90 import MlaSm90Fp8KvSpec, MlaSm90Fp8Spec, MlaSm90Spec
-from mlagen.spec.mla.variant import MAX_HEADS, SUPPORTED, MlaVariant, output_dtype
+from mlagen.spec.mla.variant import MAX_HEADS, SUPPORTED, MlaVariant, mla_variants, output_dtype
 from mlagen.values import as_list, as_str_list, reject, require_whole_number, shown
 
+# Row counts that together select every tile, largest first.
+_ROW_COUNTS = sorted(
+    {tile.block_m for tile in (*mla_sm80.TILES, *gqa_sm80.TILES)}
+    | {*mla_sm90.BLOCK_MS, *gqa_sm90.BLOCK_MS},
+    reverse=True,
+)
+Variant = TypeVar("Variant")
+
+
+def _of_calls(
+    variants: Callable[[], Iterable[Variant]],
+    kernels: Callable[[Arch, Variant, int], Iterable[KernelSpec | None]],
+) -> Callable[[Arch], Iterator[KernelSpec]]:
+    """Return the function that yields each kernel of some calls on an architecture once."""
+
+    def listed(arch: Arch) -> Iterator[KernelSpec]:
+        for variant in variants():
+            found = (spec for rows in _ROW_COUNTS for spec in kernels(arch, variant, rows))
+            yield from dict.fromkeys(spec for spec in found if spec is not None)
+
+    return listed
+
+
+def _gqa_sm90_kernels(arch: Arch, variant: GqaVariant, rows: int) -> list[GqaSm90Spec]:
+    spec = gqa_sm90.gqa_sm90_spec(arch, variant, rows)
+    return [] if spec is None else gqa_sm90.with_all_heads(spec)
+
+
 _LISTED: dict[type[KernelSpec], Callable[[Arch], Iterator[KernelSpec]]] = {
-    MlaSm80Spec: mla_sm80.mla_sm80_specs,
-    MlaSm90Spec: mla_sm90.mla_sm90_specs,
-    MlaSm90Fp8Spec: mla_sm90.mla_sm90_fp8_specs,
-    MlaSm90Fp8KvSpec: mla_sm90.mla_sm90_fp8kv_specs,
-    GqaSm80Spec: gqa_sm80.gqa_sm80_specs,
-    GqaSm90Spec: gqa_sm90.gqa_sm90_specs,
+    MlaSm80Spec: _of_calls(mla_variants, lambda *call: [mla_sm80.mla_sm80_spec(*call)]),
+    MlaSm90Spec: _of_calls(mla_variants, lambda *call: [MlaSm90Spec.of(*call)]),
+    MlaSm90Fp8Spec: _of_calls(mla_variants, lambda *call: [MlaSm90Fp8Spec.of(*call)]),
+    MlaSm90Fp8KvSpec: _of_calls(mla_variants, lambda *call: [MlaSm90Fp8KvSpec.of(*call)]),
+    GqaSm80Spec: _of_calls(gqa_variants, lambda *call: [gqa_sm80.gqa_sm80_spec(*call)]),
+    GqaSm90Spec: _of_calls(gqa_variants, _gqa_sm90_kernels),
     CombineSpec: combine_specs,
     CombineStatesSpec: combine_states_specs,
 }
@@ -53,12 +82,6 @@ FILTERS = {
 
 # Values of key fields that no filter names.
 DEFAULT_FILTERS = {"lookup": ["paged"], "values": ["shared"], "mask": ["causal"]}
-
-# Row counts that together select every tile.
-_ROW_COUNTS = sorted(
-    {tile.block_m for tile in (*mla_sm80.TILES, *gqa_sm80.TILES)}
-    | {*mla_sm90.BLOCK_MS, *gqa_sm90.BLOCK_MS},
-)
 
 
 def specs_of(
@@ -154,9 +177,7 @@ def gqa_call_specs(arch: Arch, variant: GqaVariant, rows: int) -> list[KernelSpe
         If no kernel supports the variant.
     """
     sm80 = gqa_sm80.gqa_sm80_spec(arch, variant, rows)
-    sm90 = gqa_sm90.gqa_sm90_spec(arch, variant, rows)
-    kernels = [] if sm90 is None else gqa_sm90.with_all_heads(sm90)
-    return [*kernels, sm80, combine_spec(sm80)]
+    return [*_gqa_sm90_kernels(arch, variant, rows), sm80, combine_spec(sm80)]
 
 
 def specs_of_variant(spec: KernelSpec) -> list[KernelSpec]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import struct
 from dataclasses import FrozenInstanceError, fields, replace
+from typing import Any
 
 import pytest
 
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.combine import CombineSpec, combine_specs
 from mlagen.spec.dtype import ROW_FORMATS, DType, row_dtype_of
-from mlagen.spec.gqa.sm80 import gqa_sm80_specs
+from mlagen.spec.families import specs_of
 from mlagen.spec.kernel import KernelSpec
-from mlagen.spec.mla.sm80 import mla_sm80_specs
 from tests.kernels import COMBINE, gqa_sm80, gqa_sm90, mla_sm80, mla_sm90
 
 SPECS = [mla_sm80(), mla_sm90(), gqa_sm80(), gqa_sm90(), COMBINE]
@@ -60,8 +60,8 @@ def test_str_of_a_spec_is_its_family_and_fields() -> None:
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
 def test_every_decode_output_has_one_combine_kernel(arch: Arch) -> None:
     """Each output dtype and width has one, whose slices are at most 128 elements of a row."""
-    needed = {(spec.out_dtype, spec.head_dim_vo) for spec in mla_sm80_specs(arch)}
-    needed |= {(spec.variant.out_dtype, spec.variant.head_dim) for spec in gqa_sm80_specs(arch)}
+    decode: list[Any] = specs_of(arch, ["mla_sm80", "gqa_sm80"])
+    needed = {(spec.out_dtype, spec.head_dim_vo) for spec in decode}
 
     listed = list(combine_specs(arch))
 

@@ -12,10 +12,10 @@ import pytest
 from mlagen.errors import UnsupportedError
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa.sm80 import gqa_sm80_specs
+from mlagen.spec.families import specs_of
 from mlagen.spec.gqa.variant import SUPPORTED as GQA_SUPPORTED
 from mlagen.spec.kernel import CallShape
-from mlagen.spec.mla.sm80 import TILES, mla_sm80_spec, mla_sm80_specs
+from mlagen.spec.mla.sm80 import TILES, mla_sm80_spec
 from mlagen.spec.mla.variant import SUPPORTED, MlaVariant, require_supported
 from tests.kernels import gqa_sm80, mla_sm80
 
@@ -41,7 +41,7 @@ def test_every_supported_mla_call_has_a_listed_tile_that_fits(arch: Arch) -> Non
     """Each kernel is listed once, and all CTAs of an SM fit its shared memory."""
     specs = {mla_sm80_spec(arch, variant, rows) for variant in VARIANTS for rows in ROWS}
 
-    listed = list(mla_sm80_specs(arch))
+    listed = list(specs_of(arch, ["mla_sm80"]))
 
     assert len(listed) == len(specs)
     assert set(listed) == specs
@@ -59,7 +59,7 @@ def test_every_supported_gqa_call_has_a_tile_that_fits(arch: Arch) -> None:
             assert fits(spec)
             assert spec.slice_dims * spec.slices == head_dim
 
-    listed = list(gqa_sm80_specs(arch))
+    listed: list[Any] = specs_of(arch, ["gqa_sm80"])
 
     pairs = {(spec.variant.query_dtype, spec.variant.kv_dtype) for spec in listed}
     assert len(listed) == len(set(listed))

@@ -12,17 +12,15 @@ import pytest
 
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.dtype import DType
+from mlagen.spec.families import specs_of
 from mlagen.spec.gqa import sm90 as gqa
 from mlagen.spec.gqa.variant import HEAD_DIMS, GqaVariant
 from mlagen.spec.kernel import CallShape
 from mlagen.spec.mla.sm90 import (
+    MlaSm90Fp8KvSpec,
+    MlaSm90Fp8Spec,
+    MlaSm90Spec,
     block_m_for,
-    mla_sm90_fp8_spec,
-    mla_sm90_fp8_specs,
-    mla_sm90_fp8kv_spec,
-    mla_sm90_fp8kv_specs,
-    mla_sm90_spec,
-    mla_sm90_specs,
 )
 from mlagen.spec.mla.variant import PAGE_SIZES, MlaVariant
 from tests.kernels import SM_90A, gqa_sm90, mla_sm80, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv
@@ -39,7 +37,6 @@ class Family(NamedTuple):
 
     variant: Any
     spec_of: Callable[..., Any]
-    specs: Callable[[Arch], Any]
     kernels: int
     build: Callable[..., Any]
 
@@ -53,17 +50,11 @@ _FP8KV_KERNELS = (4 * 2 * 3 + 1) * 3 * len(PAGE_SIZES)
 # dims, the smallest of them for one, two or four KV heads per CTA.
 _GQA_KERNELS = 2 * 4 * ((4 + 3 + 2) + 2 * (5 + 4 + 2))
 MLA_FAMILIES = {
-    "mla_sm90": Family(BF16, mla_sm90_spec, mla_sm90_specs, _MLA_KERNELS, mla_sm90),
-    "mla_sm90_fp8": Family(
-        E4M3, mla_sm90_fp8_spec, mla_sm90_fp8_specs, 2 * 2 * 4 * 3, mla_sm90_fp8
-    ),
-    "mla_sm90_fp8kv": Family(
-        FP8_DS_MLA, mla_sm90_fp8kv_spec, mla_sm90_fp8kv_specs, _FP8KV_KERNELS, mla_sm90_fp8kv
-    ),
+    "mla_sm90": Family(BF16, MlaSm90Spec.of, _MLA_KERNELS, mla_sm90),
+    "mla_sm90_fp8": Family(E4M3, MlaSm90Fp8Spec.of, 2 * 2 * 4 * 3, mla_sm90_fp8),
+    "mla_sm90_fp8kv": Family(FP8_DS_MLA, MlaSm90Fp8KvSpec.of, _FP8KV_KERNELS, mla_sm90_fp8kv),
 }
-FAMILIES = MLA_FAMILIES | {
-    "gqa_sm90": Family(GQA, gqa.gqa_sm90_spec, gqa.gqa_sm90_specs, _GQA_KERNELS, gqa_sm90)
-}
+FAMILIES = MLA_FAMILIES | {"gqa_sm90": Family(GQA, gqa.gqa_sm90_spec, _GQA_KERNELS, gqa_sm90)}
 mla_families = pytest.mark.parametrize("family", MLA_FAMILIES.values(), ids=MLA_FAMILIES)
 whole_boxes = pytest.mark.parametrize(
     "family", [FAMILIES["mla_sm90"], FAMILIES["mla_sm90_fp8"]], ids=["mla_sm90", "mla_sm90_fp8"]
@@ -100,13 +91,13 @@ def test_an_unsupported_call_has_no_sm90_kernel(name: str, changes: dict[str, An
     assert family.spec_of(SM_90A, replace(family.variant, **changes), 8) is None
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
-def test_only_sm_90a_has_sm90_kernels(family: Family, arch: Arch) -> None:
+def test_only_sm_90a_has_sm90_kernels(name: str, arch: Arch) -> None:
     """Every kernel is listed once."""
-    specs = list(family.specs(arch))
+    specs = specs_of(arch, [name])
 
-    assert len(specs) == len(set(specs)) == (family.kernels if arch == SM_90A else 0)
+    assert len(specs) == len(set(specs)) == (FAMILIES[name].kernels if arch == SM_90A else 0)
 
 
 ROWS_OF_MLA = ((1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (512, 64))
@@ -145,7 +136,7 @@ def test_a_call_uses_the_smallest_tile_that_holds_its_rows(
 )
 def test_an_fp8_kv_cache_has_an_fp8kv_kernel(variant: MlaVariant) -> None:
     """Dense calls with pages of any size and sparse calls are covered."""
-    assert mla_sm90_fp8kv_spec(SM_90A, variant, 16) is not None
+    assert MlaSm90Fp8KvSpec.of(SM_90A, variant, 16) is not None
 
 
 WITH_BOXES: list[Callable[..., Any]] = [

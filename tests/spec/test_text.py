@@ -17,7 +17,7 @@ from mlagen.spec.gqa.variant import SUPPORTED as GQA_SUPPORTED
 from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.sm80 import mla_sm80_spec
-from mlagen.spec.mla.sm90 import mla_sm90_spec
+from mlagen.spec.mla.sm90 import MlaSm90Spec
 from mlagen.spec.mla.variant import SUPPORTED
 from mlagen.spec.text import parse_spec
 from tests.kernels import COMBINE, gqa_sm80, mla_sm80, mla_sm90
@@ -59,7 +59,7 @@ out_dtypes = st.sampled_from([dtype for row in GQA_SUPPORTED for dtype in row.ou
 @given(
     st.one_of(
         st.builds(mla_sm80_spec, archs, mla_variants, counts),
-        st.builds(mla_sm90_spec, archs, mla_variants, counts).filter(bool),
+        st.builds(MlaSm90Spec.of, archs, mla_variants, counts).filter(bool),
         st.builds(gqa_sm80_spec, archs, gqa_variants, counts),
         st.builds(CombineSpec, arch=archs, dtype=out_dtypes, head_dim_vo=head_dims),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -13,7 +12,6 @@ from mlagen.spec.gqa.variant import (
     SLICE_DIMS,
     GqaSpec,
     GqaVariant,
-    gqa_variants,
     require_supported,
 )
 from mlagen.spec.kernel import CallShape, Parameter, parameters
@@ -139,12 +137,6 @@ def gqa_sm80_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaSm80Spec:
     sizes = sorted({spec.tile.block_m for spec in fitting})
     chosen = next((size for size in sizes if size >= rows), sizes[-1])
     return next(spec for spec in fitting if spec.tile.block_m == chosen)
-
-
-def gqa_sm80_specs(arch: Arch) -> Iterator[GqaSm80Spec]:
-    """Yield every sm80 GQA kernel that prewarming covers for ``arch``, each once."""
-    for variant in gqa_variants():
-        yield from {gqa_sm80_spec(arch, variant, rows): None for rows in (16, 32)}
 
 
 def _fits(spec: GqaSm80Spec) -> bool:

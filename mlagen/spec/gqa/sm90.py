@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -15,7 +14,6 @@ from mlagen.spec.gqa.variant import (
     SCALE_PARAMETERS,
     GqaSpec,
     GqaVariant,
-    gqa_variants,
 )
 from mlagen.spec.kernel import CallShape, Parameter, parameters
 
@@ -216,11 +214,3 @@ def with_all_heads(spec: GqaSm90Spec) -> list[GqaSm90Spec]:
         for heads in known
         if spec.max_kv_heads_per_cta % heads == 0
     ]
-
-
-def gqa_sm90_specs(arch: Arch) -> Iterator[GqaSm90Spec]:
-    """Yield every sm90 GQA kernel that prewarming covers for ``arch``, each once."""
-    for variant in gqa_variants():
-        found = [gqa_sm90_spec(arch, variant, rows) for rows in BLOCK_MS]
-        for spec in dict.fromkeys(spec for spec in found if spec is not None):
-            yield from with_all_heads(spec)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import Parameter, parameters
-from mlagen.spec.mla.variant import SUPPORTED, MlaKernelSpec, MlaVariant, require_supported
+from mlagen.spec.mla.variant import MlaKernelSpec, MlaVariant, require_supported
 
 
 class MlaTile(NamedTuple):
@@ -134,17 +134,11 @@ def mla_sm80_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm80Spec:
         If no row of :data:`SUPPORTED` covers the variant.
     """
     require_supported(variant)
-    return _smallest(_choices(arch, variant), rows)
+    choices = _choices(arch, variant)
+    return next((spec for spec in choices[::-1] if spec.tile.block_m >= rows), choices[0])
 
 
-def mla_sm80_specs(arch: Arch) -> Iterator[MlaSm80Spec]:
-    """Yield every sm80 MLA kernel that ``arch`` supports, each once."""
-    for row in SUPPORTED:
-        for variant in row.variants():
-            choices = _choices(arch, variant)
-            yield from {_smallest(choices, tile.block_m): None for tile in TILES}
-
-
+@lru_cache(maxsize=1 << 14)  # for each number of rows
 def _choices(arch: Arch, variant: MlaVariant) -> list[MlaSm80Spec]:
     """Return the first valid tile of each BLOCK_M, largest first."""
     choices: dict[int, MlaSm80Spec] = {}
@@ -154,11 +148,6 @@ def _choices(arch: Arch, variant: MlaVariant) -> list[MlaSm80Spec]:
             choices[tile.block_m] = spec
     assert choices, f"no tile fits {arch}"
     return list(choices.values())
-
-
-def _smallest(choices: list[MlaSm80Spec], rows: int) -> MlaSm80Spec:
-    """Return the smallest tile that holds the rows, or else the largest."""
-    return next((spec for spec in choices[::-1] if spec.tile.block_m >= rows), choices[0])
 
 
 def _is_valid(spec: MlaSm80Spec) -> bool:

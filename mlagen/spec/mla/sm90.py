@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
@@ -14,13 +13,12 @@ from mlagen.spec.mla.variant import (
     DCP,
     PLAIN,
     SPARSE,
-    SUPPORTED,
     MlaKernelSpec,
     MlaVariant,
     gather_parameters,
 )
 
-SpecT = TypeVar("SpecT")
+SpecT = TypeVar("SpecT", bound="MlaSm90Spec")
 
 # BLOCK_M of the tiles, largest first. A call uses the smallest tile that holds the rows of a
 # sequence, or else the largest.
@@ -96,6 +94,23 @@ class MlaSm90Spec(MlaKernelSpec):
     producer_warps: ClassVar[int] = 4
 
     block_m: int
+
+    @classmethod
+    def covers(cls, arch: Arch, variant: MlaVariant) -> bool:
+        """Whether ``arch`` has kernels of this family for a variant."""
+        is_16bit = variant.query_dtype.is_16bit and variant.kv_dtype is variant.query_dtype
+        return is_16bit and (_supports_tma(arch, variant) or _has_kernels(arch, variant, SPARSE))
+
+    @classmethod
+    def of(  # noqa: PYI019 - Self is of Python 3.11
+        cls: type[SpecT], arch: Arch, variant: MlaVariant, rows: int
+    ) -> SpecT | None:
+        """Return the kernel for ``rows`` query rows per sequence, or None if unsupported.
+
+        In a sparse call every query token is a sequence of its own.
+        """
+        is_covered = cls.covers(arch, variant)
+        return cls(arch=arch, variant=variant, block_m=block_m_for(rows)) if is_covered else None
 
     @property
     def small_calls(self) -> tuple[tuple[int, int], ...]:
@@ -233,6 +248,12 @@ class MlaSm90Fp8Spec(_Fp8Spec):
 
     family: ClassVar[str] = "mla_sm90_fp8"
 
+    @classmethod
+    def covers(cls, arch: Arch, variant: MlaVariant) -> bool:
+        """Whether ``arch`` has kernels of this family for a variant."""
+        is_e4m3 = (variant.query_dtype, variant.kv_dtype) == (DType.E4M3, DType.E4M3)
+        return is_e4m3 and _supports_tma(arch, variant)
+
     @property
     def small_calls(self) -> tuple[tuple[int, int], ...]:
         """(max rows per sequence, max KV blocks) of calls that sm80 runs faster on 132 SMs."""
@@ -268,6 +289,12 @@ class MlaSm90Fp8KvSpec(_Fp8Spec):
         float: bmm1_scale bmm2_scale latent_scale rope_scale lse_factor
         """
     )
+
+    @classmethod
+    def covers(cls, arch: Arch, variant: MlaVariant) -> bool:
+        """Whether ``arch`` has kernels of this family for a variant."""
+        has_dtypes = (variant.query_dtype, variant.kv_dtype) in _FP8KV_DTYPES
+        return has_dtypes and _has_kernels(arch, variant, PLAIN, SPARSE, DCP)
 
     @property
     def math_dtype(self) -> DType:
@@ -306,54 +333,25 @@ def block_m_for(rows: int) -> int:
     return min((tile for tile in BLOCK_MS if rows <= tile), default=BLOCK_MS[0])
 
 
-def has_sm90_kernels(arch: Arch, variant: MlaVariant, *modes: tuple[str, str, str]) -> bool:
+def _has_kernels(arch: Arch, variant: MlaVariant, *modes: tuple[str, str, str]) -> bool:
     """Return whether ``arch`` has kernels for dims and one of the modes, of some element types."""
     return arch.has_wgmma and variant.head_dims in HEAD_DIMS and variant.mode in modes
 
 
-def supports_tma(arch: Arch, variant: MlaVariant) -> bool:
+def _supports_tma(arch: Arch, variant: MlaVariant) -> bool:
     """Return whether TMA loads KV tiles of the variant on ``arch``, for any element type."""
     box_tokens = math.gcd(variant.page_size, MlaSm90Spec.block_n)
-    return has_sm90_kernels(arch, variant, PLAIN, DCP) and box_tokens >= _MIN_BOX_TOKENS
+    return _has_kernels(arch, variant, PLAIN, DCP) and box_tokens >= _MIN_BOX_TOKENS
 
 
-def mla_sm90_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm90Spec | None:
-    """Return the kernel for ``rows`` query rows per sequence, or None if unsupported."""
-    is_16bit = variant.query_dtype.is_16bit and variant.kv_dtype is variant.query_dtype
-    is_covered = supports_tma(arch, variant) or has_sm90_kernels(arch, variant, SPARSE)
-    if not (is_16bit and is_covered):
-        return None
-    return MlaSm90Spec(arch=arch, variant=variant, block_m=block_m_for(rows))
+# The families, the fastest first.
+MLA_SM90 = (MlaSm90Spec, MlaSm90Fp8Spec, MlaSm90Fp8KvSpec)
 
 
-def mla_sm90_fp8_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm90Fp8Spec | None:
-    """Return the kernel for ``rows`` query rows per sequence, or None if unsupported."""
-    is_e4m3 = (variant.query_dtype, variant.kv_dtype) == (DType.E4M3, DType.E4M3)
-    if not (is_e4m3 and supports_tma(arch, variant)):
-        return None
-    return MlaSm90Fp8Spec(arch=arch, variant=variant, block_m=block_m_for(rows))
-
-
-def mla_sm90_fp8kv_spec(arch: Arch, variant: MlaVariant, rows: int) -> MlaSm90Fp8KvSpec | None:
-    """Return the kernel for ``rows`` query rows per sequence, or None if unsupported.
-
-    In a sparse call every query token is a sequence of its own.
-    """
-    has_dtypes = (variant.query_dtype, variant.kv_dtype) in _FP8KV_DTYPES
-    if not (has_dtypes and has_sm90_kernels(arch, variant, PLAIN, SPARSE, DCP)):
-        return None
-    return MlaSm90Fp8KvSpec(arch=arch, variant=variant, block_m=block_m_for(rows))
-
-
-def mla_sm90_kernels(arch: Arch, variant: MlaVariant, rows: int) -> Iterator[MlaSm90Spec]:
-    """Yield the sm90 kernels for ``rows`` query rows per sequence, the fastest first.
-
-    In a sparse call every query token is a sequence of its own.
-    """
-    for make_spec in (mla_sm90_spec, mla_sm90_fp8_spec, mla_sm90_fp8kv_spec):
-        spec = make_spec(arch, variant, rows)
-        if spec is not None:
-            yield spec
+def mla_sm90_kernels(arch: Arch, variant: MlaVariant, rows: int) -> list[MlaSm90Spec]:
+    """Return the sm90 kernels for ``rows`` query rows per sequence, the fastest first."""
+    found = [family.of(arch, variant, rows) for family in MLA_SM90]
+    return [spec for spec in found if spec is not None]
 
 
 def mla_sm90_kernel(
@@ -367,30 +365,3 @@ def mla_sm90_kernel(
         if p_dtype_choice == "auto" or spec.p_dtype.is_16bit:
             return spec
     return None
-
-
-def supported_specs(
-    arch: Arch, make_spec: Callable[[Arch, MlaVariant, int], SpecT | None]
-) -> Iterator[SpecT]:
-    """Yield the spec of every supported variant and tile for which ``make_spec`` has one."""
-    for row in SUPPORTED:
-        for variant in row.variants():
-            for rows in BLOCK_MS:
-                spec = make_spec(arch, variant, rows)
-                if spec is not None:
-                    yield spec
-
-
-def mla_sm90_specs(arch: Arch) -> Iterator[MlaSm90Spec]:
-    """Yield every kernel in 16 bits that ``arch`` supports, each once."""
-    return supported_specs(arch, mla_sm90_spec)
-
-
-def mla_sm90_fp8_specs(arch: Arch) -> Iterator[MlaSm90Fp8Spec]:
-    """Yield every kernel in e4m3 that ``arch`` supports, each once."""
-    return supported_specs(arch, mla_sm90_fp8_spec)
-
-
-def mla_sm90_fp8kv_specs(arch: Arch) -> Iterator[MlaSm90Fp8KvSpec]:
-    """Yield every kernel over an FP8 KV cache that ``arch`` supports, each once."""
-    return supported_specs(arch, mla_sm90_fp8kv_spec)

@@ -131,6 +131,12 @@ SUPPORTED = (
 )
 
 
+def mla_variants() -> Iterator[MlaVariant]:
+    """Yield every variant that prewarming covers."""
+    for row in SUPPORTED:
+        yield from row.variants()
+
+
 def output_dtype(query_dtype: DType) -> DType:
     """Return the output type for a query type: bf16 for an FP8 query."""
     return query_dtype if query_dtype.is_16bit else DType.BF16
