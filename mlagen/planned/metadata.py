@@ -23,6 +23,7 @@ from mlagen.families.common.memory import require_memory
 
 _CPU = torch.device("cpu")
 _OFFSETS = ("qo_indptr", "kv_indptr")
+_TENSORS = (*_OFFSETS, "kv_indices", "kv_len_arr")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,10 +51,9 @@ class Requests:
         return self.names.get(part, part)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by field."""
-        return {
-            name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)
-        }
+        """Return the tensors by field; a compiler traces this."""
+        given = {name: getattr(self, name) for name in _TENSORS}
+        return {name: one for name, one in given.items() if isinstance(one, torch.Tensor)}
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Requests:
         """Return the requests with some tensors replaced."""
