@@ -121,6 +121,13 @@ def entry_point(
     return decorate
 
 
+# The variables of the text below.
+_NAMES = {
+    *("function", "replay", "dispatch", "current_settings", "is_observed", "observe", "as_op"),
+    *("is_compiling", "is_traced", "dumps", "is_known", "dtype", "CallKey", "settings", "bits"),
+    *("more", "options", "others", "key", "outputs"),
+}
+
 # The closure makes its variables cheaper to read than globals.
 _TEXT = """\
 def make(function, replay, dispatch, current_settings, is_observed, observe, is_compiling,
@@ -194,6 +201,8 @@ def _text_of(
 ) -> str:
     """Return the text of a module that makes the generated function of an entry point."""
     parameters = inspect.signature(function).parameters
+    if taken := parameters.keys() & _NAMES:
+        raise ValueError(f"{min(taken)}: expected another name of a parameter, got one of the text")
     kinds = {
         name: _kind_of(parameter)
         for name, parameter in parameters.items()
@@ -208,7 +217,7 @@ def _text_of(
         for each in named(kind):
             statements += template.format(name=each, bit=bit, list_bit=_MAX_ITEMS)
             bit *= size
-    values = named("int", "bool", "float", "dtype") + [f"{name}_value" for name in named("scale")]
+    values = named("int", "bool", "float", "dtype")
     conditions = [f"{name}.__class__ is {kinds[name]}" for name in named("int", "bool", "float")]
     conditions += [f"({x} is None or {x}.__class__ is dtype)" for x in named("dtype")]
     tensors = named("tensor") + [f"{each}_first" for each in named("pair")]
@@ -219,6 +228,7 @@ def _text_of(
         length = f"{plan}.max_kv_len"
     if length:
         conditions.append(f"{length}.__class__ is int")
+    values += [f"{name}_value" for name in named("scale")]  # the last
     keywords = [name for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY]
     others = [name for name in parameters if name not in keywords]
     name, place = function.__name__, f"{function.__module__}.{function.__qualname__}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,6 +83,28 @@ def test_a_planted_parameter_is_part_of_the_key(parameter: str, monkeypatch: Pat
         expected = "guarded" if is_passed and value is other else "planned"
         assert [steps(value) for _ in range(2)] == [expected, "replayed"]
     assert [steps(odd) for _ in range(2)] == ["planned"] * 2
+
+
+@pytest.mark.parametrize("name", ["wrapper", "batch_decode"])
+def test_the_plan_of_a_run_is_part_of_the_key(name: str, monkeypatch: Patch) -> None:
+    """Runs that differ in a scale share a launcher, and those of another plan share none."""
+    entry_point, scale = make_entry_point(monkeypatch, ROWS[name]), {"v_scale": 0.5}
+    arguments = entry_point.row.build()
+    entry_point.call(arguments)
+    if name == "batch_decode":
+        assert entry_point.is_planned(arguments | scale)  # no longer 1
+        assert not entry_point.is_planned(arguments | {"v_scale": 0.25})
+        assert entry_point.is_planned(arguments | {"window_left": 3} | scale)
+    plan = arguments["wrapper"]._plan
+    monkeypatch.setattr(arguments["wrapper"], "_plan", replace(plan, max_q_len=77))
+
+    assert entry_point.is_planned(arguments)
+
+
+def test_a_parameter_with_a_name_of_the_text_is_rejected() -> None:
+    """The generated function has variables of its own."""
+    with pytest.raises(ValueError, match=r"^bits: expected another name of a parameter"):
+        planted("bits: int = 0")
 
 
 def test_the_text_of_an_entry_point_can_be_read() -> None:
