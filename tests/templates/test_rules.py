@@ -43,37 +43,34 @@ JINJA = [name for name in FILES if name.endswith(".j2")]
 # A tag by its keyword, since {% and {{ are CUDA too: in the operands of PTX, in initializers.
 _TAG = re.compile(r"\{%[-+]?\s*([a-z]+)")
 _OUTPUT = re.compile(r"\{\{[-+]?\s*([a-z_][\w.]*)[^{}]*\}\}")
-_KEYWORDS = {"macro", "endmacro", "if", "elif", "else", "endif", "for", "endfor"}
-_OPENING, _CLOSING = {"if", "for", "macro"}, {"endif", "endfor", "endmacro"}
+_KEYWORDS = {"if", "elif", "else", "endif", "for", "endfor"}
+_OPENING, _CLOSING = {"if", "for"}, {"endif", "endfor"}
+
+# What a shared file may ask of a spec: the architecture, and the element that it stores.
+_SHARED_CHOICES = {"arch.has_cvt_e4m3", "arch.has_griddepcontrol", "stores_e4m3"}
 
 # What a file other than config.cuh.j2 may write of a spec: names and choices, no sizes.
 _OUTPUTS = {"spec.symbol", "declaration"}
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_a_plain_file_has_no_jinja(name: str) -> None:
-    """What is called .cuh is CUDA that any tool can read."""
-    text = FILES[name].read_text()
-    keywords = _KEYWORDS | {"include", "from", "import", "extends", "block", "set"}
-    tags = {keyword for keyword in _TAG.findall(text) if keyword in keywords}
-    outputs = {output for output in _OUTPUT.findall(text) if output.startswith("spec")}
-    assert tags | outputs == set()
-    assert "{#" not in text
-
-
-@pytest.mark.parametrize("name", JINJA)
-def test_a_template_has_jinja(name: str) -> None:
-    """What is called .j2 has a reason for it."""
-    text = FILES[name].read_text()
-    assert name.endswith((".cuh.j2", ".cu.j2"))
-    assert _TAG.search(text) or _OUTPUT.search(text)
+def test_only_a_template_has_jinja() -> None:
+    """What is called .cuh is CUDA that any tool can read; what is called .j2 has Jinja."""
+    keywords = _KEYWORDS | {"include", "from", "import", "extends", "block", "set", "macro"}
+    for name, path in FILES.items():
+        text = path.read_text()
+        tags = keywords.intersection(_TAG.findall(text))
+        outputs = {output for output in _OUTPUT.findall(text) if output.startswith("spec")}
+        assert bool(tags | outputs) == (name in JINJA), name
+        assert name in JINJA or "{#" not in text, name
+        assert name.endswith((".cuh", ".cuh.j2", ".cu.j2")), name
 
 
 @pytest.mark.parametrize("name", JINJA)
 def test_tags_are_few_and_stand_at_the_left(name: str) -> None:
-    """Control tags begin their line at column 0, alone, and are nested two deep at the most."""
+    """Control tags begin their line, alone, at most two deep; only a first comment eats space."""
     depth = 0
-    for line in FILES[name].read_text().splitlines():
+    lines = FILES[name].read_text().splitlines()
+    for line in lines:
         if "{%" not in line:
             continue
         assert re.fullmatch(r"\{% [^%]+ %\}", line), line
@@ -82,21 +79,24 @@ def test_tags_are_few_and_stand_at_the_left(name: str) -> None:
         depth += (keyword in _OPENING) - (keyword in _CLOSING)
         assert 0 <= depth <= 2, line
     assert depth == 0
-
-
-@pytest.mark.parametrize("name", JINJA)
-def test_white_space_is_left_alone(name: str) -> None:
-    """Only the first comment of a file eats the space around it."""
-    lines = FILES[name].read_text().splitlines()
     golfed = [line for line in lines if re.search(r"\{[{%#][-+]|[-+][}%#]\}", line)]
     assert golfed in ([], lines[:1])
 
 
-@pytest.mark.parametrize("name", [name for name in JINJA if not name.endswith("config.cuh.j2")])
-def test_sizes_enter_once(name: str) -> None:
+def test_sizes_enter_once() -> None:
     """Numbers of a spec become constants in one file of a family; the others use the constants."""
-    written = set(_OUTPUT.findall(FILES[name].read_text()))
+    others = [name for name in JINJA if not name.endswith("config.cuh.j2")]
+    written = {output for name in others for output in _OUTPUT.findall(FILES[name].read_text())}
     assert written <= _OUTPUTS
+
+
+def test_shared_files_know_no_family() -> None:
+    """A shared file includes what differs by a name that each family has in its folder."""
+    for name, path in FILES.items():
+        if not name.startswith("kernels/"):
+            text = path.read_text()
+            assert '#include "kernels/' not in text, name
+            assert set(re.findall(r"\{% if spec\.([\w.]+)", text)) <= _SHARED_CHOICES, name
 
 
 def test_the_first_line_says_what_a_file_is() -> None:
