@@ -187,9 +187,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
         CPU is checked here; offsets and lengths on the device are clamped to the page ids. Split-KV
         scheduling uses the longest sequence, so that a run has the bits of a call of
         :func:`mlagen.decode.trtllm_batch_decode_with_kv_cache` with that ``max_seq_len``. A plan
-        whose offsets and lengths are all on the device waits for it, to read the longest back; no
-        other plan does. Plans for CUDA graphs never wait: they assume that requests share
-        ``indices`` equally, if that is longer than the lengths on the CPU.
+        with neither ``indptr`` nor ``seq_lens`` on the CPU waits for the device, to read the
+        longest back; no other plan does. Plans for CUDA graphs never wait: they assume that
+        requests share ``indices`` equally, if that is longer than the lengths on the CPU.
 
         Parameters
         ----------
