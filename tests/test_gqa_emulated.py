@@ -324,6 +324,27 @@ def test_an_lse_of_sm80_may_be_natural(sm_count: int, decoded: Decode) -> None:
     problem.check(*result, natural=True)
 
 
+@pytest.mark.parametrize("sm_count", [16, 40])
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"seq_lens": (260,), "q_len": 8, "group": 8, "head_dim": 512},
+        {"seq_lens": (259, 65), "q_len": 3, "head_dim": 512},
+        {"seq_lens": (520, 130), "q_len": 8, "group": 16, "head_dim": 64},
+    ],
+    ids=lambda facts: str(facts["seq_lens"]),
+)
+def test_a_causal_mask_gives_the_bits_of_causal_order(
+    facts: dict[str, Any], sm_count: int, decoded: Decode
+) -> None:
+    """The sm80 kernel adds up the same tokens in the same order, with and without a mask."""
+    problem = GqaCase(**facts, kv_heads=1, mask="causal").build("cpu")
+
+    masked = decoded(problem, sm_count, 0, sm80_on=SM_80)
+
+    assert all(map(torch.equal, masked, decoded(problem, sm_count, 0, sm80_on=SM_80, mask=None)))
+
+
 @pytest.mark.parametrize("kv", ["16-bit", "nvfp4"])
 def test_page_ids_of_a_plan_are_flat_for_sm80(kv: str, decoded: Decode) -> None:
     """Each request reads its own page ids, for its rows and for their scales."""

@@ -82,6 +82,7 @@ __device__ inline void pv_gemm_boundary(const Params& params, const WorkItem& wo
   for (int token = 0; token < kBlockN; ++token) {
     const int token_idx = first_token + token;
     if (token_idx >= work.unmasked_kv_begin && token_idx < work.unmasked_kv_end) continue;
+    if (params.draft_mask != nullptr && work.all_attend(params, token_idx)) continue;
     u32* row = reinterpret_cast<u32*>(tokens + token * kRowBytes);
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {

@@ -708,6 +708,13 @@ struct alignas(16) WorkItem {
     // No row attends to speculative tokens beyond the mask.
     return draft / 32 < params.mask_words && (words[draft / 32] >> draft % 32 & 1) != 0;
   }
+
+  // Whether every row of this CTA attends to a token, as a mask may say: it is no boundary then.
+  __device__ bool all_attend(const Params& params, int token) const {
+    bool all = true;
+    for (int row = lane_index(); row < rows; row += kWarpLanes) all &= attends(params, row, token);
+    return __all_sync(~0u, all);
+  }
 };
 
 __device__ inline WorkItem find_work_item(const Params& params) {
@@ -742,12 +749,15 @@ __device__ inline WorkItem find_work_item(const Params& params) {
   const int first_row_end = is_causal ? context_len + first + 1 : work.kv_len;
   work.unmasked_kv_end = max(has_mask ? context_len : first_row_end, 0);
 
+  // All tokens bound the splits, also those behind a causal tile: a causal mask then adds up in the
+  // order of causal tiles without one.
   const int begin = work.kv_begin / kBlockN;
-  const int num_kv_blocks = max(ceil_div(work.kv_end, kBlockN) - begin, 0);
+  const int num_kv_blocks = max(ceil_div(work.kv_len, kBlockN) - begin, 0);
   const int kv_blocks_per_split =
       ceil_div(ceil_div(num_kv_blocks, kWarps), params.num_splits) * kWarps;
-  work.first_kv_block = begin + min(num_kv_blocks, work.split_idx * kv_blocks_per_split);
-  work.end_kv_block = min(begin + num_kv_blocks, work.first_kv_block + kv_blocks_per_split);
+  const int end = begin + max(ceil_div(work.kv_end, kBlockN) - begin, 0);
+  work.first_kv_block = min(end, begin + work.split_idx * kv_blocks_per_split);
+  work.end_kv_block = min(end, work.first_kv_block + kv_blocks_per_split);
   return work;
 }
 
@@ -849,6 +859,7 @@ __device__ inline void pv_gemm_boundary(const Params& params, const WorkItem& wo
   for (int token = 0; token < kBlockN; ++token) {
     const int token_idx = first_token + token;
     if (token_idx >= work.unmasked_kv_begin && token_idx < work.unmasked_kv_end) continue;
+    if (params.draft_mask != nullptr && work.all_attend(params, token_idx)) continue;
     u32* row = reinterpret_cast<u32*>(tokens + token * kRowBytes);
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {
