@@ -247,7 +247,7 @@ def stats(*, as_json: bool) -> None:
     tally = Tally(template_digests(), required_toolchain(), required_line_info())
     for stored in store.entries(layers=True):
         tally.add(stored)
-    abandoned = store.abandoned()
+    abandoned = store.sweep(dry_run=True)
     document = {
         "cache_dir": str(store.root),
         "entries": tally.entries,

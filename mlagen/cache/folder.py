@@ -259,24 +259,17 @@ class Opened:
         with suppress(OSError), self._listing() as descriptor:
             os.fsync(descriptor)
 
-    def abandoned(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield the temporary files of writers that are dead."""
-        for name in self.names():
-            if _PART.fullmatch(name):
-                with suppress(FileNotFoundError):
-                    status = self.status_of(name)
-                    # The absolute difference: a time far in the future comes from a clock that was
-                    # set back.
-                    if abs(time.time() - status.st_mtime) > _ABANDONED_AFTER_S:
-                        yield name, status
-
-    def sweep(self) -> int:
-        """Delete the abandoned temporary files that can be deleted; return how many."""
-        swept = 0
-        for name, _ in self.abandoned():
+    def sweep(self, *, dry_run: bool = False) -> list[int]:
+        """Delete the temporary files of dead writers that can be deleted; return their sizes."""
+        swept = []
+        for name in filter(_PART.fullmatch, self.names()):
             with suppress(OSError):
-                self.unlink(name)
-                swept += 1
+                status = self.status_of(name)
+                # The absolute difference: a time far in the future comes from a clock set back.
+                if abs(time.time() - status.st_mtime) > _ABANDONED_AFTER_S:
+                    if not dry_run:
+                        self.unlink(name)
+                    swept.append(status.st_size)
         return swept
 
     def remove_folder(self, name: str) -> None:

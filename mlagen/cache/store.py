@@ -282,21 +282,10 @@ class KernelStore:
         """
         with raising_cache_errors(self.root):
             evicted = eviction.evict(self._folder, self._max_bytes) if self._max_bytes else []
-        return Collected(self.sweep(), tuple(evicted))
+        return Collected(len(self.sweep()), tuple(evicted))
 
-    def sweep(self) -> int:
-        """Delete the temporary files of dead processes; return how many.
-
-        Raises
-        ------
-        CacheError
-            If a folder cannot be read.
-        """
-        with raising_cache_errors(self.root):
-            return sum(shard.sweep() for shard in self._folder.shards())
-
-    def abandoned(self) -> list[int]:
-        """Return the sizes of the files that :meth:`sweep` deletes.
+    def sweep(self, *, dry_run: bool = False) -> list[int]:
+        """Delete the temporary files of dead processes; return their sizes.
 
         Raises
         ------
@@ -304,8 +293,9 @@ class KernelStore:
             If a folder cannot be read.
         """
         with raising_cache_errors(self.root):
-            shards = self._folder.shards()
-            return [status.st_size for shard in shards for _, status in shard.abandoned()]
+            return [
+                size for shard in self._folder.shards() for size in shard.sweep(dry_run=dry_run)
+            ]
 
     def remove_old_layouts(self, *, dry_run: bool = False) -> int:
         """Delete what earlier versions of mlagen stored in layouts of their own; return the bytes.

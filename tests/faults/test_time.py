@@ -109,7 +109,7 @@ def test_a_builder_swept_by_a_wrong_clock_still_has_its_kernel(
     def sweep_first(*args: Any, **kwargs: Any) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(time, "time", lambda: REAL_TIME() + ahead_s)
-            swept.append(store_in(tmp_path).sweep())
+            swept.append(len(store_in(tmp_path).sweep()))
         link(*args, **kwargs)
 
     monkeypatch.setattr(os, "link", sweep_first)
