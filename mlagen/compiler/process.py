@@ -190,7 +190,7 @@ def _received(
             if remaining_s <= 0 or not (ready or is_open):
                 break
             # A child that this process forked meanwhile may keep the pipes open.
-            is_open = is_open and (bool(ready) or process.poll() is None)
+            is_open = is_open and (bool(ready) or _ended(process) is None)
             for end, _ in ready:
                 data = os.read(end, 1 << 16)
                 received[end] += data
@@ -210,14 +210,25 @@ def _received(
     return bytes(received[answer][1:]), messages
 
 
+def _ended(process: subprocess.Popen[bytes]) -> tuple[int, int] | None:
+    """Return how a process ended, by code and status; its id stays its own until it is reaped."""
+    try:
+        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    except ChildProcessError:  # reaped by the program, which may ignore SIGCHLD
+        return os.CLD_EXITED, 0
+    return None if found is None else (found.si_code, found.si_status)
+
+
 def _end_of(process: subprocess.Popen[bytes], messages: str) -> str:
     """Return how a process ended that closed its answer, in words."""
-    try:
-        status = process.wait(1.0)
-    except subprocess.TimeoutExpired:
-        return "no end"
-    if status < 0:
-        return signal.Signals(-status).name
+    deadline = time.monotonic() + _LOOK_S
+    while (ended := _ended(process)) is None:
+        if time.monotonic() > deadline:
+            return "no end"
+        time.sleep(0.01)
+    code, status = ended
+    if code != os.CLD_EXITED:
+        return signal.Signals(status).name
     return f"exit status {status}: {(messages.strip().splitlines() or ['nothing'])[-1]}"
 
 

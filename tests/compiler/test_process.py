@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -57,6 +58,15 @@ def test_startup_output_and_the_current_folder_are_ignored(
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     monkeypatch.chdir(tmp_path)
     assert compile_apart().code.startswith(b"\x7fELF")
+
+
+def test_a_program_that_ignores_its_children_compiles() -> None:
+    """The system then reaps a process before anybody looks."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert compile_apart().code.startswith(b"\x7fELF")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 # What an executable that is no Python does with the arguments of one.
