@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from mlagen.runtime.tensor_map import TiledTensor, encode
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
@@ -30,19 +30,23 @@ class GqaTensorMapLayout:
     value_strides: tuple[int, int, int]
 
 
-def encoded_maps(layout: GqaTensorMapLayout, key: int, value: int) -> bytes:
-    """Return the maps of keys and of values by their base addresses."""
-    return _encoded(layout, key, layout.key_strides) + _encoded(layout, value, layout.value_strides)
+@lru_cache(maxsize=256)
+def maps_of(layout: GqaTensorMapLayout) -> GqaCacheMaps:
+    """Return the maps of all caches of a layout, shared by calls of any batch."""
+    keys, values = (_tensor_of(layout, each) for each in (layout.key_strides, layout.value_strides))
+    return lru_cache(maxsize=_MAX_CACHES)(
+        lambda key, value: encode(keys, key) + encode(values, value)
+    )
 
 
-def _encoded(layout: GqaTensorMapLayout, address: int, strides: tuple[int, int, int]) -> bytes:
-    """Return the map of keys or values with dimensions element, token, column, head, page."""
+def _tensor_of(layout: GqaTensorMapLayout, strides: tuple[int, int, int]) -> TiledTensor:
+    """Return keys or values with dimensions element, token, column, head, page."""
     spec = layout.spec
     columns = spec.row_bytes // spec.line_bytes
     elements = spec.variant.head_dim // columns
     page_size = spec.variant.page_size
     page_stride, token_stride, head_stride = strides
-    tensor = TiledTensor(
+    return TiledTensor(
         dtype=spec.variant.kv_dtype,
         sizes=(elements, page_size, columns, layout.kv_heads, layout.num_pages),
         strides=(
@@ -54,10 +58,3 @@ def _encoded(layout: GqaTensorMapLayout, address: int, strides: tuple[int, int, 
         ),
         box=(elements, spec.box_tokens, columns, spec.kv_heads_per_cta, 1),
     )
-    return encode(tensor, address)
-
-
-@lru_cache(maxsize=256)
-def maps_of(layout: GqaTensorMapLayout) -> GqaCacheMaps:
-    """Return the maps of all caches of a layout, shared by calls of any batch."""
-    return lru_cache(maxsize=_MAX_CACHES)(partial(encoded_maps, layout))

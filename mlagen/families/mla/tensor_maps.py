@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 from mlagen.runtime.tensor_map import TiledTensor, encode
@@ -38,51 +38,48 @@ class TensorMapLayout:
     rope_token_stride: int
 
 
-def encoded_maps(layout: TensorMapLayout, cache: int, rope: int) -> Maps:
-    """Return the maps of a cache by the base addresses of its latent and its rope part."""
+@lru_cache(maxsize=256)
+def maps_of(layout: TensorMapLayout) -> CacheMaps:
+    """Return the maps of all caches of a layout, shared by calls of any batch."""
     spec, rope_dim = layout.spec, layout.spec.variant.qk_rope_head_dim
     latent_tiles = spec.variant.kv_dtype.row_bytes(spec.variant.kv_lora_rank) // _TILE_BYTES
     strides = layout.token_stride, layout.page_stride
     rope_strides = layout.rope_token_stride, layout.rope_page_stride
-    is_joined = rope == cache + latent_tiles * _TILE_BYTES and rope_strides == strides
-    separate_rope = rope_dim > 0 and not is_joined
-    latent_map = _encoded(layout, cache, strides, tiles=latent_tiles, tiles_per_box=1)
-    rope_map = latent_map  # a kernel without rope does not read it
-    if rope_dim:
-        rope_map = _encoded(layout, rope, rope_strides, tiles=1, tiles_per_box=1, width=rope_dim)
-    if not spec.copies_tile_groups:  # mla_sm90_fp8 copies the latent part of whole rows
-        kv_map = _encoded(layout, cache, strides, tiles=latent_tiles, tiles_per_box=latent_tiles)
-    elif separate_rope:  # the kernel does not read it
-        kv_map = latent_map
-    else:
+    latent = _tensor_of(layout, strides, tiles=latent_tiles)
+    rope_tile = _tensor_of(layout, rope_strides, tiles=1, width=rope_dim)
+    tiles, per_box = latent_tiles, latent_tiles  # mla_sm90_fp8 copies the latent part of whole rows
+    if spec.copies_tile_groups:
         tiles, per_box = latent_tiles + (rope_dim > 0), spec.tiles_per_stage
-        kv_map = _encoded(layout, cache, strides, tiles=tiles, tiles_per_box=per_box)
-    return Maps(latent_map + rope_map + kv_map, separate_rope)
+    copied = _tensor_of(layout, strides, tiles=tiles, tiles_per_box=per_box)
+
+    def encoded(cache: int, rope: int) -> Maps:
+        is_joined = rope == cache + latent_tiles * _TILE_BYTES and rope_strides == strides
+        separate_rope = rope_dim > 0 and not is_joined
+        latent_map = encode(latent, cache)
+        # A kernel without rope reads no map of it, and one with separate rope none of joined tiles.
+        rope_map = encode(rope_tile, rope) if rope_dim else latent_map
+        is_read = not (spec.copies_tile_groups and separate_rope)
+        kv_map = encode(copied, cache) if is_read else latent_map
+        return Maps(latent_map + rope_map + kv_map, separate_rope)
+
+    return lru_cache(maxsize=_MAX_CACHES)(encoded)
 
 
-def _encoded(
+def _tensor_of(
     layout: TensorMapLayout,
-    address: int,
     strides: tuple[int, int],
     *,
     tiles: int,
-    tiles_per_box: int,
-    width: int | None = None,
-) -> bytes:
-    """Return the map of a part, with dimensions element (``width``), token, tile, page."""
+    tiles_per_box: int = 1,
+    width: int = 0,
+) -> TiledTensor:
+    """Return a part with dimensions element (``width``, or those of a tile), token, tile, page."""
     spec = layout.spec
     token_stride, page_stride = strides
     width = width or _TILE_BYTES // spec.variant.kv_dtype.row_bytes(1)
-    tensor = TiledTensor(
+    return TiledTensor(
         dtype=spec.variant.kv_dtype,
         sizes=(width, spec.variant.page_size, tiles, layout.num_pages),
         strides=(token_stride, _TILE_BYTES, page_stride),
         box=(width, spec.box_tokens, tiles_per_box, 1),
     )
-    return encode(tensor, address)
-
-
-@lru_cache(maxsize=256)
-def maps_of(layout: TensorMapLayout) -> CacheMaps:
-    """Return the maps of all caches of a layout, shared by calls of any batch."""
-    return lru_cache(maxsize=_MAX_CACHES)(partial(encoded_maps, layout))

@@ -100,7 +100,7 @@ def test_maps_of_a_cache(name: str, encoded: Encoded) -> None:
     """Maps of latent part, rope part and one copy are packed, and equal ones are encoded once."""
     cache, rope, expected = CACHES[name]
 
-    maps = mla_maps.encoded_maps(cache, CACHE, rope)
+    maps = maps_of.__wrapped__(cache)(CACHE, rope)
 
     assert encoded == list(dict.fromkeys(expected))
     assert maps.packed == b"".join(map_of(*each) for each in expected)
