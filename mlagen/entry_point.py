@@ -280,7 +280,7 @@ def _kind_of(parameter: inspect.Parameter) -> str:
 # have equal values of equal types.
 _FORMAT = 2
 
-_is_known = frozenset((int, bool, float, str, tuple, type(None))).issuperset
+_is_known = frozenset((int, bool, float, str, type(None))).issuperset
 
 # More than the tensors of any call, so that the numbers of items of two sequences stay apart.
 _MAX_ITEMS = 1 << 5

@@ -41,6 +41,7 @@ PLANTED: dict[str, tuple[Any, Any, Any]] = {
     "kind: torch.dtype | None = None": (None, torch.float32, "float32"),
     "anything: object = None": (None, 1, object()),
     "anything = 0": (0, 1, object()),
+    "anything: object = 1": (1, True, (TENSOR,)),
 }
 
 
