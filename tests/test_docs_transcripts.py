@@ -34,7 +34,7 @@ _KEY = re.compile(r"\b(?:[0-9a-f]{64}|(?=[a-f]*\d)[0-9a-f]{8})\b")
 # What differs between two runs or between compilers, in lines whose spaces are single.
 _UNSTABLE = (
     (_KEY.pattern, "KEY"),
-    (r"(?<=/e/)[0-9a-f]{2}(?=/)", "KE"),
+    (r"(?<=/v2/)[0-9a-f]{2}(?=/)", "KE"),
     (r"\b\d+(?:\.\d+)? (?:B|KiB|MiB)(?!\w)", "SIZE"),
     (r"\b\d+ (?:s|min|h|d) ago$", "AGE"),
     (r"\b\d+(?:\.\d+)? (?:us|ms|s|min|h)\b", "TIME"),
