@@ -33,9 +33,11 @@ _START_S = 60.0  # until an interpreter runs; an executable that is none may run
 _LOOK_S = 1.0  # between looks at a silent process
 _MAX_MESSAGES = 1 << 16  # bytes of stderr that are kept
 
+_HELLO = b"+"
+
 # Says first that it is a Python, and imports nothing from the current folder.
 _BOOT = (
-    "import os, sys; os.write(int(sys.argv[1]), b'+'); sys.path[:] = sys.argv[2:]; "
+    f"import os, sys; os.write(int(sys.argv[1]), {_HELLO!r}); sys.path[:] = sys.argv[2:]; "
     "from mlagen.compiler.process import main; main(int(sys.argv[1]))"
 )
 _PR_SET_PDEATHSIG = 1
@@ -171,7 +173,7 @@ def _received(
     Raises
     ------
     StartError
-        If it does not say that it is a Python.
+        If it does not say that it is a Python, or says anything else first.
     CompileTimeoutError
         If it does not answer within the time limit.
     """
@@ -198,6 +200,11 @@ def _received(
                     poll.unregister(end)
                     is_open = is_open and end != answer
             del received[stderr.fileno()][:-_MAX_MESSAGES]
+            if received[answer] and not received[answer].startswith(_HELLO):
+                raise StartError(
+                    "NVRTC: expected a Python to compile in, got other output, from "
+                    f"{sys.executable}"
+                )
         messages = received[stderr.fileno()].decode(errors="replace")
     if is_open and limit_s == time_limit_s:
         message = f"timeout: expected a compiled kernel in {time_limit_s:g} s, got none"
@@ -261,8 +268,10 @@ def _cubin_of(
     received: bytes, messages: str, process: subprocess.Popen[bytes], source: Source
 ) -> Cubin:
     """Return the cubin of an answer, or raise its error; other messages become warnings."""
-    line, _, code = received.partition(b"\n")
-    head = json.loads(line) if line.endswith(b"}") else {}
+    line, end, code = received.partition(b"\n")
+    head: dict[str, Any] = {}
+    with suppress(ValueError):
+        head = json.loads(line) if end else {}
     if not head or len(code) != head.get("code", 0):
         message = f"NVRTC: expected a compiled kernel, got {_end_of(process, messages)}"
         raise CompileError(message, log=messages, source="")

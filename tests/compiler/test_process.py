@@ -82,6 +82,10 @@ EXECUTABLES: dict[str, tuple[str | None, str]] = {
         "got exit status 1: nothing, from ",
     ),
     "one that prints rubbish": (TALKS, "got nothing in 0.5 s, from "),
+    "one that fills what it inherits": (
+        "exec cat /dev/zero > /proc/self/fd/$3",
+        "expected a Python to compile in, got other output, from ",
+    ),
     "one that closes what it inherits": (
         f"exec {sys.executable} -c 'import os; os.closerange(3, 99)\nwhile 1: os.write(2, b\"a\")'",
         "got exit status 1: ",
@@ -146,11 +150,23 @@ NO_CORE = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); "
         ("sys.stderr.write('one\\ntwo\\n'); sys.exit(3)", "exit status 3: two", "one\ntwo\n"),
         ("pass", "exit status 0: nothing", ""),
         ("os.write(int(sys.argv[1]), b'{}')", "exit status 0: nothing", ""),
+        ('os.write(int(sys.argv[1]), b\'{"log": "{}\')', "exit status 0: nothing", ""),
+        ("os.write(int(sys.argv[1]), b'{]}\\n')", "exit status 0: nothing", ""),
         ("os.write(int(sys.argv[1]), b'{\"code\": 9}\\nELF')", "exit status 0: nothing", ""),
         # Ctrl-C of the terminal does not reach a session of its own.
         ("sys.exit(42 * (os.getsid(0) == os.getpid()))", "exit status 42: ", ""),
     ],
-    ids=["segfault", "kill -9", "exception", "silence", "no answer", "half", "session"],
+    ids=[
+        "segfault",
+        "kill -9",
+        "exception",
+        "silence",
+        "no answer",
+        "half a head",
+        "no JSON",
+        "half",
+        "session",
+    ],
 )
 def test_a_compiler_that_dies_is_a_compile_error(
     code: str, got: str, log: str, monkeypatch: Patch
