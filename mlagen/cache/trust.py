@@ -107,7 +107,8 @@ def remedy_for(status: os.stat_result, folder: Path) -> str:
     """Return the command that makes a folder and what is in it this user's own."""
     if is_foreign(status):
         return f"sudo chown -R {os.geteuid()} {folder}"
-    return f"chmod -R go-w {folder}"
+    sudo = "" if status.st_uid == os.geteuid() else "sudo "
+    return f"{sudo}chmod -R go-w {folder}"
 
 
 def others_may_change(status: os.stat_result, allowed: int = 0) -> bool:

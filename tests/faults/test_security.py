@@ -11,10 +11,11 @@ import pytest
 from mlagen.cache.file import decode_all
 from mlagen.cache.lock import _warn
 from mlagen.cache.store import KernelStore
+from mlagen.cache.trust import remedy_for
 from tests.cache import builds
 from tests.cache.builds import CountedBuild, entry_path, make_build, make_key, tree
 from tests.faults.steps import KEY, ask, store_in, warnings_in
-from tests.faults.strangers import FOLDERS, folder_of, give_away
+from tests.faults.strangers import FOLDERS, STRANGER, folder_of, give_away
 from tests.fixture_types import Log, Patch
 
 OTHER = make_key("another kernel")
@@ -98,6 +99,13 @@ def test_a_folder_that_others_may_write_is_rejected(
     command = f"sudo chown -R {os.geteuid()}" if "user" in word else "chmod -R go-w"
     advice = f"{command} {root}, choose another folder, or set MLAGEN_TRUST_SHARED=1"
     assert f"({advice}), storing kernels in memory: {root}" in warning
+
+
+def test_the_remedy_for_a_folder_of_root_takes_root(monkeypatch: Patch, tmp_path: Path) -> None:
+    """Its modes are root's to change."""
+    monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
+    status = os.stat_result((0o40777, 0, 0, 1, 0, 0, 0, 0, 0, 0))
+    assert remedy_for(status, tmp_path) == f"sudo chmod -R go-w {tmp_path}"
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
