@@ -1,1 +1,1 @@
-"""Compile stage: finding NVRTC, its options, and its log."""
+"""Compile stage: finding NVRTC, the process that calls it, its options, and its log."""

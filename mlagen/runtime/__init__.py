@@ -1,1 +1,1 @@
-"""Kernel runtime: loading cubins, planning grids, launching."""
+"""Kernel runtime: loading cubins, launching, tensor maps, semaphores."""

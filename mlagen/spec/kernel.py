@@ -16,17 +16,17 @@ class Parameter:
     name: str
     cuda_type: str
     code: str
-    is_constant: bool = False  # of all calls with one signature
+    is_constant: bool = False  # of all calls of one launcher
 
 
-# Codes of the types; a pointer's is "Q". A float may differ between calls of one signature.
+# Codes of the types; a pointer's is "Q". A float may differ between calls of one launcher.
 _CODES = {"TensorMap": "128s", "i64": "q", "int": "i", "float": "f", "const float": "f"}
 
 
 def parameters(text: str) -> tuple[Parameter, ...]:
     """Return the parameters of a text such as ``const int*: seq_lens cu_seqlens_q``.
 
-    Each type is followed by its names, which may continue on the next lines. The signature of a
+    Each type is followed by its names, which may continue on the next lines. The launcher of a
     call determines an ``i64``, an ``int`` and a ``const float``.
     """
     found: list[Parameter] = []

@@ -1,6 +1,6 @@
 """DEBUG log of the plan: why a call takes its kernel, its tile and its grid.
 
-A call is planned, and logged, once for each signature.
+A call is planned, and logged, once for each key and guard.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A check costs much less than reading shape, strides, dtype and device of each from Python; making a
 guard costs more. The guards are Dynamo's, a private API: where they are missing or behave
-differently, there are no guards, and the cache finds calls by signature alone.
+differently, there are no guards, and every call is planned.
 """
 
 from __future__ import annotations

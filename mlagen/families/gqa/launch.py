@@ -1,4 +1,4 @@
-"""Launchers of the grouped-query kernels: sm80, for every signature on every GPU, and sm90."""
+"""Launchers of the grouped-query kernels: sm80, for every call on every GPU, and sm90."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class GqaLauncher(Launcher):
 
 
 def make_sm80_launcher(args: GqaArgs, problem: GqaProblem, sms: int = WHOLE_GPU) -> GqaLauncher:
-    """Return the launcher of the sm80 kernel for the signature of ``args`` on ``sms`` SMs."""
+    """Return the launcher of the sm80 kernel for calls like ``args`` on ``sms`` SMs."""
     index, variant, shape = problem.device.index, problem.variant, shape_of(args, problem)
     spec, plan = plan_within(
         args.workspace_buffer, sms, lambda sms: plan_gqa_sm80_call(index, variant, shape, sms=sms)
@@ -114,7 +114,7 @@ def make_sm80_launcher(args: GqaArgs, problem: GqaProblem, sms: int = WHOLE_GPU)
 def make_sm90_launcher(
     args: GqaArgs, problem: GqaProblem, settings: Settings, sms: int = WHOLE_GPU
 ) -> GqaLauncher:
-    """Return the launcher of the sm90 kernel for the signature of ``args`` on ``sms`` SMs.
+    """Return the launcher of the sm90 kernel for calls like ``args`` on ``sms`` SMs.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The arguments of one MLA decode call, common to all entry points, and their signature."""
+"""The arguments of one MLA decode call, common to all entry points."""
 
 from __future__ import annotations
 

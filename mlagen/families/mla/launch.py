@@ -1,4 +1,4 @@
-"""Launchers of the MLA kernels: sm80, for every signature on every GPU, and sm90."""
+"""Launchers of the MLA kernels: sm80, for every call on every GPU, and sm90."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class MlaLauncher(Launcher):
 
 
 def make_sm80_launcher(args: MlaArgs, problem: MlaProblem, sms: int = WHOLE_GPU) -> MlaLauncher:
-    """Return the launcher of the sm80 kernel for the signature of ``args`` on ``sms`` SMs."""
+    """Return the launcher of the sm80 kernel for calls like ``args`` on ``sms`` SMs."""
     index, variant, shape = problem.device.index, problem.variant, shape_of(args, problem)
     spec, plan = plan_within(
         args.workspace_buffer, sms, lambda sms: plan_mla_sm80_call(index, variant, shape, sms=sms)
@@ -114,7 +114,7 @@ def make_sm80_launcher(args: MlaArgs, problem: MlaProblem, sms: int = WHOLE_GPU)
 def make_sm90_launcher(
     args: MlaArgs, problem: MlaProblem, settings: Settings, sms: int = WHOLE_GPU
 ) -> MlaLauncher:
-    """Return the launcher of an sm90 kernel for the signature of ``args`` on ``sms`` SMs.
+    """Return the launcher of an sm90 kernel for calls like ``args`` on ``sms`` SMs.
 
     Raises
     ------
@@ -208,7 +208,7 @@ def not_covered(index: int, variant: MlaVariant) -> UnsupportedError:
 
 
 def _maps_of_cache(args: MlaArgs, problem: MlaProblem, spec: MlaSm90Spec) -> CacheMaps | None:
-    """Return the tensor maps of caches with the signature; that of ``args`` is encoded.
+    """Return the tensor maps of caches with these strides; that of ``args`` is encoded.
 
     Raises
     ------

@@ -90,7 +90,7 @@ def paged_attention(
 
 def _tables_of(slots: torch.Tensor, kwargs: dict[str, Any]) -> _Tables:
     ends = _full_attention(kwargs["cu_seq_lens_k"])
-    # Steps with tables of one width have one call signature; entries past a request are not read.
+    # Steps with tables of one width have one key; entries past a request are not read.
     max_seq_len = -(-max(1, int(_full_attention(kwargs["max_seqlen_k"]))) // _WIDTH) * _WIDTH
     positions = torch.arange(max_seq_len, dtype=torch.int64, device=slots.device)
     slot = ends[:-1, None] + positions
