@@ -51,7 +51,6 @@ SHOWN = (
     "mlagen/mla/trtllm.py",
     "mlagen/mla/wrapper.py",
     "mlagen/mla/xqa.py",
-    "mlagen/mla/xqa.py",
     "mlagen/monitoring.py",
     "mlagen/ops.py",
     "mlagen/prewarming/report.py",
