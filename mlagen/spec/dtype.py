@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from itertools import combinations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,7 +12,14 @@ class RowFormat:
     """How a token of an FP8 KV cache is packed into one row of bytes.
 
     A row has e4m3 latent elements, their fp32 scales, unless those are a tensor of their own, and
-    bf16 rope elements. Checks, kernels, the CPU backend and the benchmark follow these fields.
+    bf16 rope elements. Kernels copy it in chunks of 16 bytes, and a chunk has one scale. Checks,
+    ``mla_sm80``, the CPU backend and the benchmark follow the fields; ``mla_sm90_fp8kv`` has fewer
+    formats.
+
+    Raises
+    ------
+    ValueError
+        If no kernel reads such rows.
     """
 
     latent_elements: int = 512
@@ -20,6 +28,19 @@ class RowFormat:
     scales_rope: bool = False  # whether the scale of a token multiplies its rope elements, too
     rope_sizes: tuple[int, ...] = (64,)  # rope elements that rows may have
     holds_queries: bool = False  # a call names the format, and its query has such rows, too
+
+    def __post_init__(self) -> None:
+        elements, scaled = self.latent_elements, self.scaled_elements
+        if scaled % 16 or elements % scaled:
+            rule = f"a multiple of 16 that divides {elements} (latent_elements)"
+            raise ValueError(f"scaled_elements: expected {rule}, got {scaled}")
+        if self.scales_rope and scaled != elements:
+            rule = f"{elements} (latent_elements) with scales_rope"
+            raise ValueError(f"scaled_elements: expected {rule}, got {scaled}")
+        if not self.rope_sizes or not {64, 0}.issuperset(self.rope_sizes):
+            raise ValueError(f"rope_sizes: expected 64 or 0, got {self.rope_sizes}")
+        if (size := self.rope_offset) % 16:
+            raise ValueError(f"bytes before the rope part: expected a multiple of 16, got {size}")
 
     @property
     def scales(self) -> int:
@@ -30,6 +51,13 @@ class RowFormat:
     def rope_offset(self) -> int:
         """Bytes of a row before its rope elements."""
         return self.latent_elements + (4 * self.scales if self.has_inline_scales else 0)
+
+    def fits(self, width: int, rope_elements: int) -> bool:
+        """Whether rows of ``width`` bytes are such rows, padded ones without rope included."""
+        if rope_elements not in self.rope_sizes:
+            return False
+        size = self.row_bytes(rope_elements)
+        return width == size or (rope_elements == 0 and width > size)
 
     def row_bytes(self, rope_elements: int) -> int:
         """Bytes of a row; of a row with rope elements, if none has so many."""
@@ -84,10 +112,26 @@ ROW_FORMATS = {
 
 def row_dtype_of(width: int, rope_elements: int) -> DType:
     """Return the packed format of uint8 rows, by their width; the first if none has it."""
-    formats = [dtype for dtype, row in ROW_FORMATS.items() if not row.holds_queries]
-    fitting = [
-        dtype
-        for dtype in formats
-        if dtype.row_bytes(ROW_FORMATS[dtype].latent_elements + rope_elements) == width
-    ]
-    return (fitting or formats)[0]
+    formats = {dtype: row for dtype, row in ROW_FORMATS.items() if not row.holds_queries}
+    fitting = [dtype for dtype, row in formats.items() if row.fits(width, rope_elements)]
+    return (*fitting, *formats)[0]
+
+
+def require_distinct_rows(formats: dict[DType, RowFormat]) -> None:
+    """Reject formats of uint8 rows if the width of a cache may be that of two.
+
+    Raises
+    ------
+    ValueError
+        The message names both.
+    """
+    named = [(dtype, row) for dtype, row in formats.items() if not row.holds_queries]
+    for (one, row), (other, another) in combinations(named, 2):
+        for rope in row.rope_sizes:
+            width = max(row.row_bytes(rope), another.row_bytes(rope))
+            if row.fits(width, rope) and another.fits(width, rope):
+                rule = f"rows of other widths than those of {one}"
+                raise ValueError(f"{other}: expected {rule}, got {width} bytes with rope {rope}")
+
+
+require_distinct_rows(ROW_FORMATS)

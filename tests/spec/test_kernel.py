@@ -10,7 +10,7 @@ import pytest
 
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.combine import CombineSpec, combine_specs
-from mlagen.spec.dtype import ROW_FORMATS, DType, row_dtype_of
+from mlagen.spec.dtype import ROW_FORMATS, DType, RowFormat, require_distinct_rows, row_dtype_of
 from mlagen.spec.families import specs_of
 from mlagen.spec.kernel import KernelSpec
 from tests.kernels import COMBINE, gqa_sm80, gqa_sm90, mla_sm80, mla_sm90
@@ -91,16 +91,66 @@ def test_rows_and_tags_of_a_dtype(dtype: DType, cuda_name: str, elements: int, s
     assert (dtype.cuda_name, dtype.row_bytes(elements)) == (cuda_name, size)
 
 
-@pytest.mark.parametrize(("width", "rope"), [(656, 64), (528, 0), (544, 0), (1, 64)])
+# The fields of a format whose rows are distinct from every other's: 672 bytes, always with rope.
+_DISTINCT = {"scaled_elements": 64, "rope_sizes": (64,)}
+
+
+@pytest.mark.parametrize(
+    ("width", "rope", "is_other"),
+    [(656, 64, 0), (528, 0, 0), (544, 0, 0), (672, 0, 0), (1, 64, 0), (640, 64, 0), (672, 64, 1)],
+)
 def test_bytes_are_rows_of_deepseek_unless_another_format_has_their_width(
-    width: int, rope: int, monkeypatch: pytest.MonkeyPatch
+    width: int, rope: int, is_other: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A format that a call names is never that of a width."""
+    """A format that a call names is never that of a width, and padded rows stay what they are."""
     assert row_dtype_of(width, rope) is DType.FP8_DS_MLA
 
-    other = replace(ROW_FORMATS[DType.FP8_DS_MLA], scaled_elements=64)
+    other = replace(ROW_FORMATS[DType.FP8_DS_MLA], **_DISTINCT)
     monkeypatch.setitem(ROW_FORMATS, DType.INT8, other)
 
-    assert row_dtype_of(width, rope) is (DType.INT8 if width == 544 else DType.FP8_DS_MLA)
-    assert row_dtype_of(640, 64) is DType.FP8_DS_MLA
-    assert row_dtype_of(672, 64) is DType.INT8
+    assert row_dtype_of(width, rope) is (DType.INT8 if is_other else DType.FP8_DS_MLA)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (_DISTINCT, None),
+        ({"holds_queries": True}, None),
+        ({}, "656 bytes with rope 64"),
+        ({"rope_sizes": (0,)}, "528 bytes with rope 0"),
+        ({"scaled_elements": 64}, "544 bytes with rope 0"),
+    ],
+    ids=str,
+)
+def test_a_width_has_one_format(changed: dict[str, Any], message: str | None) -> None:
+    """A format whose rows may be those of another is an error, padded rows included."""
+    formats = {
+        **ROW_FORMATS,
+        DType.INT8: replace(ROW_FORMATS[DType.FP8_DS_MLA], **changed),
+    }
+    if message is None:
+        require_distinct_rows(formats)
+        return
+    rule = f"int8: expected rows of other widths than those of fp8_ds_mla, got {message}"
+    with pytest.raises(ValueError, match=f"^{rule}$"):
+        require_distinct_rows(formats)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"scaled_elements": 8}, "scaled_elements: expected a multiple of 16 that divides 512"),
+        ({"scaled_elements": 96}, "scaled_elements: expected a multiple of 16 that divides 512"),
+        (
+            {"scaled_elements": 256},
+            "bytes before the rope part: expected a multiple of 16, got 520",
+        ),
+        ({"scaled_elements": 128, "scales_rope": True}, "scaled_elements: expected 512 "),
+        ({"scaled_elements": 128, "rope_sizes": (64, 128)}, "rope_sizes: expected 64 or 0, got"),
+    ],
+    ids=str,
+)
+def test_a_format_that_no_kernel_reads_is_rejected(fields: dict[str, Any], message: str) -> None:
+    """Kernels copy chunks of 16 bytes with one scale, and a rope part of 128 bytes or none."""
+    with pytest.raises(ValueError, match=f"^{message}"):
+        RowFormat(has_inline_scales=True, **fields)
