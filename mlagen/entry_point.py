@@ -77,6 +77,12 @@ def entry_point(
         that a launch depends on, and the length ``max_kv_len``.
     op
         The op that a traced call becomes; None: a traced call does not get here.
+
+    Raises
+    ------
+    ValueError
+        If a parameter has a name of the generated text, or is a float of 0.0 by default, which no
+        replay distinguishes from -0.0.
     """
 
     def decorate(function: Callable[P, Any]) -> Callable[P, ResultT]:
@@ -212,6 +218,9 @@ def _text_of(
     def named(*wanted: str) -> list[str]:
         return [name for name, kind in kinds.items() if kind in wanted]
 
+    for each in named("float", "scale"):
+        if parameters[each].default == 0.0:
+            raise ValueError(f"{each}: expected a default of None or not 0.0, got 0.0")
     statements, bit = "", 1
     for kind, (template, size) in _TEMPLATES.items():
         for each in named(kind):

@@ -102,10 +102,19 @@ def test_the_plan_of_a_run_is_part_of_the_key(name: str, monkeypatch: Patch) -> 
     assert entry_point.is_planned(arguments)
 
 
-def test_a_parameter_with_a_name_of_the_text_is_rejected() -> None:
-    """The generated function has variables of its own."""
-    with pytest.raises(ValueError, match=r"^bits: expected another name of a parameter"):
-        planted("bits: int = 0")
+@pytest.mark.parametrize(
+    ("parameter", "message"),
+    [
+        ("bits: int = 0", "bits: expected another name of a parameter, got one of the text"),
+        ("cap: float = 0.0", "cap: expected a default of None or not 0.0, got 0.0"),
+        ("cap: float = -0.0", "cap: expected a default of None or not 0.0, got 0.0"),
+        ("cap: float | torch.Tensor = 0.0", "cap: expected a default of None or not 0.0, got 0.0"),
+    ],
+)
+def test_a_parameter_without_a_replay_is_rejected(parameter: str, message: str) -> None:
+    """The generated function has variables of its own, and calls with a float of 0 no replay."""
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        planted(parameter)
 
 
 def test_the_text_of_an_entry_point_can_be_read() -> None:
