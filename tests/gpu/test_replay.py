@@ -109,6 +109,6 @@ def test_a_captured_call_is_dumped_without_a_sync(
     with no_device_sync(), torch.cuda.graph(graph):
         trtllm_batch_decode_with_kv_cache_mla(**arguments)
 
-    (dump,) = dumps_in(folder)
-    assert (dump["is_captured"], dump["has_tensors"]) == (True, False)
+    (dump,) = [dump for dump in dumps_in(folder) if dump["is_captured"]]
+    assert not dump["has_tensors"]
     assert dump["gpu"]["name"] == torch.cuda.get_device_name()
