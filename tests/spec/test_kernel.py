@@ -92,7 +92,7 @@ def test_rows_and_tags_of_a_dtype(dtype: DType, cuda_name: str, elements: int, s
 
 
 # The fields of a format whose rows are distinct from every other's: 672 bytes, always with rope.
-_DISTINCT = {"scaled_elements": 64, "rope_sizes": (64,)}
+_DISTINCT: dict[str, Any] = {"scaled_elements": 64, "rope_sizes": (64,)}
 
 
 @pytest.mark.parametrize(
