@@ -269,7 +269,7 @@ def trtllm_batch_decode_with_kv_cache(
     Raises
     ------
     ArgumentError
-        If an argument breaks a rule; no kernel is launched, and the outputs are unchanged.
+        If an argument breaks a rule; the outputs are unchanged.
     UnsupportedError
         If no kernel supports the dtypes, the head dimension or a keyword.
     CaptureError

@@ -349,8 +349,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         Raises
         ------
         ArgumentError
-            If an argument breaks a rule or differs from the plan, or without a plan; no kernel is
-            launched, and the outputs are unchanged.
+            If an argument breaks a rule or differs from the plan, or without a plan; the outputs
+            are unchanged.
         UnsupportedError
             If no kernel supports dtypes or head dimension, or with ``args``.
         CaptureError

@@ -146,7 +146,7 @@ def make_sm90_launcher(
             f"work tiles, got {plan.total_tiles} work tiles of up to {max_tokens} tokens"
         )
     if plan.is_small and not is_forced:
-        raise UnsupportedError("the call is so small that this kernel is faster")
+        raise UnsupportedError("the call is so small that the sm80 kernel is faster")
     maps = _maps_of_cache(args, problem, spec)
     workspace, name = args.workspace_buffer, args.names.workspace_buffer
     # A workspace sized for the whole GPU must suffice, and the grid for it would not fit.
