@@ -169,6 +169,11 @@ class MlagenGQAImpl(vllm_flashinfer.FlashInferImpl):
 
     def __init__(self, *args: Any, **layer: Any) -> None:
         self._init(*args, **layer)
+        # vLLM passes neither to XQA, whose decode would ignore it.
+        unserved = {"alibi_slopes": self.alibi_slopes, "logits_soft_cap": self.logits_soft_cap}
+        for name, value in unserved.items():
+            if value is not None and (name, value) != ("logits_soft_cap", 0):
+                raise NotImplementedError(f"mlagen: {name} is not supported by GQA, got {value!r}")
         WARM_UP.register_warmup()
 
     def forward(

@@ -417,6 +417,7 @@ class FlashInferImpl:
     ) -> None:
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.scale, self.kv_cache_dtype = scale, layer["kv_cache_dtype"]
+        self.alibi_slopes, self.logits_soft_cap = layer["alibi_slopes"], layer["logits_soft_cap"]
         self.supports_xqa_or_trtllm_gen_decode = can_use_trtllm_attention(num_heads, num_kv_heads)
 
     def get_xqa_bmm1_scale(self, layer: Any, q_data_type: torch.dtype) -> float:

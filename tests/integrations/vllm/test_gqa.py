@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from itertools import product
@@ -285,13 +286,42 @@ def assert_plans_a_prefill(gqa: ModuleType, builder: Any, monkeypatch: Patch) ->
     assert plans == [[0, 2]]
 
 
+GIVEN: dict[str, Any] = {
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "head_size": HEAD_DIM,
+    "scale": 1.0,
+    "alibi_slopes": None,
+    "sliding_window": None,
+    "logits_soft_cap": None,
+    "kv_cache_dtype": "auto",
+}
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("name", "value", "is_refused"),
+    [
+        ("logits_soft_cap", 50.0, True),
+        ("logits_soft_cap", 0.0, False),
+        ("alibi_slopes", [0.5] * 8, True),
+        ("sliding_window", 128, False),
+    ],
+)
+def test_what_xqa_would_ignore_is_refused(
+    gqa: ModuleType, name: str, value: Any, is_refused: bool
+) -> None:
+    """VLLM passes XQA neither a soft cap nor ALiBi, and asks no backend about them."""
+    refused = pytest.raises(NotImplementedError, match=f"^mlagen: {name} is not supported by GQA")
+    with refused if is_refused else nullcontext():
+        gqa.MlagenGQAImpl(**GIVEN | {name: value})
+
+
 def test_a_layer_and_its_builder_ask_no_network(
     gqa: ModuleType, vllm: Import, hopper: list[str], monkeypatch: Patch
 ) -> None:
     """A layer with sinks is built for XQA, and no batch of prefills asks for other kernels."""
-    call: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": HEAD_DIM, "scale": 1.0}
-    call |= dict.fromkeys(("alibi_slopes", "sliding_window"))
-    layer = gqa.MlagenGQAImpl(**call, kv_cache_dtype="auto", sinks=torch.zeros(8))
+    layer = gqa.MlagenGQAImpl(**GIVEN, sinks=torch.zeros(8))
     config = config_of(8)
     if is_installed("vllm"):
         own = gqa.MlagenGQAMetadataBuilder._init.__globals__
