@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mlagen.families.common.arguments import (
+    FLOAT_DTYPES,
     require,
     require_dims,
     require_dtype,
@@ -23,7 +24,6 @@ from mlagen.families.common.arguments import (
     require_tensor,
     require_whole_number,
 )
-from mlagen.families.mla.problem import QUERY_DTYPES
 from mlagen.mla.dcp_exchange import Exchange, new_exchange
 from mlagen.mla.trtllm import trtllm_batch_decode_with_kv_cache_mla
 from mlagen.runtime.capture import is_capturing
@@ -160,7 +160,7 @@ def decode_cp(
     width = kv_lora_rank + require_whole_number(qk_rope_head_dim, "qk_rope_head_dim")
     rule = f"{width} (kv_lora_rank + qk_rope_head_dim)"
     require(query.shape[-1] == width, "query.shape[-1]", rule, query.shape[-1])
-    require_dtype(query, "query", tuple(QUERY_DTYPES))
+    require_dtype(query, "query", tuple(FLOAT_DTYPES))
     sizes = (heads, 0 if is_whole else width, kv_lora_rank, world)
     exchange = _exchange_of(query, sizes, group) if world > 1 else None
     with torch.no_grad():

@@ -6,15 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
+from mlagen.families.common.arguments import FLOAT_DTYPES
 from mlagen.spec.dtype import DType, RowFormat
 
 from .cases import NVFP4_BLOCK, QK_ROPE_HEAD_DIM, Case
 
-TORCH_DTYPES = {
-    DType.BF16: torch.bfloat16,
-    DType.FP16: torch.float16,
-    DType.E4M3: torch.float8_e4m3fn,
-}
+TORCH_DTYPES = {dtype: of_torch for of_torch, dtype in FLOAT_DTYPES.items()}
 
 # An int8 element is 32 times its value, so that four standard deviations fit.
 INT8_SCALE = 1 / 32

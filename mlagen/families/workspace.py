@@ -11,6 +11,7 @@ import torch
 
 from mlagen.families.common.arguments import (
     DTYPES,
+    FLOAT_DTYPES,
     INT32_MAX,
     reject,
     reject_dtype,
@@ -37,7 +38,7 @@ from mlagen.families.mla.plan import (
     plan_mla_sm80_call,
     plan_mla_sm90_call,
 )
-from mlagen.families.mla.problem import KV_DTYPES, QUERY_DTYPES
+from mlagen.families.mla.problem import KV_DTYPES
 from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
@@ -50,7 +51,7 @@ from mlagen.spec.mla.sm80 import TILES as MLA_TILES
 from mlagen.spec.mla.sm90 import MLA_SM90, MlaSm90Spec
 from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
 
-_GQA_KV_DTYPES = {**QUERY_DTYPES, torch.int8: DType.INT8, torch.uint8: DType.NVFP4}
+_GQA_KV_DTYPES = {**FLOAT_DTYPES, torch.int8: DType.INT8, torch.uint8: DType.NVFP4}
 
 
 def workspace_bytes(
@@ -138,7 +139,7 @@ def workspace_bytes(
     plans: list[Sm80Plan | MlaSm90Plan | GqaSm90Plan] = []
     if kv_heads is None and head_dim is None:
         shared = MlaVariant(
-            query_dtype=_named(dtype, "dtype", QUERY_DTYPES),
+            query_dtype=_named(dtype, "dtype", FLOAT_DTYPES),
             kv_dtype=_named(dtype if kv_dtype is None else kv_dtype, "kv_dtype", KV_DTYPES),
             kv_lora_rank=require_whole_number(kv_lora_rank, "kv_lora_rank"),
             qk_rope_head_dim=require_whole_number(qk_rope_head_dim, "qk_rope_head_dim"),

@@ -11,6 +11,7 @@ import torch
 from mlagen.errors import ArgumentError
 from mlagen.families.common.arguments import (
     DTYPES,
+    FLOAT_DTYPES,
     INT32_MAX,
     reject,
     reject_dtype,
@@ -26,7 +27,6 @@ from mlagen.families.common.device_checks import query_lengths
 from mlagen.families.common.memory import (
     require_plain,
 )
-from mlagen.families.mla.problem import QUERY_DTYPES
 from mlagen.mla.contract import MLAInputContract, MLAPlanMetadata
 from mlagen.planned.metadata import (
     Requests,
@@ -37,7 +37,6 @@ from mlagen.planned.metadata import (
     longest,
 )
 from mlagen.planned.plan import Plan, settings_of, text_of
-from mlagen.spec.dtype import DType
 from mlagen.spec.mla.variant import MAX_HEADS, MlaVariant, require_supported
 
 DENSE_NAMES = {
@@ -46,8 +45,6 @@ DENSE_NAMES = {
     "kv_len_arr": "seq_lens",
 }
 _RUN_NAMES = {"kv_indices": "page_table", "kv_len_arr": "kv_len"}
-
-_KV_DTYPES = {**DTYPES, torch.float8_e4m3fn: DType.E4M3}
 
 # (head_dim_ckv, head_dim_kpe) of e4m3 caches under 16-bit queries that FlashInfer supports.
 _E4M3_HEAD_DIMS = ((512, 0), (512, 64))
@@ -94,8 +91,8 @@ class MlaSettings:
             object.__setattr__(self, name, value)  # runs use the checked values
         require(self.num_heads <= MAX_HEADS, "num_heads", f"{MAX_HEADS} or less", self.num_heads)
         variant = MlaVariant(
-            query_dtype=QUERY_DTYPES[self.q_data_type],
-            kv_dtype=_KV_DTYPES[self.kv_data_type],
+            query_dtype=FLOAT_DTYPES[self.q_data_type],
+            kv_dtype=FLOAT_DTYPES[self.kv_data_type],
             kv_lora_rank=self.head_dim_ckv,
             qk_rope_head_dim=self.head_dim_kpe,
             page_size=self.page_size,
@@ -104,8 +101,8 @@ class MlaSettings:
 
     def _check_dtypes(self) -> None:
         q_dtype, kv_dtype = self.q_data_type, self.kv_data_type
-        if not isinstance(kv_dtype, torch.dtype) or kv_dtype not in _KV_DTYPES:
-            reject_dtype("MLA kv_data_type", " or ".join(map(str, _KV_DTYPES)), kv_dtype)
+        if not isinstance(kv_dtype, torch.dtype) or kv_dtype not in FLOAT_DTYPES:
+            reject_dtype("MLA kv_data_type", " or ".join(map(str, FLOAT_DTYPES)), kv_dtype)
         rope_dim = require_whole_number(self.head_dim_kpe, "head_dim_kpe", min_value=None)
         if rope_dim < 0:
             raise ArgumentError(f"head_dim_kpe must be >= 0, got {shown(rope_dim)}")

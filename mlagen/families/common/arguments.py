@@ -26,6 +26,7 @@ from mlagen.values import (
 __all__ = [
     "ALIGNMENT_BYTES",
     "DTYPES",
+    "FLOAT_DTYPES",
     "INDEX_DTYPES",
     "INT32_MAX",
     "SCALES",
@@ -66,6 +67,7 @@ __all__ = [
 _SCALE = "a float or a torch.float32 tensor of one element"
 
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
+FLOAT_DTYPES = {**DTYPES, torch.float8_e4m3fn: DType.E4M3}
 
 SCALES = frozenset({float, torch.Tensor, torch.nn.Parameter})  # types that need no conversion
 

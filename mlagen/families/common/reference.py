@@ -1,4 +1,4 @@
-"""Shared parts of the CPU backends: query offsets, decoded KV rows, and softmax with sinks."""
+"""Shared parts of the CPU backends: query offsets, dequantized KV rows, and softmax with sinks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from mlagen.families.common.arguments import FLOAT_DTYPES
 from mlagen.spec.dtype import DType
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_TORCH_DTYPES = {
-    DType.BF16: torch.bfloat16,
-    DType.FP16: torch.float16,
-    DType.E4M3: torch.float8_e4m3fn,
-}
+_TORCH_DTYPES = {dtype: of_torch for of_torch, dtype in FLOAT_DTYPES.items()}
 
 
 def without_autocast(function: Function) -> Function:
@@ -37,7 +34,7 @@ def stored_rows(cache: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -
     return cache.view(torch.uint8)[pages, slots].contiguous()
 
 
-def decoded(rows: torch.Tensor, dtype: DType) -> torch.Tensor:
+def dequantized(rows: torch.Tensor, dtype: DType) -> torch.Tensor:
     """Return the elements ``[n, d]`` of the stored bytes ``rows[n, row bytes]``.
 
     Scales in other tensors are not applied.

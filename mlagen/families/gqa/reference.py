@@ -105,7 +105,7 @@ def _gather(
     ids = _page_ids(args, index)[:used_pages].view(torch.int32).long()
     is_valid = (ids >= 0) & (ids < num_pages)
     stored = _pages(cache, ids[is_valid])
-    pages = _decoded(stored, _pages(scales, ids[is_valid]) if scales is not None else None)
+    pages = _dequantized(stored, _pages(scales, ids[is_valid]) if scales is not None else None)
     rows = torch.zeros(used_pages, *pages.shape[1:], dtype=torch.float32, device="cpu")
     rows[is_valid] = pages
     return rows.flatten(0, 1)[:seq_len]
@@ -116,7 +116,7 @@ def _pages(cache: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return cache.view(torch.uint8)[ids].view(cache.dtype) if cache.itemsize == 1 else cache[ids]
 
 
-def _decoded(stored: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+def _dequantized(stored: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     if scales is None:
         return stored.float()
     nibbles = torch.stack([stored & 15, stored >> 4], dim=-1).flatten(-2).long()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from mlagen.families.common.arguments import (
-    DTYPES,
+    FLOAT_DTYPES,
     check_token_stride,
     reject,
     require,
@@ -44,10 +44,8 @@ from mlagen.families.mla.args import MlaArgs
 from mlagen.spec.dtype import DType, row_dtype_of
 from mlagen.spec.mla.variant import E4M3_SCALES, MAX_HEADS, MlaVariant, require_supported
 
-QUERY_DTYPES = {**DTYPES, torch.float8_e4m3fn: DType.E4M3}
-
 # Of rows with the width of DeepSeek-V3.2's; :func:`row_dtype_of` knows the others.
-KV_DTYPES = {**QUERY_DTYPES, torch.uint8: DType.FP8_DS_MLA}
+KV_DTYPES = {**FLOAT_DTYPES, torch.uint8: DType.FP8_DS_MLA}
 # Torch dtypes of rows whose format the call names.
 PACKED_DTYPES = (torch.float8_e4m3fn, torch.uint8)
 
@@ -164,8 +162,8 @@ def _check_query(args: MlaArgs) -> tuple[DType, dict[str, int]]:
         require_dtype(query, names.query, PACKED_DTYPES, "640-byte rows")
         width, why = dtype.row_bytes(0), f"bytes of a row of {dtype}"
     else:
-        require_dtype(query, names.query, tuple(QUERY_DTYPES))
-        dtype = QUERY_DTYPES[query.dtype]
+        require_dtype(query, names.query, tuple(FLOAT_DTYPES))
+        dtype = FLOAT_DTYPES[query.dtype]
         width, why = args.kv_lora_rank + args.qk_rope_head_dim, "kv_lora_rank + qk_rope_head_dim"
         if args.query_rope is not None:
             width, why = args.kv_lora_rank, "kv_lora_rank"
@@ -276,7 +274,7 @@ def _cache_dtype(cache: torch.Tensor, args: MlaArgs) -> DType:
     require_dtype(cache, name, allowed, f"query {query.dtype}; uint8 for fp8_ds_mla")
     if cache.dtype is torch.uint8:
         return row_dtype_of(cache.shape[-1], args.qk_rope_head_dim)
-    return DTYPES.get(cache.dtype, DType.E4M3)
+    return FLOAT_DTYPES[cache.dtype]
 
 
 def _check_width(cache: torch.Tensor, args: MlaArgs, dtype: DType) -> None:

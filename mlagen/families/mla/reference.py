@@ -1,7 +1,7 @@
 """CPU backend of MLA decode in PyTorch, to develop and test without a GPU.
 
-It follows the kernels' rules for empty rows, masks, sinks and LSE, in float32 on decoded rows, and
-is slow.
+It follows the kernels' rules for empty rows, masks, sinks and LSE, in float32 on dequantized
+rows, and is slow.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 
 from mlagen.families.common.reference import (
-    decoded,
+    dequantized,
     query_offsets,
     scaled_groups,
     softmax_with_sinks,
@@ -26,7 +26,7 @@ from mlagen.families.mla.problem import MlaProblem, pages_of
 @without_autocast
 def decode_mla(args: MlaArgs, problem: MlaProblem) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output ``[tokens, heads, kv_lora_rank]`` and the LSE ``[tokens, heads]``."""
-    query = _decoded_query(args, problem)
+    query = _dequantized_query(args, problem)
     out = query.new_zeros(problem.tokens, problem.heads, problem.variant.kv_lora_rank)
     lse = query.new_full((problem.tokens, problem.heads), -math.inf)
     is_causal = args.is_causal or problem.top_k > 0
@@ -61,12 +61,14 @@ def count_of_rank(tokens: int, world: int, rank: int) -> int:
     return max(0, -((rank - tokens) // world))
 
 
-def _decoded_query(args: MlaArgs, problem: MlaProblem) -> torch.Tensor:
+def _dequantized_query(args: MlaArgs, problem: MlaProblem) -> torch.Tensor:
     """Return the query ``[tokens, heads, head_dim_qk]``, scaled."""
     parts = [args.query] if args.query_rope is None else [args.query, args.query_rope]
     rows = [part.reshape(problem.tokens, problem.heads, part.shape[-1]) for part in parts]
     dtype = problem.variant.query_dtype
-    query = torch.cat([decoded(row.contiguous().view(torch.uint8), dtype) for row in rows], dim=-1)
+    query = torch.cat(
+        [dequantized(row.contiguous().view(torch.uint8), dtype) for row in rows], dim=-1
+    )
     if args.query_scales is not None:
         query *= args.query_scales[:, None, None]
     return query
@@ -119,12 +121,12 @@ def _rows(
     pages, slots = pages[is_valid], slots[is_valid]
     stored = stored_rows(pages_of(args.kv_cache), pages, slots)
     row_bytes = variant.kv_dtype.row_bytes(width)  # others may be reserved
-    latent = decoded(stored[:, :row_bytes], variant.kv_dtype)
+    latent = dequantized(stored[:, :row_bytes], variant.kv_dtype)
     rope = latent[:, variant.kv_lora_rank :]
     latent = latent[:, : variant.kv_lora_rank]
     if args.rope_cache is not None:
         stored = stored_rows(pages_of(args.rope_cache), pages, slots)
-        rope = decoded(stored, variant.kv_dtype)
+        rope = dequantized(stored, variant.kv_dtype)
     row = variant.kv_dtype.row
     if args.kv_scales is not None and row is not None:
         scales = args.kv_scales[pages, slots].reshape(len(pages), row.scales)

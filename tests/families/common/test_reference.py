@@ -1,11 +1,11 @@
-"""The CPU backend: decoded rows, invalid pages and precision."""
+"""The CPU backend: dequantized rows, invalid pages and precision."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from mlagen.families.common.reference import decoded, scaled_groups
+from mlagen.families.common.reference import dequantized, scaled_groups
 from mlagen.spec.dtype import DType
 from tests.problems.entry_points import decode, decode_with_lse
 from tests.problems.mla import MlaCase
@@ -19,7 +19,7 @@ def test_poison_is_nan_in_every_format(dtype: DType) -> None:
     """The poison of tests decodes to NaN in every format."""
     rows = torch.full((3, dtype.row_bytes(576)), POISON, dtype=torch.uint8)
 
-    assert decoded(rows, dtype).isnan().all()
+    assert dequantized(rows, dtype).isnan().all()
 
 
 def test_groups_of_128_elements_have_a_scale_each() -> None:
