@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from mlagen.cascade import merge_state, merge_state_in_place, merge_states
-from mlagen.families import states as family
-from mlagen.families.states import States, combine_states
+from mlagen import cascade
+from mlagen.cascade import (
+    States,
+    combine_states,
+    merge_state,
+    merge_state_in_place,
+    merge_states,
+)
 from mlagen.runtime.loader import LoadedKernel
 from mlagen.runtime.packing import ParameterPacking
 from mlagen.spec.kernel import KernelSpec
@@ -267,10 +272,10 @@ class TestCascadeEmulated(TestCascade):
         def loaded(spec: KernelSpec, _: int) -> LoadedKernel:
             return LoadedKernel(spec, 0, ParameterPacking(spec), None, None)
 
-        monkeypatch.setattr(family, "_gpu_of", lambda _: 0)
-        monkeypatch.setattr(family, "arch_of_device", lambda _: SM_80)
-        monkeypatch.setattr(family, "kernel_for", loaded)
-        monkeypatch.setattr(family, "launch", launch)
+        monkeypatch.setattr(cascade, "_gpu_of", lambda _: 0)
+        monkeypatch.setattr(cascade, "arch_of_device", lambda _: SM_80)
+        monkeypatch.setattr(cascade, "kernel_for", loaded)
+        monkeypatch.setattr(cascade, "launch", launch)
         return recorded
 
     def test_rows_that_are_aligned_take_the_kernel(self, launches: list[int]) -> None:

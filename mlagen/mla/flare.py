@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from mlagen.entry_point import OUT, entry_point
+from mlagen.entry_point import ALL, OUT, entry_point
 from mlagen.families.common.arguments import (
     INT32_MAX,
     reject,
@@ -27,7 +27,6 @@ from mlagen.families.mla.args import MlaArgs, canonical_numbers
 from mlagen.families.mla.dispatch import MLA
 from mlagen.families.mla.problem import check_problem
 from mlagen.families.workspace import max_workspace_bytes
-from mlagen.mla.direct import run_mla
 from mlagen.mla.flare_operands import (
     Keys,
     PagedKVCache,
@@ -60,6 +59,9 @@ _UNBIASED = (NullMask, CausalMask)
 # Larger block tables and masks cost more than a separate check of the call without them, which
 # comes first then.
 _MAX_UNCHECKED = 1 << 16
+
+# A call whose arguments are those of the family, and its requested outputs.
+run_mla = entry_point(MLA, outputs="out lse", returns=ALL, ignored="names")(MlaArgs)
 
 
 class FlareCall(NamedTuple):

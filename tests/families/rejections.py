@@ -13,7 +13,7 @@ import torch
 
 from mlagen.errors import ArgumentError
 from mlagen.families.mla.args import MlaArgNames, MlaArgs
-from mlagen.mla.direct import run_mla
+from mlagen.mla.flare import run_mla
 from tests.problems.entry_points import ENTRY_POINTS
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase

@@ -9,7 +9,7 @@ import torch
 
 from mlagen.errors import CaptureError
 from mlagen.mla import MLAPlanMetadata
-from mlagen.mla.direct import run_mla
+from mlagen.mla.flare import run_mla
 from mlagen.settings import current_settings
 from tests.families.launches import Case
 from tests.families.rejections import MLA_CASES, Row, Rows, broken, check, put, valid_call

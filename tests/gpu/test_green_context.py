@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mlagen.families.gqa.dispatch import GQA
-from mlagen.mla.direct import run_mla
+from mlagen.mla.flare import run_mla
 from mlagen.runtime import partition
 from mlagen.runtime.device import checked
 from tests.problems.entry_points import decode, decode_gqa

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mlagen
-from mlagen.mla.direct import run_mla
+from mlagen.mla.flare import run_mla
 from tests.problems.entry_points import decode, decode_gqa
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase, mla_case

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import mlagen
-from mlagen.mla.direct import run_mla
+from mlagen.mla.flare import run_mla
 from tests.problems.batch_mla import (
     batch_case,
     new_wrapper,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mlagen.errors import ArgumentError, UnsupportedError
-from mlagen.mla.direct import run_mla
+from mlagen.mla.flare import run_mla
 from tests.families.rejections import MLA, Row, Rows, broken, check, displaced, padded
 from tests.problems.entry_points import decode
 from tests.problems.mla import MlaCase
