@@ -38,6 +38,7 @@ PLANTED: dict[str, tuple[Any, Any, Any]] = {
         *((TENSOR, TENSOR), [TENSOR, TENSOR]),
         (TENSOR, None),
     ),
+    "caps: torch.Tensor | list[torch.Tensor] | None = None": (None, (), "a"),
     "kind: torch.dtype | None = None": (None, torch.float32, "float32"),
     "anything: object = None": (None, 1, object()),
     "anything = 0": (0, 1, object()),
