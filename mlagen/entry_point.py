@@ -178,7 +178,7 @@ _PAIR = """\
 """
 _SEQUENCE = """\
         if {name}.__class__ is tuple:
-            bits += {bit} * len({name})
+            bits += {bit} * (len({name}) + 1)
             more += {name}
         elif {name}.__class__ is list:
             bits += {bit} * (len({name}) + {list_bit})
