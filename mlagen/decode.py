@@ -9,8 +9,8 @@ import torch
 
 from mlagen.entry_point import OUT_AND_LSE, entry_point
 from mlagen.families.common.arguments import canonical_sinks, is_pdl_enabled
+from mlagen.families.dispatch import GQA
 from mlagen.families.gqa.args import GqaArgs, pair_of, positive_factor, window_of
-from mlagen.families.gqa.dispatch import GQA
 from mlagen.gqa.trtllm import trtllm_batch_decode_with_kv_cache
 from mlagen.gqa.wrapper import (
     BatchDecodeWithPagedKVCacheWrapper,

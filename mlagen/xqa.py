@@ -19,8 +19,8 @@ from mlagen.families.common.xqa_arguments import (
     check_unused,
     table_capacity,
 )
+from mlagen.families.dispatch import GQA
 from mlagen.families.gqa.args import LAYOUTS, GqaArgNames, GqaArgs, positive_factor, window_of
-from mlagen.families.gqa.dispatch import GQA
 from mlagen.mla.xqa import xqa_mla
 from mlagen.torch_ops.outputs import unused_by_xqa, xqa_outputs
 from mlagen.torch_ops.traced import Op

@@ -12,9 +12,8 @@ import torch
 from mlagen.families.common.dispatch import Dispatcher
 from mlagen.families.common.launchers import Launcher
 from mlagen.families.common.problem import ProblemShape
-from mlagen.families.gqa import dispatch as gqa_call
+from mlagen.families.dispatch import GQA, MLA
 from mlagen.families.gqa import plan as gqa_plan
-from mlagen.families.mla import dispatch as mla_call
 from mlagen.families.mla import plan as mla_plan
 from mlagen.families.mla.plan import choose_block_m
 from mlagen.settings import current_settings
@@ -69,9 +68,9 @@ def max_kv_heads_per_cta(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _clear_gqa_caches() -> None:
     gqa_plan.plan_gqa_sm90_call.cache_clear()
-    gqa_call.GQA.clear()
+    GQA.clear()
 
 
 def _clear_mla_caches() -> None:
     mla_plan.plan_mla_sm90_call.cache_clear()
-    mla_call.MLA.clear()
+    MLA.clear()

@@ -14,8 +14,8 @@ import torch
 import mlagen
 from mlagen.entry_point import OUT, entry_point
 from mlagen.errors import ArgumentError
+from mlagen.families.dispatch import MLA
 from mlagen.families.mla.args import MlaArgs
-from mlagen.families.mla.dispatch import MLA
 from mlagen.mla import trtllm, xqa
 from tests.families.entry_points import ROWS, make_entry_point
 from tests.fixture_types import Patch

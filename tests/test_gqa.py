@@ -13,8 +13,8 @@ import torch
 import mlagen.xqa
 from mlagen.cascade import merge_state
 from mlagen.errors import ArgumentError
+from mlagen.families.dispatch import GQA
 from mlagen.families.gqa.args import GqaArgs
-from mlagen.families.gqa.dispatch import GQA
 from tests.problems.batch_decode import run, wrapper_of
 from tests.problems.entry_points import (
     ENTRY_POINTS,

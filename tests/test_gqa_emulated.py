@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mlagen.families.common import launchers
-from mlagen.families.gqa import dispatch as gqa_call
+from mlagen.families.dispatch import GQA
 from mlagen.families.gqa import launch as gqa_launch
 from mlagen.families.gqa import plan as gqa_plan
 from mlagen.families.gqa import tensor_maps as gqa_maps
@@ -170,12 +170,12 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Decode:
                 call = gqa_launch.make_sm90_launcher(inputs, on_gpu, current_settings())
             else:
                 call = gqa_launch.make_sm80_launcher(inputs, on_gpu)
-            return gqa_call.GQA.launch(replace(call, problem=request), inputs)
+            return GQA.launch(replace(call, problem=request), inputs)
 
         replace_launches(monkeypatch, gqa_plan, sm_count=sm_count, seed=seed)
         monkeypatch.setattr(gqa_maps, "encode", encode)
         monkeypatch.setattr(launchers, "semaphores_of", lambda *_: ctypes.addressof(counters))
-        monkeypatch.setattr(gqa_call.GQA, "run", run)
+        monkeypatch.setattr(GQA, "run", run)
         workspace = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
         result = decode(problem, **not_written(problem, workspace) | changes)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import mlagen
+from mlagen.families.dispatch import MLA
 from mlagen.families.mla.args import MlaArgs
-from mlagen.families.mla.dispatch import MLA
 from tests.families.launches import Launch, launched, record_launches
 from tests.problems.entry_points import compute, decode, decode_with_lse
 from tests.problems.mla import MlaCase, mla_case

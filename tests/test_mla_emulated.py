@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mlagen.families.common import launchers
-from mlagen.families.mla import dispatch as mla_call
+from mlagen.families.dispatch import MLA
 from mlagen.families.mla import launch as mla_launch
 from mlagen.families.mla import plan as mla_plan
 from mlagen.families.mla import tensor_maps as mla_maps
@@ -272,7 +272,7 @@ def decoded_by_sm80(monkeypatch: pytest.MonkeyPatch) -> Decode:
         request = check_problem(inputs)
         on_gpu = replace(request, device=torch.device("cuda", 0))
         call = mla_launch.make_sm80_launcher(inputs, on_gpu)
-        out, lse = mla_call.MLA.launch(replace(call, problem=request), inputs)
+        out, lse = MLA.launch(replace(call, problem=request), inputs)
         return out, lse
 
     return run
@@ -319,7 +319,7 @@ def _computed(inputs: MlaArgs) -> tuple[torch.Tensor, torch.Tensor]:
     on_gpu = replace(request, device=torch.device("cuda", 0))
     settings = replace(current_settings(), mla_kernel="sm90")
     call = mla_launch.make_sm90_launcher(inputs, on_gpu, settings)
-    out, lse = mla_call.MLA.launch(replace(call, problem=request), inputs)
+    out, lse = MLA.launch(replace(call, problem=request), inputs)
     return out, lse
 
 

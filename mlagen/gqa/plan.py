@@ -21,8 +21,8 @@ from mlagen.families.common.arguments import (
     require_tensor,
 )
 from mlagen.families.common.memory import require_memory, require_plain
+from mlagen.families.dispatch import GQA
 from mlagen.families.gqa.args import GqaArgNames, GqaArgs, converted_query, pair_of
-from mlagen.families.gqa.dispatch import GQA
 from mlagen.families.gqa.problem import QUANTIZED
 from mlagen.planned.metadata import (
     Requests,

@@ -25,6 +25,7 @@ from mlagen.families.common.arguments import (
     unwrap_sinks,
 )
 from mlagen.families.common.memory import require_memory
+from mlagen.families.dispatch import GQA
 from mlagen.families.gqa.args import (
     GqaArgNames,
     GqaArgs,
@@ -33,7 +34,6 @@ from mlagen.families.gqa.args import (
     positive_factor,
     window_of,
 )
-from mlagen.families.gqa.dispatch import GQA
 from mlagen.torch_ops.outputs import trtllm_gqa_outputs
 from mlagen.torch_ops.traced import Op
 

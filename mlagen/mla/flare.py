@@ -23,8 +23,8 @@ from mlagen.families.common.arguments import (
 )
 from mlagen.families.common.launchers import Computed
 from mlagen.families.common.memory import require_memory
+from mlagen.families.dispatch import MLA
 from mlagen.families.mla.args import MlaArgs, canonical_numbers
-from mlagen.families.mla.dispatch import MLA
 from mlagen.families.mla.problem import check_problem
 from mlagen.families.workspace import max_workspace_bytes
 from mlagen.mla.flare_operands import (

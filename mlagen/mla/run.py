@@ -29,8 +29,8 @@ from mlagen.families.common.memory import (
     require_shaped,
     require_writable,
 )
+from mlagen.families.dispatch import MLA
 from mlagen.families.mla.args import MlaArgNames, MlaArgs
-from mlagen.families.mla.dispatch import MLA
 from mlagen.mla.contract import FP8_DTYPES
 from mlagen.mla.plan import DENSE_NAMES, RANK, MlaSettings, settings_of_run
 from mlagen.planned.op import PlannedOp

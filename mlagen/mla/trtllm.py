@@ -28,8 +28,8 @@ from mlagen.families.common.arguments import (
     unwrap_sinks,
 )
 from mlagen.families.common.memory import require_memory, require_plain, require_writable
+from mlagen.families.dispatch import MLA
 from mlagen.families.mla.args import MlaArgNames, MlaArgs
-from mlagen.families.mla.dispatch import MLA
 from mlagen.torch_ops.outputs import mla_outputs
 from mlagen.torch_ops.traced import Op
 

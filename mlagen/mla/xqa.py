@@ -18,8 +18,8 @@ from mlagen.families.common.xqa_arguments import (
     flat_lengths,
     table_capacity,
 )
+from mlagen.families.dispatch import MLA
 from mlagen.families.mla.args import MlaArgNames, MlaArgs
-from mlagen.families.mla.dispatch import MLA
 from mlagen.torch_ops.outputs import mla_outputs, unused_by_xqa, xqa_mla_outputs
 from mlagen.torch_ops.traced import Op
 

@@ -18,8 +18,7 @@ import mlagen.mla
 from mlagen.errors import MlagenError
 from mlagen.families.common import launchers
 from mlagen.families.common.dispatch import Dispatcher
-from mlagen.families.gqa.dispatch import GQA
-from mlagen.families.mla.dispatch import MLA
+from mlagen.families.dispatch import GQA, MLA
 from mlagen.mla import flare, flare_operands
 from mlagen.settings import current_settings
 from tests.families.launches import Case, Launches, record_launches

@@ -13,12 +13,11 @@ import torch
 
 from mlagen.families import workspace
 from mlagen.families.common import launchers as calls
-from mlagen.families.gqa import dispatch as gqa_call
+from mlagen.families.dispatch import GQA, MLA
 from mlagen.families.gqa import launch as gqa_launch
 from mlagen.families.gqa import plan as gqa_plan
 from mlagen.families.gqa import tensor_maps as gqa_maps
 from mlagen.families.gqa.args import GqaArgs
-from mlagen.families.mla import dispatch as mla_call
 from mlagen.families.mla import launch as mla_launch
 from mlagen.families.mla import plan as mla_plan
 from mlagen.families.mla import tensor_maps as mla_maps
@@ -169,7 +168,7 @@ def args_of(case: Case, entry: str = "xqa_batch", **changes: Any) -> Any:
         return (problem.query if args.out is None else args.out,)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gqa_call.GQA, "run", run)
+        patch.setattr(GQA, "run", run)
         ENTRY_POINTS[entry].call(problem)
     return seen[0]._replace(**changes)
 
@@ -177,7 +176,7 @@ def args_of(case: Case, entry: str = "xqa_batch", **changes: Any) -> Any:
 def launched(args: Any, launches: Launches, kernel: str = "sm80") -> Launched:
     """Run a call on CPU tensors as if on the GPU, and return its part of the recorded launches."""
     is_mla = isinstance(args, MlaArgs)
-    calls: Any = mla_call.MLA if is_mla else gqa_call.GQA
+    calls: Any = MLA if is_mla else GQA
     args, request = calls.family.validate(args)
     on_gpu = replace(request, device=torch.device("cuda", 0))
     setting = {"mla_kernel" if is_mla else "gqa_kernel": kernel}

@@ -11,10 +11,9 @@ import torch
 
 import mlagen
 from mlagen.errors import ArgumentError
-from mlagen.families.gqa.dispatch import GQA
+from mlagen.families.dispatch import GQA, MLA
 from mlagen.families.gqa.problem import MAX_TOKENS, check_problem
 from mlagen.families.mla import tensor_maps as mla_maps
-from mlagen.families.mla.dispatch import MLA
 from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.settings import current_settings
 from tests.families.launches import SCHEDULE_ID, Case, Launches, args_of, launched

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mlagen.families.gqa.dispatch import GQA
+from mlagen.families.dispatch import GQA
 from mlagen.mla.flare import run_mla
 from mlagen.runtime import partition
 from mlagen.runtime.device import checked

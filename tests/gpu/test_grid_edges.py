@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mlagen.families.gqa import dispatch as gqa_dispatch
-from mlagen.families.mla import dispatch as mla_dispatch
+from mlagen.families.dispatch import GQA, MLA
 from tests.problems.entry_points import ENTRY_POINTS, compute, decode
 from tests.problems.gqa import KINDS as GQA_KINDS
 from tests.problems.gqa import SOME_KINDS
@@ -54,7 +53,7 @@ DESCENDING: list[tuple[str, dict[str, Any]]] = [
 def test_descending_offsets(length: int, name: str, facts: dict[str, Any]) -> None:
     """A sequence that ends before it begins affects no other; sm90 kernels write nothing then."""
     entry = ENTRY_POINTS[name]
-    calls: Any = mla_dispatch.MLA if name == "trtllm" else gqa_dispatch.GQA
+    calls: Any = MLA if name == "trtllm" else GQA
     problem = entry.build("cuda", seq_lens=(length, 100, 70), q_lens=(2, 0, 1), **facts)
     calls.clear()
     right = entry.run(problem)

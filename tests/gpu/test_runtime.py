@@ -15,7 +15,7 @@ import torch
 
 import mlagen
 from mlagen import engine
-from mlagen.families.mla import dispatch as mla_call
+from mlagen.families.dispatch import MLA
 from mlagen.settings import current_settings
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase, MlaProblem
@@ -178,7 +178,7 @@ def test_a_call_of_another_signature_reuses_the_kernel(monkeypatch: pytest.Monke
     lookups: list[str] = []
     monkeypatch.setattr(engine, "find_or_build", lambda *_, **__: lookups.append("store"))
     monkeypatch.setattr("mlagen.runtime.loader.load", lambda *_: lookups.append("driver"))
-    mla_call.MLA.clear()
+    MLA.clear()
 
     again = decode(**arguments)
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from mlagen import engine
+from mlagen.families import dispatch
 from mlagen.families.common.dispatch import Dispatcher
-from mlagen.families.gqa import dispatch as gqa_dispatch
-from mlagen.families.mla import dispatch as mla_dispatch
 from tests.graph_replay import captured
 from tests.launch_repeats import (
     GQA_DELAYS,
@@ -49,8 +48,8 @@ class Family(NamedTuple):
     after: str  # each delay
 
 
-MLA = Family(mla_dispatch.MLA, lambda problem: compute(problem)[0], MLA_DELAYS, "")
-GQA = Family(gqa_dispatch.GQA, decode_gqa, GQA_DELAYS, "  __syncwarp();\n")
+MLA = Family(dispatch.MLA, lambda problem: compute(problem)[0], MLA_DELAYS, "")
+GQA = Family(dispatch.GQA, decode_gqa, GQA_DELAYS, "  __syncwarp();\n")
 
 
 def family_of(problem: Problem) -> Family:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mlagen.families.mla import dispatch as mla_dispatch
+from mlagen.families.dispatch import MLA
 from mlagen.families.mla import plan as plan_mla_sm90
 from mlagen.families.mla.plan import is_small_call
 from mlagen.settings import current_settings
@@ -25,7 +25,7 @@ pytestmark = [needs_sm90, pytest.mark.usefixtures("sm90")]
 
 def _only_spec() -> Any:
     """Return the spec of the one MLA call that is cached."""
-    (call,) = launchers_of(mla_dispatch.MLA)
+    (call,) = launchers_of(MLA)
     return call.decode.spec
 
 
@@ -82,7 +82,7 @@ def test_a_small_call_uses_the_sm80_kernel(kind: str, monkeypatch: pytest.Monkey
     """The default settings select the sm80 kernel."""
     choose_kernel(monkeypatch, "auto")
     monkeypatch.setattr(plan_mla_sm90, "is_small_call", is_small_call)
-    mla_dispatch.MLA.clear()
+    MLA.clear()
 
     decode(mla_case(kind, seq_lens=(1024, 900)).build("cuda"))
 
@@ -122,7 +122,7 @@ def test_p_may_stay_in_16_bits(
     monkeypatch.setenv("MLAGEN_MLA_P_DTYPE", "fp16")
     current_settings.cache_clear()
     problem = mla_case("e4m3", heads=heads, **facts).build("cuda")
-    mla_dispatch.MLA.clear()
+    MLA.clear()
 
     problem.check(*compute(problem))
 

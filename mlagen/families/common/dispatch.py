@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +30,7 @@ from mlagen.families.common.launchers import (
     store_bounded,
     stored,
 )
+from mlagen.families.common.memory import check_memory
 from mlagen.families.common.no_backward import record_output, record_write, tensors_of, wants_grad
 from mlagen.families.common.problem import ProblemShape
 from mlagen.families.common.tensor_guard import Guard, is_nested, make_guard
@@ -63,29 +64,25 @@ class CallKey(NamedTuple):
     tensors: Tensors
 
 
-class Family(Protocol):
+@dataclass(eq=False, kw_only=True)
+class Family:
     """The steps of a call that depend on its family, with its arguments and its problem."""
+
+    canonical_numbers: Callable[[Any], Any]  # arguments with built-in Python numbers
+    check_problem: Callable[[Any], Any]
+    check_contents: Callable[[Any, Any], None]  # of tensors, with MLAGEN_CHECK=1
+    shape_of: Callable[[Any, Any], ProblemShape]  # what the plan depends on
+    kernel_of: Callable[[Settings], str]  # that the settings force, or ``auto``
+    # Of an sm90 kernel; UnsupportedError where none serves the call.
+    sm90_launcher: Callable[[Any, Any, Settings, int], Launcher]
+    sm80_launcher: Callable[[Any, Any, int], Launcher]
+    compute: Callable[[Any, Any], Tensors]  # all outputs, in any shape, of a call on the CPU
 
     def validate(self, args: Any) -> tuple[Any, Any]:
         """Return the arguments with built-in Python numbers, and the problem."""
-
-    def check_contents(self, args: Any, problem: Any) -> None:
-        """Reject contents of tensors that break a rule, with MLAGEN_CHECK=1."""
-
-    def shape_of(self, args: Any, problem: Any) -> ProblemShape:
-        """Return what the plan depends on."""
-
-    def kernel_of(self, settings: Settings) -> str:
-        """Return the kernel that the settings force, or ``auto``."""
-
-    def sm90_launcher(self, args: Any, problem: Any, settings: Settings, sms: int) -> Launcher:
-        """Return the launcher of an sm90 kernel; UnsupportedError where none serves the call."""
-
-    def sm80_launcher(self, args: Any, problem: Any, sms: int) -> Launcher:
-        """Return the launcher of the sm80 kernel."""
-
-    def compute(self, args: Any, problem: Any) -> Tensors:
-        """Return all outputs, in any shape, of a call on the CPU."""
+        args = self.canonical_numbers(args)
+        check_memory(args)
+        return args, self.check_problem(args)
 
 
 class _Guarded(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mlagen.decode import BatchDecodeWithPagedKVCacheWrapper, trtllm_batch_decode_with_kv_cache
-from mlagen.families.gqa.dispatch import GQA
+from mlagen.families.dispatch import GQA
 from mlagen.families.gqa.plan import shape_of
 from mlagen.gqa import plan
 from tests.fixture_types import Patch
