@@ -40,9 +40,9 @@ SHOWN = (
     "mlagen/cascade.py",
     "mlagen/distributed.py",
     "mlagen/families/workspace.py",
-    "mlagen/decode.py",
     "mlagen/gqa/trtllm.py",
     "mlagen/gqa/wrapper.py",
+    "mlagen/gqa/xqa.py",
     "mlagen/jit.py",
     "mlagen/mla/contract.py",
     "mlagen/mla/flare.py",
@@ -55,7 +55,6 @@ SHOWN = (
     "mlagen/ops.py",
     "mlagen/prewarming/report.py",
     "mlagen/prewarming/run.py",
-    "mlagen/xqa.py",
 )
 
 # Flowcharts that are narrow enough to be read in a column, and a grid behind the bars.

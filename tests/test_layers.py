@@ -47,7 +47,7 @@ LAYERS = {
     **dict.fromkeys(API_MODULES, ENGINE | CALL | {"planned"}),
     # FlashInfer has some names in two modules.
     "decode": ENGINE | CALL | {"gqa", "mla"},
-    "xqa": ENGINE | CALL | {"mla"},
+    "xqa": ENGINE | CALL | {"gqa", "mla"},
     "distributed": ENGINE | CALL | {"cascade", "mla"},  # decode, exchange and merge
     "ops": ENGINE | API_MODULES | CALL,
     # Calls as a user's own code has them; a warm-up compiles and loads as prewarming does.

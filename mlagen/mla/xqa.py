@@ -6,18 +6,19 @@ import torch
 
 from mlagen.entry_point import NOTHING, OUT, entry_point
 from mlagen.families.common.arguments import (
+    FLOAT_DTYPES,
     is_pdl_enabled,
+    reject,
+    require,
+    require_dims,
+    require_dtype,
+    require_strides,
     require_tensor,
     require_whole_number,
     unwrap_sinks,
 )
-from mlagen.families.common.xqa_arguments import (
-    MLA_KV_LORA_RANK,
-    check_mla_caches,
-    check_unused,
-    flat_lengths,
-    table_capacity,
-)
+from mlagen.families.common.memory import require_memory, require_plain
+from mlagen.families.common.xqa_arguments import check_unused, require_size, table_capacity
 from mlagen.families.dispatch import MLA
 from mlagen.families.mla.args import MlaArgNames, MlaArgs
 from mlagen.torch_ops.outputs import mla_outputs, unused_by_xqa, xqa_mla_outputs
@@ -110,6 +111,7 @@ def xqa_batch_decode_with_kv_cache_mla(
     )
 
 
+_KV_LORA_RANK = 512
 _NAMES = MlaArgNames(
     query="q",
     query_rope="q",
@@ -194,12 +196,12 @@ def xqa_mla(
     page_size = require_whole_number(page_size, "page_size", min_value=1)
     check_unused(q, semaphores, sm_count)
     require_tensor(output, "output")
-    is_separate = check_mla_caches(q, k_cache, v_cache, page_size=page_size)
+    is_separate = _check_caches(q, k_cache, v_cache, page_size=page_size)
     return MlaArgs(
         query=q,
         kv_cache=k_cache,
         workspace_buffer=workspace_buffer,
-        kv_lora_rank=MLA_KV_LORA_RANK,
+        kv_lora_rank=_KV_LORA_RANK,
         qk_rope_head_dim=64,
         block_tables=page_table,
         seq_lens=flat_lengths(seq_lens),
@@ -212,3 +214,40 @@ def xqa_mla(
         enable_pdl=is_pdl_enabled(enable_pdl),
         names=_NAMES,
     )
+
+
+def _check_caches(q: object, k_cache: object, v_cache: object, *, page_size: object) -> bool:
+    """Return whether keys and values are separate in memory."""
+    query = require_tensor(q, "q")
+    require_plain(query, "q")
+    require_dims(query, "q", (4,))
+    require_dtype(query, "q", tuple(FLOAT_DTYPES))
+    require(query.shape[1] == 1, "q.shape[1]", 1, query.shape[1])
+    keys, values = require_tensor(k_cache, "k_cache"), require_tensor(v_cache, "v_cache")
+    require_memory(keys, "k_cache")
+    require_memory(values, "v_cache")
+    require_dims(keys, "k_cache", (3, 4))
+    allowed = (query.dtype, torch.float8_e4m3fn)
+    if keys.dtype not in allowed:
+        require_dtype(keys, "k_cache", tuple(dict.fromkeys(allowed)), "that of q, or e4m3")
+    # The product covers the axis of size 1 both before and after the tokens.
+    require_size(page_size, "page_size", keys.shape[1] * (keys.shape[2] if keys.dim() == 4 else 1))
+    if values.data_ptr() != keys.data_ptr() or values.device != keys.device:
+        return True
+    # The same memory; values may be a view of the first elements of each token.
+    require_dtype(values, "v_cache", (keys.dtype,), "dtype of k_cache")
+    if values.shape[:-1] != keys.shape[:-1]:
+        reject("v_cache.shape[:-1]", list(keys.shape[:-1]), list(values.shape[:-1]))
+    require_strides(values, "v_cache", keys, "k_cache")
+    if not _KV_LORA_RANK <= values.shape[-1] <= keys.shape[-1]:
+        rule = f"{_KV_LORA_RANK} to {keys.shape[-1]} (width of k_cache)"
+        reject("v_cache.shape[-1]", rule, values.shape[-1])
+    return False
+
+
+def flat_lengths(seq_lens: torch.Tensor) -> torch.Tensor:
+    """Return ``[batch]`` for ``[batch, 1]``; anything else unchanged."""
+    require_memory(seq_lens, "seq_lens")
+    if not isinstance(seq_lens, torch.Tensor) or seq_lens.dim() != 2:
+        return seq_lens
+    return seq_lens[:, 0] if seq_lens.shape[1] == 1 else seq_lens

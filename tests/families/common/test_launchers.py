@@ -16,8 +16,9 @@ from mlagen.families.common.launchers import (
     rounded_up,
     scratch_offset,
 )
-from mlagen.families.common.xqa_arguments import flat_lengths, table_capacity
+from mlagen.families.common.xqa_arguments import table_capacity
 from mlagen.families.mla import launch as mla_launch
+from mlagen.mla.xqa import flat_lengths
 from tests.families.launches import Launches, args_of, launched
 from tests.fixture_types import Patch
 from tests.problems.mla import MlaCase
