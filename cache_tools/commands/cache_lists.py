@@ -91,14 +91,14 @@ def ls(*, sort: str, layers: bool, as_json: bool, **chosen: Any) -> None:
 
     store, choice = kernel_store(), Choice(**chosen)
     # One at a time, so that the rest of each manifest is freed at once.
-    lines = [_line(stored) for stored in store.entries(layers=layers) if choice.matches(stored)]
+    lines = [line_of(stored) for stored in store.entries(layers=layers) if choice.matches(stored)]
     lines.sort(key=_name)
     if sort != "name":
         lines.sort(key=_ORDERS[sort])
     if as_json:
         print_json({"cache_dir": str(store.root), "entries": [line.entry for line in lines]})
     else:
-        _print_entries(lines, store.root)
+        print_entries(lines, store.root)
 
 
 class _Line(NamedTuple):
@@ -109,7 +109,8 @@ class _Line(NamedTuple):
     kind: str
 
 
-def _line(stored: StoredEntry) -> _Line:
+def line_of(stored: StoredEntry) -> _Line:
+    """Return the line of an entry in a list."""
     entry = document_of(stored)
     if entry["problem"] is not None:
         return _Line(entry, {}, "damaged" if stored.is_damaged else "unreadable")
@@ -135,7 +136,8 @@ _ORDERS: dict[str, Callable[[_Line], Any]] = {
 }
 
 
-def _print_entries(lines: Sequence[_Line], cache_dir: Path) -> None:
+def print_entries(lines: Sequence[_Line], cache_dir: Path) -> None:
+    """Print entries as a table, with their number and size."""
     entries = [line.entry for line in lines]
     rows = [_row(line) for line in lines if line.columns]
     for name in ("toolchain", "layer"):

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from cache_tools.benchmark import calls, inputs
+from cache_tools.benchmark.selection import case_of
 from cache_tools.commands import demo
-from cache_tools.commands.demo import HEADS, KV_LORA_RANK, SEQ_LENS, problem_on, result_of
+from cache_tools.commands.demo import result_of
 from mlagen import engine
 from mlagen.cache.store import kernel_store
 from mlagen.errors import ToolchainError
@@ -20,7 +22,7 @@ from tests.fixture_types import Patch
 from .conftest import raising, run
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
-RIGHT = {"largest_error": 0.01, "share_of_bound": 0.5, "is_right": True}
+RIGHT = {"error": 0.001, "error_bound": 0.006, "is_right": True}
 TIMES = {"first_ms": 700.0, "second_ms": 0.1, "steady_ms": 0.02}
 ANSWER: dict[str, Any] = {"gpu": "NVIDIA H200", **TIMES, "result": RIGHT}
 
@@ -33,7 +35,7 @@ def no_gpu(monkeypatch: Patch) -> None:
 
 
 def test_without_a_gpu_kernels_are_compiled_found_and_the_cpu_is_right(monkeypatch: Patch) -> None:
-    """The kernels of two targets are cached, and the CPU backend agrees with float64."""
+    """The kernels of two targets are cached, and the CPU backend agrees with fp32."""
     monkeypatch.setattr(demo, "CROSS_ARCHS", ("sm_90a", "sm_80"))
 
     result = run("demo --json")
@@ -41,8 +43,7 @@ def test_without_a_gpu_kernels_are_compiled_found_and_the_cpu_is_right(monkeypat
     document = json.loads(result.stdout)
     kernels, found = document["kernels"], document["result"]
     assert (result.exit_code, document["gpu"], found["is_right"]) == (0, None, True)
-    assert found["largest_error"] > 0
-    assert 0 < found["share_of_bound"] <= 1
+    assert 0 < found["error"] <= found["error_bound"]
     assert [time["note"] for time in document["times"]] == [
         "5 kernels; 0 in the cache before",
         "slow, with the same checks and results",
@@ -58,13 +59,13 @@ def test_without_a_gpu_kernels_are_compiled_found_and_the_cpu_is_right(monkeypat
 
 def test_a_wrong_result_is_reported(monkeypatch: Patch) -> None:
     """An error beyond rounding exits with 1, and NaN, as of an invalid slot, is never right."""
-    problem = problem_on("cpu")
-    out = torch.zeros(len(SEQ_LENS), 1, HEADS, KV_LORA_RANK)
-    monkeypatch.setattr(demo, "decode", lambda _: out)
+    given = inputs.make_inputs(case_of("mla", batch=6, heads=16), 1, "cpu")
+    out = torch.zeros(6, 1, 16, 512)
+    monkeypatch.setattr(calls, "mlagen_call", lambda _: lambda _: out)
     result = run("demo")
     assert result.exit_code == 1
-    assert "WRONG: " in result.stdout
-    assert result_of(problem, out * torch.nan)["is_right"] is False
+    assert "WRONG, " in result.stdout
+    assert result_of(given, out * torch.nan)["is_right"] is False
 
 
 def test_with_a_gpu_two_processes_share_a_cache(monkeypatch: Patch) -> None:
@@ -105,7 +106,7 @@ def test_a_stage_that_fails_ends_the_demo(monkeypatch: Patch) -> None:
     ("place", "error", "code", "last", "kept"),
     [
         ((engine, "build_spec"), ToolchainError("arch: no"), 3, "arch: no", 0),
-        ((demo, "problem_on"), KeyboardInterrupt(), 130, "interrupted, 2 kernels kept", 2),
+        ((inputs, "make_inputs"), KeyboardInterrupt(), 130, "interrupted, 2 kernels kept", 2),
     ],
     ids=["a failure", "an interrupt"],
 )
