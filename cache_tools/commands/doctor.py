@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,18 +39,25 @@ def doctor(ctx: click.Context, /, *, as_json: bool) -> None:
     Exits with 1 if a requirement of mlagen is missing. A missing GPU is no problem: kernels
     compile without one.
     """
+    from mlagen.codegen.sources import template_root
+
     problems: list[str] = []
-    _require_templates(problems)
+    with _reported(problems):
+        template_root()
+    packages = {name: _version_of(name) for name in _REQUIRED}
+    problems += [
+        f"{name}: not installed; run: pip install {name}"
+        for name, version in packages.items()
+        if version is None
+    ]
     document = {
         "mlagen": __version__,
         "python": platform.python_version(),
-        "packages": _packages(problems),
+        "packages": packages,
         "callers": {name: _version_of(name) for name in _CALLERS},
         "nvrtc": _nvrtc(problems),
         **_gpus(problems),
-        "cache": _cache(problems),
-        "layers": _layers(problems),
-        "locks": _locks(problems),
+        **_folders(problems),
         "variables": _variables(),
     }
     document["problems"] = problems
@@ -62,21 +71,12 @@ def doctor(ctx: click.Context, /, *, as_json: bool) -> None:
         ctx.exit(FAILED)
 
 
-def _packages(problems: list[str]) -> dict[str, str | None]:
-    versions = {name: _version_of(name) for name in _REQUIRED}
-    for name, version in versions.items():
-        if version is None:
-            problems.append(f"{name}: not installed; run: pip install {name}")
-    return versions
-
-
-def _require_templates(problems: list[str]) -> None:
-    from mlagen.codegen.sources import template_root
-
+@contextmanager
+def _reported(problems: list[str], start: str = "") -> Iterator[None]:
     try:
-        template_root()
+        yield
     except MlagenError as error:
-        problems.append(str(error))
+        problems.append(f"{start}{error}")
 
 
 def _version_of(name: str) -> str | None:
@@ -89,49 +89,41 @@ def _version_of(name: str) -> str | None:
 def _nvrtc(problems: list[str]) -> dict[str, str | None]:
     from mlagen.compiler.toolchain import find_nvrtc
 
-    try:
+    document: dict[str, str | None] = dict.fromkeys(("version", "path", "source"))
+    with _reported(problems):
         found = find_nvrtc()
-    except MlagenError as error:
-        problems.append(str(error))
-        return {"version": None, "path": None, "source": None}
-    return {"version": found.version, "path": str(found.path), "source": found.source}
+        document |= {"version": found.version, "path": str(found.path), "source": found.source}
+    return document
 
 
 def _gpus(problems: list[str]) -> dict[str, Any]:
     from mlagen.runtime.device import driver_version, visible_devices
     from mlagen.spec.arch import arch_of_capability
 
-    try:
-        document: dict[str, Any] = {"driver": driver_version(), "gpus": []}
-        devices = visible_devices()
-    except MlagenError as error:
-        problems.append(str(error))
-        return {"driver": None, "gpus": []}
-    for gpu in devices:
-        try:
-            arch = str(arch_of_capability(gpu.major, gpu.minor))
-        except MlagenError as error:
-            arch = None
-            problems.append(f"{gpu.name}: {error}")
-        document["gpus"].append({**vars(gpu), "arch": arch})
+    document: dict[str, Any] = {"driver": None, "gpus": []}
+    with _reported(problems):
+        driver, devices = driver_version(), visible_devices()
+        for gpu in devices:
+            found: dict[str, Any] = {**vars(gpu), "arch": None}
+            with _reported(problems, f"{gpu.name}: "):
+                found["arch"] = str(arch_of_capability(gpu.major, gpu.minor))
+            document["gpus"].append(found)
+        document["driver"] = driver
     return document
 
 
-def _cache(problems: list[str]) -> dict[str, Any]:
-    from mlagen.settings import current_settings
+def _folders(problems: list[str]) -> dict[str, Any]:
+    """Return the cache, its read-only layers and the locks.
 
-    settings = current_settings()
-    path = settings.cache_dir
-    folder = _folder(path, "cache", problems)
-    return folder | _kernels(path, "cache", problems, is_shared=settings.trusts_shared)
-
-
-def _layers(problems: list[str]) -> list[dict[str, Any]]:
-    """Return the read-only layers; calls skip a missing or unreadable one."""
+    Calls skip a missing or unreadable layer.
+    """
     from mlagen.cache.store import packaged_layers
     from mlagen.settings import current_settings
 
     settings = current_settings()
+    path = settings.cache_dir
+    cache = _folder(path, "cache", problems)
+    cache |= _kernels(path, "cache", problems, is_shared=settings.trusts_shared)
     layers = [(path, settings.trusts_shared) for path in settings.cache_layers]
     layers += [(path, True) for path in packaged_layers()]
     problems += [
@@ -139,7 +131,7 @@ def _layers(problems: list[str]) -> list[dict[str, Any]]:
         for path, _ in layers
         if (problem := folder_problem(path))
     ]
-    return [
+    documents = [
         {
             "path": str(path),
             "exists": is_folder(path),
@@ -147,6 +139,12 @@ def _layers(problems: list[str]) -> list[dict[str, Any]]:
         }
         for path, is_shared in layers
     ]
+    locks = _folder(settings.lock_dir, "locks", problems)
+    return {
+        "cache": cache,
+        "layers": documents,
+        "locks": {**locks, "timeout_s": settings.lock_timeout_s},
+    }
 
 
 def _kernels(path: Path, name: str, problems: list[str], *, is_shared: bool) -> dict[str, int]:
@@ -164,14 +162,6 @@ def _kernels(path: Path, name: str, problems: list[str], *, is_shared: bool) -> 
         "damaged": sum(stored.problem is not None for stored in entries),
         "size_bytes": sum(stored.size_bytes for stored in entries),
     }
-
-
-def _locks(problems: list[str]) -> dict[str, Any]:
-    from mlagen.settings import current_settings
-
-    settings = current_settings()
-    folder = _folder(settings.lock_dir, "locks", problems)
-    return {**folder, "timeout_s": settings.lock_timeout_s}
 
 
 def _variables() -> dict[str, str | None]:
