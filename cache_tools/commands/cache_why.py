@@ -18,8 +18,8 @@ from ..tools.entries import (
     document_of,
     entry_of,
     kernel_of,
+    key_of_entry,
     nearest_entry,
-    own_key,
     print_differences,
     require_valid,
 )
@@ -101,7 +101,8 @@ def _of_key(store: KernelStore, name: str) -> _Answer:
         and (other.key, other.toolchain) != (stored.key, stored.toolchain)
         and str(other.manifest.created.get("time", "")) <= created["time"]
     )
-    key = own_key(stored)
+    key = key_of_entry(stored)
+    assert key is not None, "verifying compares it with the key fields"
     return _Answer(key, stored, created["because"], None, nearest_entry(key, before))
 
 

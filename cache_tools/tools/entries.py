@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from mlagen.cache.file import DamageError
 from mlagen.cache.key import CacheKey
 from mlagen.errors import ArgumentError, CacheError, ToolchainError
 
@@ -83,12 +82,8 @@ def require_valid(stored: StoredEntry) -> dict[str, Any]:
 
 def document_of(stored: StoredEntry) -> dict[str, Any]:
     """Return an entry as JSON data; the manifest fields of a damaged one are None."""
-    problem, facts = None, dict.fromkeys(_MANIFEST_FIELDS)
-    try:
-        facts = manifest_fields(stored)
-    except DamageError as damage:
-        problem = str(damage)
-    return {
+    manifest = stored.manifest
+    document = {
         "key": stored.key,
         "toolchain": stored.toolchain,
         "path": str(stored.path),
@@ -96,27 +91,22 @@ def document_of(stored: StoredEntry) -> dict[str, Any]:
         "is_read_only": stored.is_read_only,
         "size_bytes": stored.size_bytes,
         "used": iso_time(stored.used),
-        "problem": problem,
-        **facts,
+        "problem": stored.problem or "" if manifest is None else None,
+        **dict.fromkeys(_MANIFEST_FIELDS),
     }
-
-
-def manifest_fields(stored: StoredEntry) -> dict[str, Any]:
-    """Return the fields of an entry's manifest, or raise ``DamageError`` if it has none."""
-    manifest = stored.manifest
-    if manifest is None:
-        raise DamageError(stored.problem or "")
-    facts, created, key_fields = manifest.facts, manifest.created, dict(manifest.key_fields)
-    return {
-        "family": key_fields["family"],
-        "spec": facts["kernel"]["spec"],
-        "resources": resources_of(facts["resources"]),
-        "dynamic_shared_bytes": facts["kernel"]["dynamic_shared_bytes"],
-        "line_info": key_fields.get("line_info"),
-        "compile_ms": facts["compile_ms"],
-        "created": {name: created.get(name) for name in _CREATED_FIELDS},
-        "created_by": manifest.created_by,
-    }
+    if manifest is not None:
+        facts, key_fields = manifest.facts, dict(manifest.key_fields)
+        document |= {
+            "family": key_fields["family"],
+            "spec": facts["kernel"]["spec"],
+            "resources": resources_of(facts["resources"]),
+            "dynamic_shared_bytes": facts["kernel"]["dynamic_shared_bytes"],
+            "line_info": key_fields.get("line_info"),
+            "compile_ms": facts["compile_ms"],
+            "created": {name: manifest.created.get(name) for name in _CREATED_FIELDS},
+            "created_by": manifest.created_by,
+        }
+    return document
 
 
 def resources_of(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -199,13 +189,6 @@ def key_of_entry(stored: StoredEntry) -> CacheKey | None:
         return None
     key = CacheKey(stored.manifest.key_fields, stored.toolchain)
     return key if key.digest == stored.key else None
-
-
-def own_key(stored: StoredEntry) -> CacheKey:
-    """Return the key of a verified entry; verifying compares it with the key fields."""
-    key = key_of_entry(stored)
-    assert key is not None, stored
-    return key
 
 
 def kernel_of(key: CacheKey) -> str:

@@ -155,7 +155,7 @@ class KernelView:
         }
 
     def resource_texts(self) -> dict[str, str]:
-        """Return the compiler, the tile and the resources as `kernel show` and `diff` name them."""
+        """Return the compiler, the tile and the resources as `kernel show` names them."""
         document, tile = self.document(), tile_of(self.spec)
         static, dynamic = (document[f"{kind}_shared_bytes"] for kind in ("static", "dynamic"))
         spilled = document["spill_store_bytes"] + document["spill_load_bytes"]
