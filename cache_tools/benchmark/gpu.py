@@ -30,9 +30,6 @@ _GEMM_SIZE = 8192
 _ROUNDS = 3
 _HAS_FP8 = (8, 9)
 
-# If torch does not report it: the largest L2 of current GPUs.
-_LARGE_L2_BYTES = 128 << 20
-
 _DETAIL_LENGTH = 160
 
 # Facts of the document, by field of nvidia-smi.
@@ -89,7 +86,8 @@ class Gpu:
         """
         makes: dict[str, Make] = {"mlagen": mlagen_call}
         makes |= {each.name: each.make for each in self._baselines if each.serves(case)}
-        sets = case.input_sets(_l2_bytes())
+        gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+        sets = case.input_sets(gpu.L2_cache_size)
         try:
             inputs = make_inputs(case, sets, "cuda")
             expected = attend(inputs)
@@ -156,9 +154,8 @@ def smi_facts(index: int) -> dict[str, Any]:
     """Return driver, power cap and clocks as nvidia-smi reports them; None for what it does not."""
     facts: dict[str, Any] = dict.fromkeys(_SMI_FIELDS)
     query = f"--query-gpu={','.join(_SMI_FIELDS.values())}"
-    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
     # nvidia-smi does not know CUDA_VISIBLE_DEVICES, so the index may be that of another GPU.
-    which = f"--id={index}" if uuid is None else f"--id=GPU-{uuid}"
+    which = f"--id=GPU-{torch.cuda.get_device_properties(index).uuid}"
     command = ["nvidia-smi", query, which, "--format=csv,noheader,nounits"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
@@ -192,11 +189,6 @@ def _number(text: str) -> float | None:
 def _problem_of(error: Exception) -> str:
     first_line = str(error).partition("\n")[0][:_DETAIL_LENGTH]
     return first_line if isinstance(error, MlagenError) else f"{type(error).__name__}: {first_line}"
-
-
-def _l2_bytes() -> int:
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return int(getattr(properties, "L2_cache_size", _LARGE_L2_BYTES))
 
 
 def _read_gb_s() -> float:

@@ -207,9 +207,18 @@ def attend(inputs: Inputs) -> torch.Tensor:
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the Frobenius norm of the difference over that of ``expected``."""
-    difference = out.float().reshape(expected.shape) - expected
-    return float(difference.norm() / expected.norm())
+    """Return the Frobenius norm of the difference over that of ``expected``.
+
+    Infinite if they are not finite in the same elements.
+    """
+    expected = expected.detach().double()
+    out = out.detach().to(expected).reshape(expected.shape)
+    is_finite = expected.isfinite()
+    is_same = (out == expected) | (out.isnan() & expected.isnan())
+    if not bool((is_same | (is_finite & out.isfinite())).all()):
+        return float("inf")
+    difference, norm = (out - expected)[is_finite].norm(), expected[is_finite].norm()
+    return float(difference / norm) if norm else float(difference)
 
 
 def _slots(inputs: Inputs, request: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from mlagen.observe.observed import CPU_BACKEND
 from mlagen.runtime.launch import record_launches
 from mlagen.settings import current_settings
 
+from ..benchmark.inputs import relative_error
 from .dump import Dump, rebuilt, was_on_gpu
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -110,21 +111,6 @@ def replay(dump: Dump) -> Outcome:
         relative_error=max((relative_error(*pair) for pair in pairs), default=None),
         error_bound=_bound_of(dump),
     )
-
-
-def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the Frobenius norm of the difference over that of ``expected``.
-
-    Infinite if they are not finite in the same elements.
-    """
-    out, expected = out.detach().cpu().double(), expected.detach().cpu().double()
-    is_finite = expected.isfinite()
-    is_same = (out == expected) | (out.isnan() & expected.isnan())
-    if not bool((is_same | (is_finite & out.isfinite())).all()):
-        return float("inf")
-    difference = (out - expected)[is_finite].norm()
-    norm = expected[is_finite].norm()
-    return float(difference / norm) if norm else float(difference)
 
 
 def document_of(dump: Dump, outcome: Outcome) -> dict[str, Any]:

@@ -30,8 +30,7 @@ class Baseline:
 class SharedLibrary:
     """A shared library with torch ops in an installed package."""
 
-    package: str
-    version: str
+    version: str  # of the package, with its name
     path: Path
 
     def load(self) -> None:
@@ -48,7 +47,7 @@ def shared_library(package: str, name: str) -> SharedLibrary | None:
     path = Path(str(found.locate_file(name)))
     if not path.is_file():
         return None
-    return SharedLibrary(package=package, version=found.version, path=path)
+    return SharedLibrary(version=f"{package} {found.version}", path=path)
 
 
 def has_16bit_query(case: Case) -> bool:

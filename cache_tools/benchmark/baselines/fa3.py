@@ -35,8 +35,7 @@ def find() -> list[Baseline]:
         ops = torch.ops._vllm_fa3_C  # noqa: SLF001
         return _mla_call(ops, inputs) if inputs.case.family == "mla" else _gqa_call(ops, inputs)
 
-    version = f"{library.package} {library.version}"
-    return [Baseline(name="fa3", version=version, serves=has_16bit_query, make=make)]
+    return [Baseline(name="fa3", version=library.version, serves=has_16bit_query, make=make)]
 
 
 def _mla_call(ops: Any, inputs: Inputs) -> Call:

@@ -13,7 +13,7 @@ from mlagen.spec.dtype import DType
 from ..calls import Call
 from ..cases import KV_LORA_RANK, Case
 from ..inputs import Inputs
-from .baseline import Baseline, SharedLibrary, shared_library
+from .baseline import Baseline, shared_library
 
 PACKAGES = "vllm or sgl-flash-mla"
 INSTALL = "pip install --no-deps --target DIR vllm sgl-flash-mla, and pass --libraries DIR"
@@ -43,7 +43,7 @@ def _find_vllm() -> Baseline | None:
         ops, fp8_ops = torch.ops._flashmla_C, torch.ops._flashmla_extension_C  # noqa: SLF001
         return _call(inputs, partial(_dense, ops.dense_decode_fwd, 1), ops, fp8_ops)
 
-    return _baseline("flashmla-vllm", dense, _serves, make)
+    return Baseline(name="flashmla-vllm", version=dense.version, serves=_serves, make=make)
 
 
 def _find_sglang() -> Baseline | None:
@@ -56,17 +56,9 @@ def _find_sglang() -> Baseline | None:
         ops = torch.ops.flash_mla_legacy
         return _call(inputs, partial(_dense, ops.dense_decode_fwd, 0), ops, ops)
 
-    return _baseline("flashmla-sglang", library, _sglang_serves, make)
-
-
-def _baseline(
-    name: str,
-    library: SharedLibrary,
-    serves: Callable[[Case], bool],
-    make: Callable[[Inputs], Call],
-) -> Baseline:
-    version = f"{library.package} {library.version}"
-    return Baseline(name=name, version=version, serves=serves, make=make)
+    return Baseline(
+        name="flashmla-sglang", version=library.version, serves=_sglang_serves, make=make
+    )
 
 
 def _serves(case: Case) -> bool:

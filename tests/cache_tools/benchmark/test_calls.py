@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -232,9 +233,9 @@ def test_a_failure_while_timed_or_nan_has_no_time(inputs: Inputs, monkeypatch: P
     assert measure(inputs, a=mlagen_call)["a"] == Outcome(problem="RuntimeError: captured")
 
     Times.taken.clear()
-    inputs.keys[0].data.fill_(torch.nan)
     problem = "result: expected finite numbers, got NaN or infinity"
-    assert measure(inputs, mlagen=mlagen_call) == {"mlagen": Outcome(problem=problem)}
+    nan = attend(inputs) * torch.nan
+    assert measure(inputs, a=lambda _: lambda _: nan) == {"a": Outcome(problem=problem)}
     assert Times.taken == []
 
 
@@ -260,5 +261,25 @@ def test_facts_are_those_of_nvidia_smi(
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{printed}'\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: object())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1"))
     assert smi_facts(0) == dict(zip(FACTS, facts, strict=True))
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("out", "expected", "error"),
+    [
+        ([3.0, 4.0], [3.0, 4.0], 0.0),
+        ([3.0, 5.0], [0.0, 5.0], 0.6),
+        ([0.0, 2.0], [0.0, 0.0], 2.0),
+        ([-INF, 4.0], [-INF, 4.0], 0.0),
+        ([NAN, 4.0], [3.0, 4.0], INF),
+        ([3.0, 4.0], [3.0, INF], INF),
+    ],
+)
+def test_the_relative_error(out: list[float], expected: list[float], error: float) -> None:
+    """Elements that are not finite must be the same in both."""
+    got = relative_error(torch.tensor(out), torch.tensor(expected))
+    assert got == pytest.approx(error)

@@ -202,23 +202,3 @@ def test_the_bound_is_that_of_the_dtypes(dtype: torch.dtype, bound: float, folde
     arguments["workspace_buffer"] = torch.zeros(16, dtype=torch.uint8)
     mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(**arguments)
     assert replaying._bound_of(read_dump(last_of(folder))) == bound
-
-
-NAN, INF = float("nan"), float("inf")
-
-
-@pytest.mark.parametrize(
-    ("out", "expected", "error"),
-    [
-        ([3.0, 4.0], [3.0, 4.0], 0.0),
-        ([3.0, 5.0], [0.0, 5.0], 0.6),
-        ([0.0, 2.0], [0.0, 0.0], 2.0),
-        ([-INF, 4.0], [-INF, 4.0], 0.0),
-        ([NAN, 4.0], [3.0, 4.0], INF),
-        ([3.0, 4.0], [3.0, INF], INF),
-    ],
-)
-def test_the_relative_error(out: list[float], expected: list[float], error: float) -> None:
-    """Elements that are not finite must be the same in both."""
-    got = replaying.relative_error(torch.tensor(out), torch.tensor(expected))
-    assert got == pytest.approx(error)
