@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -41,13 +41,6 @@ _SMI_FIELDS = {
 }
 
 Make: TypeAlias = Callable[[Inputs], Call]
-
-
-class Timed(Protocol):
-    """Calls that can be timed."""
-
-    def median_us(self, mode: str) -> float:
-        """Return the median microseconds of a call in a state of the GPU."""
 
 
 class Gpu:
@@ -107,13 +100,12 @@ def outcomes_of(
     inputs: Inputs,
     expected: torch.Tensor,
     mode: str,
-    replays_of: Callable[[Call, int], Timed] = Replays,
 ) -> dict[str, Outcome]:
     """Compare the output of each first call with ``expected``, and time the next calls."""
     outcomes = {}
-    timed: dict[str, Timed] = {}
+    timed: dict[str, Replays] = {}
     for name, make in makes.items():
-        outcomes[name], replays = _first_outcome(make, inputs, expected, replays_of)
+        outcomes[name], replays = _first_outcome(make, inputs, expected)
         if replays is not None:
             timed[name] = replays
     times: dict[str, list[float]] = {name: [] for name in timed}
@@ -124,8 +116,8 @@ def outcomes_of(
 
 
 def _first_outcome(
-    make: Make, inputs: Inputs, expected: torch.Tensor, replays_of: Callable[[Call, int], Timed]
-) -> tuple[Outcome, Timed | None]:
+    make: Make, inputs: Inputs, expected: torch.Tensor
+) -> tuple[Outcome, Replays | None]:
     """Return the error of the first call, and what times the next ones."""
     try:
         call = make(inputs)
@@ -133,12 +125,12 @@ def _first_outcome(
         if not math.isfinite(error):
             problem = "result: expected finite numbers, got NaN or infinity"
             return Outcome(problem=problem), None
-        return Outcome(error=error), replays_of(call, inputs.sets)
+        return Outcome(error=error), Replays(call, inputs.sets)
     except Exception as error:  # noqa: BLE001 - any failure is reported, and the next case runs
         return Outcome(problem=_problem_of(error)), None
 
 
-def _timed_outcome(first: Outcome, replays: Timed, mode: str, times: list[float]) -> Outcome:
+def _timed_outcome(first: Outcome, replays: Replays, mode: str, times: list[float]) -> Outcome:
     """Return the outcome with the mean of its times so far."""
     try:
         times.append(replays.median_us(mode))

@@ -105,6 +105,7 @@ def _named(prefix: str, value: str | None) -> list[str]:
 
 def _row(case: Mapping[str, Any], *, has_modes: bool) -> dict[str, Any]:
     ours, best = case["mlagen"], case["best_baseline"]
+    mark = "" if ours["is_right"] else " WRONG"
     best_us = None if best is None else case["baselines"][best]["us"]
     return {
         "case": case["case"],
@@ -114,15 +115,11 @@ def _row(case: Mapping[str, Any], *, has_modes: bool) -> dict[str, Any]:
         "gb_s": _rounded(ours["gb_s"]),
         "roofline_us": _rounded(case["roofline_us"], 1),
         "share": _rounded(ours["roofline_share"], 2),
-        "error": "failed" if ours["error"] is None else f"{ours['error']:.1e}{_mark(ours)}",
+        "error": "failed" if ours["error"] is None else f"{ours['error']:.1e}{mark}",
         "best_baseline": best,
         "best_us": _rounded(best_us, 1),
         "ratio": _rounded(case["ratio"], 2),
     }
-
-
-def _mark(outcome: Mapping[str, Any]) -> str:
-    return "" if outcome["is_right"] else " WRONG"
 
 
 def _rounded(value: float | None, digits: int = 0) -> Decimal | None:

@@ -203,7 +203,9 @@ def rm(*, keys: tuple[str, ...], as_json: bool) -> None:
     store = kernel_store()
     found = {stored.path: stored for key in keys for stored in entries_of(store, key)}
     for stored in found.values():
-        _require_writable(stored)
+        if stored.is_read_only:
+            got = f"{stored.key[:SHORT_KEY]} in {stored.layer}"
+            raise ArgumentError(f"key: expected a kernel of the cache folder, got {got}")
     for stored in found.values():
         store.remove(stored)
         size = size_text(stored.size_bytes)
@@ -211,12 +213,6 @@ def rm(*, keys: tuple[str, ...], as_json: bool) -> None:
         click.echo(text, err=as_json)
     if as_json:
         print_json({"removed": [document_of(stored) for stored in found.values()]})
-
-
-def _require_writable(stored: StoredEntry) -> None:
-    if stored.is_read_only:
-        short, layer = stored.key[:SHORT_KEY], stored.layer
-        raise ArgumentError(f"key: expected a kernel of the cache folder, got {short} in {layer}")
 
 
 @click.command()

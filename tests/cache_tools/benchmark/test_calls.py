@@ -12,6 +12,7 @@ import torch
 
 import mlagen
 import tests.problems.reference
+from cache_tools.benchmark import gpu
 from cache_tools.benchmark.calls import Call, mlagen_call
 from cache_tools.benchmark.gpu import outcomes_of, smi_facts
 from cache_tools.benchmark.inputs import (
@@ -182,15 +183,16 @@ class Times:
 
 
 @pytest.fixture
-def inputs() -> Inputs:
+def inputs(monkeypatch: Patch) -> Inputs:
     """Return three small input sets, before any measurement."""
+    monkeypatch.setattr(gpu, "Replays", Times)
     Times.taken.clear()
     return make_inputs(case_of("mla", batch=1, seq_len=20, heads=4), 3, "cpu")
 
 
 def measure(inputs: Inputs, **makes: Callable[[Inputs], Call]) -> dict[str, Outcome]:
     """Return the outcomes of the libraries."""
-    return outcomes_of(makes, inputs, attend(inputs), "model", Times)
+    return outcomes_of(makes, inputs, attend(inputs), "model")
 
 
 def test_libraries_are_timed_by_turns(inputs: Inputs) -> None:
