@@ -14,7 +14,6 @@ constexpr int kStages = 2;
 constexpr int kStageTiles = kLatentTiles + 1;
 // Tiles that arrive together, from every such tile on: a gather copies the half of a warpgroup.
 constexpr int kTilesPerArrival = kIsSparse ? kLatentTiles / 2 : 1;
-constexpr int kStagesPerBlock = kTiles / kTilesPerStage;
 
 struct SharedMemoryPlan {
   unsigned char query[kTiles * kQueryTileBytes];
@@ -40,15 +39,10 @@ struct SharedMemoryPlan {
 // The split reduction aliases Q and KV: a CTA combines after its last work item only.
 constexpr int kCombineSmemBytes = sizeof(SharedMemoryPlan::query) + sizeof(SharedMemoryPlan::kv);
 static_assert(sizeof(SharedMemoryPlan) <= kSharedBytes, "the spec states the size of the plan");
-static_assert(kStagesPerBlock * kTilesPerStage == kTiles, "a KV block is whole stages");
 
 __device__ inline int& nonfinite_flag(SharedMemoryPlan& smem, const WorkItem&) {
   return smem.has_nonfinite;
 }
-
-// Arrivals at the barrier of a copy: for one by TMA, of the thread that issues it; for a gather, of
-// each producer thread for its asynchronous copies, and of each producer warp for its plain stores.
-constexpr int kCopyArrivals = kIsSparse ? kProducerThreads + kProducerWarps : 1;
 
 // Called by one thread.
 __device__ inline void init_kv_barriers(const SharedMemoryPlan& smem) {
