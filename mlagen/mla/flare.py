@@ -159,8 +159,8 @@ def flare_mla_decoding(
         given = FlareCall(q, k, mask, valid_length, scale, *others)._asdict()
         return cast("torch.Tensor", observe(flare_mla_decoding, given))
     if isinstance(k, PagedKVCache) and mask.__class__ in _UNBIASED:
-        cache = (k.blocks, k.block_table, k.cache_lengths, k.scales)
-        return _decode_paged(q, *cache, mask.__class__ is CausalMask, valid_length, scale, *others)
+        cache = (k.blocks, k.block_table, k.cache_lengths, valid_length, k.scales)
+        return _decode_paged(q, *cache, mask.__class__ is CausalMask, scale, *others)
     args, _ = _args_of(FlareCall(q, k, mask, valid_length, scale, *others))
     (result,) = run_mla(*args)
     return result if output is None else output
@@ -172,9 +172,9 @@ def _decode_paged(
     blocks: torch.Tensor,
     block_table: torch.Tensor,
     cache_lengths: torch.Tensor,
+    valid_length: torch.Tensor | None,  # before the scales: ``computed_of`` reads the first five
     scales: torch.Tensor | None,
     is_causal: bool,
-    valid_length: torch.Tensor | None,
     scale: float | torch.Tensor,
     output: torch.Tensor | None = None,
     ragged: bool = False,

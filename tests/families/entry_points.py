@@ -27,7 +27,7 @@ from tests.fixture_types import Patch
 from tests.problems import batch_decode
 from tests.problems.entry_points import ENTRY_POINTS
 from tests.problems.gqa import GqaCase
-from tests.problems.mla import MlaCase
+from tests.problems.mla import KINDS, MlaCase
 
 MLA_CASE = MlaCase(seq_lens=(70, 3), heads=16)
 GQA_CASE = GqaCase(seq_lens=(70, 3), sink=3.0, window=50, page_size=16)
@@ -143,12 +143,12 @@ def _planned_decode() -> dict[str, Any]:
 def run_flare(**given: Any) -> object:
     """Call ``flare_mla_decoding`` with the fields of its cache as arguments."""
     parts = ("blocks", "block_table", "cache_lengths")
-    keys = mlagen.mla.PagedKVCache(*map(given.pop, parts))
+    keys = mlagen.mla.PagedKVCache(*map(given.pop, parts), given.pop("scales", None))
     return mlagen.mla.flare_mla_decoding(k=keys, mask=mlagen.mla.CausalMask(), **given)
 
 
-def _flare() -> dict[str, Any]:
-    given = MLA_CASE.build("cpu").arguments()
+def _flare_of(case: MlaCase) -> dict[str, Any]:
+    given = case.build("cpu").arguments()
     return {
         "q": given["query"],
         "blocks": given["kv_cache"],
@@ -157,6 +157,15 @@ def _flare() -> dict[str, Any]:
         "valid_length": torch.ones(2, dtype=torch.int32),
         "scale": 0.5,
         "output": torch.zeros(2, 1, 16, 512, dtype=torch.bfloat16),
+    }
+
+
+def _flare_with_scales() -> dict[str, Any]:
+    problem = replace(MLA_CASE, **KINDS["fp8_per_token"]).build("cpu")
+    return _flare_of(problem.case) | {
+        "scales": problem.extra_args["kv_scales"],
+        "q_scale": problem.extra_args["query_scales"],
+        "per_token_scale_rope_aware": True,
     }
 
 
@@ -189,7 +198,10 @@ ROWS = {
         run_wrapper, GQA, _planned_decode, "q paged_kv_cache[0] paged_kv_cache[1] out sinks"
     ),
     # It computes lengths from its arguments.
-    "flare": Row(run_flare, MLA, _flare, _FLARE_TENSORS, max_files=7),
+    "flare": Row(run_flare, MLA, lambda: _flare_of(MLA_CASE), _FLARE_TENSORS, max_files=7),
+    "flare with scales": Row(
+        run_flare, MLA, _flare_with_scales, f"{_FLARE_TENSORS} scales q_scale", max_files=7
+    ),
 }
 
 

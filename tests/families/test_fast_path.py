@@ -72,6 +72,7 @@ REPLAYED: dict[str, tuple[dict[str, Any], ...]] = {
     "wrapper": ({"out": None}, {"return_lse": True}, {"lse": torch.zeros(2, 16)}),
     "wrapper packed": ({"out": None},),
     "flare": ({"output": None}, {"num_partitions": 3}),
+    "flare with scales": ({"output": None},),
 }
 # Calls that convert or compute a tensor, so that a replay would use that of an earlier call, or
 # that copy their output.
@@ -185,9 +186,10 @@ def test_zeros_of_both_signs(monkeypatch: Patch) -> None:
         monkeypatch.undo()
 
 
-def test_a_replay_computes_lengths_again(monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("row", ["flare", "flare with scales"])
+def test_a_replay_computes_lengths_again(row: str, monkeypatch: Patch) -> None:
     """The kernel reads lengths that are computed from the present contents of the tensors."""
-    entry_point = make_entry_point(monkeypatch, ROWS["flare"])
+    entry_point = make_entry_point(monkeypatch, ROWS[row])
     arguments = entry_point.row.build()
     entry_point.call(arguments)
     arguments["cache_lengths"] += 3
@@ -231,7 +233,7 @@ def test_the_requested_kernel_is_launched(entry_point: EntryPoint, monkeypatch: 
         monkeypatch.setenv(f"MLAGEN_{family.upper()}_KERNEL", kernel)
         current_settings.cache_clear()
         entry_point.outcome(arguments)
-        taken.append(entry_point.launches[0].family)
+        taken.append(entry_point.launches[0].family.removesuffix("_fp8kv"))
 
     assert taken == [f"{family}_sm90", f"{family}_sm80"] * 3
 
