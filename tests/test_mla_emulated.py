@@ -566,7 +566,7 @@ def test_a_row_format_is_the_fields_of_its_description(
     rope: int, decoded_by_sm80: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a scale per 64 elements, checks, CPU backend and sm80 kernel follow, unedited."""
-    row = replace(ROW_FORMATS[DType.FP8_DS_MLA], scaled_elements=64)
+    row = replace(ROW_FORMATS[DType.FP8_DS_MLA], group=64)
     monkeypatch.setitem(ROW_FORMATS, DType.FP8_DS_MLA, row)
     facts = {**_FEW, "qk_rope_head_dim": rope, "page_size": 8}  # no other test has these pages
     planted = given("bf16 over fp8_ds_mla", "64 per scale", **facts)

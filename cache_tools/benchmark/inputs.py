@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from mlagen.families.common.arguments import FLOAT_DTYPES
-from mlagen.spec.dtype import DType, RowFormat
+from mlagen.spec.dtype import DType
+from mlagen.spec.rows import RowFormat
 
 from .cases import NVFP4_BLOCK, QK_ROPE_HEAD_DIM, Case
 
@@ -70,18 +71,18 @@ def dequantize(dtype: DType, rows: Stored) -> torch.Tensor:
 
 def _packed(numbers: torch.Tensor, row: RowFormat) -> torch.Tensor:
     """Pack bf16 elements into rows with inline scales."""
-    latent = _in_blocks(numbers[..., : row.latent_elements].float(), row.scaled_elements)
+    latent = _in_blocks(numbers[..., : row.scaled_elements].float(), row.group)
     scales = latent.abs().amax(-1).clamp_min(1e-8) / _E4M3_MAX
     quantized = (latent / scales.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2)
-    rope = numbers[..., row.latent_elements :].contiguous()
+    rope = numbers[..., row.scaled_elements :].contiguous()
     return torch.cat([part.view(torch.uint8) for part in (quantized, scales, rope)], dim=-1)
 
 
 def _unpacked(data: torch.Tensor, row: RowFormat) -> torch.Tensor:
-    latent = data[..., : row.latent_elements].contiguous().view(torch.float8_e4m3fn).float()
-    scales = data[..., row.latent_elements : row.rope_offset].contiguous().view(torch.float32)
-    rope = data[..., row.rope_offset :].contiguous().view(torch.bfloat16).float()
-    blocks = _in_blocks(latent, row.scaled_elements) * scales.unsqueeze(-1)
+    latent = data[..., : row.code_bytes].contiguous().view(torch.float8_e4m3fn).float()
+    scales = data[..., row.code_bytes : row.bf16_offset].contiguous().view(torch.float32)
+    rope = data[..., row.bf16_offset :].contiguous().view(torch.bfloat16).float()
+    blocks = _in_blocks(latent, row.group) * scales.unsqueeze(-1)
     return torch.cat([blocks.flatten(-2), rope], dim=-1)
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mlagen.spec.dtype import DType, RowFormat
+from mlagen.spec.dtype import DType
+from mlagen.spec.rows import RowFormat
 from tests.problems.problem import E4M3
 
 _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": E4M3}
@@ -70,7 +71,7 @@ def _packed(
     row: RowFormat, latent: torch.Tensor, rope: torch.Tensor, outer: torch.Tensor | None
 ) -> Stored:
     """Return rows of a format, with the ``outer`` scales of each token or inline ones."""
-    groups = latent.view(len(latent), row.scales, row.scaled_elements)
+    groups = latent.view(len(latent), row.scales, row.group)
     if row.has_inline_scales:
         scales = (groups.abs().amax(dim=2) / 448).clamp(min=1e-4)
     else:
@@ -78,7 +79,7 @@ def _packed(
         scales = outer.view(len(latent), row.scales)
     largest = torch.finfo(E4M3).max  # as in store()
     stored = (groups / scales[:, :, None]).clamp(-largest, largest).to(E4M3)
-    factors = scales[:, :1] if row.scales_rope else torch.ones(len(latent), 1)
+    factors = scales[:, :1] if row.scales_bf16 else torch.ones(len(latent), 1)
     rope = (rope / factors).to(torch.bfloat16)
     inline = (scales,) if row.has_inline_scales else ()
     parts = (stored.flatten(1), *inline, rope)

@@ -10,9 +10,10 @@ import pytest
 
 from mlagen.spec.arch import ARCHS, Arch
 from mlagen.spec.combine import CombineSpec, combine_specs
-from mlagen.spec.dtype import ROW_FORMATS, DType, RowFormat, require_distinct_rows, row_dtype_of
+from mlagen.spec.dtype import ROW_FORMATS, DType, row_dtype_of
 from mlagen.spec.families import specs_of
 from mlagen.spec.kernel import KernelSpec
+from mlagen.spec.rows import RowFormat, require_distinct_rows
 from tests.kernels import COMBINE, gqa_sm80, gqa_sm90, mla_sm80, mla_sm90
 
 SPECS = [mla_sm80(), mla_sm90(), gqa_sm80(), gqa_sm90(), COMBINE]
@@ -83,6 +84,9 @@ def test_every_decode_output_has_one_combine_kernel(arch: Arch) -> None:
         (DType.FP8_DS_MLA, "E4m3", 576, 656),
         (DType.FP8_DS_MLA, "E4m3", 512, 528),
         (DType.FP8_PER_TOKEN, "E4m3", 576, 640),
+        (DType.FP8_DSV4, "E4m3", 512, 584),
+        (DType.FP8_DSV41, "E4m3", 512, 528),
+        (DType.FP8_DSV41_INLINE, "E4m3", 512, 528),
     ],
     ids=str,
 )
@@ -92,7 +96,7 @@ def test_rows_and_tags_of_a_dtype(dtype: DType, cuda_name: str, elements: int, s
 
 
 # The fields of a format whose rows are distinct from every other's: 672 bytes, always with rope.
-_DISTINCT: dict[str, Any] = {"scaled_elements": 64, "rope_sizes": (64,)}
+_DISTINCT: dict[str, Any] = {"group": 64, "bf16_elements": (64,)}
 
 
 @pytest.mark.parametrize(
@@ -103,22 +107,22 @@ def test_bytes_are_rows_of_deepseek_unless_another_format_has_their_width(
     width: int, rope: int, is_other: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A format that a call names is never that of a width, and padded rows stay what they are."""
-    assert row_dtype_of(width, rope) is DType.FP8_DS_MLA
+    assert row_dtype_of(width, 512 + rope) is DType.FP8_DS_MLA
 
     other = replace(ROW_FORMATS[DType.FP8_DS_MLA], **_DISTINCT)
     monkeypatch.setitem(ROW_FORMATS, DType.INT8, other)
 
-    assert row_dtype_of(width, rope) is (DType.INT8 if is_other else DType.FP8_DS_MLA)
+    assert row_dtype_of(width, 512 + rope) is (DType.INT8 if is_other else DType.FP8_DS_MLA)
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         (_DISTINCT, None),
-        ({"holds_queries": True}, None),
-        ({}, "656 bytes with rope 64"),
-        ({"rope_sizes": (0,)}, "528 bytes with rope 0"),
-        ({"scaled_elements": 64}, "544 bytes with rope 0"),
+        ({"is_named": True}, None),
+        ({}, "656 bytes for 576 elements"),
+        ({"bf16_elements": (0,)}, "528 bytes for 512 elements"),
+        ({"group": 64}, "544 bytes for 512 elements"),
     ],
     ids=str,
 )
@@ -139,18 +143,18 @@ def test_a_width_has_one_format(changed: dict[str, Any], message: str | None) ->
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"scaled_elements": 8}, "scaled_elements: expected a multiple of 16 that divides 512"),
-        ({"scaled_elements": 96}, "scaled_elements: expected a multiple of 16 that divides 512"),
+        ({"group": 8}, "group: expected a multiple of 16 that divides 512"),
+        ({"group": 96}, "group: expected a multiple of 16 that divides 512"),
         (
-            {"scaled_elements": 256},
-            "bytes before the rope part: expected a multiple of 16, got 520",
+            {"group": 256},
+            "bytes before the bf16 elements: expected a multiple of 16, got 520",
         ),
-        ({"scaled_elements": 128, "scales_rope": True}, "scaled_elements: expected 512 "),
-        ({"scaled_elements": 128, "rope_sizes": (64, 128)}, "rope_sizes: expected 64 or 0, got"),
+        ({"group": 128, "scales_bf16": True}, "group: expected 512 "),
+        ({"group": 128, "bf16_elements": (64, 128)}, "bf16_elements: expected 64 or 0, got"),
     ],
     ids=str,
 )
 def test_a_format_that_no_kernel_reads_is_rejected(fields: dict[str, Any], message: str) -> None:
     """Kernels copy chunks of 16 bytes with one scale, and a rope part of 128 bytes or none."""
     with pytest.raises(ValueError, match=f"^{message}"):
-        RowFormat(has_inline_scales=True, **fields)
+        RowFormat(scale_place="inline", **fields)

@@ -42,11 +42,11 @@ def dequantized(rows: torch.Tensor, dtype: DType) -> torch.Tensor:
     row = dtype.row
     if row is None:
         return rows.view(_TORCH_DTYPES[dtype]).float()
-    latent = _part(rows, 0, row.latent_elements, torch.float8_e4m3fn)
+    latent = _part(rows, 0, row.code_bytes, torch.float8_e4m3fn)
     if row.has_inline_scales:
-        scales = _part(rows, row.latent_elements, row.rope_offset, torch.float32)
-        latent = scaled_groups(latent, scales, row.scaled_elements)
-    rope = _part(rows, row.rope_offset, rows.shape[-1], torch.bfloat16)
+        scales = _part(rows, row.code_bytes, row.bf16_offset, torch.float32)
+        latent = scaled_groups(latent, scales, row.group)
+    rope = _part(rows, row.bf16_offset, rows.shape[-1], torch.bfloat16)
     return torch.cat([latent.float(), rope.float()], dim=-1)
 
 

@@ -109,7 +109,7 @@ def check_problem(args: MlaArgs) -> MlaProblem:
     )
     require_supported(variant)
     rank, packed_query = args.kv_lora_rank, query_dtype.row
-    query_latent = rank if packed_query is None else packed_query.rope_offset
+    query_latent = rank if packed_query is None else packed_query.bf16_offset
     return MlaProblem(
         device=query.device,
         variant=variant,
@@ -160,7 +160,7 @@ def _check_query(args: MlaArgs) -> tuple[DType, dict[str, int]]:
     if args.is_fp8_per_token:
         dtype = DType.FP8_PER_TOKEN
         require_dtype(query, names.query, PACKED_DTYPES, "640-byte rows")
-        width, why = dtype.row_bytes(0), f"bytes of a row of {dtype}"
+        width, why = dtype.row_bytes(_width_of(args)), f"bytes of a row of {dtype}"
     else:
         require_dtype(query, names.query, tuple(FLOAT_DTYPES))
         dtype = FLOAT_DTYPES[query.dtype]
@@ -190,6 +190,10 @@ def _check_query(args: MlaArgs) -> tuple[DType, dict[str, int]]:
         "query_rope_stride": _token_stride(rope, names.query_rope) * size,
         "query_rope_head_stride": rope.stride(-2) * size,
     }
+
+
+def _width_of(args: MlaArgs) -> int:
+    return args.kv_lora_rank + args.qk_rope_head_dim
 
 
 def _token_stride(query: torch.Tensor, argument: str) -> int:
@@ -273,7 +277,7 @@ def _cache_dtype(cache: torch.Tensor, args: MlaArgs) -> DType:
     allowed = tuple(dict.fromkeys((query.dtype, torch.float8_e4m3fn, torch.uint8)))
     require_dtype(cache, name, allowed, f"query {query.dtype}; uint8 for fp8_ds_mla")
     if cache.dtype is torch.uint8:
-        return row_dtype_of(cache.shape[-1], args.qk_rope_head_dim)
+        return row_dtype_of(cache.shape[-1], _width_of(args))
     return FLOAT_DTYPES[cache.dtype]
 
 
@@ -281,10 +285,10 @@ def _check_width(cache: torch.Tensor, args: MlaArgs, dtype: DType) -> None:
     rank, rope = args.kv_lora_rank, args.qk_rope_head_dim
     argument, width = f"{args.names.kv_cache}.shape[-1]", cache.shape[-1]
     if dtype.row is not None:
-        expected = dtype.row.row_bytes(rope)
+        expected = dtype.row.row_bytes(rank + rope)
         why = f"bytes of a row of {dtype}"
         require(args.rope_cache is None, args.names.rope_cache, f"None for {dtype}", "a tensor")
-        if rope == 0 and rope in dtype.row.rope_sizes:
+        if rope == 0 and dtype.row.has(rank):
             require(width >= expected, argument, f"{expected} or more ({why} without rope)", width)
             return
     elif args.rope_cache is not None:
@@ -308,7 +312,7 @@ def _check_scales(
     if args.kv_scales is None:
         return {"scale_page_stride": 0, "scale_token_stride": 0}
     scales = require_tensor(args.kv_scales, name)
-    has_outer_scales = dtype.row is not None and not dtype.row.has_inline_scales
+    has_outer_scales = dtype.row is not None and dtype.row.scale_place == "tensor"
     is_valid = has_outer_scales or (is_dequantized and args.value_cache is None)
     require(is_valid, name, f"None for query {query_dtype}, cache {dtype}", "a tensor")
     require_device(scales, name, args.query.device)

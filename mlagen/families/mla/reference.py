@@ -130,8 +130,8 @@ def _rows(
     row = variant.kv_dtype.row
     if args.kv_scales is not None and row is not None:
         scales = args.kv_scales[pages, slots].reshape(len(pages), row.scales)
-        latent = scaled_groups(latent, scales, row.scaled_elements)
-        rope = rope * scales[:, :1] if row.scales_rope else rope
+        latent = scaled_groups(latent, scales, row.group)
+        rope = rope * scales[:, :1] if row.scales_bf16 else rope
     elif args.kv_scales is not None:
         latent = scaled_groups(latent, args.kv_scales[pages, slots])
         rope = rope * args.rope_scale

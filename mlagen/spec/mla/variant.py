@@ -8,7 +8,7 @@ from itertools import product
 from typing import ClassVar
 
 from mlagen.errors import UnsupportedError
-from mlagen.spec.dtype import ROW_FORMATS, DType
+from mlagen.spec.dtype import EXTRA_ROW_FORMATS, ROW_FORMATS, DType
 from mlagen.spec.kernel import CallShape, KernelSpec, Parameter, Variant, parameters
 
 
@@ -16,17 +16,18 @@ from mlagen.spec.kernel import CallShape, KernelSpec, Parameter, Variant, parame
 class MlaVariant(Variant):
     """Kernel properties that an MLA decode call determines; the tile is selected separately.
 
-    ``lookup`` is ``paged`` (a block table of pages) or ``sparse`` (top-k indices per query token);
-    ``values`` is ``shared`` (V is the latent part of K) or ``separate``; ``mask`` is ``causal`` (a
-    prefix of the tokens, or all), ``dcp`` (causal by global positions, in decode context parallel)
-    or ``bias`` (added to the scores; minus infinity masks).
+    ``lookup`` is ``paged`` (a block table of pages), ``sparse`` (top-k indices per query token) or
+    ``two_pools`` (top-k indices into each of two pools, of any page size); ``values`` is ``shared``
+    (V is the latent part of K) or ``separate``; ``mask`` is ``causal`` (a prefix of the tokens, or
+    all), ``dcp`` (causal by global positions, in decode context parallel) or ``bias`` (added to the
+    scores; minus infinity masks).
     """
 
     query_dtype: DType
     kv_dtype: DType
     kv_lora_rank: int = 512
     qk_rope_head_dim: int = 64
-    page_size: int = 64  # tokens
+    page_size: int = 64  # tokens; 0 with two pools: page sizes are arguments of the kernel
     lookup: str = "paged"
     values: str = "shared"
     mask: str = "causal"
@@ -54,6 +55,7 @@ PAGE_SIZES = (1, 8, 16, 32, 64, 128)
 PLAIN = ("paged", "shared", "causal")
 SPARSE = ("sparse", "shared", "causal")
 DCP = ("paged", "shared", "dcp")
+TWO_POOLS = ("two_pools", "shared", "causal")
 SEPARATE = ("paged", "separate", "causal")
 BIAS = ("paged", "shared", "bias")
 
@@ -122,11 +124,12 @@ SUPPORTED = (
         MlaSupport(
             query_dtype=query,
             kv_dtype=dtype,
-            head_dims=tuple((row.latent_elements, rope) for rope in row.rope_sizes),
+            head_dims=row.head_dims,
             modes=(PLAIN, BIAS) if row.holds_queries else (PLAIN, SPARSE, DCP),
         )
         for dtype, row in ROW_FORMATS.items()
         for query in ((dtype,) if row.holds_queries else (*_16BIT_DTYPES, DType.E4M3))
+        if dtype not in EXTRA_ROW_FORMATS
     ),
 )
 
@@ -247,7 +250,7 @@ class MlaKernelSpec(KernelSpec):
     def scales_rope(self) -> bool:
         """Whether the scale of a token multiplies its bf16 rope elements."""
         row = self.variant.kv_dtype.row
-        return row is not None and row.scales_rope
+        return row is not None and row.scales_bf16
 
     @property
     def scales(self) -> int:
@@ -261,7 +264,12 @@ class MlaKernelSpec(KernelSpec):
     @property
     def is_sparse(self) -> bool:
         """Whether every query token has top-k indices."""
-        return self.variant.lookup == "sparse"
+        return self.variant.lookup in ("sparse", "two_pools")
+
+    @property
+    def has_two_pools(self) -> bool:
+        """Whether every query token has top-k indices into each of two pools."""
+        return self.variant.lookup == "two_pools"
 
     @property
     def has_dcp(self) -> bool:
