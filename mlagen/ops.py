@@ -22,6 +22,7 @@ __all__ = ["NAMES", "op"]
 
 NAMES = (
     mla.trtllm_batch_decode_with_kv_cache_mla.__name__,
+    mla.trtllm_batch_decode_sparse_mla_dsv4.__name__,
     mla.xqa_batch_decode_with_kv_cache_mla.__name__,
     decode.xqa_batch_decode_with_kv_cache.__name__,
     decode.trtllm_batch_decode_with_kv_cache.__name__,

@@ -26,6 +26,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         mla.trtllm_batch_decode_with_kv_cache_mla,
+        mla.trtllm_batch_decode_sparse_mla_dsv4,
         mla.xqa_batch_decode_with_kv_cache_mla,
         mla.flare_mla_decoding,
         decode.xqa_batch_decode_with_kv_cache,

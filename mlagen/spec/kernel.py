@@ -20,14 +20,21 @@ class Parameter:
 
 
 # Codes of the types; a pointer's is "Q". A float may differ between calls of one launcher.
-_CODES = {"TensorMap": "128s", "i64": "q", "int": "i", "float": "f", "const float": "f"}
+_CODES = {
+    "TensorMap": "128s",
+    "i64": "q",
+    "int": "i",
+    "u32": "I",
+    "float": "f",
+    "const float": "f",
+}
 
 
 def parameters(text: str) -> tuple[Parameter, ...]:
     """Return the parameters of a text such as ``const int*: seq_lens cu_seqlens_q``.
 
     Each type is followed by its names, which may continue on the next lines. The launcher of a
-    call determines an ``i64``, an ``int`` and a ``const float``.
+    call determines an ``i64``, an ``int``, a ``u32`` and a ``const float``.
     """
     found: list[Parameter] = []
     kind = ""
@@ -35,7 +42,7 @@ def parameters(text: str) -> tuple[Parameter, ...]:
         before, colon, names = line.rpartition(":")
         kind = before.strip() if colon else kind
         code = "Q" if kind.endswith("*") else _CODES[kind]
-        is_constant = code in "qi" or kind == "const float"
+        is_constant = code in "qiI" or kind == "const float"
         cuda_type = "float" if code == "f" else kind
         found += [Parameter(name, cuda_type, code, is_constant) for name in names.split()]
     return tuple(found)

@@ -30,6 +30,13 @@ def mla_outputs(given: dict[str, Any]) -> list[Shape]:
     return [(shape, mla_dtype(query)), (lse, torch.float32)]
 
 
+def dsv4_outputs(given: dict[str, Any]) -> list[Shape]:
+    """Return the output of a call over two pools, and its LSE, which is empty unless requested."""
+    query = given["query"]
+    lse = tuple(query.shape[:-1]) if given["return_lse"] else (0,)
+    return [(tuple(query.shape), mla_dtype(query)), (lse, torch.float32)]
+
+
 def gqa_outputs(given: dict[str, Any]) -> list[Shape]:
     """Return the output of a grouped-query call, and its LSE, which is empty unless requested."""
     query, q_len, out = given["query"], given["q_len_per_req"], given.get("out")

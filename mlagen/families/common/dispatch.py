@@ -164,7 +164,7 @@ class Dispatcher:
     def dispatch(self, args: Any, key: CallKey | None, given: Given) -> Tensors:
         """Compute a call, and return its requested outputs.
 
-        Its launches are cached under ``key``, if there is one. The result is copied to the output
+        Its launches are cached under ``key``, if there is one. A result is copied to the output
         that the caller gave, if ``args`` have another one, since kernels cannot write it.
         """
         try:
@@ -172,12 +172,8 @@ class Dispatcher:
         except TooManyCtasError as error:
             record_rejection(error)
             return self.dispatch(args, key, given)  # for the available SMs, or the sm80 kernel
-        out = given[0]
-        if out is None or outputs[0] is out:
-            return outputs
-        if outputs[0].data_ptr() != out.data_ptr():
-            out.copy_(outputs[0].view(out.shape))
-        return (out, *outputs[1:])
+        pairs = zip(given, outputs, strict=False)
+        return tuple([new if old is None else _copied(old, new) for old, new in pairs])
 
     def run(self, args: Any, key: CallKey | None, given: Given) -> Tensors:
         """Compute a call by a guarded launcher, or validate and plan it first."""
@@ -238,8 +234,9 @@ class Dispatcher:
             if spec.given is not None:
                 record_write(spec.given, getattr(args.names, spec.name), tensors)
         written = [spec.given.data_ptr() for spec in specs if spec.given is not None]
-        if given[0] is not None and given[0].data_ptr() not in written:
-            record_write(given[0], args.names.out, tensors)
+        for name, old in zip(("out", "lse"), given, strict=False):
+            if old is not None and old.data_ptr() not in written:
+                record_write(old, getattr(args.names, name), tensors)
         with torch.no_grad():
             outputs = self.run(args, None, given)
         return tuple(
@@ -310,6 +307,13 @@ class Dispatcher:
             store_bounded(self._replays, (launch_key, *addresses), replay, _MAX_LAUNCHES)
             replay = replay._replace(launches=None)
         store_bounded(self._replays, launch_key, replay, _MAX_LAUNCHES)
+
+
+def _copied(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return a given output, with the result, which may be in it already."""
+    if new is not old and new.data_ptr() != old.data_ptr():
+        old.copy_(new.view(old.shape))
+    return old
 
 
 def _guarded_key(key: CallKey) -> Hashable | None:

@@ -10,8 +10,12 @@ import torch
 
 from mlagen.families.common.arguments import FLOAT_DTYPES
 from mlagen.spec.dtype import DType
+from mlagen.spec.rows import SCALE_BYTES, RowFormat
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+# By code, the sign in its highest bit.
+_E2M1 = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 
 _TORCH_DTYPES = {dtype: of_torch for of_torch, dtype in FLOAT_DTYPES.items()}
 
@@ -39,15 +43,46 @@ def dequantized(rows: torch.Tensor, dtype: DType) -> torch.Tensor:
 
     Scales in other tensors are not applied.
     """
-    row = dtype.row
-    if row is None:
+    if dtype.row is None:
         return rows.view(_TORCH_DTYPES[dtype]).float()
-    latent = _part(rows, 0, row.code_bytes, torch.float8_e4m3fn)
+    return elements_of(dtype.row, rows)
+
+
+def elements_of(
+    row: RowFormat, data: torch.Tensor, scale_rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the elements ``[n, d]`` of data rows, with their scale rows if the page has some.
+
+    Scales in other tensors are not applied.
+    """
+    codes = _codes(row, data[..., : row.code_bytes])
     if row.has_inline_scales:
-        scales = _part(rows, row.code_bytes, row.bf16_offset, torch.float32)
-        latent = scaled_groups(latent, scales, row.group)
-    rope = _part(rows, row.bf16_offset, rows.shape[-1], torch.bfloat16)
-    return torch.cat([latent.float(), rope.float()], dim=-1)
+        scale_rows = data[..., row.code_bytes : row.bf16_offset]
+    if scale_rows is not None:
+        codes = scaled_groups(codes, _scales(row, scale_rows), row.group)
+    rest = _part(data, row.bf16_offset, data.shape[-1], torch.bfloat16)
+    return torch.cat([codes, rest.float()], dim=-1)
+
+
+def _codes(row: RowFormat, stored: torch.Tensor) -> torch.Tensor:
+    if row.code == "e4m3":
+        return stored.contiguous().view(torch.float8_e4m3fn).float()
+    values = torch.tensor(_E2M1, dtype=torch.float32, device=stored.device)
+    return values[torch.stack([stored & 15, stored >> 4], dim=-1).long()].flatten(-2)
+
+
+def _scales(row: RowFormat, stored: torch.Tensor) -> torch.Tensor:
+    """Return the scales of tokens, without the padding behind them."""
+    size = row.scales * SCALE_BYTES[row.scale_code]
+    stored = stored[..., :size].contiguous()
+    if row.scale_code == "fp32":
+        return stored.view(torch.float32)
+    if row.scale_code == "e4m3":
+        return stored.view(torch.float8_e4m3fn).float()
+    # ue8m0: the exponent field, but for 2^-127, which is subnormal, and NaN.
+    exponents = stored.int()
+    powers = torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)
+    return torch.where(exponents == 0xFF, math.nan, powers)
 
 
 def scaled_groups(latent: torch.Tensor, scales: torch.Tensor, size: int = 128) -> torch.Tensor:

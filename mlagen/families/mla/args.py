@@ -31,6 +31,9 @@ class MlaArgNames(NamedTuple):
     seq_lens: str = "seq_lens"
     cum_seq_lens_q: str = "cum_seq_lens_q"
     top_k_lens: str = "sparse_mla_top_k_lens"
+    extra_cache: str = "compressed_kv_cache"
+    extra_indices: str = "extra_sparse_indices"
+    extra_top_k_lens: str = "extra_sparse_topk_lens"
     out: str = "out"
     lse: str = "lse"
     bmm1_scale: str = "bmm1_scale"
@@ -50,7 +53,7 @@ class MlaArgs(NamedTuple):
     qk_rope_head_dim: int
     block_tables: torch.Tensor  # [batch, max_pages], [batch, 2, max_pages] or flat page ids;
     # with top_k sparse top-k indices [batch, q_len, top_k] or [tokens, top_k]
-    seq_lens: torch.Tensor
+    seq_lens: torch.Tensor | None  # None with two pools
     max_seq_len: int
     out: torch.Tensor | None = None
     bmm1_scale: float | torch.Tensor = 1.0
@@ -81,6 +84,12 @@ class MlaArgs(NamedTuple):
     causal_seqlens_kv_global: torch.Tensor | None = None  # int32 [batch], in context parallel
     cp_world: int = 1
     cp_rank: int = 0
+    # With two pools: kv_cache, block_tables, top_k and top_k_lens are those of the first. Both are
+    # uint8 [pages, page_size, row bytes].
+    kv_cache_format: str | None = None  # the value of a dtype with an extra_row
+    extra_cache: torch.Tensor | None = None
+    extra_indices: torch.Tensor | None = None
+    extra_top_k_lens: torch.Tensor | None = None
     enable_pdl: bool = True
     computed: Computed | None = None  # by the entry point at every call
     names: MlaArgNames = MlaArgNames()

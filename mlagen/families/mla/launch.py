@@ -37,7 +37,13 @@ from mlagen.settings import Settings
 from mlagen.spec.combine import CombineSpec
 from mlagen.spec.mla.sm80 import MlaSm80Spec
 from mlagen.spec.mla.sm90 import MlaSm90Fp8KvSpec, MlaSm90Spec
-from mlagen.spec.mla.variant import DCP_PARAMETERS, GATHER_PARAMETERS, MlaKernelSpec, MlaVariant
+from mlagen.spec.mla.variant import (
+    DCP_PARAMETERS,
+    GATHER_PARAMETERS,
+    POOL_PARAMETERS,
+    MlaKernelSpec,
+    MlaVariant,
+)
 
 _COVERED = (
     "covered: sm_90a, (kv_lora_rank, qk_rope_head_dim) (512, 64) or (512, 0), and of "
@@ -57,6 +63,9 @@ _SOURCES = joined(
         )
     },
     {
+        "extra_cache": Address("extra_cache"),
+        "extra_indices": Address("extra_indices"),
+        "extra_topk_length": Address("extra_top_k_lens"),
         "query": Address("query"),
         "cache": Address("kv_cache"),
         "topk_length": Address("top_k_lens"),
@@ -72,7 +81,12 @@ _SOURCES = joined(
 _KNOWN = frozenset(
     parameter.name
     for spec in (MlaSm80Spec, MlaSm90Spec, MlaSm90Fp8KvSpec)
-    for parameter in (*spec.common_parameters, *DCP_PARAMETERS, *GATHER_PARAMETERS)
+    for parameter in (
+        *spec.common_parameters,
+        *DCP_PARAMETERS,
+        *GATHER_PARAMETERS,
+        *POOL_PARAMETERS,
+    )
 ) | {parameter.name for parameter in CombineSpec.parameters}
 
 
@@ -93,7 +107,8 @@ class MlaLauncher(Launcher):
         """Reject misaligned tensors, and add the tensor maps."""
         cache, rope_cache = values["cache"], values["rope_cache"]
         pointers = values["query"] | values["query_rope"] | cache | rope_cache
-        pointers |= values["value_cache"] | values["workspace"] | values["out"]
+        pointers |= values["value_cache"] | values["extra_cache"]
+        pointers |= values["workspace"] | values["out"]
         if pointers % ALIGNMENT_BYTES:
             check_pointers(args)
         if self.maps is not None:
@@ -139,7 +154,9 @@ def make_sm90_launcher(
     if planned is None:
         raise not_covered(index, variant)
     spec, plan = planned
-    max_tokens = problem.top_k or problem.max_pages * variant.page_size
+    max_tokens = problem.max_pages * variant.page_size
+    if problem.top_k:
+        max_tokens = problem.top_k + problem.extra_top_k
     if not fits_in_int32(spec, plan, max_tokens):
         raise UnsupportedError(
             f"MLAGEN_MLA_KERNEL=sm90: expected fewer than 2^31 KV blocks of 64 tokens in all "
@@ -174,6 +191,7 @@ def _make_launcher(
     sources = joined(
         _SOURCES,
         problem.strides,
+        problem.pool_parameters,
         planned,
         {
             "query_rope": Part("query", problem.query_rope_offset, "query_rope"),

@@ -140,7 +140,7 @@ def shape_of(args: MlaArgs, problem: MlaProblem) -> ProblemShape:
         tile_q_len=problem.tile_q_len,
         heads=problem.heads,
         total_rows=problem.tokens * problem.heads,
-        max_kv_len=rounded_up(problem.top_k or args.max_seq_len),
+        max_kv_len=rounded_up(problem.top_k + problem.extra_top_k or args.max_seq_len),
     )
     return shape.per_token() if problem.top_k else shape
 

@@ -7,7 +7,7 @@ caller's name of the argument.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -41,6 +41,13 @@ from mlagen.families.common.device_checks import (
 )
 from mlagen.families.common.problem import Problem, checked_tables, require_scratch_and_scales
 from mlagen.families.mla.args import MlaArgs
+from mlagen.families.mla.two_pools import (
+    TopkList,
+    check_list_contents,
+    check_lists,
+    pool_parameters_of,
+    strides_of,
+)
 from mlagen.spec.dtype import DType, row_dtype_of
 from mlagen.spec.mla.variant import E4M3_SCALES, MAX_HEADS, MlaVariant, require_supported
 
@@ -60,6 +67,10 @@ class MlaProblem(Problem):
     query_rope_offset: int  # bytes from the latent to the rope part in one tensor
     rope_cache_offset: int
     value_tables_offset: int  # bytes from a request's block table of keys to that of values
+    extra_top_k: int = 0  # of the second pool
+    pool_parameters: dict[str, int] = field(
+        default_factory=dict
+    )  # of two pools, by kernel parameter
 
 
 def check_problem(args: MlaArgs) -> MlaProblem:
@@ -81,9 +92,18 @@ def check_problem(args: MlaArgs) -> MlaProblem:
         require_tensor(args.query_scales, name)
         require(args.is_fp8_per_token, name, "None without 640-byte rows", "a tensor")
         require_floats(args.query_scales, name, query.device, ((tokens,),), "query tokens")
-    cache, kv_dtype, cache_strides = _check_cache(args, query_dtype)
-    batch = _check_lengths(args)
-    max_pages, tables_stride, values_offset = _check_tables(args, batch, q_len, tokens)
+    lists: list[TopkList] = []
+    if args.kv_cache_format is not None:
+        kv_dtype = DType(args.kv_cache_format)
+        lists = check_lists(args, tokens)
+        cache, batch = args.kv_cache, query.shape[0]
+        page_size, cache_strides = 0, {**strides_of(lists), **_strides_of_scales(None)}
+        max_pages, tables_stride, values_offset = 0, lists[0].indices_stride, 0
+    else:
+        cache, kv_dtype, cache_strides = _check_cache(args, query_dtype)
+        page_size = cache.shape[1]
+        batch = _check_lengths(args)
+        max_pages, tables_stride, values_offset = _check_tables(args, batch, q_len, tokens)
     tile_q_len = _check_offsets(args, batch, q_len, tokens)
     require_scratch_and_scales(args)
     if args.sinks is not None:
@@ -91,9 +111,9 @@ def check_problem(args: MlaArgs) -> MlaProblem:
     bias_strides = _check_bias(args, tokens)
     out_dtype = query.dtype if query_dtype.is_16bit else torch.bfloat16
     out_shape = _check_out(args, out_dtype)
-    lse_shape: tuple[int, ...] = (tokens, heads)
+    lse_shape: tuple[int, ...] = out_shape[:-1] if lists else (tokens, heads)
     if args.lse is not None:
-        allowed = (lse_shape, tuple(query.shape[:-1]))
+        allowed = ((tokens, heads), tuple(query.shape[:-1]))
         lse_shape = tuple(require_floats(args.lse, args.names.lse, query.device, allowed).shape)
     check_pointers(args)
     mask = "causal" if args.bias is None else "bias"
@@ -102,8 +122,8 @@ def check_problem(args: MlaArgs) -> MlaProblem:
         kv_dtype=kv_dtype,
         kv_lora_rank=args.kv_lora_rank,
         qk_rope_head_dim=args.qk_rope_head_dim,
-        page_size=cache.shape[1],
-        lookup="sparse" if args.top_k else "paged",
+        page_size=page_size,
+        lookup="two_pools" if lists else "sparse" if args.top_k else "paged",
         values="shared" if args.value_cache is None else "separate",
         mask=mask if args.causal_seqlens_kv_global is None else "dcp",
     )
@@ -133,12 +153,14 @@ def check_problem(args: MlaArgs) -> MlaProblem:
         value_tables_offset=values_offset,
         out_shape=out_shape,
         lse_shape=lse_shape,
+        extra_top_k=sum(each.top_k for each in lists[1:]),
+        pool_parameters=pool_parameters_of(lists) if lists else {},
     )
 
 
 def check_pointers(args: MlaArgs) -> None:
     """Reject tensors whose base address is not 16-byte aligned."""
-    names = ("query", "query_rope", "kv_cache", "rope_cache", "value_cache")
+    names = ("query", "query_rope", "kv_cache", "rope_cache", "value_cache", "extra_cache")
     for name in (*names, "workspace_buffer", "out"):
         tensor = getattr(args, name)
         if tensor is not None and tensor.numel():  # the kernels do not read an empty part
@@ -310,7 +332,7 @@ def _check_scales(
             reject(name, "1.0 unless the cache is e4m3 and the query is not", scale)
     name = args.names.kv_scales
     if args.kv_scales is None:
-        return {"scale_page_stride": 0, "scale_token_stride": 0}
+        return _strides_of_scales(None)
     scales = require_tensor(args.kv_scales, name)
     has_outer_scales = dtype.row is not None and dtype.row.scale_place == "tensor"
     is_valid = has_outer_scales or (is_dequantized and args.value_cache is None)
@@ -325,7 +347,12 @@ def _check_scales(
         require_dense_last_dim(scales, name)
     else:
         require_shape(scales, name, ((pages, page_size),), "pages, page_size")
-    return {"scale_page_stride": scales.stride(0), "scale_token_stride": scales.stride(1)}
+    return _strides_of_scales(scales)
+
+
+def _strides_of_scales(scales: torch.Tensor | None) -> dict[str, int]:
+    page, token = (0, 0) if scales is None else (scales.stride(0), scales.stride(1))
+    return {"scale_page_stride": page, "scale_token_stride": token}
 
 
 def _check_lengths(args: MlaArgs) -> int:
@@ -416,6 +443,9 @@ def _check_out(args: MlaArgs, dtype: torch.dtype) -> tuple[int, ...]:
 def check_contents(args: MlaArgs, problem: MlaProblem) -> None:
     """Reject inconsistent lengths, tables and offsets; synchronizes with the device."""
     require_no_capture(args.query)
+    if args.kv_cache_format is not None:
+        check_list_contents(check_lists(args, problem.tokens))
+        return
     names, page_size = args.names, problem.variant.page_size
     q_lens = torch.full((problem.batch,), problem.q_len, dtype=torch.int64, device="cpu")
     if args.cum_seq_lens_q is not None:
@@ -446,7 +476,7 @@ def check_contents(args: MlaArgs, problem: MlaProblem) -> None:
         )
     has_all_tokens = not args.is_planned and args.causal_seqlens_kv_global is None
     seq_lens = check_seq_lens(
-        args.seq_lens,
+        require_tensor(args.seq_lens, names.seq_lens),
         names.seq_lens,
         capacity=capacity,
         q_lens=q_lens if args.is_causal and has_all_tokens else None,

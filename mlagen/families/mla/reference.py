@@ -13,6 +13,7 @@ import torch
 
 from mlagen.families.common.reference import (
     dequantized,
+    elements_of,
     query_offsets,
     scaled_groups,
     softmax_with_sinks,
@@ -21,6 +22,7 @@ from mlagen.families.common.reference import (
 )
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.problem import MlaProblem, pages_of
+from mlagen.families.mla.two_pools import TopkList, check_lists
 
 
 @without_autocast
@@ -29,7 +31,15 @@ def decode_mla(args: MlaArgs, problem: MlaProblem) -> tuple[torch.Tensor, torch.
     query = _dequantized_query(args, problem)
     out = query.new_zeros(problem.tokens, problem.heads, problem.variant.kv_lora_rank)
     lse = query.new_full((problem.tokens, problem.heads), -math.inf)
+    log_base = 1.0 if args.return_lse_base == "basee" else math.log(2)
+    if args.kv_cache_format is not None:
+        lists = check_lists(args, problem.tokens)
+        for token in range(problem.tokens):
+            rows = torch.cat([_pool_rows(each, token) for each in lists])
+            out[token], lse[token] = _attend(args, query[token], rows, rows, None)
+        return out.to(problem.out_dtype), lse / log_base
     is_causal = args.is_causal or problem.top_k > 0
+    assert args.seq_lens is not None
     offsets = query_offsets(args.cum_seq_lens_q, problem.batch, problem.q_len)
     for index, (start, end) in enumerate(pairwise(offsets)):
         if not 0 <= start <= end <= problem.tokens:
@@ -52,7 +62,6 @@ def decode_mla(args: MlaArgs, problem: MlaProblem) -> tuple[torch.Tensor, torch.
             out[token], lse[token] = _attend(
                 args, query[token], keys[:kv_end], values[:kv_end], bias
             )
-    log_base = 1.0 if args.return_lse_base == "basee" else math.log(2)
     return out.to(problem.out_dtype), lse / log_base
 
 
@@ -108,6 +117,29 @@ def _topk_rows(
     indices = indices[(indices >= 0) & (indices < problem.num_pages * page_size)]
     keys = _rows(args, problem, indices // page_size, indices % page_size)
     return keys, keys[:, : problem.variant.kv_lora_rank]
+
+
+def _pool_rows(topk: TopkList, token: int) -> torch.Tensor:
+    """Return the tokens ``[n, d]`` at the valid indices of a query token, duplicates included."""
+    row, pool, cache = topk.row, topk.pool, topk.pool.cache
+    length = min(max(0, int(topk.lens[token])), topk.top_k)
+    pages, slots, is_valid = topk.find_tokens(topk.indices[token, :length])
+    pages, slots = pages[is_valid], slots[is_valid]
+    if not row.has_scale_rows:
+        return elements_of(row, cache[pages, slots])
+    num_pages, page_size, width = cache.shape
+    page_bytes = cache.as_strided((num_pages, page_size * width), (pool.page_stride, 1))
+    data = _bytes_at(page_bytes, pages, slots * pool.token_stride, pool.token_stride)
+    first = page_size * pool.token_stride  # behind the data rows
+    starts = first + slots * row.scale_bytes
+    return elements_of(row, data, _bytes_at(page_bytes, pages, starts, row.scale_bytes))
+
+
+def _bytes_at(
+    page_bytes: torch.Tensor, pages: torch.Tensor, starts: torch.Tensor, size: int
+) -> torch.Tensor:
+    columns = torch.arange(size, dtype=torch.int64, device="cpu")
+    return page_bytes[pages[:, None], starts[:, None] + columns]
 
 
 def _rows(

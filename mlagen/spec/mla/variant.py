@@ -188,8 +188,19 @@ GATHER_PARAMETERS = parameters(
     int: sparse_num_seqs sparse_q_len topk
     """
 )
+# Of a kernel that gathers the tokens of top-k indices into two pools of any page sizes.
+POOL_PARAMETERS = parameters(
+    """
+    const unsigned char*: extra_cache
+    const int*: extra_indices extra_topk_length
+    i64: extra_page_stride token_stride extra_token_stride
+    int: extra_indices_stride extra_topk extra_num_pages page_size extra_page_size
+        rows_per_page_shift extra_rows_per_page_shift
+    u32: rows_per_page_mul extra_rows_per_page_mul rows_per_page extra_rows_per_page
+    """
+)
 _TMA_PARAMETERS = ("latent_map", "rope_map", "kv_map", "separate_rope")
-_ORDER = ("128s", "Q", "q", "i", "f")  # of codes
+_ORDER = ("128s", "Q", "q", "i", "I", "f")  # of codes
 
 
 def gather_parameters(common: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
