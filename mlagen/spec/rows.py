@@ -46,7 +46,7 @@ class RowFormat:
 
     def __post_init__(self) -> None:
         elements, group = self.scaled_elements, self.group
-        per_chunk = _CHUNK_BYTES * 8 // CODE_BITS[self.code]
+        per_chunk = _CHUNK_BYTES * 8 // self.code_bits
         smallest = per_chunk if self.code == "e4m3" else 16
         if group % smallest or elements % group:
             rule = f"a multiple of {smallest} that divides {elements} (scaled_elements)"
@@ -71,6 +71,11 @@ class RowFormat:
         return self.scale_place == "page"
 
     @property
+    def code_bits(self) -> int:
+        """Bits of a code."""
+        return CODE_BITS[self.code]
+
+    @property
     def scales(self) -> int:
         """Scales of a token."""
         return self.scaled_elements // self.group
@@ -78,7 +83,7 @@ class RowFormat:
     @property
     def code_bytes(self) -> int:
         """Bytes of the codes of a token."""
-        return self.scaled_elements * CODE_BITS[self.code] // 8
+        return self.scaled_elements * self.code_bits // 8
 
     @property
     def scale_bytes(self) -> int:

@@ -17,8 +17,8 @@ from mlagen.spec.rows import RowFormat, require_distinct_rows
 from tests.kernels import COMBINE, gqa_sm80, gqa_sm90, mla_sm80, mla_sm90
 
 SPECS = [mla_sm80(), mla_sm90(), gqa_sm80(), gqa_sm90(), COMBINE]
-TYPES = {"128s": "TensorMap", "Q": "*", "q": "i64", "i": "int", "f": "float"}
-SIZES = {"128s": 128, "Q": 8, "q": 8, "i": 4, "f": 4}
+TYPES = {"128s": "TensorMap", "Q": "*", "q": "i64", "i": "int", "I": "u32", "f": "float"}
+SIZES = {"128s": 128, "Q": 8, "q": 8, "i": 4, "I": 4, "f": 4}
 specs = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
 
 

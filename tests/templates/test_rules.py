@@ -46,10 +46,16 @@ _OUTPUT = re.compile(r"\{\{[-+]?\s*([a-z_][\w.]*)[^{}]*\}\}")
 _KEYWORDS = {"if", "elif", "else", "endif", "for", "endfor"}
 _OPENING, _CLOSING = {"if", "for"}, {"endif", "endfor"}
 
-# What a shared file may ask of a spec: the architecture, and the element that it stores.
-_SHARED_CHOICES = {"arch.has_cvt_e4m3", "arch.has_griddepcontrol", "stores_e4m3"}
+# What a shared file may ask of a spec: the architecture, the element that it stores, and which rows
+# are packed.
+_SHARED_CHOICES = {
+    *("arch.has_cvt_e4m3", "arch.has_griddepcontrol"),
+    *("stores_e4m3", "has_packed_rows", "has_mixed_rows"),
+}
 
-# What a file other than config.cuh.j2 may write of a spec: names and choices, no sizes.
+# Where the numbers of a spec become constants.
+_CONFIGS = ("config.cuh.j2", "packed_row.cuh.j2")
+# What other files may write of a spec: names and choices, no sizes.
 _OUTPUTS = {"spec.symbol", "declaration"}
 
 
@@ -84,8 +90,8 @@ def test_tags_are_few_and_stand_at_the_left(name: str) -> None:
 
 
 def test_sizes_enter_once() -> None:
-    """Numbers of a spec become constants in one file of a family; the others use the constants."""
-    others = [name for name in JINJA if not name.endswith("config.cuh.j2")]
+    """Numbers of a spec become constants in a configuration; the others use the constants."""
+    others = [name for name in JINJA if not name.endswith(_CONFIGS)]
     written = {output for name in others for output in _OUTPUT.findall(FILES[name].read_text())}
     assert written <= _OUTPUTS
 

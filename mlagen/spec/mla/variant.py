@@ -10,6 +10,7 @@ from typing import ClassVar
 from mlagen.errors import UnsupportedError
 from mlagen.spec.dtype import EXTRA_ROW_FORMATS, ROW_FORMATS, DType
 from mlagen.spec.kernel import CallShape, KernelSpec, Parameter, Variant, parameters
+from mlagen.spec.rows import RowFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,11 +207,12 @@ _ORDER = ("128s", "Q", "q", "i", "I", "f")  # of codes
 def gather_parameters(common: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
     """Return the parameters of a kernel over top-k indices, from those over a block table."""
     kept = [one for one in common if one.name not in _TMA_PARAMETERS]
-    return _in_order(kept + [one for one in GATHER_PARAMETERS if one not in kept])
+    return _in_order((*kept, *GATHER_PARAMETERS))
 
 
 def _in_order(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
-    return tuple(sorted(parameters, key=lambda one: _ORDER.index(one.code)))
+    """Return each parameter once, in the order of the codes."""
+    return tuple(sorted(dict.fromkeys(parameters), key=lambda one: _ORDER.index(one.code)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +247,21 @@ class MlaKernelSpec(KernelSpec):
     def has_packed_rows(self) -> bool:
         """Whether a cached token is a packed row, with its own :class:`RowFormat`."""
         return self.variant.kv_dtype.row is not None
+
+    @property
+    def row(self) -> RowFormat | None:
+        """The format of a packed row; of the first pool, if there are two."""
+        return self.variant.kv_dtype.row
+
+    @property
+    def extra_row(self) -> RowFormat | None:
+        """The format of a row of the second pool."""
+        return self.variant.kv_dtype.extra_row
+
+    @property
+    def has_mixed_rows(self) -> bool:
+        """Whether the rows of two pools differ."""
+        return self.has_two_pools and self.row != self.extra_row
 
     @property
     def has_packed_query(self) -> bool:
@@ -290,9 +307,13 @@ class MlaKernelSpec(KernelSpec):
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         """The parameters of every variant, and those of this one."""
-        if not self.has_dcp:
-            return self.common_parameters
-        return _in_order((*self.common_parameters, *DCP_PARAMETERS))
+        added = (DCP_PARAMETERS if self.has_dcp else ()) + self.pool_parameters
+        return _in_order((*self.common_parameters, *added)) if added else self.common_parameters
+
+    @property
+    def pool_parameters(self) -> tuple[Parameter, ...]:
+        """The parameters of the second pool, if there are two."""
+        return POOL_PARAMETERS if self.has_two_pools else ()
 
     def serves(self, call: CallShape) -> bool:
         """Whether the call may use this tile of the variant."""

@@ -91,7 +91,7 @@ constexpr int kStoredRopeBytes = kHasPackedRows ? 0 : kStoredBytes / kHeadDimQk 
 constexpr int kStoredLatentBytes = kStoredBytes - kStoredRopeBytes;
 
 // Scales of a token outside its row; the stage holds them behind it.
-constexpr int kOuterScales = kHasInlineScales ? 0 : kScales;
+constexpr int kOuterScales = KvRow::kScaleBytes == 0 ? kScales : 0;
 
 // Reads page ids, or top-k indices, one stage ahead, so that no copy waits for them.
 struct KvLoader {
@@ -203,10 +203,10 @@ __device__ inline Chunk* dequant_chunk(unsigned char* tokens, int token, int chu
 
 // Scale of 16 e4m3 elements of a token; `chunk` counts such groups.
 __device__ inline float chunk_scale(const Params& params, const unsigned char* row, int chunk) {
-  constexpr int kScaleChunks = kHasPackedRows ? kLatentDim / kScales / 16 : 8;
+  constexpr int kScaleChunks = kHasPackedRows ? KvRow::kGroup / 16 : 8;
   const int index = kScales == 1 ? 0 : chunk / kScaleChunks;
-  if constexpr (kHasInlineScales) {
-    return reinterpret_cast<const float*>(row + kLatentDim)[index];
+  if constexpr (KvRow::kHasInlineScales) {
+    return reinterpret_cast<const float*>(row + KvRow::kCodeBytes)[index];
   } else {
     if (!kHasPackedRows && chunk >= kLatentDim / 16) return params.rope_scale;
     if (params.kv_scales == nullptr) return kHasPackedRows ? 1.0f : params.latent_scale;
@@ -239,9 +239,9 @@ __device__ inline void dequant_tokens(const Params& params, int stage_idx, Share
       *dequant_chunk(tokens, token, chunk * 2 + 1) = dequantized[1];
     }
     if constexpr (kHasBf16Rope) {
-      constexpr int kRopeOffset = kStoredBytes - kRopeDim * 2;
-      const Chunk stored = *reinterpret_cast<const Chunk*>(row + kRopeOffset + lane * kChunkBytes);
-      const float scale = kScalesRope ? chunk_scale(params, row, 0) : 1.0f;
+      const unsigned char* rope = row + KvRow::kBf16Offset;
+      const Chunk stored = *reinterpret_cast<const Chunk*>(rope + lane * kChunkBytes);
+      const float scale = KvRow::kScalesBf16 ? chunk_scale(params, row, 0) : 1.0f;
       *dequant_chunk(tokens, token, kLatentDim / kChunkElements + lane) =
           scale_bf16(Element{}, stored, scale);
     }

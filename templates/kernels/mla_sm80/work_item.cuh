@@ -6,6 +6,7 @@
 #include "common/block_table.cuh"
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"
+#include "common/pools.cuh"
 #include "common/ragged_tiles.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
@@ -42,6 +43,19 @@ struct alignas(64) WorkItem {
   __device__ i64 global_row(int row) const { return first_query * heads + first_row + row; }
 };
 
+// KV length of a sequence; in sparse attention, the number of indices of a query token.
+__device__ inline int kv_len_of(const Params& params, int seq_idx) {
+  if constexpr (kHasTwoPools) {
+    return pooled_indices(params, seq_idx).count();
+  } else if constexpr (kIsSparse) {
+    const TopkIndices topk_indices{params.seq_lens, params.topk_length, params.cu_seqlens_q,
+                                   params.num_seqs, params.q_len,       params.topk};
+    return topk_length_of(topk_indices, seq_idx);
+  } else {
+    return clamp_kv_len(params.seq_lens[seq_idx], block_table_row(params, seq_idx).num_pages);
+  }
+}
+
 __device__ inline WorkItem find_work_item(const Params& params) {
   WorkItem work;
   const int cta = static_cast<int>(blockIdx.x);
@@ -59,11 +73,7 @@ __device__ inline WorkItem find_work_item(const Params& params) {
   work.rows = found.rows;
   work.is_causal = params.is_causal;
 
-  const TopkIndices topk_indices{params.seq_lens, params.topk_length, params.cu_seqlens_q,
-                                 params.num_seqs, params.q_len,       params.topk};
-  work.kv_len = kIsSparse ? topk_length_of(topk_indices, work.seq_idx)
-                          : clamp_kv_len(params.seq_lens[work.seq_idx],
-                                         block_table_row(params, work.seq_idx).num_pages);
+  work.kv_len = kv_len_of(params, work.seq_idx);
   work.unmasked_kv_end = work.kv_end_of_row(params, 0);
   work.kv_end = work.kv_end_of_row(params, work.rows - 1);
 
