@@ -9,8 +9,10 @@ from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import (
     check_unread_buffer,
     is_pdl_enabled,
+    reject,
     reject_unserved,
     require,
+    require_aligned,
     require_choice,
     require_dense_last_dim,
     require_dims,
@@ -41,8 +43,9 @@ _NAMES = MlaArgNames(
 FORMATS: dict[str, DType] = {"fp8": DType.FP8_DSV4} | {
     dtype.value: dtype for dtype in EXTRA_ROW_FORMATS if dtype is not DType.FP8_DSV4
 }
-_UNSERVED_FORMATS = ("nvfp4",)
+_UNSERVED_FORMATS = {"nvfp4": 384}  # bytes of a row
 
+_ROWS = (ROW_FORMATS, EXTRA_ROW_FORMATS)  # of both pools
 _LAYOUTS = ("HND", "NHD")
 _BACKENDS = ("auto", "sparse")
 # Parameters of other backends whose default is not None.
@@ -68,6 +71,14 @@ def kv_format_of(kv_cache_format: object) -> DType:
     return FORMATS[word]
 
 
+def _row_widths() -> list[int]:
+    """Return the bytes of a row in every format."""
+    rows = [formats[dtype] for dtype in FORMATS.values() for formats in _ROWS]
+    return list(
+        {row.row_bytes(_ELEMENTS): None for row in rows} | dict.fromkeys(_UNSERVED_FORMATS.values())
+    )
+
+
 def _checked_query(value: object) -> torch.Tensor:
     """Return the query as ``[batch, q_len, heads, 512]``."""
     query = require_tensor(value, "query")
@@ -75,6 +86,7 @@ def _checked_query(value: object) -> torch.Tensor:
     require_dims(query, "query", (3, 4))
     width, heads = query.shape[-1], query.shape[-2]
     require(width == _ELEMENTS, "query.shape[-1]", f"{_ELEMENTS} (elements of a token)", width)
+    require(heads >= 1, "query.shape[-2]", f"1 to {MAX_HEADS} heads", heads)
     if heads > MAX_HEADS:
         rule = f"not implemented, expected 1 to {MAX_HEADS} heads"
         raise UnsupportedError(f"query.shape[-2]: {rule}, got {heads}")
@@ -85,9 +97,15 @@ def _pages_of(
     value: object, argument: str, row: RowFormat, query: torch.Tensor, kv_layout: str
 ) -> torch.Tensor:
     """Return a pool as ``[pages, page_size, row bytes]``."""
-    require_memory(value, argument)
+    cache = require_tensor(value, argument)
+    require_memory(cache, argument)
+    width, given = row.row_bytes(_ELEMENTS), cache.shape[-1] if cache.dim() else 0
+    if given != width and given in _row_widths():
+        others = " or ".join(str(each) for each in _row_widths() if each != width)
+        rule = f"{width} (bytes of a row; {others} are of another kv_cache_format)"
+        reject(f"{argument}.shape[-1]", rule, given)
     return check_pool(
-        value,
+        cache,
         argument,
         row,
         _ELEMENTS,
@@ -107,6 +125,8 @@ def _dense_target(
     require_writable(output, argument)
     require_shape(output, argument, shapes)
     require_dense_last_dim(output, argument)
+    if output.dtype.itemsize == 2:  # the rows of an LSE may be anywhere
+        require_aligned(output, argument)
     if output.is_contiguous():
         return output
     return torch.empty_like(output, memory_format=torch.contiguous_format)
@@ -307,6 +327,7 @@ def trtllm_batch_decode_sparse_mla_dsv4(
     if max_q_len is not None:
         require_whole_number(max_q_len, "max_q_len")
     indices = _checked_indices(sparse_indices, "sparse_indices")
+    cache = _pages_of(swa_kv_cache, "swa_kv_cache", ROW_FORMATS[dtype], query, layout)
     width, extra_cache = indices.shape[-1], None
     if extra_sparse_indices is not None or extra_sparse_topk_lens is not None:
         width += _checked_indices(extra_sparse_indices, "extra_sparse_indices").shape[-1]
@@ -315,7 +336,7 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         extra_cache = _pages_of(compressed_kv_cache, name, extra_row, query, layout)
     return MlaArgs(
         query=rows,
-        kv_cache=_pages_of(swa_kv_cache, "swa_kv_cache", ROW_FORMATS[dtype], query, layout),
+        kv_cache=cache,
         workspace_buffer=workspace_buffer,
         kv_lora_rank=_ELEMENTS,
         qk_rope_head_dim=0,
