@@ -39,6 +39,7 @@ from mlagen.families.mla.plan import (
     plan_mla_sm90_call,
 )
 from mlagen.families.mla.problem import KV_DTYPES
+from mlagen.families.mla.two_pools import kv_format_of
 from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
@@ -69,6 +70,7 @@ def workspace_bytes(
     kv_heads: int | None = None,
     head_dim: int | None = None,
     window_left: int = -1,
+    kv_cache_format: str | None = None,
     tokens: int | None = None,
     device: torch.device | int | str = 0,
 ) -> int:
@@ -95,11 +97,14 @@ def workspace_bytes(
     page_size : int
         Of the cache.
     sparse_mla_top_k : int
-        As in the call.
+        As in the call; with ``kv_cache_format`` the top-k indices into both pools.
     kv_heads, head_dim : int
         With both, the call is grouped-query attention.
     window_left : int
         As in the call, for grouped-query attention.
+    kv_cache_format : str
+        As in the call, for ``trtllm_batch_decode_sparse_mla_dsv4``: then the dims, ``page_size``,
+        ``kv_dtype`` and ``max_seq_len`` do not matter.
     tokens : int
         The query tokens of all requests, for ragged queries.
     device : torch.device, int or str
@@ -123,6 +128,9 @@ def workspace_bytes(
     # The kernels count rows in 32 bits.
     require(total * heads <= INT32_MAX, "tokens * heads", f"{INT32_MAX} or less", total * heads)
     index = _gpu_index(device)
+    kv_format = None if kv_cache_format is None else kv_format_of(kv_cache_format)
+    if kv_format is not None:
+        require(top_k >= 1, "sparse_mla_top_k", "1 or more with kv_cache_format", top_k)
     # Both tile choices of a ragged call: with its maximum query length, and without one.
     lengths = {q_len} if tokens is None else {q_len, max(1, -(-total // max(1, batch)))}
     shapes = [
@@ -146,6 +154,9 @@ def workspace_bytes(
             page_size=page_size,
             lookup="sparse" if top_k else "paged",
         )
+        if kv_format is not None:
+            shared = replace(shared, kv_dtype=kv_format, lookup="two_pools", page_size=0)
+            shared = replace(shared, kv_lora_rank=512, qk_rope_head_dim=0)
         separate = replace(shared, values="separate")  # may have another tile
         is_known = any(row.covers(separate) for row in SUPPORTED)
         for variant, shape in product((shared, separate) if is_known else (shared,), shapes):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from mlagen.entry_point import OUT_AND_LSE, entry_point
@@ -12,10 +14,11 @@ from mlagen.families.common.arguments import (
     reject,
     reject_unserved,
     require,
-    require_aligned,
     require_choice,
     require_dense_last_dim,
+    require_device,
     require_dims,
+    require_dtype,
     require_index,
     require_shape,
     require_tensor,
@@ -27,7 +30,8 @@ from mlagen.families.common.memory import require_memory, require_plain, require
 from mlagen.families.dispatch import MLA
 from mlagen.families.mla.args import MlaArgNames, MlaArgs
 from mlagen.families.mla.pools import check_pool
-from mlagen.spec.dtype import EXTRA_ROW_FORMATS, ROW_FORMATS, DType
+from mlagen.families.mla.two_pools import FORMATS, UNSERVED_FORMATS, kv_format_of
+from mlagen.spec.dtype import EXTRA_ROW_FORMATS, ROW_FORMATS
 from mlagen.spec.mla.variant import MAX_HEADS
 from mlagen.spec.rows import RowFormat
 from mlagen.torch_ops.outputs import dsv4_outputs
@@ -39,12 +43,6 @@ _NAMES = MlaArgNames(
     kv_cache="swa_kv_cache", block_tables="sparse_indices", top_k_lens="swa_topk_lens"
 )
 
-# FlashInfer's words; "fp8" has another meaning in its other entry points.
-FORMATS: dict[str, DType] = {"fp8": DType.FP8_DSV4} | {
-    dtype.value: dtype for dtype in EXTRA_ROW_FORMATS if dtype is not DType.FP8_DSV4
-}
-_UNSERVED_FORMATS = {"nvfp4": 384}  # bytes of a row
-
 _ROWS = (ROW_FORMATS, EXTRA_ROW_FORMATS)  # of both pools
 _LAYOUTS = ("HND", "NHD")
 _BACKENDS = ("auto", "sparse")
@@ -53,36 +51,18 @@ _UNSERVED = {"hca_is_causal": True, "hca_use_persistent": False, "sparse_topk_le
 _UNSERVED_BACKENDS = ("trtllm-gen", "cute-dsl", "cake")
 
 
-def kv_format_of(kv_cache_format: object) -> DType:
-    """Return the pair of row formats of ``kv_cache_format``.
-
-    Raises
-    ------
-    ArgumentError
-        If it is none of FlashInfer's.
-    UnsupportedError
-        If it is one that no kernel reads.
-    """
-    unserved = [word for word in _UNSERVED_FORMATS if word not in FORMATS]
-    word: str = require_choice(kv_cache_format, "kv_cache_format", (*FORMATS, *unserved))
-    if word in unserved:
-        rule = " or ".join(FORMATS)
-        raise UnsupportedError(f"kv_cache_format: not implemented, expected {rule}, got {word}")
-    return FORMATS[word]
-
-
 def _row_widths() -> list[int]:
     """Return the bytes of a row in every format."""
     rows = [formats[dtype] for dtype in FORMATS.values() for formats in _ROWS]
     return list(
-        {row.row_bytes(_ELEMENTS): None for row in rows} | dict.fromkeys(_UNSERVED_FORMATS.values())
+        {row.row_bytes(_ELEMENTS): None for row in rows} | dict.fromkeys(UNSERVED_FORMATS.values())
     )
 
 
 def _checked_query(value: object) -> torch.Tensor:
     """Return the query as ``[batch, q_len, heads, 512]``."""
     query = require_tensor(value, "query")
-    require_plain(query, "query")
+    require_memory(query, "query")
     require_dims(query, "query", (3, 4))
     width, heads = query.shape[-1], query.shape[-2]
     require(width == _ELEMENTS, "query.shape[-1]", f"{_ELEMENTS} (elements of a token)", width)
@@ -116,20 +96,22 @@ def _pages_of(
 
 
 def _dense_target(
-    output: torch.Tensor | None, argument: str, *shapes: tuple[int, ...]
+    output: torch.Tensor | None,
+    argument: str,
+    dtype: torch.dtype,
+    query: torch.Tensor,
+    *shapes: tuple[int, ...],
 ) -> torch.Tensor | None:
-    """Return the kernel's output: a new one for an output with gaps, which is copied to it."""
+    """Return an output that kernels can write; None for one with gaps, which gets a copy."""
     if output is None:
         return None
     require_memory(require_tensor(output, argument), argument)
     require_writable(output, argument)
+    require_device(output, argument, query.device)
+    require_dtype(output, argument, (dtype,))
     require_shape(output, argument, shapes)
     require_dense_last_dim(output, argument)
-    if output.dtype.itemsize == 2:  # the rows of an LSE may be anywhere
-        require_aligned(output, argument)
-    if output.is_contiguous():
-        return output
-    return torch.empty_like(output, memory_format=torch.contiguous_format)
+    return output if output.is_contiguous() else None
 
 
 def _checked_indices(value: object, argument: str) -> torch.Tensor:
@@ -139,9 +121,10 @@ def _checked_indices(value: object, argument: str) -> torch.Tensor:
     return indices
 
 
-def _token_rows(query: torch.Tensor) -> tuple[int, int]:
-    """Return query tokens and heads."""
-    return query.shape[0] * query.shape[1], query.shape[2]
+def _lse_shapes(query: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes that an LSE may have: that of the query, or one row for each token."""
+    leading = tuple(query.shape[:-1])
+    return leading, (math.prod(leading[:-1]), leading[-1])
 
 
 def _check_words(backend: object, **lengths: object) -> None:
@@ -235,7 +218,7 @@ def trtllm_batch_decode_sparse_mla_dsv4(
     sparse_topk_lens, seq_lens : None
         Of a combined table, which is not implemented.
     out : bf16, shape of query
-        Allocated if None. Any strides that are multiples of 16 bytes; one with gaps takes a copy.
+        Allocated if None. One with gaps takes a copy.
     bmm1_scale : float or fp32 tensor of one element
         The factor of the scores.
     bmm2_scale : float or fp32 tensor of one element
@@ -343,11 +326,11 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         block_tables=indices,
         seq_lens=None,
         max_seq_len=width,
-        out=_dense_target(out, "out", tuple(query.shape)),
+        out=_dense_target(out, "out", torch.bfloat16, query, tuple(query.shape)),
         bmm1_scale=bmm1_scale,
         bmm2_scale=bmm2_scale,
         sinks=unwrap_sinks(sinks),
-        lse=_dense_target(lse, "lse", tuple(query.shape[:-1]), _token_rows(rows)),
+        lse=_dense_target(lse, "lse", torch.float32, query, *_lse_shapes(query)),
         return_lse=return_lse,
         return_lse_base=return_lse_base,
         top_k=indices.shape[-1],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,7 +81,8 @@ class Dsv4Problem(Problem):
     compressed_kv_cache: torch.Tensor | None
     extra_indices: torch.Tensor | None
     extra_lens: torch.Tensor | None
-    rows: list[torch.Tensor] = field(repr=False)  # float64 [n, 512] on the CPU, repeated as listed
+    rows: list[torch.Tensor] = field(repr=False)  # float64 [n, 512] on the CPU
+    counts: list[torch.Tensor] = field(repr=False)  # [n]: how often each is listed
 
     math_dtype = out_dtype = torch.bfloat16
 
@@ -145,9 +147,11 @@ class Dsv4Problem(Problem):
                     score_scale=case.score_scale,
                     output_scale=case.output_scale,
                     sinks=sinks,
+                    # A token that is listed n times has n times the weight, rounded alike.
+                    bias=counts.log()[None],
                     score_sums=self._score_sums,
                 )
-                for own, rows in zip(query, self.rows, strict=True)
+                for own, rows, counts in zip(query, self.rows, self.counts, strict=True)
             ]
         )
 
@@ -181,14 +185,15 @@ def _build(case: Dsv4Case, device: str) -> Dsv4Problem:
     else:
         pairs = zip(pools, lists, strict=True)
         numbers = [_fill(case, pool, own.named, generator) for pool, own in pairs]
-    rows = []
+    rows, counts = [], []
     for token in range(len(case.seq_lens)):
-        seen = [
-            of_pool[entry]
-            for of_pool, own in zip(numbers, lists, strict=True)
-            for entry in own.named[token]
-        ]
-        rows.append(torch.stack(seen) if seen else torch.zeros(0, _ELEMENTS).double())
+        seen: Counter[tuple[int, int]] = Counter()
+        for which, own in enumerate(lists):
+            pool = 0 if case.shares_pool else which
+            seen.update((pool, entry) for entry in own.named[token])
+        own_rows = [numbers[pool][entry] for pool, entry in seen]
+        rows.append(torch.stack(own_rows) if seen else torch.zeros(0, _ELEMENTS).double())
+        counts.append(torch.tensor(list(seen.values())).double())
     sinks = torch.randn(case.heads, generator=generator)
     views = [pool.view(device, case.cache_layout) for pool in pools[:1]]
     if case.extra_lens is not None:
@@ -205,6 +210,7 @@ def _build(case: Dsv4Case, device: str) -> Dsv4Problem:
         extra_indices=_as_given(case, lists[1].entries).to(device) if len(lists) > 1 else None,
         extra_lens=_lengths(case, case.extra_lens).to(device) if case.extra_lens else None,
         rows=rows,
+        counts=counts,
     )
 
 

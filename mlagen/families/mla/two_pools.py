@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 import torch
 
+from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import (
     INT32_MAX,
     check_token_stride,
     reject,
     require,
+    require_choice,
     require_dense_last_dim,
     require_dims,
     require_index,
@@ -25,6 +27,30 @@ from mlagen.spec.dtype import EXTRA_ROW_FORMATS, ROW_FORMATS, DType
 from mlagen.spec.rows import RowFormat
 
 _SHIFT_BITS = 32
+
+# FlashInfer's words; "fp8" has another meaning in its other entry points.
+FORMATS: dict[str, DType] = {"fp8": DType.FP8_DSV4} | {
+    dtype.value: dtype for dtype in EXTRA_ROW_FORMATS if dtype is not DType.FP8_DSV4
+}
+UNSERVED_FORMATS = {"nvfp4": 384}  # bytes of a row
+
+
+def kv_format_of(kv_cache_format: object) -> DType:
+    """Return the pair of row formats of ``kv_cache_format``.
+
+    Raises
+    ------
+    ArgumentError
+        If it is none of FlashInfer's.
+    UnsupportedError
+        If it is one that no kernel reads.
+    """
+    unserved = [word for word in UNSERVED_FORMATS if word not in FORMATS]
+    word: str = require_choice(kv_cache_format, "kv_cache_format", (*FORMATS, *unserved))
+    if word in unserved:
+        rule = " or ".join(FORMATS)
+        raise UnsupportedError(f"kv_cache_format: not implemented, expected {rule}, got {word}")
+    return FORMATS[word]
 
 
 class TopkList(NamedTuple):
