@@ -82,7 +82,7 @@ _PAGES = [
 _SIZES = [
     case("groups far apart", sizes="groups far apart", query_magnitude=2.0**-14),
     case("tokens far apart", sizes="tokens far apart"),
-    case("ends of the exponents", sizes="ends", query_magnitude=2.0**-125, entries="valid"),
+    case("ends of the exponents", sizes="ends", query_magnitude=2.0**-117, entries="valid"),
     case("large rope", sizes="large rope", query_magnitude=0.3),
     *(
         case(f"NaN {what}", nonfinite=what, seq_lens=(3, 2, 70), extra_lens=(2, 3, 0))
