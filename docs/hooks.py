@@ -55,6 +55,7 @@ SHOWN = (
     "mlagen/ops.py",
     "mlagen/prewarming/report.py",
     "mlagen/prewarming/run.py",
+    "mlagen/writers.py",
 )
 
 # Flowcharts that are narrow enough to be read in a column, and a grid behind the bars.

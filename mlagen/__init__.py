@@ -22,7 +22,7 @@ from mlagen.errors import (
 )
 
 if TYPE_CHECKING:
-    from mlagen import cascade, decode, distributed, mla, ops, xqa
+    from mlagen import cascade, decode, distributed, mla, ops, writers, xqa
     from mlagen.families.workspace import max_workspace_bytes, workspace_bytes
     from mlagen.jit import freeze, on_compile
     from mlagen.mla.flare import PagedKVCache
@@ -52,12 +52,13 @@ __all__ = [
     "ops",
     "prewarm",
     "workspace_bytes",
+    "writers",
     "xqa",
 ]
 
 __version__ = "0.1.0"
 
-_API_MODULES = ("cascade", "decode", "distributed", "mla", "ops", "xqa")
+_API_MODULES = ("cascade", "decode", "distributed", "mla", "ops", "writers", "xqa")
 _MODULES = {
     "PagedKVCache": "mlagen.mla.flare",
     "max_workspace_bytes": "mlagen.families.workspace",

@@ -28,6 +28,8 @@ _COUNTS = torch.ones(2, dtype=torch.int32)
 _V, _S = torch.zeros(2, 3, 8), torch.zeros(2, 3)
 _STATES = {"v_a": _V, "s_a": _S, "v_b": _V, "s_b": _S, "v": _V, "s": _S}
 _STATES |= {"v_other": _V.clone(), "s_other": _S.clone()}
+_SLOTS = torch.arange(2, dtype=torch.int64)
+_CKV = bf16(2, 512)
 _KERNEL = "combine(arch=sm_80, dtype=bf16, head_dim_vo=512)"
 _SIZES = {"batch": 2, "q_len": 1, "heads": 16, "max_seq_len": 100, "device": 0}
 
@@ -116,6 +118,27 @@ def _planless() -> Call:
     out = {"out": torch.zeros(2, 2, 512).to(torch.float8_e4m3fn), "o_scale": 1.0}
     wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0), backend="cutlass")
     return wrapper.run, {**tensors, **out, "return_lse": False}
+
+
+def _append() -> Call:
+    cache = torch.zeros(2, 4, 528, dtype=torch.uint8)
+    append = mlagen.writers.dsv41_fp8_quantize_append_sparse_mla_cache
+    return _call(append, latent_kv=_CKV, slot_mapping=_SLOTS, cache=cache)
+
+
+def _append_packed() -> Call:
+    cache, scales = torch.zeros(2, 4, 640, dtype=torch.uint8), torch.zeros(2, 4)
+    tokens = {"ckv": _CKV, "kpe": bf16(2, 64), "slot_mapping": _SLOTS}
+    append = mlagen.writers.mla_fp8_quantize_append_packed
+    return _call(append, **tokens, cache=cache, scales=scales)
+
+
+def _append_paged() -> Call:
+    given = {"append_ckv": _CKV, "append_kpe": bf16(2, 64), "ckv_cache": bf16(2, 4, 512)}
+    given |= {"kpe_cache": bf16(2, 4, 64), "batch_indices": _COUNTS, "positions": _COUNTS}
+    given |= {"kv_indices": _COUNTS, "kv_indptr": torch.arange(3, dtype=torch.int32)}
+    append = mlagen.writers.append_paged_mla_kv_cache
+    return _call(append, **given, kv_last_page_len=_COUNTS)
 
 
 def _local_seq_lens() -> Call:
@@ -209,6 +232,12 @@ CALLS = ENTRY_CALLS | {
     "merge_state": lambda: _call(mlagen.cascade.merge_state, **_STATES),
     "merge_state_in_place": lambda: _call(mlagen.cascade.merge_state_in_place, **_STATES),
     "merge_states": lambda: _call(mlagen.cascade.merge_states, v=_V[:, None], s=_S[:, None]),
+    "append": _append,
+    "append_packed": _append_packed,
+    "append_paged": _append_paged,
+    "pack": lambda: _call(
+        mlagen.writers.dsv4_fp8_quantize_pack_sparse_mla_cache, latent_kv=_CKV[None]
+    ),
     "local_seq_lens": _local_seq_lens,
     "max_workspace": lambda: (mlagen.max_workspace_bytes, {"device": 0}),
     "freeze": lambda: (mlagen.freeze, {"mode": "on"}),

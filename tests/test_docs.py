@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import mlagen
-from mlagen import decode, errors, mla, ops, xqa
+from mlagen import decode, errors, mla, ops, writers, xqa
 from tests.doc_text import PAGES, ROOT, anchors_of, badly_broken_lines, links_of
 
 EXCEPTIONS = [
@@ -139,7 +139,7 @@ def test_every_public_name_is_on_the_api_page() -> None:
     shown = {pkgutil.resolve_name(name) for name in api_names()}
     public = {
         name: getattr(module, name)
-        for module in (mlagen, mla, decode, xqa, ops)
+        for module in (mlagen, mla, decode, xqa, ops, writers)
         for name in module.__all__
     }
     missing = {name for name, what in public.items() if callable(what) and what not in shown}

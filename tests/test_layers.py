@@ -21,7 +21,7 @@ GROUND = {"errors", "fork_safety", "logs", "monitoring", "paths", "settings", "v
 DATA = GROUND | {"artifacts", "spec"}
 STAGES = {"codegen", "compiler", "cache", "runtime"}
 ENGINE = DATA | STAGES | {"engine", "jit", "recording"}
-API_MODULES = {"cascade", "decode", "distributed", "gqa", "mla", "xqa"}
+API_MODULES = {"cascade", "decode", "distributed", "gqa", "mla", "writers", "xqa"}
 CALL = {"entry_point", "families", "observe", "torch_ops"}
 LAYERS = {
     "errors": set[str](),

@@ -109,6 +109,7 @@ torch.set_default_dtype(torch.float64)
 torch.set_default_device("meta")
 import mlagen
 assert mlagen.mla and mlagen.decode and mlagen.xqa and mlagen.cascade and mlagen.ops
+assert mlagen.writers
 torch.set_default_dtype(torch.float32)
 torch.set_default_device(None)
 from tests.problems.entry_points import ENTRY_POINTS

@@ -64,18 +64,36 @@ DSV4_ROW = RowFormat(
     scale_code="ue8m0",
     scale_place="page",
     scale_padding=1,
+    min_scale=2.0**-22,  # vLLM's: that of a group whose largest element is 1e-4
     is_named=True,
 )
 DSV41_ROW = RowFormat(
-    group=32, scale_code="ue8m0", scale_place="page", bf16_elements=(0,), is_named=True
+    group=32,
+    scale_code="ue8m0",
+    scale_place="page",
+    min_scale=2.0**-13,  # FlashMLA's and FlashInfer's: 1e-4, rounded up
+    bf16_elements=(0,),
+    is_named=True,
 )
-DSV41_FP4_ROW = replace(DSV41_ROW, code="e2m1", group=16, scale_code="e4m3")
+DSV41_FP4_ROW = replace(
+    DSV41_ROW,
+    code="e2m1",
+    group=16,
+    scale_code="e4m3",
+    min_scale=2.0**-9,  # the smallest of e4m3
+)
 DSV41_INLINE_ROW = replace(DSV41_ROW, scale_place="inline")
 DSV41_INLINE_FP4_ROW = replace(DSV41_FP4_ROW, scale_place="inline")
 
 ROW_FORMATS = {
     DType.FP8_DS_MLA: RowFormat(group=128, scale_place="inline", bf16_elements=(64, 0)),
-    DType.FP8_PER_TOKEN: RowFormat(group=512, scales_bf16=True, is_named=True, holds_queries=True),
+    DType.FP8_PER_TOKEN: RowFormat(
+        group=512,
+        scales_bf16=True,
+        min_scale=2.0**-64,  # rope elements up to 2^63, divided by it, are finite
+        is_named=True,
+        holds_queries=True,
+    ),
     DType.FP8_DSV4: DSV4_ROW,
     DType.FP8_DSV41: DSV41_ROW,
     DType.FP8_DSV41_FP4_CA: DSV41_ROW,

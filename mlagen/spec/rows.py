@@ -1,4 +1,4 @@
-"""Packed rows of a KV cache: the description of a format, which readers and writers follow."""
+"""Rows of an FP8 or FP4 KV cache: the description of a format for readers and writers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from mlagen.spec.dtype import DType
 
 CODE_BITS = {"e4m3": 8, "e2m1": 4}
+CODE_MAX = {"e4m3": 448.0, "e2m1": 6.0}  # the largest number of a code
 SCALE_BYTES = {"fp32": 4, "ue8m0": 1, "e4m3": 1}
 # Where the scales of a token are: in its row behind the codes, in the scale rows behind the data
 # rows of its page, or in a tensor of their own.
@@ -40,8 +41,9 @@ class RowFormat:
     scale_padding: int = 0  # bytes behind the scales of a token, of any value
     bf16_elements: tuple[int, ...] = (64,)  # numbers of bf16 elements that rows may have
     scales_bf16: bool = False  # whether the one scale of a token multiplies them, too
+    min_scale: float = 2.0**-126  # that writers choose; readers take any
     value_elements: int = 512  # the first elements of a token are its value, too
-    is_named: bool = False  # by the call; the width of a cache tells the others apart
+    is_named: bool = False  # by the call; other formats follow from the width of a cache
     holds_queries: bool = False  # the query of a call has such rows, too
 
     def __post_init__(self) -> None:
@@ -91,6 +93,11 @@ class RowFormat:
         if self.scale_place == "tensor":
             return 0
         return self.scales * SCALE_BYTES[self.scale_code] + self.scale_padding
+
+    @property
+    def code_max(self) -> float:
+        """The largest number of a code, which the largest element of a group becomes."""
+        return CODE_MAX[self.code]
 
     @property
     def bf16_offset(self) -> int:

@@ -8,6 +8,7 @@ point checks first whether it is traced, and calls its op then: a functional one
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -111,6 +112,28 @@ def define_ops(function: Callable[..., Any], op: Op) -> None:
     _define(f"{name}_out({schema}, *, {outputs}) -> ()", run_out, lambda *_, **__: None)
     torch.library.register_autograd(
         f"mlagen::{name}", _backward, setup_context=_save_inputs, lib=_library
+    )
+
+
+def define_writer(
+    function: Callable[..., Any],
+    written: Sequence[str] = (),
+    fake: Callable[..., torch.Tensor] | None = None,
+) -> None:
+    """Define the op of a function that writes into arguments, or returns a tensor like ``fake``."""
+    arguments = arguments_of(function)
+    schema = schema_of(arguments)
+    for alias, name in zip("abc", written, strict=False):
+        schema = re.sub(rf"Tensor(\??) {name}\b", rf"Tensor({alias}!)\1 {name}", schema)
+
+    def implementation(compute: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *values, **named: compute(**bind_args(arguments, values, named))
+
+    result = "()" if fake is None else "Tensor"
+    _define(
+        f"{function.__name__}({schema}) -> {result}",
+        implementation(function),
+        implementation(fake or (lambda **_: None)),
     )
 
 

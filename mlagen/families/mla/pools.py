@@ -1,4 +1,4 @@
-"""Pools of packed rows: caches whose pages hold rows of one format, and where their entries are."""
+"""Pools of tokens: caches whose pages hold rows of one format, and where their entries are."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WIDTHS = "bytes of a row; other widths are other formats"
 
 
 class Pool(NamedTuple):
-    """Pages of packed rows. Entry ``g`` is slot ``g % rows_per_page`` of its page."""
+    """Pages of rows of a format. Entry ``g`` is slot ``g % rows_per_page`` of its page."""
 
     cache: torch.Tensor  # uint8[pages, page_size, row bytes]
     page_stride: int  # bytes
@@ -47,7 +47,7 @@ def check_pool(
     """Return a cache of rows of a format as a pool.
 
     With ``kv_layout`` an axis of size 1 has its place there; ``counts_padding`` says that entries
-    count the rows that the padding of a page has room for.
+    count the rows that fit into the padding of a page, too.
 
     Raises
     ------

@@ -1,0 +1,593 @@
+"""Writers of FP8 and FP4 KV caches: quantize tokens, and append them to the pages of a cache.
+
+The functions have FlashInfer's names and arguments where it has them, and run on any device. No
+call waits for the device, so a CUDA graph can capture it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mlagen.families.common.arguments import (
+    ALIGNMENT_BYTES,
+    DTYPES,
+    FLOAT_DTYPES,
+    reject,
+    require,
+    require_choice,
+    require_contiguous,
+    require_device,
+    require_dims,
+    require_dtype,
+    require_flag,
+    require_ints,
+    require_shape,
+    require_tensor,
+    require_whole_number,
+)
+from mlagen.families.common.memory import require_writable
+from mlagen.families.mla.pools import Pool, check_pool
+from mlagen.families.mla.write_rows import (
+    Elements,
+    paged_slots,
+    parts_of,
+    places_of,
+    plan_writes,
+    slots_of,
+)
+from mlagen.spec.dtype import (
+    DSV4_ROW,
+    DSV41_FP4_ROW,
+    DSV41_INLINE_FP4_ROW,
+    DSV41_INLINE_ROW,
+    DSV41_ROW,
+    ROW_FORMATS,
+    DType,
+)
+from mlagen.spec.rows import RowFormat
+from mlagen.torch_ops.traced import (
+    define_writer,
+    is_compiling,
+    is_traced,
+    require_eager_memory,
+)
+
+__all__ = [
+    "append_paged_mla_kv_cache",
+    "dsv4_fp8_quantize_append_sparse_mla_cache",
+    "dsv4_fp8_quantize_pack_sparse_mla_cache",
+    "dsv41_fp4_quantize_append_sparse_mla_cache",
+    "dsv41_fp4_quantize_pack_sparse_mla_cache",
+    "dsv41_fp8_quantize_append_sparse_mla_cache",
+    "dsv41_fp8_quantize_pack_sparse_mla_cache",
+    "mla_fp8_quantize_append_packed",
+]
+
+_LATENTS, _ROPES = 512, (64, 0)
+_MLA_ROW, _PER_TOKEN_ROW = ROW_FORMATS[DType.FP8_DS_MLA], ROW_FORMATS[DType.FP8_PER_TOKEN]
+_LAYOUTS = ("HND", "NHD")
+_SLOT_DTYPES = (torch.int32, torch.int64)
+_INT32 = (torch.int32,)
+
+
+def dsv4_fp8_quantize_pack_sparse_mla_cache(
+    latent_kv: torch.Tensor, *, kv_layout: str = "HND", page_stride: int | None = None
+) -> torch.Tensor:
+    """Quantize whole pages of DeepSeek-V4's tokens into 584-byte rows.
+
+    The first 448 elements of a token become e4m3 codes with a power of two for each 64; the last
+    64, its rope part, stay bf16.
+
+    Parameters
+    ----------
+    latent_kv : bf16 or fp16 [pages, page_size, 512]
+        Tokens, with rope applied; an axis of size 1 may stand for the KV head.
+    kv_layout : str
+        ``HND`` or ``NHD``: where the result has an axis of size 1.
+    page_stride : int, optional
+        Bytes from page to page, a multiple of 16; the bytes of a page up to a multiple of 576 by
+        default. Bytes between pages are not written.
+
+    Returns
+    -------
+    torch.Tensor
+        A cache ``uint8[pages, 1, page_size, 584]``, or ``[pages, page_size, 1, 584]``. A page has
+        the data rows of all its tokens, 576 bytes each, and then their scale rows of 8 bytes.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule.
+
+    Notes
+    -----
+    FlashInfer has no writer of these rows; the name follows those that it has.
+    """
+    if is_compiling() or is_traced():
+        return _op("dsv4_fp8_quantize_pack_sparse_mla_cache", latent_kv, kv_layout, page_stride)
+    return _pack(latent_kv, DSV4_ROW, kv_layout, page_stride)
+
+
+def dsv4_fp8_quantize_append_sparse_mla_cache(
+    latent_kv: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor
+) -> None:
+    """Quantize DeepSeek-V4's tokens, and append them to a cache of 584-byte rows.
+
+    Only the bytes of the rows are written; the byte behind the seven scales of a token becomes 0.
+
+    Parameters
+    ----------
+    latent_kv : bf16 or fp16 [n, 512]
+        Tokens, with rope applied, of any strides; an axis of size 1 may stand for the KV head.
+    slot_mapping : int32 or int64 [m]
+        Slot of each of the first ``m`` tokens, ``page * page_size + entry``; the other tokens are
+        padding. A negative slot, or one behind the cache, skips its token. Of equal slots that of
+        the first token counts.
+    cache : uint8 [pages, page_size, 584]
+        The cache, with an axis of size 1 for the KV head or none; pages may have any stride that is
+        a multiple of 16 bytes.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule; nothing is written.
+
+    Notes
+    -----
+    FlashInfer has no writer of these rows; the name follows those that it has.
+    """
+    if is_compiling() or is_traced():
+        _op("dsv4_fp8_quantize_append_sparse_mla_cache", latent_kv, slot_mapping, cache)
+    else:
+        _append(latent_kv, slot_mapping, cache, DSV4_ROW)
+
+
+def dsv41_fp8_quantize_pack_sparse_mla_cache(
+    latent_kv: torch.Tensor, *, kv_layout: str = "HND", inline_scale: bool = False
+) -> torch.Tensor:
+    """Quantize whole pages of DeepSeek-V4.1's tokens into 528-byte rows.
+
+    All elements, the rope part too, become e4m3 codes with a power of two for each 32.
+
+    Parameters
+    ----------
+    latent_kv : bf16 or fp16 [pages, page_size, 512]
+        Tokens, with rope applied; an axis of size 1 may stand for the KV head.
+    kv_layout : str
+        ``HND`` or ``NHD``: where the result has an axis of size 1.
+    inline_scale : bool
+        Whether the scales of a token follow its data, as in caches of ``fp8_dsv41_inline``; else a
+        page has the data rows of all its tokens, 512 bytes each, and then their scale rows.
+
+    Returns
+    -------
+    torch.Tensor
+        A contiguous cache ``uint8[pages, 1, page_size, 528]``, or ``[pages, page_size, 1, 528]``.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule.
+
+    Notes
+    -----
+    Signature of ``flashinfer.mla.dsv41_fp8_quantize_pack_sparse_mla_cache``, and its bytes.
+    """
+    if is_compiling() or is_traced():
+        return _op("dsv41_fp8_quantize_pack_sparse_mla_cache", latent_kv, kv_layout, inline_scale)
+    return _pack(latent_kv, _dsv41_row(inline_scale), kv_layout)
+
+
+def dsv41_fp8_quantize_append_sparse_mla_cache(
+    latent_kv: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cache: torch.Tensor,
+    *,
+    inline_scale: bool = False,
+) -> None:
+    """Quantize DeepSeek-V4.1's tokens, and append them to a cache of 528-byte rows.
+
+    Only the bytes of the rows are written.
+
+    Parameters
+    ----------
+    latent_kv : bf16 or fp16 [n, 512]
+        Tokens, with rope applied, of any strides; an axis of size 1 may stand for the KV head.
+    slot_mapping : int32 or int64 [m]
+        Slot of each of the first ``m`` tokens, as for
+        :func:`dsv4_fp8_quantize_append_sparse_mla_cache`. Inline it is the number of a row of the
+        cache, ``page * (page stride // row stride) + entry``.
+    cache : uint8 [pages, page_size, 528]
+        The cache, with an axis of size 1 for the KV head or none; pages may have any stride that is
+        a multiple of 16 bytes. Inline, so may rows, and a page is a whole number of them.
+    inline_scale : bool
+        Whether the scales of a token follow its data.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule; nothing is written.
+
+    Notes
+    -----
+    Signature of ``flashinfer.mla.dsv41_fp8_quantize_append_sparse_mla_cache``, and its bytes.
+    """
+    if is_compiling() or is_traced():
+        name = "dsv41_fp8_quantize_append_sparse_mla_cache"
+        _op(name, latent_kv, slot_mapping, cache, inline_scale)
+    else:
+        _append(latent_kv, slot_mapping, cache, _dsv41_row(inline_scale))
+
+
+def dsv41_fp4_quantize_pack_sparse_mla_cache(
+    latent_kv: torch.Tensor, *, kv_layout: str = "HND", inline_scale: bool = False
+) -> torch.Tensor:
+    """Quantize whole pages of DeepSeek-V4.1's compressed tokens into 288-byte rows.
+
+    All elements become e2m1 codes, two in a byte, with an e4m3 scale for each 16.
+
+    Parameters
+    ----------
+    latent_kv : bf16 or fp16 [pages, page_size, 512]
+        Tokens, with rope applied; an axis of size 1 may stand for the KV head.
+    kv_layout : str
+        ``HND`` or ``NHD``: where the result has an axis of size 1.
+    inline_scale : bool
+        Whether the scales of a token follow its data, as in caches of ``fp8_dsv41_inline_fp4_ca``;
+        else a page has the data rows of all its tokens, 256 bytes each, and then their scale rows.
+
+    Returns
+    -------
+    torch.Tensor
+        A contiguous cache ``uint8[pages, 1, page_size, 288]``, or ``[pages, page_size, 1, 288]``.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule.
+
+    Notes
+    -----
+    Signature of ``flashinfer.mla.dsv41_fp4_quantize_pack_sparse_mla_cache``.
+    """
+    if is_compiling() or is_traced():
+        return _op("dsv41_fp4_quantize_pack_sparse_mla_cache", latent_kv, kv_layout, inline_scale)
+    return _pack(latent_kv, _dsv41_fp4_row(inline_scale), kv_layout)
+
+
+def dsv41_fp4_quantize_append_sparse_mla_cache(
+    latent_kv: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cache: torch.Tensor,
+    *,
+    inline_scale: bool = False,
+) -> None:
+    """Quantize DeepSeek-V4.1's compressed tokens, and append them to a cache of 288-byte rows.
+
+    Only the bytes of the rows are written.
+
+    Parameters
+    ----------
+    latent_kv : bf16 or fp16 [n, 512]
+        Tokens, with rope applied, of any strides; an axis of size 1 may stand for the KV head.
+    slot_mapping : int32 or int64 [m]
+        Slot of each of the first ``m`` tokens, as for
+        :func:`dsv41_fp8_quantize_append_sparse_mla_cache`.
+    cache : uint8 [pages, page_size, 288]
+        The cache, with an axis of size 1 for the KV head or none; pages may have any stride that is
+        a multiple of 16 bytes. Inline, so may rows, and a page is a whole number of them.
+    inline_scale : bool
+        Whether the scales of a token follow its data.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule; nothing is written.
+
+    Notes
+    -----
+    Signature of ``flashinfer.mla.dsv41_fp4_quantize_append_sparse_mla_cache``.
+    """
+    if is_compiling() or is_traced():
+        name = "dsv41_fp4_quantize_append_sparse_mla_cache"
+        _op(name, latent_kv, slot_mapping, cache, inline_scale)
+    else:
+        _append(latent_kv, slot_mapping, cache, _dsv41_fp4_row(inline_scale))
+
+
+def mla_fp8_quantize_append_packed(
+    ckv: torch.Tensor,
+    kpe: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cache: torch.Tensor,
+    scales: torch.Tensor | None = None,
+) -> None:
+    """Quantize tokens of MLA, and append them to a cache of 656-, 528- or 640-byte rows.
+
+    Without ``scales`` a row is that of DeepSeek-V3.2, ``fp8_ds_mla``: 512 e4m3 codes, an fp32 scale
+    for each 128 of them, and a bf16 rope part if any. With ``scales`` it has 512 e4m3 codes and a
+    bf16 rope part, all of them to be multiplied by the scale of the token.
+
+    Parameters
+    ----------
+    ckv : bf16 or fp16 [n, 512]
+        Latents of the tokens.
+    kpe : bf16 or fp16 [n, 64] or [n, 0]
+        Rope parts, with rope applied, of the dtype of ``ckv``.
+    slot_mapping : int32 or int64 [m]
+        Slot of each of the first ``m`` tokens, as for
+        :func:`dsv4_fp8_quantize_append_sparse_mla_cache`.
+    cache : uint8 [pages, page_size, 656]
+        The cache, of ``[.., 528]`` or wider without rope parts, and ``[.., 640]``, also e4m3, with
+        ``scales``; with an axis of size 1 for the KV head or none. Strides are multiples of 16
+        bytes.
+    scales : fp32 [pages, page_size], optional
+        Scales of the tokens in ``cache``, written too.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule; nothing is written.
+
+    Notes
+    -----
+    FlashInfer has no writer of these rows.
+    """
+    if is_compiling() or is_traced():
+        _op("mla_fp8_quantize_append_packed", ckv, kpe, slot_mapping, cache, scales)
+        return
+    require_eager_memory(ckv=ckv, kpe=kpe, slot_mapping=slot_mapping, cache=cache, scales=scales)
+    ckv = _checked_tokens(ckv, "ckv", (_LATENTS,))
+    kpe = _checked_tokens(kpe, "kpe", _ROPES if scales is None else _ROPES[:1])
+    require_device(kpe, "kpe", ckv.device)
+    require_dtype(kpe, "kpe", (ckv.dtype,), "dtype of ckv")
+    require_shape(kpe, "kpe", ((len(ckv), kpe.shape[-1]),), "tokens of ckv")
+    elements = Elements(ckv, kpe)
+    row = _MLA_ROW if scales is None else _PER_TOKEN_ROW
+    dtypes = (torch.uint8,) if scales is None else (torch.uint8, torch.float8_e4m3fn)
+    pool = check_pool(cache, "cache", row, elements.width, ckv.device, dtypes=dtypes)
+    if scales is not None:
+        require_device(require_tensor(scales, "scales"), "scales", ckv.device)
+        require_dtype(scales, "scales", (torch.float32,))
+        require_shape(scales, "scales", (tuple(pool.cache.shape[:2]),), "pages, page_size")
+        require_writable(scales, "scales")
+    _write(elements, slot_mapping, pool, row, scales)
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: torch.Tensor,
+    append_kpe: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    ckv_cache: torch.Tensor,
+    kpe_cache: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+) -> None:
+    """Append tokens of MLA to a paged cache of their dtype, without quantizing them.
+
+    Parameters
+    ----------
+    append_ckv : bf16, fp16 or e4m3 [n, rank]
+        Latents of the tokens.
+    append_kpe : [n, rope dim]
+        Rope parts of the dtype of ``append_ckv``.
+    batch_indices : int32 [n]
+        Request of each token. A token of no request, such as -1, is skipped.
+    positions : int32 [n]
+        Position of each token in its request; one that no page of the request has is skipped. Of
+        tokens at one place the first counts.
+    ckv_cache : [pages, page_size, rank]
+        Latents of the cache, of the dtype of ``append_ckv`` and any strides.
+    kpe_cache : [pages, page_size, rope dim]
+        Rope parts of the cache.
+    kv_indices : int32 [num_indices]
+        Page ids of all requests.
+    kv_indptr : int32 [batch + 1]
+        Range of each request in ``kv_indices``.
+    kv_last_page_len : int32 [batch]
+        Checked, and not read: the positions say where tokens are.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument breaks a rule; nothing is written.
+
+    Notes
+    -----
+    Signature of ``flashinfer.page.append_paged_mla_kv_cache``, for any dims.
+    """
+    places = (batch_indices, positions, ckv_cache, kpe_cache, kv_indices, kv_indptr)
+    if is_compiling() or is_traced():
+        _op("append_paged_mla_kv_cache", append_ckv, append_kpe, *places, kv_last_page_len)
+        return
+    require_eager_memory(
+        append_ckv=append_ckv,
+        append_kpe=append_kpe,
+        batch_indices=batch_indices,
+        positions=positions,
+        ckv_cache=ckv_cache,
+        kpe_cache=kpe_cache,
+        kv_indices=kv_indices,
+        kv_indptr=kv_indptr,
+        kv_last_page_len=kv_last_page_len,
+    )
+    ckv = _checked_rows(append_ckv, "append_ckv", None)
+    _checked_rows(append_kpe, "append_kpe", ckv)
+    _check_cache(ckv_cache, "ckv_cache", append_ckv)
+    num_pages, page_size = ckv_cache.shape[:2]
+    _check_cache(kpe_cache, "kpe_cache", append_kpe, (num_pages, page_size))
+    for name, tensor in (("batch_indices", batch_indices), ("positions", positions)):
+        require_ints(tensor, name, ckv.device, ((len(ckv),),), "tokens", _INT32)
+    for name, tensor in (("kv_indices", kv_indices), ("kv_indptr", kv_indptr)):
+        require_dims(require_tensor(tensor, name), name, (1,))
+        require_ints(tensor, name, ckv.device, (tuple(tensor.shape),), dtypes=_INT32)
+    require(len(kv_indptr) >= 1, "kv_indptr.shape", "[batch + 1]", list(kv_indptr.shape))
+    name, shape = "kv_last_page_len", (len(kv_indptr) - 1,)
+    require_ints(kv_last_page_len, name, ckv.device, (shape,), "batch", _INT32)
+    if not (len(ckv) and shape[0] and len(kv_indices) and num_pages * page_size):
+        return
+    slots = paged_slots(batch_indices, positions, kv_indices, kv_indptr, num_pages, page_size)
+    writes = plan_writes(slots, num_pages * page_size)
+    for rows, cache in ((append_ckv, ckv_cache), (append_kpe, kpe_cache)):
+        content, place = (_as_integers(tensor.detach()) for tensor in (rows, cache))
+        writes.put(content, place)
+
+
+def _checked_rows(value: object, argument: str, like: torch.Tensor | None) -> torch.Tensor:
+    """Return tokens ``[n, dim]`` of a plain dtype, that of other tokens if there are any."""
+    rows = require_tensor(value, argument)
+    require_dims(rows, argument, (2,))
+    require_dtype(rows, argument, tuple(FLOAT_DTYPES) if like is None else (like.dtype,))
+    if like is not None:
+        require_device(rows, argument, like.device)
+        require_shape(rows, argument, ((len(like), rows.shape[1]),), "tokens of append_ckv")
+    return rows
+
+
+def _check_cache(
+    value: object, argument: str, rows: torch.Tensor, pages: tuple[int, int] | None = None
+) -> None:
+    cache = require_tensor(value, argument)
+    require_device(cache, argument, rows.device)
+    require_dims(cache, argument, (3,))
+    require_dtype(cache, argument, (rows.dtype,), "dtype of append_ckv")
+    expected = (*(pages or cache.shape[:2]), rows.shape[1])
+    require_shape(cache, argument, (expected,), "pages, page_size, elements of a token")
+    require_writable(cache, argument)
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    # Not every version of torch can index e4m3.
+    return tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.int16)
+
+
+def _op(name: str, *values: object) -> torch.Tensor:
+    """Call the op of a function, which returns nothing if the function does."""
+    result: torch.Tensor = getattr(torch.ops.mlagen, name).default(*values)
+    return result
+
+
+def _dsv41_row(inline_scale: object) -> RowFormat:
+    return DSV41_INLINE_ROW if require_flag(inline_scale, "inline_scale") else DSV41_ROW
+
+
+def _dsv41_fp4_row(inline_scale: object) -> RowFormat:
+    return DSV41_INLINE_FP4_ROW if require_flag(inline_scale, "inline_scale") else DSV41_FP4_ROW
+
+
+def _pack(latent_kv: object, row: RowFormat, *layout: object) -> torch.Tensor:
+    """Return new pages of packed tokens."""
+    require_eager_memory(latent_kv=latent_kv)
+    tokens, cache = _new_pages(latent_kv, row, *layout)
+    if tokens.numel():
+        pages = cache.squeeze(1 if cache.shape[1] == 1 else 2)
+        pool = check_pool(pages, "cache", row, _LATENTS, tokens.device)
+        parts = parts_of(_elements(tokens.flatten(0, 1), row), row)
+        for part, place in zip(parts, places_of(pool, row, _LATENTS), strict=True):
+            place.copy_(part.view(place.shape))
+    return cache
+
+
+def _new_pages(
+    latent_kv: object, row: RowFormat, kv_layout: object = "HND", page_stride: object = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens ``[pages, page_size, elements]``, and a cache for them; a compiler traces it.
+
+    Pages of rows that are no whole 16 bytes are padded to whole data rows by default, as FlashMLA,
+    vLLM and SGLang do.
+    """
+    layout = require_choice(kv_layout, "kv_layout", _LAYOUTS)
+    tokens = _checked_tokens(latent_kv, "latent_kv", (_LATENTS,), dims=3)
+    num_pages, page_size = tokens.shape[:2]
+    size, data_bytes = row.row_bytes(_LATENTS), row.data_bytes(_LATENTS)
+    stride = page_size * size
+    if page_stride is not None:
+        stride = require_whole_number(page_stride, "page_stride", min_value=stride)
+        is_valid = stride % ALIGNMENT_BYTES == 0
+        require(is_valid, "page_stride", f"a multiple of {ALIGNMENT_BYTES}", stride)
+    elif size % ALIGNMENT_BYTES:
+        stride = -(-stride // data_bytes) * data_bytes
+    memory = torch.empty(num_pages * stride, dtype=torch.uint8, device=tokens.device)
+    cache = memory.as_strided((num_pages, page_size, size), (stride, size, 1))
+    return tokens, cache.unsqueeze(_LAYOUTS.index(layout) + 1)
+
+
+def _append(latent_kv: object, slot_mapping: object, cache: object, row: RowFormat) -> None:
+    require_eager_memory(latent_kv=latent_kv, slot_mapping=slot_mapping, cache=cache)
+    tokens = _checked_tokens(latent_kv, "latent_kv", (_LATENTS,))
+    counts_padding = row.has_inline_scales
+    pool = check_pool(cache, "cache", row, _LATENTS, tokens.device, counts_padding=counts_padding)
+    _write(_elements(tokens, row), slot_mapping, pool, row)
+
+
+def _write(
+    elements: Elements,
+    slot_mapping: object,
+    pool: Pool,
+    row: RowFormat,
+    scales: torch.Tensor | None = None,
+) -> None:
+    """Write rows into the slots of a pool."""
+    name, device = "slot_mapping", elements.scaled.device
+    slot_mapping = require_tensor(slot_mapping, name)
+    require_device(slot_mapping, name, device)
+    require_dtype(slot_mapping, name, _SLOT_DTYPES)
+    require_dims(slot_mapping, name, (1,))
+    require_contiguous(slot_mapping, name)
+    count, tokens = len(slot_mapping), len(elements.scaled)
+    require(count <= tokens, f"{name}.shape", f"[n], n <= {tokens} (tokens)", [count])
+    require_writable(pool.cache, "cache")
+    if not count or not pool.cache.numel():
+        return
+    first = Elements(*(part[:count] for part in elements))
+    writes = plan_writes(slots_of(slot_mapping, pool), pool.cache[..., 0].numel())
+    places = places_of(pool, row, elements.width, scales)
+    for part, place in zip(parts_of(first, row), places, strict=True):
+        writes.put(part, place)
+
+
+def _elements(tokens: torch.Tensor, row: RowFormat) -> Elements:
+    scaled = row.scaled_elements
+    return Elements(tokens[:, :scaled], tokens[:, scaled:])
+
+
+def _checked_tokens(
+    value: object, argument: str, widths: tuple[int, ...], dims: int = 2
+) -> torch.Tensor:
+    """Return tokens of ``dims`` dimensions, without the axis of size 1 that they may have."""
+    tokens = require_tensor(value, argument)
+    require_dims(tokens, argument, (dims, dims + 1))
+    require_dtype(tokens, argument, tuple(DTYPES))
+    if tokens.dim() > dims:
+        axis = next((axis for axis in range(1, dims) if tokens.shape[axis] == 1), None)
+        if axis is None:
+            reject(f"{argument}.shape", "an axis of size 1 for the KV head", list(tokens.shape))
+        tokens = tokens.squeeze(axis)
+    rule = " or ".join(map(str, widths))
+    require(tokens.shape[-1] in widths, f"{argument}.shape[-1]", rule, tokens.shape[-1])
+    return tokens.detach()
+
+
+define_writer(dsv4_fp8_quantize_append_sparse_mla_cache, ("cache",))
+define_writer(dsv41_fp8_quantize_append_sparse_mla_cache, ("cache",))
+define_writer(dsv41_fp4_quantize_append_sparse_mla_cache, ("cache",))
+define_writer(mla_fp8_quantize_append_packed, ("cache", "scales"))
+define_writer(append_paged_mla_kv_cache, ("ckv_cache", "kpe_cache"))
+define_writer(
+    dsv4_fp8_quantize_pack_sparse_mla_cache,
+    fake=lambda latent_kv, **layout: _new_pages(latent_kv, DSV4_ROW, **layout)[1],
+)
+define_writer(
+    dsv41_fp8_quantize_pack_sparse_mla_cache,
+    fake=lambda latent_kv, kv_layout, inline_scale: _new_pages(
+        latent_kv, _dsv41_row(inline_scale), kv_layout
+    )[1],
+)
+define_writer(
+    dsv41_fp4_quantize_pack_sparse_mla_cache,
+    fake=lambda latent_kv, kv_layout, inline_scale: _new_pages(
+        latent_kv, _dsv41_fp4_row(inline_scale), kv_layout
+    )[1],
+)

@@ -1,0 +1,65 @@
+"""Writers of FP8 and FP4 caches on a GPU: the tests of every device, CUDA graphs, and no waits."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.device_sync import no_device_sync
+from tests.graph_replay import captured
+from tests.writers.test_writers import (
+    APPEND,
+    FILL,
+    Filled,
+    TestAppend,
+    TestWriters,
+    _nvfp4,
+    formats,
+    tokens_of,
+)
+
+__all__ = ["TestAppend", "TestWriters", "_nvfp4"]
+
+
+@formats
+def test_graphs_follow_slots_and_tokens(name: str) -> None:
+    """Replays write what is in the tensors then, also where no token has a slot."""
+    pool = Filled(name, "cuda")
+    last = pool.capacity - 1
+    tokens, slots = tokens_of(name, 4).cuda(), torch.tensor([-1, -1, -1, -1], device="cuda")
+    graph = captured(lambda: APPEND[name](tokens, slots, pool.cache, pool.scales))
+    assert (pool.memory == FILL).all()
+
+    for seed, given in enumerate(([0, last, 2, 2], [-1, 1, -1, 1], [-1, -1, last + 1, -7])):
+        new = tokens_of(name, 4, seed=seed)
+        tokens.copy_(new)
+        slots.copy_(torch.tensor(given))
+        graph.replay()
+
+        pool.write_expected(new, given)
+        pool.check()
+
+
+@formats
+def test_a_write_does_not_wait_for_the_device(name: str) -> None:
+    """The host enqueues it."""
+    pool, tokens = Filled(name, "cuda"), tokens_of(name, 4).cuda()
+    slots = torch.tensor([3, 1, 3, -1], device="cuda")
+    APPEND[name](tokens, slots, pool.cache, pool.scales)
+    with no_device_sync():
+        APPEND[name](tokens, slots, pool.cache, pool.scales)
+
+
+@formats
+def test_the_first_of_equal_slots_is_written_in_every_launch(name: str) -> None:
+    """Hundreds of tokens for a few slots, in 100 launches."""
+    pool, generator = Filled(name, "cuda"), torch.Generator().manual_seed(0)
+    tokens = tokens_of(name, 700)
+    given = torch.randint(-1, 9, (700,), generator=generator).tolist()
+    pool.write_expected(tokens, given)
+    tokens, slots = tokens.cuda(), torch.tensor(given, device="cuda")
+    for _ in range(100):
+        pool.memory.fill_(FILL)
+        pool.scales.fill_(-1.0)
+        APPEND[name](tokens, slots, pool.cache, pool.scales)
+
+        pool.check()
