@@ -24,6 +24,7 @@ HAS_RUN_ON = {Arch(90, "a"): "H100, H200"}
 MODES = {
     "paged": mla_support.PLAIN,
     "sparse": mla_support.SPARSE,
+    "two pools": mla_support.TWO_POOLS,
     "separate": mla_support.SEPARATE,
     "bias": mla_support.BIAS,
     "dcp": mla_support.DCP,

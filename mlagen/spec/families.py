@@ -80,6 +80,9 @@ FILTERS = {
     "page_size": ("page_size",),
 }
 
+# Values that pass every filter: kernels over two pools take any page sizes.
+_ANY_VALUE = {"page_size": ("0",)}
+
 # Values of key fields that no filter names.
 DEFAULT_FILTERS = {"lookup": ["paged"], "values": ["shared"], "mask": ["causal"]}
 
@@ -123,7 +126,7 @@ def require_families(names: Iterable[str]) -> None:
 def filter_specs(
     specs: list[KernelSpec], wanted: Mapping[str, Collection[str]]
 ) -> list[KernelSpec]:
-    """Return the specs that match every filter; a spec without the field matches.
+    """Return the specs that match every filter; a spec without the field, or for any, matches.
 
     Raises
     ------
@@ -135,7 +138,8 @@ def filter_specs(
         for value in values:
             if value not in known:
                 raise ArgumentError(f"{label}: expected one of {', '.join(known)}, got {value!r}")
-        specs = [spec for spec in specs if spec.key_fields().get(label) in {None, *values}]
+        passing = {None, *values, *_ANY_VALUE.get(label, ())}
+        specs = [spec for spec in specs if spec.key_fields().get(label) in passing]
     return specs
 
 

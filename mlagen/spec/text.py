@@ -14,7 +14,7 @@ from mlagen.spec.dtype import DType
 from mlagen.spec.families import FAMILIES, SPEC_CLASSES, specs_of_variant
 from mlagen.spec.gqa import variant as gqa
 from mlagen.spec.kernel import KernelSpec, Variant
-from mlagen.spec.mla.variant import SUPPORTED, output_dtype
+from mlagen.spec.mla.variant import SUPPORTED, TWO_POOLS, output_dtype
 from mlagen.values import INT32_MAX
 
 _TEXT = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")
@@ -152,8 +152,12 @@ def _parse_value(kind: type, name: str, text: str) -> object:
 
 def _require_used(spec: KernelSpec) -> None:
     """Reject a kernel that no call uses: it is untested and may not compile."""
-    if spec.key_fields().get("page_size") == "0":
-        raise ArgumentError(f"{spec.family}.page_size: expected 1 or more, got 0")
+    named = spec.key_fields()
+    has_two_pools = named.get("lookup") == TWO_POOLS[0]
+    page_size = named.get("page_size")
+    if page_size is not None and (page_size == "0") != has_two_pools:
+        rule = "0 (two pools of any page sizes)" if has_two_pools else "1 or more"
+        raise ArgumentError(f"{spec.family}.page_size: expected {rule}, got {page_size}")
     try:
         known = _specs_like(spec)
     except UnsupportedError as error:

@@ -17,12 +17,14 @@ struct PooledIndices {
 
   __device__ int count() const { return num_indices + num_extra_indices; }
 
-  // Whether index `i`, less than `count`, is into the second pool.
-  __device__ bool is_extra(int i) const { return i >= num_indices; }
+  // Whether index `i` is into the second pool.
+  __device__ bool is_extra(int i) const { return i >= num_indices && num_extra_indices > 0; }
 
-  __device__ int read(int i) const {
-    return is_extra(i) ? extra_indices[i - num_indices] : indices[i];
+  // Of index `i`, less than `count`.
+  __device__ const int* address_of(int i) const {
+    return is_extra(i) ? extra_indices + (i - num_indices) : indices + i;
   }
+  __device__ int read(int i) const { return *address_of(i); }
 };
 
 // Lengths are untrusted, and null means none.

@@ -55,6 +55,13 @@ static u32 mul_f16x2(u32 a, u32 b) {
   const float low = cvt_f32(Fp16{}, a & 0xffff) * cvt_f32(Fp16{}, b & 0xffff);
   return cvt_rn_x2_f32(Fp16{}, cvt_f32(Fp16{}, a >> 16) * cvt_f32(Fp16{}, b >> 16), low);
 }
+static u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+  const auto fma_of = [&](int shift) {
+    const auto number = [&](u32 pair) { return cvt_f32(Bf16{}, pair >> shift & 0xffff); };
+    return fmaf(number(a), number(b), number(c));
+  };
+  return cvt_rn_x2_f32(Bf16{}, fma_of(16), fma_of(0));
+}
 static u32 max_f16x2(u32 a, u32 b) {
   const float low = fmaxf(cvt_f32(Fp16{}, a & 0xffff), cvt_f32(Fp16{}, b & 0xffff));
   return cvt_rn_x2_f32(Fp16{}, fmaxf(cvt_f32(Fp16{}, a >> 16), cvt_f32(Fp16{}, b >> 16)), low);

@@ -100,9 +100,15 @@ class MlaSm80Spec(MlaKernelSpec):
 
     @property
     def stage_row_bytes(self) -> int:
-        """Bytes of a token in a stage: whole chunks of 16 more if its scales are another tensor."""
-        outer_scales = 0 if self.has_inline_scales else self.scales
-        return self.stored_bytes + -(-outer_scales * 4 // 16) * 16
+        """Bytes of a token in a stage, whole chunks: its row, with the scales behind if apart.
+
+        Of two pools, those of the longer row.
+        """
+        rows = [row for row in (self.row, self.extra_row) if row is not None]
+        size = max((row.row_bytes(self.head_dim_qk) for row in rows), default=self.stored_bytes)
+        if self.row is None or self.row.scale_place == "tensor":
+            size += self.scales * 4
+        return -(-size // 16) * 16
 
     @property
     def threads(self) -> int:

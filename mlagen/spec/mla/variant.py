@@ -80,18 +80,19 @@ class MlaSupport:
 
     def variants(self) -> Iterator[MlaVariant]:
         """Yield the variants of the row, for the prewarmed page sizes."""
-        for (rank, rope), mode, page_size in product(self.head_dims, self.modes, PAGE_SIZES):
+        for (rank, rope), mode in product(self.head_dims, self.modes):
             lookup, values, mask = mode
-            yield MlaVariant(
-                query_dtype=self.query_dtype,
-                kv_dtype=self.kv_dtype,
-                kv_lora_rank=rank,
-                qk_rope_head_dim=rope,
-                page_size=page_size,
-                lookup=lookup,
-                values=values,
-                mask=mask,
-            )
+            for page_size in (0,) if mode == TWO_POOLS else PAGE_SIZES:
+                yield MlaVariant(
+                    query_dtype=self.query_dtype,
+                    kv_dtype=self.kv_dtype,
+                    kv_lora_rank=rank,
+                    qk_rope_head_dim=rope,
+                    page_size=page_size,
+                    lookup=lookup,
+                    values=values,
+                    mask=mask,
+                )
 
 
 _ALL_DIMS = ((512, 64), (256, 64), (512, 0))
@@ -131,6 +132,12 @@ SUPPORTED = (
         for dtype, row in ROW_FORMATS.items()
         for query in ((dtype,) if row.holds_queries else (*_16BIT_DTYPES, DType.E4M3))
         if dtype not in EXTRA_ROW_FORMATS
+    ),
+    *(
+        MlaSupport(
+            query_dtype=DType.BF16, kv_dtype=dtype, head_dims=row.head_dims, modes=(TWO_POOLS,)
+        )
+        for dtype, row in EXTRA_ROW_FORMATS.items()
     ),
 )
 

@@ -1,11 +1,13 @@
-// Loads of Q, and of KV blocks of the paged or sparse cache by cp.async, and their dequantization.
+// Loads of Q, and of KV blocks of the paged or sparse cache by cp.async.
 
 #pragma once
 
 #include "common/block_table.cuh"
 #include "common/fp8.cuh"
+#include "common/packed_row.cuh"
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"
+#include "common/pools.cuh"
 #include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
@@ -85,6 +87,27 @@ __device__ inline void load_q(const Params& params, const WorkItem& work, Shared
   }
 }
 
+// Copies data row and scale row of a token, one behind the other, eight lanes together.
+template <typename Row>
+__device__ inline void copy_pooled_row(u32 target, const PooledToken& token) {
+  constexpr int kBytes = Row::kDataBytes + Row::kScaleRowBytes;
+  const u32 chunk_bytes = token.exists ? kChunkBytes : 0;
+#pragma unroll
+  for (int column = 0; column < kBytes; column += 128) {
+    const int offset = column + lane_index() % 8 * kChunkBytes;
+    if (offset < Row::kDataBytes) {
+      cp_async_cg_16(target + offset, token.data + offset, chunk_bytes);
+    } else if (offset < kBytes) {
+      const unsigned char* source = token.scales + (offset - Row::kDataBytes);
+      if constexpr (Row::kScaleRowBytes == 8) {
+        cp_async_ca_8(target + offset, source, token.exists ? 8 : 0);
+      } else {
+        cp_async_cg_16(target + offset, source, chunk_bytes);
+      }
+    }
+  }
+}
+
 // Bytes of a stored token before its rope part, if that part may be a separate tensor.
 constexpr bool kHasBf16Rope = kHasPackedRows && kRopeDim > 0;
 constexpr int kStoredRopeBytes = kHasPackedRows ? 0 : kStoredBytes / kHeadDimQk * kRopeDim;
@@ -98,6 +121,7 @@ struct KvLoader {
   const Params& params;
   const int* key_ids;  // page ids, or top-k indices, of the sequence
   const int* value_ids;
+  PooledIndices pooled;  // instead, of two pools
   int end_token;  // tokens from here on are not loaded; their slots are zero-filled
   int end_stage;
   int next_stage;
@@ -111,6 +135,7 @@ struct KvLoader {
     const i64 start = block_table_row(params, work.seq_idx).start;
     key_ids = params.block_tables + start;
     value_ids = kHasSeparateValues ? params.value_tables + start : nullptr;
+    if constexpr (kHasTwoPools) pooled = pooled_indices(params, work.seq_idx);
     read_ids();
   }
 
@@ -127,7 +152,11 @@ struct KvLoader {
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
       const int token = next_kv_block() * kBlockN + block_token(round);
-      next_ids[round] = token < end_token ? ids[kIsSparse ? token : token / kPageSize] : -1;
+      if constexpr (kHasTwoPools) {
+        next_ids[round] = token < end_token ? pooled.read(token) : -1;
+      } else {
+        next_ids[round] = token < end_token ? ids[kIsSparse ? token : token / kPageSize] : -1;
+      }
     }
   }
 
@@ -148,6 +177,30 @@ struct KvLoader {
   }
 
   __device__ void copy_round(SharedMemoryPlan& smem, int round) const {
+    if constexpr (kHasTwoPools) {
+      copy_pooled_token(params, smem, round);
+    } else {
+      copy_paged_token(smem, round);
+    }
+  }
+
+  // A template: without two pools, Params lacks these parameters.
+  template <typename PoolParams>
+  __device__ void copy_pooled_token(const PoolParams& params, SharedMemoryPlan& smem,
+                                    int round) const {
+    const int block_idx = block_token(round);
+    const bool is_extra = pooled.is_extra(next_kv_block() * kBlockN + block_idx);
+    const PooledToken token = pooled_token(params, next_ids[round], is_extra);
+    const u32 target = shared_address(stage_ptr(smem, next_stage)) + block_idx * kStageRowBytes;
+    if (!kIsSame<KvRow, ExtraKvRow> && is_extra) {
+      copy_pooled_row<ExtraKvRow>(target, token);
+    } else {
+      copy_pooled_row<KvRow>(target, token);
+    }
+  }
+
+  // By page id, or by top-k index into pages of a known size.
+  __device__ void copy_paged_token(SharedMemoryPlan& smem, int round) const {
     const int token = block_token(round);
     const int id = next_ids[round];
     const int page = kIsSparse && id >= 0 ? id / kPageSize : id;
@@ -196,54 +249,3 @@ struct KvLoader {
     cp_async_commit_group();
   }
 };
-
-__device__ inline Chunk* dequant_chunk(unsigned char* tokens, int token, int chunk) {
-  return reinterpret_cast<Chunk*>(tokens + swizzled_offset<kTokenBytes>(token, chunk));
-}
-
-// Scale of 16 e4m3 elements of a token; `chunk` counts such groups.
-__device__ inline float chunk_scale(const Params& params, const unsigned char* row, int chunk) {
-  constexpr int kScaleChunks = kHasPackedRows ? KvRow::kGroup / 16 : 8;
-  const int index = kScales == 1 ? 0 : chunk / kScaleChunks;
-  if constexpr (KvRow::kHasInlineScales) {
-    return reinterpret_cast<const float*>(row + KvRow::kCodeBytes)[index];
-  } else {
-    if (!kHasPackedRows && chunk >= kLatentDim / 16) return params.rope_scale;
-    if (params.kv_scales == nullptr) return kHasPackedRows ? 1.0f : params.latent_scale;
-    return reinterpret_cast<const float*>(row + kStoredBytes)[index];
-  }
-}
-
-// Dequantizes one KV block, eight lanes a token. Tokens that were not loaded are zero and stay
-// zero.
-__device__ inline void dequant_tokens(const Params& params, int stage_idx, SharedMemoryPlan& smem) {
-  constexpr int kFp8Chunks = (kHasBf16Rope ? kLatentDim : kHeadDimQk) / 16;
-  constexpr bool kIsScaled = kScales > 0;
-  const int lane = lane_index() % 8;
-  unsigned char* tokens = tokens_of(smem, stage_idx);
-#pragma unroll 1
-  for (int token = static_cast<int>(threadIdx.x) / 8; token < kBlockN; token += kRoundTokens) {
-    const unsigned char* row = stage_ptr(smem, stage_idx) + token * kStageRowBytes;
-#pragma unroll
-    for (int first = 0; first < kFp8Chunks; first += 8) {
-      const int chunk = first + lane;
-      if (kFp8Chunks % 8 != 0 && chunk >= kFp8Chunks) continue;
-      const Chunk stored = *reinterpret_cast<const Chunk*>(row + chunk * kChunkBytes);
-      Chunk dequantized[2];
-      if constexpr (kIsScaled) {
-        dequant_e4m3(Element{}, stored, chunk_scale(params, row, chunk), dequantized);
-      } else {
-        dequant_e4m3(Element{}, stored, dequantized);
-      }
-      *dequant_chunk(tokens, token, chunk * 2) = dequantized[0];
-      *dequant_chunk(tokens, token, chunk * 2 + 1) = dequantized[1];
-    }
-    if constexpr (kHasBf16Rope) {
-      const unsigned char* rope = row + KvRow::kBf16Offset;
-      const Chunk stored = *reinterpret_cast<const Chunk*>(rope + lane * kChunkBytes);
-      const float scale = KvRow::kScalesBf16 ? chunk_scale(params, row, 0) : 1.0f;
-      *dequant_chunk(tokens, token, kLatentDim / kChunkElements + lane) =
-          scale_bf16(Element{}, stored, scale);
-    }
-  }
-}

@@ -149,12 +149,16 @@ __device__ inline bool attends_token(const float* bias, int first_token, int tok
 
 // Called before a KV block: marks invalid top-k indices, and clears what the bias masked.
 __device__ inline void begin_kv_block(const Params& params, const int* topk_indices,
-                                      int topk_length, int kv_block, SharedMemoryPlan& smem) {
+                                      const PooledIndices& pooled, int topk_length, int kv_block,
+                                      SharedMemoryPlan& smem) {
   const int token = static_cast<int>(threadIdx.x);
   if (!(kIsSparse || kHasBias) || token >= kBlockN) return;
   bool is_masked = false;
-  if constexpr (kIsSparse) {
-    const int token_idx = kv_block * kBlockN + token;
+  const int token_idx = kv_block * kBlockN + token;
+  if constexpr (kHasTwoPools) {
+    const int index = token_idx < topk_length ? pooled.read(token_idx) : -1;
+    is_masked = !pooled_token(params, index, pooled.is_extra(token_idx)).exists;
+  } else if constexpr (kIsSparse) {
     const int id = token_idx < topk_length ? topk_indices[token_idx] : -1;
     is_masked = id < 0 || !is_valid_page(id / kPageSize, params.num_pages);
   }

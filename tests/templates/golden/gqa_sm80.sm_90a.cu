@@ -892,7 +892,7 @@ __device__ inline void pv_gemm(const Probabilities& probabilities, const unsigne
   }
 }
 
-// PTX ISA, "Integer, floating-point and half-precision: add, ex2, max, mul". Needs sm_53.
+// PTX ISA, "Integer, floating-point and half-precision: add, ex2, fma, max, mul". Needs sm_53.
 
 // add.rn.f16x2
 __device__ inline u32 add_f16x2(u32 a, u32 b) {
@@ -907,6 +907,14 @@ __device__ inline float ex2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// fma.rn.bf16x2
+// Subnormal numbers are kept. Needs sm_80.
+__device__ inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+  u32 sum;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
 }
 
 // max.f16x2
