@@ -7,6 +7,7 @@
 #include "common/block_table.cuh"
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"
+#include "common/pools.cuh"
 #include "common/registers.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
@@ -34,38 +35,94 @@ __device__ inline int token_of_lane() {
   return producer_warp() * kTokensPerProducerWarp + reload_lane() % kTokensPerProducerWarp;
 }
 
-// Page ids of a work item from the block table, or its top-k indices.
-struct TokenIds {
-  const int* ids;
-  int end;  // of the work item's tokens
+// Index of this lane's token of a KV block among those of its sequence.
+__device__ inline int token_of(int kv_block) { return kv_block * kBlockN + token_of_lane(); }
 
-  __device__ TokenIds(const Params& params, const WorkCoord& coord)
+// End of the tokens of a work item.
+__device__ inline int end_of_tokens(const WorkCoord& coord) {
+  return min((coord.first_kv_block + coord.num_kv_blocks) * kBlockN, coord.kv_end);
+}
+
+// With two pools, how many of the top-k indices of a sequence are into the first. Templates: only
+// kernels over two pools have their parameters.
+template <typename KernelParams, bool kPooled>
+struct ListSplitOf {
+  __device__ ListSplitOf(const KernelParams&, const WorkCoord&) {}
+};
+template <typename KernelParams>
+struct ListSplitOf<KernelParams, true> {
+  int num_indices;
+
+  __device__ ListSplitOf(const KernelParams& params, const WorkCoord& coord)
+      : num_indices(pooled_indices(params, coord.seq_idx).num_indices) {}
+};
+using ListSplit = ListSplitOf<Params, kHasTwoPools>;
+
+// Page ids of a work item from the block table, or its top-k indices.
+template <typename KernelParams, bool kPooled>
+struct TokenIdsOf {
+  const int* ids;
+  int end;
+
+  __device__ TokenIdsOf(const KernelParams& params, const WorkCoord& coord, const ListSplit&)
       : ids(params.block_tables + block_table_row(params, coord.seq_idx).start),
-        end(min((coord.first_kv_block + coord.num_kv_blocks) * kBlockN, coord.kv_end)) {}
+        end(end_of_tokens(coord)) {}
 
   // Page id or top-k index of this lane's token; -1 past the end.
   __device__ int read(int kv_block) const {
     const int token = token_of(kv_block);
     return token < end ? ids[kIsSparse ? token : token / kPageSize] : -1;
   }
-
-  __device__ static int token_of(int kv_block) { return kv_block * kBlockN + token_of_lane(); }
 };
 
+// Its top-k indices into two pools.
+template <typename KernelParams>
+struct TokenIdsOf<KernelParams, true> {
+  PooledIndices indices;
+  int end;
+
+  __device__ TokenIdsOf(const KernelParams& params, const WorkCoord& coord, const ListSplit& split)
+      : indices(pooled_indices(params, coord.seq_idx)), end(end_of_tokens(coord)) {
+    indices.num_indices = split.num_indices;
+  }
+
+  __device__ int read(int kv_block) const {
+    const int token = token_of(kv_block);
+    return token < end ? *indices.address_of(token) : -1;
+  }
+};
+
+using TokenIds = TokenIdsOf<Params, kHasTwoPools>;
+
 // Page and slot of this lane's token of a KV block in the cache.
-struct TokenAddress {
+template <typename KernelParams, bool kPooled>
+struct TokenAddressOf {
   int page;  // 0 for an invalid token
   int slot;
   u32 invalid_bits;  // a bit per token of the warp, set if it is invalid
 
-  __device__ TokenAddress(const Params& params, int id, int kv_block) {
+  __device__ TokenAddressOf(const KernelParams& params, const ListSplit&, int id, int kv_block) {
     page = kIsSparse && id >= 0 ? id / kPageSize : id;
-    slot = (kIsSparse ? id : TokenIds::token_of(kv_block)) % kPageSize;
+    slot = (kIsSparse ? id : token_of(kv_block)) % kPageSize;
     const bool exists = is_valid_page(page, params.num_pages);
     if (!exists) page = slot = 0;
     invalid_bits = __ballot_sync(~0u, !exists);
   }
 };
+
+// Rows of this lane's token of a KV block in the pool of its list.
+template <typename KernelParams>
+struct TokenAddressOf<KernelParams, true> {
+  PooledToken rows;
+  u32 invalid_bits;
+
+  __device__ TokenAddressOf(const KernelParams& params, const ListSplit& split, int id,
+                            int kv_block)
+      : rows(pooled_token(params, id, token_of(kv_block) >= split.num_indices)),
+        invalid_bits(__ballot_sync(~0u, !rows.exists)) {}
+};
+
+using TokenAddress = TokenAddressOf<Params, kHasTwoPools>;
 
 // The row pointer that another lane holds.
 __device__ inline const unsigned char* row_of_lane(const unsigned char* row_ptr, int lane) {
@@ -74,9 +131,9 @@ __device__ inline const unsigned char* row_of_lane(const unsigned char* row_ptr,
 }
 
 // Copies kCount chunks of every token of the warp, kLanes of them at a time, to
-// `address_of(token, chunk)`. `row_ptr` is the source of this lane's token. Invalid tokens are
-// zero-filled.
-template <int kLanes, int kCount, typename AddressOf>
+// `address_of(token, chunk)`, in tiles that have kTileChunks of a row. `row_ptr` is the source of
+// this lane's token. Invalid tokens are zero-filled.
+template <int kLanes, int kCount, int kTileChunks = kTileRowBytes / kChunkBytes, typename AddressOf>
 __device__ inline void copy_chunks(const unsigned char* row_ptr, u32 invalid_bits, u64 cache_hint,
                                    AddressOf address_of) {
   constexpr int kTokens = kWarpLanes / kLanes;  // per iteration
@@ -91,8 +148,7 @@ __device__ inline void copy_chunks(const unsigned char* row_ptr, u32 invalid_bit
 #pragma unroll
     for (int chunk_offset = 0; chunk_offset < kCount; chunk_offset += kLanes) {
       // A multiple of a row's chunks: the next ones lie whole tiles further.
-      constexpr int kTileChunks = kTileRowBytes / kChunkBytes;
-      cp_async_cg_16(target + chunk_offset / kTileChunks * kTileBytes,
+      cp_async_cg_16(target + chunk_offset / kTileChunks * (kBlockN * kTileChunks * kChunkBytes),
                      source + chunk_offset * kChunkBytes, bytes, cache_hint);
     }
   }
@@ -107,17 +163,18 @@ __device__ inline void arrive_after_copies(const Barrier& full) {
 }
 
 // The tokens of a work item, a KV block at a time.
-struct TokenStream {
+struct TokenStream : ListSplit {
   const Params& params;
   const WorkCoord& coord;  // in shared memory
   int next_id;  // page id or top-k index of this lane's token in the KV block after the next
   TokenAddress token_address;  // of this lane's token in the next KV block
 
   __device__ TokenStream(const Params& params, const WorkCoord& coord)
-      : params(params),
+      : ListSplit(params, coord),
+        params(params),
         coord(coord),
-        next_id(TokenIds(params, coord).read(coord.first_kv_block + 1)),
-        token_address(params, TokenIds(params, coord).read(coord.first_kv_block),
+        next_id(TokenIds(params, coord, *this).read(coord.first_kv_block + 1)),
+        token_address(params, *this, TokenIds(params, coord, *this).read(coord.first_kv_block),
                       coord.first_kv_block) {}
 
   // Called before the CTA's second KV block.
@@ -125,8 +182,8 @@ struct TokenStream {
 
   // Resolves the addresses of the KV block after `kv_block`, and requests the ids of the one after.
   __device__ void advance(int kv_block) {
-    token_address = TokenAddress(params, next_id, kv_block + 1);
-    next_id = TokenIds(params, coord).read(kv_block + 2);
+    token_address = TokenAddress(params, *this, next_id, kv_block + 1);
+    next_id = TokenIds(params, coord, *this).read(kv_block + 2);
   }
 
   // Loads Q of a work item, which is complete when the copies of all producer threads are.

@@ -28,11 +28,12 @@ __device__ inline QueryRow query_row(const Params& params, const WorkCoord& coor
 // Issues the copies of all rows, by `threads` threads of which this is number `thread`. The latent
 // tiles of a row lie kQueryTileBytes apart, before the rope tile; eight lanes copy 128 bytes.
 // `begin_row` takes each row, its query token and the rank of the lane, while the copies of the
-// latent part are in flight.
-template <typename BeginRow>
+// latent part are in flight. `target_of(target, row, tile)` is where a row of latent tile 0 goes in
+// another one, without the distance between tiles; `target` is that of equal rows.
+template <typename BeginRow, typename TargetOf>
 __device__ inline void load_q_async(const Params& params, const WorkCoord& coord,
                                     SharedMemoryPlan& smem, int thread, int threads,
-                                    BeginRow begin_row) {
+                                    BeginRow begin_row, TargetOf target_of) {
   const int lane = thread % 8;
 #pragma unroll 1
   for (int row = thread / 8; row < kBlockM; row += threads / 8) {
@@ -45,7 +46,8 @@ __device__ inline void load_q_async(const Params& params, const WorkCoord& coord
     const u32 bytes = is_row ? kChunkBytes : 0;  // zero-fills padding
 #pragma unroll
     for (int tile = 0; tile < kLatentTiles; ++tile) {
-      cp_async_cg_16(latent_target + tile * kQueryTileBytes, latent + tile * kTileRowBytes, bytes);
+      cp_async_cg_16(target_of(latent_target, row, tile) + tile * kQueryTileBytes,
+                     latent + tile * kTileRowBytes, bytes);
     }
     begin_row(row, is_row, query, lane);
     if (kQueryRopeBytes < kTileRowBytes && lane >= kQueryRopeBytes / kChunkBytes) continue;
@@ -56,6 +58,13 @@ __device__ inline void load_q_async(const Params& params, const WorkCoord& coord
         rope, bytes);
   }
   cp_async_commit_group();
+}
+
+template <typename BeginRow>
+__device__ inline void load_q_async(const Params& params, const WorkCoord& coord,
+                                    SharedMemoryPlan& smem, int thread, int threads,
+                                    BeginRow begin_row) {
+  load_q_async(params, coord, smem, thread, threads, begin_row, [](u32 target, int, int) { return target; });
 }
 
 __device__ inline void load_q_async(const Params& params, const WorkCoord& coord,

@@ -6,6 +6,7 @@
 
 #include "common/block_table.cuh"
 #include "common/params.cuh"
+#include "common/pools.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/atomic.cuh"
@@ -83,6 +84,15 @@ constexpr int kIdsPerCacheLine = 128 / sizeof(int);
 constexpr int kTokensPerId = kIsSparse ? 1 : kPageSize;
 constexpr int kPrefetchLines = 4;  // the top-k indices of two KV blocks
 
+// The same for two pools, whose lists are short: up to 1024 indices of the first work item.
+template <typename PoolParams>
+__device__ inline void prefetch_pooled_indices(const PoolParams& params, const WorkCoord& coord) {
+  const PooledIndices indices = pooled_indices(params, coord.seq_idx);
+  const int end = (coord.first_kv_block + coord.num_kv_blocks) * kBlockN;
+  const int token = coord.first_kv_block * kBlockN + lane_index() * kIdsPerCacheLine;
+  if (token < min(end, coord.kv_end)) prefetch_l2(indices.address_of(token));
+}
+
 // Called by one warp, if the CTA has a range. Prefetches the first block-table entries, or top-k
 // indices, of the range into L2: the first KV load of the producer depends on them.
 __device__ inline void prefetch_block_table(const Params& params,
@@ -134,7 +144,13 @@ __device__ inline WorkCoord find_initial_work(const Params& params,
   if (!is_cached) compute_schedule(params, cta_group, seq_len, scheduler_storage);
   const WorkCoord first_work = scheduler_storage.first_work;
   const bool has_range = __any_sync(~0u, first_work.seq_idx >= 0);
-  if (has_range && warp_index() == kPvWarps - 1) prefetch_block_table(params, scheduler_storage);
+  if (has_range && warp_index() == kPvWarps - 1) {
+    if constexpr (kHasTwoPools) {
+      prefetch_pooled_indices(params, first_work);
+    } else {
+      prefetch_block_table(params, scheduler_storage);
+    }
+  }
   static_cast<SchedulerState&>(scheduler) = scheduler_storage.initial_state;
   return first_work;
 }

@@ -6,6 +6,7 @@
 #include "common/block_table.cuh"
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"
+#include "common/pools.cuh"
 #include "common/ragged_tiles.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
@@ -14,6 +15,7 @@
 // A template: dense kernels lack these parameters.
 template <typename SparseParams>
 __device__ inline int sparse_seq_len_of(const SparseParams& params, int seq_idx) {
+  if constexpr (kHasTwoPools) return pooled_indices(params, seq_idx).count();
   const TopkIndices topk_indices{
       params.seq_lens,        params.topk_length,  params.sparse_cu_seqlens_q,
       params.sparse_num_seqs, params.sparse_q_len, params.topk};

@@ -13,6 +13,7 @@ from mlagen.spec.mla.variant import (
     DCP,
     PLAIN,
     SPARSE,
+    TWO_POOLS,
     MlaKernelSpec,
     MlaVariant,
     gather_parameters,
@@ -44,6 +45,8 @@ _FP8KV_DTYPES = (
     (DType.E4M3, DType.FP8_DS_MLA),
     (DType.FP8_PER_TOKEN, DType.FP8_PER_TOKEN),
 )
+# The same over two pools.
+_TWO_POOLS_DTYPES = ((DType.BF16, DType.FP8_DSV4),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +158,7 @@ class MlaSm90Spec(MlaKernelSpec):
         """The parameters of every variant; a kernel over top-k indices has no tensor maps."""
         if not self.is_sparse:
             return super().parameters
-        return gather_parameters(self.common_parameters)
+        return gather_parameters((*self.common_parameters, *self.pool_parameters))
 
     @property
     def loading_warps(self) -> int:
@@ -293,8 +296,10 @@ class MlaSm90Fp8KvSpec(_Fp8Spec):
     @classmethod
     def covers(cls, arch: Arch, variant: MlaVariant) -> bool:
         """Whether ``arch`` has kernels of this family for a variant."""
-        has_dtypes = (variant.query_dtype, variant.kv_dtype) in _FP8KV_DTYPES
-        return has_dtypes and _has_kernels(arch, variant, PLAIN, SPARSE, DCP)
+        dtypes = variant.query_dtype, variant.kv_dtype
+        if dtypes in _TWO_POOLS_DTYPES:
+            return _has_kernels(arch, variant, TWO_POOLS)
+        return dtypes in _FP8KV_DTYPES and _has_kernels(arch, variant, PLAIN, SPARSE, DCP)
 
     @property
     def math_dtype(self) -> DType:
@@ -310,6 +315,11 @@ class MlaSm90Fp8KvSpec(_Fp8Spec):
     def small_calls(self) -> tuple[tuple[int, int], ...]:
         """(max rows per sequence, max KV blocks) of calls that sm80 runs faster on 132 SMs."""
         return ((128, 128),) if self.splits_query else ((16, 64),)
+
+    @property
+    def has_ue8m0_scales(self) -> bool:
+        """Whether a scale is a power of two, in a byte."""
+        return self.row is not None and self.row.scale_code == "ue8m0"
 
     @property
     def splits_query(self) -> bool:

@@ -16,6 +16,37 @@
 #include "scheduler/schedule_range.cuh"
 #include "shared_memory.cuh"
 
+// The stored token at an address: a page and slot, or rows of one of two pools.
+using PagedAddress = TokenAddressOf<Params, false>;
+using PooledAddress = TokenAddressOf<Params, true>;
+
+__device__ inline StoredToken token_at(const Params& params, const PagedAddress& address) {
+  return stored_token(params, address.page, address.slot);
+}
+__device__ inline StoredToken token_at(const Params&, const PooledAddress& address) {
+  return {address.rows.data, nullptr, 1.0f};
+}
+
+// Its rope part, in a tensor that is not packed.
+__device__ inline const unsigned char* rope_at(const Params& params,
+                                               const PagedAddress& address) {
+  return stored_rope(params, address.page, address.slot);
+}
+__device__ inline const unsigned char* rope_at(const Params&, const PooledAddress&) {
+  return nullptr;
+}
+
+// Its scale row.
+__device__ inline const unsigned char* scale_row_at(const PagedAddress&) {
+  return nullptr;
+}
+__device__ inline const unsigned char* scale_row_at(const PooledAddress& address) {
+  return address.rows.scales;
+}
+
+// Lanes that copy the codes of a token: as many divide them evenly.
+constexpr int kCopyLanes = kScaledDims < kTileRowBytes ? kScaledDims / kChunkBytes : 16;
+
 // Streams the KV blocks of a work item into their stages.
 struct KvBlockStream : TokenStream {
   using TokenStream::TokenStream;
@@ -47,17 +78,18 @@ struct KvBlockStream : TokenStream {
     const int warp = producer_warp();
     const int first = warp * kTokensPerProducerWarp;
     const u32 target = shared_address(smem.kv[stage]);
-    const StoredToken stored = stored_token(params, token_address.page, token_address.slot);
+    const StoredToken stored = token_at(params, token_address);
     const u64 cache_hint = kv_cache_hint(params.cta_group_size);
+    constexpr int kTileChunks = kScaledDims / kChunkBytes;
     const auto latent_address = [&](int token, int chunk) {
-      return target + chunk / 8 * kTileBytes + swizzled_offset<128>(first + token, chunk % 8);
+      return target + chunk / kTileChunks * kGroupTileBytes +
+             swizzled_offset<kScaledDims>(first + token, chunk % kTileChunks);
     };
-    copy_chunks<16, kLatentDim / kChunkBytes>(stored.row, token_address.invalid_bits, cache_hint,
-                                              latent_address);
-    if constexpr (kRopeDim > 0) {
-      const unsigned char* rope = kHasBf16Rope
-                                      ? stored.row + kRopeOffset
-                                      : stored_rope(params, token_address.page, token_address.slot);
+    copy_chunks<kCopyLanes, kCodeDims / kChunkBytes, kTileChunks>(
+        stored.row, token_address.invalid_bits, cache_hint, latent_address);
+    if constexpr (kStoredRopeDim > 0) {
+      const unsigned char* rope =
+          kHasBf16Rope ? stored.row + kRopeOffset : rope_at(params, token_address);
       const auto rope_address = [&](int token, int chunk) {
         return target + kRopeTileOffset + swizzled_offset<kRopeBytes>(first + token, chunk);
       };
@@ -75,7 +107,10 @@ struct KvBlockStream : TokenStream {
     if (token >= kTokensPerProducerWarp) return;
     target += token * kChunkBytes;
     const bool exists = (token_address.invalid_bits >> token & 1) == 0;
-    if constexpr (kHasInlineScales) {
+    if constexpr (KvRow::kHasScaleRows) {
+      cp_async_ca_8(shared_address(target), scale_row_at(token_address),
+                    exists ? KvRow::kScaleRowBytes : 0);
+    } else if constexpr (kHasInlineScales) {
       cp_async_cg_16(shared_address(target), stored.row + kLatentDim, exists ? kChunkBytes : 0,
                      cache_hint);
     } else {
@@ -93,4 +128,4 @@ struct KvBlockStream : TokenStream {
     }
   }
 };
-static_assert(kLatentDim / kChunkBytes % 16 == 0, "lanes copy the same number of chunks");
+static_assert(kCodeDims / kChunkBytes % kCopyLanes == 0, "lanes copy the same number of chunks");

@@ -21,6 +21,7 @@
 #include "scheduler/tile_scheduler.cuh"
 #include "shared_memory.cuh"
 #include "thread_rows.cuh"
+#include "v_scales.cuh"
 
 // Row sum l, computed by the PV warpgroups, which are less loaded than the QK warpgroup: every
 // thread sums some tokens of one row of P.
@@ -135,6 +136,42 @@ struct PvWarpgroup {
     wgmma_commit_group();
   }
 
+  // The same with a rope part in V: the last warp has no codes. Both paths of a step end before its
+  // MMAs, which all warps issue together.
+  __device__ void pv_gemm_with_rope(int stage) {
+    const u32 p_desc = descriptor_low(shared_address(smem.probabilities[stage]));
+    const VLoader v_loader(smem.kv[stage]);
+    const RopeVLoader rope_loader(smem.kv[stage], smem.block_scale[stage]);
+    const bool has_rope = __any_sync(~0u, reload_warp() == kPvWarps - 1);
+    RopeVLoader::Stored stored_rope;
+    StoredV stored;
+    VFragments v[kVBuffers];
+    VScales scales;
+#pragma unroll
+    for (int tile = 0; tile < kDimTiles; ++tile) wgmma_fence_operand(accumulators[tile]);
+#pragma unroll
+    for (int pv_step = 0; pv_step < kPvSteps; ++pv_step) {
+      const int half = token_half_of(pv_step);
+      VFragments& fragments = v[pv_step % kVBuffers];
+      if (has_rope) {
+        rope_loader.load(stored_rope, pv_step);
+        if (pv_step >= kVBuffers) wgmma_wait_group<kVBuffers - 1>();
+        rope_loader.dequant(fragments, stored_rope);
+      } else {
+        v_loader.load(stored, pv_step);
+        if (pv_step % kDimTiles == 0) v_loader.load_scales(scales, half);
+        if (pv_step >= kVBuffers) wgmma_wait_group<kVBuffers - 1>();
+        dequant_v(fragments, stored, scales);
+      }
+      __syncwarp();
+      pv_mma(fragments, p_desc, half, dim_tile_of(pv_step));
+    }
+    row_sum.add(smem, stage);
+    wgmma_wait_group<0>();
+#pragma unroll
+    for (int tile = 0; tile < kDimTiles; ++tile) wgmma_fence_operand(accumulators[tile]);
+  }
+
   // Loads and dequantizes the V fragments of a step while the preceding MMAs are in flight.
   __device__ void pv_gemm(int stage) {
     const u32 p_desc = descriptor_low(shared_address(smem.probabilities[stage]));
@@ -168,7 +205,11 @@ struct PvWarpgroup {
     }
     if (__any_sync(~0u, smem.needs_rescale[stage] != 0)) rescale(stage);
     if constexpr (!kIsSparse) clear_masked(stage, blocks_done);  // top-k tokens: no causal mask
-    pv_gemm(stage);
+    if constexpr (kHasRopeInV) {
+      pv_gemm_with_rope(stage);
+    } else {
+      pv_gemm(stage);
+    }
     __syncwarp();
     if (reload_lane() == 0) arrive(smem.kv_empty[stage]);
     ++blocks_done;
@@ -196,7 +237,7 @@ __device__ inline void pv_loop(const Params& params, const WorkCoord& first_work
   load_q(params, first_work, smem, static_cast<int>(threadIdx.x), kPvThreads);
   finish_q_load<kLatentTiles / 2>(smem, smem.first_query_full, reload_tid(), kPvThreads);
   u32 blocks_done = 0;  // KV blocks, over all work items
-  work_loop<kRopeDim == 0>(smem, [&](const WorkItem& work, u32) {
+  work_loop<kStoredRopeDim == 0>(smem, [&](const WorkItem& work, u32) {
     PvWarpgroup pv_warpgroup(smem, work, blocks_done);
     pv_warpgroup.process_work(blocks_done);
     wait(smem.row_state_full[work_slot(work.work_idx)], work_phase(work.work_idx));

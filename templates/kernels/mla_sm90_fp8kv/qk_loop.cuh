@@ -9,7 +9,7 @@
 #include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
-#include "dequant.cuh"
+#include "kv_scales.cuh"
 #include "pipeline/work_pipeline.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/wgmma.cuh"
@@ -17,18 +17,35 @@
 #include "shared_memory.cuh"
 #include "softmax.cuh"
 #include "softmax/online_softmax.cuh"
+#include "v_scales.cuh"
 
 // K dimension of an FP8 MMA.
 constexpr int kStepElements = 32;
 constexpr int kHalfTileBytes = kTileRowBytes / 2;  // hi terms, then lo terms of a rope row
 
-// With 16 and 32 rows, the hi and lo terms of Q are stacked along N: each MMA covers both, and
-// reads K once.
-constexpr bool kStacksQTerms = kSplitsQ && kBlockM <= 32;
+// Q of a scale group: hi terms in a tile, lo terms in the next one, or a row of both in one tile.
+// Interleaved ones are read as rows of 64 bytes each.
+constexpr int kQueryGroupBytes = kNumQTerms * kQueryTileBytes * kScaledDims / kTileRowBytes;
+constexpr int kQueryLoOffset = kScaledDims < kTileRowBytes ? kHalfTileBytes : kQueryTileBytes;
+constexpr int kQueryRowBytes = kInterleavesQTerms ? kHalfTileBytes : kTileRowBytes;
+
+template <int kRowBytes>
+__device__ inline u64 smem_desc(u32 low) {
+  return kRowBytes == kTileRowBytes ? smem_desc_sw128(low) : smem_desc_sw64(low);
+}
+
 using GroupScores = float[kStacksQTerms ? kBlockM : kBlockM / 2];
 
+// The terms of score `i` among those of a group: in halves, or in adjacent columns.
+__device__ constexpr int hi_score(int i) {
+  return kInterleavesQTerms ? (i / 4 * 2 + i % 2) * 4 + i / 2 % 2 * 2 : i;
+}
+__device__ constexpr int lo_score(int i) {
+  return kInterleavesQTerms ? hi_score(i) + 1 : i + kBlockM / 2;
+}
+
 // Scale groups whose MMAs are in flight at once, as many as registers allow.
-constexpr int kGroupsInFlight = kBlockM > 32 ? 1 : sizeof(GroupScores) > 64 ? 2 : kScaleGroups;
+constexpr int kGroupsInFlight = kBlockM > 32 ? 1 : sizeof(GroupScores) > 64 ? 2 : 4;
 
 struct QkWarpgroup {
   const Params& params;
@@ -46,19 +63,19 @@ struct QkWarpgroup {
   // Issues the QK GEMM over the dims of one scale group.
   __device__ static void qk_gemm_group(GroupScores& group_scores, u32 k_desc, u32 q_desc,
                                        int group) {
-    k_desc += descriptor_step(group * kTileBytes);
-    q_desc += descriptor_step(group * kNumQTerms * kQueryTileBytes);
+    k_desc += descriptor_step(group * kGroupTileBytes);
+    q_desc += descriptor_step(group * kQueryGroupBytes);
     wgmma_fence_operand(group_scores);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kScaledDims / kStepElements; ++k) {
       const u32 k_offset = descriptor_step(k * kStepElements);
-      wgmma_mma(E4m3{}, group_scores, smem_desc_sw128(k_desc + k_offset),
-                smem_desc_sw128(q_desc + k_offset), k > 0);
+      const u64 k_smem_desc = smem_desc<kScaledDims>(k_desc + k_offset);
+      wgmma_mma(E4m3{}, group_scores, k_smem_desc, smem_desc<kQueryRowBytes>(q_desc + k_offset),
+                k > 0);
       if constexpr (kSplitsQ && !kStacksQTerms) {
-        const u32 q_lo = q_desc + k_offset + descriptor_step(kQueryTileBytes);
-        wgmma_mma(E4m3{}, group_scores, smem_desc_sw128(k_desc + k_offset), smem_desc_sw128(q_lo),
-                  1);
+        const u32 q_lo = q_desc + k_offset + descriptor_step(kQueryLoOffset);
+        wgmma_mma(E4m3{}, group_scores, k_smem_desc, smem_desc<kQueryRowBytes>(q_lo), 1);
       }
     }
     wgmma_commit_group();
@@ -67,19 +84,19 @@ struct QkWarpgroup {
   // Issues the QK GEMM over the rope part.
   __device__ void qk_gemm_rope(u32 k_desc, u32 q_desc) {
     k_desc += descriptor_step(kRopeTileOffset);
-    q_desc += descriptor_step(kLatentTiles * kQueryTileBytes);
+    q_desc += descriptor_step(kCodeTiles * kQueryTileBytes);
     wgmma_fence_operand(scores);
     wgmma_fence();
     if constexpr (kHasBf16Rope) {
 #pragma unroll
-      for (int k = 0; k < kRopeDim / 16; ++k) {
+      for (int k = 0; k < kStoredRopeDim / 16; ++k) {
         const u32 k_offset = descriptor_step(k * 32);
         wgmma_mma(Bf16{}, scores, smem_desc_sw128(k_desc + k_offset),
                   smem_desc_sw128(q_desc + k_offset), k > 0);
       }
     } else {
 #pragma unroll
-      for (int k = 0; k < kRopeDim / kStepElements; ++k) {
+      for (int k = 0; k < kStoredRopeDim / kStepElements; ++k) {
         const u32 k_offset = descriptor_step(k * kStepElements);
         const u64 k_smem_desc = smem_desc_sw64(k_desc + k_offset);
         wgmma_mma(E4m3{}, scores, k_smem_desc, smem_desc_sw128(q_desc + k_offset), k > 0);
@@ -92,13 +109,13 @@ struct QkWarpgroup {
     wgmma_commit_group();
   }
 
-  // The bf16 rope part of FP8_DS_MLA is not scaled.
+  // A bf16 rope part may have no scale.
   __device__ void scale_rope(const KScales& scales) {
     wgmma_fence_operand(scores);
-    if constexpr (kHasInlineScales) return;
+    if constexpr (kHasBf16Rope && !KvRow::kScalesBf16) return;
 #pragma unroll
     for (int i = 0; i < kBlockM / 2; ++i) {
-      scores[i] *= kHasPerTokenScale ? scales.per_token[i / 2 % 2][0] : params.rope_scale;
+      scores[i] *= kHasPerTokenScale ? scales.of(i / 2 % 2, 0) : params.rope_scale;
     }
   }
 
@@ -108,10 +125,10 @@ struct QkWarpgroup {
     wgmma_fence_operand(group_scores);
 #pragma unroll
     for (int i = 0; i < kBlockM / 2; ++i) {
-      const float score =
-          kStacksQTerms ? group_scores[i] + group_scores[i + kBlockM / 2] : group_scores[i];
-      const float scale = scales.per_token[i / 2 % 2][group];
-      scores[i] = kRopeDim == 0 && group == 0 ? score * scale : fmaf(score, scale, scores[i]);
+      const float score = kStacksQTerms ? group_scores[hi_score(i)] + group_scores[lo_score(i)]
+                                        : group_scores[i];
+      const float scale = scales.of(i / 2 % 2, group);
+      scores[i] = kStoredRopeDim == 0 && group == 0 ? score * scale : fmaf(score, scale, scores[i]);
     }
   }
 
@@ -172,19 +189,19 @@ struct QkWarpgroup {
     wait(smem.kv_full[stage], phase_of<kStages>(blocks_done));
     fence_proxy_async();  // wgmma reads what cp.async has written
     GroupScores pending_scores[kGroupsInFlight];
-    if constexpr (kRopeDim > 0) qk_gemm_rope(k_desc, q_desc);
+    if constexpr (kStoredRopeDim > 0) qk_gemm_rope(k_desc, q_desc);
 #pragma unroll
     for (int group = 0; group < kGroupsInFlight; ++group) {
       qk_gemm_group(pending_scores[group], k_desc, q_desc, group);
     }
     const KScales scales(smem.kv[stage], qk_thread);
-    thread_scales.select(scales, qk_thread);
+    thread_scales.select(scales, smem.kv[stage], qk_thread);
     const float shared_scale = smem.shared_scale;
     thread_scales.store(smem.kv[stage], qk_thread, shared_scale);
     softmax.publish_block_scale(qk_thread, stage, false);
     const bool exceeds_max_scaled = thread_scales.exceeds_max_scaled(shared_scale);
     const bool is_masked = __any_sync(~0u, needs_mask(stage, first_token));
-    if constexpr (kRopeDim > 0) {
+    if constexpr (kStoredRopeDim > 0) {
       wgmma_wait_group<kGroupsInFlight>();
       scale_rope(scales);
     }
@@ -202,7 +219,7 @@ struct QkWarpgroup {
   }
 
   __device__ void process_work() {
-    softmax.begin(score_scale(params) * kLog2E);
+    softmax.begin(score_scale(params) * (kLog2E / kKScaleFactor));
     const u32 begin = blocks_done;
     const u32 end = begin + warp_uniform(work.num_kv_blocks);
 #pragma unroll 1

@@ -72,10 +72,31 @@ struct SplitChunk {
   }
 };
 
-// Splits this lane's chunks of a row, in `kCount` tiles from the even tile `first` on. Eight lanes
-// share the row and overwrite each other's chunks in place, so all are read before any is written;
-// `kCount` tiles share that barrier. The even tile of a pair receives the hi terms of both, the odd
-// one the lo terms.
+// Row of the tiles of codes that has a row of Q. Interleaved, row n of an MMA is term n % 2 of tile
+// row n / 2, and a thread has columns 2c and 2c + 1 of every eight. In this order those are the
+// terms of rows 2c and 2c + 1 of every eight, of which it has the scores.
+__device__ inline int query_place(int row) {
+  return kInterleavesQTerms ? row / 8 * 8 + row % 2 * 4 + row % 8 / 2 : row;
+}
+
+// Places of the terms of chunk `chunk` of a tile row whose hi terms precede its lo terms.
+struct TermPlaces {
+  u32 hi;
+  u32 lo;
+
+  __device__ TermPlaces(int row, int chunk) {
+    const u32 half = chunk % 2 * sizeof(uint2);
+    hi = half + (kInterleavesQTerms ? swizzled_offset<64>(row * 2, chunk / 2)
+                                    : swizzled_offset<128>(row, chunk / 2));
+    lo = half + (kInterleavesQTerms ? swizzled_offset<64>(row * 2 + 1, chunk / 2)
+                                    : swizzled_offset<128>(row, chunk / 2 + 4));
+  }
+};
+
+// Splits this lane's chunks of a tile row, in `kCount` tiles from `first` on. Eight lanes share the
+// row and overwrite each other's chunks in place, so all are read before any is written; `kCount`
+// tiles share that barrier. Of groups of 128 dims, the even tile of a pair receives the hi terms of
+// both, the odd one the lo terms.
 template <int kCount>
 __device__ inline void split_chunks(unsigned char* query, int row, int lane, int first,
                                     float inv_scale) {
@@ -89,6 +110,12 @@ __device__ inline void split_chunks(unsigned char* query, int row, int lane, int
   __syncwarp();  // all lanes have read their chunks
 #pragma unroll
   for (int tile = 0; tile < kCount; ++tile) {
+    if constexpr (kScaledDims < kTileRowBytes) {
+      const TermPlaces places(row, lane);
+      *reinterpret_cast<uint2*>(tiles + tile * kQueryTileBytes + places.hi) = split_chunk[tile].hi;
+      *reinterpret_cast<uint2*>(tiles + tile * kQueryTileBytes + places.lo) = split_chunk[tile].lo;
+      continue;
+    }
     const u32 chunk = swizzled_offset<128>(row, tile % 2 * 4 + lane / 2) + lane % 2 * sizeof(uint2);
     unsigned char* dst = tiles + tile / 2 * 2 * kQueryTileBytes + chunk;
     *reinterpret_cast<uint2*>(dst) = split_chunk[tile].hi;
@@ -96,9 +123,9 @@ __device__ inline void split_chunks(unsigned char* query, int row, int lane, int
   }
 }
 
-// The same for the rope part: the hi terms of a row precede its lo terms.
+// The same for an e4m3 rope part: the hi terms of a row precede its lo terms.
 __device__ inline void split_rope(unsigned char* query, int row, int lane, float inv_scale) {
-  unsigned char* tile = query + kLatentTiles * kQueryTileBytes;
+  unsigned char* tile = query + kCodeTiles * kQueryTileBytes;
   SplitChunk split_chunk;
   split_chunk.split(*reinterpret_cast<const Chunk*>(tile + swizzled_offset<128>(row, lane)),
                     inv_scale);
@@ -119,7 +146,17 @@ __device__ inline void scale_chunk(Chunk& chunk, float inv_scale) {
 // Issues the copies of Q of a work item, by `threads` threads of which this is number `thread`.
 __device__ inline void load_q(const Params& params, const WorkCoord& coord, SharedMemoryPlan& smem,
                               int thread, int threads) {
-  load_q_async(params, coord, smem, thread, threads);
+  if constexpr (kInterleavesQTerms) {
+    load_q_async(
+        params, coord, smem, thread, threads, [](int, bool, i64, int) {},
+        [&](u32 target, int row, int tile) {
+          if (tile >= kCodeTiles) return target;
+          return shared_address(smem.query) +
+                 swizzled_offset<kTileRowBytes>(query_place(row), thread % 8);
+        });
+  } else {
+    load_q_async(params, coord, smem, thread, threads);
+  }
 }
 
 // Waits for the copies of Q, splits it in place and arrives at `full`. Called by the threads that
@@ -132,10 +169,12 @@ __device__ inline void finish_q_load(SharedMemoryPlan& smem, const Barrier& full
 #pragma unroll 1
   for (int row = thread / 8; row < kBlockM; row += num_threads / 8) {
     unsigned char* ptr = smem.query + swizzled_offset<128>(row, lane);
+    const unsigned char* code_ptr = smem.query + swizzled_offset<128>(query_place(row), lane);
     u32 amax = 0;  // of the low and of the high halves of all words
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      const Chunk& chunk = *reinterpret_cast<const Chunk*>(ptr + tile * kQueryTileBytes);
+      const unsigned char* tile_ptr = tile < kCodeTiles ? code_ptr : ptr;
+      const Chunk& chunk = *reinterpret_cast<const Chunk*>(tile_ptr + tile * kQueryTileBytes);
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
         amax = max_u16x2(amax, chunk.words[word] & 0x7fff7fff);
@@ -147,14 +186,19 @@ __device__ inline void finish_q_load(SharedMemoryPlan& smem, const Barrier& full
     }
     const QScale q_scale(max(amax & 0xffff, amax >> 16));
     if (lane == 0) smem.query_scale[row] = q_scale.scale;
+    constexpr int kWholeSteps = kCodeTiles / kTilesPerStep * kTilesPerStep;
 #pragma unroll 1
-    for (int tile = 0; tile < kLatentTiles; tile += kTilesPerStep) {
-      split_chunks<kTilesPerStep>(smem.query, row, lane, tile, q_scale.inv_scale);
+    for (int tile = 0; tile < kWholeSteps; tile += kTilesPerStep) {
+      split_chunks<kTilesPerStep>(smem.query, query_place(row), lane, tile, q_scale.inv_scale);
+    }
+    if constexpr (kWholeSteps < kCodeTiles) {
+      split_chunks<kCodeTiles - kWholeSteps>(smem.query, query_place(row), lane, kWholeSteps,
+                                             q_scale.inv_scale);
     }
     if constexpr (kHasBf16Rope) {
-      scale_chunk(*reinterpret_cast<Chunk*>(ptr + kLatentTiles * kQueryTileBytes),
-                  q_scale.inv_scale);
-    } else if constexpr (kRopeDim > 0) {
+      scale_chunk(*reinterpret_cast<Chunk*>(ptr + kCodeTiles * kQueryTileBytes),
+                  q_scale.inv_scale * kKScaleFactor);
+    } else if constexpr (kStoredRopeDim > 0) {
       split_rope(smem.query, row, lane, q_scale.inv_scale);
     }
   }

@@ -30,13 +30,13 @@ struct KvBlockStream : GatheredRows {
     const int odd_index = index | 1;
     const int odd_block = coord.first_kv_block + odd_index;
     const u32 phase = pipe.phase ^ 1;
-    if (index > 1) token_address = TokenAddress(params, even_id, kv_block);
-    const TokenAddress odd_address(params, next_id, odd_block);
+    if (index > 1) token_address = TokenAddress(params, *this, even_id, kv_block);
+    const TokenAddress odd_address(params, *this, next_id, odd_block);
     const ChunkSources odd_rows = latent_sources(odd_address);
     const ChunkTargets targets(smem);
     if (index > 0) {
-      even_id = TokenIds(params, coord).read(odd_block + 1);
-      next_id = TokenIds(params, coord).read(odd_block + 2);
+      even_id = TokenIds(params, coord, *this).read(odd_block + 1);
+      next_id = TokenIds(params, coord, *this).read(odd_block + 2);
     }
     const bool has_odd = odd_index < coord.num_kv_blocks;
     if (index % 2 == 0) {

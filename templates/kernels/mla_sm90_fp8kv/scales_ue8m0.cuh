@@ -1,0 +1,106 @@
+// KV scales in UE8M0: powers of two for K, and those that a thread stores as V scales.
+
+#pragma once
+
+#include "common/types.cuh"
+#include "config.cuh"
+#include "ptx/arithmetic.cuh"
+#include "ptx/cvt.cuh"
+#include "v_scales.cuh"
+
+constexpr u32 kUe8m0Nan = 255;
+
+// The power of two of a code; infinity for a NaN.
+__device__ inline float pow2_of_ue8m0(u32 code) { return __uint_as_float(code << 23); }
+
+// K scales of a thread's two tokens, as stored.
+struct KScales {
+  uint2 codes[2];
+  bool is_nan[2];  // whether a token has a scale that is NaN
+
+  __device__ KScales(const unsigned char* stage, const QkThread& qk_thread) {
+    constexpr u32 kPaddingMask = ~0u >> (sizeof(uint2) - kScaleGroups) * 8;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int token = qk_thread.token() + half * 8;
+      codes[half] = *reinterpret_cast<const uint2*>(stage + kScalesOffset + token * kChunkBytes);
+      codes[half].y &= kPaddingMask;
+      is_nan[half] = (nan_codes(codes[half].x) | nan_codes(codes[half].y)) != 0;
+    }
+  }
+
+  // The upper bit of each byte that is 255.
+  __device__ static u32 nan_codes(u32 word) {
+    return ((word & 0x7f7f7f7f) + 0x01010101) & word & 0x80808080;
+  }
+
+  __device__ float of(int half, int group) const {
+    const u32 word = group < 4 ? codes[half].x : codes[half].y;
+    const float scale = pow2_of_ue8m0(word >> group % 4 * 8 & 0xff) * kKScaleFactor;
+    return group == 0 && is_nan[half] ? __uint_as_float(0x7fffffff) : scale;
+  }
+};
+
+// Scales of groups 2c and 2c + 1 with c = lane % 4, which this thread stores as V scales.
+struct ThreadScales {
+  u32 codes;  // of the first token, then of the second
+  float finite_amax;  // also of what a scale must be for a part of the rope elements
+
+  __device__ void select(const KScales& scales, const unsigned char* stage,
+                         const QkThread& qk_thread) {
+    const int groups = qk_thread.lane % 4;
+    codes = __byte_perm(groups < 2 ? scales.codes[0].x : scales.codes[0].y,
+                        groups < 2 ? scales.codes[1].x : scales.codes[1].y,
+                        groups % 2 == 0 ? 0x5410 : 0x7632);
+    const int code = max(largest_code(), code_of_rope(stage, qk_thread));
+    finite_amax = pow2_of_ue8m0(static_cast<u32>(max(code, 0)));
+  }
+
+  // The largest code that is not NaN; -1 without one.
+  __device__ int largest_code() const {
+    constexpr u32 kBytes = 0x00ff00ff;
+    constexpr u32 kOnes = 0x00010001;
+    // Plus one, NaN is the smallest.
+    const u32 larger = max_u16x2(((codes & kBytes) + kOnes) & kBytes,
+                                 ((codes >> 8 & kBytes) + kOnes) & kBytes);
+    return static_cast<int>(max(larger & 0xffff, larger >> 16)) - 1;
+  }
+
+  // The code of a scale for the rope elements of the warp's tokens that this lane reads: scaled
+  // like 448 times it, they are below kMaxV.
+  __device__ static int code_of_rope(const unsigned char* stage, const QkThread& qk_thread) {
+    constexpr int kChunks = kTokensPerQkWarp * kRopeBytes / kChunkBytes;
+    const Chunk* chunks =
+        reinterpret_cast<const Chunk*>(stage + kRopeTileOffset) + qk_thread.warp * kChunks;
+    u32 amax = 0;  // of the low and of the high halves of all words
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; chunk += kWarpLanes) {
+      const Chunk loaded = chunks[chunk + qk_thread.lane];
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        amax = max_u16x2(amax, loaded.words[word] & 0x7fff7fff);
+      }
+    }
+    const int exponent = static_cast<int>(max(amax & 0xffff, amax >> 16) >> 7);
+    return exponent == kUe8m0Nan ? -1 : exponent - 8;
+  }
+
+  __device__ bool exceeds_max_scaled(float shared_scale) const {
+    return amax() * shared_scale >= kMaxScaled;
+  }
+
+  __device__ float amax() const { return finite_amax; }
+
+  // Overwrites the stored scales, which all lanes of the warp must have read.
+  __device__ void store(unsigned char* stage, const QkThread& qk_thread, float shared_scale) const {
+    u16* first = &v_scale(stage, qk_thread.token(), qk_thread.lane % 4 * 2);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float scale = pow2_of_ue8m0(codes >> i * 8 & 0xff) * shared_scale;
+      first[v_scale_index(i / 2 * 8, i % 2)] =
+          static_cast<u16>(cvt_rn_x2_f32(Fp16{}, 0.0f, scale));
+    }
+  }
+};
+static_assert(kScaleGroups > 4 && kScaleGroups <= 8, "four lanes store two groups each");

@@ -1,0 +1,147 @@
+"""Sparse MLA over two pools on the CPU: the source of the kernels, with fibers for threads."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mlagen.families.common import launchers
+from mlagen.families.dispatch import MLA
+from mlagen.families.mla import launch as mla_launch
+from mlagen.families.mla import plan as mla_plan
+from mlagen.families.mla.args import MlaArgs
+from mlagen.families.mla.problem import check_problem
+from mlagen.mla import trtllm_batch_decode_sparse_mla_dsv4
+from mlagen.settings import current_settings
+from mlagen.spec.kernel import KernelSpec
+from mlagen.spec.mla.sm90 import SEMAPHORE_BYTES, semaphore_region_bytes
+from tests.emulator import emulated
+from tests.emulator.emulated import COMPILER, Emulated, replace_launches
+from tests.families.launches import record_launches
+from tests.problems.dsv4 import Dsv4Case, Dsv4Problem
+from tests.problems.dsv4_cases import CASES, case
+from tests.sm90_tiles import smaller_tiles
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+Results = tuple[torch.Tensor, torch.Tensor]
+Decode = Callable[..., Results]
+
+_MAX_CTAS = 114
+# Rows of 584 bytes, which the sm90 kernel has.
+V4_CASES = [each for each in CASES if each.kv_cache_format == "fp8"]
+
+
+def given(name: str, sm_count: int, **facts: Any) -> Emulated[Dsv4Case]:
+    """Return a case on so many SMs."""
+    return Emulated(case(name, **facts), sm_count)
+
+
+_LONG: dict[str, Any] = {"extra_lens": (700, 300), "extra_top_k": 700}
+SPLITS = [
+    given("two splits, 64 rows", 2, heads=64, seq_lens=(128, 0), sinks="random", **_LONG),
+    given("many splits, 64 rows", 7, heads=64, seq_lens=(100, 128), **_LONG),
+    given("many splits, 32 rows", 6, heads=30, seq_lens=(100, 128), sinks="random", **_LONG),
+    given("many splits, 16 rows", 8, heads=7, seq_lens=(1, 128), sinks="random", **_LONG),
+    given("CTA groups", 6, heads=128, seq_lens=(128, 5), extra_lens=(60, 200), extra_top_k=256),
+    given("CTA groups of four", 8, heads=256, seq_lens=(70,), extra_lens=(60,)),
+    given("more lists than CTAs", 3, heads=33, seq_lens=(1, 128, 0, 64, 5), extra_lens=(65,) * 5),
+    given("NaN in a split", 7, heads=64, nonfinite="scale", seq_lens=(100, 128), **_LONG),
+    given(
+        "shared scales of splits", 7, heads=16, sizes="tokens far apart", seq_lens=(9, 9), **_LONG
+    ),
+]
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Decode]:
+    """Return what computes a problem by emulated launches of the sm90 kernel."""
+    record_launches(monkeypatch)
+    words = semaphore_region_bytes(_MAX_CTAS) // 4
+    memory = torch.zeros(words + 32, dtype=torch.int32)
+    beside = memory[-memory.data_ptr() % 128 // 4 :][:words]  # aligned as on a GPU
+    # What is right is to the rounding of the kernel that computes it.
+    monkeypatch.setattr(Dsv4Problem, "_score_sums", ((64, 4),) * 7)
+
+    def run(problem: Dsv4Problem, sm_count: int = 1, seed: int = 0, **changes: Any) -> Results:
+        replace_launches(monkeypatch, mla_plan, sm_count=sm_count, seed=seed)
+        monkeypatch.setattr(launchers, "semaphores_of", lambda *_: beside.data_ptr())
+        results = _computed(_args_of(problem, **changes))
+        assert not beside[: SEMAPHORE_BYTES // 4].any()
+        return results
+
+    with smaller_tiles(monkeypatch, enabled=False):
+        yield run
+
+
+def _args_of(problem: Dsv4Problem, **changes: Any) -> MlaArgs:
+    """Return what the entry point makes of its arguments."""
+    function = inspect.getclosurevars(trtllm_batch_decode_sparse_mla_dsv4).nonlocals["function"]
+    workspace = torch.full((1 << 24,), 0xFF, dtype=torch.uint8)
+    changes = {"return_lse": True, "workspace_buffer": workspace} | changes
+    args = function(**problem.arguments(**changes))
+    assert isinstance(args, MlaArgs)
+    return args
+
+
+def _computed(args: MlaArgs) -> Results:
+    problem = check_problem(args)
+    on_gpu = replace(problem, device=torch.device("cuda", 0))
+    settings = replace(current_settings(), mla_kernel="sm90")
+    call = mla_launch.make_sm90_launcher(args, on_gpu, settings)
+    out, lse = MLA.launch(replace(call, problem=problem), args)
+    return out, lse
+
+
+@pytest.mark.parametrize("case", V4_CASES, ids=lambda case: case.name)
+def test_every_edge_case_is_right_on_sm90(case: Dsv4Case, decoded: Decode) -> None:
+    """Within the tolerance of float64; every byte that no list names is NaN."""
+    problem = case.build("cpu")
+    problem.check(*decoded(problem))
+
+
+@pytest.mark.parametrize("given", SPLITS, ids=lambda given: given.case.name)
+def test_splits_and_cta_groups_are_right(given: Emulated[Dsv4Case], decoded: Decode) -> None:
+    """Of every tile, in whatever order warps and CTAs come."""
+    problem = given.case.build("cpu")
+    for seed in range(2):
+        problem.check(*decoded(problem, given.sm_count, seed))
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_cached_scheduler_metadata_of_lists_of_equal_sum(
+    heads: int, decoded: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How a sum of lengths is divided among the pools is read at every call."""
+    monkeypatch.setattr(mla_plan, "new_schedule_id", lambda: 7)
+    lengths = (((100, 40, 0), (30, 90, 130)), ((30, 100, 128), (100, 30, 2)))
+    for seed, (seq_lens, extra_lens) in enumerate(lengths * 2):
+        facts: dict[str, Any] = {"seq_lens": seq_lens, "extra_lens": extra_lens}
+        problem = case("equal sums", heads=heads, extra_top_k=130, **facts).build("cpu")
+        problem.check(*decoded(problem, 3, seed))
+
+
+@pytest.mark.parametrize(("heads", "block_m"), [(64, 16), (128, 32)])
+def test_little_work_takes_tiles_of_few_rows(
+    heads: int, block_m: int, decoded: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several M tiles per list, in one CTA group or in several work tiles."""
+    made = given("little work", 12, heads=heads, seq_lens=(128, 5), extra_lens=(60, 9))
+    problem = made.case.build("cpu")
+    taken: list[KernelSpec] = []
+    launch = emulated.launch
+
+    def noticed(spec: KernelSpec, *others: Any) -> None:
+        taken.append(spec)
+        launch(spec, *others)
+
+    monkeypatch.setattr(emulated, "launch", noticed)
+    with smaller_tiles(monkeypatch, enabled=True):
+        problem.check(*decoded(problem, made.sm_count))
+
+    assert [spec.key_fields()["block_m"] for spec in taken] == [str(block_m)]
