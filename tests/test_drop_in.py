@@ -30,6 +30,17 @@ cum_seq_lens_q=None max_q_len=None multi_ctas_kv_counter_buffer=None sparse_mla_
 enable_dcp=False cp_world=1 cp_rank=0 causal_seqlens_kv_global=None use_fp16_softmax=None
 return_lse_base=None
 
+mla.trtllm_batch_decode_sparse_mla_dsv4
+query swa_kv_cache workspace_buffer sparse_indices=None compressed_kv_cache=None
+sparse_topk_lens=None seq_lens=None out=None bmm1_scale=1.0 bmm2_scale=1.0 sinks=None
+kv_layout='HND' cum_seq_lens_q=None max_q_len=None enable_pdl=None swa_topk_lens=None
+extra_sparse_indices=None extra_sparse_topk_lens=None backend='auto' hca_swa_indices=None
+hca_compressed_block_tables=None hca_seq_lens=None hca_is_causal=True hca_use_persistent=False
+hca_sparse_indices_format=None remapped_sparse_indices_buffer=None
+sparse_indices_are_storage_offsets=None dsv4_inv_rope_cos_sin_cache=None dsv4_output_scale=None
+sparse_topk_lens_offset=0 multi_ctas_kv_counter_buffer=None
+* kv_cache_format='fp8' lse=None return_lse=False return_lse_base='base2'
+
 mla.xqa_batch_decode_with_kv_cache_mla
 query kv_cache workspace_buffer qk_nope_head_dim kv_lora_rank qk_rope_head_dim block_tables
 seq_lens max_seq_len

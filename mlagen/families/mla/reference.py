@@ -23,6 +23,7 @@ from mlagen.families.common.reference import (
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.problem import MlaProblem, pages_of
 from mlagen.families.mla.two_pools import TopkList, check_lists
+from mlagen.families.mla.write_rows import places_of, slots_of
 
 
 @without_autocast
@@ -35,7 +36,7 @@ def decode_mla(args: MlaArgs, problem: MlaProblem) -> tuple[torch.Tensor, torch.
     if args.kv_cache_format is not None:
         lists = check_lists(args, problem.tokens)
         for token in range(problem.tokens):
-            rows = torch.cat([_pool_rows(each, token) for each in lists])
+            rows = torch.cat([_pool_rows(each, token, query.shape[-1]) for each in lists])
             out[token], lse[token] = _attend(args, query[token], rows, rows, None)
         return out.to(problem.out_dtype), lse / log_base
     is_causal = args.is_causal or problem.top_k > 0
@@ -119,27 +120,15 @@ def _topk_rows(
     return keys, keys[:, : problem.variant.kv_lora_rank]
 
 
-def _pool_rows(topk: TopkList, token: int) -> torch.Tensor:
+def _pool_rows(topk: TopkList, token: int, elements: int) -> torch.Tensor:
     """Return the tokens ``[n, d]`` at the valid indices of a query token, duplicates included."""
-    row, pool, cache = topk.row, topk.pool, topk.pool.cache
     length = min(max(0, int(topk.lens[token])), topk.top_k)
-    pages, slots, is_valid = topk.find_tokens(topk.indices[token, :length])
-    pages, slots = pages[is_valid], slots[is_valid]
-    if not row.has_scale_rows:
-        return elements_of(row, cache[pages, slots])
-    num_pages, page_size, width = cache.shape
-    page_bytes = cache.as_strided((num_pages, page_size * width), (pool.page_stride, 1))
-    data = _bytes_at(page_bytes, pages, slots * pool.token_stride, pool.token_stride)
-    first = page_size * pool.token_stride  # behind the data rows
-    starts = first + slots * row.scale_bytes
-    return elements_of(row, data, _bytes_at(page_bytes, pages, starts, row.scale_bytes))
-
-
-def _bytes_at(
-    page_bytes: torch.Tensor, pages: torch.Tensor, starts: torch.Tensor, size: int
-) -> torch.Tensor:
-    columns = torch.arange(size, dtype=torch.int64, device="cpu")
-    return page_bytes[pages[:, None], starts[:, None] + columns]
+    slots = slots_of(topk.indices[token, :length], topk.pool)
+    slots = slots[slots >= 0]
+    page_size = topk.pool.cache.shape[1]
+    places = places_of(topk.pool, topk.row, elements)
+    parts = [place[slots // page_size, slots % page_size] for place in places]
+    return elements_of(topk.row, *parts)
 
 
 def _rows(

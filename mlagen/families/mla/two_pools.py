@@ -23,6 +23,7 @@ from mlagen.families.common.arguments import (
 )
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.pools import Pool, check_pool
+from mlagen.families.mla.write_rows import slots_of
 from mlagen.spec.dtype import EXTRA_ROW_FORMATS, ROW_FORMATS, DType
 from mlagen.spec.rows import RowFormat
 
@@ -68,13 +69,6 @@ class TopkList(NamedTuple):
     def top_k(self) -> int:
         """Indices of a query token."""
         return self.indices.shape[1]
-
-    def find_tokens(self, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return page and slot of indices, and whether each names a token of the pool."""
-        rows = indices.long()
-        pages, slots = rows // self.pool.rows_per_page, rows % self.pool.rows_per_page
-        num_pages, page_size, _ = self.pool.cache.shape
-        return pages, slots, (rows >= 0) & (pages < num_pages) & (slots < page_size)
 
 
 def check_lists(args: MlaArgs, tokens: int) -> list[TopkList]:
@@ -135,8 +129,8 @@ def check_list_contents(lists: list[TopkList]) -> None:
             rule = f"0 to {each.top_k} (width of {each.name})"
             reject(f"{each.lens_name}[{token}]", rule, int(lens[token]))
         is_used = torch.arange(each.top_k, device="cpu") < lens[:, None]
-        _, _, is_valid = each.find_tokens(indices)
-        for token, column in (is_used & ~is_valid & (indices != -1)).nonzero()[:1].tolist():
+        is_invalid = (slots_of(indices, each.pool) < 0) & (indices != -1)
+        for token, column in (is_used & is_invalid).nonzero()[:1].tolist():
             pages, page_size, _ = each.pool.cache.shape
             rule = f"-1, or a token of {pages} pages of {page_size}"
             reject(f"{each.name}[{token}, {column}]", rule, int(indices[token, column]))
