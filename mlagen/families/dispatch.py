@@ -11,6 +11,7 @@ from mlagen.families.gqa import plan as gqa_plan
 from mlagen.families.gqa import problem as gqa_problem
 from mlagen.families.gqa.reference import decode_gqa
 from mlagen.families.mla import args as mla_args
+from mlagen.families.mla import contents as mla_contents
 from mlagen.families.mla import launch as mla_launch
 from mlagen.families.mla import plan as mla_plan
 from mlagen.families.mla import problem as mla_problem
@@ -20,7 +21,7 @@ MLA = Dispatcher(
     Family(
         canonical_numbers=mla_args.canonical_numbers,
         check_problem=mla_problem.check_problem,
-        check_contents=mla_problem.check_contents,
+        check_contents=mla_contents.check_contents,
         shape_of=mla_plan.shape_of,
         kernel_of=attrgetter("mla_kernel"),
         sm90_launcher=mla_launch.make_sm90_launcher,
