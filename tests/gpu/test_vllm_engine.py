@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,14 @@ from tests.integrations import engines
 from tests.integrations.servers import is_installed
 from tests.integrations.vllm import engine
 
+# What DeepSeek-V4 needs of vLLM's wheel, and beside it: its operators, FlashMLA, DeepGEMM and what
+# compiles the kernels of hyper-connections.
+V4_PARTS = (
+    "vllm._C_stable_libtorch",
+    "vllm._flashmla_C",
+    "vllm.third_party.deep_gemm._C_extension",
+    "tilelang",
+)
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -22,10 +31,13 @@ ENVIRONMENT = {
 }
 
 
-@pytest.mark.skipif(
+needs_vllm = pytest.mark.skipif(
     not is_installed("vllm") or not entry_points(group="vllm.general_plugins", name="mlagen"),
     reason="needs vLLM, and mlagen installed beside it",
 )
+
+
+@needs_vllm
 @pytest.mark.parametrize("mode", ["eager", "graphs"])
 @pytest.mark.parametrize(
     ("make", "backend"),
@@ -60,3 +72,34 @@ def test_tokens_are_those_of_transformers(
     if mode == "graphs":  # without vLLM's warm-up, each group of layers has its own
         assert len(warm_ups) == 1
     assert "NVIDIA artifactory" not in log  # nobody asks the network for cubins
+
+
+@needs_vllm
+@pytest.mark.parametrize("mode", ["eager", "graphs", "drafts"])
+def test_tokens_of_deepseek_v4_are_those_of_flash_mla(
+    mode: str, device: str, tmp_path: Path
+) -> None:
+    """Layers of all kinds launch mlagen's kernels, and the engine decodes as with FlashMLA's."""
+    pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17")
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0, where vLLM decodes by FlashMLA")
+    for part in V4_PARTS:
+        if find_spec(part) is None:
+            pytest.skip(f"vLLM's DeepSeek-V4 needs {part}")
+    engines.save_deepseek_v4(tmp_path)
+    prompts = engines.prompts()
+    runs = [
+        engines.engine_over(engine.__name__, ENVIRONMENT, tmp_path, backend, mode, prompts)
+        for backend in ("FLASHMLA_SPARSE_DSV4", "MLAGEN_MLA_SPARSE")
+    ]
+
+    theirs, ours = runs
+    assert set(theirs["layers"]) == {"DeepseekV4FlashMLAAttention"}
+    assert set(ours["layers"]) == {"MlagenDSV4Attention"}
+    assert not any(name.startswith("mla_sm") for name in theirs["kernels"])
+    if mode != "drafts":  # rejected drafts make a number of steps that is not known
+        engines.assert_decodes_by("mla_sm", ours, mode, layers=len(engines.V4_LAYERS))
+    assert any(name.startswith("mla_sm") for name in ours["kernels"])
+    engines.assert_like_another(ours, theirs)
+    assert ours["jit"] == "error"
+    assert "mlagen: warm-up of" in ours["log"]

@@ -13,6 +13,7 @@ import torch
 from mlagen import engine
 from mlagen.errors import MissError
 from mlagen.integrations import warm_up as module
+from mlagen.integrations.dsv4 import dsv4_calls
 from mlagen.integrations.warm_up import gqa_calls, mla_calls, warm_up
 from mlagen.jit import freeze, jit_mode
 from mlagen.settings import current_settings
@@ -132,6 +133,15 @@ def test_mla_calls_have_kernels_for_each_query_length_and_mask(
         assert variant.lookup == ("sparse" if is_sparse else "paged")
         require_supported(variant)
         assert mla_call_specs(SM_90A, variant, count)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+def test_the_call_of_deepseek_v4_has_kernels(heads: int) -> None:
+    """Each query token is a sequence, with lists of any width into two pools."""
+    ((variant, rows),) = dsv4_calls(heads)
+    assert (variant.kv_dtype, variant.lookup, rows) == (DType.FP8_DSV4, "two_pools", heads)
+    require_supported(variant)
+    assert mla_call_specs(SM_90A, variant, rows)
 
 
 def test_gqa_calls_have_the_rows_of_a_kv_head() -> None:

@@ -18,7 +18,8 @@ from mlagen.integrations.servers import registration
 MHA = "mlagen_mha"
 MLA = "mlagen_mla"
 DSA = "mlagen_dsa"
-BACKENDS = {MHA: "mha", MLA: "mla", DSA: "dsa"}  # the module of each
+DSV4 = "mlagen_dsv4"
+BACKENDS = {MHA: "mha", MLA: "mla", DSA: "dsa", DSV4: "dsv4"}  # the module of each
 
 # What the checks of a model's options call the backend.
 _CHECKED_AS = {MHA: "trtllm_mha"}
@@ -61,7 +62,7 @@ def register() -> None:
         ]
         if missing:
             raise LookupError(f"lists without {', '.join(missing)}")
-        register_model_override_predicate(is_deepseek_v4)(warn_of_deepseek_v4)
+        register_model_override_predicate(is_deepseek_v4)(options_of_deepseek_v4)
 
 
 def create(name: str, runner: Any) -> Any:
@@ -70,22 +71,26 @@ def create(name: str, runner: Any) -> Any:
 
 
 def is_deepseek_v4(architecture: str) -> bool:
-    """Return whether a model is a DeepSeek-V4 or V4.1, which SGLang serves by its ``dsv4``."""
+    """Return whether a model is a DeepSeek-V4 or V4.1, whose attention is SGLang's ``dsv4``."""
     return architecture.startswith("DeepseekV4")
 
 
-def warn_of_deepseek_v4(server_args: Any, hf_config: Any) -> dict[str, Any]:
-    """Warn where an option names a backend of mlagen, which SGLang overrides silently."""
+def options_of_deepseek_v4(server_args: Any, hf_config: Any) -> dict[str, Any]:
+    """Keep ``--attention-backend mlagen_dsv4``, for which SGLang otherwise sets ``dsv4``.
+
+    A warning says which other names of mlagen SGLang overrides.
+    """
     del hf_config
     for option in _OPTIONS:
         name = getattr(server_args, option, None)
-        if name in BACKENDS:
+        if name in BACKENDS and name != DSV4:
             _logger.warning(
-                "--%s: expected no backend of mlagen for DeepSeek-V4 and V4.1, whose attention is "
-                "SGLang's dsv4, got %s",
-                *(option.replace("_", "-"), name),
+                "--%s: expected %s for DeepSeek-V4 and V4.1, whose attention is SGLang's dsv4, "
+                "got %s",
+                *(option.replace("_", "-"), DSV4, name),
             )
-    return {}
+    asked = getattr(server_args, "attention_backend", None)
+    return {"attention_backend": DSV4} if asked == DSV4 else {}
 
 
 def _checked(attention_backends_of: Callable[..., Any]) -> Callable[..., Any]:

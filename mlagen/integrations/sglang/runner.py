@@ -14,7 +14,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel, get_spec, max_speculative_num_draft_tokens
 
-from mlagen.integrations.sglang import is_deepseek_v4
+from mlagen.integrations.sglang import DSV4, is_deepseek_v4
 from mlagen.integrations.warm_up import Calls, mla_calls
 from mlagen.integrations.warm_up import warm_up as warm_up_on
 
@@ -39,10 +39,10 @@ def check(runner: Any, name: str, backend: type) -> None:
     for method, expected, got in _changed_methods(backend):
         raise ValueError(f"{name}: expected SGLang's {method}{expected}, got {got}")
     for architecture in runner.model_config.hf_config.architectures or ():
-        if is_deepseek_v4(architecture):
+        if is_deepseek_v4(architecture) != (name == DSV4):
             raise ValueError(
-                f"{name}: expected another model than DeepSeek-V4 and V4.1, whose attention is "
-                f"SGLang's dsv4, got {architecture}"
+                f"{name}: expected {DSV4} for DeepSeek-V4 and V4.1, whose attention is SGLang's "
+                f"dsv4, and for no other model, got {architecture}"
             )
     if (get_spec().speculative_eagle_topk or 1) > 1:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from tests.fixture_types import Patch
-from tests.integrations.servers import Import, modules_of
+from tests.integrations.servers import Import, is_installed, modules_of
 from tests.integrations.sglang.stand_in import MODULES
 
 # What the base classes know of a server and its model.
@@ -28,7 +29,22 @@ FIELDS = {
 # The layers of a model, those of MLA absorbed and expanded.
 MLA_LAYERS: list[Any] = [((16, 576), {"v_head_dim": 512}), ((16, 192, 16), {"v_head_dim": 128})]
 GQA_LAYERS: list[Any] = [((32, 128, 8), {})]
+# A server of DeepSeek-V4.
+DSV4: dict[str, Any] = {
+    "attention_backend": "mlagen_dsv4",
+    "prefill_attention_backend": None,
+    "decode_attention_backend": None,
+    "architecture": "DeepseekV4ForCausalLM",
+    "page_size": 256,
+    "kv_cache_dtype": torch.float8_e4m3fn,
+    "layers": [((8, 512), {})] * 2,
+    "token_to_kv_pool": SimpleNamespace(get_swa_key_bytes_per_token=lambda: 584),
+}
 OPTIONS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+
+# Without a GPU the kernels of SGLang that build metadata are interpreted.
+if is_installed("sglang") and not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,6 +104,22 @@ def mha(sglang: Import, calls: list[Any], monkeypatch: Patch) -> ModuleType:
     module = sglang("mlagen.integrations.sglang.mha")
     monkeypatch.setattr(module.TRTLLMHAAttnBackend, "__init__", _start)
     monkeypatch.setattr(module, "get_parallel", module.check.__globals__["get_parallel"])
+    return module
+
+
+@pytest.fixture
+def dsv4(sglang: Import, calls: list[Any], monkeypatch: Patch) -> ModuleType:
+    """Return the module of the backend of DeepSeek-V4, which needs none either."""
+    del calls
+    module = sglang("mlagen.integrations.sglang.dsv4")
+    monkeypatch.setattr(module.DeepseekV4AttnBackend, "__init__", _start)
+    options = SimpleNamespace(kernel=SimpleNamespace(dsv4_attn_backend="flashmla"))
+    readers = [module]
+    if is_installed("sglang"):
+        readers.append(sglang("sglang.srt.layers.attention.deepseek_v4_trtllm_backend"))
+    for each in readers:
+        monkeypatch.setattr(each, "get_exec", lambda: options)
+    monkeypatch.setattr(module, "get_platform", lambda: SimpleNamespace(is_sm120=False))
     return module
 
 

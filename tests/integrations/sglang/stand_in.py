@@ -208,6 +208,79 @@ def _attend(
     return out.view(-1, layer.tp_q_head_num * layer.head_dim)
 
 
+class DeepSeekV4TokenToKVPool:
+    """The pools of DeepSeek-V4."""
+
+
+class DSV4AttnMetadata:
+    """A step's lists of tokens."""
+
+
+class DeepseekV4AttnBackend:
+    """The backend of DeepSeek-V4 whose decode the plugin replaces."""
+
+    forward_metadata: Any
+    token_to_kv_pool: Any
+    softmax_scale: float
+    head_dim_v: int
+    _flash_mla_with_kvcache: Any
+
+    def __init__(self, model_runner: Any, **_: Any) -> None:
+        raise NotImplementedError
+
+    def forward(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Attend with the tokens of a step, whose keys are stored."""
+        return self._forward_attention(q, k, v, layer, forward_batch, *args, **kwargs)
+
+    def _forward_attention(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        compress_ratio: Any,
+        save_kv_cache: bool = True,
+        attn_sink: Any = None,
+        cos_sin_cache: Any = None,
+        **_: Any,
+    ) -> Any:
+        del k, v, forward_batch, save_kv_cache, cos_sin_cache
+        core, pool = self.forward_metadata.core_attn_metadata, self.token_to_kv_pool
+        width = pool.get_swa_key_bytes_per_token()
+
+        def paged(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
+            return buffer[:, : page_size * width].view(-1, page_size, 1, width)
+
+        extra: Any = dict.fromkeys(("cache", "indices", "lengths"))
+        if compress_ratio:
+            extra["cache"] = paged(
+                pool.get_extra_key_buffer(layer.layer_id),
+                pool.get_extra_key_page_size(layer.layer_id),
+            )
+            extra["indices"] = core.sparse_page_indices(compress_ratio).unsqueeze(1)
+            extra["lengths"] = core.sparse_topk_lengths(compress_ratio)
+        buffer = pool.get_swa_key_buffer_radix(layer.layer_id)
+        return self._flash_mla_with_kvcache(
+            q=q.unsqueeze(1),
+            k_cache=paged(buffer, pool.get_swa_key_page_size()),
+            head_dim_v=self.head_dim_v,
+            block_table=None,
+            cache_seqlens=None,
+            tile_scheduler_metadata=core.get_flashmla_metadata(compress_ratio),
+            softmax_scale=self.softmax_scale,
+            is_fp8_kvcache=True,
+            indices=core.swa_page_indices.unsqueeze(1),
+            topk_length=core.swa_topk_lengths,
+            attn_sink=attn_sink,
+            extra_k_cache=extra["cache"],
+            extra_indices_in_kvcache=extra["indices"],
+            extra_topk_length=extra["lengths"],
+        )[0].squeeze(1)
+
+
 class HookType(Enum):
     """How a hook of a plugin is called."""
 
@@ -297,6 +370,7 @@ DRAFTED: dict[str, Any] = {
     "trtllm_mha": TRTLLMHAAttnBackend,
     "trtllm_mla": TRTLLMMLABackend,
     "dsa": DeepseekSparseAttnBackend,
+    "dsv4": DeepseekV4AttnBackend,
 }
 
 
@@ -334,9 +408,13 @@ MODULES: dict[str, dict[str, Any]] = {
         register_attention_backend, ATTENTION_BACKENDS=ATTENTION_BACKENDS
     ),
     "sglang.srt.layers.attention.dsa_backend": named(DeepseekSparseAttnBackend),
+    "sglang.srt.layers.attention.deepseek_v4_backend": named(
+        DSV4AttnMetadata, DeepseekV4AttnBackend
+    ),
     "sglang.srt.layers.attention.trtllm_mha_backend": named(TRTLLMHAAttnBackend),
     "sglang.srt.layers.attention.trtllm_mla_backend": named(TRTLLMMLABackend),
     "sglang.srt.layers.radix_attention": named(RadixAttention),
+    "sglang.srt.mem_cache.deepseek_v4_memory_pool": named(DeepSeekV4TokenToKVPool),
     "sglang.srt.models.deepseek_common.attention_backend_handler": named(
         AttentionBackendRegistry,
         _function("handle_attention_dsa", "attn forward_batch"),
@@ -347,8 +425,12 @@ MODULES: dict[str, dict[str, Any]] = {
     },
     "sglang.srt.plugins.hook_registry": named(HookRegistry, HookType),
     "sglang.srt.runtime_context": named(
+        _function(
+            *("get_exec", ""),
+            SimpleNamespace(kernel=SimpleNamespace(dsv4_attn_backend="flashmla")),
+        ),
         _function("get_parallel", "", SimpleNamespace(dcp_enabled=False, attn_dcp_size=1)),
-        _function("get_platform", "", SimpleNamespace(is_blackwell=False)),
+        _function("get_platform", "", SimpleNamespace(is_blackwell=False, is_sm120=False)),
         _function("get_spec", "", SimpleNamespace()),
         _function("max_speculative_num_draft_tokens", ""),
     ),

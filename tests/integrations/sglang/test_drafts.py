@@ -10,7 +10,7 @@ import pytest
 
 from tests.fixture_types import Patch
 from tests.integrations.servers import Import
-from tests.integrations.sglang.conftest import runner
+from tests.integrations.sglang.conftest import DSV4, runner
 
 
 @pytest.fixture
@@ -38,6 +38,7 @@ def factory(sglang: Import, calls: list[Any], monkeypatch: Patch) -> Any:
         ("dsa", "MlagenDSABackend", {}),
         ("mla", "MlagenMLABackend", {}),
         ("mha", "MlagenMHABackend", {"use_mla_backend": False}),
+        ("dsv4", "MlagenDSV4Backend", DSV4),
     ],
 )
 def test_a_draft_model_has_the_backend_of_the_target(
@@ -63,6 +64,19 @@ def test_each_step_of_a_draft_has_the_backend_of_the_target(factory: Any, dsa: M
     assert [type(each) for each in steps.attn_backends] == [dsa.MlagenDSABackend] * 2
     assert {each.dsa_decode_impl for each in steps.attn_backends} == {"fa3"}
     assert {each.decode_attention_backend_str for each in steps.attn_backends} == {"mlagen_dsa"}
+
+
+def test_each_step_of_deepseek_v4_has_the_backend_of_the_target(
+    factory: Any, dsv4: ModuleType
+) -> None:
+    """The layer of multi-token prediction attends to the window only."""
+    dsv4.backend_of(runner(**DSV4), "mlagen_dsv4")
+    fields = DSV4 | {"draft_attention_backend": "mlagen_dsv4"}
+
+    steps = factory(runner(**fields), 1, 3).create_decode_backend()
+
+    assert {type(each) for each in steps.attn_backends} == {dsv4.MlagenDSV4Backend}
+    assert {each.decode_attention_backend_str for each in steps.attn_backends} == {"mlagen_dsv4"}
 
 
 def test_other_draft_models_are_as_before(factory: Any, dsa: ModuleType) -> None:

@@ -96,8 +96,16 @@ def test_a_model_runner_gets_the_backend(
             "^kv_cache_dtype: expected .* mlagen_mla, got",
         ),
         ("mlagen_dsa", {"dtype": torch.float32}, "^dtype: expected .* mlagen_dsa, got torch.float"),
-        (NAME, {"architecture": "DeepseekV4ForCausalLM"}, "SGLang's dsv4, got DeepseekV4For"),
-        ("mlagen_dsa", {"architecture": "DeepseekV4ForCausalLM"}, "SGLang's dsv4, got Deepseek"),
+        (
+            NAME,
+            {"architecture": "DeepseekV4ForCausalLM"},
+            "expected mlagen_dsv4 for .*got DeepseekV4For",
+        ),
+        (
+            "mlagen_dsa",
+            {"architecture": "DeepseekV4ForCausalLM"},
+            "expected mlagen_dsv4 for .*got Deepseek",
+        ),
     ],
     ids=[
         *("without MLA", "without a prefill", "rows without a kernel", "tokens over ranks"),

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.fixture_types import Log, Patch
-from tests.integrations.servers import Import
+from tests.integrations.servers import Import, is_installed
 
-NAMES = ("mlagen_mha", "mlagen_mla", "mlagen_dsa")
+NAMES = ("mlagen_mha", "mlagen_mla", "mlagen_dsa", "mlagen_dsv4")
 SRT = "sglang.srt"
 CHOICES = f"{SRT}.arg_groups.choices"
 CHECKS = f"{SRT}.arg_groups.model_hook"
@@ -84,13 +84,13 @@ def test_the_backends_are_registered_without_a_word(
             register()
 
     has = lists_of(sglang)
-    assert [has["choices"].count(name) for name in NAMES] == [1, 1, 1]
+    assert [has["choices"].count(name) for name in NAMES] == [1] * len(NAMES)
     assert set(NAMES) <= set(has["backends"])
     assert has["chunked"].count("mlagen_mla") == 1
     assert caplog.records == []
 
 
-MISSING, NONE_KEPT = object(), "lists without mlagen_mha, mlagen_mla, mlagen_dsa"
+MISSING, NONE_KEPT = object(), f"lists without {', '.join(NAMES)}"
 # What another SGLang has under names of the one that is known, and a word of the warning. A call
 # that fails or keeps nothing, or an undo that fails, ends no server.
 OTHERS: dict[str, tuple[dict[tuple[str, str], Any], str]] = {
@@ -164,27 +164,30 @@ def test_a_later_check_of_backends_is_passed_on(
 
 
 @pytest.mark.parametrize(
-    ("options", "warned"),
+    ("options", "warned", "kept"),
     [
-        ({"attention_backend": "mlagen_dsa"}, ["--attention-backend: ", "got mlagen_dsa"]),
+        ({"attention_backend": "mlagen_dsv4"}, [], {"attention_backend": "mlagen_dsv4"}),
+        ({"attention_backend": "mlagen_dsa"}, ["--attention-backend: ", "got mlagen_dsa"], {}),
         (
             {"decode_attention_backend": "mlagen_mla"},
             ["--decode-attention-backend: ", "mlagen_mla"],
+            {},
         ),
-        ({"attention_backend": "dsv4", "decode_attention_backend": None}, []),
-        ({}, []),
+        ({"attention_backend": "dsv4", "decode_attention_backend": None}, [], {}),
+        ({}, [], {}),
     ],
 )
 @pytest.mark.parametrize("architecture", ["DeepseekV4ForCausalLM", "DeepseekV4ForCausalLMNextN"])
-def test_deepseek_v4_with_a_backend_of_mlagen_is_a_warning(
+def test_deepseek_v4_takes_one_backend_of_mlagen(
     sglang: Import,
     register: Callable[[], None],
     caplog: Log,
     architecture: str,
     options: dict[str, Any],
     warned: list[str],
+    kept: dict[str, str],
 ) -> None:
-    """SGLang overrides the option there, so the log says who does not decode."""
+    """SGLang overrides the option there, so one name is kept, and the log says who else decodes."""
     register()
     providers = sglang(OVERRIDES)._PREDICATE_OVERRIDE_FNS
     config = SimpleNamespace(architectures=[architecture])
@@ -195,9 +198,30 @@ def test_deepseek_v4_with_a_backend_of_mlagen_is_a_warning(
         if predicate(architecture)
     ]
 
-    assert given == [{}]
+    assert given == [kept]
     assert len(caplog.messages) == bool(warned)
-    assert all(each in caplog.text for each in [*warned, "dsv4" if warned else ""])
+    assert all(each in caplog.text for each in [*warned, "mlagen_dsv4" if warned else ""])
+
+
+@pytest.mark.skipif(not is_installed("sglang"), reason="needs SGLang: make test-sglang")
+def test_the_name_is_declared_after_the_one_of_sglang(
+    sglang: Import, register: Callable[[], None], monkeypatch: Patch
+) -> None:
+    """The last declaration of an option holds."""
+    register()
+    overrides = sglang("sglang.srt.arg_groups.overrides")
+    theirs = sglang("sglang.srt.arg_groups.model_overrides.deepseek_v4")
+    monkeypatch.setattr(theirs, "resolving_view", lambda arguments: arguments)
+    options = {"device": "cuda", "moe_runner_backend": "triton", "swa_full_tokens_ratio": 0.1}
+    arguments = SimpleNamespace(attention_backend="mlagen_dsv4", **options)
+    config = SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v4")
+
+    declared = overrides.collect_model_override_declarations(
+        "DeepseekV4ForCausalLM", arguments, config
+    )
+
+    named = [each["attention_backend"] for _, each in declared if "attention_backend" in each]
+    assert named == ["dsv4", "mlagen_dsv4"]
 
 
 def test_other_models_have_no_such_warning(sglang: Import, register: Callable[[], None]) -> None:
@@ -221,5 +245,5 @@ def test_models_with_a_list_of_backends_take_the_gqa_backend(
         for name in (*NAMES, "triton", None)
     ]
 
-    decoded = ["trtllm_mha", "mlagen_mla", "mlagen_dsa", "triton", "fa3"]
+    decoded = ["trtllm_mha", "mlagen_mla", "mlagen_dsa", "mlagen_dsv4", "triton", "fa3"]
     assert backends == [("fa3", name) for name in decoded]

@@ -28,6 +28,7 @@ needs_sglang = pytest.mark.skipif(
         ("mla", "MlagenMLABackend", []),
         ("dsa", "MlagenDSABackend", ["dsa_decode_impl"]),
         ("mha", "MlagenMHABackend", ["is_xqa_impl"]),
+        ("dsv4", "MlagenDSV4Backend", ["_flash_mla_with_kvcache"]),
     ],
 )
 def test_the_override_has_the_parameters_of_the_overridden(
@@ -63,7 +64,9 @@ def test_sglang_finds_the_plugin(sglang: Import) -> None:
     sglang("sglang.srt.plugins").load_plugins()
 
     registry = sglang("sglang.srt.layers.attention.attention_registry")
-    assert {"mlagen_dsa", "mlagen_mha", "mlagen_mla"} <= set(registry.ATTENTION_BACKENDS)
+    assert {"mlagen_dsa", "mlagen_dsv4", "mlagen_mha", "mlagen_mla"} <= set(
+        registry.ATTENTION_BACKENDS
+    )
     parser = ArgumentParser()
     sglang("sglang.srt.server_args").ServerArgs.add_cli_args(parser)
     options = "--model-path model --page-size 64 --prefill-attention-backend fa3"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
@@ -19,6 +20,10 @@ from tests.integrations.vllm.stand_in import MODULES
 ImplOf = Callable[..., Any]
 # A layer with the scales of an FP8 checkpoint.
 LAYER = SimpleNamespace(_q_scale_float=0.5, _k_scale_float=0.25)
+
+# Without a GPU the kernels of vLLM that build metadata are interpreted.
+if is_installed("vllm") and not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ OPTIONS: dict[str, Any] = {
 }
 # Without torch.compile, whose compilation takes minutes.
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+RANDOM = "random"  # loads no weights, and draws them
 
 
 def run(checkpoint: str, backend: str, mode: str, prompts: list[list[int]]) -> dict[str, Any]:
@@ -32,7 +36,11 @@ def run(checkpoint: str, backend: str, mode: str, prompts: list[list[int]]) -> d
     from vllm import LLM, SamplingParams
 
     graphs = {"compilation_config": GRAPHS} if mode == "graphs" else {"enforce_eager": True}
-    llm = LLM(model=checkpoint, attention_backend=backend, **OPTIONS, **graphs)
+    options = OPTIONS | graphs | (DRAFTS if mode == "drafts" else {})
+    if json.loads(Path(checkpoint, "config.json").read_text())["model_type"] == "deepseek_v4":
+        register_random_weights()
+        options |= {"load_format": RANDOM, "kv_cache_dtype": "fp8"}
+    llm = LLM(model=checkpoint, attention_backend=backend, **options)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
 
     def generated(count: int, prompts: list[list[int]]) -> list[Any]:
@@ -46,6 +54,7 @@ def run(checkpoint: str, backend: str, mode: str, prompts: list[list[int]]) -> d
     kernels, replays = launched(partial(generated, COUNTED, [prompts[-1][:300]] * 4))
     return {
         "backends": [layer.attn_backend.get_name() for layer in layers if hasattr(layer, "impl")],
+        "layers": [type(layer).__name__ for layer in layers if hasattr(layer, "swa_cache_layer")],
         "tokens": [list(each.token_ids) for each in first],
         "repeated": [list(each.token_ids) for each in second],
         "logprobs": [
@@ -56,6 +65,37 @@ def run(checkpoint: str, backend: str, mode: str, prompts: list[list[int]]) -> d
         "jit": jit_mode(),
         "replays": replays,
     }
+
+
+def register_random_weights() -> None:
+    """Register a load format that gives a model the same random weights in each engine."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    class RandomLoader(DummyModelLoader):  # type: ignore[misc]
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            super().load_weights(model, model_config)
+            torch.manual_seed(0)
+            for name, weight in model.named_parameters():
+                draw(name, weight.data)
+
+    register_model_loader(RANDOM)(RandomLoader)
+
+
+def draw(name: str, weight: torch.Tensor) -> None:
+    """Draw a weight so that each layer keeps the size of its input."""
+    if weight.dtype == torch.float8_e4m3fn:
+        weight.copy_(torch.randn(weight.shape, device=weight.device))
+    elif not weight.is_floating_point():
+        return
+    elif name.endswith(("weight_scale_inv", "weight_scale")):
+        weight.fill_(2**-5)  # of FP8, with 1024 to 4096 inputs
+    elif "norm" in name:
+        weight.fill_(1.0)
+    elif weight.dim() > 1 and "embed" not in name:
+        weight.normal_(std=(2 / weight.shape[-1]) ** 0.5)
+    else:
+        weight.normal_()
 
 
 def launched(call: partial[Any]) -> tuple[dict[str, int], int]:

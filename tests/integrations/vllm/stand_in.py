@@ -9,6 +9,7 @@ import logging
 from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
@@ -147,13 +148,6 @@ CommonAttentionMetadata = fields_of(
     "max_seq_len block_table_tensor slot_mapping",
     seq_lens_cpu_upper_bound=None,
 )
-
-
-class VerifyAndUpdateConfig:
-    """The check of a model's configuration."""
-
-    verify_and_update_config = staticmethod(stub("vllm_config", None))
-    verify_and_update_model_config = staticmethod(stub("model_config", None))
 
 
 class VllmJitKernel(Generic[T]):
@@ -431,6 +425,134 @@ class FlashInferImpl:
     )
 
 
+class DeepseekSparseSWABackend(AttentionBackend):
+    """The backend of the caches of recent tokens of DeepSeek-V4."""
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        """Return the builder, which takes no part in the tests."""
+        return SWAMetadataBuilder
+
+
+class SWAMetadataBuilder(AttentionMetadataBuilder[Any]):
+    """The builder of their batches."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        del kv_cache_spec, layer_names, device
+        self.vllm_config = vllm_config
+
+
+def get_forward_context() -> Any:
+    """Fail, as outside of a step."""
+    raise NotImplementedError
+
+
+def flash_mla_with_kvcache(**_: Any) -> Any:
+    """Fail, as without FlashMLA."""
+    raise NotImplementedError
+
+
+def compute_global_topk_indices_and_lens(
+    topk_indices: Any, token_to_req_indices: Any, block_table: Any, block_size: int, is_valid: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the slots of compressed tokens of requests, and how many there are."""
+    pages = block_table[token_to_req_indices.long()]
+    slots = pages.gather(1, topk_indices.clamp(min=0).long() // block_size) * block_size
+    slots = (slots + topk_indices % block_size).where(topk_indices >= 0, -1).int()
+    return slots, ((topk_indices >= 0).sum(1) * is_valid).int()
+
+
+class DeepseekV4FlashMLAAttention(torch.nn.Module):
+    """A layer of DeepSeek-V4 whose decode the plugin replaces."""
+
+    swa_backend_cls = DeepseekSparseSWABackend
+    kv_cache: torch.Tensor
+    swa_cache_layer: Any
+    topk_indices_buffer: torch.Tensor
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    _alloc_attn_out = stub("self num_tokens hidden_states")
+    _forward_prefill = stub(
+        "self q positions compressed_k_cache swa_k_cache output attn_metadata swa_metadata"
+    )
+
+    def forward_mqa(self, q: Any, kv: Any, positions: Any, output: Any) -> None:
+        """Attend with the tokens of a step, all of them of decode."""
+        del kv, positions
+        metadata = get_forward_context().attn_metadata
+        attn_metadata = metadata.get("layer")
+        self._forward_decode(
+            q=q,
+            kv_cache=self.kv_cache if attn_metadata else None,
+            swa_metadata=metadata["layer.swa_cache"],
+            attn_metadata=attn_metadata,
+            swa_only=attn_metadata is None,
+            output=output,
+        )
+
+    def _forward_decode(
+        self,
+        q: Any,
+        kv_cache: Any,
+        swa_metadata: Any,
+        attn_metadata: Any,
+        swa_only: bool,
+        output: Any,
+    ) -> None:
+        indices: Any = None
+        lengths: Any = None
+        if not swa_only:
+            indices, lengths = compute_global_topk_indices_and_lens(
+                self.topk_indices_buffer[: len(q)],
+                swa_metadata.token_to_req_indices,
+                attn_metadata.block_table,
+                kv_cache.shape[1],
+                swa_metadata.is_valid_token,
+            )
+        flash_mla_with_kvcache(
+            q=q.unsqueeze(1),
+            k_cache=self.swa_cache_layer.kv_cache.unsqueeze(-2),
+            block_table=None,
+            head_dim_v=512,
+            tile_scheduler_metadata=None,
+            cache_seqlens=None,
+            is_fp8_kvcache=True,
+            indices=swa_metadata.decode_swa_indices,
+            topk_length=swa_metadata.decode_swa_lens,
+            softmax_scale=self.scale,
+            attn_sink=self.attn_sink,
+            extra_k_cache=None if swa_only else kv_cache.unsqueeze(-2),
+            extra_indices_in_kvcache=None if swa_only else indices.unsqueeze(1),
+            extra_topk_length=lengths,
+            out=output.unsqueeze(1),
+        )
+
+
+def _select_dsv4_attn_cls(vllm_config: Any) -> Any:
+    """Return the class of the layers, which a name that vLLM does not know leaves to FlashMLA."""
+    del vllm_config
+    return DeepseekV4FlashMLAAttention
+
+
+class Registered:
+    """An entry of the registry of models."""
+
+    def inspect_model_cls(self) -> Any:
+        """Return what is known of the model."""
+        return "known"
+
+    def load_model_cls(self) -> Any:
+        """Return the class of the model."""
+        return Registered
+
+
+_DSV4_LAYERS = named(DeepseekV4FlashMLAAttention, _select_dsv4_attn_cls)
+_DSV4_NAMES = ("DeepseekV4ForCausalLM", "DeepseekV41ForCausalLM", "DeepseekV32ForCausalLM")
+
 # The modules of vLLM with the names that the plugin and its tests import.
 MODULES: dict[str, dict[str, Any]] = {
     "vllm._custom_ops": named(cp_gather_and_upconvert_fp8_kv_cache),
@@ -444,13 +566,11 @@ MODULES: dict[str, dict[str, Any]] = {
     ),
     "vllm.logger": named(init_logger),
     "vllm.model_executor.warmup.jit_warmup": named(VllmJitKernel),
-    "vllm.model_executor.models.config": named(
-        VerifyAndUpdateConfig,
-        MODELS_CONFIG_MAP=dict.fromkeys(
-            ("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV41ForCausalLM"),
-            VerifyAndUpdateConfig,
-        ),
-    ),
+    "vllm.model_executor.models.registry": {
+        "ModelRegistry": SimpleNamespace(models={name: Registered() for name in _DSV4_NAMES})
+    },
+    "vllm.models.deepseek_v4.nvidia.model": dict(_DSV4_LAYERS),
+    "vllm.models.deepseek_v41.nvidia.model": dict(_DSV4_LAYERS),
     "vllm.platforms.interface": named(DeviceCapability),
     "vllm.utils.flashinfer": named(
         can_use_trtllm_attention, force_use_trtllm_attention, supports_trtllm_attention

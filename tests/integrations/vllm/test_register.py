@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.fixture_types import Log, Patch
-from tests.integrations.servers import Import, is_installed
+from tests.integrations.servers import Import
 
 REGISTRY = "vllm.v1.attention.backends.registry"
-CONFIGS = "vllm.model_executor.models.config"
+MODELS = "vllm.model_executor.models.registry"
 NAMES = {"MLAGEN_MLA", "MLAGEN_MLA_SPARSE", "MLAGEN_GQA"}
 
 
@@ -97,7 +97,7 @@ def test_another_vllm_registers_nothing(
 
     (record,) = caplog.records
     message = record.getMessage()
-    assert f": expected AttentionBackendEnum.register(name, value) in {REGISTRY}, got" in message
+    assert f": expected AttentionBackendEnum.register(name, value) in {REGISTRY} and" in message
     assert reason in message
     if isinstance(registry, type) and issubclass(registry, Enum):
         assert [each.name for each in registry] == ["OTHER"]
@@ -126,61 +126,19 @@ def test_an_import_error_inside_vllm_is_a_warning(
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("architecture", ["DeepseekV4ForCausalLM", "DeepseekV41ForCausalLM"])
-@pytest.mark.parametrize(
-    ("backend", "per_kind", "warned"),
-    [
-        ("MLAGEN_MLA_SPARSE", {}, ["MLAGEN_MLA_SPARSE"]),
-        ("MLAGEN_MLA", {"mla_attention": "MLAGEN_MLA"}, ["MLAGEN_MLA"]),
-        (None, {"mla_attention": "MLAGEN_MLA_SPARSE"}, ["MLAGEN_MLA_SPARSE"]),
-        ("FLASHMLA_SPARSE", {}, []),
-        (None, {}, []),
-    ],
-)
-def test_deepseek_v4_with_a_backend_of_mlagen_is_a_warning(
-    vllm: Import,
-    architecture: str,
-    backend: str | None,
-    per_kind: dict[str, str],
-    warned: list[str],
-    caplog: Log,
+def test_a_vllm_with_another_registry_of_models_registers_nothing(
+    vllm: Import, monkeypatch: Patch, caplog: Log
 ) -> None:
-    """VLLM ignores the option there, so the log says who does not decode."""
-    for _ in range(2):  # vLLM may load plugins more than once
-        vllm("mlagen.integrations.vllm").register()
-    caplog.clear()
+    """The names of backends are withdrawn too."""
+    registry = registry_of(lambda cls, name, value: cls.add(name, value))
+    module = ModuleType(REGISTRY)
+    vars(module)["AttentionBackendEnum"] = registry
+    monkeypatch.setitem(sys.modules, REGISTRY, module)
+    models = vllm(MODELS)
+    monkeypatch.setattr(models, "ModelRegistry", SimpleNamespace())
 
-    def asked(name: str | None) -> Any:
-        return None if name is None else SimpleNamespace(name=name)
-
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(architecture=architecture),
-        attention_config=SimpleNamespace(
-            backend=asked(backend),
-            backend_per_kind={kind: asked(name) for kind, name in per_kind.items()},
-        ),
-    )
-
-    configs = vllm(CONFIGS).MODELS_CONFIG_MAP
-    configs[architecture].verify_and_update_config(config)
-
-    assert [each.getMessage() for each in caplog.records] == [
-        f"--attention-backend {name}: {architecture} has an attention of its own, which vLLM "
-        "chooses by the GPU; mlagen has no part in DeepSeek-V4 and V4.1"
-        for name in warned
-    ]
-
-
-def test_other_models_are_checked_as_before(vllm: Import) -> None:
-    """Only the checks of DeepSeek-V4 are wrapped, and keep what vLLM's do."""
-    configs = vllm(CONFIGS).MODELS_CONFIG_MAP
-    before = configs["DeepseekV32ForCausalLM"]
     vllm("mlagen.integrations.vllm").register()
 
-    assert configs["DeepseekV32ForCausalLM"] is before
-    model = SimpleNamespace(hf_config=SimpleNamespace(), hf_text_config=SimpleNamespace())
-    quantized = {"quantization_config": {"quant_method": "fp8"}, "model_type": "deepseek_v4"}
-    vars(model.hf_config).update(quantized)
-    configs["DeepseekV4ForCausalLM"].verify_and_update_model_config(model)
-    method = model.hf_config.quantization_config["quant_method"]
-    assert method == ("deepseek_v4_fp8" if is_installed("vllm") else "fp8")
+    (message,) = caplog.messages
+    assert f"ModelRegistry.models in {MODELS}, got AttributeError: " in message
+    assert [each.name for each in registry] == ["OTHER"]

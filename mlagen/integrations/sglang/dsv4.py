@@ -1,0 +1,79 @@
+"""DeepSeek-V4 and V4.1 in SGLang: its ``dsv4`` backend with mlagen's decode for FlashMLA's."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend
+from sglang.srt.runtime_context import get_exec, get_platform
+
+from mlagen.integrations.dsv4 import (
+    ROW_BYTES,
+    dsv4_calls,
+    flash_mla_with_kvcache,
+    padded_output,
+)
+from mlagen.integrations.sglang.runner import (
+    check,
+    layers_of,
+    prefill_name,
+    serve_drafts,
+    warm_up,
+)
+
+_KERNEL = "_flash_mla_with_kvcache"
+
+
+def backend_of(runner: Any, name: str) -> MlagenDSV4Backend:
+    """Return the backend of a model runner, and warm up its kernels.
+
+    Raises
+    ------
+    ValueError
+        If no kernel serves the model, its cache or the options.
+    """
+    check(runner, name, MlagenDSV4Backend)
+    if prefill_name(runner) != name:
+        raise ValueError(
+            f"--attention-backend: expected {name} for prefill too, got {prefill_name(runner)}"
+        )
+    kernels = get_exec().kernel.dsv4_attn_backend
+    if kernels != "flashmla" or get_platform().is_sm120:
+        raise ValueError(
+            f"{name}: expected a GPU and options where SGLang calls FlashMLA, got "
+            f"--dsv4-attn-backend {kernels}"
+        )
+    row_bytes = runner.token_to_kv_pool.get_swa_key_bytes_per_token()
+    if row_bytes != ROW_BYTES:
+        raise ValueError(f"{name}: expected rows of {ROW_BYTES} bytes, got {row_bytes}")
+    if _KERNEL not in vars(DeepseekV4AttnBackend)["_forward_attention"].__code__.co_names:
+        raise ValueError(f"{name}: expected SGLang's DeepseekV4AttnBackend.{_KERNEL}, got none")
+    backend = MlagenDSV4Backend(runner)
+    serve_drafts(name, "dsv4", MlagenDSV4Backend)
+    warm_up(call for layer in layers_of(runner) for call in dsv4_calls(layer.tp_q_head_num))
+    return backend
+
+
+def decode(heads: int, *, q: torch.Tensor, **call: Any) -> tuple[torch.Tensor, None]:
+    """Attend as FlashMLA does, with the first heads of a query; SGLang drops the others."""
+    out = padded_output(q, len(q), heads, q.shape[-2]).unsqueeze(1)
+    flash_mla_with_kvcache(q=q[..., :heads, :], out=out[..., :heads, :], **call)
+    return out, None
+
+
+class MlagenDSV4Backend(DeepseekV4AttnBackend):
+    """SGLang's DeepSeek-V4 backend; what calls FlashMLA's decode runs mlagen's kernels."""
+
+    heads: int  # of the layer that attends, without those that pad a query for FlashMLA
+
+    # The constructor of SGLang sets it to FlashMLA's function.
+    _flash_mla_with_kvcache = property(lambda self: partial(decode, self.heads), lambda _, __: None)
+
+    def forward(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Attend with the heads of a layer."""
+        self.heads = layer.tp_q_head_num
+        return super().forward(q, k, v, layer, forward_batch, *args, **kwargs)

@@ -1,0 +1,131 @@
+"""DeepSeek-V4 and V4.1 in vLLM: their FlashMLA layers with mlagen's decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from mlagen.integrations.dsv4 import (
+    ROW_BYTES,
+    dsv4_calls,
+    flash_mla_with_kvcache,
+    padded_output,
+)
+from mlagen.integrations.vllm.warm_up import WARM_UP
+from mlagen.integrations.warm_up import Calls
+
+_SWA_CACHE = ".swa_cache"  # ends the name of a layer's cache of recent tokens
+_logger = init_logger("vllm.mlagen")
+
+
+@cache
+def attention_of(flash_mla: Any) -> Any:
+    """Return vLLM's FlashMLA layer with mlagen's decode; prefill stays FlashMLA's."""
+    function = vars(flash_mla)["_forward_decode"]
+    theirs = with_names(function, flash_mla_with_kvcache=flash_mla_with_kvcache)
+    _logger.info("Using MLAGEN_MLA_SPARSE for the decode of %s.", flash_mla.__module__)
+
+    class MlagenDSV4Attention(flash_mla):
+        swa_backend_cls = swa_backend_of(flash_mla.swa_backend_cls)
+
+        def __init__(self, *args: Any, **layer: Any) -> None:
+            super().__init__(*args, **layer)
+            row_bytes = self.swa_cache_layer.packed_bytes_per_token
+            if row_bytes != ROW_BYTES:
+                raise ValueError(
+                    f"--attention-backend: expected rows of {ROW_BYTES} bytes with "
+                    f"MLAGEN_MLA_SPARSE, got {row_bytes}"
+                )
+            WARM_UP.register_warmup()
+
+        def _alloc_attn_out(self, num_tokens: int, hidden_states: torch.Tensor) -> torch.Tensor:
+            # vLLM takes the real heads of it.
+            return padded_output(hidden_states, num_tokens, self.n_local_heads, self.padded_heads)
+
+        def _forward_prefill(
+            self,
+            q: torch.Tensor,
+            positions: torch.Tensor,
+            compressed_k_cache: torch.Tensor | None,
+            swa_k_cache: torch.Tensor,
+            output: torch.Tensor,
+            attn_metadata: Any,
+            swa_metadata: Any,
+        ) -> None:
+            given = (q, positions, compressed_k_cache, swa_k_cache)
+            # V4.1 has kernels of some numbers of heads. Others write the heads of padding too.
+            written = getattr(self, "_prefill_num_heads", self.padded_heads)
+            if written == self.n_local_heads:
+                super()._forward_prefill(*given, output, attn_metadata, swa_metadata)
+                return
+            padded = torch.empty(output.shape, dtype=output.dtype, device=output.device)
+            super()._forward_prefill(*given, padded, attn_metadata, swa_metadata)
+            heads = slice(self.n_local_heads)
+            output[:, heads] = padded[:, heads]
+
+        def _forward_decode(
+            self,
+            q: torch.Tensor,
+            kv_cache: torch.Tensor | None,
+            swa_metadata: Any,
+            attn_metadata: Any,
+            swa_only: bool,
+            output: torch.Tensor,
+        ) -> None:
+            # Without the heads that pad a query for FlashMLA.
+            heads = slice(self.n_local_heads)
+            out = output[:, heads]
+            theirs(self, q[:, heads], kv_cache, swa_metadata, attn_metadata, swa_only, out)
+
+    return MlagenDSV4Attention
+
+
+def with_names(function: FunctionType, **names: Any) -> Callable[..., Any]:
+    """Return a function with other values of global names.
+
+    Raises
+    ------
+    LookupError
+        If the function has no such name.
+    """
+    for name in names:
+        if name not in function.__code__.co_names:
+            raise LookupError(f"{function.__qualname__}: expected a use of {name}")
+    other = FunctionType(function.__code__, function.__globals__ | names, function.__name__)
+    other.__defaults__, other.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    return other
+
+
+@cache
+def swa_backend_of(flash_mla: Any) -> Any:
+    """Return vLLM's backend of the caches of recent tokens, whose builder warms layers up."""
+
+    class MlagenSWAMetadataBuilder(flash_mla.get_builder_cls()):  # type: ignore[misc]
+        def __init__(
+            self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+        ) -> None:
+            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+            layers = vllm_config.compilation_config.static_forward_context
+            self.layers = [layers[name.removesuffix(_SWA_CACHE)] for name in layer_names]
+            WARM_UP.add(self)
+
+        def decode_calls(self) -> Iterable[Calls]:
+            """Return the calls of mlagen for the layers of the group."""
+            for heads in sorted({layer.n_local_heads for layer in self.layers}):
+                yield from dsv4_calls(heads)
+
+        def warm_up_prefill(self) -> None:
+            """Leave the prefill to vLLM."""
+
+    class MlagenSWABackend(flash_mla):
+        @staticmethod
+        def get_builder_cls() -> Any:
+            """Return the class that builds the metadata of a batch."""
+            return MlagenSWAMetadataBuilder
+
+    return MlagenSWABackend
