@@ -64,7 +64,8 @@ template <typename BeginRow>
 __device__ inline void load_q_async(const Params& params, const WorkCoord& coord,
                                     SharedMemoryPlan& smem, int thread, int threads,
                                     BeginRow begin_row) {
-  load_q_async(params, coord, smem, thread, threads, begin_row, [](u32 target, int, int) { return target; });
+  load_q_async(params, coord, smem, thread, threads, begin_row,
+               [](u32 target, int, int) { return target; });
 }
 
 __device__ inline void load_q_async(const Params& params, const WorkCoord& coord,

@@ -71,8 +71,8 @@ __device__ inline void dequant_v(VFragments& v, const StoredV& stored, const VSc
   }
 }
 
-// The rope part of V, in bf16, which the last warp has. A word is two dims of a token, so lanes load
-// the words that they need: dims 2g and 2g + 1 of tokens 2c, 2c + 1, 2c + 8 and 2c + 9.
+// The rope part of V, in bf16, which the last warp has. A word is two dims of a token, so lanes
+// load the words that they need: dims 2g and 2g + 1 of tokens 2c, 2c + 1, 2c + 8 and 2c + 9.
 struct RopeVLoader {
   using Stored = u32[kVTokens / 4];
 
@@ -107,8 +107,9 @@ struct RopeVLoader {
       const u32 high = stored[i * 2 + 1];
 #pragma unroll
       for (int dim = 0; dim < 2; ++dim) {
-        step[dim] = cvt_rn_x2_f32(Fp16{}, cvt_f32(Bf16{}, static_cast<u16>(high >> dim * 16)) * scale,
-                                  cvt_f32(Bf16{}, static_cast<u16>(low >> dim * 16)) * scale);
+        step[dim] =
+            cvt_rn_x2_f32(Fp16{}, cvt_f32(Bf16{}, static_cast<u16>(high >> dim * 16)) * scale,
+                          cvt_f32(Bf16{}, static_cast<u16>(low >> dim * 16)) * scale);
       }
     }
   }

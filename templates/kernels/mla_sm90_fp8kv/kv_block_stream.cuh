@@ -28,8 +28,7 @@ __device__ inline StoredToken token_at(const Params&, const PooledAddress& addre
 }
 
 // Its rope part, in a tensor that is not packed.
-__device__ inline const unsigned char* rope_at(const Params& params,
-                                               const PagedAddress& address) {
+__device__ inline const unsigned char* rope_at(const Params& params, const PagedAddress& address) {
   return stored_rope(params, address.page, address.slot);
 }
 __device__ inline const unsigned char* rope_at(const Params&, const PooledAddress&) {
@@ -37,9 +36,7 @@ __device__ inline const unsigned char* rope_at(const Params&, const PooledAddres
 }
 
 // Its scale row.
-__device__ inline const unsigned char* scale_row_at(const PagedAddress&) {
-  return nullptr;
-}
+__device__ inline const unsigned char* scale_row_at(const PagedAddress&) { return nullptr; }
 __device__ inline const unsigned char* scale_row_at(const PooledAddress& address) {
   return address.rows.scales;
 }

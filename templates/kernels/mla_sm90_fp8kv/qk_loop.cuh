@@ -125,8 +125,8 @@ struct QkWarpgroup {
     wgmma_fence_operand(group_scores);
 #pragma unroll
     for (int i = 0; i < kBlockM / 2; ++i) {
-      const float score = kStacksQTerms ? group_scores[hi_score(i)] + group_scores[lo_score(i)]
-                                        : group_scores[i];
+      const float score =
+          kStacksQTerms ? group_scores[hi_score(i)] + group_scores[lo_score(i)] : group_scores[i];
       const float scale = scales.of(i / 2 % 2, group);
       scores[i] = kStoredRopeDim == 0 && group == 0 ? score * scale : fmaf(score, scale, scores[i]);
     }

@@ -61,8 +61,8 @@ struct ThreadScales {
     constexpr u32 kBytes = 0x00ff00ff;
     constexpr u32 kOnes = 0x00010001;
     // Plus one, NaN is the smallest.
-    const u32 larger = max_u16x2(((codes & kBytes) + kOnes) & kBytes,
-                                 ((codes >> 8 & kBytes) + kOnes) & kBytes);
+    const u32 larger =
+        max_u16x2(((codes & kBytes) + kOnes) & kBytes, ((codes >> 8 & kBytes) + kOnes) & kBytes);
     return static_cast<int>(max(larger & 0xffff, larger >> 16)) - 1;
   }
 
@@ -98,8 +98,7 @@ struct ThreadScales {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float scale = pow2_of_ue8m0(codes >> i * 8 & 0xff) * shared_scale;
-      first[v_scale_index(i / 2 * 8, i % 2)] =
-          static_cast<u16>(cvt_rn_x2_f32(Fp16{}, 0.0f, scale));
+      first[v_scale_index(i / 2 * 8, i % 2)] = static_cast<u16>(cvt_rn_x2_f32(Fp16{}, 0.0f, scale));
     }
   }
 };

@@ -9,12 +9,12 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "kv_scales.cuh"
-#include "v_scales.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/warp_matrix.cuh"
 #include "shared_memory.cuh"
+#include "v_scales.cuh"
 
 // A thread holds two of every eight adjacent rows, and of a warp's 16 tokens g and g + 8 with
 // g = lane / 4.
