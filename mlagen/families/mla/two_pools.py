@@ -128,7 +128,7 @@ def check_list_contents(lists: list[TopkList]) -> None:
         for token in ((lens < 0) | (lens > each.top_k)).nonzero().flatten()[:1].tolist():
             rule = f"0 to {each.top_k} (width of {each.name})"
             reject(f"{each.lens_name}[{token}]", rule, int(lens[token]))
-        is_used = torch.arange(each.top_k, device="cpu") < lens[:, None]
+        is_used = torch.arange(each.top_k, dtype=torch.int64, device="cpu") < lens[:, None]
         is_invalid = (slots_of(indices, each.pool) < 0) & (indices != -1)
         for token, column in (is_used & is_invalid).nonzero()[:1].tolist():
             pages, page_size, _ = each.pool.cache.shape
