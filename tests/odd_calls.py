@@ -12,6 +12,7 @@ import mlagen
 from mlagen.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata, flare_mla_decoding, masks
 from tests.problems import batch_decode
 from tests.problems.batch_mla import batch_case, plan_arguments, run_arguments, wrapper_of
+from tests.problems.dsv4 import DSV4, Dsv4Case
 from tests.problems.entry_points import ENTRY_POINTS
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import MlaCase
@@ -20,6 +21,9 @@ from tests.problems.problem import bf16
 Call = tuple[Callable[..., object], dict[str, Any]]
 
 _MLA = MlaCase(seq_lens=(7, 3), page_size=8, heads=2)
+_DSV4 = Dsv4Case(
+    seq_lens=(7, 3), extra_lens=(2, 8), top_k=16, extra_top_k=8, heads=2, entries="valid"
+)
 _GQA = GqaCase(seq_lens=(7, 3))
 _XQA_MLA = MlaCase(seq_lens=(7, 3), page_size=16, heads=2)
 _PLANNED = batch_case(((1, 7), (2, 3)), page_size=8, heads=2)
@@ -49,6 +53,10 @@ def _decode(name: str, case: MlaCase | GqaCase, **others: Any) -> Call:
 def _trtllm_in_parts() -> Call:
     function, arguments = _decode("trtllm", _MLA, return_lse=True)
     return function, arguments | {"query": tuple(arguments["query"].split([512, 64], dim=-1))}
+
+
+def _two_pools() -> Call:
+    return _call(DSV4.function, **_DSV4.build("cpu").arguments(return_lse=True))
 
 
 def _flare() -> Call:
@@ -205,6 +213,7 @@ def _run_decode() -> Call:
 ENTRY_CALLS: dict[str, Callable[[], Call]] = {
     "trtllm": lambda: _decode("trtllm", _MLA, return_lse=True),
     "trtllm_in_parts": _trtllm_in_parts,
+    "dsv4": _two_pools,
     "xqa_batch_mla": lambda: _decode("xqa_batch_mla", _MLA),
     "xqa_batch": lambda: _decode("xqa_batch", _GQA),
     "trtllm_gqa": lambda: _decode("trtllm_gqa", _GQA, return_lse=True),

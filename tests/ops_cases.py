@@ -23,6 +23,7 @@ from mlagen.mla import (
     OrMask,
     SlidingWindowCausalMask,
     flare_mla_decoding,
+    trtllm_batch_decode_sparse_mla_dsv4,
     trtllm_batch_decode_with_kv_cache_mla,
     xqa_batch_decode_with_kv_cache_mla,
 )
@@ -60,6 +61,7 @@ class Tensors:
             "bias": normal(BATCH, 1, 256, dtype=torch.float32),
             "table": ints(*range(PAGES)).view(BATCH, 4),
             "lengths": ints(1, 17, 40, 64),
+            "pool": torch.full((PAGES, 64, 584), 0x30, dtype=torch.uint8, device=self.device),
             "ones": ints(1, 1, 1, 1),
             "scale": torch.full((1,), MLA_SCALE, device=self.device),
             "workspace": torch.empty(64 << 20, dtype=torch.uint8, device=self.device),
@@ -82,6 +84,16 @@ def mla(of: Tensors, query: torch.Tensor | tuple[torch.Tensor, torch.Tensor], **
     return trtllm_batch_decode_with_kv_cache_mla(
         query, of.cache, of.workspace, 128, 512, 64, of.table, of.lengths, 64, **call
     )
+
+
+def dsv4(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
+    """Call the entry point over two pools, which are one tensor here."""
+    lists = {"sparse_indices": of.table, "swa_topk_lens": of.ones}
+    if others.pop("has_extra", False):
+        lists |= {"extra_sparse_indices": of.table, "extra_sparse_topk_lens": of.ones}
+        others["compressed_kv_cache"] = of.pool
+    call = {"bmm1_scale": MLA_SCALE, **lists, **others}
+    return trtllm_batch_decode_sparse_mla_dsv4(query[..., :512], of.pool, of.workspace, **call)
 
 
 def gqa(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
@@ -196,6 +208,13 @@ CALLS: dict[str, Call] = {
     ),
     "trtllm, out without q_len": lambda of, q: mla(of, q, out=q[:, 0, :, :512].contiguous()),
     "trtllm, out and lse": lambda of, q: mla(of, q, out=q[..., :512].contiguous(), return_lse=True),
+    "two pools": lambda of, q: dsv4(of, q, has_extra=True),
+    "two pools, sinks, lse": lambda of, q: dsv4(
+        of, q[:, 0], sinks=[of.sinks], bmm1_scale=of.scale, return_lse=True
+    ),
+    "two pools, out and lse": lambda of, q: dsv4(
+        of, q, has_extra=True, out=q[..., :512].contiguous(), return_lse=True
+    ),
     "xqa_batch_decode_with_kv_cache_mla": _mla_of_xqa,
     "xqa_batch_decode_with_kv_cache": lambda of, q: gqa(of, q.flatten(-2)[:, 0].view(-1, 144, 64)),
     "grouped queries, sinks, window": lambda of, q: gqa(

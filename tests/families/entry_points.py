@@ -25,11 +25,13 @@ from tests.families.launches import Case, Launches, record_launches
 from tests.families.planned_runs import planned, planned_packed, run_wrapper
 from tests.fixture_types import Patch
 from tests.problems import batch_decode
+from tests.problems.dsv4 import DSV4, Dsv4Case
 from tests.problems.entry_points import ENTRY_POINTS
 from tests.problems.gqa import GqaCase
 from tests.problems.mla import KINDS, MlaCase
 
 MLA_CASE = MlaCase(seq_lens=(70, 3), heads=16)
+DSV4_CASE = Dsv4Case(seq_lens=(70, 3), extra_lens=(9, 100), entries="valid", sinks="random")
 GQA_CASE = GqaCase(seq_lens=(70, 3), sink=3.0, window=50, page_size=16)
 
 # Stand for an output that a call allocates, and for lengths that it computes.
@@ -147,6 +149,11 @@ def run_flare(**given: Any) -> object:
     return mlagen.mla.flare_mla_decoding(k=keys, mask=mlagen.mla.CausalMask(), **given)
 
 
+def _two_pools() -> dict[str, Any]:
+    problem = DSV4_CASE.build("cpu")
+    return problem.arguments(workspace_buffer=torch.zeros(1 << 20), out=problem.new_out(0.0))
+
+
 def _flare_of(case: MlaCase) -> dict[str, Any]:
     given = case.build("cpu").arguments()
     return {
@@ -173,6 +180,10 @@ _MLA_TENSORS = "query kv_cache workspace_buffer block_tables seq_lens out"
 _MLA_PAIR_TENSORS = f"query[0] query[1] {_MLA_TENSORS.partition(' ')[2]}"
 _XQA_TENSORS = "q k_cache v_cache page_table seq_lens output workspace_buffer semaphores"
 _GQA_TENSORS = "query kv_cache[0] kv_cache[1] workspace_buffer block_tables seq_lens out sinks"
+_DSV4_TENSORS = (
+    "query swa_kv_cache workspace_buffer sparse_indices swa_topk_lens compressed_kv_cache "
+    "extra_sparse_indices extra_sparse_topk_lens out sinks"
+)
 _FLARE_TENSORS = "q blocks block_table cache_lengths valid_length output"
 
 
@@ -186,6 +197,7 @@ ROWS = {
     "trtllm in parts": Row(
         ENTRY_POINTS["trtllm"].function, MLA, _trtllm_in_parts, _MLA_PAIR_TENSORS
     ),
+    "dsv4": Row(DSV4.function, MLA, _two_pools, _DSV4_TENSORS),
     "xqa_batch_mla": _row("xqa_batch_mla", MLA, _MLA_TENSORS),
     "xqa_mla": _row("xqa_mla", MLA, _XQA_TENSORS),
     "xqa": _row("xqa", GQA, f"{_XQA_TENSORS} sinks"),

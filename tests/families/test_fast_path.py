@@ -57,6 +57,12 @@ REPLAYED: dict[str, tuple[dict[str, Any], ...]] = {
         {"sinks": [torch.zeros(16)]},
     ),
     "trtllm in parts": ({"out": None}, {"return_lse": True}),
+    "dsv4": (
+        {"out": None},
+        {"bmm2_scale": torch.full((1,), 2.0), "sinks": None, "max_q_len": 1},
+        {"return_lse": True, "lse": torch.zeros(2, 16), "return_lse_base": "basee"},
+        dict.fromkeys(("extra_sparse_indices", "extra_sparse_topk_lens"), None),
+    ),
     "xqa_batch_mla": ({"out": None}, {"sinks": torch.zeros(16)}),
     "xqa_mla": ({"enable_pdl": False},),
     "xqa": ({"sinks": None}, {"sliding_win_size": 0}, {"lse": torch.zeros(2, 8)}),
@@ -81,6 +87,10 @@ CONVERTED: dict[str, tuple[dict[str, Any], ...]] = {
         {"sinks": torch.zeros(16, dtype=torch.bfloat16)},
         {"seq_lens": None, "sparse_mla_top_k": 5, "block_tables": torch.zeros(2, 1, 5).int()},
         {name: ROWS["trtllm"].build()[name].half() for name in ("query", "kv_cache")},
+    ),
+    "dsv4": (
+        {"out": torch.zeros(2, 32, 512, dtype=torch.bfloat16)[:, :16]},
+        {"return_lse": True, "lse": torch.zeros(2, 32)[:, :16]},
     ),
     "xqa_batch": ({"sinks": torch.zeros(8, dtype=torch.float16)},),
     "trtllm_gqa": ({"bmm1_scale_log2": torch.ones(1)},),
@@ -247,9 +257,8 @@ def test_contents_are_checked_at_every_call(entry_point: EntryPoint, monkeypatch
     current_settings.cache_clear()
     for _ in range(2):
         assert entry_point.row.kernel in entry_point.outcome(arguments)
-    lengths = arguments.get("seq_lens", arguments.get("cache_lengths"))
-    if lengths is None:
-        lengths = arguments["wrapper"]._plan.tensors[-1]
+    names = [name for name in ("seq_lens", "cache_lengths", "swa_topk_lens") if name in arguments]
+    lengths = arguments[names[0]] if names else arguments["wrapper"]._plan.tensors[-1]
     lengths[0] = 10_000
 
     assert "ArgumentError: " in (outcome := entry_point.outcome(arguments))

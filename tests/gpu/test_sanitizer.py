@@ -54,6 +54,27 @@ for case in (
     print("right:", case.name)
 """
 
+_TWO_POOL_CASES = """
+from mlagen.families.mla import plan
+from tests.problems.dsv4 import Dsv4Case, decode_dsv4
+from tests.problems.dsv4_rows import Pages
+plan.is_small_call = lambda *_: False
+plan.choose_block_m = lambda spec, *_: spec.block_m
+cut = Pages(page_size=2, count=40, is_cut=True)
+facts = {"seq_lens": (100, 0, 7), "extra_lens": (3, 300, 0), "extra_top_k": 300, "extra": cut}
+for case in (
+    Dsv4Case(name="16 rows", heads=9, sinks="random", **facts),
+    Dsv4Case(name="32 rows", heads=32, q_len=3, **facts),
+    Dsv4Case(name="64 rows", heads=64, swa=cut, **facts),
+    Dsv4Case(name="one list", heads=16, seq_lens=(128, 70), swa=cut),
+    Dsv4Case(name="split", heads=8, seq_lens=(128,), extra_lens=(4000,), extra_top_k=4096),
+    Dsv4Case(name="528 bytes", kv_cache_format="fp8_dsv41", **facts),
+):
+    problem = case.build("cuda")
+    problem.check(*decode_dsv4(problem))
+    print("right:", case.name)
+"""
+
 _GQA_CASES = """
 import torch
 from mlagen.decode import xqa_batch_decode_with_kv_cache
@@ -77,7 +98,9 @@ for case in (
 """
 
 
-@pytest.mark.parametrize("cases", [_MLA_CASES, _GQA_CASES], ids=["mla", "gqa"])
+@pytest.mark.parametrize(
+    "cases", [_MLA_CASES, _TWO_POOL_CASES, _GQA_CASES], ids=["mla", "two pools", "gqa"]
+)
 # racecheck does not support mbarriers with TMA transaction counts; random delays check the sm90
 # kernels for races, in test_mla_sm90.py and its siblings.
 @pytest.mark.parametrize(
