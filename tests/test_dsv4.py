@@ -133,6 +133,10 @@ class TestDsv4:
 
         assert torch.equal(_call(problem, **given), expected)
 
+
+class TestDsv41:
+    """Rules of the rows of DeepSeek-V4.1, on the device of the fixture."""
+
     @pytest.mark.parametrize("suffix", ["", "_fp4_ca"])
     def test_both_arrangements_give_the_same_bits(self, suffix: str, device: str) -> None:
         """Rows with inline scales and rows whose scales are behind the page."""

@@ -144,8 +144,8 @@ def _planned_decode() -> dict[str, Any]:
 
 def run_flare(**given: Any) -> object:
     """Call ``flare_mla_decoding`` with the fields of its cache as arguments."""
-    parts = ("blocks", "block_table", "cache_lengths")
-    keys = mlagen.mla.PagedKVCache(*map(given.pop, parts), given.pop("scales", None))
+    blocks, table, lengths = map(given.pop, ("blocks", "block_table", "cache_lengths"))
+    keys = mlagen.mla.PagedKVCache(blocks, table, lengths, given.pop("scales", None))
     return mlagen.mla.flare_mla_decoding(k=keys, mask=mlagen.mla.CausalMask(), **given)
 
 

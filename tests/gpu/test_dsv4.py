@@ -9,11 +9,8 @@ import pytest
 import torch
 
 from mlagen.errors import UnsupportedError
-from mlagen.families.mla.two_pools import FORMATS
 from mlagen.runtime.device import arch_of_device
-from mlagen.spec.dtype import DType
 from mlagen.spec.mla.sm90 import mla_sm90_kernel
-from mlagen.spec.mla.variant import MlaVariant
 from tests.graph_replay import check_replays
 from tests.problems.dsv4 import DSV4, Dsv4Case, decode_dsv4
 from tests.problems.dsv4_cases import CASES, case
@@ -64,17 +61,8 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 def _is_covered(kernel: str, case: Dsv4Case) -> bool:
     """Whether the kernel has the formats of a case."""
-    variant = MlaVariant(
-        query_dtype=DType.BF16,
-        kv_dtype=FORMATS[case.kv_cache_format],
-        qk_rope_head_dim=0,
-        page_size=0,
-        lookup="two_pools",
-    )
-    return (
-        kernel == "sm80"
-        or mla_sm90_kernel(arch_of_device(0), variant, case.heads, "auto") is not None
-    )
+    sm90 = mla_sm90_kernel(arch_of_device(0), case.variant, case.heads, "auto")
+    return kernel == "sm80" or sm90 is not None
 
 
 @pytest.mark.parametrize("case", [*CASES, *LONG_CASES], ids=str)

@@ -14,6 +14,7 @@ from tests.test_batch_mla import TestBatchMla
 from tests.test_cascade import TestCascade
 from tests.test_dcp import TestDcp
 from tests.test_drop_in import TestDropIn
+from tests.test_dsv4 import TestDsv4, TestDsv41
 from tests.test_entry_points import TestEntryPoints
 from tests.test_flare import TestFlare
 from tests.test_float64 import TestFloat64
@@ -30,6 +31,8 @@ __all__ = [
     "TestCascade",
     "TestDcp",
     "TestDropIn",
+    "TestDsv4",
+    "TestDsv41",
     "TestEntryPoints",
     "TestFlare",
     "TestFloat64",

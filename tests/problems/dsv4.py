@@ -11,8 +11,12 @@ from typing import Any
 import torch
 
 import mlagen
+from mlagen.families.mla.two_pools import FORMATS as KV_FORMATS
+from mlagen.runtime.device import arch_of_device
 from mlagen.settings import current_settings
-from mlagen.spec.arch import Arch
+from mlagen.spec.dtype import DType
+from mlagen.spec.mla.sm90 import mla_sm90_kernel
+from mlagen.spec.mla.variant import MlaVariant
 from tests.problems.dsv4_rows import (
     FORMATS,
     NAN_CODE,
@@ -66,6 +70,17 @@ class Dsv4Case(Case):
     def lens(self) -> tuple[int, ...]:
         """Query tokens of each sequence: a list is a sequence."""
         return (1,) * len(self.seq_lens)
+
+    @property
+    def variant(self) -> MlaVariant:
+        """The variant of the kernels."""
+        return MlaVariant(
+            query_dtype=DType.BF16,
+            kv_dtype=KV_FORMATS[self.kv_cache_format],
+            qk_rope_head_dim=0,
+            page_size=0,
+            lookup="two_pools",
+        )
 
     def build(self, device: str) -> Dsv4Problem:
         """Return the tensors on ``device`` and the data for checking a result."""
@@ -128,8 +143,10 @@ class Dsv4Problem(Problem):
     @property
     def _score_sums(self) -> tuple[tuple[int, int], ...]:
         """Dims of each FP8 score accumulation of an sm90 kernel, and its MMA steps."""
-        setting = current_settings().mla_kernel
-        if self.device.type != "cuda" or setting == "sm80" or not _has_sm90(self.device):
+        if self.device.type != "cuda" or current_settings().mla_kernel == "sm80":
+            return ()
+        arch = arch_of_device(self.device.index or 0)
+        if mla_sm90_kernel(arch, self.case.variant, 1, "auto") is None:
             return ()
         codes = FORMATS[self.case.kv_cache_format][0].codes
         return ((64, 4),) * (codes // 64)  # the query in two terms, 32 elements a step
@@ -154,12 +171,6 @@ class Dsv4Problem(Problem):
                 for own, rows, counts in zip(query, self.rows, self.counts, strict=True)
             ]
         )
-
-
-def _has_sm90(device: torch.device) -> bool:
-    from mlagen.runtime.device import arch_of_device
-
-    return arch_of_device(device.index or 0) == Arch(90, "a")
 
 
 @dataclass(frozen=True, kw_only=True)
