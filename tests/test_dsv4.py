@@ -90,6 +90,19 @@ class TestDsv4:
         for pool in (problem.swa_kv_cache, torch.zeros(3, device=device)):
             assert torch.equal(_call(problem, compressed_kv_cache=pool), expected)
 
+    @pytest.mark.parametrize("name", ["swa_kv_cache", "compressed_kv_cache"])
+    def test_a_pool_without_pages(self, name: str, device: str) -> None:
+        """No index names a token of it."""
+        problem = USUAL.build(device)
+        lists = {"swa_kv_cache": "sparse_indices", "compressed_kv_cache": "extra_sparse_indices"}
+        given = problem.arguments()
+        nothing = torch.full_like(given[lists[name]], -1)
+
+        results = decode_dsv4(problem, **{name: given[name][:0]})
+
+        expected = decode_dsv4(problem, **{lists[name]: nothing})
+        assert all(map(torch.equal, results, expected))
+
     @pytest.mark.parametrize("q_len", [0, 2])
     def test_no_query_tokens(self, q_len: int, device: str) -> None:
         """Outputs are empty."""
