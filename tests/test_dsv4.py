@@ -17,7 +17,7 @@ from mlagen.spec.rows import RowFormat
 from tests.problems import dsv4_rows
 from tests.problems.dsv4 import Dsv4Case, Dsv4Problem, decode_dsv4
 from tests.problems.dsv4_cases import CASES, case
-from tests.problems.dsv4_rows import Pages
+from tests.problems.dsv4_rows import Pages, decoded, empty_pool, random_rows
 
 USUAL = case("usual", seq_lens=(40, 3, 0, 128), extra_lens=(9, 50, 0, 128), sinks="random")
 # Keywords with values that change no result.
@@ -149,6 +149,30 @@ class TestDsv4:
 
 class TestDsv41:
     """Rules of the rows of DeepSeek-V4.1, on the device of the fixture."""
+
+    def test_numbers_of_both_rows(self, device: str) -> None:
+        """Numbers that rows of 584 and of 528 bytes can have give the same result in both."""
+        generator = torch.Generator().manual_seed(0)
+        data, _ = random_rows(dsv4_rows.V41, 64, "alike", generator)
+        scales = torch.randint(118, 122, (64, 8), generator=generator).to(torch.uint8)
+        last = decoded(dsv4_rows.V41, data, scales.repeat_interleave(2, dim=1))[:, 448:]
+        rope = last.to(torch.bfloat16).view(torch.uint8)
+        rows = {
+            "fp8": (torch.cat([data[:, :448], rope], dim=1), scales[:, :7]),
+            "fp8_dsv41": (data, scales.repeat_interleave(2, dim=1)),
+        }
+        problem = Dsv4Case(seq_lens=(64, 10), swa=Pages(count=1)).build(device)
+        lists = torch.arange(128, dtype=torch.int32, device=device).expand(2, 128).contiguous()
+        outs = []
+        for name, (own, own_scales) in rows.items():
+            pool = empty_pool(dsv4_rows.FORMATS[name][0], Pages(count=1), is_inline=False)
+            for entry in range(64):
+                pool.store(entry, own[entry], own_scales[entry])
+            given = {"swa_kv_cache": pool.view(device, "3-D"), "sparse_indices": lists}
+            outs.append(_call(problem, kv_cache_format=name, **given).float())
+
+        assert (outs[0].abs() > 0).any()
+        assert (outs[0] - outs[1]).abs().max() <= 2.0**-7 * outs[0].abs().max()
 
     @pytest.mark.parametrize("suffix", ["", "_fp4_ca"])
     def test_both_arrangements_give_the_same_bits(self, suffix: str, device: str) -> None:
