@@ -27,14 +27,8 @@ from mlagen.families.common.arguments import (
 )
 from mlagen.families.common.memory import require_writable
 from mlagen.families.mla.pools import Pool, check_pool
-from mlagen.families.mla.write_rows import (
-    Elements,
-    paged_slots,
-    parts_of,
-    places_of,
-    plan_writes,
-    slots_of,
-)
+from mlagen.families.mla.write import write
+from mlagen.families.mla.write_rows import Elements, paged_slots, plan_writes
 from mlagen.spec.dtype import (
     DSV4_ROW,
     DSV41_FP4_ROW,
@@ -351,7 +345,7 @@ def mla_fp8_quantize_append_packed(
         require_dtype(scales, "scales", (torch.float32,))
         require_shape(scales, "scales", (tuple(pool.cache.shape[:2]),), "pages, page_size")
         require_writable(scales, "scales")
-    _write(elements, slot_mapping, pool, row, scales)
+    _append_rows(elements, slot_mapping, pool, row, scales)
 
 
 def append_paged_mla_kv_cache(
@@ -484,9 +478,7 @@ def _pack(latent_kv: object, row: RowFormat, *layout: object) -> torch.Tensor:
     if tokens.numel():
         pages = cache.squeeze(1 if cache.shape[1] == 1 else 2)
         pool = check_pool(pages, "cache", row, _LATENTS, tokens.device)
-        parts = parts_of(_elements(tokens.flatten(0, 1), row), row)
-        for part, place in zip(parts, places_of(pool, row, _LATENTS), strict=True):
-            place.copy_(part.view(place.shape))
+        write(_elements(tokens.flatten(0, 1), row), None, pool, row)
     return cache
 
 
@@ -519,10 +511,10 @@ def _append(latent_kv: object, slot_mapping: object, cache: object, row: RowForm
     tokens = _checked_tokens(latent_kv, "latent_kv", (_LATENTS,))
     counts_padding = row.has_inline_scales
     pool = check_pool(cache, "cache", row, _LATENTS, tokens.device, counts_padding=counts_padding)
-    _write(_elements(tokens, row), slot_mapping, pool, row)
+    _append_rows(_elements(tokens, row), slot_mapping, pool, row)
 
 
-def _write(
+def _append_rows(
     elements: Elements,
     slot_mapping: object,
     pool: Pool,
@@ -541,11 +533,7 @@ def _write(
     require_writable(pool.cache, "cache")
     if not count or not pool.cache.numel():
         return
-    first = Elements(*(part[:count] for part in elements))
-    writes = plan_writes(slots_of(slot_mapping, pool), pool.cache[..., 0].numel())
-    places = places_of(pool, row, elements.width, scales)
-    for part, place in zip(parts_of(first, row), places, strict=True):
-        writes.put(part, place)
+    write(elements, slot_mapping, pool, row, scales)
 
 
 def _elements(tokens: torch.Tensor, row: RowFormat) -> Elements:

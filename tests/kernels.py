@@ -27,6 +27,7 @@ from mlagen.spec.mla.sm90 import (
     MlaSm90Spec,
 )
 from mlagen.spec.mla.variant import MlaVariant
+from mlagen.spec.write_rows import WriteRowsSpec
 
 SM_80 = parse_arch("sm_80")
 SM_90A = parse_arch("sm_90a")
@@ -83,6 +84,9 @@ DECODE = mla_sm80()  # compiles for a second, in which tests interfere
 WIDE_DECODE = mla_sm80(rows=128)
 COMBINE = CombineSpec(arch=SM_80, dtype=DType.BF16, head_dim_vo=512)
 COMBINE_STATES = CombineStatesSpec(arch=SM_80, dtype=DType.BF16, head_dim_vo=512)
+WRITE_ROWS = WriteRowsSpec(
+    arch=SM_80, dtype=DType.BF16, kv_dtype=DType.FP8_DSV4, pool="first", head_dim_qk=512
+)
 # One kernel of each family.
 KERNELS: dict[str, KernelSpec] = {
     spec.family: spec
@@ -95,6 +99,7 @@ KERNELS: dict[str, KernelSpec] = {
         gqa_sm90(),
         COMBINE,
         COMBINE_STATES,
+        WRITE_ROWS,
     )
 }
 

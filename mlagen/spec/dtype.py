@@ -64,14 +64,14 @@ DSV4_ROW = RowFormat(
     scale_code="ue8m0",
     scale_place="page",
     scale_padding=1,
-    min_scale=2.0**-22,  # vLLM's: that of a group whose largest element is 1e-4
+    min_scale_exponent=-22,  # vLLM's: that of a group whose largest element is 1e-4
     is_named=True,
 )
 DSV41_ROW = RowFormat(
     group=32,
     scale_code="ue8m0",
     scale_place="page",
-    min_scale=2.0**-13,  # FlashMLA's and FlashInfer's: 1e-4, rounded up
+    min_scale_exponent=-13,  # FlashMLA's and FlashInfer's: 1e-4, rounded up
     bf16_elements=(0,),
     is_named=True,
 )
@@ -80,7 +80,7 @@ DSV41_FP4_ROW = replace(
     code="e2m1",
     group=16,
     scale_code="e4m3",
-    min_scale=2.0**-9,  # the smallest of e4m3
+    min_scale_exponent=-9,  # the smallest of e4m3
 )
 DSV41_INLINE_ROW = replace(DSV41_ROW, scale_place="inline")
 DSV41_INLINE_FP4_ROW = replace(DSV41_FP4_ROW, scale_place="inline")
@@ -90,7 +90,7 @@ ROW_FORMATS = {
     DType.FP8_PER_TOKEN: RowFormat(
         group=512,
         scales_bf16=True,
-        min_scale=2.0**-64,  # rope elements up to 2^63, divided by it, are finite
+        min_scale_exponent=-64,  # rope elements up to 2^63, divided by it, are finite
         is_named=True,
         holds_queries=True,
     ),

@@ -28,6 +28,7 @@ from mlagen.spec.mla import sm90 as mla_sm90
 from mlagen.spec.mla.sm80 import MlaSm80Spec
 from mlagen.spec.mla.sm90 import MlaSm90Fp8KvSpec, MlaSm90Fp8Spec, MlaSm90Spec
 from mlagen.spec.mla.variant import MAX_HEADS, SUPPORTED, MlaVariant, mla_variants, output_dtype
+from mlagen.spec.write_rows import WriteRowsSpec, write_rows_specs
 from mlagen.values import as_list, as_str_list, reject, require_whole_number, shown
 
 # Row counts that together select every tile, largest first.
@@ -67,6 +68,7 @@ _LISTED: dict[type[KernelSpec], Callable[[Arch], Iterator[KernelSpec]]] = {
     GqaSm90Spec: _of_calls(gqa_variants, _gqa_sm90_kernels),
     CombineSpec: combine_specs,
     CombineStatesSpec: combine_states_specs,
+    WriteRowsSpec: write_rows_specs,
 }
 # The functions that yield the supported kernels of an architecture, and the classes of the specs.
 FAMILIES = {spec.family: listed for spec, listed in _LISTED.items()}
@@ -201,7 +203,7 @@ def specs_on_arch(spec: KernelSpec, arch: Arch) -> list[KernelSpec]:
 
     One kernel may map to several: tiles and the decision to split differ by architecture.
     """
-    if isinstance(spec, (CombineSpec, CombineStatesSpec)):
+    if isinstance(spec, (CombineSpec, CombineStatesSpec, WriteRowsSpec)):
         return [replace(spec, arch=arch)]
     call_specs = _call_specs_of(spec)
     found = [call_specs(arch, rows) for rows in _ROW_COUNTS if spec in call_specs(spec.arch, rows)]

@@ -41,7 +41,7 @@ class RowFormat:
     scale_padding: int = 0  # bytes behind the scales of a token, of any value
     bf16_elements: tuple[int, ...] = (64,)  # numbers of bf16 elements that rows may have
     scales_bf16: bool = False  # whether the one scale of a token multiplies them, too
-    min_scale: float = 2.0**-126  # that writers choose; readers take any
+    min_scale_exponent: int = -126  # writers choose no scale below this power of two
     value_elements: int = 512  # the first elements of a token are its value, too
     is_named: bool = False  # by the call; other formats follow from the width of a cache
     holds_queries: bool = False  # the query of a call has such rows, too
@@ -98,6 +98,11 @@ class RowFormat:
     def code_max(self) -> float:
         """The largest number of a code, which the largest element of a group becomes."""
         return CODE_MAX[self.code]
+
+    @property
+    def min_scale(self) -> float:
+        """The smallest scale that writers choose; readers take any."""
+        return 2.0**self.min_scale_exponent
 
     @property
     def bf16_offset(self) -> int:

@@ -15,6 +15,7 @@ from mlagen.spec.families import FAMILIES, SPEC_CLASSES, specs_of_variant
 from mlagen.spec.gqa import variant as gqa
 from mlagen.spec.kernel import KernelSpec, Variant
 from mlagen.spec.mla.variant import SUPPORTED, TWO_POOLS, output_dtype
+from mlagen.spec.write_rows import WriteRowsSpec, write_rows_specs
 from mlagen.values import INT32_MAX
 
 _TEXT = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")
@@ -177,6 +178,8 @@ def _specs_like(spec: KernelSpec) -> Sequence[KernelSpec]:
     if isinstance(spec, CombineStatesSpec):
         used = combine_states_spec(spec.arch, spec.dtype, spec.head_dim_vo)
         return [] if used is None else [used]
+    if isinstance(spec, WriteRowsSpec):
+        return list(write_rows_specs(spec.arch))
     return _combine_specs(spec) if isinstance(spec, CombineSpec) else specs_of_variant(spec)
 
 

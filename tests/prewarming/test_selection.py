@@ -168,9 +168,10 @@ def test_a_record_of_the_engine_is_read(log: Path, monkeypatch: Patch) -> None:
 SERVED: dict[str, Any] = {"models": "deepseek-v3"}
 ALONE = "expected none beside kernels, without models, got"
 FAMILIES = (
-    "mla_sm80, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv, gqa_sm80, gqa_sm90, combine, combine_states"
+    "mla_sm80, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv, gqa_sm80, gqa_sm90, combine, "
+    "combine_states, write_rows"
 )
-DTYPES = "bf16, fp16, e4m3, int8, nvfp4, fp8_ds_mla, fp8_per_token"
+DTYPES = ", ".join(map(str, DType))
 INT = "expected an int, 1 or more, got"
 
 

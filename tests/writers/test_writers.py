@@ -21,7 +21,7 @@ from tests.writers.numpy_rows import ROWS, Pages, decoded, packed, write
 FILL = 0xA5
 # DeepSeek-V4's rows in NVFP4: a description that no format of the package has.
 NVFP4_ROW = replace(
-    DSV4_ROW, code="e2m1", group=16, scale_code="e4m3", scale_padding=4, min_scale=2.0**-9
+    DSV4_ROW, code="e2m1", group=16, scale_code="e4m3", scale_padding=4, min_scale_exponent=-9
 )
 
 Tensor = torch.Tensor

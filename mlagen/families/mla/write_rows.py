@@ -30,6 +30,25 @@ class Elements(NamedTuple):
         return self.scaled.shape[-1] + self.rest.shape[-1]
 
 
+def write_in_torch(
+    elements: Elements,
+    slot_mapping: torch.Tensor | None,
+    pool: Pool,
+    row: RowFormat,
+    scales: torch.Tensor | None = None,
+) -> None:
+    """Write rows as :func:`mlagen.families.mla.write.write` does."""
+    places = places_of(pool, row, elements.width, scales)
+    if slot_mapping is None:
+        for part, place in zip(parts_of(elements, row), places, strict=True):
+            place.copy_(part.view(place.shape))
+        return
+    elements = Elements(*(part[: len(slot_mapping)] for part in elements))
+    writes = plan_writes(slots_of(slot_mapping, pool), pool.cache[..., 0].numel())
+    for part, place in zip(parts_of(elements, row), places, strict=True):
+        writes.put(part, place)
+
+
 class Writes(NamedTuple):
     """Which rows are written where.
 

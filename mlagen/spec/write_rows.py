@@ -1,0 +1,73 @@
+"""Specs of the kernels that quantize tokens and write them into pages of an FP8 or FP4 cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mlagen.spec.arch import Arch
+from mlagen.spec.dtype import EXTRA_ROW_FORMATS, ROW_FORMATS, DType
+from mlagen.spec.kernel import KernelSpec, Parameter, parameters
+from mlagen.spec.rows import RowFormat
+
+POOLS = {"first": ROW_FORMATS, "extra": EXTRA_ROW_FORMATS}
+_TOKEN_DTYPES = (DType.BF16, DType.FP16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteRowsSpec(KernelSpec):
+    """Everything that determines the cubin of a kernel that writes rows."""
+
+    family: ClassVar[str] = "write_rows"
+    parameters: ClassVar[tuple[Parameter, ...]] = parameters(
+        """
+        const unsigned char*: scaled rest slot_mapping
+        unsigned char*: cache
+        float*: scales
+        i64: scaled_stride rest_stride page_stride token_stride scale_rows_offset
+            scale_page_stride scale_token_stride
+        int: num_tokens num_entries rows_per_page page_size has_wide_slots
+        """
+    )
+
+    threads: ClassVar[int] = 256  # per CTA; a warp takes a token
+    shared_bytes: ClassVar[int] = 0
+    has_packed_rows: ClassVar[bool] = True
+    has_mixed_rows: ClassVar[bool] = False
+
+    dtype: DType  # of the tokens
+    kv_dtype: DType
+    pool: str  # "first", or "extra" for the rows of the second pool
+    head_dim_qk: int  # elements of a token
+
+    @property
+    def row(self) -> RowFormat:
+        """The format of the rows."""
+        return POOLS[self.pool][self.kv_dtype]
+
+
+def write_rows_spec(
+    arch: Arch, dtype: DType, row: RowFormat, elements: int
+) -> WriteRowsSpec | None:
+    """Return the kernel for tokens of a dtype, or None if unsupported: a row without a name."""
+    if dtype not in _TOKEN_DTYPES or not row.has(elements):
+        return None
+    for pool, formats in POOLS.items():
+        for kv_dtype, known in formats.items():
+            if known == row:
+                return WriteRowsSpec(
+                    arch=arch, dtype=dtype, kv_dtype=kv_dtype, pool=pool, head_dim_qk=elements
+                )
+    return None
+
+
+def write_rows_specs(arch: Arch) -> Iterator[WriteRowsSpec]:
+    """Yield every kernel of this family that prewarming covers for ``arch``, each once."""
+    rows = dict.fromkeys(row for formats in POOLS.values() for row in formats.values())
+    for row in rows:
+        for rest in row.bf16_elements:
+            for dtype in _TOKEN_DTYPES:
+                spec = write_rows_spec(arch, dtype, row, row.scaled_elements + rest)
+                if spec is not None:
+                    yield spec
