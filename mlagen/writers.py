@@ -28,7 +28,13 @@ from mlagen.families.common.arguments import (
 from mlagen.families.common.memory import require_writable
 from mlagen.families.mla.pools import Pool, check_pool
 from mlagen.families.mla.write import write
-from mlagen.families.mla.write_rows import Elements, paged_slots, plan_writes
+from mlagen.families.mla.write_rows import (
+    Elements,
+    new_pages,
+    paged_slots,
+    plan_writes,
+    split_elements,
+)
 from mlagen.spec.dtype import (
     DSV4_ROW,
     DSV41_FP4_ROW,
@@ -478,32 +484,23 @@ def _pack(latent_kv: object, row: RowFormat, *layout: object) -> torch.Tensor:
     if tokens.numel():
         pages = cache.squeeze(1 if cache.shape[1] == 1 else 2)
         pool = check_pool(pages, "cache", row, _LATENTS, tokens.device)
-        write(_elements(tokens.flatten(0, 1), row), None, pool, row)
+        write(split_elements(tokens.flatten(0, 1), row), None, pool, row)
     return cache
 
 
 def _new_pages(
     latent_kv: object, row: RowFormat, kv_layout: object = "HND", page_stride: object = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens ``[pages, page_size, elements]``, and a cache for them; a compiler traces it.
-
-    Pages of rows that are no whole 16 bytes are padded to whole data rows by default, as FlashMLA,
-    vLLM and SGLang do.
-    """
+    """Return tokens ``[pages, page_size, elements]``, and their cache; a compiler traces it."""
     layout = require_choice(kv_layout, "kv_layout", _LAYOUTS)
     tokens = _checked_tokens(latent_kv, "latent_kv", (_LATENTS,), dims=3)
-    num_pages, page_size = tokens.shape[:2]
-    size, data_bytes = row.row_bytes(_LATENTS), row.data_bytes(_LATENTS)
-    stride = page_size * size
+    stride = 0
     if page_stride is not None:
-        stride = require_whole_number(page_stride, "page_stride", min_value=stride)
+        page_bytes = tokens.shape[1] * row.row_bytes(_LATENTS)
+        stride = require_whole_number(page_stride, "page_stride", min_value=page_bytes)
         is_valid = stride % ALIGNMENT_BYTES == 0
         require(is_valid, "page_stride", f"a multiple of {ALIGNMENT_BYTES}", stride)
-    elif size % ALIGNMENT_BYTES:
-        stride = -(-stride // data_bytes) * data_bytes
-    memory = torch.empty(num_pages * stride, dtype=torch.uint8, device=tokens.device)
-    cache = memory.as_strided((num_pages, page_size, size), (stride, size, 1))
-    return tokens, cache.unsqueeze(_LAYOUTS.index(layout) + 1)
+    return tokens, new_pages(tokens, row, stride).unsqueeze(_LAYOUTS.index(layout) + 1)
 
 
 def _append(latent_kv: object, slot_mapping: object, cache: object, row: RowFormat) -> None:
@@ -511,7 +508,7 @@ def _append(latent_kv: object, slot_mapping: object, cache: object, row: RowForm
     tokens = _checked_tokens(latent_kv, "latent_kv", (_LATENTS,))
     counts_padding = row.has_inline_scales
     pool = check_pool(cache, "cache", row, _LATENTS, tokens.device, counts_padding=counts_padding)
-    _append_rows(_elements(tokens, row), slot_mapping, pool, row)
+    _append_rows(split_elements(tokens, row), slot_mapping, pool, row)
 
 
 def _append_rows(
@@ -534,11 +531,6 @@ def _append_rows(
     if not count or not pool.cache.numel():
         return
     write(elements, slot_mapping, pool, row, scales)
-
-
-def _elements(tokens: torch.Tensor, row: RowFormat) -> Elements:
-    scaled = row.scaled_elements
-    return Elements(tokens[:, :scaled], tokens[:, scaled:])
 
 
 def _checked_tokens(

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from mlagen.families.mla.pools import Pool
+from mlagen.families.common.arguments import ALIGNMENT_BYTES
+from mlagen.families.mla.pools import Pool, check_pool
 from mlagen.spec.rows import RowFormat
 
 _E4M3 = torch.float8_e4m3fn
@@ -28,6 +29,35 @@ class Elements(NamedTuple):
     def width(self) -> int:
         """Elements of a token."""
         return self.scaled.shape[-1] + self.rest.shape[-1]
+
+
+def split_elements(tokens: torch.Tensor, row: RowFormat) -> Elements:
+    """Return tokens ``[n, d]`` as a row has their elements."""
+    return Elements(tokens[:, : row.scaled_elements], tokens[:, row.scaled_elements :])
+
+
+def pack_pages(tokens: torch.Tensor, row: RowFormat) -> torch.Tensor:
+    """Return pages of the rows of ``tokens[pages, page_size, elements]``, without a kernel."""
+    cache = new_pages(tokens, row)
+    if tokens.numel():
+        pool = check_pool(cache, "cache", row, tokens.shape[-1], tokens.device)
+        write_in_torch(split_elements(tokens.flatten(0, 1), row), None, pool, row)
+    return cache
+
+
+def new_pages(tokens: torch.Tensor, row: RowFormat, page_stride: int = 0) -> torch.Tensor:
+    """Return a cache for ``tokens[pages, page_size, elements]``; a compiler traces it.
+
+    Without a stride, pages of rows that are no whole 16 bytes are padded to whole data rows, as
+    FlashMLA, vLLM and SGLang do.
+    """
+    num_pages, page_size, elements = tokens.shape
+    size, data_bytes = row.row_bytes(elements), row.data_bytes(elements)
+    stride = page_stride or page_size * size
+    if not page_stride and size % ALIGNMENT_BYTES:
+        stride = -(-stride // data_bytes) * data_bytes
+    memory = torch.empty(num_pages * stride, dtype=torch.uint8, device=tokens.device)
+    return memory.as_strided((num_pages, page_size, size), (stride, size, 1))
 
 
 def write_in_torch(
