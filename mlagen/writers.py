@@ -1,7 +1,8 @@
 """Writers of FP8 and FP4 KV caches: quantize tokens, and append them to the pages of a cache.
 
-The functions have FlashInfer's names and arguments where it has them, and run on any device. No
-call waits for the device, so a CUDA graph can capture it.
+The functions have FlashInfer's names and arguments where it has them. On a GPU one kernel quantizes
+and writes, on other devices torch ops do, to the same bytes. No call waits for the device, so a
+CUDA graph can capture it once its kernel is loaded.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 from mlagen.spec.arch import Arch
@@ -47,6 +48,7 @@ class WriteRowsSpec(KernelSpec):
         return POOLS[self.pool][self.kv_dtype]
 
 
+@lru_cache  # one dict lookup for each write
 def write_rows_spec(
     arch: Arch, dtype: DType, row: RowFormat, elements: int
 ) -> WriteRowsSpec | None:

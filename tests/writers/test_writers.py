@@ -11,9 +11,17 @@ import numpy as np
 import pytest
 import torch
 
+import mlagen
 from mlagen import writers
+from mlagen.families.mla import write as write_module
+from mlagen.runtime.loader import LoadedKernel
+from mlagen.runtime.packing import ParameterPacking
 from mlagen.spec.dtype import DSV4_ROW
+from mlagen.spec.kernel import KernelSpec
+from tests.emulator.emulated import COMPILER
+from tests.emulator.emulated import launch as emulate
 from tests.fixture_types import Patch
+from tests.kernels import SM_80
 from tests.odd_values import nested
 from tests.rejected import rejections_of, rejects
 from tests.writers.numpy_rows import ROWS, Pages, decoded, packed, write
@@ -46,6 +54,14 @@ PACK: dict[str, Callable[..., Tensor]] = {
     "584": writers.dsv4_fp8_quantize_pack_sparse_mla_cache,
     "528": writers.dsv41_fp8_quantize_pack_sparse_mla_cache,
     "288": writers.dsv41_fp4_quantize_pack_sparse_mla_cache,
+}
+# Of the call over two pools, and whether the rows are those of the second pool.
+FORMATS = {
+    "584": ("fp8", False),
+    "528": ("fp8_dsv41", False),
+    "528 inline": ("fp8_dsv41_inline", False),
+    "288": ("fp8_dsv41_fp4_ca", True),
+    "288 inline": ("fp8_dsv41_inline_fp4_ca", True),
 }
 formats = pytest.mark.parametrize("name", APPEND)
 
@@ -342,6 +358,22 @@ class TestWriters:
         write(pool.expected, tokens, [0, 9, 4], ROWS["528 without rope"], 5)
         pool.check()
 
+    @pytest.mark.parametrize("name", [*FORMATS, "656", "528 without rope"])
+    def test_decode_calls_read_what_was_written(self, name: str, device: str) -> None:
+        """A query token that attends to one token gives the numbers of its row."""
+        pool, row = Filled(name, device, Layout(pages=3, page_size=16)), ROWS[name]
+        tokens = tokens_of(name, 8)
+        places = ((0, 0), (1, 1), (0, 5), (2, 15), (0, 2), (0, 1), (1, 0), (0, 15))
+        slots = [page * pool.per_page + slot for page, slot in places]
+        pool.append(tokens, slots)
+
+        out = decoded_tokens(pool, torch.tensor(slots, device=device))
+
+        expected = torch.from_numpy(decoded(*packed(tokens, row), row))[:, :512].bfloat16()
+        # An sm90 kernel may round numbers that are small beside the largest of their token.
+        bound = expected.abs() * 2.0**-7 + expected.abs().amax(dim=1, keepdim=True) * 2.0**-12
+        assert ((out.cpu() - expected).abs() <= bound).all()
+
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
     @formats
     def test_compiled_code_writes(self, name: str, backend: str, device: str) -> None:
@@ -367,6 +399,77 @@ class TestWriters:
 
         assert torch.equal(cache, expected)
         assert cache.stride() == expected.stride()
+
+
+def decoded_tokens(pool: Filled, entries: Tensor) -> Tensor:
+    """Return the output of a decode call whose query tokens attend to one entry each."""
+    count, is_two_pools = len(entries), pool.name in FORMATS
+    width = 512 if is_two_pools else pool.row.scaled + pool.row.rope
+    query = torch.ones(count, 1, width, dtype=torch.bfloat16, device=entries.device)
+    workspace = torch.empty(128 << 20, dtype=torch.uint8, device=entries.device)
+    indices, ones = entries.int()[:, None], torch.ones_like(entries, dtype=torch.int32)
+    if is_two_pools:
+        name, is_extra = FORMATS[pool.name]
+        swa, empty = pool, torch.zeros_like(ones)
+        if is_extra:  # the list of the first pool is empty
+            swa = Filled("528 inline" if "inline" in name else "528", entries.device.type)
+        out: Any = mlagen.mla.trtllm_batch_decode_sparse_mla_dsv4(
+            query,
+            swa.cache,
+            workspace,
+            sparse_indices=indices,
+            swa_topk_lens=empty if is_extra else ones,
+            compressed_kv_cache=pool.cache if is_extra else None,
+            extra_sparse_indices=indices if is_extra else None,
+            extra_sparse_topk_lens=ones if is_extra else None,
+            kv_cache_format=name,
+        )
+        return torch.as_tensor(out[:, 0])
+    given: dict[str, Any] = {"sparse_mla_top_k": 1, "sparse_mla_top_k_lens": ones}
+    out = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
+        query[:, None],
+        pool.cache,
+        workspace,
+        128,
+        512,
+        width - 512,
+        indices[:, None],
+        ones,
+        1,
+        **given,
+    )
+    return torch.as_tensor(out[:, 0, 0])
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+class TestWritersEmulated(TestWriters):
+    """Every write that a kernel has, by emulated launches."""
+
+    @pytest.fixture(autouse=True)
+    def launches(self, monkeypatch: Patch) -> list[int]:
+        """Return the CTAs of each launch."""
+        recorded: list[int] = []
+
+        def launch(kernel: LoadedKernel, ctas: int, _: bool, values: tuple[Any, ...]) -> None:
+            recorded.append(ctas)
+            emulate(kernel.spec, kernel.packing.struct.pack(*values), ctas, len(recorded))
+
+        def loaded(spec: KernelSpec, _: int) -> LoadedKernel:
+            return LoadedKernel(spec, 0, ParameterPacking(spec), None, None)
+
+        monkeypatch.setattr(write_module, "_gpu_of", lambda _: 0)
+        monkeypatch.setattr(write_module, "arch_of_device", lambda _: SM_80)
+        monkeypatch.setattr(write_module, "kernel_for", loaded)
+        monkeypatch.setattr(write_module, "launch", launch)
+        return recorded
+
+    def test_a_warp_takes_a_token(self, launches: list[int]) -> None:
+        """Eight of a CTA."""
+        pool = Filled("584", "cpu")
+
+        pool.append(tokens_of("584", 9), [*range(9)])
+
+        assert launches == [2]
 
 
 @dataclass(frozen=True, kw_only=True)
