@@ -33,7 +33,7 @@ class WriteRowsSpec(KernelSpec):
     )
 
     threads: ClassVar[int] = 256  # per CTA; a warp takes a token
-    shared_bytes: ClassVar[int] = 0
+    shared_bytes: ClassVar[int] = 0  # all of it is static
     has_packed_rows: ClassVar[bool] = True
     has_mixed_rows: ClassVar[bool] = False
 

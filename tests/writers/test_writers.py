@@ -225,6 +225,20 @@ class TestWriters:
 
         pool.check()
 
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+    @pytest.mark.parametrize("count", [8, 290])
+    def test_the_first_of_many_equal_slots_is_written(
+        self, count: int, dtype: torch.dtype, device: str
+    ) -> None:
+        """Wherever it is among the tokens."""
+        pool, generator = Filled("584", device), torch.Generator().manual_seed(count)
+        slots = torch.randint(-1, 12, (count,), generator=generator).tolist()
+        slots[-3:] = [14, 13, 14]
+
+        pool.append(tokens_of("584", count), slots, dtype)
+
+        pool.check()
+
     @pytest.mark.parametrize("slots", [[], [-1], [-1, 10**6, -5]], ids=str)
     @formats
     def test_nothing_is_written_without_a_slot(

@@ -15,16 +15,41 @@ __device__ inline i64 entry_of(const Params& params, int token) {
                                     : reinterpret_cast<const int*>(params.slot_mapping)[token];
 }
 
-// Whether no token before has the same entry: the first one counts.
-__device__ inline bool is_first(const Params& params, int token, i64 entry) {
+struct SharedMemoryPlan {
+  u32 repeated[kWarps];  // found by each warp: a bit for each token of the CTA
+};
+
+// Whether no token before the warp's has the same entry: the first one counts. All threads of the
+// CTA compare an entry each with those of all its tokens, so each entry is loaded once for them.
+__device__ inline bool is_first(const Params& params, SharedMemoryPlan& smem) {
   if (params.slot_mapping == nullptr) return true;
-  bool is_repeated = false;
-#pragma unroll 4
-  for (int others = 0; others < token; others += kWarpLanes) {
-    const int other = others + lane_index();
-    if (other < token) is_repeated |= entry_of(params, other) == entry;
+  const int first = static_cast<int>(blockIdx.x) * kWarps;
+  i64 entries[kWarps];
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) {
+    entries[warp] = first + warp < params.num_tokens ? entry_of(params, first + warp) : -1;
   }
-  return !__any_sync(~0u, is_repeated);
+  const int end = first + kWarps < params.num_tokens ? first + kWarps : params.num_tokens;
+  u32 repeated = 0;
+#pragma unroll 2
+  for (int other = static_cast<int>(threadIdx.x); other < end; other += kThreads) {
+    const i64 entry = entry_of(params, other);
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+      const bool is_same = entry == entries[warp] && other < first + warp;
+      repeated |= (is_same ? 1u : 0u) << warp;
+    }
+  }
+#pragma unroll
+  for (int lanes = kWarpLanes / 2; lanes > 0; lanes /= 2) {
+    repeated |= __shfl_xor_sync(~0u, repeated, lanes);
+  }
+  if (lane_index() == 0) smem.repeated[warp_index()] = repeated;
+  __syncthreads();
+  u32 of_all = 0;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) of_all |= smem.repeated[warp];
+  return (of_all >> warp_index() & 1) == 0;
 }
 
 // A number in bf16; every NaN is the same.
@@ -73,20 +98,21 @@ __device__ inline void write_scales(unsigned char* target, const GroupScale& gro
 }
 
 // The warp's token.
-__device__ inline void write_token(const Params& params) {
+__device__ inline void write_token(const Params& params, SharedMemoryPlan& smem) {
   const int token = static_cast<int>(blockIdx.x) * kWarps + warp_index();
-  if (token >= params.num_tokens) return;
+  const bool exists = token < params.num_tokens;
   const int lane = lane_index();
   float values[kLaneElements] = {};
   // Loads do not wait for the slot.
-  if (lane < kScaledLanes) {
+  if (exists && lane < kScaledLanes) {
     load_elements(params.scaled + token * params.scaled_stride + lane * kLaneElements * 2, values);
   }
+  if (!is_first(params, smem) || !exists) return;
   const i64 entry = entry_of(params, token);
   if (entry < 0 || entry >= params.num_entries) return;
   const int page = static_cast<int>(entry) / params.rows_per_page;
   const int slot = static_cast<int>(entry) % params.rows_per_page;
-  if (slot >= params.page_size || !is_first(params, token, entry)) return;
+  if (slot >= params.page_size) return;
 
   unsigned char* page_bytes = params.cache + page * params.page_stride;
   unsigned char* row = page_bytes + slot * params.token_stride;
