@@ -47,7 +47,12 @@ def _known(name: str) -> KnownModel:
 def _document(known: KnownModel) -> dict[str, Any]:
     from mlagen.errors import ArgumentError
     from mlagen.models.config import find_model
-    from mlagen.models.kernels import ServingOptions, attention_text, page_sizes_of
+    from mlagen.models.kernels import (
+        ServingOptions,
+        attention_text,
+        has_two_pools,
+        page_sizes_of,
+    )
 
     document = {"name": known.name, "owner": known.owner, "aliases": list(known.aliases)}
     start = f"{known.name}: "
@@ -59,7 +64,7 @@ def _document(known: KnownModel) -> dict[str, Any]:
     return {
         **document,
         "attention": attention_text(model),
-        "page_sizes": list(page_sizes_of(model, ServingOptions())),
+        "page_sizes": [] if has_two_pools(model) else [*page_sizes_of(model, ServingOptions())],
         "left_out": [sentence.removeprefix(start) for sentence in model.left_out],
         "reason": None,
     }
@@ -69,6 +74,7 @@ def _text(document: dict[str, Any]) -> str:
     also = [f"also {', '.join(document['aliases'])}"] if document["aliases"] else []
     if document["reason"] is not None:
         return "\n".join([f"no kernels: {document['reason']}", *also])
-    pages = ", ".join(map(str, document["page_sizes"]))
+    sizes = ", ".join(map(str, document["page_sizes"]))
+    pages = f"page size {sizes}" if sizes else "any page size"
     left_out = (f"without {sentence}" for sentence in document["left_out"])
-    return "\n".join([f"{document['attention']}, page size {pages}", *left_out, *also])
+    return "\n".join([f"{document['attention']}, {pages}", *left_out, *also])

@@ -69,7 +69,7 @@ _OPTIONS = (
     ),
     values_option("kv-lora-rank", numbers(1), "N", "Latent dims (ckv) of a cached token."),
     values_option("head-dim", numbers(1), "N", "Head dim, for GQA."),
-    values_option("lookup", names, "HOW", "paged (the default) or sparse, for MLA."),
+    values_option("lookup", names, "HOW", "paged (the default), sparse or two_pools, for MLA."),
     values_option("values", names, "HOW", "shared (the default) or separate, for MLA."),
     values_option("mask", names, "HOW", "causal (the default), dcp or bias, for MLA."),
     values_option("qk-rope-head-dim", numbers(0), "N", "Rope dims (kpe) of a cached token."),

@@ -10,11 +10,18 @@ from typing import Any
 from mlagen.errors import ArgumentError, UnsupportedError
 from mlagen.models.fields import Fields
 from mlagen.models.keys import reject_type, reject_unknown, reject_unserved
-from mlagen.models.layers import GqaHeads, gqa_heads, layers_left_out, reject_v_head_dim, window_of
+from mlagen.models.layers import (
+    POOL_KINDS,
+    GqaHeads,
+    gqa_heads,
+    layers_left_out,
+    reject_v_head_dim,
+    window_of,
+)
 from mlagen.models.names import cached_config, is_hub_id, known_model, similar_names
 from mlagen.paths import is_folder, is_regular, read_named, reason_of
 from mlagen.settings import current_settings
-from mlagen.spec.dtype import DType
+from mlagen.spec.dtype import DSV4_ROW, DType
 from mlagen.spec.gqa.variant import GqaVariant, require_supported
 from mlagen.spec.mla.variant import SUPPORTED
 
@@ -28,6 +35,8 @@ _MLA_PROJECTIONS = (
     *("q_lora_rank", "qk_nope_head_dim", "qk_head_dim", "v_head_dim", "head_dim"),
     "num_key_value_heads",
 )
+# How tokens are compressed, which is an argument of the call.
+_COMPRESSION = ("compress_ratios", "compress_rates")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +57,7 @@ class MlaModel(Model):
     kv_lora_rank: int
     qk_rope_head_dim: int
     is_sparse: bool  # has sparse (top-k) attention
+    has_two_pools: bool = False  # DeepSeek-V4: of the last tokens, and of compressed ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +145,8 @@ def read_model(name: str, content: bytes) -> MlaModel | GqaModel:
 def _model_of(name: str, config: dict[str, Any]) -> MlaModel | GqaModel:
     fields = _text_part(Fields(name, config))
     kind = reject_unserved(fields)
+    if kind.sources.get("layer_types") == [*POOL_KINDS]:
+        return _two_pools(fields)
     is_latent = "kv_lora_rank" in kind.sources and bool(fields.value("kv_lora_rank"))
     is_mla = is_latent and fields.value("use_mla") is not False
     if not is_mla:
@@ -156,9 +168,33 @@ def _text_part(fields: Fields) -> Fields:
     return fields
 
 
+def _two_pools(fields: Fields) -> MlaModel:
+    left_out, is_hybrid = layers_left_out(fields, "two pools")
+    fields.read.update((*_MLA_PROJECTIONS, *_COMPRESSION, "kv_lora_rank"))
+    ((rank, rope),), (roped,) = DSV4_ROW.head_dims, DSV4_ROW.bf16_elements
+    heads, head_dim = fields.count("num_attention_heads"), fields.count("head_dim")
+    dims = (head_dim, fields.count("qk_rope_head_dim", default=roped))
+    if dims != (rank + rope, roped):
+        rule = str((rank + rope, roped))
+        raise fields.rejection("head_dim, qk_rope_head_dim", rule, dims)
+    window_of(fields)  # read: the window is an argument of the call, too
+    reject_unknown(fields, is_mla=True)
+    return MlaModel(
+        name=fields.name,
+        dtype=fields.dtype(),
+        heads=heads,
+        left_out=left_out,
+        is_hybrid=is_hybrid,
+        kv_lora_rank=rank,
+        qk_rope_head_dim=rope,
+        is_sparse=True,
+        has_two_pools=True,
+    )
+
+
 def _mla(fields: Fields) -> MlaModel:
     heads = fields.count("num_attention_heads")
-    left_out, is_hybrid = layers_left_out(fields, is_mla=True)
+    left_out, is_hybrid = layers_left_out(fields, "mla")
     fields.read.update(_MLA_PROJECTIONS)
     if window_of(fields) is not None and not any("layers of sliding_" in text for text in left_out):
         raise fields.rejection("sliding_window", "MLA without a window", window_of(fields))
@@ -182,7 +218,7 @@ def _mla(fields: Fields) -> MlaModel:
 
 
 def _gqa(fields: Fields) -> GqaModel:
-    left_out, is_hybrid = layers_left_out(fields, is_mla=False)
+    left_out, is_hybrid = layers_left_out(fields, "gqa")
     if fields.value("use_mla") is False:  # keys of MLA stay in the configuration then
         fields.read |= {*_MLA_PROJECTIONS, "kv_lora_rank", "qk_rope_head_dim"}
     layers, window = gqa_heads(fields), window_of(fields)

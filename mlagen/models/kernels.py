@@ -51,7 +51,7 @@ def mla_calls(
     variant: MlaVariant, heads: int, q_lens: Iterable[int], dcp_size: int = 1
 ) -> Iterator[tuple[MlaVariant, int]]:
     """Yield the calls of MLA layers on a rank of decode context parallel, with their query rows."""
-    if variant.lookup == "sparse":  # every query token has its own top-k indices: a sequence
+    if variant.lookup != "paged":  # every query token has its own top-k indices: a sequence
         yield variant, heads
         return
     # One query token attends to all tokens of its rank; several need the causal mask of all ranks.
@@ -107,17 +107,37 @@ def model_specs(
 
 
 def page_sizes_of(model: MlaModel | GqaModel, use: ServingOptions) -> Sequence[int]:
-    """Return the page sizes of the calls: those of the servers by default."""
+    """Return the page sizes of the calls: those of the servers by default.
+
+    They are no constants of kernels over two pools: ``(0,)``.
+    """
+    if has_two_pools(model):
+        if use.page_sizes:
+            rule = "none, as its kernels take any"
+            reject(f"{model.name}: page_size", rule, ", ".join(map(str, use.page_sizes)))
+        return (0,)
     return use.page_sizes or served_page_sizes(
         is_mla=isinstance(model, MlaModel), is_hybrid=model.is_hybrid
     )
+
+
+def has_two_pools(model: MlaModel | GqaModel) -> bool:
+    """Whether the layers of a model attend to tokens of two pools, as DeepSeek-V4's do."""
+    return isinstance(model, MlaModel) and model.has_two_pools
+
+
+def page_size_text(model: MlaModel | GqaModel, use: ServingOptions) -> str:
+    """Return the page sizes of the calls in words."""
+    sizes = page_sizes_of(model, use)
+    return "any page size" if has_two_pools(model) else f"page size {_joined(sizes)}"
 
 
 def attention_text(model: MlaModel | GqaModel) -> str:
     """Return heads, dims and window of the layers of ``model`` on one line."""
     if isinstance(model, MlaModel):
         dims = f"{model.kv_lora_rank}+{model.qk_rope_head_dim}"
-        return f"MLA, {model.heads} heads of {dims}{', sparse' if model.is_sparse else ''}"
+        pools = " over two pools" if model.has_two_pools else ""
+        return f"MLA, {model.heads} heads of {dims}{', sparse' if model.is_sparse else ''}{pools}"
     layers = (f"{heads}/{kv} heads of {dim}" for heads, kv, dim in model.heads_of_layers())
     window = f", window {model.window}" if model.window else ""
     return f"GQA, {' and '.join(layers)}{window}"
@@ -133,7 +153,7 @@ def serving_text(model: MlaModel | GqaModel, use: ServingOptions) -> str:
         lookups = [lookup for pair in pairs for lookup in _lookups(model, *pair, use)]
     parts = [
         f"{_joined(heads)} heads",
-        f"page size {_joined(page_sizes_of(model, use))}",
+        page_size_text(model, use),
         f"q_len {_joined(use.q_lens)}",
         f"query/cache {_joined(f'{query}/{kv}' for query, kv in pairs)}",
         *([_joined(lookups)] if lookups else []),
@@ -239,6 +259,10 @@ def _group_size(model: GqaModel, layer: GqaHeads, tp: int) -> int:
 
 def _dtypes(model: MlaModel | GqaModel, use: ServingOptions) -> Iterator[tuple[DType, DType]]:
     """Yield the dtypes of query and cache of each call."""
+    if has_two_pools(model):
+        kv_dtypes = use.kv_dtypes or (DType.FP8_DSV4,)
+        yield from product(use.dtypes or (model.dtype,), kv_dtypes)
+        return
     if use.dtypes is not None or isinstance(model, GqaModel):
         for query in use.dtypes or (model.dtype,):
             yield from ((query, kv) for kv in use.kv_dtypes or (query,))
@@ -254,6 +278,8 @@ def _dtypes(model: MlaModel | GqaModel, use: ServingOptions) -> Iterator[tuple[D
 def _lookups(model: MlaModel, query: DType, kv: DType, use: ServingOptions) -> Sequence[str]:
     if use.lookups is not None:
         return use.lookups
+    if model.has_two_pools:
+        return ("two_pools",)
     known = {
         lookup
         for row in SUPPORTED

@@ -84,7 +84,8 @@ def reject_unserved(fields: Fields) -> ModelType:
     items = [item for item in fields.set_items() if _is_of_text(item[0])]
     for pattern, rule in _UNSERVED.items():
         for label, value in items:
-            if label not in fields.type.ignored and re.search(pattern, label.rsplit(".", 1)[-1]):
+            names = {label, label.split(".")[0]}
+            if not names & fields.type.ignored and re.search(pattern, label.rsplit(".", 1)[-1]):
                 raise fields.unserved(label, rule, value)
     return fields.type
 

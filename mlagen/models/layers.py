@@ -16,6 +16,12 @@ ALIASES = {
 # Kinds with a KV cache; the window is an argument of the call. "hybrid" layers have a state too.
 GQA_KINDS = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
 MLA_KINDS = ("full_attention", "indexed_attention")
+# DeepSeek-V4's: a query token attends to its last tokens, and to compressed ones in another pool.
+POOL_KINDS = (
+    "sliding_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+)
 _STATE = "they have a recurrent state, not a KV cache"
 _BESIDE = "beside the KV cache they have a recurrent state, which no kernel here updates"
 # Kinds without a kernel, beside others that have one, with the reason.
@@ -29,6 +35,12 @@ LEFT_OUT = {
     "chunked_attention": "no kernel attends in chunks",
 }
 _MLA_LEFT_OUT = LEFT_OUT | {"sliding_attention": "no MLA kernel has a window"}
+# Kinds with a kernel, and those without.
+_KINDS_OF = {
+    "gqa": (GQA_KINDS, LEFT_OUT),
+    "mla": (MLA_KINDS, _MLA_LEFT_OUT),
+    "two pools": (POOL_KINDS, {}),
+}
 _FEED_FORWARD = ("mlp", "moe")
 _KINDS = ("layer_types", "layers_block_type", "block_types", "hybrid_override_pattern")
 # Letters of Nemotron-H.
@@ -53,15 +65,17 @@ class GqaHeads(NamedTuple):
     head_dim: int
 
 
-def layers_left_out(fields: Fields, *, is_mla: bool) -> tuple[tuple[str, ...], bool]:
+def layers_left_out(fields: Fields, attention: str) -> tuple[tuple[str, ...], bool]:
     """Return a sentence for each kind of layer without a kernel, and whether any has a state.
+
+    ``attention`` is ``gqa``, ``mla`` or ``two pools``.
 
     Raises
     ------
     ArgumentError
         If a kind is unknown, or none attends over a KV cache.
     """
-    attending, left_out = (MLA_KINDS, _MLA_LEFT_OUT) if is_mla else (GQA_KINDS, LEFT_OUT)
+    attending, left_out = _KINDS_OF[attention]
     found: dict[str, str] = {}
     for label in _KINDS:
         written = {name: ALIASES.get(name, name) for name in _kinds(fields, label)}

@@ -147,7 +147,7 @@ def _dtype(value: object, name: str) -> DType:
 
 
 def _lookup(value: object, name: str) -> str:
-    return require_choice(value, name, ("paged", "sparse"))
+    return require_choice(value, name, ("paged", "sparse", "two_pools"))
 
 
 def _renamed(label: str, values: Any) -> Any:

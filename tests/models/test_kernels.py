@@ -37,6 +37,7 @@ from tests.kernels import (
 )
 
 E4M3, FP8_DS_MLA, FP8_PER_TOKEN = DType.E4M3, DType.FP8_DS_MLA, DType.FP8_PER_TOKEN
+V4 = find_model("deepseek-v4-flash")
 V3, V32, LLAMA = find_model("deepseek-v3"), find_model("deepseek-v3.2"), find_model("llama-3-8b")
 
 
@@ -155,6 +156,43 @@ def test_a_scaled_fp8_cache_has_one_query_dtype(
     assert values(specs, "lookup") == lookups
 
 
+V41 = {"kv_dtypes": (DType.FP8_DSV41, DType.FP8_DSV41_INLINE_FP4_CA)}
+
+
+@pytest.mark.parametrize(
+    ("name", "use", "heads"),
+    [
+        ("deepseek-v4-flash", {"tp": (1, 2, 4, 8)}, (64, 32, 16, 8)),
+        ("deepseek-v4-pro", {"tp": (1, 2, 4, 8, 16), "q_lens": (1, 2)}, (128, 64, 32, 16, 8)),
+        ("deepseek-v4.1", {"tp": (1, 8), **V41}, (64, 8)),
+    ],
+)
+@pytest.mark.parametrize("arch", [SM_80, SM_90A], ids=str)
+def test_a_model_of_two_pools_has_its_kernels_for_any_pages(
+    name: str, use: dict[str, Any], heads: tuple[int, ...], arch: Arch
+) -> None:
+    """A query token is a sequence; page sizes are arguments, and the packed rows have defaults."""
+    specs = model_specs(arch, find_model(name), ServingOptions(**use))
+    expected = {
+        spec: None
+        for kv_dtype in use.get("kv_dtypes", (DType.FP8_DSV4,))
+        for rows in heads
+        for spec in mla_call_specs(
+            arch,
+            MlaVariant(
+                query_dtype=DType.BF16,
+                kv_dtype=kv_dtype,
+                qk_rope_head_dim=0,
+                page_size=0,
+                lookup="two_pools",
+            ),
+            rows,
+        )
+    }
+    assert specs == list(expected)
+    assert values(specs, "page_size") == {"0"}
+
+
 def gqa(heads: int, kv_heads: int, head_dim: int = 128, **facts: Any) -> GqaModel:
     """Return a model with grouped queries."""
     dims: Any = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
@@ -186,6 +224,8 @@ NO_GQA, NO_MLA = "no GQA decode kernel for query", "no MLA decode kernel for que
         (gqa(48, 8), {"tp": (6,)}, "tp: expected a divisor of num_key_value_heads 8, got 6"),
         (LLAMA, {"kv_dtypes": (FP8_DS_MLA,)}, f"{NO_GQA} bf16, cache fp8_ds_mla, output bf16; "),
         (V3, {"kv_dtypes": (DType.INT8,)}, f"{NO_MLA} bf16, cache int8; supported: "),
+        (V4, {"page_sizes": (64, 2)}, "page_size: expected none, as its kernels take any, got 64"),
+        (V4, {"lookups": ("sparse",)}, f"{NO_MLA} bf16, cache fp8_dsv4, .* \\(two_pools, shared, "),
     ],
     ids=[
         "heads",
@@ -195,6 +235,8 @@ NO_GQA, NO_MLA = "no GQA decode kernel for query", "no MLA decode kernel for que
         "kv heads",
         "cache of GQA",
         "cache of MLA",
+        "pages of two pools",
+        "lookup of two pools",
     ],
 )
 def test_an_unsupported_use_names_the_model(

@@ -54,7 +54,9 @@ NAMES: dict[str | None, str] = {
     "qwen3-8b": "Qwen/Qwen3-4B-Instruct-2507",
     "gemma-4-31b": "google/gemma-4-31B-it",
     "llama-4-scout": "meta-llama/Llama-4-Maverick-17B-128E-Instruct-FP8",
-    "deepseek-v4": "deepseek-ai/DeepSeek-V4-Flash",
+    "deepseek-v4-flash": "deepseek-ai/DeepSeek-V4-Flash DeepSeek-V4-Flash-Base",
+    "deepseek-v4-pro": "deepseek-ai/DeepSeek-V4-Pro",
+    "deepseek-v4.1": "deepseek-ai/DeepSeek-V4.1-Flash",
     "gpt-oss-120b": "openai/gpt-oss-20b",
     None: "deepseek-ai/DeepSeek-R1-Distill-Llama-8B someone/DeepSeek-V3 glm-6",
 }

@@ -14,7 +14,7 @@ from packaging.version import Version
 from mlagen.errors import ArgumentError
 from mlagen.models.config import MlaModel, read_model
 from mlagen.models.fields import model_types
-from mlagen.models.layers import ALIASES, GQA_KINDS, LEFT_OUT, MLA_KINDS
+from mlagen.models.layers import ALIASES, GQA_KINDS, LEFT_OUT, MLA_KINDS, POOL_KINDS
 
 TABLE = Path(__file__).parent / "public_configs.tsv"
 needs_transformers = pytest.mark.skipif(
@@ -39,7 +39,8 @@ def outcome_of(content: str) -> str:
         return f"refused {str(error).split(': ')[1]}"
     if isinstance(model, MlaModel):
         sparse = " sparse" if model.is_sparse else ""
-        text = f"mla {model.heads} {model.kv_lora_rank}+{model.qk_rope_head_dim}{sparse}"
+        pools = " two pools" if model.has_two_pools else ""
+        text = f"mla {model.heads} {model.kv_lora_rank}+{model.qk_rope_head_dim}{sparse}{pools}"
     else:
         layers = (
             f"{made.heads}/{made.kv_heads}x{made.head_dim}" for made in model.heads_of_layers()
@@ -71,11 +72,9 @@ def test_the_kinds_of_layers_are_those_of_transformers() -> None:
 
     remap = upstream._LEGACY_LAYER_TYPE_REMAP
     assert {kind: remap[kind] for kind in ALIASES} == ALIASES
-    refused = {  # by the kind, and most of them by the model type too
-        *("window_attention", "compressed_sparse_attention", "heavily_compressed_attention"),
-        *("minimax_m3_sparse", "reference_sliding_attention"),
-    }
-    known = {*GQA_KINDS, *MLA_KINDS, *LEFT_OUT, "moe"} - {"mamba2", "recurrent"}
+    # By the kind, and most of them by the model type too.
+    refused = {"window_attention", "minimax_m3_sparse", "reference_sliding_attention"}
+    known = {*GQA_KINDS, *MLA_KINDS, *POOL_KINDS, *LEFT_OUT, "moe"} - {"mamba2", "recurrent"}
     assert {*upstream.ALLOWED_ATTN_LAYER_TYPES} == known | refused
 
 
@@ -93,7 +92,15 @@ def test_the_kinds_of_layers_are_those_of_transformers() -> None:
             "gpt2",
             "dbrx",
         ),
-        *("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_linear", "hy_v4", "mistral4"),
+        *(
+            "deepseek_v3",
+            "deepseek_v32",
+            "deepseek_v4",
+            "glm_moe_dsa",
+            "kimi_linear",
+            "hy_v4",
+            "mistral4",
+        ),
     ],
 )
 def test_what_a_missing_key_stands_for_is_the_default_of_transformers(name: str) -> None:

@@ -15,6 +15,7 @@ from tests.models.test_config import MLA, read
 
 GQA = BARE_GQA | {"head_dim": 128}
 FALCON = {"model_type": "falcon", "num_attention_heads": 64, "hidden_size": 4096, "num_kv_heads": 8}
+V4: dict[str, Any] = {"model_type": "deepseek_v4", "num_attention_heads": 64, "head_dim": 512}
 CHATGLM: dict[str, Any] = {"model_type": "chatglm", "num_attention_heads": 32, "kv_channels": 128}
 CHATGLM |= {"hidden_size": 4096, "multi_query_group_num": 2}
 
@@ -118,7 +119,11 @@ V_HEADS = {"head_dim": 192, "v_head_dim": 128}
         (BARE_GQA | {"hidden_size": None}, "hidden_size: expected 1 or more, got none"),
         (gqa(head_dim=72), "head_dim: no GQA decode kernel for head_dim 72; supported: "),
         (gqa(compress_rates={"a": 4}), "compress_rates: expected a KV cache of all tokens, not "),
-        (gqa(model_type="deepseek_v4"), "model_type: expected a KV cache of all tokens, not "),
+        (V4 | {"head_dim": 576}, "head_dim, qk_rope_head_dim: expected (512, 64), got (576, 64)"),
+        (V4 | {"qk_rope_head_dim": 32}, "head_dim, qk_rope_head_dim: expected (512, 64), got"),
+        (V4 | {"layer_types": ["full_attention"]}, "layer_types: expected sliding_attention or c"),
+        (V4 | {"compress_group": 4}, "compress_group: expected a KV cache of all tokens, not a c"),
+        (V4 | {"kv_group_dim": 4}, f"kv_group_dim: {NO_KEY} its effect on MLA, got 4"),
         ({"model_type": "minimax_m3_vl"}, f"model_type: {BLOCKS} 'minimax_m3_vl'"),
         ({"model_type": "mamba"}, "model_type: expected layers that attend over a KV cache, got"),
         (gqa(model_type="diffllama"), "model_type: expected attention without differences"),

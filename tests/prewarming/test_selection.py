@@ -190,7 +190,10 @@ INT = "expected an int, 1 or more, got"
             SERVED | {"wanted": {"kv_dtype": "fp9"}},
             f"kv_dtype: expected one of {DTYPES}, got 'fp9'",
         ),
-        (SERVED | {"wanted": {"lookup": "dense"}}, "lookup: expected one of paged, sparse, got "),
+        (
+            SERVED | {"wanted": {"lookup": "dense"}},
+            "lookup: expected one of paged, sparse, two_pools, got ",
+        ),
         (SERVED | {"families": ["mla"]}, f"family: expected one of {FAMILIES}, got 'mla'"),
         ({"kernels": COMBINE, "families": ["mla_sm80"]}, f"families: {ALONE} ['mla_sm80']"),
         ({"kernels": COMBINE, "wanted": {"dtype": "bf16"}}, f"dtype: {ALONE} 'bf16'"),
