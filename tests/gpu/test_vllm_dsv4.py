@@ -14,7 +14,14 @@ from tests.fixture_types import Patch
 from tests.integrations import dsv4 as problem
 from tests.integrations.attended import assert_near
 from tests.integrations.servers import is_installed
-from tests.integrations.vllm.dsv4_layers import KINDS, POSITIONS, Kind, built_metadata, layer_of
+from tests.integrations.vllm.dsv4_layers import (
+    KINDS,
+    POSITIONS,
+    SLOTS,
+    Kind,
+    built_metadata,
+    layer_of,
+)
 
 SCHEDULES = ("swaonly", "c4a", "c128a", "c1a", "c2a")
 
@@ -58,6 +65,7 @@ def test_a_step_and_its_graph_are_as_with_flash_mla(
     output = layers[1]._alloc_attn_out(len(query), query)
     got = attended(layers[1], output)
     assert_near(got.cpu(), expected.cpu())
+    assert [bool(token.any()) for token in expected] == [slot >= 0 for slot in SLOTS]
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from tests.integrations.attended import E4M3, attended
+from tests.integrations.attended import attended
+from tests.problems.dsv4_rows import V4, Bytes, Pages, decoded, empty_pool, random_rows
 
 HEADS, PADDED, SCALE = 8, 64, 512**-0.5
-LATENT, DATA, ROW = 448, 576, 584  # bytes; the rope dims end the data, the scales follow a page's
+DATA, ROW = V4.data, V4.width  # bytes
 
 
 def cache(pages: int, page_size: int, seed: int, gap: int = 0) -> torch.Tensor:
@@ -17,29 +18,30 @@ def cache(pages: int, page_size: int, seed: int, gap: int = 0) -> torch.Tensor:
 
     ``gap`` bytes more than the alignment to 576 lie between the pages.
     """
+    pool = _pool(pages, page_size, -(-page_size * ROW // DATA) * DATA + gap)
     generator = torch.Generator().manual_seed(seed)
-    stride = -(-page_size * ROW // DATA) * DATA + gap
-    stored = torch.full((pages, stride), 0xFF, dtype=torch.uint8)
-    data = stored[:, : DATA * page_size].view(pages, page_size, DATA)
-    latents = torch.randn(pages, page_size, LATENT, generator=generator)
-    data[..., :LATENT] = latents.to(E4M3).view(torch.uint8)
-    rope = torch.randn(pages, page_size, 64, generator=generator).bfloat16()
-    data[..., LATENT:] = rope.view(torch.uint8)
-    scales = stored[:, DATA * page_size : ROW * page_size].view(pages, page_size, ROW - DATA)
-    scales[..., :7] = torch.randint(124, 129, (pages, page_size, 7), generator=generator)
-    return stored.as_strided((pages, page_size, ROW), (stride, ROW, 1))
+    rows = zip(*random_rows(V4, pages * page_size, "alike", generator), strict=True)
+    for entry, (data, scales) in enumerate(rows):
+        pool.store(entry, data, scales)
+    return pool.view("cpu", "3-D")
+
+
+def _pool(pages: int, page_size: int, page_bytes: int) -> Bytes:
+    return empty_pool(
+        V4, Pages(count=pages, page_size=page_size, page_bytes=page_bytes), is_inline=False
+    )
 
 
 def rows_of(pages: torch.Tensor) -> torch.Tensor:
     """Return the tokens of a cache ``[pages, page_size, 1, 584]`` in float64."""
     count, page_size = pages.shape[:2]
+    pool = _pool(count, page_size, pages.stride(0))
     stored = pages.view(torch.uint8)
-    whole = stored.as_strided((count, page_size * ROW), (stored.stride(0), 1))
-    data = whole[:, : page_size * DATA].reshape(-1, DATA)
-    codes = data[:, :LATENT].contiguous().view(E4M3).double()
-    rope = data[:, LATENT:].contiguous().view(torch.bfloat16).double()
-    scales = whole[:, page_size * DATA :].reshape(-1, ROW - DATA)[:, :7].double() - 127
-    return torch.cat([codes * scales.exp2().repeat_interleave(64, dim=1), rope], dim=1)
+    memory = stored.as_strided((count * pages.stride(0),), (1,))
+    starts = [pool.starts(entry) for entry in range(count * page_size)]
+    data = torch.stack([memory[at : at + DATA] for at, _ in starts])
+    scales = torch.stack([memory[at : at + V4.codes // V4.group] for _, at in starts])
+    return decoded(V4, data, scales)
 
 
 def flash_mla(

@@ -151,6 +151,8 @@ def test_a_step_is_what_flash_mla_computes_from_its_arguments(
     assert len(calls) == 1
     assert got[:, : problem.HEADS].is_contiguous()  # no kernel copies it
     assert_near(got[:, : problem.HEADS], expected[:, : problem.HEADS])
+    heads = expected[:, : problem.HEADS]
+    assert [bool(token.any()) for token in heads] == [slot >= 0 for slot in SLOTS]
     assert call["topk_length"].tolist() == [128, 128, 4, 5, 0]
     assert (call["extra_k_cache"] is None) == (kind.page is None)
     if is_installed("vllm"):
