@@ -66,6 +66,12 @@ def mla_sm90_fp8kv(*, rows: int = 64, **changes: Any) -> MlaSm90Fp8KvSpec:
     return spec
 
 
+def mla_sm90_two_pools(*, rows: int = 64) -> MlaSm90Fp8KvSpec:
+    """Return the sm90 kernel of DeepSeek-V4 for ``rows`` rows."""
+    facts: dict[str, Any] = {"kv_dtype": DType.FP8_DSV4, "lookup": "two_pools"}
+    return mla_sm90_fp8kv(rows=rows, qk_rope_head_dim=0, page_size=0, **facts)
+
+
 def gqa_sm80(*, arch: Arch = SM_90A, rows: int = 16, **changes: Any) -> GqaSm80Spec:
     """Return the sm80 bf16 kernel of Llama 3 for ``rows`` rows, with some fields replaced."""
     variant = GqaVariant(query_dtype=DType.BF16, kv_dtype=DType.BF16, out_dtype=DType.BF16)

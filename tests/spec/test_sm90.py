@@ -44,8 +44,9 @@ class Family(NamedTuple):
 # Two dtypes, with rope or without, three tiles: two masks in four page sizes, and top-k indices in
 # all.
 _MLA_KERNELS = 2 * 2 * 3 * (2 * 4 + len(PAGE_SIZES))
-# Four dtype pairs have two dims and three modes, fp8_per_token has one; three tiles each.
-_FP8KV_KERNELS = (4 * 2 * 3 + 1) * 3 * len(PAGE_SIZES)
+# Four dtype pairs have two dims and three modes, fp8_per_token has one; three tiles each. Two pools
+# have any page size.
+_FP8KV_KERNELS = ((4 * 2 * 3 + 1) * len(PAGE_SIZES) + 1) * 3
 # Query and cache of one dtype, or e4m3 with either output; four page sizes; tiles of three head
 # dims, the smallest of them for one, two or four KV heads per CTA.
 _GQA_KERNELS = 2 * 4 * ((4 + 3 + 2) + 2 * (5 + 4 + 2))
@@ -73,6 +74,8 @@ NOT_COVERED: dict[str, list[dict[str, Any]]] = {
     "mla_sm90_fp8kv": [
         *({"kv_dtype": DType.BF16}, {"query_dtype": DType.FP16}),
         *({"kv_dtype": DType.E4M3, **change} for change in NO_KERNEL[:3]),
+        *({"lookup": "two_pools"}, {"kv_dtype": DType.FP8_DSV4}),
+        {"kv_dtype": DType.FP8_DSV41, "lookup": "two_pools"},
     ],
     "gqa_sm90": [
         *({"kv_dtype": DType.INT8}, {"kv_dtype": DType.NVFP4}),

@@ -10,7 +10,7 @@ from mlagen.compiler.nvrtc import compile_to_ptx
 from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
-from tests.kernels import gqa_sm90, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv
+from tests.kernels import gqa_sm90, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv, mla_sm90_two_pools
 from tests.launch_repeats import GQA_DELAYS as GQA
 from tests.launch_repeats import MLA_DELAYS as MLA
 from tests.launch_repeats import delayed_source
@@ -27,6 +27,7 @@ KERNELS: dict[str, tuple[KernelSpec, Mapping[str, int], str]] = {
     "mla_sm90, lists": (mla_sm90(lookup="sparse"), MLA, ""),
     "mla_sm90_fp8": (mla_sm90_fp8(), MLA, ""),
     "mla_sm90_fp8kv": (mla_sm90_fp8kv(), MLA, ""),
+    "mla_sm90_fp8kv, two pools": (mla_sm90_two_pools(), MLA, ""),
 }
 
 

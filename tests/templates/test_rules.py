@@ -28,6 +28,7 @@ from tests.kernels import (
     mla_sm90,
     mla_sm90_fp8,
     mla_sm90_fp8kv,
+    mla_sm90_two_pools,
 )
 
 from .headers import variants
@@ -194,6 +195,7 @@ def test_plain_files_are_formatted() -> None:
         mla_sm90_fp8kv(rows=16, lookup="paged", kv_dtype=DType.E4M3),
         mla_sm90_fp8kv(query_dtype=DType.E4M3, kv_dtype=DType.E4M3),
         mla_sm90_fp8kv(query_dtype=DType.E4M3, qk_rope_head_dim=0),
+        *(mla_sm90_two_pools(rows=rows) for rows in (16, 64)),
         gqa_sm80(),
         gqa_sm80(arch=SM_80, kv_dtype=DType.E4M3, out_dtype=DType.E4M3),
         gqa_sm80(kv_dtype=DType.NVFP4),

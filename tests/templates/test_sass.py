@@ -19,7 +19,7 @@ from mlagen.compiler.toolchain import find_nvrtc
 from mlagen.spec.dtype import DType
 from mlagen.spec.kernel import KernelSpec
 from tests.built_once import cubin_of
-from tests.kernels import gqa_sm90, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv
+from tests.kernels import gqa_sm90, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv, mla_sm90_two_pools
 from tests.sass import moves_between_mmas, nvdisasm_is_missing, overtaken
 
 pytestmark = pytest.mark.skipif(
@@ -36,6 +36,7 @@ WITH_DESCRIPTORS: list[KernelSpec] = [
         for rope in (64, 0)
     ),
     mla_sm90_fp8kv(qk_rope_head_dim=0),
+    *(mla_sm90_two_pools(rows=rows) for rows in (16, 64)),
 ]
 KERNELS: list[KernelSpec] = [
     *(
