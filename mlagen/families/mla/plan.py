@@ -55,7 +55,10 @@ def choose_block_m(spec: MlaSm90Spec, shape: ProblemShape, sm_count: int) -> int
     kv_blocks = shape.batch * _kv_blocks_of(spec, shape.max_kv_len)
     for rows, kv_blocks_per_sm in spec.smaller_tiles:
         tiles = -(-shape.rows // rows)
-        if rows < spec.block_m and tiles * kv_blocks <= kv_blocks_per_sm * sm_count:
+        is_little = tiles * kv_blocks <= kv_blocks_per_sm * sm_count
+        if spec.needs_one_wave:
+            is_little &= tiles * shape.batch <= sm_count
+        if rows < spec.block_m and is_little:
             return rows
     return spec.block_m
 

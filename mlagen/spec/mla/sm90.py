@@ -129,6 +129,11 @@ class MlaSm90Spec(MlaKernelSpec):
         return self.block_m <= _MAX_SWAP_AB_ROWS
 
     @property
+    def needs_one_wave(self) -> bool:
+        """Whether smaller tiles must not outnumber the SMs: short lists are mostly overhead."""
+        return self.has_two_pools
+
+    @property
     def folder(self) -> str:
         """Folder of one of the two kernels."""
         return f"kernels/mla_sm90/{'swap_ab' if self.swap_ab else 'seesaw'}"
@@ -314,6 +319,8 @@ class MlaSm90Fp8KvSpec(_Fp8Spec):
     @property
     def small_calls(self) -> tuple[tuple[int, int], ...]:
         """(max rows per sequence, max KV blocks) of calls that sm80 runs faster on 132 SMs."""
+        if self.has_two_pools:  # lists of some hundred tokens: one or two of them
+            return ((128, 20),)
         return ((128, 128),) if self.splits_query else ((16, 64),)
 
     @property

@@ -10,6 +10,7 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "kv_scales.cuh"
+#include "load_query.cuh"
 #include "pipeline/work_pipeline.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/wgmma.cuh"
@@ -132,7 +133,8 @@ struct QkWarpgroup {
     }
   }
 
-  // Promotes the scale groups from `kGroup` on, and refills the MMAs in flight.
+  // Promotes the scale groups from `kGroup` on, and refills the MMAs in flight. While they are,
+  // takes a part of the rope elements for the shared scale of V.
   template <int kGroup>
   __device__ void add_groups(GroupScores (&pending_scores)[kGroupsInFlight], const KScales& scales,
                              u32 k_desc, u32 q_desc) {
@@ -142,6 +144,7 @@ struct QkWarpgroup {
     GroupScores& group_scores = pending_scores[kGroup % kGroupsInFlight];
     add_scaled_group(group_scores, scales, kGroup);
     if constexpr (kNext < kScaleGroups) qk_gemm_group(group_scores, k_desc, q_desc, kNext);
+    if constexpr (kHasRopeInV) thread_scales.add_rope(kGroup);
     if constexpr (kRemaining > 0) add_groups<kGroup + 1>(pending_scores, scales, k_desc, q_desc);
   }
 
@@ -180,7 +183,7 @@ struct QkWarpgroup {
 
   // `index` counts the KV blocks of the work item. What does not depend on the scores precedes the
   // wait for the MMAs: the step from S to P is the critical path of the CTA.
-  __device__ void process_block(u32 index) {
+  __device__ void process_block(u32 index, bool is_last) {
     const int stage = stage_of<kStages>(blocks_done);
     const u32 k_desc = warp_uniform(descriptor_low(shared_address(smem.kv[stage])));
     const u32 q_desc = warp_uniform(descriptor_low(shared_address(smem.query)));
@@ -199,7 +202,7 @@ struct QkWarpgroup {
     const float shared_scale = smem.shared_scale;
     thread_scales.store(smem.kv[stage], qk_thread, shared_scale);
     softmax.publish_block_scale(qk_thread, stage, false);
-    const bool exceeds_max_scaled = thread_scales.exceeds_max_scaled(shared_scale);
+    bool exceeds_max_scaled = thread_scales.exceeds_max_scaled(shared_scale);
     const bool is_masked = __any_sync(~0u, needs_mask(stage, first_token));
     if constexpr (kStoredRopeDim > 0) {
       wgmma_wait_group<kGroupsInFlight>();
@@ -207,12 +210,16 @@ struct QkWarpgroup {
     }
     add_groups<0>(pending_scores, scales, k_desc, q_desc);
     if (kDelaysPv && qk_thread.lane == 0) arrive(smem.scores_full[stage]);
+    if (kQkSplitsQ && is_last && qk_thread.lane == 0) arrive(smem.query_empty);
     if (is_masked) {
       if constexpr (kIsSparse) {
         mask_invalid(smem.invalid_mask[stage].all(), qk_thread);
       } else {
         mask_by_kv_len(first_token, qk_thread);
       }
+    }
+    if constexpr (kHasRopeInV) {
+      exceeds_max_scaled |= thread_scales.rope_exceeds_max_scaled(shared_scale);
     }
     softmax.update(scores, thread_scales, qk_thread, stage, index == 0, exceeds_max_scaled);
     ++blocks_done;
@@ -223,17 +230,33 @@ struct QkWarpgroup {
     const u32 begin = blocks_done;
     const u32 end = begin + warp_uniform(work.num_kv_blocks);
 #pragma unroll 1
-    while (__any_sync(~0u, blocks_done != end)) process_block(blocks_done - begin);
-    // All warps are done with Q: they have met at a barrier since its last read, or never read it.
-    if (reload_tid() % kQkThreads == 0) arrive(smem.query_empty);
+    while (__any_sync(~0u, blocks_done != end)) {
+      process_block(blocks_done - begin, kQkSplitsQ && blocks_done + 1 == end);
+    }
+    if constexpr (kQkSplitsQ) {
+      if (begin == end && reload_lane() == 0) arrive(smem.query_empty);
+    } else {
+      // All warps are done with Q: they have met at a barrier since its last read, or never read
+      // it.
+      if (reload_tid() % kQkThreads == 0) arrive(smem.query_empty);
+    }
     softmax.publish_row_max(work_slot(work.work_idx));
   }
 };
+
+// Splits Q of a work item after the first, whose copies have arrived.
+__device__ inline void split_q_of_qk(SharedMemoryPlan& smem) {
+  if constexpr (kQkSplitsQ) {
+    split_q<kCodeTiles>(smem, reload_tid() % kQkThreads, kQkThreads);
+    named_barrier_sync(NamedBarrier::QkSynced, kQkThreads);
+  }
+}
 
 __device__ inline void qk_loop(const Params& params, SharedMemoryPlan& smem) {
   u32 blocks_done = 0;
   work_loop(smem, [&](const WorkItem& work, u32 work_idx) {
     wait_query(smem, work_idx);
+    if (kQkSplitsQ && work_idx > 0) split_q_of_qk(smem);
     QkWarpgroup qk_warpgroup(params, smem, work, blocks_done);
     qk_warpgroup.process_work();
   });

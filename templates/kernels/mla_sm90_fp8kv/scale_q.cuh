@@ -48,6 +48,10 @@ __device__ inline void convert_q_rope(SharedMemoryPlan& smem, int thread, int nu
   }
 }
 
+// An FP8 Q is not split.
+template <int>
+__device__ inline void split_q(SharedMemoryPlan&, int, int) {}
+
 // Waits for the copies of Q and arrives at `full`. Called by the threads that issued them.
 template <int>
 __device__ inline void finish_q_load(SharedMemoryPlan& smem, const Barrier& full, int thread,

@@ -46,6 +46,10 @@ struct ThreadScales {
     return amax() * shared_scale >= kMaxScaled;
   }
 
+  // V has no rope part.
+  __device__ static void add_rope(int) {}
+  __device__ static bool rope_exceeds_max_scaled(float) { return false; }
+
   // Largest finite magnitude.
   __device__ float amax() const {
     const float a = fabsf(per_token[0]);

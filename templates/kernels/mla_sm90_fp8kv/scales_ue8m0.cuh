@@ -43,8 +43,11 @@ struct KScales {
 
 // Scales of groups 2c and 2c + 1 with c = lane % 4, which this thread stores as V scales.
 struct ThreadScales {
+  static constexpr int kRopeParts = kTokensPerQkWarp * kRopeBytes / (kWarpLanes * kChunkBytes);
+
   u32 codes;  // of the first token, then of the second
-  float finite_amax;  // also of what a scale must be for a part of the rope elements
+  u32 rope_amax;  // bf16 bits: of some elements of the warp's tokens, in both halves
+  const Chunk* rope;  // of this lane
 
   __device__ void select(const KScales& scales, const unsigned char* stage,
                          const QkThread& qk_thread) {
@@ -52,8 +55,9 @@ struct ThreadScales {
     codes = __byte_perm(groups < 2 ? scales.codes[0].x : scales.codes[0].y,
                         groups < 2 ? scales.codes[1].x : scales.codes[1].y,
                         groups % 2 == 0 ? 0x5410 : 0x7632);
-    const int code = max(largest_code(), code_of_rope(stage, qk_thread));
-    finite_amax = pow2_of_ue8m0(static_cast<u32>(max(code, 0)));
+    rope_amax = 0;
+    rope = reinterpret_cast<const Chunk*>(stage + kRopeTileOffset) +
+           qk_thread.warp * kRopeParts * kWarpLanes + qk_thread.lane;
   }
 
   // The largest code that is not NaN; -1 without one.
@@ -66,30 +70,33 @@ struct ThreadScales {
     return static_cast<int>(max(larger & 0xffff, larger >> 16)) - 1;
   }
 
-  // The code of a scale for the rope elements of the warp's tokens that this lane reads: scaled
-  // like 448 times it, they are below kMaxV.
-  __device__ static int code_of_rope(const unsigned char* stage, const QkThread& qk_thread) {
-    constexpr int kChunks = kTokensPerQkWarp * kRopeBytes / kChunkBytes;
-    const Chunk* chunks =
-        reinterpret_cast<const Chunk*>(stage + kRopeTileOffset) + qk_thread.warp * kChunks;
-    u32 amax = 0;  // of the low and of the high halves of all words
+  // Takes a part of the rope elements of the warp's tokens, if there is a part of this number.
+  __device__ void add_rope(int part) {
+    if (part >= kRopeParts) return;
+    const Chunk loaded = rope[part * kWarpLanes];
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; chunk += kWarpLanes) {
-      const Chunk loaded = chunks[chunk + qk_thread.lane];
-#pragma unroll
-      for (int word = 0; word < 4; ++word) {
-        amax = max_u16x2(amax, loaded.words[word] & 0x7fff7fff);
-      }
+    for (int word = 0; word < 4; ++word) {
+      rope_amax = max_u16x2(rope_amax, loaded.words[word] & 0x7fff7fff);
     }
-    const int exponent = static_cast<int>(max(amax & 0xffff, amax >> 16) >> 7);
+  }
+
+  // The code of a scale for the rope elements: scaled like 448 times it, they are below kMaxV.
+  __device__ int code_of_rope() const {
+    const int exponent = static_cast<int>(max(rope_amax & 0xffff, rope_amax >> 16) >> 7);
     return exponent == kUe8m0Nan ? -1 : exponent - 8;
   }
 
   __device__ bool exceeds_max_scaled(float shared_scale) const {
-    return amax() * shared_scale >= kMaxScaled;
+    return pow2_of_ue8m0(static_cast<u32>(max(largest_code(), 0))) * shared_scale >= kMaxScaled;
+  }
+  __device__ bool rope_exceeds_max_scaled(float shared_scale) const {
+    return pow2_of_ue8m0(static_cast<u32>(max(code_of_rope(), 0))) * shared_scale >= kMaxScaled;
   }
 
-  __device__ float amax() const { return finite_amax; }
+  // Of the finite scales, and of what a scale must be for the rope elements.
+  __device__ float amax() const {
+    return pow2_of_ue8m0(static_cast<u32>(max(max(largest_code(), code_of_rope()), 0)));
+  }
 
   // Overwrites the stored scales, which all lanes of the warp must have read.
   __device__ void store(unsigned char* stage, const QkThread& qk_thread, float shared_scale) const {

@@ -159,12 +159,9 @@ __device__ inline void load_q(const Params& params, const WorkCoord& coord, Shar
   }
 }
 
-// Waits for the copies of Q, splits it in place and arrives at `full`. Called by the threads that
-// issued the copies, each for its own chunks; kTilesPerStep tiles at a time.
+// Splits Q in place, kTilesPerStep tiles at a time.
 template <int kTilesPerStep>
-__device__ inline void finish_q_load(SharedMemoryPlan& smem, const Barrier& full, int thread,
-                                     int num_threads) {
-  cp_async_wait_group<0>();
+__device__ inline void split_q(SharedMemoryPlan& smem, int thread, int num_threads) {
   const int lane = thread % 8;
 #pragma unroll 1
   for (int row = thread / 8; row < kBlockM; row += num_threads / 8) {
@@ -203,6 +200,15 @@ __device__ inline void finish_q_load(SharedMemoryPlan& smem, const Barrier& full
     }
   }
   fence_proxy_async();
+}
+
+// Waits for the copies of Q, splits it and arrives at `full`. Called by the threads that issued the
+// copies, each for its own chunks.
+template <int kTilesPerStep>
+__device__ inline void finish_q_load(SharedMemoryPlan& smem, const Barrier& full, int thread,
+                                     int num_threads) {
+  cp_async_wait_group<0>();
+  split_q<kTilesPerStep>(smem, thread, num_threads);
   __syncwarp();
   if (reload_lane() == 0) arrive(full);
 }
