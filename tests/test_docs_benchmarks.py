@@ -20,17 +20,27 @@ from cache_tools.benchmark.suites import MODES
 from cache_tools.benchmark.table import summaries_of
 from tests.doc_text import table
 
-ROOT = Path(__file__).resolve().parents[1]
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+# The page of each suite, and the folder of its results.
+PAGES = {
+    "full": (DOCS / "benchmarks.md", "results"),
+    "v4": (DOCS / "benchmarks-v4.md", "results/v4"),
+}
 RESULTS = {
-    path.stem: read_document("results", path)
-    for path in sorted((ROOT / "docs" / "results").glob("*.json"))
+    suite: {
+        path.stem: read_document("results", path) for path in sorted((DOCS / folder).glob("*.json"))
+    }
+    for suite, (_, folder) in PAGES.items()
 }
 
 
-def render_page(page: str) -> str:
-    """Return the page with a section for each GPU below its first two."""
-    head = page.partition(f"## {short_name(next(iter(RESULTS.values())))}\n")[0]
-    return head + "\n".join(_section(name, document) for name, document in RESULTS.items())
+def render_page(page: str, suite: str) -> str:
+    """Return the page with a section for each GPU below its first one, the method."""
+    head = "\n## ".join(page.split("\n## ")[:2]).rstrip()
+    sections = [_section(suite, name, document) for name, document in RESULTS[suite].items()]
+    if not sections:
+        sections = ["## Results\n\nNo GPU has measured this suite yet.\n"]
+    return "\n".join([f"{head}\n", *sections])
 
 
 def short_name(document: Mapping[str, Any]) -> str:
@@ -38,47 +48,56 @@ def short_name(document: Mapping[str, Any]) -> str:
     return str(document["gpu"]).removeprefix("NVIDIA ").partition(" ")[0]
 
 
-def _section(name: str, document: Mapping[str, Any]) -> str:
+def _section(suite: str, name: str, document: Mapping[str, Any]) -> str:
     gpu, ceilings = document["gpu"], document["ceilings"]
-    baselines = ", ".join(f"{key} ({version})" for key, version in document["baselines"].items())
+    fp8 = ceilings["fp8_tflop_s"]
+    versions = document["baselines"]
+    baselines = ", ".join(f"{key} ({versions[key]})" for key in _measured_baselines(document))
     facts = (
-        f"{gpu}, {document['power_limit_w']:.0f} W, {document['max_sm_mhz']:.0f} MHz, "
+        f"[{gpu}]({PAGES[suite][1]}/{name}.json), "
+        f"{document['power_limit_w']:.0f} W, {document['max_sm_mhz']:.0f} MHz, "
         f"driver {document['driver']}, torch {document['torch']}, NVRTC {document['nvrtc']}, "
         f"mlagen {document['mlagen']} at `{document['commit']}`; "
     )
     rates = (
         f"measured {ceilings['read_gb_s']:.0f} GB/s, "
-        f"{ceilings['bf16_tflop_s']:.0f} TFLOP/s in bf16, "
-        f"{ceilings['fp8_tflop_s']:.0f} TFLOP/s in e4m3."
+        f"{ceilings['bf16_tflop_s']:.0f} TFLOP/s in bf16"
+        f"{'' if fp8 is None else f', {fp8:.0f} TFLOP/s in e4m3'}."
     )
-    image = f"images/benchmark-{name}.svg"
+    image = f"![Share of the roofline bound](images/benchmark-{name}.svg)\n"
     by_case: dict[str, dict[str, Any]] = {}
     for row in document["cases"]:
         by_case.setdefault(row["case"], {})[row["mode"]] = row
     return "\n".join(
         [
             f"## {short_name(document)}\n",
-            f"![Share of the roofline bound]({image})\n",
+            *([image] if suite == "full" else []),
             f"- {facts}{rates}\n- Baselines: {baselines}.",
             *(f"- {line[0].upper()}{line[1:]}." for line in summaries_of(document["cases"])),
             _by_baseline(document),
-            *_not_measured(by_case),
+            *_not_measured(suite, by_case),
             "",
-            *table([_cells(modes, list(document["baselines"])) for modes in by_case.values()]),
+            *table([_cells(modes, _measured_baselines(document)) for modes in by_case.values()]),
         ]
     )
 
 
-def _not_measured(measured: Mapping[str, Any]) -> list[str]:
+def _not_measured(suite: str, measured: Mapping[str, Any]) -> list[str]:
     """Return a line about the cases of the suite that a document, of an earlier commit, lacks."""
-    missing = len(select_cases(suite="full")) - len(measured)
+    missing = len(select_cases(suite=suite)) - len(measured)
     return [f"- {missing} cases of the suite were not measured at that commit."] if missing else []
+
+
+def _measured_baselines(document: Mapping[str, Any]) -> list[str]:
+    """Return the baselines that serve a case."""
+    served = {name for row in document["cases"] for name in row["baselines"]}
+    return [name for name in document["baselines"] if name in served]
 
 
 def _by_baseline(document: Mapping[str, Any]) -> str:
     """Return the ratios to each baseline, fresh and sustained."""
     parts = []
-    for name in document["baselines"]:
+    for name in _measured_baselines(document):
         means = []
         for mode in ("fresh", "sustained"):
             rows = [row for row in document["cases"] if row["mode"] == mode]
@@ -114,7 +133,6 @@ def _ratio(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}"
 
 
-PAGE = ROOT / "docs" / "benchmarks.md"
 RENEW = "renew with: MLAGEN_ACCEPT=1 python3 -m pytest tests/test_docs_benchmarks.py"
 
 # A figure of speed: a time, a rate or a ratio.
@@ -122,45 +140,49 @@ _SPEED = re.compile(
     r"\d\s*(us|µs|GB/s|TB/s|TFLOP|tokens/s|x faster|x slower|% (faster|slower|less))\b"
 )
 
-results = pytest.mark.parametrize("name", RESULTS)
+results = pytest.mark.parametrize(
+    ("suite", "document"),
+    [(suite, document) for suite, documents in RESULTS.items() for document in documents.values()],
+    ids=[f"{suite}, {name}" for suite, documents in RESULTS.items() for name in documents],
+)
 
 
-def test_the_page_is_the_output_of_its_generator() -> None:
-    """Sections of docs/benchmarks.md are generated from docs/results, and it fits 180 lines."""
-    written = PAGE.read_text(encoding="utf-8")
-    expected = render_page(written)
+@pytest.mark.parametrize("suite", PAGES)
+def test_the_page_is_the_output_of_its_generator(suite: str) -> None:
+    """Sections of GPUs are generated from the results, and a page fits 180 lines."""
+    page, _ = PAGES[suite]
+    expected = render_page(page.read_text(encoding="utf-8"), suite)
     if os.environ.get("MLAGEN_ACCEPT"):
-        PAGE.write_text(expected, encoding="utf-8")
-    assert PAGE.read_text(encoding="utf-8") == expected, RENEW
+        page.write_text(expected, encoding="utf-8")
+    assert page.read_text(encoding="utf-8") == expected, RENEW
     assert len(expected.splitlines()) <= 180
-    links = [f"[{short_name(each)}](results/{name}.json)" for name, each in RESULTS.items()]
-    assert ", ".join(links) in expected
 
 
 @results
-def test_results_are_of_a_clean_run(name: str) -> None:
+def test_results_are_of_a_clean_run(suite: str, document: Mapping[str, Any]) -> None:
     """A committed document has cases of the suite in every mode, right, and tells what ran."""
-    document = RESULTS[name]
     rows = {(row["case"], row["mode"]) for row in document["cases"]}
     labels = {label for label, _ in rows}
-    assert labels <= {case.label for case in select_cases(suite="full")}
+    assert labels <= {case.label for case in select_cases(suite=suite)}
     assert rows == {(label, mode) for label in labels for mode in MODES}
     assert all(row["mlagen"]["is_right"] for row in document["cases"])
     assert re.fullmatch(r"[0-9a-f]{12}", document["commit"])
     assert None not in document.values()
 
 
-def test_one_gpu_has_every_case() -> None:
-    """No case of the suite is without a result."""
-    labels = {row["case"] for document in RESULTS.values() for row in document["cases"]}
-    assert labels == {case.label for case in select_cases(suite="full")}
+@pytest.mark.parametrize("suite", [suite for suite in PAGES if RESULTS[suite]])
+def test_one_gpu_has_every_case(suite: str) -> None:
+    """No case of a suite with results is without one."""
+    documents = RESULTS[suite].values()
+    labels = {row["case"] for document in documents for row in document["cases"]}
+    assert labels == {case.label for case in select_cases(suite=suite)}
 
 
-@results
+@pytest.mark.parametrize("name", RESULTS["full"])
 def test_the_plot_shows_the_results(name: str) -> None:
     """The SVG has each case of the quick suite with its shares, its ratio and its baseline."""
-    path = ROOT / "docs" / "images" / f"benchmark-{name}.svg"
-    document = choose_rows(RESULTS[name], select_cases(suite="quick"), ["fresh"])
+    path = DOCS / "images" / f"benchmark-{name}.svg"
+    document = choose_rows(RESULTS["full"][name], select_cases(suite="quick"), ["fresh"])
     if os.environ.get("MLAGEN_ACCEPT") and find_spec("matplotlib") is not None:
         write_plot(document, path)
 
@@ -179,4 +201,4 @@ def test_the_plot_shows_the_results(name: str) -> None:
 @pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md"])
 def test_figures_of_speed_stand_on_the_benchmark_page_alone(page: str) -> None:
     """A figure that is not generated from the results would go stale."""
-    assert _SPEED.findall((ROOT / page).read_text(encoding="utf-8")) == []
+    assert _SPEED.findall((DOCS.parent / page).read_text(encoding="utf-8")) == []

@@ -87,7 +87,7 @@ OPEN = {
     **{
         f"cache_tools/benchmark/{name}.py": {"torch"}
         for name in (
-            *("calls", "gpu", "inputs", "timing"),
+            *("calls", "gpu", "inputs", "pools", "rows", "timing"),
             *(f"baselines/{name}" for name in ("baseline", "fa3", "flashmla")),
         )
     },

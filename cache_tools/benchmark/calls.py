@@ -9,11 +9,16 @@ import torch
 
 from mlagen.decode import xqa_batch_decode_with_kv_cache
 from mlagen.families.workspace import workspace_bytes
-from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla
+from mlagen.mla import (
+    trtllm_batch_decode_sparse_mla_dsv4,
+    trtllm_batch_decode_with_kv_cache_mla,
+)
+from mlagen.spec.dtype import DType
 from mlagen.spec.mla.variant import output_dtype
 
-from .cases import KV_LORA_RANK
+from .cases import KV_LORA_RANK, Case
 from .inputs import TORCH_DTYPES, Inputs, element_scale
+from .pools import PoolInputs
 
 # Runs the input set of that index and returns the output.
 Call: TypeAlias = Callable[[int], torch.Tensor]
@@ -21,6 +26,8 @@ Call: TypeAlias = Callable[[int], torch.Tensor]
 
 def mlagen_call(inputs: Inputs) -> Call:
     """Return the call of mlagen's entry point for the case."""
+    if isinstance(inputs, PoolInputs):
+        return _two_pool_call(inputs, _workspace(inputs))
     make = _mla_call if inputs.case.family == "mla" else _gqa_call
     return make(inputs, _workspace(inputs))
 
@@ -40,6 +47,34 @@ def _mla_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
             kv_lora_rank=KV_LORA_RANK,
             qk_rope_head_dim=inputs.case.qk_rope_head_dim,
             **shared,
+        )
+        assert not isinstance(out, tuple), "no LSE was requested"
+        return out
+
+    return call
+
+
+def _two_pool_call(inputs: PoolInputs, workspace: torch.Tensor) -> Call:
+    case = inputs.case
+    tokens = (case.batch, case.q_len, -1)
+    shared: dict[str, Any] = {
+        "kv_layout": "NHD",
+        "kv_cache_format": _kv_cache_format(case),
+        "bmm1_scale": inputs.scale,
+    }
+    shared["out"] = torch.empty_like(inputs.queries[0])
+    lists: list[dict[str, Any]] = [
+        {"sparse_indices": swa.indices.view(tokens), "swa_topk_lens": swa.lengths}
+        for swa in inputs.swa
+    ]
+    for extra, keys, arguments in zip(inputs.extra, inputs.extra_keys, lists, strict=False):
+        arguments["compressed_kv_cache"] = keys.data
+        arguments["extra_sparse_indices"] = extra.indices.view(tokens)
+        arguments["extra_sparse_topk_lens"] = extra.lengths
+
+    def call(index: int) -> torch.Tensor:
+        out = trtllm_batch_decode_sparse_mla_dsv4(
+            inputs.queries[index], inputs.keys[index].data, workspace, **lists[index], **shared
         )
         assert not isinstance(out, tuple), "no LSE was requested"
         return out
@@ -109,10 +144,18 @@ def _workspace(inputs: Inputs) -> torch.Tensor:
         kv_dtype=inputs.keys[0].data.dtype,
         qk_rope_head_dim=case.qk_rope_head_dim,
         page_size=case.page_size,
-        sparse_mla_top_k=case.top_k,
+        sparse_mla_top_k=case.top_k + (case.window_left + 1 if case.has_two_pools else 0),
         kv_heads=case.kv_heads if is_gqa else None,
         head_dim=case.head_dim_qk if is_gqa else None,
         window_left=case.window_left,
+        kv_cache_format=_kv_cache_format(case),
         device=device,
     )
     return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _kv_cache_format(case: Case) -> str | None:
+    """Return the format of two pools by FlashInfer's name."""
+    if not case.has_two_pools:
+        return None
+    return "fp8" if case.kv_dtype is DType.FP8_DSV4 else str(case.kv_dtype)

@@ -5,6 +5,7 @@ Plain arithmetic, without torch and without a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
@@ -20,6 +21,15 @@ FAMILIES = ("mla", "gqa")
 KV_LORA_RANK = 512
 QK_ROPE_HEAD_DIM = 64
 
+# DeepSeek-V4: a query token attends to its last tokens, in one pool, and to compressed ones, in
+# another. By compression ratio, the tokens of the KV block that vLLM cuts pages of the compressed
+# pool from: 4:1 and 128:1 of V4, 1:1 and 2:1 of V4.1.
+SWA_TOKENS = 128
+VLLM_BLOCK_SIZES = {4: 256, 128: 256, 1: 64, 2: 64}
+# From this ratio on a query token attends to all compressed tokens, below it to its own top-k.
+_DENSE_RATIO = 128
+_INDEX_BYTES = 4
+
 NVFP4_BLOCK = 16  # elements that share a scale
 
 _MAX_INPUT_SETS = 1024
@@ -34,6 +44,10 @@ class Case:
     ``seq_len`` is the length of every request, or the mean length if ``is_ragged``. With ``top_k``
     every query token attends to that many of its request's tokens, and with ``window_left`` to that
     many before its own.
+
+    With a dtype of two pools, ``window_left`` selects the tokens of the first one, and ``top_k`` is
+    the number of listed tokens of the second one, where a token stands for ``compress_ratio``.
+    Then ``is_ragged`` is about the number of listed tokens.
     """
 
     family: str
@@ -50,6 +64,7 @@ class Case:
     is_ragged: bool = False
     top_k: int = 0  # dense if 0
     window_left: int = -1  # unlimited if negative
+    compress_ratio: int = 0  # 0 without a second pool
 
     @property
     def label(self) -> str:
@@ -61,6 +76,8 @@ class Case:
             f"{self.batch} x {'~' if self.is_ragged else ''}{self.seq_len}",
             f"{heads} heads",
         ]
+        if self.has_two_pools:
+            return ", ".join([*words, *self._two_pool_words()])
         if self.family == "gqa" and self.head_dim_qk != 128:
             words.append(f"head_dim {self.head_dim_qk}")
         if self.family == "mla" and self.qk_rope_head_dim != QK_ROPE_HEAD_DIM:
@@ -75,6 +92,50 @@ class Case:
             words.append(f"page_size {self.page_size}")
         return ", ".join(words)
 
+    def _two_pool_words(self) -> Iterator[str]:
+        swa, extra = self.window_left + 1, self.top_k
+        yield f"{swa} + {extra} of {self.compress_ratio}:1" if extra else f"{swa} tokens"
+        if self.q_len != 1:
+            yield f"q_len {self.q_len}"
+        if self.page_size != 64:
+            yield f"page_size {self.page_size}"
+
+    @property
+    def has_two_pools(self) -> bool:
+        """Whether a query token has top-k indices into each of two pools."""
+        return self.kv_dtype.extra_row is not None
+
+    @property
+    def extra_page_size(self) -> int:
+        """Compressed tokens of a page, 0 without a second pool."""
+        ratio = self.compress_ratio
+        return VLLM_BLOCK_SIZES[ratio] // ratio if ratio else 0
+
+    @property
+    def extra_tokens(self) -> int:
+        """Compressed tokens of a request."""
+        return self.seq_len // self.compress_ratio if self.compress_ratio else 0
+
+    @property
+    def shares_extra(self) -> bool:
+        """Whether the query tokens of a request attend to the same compressed tokens."""
+        return self.compress_ratio >= _DENSE_RATIO
+
+    @cached_property
+    def list_lens(self) -> tuple[tuple[int, int], ...]:
+        """The lengths of the two lists of each query token.
+
+        Ragged ones are uniform, from one to all of the first and from none to all of the second.
+        """
+        swa, extra, tokens = self.window_left + 1, self.top_k, self.batch * self.q_len
+        if not self.is_ragged:
+            return ((swa, extra),) * tokens
+        drawn = Random(_SEED)  # noqa: S311
+        return tuple(
+            (1 + int(drawn.random() * swa), int(drawn.random() * (extra + 1)))
+            for _ in range(tokens)
+        )
+
     @property
     def qk_rope_head_dim(self) -> int:
         """Elements of a key that are no part of its value: the rope part of MLA."""
@@ -87,7 +148,7 @@ class Case:
         Ragged lengths come from a normal distribution with mean ``seq_len`` and standard deviation
         ``seq_len / 2``, from a fixed seed, clamped to ``q_len`` and twice the mean.
         """
-        if not self.is_ragged:
+        if not self.is_ragged or self.has_two_pools:
             return (self.seq_len,) * self.batch
         # By the inverse CDF: Python guarantees only the sequence of random().
         drawn, lengths = Random(_SEED), NormalDist(self.seq_len, self.seq_len / 2)  # noqa: S311
@@ -109,6 +170,8 @@ class Case:
     @property
     def _pairs(self) -> int:
         """Pairs of a query token and a token that it attends to."""
+        if self.has_two_pools:
+            return sum(map(sum, self.list_lens))
         if self.top_k:
             return self.batch * self.q_len * self.top_k
         widest = self.window_left + 1 if self.window_left >= 0 else max(self.seq_lens)
@@ -130,16 +193,39 @@ class Case:
     @property
     def moved_bytes(self) -> int:
         """Bytes to read each attended token once, read the query and write the output."""
+        rows = self.batch * self.q_len * self.heads
+        return (
+            (self._pool_bytes if self.has_two_pools else self._cache_bytes)
+            + rows * self.dtype.row_bytes(self.head_dim_qk)
+            + rows * output_dtype(self.dtype).row_bytes(self.head_dim_vo)
+        )
+
+    @property
+    def _cache_bytes(self) -> int:
         width = self.head_dim_qk + (self.head_dim_vo if self.family == "gqa" else 0)
         row_bytes = self.kv_dtype.row_bytes(width)
         if self.kv_dtype is DType.NVFP4:
             row_bytes += width // NVFP4_BLOCK  # a scale of one byte per block
-        rows = self.batch * self.q_len * self.heads
-        return (
-            self._read_tokens * self.kv_heads * row_bytes
-            + rows * self.dtype.row_bytes(self.head_dim_qk)
-            + rows * output_dtype(self.dtype).row_bytes(self.head_dim_vo)
-        )
+        return self._read_tokens * self.kv_heads * row_bytes
+
+    @property
+    def _pool_bytes(self) -> int:
+        """Bytes of the listed tokens of both pools, and of their indices.
+
+        The windows of a request's query tokens overlap; chosen compressed tokens are taken as
+        disjoint.
+        """
+        swa_row, extra_row = self.kv_dtype.row, self.kv_dtype.extra_row
+        assert swa_row is not None, "the dtype has two pools"
+        assert extra_row is not None, "the dtype has two pools"
+        total = 0
+        for start in range(0, self.batch * self.q_len, self.q_len):
+            lens = self.list_lens[start : start + self.q_len]
+            swa = max(swa for swa, _ in lens) + self.q_len - 1
+            extra = (max if self.shares_extra else sum)(extra for _, extra in lens)
+            total += swa * swa_row.row_bytes(self.head_dim_qk)
+            total += extra * extra_row.row_bytes(self.head_dim_qk)
+        return total + self._pairs * _INDEX_BYTES
 
     @property
     def flop_per_byte(self) -> float:
@@ -159,8 +245,11 @@ class Case:
         in the root mean square. P, the partial outputs of splits and O are rounded independently,
         which gives 2.8e-3; 6e-3, about twice that, also covers another summation order. With a
         quantized KV cache a kernel may round P to e4m3: at most 2^-4, 2.6e-2 in the mean; 5e-2,
-        about twice that, also covers a rounded query.
+        about twice that, also covers a rounded query. Over two pools, with powers of two as scales,
+        kernels compute in 16 bits; 1e-2 also covers a query in two e4m3 terms.
         """
+        if self.has_two_pools:
+            return 1e-2
         return 6e-3 if self.kv_dtype.is_16bit else 5e-2
 
     def input_sets(self, l2_bytes: int) -> int:

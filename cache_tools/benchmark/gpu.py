@@ -18,8 +18,9 @@ from mlagen.errors import MlagenError
 from .baselines.baseline import Baseline
 from .calls import Call, mlagen_call
 from .cases import Case
-from .inputs import Inputs, attend, make_inputs, relative_error
+from .inputs import Inputs, relative_error
 from .outcomes import Ceilings, Measured, Outcome
+from .pools import expected_of, inputs_for
 from .timing import Replays
 
 # Much larger than any L2 cache.
@@ -82,8 +83,8 @@ class Gpu:
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
         sets = case.input_sets(gpu.L2_cache_size)
         try:
-            inputs = make_inputs(case, sets, "cuda")
-            expected = attend(inputs)
+            inputs = inputs_for(case, sets, "cuda")
+            expected = expected_of(inputs)
         except RuntimeError as error:  # mostly out of memory
             failed = Outcome(problem=_problem_of(error))
             outcomes = dict.fromkeys(makes, failed)

@@ -8,17 +8,14 @@ import torch
 
 from mlagen.families.common.arguments import FLOAT_DTYPES
 from mlagen.spec.dtype import DType
-from mlagen.spec.rows import RowFormat
 
 from .cases import NVFP4_BLOCK, QK_ROPE_HEAD_DIM, Case
+from .rows import from_e2m1, in_groups, pack_pages, unpack
 
 TORCH_DTYPES = {dtype: of_torch for of_torch, dtype in FLOAT_DTYPES.items()}
 
 # An int8 element is 32 times its value, so that four standard deviations fit.
 INT8_SCALE = 1 / 32
-
-_E4M3_MAX = 448.0
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +46,7 @@ def random_cache(dtype: DType, shape: tuple[int, ...], generator: torch.Generato
     if dtype is DType.INT8:
         return Stored(data=(numbers / INT8_SCALE).round().clamp(-127, 127).to(torch.int8))
     if dtype.row is not None:
-        return Stored(data=_packed(numbers, dtype.row))
+        return Stored(data=pack_pages(numbers, dtype.row))
     return Stored(data=numbers.to(TORCH_DTYPES[dtype]))
 
 
@@ -57,37 +54,12 @@ def dequantize(dtype: DType, rows: Stored) -> torch.Tensor:
     """Return the fp32 values of rows, without the scales of the call."""
     data = rows.data
     if dtype.row is not None:
-        return _unpacked(data, dtype.row)
+        return unpack(data, dtype.row)
     if dtype is not DType.NVFP4:
         return data.float() * element_scale(dtype)
     assert rows.block_scales is not None, "NVFP4 has block scales"
-    magnitudes = torch.tensor(_E2M1, device=data.device)
-    values = torch.cat([magnitudes, -magnitudes])
-    # The lower half of a byte is the first element.
-    pairs = torch.stack([data & 15, data >> 4], dim=-1).flatten(-2)
-    blocks = _in_blocks(values[pairs.int()], NVFP4_BLOCK)
+    blocks = in_groups(from_e2m1(data), NVFP4_BLOCK)
     return (blocks * rows.block_scales.float().unsqueeze(-1)).flatten(-2)
-
-
-def _packed(numbers: torch.Tensor, row: RowFormat) -> torch.Tensor:
-    """Pack bf16 elements into rows with inline scales."""
-    latent = _in_blocks(numbers[..., : row.scaled_elements].float(), row.group)
-    scales = latent.abs().amax(-1).clamp_min(1e-8) / _E4M3_MAX
-    quantized = (latent / scales.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2)
-    rope = numbers[..., row.scaled_elements :].contiguous()
-    return torch.cat([part.view(torch.uint8) for part in (quantized, scales, rope)], dim=-1)
-
-
-def _unpacked(data: torch.Tensor, row: RowFormat) -> torch.Tensor:
-    latent = data[..., : row.code_bytes].contiguous().view(torch.float8_e4m3fn).float()
-    scales = data[..., row.code_bytes : row.bf16_offset].contiguous().view(torch.float32)
-    rope = data[..., row.bf16_offset :].contiguous().view(torch.bfloat16).float()
-    blocks = _in_blocks(latent, row.group) * scales.unsqueeze(-1)
-    return torch.cat([blocks.flatten(-2), rope], dim=-1)
-
-
-def _in_blocks(numbers: torch.Tensor, size: int) -> torch.Tensor:
-    return numbers.reshape(*numbers.shape[:-1], -1, size)
 
 
 # Softmax scales by rope part, from the head dim before weight absorption: 128 + 64 in DeepSeek-V3,

@@ -77,7 +77,7 @@ CASE: dict[Any, Any] = {
     **dict.fromkeys(("batch", "seq_len"), int),
     "is_ragged": bool,
     **dict.fromkeys(("tokens", "q_len", "heads", "kv_heads", "head_dim_qk", "head_dim_vo"), int),
-    **dict.fromkeys(("page_size", "top_k", "window_left"), int),
+    **dict.fromkeys(("page_size", "top_k", "window_left", "compress_ratio"), int),
     **dict.fromkeys(("dtype", "kv_dtype"), str),
     **dict.fromkeys(("flop", "bytes"), int),
     **dict.fromkeys(("flop_per_byte", "roofline_us"), float),

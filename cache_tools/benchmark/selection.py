@@ -8,11 +8,18 @@ from itertools import product
 from typing import Any
 
 from mlagen.errors import ArgumentError
-from mlagen.spec.dtype import DType
+from mlagen.spec.dtype import EXTRA_ROW_FORMATS, ROW_FORMATS, DType
 from mlagen.spec.gqa import variant as gqa
 from mlagen.spec.mla import variant as mla_support
 
-from .cases import FAMILIES, KV_LORA_RANK, QK_ROPE_HEAD_DIM, Case
+from .cases import (
+    FAMILIES,
+    KV_LORA_RANK,
+    QK_ROPE_HEAD_DIM,
+    SWA_TOKENS,
+    VLLM_BLOCK_SIZES,
+    Case,
+)
 from .suites import SUITES
 
 _DTYPES = {
@@ -21,7 +28,7 @@ _DTYPES = {
         DType.BF16,
         DType.FP16,
         DType.E4M3,
-        DType.FP8_DS_MLA,
+        *(dtype for dtype, row in ROW_FORMATS.items() if not row.holds_queries),
         DType.INT8,
         DType.NVFP4,
     ),
@@ -37,7 +44,13 @@ _SHARED: dict[str, Any] = {
     "kv_dtype": None,
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "mla": {**_SHARED, "heads": 128, "qk_rope_head_dim": QK_ROPE_HEAD_DIM, "top_k": 0},
+    "mla": {
+        **_SHARED,
+        "heads": 128,
+        "qk_rope_head_dim": QK_ROPE_HEAD_DIM,
+        "top_k": 0,
+        "compress_ratio": 4,
+    },
     "gqa": {**_SHARED, "heads": 64, "kv_heads": 8, "head_dim": 128, "window_left": -1},
 }
 
@@ -136,13 +149,21 @@ def case_of(family: str, *, is_ragged: bool = False, **given: Any) -> Case:
     rope_dim = facts.pop("qk_rope_head_dim", 0)
     dtype = _dtype("dtype", facts.pop("dtype"))
     kv_name = facts.pop("kv_dtype")
+    kv_dtype = dtype if kv_name is None else _dtype("kv_dtype", kv_name)
+    ratio = facts.pop("compress_ratio", 0)
+    if kv_dtype.extra_row is not None:
+        rope_dim, facts["window_left"] = 0, SWA_TOKENS - 1
+        facts["compress_ratio"] = _compress_ratio(ratio, facts)
+    elif "compress_ratio" in given:
+        names = ", ".join(map(str, EXTRA_ROW_FORMATS))
+        raise ArgumentError(f"compress_ratio: expected kv_dtype of {names}, got {kv_dtype}")
     case = Case(
         family=family,
         kv_heads=kv_heads,
         head_dim_qk=head_dim or KV_LORA_RANK + rope_dim,
         head_dim_vo=head_dim or KV_LORA_RANK,
         dtype=dtype,
-        kv_dtype=dtype if kv_name is None else _dtype("kv_dtype", kv_name),
+        kv_dtype=kv_dtype,
         is_ragged=is_ragged,
         **facts,
     )
@@ -152,13 +173,32 @@ def case_of(family: str, *, is_ragged: bool = False, **given: Any) -> Case:
         )
     if case.seq_len < case.q_len:
         raise ArgumentError(f"seq_len: expected {case.q_len} (q_len) or more, got {case.seq_len}")
-    if case.top_k > case.seq_len or (case.top_k and case.is_ragged):
+    if case.has_two_pools:
+        _require_lists(case)
+    elif case.top_k > case.seq_len or (case.top_k and case.is_ragged):
         raise ArgumentError(
             f"top_k: expected at most {case.seq_len} (seq_len) and equal lengths, got {case.top_k}"
             f"{' with ragged ones' if case.is_ragged else ''}"
         )
     _require_supported(case)
     return case
+
+
+def _compress_ratio(ratio: int, facts: Mapping[str, Any]) -> int:
+    """Return the ratio of the second pool, or 0 if no token of it is listed."""
+    if ratio not in VLLM_BLOCK_SIZES:
+        raise ArgumentError(
+            f"compress_ratio: expected one of {', '.join(map(str, VLLM_BLOCK_SIZES))}, got {ratio}"
+        )
+    return ratio if facts["top_k"] else 0
+
+
+def _require_lists(case: Case) -> None:
+    if case.top_k > case.extra_tokens:
+        rule = f"at most {case.extra_tokens} (seq_len over compress_ratio)"
+        raise ArgumentError(f"top_k: expected {rule}, got {case.top_k}")
+    if case.seq_len < SWA_TOKENS:
+        raise ArgumentError(f"seq_len: expected {SWA_TOKENS} or more, got {case.seq_len}")
 
 
 def _dtype(argument: str, name: str) -> DType:
@@ -177,7 +217,7 @@ def _require_supported(case: Case) -> None:
                 query_dtype=query,
                 kv_dtype=kv,
                 qk_rope_head_dim=case.qk_rope_head_dim,
-                lookup=lookup,
+                lookup="two_pools" if case.has_two_pools else lookup,
             )
         )
     else:

@@ -106,4 +106,70 @@ _FULL: tuple[tuple[str, Facts], ...] = (
     ("gqa", {"kv_dtype": "nvfp4"}),
 )
 
-SUITES = {"quick": _QUICK, "full": _FULL}
+# DeepSeek-V4: tokens of the window alone; top-k of the compressed tokens of 4:1, with V4-Flash's
+# 512 and V4-Pro's 1024; all of those of 128:1, with contexts of 64k and 1M.
+_SWA: Facts = {"kv_dtype": "fp8_dsv4"}
+_FLASH: Facts = {**_SWA, "top_k": 512}
+_PRO: Facts = {**_SWA, "top_k": 1024, "seq_len": 8192}
+_WIDE: Facts = {**_SWA, "top_k": 2048, "seq_len": 16384}
+_HCA_64K: Facts = {**_SWA, "compress_ratio": 128, "top_k": 512, "seq_len": 65536}
+_HCA_1M: Facts = {**_SWA, "compress_ratio": 128, "top_k": 8192, "seq_len": 1048576, "batch": 4}
+# With drafts, query tokens choose disjoint tokens from twice as many.
+_DRAFT: Facts = {"batch": 64, "q_len": 2, "seq_len": 8192}
+_DRAFTS: Facts = {"batch": 32, "q_len": 4, "seq_len": 16384}
+
+_V4: tuple[tuple[str, Facts], ...] = (
+    ("mla", {**_SWA, "heads": 8}),
+    ("mla", {**_SWA, "heads": 64}),
+    ("mla", {**_FLASH, "heads": 8, "batch": 32}),
+    ("mla", {**_FLASH, "heads": 8}),
+    ("mla", {**_FLASH, "heads": 16}),
+    ("mla", {**_FLASH, "heads": 64, "batch": 32}),
+    ("mla", {**_FLASH, "heads": 64}),
+    ("mla", {**_PRO, "heads": 16}),
+    ("mla", {**_PRO, "heads": 128, "batch": 32}),
+    ("mla", {**_PRO, "heads": 128}),
+    ("mla", {**_FLASH, **_DRAFT, "heads": 64}),
+    ("mla", {**_HCA_1M, "heads": 16}),
+    ("mla", {**_HCA_1M, "heads": 128}),
+    ("mla", {**_FLASH, "heads": 8, "batch": 1}),
+    ("mla", {**_FLASH, "heads": 64, "batch": 1024}),
+    # The other heads of tensor parallelism, and batches.
+    ("mla", {**_SWA, "heads": 16}),
+    ("mla", {**_SWA, "heads": 128}),
+    ("mla", {**_FLASH, "heads": 16, "batch": 32}),
+    ("mla", {**_FLASH, "heads": 32}),
+    ("mla", {**_FLASH, "heads": 64, "batch": 256}),
+    ("mla", {**_FLASH, "heads": 8, "batch": 1024}),
+    ("mla", {**_PRO, "heads": 8}),
+    ("mla", {**_PRO, "heads": 16, "batch": 32}),
+    ("mla", {**_WIDE, "heads": 16}),
+    ("mla", {**_WIDE, "heads": 64}),
+    ("mla", {**_WIDE, "heads": 128}),
+    ("mla", {**_HCA_64K, "heads": 16}),
+    ("mla", {**_HCA_64K, "heads": 64}),
+    # Speculative tokens.
+    ("mla", {**_FLASH, **_DRAFT, "heads": 8}),
+    ("mla", {**_PRO, **_DRAFT, "heads": 16, "seq_len": 16384}),
+    ("mla", {**_PRO, **_DRAFT, "heads": 128, "seq_len": 16384}),
+    ("mla", {**_FLASH, **_DRAFTS, "heads": 16}),
+    ("mla", {**_FLASH, **_DRAFTS, "heads": 64}),
+    ("mla", {**_PRO, **_DRAFTS, "heads": 128, "seq_len": 32768}),
+    ("mla", {**_HCA_64K, "heads": 16, "batch": 64, "q_len": 2}),
+    ("mla", {**_HCA_1M, "heads": 16, "q_len": 4}),
+    # Few requests.
+    *(("mla", {**_SWA, "heads": heads, "batch": 1}) for heads in (8, 128)),
+    *(("mla", {**_FLASH, "heads": heads, "batch": 1}) for heads in (16, 64)),
+    *(("mla", {**_PRO, "heads": heads, "batch": 1}) for heads in (16, 128)),
+    *(("mla", {**_HCA_64K, "heads": heads, "batch": 1}) for heads in (8, 64)),
+    *(("mla", {**_FLASH, "heads": heads, "batch": 8}) for heads in (8, 64)),
+    *(("mla", {**_PRO, "heads": heads, "batch": 8}) for heads in (16, 128)),
+    # Lists of different lengths, and pages as SGLang has them.
+    *(("mla", {**_FLASH, "heads": heads, "is_ragged": True}) for heads in (8, 64)),
+    ("mla", {**_PRO, "heads": 128, "is_ragged": True}),
+    *(("mla", {**_FLASH, "heads": heads, "page_size": 256}) for heads in (16, 64)),
+    ("mla", {**_PRO, "heads": 16, "page_size": 256}),
+    ("mla", {**_HCA_1M, "heads": 16, "page_size": 256}),
+)
+
+SUITES = {"quick": _QUICK, "full": _FULL, "v4": _V4}

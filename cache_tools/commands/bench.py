@@ -57,6 +57,13 @@ _CASE_OPTIONS = (
         "top-k", numbers(0), "N", "Sparse MLA: indices per query token; 0 is dense; default: 0."
     ),
     values_option(
+        "compress-ratio",
+        numbers(1),
+        "N",
+        "DeepSeek-V4: tokens that one of the --top-k stands for, 4 or 128; of V4.1, 1 or 2; "
+        "default: 4.",
+    ),
+    values_option(
         "window-left",
         numbers(0),
         "N",
@@ -69,7 +76,8 @@ _CASE_OPTIONS = (
         "kv-dtype",
         names,
         "DTYPE",
-        "Dtype of the KV cache, also fp8_ds_mla, int8 or nvfp4; default: that of the query.",
+        "Dtype of the KV cache, also fp8_ds_mla, fp8_dsv4, int8 or nvfp4; default: that of the "
+        "query.",
     ),
     click.option(
         "--ragged", is_flag=True, help="Random lengths with mean --seq-len, equal in every run."

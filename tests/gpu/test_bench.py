@@ -7,13 +7,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
+SMALL = "--batch 2 --seq-len 500 --heads 16 --json"
 
 
-def test_two_small_cases_are_measured() -> None:
+@pytest.mark.parametrize(
+    ("options", "families"),
+    [
+        ("--family mla,gqa", ["mla", "gqa"]),
+        ("--kv-dtype fp8_dsv4 --top-k 0,100 --q-len 2", ["mla", "mla"]),
+    ],
+)
+def test_two_small_cases_are_measured(options: str, families: list[str]) -> None:
     """Times, errors and ceilings are reported and plausible."""
-    options = ("--family", "mla,gqa", "--batch", "2", "--seq-len", "500", "--heads", "16", "--json")
-    command = [sys.executable, "-m", "cache_tools", "bench", *options]
+    command = [sys.executable, "-m", "cache_tools", "bench", *options.split(), *SMALL.split()]
 
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
@@ -23,7 +32,7 @@ def test_two_small_cases_are_measured() -> None:
     assert ceilings["read_gb_s"] > 50
     assert ceilings["bf16_tflop_s"] > 1
     assert ceilings["fp8_tflop_s"] is None
-    assert [case["family"] for case in document["cases"]] == ["mla", "gqa"]
+    assert [case["family"] for case in document["cases"]] == families
     for case in document["cases"]:
         outcome = case["mlagen"]
         assert 0 < outcome["error"] <= case["error_bound"]

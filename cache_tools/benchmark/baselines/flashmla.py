@@ -12,7 +12,9 @@ from mlagen.spec.dtype import DType
 
 from ..calls import Call
 from ..cases import KV_LORA_RANK, Case
-from ..inputs import Inputs
+from ..inputs import Inputs, Stored
+from ..pools import PoolInputs, TopkList
+from ..timing import Replays
 from .baseline import Baseline, shared_library
 
 PACKAGES = "vllm or sgl-flash-mla"
@@ -21,7 +23,8 @@ INSTALL = "pip install --no-deps --target DIR vllm sgl-flash-mla, and pass --lib
 # The kernels take pages of this many tokens only.
 _PAGE_SIZE = 64
 
-# The sparse kernels take a multiple of this many heads.
+# The sparse kernels take a multiple of this many heads; over two pools, up to twice as many, and a
+# multiple of as many top-k indices.
 _SPARSE_HEADS = 64
 
 
@@ -62,11 +65,16 @@ def _find_sglang() -> Baseline | None:
 
 
 def _serves(case: Case) -> bool:
+    if case.has_two_pools:
+        return _sglang_serves(case)
     return _sglang_serves(case) and case.qk_rope_head_dim > 0 and not _has_16bit_lists(case)
 
 
 def _sglang_serves(case: Case) -> bool:
     """Whether SGLang's build serves a case: sparse ones also without rope, and over bf16 rows."""
+    if case.has_two_pools:
+        is_known = case.kv_dtype is DType.FP8_DSV4 and case.heads <= 2 * _SPARSE_HEADS
+        return is_known and case.top_k % _SPARSE_HEADS == 0
     if case.family != "mla" or case.page_size != _PAGE_SIZE:
         return False
     if case.top_k:
@@ -79,6 +87,8 @@ def _has_16bit_lists(case: Case) -> bool:
 
 
 def _call(inputs: Inputs, dense: Callable[[Inputs], Call], ops: Any, fp8_ops: Any) -> Call:
+    if isinstance(inputs, PoolInputs):
+        return _two_pools(ops.sparse_decode_fwd, inputs)
     if _has_16bit_lists(inputs.case):
         return _sparse_16bit(ops.sparse_prefill_fwd, inputs)
     if inputs.topk_indices is not None:
@@ -156,6 +166,55 @@ def _sparse(op: Any, inputs: Inputs) -> Call:
             KV_LORA_RANK,
             inputs.scale,
             kv_format,
+        )
+        result: torch.Tensor = out[..., :heads, :]
+        return result
+
+    return call
+
+
+def _two_pools(op: Any, inputs: PoolInputs) -> Call:
+    """Return the call over rows of DeepSeek-V4, the faster of two with several query tokens.
+
+    Top-k lengths are those of a request: vLLM passes every query token as one, which is right for
+    any lengths, and all tokens of a request are one otherwise.
+    """
+    case = inputs.case
+    calls = [_two_pool_call(op, inputs, case.batch * case.q_len)]
+    if case.q_len > 1 and not case.is_ragged:
+        calls.append(_two_pool_call(op, inputs, case.batch))
+    if len(calls) == 1 or inputs.seq_lens.device.type == "cpu":
+        return calls[-1]
+    return min(calls, key=lambda call: Replays(call).median_us())
+
+
+def _two_pool_call(op: Any, inputs: PoolInputs, batch: int) -> Call:
+    heads, q_len = inputs.case.heads, len(inputs.swa[0].lengths) // batch
+    queries = [query.view(batch, q_len, *query.shape[2:]) for query in _padded(inputs)]
+
+    def pool(keys: list[Stored], lists: list[TopkList]) -> list[tuple[torch.Tensor, ...]]:
+        return [
+            (
+                stored.data.view(torch.float8_e4m3fn),
+                listed.indices.view(batch, q_len, -1),
+                listed.lengths[::q_len].contiguous(),
+            )
+            for stored, listed in zip(keys, lists, strict=True)
+        ]
+
+    swa, extra = pool(inputs.keys, inputs.swa), pool(inputs.extra_keys, inputs.extra)
+    metadata: list[Any] = [None, None]
+
+    def call(index: int) -> torch.Tensor:
+        out, _, metadata[0], metadata[1] = op(
+            queries[index],
+            *swa[index],
+            None,  # sinks
+            *metadata,
+            *(extra[index] if extra else (None,) * 3),
+            KV_LORA_RANK,
+            inputs.scale,
+            None,  # the format, which the size of the rows names
         )
         result: torch.Tensor = out[..., :heads, :]
         return result

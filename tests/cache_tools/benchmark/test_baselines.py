@@ -15,12 +15,14 @@ import torch
 import mlagen
 from cache_tools.benchmark.baselines import fa3, find_baselines, flashinfer, flashmla
 from cache_tools.benchmark.calls import Call
-from cache_tools.benchmark.inputs import Inputs, attend, make_inputs, relative_error
+from cache_tools.benchmark.inputs import Inputs, relative_error
+from cache_tools.benchmark.pools import expected_of, inputs_for
 from cache_tools.benchmark.selection import case_of
 from tests.fixture_types import Patch
 
 Cases = list[tuple[str, dict[str, Any]]]
 TOPK: dict[str, Any] = {"top_k": 40, "is_ragged": False}
+V4: dict[str, Any] = {"kv_dtype": "fp8_dsv4", "seq_len": 512}
 NO_ROPE = {"qk_rope_head_dim": 0}
 MLA: Cases = [("mla", {}), ("mla", {"q_len": 3})]
 BF16_TOPK: Cases = [("mla", {**TOPK, "q_len": 2}), ("mla", {**TOPK, **NO_ROPE})]
@@ -35,6 +37,9 @@ FLASHMLA: Cases = [
     ("mla", {"dtype": "e4m3"}),
     ("mla", {**TOPK, "kv_dtype": "fp8_ds_mla"}),
     ("mla", {**TOPK, **NO_ROPE, "kv_dtype": "fp8_ds_mla"}),
+    ("mla", V4),
+    ("mla", {**V4, "top_k": 64}),
+    ("mla", {**V4, "top_k": 64, "is_ragged": False, "q_len": 2}),
 ]
 FA3: Cases = [*MLA, *BF16_TOPK, *GQA, ("mla", {**NO_ROPE, "q_len": 3})]
 FLASHINFER: Cases = [
@@ -49,7 +54,7 @@ FLASHINFER: Cases = [
 def inputs_of(family: str, facts: dict[str, Any]) -> Inputs:
     """Return two small input sets."""
     shared = {"batch": 3, "seq_len": 70, "heads": 8, "is_ragged": True}
-    return make_inputs(case_of(family, **{**shared, **facts}), 2, "cpu")
+    return inputs_for(case_of(family, **{**shared, **facts}), 2, "cpu")
 
 
 def mla(
@@ -61,6 +66,32 @@ def mla(
     decode = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla
     given = (query, cache, workspace, *dims, tables, lengths, 105)
     out = decode(*given, sparse_mla_top_k=top_k, bmm1_scale=scale)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def two_pools(*args: Any) -> torch.Tensor:
+    """Return the output over rows of DeepSeek-V4, with lengths for each request."""
+    query, cache, indices, lengths, sinks, metadata, splits, *extra, dim, scale, kv_format = args
+    assert (sinks, dim, kv_format) == (None, 512, None)
+    assert (metadata, splits) in {(None, None), ("metadata", "splits")}
+    given = {}
+    if extra[0] is not None:
+        given = {
+            "compressed_kv_cache": extra[0].view(torch.uint8),
+            "extra_sparse_indices": extra[1],
+            "extra_sparse_topk_lens": extra[2].repeat_interleave(query.shape[1]),
+        }
+    out = mlagen.mla.trtllm_batch_decode_sparse_mla_dsv4(
+        query,
+        cache.view(torch.uint8),
+        torch.empty(0, dtype=torch.uint8),
+        sparse_indices=indices,
+        swa_topk_lens=lengths.repeat_interleave(query.shape[1]),
+        kv_layout="NHD",
+        bmm1_scale=scale,
+        **given,
+    )
     assert isinstance(out, torch.Tensor)
     return out
 
@@ -91,6 +122,8 @@ class FlashMla:
         """Return the output of a call with top-k indices, for a multiple of 64 heads."""
         query, cache, indices = args[:3]
         assert query.shape[2] == 64
+        if cache.shape[-1] == 584:
+            return two_pools(*args), None, "metadata", "splits"
         kv_format = {(576, 656): None, (512, 528): "V32_NO_ROPE"}
         assert args[10] == 512
         assert args[12] == kv_format[query.shape[-1], cache.shape[-1]]
@@ -181,7 +214,7 @@ def test_a_library_is_called_with_the_case(
     for name, module in {**modules, "flashinfer.decode": mlagen.decode}.items():
         monkeypatch.setitem(sys.modules, name, module)
     inputs = inputs_of(family, facts)
-    call, expected = LIBRARIES[library][0](inputs), attend(inputs)
+    call, expected = LIBRARIES[library][0](inputs), expected_of(inputs)
     for _ in range(2):  # the first call may make metadata that the next ones reuse
         assert relative_error(call(0), expected) < inputs.case.error_bound
     assert relative_error(call(1), expected) > 0.5
@@ -228,6 +261,11 @@ def test_libraries_are_found_in_a_folder(site: Path) -> None:
         ("mla", {**NO_ROPE, "top_k": 64, "kv_dtype": "fp8_ds_mla"}, "flashmla-sglang"),
         ("mla", {"top_k": 64, "dtype": "e4m3", "kv_dtype": "fp8_ds_mla"}, ""),
         ("mla", {"top_k": 64}, "fa3 flashinfer flashmla-sglang"),
+        ("mla", V4, "flashmla-sglang flashmla-vllm"),
+        ("mla", {**V4, "top_k": 64, "page_size": 256}, "flashmla-sglang flashmla-vllm"),
+        ("mla", {**V4, "top_k": 40}, ""),
+        ("mla", {**V4, "heads": 256}, ""),
+        ("mla", {"kv_dtype": "fp8_dsv41", "top_k": 64}, ""),
         ("mla", {**NO_ROPE, "top_k": 64}, "fa3 flashinfer flashmla-sglang"),
         ("mla", {"top_k": 64, "dtype": "fp16"}, "fa3 flashinfer"),
         ("gqa", {}, "fa3 flashinfer"),

@@ -61,6 +61,11 @@ ONE = {"batch": 1, "seq_len": 1, "heads": 1, "dtype": "e4m3"}
 # Rows attend to 4 tokens each; together they read the last 6.
 WINDOW = {**GQA_SMALL, "q_len": 3, "window_left": 3}
 
+# DeepSeek-V4: two requests of two query tokens attend to 128 tokens of their window, 129 together,
+# and to 4 compressed ones each, of their own at 4:1 and the same at 128:1.
+V4 = {"batch": 2, "q_len": 2, "seq_len": 512, "heads": 4, "kv_dtype": "fp8_dsv4", "top_k": 4}
+V4_QUERIES = 16 * 2048 + 4 * 132 * 4  # rows in and out, and entries of the lists
+
 
 @pytest.mark.parametrize(
     ("family", "facts", "flop", "moved_bytes"),
@@ -75,6 +80,13 @@ WINDOW = {**GQA_SMALL, "q_len": 3, "window_left": 3}
         ("mla", {**ONE, "kv_dtype": "fp8_ds_mla", "qk_rope_head_dim": 0}, 2048, 528 + 512 + 1024),
         ("mla", SPARSE, 2 * 2 * 30 * 1088, 30 * 656 + 12 * 1152 + 12 * 1024),
         ("gqa", WINDOW, 2 * 2 * 12 * 32, 6 * 64 + 6 * 32 + 6 * 32),
+        ("mla", V4, 2048 * 16 * 132, (2 * 129 + 16) * 584 + V4_QUERIES),
+        ("mla", {**V4, "compress_ratio": 128}, 2048 * 16 * 132, (258 + 8) * 584 + V4_QUERIES),
+        (
+            *("mla", {**V4, "kv_dtype": "fp8_dsv41_fp4_ca"}, 2048 * 16 * 132),
+            258 * 528 + 16 * 288 + V4_QUERIES,
+        ),
+        ("mla", {**V4, "top_k": 0}, 2048 * 16 * 128, 258 * 584 + 16 * 2048 + 4 * 128 * 4),
         # Two elements a byte, and a scale of one byte for 16.
         ("gqa", {**GQA_SMALL, "kv_dtype": "nvfp4"}, 2 * 2 * 10 * 32, 10 * 18 + 2 * 32 + 2 * 32),
     ],
@@ -86,6 +98,21 @@ def test_work_matches_hand_computed_numbers(
     case = case_of(family, **facts)
     assert (case.flop, case.moved_bytes) == (flop, moved_bytes)
     assert case.flop_per_byte == flop / moved_bytes
+
+
+def test_the_suite_of_deepseek_v4_has_the_hand_computed_bounds() -> None:
+    """A case differs from every other; bytes and FLOP give the bounds of an H200."""
+    cases = select_cases(suite="v4")
+    assert len({case.label for case in cases}) == len(cases) > 50
+    h200 = Ceilings(read_gb_s=4328.0, bf16_tflop_s=682.0)
+    bounds = [round(h200.bound_us(case), 1) for case in cases[:15]]
+    assert bounds == [
+        *(2.7, 6.1, 2.9, 11.6, 12.1, 3.9, 15.7, 21.0, 14.2, 56.7, 15.7, 4.6, 12.8, 0.1, 126.0),
+    ]
+    ragged = case_of("mla", kv_dtype="fp8_dsv4", top_k=512, batch=1000, is_ragged=True)
+    swa, extra = zip(*ragged.list_lens, strict=True)
+    assert (min(swa), max(swa), min(extra), max(extra)) == (1, 128, 0, 512)
+    assert ragged.flop == 2048 * 128 * (sum(swa) + sum(extra))
 
 
 def test_ragged_lengths_are_the_same_in_every_run() -> None:
@@ -111,6 +138,7 @@ def test_inputs_together_are_eight_times_the_l2_cache(facts: dict[str, Any], set
     assert case_of("mla", **facts).input_sets(50 << 20) == sets
 
 
+_V4 = {"kv_dtype": "fp8_dsv4"}
 FP8_GQA_64 = {"kv_dtype": "e4m3", "head_dim": 64, "page_size": 16}
 
 
@@ -120,6 +148,17 @@ FP8_GQA_64 = {"kv_dtype": "e4m3", "head_dim": 64, "page_size": 16}
         ("mla", {}, "bf16, 128 x 4096, 128 heads", 6e-3),
         ("mla", {"is_ragged": True, "q_len": 2}, "bf16, 128 x ~4096, 128 heads, q_len 2", 6e-3),
         ("gqa", FP8_GQA_64, "bf16/e4m3, 128 x 4096, 64/8 heads, head_dim 64, page_size 16", 5e-2),
+        ("mla", _V4, "bf16/fp8_dsv4, 128 x 4096, 128 heads, 128 tokens", 1e-2),
+        (
+            *("mla", {**_V4, "top_k": 512, "is_ragged": True, "page_size": 256}),
+            "bf16/fp8_dsv4, 128 x ~4096, 128 heads, 128 + 512 of 4:1, page_size 256",
+            1e-2,
+        ),
+        (
+            *("mla", {**_V4, "top_k": 32, "compress_ratio": 128, "q_len": 2}),
+            "bf16/fp8_dsv4, 128 x 4096, 128 heads, 128 + 32 of 128:1, q_len 2",
+            1e-2,
+        ),
         ("mla", {"top_k": 2048}, "bf16, 128 x 4096, 128 heads, top-k 2048", 6e-3),
         ("mla", {"qk_rope_head_dim": 0}, "bf16, 128 x 4096, 128 heads, dims 512+0", 6e-3),
         ("mla", {"dtype": "e4m3"}, "e4m3, 128 x 4096, 128 heads", 5e-2),
