@@ -388,6 +388,7 @@ class TestWriters:
         bound = expected.abs() * 2.0**-7 + expected.abs().amax(dim=1, keepdim=True) * 2.0**-12
         assert ((out.cpu() - expected).abs() <= bound).all()
 
+    @pytest.mark.filterwarnings("ignore")  # Inductor warns about itself
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
     @formats
     def test_compiled_code_writes(self, name: str, backend: str, device: str) -> None:
@@ -402,6 +403,7 @@ class TestWriters:
         pool.write_expected(tokens, [3, 1, -1, 3])
         pool.check()
 
+    @pytest.mark.filterwarnings("ignore")  # Inductor warns about itself
     @pytest.mark.parametrize("name", PACK)
     def test_compiled_code_packs(self, name: str, device: str) -> None:
         """Under torch.compile the call is one op, whose result has the same strides."""
