@@ -81,7 +81,8 @@ struct TokenIdsOf<KernelParams, true> {
   PooledIndices indices;
   int end;
 
-  __device__ TokenIdsOf(const KernelParams& params, const WorkCoord& coord, const ListSplit& split)
+  __device__ TokenIdsOf(const KernelParams& params, const WorkCoord& coord,
+                        const ListSplitOf<KernelParams, true>& split)
       : indices(pooled_indices(params, coord.seq_idx)), end(end_of_tokens(coord)) {
     indices.num_indices = split.num_indices;
   }
@@ -116,8 +117,8 @@ struct TokenAddressOf<KernelParams, true> {
   PooledToken rows;
   u32 invalid_bits;
 
-  __device__ TokenAddressOf(const KernelParams& params, const ListSplit& split, int id,
-                            int kv_block)
+  __device__ TokenAddressOf(const KernelParams& params,
+                            const ListSplitOf<KernelParams, true>& split, int id, int kv_block)
       : rows(pooled_token(params, id, token_of(kv_block) >= split.num_indices)),
         invalid_bits(__ballot_sync(~0u, !rows.exists)) {}
 };
