@@ -46,12 +46,7 @@ from mlagen.spec.dtype import (
     DType,
 )
 from mlagen.spec.rows import RowFormat
-from mlagen.torch_ops.traced import (
-    define_writer,
-    is_compiling,
-    is_traced,
-    require_eager_memory,
-)
+from mlagen.torch_ops.traced import require_eager_memory, writer
 
 __all__ = [
     "append_paged_mla_kv_cache",
@@ -71,6 +66,7 @@ _SLOT_DTYPES = (torch.int32, torch.int64)
 _INT32 = (torch.int32,)
 
 
+@writer(fake=lambda latent_kv, **layout: _new_pages(latent_kv, DSV4_ROW, **layout)[1])
 def dsv4_fp8_quantize_pack_sparse_mla_cache(
     latent_kv: torch.Tensor, *, kv_layout: str = "HND", page_stride: int | None = None
 ) -> torch.Tensor:
@@ -104,11 +100,10 @@ def dsv4_fp8_quantize_pack_sparse_mla_cache(
     -----
     FlashInfer has no writer of these rows; the name follows those that it has.
     """
-    if is_compiling() or is_traced():
-        return _op("dsv4_fp8_quantize_pack_sparse_mla_cache", latent_kv, kv_layout, page_stride)
     return _pack(latent_kv, DSV4_ROW, kv_layout, page_stride)
 
 
+@writer(("cache",))
 def dsv4_fp8_quantize_append_sparse_mla_cache(
     latent_kv: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor
 ) -> None:
@@ -137,12 +132,14 @@ def dsv4_fp8_quantize_append_sparse_mla_cache(
     -----
     FlashInfer has no writer of these rows; the name follows those that it has.
     """
-    if is_compiling() or is_traced():
-        _op("dsv4_fp8_quantize_append_sparse_mla_cache", latent_kv, slot_mapping, cache)
-    else:
-        _append(latent_kv, slot_mapping, cache, DSV4_ROW)
+    _append(latent_kv, slot_mapping, cache, DSV4_ROW)
 
 
+@writer(
+    fake=lambda latent_kv, kv_layout, inline_scale: _new_pages(
+        latent_kv, _dsv41_row(inline_scale), kv_layout
+    )[1]
+)
 def dsv41_fp8_quantize_pack_sparse_mla_cache(
     latent_kv: torch.Tensor, *, kv_layout: str = "HND", inline_scale: bool = False
 ) -> torch.Tensor:
@@ -174,11 +171,10 @@ def dsv41_fp8_quantize_pack_sparse_mla_cache(
     -----
     Signature of ``flashinfer.mla.dsv41_fp8_quantize_pack_sparse_mla_cache``, and its bytes.
     """
-    if is_compiling() or is_traced():
-        return _op("dsv41_fp8_quantize_pack_sparse_mla_cache", latent_kv, kv_layout, inline_scale)
     return _pack(latent_kv, _dsv41_row(inline_scale), kv_layout)
 
 
+@writer(("cache",))
 def dsv41_fp8_quantize_append_sparse_mla_cache(
     latent_kv: torch.Tensor,
     slot_mapping: torch.Tensor,
@@ -213,13 +209,14 @@ def dsv41_fp8_quantize_append_sparse_mla_cache(
     -----
     Signature of ``flashinfer.mla.dsv41_fp8_quantize_append_sparse_mla_cache``, and its bytes.
     """
-    if is_compiling() or is_traced():
-        name = "dsv41_fp8_quantize_append_sparse_mla_cache"
-        _op(name, latent_kv, slot_mapping, cache, inline_scale)
-    else:
-        _append(latent_kv, slot_mapping, cache, _dsv41_row(inline_scale))
+    _append(latent_kv, slot_mapping, cache, _dsv41_row(inline_scale))
 
 
+@writer(
+    fake=lambda latent_kv, kv_layout, inline_scale: _new_pages(
+        latent_kv, _dsv41_fp4_row(inline_scale), kv_layout
+    )[1]
+)
 def dsv41_fp4_quantize_pack_sparse_mla_cache(
     latent_kv: torch.Tensor, *, kv_layout: str = "HND", inline_scale: bool = False
 ) -> torch.Tensor:
@@ -251,11 +248,10 @@ def dsv41_fp4_quantize_pack_sparse_mla_cache(
     -----
     Signature of ``flashinfer.mla.dsv41_fp4_quantize_pack_sparse_mla_cache``.
     """
-    if is_compiling() or is_traced():
-        return _op("dsv41_fp4_quantize_pack_sparse_mla_cache", latent_kv, kv_layout, inline_scale)
     return _pack(latent_kv, _dsv41_fp4_row(inline_scale), kv_layout)
 
 
+@writer(("cache",))
 def dsv41_fp4_quantize_append_sparse_mla_cache(
     latent_kv: torch.Tensor,
     slot_mapping: torch.Tensor,
@@ -289,13 +285,10 @@ def dsv41_fp4_quantize_append_sparse_mla_cache(
     -----
     Signature of ``flashinfer.mla.dsv41_fp4_quantize_append_sparse_mla_cache``.
     """
-    if is_compiling() or is_traced():
-        name = "dsv41_fp4_quantize_append_sparse_mla_cache"
-        _op(name, latent_kv, slot_mapping, cache, inline_scale)
-    else:
-        _append(latent_kv, slot_mapping, cache, _dsv41_fp4_row(inline_scale))
+    _append(latent_kv, slot_mapping, cache, _dsv41_fp4_row(inline_scale))
 
 
+@writer(("cache", "scales"))
 def mla_fp8_quantize_append_packed(
     ckv: torch.Tensor,
     kpe: torch.Tensor,
@@ -334,9 +327,6 @@ def mla_fp8_quantize_append_packed(
     -----
     FlashInfer has no writer of these rows.
     """
-    if is_compiling() or is_traced():
-        _op("mla_fp8_quantize_append_packed", ckv, kpe, slot_mapping, cache, scales)
-        return
     require_eager_memory(ckv=ckv, kpe=kpe, slot_mapping=slot_mapping, cache=cache, scales=scales)
     ckv = _checked_tokens(ckv, "ckv", (_LATENTS,))
     kpe = _checked_tokens(kpe, "kpe", _ROPES if scales is None else _ROPES[:1])
@@ -355,6 +345,7 @@ def mla_fp8_quantize_append_packed(
     _append_rows(elements, slot_mapping, pool, row, scales)
 
 
+@writer(("ckv_cache", "kpe_cache"))
 def append_paged_mla_kv_cache(
     append_ckv: torch.Tensor,
     append_kpe: torch.Tensor,
@@ -399,10 +390,6 @@ def append_paged_mla_kv_cache(
     -----
     Signature of ``flashinfer.page.append_paged_mla_kv_cache``, for any dims.
     """
-    places = (batch_indices, positions, ckv_cache, kpe_cache, kv_indices, kv_indptr)
-    if is_compiling() or is_traced():
-        _op("append_paged_mla_kv_cache", append_ckv, append_kpe, *places, kv_last_page_len)
-        return
     require_eager_memory(
         append_ckv=append_ckv,
         append_kpe=append_kpe,
@@ -462,12 +449,6 @@ def _check_cache(
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
     # Not every version of torch can index e4m3.
     return tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.int16)
-
-
-def _op(name: str, *values: object) -> torch.Tensor:
-    """Call the op of a function, which returns nothing if the function does."""
-    result: torch.Tensor = getattr(torch.ops.mlagen, name).default(*values)
-    return result
 
 
 def _dsv41_row(inline_scale: object) -> RowFormat:
@@ -549,26 +530,3 @@ def _checked_tokens(
     rule = " or ".join(map(str, widths))
     require(tokens.shape[-1] in widths, f"{argument}.shape[-1]", rule, tokens.shape[-1])
     return tokens.detach()
-
-
-define_writer(dsv4_fp8_quantize_append_sparse_mla_cache, ("cache",))
-define_writer(dsv41_fp8_quantize_append_sparse_mla_cache, ("cache",))
-define_writer(dsv41_fp4_quantize_append_sparse_mla_cache, ("cache",))
-define_writer(mla_fp8_quantize_append_packed, ("cache", "scales"))
-define_writer(append_paged_mla_kv_cache, ("ckv_cache", "kpe_cache"))
-define_writer(
-    dsv4_fp8_quantize_pack_sparse_mla_cache,
-    fake=lambda latent_kv, **layout: _new_pages(latent_kv, DSV4_ROW, **layout)[1],
-)
-define_writer(
-    dsv41_fp8_quantize_pack_sparse_mla_cache,
-    fake=lambda latent_kv, kv_layout, inline_scale: _new_pages(
-        latent_kv, _dsv41_row(inline_scale), kv_layout
-    )[1],
-)
-define_writer(
-    dsv41_fp4_quantize_pack_sparse_mla_cache,
-    fake=lambda latent_kv, kv_layout, inline_scale: _new_pages(
-        latent_kv, _dsv41_fp4_row(inline_scale), kv_layout
-    )[1],
-)

@@ -11,7 +11,8 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -115,26 +116,39 @@ def define_ops(function: Callable[..., Any], op: Op) -> None:
     )
 
 
-def define_writer(
-    function: Callable[..., Any],
-    written: Sequence[str] = (),
-    fake: Callable[..., torch.Tensor] | None = None,
-) -> None:
-    """Define the op of a function that writes into arguments, or returns a tensor like ``fake``."""
-    arguments = arguments_of(function)
-    schema = schema_of(arguments)
-    for alias, name in zip("abc", written, strict=False):
-        schema = re.sub(rf"Tensor(\??) {name}\b", rf"Tensor({alias}!)\1 {name}", schema)
+def writer(
+    written: Sequence[str] = (), fake: Callable[..., torch.Tensor] | None = None
+) -> Callable[[FunctionT], FunctionT]:
+    """Return a decorator of a function that writes into arguments, or returns a tensor.
 
-    def implementation(compute: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *values, **named: compute(**bind_args(arguments, values, named))
+    It defines the op of the function, which a traced call becomes. ``fake`` returns a tensor like
+    the function's.
+    """
 
-    result = "()" if fake is None else "Tensor"
-    _define(
-        f"{function.__name__}({schema}) -> {result}",
-        implementation(function),
-        implementation(fake or (lambda **_: None)),
-    )
+    def decorate(function: FunctionT) -> FunctionT:
+        name, arguments = function.__name__, arguments_of(function)
+        schema = schema_of(arguments)
+        for alias, argument in zip("abc", written, strict=False):
+            schema = re.sub(rf"Tensor(\??) {argument}\b", rf"Tensor({alias}!)\1 {argument}", schema)
+
+        def implementation(compute: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *values, **named: compute(**bind_args(arguments, values, named))
+
+        _define(
+            f"{name}({schema}) -> {'()' if fake is None else 'Tensor'}",
+            implementation(function),
+            implementation(fake or (lambda **_: None)),
+        )
+
+        @wraps(function)
+        def entry(*values: Any, **named: Any) -> Any:
+            if is_compiling() or is_traced():
+                return getattr(torch.ops.mlagen, name).default(*values, **named)
+            return function(*values, **named)
+
+        return cast("FunctionT", entry)
+
+    return decorate
 
 
 def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
