@@ -1,10 +1,10 @@
 """SHA-256 of the `.text` section of every kernel, which proves that a rename changes no SASS.
 
-    python3 -m tests.text_hashes --out before.json
-    python3 -m tests.text_hashes --against before.json [--arch sm_90a] [--every 20]
+    python3 -m tests.text_hashes --out before.json [--arch sm_90a] [--every 20]
+    python3 -m tests.text_hashes --against before.json
 
-Kernels are matched by their place in the list of all specs, so specs and symbols may be renamed
-in between; the NVRTC must be the one of the list compared with.
+The kernels of the file are compiled again: each by its spec, or where it has another name now, by
+its place in the list of all specs. The NVRTC must be that of the file.
 """
 
 from __future__ import annotations
@@ -72,14 +72,20 @@ def main(arguments: list[str] | None = None) -> int:
             f"--against: expected hashes of {nvrtc}, got those of {before['nvrtc']}" + "\n"
         )
         return 2
-    todo = {
-        f"{arch} {index}": spec
-        for arch in ARCHS
-        for index, spec in enumerate(specs_of(arch))
-        if (not chosen.arch or str(arch) in chosen.arch)
-        and (not chosen.family or spec.family in chosen.family)
-        and index % chosen.every == 0
+    places = {
+        f"{arch} {index}": spec for arch in ARCHS for index, spec in enumerate(specs_of(arch))
     }
+    named = {str(spec): spec for spec in places.values()}
+    todo = {
+        place: spec
+        for place, spec in places.items()
+        if (not chosen.arch or str(spec.arch) in chosen.arch)
+        and (not chosen.family or spec.family in chosen.family)
+        and int(place.split()[1]) % chosen.every == 0
+    }
+    if before:
+        known = before["kernels"].items()
+        todo = {place: named.get(each["spec"]) or places[place] for place, each in known}
     kernels: dict[str, Any] = {}
     changed = []
     with ProcessPoolExecutor(chosen.jobs, mp_context=get_context("spawn")) as pool:
