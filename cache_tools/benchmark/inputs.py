@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from mlagen.families.common.arguments import FLOAT_DTYPES
+from mlagen.families.mla.write_rows import pack_pages
 from mlagen.spec.dtype import DType
 
 from .cases import NVFP4_BLOCK, QK_ROPE_HEAD_DIM, Case
-from .rows import from_e2m1, in_groups, pack_pages, unpack
+from .rows import from_e2m1, in_groups, unpack
 
 TORCH_DTYPES = {dtype: of_torch for of_torch, dtype in FLOAT_DTYPES.items()}
 
@@ -46,7 +47,8 @@ def random_cache(dtype: DType, shape: tuple[int, ...], generator: torch.Generato
     if dtype is DType.INT8:
         return Stored(data=(numbers / INT8_SCALE).round().clamp(-127, 127).to(torch.int8))
     if dtype.row is not None:
-        return Stored(data=pack_pages(numbers, dtype.row))
+        pages = numbers.reshape(-1, *shape[-2:])
+        return Stored(data=pack_pages(pages, dtype.row).view(*shape[:-1], -1))
     return Stored(data=numbers.to(TORCH_DTYPES[dtype]))
 
 

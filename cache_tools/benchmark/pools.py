@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
+from mlagen.families.mla.write_rows import pack_pages
 from mlagen.spec.rows import RowFormat
 
 from .cases import Case
 from .inputs import Inputs, Stored, attend, make_inputs
-from .rows import pack_pages, values_of
+from .rows import values_of
 
 _SCALE = 512**-0.5  # DeepSeek-V4's
 

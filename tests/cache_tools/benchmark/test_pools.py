@@ -11,9 +11,10 @@ import tests.problems.reference
 from cache_tools.benchmark.calls import mlagen_call
 from cache_tools.benchmark.inputs import relative_error
 from cache_tools.benchmark.pools import PoolInputs, expected_of, inputs_for
-from cache_tools.benchmark.rows import pack_pages, values_of
+from cache_tools.benchmark.rows import values_of
 from cache_tools.benchmark.selection import case_of
 from mlagen.errors import ArgumentError
+from mlagen.families.mla.write_rows import pack_pages
 from mlagen.spec.dtype import EXTRA_ROW_FORMATS, ROW_FORMATS
 from mlagen.spec.rows import RowFormat
 
