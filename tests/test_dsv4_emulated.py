@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
 
 from mlagen.families.common import launchers
-from mlagen.families.dispatch import MLA
-from mlagen.families.mla import launch as mla_launch
 from mlagen.families.mla import plan as mla_plan
 from mlagen.families.mla.args import MlaArgs
-from mlagen.families.mla.problem import check_problem
 from mlagen.mla import trtllm_batch_decode_sparse_mla_dsv4
-from mlagen.settings import current_settings
-from mlagen.spec.kernel import KernelSpec
-from mlagen.spec.mla.sm90 import SEMAPHORE_BYTES, semaphore_region_bytes
-from tests.emulator import emulated
+from mlagen.spec.arch import Arch
+from mlagen.spec.mla.sm90 import SEMAPHORE_BYTES
 from tests.emulator.emulated import COMPILER, Emulated, replace_launches
+from tests.emulator.mla_calls import Results, computed, record_kernels, words_beside_workspace
 from tests.families.launches import record_launches
+from tests.kernels import SM_80, SM_90A
 from tests.problems.dsv4 import Dsv4Case, Dsv4Problem
 from tests.problems.dsv4_cases import CASES, case
 from tests.sm90_tiles import smaller_tiles
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
-Results = tuple[torch.Tensor, torch.Tensor]
 Decode = Callable[..., Results]
 
 _MAX_CTAS = 114
@@ -62,16 +58,14 @@ SPLITS = [
 def decoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Decode]:
     """Return what computes a problem by emulated launches of the sm90 kernel."""
     record_launches(monkeypatch)
-    words = semaphore_region_bytes(_MAX_CTAS) // 4
-    memory = torch.zeros(words + 32, dtype=torch.int32)
-    beside = memory[-memory.data_ptr() % 128 // 4 :][:words]  # aligned as on a GPU
+    beside = words_beside_workspace(_MAX_CTAS)
     # What is right is to the rounding of the kernel that computes it.
     monkeypatch.setattr(Dsv4Problem, "_score_sums", ((64, 4),) * 7)
 
     def run(problem: Dsv4Problem, sm_count: int = 1, seed: int = 0, **changes: Any) -> Results:
         replace_launches(monkeypatch, mla_plan, sm_count=sm_count, seed=seed)
         monkeypatch.setattr(launchers, "semaphores_of", lambda *_: beside.data_ptr())
-        results = _computed(_args_of(problem, **changes))
+        results = computed(_args_of(problem, **changes), "sm90")
         assert not beside[: SEMAPHORE_BYTES // 4].any()
         return results
 
@@ -82,20 +76,32 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Decode]:
 def _args_of(problem: Dsv4Problem, **changes: Any) -> MlaArgs:
     """Return what the entry point makes of its arguments."""
     function = inspect.getclosurevars(trtllm_batch_decode_sparse_mla_dsv4).nonlocals["function"]
-    workspace = torch.full((1 << 24,), 0xFF, dtype=torch.uint8)
+    workspace = torch.full((1 << 25,), 0xFF, dtype=torch.uint8)
     changes = {"return_lse": True, "workspace_buffer": workspace} | changes
     args = function(**problem.arguments(**changes))
     assert isinstance(args, MlaArgs)
     return args
 
 
-def _computed(args: MlaArgs) -> Results:
-    problem = check_problem(args)
-    on_gpu = replace(problem, device=torch.device("cuda", 0))
-    settings = replace(current_settings(), mla_kernel="sm90")
-    call = mla_launch.make_sm90_launcher(args, on_gpu, settings)
-    out, lse = MLA.launch(replace(call, problem=problem), args)
-    return out, lse
+# Architectures with and without an instruction for e4m3, with other tiles, and SMs for a split of
+# each list and for several.
+_GPUS = ((SM_80, 1), (SM_90A, 9), (SM_90A, 1), (SM_80, 6), (SM_90A, 40))
+
+
+@pytest.mark.parametrize(
+    ("case", "gpu"),
+    [*zip(CASES, cycle(_GPUS), strict=False)],
+    ids=lambda value: value.name if isinstance(value, Dsv4Case) else f"{value[0]}, {value[1]} SMs",
+)
+def test_every_edge_case_is_right_on_sm80(
+    case: Dsv4Case, gpu: tuple[Arch, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the tolerance of float64; every byte that no list names is NaN."""
+    arch, sm_count = gpu
+    record_launches(monkeypatch, arch=arch)
+    replace_launches(monkeypatch, mla_plan, sm_count=sm_count, seed=0)
+    problem = case.build("cpu")
+    problem.check(*computed(_args_of(problem), "sm80"))
 
 
 @pytest.mark.parametrize("case", V4_CASES, ids=lambda case: case.name)
@@ -133,14 +139,7 @@ def test_little_work_takes_tiles_of_few_rows(
     """Several M tiles per list, in one CTA group or in several work tiles."""
     made = given("little work", 12, heads=heads, seq_lens=(128, 5), extra_lens=(60, 9))
     problem = made.case.build("cpu")
-    taken: list[KernelSpec] = []
-    launch = emulated.launch
-
-    def noticed(spec: KernelSpec, *others: Any) -> None:
-        taken.append(spec)
-        launch(spec, *others)
-
-    monkeypatch.setattr(emulated, "launch", noticed)
+    taken = record_kernels(monkeypatch)
     with smaller_tiles(monkeypatch, enabled=True):
         problem.check(*decoded(problem, made.sm_count))
 

@@ -10,24 +10,18 @@ import pytest
 import torch
 
 from mlagen.families.common import launchers
-from mlagen.families.dispatch import MLA
-from mlagen.families.mla import launch as mla_launch
 from mlagen.families.mla import plan as mla_plan
 from mlagen.families.mla import tensor_maps as mla_maps
-from mlagen.families.mla.args import MlaArgs
-from mlagen.families.mla.problem import check_problem
 from mlagen.runtime.semaphores import new_schedule_id
 from mlagen.settings import current_settings
 from mlagen.spec.dtype import ROW_FORMATS, DType
-from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.sm90 import (
     SCHED_META_BYTES,
     SCHED_META_OFFSET,
     SEMAPHORE_BYTES,
-    semaphore_region_bytes,
 )
-from tests.emulator import emulated
 from tests.emulator.emulated import COMPILER, Emulated, encode, replace_launches
+from tests.emulator.mla_calls import computed, record_kernels, words_beside_workspace
 from tests.families.launches import record_launches
 from tests.kernels import SM_80, SM_90A
 from tests.launch_repeats import SEQ_WORD
@@ -228,9 +222,7 @@ Decode = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 @pytest.fixture
 def beside() -> torch.Tensor:
     """Return the words that belong to the workspace, aligned as on a GPU."""
-    words = semaphore_region_bytes(_MAX_BLOCKS) // 4
-    memory = torch.zeros(words + 32, dtype=torch.int32)
-    return memory[-memory.data_ptr() % 128 // 4 :][:words]
+    return words_beside_workspace(_MAX_BLOCKS)
 
 
 @pytest.fixture
@@ -250,7 +242,7 @@ def decoded(beside: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Iterator[D
         monkeypatch.setattr(MlaProblem, "_sm90_arch", SM_90A)
         workspace = torch.full((1 << 24,), 0xFF, dtype=torch.uint8)
         inputs = problem.inputs(return_lse=True, workspace_buffer=workspace, **changes)
-        out, lse = _computed(inputs)
+        out, lse = computed(inputs, "sm90")
         assert not beside[: SEMAPHORE_BYTES // 4].any()
         assert beside[SEMAPHORE_BYTES // 4 + 1] == 0  # CTAs that missed the cached metadata
         return out, lse
@@ -269,11 +261,7 @@ def decoded_by_sm80(monkeypatch: pytest.MonkeyPatch) -> Decode:
         replace_launches(monkeypatch, mla_plan, sm_count=given.sm_count, seed=0)
         workspace = torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
         inputs = problem.inputs(return_lse=True, workspace_buffer=workspace)
-        request = check_problem(inputs)
-        on_gpu = replace(request, device=torch.device("cuda", 0))
-        call = mla_launch.make_sm80_launcher(inputs, on_gpu)
-        out, lse = MLA.launch(replace(call, problem=request), inputs)
-        return out, lse
+        return computed(inputs, "sm80")
 
     return run
 
@@ -300,27 +288,11 @@ def test_little_work_takes_tiles_of_few_rows(
     """Several M tiles per sequence, in one CTA group or in several work tiles."""
     made = given(kind, "little work", 6, **facts)
     problem = made.case.build("cpu")
-    taken: list[KernelSpec] = []
-    launch = emulated.launch
-
-    def noticed(spec: KernelSpec, *others: Any) -> None:
-        taken.append(spec)
-        launch(spec, *others)
-
-    monkeypatch.setattr(emulated, "launch", noticed)
+    taken = record_kernels(monkeypatch)
     with smaller_tiles(monkeypatch, enabled=True):
         problem.check(*decoded(made, problem, 0))
 
     assert [spec.key_fields()["block_m"] for spec in taken] == [str(block_m)]
-
-
-def _computed(inputs: MlaArgs) -> tuple[torch.Tensor, torch.Tensor]:
-    request = check_problem(inputs)
-    on_gpu = replace(request, device=torch.device("cuda", 0))
-    settings = replace(current_settings(), mla_kernel="sm90")
-    call = mla_launch.make_sm90_launcher(inputs, on_gpu, settings)
-    out, lse = MLA.launch(replace(call, problem=request), inputs)
-    return out, lse
 
 
 @pytest.mark.parametrize("given", CASES, ids=lambda given: given.case.name)
