@@ -19,7 +19,8 @@ from mlagen.errors import ArgumentError, UnsupportedError
 
 INT32_MAX = 2**31 - 1  # of integer kernel parameters, token counts and page ids
 
-# Formats of caches and outputs elsewhere, of 8 bits or fewer, that no kernel reads or writes.
+# Formats of caches and outputs elsewhere, of 8 bits or fewer, that no kernel reads or writes where
+# they are rejected.
 _UNSERVED = frozenset(
     f"torch.float{name}"
     for name in ("8_e5m2", "8_e4m3fnuz", "8_e5m2fnuz", "8_e8m0fnu", "4_e2m1fn_x2")

@@ -31,6 +31,7 @@ from mlagen.families.gqa.plan import (
     plan_gqa_sm80_call,
     plan_gqa_sm90_call,
 )
+from mlagen.families.gqa.problem import QUANTIZED
 from mlagen.families.mla.launch import not_covered
 from mlagen.families.mla.plan import (
     MlaSm90Plan,
@@ -52,7 +53,7 @@ from mlagen.spec.mla.sm80 import TILES as MLA_TILES
 from mlagen.spec.mla.sm90 import MLA_SM90, MlaSm90Spec
 from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
 
-_GQA_KV_DTYPES = {**FLOAT_DTYPES, torch.int8: DType.INT8, torch.uint8: DType.NVFP4}
+_GQA_KV_DTYPES = {**DTYPES, **QUANTIZED}
 
 
 def workspace_bytes(

@@ -191,7 +191,7 @@ def trtllm_batch_decode_with_kv_cache(
     query : bf16, fp16 or e4m3 [tokens, heads, head_dim]
         ``tokens`` is ``batch * q_len_per_req``, or that of ``cum_seq_lens_q``. One small kernel
         converts e4m3 to the dtype of a 16-bit output, else to bf16.
-    kv_cache : as query, e4m3, int8, or uint8 with kv_cache_sf
+    kv_cache : as query, e4m3, e5m2, int8, or uint8 with kv_cache_sf
         Keys and values, in one tensor or two.
     workspace_buffer : any dtype
         Scratch of at least :func:`mlagen.workspace_bytes` bytes; a call uses its end.

@@ -209,8 +209,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
             None or 0: scores are not capped.
         q_data_type, kv_data_type, o_data_type : torch.dtype or str
             bf16, fp16 or e4m3, which one small kernel of each run converts; a 16-bit one, e4m3,
-            int8 or uint8 (NVFP4), by default as the query; and as the query, 16-bit for e4m3, or
-            e4m3 from a cache of e4m3.
+            e5m2, int8 or uint8 (NVFP4), by default as the query; and as the query, 16-bit for e4m3,
+            or e4m3 from a cache of e4m3.
         data_type : torch.dtype or str
             The default of the first two where they are None.
         sm_scale : float

@@ -76,7 +76,7 @@ def xqa_batch_decode_with_kv_cache(
     query : bf16 or fp16 [batch * q_len_per_req, heads, head_dim], or [tokens, heads, head_dim]
         The ragged layout requires ``q_cu_seq_lens``. Any strides that are multiples of 16 bytes.
         See the support table for ``head_dim``; ``heads`` is a multiple of ``kv_heads``.
-    kv_cache : as query, e4m3, int8, or uint8 with kv_cache_sf
+    kv_cache : as query, e4m3, e5m2, int8, or uint8 with kv_cache_sf
         A tuple or list of keys and values ``[pages, page_size, kv_heads, head_dim]``, one tensor
         ``[pages, 2, page_size, kv_heads, head_dim]`` of both, or ``[pages, 1, ...]`` where keys are
         values; ``kv_heads`` before ``page_size`` if ``kv_layout`` is ``HND``. Keys and values have
@@ -252,7 +252,7 @@ def xqa(
     q : bf16 or fp16 [batch, 1, heads, head_dim], [batch, 1, q_seq_len, heads, head_dim], or ragged
         The second layout requires ``q_seq_len`` above 1, and ``[tokens, heads, head_dim]`` requires
         ``q_cu_seq_lens``.
-    k_cache, v_cache : as q, e4m3, int8, or uint8 with scales
+    k_cache, v_cache : as q, e4m3, e5m2, int8, or uint8 with scales
         ``[pages, page_size, num_kv_heads, head_dim]``, or with tokens and heads swapped if
         ``kv_layout`` is ``HND``. They have separate strides, and may be views of one tensor.
     page_table : int32 or uint32 [batch, max_pages]

@@ -58,5 +58,8 @@ def _element_types() -> dict[DType, Any]:
     return {
         DType.BF16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         DType.FP16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        DType.E4M3: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        **dict.fromkeys(
+            (DType.E4M3, DType.E5M2, DType.INT8),
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        ),
     }

@@ -14,6 +14,7 @@ class DType(Enum):
     BF16 = "bf16"
     FP16 = "fp16"
     E4M3 = "e4m3"
+    E5M2 = "e5m2"
     INT8 = "int8"
     NVFP4 = "nvfp4"  # two e2m1 per byte; an e4m3 scale per 16 elements in a separate tensor
     FP8_DS_MLA = "fp8_ds_mla"  # DeepSeek-V3.2, FlashMLA

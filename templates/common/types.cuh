@@ -11,6 +11,7 @@ using i64 = long long;
 struct Bf16 {};
 struct Fp16 {};
 struct E4m3 {};
+struct E5m2 {};
 struct Int8 {};
 struct Nvfp4 {};
 

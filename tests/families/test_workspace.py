@@ -166,8 +166,8 @@ def test_the_size_covers_both_kernels(max_seq_len: int, monkeypatch: Patch) -> N
     ("kv_dtype", "least"),
     # The sm90 kernel: two splits of four CTAs, eight rows of 128 values, max and sum.
     [
-        *((kv_dtype, 2 * 4 * 8 * (128 + 2) * 4) for kv_dtype in (None, E4M3)),
-        *((kv_dtype, 0) for kv_dtype in (torch.int8, torch.uint8)),
+        *((kv_dtype, 2 * 4 * 8 * (128 + 2) * 4) for kv_dtype in (None, E4M3, torch.int8)),
+        (torch.uint8, 0),
     ],
 )
 def test_grouped_query_sizes(kv_dtype: torch.dtype | None, least: int) -> None:

@@ -16,10 +16,10 @@ from tests.problems.reference import Attention, attend, joined
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_VALUES = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float64)
 _BLOCK = 16  # elements per scale
-_NAN_BYTE = 0x7F  # in e4m3
+_NAN_BYTE = 0x7F  # in e4m3 and in e5m2
 
 # Standard deviation of the elements of each kind.
-DEVIATION = {"16-bit": 1.0, "e4m3": 1.0, "int8": 73.0, "nvfp4": 2.9}
+DEVIATION = {"16-bit": 1.0, "e4m3": 1.0, "e5m2": 1.0, "int8": 73.0, "nvfp4": 2.9}
 
 
 class Content(NamedTuple):
@@ -81,7 +81,7 @@ class Store:
         """Make key and value of one token NaN."""
         if self.key_scale is not None and self.value_scale is not None:
             self.key_scale[slot] = self.value_scale[slot] = _NAN_BYTE
-        elif self.case.kv == "e4m3":
+        elif self.case.kv in {"e4m3", "e5m2"}:
             _bits(self.key)[slot] = _bits(self.value)[slot] = _NAN_BYTE
         else:
             self.key[slot] = self.value[slot] = math.nan
@@ -157,6 +157,7 @@ def _nvfp4(case: GqaCase, pages: int) -> Store:
 STORES: dict[str, Callable[[GqaCase, int], Store]] = {
     "16-bit": _halves,
     "e4m3": _of(E4M3),
+    "e5m2": _of(torch.float8_e5m2),
     "int8": _of(torch.int8),
     "nvfp4": _nvfp4,
 }
@@ -170,7 +171,7 @@ class GqaCase(Case):
     group: int = 4
     head_dim: int = 128
     page_size: int = 16
-    kv: str = "16-bit"  # or "e4m3", "int8", "nvfp4"
+    kv: str = "16-bit"  # or "e4m3", "e5m2", "int8", "nvfp4"
     out_dtype: torch.dtype | None = None  # None: the query's
     score_scale: float | None = None  # None: scores of about 1
     o_scale: float = 1.0
@@ -223,11 +224,13 @@ KINDS: dict[str, dict[str, Any]] = {
     }
     for kv, to_e4m3 in (
         *(("16-bit", False), ("e4m3", False), ("e4m3", True)),
-        *(("int8", False), ("nvfp4", False)),
+        *(("e5m2", False), ("int8", False), ("nvfp4", False)),
     )
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
 }
-SOME_KINDS = ("bf16 over 16-bit", "bf16 over e4m3", "fp16 over int8", "bf16 over nvfp4")
+SOME_KINDS = (
+    *("bf16 over 16-bit", "bf16 over e4m3", "bf16 over e5m2", "fp16 over int8", "bf16 over nvfp4"),
+)
 
 
 def gqa_case(kind: str, **facts: Any) -> GqaCase:

@@ -80,7 +80,10 @@ CANDIDATES: dict[str, tuple[Any, Arch, Any, int, list[KernelSpec]]] = {
     ),
     "GQA, int8": (
         *(gqa_call_specs, SM_90A, replace(GQA, kv_dtype=DType.INT8, out_dtype=DType.BF16), 4),
-        [gqa_sm80(kv_dtype=DType.INT8), combine(dim=128)],
+        [
+            *(gqa_sm90(kv_dtype=DType.INT8, kv_heads_per_cta=heads) for heads in (1, 2)),
+            *(gqa_sm80(kv_dtype=DType.INT8), combine(dim=128)),
+        ],
     ),
     "GQA, sm_80": (
         *(gqa_call_specs, SM_80, replace(GQA, out_dtype=DType.BF16), 4),

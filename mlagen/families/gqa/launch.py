@@ -44,9 +44,10 @@ from mlagen.spec.gqa.sm80 import GqaSm80Spec
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
 from mlagen.spec.gqa.variant import HEAD_DIMS, PROBLEM_PARAMETERS, GqaSpec, GqaVariant
 
+_HEAD_DIMS = ", ".join(map(str, HEAD_DIMS))
 _COVERED = (
-    f"covered: sm_90a, cache as the query or e4m3, head_dim {', '.join(map(str, HEAD_DIMS))}, "
-    f"page_size a multiple of 16, strides of the cache below 2^40 bytes"
+    f"covered: sm_90a, cache as the query, e4m3, e5m2 or int8, head_dim {_HEAD_DIMS}, "
+    "page_size a multiple of 16, strides of the cache below 2^40 bytes"
 )
 
 _AXES = ("page", "token", "head")

@@ -49,6 +49,7 @@ from mlagen.spec.gqa.variant import GqaVariant, require_supported
 # Cache dtypes besides the dtype of the query.
 QUANTIZED = {
     torch.float8_e4m3fn: DType.E4M3,
+    torch.float8_e5m2: DType.E5M2,
     torch.int8: DType.INT8,
     torch.uint8: DType.NVFP4,
 }

@@ -35,6 +35,7 @@ _TOKEN_BYTES = 256  # max bytes per token that a CTA reads of several KV heads; 
 # further they drift, the lower the memory bandwidth; the bytes in flight must cover the latency.
 _RING_BYTES = {64: 64 * 1024, 128: 96 * 1024, 256: 128 * 1024, 512: 192 * 1024}
 _WIDEST_RING_BYTES = {128: 80 * 1024}  # of the largest tiles, so that they combine in one pass
+_QUANTIZED = (DType.E4M3, DType.E5M2, DType.INT8)
 _QUERY_BYTES = 2  # per element
 _VALUE_BYTES = 4  # per element of a warp's partial output
 _COMBINE_PADDING_BYTES = 16  # of kCombinePitch, per partial row
@@ -87,7 +88,7 @@ class GqaSm90Spec(GqaSpec):
 
     @property
     def element(self) -> DType:
-        """Element type of the MMA; fp16 represents every e4m3 exactly."""
+        """Element type of the MMA; fp16 represents every quantized one exactly."""
         return DType.FP16 if self.dequants_kv else self.variant.kv_dtype
 
     @property
@@ -196,7 +197,7 @@ def gqa_sm90_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaSm90Spec | N
     """
     is_covered = (
         arch.has_wgmma
-        and variant.kv_dtype in (variant.query_dtype, DType.E4M3)
+        and variant.kv_dtype in (variant.query_dtype, *_QUANTIZED)
         and variant.head_dim in HEAD_DIMS
         and variant.page_size % _MIN_BOX_TOKENS == 0
     )

@@ -38,7 +38,7 @@ SUPPORTED = tuple(
         kv_dtype=kv or query,
         out_dtypes=(query, DType.E4M3) if kv is DType.E4M3 else (query,),
     )
-    for query, kv in product(_16BIT_DTYPES, (None, DType.E4M3, DType.INT8, DType.NVFP4))
+    for query, kv in product(_16BIT_DTYPES, (None, DType.E4M3, DType.E5M2, DType.INT8, DType.NVFP4))
 )
 
 # Values that prewarming compiles. Other multiples of 16 up to 256, and other page sizes, are

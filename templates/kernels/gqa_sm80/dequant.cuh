@@ -1,5 +1,5 @@
-// Dequantization of K and V blocks, stored in FP8 (e4m3), int8 or NVFP4 (e2m1), to the element type
-// of the MMA.
+// Dequantization of K and V blocks, stored in FP8 (e4m3, e5m2), int8 or NVFP4 (e2m1), to the
+// element type of the MMA.
 
 #pragma once
 
@@ -51,6 +51,19 @@ __device__ inline TokenScales scales_of(const Params& params, const WorkItem& wo
 __device__ inline void dequant_elements(E4m3, const unsigned char* row, const TokenScales&, int,
                                         int scale_group, Chunk (&dequantized)[2]) {
   dequant_e4m3(Element{}, reinterpret_cast<const Chunk*>(row)[scale_group], dequantized);
+}
+
+// An e5m2 is the upper half of its fp16.
+__device__ inline void dequant_elements(E5m2, const unsigned char* row, const TokenScales&, int,
+                                        int scale_group, Chunk (&dequantized)[2]) {
+  const Chunk stored = reinterpret_cast<const Chunk*>(row)[scale_group];
+#pragma unroll
+  for (int pair = 0; pair < 8; ++pair) {
+    const u32 word = stored.words[pair / 2];
+    const float low = cvt_f32(Fp16{}, static_cast<u16>(word >> pair % 2 * 16 << 8));
+    const float high = cvt_f32(Fp16{}, static_cast<u16>(word >> pair % 2 * 16 & 0xff00));
+    dequantized[pair / 4].words[pair % 4] = cvt_rn_x2_f32(Element{}, high, low);
+  }
 }
 
 __device__ inline void dequant_elements(Int8, const unsigned char* row, const TokenScales&, int,

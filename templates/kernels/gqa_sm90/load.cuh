@@ -7,6 +7,7 @@
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
+#include "convert_q.cuh"
 #include "fragments.cuh"
 #include "mma.cuh"
 #include "ptx/cp_async.cuh"

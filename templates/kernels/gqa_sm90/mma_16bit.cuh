@@ -16,10 +16,6 @@ __device__ inline uint2 load_q_fragment(const u16* source) {
   return make_uint2(pairs[0], pairs[4]);
 }
 
-// Q needs no conversion.
-constexpr bool kScalesQ = false;
-__device__ inline float convert_q_row(QFragment&) { return 1.0f; }
-
 // ldmatrix loads one A fragment, of K or of V.
 constexpr int kFragmentsPerLoad = 1;
 __device__ inline void k_fragment(const u32 (&loaded)[4], int, u32 (&a)[4]) {

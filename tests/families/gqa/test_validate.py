@@ -58,7 +58,7 @@ ROWS: Rows = {
         (
             "kv_cache",
             lambda kv: torch.stack(kv, dim=1).double(),
-            ".dtype: expected torch.bfloat16 or torch.float8_e4m3fn or torch.int8 or torch.uint8 ",
+            ".dtype: expected torch.bfloat16 or torch.float8_e4m3fn or torch.float8_e5m2 or torch.",
         ),
         ("kv_cache[1]", lambda kv: kv[1:], ".shape: expected [10, 16, 2, 128] (shape of kv_cache"),
         ("kv_cache", lambda kv: [each[:, :, :0] for each in kv], "[0]: expected 1 head or more, "),
