@@ -78,6 +78,23 @@ CASES = [
         q_len=5,
         output_scale=0.02,
     ),
+    given("nvfp4", 6, seq_lens=(300, 0, 700), kv="nvfp4", group=8, page_size=64),
+    given(
+        "nvfp4, 64 dims", 3, seq_lens=(300, 17), kv="nvfp4", dtype=FP16, head_dim=64, layout="HND"
+    ),
+    given(
+        "nvfp4, 256 dims",
+        3,
+        seq_lens=(300, 17),
+        kv="nvfp4",
+        head_dim=256,
+        q_len=4,
+        window=99,
+        sink=2.0,
+    ),
+    given(
+        "nvfp4, 32 rows", 2, seq_lens=EIGHT, kv="nvfp4", mask="random", window=50, group=8, q_len=4
+    ),
     given("16 rows, one SM", 1, seq_lens=(300, 0, 5), head_dim=64, group=16),
     given("32 rows, sinks", 5, seq_lens=(300, 3), group=8, q_len=4, page_size=64, sink=2.0),
     given("32 rows in e4m3", 2, seq_lens=EIGHT, page_size=64, **E4M3_32_ROWS),
@@ -110,6 +127,24 @@ CASES = [
 ]
 
 TOGETHER = [
+    given(
+        "four heads of nvfp4",
+        5,
+        seq_lens=(300, 0, 700),
+        kv="nvfp4",
+        kv_heads=4,
+        window=130,
+        page_size=32,
+    ),
+    given(
+        "two heads of nvfp4",
+        5,
+        seq_lens=(300, 90),
+        kv="nvfp4",
+        head_dim=256,
+        cache_layout="strided",
+        o_scale=0.5,
+    ),
     given("two heads", 6, seq_lens=(300, 0, 700), kv="e4m3", page_size=64),
     given("many splits of two heads", 24, seq_lens=(1536, 450), kv="e4m3", sink=3.0, page_size=64),
     given(
@@ -302,8 +337,11 @@ def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:
 
 @pytest.mark.parametrize(
     ("kv", "head_dim", "page_size", "value"),
-    [("16-bit", 64, 16, math.nan), ("e4m3", 128, 64, math.nan), ("e5m2", 64, 64, math.inf)],
-    ids=["16-bit", "e4m3", "e5m2"],
+    [
+        *(("16-bit", 64, 16, math.nan), ("e4m3", 128, 64, math.nan), ("e5m2", 64, 64, math.inf)),
+        ("nvfp4", 128, 64, math.nan),
+    ],
+    ids=["16-bit", "e4m3", "e5m2", "nvfp4"],
 )
 def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(
     kv: str, head_dim: int, page_size: int, value: float, decoded: Decode
@@ -313,10 +351,27 @@ def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(
     problem = case.build("cpu")
     expected, _ = decoded(problem, 1, 0)
     page = int(problem.block_tables[0, 99 // case.page_size])
-    problem.store.value[page, 99 % case.page_size] = value
+    scale = problem.store.value_scale
+    value_of = problem.store.value if scale is None else scale.view(E4M3)
+    value_of[page, 99 % case.page_size] = value
     out, _ = decoded(problem, 1, 1)
     assert not out[0, 3].isfinite().any()
     assert torch.equal(out[0, :3], expected[0, :3])
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_scales_of_nvfp4_may_lie_at_any_byte(layout: str, decoded: Decode) -> None:
+    """Rows of scales that are not aligned to their size are copied byte by byte."""
+    case = GqaCase(seq_lens=(300, 0, 90), kv="nvfp4", page_size=64, window=200, layout=layout)
+    problem = case.build("cpu")
+    scales: Any = problem.store.scales("tuple", layout)
+    wide = [
+        torch.full((*each.shape[:-1], each.shape[-1] + 3), 0x7F, dtype=torch.uint8)
+        for each in scales
+    ]
+    moved = tuple(whole[..., 1:-2].copy_(each) for whole, each in zip(wide, scales, strict=True))
+
+    problem.check(*decoded(problem, 5, 0, kv_cache_sf=moved))
 
 
 @pytest.mark.parametrize("given", SM80_CASES, ids=lambda given: given.case.name)

@@ -11,7 +11,6 @@ from mlagen.runtime.device import checked
 from mlagen.spec.dtype import DType
 
 MAP_BYTES = 128
-_SWIZZLE_64B_ROW_BYTES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +18,7 @@ class TiledTensor:
     """A tensor copied in TMA boxes, without its base address; the innermost axis comes first."""
 
     dtype: DType
-    sizes: tuple[int, ...]  # elements
+    sizes: tuple[int, ...]  # elements, or bytes of several
     strides: tuple[int, ...]  # bytes, of all axes but the first, which is contiguous
     box: tuple[int, ...]  # elements
 
@@ -27,13 +26,12 @@ class TiledTensor:
 def encode(tensor: TiledTensor, address: int) -> bytes:
     """Return the TMA descriptor of a tensor at ``address``.
 
-    Box rows are 128 or 64 bytes and swizzled in shared memory. Strides must be multiples of 16
+    Box rows are 128, 64 or 32 bytes and swizzled in shared memory. Strides must be multiples of 16
     bytes below 2^40, or the driver rejects the tensor.
     """
     from cuda.bindings import driver
 
-    swizzles = driver.CUtensorMapSwizzle
-    is_64b = tensor.dtype.row_bytes(tensor.box[0]) == _SWIZZLE_64B_ROW_BYTES
+    swizzle = f"CU_TENSOR_MAP_SWIZZLE_{tensor.box[0] * tensor.dtype.unit_bytes}B"
     result = driver.cuTensorMapEncodeTiled(
         _element_types()[tensor.dtype],
         len(tensor.sizes),
@@ -43,7 +41,7 @@ def encode(tensor: TiledTensor, address: int) -> bytes:
         [driver.cuuint32_t(size) for size in tensor.box],
         [driver.cuuint32_t(1)] * len(tensor.sizes),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzles.CU_TENSOR_MAP_SWIZZLE_64B if is_64b else swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
+        getattr(driver.CUtensorMapSwizzle, swizzle),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
@@ -59,7 +57,7 @@ def _element_types() -> dict[DType, Any]:
         DType.BF16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         DType.FP16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         **dict.fromkeys(
-            (DType.E4M3, DType.E5M2, DType.INT8),
+            (DType.E4M3, DType.E5M2, DType.INT8, DType.NVFP4),
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
         ),
     }

@@ -50,7 +50,12 @@ class DType(Enum):
             return self.row.row_bytes(elements)
         if self is DType.NVFP4:
             return elements // 2
-        return elements * (2 if self.is_16bit else 1)
+        return elements * self.unit_bytes
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of the smallest part of a row with an address: an element, or several in a byte."""
+        return 2 if self.is_16bit else 1
 
     @property
     def cuda_name(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import ClassVar
@@ -46,6 +47,15 @@ def parameters(text: str) -> tuple[Parameter, ...]:
         cuda_type = "float" if code == "f" else kind
         found += [Parameter(name, cuda_type, code, is_constant) for name in names.split()]
     return tuple(found)
+
+
+_ORDER = ("128s", "Q", "q", "i", "I", "f")  # of codes
+
+
+def in_order(given: Iterable[Parameter]) -> tuple[Parameter, ...]:
+    """Return each parameter once, in the order of the codes, and constants before numbers."""
+    distinct = dict.fromkeys(given)
+    return tuple(sorted(distinct, key=lambda one: (_ORDER.index(one.code), not one.is_constant)))
 
 
 @dataclass(frozen=True, kw_only=True)

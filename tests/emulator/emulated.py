@@ -160,7 +160,7 @@ def host_source(source: Source) -> str:
 
 def encode(tensor: TiledTensor, address: int) -> bytes:
     """Return the TMA descriptor, of up to five dimensions, that ``instructions.h`` reads."""
-    element_bytes = tensor.dtype.row_bytes(1)
+    element_bytes = tensor.dtype.unit_bytes
     more = 5 - len(tensor.sizes)
     box, sizes = (*tensor.box, *(1,) * more), (*tensor.sizes, *(1,) * more)
     strides = (*tensor.strides, *(0,) * more)

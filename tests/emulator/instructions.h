@@ -240,8 +240,8 @@ inline std::vector<Copy> copies;  // under way
 static u32 copy_box(const Copy& copy, bool is_poison) {
   const Map& map = *copy.map;
   const u32 line = map.box[0] * map.element_bytes;
-  const u32 rows = line == 128 ? 7 : 3;
-  if (copy.target % (line * (rows + 1)) != 0) complain("misaligned box", copy.target);
+  const u32 rows = line / 16 - 1;
+  if (copy.target % (128 * (rows + 1)) != 0) complain("misaligned box", copy.target);
   const int lines = map.box[1] * map.box[2] * map.box[3] * map.box[4];
   for (int index = 0; index < lines; ++index) {
     int64_t at[5] = {copy.at[0]};

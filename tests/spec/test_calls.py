@@ -85,6 +85,13 @@ CANDIDATES: dict[str, tuple[Any, Arch, Any, int, list[KernelSpec]]] = {
             *(gqa_sm80(kv_dtype=DType.INT8), combine(dim=128)),
         ],
     ),
+    "GQA, nvfp4": (
+        *(gqa_call_specs, SM_90A, replace(GQA, kv_dtype=DType.NVFP4, out_dtype=DType.BF16), 4),
+        [
+            *(gqa_sm90(kv_dtype=DType.NVFP4, kv_heads_per_cta=heads) for heads in (1, 2, 4)),
+            *(gqa_sm80(kv_dtype=DType.NVFP4), combine(dim=128)),
+        ],
+    ),
     "GQA, sm_80": (
         *(gqa_call_specs, SM_80, replace(GQA, out_dtype=DType.BF16), 4),
         [gqa_sm80(arch=SM_80, kv_dtype=DType.E4M3), combine("sm_80", dim=128)],

@@ -47,9 +47,10 @@ _MLA_KERNELS = 2 * 2 * 3 * (2 * 4 + len(PAGE_SIZES))
 # Four dtype pairs have two dims and three modes, fp8_per_token has one; three tiles each. Two pools
 # have any page size.
 _FP8KV_KERNELS = ((4 * 2 * 3 + 1) * len(PAGE_SIZES) + 1) * 3
-# Query and cache of one dtype, or a cache of 8 bits: e4m3 with either output, e5m2 and int8; four
-# page sizes; tiles of three head dims, the smallest of them for one, two or four KV heads per CTA.
-_GQA_KERNELS = 2 * 4 * ((4 + 3 + 2) + 4 * (5 + 4 + 2))
+# Query and cache of one dtype, or a cache of 8 bits: e4m3 with either output, e5m2 and int8; or
+# NVFP4. Four page sizes; tiles of three head dims, the smallest of them for one, two or four KV
+# heads per CTA.
+_GQA_KERNELS = 2 * 4 * ((4 + 3 + 2) + 4 * (5 + 4 + 2) + (5 + 5 + 3))
 MLA_FAMILIES = {
     "mla_sm90": Family(BF16, MlaSm90Spec.of, _MLA_KERNELS, mla_sm90),
     "mla_sm90_fp8": Family(E4M3, MlaSm90Fp8Spec.of, 2 * 2 * 4 * 3, mla_sm90_fp8),
@@ -79,7 +80,7 @@ NOT_COVERED: dict[str, list[dict[str, Any]]] = {
     ],
     "gqa_sm90": [
         *(
-            {"kv_dtype": DType.NVFP4},
+            {"kv_dtype": DType.FP8_DS_MLA},
             {"head_dim": 192},
             {"head_dim": 512},
             {"page_size": 8},

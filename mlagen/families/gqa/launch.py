@@ -46,7 +46,7 @@ from mlagen.spec.gqa.variant import HEAD_DIMS, PROBLEM_PARAMETERS, GqaSpec, GqaV
 
 _HEAD_DIMS = ", ".join(map(str, HEAD_DIMS))
 _COVERED = (
-    f"covered: sm_90a, cache as the query, e4m3, e5m2 or int8, head_dim {_HEAD_DIMS}, "
+    f"covered: sm_90a, cache as the query, e4m3, e5m2, int8 or NVFP4, head_dim {_HEAD_DIMS}, "
     "page_size a multiple of 16, strides of the cache below 2^40 bytes"
 )
 
@@ -69,8 +69,12 @@ _SOURCES = joined(
 
 _KNOWN = frozenset(
     parameter.name
-    for spec in (GqaSm80Spec, GqaSm90Spec, CombineSpec)
-    for parameter in spec.parameters
+    for parameters in (
+        GqaSm80Spec.common_parameters,  # with those of block scales
+        GqaSm90Spec.common_parameters,
+        CombineSpec.parameters,
+    )
+    for parameter in parameters
 )
 
 _OF_PROBLEM = " ".join(

@@ -44,7 +44,7 @@ from mlagen.families.common.launchers import LSE_FACTORS
 from mlagen.families.common.problem import Problem, checked_tables, require_scratch_and_scales
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.spec.dtype import DType
-from mlagen.spec.gqa.variant import GqaVariant, require_supported
+from mlagen.spec.gqa.variant import NVFP4_BLOCK, GqaVariant, require_supported
 
 # Cache dtypes besides the dtype of the query.
 QUANTIZED = {
@@ -55,9 +55,6 @@ QUANTIZED = {
 }
 SCALE_DTYPES = (torch.uint8, torch.float8_e4m3fn)
 MASK_DTYPES = (torch.uint16, torch.uint32, torch.int32)
-
-# NVFP4 elements per e4m3 scale; a byte holds two elements.
-NVFP4_BLOCK = 16
 
 # cp.async copies NVFP4 rows that are no multiple of 16 bytes 8 bytes at a time.
 NVFP4_ALIGNMENT_BYTES = 8

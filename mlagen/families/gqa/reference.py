@@ -16,8 +16,9 @@ from mlagen.families.common.reference import (
     without_autocast,
 )
 from mlagen.families.gqa.args import GqaArgs
-from mlagen.families.gqa.problem import NVFP4_BLOCK, GqaProblem, paged_caches, paged_scales
+from mlagen.families.gqa.problem import GqaProblem, paged_caches, paged_scales
 from mlagen.spec.dtype import DType
+from mlagen.spec.gqa.variant import NVFP4_BLOCK
 
 _MAGNITUDES = torch.tensor(
     (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.float32, device="cpu"

@@ -43,7 +43,7 @@ def _tensor_of(layout: GqaTensorMapLayout, strides: tuple[int, int, int]) -> Til
     """Return keys or values with dimensions element, token, column, head, page."""
     spec = layout.spec
     columns = spec.row_bytes // spec.line_bytes
-    elements = spec.variant.head_dim // columns
+    elements = spec.line_bytes // spec.variant.kv_dtype.unit_bytes
     page_size = spec.variant.page_size
     page_stride, token_stride, head_stride = strides
     return TiledTensor(

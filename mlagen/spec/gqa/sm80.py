@@ -53,7 +53,7 @@ class GqaSm80Spec(GqaSpec):
     """Everything that determines the cubin of an sm80 GQA decode kernel."""
 
     family: ClassVar[str] = "gqa_sm80"
-    parameters: ClassVar[tuple[Parameter, ...]] = (
+    common_parameters: ClassVar[tuple[Parameter, ...]] = (
         *parameters(
             """
             const u16*: query

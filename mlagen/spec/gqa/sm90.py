@@ -9,7 +9,9 @@ from typing import ClassVar
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.variant import (
+    BLOCK_SCALE_PARAMETERS,
     HEAD_DIMS,
+    NVFP4_BLOCK,
     PROBLEM_PARAMETERS,
     SCALE_PARAMETERS,
     GqaSpec,
@@ -31,11 +33,12 @@ _MIN_BOX_TOKENS = 16
 _MAX_REGISTER_QUERY = 16 * 128  # rows times dims of Q that fit registers beside the accumulators
 _LINE_BYTES = 128  # width of the shared-memory swizzle
 _TOKEN_BYTES = 256  # max bytes per token that a CTA reads of several KV heads; more is no faster
+_MAX_KV_HEADS_PER_CTA = 4  # two warps of each have KV blocks of 64 tokens
 # By the bytes of a row. CTAs that read neighboring heads drift apart by up to a ring, and the
 # further they drift, the lower the memory bandwidth; the bytes in flight must cover the latency.
-_RING_BYTES = {64: 64 * 1024, 128: 96 * 1024, 256: 128 * 1024, 512: 192 * 1024}
+_RING_BYTES = {32: 48 * 1024, 64: 64 * 1024, 128: 96 * 1024, 256: 128 * 1024, 512: 192 * 1024}
 _WIDEST_RING_BYTES = {128: 80 * 1024}  # of the largest tiles, so that they combine in one pass
-_QUANTIZED = (DType.E4M3, DType.E5M2, DType.INT8)
+_QUANTIZED = (DType.E4M3, DType.E5M2, DType.INT8, DType.NVFP4)
 _QUERY_BYTES = 2  # per element
 _VALUE_BYTES = 4  # per element of a warp's partial output
 _COMBINE_PADDING_BYTES = 16  # of kCombinePitch, per partial row
@@ -47,7 +50,7 @@ class GqaSm90Spec(GqaSpec):
     """Everything that determines the cubin of an sm90 GQA decode kernel."""
 
     family: ClassVar[str] = "gqa_sm90"
-    parameters: ClassVar[tuple[Parameter, ...]] = (
+    common_parameters: ClassVar[tuple[Parameter, ...]] = (
         *parameters(
             """
             TensorMap: key_map value_map
@@ -87,6 +90,11 @@ class GqaSm90Spec(GqaSpec):
     kv_heads_per_cta: int = 1  # KV heads that a CTA processes at a time
 
     @property
+    def added_parameters(self) -> tuple[Parameter, ...]:
+        """Parameters of this variant besides the common ones."""
+        return BLOCK_SCALE_PARAMETERS if self.scale_row_bytes else ()
+
+    @property
     def element(self) -> DType:
         """Element type of the MMA; fp16 represents every quantized one exactly."""
         return DType.FP16 if self.dequants_kv else self.variant.kv_dtype
@@ -95,6 +103,12 @@ class GqaSm90Spec(GqaSpec):
     def row_bytes(self) -> int:
         """Bytes of a cached token of one KV head."""
         return self.variant.kv_dtype.row_bytes(self.variant.head_dim)
+
+    @property
+    def scale_row_bytes(self) -> int:
+        """Bytes of the block scales of a cached token of one KV head; 0 without block scales."""
+        is_nvfp4 = self.variant.kv_dtype is DType.NVFP4
+        return self.variant.head_dim // NVFP4_BLOCK if is_nvfp4 else 0
 
     @property
     def token_bytes(self) -> int:
@@ -108,7 +122,8 @@ class GqaSm90Spec(GqaSpec):
         More than one only with the smallest tile, which fills a single MMA.
         """
         is_smallest = self.block_m == min(BLOCK_MS)
-        return max(1, _TOKEN_BYTES // self.row_bytes) if is_smallest else 1
+        heads = min(_TOKEN_BYTES // self.row_bytes, _MAX_KV_HEADS_PER_CTA)
+        return max(1, heads) if is_smallest else 1
 
     @property
     def line_bytes(self) -> int:
@@ -130,10 +145,15 @@ class GqaSm90Spec(GqaSpec):
     @property
     def stages(self) -> int:
         """Pipeline stages: K or V tiles that fit in the ring."""
-        return self._ring_bytes // (self.block_n * self.token_bytes)
+        return self._max_ring_bytes // (self.block_n * self.token_bytes)
 
     @property
-    def _ring_bytes(self) -> int:
+    def stage_bytes(self) -> int:
+        """Bytes of a tile of K or V with its block scales."""
+        return self.block_n * (self.token_bytes + self.scale_row_bytes * self.kv_heads_per_cta)
+
+    @property
+    def _max_ring_bytes(self) -> int:
         is_widest = self.block_m * self.variant.head_dim == _MAX_ACCUMULATORS
         known = _RING_BYTES | (_WIDEST_RING_BYTES if is_widest else {})
         return known[self.row_bytes]
@@ -157,7 +177,9 @@ class GqaSm90Spec(GqaSpec):
     def _combine_tile(self) -> tuple[int, int]:
         head_dim, min_rows = self.variant.head_dim, min(BLOCK_MS)
         query_bytes = 0 if self.keeps_query else self.block_m * head_dim * _QUERY_BYTES
-        capacity = self.shared_bytes - self._ring_bytes - query_bytes - _OTHER_SHARED_BYTES
+        capacity = (
+            self.shared_bytes - self.stages * self.stage_bytes - query_bytes - _OTHER_SHARED_BYTES
+        )
         whole_rows = [(rows, head_dim) for rows in BLOCK_MS if rows <= self.block_m]
         parts = [(min_rows, head_dim // count) for count in (2, 4)]
         other_row_bytes = _COMBINE_PADDING_BYTES + self.row_state_bytes

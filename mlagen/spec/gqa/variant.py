@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import ClassVar
 
 from mlagen.errors import UnsupportedError
 from mlagen.spec.dtype import DType
-from mlagen.spec.kernel import KernelSpec, Variant, parameters
+from mlagen.spec.kernel import KernelSpec, Parameter, Variant, in_order, parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,9 @@ SUPPORTED = tuple(
     for query, kv in product(_16BIT_DTYPES, (None, DType.E4M3, DType.E5M2, DType.INT8, DType.NVFP4))
 )
 
+# NVFP4 elements per e4m3 scale; a byte holds two elements.
+NVFP4_BLOCK = 16
+
 # Values that prewarming compiles. Other multiples of 16 up to 256, and other page sizes, are
 # compiled on first use.
 HEAD_DIMS = (64, 128, 256)
@@ -56,6 +60,14 @@ PROBLEM_PARAMETERS = parameters(
     int: num_seqs kv_heads group_size q_len mask_words window max_pages block_tables_stride
         num_pages is_causal bmm2_scales_scores
     const float: score_factor lse_factor
+    """
+)
+# Of a kernel over NVFP4: a scale for each NVFP4_BLOCK elements.
+BLOCK_SCALE_PARAMETERS = parameters(
+    """
+    const unsigned char*: key_scales value_scales
+    i64: key_scale_page_stride key_scale_token_stride key_scale_head_stride value_scale_page_stride
+        value_scale_token_stride value_scale_head_stride
     """
 )
 # Scales of one call: no part of its plan.
@@ -111,7 +123,20 @@ def require_supported(variant: GqaVariant) -> None:
 class GqaSpec(KernelSpec):
     """Base spec of the GQA decode kernels."""
 
+    common_parameters: ClassVar[tuple[Parameter, ...]]  # of every variant
+
     variant: GqaVariant
+
+    @property
+    def added_parameters(self) -> tuple[Parameter, ...]:
+        """Parameters of this variant besides the common ones."""
+        return ()
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The parameters of every variant, and those of this one."""
+        added = self.added_parameters
+        return in_order((*self.common_parameters, *added)) if added else self.common_parameters
 
     @property
     def out_dtype(self) -> DType:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import ClassVar
 
 from mlagen.errors import UnsupportedError
 from mlagen.spec.dtype import EXTRA_ROW_FORMATS, ROW_FORMATS, DType
-from mlagen.spec.kernel import CallShape, KernelSpec, Parameter, Variant, parameters
+from mlagen.spec.kernel import CallShape, KernelSpec, Parameter, Variant, in_order, parameters
 from mlagen.spec.rows import RowFormat
 
 
@@ -208,18 +208,12 @@ POOL_PARAMETERS = parameters(
     """
 )
 _TMA_PARAMETERS = ("latent_map", "rope_map", "kv_map", "separate_rope")
-_ORDER = ("128s", "Q", "q", "i", "I", "f")  # of codes
 
 
 def gather_parameters(common: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
     """Return the parameters of a kernel over top-k indices, from those over a block table."""
     kept = [one for one in common if one.name not in _TMA_PARAMETERS]
-    return _in_order((*kept, *GATHER_PARAMETERS))
-
-
-def _in_order(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
-    """Return each parameter once, in the order of the codes."""
-    return tuple(sorted(dict.fromkeys(parameters), key=lambda one: _ORDER.index(one.code)))
+    return in_order((*kept, *GATHER_PARAMETERS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,7 +309,7 @@ class MlaKernelSpec(KernelSpec):
     def parameters(self) -> tuple[Parameter, ...]:
         """The parameters of every variant, and those of this one."""
         added = (DCP_PARAMETERS if self.has_dcp else ()) + self.pool_parameters
-        return _in_order((*self.common_parameters, *added)) if added else self.common_parameters
+        return in_order((*self.common_parameters, *added)) if added else self.common_parameters
 
     @property
     def pool_parameters(self) -> tuple[Parameter, ...]:

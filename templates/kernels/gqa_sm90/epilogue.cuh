@@ -42,7 +42,8 @@ __device__ inline float4* partial_out_ptr(const Params& params, int slot, int ro
 __device__ inline void store_finished(const Params& params, const WorkItem& work, int row, int dim,
                                       const RowPart& partial) {
   const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[work.head_of(params, row)];
-  const float scale = value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor;
+  const float scale =
+      value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor * kDequantFactor;
   const RowResult result =
       finish_row(partial.state.row_max, partial.state.row_sum, sink, params.lse_factor);
   const float factor = result.factor * scale;

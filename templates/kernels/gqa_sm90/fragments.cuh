@@ -35,7 +35,10 @@ __device__ inline u32 token_offset(int token) {
 
 // The swizzle of a token: an XOR on the offset of its 16-byte chunks.
 __device__ inline u32 swizzle_of(int token) {
-  return static_cast<u32>(kSwizzleBytes == 128 ? token & 7 : token >> 1 & 3) * kChunkBytes;
+  constexpr int kLog2Tokens = kSwizzleBytes == 128  ? 0
+                              : kSwizzleBytes == 64 ? 1
+                                                    : 2;  // of 128 bytes
+  return static_cast<u32>(token >> kLog2Tokens & kSwizzleBytes / kChunkBytes - 1) * kChunkBytes;
 }
 
 // Row address of a lane for ldmatrix.x4. Its four matrices are tokens 0 to 7 and 8 to 15 of a step,
@@ -66,5 +69,10 @@ __device__ inline LdmatrixRows k_ldmatrix_rows(int warp) {
 __device__ inline LdmatrixRows v_ldmatrix_rows(int warp) {
   return LdmatrixRows(warp, lane_index() / 16, lane_index() / 8 % 2);
 }
+
+// Block scales of a lane's tokens of a step, for KV caches without any.
+struct NoBlockScales {
+  __device__ NoBlockScales(const unsigned char*, int, int) {}
+};
 
 constexpr int kChunkPairs = kRowBytes / (2 * kChunkBytes);

@@ -29,7 +29,7 @@ __device__ inline void load_q_row(const Params& params, const WorkItem& work, in
   const u16* source = params.query + token * params.query_stride + head * params.query_head_stride;
 #pragma unroll
   for (int k = 0; k < kDimTiles; ++k) {
-    fragment[k] = is_row ? load_q_fragment(source + k * 16) : make_uint2(0, 0);
+    fragment[k] = is_row ? load_q_fragment(source, k) : make_uint2(0, 0);
   }
 }
 
@@ -150,6 +150,64 @@ struct KvTmaBoxes {
   }
 };
 
+// Copies a row of block scales to shared memory, or zeroes it.
+template <int kBytes>
+__device__ inline void copy_scale_row(u32 target, const void* source, bool exists) {
+  const u32 bytes = exists ? kBytes : 0;
+  if constexpr (kBytes == 4) cp_async_ca_4(target, source, bytes);
+  if constexpr (kBytes == 8) cp_async_ca_8(target, source, bytes);
+  if constexpr (kBytes == 16) cp_async_cg_16(target, source, bytes);
+}
+
+// Copies the block scales of a tile behind it, and arrives at `full` when they are complete. TMA
+// would need strides of 16 bytes. `scales` are those of the first kv head; the lanes have the page
+// ids of the KV block from lane `first_lane` on. Rows that are aligned to their size are copied
+// asynchronously.
+__device__ inline void load_scales(const Params& params, const PagedRows& scales, i64 head_stride,
+                                   const KvTmaBoxes& boxes, int first_lane, int kv_block,
+                                   unsigned char* target, u32 full) {
+  const u64 alignment =
+      reinterpret_cast<u64>(scales.rows) | scales.page_stride | scales.token_stride | head_stride;
+  const bool is_aligned = alignment % kScaleRowBytes == 0;
+#pragma unroll 4
+  for (int first = 0; first < kBlockN * kKvHeadsPerCta; first += kWarpLanes) {
+    const int token = (first + lane_index()) / kKvHeadsPerCta;
+    const int head = (first + lane_index()) % kKvHeadsPerCta;
+    const int box = token / kBoxTokens;
+    const int page = __shfl_sync(~0u, boxes.page, first_lane + box);
+    const bool exists =
+        boxes.is_inside(kv_block * kBoxesPerKvBlock + box) && is_valid_page(page, params.num_pages);
+    const int slot = (kv_block * kBlockN + token) % kPageSize;
+    const unsigned char* source =
+        exists ? scales.row_of(page, slot) + head * head_stride : scales.rows;
+    unsigned char* row = target + head * kScaleHeadBytes + token * kScaleRowBytes;
+    if (is_aligned) {
+      copy_scale_row<kScaleRowBytes>(shared_address(row), source, exists);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kScaleRowBytes; ++i) row[i] = exists ? source[i] : 0;
+    }
+  }
+  if (is_aligned) {
+    cp_async_mbarrier_arrive_noinc(full);
+  } else {
+    mbarrier_arrive(full);
+  }
+}
+
+// The same for K or V. A template: without block scales, Params lacks these parameters.
+template <typename ScaleParams>
+__device__ inline void load_scales_of(const ScaleParams& params, int kv, int kv_head,
+                                      const KvTmaBoxes& boxes, int first_lane, int kv_block,
+                                      unsigned char* target, u32 full) {
+  const i64 head_stride = kv == 0 ? params.key_scale_head_stride : params.value_scale_head_stride;
+  const PagedRows scales{
+      (kv == 0 ? params.key_scales : params.value_scales) + kv_head * head_stride,
+      kv == 0 ? params.key_scale_page_stride : params.value_scale_page_stride,
+      kv == 0 ? params.key_scale_token_stride : params.value_scale_token_stride};
+  load_scales(params, scales, head_stride, boxes, first_lane, kv_block, target, full);
+}
+
 __device__ inline void load_work(const Params& params, const WorkItem& work, KvTmaBoxes& boxes,
                                  SharedMemoryPlan& smem, PipelineState<kStages>& kv_pipe) {
   const int end = work.first_kv_block + work.num_kv_blocks;
@@ -170,6 +228,10 @@ __device__ inline void load_work(const Params& params, const WorkItem& work, KvT
         cp_async_bulk_tensor(shared_address(smem.kv[kv_pipe.index]) + box_offset,
                              kv == 0 ? &params.key_map : &params.value_map, full, cache_hint, 0,
                              slot, 0, work.kv_head, boxes.page);
+      }
+      if constexpr (kHasBlockScales) {
+        load_scales_of(params, kv, work.kv_head, boxes, in_window * kBoxesPerKvBlock, kv_block,
+                       smem.kv[kv_pipe.index] + kTileBytes, full);
       }
       __syncwarp();
       kv_pipe.advance();

@@ -20,8 +20,9 @@
 #include "work_pipeline.cuh"
 
 // QK GEMM of one step: S^T = K Q^T.
-__device__ inline void qk_gemm(const LdmatrixRows& rows, const unsigned char* keys, int step,
-                               const Query& query, float (&scores)[kRowGroups][4]) {
+__device__ inline void qk_gemm(const LdmatrixRows& rows, const unsigned char* keys, int warp,
+                               int step, const Query& query, float (&scores)[kRowGroups][4]) {
+  const KeyScales scales(keys, warp, step);
   constexpr int kChains = kRowGroups == 1 ? 2 : 1;  // independent MMA chains
   float sums[kChains][kRowGroups][4] = {};
 #pragma unroll
@@ -32,7 +33,7 @@ __device__ inline void qk_gemm(const LdmatrixRows& rows, const unsigned char* ke
     for (int i = 0; i < kFragmentsPerLoad; ++i) {
       const int k = pair * kFragmentsPerLoad + i;
       u32 a[4];
-      k_fragment(loaded, i, a);
+      k_fragment(loaded, i, scales, pair, a);
 #pragma unroll
       for (int n = 0; n < kRowGroups; ++n) {
         const uint2 q = query.at(n, k);
@@ -51,8 +52,9 @@ __device__ inline void qk_gemm(const LdmatrixRows& rows, const unsigned char* ke
 
 // PV GEMM of one step: O^T += V^T P^T. Returns a word that depends on all V
 // fragments, for arrive_after_reads.
-__device__ inline u32 pv_gemm(const LdmatrixRows& rows, const unsigned char* values, int step,
-                              const u32 (&probabilities)[kRowGroups][2], Output& output) {
+__device__ inline u32 pv_gemm(const LdmatrixRows& rows, const unsigned char* values, int warp,
+                              int step, const u32 (&probabilities)[kRowGroups][2], Output& output) {
+  const ValueScales scales(values, warp, step);
   u32 read = 0;
 #pragma unroll
   for (int pair = 0; pair < kChunkPairs; ++pair) {
@@ -61,9 +63,11 @@ __device__ inline u32 pv_gemm(const LdmatrixRows& rows, const unsigned char* val
 #pragma unroll
     for (int i = 0; i < kFragmentsPerLoad; ++i) {
       u32 a[4];
-      v_fragment(loaded, i, a);
+      v_fragment(loaded, i, scales, pair, a);
       // From converted fragments: that schedules conversions better than raw ones do.
       if (i == 1) read ^= a[0];
+      // The other block scales: of the tokens of a[0] they are in it.
+      if (kHasBlockScales && i == 1) read ^= a[2];
 #pragma unroll
       for (int n = 0; n < kRowGroups; ++n) {
         mma_m16n8k16(Element{}, output[pair * kFragmentsPerLoad + i][n], a, probabilities[n][0],
@@ -139,7 +143,7 @@ __device__ inline bool process_work(const Params& params, int warp, const GqaSco
     wait(smem.kv_full[kv_pipe.index], kv_pipe.phase);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      qk_gemm(k_rows, smem.kv[kv_pipe.index], step, query, scores[step]);
+      qk_gemm(k_rows, smem.kv[kv_pipe.index], warp, step, query, scores[step]);
     }
     release(smem.kv_empty[kv_pipe.index], dependency_on(scores));
     kv_pipe.advance();
@@ -158,7 +162,7 @@ __device__ inline bool process_work(const Params& params, int warp, const GqaSco
     u32 read = 0;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      read ^= pv_gemm(v_rows, values, step, probabilities[step], output);
+      read ^= pv_gemm(v_rows, values, warp, step, probabilities[step], output);
     }
     release(smem.kv_empty[kv_pipe.index], read);
     kv_pipe.advance();

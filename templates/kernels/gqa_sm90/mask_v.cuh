@@ -22,35 +22,78 @@ __device__ inline Chunk* chunk_at(unsigned char* tile, int warp, int warp_token,
                                   chunk / kSwizzleChunks * kColumnBytes + offset);
 }
 
+// Word `word` of the block scales of token `warp_token` of a warp, behind a V tile.
+struct ScaleWord {
+  u32 words[1];
+};
+__device__ inline ScaleWord* scale_word_at(unsigned char* tile, int warp, int warp_token,
+                                           int word) {
+  unsigned char* head = tile + kTileBytes + head_of_warp(warp) * kScaleHeadBytes;
+  const int token = first_token_of_warp(warp) + warp_token;
+  return reinterpret_cast<ScaleWord*>(head + token * kScaleRowBytes) + word;
+}
+
+// What decides whether V of a token is finite: its chunks, or its block scales, since e2m1 has
+// neither NaN nor Inf.
+template <bool kAreScales>
+struct FiniteParts {
+  using Part = Chunk;
+  static constexpr int kCount = kRowBytes / kChunkBytes;
+  __device__ static Part* at(unsigned char* tile, int warp, int warp_token, int part) {
+    return chunk_at(tile, warp, warp_token, part);
+  }
+};
+template <>
+struct FiniteParts<true> {
+  using Part = ScaleWord;
+  static constexpr int kCount = kScaleRowBytes / sizeof(Part);
+  __device__ static Part* at(unsigned char* tile, int warp, int warp_token, int part) {
+    return scale_word_at(tile, warp, warp_token, part);
+  }
+};
+
 // Clears V of this warp's tokens that are masked for some rows: whole tokens that no row attends
 // to, and non-finite elements of the others. Returns whether it cleared a non-finite element, which
 // restore_nonfinite then adds back.
 __device__ inline bool clear_masked(const WorkItem& work, int first_token, int warp,
                                     unsigned char* tile) {
-  constexpr int kChunks = kRowBytes / kChunkBytes;
+  using Parts = FiniteParts<kHasBlockScales>;
+  using Part = Parts::Part;
   const KvRange unmasked = {work.unmasked_kv_begin, work.unmasked_kv_end};
   const KvRange attended = {work.kv_begin, work.kv_end};
   bool has_nonfinite = false;
   // Not unrolled: a rare path must not take registers from the main loop.
 #pragma unroll 1
-  for (int i = lane_index(); i < kWarpTokens * kChunks; i += kWarpLanes) {
-    const int token = first_token + i / kChunks;
+  for (int i = lane_index(); i < kWarpTokens * Parts::kCount; i += kWarpLanes) {
+    const int token = first_token + i / Parts::kCount;
     if (unmasked.contains(token)) continue;
-    Chunk* chunk = chunk_at(tile, warp, i / kChunks, i % kChunks);
-    Chunk cleared{};
+    Part* part = Parts::at(tile, warp, i / Parts::kCount, i % Parts::kCount);
+    Part cleared{};
     if (attended.contains(token)) {
-      const Chunk stored = *chunk;
+      const Part stored = *part;
       cleared = zero_nonfinite(stored);
 #pragma unroll
-      for (int word = 0; word < 4; ++word)
+      for (u32 word = 0; word < sizeof(Part) / 4; ++word)
         has_nonfinite |= cleared.words[word] != stored.words[word];
     }
-    *chunk = cleared;
+    *part = cleared;
   }
   // Orders these writes before the next TMA write to the stage.
   fence_proxy_async();
   __syncwarp();  // the cleared V is visible to all lanes
   return __any_sync(~0u, has_nonfinite);
+}
+
+// Rows that FiniteParts are of, in the cache. A template: without block scales, Params lacks them.
+template <typename AnyParams>
+__device__ inline PagedRows finite_rows(const AnyParams& params, int kv_head) {
+  if constexpr (kHasBlockScales) {
+    return {params.value_scales + kv_head * params.value_scale_head_stride,
+            params.value_scale_page_stride, params.value_scale_token_stride};
+  } else {
+    return {params.value_cache + kv_head * params.value_head_stride, params.value_page_stride,
+            params.value_token_stride};
+  }
 }
 
 // Adds the non-finite elements of a token that is masked for some rows, if this row attends to it.
@@ -61,8 +104,7 @@ __device__ inline float4 add_nonfinite(const Params& params, const WorkItem& wor
   const int* page_ids = work.page_ids(params);
   const int page = page_ids[token / kPageSize];
   if (!is_valid_page(page, params.num_pages)) return out;
-  const PagedRows cached{params.value_cache + work.kv_head * params.value_head_stride,
-                         params.value_page_stride, params.value_token_stride};
+  const PagedRows cached = finite_rows(params, work.kv_head);
   const unsigned char* element_row = cached.row_of(page, token % kPageSize);
   float* sums[4] = {&out.x, &out.y, &out.z, &out.w};
 #pragma unroll

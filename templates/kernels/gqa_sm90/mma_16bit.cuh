@@ -10,20 +10,25 @@
 
 // A 16-bit KV cache needs no conversion.
 
-// Loads a lane's fragment of 16 dims of Q, in the k order of its K fragment.
-__device__ inline uint2 load_q_fragment(const u16* source) {
-  const u32* pairs = reinterpret_cast<const u32*>(source) + lane_index() % 4;
+// Loads a lane's fragment of the 16 dims `k` of Q, in the k order of its K fragment.
+__device__ inline uint2 load_q_fragment(const u16* row, int k) {
+  const u32* pairs = reinterpret_cast<const u32*>(row + k * 16) + lane_index() % 4;
   return make_uint2(pairs[0], pairs[4]);
 }
 
+using KeyScales = NoBlockScales;
+using ValueScales = NoBlockScales;
+constexpr float kDequantFactor = 1.0f;
+
 // ldmatrix loads one A fragment, of K or of V.
 constexpr int kFragmentsPerLoad = 1;
-__device__ inline void k_fragment(const u32 (&loaded)[4], int, u32 (&a)[4]) {
+__device__ inline void k_fragment(const u32 (&loaded)[4], int, const KeyScales&, int, u32 (&a)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) a[i] = loaded[i];
 }
-__device__ inline void v_fragment(const u32 (&loaded)[4], int, u32 (&a)[4]) {
-  k_fragment(loaded, 0, a);
+__device__ inline void v_fragment(const u32 (&loaded)[4], int, const ValueScales& scales, int,
+                                  u32 (&a)[4]) {
+  k_fragment(loaded, 0, scales, 0, a);
 }
 
 // Dim of accumulators `half * 2` and `half * 2 + 1` of a 16-dim tile.

@@ -12,10 +12,10 @@
 
 // Elements are converted to fp16 in registers, which is exact.
 
-// Loads a lane's fragment of 16 dims of Q, in the k order of its K fragment:
+// Loads a lane's fragment of the 16 dims `k` of Q, in the k order of its K fragment:
 // four adjacent bytes of every 16.
-__device__ inline uint2 load_q_fragment(const u16* source) {
-  return reinterpret_cast<const uint2*>(source)[lane_index() % 4];
+__device__ inline uint2 load_q_fragment(const u16* row, int k) {
+  return reinterpret_cast<const uint2*>(row + k * 16)[lane_index() % 4];
 }
 
 // Four elements as two pairs in fp16: of K in their order; of V, where a word has two dims of two
@@ -50,9 +50,14 @@ __device__ inline uint2 v_pairs(Int8, u32 word) {
                     unbiased(__byte_perm(word, kHighByte, 0x4341)));
 }
 
+using KeyScales = NoBlockScales;
+using ValueScales = NoBlockScales;
+constexpr float kDequantFactor = 1.0f;
+
 // ldmatrix loads two A fragments, one of each chunk of a pair: of K as they lie, of V transposed.
 constexpr int kFragmentsPerLoad = 2;
-__device__ inline void k_fragment(const u32 (&loaded)[4], int chunk, u32 (&a)[4]) {
+__device__ inline void k_fragment(const u32 (&loaded)[4], int chunk, const KeyScales&, int,
+                                  u32 (&a)[4]) {
   const uint2 first = k_pairs(StoredElement{}, loaded[chunk * 2]);
   const uint2 second = k_pairs(StoredElement{}, loaded[chunk * 2 + 1]);  // eight tokens further
   a[0] = first.x;
@@ -61,7 +66,8 @@ __device__ inline void k_fragment(const u32 (&loaded)[4], int chunk, u32 (&a)[4]
   a[3] = second.y;
 }
 
-__device__ inline void v_fragment(const u32 (&loaded)[4], int chunk, u32 (&a)[4]) {
+__device__ inline void v_fragment(const u32 (&loaded)[4], int chunk, const ValueScales&, int,
+                                  u32 (&a)[4]) {
   const uint2 first = v_pairs(StoredElement{}, loaded[chunk]);
   const uint2 second = v_pairs(StoredElement{}, loaded[chunk + 2]);  // eight tokens further
   a[0] = first.x;

@@ -17,8 +17,11 @@ static_assert(sizeof(RowState) == kRowStateBytes, "the host plans with it");
 // spread over all banks.
 constexpr int kCombinePitch = kCombineDims + 4;
 
+// The producer warp arrives for the TMA boxes of a tile, and each of its lanes for block scales.
+constexpr int kKvFullArrivals = 1 + (kHasBlockScales ? kWarpLanes : 0);
+
 struct SharedMemoryPlan {
-  unsigned char kv[kStages][kTileBytes];  // K, V, K, ...
+  unsigned char kv[kStages][kStageBytes];  // K, V, K, ...
   float combine_buffer[kConsumerWarps][kCombineRowGroups][8][kCombinePitch];
   RowState states[kConsumerWarps][kCombineRowGroups][8];
   // Q in fragment order, one vector per lane, and the inverse row scales; unless Q is in registers.
@@ -37,7 +40,7 @@ static_assert(sizeof(SharedMemoryPlan) <= kSharedBytes, "the spec computes the s
 __device__ inline void init_barriers(const Params& params, SharedMemoryPlan& smem) {
   if (lane_index() == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(smem.kv_full[stage], 1);
+      init_barrier(smem.kv_full[stage], kKvFullArrivals);
       init_barrier(smem.kv_empty[stage], kConsumerWarps);
     }
     smem.work_pipeline.init_barriers();

@@ -8,6 +8,7 @@
 #include "convert_q.cuh"
 #include "fragments.cuh"
 #include "load.cuh"
+#include "mma.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/warp_matrix.cuh"
@@ -108,7 +109,7 @@ struct Softmax {
   }
 };
 
-// Softmax scale of each row; it includes the inverse Q scale.
+// Softmax scale of each row; it includes the inverse Q scale, and the factor of dequantized K.
 struct RowScales {
   float scales[kScalesQ ? kRowGroups : 1][2];
 
@@ -116,7 +117,9 @@ struct RowScales {
 #pragma unroll
     for (int n = 0; n < (kScalesQ ? kRowGroups : 1); ++n) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) scales[n][r] = softmax_scale * query.inverse_scale_of(n, r);
+      for (int r = 0; r < 2; ++r) {
+        scales[n][r] = softmax_scale * kDequantFactor * query.inverse_scale_of(n, r);
+      }
     }
   }
 
