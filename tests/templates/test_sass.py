@@ -46,7 +46,8 @@ KERNELS: list[KernelSpec] = [
         for kv_dtype in (DType.BF16, DType.E4M3)
         if rows * head_dim <= 32 * 128
     ),
-    gqa_sm90(kv_dtype=DType.E4M3, kv_heads_per_cta=2),
+    *(gqa_sm90(rows=rows, kv_dtype=DType.NVFP4, page_size=64) for rows in (8, 32)),
+    *(gqa_sm90(kv_dtype=kv_dtype, kv_heads_per_cta=2) for kv_dtype in (DType.E4M3, DType.INT8)),
     mla_sm90(rows=16),
     *WITH_DESCRIPTORS,
 ]
