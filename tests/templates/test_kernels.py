@@ -9,6 +9,7 @@ sm90 kernels of bf16 queries the smallest one, too; none with two of these is. S
 sm90 kernels without RoPE, are compiled over every dtype: conversions depend on what is loaded.
 Of mla_sm90_fp8kv with FP8 queries the largest tile is compiled, which has 128 registers: the others
 take 117 at most. A head dim of 64 of gqa_sm80 takes 206 of 255, and is compiled over bf16 alone.
+Kernels over two pools are compiled on sm_80 and sm_90a: over one format of both, and over two.
 
 - sm_80: the sm80 kernels. Its ISA does not convert e4m3, so its kernels need the most registers.
 - sm_90a: the sm90 kernels; of gqa_sm90 no tile between the smallest and the largest.
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection, Mapping
 
 import pytest
 
@@ -87,6 +89,8 @@ FILTERS = {
     "sm_90a": USUAL,
     "sm_120f": {**USUAL, "head_dim": ("256",)},
 }
+# Of two pools: the others differ in offsets, or read each of the formats in one of these.
+POOLS = {"lookup": ("two_pools",), "kv_dtype": ("fp8_dsv4", "fp8_dsv41_fp4_ca")}
 WHOLE = {"sm_80", "sm_86"}  # of which every tile of the sm80 kernels is compiled
 # The choices that hardly change the registers of a kernel, as a plain kernel has them.
 PLAIN = {
@@ -97,6 +101,7 @@ PLAIN = {
     "mask": "causal",
     "out_dtype": "bf16",
 }
+PLAIN_OF_POOLS = {**PLAIN, "lookup": "two_pools", "qk_rope_head_dim": "0"}
 KIND = ("query_dtype", "kv_dtype", *PLAIN)
 
 
@@ -111,6 +116,8 @@ def sample_of(arch: Arch) -> list[KernelSpec]:
         sample += specs_of(arch, HOPPER[3:], page_size=("64",), query_dtype=("bf16",))
         small_pages = {"page_size": ("16",), "lookup": ("paged",), "block_m": ("16",)}
         sample += specs_of(arch, HOPPER[:2], **small_pages, **BF16_OR_E4M3)
+        sample += specs_of(arch, ["mla_sm80"], **POOLS)
+    sample = [spec for spec in sample if not is_over_pools(spec) or has_values(spec, POOLS)]
     largest: dict[tuple[str | None, ...], KernelSpec] = {}
     for spec in sample:
         kind = (spec.family, *map(spec.key_fields().get, KIND))
@@ -161,7 +168,18 @@ def stands_for_a_choice(spec: KernelSpec) -> bool:
 def changes_of(spec: KernelSpec) -> int:
     """Return in how many choices a kernel differs from the plain one."""
     fields = spec.key_fields()
-    return sum(fields.get(name, value) != value for name, value in PLAIN.items())
+    plain = PLAIN_OF_POOLS if is_over_pools(spec) else PLAIN
+    return sum(fields.get(name, value) != value for name, value in plain.items())
+
+
+def is_over_pools(spec: KernelSpec) -> bool:
+    """Return whether a kernel reads two pools."""
+    return spec.key_fields().get("lookup") == "two_pools"
+
+
+def has_values(spec: KernelSpec, wanted: Mapping[str, Collection[str]]) -> bool:
+    """Return whether each key field has one of its values."""
+    return all(spec.key_fields().get(name) in values for name, values in wanted.items())
 
 
 @pytest.mark.parametrize("spec", [spec for arch in ARCHS for spec in sample_of(arch)], ids=str)

@@ -13,7 +13,7 @@ from mlagen.families.mla.plan import MlaSm90Plan, choose_block_m, fits_in_int32,
 from mlagen.spec.dtype import DType
 from mlagen.spec.mla.sm90 import MlaSm90Spec
 from tests.families.shapes import SMS, mla_shape
-from tests.kernels import SM_COUNTS, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv
+from tests.kernels import SM_COUNTS, mla_sm90, mla_sm90_fp8, mla_sm90_fp8kv, mla_sm90_two_pools
 
 FP8KV_E4M3 = mla_sm90_fp8kv(rows=16, query_dtype=DType.E4M3, kv_dtype=DType.E4M3)
 
@@ -65,7 +65,7 @@ def test_cta_groups_and_grid_match_the_examples(
 
 
 # KV blocks of all tiles per SM, of 132 SMs: two for bf16 with tiles of 16 rows; for an FP8 KV cache
-# three, and six with tiles of 32.
+# three, and six with tiles of 32. With two pools the smaller tiles must not outnumber the SMs, too.
 @pytest.mark.parametrize(
     ("spec", "shape", "block_m"),
     [
@@ -82,6 +82,14 @@ def test_cta_groups_and_grid_match_the_examples(
         (mla_sm90_fp8kv(rows=128), mla_shape(1, 128, 2048), 16),
         (mla_sm90_fp8kv(rows=128), mla_shape(4, 128, 2048), 32),
         (mla_sm90_fp8kv(rows=128), mla_shape(8, 128, 2048), 64),
+        (mla_sm90_two_pools(rows=64), mla_shape(9, 64, 640), 16),
+        (mla_sm90_two_pools(rows=64), mla_shape(10, 64, 640), 32),
+        (mla_sm90_two_pools(rows=64), mla_shape(33, 64, 128), 16),
+        (mla_sm90_two_pools(rows=64), mla_shape(34, 64, 128), 32),
+        (mla_sm90_two_pools(rows=64), mla_shape(66, 64, 128), 32),
+        (mla_sm90_two_pools(rows=64), mla_shape(67, 64, 128), 64),
+        (mla_sm90_fp8kv(rows=64), mla_shape(34, 64, 128), 16),
+        (mla_sm90_fp8kv(rows=64), mla_shape(67, 64, 128), 32),
     ],
 )
 def test_little_work_uses_smaller_tiles(
@@ -101,6 +109,9 @@ def test_little_work_uses_smaller_tiles(
         *((mla_sm90_fp8(rows=16), 16, SMS, 1, 64), (mla_sm90_fp8(rows=17), 17, SMS, 1, 0)),
         *((mla_sm90_fp8kv(rows=rows), rows, SMS, 1, 2048 // rows) for rows in (16, 128)),
         (FP8KV_E4M3, 16, SMS, 1, 64),
+        # Lists into two pools are short.
+        *((mla_sm90_two_pools(rows=rows), rows, SMS, 1, 320 // rows) for rows in (16, 64)),
+        *((mla_sm90_two_pools(rows=128), 128, SMS, 1, 2), (mla_sm90_two_pools(), 129, SMS, 1, 0)),
         # It grows with the SMs.
         *((mla_sm90(rows=16), 16, sms, 1, 256 * sms // 132) for sms in (16, 78, 114, 144)),
     ],
