@@ -86,13 +86,17 @@ def gqa_sm90(*, rows: int = 8, kv_heads_per_cta: int = 1, **changes: Any) -> Gqa
     return replace(spec, kv_heads_per_cta=kv_heads_per_cta)
 
 
+def write_rows(**changes: Any) -> WriteRowsSpec:
+    """Return the kernel that writes bf16 tokens of DeepSeek-V4, with some fields replaced."""
+    row: dict[str, Any] = {"kv_dtype": DType.FP8_DSV4, "pool": "first", "head_dim_qk": 512}
+    return WriteRowsSpec(**{"arch": SM_90A, "dtype": DType.BF16, **row, **changes})
+
+
 DECODE = mla_sm80()  # compiles for a second, in which tests interfere
 WIDE_DECODE = mla_sm80(rows=128)
 COMBINE = CombineSpec(arch=SM_80, dtype=DType.BF16, head_dim_vo=512)
 COMBINE_STATES = CombineStatesSpec(arch=SM_80, dtype=DType.BF16, head_dim_vo=512)
-WRITE_ROWS = WriteRowsSpec(
-    arch=SM_80, dtype=DType.BF16, kv_dtype=DType.FP8_DSV4, pool="first", head_dim_qk=512
-)
+WRITE_ROWS = write_rows(arch=SM_80)
 # One kernel of each family.
 KERNELS: dict[str, KernelSpec] = {
     spec.family: spec

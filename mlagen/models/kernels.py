@@ -16,6 +16,7 @@ from mlagen.spec.families import gqa_call_specs, mla_call_specs
 from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.variant import MAX_HEADS, SUPPORTED, MlaVariant
+from mlagen.spec.write_rows import write_rows_specs_of
 from mlagen.values import reject
 
 # Pages of a server's KV block. The sm90 kernels need a multiple of 16 tokens, and FlashMLA and
@@ -80,6 +81,8 @@ def model_specs(
 ) -> list[KernelSpec]:
     """Return the kernels that calls of ``model`` may take on ``arch``, without duplicates.
 
+    Those that write a cache with a row format are among them.
+
     ``on_left_out`` receives a sentence for each kind of layer and each pair of dtypes without a
     kernel, if others have one.
 
@@ -93,17 +96,19 @@ def model_specs(
         _mla_calls(model, use) if isinstance(model, MlaModel) else _gqa_calls(model, use)
     )
     specs: dict[KernelSpec, None] = {}
+    writers: dict[KernelSpec, None] = {}
     for variant, rows in calls:
         made = call_specs(arch, variant, rows)
         if isinstance(made, UnsupportedError):
             left_out.append(f"{model.name}: {made}")
         else:
             specs |= dict.fromkeys(made)
+            writers |= dict.fromkeys(_writers(arch, model.dtype, variant))
     if not specs:
         raise ArgumentError(left_out[len(model.left_out)])
     for sentence in dict.fromkeys(left_out):
         on_left_out(sentence)
-    return list(specs)
+    return [*specs, *writers]
 
 
 def page_sizes_of(model: MlaModel | GqaModel, use: ServingOptions) -> Sequence[int]:
@@ -177,6 +182,13 @@ def call_specs(
         return gqa_call_specs(arch, variant, rows)
     except UnsupportedError as error:
         return error
+
+
+def _writers(arch: Arch, dtype: DType, variant: MlaVariant | GqaVariant) -> Iterable[KernelSpec]:
+    """Return the kernels that quantize tokens of a dtype into the rows of a cache."""
+    if not isinstance(variant, MlaVariant):
+        return ()
+    return write_rows_specs_of(arch, dtype, variant.kv_dtype, sum(variant.head_dims))
 
 
 def _mla_calls(model: MlaModel, use: ServingOptions) -> Iterator[tuple[MlaVariant, int]]:

@@ -64,6 +64,20 @@ def write_rows_spec(
     return None
 
 
+def write_rows_specs_of(
+    arch: Arch, dtype: DType, kv_dtype: DType, elements: int
+) -> Iterator[WriteRowsSpec]:
+    """Yield the kernels that write tokens of a dtype into the pools of a cache: two if rows differ.
+
+    None for a cache without a row format.
+    """
+    found = (formats.get(kv_dtype) for formats in POOLS.values())
+    for row in dict.fromkeys(row for row in found if row is not None):
+        spec = write_rows_spec(arch, dtype, row, elements)
+        if spec is not None:
+            yield spec
+
+
 def write_rows_specs(arch: Arch) -> Iterator[WriteRowsSpec]:
     """Yield every kernel of this family that prewarming covers for ``arch``, each once."""
     rows = dict.fromkeys(row for formats in POOLS.values() for row in formats.values())

@@ -34,6 +34,7 @@ from tests.kernels import (
     mla_sm90,
     mla_sm90_fp8,
     mla_sm90_fp8kv,
+    write_rows,
 )
 
 E4M3, FP8_DS_MLA, FP8_PER_TOKEN = DType.E4M3, DType.FP8_DS_MLA, DType.FP8_PER_TOKEN
@@ -100,6 +101,7 @@ SPECS: dict[str, tuple[Arch, MlaModel | GqaModel, dict[str, Any], list[KernelSpe
                     *sparse_specs(64, FP8_DS_MLA),
                     *sparse_specs(64, DType.BF16),
                     *sparse_specs(32, FP8_DS_MLA),
+                    write_rows(kv_dtype=FP8_DS_MLA, head_dim_qk=576),
                 ]
             )
         ),
@@ -157,21 +159,31 @@ def test_a_scaled_fp8_cache_has_one_query_dtype(
 
 
 V41 = {"kv_dtypes": (DType.FP8_DSV41, DType.FP8_DSV41_INLINE_FP4_CA)}
+OF_V4 = [(DType.FP8_DSV4, "first")]
+OF_V41 = [
+    (DType.FP8_DSV41, "first"),
+    (DType.FP8_DSV41_INLINE, "first"),
+    (DType.FP8_DSV41_INLINE_FP4_CA, "extra"),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "use", "heads"),
+    ("name", "use", "heads", "written"),
     [
-        ("deepseek-v4-flash", {"tp": (1, 2, 4, 8)}, (64, 32, 16, 8)),
-        ("deepseek-v4-pro", {"tp": (1, 2, 4, 8, 16), "q_lens": (1, 2)}, (128, 64, 32, 16, 8)),
-        ("deepseek-v4.1", {"tp": (1, 8), **V41}, (64, 8)),
+        ("deepseek-v4-flash", {"tp": (1, 2, 4, 8)}, (64, 32, 16, 8), OF_V4),
+        ("deepseek-v4-pro", {"tp": (1, 4, 16), "q_lens": (1, 2)}, (128, 32, 8), OF_V4),
+        ("deepseek-v4.1", {"tp": (1, 8), **V41}, (64, 8), OF_V41),
     ],
 )
 @pytest.mark.parametrize("arch", [SM_80, SM_90A], ids=str)
 def test_a_model_of_two_pools_has_its_kernels_for_any_pages(
-    name: str, use: dict[str, Any], heads: tuple[int, ...], arch: Arch
+    name: str,
+    use: dict[str, Any],
+    heads: tuple[int, ...],
+    written: list[tuple[DType, str]],
+    arch: Arch,
 ) -> None:
-    """A query token is a sequence; page sizes are arguments, and the packed rows have defaults."""
+    """A query token is a sequence; page sizes are arguments; each format of rows has a writer."""
     specs = model_specs(arch, find_model(name), ServingOptions(**use))
     expected = {
         spec: None
@@ -189,7 +201,8 @@ def test_a_model_of_two_pools_has_its_kernels_for_any_pages(
             rows,
         )
     }
-    assert specs == list(expected)
+    writers = [write_rows(arch=arch, kv_dtype=kv_dtype, pool=pool) for kv_dtype, pool in written]
+    assert specs == [*expected, *writers]
     assert values(specs, "page_size") == {"0"}
 
 
