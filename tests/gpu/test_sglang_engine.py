@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import pytest
@@ -17,10 +20,17 @@ from tests.integrations.sglang import engine
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "MLAGEN_JIT": "freeze"}
 
 
-@pytest.mark.skipif(
+# What DeepSeek-V4 needs beside SGLang: its operators, FlashMLA, DeepGEMM, what compiles the kernels
+# of hyper-connections, and what compiles those of lists and compressed tokens.
+V4_PARTS = ("sgl_kernel", "flash_mla", "deep_gemm", "tilelang")
+
+needs_sglang = pytest.mark.skipif(
     not is_installed("sglang") or not entry_points(group="sglang.srt.plugins", name="mlagen"),
     reason="needs SGLang, and mlagen installed beside it",
 )
+
+
+@needs_sglang
 @pytest.mark.parametrize("mode", ["eager", "graphs"])
 @pytest.mark.parametrize(
     ("make", "backend", "kernel"),
@@ -49,3 +59,32 @@ def test_tokens_are_those_of_transformers(
     assert "missing" not in line
     engines.assert_decodes_by(kernel, did, mode)
     engines.assert_like_transformers(rounded, exact, prompts, did)
+
+
+@needs_sglang
+@pytest.mark.parametrize("mode", ["eager", "graphs"])
+def test_tokens_of_deepseek_v4_are_those_of_flash_mla(
+    mode: str, device: str, tmp_path: Path
+) -> None:
+    """Layers of all kinds launch mlagen's kernels, and the engine decodes as with FlashMLA's."""
+    pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17")
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0, where SGLang decodes by FlashMLA")
+    for part in V4_PARTS:
+        if find_spec(part) is None:
+            pytest.skip(f"SGLang's DeepSeek-V4 needs {part}")
+    if which("nvcc") is None and "CUDA_HOME" not in os.environ:
+        pytest.skip("SGLang's DeepSeek-V4 needs nvcc, which compiles its kernels at run time")
+    engines.save_deepseek_v4(tmp_path, **engines.V4_OF_SGLANG)
+    prompts = engines.prompts()
+    theirs, ours = (
+        engines.engine_over(engine.__name__, ENVIRONMENT, tmp_path, backend, mode, prompts)
+        for backend in ("dsv4", "mlagen_dsv4")
+    )
+
+    assert (theirs["backends"], ours["backends"]) == (["dsv4"], ["mlagen_dsv4"])
+    assert not any(name.startswith("mla_sm") for name in theirs["kernels"])
+    engines.assert_decodes_by("mla_sm", ours, mode, layers=len(engines.V4_LAYERS))
+    engines.assert_like_another(ours, theirs)
+    (line,) = [each for each in ours["log"].splitlines() if "mlagen: warm-up of" in each]
+    assert line.endswith("; frozen")

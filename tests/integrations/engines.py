@@ -67,12 +67,21 @@ def deepseek_v3() -> Any:
 
 
 V4_LAYERS = ("sliding", "compressed_sparse", "heavily_compressed", "sliding")
+# What SGLang reads as DeepSeek's own configuration has it; the last ratio is of the draft layer.
+V4_OF_SGLANG: dict[str, Any] = {
+    "compress_ratios": [0, 4, 128, 0, 0],
+    "num_hash_layers": 0,
+    "first_k_dense_replace": 0,
+    "topk_method": "noaux_tc",
+    "rope_scaling": {"type": "yarn", "factor": 1.0, "original_max_position_embeddings": 4096},
+}
 
 
-def save_deepseek_v4(folder: Path) -> None:
+def save_deepseek_v4(folder: Path, **others: Any) -> None:
     """Save the configuration of a DeepSeek-V4 of each kind of layers, without weights.
 
     Its checkpoints are in FP8, which no class of transformers writes: an engine draws the weights.
+    Other keys replace those that transformers writes for what they say.
     """
     from transformers import DeepseekV4Config
 
@@ -92,6 +101,41 @@ def save_deepseek_v4(folder: Path) -> None:
         expert_dtype="fp8",
         quantization_config=fp8,
     ).save_pretrained(folder)
+    if others:
+        file = folder / "config.json"
+        written = json.loads(file.read_text())
+        replaced = ("rope_parameters", "layer_types", "mlp_layer_types", "compress_rates")
+        kept = {key: value for key, value in written.items() if key not in replaced}
+        file.write_text(json.dumps(kept | others))
+
+
+def is_deepseek_v4(checkpoint: str) -> bool:
+    """Return whether a checkpoint is of such a model."""
+    configuration = json.loads(Path(checkpoint, "config.json").read_text())
+    return bool(configuration["model_type"] == "deepseek_v4")
+
+
+def draw_weights(model: torch.nn.Module) -> None:
+    """Draw the weights of a model, the same in each engine."""
+    torch.manual_seed(0)
+    for name, weight in model.named_parameters():
+        draw(name, weight.data)
+
+
+def draw(name: str, weight: torch.Tensor) -> None:
+    """Draw a weight so that each layer keeps the size of its input."""
+    if weight.dtype == torch.float8_e4m3fn:
+        weight.copy_(torch.randn(weight.shape, device=weight.device))
+    elif not weight.is_floating_point():
+        return
+    elif name.endswith(("weight_scale_inv", "weight_scale")):
+        weight.fill_(2**-5)  # of FP8, with 1024 to 4096 inputs
+    elif "norm" in name or weight.dim() == 0:
+        weight.fill_(1.0)
+    elif weight.dim() > 1 and "embed" not in name:
+        weight.normal_(std=(2 / weight.shape[-1]) ** 0.5)
+    else:
+        weight.normal_()
 
 
 def models_in(folder: Path, make: Any, device: str) -> tuple[Any, Any]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from mlagen.jit import jit_mode
-from tests.integrations.engines import COUNTED, NEW, STEP, main
+from tests.integrations.engines import COUNTED, NEW, STEP, draw_weights, is_deepseek_v4, main
 
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -37,7 +35,7 @@ def run(checkpoint: str, backend: str, mode: str, prompts: list[list[int]]) -> d
 
     graphs = {"compilation_config": GRAPHS} if mode == "graphs" else {"enforce_eager": True}
     options = OPTIONS | graphs | (DRAFTS if mode == "drafts" else {})
-    if json.loads(Path(checkpoint, "config.json").read_text())["model_type"] == "deepseek_v4":
+    if is_deepseek_v4(checkpoint):
         register_random_weights()
         options |= {"load_format": RANDOM, "kv_cache_dtype": "fp8"}
     llm = LLM(model=checkpoint, attention_backend=backend, **options)
@@ -75,27 +73,9 @@ def register_random_weights() -> None:
     class RandomLoader(DummyModelLoader):  # type: ignore[misc]
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             super().load_weights(model, model_config)
-            torch.manual_seed(0)
-            for name, weight in model.named_parameters():
-                draw(name, weight.data)
+            draw_weights(model)
 
     register_model_loader(RANDOM)(RandomLoader)
-
-
-def draw(name: str, weight: torch.Tensor) -> None:
-    """Draw a weight so that each layer keeps the size of its input."""
-    if weight.dtype == torch.float8_e4m3fn:
-        weight.copy_(torch.randn(weight.shape, device=weight.device))
-    elif not weight.is_floating_point():
-        return
-    elif name.endswith(("weight_scale_inv", "weight_scale")):
-        weight.fill_(2**-5)  # of FP8, with 1024 to 4096 inputs
-    elif "norm" in name:
-        weight.fill_(1.0)
-    elif weight.dim() > 1 and "embed" not in name:
-        weight.normal_(std=(2 / weight.shape[-1]) ** 0.5)
-    else:
-        weight.normal_()
 
 
 def launched(call: partial[Any]) -> tuple[dict[str, int], int]:
