@@ -109,7 +109,7 @@ _SINKS = [
 _OTHERS = [
     case("a factor of the output", output_scale=0.37),
     case("no factor of the scores", score_scale=0.0),
-    _alone("many query tokens", seq_lens=tuple(i % 19 for i in range(150)), top_k=16, heads=8),
+    _alone("many query tokens", seq_lens=tuple(i % 19 for i in range(40)), top_k=16, heads=8),
 ]
 _FORMATS = [
     each
