@@ -28,6 +28,8 @@ _UNCONDITIONAL_BRANCH = re.compile(r"(BRA|BRA\.U) `")
 _READS_SHARED = re.compile(r"\bLDSM?\b")
 _ENDS = re.compile(r"(EXIT|RET\b.*)$")
 _MMA = re.compile(r"[HQ]GMMA\.")
+_MOVE = re.compile(r"R2UR UR(\d+)")
+_DESCRIPTOR = re.compile(r"gdesc\[UR(\d+)\]")
 _MAX_MMA_DISTANCE = 40  # max instructions between the MMAs of one group
 
 
@@ -83,16 +85,22 @@ def overtaken(cubin: bytes) -> list[tuple[str, str]]:
 
 
 def moves_between_mmas(cubin: bytes) -> int:
-    """Return the number of moves to uniform registers between MMAs."""
+    """Return the number of moves of descriptors, to uniform registers, between MMAs."""
     texts = [instruction.text for instruction in _instructions(cubin)]
     mmas = [index for index, text in enumerate(texts) if _MMA.match(text)]
     assert mmas, "expected a kernel with wgmma"
     return sum(
-        "R2UR" in text
+        (move := _MOVE.search(text)) is not None
+        and int(move[1]) in _descriptor_registers(texts[last])
         for first, last in pairwise(mmas)
         if last - first <= _MAX_MMA_DISTANCE
         for text in texts[first:last]
     )
+
+
+def _descriptor_registers(mma: str) -> set[int]:
+    """Return the numbers of the uniform registers that an MMA reads descriptors from."""
+    return {int(first) + i for first in _DESCRIPTOR.findall(mma) for i in range(4)}
 
 
 def _disassembly(cubin: bytes) -> str:

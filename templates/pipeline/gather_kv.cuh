@@ -225,6 +225,19 @@ __device__ inline void publish_work(const Params& params, int rank_in_group, u32
   if (reload_lane() == 0) arrive(smem.work_full[work_slot(work_idx)]);
 }
 
+// Publishes the first work item, whose splits are in the schedule of the CTA. Called by a warp that
+// waits for it.
+__device__ inline void publish_first_work(const TileScheduler& scheduler,
+                                          const WorkCoord& first_work, SharedMemoryPlan& smem) {
+  WorkItem& work = smem.work_items[0];
+  scheduler.fill_tokens(work, first_work, 0);
+  if (reload_lane() == 0) {
+    static_cast<WorkSplits&>(work) = smem.scheduler_storage.first_splits;
+  }
+  __syncwarp();
+  if (reload_lane() == 0) arrive(smem.work_full[0]);
+}
+
 // Loads Q of a work item. The PV warps have loaded the first one.
 template <typename KvBlockStream>
 __device__ inline void load_next_q(const Params& params, const WorkItem& work,
@@ -258,8 +271,8 @@ __device__ inline void load_kv_blocks(const Params& params, const WorkItem& work
   }
 }
 
-// `scheduler` is at the first work item.
-template <typename KvBlockStream>
+// `scheduler` is at the first work item, which another warp may publish.
+template <typename KvBlockStream, bool kPublishesFirst = true>
 __device__ inline void gather_loop(const Params& params, const TileScheduler& scheduler,
                                    const WorkCoord& first_work, SharedMemoryPlan& smem) {
   // Coordinates and index of a work item are reloaded from shared memory, so that they hold no
@@ -272,7 +285,7 @@ __device__ inline void gather_loop(const Params& params, const TileScheduler& sc
   if (is_scheduler_warp()) save_scheduler_state(scheduler, smem);
   PipelineState<kStages> pipe;
   u32 work_idx = 0;
-  u32 num_published = 0;
+  u32 num_published = kPublishesFirst ? 0 : 1;
 #pragma unroll 1
   while (true) {
     load_kv_blocks<KvBlockStream>(params, smem.work_items[work_slot(work_idx)], smem, pipe,

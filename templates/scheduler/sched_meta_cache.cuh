@@ -144,7 +144,7 @@ __device__ inline WorkCoord find_initial_work(const Params& params,
   if (!is_cached) compute_schedule(params, cta_group, seq_len, scheduler_storage);
   const WorkCoord first_work = scheduler_storage.first_work;
   const bool has_range = __any_sync(~0u, first_work.seq_idx >= 0);
-  if (has_range && warp_index() == kPvWarps - 1) {
+  if (has_range && warp_index() == (kHasTwoPools ? kThreads / kWarpLanes : kPvWarps) - 1) {
     if constexpr (kHasTwoPools) {
       prefetch_pooled_indices(params, first_work);
     } else {

@@ -321,7 +321,7 @@ class MlaSm90Fp8KvSpec(_Fp8Spec):
         """(max rows per sequence, max KV blocks) of calls that sm80 runs faster on 132 SMs."""
         if self.has_two_pools:  # lists of some hundred tokens: one or two of them
             return ((128, 20),)
-        return ((128, 128),) if self.splits_query else ((16, 64),)
+        return ((128, 128),) if self.variant.query_dtype.is_16bit else ((16, 64),)
 
     @property
     def has_ue8m0_scales(self) -> bool:
@@ -329,9 +329,14 @@ class MlaSm90Fp8KvSpec(_Fp8Spec):
         return self.row is not None and self.row.scale_code == "ue8m0"
 
     @property
+    def dequantizes_k(self) -> bool:
+        """Whether the QK GEMM takes K dequantized to fp16: by powers of two, and in large tiles."""
+        return self.has_ue8m0_scales and self.block_m > 32
+
+    @property
     def splits_query(self) -> bool:
         """Whether a bf16 query is split into two FP8 terms, high and low."""
-        return self.variant.query_dtype.is_16bit
+        return self.variant.query_dtype.is_16bit and not self.dequantizes_k
 
     @property
     def uses_tma(self) -> bool:

@@ -53,16 +53,11 @@ struct KvBlockStream : TokenStream {
   // Otherwise the first loads of the last CTAs queue behind all loads of the others.
   __device__ static void wait_for_first(const SharedMemoryPlan& smem) { wait(smem.kv_full[0], 0); }
 
-  // Splits a 16-bit Q, so it is complete when the producer warps have waited for it; or leaves that
-  // to the QK warpgroup.
+  // Converts a 16-bit Q, so it is complete when the producer warps have waited for it; or leaves
+  // that to the QK warpgroup.
   __device__ static void load_query(const Params& params, const WorkCoord& coord,
                                     SharedMemoryPlan& smem, int thread) {
-    load_q(params, coord, smem, thread, kProducerThreads);
-    if constexpr (kQkSplitsQ) {
-      cp_async_mbarrier_arrive_noinc(shared_address(&smem.query_full));
-    } else {
-      finish_q_load<2>(smem, smem.query_full, thread, kProducerThreads);
-    }
+    load_later_q(params, coord, smem, thread);
   }
 
   __device__ int load_kv_blocks(SharedMemoryPlan& smem, PipelineState<kStages>& pipe,

@@ -234,9 +234,8 @@ struct PvWarpgroup {
 // PV warps load the first Q themselves: they have no other work before it arrives.
 __device__ inline void pv_loop(const Params& params, const WorkCoord& first_work,
                                SharedMemoryPlan& smem) {
-  load_q(params, first_work, smem, static_cast<int>(threadIdx.x), kPvThreads);
-  finish_q_load<kQkSplitsQ ? kCodeTiles : kLatentTiles / 2>(smem, smem.first_query_full,
-                                                            reload_tid(), kPvThreads);
+  load_first_q(params, first_work, smem, smem.first_query_full, static_cast<int>(threadIdx.x),
+               kPvThreads);
   u32 blocks_done = 0;  // KV blocks, over all work items
   work_loop<kStoredRopeDim == 0>(smem, [&](const WorkItem& work, u32) {
     PvWarpgroup pv_warpgroup(smem, work, blocks_done);

@@ -48,10 +48,6 @@ __device__ inline void convert_q_rope(SharedMemoryPlan& smem, int thread, int nu
   }
 }
 
-// An FP8 Q is not split.
-template <int>
-__device__ inline void split_q(SharedMemoryPlan&, int, int) {}
-
 // Waits for the copies of Q and arrives at `full`. Called by the threads that issued them.
 template <int>
 __device__ inline void finish_q_load(SharedMemoryPlan& smem, const Barrier& full, int thread,
@@ -59,3 +55,21 @@ __device__ inline void finish_q_load(SharedMemoryPlan& smem, const Barrier& full
   if constexpr (kConvertsQRope) convert_q_rope(smem, thread, num_threads);
   finish_q_load(full);
 }
+
+// Loads and completes the first Q, by `threads` threads of which this is number `thread`.
+__device__ inline void load_first_q(const Params& params, const WorkCoord& coord,
+                                    SharedMemoryPlan& smem, const Barrier& full, int thread,
+                                    int threads) {
+  load_q(params, coord, smem, thread, threads);
+  finish_q_load<kLatentTiles / 2>(smem, full, reload_tid(), threads);
+}
+
+// Loads and completes Q of a later work item, by the producer threads.
+__device__ inline void load_later_q(const Params& params, const WorkCoord& coord,
+                                    SharedMemoryPlan& smem, int thread) {
+  load_q(params, coord, smem, thread, kProducerThreads);
+  finish_q_load<2>(smem, smem.query_full, thread, kProducerThreads);
+}
+
+// The QK warpgroup does not convert Q.
+__device__ inline void convert_q(SharedMemoryPlan&, int, int) {}

@@ -13,9 +13,14 @@ constexpr u32 kUe8m0Nan = 255;
 // The power of two of a code; infinity for a NaN.
 __device__ inline float pow2_of_ue8m0(u32 code) { return __uint_as_float(code << 23); }
 
-// K scales of a thread's two tokens, as stored.
+// K scales of a thread's two tokens. K in fp16 is relative to the largest scale of its token, which
+// becomes 2^6, or to 2^-27 if that is larger: what is below 2^-24 then is lost.
 struct KScales {
+  static constexpr int kMaxFp16Exponent = 6;
+  static constexpr u32 kMinCode = 100;
+
   uint2 codes[2];
+  u32 largest[2];  // code of the scale that becomes the largest in fp16
   bool is_nan[2];  // whether a token has a scale that is NaN
 
   __device__ KScales(const unsigned char* stage, const QkThread& qk_thread) {
@@ -26,6 +31,7 @@ struct KScales {
       codes[half] = *reinterpret_cast<const uint2*>(stage + kScalesOffset + token * kChunkBytes);
       codes[half].y &= kPaddingMask;
       is_nan[half] = (nan_codes(codes[half].x) | nan_codes(codes[half].y)) != 0;
+      largest[half] = max(largest_of(codes[half]), kMinCode);
     }
   }
 
@@ -34,11 +40,40 @@ struct KScales {
     return ((word & 0x7f7f7f7f) + 0x01010101) & word & 0x80808080;
   }
 
+  __device__ static u32 largest_of(const uint2& codes) {
+    constexpr u32 kBytes = 0x00ff00ff;
+    const u32 even = max_u16x2(codes.x & kBytes, codes.y & kBytes);
+    const u32 odd = max_u16x2(codes.x >> 8 & kBytes, codes.y >> 8 & kBytes);
+    const u32 both = max_u16x2(even, odd);
+    return max(both & 0xffff, both >> 16);
+  }
+
+  // Times kKScaleFactor; NaN of the first group if a scale is NaN.
   __device__ float of(int half, int group) const {
     const u32 word = group < 4 ? codes[half].x : codes[half].y;
     const float scale = pow2_of_ue8m0(word >> group % 4 * 8 & 0xff) * kKScaleFactor;
     return group == 0 && is_nan[half] ? __uint_as_float(0x7fffffff) : scale;
   }
+
+  // Relative to the largest, twice.
+  __device__ u32 fp16x2(int half, int group) const {
+    const u32 word = group < 4 ? codes[half].x : codes[half].y;
+    const int code = static_cast<int>(word >> group % 4 * 8 & 0xff);
+    const int exponent = code - static_cast<int>(largest[half]) + 127 + kMaxFp16Exponent;
+    const float scale = __uint_as_float(static_cast<u32>(max(exponent, 0)) << 23);
+    return cvt_rn_x2_f32(Fp16{}, scale, scale);
+  }
+
+  // The factor from scores of K in fp16 to those of K, times kKScaleFactor; NaN if a scale is NaN.
+  __device__ float score_factor(int half) const {
+    const float factor = pow2_of_ue8m0(largest[half] - kScoreFactorBias);
+    return is_nan[half] ? __uint_as_float(0x7fffffff) : factor;
+  }
+  __device__ float inverse_score_factor(int half) const {
+    return pow2_of_ue8m0(254 + kScoreFactorBias - largest[half]);
+  }
+  static constexpr u32 kScoreFactorBias = kMaxFp16Exponent + 26;
+  static_assert(kKScaleFactor == 0x1p-26f, "the bias of the code of a score factor includes it");
 };
 
 // Scales of groups 2c and 2c + 1 with c = lane % 4, which this thread stores as V scales.

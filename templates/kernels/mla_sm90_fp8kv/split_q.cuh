@@ -15,27 +15,13 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/sync.cuh"
+#include "query_scale.cuh"
 #include "scheduler/schedule_range.cuh"
 #include "shared_memory.cuh"
 
 // The QK GEMM takes K as stored, in e4m3, so Q must be e4m3 too. bf16 has twice the significant
 // bits of e4m3, so hi + lo is exact for elements down to 2^-9 of the largest of their row. The
 // terms of smaller ones are subnormal, and the error is less than 2^-16 of the largest.
-
-// Scale of a row: the power of two that the row is divided by, so that its amax is below 256; and
-// the inverse, which is NaN for a row with NaN or Inf.
-struct QScale {
-  float scale;
-  float inv_scale;
-
-  // `amax` is the largest magnitude, as bf16 bits.
-  __device__ explicit QScale(u32 amax) {
-    constexpr u32 kNan = 0xff;
-    const u32 exponent = max(amax >> 7, 8u);  // both are normal numbers
-    scale = __uint_as_float((exponent - 7) << 23);
-    inv_scale = __uint_as_float(exponent == kNan ? 0x7fffffff : (261 - exponent) << 23);
-  }
-};
 
 __device__ inline float element_of(const Chunk& chunk, int i) {
   return cvt_f32(Bf16{}, static_cast<u16>(chunk.words[i / 2] >> i % 2 * 16));
@@ -211,4 +197,29 @@ __device__ inline void finish_q_load(SharedMemoryPlan& smem, const Barrier& full
   split_q<kTilesPerStep>(smem, thread, num_threads);
   __syncwarp();
   if (reload_lane() == 0) arrive(full);
+}
+
+// Loads and completes the first Q, by `threads` threads of which this is number `thread`.
+__device__ inline void load_first_q(const Params& params, const WorkCoord& coord,
+                                    SharedMemoryPlan& smem, const Barrier& full, int thread,
+                                    int threads) {
+  load_q(params, coord, smem, thread, threads);
+  finish_q_load<kQkConvertsQ ? kCodeTiles : kLatentTiles / 2>(smem, full, reload_tid(), threads);
+}
+
+// Loads Q of a later work item, by the producer threads, and completes it or leaves that to the QK
+// warpgroup.
+__device__ inline void load_later_q(const Params& params, const WorkCoord& coord,
+                                    SharedMemoryPlan& smem, int thread) {
+  load_q(params, coord, smem, thread, kProducerThreads);
+  if constexpr (kQkConvertsQ) {
+    cp_async_mbarrier_arrive_noinc(shared_address(&smem.query_full));
+  } else {
+    finish_q_load<2>(smem, smem.query_full, thread, kProducerThreads);
+  }
+}
+
+// Called by the QK warpgroup.
+__device__ inline void convert_q(SharedMemoryPlan& smem, int thread, int threads) {
+  split_q<kCodeTiles>(smem, thread, threads);
 }
