@@ -15,12 +15,15 @@ from mlagen.families.common.arguments import (
     FLOAT_DTYPES,
     reject,
     require,
+    require_aligned_pointer,
     require_choice,
     require_contiguous,
     require_device,
     require_dims,
     require_dtype,
     require_flag,
+    require_float32,
+    require_floats,
     require_ints,
     require_shape,
     require_tensor,
@@ -28,6 +31,7 @@ from mlagen.families.common.arguments import (
 )
 from mlagen.families.common.memory import require_writable
 from mlagen.families.mla.pools import Pool, check_pool
+from mlagen.families.mla.prologue import Prologue
 from mlagen.families.mla.write import write
 from mlagen.families.mla.write_rows import (
     Elements,
@@ -46,6 +50,7 @@ from mlagen.spec.dtype import (
     DType,
 )
 from mlagen.spec.rows import RowFormat
+from mlagen.spec.write_rows import WriteRowsSpec
 from mlagen.torch_ops.traced import require_eager_memory, writer
 
 __all__ = [
@@ -105,16 +110,24 @@ def dsv4_fp8_quantize_pack_sparse_mla_cache(
 
 @writer(("cache",))
 def dsv4_fp8_quantize_append_sparse_mla_cache(
-    latent_kv: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor
+    latent_kv: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cache: torch.Tensor,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    positions: torch.Tensor | None = None,
+    cos_sin_cache: torch.Tensor | None = None,
 ) -> None:
     """Quantize DeepSeek-V4's tokens, and append them to a cache of 584-byte rows.
 
     Only the bytes of the rows are written; the byte behind the seven scales of a token becomes 0.
+    With ``norm_weight`` RMSNorm precedes that, and with ``cos_sin_cache`` rope, in the same launch.
 
     Parameters
     ----------
     latent_kv : bf16 or fp16 [n, 512]
-        Tokens, with rope applied, of any strides; an axis of size 1 may stand for the KV head.
+        Tokens of any strides; an axis of size 1 may stand for the KV head.
     slot_mapping : int32 or int64 [m]
         Slot of each of the first ``m`` tokens, ``page * page_size + entry``; the other tokens are
         padding. A negative slot, or one behind the cache, skips its token. Of equal slots that of
@@ -122,6 +135,15 @@ def dsv4_fp8_quantize_append_sparse_mla_cache(
     cache : uint8 [pages, page_size, 584]
         The cache, with an axis of size 1 for the KV head or none; pages may have any stride that is
         a multiple of 16 bytes.
+    norm_weight : dtype of the tokens [512], optional
+        Weight of an RMSNorm of the 512 elements; without it tokens are normalized already.
+    norm_eps : float
+        Added to the mean of their squares.
+    positions : int32 or int64 [n], optional
+        Row of ``cos_sin_cache`` for each token. One that it does not have gives NaN.
+    cos_sin_cache : fp32 [max_position, 64], optional
+        The cosines of 32 angles, and then their sines, for the rope of the last 64 elements: each
+        angle rotates two neighbors. Without it rope is applied already.
 
     Raises
     ------
@@ -130,9 +152,13 @@ def dsv4_fp8_quantize_append_sparse_mla_cache(
 
     Notes
     -----
-    FlashInfer has no writer of these rows; the name follows those that it has.
+    FlashInfer has no writer of these rows; the name follows those that it has. The bytes are those
+    of RMSNorm, rope and this function one after the other: each computes in fp32, and rounds to the
+    dtype of the tokens once. vLLM's ``fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert`` rotates
+    and appends by the same rules, and prepares queries too.
     """
-    _append(latent_kv, slot_mapping, cache, DSV4_ROW)
+    prologue = (norm_weight, norm_eps, positions, cos_sin_cache)
+    _append(latent_kv, slot_mapping, cache, DSV4_ROW, *prologue)
 
 
 @writer(
@@ -181,15 +207,19 @@ def dsv41_fp8_quantize_append_sparse_mla_cache(
     cache: torch.Tensor,
     *,
     inline_scale: bool = False,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    positions: torch.Tensor | None = None,
+    cos_sin_cache: torch.Tensor | None = None,
 ) -> None:
     """Quantize DeepSeek-V4.1's tokens, and append them to a cache of 528-byte rows.
 
-    Only the bytes of the rows are written.
+    Only the bytes of the rows are written. RMSNorm and rope may precede that, in the same launch.
 
     Parameters
     ----------
     latent_kv : bf16 or fp16 [n, 512]
-        Tokens, with rope applied, of any strides; an axis of size 1 may stand for the KV head.
+        Tokens of any strides; an axis of size 1 may stand for the KV head.
     slot_mapping : int32 or int64 [m]
         Slot of each of the first ``m`` tokens, as for
         :func:`dsv4_fp8_quantize_append_sparse_mla_cache`. Inline it is the number of a row of the
@@ -199,6 +229,8 @@ def dsv41_fp8_quantize_append_sparse_mla_cache(
         a multiple of 16 bytes. Inline, so may rows, and a page is a whole number of them.
     inline_scale : bool
         Whether the scales of a token follow its data.
+    norm_weight, norm_eps, positions, cos_sin_cache
+        RMSNorm and rope, as for :func:`dsv4_fp8_quantize_append_sparse_mla_cache`.
 
     Raises
     ------
@@ -207,9 +239,11 @@ def dsv41_fp8_quantize_append_sparse_mla_cache(
 
     Notes
     -----
-    Signature of ``flashinfer.mla.dsv41_fp8_quantize_append_sparse_mla_cache``, and its bytes.
+    Signature of ``flashinfer.mla.dsv41_fp8_quantize_append_sparse_mla_cache``, and its bytes;
+    RMSNorm and rope are mlagen's.
     """
-    _append(latent_kv, slot_mapping, cache, _dsv41_row(inline_scale))
+    prologue = (norm_weight, norm_eps, positions, cos_sin_cache)
+    _append(latent_kv, slot_mapping, cache, _dsv41_row(inline_scale), *prologue)
 
 
 @writer(
@@ -258,15 +292,19 @@ def dsv41_fp4_quantize_append_sparse_mla_cache(
     cache: torch.Tensor,
     *,
     inline_scale: bool = False,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    positions: torch.Tensor | None = None,
+    cos_sin_cache: torch.Tensor | None = None,
 ) -> None:
     """Quantize DeepSeek-V4.1's compressed tokens, and append them to a cache of 288-byte rows.
 
-    Only the bytes of the rows are written.
+    Only the bytes of the rows are written. RMSNorm and rope may precede that, in the same launch.
 
     Parameters
     ----------
     latent_kv : bf16 or fp16 [n, 512]
-        Tokens, with rope applied, of any strides; an axis of size 1 may stand for the KV head.
+        Tokens of any strides; an axis of size 1 may stand for the KV head.
     slot_mapping : int32 or int64 [m]
         Slot of each of the first ``m`` tokens, as for
         :func:`dsv41_fp8_quantize_append_sparse_mla_cache`.
@@ -275,6 +313,8 @@ def dsv41_fp4_quantize_append_sparse_mla_cache(
         a multiple of 16 bytes. Inline, so may rows, and a page is a whole number of them.
     inline_scale : bool
         Whether the scales of a token follow its data.
+    norm_weight, norm_eps, positions, cos_sin_cache
+        RMSNorm and rope, as for :func:`dsv4_fp8_quantize_append_sparse_mla_cache`.
 
     Raises
     ------
@@ -283,9 +323,11 @@ def dsv41_fp4_quantize_append_sparse_mla_cache(
 
     Notes
     -----
-    Signature of ``flashinfer.mla.dsv41_fp4_quantize_append_sparse_mla_cache``.
+    Signature of ``flashinfer.mla.dsv41_fp4_quantize_append_sparse_mla_cache``; RMSNorm and rope are
+    mlagen's.
     """
-    _append(latent_kv, slot_mapping, cache, _dsv41_fp4_row(inline_scale))
+    prologue = (norm_weight, norm_eps, positions, cos_sin_cache)
+    _append(latent_kv, slot_mapping, cache, _dsv41_fp4_row(inline_scale), *prologue)
 
 
 @writer(("cache", "scales"))
@@ -295,19 +337,25 @@ def mla_fp8_quantize_append_packed(
     slot_mapping: torch.Tensor,
     cache: torch.Tensor,
     scales: torch.Tensor | None = None,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    positions: torch.Tensor | None = None,
+    cos_sin_cache: torch.Tensor | None = None,
 ) -> None:
     """Quantize tokens of MLA, and append them to a cache of 656-, 528- or 640-byte rows.
 
     Without ``scales`` a row is that of DeepSeek-V3.2, ``fp8_ds_mla``: 512 e4m3 codes, an fp32 scale
     for each 128 of them, and a bf16 rope part if any. With ``scales`` it has 512 e4m3 codes and a
-    bf16 rope part, all of them to be multiplied by the scale of the token.
+    bf16 rope part, all of them to be multiplied by the scale of the token. RMSNorm of the latents
+    and rope may precede that, in the same launch.
 
     Parameters
     ----------
     ckv : bf16 or fp16 [n, 512]
         Latents of the tokens.
     kpe : bf16 or fp16 [n, 64] or [n, 0]
-        Rope parts, with rope applied, of the dtype of ``ckv``.
+        Rope parts of the dtype of ``ckv``.
     slot_mapping : int32 or int64 [m]
         Slot of each of the first ``m`` tokens, as for
         :func:`dsv4_fp8_quantize_append_sparse_mla_cache`.
@@ -317,6 +365,10 @@ def mla_fp8_quantize_append_packed(
         bytes.
     scales : fp32 [pages, page_size], optional
         Scales of the tokens in ``cache``, written too.
+    norm_weight, norm_eps : dtype of the tokens [512], and float, optional
+        RMSNorm of ``ckv``, as for :func:`dsv4_fp8_quantize_append_sparse_mla_cache`.
+    positions, cos_sin_cache : int32 or int64 [n], and fp32 [max_position, 64], optional
+        Rope of ``kpe``.
 
     Raises
     ------
@@ -328,6 +380,7 @@ def mla_fp8_quantize_append_packed(
     FlashInfer has no writer of these rows.
     """
     require_eager_memory(ckv=ckv, kpe=kpe, slot_mapping=slot_mapping, cache=cache, scales=scales)
+    require_eager_memory(norm_weight=norm_weight, positions=positions, cos_sin_cache=cos_sin_cache)
     ckv = _checked_tokens(ckv, "ckv", (_LATENTS,))
     kpe = _checked_tokens(kpe, "kpe", _ROPES if scales is None else _ROPES[:1])
     require_device(kpe, "kpe", ckv.device)
@@ -342,7 +395,11 @@ def mla_fp8_quantize_append_packed(
         require_dtype(scales, "scales", (torch.float32,))
         require_shape(scales, "scales", (tuple(pool.cache.shape[:2]),), "pages, page_size")
         require_writable(scales, "scales")
-    _append_rows(elements, slot_mapping, pool, row, scales)
+    has_rope = positions is not None or cos_sin_cache is not None
+    require(bool(kpe.shape[1]) or not has_rope, "kpe.shape[-1]", "64 for rope", 0)
+    given = (norm_weight, norm_eps, positions, cos_sin_cache)
+    prologue = _checked_prologue(elements, row, "ckv", *given)
+    _append_rows(elements, slot_mapping, pool, row, scales, prologue)
 
 
 @writer(("ckv_cache", "kpe_cache"))
@@ -485,12 +542,62 @@ def _new_pages(
     return tokens, new_pages(tokens, row, stride).unsqueeze(_LAYOUTS.index(layout) + 1)
 
 
-def _append(latent_kv: object, slot_mapping: object, cache: object, row: RowFormat) -> None:
-    require_eager_memory(latent_kv=latent_kv, slot_mapping=slot_mapping, cache=cache)
+def _append(
+    latent_kv: object, slot_mapping: object, cache: object, row: RowFormat, *prologue: object
+) -> None:
+    norm_weight, _, positions, cos_sin_cache = prologue
+    require_eager_memory(
+        latent_kv=latent_kv,
+        slot_mapping=slot_mapping,
+        cache=cache,
+        norm_weight=norm_weight,
+        positions=positions,
+        cos_sin_cache=cos_sin_cache,
+    )
     tokens = _checked_tokens(latent_kv, "latent_kv", (_LATENTS,))
     counts_padding = row.has_inline_scales
     pool = check_pool(cache, "cache", row, _LATENTS, tokens.device, counts_padding=counts_padding)
-    _append_rows(split_elements(tokens, row), slot_mapping, pool, row)
+    elements = split_elements(tokens, row)
+    checked = _checked_prologue(elements, row, "latent_kv", *prologue)
+    _append_rows(elements, slot_mapping, pool, row, prologue=checked)
+
+
+def _checked_prologue(
+    elements: Elements,
+    row: RowFormat,
+    tokens: str,
+    norm_weight: object,
+    norm_eps: object,
+    positions: object,
+    cos_sin_cache: object,
+) -> Prologue | None:
+    """Return RMSNorm and rope of the tokens of an argument; None if neither is wanted."""
+    device, dtype = elements.scaled.device, elements.scaled.dtype
+    eps = require_float32(norm_eps, "norm_eps")
+    weight = None
+    if norm_weight is not None:
+        name, weight = "norm_weight", require_tensor(norm_weight, "norm_weight").detach()
+        require_device(weight, name, device)
+        require_dtype(weight, name, (dtype,), f"dtype of {tokens}")
+        require_shape(weight, name, ((row.value_elements,),))
+        _require_chunks(weight, name)
+    if positions is None and cos_sin_cache is None:
+        return None if weight is None else Prologue(weight, None, None, eps)
+    for name, value in (("positions", positions), ("cos_sin_cache", cos_sin_cache)):
+        require(value is not None, name, "a torch.Tensor for rope", None)
+    count, name = (len(elements.scaled),), "cos_sin_cache"
+    positions = require_ints(positions, "positions", device, (count,), tokens, _SLOT_DTYPES)
+    table = require_tensor(cos_sin_cache, name).detach()
+    require_dims(table, name, (2,))
+    shape = (max(1, len(table)), WriteRowsSpec.rope_elements)
+    require_floats(table, name, device, (shape,), "max_position, cosines and sines")
+    _require_chunks(table, name)
+    return Prologue(weight, positions, table, eps)
+
+
+def _require_chunks(tensor: torch.Tensor, argument: str) -> None:
+    require_contiguous(tensor, argument)
+    require_aligned_pointer(tensor, argument)
 
 
 def _append_rows(
@@ -499,6 +606,7 @@ def _append_rows(
     pool: Pool,
     row: RowFormat,
     scales: torch.Tensor | None = None,
+    prologue: Prologue | None = None,
 ) -> None:
     """Write rows into the slots of a pool."""
     name, device = "slot_mapping", elements.scaled.device
@@ -512,7 +620,7 @@ def _append_rows(
     require_writable(pool.cache, "cache")
     if not count or not pool.cache.numel():
         return
-    write(elements, slot_mapping, pool, row, scales)
+    write(elements, slot_mapping, pool, row, scales, prologue)
 
 
 def _checked_tokens(

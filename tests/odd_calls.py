@@ -131,7 +131,9 @@ def _planless() -> Call:
 def _append() -> Call:
     cache = torch.zeros(2, 4, 528, dtype=torch.uint8)
     append = mlagen.writers.dsv41_fp8_quantize_append_sparse_mla_cache
-    return _call(append, latent_kv=_CKV, slot_mapping=_SLOTS, cache=cache)
+    given = {"latent_kv": _CKV, "slot_mapping": _SLOTS, "cache": cache}
+    rope = {"positions": _SLOTS, "cos_sin_cache": torch.zeros(4, 64)}
+    return _call(append, **given, norm_weight=bf16(512), **rope)
 
 
 def _append_packed() -> Call:

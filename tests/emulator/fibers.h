@@ -180,6 +180,9 @@ static void __syncwarp() { meet(); }
 
 static int __ffs(int value) { return __builtin_ffs(value); }
 static float __fmul_rn(float a, float b) { return a * b; }  // compiled without fused products
+static float __fadd_rn(float a, float b) { return a + b; }
+static float __fdiv_rn(float a, float b) { return a / b; }
+static float __fsqrt_rn(float a) { return sqrtf(a); }
 static float __fdividef(float a, float b) { return a / b; }
 #define __log2f log2f
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.device_sync import no_device_sync
 from tests.graph_replay import captured
+from tests.writers.numpy_prologue import NOTHING
 from tests.writers.test_writers import (
     APPEND,
     FILL,
@@ -14,28 +16,36 @@ from tests.writers.test_writers import (
     TestWriters,
     _nvfp4,
     formats,
+    prologues_of,
     tokens_of,
 )
 
 __all__ = ["TestAppend", "TestWriters", "_nvfp4"]
 
 
+@pytest.mark.parametrize("has_prologue", [False, True], ids=["plain", "prologue"])
 @formats
-def test_graphs_follow_slots_and_tokens(name: str) -> None:
+def test_graphs_follow_tokens_slots_and_positions(name: str, has_prologue: bool) -> None:
     """Replays write what is in the tensors then, also where no token has a slot."""
     pool = Filled(name, "cuda")
-    last = pool.capacity - 1
+    last, prologue = pool.capacity - 1, NOTHING
+    if has_prologue:
+        prologue = prologues_of(name, 4, torch.bfloat16)[-1]
+    words = prologue.words("cuda")
     tokens, slots = tokens_of(name, 4).cuda(), torch.tensor([-1, -1, -1, -1], device="cuda")
-    graph = captured(lambda: APPEND[name](tokens, slots, pool.cache, pool.scales))
+    graph = captured(lambda: APPEND[name](tokens, slots, pool.cache, pool.scales, **words))
     assert (pool.memory == FILL).all()
 
     for seed, given in enumerate(([0, last, 2, 2], [-1, 1, -1, 1], [-1, -1, last + 1, -7])):
         new = tokens_of(name, 4, seed=seed)
         tokens.copy_(new)
         slots.copy_(torch.tensor(given))
+        if prologue.positions is not None:
+            prologue = prologue._replace(positions=prologue.positions.roll(1))
+            words["positions"].copy_(prologue.positions)
         graph.replay()
 
-        pool.write_expected(new, given)
+        pool.write_expected(prologue.of(new) if has_prologue else new, given)
         pool.check()
 
 
@@ -44,9 +54,11 @@ def test_a_write_does_not_wait_for_the_device(name: str) -> None:
     """The host enqueues it."""
     pool, tokens = Filled(name, "cuda"), tokens_of(name, 4).cuda()
     slots = torch.tensor([3, 1, 3, -1], device="cuda")
-    APPEND[name](tokens, slots, pool.cache, pool.scales)
-    with no_device_sync():
-        APPEND[name](tokens, slots, pool.cache, pool.scales)
+    for prologue in (NOTHING, *prologues_of(name, 4, torch.bfloat16)):
+        words = prologue.words("cuda")
+        APPEND[name](tokens, slots, pool.cache, pool.scales, **words)
+        with no_device_sync():
+            APPEND[name](tokens, slots, pool.cache, pool.scales, **words)
 
 
 @formats

@@ -24,6 +24,7 @@ from tests.fixture_types import Patch
 from tests.kernels import SM_80
 from tests.odd_values import nested
 from tests.rejected import rejections_of, rejects
+from tests.writers.numpy_prologue import NOTHING, Prologue
 from tests.writers.numpy_rows import ROWS, Pages, decoded, packed, write
 
 FILL = 0xA5
@@ -37,18 +38,31 @@ V4 = writers.dsv4_fp8_quantize_append_sparse_mla_cache
 V41 = writers.dsv41_fp8_quantize_append_sparse_mla_cache
 V41_FP4 = writers.dsv41_fp4_quantize_append_sparse_mla_cache
 MLA = writers.mla_fp8_quantize_append_packed
-APPEND: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], None]] = {
-    "584": lambda tokens, slots, cache, _: V4(tokens, slots, cache),
-    "528": lambda tokens, slots, cache, _: V41(tokens, slots, cache),
-    "528 inline": lambda tokens, slots, cache, _: V41(tokens, slots, cache, inline_scale=True),
-    "288": lambda tokens, slots, cache, _: V41_FP4(tokens, slots, cache),
-    "288 inline": lambda tokens, slots, cache, _: V41_FP4(tokens, slots, cache, inline_scale=True),
-    "656": lambda tokens, slots, cache, _: MLA(tokens[:, :512], tokens[:, 512:], slots, cache),
-    "528 without rope": lambda tokens, slots, cache, _: MLA(tokens, tokens[:, 512:], slots, cache),
-    "640": lambda tokens, slots, cache, scales: MLA(
-        tokens[:, :512], tokens[:, 512:], slots, cache, scales
-    ),
-    "384": lambda tokens, slots, cache, _: V4(tokens, slots, cache),
+
+
+def _of_tokens(append: Callable[..., None], **words: bool) -> Callable[..., None]:
+    """Return a function of tokens, slots, cache, scales and the words of a prologue."""
+    return lambda tokens, slots, cache, _, **more: append(tokens, slots, cache, **words, **more)
+
+
+def _of_parts(*, has_scales: bool = False) -> Callable[..., None]:
+    def append(tokens: Tensor, slots: Tensor, cache: Tensor, scales: Tensor, **more: Any) -> None:
+        given = (tokens[:, :512], tokens[:, 512:], slots, cache)
+        MLA(*given, scales if has_scales else None, **more)
+
+    return append
+
+
+APPEND: dict[str, Callable[..., None]] = {
+    "584": _of_tokens(V4),
+    "528": _of_tokens(V41),
+    "528 inline": _of_tokens(V41, inline_scale=True),
+    "288": _of_tokens(V41_FP4),
+    "288 inline": _of_tokens(V41_FP4, inline_scale=True),
+    "656": _of_parts(),
+    "528 without rope": _of_parts(),
+    "640": _of_parts(has_scales=True),
+    "384": _of_tokens(V4),
 }
 PACK: dict[str, Callable[..., Tensor]] = {
     "584": writers.dsv4_fp8_quantize_pack_sparse_mla_cache,
@@ -130,11 +144,19 @@ class Filled:
         """The number of entries."""
         return self.layout.pages * self.per_page
 
-    def append(self, tokens: Tensor, slots: list[int], dtype: torch.dtype = torch.int64) -> None:
+    def append(
+        self,
+        tokens: Tensor,
+        slots: list[int],
+        dtype: torch.dtype = torch.int64,
+        prologue: Prologue = NOTHING,
+    ) -> None:
         """Append tokens by the function and by the independent packer."""
-        mapping = torch.tensor(slots, dtype=dtype, device=self.memory.device)
-        APPEND[self.name](tokens.to(self.memory.device), mapping, self.cache, self.scales)
-        self.write_expected(tokens, slots)
+        device = self.memory.device
+        mapping = torch.tensor(slots, dtype=dtype, device=device)
+        words = prologue.words(device)
+        APPEND[self.name](tokens.to(device), mapping, self.cache, self.scales, **words)
+        self.write_expected(tokens if prologue is NOTHING else prologue.of(tokens), slots)
 
     def write_expected(self, tokens: Tensor, slots: list[int]) -> None:
         """Write tokens by the independent packer."""
@@ -183,6 +205,21 @@ def odd_tokens(name: str, dtype: torch.dtype) -> Tensor:
     return tokens
 
 
+def prologues_of(name: str, count: int, dtype: torch.dtype) -> list[Prologue]:
+    """Return RMSNorm, rope and both, of which a row may have; some positions are invalid."""
+    generator = torch.Generator().manual_seed(count)
+    weight = torch.randn(512, generator=generator).to(dtype)
+    angles = torch.rand(40, 32, generator=generator) * 7
+    positions = torch.randint(0, 40, (count,), generator=generator)
+    positions[:5] = torch.tensor([39, 40, -1, -(2**63), 2**40])[:count]
+    rope = Prologue(positions=positions, cos_sin_cache=torch.cat([angles.cos(), angles.sin()], 1))
+    norm = Prologue(norm_weight=weight, norm_eps=0.03)
+    if name == "528 without rope":
+        return [norm]
+    both = rope._replace(norm_weight=weight, positions=positions.clamp(-5, 50).int())
+    return [norm, rope, both]
+
+
 class TestWriters:
     """Writers, on the device of the fixture."""
 
@@ -198,6 +235,27 @@ class TestWriters:
         pool.append(tokens, [*range(len(tokens))])
 
         pool.check()
+
+    @pytest.mark.parametrize(
+        ("name", "dtype"),
+        [
+            *((name, torch.bfloat16) for name in APPEND),
+            *((name, torch.float16) for name in ("584", "528", "640")),
+        ],
+        ids=str,
+    )
+    def test_a_prologue_has_the_bytes_of_its_definition(
+        self, name: str, dtype: torch.dtype, device: str
+    ) -> None:
+        """RMSNorm, rope and both, of odd numbers and of ordinary ones; positions may be invalid."""
+        tokens = torch.cat([odd_tokens(name, dtype), tokens_of(name, 14, dtype, seed=1)])
+        slots = [*range(30), -1, 7, 3, 29]
+        for prologue in prologues_of(name, len(tokens), dtype):
+            pool = Filled(name, device, Layout(pages=2, page_size=16))
+
+            pool.append(tokens, slots, prologue=prologue)
+
+            pool.check()
 
     @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
     @formats
@@ -398,9 +456,11 @@ class TestWriters:
         call = torch.compile(APPEND[name], backend=backend, fullgraph=True)
         slots = torch.tensor([3, 1, -1, 3], device=device)
 
-        call(tokens.to(device), slots, pool.cache, pool.scales)
+        prologue = prologues_of(name, 4, torch.bfloat16)[-1]
 
-        pool.write_expected(tokens, [3, 1, -1, 3])
+        call(tokens.to(device), slots, pool.cache, pool.scales, **prologue.words(device))
+
+        pool.write_expected(prologue.of(tokens), [3, 1, -1, 3])
         pool.check()
 
     @pytest.mark.filterwarnings("ignore")  # Inductor warns about itself
@@ -415,6 +475,29 @@ class TestWriters:
 
         assert torch.equal(cache, expected)
         assert cache.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_expected_prologue_is_that_of_float64(dtype: torch.dtype) -> None:
+    """The independent packer's RMSNorm and rope are torch's, within a rounding of each."""
+    tokens = torch.randn(64, 576, generator=torch.Generator().manual_seed(0)).to(dtype)
+    _, _, both = prologues_of("656", 64, dtype)
+    assert both.norm_weight is not None
+    assert both.positions is not None
+    assert both.cos_sin_cache is not None
+    valid = slice(5, None)
+
+    found = both.of(tokens)[valid].double()
+
+    latents, pairs = tokens[valid, :512].double(), tokens[valid, 512:].double().view(-1, 32, 2)
+    normalized = torch.nn.functional.rms_norm(
+        latents, (512,), both.norm_weight.double(), both.norm_eps
+    )
+    cosines, sines = both.cos_sin_cache[both.positions[valid].long()].double().chunk(2, dim=1)
+    rotated = torch.view_as_complex(pairs) * torch.complex(cosines, sines)
+    expected = torch.cat([normalized, torch.view_as_real(rotated).flatten(1)], dim=1)
+    bound = expected.abs() * torch.finfo(dtype).eps / 2 + 1e-5
+    assert ((found - expected).abs() <= bound).all()
 
 
 def decoded_tokens(pool: Filled, entries: Tensor) -> Tensor:
@@ -570,6 +653,7 @@ def _cache(pages: int, page_stride: int, pitch: int, *, width: int = 584, start:
 _F16 = torch.zeros(2, 4, 512).half()
 _CKV, _KPE = torch.zeros(4, 512).bfloat16(), torch.zeros(4, 64).bfloat16()
 _INTS = torch.zeros(4, dtype=torch.int32)
+_TABLE = torch.zeros(3, 64)
 
 
 def _call(name: str) -> dict[str, Any]:
@@ -641,6 +725,37 @@ _STRIDE = "stride of a token of cache"
                 torch.zeros(2, 0, 584).byte(),
                 ".shape: expected pages of 1 token or more...",
             ),
+            ("norm_weight", [1.0], ": expected a torch.Tensor, got list"),
+            ("norm_weight", _KPE[:, :0], ".shape: expected [512], got [4, 0]"),
+            ("norm_weight", _CKV[0].half(), ".dtype: expected torch.bfloat16 (dtype of latent..."),
+            ("norm_weight", _CKV.view(-1)[:1024:2], " must be contiguous: expected no gaps..."),
+            (
+                "norm_weight",
+                _CKV.view(-1)[1:513],
+                ".data_ptr(): expected a multiple of 16, got ...",
+            ),
+            ("norm_eps", 1e39, ": expected a number that float32 can hold, got 1e+39"),
+            (
+                "positions",
+                {"cos_sin_cache": _TABLE},
+                ": expected a torch.Tensor for rope, got None",
+            ),
+            ("cos_sin_cache", {"positions": _INTS}, ": expected a torch.Tensor for rope, got None"),
+            (
+                "positions",
+                {"positions": _INTS[:3], "cos_sin_cache": _TABLE},
+                ".shape: expected [4] (latent_kv), got [3]",
+            ),
+            (
+                "cos_sin_cache",
+                {"positions": _INTS, "cos_sin_cache": _TABLE.half()},
+                ".dtype: expected torch.float32, got torch.float16",
+            ),
+            (
+                "cos_sin_cache",
+                {"positions": _INTS, "cos_sin_cache": _TABLE[:0]},
+                ".shape: expected [1, 64] (max_position, cosines and sines), got [0, 64]",
+            ),
         ],
         "inline": [
             ("inline_scale", 2, ": expected a bool, got 2"),
@@ -660,6 +775,16 @@ _STRIDE = "stride of a token of cache"
         "packed": [
             ("kpe", _KPE[:, :0], ".shape[-1]: expected 64, got 0"),
             ("kpe", _KPE[:3], ".shape: expected [4, 64] (tokens of ckv), got [3, 64]"),
+            (
+                "kpe",
+                {
+                    "kpe": _KPE[:, :0],
+                    "scales": None,
+                    "cache": torch.zeros(2, 8, 528).byte(),
+                    "positions": _INTS,
+                },
+                ".shape[-1]: expected 64 for rope, got 0",
+            ),
             ("kpe", _KPE.half(), ".dtype: expected torch.bfloat16 (dtype of ckv), got torch..."),
             ("cache", torch.zeros(2, 8, 656).byte(), ".shape[-1]: expected 640 (bytes of a ..."),
             (

@@ -10,6 +10,7 @@ import torch
 from mlagen.engine import kernel_for
 from mlagen.families.common.arguments import ALIGNMENT_BYTES, DTYPES, INT32_MAX
 from mlagen.families.mla.pools import Pool
+from mlagen.families.mla.prologue import Prologue
 from mlagen.families.mla.write_rows import Elements, write_in_torch
 from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.launch import launch
@@ -24,6 +25,7 @@ def write(
     pool: Pool,
     row: RowFormat,
     scales: torch.Tensor | None = None,
+    prologue: Prologue | None = None,
 ) -> None:
     """Write rows into a pool, of one token or more, at its entries, or in order into whole pages.
 
@@ -34,11 +36,14 @@ def write(
     spec = None
     if device is not None and len(pool.cache) * pool.rows_per_page <= INT32_MAX:
         dtype = DTYPES[elements.scaled.dtype]
-        spec = write_rows_spec(arch_of_device(device), dtype, row, elements.width)
+        spec = write_rows_spec(
+            arch_of_device(device), dtype, row, elements.width, has_prologue=prologue is not None
+        )
     if spec is None or device is None:
-        write_in_torch(elements, slot_mapping, pool, row, scales)
+        write_in_torch(elements, slot_mapping, pool, row, scales, prologue)
     else:
-        _launch(spec, device, Elements(*map(_aligned, elements)), slot_mapping, pool, scales)
+        elements = Elements(*map(_aligned, elements))
+        _launch(spec, device, elements, slot_mapping, pool, scales, prologue)
 
 
 def _gpu_of(tensor: torch.Tensor) -> int | None:
@@ -63,6 +68,7 @@ def _launch(
     slot_mapping: torch.Tensor | None,
     pool: Pool,
     scales: torch.Tensor | None,
+    prologue: Prologue | None,
 ) -> None:
     scaled, rest = elements
     num_pages, page_size, _ = pool.cache.shape
@@ -72,7 +78,8 @@ def _launch(
         (scaled.stride(0) * scaled.element_size(), rest.stride(0) * rest.element_size()),
         (pool.page_stride, pool.token_stride, pool.rows_per_page),
         (0, 0) if scales is None else (scales.stride(0), scales.stride(1)),
-        slot_mapping is not None and slot_mapping.dtype is torch.int64,
+        _is_wide(slot_mapping),
+        () if prologue is None else _numbers_of(prologue),
     )
     launch(
         kernel_for(spec, device),
@@ -81,12 +88,27 @@ def _launch(
         (
             scaled.data_ptr(),
             rest.data_ptr(),
-            0 if slot_mapping is None else slot_mapping.data_ptr(),
+            _address(slot_mapping),
+            *(() if prologue is None else map(_address, prologue[:3])),
             pool.cache.data_ptr(),
-            0 if scales is None else scales.data_ptr(),
+            _address(scales),
             plan.constants,
         ),
     )
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _is_wide(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.dtype is torch.int64
+
+
+def _numbers_of(prologue: Prologue) -> tuple[float, int, bool]:
+    table = prologue.cos_sin_cache
+    num_positions = 0 if table is None else len(table)
+    return prologue.norm_eps, num_positions, _is_wide(prologue.positions)
 
 
 class _Plan(NamedTuple):
@@ -104,9 +126,11 @@ def _plan(
     pool_strides: tuple[int, int, int],
     scale_strides: tuple[int, int],
     has_wide_slots: bool,
+    prologue: tuple[float, int, bool] | tuple[()],
 ) -> _Plan:
     (num_tokens, num_pages, page_size), row = shape, spec.row
     page_stride, token_stride, rows_per_page = pool_strides
+    norm_eps, num_positions, has_wide_positions = prologue or (0.0, 0, False)
     values = {
         "scaled_stride": token_strides[0],
         "rest_stride": token_strides[1],
@@ -120,6 +144,9 @@ def _plan(
         "rows_per_page": rows_per_page,
         "page_size": page_size,
         "has_wide_slots": int(has_wide_slots),
+        "norm_eps": norm_eps,
+        "num_positions": num_positions,
+        "has_wide_positions": int(has_wide_positions),
     }
     num_ctas = -(-num_tokens * 32 // spec.threads)
     return _Plan(num_ctas, ParameterPacking(spec).pack_constants(values))

@@ -13,6 +13,7 @@ import torch
 
 from mlagen.families.common.arguments import ALIGNMENT_BYTES
 from mlagen.families.mla.pools import Pool, check_pool
+from mlagen.families.mla.prologue import Prologue
 from mlagen.spec.rows import RowFormat
 
 _E4M3 = torch.float8_e4m3fn
@@ -66,6 +67,7 @@ def write_in_torch(
     pool: Pool,
     row: RowFormat,
     scales: torch.Tensor | None = None,
+    prologue: Prologue | None = None,
 ) -> None:
     """Write rows as :func:`mlagen.families.mla.write.write` does."""
     places = places_of(pool, row, elements.width, scales)
@@ -74,6 +76,8 @@ def write_in_torch(
             place.copy_(part.view(place.shape))
         return
     elements = Elements(*(part[: len(slot_mapping)] for part in elements))
+    if prologue is not None:
+        elements = split_elements(prologue.of(torch.cat(elements, dim=1), row), row)
     writes = plan_writes(slots_of(slot_mapping, pool), pool.cache[..., 0].numel())
     for part, place in zip(parts_of(elements, row), places, strict=True):
         writes.put(part, place)

@@ -6,10 +6,8 @@
 #include "common/packed_row.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
+#include "elements.cuh"
 #include "ptx/cvt.cuh"
-
-constexpr u32 kMagnitude = 0x7fffffff;
-constexpr u32 kInfinityBits = 0x7f800000;
 
 // A scale as it is stored, and its value: NaN is stored, if the group is not finite.
 struct GroupScale {
@@ -19,18 +17,6 @@ struct GroupScale {
 
   __device__ bool is_finite() const { return amax_bits < kInfinityBits; }
 };
-
-__device__ inline void load_elements(const unsigned char* source, float (&values)[kLaneElements]) {
-#pragma unroll
-  for (int chunk = 0; chunk < 2; ++chunk) {
-    const Chunk loaded = reinterpret_cast<const Chunk*>(source)[chunk];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const u16 bits = static_cast<u16>(loaded.words[i / 2] >> (i % 2 * 16));
-      values[chunk * 8 + i] = cvt_f32(Element{}, bits);
-    }
-  }
-}
 
 __device__ inline void store_scale(Fp32, float scale, bool is_finite, GroupScale& group) {
   group.value = is_finite ? scale : __uint_as_float(0x7fc00000);

@@ -7,6 +7,7 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "quantize.cuh"
+#include "token.cuh"
 
 // Where a token is written. Without a slot mapping tokens are in the order of whole pages.
 __device__ inline i64 entry_of(const Params& params, int token) {
@@ -52,35 +53,6 @@ __device__ inline bool is_first(const Params& params, SharedMemoryPlan& smem) {
   return (of_all >> warp_index() & 1) == 0;
 }
 
-// A number in bf16; every NaN is the same.
-__device__ inline u32 bf16_of_f32(float value) {
-  const u32 bits = __float_as_uint(value);
-  if ((bits & kMagnitude) > kInfinityBits) return 0x7fc0;
-  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-
-// Sixteen of the elements that are bf16 in a row; `scale` divides them if it multiplies them later.
-__device__ inline void write_rest(const unsigned char* source, unsigned char* target, float scale) {
-  if constexpr (kIsSame<Element, Bf16> && !KvRow::kScalesBf16) {
-#pragma unroll
-    for (int chunk = 0; chunk < 2; ++chunk) {
-      reinterpret_cast<Chunk*>(target)[chunk] = reinterpret_cast<const Chunk*>(source)[chunk];
-    }
-  } else {
-    float values[kLaneElements];
-    load_elements(source, values);
-    Chunk chunks[2];
-#pragma unroll
-    for (int i = 0; i < kLaneElements; i += 2) {
-      const float low = KvRow::kScalesBf16 ? values[i] / scale : values[i];
-      const float high = KvRow::kScalesBf16 ? values[i + 1] / scale : values[i + 1];
-      chunks[i / 8].words[i % 8 / 2] = bf16_of_f32(low) | bf16_of_f32(high) << 16;
-    }
-    reinterpret_cast<Chunk*>(target)[0] = chunks[0];
-    reinterpret_cast<Chunk*>(target)[1] = chunks[1];
-  }
-}
-
 // One byte, or an fp32, of each group; the bytes of padding behind them are zero.
 __device__ inline void write_scales(unsigned char* target, const GroupScale& group) {
   constexpr bool kIsFp32 = kIsSame<KvRow::ScaleCode, Fp32>;
@@ -99,16 +71,14 @@ __device__ inline void write_scales(unsigned char* target, const GroupScale& gro
 
 // The warp's token.
 __device__ inline void write_token(const Params& params, SharedMemoryPlan& smem) {
-  const int token = static_cast<int>(blockIdx.x) * kWarps + warp_index();
-  const bool exists = token < params.num_tokens;
+  const int index = static_cast<int>(blockIdx.x) * kWarps + warp_index();
+  const bool exists = index < params.num_tokens;
   const int lane = lane_index();
-  float values[kLaneElements] = {};
+  Token token;
   // Loads do not wait for the slot.
-  if (exists && lane < kScaledLanes) {
-    load_elements(params.scaled + token * params.scaled_stride + lane * kLaneElements * 2, values);
-  }
+  if (exists) load_token(params, index, token);
   if (!is_first(params, smem) || !exists) return;
-  const i64 entry = entry_of(params, token);
+  const i64 entry = entry_of(params, index);
   if (entry < 0 || entry >= params.num_entries) return;
   const int page = static_cast<int>(entry) / params.rows_per_page;
   const int slot = static_cast<int>(entry) % params.rows_per_page;
@@ -116,9 +86,10 @@ __device__ inline void write_token(const Params& params, SharedMemoryPlan& smem)
 
   unsigned char* page_bytes = params.cache + page * params.page_stride;
   unsigned char* row = page_bytes + slot * params.token_stride;
-  const GroupScale group = scale_of(values);
+  const GroupScale group = scale_of(token.scaled);
   if (lane < kScaledLanes) {
-    store_codes(KvRow::Code{}, row + lane * kLaneElements * KvRow::kCodeBits / 8, values, group);
+    unsigned char* codes = row + lane * kLaneElements * KvRow::kCodeBits / 8;
+    store_codes(KvRow::Code{}, codes, token.scaled, group);
   }
   if constexpr (KvRow::kHasInlineScales) {
     write_scales(row + KvRow::kCodeBytes, group);
@@ -127,11 +98,8 @@ __device__ inline void write_token(const Params& params, SharedMemoryPlan& smem)
   } else if (lane == 0) {
     params.scales[page * params.scale_page_stride + slot * params.scale_token_stride] = group.value;
   }
-  // The lanes behind those of the codes, or the first ones.
-  const int rest_lane = (lane + kWarpLanes - kScaledLanes) % kWarpLanes;
-  if (rest_lane < kRestLanes) {
-    const int offset = rest_lane * kLaneElements * 2;
-    const unsigned char* rest = params.rest + token * params.rest_stride;
-    write_rest(rest + offset, row + KvRow::kBf16Offset + offset, group.value);
+  if (rest_lane_index() < kRestLanes) {
+    const int offset = rest_lane_index() * kLaneElements * 2;
+    store_rest(params, index, token, row + KvRow::kBf16Offset + offset, group.value);
   }
 }
