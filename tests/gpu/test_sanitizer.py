@@ -97,10 +97,33 @@ for case in (
     print("right:", case.name)
 """
 
+_WRITER_CASES = """
+import torch
+from tests.writers.numpy_prologue import NOTHING
+from tests.writers.test_writers import Filled, prologues_of, tokens_of
+for case in (
+    dict(name="584"),
+    dict(name="528 inline"),
+    dict(name="288"),
+    dict(name="656"),
+    dict(name="640"),
+):
+    tokens = tokens_of(case["name"], 20, torch.float16)
+    for prologue in (NOTHING, *prologues_of(case["name"], 20, torch.float16)):
+        pool = Filled(case["name"], "cuda")
+        pool.append(tokens, [*range(14), 3, -1, 1 << 40, 14, 0, 2], prologue=prologue)
+        pool.check()
+    print("right:", case["name"])
+"""
+_CASES = {
+    "mla": _MLA_CASES,
+    "two pools": _TWO_POOL_CASES,
+    "gqa": _GQA_CASES,
+    "writers": _WRITER_CASES,
+}
 
-@pytest.mark.parametrize(
-    "cases", [_MLA_CASES, _TWO_POOL_CASES, _GQA_CASES], ids=["mla", "two pools", "gqa"]
-)
+
+@pytest.mark.parametrize("cases", _CASES.values(), ids=_CASES)
 # racecheck does not support mbarriers with TMA transaction counts; random delays check the sm90
 # kernels for races, in test_mla_sm90.py and its siblings.
 @pytest.mark.parametrize(
