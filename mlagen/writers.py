@@ -1,7 +1,7 @@
-"""Writers of FP8 and FP4 KV caches: quantize tokens, and append them to the pages of a cache.
+"""Writers of KV caches: normalize, rotate and quantize tokens, and append them to pages.
 
-The functions have FlashInfer's names and arguments where it has them. On a GPU one kernel quantizes
-and writes, on other devices torch ops do, to the same bytes. No call waits for the device, so a
+The functions have FlashInfer's names and arguments where it has them. On a GPU one kernel does all
+of it, on other devices torch ops do, to the same bytes. No call waits for the device, so a
 CUDA graph can capture it once its kernel is loaded.
 """
 
@@ -32,12 +32,11 @@ from mlagen.families.common.arguments import (
 from mlagen.families.common.memory import require_writable
 from mlagen.families.mla.pools import Pool, check_pool
 from mlagen.families.mla.prologue import Prologue
-from mlagen.families.mla.write import write
+from mlagen.families.mla.write import write, write_plain
 from mlagen.families.mla.write_rows import (
     Elements,
+    PagedPlaces,
     new_pages,
-    paged_slots,
-    plan_writes,
     split_elements,
 )
 from mlagen.spec.dtype import (
@@ -398,7 +397,7 @@ def mla_fp8_quantize_append_packed(
     has_rope = positions is not None or cos_sin_cache is not None
     require(bool(kpe.shape[1]) or not has_rope, "kpe.shape[-1]", "64 for rope", 0)
     given = (norm_weight, norm_eps, positions, cos_sin_cache)
-    prologue = _checked_prologue(elements, row, "ckv", *given)
+    prologue = _checked_prologue(elements, row.value_elements, "ckv", *given)
     _append_rows(elements, slot_mapping, pool, row, scales, prologue)
 
 
@@ -413,8 +412,15 @@ def append_paged_mla_kv_cache(
     kv_indices: torch.Tensor,
     kv_indptr: torch.Tensor,
     kv_last_page_len: torch.Tensor,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    cos_sin_cache: torch.Tensor | None = None,
 ) -> None:
     """Append tokens of MLA to a paged cache of their dtype, without quantizing them.
+
+    RMSNorm of the latents and rope may precede that. One kernel does all of it if the tokens have
+    16 bits, 512 latent elements with 64 or none of rope or 256 with 64, and places of 16 bytes.
 
     Parameters
     ----------
@@ -437,6 +443,11 @@ def append_paged_mla_kv_cache(
         Range of each request in ``kv_indices``.
     kv_last_page_len : int32 [batch]
         Checked, and not read: the positions say where tokens are.
+    norm_weight, norm_eps : dtype of the tokens [rank], and float, optional
+        RMSNorm of the latents, of rank 512 or 256, as for
+        :func:`dsv4_fp8_quantize_append_sparse_mla_cache`.
+    cos_sin_cache : fp32 [max_position, 64], optional
+        Rope of the rope parts, of dim 64, at ``positions``.
 
     Raises
     ------
@@ -445,7 +456,8 @@ def append_paged_mla_kv_cache(
 
     Notes
     -----
-    Signature of ``flashinfer.page.append_paged_mla_kv_cache``, for any dims.
+    Signature of ``flashinfer.page.append_paged_mla_kv_cache``, for any dims; RMSNorm and rope are
+    mlagen's.
     """
     require_eager_memory(
         append_ckv=append_ckv,
@@ -458,6 +470,7 @@ def append_paged_mla_kv_cache(
         kv_indptr=kv_indptr,
         kv_last_page_len=kv_last_page_len,
     )
+    require_eager_memory(norm_weight=norm_weight, cos_sin_cache=cos_sin_cache)
     ckv = _checked_rows(append_ckv, "append_ckv", None)
     _checked_rows(append_kpe, "append_kpe", ckv)
     _check_cache(ckv_cache, "ckv_cache", append_ckv)
@@ -471,13 +484,28 @@ def append_paged_mla_kv_cache(
     require(len(kv_indptr) >= 1, "kv_indptr.shape", "[batch + 1]", list(kv_indptr.shape))
     name, shape = "kv_last_page_len", (len(kv_indptr) - 1,)
     require_ints(kv_last_page_len, name, ckv.device, (shape,), "batch", _INT32)
+    elements = Elements(ckv.detach(), append_kpe.detach())
+    rope = (None, None) if cos_sin_cache is None else (positions, cos_sin_cache)
+    prologue = _checked_prologue(elements, ckv.shape[1], "append_ckv", norm_weight, norm_eps, *rope)
+    if prologue is not None:
+        prologue = prologue._replace(positions=positions)
+        require_dtype(ckv, "append_ckv", tuple(DTYPES), "with norm_weight or cos_sin_cache")
+        _check_dims(prologue, elements)
     if not (len(ckv) and shape[0] and len(kv_indices) and num_pages * page_size):
         return
-    slots = paged_slots(batch_indices, positions, kv_indices, kv_indptr, num_pages, page_size)
-    writes = plan_writes(slots, num_pages * page_size)
-    for rows, cache in ((append_ckv, ckv_cache), (append_kpe, kpe_cache)):
-        content, place = (_as_integers(tensor.detach()) for tensor in (rows, cache))
-        writes.put(content, place)
+    places = PagedPlaces(batch_indices, positions, kv_indices, kv_indptr)
+    caches = ckv_cache.detach(), kpe_cache.detach()
+    write_plain(elements, caches, places, prologue)
+
+
+def _check_dims(prologue: Prologue, elements: Elements) -> None:
+    latent, rope = (part.shape[1] for part in elements)
+    if prologue.norm_weight is not None:
+        require(latent in {512, 256}, "append_ckv.shape[-1]", "512 or 256 with norm_weight", latent)
+    if prologue.cos_sin_cache is not None:
+        rope_elements = WriteRowsSpec.rope_elements
+        rule = f"{rope_elements} with cos_sin_cache"
+        require(rope == rope_elements, "append_kpe.shape[-1]", rule, rope)
 
 
 def _checked_rows(value: object, argument: str, like: torch.Tensor | None) -> torch.Tensor:
@@ -501,11 +529,6 @@ def _check_cache(
     expected = (*(pages or cache.shape[:2]), rows.shape[1])
     require_shape(cache, argument, (expected,), "pages, page_size, elements of a token")
     require_writable(cache, argument)
-
-
-def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    # Not every version of torch can index e4m3.
-    return tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.int16)
 
 
 def _dsv41_row(inline_scale: object) -> RowFormat:
@@ -558,13 +581,13 @@ def _append(
     counts_padding = row.has_inline_scales
     pool = check_pool(cache, "cache", row, _LATENTS, tokens.device, counts_padding=counts_padding)
     elements = split_elements(tokens, row)
-    checked = _checked_prologue(elements, row, "latent_kv", *prologue)
+    checked = _checked_prologue(elements, row.value_elements, "latent_kv", *prologue)
     _append_rows(elements, slot_mapping, pool, row, prologue=checked)
 
 
 def _checked_prologue(
     elements: Elements,
-    row: RowFormat,
+    norm_elements: int,
     tokens: str,
     norm_weight: object,
     norm_eps: object,
@@ -579,7 +602,7 @@ def _checked_prologue(
         name, weight = "norm_weight", require_tensor(norm_weight, "norm_weight").detach()
         require_device(weight, name, device)
         require_dtype(weight, name, (dtype,), f"dtype of {tokens}")
-        require_shape(weight, name, ((row.value_elements,),))
+        require_shape(weight, name, ((norm_elements,),))
         _require_chunks(weight, name)
     if positions is None and cos_sin_cache is None:
         return None if weight is None else Prologue(weight, None, None, eps)

@@ -1,4 +1,4 @@
-"""Writers of FP8 and FP4 caches on a GPU: the tests of every device, CUDA graphs, and no waits."""
+"""Writers of caches on a GPU: the tests of every device, CUDA graphs, and no waits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from tests.writers.numpy_prologue import NOTHING
 from tests.writers.test_writers import (
     APPEND,
     FILL,
+    PAGED,
     Filled,
+    Paged,
     TestAppend,
     TestWriters,
     _nvfp4,
@@ -59,6 +61,31 @@ def test_a_write_does_not_wait_for_the_device(name: str) -> None:
         APPEND[name](tokens, slots, pool.cache, pool.scales, **words)
         with no_device_sync():
             APPEND[name](tokens, slots, pool.cache, pool.scales, **words)
+
+
+@pytest.mark.parametrize("rope", [64, 32], ids=["kernel", "torch"])
+def test_graphs_append_to_pages_without_a_wait(rope: int) -> None:
+    """Replays write tokens to the positions that are in the tensors then."""
+    paged = Paged()
+    tokens = tokens_of("656", len(paged.requests))[:, : 512 + rope].contiguous().cuda()
+    cache = torch.zeros(7, 4, 512 + rope, dtype=tokens.dtype, device="cuda")
+    parts, caches = ((one[..., :512], one[..., 512:]) for one in (tokens, cache))
+    requests, positions, *others = paged.tensors("cuda")
+    given = [torch.full_like(requests, -1), torch.zeros_like(positions)]
+
+    def append() -> None:
+        PAGED(*parts, *given, *caches, *others)
+
+    append()
+    with no_device_sync():
+        append()
+    graph = captured(append)
+    assert not cache.any()
+    given[0].copy_(requests)
+    given[1].copy_(positions)
+    graph.replay()
+
+    assert torch.equal(cache.cpu().view(28, -1), paged.written(tokens, 4, 7))
 
 
 @formats

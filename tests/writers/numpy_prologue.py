@@ -1,6 +1,6 @@
 """RMSNorm and rope of tokens in numpy, from their definitions, in fp32 and without fused products.
 
-The 512 squares of a norm are summed as a warp sums them: 16 neighbors by each lane, from the first
+The squares of a norm are summed as a warp sums them: 16 neighbors by each lane, from the first
 to the last, and then the lanes by halves of the warp.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 from tests.writers.numpy_rows import Floats
 
-_NORMALIZED, _ROTATED = 512, 64
+_ROTATED = 64
 
 
 class Prologue(NamedTuple):
@@ -32,16 +32,16 @@ class Prologue(NamedTuple):
             for name, value in given.items()
         }
 
-    def of(self, tokens: torch.Tensor) -> torch.Tensor:
+    def of(self, tokens: torch.Tensor, normalized_elements: int = 512) -> torch.Tensor:
         """Return tokens ``[n, d]`` normalized and rotated; every NaN of them is the same."""
         done = tokens.detach().cpu().clone()
         with np.errstate(all="ignore"):
             for index in range(len(done)):
                 if self.norm_weight is not None:
                     weight = self.norm_weight.detach().cpu().float().numpy()
-                    numbers = done[index, :_NORMALIZED].float().numpy()
+                    numbers = done[index, :normalized_elements].float().numpy()
                     normalized = normalize(numbers, weight, np.float32(self.norm_eps))
-                    done[index, :_NORMALIZED] = torch.from_numpy(normalized).to(done.dtype)
+                    done[index, :normalized_elements] = torch.from_numpy(normalized).to(done.dtype)
                 if self.positions is not None and self.cos_sin_cache is not None:
                     position = int(self.positions[index])
                     table = self.cos_sin_cache.detach().cpu().numpy()

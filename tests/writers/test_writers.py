@@ -38,6 +38,7 @@ V4 = writers.dsv4_fp8_quantize_append_sparse_mla_cache
 V41 = writers.dsv41_fp8_quantize_append_sparse_mla_cache
 V41_FP4 = writers.dsv41_fp4_quantize_append_sparse_mla_cache
 MLA = writers.mla_fp8_quantize_append_packed
+PAGED: Callable[..., None] = writers.append_paged_mla_kv_cache
 
 
 def _of_tokens(append: Callable[..., None], **words: bool) -> Callable[..., None]:
@@ -540,37 +541,6 @@ def decoded_tokens(pool: Filled, entries: Tensor) -> Tensor:
     return torch.as_tensor(out[:, 0, 0])
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs g++")
-class TestWritersEmulated(TestWriters):
-    """Every write that a kernel has, by emulated launches."""
-
-    @pytest.fixture(autouse=True)
-    def launches(self, monkeypatch: Patch) -> list[int]:
-        """Return the CTAs of each launch."""
-        recorded: list[int] = []
-
-        def launch(kernel: LoadedKernel, ctas: int, _: bool, values: tuple[Any, ...]) -> None:
-            recorded.append(ctas)
-            emulate(kernel.spec, kernel.packing.struct.pack(*values), ctas, len(recorded))
-
-        def loaded(spec: KernelSpec, _: int) -> LoadedKernel:
-            return LoadedKernel(spec, 0, ParameterPacking(spec), None, None)
-
-        monkeypatch.setattr(write_module, "_gpu_of", lambda _: 0)
-        monkeypatch.setattr(write_module, "arch_of_device", lambda _: SM_80)
-        monkeypatch.setattr(write_module, "kernel_for", loaded)
-        monkeypatch.setattr(write_module, "launch", launch)
-        return recorded
-
-    def test_a_warp_takes_a_token(self, launches: list[int]) -> None:
-        """Eight of a CTA."""
-        pool = Filled("584", "cpu")
-
-        pool.append(tokens_of("584", 9), [*range(9)])
-
-        assert launches == [2]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Paged:
     """Requests of a paged cache, and tokens for it."""
@@ -593,6 +563,20 @@ class Paged:
             found.append(slot)
         return found
 
+    def tensors(self, device: str) -> list[Tensor]:
+        """Return places of the tokens, and page ids, offsets and last lengths of the requests."""
+        ints = (self.pages, self.indptr, (1,) * (len(self.indptr) - 1))
+        places = (self.requests, self.positions)
+        return [torch.tensor(of, dtype=torch.int32, device=device) for of in (*places, *ints)]
+
+    def written(self, tokens: Tensor, page_size: int, num_pages: int) -> Tensor:
+        """Return a cache of zeros in which each slot has its first token."""
+        cache = torch.zeros(num_pages * page_size, tokens.shape[1], dtype=tokens.dtype)
+        for token, slot in reversed([*enumerate(self.slots(page_size, num_pages))]):
+            if slot >= 0:
+                cache[slot] = tokens[token].cpu()
+        return cache
+
 
 class TestAppend:
     """Appends to caches that are not packed."""
@@ -608,19 +592,45 @@ class TestAppend:
         tokens = torch.randn(count, rank + rope, generator=generator).to(dtype).to(device)
         cache = torch.zeros(7, 4, rank + rope, device=device).to(dtype)
         parts, caches = (torch.split(tensor, [rank, rope], dim=-1) for tensor in (tokens, cache))
-        ints = (paged.pages, paged.indptr, (1,) * (len(paged.indptr) - 1))
-        places = (paged.requests, paged.positions)
-        given = [torch.tensor(of, dtype=torch.int32, device=device) for of in (*places, *ints)]
+        given = paged.tensors(device)
 
-        writers.append_paged_mla_kv_cache(*parts, *given[:2], *caches, *given[2:])
+        PAGED(*parts, *given[:2], *caches, *given[2:])
 
-        expected = torch.zeros(7 * 4, rank + rope)
-        slots = paged.slots(4, 7)
-        assert len(set(slots)) == 5
-        for token, slot in reversed([*enumerate(slots)]):
-            if slot >= 0:
-                expected[slot] = tokens[token].float().cpu()
-        assert torch.equal(cache.float().cpu().view(28, -1), expected)
+        assert len(set(paged.slots(4, 7))) == 5
+        expected = paged.written(tokens, 4, 7)
+        assert torch.equal(cache.cpu().view(28, -1).view(torch.uint8), expected.view(torch.uint8))
+
+    @pytest.mark.parametrize("words", ["norm", "rope", "both"])
+    @pytest.mark.parametrize(("rank", "rope"), [(512, 64), (256, 64), (512, 0)])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_tokens_may_be_normalized_and_rotated(
+        self, dtype: torch.dtype, rank: int, rope: int, words: str, device: str
+    ) -> None:
+        """Positions outside the table give NaN; caches are those of one tensor, with gaps."""
+        paged = Paged()
+        if not rope:
+            words = "norm"
+        tokens = odd_tokens("656", dtype)[: len(paged.requests), 512 - rank : 512 + rope]
+        table = prologues_of("656", 8, dtype)[1].cos_sin_cache
+        assert table is not None
+        prologue = Prologue(
+            norm_weight=None if words == "rope" else tokens_of("656", 1, dtype)[0, :rank].clone(),
+            norm_eps=1e-5,
+            positions=None if words == "norm" else torch.tensor(paged.positions),
+            cos_sin_cache=None if words == "norm" else table[:7].clone(),
+        )
+        cache = torch.zeros(7, 4, rank + rope + 8, dtype=dtype, device=device)
+        caches = cache[..., :rank], cache[..., rank : rank + rope]
+        given = paged.tensors(device)
+        parts = tokens[:, :rank].to(device), tokens[:, rank:].to(device)
+        others = prologue._replace(positions=None).words(device)
+
+        PAGED(*parts, *given[:2], *caches, *given[2:], **others)
+
+        expected = paged.written(prologue.of(tokens, rank), 4, 7)
+        found = cache.cpu().view(28, -1)
+        assert torch.equal(found[:, : rank + rope].view(torch.int16), expected.view(torch.int16))
+        assert not found[:, rank + rope :].any()
 
     @pytest.mark.parametrize("empty", ["tokens", "requests", "pages"])
     def test_nothing_is_appended_to_nothing(self, empty: str, device: str) -> None:
@@ -632,9 +642,65 @@ class TestAppend:
         ints = [torch.zeros(n, dtype=torch.int32, device=device) for n in (count, count)]
         tables = [torch.zeros(n, dtype=torch.int32, device=device) for n in (1, batch + 1, batch)]
 
-        writers.append_paged_mla_kv_cache(ckv, kpe, *ints, *caches, *tables)
+        PAGED(ckv, kpe, *ints, *caches, *tables)
 
         assert not any(cache.any() for cache in caches)
+
+
+class Emulated:
+    """Launches of the kernels in the emulator."""
+
+    @pytest.fixture(autouse=True)
+    def launches(self, monkeypatch: Patch) -> list[int]:
+        """Return the CTAs of each launch."""
+        recorded: list[int] = []
+
+        def launch(kernel: LoadedKernel, ctas: int, _: bool, values: tuple[Any, ...]) -> None:
+            recorded.append(ctas)
+            emulate(kernel.spec, kernel.packing.struct.pack(*values), ctas, len(recorded))
+
+        def loaded(spec: KernelSpec, _: int) -> LoadedKernel:
+            return LoadedKernel(spec, 0, ParameterPacking(spec), None, None)
+
+        monkeypatch.setattr(write_module, "_gpu_of", lambda _: 0)
+        monkeypatch.setattr(write_module, "arch_of_device", lambda _: SM_80)
+        monkeypatch.setattr(write_module, "kernel_for", loaded)
+        monkeypatch.setattr(write_module, "launch", launch)
+        return recorded
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+class TestWritersEmulated(Emulated, TestWriters):
+    """Every write that a kernel has, by emulated launches."""
+
+    def test_a_warp_takes_a_token(self, launches: list[int]) -> None:
+        """Eight of a CTA."""
+        pool = Filled("584", "cpu")
+
+        pool.append(tokens_of("584", 9), [*range(9)])
+
+        assert launches == [2]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+class TestAppendEmulated(Emulated, TestAppend):
+    """Appends to caches that are not packed, by emulated launches."""
+
+    def test_one_kernel_writes_the_usual_dims(self, launches: list[int]) -> None:
+        """Dims, dtypes and strides that it does not have are those of torch ops."""
+        for rope, step, count in ((64, 1, 1), (32, 1, 0), (64, 2, 0)):
+            tokens, cache = (
+                torch.ones(2, 512 + rope).half(),
+                torch.zeros(3, 4, 512 * 2 + rope).half(),
+            )
+            given = Paged(requests=(0, 0), positions=(1, 2)).tensors("cpu")
+            parts = tokens[:, :512], tokens[:, 512:]
+            caches = cache[..., : 512 * step : step], cache[..., 1024:]
+
+            PAGED(*parts, *given[:2], *caches, *given[2:])
+
+            assert launches == [1] * count
+            launches.clear()
 
 
 def _sparse(**changes: Any) -> dict[str, Any]:
@@ -680,7 +746,7 @@ _FUNCTIONS: dict[str, Callable[..., object]] = {
     "inline": lambda **given: V41(**{"inline_scale": True} | given),
     "pack": writers.dsv4_fp8_quantize_pack_sparse_mla_cache,
     "packed": MLA,
-    "paged": writers.append_paged_mla_kv_cache,
+    "paged": PAGED,
 }
 _STRIDE = "stride of a token of cache"
 
@@ -816,6 +882,26 @@ _STRIDE = "stride of a token of cache"
             ("batch_indices", _INTS.long(), ".dtype: expected torch.int32, got torch.int64"),
             ("kv_indptr", _INTS[:0], ".shape: expected [batch + 1], got [0]"),
             ("kv_last_page_len", _INTS[:2], ".shape: expected [1] (batch), got [2]"),
+            ("norm_weight", _CKV[0, :256], ".shape: expected [512], got [256]"),
+            ("cos_sin_cache", _TABLE[:, :32], ".shape: expected [3, 64] (max_position, cosines..."),
+            (
+                "append_kpe",
+                {
+                    "append_kpe": _KPE[:, :32],
+                    "kpe_cache": torch.zeros(2, 8, 32).bfloat16(),
+                    "cos_sin_cache": _TABLE,
+                },
+                ".shape[-1]: expected 64 with cos_sin_cache, got 32",
+            ),
+            (
+                "append_ckv",
+                {
+                    "append_ckv": _CKV[:, :128],
+                    "ckv_cache": torch.zeros(2, 8, 128).bfloat16(),
+                    "norm_weight": torch.zeros(128).bfloat16(),
+                },
+                ".shape[-1]: expected 512 or 256 with norm_weight, got 128",
+            ),
         ],
     }
 )

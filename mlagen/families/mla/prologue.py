@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from mlagen.spec.rows import RowFormat
 from mlagen.spec.write_rows import WriteRowsSpec
 
-_LANES = 32  # of a warp, which has a token: a lane sums neighbors
+_LANE_ELEMENTS = 16  # neighbors, whose squares a lane of the kernel sums
 
 
 class Prologue(NamedTuple):
@@ -24,15 +23,34 @@ class Prologue(NamedTuple):
     cos_sin_cache: torch.Tensor | None  # fp32 [positions, rope elements]: cosines, then sines
     norm_eps: float
 
-    def of(self, tokens: torch.Tensor, row: RowFormat) -> torch.Tensor:
-        """Return tokens ``[m, d]`` of the rows of a format, normalized and rotated.
+    @property
+    def tensors(self) -> dict[str, torch.Tensor | None]:
+        """The tensors by kernel parameter."""
+        return {
+            "norm_weight": self.norm_weight,
+            "positions": self.positions,
+            "cos_sin_cache": self.cos_sin_cache,
+        }
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The numbers by kernel parameter."""
+        positions, table = self.positions, self.cos_sin_cache
+        return {
+            "norm_eps": self.norm_eps,
+            "num_positions": 0 if table is None else len(table),
+            "has_wide_positions": positions is not None and positions.dtype is torch.int64,
+        }
+
+    def of(self, tokens: torch.Tensor, norm_elements: int) -> torch.Tensor:
+        """Return tokens ``[m, d]``, their first elements normalized, and the last ones rotated.
 
         Each of the two rounds to the dtype of the tokens. Every NaN of a result is the same.
         """
         if self.norm_weight is not None:
-            whole = tokens[:, : row.value_elements].float()
+            whole = tokens[:, :norm_elements].float()
             normalized = whole * self._inverse_rms(whole) * self.norm_weight.float()
-            rest = tokens[:, row.value_elements :]
+            rest = tokens[:, norm_elements:]
             tokens = torch.cat([normalized.to(tokens.dtype), rest], dim=1)
         if self.cos_sin_cache is not None:
             split = tokens.shape[1] - WriteRowsSpec.rope_elements
@@ -41,9 +59,9 @@ class Prologue(NamedTuple):
         return tokens.masked_fill(tokens.isnan(), math.nan)
 
     def _inverse_rms(self, numbers: torch.Tensor) -> torch.Tensor:
-        squares = numbers.square().view(len(numbers), _LANES, -1)
+        squares = numbers.square().view(len(numbers), -1, _LANE_ELEMENTS)
         sums = squares[..., 0]
-        for index in range(1, squares.shape[2]):
+        for index in range(1, _LANE_ELEMENTS):
             sums = sums + squares[..., index]
         while (half := sums.shape[1] // 2) > 0:
             sums = sums[:, :half] + sums[:, half:]

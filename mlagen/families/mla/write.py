@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
@@ -11,12 +10,17 @@ from mlagen.engine import kernel_for
 from mlagen.families.common.arguments import ALIGNMENT_BYTES, DTYPES, INT32_MAX
 from mlagen.families.mla.pools import Pool
 from mlagen.families.mla.prologue import Prologue
-from mlagen.families.mla.write_rows import Elements, write_in_torch
+from mlagen.families.mla.write_rows import (
+    Elements,
+    PagedPlaces,
+    write_in_torch,
+    write_plain_in_torch,
+)
 from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.launch import launch
 from mlagen.runtime.packing import ParameterPacking
 from mlagen.spec.rows import RowFormat
-from mlagen.spec.write_rows import WriteRowsSpec, write_rows_spec
+from mlagen.spec.write_rows import WriteRowsSpec, write_plain_spec, write_rows_spec
 
 
 def write(
@@ -32,18 +36,67 @@ def write(
     Of equal entries the first token's counts, and an invalid one skips its token. ``scales[pages,
     page_size]`` are those of a row without its own.
     """
-    device = _gpu_of(pool.cache)
-    spec = None
-    if device is not None and len(pool.cache) * pool.rows_per_page <= INT32_MAX:
-        dtype = DTYPES[elements.scaled.dtype]
-        spec = write_rows_spec(
-            arch_of_device(device), dtype, row, elements.width, has_prologue=prologue is not None
-        )
+    device, spec = _gpu_of(pool.cache), None
+    num_entries = len(pool.cache) * pool.rows_per_page
+    if device is not None and num_entries <= INT32_MAX:
+        facts = arch_of_device(device), DTYPES[elements.scaled.dtype], row, elements.width
+        spec = write_rows_spec(*facts, has_prologue=prologue is not None)
     if spec is None or device is None:
         write_in_torch(elements, slot_mapping, pool, row, scales, prologue)
-    else:
-        elements = Elements(*map(_aligned, elements))
-        _launch(spec, device, elements, slot_mapping, pool, scales, prologue)
+        return
+    page_size = pool.cache.shape[1]
+    scale_strides = (0, 0) if scales is None else scales.stride()
+    numbers: dict[str, float] = {
+        "num_tokens": len(elements.scaled if slot_mapping is None else slot_mapping),
+        "num_entries": num_entries,
+        "page_stride": pool.page_stride,
+        "token_stride": pool.token_stride,
+        "rows_per_page": pool.rows_per_page,
+        "page_size": page_size,
+        "scale_rows_offset": page_size * row.data_bytes(elements.width),
+        "scale_page_stride": scale_strides[0],
+        "scale_token_stride": scale_strides[1],
+        "has_wide_slots": slot_mapping is not None and slot_mapping.dtype is torch.int64,
+    }
+    tensors = {"slot_mapping": slot_mapping, "cache": pool.cache, "scales": scales}
+    _launch(spec, device, elements, numbers, tensors, prologue)
+
+
+def write_plain(
+    elements: Elements,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    places: PagedPlaces,
+    prologue: Prologue | None = None,
+) -> None:
+    """Write tokens, one or more, that are not quantized: each part into its cache.
+
+    Of equal places the first token's counts, and an invalid one skips its token.
+    """
+    device, spec = _gpu_of(caches[0]), None
+    (num_pages, page_size), dtype = caches[0].shape[:2], elements.scaled.dtype
+    if device is not None and dtype in DTYPES and all(map(_is_aligned, caches)):
+        facts = arch_of_device(device), DTYPES[dtype], *(part.shape[1] for part in elements)
+        spec = write_plain_spec(*facts, has_prologue=prologue is not None)
+    if spec is None or device is None or num_pages * page_size > INT32_MAX:
+        write_plain_in_torch(elements, caches, places, prologue)
+        return
+    strides = [stride * cache.element_size() for cache in caches for stride in cache.stride()[:2]]
+    names = ("page_stride", "token_stride", "rest_page_stride", "rest_token_stride")
+    numbers: dict[str, float] = {
+        "num_tokens": len(elements.scaled),
+        "num_entries": num_pages * page_size,
+        **dict(zip(names, strides, strict=True)),
+        "rows_per_page": page_size,
+        "page_size": page_size,
+        "num_seqs": len(places.kv_indptr) - 1,
+        "num_indices": len(places.kv_indices),
+    }
+    tensors: dict[str, torch.Tensor | None] = {
+        "cache": caches[0],
+        "rest_cache": caches[1],
+        **places._asdict(),
+    }
+    _launch(spec, device, elements, numbers, tensors, prologue)
 
 
 def _gpu_of(tensor: torch.Tensor) -> int | None:
@@ -51,102 +104,42 @@ def _gpu_of(tensor: torch.Tensor) -> int | None:
     return index if tensor.device.type == "cuda" else None
 
 
-def _aligned(tokens: torch.Tensor) -> torch.Tensor:
-    """Return tokens whose rows the kernel can load, copied if they are not."""
-    is_dense = tokens.stride(1) == 1 or tokens.shape[1] <= 1
-    bytes_of_row = tokens.stride(0) * tokens.element_size() if len(tokens) > 1 else 0
-    is_aligned = not (bytes_of_row % ALIGNMENT_BYTES or tokens.data_ptr() % ALIGNMENT_BYTES)
-    if not tokens.numel() or (is_dense and is_aligned):
-        return tokens
-    return tokens.clone(memory_format=torch.contiguous_format)
+def _is_aligned(rows: torch.Tensor) -> bool:
+    """Whether the kernel can load or store rows, the last axis of a tensor."""
+    *strides, last = rows.stride()
+    offsets, size = rows.data_ptr(), rows.element_size()
+    for stride in strides:
+        offsets |= stride * size
+    return (last == 1 and not offsets % ALIGNMENT_BYTES) or not rows.numel()
 
 
 def _launch(
     spec: WriteRowsSpec,
     device: int,
     elements: Elements,
-    slot_mapping: torch.Tensor | None,
-    pool: Pool,
-    scales: torch.Tensor | None,
+    numbers: dict[str, float],
+    tensors: dict[str, torch.Tensor | None],
     prologue: Prologue | None,
 ) -> None:
-    scaled, rest = elements
-    num_pages, page_size, _ = pool.cache.shape
-    plan = _plan(
-        spec,
-        (len(scaled) if slot_mapping is None else len(slot_mapping), num_pages, page_size),
-        (scaled.stride(0) * scaled.element_size(), rest.stride(0) * rest.element_size()),
-        (pool.page_stride, pool.token_stride, pool.rows_per_page),
-        (0, 0) if scales is None else (scales.stride(0), scales.stride(1)),
-        _is_wide(slot_mapping),
-        () if prologue is None else _numbers_of(prologue),
+    """Launch a kernel with parameters by name, and those of tokens and prologue."""
+    scaled, rest = (
+        part if _is_aligned(part) else part.clone(memory_format=torch.contiguous_format)
+        for part in elements
     )
-    launch(
-        kernel_for(spec, device),
-        plan.num_ctas,
-        True,
-        (
-            scaled.data_ptr(),
-            rest.data_ptr(),
-            _address(slot_mapping),
-            *(() if prologue is None else map(_address, prologue[:3])),
-            pool.cache.data_ptr(),
-            _address(scales),
-            plan.constants,
-        ),
-    )
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _is_wide(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.dtype is torch.int64
-
-
-def _numbers_of(prologue: Prologue) -> tuple[float, int, bool]:
-    table = prologue.cos_sin_cache
-    num_positions = 0 if table is None else len(table)
-    return prologue.norm_eps, num_positions, _is_wide(prologue.positions)
-
-
-class _Plan(NamedTuple):
-    """The grid of a launch, and the parameters that follow from shapes and strides."""
-
-    num_ctas: int
-    constants: bytes
+    numbers["scaled_stride"] = scaled.stride(0) * scaled.element_size()
+    numbers["rest_stride"] = rest.stride(0) * rest.element_size()
+    if prologue is not None:
+        tensors = prologue.tensors | tensors
+        numbers |= prologue.numbers
+    values: dict[str, float | bytes] = {
+        name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()
+    }
+    values |= {"scaled": scaled.data_ptr(), "rest": rest.data_ptr()}
+    values[spec.symbol] = _constants(spec, *numbers.items())
+    kernel, num_ctas = kernel_for(spec, device), -(-numbers["num_tokens"] * 32 // spec.threads)
+    launch(kernel, int(num_ctas), True, kernel.packing.values_of(values))
 
 
 @lru_cache(maxsize=4096)
-def _plan(
-    spec: WriteRowsSpec,
-    shape: tuple[int, int, int],
-    token_strides: tuple[int, int],
-    pool_strides: tuple[int, int, int],
-    scale_strides: tuple[int, int],
-    has_wide_slots: bool,
-    prologue: tuple[float, int, bool] | tuple[()],
-) -> _Plan:
-    (num_tokens, num_pages, page_size), row = shape, spec.row
-    page_stride, token_stride, rows_per_page = pool_strides
-    norm_eps, num_positions, has_wide_positions = prologue or (0.0, 0, False)
-    values = {
-        "scaled_stride": token_strides[0],
-        "rest_stride": token_strides[1],
-        "page_stride": page_stride,
-        "token_stride": token_stride,
-        "scale_rows_offset": page_size * row.data_bytes(spec.head_dim_qk),
-        "scale_page_stride": scale_strides[0],
-        "scale_token_stride": scale_strides[1],
-        "num_tokens": num_tokens,
-        "num_entries": num_pages * rows_per_page,
-        "rows_per_page": rows_per_page,
-        "page_size": page_size,
-        "has_wide_slots": int(has_wide_slots),
-        "norm_eps": norm_eps,
-        "num_positions": num_positions,
-        "has_wide_positions": int(has_wide_positions),
-    }
-    num_ctas = -(-num_tokens * 32 // spec.threads)
-    return _Plan(num_ctas, ParameterPacking(spec).pack_constants(values))
+def _constants(spec: WriteRowsSpec, *numbers: tuple[str, float]) -> bytes:
+    return ParameterPacking(spec).pack_constants(dict(numbers))

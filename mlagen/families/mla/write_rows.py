@@ -77,10 +77,39 @@ def write_in_torch(
         return
     elements = Elements(*(part[: len(slot_mapping)] for part in elements))
     if prologue is not None:
-        elements = split_elements(prologue.of(torch.cat(elements, dim=1), row), row)
+        elements = split_elements(prologue.of(torch.cat(elements, dim=1), row.value_elements), row)
     writes = plan_writes(slots_of(slot_mapping, pool), pool.cache[..., 0].numel())
     for part, place in zip(parts_of(elements, row), places, strict=True):
         writes.put(part, place)
+
+
+class PagedPlaces(NamedTuple):
+    """Places of tokens in a paged cache: positions of requests with flat page ids, all int32."""
+
+    batch_indices: torch.Tensor  # [n]
+    positions: torch.Tensor  # [n]
+    kv_indices: torch.Tensor
+    kv_indptr: torch.Tensor  # [batch + 1]
+
+
+def write_plain_in_torch(
+    elements: Elements,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    places: PagedPlaces,
+    prologue: Prologue | None = None,
+) -> None:
+    """Write tokens as :func:`mlagen.families.mla.write.write_plain` does."""
+    num_pages, page_size = caches[0].shape[:2]
+    if prologue is not None:
+        latent_dim = elements.scaled.shape[1]
+        tokens = prologue.of(torch.cat(elements, dim=1), latent_dim)
+        elements = Elements(tokens[:, :latent_dim], tokens[:, latent_dim:])
+    slots = paged_slots(places, num_pages, page_size)
+    writes = plan_writes(slots, num_pages * page_size)
+    for part, cache in zip(elements, caches, strict=True):
+        # Not every version of torch can index e4m3.
+        integer = torch.uint8 if cache.element_size() == 1 else torch.int16
+        writes.put(part.view(integer), cache.view(integer))
 
 
 class Writes(NamedTuple):
@@ -127,17 +156,11 @@ def slots_of(entries: torch.Tensor, pool: Pool) -> torch.Tensor:
     return torch.where(is_valid, pages * page_size + slots, -1)
 
 
-def paged_slots(
-    batch_indices: torch.Tensor,
-    positions: torch.Tensor,
-    kv_indices: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    num_pages: int,
-    page_size: int,
-) -> torch.Tensor:
+def paged_slots(places: PagedPlaces, num_pages: int, page_size: int) -> torch.Tensor:
     """Return the slots at positions of requests; -1 where a request has no page for one."""
+    kv_indices, kv_indptr = places.kv_indices, places.kv_indptr
     batch = len(kv_indptr) - 1
-    requests, positions = batch_indices.long(), positions.long()
+    requests, positions = places.batch_indices.long(), places.positions.long()
     is_valid = (requests >= 0) & (requests < batch) & (positions >= 0)
     requests = requests.clamp(0, batch - 1)
     columns = kv_indptr[requests].long() + positions // page_size

@@ -17,8 +17,8 @@ struct Token {
 };
 
 constexpr bool kNormsRest = KvRow::kElements == kNormElements;
-static_assert(kNormsRest || KvRow::kScaledElements == kNormElements, "the norm splits no part");
-static_assert(kNormElements == kWarpLanes * kLaneElements, "a lane has elements of the norm once");
+static_assert(kNormsRest || kScaledElements == kNormElements, "the norm splits no part");
+static_assert(kNormElements <= kWarpLanes * kLaneElements, "a lane has elements of the norm once");
 constexpr int kRopeLanes = kRopeElements / kLaneElements;
 static_assert(kRestLanes == 0 || kRestLanes == kRopeLanes, "bf16 elements are the rope part");
 
@@ -113,6 +113,29 @@ __device__ inline void load_token(const Params& params, int index, Token& token)
   } else if (lane >= kScaledLanes - kRopeLanes) {
     rotate(params, index, lane - (kScaledLanes - kRopeLanes), token.scaled);
   }
+}
+
+// Stores the lane's elements in the dtype of the tokens; every NaN is the same.
+__device__ inline void store_elements(const float (&values)[kLaneElements], unsigned char* target) {
+  constexpr u32 kNan = kIsSame<Element, Bf16> ? 0x7fc0 : 0x7e00;
+  Chunk chunks[2];
+#pragma unroll
+  for (int i = 0; i < kLaneElements; i += 2) {
+    const u32 packed = cvt_rn_x2_f32(Element{}, values[i + 1], values[i]);
+    const u32 low = values[i] != values[i] ? kNan : packed & 0xffff;
+    const u32 high = values[i + 1] != values[i + 1] ? kNan : packed >> 16;
+    chunks[i / 8].words[i % 8 / 2] = low | high << 16;
+  }
+  reinterpret_cast<Chunk*>(target)[0] = chunks[0];
+  reinterpret_cast<Chunk*>(target)[1] = chunks[1];
+}
+
+__device__ inline void copy_scaled(const Params&, int, const Token& token, unsigned char* target) {
+  store_elements(token.scaled, target);
+}
+
+__device__ inline void copy_rest(const Params&, int, const Token& token, unsigned char* target) {
+  store_elements(token.rest, target);
 }
 
 __device__ inline void store_rest(const Params&, int, const Token& token, unsigned char* target,
