@@ -174,10 +174,8 @@ def dsv41_fp8_quantize_pack_sparse_mla_cache(
 
     Parameters
     ----------
-    latent_kv : bf16 or fp16 [pages, page_size, 512]
-        Tokens, with rope applied; an axis of size 1 may stand for the KV head.
-    kv_layout : str
-        ``HND`` or ``NHD``: where the result has an axis of size 1.
+    latent_kv, kv_layout
+        As for :func:`dsv4_fp8_quantize_pack_sparse_mla_cache`.
     inline_scale : bool
         Whether the scales of a token follow its data, as in caches of ``fp8_dsv41_inline``; else a
         page has the data rows of all its tokens, 512 bytes each, and then their scale rows.
@@ -259,13 +257,9 @@ def dsv41_fp4_quantize_pack_sparse_mla_cache(
 
     Parameters
     ----------
-    latent_kv : bf16 or fp16 [pages, page_size, 512]
-        Tokens, with rope applied; an axis of size 1 may stand for the KV head.
-    kv_layout : str
-        ``HND`` or ``NHD``: where the result has an axis of size 1.
-    inline_scale : bool
-        Whether the scales of a token follow its data, as in caches of ``fp8_dsv41_inline_fp4_ca``;
-        else a page has the data rows of all its tokens, 256 bytes each, and then their scale rows.
+    latent_kv, kv_layout, inline_scale
+        As for :func:`dsv41_fp8_quantize_pack_sparse_mla_cache`; a data row has 256 bytes, and
+        inline rows are those of ``fp8_dsv41_inline_fp4_ca``.
 
     Returns
     -------
@@ -302,16 +296,10 @@ def dsv41_fp4_quantize_append_sparse_mla_cache(
 
     Parameters
     ----------
-    latent_kv : bf16 or fp16 [n, 512]
-        Tokens of any strides; an axis of size 1 may stand for the KV head.
-    slot_mapping : int32 or int64 [m]
-        Slot of each of the first ``m`` tokens, as for
-        :func:`dsv41_fp8_quantize_append_sparse_mla_cache`.
+    latent_kv, slot_mapping, inline_scale
+        As for :func:`dsv41_fp8_quantize_append_sparse_mla_cache`.
     cache : uint8 [pages, page_size, 288]
-        The cache, with an axis of size 1 for the KV head or none; pages may have any stride that is
-        a multiple of 16 bytes. Inline, so may rows, and a page is a whole number of them.
-    inline_scale : bool
-        Whether the scales of a token follow its data.
+        As there, of rows of another width.
     norm_weight, norm_eps, positions, cos_sin_cache
         RMSNorm and rope, as for :func:`dsv4_fp8_quantize_append_sparse_mla_cache`.
 
