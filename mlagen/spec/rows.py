@@ -12,9 +12,6 @@ if TYPE_CHECKING:
 CODE_BITS = {"e4m3": 8, "e2m1": 4}
 CODE_MAX = {"e4m3": 448.0, "e2m1": 6.0}  # the largest number of a code
 SCALE_BYTES = {"fp32": 4, "ue8m0": 1, "e4m3": 1}
-# Where the scales of a token are: in its row behind the codes, in the scale rows behind the data
-# rows of its page, or in a tensor of their own.
-SCALE_PLACES = ("inline", "page", "tensor")
 
 _CHUNK_BYTES = 16
 
@@ -37,6 +34,8 @@ class RowFormat:
     group: int  # codes for each scale
     code: str = "e4m3"  # or "e2m1", two in a byte, the first in its low half
     scale_code: str = "fp32"  # "ue8m0", "e4m3"
+    # "inline": in the row behind the codes; "page": in the scale rows behind the data rows of the
+    # page; or "tensor": in one of their own.
     scale_place: str = "tensor"
     scale_padding: int = 0  # bytes behind the scales of a token, of any value
     bf16_elements: tuple[int, ...] = (64,)  # numbers of bf16 elements that rows may have

@@ -276,12 +276,6 @@ class MlaKernelSpec(KernelSpec):
         return row is not None and row.has_inline_scales
 
     @property
-    def scales_rope(self) -> bool:
-        """Whether the scale of a token multiplies its bf16 rope elements."""
-        row = self.variant.kv_dtype.row
-        return row is not None and row.scales_bf16
-
-    @property
     def scales(self) -> int:
         """fp32 scales of a token, in its row or in a tensor of their own; 0 if it has none."""
         row = self.variant.kv_dtype.row
