@@ -90,6 +90,7 @@ for case in (
     GqaCase(name="e4m3", seq_lens=(70, 9), kv="e4m3", out_dtype=E4M3, o_scale=0.5),
     GqaCase(name="int8", seq_lens=(700, 9), kv="int8", dtype=torch.float16, head_dim=48),
     GqaCase(name="nvfp4", seq_lens=(70, 9), kv="nvfp4", head_dim=80, layout="HND"),
+    GqaCase(name="nvfp4 by TMA", seq_lens=(300, 9), kv="nvfp4", window=100, page_size=32),
     GqaCase(name="512 wide", seq_lens=(300, 9), head_dim=512),
 ):
     problem = case.build("cuda")

@@ -84,6 +84,8 @@ GQA_TILES: dict[str, dict[str, Any]] = {
     "a CTA group of 8": {"group": 2, "kv_heads": 8},
     "two KV heads per CTA": {"group": 3, "kv_heads": 6, "kv": "e4m3"},
     "four KV heads per CTA": {"group": 2, "kv_heads": 8, "kv": "e4m3", "head_dim": 64},
+    "8 rows, nvfp4": {"group": 8, "kv": "nvfp4"},
+    "four KV heads per CTA, nvfp4": {"group": 2, "kv_heads": 8, "kv": "nvfp4"},
 }
 GQA_LENGTHS = {
     "many splits": (20000,),
@@ -102,6 +104,10 @@ GQA_VARIANTS: list[dict[str, Any]] = [
     {"kv": "e4m3", "page_size": 128},
     {"kv": "e4m3", "head_dim": 64, "page_size": 16},
     {"kv": "e4m3", "head_dim": 256, "out_dtype": E4M3},
+    {"kv": "e5m2", "head_dim": 64, "layout": "HND"},
+    {"kv": "int8", "output_scale": 0.02, "dtype": torch.float16},
+    {"kv": "nvfp4", "head_dim": 64, "page_size": 16, "cache_layout": "stacked"},
+    {"kv": "nvfp4", "head_dim": 256, "page_size": 48, "layout": "HND"},
     {"window": 300, "layout": "HND", "cache_layout": "stacked"},
 ]
 FP8KV_HEADS = {"16 rows": 16, "32 rows": 24, "64 rows": 64, "groups of 2": 128}

@@ -14,6 +14,7 @@ from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.problem import GqaProblem
 from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.runtime.partition import WHOLE_GPU
+from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.sm80 import GqaSm80Spec, gqa_sm80_spec
 from mlagen.spec.gqa.sm90 import GqaSm90Spec, gqa_sm90_spec
 from mlagen.spec.gqa.variant import GqaVariant
@@ -27,7 +28,14 @@ _MAX_GROUP_TOKEN_BYTES = 1024
 # counts.
 _BYTES_PER_US = 4_500_000  # of HBM, which 28 SMs saturate
 _BYTES_PER_US_OF_SM = 160_000  # of one SM
-_DEQUANT_BYTES_PER_US_OF_SM = 85_000  # of one SM that dequantizes the KV cache
+# The same of an SM that dequantizes the KV cache. Those of int8 and NVFP4 are less by the
+# instructions of a byte.
+_DEQUANT_BYTES_PER_US_OF_SM = {
+    DType.E4M3: 85_000,
+    DType.E5M2: 85_000,
+    DType.INT8: 60_000,
+    DType.NVFP4: 22_000,
+}
 _COMBINE_US = 1.3  # fixed cost of a combine
 _SPLIT_US = 0.1  # cost per split
 _UNEVEN_US = 2.0  # of CTAs whose range is neither whole work tiles nor equal splits
@@ -148,7 +156,7 @@ def _num_cta_groups(
             )
         ]
     kv_block_bytes = 2 * spec.block_n * spec.token_bytes
-    rate_of_sm = _DEQUANT_BYTES_PER_US_OF_SM if spec.dequants_kv else _BYTES_PER_US_OF_SM
+    rate_of_sm = _DEQUANT_BYTES_PER_US_OF_SM.get(spec.variant.kv_dtype, _BYTES_PER_US_OF_SM)
 
     def microseconds(num_cta_groups: int) -> float:
         idle = 1 - num_cta_groups / max_cta_groups
