@@ -159,54 +159,103 @@ __device__ inline void copy_scale_row(u32 target, const void* source, bool exist
   if constexpr (kBytes == 16) cp_async_cg_16(target, source, bytes);
 }
 
-// Copies the block scales of a tile behind it, and arrives at `full` when they are complete. TMA
-// would need strides of 16 bytes. `scales` are those of the first kv head; the lanes have the page
-// ids of the KV block from lane `first_lane` on. Rows that are aligned to their size are copied
-// asynchronously.
-__device__ inline void load_scales(const Params& params, const PagedRows& scales, i64 head_stride,
-                                   const KvTmaBoxes& boxes, int first_lane, int kv_block,
-                                   unsigned char* target, u32 full) {
-  const u64 alignment =
-      reinterpret_cast<u64>(scales.rows) | scales.page_stride | scales.token_stride | head_stride;
-  const bool is_aligned = alignment % kScaleRowBytes == 0;
-#pragma unroll 4
-  for (int first = 0; first < kBlockN * kKvHeadsPerCta; first += kWarpLanes) {
-    const int token = (first + lane_index()) / kKvHeadsPerCta;
-    const int head = (first + lane_index()) % kKvHeadsPerCta;
-    const int box = token / kBoxTokens;
-    const int page = __shfl_sync(~0u, boxes.page, first_lane + box);
+// Block scales of the tokens of TMA boxes, copied behind their tiles by all lanes: TMA would need
+// strides of 16 bytes. Every lane has the addresses of its box, so that a row takes few
+// instructions of the one producer warp.
+struct BlockScales {
+  static constexpr int kCopies = kBlockN * kKvHeadsPerCta / kWarpLanes;  // of a lane for a tile
+  static constexpr int kCopyBytes = kWarpLanes / kKvHeadsPerCta * kScaleRowBytes;  // of a kv head
+  static constexpr int kBoxRows = kBoxTokens * kKvHeadsPerCta;
+
+  u64 boxes[2];  // scales of the first token of this lane's box, of K and of V
+  u32 existing;  // boxes of the lanes that exist
+
+  __device__ BlockScales() = default;
+  // A template: without block scales, Params lacks these parameters.
+  template <typename ScaleParams>
+  __device__ BlockScales(const ScaleParams& params, const KvTmaBoxes& tma_boxes, int kv_head) {
     const bool exists =
-        boxes.is_inside(kv_block * kBoxesPerKvBlock + box) && is_valid_page(page, params.num_pages);
-    const int slot = (kv_block * kBlockN + token) % kPageSize;
-    const unsigned char* source =
-        exists ? scales.row_of(page, slot) + head * head_stride : scales.rows;
-    unsigned char* row = target + head * kScaleHeadBytes + token * kScaleRowBytes;
-    if (is_aligned) {
-      copy_scale_row<kScaleRowBytes>(shared_address(row), source, exists);
-    } else {
-#pragma unroll 1
-      for (int i = 0; i < kScaleRowBytes; ++i) row[i] = exists ? source[i] : 0;
+        tma_boxes.is_inside(tma_boxes.box) && is_valid_page(tma_boxes.page, params.num_pages);
+    existing = __ballot_sync(~0u, exists);
+    const int page = exists ? tma_boxes.page : 0;
+    const int slot = exists ? tma_boxes.box * kBoxTokens % kPageSize : 0;
+#pragma unroll
+    for (int kv = 0; kv < 2; ++kv) {
+      const PagedRows rows = rows_of(params, kv);
+      boxes[kv] =
+          reinterpret_cast<u64>(rows.row_of(page, slot) + kv_head * head_stride(params, kv));
     }
   }
-  if (is_aligned) {
+
+  template <typename ScaleParams>
+  __device__ static PagedRows rows_of(const ScaleParams& params, int kv) {
+    return kv == 0 ? PagedRows{params.key_scales, params.key_scale_page_stride,
+                               params.key_scale_token_stride}
+                   : PagedRows{params.value_scales, params.value_scale_page_stride,
+                               params.value_scale_token_stride};
+  }
+
+  template <typename ScaleParams>
+  __device__ static i64 head_stride(const ScaleParams& params, int kv) {
+    return kv == 0 ? params.key_scale_head_stride : params.value_scale_head_stride;
+  }
+
+  // Of K or V of the KV block whose first box is that of lane `first_lane`; arrives at `full` when
+  // the copies are complete.
+  template <typename ScaleParams>
+  __device__ void load(const ScaleParams& params, int kv, int first_lane, unsigned char* target,
+                       u32 full) const {
+    const PagedRows rows = rows_of(params, kv);
+    const i64 to_head = head_stride(params, kv);
+    const int row = lane_index() % kBoxRows;
+    const u64 own = row / kKvHeadsPerCta * rows.token_stride + row % kKvHeadsPerCta * to_head;
+    target += lane_index() % kKvHeadsPerCta * kScaleHeadBytes +
+              lane_index() / kKvHeadsPerCta * kScaleRowBytes;
+    const u64 alignment =
+        reinterpret_cast<u64>(rows.rows) | rows.page_stride | rows.token_stride | to_head;
+    if (alignment % kScaleRowBytes != 0) {
+      load_bytes(kv, first_lane, own, rows.token_stride, target, full);
+      return;
+    }
+    const u32 address = shared_address(target);
+#pragma unroll
+    for (int copy = 0; copy < kCopies; ++copy) {
+      copy_scale_row<kScaleRowBytes>(
+          address + copy * kCopyBytes,
+          reinterpret_cast<const void*>(source_of(kv, first_lane, copy, own, rows.token_stride)),
+          exists(first_lane, copy));
+    }
     cp_async_mbarrier_arrive_noinc(full);
-  } else {
+  }
+
+  // The same for rows that are not aligned to their size.
+  __device__ void load_bytes(int kv, int first_lane, u64 own, i64 token_stride,
+                             unsigned char* target, u32 full) const {
+#pragma unroll 1
+    for (int copy = 0; copy < kCopies; ++copy) {
+      const unsigned char* source = reinterpret_cast<const unsigned char*>(
+          source_of(kv, first_lane, copy, own, token_stride));
+      const bool is_read = exists(first_lane, copy);
+#pragma unroll 1
+      for (int i = 0; i < kScaleRowBytes; ++i) {
+        target[copy * kCopyBytes + i] = is_read ? source[i] : 0;
+      }
+    }
     mbarrier_arrive(full);
   }
-}
 
-// The same for K or V. A template: without block scales, Params lacks these parameters.
-template <typename ScaleParams>
-__device__ inline void load_scales_of(const ScaleParams& params, int kv, int kv_head,
-                                      const KvTmaBoxes& boxes, int first_lane, int kv_block,
-                                      unsigned char* target, u32 full) {
-  const i64 head_stride = kv == 0 ? params.key_scale_head_stride : params.value_scale_head_stride;
-  const PagedRows scales{
-      (kv == 0 ? params.key_scales : params.value_scales) + kv_head * head_stride,
-      kv == 0 ? params.key_scale_page_stride : params.value_scale_page_stride,
-      kv == 0 ? params.key_scale_token_stride : params.value_scale_token_stride};
-  load_scales(params, scales, head_stride, boxes, first_lane, kv_block, target, full);
-}
+  // The lane whose box has the row of copy `copy`; the address of the row.
+  __device__ static int lane_of(int first_lane, int copy) {
+    return first_lane + copy * kWarpLanes / kBoxRows + lane_index() / kBoxRows;
+  }
+  __device__ u64 source_of(int kv, int first_lane, int copy, u64 own, i64 token_stride) const {
+    const u64 box = __shfl_sync(~0u, boxes[kv], lane_of(first_lane, copy));
+    return box + own + copy * kWarpLanes % kBoxRows / kKvHeadsPerCta * token_stride;
+  }
+  __device__ bool exists(int first_lane, int copy) const {
+    return (existing >> lane_of(first_lane, copy) & 1) != 0;
+  }
+};
 
 __device__ inline void load_work(const Params& params, const WorkItem& work, KvTmaBoxes& boxes,
                                  SharedMemoryPlan& smem, PipelineState<kStages>& kv_pipe) {
@@ -214,6 +263,8 @@ __device__ inline void load_work(const Params& params, const WorkItem& work, KvT
   const int lane_block = lane_index() / kBoxesPerKvBlock;
   const u32 box_offset = lane_index() % kBoxesPerKvBlock * kBoxBytes;
   const u64 cache_hint = kv_cache_hint(params.m_tiles);
+  BlockScales block_scales;
+  if constexpr (kHasBlockScales) block_scales = BlockScales(params, boxes, work.kv_head);
 #pragma unroll 1
   for (int kv_block = work.first_kv_block, in_window = 0; kv_block < end; ++kv_block) {
     const bool issues_copy = lane_block == in_window && boxes.is_inside(boxes.box);
@@ -230,8 +281,8 @@ __device__ inline void load_work(const Params& params, const WorkItem& work, KvT
                              slot, 0, work.kv_head, boxes.page);
       }
       if constexpr (kHasBlockScales) {
-        load_scales_of(params, kv, work.kv_head, boxes, in_window * kBoxesPerKvBlock, kv_block,
-                       smem.kv[kv_pipe.index] + kTileBytes, full);
+        block_scales.load(params, kv, in_window * kBoxesPerKvBlock,
+                          smem.kv[kv_pipe.index] + kTileBytes, full);
       }
       __syncwarp();
       kv_pipe.advance();
@@ -239,6 +290,7 @@ __device__ inline void load_work(const Params& params, const WorkItem& work, KvT
     if (++in_window == kKvBlocksPerWindow) {
       in_window = 0;
       boxes.advance();
+      if constexpr (kHasBlockScales) block_scales = BlockScales(params, boxes, work.kv_head);
     }
   }
 }
