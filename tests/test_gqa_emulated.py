@@ -374,6 +374,25 @@ def test_scales_of_nvfp4_may_lie_at_any_byte(layout: str, decoded: Decode) -> No
     problem.check(*decoded(problem, 5, 0, kv_cache_sf=moved))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_scales_of_nvfp4_may_lie_in_the_pages(head_dim: int, decoded: Decode) -> None:
+    """In the pages of vLLM: keys, their scales, values, their scales."""
+    case = GqaCase(seq_lens=(300, 0, 90), kv="nvfp4", page_size=32, head_dim=head_dim)
+    problem = case.build("cpu")
+    store = problem.store
+    parts = [store.key, store.key_scale, store.value, store.value_scale]
+    pages = torch.cat([part.flatten(1) for part in parts if part is not None], dim=1)
+    widths = [part[0].numel() for part in parts if part is not None]
+    views = [
+        view.unflatten(1, part.shape[1:])
+        for view, part in zip(torch.split(pages, widths, dim=1), parts, strict=True)
+        if part is not None
+    ]
+
+    changes = {"kv_cache": (views[0], views[2]), "kv_cache_sf": (views[1], views[3])}
+    problem.check(*decoded(problem, 5, 0, **changes))
+
+
 @pytest.mark.parametrize("given", SM80_CASES, ids=lambda given: given.case.name)
 def test_an_sm80_kernel_is_right_in_whatever_order_warps_come(
     given: Emulated[GqaCase], decoded: Decode
