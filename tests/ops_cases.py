@@ -98,7 +98,7 @@ def dsv4(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
 
 def gqa(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
     """Call the GQA entry point."""
-    caches = (of.keys, of.values)
+    caches = (of.keys, others.pop("values", of.values))
     call = {"bmm1_scale": GQA_SCALE, **others}
     return xqa_batch_decode_with_kv_cache(
         query, caches, of.workspace, of.table, of.lengths, 64, **call
@@ -231,6 +231,9 @@ CALLS: dict[str, Call] = {
     ),
     "trtllm_batch_decode_with_kv_cache, lse": lambda of, q: trtllm_gqa(
         of, q.flatten().view(-1, 16, 64)[: 2 * BATCH], sinks=[of.sinks], return_lse=True
+    ),
+    "grouped queries, values of fewer dims": lambda of, q: gqa(
+        of, q.flatten().view(-1, 16, 64)[: 2 * BATCH], q_len_per_req=2, values=of.values[..., :48]
     ),
     "xqa": lambda of, q: _xqa(of, q[..., :64].reshape(BATCH, HEADS, 64)),
     "xqa_mla": xqa_mla_of,

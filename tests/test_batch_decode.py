@@ -38,7 +38,8 @@ DRAFTS = GqaCase(seq_lens=(70, 3, 33), q_len=3)
 
 def _fast_plan_arguments(problem: GqaProblem, **changes: Any) -> dict[str, Any]:
     given = plan_arguments(problem)
-    del given["o_data_type"], given["is_causal"]
+    for name in ("o_data_type", "is_causal", "head_dim_vo"):
+        given.pop(name, None)
     return given | changes
 
 
@@ -131,8 +132,8 @@ class TestBatchDecode:
         assert device == "cpu" or not bool((scratch == 0xFF).all())
 
     def test_plans_that_servers_make_for_graphs(self, device: str) -> None:
-        """A wrapper with buffers takes the host's offsets, page ids in place, and its dtypes."""
-        problem = GqaCase(seq_lens=(70, 3, 0, 33), kv="e4m3", out_dtype=E4M3)
+        """A wrapper with buffers takes the host's offsets, page ids in place, and what it knows."""
+        problem = GqaCase(seq_lens=(70, 3, 0, 33), kv="e4m3", out_dtype=E4M3, head_dim_vo=64)
         first = problem.build(device)
         buffers = graph_buffers(first)
         wrapper = CUDAGraphBatchDecodeWithPagedKVCacheWrapper(

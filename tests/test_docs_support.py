@@ -51,8 +51,7 @@ def facts() -> tuple[str, ...]:
         f"`BLOCK_M` is {_listed(sorted(mla_sm90.BLOCK_MS))}: a request",
         f"multiples of 16 up to {gqa.SLICE_DIMS}, and 512;",
         f"compiles head dims {_listed(gqa.HEAD_DIMS)} and page sizes {_listed(gqa.PAGE_SIZES)};",
-        f"the head dim is {_listed(gqa.HEAD_DIMS[:-1])} or {gqa.HEAD_DIMS[-1]},",
-        f"`BLOCK_M` is {_listed(sorted(gqa_sm90.BLOCK_MS))}, for head dim",
+        f"`BLOCK_M` is {_listed(sorted(gqa_sm90.BLOCK_MS))}, for more than",
         f"NVRTC {'.'.join(map(str, OLDEST_NVRTC))} or newer",
     )
 

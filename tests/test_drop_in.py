@@ -72,7 +72,7 @@ self indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size
 pos_encoding_mode='NONE' window_left=-1 logits_soft_cap=None q_data_type='float16' kv_data_type=None
 o_data_type=None data_type=None sm_scale=None rope_scale=None rope_theta=None non_blocking=True
 block_tables=None seq_lens=None fixed_split_size=None disable_split_kv=False q_len_per_req=1
-* window_right=0 is_causal=None use_token_head_sf=False
+* window_right=0 is_causal=None use_token_head_sf=False head_dim_vo=None
 
 decode.BatchDecodeWithPagedKVCacheWrapper.run
 self q paged_kv_cache *args

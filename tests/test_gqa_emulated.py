@@ -38,6 +38,7 @@ _MAX_BLOCKS = 114
 
 FP16 = torch.float16
 E4M3_32_ROWS: dict[str, Any] = {"kv": "e4m3", "group": 8, "q_len": 4}
+DIMS_192_128: dict[str, Any] = {"head_dim": 192, "head_dim_vo": 128}
 E4M3_OUT: dict[str, Any] = {"kv": "e4m3", "out_dtype": E4M3, "output_scale": 0.5}
 MANY = tuple(i * 37 % 300 for i in range(36))
 EIGHT = (300, 0, 17, 129, 256, 1, 700, 90)
@@ -123,6 +124,31 @@ CASES = [
     ),
     given("many sequences", 7, seq_lens=MANY, kv_heads=1, group=2),
     given("not causal", 5, seq_lens=(300, 3, 0), q_len=9, causal=False, sink=2.0, page_size=64),
+    given("512 dims", 5, seq_lens=(300, 3, 130), group=8, page_size=64, head_dim=512, sink=2.0),
+    given(
+        "512 dims in e4m3, 16 rows, a mask and a window",
+        3,
+        seq_lens=(200, 90),
+        kv="e4m3",
+        kv_heads=1,
+        q_len=4,
+        head_dim=512,
+        mask="random",
+        window=50,
+    ),
+    given("values of fewer dims", 5, seq_lens=(300, 3, 130), group=16, sink=2.0, **DIMS_192_128),
+    given(
+        "values of fewer dims in e4m3, 32 rows, a window",
+        3,
+        seq_lens=(300, 17),
+        kv="e4m3",
+        group=8,
+        q_len=4,
+        window=100,
+        page_size=64,
+        **DIMS_192_128,
+    ),
+    given("80 dims", 5, seq_lens=(300, 3), group=8, head_dim=80, page_size=64),
     given("large scores", 4, seq_lens=(900,), query_magnitude=100.0, layout="HND"),
 ]
 
@@ -145,6 +171,7 @@ TOGETHER = [
         cache_layout="strided",
         o_scale=0.5,
     ),
+    given("96 dims of two heads", 5, seq_lens=(300, 3), kv="e4m3", head_dim=96, page_size=64),
     given("two heads", 6, seq_lens=(300, 0, 700), kv="e4m3", page_size=64),
     given("many splits of two heads", 24, seq_lens=(1536, 450), kv="e4m3", sink=3.0, page_size=64),
     given(
@@ -190,6 +217,8 @@ SM80_CASES = [
     given("e5m2", seq_lens=(100,), kv="e5m2", head_dim=64),
     given("int8", seq_lens=(100,), kv="int8", output_scale=0.02, head_dim=64),
     given("stacked", seq_lens=(70, 3), cache_layout="stacked", layout="HND", head_dim=64),
+    given("values of fewer dims", seq_lens=(70, 40), **DIMS_192_128),
+    given("nvfp4 values of fewer dims", 3, seq_lens=(70,), kv="nvfp4", head_dim=64, head_dim_vo=48),
     given("nvfp4 stacked", seq_lens=(70,), kv="nvfp4", cache_layout="stacked", head_dim=64),
     given("nvfp4", 1, has_cvt_e4m3=True, seq_lens=(100, 30), kv="nvfp4", o_scale=0.5, head_dim=64),
 ]
@@ -339,9 +368,13 @@ def test_where_offsets_go_back_nothing_is_written(decoded: Decode) -> None:
     ("kv", "head_dim", "page_size", "value"),
     [
         *(("16-bit", 64, 16, math.nan), ("e4m3", 128, 64, math.nan), ("e5m2", 64, 64, math.inf)),
-        ("nvfp4", 128, 64, math.nan),
+        *(
+            ("nvfp4", 128, 64, math.nan),
+            ("16-bit", 512, 16, math.nan),
+            ("16-bit", 80, 16, math.nan),
+        ),
     ],
-    ids=["16-bit", "e4m3", "e5m2", "nvfp4"],
+    ids=["16-bit", "e4m3", "e5m2", "nvfp4", "512 dims", "80 dims"],
 )
 def test_a_hidden_token_with_nan_reaches_no_row_that_may_not_see_it(
     kv: str, head_dim: int, page_size: int, value: float, decoded: Decode

@@ -70,6 +70,7 @@ def workspace_bytes(
     sparse_mla_top_k: int = 0,
     kv_heads: int | None = None,
     head_dim: int | None = None,
+    head_dim_vo: int | None = None,
     window_left: int = -1,
     kv_cache_format: str | None = None,
     tokens: int | None = None,
@@ -101,6 +102,8 @@ def workspace_bytes(
         As in the call; with ``kv_cache_format`` the top-k indices into both pools.
     kv_heads, head_dim : int
         With both, the call is grouped-query attention.
+    head_dim_vo : int
+        Elements of a value, in grouped-query attention; ``head_dim`` if None.
     window_left : int
         As in the call, for grouped-query attention.
     kv_cache_format : str
@@ -178,6 +181,9 @@ def workspace_bytes(
             head_dim=require_whole_number(head_dim, "head_dim", min_value=1),
             page_size=page_size,
         )
+        if head_dim_vo is not None and head_dim_vo != head_dim:
+            dims = require_whole_number(head_dim_vo, "head_dim_vo", min_value=1)
+            gqa_variant = replace(gqa_variant, head_dim_vo=dims)
         for shape in shapes:
             attended = attended_tokens(max_seq_len, window, shape.tile_q_len)
             of_heads = replace(shape, kv_heads=kv_heads, max_kv_len=attended)

@@ -53,6 +53,7 @@ _RUN_NAMES = GqaArgNames(
     bmm2_scale="v_scale",
 )
 
+_VALUES = _RUN_NAMES.value_cache
 _E4M3 = torch.float8_e4m3fn
 _Q_DTYPES = (*DTYPES, _E4M3)
 _KV_DTYPES = (*DTYPES, *QUANTIZED)
@@ -73,6 +74,7 @@ class DecodeSettings:
     q_data_type: torch.dtype
     kv_data_type: torch.dtype
     o_data_type: torch.dtype
+    head_dim_vo: int = 0  # of values, if it is another one
 
 
 class GraphBuffers:
@@ -219,7 +221,7 @@ def run_planned(
     settings, requests = plan.settings, plan.requests
     keys, cached_values = pair_of(paged_kv_cache, "paged_kv_cache")
     scales = (None, None) if kv_cache_sf is None else pair_of(kv_cache_sf, "kv_cache_sf")
-    _check_as_planned(plan, q, keys, out)
+    _check_as_planned(plan, q, keys, cached_values, out)
     return GqaArgs(
         query=converted_query(q, "q", settings.o_data_type),
         key_cache=keys,
@@ -248,7 +250,9 @@ def run_planned(
     )
 
 
-def _check_as_planned(plan: Plan[DecodeSettings], q: object, keys: object, out: object) -> None:
+def _check_as_planned(
+    plan: Plan[DecodeSettings], q: object, keys: object, cached_values: object, out: object
+) -> None:
     """Reject tensors that differ from the plan."""
     settings, q_len = plan.settings, plan.q_len
     query, cache = require_tensor(q, "q"), require_tensor(keys, "paged_kv_cache")
@@ -270,6 +274,12 @@ def _check_as_planned(plan: Plan[DecodeSettings], q: object, keys: object, out: 
         given = tuple(cache.shape[axis] for axis in axes)
         rule = f"{list(sizes)} (of plan)"
         require(given == sizes, "paged_kv_cache: page_size and num_kv_heads", rule, list(given))
+        values = cache if cached_values is None else require_tensor(cached_values, _VALUES)
+        dims = settings.head_dim_vo or settings.head_dim
+        width = dims // 2 if values.dtype is torch.uint8 else dims
+        rule = f"{width} (head_dim_vo of plan{' / 2' if width < dims else ''})"
+        is_planned = values.dim() == 0 or values.shape[-1] == width
+        require(is_planned, f"{_VALUES}.shape[-1]", rule, tuple(values.shape)[-1:])
 
 
 def _settings_of(text: str, _: dict[str, Any]) -> DecodeSettings:
@@ -278,10 +288,10 @@ def _settings_of(text: str, _: dict[str, Any]) -> DecodeSettings:
 
 
 def _outputs(given: dict[str, Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    query = given["q"]
+    query, settings = given["q"], _settings_of(given["plan"], given)
     lse = tuple(query.shape[:2]) if given["return_lse"] else (0,)
-    dtype = _settings_of(given["plan"], given).o_data_type
-    return [(tuple(query.shape), dtype), (lse, torch.float32)]
+    shape = (*query.shape[:-1], settings.head_dim_vo or query.shape[-1])
+    return [(shape, settings.o_data_type), (lse, torch.float32)]
 
 
 OP = PlannedOp(

@@ -180,6 +180,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         window_right: int = 0,
         is_causal: bool | None = None,
         use_token_head_sf: bool = False,
+        head_dim_vo: int | None = None,
     ) -> None:
         """Set the requests of the following runs.
 
@@ -229,6 +230,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
             Whether the tokens after a query token are masked; None means yes.
         use_token_head_sf : bool
             False: a scale of each token and head is not implemented.
+        head_dim_vo : int
+            Elements of a value and of an output row, at most those of a key; ``head_dim`` if None.
 
         Raises
         ------
@@ -274,6 +277,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             window=_window(window_left),
             sm_scale=require_float32(scale, "sm_scale"),
             kv_layout=self._kv_layout,
+            head_dim_vo=_value_dim(head_dim_vo, whole["head_dim"]),
         )
         given = Requests(
             kv_indptr=require_tensor(indptr, "indptr"),
@@ -464,6 +468,16 @@ class BatchDecodeWithPagedKVCacheWrapper:
         return cast("Both", both)
 
 
+def _value_dim(head_dim_vo: object, head_dim: int) -> int:
+    """Return the elements of a value, 0 for those of a key."""
+    if head_dim_vo is None:
+        return 0
+    number = require_whole_number(head_dim_vo, "head_dim_vo", min_value=1)
+    is_value = number == head_dim or (number < head_dim and number % 16 == 0)
+    require(is_value, "head_dim_vo", f"a multiple of 16 up to {head_dim} (head_dim)", number)
+    return number if number != head_dim else 0
+
+
 def _window(window_left: object) -> int:
     return min(window_of(window_left, "window_left"), INT32_MAX)
 
@@ -527,8 +541,8 @@ def fast_decode_plan(
     self : BatchDecodeWithPagedKVCacheWrapper
         The wrapper.
     indptr, indices, last_page_len, ... : as in :meth:`BatchDecodeWithPagedKVCacheWrapper.plan`
-        ``q_data_type`` is ``data_type`` if None, and fp16 without both. The dtype of the output is
-        that of the plan before.
+        ``q_data_type`` is ``data_type`` if None, and fp16 without both. The dtype of the output and
+        the elements of a value are those of the plan before.
     global_override_indptr_cpu : int32 or uint32 [batch + 1]
         ``indptr`` on the CPU, which is read instead.
 
@@ -563,4 +577,5 @@ def fast_decode_plan(
         fixed_split_size=fixed_split_size,
         disable_split_kv=disable_split_kv,
         q_len_per_req=q_len_per_req,
+        head_dim_vo=None if before is None else before.settings.head_dim_vo or None,
     )

@@ -80,8 +80,10 @@ def xqa_batch_decode_with_kv_cache(
         A tuple or list of keys and values ``[pages, page_size, kv_heads, head_dim]``, one tensor
         ``[pages, 2, page_size, kv_heads, head_dim]`` of both, or ``[pages, 1, ...]`` where keys are
         values; ``kv_heads`` before ``page_size`` if ``kv_layout`` is ``HND``. Keys and values have
-        separate strides, any multiples of 16 bytes. A byte of a uint8 cache holds two e2m1 (NVFP4),
-        the first in the lower half: the last dimension is ``head_dim / 2`` then.
+        separate strides, any multiples of 16 bytes; the last dimension of values in a tensor of
+        their own may be smaller, a multiple of 16, and is that of the output then. A byte of a
+        uint8 cache holds two e2m1 (NVFP4), the first in the lower half: the last dimension is half
+        as many then.
     workspace_buffer : any dtype
         Scratch of at least :func:`mlagen.workspace_bytes` bytes; a call uses its end. It needs no
         initial value, and holds no semaphores.

@@ -82,8 +82,9 @@ FILTERS = {
     "page_size": ("page_size",),
 }
 
-# Values that pass every filter: kernels over two pools take any page sizes.
-_ANY_VALUE = {"page_size": ("0",)}
+# Values that pass every filter: kernels over two pools take any page sizes, and values as wide as
+# keys have no dim of their own.
+_ANY_VALUE = {"page_size": ("0",), "head_dim_vo": ("0",)}
 
 # Values of key fields that no filter names.
 DEFAULT_FILTERS = {"lookup": ["paged"], "values": ["shared"], "mask": ["causal"]}

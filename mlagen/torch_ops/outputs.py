@@ -37,14 +37,24 @@ def dsv4_outputs(given: dict[str, Any]) -> list[Shape]:
     return [(tuple(query.shape), mla_dtype(query)), (lse, torch.float32)]
 
 
+def gqa_shape(
+    query: torch.Tensor, kv: torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor]
+) -> tuple[int, ...]:
+    """Return the shape of a grouped-query output: that of the query, with the dims of a value."""
+    if isinstance(kv, torch.Tensor) or kv[1].shape[-1] == kv[0].shape[-1]:
+        return tuple(query.shape)
+    values = kv[1]
+    return (*query.shape[:-1], values.shape[-1] * (2 if values.dtype is torch.uint8 else 1))
+
+
 def gqa_outputs(given: dict[str, Any]) -> list[Shape]:
     """Return the output of a grouped-query call, and its LSE, which is empty unless requested."""
     query, q_len, out = given["query"], given["q_len_per_req"], given.get("out")
-    shape = tuple(query.shape)
+    shape = gqa_shape(query, given["kv_cache"])
     if out is not None:
         shape = tuple(out.shape)
     elif q_len is not None and q_len > 1 and given["q_cu_seq_lens"] is None:
-        shape = (query.shape[0] // q_len, q_len, *query.shape[1:])
+        shape = (query.shape[0] // q_len, q_len, *shape[1:])
     lse = shape[:-1] if given["return_lse"] else (0,)
     return [(shape, query.dtype), (lse, torch.float32)]
 
@@ -53,13 +63,15 @@ def trtllm_gqa_outputs(given: dict[str, Any]) -> list[Shape]:
     """Return the output of a grouped-query call of TensorRT-LLM's signature, and its LSE."""
     query = given["query"]
     lse = tuple(query.shape[:-1]) if given["return_lse"] else (0,)
-    return [(tuple(query.shape), given["out_dtype"] or query.dtype), (lse, torch.float32)]
+    shape = gqa_shape(query, given["kv_cache"])
+    return [(shape, given["out_dtype"] or query.dtype), (lse, torch.float32)]
 
 
 def xqa_outputs(given: dict[str, Any]) -> list[Shape]:
     """Return the output of a call of ``xqa``, and its LSE."""
     query = given["q"]
-    return [(tuple(query.shape), query.dtype), (tuple(query.shape[:-1]), torch.float32)]
+    shape = gqa_shape(query, (given["k_cache"], given["v_cache"]))
+    return [(shape, query.dtype), (shape[:-1], torch.float32)]
 
 
 def xqa_mla_outputs(given: dict[str, Any]) -> list[Shape]:

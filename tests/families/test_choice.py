@@ -63,7 +63,7 @@ UNSUPPORTED = [
     *(replace(MLA, page_size=8), replace(FP8, kv_lora_rank=256)),
     mla_case("fp16 over e4m3", seq_lens=(200,)),
     mla_case("fp16 over fp8_ds_mla", seq_lens=(200,)),
-    *(replace(GQA, head_dim=96), replace(GQA, page_size=8)),
+    *(replace(GQA, head_dim=512, head_dim_vo=256), replace(GQA, page_size=8)),
 ]
 
 
@@ -145,9 +145,10 @@ MLA_COVERED = (
     "mask dcp as causal where paged"
 )
 GQA_COVERED = (
-    "query bf16, cache bf16, head_dim 128, page_size 16; covered: sm_90a, cache as the "
-    "query, e4m3, e5m2, int8 or NVFP4, head_dim 64, 128, 256, page_size a multiple of 16, strides "
-    "of the cache below 2^40 bytes"
+    "query bf16, cache bf16, head_dim 128, page_size 16; covered: sm_90a, cache as the query, "
+    "e4m3, e5m2, int8 or NVFP4, keys and values of a multiple of 32 bytes and up to 256 elements, "
+    "or both of 512 (NVFP4: both of 64, 128 or 256), page_size a multiple of 16, strides of the "
+    "cache below 2^40 bytes"
 )
 
 

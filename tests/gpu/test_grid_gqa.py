@@ -109,11 +109,12 @@ def test_drafts_over_quantized_caches(length: int, q_lens: tuple[int, ...], kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("head_dim", [128, 256, 512])
+@pytest.mark.parametrize("dims", [(128, 0), (256, 0), (512, 0), (192, 128), (96, 0)], ids=str)
 @pytest.mark.parametrize(("q_len", "mask"), [(1, None), (2, "random")])
-def test_split_sequences(q_len: int, mask: str | None, head_dim: int, kind: str) -> None:
-    """Long sequences of each head dim, with one and several query tokens, a window and sinks."""
-    problem = _build(kind, (2600, 9), q_len=q_len, head_dim=head_dim, kv_heads=1)
+def test_split_sequences(q_len: int, mask: str | None, dims: tuple[int, int], kind: str) -> None:
+    """Long sequences of keys and values of each head dim: query tokens, a window and sinks."""
+    given = dict(zip(("head_dim", "head_dim_vo"), dims, strict=True))
+    problem = _build(kind, (2600, 9), q_len=q_len, kv_heads=1, **given)
 
     check(problem, layouts=("NHD",), windows=(0, 2550), sinks=BOTH, masks=(mask,))
 

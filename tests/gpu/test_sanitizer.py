@@ -92,6 +92,7 @@ for case in (
     GqaCase(name="nvfp4", seq_lens=(70, 9), kv="nvfp4", head_dim=80, layout="HND"),
     GqaCase(name="nvfp4 by TMA", seq_lens=(300, 9), kv="nvfp4", window=100, page_size=32),
     GqaCase(name="512 wide", seq_lens=(300, 9), head_dim=512),
+    GqaCase(name="values of 128 dims", seq_lens=(300, 9), head_dim=192, head_dim_vo=128),
 ):
     problem = case.build("cuda")
     problem.check(xqa_batch_decode_with_kv_cache(**problem.arguments()))

@@ -41,6 +41,8 @@ def plan_arguments(
         "q_len_per_req": case.q_len,
         "is_causal": case.causal,
     }
+    if case.head_dim_vo:
+        plain["head_dim_vo"] = case.head_dim_vo
     device = metadata or problem.device
     return {name: tensor.to(device) for name, tensor in tensors.items()} | plain | changes
 

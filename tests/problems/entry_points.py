@@ -138,7 +138,7 @@ def xqa_arguments(problem: GqaProblem, **changes: Any) -> dict[str, Any]:
         "v_cache": v_cache,
         "page_table": given["block_tables"],
         "seq_lens": problem.seq_lens[:, None],
-        "output": problem.new_out().view(query.shape),
+        "output": problem.new_out().view(*query.shape[:-1], case.value_dim),
         "workspace_buffer": given["workspace_buffer"],
         "semaphores": semaphores.view(torch.uint32),
         "num_kv_heads": case.kv_heads,

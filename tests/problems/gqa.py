@@ -60,7 +60,8 @@ class Store:
         generator: torch.Generator,
     ) -> torch.Tensor:
         case = self.case
-        shape = (length, case.kv_heads, case.head_dim)
+        dims = case.head_dim if cache is self.key else case.value_dim
+        shape = (length, case.kv_heads, dims)
         position = torch.arange(length)
         at = (ids[position // case.page_size], position % case.page_size)
         if scale is None:
@@ -133,8 +134,9 @@ def _padded(cache: torch.Tensor, extra: int) -> torch.Tensor:
 
 
 def _halves(case: GqaCase, pages: int) -> Store:
-    shape = (pages, case.page_size, case.kv_heads, case.head_dim)
-    return Store(case, *(torch.full(shape, math.nan, dtype=case.dtype) for _ in range(2)))
+    shape = (pages, case.page_size, case.kv_heads)
+    both = (case.head_dim, case.value_dim)
+    return Store(case, *(torch.full((*shape, n), math.nan, dtype=case.dtype) for n in both))
 
 
 def _bytes(case: GqaCase, pages: int, width: int) -> torch.Tensor:
@@ -144,12 +146,13 @@ def _bytes(case: GqaCase, pages: int, width: int) -> torch.Tensor:
 
 def _of(dtype: torch.dtype) -> Callable[[GqaCase, int], Store]:
     return lambda case, pages: Store(
-        case, *(_bytes(case, pages, case.head_dim).view(dtype) for _ in range(2))
+        case, *(_bytes(case, pages, n).view(dtype) for n in (case.head_dim, case.value_dim))
     )
 
 
 def _nvfp4(case: GqaCase, pages: int) -> Store:
-    widths = (case.head_dim // 2,) * 2 + (case.head_dim // _BLOCK,) * 2
+    both = (case.head_dim, case.value_dim)
+    widths = [dims // per_byte for per_byte in (2, _BLOCK) for dims in both]
     return Store(case, *(_bytes(case, pages, width) for width in widths))
 
 
@@ -170,6 +173,7 @@ class GqaCase(Case):
     kv_heads: int = 2
     group: int = 4
     head_dim: int = 128
+    head_dim_vo: int = 0  # of values, 0 for those of keys
     page_size: int = 16
     kv: str = "16-bit"  # or "e4m3", "e5m2", "int8", "nvfp4"
     out_dtype: torch.dtype | None = None  # None: the query's
@@ -186,6 +190,11 @@ class GqaCase(Case):
     def heads(self) -> int:
         """Query heads."""
         return self.kv_heads * self.group
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a value and of an output row."""
+        return self.head_dim_vo or self.head_dim
 
     @property
     def longest_q(self) -> int:
@@ -259,8 +268,8 @@ class GqaProblem(Problem):
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        """The shape of the query, ``[tokens, heads, head_dim]``."""
-        return tuple(self.query.shape)
+        """The shape of the query with the dims of a value."""
+        return (*self.query.shape[:-1], self.case.value_dim)
 
     @property
     def keys(self) -> torch.Tensor:
@@ -311,7 +320,7 @@ class GqaProblem(Problem):
             "causal": case.causal,
         }
         if case.out_dtype is not None:
-            arguments["out"] = torch.empty(self.query.shape, dtype=case.out_dtype, device=device)
+            arguments["out"] = torch.empty(self.out_shape, dtype=case.out_dtype, device=device)
         return arguments | changes
 
     def visible(self, seq: int, index: int) -> torch.Tensor:

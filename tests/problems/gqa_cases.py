@@ -117,6 +117,12 @@ _EDGES = (
         for head_dim, kind in product((16, 32, 48, 64, 80, 96, 128, 192, 256, 512), SOME_KINDS)
     ),
     *(
+        gqa_case(
+            kind, head_dim=head_dim, head_dim_vo=dims, seq_lens=(0, 17, 257), q_len=2, sink=3.0
+        )
+        for (head_dim, dims), kind in product(((192, 128), (64, 48)), SOME_KINDS)
+    ),
+    *(
         GqaCase(kv_heads=kv_heads, group=group, q_len=q_len, head_dim=64, seq_lens=(0, 5, 130))
         for (kv_heads, q_len), group in product(
             ((1, 1), (3, 1), (2, 3)), (1, 2, 4, 5, 6, 7, 8, 16, 33, 64)

@@ -70,12 +70,12 @@ def test_a_variant_is_selected_by_name() -> None:
         ({"dtype": "bf16"}, {"query_dtype": {"bf16"}, "dtype": {"bf16"}}),
         (
             {"kv_lora_rank": 512},
-            {"kv_lora_rank": {"512"}, "head_dim_vo": {"64", "128", "256", "512"}},
+            {"kv_lora_rank": {"512"}, "head_dim_vo": {"0", "64", "128", "256", "512"}},
         ),
         ({"page_size": [32, 64]}, {"page_size": {"32", "64"}}),
         ({"query_dtype": "fp16"}, {"query_dtype": {"fp16"}, "dtype": {"bf16", "fp16", "e4m3"}}),
         ({"dtype": "e4m3"}, {"query_dtype": {"e4m3"}, "dtype": {"bf16"}}),
-        ({"head_dim": 64, "kv_lora_rank": 256}, {"head_dim_vo": {"64", "256"}}),
+        ({"head_dim": 64, "kv_lora_rank": 256}, {"head_dim_vo": {"0", "64", "256"}}),
     ],
 )
 def test_a_filter_selects_the_kernels_of_matching_calls(

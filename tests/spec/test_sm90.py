@@ -79,13 +79,9 @@ NOT_COVERED: dict[str, list[dict[str, Any]]] = {
         {"kv_dtype": DType.FP8_DSV41, "lookup": "two_pools"},
     ],
     "gqa_sm90": [
-        *(
-            {"kv_dtype": DType.FP8_DS_MLA},
-            {"head_dim": 192},
-            {"head_dim": 512},
-            {"page_size": 8},
-            {"page_size": 24},
-        ),
+        *({"kv_dtype": DType.FP8_DS_MLA}, {"kv_dtype": DType.NVFP4, "head_dim": 192}),
+        *({"page_size": 8}, {"page_size": 24}, {"head_dim": 512, "head_dim_vo": 256}),
+        *({"head_dim": 272}, {"head_dim": 72}, {"head_dim": 80, "kv_dtype": DType.E4M3}),
     ],
 }
 
@@ -111,8 +107,8 @@ def test_only_sm_90a_has_sm90_kernels(name: str, arch: Arch) -> None:
 
 ROWS_OF_MLA = ((1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (512, 64))
 ROWS_OF_GQA = [
-    *((dim, *rows) for dim in HEAD_DIMS for rows in ((1, 8), (8, 8), (9, 16), (16, 16))),
-    *((64, 17, 32), (128, 32, 32), (128, 33, 32), (256, 17, 16)),
+    *((dim, *rows) for dim in (*HEAD_DIMS, 512) for rows in ((1, 8), (8, 8), (9, 16), (16, 16))),
+    *((64, 17, 32), (128, 32, 32), (128, 33, 32), (256, 17, 16), (512, 17, 16)),
 ]
 
 
@@ -152,7 +148,7 @@ WITH_BOXES: list[Callable[..., Any]] = [
     *(mla_sm90, mla_sm90_fp8),
     *(
         partial(gqa_sm90, kv_dtype=dtype, head_dim=dim)
-        for dtype, dim in product((DType.BF16, DType.E4M3), HEAD_DIMS)
+        for dtype, dim in product((DType.BF16, DType.E4M3), (32, 96, *HEAD_DIMS, 512))
     ),
 ]
 
@@ -179,6 +175,11 @@ def test_tma_boxes_lie_in_a_page_and_fill_a_tile(build: Any, page_size: int) -> 
         (DType.E4M3, 128, 8, 256, (8, 128)),
         *((DType.E4M3, 128, rows, 128, (rows, 128)) for rows in (16, 32)),
         *((DType.E4M3, 256, rows, 128, (8, 256)) for rows in (8, 16)),
+        # Half the warps take other tokens, and half the dims of these.
+        *((kv, 512, rows, 64, (8, 64)) for kv in (DType.BF16, DType.E4M3) for rows in (8, 16)),
+        # Rows of other bytes have the ring of the next larger ones.
+        *((DType.BF16, 80, 8, 128, (8, 80)), (DType.BF16, 192, 16, 128, (8, 96))),
+        *((DType.E4M3, 32, 32, 128, (32, 32)), (DType.E4M3, 96, 8, 256, (8, 96))),
     ],
 )
 def test_the_gqa_tiles_fill_the_shared_memory(
@@ -190,14 +191,16 @@ def test_the_gqa_tiles_fill_the_shared_memory(
     assert (spec.block_n, spec.combine_rows, spec.combine_dims) == (block_n, *combined)
     ring_bytes = spec.stages * spec.block_n * spec.row_bytes
     query_bytes = 0 if spec.keeps_query else rows * head_dim * 2
-    combined_bytes = 8 * combined[0] * (combined[1] + 6) * 4
+    assert spec.dim_parts == (2 if head_dim == 512 else 1)
+    combined_bytes = 8 * combined[0] * (combined[1] + 6 // spec.dim_parts) * 4
     assert ring_bytes + query_bytes + combined_bytes < spec.shared_bytes
     # A producer warp, a scheduler warp and two epilogue warps besides.
     assert (spec.consumer_warps, spec.threads) == (8, 384)
     # The largest e4m3 tile has a smaller ring, so that it combines in one pass.
     is_largest_e4m3 = (kv_dtype, head_dim, rows) == (DType.E4M3, 128, 32)
-    rings = {64: 64, 128: 80 if is_largest_e4m3 else 96, 256: 128, 512: 192}
-    assert ring_bytes == rings[spec.row_bytes] * 1024
+    rings = {32: 48, 64: 64, 128: 80 if is_largest_e4m3 else 96, 256: 128, 512: 192, 1024: 192}
+    ring = rings[min(size for size in rings if size >= spec.row_bytes)]
+    assert spec.stages == ring * 1024 // (spec.block_n * spec.row_bytes)
     assert spec.stages >= 3
     assert spec.row_bytes % spec.line_bytes == 0
 

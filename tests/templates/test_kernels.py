@@ -26,16 +26,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Mapping
+from itertools import product
 
 import pytest
 
 from mlagen.spec.arch import ARCHS, Arch
+from mlagen.spec.dtype import DType
 from mlagen.spec.families import specs_of
 from mlagen.spec.gqa.sm80 import GqaTile
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.sm80 import MlaTile
 from tests.built_once import cubin_of
-from tests.kernels import require_known
+from tests.kernels import gqa_sm90, require_known
 
 # The register file of an SM, in 32-bit registers; CUDA C++ Programming Guide, table "Technical
 # Specifications per Compute Capability". A warp's share is allocated in steps of 256.
@@ -182,7 +184,18 @@ def has_values(spec: KernelSpec, wanted: Mapping[str, Collection[str]]) -> bool:
     return all(spec.key_fields().get(name) in values for name, values in wanted.items())
 
 
-@pytest.mark.parametrize("spec", [spec for arch in ARCHS for spec in sample_of(arch)], ids=str)
+# Dims of gqa_sm90 that prewarming compiles for models alone: of key and value, 0 where equal.
+OTHER_DIMS = [
+    gqa_sm90(head_dim=head_dim, head_dim_vo=head_dim_vo, rows=rows, kv_dtype=kv_dtype)
+    for (head_dim, head_dim_vo, rows), kv_dtype in product(
+        ((512, 0, 8), (512, 0, 16), (192, 128, 32), (32, 0, 32)), (DType.BF16, DType.E4M3)
+    )
+] + [gqa_sm90(head_dim=head_dim, rows=32) for head_dim in (80, 240)]
+
+
+@pytest.mark.parametrize(
+    "spec", [*(spec for arch in ARCHS for spec in sample_of(arch)), *OTHER_DIMS], ids=str
+)
 def test_a_kernel_compiles_into_the_limits_of_its_architecture(spec: KernelSpec) -> None:
     """No spill, no stack, no performance warning; registers and shared memory fit the SM."""
     require_known(spec.arch)

@@ -40,7 +40,7 @@ def plan_mla_sm80(spec: MlaSm80Spec, shape: ProblemShape, sm_count: int) -> Sm80
 
 def plan_gqa_sm80(spec: GqaSm80Spec, shape: ProblemShape, sm_count: int) -> Sm80Plan:
     """Return the plan with the lowest modeled time, from shapes; it does not read lengths."""
-    return _plan(shape, spec.tile, spec.block_n, spec.variant.head_dim, sm_count, spec.slices)
+    return _plan(shape, spec.tile, spec.block_n, spec.head_dim_vo, sm_count, spec.slices)
 
 
 def max_sm80_bytes_per_sm(tiles: Iterable[MlaTile | GqaTile], dims: int) -> int:

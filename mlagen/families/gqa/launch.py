@@ -33,6 +33,7 @@ from mlagen.families.gqa.problem import (
     GqaProblem,
     alignment_of,
     check_pointers,
+    paged_caches,
 )
 from mlagen.families.gqa.tensor_maps import GqaCacheMaps, GqaTensorMapLayout, maps_of
 from mlagen.runtime.device import arch_of_device
@@ -42,12 +43,12 @@ from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.sm80 import GqaSm80Spec
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
-from mlagen.spec.gqa.variant import HEAD_DIMS, PROBLEM_PARAMETERS, GqaSpec, GqaVariant
+from mlagen.spec.gqa.variant import PROBLEM_PARAMETERS, GqaSpec, GqaVariant
 
-_HEAD_DIMS = ", ".join(map(str, HEAD_DIMS))
 _COVERED = (
-    f"covered: sm_90a, cache as the query, e4m3, e5m2, int8 or NVFP4, head_dim {_HEAD_DIMS}, "
-    "page_size a multiple of 16, strides of the cache below 2^40 bytes"
+    "covered: sm_90a, cache as the query, e4m3, e5m2, int8 or NVFP4, keys and values of a multiple "
+    "of 32 bytes and up to 256 elements, or both of 512 (NVFP4: both of 64, 128 or 256), page_size "
+    "a multiple of 16, strides of the cache below 2^40 bytes"
 )
 
 _AXES = ("page", "token", "head")
@@ -112,7 +113,7 @@ def make_sm80_launcher(args: GqaArgs, problem: GqaProblem, sms: int = WHOLE_GPU)
     spec, plan = plan_within(
         args.workspace_buffer, sms, lambda sms: plan_gqa_sm80_call(index, variant, shape, sms=sms)
     )
-    alignment = alignment_of(args.key_cache)
+    alignment = max(map(alignment_of, paged_caches(args)))
     return _make_launcher(args, problem, plan, spec, named(plan, _SM80), cache_alignment=alignment)
 
 
@@ -192,7 +193,8 @@ def not_covered(index: int, variant: GqaVariant) -> UnsupportedError:
     """Return the error where the settings force the kernel and it does not support the call."""
     return UnsupportedError(
         f"MLAGEN_GQA_KERNEL=sm90: no such kernel for {arch_of_device(index)}, "
-        f"query {variant.query_dtype}, cache {variant.kv_dtype}, head_dim {variant.head_dim}, "
+        f"query {variant.query_dtype}, cache {variant.kv_dtype}, head_dim {variant.head_dim}"
+        f"{f' (values {variant.head_dim_vo})' if variant.head_dim_vo else ''}, "
         f"page_size {variant.page_size}; {_COVERED}"
     )
 

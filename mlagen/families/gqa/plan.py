@@ -104,14 +104,14 @@ def plan_gqa_sm90(spec: GqaSm90Spec, shape: ProblemShape, sm_count: int) -> GqaS
         m_tiles=m_tiles,
         num_tiles=num_tiles,
         total_tiles=total_tiles,
-        partial_rows_offset=num_ctas * _partial_rows(spec) * spec.variant.head_dim * 4,
+        partial_rows_offset=num_ctas * _partial_rows(spec) * spec.head_dim_vo * 4,
         workspace_bytes=num_ctas * gqa_sm90_bytes_per_cta(spec),
     )
 
 
 def gqa_sm90_bytes_per_cta(spec: GqaSm90Spec) -> int:
     """Return the workspace of a CTA: partial outputs in fp32, and a RowState per row."""
-    return _partial_rows(spec) * (spec.variant.head_dim * 4 + spec.row_state_bytes)
+    return _partial_rows(spec) * (spec.head_dim_vo * 4 + spec.row_state_bytes)
 
 
 def _partial_rows(spec: GqaSm90Spec) -> int:
@@ -155,7 +155,8 @@ def _num_cta_groups(
                 if num_tiles % num_cta_groups == 0
             )
         ]
-    kv_block_bytes = 2 * spec.block_n * spec.token_bytes
+    row_bytes = spec.key_row_bytes + spec.value_row_bytes
+    kv_block_bytes = spec.block_n * spec.kv_heads_per_cta * row_bytes
     rate_of_sm = _DEQUANT_BYTES_PER_US_OF_SM.get(spec.variant.kv_dtype, _BYTES_PER_US_OF_SM)
 
     def microseconds(num_cta_groups: int) -> float:

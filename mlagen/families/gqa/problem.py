@@ -60,6 +60,8 @@ MASK_DTYPES = (torch.uint16, torch.uint32, torch.int32)
 NVFP4_ALIGNMENT_BYTES = 8
 MASK_ALIGNMENT_BYTES = 4
 
+_DIM_STEP = 16  # of a value that is narrower than its key
+
 MAX_TOKENS = 0x7FFF0000  # of a request, as in templates/common/paged_kv.cuh
 
 _OUT_E4M3 = torch.float8_e4m3fn
@@ -108,7 +110,7 @@ def check_problem(args: GqaArgs) -> GqaProblem:
     query = _checked_query(args)
     heads, head_dim = query.shape[-2:]
     caches = paged_caches(args)
-    kv_heads = _check_caches(args, caches)
+    kv_heads, head_dim_vo = _check_caches(args, caches)
     scales = paged_scales(args, caches)
     batch, tokens, query_stride = _check_tokens(args)
     tables = checked_tables(args, batch, (2,))
@@ -118,7 +120,7 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         require_floats(args.sinks, args.names.sinks, query.device, allowed, why)
     mask_words = _check_mask(args, batch, tokens)
     kv_dtype = QUANTIZED.get(caches.key.dtype, DTYPES[query.dtype])
-    out_dtype, out_shape = _check_out(args, kv_dtype, batch)
+    out_dtype, out_shape = _check_out(args, kv_dtype, batch, head_dim_vo)
     lse_shape = out_shape[:-1]
     if args.lse is not None:
         shapes: tuple[tuple[int, ...], ...] = ((tokens, heads), tuple(query.shape[:-1]))
@@ -131,6 +133,7 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         kv_dtype=kv_dtype,
         out_dtype=DType.E4M3 if out_dtype is _OUT_E4M3 else DTYPES[query.dtype],
         head_dim=head_dim,
+        head_dim_vo=head_dim_vo if head_dim_vo != head_dim else 0,
         page_size=caches.key.shape[1],
     )
     require_supported(variant)
@@ -179,7 +182,7 @@ def check_pointers(args: GqaArgs) -> None:
     key_name, value_name = _cache_names(args)
     require_aligned_pointer(args.query, names.query)
     require_aligned_pointer(key, key_name, alignment_of(key))
-    require_aligned_pointer(value, value_name, alignment_of(key))
+    require_aligned_pointer(value, value_name, alignment_of(value))
     require_aligned_pointer(args.workspace_buffer, names.workspace_buffer)
     if args.out is not None:
         require_aligned_pointer(args.out, names.out)
@@ -203,7 +206,9 @@ def paged_caches(args: GqaArgs) -> Pair:
     require_dtype(key, name, allowed, f"the first is that of {names.query}")
     if args.value_cache is not None:
         require_dtype(value, names.value_cache, (key.dtype,), f"dtype of {names.key_cache}")
-        require_shape(value, names.value_cache, (tuple(key.shape),), f"shape of {names.key_cache}")
+        like_key = (*key.shape[:-1], value.shape[-1])
+        why = f"shape of {names.key_cache}, or another last dim"
+        require_shape(value, names.value_cache, (like_key,), why)
     return Pair(_swapped(key, args.kv_layout), _swapped(value, args.kv_layout))
 
 
@@ -218,9 +223,10 @@ def paged_scales(args: GqaArgs, caches: Pair) -> Pair | None:
         return None
     given = (names.kv_scales, names.key_scales, names.value_scales)
     pair = _split(args.key_scales, args.value_scales, given, args)
-    *leading, packed = _swapped(caches.key, args.kv_layout).shape
-    shape = (*leading, packed * 2 // NVFP4_BLOCK)
-    for scale, part in zip(pair, (name, names.value_scales if is_pair else name), strict=True):
+    parts = (name, names.value_scales if is_pair else name)
+    for scale, part, cache in zip(pair, parts, caches, strict=True):
+        *leading, packed = _swapped(cache, args.kv_layout).shape
+        shape = (*leading, packed * 2 // NVFP4_BLOCK)
         require_dtype(scale, part, SCALE_DTYPES)
         require_shape(scale, part, (shape,), f"one for {NVFP4_BLOCK} elements of the cache")
         require_dense_last_dim(scale, part)
@@ -309,8 +315,8 @@ def _check_tokens(args: GqaArgs) -> tuple[int, int, int]:
     return batch, tokens, query.stride(2)
 
 
-def _check_caches(args: GqaArgs, caches: Pair) -> int:
-    """Check sizes and strides of the caches, and return the number of KV heads."""
+def _check_caches(args: GqaArgs, caches: Pair) -> tuple[int, int]:
+    """Check sizes and strides of the caches, and return the KV heads, and elements of a value."""
     heads, head_dim = args.query.shape[-2:]
     is_nvfp4 = caches.key.dtype is torch.uint8
     names = _cache_names(args)
@@ -319,6 +325,12 @@ def _check_caches(args: GqaArgs, caches: Pair) -> int:
     expected = head_dim // 2 if is_nvfp4 else head_dim
     why = f"head_dim of {args.names.query}" + (" / 2" if is_nvfp4 else "")
     require(width == expected, f"{name}.shape[-1]", f"{expected} ({why})", width)
+    value_width = caches.value.shape[-1]
+    if value_width != width:
+        step = _DIM_STEP // 2 if is_nvfp4 else _DIM_STEP
+        rule = f"a multiple of {step} up to {width} ({name}.shape[-1])"
+        is_value = 0 < value_width < width and value_width % step == 0
+        require(is_value, f"{names[1]}.shape[-1]", rule, value_width)
     require(page_size >= 1, name, "1 token or more in a page", page_size)
     require(kv_heads >= 1, name, "1 head or more", kv_heads)
     multiple = f"a multiple of {kv_heads} (heads of {name})"
@@ -326,7 +338,7 @@ def _check_caches(args: GqaArgs, caches: Pair) -> int:
     for cache, argument in zip(caches, names, strict=True):
         require_dense_last_dim(cache, argument)
         require_aligned(cache, argument, alignment_of(cache))
-    return kv_heads
+    return kv_heads, value_width * 2 if is_nvfp4 else value_width
 
 
 def _check_mask(args: GqaArgs, batch: int, tokens: int) -> int:
@@ -351,9 +363,12 @@ def _check_mask(args: GqaArgs, batch: int, tokens: int) -> int:
     return words
 
 
-def _check_out(args: GqaArgs, kv_dtype: DType, batch: int) -> tuple[torch.dtype, tuple[int, ...]]:
+def _check_out(
+    args: GqaArgs, kv_dtype: DType, batch: int, head_dim_vo: int
+) -> tuple[torch.dtype, tuple[int, ...]]:
     query, name = args.query, args.names.out
-    split = (batch, args.q_len, *query.shape[-2:])
+    like_query = (*query.shape[:-1], head_dim_vo)
+    split = (batch, args.q_len, *like_query[-2:])
     is_uniform = args.cum_seq_lens_q is None and not args.with_beam_axis
     allowed: tuple[torch.dtype, ...] = (query.dtype,)
     why = f"dtype of {args.names.query}; e4m3 only from a cache of e4m3"
@@ -364,11 +379,11 @@ def _check_out(args: GqaArgs, kv_dtype: DType, batch: int) -> tuple[torch.dtype,
         if dtype not in allowed:
             reject_dtype("out_dtype", f"{' or '.join(map(str, allowed))} ({why})", dtype)
         has_split = is_uniform and args.q_len > 1 and not args.is_out_like_query
-        return dtype, split if has_split else tuple(query.shape)
+        return dtype, split if has_split else like_query
     out = require_tensor(args.out, name)
     require_device(out, name, query.device)
     require_dtype(out, name, allowed, why)
-    require_shape(out, name, (tuple(query.shape), split) if is_uniform else (tuple(query.shape),))
+    require_shape(out, name, (like_query, split) if is_uniform else (like_query,))
     require_contiguous(out, name)
     return out.dtype, tuple(out.shape)
 

@@ -29,13 +29,13 @@ _E4M3_MAX = 448.0
 
 @without_autocast
 def decode_gqa(args: GqaArgs, problem: GqaProblem) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output ``[tokens, heads, head_dim]``, and the LSE ``[tokens, heads]``."""
+    """Return the output ``[tokens, heads, head_dim_vo]``, and the LSE ``[tokens, heads]``."""
     query = args.query.reshape(problem.tokens, *args.query.shape[-2:]).float()
     caches = paged_caches(args)
     scales = paged_scales(args, caches)
     key_scales, value_scales = scales or (None, None)
     mask = _mask_bits(args, problem)
-    out = torch.zeros_like(query)
+    out = query.new_zeros(*query.shape[:-1], problem.out_shape[-1])
     lse = query.new_full(query.shape[:-1], -math.inf)
     offsets = query_offsets(args.cum_seq_lens_q, problem.batch, problem.max_q_len)
     for index, (start, end) in enumerate(pairwise(offsets)):
@@ -132,7 +132,7 @@ def _attend(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention of one query token ``[heads, head_dim]`` over its unmasked tokens.
+    """Return the attention ``[heads, head_dim_vo]`` of one query token over its unmasked tokens.
 
     The LSE ``[heads]`` is natural.
     """
@@ -146,7 +146,7 @@ def _attend(
     if sinks is not None:
         sinks = sinks.view(problem.kv_heads, problem.group_size)
     weights, lse = softmax_with_sinks(scores, sinks)
-    out = (weights @ values.transpose(0, 1)).view(query.shape) * bmm2_scale
+    out = (weights @ values.transpose(0, 1)).view(problem.heads, -1) * bmm2_scale
     if len(keys) == 0:
-        out = torch.zeros_like(query)
+        out = torch.zeros_like(out)
     return out, lse.flatten()

@@ -33,16 +33,20 @@ class GqaTensorMapLayout:
 @lru_cache(maxsize=256)
 def maps_of(layout: GqaTensorMapLayout) -> GqaCacheMaps:
     """Return the maps of all caches of a layout, shared by calls of any batch."""
-    keys, values = (_tensor_of(layout, each) for each in (layout.key_strides, layout.value_strides))
+    spec = layout.spec
+    keys = _tensor_of(layout, spec.key_row_bytes, layout.key_strides)
+    values = _tensor_of(layout, spec.value_row_bytes, layout.value_strides)
     return lru_cache(maxsize=_MAX_CACHES)(
         lambda key, value: encode(keys, key) + encode(values, value)
     )
 
 
-def _tensor_of(layout: GqaTensorMapLayout, strides: tuple[int, int, int]) -> TiledTensor:
+def _tensor_of(
+    layout: GqaTensorMapLayout, row_bytes: int, strides: tuple[int, int, int]
+) -> TiledTensor:
     """Return keys or values with dimensions element, token, column, head, page."""
     spec = layout.spec
-    columns = spec.row_bytes // spec.line_bytes
+    columns = row_bytes // spec.line_bytes
     elements = spec.line_bytes // spec.variant.kv_dtype.unit_bytes
     page_size = spec.variant.page_size
     page_stride, token_stride, head_stride = strides
@@ -53,8 +57,8 @@ def _tensor_of(layout: GqaTensorMapLayout, strides: tuple[int, int, int]) -> Til
             token_stride,
             spec.line_bytes,
             # The stride of an axis of size 1 is arbitrary and unused.
-            head_stride if layout.kv_heads > 1 else spec.row_bytes,
-            page_stride if layout.num_pages > 1 else spec.row_bytes,
+            head_stride if layout.kv_heads > 1 else row_bytes,
+            page_stride if layout.num_pages > 1 else row_bytes,
         ),
         box=(elements, spec.box_tokens, columns, spec.kv_heads_per_cta, 1),
     )

@@ -80,18 +80,23 @@ class GqaSm80Spec(GqaSpec):
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of a cached token of one KV head."""
+        """Bytes of the key of a cached token of one KV head."""
         return self.variant.kv_dtype.row_bytes(self.variant.head_dim)
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of the part of a value that a CTA loads."""
+        return self.variant.kv_dtype.row_bytes(self.slice_dims)
 
     @property
     def slices(self) -> int:
         """CTAs that share the output elements of a row."""
-        return -(-self.variant.head_dim // SLICE_DIMS)
+        return -(-self.head_dim_vo // SLICE_DIMS)
 
     @property
     def slice_dims(self) -> int:
         """Output elements per CTA."""
-        return self.variant.head_dim // self.slices
+        return self.head_dim_vo // self.slices
 
     @property
     def threads(self) -> int:

@@ -11,6 +11,7 @@ from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.variant import (
     BLOCK_SCALE_PARAMETERS,
     HEAD_DIMS,
+    MAX_HEAD_DIM,
     NVFP4_BLOCK,
     PROBLEM_PARAMETERS,
     SCALE_PARAMETERS,
@@ -22,21 +23,33 @@ from mlagen.spec.kernel import CallShape, Parameter, parameters
 # BLOCK_M of the tiles, largest first. A call uses the smallest tile that holds the rows of a
 # sequence and KV head, or else the largest whose accumulators fit the registers.
 BLOCK_MS = (32, 16, 8)
-_MAX_ACCUMULATORS = 32 * 128
+_MAX_ACCUMULATORS = 32 * 128  # rows times dims of a warp
 
 _CONSUMER_WARPS = 8
 _STEP_TOKENS = 16  # per warp
+_DIM_TILE = 16  # of an MMA
 # A converted KV cache costs twice the work per byte, so a warp keeps two steps in flight where
-# registers allow it.
+# registers allow it, beside the scores of up to 16 rows.
 _MAX_TWO_STEP_ACCUMULATORS = 8 * 128  # rows times dims
+_MAX_TWO_STEP_ROWS = 16
 _MIN_BOX_TOKENS = 16
 _MAX_REGISTER_QUERY = 16 * 128  # rows times dims of Q that fit registers beside the accumulators
+_MAX_PART_DIMS = 256  # output dims of a warp
 _LINE_BYTES = 128  # width of the shared-memory swizzle
+_ROW_STEP_BYTES = 32  # of ldmatrix
 _TOKEN_BYTES = 256  # max bytes per token that a CTA reads of several KV heads; more is no faster
 _MAX_KV_HEADS_PER_CTA = 4  # two warps of each have KV blocks of 64 tokens
-# By the bytes of a row. CTAs that read neighboring heads drift apart by up to a ring, and the
-# further they drift, the lower the memory bandwidth; the bytes in flight must cover the latency.
-_RING_BYTES = {32: 48 * 1024, 64: 64 * 1024, 128: 96 * 1024, 256: 128 * 1024, 512: 192 * 1024}
+# By the bytes of a row, of the next larger one here. CTAs that read neighboring heads drift apart
+# by up to a ring, and the further they drift, the lower the memory bandwidth; the bytes in flight
+# must cover the latency.
+_RING_BYTES = {
+    32: 48 * 1024,
+    64: 64 * 1024,
+    128: 96 * 1024,
+    256: 128 * 1024,
+    512: 192 * 1024,
+    1024: 192 * 1024,
+}
 _WIDEST_RING_BYTES = {128: 80 * 1024}  # of the largest tiles, so that they combine in one pass
 _QUANTIZED = (DType.E4M3, DType.E5M2, DType.INT8, DType.NVFP4)
 _QUERY_BYTES = 2  # per element
@@ -100,9 +113,19 @@ class GqaSm90Spec(GqaSpec):
         return DType.FP16 if self.dequants_kv else self.variant.kv_dtype
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of a cached token of one KV head."""
+    def key_row_bytes(self) -> int:
+        """Bytes of the key of a cached token of one KV head."""
         return self.variant.kv_dtype.row_bytes(self.variant.head_dim)
+
+    @property
+    def value_row_bytes(self) -> int:
+        """Bytes of the value of a cached token of one KV head."""
+        return self.variant.kv_dtype.row_bytes(self.head_dim_vo)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the larger of the two, which a pipeline stage has."""
+        return max(self.key_row_bytes, self.value_row_bytes)
 
     @property
     def scale_row_bytes(self) -> int:
@@ -121,21 +144,32 @@ class GqaSm90Spec(GqaSpec):
 
         More than one only with the smallest tile, which fills a single MMA.
         """
-        is_smallest = self.block_m == min(BLOCK_MS)
-        heads = min(_TOKEN_BYTES // self.row_bytes, _MAX_KV_HEADS_PER_CTA)
-        return max(1, heads) if is_smallest else 1
+        heads = _MAX_KV_HEADS_PER_CTA if self.block_m == min(BLOCK_MS) else 1
+        while heads > 1 and heads * self.row_bytes > _TOKEN_BYTES:
+            heads //= 2
+        return heads
 
     @property
     def line_bytes(self) -> int:
         """Contiguous bytes of a token in shared memory."""
-        return min(self.row_bytes, _LINE_BYTES)
+        return math.gcd(self.key_row_bytes, self.value_row_bytes, _LINE_BYTES)
+
+    @property
+    def dim_parts(self) -> int:
+        """Warps that take the same tokens, each a part of the output dims."""
+        return -(-self.head_dim_vo // _MAX_PART_DIMS)
+
+    @property
+    def _part_warps(self) -> int:
+        return _CONSUMER_WARPS // self.dim_parts
 
     @property
     def block_n(self) -> int:
         """KV tokens per CTA and step."""
         is_light = self.block_m * self.variant.head_dim <= _MAX_TWO_STEP_ACCUMULATORS
-        steps = 2 if self.dequants_kv and is_light else 1
-        return _CONSUMER_WARPS // self.kv_heads_per_cta * steps * _STEP_TOKENS
+        has_two_steps = self.dequants_kv and is_light and self.block_m <= _MAX_TWO_STEP_ROWS
+        steps = 2 if has_two_steps else 1
+        return self._part_warps // self.kv_heads_per_cta * steps * _STEP_TOKENS
 
     @property
     def box_tokens(self) -> int:
@@ -154,9 +188,9 @@ class GqaSm90Spec(GqaSpec):
 
     @property
     def _max_ring_bytes(self) -> int:
-        is_widest = self.block_m * self.variant.head_dim == _MAX_ACCUMULATORS
+        is_widest = self.block_m * self.head_dim_vo == _MAX_ACCUMULATORS
         known = _RING_BYTES | (_WIDEST_RING_BYTES if is_widest else {})
-        return known[self.row_bytes]
+        return known[min(size for size in known if size >= self.row_bytes)]
 
     @property
     def keeps_query(self) -> bool:
@@ -170,23 +204,25 @@ class GqaSm90Spec(GqaSpec):
 
     @property
     def combine_dims(self) -> int:
-        """Output dims that the epilogue combines per pass."""
+        """Output dims of every part that the epilogue combines per pass."""
         return self._combine_tile[1]
 
     @property
     def _combine_tile(self) -> tuple[int, int]:
-        head_dim, min_rows = self.variant.head_dim, min(BLOCK_MS)
-        query_bytes = 0 if self.keeps_query else self.block_m * head_dim * _QUERY_BYTES
+        dims = self.head_dim_vo // self.dim_parts
+        query_bytes = 0 if self.keeps_query else self.block_m * self.variant.head_dim * _QUERY_BYTES
         capacity = (
             self.shared_bytes - self.stages * self.stage_bytes - query_bytes - _OTHER_SHARED_BYTES
         )
-        whole_rows = [(rows, head_dim) for rows in BLOCK_MS if rows <= self.block_m]
-        parts = [(min_rows, head_dim // count) for count in (2, 4)]
+        whole_rows = [(rows, dims) for rows in BLOCK_MS if rows <= self.block_m]
+        tiles = dims // _DIM_TILE
+        parts = [(min(BLOCK_MS), dims // n) for n in range(2, tiles + 1) if tiles % n == 0]
         other_row_bytes = _COMBINE_PADDING_BYTES + self.row_state_bytes
         return next(
             (rows, dims)
             for rows, dims in (*whole_rows, *parts)
-            if _CONSUMER_WARPS * rows * (dims * _VALUE_BYTES + other_row_bytes) <= capacity
+            if rows * (_CONSUMER_WARPS * dims * _VALUE_BYTES + self._part_warps * other_row_bytes)
+            <= capacity
         )
 
     @property
@@ -199,16 +235,17 @@ class GqaSm90Spec(GqaSpec):
         if call.kv_heads is None:
             return True
         rows = call.heads // call.kv_heads * call.q_len
-        is_tile = self.block_m == block_m_for(self.variant.head_dim, rows)
+        is_tile = self.block_m == block_m_for(self.head_dim_vo, rows)
         return is_tile and self.kv_heads_per_cta in (
             1,
             math.gcd(call.kv_heads, self.max_kv_heads_per_cta),
         )
 
 
-def block_m_for(head_dim: int, rows: int) -> int:
+def block_m_for(head_dim_vo: int, rows: int) -> int:
     """Return the BLOCK_M for ``rows`` query rows per sequence and KV head."""
-    known = [tile for tile in BLOCK_MS if tile * head_dim <= _MAX_ACCUMULATORS]
+    part_dims = min(head_dim_vo, _MAX_PART_DIMS)
+    known = [tile for tile in BLOCK_MS if tile * part_dims <= _MAX_ACCUMULATORS]
     return min((tile for tile in known if rows <= tile), default=known[0])
 
 
@@ -217,16 +254,19 @@ def gqa_sm90_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaSm90Spec | N
 
     Its CTAs process one KV head each.
     """
+    head_dim, head_dim_vo = variant.head_dim, variant.head_dim_vo or variant.head_dim
+    row_bytes = (variant.kv_dtype.row_bytes(dims) for dims in (head_dim, head_dim_vo))
     is_covered = (
         arch.has_wgmma
         and variant.kv_dtype in (variant.query_dtype, *_QUANTIZED)
-        and variant.head_dim in HEAD_DIMS
+        and all(size % _ROW_STEP_BYTES == 0 for size in row_bytes)
+        and (head_dim <= _MAX_PART_DIMS or head_dim == head_dim_vo == MAX_HEAD_DIM)
+        and (variant.kv_dtype is not DType.NVFP4 or head_dim == head_dim_vo in HEAD_DIMS)
         and variant.page_size % _MIN_BOX_TOKENS == 0
     )
     if not is_covered:
         return None
-    block_m = block_m_for(variant.head_dim, rows)
-    return GqaSm90Spec(arch=arch, variant=variant, block_m=block_m)
+    return GqaSm90Spec(arch=arch, variant=variant, block_m=block_m_for(head_dim_vo, rows))
 
 
 def with_all_heads(spec: GqaSm90Spec) -> list[GqaSm90Spec]:

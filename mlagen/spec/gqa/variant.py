@@ -20,6 +20,7 @@ class GqaVariant(Variant):
     kv_dtype: DType
     out_dtype: DType
     head_dim: int = 128
+    head_dim_vo: int = 0  # of values and outputs, if it is another one
     page_size: int = 64  # tokens
 
 
@@ -49,7 +50,7 @@ NVFP4_BLOCK = 16
 # compiled on first use.
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
-_MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 512
 # Max output elements per CTA of the sm80 kernel, which slices a wider head over several CTAs.
 SLICE_DIMS = 256
 
@@ -89,7 +90,7 @@ def gqa_variants() -> Iterator[GqaVariant]:
 
 def has_dim(head_dim: int) -> bool:
     """Whether there are kernels of a head dimension."""
-    return (head_dim % 16 == 0 and 16 <= head_dim <= SLICE_DIMS) or head_dim == _MAX_HEAD_DIM
+    return (head_dim % 16 == 0 and 16 <= head_dim <= SLICE_DIMS) or head_dim == MAX_HEAD_DIM
 
 
 def require_supported(variant: GqaVariant) -> None:
@@ -100,10 +101,16 @@ def require_supported(variant: GqaVariant) -> None:
     UnsupportedError
         The message lists the supported values.
     """
+    head_dim_vo = variant.head_dim_vo
+    if head_dim_vo and not (has_dim(head_dim_vo) and head_dim_vo < variant.head_dim):
+        raise UnsupportedError(
+            f"no GQA decode kernel for values of {head_dim_vo} elements under head_dim "
+            f"{variant.head_dim}; supported: as many, and multiples of 16 below, up to {SLICE_DIMS}"
+        )
     if not has_dim(variant.head_dim):
         raise UnsupportedError(
             f"no GQA decode kernel for head_dim {variant.head_dim}; supported: multiples of 16 up "
-            f"to {SLICE_DIMS}, and {_MAX_HEAD_DIM}"
+            f"to {SLICE_DIMS}, and {MAX_HEAD_DIM}"
         )
     dtypes = (variant.query_dtype, variant.kv_dtype, variant.out_dtype)
     known = [
@@ -145,8 +152,8 @@ class GqaSpec(KernelSpec):
 
     @property
     def head_dim_vo(self) -> int:
-        """Elements of an output row."""
-        return self.variant.head_dim
+        """Elements of a value and of an output row."""
+        return self.variant.head_dim_vo or self.variant.head_dim
 
     @property
     def dequants_kv(self) -> bool:

@@ -112,10 +112,10 @@ __device__ inline void store_output(const Params& params, const WorkItem& work,
     const int column = work.slice * kSliceDims + dim;
     if (params.num_splits > 1) {
       const i64 partial_row = work.split_idx * params.total_rows + global_row;
-      *reinterpret_cast<float4*>(params.partial_out + partial_row * kHeadDim + column) = value;
+      *reinterpret_cast<float4*>(params.partial_out + partial_row * kHeadDimVo + column) = value;
     } else {
-      store_x4(OutElement{}, params.out, global_row * kHeadDim + column, value.x, value.y, value.z,
-               value.w);
+      store_x4(OutElement{}, params.out, global_row * kHeadDimVo + column, value.x, value.y,
+               value.z, value.w);
     }
   }
 }

@@ -91,7 +91,6 @@ struct KvLoader {
       } else {
         const PagedRows values{params.value_cache + work.kv_head * params.value_head_stride,
                                params.value_page_stride, params.value_token_stride};
-        constexpr int kSliceBytes = kStoredBytes / kSlices;
         copy_rows<kSliceBytes>(values, work.slice * kSliceBytes, stage);
         next_kv_block += kWarps;
         lane_page = next_lane_page;

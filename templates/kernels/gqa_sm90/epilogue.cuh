@@ -34,7 +34,7 @@ __device__ inline RowState* partial_states(const Params& params, int slot) {
 // Four adjacent dims of a row of partial O.
 __device__ inline float4* partial_out_ptr(const Params& params, int slot, int row, int dim) {
   return reinterpret_cast<float4*>(params.partial_out +
-                                   (slot * kBlockM + row) * static_cast<i64>(kHeadDim) + dim);
+                                   (slot * kBlockM + row) * static_cast<i64>(kHeadDimVo) + dim);
 }
 
 // Normalizes and stores four adjacent dims of a finished row; with the first ones, its LSE if the
@@ -49,14 +49,14 @@ __device__ inline void store_finished(const Params& params, const WorkItem& work
   const float factor = result.factor * scale;
   const float4& out = partial.out;
   const i64 global_row = work.global_row(params, row);
-  store_x4(OutElement{}, params.out, global_row * kHeadDim + dim, out.x * factor, out.y * factor,
+  store_x4(OutElement{}, params.out, global_row * kHeadDimVo + dim, out.x * factor, out.y * factor,
            out.z * factor, out.w * factor);
   if (dim == 0 && params.lse != nullptr) params.lse[global_row] = result.lse;
 }
 
 // Combine of the splits of a work tile: the last CTA to arrive at the semaphore reduces the
 // partials of all splits, in split order. No CTA waits for another.
-constexpr int kSplitsPerStep = 8;  // loads in flight
+constexpr int kSplitsPerStep = 8 * kDimParts;  // loads in flight, more where a thread has more dims
 
 __device__ inline void combine_row(const Params& params, const WorkItem& work, int row, int dim) {
   RowPart total;
@@ -92,23 +92,23 @@ __device__ inline void combine_splits(const Params& params, const WorkItem& work
   __syncwarp();
   named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   if (!smem.is_last_split) return;
-  constexpr int kQuads = kHeadDim / 4;
+  constexpr int kQuads = kHeadDimVo / 4;
 #pragma unroll 1
   for (int vec_idx = thread_in_head; vec_idx < work.rows * kQuads; vec_idx += kThreadsPerHead) {
     combine_row(params, work, vec_idx / kQuads, vec_idx % kQuads * 4);
   }
 }
 
-// Combine of the consumer warps through shared memory, in sub-tiles of kCombineRows x kCombineDims,
-// by the consumers or by the dedicated epilogue warps: four adjacent dims of a row, over all warps
-// of kv head `head` of the CTA.
+// Combine of the consumer warps through shared memory, in sub-tiles of kCombineRows x kCombineDims
+// of each part, by the consumers or by the dedicated epilogue warps: four adjacent dims of a row,
+// over all warps of kv head `head` of the CTA.
 __device__ inline RowPart combined_row(const SharedMemoryPlan& smem, int head, int row, int dim) {
-  RowState states[kWarpsPerHead];
+  RowState states[kTokenWarps];
 #pragma unroll
-  for (int rank = 0; rank < kWarpsPerHead; ++rank) {
+  for (int rank = 0; rank < kTokenWarps; ++rank) {
     states[rank] = smem.states[rank * kKvHeadsPerCta + head][row / 8][row % 8];
   }
-  return combine_parts(states, kWarpsPerHead, [&](int rank) {
+  return combine_parts(states, kTokenWarps, [&](int rank) {
     return *reinterpret_cast<const float4*>(
         &smem.combine_buffer[rank * kKvHeadsPerCta + head][row / 8][row % 8][dim]);
   });
@@ -123,19 +123,21 @@ __device__ inline void store_combined(const Params& params, const WorkItem& work
   if (dim == 0) partial_states(params, slot)[row] = partial.state;
 }
 
-// Stores a warp's share of a sub-tile to the combine buffer.
+// Stores a warp's share of a sub-tile to the combine buffer. All parts have the same row states.
 __device__ inline void store_warp_partial(int first_row, int first_dim, int warp,
                                           const Softmax& softmax, const Output& output,
                                           SharedMemoryPlan& smem) {
+  const int slot = warp_in_part(warp);
 #pragma unroll
   for (int n = 0; n < kRowGroups; ++n) {
     const int group = n % kCombineRowGroups;
     if ((n - group) * 8 != first_row) continue;
-    softmax.publish(n, smem.states[warp][group]);
+    if (part_of_warp(warp) == 0) softmax.publish(n, smem.states[slot][group]);
 #pragma unroll
-    for (int dim = 0; dim < kHeadDim; dim += kCombineDims) {
+    for (int dim = 0; dim < kPartDims; dim += kCombineDims) {
       if (dim == first_dim)
-        store_to_combine_buffer(output, n, dim / 16, smem.combine_buffer[warp][group]);
+        store_to_combine_buffer(output, n, dim / 16, part_of_warp(warp) * kCombineDims,
+                                smem.combine_buffer[slot][group]);
     }
   }
 }
@@ -145,14 +147,15 @@ __device__ inline void store_warp_partial(int first_row, int first_dim, int warp
 __device__ inline void combine_partials(const Params& params, const WorkItem& work, u32 work_idx,
                                         int first_row, int first_dim, int thread, int threads,
                                         const SharedMemoryPlan& smem) {
-  constexpr int kQuads = kCombineDims / 4;
+  constexpr int kQuads = kDimParts * kCombineDims / 4;
 #pragma unroll 1
   for (int vec_idx = thread; vec_idx < kCombineRows * kQuads; vec_idx += threads) {
     const int row_in_buffer = vec_idx / kQuads;
     const int row = first_row + row_in_buffer;
     if (row >= work.rows) break;
     const int dim_in_buffer = vec_idx % kQuads * 4;
-    const int dim = first_dim + dim_in_buffer;
+    const int part = kDimParts == 1 ? 0 : dim_in_buffer / kCombineDims;
+    const int dim = part * (kPartDims - kCombineDims) + first_dim + dim_in_buffer;
     RowPart partial =
         combined_row(smem, work.kv_head % kKvHeadsPerCta, row_in_buffer, dim_in_buffer);
     if (smem.nonfinite_work[work_idx % 2] == work_idx) {
@@ -164,7 +167,7 @@ __device__ inline void combine_partials(const Params& params, const WorkItem& wo
 
 // Index of this thread among the consumer threads of its kv head.
 __device__ inline int thread_in_head(int warp) {
-  return rank_of_warp(warp) * kWarpLanes + lane_index();
+  return warp / kKvHeadsPerCta * kWarpLanes + lane_index();
 }
 
 __device__ inline void combine_warps(const Params& params, const WorkItem& work, int warp,
@@ -174,7 +177,7 @@ __device__ inline void combine_warps(const Params& params, const WorkItem& work,
 #pragma unroll 1
   for (int first_row = 0; first_row < work.rows; first_row += kCombineRows) {
 #pragma unroll 1
-    for (int first_dim = 0; first_dim < kHeadDim; first_dim += kCombineDims) {
+    for (int first_dim = 0; first_dim < kPartDims; first_dim += kCombineDims) {
       named_barrier_sync(NamedBarrier::ConsumersSynced,
                          kConsumerThreads);  // no warp reads the buffer any more
       store_warp_partial(first_row, first_dim, warp, softmax, output, smem);

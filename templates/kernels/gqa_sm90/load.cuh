@@ -143,10 +143,10 @@ struct KvTmaBoxes {
     next_page = read(box + kWarpLanes);
   }
 
-  // Transaction bytes of a KV block: fully masked boxes are not loaded.
-  __device__ u32 bytes_of(int kv_block) const {
+  // Transaction bytes of a tile of a KV block: fully masked boxes are not loaded.
+  __device__ u32 bytes_of(int kv_block, int box_bytes) const {
     const int first = max(kv_block * kBoxesPerKvBlock, begin);
-    return static_cast<u32>(min((kv_block + 1) * kBoxesPerKvBlock, end) - first) * kBoxBytes;
+    return static_cast<u32>(min((kv_block + 1) * kBoxesPerKvBlock, end) - first) * box_bytes;
   }
 };
 
@@ -261,7 +261,7 @@ __device__ inline void load_work(const Params& params, const WorkItem& work, KvT
                                  SharedMemoryPlan& smem, PipelineState<kStages>& kv_pipe) {
   const int end = work.first_kv_block + work.num_kv_blocks;
   const int lane_block = lane_index() / kBoxesPerKvBlock;
-  const u32 box_offset = lane_index() % kBoxesPerKvBlock * kBoxBytes;
+  const u32 box_of_lane = lane_index() % kBoxesPerKvBlock;
   const u64 cache_hint = kv_cache_hint(params.m_tiles);
   BlockScales block_scales;
   if constexpr (kHasBlockScales) block_scales = BlockScales(params, boxes, work.kv_head);
@@ -272,17 +272,18 @@ __device__ inline void load_work(const Params& params, const WorkItem& work, KvT
 #pragma unroll
     for (int kv = 0; kv < 2; ++kv) {
       const u32 full = shared_address(&smem.kv_full[kv_pipe.index]);
+      const int box_bytes = kv == 0 ? KeyTile::kBoxBytes : ValueTile::kBoxBytes;
       wait(smem.kv_empty[kv_pipe.index], kv_pipe.phase ^ 1);
-      if (lane_index() == 0) mbarrier_arrive_expect_tx(full, boxes.bytes_of(kv_block));
+      if (lane_index() == 0) mbarrier_arrive_expect_tx(full, boxes.bytes_of(kv_block, box_bytes));
       __syncwarp();
       if (issues_copy) {
-        cp_async_bulk_tensor(shared_address(smem.kv[kv_pipe.index]) + box_offset,
+        cp_async_bulk_tensor(shared_address(smem.kv[kv_pipe.index]) + box_of_lane * box_bytes,
                              kv == 0 ? &params.key_map : &params.value_map, full, cache_hint, 0,
                              slot, 0, work.kv_head, boxes.page);
       }
       if constexpr (kHasBlockScales) {
         block_scales.load(params, kv, in_window * kBoxesPerKvBlock,
-                          smem.kv[kv_pipe.index] + kTileBytes, full);
+                          smem.kv[kv_pipe.index] + KeyTile::kBytes, full);
       }
       __syncwarp();
       kv_pipe.advance();

@@ -20,13 +20,13 @@
 #include "work_pipeline.cuh"
 
 // QK GEMM of one step: S^T = K Q^T.
-__device__ inline void qk_gemm(const LdmatrixRows& rows, const unsigned char* keys, int warp,
-                               int step, const Query& query, float (&scores)[kRowGroups][4]) {
+__device__ inline void qk_gemm(const KeyRows& rows, const unsigned char* keys, int warp, int step,
+                               const Query& query, float (&scores)[kRowGroups][4]) {
   const KeyScales scales(keys, warp, step);
   constexpr int kChains = kRowGroups == 1 ? 2 : 1;  // independent MMA chains
   float sums[kChains][kRowGroups][4] = {};
 #pragma unroll
-  for (int pair = 0; pair < kChunkPairs; ++pair) {
+  for (int pair = 0; pair < KeyTile::kChunkPairs; ++pair) {
     u32 loaded[4];
     ldmatrix_x4(loaded, rows.at(keys, step, pair));
 #pragma unroll
@@ -52,12 +52,12 @@ __device__ inline void qk_gemm(const LdmatrixRows& rows, const unsigned char* ke
 
 // PV GEMM of one step: O^T += V^T P^T. Returns a word that depends on all V
 // fragments, for arrive_after_reads.
-__device__ inline u32 pv_gemm(const LdmatrixRows& rows, const unsigned char* values, int warp,
+__device__ inline u32 pv_gemm(const ValueRows& rows, const unsigned char* values, int warp,
                               int step, const u32 (&probabilities)[kRowGroups][2], Output& output) {
   const ValueScales scales(values, warp, step);
   u32 read = 0;
 #pragma unroll
-  for (int pair = 0; pair < kChunkPairs; ++pair) {
+  for (int pair = 0; pair < ValueTile::kChunkPairs / kDimParts; ++pair) {
     u32 loaded[4];
     ldmatrix_x4_trans(loaded, rows.at(values, step, pair));
 #pragma unroll
@@ -78,7 +78,7 @@ __device__ inline u32 pv_gemm(const LdmatrixRows& rows, const unsigned char* val
   if constexpr (kFragmentsPerLoad > 1) return read;
   // From accumulators, because a word of every V fragment would take registers.
 #pragma unroll
-  for (int tile = 0; tile < kDimTiles; ++tile) read ^= __float_as_uint(output[tile][0][0]);
+  for (int tile = 0; tile < kPartDimTiles; ++tile) read ^= __float_as_uint(output[tile][0][0]);
   return read;
 }
 
@@ -112,8 +112,8 @@ __device__ inline bool process_work(const Params& params, int warp, const GqaSco
   const WorkPipeline& work_pipeline = smem.work_pipeline;
   const int head = head_of_warp(warp);
   const WorkItem& work = work_pipeline.at(work_idx, head);
-  const LdmatrixRows k_rows = k_ldmatrix_rows(warp);
-  const LdmatrixRows v_rows = v_ldmatrix_rows(warp);
+  const KeyRows k_rows = k_ldmatrix_rows(warp);
+  const ValueRows v_rows = v_ldmatrix_rows(warp);
   query.load(params, work, warp, smem);
   const RowScales row_scales(query, score.scale);
   Softmax softmax;

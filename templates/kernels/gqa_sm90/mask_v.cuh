@@ -16,9 +16,9 @@
 __device__ inline Chunk* chunk_at(unsigned char* tile, int warp, int warp_token, int chunk) {
   constexpr int kSwizzleChunks = kSwizzleBytes / kChunkBytes;
   const int token = first_token_of_warp(warp) + warp_token;
-  unsigned char* head = tile + head_of_warp(warp) * kHeadBytes;
+  unsigned char* head = tile + head_of_warp(warp) * ValueTile::kHeadBytes;
   const u32 offset = static_cast<u32>(chunk % kSwizzleChunks * kChunkBytes) ^ swizzle_of(token);
-  return reinterpret_cast<Chunk*>(head + token_offset(token) +
+  return reinterpret_cast<Chunk*>(head + token_offset<ValueTile>(token) +
                                   chunk / kSwizzleChunks * kColumnBytes + offset);
 }
 
@@ -28,7 +28,7 @@ struct ScaleWord {
 };
 __device__ inline ScaleWord* scale_word_at(unsigned char* tile, int warp, int warp_token,
                                            int word) {
-  unsigned char* head = tile + kTileBytes + head_of_warp(warp) * kScaleHeadBytes;
+  unsigned char* head = tile + ValueTile::kBytes + head_of_warp(warp) * kScaleHeadBytes;
   const int token = first_token_of_warp(warp) + warp_token;
   return reinterpret_cast<ScaleWord*>(head + token * kScaleRowBytes) + word;
 }
@@ -38,7 +38,7 @@ __device__ inline ScaleWord* scale_word_at(unsigned char* tile, int warp, int wa
 template <bool kAreScales>
 struct FiniteParts {
   using Part = Chunk;
-  static constexpr int kCount = kRowBytes / kChunkBytes;
+  static constexpr int kCount = kValueRowBytes / kDimParts / kChunkBytes;  // of a warp
   __device__ static Part* at(unsigned char* tile, int warp, int warp_token, int part) {
     return chunk_at(tile, warp, warp_token, part);
   }
@@ -59,6 +59,7 @@ __device__ inline bool clear_masked(const WorkItem& work, int first_token, int w
                                     unsigned char* tile) {
   using Parts = FiniteParts<kHasBlockScales>;
   using Part = Parts::Part;
+  const int begin = part_of_warp(warp) * Parts::kCount;
   const KvRange unmasked = {work.unmasked_kv_begin, work.unmasked_kv_end};
   const KvRange attended = {work.kv_begin, work.kv_end};
   bool has_nonfinite = false;
@@ -67,7 +68,7 @@ __device__ inline bool clear_masked(const WorkItem& work, int first_token, int w
   for (int i = lane_index(); i < kWarpTokens * Parts::kCount; i += kWarpLanes) {
     const int token = first_token + i / Parts::kCount;
     if (unmasked.contains(token)) continue;
-    Part* part = Parts::at(tile, warp, i / Parts::kCount, i % Parts::kCount);
+    Part* part = Parts::at(tile, warp, i / Parts::kCount, begin + i % Parts::kCount);
     Part cleared{};
     if (attended.contains(token)) {
       const Part stored = *part;

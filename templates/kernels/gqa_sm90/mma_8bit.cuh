@@ -103,15 +103,18 @@ __device__ inline float element_at(const unsigned char* row, int dim) {
   return cvt_f32(Fp16{}, static_cast<u16>(k_pairs(StoredElement{}, row[dim]).x));
 }
 
-// Stores a warp's accumulators of eight rows and kCombineDims dims to `combine_buffer`.
+// Stores a warp's accumulators of eight rows and kCombineDims dims to `combine_buffer`, from
+// `first_column` on.
 __device__ inline void store_to_combine_buffer(const Output& output, int group, int first_tile,
+                                               int first_column,
                                                float (&combine_buffer)[8][kCombinePitch]) {
 #pragma unroll
   for (int tile = 0; tile < kCombineDims / 16; ++tile) {
     const float (&acc)[4] = output[first_tile + tile][group];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      *reinterpret_cast<float2*>(&combine_buffer[row_of(0, r)][dim_of_lane(tile, 0)]) =
+      *reinterpret_cast<float2*>(
+          &combine_buffer[row_of(0, r)][first_column + dim_of_lane(tile, 0)]) =
           make_float2(acc[r], acc[2 + r]);
     }
   }

@@ -37,11 +37,11 @@ __device__ inline uint2 load_q_fragment(const u16* row, int k) {
 
 // The scales of a token of this warp's kv head: those of four blocks, a pair of chunks, in a word.
 struct alignas(kScaleRowBytes) ScaleRow {
-  u32 pairs[kChunkPairs];
+  u32 pairs[KeyTile::kChunkPairs];
 };
 __device__ inline const ScaleRow& scale_row_at(const unsigned char* tile, int warp, int step,
                                                int step_token) {
-  const unsigned char* head = tile + kTileBytes + head_of_warp(warp) * kScaleHeadBytes;
+  const unsigned char* head = tile + KeyTile::kBytes + head_of_warp(warp) * kScaleHeadBytes;
   const int token = first_token_of_warp(warp) + step * kStepTokens + step_token;
   return *reinterpret_cast<const ScaleRow*>(head + token * kScaleRowBytes);
 }
@@ -126,16 +126,17 @@ __device__ inline float element_at(const unsigned char* scale_row, int dim) {
   return cvt_f32(Fp16{}, static_cast<u16>(fp16x2_of_e4m3x2(scale_row[dim / 16])));
 }
 
-// Stores a warp's accumulators of eight rows and kCombineDims dims to `combine_buffer`: of every 32
-// dims, two tiles, a lane has four adjacent ones.
+// Stores a warp's accumulators of eight rows and kCombineDims dims to `combine_buffer`: from
+// `first_column` on: of every 32 dims, two tiles, a lane has four adjacent ones.
 __device__ inline void store_to_combine_buffer(const Output& output, int group, int first_tile,
+                                               int first_column,
                                                float (&combine_buffer)[8][kCombinePitch]) {
   static_assert(kCombineDims % 32 == 0, "a sub-tile has whole chunks");
 #pragma unroll
   for (int tile = 0; tile < kCombineDims / 16; tile += 2) {
     const float (&first)[4] = output[first_tile + tile][group];
     const float (&second)[4] = output[first_tile + tile + 1][group];
-    const int dim = tile * 16 + lane_index() / 4 * 4;
+    const int dim = first_column + tile * 16 + lane_index() / 4 * 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       *reinterpret_cast<float4*>(&combine_buffer[row_of(0, r)][dim]) =

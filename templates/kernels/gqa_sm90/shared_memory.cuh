@@ -15,15 +15,15 @@ static_assert(sizeof(RowState) == kRowStateBytes, "the host plans with it");
 
 // Rows of the combine buffer are padded by 16 bytes, so that the accumulator stores of a warp
 // spread over all banks.
-constexpr int kCombinePitch = kCombineDims + 4;
+constexpr int kCombinePitch = kDimParts * kCombineDims + 4;
 
 // The producer warp arrives for the TMA boxes of a tile, and each of its lanes for block scales.
 constexpr int kKvFullArrivals = 1 + (kHasBlockScales ? kWarpLanes : 0);
 
 struct SharedMemoryPlan {
   unsigned char kv[kStages][kStageBytes];  // K, V, K, ...
-  float combine_buffer[kConsumerWarps][kCombineRowGroups][8][kCombinePitch];
-  RowState states[kConsumerWarps][kCombineRowGroups][8];
+  float combine_buffer[kPartWarps][kCombineRowGroups][8][kCombinePitch];
+  RowState states[kPartWarps][kCombineRowGroups][8];
   // Q in fragment order, one vector per lane, and the inverse row scales; unless Q is in registers.
   uint2 query[kQueryInRegs ? 1 : kRowGroups][kQueryInRegs ? 1 : kDimTiles][kQueryInRegs ? 1 : 32];
   float query_inverse_scales[kQueryInRegs ? 1 : kBlockM];

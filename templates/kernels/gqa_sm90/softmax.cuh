@@ -87,7 +87,7 @@ struct Softmax {
         row_max[n][r] = next;
         row_sum[n][r] *= alpha;
 #pragma unroll
-        for (int tile = 0; tile < kDimTiles; ++tile) {
+        for (int tile = 0; tile < kPartDimTiles; ++tile) {
           output[tile][n][r] *= alpha;
           output[tile][n][2 + r] *= alpha;
         }

@@ -61,6 +61,16 @@ ROWS: Rows = {
             ".dtype: expected torch.bfloat16 or torch.float8_e4m3fn or torch.float8_e5m2 or torch.",
         ),
         ("kv_cache[1]", lambda kv: kv[1:], ".shape: expected [10, 16, 2, 128] (shape of kv_cache"),
+        (
+            "kv_cache[1]",
+            lambda kv: kv[..., :8],
+            ".shape[-1]: expected a multiple of 16 up to 128 (",
+        ),
+        (
+            "kv_cache[1]",
+            lambda kv: kv.repeat(1, 1, 1, 2),
+            ".shape[-1]: expected a multiple of 16 up",
+        ),
         ("kv_cache", lambda kv: [each[:, :, :0] for each in kv], "[0]: expected 1 head or more, "),
         ("kv_cache", lambda kv: [each[:, :0] for each in kv], "[0]: expected 1 token or more in "),
         ("kv_cache", lambda kv: [each.half() for each in kv], "[0].dtype: expected torch.bfloat1"),

@@ -56,6 +56,7 @@ using Element = Bf16;
 using StoredToken = E4m3;
 using OutElement = Bf16;
 constexpr int kHeadDim = 128;
+constexpr int kHeadDimVo = 128;
 constexpr int kPageSize = 64;
 constexpr int kSlices = 1;
 constexpr int kBlockM = 16;
@@ -64,12 +65,13 @@ constexpr int kStages = 6;
 constexpr int kCtasPerSm = 2;
 constexpr int kBlockN = 16;
 constexpr bool kDequantsKv = true;
-constexpr int kStoredBytes = 128;
+constexpr int kStoredBytes = 128;  // of a key
+constexpr int kSliceBytes = 128;  // of the slice of a value
 constexpr int kSharedBytes = 75600;
 
 constexpr int kThreads = kWarps * kWarpLanes;
 constexpr int kRowGroups = kBlockM / 16;
-constexpr int kSliceDims = kHeadDim / kSlices;  // output dims of one CTA
+constexpr int kSliceDims = kHeadDimVo / kSlices;  // output dims of one CTA
 
 // MMA operand rows are padded by 16 bytes: the eight rows that one ldmatrix reads at the same
 // column then lie in different banks, for any head dim.
@@ -85,7 +87,8 @@ constexpr int kStagesAhead = kDequantsKv ? kStages : kStages - 1;
 // Whether the Q fragments fit into registers beside the O accumulators.
 constexpr bool kQueryInRegs = kRowGroups * kHeadDim <= 128;
 
-static_assert(kHeadDim % (16 * kSlices) == 0, "a slice is whole 16-wide dim tiles");
+static_assert(kHeadDimVo % (16 * kSlices) == 0, "a slice is whole 16-wide dim tiles");
+static_assert(kHeadDimVo <= kHeadDim, "a stage holds a key or the slice of a value");
 static_assert(kBlockN == 16, "a KV block is one k-step of the PV GEMM");
 static_assert(kStagesAhead >= 1, "a load is in flight while a stage is consumed");
 
@@ -1144,10 +1147,10 @@ __device__ inline void store_output(const Params& params, const WorkItem& work,
     const int column = work.slice * kSliceDims + dim;
     if (params.num_splits > 1) {
       const i64 partial_row = work.split_idx * params.total_rows + global_row;
-      *reinterpret_cast<float4*>(params.partial_out + partial_row * kHeadDim + column) = value;
+      *reinterpret_cast<float4*>(params.partial_out + partial_row * kHeadDimVo + column) = value;
     } else {
-      store_x4(OutElement{}, params.out, global_row * kHeadDim + column, value.x, value.y, value.z,
-               value.w);
+      store_x4(OutElement{}, params.out, global_row * kHeadDimVo + column, value.x, value.y,
+               value.z, value.w);
     }
   }
 }
@@ -1315,7 +1318,6 @@ struct KvLoader {
       } else {
         const PagedRows values{params.value_cache + work.kv_head * params.value_head_stride,
                                params.value_page_stride, params.value_token_stride};
-        constexpr int kSliceBytes = kStoredBytes / kSlices;
         copy_rows<kSliceBytes>(values, work.slice * kSliceBytes, stage);
         next_kv_block += kWarps;
         lane_page = next_lane_page;
