@@ -417,7 +417,7 @@ def test_scales_of_nvfp4_may_lie_in_the_pages(head_dim: int, decoded: Decode) ->
     pages = torch.cat([part.flatten(1) for part in parts if part is not None], dim=1)
     widths = [part[0].numel() for part in parts if part is not None]
     views = [
-        view.unflatten(1, part.shape[1:])
+        view.view(part.shape)
         for view, part in zip(torch.split(pages, widths, dim=1), parts, strict=True)
         if part is not None
     ]
