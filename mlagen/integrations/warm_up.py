@@ -35,6 +35,7 @@ _DTYPES = {
     torch.float8_e4m3fn: DType.E4M3,
     torch.uint8: DType.FP8_DS_MLA,
 }
+_GQA_DTYPES = _DTYPES | {torch.int8: DType.INT8, torch.uint8: DType.NVFP4}
 _logger = logging.getLogger("mlagen")
 
 
@@ -84,10 +85,13 @@ def gqa_calls(
     kv_dtype: torch.dtype,
     max_q_len: int = 1,
 ) -> list[tuple[GqaVariant, int]]:
-    """Return the decode calls of layers of grouped-query attention, as :func:`mla_calls`."""
+    """Return the decode calls of layers of grouped-query attention, as :func:`mla_calls`.
+
+    A cache in uint8 is NVFP4's.
+    """
     variant = GqaVariant(
         query_dtype=_DTYPES[query_dtype],
-        kv_dtype=_DTYPES[kv_dtype],
+        kv_dtype=_GQA_DTYPES[kv_dtype],
         out_dtype=_DTYPES[query_dtype],
         head_dim=head_dim,
         page_size=page_size,

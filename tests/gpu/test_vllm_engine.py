@@ -37,6 +37,13 @@ needs_vllm = pytest.mark.skipif(
 )
 
 
+def require_gqa() -> None:
+    """Skip where the GQA backend is not served."""
+    is_hopper = torch.cuda.get_device_capability() == (9, 0)
+    if not (is_hopper and is_installed("flashinfer")):
+        pytest.skip("MLAGEN_GQA needs FlashInfer, and a GPU of compute capability 9.0")
+
+
 @needs_vllm
 @pytest.mark.parametrize("mode", ["eager", "graphs"])
 @pytest.mark.parametrize(
@@ -44,6 +51,7 @@ needs_vllm = pytest.mark.skipif(
     [
         (engines.llama, "MLAGEN_GQA"),
         (engines.gpt_oss, "MLAGEN_GQA"),
+        (engines.gemma4, "MLAGEN_GQA"),
         (engines.deepseek_v3, "MLAGEN_MLA"),
     ],
 )
@@ -52,9 +60,8 @@ def test_tokens_are_those_of_transformers(
 ) -> None:
     """Each decode step launches mlagen's kernels, warmed up, and errs as bf16 does elsewhere."""
     pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17")
-    is_hopper = torch.cuda.get_device_capability() == (9, 0)
-    if backend == "MLAGEN_GQA" and not (is_hopper and is_installed("flashinfer")):
-        pytest.skip("MLAGEN_GQA needs FlashInfer, and a GPU of compute capability 9.0")
+    if backend == "MLAGEN_GQA":
+        require_gqa()
     rounded, exact = engines.models_in(tmp_path, make, device)
     prompts = engines.prompts()
 
@@ -72,6 +79,30 @@ def test_tokens_are_those_of_transformers(
     if mode == "graphs":  # without vLLM's warm-up, each group of layers has its own
         assert len(warm_ups) == 1
     assert "NVIDIA artifactory" not in log  # nobody asks the network for cubins
+
+
+@needs_vllm
+@pytest.mark.parametrize("mode", ["eager", "graphs"])
+def test_tokens_over_an_nvfp4_cache_are_those_of_flashinfer(
+    mode: str, device: str, tmp_path: Path
+) -> None:
+    """Layers of Gemma 4, with 256 and 512 dims, read the cache that FlashInfer writes and reads."""
+    pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17")
+    require_gqa()
+    engines.models_in(tmp_path, engines.gemma4, device)
+    prompts, asked = engines.prompts(), f"{mode} nvfp4"
+    runs = [
+        engines.engine_over(engine.__name__, ENVIRONMENT, tmp_path, backend, asked, prompts)
+        for backend in ("FLASHINFER", "MLAGEN_GQA")
+    ]
+
+    theirs, ours = runs
+    assert theirs["backends"] == ["FLASHINFER"] * engines.LAYERS
+    assert ours["backends"] == ["MLAGEN_GQA"] * engines.LAYERS
+    assert not any(name.startswith("gqa_sm") for name in theirs["kernels"])
+    engines.assert_decodes_by("gqa_sm", ours, mode)
+    engines.assert_like_another(ours, theirs)
+    assert ours["jit"] == "error"
 
 
 @needs_vllm

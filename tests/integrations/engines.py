@@ -55,6 +55,23 @@ def gpt_oss() -> Any:
     return model
 
 
+def gemma4() -> Any:
+    """Return a Gemma 4, of layers with windows, and a wider one without."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+    last = {"global_head_dim": 512, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    kinds = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
+    plain = {"hidden_size_per_layer_input": 0, "tie_word_embeddings": False}
+    model = Gemma4ForCausalLM(
+        Gemma4TextConfig(**SIZES | heads | last | plain, layer_types=kinds, sliding_window=128)
+    )
+    for layer in model.model.layers:  # its scores are not scaled
+        norm = layer.self_attn.q_norm.weight
+        torch.nn.init.constant_(norm, 2 * len(norm) ** -0.5)
+    return model
+
+
 def deepseek_v3() -> Any:
     """Return a DeepSeek-V3 of dense layers: rounding may choose other experts."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
@@ -142,10 +159,11 @@ def models_in(folder: Path, make: Any, device: str) -> tuple[Any, Any]:
     """Return a model in bf16, saved in a folder, and the same in fp32."""
     torch.manual_seed(0)
     model = make()
+    embedded = 1 / getattr(model.model.embed_tokens, "scalar_embed_scale", 1.0)
     for name, weight in model.named_parameters():
         if weight.dim() == 2:
             # Scores have a standard deviation of 2, so that attention decides tokens.
-            std = 1.0 if "embed_tokens" in name else (2 / weight.shape[1]) ** 0.5
+            std = embedded if "embed_tokens" in name else (2 / weight.shape[1]) ** 0.5
             torch.nn.init.normal_(weight, std=std)
     model.bfloat16().save_pretrained(folder)
     # Loaded, because a cast of the model rounds the frequencies of RoPE too.

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import replace
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from vllm import envs
+from vllm.platforms import current_platform
 from vllm.utils.flashinfer import force_use_trtllm_attention
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -25,6 +26,13 @@ from mlagen.decode import xqa_batch_decode_with_kv_cache as decode
 from mlagen.integrations.vllm.warm_up import WARM_UP
 from mlagen.integrations.warm_up import Calls, gqa_calls, workspace
 from mlagen.models.kernels import PAGE_SIZES
+from mlagen.spec.gqa.variant import has_dim
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+# Of FlashInfer's FA3; its FA2, which prefills other layers, takes no FP8 query.
+_FP8_PREFILL_HEAD_DIMS = (64, 128, 256)
+# What FlashInfer reads of a layer, besides the scale of the query.
+_SCALES = ("_q_scale", "_k_scale", "_k_scale_float", "_v_scale", "_v_scale_float")
 
 
 def supports_trtllm_attention(is_prefill: bool = False) -> bool:
@@ -46,6 +54,19 @@ def can_use_trtllm_attention(
     )
 
 
+class Platform:
+    """vLLM's platform, which also is of the family (SM12x) whose XQA reads an NVFP4 cache."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(current_platform, name)
+
+    def is_device_capability_family(self, capability: int, *args: Any) -> bool:
+        """Return whether the GPU is of a family."""
+        return capability == 120 or bool(
+            current_platform.is_device_capability_family(capability, *args)
+        )
+
+
 def _by_own_gate(function: Any, **names: Any) -> Callable[..., Any]:
     """Return a function of vLLM's module that asks the functions above instead of vLLM's.
 
@@ -54,6 +75,7 @@ def _by_own_gate(function: Any, **names: Any) -> Callable[..., Any]:
     names |= {
         "can_use_trtllm_attention": can_use_trtllm_attention,
         "supports_trtllm_attention": supports_trtllm_attention,
+        "_is_xqa_head_dim_supported": has_dim,
     }
     return FunctionType(
         function.__code__,
@@ -68,7 +90,7 @@ class MlagenGQABackend(vllm_flashinfer.FlashInferBackend):
     """The GQA backend, as vLLM selects and validates it."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = [
-        *("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
+        *("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "nvfp4")
     ]
     supports_sink = classmethod(_by_own_gate(vllm_flashinfer.FlashInferBackend.supports_sink))
 
@@ -108,10 +130,15 @@ class MlagenGQAMetadataBuilder(vllm_flashinfer.FlashInferMetadataBuilder):
     """FlashInfer's builder, which chooses XQA for decode also without cubins and a network."""
 
     _init = _by_own_gate(
-        vllm_flashinfer.FlashInferMetadataBuilder.__init__, FlashInferBackend=MlagenGQABackend
+        vllm_flashinfer.FlashInferMetadataBuilder.__init__,
+        FlashInferBackend=MlagenGQABackend,
+        current_platform=Platform(),
     )
     get_cudagraph_support = classmethod(
-        _by_own_gate(vllm_flashinfer.FlashInferMetadataBuilder.get_cudagraph_support)
+        _by_own_gate(
+            vllm_flashinfer.FlashInferMetadataBuilder.get_cudagraph_support,
+            current_platform=Platform(),
+        )
     )
 
     def __init__(
@@ -122,6 +149,13 @@ class MlagenGQAMetadataBuilder(vllm_flashinfer.FlashInferMetadataBuilder):
         self.attention_config: Any = copy(vllm_config.attention_config)
         self.attention_config.use_trtllm_attention = False
         WARM_UP.add(self)
+
+    def get_q_data_type(self, is_prefill: bool) -> torch.dtype:
+        """Return the dtype of the query: of 16 bits where no prefill takes an FP8 one."""
+        dtype: torch.dtype = super().get_q_data_type(is_prefill)
+        if is_prefill and self.head_dim not in _FP8_PREFILL_HEAD_DIMS:
+            dtype = self.model_config.dtype
+        return dtype
 
     def decode_calls(self) -> Iterable[Calls]:
         """Return the calls of mlagen that decode the batches of the group, if any."""
@@ -189,11 +223,12 @@ class MlagenGQAImpl(vllm_flashinfer.FlashInferImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend to the cache: decode, which comes first, by mlagen, and the rest as the base."""
+        scaled = self._for_flashinfer(layer)
         kernel = getattr(getattr(attn_metadata, "decode", None), "kernel", None)
         if kernel is not vllm_flashinfer.FlashInferDecodeKernel.XQA:  # or a profiling run
             scales = (output_scale, output_block_scale)
             out: torch.Tensor = super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, *scales
+                scaled, query, key, value, kv_cache, attn_metadata, output, *scales
             )
             return out
         if attn_metadata.num_prefills:
@@ -204,24 +239,29 @@ class MlagenGQAImpl(vllm_flashinfer.FlashInferImpl):
                 num_decode_tokens=0,
                 decode=None,
             )
-            super().forward(layer, query[first:], key, value, kv_cache, prefills, output[first:])
+            super().forward(scaled, query[first:], key, value, kv_cache, prefills, output[first:])
         self._decode(layer, query, kv_cache, attn_metadata, output)
         return output
+
+    def _for_flashinfer(self, layer: Any) -> Any:
+        """Return the layer with a query of no scale where vLLM leaves it in 16 bits."""
+        if self.head_size in _FP8_PREFILL_HEAD_DIMS:
+            return layer
+        scales = {name: getattr(layer, name, None) for name in _SCALES}
+        return SimpleNamespace(**scales, _q_scale_float=1.0)
 
     def _decode(
         self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, batch: Any, out: torch.Tensor
     ) -> None:
         """Write the output of the query tokens that are decoded."""
-        part, layout = batch.decode, batch.kv_cache_layout
+        part = batch.decode
         # A request of one token that pads a captured batch has a row too.
         tokens = len(part.seq_lens) if part.q_len_per_req == 1 else batch.num_decode_tokens
-        if kv_cache.dtype == torch.uint8:  # as vLLM stores FP8
-            kv_cache = kv_cache.view(torch.float8_e4m3fn)
-        pages = canonicalize_singleton_dim_strides(kv_cache.permute(*layout.layer_view_order))
+        pages, block_scales, layout = self._views(kv_cache, batch.kv_cache_layout)
         is_quantized = is_quantized_kv_cache(self.kv_cache_dtype)
         decode(
             query[:tokens],
-            pages.split(self.head_size, dim=-1),
+            pages,
             workspace(query.device),
             part.block_tables,
             part.seq_lens,
@@ -231,8 +271,22 @@ class MlagenGQAImpl(vllm_flashinfer.FlashInferImpl):
             window_left=self.window_left,
             out=out[:tokens],
             sinks=self.sinks,
-            kv_layout=get_flashinfer_layout_string(layout),
+            kv_layout=layout,
             q_len_per_req=part.q_len_per_req,
             mask=part.mask,
+            kv_cache_sf=block_scales,
             q_cu_seq_lens=part.q_cu_seq_lens,
         )
+
+    def _views(self, kv_cache: torch.Tensor, layout: Any) -> tuple[_Pair, _Pair | None, str]:
+        """Return keys and values, their block scales if there are any, and the layout."""
+        if self.kv_cache_dtype == "nvfp4":
+            views: tuple[_Pair, _Pair, str] = vllm_flashinfer._nvfp4_kv_views(  # noqa: SLF001
+                kv_cache, self.num_kv_heads
+            )
+            return views
+        if kv_cache.dtype == torch.uint8:  # as vLLM stores FP8
+            kv_cache = kv_cache.view(torch.float8_e4m3fn)
+        pages = canonicalize_singleton_dim_strides(kv_cache.permute(*layout.layer_view_order))
+        keys, values = pages.split(self.head_size, dim=-1)
+        return (keys, values), None, get_flashinfer_layout_string(layout)

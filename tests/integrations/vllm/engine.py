@@ -30,11 +30,16 @@ RANDOM = "random"  # loads no weights, and draws them
 
 
 def run(checkpoint: str, backend: str, mode: str, prompts: list[list[int]]) -> dict[str, Any]:
-    """Return the backends of the layers, and tokens, kernels and graph replays of requests."""
+    """Return the backends of the layers, and tokens, kernels and graph replays of requests.
+
+    The dtype of the cache may follow the mode.
+    """
     from vllm import LLM, SamplingParams
 
+    mode, _, kv_cache_dtype = mode.partition(" ")
     graphs = {"compilation_config": GRAPHS} if mode == "graphs" else {"enforce_eager": True}
     options = OPTIONS | graphs | (DRAFTS if mode == "drafts" else {})
+    options |= {"kv_cache_dtype": kv_cache_dtype or "auto"}
     if is_deepseek_v4(checkpoint):
         register_random_weights()
         options |= {"load_format": RANDOM, "kv_cache_dtype": "fp8"}

@@ -343,7 +343,39 @@ def get_flashinfer_layout_string(layout: KVCacheLayout) -> str:
 
 def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
     """Return whether a cache has scales."""
-    return kv_cache_dtype.startswith("fp8")
+    return kv_cache_dtype.startswith(("fp8", "nvfp4"))
+
+
+class Platform:
+    """The GPU, as vLLM sees it."""
+
+    @classmethod
+    def is_device_capability_family(cls, capability: int, device_id: int = 0) -> bool:
+        """Return whether it is of a family: it is a Hopper."""
+        del device_id
+        return capability == 90
+
+
+current_platform = Platform()
+
+
+def _is_xqa_head_dim_supported(head_dim: int) -> bool:
+    """Return whether FlashInfer's XQA has a kernel."""
+    return head_dim <= 256
+
+
+def _nvfp4_kv_views(kv_cache: torch.Tensor, num_kv_heads: int) -> tuple[Any, Any, str]:
+    """Return data and scales of keys and values, and their layout."""
+    pages, _, page_size, width = kv_cache.shape
+    is_hnd = kv_cache.stride(2) == width
+    dims = (num_kv_heads, page_size) if is_hnd else (page_size, num_kv_heads)
+    rows, start, parts = num_kv_heads * page_size, kv_cache.storage_offset(), []
+    for part in (width * 8 // 9, width // 9) * 2:
+        strides = (kv_cache.stride(0), dims[1] * part, part, 1)
+        parts.append(kv_cache.as_strided((pages, *dims, part), strides, start))
+        start += rows * part
+    keys, key_scales, values, value_scales = parts
+    return (keys, values), (key_scales, value_scales), "HND" if is_hnd else "NHD"
 
 
 def canonicalize_singleton_dim_strides(t: torch.Tensor) -> torch.Tensor:
@@ -389,16 +421,37 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[Any]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         del layer_names, device
-        self.vllm_config = vllm_config
+        self.vllm_config, self.model_config = vllm_config, vllm_config.model_config
+        self.head_dim = kv_cache_spec.head_size
+        self.q_data_type_prefill = self.get_q_data_type(is_prefill=True)
         self.attention_config = vllm_config.attention_config
         self.use_dcp = False
-        self.use_xqa = can_use_trtllm_attention(8, kv_cache_spec.num_kv_heads, is_prefill=False)
+        self.use_xqa = (
+            can_use_trtllm_attention(8, kv_cache_spec.num_kv_heads, is_prefill=False)
+            and _is_xqa_head_dim_supported(kv_cache_spec.head_size)
+            and (
+                not kv_cache_spec.kv_quant_mode.is_nvfp4
+                or current_platform.is_device_capability_family(120)
+            )
+        )
+
+    def get_q_data_type(self, is_prefill: bool) -> torch.dtype:
+        """Return the dtype of the query, by that of the cache."""
+        is_fp8 = is_prefill and self.vllm_config.cache_config.cache_dtype.startswith("fp8")
+        return torch.float8_e4m3fn if is_fp8 else torch.bfloat16
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
         """Return which batches a CUDA graph may hold."""
         del vllm_config
-        if can_use_trtllm_attention(num_qo_heads=8, num_kv_heads=kv_cache_spec.num_kv_heads):
+        if (
+            can_use_trtllm_attention(num_qo_heads=8, num_kv_heads=kv_cache_spec.num_kv_heads)
+            and _is_xqa_head_dim_supported(kv_cache_spec.head_size)
+            and (
+                not kv_cache_spec.kv_quant_mode.is_nvfp4
+                or current_platform.is_device_capability_family(120)
+            )
+        ):
             return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -571,6 +624,7 @@ MODULES: dict[str, dict[str, Any]] = {
     },
     "vllm.models.deepseek_v4.nvidia.model": dict(_DSV4_LAYERS),
     "vllm.models.deepseek_v41.nvidia.model": dict(_DSV4_LAYERS),
+    "vllm.platforms": {"current_platform": current_platform},
     "vllm.platforms.interface": named(DeviceCapability),
     "vllm.utils.flashinfer": named(
         can_use_trtllm_attention, force_use_trtllm_attention, supports_trtllm_attention
@@ -583,6 +637,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "vllm.v1.attention.backends.flashinfer": named(
         *(FlashInferBackend, FlashInferDecodeKernel, FlashInferImpl, FlashInferMetadata),
         *(FlashInferMetadataBuilder, FlashInferTrtllmAPIDecode),
+        *(_is_xqa_head_dim_supported, _nvfp4_kv_views),
     ),
     "vllm.v1.attention.backends.mla.sparse_utils": named(
         align_blocks_to_rows, flat_kv_row_view, triton_convert_req_index_to_global_index

@@ -12,23 +12,27 @@ from typing import Any
 import pytest
 import torch
 
+from mlagen.spec.dtype import DType
 from tests.fixture_types import Patch
 from tests.integrations.attended import assert_near, gqa_attended
 from tests.integrations.servers import Import, is_installed
 from tests.integrations.vllm.conftest import config_of
+from tests.problems.gqa import STORES, GqaCase
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, PAGES = 4, 2, 64, 16, 4
 SEQ_LENS = (33, 2)
 LAYER = SimpleNamespace(_q_scale=None, _q_scale_float=1.0, _k_scale_float=0.5, _v_scale_float=0.25)
 
 
-def cache_spec() -> Any:
+def cache_spec(head_dim: int = HEAD_DIM, dtype: str = "auto") -> Any:
     """Return the cache of a layer, as vLLM's builder sees it."""
-    fields: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": HEAD_DIM}
+    fields: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": head_dim}
     if not is_installed("vllm"):
-        return SimpleNamespace(**fields)
-    spec = import_module("vllm.v1.kv_cache_interface").FullAttentionSpec
-    return spec(**fields, dtype=torch.bfloat16)
+        return SimpleNamespace(**fields, kv_quant_mode=SimpleNamespace(is_nvfp4=dtype == "nvfp4"))
+    module = import_module("vllm.v1.kv_cache_interface")
+    stored = torch.bfloat16 if dtype == "auto" else torch.uint8
+    mode = module.get_kv_quant_mode(dtype)
+    return module.FullAttentionSpec(**fields, dtype=stored, kv_quant_mode=mode)
 
 
 @pytest.fixture
@@ -41,14 +45,16 @@ def impl(gqa: ModuleType) -> Any:
     return made
 
 
-def batch(gqa: ModuleType, q_len: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
+def batch(
+    gqa: ModuleType, q_len: int, head_dim: int = HEAD_DIM
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """Return query, cache and metadata of a decode batch, as vLLM's builder makes them."""
     generator = torch.Generator().manual_seed(11)
     flashinfer = gqa.vllm_flashinfer
     layout = import_module("vllm.v1.kv_cache_interface").KVCacheLayout.LBHNC
     tokens = len(SEQ_LENS) * q_len
-    query = torch.randn(tokens, HEADS, HEAD_DIM, generator=generator).bfloat16()
-    cache = torch.randn(len(SEQ_LENS) * PAGES, KV_HEADS, PAGE, 2 * HEAD_DIM, generator=generator)
+    query = torch.randn(tokens, HEADS, head_dim, generator=generator).bfloat16()
+    cache = torch.randn(len(SEQ_LENS) * PAGES, KV_HEADS, PAGE, 2 * head_dim, generator=generator)
     decode = flashinfer.FlashInferTrtllmAPIDecode(
         kernel=flashinfer.FlashInferDecodeKernel.XQA,
         block_tables=torch.arange(len(SEQ_LENS) * PAGES).view(len(SEQ_LENS), PAGES).int(),
@@ -86,7 +92,7 @@ def expected(
         own = cache[request * PAGES : (request + 1) * PAGES].transpose(1, 2).flatten(0, 1)
         tokens = query[request * q_len : (request + 1) * q_len]
         keys, values = own[:seq_len].chunk(2, dim=-1)
-        outs.append(gqa_attended(tokens, keys, values, HEAD_DIM**-0.5, window, sinks))
+        outs.append(gqa_attended(tokens, keys, values, query.shape[-1] ** -0.5, window, sinks))
     return torch.cat(outs)
 
 
@@ -119,6 +125,47 @@ def test_an_fp8_cache_is_scaled(gqa: ModuleType, impl: Any) -> None:
 
     scaled = stored.double() * torch.tensor([0.5, 0.25]).repeat_interleave(HEAD_DIM).double()
     assert_near(out, expected(query, scaled, 1))
+
+
+def nvfp4_pages(head_dim: int, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return vLLM's pages of codes and scales, and keys and values in float64 as one cache.
+
+    A page has the codes of its keys, their scales, the codes of its values, and their scales, and
+    vLLM sees twice the KV heads in it.
+    """
+    dims: dict[str, Any] = {"kv_heads": KV_HEADS, "head_dim": head_dim, "page_size": PAGE}
+    case = GqaCase(**dims, kv="nvfp4", seq_lens=())
+    pages = len(SEQ_LENS) * PAGES
+    store = STORES["nvfp4"](case, pages)
+    generator = torch.Generator().manual_seed(12)
+    sides = ((store.key, store.key_scale), (store.value, store.value_scale))
+    ids = torch.arange(pages)
+    content = [store._fill(*side, ids, pages * PAGE, generator) for side in sides]
+    given = [part for side in sides for part in side if part is not None]
+    parts = [part.transpose(1, 2) if layout == "HND" else part for part in given]
+    stored = torch.cat([part.flatten(1) for part in parts], dim=1)
+    axes = (2 * KV_HEADS, PAGE) if layout == "HND" else (PAGE, 2 * KV_HEADS)
+    cache = stored.view(pages, *axes, head_dim * 9 // 16)
+    both = torch.cat(content, dim=-1).view(pages, PAGE, KV_HEADS, 2 * head_dim).transpose(1, 2)
+    return cache if layout == "HND" else cache.transpose(1, 2), both
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize(("head_dim", "q_len", "window"), [(128, 2, -1), (512, 1, 7)])
+def test_an_nvfp4_cache_is_read_where_vllm_stores_it(
+    gqa: ModuleType, impl: Any, layout: str, head_dim: int, q_len: int, window: int
+) -> None:
+    """Codes and scales are views of vLLM's pages, and the scales of the layer apply."""
+    query, _, metadata = batch(gqa, q_len, head_dim)
+    impl.kv_cache_dtype, impl.head_size, impl.scale = "nvfp4", head_dim, head_dim**-0.5
+    impl.window_left = window
+    cache, content = nvfp4_pages(head_dim, layout)
+    out = torch.full_like(query, torch.nan)
+
+    impl.forward(LAYER, query, None, None, cache, metadata, out)
+
+    scaled = content * torch.tensor([0.5, 0.25]).repeat_interleave(head_dim).double()
+    assert_near(out, expected(query, scaled, q_len, window=window))
 
 
 def test_ragged_drafts_are_decoded(gqa: ModuleType, impl: Any) -> None:
@@ -171,6 +218,22 @@ def test_prefills_behind_the_decodes_are_flashinfers(
     ((_, rest, _, _, _, prefills, _),) = seen
     assert len(rest) == prefills.num_actual_tokens == prefills.num_prefill_tokens == 3
     assert (prefills.num_decode_tokens, prefills.decode, prefills.prefill) == (0, None, "prefill")
+
+
+@pytest.mark.parametrize(("head_dim", "scale"), [(256, 0.5), (512, 1.0)])
+def test_a_prefilled_query_of_16_bits_has_no_scale(
+    gqa: ModuleType, impl: Any, head_dim: int, scale: float, monkeypatch: Patch
+) -> None:
+    """FlashInfer multiplies the scores by the scale of the query, which only an FP8 one has."""
+    calls: list[Any] = []
+    monkeypatch.setattr(
+        gqa.vllm_flashinfer.FlashInferImpl, "forward", lambda _, *call: calls.append(call)
+    )
+    impl.head_size = head_dim
+    layer = SimpleNamespace(**vars(LAYER) | {"_q_scale_float": 0.5})
+    impl.forward(layer, *("query", "key", "value", "cache"), SimpleNamespace(decode=None), "out")
+    ((seen, *_),) = calls
+    assert vars(seen).items() >= (vars(LAYER) | {"_q_scale_float": scale}).items()
 
 
 @pytest.mark.parametrize("metadata", [None, SimpleNamespace(decode=SimpleNamespace(wrapper=1))])
@@ -317,25 +380,51 @@ def test_what_xqa_would_ignore_is_refused(
         gqa.MlagenGQAImpl(**GIVEN | {name: value})
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "kv_dtype", "prefilled"),
+    [
+        (64, "auto", DType.BF16, torch.bfloat16),
+        (256, "fp8", DType.E4M3, torch.float8_e4m3fn),
+        (512, "fp8", DType.E4M3, torch.bfloat16),  # FlashInfer has no prefill of an FP8 query
+        (512, "nvfp4", DType.NVFP4, torch.bfloat16),
+    ],
+)
 def test_a_layer_and_its_builder_ask_no_network(
-    gqa: ModuleType, vllm: Import, hopper: list[str], monkeypatch: Patch
+    gqa: ModuleType,
+    vllm: Import,
+    hopper: list[str],
+    head_dim: int,
+    dtype: str,
+    kv_dtype: DType,
+    prefilled: torch.dtype,
+    monkeypatch: Patch,
 ) -> None:
-    """A layer with sinks is built for XQA, and no batch of prefills asks for other kernels."""
-    layer = gqa.MlagenGQAImpl(**GIVEN, sinks=torch.zeros(8))
+    """A layer is built for XQA's place, also where XQA has no kernel, and graphs hold its drafts.
+
+    No batch of prefills asks for other kernels.
+    """
+    is_nvfp4 = dtype == "nvfp4"
+    given = GIVEN | {"kv_cache_dtype": dtype, "head_size": head_dim}
+    layer = gqa.MlagenGQAImpl(**given, sinks=None if is_nvfp4 else torch.zeros(8))
     config = config_of(8)
+    config.cache_config.cache_dtype = dtype
+    spec = cache_spec(head_dim, dtype)
     if is_installed("vllm"):
         own = gqa.MlagenGQAMetadataBuilder._init.__globals__
         utils = vllm("vllm.v1.attention.backends.utils")
-        same = utils.PerLayerParameters(-1, None, 1.0, has_sinks=True)
+        same = utils.PerLayerParameters(-1, None, 1.0, has_sinks=not is_nvfp4)
         monkeypatch.setitem(own, "get_per_layer_parameters", lambda *_: {"layer": same})
         monkeypatch.setitem(own, "get_num_attention_heads_from_layers", lambda *_: 8)
         monkeypatch.setitem(own, "get_dcp_world_size_and_rank", lambda _: (1, 0))
 
-    builder = gqa.MlagenGQAMetadataBuilder(cache_spec(), ["layer"], config, torch.device("cpu"))
+    builder = gqa.MlagenGQAMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
 
     if is_installed("vllm"):
-        assert [rows for _, rows in builder.decode_calls()] == [4]
+        ((variant, rows),) = builder.decode_calls()
+        assert (variant.head_dim, variant.kv_dtype, rows) == (head_dim, kv_dtype, 4)
         assert_plans_a_prefill(gqa, builder, monkeypatch)
+    assert builder.q_data_type_prefill is prefilled
+    assert builder.get_cudagraph_support(config, spec).name == "UNIFORM_BATCH"
     assert layer.supports_xqa_or_trtllm_gen_decode
     assert builder.use_xqa
     assert builder.attention_config.use_trtllm_attention is False

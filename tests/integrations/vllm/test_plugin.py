@@ -130,7 +130,8 @@ def test_the_gqa_backend_is_for_hopper(
     backend = backends["MLAGEN_GQA"]
     assert backend.supports_compute_capability(gpu) is is_served
     assert backend.supports_kv_cache_dtype("fp8_e4m3")
-    assert not backend.supports_kv_cache_dtype("nvfp4")
+    assert backend.supports_kv_cache_dtype("nvfp4")
+    assert not backend.supports_kv_cache_dtype("int8_per_token_head")
 
 
 @pytest.mark.parametrize("name", ["MLAGEN_MLA", "MLAGEN_MLA_SPARSE"])

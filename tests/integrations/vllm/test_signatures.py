@@ -34,7 +34,7 @@ needs_vllm = pytest.mark.skipif(not is_installed("vllm"), reason="needs vLLM: ma
         ("sparse", "MlagenSparseMLAImpl", {"__init__"}),
         ("gqa", "MlagenGQABackend", set()),
         ("gqa", "MlagenGQAMetadataBuilder", {"_init", *GROUP}),
-        ("gqa", "MlagenGQAImpl", {"__init__", "_init", "_decode"}),
+        ("gqa", "MlagenGQAImpl", {"__init__", "_init", "_decode", "_for_flashinfer", "_views"}),
     ],
 )
 def test_an_override_has_the_parameters_of_the_overridden(
