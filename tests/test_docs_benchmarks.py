@@ -25,6 +25,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = {
     "full": (DOCS / "benchmarks.md", "results"),
     "v4": (DOCS / "benchmarks-v4.md", "results/v4"),
+    "gqa": (DOCS / "benchmarks-gqa.md", "results/gqa"),
 }
 RESULTS = {
     suite: {

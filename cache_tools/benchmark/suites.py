@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 # decides the clock. model: behind the projection of a decode layer, whose own time is subtracted.
 MODES = ("fresh", "sustained", "model")
 
-LIBRARIES = ("flashinfer", "flashmla", "fa3")
+LIBRARIES = ("flashinfer", "flashmla", "fa3", "triton")
 
 
 Facts: TypeAlias = dict[str, Any]
@@ -172,4 +172,38 @@ _V4: tuple[tuple[str, Facts], ...] = (
     ("mla", {**_HCA_1M, "heads": 16, "page_size": 256}),
 )
 
-SUITES = {"quick": _QUICK, "full": _FULL, "v4": _V4}
+# GQA over caches of few bits and of wide heads: those of Gemma 4, with and without a window, and of
+# Qwen3.8.
+_HALF: Facts = {"heads": 32, "kv_heads": 4}
+_WIDE_HEADS: tuple[Facts, ...] = (
+    {**_HALF, "head_dim": 256},
+    {"heads": 24, "kv_heads": 4, "head_dim": 256},
+    {"heads": 16, "kv_heads": 8, "head_dim": 256, "seq_len": 8192, "window_left": 1023},
+    {**_HALF, "head_dim": 512},
+    {**_HALF, "head_dim": 512, "batch": 64},
+    {"heads": 8, "kv_heads": 1, "head_dim": 512},
+    {"heads": 8, "kv_heads": 1, "head_dim": 512, "batch": 32, "seq_len": 32768},
+)
+
+_GQA: tuple[tuple[str, Facts], ...] = (
+    ("gqa", {"kv_dtype": "e4m3"}),
+    ("gqa", {"kv_dtype": "int8"}),
+    ("gqa", {"kv_dtype": "nvfp4"}),
+    *(
+        ("gqa", {"kv_dtype": dtype, **shape})
+        for dtype in ("int8", "nvfp4")
+        for shape in (
+            {"batch": 64, "seq_len": 8192},
+            {"batch": 16, "seq_len": 8192},
+            {"batch": 1, "seq_len": 131072},
+            {"heads": 8, "kv_heads": 1},
+            {**_HALF, "batch": 64},
+            {**_HALF, "batch": 64, "head_dim": 256},
+        )
+    ),
+    ("gqa", {"kv_dtype": "nvfp4", "page_size": 16}),
+    ("gqa", {"kv_dtype": "nvfp4", "head_dim": 64}),
+    *(("gqa", {"kv_dtype": dtype, **shape}) for dtype in (None, "e4m3") for shape in _WIDE_HEADS),
+)
+
+SUITES = {"quick": _QUICK, "full": _FULL, "v4": _V4, "gqa": _GQA}

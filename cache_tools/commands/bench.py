@@ -95,7 +95,7 @@ _CASE_OPTIONS = (
         is_flag=False,
         flag_value=_ALL,
         metavar="[NAME,...]",
-        help="Also measure flashinfer, flashmla or fa3; without a name, all that are found.",
+        help="Also measure flashinfer, flashmla, fa3, triton; without a name, all that are found.",
     ),
 )
 

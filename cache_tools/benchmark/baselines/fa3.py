@@ -10,7 +10,7 @@ import torch
 from mlagen.spec.dtype import DType
 
 from ..calls import Call
-from ..cases import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from ..cases import KV_LORA_RANK, QK_ROPE_HEAD_DIM, Case
 from ..inputs import Inputs
 from .baseline import (
     Baseline,
@@ -22,6 +22,8 @@ from .baseline import (
 
 PACKAGES = "vllm"
 INSTALL = "pip install --no-deps --target DIR vllm, and pass --libraries DIR"
+
+_MAX_HEAD_DIM = 256  # of K
 
 
 def find() -> list[Baseline]:
@@ -35,7 +37,12 @@ def find() -> list[Baseline]:
         ops = torch.ops._vllm_fa3_C  # noqa: SLF001
         return _mla_call(ops, inputs) if inputs.case.family == "mla" else _gqa_call(ops, inputs)
 
-    return [Baseline(name="fa3", version=library.version, serves=has_16bit_query, make=make)]
+    return [Baseline(name="fa3", version=library.version, serves=_serves, make=make)]
+
+
+def _serves(case: Case) -> bool:
+    has_dims = case.family == "mla" or case.head_dim_qk <= _MAX_HEAD_DIM
+    return has_dims and has_16bit_query(case)
 
 
 def _mla_call(ops: Any, inputs: Inputs) -> Call:

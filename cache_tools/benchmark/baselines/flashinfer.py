@@ -1,8 +1,9 @@
-"""FlashInfer: its MLA wrapper, and XQA for grouped-query attention."""
+"""FlashInfer: its MLA wrapper, and XQA or its wrapper for grouped-query attention."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 
@@ -25,6 +26,10 @@ INSTALL = "pip install flashinfer-python"
 # FlashInfer does not report the size it needs; XQA's first 8 MiB are zeroed semaphores.
 _WORKSPACE_BYTES = 256 << 20
 
+_MAX_XQA_HEAD_DIM = 256
+_HEAD_DIMS = (64, 128, 256, 512)  # of the wrapper
+_NVFP4_HEAD_DIMS = (128, 256, 512)
+
 
 def find() -> list[Baseline]:
     """Return FlashInfer, if it is found."""
@@ -36,7 +41,19 @@ def find() -> list[Baseline]:
 
 
 def _serves(case: Case) -> bool:
+    if _takes_wrapper(case):
+        # Its FA2 kernels misread NVFP4 of 64 dims, and take several query tokens as prefill does.
+        is_nvfp4 = case.kv_dtype is DType.NVFP4
+        dims = _NVFP4_HEAD_DIMS if is_nvfp4 else _HEAD_DIMS
+        has_dtypes = has_16bit_query(case) or (is_nvfp4 and case.dtype.is_16bit)
+        return has_dtypes and case.q_len == 1 and case.head_dim_qk in dims
     return has_16bit_query(case) or (case.dtype, case.kv_dtype) == (DType.BF16, DType.E4M3)
+
+
+def _takes_wrapper(case: Case) -> bool:
+    """Whether XQA has no kernel on sm_90."""
+    is_unserved = case.kv_dtype is DType.NVFP4 or case.head_dim_qk > _MAX_XQA_HEAD_DIM
+    return case.family == "gqa" and is_unserved
 
 
 def flashinfer_call(inputs: Inputs) -> Call:
@@ -46,7 +63,9 @@ def flashinfer_call(inputs: Inputs) -> Call:
     """
     device = inputs.seq_lens.device
     workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    make = _mla_call if inputs.case.family == "mla" else _gqa_call
+    if inputs.case.family == "mla":
+        return _mla_call(inputs, workspace)
+    make = _wrapper_call if _takes_wrapper(inputs.case) else _xqa_call
     return make(inputs, workspace)
 
 
@@ -85,7 +104,44 @@ def _split_rope(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tensor[..., :KV_LORA_RANK], tensor[..., KV_LORA_RANK:]
 
 
-def _gqa_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
+def _wrapper_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
+    from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
+
+    case, device = inputs.case, inputs.seq_lens.device
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(
+        workspace, "NHD", use_tensor_cores=True, backend="fa2"
+    )
+    wrapper.plan(
+        torch.tensor([0, *inputs.pages], device=device).cumsum(0).int(),
+        block_table_of(inputs),
+        (inputs.seq_lens - 1) % case.page_size + 1,
+        case.heads,
+        case.kv_heads,
+        case.head_dim_qk,
+        case.page_size,
+        window_left=case.window_left,
+        q_data_type=TORCH_DTYPES[case.dtype],
+        kv_data_type=inputs.keys[0].data.dtype,
+        sm_scale=inputs.scale,
+    )
+    queries = [query.flatten(0, 1) for query in inputs.queries]
+    pairs = list(zip(inputs.keys, inputs.values, strict=True))
+    scales: list[dict[str, Any]] = [
+        {}
+        if keys.block_scales is None
+        else {"kv_cache_sf": (keys.block_scales, values.block_scales)}
+        for keys, values in pairs
+    ]
+
+    def call(index: int) -> torch.Tensor:
+        keys, values = pairs[index]
+        out: torch.Tensor = wrapper.run(queries[index], (keys.data, values.data), **scales[index])
+        return out
+
+    return call
+
+
+def _xqa_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
     from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
     queries = [query.flatten(0, 1) for query in inputs.queries]

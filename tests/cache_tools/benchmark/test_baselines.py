@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mlagen
-from cache_tools.benchmark.baselines import fa3, find_baselines, flashinfer, flashmla
+from cache_tools.benchmark.baselines import fa3, find_baselines, flashinfer, flashmla, triton
 from cache_tools.benchmark.calls import Call
 from cache_tools.benchmark.inputs import Inputs, relative_error
 from cache_tools.benchmark.pools import expected_of, inputs_for
@@ -48,7 +48,10 @@ FLASHINFER: Cases = [
     ("mla", {"dtype": "fp16", "page_size": 16}),
     ("mla", {"kv_dtype": "e4m3"}),
     ("mla", {**TOPK, **NO_ROPE, "kv_dtype": "e4m3"}),
+    ("gqa", {"kv_dtype": "nvfp4", "window_left": 20}),
+    ("gqa", {"kv_dtype": "e4m3", "head_dim": 512}),
 ]
+TRITON: Cases = [*GQA, ("gqa", {"kv_dtype": "int8"}), ("gqa", {"head_dim": 512, "batch": 40})]
 
 
 def inputs_of(family: str, facts: dict[str, Any]) -> Inputs:
@@ -178,6 +181,42 @@ class Fa3:
         return (out,)
 
 
+class Triton:
+    """The module of vLLM's kernel in Triton."""
+
+    KVQuantMode = SimpleNamespace(FP8_PER_TENSOR=1, INT8_PER_TOKEN_HEAD=2)
+
+    def unified_attention(self, q: Any, k: Any, v: Any, out: torch.Tensor, **given: Any) -> None:
+        """Write the output of mlagen."""
+        batch, kv_heads, mode = len(given["seqused_k"]), k.shape[2], given.get("kv_quant_mode", 0)
+        assert mode == {torch.float8_e4m3fn: 1, torch.int8: 2}.get(k.dtype, 0)
+        assert (q.dtype == torch.float8_e4m3fn) == (mode == 1)
+        assert (given["causal"], given["softcap"]) == (True, 0.0)
+        assert given["cu_seqlens_q"].tolist() == [
+            n * given["max_seqlen_q"] for n in range(batch + 1)
+        ]
+        scales = [given.get(f"{part}_scale_cache") for part in "kv"]
+        assert all(each is None or each.shape == k.shape[:3] for each in scales)
+        factor = 1.0 if scales[0] is None else float(scales[0].flatten()[0])
+        assert ("seq_threshold_3D" in given) == (batch <= 128 // kv_heads)
+        left, right = given["window_size"]
+        assert right == (0 if left >= 0 else -1)
+        decode = mlagen.decode.xqa_batch_decode_with_kv_cache
+        decode(
+            q.bfloat16(),
+            (k, v),
+            torch.empty(0, dtype=torch.uint8),
+            given["block_table"],
+            given["seqused_k"],
+            given["max_seqlen_k"],
+            bmm1_scale=given["softmax_scale"] * factor,
+            bmm2_scale=factor,
+            q_len_per_req=given["max_seqlen_q"],
+            window_left=left,
+            out=out,
+        )
+
+
 Make = Callable[[Inputs], Call]
 
 
@@ -198,6 +237,7 @@ LIBRARIES: dict[str, tuple[Make, Cases]] = {
     "FlashMLA of vLLM": (of_flashmla(1), FLASHMLA),
     "FA3": (of_fa3, FA3),
     "FlashInfer": (flashinfer.flashinfer_call, FLASHINFER),
+    "Triton": (partial(triton.triton_call, Triton()), TRITON),
 }
 
 
@@ -222,16 +262,18 @@ def test_a_library_is_called_with_the_case(
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: Patch) -> Path:
-    """Return a folder as `pip install --target` fills it, with both builds of FlashMLA and FA3."""
+    """Return a folder as `pip install --target` fills it, with all libraries but FlashInfer."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     libraries = ["_flashmla_C", "_flashmla_extension_C", "vllm_flash_attn/_vllm_fa3_C"]
+    kernel = "vllm/v1/attention/ops/triton_unified_attention.py"
     for package, version, names in (
-        ("vllm", "0.23.0", [f"vllm/{name}" for name in libraries]),
-        ("sgl-flash-mla", "1.0.0", ["flash_mla/_C_legacy"]),
+        ("vllm", "0.23.0", [*(f"vllm/{name}.abi3.so" for name in libraries), kernel]),
+        ("sgl-flash-mla", "1.0.0", ["flash_mla/_C_legacy.abi3.so"]),
+        ("triton", "3.0", ["triton/__init__.py"]),
     ):
         info = f"{package.replace('-', '_')}-{version}.dist-info/METADATA"
         metadata = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
-        for name in (info, *(f"{name}.abi3.so" for name in names)):
+        for name in (info, *names):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(metadata if name == info else "")
     return tmp_path
@@ -239,9 +281,9 @@ def site(tmp_path: Path, monkeypatch: Patch) -> Path:
 
 def test_libraries_are_found_in_a_folder(site: Path) -> None:
     """The wheels of vLLM and SGLang are two baselines; without names, a missing one is left out."""
-    found = find_baselines(["flashmla", "fa3"], site)
+    found = find_baselines(["flashmla", "fa3", "triton"], site)
     (site / "flash_mla" / "_C_legacy.abi3.so").unlink()
-    vllm = dict.fromkeys(("flashmla-vllm", "fa3"), "vllm 0.23.0")
+    vllm = dict.fromkeys(("flashmla-vllm", "fa3", "triton"), "vllm 0.23.0")
     versions = {each.name: each.version for each in found}
     assert versions == {**vllm, "flashmla-sglang": "sgl-flash-mla 1.0.0"}
     assert {each.name for each in find_baselines([], site)} - {"flashinfer"} == {*vllm}
@@ -268,9 +310,13 @@ def test_libraries_are_found_in_a_folder(site: Path) -> None:
         ("mla", {"kv_dtype": "fp8_dsv41", "top_k": 64}, ""),
         ("mla", {**NO_ROPE, "top_k": 64}, "fa3 flashinfer flashmla-sglang"),
         ("mla", {"top_k": 64, "dtype": "fp16"}, "fa3 flashinfer"),
-        ("gqa", {}, "fa3 flashinfer"),
-        ("gqa", {"kv_dtype": "e4m3"}, "fa3 flashinfer"),
-        ("gqa", {"kv_dtype": "nvfp4"}, ""),
+        ("gqa", {}, "fa3 flashinfer triton"),
+        ("gqa", {"kv_dtype": "e4m3"}, "fa3 flashinfer triton"),
+        ("gqa", {"kv_dtype": "int8"}, "triton"),
+        ("gqa", {"kv_dtype": "nvfp4"}, "flashinfer"),
+        ("gqa", {"kv_dtype": "nvfp4", "q_len": 2}, ""),
+        ("gqa", {"kv_dtype": "nvfp4", "head_dim": 64}, ""),
+        ("gqa", {"head_dim": 512}, "flashinfer triton"),
     ],
 )
 def test_a_library_is_measured_where_it_has_a_kernel(

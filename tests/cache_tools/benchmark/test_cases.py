@@ -115,6 +115,25 @@ def test_the_suite_of_deepseek_v4_has_the_hand_computed_bounds() -> None:
     assert ragged.flop == 2048 * 128 * (sum(swa) + sum(extra))
 
 
+def test_the_suite_of_gqa_has_the_hand_computed_bounds() -> None:
+    """Bytes of the cache give the bounds of an H200; query and output add little to them."""
+    cases = select_cases(suite="gqa")
+    labels = {case.label.removeprefix("gqa bf16").lstrip("/, "): case for case in cases}
+    assert len(labels) == len(cases)
+    h200 = Ceilings(read_gb_s=4328.0, bf16_tflop_s=682.0)
+    for label, us in {
+        "int8, 128 x 4096, 64/8 heads": 248.1,
+        "nvfp4, 64 x 8192, 64/8 heads": 139.5,
+        "nvfp4, 1 x 131072, 64/8 heads": 34.8,
+        "nvfp4, 128 x 4096, 64/8 heads, head_dim 64": 69.8,
+        "64 x 4096, 32/4 heads, head_dim 512": 496.2,
+        "e4m3, 128 x 4096, 24/4 heads, head_dim 256": 248.1,
+        "e4m3, 128 x 8192, 16/8 heads, head_dim 256, window_left 1023": 124.0,
+        "e4m3, 32 x 32768, 8/1 heads, head_dim 512": 248.1,
+    }.items():
+        assert 1 <= h200.bound_us(labels[label]) / us <= 1.06, label
+
+
 def test_ragged_lengths_are_the_same_in_every_run() -> None:
     """A fixed seed spreads them from the query tokens, or one, to twice the mean."""
     case = case_of("mla", batch=1000, seq_len=100, is_ragged=True)

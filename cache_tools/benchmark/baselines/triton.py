@@ -1,0 +1,93 @@
+"""vLLM's attention in Triton, which serves caches and head dims that its libraries do not."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from mlagen.spec.dtype import DType
+
+from ..calls import Call
+from ..cases import Case
+from ..inputs import Inputs, element_scale
+from .baseline import Baseline, cu_seqlens_q_of, shared_library
+
+PACKAGES = "vllm and triton"
+INSTALL = "pip install --no-deps --target DIR vllm, and pass --libraries DIR"
+
+_MODULE = "vllm.v1.attention.ops.triton_unified_attention"
+# As vLLM's backend has them: it splits sequences up to as many work items, into so many parts.
+_MAX_SPLIT_ITEMS = 128
+_SPLITS = 16
+
+
+def find() -> list[Baseline]:
+    """Return the kernel of vLLM, if it is found."""
+    library = shared_library("vllm", f"{_MODULE.replace('.', '/')}.py")
+    if library is None or find_spec("triton") is None:
+        return []
+
+    def make(inputs: Inputs) -> Call:
+        return triton_call(import_module(_MODULE), inputs)
+
+    return [Baseline(name="triton", version=library.version, serves=_serves, make=make)]
+
+
+def _serves(case: Case) -> bool:
+    is_known = case.kv_dtype in (case.dtype, DType.E4M3, DType.INT8)
+    return case.family == "gqa" and case.dtype.is_16bit and is_known
+
+
+def triton_call(ops: Any, inputs: Inputs) -> Call:
+    """Return the call; as in vLLM it converts the query over an e4m3 cache.
+
+    An int8 cache has the scale of the call as one for each token and KV head.
+    """
+    case = inputs.case
+    queries = [query.flatten(0, 1) for query in inputs.queries]
+    out, device = torch.empty_like(queries[0]), queries[0].device
+    is_fp8 = case.kv_dtype is DType.E4M3
+    one = torch.ones(1, device=device)
+    shared: dict[str, Any] = {
+        "cu_seqlens_q": cu_seqlens_q_of(inputs),
+        "max_seqlen_q": case.q_len,
+        "seqused_k": inputs.seq_lens,
+        "max_seqlen_k": inputs.max_seq_len,
+        "softmax_scale": inputs.scale,
+        "causal": True,
+        "window_size": (case.window_left, 0 if case.window_left >= 0 else -1),
+        "block_table": inputs.block_tables,
+        "softcap": 0.0,
+        "q_descale": one if is_fp8 else None,
+        "k_descale": one,
+        "v_descale": one,
+    }
+    if is_fp8:
+        shared["kv_quant_mode"] = ops.KVQuantMode.FP8_PER_TENSOR
+    if case.kv_dtype is DType.INT8:
+        rows, factor = inputs.keys[0].data.shape[:3], element_scale(case.kv_dtype)
+        scales = torch.full(rows, factor, dtype=torch.float32, device=device)
+        shared |= {"k_scale_cache": scales, "v_scale_cache": scales}
+        shared["kv_quant_mode"] = ops.KVQuantMode.INT8_PER_TOKEN_HEAD
+    max_split = _MAX_SPLIT_ITEMS // case.kv_heads
+    if case.batch <= max_split:
+        width = 1 << (case.head_dim_vo - 1).bit_length()
+        parts = torch.empty(*out.shape[:2], _SPLITS, width, device=device)
+        shared |= {
+            "seq_threshold_3D": max_split,
+            "num_par_softmax_segments": _SPLITS,
+            "softmax_segm_output": parts,
+            "softmax_segm_max": torch.empty_like(parts[..., 0]),
+            "softmax_segm_expsum": torch.empty_like(parts[..., 0]),
+        }
+
+    def call(index: int) -> torch.Tensor:
+        query = queries[index].to(torch.float8_e4m3fn) if is_fp8 else queries[index]
+        keys, values = inputs.keys[index].data, inputs.values[index].data
+        ops.unified_attention(query, keys, values, out, **shared)
+        return out
+
+    return call
