@@ -35,7 +35,11 @@ _DTYPES = {
     torch.float8_e4m3fn: DType.E4M3,
     torch.uint8: DType.FP8_DS_MLA,
 }
-_GQA_DTYPES = _DTYPES | {torch.int8: DType.INT8, torch.uint8: DType.NVFP4}
+_GQA_DTYPES = _DTYPES | {
+    torch.float8_e5m2: DType.E5M2,
+    torch.int8: DType.INT8,
+    torch.uint8: DType.NVFP4,
+}
 _logger = logging.getLogger("mlagen")
 
 

@@ -54,6 +54,11 @@ def can_use_trtllm_attention(
     )
 
 
+def _takes_fp8_query(head_dim: int, kv_cache_dtype: str) -> bool:
+    """Return whether a prefill may have an FP8 query, which vLLM stores in e4m3 alone."""
+    return head_dim in _FP8_PREFILL_HEAD_DIMS and kv_cache_dtype != "fp8_e5m2"
+
+
 class Platform:
     """vLLM's platform, which also is of the family (SM12x) whose XQA reads an NVFP4 cache."""
 
@@ -90,7 +95,7 @@ class MlagenGQABackend(vllm_flashinfer.FlashInferBackend):
     """The GQA backend, as vLLM selects and validates it."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = [
-        *("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "nvfp4")
+        *("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
     ]
     supports_sink = classmethod(_by_own_gate(vllm_flashinfer.FlashInferBackend.supports_sink))
 
@@ -153,7 +158,7 @@ class MlagenGQAMetadataBuilder(vllm_flashinfer.FlashInferMetadataBuilder):
     def get_q_data_type(self, is_prefill: bool) -> torch.dtype:
         """Return the dtype of the query: of 16 bits where no prefill takes an FP8 one."""
         dtype: torch.dtype = super().get_q_data_type(is_prefill)
-        if is_prefill and self.head_dim not in _FP8_PREFILL_HEAD_DIMS:
+        if is_prefill and not _takes_fp8_query(self.head_dim, self.cache_dtype):
             dtype = self.model_config.dtype
         return dtype
 
@@ -245,7 +250,7 @@ class MlagenGQAImpl(vllm_flashinfer.FlashInferImpl):
 
     def _for_flashinfer(self, layer: Any) -> Any:
         """Return the layer with a query of no scale where vLLM leaves it in 16 bits."""
-        if self.head_size in _FP8_PREFILL_HEAD_DIMS:
+        if _takes_fp8_query(self.head_size, self.kv_cache_dtype):
             return layer
         scales = {name: getattr(layer, name, None) for name in _SCALES}
         return SimpleNamespace(**scales, _q_scale_float=1.0)
@@ -286,7 +291,8 @@ class MlagenGQAImpl(vllm_flashinfer.FlashInferImpl):
             )
             return views
         if kv_cache.dtype == torch.uint8:  # as vLLM stores FP8
-            kv_cache = kv_cache.view(torch.float8_e4m3fn)
+            is_e5m2 = self.kv_cache_dtype == "fp8_e5m2"
+            kv_cache = kv_cache.view(torch.float8_e5m2 if is_e5m2 else torch.float8_e4m3fn)
         pages = canonicalize_singleton_dim_strides(kv_cache.permute(*layout.layer_view_order))
         keys, values = pages.split(self.head_size, dim=-1)
         return (keys, values), None, get_flashinfer_layout_string(layout)

@@ -423,6 +423,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[Any]):
         del layer_names, device
         self.vllm_config, self.model_config = vllm_config, vllm_config.model_config
         self.head_dim = kv_cache_spec.head_size
+        self.cache_dtype = vllm_config.cache_config.cache_dtype
         self.q_data_type_prefill = self.get_q_data_type(is_prefill=True)
         self.attention_config = vllm_config.attention_config
         self.use_dcp = False
@@ -437,7 +438,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[Any]):
 
     def get_q_data_type(self, is_prefill: bool) -> torch.dtype:
         """Return the dtype of the query, by that of the cache."""
-        is_fp8 = is_prefill and self.vllm_config.cache_config.cache_dtype.startswith("fp8")
+        is_fp8 = is_prefill and self.cache_dtype.startswith("fp8")
         return torch.float8_e4m3fn if is_fp8 else torch.bfloat16
 
     @classmethod

@@ -114,11 +114,14 @@ def test_a_decode_is_mlagens(
     assert_near(out, expected(query, cache, q_len, sinks, window))
 
 
-def test_an_fp8_cache_is_scaled(gqa: ModuleType, impl: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)]
+)
+def test_an_fp8_cache_is_scaled(gqa: ModuleType, impl: Any, name: str, dtype: torch.dtype) -> None:
     """VLLM stores FP8 as bytes, and the scales of the layer apply."""
     query, cache, metadata = batch(gqa, 1)
-    impl.kv_cache_dtype = "fp8"
-    stored = cache.to(torch.float8_e4m3fn)
+    impl.kv_cache_dtype = name
+    stored = cache.to(dtype)
     out = torch.full_like(query, torch.nan)
 
     impl.forward(LAYER, query, None, None, stored.view(torch.uint8), metadata, out)
@@ -385,6 +388,7 @@ def test_what_xqa_would_ignore_is_refused(
     [
         (64, "auto", DType.BF16, torch.bfloat16),
         (256, "fp8", DType.E4M3, torch.float8_e4m3fn),
+        (128, "fp8_e5m2", DType.E5M2, torch.bfloat16),
         (512, "fp8", DType.E4M3, torch.bfloat16),  # FlashInfer has no prefill of an FP8 query
         (512, "nvfp4", DType.NVFP4, torch.bfloat16),
     ],
