@@ -66,9 +66,9 @@ def mla_sm90_fp8kv(*, rows: int = 64, **changes: Any) -> MlaSm90Fp8KvSpec:
     return spec
 
 
-def mla_sm90_two_pools(*, rows: int = 64) -> MlaSm90Fp8KvSpec:
-    """Return the sm90 kernel of DeepSeek-V4 for ``rows`` rows."""
-    facts: dict[str, Any] = {"kv_dtype": DType.FP8_DSV4, "lookup": "two_pools"}
+def mla_sm90_two_pools(*, rows: int = 64, kv_dtype: DType = DType.FP8_DSV4) -> MlaSm90Fp8KvSpec:
+    """Return the sm90 kernel of DeepSeek-V4 for ``rows`` rows, or of another format."""
+    facts: dict[str, Any] = {"kv_dtype": kv_dtype, "lookup": "two_pools"}
     return mla_sm90_fp8kv(rows=rows, qk_rope_head_dim=0, page_size=0, **facts)
 
 

@@ -148,8 +148,9 @@ class Dsv4Problem(Problem):
         arch = arch_of_device(self.device.index or 0)
         if mla_sm90_kernel(arch, self.case.variant, 1, "auto") is None:
             return ()
-        codes = FORMATS[self.case.kv_cache_format][0].codes
-        return ((64, 4),) * (codes // 64)  # the query in two terms, 32 elements a step
+        row = FORMATS[self.case.kv_cache_format][0]
+        # The query in two terms, 32 elements a step.
+        return ((row.group, row.group // 16),) * (row.codes // row.group)
 
     def expected(self) -> Attention:
         """Return the float64 result: out ``[tokens, heads, 512]`` and LSE ``[tokens, heads]``."""

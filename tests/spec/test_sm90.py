@@ -45,8 +45,8 @@ class Family(NamedTuple):
 # all.
 _MLA_KERNELS = 2 * 2 * 3 * (2 * 4 + len(PAGE_SIZES))
 # Four dtype pairs have two dims and three modes, fp8_per_token has one; three tiles each. Two pools
-# have any page size.
-_FP8KV_KERNELS = ((4 * 2 * 3 + 1) * len(PAGE_SIZES) + 1) * 3
+# of three formats have any page size.
+_FP8KV_KERNELS = ((4 * 2 * 3 + 1) * len(PAGE_SIZES) + 3) * 3
 # Query and cache of one dtype, or a cache of 8 bits: e4m3 with either output, e5m2 and int8; or
 # NVFP4. Four page sizes; tiles of three head dims, the smallest of them for one, two or four KV
 # heads per CTA.
@@ -66,6 +66,8 @@ NO_KERNEL: list[dict[str, Any]] = [
     *({"kv_lora_rank": 256}, {"values": "separate"}, {"mask": "bias"}),
     *({"page_size": 8}, {"page_size": 24}),
 ]
+POOLS: dict[str, Any] = {"lookup": "two_pools", "qk_rope_head_dim": 0, "page_size": 0}
+QUERIES = (DType.E4M3, DType.FP16)
 NOT_COVERED: dict[str, list[dict[str, Any]]] = {
     "mla_sm90": [
         *(*NO_KERNEL, {"kv_dtype": DType.E4M3}),
@@ -76,7 +78,9 @@ NOT_COVERED: dict[str, list[dict[str, Any]]] = {
         *({"kv_dtype": DType.BF16}, {"query_dtype": DType.FP16}),
         *({"kv_dtype": DType.E4M3, **change} for change in NO_KERNEL[:3]),
         *({"lookup": "two_pools"}, {"kv_dtype": DType.FP8_DSV4}),
-        {"kv_dtype": DType.FP8_DSV41, "lookup": "two_pools"},
+        {"kv_dtype": DType.FP8_DSV41, "lookup": "two_pools"},  # with rope
+        *({"kv_dtype": dtype, **POOLS} for dtype in (DType.FP8_DSV41_FP4_CA, DType.NVFP4)),
+        *({"query_dtype": dtype, "kv_dtype": DType.FP8_DSV41, **POOLS} for dtype in QUERIES),
     ],
     "gqa_sm90": [
         *({"kv_dtype": DType.FP8_DS_MLA}, {"kv_dtype": DType.NVFP4, "head_dim": 192}),

@@ -92,7 +92,9 @@ FILTERS = {
     "sm_120f": {**USUAL, "head_dim": ("256",)},
 }
 # Of two pools: the others differ in offsets, or read each of the formats in one of these.
+# The sm90 kernel has none of two formats.
 POOLS = {"lookup": ("two_pools",), "kv_dtype": ("fp8_dsv4", "fp8_dsv41_fp4_ca")}
+HOPPER_POOLS = {"lookup": ("two_pools",), "kv_dtype": ("fp8_dsv4", "fp8_dsv41")}
 WHOLE = {"sm_80", "sm_86"}  # of which every tile of the sm80 kernels is compiled
 # The choices that hardly change the registers of a kernel, as a plain kernel has them.
 PLAIN = {
@@ -119,7 +121,12 @@ def sample_of(arch: Arch) -> list[KernelSpec]:
         small_pages = {"page_size": ("16",), "lookup": ("paged",), "block_m": ("16",)}
         sample += specs_of(arch, HOPPER[:2], **small_pages, **BF16_OR_E4M3)
         sample += specs_of(arch, ["mla_sm80"], **POOLS)
-    sample = [spec for spec in sample if not is_over_pools(spec) or has_values(spec, POOLS)]
+    sample = [
+        spec
+        for spec in sample
+        if not is_over_pools(spec)
+        or has_values(spec, HOPPER_POOLS if spec.family in HOPPER else POOLS)
+    ]
     largest: dict[tuple[str | None, ...], KernelSpec] = {}
     for spec in sample:
         kind = (spec.family, *map(spec.key_fields().get, KIND))

@@ -36,7 +36,11 @@ WITH_DESCRIPTORS: list[KernelSpec] = [
         for rope in (64, 0)
     ),
     mla_sm90_fp8kv(qk_rope_head_dim=0),
-    *(mla_sm90_two_pools(rows=rows) for rows in (16, 64)),
+    *(
+        mla_sm90_two_pools(rows=rows, kv_dtype=kv_dtype)
+        for rows in (16, 64)
+        for kv_dtype in (DType.FP8_DSV4, DType.FP8_DSV41)
+    ),
 ]
 KERNELS: list[KernelSpec] = [
     *(

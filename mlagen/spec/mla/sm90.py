@@ -45,8 +45,6 @@ _FP8KV_DTYPES = (
     (DType.E4M3, DType.FP8_DS_MLA),
     (DType.FP8_PER_TOKEN, DType.FP8_PER_TOKEN),
 )
-# The same over two pools.
-_TWO_POOLS_DTYPES = ((DType.BF16, DType.FP8_DSV4),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,8 +300,11 @@ class MlaSm90Fp8KvSpec(_Fp8Spec):
     def covers(cls, arch: Arch, variant: MlaVariant) -> bool:
         """Whether ``arch`` has kernels of this family for a variant."""
         dtypes = variant.query_dtype, variant.kv_dtype
-        if dtypes in _TWO_POOLS_DTYPES:
-            return _has_kernels(arch, variant, TWO_POOLS)
+        extra = variant.kv_dtype.extra_row
+        if extra is not None:
+            is_of_one_row = variant.kv_dtype.row == extra and variant.head_dims in extra.head_dims
+            is_bf16 = variant.query_dtype is DType.BF16
+            return is_bf16 and is_of_one_row and _has_kernels(arch, variant, TWO_POOLS)
         return dtypes in _FP8KV_DTYPES and _has_kernels(arch, variant, PLAIN, SPARSE, DCP)
 
     @property
@@ -330,8 +331,12 @@ class MlaSm90Fp8KvSpec(_Fp8Spec):
 
     @property
     def dequantizes_k(self) -> bool:
-        """Whether the QK GEMM takes K dequantized to fp16: by powers of two, and in large tiles."""
-        return self.has_ue8m0_scales and self.block_m > 32
+        """Whether the QK GEMM takes K dequantized to fp16: by powers of two, and in large tiles.
+
+        Sixteen scales of a token, one per 32 dims, would take too many registers.
+        """
+        has_few_scales = self.has_ue8m0_scales and self.scales <= 8
+        return has_few_scales and self.block_m > 32
 
     @property
     def splits_query(self) -> bool:

@@ -31,7 +31,10 @@ __device__ constexpr int dim_tile_of(int pv_step) { return pv_step % kDimTiles; 
 // ldmatrix loads four matrices of eight tokens and 16 dims; of each, a lane gets dims 2g and 2g + 1
 // of tokens 2c and 2c + 1, with g = lane / 4 and c = lane % 4.
 struct VLoader {
-  const u16* scales;  // of this lane's first two tokens
+  // Tiles of dims of this warp that share a scale.
+  static constexpr int kScaledTiles = kScaledDims < kWarpDims ? kScaledDims / kTileDims : kDimTiles;
+
+  const u16* scales;  // of this lane's first two tokens, for tile 0
   u32 address;  // of this lane's ldmatrix row, in tile 0
 
   // `stage` is the KV block.
@@ -39,16 +42,19 @@ struct VLoader {
     const int lane = reload_lane();
     const int warp = reload_warp();
     scales = &v_scale(stage, lane % 4 * 2, warp * kWarpDims / kScaledDims);
-    constexpr int kWarpsPerGroup = kScaledDims / kWarpDims;
-    address = shared_address(stage) + warp / kWarpsPerGroup * kGroupTileBytes +
-              swizzled_offset<kScaledDims>(lane, warp % kWarpsPerGroup * kDimTiles);
+    constexpr int kWarpsPerTile = kCodeTileDims / kWarpDims;
+    address = shared_address(stage) + warp / kWarpsPerTile * kCodeTileBytes +
+              swizzled_offset<kCodeTileDims>(lane, warp % kWarpsPerTile * kDimTiles);
   }
 
-  __device__ void load_scales(VScales& loaded, int half) const {
+  // Loads the scales of a PV step, if they are not those of the one before.
+  __device__ void load_scales(VScales& loaded, int pv_step) const {
+    if (pv_step % kScaledTiles != 0) return;
 #pragma unroll
     for (int i = 0; i < kVTokens / 16; ++i) {
-      const int token = half * kVTokens + i * 16;
-      loaded[i] = *reinterpret_cast<const uint2*>(scales + v_scale_index(token, 0));
+      const int token = token_half_of(pv_step) * kVTokens + i * 16;
+      const int group = dim_tile_of(pv_step) / kScaledTiles;
+      loaded[i] = *reinterpret_cast<const uint2*>(scales + v_scale_index(token, group));
     }
   }
 
@@ -56,7 +62,7 @@ struct VLoader {
   // row of 64 or 128 bytes, so its index is two bits of the swizzled address.
   __device__ void load(StoredV& loaded, int pv_step) const {
     const u32 row = address ^ (dim_tile_of(pv_step) * kChunkBytes);
-    ldmatrix_x4_trans(loaded, row + token_half_of(pv_step) * kVTokens * kScaledDims);
+    ldmatrix_x4_trans(loaded, row + token_half_of(pv_step) * kVTokens * kCodeTileDims);
   }
 };
 

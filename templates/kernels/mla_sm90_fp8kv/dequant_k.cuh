@@ -28,14 +28,15 @@ struct KFragmentLoader {
   __device__ KFragmentLoader(const unsigned char* stage, const QkThread& qk_thread) {
     const int token = qk_thread.warp * kTokensPerQkWarp + qk_thread.lane % kTokensPerQkWarp;
     address = shared_address(stage) +
-              swizzled_offset<kScaledDims>(token, qk_thread.lane / kTokensPerQkWarp);
+              swizzled_offset<kCodeTileDims>(token, qk_thread.lane / kTokensPerQkWarp);
   }
 
-  // A step is two chunks of a row of 64 bytes, so its index is a bit of the swizzled address.
+  // A step is two chunks of a row of 64 or 128 bytes, so its index is a bit or two of the swizzled
+  // address.
   __device__ void load(StoredK& loaded, int step) const {
-    constexpr int kTileSteps = kScaledDims / kKDims;
+    constexpr int kTileSteps = kCodeTileDims / kKDims;
     const u32 row = address ^ (step % kTileSteps * 2 * kChunkBytes);
-    ldmatrix_x4(loaded, row + step / kTileSteps * kGroupTileBytes);
+    ldmatrix_x4(loaded, row + step / kTileSteps * kCodeTileBytes);
   }
 };
 

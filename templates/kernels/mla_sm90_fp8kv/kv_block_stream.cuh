@@ -42,7 +42,7 @@ __device__ inline const unsigned char* scale_row_at(const PooledAddress& address
 }
 
 // Lanes that copy the codes of a token: as many divide them evenly.
-constexpr int kCopyLanes = kScaledDims < kTileRowBytes ? kScaledDims / kChunkBytes : 16;
+constexpr int kCopyLanes = kCodeTileDims < kTileRowBytes ? kCodeTileDims / kChunkBytes : 16;
 
 // Streams the KV blocks of a work item into their stages.
 struct KvBlockStream : TokenStream {
@@ -77,10 +77,10 @@ struct KvBlockStream : TokenStream {
     const u32 target = shared_address(smem.kv[stage]);
     const StoredToken stored = token_at(params, token_address);
     const u64 cache_hint = kv_cache_hint(params.cta_group_size);
-    constexpr int kTileChunks = kScaledDims / kChunkBytes;
+    constexpr int kTileChunks = kCodeTileDims / kChunkBytes;
     const auto latent_address = [&](int token, int chunk) {
-      return target + chunk / kTileChunks * kGroupTileBytes +
-             swizzled_offset<kScaledDims>(first + token, chunk % kTileChunks);
+      return target + chunk / kTileChunks * kCodeTileBytes +
+             swizzled_offset<kCodeTileDims>(first + token, chunk % kTileChunks);
     };
     copy_chunks<kCopyLanes, kCodeDims / kChunkBytes, kTileChunks>(
         stored.row, token_address.invalid_bits, cache_hint, latent_address);
@@ -93,7 +93,7 @@ struct KvBlockStream : TokenStream {
       copy_chunks<kRopeChunks, kRopeChunks>(rope, token_address.invalid_bits, cache_hint,
                                             rope_address);
     }
-    copy_scales(stored, smem.kv[stage] + kScalesOffset + first * kChunkBytes, cache_hint);
+    copy_scales(stored, smem.kv[stage] + kScalesOffset + first * kTokenScaleBytes, cache_hint);
     store_invalid_bits(smem.invalid_mask[stage], warp);
   }
 
@@ -102,14 +102,15 @@ struct KvBlockStream : TokenStream {
                               u64 cache_hint) const {
     const int token = reload_lane();
     if (token >= kTokensPerProducerWarp) return;
-    target += token * kChunkBytes;
+    target += token * kTokenScaleBytes;
     const bool exists = (token_address.invalid_bits >> token & 1) == 0;
-    if constexpr (KvRow::kHasScaleRows) {
+    if constexpr (KvRow::kScaleBytes == kChunkBytes) {
+      const unsigned char* source =
+          kHasInlineScales ? stored.row + KvRow::kCodeBytes : scale_row_at(token_address);
+      cp_async_cg_16(shared_address(target), source, exists ? kChunkBytes : 0, cache_hint);
+    } else if constexpr (KvRow::kHasScaleRows) {
       cp_async_ca_8(shared_address(target), scale_row_at(token_address),
                     exists ? KvRow::kScaleRowBytes : 0);
-    } else if constexpr (kHasInlineScales) {
-      cp_async_cg_16(shared_address(target), stored.row + kLatentDim, exists ? kChunkBytes : 0,
-                     cache_hint);
     } else {
       if (stored.scales == nullptr) {
         const float scale = exists ? stored.latent_scale : 0.0f;

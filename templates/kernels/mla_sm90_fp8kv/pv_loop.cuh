@@ -159,7 +159,7 @@ struct PvWarpgroup {
         rope_loader.dequant(fragments, stored_rope);
       } else {
         v_loader.load(stored, pv_step);
-        if (pv_step % kDimTiles == 0) v_loader.load_scales(scales, half);
+        v_loader.load_scales(scales, pv_step);
         if (pv_step >= kVBuffers) wgmma_wait_group<kVBuffers - 1>();
         dequant_v(fragments, stored, scales);
       }
@@ -185,7 +185,7 @@ struct PvWarpgroup {
     for (int pv_step = 0; pv_step < kPvSteps; ++pv_step) {
       const int half = token_half_of(pv_step);
       v_loader.load(stored, pv_step);
-      if (pv_step % kDimTiles == 0) v_loader.load_scales(scales, half);
+      v_loader.load_scales(scales, pv_step);
       if (pv_step >= kVBuffers) wgmma_wait_group<kVBuffers - 1>();
       dequant_v(v[pv_step % kVBuffers], stored, scales);
       pv_mma(v[pv_step % kVBuffers], p_desc, half, dim_tile_of(pv_step));

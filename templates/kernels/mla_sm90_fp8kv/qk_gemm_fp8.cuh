@@ -11,10 +11,10 @@
 #include "qk_gemm_rope.cuh"
 #include "softmax.cuh"
 
-// Q of a scale group: hi terms in a tile, lo terms in the next one, or a row of both in one tile.
+// Q of a tile of K: hi terms in a tile, lo terms in the next one, or a row of both in one tile.
 // Interleaved ones are read as rows of 64 bytes each.
-constexpr int kQueryGroupBytes = kQueryBytes * kQueryTileBytes * kScaledDims / kTileRowBytes;
-constexpr int kQueryLoOffset = kScaledDims < kTileRowBytes ? kHalfTileBytes : kQueryTileBytes;
+constexpr int kQueryTermsBytes = kQueryBytes * kQueryTileBytes * kCodeTileDims / kTileRowBytes;
+constexpr int kQueryLoOffset = kCodeTileDims < kTileRowBytes ? kHalfTileBytes : kQueryTileBytes;
 constexpr int kQueryRowBytes = kInterleavesQTerms ? kHalfTileBytes : kTileRowBytes;
 
 template <int kRowBytes>
@@ -49,14 +49,17 @@ struct QkGemm {
 
   // Issues the MMAs over the dims of one scale group.
   __device__ void add_group(GroupScores& group_scores, int group) const {
-    const u32 k_group = k_desc + descriptor_step(group * kGroupTileBytes);
-    const u32 q_group = q_desc + descriptor_step(group * kQueryGroupBytes);
+    constexpr int kTileGroups = kCodeTileDims / kScaledDims;
+    const int tile = group / kTileGroups;
+    const int first_byte = group % kTileGroups * kScaledDims;  // of a row of the tile
+    const u32 k_group = k_desc + descriptor_step(tile * kCodeTileBytes + first_byte);
+    const u32 q_group = q_desc + descriptor_step(tile * kQueryTermsBytes + first_byte);
     wgmma_fence_operand(group_scores);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kScaledDims / kStepElements; ++k) {
       const u32 k_offset = descriptor_step(k * kStepElements);
-      const u64 k_smem_desc = smem_desc<kScaledDims>(k_group + k_offset);
+      const u64 k_smem_desc = smem_desc<kCodeTileDims>(k_group + k_offset);
       wgmma_mma(E4m3{}, group_scores, k_smem_desc, smem_desc<kQueryRowBytes>(q_group + k_offset),
                 k > 0);
       if constexpr (kSplitsQ && !kStacksQTerms) {

@@ -96,7 +96,7 @@ __device__ inline void split_chunks(unsigned char* query, int row, int lane, int
   __syncwarp();  // all lanes have read their chunks
 #pragma unroll
   for (int tile = 0; tile < kCount; ++tile) {
-    if constexpr (kScaledDims < kTileRowBytes) {
+    if constexpr (kCodeTileDims < kTileRowBytes) {
       const TermPlaces places(row, lane);
       *reinterpret_cast<uint2*>(tiles + tile * kQueryTileBytes + places.hi) = split_chunk[tile].hi;
       *reinterpret_cast<uint2*>(tiles + tile * kQueryTileBytes + places.lo) = split_chunk[tile].lo;

@@ -31,7 +31,7 @@ __device__ inline float log2_of_pow2(float pow2) {
 // for the PV warpgroups. The order is by scale group; within it, tokens 2c, 2c + 1, 2c + 8 and
 // 2c + 9 are adjacent, as the V fragments of a lane need them.
 __device__ constexpr int v_scale_index(int token, int group) {
-  return token / kTokensPerQkWarp * (kTokensPerQkWarp * kChunkBytes / 2) +
+  return token / kTokensPerQkWarp * (kTokensPerQkWarp * kTokenScaleBytes / 2) +
          group * kTokensPerQkWarp + token % 8 / 2 * 4 + token % kTokensPerQkWarp / 8 * 2 +
          token % 2;
 }
