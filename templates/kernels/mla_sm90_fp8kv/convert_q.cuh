@@ -12,7 +12,6 @@
 #include "ptx/arithmetic.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cvt.cuh"
-#include "ptx/load.cuh"
 #include "ptx/sync.cuh"
 #include "query_scale.cuh"
 #include "scheduler/schedule_range.cuh"

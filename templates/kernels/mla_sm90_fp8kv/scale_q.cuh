@@ -5,6 +5,7 @@
 #include "common/barriers.cuh"
 #include "common/fp8.cuh"
 #include "common/params.cuh"
+#include "common/registers.cuh"
 #include "common/smem_layout.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
