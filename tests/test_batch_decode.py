@@ -120,6 +120,21 @@ class TestBatchDecode:
         whole.check(_forward(wrapper, whole))
         window.check(_forward(wrapper, window, window_left=19))
 
+    def test_a_forward_has_a_soft_cap_of_its_own(self, device: str) -> None:
+        """A forward or a run has the soft cap that it names, and forwards without one have none."""
+        case = GqaCase(seq_lens=(70, 3), score_scale=1.0)
+        plain, capped, other = (
+            replace(case, soft_cap=soft_cap).build(device) for soft_cap in (0.0, 3.0, 20.0)
+        )
+        wrapper = wrapper_of(capped)
+
+        capped.check(run(wrapper, capped))
+        plain.check(_forward(wrapper, plain))
+        other.check(_forward(wrapper, other, logits_soft_cap=20.0))
+        plain.check(run(wrapper, plain, logits_soft_cap=0.0))
+        other.check(run(wrapper, other, logits_soft_cap=20))
+        capped.check(run(wrapper, capped))
+
     def test_a_workspace_can_be_replaced(self, device: str) -> None:
         """A run after `reset_workspace_buffer` uses the new scratch, and the plan stays."""
         problem = GqaCase(seq_lens=(5000, 3)).build(device)

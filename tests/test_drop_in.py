@@ -50,7 +50,7 @@ decode.xqa_batch_decode_with_kv_cache
 query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale=1.0 bmm2_scale=1.0
 window_left=-1 out=None sinks=None kv_layout='NHD' enable_pdl=None q_len_per_req=1 o_scale=1.0
 mask=None kv_cache_sf=None q_cu_seq_lens=None
-* lse=None return_lse=False return_lse_base='base2' causal=True
+* lse=None return_lse=False return_lse_base='base2' causal=True logits_soft_cap=None
 
 decode.trtllm_batch_decode_with_kv_cache
 query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale=1.0 bmm2_scale=1.0
@@ -78,7 +78,7 @@ decode.BatchDecodeWithPagedKVCacheWrapper.run
 self q paged_kv_cache *args
 q_scale=None k_scale=None v_scale=None out=None lse=None return_lse=False enable_pdl=None
 window_left=None sinks=None q_len_per_req=None skip_softmax_threshold_scale_factor=None
-kv_cache_sf=None
+kv_cache_sf=None logits_soft_cap=None
 
 decode.BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer
 self float_workspace_buffer int_workspace_buffer

@@ -60,7 +60,7 @@ PLANNED_GQA_CASES = [
         for facts in (
             *({"window": 20}, {"q_len": 3, "window": 20}, {"q_len": 3, "causal": False}),
             *({"layout": "HND", "page_size": 64}, {"cache_layout": "stacked", "layout": "HND"}),
-            {"page_size": 1},
+            *({"page_size": 1}, {"soft_cap": 20.0, "score_scale": 1.0}),
         )
     ),
 ]

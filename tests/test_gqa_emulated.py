@@ -39,6 +39,8 @@ _MAX_BLOCKS = 114
 FP16 = torch.float16
 E4M3_32_ROWS: dict[str, Any] = {"kv": "e4m3", "group": 8, "q_len": 4}
 DIMS_192_128: dict[str, Any] = {"head_dim": 192, "head_dim_vo": 128}
+# Scores far from the cap, near it and beyond.
+CAPPED: dict[str, Any] = {"soft_cap": 30.0, "score_scale": 2.0}
 E4M3_OUT: dict[str, Any] = {"kv": "e4m3", "out_dtype": E4M3, "output_scale": 0.5}
 MANY = tuple(i * 37 % 300 for i in range(36))
 EIGHT = (300, 0, 17, 129, 256, 1, 700, 90)
@@ -150,6 +152,16 @@ CASES = [
     ),
     given("80 dims", 5, seq_lens=(300, 3), group=8, head_dim=80, page_size=64),
     given("large scores", 4, seq_lens=(900,), query_magnitude=100.0, layout="HND"),
+    given("a soft cap", 5, seq_lens=(300, 17, 900), sink=3.0, **CAPPED),
+    given("a soft cap in e4m3, 32 rows", 2, seq_lens=EIGHT, page_size=64, **CAPPED | E4M3_32_ROWS),
+    given(
+        "a soft cap, ragged queries",
+        7,
+        seq_lens=(300, 130, 0, 77),
+        q_lens=(17, 0, 2, 5),
+        window=100,
+        **CAPPED,
+    ),
 ]
 
 TOGETHER = [
@@ -216,6 +228,7 @@ SM80_CASES = [
     given("e4m3 in and out", seq_lens=(100,), head_dim=64, **E4M3_OUT),
     given("e5m2", seq_lens=(100,), kv="e5m2", head_dim=64),
     given("int8", seq_lens=(100,), kv="int8", output_scale=0.02, head_dim=64),
+    given("a soft cap", 3, seq_lens=(100, 17, 0), mask="random", q_len=3, sink=3.0, **CAPPED),
     given("stacked", seq_lens=(70, 3), cache_layout="stacked", layout="HND", head_dim=64),
     given("values of fewer dims", seq_lens=(70, 40), **DIMS_192_128),
     given("nvfp4 values of fewer dims", 3, seq_lens=(70,), kv="nvfp4", head_dim=64, head_dim_vo=48),

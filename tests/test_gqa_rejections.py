@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -40,7 +41,10 @@ ROWS: dict[str, list[Row]] = {
     ],
     "plan": [
         ("pos_encoding_mode", "ALIBI", ": not implemented, expected 'NONE', got 'ALIBI'"),
-        ("logits_soft_cap", 30.0, ": not implemented, expected None, got 30.0"),
+        ("logits_soft_cap", -1.0, ": expected None, 0, or a finite number above 0, got -1.0"),
+        ("logits_soft_cap", math.inf, ": expected None, 0, or a finite number above 0, got inf"),
+        ("logits_soft_cap", math.nan, ": expected None, 0, or a finite number above 0, got nan"),
+        ("logits_soft_cap", "30", ": expected a float, got '30'"),
         ("fixed_split_size", 8, ": not implemented, expected None, got 8"),
         ("disable_split_kv", True, ": not implemented, expected False, got True"),
         ("window_right", 3, ": not implemented, expected 0, got 3"),
@@ -91,6 +95,7 @@ ROWS: dict[str, list[Row]] = {
         ("window_left", "3", ": expected an int, got '3'"),
         ("", {"q_len_per_req": 2}, "q.shape: expected [8, 8, 128] (batch * q_len_per_req of 2,..."),
         ("q_len_per_req", 0, ": expected an int, 1 or more, got 0"),
+        ("logits_soft_cap", -3.0, ": expected None, 0, or a finite number above 0, got -3.0"),
         ("skip_softmax_threshold_scale_factor", "no", ": expected a float, got 'no'"),
     ],
     "forward": [
@@ -98,7 +103,7 @@ ROWS: dict[str, list[Row]] = {
         ("sm_scale", "small", ": expected a float, got 'small'"),
         ("q_scale", "small", ": expected a float or a torch.float32 tensor of one element, ..."),
         ("pos_encoding_mode", "ALIBI", ": not implemented, expected 'NONE', got 'ALIBI'"),
-        ("logits_soft_cap", 3.0, ": not implemented, expected None, got 3.0"),
+        ("logits_soft_cap", -3.0, ": expected None, 0, or a finite number above 0, got -3.0"),
     ],
     "trtllm": [
         ("out_dtype", "nvfp4", ": not implemented, expected a torch.dtype, got 'nvfp4'"),

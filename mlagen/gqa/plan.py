@@ -75,6 +75,7 @@ class DecodeSettings:
     kv_data_type: torch.dtype
     o_data_type: torch.dtype
     head_dim_vo: int = 0  # of values, if it is another one
+    soft_cap: float = 0.0  # of the scores; 0: none
 
 
 class GraphBuffers:
@@ -234,6 +235,7 @@ def run_planned(
         q_len=plan.q_len,
         kv_layout=settings.kv_layout,
         window=settings.window,
+        soft_cap=settings.soft_cap,
         is_causal=settings.is_causal,
         out=out,
         out_dtype=settings.o_data_type,

@@ -22,7 +22,7 @@ from mlagen.families.common.arguments import (
     require_whole_number,
     shown,
 )
-from mlagen.families.gqa.args import LAYOUTS, window_of
+from mlagen.families.gqa.args import LAYOUTS, soft_cap_of, window_of
 from mlagen.gqa.plan import (
     BUFFER_NAMES,
     NAMES,
@@ -40,6 +40,7 @@ from mlagen.runtime.capture import is_capturing
 from mlagen.torch_ops.traced import is_compiling, is_traced, require_eager_memory
 
 _BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen", "cute-dsl", "cudnn")
+_AS_PLANNED = (None, None, None)  # what a run may have of its own
 
 Both = tuple[torch.Tensor, torch.Tensor]
 
@@ -105,7 +106,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         reject_unserved("jit_args", jit_args, None)
         reject_unserved("jit_kwargs", jit_kwargs or None, None)
         self._plan: Plan[DecodeSettings] | None = None
-        self._plans_of_runs: dict[tuple[int, int], Plan[DecodeSettings]] = {}
+        self._plans_of_runs: dict[tuple[int, int, float], Plan[DecodeSettings]] = {}
         self._buffers: GraphBuffers | None = None
         self._paged_kv_indices_buf = paged_kv_indices_buffer  # SGLang writes page ids there
         if require_flag(use_cuda_graph, "use_cuda_graph"):
@@ -207,7 +208,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         window_left : int
             Number of tokens before its own that a row attends to; unlimited if negative.
         logits_soft_cap : float
-            None or 0: scores are not capped.
+            Scores, scaled, become ``logits_soft_cap * tanh(score / logits_soft_cap)``, before any
+            mask; sinks do not. None or 0: none.
         q_data_type, kv_data_type, o_data_type : torch.dtype or str
             bf16, fp16 or e4m3, which one small kernel of each run converts; a 16-bit one, e4m3,
             e5m2, int8 or uint8 (NVFP4), by default as the query; and as the query, 16-bit for e4m3,
@@ -240,9 +242,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         UnsupportedError
             If a keyword requests what no kernel implements.
         """
-        unserved = {
+        unserved: dict[str, tuple[Any, ...]] = {
             "pos_encoding_mode": (pos_encoding_mode, "NONE"),
-            "logits_soft_cap": (logits_soft_cap, None, 0.0),
             "fixed_split_size": (fixed_split_size, None, -1),
             "disable_split_kv": (disable_split_kv, False),
             "window_right": (window_right, 0),
@@ -275,6 +276,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             **dtypes,
             is_causal=True if is_causal is None else require_flag(is_causal, "is_causal"),
             window=_window(window_left),
+            soft_cap=soft_cap_of(logits_soft_cap, "logits_soft_cap"),
             sm_scale=require_float32(scale, "sm_scale"),
             kv_layout=self._kv_layout,
             head_dim_vo=_value_dim(head_dim_vo, whole["head_dim"]),
@@ -309,6 +311,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         | tuple[torch.Tensor, torch.Tensor]
         | list[torch.Tensor]
         | None = None,
+        logits_soft_cap: float | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Compute attention of the planned requests.
 
@@ -344,6 +347,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
             Ignored: no KV block is skipped, and the result is exact.
         kv_cache_sf : e4m3 or uint8 [..., head_dim / 16]
             One scale for 16 elements of an NVFP4 cache, in one of the layouts of the cache.
+        logits_soft_cap : float
+            As planned if None; 0: none.
 
         Returns
         -------
@@ -366,8 +371,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
             raise ArgumentError("run: expected plan() to be called first, got no plan")
         if args:
             raise UnsupportedError(f"args: not implemented, expected none, got {shown(args)}")
-        if window_left is not None or q_len_per_req is not None:
-            plan = self._plan_of_run(plan, window_left, q_len_per_req)
+        own = (window_left, q_len_per_req, logits_soft_cap)
+        if own != _AS_PLANNED:
+            plan = self._plan_of_run(plan, *own)
         if skip_softmax_threshold_scale_factor is not None:
             name = "skip_softmax_threshold_scale_factor"
             require_number(skip_softmax_threshold_scale_factor, name)
@@ -389,22 +395,30 @@ class BatchDecodeWithPagedKVCacheWrapper:
         return (outputs[0], outputs[1]) if return_lse else outputs[0]
 
     def _plan_of_run(
-        self, plan: Plan[DecodeSettings], window_left: object, q_len_per_req: object
+        self,
+        plan: Plan[DecodeSettings],
+        window_left: object,
+        q_len_per_req: object,
+        logits_soft_cap: object,
     ) -> Plan[DecodeSettings]:
-        """Return the plan of a run that has a window or a number of query tokens of its own."""
-        window, q_len = plan.settings.window, plan.q_len
+        """Return the plan of a run with a window, query tokens or a soft cap of its own."""
+        settings = plan.settings
+        window, q_len, soft_cap = settings.window, plan.q_len, settings.soft_cap
         if window_left is not None:
             window = _window(window_left)
         if q_len_per_req is not None:
             q_len = require_whole_number(q_len_per_req, "q_len_per_req", min_value=1)
-        if (window, q_len) == (plan.settings.window, plan.q_len):
+        if logits_soft_cap is not None:
+            soft_cap = soft_cap_of(logits_soft_cap, "logits_soft_cap")
+        own = (window, q_len, soft_cap)
+        if own == (settings.window, plan.q_len, settings.soft_cap):
             return plan
-        known = self._plans_of_runs.get((window, q_len))
+        known = self._plans_of_runs.get(own)
         if known is None:
-            settings, tokens = replace(plan.settings, window=window), plan.requests.batch * q_len
-            text = text_of(settings)
+            settings = replace(settings, window=window, soft_cap=soft_cap)
+            tokens, text = plan.requests.batch * q_len, text_of(settings)
             known = replace(plan, settings=settings, text=text, q_len=q_len, tokens=tokens)
-            self._plans_of_runs[window, q_len] = known
+            self._plans_of_runs[own] = known
         return known
 
     def begin_forward(self, *args: Any, **kwargs: Any) -> None:
@@ -431,10 +445,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
         *,
         return_lse: bool = False,
     ) -> torch.Tensor | Both:
-        """Do what :meth:`run` does, with a softmax scale and a window of this run.
+        """Do what :meth:`run` does, with a softmax scale, a window and a soft cap of this run.
 
-        ``sm_scale`` is ``head_dim ** -0.5`` if None, and the window unlimited if ``window_left`` is
-        negative, whatever the plan says. ``rope_scale`` and ``rope_theta`` are ignored.
+        ``sm_scale`` is ``head_dim ** -0.5`` if None, the window unlimited if ``window_left`` is
+        negative, and there is no soft cap if ``logits_soft_cap`` is None or 0, whatever the plan
+        says. ``rope_scale`` and ``rope_theta`` are ignored.
 
         Raises
         ------
@@ -445,7 +460,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         """
         del rope_scale, rope_theta
         reject_unserved("pos_encoding_mode", pos_encoding_mode, "NONE")
-        reject_unserved("logits_soft_cap", logits_soft_cap, None, 0.0)
+        soft_cap = soft_cap_of(logits_soft_cap, "logits_soft_cap")
         if self._plan is not None:
             planned = self._plan.settings
             given = planned.head_dim**-0.5 if sm_scale is None else sm_scale
@@ -454,10 +469,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
                 require(planned.sm_scale != 0, "sm_scale", "0 (of plan)", scale)
                 number = 1.0 if q_scale is None else canonical_scale(q_scale, "q_scale")
                 q_scale = scale / planned.sm_scale * number
-        scales: Any = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-        result: torch.Tensor | Both = self.run(
-            q, paged_kv_cache, **scales, return_lse=return_lse, window_left=window_left
-        )
+        own: Any = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        own |= {"window_left": window_left, "logits_soft_cap": soft_cap}
+        result: torch.Tensor | Both = self.run(q, paged_kv_cache, **own, return_lse=return_lse)
         return result
 
     def forward_return_lse(

@@ -22,6 +22,7 @@ from mlagen.families.gqa.args import (
     GqaArgs,
     pair_of,
     positive_factor,
+    soft_cap_of,
     window_of,
 )
 from mlagen.torch_ops.outputs import gqa_outputs, unused_by_xqa, xqa_outputs
@@ -62,6 +63,7 @@ def xqa_batch_decode_with_kv_cache(
     return_lse: bool = False,
     return_lse_base: str = "base2",
     causal: bool = True,
+    logits_soft_cap: float | None = None,
 ) -> GqaArgs:
     """Decode one or more tokens of each request by grouped-query attention over a paged KV cache.
 
@@ -138,6 +140,9 @@ def xqa_batch_decode_with_kv_cache(
     causal : bool
         False: every query token attends to all ``seq_len`` tokens, whose number may be below
         ``q_len``, as of a prefix that requests share. It excludes ``mask`` and a window.
+    logits_soft_cap : float
+        Scores, scaled, become ``logits_soft_cap * tanh(score / logits_soft_cap)``, before any mask;
+        sinks do not. None or 0: none.
 
     Returns
     -------
@@ -173,6 +178,7 @@ def xqa_batch_decode_with_kv_cache(
         q_len=1 if q_len_per_req is None else q_len_per_req,
         kv_layout=kv_layout,
         window=window_of(window_left, "window_left"),
+        soft_cap=soft_cap_of(logits_soft_cap, "logits_soft_cap"),
         out=out,
         lse=lse,
         return_lse=return_lse,

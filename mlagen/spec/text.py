@@ -20,6 +20,7 @@ from mlagen.values import INT32_MAX
 
 _TEXT = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
+_BOOLS = {"True": True, "False": False}
 
 
 def parse_spec(text: str) -> KernelSpec:
@@ -147,6 +148,10 @@ def _parse_value(kind: type, name: str, text: str) -> object:
         if not _NUMBER.fullmatch(text) or int(text) > INT32_MAX:
             raise ArgumentError(f"{name}: expected a whole number up to {INT32_MAX}, got {text!r}")
         return int(text)
+    if kind is bool:
+        if text not in _BOOLS:
+            raise ArgumentError(f"{name}: expected {' or '.join(_BOOLS)}, got {text!r}")
+        return _BOOLS[text]
     assert kind is str, kind
     return text
 

@@ -1,4 +1,4 @@
-// PTX ISA, "Integer, floating-point and half-precision: add, ex2, fma, max, mul". Needs sm_53.
+// PTX ISA, "Integer, floating-point and half-precision: add, ex2, fma, max, mul, rcp". Needs sm_53.
 
 #pragma once
 
@@ -48,4 +48,12 @@ __device__ inline u32 mul_f16x2(u32 a, u32 b) {
   u32 product;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
   return product;
+}
+
+// rcp.approx.ftz.f32
+// 1 / x, relative error below 2^-23; infinity gives zero.
+__device__ inline float rcp_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }

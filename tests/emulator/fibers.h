@@ -183,6 +183,7 @@ static float __fmul_rn(float a, float b) { return a * b; }  // compiled without 
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fdiv_rn(float a, float b) { return a / b; }
 static float __fsqrt_rn(float a) { return sqrtf(a); }
+static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 static float __fdividef(float a, float b) { return a / b; }
 #define __log2f log2f
 

@@ -70,6 +70,7 @@ static u32 max_u16x2(u32 a, u32 b) {
   return max(a & 0xffff, b & 0xffff) | max(a >> 16, b >> 16) << 16;
 }
 static float ex2_approx(float value) { return exp2f(value); }
+static float rcp_approx(float value) { return 1.0f / value; }
 
 // Order and hints: fibers see everything at once.
 static void fence_acq_rel_cta() {}

@@ -117,6 +117,32 @@ def test_a_prompt_is_computed_by_sdpa(
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize("is_step", [True, False], ids=["step", "prompt"])
+def test_a_soft_cap_is_that_of_steps_and_of_prompts(integration: Any, is_step: bool) -> None:
+    """A kernel caps the scores of a step, and torch those of a prompt, which sdpa refuses."""
+    inputs = qkv(64, q_len=1 if is_step else 3)
+    sees = seen_tokens(64).expand(-1, -1, inputs[0].shape[2], -1)
+    mask = mask_of(integration, 64) if is_step else sees
+
+    out = attend(integration, *inputs, mask, softcap=5.0)
+
+    assert_close(out, expected(*inputs, sees, softcap=5.0))
+    (served,) = integration.package.explain()
+    assert served.startswith("mlagen GQA" if is_step else "eager, for its soft cap: more than one")
+
+
+def test_a_capped_prompt_without_a_mask_is_causal(integration: Any) -> None:
+    """Query tokens attend to the cache up to their own, as sdpa's do; a bias has no place there."""
+    inputs = qkv(64, q_len=3)
+    sees = torch.ones(1, 1, 3, 64, dtype=torch.bool).tril()
+
+    out = attend(integration, *inputs, None, softcap=5.0)
+
+    assert_close(out, expected(*inputs, sees, softcap=5.0))
+    with pytest.raises(UnsupportedError, match="position_bias"):
+        attend(integration, *inputs, None, softcap=5.0, position_bias=sees)
+
+
 def test_an_indexer_without_use_mla_is_a_warning(integration: Any, caplog: Log) -> None:
     """Its tokens are computed by sdpa, which the mask cannot know."""
     chosen = torch.tensor([[[3, 5, 7]]]).expand(BATCH, 1, 3)

@@ -48,13 +48,16 @@ def attend(integration: Any, *inputs: Any, module: Any = MODULE, **options: Any)
     return out.detach()
 
 
-def expected(*inputs: torch.Tensor) -> torch.Tensor:
+def expected(*inputs: torch.Tensor, softcap: float | None = None) -> torch.Tensor:
     """Return attention in float64 to what is seen, ``[batch, q_len, heads, head_dim]``."""
     query, keys, values, sees = inputs
     group = query.shape[1] // keys.shape[1]
     query, keys, values = (each.double() for each in (query, keys, values))
     keys, values = (each.repeat_interleave(group, dim=1) for each in (keys, values))
-    scores = (query @ keys.transpose(2, 3) * SCALE).masked_fill(~sees, -torch.inf)
+    scores = query @ keys.transpose(2, 3) * SCALE
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~sees, -torch.inf)
     return (scores.softmax(-1) @ values).transpose(1, 2).detach()
 
 

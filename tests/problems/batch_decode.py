@@ -34,6 +34,7 @@ def plan_arguments(
         "head_dim": case.head_dim,
         "page_size": case.page_size,
         "window_left": case.window - 1,
+        "logits_soft_cap": case.soft_cap,
         "q_data_type": case.dtype,
         "kv_data_type": problem.store.key.dtype,
         "o_data_type": case.out_dtype,

@@ -104,6 +104,7 @@ def trtllm_gqa_arguments(problem: GqaProblem, **changes: Any) -> dict[str, Any]:
     """Return the keyword arguments of ``trtllm_batch_decode_with_kv_cache``."""
     arguments = problem.arguments()
     assert arguments.pop("causal")
+    assert not arguments.pop("logits_soft_cap")
     offsets = arguments["cum_seq_lens_q"] = arguments.pop("q_cu_seq_lens")
     if offsets is not None:
         arguments["q_len_per_req"], arguments["max_q_len"] = None, problem.case.longest_q
@@ -119,6 +120,7 @@ def not_written(problem: GqaProblem, workspace: torch.Tensor) -> dict[str, torch
 def xqa_arguments(problem: GqaProblem, **changes: Any) -> dict[str, Any]:
     """Return the keyword arguments of ``xqa``, from those of ``xqa_batch_decode_with_kv_cache``."""
     case, given, query = problem.case, problem.arguments(), problem.query
+    assert not case.soft_cap
     if case.q_lens is None:
         leading = (
             (len(case.seq_lens), 1) if case.q_len == 1 else (len(case.seq_lens), 1, case.q_len)

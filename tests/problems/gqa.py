@@ -180,6 +180,7 @@ class GqaCase(Case):
     score_scale: float | None = None  # None: scores of about 1
     o_scale: float = 1.0
     window: int = 0  # tokens that a row attends to, 0 for no limit
+    soft_cap: float = 0.0  # of the scores, 0 for none
     sink: float | None = None  # magnitude
     causal: bool = True
     mask: str | None = None  # "causal", "full", "random" or "blind"; None: no mask
@@ -318,6 +319,7 @@ class GqaProblem(Problem):
             "kv_cache_sf": self.store.scales(case.cache_layout, case.layout),
             "q_cu_seq_lens": self.cum_seq_lens_q,
             "causal": case.causal,
+            "logits_soft_cap": case.soft_cap,
         }
         if case.out_dtype is not None:
             arguments["out"] = torch.empty(self.out_shape, dtype=case.out_dtype, device=device)
@@ -357,6 +359,7 @@ class GqaProblem(Problem):
                         content.values[visible, head],
                         score_scale=case.scale,
                         output_scale=case.result_scale,
+                        soft_cap=case.soft_cap,
                         sinks=sinks[head] if sinks is not None else None,
                     )
                     for head in range(case.kv_heads)

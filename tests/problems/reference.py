@@ -35,6 +35,7 @@ def attend(
     *,
     score_scale: float,
     output_scale: float = 1.0,
+    soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     rows_round_to: torch.dtype | None = None,
@@ -44,15 +45,15 @@ def attend(
     """Return attention of ``query[heads, d]`` over ``keys[tokens, d]`` and ``values[tokens, v]``.
 
     ``sinks[heads]`` are natural-domain logits in the denominator without a value, and
-    ``bias[heads or 1, tokens]`` is added to the scaled scores. A fully masked row gives zeros and
-    the LSE of its sink, minus infinity without one. Query, keys and values may each be used rounded
-    to ``rows_round_to``. FP8 MMAs are modeled by ``score_sums``, the dims and the steps of each
-    score accumulation, and by FP8 weights.
+    ``bias[heads or 1, tokens]`` is added to the scaled scores, which ``soft_cap`` caps unless 0. A
+    fully masked row gives zeros and the LSE of its sink, minus infinity without one. Query, keys
+    and values may each be used rounded to ``rows_round_to``. FP8 MMAs are modeled by
+    ``score_sums``, the dims and the steps of each score accumulation, and by FP8 weights.
     """
     query, keys, values = query.double(), keys.double(), values.double()
 
     def exactly(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> _Exact:
-        return _attend(query, keys, values, score_scale, output_scale, sinks, bias)
+        return _attend(query, keys, values, score_scale, output_scale, soft_cap, sinks, bias)
 
     result, weights = exactly(query, keys, values)
     if score_sums and len(keys):
@@ -87,10 +88,13 @@ def _attend(
     values: torch.Tensor,
     score_scale: float,
     output_scale: float,
+    soft_cap: float,
     sinks: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> _Exact:
     logits = query @ keys.T * score_scale
+    if soft_cap:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
     if bias is not None:
         logits = logits + bias.double()
     sees_nothing = (logits == -math.inf).all(dim=1)

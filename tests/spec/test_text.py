@@ -54,6 +54,7 @@ gqa_variants = st.builds(
     ),
     head_dim=head_dims,
     page_size=page_sizes,
+    has_soft_cap=st.booleans(),
 )
 out_dtypes = st.sampled_from([dtype for row in GQA_SUPPORTED for dtype in row.out_dtypes])
 
@@ -124,6 +125,7 @@ CHANGED: list[tuple[KernelSpec, dict[str, str], str]] = [
     (mla_sm90(), {"block_m": "48"}, f"mla_sm90: {UNUSED}, the nearest mla_sm90("),
     (mla_sm90(), {"arch": "sm_80"}, f"mla_sm90: {UNUSED}, got mla_sm90(arch=sm_80, "),
     (gqa_sm80(), {"head_dim": "72"}, "gqa_sm80: no GQA decode kernel for head_dim 72"),
+    (gqa_sm80(), {"has_soft_cap": "yes"}, "gqa_sm80.has_soft_cap: expected True or False, got "),
     (gqa_sm80(), {"warps": "0"}, f"gqa_sm80: {UNUSED}, the nearest {gqa_sm80()}, got gqa_sm8"),
     (COMBINE, {"head_dim_vo": "72"}, f"combine: {UNUSED}, the nearest {COMBINE}, got "),
     (COMBINE, {"dtype": "int8"}, f"combine: {UNUSED}, the nearest {COMBINE}, got "),

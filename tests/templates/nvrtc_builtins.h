@@ -50,6 +50,7 @@ __device__ float fminf(float a, float b);
 __device__ float __fdividef(float a, float b);
 __device__ float __fadd_rn(float a, float b);
 __device__ float __fdiv_rn(float a, float b);
+__device__ float __fmaf_rn(float a, float b, float c);
 __device__ float __fmul_rn(float a, float b);
 __device__ float __fsqrt_rn(float value);
 __device__ float __log2f(float value);

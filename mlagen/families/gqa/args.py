@@ -67,6 +67,7 @@ class GqaArgs(NamedTuple):
     q_len: int = 1  # of every request, or the maximum with cum_seq_lens_q
     kv_layout: str = "NHD"
     window: int = 0  # tokens that a row attends to, including itself; 0: no limit
+    soft_cap: float = 0.0  # of the scores; 0: none
     out: torch.Tensor | None = None
     out_dtype: torch.dtype | None = None  # of a new output; None: that of the query
     is_out_like_query: bool = False  # a new output has the shape of the query
@@ -142,6 +143,16 @@ def window_of(window: object, argument: str, *, has_own: bool = False) -> int:
     """
     number = require_whole_number(window, argument, min_value=None, max_value=None)
     return max(0, number if has_own else number + 1)
+
+
+def soft_cap_of(soft_cap: object, argument: str) -> float:
+    """Return the soft cap of the scores; 0 is none."""
+    if soft_cap is None:
+        return 0.0
+    number = require_float32(soft_cap, argument)
+    if not 0 <= number < math.inf:
+        reject(argument, "None, 0, or a finite number above 0", number)
+    return abs(number)  # no -0.0, which no key distinguishes from 0.0
 
 
 def positive_factor(number: object, argument: str) -> float:

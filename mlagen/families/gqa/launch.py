@@ -43,7 +43,12 @@ from mlagen.spec.combine import CombineSpec
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.sm80 import GqaSm80Spec
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
-from mlagen.spec.gqa.variant import PROBLEM_PARAMETERS, GqaSpec, GqaVariant
+from mlagen.spec.gqa.variant import (
+    PROBLEM_PARAMETERS,
+    SOFT_CAP_PARAMETERS,
+    GqaSpec,
+    GqaVariant,
+)
 
 _COVERED = (
     "covered: sm_90a, cache as the query, e4m3, e5m2, int8 or NVFP4, keys and values of a multiple "
@@ -74,13 +79,14 @@ _KNOWN = frozenset(
         GqaSm80Spec.common_parameters,  # with those of block scales
         GqaSm90Spec.common_parameters,
         CombineSpec.parameters,
+        SOFT_CAP_PARAMETERS,
     )
     for parameter in parameters
 )
 
 _OF_PROBLEM = " ".join(
     parameter.name
-    for parameter in PROBLEM_PARAMETERS
+    for parameter in (*PROBLEM_PARAMETERS, *SOFT_CAP_PARAMETERS)
     if parameter.name not in {"num_seqs", "block_tables_stride"}  # its batch, among its strides
 )
 _SM80 = "m_tiles num_splits"

@@ -80,6 +80,7 @@ class GqaProblem(Problem):
     value_offset: int  # bytes from the first key to the first value in one tensor
     value_scale_offset: int
     score_factor: float
+    soft_cap: float
     lse_factor: float  # from base 2 to the base of the LSE
     bmm2_scales_scores: bool
     takes_bmm2: bool
@@ -135,6 +136,7 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         head_dim=head_dim,
         head_dim_vo=head_dim_vo if head_dim_vo != head_dim else 0,
         page_size=caches.key.shape[1],
+        has_soft_cap=args.soft_cap != 0,
     )
     require_supported(variant)
     # A window of the whole table masks nothing.
@@ -169,6 +171,7 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         value_offset=_offset(args.key_cache) if args.value_cache is None else 0,
         value_scale_offset=_offset(args.key_scales) if args.value_scales is None else 0,
         score_factor=head_dim**-0.5 if args.scales_like_xqa else 1.0,
+        soft_cap=args.soft_cap,
         lse_factor=LSE_FACTORS[args.return_lse_base],
         bmm2_scales_scores=args.scales_like_xqa and is_quantized,
         takes_bmm2=is_quantized or not args.scales_like_xqa,

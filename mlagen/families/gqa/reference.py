@@ -142,6 +142,8 @@ def _attend(
         score_scale *= bmm2_scale
     by_kv_head = query.view(problem.kv_heads, problem.group_size, -1)
     scores = by_kv_head @ keys.permute(1, 2, 0) * score_scale
+    if problem.soft_cap:
+        scores = problem.soft_cap * torch.tanh(scores / problem.soft_cap)
     sinks = args.sinks
     if sinks is not None:
         sinks = sinks.view(problem.kv_heads, problem.group_size)

@@ -42,10 +42,14 @@ def attention(
     Raises
     ------
     UnsupportedError
-        If the layer has attention sinks, which sdpa would ignore in prompts.
+        If the layer has attention sinks, which sdpa would ignore in prompts, or a soft cap and a
+        position bias.
     """
     if kwargs.get("s_aux") is not None:
         raise UnsupportedError("s_aux: expected None (no attention sinks), got a tensor")
+    softcap = kwargs.get("softcap")
+    if softcap is not None and kwargs.get("position_bias") is not None:
+        raise UnsupportedError("position_bias: expected None with a softcap, got a tensor")
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if is_absorbed(module):
         out = latent_step(module, query, key, value, attention_mask, scaling, kwargs.get("indices"))
@@ -58,14 +62,17 @@ def attention(
     if reason:
         # A step without bounds is in the record already, with the reason of its mask.
         has_other_reason = is_bounds(attention_mask) or reason == _INDEXER
-        record(f"sdpa: {reason}", is_missed=query.shape[2] == 1 and has_other_reason)
+        by = "sdpa" if softcap is None else "eager, for its soft cap"
+        record(f"{by}: {reason}", is_missed=query.shape[2] == 1 and has_other_reason)
         mask = _sdpa_mask(attention_mask, key.shape[2], kwargs.pop("indices", None))
+        if softcap is not None:
+            return _attend_capped(module, query, key, value, mask, scaling, dropout, softcap), None
         kwargs |= {"scaling": scaling, "dropout": dropout}
         attended: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, mask, **kwargs
         )
         return attended
-    return _attend(query, key, value, attention_mask, scaling), None
+    return _attend(query, key, value, attention_mask, scaling, softcap), None
 
 
 def _unserved(
@@ -81,7 +88,7 @@ def _unserved(
     dtype = query.dtype
     is_served_dim = head_dim == 512 or (head_dim <= 256 and head_dim % 16 == 0)
     are_contiguous = key.is_contiguous() and value.is_contiguous()
-    have_others = kwargs.get("softcap") is not None or kwargs.get("position_bias") is not None
+    has_bias = kwargs.get("position_bias") is not None
     rules = (
         (q_len == 1, "more than one query token"),
         (kwargs.get("indices") is None, _INDEXER),
@@ -90,7 +97,7 @@ def _unserved(
         (key.shape[-1] == value.shape[-1] == head_dim, "head dims of keys and values differ"),
         (is_served_dim, "head dim {head_dim}"),
         (are_contiguous, "a cache that is not contiguous"),
-        (not dropout and not have_others, "dropout, a soft cap or a position bias"),
+        (not dropout and not has_bias, "dropout or a position bias"),
     )
     for is_met, reason in rules:
         if not is_met:
@@ -104,6 +111,7 @@ def _attend(
     value: torch.Tensor,
     bounds: torch.Tensor | None,
     scaling: float,
+    softcap: float | None,
 ) -> torch.Tensor:
     """Return ``[batch, 1, heads, head_dim]`` of one query token, over the cache in place."""
     assert bounds is not None
@@ -120,9 +128,37 @@ def _attend(
         tokens,
         bmm1_scale=scaling,
         kv_layout="HND",
+        logits_soft_cap=softcap,
     )
     assert isinstance(out, torch.Tensor)
     return out.view(batch, 1, heads, head_dim)
+
+
+def _attend_capped(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float,
+    softcap: float,
+) -> torch.Tensor:
+    """Attend as ``eager`` does, with a mask of sdpa, which has no soft cap."""
+    batch, heads, q_len, _ = query.shape
+    kv_heads, tokens = key.shape[1:3]
+    grouped = query.reshape(batch, kv_heads, -1, query.shape[-1])  # query heads, then tokens
+    scores = (grouped @ key.mT * (scaling / softcap)).tanh() * softcap
+    scores = scores.view(batch, heads, q_len, tokens).float()
+    if mask is None and q_len > 1:
+        mask = torch.ones(q_len, tokens, dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        is_bool = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, -torch.inf) if is_bool else scores + mask
+    weights = scores.softmax(-1).nan_to_num().to(query.dtype)  # of a row without tokens zeros
+    weights = torch.nn.functional.dropout(weights, dropout, module.training)
+    out = weights.view(batch, kv_heads, -1, tokens) @ value
+    return out.view(batch, heads, q_len, -1).transpose(1, 2).contiguous()
 
 
 def _sdpa_mask(

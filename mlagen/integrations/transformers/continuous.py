@@ -83,6 +83,7 @@ def paged_attention(
         bmm1_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         q_len_per_req=max(2, int(kwargs["max_seqlen_q"])),  # ragged calls take 2 or more
         q_cu_seq_lens=tables.q_cu_seq_lens,
+        logits_soft_cap=kwargs.get("softcap"),
     )
     assert isinstance(out, torch.Tensor)
     return out.unsqueeze(0), None

@@ -105,7 +105,8 @@ class GqaSm90Spec(GqaSpec):
     @property
     def added_parameters(self) -> tuple[Parameter, ...]:
         """Parameters of this variant besides the common ones."""
-        return BLOCK_SCALE_PARAMETERS if self.scale_row_bytes else ()
+        scales = BLOCK_SCALE_PARAMETERS if self.scale_row_bytes else ()
+        return (*super().added_parameters, *scales)
 
     @property
     def element(self) -> DType:

@@ -22,6 +22,7 @@ class GqaVariant(Variant):
     head_dim: int = 128
     head_dim_vo: int = 0  # of values and outputs, if it is another one
     page_size: int = 64  # tokens
+    has_soft_cap: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,8 @@ BLOCK_SCALE_PARAMETERS = parameters(
         value_scale_token_stride value_scale_head_stride
     """
 )
+# Of a kernel whose scores have a soft cap.
+SOFT_CAP_PARAMETERS = parameters("const float: soft_cap")
 # Scales of one call: no part of its plan.
 SCALE_PARAMETERS = parameters("float: bmm1_scale bmm2_scale output_factor")
 
@@ -137,7 +140,7 @@ class GqaSpec(KernelSpec):
     @property
     def added_parameters(self) -> tuple[Parameter, ...]:
         """Parameters of this variant besides the common ones."""
-        return ()
+        return SOFT_CAP_PARAMETERS if self.variant.has_soft_cap else ()
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:

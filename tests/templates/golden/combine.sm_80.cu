@@ -152,7 +152,7 @@ constexpr int kThreads = kWarps * kWarpLanes;
 constexpr int kSliceDims = kWarpLanes * 4;  // output dims of a CTA: a float4 for each lane
 static_assert(kHeadDimVo % 4 == 0 && kSlices * kSliceDims >= kHeadDimVo, "slices cover the row");
 
-// PTX ISA, "Integer, floating-point and half-precision: add, ex2, fma, max, mul". Needs sm_53.
+// PTX ISA, "Integer, floating-point and half-precision: add, ex2, fma, max, mul, rcp". Needs sm_53.
 
 // add.rn.f16x2
 __device__ inline u32 add_f16x2(u32 a, u32 b) {
@@ -198,6 +198,14 @@ __device__ inline u32 mul_f16x2(u32 a, u32 b) {
   u32 product;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
   return product;
+}
+
+// rcp.approx.ftz.f32
+// 1 / x, relative error below 2^-23; infinity gives zero.
+__device__ inline float rcp_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // Softmax state (m, l) of a row: combination of the parts that splits or warps have of it, final

@@ -58,6 +58,7 @@ using OutElement = Bf16;
 constexpr int kHeadDim = 128;
 constexpr int kHeadDimVo = 128;
 constexpr int kPageSize = 64;
+constexpr bool kHasSoftCap = false;
 constexpr int kSlices = 1;
 constexpr int kBlockM = 16;
 constexpr int kWarps = 4;
@@ -896,7 +897,7 @@ __device__ inline void pv_gemm(const Probabilities& probabilities, const unsigne
   }
 }
 
-// PTX ISA, "Integer, floating-point and half-precision: add, ex2, fma, max, mul". Needs sm_53.
+// PTX ISA, "Integer, floating-point and half-precision: add, ex2, fma, max, mul, rcp". Needs sm_53.
 
 // add.rn.f16x2
 __device__ inline u32 add_f16x2(u32 a, u32 b) {
@@ -942,6 +943,14 @@ __device__ inline u32 mul_f16x2(u32 a, u32 b) {
   u32 product;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
   return product;
+}
+
+// rcp.approx.ftz.f32
+// 1 / x, relative error below 2^-23; infinity gives zero.
+__device__ inline float rcp_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // Softmax state (m, l) of a row: combination of the parts that splits or warps have of it, final
@@ -1361,15 +1370,42 @@ __device__ inline float quad_reduce_sum(float value) {
 
 // Score of grouped-query attention: from Q K^T to the base-2 logit of the softmax.
 
+// A template: Params of a kernel without a soft cap lacks it.
+template <typename CappedParams>
+__device__ inline float soft_cap_of(const CappedParams& params) {
+  return params.soft_cap;
+}
+
 struct GqaScore {
-  float scale;  // softmax scale times log2(e)
+  float scale;  // softmax scale times log2(e); with a soft cap, twice that and relative to the cap
+  float cap;
 
   __device__ explicit GqaScore(const Params& params)
-      : scale(score_scale(params) * params.score_factor * kLog2E) {}
+      : scale(score_scale(params) * params.score_factor * kLog2E), cap(0.0f) {
+    if constexpr (kHasSoftCap) {
+      cap = soft_cap_of(params);
+      scale = 2.0f * scale / cap;
+    }
+  }
 
-  // `row_scale` is `scale`, times the inverse scale of a row of Q. Rounded, never fused: equal
-  // scores must have equal distances from the row max.
-  __device__ float of(float qk, float row_scale) const { return __fmul_rn(qk, row_scale); }
+  // `row_scale` is `scale`, times the inverse scale of a row of Q. Rounded, never fused with what
+  // follows: equal scores must have equal distances from the row max.
+  __device__ float of(float qk, float row_scale) const {
+    const float score = __fmul_rn(qk, row_scale);
+    if constexpr (!kHasSoftCap) return score;
+    // cap * tanh(z / cap) = cap - 2 * cap / (exp(2 * z / cap) + 1); the exponential may be
+    // infinite. tanh.approx has a relative error of 2^-11, which near the cap is too much.
+    const float base2_cap = cap * kLog2E;
+    const float capped =
+        __fmaf_rn(rcp_approx(ex2_approx(score) + 1.0f), -2.0f * base2_cap, base2_cap);
+    // Far from the cap that difference would cancel. With x = z / cap, tanh(x) is x - x^3 / 3
+    // there, to 2^-22, and `score` is 2 * log2(e) * x.
+    constexpr float kSquare = -0.25f / (3.0f * kLog2E * kLog2E);
+    const float uncapped = __fmul_rn(score * (0.5f * cap), fmaf(score * score, kSquare, 1.0f));
+    return fabsf(score) < kFarFromCap ? uncapped : capped;
+  }
+
+  static constexpr float kFarFromCap = 0.0625f * kLog2E;  // of scores: x = 2^-5
 };
 
 // Online softmax over the KV blocks of one warp.
