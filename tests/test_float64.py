@@ -19,6 +19,7 @@ from tests.problems.entry_points import (
     compute,
     decode_gqa_with_lse,
     run_xqa_with_lse,
+    trtllm_gqa_with_lse,
 )
 from tests.problems.flare import FORMS, decode, flare_case
 from tests.problems.gqa import KINDS as GQA_KINDS
@@ -40,15 +41,33 @@ def sample_of(cases: Sequence[Case]) -> list[Case]:
     return random.Random(0).sample(cases, len(cases) // share)  # noqa: S311 - no secret
 
 
-SERVER_CASES = [
-    GqaCase(seq_lens=(70, 3), sink=3.0, **facts)
-    for facts in (
-        *({"q_len": 3, "mask": "random"}, {"q_lens": (3, 2), "mask": "random"}),
-        *({"q_lens": (1, 0), "window": 20}, {"cache_layout": "stacked", "layout": "HND"}),
-        {"kv": "e4m3", "out_dtype": E4M3, "output_scale": 0.5},
-        {"kv": "nvfp4", "o_scale": 0.5, "layout": "HND"},
+# Ranks of decode context parallel: with fewer tokens than they may attend to, with more, with none.
+RANKS: list[dict[str, Any]] = [
+    {"cp_world": world, "cp_rank": rank, "committed": committed, **facts}
+    for world, rank, committed, facts in (
+        (2, 1, (137, 0), {"q_len": 4}),
+        (3, 0, (208, 2), {"q_len": 3, "layout": "HND"}),
+        (8, 7, (559, 5), {"q_len": 5, "page_size": 64}),
+        (8, 3, (559, 20), {}),
+        (1, 0, (68, -1), {"q_len": 2}),
+        (4, 2, (277, 11), {"q_lens": (3, 2), "kv": "e4m3", "page_size": 64}),
+        (3, 2, (8990, 0, 1), {"q_len": 3, "seq_lens": (3000, 0, 70), "head_dim": 64}),
+        (2, 0, (150, 2**31 - 1), {"q_len": 2, "kv": "nvfp4", "head_dim": 64}),
+        (2**31 - 1, 2**31 - 2, (2**31 - 3, 0), {"q_len": 3}),
     )
 ]
+SERVER_FACTS: tuple[dict[str, Any], ...] = (
+    *({"q_len": 3, "mask": "random"}, {"q_lens": (3, 2), "mask": "random"}),
+    *({"q_lens": (1, 0), "window": 20}, {"cache_layout": "stacked", "layout": "HND"}),
+    {"kv": "e4m3", "out_dtype": E4M3, "output_scale": 0.5},
+    {"kv": "nvfp4", "o_scale": 0.5, "layout": "HND"},
+    *RANKS,
+    {"has_value_tables": True, "q_len": 3},
+    {"has_value_tables": True, "kv": "e4m3", "page_size": 64, "seq_lens": (3000, 0, 70)},
+    {"has_value_tables": True, "kv": "nvfp4", "head_dim": 64, "q_lens": (3, 2)},
+)
+_SHORT: dict[str, Any] = {"seq_lens": (70, 3), "sink": 3.0}
+SERVER_CASES = [GqaCase(**_SHORT | facts) for facts in SERVER_FACTS]
 PLANNED_GQA_CASES = [
     *(
         gqa_case(kind, seq_lens=lens, head_dim=64, kv_heads=1, sink=3.0)
@@ -69,9 +88,7 @@ CALLS: dict[str, tuple[Sequence[Any], Callable[[Any], tuple[torch.Tensor, ...]]]
     "MLA": (sample_of(MLA_CASES), compute),  # through an entry point that has the arguments
     "BatchMLA": (sample_of(BATCH_CASES), lambda given: run_with_lse(wrapper_of(given), given)),
     "GQA": (sample_of(GQA_CASES), decode_gqa_with_lse),
-    "trtllm_gqa": (
-        *(SERVER_CASES, lambda given: ENTRY_POINTS["trtllm_gqa"].call(given, return_lse=True)),
-    ),
+    "trtllm_gqa": (SERVER_CASES, trtllm_gqa_with_lse),
     "batch decode": (PLANNED_GQA_CASES, decode_planned),
     "xqa": (sample_of(XQA_CASES), run_xqa_with_lse),
     "xqa_mla": (XQA_MLA_CASES, lambda given: (ENTRY_POINTS["xqa_mla"].run(given),)),

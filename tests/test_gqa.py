@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mlagen.xqa
-from mlagen.cascade import merge_state
+from mlagen.cascade import merge_state, merge_states
 from mlagen.errors import ArgumentError
 from mlagen.families.dispatch import GQA
 from mlagen.families.gqa.args import GqaArgs
@@ -21,12 +21,19 @@ from tests.problems.entry_points import (
     decode_gqa,
     decode_gqa_with_lse,
     trtllm_gqa_arguments,
+    trtllm_gqa_with_lse,
     xqa_arguments,
     xqa_mla_arguments,
 )
 from tests.problems.gqa import GqaCase, GqaProblem
 from tests.problems.mla import MlaCase
 from tests.problems.problem import E4M3, ints
+from tests.problems.reference import (
+    UNIT_ROUNDOFF,
+    assert_close,
+    lse_tolerance,
+    output_tolerance,
+)
 
 SMALL = GqaCase(seq_lens=(70, 3), sink=3.0)
 LONG = GqaCase(seq_lens=(5000, 3))
@@ -163,6 +170,58 @@ class TestGqa:
         if values == "shared":
             strided = v_cache[..., :512]
         problem.check(XQA_MLA.run(problem, v_cache=strided, seq_lens=problem.seq_lens))
+
+    @pytest.mark.parametrize("world", [1, 2, 3, 8])
+    @pytest.mark.parametrize("q_lens", [None, (3, 2, 5)], ids=["uniform", "ragged"])
+    def test_the_ranks_of_dcp_merge_to_the_whole(
+        self, q_lens: tuple[int, ...] | None, world: int, device: str
+    ) -> None:
+        """Each with every `world`-th token, and a sink on one of them; some rows attend to none."""
+        case = GqaCase(seq_lens=(40, 6, 300), q_len=3, q_lens=q_lens, page_size=1, sink=3.0)
+        problem = case.build(device)
+        new = torch.tensor(case.lens, dtype=torch.int32, device=device)
+        states = []
+        for rank in range(world):
+            local = ints(*(len(range(rank, length, world)) for length in case.seq_lens))
+            ranks = {"cp_world": world, "cp_rank": rank}
+            out, lse = trtllm_gqa_with_lse(
+                problem,
+                block_tables=problem.block_tables[:, rank::world].contiguous(),
+                seq_lens=local.to(device),
+                causal_seqlens_kv_global=problem.seq_lens - new,
+                sinks=None if rank else problem.sinks,
+                **ranks,
+            )
+            states.append((out, lse))
+
+        out, lse = merge_states(*(torch.stack(each, dim=1) for each in zip(*states, strict=True)))
+
+        expected = problem.expected()
+        tolerance = output_tolerance(out.dtype, expected)
+        tolerance += UNIT_ROUNDOFF[out.dtype] * expected.magnitude
+        assert_close(out.float(), expected.out, tolerance, "out")
+        assert_close(lse, expected.lse.float(), lse_tolerance(out.dtype, expected), "lse")
+
+    @pytest.mark.parametrize("page_size", [1, 64])
+    def test_tokens_of_a_rank_past_its_queries_may_be_nan(
+        self, page_size: int, device: str
+    ) -> None:
+        """What only later query tokens, or none, attend to has no effect on a query token."""
+        case = GqaCase(
+            seq_lens=(100,), q_len=4, page_size=page_size, cp_world=2, cp_rank=1, committed=(190,)
+        )
+        clean, poisoned = case.build(device), case.build(device)
+        masked = [at for at in range(100) if not poisoned.sees(0, 1, at)]
+        for position in masked:
+            poisoned.poison(0, position)
+
+        out, lse = trtllm_gqa_with_lse(poisoned)
+
+        assert len(masked) == 4
+        wanted, wanted_lse = trtllm_gqa_with_lse(clean)
+        assert torch.equal(out[:2], wanted[:2])
+        assert torch.equal(lse[:2], wanted_lse[:2])
+        assert out[3].isnan().all()
 
     def test_the_default_layout_has_heads_before_tokens(self, device: str) -> None:
         """`kv_layout` is HND unless it is passed."""

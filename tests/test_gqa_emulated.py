@@ -25,7 +25,7 @@ from tests.emulator.emulated import COMPILER, Emulated, encode, replace_launches
 from tests.families.launches import record_launches
 from tests.kernels import SM_80, SM_90A
 from tests.problems.batch_decode import decode_planned
-from tests.problems.entry_points import decode_gqa_with_lse, not_written
+from tests.problems.entry_points import decode_gqa_with_lse, not_written, trtllm_gqa_with_lse
 from tests.problems.extremes import extreme_sinks
 from tests.problems.gqa import GqaCase, GqaProblem
 from tests.problems.problem import E4M3
@@ -39,7 +39,8 @@ _MAX_BLOCKS = 114
 FP16 = torch.float16
 E4M3_32_ROWS: dict[str, Any] = {"kv": "e4m3", "group": 8, "q_len": 4}
 DIMS_192_128: dict[str, Any] = {"head_dim": 192, "head_dim_vo": 128}
-# Scores far from the cap, near it and beyond.
+# Scores near the cap and beyond; and far from it.
+FAR_FROM_CAP: dict[str, Any] = {"soft_cap": 1000.0, "score_scale": 0.2}
 CAPPED: dict[str, Any] = {"soft_cap": 30.0, "score_scale": 2.0}
 E4M3_OUT: dict[str, Any] = {"kv": "e4m3", "out_dtype": E4M3, "output_scale": 0.5}
 MANY = tuple(i * 37 % 300 for i in range(36))
@@ -153,7 +154,7 @@ CASES = [
     given("80 dims", 5, seq_lens=(300, 3), group=8, head_dim=80, page_size=64),
     given("large scores", 4, seq_lens=(900,), query_magnitude=100.0, layout="HND"),
     given("a soft cap", 5, seq_lens=(300, 17, 900), sink=3.0, **CAPPED),
-    given("a soft cap in e4m3, 32 rows", 2, seq_lens=EIGHT, page_size=64, **CAPPED | E4M3_32_ROWS),
+    given("a soft cap in e4m3", 2, seq_lens=EIGHT, page_size=64, **FAR_FROM_CAP | E4M3_32_ROWS),
     given(
         "a soft cap, ragged queries",
         7,
@@ -209,6 +210,51 @@ TOGETHER = [
     ),
 ]
 
+# Of the entry point with TensorRT-LLM's signature.
+RANK: dict[str, Any] = {"cp_world": 3, "cp_rank": 1}
+SERVER_CASES = [
+    given(
+        "a rank of DCP",
+        6,
+        seq_lens=(300, 17, 0, 128),
+        q_len=4,
+        committed=(896, 52, 5, 300),
+        page_size=64,
+        sink=2.0,
+        **RANK,
+    ),
+    given(
+        "a rank of DCP, ragged queries in e4m3",
+        5,
+        seq_lens=(300, 130, 0, 77),
+        q_lens=(17, 0, 2, 5),
+        committed=(890, 300, 0, 2**31 - 1),
+        kv="e4m3",
+        **RANK,
+    ),
+    given(
+        "a rank of DCP, 32 rows",
+        2,
+        seq_lens=(300, 0, 90),
+        group=8,
+        q_len=4,
+        committed=(890, 3, 100),
+        page_size=64,
+        **RANK,
+    ),
+    given("page ids of values", 5, seq_lens=(300, 0, 700), has_value_tables=True, q_len=2),
+    given("page ids of values in nvfp4", 3, seq_lens=(300, 17), has_value_tables=True, kv="nvfp4"),
+    given(
+        "page ids of values in e4m3",
+        3,
+        seq_lens=EIGHT,
+        has_value_tables=True,
+        page_size=64,
+        mask="random",
+        **E4M3_32_ROWS,
+    ),
+]
+
 _MASKED: dict[str, Any] = {"mask": "random", "window": 40}
 _RAGGED: dict[str, Any] = {"seq_lens": (70, 50, 0, 33), "q_lens": (5, 0, 2, 3)}
 SM80_CASES = [
@@ -234,6 +280,35 @@ SM80_CASES = [
     given("nvfp4 values of fewer dims", 3, seq_lens=(70,), kv="nvfp4", head_dim=64, head_dim_vo=48),
     given("nvfp4 stacked", seq_lens=(70,), kv="nvfp4", cache_layout="stacked", head_dim=64),
     given("nvfp4", 1, has_cvt_e4m3=True, seq_lens=(100, 30), kv="nvfp4", o_scale=0.5, head_dim=64),
+]
+
+SM80_SERVER_CASES = [
+    given(
+        "a rank of DCP",
+        8,
+        seq_lens=(300, 17, 0),
+        q_len=4,
+        committed=(896, 52, 5),
+        kv_heads=1,
+        head_dim=64,
+        **RANK,
+    ),
+    given(
+        "a rank of DCP, ragged queries",
+        seq_lens=(70, 50, 0, 33),
+        q_lens=(5, 0, 2, 3),
+        committed=(205, 0, 9, 2**31 - 1),
+        head_dim=64,
+        **RANK,
+    ),
+    given("page ids of values", 8, seq_lens=(100, 0, 300), has_value_tables=True, head_dim=64),
+    given(
+        "page ids of values in nvfp4",
+        seq_lens=(100,),
+        has_value_tables=True,
+        kv="nvfp4",
+        head_dim=64,
+    ),
 ]
 
 Decode = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -295,6 +370,18 @@ def test_a_block_of_several_heads_is_right_too(
     with max_kv_heads_per_cta(monkeypatch):
         for seed in range(2):
             problem.check(*decoded(problem, given.sm_count, seed))
+
+
+@pytest.mark.parametrize("sm80_on", [None, SM_80], ids=["sm90", "sm80"])
+def test_what_servers_pass_is_right_too(sm80_on: Arch | None, decoded: Decode) -> None:
+    """Ranks of decode context parallel, and block tables of values."""
+    for given in SERVER_CASES if sm80_on is None else SM80_SERVER_CASES:
+        problem = given.case.build("cpu")
+        for seed in range(2):
+            result = decoded(
+                problem, given.sm_count, seed, decode=trtllm_gqa_with_lse, sm80_on=sm80_on
+            )
+            problem.check(*result, what=f"{given.case.name}: ")
 
 
 @pytest.mark.parametrize("kv", ["16-bit", "e4m3"])

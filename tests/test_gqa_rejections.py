@@ -25,6 +25,10 @@ CACHES: Any = SMALL.store.caches("tuple", "NHD")
 KEYS, VALUES = CACHES
 LENS, THREE_SEQUENCES = ints(1, 2), {"last_page_len": ints(1, 1, 1), "indptr": ints(0, 0, 0, 0)}
 DRAFTS = GqaCase(seq_lens=(70, 3), q_len=2, sink=3.0).build("cpu")
+MASKED = GqaCase(seq_lens=(70, 3), q_len=2, mask="random").build("cpu")
+TABLES, SEPARATE = DRAFTS.block_tables, {"uses_shared_paged_kv_idx": False}
+DCP = "causal_seqlens_kv_global"
+RANK: dict[str, Any] = {"cp_world": 2, "cp_rank": 1, DCP: LENS, "return_lse": True}
 ROWS: dict[str, list[Row]] = {
     "init": [
         ("jit_args", ["name"], ": not implemented, expected None..."),
@@ -109,13 +113,41 @@ ROWS: dict[str, list[Row]] = {
         ("out_dtype", "nvfp4", ": not implemented, expected a torch.dtype, got 'nvfp4'"),
         ("o_sf_scale", 1.0, ": not implemented, expected None, got 1.0"),
         ("o_sf_vec_size", 16, ": not implemented, expected None, got 16"),
-        ("uses_shared_paged_kv_idx", False, ": not implemented, expected True, got False"),
+        ("request_order_plan", "a plan", ": not implemented, expected None, got 'a plan'"),
+        ("", {"uses_shared_paged_kv_idx": False}, "block_tables.ndim: expected 3, got 2"),
+        (
+            "",
+            SEPARATE | {"block_tables": TABLES[:, None]},
+            "block_tables.shape[1]: expected 2 (...",
+        ),
+        ("uses_shared_paged_kv_idx", "no", ": expected a bool, got 'no'"),
+        ("block_tables", TABLES[:, None].expand(-1, 2, -1), ".ndim: expected 2, got 3"),
         ("enable_block_sparse_attention", True, ": not implemented, expected False, got True"),
-        ("cp_world", 2, ": not implemented, expected 1, got 2"),
-        ("cp_rank", 1, ": not implemented, expected 0, got 1"),
-        ("causal_seqlens_kv_global", LENS, ": not implemented, expected None, got a tensor"),
+        ("cp_world", 2, ": expected 1 without causal_seqlens_kv_global, got 2"),
+        ("cp_rank", 1, ": expected 0 without causal_seqlens_kv_global, got 1"),
+        ("cp_world", RANK | {"cp_world": 0}, ": expected an int, 1 or more, got 0"),
+        ("cp_rank", RANK | {"cp_rank": -1}, ": expected an int, 0 or more, got -1"),
+        ("cp_rank", RANK | {"cp_rank": 2}, ": expected less than 2 (cp_world), got 2"),
+        ("return_lse", RANK | {"return_lse": False}, ": expected True, or an lse, with causal..."),
+        (DCP, RANK | {DCP: [1, 2]}, ": expected a torch.Tensor, got list"),
+        (DCP, RANK | {DCP: ints(1)}, ".shape: expected [2] (batch of query), got [1]"),
+        (DCP, RANK | {DCP: LENS.long()}, ".dtype: expected torch.int32 or torch.uint32, got ..."),
+        (DCP, RANK | {DCP: LENS.to("meta")}, ".device: expected cpu (of query), got meta"),
+        (
+            "window_left",
+            RANK | {"window_left": 5},
+            ": expected no window with causal_seqlens_kv...",
+        ),
+        ("mask", RANK | {"mask": MASKED.mask}, ": expected None with causal_seqlens_kv_global..."),
+        (
+            "block_tables",
+            RANK | SEPARATE | {"block_tables": TABLES[:, None].expand(-1, 2, -1)},
+            ": expected one table for keys and values with causal_seqlens_kv_global, got two",
+        ),
         ("sparse_top_k", 64, ": not implemented, expected 0, got 64"),
         ("request_order", 1, ": expected a torch.Tensor, got int"),
+        ("request_order", ints(1), ".shape: expected [2] (batch), got [1]"),
+        ("request_order", LENS.long(), ".dtype: expected torch.int32 or torch.uint32, got ..."),
         ("request_order", LENS.to("meta"), ".device: expected cpu (of query), got meta"),
         ("length_aware_schedule", "no", ": expected a bool, got 'no'"),
         ("backend", "fa2", ": expected one of auto, xqa, trtllm-gen, cake, got 'fa2'"),
@@ -123,7 +155,7 @@ ROWS: dict[str, list[Row]] = {
         ("out_dtype", "bf16", ": expected a torch.dtype, got 'bf16'"),
         ("out_dtype", {"out_dtype": torch.float16, "out": None}, ": expected torch.bfloat16 ..."),
         ("bmm1_scale_log2", 1.0, ": expected a torch.Tensor, got float"),
-        ("cp_world", "one", ": expected an int, 0 or more, got 'one'"),
+        ("cp_world", "one", ": expected an int, 1 or more, got 'one'"),
         ("bf16q_fp8kv_transform_mode", "v", ": expected one of k_only, separate_kv, got 'v'"),
         ("skip_softmax_threshold_scale_factor", "no", ": expected a float, got 'no'"),
         ("multi_ctas_kv_counter_buffer", 1, ": expected a torch.Tensor, got int"),

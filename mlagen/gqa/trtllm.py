@@ -15,8 +15,10 @@ from mlagen.families.common.arguments import (
     reject,
     reject_dtype,
     reject_unserved,
+    require,
     require_choice,
     require_flag,
+    require_ints,
     require_number,
     require_scale,
     require_tensor,
@@ -48,13 +50,11 @@ _NVFP4 = "nvfp4"
 _NOTHING: dict[str, Any] = {
     "o_sf_scale": None,
     "o_sf_vec_size": None,
-    "uses_shared_paged_kv_idx": True,
     "enable_block_sparse_attention": False,
-    "cp_world": 1,
-    "cp_rank": 0,
-    "causal_seqlens_kv_global": None,
+    "request_order_plan": None,
     "sparse_top_k": 0,
 }
+_WITHOUT_DCP = {"cp_world": 1, "cp_rank": 0}
 
 
 def reject_unserved_keywords(**given: object) -> None:
@@ -85,6 +85,34 @@ def check_ignored_keywords(
     query = unread_buffers.pop("query")
     for name, buffer in unread_buffers.items():
         check_unread_buffer(name, buffer, query)
+
+
+def check_dcp(
+    cp_world: object, cp_rank: object, causal_seqlens_kv_global: object, *, has_lse: bool
+) -> dict[str, Any]:
+    """Return the fields of ``GqaArgs`` of decode context parallel (DCP), which the tensor enables.
+
+    Its shape, and what it excludes, are rules of the problem.
+    """
+    world = require_whole_number(cp_world, "cp_world", min_value=1)
+    rank = require_whole_number(cp_rank, "cp_rank")
+    name = "causal_seqlens_kv_global"
+    if causal_seqlens_kv_global is None:
+        for keyword, value in (("cp_world", world), ("cp_rank", rank)):
+            nothing = _WITHOUT_DCP[keyword]
+            require(value == nothing, keyword, f"{nothing} without {name}", value)
+        return {}
+    require(rank < world, "cp_rank", f"less than {world} (cp_world)", rank)
+    require(has_lse, "return_lse", f"True, or an lse, with {name}", "False")
+    lengths = require_tensor(causal_seqlens_kv_global, name)
+    return {name: lengths, "cp_world": world, "cp_rank": rank}
+
+
+def check_request_order(request_order: object, query: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    """Reject an order of requests of another type or shape; its contents change no result."""
+    if request_order is not None:
+        batch = require_tensor(seq_lens, "seq_lens").shape[:1]
+        require_ints(request_order, "request_order", query.device, (tuple(batch),), "batch")
 
 
 def output_dtype(query: torch.Tensor, out: torch.Tensor | None, out_dtype: object) -> torch.dtype:
@@ -134,7 +162,6 @@ def natural_scale(
     GQA,
     outputs="out lse",
     returns=OUT_AND_LSE,
-    ignored="request_order_plan",
     length="max_seq_len",
     op=Op(outputs=trtllm_gqa_outputs, has_lse=True, fills_lse=True),
 )
@@ -177,7 +204,7 @@ def trtllm_batch_decode_with_kv_cache(
     causal_seqlens_kv_global: torch.Tensor | None = None,
     bf16q_fp8kv_transform_mode: str | None = None,
     request_order: torch.Tensor | None = None,
-    request_order_plan: object = None,  # noqa: ARG001 - of any class
+    request_order_plan: object = None,
     sparse_top_k: int = 0,
     length_aware_schedule: bool = False,
 ) -> GqaArgs:
@@ -196,7 +223,8 @@ def trtllm_batch_decode_with_kv_cache(
     workspace_buffer : any dtype
         Scratch of at least :func:`mlagen.workspace_bytes` bytes; a call uses its end.
     block_tables : int32 or uint32 [batch, max_pages]
-        Page ids, for keys and values.
+        Page ids, for keys and values; ``[batch, 2, max_pages]`` without
+        ``uses_shared_paged_kv_idx``.
     seq_lens : int32 or uint32 [batch]
         Tokens in the cache, including the new ones.
     max_seq_len : int
@@ -234,7 +262,8 @@ def trtllm_batch_decode_with_kv_cache(
     kv_cache_sf : e4m3 or uint8 [..., head_dim / 16]
         One scale for 16 elements of an NVFP4 cache, in one of the layouts of ``kv_cache``.
     uses_shared_paged_kv_idx : bool
-        True: keys and values have the same page ids.
+        Whether keys and values have the same page ids; otherwise ``block_tables`` has those of keys
+        and then those of values for each request.
     lse : fp32 [tokens, heads]
         Written if given; allocated if ``return_lse`` and None.
     return_lse : bool
@@ -247,15 +276,21 @@ def trtllm_batch_decode_with_kv_cache(
     enable_block_sparse_attention : bool
         False: pages of each KV head are not implemented.
     cp_world, cp_rank : int
-        1 and 0: decode context parallel is not implemented here.
-    causal_seqlens_kv_global : None
-        See ``cp_world``.
+        The ranks of decode context parallel, and this one; 1 and 0 without
+        ``causal_seqlens_kv_global``.
+    causal_seqlens_kv_global : int32 or uint32 [batch]
+        Enables decode context parallel: token ``k`` of this cache is token ``cp_world * k +
+        cp_rank`` of the request. It has the tokens of the requests on all ranks, **without** the
+        new ones: query token ``i`` attends to those up to its own position,
+        ``causal_seqlens_kv_global + i``, of this rank's ``seq_lens``. The LSE must be requested,
+        and merges the ranks (:mod:`mlagen.cascade`); pass ``sinks`` on one rank only. It excludes
+        ``mask``, a window and separate page ids.
     bf16q_fp8kv_transform_mode : str
         ``k_only`` or ``separate_kv``; ignored.
-    request_order : torch.Tensor
+    request_order : int32 or uint32 [batch]
         Ignored: the order in which requests are computed changes no result.
-    request_order_plan : object
-        Ignored, like ``request_order``.
+    request_order_plan : None
+        Of FlashInfer's kernels.
     sparse_top_k : int
         0: top-k indices of a single KV head are not implemented.
     length_aware_schedule : bool
@@ -286,19 +321,18 @@ def trtllm_batch_decode_with_kv_cache(
         length_aware_schedule,
         query=query,
         multi_ctas_kv_counter_buffer=multi_ctas_kv_counter_buffer,
-        request_order=request_order,
     )
     dtype = output_dtype(query, out, out_dtype)
     reject_unserved_keywords(
         o_sf_scale=o_sf_scale,
         o_sf_vec_size=o_sf_vec_size,
-        uses_shared_paged_kv_idx=uses_shared_paged_kv_idx,
         enable_block_sparse_attention=enable_block_sparse_attention,
-        cp_world=cp_world,
-        cp_rank=cp_rank,
-        causal_seqlens_kv_global=causal_seqlens_kv_global,
+        request_order_plan=request_order_plan,
         sparse_top_k=sparse_top_k,
     )
+    check_request_order(request_order, query, seq_lens)
+    has_lse = require_flag(return_lse, "return_lse") or lse is not None
+    dcp = check_dcp(cp_world, cp_rank, causal_seqlens_kv_global, has_lse=has_lse)
     keys, cached_values = pair_of(kv_cache, "kv_cache")
     scales = (None, None) if kv_cache_sf is None else pair_of(kv_cache_sf, "kv_cache_sf")
     return GqaArgs(
@@ -316,13 +350,15 @@ def trtllm_batch_decode_with_kv_cache(
         out_dtype=dtype,
         is_out_like_query=True,
         lse=lse,
-        return_lse=require_flag(return_lse, "return_lse") or lse is not None,
+        return_lse=has_lse,
         bmm1_scale=natural_scale(bmm1_scale, bmm1_scale_log2, query),
         bmm2_scale=bmm2_scale,
         out_16bit_factor=1.0 if o_scale is None else positive_factor(o_scale, "o_scale"),
         sinks=unwrap_sinks(sinks),
         mask=mask,
         cum_seq_lens_q=cum_seq_lens_q,
+        separate_page_ids=not require_flag(uses_shared_paged_kv_idx, "uses_shared_paged_kv_idx"),
+        **dcp,
         key_scales=scales[0],
         value_scales=scales[1],
         enable_pdl=is_pdl_enabled(enable_pdl),

@@ -49,6 +49,9 @@ def parameters(text: str) -> tuple[Parameter, ...]:
     return tuple(found)
 
 
+# Of decode context parallel.
+DCP_PARAMETERS = parameters("const int*: causal_seqlens_kv_global\n int: cp_world cp_rank")
+
 _ORDER = ("128s", "Q", "q", "i", "I", "f")  # of codes
 
 

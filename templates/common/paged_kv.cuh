@@ -18,6 +18,12 @@ struct PagedRows {
   }
 };
 
+// Block tables of values. A template: Params of a kernel with one table for both lacks it.
+template <typename SeparateParams>
+__device__ inline const int* value_tables_of(const SeparateParams& params) {
+  return params.value_tables;
+}
+
 constexpr int kMaxKvLen = 0x7fff0000;  // one more tile still fits in an int
 
 // KV length of a sequence, clamped to what a table of `num_pages` pages holds: `seq_lens` is

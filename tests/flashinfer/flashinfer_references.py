@@ -59,6 +59,8 @@ class PagedDecode:
         keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))
         scale = self._plan.get("sm_scale") or query.shape[-1] ** -0.5
         scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
+        if soft_cap := self._plan.get("logits_soft_cap"):
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         is_causal = self._plan.get("causal", True)
         window = self._plan.get("window_left", -1)
         own = torch.arange(len(query), device=query.device) + len(keys) - len(query)
@@ -89,11 +91,11 @@ def single_decode(
     **given: Any,
 ) -> torch.Tensor:
     """Return the attention of one query token; positions are not rotated."""
-    if pos_encoding_mode != "NONE" or given.get("logits_soft_cap"):
+    if pos_encoding_mode != "NONE":
         raise NotImplementedError(pos_encoding_mode)
     if kv_layout == "HND":
         keys, values = keys.transpose(0, 1), values.transpose(0, 1)
-    names = {"sm_scale", "window_left"}
+    names = {"sm_scale", "window_left", "logits_soft_cap"}
     attention = PagedDecode(query, kv_layout="NHD")
     attention.plan(**{name: given[name] for name in names & given.keys()})
     tokens = [tensor.to(torch.float32) for tensor in (query[None], keys, values)]

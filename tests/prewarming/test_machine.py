@@ -194,7 +194,7 @@ def _mla_calls(model: MlaModel) -> Iterator[object]:
 
 
 def _gqa_calls(model: GqaModel) -> Iterator[object]:
-    dtypes = {"query_dtype": DType.BF16, "out_dtype": DType.BF16}
+    dtypes: Any = {"query_dtype": DType.BF16, "out_dtype": DType.BF16}
     pages = (16, 32, 64) if model.is_hybrid else (16, 64)
     calls = product(model.heads_of_layers(), tps(model), Q_LENS, KV_DTYPES, pages)
     for layer, tp, q_len, kv, page_size in calls:

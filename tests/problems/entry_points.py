@@ -108,7 +108,27 @@ def trtllm_gqa_arguments(problem: GqaProblem, **changes: Any) -> dict[str, Any]:
     offsets = arguments["cum_seq_lens_q"] = arguments.pop("q_cu_seq_lens")
     if offsets is not None:
         arguments["q_len_per_req"], arguments["max_q_len"] = None, problem.case.longest_q
+    if problem.value_tables is not None:
+        arguments["uses_shared_paged_kv_idx"] = False
+        both = (problem.block_tables, problem.value_tables)
+        arguments["block_tables"] = torch.stack(both, dim=1)
+    if problem.case.cp_world:
+        arguments |= {
+            "cp_world": problem.case.cp_world,
+            "cp_rank": problem.case.cp_rank,
+            "causal_seqlens_kv_global": torch.tensor(
+                problem.case.committed, dtype=torch.int32, device=problem.device
+            ),
+        }
     return arguments | changes
+
+
+def trtllm_gqa_with_lse(problem: GqaProblem, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and LSE of ``trtllm_batch_decode_with_kv_cache``."""
+    arguments = trtllm_gqa_arguments(problem, return_lse=True, **changes)
+    result = mlagen.decode.trtllm_batch_decode_with_kv_cache(**arguments)
+    assert isinstance(result, tuple)
+    return result
 
 
 def not_written(problem: GqaProblem, workspace: torch.Tensor) -> dict[str, torch.Tensor]:

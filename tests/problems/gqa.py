@@ -44,12 +44,14 @@ class Store:
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None
 
-    def fill(self, ids: torch.Tensor, length: int, generator: torch.Generator) -> Content:
-        """Store ``length`` tokens in the pages ``ids`` and return their float64 content."""
+    def fill(
+        self, ids: torch.Tensor, value_ids: torch.Tensor, length: int, generator: torch.Generator
+    ) -> Content:
+        """Store ``length`` tokens in the pages of keys and of values; return them in float64."""
         keys = self._fill(self.key, self.key_scale, ids, length, generator)
         if self.case.cache_layout == "shared":
             return Content(keys, keys)
-        return Content(keys, self._fill(self.value, self.value_scale, ids, length, generator))
+        return Content(keys, self._fill(self.value, self.value_scale, value_ids, length, generator))
 
     def _fill(
         self,
@@ -183,6 +185,10 @@ class GqaCase(Case):
     soft_cap: float = 0.0  # of the scores, 0 for none
     sink: float | None = None  # magnitude
     causal: bool = True
+    cp_world: int = 0  # ranks, of which this one's tokens are in the cache; 0 without DCP
+    cp_rank: int = 0
+    committed: tuple[int, ...] = ()  # tokens of each sequence on all ranks before its query tokens
+    has_value_tables: bool = False  # keys and values have page ids of their own
     mask: str | None = None  # "causal", "full", "random" or "blind"; None: no mask
     layout: str = "NHD"
     cache_layout: str = "tuple"  # or "list", "stacked", "strided", or "shared" by keys and values
@@ -254,6 +260,7 @@ class GqaProblem(Problem):
 
     case: GqaCase
     store: Store
+    value_tables: torch.Tensor | None  # None: block_tables are those of values too
     bits: torch.Tensor | None  # bool [tokens, 32 * words]
     contents: list[Content] = field(repr=False)  # of each sequence, CPU
 
@@ -288,7 +295,8 @@ class GqaProblem(Problem):
         return halves if case.q_lens else halves.view(len(case.seq_lens), case.q_len, -1)
 
     def poison(self, seq: int, position: int) -> None:
-        """Make key and value of a cached token NaN."""
+        """Make key and value of a cached token NaN, which have one page."""
+        assert self.value_tables is None
         self.store.poison(self.slot(seq, position))
 
     def attract(self, seq: int, position: int) -> torch.Tensor:
@@ -329,6 +337,8 @@ class GqaProblem(Problem):
         """Return the positions that a query token of a sequence attends to."""
         case = self.case
         position = torch.arange(case.seq_lens[seq])
+        if case.cp_world:
+            return position[position * case.cp_world + case.cp_rank <= case.committed[seq] + index]
         draft = position - (len(position) - case.lens[seq])
         is_seen = (draft <= index) | (not case.causal)
         if self.bits is not None:
@@ -391,11 +401,16 @@ def _build(case: GqaCase, device: str) -> GqaProblem:
     store = STORES[case.kv](case, pages)
     width = max(used, default=0) + case.spare_pages
     tables = torch.tensor(INVALID_IDS).repeat(len(used), width)[:, :width].to(torch.int32)
+    values = torch.randperm(pages, generator=generator) if case.has_value_tables else order
+    value_tables = tables.clone() if case.has_value_tables else None
     contents = []
     for seq, (length, count) in enumerate(zip(case.seq_lens, used, strict=True)):
         ids, order = order[:count], order[count:]
-        contents.append(store.fill(ids, length, generator))
+        value_ids, values = values[:count], values[count:]
+        contents.append(store.fill(ids, value_ids, length, generator))
         tables[seq, :count] = ids.to(torch.int32)
+        if value_tables is not None:
+            value_tables[seq, :count] = value_ids.to(torch.int32)
     query = torch.randn(sum(case.lens), case.heads, case.head_dim, generator=generator)
     cumulative = None
     if case.q_lens is not None:
@@ -409,6 +424,7 @@ def _build(case: GqaCase, device: str) -> GqaProblem:
         query=(query * case.query_magnitude).to(case.dtype).to(device),
         store=store.to(device),
         block_tables=tables.to(device),
+        value_tables=None if value_tables is None else value_tables.to(device),
         seq_lens=torch.tensor(case.seq_lens, dtype=torch.int32).to(device),
         sinks=sinks,
         bits=_mask_bits(case, generator),

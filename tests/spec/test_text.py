@@ -55,6 +55,8 @@ gqa_variants = st.builds(
     head_dim=head_dims,
     page_size=page_sizes,
     has_soft_cap=st.booleans(),
+    has_dcp=st.booleans(),
+    separate_page_ids=st.booleans(),
 )
 out_dtypes = st.sampled_from([dtype for row in GQA_SUPPORTED for dtype in row.out_dtypes])
 

@@ -202,6 +202,7 @@ def test_plain_files_are_formatted() -> None:
         gqa_sm90(rows=32),
         gqa_sm90(kv_dtype=DType.E4M3, out_dtype=DType.E4M3),
         gqa_sm90(has_soft_cap=True),
+        gqa_sm90(has_dcp=True, separate_page_ids=True),
         COMBINE,
     ],
     ids=str,

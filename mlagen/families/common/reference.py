@@ -109,3 +109,8 @@ def softmax_with_sinks(
 
 def _part(rows: torch.Tensor, first: int, end: int, dtype: torch.dtype) -> torch.Tensor:
     return rows[..., first:end].contiguous().view(dtype)
+
+
+def count_of_rank(tokens: int, world: int, rank: int) -> int:
+    """Return how many of the first ``tokens`` tokens a rank has; it has every ``world``-th."""
+    return max(0, -((rank - tokens) // world))

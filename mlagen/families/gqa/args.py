@@ -82,6 +82,11 @@ class GqaArgs(NamedTuple):
     mask: torch.Tensor | None = None  # packed tree mask of draft tokens
     is_causal: bool = True  # without a mask
     cum_seq_lens_q: torch.Tensor | None = None
+    # int32 [batch], in decode context parallel: tokens of all ranks before the query tokens
+    causal_seqlens_kv_global: torch.Tensor | None = None
+    cp_world: int = 1
+    cp_rank: int = 0
+    separate_page_ids: bool = False  # block_tables are [batch, 2, max_pages], keys' and values'
     key_scales: torch.Tensor | None = None  # NVFP4 only; four dimensions, five if it holds K and V
     value_scales: torch.Tensor | None = None
     with_beam_axis: bool = False  # an axis of size 1 follows the batch in query and out

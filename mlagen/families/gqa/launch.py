@@ -13,6 +13,7 @@ from mlagen.families.common.launchers import (
     Launcher,
     Number,
     Part,
+    Source,
     Sources,
     joined,
     make_launcher,
@@ -44,8 +45,8 @@ from mlagen.spec.dtype import DType
 from mlagen.spec.gqa.sm80 import GqaSm80Spec
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
 from mlagen.spec.gqa.variant import (
+    ADDED_PARAMETERS,
     PROBLEM_PARAMETERS,
-    SOFT_CAP_PARAMETERS,
     GqaSpec,
     GqaVariant,
 )
@@ -61,7 +62,10 @@ _AXES = ("page", "token", "head")
 _SOURCES = joined(
     {
         name: Address(name)
-        for name in ("query", "key_cache", "key_scales", "block_tables", "seq_lens", "sinks")
+        for name in (
+            *("query", "key_cache", "key_scales", "block_tables", "seq_lens", "sinks"),
+            "causal_seqlens_kv_global",
+        )
     },
     {
         "kv_indptr": Address("kv_indptr"),
@@ -79,16 +83,17 @@ _KNOWN = frozenset(
         GqaSm80Spec.common_parameters,  # with those of block scales
         GqaSm90Spec.common_parameters,
         CombineSpec.parameters,
-        SOFT_CAP_PARAMETERS,
+        *ADDED_PARAMETERS.values(),
     )
     for parameter in parameters
 )
 
 _OF_PROBLEM = " ".join(
     parameter.name
-    for parameter in (*PROBLEM_PARAMETERS, *SOFT_CAP_PARAMETERS)
+    for parameter in PROBLEM_PARAMETERS
     if parameter.name not in {"num_seqs", "block_tables_stride"}  # its batch, among its strides
 )
+_OF_VARIANT = "soft_cap cp_world cp_rank"
 _SM80 = "m_tiles num_splits"
 _SM90 = "m_tiles num_tiles num_cta_groups cta_group_size takes_whole_tiles"
 
@@ -176,6 +181,9 @@ def _make_launcher(
     args: GqaArgs, problem: GqaProblem, plan: Any, spec: GqaSpec, planned: Sources, **others: Any
 ) -> GqaLauncher:
     is_e4m3 = problem.variant.out_dtype is DType.E4M3
+    value_tables: Source = 0
+    if problem.variant.separate_page_ids:
+        value_tables = Part("block_tables", problem.value_tables_offset)
     sources = joined(
         _SOURCES,
         problem.strides,
@@ -183,6 +191,7 @@ def _make_launcher(
         {
             "value_cache": Part("key_cache", problem.value_offset, "value_cache"),
             "value_scales": Part("key_scales", problem.value_scale_offset, "value_scales"),
+            "value_tables": value_tables,
             "draft_mask": Address("mask") if problem.mask_words else 0,
             "bmm2_scale_tensor": Address("bmm2_scale") if problem.takes_bmm2 else 0,
             "bmm2_scale": Number("bmm2_scale") if problem.takes_bmm2 else 1.0,
@@ -190,7 +199,7 @@ def _make_launcher(
             "max_tokens": min(problem.max_pages * problem.variant.page_size, MAX_TOKENS),
         },
         {"num_seqs": problem.batch, "tokens": problem.tokens},
-        named(problem, _OF_PROBLEM),
+        named(problem, f"{_OF_PROBLEM} {_OF_VARIANT}"),
     )
     return make_launcher(GqaLauncher, args, problem, plan, spec, sources, _KNOWN, **others)
 

@@ -81,6 +81,9 @@ class GqaProblem(Problem):
     value_scale_offset: int
     score_factor: float
     soft_cap: float
+    cp_world: int
+    cp_rank: int
+    value_tables_offset: int  # bytes from a request's block table of keys to that of values
     lse_factor: float  # from base 2 to the base of the LSE
     bmm2_scales_scores: bool
     takes_bmm2: bool
@@ -114,7 +117,11 @@ def check_problem(args: GqaArgs) -> GqaProblem:
     kv_heads, head_dim_vo = _check_caches(args, caches)
     scales = paged_scales(args, caches)
     batch, tokens, query_stride = _check_tokens(args)
-    tables = checked_tables(args, batch, (2,))
+    tables = checked_tables(args, batch, (3,) if args.separate_page_ids else (2,))
+    if args.separate_page_ids:
+        name = f"{args.names.block_tables}.shape[1]"
+        require(tables.shape[1] == 2, name, "2 (of keys and of values)", tables.shape[1])
+    _check_dcp(args, batch)
     require_scratch_and_scales(args)
     if args.sinks is not None:
         allowed, why = ((heads,), (kv_heads, heads // kv_heads)), f"heads of {args.names.query}"
@@ -137,6 +144,8 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         head_dim_vo=head_dim_vo if head_dim_vo != head_dim else 0,
         page_size=caches.key.shape[1],
         has_soft_cap=args.soft_cap != 0,
+        has_dcp=args.causal_seqlens_kv_global is not None,
+        separate_page_ids=args.separate_page_ids,
     )
     require_supported(variant)
     # A window of the whole table masks nothing.
@@ -172,6 +181,9 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         value_scale_offset=_offset(args.key_scales) if args.value_scales is None else 0,
         score_factor=head_dim**-0.5 if args.scales_like_xqa else 1.0,
         soft_cap=args.soft_cap,
+        cp_world=args.cp_world,
+        cp_rank=args.cp_rank,
+        value_tables_offset=tables.stride(1) * tables.itemsize if args.separate_page_ids else 0,
         lse_factor=LSE_FACTORS[args.return_lse_base],
         bmm2_scales_scores=args.scales_like_xqa and is_quantized,
         takes_bmm2=is_quantized or not args.scales_like_xqa,
@@ -344,6 +356,18 @@ def _check_caches(args: GqaArgs, caches: Pair) -> tuple[int, int]:
     return kv_heads, value_width * 2 if is_nvfp4 else value_width
 
 
+def _check_dcp(args: GqaArgs, batch: int) -> None:
+    """Reject what a rank of decode context parallel does not support."""
+    lengths, name = args.causal_seqlens_kv_global, "causal_seqlens_kv_global"
+    if lengths is None:
+        return
+    require_ints(lengths, name, args.query.device, ((batch,),), f"batch of {args.names.query}")
+    require(args.mask is None, args.names.mask, f"None with {name}", "a mask")
+    require(args.window == 0, args.names.window, f"no window with {name}", args.window)
+    rule = f"one table for keys and values with {name}"
+    require(not args.separate_page_ids, args.names.block_tables, rule, "two")
+
+
 def _check_mask(args: GqaArgs, batch: int, tokens: int) -> int:
     """Return the 32-bit words per row of the mask; 0 where there is none."""
     if not args.is_causal:
@@ -416,6 +440,10 @@ def check_contents(args: GqaArgs, problem: GqaProblem) -> None:
             if q_len > problem.max_q_len:
                 rule = f"{problem.max_q_len} ({names.q_len}) or less"
                 reject(f"{names.cum_seq_lens_q}.diff()[{request}]", rule, q_len)
+    lengths = args.causal_seqlens_kv_global
+    if lengths is not None:
+        check_seq_lens(lengths, "causal_seqlens_kv_global", capacity=None, q_lens=None)
+    has_all_tokens = args.is_causal and args.kv_indptr is None and lengths is None
     capacity: int | torch.Tensor = problem.max_pages * page_size
     if args.kv_indptr is not None:
         capacity = table_capacity(
@@ -425,6 +453,6 @@ def check_contents(args: GqaArgs, problem: GqaProblem) -> None:
         args.seq_lens.flatten(),
         names.seq_lens,
         capacity=capacity,
-        q_lens=q_lens if args.is_causal and args.kv_indptr is None else None,
+        q_lens=q_lens if has_all_tokens else None,
     )
     check_tables(args, problem, seq_lens, page_size)

@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 
 from mlagen.families.common.reference import (
+    count_of_rank,
     query_offsets,
     softmax_with_sinks,
     without_autocast,
@@ -41,15 +42,19 @@ def decode_gqa(args: GqaArgs, problem: GqaProblem) -> tuple[torch.Tensor, torch.
     for index, (start, end) in enumerate(pairwise(offsets)):
         if not 0 <= start <= end <= problem.tokens:
             continue  # as in the kernels, an invalid range has no query tokens
-        capacity = len(_page_ids(args, index)) * problem.variant.page_size
+        key_ids, value_ids = _page_ids(args, index)
+        capacity = len(key_ids) * problem.variant.page_size
         seq_len = min(max(int(args.seq_lens.view(-1)[index]), 0), capacity)
         q_len = end - start
-        keys = _gather(args, caches.key, key_scales, index, seq_len)
-        values = _gather(args, caches.value, value_scales, index, seq_len)
+        keys = _gather(caches.key, key_scales, key_ids, seq_len)
+        values = _gather(caches.value, value_scales, value_ids, seq_len)
         for token in range(start, end):
             draft = token - start
             positions = torch.arange(seq_len, dtype=torch.int64, device="cpu")
-            if problem.is_causal:
+            if args.causal_seqlens_kv_global is not None:
+                position = int(args.causal_seqlens_kv_global[index]) + draft
+                positions = positions[: count_of_rank(position + 1, args.cp_world, args.cp_rank)]
+            elif problem.is_causal:
                 positions = _unmasked(seq_len, q_len, draft, problem.window, mask, token)
             out[token], lse[token] = _attend(
                 args, problem, query[token], keys[positions], values[positions]
@@ -86,24 +91,22 @@ def _unmasked(
     return is_unmasked.nonzero()[:, 0]
 
 
-def _page_ids(args: GqaArgs, index: int) -> torch.Tensor:
+def _page_ids(args: GqaArgs, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the page ids of keys and of values."""
     if args.kv_indptr is None:
-        return args.block_tables[index]
+        tables = args.block_tables[index]
+        return (tables[0], tables[1]) if args.separate_page_ids else (tables, tables)
     start, end = (max(0, int(args.kv_indptr[index + i])) for i in range(2))
-    return args.block_tables[start:end]
+    return args.block_tables[start:end], args.block_tables[start:end]
 
 
 def _gather(
-    args: GqaArgs,
-    cache: torch.Tensor,
-    scales: torch.Tensor | None,
-    index: int,
-    seq_len: int,
+    cache: torch.Tensor, scales: torch.Tensor | None, page_ids: torch.Tensor, seq_len: int
 ) -> torch.Tensor:
     """Return the first ``seq_len`` tokens of a request; an invalid page reads as zeros."""
     num_pages, page_size = cache.shape[:2]
     used_pages = -(-seq_len // page_size)
-    ids = _page_ids(args, index)[:used_pages].view(torch.int32).long()
+    ids = page_ids[:used_pages].view(torch.int32).long()
     is_valid = (ids >= 0) & (ids < num_pages)
     stored = _pages(cache, ids[is_valid])
     pages = _dequantized(stored, _pages(scales, ids[is_valid]) if scales is not None else None)

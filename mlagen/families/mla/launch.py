@@ -35,10 +35,10 @@ from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.partition import NO_COOPERATION, WHOLE_GPU
 from mlagen.settings import Settings
 from mlagen.spec.combine import CombineSpec
+from mlagen.spec.kernel import DCP_PARAMETERS
 from mlagen.spec.mla.sm80 import MlaSm80Spec
 from mlagen.spec.mla.sm90 import MlaSm90Fp8KvSpec, MlaSm90Spec
 from mlagen.spec.mla.variant import (
-    DCP_PARAMETERS,
     GATHER_PARAMETERS,
     POOL_PARAMETERS,
     MlaKernelSpec,

@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 
 from mlagen.families.common.reference import (
+    count_of_rank,
     dequantized,
     elements_of,
     query_offsets,
@@ -64,11 +65,6 @@ def decode_mla(args: MlaArgs, problem: MlaProblem) -> tuple[torch.Tensor, torch.
                 args, query[token], keys[:kv_end], values[:kv_end], bias
             )
     return out.to(problem.out_dtype), lse / log_base
-
-
-def count_of_rank(tokens: int, world: int, rank: int) -> int:
-    """Return how many of the first ``tokens`` tokens a rank has; it has every ``world``-th."""
-    return max(0, -((rank - tokens) // world))
 
 
 def _dequantized_query(args: MlaArgs, problem: MlaProblem) -> torch.Tensor:

@@ -9,7 +9,14 @@ from typing import ClassVar
 
 from mlagen.errors import UnsupportedError
 from mlagen.spec.dtype import DType
-from mlagen.spec.kernel import KernelSpec, Parameter, Variant, in_order, parameters
+from mlagen.spec.kernel import (
+    DCP_PARAMETERS,
+    KernelSpec,
+    Parameter,
+    Variant,
+    in_order,
+    parameters,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +30,8 @@ class GqaVariant(Variant):
     head_dim_vo: int = 0  # of values and outputs, if it is another one
     page_size: int = 64  # tokens
     has_soft_cap: bool = False
+    has_dcp: bool = False  # the cache has the tokens of one rank of decode context parallel
+    separate_page_ids: bool = False  # keys and values have block tables of their own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +83,14 @@ BLOCK_SCALE_PARAMETERS = parameters(
 )
 # Of a kernel whose scores have a soft cap.
 SOFT_CAP_PARAMETERS = parameters("const float: soft_cap")
+# Of a kernel whose keys and values have block tables of their own.
+VALUE_TABLE_PARAMETERS = parameters("const int*: value_tables")
+# The parameters that a flag of the variant adds.
+ADDED_PARAMETERS = {
+    "has_soft_cap": SOFT_CAP_PARAMETERS,
+    "has_dcp": DCP_PARAMETERS,
+    "separate_page_ids": VALUE_TABLE_PARAMETERS,
+}
 # Scales of one call: no part of its plan.
 SCALE_PARAMETERS = parameters("float: bmm1_scale bmm2_scale output_factor")
 
@@ -140,7 +157,8 @@ class GqaSpec(KernelSpec):
     @property
     def added_parameters(self) -> tuple[Parameter, ...]:
         """Parameters of this variant besides the common ones."""
-        return SOFT_CAP_PARAMETERS if self.variant.has_soft_cap else ()
+        flags = [flag for flag in ADDED_PARAMETERS if getattr(self.variant, flag)]
+        return tuple(one for flag in flags for one in ADDED_PARAMETERS[flag])
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:

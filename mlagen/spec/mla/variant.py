@@ -9,7 +9,15 @@ from typing import ClassVar
 
 from mlagen.errors import UnsupportedError
 from mlagen.spec.dtype import EXTRA_ROW_FORMATS, ROW_FORMATS, DType
-from mlagen.spec.kernel import CallShape, KernelSpec, Parameter, Variant, in_order, parameters
+from mlagen.spec.kernel import (
+    DCP_PARAMETERS,
+    CallShape,
+    KernelSpec,
+    Parameter,
+    Variant,
+    in_order,
+    parameters,
+)
 from mlagen.spec.rows import RowFormat
 
 
@@ -185,8 +193,6 @@ def require_supported(variant: MlaVariant) -> None:
     )
 
 
-# Of decode context parallel.
-DCP_PARAMETERS = parameters("const int*: causal_seqlens_kv_global\n int: cp_world cp_rank")
 # Of a kernel that gathers the tokens of top-k indices, and of one that loads pages by TMA.
 GATHER_PARAMETERS = parameters(
     """

@@ -33,10 +33,13 @@ struct KvLoader {
   const Params& params;
   const WorkItem& work;
   const int* table;  // page ids of the sequence
+  const int* value_table;  // those of its values; like the two below only if kSeparatePageIds
   int next_stage;
   int next_kv_block;
   int lane_page;  // of token lane_index() % kBlockN of the next block; -1 if it is not loaded
   int next_lane_page;  // of the block after it
+  int value_lane_page;
+  int next_value_lane_page;
 
   __device__ KvLoader(const Params& params, const WorkItem& work)
       : params(params),
@@ -44,20 +47,31 @@ struct KvLoader {
         table(work.page_ids(params)),
         next_stage(0),
         next_kv_block(work.first_kv_block + warp_index()) {
-    lane_page = load_lane_page(next_kv_block);
-    next_lane_page = load_lane_page(next_kv_block + kWarps);
+    lane_page = load_lane_page(table, next_kv_block);
+    next_lane_page = load_lane_page(table, next_kv_block + kWarps);
+    if constexpr (kSeparatePageIds) {
+      value_table = work.value_page_ids(params);
+      value_lane_page = load_lane_page(value_table, next_kv_block);
+      next_value_lane_page = load_lane_page(value_table, next_kv_block + kWarps);
+    }
   }
 
-  __device__ int load_lane_page(int kv_block) const {
+  // Block table of load `stage_idx`.
+  __device__ const int* table_of(int stage_idx) const {
+    return kSeparatePageIds && stage_idx % 2 != 0 ? value_table : table;
+  }
+
+  __device__ int load_lane_page(const int* page_ids, int kv_block) const {
     const int token = kv_block * kBlockN + lane_index() % kBlockN;
     const bool is_read =
         kv_block < work.end_kv_block && token >= work.kv_begin && token < work.kv_end;
-    return is_read ? table[token / kPageSize] : -1;
+    return is_read ? page_ids[token / kPageSize] : -1;
   }
 
   // Copies `kBytes` of every token's row, from byte `offset` on, to the rows of a stage.
   template <int kBytes>
-  __device__ void copy_rows(const PagedRows& rows, int offset, unsigned char* stage) const {
+  __device__ void copy_rows(const PagedRows& rows, int own_page, int offset,
+                            unsigned char* stage) const {
     constexpr int kCopyBytes = kBytes % kChunkBytes == 0 ? kChunkBytes : 8;
     constexpr int kCopies = kBytes / kCopyBytes;
 #pragma unroll 4  // more addresses at once would take registers from the O accumulators
@@ -65,7 +79,7 @@ struct KvLoader {
       const int copy = first + lane_index();
       const int token = copy / kCopies;
       const int at = copy % kCopies * kCopyBytes;
-      const int page = __shfl_sync(~0u, lane_page, token % kBlockN);
+      const int page = __shfl_sync(~0u, own_page, token % kBlockN);
       if (token >= kBlockN) continue;
       const bool exists = is_valid_page(page, params.num_pages);
       const int slot = (next_kv_block * kBlockN + token) % kPageSize;
@@ -87,14 +101,19 @@ struct KvLoader {
       if (next_stage % 2 == 0) {
         const PagedRows keys{params.key_cache + work.kv_head * params.key_head_stride,
                              params.key_page_stride, params.key_token_stride};
-        copy_rows<kStoredBytes>(keys, 0, stage);
+        copy_rows<kStoredBytes>(keys, lane_page, 0, stage);
       } else {
         const PagedRows values{params.value_cache + work.kv_head * params.value_head_stride,
                                params.value_page_stride, params.value_token_stride};
-        copy_rows<kSliceBytes>(values, work.slice * kSliceBytes, stage);
+        const int value_page = kSeparatePageIds ? value_lane_page : lane_page;
+        copy_rows<kSliceBytes>(values, value_page, work.slice * kSliceBytes, stage);
         next_kv_block += kWarps;
         lane_page = next_lane_page;
-        next_lane_page = load_lane_page(next_kv_block + kWarps);
+        next_lane_page = load_lane_page(table, next_kv_block + kWarps);
+        if constexpr (kSeparatePageIds) {
+          value_lane_page = next_value_lane_page;
+          next_value_lane_page = load_lane_page(value_table, next_kv_block + kWarps);
+        }
       }
       ++next_stage;
     }

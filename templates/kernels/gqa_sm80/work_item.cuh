@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "common/dcp.cuh"
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"
 #include "common/ragged_tiles.cuh"
@@ -33,6 +34,15 @@ struct alignas(16) WorkItem {
     return params.block_tables + start;
   }
 
+  // The same of its values.
+  __device__ const int* value_page_ids(const Params& params) const {
+    if constexpr (kSeparatePageIds) {
+      return value_tables_of(params) + seq_idx * static_cast<i64>(params.block_tables_stride);
+    } else {
+      return page_ids(params);
+    }
+  }
+
   __device__ int query_of(const Params& params, int row) const {
     return (first_row + row) / params.group_size;
   }
@@ -56,6 +66,7 @@ struct alignas(16) WorkItem {
   __device__ bool attends(const Params& params, int row, int token) const {
     if (row >= rows || token >= kv_len) return false;
     const int query = query_of(params, row);
+    if constexpr (kHasDcp) return query >= dcp_first_query(params, seq_idx, token);
     if (token < window_kv_begin(params, query)) return false;
     const int draft = token - (kv_len - q_len);
     if (params.draft_mask == nullptr || draft < 0) return !params.is_causal || draft <= query;
@@ -103,6 +114,10 @@ __device__ inline WorkItem find_work_item(const Params& params) {
   work.kv_end = max(is_causal ? context_len + last + 1 : work.kv_len, 0);
   const int first_row_end = is_causal ? context_len + first + 1 : work.kv_len;
   work.unmasked_kv_end = max(has_mask ? context_len : first_row_end, 0);
+  if constexpr (kHasDcp) {
+    work.kv_end = dcp_kv_end_of_query(params, work.seq_idx, last, work.kv_len);
+    work.unmasked_kv_end = dcp_kv_end_of_query(params, work.seq_idx, first, work.kv_len);
+  }
 
   // All tokens bound the splits, also those behind a causal tile: a causal mask then adds up in the
   // order of causal tiles without one.

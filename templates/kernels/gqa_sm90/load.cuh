@@ -115,11 +115,14 @@ constexpr int kKvBlocksPerWindow = kWarpLanes / kBoxesPerKvBlock;
 
 struct KvTmaBoxes {
   const int* page_ids;  // block table of the sequence
+  const int* value_page_ids;  // that of its values; like the two below only if kSeparatePageIds
   int begin;  // boxes with a token that any row attends to
   int end;
   int box;  // of this lane, counted from the first token of the sequence
   int page;  // page id of `box`
   int next_page;  // page id of the lane's next box
+  int value_page;
+  int next_value_page;
 
   __device__ KvTmaBoxes() = default;
   __device__ KvTmaBoxes(const Params& params, const WorkItem& work)
@@ -127,20 +130,34 @@ struct KvTmaBoxes {
         begin(work.kv_begin / kBoxTokens),
         end(ceil_div(work.kv_end, kBoxTokens)),
         box(work.first_kv_block * kBoxesPerKvBlock + lane_index()) {
-    page = read(box);
-    next_page = read(box + kWarpLanes);
+    page = read(page_ids, box);
+    next_page = read(page_ids, box + kWarpLanes);
+    if constexpr (kSeparatePageIds) {
+      value_page_ids = work.value_page_ids(params);
+      value_page = read(value_page_ids, box);
+      next_value_page = read(value_page_ids, box + kWarpLanes);
+    }
   }
 
   __device__ bool is_inside(int index) const { return index >= begin && index < end; }
 
-  __device__ int read(int index) const {
-    return is_inside(index) ? page_ids[index * kBoxTokens / kPageSize] : 0;
+  __device__ int read(const int* ids, int index) const {
+    return is_inside(index) ? ids[index * kBoxTokens / kPageSize] : 0;
   }
 
   __device__ void advance() {
     box += kWarpLanes;
     page = next_page;
-    next_page = read(box + kWarpLanes);
+    next_page = read(page_ids, box + kWarpLanes);
+    if constexpr (kSeparatePageIds) {
+      value_page = next_value_page;
+      next_value_page = read(value_page_ids, box + kWarpLanes);
+    }
+  }
+
+  // Page of the box of K, or of V.
+  __device__ int page_of(bool is_value) const {
+    return kSeparatePageIds && is_value ? value_page : page;
   }
 
   // Transaction bytes of a tile of a KV block: fully masked boxes are not loaded.
@@ -168,19 +185,24 @@ struct BlockScales {
   static constexpr int kBoxRows = kBoxTokens * kKvHeadsPerCta;
 
   u64 boxes[2];  // scales of the first token of this lane's box, of K and of V
-  u32 existing;  // boxes of the lanes that exist
+  u32 existing[kSeparatePageIds ? 2 : 1];  // boxes of the lanes that exist, of K, or of K and of V
 
   __device__ BlockScales() = default;
   // A template: without block scales, Params lacks these parameters.
   template <typename ScaleParams>
   __device__ BlockScales(const ScaleParams& params, const KvTmaBoxes& tma_boxes, int kv_head) {
-    const bool exists =
-        tma_boxes.is_inside(tma_boxes.box) && is_valid_page(tma_boxes.page, params.num_pages);
-    existing = __ballot_sync(~0u, exists);
-    const int page = exists ? tma_boxes.page : 0;
-    const int slot = exists ? tma_boxes.box * kBoxTokens % kPageSize : 0;
+    const bool is_inside = tma_boxes.is_inside(tma_boxes.box);
+    int page = 0;
+    int slot = 0;
 #pragma unroll
     for (int kv = 0; kv < 2; ++kv) {
+      if (kv == 0 || kSeparatePageIds) {
+        const int own_page = tma_boxes.page_of(kv == 1);
+        const bool exists = is_inside && is_valid_page(own_page, params.num_pages);
+        existing[kv] = __ballot_sync(~0u, exists);
+        page = exists ? own_page : 0;
+        slot = exists ? tma_boxes.box * kBoxTokens % kPageSize : 0;
+      }
       const PagedRows rows = rows_of(params, kv);
       boxes[kv] =
           reinterpret_cast<u64>(rows.row_of(page, slot) + kv_head * head_stride(params, kv));
@@ -223,7 +245,7 @@ struct BlockScales {
       copy_scale_row<kScaleRowBytes>(
           address + copy * kCopyBytes,
           reinterpret_cast<const void*>(source_of(kv, first_lane, copy, own, rows.token_stride)),
-          exists(first_lane, copy));
+          exists(kv, first_lane, copy));
     }
     cp_async_mbarrier_arrive_noinc(full);
   }
@@ -235,7 +257,7 @@ struct BlockScales {
     for (int copy = 0; copy < kCopies; ++copy) {
       const unsigned char* source = reinterpret_cast<const unsigned char*>(
           source_of(kv, first_lane, copy, own, token_stride));
-      const bool is_read = exists(first_lane, copy);
+      const bool is_read = exists(kv, first_lane, copy);
 #pragma unroll 1
       for (int i = 0; i < kScaleRowBytes; ++i) {
         target[copy * kCopyBytes + i] = is_read ? source[i] : 0;
@@ -252,8 +274,8 @@ struct BlockScales {
     const u64 box = __shfl_sync(~0u, boxes[kv], lane_of(first_lane, copy));
     return box + own + copy * kWarpLanes % kBoxRows / kKvHeadsPerCta * token_stride;
   }
-  __device__ bool exists(int first_lane, int copy) const {
-    return (existing >> lane_of(first_lane, copy) & 1) != 0;
+  __device__ bool exists(int kv, int first_lane, int copy) const {
+    return (existing[kSeparatePageIds ? kv : 0] >> lane_of(first_lane, copy) & 1) != 0;
   }
 };
 
@@ -279,7 +301,7 @@ __device__ inline void load_work(const Params& params, const WorkItem& work, KvT
       if (issues_copy) {
         cp_async_bulk_tensor(shared_address(smem.kv[kv_pipe.index]) + box_of_lane * box_bytes,
                              kv == 0 ? &params.key_map : &params.value_map, full, cache_hint, 0,
-                             slot, 0, work.kv_head, boxes.page);
+                             slot, 0, work.kv_head, boxes.page_of(kv == 1));
       }
       if constexpr (kHasBlockScales) {
         block_scales.load(params, kv, in_window * kBoxesPerKvBlock,

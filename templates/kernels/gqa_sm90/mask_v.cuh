@@ -102,8 +102,7 @@ __device__ inline PagedRows finite_rows(const AnyParams& params, int kv_head) {
 __device__ inline float4 add_nonfinite(const Params& params, const WorkItem& work, int row, int dim,
                                        int token, float4 out) {
   if (!work.attends(params, row, token)) return out;
-  const int* page_ids = work.page_ids(params);
-  const int page = page_ids[token / kPageSize];
+  const int page = work.value_page_ids(params)[token / kPageSize];
   if (!is_valid_page(page, params.num_pages)) return out;
   const PagedRows cached = finite_rows(params, work.kv_head);
   const unsigned char* element_row = cached.row_of(page, token % kPageSize);

@@ -155,9 +155,9 @@ __device__ inline bool find_range(const Params& params, int cta_group, const Lan
 }
 
 // Whether the first work item may be computed before the preceding kernel completes (PDL): then its
-// inputs are few enough to be loaded once more and compared.
+// inputs are few enough to be loaded once more and compared. With DCP they include more lengths.
 __device__ inline bool schedules_before_pdl_wait(const Params& params) {
-  return params.cu_seqlens_q == nullptr && seqs_per_lane(params) <= kSeqsPerLane;
+  return !kHasDcp && params.cu_seqlens_q == nullptr && seqs_per_lane(params) <= kSeqsPerLane;
 }
 
 // Lets the other warps load the first page ids and the first Q of the work item that is written.

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "common/dcp.cuh"
+#include "common/paged_kv.cuh"
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
@@ -42,13 +44,22 @@ struct WorkItem : WorkCoord {
 
   __device__ bool is_none() const { return seq_idx < 0; }
 
-  // Page ids of the sequence: a row of the block table, or a part of the flat page ids of a plan.
+  // Page ids of the sequence: a row of a block table, or a part of the flat page ids of a plan.
   // Called for an item that is none, too, which must not read before the offsets.
   __device__ const int* page_ids(const Params& params) const {
     const i64 start = params.kv_indptr == nullptr
                           ? seq_idx * static_cast<i64>(params.block_tables_stride)
                           : params.kv_indptr[max(seq_idx, 0)];
     return params.block_tables + start;
+  }
+
+  // The same of its values.
+  __device__ const int* value_page_ids(const Params& params) const {
+    if constexpr (kSeparatePageIds) {
+      return value_tables_of(params) + seq_idx * static_cast<i64>(params.block_tables_stride);
+    } else {
+      return page_ids(params);
+    }
   }
 
   __device__ int query_of(const Params& params, int row) const {
@@ -70,6 +81,10 @@ struct WorkItem : WorkCoord {
   // would take a division.
   __device__ RowRange rows_of(const Params& params, int token) const {
     if (token >= kv_len) return {0, 0};
+    if constexpr (kHasDcp) {
+      const i64 first_query = min(dcp_first_query(params, seq_idx, token), static_cast<i64>(q_len));
+      return {static_cast<int>(first_query) * params.group_size - first_row, rows};
+    }
     const int draft = token - (kv_len - q_len);
     const bool is_causal = params.draft_mask == nullptr && params.is_causal;
     const int first = is_causal ? max(draft, 0) : 0;
@@ -118,6 +133,10 @@ __device__ inline WorkItem work_at(const Params& params, const ScheduleRange& ra
   work.kv_end = max(is_causal ? context_len + last + 1 : seq_info.kv_len, 0);
   const int first_row_end = is_causal ? context_len + first + 1 : seq_info.kv_len;
   work.unmasked_kv_end = max(has_mask ? context_len : first_row_end, 0);
+  if constexpr (kHasDcp) {
+    work.kv_end = dcp_kv_end_of_query(params, work.seq_idx, last, work.kv_len);
+    work.unmasked_kv_end = dcp_kv_end_of_query(params, work.seq_idx, first, work.kv_len);
+  }
 
   const int begin = seq_info.first_kv_block + state.first_kv_block(range);
   const int end = seq_info.first_kv_block + state.end_kv_block(range);

@@ -59,6 +59,8 @@ constexpr int kHeadDim = 128;
 constexpr int kHeadDimVo = 128;
 constexpr int kPageSize = 64;
 constexpr bool kHasSoftCap = false;
+constexpr bool kHasDcp = false;
+constexpr bool kSeparatePageIds = false;
 constexpr int kSlices = 1;
 constexpr int kBlockM = 16;
 constexpr int kWarps = 4;
@@ -450,6 +452,34 @@ __device__ inline void store_x4(Target target, unsigned char* out, i64 index, fl
   *reinterpret_cast<uint2*>(out + index * 2) = packed;
 }
 
+// Decode context parallel (DCP): token k of a rank is token cp_world * k + cp_rank of the sequence,
+// and the causal mask is by positions in the sequence. Templates: without DCP, Params lacks the
+// parameters.
+
+// End of the rank's tokens that a query token at position `pos` attends to, at most `kv_len`.
+template <typename DcpParams, typename Position>
+__device__ inline int dcp_kv_end_at(const DcpParams& params, Position pos, int kv_len) {
+  if (pos < params.cp_rank) return 0;
+  const u32 last = static_cast<u32>(pos - params.cp_rank) / static_cast<u32>(params.cp_world);
+  return static_cast<int>(min(last + 1, static_cast<u32>(kv_len)));
+}
+
+// The same of query token `query` of a sequence: before its first one, all ranks have
+// `causal_seqlens_kv_global` tokens.
+template <typename DcpParams>
+__device__ inline int dcp_kv_end_of_query(const DcpParams& params, int seq_idx, int query,
+                                          int kv_len) {
+  const i64 first = params.causal_seqlens_kv_global[seq_idx];
+  return dcp_kv_end_at(params, first + query, kv_len);
+}
+
+// First query token of the sequence that attends to the rank's token `token`; may be past the last.
+template <typename DcpParams>
+__device__ inline i64 dcp_first_query(const DcpParams& params, int seq_idx, int token) {
+  const i64 pos = static_cast<i64>(token) * params.cp_world + params.cp_rank;
+  return max(pos - params.causal_seqlens_kv_global[seq_idx], static_cast<i64>(0));
+}
+
 // PTX ISA, "Data Movement and Conversion Instructions: createpolicy, ld, prefetch". Needs sm_80.
 
 // ld.acquire.gpu.global.u32
@@ -536,6 +566,12 @@ struct PagedRows {
     return rows + page * page_stride + slot * token_stride;
   }
 };
+
+// Block tables of values. A template: Params of a kernel with one table for both lacks it.
+template <typename SeparateParams>
+__device__ inline const int* value_tables_of(const SeparateParams& params) {
+  return params.value_tables;
+}
 
 constexpr int kMaxKvLen = 0x7fff0000;  // one more tile still fits in an int
 
@@ -683,6 +719,15 @@ struct alignas(16) WorkItem {
     return params.block_tables + start;
   }
 
+  // The same of its values.
+  __device__ const int* value_page_ids(const Params& params) const {
+    if constexpr (kSeparatePageIds) {
+      return value_tables_of(params) + seq_idx * static_cast<i64>(params.block_tables_stride);
+    } else {
+      return page_ids(params);
+    }
+  }
+
   __device__ int query_of(const Params& params, int row) const {
     return (first_row + row) / params.group_size;
   }
@@ -706,6 +751,7 @@ struct alignas(16) WorkItem {
   __device__ bool attends(const Params& params, int row, int token) const {
     if (row >= rows || token >= kv_len) return false;
     const int query = query_of(params, row);
+    if constexpr (kHasDcp) return query >= dcp_first_query(params, seq_idx, token);
     if (token < window_kv_begin(params, query)) return false;
     const int draft = token - (kv_len - q_len);
     if (params.draft_mask == nullptr || draft < 0) return !params.is_causal || draft <= query;
@@ -753,6 +799,10 @@ __device__ inline WorkItem find_work_item(const Params& params) {
   work.kv_end = max(is_causal ? context_len + last + 1 : work.kv_len, 0);
   const int first_row_end = is_causal ? context_len + first + 1 : work.kv_len;
   work.unmasked_kv_end = max(has_mask ? context_len : first_row_end, 0);
+  if constexpr (kHasDcp) {
+    work.kv_end = dcp_kv_end_of_query(params, work.seq_idx, last, work.kv_len);
+    work.unmasked_kv_end = dcp_kv_end_of_query(params, work.seq_idx, first, work.kv_len);
+  }
 
   // All tokens bound the splits, also those behind a causal tile: a causal mask then adds up in the
   // order of causal tiles without one.
@@ -1269,10 +1319,13 @@ struct KvLoader {
   const Params& params;
   const WorkItem& work;
   const int* table;  // page ids of the sequence
+  const int* value_table;  // those of its values; like the two below only if kSeparatePageIds
   int next_stage;
   int next_kv_block;
   int lane_page;  // of token lane_index() % kBlockN of the next block; -1 if it is not loaded
   int next_lane_page;  // of the block after it
+  int value_lane_page;
+  int next_value_lane_page;
 
   __device__ KvLoader(const Params& params, const WorkItem& work)
       : params(params),
@@ -1280,20 +1333,31 @@ struct KvLoader {
         table(work.page_ids(params)),
         next_stage(0),
         next_kv_block(work.first_kv_block + warp_index()) {
-    lane_page = load_lane_page(next_kv_block);
-    next_lane_page = load_lane_page(next_kv_block + kWarps);
+    lane_page = load_lane_page(table, next_kv_block);
+    next_lane_page = load_lane_page(table, next_kv_block + kWarps);
+    if constexpr (kSeparatePageIds) {
+      value_table = work.value_page_ids(params);
+      value_lane_page = load_lane_page(value_table, next_kv_block);
+      next_value_lane_page = load_lane_page(value_table, next_kv_block + kWarps);
+    }
   }
 
-  __device__ int load_lane_page(int kv_block) const {
+  // Block table of load `stage_idx`.
+  __device__ const int* table_of(int stage_idx) const {
+    return kSeparatePageIds && stage_idx % 2 != 0 ? value_table : table;
+  }
+
+  __device__ int load_lane_page(const int* page_ids, int kv_block) const {
     const int token = kv_block * kBlockN + lane_index() % kBlockN;
     const bool is_read =
         kv_block < work.end_kv_block && token >= work.kv_begin && token < work.kv_end;
-    return is_read ? table[token / kPageSize] : -1;
+    return is_read ? page_ids[token / kPageSize] : -1;
   }
 
   // Copies `kBytes` of every token's row, from byte `offset` on, to the rows of a stage.
   template <int kBytes>
-  __device__ void copy_rows(const PagedRows& rows, int offset, unsigned char* stage) const {
+  __device__ void copy_rows(const PagedRows& rows, int own_page, int offset,
+                            unsigned char* stage) const {
     constexpr int kCopyBytes = kBytes % kChunkBytes == 0 ? kChunkBytes : 8;
     constexpr int kCopies = kBytes / kCopyBytes;
 #pragma unroll 4  // more addresses at once would take registers from the O accumulators
@@ -1301,7 +1365,7 @@ struct KvLoader {
       const int copy = first + lane_index();
       const int token = copy / kCopies;
       const int at = copy % kCopies * kCopyBytes;
-      const int page = __shfl_sync(~0u, lane_page, token % kBlockN);
+      const int page = __shfl_sync(~0u, own_page, token % kBlockN);
       if (token >= kBlockN) continue;
       const bool exists = is_valid_page(page, params.num_pages);
       const int slot = (next_kv_block * kBlockN + token) % kPageSize;
@@ -1323,14 +1387,19 @@ struct KvLoader {
       if (next_stage % 2 == 0) {
         const PagedRows keys{params.key_cache + work.kv_head * params.key_head_stride,
                              params.key_page_stride, params.key_token_stride};
-        copy_rows<kStoredBytes>(keys, 0, stage);
+        copy_rows<kStoredBytes>(keys, lane_page, 0, stage);
       } else {
         const PagedRows values{params.value_cache + work.kv_head * params.value_head_stride,
                                params.value_page_stride, params.value_token_stride};
-        copy_rows<kSliceBytes>(values, work.slice * kSliceBytes, stage);
+        const int value_page = kSeparatePageIds ? value_lane_page : lane_page;
+        copy_rows<kSliceBytes>(values, value_page, work.slice * kSliceBytes, stage);
         next_kv_block += kWarps;
         lane_page = next_lane_page;
-        next_lane_page = load_lane_page(next_kv_block + kWarps);
+        next_lane_page = load_lane_page(table, next_kv_block + kWarps);
+        if constexpr (kSeparatePageIds) {
+          value_lane_page = next_value_lane_page;
+          next_value_lane_page = load_lane_page(value_table, next_kv_block + kWarps);
+        }
       }
       ++next_stage;
     }
@@ -1701,7 +1770,8 @@ __device__ inline unsigned char* next_kv(const Params& params, const WorkItem& w
                                          int kv_block, KvLoader& loader, SharedMemoryPlan& smem) {
   cp_async_wait_group<kStagesAhead - 1>();
   __syncwarp();  // the stage is visible to all lanes, and all are done with the previous one
-  const TokenScales scales = scales_of(params, work, stage_idx, kv_block, loader.table);
+  const TokenScales scales =
+      scales_of(params, work, stage_idx, kv_block, loader.table_of(stage_idx));
   dequant_tokens<kDims>(stage_ptr(smem, stage_idx), scales, tokens_of(smem, stage_idx));
   __syncwarp();  // the dequantized block is complete, and its stage is free
   loader.load_next(smem);
