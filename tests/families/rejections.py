@@ -57,12 +57,17 @@ GQA_CASES: dict[str, GqaCase] = {
     "nvfp4 24 bytes": replace(GQA, kv="nvfp4", head_dim=48),
     "nvfp4 32 bytes": replace(GQA, kv="nvfp4", head_dim=64),
 }
+SERVER_GQA_CASES: dict[str, GqaCase] = {
+    "rank": replace(GQA, q_len=2, cp_world=2, cp_rank=1, committed=(98, 150)),
+    "two tables": replace(GQA, has_value_tables=True),
+}
 CASES: dict[str, Any] = {
     "trtllm": MLA_CASES,
     "run_mla": MLA_CASES,
     "xqa_mla": XQA_MLA_CASES,
     "xqa_batch": GQA_CASES,
     "xqa": GQA_CASES,
+    "trtllm_gqa": SERVER_GQA_CASES,
 }
 OUTPUTS = ("out", "lse", "output", "workspace_buffer")
 FORMAT = re.compile(r"\w[^\n]*: expected [^\n]+, got [^\n]+")

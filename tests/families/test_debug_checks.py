@@ -66,6 +66,13 @@ CONTENTS: Rows = {
     "xqa_batch drafts": [
         ("seq_lens", put(1, value=1), "[1]: expected 0, or 2 (its query tokens) or more, got 1")
     ],
+    "trtllm_gqa rank": [
+        ("causal_seqlens_kv_global", put(1, value=-1), "[1]: expected 0 or more, got -1"),
+        ("seq_lens", put(1, value=-2), "[1]: expected 0 or more, got -2"),
+    ],
+    "trtllm_gqa two tables": [
+        ("block_tables", put(1, 1, 0, value=10), "[1, 0]: expected 0 to 9 (pages of the cache), ")
+    ],
     "xqa_batch ragged": [
         ("q_cu_seq_lens", ints(1, 2, 5), "[0]: expected 0, got 1"),
         ("q_cu_seq_lens", ints(0, 2, 4), "[-1]: expected 5 (tokens of query), got 4"),

@@ -113,6 +113,32 @@ def test_a_rank_of_context_parallel_has_its_parameters(kernel: str, launches: La
     assert values.get("schedule_id", 0) == 0
 
 
+@KERNELS
+def test_options_of_a_variant_are_parameters_of_its_kernel(kernel: str, launches: Launches) -> None:
+    """A soft cap, a rank and a second table are constants and addresses; others lack them."""
+    case = GqaCase(seq_lens=(70, 3), page_size=64)
+    scratch = torch.zeros(1 << 20)
+    rank = replace(case, cp_world=4, cp_rank=3, committed=(9, 9))
+    plain, capped, of_rank, two_tables = (
+        launched(args_of(each, entry, workspace_buffer=scratch), launches, kernel)
+        .launches[0]
+        .values
+        for each, entry in (
+            (case, "xqa_batch"),
+            (replace(case, soft_cap=30.0), "xqa_batch"),
+            (rank, "trtllm_gqa"),
+            (replace(case, has_value_tables=True), "trtllm_gqa"),
+        )
+    )
+
+    assert capped["soft_cap"] == 30.0
+    assert (of_rank["cp_world"], of_rank["cp_rank"]) == (4, 3)
+    assert of_rank["causal_seqlens_kv_global"]
+    assert two_tables["value_tables"] - two_tables["block_tables"] == 5 * 4  # of 5 page ids
+    assert two_tables["block_tables_stride"] == 10
+    assert plain.keys().isdisjoint({"soft_cap", "cp_world", "value_tables"})
+
+
 def test_parts_in_one_row_have_one_map(launches: Launches) -> None:
     """Views of one cache are detected by address, and separate tensors too."""
     args = args_of(UNIFORM)

@@ -12,8 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.problems.entry_points import E4M3_FACTOR, decode_gqa_with_lse, run_xqa_with_lse
-from tests.problems.gqa import KINDS, SOME_KINDS, GqaProblem, gqa_case
+from mlagen.decode import trtllm_batch_decode_with_kv_cache
+from tests.problems.entry_points import (
+    E4M3_FACTOR,
+    decode_gqa_with_lse,
+    run_xqa_with_lse,
+    trtllm_gqa_arguments,
+    trtllm_gqa_with_lse,
+)
+from tests.problems.gqa import DEVIATION, KINDS, SOME_KINDS, GqaCase, GqaProblem, gqa_case
 from tests.problems.gqa_cases import DRAFT_SHAPES, FLASHINFER_KINDS, RAGGED, SHAPES, shape_facts
 
 Run = Callable[[GqaProblem], tuple[torch.Tensor, torch.Tensor]]
@@ -106,6 +113,63 @@ def test_drafts_over_quantized_caches(length: int, q_lens: tuple[int, ...], kind
         check(problem, layouts=("NHD",), windows=(0, 30), masks=(None, "random"))
     else:
         check(problem, windows=(0, 30), masks=(*MASKS, "blind"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+@pytest.mark.parametrize("soft_cap", [1.0, 30.0, 1e6])
+def test_soft_caps(soft_cap: float, head_dim: int, kind: str) -> None:
+    """Scores far below a cap, near it and above, of long and short sequences and of drafts."""
+    scale = 1.0 / DEVIATION[KINDS[kind]["kv"]]
+    facts: dict[str, Any] = {"soft_cap": soft_cap, "score_scale": scale, "head_dim": head_dim}
+    for q_len, group in ((1, 8), (3, 5)):
+        problem = _build(kind, (2600, 9, 0), q_len=q_len, group=group, kv_heads=1, **facts)
+        masks = (None, "random") if q_len > 1 else (None,)
+
+        check(problem, layouts=("NHD",), windows=(0, 200), masks=masks)
+
+
+def _check_servers(kind: str, seq_lens: tuple[int, ...], **facts: Any) -> None:
+    for q_len, page_size in ((1, 16), (4, 64), (9, 1)):
+        problem = _build(kind, seq_lens, q_len=q_len, page_size=page_size, **facts)
+        check(problem, runs=(trtllm_gqa_with_lse,), sinks=BOTH)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_ranks_of_context_parallel(head_dim: int, kind: str) -> None:
+    """Ranks with more tokens than their query tokens attend to, with fewer, and with none."""
+    for world, rank in ((1, 0), (2, 1), (3, 0), (8, 5)):
+        committed = tuple(length * world + more for length, more in ((2600, -7), (70, 5), (9, -30)))
+        facts: dict[str, Any] = {"cp_world": world, "cp_rank": rank}
+        facts |= {"committed": (*committed, 3), "head_dim": head_dim}
+        _check_servers(kind, (2600, 70, 9, 0), **facts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+def test_page_ids_of_values(head_dim: int, kind: str) -> None:
+    """Keys and values, and their scales, by two tables."""
+    _check_servers(kind, (2600, 70, 0), has_value_tables=True, head_dim=head_dim)
+
+
+def test_lengths_of_all_ranks_may_change_in_a_graph() -> None:
+    """A captured call reads them, and its schedule depends on them at each replay."""
+    rank: dict[str, Any] = {"cp_world": 2, "cp_rank": 1, "q_len": 2, "page_size": 64}
+    cases = [GqaCase(seq_lens=(700, 70), committed=pair, **rank) for pair in ((1399, 139), (99, 1))]
+    problem, other = (case.build("cuda") for case in cases)
+    arguments = trtllm_gqa_arguments(problem, return_lse=True)
+    problem.check(*trtllm_batch_decode_with_kv_cache(**arguments))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = trtllm_batch_decode_with_kv_cache(**arguments)
+
+    graph.replay()
+    problem.check(out, lse)
+    arguments["causal_seqlens_kv_global"].copy_(torch.tensor(cases[1].committed))
+    graph.replay()
+
+    other.check(out, lse)
 
 
 @pytest.mark.parametrize("kind", KINDS)

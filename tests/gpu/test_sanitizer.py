@@ -77,7 +77,7 @@ for case in (
 
 _GQA_CASES = """
 import torch
-from mlagen.decode import xqa_batch_decode_with_kv_cache
+from tests.problems.entry_points import decode_gqa_with_lse, trtllm_gqa_with_lse
 from tests.problems.problem import E4M3
 from tests.problems.gqa import GqaCase
 for case in (
@@ -93,9 +93,14 @@ for case in (
     GqaCase(name="nvfp4 by TMA", seq_lens=(300, 9), kv="nvfp4", window=100, page_size=32),
     GqaCase(name="512 wide", seq_lens=(300, 9), head_dim=512),
     GqaCase(name="values of 128 dims", seq_lens=(300, 9), head_dim=192, head_dim_vo=128),
+    GqaCase(name="capped", seq_lens=(300, 9), q_len=2, soft_cap=30.0, score_scale=1.0),
+    GqaCase(name="rank", seq_lens=(300, 9), q_len=2, cp_world=2, cp_rank=1, committed=(597, 3)),
+    GqaCase(name="two tables", seq_lens=(300, 9), has_value_tables=True, page_size=64),
 ):
     problem = case.build("cuda")
-    problem.check(xqa_batch_decode_with_kv_cache(**problem.arguments()))
+    of_servers = case.cp_world or case.has_value_tables
+    call = trtllm_gqa_with_lse if of_servers else decode_gqa_with_lse
+    problem.check(*call(problem))
     print("right:", case.name)
 """
 

@@ -114,6 +114,7 @@ def trtllm_gqa_arguments(problem: GqaProblem, **changes: Any) -> dict[str, Any]:
         arguments["block_tables"] = torch.stack(both, dim=1)
     if problem.case.cp_world:
         arguments |= {
+            "return_lse": True,
             "cp_world": problem.case.cp_world,
             "cp_rank": problem.case.cp_rank,
             "causal_seqlens_kv_global": torch.tensor(
