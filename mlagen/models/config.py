@@ -66,12 +66,14 @@ class GqaModel(Model):
 
     kv_heads: int
     head_dim: int
+    head_dim_vo: int = 0  # of a value; 0: as of a key
     others: tuple[GqaHeads, ...] = ()  # of layers with other heads
     window: int | None = None  # tokens that sliding layers attend to: an argument of the call
 
     def heads_of_layers(self) -> tuple[GqaHeads, ...]:
         """Return the head configurations of the layers, without duplicates."""
-        return (GqaHeads(self.heads, self.kv_heads, self.head_dim), *self.others)
+        first = GqaHeads(self.heads, self.kv_heads, self.head_dim, self.head_dim_vo)
+        return (first, *self.others)
 
 
 def find_model(name: str) -> MlaModel | GqaModel:
@@ -244,7 +246,11 @@ def _rejection_of(heads: GqaHeads) -> str | None:
     """Return the reason why no kernel supports such heads, or None."""
     dtype = DType.BF16
     variant = GqaVariant(
-        query_dtype=dtype, kv_dtype=dtype, out_dtype=dtype, head_dim=heads.head_dim
+        query_dtype=dtype,
+        kv_dtype=dtype,
+        out_dtype=dtype,
+        head_dim=heads.head_dim,
+        head_dim_vo=heads.head_dim_vo,
     )
     try:
         require_supported(variant)

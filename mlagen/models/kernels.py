@@ -143,7 +143,9 @@ def attention_text(model: MlaModel | GqaModel) -> str:
         dims = f"{model.kv_lora_rank}+{model.qk_rope_head_dim}"
         pools = " over two pools" if model.has_two_pools else ""
         return f"MLA, {model.heads} heads of {dims}{', sparse' if model.is_sparse else ''}{pools}"
-    layers = (f"{heads}/{kv} heads of {dim}" for heads, kv, dim in model.heads_of_layers())
+    layers = (
+        f"{layer.heads}/{layer.kv_heads} heads of {layer.dims}" for layer in model.heads_of_layers()
+    )
     window = f", window {model.window}" if model.window else ""
     return f"GQA, {' and '.join(layers)}{window}"
 
@@ -220,16 +222,17 @@ def _gqa_calls(model: GqaModel, use: ServingOptions) -> Iterator[tuple[GqaVarian
     if max(use.dcp) > 1:
         reject(f"{model.name}: dcp", "1 for GQA kernels", max(use.dcp))
     layers = [
-        (heads.head_dim, [_group_size(model, heads, tp) for tp in use.tp])
+        (heads, [_group_size(model, heads, tp) for tp in use.tp])
         for heads in model.heads_of_layers()
     ]
-    for (query, kv), (head_dim, groups) in product(_dtypes(model, use), layers):
+    for (query, kv), (heads, groups) in product(_dtypes(model, use), layers):
         for page_size in page_sizes_of(model, use):
             variant = GqaVariant(
                 query_dtype=query,
                 kv_dtype=kv,
                 out_dtype=query,
-                head_dim=head_dim,
+                head_dim=heads.head_dim,
+                head_dim_vo=heads.head_dim_vo,
                 page_size=page_size,
             )
             for group, q_len in product(groups, use.q_lens):

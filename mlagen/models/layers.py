@@ -63,6 +63,12 @@ class GqaHeads(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
+    head_dim_vo: int = 0  # of a value; 0: as of a key
+
+    @property
+    def dims(self) -> str:
+        """The elements of a key, and of a value if they differ."""
+        return f"{self.head_dim}/{self.head_dim_vo}" if self.head_dim_vo else f"{self.head_dim}"
 
 
 def layers_left_out(fields: Fields, attention: str) -> tuple[tuple[str, ...], bool]:
@@ -132,13 +138,17 @@ def gqa_heads(fields: Fields) -> list[GqaHeads]:
 
 
 def reject_v_head_dim(fields: Fields, head_dim: int | None = None) -> None:
-    """Reject a V head dim that differs from the K head dim; ``head_dim`` is read if None.
+    """Reject a V head dim that differs from the K head dim, unless the type has such heads.
+
+    ``head_dim`` is read if None.
 
     Raises
     ------
     ArgumentError
         Names the key, the rule and the value.
     """
+    if _has_value_dims(fields):
+        return
     head_dim = head_dim or fields.value("head_dim")
     for label, wanted in (
         ("v_head_dim", head_dim),
@@ -147,6 +157,11 @@ def reject_v_head_dim(fields: Fields, head_dim: int | None = None) -> None:
         value = fields.value(label)
         if value and wanted and value != wanted:
             raise fields.unserved(label, f"head_dim {wanted}", value)
+
+
+def _has_value_dims(fields: Fields) -> bool:
+    """Whether the class of a type reads the key; in other types it is unknown."""
+    return fields.type is not None and "v_head_dim" in fields.type.sources
 
 
 def _base_heads(fields: Fields) -> list[GqaHeads]:
@@ -164,7 +179,14 @@ def _base_heads(fields: Fields) -> list[GqaHeads]:
     # The head dim follows from the hidden size, also for layers with fewer heads.
     first = fields.value("num_attention_heads")
     head_dim = _head_dim(fields, first if isinstance(first, int) else heads[0])
-    return [GqaHeads(*pair, head_dim) for pair in zip(heads, kv_heads, strict=True)]
+    head_dim_vo = _value_dim(fields, "v_head_dim", head_dim) if _has_value_dims(fields) else 0
+    return [GqaHeads(*pair, head_dim, head_dim_vo) for pair in zip(heads, kv_heads, strict=True)]
+
+
+def _value_dim(fields: Fields, label: str, head_dim: int) -> int:
+    """Return the elements of a value, 0 for those of a key."""
+    value = fields.count(label, default=head_dim)
+    return value if value != head_dim else 0
 
 
 def _per_layer(fields: Fields, label: str) -> Any:
@@ -209,6 +231,7 @@ def _other_heads(fields: Fields, base: GqaHeads) -> Iterator[GqaHeads]:
     swa["num_attention_heads"] = swa["num_attention_heads"] or fields.value(
         "num_sliding_attention_heads"
     )
+    swa["v_head_dim"] = fields.value("swa_v_head_dim")
     yield _override(fields, "swa_", base, swa)
     kv_heads = fields.value("num_global_key_value_heads")
     if fields.value("attention_k_eq_v") is False:
@@ -242,10 +265,14 @@ def _override(fields: Fields, where: str, base: GqaHeads, changes: Mapping[str, 
     }
     values = [
         known if changes.get(label) is None else fields.checked(f"{where}{label}", changes[label])
-        for label, known in zip(_LABELS, base, strict=True)
+        for label, known in zip(_LABELS, base[:3], strict=True)
     ]
-    made = GqaHeads(*values)
+    made = GqaHeads(*values)._replace(head_dim_vo=base.head_dim_vo)
     v_head_dim = changes.get("v_head_dim")
-    if v_head_dim and v_head_dim != made.head_dim:
+    if not v_head_dim:
+        return made if made.head_dim == base.head_dim else made._replace(head_dim_vo=0)
+    if v_head_dim == made.head_dim:
+        return made._replace(head_dim_vo=0)
+    if not _has_value_dims(fields):
         raise fields.rejection(f"{where}v_head_dim", f"head_dim {made.head_dim}", v_head_dim)
-    return made
+    return made._replace(head_dim_vo=fields.checked(f"{where}v_head_dim", v_head_dim))

@@ -55,6 +55,7 @@ def values(specs: list[KernelSpec], name: str) -> set[str]:
 FP16 = DType.FP16
 OF_FP16 = {"query_dtype": FP16, "kv_dtype": FP16, "out_dtype": FP16, "page_size": 48}
 COMBINE = combine("sm_90a", 512)
+KV_192_128: dict[str, Any] = {"head_dim": 192, "head_dim_vo": 128}
 
 
 def sparse_specs(rows: int, kv_dtype: DType) -> list[KernelSpec]:
@@ -126,6 +127,20 @@ SPECS: dict[str, tuple[Arch, MlaModel | GqaModel, dict[str, Any], list[KernelSpe
             *(gqa_sm80(arch=SM_80, head_dim=256, rows=8, page_size=16), combine("sm_80", 256)),
             gqa_sm80(arch=SM_80, head_dim=256, rows=8, page_size=32),
             gqa_sm80(arch=SM_80, head_dim=256, rows=8, page_size=64),
+        ],
+    ),
+    "layers with other head dims have kernels of their own": (
+        *(SM_80, find_model("gemma-4-31b"), {"page_sizes": (16,), "tp": (4,)}),
+        [
+            *(gqa_sm80(arch=SM_80, head_dim=256, rows=2, page_size=16), combine("sm_80", 256)),
+            *(gqa_sm80(arch=SM_80, head_dim=512, rows=8, page_size=16), combine("sm_80", 512)),
+        ],
+    ),
+    "values of fewer dims than keys have kernels of their own": (
+        *(SM_90A, find_model("mimo-v2-flash"), {"page_sizes": (64,), "tp": (4,)}),
+        [
+            *(gqa_sm90(**KV_192_128, rows=16), gqa_sm80(**KV_192_128, rows=16)),
+            *(combine("sm_90a", 128), gqa_sm90(**KV_192_128)),
         ],
     ),
     "explicit options replace the defaults": (

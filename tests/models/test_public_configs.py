@@ -42,9 +42,7 @@ def outcome_of(content: str) -> str:
         pools = " two pools" if model.has_two_pools else ""
         text = f"mla {model.heads} {model.kv_lora_rank}+{model.qk_rope_head_dim}{sparse}{pools}"
     else:
-        layers = (
-            f"{made.heads}/{made.kv_heads}x{made.head_dim}" for made in model.heads_of_layers()
-        )
+        layers = (f"{made.heads}/{made.kv_heads}x{made.dims}" for made in model.heads_of_layers())
         window = f" window {model.window}" if model.window else ""
         text = f"gqa {' '.join(layers)}{window}"
     left_out = [sentence.split(": ")[1].removeprefix("layers of ") for sentence in model.left_out]
