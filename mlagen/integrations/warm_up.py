@@ -88,6 +88,7 @@ def gqa_calls(
     query_dtype: torch.dtype,
     kv_dtype: torch.dtype,
     max_q_len: int = 1,
+    head_dim_vo: int | None = None,
 ) -> list[tuple[GqaVariant, int]]:
     """Return the decode calls of layers of grouped-query attention, as :func:`mla_calls`.
 
@@ -98,6 +99,7 @@ def gqa_calls(
         kv_dtype=_GQA_DTYPES[kv_dtype],
         out_dtype=_DTYPES[query_dtype],
         head_dim=head_dim,
+        head_dim_vo=0 if head_dim_vo in {None, head_dim} else head_dim_vo,
         page_size=page_size,
     )
     return [(variant, heads // kv_heads * q_len) for q_len in range(1, max_q_len + 1)]

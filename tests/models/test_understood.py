@@ -134,7 +134,10 @@ V_HEADS = {"head_dim": 192, "v_head_dim": 128}
         (mla(layer_types=["sliding_attention"]), "layer_types: expected some layers of full_"),
         (mla(sliding_window=128), "sliding_window: expected MLA without a window, got 128"),
         (gqa(**V_HEADS), "v_head_dim: expected head_dim 192, got 128"),
-        (gqa(model_type="mimo_v2", v_head_dim=192), "head_dim: no GQA decode kernel for values of 1"),
+        (
+            gqa(model_type="mimo_v2", v_head_dim=192),
+            "head_dim: no GQA decode kernel for values of 1",
+        ),
         (gqa(swa_head_dim=192, swa_v_head_dim=128), "swa_v_head_dim: expected head_dim 192, got 1"),
         (layers(v_head_dim=64), "per_layer_config.v_head_dim: expected head_dim 128, got 64"),
         (layers(latent_dim=64), "per_layer_config.latent_dim: expected one of "),

@@ -17,6 +17,7 @@ BACKENDS = {
     "MLAGEN_MLA": "mlagen.integrations.vllm.dense.MlagenMLABackend",
     "MLAGEN_MLA_SPARSE": "mlagen.integrations.vllm.sparse.MlagenSparseMLABackend",
     "MLAGEN_GQA": "mlagen.integrations.vllm.gqa.MlagenGQABackend",
+    "MLAGEN_GQA_DIFFKV": "mlagen.integrations.vllm.diffkv.MlagenDiffKVBackend",
 }
 _EXPECTED = (
     "AttentionBackendEnum.register(name, value) in vllm.v1.attention.backends.registry and "

@@ -479,6 +479,58 @@ class FlashInferImpl:
     )
 
 
+class FlashAttentionDiffKVBackend:
+    """FlashAttention's backend of values of their own dims."""
+
+    get_name = get_impl_cls = get_builder_cls = staticmethod(stub())
+    supports_compute_capability = method("capability", result=True)
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
+        """Return the page sizes."""
+        del kv_cache_spec
+        return [MultipleOf(16)]
+
+    head_size_v: int = 128
+
+    @classmethod
+    def set_head_size_v(cls, head_size_v: int) -> None:
+        """Set the dims of a value."""
+        cls.head_size_v = head_size_v
+
+
+class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
+    """The builder of FlashAttention's batches."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        del layer_names, device
+        self.vllm_config, self.model_config = vllm_config, vllm_config.model_config
+        self.cache_config, self.block_size = vllm_config.cache_config, kv_cache_spec.block_size
+        self.num_heads_q = self.model_config.get_num_attention_heads(vllm_config.parallel_config)
+        self.num_heads_kv, self.headdim = kv_cache_spec.num_kv_heads, kv_cache_spec.head_size
+
+
+class FlashAttentionDiffKVImpl:
+    """FlashAttention's implementation, of which the plugin takes prefill."""
+
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, **layer: Any
+    ) -> None:
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
+        self.scale, self.kv_cache_dtype = scale, layer["kv_cache_dtype"]
+        self.alibi_slopes, self.logits_soft_cap = layer["alibi_slopes"], layer["logits_soft_cap"]
+
+    forward = stub(
+        "self layer query key value kv_cache attn_metadata output output_scale output_block_scale"
+    )
+
+
+def get_current_vllm_config_or_none() -> Any:
+    """Return the configuration of the engine that is built, here of none."""
+    return None
+
+
 class DeepseekSparseSWABackend(AttentionBackend):
     """The backend of the caches of recent tokens of DeepSeek-V4."""
 
@@ -609,6 +661,7 @@ _DSV4_NAMES = ("DeepseekV4ForCausalLM", "DeepseekV41ForCausalLM", "DeepseekV32Fo
 
 # The modules of vLLM with the names that the plugin and its tests import.
 MODULES: dict[str, dict[str, Any]] = {
+    "vllm.config": named(get_current_vllm_config_or_none),
     "vllm._custom_ops": named(cp_gather_and_upconvert_fp8_kv_cache),
     "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
     "vllm.model_executor.layers.attention.mla_attention": named(
@@ -634,6 +687,10 @@ MODULES: dict[str, dict[str, Any]] = {
     "vllm.v1.attention.backend": named(
         *(AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, AttentionType),
         *(CommonAttentionMetadata, MultipleOf, max_decode_query_len),
+    ),
+    "vllm.v1.attention.backends.flash_attn": named(FlashAttentionMetadataBuilder),
+    "vllm.v1.attention.backends.flash_attn_diffkv": named(
+        FlashAttentionDiffKVBackend, FlashAttentionDiffKVImpl
     ),
     "vllm.v1.attention.backends.flashinfer": named(
         *(FlashInferBackend, FlashInferDecodeKernel, FlashInferImpl, FlashInferMetadata),

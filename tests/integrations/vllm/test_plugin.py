@@ -48,7 +48,9 @@ def reasons(vllm: Import, backend: Any, **configuration: Any) -> Any:
 
 def test_each_name_is_the_backend_of_that_name(backends: Backends) -> None:
     """A backend calls itself by its name, and has an implementation and a builder of its kind."""
-    assert set(backends) == {"MLAGEN_MLA", "MLAGEN_MLA_SPARSE", "MLAGEN_GQA"}
+    assert set(backends) == {
+        *("MLAGEN_MLA", "MLAGEN_MLA_SPARSE", "MLAGEN_GQA", "MLAGEN_GQA_DIFFKV"),
+    }
     for name, backend in backends.items():
         assert backend.get_name() == name
     for name, prefix in (("MLAGEN_MLA", "MlagenMLA"), ("MLAGEN_MLA_SPARSE", "MlagenSparseMLA")):
@@ -163,7 +165,7 @@ def test_vllm_splits_inflated_blocks_into_pages(
     assert select(block_size, [backends[name]]) == page_size_of(block_size)
 
 
-@pytest.mark.parametrize("name", ["MLAGEN_MLA", "MLAGEN_GQA"])
+@pytest.mark.parametrize("name", ["MLAGEN_MLA", "MLAGEN_GQA", "MLAGEN_GQA_DIFFKV"])
 def test_the_page_sizes_are_those_that_prewarming_compiles(backends: Backends, name: str) -> None:
     """No size is a multiple of another number, which would make a whole block a page."""
     assert backends[name].get_supported_kernel_block_sizes() == list(PAGE_SIZES)

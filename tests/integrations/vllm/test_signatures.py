@@ -35,6 +35,9 @@ needs_vllm = pytest.mark.skipif(not is_installed("vllm"), reason="needs vLLM: ma
         ("gqa", "MlagenGQABackend", set()),
         ("gqa", "MlagenGQAMetadataBuilder", {"_init", *GROUP}),
         ("gqa", "MlagenGQAImpl", {"__init__", "_init", "_decode", "_for_flashinfer", "_views"}),
+        ("diffkv", "MlagenDiffKVBackend", set()),
+        ("diffkv", "MlagenDiffKVMetadataBuilder", {"__init__", *GROUP}),
+        ("diffkv", "MlagenDiffKVImpl", {"__init__", "_decode"}),
     ],
 )
 def test_an_override_has_the_parameters_of_the_overridden(
