@@ -78,8 +78,9 @@ class Case:
         ]
         if self.has_two_pools:
             return ", ".join([*words, *self._two_pool_words()])
-        if self.family == "gqa" and self.head_dim_qk != 128:
-            words.append(f"head_dim {self.head_dim_qk}")
+        if self.family == "gqa" and {self.head_dim_qk, self.head_dim_vo} != {128}:
+            values = f"/{self.head_dim_vo}" if self.has_value_dims else ""
+            words.append(f"head_dim {self.head_dim_qk}{values}")
         if self.family == "mla" and self.qk_rope_head_dim != QK_ROPE_HEAD_DIM:
             words.append(f"dims {self.head_dim_vo}+{self.qk_rope_head_dim}")
         if self.top_k:
@@ -135,6 +136,11 @@ class Case:
             (1 + int(drawn.random() * swa), int(drawn.random() * (extra + 1)))
             for _ in range(tokens)
         )
+
+    @property
+    def has_value_dims(self) -> bool:
+        """Whether the values of a GQA case have fewer dims than its keys."""
+        return self.family == "gqa" and self.head_dim_vo != self.head_dim_qk
 
     @property
     def qk_rope_head_dim(self) -> int:

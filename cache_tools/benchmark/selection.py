@@ -51,7 +51,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "top_k": 0,
         "compress_ratio": 4,
     },
-    "gqa": {**_SHARED, "heads": 64, "kv_heads": 8, "head_dim": 128, "window_left": -1},
+    "gqa": {
+        **_SHARED,
+        "heads": 64,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "head_dim_vo": 0,
+        "window_left": -1,
+    },
 }
 
 
@@ -146,6 +153,7 @@ def case_of(family: str, *, is_ragged: bool = False, **given: Any) -> Case:
     facts = {**DEFAULTS[family], **given}
     kv_heads = facts.pop("kv_heads", 1)
     head_dim = facts.pop("head_dim", None)
+    head_dim_vo = facts.pop("head_dim_vo", 0) or head_dim
     rope_dim = facts.pop("qk_rope_head_dim", 0)
     dtype = _dtype("dtype", facts.pop("dtype"))
     kv_name = facts.pop("kv_dtype")
@@ -161,7 +169,7 @@ def case_of(family: str, *, is_ragged: bool = False, **given: Any) -> Case:
         family=family,
         kv_heads=kv_heads,
         head_dim_qk=head_dim or KV_LORA_RANK + rope_dim,
-        head_dim_vo=head_dim or KV_LORA_RANK,
+        head_dim_vo=head_dim_vo or KV_LORA_RANK,
         dtype=dtype,
         kv_dtype=kv_dtype,
         is_ragged=is_ragged,
@@ -223,6 +231,10 @@ def _require_supported(case: Case) -> None:
     else:
         gqa.require_supported(
             gqa.GqaVariant(
-                query_dtype=query, kv_dtype=kv, out_dtype=query, head_dim=case.head_dim_qk
+                query_dtype=query,
+                kv_dtype=kv,
+                out_dtype=query,
+                head_dim=case.head_dim_qk,
+                head_dim_vo=case.head_dim_vo if case.has_value_dims else 0,
             )
         )

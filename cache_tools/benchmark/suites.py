@@ -175,6 +175,7 @@ _V4: tuple[tuple[str, Facts], ...] = (
 # GQA over caches of few bits and of wide heads: those of Gemma 4, with and without a window, and of
 # Qwen3.8.
 _HALF: Facts = {"heads": 32, "kv_heads": 4}
+_MIMO: Facts = {"heads": 16, "kv_heads": 1, "head_dim": 192, "head_dim_vo": 128}
 _WIDE_HEADS: tuple[Facts, ...] = (
     {**_HALF, "head_dim": 256},
     {"heads": 24, "kv_heads": 4, "head_dim": 256},
@@ -204,6 +205,8 @@ _GQA: tuple[tuple[str, Facts], ...] = (
     ("gqa", {"kv_dtype": "nvfp4", "page_size": 16}),
     ("gqa", {"kv_dtype": "nvfp4", "head_dim": 64}),
     *(("gqa", {"kv_dtype": dtype, **shape}) for dtype in (None, "e4m3") for shape in _WIDE_HEADS),
+    # The heads of MiMo-V2, with tensor parallelism 4.
+    *(("gqa", {**_MIMO, "kv_dtype": dtype}) for dtype in (None, "e4m3")),
 )
 
 SUITES = {"quick": _QUICK, "full": _FULL, "v4": _V4, "gqa": _GQA}

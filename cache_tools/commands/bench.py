@@ -45,6 +45,9 @@ _CASE_OPTIONS = (
     values_option("heads", numbers(1), "N", "Query heads; default: 128, for GQA 64."),
     values_option("kv-heads", numbers(1), "N", "KV heads, for GQA; default: 8."),
     values_option("head-dim", numbers(1), "N", "Head dim, for GQA; default: 128."),
+    values_option(
+        "head-dim-vo", numbers(0), "N", "Head dim of values, for GQA; 0: of keys; default: 0."
+    ),
     values_option("q-len", numbers(1), "N", "Query tokens per request; default: 1."),
     values_option("page-size", numbers(1), "N", "Tokens per page; default: 64."),
     values_option(

@@ -24,6 +24,7 @@ PACKAGES = "vllm"
 INSTALL = "pip install --no-deps --target DIR vllm, and pass --libraries DIR"
 
 _MAX_HEAD_DIM = 256  # of K
+_VALUE_DIMS = (192, 128)  # of K and V, where they differ
 
 
 def find() -> list[Baseline]:
@@ -42,6 +43,8 @@ def find() -> list[Baseline]:
 
 def _serves(case: Case) -> bool:
     has_dims = case.family == "mla" or case.head_dim_qk <= _MAX_HEAD_DIM
+    if case.has_value_dims:
+        has_dims = (case.head_dim_qk, case.head_dim_vo) == _VALUE_DIMS
     return has_dims and has_16bit_query(case)
 
 
@@ -71,8 +74,8 @@ def _gqa_call(ops: Any, inputs: Inputs) -> Call:
     case = inputs.case
     is_fp8 = case.kv_dtype is DType.E4M3
     ones = torch.ones(case.batch, case.kv_heads, device=inputs.seq_lens.device)
-    head_dim = case.head_dim_qk
-    attend = _attention(ops, inputs, head_dim, head_dim, ones if is_fp8 else None)
+    dims = (case.head_dim_qk, case.head_dim_vo)
+    attend = _attention(ops, inputs, *dims, ones if is_fp8 else None)
     queries = [query.flatten(0, 1) for query in inputs.queries]
 
     def call(index: int) -> torch.Tensor:

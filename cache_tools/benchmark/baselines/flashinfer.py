@@ -41,6 +41,8 @@ def find() -> list[Baseline]:
 
 
 def _serves(case: Case) -> bool:
+    if case.has_value_dims:
+        return False
     if _takes_wrapper(case):
         # Its FA2 kernels misread NVFP4 of 64 dims, and take several query tokens as prefill does.
         is_nvfp4 = case.kv_dtype is DType.NVFP4

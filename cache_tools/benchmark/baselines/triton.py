@@ -38,7 +38,7 @@ def find() -> list[Baseline]:
 
 def _serves(case: Case) -> bool:
     is_known = case.kv_dtype in (case.dtype, DType.E4M3, DType.INT8)
-    return case.family == "gqa" and case.dtype.is_16bit and is_known
+    return case.family == "gqa" and case.dtype.is_16bit and is_known and not case.has_value_dims
 
 
 def triton_call(ops: Any, inputs: Inputs) -> Call:

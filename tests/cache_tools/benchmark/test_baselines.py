@@ -41,9 +41,10 @@ FLASHMLA: Cases = [
     ("mla", {**V4, "top_k": 64}),
     ("mla", {**V4, "top_k": 64, "is_ragged": False, "q_len": 2}),
 ]
-FA3: Cases = [*MLA, *BF16_TOPK, *GQA, ("mla", {**NO_ROPE, "q_len": 3})]
+DIMS_192_128 = {"head_dim": 192, "head_dim_vo": 128}
+FA3: Cases = [*MLA, *BF16_TOPK, *GQA, ("mla", {**NO_ROPE, "q_len": 3}), ("gqa", DIMS_192_128)]
 FLASHINFER: Cases = [
-    *FA3,
+    *FA3[:-1],
     ("gqa", {"q_len": 18}),  # more drafts than a word of the mask has bits
     ("mla", {"dtype": "fp16", "page_size": 16}),
     ("mla", {"kv_dtype": "e4m3"}),
@@ -317,6 +318,8 @@ def test_libraries_are_found_in_a_folder(site: Path) -> None:
         ("gqa", {"kv_dtype": "nvfp4", "q_len": 2}, ""),
         ("gqa", {"kv_dtype": "nvfp4", "head_dim": 64}, ""),
         ("gqa", {"head_dim": 512}, "flashinfer triton"),
+        ("gqa", DIMS_192_128, "fa3"),
+        ("gqa", {"head_dim_vo": 64}, ""),
     ],
 )
 def test_a_library_is_measured_where_it_has_a_kernel(

@@ -130,6 +130,7 @@ def test_the_suite_of_gqa_has_the_hand_computed_bounds() -> None:
         "e4m3, 128 x 4096, 24/4 heads, head_dim 256": 248.1,
         "e4m3, 128 x 8192, 16/8 heads, head_dim 256, window_left 1023": 124.0,
         "e4m3, 32 x 32768, 8/1 heads, head_dim 512": 248.1,
+        "128 x 4096, 16/1 heads, head_dim 192/128": 77.5,
     }.items():
         assert 1 <= h200.bound_us(labels[label]) / us <= 1.06, label
 
@@ -182,6 +183,10 @@ FP8_GQA_64 = {"kv_dtype": "e4m3", "head_dim": 64, "page_size": 16}
         ("mla", {"qk_rope_head_dim": 0}, "bf16, 128 x 4096, 128 heads, dims 512+0", 6e-3),
         ("mla", {"dtype": "e4m3"}, "e4m3, 128 x 4096, 128 heads", 5e-2),
         ("gqa", {"dtype": "fp16"}, "fp16, 128 x 4096, 64/8 heads", 6e-3),
+        (
+            *("gqa", {"head_dim": 192, "head_dim_vo": 128}),
+            *("bf16, 128 x 4096, 64/8 heads, head_dim 192/128", 6e-3),
+        ),
         ("gqa", {"window_left": 0}, "bf16, 128 x 4096, 64/8 heads, window_left 0", 6e-3),
     ],
 )

@@ -484,6 +484,7 @@ class FlashAttentionDiffKVBackend:
 
     get_name = get_impl_cls = get_builder_cls = staticmethod(stub())
     supports_compute_capability = method("capability", result=True)
+
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
         """Return the page sizes."""
