@@ -102,6 +102,7 @@ def _gqa_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
             q_len_per_req=inputs.case.q_len,
             window_left=inputs.case.window_left,
             kv_cache_sf=scales[index],
+            logits_soft_cap=inputs.case.soft_cap or None,
             **shared,
         )
         return cast("torch.Tensor", out)

@@ -65,6 +65,7 @@ class Case:
     top_k: int = 0  # dense if 0
     window_left: int = -1  # unlimited if negative
     compress_ratio: int = 0  # 0 without a second pool
+    soft_cap: int = 0  # of the scores; 0: none
 
     @property
     def label(self) -> str:
@@ -87,6 +88,8 @@ class Case:
             words.append(f"top-k {self.top_k}")
         if self.window_left >= 0:
             words.append(f"window_left {self.window_left}")
+        if self.soft_cap:
+            words.append(f"soft_cap {self.soft_cap}")
         if self.q_len != 1:
             words.append(f"q_len {self.q_len}")
         if self.page_size != 64:

@@ -175,6 +175,8 @@ def attend(inputs: Inputs) -> torch.Tensor:
                 keys if case.family == "mla" else _rows(inputs, inputs.values[0], slots, kv_head)
             )
             scores = query @ keys.mT
+            if case.soft_cap:
+                scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
             if mask is not None:
                 scores = scores.masked_fill(mask, -torch.inf)
             out[request, :, heads] = torch.softmax(scores, dim=-1) @ values[..., : shape[-1]]

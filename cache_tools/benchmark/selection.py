@@ -58,6 +58,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "head_dim_vo": 0,
         "window_left": -1,
+        "soft_cap": 0,
     },
 }
 

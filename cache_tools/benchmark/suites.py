@@ -207,6 +207,9 @@ _GQA: tuple[tuple[str, Facts], ...] = (
     *(("gqa", {"kv_dtype": dtype, **shape}) for dtype in (None, "e4m3") for shape in _WIDE_HEADS),
     # The heads of MiMo-V2, with tensor parallelism 4.
     *(("gqa", {**_MIMO, "kv_dtype": dtype}) for dtype in (None, "e4m3")),
+    # The heads of Gemma 2.
+    ("gqa", {"batch": 64, "heads": 32, "kv_heads": 16, "soft_cap": 50}),
+    ("gqa", {"batch": 64, "heads": 16, "kv_heads": 8, "head_dim": 256, "soft_cap": 50}),
 )
 
 SUITES = {"quick": _QUICK, "full": _FULL, "v4": _V4, "gqa": _GQA}

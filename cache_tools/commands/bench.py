@@ -73,6 +73,9 @@ _CASE_OPTIONS = (
         "For GQA, tokens before its own that a row attends to; default: all.",
     ),
     values_option(
+        "soft-cap", numbers(0), "N", "For GQA, soft cap of the scores; 0 is none; default: 0."
+    ),
+    values_option(
         "dtype", names, "DTYPE", "Dtype of the query, bf16, fp16 or e4m3; default: bf16."
     ),
     values_option(

@@ -89,6 +89,7 @@ def gqa_calls(
     kv_dtype: torch.dtype,
     max_q_len: int = 1,
     head_dim_vo: int | None = None,
+    has_soft_cap: bool = False,
 ) -> list[tuple[GqaVariant, int]]:
     """Return the decode calls of layers of grouped-query attention, as :func:`mla_calls`.
 
@@ -101,6 +102,7 @@ def gqa_calls(
         head_dim=head_dim,
         head_dim_vo=0 if head_dim_vo in {None, head_dim} else head_dim_vo,
         page_size=page_size,
+        has_soft_cap=has_soft_cap,
     )
     return [(variant, heads // kv_heads * q_len) for q_len in range(1, max_q_len + 1)]
 

@@ -13,6 +13,7 @@ from mlagen.models.keys import reject_type, reject_unknown, reject_unserved
 from mlagen.models.layers import (
     POOL_KINDS,
     GqaHeads,
+    caps_scores,
     gqa_heads,
     layers_left_out,
     reject_v_head_dim,
@@ -69,6 +70,7 @@ class GqaModel(Model):
     head_dim_vo: int = 0  # of a value; 0: as of a key
     others: tuple[GqaHeads, ...] = ()  # of layers with other heads
     window: int | None = None  # tokens that sliding layers attend to: an argument of the call
+    has_soft_cap: bool = False  # of the scores, whose value is an argument of the call
 
     def heads_of_layers(self) -> tuple[GqaHeads, ...]:
         """Return the head configurations of the layers, without duplicates."""
@@ -223,7 +225,7 @@ def _gqa(fields: Fields) -> GqaModel:
     left_out, is_hybrid = layers_left_out(fields, "gqa")
     if fields.value("use_mla") is False:  # keys of MLA stay in the configuration then
         fields.read |= {*_MLA_PROJECTIONS, "kv_lora_rank", "qk_rope_head_dim"}
-    layers, window = gqa_heads(fields), window_of(fields)
+    layers, window, has_soft_cap = gqa_heads(fields), window_of(fields), caps_scores(fields)
     reject_unknown(fields, is_mla=False)
     rejections = {heads: _rejection_of(heads) for heads in layers}
     left_out += tuple(f"{fields.name}: head_dim: {why}" for why in rejections.values() if why)
@@ -237,6 +239,7 @@ def _gqa(fields: Fields) -> GqaModel:
         left_out=left_out,
         is_hybrid=is_hybrid,
         window=window,
+        has_soft_cap=has_soft_cap,
         **first._asdict(),
         others=tuple(others),
     )

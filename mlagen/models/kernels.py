@@ -147,7 +147,8 @@ def attention_text(model: MlaModel | GqaModel) -> str:
         f"{layer.heads}/{layer.kv_heads} heads of {layer.dims}" for layer in model.heads_of_layers()
     )
     window = f", window {model.window}" if model.window else ""
-    return f"GQA, {' and '.join(layers)}{window}"
+    cap = ", soft cap" if model.has_soft_cap else ""
+    return f"GQA, {' and '.join(layers)}{window}{cap}"
 
 
 def serving_text(model: MlaModel | GqaModel, use: ServingOptions) -> str:
@@ -234,6 +235,7 @@ def _gqa_calls(model: GqaModel, use: ServingOptions) -> Iterator[tuple[GqaVarian
                 head_dim=heads.head_dim,
                 head_dim_vo=heads.head_dim_vo,
                 page_size=page_size,
+                has_soft_cap=model.has_soft_cap,
             )
             for group, q_len in product(groups, use.q_lens):
                 yield variant, group * q_len

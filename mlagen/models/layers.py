@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -50,6 +51,7 @@ _WINDOWS = (
     *("sliding_window", "sliding_window_size", "window_size", "attention_window_size"),
     "attn_window_size",
 )
+_SOFT_CAP = "attn_logit_softcapping"
 _LABELS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 # Other keys of single layers.
 _OF_LAYERS = (
@@ -105,6 +107,21 @@ def window_of(fields: Fields) -> int | None:
     if fields.value("use_sliding_window") is False:
         return None
     return next((value for value in values if type(value) is int and value > 0), None)
+
+
+def caps_scores(fields: Fields) -> bool:
+    """Return whether the scores have a soft cap.
+
+    Raises
+    ------
+    ArgumentError
+        If its value is none.
+    """
+    value = fields.value(_SOFT_CAP)
+    is_number = type(value) in {int, float}
+    if value and not (is_number and 0 < value < math.inf):
+        raise fields.rejection(_SOFT_CAP, "a finite number above 0", value)
+    return bool(value)
 
 
 def _kinds(fields: Fields, label: str) -> list[str]:

@@ -29,6 +29,7 @@ def gqa_attended(
     scale: float,
     window: int = -1,
     sinks: torch.Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Return attention of ``query [q_len, heads, dim]``, the last of ``keys [tokens, ...]``."""
     group, rows = query.shape[1] // keys.shape[1], []
@@ -37,6 +38,8 @@ def gqa_attended(
         end = len(keys) - len(query) + token + 1
         seen = slice(0 if window < 0 else max(0, end - 1 - window), end)
         scores = torch.einsum("hd,thd->ht", each, keys[seen]) * scale
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         if sinks is not None:
             scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
         weights = scores.softmax(-1)[:, : len(keys[seen])]

@@ -129,6 +129,10 @@ SPECS: dict[str, tuple[Arch, MlaModel | GqaModel, dict[str, Any], list[KernelSpe
             gqa_sm80(arch=SM_80, head_dim=256, rows=8, page_size=64),
         ],
     ),
+    "capped scores have kernels of their own": (
+        *(SM_80, find_model("gemma-2-27b"), {"page_sizes": (16,)}),
+        [gqa_sm80(arch=SM_80, rows=2, page_size=16, has_soft_cap=True), combine("sm_80", 128)],
+    ),
     "layers with other head dims have kernels of their own": (
         *(SM_80, find_model("gemma-4-31b"), {"page_sizes": (16,), "tp": (4,)}),
         [

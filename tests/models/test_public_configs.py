@@ -44,7 +44,8 @@ def outcome_of(content: str) -> str:
     else:
         layers = (f"{made.heads}/{made.kv_heads}x{made.dims}" for made in model.heads_of_layers())
         window = f" window {model.window}" if model.window else ""
-        text = f"gqa {' '.join(layers)}{window}"
+        cap = " soft cap" if model.has_soft_cap else ""
+        text = f"gqa {' '.join(layers)}{window}{cap}"
     left_out = [sentence.split(": ")[1].removeprefix("layers of ") for sentence in model.left_out]
     return f"{text}; left out {' '.join(left_out)}" if left_out else text
 

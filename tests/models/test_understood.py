@@ -147,6 +147,10 @@ V_HEADS = {"head_dim": 192, "v_head_dim": 128}
         (gqa(attn_config={"alibi": True}), "attn_config.alibi: expected attention without"),
         (gqa(position_embedding_type="alibi"), "position_embedding_type: expected rope or "),
         (gqa(attn_logit_softcapping=50.0), "attn_logit_softcapping: expected scores that are not "),
+        (
+            gqa(model_type="gemma2", attn_logit_softcapping=-1),
+            "attn_logit_softcapping: expected a f",
+        ),
         (gqa(attention_chunk_size=8192), "attention_chunk_size: expected attention that is not ch"),
         (gqa(index_topk_blocks=16), f"index_topk_blocks: {BLOCKS} 16"),
         (mla(index_topk=1, index_block_size=4), f"index_block_size: {BLOCKS} 4"),

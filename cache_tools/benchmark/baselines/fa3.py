@@ -111,7 +111,7 @@ def _attention(
         0,  # max_seqlen_k_new
         True,  # causal
         *window,
-        False,  # has_softcap
+        case.soft_cap > 0,
         0,  # num_splits: by heuristics
         None,  # pack_gqa
         0,  # sm_margin
@@ -141,7 +141,7 @@ def _attention(
             inputs.scale,
             True,  # causal
             *window,
-            0.0,  # softcap
+            float(case.soft_cap),
             True,  # is_rotary_interleaved
             schedule,
             0,  # num_splits: by heuristics

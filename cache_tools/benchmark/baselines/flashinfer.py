@@ -54,8 +54,8 @@ def _serves(case: Case) -> bool:
 
 def _takes_wrapper(case: Case) -> bool:
     """Whether XQA has no kernel on sm_90."""
-    is_unserved = case.kv_dtype is DType.NVFP4 or case.head_dim_qk > _MAX_XQA_HEAD_DIM
-    return case.family == "gqa" and is_unserved
+    has_no_kernel = case.kv_dtype is DType.NVFP4 or case.head_dim_qk > _MAX_XQA_HEAD_DIM
+    return case.family == "gqa" and (has_no_kernel or case.soft_cap > 0)
 
 
 def flashinfer_call(inputs: Inputs) -> Call:
@@ -122,6 +122,7 @@ def _wrapper_call(inputs: Inputs, workspace: torch.Tensor) -> Call:
         case.head_dim_qk,
         case.page_size,
         window_left=case.window_left,
+        logits_soft_cap=float(case.soft_cap) or None,
         q_data_type=TORCH_DTYPES[case.dtype],
         kv_data_type=inputs.keys[0].data.dtype,
         sm_scale=inputs.scale,

@@ -60,7 +60,7 @@ def triton_call(ops: Any, inputs: Inputs) -> Call:
         "causal": True,
         "window_size": (case.window_left, 0 if case.window_left >= 0 else -1),
         "block_table": inputs.block_tables,
-        "softcap": 0.0,
+        "softcap": float(case.soft_cap),
         "q_descale": one if is_fp8 else None,
         "k_descale": one,
         "v_descale": one,

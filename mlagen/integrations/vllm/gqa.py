@@ -174,6 +174,7 @@ class MlagenGQAMetadataBuilder(vllm_flashinfer.FlashInferMetadataBuilder):
             query_dtype=self.q_data_type_decode,
             kv_dtype=self.kv_cache_dtype,
             max_q_len=self.reorder_batch_threshold,
+            has_soft_cap=bool(self.logits_soft_cap),
         )
 
     def warm_up_prefill(self) -> None:
@@ -208,11 +209,9 @@ class MlagenGQAImpl(vllm_flashinfer.FlashInferImpl):
 
     def __init__(self, *args: Any, **layer: Any) -> None:
         self._init(*args, **layer)
-        # vLLM passes neither to XQA, whose decode would ignore it.
-        unserved = {"alibi_slopes": self.alibi_slopes, "logits_soft_cap": self.logits_soft_cap}
-        for name, value in unserved.items():
-            if value is not None and (name, value) != ("logits_soft_cap", 0):
-                raise NotImplementedError(f"mlagen: {name} is not supported by GQA, got {value!r}")
+        if self.alibi_slopes is not None:
+            got = repr(self.alibi_slopes)
+            raise NotImplementedError(f"mlagen: alibi_slopes is not supported by GQA, got {got}")
         WARM_UP.register_warmup()
 
     def forward(
@@ -281,6 +280,7 @@ class MlagenGQAImpl(vllm_flashinfer.FlashInferImpl):
             mask=part.mask,
             kv_cache_sf=block_scales,
             q_cu_seq_lens=part.q_cu_seq_lens,
+            logits_soft_cap=self.logits_soft_cap,
         )
 
     def _views(self, kv_cache: torch.Tensor, layout: Any) -> tuple[_Pair, _Pair | None, str]:

@@ -30,6 +30,7 @@ GQA: Cases = [
     ("gqa", {}),
     ("gqa", {"q_len": 3, "kv_dtype": "e4m3", "head_dim": 64}),
     ("gqa", {"window_left": 20}),
+    ("gqa", {"soft_cap": 1}),
 ]
 FLASHMLA: Cases = [
     *MLA,
@@ -151,7 +152,7 @@ class Fa3:
         """Return what the calls have to pass."""
         assert len(args) == 23
         self.dims = args[5:7]
-        self.planned = (args[0], args[1], args[2], args[14])
+        self.planned = (args[0], args[1], args[2], args[14], args[19])
         return "schedule"
 
     def fwd(self, *args: Any) -> tuple[torch.Tensor]:
@@ -163,7 +164,7 @@ class Fa3:
         scale, causal, left, right = args[23:27]
         assert causal
         assert self.dims == (query.shape[-1], values.shape[-1])
-        assert self.planned == (len(lengths), q_len, longest, keys.shape[1])
+        assert self.planned == (len(lengths), q_len, longest, keys.shape[1], args[27] > 0)
         if latent is not None:
             assert self.dims == (64, 512)
             has_rope = bool(query.any())
@@ -177,7 +178,9 @@ class Fa3:
         workspace, window = torch.empty(0, dtype=torch.uint8), {"window_left": left}
         given = (query.bfloat16(), (keys, values), workspace, tables, lengths, longest)
         decode = mlagen.decode.xqa_batch_decode_with_kv_cache
-        out = decode(*given, bmm1_scale=scale, q_len_per_req=q_len, **window)
+        out = decode(
+            *given, bmm1_scale=scale, q_len_per_req=q_len, logits_soft_cap=args[27], **window
+        )
         assert isinstance(out, torch.Tensor)
         return (out,)
 
@@ -192,7 +195,7 @@ class Triton:
         batch, kv_heads, mode = len(given["seqused_k"]), k.shape[2], given.get("kv_quant_mode", 0)
         assert mode == {torch.float8_e4m3fn: 1, torch.int8: 2}.get(k.dtype, 0)
         assert (q.dtype == torch.float8_e4m3fn) == (mode == 1)
-        assert (given["causal"], given["softcap"]) == (True, 0.0)
+        assert given["causal"]
         assert given["cu_seqlens_q"].tolist() == [
             n * given["max_seqlen_q"] for n in range(batch + 1)
         ]
@@ -214,6 +217,7 @@ class Triton:
             bmm2_scale=factor,
             q_len_per_req=given["max_seqlen_q"],
             window_left=left,
+            logits_soft_cap=given["softcap"],
             out=out,
         )
 
@@ -318,6 +322,7 @@ def test_libraries_are_found_in_a_folder(site: Path) -> None:
         ("gqa", {"kv_dtype": "nvfp4", "q_len": 2}, ""),
         ("gqa", {"kv_dtype": "nvfp4", "head_dim": 64}, ""),
         ("gqa", {"head_dim": 512}, "flashinfer triton"),
+        ("gqa", {"soft_cap": 50}, "fa3 flashinfer triton"),
         ("gqa", DIMS_192_128, "fa3"),
         ("gqa", {"head_dim_vo": 64}, ""),
     ],

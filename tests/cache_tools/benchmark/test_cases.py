@@ -187,6 +187,7 @@ FP8_GQA_64 = {"kv_dtype": "e4m3", "head_dim": 64, "page_size": 16}
             *("gqa", {"head_dim": 192, "head_dim_vo": 128}),
             *("bf16, 128 x 4096, 64/8 heads, head_dim 192/128", 6e-3),
         ),
+        ("gqa", {"soft_cap": 50}, "bf16, 128 x 4096, 64/8 heads, soft_cap 50", 6e-3),
         ("gqa", {"window_left": 0}, "bf16, 128 x 4096, 64/8 heads, window_left 0", 6e-3),
     ],
 )

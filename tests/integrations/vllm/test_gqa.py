@@ -41,7 +41,7 @@ def impl(gqa: ModuleType) -> Any:
     made = object.__new__(gqa.MlagenGQAImpl)
     sizes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": HEAD_DIM}
     others = {"window_left": -1, "scale": HEAD_DIM**-0.5, "sinks": None, "kv_cache_dtype": "auto"}
-    vars(made).update(sizes | others)
+    vars(made).update(sizes | others | {"logits_soft_cap": None})
     return made
 
 
@@ -85,6 +85,7 @@ def expected(
     q_len: int,
     sinks: torch.Tensor | None = None,
     window: int = -1,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Return the attention of the query tokens of each request, in float64."""
     outs = []
@@ -92,26 +93,30 @@ def expected(
         own = cache[request * PAGES : (request + 1) * PAGES].transpose(1, 2).flatten(0, 1)
         tokens = query[request * q_len : (request + 1) * q_len]
         keys, values = own[:seq_len].chunk(2, dim=-1)
-        outs.append(gqa_attended(tokens, keys, values, query.shape[-1] ** -0.5, window, sinks))
+        scale = query.shape[-1] ** -0.5
+        outs.append(gqa_attended(tokens, keys, values, scale, window, sinks, soft_cap))
     return torch.cat(outs)
 
 
 @pytest.mark.parametrize("q_len", [1, 2])
 @pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("window", [-1, 7])
+@pytest.mark.parametrize(("window", "soft_cap"), [(-1, None), (7, 0.0), (7, 0.5)])
 def test_a_decode_is_mlagens(
-    gqa: ModuleType, impl: Any, q_len: int, has_sinks: bool, window: int
+    gqa: ModuleType, impl: Any, q_len: int, has_sinks: bool, window: int, soft_cap: float | None
 ) -> None:
-    """Each query token attends to its causal prefix, with sinks and windows as gpt-oss has them."""
+    """Each query token attends to its causal prefix.
+
+    With sinks and windows as gpt-oss has them, and soft caps as Gemma 2 has.
+    """
     query, cache, metadata = batch(gqa, q_len)
     sinks = torch.tensor([1.0, -1.0, 0.5, 2.0]) if has_sinks else None
-    impl.sinks, impl.window_left = sinks, window
+    impl.sinks, impl.window_left, impl.logits_soft_cap = sinks, window, soft_cap
     out = torch.full_like(query, torch.nan)
 
     returned = impl.forward(LAYER, query, None, None, cache, metadata, out)
 
     assert returned is out
-    assert_near(out, expected(query, cache, q_len, sinks, window))
+    assert_near(out, expected(query, cache, q_len, sinks, window, soft_cap))
 
 
 @pytest.mark.parametrize(
@@ -368,8 +373,7 @@ GIVEN: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("name", "value", "is_refused"),
     [
-        ("logits_soft_cap", 50.0, True),
-        ("logits_soft_cap", 0.0, False),
+        ("logits_soft_cap", 50.0, False),
         ("alibi_slopes", [0.5] * 8, True),
         ("sliding_window", 128, False),
     ],
@@ -377,7 +381,7 @@ GIVEN: dict[str, Any] = {
 def test_what_xqa_would_ignore_is_refused(
     gqa: ModuleType, name: str, value: Any, is_refused: bool
 ) -> None:
-    """VLLM passes XQA neither a soft cap nor ALiBi, and asks no backend about them."""
+    """VLLM passes XQA no ALiBi, and asks no backend about it."""
     refused = pytest.raises(NotImplementedError, match=f"^mlagen: {name} is not supported by GQA")
     with refused if is_refused else nullcontext():
         gqa.MlagenGQAImpl(**GIVEN | {name: value})
@@ -416,7 +420,7 @@ def test_a_layer_and_its_builder_ask_no_network(
     if is_installed("vllm"):
         own = gqa.MlagenGQAMetadataBuilder._init.__globals__
         utils = vllm("vllm.v1.attention.backends.utils")
-        same = utils.PerLayerParameters(-1, None, 1.0, has_sinks=not is_nvfp4)
+        same = utils.PerLayerParameters(-1, 50.0, 1.0, has_sinks=not is_nvfp4)
         monkeypatch.setitem(own, "get_per_layer_parameters", lambda *_: {"layer": same})
         monkeypatch.setitem(own, "get_num_attention_heads_from_layers", lambda *_: 8)
         monkeypatch.setitem(own, "get_dcp_world_size_and_rank", lambda _: (1, 0))
@@ -426,6 +430,7 @@ def test_a_layer_and_its_builder_ask_no_network(
     if is_installed("vllm"):
         ((variant, rows),) = builder.decode_calls()
         assert (variant.head_dim, variant.kv_dtype, rows) == (head_dim, kv_dtype, 4)
+        assert variant.has_soft_cap
         assert_plans_a_prefill(gqa, builder, monkeypatch)
     assert builder.q_data_type_prefill is prefilled
     assert builder.get_cudagraph_support(config, spec).name == "UNIFORM_BATCH"

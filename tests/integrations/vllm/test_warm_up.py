@@ -191,8 +191,14 @@ def test_converted_prefills_are_warmed_up(build: Any) -> None:
 def gqa_builder(gqa: ModuleType, **fields: Any) -> Any:
     """Return a builder with what vLLM's sets."""
     builder = object.__new__(gqa.MlagenGQAMetadataBuilder)
-    known = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 32}
+    known: dict[str, Any] = {
+        "num_qo_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "page_size": 32,
+    }
     known |= {"reorder_batch_threshold": 2, "use_dcp": False, "use_xqa": True}
+    known |= {"logits_soft_cap": None}
     dtypes = {"q_data_type_decode": BF16, "kv_cache_dtype": torch.float8_e4m3fn}
     vars(builder).update(known | dtypes | {"device": torch.device("cpu")} | fields)
     return builder
