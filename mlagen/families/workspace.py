@@ -181,9 +181,11 @@ def workspace_bytes(
             head_dim=require_whole_number(head_dim, "head_dim", min_value=1),
             page_size=page_size,
         )
-        if head_dim_vo is not None and head_dim_vo != head_dim:
+        if head_dim_vo is not None:
             dims = require_whole_number(head_dim_vo, "head_dim_vo", min_value=1)
-            gqa_variant = replace(gqa_variant, head_dim_vo=dims)
+            gqa_variant = replace(
+                gqa_variant, head_dim_vo=0 if dims == gqa_variant.head_dim else dims
+            )
         for shape in shapes:
             attended = attended_tokens(max_seq_len, window, shape.tile_q_len)
             of_heads = replace(shape, kv_heads=kv_heads, max_kv_len=attended)

@@ -40,7 +40,6 @@ from mlagen.runtime.capture import is_capturing
 from mlagen.torch_ops.traced import is_compiling, is_traced, require_eager_memory
 
 _BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen", "cute-dsl", "cudnn")
-_AS_PLANNED = (None, None, None)  # what a run may have of its own
 
 Both = tuple[torch.Tensor, torch.Tensor]
 
@@ -372,7 +371,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         if args:
             raise UnsupportedError(f"args: not implemented, expected none, got {shown(args)}")
         own = (window_left, q_len_per_req, logits_soft_cap)
-        if own != _AS_PLANNED:
+        if any(value is not None for value in own):
             plan = self._plan_of_run(plan, *own)
         if skip_softmax_threshold_scale_factor is not None:
             name = "skip_softmax_threshold_scale_factor"

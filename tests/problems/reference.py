@@ -17,13 +17,14 @@ class Attention:
     ``out[heads, head_dim_vo]``, ``lse[heads]`` in log2 units; ``spread`` is the root of the sum of
     ``(weight * value)^2`` and ``magnitude`` the sum of ``weight * |value|``, shaped like ``out``;
     ``rounding`` and ``lse_rounding`` are the changes of ``out`` and ``lse`` by rounding the inputs
-    and by FP8 MMAs.
+    and by FP8 MMAs; ``small`` is the largest change of ``out`` by small weights in fp16.
     """
 
     out: torch.Tensor
     lse: torch.Tensor
     spread: torch.Tensor
     magnitude: torch.Tensor
+    small: torch.Tensor
     rounding: torch.Tensor
     lse_rounding: torch.Tensor
 
@@ -105,11 +106,14 @@ def _attend(
     # All finite values vanish beside an infinite sink.
     weights = torch.where(sees_nothing[:, None], 0.0, (logits - lse[:, None]).exp())
     zeros = torch.zeros(len(query), values.shape[1], dtype=torch.float64)
+    largest = torch.cat([weights, zeros[:, :1]], dim=1).amax(dim=1, keepdim=True)
+    small = torch.where(weights < largest * 2.0**-14, weights, 0.0)
     result = Attention(
         out=weights @ values * output_scale,
         lse=lse / math.log(2),
         spread=(weights.square() @ values.square()).sqrt() * abs(output_scale),
         magnitude=weights @ values.abs() * abs(output_scale),
+        small=torch.minimum(small, largest * 2.0**-25) @ values.abs() * abs(output_scale),
         rounding=zeros,
         lse_rounding=zeros[:, 0],
     )
@@ -185,7 +189,9 @@ def output_tolerance(
       sum((w_i (v_i - out))^2), which is at most ``spread + |out|``, and for one token 0;
     - float32 in scores, sums and split weights, and the 2^-22 of ex2.approx, change a weight
       relatively by less than 2^-13 for scores up to 2^8 in log2 units;
-    - fp16 loses p below 2^-24 of the largest, and rounds those below 2^-14 absolutely by 2^-25;
+    - fp16, which kernels of any dtype may have p in, rounds p below 2^-14 of the largest absolutely
+      by 2^-25 of that, or by itself: the oracle sums up the effect into ``small``, which is all
+      there is of an element whose large p meet values of 0;
     - with FP8 MMAs, scores err by :func:`_score_errors`, and small weights are lost: the oracle
       computes the effect into ``rounding``;
     - rows with scales are converted to the math dtype. The oracle computes the effect of that:
@@ -197,8 +203,7 @@ def output_tolerance(
         before = output_tolerance(math_dtype or torch.bfloat16, expected)
         return before + 2.0**-4 * (expected.out.abs() + before) + 2.0**-10
     u_out, u = UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF[math_dtype or dtype]
-    subnormal = 2.0**-14 if (math_dtype or dtype) is torch.float16 else 0.0
-    weights = 3.5 * u * expected.spread + (2.0**-13 + subnormal) * expected.magnitude
+    weights = 3.5 * u * expected.spread + 2.0**-13 * expected.magnitude + expected.small
     rows = expected.rounding * (1 + 4 * u)
     return (u_out + u) * expected.out.abs() + weights + rows + 2.0**-20
 
