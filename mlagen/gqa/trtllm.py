@@ -299,7 +299,8 @@ def trtllm_batch_decode_with_kv_cache(
     Returns
     -------
     torch.Tensor
-        ``out``, or ``(out, lse)``; both allocated in the shape of the query.
+        ``out``, or ``(out, lse)``; ``out``, if allocated here, of the shape of the query, with the
+        dims of a value if these are fewer, and ``lse`` without that dimension.
 
     Raises
     ------

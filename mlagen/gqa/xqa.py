@@ -268,7 +268,7 @@ def xqa(
     seq_lens : int32 or uint32 [batch, 1] or [batch]
         Tokens in the cache, including the new ones.
     output : as q, or e4m3 where the cache is e4m3
-        Written; of the shape of ``q``.
+        Written; of the shape of ``q``, with the dims of a value if these are fewer.
     workspace_buffer : any dtype
         Scratch of at least :func:`mlagen.workspace_bytes` bytes; a call uses its end. It needs no
         initial value.

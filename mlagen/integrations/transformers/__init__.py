@@ -22,10 +22,10 @@ def register() -> None:
 
     ``attn_implementation="mlagen"`` serves the decode steps of a model with a ``StaticCache``, one
     query token over full causal attention, by grouped-query attention in place. Everything else is
-    computed as by ``sdpa``: prompts, a cache whose length changes at every token, sliding windows
-    and other masks. ``paged|mlagen`` serves continuous batching of transformers 5.17; later
-    ones have another cache, or admit no names but their own. :func:`explain` says what served each
-    call.
+    computed as by ``sdpa``, or with a soft cap as by ``eager``: prompts, a cache whose length
+    changes at every token, sliding windows and other masks. ``paged|mlagen`` serves continuous
+    batching of transformers 5.17; later ones have another cache, or admit no names but their own.
+    :func:`explain` says what served each call.
     """
     AttentionInterface.register("mlagen", attention)
     AttentionMaskInterface.register("mlagen", decode_mask)
