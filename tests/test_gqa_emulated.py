@@ -40,8 +40,8 @@ FP16 = torch.float16
 E4M3_32_ROWS: dict[str, Any] = {"kv": "e4m3", "group": 8, "q_len": 4}
 DIMS_192_128: dict[str, Any] = {"head_dim": 192, "head_dim_vo": 128}
 # Scores near the cap and beyond; and far from it.
-FAR_FROM_CAP: dict[str, Any] = {"soft_cap": 1000.0, "score_scale": 0.2}
 CAPPED: dict[str, Any] = {"soft_cap": 30.0, "score_scale": 2.0}
+FAR_FROM_CAP: dict[str, Any] = {"soft_cap": 1000.0, "score_scale": 0.2}
 E4M3_OUT: dict[str, Any] = {"kv": "e4m3", "out_dtype": E4M3, "output_scale": 0.5}
 MANY = tuple(i * 37 % 300 for i in range(36))
 EIGHT = (300, 0, 17, 129, 256, 1, 700, 90)
@@ -242,6 +242,16 @@ SERVER_CASES = [
         page_size=64,
         **RANK,
     ),
+    given(
+        "a rank of DCP in nvfp4",
+        4,
+        seq_lens=(300, 0, 90),
+        q_len=4,
+        committed=(890, 3, 260),
+        kv="nvfp4",
+        page_size=64,
+        **RANK,
+    ),
     given("page ids of values", 5, seq_lens=(300, 0, 700), has_value_tables=True, q_len=2),
     given("page ids of values in nvfp4", 3, seq_lens=(300, 17), has_value_tables=True, kv="nvfp4"),
     given(
@@ -278,6 +288,7 @@ SM80_CASES = [
     given("stacked", seq_lens=(70, 3), cache_layout="stacked", layout="HND", head_dim=64),
     given("values of fewer dims", seq_lens=(70, 40), **DIMS_192_128),
     given("nvfp4 values of fewer dims", 3, seq_lens=(70,), kv="nvfp4", head_dim=64, head_dim_vo=48),
+    given("nvfp4 of 80 and 64 dims", kv="nvfp4", seq_lens=(70,), head_dim=80, head_dim_vo=64),
     given("nvfp4 stacked", seq_lens=(70,), kv="nvfp4", cache_layout="stacked", head_dim=64),
     given("nvfp4", 1, has_cvt_e4m3=True, seq_lens=(100, 30), kv="nvfp4", o_scale=0.5, head_dim=64),
 ]

@@ -39,7 +39,7 @@ CONTENTS: Rows = {
         ("seq_lens", put(1, value=-1), "[1]: expected 0 or more, got -1"),
     ],
     "run_mla other pages": [
-        ("block_tables", put(1, 1, 0, value=10), "[1, 0]: expected 0 to 9 (pages of the cache), ")
+        ("block_tables", put(1, 1, 0, value=10), "[1, 1, 0]: expected 0 to 9 (pages of the ")
     ],
     "run_mla ragged": [
         ("cum_seq_lens_q", ints(0, 6, 5), "[2]: expected 6 or more (cum_seq_lens_q[1]), got 5"),
@@ -71,7 +71,7 @@ CONTENTS: Rows = {
         ("seq_lens", put(1, value=-2), "[1]: expected 0 or more, got -2"),
     ],
     "trtllm_gqa two tables": [
-        ("block_tables", put(1, 1, 0, value=10), "[1, 0]: expected 0 to 9 (pages of the cache), ")
+        ("block_tables", put(1, 1, 0, value=10), "[1, 1, 0]: expected 0 to 9 (pages of the ")
     ],
     "xqa_batch ragged": [
         ("q_cu_seq_lens", ints(1, 2, 5), "[0]: expected 0, got 1"),

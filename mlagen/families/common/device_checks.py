@@ -84,10 +84,11 @@ def check_tables(args: Any, problem: Problem, seq_lens: torch.Tensor, page_size:
         return
     columns = torch.arange(on_host.shape[-1], dtype=torch.int64, device="cpu")
     is_used = columns < used_pages[:, None]
-    for part in (on_host,) if on_host.dim() == 2 else on_host.unbind(1):
-        if (index := _first_true(is_used & ((part < 0) | (part >= pages)))) is not None:
-            request, column = divmod(index, part.shape[1])
-            _reject_page(f"{name}[{request}, {column}]", pages, int(part[request, column]))
+    parts = {"": on_host} if on_host.dim() == 2 else {"0, ": on_host[:, 0], "1, ": on_host[:, 1]}
+    for part, ids in parts.items():
+        if (index := _first_true(is_used & ((ids < 0) | (ids >= pages)))) is not None:
+            request, column = divmod(index, ids.shape[1])
+            _reject_page(f"{name}[{request}, {part}{column}]", pages, int(ids[request, column]))
 
 
 def table_capacity(

@@ -1358,7 +1358,8 @@ struct KvLoader {
   template <int kBytes>
   __device__ void copy_rows(const PagedRows& rows, int own_page, int offset,
                             unsigned char* stage) const {
-    constexpr int kCopyBytes = kBytes % kChunkBytes == 0 ? kChunkBytes : 8;
+    constexpr bool kCopiesChunks = kBytes % kChunkBytes == 0 && kStageRowBytes % kChunkBytes == 0;
+    constexpr int kCopyBytes = kCopiesChunks ? kChunkBytes : 8;
     constexpr int kCopies = kBytes / kCopyBytes;
 #pragma unroll 4  // more addresses at once would take registers from the O accumulators
     for (int first = 0; first < kBlockN * kCopies; first += kWarpLanes) {
@@ -1371,10 +1372,10 @@ struct KvLoader {
       const int slot = (next_kv_block * kBlockN + token) % kPageSize;
       const unsigned char* source = exists ? rows.row_of(page, slot) + offset + at : rows.rows;
       const u32 target = shared_address(stage) + token * kStageRowBytes + at;
-      if constexpr (kCopyBytes == kChunkBytes) {
+      if constexpr (kCopiesChunks) {
         cp_async_cg_16(target, source, exists ? kChunkBytes : 0);
       } else {
-        cp_async_ca_8(target, source, exists ? 8 : 0);
+        cp_async_ca_8(target, source, exists ? kCopyBytes : 0);
       }
     }
   }
