@@ -54,7 +54,6 @@ _NOTHING: dict[str, Any] = {
     "request_order_plan": None,
     "sparse_top_k": 0,
 }
-_WITHOUT_DCP = {"cp_world": 1, "cp_rank": 0}
 
 
 def reject_unserved_keywords(**given: object) -> None:
@@ -98,8 +97,7 @@ def check_dcp(
     rank = require_whole_number(cp_rank, "cp_rank")
     name = "causal_seqlens_kv_global"
     if causal_seqlens_kv_global is None:
-        for keyword, value in (("cp_world", world), ("cp_rank", rank)):
-            nothing = _WITHOUT_DCP[keyword]
+        for keyword, value, nothing in (("cp_world", world, 1), ("cp_rank", rank, 0)):
             require(value == nothing, keyword, f"{nothing} without {name}", value)
         return {}
     require(rank < world, "cp_rank", f"less than {world} (cp_world)", rank)

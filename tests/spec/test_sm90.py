@@ -193,7 +193,7 @@ def test_the_gqa_tiles_fill_the_shared_memory(
     spec = gqa_sm90(kv_dtype=kv_dtype, head_dim=head_dim, rows=rows)
 
     assert (spec.block_n, spec.combine_rows, spec.combine_dims) == (block_n, *combined)
-    ring_bytes = spec.stages * spec.block_n * spec.row_bytes
+    ring_bytes = spec.stages * spec.block_n * spec.key_row_bytes
     query_bytes = 0 if spec.keeps_query else rows * head_dim * 2
     assert spec.dim_parts == (2 if head_dim == 512 else 1)
     combined_bytes = 8 * combined[0] * (combined[1] + 6 // spec.dim_parts) * 4
@@ -203,10 +203,10 @@ def test_the_gqa_tiles_fill_the_shared_memory(
     # The largest e4m3 tile has a smaller ring, so that it combines in one pass.
     is_largest_e4m3 = (kv_dtype, head_dim, rows) == (DType.E4M3, 128, 32)
     rings = {32: 48, 64: 64, 128: 80 if is_largest_e4m3 else 96, 256: 128, 512: 192, 1024: 192}
-    ring = rings[min(size for size in rings if size >= spec.row_bytes)]
-    assert spec.stages == ring * 1024 // (spec.block_n * spec.row_bytes)
+    ring = rings[min(size for size in rings if size >= spec.key_row_bytes)]
+    assert spec.stages == ring * 1024 // (spec.block_n * spec.key_row_bytes)
     assert spec.stages >= 3
-    assert spec.row_bytes % spec.line_bytes == 0
+    assert spec.key_row_bytes % spec.line_bytes == 0
 
 
 @whole_boxes
@@ -263,7 +263,7 @@ def test_heads_of_a_cta_are_256_bytes_of_a_token(
 
     assert one.max_kv_heads_per_cta == heads
     assert all_heads.block_n * heads == one.block_n
-    assert all_heads.block_n * all_heads.token_bytes == one.block_n * one.row_bytes
+    assert all_heads.block_n * all_heads.token_bytes == one.block_n * one.key_row_bytes
     assert all_heads.stages == one.stages
 
 

@@ -39,7 +39,7 @@ _LINE_BYTES = 128  # width of the shared-memory swizzle
 _ROW_STEP_BYTES = 32  # of ldmatrix
 _TOKEN_BYTES = 256  # max bytes per token that a CTA reads of several KV heads; more is no faster
 _MAX_KV_HEADS_PER_CTA = 4  # two warps of each have KV blocks of 64 tokens
-# By the bytes of a row, of the next larger one here. CTAs that read neighboring heads drift apart
+# By the bytes of a key, of the next larger one here. CTAs that read neighboring heads drift apart
 # by up to a ring, and the further they drift, the lower the memory bandwidth; the bytes in flight
 # must cover the latency.
 _RING_BYTES = {
@@ -124,11 +124,6 @@ class GqaSm90Spec(GqaSpec):
         return self.variant.kv_dtype.row_bytes(self.head_dim_vo)
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of the larger of the two, which a pipeline stage has."""
-        return max(self.key_row_bytes, self.value_row_bytes)
-
-    @property
     def scale_row_bytes(self) -> int:
         """Bytes of the block scales of a cached token of one KV head; 0 without block scales."""
         is_nvfp4 = self.variant.kv_dtype is DType.NVFP4
@@ -136,8 +131,8 @@ class GqaSm90Spec(GqaSpec):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a cached token of all KV heads of a CTA."""
-        return self.row_bytes * self.kv_heads_per_cta
+        """Bytes of the keys of a cached token of all KV heads of a CTA; values have no more."""
+        return self.key_row_bytes * self.kv_heads_per_cta
 
     @property
     def max_kv_heads_per_cta(self) -> int:
@@ -146,7 +141,7 @@ class GqaSm90Spec(GqaSpec):
         More than one only with the smallest tile, which fills a single MMA.
         """
         heads = _MAX_KV_HEADS_PER_CTA if self.block_m == min(BLOCK_MS) else 1
-        while heads > 1 and heads * self.row_bytes > _TOKEN_BYTES:
+        while heads > 1 and heads * self.key_row_bytes > _TOKEN_BYTES:
             heads //= 2
         return heads
 
@@ -191,7 +186,7 @@ class GqaSm90Spec(GqaSpec):
     def _max_ring_bytes(self) -> int:
         is_widest = self.block_m * self.head_dim_vo == _MAX_ACCUMULATORS
         known = _RING_BYTES | (_WIDEST_RING_BYTES if is_widest else {})
-        return known[min(size for size in known if size >= self.row_bytes)]
+        return known[min(size for size in known if size >= self.key_row_bytes)]
 
     @property
     def keeps_query(self) -> bool:

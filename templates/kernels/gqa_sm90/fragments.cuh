@@ -84,6 +84,12 @@ __device__ inline ValueRows v_ldmatrix_rows(int warp) {
   return rows;
 }
 
+// Offset of the block scales of token `warp_token` of a warp in a stage.
+__device__ inline int scale_row_offset(int warp, int warp_token) {
+  return kScalesOffset + head_of_warp(warp) * kScaleHeadBytes +
+         (first_token_of_warp(warp) + warp_token) * kScaleRowBytes;
+}
+
 // Block scales of a lane's tokens of a step, for KV caches without any.
 struct NoBlockScales {
   __device__ NoBlockScales(const unsigned char*, int, int) {}

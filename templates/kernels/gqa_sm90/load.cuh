@@ -305,7 +305,7 @@ __device__ inline void load_work(const Params& params, const WorkItem& work, KvT
       }
       if constexpr (kHasBlockScales) {
         block_scales.load(params, kv, in_window * kBoxesPerKvBlock,
-                          smem.kv[kv_pipe.index] + KeyTile::kBytes, full);
+                          smem.kv[kv_pipe.index] + kScalesOffset, full);
       }
       __syncwarp();
       kv_pipe.advance();

@@ -50,8 +50,8 @@ __device__ inline void qk_gemm(const KeyRows& rows, const unsigned char* keys, i
   }
 }
 
-// PV GEMM of one step: O^T += V^T P^T. Returns a word that depends on all V
-// fragments, for arrive_after_reads.
+// PV GEMM of one step: O^T += V^T P^T. Returns a word that depends on all V fragments, for
+// arrive_after_reads.
 __device__ inline u32 pv_gemm(const ValueRows& rows, const unsigned char* values, int warp,
                               int step, const u32 (&probabilities)[kRowGroups][2], Output& output) {
   const ValueScales scales(values, warp, step);
@@ -104,8 +104,8 @@ __device__ inline void skip_stage(SharedMemoryPlan& smem, PipelineState<kStages>
   kv_pipe.advance();
 }
 
-// Processes work item `work_idx`, whose Q load is in flight, and issues the Q
-// load of the next one. Returns whether there is a next one.
+// Processes work item `work_idx`, whose Q load is in flight, and issues the Q load of the next one.
+// Returns whether there is a next one.
 __device__ inline bool process_work(const Params& params, int warp, const GqaScore& score,
                                     u32 work_idx, Query& query, bool& is_epilogue_busy,
                                     SharedMemoryPlan& smem, PipelineState<kStages>& kv_pipe) {

@@ -28,9 +28,7 @@ struct ScaleWord {
 };
 __device__ inline ScaleWord* scale_word_at(unsigned char* tile, int warp, int warp_token,
                                            int word) {
-  unsigned char* head = tile + ValueTile::kBytes + head_of_warp(warp) * kScaleHeadBytes;
-  const int token = first_token_of_warp(warp) + warp_token;
-  return reinterpret_cast<ScaleWord*>(head + token * kScaleRowBytes) + word;
+  return reinterpret_cast<ScaleWord*>(tile + scale_row_offset(warp, warp_token)) + word;
 }
 
 // What decides whether V of a token is finite: its chunks, or its block scales, since e2m1 has

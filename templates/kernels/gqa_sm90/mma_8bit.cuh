@@ -81,7 +81,7 @@ __device__ inline int dim_of_lane(int tile, int half) {
   return tile * 16 + lane_index() / 4 * 2 + half;
 }
 
-// Returns 0xff in each byte that is NaN or Inf; e4m3 has no Inf, int8 neither.
+// Returns 0xff in each byte that is NaN or Inf; e4m3 has no Inf, int8 has neither.
 __device__ inline u32 nonfinite_bytes(E4m3, u32 word) { return nan_bytes(word); }
 __device__ inline u32 nonfinite_bytes(E5m2, u32 word) {
   const u32 is_nonfinite = ((word & 0x7c7c7c7c) + 0x04040404) & 0x80808080;

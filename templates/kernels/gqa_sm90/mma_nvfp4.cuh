@@ -41,9 +41,8 @@ struct alignas(kScaleRowBytes) ScaleRow {
 };
 __device__ inline const ScaleRow& scale_row_at(const unsigned char* tile, int warp, int step,
                                                int step_token) {
-  const unsigned char* head = tile + KeyTile::kBytes + head_of_warp(warp) * kScaleHeadBytes;
-  const int token = first_token_of_warp(warp) + step * kStepTokens + step_token;
-  return *reinterpret_cast<const ScaleRow*>(head + token * kScaleRowBytes);
+  const int offset = scale_row_offset(warp, step * kStepTokens + step_token);
+  return *reinterpret_cast<const ScaleRow*>(tile + offset);
 }
 
 // Scales of the two tokens of a lane's K fragments.
@@ -126,7 +125,7 @@ __device__ inline float element_at(const unsigned char* scale_row, int dim) {
   return cvt_f32(Fp16{}, static_cast<u16>(fp16x2_of_e4m3x2(scale_row[dim / 16])));
 }
 
-// Stores a warp's accumulators of eight rows and kCombineDims dims to `combine_buffer`: from
+// Stores a warp's accumulators of eight rows and kCombineDims dims to `combine_buffer`, from
 // `first_column` on: of every 32 dims, two tiles, a lane has four adjacent ones.
 __device__ inline void store_to_combine_buffer(const Output& output, int group, int first_tile,
                                                int first_column,
