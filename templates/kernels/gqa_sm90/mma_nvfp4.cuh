@@ -12,7 +12,7 @@
 #include "shared_memory.cuh"
 
 // Elements are converted to fp16 times 2^-14, and multiplied by their scales: both are exact, since
-// products of e2m1 and e4m3 are multiples of 2^-10. Scores and O are multiplied by 2^14.
+// an e2m1 times an e4m3 is a multiple of 2^-10. Scores and O are multiplied by 2^14.
 constexpr float kDequantFactor = 16384.0f;
 
 // A chunk has 32 dims of a token, two blocks; ldmatrix gives a lane eight elements of it as a word.
