@@ -49,6 +49,7 @@ class Settings:
     mla_kernel: str  # one of KERNELS, for MLA calls
     mla_p_dtype: str  # one of P_DTYPES, the dtype of P in MLA calls
     gqa_kernel: str  # one of KERNELS, for grouped-query calls
+    batch_invariant: bool  # of calls that leave it to the settings
     cache_layers: tuple[Path, ...]  # read-only, searched after cache_dir
     trusts_shared: bool  # trusts cache folders that other users may write
     cache_max_bytes: int | None  # None: no limit
@@ -244,6 +245,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "mla_kernel": ("MLAGEN_MLA_KERNEL", _word(*KERNELS)),
     "mla_p_dtype": ("MLAGEN_MLA_P_DTYPE", _word(*P_DTYPES)),
     "gqa_kernel": ("MLAGEN_GQA_KERNEL", _word(*KERNELS)),
+    "batch_invariant": ("MLAGEN_BATCH_INVARIANT", _switch),
     "cache_layers": ("MLAGEN_CACHE_RO", _folders),
     "trusts_shared": ("MLAGEN_TRUST_SHARED", _switch),
     "cache_max_bytes": ("MLAGEN_CACHE_MAX_SIZE", _max_bytes),

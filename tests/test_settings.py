@@ -24,6 +24,7 @@ TEMPORARY = Path(tempfile.gettempdir()) / f"mlagen-{os.getuid()}"
 
 HOME, CACHE = {"HOME": "/c"}, "MLAGEN_CACHE_DIR"
 FLAGS = {
+    "MLAGEN_BATCH_INVARIANT": "batch_invariant",
     "MLAGEN_CHECK": "checks_contents",
     "MLAGEN_TRUST_SHARED": "trusts_shared",
     "MLAGEN_HF": "reads_hub_cache",

@@ -42,6 +42,7 @@ mla_variants = st.builds(
     # Kernels over two pools have no page size.
     st.sampled_from([v for row in SUPPORTED for v in row.variants() if v.page_size]),
     page_size=page_sizes,
+    batch_invariant=st.booleans(),
 )
 gqa_variants = st.builds(
     replace,
@@ -57,6 +58,7 @@ gqa_variants = st.builds(
     has_soft_cap=st.booleans(),
     has_dcp=st.booleans(),
     separate_page_ids=st.booleans(),
+    batch_invariant=st.booleans(),
 )
 out_dtypes = st.sampled_from([dtype for row in GQA_SUPPORTED for dtype in row.out_dtypes])
 

@@ -9,6 +9,7 @@ import torch
 
 from mlagen.errors import UnsupportedError
 from mlagen.families.common.memory import require_memory, require_shaped
+from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
 from mlagen.values import (
     INT32_MAX,
@@ -34,6 +35,7 @@ __all__ = [
     "canonical_sinks",
     "check_token_stride",
     "check_unread_buffer",
+    "chooses_batch_invariant",
     "is_pdl_enabled",
     "reject",
     "reject_dtype",
@@ -274,6 +276,13 @@ def unwrap_sinks(sinks: Any) -> Any:
 def is_pdl_enabled(enable_pdl: object) -> bool:
     """Return whether a launch uses programmatic dependent launch (PDL); None means yes."""
     return enable_pdl is None or require_flag(enable_pdl, "enable_pdl")
+
+
+def chooses_batch_invariant(value: object) -> bool:
+    """Return whether a call is batch-invariant; None means what the settings say."""
+    if value is None:
+        return current_settings().batch_invariant
+    return require_flag(value, "batch_invariant")
 
 
 def check_unread_buffer(name: str, buffer: object, query: object) -> None:

@@ -64,6 +64,16 @@ class ProblemShape:
         return replace(self, batch=self.total_rows // self.heads, q_len=1, tile_q_len=1)
 
 
+def tile_q_len_of(problem: Any, q_len: int) -> int:
+    """Return the query tokens of a request that the tile is chosen for, by default ``q_len``.
+
+    Where requests differ in theirs, a batch-invariant call takes the tile of one token: that of the
+    longest depends on the batch.
+    """
+    is_ragged = problem.q_len == 0
+    return 1 if is_ragged and problem.variant.batch_invariant else q_len
+
+
 def require_scratch_and_scales(args: Any) -> None:
     """Reject a workspace or a scale of the call that breaks a rule."""
     names, device = args.names, args.query.device

@@ -93,6 +93,7 @@ class GqaArgs(NamedTuple):
     # bmm2_scale multiplies the scores too, and is ignored with a 16-bit cache; the scores are
     # multiplied by 1 / sqrt(head_dim).
     scales_like_xqa: bool = False
+    batch_invariant: bool = False  # the bits of a result do not depend on the rest of the batch
     enable_pdl: bool = True
     computed: Computed | None = None  # by the entry point at every call
     names: GqaArgNames = GqaArgNames()

@@ -142,6 +142,8 @@ def make_sm90_launcher(
     if settings.gqa_kernel == "sm80":
         raise UnsupportedError("MLAGEN_GQA_KERNEL=sm80")
     index, variant, shape = problem.device.index, problem.variant, shape_of(args, problem)
+    if variant.batch_invariant:
+        raise UnsupportedError("MLAGEN_GQA_KERNEL=sm90: no such kernel is batch-invariant")
     max_tokens = problem.max_pages * variant.page_size
 
     def plan_on(sms: int) -> tuple[GqaSm90Spec, GqaSm90Plan] | None:

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from mlagen.families.common.launchers import rounded_up
 from mlagen.families.common.plan_sm80 import Sm80Plan, plan_gqa_sm80
-from mlagen.families.common.problem import ProblemShape
+from mlagen.families.common.problem import ProblemShape, tile_q_len_of
 from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.problem import GqaProblem
 from mlagen.runtime.device import arch_of_device, device_facts
@@ -188,7 +188,7 @@ def shape_of(args: GqaArgs, problem: GqaProblem) -> ProblemShape:
     return ProblemShape(
         batch=problem.batch,
         q_len=problem.q_len,
-        tile_q_len=problem.max_q_len,
+        tile_q_len=tile_q_len_of(problem, problem.max_q_len),
         heads=problem.heads,
         kv_heads=problem.kv_heads,
         total_rows=problem.tokens * problem.heads,

@@ -146,6 +146,7 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         has_soft_cap=args.soft_cap != 0,
         has_dcp=args.causal_seqlens_kv_global is not None,
         separate_page_ids=args.separate_page_ids,
+        batch_invariant=args.batch_invariant,
     )
     require_supported(variant)
     # A window of the whole table masks nothing.

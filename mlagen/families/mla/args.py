@@ -90,6 +90,7 @@ class MlaArgs(NamedTuple):
     extra_cache: torch.Tensor | None = None
     extra_indices: torch.Tensor | None = None
     extra_top_k_lens: torch.Tensor | None = None
+    batch_invariant: bool = False  # the bits of a result do not depend on the rest of the batch
     enable_pdl: bool = True
     computed: Computed | None = None  # by the entry point at every call
     names: MlaArgNames = MlaArgNames()

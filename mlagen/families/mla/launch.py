@@ -148,6 +148,8 @@ def make_sm90_launcher(
             "in which the driver rejects them; unset it to take the sm80 kernel"
         )
     index, variant, shape = problem.device.index, problem.variant, shape_of(args, problem)
+    if variant.batch_invariant:
+        raise UnsupportedError("MLAGEN_MLA_KERNEL=sm90: no such kernel is batch-invariant")
     planned = plan_mla_sm90_call(
         index, variant, shape, p_dtype_choice=settings.mla_p_dtype, sms=sms
     )

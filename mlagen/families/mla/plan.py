@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from mlagen.families.common.launchers import rounded_up
 from mlagen.families.common.plan_sm80 import Sm80Plan, plan_mla_sm80
-from mlagen.families.common.problem import ProblemShape
+from mlagen.families.common.problem import ProblemShape, tile_q_len_of
 from mlagen.families.mla.args import MlaArgs
 from mlagen.families.mla.problem import MlaProblem
 from mlagen.runtime.device import arch_of_device, device_facts
@@ -140,7 +140,7 @@ def shape_of(args: MlaArgs, problem: MlaProblem) -> ProblemShape:
     shape = ProblemShape(
         batch=problem.batch,
         q_len=problem.q_len,
-        tile_q_len=problem.tile_q_len,
+        tile_q_len=tile_q_len_of(problem, problem.tile_q_len),
         heads=problem.heads,
         total_rows=problem.tokens * problem.heads,
         max_kv_len=rounded_up(problem.top_k + problem.extra_top_k or args.max_seq_len),

@@ -118,6 +118,7 @@ def check_problem(args: MlaArgs) -> MlaProblem:
         lookup="two_pools" if lists else "sparse" if args.top_k else "paged",
         values="shared" if args.value_cache is None else "separate",
         mask=mask if args.causal_seqlens_kv_global is None else "dcp",
+        batch_invariant=args.batch_invariant,
     )
     require_supported(variant)
     rank, packed_query = args.kv_lora_rank, query_dtype.row

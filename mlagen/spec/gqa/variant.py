@@ -32,6 +32,7 @@ class GqaVariant(Variant):
     has_soft_cap: bool = False
     has_dcp: bool = False  # the cache has the tokens of one rank of decode context parallel
     separate_page_ids: bool = False  # keys and values have block tables of their own
+    batch_invariant: bool = False  # the bits of a result do not depend on the rest of the batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,8 @@ class MlaVariant(Variant):
     ``two_pools`` (top-k indices into each of two pools, of any page size); ``values`` is ``shared``
     (V is the latent part of K) or ``separate``; ``mask`` is ``causal`` (a prefix of the tokens, or
     all), ``dcp`` (causal by global positions, in decode context parallel) or ``bias`` (added to the
-    scores; minus infinity masks).
+    scores; minus infinity masks). With ``batch_invariant`` the bits of a result do not depend on
+    the rest of the batch.
     """
 
     query_dtype: DType
@@ -40,6 +41,7 @@ class MlaVariant(Variant):
     lookup: str = "paged"
     values: str = "shared"
     mask: str = "causal"
+    batch_invariant: bool = False
 
     @property
     def head_dims(self) -> tuple[int, int]:
