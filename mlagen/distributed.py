@@ -94,6 +94,7 @@ def decode_cp(
     return_lse_base: str = "base2",
     group: dist.ProcessGroup | None = None,
     query_has_all_heads: bool = False,
+    batch_invariant: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Decode one step of MLA over a KV cache that the ranks of a process group share.
 
@@ -136,6 +137,8 @@ def decode_cp(
         The ranks; all processes if None.
     query_has_all_heads : bool
         Whether ``query`` has the heads of all ranks, rank by rank: the all-gather is omitted.
+    batch_invariant : bool
+        As of that function; ranks are combined in the order of their numbers.
 
     Returns
     -------
@@ -196,6 +199,7 @@ def decode_cp(
                 cum_seq_lens_q=cum_seq_lens_q,
                 max_q_len=max_q_len,
                 enable_pdl=enable_pdl,
+                batch_invariant=batch_invariant,
                 return_lse=True,
                 return_lse_base=return_lse_base,
                 enable_dcp=True,

@@ -49,8 +49,10 @@ ROWS: dict[str, list[Row]] = {
         ("logits_soft_cap", math.inf, ": expected None, 0, or a finite number above 0, got inf"),
         ("logits_soft_cap", math.nan, ": expected None, 0, or a finite number above 0, got nan"),
         ("logits_soft_cap", "30", ": expected a float, got '30'"),
-        ("fixed_split_size", 8, ": not implemented, expected None, got 8"),
-        ("disable_split_kv", True, ": not implemented, expected False, got True"),
+        ("fixed_split_size", 0, ": expected an int, 1 or more, got 0"),
+        ("fixed_split_size", 0.5, ": expected an int, 1 or more, got 0.5"),
+        ("disable_split_kv", "no", ": expected a bool, got 'no'"),
+        ("batch_invariant", "yes", ": expected a bool, got 'yes'"),
         ("window_right", 3, ": not implemented, expected 0, got 3"),
         ("use_token_head_sf", True, ": not implemented, expected False, got True"),
         (

@@ -48,7 +48,10 @@ _METHODS = {
 }
 
 # Settings of the dumped process that decide how a call runs.
-_KERNEL_SETTINGS = ("MLAGEN_MLA_KERNEL", "MLAGEN_MLA_P_DTYPE", "MLAGEN_GQA_KERNEL", "MLAGEN_CHECK")
+_KERNEL_SETTINGS = (
+    *("MLAGEN_BATCH_INVARIANT", "MLAGEN_CHECK"),
+    *("MLAGEN_MLA_KERNEL", "MLAGEN_MLA_P_DTYPE", "MLAGEN_GQA_KERNEL"),
+)
 
 # Rounding of P and O to 16 bits, or of P to e4m3. `mlagen bench` allows more in 16 bits, for
 # libraries that round partial outputs as well.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from mlagen.families.common.arguments import (
     DTYPES,
     FLOAT_DTYPES,
     INT32_MAX,
+    chooses_batch_invariant,
     reject,
     reject_dtype,
     require,
@@ -32,14 +34,16 @@ from mlagen.families.gqa.plan import (
     plan_gqa_sm90_call,
 )
 from mlagen.families.gqa.problem import QUANTIZED
+from mlagen.families.mla.args import MlaArgs, canonical_numbers
 from mlagen.families.mla.launch import not_covered
 from mlagen.families.mla.plan import (
     MlaSm90Plan,
     mla_sm90_bytes_per_cta,
     plan_mla_sm80_call,
     plan_mla_sm90_call,
+    shape_of,
 )
-from mlagen.families.mla.problem import KV_DTYPES
+from mlagen.families.mla.problem import KV_DTYPES, check_problem
 from mlagen.families.mla.two_pools import kv_format_of
 from mlagen.runtime.device import arch_of_device, device_facts
 from mlagen.settings import current_settings
@@ -52,6 +56,8 @@ from mlagen.spec.gqa.variant import SLICE_DIMS, GqaVariant
 from mlagen.spec.mla.sm80 import TILES as MLA_TILES
 from mlagen.spec.mla.sm90 import MLA_SM90, MlaSm90Spec
 from mlagen.spec.mla.variant import SUPPORTED, MlaVariant
+
+_INVARIANT_FACTOR = 8  # of the bytes of all calls, where calls are batch-invariant
 
 _GQA_KV_DTYPES = {**DTYPES, **QUANTIZED}
 
@@ -74,12 +80,16 @@ def workspace_bytes(
     window_left: int = -1,
     kv_cache_format: str | None = None,
     tokens: int | None = None,
+    batch_invariant: bool | None = None,
     device: torch.device | int | str = 0,
 ) -> int:
     """Return the bytes of ``workspace_buffer`` that a decode call of this size needs.
 
     A call uses the end of a larger buffer, at a multiple of 128 bytes from its base address. A
-    larger batch may need fewer bytes. No MLA call needs more than 513 KiB for each SM of the GPU.
+    larger batch may need fewer bytes. No MLA call needs more than 513 KiB for each SM of the GPU,
+    unless it is batch-invariant: these bytes grow with batch, rows and length. With less workspace,
+    but enough for one request, such a call takes its requests in turns, if all have as many query
+    tokens.
 
     Parameters
     ----------
@@ -111,6 +121,8 @@ def workspace_bytes(
         ``kv_dtype`` and ``max_seq_len`` do not matter.
     tokens : int
         The query tokens of all requests, for ragged queries.
+    batch_invariant : bool
+        As in the call.
     device : torch.device, int or str
         The GPU that runs the call; ``cuda`` is torch's current one.
 
@@ -135,8 +147,8 @@ def workspace_bytes(
     kv_format = None if kv_cache_format is None else kv_format_of(kv_cache_format)
     if kv_format is not None:
         require(top_k >= 1, "sparse_mla_top_k", "1 or more with kv_cache_format", top_k)
-    # Both tile choices of a ragged call: with its maximum query length, and without one.
-    lengths = {q_len} if tokens is None else {q_len, max(1, -(-total // max(1, batch)))}
+    is_invariant = chooses_batch_invariant(batch_invariant)
+    lengths = _tile_lengths(batch, q_len, tokens, is_invariant=is_invariant)
     shapes = [
         ProblemShape(
             batch=batch,
@@ -157,6 +169,7 @@ def workspace_bytes(
             qk_rope_head_dim=require_whole_number(qk_rope_head_dim, "qk_rope_head_dim"),
             page_size=page_size,
             lookup="sparse" if top_k else "paged",
+            batch_invariant=is_invariant,
         )
         if kv_format is not None:
             shared = replace(shared, kv_dtype=kv_format, lookup="two_pools", page_size=0)
@@ -180,16 +193,18 @@ def workspace_bytes(
             out_dtype=query_dtype,
             head_dim=require_whole_number(head_dim, "head_dim", min_value=1),
             page_size=page_size,
+            batch_invariant=is_invariant,
         )
         if head_dim_vo is not None:
             dims = require_whole_number(head_dim_vo, "head_dim_vo", min_value=1)
             gqa_variant = replace(
                 gqa_variant, head_dim_vo=0 if dims == gqa_variant.head_dim else dims
             )
+        attended = attended_tokens(max_seq_len, window, q_len)
+        facts: dict[str, Any] = {"kv_heads": kv_heads, "max_kv_len": attended}
+        facts["is_windowed"] = attended < rounded_up(max_seq_len)
         for shape in shapes:
-            attended = attended_tokens(max_seq_len, window, shape.tile_q_len)
-            of_heads = replace(shape, kv_heads=kv_heads, max_kv_len=attended)
-            plans += _gqa_plans(index, gqa_variant, of_heads)
+            plans += _gqa_plans(index, gqa_variant, replace(shape, **facts))
         if not plans:
             raise gqa_launch.not_covered(index, gqa_variant)
     return max(plan.workspace_bytes for plan in plans)
@@ -200,6 +215,9 @@ def max_workspace_bytes(device: torch.device | int | str = 0) -> int:
 
     For a buffer that is allocated before the calls are known. A plan has at most four waves of
     CTAs, and their partial results need at most 513 KiB for each SM: 66.1 MiB with 132 SMs.
+
+    Batch-invariant calls may need more, or take turns; see :func:`mlagen.workspace_bytes`. With
+    ``MLAGEN_BATCH_INVARIANT=1`` the result is eight times as much, for fewer turns.
 
     Parameters
     ----------
@@ -219,7 +237,25 @@ def max_workspace_bytes(device: torch.device | int | str = 0) -> int:
     if isinstance(device, (torch.device, str)) and _parsed(device).type == "cpu":
         return 0
     index = _gpu_index(device)
-    return device_facts(index).sm_count * _max_bytes_per_sm(arch_of_device(index))
+    factor = _INVARIANT_FACTOR if current_settings().batch_invariant else 1
+    return factor * device_facts(index).sm_count * _max_bytes_per_sm(arch_of_device(index))
+
+
+def call_workspace_bytes(args: MlaArgs) -> int:
+    """Return the most bytes that kernels of an MLA call of a GPU need, of any of its kernels."""
+    problem = check_problem(canonical_numbers(args))
+    plans = _mla_plans(problem.device.index, problem.variant, shape_of(args, problem))
+    return max((plan.workspace_bytes for plan in plans), default=0)
+
+
+def _tile_lengths(batch: int, q_len: int, tokens: int | None, *, is_invariant: bool) -> set[int]:
+    """Return the query lengths that the tile of a call may be chosen for."""
+    if tokens is None:
+        return {q_len}
+    if is_invariant:
+        return {1}
+    # With its maximum query length, and without one.
+    return {q_len, max(1, -(-tokens // max(1, batch)))}
 
 
 @cache

@@ -76,6 +76,7 @@ class DecodeSettings:
     o_data_type: torch.dtype
     head_dim_vo: int = 0  # of values, if it is another one
     soft_cap: float = 0.0  # of the scores; 0: none
+    batch_invariant: bool = False
 
 
 class GraphBuffers:
@@ -129,11 +130,12 @@ def plan_of(
     elif buffers is None and not is_capturing(device):
         max_kv_len = longest(lengths)
     else:
-        max_kv_len = given.mean_capacity(page_size)
+        max_kv_len = given.capacity(page_size, is_bound=settings.batch_invariant)
     if buffers is not None:
         requests = buffers.store(given, q_len, offsets, lengths)
         # Replays of a captured graph have other requests.
-        max_kv_len = max(max_kv_len, requests.mean_capacity(page_size))
+        capacity = requests.capacity(page_size, is_bound=settings.batch_invariant)
+        max_kv_len = max(max_kv_len, capacity)
     else:
         requests = Requests(
             kv_indptr=on_device(offsets, device),
@@ -248,6 +250,7 @@ def run_planned(
         key_scales=scales[0],
         value_scales=scales[1],
         enable_pdl=is_pdl_enabled(enable_pdl),
+        batch_invariant=settings.batch_invariant,
         names=_RUN_NAMES,
     )
 

@@ -11,6 +11,7 @@ from mlagen.entry_point import OUT_AND_LSE, entry_point
 from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import (
     check_unread_buffer,
+    chooses_batch_invariant,
     is_pdl_enabled,
     reject,
     reject_dtype,
@@ -205,6 +206,8 @@ def trtllm_batch_decode_with_kv_cache(
     request_order_plan: object = None,
     sparse_top_k: int = 0,
     length_aware_schedule: bool = False,
+    *,
+    batch_invariant: bool | None = None,
 ) -> GqaArgs:
     """Decode one or more tokens of each request by grouped-query attention over a paged KV cache.
 
@@ -293,6 +296,9 @@ def trtllm_batch_decode_with_kv_cache(
         0: top-k indices of a single KV head are not implemented.
     length_aware_schedule : bool
         Ignored: every schedule follows ``seq_lens``.
+    batch_invariant : bool
+        Whether the bits of a request's results must not depend on the rest of the batch; None means
+        what ``MLAGEN_BATCH_INVARIANT`` says.
 
     Returns
     -------
@@ -361,5 +367,6 @@ def trtllm_batch_decode_with_kv_cache(
         key_scales=scales[0],
         value_scales=scales[1],
         enable_pdl=is_pdl_enabled(enable_pdl),
+        batch_invariant=chooses_batch_invariant(batch_invariant),
         names=NAMES if cum_seq_lens_q is None else RAGGED_NAMES,
     )

@@ -11,6 +11,7 @@ from mlagen.errors import ArgumentError, CaptureError, UnsupportedError
 from mlagen.families.common.arguments import (
     INT32_MAX,
     canonical_scale,
+    chooses_batch_invariant,
     reject_unserved,
     require,
     require_choice,
@@ -38,6 +39,7 @@ from mlagen.planned.metadata import Requests
 from mlagen.planned.plan import NO_CAPTURE, Plan, text_of
 from mlagen.runtime.capture import is_capturing
 from mlagen.torch_ops.traced import is_compiling, is_traced, require_eager_memory
+from mlagen.values import is_scalar
 
 _BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen", "cute-dsl", "cudnn")
 
@@ -181,6 +183,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         is_causal: bool | None = None,
         use_token_head_sf: bool = False,
         head_dim_vo: int | None = None,
+        batch_invariant: bool | None = None,
     ) -> None:
         """Set the requests of the following runs.
 
@@ -221,8 +224,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
             Ignored: nothing is rotated, no copy waits, and ``indices`` has the page ids.
         seq_lens : int32 or uint32 [batch]
             Tokens of each request, instead of those that ``last_page_len`` implies.
-        fixed_split_size, disable_split_kv : int, bool
-            None and False: splits follow the batch.
+        fixed_split_size : int
+            1 or more requests what ``batch_invariant`` does, with splits of mlagen's own size; None
+            and -1 do not.
+        disable_split_kv : bool
+            True requests the same.
         q_len_per_req : int
             Query tokens of every request, the last of its tokens.
         window_right : int
@@ -233,6 +239,10 @@ class BatchDecodeWithPagedKVCacheWrapper:
             False: a scale of each token and head is not implemented.
         head_dim_vo : int
             Elements of a value and of an output row, at most those of a key; ``head_dim`` if None.
+        batch_invariant : bool
+            Whether the bits of a request's results must not depend on the rest of the batch; None
+            means what the two keywords above and ``MLAGEN_BATCH_INVARIANT`` say. The plan then
+            needs an upper bound of the lengths; for CUDA graphs it is all of ``indices``.
 
         Raises
         ------
@@ -243,8 +253,6 @@ class BatchDecodeWithPagedKVCacheWrapper:
         """
         unserved: dict[str, tuple[Any, ...]] = {
             "pos_encoding_mode": (pos_encoding_mode, "NONE"),
-            "fixed_split_size": (fixed_split_size, None, -1),
-            "disable_split_kv": (disable_split_kv, False),
             "window_right": (window_right, 0),
             "use_token_head_sf": (use_token_head_sf, False),
         }
@@ -279,6 +287,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             sm_scale=require_float32(scale, "sm_scale"),
             kv_layout=self._kv_layout,
             head_dim_vo=_value_dim(head_dim_vo, whole["head_dim"]),
+            batch_invariant=_batch_invariant(batch_invariant, fixed_split_size, disable_split_kv),
         )
         given = Requests(
             kv_indptr=require_tensor(indptr, "indptr"),
@@ -489,6 +498,24 @@ def _value_dim(head_dim_vo: object, head_dim: int) -> int:
     is_value = number == head_dim or (number < head_dim and number % 16 == 0)
     require(is_value, "head_dim_vo", f"a multiple of 16 up to {head_dim} (head_dim)", number)
     return number if number != head_dim else 0
+
+
+def _batch_invariant(
+    batch_invariant: object, fixed_split_size: object, disable_split_kv: object
+) -> bool:
+    """Return whether a plan is batch-invariant, as FlashInfer's keywords may request too."""
+    has_fixed_splits = require_flag(disable_split_kv, "disable_split_kv")
+    is_none = fixed_split_size is None or (is_scalar(fixed_split_size) and fixed_split_size == -1)
+    if not is_none:
+        require_whole_number(fixed_split_size, "fixed_split_size", min_value=1)
+        has_fixed_splits = True
+    if not has_fixed_splits:
+        return chooses_batch_invariant(batch_invariant)
+    if batch_invariant is not None:
+        is_on = require_flag(batch_invariant, "batch_invariant")
+        rule = "None or True with fixed_split_size or disable_split_kv"
+        require(is_on, "batch_invariant", rule, is_on)
+    return True
 
 
 def _window(window_left: object) -> int:

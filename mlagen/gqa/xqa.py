@@ -7,6 +7,7 @@ import torch
 from mlagen.entry_point import NOTHING, OUT_AND_LSE, entry_point
 from mlagen.families.common.arguments import (
     canonical_sinks,
+    chooses_batch_invariant,
     is_pdl_enabled,
     require_choice,
     require_dims,
@@ -64,6 +65,7 @@ def xqa_batch_decode_with_kv_cache(
     return_lse_base: str = "base2",
     causal: bool = True,
     logits_soft_cap: float | None = None,
+    batch_invariant: bool | None = None,
 ) -> GqaArgs:
     """Decode one or more tokens of each request by grouped-query attention over a paged KV cache.
 
@@ -143,6 +145,9 @@ def xqa_batch_decode_with_kv_cache(
     logits_soft_cap : float
         Scores, scaled, become ``logits_soft_cap * tanh(score / logits_soft_cap)``, before any mask;
         sinks do not. None or 0: none.
+    batch_invariant : bool
+        Whether the bits of a request's results must not depend on the rest of the batch; None means
+        what ``MLAGEN_BATCH_INVARIANT`` says.
 
     Returns
     -------
@@ -193,6 +198,7 @@ def xqa_batch_decode_with_kv_cache(
         key_scales=scales[0],
         value_scales=scales[1],
         enable_pdl=is_pdl_enabled(enable_pdl),
+        batch_invariant=chooses_batch_invariant(batch_invariant),
     )
 
 
@@ -248,6 +254,7 @@ def xqa(
     lse: torch.Tensor | None = None,
     lse_base: str = "base2",
     causal: bool = True,
+    batch_invariant: bool | None = None,
 ) -> GqaArgs:
     """Decode one or more tokens of each request by grouped-query attention, into ``output``.
 
@@ -306,6 +313,9 @@ def xqa(
         ``base2`` or ``basee``: log2 or natural logarithm.
     causal : bool
         False: every query token attends to all ``seq_len`` tokens, without ``mask`` and a window.
+    batch_invariant : bool
+        Whether the bits of a request's results must not depend on the rest of the batch; None means
+        what ``MLAGEN_BATCH_INVARIANT`` says.
 
     Raises
     ------
@@ -356,6 +366,7 @@ def xqa(
         with_beam_axis=True,
         scales_like_xqa=True,
         enable_pdl=is_pdl_enabled(enable_pdl),
+        batch_invariant=chooses_batch_invariant(batch_invariant),
         names=_NAMES,
     )
 

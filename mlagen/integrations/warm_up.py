@@ -22,6 +22,7 @@ from mlagen.runtime.device import arch_of_device
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
+from mlagen.spec.families import batch_invariant
 from mlagen.spec.gqa.variant import GqaVariant
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.mla.variant import MlaVariant
@@ -146,7 +147,8 @@ def _specs_of(calls: Iterable[Calls], arch: Arch) -> list[KernelSpec]:
             _logger.warning("warm-up: %s", made)
         else:
             specs |= dict.fromkeys(made)
-    return list(specs)
+    has_mode = current_settings().batch_invariant
+    return list(dict.fromkeys(map(batch_invariant, specs) if has_mode else specs))
 
 
 def _line(loaded: int, units: list[PrewarmUnit], seconds: float, mode: str) -> str:

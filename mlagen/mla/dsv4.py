@@ -10,6 +10,7 @@ from mlagen.entry_point import OUT_AND_LSE, entry_point
 from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import (
     check_unread_buffer,
+    chooses_batch_invariant,
     is_pdl_enabled,
     reject,
     reject_unserved,
@@ -183,6 +184,7 @@ def trtllm_batch_decode_sparse_mla_dsv4(
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
     return_lse_base: str = "base2",
+    batch_invariant: bool | None = None,
 ) -> MlaArgs:
     """Decode one step of DeepSeek-V4's sparse attention over one or two pools of quantized rows.
 
@@ -265,6 +267,9 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         Whether to return the LSE, too.
     return_lse_base : str
         ``base2`` or ``basee``: log2 or natural logarithm.
+    batch_invariant : bool
+        Whether the bits of a request's results must not depend on the rest of the batch; None means
+        what ``MLAGEN_BATCH_INVARIANT`` says.
 
     Returns
     -------
@@ -284,7 +289,7 @@ def trtllm_batch_decode_sparse_mla_dsv4(
     -----
     Signature of ``flashinfer.mla.trtllm_batch_decode_sparse_mla_dsv4``, also named
     ``batch_decode_sparse_mla_dsv4`` there and here, with the semantics of its ``sparse`` backend;
-    ``lse``, ``return_lse`` and ``return_lse_base`` are mlagen's own.
+    ``lse``, ``return_lse``, ``return_lse_base`` and ``batch_invariant`` are mlagen's own.
     """
     _check_words(backend, sparse_topk_lens=sparse_topk_lens, seq_lens=seq_lens)
     _reject_others(
@@ -341,6 +346,7 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         extra_indices=extra_sparse_indices,
         extra_top_k_lens=extra_sparse_topk_lens,
         enable_pdl=is_pdl_enabled(enable_pdl),
+        batch_invariant=chooses_batch_invariant(batch_invariant),
         names=_NAMES,
     )
 

@@ -10,6 +10,7 @@ import torch
 from mlagen.entry_point import ALL, OUT, entry_point
 from mlagen.families.common.arguments import (
     INT32_MAX,
+    chooses_batch_invariant,
     reject,
     require,
     require_contiguous,
@@ -26,7 +27,7 @@ from mlagen.families.common.memory import require_memory
 from mlagen.families.dispatch import MLA
 from mlagen.families.mla.args import MlaArgs, canonical_numbers
 from mlagen.families.mla.problem import check_problem
-from mlagen.families.workspace import max_workspace_bytes
+from mlagen.families.workspace import call_workspace_bytes, max_workspace_bytes
 from mlagen.mla.flare_operands import (
     Keys,
     PagedKVCache,
@@ -78,6 +79,7 @@ class FlareCall(NamedTuple):
     q_scale: torch.Tensor | None
     per_token_scale_rope_aware: bool
     kv_scales: torch.Tensor | None
+    batch_invariant: bool | None
 
 
 def flare_mla_decoding(
@@ -93,6 +95,7 @@ def flare_mla_decoding(
     q_scale: torch.Tensor | None = None,
     per_token_scale_rope_aware: bool = False,
     kv_scales: torch.Tensor | None = None,
+    batch_invariant: bool | None = None,
 ) -> torch.Tensor:
     """Decode the new tokens of every request against all its tokens.
 
@@ -132,6 +135,9 @@ def flare_mla_decoding(
         and its value too.
     kv_scales : fp32 [batch, num_keys], or with trailing axes of size 1
         The scales of dense ``k``.
+    batch_invariant : bool
+        Whether the bits of a request's results must not depend on the rest of the batch; None means
+        what ``MLAGEN_BATCH_INVARIANT`` says.
 
     Returns
     -------
@@ -152,7 +158,8 @@ def flare_mla_decoding(
     Signature of ``flare_mla_decoding`` in Modular's ``nn.mla``, without its context, scalar buffer
     and unused offsets.
     """
-    others: Any = (output, ragged, num_partitions, q_scale, per_token_scale_rope_aware, kv_scales)
+    words = (per_token_scale_rope_aware, kv_scales, batch_invariant)
+    others: Any = (output, ragged, num_partitions, q_scale, *words)
     if is_compiling() or is_traced():
         return _call_op(q, k, mask, valid_length, scale, *others)
     if current_settings().observes_calls and not is_observed():
@@ -182,11 +189,14 @@ def _decode_paged(
     q_scale: torch.Tensor | None = None,
     per_token_scale_rope_aware: bool = False,
     kv_scales: torch.Tensor | None = None,
+    batch_invariant: bool | None = None,
 ) -> MlaArgs:
     """Return the arguments of a call over a paged cache with a mask that is not materialized."""
     k, mask = PagedKVCache(blocks, block_table, cache_lengths, scales), _UNBIASED[is_causal]()
-    others = (output, ragged, num_partitions, q_scale, per_token_scale_rope_aware, kv_scales)
+    words = (per_token_scale_rope_aware, kv_scales, batch_invariant)
+    others = (output, ragged, num_partitions, q_scale, *words)
     args, queries = _args_of(FlareCall(q, k, mask, valid_length, scale, *others))
+    size = args.workspace_buffer.numel()
     compute = compute_ragged if ragged else compute_padded
 
     def computed_of(
@@ -198,7 +208,8 @@ def _decode_paged(
         *_: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         keys = Keys(blocks=blocks, block_table=table, cached=as_int32(lengths))
-        return (*compute(q, keys, as_int32(valid)).computed, _workspace(q.device))
+        workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
+        return (*compute(q, keys, as_int32(valid)).computed, workspace)
 
     computed = Computed((*queries.computed, args.workspace_buffer), computed_of)
     return args._replace(computed=computed)
@@ -293,6 +304,7 @@ def _args_of(call: FlareCall) -> tuple[MlaArgs, Queries]:
             bias=bias,
             is_fp8_per_token=is_fp8_per_token,
             out_shape=(*q.shape[:-1], _LATENT_DIM),
+            batch_invariant=chooses_batch_invariant(call.batch_invariant),
             names=keys.names,
         )
         return args, queries
@@ -302,7 +314,12 @@ def _args_of(call: FlareCall) -> tuple[MlaArgs, Queries]:
         check_problem(canonical_numbers(args_to_check))
     keys_of: Any = paged_keys if isinstance(k, PagedKVCache) else dense_keys
     keys = keys_of(k, call.kv_scales)
-    return args_of(keys, is_layout_check=False)
+    args, queries = args_of(keys, is_layout_check=False)
+    if args.batch_invariant and q.is_cuda:  # no bound holds for all of these
+        size = max(args.workspace_buffer.numel(), call_workspace_bytes(args))
+        workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
+        args = args._replace(workspace_buffer=workspace)
+    return args, queries
 
 
 def _check_memory(**arguments: object) -> None:

@@ -13,6 +13,7 @@ from mlagen.families.common.arguments import (
     DTYPES,
     FLOAT_DTYPES,
     INT32_MAX,
+    chooses_batch_invariant,
     reject,
     reject_dtype,
     require,
@@ -37,6 +38,7 @@ from mlagen.planned.metadata import (
     longest,
 )
 from mlagen.planned.plan import Plan, settings_of, text_of
+from mlagen.runtime.capture import is_capturing
 from mlagen.spec.mla.variant import MAX_HEADS, MlaVariant, require_supported
 
 DENSE_NAMES = {
@@ -72,6 +74,7 @@ class MlaSettings:
     kv_data_type: torch.dtype
     contract: MLAInputContract | None = None  # None: of a run without a plan
     enable_pdl: bool = True
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         """Check the settings in FlashInfer's order, with its messages where it has any."""
@@ -181,7 +184,8 @@ def plan_of(
     csr, dense = checked_requests(given, device)
     requests = csr if dense is None or (is_graph and csr is not None and buffers) else dense
     assert requests is not None  # given_metadata requires a form
-    sizes = _sizes_of(requests, settings.page_size, given.max_q_len)
+    is_bound = settings.batch_invariant
+    sizes = _sizes_of(requests, settings.page_size, given.max_q_len, is_bound=is_bound)
     if not is_graph:
         requests = copied(requests, device)
     elif requests.is_dense:
@@ -193,13 +197,19 @@ def plan_of(
         copy_into(buffers, requests)
         requests = buffers
     if is_graph:  # replays of a captured graph have other requests
-        capacity = requests.mean_capacity(settings.page_size)
+        capacity = requests.capacity(settings.page_size, is_bound=is_bound)
         sizes |= {"max_kv_len": max(sizes["max_kv_len"], capacity), "q_len": 0}
     return Plan(settings=settings, text=text_of(settings), requests=requests, **sizes)
 
 
-def _sizes_of(given: Requests, page_size: int, max_q_len: object) -> dict[str, Any]:
-    """Return the sizes of a plan, from the metadata on the CPU."""
+def _sizes_of(
+    given: Requests, page_size: int, max_q_len: object, *, is_bound: bool
+) -> dict[str, Any]:
+    """Return the sizes of a plan, from the metadata on the CPU.
+
+    Without it the longest sequence is an estimate, or with ``is_bound`` read back where no table
+    bounds it.
+    """
     assert given.qo_indptr is not None
     bound = None if max_q_len is None else require_whole_number(max_q_len, "max_q_len")
     q_lens, name = None, given.name_of("qo_indptr")
@@ -207,7 +217,12 @@ def _sizes_of(given: Requests, page_size: int, max_q_len: object) -> dict[str, A
         offsets = given.qo_indptr.view(torch.int32)
         q_lens = query_lengths(offsets, name, int(offsets[-1])).tolist()
     lengths = lengths_on_host(given, page_size)
-    max_kv_len = given.mean_capacity(page_size) if lengths is None else longest(lengths)
+    if lengths is not None:
+        max_kv_len = longest(lengths)
+    elif is_bound and not given.is_dense and not is_capturing(given.kv_len_arr.device):
+        max_kv_len = longest(given.kv_len_arr.view(torch.int32))
+    else:
+        max_kv_len = given.capacity(page_size, is_bound=is_bound)
     if q_lens is None:
         return {"max_kv_len": max_kv_len, "max_q_len": bound}
     needed = max(q_lens, default=0)
@@ -283,12 +298,18 @@ def settings_of_run(text: str, given: dict[str, Any]) -> MlaSettings:
         require_plain(require_tensor(given[name], name), name)
         require_dims(given[name], name, (3,))
     query, cache = given["q_nope"], given["ckv_cache"]
-    return _planless_settings(query.shape[1], cache.shape[1], query.dtype, cache.dtype)
+    sizes = (query.shape[1], cache.shape[1], query.dtype, cache.dtype)
+    return _planless_settings(*sizes, batch_invariant=chooses_batch_invariant(None))
 
 
 @lru_cache(maxsize=256)
 def _planless_settings(
-    num_heads: int, page_size: int, q_data_type: torch.dtype, kv_data_type: torch.dtype
+    num_heads: int,
+    page_size: int,
+    q_data_type: torch.dtype,
+    kv_data_type: torch.dtype,
+    *,
+    batch_invariant: bool,
 ) -> MlaSettings:
     return MlaSettings(
         num_heads=num_heads,
@@ -299,8 +320,9 @@ def _planless_settings(
         sm_scale=_SOFTMAX_SCALE,
         q_data_type=q_data_type,
         kv_data_type=kv_data_type,
+        batch_invariant=batch_invariant,
     )
 
 
 # Of a run without a plan that a compiler traces: its op has the settings of its tensors.
-_TRACED = _planless_settings(1, 1, torch.bfloat16, torch.bfloat16)
+_TRACED = _planless_settings(1, 1, torch.bfloat16, torch.bfloat16, batch_invariant=False)

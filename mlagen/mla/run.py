@@ -103,8 +103,9 @@ def run_planned(
     has_rope = settings.head_dim_kpe > 0
     if run.q_pe is None:
         query = run.q_nope
-    is_uniform = plan.q_len > 0 and plan.tokens == shape[0]
-    if is_uniform:  # CTAs need no search for the request of a token
+    # CTAs then need no search for the request of a token; the tile may be another one.
+    is_uniform = plan.q_len > 0 and plan.tokens == shape[0] and not settings.batch_invariant
+    if is_uniform:
         grouped = (shape[0] // plan.q_len, plan.q_len, shape[1])
         try:
             query, rope = (part.view(*grouped, part.shape[-1]) for part in (query, rope))
@@ -143,6 +144,7 @@ def run_planned(
         out_shape=(*shape[:2], settings.head_dim_ckv),
         is_planned=settings.contract is not None,
         enable_pdl=settings.enable_pdl,
+        batch_invariant=settings.batch_invariant,
         names=_NAMES._replace(
             query="query" if run.q_pe is None else "q_nope",
             kv_cache="kv_cache" if run.kpe_cache is None else "ckv_cache",

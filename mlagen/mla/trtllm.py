@@ -11,6 +11,7 @@ from mlagen.errors import UnsupportedError
 from mlagen.families.common.arguments import (
     INT32_MAX,
     check_unread_buffer,
+    chooses_batch_invariant,
     is_pdl_enabled,
     reject,
     require,
@@ -290,6 +291,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     causal_seqlens_kv_global: torch.Tensor | None = None,
     use_fp16_softmax: bool | None = None,
     return_lse_base: str | None = None,
+    *,
+    batch_invariant: bool | None = None,
 ) -> MlaArgs:
     """Decode one step of multi-head latent attention over a paged KV cache.
 
@@ -402,6 +405,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
     return_lse_base : str
         ``base2`` or ``basee``: log2 or natural logarithm; None means ``base2``, or ``basee`` with
         ``enable_dcp``.
+    batch_invariant : bool
+        Whether the bits of a request's results must not depend on the rest of the batch; None means
+        what ``MLAGEN_BATCH_INVARIANT`` says.
 
     Returns
     -------
@@ -463,5 +469,6 @@ def trtllm_batch_decode_with_kv_cache_mla(
         value_cache=separate_values(kv_cache, block_tables, uses_shared_paged_kv_idx, top_k),
         enable_pdl=is_pdl_enabled(pdl),
         names=names,
+        batch_invariant=chooses_batch_invariant(batch_invariant),
         **fields,
     )

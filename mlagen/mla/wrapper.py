@@ -9,6 +9,7 @@ import torch
 
 from mlagen.errors import ArgumentError, CaptureError, UnsupportedError
 from mlagen.families.common.arguments import (
+    chooses_batch_invariant,
     is_pdl_enabled,
     require,
     require_choice,
@@ -131,6 +132,7 @@ class BatchMLAPagedAttentionWrapper:
         skip_softmax: bool = False,
         enable_pdl: bool | None = None,
         use_sinks: bool = False,
+        batch_invariant: bool | None = None,
     ) -> None:
         """Set the requests of the following runs, and what the runs may ask for.
 
@@ -196,6 +198,11 @@ class BatchMLAPagedAttentionWrapper:
             Whether runs use programmatic dependent launch; None means yes.
         use_sinks : bool
             Whether each run has ``sinks``.
+        batch_invariant : bool
+            Whether the bits of a request's results must not depend on the rest of the batch; None
+            means what ``MLAGEN_BATCH_INVARIANT`` says. The plan then needs an upper bound of the
+            lengths: without lengths on the CPU it reads the longest back, and for CUDA graphs it
+            takes the width of the block tables, or all page ids of ``kv_indices``.
 
         Raises
         ------
@@ -244,7 +251,12 @@ class BatchMLAPagedAttentionWrapper:
             use_sinks=use_sinks,
         )
         self._plan = plan_of(
-            replace(settings, contract=contract, enable_pdl=is_pdl_enabled(enable_pdl)),
+            replace(
+                settings,
+                contract=contract,
+                enable_pdl=is_pdl_enabled(enable_pdl),
+                batch_invariant=chooses_batch_invariant(batch_invariant),
+            ),
             given,
             self._workspace.device,
             is_graph=self._is_graph,

@@ -7,6 +7,7 @@ import torch
 from mlagen.entry_point import NOTHING, OUT, entry_point
 from mlagen.families.common.arguments import (
     FLOAT_DTYPES,
+    chooses_batch_invariant,
     is_pdl_enabled,
     reject,
     require,
@@ -48,6 +49,8 @@ def xqa_batch_decode_with_kv_cache_mla(
     bmm2_scale: float | torch.Tensor = 1.0,
     sinks: torch.Tensor | list[torch.Tensor] | None = None,
     enable_pdl: bool | None = None,
+    *,
+    batch_invariant: bool | None = None,
 ) -> MlaArgs:
     """Decode one step of multi-head latent attention over a paged KV cache.
 
@@ -72,7 +75,7 @@ def xqa_batch_decode_with_kv_cache_mla(
         As there.
     sinks : fp32, bf16 or fp16 [heads]
         As there.
-    enable_pdl : bool
+    enable_pdl, batch_invariant : bool
         As there.
 
     Returns
@@ -108,6 +111,7 @@ def xqa_batch_decode_with_kv_cache_mla(
         bmm2_scale=bmm2_scale,
         sinks=unwrap_sinks(sinks),
         enable_pdl=is_pdl_enabled(enable_pdl),
+        batch_invariant=chooses_batch_invariant(batch_invariant),
     )
 
 
@@ -144,6 +148,8 @@ def xqa_mla(
     kv_scale: float | torch.Tensor = 1.0,
     sm_count: int | None = None,
     enable_pdl: bool | None = None,
+    *,
+    batch_invariant: bool | None = None,
 ) -> MlaArgs:
     """Decode one token of each request by multi-head latent attention, into ``output``.
 
@@ -179,6 +185,9 @@ def xqa_mla(
         Ignored; the kernels use all SMs.
     enable_pdl : bool
         Whether to use programmatic dependent launch; None means yes where the GPU supports it.
+    batch_invariant : bool
+        Whether the bits of a request's results must not depend on the rest of the batch; None means
+        what ``MLAGEN_BATCH_INVARIANT`` says.
 
     Raises
     ------
@@ -212,6 +221,7 @@ def xqa_mla(
         bmm2_scales_scores=True,
         value_cache=v_cache if is_separate else None,
         enable_pdl=is_pdl_enabled(enable_pdl),
+        batch_invariant=chooses_batch_invariant(batch_invariant),
         names=_NAMES,
     )
 

@@ -64,6 +64,12 @@ class Requests:
         ids = self.kv_indices.numel()
         return min(-(-ids * page_size // max(1, self.batch)), INT32_MAX)
 
+    def capacity(self, page_size: int, *, is_bound: bool) -> int:
+        """Return the tokens of a request, at most with ``is_bound``, or else as by the mean."""
+        if not is_bound or self.is_dense:
+            return self.mean_capacity(page_size)
+        return min(self.kv_indices.numel() * page_size, INT32_MAX)
+
 
 def checked(given: Requests, device: torch.device) -> Requests:
     """Return metadata whose offsets are cut to the batch, without reading contents."""

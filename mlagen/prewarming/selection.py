@@ -8,8 +8,9 @@ from typing import Any, TypeAlias, TypeVar
 from mlagen.models.config import find_model
 from mlagen.models.kernels import ServingOptions, model_specs, serving_text
 from mlagen.prewarming.machine import parse_archs
+from mlagen.settings import current_settings
 from mlagen.spec.dtype import DType
-from mlagen.spec.families import FAMILIES, require_families, select_specs
+from mlagen.spec.families import FAMILIES, batch_invariant, require_families, select_specs
 from mlagen.spec.kernel import KernelSpec
 from mlagen.spec.text import parse_spec
 from mlagen.values import (
@@ -75,14 +76,20 @@ def selected_specs(
         found = [find_model(name.strip()) for name in names]
         for arch in parse_archs(archs):
             made = (spec for model in found for spec in model_specs(arch, model, use, on_left_out))
-            specs |= {spec: None for spec in made if spec.family in known}
+            specs |= dict.fromkeys(_of_mode(spec for spec in made if spec.family in known))
         return list(specs)
     _reject({"tp": tp, "dcp": dcp}, "without models")
     if kernels is not None:
         _reject({"families": families, **shape, **wanted}, "beside kernels, without models")
         return list(specs)
     named = {label: _renamed(label, values) for label, values in wanted.items()}
-    return select_specs(parse_archs(archs), families=families, wanted=named, **shape)
+    return _of_mode(select_specs(parse_archs(archs), families=families, wanted=named, **shape))
+
+
+def _of_mode(specs: Iterable[KernelSpec]) -> list[KernelSpec]:
+    """Return the kernels of calls that leave it to the settings whether they are invariant."""
+    has_mode = current_settings().batch_invariant
+    return list(dict.fromkeys(map(batch_invariant, specs) if has_mode else specs))
 
 
 def serving_texts(

@@ -10,7 +10,13 @@ from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
 from mlagen.spec.gqa import variant as gqa
 from mlagen.spec.gqa.variant import GqaSpec
-from mlagen.spec.kernel import KernelSpec, Parameter, parameters
+from mlagen.spec.kernel import (
+    ROW_SPLITS_PARAMETERS,
+    KernelSpec,
+    Parameter,
+    in_order,
+    parameters,
+)
 from mlagen.spec.mla.variant import SUPPORTED, MlaKernelSpec, output_dtype
 
 _SLICE_DIMS = 128
@@ -22,7 +28,7 @@ class CombineSpec(KernelSpec):
     """Everything that determines the cubin of a combine kernel."""
 
     family: ClassVar[str] = "combine"
-    parameters: ClassVar[tuple[Parameter, ...]] = parameters(
+    common_parameters: ClassVar[tuple[Parameter, ...]] = parameters(
         """
         const float*: partial_out partial_lse bmm2_scale_tensor sinks
         unsigned char*: out
@@ -38,6 +44,13 @@ class CombineSpec(KernelSpec):
 
     dtype: DType  # of the output
     head_dim_vo: int
+    batch_invariant: bool = False  # rows have splits of their own
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The parameters of every kernel, and those of this one."""
+        added = ROW_SPLITS_PARAMETERS if self.batch_invariant else ()
+        return in_order((*self.common_parameters, *added))
 
     @property
     def stores_e4m3(self) -> bool:
@@ -83,7 +96,12 @@ class CombineStatesSpec(KernelSpec):
 
 def combine_spec(spec: MlaKernelSpec | GqaSpec) -> CombineSpec:
     """Return the kernel that combines the splits of another one."""
-    return CombineSpec(arch=spec.arch, dtype=spec.out_dtype, head_dim_vo=spec.head_dim_vo)
+    return CombineSpec(
+        arch=spec.arch,
+        dtype=spec.out_dtype,
+        head_dim_vo=spec.head_dim_vo,
+        batch_invariant=spec.variant.batch_invariant,
+    )
 
 
 def combine_specs(arch: Arch) -> Iterator[CombineSpec]:

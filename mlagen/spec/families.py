@@ -199,6 +199,17 @@ def specs_of_variant(spec: KernelSpec) -> list[KernelSpec]:
     return [other for other in dict.fromkeys(specs) if other.family == spec.family]
 
 
+def batch_invariant(spec: KernelSpec) -> KernelSpec:
+    """Return the kernel of batch-invariant calls for one of other calls; others unchanged."""
+    if isinstance(spec, CombineSpec):
+        return replace(spec, batch_invariant=True)
+    if isinstance(spec, (MlaSm80Spec, MlaSm90Spec)):
+        return replace(spec, variant=replace(spec.variant, batch_invariant=True))
+    if isinstance(spec, (GqaSm80Spec, GqaSm90Spec)):
+        return replace(spec, variant=replace(spec.variant, batch_invariant=True))
+    return spec
+
+
 def specs_on_arch(spec: KernelSpec, arch: Arch) -> list[KernelSpec]:
     """Return the kernels that calls of ``spec`` may use on another architecture.
 

@@ -52,6 +52,9 @@ def parameters(text: str) -> tuple[Parameter, ...]:
 # Of decode context parallel.
 DCP_PARAMETERS = parameters("const int*: causal_seqlens_kv_global\n int: cp_world cp_rank")
 
+# Of batch-invariant kernels whose splits another one combines: the splits of each row.
+ROW_SPLITS_PARAMETERS = parameters("int*: row_splits")
+
 _ORDER = ("128s", "Q", "q", "i", "I", "f")  # of codes
 
 

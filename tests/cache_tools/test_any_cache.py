@@ -41,7 +41,7 @@ REMOVING = {
 }
 EVERY = {**LOOKING, **REMOVING}
 OTHERS = {"--version": DONE, "-h": DONE, "doctor": DONE, "prewarm --dry-run --arch sm_90a": FAILED}
-SPEC = "combine(arch=sm_90a, dtype=bf16, head_dim_vo=512)"
+SPEC = "combine(arch=sm_90a, dtype=bf16, head_dim_vo=512, batch_invariant=False)"
 
 
 def path_of(cache_dir: Path, key: str) -> Path:
@@ -315,7 +315,11 @@ def test_a_list_takes_less_than_a_second(many: Path) -> None:
         ("cache ls --sort age", DONE, "10000 kernels by nvrtc-"),
         ("cache stats", DONE, "kernels          10000, "),
         ("cache prune --max-size 0 --dry-run", DONE, "would remove 10000 kernels"),
-        ("cache why combine(arch=sm_90a,dtype=bf16,head_dim_vo=512)", FAILED, "not found"),
+        (
+            "cache why combine(arch=sm_90a,dtype=bf16,head_dim_vo=512,batch_invariant=False)",
+            FAILED,
+            "not found",
+        ),
     ],
 )
 def test_every_command_handles_them(words: str, code: int, output: str) -> None:

@@ -278,3 +278,13 @@ def test_an_invalid_line_of_a_record_is_rejected(line: str, message: str, log: P
     with pytest.raises(ArgumentError) as caught:
         read_record(log)
     assert str(caught.value) == f"{log}:2: {message}"
+
+
+def test_the_setting_selects_batch_invariant_kernels(monkeypatch: Patch) -> None:
+    """Of models and of filters; kernels that are named stay."""
+    monkeypatch.setenv("MLAGEN_BATCH_INVARIANT", "1")
+    for arguments in ({"models": "llama-3-8b"}, {"families": ["mla_sm80", "combine"]}):
+        fields = [spec.key_fields() for spec in selected("sm_90a", **arguments)]
+        assert {named["batch_invariant"] for named in fields} == {"True"}
+        assert len({*map(str, fields)}) == len(fields)
+    assert selected(kernels=[mla_sm80(), COMBINE]) == [mla_sm80(), COMBINE]

@@ -69,7 +69,13 @@ out_dtypes = st.sampled_from([dtype for row in GQA_SUPPORTED for dtype in row.ou
         st.builds(mla_sm80_spec, archs, mla_variants, counts),
         st.builds(MlaSm90Spec.of, archs, mla_variants, counts).filter(bool),
         st.builds(gqa_sm80_spec, archs, gqa_variants, counts),
-        st.builds(CombineSpec, arch=archs, dtype=out_dtypes, head_dim_vo=head_dims),
+        st.builds(
+            CombineSpec,
+            arch=archs,
+            dtype=out_dtypes,
+            head_dim_vo=head_dims,
+            batch_invariant=st.booleans(),
+        ),
     )
 )
 def test_a_kernel_of_any_size_parses_back(spec: KernelSpec) -> None:
@@ -80,8 +86,11 @@ def test_a_kernel_of_any_size_parses_back(spec: KernelSpec) -> None:
 @pytest.mark.parametrize(
     ("text", "spec"),
     [
-        ("combine(arch=sm_80,dtype=bf16,head_dim_vo=512)", COMBINE),
-        (" combine ( dtype = bf16, head_dim_vo = 512, arch = sm_80 ) ", COMBINE),
+        ("combine(arch=sm_80,dtype=bf16,head_dim_vo=512,batch_invariant=False)", COMBINE),
+        (
+            " combine ( dtype = bf16, batch_invariant = False, head_dim_vo = 512, arch = sm_80 ) ",
+            COMBINE,
+        ),
         (str(mla_sm90()).replace("sm_90a", "sm_90"), mla_sm90()),
     ],
     ids=["no blanks", "another order", "arch without its suffix"],
@@ -98,7 +107,8 @@ def text_with(spec: KernelSpec, **changes: str) -> str:
 
 
 FORM = "kernel: expected family(name=value, ...), got "
-NAMES = "combine: expected name=value with a name out of arch, dtype, head_dim_vo, got "
+COMBINE_NAMES = "arch, dtype, head_dim_vo, batch_invariant"
+NAMES = f"combine: expected name=value with a name out of {COMBINE_NAMES}, got "
 NUMBER = f"mla_sm80.page_size: expected a whole number up to {2**31 - 1}, got "
 UNUSED = "expected a kernel that calls use"
 MALFORMED: list[tuple[str, str]] = [
@@ -106,8 +116,11 @@ MALFORMED: list[tuple[str, str]] = [
     ("combine", f"{FORM}'combine'"),
     ("combine(arch=sm_80))", f"{FORM}'combine(arch=sm_80))'"),
     ("combine_all(arch=sm_80)", f"kernel: expected a family out of {', '.join(FAMILIES)}, got "),
-    ("combine()", "combine: expected arch, dtype, head_dim_vo too, got ''"),
-    ("combine(arch=sm_80, dtype=bf16)", "combine: expected head_dim_vo too, got 'arch=sm_80"),
+    ("combine()", f"combine: expected {COMBINE_NAMES} too, got ''"),
+    (
+        "combine(arch=sm_80, dtype=bf16)",
+        "combine: expected head_dim_vo, batch_invariant too, got 'arch=sm_80",
+    ),
     ("combine(arch=sm_80, page=1)", f"{NAMES}'page=1'"),
     ("combine(arch=sm_80, dtype)", f"{NAMES}'dtype'"),
     ("combine(arch=sm_80,, dtype=bf16)", f"{NAMES}''"),

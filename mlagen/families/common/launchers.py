@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from mlagen.engine import kernel_for
-from mlagen.errors import UnsupportedError
-from mlagen.families.common.arguments import INT32_MAX, require
+from mlagen.errors import ArgumentError, UnsupportedError
+from mlagen.families.common.arguments import INT32_MAX
 from mlagen.families.common.problem import Problem
 from mlagen.runtime.launch import Launch, launch
 from mlagen.runtime.loader import LoadedKernel
@@ -199,6 +199,7 @@ def make_launcher(
             "total_rows": problem.tokens * problem.heads,
             "partial_out": Part("workspace", scratch),
             states: Part("workspace", scratch + plan.partial_rows_offset),
+            "row_splits": Part("workspace", scratch + getattr(plan, "row_splits_offset", 0)),
             **dict.fromkeys(("out", "lse", "semaphores"), LAUNCH),
         },
     )
@@ -302,6 +303,16 @@ def require_gpu(device: torch.device, query: str) -> None:
         raise UnsupportedError(f"{query}.device: expected cuda or cpu, got {device}")
 
 
+class SmallWorkspaceError(ArgumentError):
+    """A workspace has too few bytes for a call."""
+
+    def __init__(self, argument: str, needed: int, given: int) -> None:
+        rule = f"expected {needed} bytes or more for this call"
+        super().__init__(f"{argument}: {rule}, got {given} bytes")
+        self.needed = needed
+        self.given = given
+
+
 def scratch_offset(workspace: torch.Tensor, argument: str, needed: int) -> int:
     """Return the offset of a call's ``needed`` scratch bytes in its workspace.
 
@@ -309,8 +320,8 @@ def scratch_offset(workspace: torch.Tensor, argument: str, needed: int) -> int:
     front and must stay zero.
     """
     given = workspace.numel() * workspace.element_size()
-    rule = f"{needed} bytes or more for this call"
-    require(given >= needed, argument, rule, f"{given} bytes")
+    if given < needed:
+        raise SmallWorkspaceError(argument, needed, given)
     # Whole cache lines from the base address, whose alignment is checked; the end has none.
     return (given - needed) // _LINE_BYTES * _LINE_BYTES
 

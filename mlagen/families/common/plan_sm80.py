@@ -30,17 +30,18 @@ class Sm80Plan:
     num_splits: int
     num_ctas: int
     partial_rows_offset: int  # bytes in the workspace, of the partial LSEs; partial outputs first
+    row_splits_offset: int  # the same of the splits of each row, with fixed splits
     workspace_bytes: int
 
 
 def plan_mla_sm80(spec: MlaSm80Spec, shape: ProblemShape, sm_count: int) -> Sm80Plan:
     """Return the plan with the lowest modeled time, from shapes; it does not read lengths."""
-    return _plan(shape, spec.tile, spec.tile.block_n, spec.head_dim_vo, sm_count)
+    return _plan(spec, shape, spec.tile.block_n, sm_count)
 
 
 def plan_gqa_sm80(spec: GqaSm80Spec, shape: ProblemShape, sm_count: int) -> Sm80Plan:
     """Return the plan with the lowest modeled time, from shapes; it does not read lengths."""
-    return _plan(shape, spec.tile, spec.block_n, spec.head_dim_vo, sm_count, spec.slices)
+    return _plan(spec, shape, spec.block_n, sm_count, spec.slices)
 
 
 def max_sm80_bytes_per_sm(tiles: Iterable[MlaTile | GqaTile], dims: int) -> int:
@@ -53,13 +54,14 @@ def max_sm80_bytes_per_sm(tiles: Iterable[MlaTile | GqaTile], dims: int) -> int:
 
 
 def _plan(
+    spec: MlaSm80Spec | GqaSm80Spec,
     shape: ProblemShape,
-    tile: MlaTile | GqaTile,
     block_n: int,
-    head_dim: int,
     sm_count: int,
     slices: int = 1,
 ) -> Sm80Plan:
+    tile: MlaTile | GqaTile = spec.tile
+    head_dim = spec.head_dim_vo
     if shape.q_len:
         m_tiles = -(-shape.q_len * shape.group_size // tile.block_m)
         num_ctas = shape.batch * m_tiles
@@ -67,20 +69,26 @@ def _plan(
         rows = shape.total_rows // shape.kv_heads
         num_ctas = m_tiles = _ragged_tiles(rows, tile.block_m, shape.batch)
     num_ctas *= shape.kv_heads * slices
-    splits = _splits(
-        num_ctas,
-        sm_count=sm_count,
-        ctas_per_sm=tile.ctas_per_sm,
-        kv_blocks=max(1, -(-shape.max_kv_len // block_n)),
-        head_dim=head_dim,
-    )
+    if spec.split_tokens:
+        splits = _fixed_splits(spec, shape)
+    else:
+        splits = _splits(
+            num_ctas,
+            sm_count=sm_count,
+            ctas_per_sm=tile.ctas_per_sm,
+            kv_blocks=max(1, -(-shape.max_kv_len // block_n)),
+            head_dim=head_dim,
+        )
     partial_rows = splits * shape.total_rows if splits > 1 else 0
+    row_splits_offset = partial_rows * _partial_row_bytes(head_dim)
+    has_row_splits = spec.split_tokens > 0 and splits > 1
     return Sm80Plan(
         m_tiles=m_tiles,
         num_splits=splits,
         num_ctas=num_ctas * splits,
         partial_rows_offset=partial_rows * head_dim * 4,
-        workspace_bytes=partial_rows * _partial_row_bytes(head_dim),
+        row_splits_offset=row_splits_offset,
+        workspace_bytes=row_splits_offset + (shape.total_rows * 4 if has_row_splits else 0),
     )
 
 
@@ -91,6 +99,12 @@ def _ragged_tiles(total_rows: int, block_m: int, batch: int) -> int:
     block_m) + b`` on: as many as its rows need, or one more.
     """
     return total_rows // block_m + batch
+
+
+def _fixed_splits(spec: MlaSm80Spec | GqaSm80Spec, shape: ProblemShape) -> int:
+    """Return the most fixed splits of a sequence; a window may begin and end inside a split."""
+    splits = -(-shape.max_kv_len // spec.split_tokens) + (1 if shape.is_windowed else 0)
+    return max(1, min(splits, spec.max_splits))
 
 
 def _splits(

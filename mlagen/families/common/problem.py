@@ -48,6 +48,7 @@ class ProblemShape:
     kv_heads: int = 1
     total_rows: int  # query tokens of all sequences, times heads
     max_kv_len: int  # upper bound of the tokens that a row attends to
+    is_windowed: bool = False  # which may be behind others
 
     @property
     def group_size(self) -> int:

@@ -50,6 +50,7 @@ from mlagen.spec.gqa.variant import (
     GqaSpec,
     GqaVariant,
 )
+from mlagen.spec.kernel import ROW_SPLITS_PARAMETERS
 
 _COVERED = (
     "covered: sm_90a, cache as the query, e4m3, e5m2, int8 or NVFP4, keys and values of a multiple "
@@ -82,8 +83,9 @@ _KNOWN = frozenset(
     for parameters in (
         GqaSm80Spec.common_parameters,  # with those of block scales
         GqaSm90Spec.common_parameters,
-        CombineSpec.parameters,
+        CombineSpec.common_parameters,
         *ADDED_PARAMETERS.values(),
+        ROW_SPLITS_PARAMETERS,
     )
     for parameter in parameters
 )

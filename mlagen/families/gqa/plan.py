@@ -185,6 +185,8 @@ def _cta_group_size(ctas: int, max_size: int, sm_count: int) -> int:
 
 def shape_of(args: GqaArgs, problem: GqaProblem) -> ProblemShape:
     """Return what the plan of a call depends on."""
+    # The window of the arguments: that of a problem depends on the width of its table.
+    max_kv_len = attended_tokens(args.max_seq_len, args.window, problem.max_q_len)
     return ProblemShape(
         batch=problem.batch,
         q_len=problem.q_len,
@@ -192,8 +194,8 @@ def shape_of(args: GqaArgs, problem: GqaProblem) -> ProblemShape:
         heads=problem.heads,
         kv_heads=problem.kv_heads,
         total_rows=problem.tokens * problem.heads,
-        # The window of the arguments: that of a problem depends on the width of its table.
-        max_kv_len=attended_tokens(args.max_seq_len, args.window, problem.max_q_len),
+        max_kv_len=max_kv_len,
+        is_windowed=max_kv_len < rounded_up(args.max_seq_len),
     )
 
 

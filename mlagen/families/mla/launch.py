@@ -35,7 +35,7 @@ from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.partition import NO_COOPERATION, WHOLE_GPU
 from mlagen.settings import Settings
 from mlagen.spec.combine import CombineSpec
-from mlagen.spec.kernel import DCP_PARAMETERS
+from mlagen.spec.kernel import DCP_PARAMETERS, ROW_SPLITS_PARAMETERS
 from mlagen.spec.mla.sm80 import MlaSm80Spec
 from mlagen.spec.mla.sm90 import MlaSm90Fp8KvSpec, MlaSm90Spec
 from mlagen.spec.mla.variant import (
@@ -86,8 +86,9 @@ _KNOWN = frozenset(
         *DCP_PARAMETERS,
         *GATHER_PARAMETERS,
         *POOL_PARAMETERS,
+        *ROW_SPLITS_PARAMETERS,
     )
-) | {parameter.name for parameter in CombineSpec.parameters}
+) | {parameter.name for parameter in CombineSpec.common_parameters}
 
 
 @dataclass(kw_only=True, eq=False)

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 
 from mlagen.spec.arch import Arch
 from mlagen.spec.dtype import DType
-from mlagen.spec.kernel import Parameter, parameters
+from mlagen.spec.kernel import ROW_SPLITS_PARAMETERS, Parameter, in_order, parameters
 from mlagen.spec.mla.variant import MlaKernelSpec, MlaVariant, require_supported
 
 
@@ -38,6 +38,11 @@ TILES = (
 )
 
 
+# Of fixed splits: tokens of one, and how many a sequence has at most, in tiles of so many rows.
+# Longer sequences have splits of more tokens: workspace and combine cost as much for each split.
+_SPLIT_TOKENS = 1024
+_MAX_SPLITS = {16: 128, 32: 64, 64: 64}
+
 _WORK_BYTES = 64  # of the struct in kernels/mla_sm80/work_item.cuh
 
 
@@ -66,6 +71,25 @@ class MlaSm80Spec(MlaKernelSpec):
     )
 
     tile: MlaTile
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The parameters of every variant, and those of this one."""
+        added = ROW_SPLITS_PARAMETERS if self.variant.batch_invariant else ()
+        return in_order((*super().parameters, *added)) if added else super().parameters
+
+    @property
+    def split_tokens(self) -> int:
+        """Tokens of a fixed split, if the variant is batch-invariant, else 0.
+
+        A sequence of more than ``max_splits`` of them has splits of twice as many tokens, or more.
+        """
+        return _SPLIT_TOKENS if self.variant.batch_invariant else 0
+
+    @property
+    def max_splits(self) -> int:
+        """Fixed splits of a sequence, at most."""
+        return _MAX_SPLITS[self.tile.block_m]
 
     @property
     def math_dtype(self) -> DType:

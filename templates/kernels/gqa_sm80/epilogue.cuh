@@ -69,7 +69,7 @@ __device__ inline void combine_warps(SharedMemoryPlan& smem, const Output& outpu
 // has LSE minus infinity, and its partial O is never read.
 __device__ inline void finish_rows(const Params& params, const WorkItem& work,
                                    SharedMemoryPlan& smem) {
-  const bool is_partial = params.num_splits > 1;
+  const bool is_partial = work.num_splits(params) > 1;
   for (int row = static_cast<int>(threadIdx.x); row < work.rows; row += kThreads) {
     const float row_max = combined_row_max(smem, row);
     float row_sum = 0.0f;
@@ -110,7 +110,7 @@ __device__ inline void store_output(const Params& params, const WorkItem& work,
     value = make_float4(value.x * factor, value.y * factor, value.z * factor, value.w * factor);
     const i64 global_row = work.global_row(params, row);
     const int column = work.slice * kSliceDims + dim;
-    if (params.num_splits > 1) {
+    if (work.num_splits(params) > 1) {
       const i64 partial_row = work.split_idx * params.total_rows + global_row;
       *reinterpret_cast<float4*>(params.partial_out + partial_row * kHeadDimVo + column) = value;
     } else {

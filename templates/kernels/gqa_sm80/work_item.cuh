@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/dcp.cuh"
+#include "common/fixed_splits.cuh"
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"
 #include "common/ragged_tiles.cuh"
@@ -25,6 +26,17 @@ struct alignas(16) WorkItem {
   int unmasked_kv_begin, unmasked_kv_end;  // tokens that every row of this CTA attends to
   int kv_begin, kv_end;  // tokens that any row may attend to
   int first_kv_block, end_kv_block;  // KV blocks of kBlockN tokens of this split
+
+  // Fixed split `split_idx` of these rows; as all tokens bound it, a mask changes none.
+  __device__ FixedSplit fixed_split(const Params& params) const {
+    return fixed_split_of(kv_begin, kv_len, split_idx, params.num_splits);
+  }
+
+  // With other splits, another kernel combines this one.
+  __device__ int num_splits(const Params& params) const {
+    if constexpr (kBatchInvariant) return fixed_split(params).num_splits;
+    return params.num_splits;
+  }
 
   // Page ids of the sequence: a row of the block table, or a part of the flat page ids of a plan.
   __device__ const int* page_ids(const Params& params) const {
@@ -122,6 +134,14 @@ __device__ inline WorkItem find_work_item(const Params& params) {
   // All tokens bound the splits, also those behind a causal tile: a causal mask then adds up in the
   // order of causal tiles without one.
   const int begin = work.kv_begin / kBlockN;
+  if constexpr (kBatchInvariant) {
+    const FixedSplit split = work.fixed_split(params);
+    const int end = max(begin, ceil_div(work.kv_end, kBlockN));
+    work.first_kv_block = min(end, max(begin, split.first_token / kBlockN));
+    work.end_kv_block = min(end, ceil_div(split.end_token, kBlockN));
+    if (work.split_idx >= split.num_splits) work.rows = 0;
+    return work;
+  }
   const int num_kv_blocks = max(ceil_div(work.kv_len, kBlockN) - begin, 0);
   const int kv_blocks_per_split =
       ceil_div(ceil_div(num_kv_blocks, kWarps), params.num_splits) * kWarps;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/block_table.cuh"
+#include "common/fixed_splits.cuh"
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"
 #include "common/pools.cuh"
@@ -28,6 +29,17 @@ struct alignas(64) WorkItem {
   int kv_end;  // end of the tokens that any row attends to
   int first_kv_block;
   int end_kv_block;  // one past
+
+  // Fixed split `split_idx` of these rows.
+  __device__ FixedSplit fixed_split(const Params& params) const {
+    return fixed_split_of(0, kv_end, split_idx, params.num_splits);
+  }
+
+  // With other splits, another kernel combines this one.
+  __device__ int num_splits(const Params& params) const {
+    if constexpr (kBatchInvariant) return fixed_split(params).num_splits;
+    return params.num_splits;
+  }
 
   // KV limit of `row` (0 to kBlockM - 1): up to its own position, or all.
   __device__ int kv_end_of_row(const Params& params, int row) const {
@@ -77,6 +89,13 @@ __device__ inline WorkItem find_work_item(const Params& params) {
   work.unmasked_kv_end = work.kv_end_of_row(params, 0);
   work.kv_end = work.kv_end_of_row(params, work.rows - 1);
 
+  if constexpr (kBatchInvariant) {
+    const FixedSplit split = work.fixed_split(params);
+    work.first_kv_block = split.first_token / kBlockN;
+    work.end_kv_block = ceil_div(split.end_token, kBlockN);
+    if (work.split_idx >= split.num_splits) work.rows = 0;
+    return work;
+  }
   const int num_kv_blocks = ceil_div(work.kv_end, kBlockN);
   const int kv_blocks_per_split = ceil_div(num_kv_blocks, params.num_splits);
   work.first_kv_block = min(num_kv_blocks, work.split_idx * kv_blocks_per_split);

@@ -61,6 +61,9 @@ constexpr int kPageSize = 64;
 constexpr bool kHasSoftCap = false;
 constexpr bool kHasDcp = false;
 constexpr bool kSeparatePageIds = false;
+constexpr bool kBatchInvariant = false;
+constexpr int kSplitTokens = 1;  // of a fixed split
+constexpr int kMaxSplits = 128;  // of a sequence, with fixed ones
 constexpr int kSlices = 1;
 constexpr int kBlockM = 16;
 constexpr int kWarps = 4;
@@ -93,7 +96,50 @@ constexpr bool kQueryInRegs = kRowGroups * kHeadDim <= 128;
 static_assert(kHeadDimVo % (16 * kSlices) == 0, "a slice is whole 16-wide dim tiles");
 static_assert(kHeadDimVo <= kHeadDim, "a stage holds a key or the slice of a value");
 static_assert(kBlockN == 16, "a KV block is one k-step of the PV GEMM");
+static_assert(!kBatchInvariant || kSplitTokens % (kWarps * kBlockN) == 0,
+              "a split has as many KV blocks for each warp");
 static_assert(kStagesAhead >= 1, "a load is in flight while a stage is consumed");
+
+// Fixed splits of batch-invariant kernels: the KV tokens of a sequence are cut at multiples of a
+// number of tokens from its first one on, which follows from the sequence alone, so that no sum
+// depends on the rest of the batch.
+
+struct FixedSplit {
+  int num_splits;  // of the sequence, at least one
+  int first_token;
+  int end_token;
+};
+
+// Splits that the tokens from `kv_begin` to `kv_end` lie in. A tile beyond the largest length still
+// fits in an int, so nothing wraps around.
+__device__ inline int splits_of(int kv_begin, int kv_end, u32 tokens) {
+  return static_cast<int>((kv_end + tokens - 1) / tokens - kv_begin / tokens);
+}
+
+// Split `split_idx` of the tokens from `kv_begin` to `kv_end`: of kSplitTokens, or of twice as many
+// until there are at most kMaxSplits. The host has workspace for `max_splits`; the last of them
+// takes the tokens beyond the length that the host knows of.
+__device__ inline FixedSplit fixed_split_of(int kv_begin, int kv_end, int split_idx,
+                                            int max_splits) {
+  u32 tokens = kSplitTokens;
+  while (splits_of(kv_begin, kv_end, tokens) > kMaxSplits) tokens *= 2;
+  const int num_splits = max(1, min(splits_of(kv_begin, kv_end, tokens), max_splits));
+  const u32 first_token = (static_cast<u32>(kv_begin) / tokens + split_idx) * tokens;
+  const bool is_last = split_idx + 1 >= num_splits;
+  return {num_splits, static_cast<int>(first_token),
+          is_last ? kv_end : static_cast<int>(first_token + tokens)};
+}
+
+// Stores the splits of the rows of a CTA for the combine kernel, if there is one: it skips rows of
+// one split. A template: Params of other kernels lacks the parameter.
+template <typename InvariantParams, typename RowOf>
+__device__ inline void store_row_splits(const InvariantParams& params, int rows, int num_splits,
+                                        RowOf global_row) {
+  if (params.num_splits == 1) return;
+  for (int row = static_cast<int>(threadIdx.x); row < rows; row += kThreads) {
+    params.row_splits[global_row(row)] = num_splits;
+  }
+}
 
 // PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
 
@@ -711,6 +757,17 @@ struct alignas(16) WorkItem {
   int kv_begin, kv_end;  // tokens that any row may attend to
   int first_kv_block, end_kv_block;  // KV blocks of kBlockN tokens of this split
 
+  // Fixed split `split_idx` of these rows; as all tokens bound it, a mask changes none.
+  __device__ FixedSplit fixed_split(const Params& params) const {
+    return fixed_split_of(kv_begin, kv_len, split_idx, params.num_splits);
+  }
+
+  // With other splits, another kernel combines this one.
+  __device__ int num_splits(const Params& params) const {
+    if constexpr (kBatchInvariant) return fixed_split(params).num_splits;
+    return params.num_splits;
+  }
+
   // Page ids of the sequence: a row of the block table, or a part of the flat page ids of a plan.
   __device__ const int* page_ids(const Params& params) const {
     const i64 start = params.kv_indptr == nullptr
@@ -807,6 +864,14 @@ __device__ inline WorkItem find_work_item(const Params& params) {
   // All tokens bound the splits, also those behind a causal tile: a causal mask then adds up in the
   // order of causal tiles without one.
   const int begin = work.kv_begin / kBlockN;
+  if constexpr (kBatchInvariant) {
+    const FixedSplit split = work.fixed_split(params);
+    const int end = max(begin, ceil_div(work.kv_end, kBlockN));
+    work.first_kv_block = min(end, max(begin, split.first_token / kBlockN));
+    work.end_kv_block = min(end, ceil_div(split.end_token, kBlockN));
+    if (work.split_idx >= split.num_splits) work.rows = 0;
+    return work;
+  }
   const int num_kv_blocks = max(ceil_div(work.kv_len, kBlockN) - begin, 0);
   const int kv_blocks_per_split =
       ceil_div(ceil_div(num_kv_blocks, kWarps), params.num_splits) * kWarps;
@@ -1163,7 +1228,7 @@ __device__ inline void combine_warps(SharedMemoryPlan& smem, const Output& outpu
 // has LSE minus infinity, and its partial O is never read.
 __device__ inline void finish_rows(const Params& params, const WorkItem& work,
                                    SharedMemoryPlan& smem) {
-  const bool is_partial = params.num_splits > 1;
+  const bool is_partial = work.num_splits(params) > 1;
   for (int row = static_cast<int>(threadIdx.x); row < work.rows; row += kThreads) {
     const float row_max = combined_row_max(smem, row);
     float row_sum = 0.0f;
@@ -1204,7 +1269,7 @@ __device__ inline void store_output(const Params& params, const WorkItem& work,
     value = make_float4(value.x * factor, value.y * factor, value.z * factor, value.w * factor);
     const i64 global_row = work.global_row(params, row);
     const int column = work.slice * kSliceDims + dim;
-    if (params.num_splits > 1) {
+    if (work.num_splits(params) > 1) {
       const i64 partial_row = work.split_idx * params.total_rows + global_row;
       *reinterpret_cast<float4*>(params.partial_out + partial_row * kHeadDimVo + column) = value;
     } else {
@@ -1824,6 +1889,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   pdl_launch_dependents();
   cp_async_wait_group<0>();
   softmax.publish(smem);
+  if constexpr (kBatchInvariant) {
+    if (work.split_idx == 0 && work.slice == 0) {
+      store_row_splits(params, work.rows, work.num_splits(params),
+                       [&](int row) { return work.global_row(params, row); });
+    }
+  }
   combine_warps(smem, output);
   finish_rows(params, work, smem);
   store_output(params, work, smem);

@@ -1,0 +1,116 @@
+"""Batch-invariant calls: the bits of a request are those that it has alone, whatever the batch.
+
+On the CPU backend, and by the sm80 kernels themselves, emulated; ``tests/gpu`` has every kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mlagen.families.common import turns
+from mlagen.families.dispatch import GQA, MLA
+from mlagen.families.gqa import plan as gqa_plan
+from mlagen.families.mla import plan as mla_plan
+from mlagen.settings import current_settings
+from mlagen.spec.gqa import sm80 as gqa_sm80
+from mlagen.spec.mla import sm80 as mla_sm80
+from tests.emulator.emulated import COMPILER, replace_launches
+from tests.families.launches import record_launches
+from tests.kernels import SM_80
+from tests.problems import invariance as inv
+from tests.problems.invariance import Batch, Facts, Form
+from tests.problems.problem import E4M3
+
+N = 128  # tokens of an emulated split
+LENS = (0, 1, N - 1, N, N + 1, 3 * N + 5)
+
+FORMS: dict[str, tuple[Form, Facts]] = {
+    "mla": (inv.mla, Facts()),
+    "ragged mla": (inv.mla_ragged, Facts(q_len=4)),
+    "a rank of DCP": (inv.mla_dcp, Facts(heads=1)),
+    "top-k indices": (inv.mla_sparse, Facts(kv="fp8_ds_mla")),
+    "two pools": (inv.dsv4, Facts(kv="dsv4")),
+    "xqa_mla": (inv.xqa_mla, Facts(dtype=E4M3)),
+    "xqa_batch_mla": (inv.xqa_batch_mla, Facts(q_len=2)),
+    "flare": (inv.flare, Facts(min_len=1)),
+    "mla wrapper": (inv.mla_wrapper, Facts(q_len=2)),
+    "gqa": (inv.gqa, Facts(kv_heads=2, head_dim=64, q_len=4, window=200, soft_cap=20.0)),
+    "ragged gqa": (inv.gqa_ragged, Facts(kv_heads=4, head_dim=64, q_len=3, kv="e4m3")),
+    "trtllm_gqa": (inv.trtllm_gqa, Facts(kv_heads=1, heads=8, head_dim=64, kv="int8")),
+    "xqa": (inv.xqa, Facts(kv_heads=8, head_dim=64)),
+    "gqa wrapper": (inv.gqa_wrapper, Facts(kv_heads=2, head_dim=64)),
+}
+
+
+@pytest.mark.parametrize(("form", "facts"), FORMS.values(), ids=FORMS)
+def test_the_cpu_backend_is_batch_invariant(form: Form, facts: Facts) -> None:
+    """Out and LSE of each request have the bits that they have alone."""
+    requests = inv.build(facts, LENS, "cpu")
+    expected = inv.alone(form, requests)
+    for seed in range(4):
+        assert inv.differing(form, inv.random_batch(requests, seed, 12), expected) == []
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Compute calls by the sm80 kernels, with short splits; return the number of SMs."""
+    sm_count = [8]
+    record_launches(monkeypatch, arch=SM_80)
+    for spec in (mla_sm80, gqa_sm80):
+        monkeypatch.setattr(spec, "_SPLIT_TOKENS", N)
+    for calls, plan in ((MLA, mla_plan), (GQA, gqa_plan)):
+        # No line of a test: the launches see the number of SMs when they are planned.
+        def run(args: Any, *_: object, calls: Any = calls, plan: Any = plan) -> Any:
+            replace_launches(monkeypatch, plan, sm_count=sm_count[0], seed=len(args))
+            args, problem = calls.family.validate(args)
+            on_gpu = replace(problem, device=torch.device("cuda", 0))
+            launcher = calls.plan(args, on_gpu, current_settings())
+            if isinstance(launcher, turns.TurnsLauncher):
+                launcher.problem = problem
+            else:
+                launcher = replace(launcher, problem=problem)
+            return calls.launch(launcher, args)
+
+        monkeypatch.setattr(calls, "run", run)
+    return sm_count
+
+
+# The form, its facts, the most splits of a request, and the least bytes that all launches share.
+EMULATED: dict[str, tuple[str, dict[str, Any], int, int]] = {
+    "mla": ("mla", {"heads": 8}, 16, 1 << 20),
+    "ragged mla": ("ragged mla", {"heads": 8}, 16, 1 << 25),
+    "mla of two splits": ("mla", {"heads": 8}, 2, 1 << 20),
+    "gqa": ("gqa", {"heads": 8}, 16, 1 << 18),
+    "gqa wrapper": ("gqa wrapper", {"heads": 16}, 2, 1 << 18),
+    "ragged gqa": ("ragged gqa", {"heads": 8}, 16, 1 << 25),
+}
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize(("name", "facts", "max_splits", "size"), EMULATED.values(), ids=EMULATED)
+def test_the_emulated_kernels_are_batch_invariant(
+    name: str,
+    facts: dict[str, Any],
+    max_splits: int,
+    size: int,
+    emulated: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the batch, SMs and workspace; some bits change without the mode."""
+    for spec in (mla_sm80, gqa_sm80):
+        monkeypatch.setattr(spec, "_MAX_SPLITS", dict.fromkeys((16, 32, 64), max_splits))
+    form, given = FORMS[name]
+    requests = inv.build(replace(given, **facts), LENS, "cpu")
+    expected = inv.alone(form, requests)
+    whole = Batch(of=requests, idx=torch.arange(requests.count), batch_invariant=False)
+    assert inv.differing(form, whole, expected)
+    for one, near in zip(form(replace(whole, batch_invariant=True)), form(whole), strict=True):
+        torch.testing.assert_close(one, near, atol=0.02, rtol=0.02)
+    for seed in range(2):
+        emulated[0] = 1 + 7 * seed
+        batch = inv.random_batch(requests, seed, 8, workspace_bytes=(1 << 25, size)[seed])
+        assert inv.differing(form, batch, expected) == []
