@@ -1,10 +1,14 @@
-"""Batches of one set of requests, in any order and memory, for tests of batch-invariant calls."""
+"""Batches of one set of requests, in any order and memory, for tests of batch-invariant calls.
+
+The tensors of a batch are made once, so that a CUDA graph may capture its call.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -77,17 +81,17 @@ class Batch:
     workspace_bytes: int = 32 << 20
     batch_invariant: bool | None = True
 
-    @property
+    @cached_property
     def lens(self) -> torch.Tensor:
         """Lengths of the requests."""
         return self.of.lens[self.idx]
 
-    @property
+    @cached_property
     def query(self) -> torch.Tensor:
         """Query tokens of the requests."""
         return self.of.query[self.idx]
 
-    @property
+    @cached_property
     def tables(self) -> torch.Tensor:
         """Block tables, no wider than needed but for the spare columns."""
         pages = -(-int(self.lens.max()) // self.of.facts.page_size) + self.spare_columns
@@ -95,7 +99,7 @@ class Batch:
         more = max(0, pages - tables.shape[1])
         return torch.nn.functional.pad(tables, (0, more), value=-1)[:, : max(1, pages)].contiguous()
 
-    @property
+    @cached_property
     def common(self) -> dict[str, Any]:
         """Arguments of every entry point over block tables."""
         return {
@@ -105,14 +109,14 @@ class Batch:
             **self.scratch,
         }
 
-    @property
+    @cached_property
     def scratch(self) -> dict[str, Any]:
         """The workspace, and the mode."""
         size = (self.workspace_bytes,)
         workspace = torch.full(size, POISON, dtype=torch.uint8, device=self.lens.device)
         return {"workspace_buffer": workspace, "batch_invariant": self.batch_invariant}
 
-    @property
+    @cached_property
     def offsets(self) -> torch.Tensor:
         """Offsets of the query tokens of the requests."""
         count, q_len = len(self.idx), self.of.facts.q_len
