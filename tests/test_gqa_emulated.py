@@ -21,6 +21,7 @@ from mlagen.families.gqa.args import GqaArgs
 from mlagen.families.gqa.problem import check_problem
 from mlagen.settings import current_settings
 from mlagen.spec.arch import Arch
+from mlagen.spec.gqa import sm90
 from tests.emulator.emulated import COMPILER, Emulated, encode, replace_launches
 from tests.families.launches import record_launches
 from tests.kernels import SM_80, SM_90A
@@ -265,6 +266,30 @@ SERVER_CASES = [
     ),
 ]
 
+# Lengths around multiples of the fixed splits, which tests make short.
+SPLIT_TOKENS = 256
+_AROUND: dict[str, Any] = {"seq_lens": (511, 0, 773, 256, 257, 1600, 17)}
+_DRAFTS: dict[str, Any] = {"q_len": 4, "mask": "random", "window": 300}
+INVARIANT_CASES = [
+    given("16 bits", 5, sink=2.0, **_AROUND),
+    given("more splits than levels are for", 3, seq_lens=(2700, 40, 1900), kv_heads=1, group=2),
+    given(
+        "two heads of e4m3, drafts and a window", 6, kv="e4m3", page_size=64, **_AROUND, **_DRAFTS
+    ),
+    given("four heads of nvfp4", 3, seq_lens=(600, 0, 257), kv="nvfp4", kv_heads=4, page_size=32),
+    given("32 rows", 4, seq_lens=(600, 257, 30), group=8, q_len=4, page_size=64, **CAPPED),
+    given("512 dims", 3, seq_lens=(600, 0, 257), kv_heads=1, head_dim=512, page_size=64),
+    given(
+        "ragged queries, a window",
+        6,
+        seq_lens=(600, 900, 0, 257),
+        q_lens=(17, 1, 0, 4),
+        group=2,
+        head_dim=64,
+        window=520,
+    ),
+]
+
 _MASKED: dict[str, Any] = {"mask": "random", "window": 40}
 _RAGGED: dict[str, Any] = {"seq_lens": (70, 50, 0, 33), "q_lens": (5, 0, 2, 3)}
 SM80_CASES = [
@@ -336,11 +361,13 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Decode:
         seed: int,
         decode: Decode = decode_gqa_with_lse,
         sm80_on: Arch | None = None,
+        batch_invariant: bool = False,
         **changes: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         record_launches(monkeypatch, arch=sm80_on or SM_90A)
 
         def run(inputs: GqaArgs, *_: object) -> tuple[torch.Tensor, ...]:
+            inputs = inputs._replace(batch_invariant=batch_invariant)
             request = check_problem(inputs)
             on_gpu = replace(request, device=torch.device("cuda", 0))
             if sm80_on is None:
@@ -381,6 +408,49 @@ def test_a_block_of_several_heads_is_right_too(
     with max_kv_heads_per_cta(monkeypatch):
         for seed in range(2):
             problem.check(*decoded(problem, given.sm_count, seed))
+
+
+@pytest.fixture
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make fixed splits short, and few before they double."""
+    monkeypatch.setattr(sm90, "_SPLIT_TOKENS", SPLIT_TOKENS)
+    monkeypatch.setattr(sm90, "_MAX_SPLITS", (8,))
+
+
+def bits_of_sequences(
+    problem: GqaProblem, result: tuple[torch.Tensor, torch.Tensor]
+) -> list[tuple[list[int], list[int]]]:
+    """Return the bits of output and LSE of each sequence."""
+    sizes = list(problem.case.lens)
+    parts = [
+        [part.flatten(1).view(torch.uint8) for part in torch.split(whole.flatten(0, -3), sizes)]
+        for whole in (result[0], result[1].unsqueeze(-1))
+    ]
+    return [(out.tolist(), lse.tolist()) for out, lse in zip(*parts, strict=True)]
+
+
+@pytest.mark.usefixtures("short_splits")
+@pytest.mark.parametrize("given", INVARIANT_CASES, ids=lambda given: given.case.name)
+def test_bits_do_not_depend_on_the_batch(given: Emulated[GqaCase], decoded: Decode) -> None:
+    """Batch-invariant results are right, and those of a sequence alone and in another batch."""
+    problem = given.case.build("cpu")
+    result = decoded(problem, given.sm_count, 0, batch_invariant=True)
+    problem.check(*result)
+    bits = bits_of_sequences(problem, result)
+    count = len(bits)
+    batches = [[seq] for seq in range(count)] + [[*reversed(range(count)), 0, 0]]
+    for seed, batch in enumerate(batches):
+        other = problem.picked(batch)
+        result = decoded(other, 1 + seed * 5 % 17, seed, batch_invariant=True)
+        assert bits_of_sequences(other, result) == [bits[seq] for seq in batch], batch
+
+
+def test_bits_of_other_kernels_depend_on_the_batch(decoded: Decode) -> None:
+    """Otherwise the test of batch-invariant kernels proves nothing."""
+    problem = GqaCase(seq_lens=(1600, 300)).build("cpu")
+    bits = bits_of_sequences(problem, decoded(problem, 5, 0))
+    alone = problem.picked([0])
+    assert bits_of_sequences(alone, decoded(alone, 3, 0)) != bits[:1]
 
 
 @pytest.mark.parametrize("sm80_on", [None, SM_80], ids=["sm90", "sm80"])

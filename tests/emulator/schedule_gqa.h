@@ -6,7 +6,7 @@ constexpr int kScheduleThreads = kWarpLanes;
 static void schedule_cta(const Params& params) {
   const int cta = static_cast<int>(blockIdx.x);
   ScheduleRange range;
-  SchedulerState state;
+  WorkState state;
   const int cta_group = cta / params.cta_group_size;
   const int rank_in_group = cta - cta_group * params.cta_group_size;
   bool has_more = find_range(params, cta_group, lane_seq_lens(params), range, state);
@@ -30,7 +30,7 @@ static void schedule_cta(const Params& params) {
                            work.num_splits,
                            work.num_splits,
                            work.split_idx,
-                           work.first_split_cta};
+                           work.first_split};
     }
     has_more = state.advance(params, range);
   }

@@ -294,6 +294,33 @@ class GqaProblem(Problem):
         halves = words.to(torch.uint32).view(torch.uint16).to(self.device)
         return halves if case.q_lens else halves.view(len(case.seq_lens), case.q_len, -1)
 
+    def picked(self, seqs: Sequence[int]) -> GqaProblem:
+        """Return some of the sequences, in this order, as a batch over the same cache."""
+        case, picked = self.case, list(seqs)
+        lens = [case.lens[seq] for seq in picked]
+        starts = list(accumulate(case.lens, initial=0))
+        tokens = [starts[seq] + index for seq in picked for index in range(case.lens[seq])]
+        offsets = None
+        if self.cum_seq_lens_q is not None:
+            offsets = torch.tensor(list(accumulate(lens, initial=0)), dtype=torch.int32)
+        query = self.query.view(-1, case.heads, case.head_dim)[tokens]
+        return replace(
+            self,
+            case=replace(
+                case,
+                seq_lens=tuple(case.seq_lens[seq] for seq in picked),
+                q_lens=None if case.q_lens is None else tuple(lens),
+                committed=tuple(case.committed[seq] for seq in picked) if case.committed else (),
+            ),
+            query=query.view(-1, *self.query.shape[1:]),
+            block_tables=self.block_tables[picked],
+            value_tables=None if self.value_tables is None else self.value_tables[picked],
+            seq_lens=self.seq_lens[picked],
+            cum_seq_lens_q=None if offsets is None else offsets.to(self.device),
+            bits=None if self.bits is None else self.bits[tokens],
+            contents=[self.contents[seq] for seq in picked],
+        )
+
     def poison(self, seq: int, position: int) -> None:
         """Make key and value of a cached token NaN, which have one page."""
         assert self.value_tables is None

@@ -144,13 +144,11 @@ def make_sm90_launcher(
     if settings.gqa_kernel == "sm80":
         raise UnsupportedError("MLAGEN_GQA_KERNEL=sm80")
     index, variant, shape = problem.device.index, problem.variant, shape_of(args, problem)
-    if variant.batch_invariant:
-        raise UnsupportedError("MLAGEN_GQA_KERNEL=sm90: no such kernel is batch-invariant")
     max_tokens = problem.max_pages * variant.page_size
 
     def plan_on(sms: int) -> tuple[GqaSm90Spec, GqaSm90Plan] | None:
         planned = plan_gqa_sm90_call(index, variant, shape, sms=sms)
-        if planned is None or fits_in_int32(*planned, max_tokens):
+        if planned is None or variant.batch_invariant or fits_in_int32(*planned, max_tokens):
             return planned
         # KV tiles of one head have more tokens.
         return plan_gqa_sm90_call(index, variant, shape, has_one_head=True, sms=sms)

@@ -79,14 +79,14 @@ def plan_gqa_sm90(spec: GqaSm90Spec, shape: ProblemShape, sm_count: int) -> GqaS
     total_tiles = shape.batch * num_tiles
     if not shape.q_len:
         total_tiles += shape.total_rows // (shape.kv_heads * rows) * num_tiles
-    kv_blocks = max(1, -(-shape.max_kv_len // spec.block_n))
+    kv_blocks = max(1, -(-shape.max_kv_len // spec.schedule_tokens(shape.max_kv_len)))
     # A window that begins inside a KV block covers one block more.
     max_cta_groups = (
         min(sm_count // cta_group_size, total_tiles * (kv_blocks + 1)) if shape.total_rows else 0
     )
     is_uniform = shape.q_len > 0  # as far as the host knows; ragged sequences differ in rows
     num_cta_groups = (
-        _num_cta_groups(spec, total_tiles, kv_blocks, cta_group_size, max_cta_groups)
+        _num_cta_groups(spec, shape, total_tiles, cta_group_size, max_cta_groups)
         if is_uniform
         else max_cta_groups
     )
@@ -104,27 +104,26 @@ def plan_gqa_sm90(spec: GqaSm90Spec, shape: ProblemShape, sm_count: int) -> GqaS
         m_tiles=m_tiles,
         num_tiles=num_tiles,
         total_tiles=total_tiles,
-        partial_rows_offset=num_ctas * _partial_rows(spec) * spec.head_dim_vo * 4,
+        partial_rows_offset=num_ctas * spec.partial_rows * spec.head_dim_vo * 4,
         workspace_bytes=num_ctas * gqa_sm90_bytes_per_cta(spec),
     )
 
 
 def gqa_sm90_bytes_per_cta(spec: GqaSm90Spec) -> int:
     """Return the workspace of a CTA: partial outputs in fp32, and a RowState per row."""
-    return _partial_rows(spec) * (spec.head_dim_vo * 4 + spec.row_state_bytes)
-
-
-def _partial_rows(spec: GqaSm90Spec) -> int:
-    return 2 * spec.kv_heads_per_cta * spec.block_m  # a CTA stores at most two splits
+    return spec.partial_rows * (spec.head_dim_vo * 4 + spec.row_state_bytes)
 
 
 def choose_kv_heads_per_cta(spec: GqaSm90Spec, shape: ProblemShape, sm_count: int) -> int:
     """Return the number of KV heads per CTA.
 
     The maximum, if nearly every SM still gets a whole work tile: the memory bandwidth is higher,
-    and there are fewer epilogues. Otherwise one, since larger work tiles need more splits.
+    and there are fewer epilogues. Otherwise one, since larger work tiles need more splits. In a
+    batch-invariant call always the maximum: results differ in rounding.
     """
     heads = math.gcd(shape.kv_heads, spec.max_kv_heads_per_cta)
+    if spec.variant.batch_invariant:
+        return heads
     plan = plan_gqa_sm90(replace(spec, kv_heads_per_cta=heads), shape, sm_count)
     min_tiles = sm_count // plan.cta_group_size * (1 - _MAX_IDLE)
     return heads if shape.batch * plan.num_tiles >= min_tiles else 1
@@ -132,12 +131,16 @@ def choose_kv_heads_per_cta(spec: GqaSm90Spec, shape: ProblemShape, sm_count: in
 
 def fits_in_int32(spec: GqaSm90Spec, plan: GqaSm90Plan, max_tokens: int) -> bool:
     """Return whether linear block indices fit in 32 bits, for up to ``max_tokens`` a sequence."""
-    kv_blocks = max(1, -(-max_tokens // spec.block_n))
+    kv_blocks = max(1, -(-max_tokens // spec.schedule_tokens(max_tokens)))
     return plan.total_tiles * kv_blocks <= INT32_MAX
 
 
 def _num_cta_groups(
-    spec: GqaSm90Spec, num_tiles: int, kv_blocks: int, cta_group_size: int, max_cta_groups: int
+    spec: GqaSm90Spec,
+    shape: ProblemShape,
+    num_tiles: int,
+    cta_group_size: int,
+    max_cta_groups: int,
 ) -> int:
     """Return the number of CTA groups with the lowest modeled time, all sequences at max length.
 
@@ -156,7 +159,9 @@ def _num_cta_groups(
             )
         ]
     row_bytes = spec.key_row_bytes + spec.value_row_bytes
-    kv_block_bytes = spec.block_n * spec.kv_heads_per_cta * row_bytes
+    unit_tokens = spec.schedule_tokens(shape.max_kv_len)
+    kv_blocks = max(1, -(-shape.max_kv_len // unit_tokens))
+    kv_block_bytes = unit_tokens * spec.kv_heads_per_cta * row_bytes
     rate_of_sm = _DEQUANT_BYTES_PER_US_OF_SM.get(spec.variant.kv_dtype, _BYTES_PER_US_OF_SM)
 
     def microseconds(num_cta_groups: int) -> float:

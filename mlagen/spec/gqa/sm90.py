@@ -55,7 +55,28 @@ _QUANTIZED = (DType.E4M3, DType.E5M2, DType.INT8, DType.NVFP4)
 _QUERY_BYTES = 2  # per element
 _VALUE_BYTES = 4  # per element of a warp's partial output
 _COMBINE_PADDING_BYTES = 16  # of kCombinePitch, per partial row
+# Tokens of a fixed split of batch-invariant kernels, which doubles while a sequence has too many.
+# CTAs that work on different splits of one sequence share its work evenly only if each has several;
+# a smaller split stores more partials for the tokens that it reads.
+_SPLIT_TOKENS = 1024
+# Max fixed splits of a sequence: a power of two up to the first whose partials fit in the bytes
+# that other kernels need too, but enough for all CTAs to share the work of one sequence.
+_MAX_SPLITS = (256, 128, 64)
+_MAX_PARTIAL_BYTES = 512 * 1024  # of a CTA
 _OTHER_SHARED_BYTES = 1280  # of the other members in kernels/gqa_sm90/shared_memory.cuh
+
+
+_RANGE_SLOTS = 2  # partials of a CTA: of the split that its range begins with, and ends with
+
+
+def _tree_levels(max_splits: int) -> int:
+    # A window that begins inside a split covers one more.
+    return max_splits.bit_length()
+
+
+def _slots_of(tree_levels: int) -> int:
+    """Return the partials that a CTA has of a tile that begins in its range, and of another."""
+    return 3 * tree_levels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +128,41 @@ class GqaSm90Spec(GqaSpec):
         """Parameters of this variant besides the common ones."""
         scales = BLOCK_SCALE_PARAMETERS if self.scale_row_bytes else ()
         return (*super().added_parameters, *scales)
+
+    @property
+    def split_tokens(self) -> int:
+        """Tokens of a fixed split of a short sequence; 0 if splits follow the ranges of CTAs."""
+        return _SPLIT_TOKENS if self.variant.batch_invariant else 0
+
+    def schedule_tokens(self, max_kv_len: int) -> int:
+        """Return the tokens of a block of the schedule, for sequences of up to ``max_kv_len``."""
+        if not self.split_tokens:
+            return self.block_n
+        max_tokens = self.split_tokens * self.max_splits
+        return self.split_tokens << (max(max_kv_len - 1, 0) // max_tokens).bit_length()
+
+    @property
+    def max_splits(self) -> int:
+        """Max fixed splits of the tokens that a sequence attends to, a power of two."""
+        slot = self._partial_bytes
+        fits = [n for n in _MAX_SPLITS if _slots_of(_tree_levels(n)) * slot <= _MAX_PARTIAL_BYTES]
+        return max(fits, default=min(_MAX_SPLITS))
+
+    @property
+    def tree_levels(self) -> int:
+        """Levels of the tree that combines fixed splits."""
+        return _tree_levels(self.max_splits)
+
+    @property
+    def partial_rows(self) -> int:
+        """Rows of partials of a CTA in the workspace."""
+        slots = _slots_of(self.tree_levels) if self.split_tokens else _RANGE_SLOTS
+        return slots * self.kv_heads_per_cta * self.block_m
+
+    @property
+    def _partial_bytes(self) -> int:
+        row_bytes = self.head_dim_vo * _VALUE_BYTES + self.row_state_bytes
+        return self.kv_heads_per_cta * self.block_m * row_bytes
 
     @property
     def element(self) -> DType:

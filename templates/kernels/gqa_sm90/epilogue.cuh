@@ -5,14 +5,16 @@
 
 #include "common/barriers.cuh"
 #include "common/params.cuh"
-#include "common/store_vec4.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
+#include "fixed_splits.cuh"
 #include "fragments.cuh"
 #include "mask_v.cuh"
 #include "mma.cuh"
+#include "partials.cuh"
 #include "ptx/atomic.cuh"
 #include "ptx/load.cuh"
+#include "scheduler/schedule_range.cuh"
 #include "shared_memory.cuh"
 #include "softmax.cuh"
 #include "softmax/row_state.cuh"
@@ -23,42 +25,17 @@
 // begins with, and for the one that it ends with.
 __device__ inline int partial_slot(const Params& params, const WorkItem& work, int split_idx) {
   const int slot =
-      (work.first_split_cta + split_idx * params.cta_group_size) * 2 + (split_idx == 0 ? 1 : 0);
+      (work.first_split + split_idx * params.cta_group_size) * 2 + (split_idx == 0 ? 1 : 0);
   return slot * kKvHeadsPerCta + work.kv_head % kKvHeadsPerCta;
-}
-
-__device__ inline RowState* partial_states(const Params& params, int slot) {
-  return reinterpret_cast<RowState*>(params.partial_states) + slot * kBlockM;
-}
-
-// Four adjacent dims of a row of partial O.
-__device__ inline float4* partial_out_ptr(const Params& params, int slot, int row, int dim) {
-  return reinterpret_cast<float4*>(params.partial_out +
-                                   (slot * kBlockM + row) * static_cast<i64>(kHeadDimVo) + dim);
-}
-
-// Normalizes and stores four adjacent dims of a finished row; with the first ones, its LSE if the
-// call requests it.
-__device__ inline void store_finished(const Params& params, const WorkItem& work, int row, int dim,
-                                      const RowPart& partial) {
-  const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[work.head_of(params, row)];
-  const float scale =
-      value_of(params.bmm2_scale_tensor, params.bmm2_scale) * params.output_factor * kDequantFactor;
-  const RowResult result =
-      finish_row(partial.state.row_max, partial.state.row_sum, sink, params.lse_factor);
-  const float factor = result.factor * scale;
-  const float4& out = partial.out;
-  const i64 global_row = work.global_row(params, row);
-  store_x4(OutElement{}, params.out, global_row * kHeadDimVo + dim, out.x * factor, out.y * factor,
-           out.z * factor, out.w * factor);
-  if (dim == 0 && params.lse != nullptr) params.lse[global_row] = result.lse;
 }
 
 // Combine of the splits of a work tile: the last CTA to arrive at the semaphore reduces the
 // partials of all splits, in split order. No CTA waits for another.
 constexpr int kSplitsPerStep = 8 * kDimParts;  // loads in flight, more where a thread has more dims
 
-__device__ inline void combine_row(const Params& params, const WorkItem& work, int row, int dim) {
+__device__ inline void combine_row(const Params& params, const WorkItem& work,
+                                   const ScheduleRange& range, int row, int dim) {
+  if constexpr (kBatchInvariant) return combine_fixed_row(params, work, range, row, dim);
   RowPart total;
 #pragma unroll 1
   for (int first = 0; first < work.num_splits; first += kSplitsPerStep) {
@@ -78,13 +55,24 @@ __device__ inline void combine_row(const Params& params, const WorkItem& work, i
   store_finished(params, work, row, dim, total);
 }
 
+// Whether splits of the work tile are left to combine across CTAs after this work item: every split
+// of a range, or the last fixed split of a tile in the range of this CTA.
+__device__ inline bool needs_combine(const WorkItem& work, const ScheduleRange& range) {
+  return kBatchInvariant ? ends_part(work, range) : work.num_splits > 1;
+}
+
 // Called by all consumers, each for its kv head, after they have stored the partial of this split.
 __device__ inline void combine_splits(const Params& params, const WorkItem& work,
                                       int thread_in_head, SharedMemoryPlan& smem) {
   named_barrier_sync(NamedBarrier::ConsumersSynced, kConsumerThreads);
   if (threadIdx.x == 0) {
-    u32* semaphore = params.semaphores + work.first_split_cta;
-    const u32 others = static_cast<u32>(work.num_splits - 1);
+    u32* semaphore = params.semaphores + work.first_split;
+    u32 others = static_cast<u32>(work.num_splits - 1);
+    if constexpr (kBatchInvariant) {
+      const TileParts parts(params, work, smem.range);
+      semaphore = params.semaphores + parts.first_cta;
+      others = static_cast<u32>(parts.num_parts - 1);
+    }
     const bool is_last = atom_add_acq_rel_gpu(semaphore, 1) == others;
     if (is_last) *semaphore = 0;  // for the next launch
     smem.is_last_split = is_last;
@@ -95,7 +83,7 @@ __device__ inline void combine_splits(const Params& params, const WorkItem& work
   constexpr int kQuads = kHeadDimVo / 4;
 #pragma unroll 1
   for (int vec_idx = thread_in_head; vec_idx < work.rows * kQuads; vec_idx += kThreadsPerHead) {
-    combine_row(params, work, vec_idx / kQuads, vec_idx % kQuads * 4);
+    combine_row(params, work, smem.range, vec_idx / kQuads, vec_idx % kQuads * 4);
   }
 }
 
@@ -116,8 +104,9 @@ __device__ inline RowPart combined_row(const SharedMemoryPlan& smem, int head, i
 
 // Stores four adjacent dims of a row: final if the work tile is not split, else partial.
 __device__ inline void store_combined(const Params& params, const WorkItem& work, int row, int dim,
-                                      const RowPart& partial) {
+                                      const RowPart& partial, const ScheduleRange& range) {
   if (work.num_splits == 1) return store_finished(params, work, row, dim, partial);
+  if constexpr (kBatchInvariant) return store_fixed_split(params, work, range, row, dim, partial);
   const int slot = partial_slot(params, work, work.split_idx);
   *partial_out_ptr(params, slot, row, dim) = partial.out;
   if (dim == 0) partial_states(params, slot)[row] = partial.state;
@@ -161,7 +150,7 @@ __device__ inline void combine_partials(const Params& params, const WorkItem& wo
     if (smem.nonfinite_work[work_idx % 2] == work_idx) {
       partial.out = restore_nonfinite(params, work, row, dim, partial.out);
     }
-    store_combined(params, work, row, dim, partial);
+    store_combined(params, work, row, dim, partial, smem.range);
   }
 }
 
@@ -189,11 +178,13 @@ __device__ inline void combine_warps(const Params& params, const WorkItem& work,
   }
 }
 
-// Whether the epilogue warps combine an item: an unsplit work tile that another item follows. All
-// consumers together finish the last item sooner. After an item that consumers combine themselves,
-// they must sync before they store to the buffer again: combine_splits does after a split.
-__device__ inline bool uses_epilogue_warps(const WorkItem& work, bool has_next) {
-  return kUsesEpilogueWarps && work.num_splits == 1 && has_next;
+// Whether the epilogue warps combine an item: one without a combine across CTAs, that another item
+// follows. All consumers together finish the last item sooner. After an item that consumers combine
+// themselves, they must sync before they store to the buffer again: combine_splits does.
+__device__ inline bool uses_epilogue_warps(const WorkItem& work, const ScheduleRange& range,
+                                           bool has_next) {
+  const bool is_combined = kBatchInvariant ? !ends_part(work, range) : work.num_splits == 1;
+  return kUsesEpilogueWarps && is_combined && has_next;
 }
 
 // Consumers wait here until the epilogue warps have read the combine buffer.
@@ -225,7 +216,7 @@ __device__ inline void epilogue_loop(const Params& params, SharedMemoryPlan& sme
   for (u32 work_idx = 0;; ++work_idx) {
     work_pipeline.wait_full(work_idx + 1);
     const bool has_next = work_pipeline.has(work_idx + 1);
-    if (uses_epilogue_warps(work_pipeline.at(work_idx, 0), has_next)) {
+    if (uses_epilogue_warps(work_pipeline.at(work_idx, 0), smem.range, has_next)) {
       named_barrier_sync(NamedBarrier::PartialsReady, kConsumerThreads + kEpilogueThreads);
 #pragma unroll 1
       for (int head = 0; head < kKvHeadsPerCta; ++head) {

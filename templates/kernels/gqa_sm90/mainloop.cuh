@@ -170,12 +170,12 @@ __device__ inline bool process_work(const Params& params, int warp, const GqaSco
   if constexpr (!Query::kPrefetchesQ) work_pipeline.wait_full(work_idx + 1);
   const bool has_next = work_pipeline.has(work_idx + 1);
   wait_for_epilogue(is_epilogue_busy);
-  if (uses_epilogue_warps(work, has_next)) {
+  if (uses_epilogue_warps(work, smem.range, has_next)) {
     publish_partials(warp, softmax, output, smem);
     is_epilogue_busy = true;
   } else {
     combine_warps(params, work, warp, work_idx, softmax, output, smem);
-    if (work.num_splits > 1) combine_splits(params, work, thread_in_head(warp), smem);
+    if (needs_combine(work, smem.range)) combine_splits(params, work, thread_in_head(warp), smem);
   }
   work_pipeline.release(work_idx);
   return has_next;

@@ -115,7 +115,7 @@ __device__ inline void align_with_tiles(const LaneBlocks& lane_blocks, ScheduleR
 // whole CTA in scheduler/find_range.cuh it needs no other warp, and starts before the preceding
 // kernel completes.
 __device__ inline bool find_range(const Params& params, int cta_group, const LaneSeqLens& seq_lens,
-                                  ScheduleRange& range, SchedulerState& state) {
+                                  ScheduleRange& range, WorkState& state) {
   const int per_lane = seqs_per_lane(params);
   const int first = min(lane_index() * per_lane, params.num_seqs);
   const int end = min(first + per_lane, params.num_seqs);
@@ -151,6 +151,7 @@ __device__ inline bool find_range(const Params& params, int cta_group, const Lan
   const int blocks_per_tile = tile_kv_blocks(state.seq_info, kFixedOverheadBlocks);
   state.tile = static_cast<int>(static_cast<u32>(range.begin - begin) / blocks_per_tile);
   state.tile_begin = begin + state.tile * blocks_per_tile;
+  if constexpr (kBatchInvariant) state.split = state.first_kv_block(range);
   return true;
 }
 
@@ -190,7 +191,7 @@ __device__ inline void scheduler_loop(const Params& params, SharedMemoryPlan& sm
   const int rank_in_group = cta - cta_group * params.cta_group_size;
   LaneSeqLens seq_lens = lane_seq_lens(params);
   ScheduleRange range;
-  SchedulerState state;
+  WorkState state;
   bool has_work = true;
 #pragma unroll 1
   for (u32 work_idx = 0; has_work;) {
@@ -199,6 +200,7 @@ __device__ inline void scheduler_loop(const Params& params, SharedMemoryPlan& sm
     const WorkItem work =
         has_work ? work_at(params, range, rank_in_group, state) : WorkItem::none();
     if (work_idx > 0) smem.work_pipeline.wait_empty(work_idx);
+    if (kBatchInvariant && work_idx == 0 && has_work && lane_index() == 0) smem.range = range;
     smem.work_pipeline.write(work_idx, work);
     if (work_idx == 0 && !publish_first_work(params, seq_lens, smem)) {
       has_work = true;

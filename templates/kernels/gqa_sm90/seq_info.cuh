@@ -13,9 +13,17 @@ struct SeqInfo {
   int kv_len;  // tokens in the cache, the new ones included
   int m_tiles;  // of one kv head; 0 if cu_seqlens_q points outside the query tensor
   int num_tiles;  // work tiles: one M tile of kKvHeadsPerCta kv heads for each CTA of a group
-  int first_kv_block;  // that any row attends to
+  int unit_tokens;  // of a unit of the schedule: a KV block, or a fixed split
+  int first_kv_block;  // unit that any row attends to
   int num_kv_blocks;  // from first_kv_block on
 };
+
+// Tokens of the fixed splits of a sequence whose rows attend to `tokens`: by these alone, so that
+// no other sequence has an influence.
+__device__ inline int split_tokens_of(int tokens) {
+  constexpr int kMaxTokens = kMaxSplits * kSplitTokens;
+  return kSplitTokens << 32 - __clz(max(tokens - 1, 0) / max(kMaxTokens, 1));
+}
 
 // First token in the sliding window of a query token.
 __device__ inline int window_kv_begin(const Params& params, int kv_len, int q_len, int query) {
@@ -25,8 +33,12 @@ __device__ inline int window_kv_begin(const Params& params, int kv_len, int q_le
 // Sets the KV blocks that any row attends to.
 __device__ inline void set_kv_blocks(const Params& params, SeqInfo& seq_info, int seq_len) {
   seq_info.kv_len = min(max(seq_len, 0), params.max_tokens);
-  seq_info.first_kv_block = window_kv_begin(params, seq_info.kv_len, seq_info.q_len, 0) / kBlockN;
-  seq_info.num_kv_blocks = ceil_div(seq_info.kv_len, kBlockN) - seq_info.first_kv_block;
+  const int kv_begin = window_kv_begin(params, seq_info.kv_len, seq_info.q_len, 0);
+  seq_info.unit_tokens = kBlockN;
+  if constexpr (kBatchInvariant) seq_info.unit_tokens = split_tokens_of(seq_info.kv_len - kv_begin);
+  seq_info.first_kv_block = kv_begin / seq_info.unit_tokens;
+  seq_info.num_kv_blocks =
+      ceil_div(seq_info.kv_len, seq_info.unit_tokens) - seq_info.first_kv_block;
 }
 
 // `seq_len` is the unchecked entry of seq_lens.

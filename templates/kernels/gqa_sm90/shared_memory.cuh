@@ -8,6 +8,7 @@
 #include "config.cuh"
 #include "ptx/load.cuh"
 #include "ptx/sync.cuh"
+#include "scheduler/schedule_range.cuh"
 #include "softmax/row_state.cuh"
 #include "work_pipeline.cuh"
 
@@ -33,6 +34,7 @@ struct SharedMemoryPlan {
   Barrier kv_empty[kStages];
   u32 nonfinite_work[2];  // last even and last odd work_idx with non-finite V to restore
   int is_last_split;
+  ScheduleRange range;  // of this CTA, for the combine of fixed splits
 };
 static_assert(sizeof(SharedMemoryPlan) <= kSharedBytes, "the spec computes the size of the struct");
 

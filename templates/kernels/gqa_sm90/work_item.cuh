@@ -34,7 +34,7 @@ struct WorkItem : WorkCoord {
   int kv_begin;  // of the tokens that any row may attend to
   int num_splits;  // of the work tile
   int split_idx;
-  int first_split_cta;  // CTA of split 0
+  int first_split;  // CTA of split 0; of a fixed split, linear index of split 0 in the schedule
 
   __device__ static WorkItem none() {
     WorkItem work = {};
@@ -108,9 +108,22 @@ struct WorkItem : WorkCoord {
   }
 };
 
-// Work item of the current work tile, for the first kv head of the CTA.
+// Current work item of a CTA: all of a work tile that lies in its range, or a fixed split of that.
+struct WorkState : SchedulerState {
+  int split;  // relative to the tile; of batch-invariant kernels
+
+  __device__ bool advance(const Params& params, const ScheduleRange& range) {
+    if constexpr (kBatchInvariant) {
+      if (++split < end_kv_block(range)) return true;
+      split = 0;
+    }
+    return SchedulerState::advance(params, range);
+  }
+};
+
+// Work item of the current state, for the first kv head of the CTA.
 __device__ inline WorkItem work_at(const Params& params, const ScheduleRange& range,
-                                   int rank_in_group, const SchedulerState& state) {
+                                   int rank_in_group, const WorkState& state) {
   const SeqInfo& seq_info = state.seq_info;
   WorkItem work;
   work.first_query = seq_info.first_query;
@@ -138,14 +151,25 @@ __device__ inline WorkItem work_at(const Params& params, const ScheduleRange& ra
     work.unmasked_kv_end = dcp_kv_end_of_query(params, work.seq_idx, first, work.kv_len);
   }
 
-  const int begin = seq_info.first_kv_block + state.first_kv_block(range);
-  const int end = seq_info.first_kv_block + state.end_kv_block(range);
+  int begin = seq_info.first_kv_block + state.first_kv_block(range);
+  int end = seq_info.first_kv_block + state.end_kv_block(range);
+  if constexpr (kBatchInvariant) {
+    const int kv_blocks = seq_info.unit_tokens / kBlockN;
+    begin = (seq_info.first_kv_block + state.split) * kv_blocks;
+    end = begin + kv_blocks;
+  }
   work.first_kv_block = max(begin, work.kv_begin / kBlockN);
   const int end_kv_block = min(end, ceil_div(work.kv_end, kBlockN));
   work.num_kv_blocks = max(end_kv_block - work.first_kv_block, 0);
-  const Splits splits = state.splits(range);
-  work.num_splits = splits.num_splits;
-  work.split_idx = range.index - splits.first_range;
-  work.first_split_cta = splits.first_range * params.cta_group_size + rank_in_group;
+  if constexpr (kBatchInvariant) {
+    work.num_splits = tile_kv_blocks(seq_info, 0);
+    work.split_idx = state.split;
+    work.first_split = state.tile_begin;
+  } else {
+    const Splits splits = state.splits(range);
+    work.num_splits = splits.num_splits;
+    work.split_idx = range.index - splits.first_range;
+    work.first_split = splits.first_range * params.cta_group_size + rank_in_group;
+  }
   return work;
 }
