@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from mlagen.errors import ArgumentError
 from mlagen.families.common import turns
 from mlagen.families.dispatch import GQA, MLA
 from mlagen.families.gqa import plan as gqa_plan
 from mlagen.families.mla import plan as mla_plan
+from mlagen.families.mla.args import MlaArgs
 from mlagen.settings import current_settings
 from mlagen.spec.gqa import sm80 as gqa_sm80
 from mlagen.spec.mla import sm80 as mla_sm80
 from tests.emulator.emulated import COMPILER, replace_launches
-from tests.families.launches import record_launches
+from tests.families.launches import launched, record_launches
 from tests.kernels import SM_80
 from tests.problems import invariance as inv
 from tests.problems.invariance import Batch, Facts, Form
@@ -114,3 +116,39 @@ def test_the_emulated_kernels_are_batch_invariant(
         emulated[0] = 1 + 7 * seed
         batch = inv.random_batch(requests, seed, 8, workspace_bytes=(1 << 25, size)[seed])
         assert inv.differing(form, batch, expected) == []
+
+
+@pytest.mark.parametrize(
+    ("share", "turns_of"), [(1, [8]), (2, [4, 4]), (3, [2, 2, 2, 2]), (8, [1] * 8), (9, None)]
+)
+def test_a_small_workspace_takes_turns(
+    share: int, turns_of: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fewest that fit; without enough for one request, the error has the bytes for all."""
+    launches = record_launches(monkeypatch, arch=SM_80)
+    needed = 8 * 16 * (4 * (512 + 1) * 4 + 4)  # requests, heads, splits
+    requests = inv.build(Facts(), [10] * 8, "cpu")
+    args = MlaArgs(
+        query=requests.query[:8],
+        kv_cache=requests.pools["cache"],
+        workspace_buffer=torch.zeros(needed // share, dtype=torch.uint8),
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        block_tables=requests.tables[:8],
+        seq_lens=requests.lens[:8],
+        max_seq_len=4096,
+        batch_invariant=True,
+    )
+    if turns_of is None:
+        rule = f"expected {needed} bytes or more for this call, got {needed // share} bytes"
+        with pytest.raises(ArgumentError, match=f"^workspace_buffer: {rule}$"):
+            launched(args, launches)
+        return
+    call = launched(args, launches)
+    decodes = [launch for launch in call.launches if launch.family == "mla_sm80"]
+    assert [launch.values["num_seqs"] for launch in decodes] == turns_of
+    assert len(call.launches) == 2 * len(turns_of)
+    starts = [launch.values["seq_lens"] - args.seq_lens.data_ptr() for launch in decodes]
+    assert starts == [4 * sum(turns_of[:turn]) for turn in range(len(turns_of))]
+    ends = [launch.values["out"] - call.out.data_ptr() for launch in decodes]
+    assert ends == [start // 4 * call.out[0].nbytes for start in starts]

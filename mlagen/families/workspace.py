@@ -290,9 +290,11 @@ def _gqa_plans(
 ) -> Iterator[Sm80Plan | GqaSm90Plan]:
     """Yield the same for a call of grouped-query attention."""
     kernel = current_settings().gqa_kernel
-    if kernel != "sm80" and (planned := plan_gqa_sm90_call(index, variant, shape)) is not None:
+    planned = None if kernel == "sm80" else plan_gqa_sm90_call(index, variant, shape)
+    if planned is not None:
         yield planned[1]
-    if kernel != "sm90":
+    # No batch changes the kernel of a batch-invariant call.
+    if kernel != "sm90" and not (planned is not None and variant.batch_invariant):
         yield plan_gqa_sm80_call(index, variant, shape)[1]
 
 

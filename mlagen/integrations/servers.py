@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -10,6 +11,8 @@ from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
+
+from mlagen.settings import current_settings
 
 # The versions that the plugins are tested with; the extras of pyproject.toml repeat them.
 TESTED = {"vllm": "<0.34,>=0.33", "sglang": "<0.5.24,>=0.5.23"}
@@ -49,6 +52,16 @@ def registration(server: str, expected: str) -> Iterator[ExitStack]:
             "%s: expected a version %s, which the backends of mlagen are tested with, got %s",
             *(server, TESTED[server], version),
         )
+
+
+def follow_batch_invariance(is_on: bool) -> bool:
+    """Return whether calls of this process are batch-invariant, as a server's own mode asks.
+
+    It turns the setting on, unless the environment says otherwise or the settings are read already.
+    """
+    if is_on:
+        os.environ.setdefault("MLAGEN_BATCH_INVARIANT", "1")
+    return current_settings().batch_invariant
 
 
 def version_of(server: str) -> str:

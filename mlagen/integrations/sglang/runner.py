@@ -12,8 +12,14 @@ import torch
 from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_parallel, get_spec, max_speculative_num_draft_tokens
+from sglang.srt.runtime_context import (
+    get_exec,
+    get_parallel,
+    get_spec,
+    max_speculative_num_draft_tokens,
+)
 
+from mlagen.integrations.servers import follow_batch_invariance
 from mlagen.integrations.sglang import DSV4, is_deepseek_v4
 from mlagen.integrations.warm_up import Calls, mla_calls
 from mlagen.integrations.warm_up import warm_up as warm_up_on
@@ -38,6 +44,7 @@ def check(runner: Any, name: str, backend: type) -> None:
     """
     for method, expected, got in _changed_methods(backend):
         raise ValueError(f"{name}: expected SGLang's {method}{expected}, got {got}")
+    _follow_deterministic_inference()
     for architecture in runner.model_config.hf_config.architectures or ():
         if is_deepseek_v4(architecture) != (name == DSV4):
             raise ValueError(
@@ -60,6 +67,14 @@ def check(runner: Any, name: str, backend: type) -> None:
         _logger.warning(
             "page_size: the sm90 kernels need a multiple of 16, got %d; pass --page-size 64",
             runner.page_size,
+        )
+
+
+def _follow_deterministic_inference() -> None:
+    is_on = get_exec().deterministic.enable_deterministic_inference
+    if is_on and not follow_batch_invariance(is_on):
+        raise ValueError(
+            "--enable-deterministic-inference: expected MLAGEN_BATCH_INVARIANT=1, got 0"
         )
 
 

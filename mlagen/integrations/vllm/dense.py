@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from vllm import envs
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
     MLACommonDecodeMetadata,
@@ -22,6 +23,7 @@ from vllm.v1.attention.backend import (
     max_decode_query_len,
 )
 
+from mlagen.integrations.servers import follow_batch_invariance
 from mlagen.integrations.vllm.warm_up import WARM_UP, MlaGroup
 from mlagen.integrations.warm_up import workspace
 from mlagen.mla import trtllm_batch_decode_with_kv_cache_mla as decode
@@ -133,6 +135,11 @@ class MlagenMLABackend(MLACommonBackend):
     def supports_compute_capability(cls, capability: Any) -> bool:
         """Return whether mlagen has a kernel; the sm90 kernels need 9.0."""
         return bool(capability.major >= 8)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Return whether decode is batch-invariant, as with ``VLLM_BATCH_INVARIANT=1``."""
+        return follow_batch_invariance(envs.VLLM_BATCH_INVARIANT)
 
 
 @dataclass

@@ -60,6 +60,11 @@ class MlagenDiffKVBackend(FlashAttentionDiffKVBackend):
         """Return whether FlashAttention has such heads on this GPU, and mlagen an sm90 kernel."""
         return (capability.major, capability.minor) == (9, 0)
 
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Return that it is not: FlashAttention serves a batch with a prompt."""
+        return False
+
 
 class MlagenDiffKVMetadataBuilder(FlashAttentionMetadataBuilder):
     """FlashAttention's builder, whose full graphs hold batches of decode alone."""

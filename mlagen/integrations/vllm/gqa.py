@@ -23,6 +23,7 @@ from vllm.v1.attention.backends.utils import get_flashinfer_layout_string
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from mlagen.decode import xqa_batch_decode_with_kv_cache as decode
+from mlagen.integrations.servers import follow_batch_invariance
 from mlagen.integrations.vllm.warm_up import WARM_UP
 from mlagen.integrations.warm_up import Calls, gqa_calls, workspace
 from mlagen.models.kernels import PAGE_SIZES
@@ -40,7 +41,7 @@ def supports_trtllm_attention(is_prefill: bool = False) -> bool:
 
     vLLM's function of that name asks NVIDIA's repository of cubins, for 5 s without a network.
     """
-    return not is_prefill and not envs.VLLM_BATCH_INVARIANT
+    return not is_prefill
 
 
 def can_use_trtllm_attention(
@@ -129,6 +130,11 @@ class MlagenGQABackend(vllm_flashinfer.FlashInferBackend):
     def supports_compute_capability(cls, capability: Any) -> bool:
         """Return whether vLLM calls XQA on this GPU and mlagen has an sm90 kernel."""
         return (capability.major, capability.minor) == (9, 0)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Return whether decode is batch-invariant, as with ``VLLM_BATCH_INVARIANT=1``."""
+        return follow_batch_invariance(envs.VLLM_BATCH_INVARIANT)
 
 
 class MlagenGQAMetadataBuilder(vllm_flashinfer.FlashInferMetadataBuilder):

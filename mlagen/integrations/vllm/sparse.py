@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm import _custom_ops as ops
+from vllm import envs
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonImpl,
     SparseMLACommonMetadata,
@@ -128,6 +129,7 @@ def can_convert(builder: Any, heads: int, kv_cache_dtype: str) -> bool:
         and space.dtype == torch.bfloat16
         and space.shape[-1] == _WIDTH
         and builder.vllm_config.attention_config.hisparse_config is None
+        and not envs.VLLM_BATCH_INVARIANT  # it depends on the batch
     )
 
 
@@ -268,6 +270,8 @@ class MlagenSparseMLAImpl(DecodeImpl, SparseMLACommonImpl[MlagenSparseMLAMetadat
         if self.kv_cache_dtype == FP8_DS_MLA and self.qk_rope_head_dim == 0:
             self.row_elements = DType.FP8_DS_MLA.row_bytes(self.kv_lora_rank)
             # That prefill gathers whole rows into a workspace without RoPE.
+            self.supports_dense_mha_prefill = False
+        if envs.VLLM_BATCH_INVARIANT:  # it depends on the longest prefill of a batch
             self.supports_dense_mha_prefill = False
 
     def forward_mqa(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -154,3 +156,26 @@ def test_a_gqa_call_is_planned_for_its_rows_and_window() -> None:
     assert plan_of(100_000, window=64) == plan_of(65)
     assert plan_of(10, window=64) == plan_of(10)
     assert plan_of(100_000)[1].num_splits > plan_of(65)[1].num_splits
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("batch", [1, 300])
+@pytest.mark.parametrize(
+    ("max_kv_len", "is_windowed", "splits"),
+    [(0, False, 1), (1024, False, 1), (1025, False, 2), (1024, True, 2), (9000, False, 9)],
+)
+def test_fixed_splits_follow_the_length_alone(
+    rows: int, batch: int, max_kv_len: int, is_windowed: bool, splits: int
+) -> None:
+    """One for each 1024 tokens, up to the most; the splits of each row are behind the partials."""
+    spec = mla_sm80(rows=rows, batch_invariant=True)
+    shape = mla_shape(batch, rows, max_kv_len)
+    shape = replace(shape, is_windowed=is_windowed)
+    for sm_count in SM_COUNTS:
+        planned = plan_mla_sm80(spec, shape, sm_count)
+        assert planned.num_splits == splits
+        partials = splits * shape.total_rows * (512 + 1) * 4
+        assert planned.row_splits_offset == (partials if splits > 1 else 0)
+        assert planned.workspace_bytes == (partials + shape.total_rows * 4) * (splits > 1)
+    longest = plan_mla_sm80(spec, replace(shape, max_kv_len=1 << 24), SMS)
+    assert longest.num_splits == spec.max_splits

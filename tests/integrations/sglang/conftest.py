@@ -67,6 +67,9 @@ def calls(sglang: Import, monkeypatch: Patch) -> list[Any]:
     parallel = {"dcp_enabled": False, "attn_dcp_size": 1}
     monkeypatch.setattr(module, "resolved_view", lambda arguments: arguments)
     monkeypatch.setattr(module, "get_spec", lambda: SimpleNamespace(**spec))
+    deterministic = SimpleNamespace(enable_deterministic_inference=False)
+    execution = SimpleNamespace(deterministic=deterministic)
+    monkeypatch.setattr(module, "get_exec", lambda: execution)
     monkeypatch.setattr(module, "max_speculative_num_draft_tokens", lambda: None)
     monkeypatch.setattr(module, "warm_up_on", lambda calls, _: warmed.extend(calls))
     monkeypatch.setattr(module, "get_parallel", lambda: SimpleNamespace(**parallel))

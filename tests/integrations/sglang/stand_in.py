@@ -427,7 +427,10 @@ MODULES: dict[str, dict[str, Any]] = {
     "sglang.srt.runtime_context": named(
         _function(
             *("get_exec", ""),
-            SimpleNamespace(kernel=SimpleNamespace(dsv4_attn_backend="flashmla")),
+            SimpleNamespace(
+                kernel=SimpleNamespace(dsv4_attn_backend="flashmla"),
+                deterministic=SimpleNamespace(enable_deterministic_inference=False),
+            ),
         ),
         _function("get_parallel", "", SimpleNamespace(dcp_enabled=False, attn_dcp_size=1)),
         _function("get_platform", "", SimpleNamespace(is_blackwell=False, is_sm120=False)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from mlagen.settings import current_settings
 from tests.fixture_types import Log, Patch
 from tests.integrations.attended import E4M3
 from tests.integrations.servers import Import, stub
@@ -135,6 +137,28 @@ def test_a_page_size_of_the_sm80_kernel_is_reported(
     with caplog.at_level(logging.WARNING, logger="mlagen"):
         mla.backend_of(runner(page_size=page_size), NAME)
     assert ("pass --page-size 64" in caplog.text) is warns
+
+
+@pytest.mark.parametrize("variable", [None, "0"])
+def test_deterministic_inference_makes_decode_batch_invariant(
+    mla: ModuleType, variable: str | None, monkeypatch: Patch
+) -> None:
+    """Unless the environment of mlagen says otherwise, which is refused."""
+    execution = sys.modules["mlagen.integrations.sglang.runner"].get_exec()
+    monkeypatch.setattr(execution.deterministic, "enable_deterministic_inference", True)
+    monkeypatch.delenv("MLAGEN_BATCH_INVARIANT", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("MLAGEN_BATCH_INVARIANT", variable)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", dict(os.environ))
+        current_settings.cache_clear()
+        if variable is None:
+            mla.backend_of(runner(), NAME)
+            assert current_settings().batch_invariant
+        else:
+            rule = "expected MLAGEN_BATCH_INVARIANT=1, got 0"
+            with pytest.raises(ValueError, match=f"^--enable-deterministic-inference: {rule}$"):
+                mla.backend_of(runner(), NAME)
 
 
 @pytest.mark.parametrize("name", MADE)

@@ -90,6 +90,7 @@ class AttentionBackend:
     is_sparse = method("", result=False)
     customize_spec = method("spec")
     supports_compute_capability = method("capability", result=True)
+    supports_batch_invariance = method("", result=False)
     supports_combination = method(
         "head_size dtype kv_cache_dtype block_size use_mla has_sink use_sparse use_mm_prefix "
         "device_capability",
@@ -484,6 +485,7 @@ class FlashAttentionDiffKVBackend:
 
     get_name = get_impl_cls = get_builder_cls = staticmethod(stub())
     supports_compute_capability = method("capability", result=True)
+    supports_batch_invariance = method("", result=True)
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:

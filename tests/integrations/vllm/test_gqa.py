@@ -309,7 +309,7 @@ def test_the_gate_is_open_without_cubins_and_a_network(gqa: ModuleType, hopper: 
         ((8, 2), True, False, True),
         ((8, 3), None, False, False),
         ((8, 2), False, False, False),
-        ((8, 2), None, True, False),
+        ((8, 2), None, True, True),
     ],
     ids=["default", "forced", "uneven heads", "switched off", "batch invariant"],
 )
@@ -321,7 +321,7 @@ def test_what_closes_the_gate(
     is_open: bool,
     monkeypatch: Patch,
 ) -> None:
-    """An option of vLLM, batch invariance, and heads without a group leave decode to FlashInfer."""
+    """An option of vLLM, and heads without a group, leave decode to FlashInfer."""
     monkeypatch.setattr(gqa, "force_use_trtllm_attention", lambda: forced)
     monkeypatch.setattr(gqa.envs, "VLLM_BATCH_INVARIANT", is_invariant, raising=False)
     assert gqa.can_use_trtllm_attention(*heads) is is_open

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from mlagen.models.kernels import PAGE_SIZES, page_size_of
+from mlagen.settings import current_settings
+from tests.fixture_types import Patch
 from tests.integrations.servers import Import, is_installed
 from tests.integrations.vllm.conftest import ImplOf
 
@@ -134,6 +137,26 @@ def test_the_gqa_backend_is_for_hopper(
     assert backend.supports_kv_cache_dtype("fp8_e4m3")
     assert backend.supports_kv_cache_dtype("nvfp4")
     assert not backend.supports_kv_cache_dtype("int8_per_token_head")
+
+
+@pytest.mark.parametrize("variable", [None, "0", "1"])
+@pytest.mark.parametrize("is_on", [False, True])
+def test_the_mode_of_vllm_makes_decode_batch_invariant(
+    vllm: Import, backends: Backends, is_on: bool, variable: str | None, monkeypatch: Patch
+) -> None:
+    """Unless the environment of mlagen says otherwise, when vLLM refuses the backend."""
+    monkeypatch.setattr(vllm("vllm.envs"), "VLLM_BATCH_INVARIANT", is_on, raising=False)
+    monkeypatch.delenv("MLAGEN_BATCH_INVARIANT", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("MLAGEN_BATCH_INVARIANT", variable)
+    expected = variable == "1" or (is_on and variable is None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", dict(os.environ))
+        current_settings.cache_clear()
+        for name in ("MLAGEN_MLA", "MLAGEN_MLA_SPARSE", "MLAGEN_GQA"):
+            assert backends[name].supports_batch_invariance() is expected
+        assert current_settings().batch_invariant is expected
+    assert not backends["MLAGEN_GQA_DIFFKV"].supports_batch_invariance()
 
 
 @pytest.mark.parametrize("name", ["MLAGEN_MLA", "MLAGEN_MLA_SPARSE"])
