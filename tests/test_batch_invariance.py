@@ -148,7 +148,8 @@ def test_a_small_workspace_takes_turns(
     decodes = [launch for launch in call.launches if launch.family == "mla_sm80"]
     assert [launch.values["num_seqs"] for launch in decodes] == turns_of
     assert len(call.launches) == 2 * len(turns_of)
-    starts = [launch.values["seq_lens"] - args.seq_lens.data_ptr() for launch in decodes]
+    first = requests.lens.data_ptr()
+    starts = [launch.values["seq_lens"] - first for launch in decodes]
     assert starts == [4 * sum(turns_of[:turn]) for turn in range(len(turns_of))]
     ends = [launch.values["out"] - call.out.data_ptr() for launch in decodes]
     assert ends == [start // 4 * call.out[0].nbytes for start in starts]

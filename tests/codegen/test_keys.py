@@ -176,7 +176,7 @@ CHANGES: dict[str, tuple[Callable[[Path, Patch], object], str, list[str]]] = {
         sorted(FAMILIES),
     ),
     "a parameter": (
-        _attribute(CombineSpec, "parameters", CombineSpec.parameters[1:]),
+        _attribute(CombineSpec, "common_parameters", CombineSpec.common_parameters[1:]),
         "fact.declarations",
         ["combine"],
     ),
@@ -184,8 +184,8 @@ CHANGES: dict[str, tuple[Callable[[Path, Patch], object], str, list[str]]] = {
     "whether a parameter is constant": (
         _attribute(
             CombineSpec,
-            "parameters",
-            tuple(replace(one, is_constant=True) for one in CombineSpec.parameters),
+            "common_parameters",
+            tuple(replace(one, is_constant=True) for one in CombineSpec.common_parameters),
         ),
         "",
         [],

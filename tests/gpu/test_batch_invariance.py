@@ -81,7 +81,7 @@ def test_a_replayed_graph_has_the_bits_of_eager_calls(name: str, device: str) ->
     requests = inv.build(facts, LENS, device)
     batch = inv.random_batch(requests, 3, 100, workspace_bytes=SMALL)
     eager = [bits.clone() for bits in form(batch)]
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         form(batch)
         stream.synchronize()

@@ -19,7 +19,7 @@ from mlagen.mla import CausalMask, PagedKVCache
 from mlagen.writers import dsv4_fp8_quantize_pack_sparse_mla_cache
 from tests.problems.problem import E4M3, POISON
 
-Results = tuple[torch.Tensor, torch.Tensor | None]  # out, LSE
+Results = tuple[torch.Tensor, ...]  # out, and the LSE of entry points that have one
 
 _MLA_WIDTH, _RANK = 576, 512
 
@@ -194,10 +194,15 @@ def _pools(
     return {name: (random(*shape) * factor).to(dtype) for name in ("key", "value")}
 
 
+def _both(result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Results:
+    assert isinstance(result, tuple)
+    return result
+
+
 def mla(batch: Batch, **more: Any) -> Results:
     """Call ``trtllm_batch_decode_with_kv_cache_mla``."""
     given = batch.common | {"query": batch.query} | more
-    return mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
+    result = mlagen.mla.trtllm_batch_decode_with_kv_cache_mla(
         kv_cache=batch.of.pools["cache"],
         qk_nope_head_dim=128,
         kv_lora_rank=_RANK,
@@ -207,6 +212,7 @@ def mla(batch: Batch, **more: Any) -> Results:
         return_lse=True,
         **given,
     )
+    return _both(result)
 
 
 def mla_ragged(batch: Batch) -> Results:
@@ -247,7 +253,7 @@ def dsv4(batch: Batch) -> Results:
     """Call ``trtllm_batch_decode_sparse_mla_dsv4`` with two pools, here one."""
     half = batch.lens // 2
     width = int(half.max()) + batch.spare_columns + 1
-    return mlagen.mla.trtllm_batch_decode_sparse_mla_dsv4(
+    result = mlagen.mla.trtllm_batch_decode_sparse_mla_dsv4(
         query=batch.query[:, 0],
         swa_kv_cache=batch.of.pools["cache"],
         sparse_indices=_indices(batch, width)[:, 0],
@@ -259,6 +265,7 @@ def dsv4(batch: Batch) -> Results:
         return_lse=True,
         **batch.scratch,
     )
+    return _both(result)
 
 
 def xqa_batch_mla(batch: Batch) -> Results:
@@ -272,7 +279,7 @@ def xqa_batch_mla(batch: Batch) -> Results:
         bmm1_scale=0.02,
         **batch.common,
     )
-    return out, None
+    return (out,)
 
 
 def xqa_mla(batch: Batch) -> Results:
@@ -292,7 +299,7 @@ def xqa_mla(batch: Batch) -> Results:
         q_scale=0.02,
         **batch.scratch,
     )
-    return output, None
+    return (output,)
 
 
 def flare(batch: Batch) -> Results:
@@ -309,7 +316,7 @@ def flare(batch: Batch) -> Results:
         ragged=True,
         batch_invariant=batch.batch_invariant,
     )
-    return out, None
+    return (out,)
 
 
 def mla_wrapper(batch: Batch) -> Results:
@@ -332,7 +339,7 @@ def mla_wrapper(batch: Batch) -> Results:
         batch_invariant=batch.batch_invariant,
     )
     query, cache = batch.query.flatten(0, 1), batch.of.pools["cache"]
-    return wrapper.run(query=query, kv_cache=cache, return_lse=True)
+    return _both(wrapper.run(query=query, kv_cache=cache, return_lse=True))
 
 
 def _caches(batch: Batch) -> dict[str, Any]:
@@ -344,7 +351,7 @@ def _caches(batch: Batch) -> dict[str, Any]:
 def gqa(batch: Batch, **more: Any) -> Results:
     """Call ``xqa_batch_decode_with_kv_cache``."""
     facts = batch.of.facts
-    return mlagen.decode.xqa_batch_decode_with_kv_cache(
+    result = mlagen.decode.xqa_batch_decode_with_kv_cache(
         query=batch.query.flatten(0, 1),
         bmm1_scale=0.05,
         window_left=facts.window - 1,
@@ -354,6 +361,7 @@ def gqa(batch: Batch, **more: Any) -> Results:
         return_lse=True,
         **batch.common | _caches(batch) | more,
     )
+    return _both(result)
 
 
 def gqa_ragged(batch: Batch) -> Results:
@@ -364,7 +372,7 @@ def gqa_ragged(batch: Batch) -> Results:
 def trtllm_gqa(batch: Batch) -> Results:
     """Call ``trtllm_batch_decode_with_kv_cache``."""
     facts = batch.of.facts
-    return mlagen.decode.trtllm_batch_decode_with_kv_cache(
+    result = mlagen.decode.trtllm_batch_decode_with_kv_cache(
         query=batch.query.flatten(0, 1),
         bmm1_scale=0.05,
         window_left=facts.window - 1,
@@ -373,6 +381,7 @@ def trtllm_gqa(batch: Batch) -> Results:
         return_lse=True,
         **batch.common | _caches(batch),
     )
+    return _both(result)
 
 
 def xqa(batch: Batch) -> Results:
@@ -416,7 +425,7 @@ def gqa_wrapper(batch: Batch) -> Results:
         q_len_per_req=facts.q_len,
     )
     caches = (batch.of.pools["key"], batch.of.pools["value"])
-    return wrapper.run(batch.query.flatten(0, 1), caches, return_lse=True)
+    return _both(wrapper.run(batch.query.flatten(0, 1), caches, return_lse=True))
 
 
 def bits(tensor: torch.Tensor, requests: int) -> torch.Tensor:
@@ -433,13 +442,13 @@ def alone(form: Form, requests: Requests, **others: Any) -> list[torch.Tensor]:
     for index in range(requests.count):
         idx = torch.tensor([index], device=requests.lens.device)
         given = form(Batch(of=requests, idx=idx, **others))
-        found.append([bits(one, 1) for one in given if one is not None])
+        found.append([bits(one, 1) for one in given])
     return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
 
 def differing(form: Form, batch: Batch, expected: list[torch.Tensor]) -> list[int]:
     """Return the requests of a batch whose bits are not those that they have alone."""
-    given = [bits(one, len(batch.idx)) for one in form(batch) if one is not None]
+    given = [bits(one, len(batch.idx)) for one in form(batch)]
     is_known = batch.idx < batch.of.count
     idx = batch.idx.clamp(max=batch.of.count - 1)
     differs = torch.zeros_like(is_known)
@@ -456,6 +465,10 @@ def random_batch(requests: Requests, seed: int, max_batch: int, **others: Any) -
         return int(torch.randint(end, (1,), generator=generator))
 
     idx = torch.randint(len(requests.lens), (1 + number(max_batch),), generator=generator)
-    sizes = {"spare_columns": number(50), "spare_len": number(3) * 5000}
-    given = {"of": requests.moved(seed) if seed % 2 else requests, **sizes} | others
-    return Batch(idx=idx.to(requests.lens.device), **given)
+    return Batch(
+        of=requests.moved(seed) if seed % 2 else requests,
+        idx=idx.to(requests.lens.device),
+        spare_columns=number(50),
+        spare_len=number(3) * 5000,
+        **others,
+    )
