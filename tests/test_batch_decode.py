@@ -38,7 +38,7 @@ DRAFTS = GqaCase(seq_lens=(70, 3, 33), q_len=3)
 
 def _fast_plan_arguments(problem: GqaProblem, **changes: Any) -> dict[str, Any]:
     given = plan_arguments(problem)
-    for name in ("o_data_type", "is_causal", "head_dim_vo"):
+    for name in ("o_data_type", "is_causal", "head_dim_vo", "use_token_head_sf"):
         given.pop(name, None)
     return given | changes
 

@@ -43,6 +43,9 @@ DIMS_192_128: dict[str, Any] = {"head_dim": 192, "head_dim_vo": 128}
 # Scores near the cap and beyond; and far from it.
 CAPPED: dict[str, Any] = {"soft_cap": 30.0, "score_scale": 2.0}
 FAR_FROM_CAP: dict[str, Any] = {"soft_cap": 1000.0, "score_scale": 0.2}
+TOKEN_SCALES: dict[str, Any] = {"has_token_scales": True}
+# Small ones, in the pages of vLLM: keys, their scales, values, their scales.
+INLINE_SCALES: dict[str, Any] = TOKEN_SCALES | {"cache_layout": "inline", "scale_exponent": -30}
 E4M3_OUT: dict[str, Any] = {"kv": "e4m3", "out_dtype": E4M3, "output_scale": 0.5}
 MANY = tuple(i * 37 % 300 for i in range(36))
 EIGHT = (300, 0, 17, 129, 256, 1, 700, 90)
@@ -99,6 +102,38 @@ CASES = [
     ),
     given(
         "nvfp4, 32 rows", 2, seq_lens=EIGHT, kv="nvfp4", mask="random", window=50, group=8, q_len=4
+    ),
+    given("token scales", 6, seq_lens=(300, 0, 700), kv="int8", group=8, **TOKEN_SCALES),
+    given(
+        "token scales in a row",
+        5,
+        seq_lens=(300, 17),
+        kv="int8",
+        page_size=64,
+        window=99,
+        q_len=2,
+        layout="HND",
+        **INLINE_SCALES,
+    ),
+    given(
+        "token scales, 32 rows",
+        2,
+        seq_lens=EIGHT,
+        mask="random",
+        window=50,
+        **E4M3_32_ROWS | INLINE_SCALES,
+    ),
+    given("token scales, 256 dims", 3, seq_lens=(300, 17), kv="e5m2", head_dim=256, **TOKEN_SCALES),
+    given(
+        "token scales, 512 dims", 3, seq_lens=(200, 90), kv="e4m3", head_dim=512, **INLINE_SCALES
+    ),
+    given(
+        "token scales, values of fewer dims",
+        3,
+        seq_lens=(300, 17),
+        kv="int8",
+        group=16,
+        **TOKEN_SCALES | DIMS_192_128,
     ),
     given("16 rows, one SM", 1, seq_lens=(300, 0, 5), head_dim=64, group=16),
     given("32 rows, sinks", 5, seq_lens=(300, 3), group=8, q_len=4, page_size=64, sink=2.0),
@@ -184,6 +219,15 @@ TOGETHER = [
         head_dim=256,
         cache_layout="strided",
         o_scale=0.5,
+    ),
+    given(
+        "four heads with token scales",
+        5,
+        seq_lens=(300, 90),
+        kv="e4m3",
+        kv_heads=4,
+        head_dim=64,
+        **INLINE_SCALES,
     ),
     given("96 dims of two heads", 5, seq_lens=(300, 3), kv="e4m3", head_dim=96, page_size=64),
     given("two heads", 6, seq_lens=(300, 0, 700), kv="e4m3", page_size=64),
@@ -309,6 +353,10 @@ SM80_CASES = [
     given("e4m3 in and out", seq_lens=(100,), head_dim=64, **E4M3_OUT),
     given("e5m2", seq_lens=(100,), kv="e5m2", head_dim=64),
     given("int8", seq_lens=(100,), kv="int8", output_scale=0.02, head_dim=64),
+    given("token scales", 3, seq_lens=(100, 17, 0), kv="int8", head_dim=64, **TOKEN_SCALES),
+    given(
+        "token scales in a row", 2, seq_lens=(70,), kv="e4m3", dtype=FP16, q_len=3, **INLINE_SCALES
+    ),
     given("a soft cap", 3, seq_lens=(100, 17, 0), mask="random", q_len=3, sink=3.0, **CAPPED),
     given("stacked", seq_lens=(70, 3), cache_layout="stacked", layout="HND", head_dim=64),
     given("values of fewer dims", seq_lens=(70, 40), **DIMS_192_128),

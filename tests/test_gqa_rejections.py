@@ -23,6 +23,7 @@ from tests.rejected import Row, rejections_of, rejects
 SMALL = GqaCase(seq_lens=(70, 3, 0, 33), sink=3.0).build("cpu")
 CACHES: Any = SMALL.store.caches("tuple", "NHD")
 KEYS, VALUES = CACHES
+ONES = torch.ones(KEYS.shape[0], 2, *KEYS.shape[1:3])
 LENS, THREE_SEQUENCES = ints(1, 2), {"last_page_len": ints(1, 1, 1), "indptr": ints(0, 0, 0, 0)}
 DRAFTS = GqaCase(seq_lens=(70, 3), q_len=2, sink=3.0).build("cpu")
 MASKED = GqaCase(seq_lens=(70, 3), q_len=2, mask="random").build("cpu")
@@ -45,16 +46,29 @@ ROWS: dict[str, list[Row]] = {
     ],
     "plan": [
         ("pos_encoding_mode", "ALIBI", ": not implemented, expected 'NONE', got 'ALIBI'"),
-        ("logits_soft_cap", -1.0, ": expected None, 0, or a finite number above 0, got -1.0"),
-        ("logits_soft_cap", math.inf, ": expected None, 0, or a finite number above 0, got inf"),
-        ("logits_soft_cap", math.nan, ": expected None, 0, or a finite number above 0, got nan"),
+        ("logits_soft_cap", -1.0, ": expected None, 0, or a number from 1e-30 to 1e30, got -1.0"),
+        (
+            "logits_soft_cap",
+            math.inf,
+            ": expected None, 0, or a number from 1e-30 to 1e30, got inf",
+        ),
+        (
+            "logits_soft_cap",
+            math.nan,
+            ": expected None, 0, or a number from 1e-30 to 1e30, got nan",
+        ),
         ("logits_soft_cap", "30", ": expected a float, got '30'"),
         ("fixed_split_size", 0, ": expected an int, 1 or more, got 0"),
         ("fixed_split_size", 0.5, ": expected an int, 1 or more, got 0.5"),
         ("disable_split_kv", "no", ": expected a bool, got 'no'"),
         ("batch_invariant", "yes", ": expected a bool, got 'yes'"),
         ("window_right", 3, ": not implemented, expected 0, got 3"),
-        ("use_token_head_sf", True, ": not implemented, expected False, got True"),
+        ("use_token_head_sf", "yes", ": expected a bool, got 'yes'"),
+        (
+            "kv_data_type",
+            {"use_token_head_sf": True},
+            ": expected torch.float8_e4m3fn or torch.float8_e5m2 or torch.int8 with use_token_...",
+        ),
         (
             "indptr",
             ints(0, 0, 0),
@@ -101,15 +115,16 @@ ROWS: dict[str, list[Row]] = {
         ("window_left", "3", ": expected an int, got '3'"),
         ("", {"q_len_per_req": 2}, "q.shape: expected [8, 8, 128] (batch * q_len_per_req of 2,..."),
         ("q_len_per_req", 0, ": expected an int, 1 or more, got 0"),
-        ("logits_soft_cap", -3.0, ": expected None, 0, or a finite number above 0, got -3.0"),
+        ("logits_soft_cap", -3.0, ": expected None, 0, or a number from 1e-30 to 1e30, got -3.0"),
         ("skip_softmax_threshold_scale_factor", "no", ": expected a float, got 'no'"),
+        ("kv_cache_sf", ONES, ".dtype: expected no torch.float32 (use_token_head_sf of plan), ..."),
     ],
     "forward": [
         ("window_left", "5", ": expected an int, got '5'"),
         ("sm_scale", "small", ": expected a float, got 'small'"),
         ("q_scale", "small", ": expected a float or a torch.float32 tensor of one element, ..."),
         ("pos_encoding_mode", "ALIBI", ": not implemented, expected 'NONE', got 'ALIBI'"),
-        ("logits_soft_cap", -3.0, ": expected None, 0, or a finite number above 0, got -3.0"),
+        ("logits_soft_cap", -3.0, ": expected None, 0, or a number from 1e-30 to 1e30, got -3.0"),
     ],
     "trtllm": [
         ("out_dtype", "nvfp4", ": not implemented, expected a torch.dtype, got 'nvfp4'"),
@@ -213,6 +228,20 @@ def test_what_runs_need() -> None:
         planned.forward(**forward_arguments(SMALL))
     with rejects("args: not implemented, expected none..."):
         planned.run(SMALL.query, CACHES, 1.0)
+
+
+def test_planned_token_scales_are_required() -> None:
+    """A run has scales of each token and KV head if and only if the plan says so."""
+    problem = GqaCase(seq_lens=(70,), kv="int8", has_token_scales=True).build("cpu")
+    wrapper = wrapper_of(problem)
+
+    problem.check(run(wrapper, problem))
+
+    rule = "kv_cache_sf.dtype: expected torch.float32 (use_token_head_sf of plan), got "
+    with rejects(f"{rule}None"):
+        run(wrapper, problem, kv_cache_sf=None)
+    with rejects(f"{rule}torch.uint8"):
+        run(wrapper, problem, kv_cache_sf=problem.block_tables.to(torch.uint8))
 
 
 def test_a_workspace_of_another_device_is_rejected() -> None:

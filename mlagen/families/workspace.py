@@ -33,7 +33,7 @@ from mlagen.families.gqa.plan import (
     plan_gqa_sm80_call,
     plan_gqa_sm90_call,
 )
-from mlagen.families.gqa.problem import QUANTIZED
+from mlagen.families.gqa.problem import QUANTIZED, WITH_TOKEN_SCALES
 from mlagen.families.mla.args import MlaArgs, canonical_numbers
 from mlagen.families.mla.launch import not_covered
 from mlagen.families.mla.plan import (
@@ -187,24 +187,25 @@ def workspace_bytes(
         kv_heads = require_whole_number(kv_heads, "kv_heads", min_value=1)
         require(heads % kv_heads == 0, "heads", f"a multiple of {kv_heads} (kv_heads)", heads)
         query_dtype = _named(dtype, "dtype", DTYPES)
+        dims = require_whole_number(head_dim, "head_dim", min_value=1)
+        values = dims if head_dim_vo is None else head_dim_vo
         gqa_variant = GqaVariant(
             query_dtype=query_dtype,
             kv_dtype=_named(dtype if kv_dtype is None else kv_dtype, "kv_dtype", _GQA_KV_DTYPES),
             out_dtype=query_dtype,
-            head_dim=require_whole_number(head_dim, "head_dim", min_value=1),
+            head_dim=dims,
+            head_dim_vo=require_whole_number(values, "head_dim_vo", min_value=1),
             page_size=page_size,
             batch_invariant=is_invariant,
         )
-        if head_dim_vo is not None:
-            dims = require_whole_number(head_dim_vo, "head_dim_vo", min_value=1)
-            gqa_variant = replace(
-                gqa_variant, head_dim_vo=0 if dims == gqa_variant.head_dim else dims
-            )
         attended = attended_tokens(max_seq_len, window, q_len)
         facts: dict[str, Any] = {"kv_heads": kv_heads, "max_kv_len": attended}
         facts["is_windowed"] = attended < rounded_up(max_seq_len)
-        for shape in shapes:
-            plans += _gqa_plans(index, gqa_variant, replace(shape, **facts))
+        # With a scale of each token, sm80 may have another tile.
+        kv = gqa_variant.kv_dtype
+        for cached, shape in product({kv, WITH_TOKEN_SCALES.get(kv, kv)}, shapes):
+            cached_variant = replace(gqa_variant, kv_dtype=cached)
+            plans += _gqa_plans(index, cached_variant, replace(shape, **facts))
         if not plans:
             raise gqa_launch.not_covered(index, gqa_variant)
     return max(plan.workspace_bytes for plan in plans)

@@ -23,7 +23,7 @@ from mlagen.families.common.arguments import (
 from mlagen.families.common.memory import require_memory, require_plain
 from mlagen.families.dispatch import GQA
 from mlagen.families.gqa.args import GqaArgNames, GqaArgs, converted_query, pair_of
-from mlagen.families.gqa.problem import QUANTIZED
+from mlagen.families.gqa.problem import QUANTIZED, WITH_TOKEN_SCALES
 from mlagen.planned.metadata import (
     Requests,
     checked,
@@ -57,6 +57,8 @@ _VALUES = _RUN_NAMES.value_cache
 _E4M3 = torch.float8_e4m3fn
 _Q_DTYPES = (*DTYPES, _E4M3)
 _KV_DTYPES = (*DTYPES, *QUANTIZED)
+# Of a cache that may have a scale of each token and KV head.
+TOKEN_SCALED = tuple(dtype for dtype, named in QUANTIZED.items() if named in WITH_TOKEN_SCALES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,7 @@ class DecodeSettings:
     head_dim_vo: int = 0  # of values, if it is another one
     soft_cap: float = 0.0  # of the scores; 0: none
     batch_invariant: bool = False
+    use_token_head_sf: bool = False  # whether each token and KV head has a scale
 
 
 class GraphBuffers:
@@ -225,6 +228,7 @@ def run_planned(
     keys, cached_values = pair_of(paged_kv_cache, "paged_kv_cache")
     scales = (None, None) if kv_cache_sf is None else pair_of(kv_cache_sf, "kv_cache_sf")
     _check_as_planned(plan, q, keys, cached_values, out)
+    _check_scales(settings, *scales)
     return GqaArgs(
         query=converted_query(q, "q", settings.o_data_type),
         key_cache=keys,
@@ -285,6 +289,17 @@ def _check_as_planned(
         rule = f"{width} (head_dim_vo of plan{' / 2' if width < dims else ''})"
         is_planned = values.dim() == 0 or values.shape[-1] == width
         require(is_planned, f"{_VALUES}.shape[-1]", rule, tuple(values.shape)[-1:])
+
+
+def _check_scales(settings: DecodeSettings, *scales: object) -> None:
+    """Reject scales of tokens that are not planned, and others where they are."""
+    given = [each.dtype for each in scales if isinstance(each, torch.Tensor)]
+    is_planned = settings.use_token_head_sf
+    if (torch.float32 in given) is not is_planned:
+        rule = (
+            f"{'torch.float32' if is_planned else 'no torch.float32'} (use_token_head_sf of plan)"
+        )
+        reject_dtype("kv_cache_sf.dtype", rule, given[0] if given else None)
 
 
 def _settings_of(text: str, _: dict[str, Any]) -> DecodeSettings:

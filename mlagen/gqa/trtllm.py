@@ -260,8 +260,11 @@ def trtllm_batch_decode_with_kv_cache(
         Offsets of the requests' query tokens, for ragged queries.
     skip_softmax_threshold_scale_factor : float
         Ignored: no KV block is skipped, and the result is exact.
-    kv_cache_sf : e4m3 or uint8 [..., head_dim / 16]
-        One scale for 16 elements of an NVFP4 cache, in one of the layouts of ``kv_cache``.
+    kv_cache_sf : e4m3 or uint8 [..., head_dim / 16], or fp32
+        One scale for 16 elements of an NVFP4 cache, in one of the layouts of ``kv_cache``; or one
+        for a token and KV head of an e4m3, e5m2 or int8 cache, in one of these layouts without
+        ``head_dim``, with any strides: keys and values may have any strides of 4 bytes then, as in
+        rows that hold a scale behind them.
     uses_shared_paged_kv_idx : bool
         Whether keys and values have the same page ids; otherwise ``block_tables`` has those of keys
         and then those of values for each request.

@@ -12,6 +12,7 @@ from mlagen.families.common.arguments import (
     INT32_MAX,
     canonical_scale,
     chooses_batch_invariant,
+    reject_dtype,
     reject_unserved,
     require,
     require_choice,
@@ -28,6 +29,7 @@ from mlagen.gqa.plan import (
     BUFFER_NAMES,
     NAMES,
     OP,
+    TOKEN_SCALED,
     DecodeSettings,
     GraphBuffers,
     data_types,
@@ -236,7 +238,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         is_causal : bool
             Whether the tokens after a query token are masked; None means yes.
         use_token_head_sf : bool
-            False: a scale of each token and head is not implemented.
+            Whether ``kv_cache_sf`` of each run has a scale of each token and KV head.
         head_dim_vo : int
             Elements of a value and of an output row, at most those of a key; ``head_dim`` if None.
         batch_invariant : bool
@@ -254,7 +256,6 @@ class BatchDecodeWithPagedKVCacheWrapper:
         unserved: dict[str, tuple[Any, ...]] = {
             "pos_encoding_mode": (pos_encoding_mode, "NONE"),
             "window_right": (window_right, 0),
-            "use_token_head_sf": (use_token_head_sf, False),
         }
         for keyword, (value, *nothing) in unserved.items():
             reject_unserved(keyword, value, *nothing)
@@ -288,7 +289,12 @@ class BatchDecodeWithPagedKVCacheWrapper:
             kv_layout=self._kv_layout,
             head_dim_vo=_value_dim(head_dim_vo, whole["head_dim"]),
             batch_invariant=_batch_invariant(batch_invariant, fixed_split_size, disable_split_kv),
+            use_token_head_sf=require_flag(use_token_head_sf, "use_token_head_sf"),
         )
+        cached = settings.kv_data_type
+        if settings.use_token_head_sf and cached not in TOKEN_SCALED:
+            rule = f"{' or '.join(map(str, TOKEN_SCALED))} with use_token_head_sf"
+            reject_dtype("kv_data_type", rule, cached)
         given = Requests(
             kv_indptr=require_tensor(indptr, "indptr"),
             kv_indices=require_tensor(indices, "indices"),
@@ -353,8 +359,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
             As planned if None.
         skip_softmax_threshold_scale_factor : float
             Ignored: no KV block is skipped, and the result is exact.
-        kv_cache_sf : e4m3 or uint8 [..., head_dim / 16]
-            One scale for 16 elements of an NVFP4 cache, in one of the layouts of the cache.
+        kv_cache_sf : e4m3 or uint8 [..., head_dim / 16], or fp32 with ``use_token_head_sf``
+            One scale for 16 elements of an NVFP4 cache, or for a token and KV head of an FP8 or
+            int8 cache, as in :func:`mlagen.decode.xqa_batch_decode_with_kv_cache`.
         logits_soft_cap : float
             As planned if None; 0: none.
 
@@ -491,13 +498,13 @@ class BatchDecodeWithPagedKVCacheWrapper:
 
 
 def _value_dim(head_dim_vo: object, head_dim: int) -> int:
-    """Return the elements of a value, 0 for those of a key."""
+    """Return the elements of a value; 0 where no number is given, for those of a key."""
     if head_dim_vo is None:
         return 0
     number = require_whole_number(head_dim_vo, "head_dim_vo", min_value=1)
     is_value = number == head_dim or (number < head_dim and number % 16 == 0)
     require(is_value, "head_dim_vo", f"a multiple of 16 up to {head_dim} (head_dim)", number)
-    return number if number != head_dim else 0
+    return number
 
 
 def _batch_invariant(
@@ -581,8 +588,8 @@ def fast_decode_plan(
     self : BatchDecodeWithPagedKVCacheWrapper
         The wrapper.
     indptr, indices, last_page_len, ... : as in :meth:`BatchDecodeWithPagedKVCacheWrapper.plan`
-        ``q_data_type`` is ``data_type`` if None, and fp16 without both. The dtype of the output and
-        the elements of a value are those of the plan before.
+        ``q_data_type`` is ``data_type`` if None, and fp16 without both. The dtype of the output,
+        the elements of a value and ``use_token_head_sf`` are those of the plan before.
     global_override_indptr_cpu : int32 or uint32 [batch + 1]
         ``indptr`` on the CPU, which is read instead.
 
@@ -618,4 +625,5 @@ def fast_decode_plan(
         disable_split_kv=disable_split_kv,
         q_len_per_req=q_len_per_req,
         head_dim_vo=None if before is None else before.settings.head_dim_vo or None,
+        use_token_head_sf=before is not None and before.settings.use_token_head_sf,
     )

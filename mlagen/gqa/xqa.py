@@ -126,8 +126,11 @@ def xqa_batch_decode_with_kv_cache(
         attends to draft ``j`` of its request, including its own. Views of the same bytes as uint32
         or int32 are accepted. None means causal: drafts ``0 .. i``. Ignored if ``q_len_per_req`` is
         1.
-    kv_cache_sf : e4m3 or uint8 [..., head_dim / 16]
-        One scale for 16 elements of an NVFP4 cache, in one of the layouts of ``kv_cache``.
+    kv_cache_sf : e4m3 or uint8 [..., head_dim / 16], or fp32
+        One scale for 16 elements of an NVFP4 cache, in one of the layouts of ``kv_cache``; or one
+        for a token and KV head of an e4m3, e5m2 or int8 cache, in one of these layouts without
+        ``head_dim``, with any strides: keys and values may have any strides of 4 bytes then, as in
+        rows that hold a scale behind them.
     q_cu_seq_lens : int32 or uint32 [batch + 1]
         Offsets of the requests' query tokens, for ragged queries; a request may have none. Results
         of query tokens that belong to no request are unspecified.
@@ -304,8 +307,9 @@ def xqa(
         The drafts that each query token attends to; None means causal.
     q_cu_seq_lens : int32 or uint32 [batch + 1]
         Offsets of the requests' query tokens, for ragged queries.
-    k_sf_cache, v_sf_cache : e4m3 or uint8 [..., head_dim / 16]
-        One scale for 16 elements of an NVFP4 cache, in the layout of the caches.
+    k_sf_cache, v_sf_cache : e4m3 or uint8 [..., head_dim / 16], or fp32 [...]
+        One scale for 16 elements of an NVFP4 cache, or for a token and KV head, in the layout of
+        the caches.
     lse : fp32 [tokens, heads], or as q without head_dim
         Written if given: the logarithm of the softmax denominator, including the sink. A fully
         masked row has its sink, or minus infinity without one.

@@ -89,7 +89,7 @@ def gqa_calls(
     query_dtype: torch.dtype,
     kv_dtype: torch.dtype,
     max_q_len: int = 1,
-    head_dim_vo: int | None = None,
+    head_dim_vo: int = 0,
     has_soft_cap: bool = False,
 ) -> list[tuple[GqaVariant, int]]:
     """Return the decode calls of layers of grouped-query attention, as :func:`mla_calls`.
@@ -101,7 +101,7 @@ def gqa_calls(
         kv_dtype=_GQA_DTYPES[kv_dtype],
         out_dtype=_DTYPES[query_dtype],
         head_dim=head_dim,
-        head_dim_vo=0 if head_dim_vo in {None, head_dim} else head_dim_vo,
+        head_dim_vo=head_dim_vo,
         page_size=page_size,
         has_soft_cap=has_soft_cap,
     )

@@ -33,7 +33,7 @@ def encode(tensor: TiledTensor, address: int) -> bytes:
 
     swizzle = f"CU_TENSOR_MAP_SWIZZLE_{tensor.box[0] * tensor.dtype.unit_bytes}B"
     result = driver.cuTensorMapEncodeTiled(
-        _element_types()[tensor.dtype],
+        _element_types()[tensor.dtype.element],
         len(tensor.sizes),
         address,
         [driver.cuuint64_t(size) for size in tensor.sizes],

@@ -17,6 +17,11 @@ class DType(Enum):
     E5M2 = "e5m2"
     INT8 = "int8"
     NVFP4 = "nvfp4"  # two e2m1 per byte; an e4m3 scale per 16 elements in a separate tensor
+    # With an fp32 scale for each token and KV head, of keys and of values: vLLM, and FlashInfer's
+    # use_token_head_sf.
+    INT8_PER_TOKEN_HEAD = "int8_per_token_head"  # noqa: S105 - not a password
+    FP8_PER_TOKEN_HEAD = "fp8_per_token_head"  # noqa: S105 - not a password
+    FP8_E5M2_PER_TOKEN_HEAD = "fp8_e5m2_per_token_head"  # noqa: S105 - not a password
     FP8_DS_MLA = "fp8_ds_mla"  # DeepSeek-V3.2, FlashMLA
     FP8_PER_TOKEN = "fp8_per_token"  # noqa: S105 - Modular's, not a password
     # DeepSeek-V4, FlashMLA; DeepSeek-V4.1, with a second pool in FP8 or FP4.
@@ -40,6 +45,16 @@ class DType(Enum):
         return EXTRA_ROW_FORMATS.get(self)
 
     @property
+    def has_token_scales(self) -> bool:
+        """Whether each token and KV head has a scale."""
+        return self in TOKEN_HEAD_ELEMENTS
+
+    @property
+    def element(self) -> DType:
+        """The format of the elements, without scales of tokens."""
+        return TOKEN_HEAD_ELEMENTS.get(self, self)
+
+    @property
     def is_16bit(self) -> bool:
         """Whether the tensor cores read the stored format directly."""
         return self in (DType.BF16, DType.FP16)
@@ -60,9 +75,16 @@ class DType(Enum):
     @property
     def cuda_name(self) -> str:
         """Tag type of the elements in the templates; of a packed row, that of its codes."""
-        name = self.row.code if self.row is not None else self.value
+        name = self.row.code if self.row is not None else self.element.value
         return name.capitalize()
 
+
+TOKEN_HEAD_ELEMENTS = {
+    DType.INT8_PER_TOKEN_HEAD: DType.INT8,
+    DType.FP8_PER_TOKEN_HEAD: DType.E4M3,
+    DType.FP8_E5M2_PER_TOKEN_HEAD: DType.E5M2,
+}
+TOKEN_SCALE_BYTES = 4  # fp32
 
 DSV4_ROW = RowFormat(
     scaled_elements=448,

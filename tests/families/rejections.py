@@ -53,6 +53,8 @@ GQA_CASES: dict[str, GqaCase] = {
     "HND": replace(GQA, layout="HND"),
     "e4m3": replace(GQA, kv="e4m3"),
     "nvfp4": replace(GQA, kv="nvfp4"),
+    "token scales": replace(GQA, kv="int8", has_token_scales=True),
+    "token scales stacked": replace(GQA, kv="int8", has_token_scales=True, cache_layout="stacked"),
     "nvfp4 stacked": replace(GQA, kv="nvfp4", cache_layout="stacked"),
     "nvfp4 24 bytes": replace(GQA, kv="nvfp4", head_dim=48),
     "nvfp4 32 bytes": replace(GQA, kv="nvfp4", head_dim=64),

@@ -20,7 +20,7 @@ from tests.problems.entry_points import (
     trtllm_gqa_arguments,
     trtllm_gqa_with_lse,
 )
-from tests.problems.gqa import DEVIATION, KINDS, SOME_KINDS, GqaCase, GqaProblem, gqa_case
+from tests.problems.gqa import KINDS, SOME_KINDS, GqaCase, GqaProblem, gqa_case
 from tests.problems.gqa_cases import DRAFT_SHAPES, FLASHINFER_KINDS, RAGGED, SHAPES, shape_facts
 
 Run = Callable[[GqaProblem], tuple[torch.Tensor, torch.Tensor]]
@@ -120,7 +120,7 @@ def test_drafts_over_quantized_caches(length: int, q_lens: tuple[int, ...], kind
 @pytest.mark.parametrize("soft_cap", [1.0, 30.0, 1e6])
 def test_soft_caps(soft_cap: float, head_dim: int, kind: str) -> None:
     """Scores far below a cap, near it and above, of long and short sequences and of drafts."""
-    scale = 1.0 / DEVIATION[KINDS[kind]["kv"]]
+    scale = 1.0 / gqa_case(kind, seq_lens=()).deviation
     facts: dict[str, Any] = {"soft_cap": soft_cap, "score_scale": scale, "head_dim": head_dim}
     for q_len, group in ((1, 8), (3, 5)):
         problem = _build(kind, (2600, 9, 0), q_len=q_len, group=group, kv_heads=1, **facts)

@@ -41,6 +41,7 @@ def plan_arguments(
         "sm_scale": case.scale,
         "q_len_per_req": case.q_len,
         "is_causal": case.causal,
+        "use_token_head_sf": case.has_token_scales,
     }
     if case.head_dim_vo:
         plain["head_dim_vo"] = case.head_dim_vo

@@ -27,6 +27,7 @@ class Content(NamedTuple):
 
     keys: torch.Tensor
     values: torch.Tensor
+    value_scales: torch.Tensor | None = None  # ``[seq_len, kv_heads]``, of each token
 
 
 def _bits(cache: torch.Tensor) -> torch.Tensor:
@@ -48,10 +49,12 @@ class Store:
         self, ids: torch.Tensor, value_ids: torch.Tensor, length: int, generator: torch.Generator
     ) -> Content:
         """Store ``length`` tokens in the pages of keys and of values; return them in float64."""
-        keys = self._fill(self.key, self.key_scale, ids, length, generator)
+        keys, key_scales = self._fill(self.key, self.key_scale, ids, length, generator)
         if self.case.cache_layout == "shared":
-            return Content(keys, keys)
-        return Content(keys, self._fill(self.value, self.value_scale, value_ids, length, generator))
+            return Content(keys, keys, key_scales)
+        return Content(
+            keys, *self._fill(self.value, self.value_scale, value_ids, length, generator)
+        )
 
     def _fill(
         self,
@@ -60,30 +63,37 @@ class Store:
         ids: torch.Tensor,
         length: int,
         generator: torch.Generator,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         case = self.case
         dims = case.head_dim if cache is self.key else case.value_dim
         shape = (length, case.kv_heads, dims)
         position = torch.arange(length)
         at = (ids[position // case.page_size], position % case.page_size)
-        if scale is None:
+        if case.kv != "nvfp4":
             if case.kv == "int8":
                 stored = torch.randint(-128, 128, shape, generator=generator).to(torch.int8)
             else:
                 stored = torch.randn(shape, generator=generator).to(cache.dtype)
             _bits(cache)[at] = _bits(stored)
-            return stored.double()
+            if scale is None:
+                return stored.double(), None
+            spread = torch.rand(shape[:2], generator=generator) * 1.5 + 0.25
+            scale[at] = spread * 2.0**case.scale_exponent / DEVIATION[case.kv]
+            factors = scale[at].double()
+            return stored.double() * factors[..., None], factors
+        assert scale is not None
         nibbles = torch.randint(0, 16, shape, generator=generator)
         blocks = (*shape[:2], shape[2] // _BLOCK)
         factors = (torch.rand(blocks, generator=generator) * 2).to(E4M3)
         cache[at] = (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).to(torch.uint8)
         scale[at] = factors.view(torch.uint8)
-        return _E2M1_VALUES[nibbles] * factors.double().repeat_interleave(_BLOCK, dim=-1)
+        return _E2M1_VALUES[nibbles] * factors.double().repeat_interleave(_BLOCK, dim=-1), None
 
     def poison(self, slot: tuple[int, int]) -> None:
         """Make key and value of one token NaN."""
         if self.key_scale is not None and self.value_scale is not None:
-            self.key_scale[slot] = self.value_scale[slot] = _NAN_BYTE
+            is_nvfp4 = self.case.kv == "nvfp4"
+            self.key_scale[slot] = self.value_scale[slot] = _NAN_BYTE if is_nvfp4 else math.nan
         elif self.case.kv in {"e4m3", "e5m2"}:
             _bits(self.key)[slot] = _bits(self.value)[slot] = _NAN_BYTE
         else:
@@ -99,16 +109,39 @@ class Store:
 
     def caches(self, cache_layout: str, layout: str) -> object:
         """Return keys and values in a cache layout of the entry points."""
+        if cache_layout == "inline":
+            return self._inline(layout)[:2]
         return _in_layout(self.key, self.value, cache_layout, layout)
 
     def scales(self, cache_layout: str, layout: str) -> object:
         """Return the scales in the layout of the caches; None without scales."""
         if self.key_scale is None or self.value_scale is None:
             return None
-        scales = _in_layout(self.key_scale, self.value_scale, cache_layout, layout)
+        if cache_layout == "inline":
+            return self._inline(layout)[2:]
+        parts = (self.key_scale, self.value_scale)
+        if self.case.has_token_scales:
+            scales: Any = _in_layout(parts[0][..., None], parts[1][..., None], cache_layout, layout)
+            is_whole = isinstance(scales, torch.Tensor)
+            return scales[..., 0] if is_whole else tuple(scale[..., 0] for scale in scales)
+        scales = _in_layout(*parts, cache_layout, layout)
         if isinstance(scales, torch.Tensor):  # the two accepted byte dtypes
             return scales.view(E4M3)
         return scales
+
+    def _inline(self, layout: str) -> tuple[torch.Tensor, ...]:
+        """Return keys, values and their scales in the pages of vLLM: a row has them all."""
+        assert self.key_scale is not None
+        assert self.value_scale is not None
+        parts = (self.key, self.key_scale[..., None], self.value, self.value_scale[..., None])
+        rows = torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
+        if layout == "HND":
+            rows = rows.transpose(1, 2).contiguous()
+        widths = [part.shape[-1] * part.element_size() for part in parts]
+        keys, key_scales, values, value_scales = torch.split(rows, widths, dim=-1)
+        caches = (keys.view(self.key.dtype), values.view(self.value.dtype))
+        scales = (part.view(torch.float32)[..., 0] for part in (key_scales, value_scales))
+        return (*caches, *scales)
 
 
 def _in_layout(key: torch.Tensor, value: torch.Tensor, cache_layout: str, layout: str) -> object:
@@ -147,9 +180,13 @@ def _bytes(case: GqaCase, pages: int, width: int) -> torch.Tensor:
 
 
 def _of(dtype: torch.dtype) -> Callable[[GqaCase, int], Store]:
-    return lambda case, pages: Store(
-        case, *(_bytes(case, pages, n).view(dtype) for n in (case.head_dim, case.value_dim))
-    )
+    def store(case: GqaCase, pages: int) -> Store:
+        both = (_bytes(case, pages, n).view(dtype) for n in (case.head_dim, case.value_dim))
+        shape = (pages, case.page_size, case.kv_heads)
+        scales = (torch.full(shape, math.nan) for _ in range(2 if case.has_token_scales else 0))
+        return Store(case, *both, *scales)
+
+    return store
 
 
 def _nvfp4(case: GqaCase, pages: int) -> Store:
@@ -178,6 +215,8 @@ class GqaCase(Case):
     head_dim_vo: int = 0  # of values, 0 for those of keys
     page_size: int = 16
     kv: str = "16-bit"  # or "e4m3", "e5m2", "int8", "nvfp4"
+    has_token_scales: bool = False  # of each token and KV head, over 8 bits
+    scale_exponent: int = 0  # of the token scales, about a power of two
     out_dtype: torch.dtype | None = None  # None: the query's
     score_scale: float | None = None  # None: scores of about 1
     o_scale: float = 1.0
@@ -191,7 +230,8 @@ class GqaCase(Case):
     has_value_tables: bool = False  # keys and values have page ids of their own
     mask: str | None = None  # "causal", "full", "random" or "blind"; None: no mask
     layout: str = "NHD"
-    cache_layout: str = "tuple"  # or "list", "stacked", "strided", or "shared" by keys and values
+    # Or "list", "stacked", "strided"; "shared" by keys and values; "inline" with token scales.
+    cache_layout: str = "tuple"
 
     @property
     def heads(self) -> int:
@@ -213,7 +253,12 @@ class GqaCase(Case):
         """Scale of the QK scores."""
         if self.score_scale is not None:
             return self.score_scale
-        return 1 / (math.sqrt(self.head_dim) * DEVIATION[self.kv])
+        return 1 / (math.sqrt(self.head_dim) * self.deviation)
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of the elements, times their scales."""
+        return 2.0**self.scale_exponent if self.has_token_scales else DEVIATION[self.kv]
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -244,8 +289,13 @@ KINDS: dict[str, dict[str, Any]] = {
     )
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
 }
+KINDS |= {
+    f"{name} over {kv} with token scales": KINDS[f"{name} over {kv}"] | {"has_token_scales": True}
+    for name, kv in (("bf16", "int8"), ("fp16", "e4m3"))
+}
 SOME_KINDS = (
     *("bf16 over 16-bit", "bf16 over e4m3", "bf16 over e5m2", "fp16 over int8", "bf16 over nvfp4"),
+    "bf16 over int8 with token scales",
 )
 
 
@@ -398,6 +448,7 @@ class GqaProblem(Problem):
                         output_scale=case.result_scale,
                         soft_cap=case.soft_cap,
                         sinks=sinks[head] if sinks is not None else None,
+                        value_scales=_of_head(content.value_scales, visible, head),
                     )
                     for head in range(case.kv_heads)
                 ]
@@ -418,6 +469,15 @@ class GqaProblem(Problem):
             # The bits of a mask do not depend on the cache.
             empty = replace(case, seq_lens=(0,) * len(case.seq_lens), sink=None)
             yield replace(self, case=case, sinks=own_sinks, bits=empty.build("cpu").bits)
+
+
+def _of_head(
+    scales: torch.Tensor | None, visible: torch.Tensor, head: int
+) -> tuple[torch.Tensor, float] | None:
+    """Return the scales of visible values, and the largest of all."""
+    if scales is None or not len(scales):
+        return None
+    return scales[visible, head], float(scales[:, head].max())
 
 
 def _build(case: GqaCase, device: str) -> GqaProblem:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from itertools import cycle, product
 from typing import Any
 
-from tests.problems.gqa import DEVIATION, KINDS, SOME_KINDS, GqaCase, gqa_case
+from tests.problems.gqa import KINDS, SOME_KINDS, GqaCase, gqa_case
 
 # The kinds that FlashInfer tests.
-FLASHINFER_KINDS = [kind for kind in KINDS if kind.split()[2] in {"16-bit", "e4m3"}]
+FLASHINFER_KINDS = [
+    kind for kind in KINDS if KINDS[kind]["kv"] in {"16-bit", "e4m3"} and "scales" not in kind
+]
 _BF16, _E4M3 = "bf16 over 16-bit", "bf16 over e4m3"
 
 # Batch, q_len, page size, KV heads, group, head dim, as FlashInfer tests them.
@@ -183,14 +185,14 @@ _NUMBERS = (
     GqaCase(seq_lens=(500,), q_len=96, causal=False),
     # Of scores of about 11, and up to 50, in a kernel that splits and in one that does not.
     *(
-        gqa_case(kind, seq_lens=(4000, 70, 0), soft_cap=cap, score_scale=scale / deviation, **facts)
+        gqa_case(kind, seq_lens=(4000, 70, 0), soft_cap=cap, score_scale=1 / deviation, **facts)
         for cap, facts in (
             (30.0, {"sink": 3.0}),
             (1.0, {"q_len": 3, "window": 50}),
             (1e6, {"group": 16, "head_dim": 256}),
         )
         for kind in SOME_KINDS
-        for scale, deviation in [(1.0, DEVIATION[KINDS[kind]["kv"]])]
+        for deviation in [gqa_case(kind, seq_lens=()).deviation]
     ),
     GqaCase(seq_lens=(131072,), head_dim=64, kv_heads=1, page_size=128),
 )

@@ -39,6 +39,7 @@ def attend(
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    value_scales: tuple[torch.Tensor, float] | None = None,
     rows_round_to: torch.dtype | None = None,
     score_sums: tuple[tuple[int, int], ...] = (),
     rounds_weights_to_e4m3: bool = False,
@@ -48,13 +49,17 @@ def attend(
     ``sinks[heads]`` are natural-domain logits in the denominator without a value, and
     ``bias[heads or 1, tokens]`` is added to the scaled scores, which ``soft_cap`` caps unless 0. A
     fully masked row gives zeros and the LSE of its sink, minus infinity without one. Query, keys
-    and values may each be used rounded to ``rows_round_to``. FP8 MMAs are modeled by
+    and values may each be used rounded to ``rows_round_to``. ``value_scales`` are those of the
+    tokens, which multiply weights before they are rounded, and the largest of all tokens of the
+    sequence, to which kernels relate them. FP8 MMAs are modeled by
     ``score_sums``, the dims and the steps of each score accumulation, and by FP8 weights.
     """
     query, keys, values = query.double(), keys.double(), values.double()
 
     def exactly(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> _Exact:
-        return _attend(query, keys, values, score_scale, output_scale, soft_cap, sinks, bias)
+        return _attend(
+            query, keys, values, score_scale, output_scale, soft_cap, sinks, bias, value_scales
+        )
 
     result, weights = exactly(query, keys, values)
     if score_sums and len(keys):
@@ -92,6 +97,7 @@ def _attend(
     soft_cap: float,
     sinks: torch.Tensor | None,
     bias: torch.Tensor | None,
+    value_scales: tuple[torch.Tensor, float] | None,
 ) -> _Exact:
     logits = query @ keys.T * score_scale
     if soft_cap:
@@ -107,13 +113,17 @@ def _attend(
     weights = torch.where(sees_nothing[:, None], 0.0, (logits - lse[:, None]).exp())
     zeros = torch.zeros(len(query), values.shape[1], dtype=torch.float64)
     largest = torch.cat([weights, zeros[:, :1]], dim=1).amax(dim=1, keepdim=True)
-    small = torch.where(weights < largest * 2.0**-14, weights, 0.0)
+    scales, largest_scale = value_scales or (torch.ones(len(keys), dtype=torch.float64), 1.0)
+    largest = largest * largest_scale
+    scaled = weights * scales
+    small = torch.where(scaled < largest * 2.0**-14, scaled, 0.0)
+    small = torch.minimum(small, largest * 2.0**-25) / scales
     result = Attention(
         out=weights @ values * output_scale,
         lse=lse / math.log(2),
         spread=(weights.square() @ values.square()).sqrt() * abs(output_scale),
         magnitude=weights @ values.abs() * abs(output_scale),
-        small=torch.minimum(small, largest * 2.0**-25) @ values.abs() * abs(output_scale),
+        small=small @ values.abs() * abs(output_scale),
         rounding=zeros,
         lse_rounding=zeros[:, 0],
     )

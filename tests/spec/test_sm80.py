@@ -50,7 +50,7 @@ def test_every_supported_mla_call_has_a_listed_tile_that_fits(arch: Arch) -> Non
 
 @archs
 def test_every_supported_gqa_call_has_a_tile_that_fits(arch: Arch) -> None:
-    """So it is for any rows and head dim; kernels of all dtype pairs are listed, each once."""
+    """So it is for any rows and head dim; kernels without token scales are listed, once."""
     for row, rows, head_dim in product(GQA_SUPPORTED, ROWS, HEAD_DIMS):
         dtypes: dict[str, Any] = {"query_dtype": row.query_dtype, "kv_dtype": row.kv_dtype}
         for out_dtype in row.out_dtypes:
@@ -63,7 +63,11 @@ def test_every_supported_gqa_call_has_a_tile_that_fits(arch: Arch) -> None:
 
     pairs = {(spec.variant.query_dtype, spec.variant.kv_dtype) for spec in listed}
     assert len(listed) == len(set(listed))
-    assert pairs == {(row.query_dtype, row.kv_dtype) for row in GQA_SUPPORTED}
+    assert pairs == {
+        (row.query_dtype, row.kv_dtype)
+        for row in GQA_SUPPORTED
+        if not row.kv_dtype.has_token_scales
+    }
 
 
 @archs

@@ -87,7 +87,8 @@ class GqaArgs(NamedTuple):
     cp_world: int = 1
     cp_rank: int = 0
     separate_page_ids: bool = False  # block_tables are [batch, 2, max_pages], keys' and values'
-    key_scales: torch.Tensor | None = None  # NVFP4 only; four dimensions, five if it holds K and V
+    # Of NVFP4 with the dimensions of the cache; or fp32 of each token, with one dimension less.
+    key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
     with_beam_axis: bool = False  # an axis of size 1 follows the batch in query and out
     # bmm2_scale multiplies the scores too, and is ignored with a 16-bit cache; the scores are
@@ -156,8 +157,8 @@ def soft_cap_of(soft_cap: object, argument: str) -> float:
     if soft_cap is None:
         return 0.0
     number = require_float32(soft_cap, argument)
-    if not 0 <= number < math.inf:
-        reject(argument, "None, 0, or a finite number above 0", number)
+    if number != 0 and not 1e-30 <= number <= 1e30:  # of its powers in fp32, none is infinite
+        reject(argument, "None, 0, or a number from 1e-30 to 1e30", number)
     return abs(number)  # no -0.0, which no key distinguishes from 0.0
 
 

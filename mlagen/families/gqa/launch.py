@@ -126,7 +126,7 @@ def make_sm80_launcher(args: GqaArgs, problem: GqaProblem, sms: int = WHOLE_GPU)
     spec, plan = plan_within(
         args.workspace_buffer, sms, lambda sms: plan_gqa_sm80_call(index, variant, shape, sms=sms)
     )
-    alignment = max(map(alignment_of, paged_caches(args)))
+    alignment = max(alignment_of(args, cache) for cache in paged_caches(args))
     return _make_launcher(args, problem, plan, spec, named(plan, _SM80), cache_alignment=alignment)
 
 

@@ -162,7 +162,7 @@ def _num_cta_groups(
     unit_tokens = spec.schedule_tokens(shape.max_kv_len)
     kv_blocks = max(1, -(-shape.max_kv_len // unit_tokens))
     kv_block_bytes = unit_tokens * spec.kv_heads_per_cta * row_bytes
-    rate_of_sm = _DEQUANT_BYTES_PER_US_OF_SM.get(spec.variant.kv_dtype, _BYTES_PER_US_OF_SM)
+    rate_of_sm = _DEQUANT_BYTES_PER_US_OF_SM.get(spec.variant.kv_dtype.element, _BYTES_PER_US_OF_SM)
 
     def microseconds(num_cta_groups: int) -> float:
         idle = 1 - num_cta_groups / max_cta_groups

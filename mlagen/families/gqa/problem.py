@@ -43,7 +43,7 @@ from mlagen.families.common.device_checks import (
 from mlagen.families.common.launchers import LSE_FACTORS
 from mlagen.families.common.problem import Problem, checked_tables, require_scratch_and_scales
 from mlagen.families.gqa.args import GqaArgs
-from mlagen.spec.dtype import DType
+from mlagen.spec.dtype import TOKEN_HEAD_ELEMENTS, DType
 from mlagen.spec.gqa.variant import NVFP4_BLOCK, GqaVariant, require_supported
 
 # Cache dtypes besides the dtype of the query.
@@ -53,11 +53,14 @@ QUANTIZED = {
     torch.int8: DType.INT8,
     torch.uint8: DType.NVFP4,
 }
+WITH_TOKEN_SCALES = {element: dtype for dtype, element in TOKEN_HEAD_ELEMENTS.items()}
 SCALE_DTYPES = (torch.uint8, torch.float8_e4m3fn)
 MASK_DTYPES = (torch.uint16, torch.uint32, torch.int32)
 
-# cp.async copies NVFP4 rows that are no multiple of 16 bytes 8 bytes at a time.
+# cp.async copies NVFP4 rows that are no multiple of 16 bytes 8 bytes at a time, and rows with a
+# scale of each token, which may lie behind them, 4 bytes.
 NVFP4_ALIGNMENT_BYTES = 8
+TOKEN_SCALE_ALIGNMENT_BYTES = 4
 MASK_ALIGNMENT_BYTES = 4
 
 _DIM_STEP = 16  # of a value that is narrower than its key
@@ -128,6 +131,8 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         require_floats(args.sinks, args.names.sinks, query.device, allowed, why)
     mask_words = _check_mask(args, batch, tokens)
     kv_dtype = QUANTIZED.get(caches.key.dtype, DTYPES[query.dtype])
+    if has_token_scales(args):
+        kv_dtype = WITH_TOKEN_SCALES[kv_dtype]
     out_dtype, out_shape = _check_out(args, kv_dtype, batch, head_dim_vo)
     lse_shape = out_shape[:-1]
     if args.lse is not None:
@@ -141,7 +146,7 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         kv_dtype=kv_dtype,
         out_dtype=DType.E4M3 if out_dtype is _OUT_E4M3 else DTYPES[query.dtype],
         head_dim=head_dim,
-        head_dim_vo=head_dim_vo if head_dim_vo != head_dim else 0,
+        head_dim_vo=head_dim_vo,
         page_size=caches.key.shape[1],
         has_soft_cap=args.soft_cap != 0,
         has_dcp=args.causal_seqlens_kv_global is not None,
@@ -197,8 +202,8 @@ def check_pointers(args: GqaArgs) -> None:
     key, value = paged_caches(args)
     key_name, value_name = _cache_names(args)
     require_aligned_pointer(args.query, names.query)
-    require_aligned_pointer(key, key_name, alignment_of(key))
-    require_aligned_pointer(value, value_name, alignment_of(value))
+    require_aligned_pointer(key, key_name, alignment_of(args, key))
+    require_aligned_pointer(value, value_name, alignment_of(args, value))
     require_aligned_pointer(args.workspace_buffer, names.workspace_buffer)
     if args.out is not None:
         require_aligned_pointer(args.out, names.out)
@@ -206,8 +211,15 @@ def check_pointers(args: GqaArgs) -> None:
         require_aligned_pointer(args.mask, names.mask, MASK_ALIGNMENT_BYTES)
 
 
-def alignment_of(tensor: torch.Tensor) -> int:
+def has_token_scales(args: GqaArgs) -> bool:
+    """Return whether a call has a scale of each token and KV head, as their dtype says."""
+    return isinstance(args.key_scales, torch.Tensor) and args.key_scales.dtype is torch.float32
+
+
+def alignment_of(args: GqaArgs, tensor: torch.Tensor) -> int:
     """Return the required alignment of every row of a cache, in bytes."""
+    if has_token_scales(args):
+        return TOKEN_SCALE_ALIGNMENT_BYTES
     if tensor.dtype is torch.uint8 and tensor.shape[-1] % ALIGNMENT_BYTES:
         return NVFP4_ALIGNMENT_BYTES
     return ALIGNMENT_BYTES
@@ -217,7 +229,7 @@ def paged_caches(args: GqaArgs) -> Pair:
     """Return views of keys and values, without copying."""
     names, name = args.names, _cache_names(args)[0]
     given = (names.kv_cache, names.key_cache, names.value_cache)
-    key, value = _split(args.key_cache, args.value_cache, given, args)
+    key, value = _split(args.key_cache, args.value_cache, given, args, 4)
     allowed = (args.query.dtype, *QUANTIZED)
     require_dtype(key, name, allowed, f"the first is that of {names.query}")
     if args.value_cache is not None:
@@ -232,20 +244,25 @@ def paged_scales(args: GqaArgs, caches: Pair) -> Pair | None:
     """Return views of the scales of keys and values; None where the cache has none."""
     names, is_pair = args.names, args.value_scales is not None
     name = names.key_scales if is_pair else names.kv_scales
-    if caches.key.dtype is not torch.uint8:
-        rule = f"None for a cache of {caches.key.dtype}"
-        require(args.key_scales is None, name, rule, "a tensor")
-        require(not is_pair, names.value_scales, rule, "a tensor")
+    is_nvfp4 = caches.key.dtype is torch.uint8
+    if not is_nvfp4 and args.key_scales is None and not is_pair:
         return None
+    if not is_nvfp4 and (caches.key.element_size() > 1 or not has_token_scales(args)):
+        scales = "" if caches.key.element_size() > 1 else ", or fp32 of each token and KV head,"
+        reject(name, f"None{scales} for a cache of {caches.key.dtype}", "a tensor")
     given = (names.kv_scales, names.key_scales, names.value_scales)
-    pair = _split(args.key_scales, args.value_scales, given, args)
+    pair = _split(args.key_scales, args.value_scales, given, args, 4 if is_nvfp4 else 3)
     parts = (name, names.value_scales if is_pair else name)
     for scale, part, cache in zip(pair, parts, caches, strict=True):
         *leading, packed = _swapped(cache, args.kv_layout).shape
-        shape = (*leading, packed * 2 // NVFP4_BLOCK)
-        require_dtype(scale, part, SCALE_DTYPES)
-        require_shape(scale, part, (shape,), f"one for {NVFP4_BLOCK} elements of the cache")
-        require_dense_last_dim(scale, part)
+        if is_nvfp4:
+            shape = (*leading, packed * 2 // NVFP4_BLOCK)
+            require_dtype(scale, part, SCALE_DTYPES)
+            require_shape(scale, part, (shape,), f"one for {NVFP4_BLOCK} elements of the cache")
+            require_dense_last_dim(scale, part)
+        else:
+            require_dtype(scale, part, (torch.float32,), f"dtype of {parts[0]}")
+            require_shape(scale, part, (tuple(leading),), "one for a token and KV head")
     return Pair(*(_swapped(scale, args.kv_layout) for scale in pair))
 
 
@@ -258,20 +275,20 @@ def _cache_names(args: GqaArgs) -> tuple[str, str]:
 
 
 def _split(
-    first: object, second: object, names: tuple[str, str, str], args: GqaArgs
+    first: object, second: object, names: tuple[str, str, str], args: GqaArgs, dims: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values in the caller's layout."""
+    """Return keys and values in the caller's layout, of so many dimensions each."""
     kv_name, key_name, value_name = names
     if second is None:
         kv = require_tensor(first, kv_name)
         require_device(kv, kv_name, args.query.device)
-        require_dims(kv, kv_name, (5,))
+        require_dims(kv, kv_name, (dims + 1,))
         require(kv.shape[1] in {1, 2}, f"{kv_name}.shape[1]", "2, or 1 where K is V", kv.shape[1])
         return kv[:, 0], kv[:, -1]
     key, value = require_tensor(first, key_name), require_tensor(second, value_name)
     for tensor, name in ((key, key_name), (value, value_name)):
         require_device(tensor, name, args.query.device)
-        require_dims(tensor, name, (4,))
+        require_dims(tensor, name, (dims,))
     return key, value
 
 
@@ -353,7 +370,7 @@ def _check_caches(args: GqaArgs, caches: Pair) -> tuple[int, int]:
     require(heads % kv_heads == 0, f"{args.names.query}.shape[-2]", multiple, heads)
     for cache, argument in zip(caches, names, strict=True):
         require_dense_last_dim(cache, argument)
-        require_aligned(cache, argument, alignment_of(cache))
+        require_aligned(cache, argument, alignment_of(args, cache))
     return kv_heads, value_width * 2 if is_nvfp4 else value_width
 
 
@@ -400,7 +417,7 @@ def _check_out(
     is_uniform = args.cum_seq_lens_q is None and not args.with_beam_axis
     allowed: tuple[torch.dtype, ...] = (query.dtype,)
     why = f"dtype of {args.names.query}; e4m3 only from a cache of e4m3"
-    if kv_dtype is DType.E4M3:
+    if kv_dtype.element is DType.E4M3:
         allowed, why = (query.dtype, _OUT_E4M3), f"the first is that of {args.names.query}"
     if args.out is None:
         dtype = args.out_dtype or query.dtype

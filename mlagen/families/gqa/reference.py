@@ -123,6 +123,8 @@ def _pages(cache: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 def _dequantized(stored: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     if scales is None:
         return stored.float()
+    if scales.dtype is torch.float32:  # of each token and KV head
+        return stored.float() * scales[..., None]
     nibbles = torch.stack([stored & 15, stored >> 4], dim=-1).flatten(-2).long()
     factors = scales.contiguous().view(torch.float8_e4m3fn).float()
     return _E2M1[nibbles] * factors.repeat_interleave(NVFP4_BLOCK, dim=-1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from mlagen.spec.arch import Arch
+from mlagen.spec.dtype import TOKEN_SCALE_BYTES
 from mlagen.spec.gqa.variant import (
     PROBLEM_PARAMETERS,
     SCALE_PARAMETERS,
@@ -144,7 +145,8 @@ class GqaSm80Spec(GqaSpec):
         """Dynamic shared memory per CTA, laid out by kernels/gqa_sm80/work_item.cuh."""
         rows, warps, stages, _ = self.tile
         row = self.variant.head_dim * 2 + 16
-        ring = warps * stages * WARP_TOKENS * (self.stored_bytes if self.dequants_kv else row)
+        stored = self.stored_bytes + (TOKEN_SCALE_BYTES if self.variant.has_token_scales else 0)
+        ring = warps * stages * WARP_TOKENS * (stored if self.dequants_kv else row)
         if self.dequants_kv:
             ring += warps * WARP_TOKENS * row
         combined = rows * (self.slice_dims + 4) * 4

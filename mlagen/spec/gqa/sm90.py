@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from mlagen.spec.arch import Arch
-from mlagen.spec.dtype import DType
+from mlagen.spec.dtype import TOKEN_SCALE_BYTES, DType
 from mlagen.spec.gqa.variant import (
-    BLOCK_SCALE_PARAMETERS,
+    CACHE_SCALE_PARAMETERS,
     HEAD_DIMS,
     MAX_HEAD_DIM,
     NVFP4_BLOCK,
     PROBLEM_PARAMETERS,
+    QUANTIZED_DTYPES,
     SCALE_PARAMETERS,
     GqaSpec,
     GqaVariant,
@@ -36,6 +37,7 @@ _MIN_BOX_TOKENS = 16
 _MAX_REGISTER_QUERY = 16 * 128  # rows times dims of Q that fit registers beside the accumulators
 _MAX_PART_DIMS = 256  # output dims of a warp
 _LINE_BYTES = 128  # width of the shared-memory swizzle
+_SWIZZLED_LINES = 8  # after which it repeats
 _ROW_STEP_BYTES = 32  # of ldmatrix
 _TOKEN_BYTES = 256  # max bytes per token that a CTA reads of several KV heads; more is no faster
 _MAX_KV_HEADS_PER_CTA = 4  # two warps of each have KV blocks of 64 tokens
@@ -51,7 +53,6 @@ _RING_BYTES = {
     1024: 192 * 1024,
 }
 _WIDEST_RING_BYTES = {128: 80 * 1024}  # of the largest tiles, so that they combine in one pass
-_QUANTIZED = (DType.E4M3, DType.E5M2, DType.INT8, DType.NVFP4)
 _QUERY_BYTES = 2  # per element
 _VALUE_BYTES = 4  # per element of a warp's partial output
 _COMBINE_PADDING_BYTES = 16  # of kCombinePitch, per partial row
@@ -126,7 +127,7 @@ class GqaSm90Spec(GqaSpec):
     @property
     def added_parameters(self) -> tuple[Parameter, ...]:
         """Parameters of this variant besides the common ones."""
-        scales = BLOCK_SCALE_PARAMETERS if self.scale_row_bytes else ()
+        scales = CACHE_SCALE_PARAMETERS if self.scale_row_bytes else ()
         return (*super().added_parameters, *scales)
 
     @property
@@ -181,7 +182,9 @@ class GqaSm90Spec(GqaSpec):
 
     @property
     def scale_row_bytes(self) -> int:
-        """Bytes of the block scales of a cached token of one KV head; 0 without block scales."""
+        """Bytes of the scales of a cached token of one KV head; 0 without scales."""
+        if self.variant.has_token_scales:
+            return TOKEN_SCALE_BYTES
         is_nvfp4 = self.variant.kv_dtype is DType.NVFP4
         return self.variant.head_dim // NVFP4_BLOCK if is_nvfp4 else 0
 
@@ -225,8 +228,17 @@ class GqaSm90Spec(GqaSpec):
 
     @property
     def box_tokens(self) -> int:
-        """Tokens per TMA box, all of one page."""
+        """Tokens whose copies a lane of the producer issues, all of one page."""
         return math.gcd(self.variant.page_size, self.block_n)
+
+    @property
+    def token_step(self) -> int:
+        """Tokens from one to the next of a TMA box, whose rows lie 16 bytes apart or more.
+
+        Rows with token scales may lie at multiples of 4 bytes, and those of every other token then
+        lie at multiples of 16, as a row of K and V has 8 bytes of scales.
+        """
+        return 2 if self.variant.has_token_scales else 1
 
     @property
     def stages(self) -> int:
@@ -235,8 +247,10 @@ class GqaSm90Spec(GqaSpec):
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of a tile of K or V with its block scales."""
-        return self.block_n * (self.token_bytes + self.scale_row_bytes * self.kv_heads_per_cta)
+        """Bytes of a tile of K or V with its scales, aligned for the swizzle of the next."""
+        size = self.block_n * (self.token_bytes + self.scale_row_bytes * self.kv_heads_per_cta)
+        alignment = _SWIZZLED_LINES * self.line_bytes
+        return -(-size // alignment) * alignment
 
     @property
     def _max_ring_bytes(self) -> int:
@@ -310,7 +324,7 @@ def gqa_sm90_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaSm90Spec | N
     row_bytes = (variant.kv_dtype.row_bytes(dims) for dims in (head_dim, head_dim_vo))
     is_covered = (
         arch.has_wgmma
-        and variant.kv_dtype in (variant.query_dtype, *_QUANTIZED)
+        and variant.kv_dtype in (variant.query_dtype, *QUANTIZED_DTYPES)
         and all(size % _ROW_STEP_BYTES == 0 for size in row_bytes)
         and (head_dim <= _MAX_PART_DIMS or head_dim == head_dim_vo == MAX_HEAD_DIM)
         and (variant.kv_dtype is not DType.NVFP4 or head_dim == head_dim_vo in HEAD_DIMS)

@@ -8,7 +8,7 @@ from itertools import product
 from typing import ClassVar
 
 from mlagen.errors import UnsupportedError
-from mlagen.spec.dtype import DType
+from mlagen.spec.dtype import TOKEN_HEAD_ELEMENTS, DType
 from mlagen.spec.kernel import (
     DCP_PARAMETERS,
     KernelSpec,
@@ -27,12 +27,21 @@ class GqaVariant(Variant):
     kv_dtype: DType
     out_dtype: DType
     head_dim: int = 128
-    head_dim_vo: int = 0  # of values and outputs, if it is another one
+    head_dim_vo: int = 0  # of values and outputs; 0 where it is that of keys
     page_size: int = 64  # tokens
     has_soft_cap: bool = False
     has_dcp: bool = False  # the cache has the tokens of one rank of decode context parallel
     separate_page_ids: bool = False  # keys and values have block tables of their own
     batch_invariant: bool = False  # the bits of a result do not depend on the rest of the batch
+
+    def __post_init__(self) -> None:
+        if self.head_dim_vo == self.head_dim:  # one kernel has one name
+            object.__setattr__(self, "head_dim_vo", 0)
+
+    @property
+    def has_token_scales(self) -> bool:
+        """Whether each token and KV head has a scale of its key, and one of its value."""
+        return self.kv_dtype.has_token_scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +53,16 @@ class GqaSupport:
     out_dtypes: tuple[DType, ...]
 
 
+# Of a cache besides the dtype of the query.
+QUANTIZED_DTYPES = (DType.E4M3, DType.E5M2, DType.INT8, DType.NVFP4, *TOKEN_HEAD_ELEMENTS)
 _16BIT_DTYPES = (DType.BF16, DType.FP16)
 SUPPORTED = tuple(
     GqaSupport(
         query_dtype=query,
         kv_dtype=kv or query,
-        out_dtypes=(query, DType.E4M3) if kv is DType.E4M3 else (query,),
+        out_dtypes=(query, DType.E4M3) if kv and kv.element is DType.E4M3 else (query,),
     )
-    for query, kv in product(_16BIT_DTYPES, (None, DType.E4M3, DType.E5M2, DType.INT8, DType.NVFP4))
+    for query, kv in product(_16BIT_DTYPES, (None, *QUANTIZED_DTYPES))
 )
 
 # NVFP4 elements per e4m3 scale; a byte holds two elements.
@@ -74,12 +85,20 @@ PROBLEM_PARAMETERS = parameters(
     const float: score_factor lse_factor
     """
 )
-# Of a kernel over NVFP4: a scale for each NVFP4_BLOCK elements.
-BLOCK_SCALE_PARAMETERS = parameters(
+# Of a kernel over a cache with scales: for each NVFP4_BLOCK elements, or for each token.
+CACHE_SCALE_PARAMETERS = parameters(
     """
     const unsigned char*: key_scales value_scales
     i64: key_scale_page_stride key_scale_token_stride key_scale_head_stride value_scale_page_stride
         value_scale_token_stride value_scale_head_stride
+    """
+)
+# Of a kernel over a cache with token scales, besides those of the scales: where rows of any 4 bytes
+# begin, which tensor maps have at multiples of 16.
+TOKEN_SCALE_PARAMETERS = parameters(
+    """
+    const unsigned char*: key_cache
+    i64: key_token_stride key_head_stride
     """
 )
 # Of a kernel whose scores have a soft cap.
@@ -88,6 +107,7 @@ SOFT_CAP_PARAMETERS = parameters("const float: soft_cap")
 VALUE_TABLE_PARAMETERS = parameters("const int*: value_tables")
 # The parameters that a flag of the variant adds.
 ADDED_PARAMETERS = {
+    "has_token_scales": TOKEN_SCALE_PARAMETERS,
     "has_soft_cap": SOFT_CAP_PARAMETERS,
     "has_dcp": DCP_PARAMETERS,
     "separate_page_ids": VALUE_TABLE_PARAMETERS,
@@ -97,8 +117,9 @@ SCALE_PARAMETERS = parameters("float: bmm1_scale bmm2_scale output_factor")
 
 
 def gqa_variants() -> Iterator[GqaVariant]:
-    """Yield every variant that prewarming covers."""
-    for row, head_dim, page_size in product(SUPPORTED, HEAD_DIMS, PAGE_SIZES):
+    """Yield every variant that prewarming covers: none with scales of tokens."""
+    rows = [row for row in SUPPORTED if not row.kv_dtype.has_token_scales]
+    for row, head_dim, page_size in product(rows, HEAD_DIMS, PAGE_SIZES):
         for out_dtype in row.out_dtypes:
             yield GqaVariant(
                 query_dtype=row.query_dtype,

@@ -8,12 +8,13 @@
 #include "common/params.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
+#include "load.cuh"
 #include "ptx/cvt.cuh"
 #include "work_item.cuh"
 
 // Reader of the block scales of a KV block: NVFP4 has an e4m3 scale for each 16 elements, the other
 // dtypes none.
-struct TokenScales {
+struct BlockScales {
   const WorkItem& work;
   const int* table;  // page ids of the sequence
   PagedRows rows;
@@ -33,28 +34,24 @@ struct TokenScales {
 };
 
 // Block scales of load `stage_idx`: of K if it is even, else of V.
-__device__ inline TokenScales scales_of(const Params& params, const WorkItem& work, int stage_idx,
+__device__ inline BlockScales scales_of(const Params& params, const WorkItem& work, int stage_idx,
                                         int kv_block, const int* table) {
-  const PagedRows keys{params.key_scales + work.kv_head * params.key_scale_head_stride,
-                       params.key_scale_page_stride, params.key_scale_token_stride};
-  const PagedRows values{params.value_scales + work.kv_head * params.value_scale_head_stride,
-                         params.value_scale_page_stride, params.value_scale_token_stride};
   const bool is_k = stage_idx % 2 == 0;
   return {work,
           table,
-          is_k ? keys : values,
+          is_k ? key_scales(params, work) : value_scales(params, work),
           params.num_pages,
           kv_block * kBlockN,
           is_k ? 0 : work.slice * kSliceDims / 16};
 }
 
-__device__ inline void dequant_elements(E4m3, const unsigned char* row, const TokenScales&, int,
+__device__ inline void dequant_elements(E4m3, const unsigned char* row, const BlockScales&, int,
                                         int scale_group, Chunk (&dequantized)[2]) {
   dequant_e4m3(Element{}, reinterpret_cast<const Chunk*>(row)[scale_group], dequantized);
 }
 
 // An e5m2 is the upper half of its fp16.
-__device__ inline void dequant_elements(E5m2, const unsigned char* row, const TokenScales&, int,
+__device__ inline void dequant_elements(E5m2, const unsigned char* row, const BlockScales&, int,
                                         int scale_group, Chunk (&dequantized)[2]) {
   const Chunk stored = reinterpret_cast<const Chunk*>(row)[scale_group];
 #pragma unroll
@@ -66,7 +63,7 @@ __device__ inline void dequant_elements(E5m2, const unsigned char* row, const To
   }
 }
 
-__device__ inline void dequant_elements(Int8, const unsigned char* row, const TokenScales&, int,
+__device__ inline void dequant_elements(Int8, const unsigned char* row, const BlockScales&, int,
                                         int scale_group, Chunk (&dequantized)[2]) {
   const Chunk stored = reinterpret_cast<const Chunk*>(row)[scale_group];
 #pragma unroll
@@ -85,7 +82,7 @@ __device__ inline float float_of_e2m1(u32 nibble) {
   return cvt_f32(Fp16{}, static_cast<u16>((nibble & 8) << 12 | (nibble & 7) << 9)) * kTwoTo14;
 }
 
-__device__ inline void dequant_elements(Nvfp4, const unsigned char* row, const TokenScales& scales,
+__device__ inline void dequant_elements(Nvfp4, const unsigned char* row, const BlockScales& scales,
                                         int token, int scale_group, Chunk (&dequantized)[2]) {
   const uint2 stored = reinterpret_cast<const uint2*>(row)[scale_group];
   const float scale = scales.scale_of(token, scale_group);
@@ -99,7 +96,7 @@ __device__ inline void dequant_elements(Nvfp4, const unsigned char* row, const T
 
 // Dequantizes the first `kDims` elements of every row, 16 at a time.
 template <int kDims>
-__device__ inline void dequant_tokens(const unsigned char* stage, const TokenScales& scales,
+__device__ inline void dequant_tokens(const unsigned char* stage, const BlockScales& scales,
                                       unsigned char* tokens) {
   constexpr int kScaleGroups = kDims / 16;
 #pragma unroll 2

@@ -27,6 +27,16 @@ __device__ inline void load_q(const Params& params, const WorkItem& work, Shared
   }
 }
 
+// Scales of K and of V, of the kv head of a work item.
+__device__ inline PagedRows key_scales(const Params& params, const WorkItem& work) {
+  return {params.key_scales + work.kv_head * params.key_scale_head_stride,
+          params.key_scale_page_stride, params.key_scale_token_stride};
+}
+__device__ inline PagedRows value_scales(const Params& params, const WorkItem& work) {
+  return {params.value_scales + work.kv_head * params.value_scale_head_stride,
+          params.value_scale_page_stride, params.value_scale_token_stride};
+}
+
 // Stages alternate: K of a KV block, its V, K of the warp's next block. Page ids are read one block
 // ahead, so that no copy waits for them.
 struct KvLoader {
@@ -72,8 +82,9 @@ struct KvLoader {
   template <int kBytes>
   __device__ void copy_rows(const PagedRows& rows, int own_page, int offset,
                             unsigned char* stage) const {
-    constexpr bool kCopiesChunks = kBytes % kChunkBytes == 0 && kStageRowBytes % kChunkBytes == 0;
-    constexpr int kCopyBytes = kCopiesChunks ? kChunkBytes : 8;
+    constexpr bool kFillsChunks = kBytes % kChunkBytes == 0 && kStageRowBytes % kChunkBytes == 0;
+    // Rows of a cache with token scales, such as [K, its scale, V, its scale], have any 4 bytes.
+    constexpr int kCopyBytes = kHasTokenScales ? 4 : kFillsChunks ? kChunkBytes : 8;
     constexpr int kCopies = kBytes / kCopyBytes;
 #pragma unroll 4  // more addresses at once would take registers from the O accumulators
     for (int first = 0; first < kBlockN * kCopies; first += kWarpLanes) {
@@ -86,12 +97,22 @@ struct KvLoader {
       const int slot = (next_kv_block * kBlockN + token) % kPageSize;
       const unsigned char* source = exists ? rows.row_of(page, slot) + offset + at : rows.rows;
       const u32 target = shared_address(stage) + token * kStageRowBytes + at;
-      if constexpr (kCopiesChunks) {
-        cp_async_cg_16(target, source, exists ? kChunkBytes : 0);
-      } else {
-        cp_async_ca_8(target, source, exists ? kCopyBytes : 0);
-      }
+      const u32 bytes = exists ? kCopyBytes : 0;
+      if constexpr (kCopyBytes == 4) cp_async_ca_4(target, source, bytes);
+      if constexpr (kCopyBytes == 8) cp_async_ca_8(target, source, bytes);
+      if constexpr (kCopyBytes == 16) cp_async_cg_16(target, source, bytes);
     }
+  }
+
+  // Copies the scale of every token behind the rows of a stage; 0 of one that is not loaded.
+  __device__ void copy_scales(const PagedRows& scales, int own_page, unsigned char* stage) const {
+    const int token = lane_index();
+    if (token >= kBlockN) return;
+    const bool exists = is_valid_page(own_page, params.num_pages);
+    const int slot = (next_kv_block * kBlockN + token) % kPageSize;
+    const unsigned char* source = exists ? scales.row_of(own_page, slot) : scales.rows;
+    cp_async_ca_4(shared_address(stage) + kScalesOffset + token * kScaleBytes, source,
+                  exists ? kScaleBytes : 0);
   }
 
   // Issues the copies of the next stage, if there is one. Always commits a cp.async group, so that
@@ -103,11 +124,13 @@ struct KvLoader {
         const PagedRows keys{params.key_cache + work.kv_head * params.key_head_stride,
                              params.key_page_stride, params.key_token_stride};
         copy_rows<kStoredBytes>(keys, lane_page, 0, stage);
+        if constexpr (kHasTokenScales) copy_scales(key_scales(params, work), lane_page, stage);
       } else {
         const PagedRows values{params.value_cache + work.kv_head * params.value_head_stride,
                                params.value_page_stride, params.value_token_stride};
         const int value_page = kSeparatePageIds ? value_lane_page : lane_page;
         copy_rows<kSliceBytes>(values, value_page, work.slice * kSliceBytes, stage);
+        if constexpr (kHasTokenScales) copy_scales(value_scales(params, work), value_page, stage);
         next_kv_block += kWarps;
         lane_page = next_lane_page;
         next_lane_page = load_lane_page(table, next_kv_block + kWarps);

@@ -8,8 +8,11 @@
 #include "config.cuh"
 #include "mma.cuh"
 #include "ptx/arithmetic.cuh"
+#include "ptx/cvt.cuh"
 #include "softmax/gqa_score.cuh"
 #include "softmax/online_softmax.cuh"
+#include "softmax/value_scaling.cuh"
+#include "token_scales.cuh"
 #include "work_item.cuh"
 
 // Four lanes share a row. Row sums cover this lane's tokens only, of P as rounded for the PV GEMM.
@@ -17,6 +20,7 @@ struct Softmax {
   GqaScore score;
   float row_max[kRowGroups][2];  // base 2
   float row_sum[kRowGroups][2];
+  ValueScaling value_scaling;
 
   __device__ explicit Softmax(const Params& params) : score(params) {
 #pragma unroll
@@ -94,6 +98,32 @@ struct Softmax {
           const float low = probability(scores[m][n][half * 2], row_max[m][half]);
           const float high = probability(scores[m][n][half * 2 + 1], row_max[m][half]);
           probabilities[m][n * 2 + half] = round_pair(low, high, row_sum[m][half]);
+        }
+      }
+    }
+  }
+
+  // The same for values with token scales, of which this lane has one: P is multiplied by them
+  // before it is rounded. A select where masked, because the scale may be NaN.
+  __device__ void compute_scaled_probabilities(const Scores& scores, float scale,
+                                               Probabilities& probabilities, Output& output) {
+    scale = scale_value(value_scaling, scale, output);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float scales[2] = {scale_of_column(scale, n, 0), scale_of_column(scale, n, 1)};
+#pragma unroll
+      for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float scaled[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const float score = scores[m][n][half * 2 + i];
+            const float p = probability(score, row_max[m][half]);
+            row_sum[m][half] += p;
+            scaled[i] = score == -kInfinity ? 0.0f : p * scales[i];
+          }
+          probabilities[m][n * 2 + half] = cvt_rn_x2_f32(Element{}, scaled[1], scaled[0]);
         }
       }
     }

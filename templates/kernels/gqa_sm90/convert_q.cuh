@@ -7,6 +7,7 @@
 #include "fragments.cuh"
 #include "ptx/cvt.cuh"
 #include "softmax/online_softmax.cuh"
+#include "softmax/value_scaling.cuh"
 
 // Over a dequantized KV cache, a bf16 Q is converted to fp16. A power-of-two scale per row brings
 // its amax into range.
@@ -16,10 +17,6 @@ constexpr bool kScalesQ = !kIsSame<QueryElement, Element>;
 __device__ inline int q_scale_exponent(float amax) {
   const int exponent = static_cast<int>(__float_as_uint(amax) >> 23) - 127;
   return 14 - min(max(exponent, -100), 127);
-}
-
-__device__ inline float pow2(int exponent) {
-  return __uint_as_float(static_cast<u32>(exponent + 127) << 23);
 }
 
 // Converts two bf16, times a power of two, to fp16.

@@ -16,9 +16,15 @@ using Output = float[kPartDimTiles][kRowGroups][4];
 __device__ inline int row_of(int group, int r) { return group * 8 + lane_index() % 4 * 2 + r; }
 __device__ inline int q_fragment_row(int group) { return group * 8 + lane_index() / 4; }
 
+// Token `index` of half of the tokens of an MMA step: the eight that ldmatrix reads at a time lie
+// in one TMA box, in different banks.
+__device__ inline int token_of_half(int half, int index) {
+  return kTokenStep == 1 ? half * 8 + index : index * kTokenStep + half;
+}
+
 // Token of accumulators `half * 2` and `half * 2 + 1`, relative to the warp's first token.
 __device__ inline int token_of_lane(int step, int half) {
-  return step * kStepTokens + half * 8 + lane_index() / 4;
+  return step * kStepTokens + token_of_half(half, lane_index() / 4);
 }
 
 // Part of the output dims of a warp, and index of the warp among those of the same part.
@@ -37,7 +43,8 @@ __device__ inline int first_token_of_warp(int warp) { return rank_of_warp(warp) 
 template <typename Tile>
 __device__ inline u32 token_offset(int token) {
   return static_cast<u32>(token / kBoxTokens * Tile::kBoxBytes +
-                          token % kBoxTokens * kSwizzleBytes);
+                          token % kTokenStep * Tile::kStepBytes +
+                          token % kBoxTokens / kTokenStep * kSwizzleBytes);
 }
 
 // The swizzle of a token: an XOR on the offset of its 16-byte chunks. Eight tokens of one chunk lie
@@ -46,10 +53,11 @@ __device__ inline u32 swizzle_of(int token) {
   constexpr int kLog2Tokens = kSwizzleBytes == 128  ? 0
                               : kSwizzleBytes == 64 ? 1
                                                     : 2;  // of 128 bytes
-  return static_cast<u32>(token >> kLog2Tokens & kSwizzleBytes / kChunkBytes - 1) * kChunkBytes;
+  const int line = token / kTokenStep;
+  return static_cast<u32>(line >> kLog2Tokens & kSwizzleBytes / kChunkBytes - 1) * kChunkBytes;
 }
 
-// Row address of a lane for ldmatrix.x4. Its four matrices are tokens 0 to 7 and 8 to 15 of a step,
+// Row address of a lane for ldmatrix.x4. Its four matrices are both halves of the tokens of a step,
 // in each of two adjacent chunks.
 template <typename Tile>
 struct LdmatrixRows {
@@ -57,7 +65,7 @@ struct LdmatrixRows {
 
   // `half` of the tokens and `chunk` that the group of eight lanes of this lane addresses.
   __device__ LdmatrixRows(int warp, int half, int chunk) {
-    const int token = first_token_of_warp(warp) + half * 8 + lane_index() % 8;
+    const int token = first_token_of_warp(warp) + token_of_half(half, lane_index() % 8);
     offset = head_of_warp(warp) * Tile::kHeadBytes + token_offset<Tile>(token) +
              (swizzle_of(token) ^ chunk * kChunkBytes);
   }
@@ -84,7 +92,7 @@ __device__ inline ValueRows v_ldmatrix_rows(int warp) {
   return rows;
 }
 
-// Offset of the block scales of token `warp_token` of a warp in a stage.
+// Offset of the scales of token `warp_token` of a warp in a stage.
 __device__ inline int scale_row_offset(int warp, int warp_token) {
   return kScalesOffset + head_of_warp(warp) * kScaleHeadBytes +
          (first_token_of_warp(warp) + warp_token) * kScaleRowBytes;

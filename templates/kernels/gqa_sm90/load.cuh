@@ -167,7 +167,30 @@ struct KvTmaBoxes {
   }
 };
 
-// Copies a row of block scales to shared memory, or zeroes it.
+// Copies rows of any 4 bytes of a cache with token scales, such as [K, its scale, V, its scale].
+// TMA needs strides of 16 bytes, and no more than two tokens have; but a box may begin at any byte.
+// So all kv heads, and the first token of every two, are bytes of the innermost dimension, and a
+// box has every other token of one kv head. A template: without token scales, Params lacks these
+// parameters.
+template <typename Tile, typename ScaleParams>
+__device__ inline void copy_token_pairs(const ScaleParams& params, int kv, u32 target, u32 full,
+                                        u64 cache_hint, int slot, int kv_head, int page) {
+  const u64 rows = reinterpret_cast<u64>(kv == 0 ? params.key_cache : params.value_cache);
+  const i64 token_stride = kv == 0 ? params.key_token_stride : params.value_token_stride;
+  const i64 head_stride = kv == 0 ? params.key_head_stride : params.value_head_stride;
+#pragma unroll
+  for (int head = 0; head < kKvHeadsPerCta; ++head) {
+#pragma unroll
+    for (int first = 0; first < kTokenStep; ++first) {
+      const i64 byte = rows % kChunkBytes + (kv_head + head) * head_stride + first * token_stride;
+      cp_async_bulk_tensor(target + (head * kTokenStep + first) * Tile::kStepBytes,
+                           kv == 0 ? &params.key_map : &params.value_map, full, cache_hint,
+                           static_cast<int>(byte), slot / kTokenStep, 0, page);
+    }
+  }
+}
+
+// Copies a row of scales to shared memory, or zeroes it.
 template <int kBytes>
 __device__ inline void copy_scale_row(u32 target, const void* source, bool exists) {
   const u32 bytes = exists ? kBytes : 0;
@@ -176,10 +199,10 @@ __device__ inline void copy_scale_row(u32 target, const void* source, bool exist
   if constexpr (kBytes == 16) cp_async_cg_16(target, source, bytes);
 }
 
-// Block scales of the tokens of TMA boxes, copied behind their tiles by all lanes: TMA would need
-// strides of 16 bytes. Every lane has the addresses of its box, so that a row takes few
-// instructions of the one producer warp.
-struct BlockScales {
+// Scales of the tokens of TMA boxes, of their blocks or of themselves, copied behind their tiles by
+// all lanes: TMA would need strides of 16 bytes. Every lane has the addresses of its box, so that a
+// row takes few instructions of the one producer warp.
+struct KvScales {
   static constexpr int kCopies = kBlockN * kKvHeadsPerCta / kWarpLanes;  // of a lane for a tile
   static constexpr int kCopyBytes = kWarpLanes / kKvHeadsPerCta * kScaleRowBytes;  // of a kv head
   static constexpr int kBoxRows = kBoxTokens * kKvHeadsPerCta;
@@ -187,10 +210,10 @@ struct BlockScales {
   u64 boxes[2];  // scales of the first token of this lane's box, of K and of V
   u32 existing[kSeparatePageIds ? 2 : 1];  // boxes of the lanes that exist, of K, or of K and of V
 
-  __device__ BlockScales() = default;
-  // A template: without block scales, Params lacks these parameters.
+  __device__ KvScales() = default;
+  // A template: without scales, Params lacks these parameters.
   template <typename ScaleParams>
-  __device__ BlockScales(const ScaleParams& params, const KvTmaBoxes& tma_boxes, int kv_head) {
+  __device__ KvScales(const ScaleParams& params, const KvTmaBoxes& tma_boxes, int kv_head) {
     const bool is_inside = tma_boxes.is_inside(tma_boxes.box);
     int page = 0;
     int slot = 0;
@@ -235,7 +258,7 @@ struct BlockScales {
               lane_index() / kKvHeadsPerCta * kScaleRowBytes;
     const u64 alignment =
         reinterpret_cast<u64>(rows.rows) | rows.page_stride | rows.token_stride | to_head;
-    if (alignment % kScaleRowBytes != 0) {
+    if (!kHasTokenScales && alignment % kScaleRowBytes != 0) {
       load_bytes(kv, first_lane, own, rows.token_stride, target, full);
       return;
     }
@@ -285,8 +308,8 @@ __device__ inline void load_work(const Params& params, const WorkItem& work, KvT
   const int lane_block = lane_index() / kBoxesPerKvBlock;
   const u32 box_of_lane = lane_index() % kBoxesPerKvBlock;
   const u64 cache_hint = kv_cache_hint(params.m_tiles);
-  BlockScales block_scales;
-  if constexpr (kHasBlockScales) block_scales = BlockScales(params, boxes, work.kv_head);
+  KvScales kv_scales;
+  if constexpr (kHasScales) kv_scales = KvScales(params, boxes, work.kv_head);
 #pragma unroll 1
   for (int kv_block = work.first_kv_block, in_window = 0; kv_block < end; ++kv_block) {
     const bool issues_copy = lane_block == in_window && boxes.is_inside(boxes.box);
@@ -299,13 +322,24 @@ __device__ inline void load_work(const Params& params, const WorkItem& work, KvT
       if (lane_index() == 0) mbarrier_arrive_expect_tx(full, boxes.bytes_of(kv_block, box_bytes));
       __syncwarp();
       if (issues_copy) {
-        cp_async_bulk_tensor(shared_address(smem.kv[kv_pipe.index]) + box_of_lane * box_bytes,
-                             kv == 0 ? &params.key_map : &params.value_map, full, cache_hint, 0,
-                             slot, 0, work.kv_head, boxes.page_of(kv == 1));
+        const u32 target = shared_address(smem.kv[kv_pipe.index]) + box_of_lane * box_bytes;
+        const int page = boxes.page_of(kv == 1);
+        if constexpr (kHasTokenScales) {
+          if (kv == 0) {
+            copy_token_pairs<KeyTile>(params, kv, target, full, cache_hint, slot, work.kv_head,
+                                      page);
+          } else {
+            copy_token_pairs<ValueTile>(params, kv, target, full, cache_hint, slot, work.kv_head,
+                                        page);
+          }
+        } else {
+          cp_async_bulk_tensor(target, kv == 0 ? &params.key_map : &params.value_map, full,
+                               cache_hint, 0, slot, 0, work.kv_head, page);
+        }
       }
-      if constexpr (kHasBlockScales) {
-        block_scales.load(params, kv, in_window * kBoxesPerKvBlock,
-                          smem.kv[kv_pipe.index] + kScalesOffset, full);
+      if constexpr (kHasScales) {
+        kv_scales.load(params, kv, in_window * kBoxesPerKvBlock,
+                       smem.kv[kv_pipe.index] + kScalesOffset, full);
       }
       __syncwarp();
       kv_pipe.advance();
@@ -313,7 +347,7 @@ __device__ inline void load_work(const Params& params, const WorkItem& work, KvT
     if (++in_window == kKvBlocksPerWindow) {
       in_window = 0;
       boxes.advance();
-      if constexpr (kHasBlockScales) block_scales = BlockScales(params, boxes, work.kv_head);
+      if constexpr (kHasScales) kv_scales = KvScales(params, boxes, work.kv_head);
     }
   }
 }

@@ -16,6 +16,8 @@
 #include "shared_memory.cuh"
 #include "softmax.cuh"
 #include "softmax/gqa_score.cuh"
+#include "softmax/value_scaling.cuh"
+#include "token_scales.cuh"
 #include "work_item.cuh"
 #include "work_pipeline.cuh"
 
@@ -86,7 +88,10 @@ __device__ inline u32 pv_gemm(const ValueRows& rows, const unsigned char* values
 __device__ inline u32 dependency_on(const Scores& scores) {
   u32 word = 0;
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) word ^= __float_as_uint(scores[step][0][0]);
+  for (int step = 0; step < kSteps; ++step) {
+    word ^= __float_as_uint(scores[step][0][0]);
+    if (kHasTokenScales) word ^= __float_as_uint(scores[step][0][2]);  // the other scales
+  }
   return word;
 }
 
@@ -117,6 +122,7 @@ __device__ inline bool process_work(const Params& params, int warp, const GqaSco
   query.load(params, work, warp, smem);
   const RowScales row_scales(query, score.scale);
   Softmax softmax;
+  ValueScaling value_scaling;
   Output output = {};
   const int unmasked_kv_begin = work.unmasked_kv_begin;
   const int unmasked_kv_end = work.unmasked_kv_end;
@@ -145,6 +151,7 @@ __device__ inline bool process_work(const Params& params, int warp, const GqaSco
     for (int step = 0; step < kSteps; ++step) {
       qk_gemm(k_rows, smem.kv[kv_pipe.index], warp, step, query, scores[step]);
     }
+    if constexpr (kHasTokenScales) TokenScales(smem.kv[kv_pipe.index], warp).multiply(scores);
     release(smem.kv_empty[kv_pipe.index], dependency_on(scores));
     kv_pipe.advance();
 
@@ -152,7 +159,7 @@ __device__ inline bool process_work(const Params& params, int warp, const GqaSco
     if (has_boundary) mask_scores(params, work, first_token, scores);
     softmax.update(scores, output);
     Probabilities probabilities;
-    transpose_probabilities(scores, probabilities);
+    if constexpr (!kHasTokenScales) transpose_probabilities(scores, probabilities);
 
     unsigned char* values = smem.kv[kv_pipe.index];
     wait(smem.kv_full[kv_pipe.index], kv_pipe.phase);
@@ -160,6 +167,16 @@ __device__ inline bool process_work(const Params& params, int warp, const GqaSco
       smem.nonfinite_work[work_idx % 2] = work_idx;
     }
     u32 read = 0;
+    if constexpr (kHasTokenScales) {
+      TokenScales scales(values, warp);
+      if (has_boundary && scales.clear_masked(work, first_token)) {
+        smem.nonfinite_work[work_idx % 2] = work_idx;
+      }
+      scales.scale_values(value_scaling, output);
+      scales.multiply(scores);
+      transpose_probabilities(scores, probabilities);
+      read = scales.word();
+    }
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       read ^= pv_gemm(v_rows, values, warp, step, probabilities[step], output);
@@ -167,6 +184,7 @@ __device__ inline bool process_work(const Params& params, int warp, const GqaSco
     release(smem.kv_empty[kv_pipe.index], read);
     kv_pipe.advance();
   }
+  if constexpr (kHasTokenScales) multiply_output(output, value_scaling.inverse());
   if constexpr (!Query::kPrefetchesQ) work_pipeline.wait_full(work_idx + 1);
   const bool has_next = work_pipeline.has(work_idx + 1);
   wait_for_epilogue(is_epilogue_busy);

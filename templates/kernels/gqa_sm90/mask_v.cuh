@@ -95,6 +95,17 @@ __device__ inline PagedRows finite_rows(const AnyParams& params, int kv_head) {
   }
 }
 
+// Scale of the value of a token. A template: without token scales, Params lacks them.
+template <typename AnyParams>
+__device__ inline float value_scale_of(const AnyParams& params, int kv_head, int page, int slot) {
+  if constexpr (kHasTokenScales) {
+    const PagedRows scales{params.value_scales + kv_head * params.value_scale_head_stride,
+                           params.value_scale_page_stride, params.value_scale_token_stride};
+    return *reinterpret_cast<const float*>(scales.row_of(page, slot));
+  }
+  return 1.0f;
+}
+
 // Adds the non-finite elements of a token that is masked for some rows, if this row attends to it.
 // Unweighted: times any probability they are the same.
 __device__ inline float4 add_nonfinite(const Params& params, const WorkItem& work, int row, int dim,
@@ -104,10 +115,11 @@ __device__ inline float4 add_nonfinite(const Params& params, const WorkItem& wor
   if (!is_valid_page(page, params.num_pages)) return out;
   const PagedRows cached = finite_rows(params, work.kv_head);
   const unsigned char* element_row = cached.row_of(page, token % kPageSize);
+  const float scale = value_scale_of(params, work.kv_head, page, token % kPageSize);
   float* sums[4] = {&out.x, &out.y, &out.z, &out.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float element = element_at(element_row, dim + i);
+    const float element = element_at(element_row, dim + i) * scale;
     if (!(fabsf(element) < kInfinity)) *sums[i] += element;
   }
   return out;

@@ -18,8 +18,8 @@ static_assert(sizeof(RowState) == kRowStateBytes, "the host plans with it");
 // spread over all banks.
 constexpr int kCombinePitch = kDimParts * kCombineDims + 4;
 
-// The producer warp arrives for the TMA boxes of a tile, and each of its lanes for block scales.
-constexpr int kKvFullArrivals = 1 + (kHasBlockScales ? kWarpLanes : 0);
+// The producer warp arrives for the TMA boxes of a tile, and each of its lanes for scales.
+constexpr int kKvFullArrivals = 1 + (kHasScales ? kWarpLanes : 0);
 
 struct SharedMemoryPlan {
   unsigned char kv[kStages][kStageBytes];  // K, V, K, ...

@@ -129,7 +129,7 @@ ROWS: Rows = {
         ("q", lambda q: q[:, None], ".ndim: expected 3, got 4"),
     ],
     "xqa_batch e4m3": [
-        ("kv_cache_sf", bf16(1), ": expected None for a cache of torch.float8_e4m3fn, got a tens"),
+        ("kv_cache_sf", bf16(1), ": expected None, or fp32 of each token and KV head, for a cach"),
         ("out", bf16(2, 8, 128).half(), ".dtype: expected torch.bfloat16 or torch.float8_e4m3fn "),
     ],
     "xqa_batch stacked": [
@@ -146,6 +146,24 @@ ROWS: Rows = {
         ),
         ("kv_cache[0]", HALF_HEADS, ".shape[-1]: expected 32 (head_dim of query / 2), got 64"),
     ],
+    "xqa_batch token scales": [
+        (
+            "kv_cache_sf[0]",
+            lambda sf: sf[..., :1],
+            ".shape: expected [10, 16, 2] (one for a token ",
+        ),
+        ("kv_cache_sf[1]", lambda sf: sf.mT, ".shape: expected [10, 16, 2] (one for a token and K"),
+        ("kv_cache_sf[1]", lambda sf: sf[..., None], ".ndim: expected 3, got 4"),
+        ("kv_cache_sf[1]", lambda sf: sf.half(), ".dtype: expected torch.float32 (dtype of kv_cac"),
+        ("kv_cache_sf[1]", lambda sf: sf.to("meta"), ".device: expected cpu (of query), got meta"),
+        ("kv_cache[0]", displaced, ".data_ptr(): expected a multiple of 4, got 1 more than one"),
+        ("kv_cache[1]", lambda kv: padded(kv, dim=3), ".stride(1): expected a multiple of 4, got"),
+    ],
+    "xqa_batch token scales stacked": [
+        ("kv_cache_sf", lambda sf: sf[:, 0], ".ndim: expected 4, got 3"),
+        ("kv_cache_sf", lambda sf: sf.double(), ": expected None, or fp32 of each token and KV he"),
+    ],
+    "xqa token scales": [("v_sf_cache", None, NOT_GIVEN)],
     "xqa_batch nvfp4 24 bytes": [
         ("kv_cache[0]", displaced, ".data_ptr(): expected a multiple of 8, got 1 more than one")
     ],

@@ -148,7 +148,7 @@ def nvfp4_pages(head_dim: int, layout: str) -> tuple[torch.Tensor, torch.Tensor]
     generator = torch.Generator().manual_seed(12)
     sides = ((store.key, store.key_scale), (store.value, store.value_scale))
     ids = torch.arange(pages)
-    content = [store._fill(*side, ids, pages * PAGE, generator) for side in sides]
+    content = [store._fill(*side, ids, pages * PAGE, generator)[0] for side in sides]
     given = [part for side in sides for part in side if part is not None]
     parts = [part.transpose(1, 2) if layout == "HND" else part for part in given]
     stored = torch.cat([part.flatten(1) for part in parts], dim=1)

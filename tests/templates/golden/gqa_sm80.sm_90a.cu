@@ -58,6 +58,7 @@ using OutElement = Bf16;
 constexpr int kHeadDim = 128;
 constexpr int kHeadDimVo = 128;
 constexpr int kPageSize = 64;
+constexpr bool kHasTokenScales = false;
 constexpr bool kHasSoftCap = false;
 constexpr bool kHasDcp = false;
 constexpr bool kSeparatePageIds = false;
@@ -83,7 +84,10 @@ constexpr int kSliceDims = kHeadDimVo / kSlices;  // output dims of one CTA
 // column then lie in different banks, for any head dim.
 constexpr int kRowBytes = kHeadDim * 2 + kChunkBytes;
 constexpr int kStageRowBytes = kDequantsKv ? kStoredBytes : kRowBytes;
-constexpr int kStageBytes = kBlockN * kStageRowBytes;
+// Scales of the tokens lie behind their rows.
+constexpr int kScalesOffset = kBlockN * kStageRowBytes;  // in a stage
+constexpr int kScaleBytes = kHasTokenScales ? sizeof(float) : 0;
+constexpr int kStageBytes = kScalesOffset + kBlockN * kScaleBytes;
 constexpr int kWarpBytes = kStages * kStageBytes + (kDequantsKv ? kBlockN * kRowBytes : 0);
 constexpr int kCombineFloats = kBlockM * (kSliceDims + 4);
 // Loads in flight while a stage is consumed. Dequantized blocks have a buffer of their own, which
@@ -1378,6 +1382,16 @@ __device__ inline void load_q(const Params& params, const WorkItem& work, Shared
   }
 }
 
+// Scales of K and of V, of the kv head of a work item.
+__device__ inline PagedRows key_scales(const Params& params, const WorkItem& work) {
+  return {params.key_scales + work.kv_head * params.key_scale_head_stride,
+          params.key_scale_page_stride, params.key_scale_token_stride};
+}
+__device__ inline PagedRows value_scales(const Params& params, const WorkItem& work) {
+  return {params.value_scales + work.kv_head * params.value_scale_head_stride,
+          params.value_scale_page_stride, params.value_scale_token_stride};
+}
+
 // Stages alternate: K of a KV block, its V, K of the warp's next block. Page ids are read one block
 // ahead, so that no copy waits for them.
 struct KvLoader {
@@ -1423,8 +1437,9 @@ struct KvLoader {
   template <int kBytes>
   __device__ void copy_rows(const PagedRows& rows, int own_page, int offset,
                             unsigned char* stage) const {
-    constexpr bool kCopiesChunks = kBytes % kChunkBytes == 0 && kStageRowBytes % kChunkBytes == 0;
-    constexpr int kCopyBytes = kCopiesChunks ? kChunkBytes : 8;
+    constexpr bool kFillsChunks = kBytes % kChunkBytes == 0 && kStageRowBytes % kChunkBytes == 0;
+    // Rows of a cache with token scales, such as [K, its scale, V, its scale], have any 4 bytes.
+    constexpr int kCopyBytes = kHasTokenScales ? 4 : kFillsChunks ? kChunkBytes : 8;
     constexpr int kCopies = kBytes / kCopyBytes;
 #pragma unroll 4  // more addresses at once would take registers from the O accumulators
     for (int first = 0; first < kBlockN * kCopies; first += kWarpLanes) {
@@ -1437,12 +1452,22 @@ struct KvLoader {
       const int slot = (next_kv_block * kBlockN + token) % kPageSize;
       const unsigned char* source = exists ? rows.row_of(page, slot) + offset + at : rows.rows;
       const u32 target = shared_address(stage) + token * kStageRowBytes + at;
-      if constexpr (kCopiesChunks) {
-        cp_async_cg_16(target, source, exists ? kChunkBytes : 0);
-      } else {
-        cp_async_ca_8(target, source, exists ? kCopyBytes : 0);
-      }
+      const u32 bytes = exists ? kCopyBytes : 0;
+      if constexpr (kCopyBytes == 4) cp_async_ca_4(target, source, bytes);
+      if constexpr (kCopyBytes == 8) cp_async_ca_8(target, source, bytes);
+      if constexpr (kCopyBytes == 16) cp_async_cg_16(target, source, bytes);
     }
+  }
+
+  // Copies the scale of every token behind the rows of a stage; 0 of one that is not loaded.
+  __device__ void copy_scales(const PagedRows& scales, int own_page, unsigned char* stage) const {
+    const int token = lane_index();
+    if (token >= kBlockN) return;
+    const bool exists = is_valid_page(own_page, params.num_pages);
+    const int slot = (next_kv_block * kBlockN + token) % kPageSize;
+    const unsigned char* source = exists ? scales.row_of(own_page, slot) : scales.rows;
+    cp_async_ca_4(shared_address(stage) + kScalesOffset + token * kScaleBytes, source,
+                  exists ? kScaleBytes : 0);
   }
 
   // Issues the copies of the next stage, if there is one. Always commits a cp.async group, so that
@@ -1454,11 +1479,13 @@ struct KvLoader {
         const PagedRows keys{params.key_cache + work.kv_head * params.key_head_stride,
                              params.key_page_stride, params.key_token_stride};
         copy_rows<kStoredBytes>(keys, lane_page, 0, stage);
+        if constexpr (kHasTokenScales) copy_scales(key_scales(params, work), lane_page, stage);
       } else {
         const PagedRows values{params.value_cache + work.kv_head * params.value_head_stride,
                                params.value_page_stride, params.value_token_stride};
         const int value_page = kSeparatePageIds ? value_lane_page : lane_page;
         copy_rows<kSliceBytes>(values, value_page, work.slice * kSliceBytes, stage);
+        if constexpr (kHasTokenScales) copy_scales(value_scales(params, work), value_page, stage);
         next_kv_block += kWarps;
         lane_page = next_lane_page;
         next_lane_page = load_lane_page(table, next_kv_block + kWarps);
@@ -1543,6 +1570,91 @@ struct GqaScore {
   static constexpr float kFarFromCap = 0.0625f * kLog2E;  // of scores: x = 2^-5
 };
 
+// Scaling of P by the scales of values, where a cache has one for each token and kv head: P V of a
+// token is multiplied by a scale before P is rounded for the PV GEMM.
+
+__device__ inline float pow2(int exponent) {
+  return __uint_as_float(static_cast<u32>(exponent + 127) << 23);
+}
+
+// Scales are multiplied by a power of two, so that fp16 represents P times a scale: no P exceeds
+// 2^8, and no scaled scale 2^7. What is 2^-29 of that is still rounded relatively. Like a row max,
+// the exponent moves only where a scale exceeds it; O is multiplied by the same power, and divided
+// by it at the end.
+struct ValueScaling {
+  static constexpr float kMaxScaled = 128.0f;
+  static constexpr int kExponentOfMax = 3;  // after a move, that of the largest scale
+
+  int exponent = 126;  // both powers are normal numbers
+
+  // Magnitude of a scale that may move the exponent; others are 0, since each of their elements is
+  // infinite or NaN.
+  __device__ static float magnitude_of(float scale) {
+    return fabsf(scale) < kInfinity ? fabsf(scale) : 0.0f;
+  }
+
+  __device__ bool exceeds(float magnitude) const { return magnitude * pow2(exponent) > kMaxScaled; }
+
+  // Moves the exponent for scales of up to `magnitude`; returns the factor of O.
+  __device__ float move(float magnitude) {
+    const int before = exponent;
+    exponent = kExponentOfMax + 127 - static_cast<int>(__float_as_uint(magnitude) >> 23);
+    return pow2(max(exponent - before, -126));
+  }
+
+  __device__ float scaled(float scale) const { return scale * pow2(exponent); }
+  __device__ float inverse() const { return pow2(-exponent); }
+};
+
+// Scales of the tokens of a KV block: those of K multiply scores, and those of V multiply P. Each
+// lane has the scale of one token.
+
+// Of the token of this lane, in a stage that has arrived.
+__device__ inline float token_scale_of(const unsigned char* stage) {
+  return reinterpret_cast<const float*>(stage + kScalesOffset)[lane_index() % kBlockN];
+}
+
+// Scale of the token of column `n`, `e % 2` of Scores.
+__device__ inline float scale_of_column(float scale, int n, int e) {
+  return __shfl_sync(~0u, scale, fragment_col(n, e % 2));
+}
+
+__device__ inline void multiply_by_tokens(Scores& scores, float scale) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float own = scale_of_column(scale, n, e);
+#pragma unroll
+      for (int m = 0; m < kRowGroups; ++m) {
+        scores[m][n][e] *= own;
+        scores[m][n][e + 2] *= own;
+      }
+    }
+  }
+}
+
+__device__ inline void multiply_output(Output& output, float factor) {
+#pragma unroll
+  for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) rescale_row(output[m], half, factor);
+  }
+}
+
+// Returns the scale of V for P, and scales O if the scaling moves.
+__device__ inline float scale_value(ValueScaling& scaling, float scale, Output& output) {
+  float magnitude = ValueScaling::magnitude_of(scale);
+  if (__any_sync(~0u, scaling.exceeds(magnitude))) {
+#pragma unroll
+    for (int lanes = 1; lanes < kBlockN; lanes *= 2) {
+      magnitude = fmaxf(magnitude, __shfl_xor_sync(~0u, magnitude, lanes));
+    }
+    multiply_output(output, scaling.move(magnitude));
+  }
+  return scaling.scaled(scale);
+}
+
 // Online softmax over the KV blocks of one warp.
 
 // Four lanes share a row. Row sums cover this lane's tokens only, of P as rounded for the PV GEMM.
@@ -1550,6 +1662,7 @@ struct Softmax {
   GqaScore score;
   float row_max[kRowGroups][2];  // base 2
   float row_sum[kRowGroups][2];
+  ValueScaling value_scaling;
 
   __device__ explicit Softmax(const Params& params) : score(params) {
 #pragma unroll
@@ -1627,6 +1740,32 @@ struct Softmax {
           const float low = probability(scores[m][n][half * 2], row_max[m][half]);
           const float high = probability(scores[m][n][half * 2 + 1], row_max[m][half]);
           probabilities[m][n * 2 + half] = round_pair(low, high, row_sum[m][half]);
+        }
+      }
+    }
+  }
+
+  // The same for values with token scales, of which this lane has one: P is multiplied by them
+  // before it is rounded. A select where masked, because the scale may be NaN.
+  __device__ void compute_scaled_probabilities(const Scores& scores, float scale,
+                                               Probabilities& probabilities, Output& output) {
+    scale = scale_value(value_scaling, scale, output);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float scales[2] = {scale_of_column(scale, n, 0), scale_of_column(scale, n, 1)};
+#pragma unroll
+      for (int m = 0; m < kRowGroups; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float scaled[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const float score = scores[m][n][half * 2 + i];
+            const float p = probability(score, row_max[m][half]);
+            row_sum[m][half] += p;
+            scaled[i] = score == -kInfinity ? 0.0f : p * scales[i];
+          }
+          probabilities[m][n * 2 + half] = cvt_rn_x2_f32(Element{}, scaled[1], scaled[0]);
         }
       }
     }
@@ -1724,7 +1863,7 @@ __device__ inline Chunk scale_bf16(Target target, const Chunk& stored, float sca
 
 // Reader of the block scales of a KV block: NVFP4 has an e4m3 scale for each 16 elements, the other
 // dtypes none.
-struct TokenScales {
+struct BlockScales {
   const WorkItem& work;
   const int* table;  // page ids of the sequence
   PagedRows rows;
@@ -1744,28 +1883,24 @@ struct TokenScales {
 };
 
 // Block scales of load `stage_idx`: of K if it is even, else of V.
-__device__ inline TokenScales scales_of(const Params& params, const WorkItem& work, int stage_idx,
+__device__ inline BlockScales scales_of(const Params& params, const WorkItem& work, int stage_idx,
                                         int kv_block, const int* table) {
-  const PagedRows keys{params.key_scales + work.kv_head * params.key_scale_head_stride,
-                       params.key_scale_page_stride, params.key_scale_token_stride};
-  const PagedRows values{params.value_scales + work.kv_head * params.value_scale_head_stride,
-                         params.value_scale_page_stride, params.value_scale_token_stride};
   const bool is_k = stage_idx % 2 == 0;
   return {work,
           table,
-          is_k ? keys : values,
+          is_k ? key_scales(params, work) : value_scales(params, work),
           params.num_pages,
           kv_block * kBlockN,
           is_k ? 0 : work.slice * kSliceDims / 16};
 }
 
-__device__ inline void dequant_elements(E4m3, const unsigned char* row, const TokenScales&, int,
+__device__ inline void dequant_elements(E4m3, const unsigned char* row, const BlockScales&, int,
                                         int scale_group, Chunk (&dequantized)[2]) {
   dequant_e4m3(Element{}, reinterpret_cast<const Chunk*>(row)[scale_group], dequantized);
 }
 
 // An e5m2 is the upper half of its fp16.
-__device__ inline void dequant_elements(E5m2, const unsigned char* row, const TokenScales&, int,
+__device__ inline void dequant_elements(E5m2, const unsigned char* row, const BlockScales&, int,
                                         int scale_group, Chunk (&dequantized)[2]) {
   const Chunk stored = reinterpret_cast<const Chunk*>(row)[scale_group];
 #pragma unroll
@@ -1777,7 +1912,7 @@ __device__ inline void dequant_elements(E5m2, const unsigned char* row, const To
   }
 }
 
-__device__ inline void dequant_elements(Int8, const unsigned char* row, const TokenScales&, int,
+__device__ inline void dequant_elements(Int8, const unsigned char* row, const BlockScales&, int,
                                         int scale_group, Chunk (&dequantized)[2]) {
   const Chunk stored = reinterpret_cast<const Chunk*>(row)[scale_group];
 #pragma unroll
@@ -1796,7 +1931,7 @@ __device__ inline float float_of_e2m1(u32 nibble) {
   return cvt_f32(Fp16{}, static_cast<u16>((nibble & 8) << 12 | (nibble & 7) << 9)) * kTwoTo14;
 }
 
-__device__ inline void dequant_elements(Nvfp4, const unsigned char* row, const TokenScales& scales,
+__device__ inline void dequant_elements(Nvfp4, const unsigned char* row, const BlockScales& scales,
                                         int token, int scale_group, Chunk (&dequantized)[2]) {
   const uint2 stored = reinterpret_cast<const uint2*>(row)[scale_group];
   const float scale = scales.scale_of(token, scale_group);
@@ -1810,7 +1945,7 @@ __device__ inline void dequant_elements(Nvfp4, const unsigned char* row, const T
 
 // Dequantizes the first `kDims` elements of every row, 16 at a time.
 template <int kDims>
-__device__ inline void dequant_tokens(const unsigned char* stage, const TokenScales& scales,
+__device__ inline void dequant_tokens(const unsigned char* stage, const BlockScales& scales,
                                       unsigned char* tokens) {
   constexpr int kScaleGroups = kDims / 16;
 #pragma unroll 2
@@ -1830,13 +1965,15 @@ __device__ inline void dequant_tokens(const unsigned char* stage, const TokenSca
 }
 
 // Waits for the next stage of this warp, dequantizes the first `kDims` elements of its rows if need
-// be, and issues the copy into the stage that is free by then.
+// be, and issues the copy into the stage that is free by then. Gets the token scale of this lane.
 template <int kDims>
 __device__ inline unsigned char* next_kv(const Params& params, const WorkItem& work, int stage_idx,
-                                         int kv_block, KvLoader& loader, SharedMemoryPlan& smem) {
+                                         int kv_block, KvLoader& loader, float& scale,
+                                         SharedMemoryPlan& smem) {
   cp_async_wait_group<kStagesAhead - 1>();
   __syncwarp();  // the stage is visible to all lanes, and all are done with the previous one
-  const TokenScales scales =
+  if constexpr (kHasTokenScales) scale = token_scale_of(stage_ptr(smem, stage_idx));
+  const BlockScales scales =
       scales_of(params, work, stage_idx, kv_block, loader.table_of(stage_idx));
   dequant_tokens<kDims>(stage_ptr(smem, stage_idx), scales, tokens_of(smem, stage_idx));
   __syncwarp();  // the dequantized block is complete, and its stage is free
@@ -1871,15 +2008,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     const int first_token = kv_block * kBlockN;
     const bool has_boundary =
         first_token < work.unmasked_kv_begin || first_token + kBlockN > work.unmasked_kv_end;
-    unsigned char* keys = next_kv<kHeadDim>(params, work, stage_idx++, kv_block, loader, smem);
+    float scale;
+    unsigned char* keys =
+        next_kv<kHeadDim>(params, work, stage_idx++, kv_block, loader, scale, smem);
     Scores scores;
     qk_gemm(smem, query, keys, scores);
+    if constexpr (kHasTokenScales) multiply_by_tokens(scores, scale);
     softmax.scale_and_mask(params, work, first_token, has_boundary, scores);
     if (softmax.exceeds_threshold(scores)) softmax.update_row_max(scores, output);
     Probabilities probabilities;
-    softmax.compute_probabilities(scores, probabilities);
+    if constexpr (!kHasTokenScales) softmax.compute_probabilities(scores, probabilities);
 
-    unsigned char* values = next_kv<kSliceDims>(params, work, stage_idx++, kv_block, loader, smem);
+    unsigned char* values =
+        next_kv<kSliceDims>(params, work, stage_idx++, kv_block, loader, scale, smem);
+    if constexpr (kHasTokenScales)
+      softmax.compute_scaled_probabilities(scores, scale, probabilities, output);
     if (has_boundary) {
       pv_gemm_boundary(params, work, first_token, probabilities, values, smem, output);
     }
@@ -1895,6 +2038,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
                        [&](int row) { return work.global_row(params, row); });
     }
   }
+  if constexpr (kHasTokenScales) multiply_output(output, softmax.value_scaling.inverse());
   combine_warps(smem, output);
   finish_rows(params, work, smem);
   store_output(params, work, smem);
