@@ -106,6 +106,28 @@ def test_tokens_over_an_nvfp4_cache_are_those_of_flashinfer(
 
 
 @needs_vllm
+@pytest.mark.parametrize("mode", ["eager", "graphs"])
+def test_a_batch_invariant_engine_gives_each_request_the_bits_that_it_has_alone(
+    mode: str, device: str, tmp_path: Path
+) -> None:
+    """Log probabilities of a prompt alone and among 31 others are equal, projections included."""
+    pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17")
+    require_gqa()
+    engines.models_in(tmp_path, engines.llama, device)
+    prompts = [prompt for _ in range(4) for prompt in engines.prompts()]
+    environment = ENVIRONMENT | {"VLLM_BATCH_INVARIANT": "1"}
+
+    did = engines.engine_over(engine.__name__, environment, tmp_path, "MLAGEN_GQA", mode, prompts)
+
+    assert did["backends"] == ["MLAGEN_GQA"] * engines.LAYERS
+    engines.assert_decodes_by("gqa_sm", did, mode)
+    assert did["repeated"] == did["tokens"]
+    assert len(did["alone"]) == engine.ALONE
+    assert did["alone"] == did["logprobs"][: engine.ALONE]
+    assert did["jit"] == "error"
+
+
+@needs_vllm
 @pytest.mark.parametrize("mode", ["eager", "graphs", "drafts"])
 def test_tokens_of_deepseek_v4_are_those_of_flash_mla(
     mode: str, device: str, tmp_path: Path

@@ -25,6 +25,9 @@ OPTIONS: dict[str, Any] = {
 }
 # Without torch.compile, whose compilation takes minutes.
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+# No prompt is prefilled in pieces: a piece of one token is decoded.
+INVARIANT = {"max_num_seqs": 32, "max_num_batched_tokens": 1 << 14}
+ALONE = 8
 DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 RANDOM = "random"  # loads no weights, and draws them
 
@@ -32,9 +35,10 @@ RANDOM = "random"  # loads no weights, and draws them
 def run(checkpoint: str, backend: str, mode: str, prompts: list[list[int]]) -> dict[str, Any]:
     """Return the backends of the layers, and tokens, kernels and graph replays of requests.
 
-    The dtype of the cache may follow the mode.
+    The dtype of the cache may follow the mode. A batch-invariant engine also serves the first
+    prompts one at a time.
     """
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams, envs
 
     mode, _, kv_cache_dtype = mode.partition(" ")
     graphs = {"compilation_config": GRAPHS} if mode == "graphs" else {"enforce_eager": True}
@@ -43,6 +47,8 @@ def run(checkpoint: str, backend: str, mode: str, prompts: list[list[int]]) -> d
     if is_deepseek_v4(checkpoint):
         register_random_weights()
         options |= {"load_format": RANDOM, "kv_cache_dtype": "fp8"}
+    if envs.VLLM_BATCH_INVARIANT:
+        options |= INVARIANT
     llm = LLM(model=checkpoint, attention_backend=backend, **options)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
 
@@ -54,20 +60,26 @@ def run(checkpoint: str, backend: str, mode: str, prompts: list[list[int]]) -> d
         return [each.outputs[0] for each in llm.generate(requests, greedy, use_tqdm=False)]
 
     first, second = generated(NEW, prompts), generated(NEW, prompts)
+    alone = prompts[:ALONE] if envs.VLLM_BATCH_INVARIANT else []
+    singles = [generated(NEW, [prompt])[0] for prompt in alone]
     kernels, replays = launched(partial(generated, COUNTED, [prompts[-1][:300]] * 4))
     return {
         "backends": [layer.attn_backend.get_name() for layer in layers if hasattr(layer, "impl")],
         "layers": [type(layer).__name__ for layer in layers if hasattr(layer, "swa_cache_layer")],
         "tokens": [list(each.token_ids) for each in first],
         "repeated": [list(each.token_ids) for each in second],
-        "logprobs": [
-            [at[token].logprob for at, token in zip(each.logprobs, each.token_ids, strict=True)]
-            for each in first
-        ],
+        "logprobs": list(map(logprobs_of, first)),
+        "alone": list(map(logprobs_of, singles)),
         "kernels": kernels,
         "jit": jit_mode(),
         "replays": replays,
     }
+
+
+def logprobs_of(output: Any) -> list[float]:
+    """Return the log probability of each token of an output."""
+    each = zip(output.logprobs, output.token_ids, strict=True)
+    return [at[token].logprob for at, token in each]
 
 
 def register_random_weights() -> None:
