@@ -87,18 +87,18 @@ def gqa_calls(
     head_dim: int,
     page_size: int,
     query_dtype: torch.dtype,
-    kv_dtype: torch.dtype,
+    kv_dtype: torch.dtype | DType,
     max_q_len: int = 1,
     head_dim_vo: int = 0,
     has_soft_cap: bool = False,
 ) -> list[tuple[GqaVariant, int]]:
     """Return the decode calls of layers of grouped-query attention, as :func:`mla_calls`.
 
-    A cache in uint8 is NVFP4's.
+    A cache in uint8 is NVFP4's; one with scales of tokens has the name of its format.
     """
     variant = GqaVariant(
         query_dtype=_DTYPES[query_dtype],
-        kv_dtype=_GQA_DTYPES[kv_dtype],
+        kv_dtype=kv_dtype if isinstance(kv_dtype, DType) else _GQA_DTYPES[kv_dtype],
         out_dtype=_DTYPES[query_dtype],
         head_dim=head_dim,
         head_dim_vo=head_dim_vo,

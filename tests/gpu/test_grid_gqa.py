@@ -115,6 +115,38 @@ def test_drafts_over_quantized_caches(length: int, q_lens: tuple[int, ...], kind
         check(problem, windows=(0, 30), masks=(*MASKS, "blind"))
 
 
+@pytest.mark.parametrize("kv", ["int8", "e4m3", "e5m2"])
+@pytest.mark.parametrize(
+    "dims", [(64, 0), (128, 0), (256, 0), (512, 0), (192, 128), (80, 0)], ids=str
+)
+@pytest.mark.parametrize("kv_heads", [1, 3, 4])
+def test_scales_of_tokens(kv_heads: int, dims: tuple[int, int], kv: str) -> None:
+    """In rows of any 4 bytes and in tensors, of pages and magnitudes of several kinds."""
+    for page_size, exponent, cache_layout in (
+        (16, -30, "inline"),
+        (64, 8, "inline"),
+        (48, 0, "strided"),
+    ):
+        for q_len, group in ((1, 8), (4, 5)):
+            facts: dict[str, Any] = dict(zip(("head_dim", "head_dim_vo"), dims, strict=True))
+            case = GqaCase(
+                seq_lens=(2600, 70, 9, 0),
+                kv=kv,
+                has_token_scales=True,
+                scale_exponent=exponent,
+                cache_layout=cache_layout,
+                page_size=page_size,
+                kv_heads=kv_heads,
+                group=group,
+                q_len=q_len,
+                sink=3.0,
+                **facts,
+            )
+
+            masks = (None, "random") if q_len > 1 else (None,)
+            check(case.build("cuda"), windows=(0, 200), masks=masks)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("soft_cap", [1.0, 30.0, 1e6])

@@ -83,22 +83,30 @@ def test_tokens_are_those_of_transformers(
 
 @needs_vllm
 @pytest.mark.parametrize("mode", ["eager", "graphs"])
-def test_tokens_over_an_nvfp4_cache_are_those_of_flashinfer(
-    mode: str, device: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("make", "cache", "backends"),
+    [
+        (engines.gemma4, "nvfp4", ("FLASHINFER", "MLAGEN_GQA")),
+        (engines.llama, "int8_per_token_head", ("TRITON_ATTN", "MLAGEN_GQA_TOKEN_SCALES")),
+        (engines.llama, "fp8_per_token_head", ("TRITON_ATTN", "MLAGEN_GQA_TOKEN_SCALES")),
+    ],
+)
+def test_tokens_over_a_quantized_cache_are_those_of_vllms_backend(
+    make: Any, cache: str, backends: tuple[str, str], mode: str, device: str, tmp_path: Path
 ) -> None:
-    """Layers of Gemma 4, with 256 and 512 dims, read the cache that FlashInfer writes and reads."""
+    """Layers, those of Gemma 4 with 256 and 512 dims, read the cache that vLLM writes and reads."""
     pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17")
-    require_gqa()
-    engines.models_in(tmp_path, engines.gemma4, device)
-    prompts, asked = engines.prompts(), f"{mode} nvfp4"
+    if "MLAGEN_GQA" in backends:
+        require_gqa()
+    engines.models_in(tmp_path, make, device)
+    prompts, asked = engines.prompts(), f"{mode} {cache}"
     runs = [
         engines.engine_over(engine.__name__, ENVIRONMENT, tmp_path, backend, asked, prompts)
-        for backend in ("FLASHINFER", "MLAGEN_GQA")
+        for backend in backends
     ]
 
     theirs, ours = runs
-    assert theirs["backends"] == ["FLASHINFER"] * engines.LAYERS
-    assert ours["backends"] == ["MLAGEN_GQA"] * engines.LAYERS
+    assert [run["backends"] for run in runs] == [[name] * engines.LAYERS for name in backends]
     assert not any(name.startswith("gqa_sm") for name in theirs["kernels"])
     engines.assert_decodes_by("gqa_sm", ours, mode)
     engines.assert_like_another(ours, theirs)

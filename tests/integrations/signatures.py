@@ -34,7 +34,13 @@ def own_members(cls: type, package: str) -> Iterator[tuple[str, Any]]:
         if each.__module__.startswith(package):
             for name, member in vars(each).items():
                 if not name.startswith("__") or name == "__init__":
-                    yield name, inspect.unwrap(getattr(member, "__func__", member))
+                    yield name, _called(member, each)
+
+
+def _called(member: Any, cls: Any) -> Any:
+    """Return a method of a class as it is called: static or not, it may have the same callers."""
+    is_bound = isinstance(member, (classmethod, staticmethod))
+    return inspect.unwrap(member.__get__(None, cls) if is_bound else member)
 
 
 def disagreements(ours: Any, theirs: Any, package: str) -> Iterator[str]:
@@ -56,7 +62,7 @@ def _of_members(ours: type, theirs: Any, package: str) -> Iterator[str]:
     for name, member in own_members(ours, package):
         if not hasattr(theirs, name):
             yield f"{name}: missing"
-        elif inspect.isfunction(member):
-            other = inspect.getattr_static(theirs, name)
-            if difference := disagreement(member, getattr(other, "__func__", other)):
+        elif inspect.isroutine(member):
+            other = _called(inspect.getattr_static(theirs, name), theirs)
+            if difference := disagreement(member, other):
                 yield f"{name}: {difference}"

@@ -17,6 +17,7 @@ BACKENDS = {
     "MLAGEN_MLA": "mlagen.integrations.vllm.dense.MlagenMLABackend",
     "MLAGEN_MLA_SPARSE": "mlagen.integrations.vllm.sparse.MlagenSparseMLABackend",
     "MLAGEN_GQA": "mlagen.integrations.vllm.gqa.MlagenGQABackend",
+    "MLAGEN_GQA_TOKEN_SCALES": "mlagen.integrations.vllm.token_scales.MlagenTokenScalesBackend",
     "MLAGEN_GQA_DIFFKV": "mlagen.integrations.vllm.diffkv.MlagenDiffKVBackend",
 }
 _EXPECTED = (

@@ -24,9 +24,9 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from mlagen.decode import xqa_batch_decode_with_kv_cache as decode
 from mlagen.integrations.servers import follow_batch_invariance
+from mlagen.integrations.vllm.decode_batches import Sm90Backend
 from mlagen.integrations.vllm.warm_up import WARM_UP
 from mlagen.integrations.warm_up import Calls, gqa_calls, workspace
-from mlagen.models.kernels import PAGE_SIZES
 from mlagen.spec.gqa.variant import has_dim
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
@@ -92,7 +92,7 @@ def _by_own_gate(function: Any, **names: Any) -> Callable[..., Any]:
     )
 
 
-class MlagenGQABackend(vllm_flashinfer.FlashInferBackend):
+class MlagenGQABackend(Sm90Backend, vllm_flashinfer.FlashInferBackend):
     """The GQA backend, as vLLM selects and validates it."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = [
@@ -115,21 +115,10 @@ class MlagenGQABackend(vllm_flashinfer.FlashInferBackend):
         """Return the class that builds the metadata of a batch."""
         return MlagenGQAMetadataBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Return the page sizes that prewarming compiles, into which vLLM splits larger blocks."""
-        del kv_cache_spec
-        return list(PAGE_SIZES)
-
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
         """Return whether the kernels have the dtype, as vLLM's XQA call has the cache."""
         return kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        """Return whether vLLM calls XQA on this GPU and mlagen has an sm90 kernel."""
-        return (capability.major, capability.minor) == (9, 0)
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

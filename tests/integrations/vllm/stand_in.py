@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -508,10 +508,62 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         del layer_names, device
+        self.kv_cache_spec, self.cache_config = kv_cache_spec, vllm_config.cache_config
         self.vllm_config, self.model_config = vllm_config, vllm_config.model_config
-        self.cache_config, self.block_size = vllm_config.cache_config, kv_cache_spec.block_size
         self.num_heads_q = self.model_config.get_num_attention_heads(vllm_config.parallel_config)
-        self.num_heads_kv, self.headdim = kv_cache_spec.num_kv_heads, kv_cache_spec.head_size
+
+
+class KVQuantMode(IntEnum):
+    """How a cache is quantized."""
+
+    NONE = 0
+    INT8_PER_TOKEN_HEAD = 2
+    FP8_PER_TOKEN_HEAD = 3
+
+
+class TritonAttentionBackend:
+    """Triton's backend."""
+
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
+    get_name = get_impl_cls = get_builder_cls = staticmethod(stub())
+    supports_compute_capability = method("capability", result=True)
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        """Return the page sizes."""
+        del kv_cache_spec
+        return [MultipleOf(16)]
+
+
+class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
+    """The builder of Triton's batches."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        del layer_names, device
+        self.kv_cache_spec, self.vllm_config = kv_cache_spec, vllm_config
+        config = vllm_config.model_config
+        self.num_heads_q = config.get_num_attention_heads(vllm_config.parallel_config)
+
+
+class TritonAttentionImpl:
+    """Triton's implementation, of which the plugin takes prefill and the views of a cache."""
+
+    forward = stub(
+        "self layer query key value kv_cache attn_metadata output output_scale output_block_scale"
+    )
+
+    def _pth_key_value_caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values, each with 4 bytes of scale behind them."""
+        rows = kv_cache.transpose(1, 2)
+        width = rows.shape[-1] // 2
+        scales = rows.view(torch.float32)
+        self._k_scale_cache = scales[..., width // 4 - 1]
+        self._v_scale_cache = scales[..., -1]
+        dtype = torch.int8 if kv_cache.dtype == torch.int8 else torch.float8_e4m3fn
+        rows = rows.view(dtype)
+        return rows[..., :width], rows[..., width:]
 
 
 class FlashAttentionDiffKVImpl:
@@ -704,6 +756,9 @@ MODULES: dict[str, dict[str, Any]] = {
         align_blocks_to_rows, flat_kv_row_view, triton_convert_req_index_to_global_index
     ),
     "vllm.v1.attention.backends.registry": named(AttentionBackendEnum),
+    "vllm.v1.attention.backends.triton_attn": named(
+        TritonAttentionBackend, TritonAttentionImpl, TritonAttentionMetadataBuilder
+    ),
     "vllm.v1.attention.backends.utils": named(get_flashinfer_layout_string),
-    "vllm.v1.kv_cache_interface": named(KVCacheLayout, is_quantized_kv_cache),
+    "vllm.v1.kv_cache_interface": named(KVCacheLayout, KVQuantMode, is_quantized_kv_cache),
 }

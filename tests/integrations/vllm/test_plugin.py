@@ -52,7 +52,8 @@ def reasons(vllm: Import, backend: Any, **configuration: Any) -> Any:
 def test_each_name_is_the_backend_of_that_name(backends: Backends) -> None:
     """A backend calls itself by its name, and has an implementation and a builder of its kind."""
     assert set(backends) == {
-        *("MLAGEN_MLA", "MLAGEN_MLA_SPARSE", "MLAGEN_GQA", "MLAGEN_GQA_DIFFKV"),
+        *("MLAGEN_MLA", "MLAGEN_MLA_SPARSE", "MLAGEN_GQA", "MLAGEN_GQA_TOKEN_SCALES"),
+        "MLAGEN_GQA_DIFFKV",
     }
     for name, backend in backends.items():
         assert backend.get_name() == name
@@ -188,7 +189,9 @@ def test_vllm_splits_inflated_blocks_into_pages(
     assert select(block_size, [backends[name]]) == page_size_of(block_size)
 
 
-@pytest.mark.parametrize("name", ["MLAGEN_MLA", "MLAGEN_GQA", "MLAGEN_GQA_DIFFKV"])
+@pytest.mark.parametrize(
+    "name", ["MLAGEN_MLA", "MLAGEN_GQA", "MLAGEN_GQA_TOKEN_SCALES", "MLAGEN_GQA_DIFFKV"]
+)
 def test_the_page_sizes_are_those_that_prewarming_compiles(backends: Backends, name: str) -> None:
     """No size is a multiple of another number, which would make a whole block a page."""
     assert backends[name].get_supported_kernel_block_sizes() == list(PAGE_SIZES)

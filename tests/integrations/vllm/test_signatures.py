@@ -36,8 +36,11 @@ needs_vllm = pytest.mark.skipif(not is_installed("vllm"), reason="needs vLLM: ma
         ("gqa", "MlagenGQAMetadataBuilder", {"_init", *GROUP}),
         ("gqa", "MlagenGQAImpl", {"__init__", "_init", "_decode", "_for_flashinfer", "_views"}),
         ("diffkv", "MlagenDiffKVBackend", set()),
-        ("diffkv", "MlagenDiffKVMetadataBuilder", {"__init__", *GROUP}),
-        ("diffkv", "MlagenDiffKVImpl", {"__init__", "_decode"}),
+        ("diffkv", "MlagenDiffKVMetadataBuilder", {"__init__", "kv_dtype", *GROUP}),
+        ("diffkv", "MlagenDiffKVImpl", {"__init__", "_decode", "cache_of"}),
+        ("token_scales", "MlagenTokenScalesBackend", set()),
+        ("token_scales", "MlagenTokenScalesMetadataBuilder", {"__init__", "kv_dtype", *GROUP}),
+        ("token_scales", "MlagenTokenScalesImpl", {"__init__", "_decode", "cache_of"}),
     ],
 )
 def test_an_override_has_the_parameters_of_the_overridden(

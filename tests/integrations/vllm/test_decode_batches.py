@@ -1,4 +1,4 @@
-"""The backend of values of their own dims: FlashAttention's, with mlagen's decode."""
+"""The backends of values of their own dims and of scales of tokens, with mlagen's decode."""
 
 from __future__ import annotations
 
@@ -29,9 +29,21 @@ def diffkv(vllm: Import) -> ModuleType:
 @pytest.fixture
 def impl(diffkv: ModuleType) -> Any:
     """Return an implementation, with what vLLM sets at start-up on Hopper."""
-    made = object.__new__(diffkv.MlagenDiffKVImpl)
+    return made_of(diffkv.MlagenDiffKVImpl)
+
+
+@pytest.fixture
+def token_scales(vllm: Import) -> ModuleType:
+    """Return the module of the backend over Triton's."""
+    return vllm("mlagen.integrations.vllm.token_scales")
+
+
+def made_of(impl_class: Any) -> Any:
+    """Return an implementation, with what vLLM sets at start-up on Hopper."""
+    made = object.__new__(impl_class)
     sizes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": DIM, "max_q_len": 2}
-    others = {"sliding_window": (-1, -1), "scale": DIM**-0.5, "sinks": None}
+    others = {"sliding_window": (-1, -1), "scale": DIM**-0.5}
+    others |= dict.fromkeys(("sinks", "logits_soft_cap"))
     vars(made).update(sizes | others | {"kv_cache_dtype": "auto", "dcp_world_size": 1})
     return made
 
@@ -124,6 +136,71 @@ def test_other_batches_are_flash_attentions(
     call = ("layer", "query", "key", "value", "cache", metadata, "out", None, None)
     impl.forward(*call)
     assert calls == [call]
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_scales_of_tokens_are_read_where_vllm_stores_them(
+    vllm: Import, token_scales: ModuleType, dtype: torch.dtype, layout: str
+) -> None:
+    """A row has a key, its scale, the value and its scale; drafts, a window and sinks apply."""
+    query, content, metadata = batch((1, 2))
+    generator = torch.Generator().manual_seed(5)
+    content = torch.randint(-99, 99, content.shape, generator=generator).float()
+    keys = content.transpose(1, 2)[..., :DIM]  # of as many dims as values
+    parts = []
+    for codes in (keys, keys.flip(-1)):
+        scales = torch.rand(*codes.shape[:-1], 1, generator=generator) / 50
+        parts += [codes.to(dtype).view(torch.uint8), scales.view(torch.uint8)]
+    rows = torch.cat(parts, dim=-1)
+    if layout == "HND":
+        rows = rows.transpose(1, 2).contiguous().transpose(1, 2)
+    impl = made_of(token_scales.MlagenTokenScalesImpl)
+    mode = vllm("vllm.v1.kv_cache_interface").KVQuantMode
+    is_int8 = dtype is torch.int8
+    impl._kv_quant_mode = mode.INT8_PER_TOKEN_HEAD if is_int8 else mode.FP8_PER_TOKEN_HEAD
+    impl._is_per_token_head_quant, impl.fp8_dtype = True, torch.float8_e4m3fn
+    impl.sinks, impl.sliding_window = torch.tensor([1.0, -1.0, 0.5, 2.0]), (7, 0)
+    cache = (rows.view(torch.int8) if is_int8 else rows).transpose(1, 2)
+    stored = [part.clone() for part in parts[1::2]]
+    views = impl.cache_of(LAYER, cache, query)["kv_cache_sf"]  # vLLM fills new scales with 1
+    for view, scale in zip(views, stored, strict=True):
+        view.copy_(scale.view(torch.float32)[..., 0])
+    out = torch.full_like(query, torch.nan)
+
+    returned = impl.forward(LAYER, query, None, None, cache, metadata, out)
+
+    assert returned is out
+    scaled = [
+        part.view(dtype).float() * scale.view(torch.float32)
+        for part, scale in zip(parts[::2], stored, strict=True)
+    ]
+    want, first = [], 0
+    for request, (seq_len, q_len) in enumerate(zip(SEQ_LENS, (1, 2), strict=True)):
+        pages = slice(request * PAGES, (request + 1) * PAGES)
+        key, value = (each[pages].flatten(0, 1)[:seq_len] for each in scaled)
+        tokens = query[first : first + q_len]
+        want.append(gqa_attended(tokens, key, value, DIM**-0.5, 7, impl.sinks))
+        first += q_len
+    assert_near(out, torch.cat(want))
+
+
+def test_a_layer_without_quantization_has_a_plain_cache(token_scales: ModuleType) -> None:
+    """Keys and values of 16 bits lie side by side."""
+    query, cache, metadata = batch((1, 1))
+    impl = made_of(token_scales.MlagenTokenScalesImpl)
+    impl._is_per_token_head_quant, impl.head_size = False, DIM_VO
+    pages, query = cache[..., : 2 * DIM_VO], query[..., :DIM_VO]
+    out = torch.full_like(query, torch.nan)
+
+    impl.forward(LAYER, query, None, None, pages, metadata, out)
+
+    want = []
+    for request, seq_len in enumerate(SEQ_LENS):
+        own = pages[request * PAGES : (request + 1) * PAGES].transpose(1, 2).flatten(0, 1)[:seq_len]
+        key, value = own[..., :DIM_VO], own[..., DIM_VO:]
+        want.append(gqa_attended(query[request : request + 1], key, value, DIM**-0.5))
+    assert_near(out, torch.cat(want))
 
 
 def test_the_dims_of_a_value_are_those_of_flash_attention(diffkv: ModuleType) -> None:
