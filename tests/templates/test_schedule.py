@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from mlagen.spec.gqa import sm90
 from mlagen.spec.gqa.sm90 import GqaSm90Spec
 from mlagen.spec.mla.sm90 import MlaSm90Spec
 from tests.emulator.emulated import COMPILER
@@ -168,6 +169,49 @@ def test_ranges_are_equally_long(scheduler: TileScheduler, batch: Batch) -> None
             * (-(-seq.kv_len // spec.block_n) + spec.fixed_overhead_blocks)
             for seq in batch.seqs
         )
+
+
+@pytest.fixture(scope="module")
+def fixed_splits() -> Iterator[TileScheduler]:
+    """Return the tile scheduler of a batch-invariant kernel, with few and short splits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sm90, "_SPLIT_TOKENS", 256)
+        patch.setattr(sm90, "_MAX_SPLITS", (16,))
+        yield TileScheduler(gqa_sm90(batch_invariant=True))
+
+
+@_settings
+@given(batch=batches)
+@example(batch=Batch((Seq(17 * 256), Seq(16 * 256), Seq(0)) * 20, 8, 33, 2))
+@example(batch=Batch((Seq(33 * 256 + 1, 9),) * 40, 8, 33, 2, is_causal=True, window=4096))
+def test_fixed_splits_follow_from_their_sequence_alone(
+    fixed_splits: TileScheduler, batch: Batch
+) -> None:
+    """A split is at multiples of its tokens from token 0, and CTAs have them in order."""
+    schedule = schedule_of(fixed_splits, batch)
+    expected = tiles_of(fixed_splits, batch)
+    found = by_tile(schedule)
+    assert found.keys() == expected.keys()
+    for tile, splits in found.items():
+        kv_len, q_len = batch.seqs[tile.seq_idx]
+        begin = max(kv_len - q_len + 1 - batch.window, 0) if batch.is_causal else 0
+        tokens = 256
+        while -(-(kv_len - begin) // tokens) > 16:
+            tokens *= 2
+        first = begin // tokens
+        count = max(-(-kv_len // tokens) - first, 1)
+        assert count <= 17
+        assert [split.split_idx for split in splits] == list(range(count))
+        blocks = set(expected[tile].kv_blocks)
+        for split in splits:
+            start = (first + split.split_idx) * tokens
+            mine = range(split.first_kv_block, split.end_kv_block)
+            inside = range(start // 128, (start + tokens) // 128)
+            assert split.num_splits == count
+            assert set(mine) == blocks.intersection(inside)
+    for rank in range(batch.cta_group_size):
+        works = [work for work in schedule.work_items if work.cta % batch.cta_group_size == rank]
+        assert [work.first_split_cta + work.split_idx for work in works] == list(range(len(works)))
 
 
 @_settings

@@ -159,7 +159,9 @@ constexpr int kNodesPerStep = 4;  // loads in flight
 
 __device__ inline void combine_fixed_row(const Params& params, const WorkItem& work,
                                          const ScheduleRange& range, int row, int dim) {
-  RowPart waiting[kTreeLevels];  // nodes whose right siblings follow
+  // Nodes whose right siblings follow.
+  RowState waiting_states[kTreeLevels];
+  float4 waiting_outs[kTreeLevels];
   RowPart sum;
   NodeWalk walk(params, work, range);
   bool is_last = false;
@@ -184,9 +186,10 @@ __device__ inline void combine_fixed_row(const Params& params, const WorkItem& w
 #pragma unroll 1
       for (int level = levels[i]; level < kTreeLevels; ++level) {
         if ((firsts[i] >> level & 1) != 0) {
-          sum = sum_of(waiting[level], sum);
+          sum = sum_of({waiting_states[level], waiting_outs[level]}, sum);
         } else if (!ends_tile) {
-          waiting[level] = sum;
+          waiting_states[level] = sum.state;
+          waiting_outs[level] = sum.out;
           break;
         }
       }
