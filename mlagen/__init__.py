@@ -22,7 +22,7 @@ from mlagen.errors import (
 )
 
 if TYPE_CHECKING:
-    from mlagen import cascade, decode, distributed, mla, ops, writers, xqa
+    from mlagen import cascade, decode, distributed, mla, msa_ops, ops, sparse, writers, xqa
     from mlagen.families.workspace import max_workspace_bytes, workspace_bytes
     from mlagen.jit import freeze, on_compile
     from mlagen.mla.flare import PagedKVCache
@@ -48,9 +48,11 @@ __all__ = [
     "max_workspace_bytes",
     "metrics",
     "mla",
+    "msa_ops",
     "on_compile",
     "ops",
     "prewarm",
+    "sparse",
     "workspace_bytes",
     "writers",
     "xqa",
@@ -58,7 +60,9 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_API_MODULES = ("cascade", "decode", "distributed", "mla", "ops", "writers", "xqa")
+_API_MODULES = (
+    *("cascade", "decode", "distributed", "mla", "msa_ops", "ops", "sparse", "writers", "xqa"),
+)
 _MODULES = {
     "PagedKVCache": "mlagen.mla.flare",
     "max_workspace_bytes": "mlagen.families.workspace",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from mlagen import decode, mla, xqa
+from mlagen import decode, mla, msa_ops, sparse, xqa
 from mlagen.families.common.arguments import require_choice, require_flag
 
 __all__ = ["NAMES", "op"]
@@ -26,6 +26,8 @@ NAMES = (
     mla.xqa_batch_decode_with_kv_cache_mla.__name__,
     decode.xqa_batch_decode_with_kv_cache.__name__,
     decode.trtllm_batch_decode_with_kv_cache.__name__,
+    msa_ops.msa_sparse_decode_attention.__name__,
+    sparse.qsa_sparse_paged_attention.__name__,
     xqa.xqa.__name__,
     xqa.xqa_mla.__name__,
     mla.flare_mla_decoding.__name__,

@@ -34,7 +34,9 @@ _STATES = {"v_a": _V, "s_a": _S, "v_b": _V, "s_b": _S, "v": _V, "s": _S}
 _STATES |= {"v_other": _V.clone(), "s_other": _S.clone()}
 _SLOTS = torch.arange(2, dtype=torch.int64)
 _CKV = bf16(2, 512)
-_KERNEL = "combine(arch=sm_80, dtype=bf16, head_dim_vo=512, batch_invariant=False)"
+_KERNEL = (
+    "combine(arch=sm_80, dtype=bf16, head_dim_vo=512, batch_invariant=False, has_output_gate=False)"
+)
 _SIZES = {"batch": 2, "q_len": 1, "heads": 16, "max_seq_len": 100, "device": 0}
 
 

@@ -96,6 +96,23 @@ def dsv4(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
     return trtllm_batch_decode_sparse_mla_dsv4(query[..., :512], of.pool, of.workspace, **call)
 
 
+def msa(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
+    """Call the block-sparse GQA entry point, over a page of 128 tokens for each request."""
+    pages = of.keys.view(2, 2, 128, 64)
+    indices = of.table.new_zeros(2, BATCH, 1)
+    given = {"page_table": of.ones[:, None], "seqused_k": of.lengths, **others}
+    rows = query.flatten().view(-1, 16, 64)[:BATCH]
+    return mlagen.msa_ops.msa_sparse_decode_attention(rows, pages, pages, indices, **given)
+
+
+def qsa(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
+    """Call the token-sparse GQA entry point."""
+    rows = query.flatten().view(-1, 16, 64)[:BATCH]
+    return mlagen.sparse.qsa_sparse_paged_attention(
+        rows, of.keys, of.values, of.table, of.table, of.ones, False, **others
+    )
+
+
 def gqa(of: Tensors, query: torch.Tensor, **others: Any) -> Any:
     """Call the GQA entry point."""
     caches = (of.keys, others.pop("values", of.values))
@@ -215,6 +232,12 @@ CALLS: dict[str, Call] = {
     "two pools, out and lse": lambda of, q: dsv4(
         of, q, has_extra=True, out=q[..., :512].contiguous(), return_lse=True
     ),
+    "block indices": msa,
+    "block indices, lse": lambda of, q: msa(of, q, return_softmax_lse=True, softmax_scale=0.1),
+    "token indices, gate": lambda of, q: qsa(
+        of, q, output_gate=q.flatten()[: BATCH * 1024].view(BATCH, -1)
+    ),
+    "token indices, lse": lambda of, q: qsa(of, q, return_lse=True, k_scale=0.5),
     "xqa_batch_decode_with_kv_cache_mla": _mla_of_xqa,
     "xqa_batch_decode_with_kv_cache": lambda of, q: gqa(of, q.flatten(-2)[:, 0].view(-1, 144, 64)),
     "grouped queries, sinks, window": lambda of, q: gqa(

@@ -14,7 +14,7 @@ from mlagen.errors import ArgumentError, UnsupportedError
 # An argument that is wrong, its value or several changes, and the message after its name.
 Row = tuple[str, Any, str]
 
-_UNSUPPORTED = re.compile("not implemented|no [A-Z]+ decode kernel|Profiler|'bmm-tensor'")
+_UNSUPPORTED = re.compile("not implemented|no (sparse )?[A-Z]+ decode kernel|Profiler|'bmm-tensor'")
 
 
 @contextmanager

@@ -102,6 +102,19 @@ pos_encoding_mode='NONE' window_left=-1 logits_soft_cap=None q_data_type=None kv
 data_type=None sm_scale=None rope_scale=None rope_theta=None non_blocking=True fixed_split_size=None
 disable_split_kv=False q_len_per_req=1 global_override_indptr_cpu=None
 
+msa_ops.msa_sparse_decode_attention
+q k v q2k_indices
+* page_table=None seqused_k=None cu_seqlens_k=None seqlen_q=1 causal=True softmax_scale=None
+return_softmax_lse=False k_scale=None v_scale=None k_global_scale=None v_global_scale=None
+q_offset=None partial_dtype=None force_fused=None workspace=None out=None lse=None
+batch_invariant=None
+
+sparse.qsa_sparse_paged_attention
+q k_cache v_cache logical_indices block_table token_to_req use_prefill_config out=None k_scale=None
+v_scale=None
+* output_gate=None k_sf=None v_sf=None backend='auto' lse=None return_lse=False
+return_lse_base='base2' batch_invariant=None
+
 xqa.xqa
 q k_cache v_cache page_table seq_lens output workspace_buffer semaphores num_kv_heads
 page_size sinks=None q_scale=1.0 kv_scale=1.0 sliding_win_size=0 kv_layout='NHD' sm_count=None

@@ -21,7 +21,9 @@ GROUND = {"errors", "fork_safety", "logs", "monitoring", "paths", "settings", "v
 DATA = GROUND | {"artifacts", "spec"}
 STAGES = {"codegen", "compiler", "cache", "runtime"}
 ENGINE = DATA | STAGES | {"engine", "jit", "recording"}
-API_MODULES = {"cascade", "decode", "distributed", "gqa", "mla", "writers", "xqa"}
+API_MODULES = {
+    *("cascade", "decode", "distributed", "gqa", "mla", "msa_ops", "sparse", "writers", "xqa"),
+}
 CALL = {"entry_point", "families", "observe", "torch_ops"}
 LAYERS = {
     "errors": set[str](),
@@ -48,6 +50,7 @@ LAYERS = {
     # FlashInfer has some names in two modules.
     "decode": ENGINE | CALL | {"gqa", "mla"},
     "xqa": ENGINE | CALL | {"gqa", "mla"},
+    **dict.fromkeys(("msa_ops", "sparse"), ENGINE | CALL | {"gqa"}),
     "distributed": ENGINE | CALL | {"cascade", "mla"},  # decode, exchange and merge
     "ops": ENGINE | API_MODULES | CALL,
     # Calls as a user's own code has them; a warm-up compiles and loads as prewarming does.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mlagen import __version__, decode, mla, xqa
+from mlagen import __version__, decode, mla, msa_ops, sparse, xqa
 from mlagen.errors import ArgumentError
 from mlagen.gqa.plan import batch_decode_run
 from mlagen.mla.run import batch_mla_run
@@ -31,6 +31,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
         mla.flare_mla_decoding,
         decode.xqa_batch_decode_with_kv_cache,
         decode.trtllm_batch_decode_with_kv_cache,
+        msa_ops.msa_sparse_decode_attention,
+        sparse.qsa_sparse_paged_attention,
         xqa.xqa,
         xqa.xqa_mla,
         batch_mla_run,

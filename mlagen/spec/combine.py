@@ -45,12 +45,14 @@ class CombineSpec(KernelSpec):
     dtype: DType  # of the output
     head_dim_vo: int
     batch_invariant: bool = False  # rows have splits of their own
+    has_output_gate: bool = False
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         """The parameters of every kernel, and those of this one."""
-        added = ROW_SPLITS_PARAMETERS if self.batch_invariant else ()
-        return in_order((*self.common_parameters, *added))
+        splits = ROW_SPLITS_PARAMETERS if self.batch_invariant else ()
+        gate = gqa.OUTPUT_GATE_PARAMETERS if self.has_output_gate else ()
+        return in_order((*self.common_parameters, *splits, *gate))
 
     @property
     def stores_e4m3(self) -> bool:
@@ -101,6 +103,7 @@ def combine_spec(spec: MlaKernelSpec | GqaSpec) -> CombineSpec:
         dtype=spec.out_dtype,
         head_dim_vo=spec.head_dim_vo,
         batch_invariant=spec.variant.batch_invariant,
+        has_output_gate=isinstance(spec, GqaSpec) and spec.variant.has_output_gate,
     )
 
 

@@ -192,8 +192,11 @@ def _combine_specs(spec: CombineSpec) -> Sequence[KernelSpec]:
     """Return combine kernels, including ``spec`` if some call uses it."""
     for row in SUPPORTED:
         ranks = [rank for rank, _ in row.head_dims]
-        if spec.dtype is output_dtype(row.query_dtype) and spec.head_dim_vo in ranks:
+        is_of_mla = spec.dtype is output_dtype(row.query_dtype) and spec.head_dim_vo in ranks
+        if is_of_mla and not spec.has_output_gate:
             return [spec]
-    if any(spec.dtype in row.out_dtypes for row in gqa.SUPPORTED) and gqa.has_dim(spec.head_dim_vo):
+    has_dtype = any(spec.dtype in row.out_dtypes for row in gqa.SUPPORTED)
+    has_gate_for = spec.dtype.is_16bit or not spec.has_output_gate
+    if has_dtype and has_gate_for and gqa.has_dim(spec.head_dim_vo):
         return [spec]
     return list(combine_specs(spec.arch))

@@ -67,6 +67,14 @@ def trtllm_gqa_outputs(given: dict[str, Any]) -> list[Shape]:
     return [(shape, given["out_dtype"] or query.dtype), (lse, torch.float32)]
 
 
+def sparse_gqa_outputs(given: dict[str, Any]) -> list[Shape]:
+    """Return the output of a sparse grouped-query call, and its LSE, empty unless requested."""
+    query = given["q"]
+    has_lse = given.get("return_lse", given.get("return_softmax_lse"))
+    lse = tuple(query.shape[:-1]) if has_lse else (0,)
+    return [(tuple(query.shape), query.dtype), (lse, torch.float32)]
+
+
 def xqa_outputs(given: dict[str, Any]) -> list[Shape]:
     """Return the output of a call of ``xqa``, and its LSE."""
     query = given["q"]

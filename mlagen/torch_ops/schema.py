@@ -12,7 +12,15 @@ from mlagen.families.common.arguments import reject
 
 # Parameters that no op has: it allocates its scratch, its out variant takes the outputs, and an
 # object of any class has no type there.
-_OMITTED = {"workspace_buffer", "semaphores", "out", "output", "lse", "request_order_plan"}
+_OMITTED = {
+    "workspace_buffer",
+    "semaphores",
+    "out",
+    "output",
+    "lse",
+    "request_order_plan",
+    "workspace",
+}
 
 _SINGLE = {"float": "float", "bool": "bool", "int": "SymInt", "SupportsIndex": "SymInt"}
 

@@ -48,6 +48,7 @@ class Op:
 
     outputs: Callable[[dict[str, Any]], Sequence[Shape]]  # of the entry point's arguments
     has_lse: bool = False
+    lse_flag: str = "return_lse"  # the parameter that requests it
     fills_lse: bool = False  # a given LSE is written, requested or not
     constants: Callable[[torch.Tensor], dict[str, Any]] | None = None  # arguments, of the workspace
 
@@ -82,7 +83,7 @@ def define_ops(function: Callable[..., Any], op: Op) -> None:
     def compute(given: dict[str, Any], out: torch.Tensor, lse: torch.Tensor | None) -> None:
         workspace = workspace_for(out.device)
         others = {} if op.constants is None else op.constants(workspace)
-        if lse is not None and given.get("return_lse", True):
+        if lse is not None and given.get(op.lse_flag, True):
             others["lse"] = lse
         if "workspace_buffer" in parameters:
             others["workspace_buffer"] = workspace
@@ -172,10 +173,10 @@ def as_op(name: str, *values: Any) -> Any:
     given = dict(zip(parameters, values, strict=True))
     out, lse = given.get("output", given.get("out")), given.get("lse")
     # An entry point without the flag writes the LSE that it is given.
-    is_lse_returned = op.has_lse and given.get("return_lse", lse is not None)
+    is_lse_returned = op.has_lse and given.get(op.lse_flag, lse is not None)
     has_lse = is_lse_returned or (op.fills_lse and lse is not None)
-    if "return_lse" in given:
-        given["return_lse"] = has_lse
+    if op.lse_flag in given:
+        given[op.lse_flag] = has_lse
     flat = flatten_args(arguments, given)
     if out is None or _wants_grad(flat):
         results = getattr(torch.ops.mlagen, name).default(*flat)

@@ -29,7 +29,10 @@ from .conftest import Setting, run
 
 FILE = Path(__file__).parent / "snapshots.txt"
 PROMPT = "$ mlagen "
-WANTED = "combine(arch=sm_90a, dtype=bf16, head_dim_vo=512, batch_invariant=False)"
+WANTED = (
+    "combine(arch=sm_90a, dtype=bf16, head_dim_vo=512, batch_invariant=False, "
+    "has_output_gate=False)"
+)
 
 BOTH = ("--kernel", str(COMBINE), "--kernel", str(COMBINE).replace("512", "256"))
 

@@ -178,6 +178,7 @@ static unsigned __ballot_sync(unsigned, bool vote) {
 static bool __any_sync(unsigned, bool vote) { return __ballot_sync(~0u, vote) != 0; }
 static void __syncwarp() { meet(); }
 
+static int __popc(unsigned word) { return __builtin_popcount(word); }
 static int __ffs(int value) { return __builtin_ffs(value); }
 static float __fmul_rn(float a, float b) { return a * b; }  // compiled without fused products
 static float __fadd_rn(float a, float b) { return a + b; }

@@ -12,7 +12,8 @@ import torch
 import mlagen
 from mlagen.errors import ArgumentError
 from mlagen.families.dispatch import GQA, MLA
-from mlagen.families.gqa.problem import MAX_TOKENS, check_problem
+from mlagen.families.gqa.problem import check_problem
+from mlagen.families.gqa.sparse import MAX_TOKENS
 from mlagen.families.mla import tensor_maps as mla_maps
 from mlagen.runtime.tensor_map import TiledTensor
 from mlagen.settings import current_settings

@@ -145,7 +145,9 @@ def test_a_combine_kernel_matches_any_heads() -> None:
 
 
 WHOLE = "expected an int, 1 or more"
-CALL_FIELDS = "dtype, kv_lora_rank, head_dim, page_size, batch_invariant, head_dim_vo"
+CALL_FIELDS = (
+    "dtype, kv_lora_rank, head_dim, page_size, batch_invariant, has_output_gate, head_dim_vo"
+)
 REJECTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     f"family: expected one of {', '.join(FAMILIES)}, got 'mla'": ({"families": ["mla"]}, {}),
     "query_dtype: expected one of bf16, fp16, e4m3, fp8_per_token, got 'int8'": (

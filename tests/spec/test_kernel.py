@@ -55,7 +55,10 @@ def test_str_of_a_spec_is_its_family_and_fields() -> None:
     """The text of a spec lists its family and its key fields."""
     spec = CombineSpec(arch=Arch(90, "a"), dtype=DType.FP16, head_dim_vo=256)
 
-    assert str(spec) == ("combine(arch=sm_90a, dtype=fp16, head_dim_vo=256, batch_invariant=False)")
+    assert str(spec) == (
+        "combine(arch=sm_90a, dtype=fp16, head_dim_vo=256, batch_invariant=False, "
+        "has_output_gate=False)"
+    )
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)

@@ -60,6 +60,14 @@ gqa_variants = st.builds(
     separate_page_ids=st.booleans(),
     batch_invariant=st.booleans(),
 )
+sparse_variants = st.builds(
+    replace,
+    gqa_variants.filter(lambda one: one.out_dtype.is_16bit and not one.has_token_scales),
+    has_dcp=st.just(value=False),
+    separate_page_ids=st.just(value=False),
+    sparse_block=st.sampled_from((1, 16, 128)),
+    has_output_gate=st.booleans(),
+)
 out_dtypes = st.sampled_from([dtype for row in GQA_SUPPORTED for dtype in row.out_dtypes])
 
 
@@ -68,7 +76,7 @@ out_dtypes = st.sampled_from([dtype for row in GQA_SUPPORTED for dtype in row.ou
     st.one_of(
         st.builds(mla_sm80_spec, archs, mla_variants, counts),
         st.builds(MlaSm90Spec.of, archs, mla_variants, counts).filter(bool),
-        st.builds(gqa_sm80_spec, archs, gqa_variants, counts),
+        st.builds(gqa_sm80_spec, archs, gqa_variants | sparse_variants, counts),
         st.builds(
             CombineSpec,
             arch=archs,
@@ -83,12 +91,21 @@ def test_a_kernel_of_any_size_parses_back(spec: KernelSpec) -> None:
     assert parse_spec(str(spec)) == spec
 
 
+SPACED = (
+    " combine ( has_output_gate = False, batch_invariant = False, dtype = bf16, head_dim_vo = 512, "
+    "arch = sm_80 ) "
+)
+
+
 @pytest.mark.parametrize(
     ("text", "spec"),
     [
-        ("combine(arch=sm_80,dtype=bf16,head_dim_vo=512,batch_invariant=False)", COMBINE),
         (
-            " combine ( dtype = bf16, batch_invariant = False, head_dim_vo = 512, arch = sm_80 ) ",
+            "combine(arch=sm_80,dtype=bf16,head_dim_vo=512,batch_invariant=False,has_output_gate=False)",
+            COMBINE,
+        ),
+        (
+            SPACED,
             COMBINE,
         ),
         (str(mla_sm90()).replace("sm_90a", "sm_90"), mla_sm90()),
@@ -107,7 +124,7 @@ def text_with(spec: KernelSpec, **changes: str) -> str:
 
 
 FORM = "kernel: expected family(name=value, ...), got "
-COMBINE_NAMES = "arch, dtype, head_dim_vo, batch_invariant"
+COMBINE_NAMES = "arch, dtype, head_dim_vo, batch_invariant, has_output_gate"
 NAMES = f"combine: expected name=value with a name out of {COMBINE_NAMES}, got "
 NUMBER = f"mla_sm80.page_size: expected a whole number up to {2**31 - 1}, got "
 UNUSED = "expected a kernel that calls use"
@@ -119,7 +136,7 @@ MALFORMED: list[tuple[str, str]] = [
     ("combine()", f"combine: expected {COMBINE_NAMES} too, got ''"),
     (
         "combine(arch=sm_80, dtype=bf16)",
-        "combine: expected head_dim_vo, batch_invariant too, got 'arch=sm_80",
+        "combine: expected head_dim_vo, batch_invariant, has_output_gate too, got 'arch=sm_80",
     ),
     ("combine(arch=sm_80, page=1)", f"{NAMES}'page=1'"),
     ("combine(arch=sm_80, dtype)", f"{NAMES}'dtype'"),
@@ -146,6 +163,12 @@ CHANGED: list[tuple[KernelSpec, dict[str, str], str]] = [
     (gqa_sm80(), {"warps": "0"}, f"gqa_sm80: {UNUSED}, the nearest {gqa_sm80()}, got gqa_sm8"),
     (COMBINE, {"head_dim_vo": "72"}, f"combine: {UNUSED}, the nearest {COMBINE}, got "),
     (COMBINE, {"dtype": "int8"}, f"combine: {UNUSED}, the nearest {COMBINE}, got "),
+    (COMBINE, {"dtype": "e4m3", "has_output_gate": "True"}, f"combine: {UNUSED}, the nearest "),
+    (
+        gqa_sm80(),
+        {"sparse_block": "1", "has_dcp": "True"},
+        "gqa_sm80: no sparse GQA decode kernel ",
+    ),
 ]
 
 

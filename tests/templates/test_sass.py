@@ -54,6 +54,7 @@ KERNELS: list[KernelSpec] = [
     *(gqa_sm90(kv_dtype=kv_dtype, kv_heads_per_cta=2) for kv_dtype in (DType.E4M3, DType.INT8)),
     *(gqa_sm90(rows=rows, has_soft_cap=True) for rows in (8, 32)),
     gqa_sm90(has_dcp=True, separate_page_ids=True),
+    *(gqa_sm90(rows=rows, page_size=128, sparse_block=128) for rows in (8, 32)),
     mla_sm90(rows=16),
     *WITH_DESCRIPTORS,
 ]

@@ -41,7 +41,8 @@ def plan_mla_sm80(spec: MlaSm80Spec, shape: ProblemShape, sm_count: int) -> Sm80
 
 def plan_gqa_sm80(spec: GqaSm80Spec, shape: ProblemShape, sm_count: int) -> Sm80Plan:
     """Return the plan with the lowest modeled time, from shapes; it does not read lengths."""
-    return _plan(spec, shape, spec.block_n, sm_count, spec.slices)
+    block_n = max(spec.block_n, spec.variant.sparse_block)  # splits begin at blocks of an index
+    return _plan(spec, shape, block_n, sm_count, spec.slices)
 
 
 def max_sm80_bytes_per_sm(tiles: Iterable[MlaTile | GqaTile], dims: int) -> int:

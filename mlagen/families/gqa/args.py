@@ -34,6 +34,9 @@ class GqaArgNames(NamedTuple):
     value_scales: str = "kv_cache_sf[1]"
     workspace_buffer: str = "workspace_buffer"
     block_tables: str = "block_tables"
+    block_indices: str = "block_indices"
+    token_to_req: str = "token_to_req"  # noqa: S105 - no secret
+    output_gate: str = "output_gate"
     kv_indptr: str = "kv_indptr"
     seq_lens: str = "seq_lens"
     max_seq_len: str = "max_seq_len"
@@ -60,7 +63,8 @@ class GqaArgs(NamedTuple):
     value_cache: torch.Tensor | None  # None: in key_cache, an axis of 2, or of 1 where K is V
     workspace_buffer: torch.Tensor
     block_tables: torch.Tensor  # [batch, max_pages], or flat with kv_indptr
-    seq_lens: torch.Tensor  # [batch] or [batch, 1], including the new tokens
+    # [batch] or [batch, 1], including the new tokens; None: all that the block tables cover
+    seq_lens: torch.Tensor | None
     max_seq_len: int
     # [batch + 1]: where the page ids of requests start; a plan has checked it against seq_lens.
     kv_indptr: torch.Tensor | None = None
@@ -87,6 +91,13 @@ class GqaArgs(NamedTuple):
     cp_world: int = 1
     cp_rank: int = 0
     separate_page_ids: bool = False  # block_tables are [batch, 2, max_pages], keys' and values'
+    # Of a sparse call: KV blocks that each query token attends to, int32 [kv_heads, tokens, n], or
+    # [tokens, n] for all KV heads. Indices outside of the visible blocks are skipped.
+    block_indices: torch.Tensor | None = None
+    sparse_block: int = 0  # tokens of such a block
+    has_index_counts: bool = False  # the last column is the number of indices before it
+    token_to_req: torch.Tensor | None = None  # request of each query token; None: q_len of each
+    output_gate: torch.Tensor | None = None  # like out: its sigmoid multiplies the rounded output
     # Of NVFP4 with the dimensions of the cache; or fp32 of each token, with one dimension less.
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None

@@ -30,12 +30,12 @@ from mlagen.families.gqa.plan import (
 )
 from mlagen.families.gqa.problem import (
     MASK_ALIGNMENT_BYTES,
-    MAX_TOKENS,
     GqaProblem,
     alignment_of,
     check_pointers,
     paged_caches,
 )
+from mlagen.families.gqa.sparse import MAX_TOKENS
 from mlagen.families.gqa.tensor_maps import GqaCacheMaps, GqaTensorMapLayout, maps_of
 from mlagen.runtime.device import arch_of_device
 from mlagen.runtime.partition import WHOLE_GPU
@@ -53,9 +53,10 @@ from mlagen.spec.gqa.variant import (
 from mlagen.spec.kernel import ROW_SPLITS_PARAMETERS
 
 _COVERED = (
-    "covered: sm_90a, cache as the query, e4m3, e5m2, int8 or NVFP4, keys and values of a multiple "
-    "of 32 bytes and up to 256 elements, or both of 512 (NVFP4: both of 64, 128 or 256), page_size "
-    "a multiple of 16, strides of the cache below 2^40 bytes"
+    "covered: sm_90a, block indices none or of pages, cache as the query, e4m3, e5m2, int8 or "
+    "NVFP4, keys and values of a multiple of 32 bytes and up to 256 elements, or both of 512 "
+    "(NVFP4: both of 64, 128 or 256), page_size a multiple of 16, strides of the cache below 2^40 "
+    "bytes"
 )
 
 _AXES = ("page", "token", "head")
@@ -65,7 +66,7 @@ _SOURCES = joined(
         name: Address(name)
         for name in (
             *("query", "key_cache", "key_scales", "block_tables", "seq_lens", "sinks"),
-            "causal_seqlens_kv_global",
+            *("causal_seqlens_kv_global", "block_indices", "token_to_req", "output_gate"),
         )
     },
     {
@@ -93,9 +94,9 @@ _KNOWN = frozenset(
 _OF_PROBLEM = " ".join(
     parameter.name
     for parameter in PROBLEM_PARAMETERS
-    if parameter.name not in {"num_seqs", "block_tables_stride"}  # its batch, among its strides
+    if parameter.name not in {"num_seqs", "q_len", "block_tables_stride"}  # see _make_launcher
 )
-_OF_VARIANT = "soft_cap cp_world cp_rank"
+_OF_VARIANT = "soft_cap cp_world cp_rank num_indices has_index_counts"
 _SM80 = "m_tiles num_splits"
 _SM90 = "m_tiles num_tiles num_cta_groups cta_group_size takes_whole_tiles"
 
@@ -144,7 +145,7 @@ def make_sm90_launcher(
     if settings.gqa_kernel == "sm80":
         raise UnsupportedError("MLAGEN_GQA_KERNEL=sm80")
     index, variant, shape = problem.device.index, problem.variant, shape_of(args, problem)
-    max_tokens = problem.max_pages * variant.page_size
+    max_tokens = _schedule_tokens(problem)
 
     def plan_on(sms: int) -> tuple[GqaSm90Spec, GqaSm90Plan] | None:
         planned = plan_gqa_sm90_call(index, variant, shape, sms=sms)
@@ -198,12 +199,24 @@ def _make_launcher(
             "bmm2_scale_tensor": Address("bmm2_scale") if problem.takes_bmm2 else 0,
             "bmm2_scale": Number("bmm2_scale") if problem.takes_bmm2 else 1.0,
             "output_factor": Number("out_e4m3_factor" if is_e4m3 else "out_16bit_factor"),
-            "max_tokens": min(problem.max_pages * problem.variant.page_size, MAX_TOKENS),
+            "max_tokens": min(_schedule_tokens(problem), MAX_TOKENS),
         },
-        {"num_seqs": problem.batch, "tokens": problem.tokens},
+        {
+            "num_seqs": problem.tokens if problem.variant.sparse_block else problem.batch,
+            "q_len": 1 if problem.variant.sparse_block else problem.q_len,
+            "num_requests": problem.batch,
+            "request_q_len": problem.q_len,
+            "tokens": problem.tokens,
+        },
         named(problem, f"{_OF_PROBLEM} {_OF_VARIANT}"),
     )
     return make_launcher(GqaLauncher, args, problem, plan, spec, sources, _KNOWN, **others)
+
+
+def _schedule_tokens(problem: GqaProblem) -> int:
+    """Return the most KV tokens of a sequence of the schedule."""
+    sparse_tokens = problem.num_indices * problem.variant.sparse_block
+    return sparse_tokens or problem.max_pages * problem.variant.page_size
 
 
 def not_covered(index: int, variant: GqaVariant) -> UnsupportedError:

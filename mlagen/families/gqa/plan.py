@@ -74,6 +74,8 @@ def plan_gqa_sm90(spec: GqaSm90Spec, shape: ProblemShape, sm_count: int) -> GqaS
     m_tiles = -(-shape.q_len * shape.group_size // rows)
     ctas = shape.kv_heads // spec.kv_heads_per_cta * max(m_tiles, 1)
     max_size = max(m_tiles, _MAX_GROUP_TOKEN_BYTES // spec.token_bytes)
+    if spec.variant.sparse_block:  # KV heads share no tokens
+        max_size = max(m_tiles, 1)
     cta_group_size = _cta_group_size(ctas, max_size, sm_count)
     num_tiles = ctas // cta_group_size
     total_tiles = shape.batch * num_tiles
@@ -191,8 +193,10 @@ def _cta_group_size(ctas: int, max_size: int, sm_count: int) -> int:
 def shape_of(args: GqaArgs, problem: GqaProblem) -> ProblemShape:
     """Return what the plan of a call depends on."""
     # The window of the arguments: that of a problem depends on the width of its table.
-    max_kv_len = attended_tokens(args.max_seq_len, args.window, problem.max_q_len)
-    return ProblemShape(
+    sparse_tokens = problem.num_indices * problem.variant.sparse_block
+    max_seq_len = sparse_tokens or args.max_seq_len
+    max_kv_len = attended_tokens(max_seq_len, args.window, problem.max_q_len)
+    shape = ProblemShape(
         batch=problem.batch,
         q_len=problem.q_len,
         tile_q_len=tile_q_len_of(problem, problem.max_q_len),
@@ -200,8 +204,9 @@ def shape_of(args: GqaArgs, problem: GqaProblem) -> ProblemShape:
         kv_heads=problem.kv_heads,
         total_rows=problem.tokens * problem.heads,
         max_kv_len=max_kv_len,
-        is_windowed=max_kv_len < rounded_up(args.max_seq_len),
+        is_windowed=max_kv_len < rounded_up(max_seq_len),
     )
+    return shape.per_token() if sparse_tokens else shape
 
 
 def attended_tokens(max_seq_len: int, window: int, max_q_len: int) -> int:

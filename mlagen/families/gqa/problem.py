@@ -43,6 +43,7 @@ from mlagen.families.common.device_checks import (
 from mlagen.families.common.launchers import LSE_FACTORS
 from mlagen.families.common.problem import Problem, checked_tables, require_scratch_and_scales
 from mlagen.families.gqa.args import GqaArgs
+from mlagen.families.gqa.sparse import MAX_TOKENS, check_sparse
 from mlagen.spec.dtype import TOKEN_HEAD_ELEMENTS, DType
 from mlagen.spec.gqa.variant import NVFP4_BLOCK, GqaVariant, require_supported
 
@@ -65,8 +66,6 @@ MASK_ALIGNMENT_BYTES = 4
 
 _DIM_STEP = 16  # of a value that is narrower than its key
 
-MAX_TOKENS = 0x7FFF0000  # of a request, as in templates/common/paged_kv.cuh
-
 _OUT_E4M3 = torch.float8_e4m3fn
 
 
@@ -87,6 +86,8 @@ class GqaProblem(Problem):
     cp_world: int
     cp_rank: int
     value_tables_offset: int  # bytes from a request's block table of keys to that of values
+    num_indices: int  # of a query token and KV head in a sparse call
+    has_index_counts: bool
     lse_factor: float  # from base 2 to the base of the LSE
     bmm2_scales_scores: bool
     takes_bmm2: bool
@@ -125,6 +126,7 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         name = f"{args.names.block_tables}.shape[1]"
         require(tables.shape[1] == 2, name, "2 (of keys and of values)", tables.shape[1])
     _check_dcp(args, batch)
+    indices = check_sparse(args, tokens, kv_heads, head_dim_vo)
     require_scratch_and_scales(args)
     if args.sinks is not None:
         allowed, why = ((heads,), (kv_heads, heads // kv_heads)), f"heads of {args.names.query}"
@@ -152,6 +154,8 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         has_dcp=args.causal_seqlens_kv_global is not None,
         separate_page_ids=args.separate_page_ids,
         batch_invariant=args.batch_invariant,
+        sparse_block=args.sparse_block,
+        has_output_gate=args.output_gate is not None,
     )
     require_supported(variant)
     # A window of the whole table masks nothing.
@@ -182,6 +186,8 @@ def check_problem(args: GqaArgs) -> GqaProblem:
             **_byte_strides("value", caches.value),
             **_byte_strides("key_scale", scales and scales.key),
             **_byte_strides("value_scale", scales and scales.value),
+            "indices_stride": indices.stride,
+            "indices_head_stride": indices.head_stride,
         },
         value_offset=_offset(args.key_cache) if args.value_cache is None else 0,
         value_scale_offset=_offset(args.key_scales) if args.value_scales is None else 0,
@@ -190,6 +196,8 @@ def check_problem(args: GqaArgs) -> GqaProblem:
         cp_world=args.cp_world,
         cp_rank=args.cp_rank,
         value_tables_offset=tables.stride(1) * tables.itemsize if args.separate_page_ids else 0,
+        num_indices=indices.width,
+        has_index_counts=args.has_index_counts,
         lse_factor=LSE_FACTORS[args.return_lse_base],
         bmm2_scales_scores=args.scales_like_xqa and is_quantized,
         takes_bmm2=is_quantized or not args.scales_like_xqa,
@@ -323,6 +331,9 @@ def _checked_query(args: GqaArgs) -> torch.Tensor:
 def _check_tokens(args: GqaArgs) -> tuple[int, int, int]:
     """Return the batch size, the query tokens, and the stride between query tokens."""
     names, query, q_len = args.names, args.query, args.q_len
+    if args.seq_lens is None and args.token_to_req is not None:
+        batch = require_tensor(args.block_tables, names.block_tables).shape[0]
+        return batch, query.shape[0], query.stride(0)
     seq_lens = require_tensor(args.seq_lens, names.seq_lens)
     require_index(seq_lens, names.seq_lens, query.device)
     require_dims(seq_lens, names.seq_lens, (1, 2))
@@ -451,6 +462,8 @@ def check_contents(args: GqaArgs, problem: GqaProblem) -> None:
     """Reject inconsistent lengths, tables and offsets; synchronizes with the device."""
     require_no_capture(args.query)
     names, page_size = args.names, problem.variant.page_size
+    if args.seq_lens is None:  # of a sparse call
+        return
     q_lens = torch.full((problem.batch,), problem.max_q_len, dtype=torch.int64, device="cpu")
     if args.cum_seq_lens_q is not None:
         q_lens = query_lengths(args.cum_seq_lens_q, names.cum_seq_lens_q, problem.tokens)
@@ -473,4 +486,5 @@ def check_contents(args: GqaArgs, problem: GqaProblem) -> None:
         capacity=capacity,
         q_lens=q_lens if has_all_tokens else None,
     )
-    check_tables(args, problem, seq_lens, page_size)
+    if not problem.variant.sparse_block:  # it may name pages that are not there
+        check_tables(args, problem, seq_lens, page_size)

@@ -6,7 +6,8 @@ It follows the kernels' rules for empty rows, masks and sinks, in float32, and i
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from itertools import pairwise, product
+from typing import Any
 
 import torch
 
@@ -35,15 +36,19 @@ def decode_gqa(args: GqaArgs, problem: GqaProblem) -> tuple[torch.Tensor, torch.
     caches = paged_caches(args)
     scales = paged_scales(args, caches)
     key_scales, value_scales = scales or (None, None)
-    mask = _mask_bits(args, problem)
     out = query.new_zeros(*query.shape[:-1], problem.out_shape[-1])
     lse = query.new_full(query.shape[:-1], -math.inf)
+    if problem.variant.sparse_block:
+        _decode_sparse(args, problem, query, out, lse)
+        return _finished(args, problem, out, lse)
+    mask = _mask_bits(args, problem)
     offsets = query_offsets(args.cum_seq_lens_q, problem.batch, problem.max_q_len)
     for index, (start, end) in enumerate(pairwise(offsets)):
         if not 0 <= start <= end <= problem.tokens:
             continue  # as in the kernels, an invalid range has no query tokens
         key_ids, value_ids = _page_ids(args, index)
         capacity = len(key_ids) * problem.variant.page_size
+        assert args.seq_lens is not None
         seq_len = min(max(int(args.seq_lens.view(-1)[index]), 0), capacity)
         q_len = end - start
         keys = _gather(caches.key, key_scales, key_ids, seq_len)
@@ -59,11 +64,71 @@ def decode_gqa(args: GqaArgs, problem: GqaProblem) -> tuple[torch.Tensor, torch.
             out[token], lse[token] = _attend(
                 args, problem, query[token], keys[positions], values[positions]
             )
+    return _finished(args, problem, out, lse)
+
+
+def _finished(
+    args: GqaArgs, problem: GqaProblem, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and LSE as the call requests them."""
     if problem.variant.out_dtype is DType.E4M3:
         out = (out * args.out_e4m3_factor).clamp(-_E4M3_MAX, _E4M3_MAX)
     else:
         out = out * args.out_16bit_factor
-    return out.to(problem.out_dtype), lse * (problem.lse_factor / math.log(2))
+    out, lse = out.to(problem.out_dtype), lse * (problem.lse_factor / math.log(2))
+    if args.output_gate is not None:
+        gates = args.output_gate.view(out.shape).float()
+        out = (out.float() * torch.sigmoid(gates)).to(problem.out_dtype)
+    return out, lse
+
+
+def _decode_sparse(
+    args: GqaArgs,
+    problem: GqaProblem,
+    query: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Write the attention of every query token over the tokens that its indices name."""
+    page_size = problem.variant.page_size
+    caches = paged_caches(args)
+    scales = paged_scales(args, caches)
+    for token, head in product(range(problem.tokens), range(problem.kv_heads)):
+        request, draft = divmod(token, max(problem.q_len, 1))
+        if args.token_to_req is not None:
+            request = int(args.token_to_req.view(torch.int32)[token])
+        if not 0 <= request < problem.batch:
+            continue
+        end = problem.max_pages * page_size
+        if args.seq_lens is not None:
+            end = min(max(int(args.seq_lens.view(-1)[request]), 0), end)
+        if problem.is_causal:
+            end = min(end, end - problem.q_len + draft + 1)
+        positions = _sparse_positions(args, problem, token, head)
+        positions = positions[positions < end]
+        pages = args.block_tables.view(torch.int32)[request].long()[positions // page_size]
+        exists = (pages >= 0) & (pages < problem.num_pages)
+        at = (pages[exists], positions[exists] % page_size, head)
+        keys, values = (
+            _dequantized(_stored(cache, at), _stored(scales[part], at) if scales else None)
+            for part, cache in enumerate(caches)
+        )
+        rows = slice(head * problem.group_size, (head + 1) * problem.group_size)
+        out[token, rows], lse[token, rows] = _attend(
+            args, problem, query[token, rows], keys[:, None], values[:, None]
+        )
+
+
+def _sparse_positions(args: GqaArgs, problem: GqaProblem, token: int, head: int) -> torch.Tensor:
+    """Return the positions that the block indices of a query token and KV head name, in order."""
+    assert args.block_indices is not None
+    indices = args.block_indices.view(torch.int32)
+    indices = indices[head, token] if indices.dim() == 3 else indices[token]
+    count = int(indices[-1]) if args.has_index_counts else problem.num_indices
+    indices = indices[: min(max(count, 0), problem.num_indices)].long()
+    block = problem.variant.sparse_block
+    in_block = torch.arange(block, dtype=torch.int64, device="cpu")
+    return (indices[indices >= 0][:, None] * block + in_block).flatten()
 
 
 def _mask_bits(args: GqaArgs, problem: GqaProblem) -> torch.Tensor | None:
@@ -108,16 +173,16 @@ def _gather(
     used_pages = -(-seq_len // page_size)
     ids = page_ids[:used_pages].view(torch.int32).long()
     is_valid = (ids >= 0) & (ids < num_pages)
-    stored = _pages(cache, ids[is_valid])
-    pages = _dequantized(stored, _pages(scales, ids[is_valid]) if scales is not None else None)
+    stored = _stored(cache, ids[is_valid])
+    pages = _dequantized(stored, _stored(scales, ids[is_valid]) if scales is not None else None)
     rows = torch.zeros(used_pages, *pages.shape[1:], dtype=torch.float32, device="cpu")
     rows[is_valid] = pages
     return rows.flatten(0, 1)[:seq_len]
 
 
-def _pages(cache: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _stored(cache: torch.Tensor, at: Any) -> torch.Tensor:
     # One-byte elements as uint8: torch before 2.9 does not index e4m3 on the CPU.
-    return cache.view(torch.uint8)[ids].view(cache.dtype) if cache.itemsize == 1 else cache[ids]
+    return cache.view(torch.uint8)[at].view(cache.dtype) if cache.itemsize == 1 else cache[at]
 
 
 def _dequantized(stored: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
@@ -145,15 +210,15 @@ def _attend(
     score_scale = float(args.bmm1_scale) * problem.score_factor
     if problem.bmm2_scales_scores:
         score_scale *= bmm2_scale
-    by_kv_head = query.view(problem.kv_heads, problem.group_size, -1)
+    by_kv_head = query.view(-1, problem.group_size, query.shape[-1])
     scores = by_kv_head @ keys.permute(1, 2, 0) * score_scale
     if problem.soft_cap:
         scores = problem.soft_cap * torch.tanh(scores / problem.soft_cap)
     sinks = args.sinks
     if sinks is not None:
-        sinks = sinks.view(problem.kv_heads, problem.group_size)
+        sinks = sinks.view(problem.kv_heads, problem.group_size)  # of a dense call
     weights, lse = softmax_with_sinks(scores, sinks)
-    out = (weights @ values.transpose(0, 1)).view(problem.heads, -1) * bmm2_scale
+    out = (weights @ values.transpose(0, 1)).view(len(query), -1) * bmm2_scale
     if len(keys) == 0:
         out = torch.zeros_like(out)
     return out, lse.flatten()

@@ -197,8 +197,11 @@ class GqaSm90Spec(GqaSpec):
     def max_kv_heads_per_cta(self) -> int:
         """Max KV heads per CTA, for calls with a multiple of them.
 
-        More than one only with the smallest tile, which fills a single MMA.
+        More than one only with the smallest tile, which fills a single MMA, and of a dense call:
+        KV heads have block indices of their own.
         """
+        if self.variant.sparse_block:
+            return 1
         heads = _MAX_KV_HEADS_PER_CTA if self.block_m == min(BLOCK_MS) else 1
         while heads > 1 and heads * self.key_row_bytes > _TOKEN_BYTES:
             heads //= 2
@@ -324,6 +327,7 @@ def gqa_sm90_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaSm90Spec | N
     row_bytes = (variant.kv_dtype.row_bytes(dims) for dims in (head_dim, head_dim_vo))
     is_covered = (
         arch.has_wgmma
+        and not variant.has_output_gate
         and variant.kv_dtype in (variant.query_dtype, *QUANTIZED_DTYPES)
         and all(size % _ROW_STEP_BYTES == 0 for size in row_bytes)
         and (head_dim <= _MAX_PART_DIMS or head_dim == head_dim_vo == MAX_HEAD_DIM)
@@ -332,7 +336,12 @@ def gqa_sm90_spec(arch: Arch, variant: GqaVariant, rows: int) -> GqaSm90Spec | N
     )
     if not is_covered:
         return None
-    return GqaSm90Spec(arch=arch, variant=variant, block_m=block_m_for(head_dim_vo, rows))
+    spec = GqaSm90Spec(arch=arch, variant=variant, block_m=block_m_for(head_dim_vo, rows))
+    # An index names the page of a TMA box.
+    has_boxes = variant.sparse_block == variant.page_size == spec.box_tokens
+    if variant.sparse_block and (not has_boxes or spec.scale_row_bytes):
+        return None
+    return spec
 
 
 def with_all_heads(spec: GqaSm90Spec) -> list[GqaSm90Spec]:

@@ -33,6 +33,8 @@ class GqaVariant(Variant):
     has_dcp: bool = False  # the cache has the tokens of one rank of decode context parallel
     separate_page_ids: bool = False  # keys and values have block tables of their own
     batch_invariant: bool = False  # the bits of a result do not depend on the rest of the batch
+    sparse_block: int = 0  # tokens of a KV block that an index of a sparse call names; 0: dense
+    has_output_gate: bool = False
 
     def __post_init__(self) -> None:
         if self.head_dim_vo == self.head_dim:  # one kernel has one name
@@ -105,12 +107,23 @@ TOKEN_SCALE_PARAMETERS = parameters(
 SOFT_CAP_PARAMETERS = parameters("const float: soft_cap")
 # Of a kernel whose keys and values have block tables of their own.
 VALUE_TABLE_PARAMETERS = parameters("const int*: value_tables")
+# Of a sparse kernel, to which every query token is a sequence of its own.
+SPARSE_PARAMETERS = parameters(
+    """
+    const int*: block_indices token_to_req
+    i64: indices_stride indices_head_stride
+    int: num_indices has_index_counts num_requests request_q_len
+    """
+)
+OUTPUT_GATE_PARAMETERS = parameters("const u16*: output_gate")
 # The parameters that a flag of the variant adds.
 ADDED_PARAMETERS = {
     "has_token_scales": TOKEN_SCALE_PARAMETERS,
     "has_soft_cap": SOFT_CAP_PARAMETERS,
     "has_dcp": DCP_PARAMETERS,
     "separate_page_ids": VALUE_TABLE_PARAMETERS,
+    "sparse_block": SPARSE_PARAMETERS,
+    "has_output_gate": OUTPUT_GATE_PARAMETERS,
 }
 # Scales of one call: no part of its plan.
 SCALE_PARAMETERS = parameters("float: bmm1_scale bmm2_scale output_factor")
@@ -153,6 +166,17 @@ def require_supported(variant: GqaVariant) -> None:
         raise UnsupportedError(
             f"no GQA decode kernel for head_dim {variant.head_dim}; supported: multiples of 16 up "
             f"to {SLICE_DIMS}, and {MAX_HEAD_DIM}"
+        )
+    unserved = (variant.has_dcp, variant.separate_page_ids, variant.has_token_scales)
+    if variant.sparse_block and any(unserved):
+        raise UnsupportedError(
+            "no sparse GQA decode kernel for decode context parallel, page ids of values or scales "
+            "of tokens"
+        )
+    if variant.has_output_gate and not variant.out_dtype.is_16bit:
+        raise UnsupportedError(
+            f"no GQA decode kernel with an output gate for output {variant.out_dtype}; supported: "
+            "outputs of 16 bits"
         )
     dtypes = (variant.query_dtype, variant.kv_dtype, variant.out_dtype)
     known = [

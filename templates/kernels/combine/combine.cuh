@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "common/output_gate.cuh"
 #include "common/params.cuh"
 #include "common/store_vec4.cuh"
 #include "common/types.cuh"
@@ -97,8 +98,10 @@ __device__ inline void combine(const Params& params, SharedMemoryPlan& smem) {
   const RowResult result = finish_row(partial.state.row_max, row_sum, sink, params.lse_factor);
   const float factor = result.factor * scale;
   if (!is_outside) {
-    store_x4(OutElement{}, params.out, static_cast<i64>(row) * kHeadDimVo + dim, total.x * factor,
-             total.y * factor, total.z * factor, total.w * factor);
+    total = make_float4(total.x * factor, total.y * factor, total.z * factor, total.w * factor);
+    const i64 offset = static_cast<i64>(row) * kHeadDimVo + dim;
+    if constexpr (kHasOutputGate) total = gated_output(OutElement{}, params, offset, total);
+    store_x4(OutElement{}, params.out, offset, total.x, total.y, total.z, total.w);
   }
   if (params.lse != nullptr && blockIdx.x % kSlices == 0 && lane_index() == 0) {
     params.lse[row] = result.lse;

@@ -16,7 +16,7 @@
 // dtypes none.
 struct BlockScales {
   const WorkItem& work;
-  const int* table;  // page ids of the sequence
+  const int* table;  // page ids of the sequence; of a sparse call a SparseBlock
   PagedRows rows;
   int num_pages;
   int first_token;
@@ -26,9 +26,10 @@ struct BlockScales {
   __device__ float scale_of(int token, int scale_group) const {
     const int at = first_token + token;
     if (at < work.kv_begin || at >= work.kv_end) return 0.0f;
-    const int page = table[at / kPageSize];
+    const int page = table[kIsSparse ? token : at / kPageSize];
     if (!is_valid_page(page, num_pages)) return 0.0f;
-    const u32 stored = rows.row_of(page, at % kPageSize)[first_scale_group + scale_group];
+    const int slot = kIsSparse ? table[kBlockN + token] : at % kPageSize;
+    const u32 stored = rows.row_of(page, slot)[first_scale_group + scale_group];
     return cvt_f32(Fp16{}, static_cast<u16>(fp16x2_of_e4m3x2(stored)));
   }
 };

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/mma_fragments.cuh"
+#include "common/output_gate.cuh"
 #include "common/params.cuh"
 #include "common/store_vec4.cuh"
 #include "common/types.cuh"
@@ -114,8 +115,9 @@ __device__ inline void store_output(const Params& params, const WorkItem& work,
       const i64 partial_row = work.split_idx * params.total_rows + global_row;
       *reinterpret_cast<float4*>(params.partial_out + partial_row * kHeadDimVo + column) = value;
     } else {
-      store_x4(OutElement{}, params.out, global_row * kHeadDimVo + column, value.x, value.y,
-               value.z, value.w);
+      const i64 offset = global_row * kHeadDimVo + column;
+      if constexpr (kHasOutputGate) value = gated_output(OutElement{}, params, offset, value);
+      store_x4(OutElement{}, params.out, offset, value.x, value.y, value.z, value.w);
     }
   }
 }

@@ -8,6 +8,7 @@
 #include "common/types.cuh"
 #include "config.cuh"
 #include "ptx/cp_async.cuh"
+#include "sparse_reader.cuh"
 #include "work_item.cuh"
 
 // Loads the CTA's query rows into shared memory.
@@ -50,6 +51,7 @@ struct KvLoader {
   int next_lane_page;  // of the block after it
   int value_lane_page;
   int next_value_lane_page;
+  SparseReader sparse;  // of a sparse call, instead of the page ids
 
   __device__ KvLoader(const Params& params, const WorkItem& work)
       : params(params),
@@ -57,6 +59,10 @@ struct KvLoader {
         table(work.page_ids(params)),
         next_stage(0),
         next_kv_block(work.first_kv_block + warp_index()) {
+    if constexpr (kIsSparse) {
+      sparse.begin(params, work, table, next_kv_block);
+      return;
+    }
     lane_page = load_lane_page(table, next_kv_block);
     next_lane_page = load_lane_page(table, next_kv_block + kWarps);
     if constexpr (kSeparatePageIds) {
@@ -92,9 +98,11 @@ struct KvLoader {
       const int token = copy / kCopies;
       const int at = copy % kCopies * kCopyBytes;
       const int page = __shfl_sync(~0u, own_page, token % kBlockN);
+      int sparse_slot = 0;
+      if constexpr (kIsSparse) sparse_slot = __shfl_sync(~0u, sparse.current.slot, token % kBlockN);
       if (token >= kBlockN) continue;
       const bool exists = is_valid_page(page, params.num_pages);
-      const int slot = (next_kv_block * kBlockN + token) % kPageSize;
+      const int slot = kIsSparse ? sparse_slot : (next_kv_block * kBlockN + token) % kPageSize;
       const unsigned char* source = exists ? rows.row_of(page, slot) + offset + at : rows.rows;
       const u32 target = shared_address(stage) + token * kStageRowBytes + at;
       const u32 bytes = exists ? kCopyBytes : 0;
@@ -123,6 +131,13 @@ struct KvLoader {
       if (next_stage % 2 == 0) {
         const PagedRows keys{params.key_cache + work.kv_head * params.key_head_stride,
                              params.key_page_stride, params.key_token_stride};
+        if constexpr (kIsSparse) {
+          lane_page = sparse.current.page;
+          if (lane_index() < kBlockN) {
+            sparse_block_of(smem, next_stage).pages[lane_index()] = sparse.current.page;
+            sparse_block_of(smem, next_stage).slots[lane_index()] = sparse.current.slot;
+          }
+        }
         copy_rows<kStoredBytes>(keys, lane_page, 0, stage);
         if constexpr (kHasTokenScales) copy_scales(key_scales(params, work), lane_page, stage);
       } else {
@@ -132,6 +147,12 @@ struct KvLoader {
         copy_rows<kSliceBytes>(values, value_page, work.slice * kSliceBytes, stage);
         if constexpr (kHasTokenScales) copy_scales(value_scales(params, work), value_page, stage);
         next_kv_block += kWarps;
+        if constexpr (kIsSparse) {
+          sparse.advance(params, work, table, next_kv_block);
+          ++next_stage;
+          cp_async_commit_group();
+          return;
+        }
         lane_page = next_lane_page;
         next_lane_page = load_lane_page(table, next_kv_block + kWarps);
         if constexpr (kSeparatePageIds) {

@@ -34,9 +34,9 @@ struct Softmax {
   }
 
   // Turns S into base-2 scores, minus infinity where masked: a select, not arithmetic, because the
-  // masked score may be NaN.
+  // masked score may be NaN. `attended` has the tokens of a sparse call.
   __device__ void scale_and_mask(const Params& params, const WorkItem& work, int first_token,
-                                 bool has_boundary, Scores& scores) const {
+                                 bool has_boundary, u32 attended, Scores& scores) const {
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
@@ -44,8 +44,9 @@ struct Softmax {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float base2 = score.of(scores[m][n][e], score.scale);
-          const bool attends = !has_boundary || work.attends(params, fragment_row(m, e / 2),
-                                                             first_token + fragment_col(n, e % 2));
+          bool attends = !has_boundary || work.attends(params, fragment_row(m, e / 2),
+                                                       first_token + fragment_col(n, e % 2));
+          if constexpr (kIsSparse) attends = (attended >> fragment_col(n, e % 2) & 1) != 0;
           scores[m][n][e] = attends ? base2 : -kInfinity;
         }
       }

@@ -8,6 +8,7 @@
 #include "common/paged_kv.cuh"
 #include "common/params.cuh"
 #include "common/ragged_tiles.cuh"
+#include "common/sparse_blocks.cuh"
 #include "common/types.cuh"
 #include "config.cuh"
 
@@ -29,7 +30,7 @@ struct alignas(16) WorkItem {
 
   // Fixed split `split_idx` of these rows; as all tokens bound it, a mask changes none.
   __device__ FixedSplit fixed_split(const Params& params) const {
-    return fixed_split_of(kv_begin, kv_len, split_idx, params.num_splits);
+    return fixed_split_of(kv_begin, kIsSparse ? kv_end : kv_len, split_idx, params.num_splits);
   }
 
   // With other splits, another kernel combines this one.
@@ -95,6 +96,39 @@ struct alignas(16) WorkItem {
   }
 };
 
+// The work item of a sparse call: one query token, whose KV tokens are those that its indices name,
+// in their order. `kv_end` counts these, and `kv_len` is the end of the tokens that they may name.
+// A template: Params of a dense kernel lacks the parameters.
+template <typename SparseParams>
+__device__ inline void set_sparse_work(const SparseParams& params, int token, int m_tile,
+                                       WorkItem& work) {
+  const SparseSeq seq = sparse_seq_of(params, token);
+  work.seq_idx = seq.seq_idx;
+  work.q_len = 1;
+  work.first_query = token;
+  work.first_row = m_tile * kBlockM;
+  work.rows = max(min(params.group_size - work.first_row, kBlockM), 0);
+  work.kv_len = seq.kv_end;
+  work.kv_begin = 0;
+  work.kv_end = work.kv_len > 0 ? num_indices_of(params, token) * kSparseBlock : 0;
+
+  const int num_kv_blocks = ceil_div(work.kv_end, kBlockN);
+  if constexpr (kBatchInvariant) {
+    const FixedSplit split = work.fixed_split(params);
+    work.first_kv_block = min(num_kv_blocks, split.first_token / kBlockN);
+    work.end_kv_block = min(num_kv_blocks, ceil_div(split.end_token, kBlockN));
+    if (work.split_idx >= split.num_splits) work.rows = 0;
+    return;
+  }
+  // Splits begin where blocks of an index do.
+  constexpr int kIndexBlocks = kSparseBlock / kBlockN;
+  constexpr int kSplitUnit = kIndexBlocks > kWarps ? kIndexBlocks : kWarps;
+  const int kv_blocks_per_split =
+      ceil_div(ceil_div(num_kv_blocks, kSplitUnit), params.num_splits) * kSplitUnit;
+  work.first_kv_block = min(num_kv_blocks, work.split_idx * kv_blocks_per_split);
+  work.end_kv_block = min(num_kv_blocks, work.first_kv_block + kv_blocks_per_split);
+}
+
 __device__ inline WorkItem find_work_item(const Params& params) {
   WorkItem work;
   int cta = static_cast<int>(blockIdx.x);
@@ -105,6 +139,10 @@ __device__ inline WorkItem find_work_item(const Params& params) {
   work.kv_head = cta % params.kv_heads;
   cta /= params.kv_heads;
   work.split_idx = cta % params.num_splits;
+  if constexpr (kIsSparse) {
+    set_sparse_work(params, cta / params.num_splits, m_tile, work);
+    return work;
+  }
   const i64 tokens = params.total_rows / (static_cast<i64>(params.group_size) * params.kv_heads);
   const TileRows m_tile_rows =
       rows_of_tile(params.cu_seqlens_q, params.num_seqs, params.q_len, params.group_size, tokens,
@@ -151,6 +189,12 @@ __device__ inline WorkItem find_work_item(const Params& params) {
   return work;
 }
 
+// Tokens of a KV block in the cache, as the indices of a sparse call name them; page -1: none.
+struct SparseBlock {
+  int pages[kBlockN];
+  int slots[kBlockN];
+};
+
 struct alignas(16) SharedMemoryPlan {
   WorkItem work;  // once per CTA instead of in the registers of every thread
   unsigned char query[kBlockM * kRowBytes];  // [kBlockM][kHeadDim]
@@ -160,9 +204,17 @@ struct alignas(16) SharedMemoryPlan {
   };
   float row_max[kWarps][kBlockM];  // base 2
   float row_sum[kWarps][kBlockM];
-  float probabilities[kWarps][kBlockM][kBlockN];  // of blocks with tokens masked for some rows
+  union {
+    float probabilities[kWarps][kBlockM][kBlockN];  // of blocks with tokens masked for some rows
+    SparseBlock sparse_blocks[kWarps][kSparseRing];  // of a sparse call, which has no such blocks
+  };
 };
 static_assert(sizeof(SharedMemoryPlan) == kSharedBytes, "the spec computes the size of the struct");
+
+// The KV block that load `stage_idx` of this warp belongs to.
+__device__ inline SparseBlock& sparse_block_of(SharedMemoryPlan& smem, int stage_idx) {
+  return smem.sparse_blocks[warp_index()][stage_idx / 2 % kSparseRing];
+}
 
 // Stage that load `stage_idx` of this warp fills: [kBlockN] rows of kStageRowBytes.
 __device__ inline unsigned char* stage_ptr(SharedMemoryPlan& smem, int stage_idx) {

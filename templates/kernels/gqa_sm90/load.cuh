@@ -14,6 +14,7 @@
 #include "ptx/load.cuh"
 #include "ptx/sync.cuh"
 #include "shared_memory.cuh"
+#include "sparse_boxes.cuh"
 #include "work_item.cuh"
 #include "work_pipeline.cuh"
 
@@ -123,6 +124,7 @@ struct KvTmaBoxes {
   int next_page;  // page id of the lane's next box
   int value_page;
   int next_value_page;
+  SparseBox sparse, next_sparse;  // of a sparse call, instead of the page ids
 
   __device__ KvTmaBoxes() = default;
   __device__ KvTmaBoxes(const Params& params, const WorkItem& work)
@@ -130,6 +132,11 @@ struct KvTmaBoxes {
         begin(work.kv_begin / kBoxTokens),
         end(ceil_div(work.kv_end, kBoxTokens)),
         box(work.first_kv_block * kBoxesPerKvBlock + lane_index()) {
+    if constexpr (kIsSparse) {
+      sparse = sparse_box(params, work, box);
+      next_sparse = sparse_box(params, work, box + kWarpLanes);
+      return;
+    }
     page = read(page_ids, box);
     next_page = read(page_ids, box + kWarpLanes);
     if constexpr (kSeparatePageIds) {
@@ -145,8 +152,13 @@ struct KvTmaBoxes {
     return is_inside(index) ? ids[index * kBoxTokens / kPageSize] : 0;
   }
 
-  __device__ void advance() {
+  __device__ void advance(const Params& params, const WorkItem& work) {
     box += kWarpLanes;
+    if constexpr (kIsSparse) {
+      sparse = next_sparse;
+      next_sparse = sparse_box(params, work, box + kWarpLanes);
+      return;
+    }
     page = next_page;
     next_page = read(page_ids, box + kWarpLanes);
     if constexpr (kSeparatePageIds) {
@@ -157,8 +169,12 @@ struct KvTmaBoxes {
 
   // Page of the box of K, or of V.
   __device__ int page_of(bool is_value) const {
+    if constexpr (kIsSparse) return sparse.page;
     return kSeparatePageIds && is_value ? value_page : page;
   }
+
+  // Whether the lane's box is loaded.
+  __device__ bool is_loaded() const { return kIsSparse ? sparse.tokens > 0 : is_inside(box); }
 
   // Transaction bytes of a tile of a KV block: fully masked boxes are not loaded.
   __device__ u32 bytes_of(int kv_block, int box_bytes) const {
@@ -312,14 +328,25 @@ __device__ inline void load_work(const Params& params, const WorkItem& work, KvT
   if constexpr (kHasScales) kv_scales = KvScales(params, boxes, work.kv_head);
 #pragma unroll 1
   for (int kv_block = work.first_kv_block, in_window = 0; kv_block < end; ++kv_block) {
-    const bool issues_copy = lane_block == in_window && boxes.is_inside(boxes.box);
+    const bool issues_copy = lane_block == in_window && boxes.is_loaded();
+    u32 num_sparse = 0;
+    if constexpr (kIsSparse) num_sparse = __popc(__ballot_sync(~0u, issues_copy));
     const int slot = boxes.box * kBoxTokens % kPageSize;
 #pragma unroll
     for (int kv = 0; kv < 2; ++kv) {
       const u32 full = shared_address(&smem.kv_full[kv_pipe.index]);
       const int box_bytes = kv == 0 ? KeyTile::kBoxBytes : ValueTile::kBoxBytes;
       wait(smem.kv_empty[kv_pipe.index], kv_pipe.phase ^ 1);
-      if (lane_index() == 0) mbarrier_arrive_expect_tx(full, boxes.bytes_of(kv_block, box_bytes));
+      if constexpr (kIsSparse) {
+        if (kv == 0 && lane_block == in_window) {
+          smem.sparse_tokens[kv_pipe.index][box_of_lane] = boxes.sparse.tokens;
+        }
+        __syncwarp();  // consumers read it after the arrival
+      }
+      if (lane_index() == 0) {
+        mbarrier_arrive_expect_tx(
+            full, kIsSparse ? num_sparse * box_bytes : boxes.bytes_of(kv_block, box_bytes));
+      }
       __syncwarp();
       if (issues_copy) {
         const u32 target = shared_address(smem.kv[kv_pipe.index]) + box_of_lane * box_bytes;
@@ -346,7 +373,7 @@ __device__ inline void load_work(const Params& params, const WorkItem& work, KvT
     }
     if (++in_window == kKvBlocksPerWindow) {
       in_window = 0;
-      boxes.advance();
+      boxes.advance(params, work);
       if constexpr (kHasScales) kv_scales = KvScales(params, boxes, work.kv_head);
     }
   }
@@ -381,6 +408,7 @@ __device__ inline void producer_loop(const Params& params, SharedMemoryPlan& sme
 // Prefetches the block tables of all sequences into L2. The consumers call it: one cache line per
 // thread, so it covers at most as many lines as there are consumer threads in the grid.
 __device__ inline void prefetch_block_table(const Params& params, int thread) {
+  if constexpr (kIsSparse) return;  // it reads little of them
   constexpr int kIdsPerCacheLine = 32;
   const u32 lines_per_seq = static_cast<u32>(ceil_div(params.max_pages, kIdsPerCacheLine));
   const u32 cache_line = blockIdx.x * kConsumerThreads + thread;

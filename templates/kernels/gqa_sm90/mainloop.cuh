@@ -109,6 +109,12 @@ __device__ inline void skip_stage(SharedMemoryPlan& smem, PipelineState<kStages>
   kv_pipe.advance();
 }
 
+// Tokens of a warp in a KV block of a sparse call that the query token attends to: the first ones.
+__device__ inline int sparse_tokens_of_warp(const int* tokens_of_boxes, int warp) {
+  const int first = first_token_of_warp(warp);
+  return min(tokens_of_boxes[first / kBoxTokens] - first % kBoxTokens, kWarpTokens);
+}
+
 // Processes work item `work_idx`, whose Q load is in flight, and issues the Q load of the next one.
 // Returns whether there is a next one.
 __device__ inline bool process_work(const Params& params, int warp, const GqaScore& score,
@@ -139,8 +145,16 @@ __device__ inline bool process_work(const Params& params, int warp, const GqaSco
       if (work.num_kv_blocks == 0) break;
     }
     const int end_token = first_token + kWarpTokens;
-    const bool has_boundary = first_token < unmasked_kv_begin || end_token > unmasked_kv_end;
-    if (has_boundary && (end_token <= work.kv_begin || first_token >= work.kv_end)) {
+    int sparse_tokens = 0;  // of this warp
+    if constexpr (kIsSparse) {
+      wait(smem.kv_full[kv_pipe.index], kv_pipe.phase);
+      sparse_tokens = sparse_tokens_of_warp(smem.sparse_tokens[kv_pipe.index], warp);
+    }
+    const bool has_boundary = kIsSparse
+                                  ? sparse_tokens < kWarpTokens
+                                  : first_token < unmasked_kv_begin || end_token > unmasked_kv_end;
+    if (has_boundary && (kIsSparse ? sparse_tokens <= 0
+                                   : end_token <= work.kv_begin || first_token >= work.kv_end)) {
       skip_stage(smem, kv_pipe);
       skip_stage(smem, kv_pipe);
       continue;
@@ -156,14 +170,22 @@ __device__ inline bool process_work(const Params& params, int warp, const GqaSco
     kv_pipe.advance();
 
     scale_scores(score, row_scales, scores);
-    if (has_boundary) mask_scores(params, work, first_token, scores);
+    if (has_boundary) {
+      if constexpr (kIsSparse) {
+        mask_sparse_scores(sparse_tokens, scores);
+      } else {
+        mask_scores(params, work, first_token, scores);
+      }
+    }
     softmax.update(scores, output);
     Probabilities probabilities;
     if constexpr (!kHasTokenScales) transpose_probabilities(scores, probabilities);
 
     unsigned char* values = smem.kv[kv_pipe.index];
     wait(smem.kv_full[kv_pipe.index], kv_pipe.phase);
-    if (has_boundary && clear_masked(work, first_token, warp, values)) {
+    if constexpr (kIsSparse) {
+      if (has_boundary) clear_sparse(sparse_tokens, warp, values);
+    } else if (has_boundary && clear_masked(work, first_token, warp, values)) {
       smem.nonfinite_work[work_idx % 2] = work_idx;
     }
     u32 read = 0;

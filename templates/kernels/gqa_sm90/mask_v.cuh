@@ -83,6 +83,19 @@ __device__ inline bool clear_masked(const WorkItem& work, int first_token, int w
   return __any_sync(~0u, has_nonfinite);
 }
 
+// Clears V of a sparse call from token `end` of the warp on: no row attends to these.
+__device__ inline void clear_sparse(int end, int warp, unsigned char* tile) {
+  using Parts = FiniteParts<false>;
+#pragma unroll 1
+  for (int i = lane_index() + end * Parts::kCount; i < kWarpTokens * Parts::kCount;
+       i += kWarpLanes) {
+    *Parts::at(tile, warp, i / Parts::kCount,
+               part_of_warp(warp) * Parts::kCount + i % Parts::kCount) = Chunk{};
+  }
+  fence_proxy_async();
+  __syncwarp();
+}
+
 // Rows that FiniteParts are of, in the cache. A template: without block scales, Params lacks them.
 template <typename AnyParams>
 __device__ inline PagedRows finite_rows(const AnyParams& params, int kv_head) {

@@ -23,7 +23,8 @@ struct LaneSeqLens {
   __device__ LaneSeqLens(const Params& params, int first) {
 #pragma unroll
     for (int i = 0; i < kSeqsPerLane; ++i) {
-      lens[i] = ld_relaxed_gpu(params.seq_lens + min(first + i, params.num_seqs - 1));
+      lens[i] = kIsSparse ? params.max_tokens
+                          : ld_relaxed_gpu(params.seq_lens + min(first + i, params.num_seqs - 1));
     }
   }
 
@@ -141,7 +142,7 @@ __device__ inline bool find_range(const Params& params, int cta_group, const Lan
   while (true) {
     const int kv_len = per_lane <= kSeqsPerLane
                            ? seq_lens.of_lane(state.seq_idx - lane * per_lane, lane)
-                           : params.seq_lens[state.seq_idx];
+                           : seq_len_of(params, state.seq_idx);
     state.seq_info = seq_info_of(params, state.seq_idx, kv_len);
     const int seq_blocks = linear_kv_blocks(state.seq_info, kFixedOverheadBlocks);
     if (range.begin - begin < seq_blocks) break;

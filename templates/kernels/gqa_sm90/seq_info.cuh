@@ -41,6 +41,11 @@ __device__ inline void set_kv_blocks(const Params& params, SeqInfo& seq_info, in
       ceil_div(seq_info.kv_len, seq_info.unit_tokens) - seq_info.first_kv_block;
 }
 
+// Length of a sequence, unchecked. A sparse call has the same for all: that of its indices.
+__device__ inline int seq_len_of(const Params& params, int seq_idx) {
+  return kIsSparse ? params.max_tokens : params.seq_lens[seq_idx];
+}
+
 // `seq_len` is the unchecked entry of seq_lens.
 __device__ inline SeqInfo seq_info_of(const Params& params, int seq_idx, int seq_len) {
   SeqInfo seq_info;
@@ -62,7 +67,7 @@ __device__ inline SeqInfo seq_info_of(const Params& params, int seq_idx, int seq
 }
 
 __device__ inline SeqInfo seq_info_of(const Params& params, int seq_idx) {
-  return seq_info_of(params, seq_idx, params.seq_lens[seq_idx]);
+  return seq_info_of(params, seq_idx, seq_len_of(params, seq_idx));
 }
 
 // A sequence must not end before it begins. Then no two sequences share query tokens, and the host

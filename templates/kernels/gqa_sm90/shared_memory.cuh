@@ -35,6 +35,8 @@ struct SharedMemoryPlan {
   u32 nonfinite_work[2];  // last even and last odd work_idx with non-finite V to restore
   int is_last_split;
   ScheduleRange range;  // of this CTA, for the combine of fixed splits
+  // Of a sparse call: tokens that the query token attends to in each box of a stage of K.
+  int sparse_tokens[kStages][kIsSparse ? kBoxesPerKvBlock : 1];
 };
 static_assert(sizeof(SharedMemoryPlan) <= kSharedBytes, "the spec computes the size of the struct");
 

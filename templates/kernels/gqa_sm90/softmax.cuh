@@ -179,6 +179,21 @@ __device__ inline void mask_scores(const Params& params, const WorkItem& work, i
   if (params.draft_mask != nullptr) apply_draft_mask(params, work, first_token, scores);
 }
 
+// Masks the scores of a sparse call from token `end` of the warp on, for all rows.
+__device__ inline void mask_sparse_scores(int end, Scores& scores) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (token_of_lane(step, half) < end) continue;
+#pragma unroll
+      for (int n = 0; n < kRowGroups; ++n) {
+        scores[step][n][half * 2] = scores[step][n][half * 2 + 1] = -kInfinity;
+      }
+    }
+  }
+}
+
 // P^T as the B fragments of the PV GEMM: tokens along K, query rows along N.
 __device__ inline void transpose_probabilities(const Scores& scores, Probabilities& probabilities) {
 #pragma unroll

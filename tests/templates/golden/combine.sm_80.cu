@@ -50,108 +50,6 @@ __device__ inline int warp_index() { return static_cast<int>(threadIdx.x) / kWar
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Kernel parameters of one launch, and programmatic dependent launch (PDL).
-
-struct Params {
-  const float* partial_out;
-  const float* partial_lse;
-  const float* bmm2_scale_tensor;
-  const float* sinks;
-  unsigned char* out;
-  float* lse;
-  i64 total_rows;
-  int heads;
-  int num_splits;
-  float bmm2_scale;
-  float output_factor;
-  float lse_factor;
-};
-
-// A scale is a number from the host, or a one-element tensor on the device.
-__device__ inline float value_of(const float* tensor, float value) {
-  return tensor == nullptr ? value : *tensor;
-}
-
-// PDL: a kernel starts while the preceding one drains.
-__device__ inline void pdl_wait() {}
-__device__ inline void pdl_launch_dependents() {}
-
-// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
-
-// cvt.rn.bf16x2.f32
-__device__ inline u32 cvt_rn_x2_f32(Bf16, float high, float low) {
-  u32 packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-// cvt.rn.f16x2.f32
-__device__ inline u32 cvt_rn_x2_f32(Fp16, float high, float low) {
-  u32 packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-// cvt.f32.f16
-__device__ inline float cvt_f32(Fp16, u16 bits) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-  return value;
-}
-
-// A bf16 is the upper half of an fp32; sm_80 has no instruction for it and needs none.
-__device__ inline float cvt_f32(Bf16, u16 bits) {
-  return __uint_as_float(static_cast<u32>(bits) << 16);
-}
-
-// cvt.rn.f16x2.e4m3x2
-// Needs sm_89.
-__device__ inline u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
-  u32 value;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(value) : "h"(pair));
-  return value;
-}
-
-// cvt.rn.f16x2.e4m3x2
-// Converts the upper half of a word without a shift. Needs sm_89.
-__device__ inline u32 cvt_rn_f16x2_e4m3x2_high(u32 word) {
-  u32 value;
-  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}"
-      : "=r"(value)
-      : "r"(word));
-  return value;
-}
-
-// cvt.rn.satfinite.e4m3x2.f32
-// Needs sm_89.
-__device__ inline u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
-  u16 pair;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
-// Vectorized store of four output elements, in FP8 or in 16 bits, from float.
-
-// `index` counts elements and is a multiple of 4.
-template <typename Target>
-__device__ inline void store_x4(Target target, unsigned char* out, i64 index, float a, float b,
-                                float c, float d) {
-  uint2 packed;
-  packed.x = cvt_rn_x2_f32(target, b, a);
-  packed.y = cvt_rn_x2_f32(target, d, c);
-  *reinterpret_cast<uint2*>(out + index * 2) = packed;
-}
-
-// Kernel configuration: the numbers of the spec as constants.
-
-using OutElement = Bf16;
-constexpr int kHeadDimVo = 512;
-constexpr int kSlices = 4;
-constexpr int kWarps = 4;
-constexpr int kThreads = kWarps * kWarpLanes;
-constexpr int kSliceDims = kWarpLanes * 4;  // output dims of a CTA: a float4 for each lane
-static_assert(kHeadDimVo % 4 == 0 && kSlices * kSliceDims >= kHeadDimVo, "slices cover the row");
-
 // PTX ISA, "Integer, floating-point and half-precision: add, ex2, fma, max, mul, rcp". Needs sm_53.
 
 // add.rn.f16x2
@@ -207,6 +105,129 @@ __device__ inline float rcp_approx(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+
+// PTX ISA, "Data Movement and Conversion Instructions: cvt". Needs sm_80.
+
+// cvt.rn.bf16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Bf16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.rn.f16x2.f32
+__device__ inline u32 cvt_rn_x2_f32(Fp16, float high, float low) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.f32.f16
+__device__ inline float cvt_f32(Fp16, u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+// A bf16 is the upper half of an fp32; sm_80 has no instruction for it and needs none.
+__device__ inline float cvt_f32(Bf16, u16 bits) {
+  return __uint_as_float(static_cast<u32>(bits) << 16);
+}
+
+// cvt.rn.f16x2.e4m3x2
+// Needs sm_89.
+__device__ inline u32 cvt_rn_f16x2_e4m3x2(u16 pair) {
+  u32 value;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(value) : "h"(pair));
+  return value;
+}
+
+// cvt.rn.f16x2.e4m3x2
+// Converts the upper half of a word without a shift. Needs sm_89.
+__device__ inline u32 cvt_rn_f16x2_e4m3x2_high(u32 word) {
+  u32 value;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}"
+      : "=r"(value)
+      : "r"(word));
+  return value;
+}
+
+// cvt.rn.satfinite.e4m3x2.f32
+// Needs sm_89.
+__device__ inline u16 cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// Output gate of a sparse call: a 16-bit output times the sigmoid of a number for each element.
+
+__device__ inline float sigmoid(float value) { return 1.0f / (1.0f + ex2_approx(value * -kLog2E)); }
+
+// Gates four elements of the output, from `offset` on. The output is rounded before, as by a caller
+// that multiplies it himself. A template: Params of a kernel without a gate lacks it.
+template <typename Element16, typename GateParams>
+__device__ inline float4 gated_output(Element16, const GateParams& params, i64 offset,
+                                      float4 value) {
+  const uint2 gates = *reinterpret_cast<const uint2*>(params.output_gate + offset);
+  const u32 low = cvt_rn_x2_f32(Element16{}, value.y, value.x);
+  const u32 high = cvt_rn_x2_f32(Element16{}, value.w, value.z);
+  const auto gated = [](u32 rounded, u32 gate) {
+    return cvt_f32(Element16{}, static_cast<u16>(rounded)) *
+           sigmoid(cvt_f32(Element16{}, static_cast<u16>(gate)));
+  };
+  return make_float4(gated(low, gates.x), gated(low >> 16, gates.x >> 16), gated(high, gates.y),
+                     gated(high >> 16, gates.y >> 16));
+}
+
+// Kernel parameters of one launch, and programmatic dependent launch (PDL).
+
+struct Params {
+  const float* partial_out;
+  const float* partial_lse;
+  const float* bmm2_scale_tensor;
+  const float* sinks;
+  unsigned char* out;
+  float* lse;
+  i64 total_rows;
+  int heads;
+  int num_splits;
+  float bmm2_scale;
+  float output_factor;
+  float lse_factor;
+};
+
+// A scale is a number from the host, or a one-element tensor on the device.
+__device__ inline float value_of(const float* tensor, float value) {
+  return tensor == nullptr ? value : *tensor;
+}
+
+// PDL: a kernel starts while the preceding one drains.
+__device__ inline void pdl_wait() {}
+__device__ inline void pdl_launch_dependents() {}
+
+// Vectorized store of four output elements, in FP8 or in 16 bits, from float.
+
+// `index` counts elements and is a multiple of 4.
+template <typename Target>
+__device__ inline void store_x4(Target target, unsigned char* out, i64 index, float a, float b,
+                                float c, float d) {
+  uint2 packed;
+  packed.x = cvt_rn_x2_f32(target, b, a);
+  packed.y = cvt_rn_x2_f32(target, d, c);
+  *reinterpret_cast<uint2*>(out + index * 2) = packed;
+}
+
+// Kernel configuration: the numbers of the spec as constants.
+
+using OutElement = Bf16;
+constexpr int kHeadDimVo = 512;
+constexpr bool kHasOutputGate = false;
+constexpr int kSlices = 4;
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * kWarpLanes;
+constexpr int kSliceDims = kWarpLanes * 4;  // output dims of a CTA: a float4 for each lane
+static_assert(kHeadDimVo % 4 == 0 && kSlices * kSliceDims >= kHeadDimVo, "slices cover the row");
 
 // Softmax state (m, l) of a row: combination of the parts that splits or warps have of it, final
 // normalization factor and LSE, attention sink included.
@@ -400,8 +421,10 @@ __device__ inline void combine(const Params& params, SharedMemoryPlan& smem) {
   const RowResult result = finish_row(partial.state.row_max, row_sum, sink, params.lse_factor);
   const float factor = result.factor * scale;
   if (!is_outside) {
-    store_x4(OutElement{}, params.out, static_cast<i64>(row) * kHeadDimVo + dim, total.x * factor,
-             total.y * factor, total.z * factor, total.w * factor);
+    total = make_float4(total.x * factor, total.y * factor, total.z * factor, total.w * factor);
+    const i64 offset = static_cast<i64>(row) * kHeadDimVo + dim;
+    if constexpr (kHasOutputGate) total = gated_output(OutElement{}, params, offset, total);
+    store_x4(OutElement{}, params.out, offset, total.x, total.y, total.z, total.w);
   }
   if (params.lse != nullptr && blockIdx.x % kSlices == 0 && lane_index() == 0) {
     params.lse[row] = result.lse;

@@ -65,6 +65,10 @@ constexpr bool kSeparatePageIds = false;
 constexpr bool kBatchInvariant = false;
 constexpr int kSplitTokens = 1;  // of a fixed split
 constexpr int kMaxSplits = 128;  // of a sequence, with fixed ones
+constexpr int kSparseBlock = 0;  // tokens that an index names; 0: dense
+constexpr bool kIsSparse = kSparseBlock > 0;
+constexpr int kIndexTokens = kIsSparse ? kSparseBlock : 1;
+constexpr bool kHasOutputGate = false;
 constexpr int kSlices = 1;
 constexpr int kBlockM = 16;
 constexpr int kWarps = 4;
@@ -94,6 +98,9 @@ constexpr int kCombineFloats = kBlockM * (kSliceDims + 4);
 // frees their stage early.
 constexpr int kStagesAhead = kDequantsKv ? kStages : kStages - 1;
 
+// KV blocks of a warp whose cached tokens are known: those in flight, and the one in use.
+constexpr int kSparseRing = 4;
+
 // Whether the Q fragments fit into registers beside the O accumulators.
 constexpr bool kQueryInRegs = kRowGroups * kHeadDim <= 128;
 
@@ -102,6 +109,7 @@ static_assert(kHeadDimVo <= kHeadDim, "a stage holds a key or the slice of a val
 static_assert(kBlockN == 16, "a KV block is one k-step of the PV GEMM");
 static_assert(!kBatchInvariant || kSplitTokens % (kWarps * kBlockN) == 0,
               "a split has as many KV blocks for each warp");
+static_assert(kStagesAhead / 2 < kSparseRing, "a block in use keeps its tokens");
 static_assert(kStagesAhead >= 1, "a load is in flight while a stage is consumed");
 
 // Fixed splits of batch-invariant kernels: the KV tokens of a sequence are cut at multiples of a
@@ -490,6 +498,82 @@ __device__ inline float value_of(const float* tensor, float value) {
 __device__ inline void pdl_wait() { griddepcontrol_wait(); }
 __device__ inline void pdl_launch_dependents() { griddepcontrol_launch_dependents(); }
 
+// PTX ISA, "Integer, floating-point and half-precision: add, ex2, fma, max, mul, rcp". Needs sm_53.
+
+// add.rn.f16x2
+__device__ inline u32 add_f16x2(u32 a, u32 b) {
+  u32 sum;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+  return sum;
+}
+
+// ex2.approx.ftz.f32
+// 2 to the power of x, relative error below 2^-22; minus infinity gives zero.
+__device__ inline float ex2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// fma.rn.bf16x2
+// Subnormal numbers are kept. Needs sm_80.
+__device__ inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+  u32 sum;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
+}
+
+// max.f16x2
+// Ignores NaN operands. Needs sm_80.
+__device__ inline u32 max_f16x2(u32 a, u32 b) {
+  u32 larger;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
+// max.u16x2
+// Needs sm_90.
+__device__ inline u32 max_u16x2(u32 a, u32 b) {
+  u32 larger;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
+// mul.rn.f16x2
+__device__ inline u32 mul_f16x2(u32 a, u32 b) {
+  u32 product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
+// rcp.approx.ftz.f32
+// 1 / x, relative error below 2^-23; infinity gives zero.
+__device__ inline float rcp_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Output gate of a sparse call: a 16-bit output times the sigmoid of a number for each element.
+
+__device__ inline float sigmoid(float value) { return 1.0f / (1.0f + ex2_approx(value * -kLog2E)); }
+
+// Gates four elements of the output, from `offset` on. The output is rounded before, as by a caller
+// that multiplies it himself. A template: Params of a kernel without a gate lacks it.
+template <typename Element16, typename GateParams>
+__device__ inline float4 gated_output(Element16, const GateParams& params, i64 offset,
+                                      float4 value) {
+  const uint2 gates = *reinterpret_cast<const uint2*>(params.output_gate + offset);
+  const u32 low = cvt_rn_x2_f32(Element16{}, value.y, value.x);
+  const u32 high = cvt_rn_x2_f32(Element16{}, value.w, value.z);
+  const auto gated = [](u32 rounded, u32 gate) {
+    return cvt_f32(Element16{}, static_cast<u16>(rounded)) *
+           sigmoid(cvt_f32(Element16{}, static_cast<u16>(gate)));
+  };
+  return make_float4(gated(low, gates.x), gated(low >> 16, gates.x >> 16), gated(high, gates.y),
+                     gated(high >> 16, gates.y >> 16));
+}
+
 // Vectorized store of four output elements, in FP8 or in 16 bits, from float.
 
 // `index` counts elements and is a multiple of 4.
@@ -742,6 +826,42 @@ __device__ inline int topk_length_of(const TopkIndices& topk_indices, int token)
       max(static_cast<i64>(0), min(length, static_cast<i64>(topk_indices.topk))));
 }
 
+// Block indices of a sparse call. Every query token is a sequence to the kernel: its KV tokens are
+// those that its indices name, in their order. Templates: Params of a dense kernel lacks the
+// parameters. Indices, requests and page ids are untrusted.
+
+// The request of a query token, and the end of the request's tokens that it attends to.
+struct SparseSeq {
+  int seq_idx;
+  int kv_end;  // 0: it attends to nothing
+};
+
+template <typename SparseParams>
+__device__ inline SparseSeq sparse_seq_of(const SparseParams& params, int token) {
+  const int q_len = max(params.request_q_len, 1);
+  const int seq_idx = params.token_to_req == nullptr ? token / q_len : params.token_to_req[token];
+  if (static_cast<u32>(seq_idx) >= static_cast<u32>(params.num_requests)) return {0, 0};
+  const i64 seq_len = params.seq_lens == nullptr ? kMaxKvLen : params.seq_lens[seq_idx];
+  const int kv_len = clamp_kv_len(seq_len, params.max_pages);
+  if (!params.is_causal) return {seq_idx, kv_len};
+  return {seq_idx, min(kv_len, max(kv_len - q_len + token % q_len + 1, 0))};
+}
+
+// Indices of a query token and KV head.
+template <typename SparseParams>
+__device__ inline const int* block_indices_of(const SparseParams& params, int token, int kv_head) {
+  return params.block_indices + token * params.indices_stride +
+         kv_head * params.indices_head_stride;
+}
+
+// How many of them count.
+template <typename SparseParams>
+__device__ inline int num_indices_of(const SparseParams& params, int token) {
+  if (!params.has_index_counts) return params.num_indices;
+  const int count = params.block_indices[token * params.indices_stride + params.num_indices];
+  return max(min(count, params.num_indices), 0);
+}
+
 // Work item of a CTA: its query rows, its slice of the output dims, its split of the KV tokens,
 // and the shared memory plan.
 
@@ -763,7 +883,7 @@ struct alignas(16) WorkItem {
 
   // Fixed split `split_idx` of these rows; as all tokens bound it, a mask changes none.
   __device__ FixedSplit fixed_split(const Params& params) const {
-    return fixed_split_of(kv_begin, kv_len, split_idx, params.num_splits);
+    return fixed_split_of(kv_begin, kIsSparse ? kv_end : kv_len, split_idx, params.num_splits);
   }
 
   // With other splits, another kernel combines this one.
@@ -829,6 +949,39 @@ struct alignas(16) WorkItem {
   }
 };
 
+// The work item of a sparse call: one query token, whose KV tokens are those that its indices name,
+// in their order. `kv_end` counts these, and `kv_len` is the end of the tokens that they may name.
+// A template: Params of a dense kernel lacks the parameters.
+template <typename SparseParams>
+__device__ inline void set_sparse_work(const SparseParams& params, int token, int m_tile,
+                                       WorkItem& work) {
+  const SparseSeq seq = sparse_seq_of(params, token);
+  work.seq_idx = seq.seq_idx;
+  work.q_len = 1;
+  work.first_query = token;
+  work.first_row = m_tile * kBlockM;
+  work.rows = max(min(params.group_size - work.first_row, kBlockM), 0);
+  work.kv_len = seq.kv_end;
+  work.kv_begin = 0;
+  work.kv_end = work.kv_len > 0 ? num_indices_of(params, token) * kSparseBlock : 0;
+
+  const int num_kv_blocks = ceil_div(work.kv_end, kBlockN);
+  if constexpr (kBatchInvariant) {
+    const FixedSplit split = work.fixed_split(params);
+    work.first_kv_block = min(num_kv_blocks, split.first_token / kBlockN);
+    work.end_kv_block = min(num_kv_blocks, ceil_div(split.end_token, kBlockN));
+    if (work.split_idx >= split.num_splits) work.rows = 0;
+    return;
+  }
+  // Splits begin where blocks of an index do.
+  constexpr int kIndexBlocks = kSparseBlock / kBlockN;
+  constexpr int kSplitUnit = kIndexBlocks > kWarps ? kIndexBlocks : kWarps;
+  const int kv_blocks_per_split =
+      ceil_div(ceil_div(num_kv_blocks, kSplitUnit), params.num_splits) * kSplitUnit;
+  work.first_kv_block = min(num_kv_blocks, work.split_idx * kv_blocks_per_split);
+  work.end_kv_block = min(num_kv_blocks, work.first_kv_block + kv_blocks_per_split);
+}
+
 __device__ inline WorkItem find_work_item(const Params& params) {
   WorkItem work;
   int cta = static_cast<int>(blockIdx.x);
@@ -839,6 +992,10 @@ __device__ inline WorkItem find_work_item(const Params& params) {
   work.kv_head = cta % params.kv_heads;
   cta /= params.kv_heads;
   work.split_idx = cta % params.num_splits;
+  if constexpr (kIsSparse) {
+    set_sparse_work(params, cta / params.num_splits, m_tile, work);
+    return work;
+  }
   const i64 tokens = params.total_rows / (static_cast<i64>(params.group_size) * params.kv_heads);
   const TileRows m_tile_rows =
       rows_of_tile(params.cu_seqlens_q, params.num_seqs, params.q_len, params.group_size, tokens,
@@ -885,6 +1042,12 @@ __device__ inline WorkItem find_work_item(const Params& params) {
   return work;
 }
 
+// Tokens of a KV block in the cache, as the indices of a sparse call name them; page -1: none.
+struct SparseBlock {
+  int pages[kBlockN];
+  int slots[kBlockN];
+};
+
 struct alignas(16) SharedMemoryPlan {
   WorkItem work;  // once per CTA instead of in the registers of every thread
   unsigned char query[kBlockM * kRowBytes];  // [kBlockM][kHeadDim]
@@ -894,9 +1057,17 @@ struct alignas(16) SharedMemoryPlan {
   };
   float row_max[kWarps][kBlockM];  // base 2
   float row_sum[kWarps][kBlockM];
-  float probabilities[kWarps][kBlockM][kBlockN];  // of blocks with tokens masked for some rows
+  union {
+    float probabilities[kWarps][kBlockM][kBlockN];  // of blocks with tokens masked for some rows
+    SparseBlock sparse_blocks[kWarps][kSparseRing];  // of a sparse call, which has no such blocks
+  };
 };
 static_assert(sizeof(SharedMemoryPlan) == kSharedBytes, "the spec computes the size of the struct");
+
+// The KV block that load `stage_idx` of this warp belongs to.
+__device__ inline SparseBlock& sparse_block_of(SharedMemoryPlan& smem, int stage_idx) {
+  return smem.sparse_blocks[warp_index()][stage_idx / 2 % kSparseRing];
+}
 
 // Stage that load `stage_idx` of this warp fills: [kBlockN] rows of kStageRowBytes.
 __device__ inline unsigned char* stage_ptr(SharedMemoryPlan& smem, int stage_idx) {
@@ -1014,62 +1185,6 @@ __device__ inline void pv_gemm(const Probabilities& probabilities, const unsigne
     ldmatrix_x4_trans(v, values + n * kChunkBytes);
     mma_columns(output, n, probabilities, v);
   }
-}
-
-// PTX ISA, "Integer, floating-point and half-precision: add, ex2, fma, max, mul, rcp". Needs sm_53.
-
-// add.rn.f16x2
-__device__ inline u32 add_f16x2(u32 a, u32 b) {
-  u32 sum;
-  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
-  return sum;
-}
-
-// ex2.approx.ftz.f32
-// 2 to the power of x, relative error below 2^-22; minus infinity gives zero.
-__device__ inline float ex2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// fma.rn.bf16x2
-// Subnormal numbers are kept. Needs sm_80.
-__device__ inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {
-  u32 sum;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
-  return sum;
-}
-
-// max.f16x2
-// Ignores NaN operands. Needs sm_80.
-__device__ inline u32 max_f16x2(u32 a, u32 b) {
-  u32 larger;
-  asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-  return larger;
-}
-
-// max.u16x2
-// Needs sm_90.
-__device__ inline u32 max_u16x2(u32 a, u32 b) {
-  u32 larger;
-  asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-  return larger;
-}
-
-// mul.rn.f16x2
-__device__ inline u32 mul_f16x2(u32 a, u32 b) {
-  u32 product;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-  return product;
-}
-
-// rcp.approx.ftz.f32
-// 1 / x, relative error below 2^-23; infinity gives zero.
-__device__ inline float rcp_approx(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 // Softmax state (m, l) of a row: combination of the parts that splits or warps have of it, final
@@ -1277,8 +1392,9 @@ __device__ inline void store_output(const Params& params, const WorkItem& work,
       const i64 partial_row = work.split_idx * params.total_rows + global_row;
       *reinterpret_cast<float4*>(params.partial_out + partial_row * kHeadDimVo + column) = value;
     } else {
-      store_x4(OutElement{}, params.out, global_row * kHeadDimVo + column, value.x, value.y,
-               value.z, value.w);
+      const i64 offset = global_row * kHeadDimVo + column;
+      if constexpr (kHasOutputGate) value = gated_output(OutElement{}, params, offset, value);
+      store_x4(OutElement{}, params.out, offset, value.x, value.y, value.z, value.w);
     }
   }
 }
@@ -1362,6 +1478,67 @@ __device__ inline void cp_async_bulk_tensor(u32 target, const void* map, u32 bar
       : "memory");
 }
 
+// Reader of the block indices of a query token and of its block table, for the warp's KV blocks.
+
+// A token in the cache.
+struct SparseToken {
+  int page;  // -1: none
+  int slot;
+};
+
+// Lane l reads token l % kBlockN of the warp's KV blocks: an index two blocks ahead, its page id
+// one block ahead, so that no copy waits for one of the two dependent loads.
+struct SparseReader {
+  const int* indices;
+  SparseToken current, next;
+  int index_after_next;
+
+  // A template: Params of a dense kernel lacks the indices.
+  template <typename SparseParams>
+  __device__ void begin(const SparseParams& params, const WorkItem& work, const int* table,
+                        int kv_block) {
+    indices = block_indices_of(params, static_cast<int>(work.first_query), work.kv_head);
+    current = token_of(params, work, table, kv_block, index_of(work, kv_block));
+    next = token_of(params, work, table, kv_block + kWarps, index_of(work, kv_block + kWarps));
+    index_after_next = index_of(work, kv_block + 2 * kWarps);
+  }
+
+  // Goes on to `kv_block`, the warp's next one.
+  __device__ void advance(const Params& params, const WorkItem& work, const int* table,
+                          int kv_block) {
+    current = next;
+    next = token_of(params, work, table, kv_block + kWarps, index_after_next);
+    index_after_next = index_of(work, kv_block + 2 * kWarps);
+  }
+
+  __device__ static int position_of(int kv_block) {
+    return kv_block * kBlockN + lane_index() % kBlockN;
+  }
+
+  // -1 beyond this split's blocks; both ends fit in an int, as positions do.
+  __device__ int index_of(const WorkItem& work, int kv_block) const {
+    const int position = position_of(kv_block);
+    const bool is_read = kv_block < work.end_kv_block && position < work.kv_end;
+    return is_read ? indices[position / kIndexTokens] : -1;
+  }
+
+  // Indices and page ids are untrusted: an invalid one names no token.
+  __device__ static SparseToken token_of(const Params& params, const WorkItem& work,
+                                         const int* table, int kv_block, int index) {
+    const int first_in_block = position_of(kv_block) % kIndexTokens;
+    const i64 token = static_cast<i64>(index) * kIndexTokens + first_in_block;
+    if (index < 0 || token >= work.kv_len) return {-1, 0};
+    const int page = table[token / kPageSize];
+    return {is_valid_page(page, params.num_pages) ? page : -1, static_cast<int>(token % kPageSize)};
+  }
+};
+
+// The tokens of a KV block as bits, bit t for token t.
+__device__ inline u32 sparse_mask(const SparseBlock& block) {
+  const int lane = lane_index();
+  return __ballot_sync(~0u, lane < kBlockN && block.pages[lane % kBlockN] >= 0);
+}
+
 // Loads of Q, and of KV blocks by cp.async: each warp streams its own blocks of the paged cache
 // into its stages.
 
@@ -1405,6 +1582,7 @@ struct KvLoader {
   int next_lane_page;  // of the block after it
   int value_lane_page;
   int next_value_lane_page;
+  SparseReader sparse;  // of a sparse call, instead of the page ids
 
   __device__ KvLoader(const Params& params, const WorkItem& work)
       : params(params),
@@ -1412,6 +1590,10 @@ struct KvLoader {
         table(work.page_ids(params)),
         next_stage(0),
         next_kv_block(work.first_kv_block + warp_index()) {
+    if constexpr (kIsSparse) {
+      sparse.begin(params, work, table, next_kv_block);
+      return;
+    }
     lane_page = load_lane_page(table, next_kv_block);
     next_lane_page = load_lane_page(table, next_kv_block + kWarps);
     if constexpr (kSeparatePageIds) {
@@ -1447,9 +1629,11 @@ struct KvLoader {
       const int token = copy / kCopies;
       const int at = copy % kCopies * kCopyBytes;
       const int page = __shfl_sync(~0u, own_page, token % kBlockN);
+      int sparse_slot = 0;
+      if constexpr (kIsSparse) sparse_slot = __shfl_sync(~0u, sparse.current.slot, token % kBlockN);
       if (token >= kBlockN) continue;
       const bool exists = is_valid_page(page, params.num_pages);
-      const int slot = (next_kv_block * kBlockN + token) % kPageSize;
+      const int slot = kIsSparse ? sparse_slot : (next_kv_block * kBlockN + token) % kPageSize;
       const unsigned char* source = exists ? rows.row_of(page, slot) + offset + at : rows.rows;
       const u32 target = shared_address(stage) + token * kStageRowBytes + at;
       const u32 bytes = exists ? kCopyBytes : 0;
@@ -1478,6 +1662,13 @@ struct KvLoader {
       if (next_stage % 2 == 0) {
         const PagedRows keys{params.key_cache + work.kv_head * params.key_head_stride,
                              params.key_page_stride, params.key_token_stride};
+        if constexpr (kIsSparse) {
+          lane_page = sparse.current.page;
+          if (lane_index() < kBlockN) {
+            sparse_block_of(smem, next_stage).pages[lane_index()] = sparse.current.page;
+            sparse_block_of(smem, next_stage).slots[lane_index()] = sparse.current.slot;
+          }
+        }
         copy_rows<kStoredBytes>(keys, lane_page, 0, stage);
         if constexpr (kHasTokenScales) copy_scales(key_scales(params, work), lane_page, stage);
       } else {
@@ -1487,6 +1678,12 @@ struct KvLoader {
         copy_rows<kSliceBytes>(values, value_page, work.slice * kSliceBytes, stage);
         if constexpr (kHasTokenScales) copy_scales(value_scales(params, work), value_page, stage);
         next_kv_block += kWarps;
+        if constexpr (kIsSparse) {
+          sparse.advance(params, work, table, next_kv_block);
+          ++next_stage;
+          cp_async_commit_group();
+          return;
+        }
         lane_page = next_lane_page;
         next_lane_page = load_lane_page(table, next_kv_block + kWarps);
         if constexpr (kSeparatePageIds) {
@@ -1676,9 +1873,9 @@ struct Softmax {
   }
 
   // Turns S into base-2 scores, minus infinity where masked: a select, not arithmetic, because the
-  // masked score may be NaN.
+  // masked score may be NaN. `attended` has the tokens of a sparse call.
   __device__ void scale_and_mask(const Params& params, const WorkItem& work, int first_token,
-                                 bool has_boundary, Scores& scores) const {
+                                 bool has_boundary, u32 attended, Scores& scores) const {
 #pragma unroll
     for (int m = 0; m < kRowGroups; ++m) {
 #pragma unroll
@@ -1686,8 +1883,9 @@ struct Softmax {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float base2 = score.of(scores[m][n][e], score.scale);
-          const bool attends = !has_boundary || work.attends(params, fragment_row(m, e / 2),
-                                                             first_token + fragment_col(n, e % 2));
+          bool attends = !has_boundary || work.attends(params, fragment_row(m, e / 2),
+                                                       first_token + fragment_col(n, e % 2));
+          if constexpr (kIsSparse) attends = (attended >> fragment_col(n, e % 2) & 1) != 0;
           scores[m][n][e] = attends ? base2 : -kInfinity;
         }
       }
@@ -1865,7 +2063,7 @@ __device__ inline Chunk scale_bf16(Target target, const Chunk& stored, float sca
 // dtypes none.
 struct BlockScales {
   const WorkItem& work;
-  const int* table;  // page ids of the sequence
+  const int* table;  // page ids of the sequence; of a sparse call a SparseBlock
   PagedRows rows;
   int num_pages;
   int first_token;
@@ -1875,9 +2073,10 @@ struct BlockScales {
   __device__ float scale_of(int token, int scale_group) const {
     const int at = first_token + token;
     if (at < work.kv_begin || at >= work.kv_end) return 0.0f;
-    const int page = table[at / kPageSize];
+    const int page = table[kIsSparse ? token : at / kPageSize];
     if (!is_valid_page(page, num_pages)) return 0.0f;
-    const u32 stored = rows.row_of(page, at % kPageSize)[first_scale_group + scale_group];
+    const int slot = kIsSparse ? table[kBlockN + token] : at % kPageSize;
+    const u32 stored = rows.row_of(page, slot)[first_scale_group + scale_group];
     return cvt_f32(Fp16{}, static_cast<u16>(fp16x2_of_e4m3x2(stored)));
   }
 };
@@ -1974,7 +2173,8 @@ __device__ inline unsigned char* next_kv(const Params& params, const WorkItem& w
   __syncwarp();  // the stage is visible to all lanes, and all are done with the previous one
   if constexpr (kHasTokenScales) scale = token_scale_of(stage_ptr(smem, stage_idx));
   const BlockScales scales =
-      scales_of(params, work, stage_idx, kv_block, loader.table_of(stage_idx));
+      scales_of(params, work, stage_idx, kv_block,
+                kIsSparse ? sparse_block_of(smem, stage_idx).pages : loader.table_of(stage_idx));
   dequant_tokens<kDims>(stage_ptr(smem, stage_idx), scales, tokens_of(smem, stage_idx));
   __syncwarp();  // the dequantized block is complete, and its stage is free
   loader.load_next(smem);
@@ -2006,15 +2206,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   for (int kv_block = work.first_kv_block + warp_index(); kv_block < work.end_kv_block;
        kv_block += kWarps) {
     const int first_token = kv_block * kBlockN;
-    const bool has_boundary =
-        first_token < work.unmasked_kv_begin || first_token + kBlockN > work.unmasked_kv_end;
+    const bool has_boundary = !kIsSparse && (first_token < work.unmasked_kv_begin ||
+                                             first_token + kBlockN > work.unmasked_kv_end);
     float scale;
     unsigned char* keys =
         next_kv<kHeadDim>(params, work, stage_idx++, kv_block, loader, scale, smem);
+    const u32 attended = kIsSparse ? sparse_mask(sparse_block_of(smem, stage_idx - 1)) : 0;
     Scores scores;
     qk_gemm(smem, query, keys, scores);
     if constexpr (kHasTokenScales) multiply_by_tokens(scores, scale);
-    softmax.scale_and_mask(params, work, first_token, has_boundary, scores);
+    softmax.scale_and_mask(params, work, first_token, has_boundary, attended, scores);
     if (softmax.exceeds_threshold(scores)) softmax.update_row_max(scores, output);
     Probabilities probabilities;
     if constexpr (!kHasTokenScales) softmax.compute_probabilities(scores, probabilities);

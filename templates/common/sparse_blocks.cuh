@@ -1,0 +1,41 @@
+// Block indices of a sparse call. Every query token is a sequence to the kernel: its KV tokens are
+// those that its indices name, in their order. Templates: Params of a dense kernel lacks the
+// parameters. Indices, requests and page ids are untrusted.
+
+#pragma once
+
+#include "common/paged_kv.cuh"
+#include "common/types.cuh"
+#include "config.cuh"
+
+// The request of a query token, and the end of the request's tokens that it attends to.
+struct SparseSeq {
+  int seq_idx;
+  int kv_end;  // 0: it attends to nothing
+};
+
+template <typename SparseParams>
+__device__ inline SparseSeq sparse_seq_of(const SparseParams& params, int token) {
+  const int q_len = max(params.request_q_len, 1);
+  const int seq_idx = params.token_to_req == nullptr ? token / q_len : params.token_to_req[token];
+  if (static_cast<u32>(seq_idx) >= static_cast<u32>(params.num_requests)) return {0, 0};
+  const i64 seq_len = params.seq_lens == nullptr ? kMaxKvLen : params.seq_lens[seq_idx];
+  const int kv_len = clamp_kv_len(seq_len, params.max_pages);
+  if (!params.is_causal) return {seq_idx, kv_len};
+  return {seq_idx, min(kv_len, max(kv_len - q_len + token % q_len + 1, 0))};
+}
+
+// Indices of a query token and KV head.
+template <typename SparseParams>
+__device__ inline const int* block_indices_of(const SparseParams& params, int token, int kv_head) {
+  return params.block_indices + token * params.indices_stride +
+         kv_head * params.indices_head_stride;
+}
+
+// How many of them count.
+template <typename SparseParams>
+__device__ inline int num_indices_of(const SparseParams& params, int token) {
+  if (!params.has_index_counts) return params.num_indices;
+  const int count = params.block_indices[token * params.indices_stride + params.num_indices];
+  return max(min(count, params.num_indices), 0);
+}

@@ -1,0 +1,98 @@
+"""Sparse grouped-query decode on the CPU: the source of the kernels, with fibers for threads."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+
+from mlagen.families.common import launchers
+from mlagen.families.dispatch import GQA
+from mlagen.families.gqa import launch as gqa_launch
+from mlagen.families.gqa import plan as gqa_plan
+from mlagen.families.gqa import tensor_maps as gqa_maps
+from mlagen.families.gqa.args import GqaArgs
+from mlagen.families.gqa.problem import check_problem
+from mlagen.settings import current_settings
+from mlagen.spec.arch import Arch
+from tests.emulator.emulated import COMPILER, encode, replace_launches
+from tests.families.launches import record_launches
+from tests.kernels import SM_80, SM_90A
+from tests.problems.sparse_gqa import SparseCase, decode_sparse
+from tests.problems.sparse_gqa_cases import CASES, MSA_CASES, msa, qsa
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+# One split of each list, and several; with and without an instruction for e4m3.
+_GPUS = ((SM_80, 1), (SM_90A, 40), (SM_80, 12))
+_MAX_CTAS = 64
+
+Check = Callable[..., None]
+
+
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch) -> Check:
+    """Return what checks the result of emulated launches."""
+    counters = (ctypes.c_uint32 * (2 * _MAX_CTAS))()
+
+    def run_case(
+        case: SparseCase, sm_count: int, arch: Arch, *, is_sm90: bool, **changes: object
+    ) -> None:
+        record_launches(monkeypatch, arch=arch)
+
+        def run(args: GqaArgs, *_: object) -> tuple[torch.Tensor, ...]:
+            args = args._replace(workspace_buffer=torch.full((1 << 24,), 0xFF, dtype=torch.uint8))
+            problem = check_problem(args)
+            on_gpu: Any = replace(problem, device=torch.device("cuda", 0))
+            if is_sm90:
+                launcher = gqa_launch.make_sm90_launcher(args, on_gpu, current_settings())
+            else:
+                launcher = gqa_launch.make_sm80_launcher(args, on_gpu)
+            return GQA.launch(replace(launcher, problem=problem), args)
+
+        replace_launches(monkeypatch, gqa_plan, sm_count=sm_count, seed=sm_count)
+        monkeypatch.setattr(gqa_maps, "encode", encode)
+        monkeypatch.setattr(launchers, "semaphores_of", lambda *_: ctypes.addressof(counters))
+        monkeypatch.setattr(GQA, "run", run)
+        problem = case.build("cpu")
+
+        problem.check(*decode_sparse(problem, **changes), natural=True)
+        assert not any(counters)
+
+    return run_case
+
+
+@pytest.mark.parametrize(
+    ("case", "arch", "sm_count"),
+    [(case, *gpu) for case, gpu in zip(CASES, cycle(_GPUS), strict=False)],
+    ids=str,
+)
+def test_every_edge_case_is_right_on_sm80(
+    case: SparseCase, arch: Arch, sm_count: int, check: Check
+) -> None:
+    """Within the tolerance of float64; all that no index names is NaN."""
+    check(case, sm_count, arch, is_sm90=False)
+
+
+@pytest.mark.parametrize(
+    ("case", "sm_count"), list(zip(MSA_CASES, cycle((1, 7, 40)), strict=False)), ids=str
+)
+def test_every_edge_case_of_blocks_is_right_on_sm90(
+    case: SparseCase, sm_count: int, check: Check
+) -> None:
+    """In whole work tiles and in splits."""
+    check(case, sm_count, SM_90A, is_sm90=True)
+
+
+@pytest.mark.parametrize("is_sm90", [False, True], ids=["sm80", "sm90"])
+def test_fixed_splits_are_right(is_sm90: bool, check: Check) -> None:
+    """Lists of several fixed splits, gated too."""
+    blocks = msa("", seq_lens=(2600, 130), num_indices=19, kv_heads=1, head_dim=64)
+    tokens = qsa("", seq_lens=(2600,), requests=(0, 0), num_indices=2051, kv_heads=1, gate=True)
+    for case in (blocks,) if is_sm90 else (blocks, tokens):
+        check(case, 7, SM_90A, is_sm90=is_sm90, batch_invariant=True)
